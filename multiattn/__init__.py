@@ -1,0 +1,24 @@
+"""multiattn: the same fused attention in Triton, NVIDIA cuTile and raw CUDA, behind one call.
+
+Importing this package imports no kernel language and asks no driver; a backend does both when it is first used.
+"""
+
+from multiattn.api import backends, explain, fmha, launch
+from multiattn.backend import BACKENDS, Plan
+from multiattn.problem import Problem
+from multiattn.reference import reference
+from multiattn.support import Reason, Unsupported
+
+__version__ = "0.1.0"
+__all__ = [
+    "BACKENDS",
+    "Plan",
+    "Problem",
+    "Reason",
+    "Unsupported",
+    "backends",
+    "explain",
+    "fmha",
+    "launch",
+    "reference",
+]

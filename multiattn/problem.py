@@ -1,0 +1,255 @@
+"""What is asked of a kernel, without the tensors: the `Problem` record, and the only tensor validation.
+
+Layout everywhere is ``[B, H, S, D]`` (batch, heads, sequence, head_dim), any strides with unit stride on D.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Real
+from types import MappingProxyType
+
+import torch
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+)
+"""Short names of the dtypes a Problem can carry; which of them a backend takes is its capability."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Strides = tuple[int, int, int]
+"""Element strides of (batch, head, sequence); the stride of D is 1 by contract."""
+
+VECTOR_BYTES = 16
+"""Widest access any kernel makes to global memory: cp.async, TMA and 128-bit loads all want this."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One forward attention problem, hashable and free of tensors.
+
+    Sizes are counts, strides are in elements, `alignment` is in bytes: the largest power of two up to 16
+    that divides every base address and every stride of q, k and v.
+    """
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seq_q: int
+    seq_kv: int
+    head_dim: int
+    dtype: str
+    causal: bool
+    scale: float
+    strides_q: Strides
+    strides_k: Strides
+    strides_v: Strides
+    alignment: int = VECTOR_BYTES
+
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+    ) -> Problem:
+        """Validate q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` and describe them.
+
+        Raises TypeError or ValueError, naming what came and what is accepted, for whatever is wrong for
+        every backend; what only some backends refuse is left to their capability.
+        """
+        _check_tensors(q, k, v)
+        _check_shapes(q, k, v)
+        if not isinstance(causal, bool):
+            raise TypeError(f"causal must be a bool; got {type(causal).__name__}")
+        batch, heads_q, seq_q, head_dim = q.shape
+        _, heads_kv, seq_kv, _ = k.shape
+        tensors = (q, k, v)
+        strides_q, strides_k, strides_v = (_strides(tensor) for tensor in tensors)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        offsets = [stride * q.element_size() for stride in (*strides_q, *strides_k, *strides_v)]
+        return cls(
+            batch=batch,
+            heads_q=heads_q,
+            heads_kv=heads_kv,
+            seq_q=seq_q,
+            seq_kv=seq_kv,
+            head_dim=head_dim,
+            dtype=_NAMES[q.dtype],
+            causal=causal,
+            scale=_check_scale(scale, head_dim),
+            strides_q=strides_q,
+            strides_k=strides_k,
+            strides_v=strides_v,
+            alignment=math.gcd(VECTOR_BYTES, *addresses, *offsets),
+        )
+
+    @classmethod
+    def contiguous(
+        cls,
+        *,
+        batch: int,
+        heads_q: int,
+        seq_q: int,
+        head_dim: int,
+        heads_kv: int | None = None,
+        seq_kv: int | None = None,
+        dtype: str = "bf16",
+        causal: bool = False,
+        scale: float | None = None,
+    ) -> Problem:
+        """The problem of contiguous ``[B, H, S, D]`` tensors of these sizes, made without any tensor."""
+        heads_kv = heads_q if heads_kv is None else heads_kv
+        seq_kv = seq_q if seq_kv is None else seq_kv
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype: got {dtype!r}; allowed {', '.join(DTYPES)}")
+        shapes = (batch, heads_q, seq_q, head_dim), (batch, heads_kv, seq_kv, head_dim)
+        q, kv = (torch.empty(shape, dtype=DTYPES[dtype], device="meta") for shape in shapes)
+        _check_shapes(q, kv, kv)
+        strides_kv = _strides(kv)
+        return cls(
+            batch=batch,
+            heads_q=heads_q,
+            heads_kv=heads_kv,
+            seq_q=seq_q,
+            seq_kv=seq_kv,
+            head_dim=head_dim,
+            dtype=dtype,
+            causal=causal,
+            scale=_check_scale(scale, head_dim),
+            strides_q=_strides(q),
+            strides_k=strides_kv,
+            strides_v=strides_kv,
+            alignment=math.gcd(VECTOR_BYTES, head_dim * q.element_size()),
+        )
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head (1: MHA; Hq: MQA)."""
+        return self.heads_q // self.heads_kv
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of q, k, v and out."""
+        return DTYPES[self.dtype]
+
+    @property
+    def strides_out(self) -> Strides:
+        """Strides of out: q's own where q is dense ``[B, S, H, D]`` memory, else those of a contiguous tensor.
+
+        So a layer that passes a transposed view gets one back, and reshaping the heads away costs no copy.
+        """
+        transposed = (self.seq_q * self.heads_q * self.head_dim, self.head_dim, self.heads_q * self.head_dim)
+        if self.strides_q == transposed:
+            return transposed
+        return self.heads_q * self.seq_q * self.head_dim, self.seq_q * self.head_dim, self.head_dim
+
+    @property
+    def causal_offset(self) -> int:
+        """Bottom-right alignment: key j is visible to query i when ``j <= i + causal_offset``."""
+        return self.seq_kv - self.seq_q
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to launch for: no query at all."""
+        return self.batch == 0 or self.seq_q == 0
+
+    @property
+    def visible_pairs(self) -> int:
+        """(query, key) pairs that count, of one head of one batch entry; FLOP are ``4*B*Hq*D`` times this."""
+        if not self.causal:
+            return self.seq_q * self.seq_kv
+        first = max(0, -self.causal_offset)  # rows before it see no key
+        rows = self.seq_q - first
+        shortest = max(0, self.causal_offset) + 1  # what row `first` sees, when there is such a row
+        return rows * shortest + rows * (rows - 1) // 2 if rows > 0 and self.seq_kv > 0 else 0
+
+    def __str__(self) -> str:
+        mask = "causal" if self.causal else "full"
+        return (
+            f"B={self.batch} Hq={self.heads_q} Hkv={self.heads_kv} Sq={self.seq_q} Skv={self.seq_kv} "
+            f"D={self.head_dim} {self.dtype} {mask} forward"
+        )
+
+
+def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    tensors = {"q": q, "k": k, "v": v}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense strided tensor; got layout {tensor.layout}")
+        if tensor.dtype not in _NAMES:
+            raise TypeError(f"{name}.dtype: got {tensor.dtype}; allowed {', '.join(map(str, _NAMES))}")
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    if len(set(dtypes.values())) > 1:
+        raise TypeError(f"q, k and v must share one dtype; got {_list(dtypes)}")
+    devices = {name: tensor.device for name, tensor in tensors.items()}
+    if len(set(devices.values())) > 1:
+        raise ValueError(f"q, k and v must be on one device; got {_list(devices)}")
+    if q.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: got {q.device}; allowed cpu and cuda")
+
+
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    shapes = _list({"q": tuple(q.shape), "k": tuple(k.shape), "v": tuple(v.shape)})
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} must have rank 4, [B, H, S, D]; got rank {tensor.ndim} ({shapes})")
+    batch, heads_q, _, head_dim = q.shape
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape, [B, Hkv, Skv, D]; got {shapes}")
+    if k.shape[0] != batch:
+        raise ValueError(f"q, k and v must share the batch size; got {shapes}")
+    if k.shape[3] != head_dim:
+        raise ValueError(f"q, k and v must share head_dim; got {shapes}")
+    heads_kv = k.shape[1]
+    if head_dim < 1 or heads_q < 1 or heads_kv < 1:
+        raise ValueError(f"heads and head_dim must be at least 1; got {shapes}")
+    if heads_q % heads_kv:
+        raise ValueError(
+            f"query heads must be a multiple of key/value heads (GQA); got Hq={heads_q}, Hkv={heads_kv} ({shapes})"
+        )
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if head_dim > 1 and tensor.stride(3) != 1:
+            raise ValueError(
+                f"{name} must have unit stride on D; got strides {tuple(tensor.stride())} for {shapes}; "
+                f"call .contiguous() on it"
+            )
+
+
+def _check_scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, bool) or not isinstance(scale, Real):
+        raise TypeError(f"scale must be a float or None; got {type(scale).__name__}")
+    scale = float(scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite (zero and negative are fine); got {scale}")
+    return scale
+
+
+def _strides(tensor: torch.Tensor) -> Strides:
+    """Strides of (B, H, S), with those of one-element or empty dimensions made canonical.
+
+    PyTorch leaves the stride of a size-1 dimension arbitrary; nobody walks it, so it must not spoil alignment.
+    """
+    batch, heads, seq, head_dim = tensor.shape
+    stride_b, stride_h, stride_s, _ = tensor.stride()
+    if tensor.numel() == 0:
+        return heads * seq * head_dim, seq * head_dim, head_dim
+    return (
+        stride_b if batch > 1 else heads * seq * head_dim,
+        stride_h if heads > 1 else seq * head_dim,
+        stride_s if seq > 1 else head_dim,
+    )
+
+
+def _list(named: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in named.items())

@@ -1,0 +1,92 @@
+"""Why something cannot run, as data: `Reason`, `Capability`, `Unsupported`.
+
+Three of the four "no"s of the contract meet here (not available, not supported, and the public error made of
+them); what is wrong for everybody is a ValueError or TypeError of `problem`, and a bug passes through untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from multiattn.arch import Arch
+from multiattn.problem import Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reason:
+    """One reason why not: what it is about, what came, what is accepted and what to do.
+
+    `code` is a stable key: a field of Problem (head_dim, dtype, alignment), or one of arch, variant, config,
+    backward, module, driver, compiler, gpu, host.
+    """
+
+    code: str
+    got: str
+    allowed: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        hint = f" ({self.hint})" if self.hint else ""
+        return f"{self.code}: got {self.got}; allowed {self.allowed}{hint}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capability:
+    """What one kernel variant accepts. Each field is a constraint; `why_not` compares a Problem with all of them."""
+
+    arches: tuple[str, ...]
+    dtypes: tuple[str, ...] = ("fp16", "bf16")
+    head_dim_multiple: int = 8
+    head_dim_max: int = 256
+    alignment: int = 2
+    """Bytes that every base address and stride must be a multiple of."""
+    zero_strides: bool = True
+    """Whether a dimension may be broadcast (stride 0, as `expand` makes it)."""
+
+    def why_not(self, problem: Problem, arch: Arch) -> tuple[Reason, ...]:
+        """All reasons why this variant cannot run `problem` on `arch`; empty when it can."""
+        reasons = []
+        if arch.name not in self.arches:
+            reasons.append(Reason(code="arch", got=arch.name, allowed=", ".join(self.arches)))
+        if problem.dtype not in self.dtypes:
+            reasons.append(Reason(code="dtype", got=problem.dtype, allowed=", ".join(self.dtypes)))
+        if problem.head_dim % self.head_dim_multiple or problem.head_dim > self.head_dim_max:
+            allowed = f"multiples of {self.head_dim_multiple} up to {self.head_dim_max}"
+            reasons.append(Reason(code="head_dim", got=str(problem.head_dim), allowed=allowed))
+        if problem.alignment % self.alignment:
+            reasons.append(
+                Reason(
+                    code="alignment",
+                    got=f"{problem.alignment} bytes",
+                    allowed=f"base addresses and strides that are multiples of {self.alignment} bytes",
+                )
+            )
+        strides = (*problem.strides_q, *problem.strides_k, *problem.strides_v)
+        if not self.zero_strides and 0 in strides:
+            reasons.append(Reason(code="strides", got="a broadcast dimension (stride 0)", allowed="positive strides"))
+        return tuple(reasons)
+
+
+class Unsupported(RuntimeError):  # noqa: N818 - the contract's name: `except multiattn.Unsupported` reads as it should
+    """The requested backend cannot run this problem here; `reasons` says why, all of them, as data."""
+
+    def __init__(
+        self,
+        *,
+        backend: str,
+        arch: Arch,
+        problem: Problem,
+        reasons: Iterable[Reason],
+        alternatives: Sequence[str] = (),
+    ) -> None:
+        self.backend = backend
+        self.arch = arch
+        self.problem = problem
+        self.reasons = tuple(reasons)
+        self.alternatives = tuple(alternatives)
+        lines = [f"{backend} cannot run this problem on {arch.name}:"]
+        lines += [f"  {reason}" for reason in self.reasons]
+        lines.append(f"Problem: {problem}")
+        lines.append(f"Can run it: {', '.join(self.alternatives) or 'no other backend on this machine'}")
+        super().__init__("\n".join(lines))
