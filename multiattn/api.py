@@ -15,7 +15,7 @@ from multiattn.arch import Arch, detect
 from multiattn.arch import by_name as arch_by_name
 from multiattn.backend import BACKENDS, REFERENCE, Launcher, Plan, make_plan
 from multiattn.preference import preferred_order
-from multiattn.problem import Problem
+from multiattn.problem import VECTOR_BYTES, Problem
 from multiattn.support import Reason, Unsupported
 
 _CallKey = tuple[object, ...]
@@ -29,6 +29,12 @@ class _Ready:
 
 
 _ready: dict[_CallKey, _Ready] = {}
+_BACKWARD = Reason(
+    code="backward",
+    got="an input that requires grad",
+    allowed="inputs without grad: backward is not there yet",
+    hint="call under torch.no_grad(), or detach; multiattn.reference is differentiable",
+)
 _READY_LIMIT = 4096  # distinct call signatures kept; a serving loop with ever-changing lengths must not grow for ever
 
 
@@ -98,15 +104,14 @@ def fmha(
     The launch goes to the current stream of the tensors' device, without synchronising. Source of the algorithm:
     Dao, "FlashAttention-2" (arXiv 2307.08691), Algorithm 1.
     """
-    key = _call_key(q, k, v, causal, scale, backend, variant)
-    ready = _ready.get(key)
+    key, ready = _look_up(q, k, v, causal, scale, backend, variant)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise _no_backward(q, k, v, causal, scale, backend)
     if ready is None:
         ready = _get_ready(q, k, v, causal=causal, scale=scale, backend=backend, variant=variant)
         if len(_ready) >= _READY_LIMIT:
             _ready.clear()
         _ready[key] = ready
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise _no_backward(ready.plan)
     out = torch.empty_strided(q.shape, ready.out_strides, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if q.is_cuda and q.device.index != torch.cuda.current_device():
@@ -157,6 +162,8 @@ def explain(
         if k is None or v is None:
             raise TypeError("explain needs q, k and v, or one Problem")
         problem = Problem.of(q, k, v, causal=causal, scale=scale)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
+            return (_BACKWARD,)
     target = arch_by_name(arch) if arch is not None else detect(_device(q))
     try:
         return _choose(problem, target, backend, variant, probe=arch is None)
@@ -175,7 +182,7 @@ def backends(device: torch.device | str | None = None) -> Mapping[str, tuple[Rea
     return {name: registry.get(name).probe(target) for name in BACKENDS}
 
 
-def _call_key(
+def _look_up(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -183,18 +190,22 @@ def _call_key(
     scale: float | None,
     backend: str,
     variant: str | None,
-) -> _CallKey:
-    """Everything a Plan depends on that two calls can share, read cheaply: the host's share of a warm call is this."""
+) -> tuple[_CallKey, _Ready | None]:
+    """What a Plan depends on that two calls can share, and what an earlier such call made ready.
+
+    The types are part of the key because ``True == 1 == 1.0``: only what was validated may hit.
+    """
     try:
-        return (
+        key = (
             q.shape, q.stride(), q.dtype, q.device,
             k.shape, k.stride(), k.dtype, k.device,
             v.shape, v.stride(), v.dtype, v.device,
-            (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
-            causal, type(causal), scale, backend, variant,
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) & (VECTOR_BYTES - 1),
+            causal, type(causal), scale, type(scale), backend, variant,
         )  # fmt: skip
-    except (AttributeError, RuntimeError, TypeError, NotImplementedError):
-        Problem.of(q, k, v, causal=causal, scale=scale)  # says what is wrong
+        return key, _ready.get(key)
+    except (AttributeError, RuntimeError, TypeError):
+        Problem.of(q, k, v, causal=causal, scale=scale)  # raises what is wrong with them, in our words
         raise
 
 
@@ -261,14 +272,11 @@ def _with_alternatives(error: Unsupported, *, probe: bool) -> Unsupported:
     )
 
 
-def _no_backward(plan: Plan) -> Unsupported:
-    reason = Reason(
-        code="backward",
-        got="an input that requires grad",
-        allowed="inputs without grad: backward is not there yet",
-        hint="call under torch.no_grad(), or detach; multiattn.reference is differentiable",
-    )
-    return Unsupported(backend=plan.backend, arch=plan.arch, problem=plan.problem, reasons=(reason,))
+def _no_backward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None, backend: str
+) -> Unsupported:
+    problem = Problem.of(q, k, v, causal=causal, scale=scale)
+    return Unsupported(backend=backend, arch=detect(q.device), problem=problem, reasons=(_BACKWARD,))
 
 
 def _launch_nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:

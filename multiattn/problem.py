@@ -240,15 +240,16 @@ def _strides(tensor: torch.Tensor) -> Strides:
 
     PyTorch leaves the stride of a size-1 dimension arbitrary; nobody walks it, so it must not spoil alignment.
     """
-    batch, heads, seq, head_dim = tensor.shape
-    stride_b, stride_h, stride_s, _ = tensor.stride()
+    sizes = tensor.shape[:3]
+    head_dim = tensor.shape[3]
+    _, heads, seq = (max(size, 1) for size in sizes)
+    canonical = heads * seq * head_dim, seq * head_dim, head_dim
     if tensor.numel() == 0:
-        return heads * seq * head_dim, seq * head_dim, head_dim
-    return (
-        stride_b if batch > 1 else heads * seq * head_dim,
-        stride_h if heads > 1 else seq * head_dim,
-        stride_s if seq > 1 else head_dim,
+        return canonical
+    batch, head, row = (
+        given if size > 1 else own for size, given, own in zip(sizes, tensor.stride(), canonical, strict=False)
     )
+    return batch, head, row
 
 
 def _list(named: Mapping[str, object]) -> str:

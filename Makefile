@@ -1,0 +1,33 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+# The release that CI runs. Any torch >= 2.6 works: make TORCH='torch==2.11.0' demo
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+
+.PHONY: setup demo test lint clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing $(TORCH), then multiattn[dev] (a few minutes the first time)"
+	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/python -m bench demo --jobs $(JOBS) --out out
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -n $(JOBS) -q
+	$(BIN)/python -m bench readme --check
+
+clean:
+	rm -rf $(VENV) out build *.egg-info

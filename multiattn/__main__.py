@@ -1,0 +1,202 @@
+"""``python -m multiattn {doctor,explain,compile}``: what works here, what would run, what the compilers say."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+import multiattn
+from multiattn import backend as registry
+from multiattn.arch import ARCHS, GPU_ARCHS, detect
+from multiattn.backend import BACKENDS, Backend, Plan, make_plan, plan_variant
+from multiattn.problem import DTYPES, Problem
+from multiattn.support import Reason, Unsupported
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status is 0 when something works, 1 when nothing does."""
+    options = _parser().parse_args(arguments)
+    status: int = options.run(options)
+    return status
+
+
+# ---------------------------------------------------------------- doctor
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """What each backend can do on this machine, and every reason why not, with versions."""
+    report = diagnose()
+    if options.json:
+        print(json.dumps(report, indent=2))
+        return 0
+    print(f"multiattn {report['multiattn']}, torch {report['torch']}, Python {report['python']}, {report['platform']}")
+    for device in report["devices"] or ["no GPU that torch can use"]:
+        print(f"  {device}")
+    for name, entry in report["backends"].items():
+        print(f"\n{name}: {entry['summary']}")
+        print("  " + ", ".join(f"{package} {version or 'missing'}" for package, version in entry["versions"].items()))
+        for what, reasons in entry["can"].items():
+            print(f"  {what}: {'yes' if not reasons else 'no'}")
+            for reason in reasons:
+                print(f"    {reason}")
+    works = any(not reasons for entry in report["backends"].values() for reasons in entry["can"].values())
+    return 0 if works else 1
+
+
+def diagnose() -> dict[str, Any]:
+    """The doctor's findings as plain data, for reports."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = [torch.device("cuda", index) for index in range(count)]
+    return {
+        "multiattn": multiattn.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "devices": [f"{device}: {torch.cuda.get_device_name(device)}, {detect(device).name}" for device in devices],
+        "backends": {name: _diagnose_backend(registry.get(name), devices) for name in BACKENDS},
+    }
+
+
+def _diagnose_backend(backend: Backend, devices: Iterable[torch.device]) -> dict[str, Any]:
+    can = {"run on CPU tensors": backend.probe(ARCHS["cpu"]), "compile for any GPU": backend.probe_compiler()}
+    can |= {f"run on {device}": backend.probe(detect(device)) for device in devices}
+    return {
+        "summary": backend.summary,
+        "versions": dict(backend.versions()),
+        "can": {what: [str(reason) for reason in reasons] for what, reasons in can.items()},
+    }
+
+
+# ---------------------------------------------------------------- explain
+
+
+def explain(options: argparse.Namespace) -> int:
+    """Per backend: the plan for a problem on an arch, the rules passed over, or every reason why not."""
+    problem = _problem(options)
+    arch = ARCHS[options.arch]
+    print(f"{problem} on {arch.name} ({arch.title})")
+    able = 0
+    for name in options.backend or BACKENDS:
+        backend = registry.get(name)
+        print(f"\n{name}:")
+        for variant in backend.forward.variants:
+            plan = plan_variant(backend, variant, problem, arch)
+            if isinstance(plan, Plan):
+                able += 1
+                print(f"  {variant.name}: {plan.config}\n    why: {plan.why}")
+                for rule in variant.rules:
+                    if (rejection := rule.reject(problem, arch)) is None:
+                        break  # the rules after the chosen one were not asked
+                    if arch.name in rule.arches:
+                        print(f"    passed over: {rule.config} ({rejection})")
+            else:
+                print(f"  {variant.name}: no")
+                _print_reasons(plan)
+    return 0 if able else 1
+
+
+# ---------------------------------------------------------------- compile
+
+
+def compile_kernels(options: argparse.Namespace) -> int:
+    """Compile a problem's kernel for one arch, with no GPU needed, and print what the compiler says of it."""
+    problem = _problem(options)
+    failed = 0
+    for name in options.backend or BACKENDS:
+        backend = registry.get(name)
+        if reasons := backend.probe_compiler():
+            failed += 1
+            print(f"{name}: no compiler here")
+            _print_reasons(reasons)
+            continue
+        try:
+            plan = make_plan(backend, problem, ARCHS[options.arch], variant=options.variant, probe=False)
+        except Unsupported as error:
+            failed += 1
+            print(f"{name}: no plan")
+            _print_reasons(error.reasons)
+            continue
+        compiled = backend.forward.compile(plan)
+        print(
+            f"{plan}\n  {compiled.seconds:.1f} s, cubin {len(compiled.cubin)} B, registers {compiled.registers}, "
+            f"spills {compiled.spill_bytes} B, shared memory {compiled.smem_bytes} B"
+        )
+    return 1 if failed else 0
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def _print_reasons(reasons: Iterable[Reason]) -> None:
+    for reason in reasons:
+        print(f"    {reason}")
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    parts = text.replace("x", ",").split(",")
+    if len(parts) != 4 or not all(part.strip().isdigit() for part in parts):
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed four counts B,H,S,D, as in 2,16,1024,128")
+    return tuple(int(part) for part in parts)
+
+
+def _problem(options: argparse.Namespace) -> Problem:
+    batch, heads_q, seq_q, head_dim = options.shape
+    try:
+        return Problem.contiguous(
+            batch=batch,
+            heads_q=heads_q,
+            heads_kv=options.kv_heads,
+            seq_q=seq_q,
+            seq_kv=options.kv_len,
+            head_dim=head_dim,
+            dtype=options.dtype,
+            causal=options.causal,
+            scale=options.scale,
+        )
+    except ValueError as error:
+        sys.exit(f"python -m multiattn: {error}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m multiattn", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="{doctor,explain,compile}")
+
+    command = commands.add_parser("doctor", help="what works on this machine, what does not and why")
+    command.add_argument("--json", action="store_true", help="print the findings as JSON")
+    command.set_defaults(run=doctor)
+
+    command = commands.add_parser("explain", help="the plan for a problem, or why there is none")
+    _add_problem(command, archs=tuple(ARCHS))
+    command.set_defaults(run=explain)
+
+    command = commands.add_parser("compile", help="compile a problem's kernel for an arch; needs no GPU")
+    _add_problem(command, archs=GPU_ARCHS)
+    command.add_argument("--variant", help="of the backend; default its best")
+    command.set_defaults(run=compile_kernels)
+    return parser
+
+
+def _add_problem(command: argparse.ArgumentParser, *, archs: Sequence[str]) -> None:
+    command.add_argument("--shape", type=_shape, required=True, help="of q: B,H,S,D")
+    command.add_argument("--kv-heads", type=int, help="heads of k and v (default: those of q)")
+    command.add_argument("--kv-len", type=int, help="sequence length of k and v (default: that of q)")
+    command.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
+    command.add_argument("--causal", action="store_true", help="bottom-right aligned")
+    command.add_argument("--scale", type=float, help="of the scores (default: 1/sqrt(D))")
+    command.add_argument("--arch", choices=archs, default=_default_arch(archs), help="default: %(default)s")
+    command.add_argument("--backend", action="append", choices=BACKENDS, help="may be given again; default: all")
+
+
+def _default_arch(archs: Sequence[str]) -> str:
+    here = detect(torch.device("cuda")).name if torch.cuda.is_available() else "cpu"
+    return here if here in archs else "sm90"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""What every backend asks of the machine it runs on: installed packages, a GPU, and what a cubin uses of an SM."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+
+from multiattn.support import Reason
+
+_USAGE = re.compile(r"\bREG:(\d+) STACK:(\d+) SHARED:(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """What one compiled kernel uses: registers and bytes of stack a thread, bytes of static shared memory a block."""
+
+    registers: int
+    stack_bytes: int
+    smem_bytes: int
+
+
+def version_of(distribution: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def probe_gpu() -> tuple[Reason, ...]:
+    """A reason if torch has no CUDA device here."""
+    if torch.cuda.is_available():
+        return ()
+    return (Reason(code="gpu", got="no CUDA device that torch can use", allowed="an NVIDIA GPU and its driver"),)
+
+
+@functools.cache
+def find_cuobjdump() -> str | None:
+    """The cuobjdump of its own wheel, which knows every target, else of a toolkit on PATH; None where there is none."""
+    try:
+        files = metadata.files("nvidia-cuda-cuobjdump") or []
+    except metadata.PackageNotFoundError:
+        files = []
+    found = next((str(file.locate()) for file in files if file.name == "cuobjdump"), None)
+    return found or shutil.which("cuobjdump")
+
+
+def resource_usage(cubin: bytes) -> Usage | None:
+    """What the one kernel of a cubin uses; None without cuobjdump, or with one too old for the cubin's target.
+
+    None of the kernels indexes an array at run time, so their stack is what the compiler spilled.
+    """
+    tool = find_cuobjdump()
+    if tool is None:
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        printed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    found = _USAGE.search(printed)
+    if found is None:
+        return None
+    registers, stack_bytes, smem_bytes = map(int, found.groups())
+    return Usage(registers=registers, stack_bytes=stack_bytes, smem_bytes=smem_bytes)

@@ -1,0 +1,192 @@
+"""The public calls: what is explained is what runs, refusals are data, nothing falls back."""
+
+import math
+
+import pytest
+import torch
+
+import multiattn
+from multiattn import Plan, Problem, Unsupported
+from multiattn import backend as registry
+from multiattn.__main__ import main
+from multiattn.arch import ARCHS, GPU_ARCHS, Arch, detect
+from multiattn.backend import make_plan
+from multiattn.preference import Cell, preferred_order
+
+
+def qkv(head_dim=16, dtype=torch.bfloat16, **options):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 2, 9, head_dim, generator=generator).to(dtype).requires_grad_(**options) for _ in range(3)]
+
+
+def contiguous(head_dim=64, **options):
+    return Problem.contiguous(batch=1, heads_q=2, seq_q=128, head_dim=head_dim, **options)
+
+
+@pytest.mark.parametrize("backend", multiattn.BACKENDS)
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_named_backend_runs_its_kernel_on_cpu_tensors(backend, return_lse):
+    q, k, v = qkv(requires_grad=False)
+    result = multiattn.fmha(q, k, v, causal=True, backend=backend, return_lse=return_lse)
+    out, lse = multiattn.reference(q, k, v, causal=True)
+    torch.testing.assert_close((result[0] if return_lse else result).float(), out, atol=2e-2, rtol=2e-2)
+    if return_lse:
+        torch.testing.assert_close(result[1], lse, atol=1e-4, rtol=1e-4)
+
+
+def test_auto_on_cpu_tensors_is_the_reference():
+    q, k, v = qkv(requires_grad=False)
+    plan = multiattn.explain(q, k, v)
+    assert isinstance(plan, Plan)
+    assert (plan.backend, plan.arch.name) == ("reference", "cpu")
+    torch.testing.assert_close(multiattn.fmha(q, k, v), multiattn.reference(q, k, v)[0].to(q.dtype))
+
+
+@pytest.mark.parametrize("backend", multiattn.BACKENDS)
+def test_a_refusal_says_who_got_what_and_who_else_can(backend):
+    q, k, v = qkv(head_dim=12, dtype=torch.float32, requires_grad=False)
+    with pytest.raises(Unsupported) as caught:
+        multiattn.fmha(q, k, v, backend=backend)
+    message = str(caught.value)
+    assert message.startswith(f"{backend} cannot run this problem on cpu:\n")
+    assert "  head_dim: got 12; allowed multiples of 8 up to 256" in message
+    assert "  dtype: got fp32; allowed fp16, bf16" in message
+    assert "Problem: B=1 Hq=2 Hkv=2 Sq=9 Skv=9 D=12 fp32 full forward" in message
+    assert message.endswith("Can run it: reference (variant eager)")
+    assert {reason.code for reason in caught.value.reasons} == {"head_dim", "dtype"}
+    assert multiattn.explain(q, k, v, backend=backend) == caught.value.reasons
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", *multiattn.BACKENDS])
+@pytest.mark.parametrize("which", range(3))
+def test_an_input_that_requires_grad_is_told_at_forward_time(backend, which):
+    inputs = qkv(requires_grad=False)
+    inputs[which].requires_grad_()
+    with pytest.raises(Unsupported, match="backward is not there yet") as caught:
+        multiattn.fmha(*inputs, backend=backend)
+    assert caught.value.reasons[0].code == "backward"
+    assert multiattn.explain(*inputs, backend=backend) == caught.value.reasons
+    with torch.no_grad():
+        assert multiattn.fmha(*inputs, backend="reference").shape == inputs[0].shape
+
+
+def test_unknown_names_are_told_with_the_known_ones():
+    q, k, v = qkv(requires_grad=False)
+    with pytest.raises(ValueError, match=r"got 'cutlass'; allowed auto, reference, triton, cutile, cuda"):
+        multiattn.fmha(q, k, v, backend="cutlass")
+    with pytest.raises(ValueError, match=r"variant: got 'v2'; cuda has "):
+        multiattn.fmha(q, k, v, backend="cuda", variant="v2")
+    with pytest.raises(ValueError, match="needs a named backend"):
+        multiattn.fmha(q, k, v, variant="v2")
+    with pytest.raises(ValueError, match="got 'sm75'; allowed cpu, sm80"):
+        multiattn.explain(q, k, v, arch="sm75")
+
+
+@pytest.mark.parametrize("backend", multiattn.BACKENDS)
+@pytest.mark.parametrize("arch", GPU_ARCHS)
+def test_every_arch_and_head_dim_has_a_rule_that_fits(backend, arch):
+    for head_dim in range(8, 257, 8):
+        for causal in (False, True):
+            plan = multiattn.explain(contiguous(head_dim, causal=causal), backend=backend, arch=arch)
+            assert isinstance(plan, Plan), f"D={head_dim}: {plan}"
+
+
+@pytest.mark.parametrize("backend", multiattn.BACKENDS)
+def test_an_arch_without_rules_is_refused_by_name(backend):
+    with pytest.raises(Unsupported, match="arch: got sm75; allowed"):
+        make_plan(registry.get(backend), contiguous(), Arch(name="sm75", title="Turing"), probe=False)
+
+
+@pytest.mark.parametrize("backend", multiattn.BACKENDS)
+def test_every_rule_has_evidence_and_can_be_reached(backend):
+    for variant in registry.get(backend).forward.variants:
+        for rule in variant.rules:
+            assert rule.why, f"{variant.name}: {rule.config} has no reason"
+            assert set(rule.arches) <= set(ARCHS)
+
+
+@pytest.mark.parametrize("backend", multiattn.BACKENDS)
+def test_launch_runs_exactly_the_plan_and_only_on_its_tensors(backend):
+    q, k, v = qkv(requires_grad=False)
+    plan = multiattn.explain(q, k, v, backend=backend)
+    assert isinstance(plan, Plan)
+    out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:3], math.nan)
+    multiattn.launch(plan, q, k, v, out, lse)
+    torch.testing.assert_close(out.float(), multiattn.reference(q, k, v)[0], atol=2e-2, rtol=2e-2)
+    with pytest.raises(ValueError, match="not those of the plan"):
+        multiattn.launch(plan, q[:, :, :5], k, v, out, lse)
+
+
+@pytest.mark.parametrize("backend", ["auto", *multiattn.BACKENDS])
+def test_problems_without_queries_or_keys(backend):
+    none = torch.zeros(0, 2, 9, 16, dtype=torch.bfloat16)
+    assert multiattn.fmha(none, none, none, backend=backend).shape == none.shape
+    q, empty = torch.ones(1, 2, 9, 16, dtype=torch.bfloat16), torch.ones(1, 2, 0, 16, dtype=torch.bfloat16)
+    out, lse = multiattn.fmha(q, empty, empty, backend=backend, return_lse=True)
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+    assert multiattn.fmha(empty, q, q, backend=backend).shape == empty.shape
+
+
+def test_backends_says_what_lacks_here():
+    assert set(multiattn.backends("cpu")) == set(multiattn.BACKENDS)
+    assert detect(torch.device("cpu")).name == "cpu"
+
+
+def test_auto_follows_the_nearest_measured_cell(monkeypatch):
+    def cell(head_dim, **tflops):
+        return Cell(
+            arch="sm90", gpu="H200", date="2026-11-21", head_dim=head_dim, seq_kv=4096, causal=False,
+            tflops=tuple(tflops.items()),
+        )  # fmt: skip
+
+    cells = (cell(64, triton=3.0, cutile=2.0), cell(256, cutile=3.0, triton=1.0))
+    monkeypatch.setattr("multiattn.preference.measured_cells", lambda: cells)
+    order = preferred_order(contiguous(72), ARCHS["sm90"])
+    assert [name for name, _ in order] == ["triton", "cutile", "cuda"]
+    assert order[0][1] == "3 TFLOPS on H200, 2026-11-21, D=64 N=4096 full"
+    assert preferred_order(contiguous(248), ARCHS["sm90"])[0][0] == "cutile"
+    assert "a guess" in preferred_order(contiguous(72), ARCHS["sm80"])[0][1]
+
+
+def test_explain_auto_for_an_arch_needs_no_gpu():
+    plan = multiattn.explain(contiguous(128, causal=True), arch="sm90")
+    assert isinstance(plan, Plan)
+    assert plan.backend in multiattn.BACKENDS
+
+
+class TestCommandLine:
+    def test_explain_prints_a_plan_for_each_backend(self, capsys):
+        assert main(["explain", "--shape", "2,16,1024,128", "--kv-heads", "4", "--causal", "--arch", "sm90"]) == 0
+        printed = capsys.readouterr().out
+        assert "B=2 Hq=16 Hkv=4 Sq=1024 Skv=1024 D=128 bf16 causal forward on sm90" in printed
+        for backend in multiattn.BACKENDS:
+            assert f"\n{backend}:" in printed
+        assert "tile_m=" in printed
+
+    def test_explain_prints_the_reasons(self, capsys):
+        assert main(["explain", "--shape", "1,1,64,260", "--arch", "sm80"]) == 1
+        assert "head_dim: got 260; allowed multiples of 8 up to 256" in capsys.readouterr().out
+
+    def test_doctor_names_every_backend(self, capsys):
+        main(["doctor"])
+        printed = capsys.readouterr().out
+        assert all(f"\n{backend}: " in printed for backend in multiattn.BACKENDS)
+        assert "run on CPU tensors: yes" in printed
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["explain", "--shape", "1,2,3"], "allowed four counts B,H,S,D"),
+            (["explain", "--shape", "1,2,3,8", "--arch", "sm75"], "invalid choice: 'sm75'"),
+            (["compile", "--shape", "1,2,3,8", "--backend", "x"], "invalid choice: 'x'"),
+        ],
+    )
+    def test_bad_arguments_are_named(self, arguments, message, capsys):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert message in capsys.readouterr().err
+
+    def test_a_bad_problem_is_named(self):
+        with pytest.raises(SystemExit, match="got Hq=3, Hkv=2"):
+            main(["explain", "--shape", "1,3,5,8", "--kv-heads", "2"])

@@ -1,0 +1,96 @@
+"""Imports go one way, and importing the package costs nothing: no kernel language, no driver, no time."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import multiattn
+
+ROOT = Path(multiattn.__file__).parent
+# Who may import whom inside the package; a backend's folder counts as one module.
+ALLOWED = {
+    "problem": set(),
+    "arch": set(),
+    "support": {"problem", "arch"},
+    "config": {"problem", "arch"},
+    "backend": {"problem", "arch", "support", "config"},
+    "toolchain": {"support"},
+    "preference": {"problem", "arch", "backend"},
+    "reference": {"problem", "arch", "support", "config", "backend"},
+    **{name: {"problem", "arch", "support", "config", "backend", "toolchain"} for name in multiattn.BACKENDS},
+    "api": {"problem", "arch", "support", "config", "backend", "preference"},
+    "__init__": {"problem", "support", "backend", "reference", "api"},
+    "__main__": {"problem", "arch", "support", "backend"},
+}
+LANGUAGES = ("triton", "cuda", "nvidia", "torch.utils.cpp_extension")
+
+
+def module_of(path):
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported_modules(path):
+    """Modules of this package that a file imports, by their first name below it; other packages by full name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        yield from names
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_one_way(path):
+    me = module_of(path)
+    for name in imported_modules(path):
+        top, *rest = name.split(".")
+        assert top not in ("parity", "bench", "tests"), f"{path} imports {name}"
+        if top == "multiattn" and rest and (ROOT / rest[0]).with_suffix(".py").exists() | (ROOT / rest[0]).is_dir():
+            assert rest[0] in ALLOWED[me] | {me}, f"{me} must not import {rest[0]}"
+
+
+def run(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def test_importing_imports_no_language_and_asks_no_driver():
+    before, after, initialised = run(
+        "import json, sys, torch, numpy; before = set(sys.modules); import multiattn; "
+        "from multiattn import backend; [backend.get(name) for name in multiattn.BACKENDS]; "
+        "print(json.dumps([[], sorted(set(sys.modules) - before), torch.cuda.is_initialized()]))"
+    )
+    assert before == []
+    assert not initialised
+    foreign = [name for name in after if name.split(".")[0] in LANGUAGES]
+    assert foreign == []
+
+
+def test_importing_takes_under_50_ms_beyond_torch():
+    code = (
+        "import json, time, torch; start = time.perf_counter(); import multiattn; "
+        "print(json.dumps(time.perf_counter() - start))"
+    )
+    assert min(run(code) for _ in range(5)) < 0.050
+
+
+@pytest.mark.parametrize("name", ["triton", "cuda"])
+def test_our_folders_do_not_shadow_the_real_packages(name):
+    origin = run(
+        f"import json, importlib.util, multiattn; spec = importlib.util.find_spec({name!r}); "
+        "print(json.dumps([spec.origin, list(spec.submodule_search_locations or [])]))"
+    )
+    assert str(ROOT) not in json.dumps(origin)
+
+
+def test_no_runnable_script_inside_the_package():
+    """A script's folder goes on sys.path: run by its path, multiattn/x.py would see our `triton` as the real one."""
+    for path in ROOT.rglob("*.py"):
+        if path.name != "__main__.py":
+            assert not path.read_text().startswith("#!"), path

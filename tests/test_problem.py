@@ -1,0 +1,101 @@
+"""Validation: what is wrong for every backend is said before anything is planned, by name, with the shapes."""
+
+import math
+
+import pytest
+import torch
+
+import multiattn
+from multiattn.problem import Problem
+
+
+def tensors(q=(1, 4, 5, 16), kv=(1, 2, 7, 16), dtype=torch.bfloat16):
+    return torch.zeros(q, dtype=dtype), torch.zeros(kv, dtype=dtype), torch.zeros(kv, dtype=dtype)
+
+
+def good(**changes):
+    q, k, v = tensors()
+    return {"q": q, "k": k, "v": v} | changes
+
+
+BAD = {
+    "q is a list": (good(q=[1.0]), TypeError, "q must be a torch.Tensor; got list"),
+    "v is None": (good(v=None), TypeError, "v must be a torch.Tensor; got NoneType"),
+    "integer dtype": (dict(zip("qkv", tensors(dtype=torch.int32), strict=True)), TypeError, "got torch.int32; allowed"),
+    "mixed dtypes": (good(k=tensors(dtype=torch.float16)[1]), TypeError, "share one dtype"),
+    "sparse": (good(q=tensors()[0].float().to_sparse()), TypeError, "dense strided"),
+    "two devices": (good(q=tensors()[0].to("meta")), ValueError, "one device"),
+    "no kernel device": (dict(zip("qkv", (t.to("meta") for t in tensors()), strict=True)), ValueError, "got meta"),
+    "rank 3": (good(q=tensors()[0][0]), ValueError, "q must have rank 4.*got rank 3"),
+    "k and v differ": (good(v=tensors(kv=(1, 2, 8, 16))[2]), ValueError, "k and v must have one shape"),
+    "batch sizes differ": (good(q=tensors(q=(2, 4, 5, 16))[0]), ValueError, "share the batch size"),
+    "head_dims differ": (good(q=tensors(q=(1, 4, 5, 8))[0]), ValueError, "share head_dim"),
+    "GQA ratio": (good(q=tensors(q=(1, 3, 5, 16))[0]), ValueError, "got Hq=3, Hkv=2"),
+    "no heads": (dict(zip("qkv", tensors((1, 0, 5, 16), (1, 0, 7, 16)), strict=True)), ValueError, "at least 1"),
+    "stride on D": (good(q=torch.zeros(1, 4, 16, 5, dtype=torch.bfloat16).mT), ValueError, "unit stride on D"),
+    "causal is a string": (good(causal="yes"), TypeError, "causal must be a bool; got str"),
+    "causal is 1": (good(causal=1), TypeError, "causal must be a bool; got int"),
+    "scale is NaN": (good(scale=math.nan), ValueError, "scale must be finite.*nan"),
+    "scale is infinite": (good(scale=-math.inf), ValueError, "scale must be finite.*-inf"),
+    "scale is a tensor": (good(scale=torch.tensor(1.0)), TypeError, "scale must be a float or None; got Tensor"),
+    "scale is a bool": (good(scale=True), TypeError, "scale must be a float or None; got bool"),
+    "scale cannot be hashed": (good(scale=[1.0]), TypeError, "scale must be a float or None; got list"),
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", *multiattn.BACKENDS])
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named_before_any_launch(name, backend):
+    arguments, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        multiattn.fmha(**arguments, backend=backend)
+
+
+def test_a_bad_value_equal_to_a_cached_good_one_is_still_refused():
+    q, k, v = tensors()
+    multiattn.fmha(q, k, v, scale=1.0, causal=True)
+    with pytest.raises(TypeError, match="scale"):
+        multiattn.fmha(q, k, v, scale=True, causal=True)
+    with pytest.raises(TypeError, match="causal"):
+        multiattn.fmha(q, k, v, scale=1.0, causal=1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(1, 1), (5, 5), (3, 7), (7, 3), (1, 9), (9, 1), (4, 0), (0, 4)])
+def test_visible_pairs_agrees_with_the_mask(seq_q, seq_kv, causal):
+    from multiattn.reference import visible_pairs
+
+    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=seq_q, seq_kv=seq_kv, head_dim=8, causal=causal)
+    assert problem.visible_pairs == int(visible_pairs(problem, torch.device("cpu")).sum())
+
+
+def test_a_problem_of_tensors_is_that_of_their_sizes():
+    q, k, v = tensors()
+    made = Problem.contiguous(batch=1, heads_q=4, heads_kv=2, seq_q=5, seq_kv=7, head_dim=16)
+    assert Problem.of(q, k, v) == made
+    assert hash(Problem.of(q, k, v)) == hash(made)
+
+
+def test_alignment_is_of_the_worst_address_or_stride():
+    wide = torch.zeros(2, 4, 5, 24, dtype=torch.bfloat16)
+    q = wide[..., :16]
+    assert Problem.of(q, q, q).alignment == 16
+    assert Problem.of(q, q, wide[..., 4:20]).alignment == 8
+    assert Problem.of(q, q, wide[..., 1:17]).alignment == 2
+    odd = torch.zeros(2, 4, 5, 17, dtype=torch.bfloat16)[..., :16]
+    assert Problem.of(q, odd, q).alignment == 2
+
+
+def test_the_stride_of_a_single_element_dimension_does_not_matter():
+    q, k, v = tensors((1, 1, 5, 16), (1, 1, 5, 16))
+    odd = q.as_strided(q.shape, (3, 5, 16, 1))
+    assert Problem.of(odd, k, v) == Problem.of(q, k, v)
+
+
+def test_out_lies_in_memory_as_q_does():
+    q = torch.zeros(2, 5, 4, 16, dtype=torch.bfloat16).transpose(1, 2)
+    k = torch.zeros(2, 4, 7, 16, dtype=torch.bfloat16)
+    assert multiattn.fmha(q, k, k).stride() == q.stride()
+    assert multiattn.fmha(q.contiguous(), k, k).is_contiguous()
+    assert multiattn.fmha(q[:, :, ::2], k, k).is_contiguous()
+    assert multiattn.fmha(q[:, :1].expand(2, 4, 5, 16), k, k).is_contiguous()
