@@ -1,0 +1,222 @@
+"""Tiles of the forward kernel per arch: the rules, what fits, and what a tuning sweep should try."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from multiattn.arch import Arch
+from multiattn.backend import Variant
+from multiattn.config import Config, Rule
+from multiattn.problem import Problem
+from multiattn.support import Reason
+
+ELEMENT_BYTES = 2  # fp16 and bf16
+
+_HOPPER = ("sm90",)  # wgmma
+_BLACKWELL = ("sm100", "sm103")  # tcgen05
+_LARGE = ("sm80",)  # mma.sync, 163 KiB of shared memory a block
+_SMALL = ("sm86", "sm89", "sm120", "sm121")  # mma.sync, 99 KiB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TritonConfig(Config):
+    """Tiles and what Triton's compiler is told."""
+
+    num_warps: int
+    num_stages: int
+    """Blocks of keys in flight; 1 switches the pipeline off."""
+    heads_together: int = 1
+    """Heads whose tiles alternate in launch order: 1 walks one head after the other, more suits causal."""
+    registers: int | None = None
+    """Most registers per thread; None leaves it to the compiler."""
+
+
+def head_pad(head_dim: int) -> int:
+    """head_dim as the kernel computes it: Triton's tiles are powers of two, and tl.dot wants at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def smem_bytes(problem: Problem, arch: Arch, config: TritonConfig) -> int:
+    """Shared memory that the tiles of q, k and v take; the compiler adds barriers and scratch of a few KiB.
+
+    One more block of keys is held where the tensor cores read it in the background.
+    """
+    if config.num_stages == 1:
+        blocks = 1  # nothing is in flight: V takes the place of K
+    else:
+        asynchronous = arch.name in (*_HOPPER, *_BLACKWELL)
+        blocks = 2 * (config.num_stages if asynchronous else config.num_stages - 1)
+    rows = config.tile_m + config.tile_n * blocks
+    return rows * head_pad(problem.head_dim) * ELEMENT_BYTES
+
+
+def why_not_fit(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
+    """Reasons why a config cannot run on an arch."""
+    if not isinstance(config, TritonConfig):
+        return (Reason(code="config", got=type(config).__name__, allowed="TritonConfig"),)
+    wrong: list[tuple[str, str]] = []
+    wrong += [
+        (name, "powers of two") for name in ("tile_m", "tile_n", "num_warps") if not _is_power_of_two(config, name)
+    ]
+    wrong += [(name, "16 to 256") for name in ("tile_m", "tile_n") if getattr(config, name) not in range(16, 257)]
+    wrong += [(name, "at least 1") for name in ("num_stages", "heads_together") if getattr(config, name) < 1]
+    reasons = [Reason(code="config", got=f"{name}={getattr(config, name)}", allowed=allowed) for name, allowed in wrong]
+    needed = smem_bytes(problem, arch, config)
+    if arch.is_gpu and needed > arch.smem_per_block:
+        reasons.append(
+            Reason(
+                code="config",
+                got=f"{config} with D={problem.head_dim}: {needed} bytes of shared memory or more",
+                allowed=f"{arch.smem_per_block} bytes on {arch.name}",
+                hint="take smaller tiles or fewer stages",
+            )
+        )
+    return tuple(reasons)
+
+
+def _is_power_of_two(config: TritonConfig, name: str) -> bool:
+    value: int = getattr(config, name)
+    return value > 0 and value & (value - 1) == 0
+
+
+def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[TritonConfig]:
+    """Configs worth timing for a problem on an arch; what cannot fit is left out."""
+    if not arch.is_gpu:
+        return ()
+    pad = head_pad(problem.head_dim)
+    shapes: list[tuple[int, int, int, int | None]] = [
+        (64, 32, 4, None),
+        (64, 64, 4, None),
+        (64, 128, 4, None),
+        (128, 64, 8, None),
+        (128, 128, 8, None),
+    ]
+    if pad <= 128:
+        shapes += [(128, 64, 4, None)]
+    if pad <= 64:
+        shapes += [(64, 64, 4, 128)]  # 128 registers: four blocks of four warps share an SM
+    configs = [
+        TritonConfig(
+            tile_m=tile_m,
+            tile_n=tile_n,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            registers=registers,
+            heads_together=8 if problem.causal else 1,
+        )
+        for (tile_m, tile_n, num_warps, registers), num_stages in itertools.product(shapes, (1, 2, 3))
+    ]
+    return tuple(config for config in configs if not why_not_fit(problem, arch, config))
+
+
+def _rules(
+    arches: tuple[str, ...],
+    head_dims: tuple[int, int],
+    why: str,
+    *,
+    tile_m: int,
+    tile_n: int,
+    num_warps: int,
+    num_stages: int,
+    registers: int | None = None,
+    masks: tuple[bool, ...] = (False, True),
+) -> tuple[Rule[TritonConfig], ...]:
+    """A rule for full and one for causal attention, which differ in the launch order only; or one of the two."""
+    return tuple(
+        Rule(
+            arches=arches,
+            config=TritonConfig(
+                tile_m=tile_m,
+                tile_n=tile_n,
+                num_warps=num_warps,
+                num_stages=num_stages,
+                registers=registers,
+                heads_together=8 if causal else 1,
+            ),
+            why=why,
+            head_dim_min=head_dims[0],
+            head_dim_max=head_dims[1],
+            causal=causal,
+        )
+        for causal in masks
+    )
+
+
+_FULL = (False,)
+_CAUSAL = (True,)
+_H200 = "H200, 2026-11-21, Triton 3.6.0, B4 N=4096 H*D=2048 bf16, best of the candidates: "
+
+RULES: tuple[Rule[TritonConfig], ...] = (
+    Rule(
+        arches=("cpu",),
+        config=TritonConfig(tile_m=64, tile_n=64, num_warps=4, num_stages=1, heads_together=2),
+        why="interpreted, 2 cores, 2026-11: time goes by the number of operations, so few and large tiles",
+    ),
+    *_rules(
+        _HOPPER, (1, 64), _H200 + "469 TFLOPS; 64x64 with 3 stages 435",
+        tile_m=64, tile_n=128, num_warps=4, num_stages=2, masks=_FULL,
+    ),
+    *_rules(
+        _HOPPER, (1, 64), _H200 + "409 TFLOPS; 64x128 with 3 stages 406. What spills at 128 registers is the redo",
+        tile_m=64, tile_n=64, num_warps=4, num_stages=3, registers=128, masks=_CAUSAL,
+    ),
+    *_rules(
+        _HOPPER, (65, 128), _H200 + "565 TFLOPS; 128x64 with 2 stages 528. Blocks on one SM hide each other's loads",
+        tile_m=64, tile_n=128, num_warps=4, num_stages=1, masks=_FULL,
+    ),
+    *_rules(
+        _HOPPER, (65, 128), _H200 + "503 TFLOPS; 128x64 with 2 stages 471, 64x128 with 1 stage 436",
+        tile_m=64, tile_n=64, num_warps=4, num_stages=3, masks=_CAUSAL,
+    ),
+    *_rules(
+        _HOPPER, (129, 256), _H200 + "653 TFLOPS full, 529 causal; 128x64, 8 warps, 2 stages 520 and 496",
+        tile_m=64, tile_n=128, num_warps=4, num_stages=1,
+    ),
+    *_rules(
+        _BLACKWELL, (1, 128), "a guess: one 128-row tile of tensor memory",
+        tile_m=128, tile_n=64, num_warps=4, num_stages=3,
+    ),
+    *_rules(
+        _BLACKWELL, (129, 256), "a guess: 8 warps share the accumulator",
+        tile_m=128, tile_n=64, num_warps=8, num_stages=2,
+    ),
+    *_rules(
+        _LARGE, (1, 64), "a guess: FlashAttention-2's rows; compiled: 255 registers, no spills",
+        tile_m=128, tile_n=64, num_warps=4, num_stages=3,
+    ),
+    *_rules(
+        _LARGE, (65, 128), "a guess; compiled: 4 warps and 128 rows spill 480 bytes",
+        tile_m=64, tile_n=64, num_warps=4, num_stages=3,
+    ),
+    *_rules(
+        _LARGE, (129, 256), "a guess: 8 warps share the accumulator",
+        tile_m=128, tile_n=32, num_warps=8, num_stages=2,
+    ),
+    *_rules(
+        _SMALL, (1, 64), "a guess",
+        tile_m=64, tile_n=64, num_warps=4, num_stages=2,
+    ),
+    *_rules(
+        _SMALL, (65, 128), "a guess: 99 KiB of shared memory a block",
+        tile_m=64, tile_n=32, num_warps=4, num_stages=3,
+    ),
+    *_rules(
+        _SMALL, (129, 256), "a guess: 99 KiB of shared memory a block",
+        tile_m=64, tile_n=32, num_warps=4, num_stages=2,
+    ),
+)  # fmt: skip
+
+POINTER_RULES: tuple[Rule[TritonConfig], ...] = (
+    *_rules(
+        _HOPPER, (1, 128), "a guess; compiled: at 64x128 pointers spill 56 bytes",
+        tile_m=64, tile_n=64, num_warps=4, num_stages=2,
+    ),
+    *_rules(
+        _HOPPER, (129, 256), "a guess; compiled: 8 warps share the accumulator and hardly spill",
+        tile_m=128, tile_n=64, num_warps=8, num_stages=2,
+    ),
+    *RULES,
+)  # fmt: skip
+"""RULES, but for where the addresses that pointers need leave no registers for the tile of a descriptor."""

@@ -1,0 +1,248 @@
+"""Run a Triton kernel's own source on CPU tensors, for truth and debugging: `run`.
+
+It is Triton's interpreter (NumPy, one program after the other) made honest:
+
+- bf16 is computed as the GPU does it: operands widened to fp32, the result rounded to nearest even. Triton 3.6 to 3.9
+  store bf16 as integers and then do integer arithmetic on them.
+- Every load and store, through pointers or descriptors, is checked against the tensor arguments; an address outside
+  all of them raises `OutOfBoundsError`.
+- It works whatever TRITON_INTERPRET is, and leaves `triton.language` as it was, so that kernels can be compiled and
+  launched in the same process before and after. (Triton's own leaves ``triton.language.core`` patched.)
+
+Slow by design: 50 to 150 ms for a small problem. For a debugger or a print, put it in the kernel: it is Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.jit import KernelInterface, mangle_type
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+Array = npt.NDArray[Any]
+Extent = tuple[int, int]
+
+_lock = threading.RLock()  # `triton.language` is patched while a kernel runs, for the whole process
+
+
+class OutOfBoundsError(IndexError):
+    """A kernel touched memory that belongs to none of its tensor arguments."""
+
+
+def run(kernel: KernelInterface[Any], grid: int, *args: Any, **kwargs: Any) -> None:
+    """Run every program of a one-dimensional grid of a ``@triton.jit`` kernel on CPU tensors.
+
+    Args:
+        kernel: the kernel; it and all it calls may live in one module besides `triton.language`.
+        grid: number of programs.
+        args, kwargs: of the kernel: CPU tensors, `TensorDescriptor`, numbers, None, constexprs.
+
+    Raises:
+        OutOfBoundsError: a load or store outside every tensor argument.
+        Exception: whatever the kernel raises, untouched.
+    """
+    with _lock, _patched_language() as builder:
+        function = _rewritten_module(kernel.fn)[kernel.fn.__name__]
+        named = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        constexprs = {name for name, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)}
+        builder.extents = [_extent(value) for value in named.values() if _is_memory(value)]
+        converted = {name: value if name in constexprs else _to_argument(value) for name, value in named.items()}
+        builder.set_grid_dim(grid, 1, 1)
+        for program in range(grid):
+            builder.set_grid_idx(program, 0, 0)
+            function(**converted)
+
+
+class _HonestBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]  # Triton has no stubs
+    """Triton's interpreter with bf16 arithmetic and a bounds check."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extents: list[Extent] = []
+        """[first, last) byte of each tensor argument."""
+
+    def create_masked_load(self, ptrs: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        self._check_bounds("load", ptrs, mask)
+        return super().create_masked_load(ptrs, mask, *args, **kwargs)
+
+    def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        self._check_bounds("store", ptrs, mask)
+        return super().create_masked_store(ptrs, value, mask, *args, **kwargs)
+
+    def _check_bounds(self, what: str, ptrs: Any, mask: Any) -> None:
+        addresses, active = np.broadcast_arrays(ptrs.data, mask.data)
+        addresses = addresses[active.astype(bool)]
+        size = np.uint64(max(1, ptrs.get_element_ty().primitive_bitwidth // 8))
+        if not addresses.size or self._in_one_extent(int(addresses.min()), int(addresses.max() + size)):
+            return
+        inside = np.zeros(addresses.shape, dtype=bool)
+        for first, last in self.extents:
+            inside |= (addresses >= np.uint64(first)) & (addresses + size <= np.uint64(last))
+        if not inside.all():
+            raise OutOfBoundsError(
+                f"{what} in program {self.grid_idx}: {np.count_nonzero(~inside)} of {inside.size} active lanes "
+                f"are outside every tensor argument"
+            )
+
+    def _in_one_extent(self, lowest: int, end: int) -> bool:
+        return any(first <= lowest and end <= last for first, last in self.extents)
+
+    def binary_op(self, lhs: Any, rhs: Any, op: Any) -> Any:
+        return self._in_fp32(super().binary_op, lhs, rhs, op)
+
+    def unary_op(self, arg: Any, op: Any) -> Any:
+        return self._in_fp32(super().unary_op, arg, op)
+
+    def _in_fp32(self, compute: Callable[..., Any], *operands: Any) -> Any:
+        if not any(_is_bf16(operand) for operand in operands):
+            return compute(*operands)
+        result = compute(*(_to_fp32(operand) if _is_bf16(operand) else operand for operand in operands))
+        return _to_bf16(result) if result.data.dtype.kind == "f" else result  # a comparison stays a bool
+
+    def cast_impl(self, src: Any, dst_type: Any) -> Any:
+        if _is_bf16(src):
+            src = _to_fp32(src)
+        if dst_type.scalar != tl.bfloat16:
+            return super().cast_impl(src, dst_type)
+        return _to_bf16(src)
+
+    def create_fp_to_fp(self, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        if _is_bf16(src) or dst_type.scalar == tl.bfloat16:
+            return self.cast_impl(src, dst_type)
+        return super().create_fp_to_fp(src, dst_type, rounding_mode)
+
+    def create_dot(self, a: Any, b: Any, d: Any, *args: Any) -> Any:
+        # A product of two 16-bit numbers is exact in fp32, where NumPy has a fast matrix product.
+        return super().create_dot(_widen(a), _widen(b), d, *args)
+
+    def get_bf16(self, value: float) -> Any:
+        return _to_bf16(self.get_fp32(value))
+
+
+def _is_bf16(operand: Any) -> bool:
+    return isinstance(operand, interpreter.TensorHandle) and bool(operand.dtype.scalar == tl.bfloat16)
+
+
+def _to_fp32(handle: Any) -> Any:
+    bits = np.asarray(handle.data).astype(np.uint32) << np.uint32(16)
+    return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+
+def _to_bf16(handle: Any) -> Any:
+    """Round to nearest even; a NaN stays one."""
+    values: Array = np.asarray(handle.data, dtype=np.float32)
+    bits = np.ascontiguousarray(values).view(np.uint32).reshape(values.shape)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    rounded = np.where(np.isnan(values), np.uint32(0x7FC0), rounded)
+    return interpreter.TensorHandle(rounded.astype(np.uint16), tl.bfloat16)
+
+
+def _widen(handle: Any) -> Any:
+    if _is_bf16(handle):
+        return _to_fp32(handle)
+    if handle.dtype.scalar == tl.float16:
+        return interpreter.TensorHandle(handle.data.astype(np.float32), tl.float32)
+    return handle
+
+
+def _to_argument(value: Any) -> Any:
+    """What the kernel gets for an argument: a number as a scalar of the type it has when compiled."""
+    if isinstance(value, float):  # Triton's interpreter leaves it a Python float, which takes any type it meets
+        handle = interpreter.TensorHandle(np.array([value], dtype=np.float32), tl.float32)
+        return tl.tensor(handle, tl.float32)
+    return interpreter._implicit_cvt(value)
+
+
+def _is_memory(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, TensorDescriptor))
+
+
+def _extent(value: torch.Tensor | TensorDescriptor) -> Extent:
+    """[first, last) byte that the elements of an argument span."""
+    tensor = value.base if isinstance(value, TensorDescriptor) else value
+    if tensor.device.type != "cpu":
+        raise ValueError(f"the interpreter takes CPU tensors; got one on {tensor.device}")
+    if tensor.numel() == 0:
+        return (0, 0)
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
+
+
+@functools.cache
+def _rewritten_module(function: types.FunctionType) -> dict[str, Any]:
+    """A copy of the namespace that `function` lives in, with every jitted function in it as plain Python."""
+    return _rewrite_namespace(function.__globals__)
+
+
+@functools.cache
+def _rewritten_standard() -> dict[str, Any]:
+    """The same for Triton's own library of jitted functions: tl.max, tl.sum, tl.zeros and so on."""
+    return _rewrite_namespace(vars(tl.standard))
+
+
+def _rewrite_namespace(namespace: dict[str, Any]) -> dict[str, Any]:
+    # Triton's rewriter compiles into the globals of the function that it is given and adds its own names to them: so
+    # it gets a function with globals of its own, and the module stays untouched.
+    copy = dict(namespace)
+    home = namespace["__name__"]
+    for name, value in namespace.items():
+        if isinstance(value, KernelInterface) and value.fn.__module__ == home:
+            source = types.FunctionType(value.fn.__code__, copy, name, value.fn.__defaults__)
+            source.__kwdefaults__ = value.fn.__kwdefaults__
+            source.__annotations__ = value.fn.__annotations__
+            copy[name] = interpreter.FunctionRewriter(source).rewrite_ast()
+    copy["interpreter_semantic"] = _semantic()
+    return copy
+
+
+@functools.cache
+def _semantic() -> Any:
+    return interpreter.TritonSemantic(_HonestBuilder())
+
+
+@contextlib.contextmanager
+def _patched_language() -> Iterator[_HonestBuilder]:
+    """`triton.language` computing with NumPy, as Triton's interpreter patches it; as before afterwards."""
+    mangle_type(0)  # its first call imports modules that want `triton.language` as it is
+    semantic = _semantic()
+    standard = _rewritten_standard()
+    jitted = {name: standard[name] for name, value in vars(tl.standard).items() if isinstance(value, KernelInterface)}
+    owners: Sequence[Any] = (
+        tl, tl.core, tl.math, tl.standard, tl.core.tensor, tl.core.dtype, tl.core.condition,
+        tl.core.tensor_descriptor_base, interpreter,
+    )  # fmt: skip
+    before = [(owner, dict(vars(owner))) for owner in owners]
+    try:
+        interpreter.interpreter_semantic = semantic
+        interpreter.interpreter_builder = semantic.builder
+        interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+        # NumPy >= 2.4 has no int() of a one-element array, which Triton 3.6 takes of every loop bound.
+        tl.core.tensor.__index__ = lambda self: int(self.handle.data.item())
+        for owner in (tl, tl.standard):
+            for name in jitted.keys() & vars(owner).keys():
+                setattr(owner, name, jitted[name])
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # an all-nan row, an overflow to inf: as on the GPU
+            yield semantic.builder
+    finally:
+        for owner, attributes in before:
+            _restore(owner, attributes)
+
+
+def _restore(owner: Any, attributes: dict[str, Any]) -> None:
+    for name in vars(owner).keys() - attributes.keys():
+        delattr(owner, name)
+    for name, value in attributes.items():
+        if vars(owner)[name] is not value:
+            setattr(owner, name, value)

@@ -1,0 +1,165 @@
+"""From a Plan to the arguments of the kernel, and to a launcher: compiled on a GPU, interpreted on CPU tensors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from multiattn import backend as registry
+from multiattn.backend import Launcher, Plan, find_variant
+from multiattn.problem import VECTOR_BYTES, Problem, Strides
+from multiattn.triton import forward, interpreter
+from multiattn.triton.configs import ELEMENT_BYTES, TritonConfig, head_pad
+
+_INT32 = 1 << 31
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryStub:
+    """Stands for a tensor where only its type and alignment are asked: while compiling."""
+
+    dtype: torch.dtype
+    address: int = 0
+
+    def data_ptr(self) -> int:
+        """An address that is as aligned as the tensor's."""
+        return self.address
+
+
+class Call:
+    """What one Plan asks of the kernel: the grid, the compiler's options, and the arguments beside the tensors."""
+
+    def __init__(self, plan: Plan) -> None:
+        config = plan.config
+        assert isinstance(config, TritonConfig)
+        problem = plan.problem
+        self.problem = problem
+        variant = find_variant(registry.get(plan.backend), plan.variant)
+        self.descriptor: bool = dict(variant.flags)["descriptor"]
+        self.grid = -(-problem.seq_q // config.tile_m) * problem.batch * problem.heads_q
+        # Without fusion a score costs a multiply and an add; the default of this option changes in Triton 3.10.
+        self.options = {
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            "enable_fp_fusion": True,
+        }
+        if config.registers is not None:
+            self.options["maxnreg"] = config.registers
+        self._of_k = _descriptor_fields(problem, problem.strides_k, config)
+        self._of_v = _descriptor_fields(problem, problem.strides_v, config)
+        self._rest = self._arguments(config)
+
+    def arguments(self, q: Any, k: Any, v: Any, out: Any, lse: Any) -> tuple[Any, ...]:
+        """Every argument of `forward.attention_forward`, in order."""
+        if self.descriptor:
+            k, v = _describe(k, self._of_k), _describe(v, self._of_v)
+        return (q, k, v, out, lse, *self._rest)
+
+    def _arguments(self, config: TritonConfig) -> tuple[Any, ...]:
+        problem = self.problem
+        vector = problem.alignment // ELEMENT_BYTES
+        strides_kv: tuple[int | None, ...] = (None,) * 6  # the descriptors have them
+        if not self.descriptor:
+            strides_kv = _in_units((*problem.strides_k, *problem.strides_v), vector)
+        scale_log2 = float(np.float32(abs(problem.scale) * math.log2(math.e)))
+        # A scale that fp32 cannot hold as a normal number makes all scores equal, as zero does.
+        is_zero = scale_log2 < float(np.finfo(np.float32).tiny)
+        row = max(problem.strides_q[2], problem.strides_k[2], problem.strides_v[2], problem.strides_out[2])
+        return (
+            math.log2(math.e) if is_zero else scale_log2,
+            problem.seq_q,
+            problem.seq_kv,
+            problem.heads_q,
+            problem.group,
+            problem.batch * problem.heads_q,
+            *_in_units(problem.strides_q, vector),
+            *strides_kv,
+            *_in_units(problem.strides_out, forward.OUT_VECTOR.value),
+            problem.causal,
+            0 if is_zero else int(math.copysign(1, problem.scale)),
+            self.descriptor,
+            problem.head_dim,
+            head_pad(problem.head_dim),
+            config.tile_m,
+            config.tile_n,
+            config.num_stages,
+            config.heads_together,
+            vector,
+            row * max(config.tile_m, config.tile_n) >= _INT32,
+        )
+
+
+def prepare(plan: Plan) -> Launcher:
+    """The launcher of a Plan: compiled for the current device, or interpreted when the Plan is for the CPU."""
+    call = Call(plan)
+    if not plan.arch.is_gpu:
+        return _Interpreted(call)
+    return _Compiled(call)
+
+
+class _Interpreted:
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        interpreter.run(forward.attention_forward, self._call.grid, *self._call.arguments(q, k, v, out, lse))
+
+
+class _Compiled:
+    """Launches a compiled kernel past the JIT's own argument handling, which costs more than all else on the host.
+
+    That handling exists to notice arguments whose alignment or value asks for another specialisation. All of them are
+    fixed by the Problem, but for where out and lse lie: torch's allocator aligns them, a caller's need not be.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._aligned = specialise(call, output_alignment=VECTOR_BYTES)[(call.grid, 1, 1)]
+        self._unaligned: Launcher | None = None
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        if (out.data_ptr() | lse.data_ptr()) % VECTOR_BYTES == 0:
+            launch = self._aligned
+        else:
+            if self._unaligned is None:
+                self._unaligned = specialise(self._call, output_alignment=ELEMENT_BYTES)[(self._call.grid, 1, 1)]
+            launch = self._unaligned
+        launch(*self._call.arguments(q, k, v, out, lse))
+
+
+def specialise(call: Call, *, output_alignment: int = VECTOR_BYTES) -> Any:
+    """The CompiledKernel for the active driver's current device."""
+    dtype = call.problem.torch_dtype
+    given = MemoryStub(dtype=dtype, address=call.problem.alignment)
+    out = MemoryStub(dtype=dtype, address=output_alignment)
+    lse = MemoryStub(dtype=torch.float32, address=output_alignment)
+    arguments = call.arguments(given, given, given, out, lse)
+    return forward.attention_forward.warmup(*arguments, grid=(call.grid,), **call.options)
+
+
+def _in_units(strides: tuple[int, ...], unit: int) -> tuple[int, ...]:
+    assert all(stride % unit == 0 for stride in strides)
+    return tuple(stride // unit for stride in strides)
+
+
+def _descriptor_fields(problem: Problem, strides: Strides, config: TritonConfig) -> dict[str, Any]:
+    """The fields of the TensorDescriptor of k or v, but for the tensor itself."""
+    return {
+        "shape": [problem.batch, problem.heads_kv, problem.seq_kv, problem.head_dim],
+        "strides": [*strides, 1],
+        "block_shape": [1, 1, config.tile_n, head_pad(problem.head_dim)],
+        "padding": "zero",
+        "round_f32_to_tf32": False,
+    }
+
+
+def _describe(tensor: Any, fields: dict[str, Any]) -> TensorDescriptor:
+    """A TensorDescriptor without its constructor, whose checks are done (they are the variant's capability)."""
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.__dict__.update(fields, base=tensor)
+    return descriptor

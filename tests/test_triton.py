@@ -1,0 +1,234 @@
+"""The Triton kernel against the reference, both variants, on CPU tensors through the interpreter."""
+
+import math
+
+import pytest
+import torch
+
+from multiattn import Plan, Problem, backend, explain, fmha, launch, reference
+from multiattn.arch import ARCHS, by_name
+from multiattn.backend import make_plan
+from multiattn.triton import BACKEND
+from multiattn.triton.configs import RULES, TritonConfig, candidates, head_pad, smem_bytes, why_not_fit
+
+VARIANTS = ("descriptor", "pointer")
+SMALL = TritonConfig(tile_m=32, tile_n=16, num_warps=4, num_stages=1, heads_together=3)  # many tiles, soon done
+
+
+def make(*, batch=1, heads_q=2, heads_kv=2, seq_q=40, seq_kv=40, head_dim=64, dtype=torch.bfloat16, gain=1.0):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (batch, heads_q, seq_q, head_dim), *[(batch, heads_kv, seq_kv, head_dim)] * 2
+    return [(torch.randn(shape, generator=generator) * gain).to(dtype) for shape in shapes]
+
+
+def run(q, k, v, *, variant, config=None, **options):
+    """out and lse of one variant, into poisoned outputs, with a config of the test's choice."""
+    problem = Problem.of(q, k, v, **options)
+    plan = make_plan(BACKEND, problem, by_name("cpu"), variant=variant, config=config)
+    out = torch.full(q.shape, math.nan, dtype=q.dtype).as_strided(q.shape, (*problem.strides_out, 1))
+    lse = torch.full(q.shape[:3], math.nan)
+    launch(plan, q, k, v, out, lse)
+    return out, lse
+
+
+def check(q, k, v, *, variant, config=None, **options):
+    """Error at most twice that of naive attention in the same dtype; nan and inf where the reference has them."""
+    before = [tensor.clone() for tensor in (q, k, v)]
+    out, lse = run(q, k, v, variant=variant, config=config, **options)
+    for tensor, kept in zip((q, k, v), before, strict=True):
+        torch.testing.assert_close(tensor, kept, rtol=0, atol=0, equal_nan=True)
+    truth, truth_lse = reference(q, k, v, compute_dtype=torch.float64, **options)
+    naive, _ = reference(q, k, v, compute_dtype=q.dtype, **options)
+    assert torch.equal(out.isnan(), truth.isnan())
+    assert torch.equal(torch.where(out.isinf(), out, 0), torch.where(truth.isinf(), truth, 0).to(out.dtype))
+    rounding = (truth.to(q.dtype) + 0.3 - 0.3).double() - truth.to(q.dtype).double()
+    allowed = 2 * error(naive, truth) + 2 * error(rounding, torch.zeros_like(rounding))
+    assert error(out, truth) <= allowed
+    assert torch.equal(lse.isnan(), truth_lse.isnan())
+    torch.testing.assert_close(lse.double(), truth_lse, atol=1e-4, rtol=1e-5, equal_nan=True)
+
+
+def error(got, truth):
+    return (got.double() - truth)[truth.isfinite()].abs().max().nan_to_num(math.inf).item()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 80, 96, 128, 160, 192, 256])
+def test_head_dims(variant, dtype, head_dim):
+    check(*make(seq_q=33, seq_kv=70, head_dim=head_dim, dtype=dtype), variant=variant, causal=True)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("seq_q", "seq_kv"), [(1, 1), (1, 113), (113, 1), (113, 203), (203, 113), (64, 64), (65, 63), (128, 32)]
+)
+def test_lengths(variant, causal, seq_q, seq_kv):
+    check(*make(seq_q=seq_q, seq_kv=seq_kv, head_dim=16), variant=variant, causal=causal)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("heads_q", "heads_kv", "batch"), [(4, 2, 2), (6, 1, 1), (5, 5, 2)])
+def test_heads_and_launch_order(variant, causal, heads_q, heads_kv, batch):
+    """Ten or so (batch, head) in groups of three: the last group is smaller."""
+    tensors = make(batch=batch, heads_q=heads_q, heads_kv=heads_kv, seq_q=40, seq_kv=48, head_dim=16)
+    check(*tensors, variant=variant, config=SMALL, causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        TritonConfig(tile_m=16, tile_n=64, num_warps=4, num_stages=2),
+        TritonConfig(tile_m=64, tile_n=16, num_warps=4, num_stages=3),
+        TritonConfig(tile_m=128, tile_n=128, num_warps=8, num_stages=1, heads_together=8),
+    ],
+    ids=str,
+)
+def test_configs_agree(config, causal):
+    check(*make(seq_q=100, seq_kv=90, head_dim=24), variant="descriptor", config=config, causal=causal)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_transposed_views(variant):
+    q, k, v = (tensor.transpose(1, 2) for tensor in make(heads_q=40, heads_kv=40, seq_q=4, seq_kv=4, head_dim=16))
+    check(q, k, v, variant=variant, causal=True)
+    out, _ = run(q, k, v, variant=variant)
+    assert out.stride() == q.stride()
+
+
+def test_any_stride_and_alignment_through_pointers():
+    q, _, v = make(seq_q=40, seq_kv=40, head_dim=24)
+    unaligned = torch.randn(1 + 2 * 40 * 25).bfloat16()[1:].as_strided((1, 2, 40, 24), (0, 40 * 25, 25, 1))
+    broadcast = v[:, :1].expand(-1, 2, -1, -1)
+    problem = Problem.of(q, unaligned, broadcast)
+    assert problem.alignment == 2
+    assert {reason.code for reason in explain(problem, backend="triton", variant="descriptor", arch="sm90")} == {
+        "alignment",
+        "strides",
+    }
+    check(q, unaligned, broadcast, variant="pointer", causal=True)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_offsets_beyond_32_bits(variant):
+    """Forty keys, 2^26 elements apart: 5 GB of address space, of which next to nothing is touched."""
+    q, k, v = make(head_dim=16)
+    step = 1 << 26
+    far = torch.empty(40 * step, dtype=torch.bfloat16).as_strided((1, 1, 40, 16), (0, 0, step, 1))
+    far.copy_(k[:, :1])
+    check(q, far, v[:, :1], variant=variant, causal=True)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_memory_around_the_tensors_never_matters(variant, value):
+    def surround(tensor):
+        padded = torch.full([size + 16 for size in tensor.shape], value, dtype=tensor.dtype)
+        inner = padded[8:-8, 8:-8, 8:-8, 8:-8]
+        inner.copy_(tensor)
+        return inner
+
+    check(*map(surround, make(seq_q=40, seq_kv=45, head_dim=40)), variant=variant, causal=True)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_reaches_only_rows_that_see_it(variant, name, value):
+    q, k, v = make(seq_q=70, seq_kv=90, head_dim=16)
+    tensor = {"k": k, "v": v}[name]
+    tensor[0, 0, 50, 3] = value
+    tensor[0, 1, 89, 0] = value
+    check(q, k, v, variant=variant, config=SMALL, causal=True)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_infinities_of_both_signs_in_v_add_up(variant):
+    q, k, v = make(seq_q=64, seq_kv=64, head_dim=16)
+    v[0, 0, 10, :4] = math.inf
+    v[0, 0, 30, 2:6] = -math.inf
+    v[0, 0, 40, 5:7] = math.nan
+    check(q, k, v, variant=variant, config=SMALL, causal=True)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_rows_whose_scores_are_all_minus_infinity(variant, causal):
+    q, k, v = make(head_dim=16)
+    q.abs_()
+    k[:, :, :20] = -math.inf
+    check(q, k, v, variant=variant, config=SMALL, causal=causal)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-42, -1e-42, 2.0])
+def test_scales(variant, scale):
+    check(*make(seq_q=33, seq_kv=50, head_dim=16), variant=variant, causal=True, scale=scale)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("gain", [1e-4, 100.0])
+def test_magnitudes(variant, gain):
+    check(*make(seq_q=64, seq_kv=96, head_dim=64, dtype=torch.float16, gain=gain), variant=variant, causal=True)
+
+
+def test_variants_agree_to_the_last_bit():
+    tensors = make(seq_q=40, seq_kv=50, head_dim=72)
+    results = [run(*tensors, variant=variant, causal=True) for variant in VARIANTS]
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_the_best_variant_is_the_descriptor_where_it_can_be():
+    q, k, v = make(head_dim=16)
+    assert explain(q, k, v, backend="triton").variant == "descriptor"
+    assert explain(q, k[:, :1].expand(-1, 2, -1, -1), v, backend="triton").variant == "pointer"
+    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=64)
+    assert explain(problem, backend="triton", arch="sm80").variant == "pointer"
+    torch.testing.assert_close(fmha(q, k, v, backend="triton"), run(q, k, v, variant="descriptor")[0])
+
+
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS.keys())
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_every_head_dim_has_a_rule_that_fits(arch, head_dim):
+    for causal in (False, True):
+        problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=head_dim, causal=causal)
+        plan = make_plan(BACKEND, problem, arch, probe=False)
+        assert isinstance(plan, Plan)
+        assert why_not_fit(problem, arch, plan.config) == ()
+
+
+def test_rules_say_why():
+    assert all(rule.why for rule in RULES)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_candidates_fit_and_differ(head_dim, causal):
+    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=4096, head_dim=head_dim, causal=causal)
+    arch = by_name("sm90")
+    found = candidates(BACKEND.forward.variants[0], problem, arch)
+    assert len(found) == len(set(found)) >= 8
+    assert not any(why_not_fit(problem, arch, config) for config in found)
+    assert candidates(BACKEND.forward.variants[0], problem, by_name("cpu")) == ()
+
+
+def test_a_config_that_does_not_fit_is_a_reason():
+    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=256)
+    large = TritonConfig(tile_m=128, tile_n=128, num_warps=8, num_stages=4)
+    assert smem_bytes(problem, by_name("sm90"), large) > by_name("sm90").smem_per_block
+    assert [reason.code for reason in why_not_fit(problem, by_name("sm90"), large)] == ["config"]
+    odd = TritonConfig(tile_m=48, tile_n=8, num_warps=3, num_stages=0)
+    got = [reason.got for reason in why_not_fit(problem, by_name("sm90"), odd)]
+    assert got == ["tile_m=48", "num_warps=3", "tile_n=8", "num_stages=0"]
+
+
+def test_head_pad():
+    assert [head_pad(head_dim) for head_dim in (8, 16, 24, 64, 72, 256)] == [16, 16, 32, 64, 128, 256]
+
+
+def test_registered():
+    assert backend.get("triton") is BACKEND

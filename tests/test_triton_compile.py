@@ -1,0 +1,84 @@
+"""The Triton kernel compiles for every arch with no GPU, and leaves the process as it was."""
+
+import re
+
+import pytest
+import torch
+from triton.runtime.driver import driver
+
+from multiattn import Problem, fmha
+from multiattn.arch import GPU_ARCHS, by_name
+from multiattn.backend import make_plan
+from multiattn.toolchain import find_cuobjdump
+from multiattn.triton import BACKEND, TMA_ARCHS
+from multiattn.triton.compile import compile_plan, target
+from multiattn.triton.configs import smem_bytes
+from multiattn.triton.forward import attention_forward
+from multiattn.triton.launch import Call, specialise
+
+pytestmark = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason=str(BACKEND.probe_compiler()))
+
+
+def plan_for(arch, *, variant=None, head_dim=64, **options):
+    problem = Problem.contiguous(batch=2, heads_q=8, heads_kv=2, seq_q=1000, head_dim=head_dim, **options)
+    return make_plan(BACKEND, problem, by_name(arch), variant=variant, probe=False)
+
+
+@pytest.mark.parametrize("arch", GPU_ARCHS)
+def test_compiles_for_every_arch(arch):
+    plan = plan_for(arch, causal=True)
+    assert plan.variant == ("descriptor" if arch in TMA_ARCHS else "pointer")
+    compiled = compile_plan(plan)
+    assert compiled.cubin.startswith(b"\x7fELF")
+    assert compiled.seconds > 0
+    assert 0 < compiled.smem_bytes <= plan.arch.smem_per_block
+
+
+@pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
+@pytest.mark.parametrize("variant", ["descriptor", "pointer"])
+def test_the_usual_hopper_kernel_spills_nothing(variant):
+    compiled = compile_plan(plan_for("sm90", variant=variant, head_dim=128))
+    assert compiled.spill_bytes == 0
+    assert 0 < compiled.registers <= 255
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "sm120"])
+def test_smem_is_what_the_config_says(arch):
+    """The estimate that decides whether a config fits leaves out barriers and scratch: the weights, at most."""
+    plan = plan_for(arch, head_dim=128)
+    assert 0 <= compile_plan(plan).smem_bytes - smem_bytes(plan.problem, plan.arch, plan.config) <= 8192 + 1024
+
+
+@pytest.mark.parametrize("head_dim", [72, 128])
+def test_memory_is_read_16_bytes_at_a_time(head_dim):
+    """Whatever multiple of 8 head_dim is: Triton knows no divisor of a stride but 16, so the kernel tells it."""
+    ptx = specialised("sm80", head_dim=head_dim).asm["ptx"]
+    assert "cp.async.cg.shared.global [ " in ptx
+    sizes = set(re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (0x\w+|\d+)", ptx))
+    assert {int(size, 0) for size in sizes} == {16}
+    assert "cp.async.bulk.tensor.4d" in specialised("sm90", head_dim=head_dim).asm["ptx"]
+
+
+def specialised(arch, **options):
+    plan = plan_for(arch, **options)
+    with target(plan.arch):
+        return specialise(Call(plan))
+
+
+def test_compiling_leaves_no_trace():
+    active, devices = driver._active, set(attention_forward.device_caches)
+    compile_plan(plan_for("sm90"))
+    assert driver._active is active
+    assert set(attention_forward.device_caches) == devices
+
+
+def test_seconds_are_the_compilers_each_time():
+    assert min(compile_plan(plan_for("sm90")).seconds for _ in range(2)) > 0.05
+
+
+def test_interpreting_and_compiling_take_turns():
+    q = torch.randn(1, 1, 20, 16).bfloat16()
+    first = fmha(q, q, q, backend="triton")
+    cubin = compile_plan(plan_for("sm80")).cubin
+    assert torch.equal(fmha(q, q, q, backend="triton"), first)
+    assert compile_plan(plan_for("sm80")).cubin == cubin
