@@ -1,0 +1,135 @@
+"""The cuTile backend: one forward kernel, compiled by tileiras or interpreted on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import re
+import subprocess
+from collections.abc import Mapping
+
+import torch
+
+from multiattn.arch import GPU_ARCHS, Arch
+from multiattn.backend import Backend, Compiled, Launcher, Op, Plan, Variant
+from multiattn.cutile.configs import RULES, candidates, why_not_fit
+from multiattn.support import Capability, Reason
+from multiattn.toolchain import probe_gpu, version_of
+
+CUDA_TILE = (1, 7)
+"""The release of cuda-tile that kernel, signatures and interpreter were run with; all three touch what is private."""
+
+OLDEST_TILEIRAS = (13, 4)
+"""The first that knows every arch (13.2 has no sm_90) and the bytecode of cuda-tile 1.7."""
+
+OLDEST_DRIVER = (13, 0)
+"""CUDA version of the oldest driver that loads tileiras' cubins: r580."""
+
+_HINT = "pip install multiattn[cutile]"
+
+
+def _prepare(plan: Plan) -> Launcher:
+    from multiattn.cutile.launch import prepare
+
+    return prepare(plan)
+
+
+def _compile(plan: Plan) -> Compiled:
+    from multiattn.cutile.compile import compile_plan
+
+    return compile_plan(plan)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def _dotted(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))
+
+
+@functools.cache
+def _tileiras_version() -> str | None:
+    """Version of the tileiras that cuda-tile uses (of its packages, PATH or CUDA_HOME); None if it finds none."""
+    from cuda.tile._compile import _find_compiler_bin
+
+    try:
+        path = _find_compiler_bin().path
+    except FileNotFoundError:
+        return None
+    text = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    match = re.search(r"release [\d.]+, V([\d.]+)", text)
+    return match.group(1) if match else None
+
+
+def _versions() -> Mapping[str, str | None]:
+    tileiras = None if _probe_module() else _tileiras_version()
+    return {"cuda-tile": version_of("cuda-tile"), "tileiras": tileiras, "torch": torch.__version__}
+
+
+def _probe_module() -> tuple[Reason, ...]:
+    allowed = f"cuda-tile {_dotted(CUDA_TILE)}"
+    version = version_of("cuda-tile")
+    if version is None or importlib.util.find_spec("cuda.tile") is None:
+        return (Reason(code="module", got="no cuda-tile", allowed=allowed, hint=_HINT),)
+    if _release(version) != CUDA_TILE:
+        return (Reason(code="module", got=f"cuda-tile {version}", allowed=allowed, hint=_HINT),)
+    return ()
+
+
+def _probe_compiler() -> tuple[Reason, ...]:
+    if reasons := _probe_module():
+        return reasons
+    version = _tileiras_version()
+    if version is not None and _release(version) >= OLDEST_TILEIRAS:
+        return ()
+    got = "no tileiras" if version is None else f"tileiras {version}"
+    allowed = f"tileiras {_dotted(OLDEST_TILEIRAS)} or newer"
+    return (Reason(code="compiler", got=got, allowed=allowed, hint=_HINT),)
+
+
+def _driver_version() -> tuple[int, int]:
+    """The newest CUDA that the driver runs; its own library is asked, as torch has no public way to."""
+    number = ctypes.c_int()
+    status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    if status != 0:
+        raise RuntimeError(f"cuDriverGetVersion failed with CUresult {status}")
+    return number.value // 1000, number.value % 1000 // 10
+
+
+def _probe_gpu() -> tuple[Reason, ...]:
+    if reasons := probe_gpu():
+        return reasons
+    driver = _driver_version()
+    if driver < OLDEST_DRIVER:
+        got, allowed = (f"a driver for CUDA {_dotted(version)}" for version in (driver, OLDEST_DRIVER))
+        return (Reason(code="driver", got=got, allowed=f"{allowed} or newer (r580)"),)
+    return ()
+
+
+def _probe(arch: Arch) -> tuple[Reason, ...]:
+    return (*_probe_compiler(), *_probe_gpu()) if arch.is_gpu else _probe_module()
+
+
+BACKEND = Backend(
+    name="cutile",
+    summary="NVIDIA cuTile Python",
+    probe=_probe,
+    probe_compiler=_probe_compiler,
+    versions=_versions,
+    forward=Op(
+        variants=(
+            Variant(
+                name="two_loops",
+                summary="key blocks without a mask, then those with one; tileiras picks TMA, cp.async or plain loads",
+                capability=Capability(arches=("cpu", *GPU_ARCHS)),
+                rules=RULES,
+                fits=why_not_fit,
+            ),
+        ),
+        prepare=_prepare,
+        compile=_compile,
+        candidates=candidates,
+    ),
+)

@@ -1,0 +1,321 @@
+"""The forward kernel in cuTile: Dao, "FlashAttention-2" (arXiv 2307.08691), Algorithm 1.
+
+One block owns `tile_m` queries of one head and walks over the keys they see, `tile_n` at a time: first the blocks that
+every row of the tile sees entirely, with no mask at all, then the masked ones. Scores live in the log2 domain,
+``p = exp2(s * scale_log2 - m)``: one multiply-add and one exp2 a score. The sign of the scale is in q, so that m, the
+running maximum of ``s * scale_log2``, is right for every scale.
+"""
+
+# cuda.tile is untyped, and so are its decorators and aliases:
+# mypy: disable-error-code="untyped-decorator, valid-type"
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import cuda.tile as ct
+
+from multiattn.cutile.configs import SMALLEST_TILE
+
+ConstInt = ct.Constant[int]
+ConstBool = ct.Constant[bool]
+# head_dim is static: else a D that is no multiple of 16 is loaded element by element on sm80 to sm89 (seen in the SASS
+# at D=40: 288 LDG; static: 24 LDGSTS).
+Array32 = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,))]
+Array64 = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,), index_dtype=ct.int64)]
+
+ZERO = ct.PaddingMode.ZERO
+APPROX = ct.RoundingMode.APPROX
+
+LN2 = math.log(2.0)
+LOWEST = -3.4028234663852886e38
+"""Row maximum before any key: finite, so that a row of -inf scores computes ``exp2(-inf)`` and never ``inf - inf``."""
+
+REPAIR_TILE = SMALLEST_TILE
+"""Rows and keys of the repair's tiles: small, for it must live in what registers and shared memory the loops leave."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What is fixed when the kernel is compiled."""
+
+    tile_m: Any
+    tile_n: Any
+    tile_d: Any
+    """head_dim rounded up to a power of two; loads fill the rest with zeros, stores clip it."""
+    causal: Any
+    masked: Any
+    """Whether any block of keys needs a mask: causal, or the last one is not full."""
+    heads_together: Any
+    sign: Any
+    """Of the scale: 1, -1 or 0."""
+    k_latency: Any
+    v_latency: Any
+    tma: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the block's queries and the keys they see live: the one spot that knows about batches and heads."""
+
+    batch: Any
+    head: Any
+    head_kv: Any
+    tile: Any
+    seq_q: Any
+    seq_kv: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Running softmax of the tile's rows, fp32."""
+
+    acc: Any  # [tile_m, tile_d]
+    m: Any  # [tile_m, 1], log2 domain
+    l: Any  # [tile_m, 1]  # noqa: E741 - the paper's name
+
+
+@ct.function
+def find_place(shape: Any, q: Any, k: Any) -> Any:
+    """What this block owns.
+
+    `heads_together` heads (a divisor of the heads of q) advance together, so that blocks that run at one time share
+    keys in L2. Causal: the last tiles, which see most keys, go first, and the short ones fill the tail.
+    """
+    heads = q.shape[1]
+    tiles = ct.cdiv(q.shape[2], shape.tile_m)
+    block = ct.bid(1) * ct.num_blocks(0) + ct.bid(0)
+    section = block // (tiles * shape.heads_together)
+    rest = block % (tiles * shape.heads_together)
+    tile = rest // shape.heads_together
+    if shape.causal:
+        tile = tiles - 1 - tile
+    batch_head = section * shape.heads_together + rest % shape.heads_together
+    head = batch_head % heads
+    return Place(
+        batch=batch_head // heads,
+        head=head,
+        head_kv=head // (heads // k.shape[1]),
+        tile=tile,
+        seq_q=q.shape[2],
+        seq_kv=k.shape[2],
+    )
+
+
+@ct.function
+def key_blocks(shape: Any, place: Any) -> Any:
+    """(first, first_masked, end): every row sees all of blocks ``first..first_masked``; the rest needs the mask."""
+    if shape.causal:
+        offset = place.seq_kv - place.seq_q
+        first_row = place.tile * shape.tile_m
+        seen_by_first_row = max(0, min(first_row + offset + 1, place.seq_kv))
+        seen_by_last_row = max(0, min(first_row + offset + shape.tile_m, place.seq_kv))
+        return 0, seen_by_first_row // shape.tile_n, ct.cdiv(seen_by_last_row, shape.tile_n)
+    return 0, place.seq_kv // shape.tile_n, ct.cdiv(place.seq_kv, shape.tile_n)
+
+
+@ct.function
+def is_visible(shape: Any, place: Any, block: Any) -> Any:
+    """Which keys of a block each query sees, bool ``[tile_m, tile_n]``; causal is bottom-right aligned."""
+    row = place.tile * shape.tile_m + ct.arange(shape.tile_m, dtype=ct.int32)[:, None]
+    col = block * shape.tile_n + ct.arange(shape.tile_n, dtype=ct.int32)[None, :]
+    visible = col < place.seq_kv
+    if shape.causal:
+        visible = visible & (col <= row + (place.seq_kv - place.seq_q))
+    return visible
+
+
+@ct.function
+def load_q(shape: Any, place: Any, q: Any) -> Any:
+    """The tile's queries ``[tile_m, tile_d]``, with the sign of the scale."""
+    index = (place.batch, place.head, place.tile, 0)
+    tile = ct.load(q, index, (1, 1, shape.tile_m, shape.tile_d), padding_mode=ZERO, allow_tma=shape.tma)
+    tile = tile.reshape((shape.tile_m, shape.tile_d))
+    if shape.sign != 1:
+        tile = tile * shape.sign
+    return tile
+
+
+@ct.function
+def load_k(shape: Any, place: Any, k: Any, block: Any) -> Any:
+    """A block of keys, transposed: ``[tile_d, tile_n]``."""
+    tile = ct.load(
+        k,
+        (place.batch, place.head_kv, 0, block),
+        (1, 1, shape.tile_d, shape.tile_n),
+        order=(0, 1, 3, 2),
+        padding_mode=ZERO,
+        latency=shape.k_latency,
+        allow_tma=shape.tma,
+    )
+    return tile.reshape((shape.tile_d, shape.tile_n))
+
+
+@ct.function
+def load_v(shape: Any, place: Any, v: Any, block: Any) -> Any:
+    """A block of values ``[tile_n, tile_d]``."""
+    tile = ct.load(
+        v,
+        (place.batch, place.head_kv, block, 0),
+        (1, 1, shape.tile_n, shape.tile_d),
+        padding_mode=ZERO,
+        latency=shape.v_latency,
+        allow_tma=shape.tma,
+    )
+    return tile.reshape((shape.tile_n, shape.tile_d))
+
+
+@ct.function
+def weigh(shape: Any, place: Any, q: Any, k: Any, scale_log2: Any, rows: Any, block: Any, masked: ConstBool) -> Any:
+    """Weights of one block of keys, 16-bit ``[tile_m, tile_n]``, and the rows rescaled to the new maximum."""
+    s = ct.mma(q, load_k(shape, place, k, block), ct.full((shape.tile_m, shape.tile_n), 0.0, dtype=ct.float32))
+    if masked:
+        s = ct.where(is_visible(shape, place, block), s, -math.inf)
+    m = ct.maximum(rows.m, ct.max(s, axis=-1, keepdims=True) * scale_log2)
+    p = ct.exp2(s * scale_log2 - m, flush_to_zero=True)  # [tile_m, tile_n]
+    alpha = ct.exp2(rows.m - m, flush_to_zero=True)  # [tile_m, 1]
+    l = rows.l * alpha + ct.sum(p, axis=-1, keepdims=True)  # noqa: E741
+    return p.astype(k.dtype), Rows(acc=rows.acc * alpha, m=m, l=l)
+
+
+@ct.function
+def attend(
+    shape: Any, place: Any, q: Any, k: Any, v: Any, scale_log2: Any, rows: Any, block: Any, masked: ConstBool
+) -> Any:
+    """Take one block of keys into the running softmax."""
+    p, rows = weigh(shape, place, q, k, scale_log2, rows, block, masked)
+    return Rows(acc=ct.mma(p, load_v(shape, place, v, block), rows.acc), m=rows.m, l=rows.l)
+
+
+@ct.function
+def no_rows(shape: Any) -> Any:
+    """The running softmax before any key."""
+    return Rows(
+        acc=ct.full((shape.tile_m, shape.tile_d), 0.0, dtype=ct.float32),
+        m=ct.full((shape.tile_m, 1), LOWEST, dtype=ct.float32),
+        l=ct.full((shape.tile_m, 1), 0.0, dtype=ct.float32),
+    )
+
+
+@ct.function
+def store_out(shape: Any, place: Any, out: Any, acc: Any, l: Any) -> None:  # noqa: E741
+    """Normalise and store; a row that saw no key has ``l = 0`` and ``acc = 0``."""
+    o = ct.truediv(acc, ct.where(l == 0.0, 1.0, l), flush_to_zero=True, rounding_mode=APPROX)
+    o = o.astype(out.dtype).reshape((1, 1, shape.tile_m, shape.tile_d))
+    ct.store(out, (place.batch, place.head, place.tile, 0), o, allow_tma=shape.tma)
+
+
+@ct.function
+def see_nonfinite(visible: Any, v: Any) -> Any:
+    """The sum of the non-finite values of v that each row sees, else 0: ``[M, N]``, ``[N, D]`` -> ``[M, D]``.
+
+    One product counts all three kinds: a block has fewer than 32 keys, so the digits of the count, to base 32, are how
+    many +inf, -inf and NaN there were.
+    """
+    kinds = ct.where(v == math.inf, 1.0, ct.where(v == -math.inf, 32.0, ct.where(v != v, 1024.0, 0.0)))
+    none = ct.full((visible.shape[0], v.shape[1]), 0.0, dtype=ct.float32)
+    count = ct.mma(visible.astype(ct.float16), kinds.astype(ct.float16), none).astype(ct.int32)
+    plus = ct.where(count % 32 > 0, math.inf, 0.0)
+    minus = ct.where(count // 32 % 32 > 0, -math.inf, 0.0)
+    return plus + minus + ct.where(count // 1024 > 0, math.nan, 0.0)
+
+
+@ct.function
+def repair(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, scale_log2: Any) -> None:
+    """Compute a tile again, in which non-finite values of v reach exactly the rows that see them.
+
+    In the plain loops a masked key has ``p = 0``, and ``0 * nan`` is NaN. Here v enters with its non-finite values as
+    zero, and each of them is added at the end to the rows that see it.
+    """
+    queries = load_q(shape, place, q)
+    rows = no_rows(shape)
+    seen = ct.full((shape.tile_m, shape.tile_d), 0.0, dtype=ct.float32)
+    first, _, end = key_blocks(shape, place)
+    for block in range(first, end):
+        p, rows = weigh(shape, place, queries, k, scale_log2, rows, block, True)
+        values = load_v(shape, place, v, block)
+        finite = ct.where(ct.abs(values) < math.inf, values, 0.0).astype(v.dtype)
+        rows = Rows(acc=ct.mma(p, finite, rows.acc), m=rows.m, l=rows.l)
+        seen = seen + see_nonfinite(is_visible(shape, place, block), values)
+    store_out(shape, place, out, rows.acc + seen, rows.l)
+
+
+@ct.function
+def repair_tile(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, scale_log2: Any) -> None:
+    """`repair`, in tiles so small that they cost the hot path no registers."""
+    small = Shape(
+        tile_m=REPAIR_TILE,
+        tile_n=REPAIR_TILE,
+        tile_d=shape.tile_d,
+        causal=shape.causal,
+        masked=True,
+        heads_together=1,
+        sign=shape.sign,
+        k_latency=1,
+        v_latency=1,
+        tma=False,
+    )
+    first_row = place.tile * shape.tile_m
+    first = first_row // REPAIR_TILE
+    end = ct.cdiv(min(first_row + shape.tile_m, place.seq_q), REPAIR_TILE)
+    for tile in range(first, end):
+        part = Place(
+            batch=place.batch,
+            head=place.head,
+            head_kv=place.head_kv,
+            tile=tile,
+            seq_q=place.seq_q,
+            seq_kv=place.seq_kv,
+        )
+        repair(small, part, q, k, v, out, scale_log2)
+
+
+@ct.function
+def forward_block(shape: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale_log2: Any) -> None:
+    """One block: q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` -> a tile of out and of lse."""
+    place = find_place(shape, q, k)
+    queries = load_q(shape, place, q)
+    rows = no_rows(shape)
+    first, first_masked, end = key_blocks(shape, place)
+    for block in range(first, first_masked):
+        rows = attend(shape, place, queries, k, v, scale_log2, rows, block, False)
+    if shape.masked:
+        for block in range(first_masked, end):
+            rows = attend(shape, place, queries, k, v, scale_log2, rows, block, True)
+    store_out(shape, place, out, rows.acc, rows.l)
+    log_sum = ct.where(rows.l == 0.0, -math.inf, (rows.m + ct.log2(rows.l)) * LN2)
+    log_sum = log_sum.reshape((1, 1, shape.tile_m))
+    # Without TMA: of a single row (B = Hq = 1) its store clips at 16 bytes, and so writes past the end of lse.
+    ct.store(lse, (place.batch, place.head, place.tile), log_sum, allow_tma=False)
+    # Without causal no row has a masked key but those beyond the end, which are loaded as zeros.
+    if shape.causal:  # noqa: SIM102 - this one is decided at compile time, the next one at run time
+        if not ct.max(ct.abs(rows.acc), propagate_nan=True) < math.inf:
+            repair_tile(shape, place, q, k, v, out, scale_log2)
+
+
+@ct.kernel
+def forward(
+    q: Array32, k: Array32, v: Array32, out: Array32, lse: ct.Array, scale_log2: float,
+    tile_m: ConstInt, tile_n: ConstInt, tile_d: ConstInt, causal: ConstBool, masked: ConstBool,
+    heads_together: ConstInt, sign: ConstInt, k_latency: ConstInt, v_latency: ConstInt, tma: ConstBool,
+) -> None:  # fmt: skip
+    """out and lse of attention, for arrays whose offsets fit 31 bits; arguments as in `Shape` and `forward_block`."""
+    shape = Shape(
+        tile_m=tile_m, tile_n=tile_n, tile_d=tile_d, causal=causal, masked=masked, heads_together=heads_together,
+        sign=sign, k_latency=k_latency, v_latency=v_latency, tma=tma,
+    )  # fmt: skip
+    forward_block(shape, q, k, v, out, lse, scale_log2)
+
+
+@ct.kernel
+def forward_64bit(
+    q: Array64, k: Array64, v: Array64, out: Array64, lse: ct.IndexedWithInt64[ct.Array], scale_log2: float,
+    tile_m: ConstInt, tile_n: ConstInt, tile_d: ConstInt, causal: ConstBool, masked: ConstBool,
+    heads_together: ConstInt, sign: ConstInt, k_latency: ConstInt, v_latency: ConstInt, tma: ConstBool,
+) -> None:  # fmt: skip
+    """`forward` for larger arrays: shapes, strides and offsets in 64 bit."""
+    shape = Shape(
+        tile_m=tile_m, tile_n=tile_n, tile_d=tile_d, causal=causal, masked=masked, heads_together=heads_together,
+        sign=sign, k_latency=k_latency, v_latency=v_latency, tma=tma,
+    )  # fmt: skip
+    forward_block(shape, q, k, v, out, lse, scale_log2)

@@ -1,0 +1,194 @@
+"""Elementwise ops, reductions and scans: name -> rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import cuda.tile as ct
+import torch
+
+from multiattn.cutile.interpreter.tile import Tile, as_tile, promote, tile_dtype, torch_dtype, widen
+
+_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+_Rule = Callable[..., Any]
+
+
+def _flush(data: torch.Tensor, flush_to_zero: bool) -> torch.Tensor:
+    if not flush_to_zero or data.dtype != torch.float32:
+        return data
+    return torch.where(data.abs() < _SMALLEST_NORMAL, torch.zeros_like(data), data)
+
+
+def _binary(function: _Rule, *, force_float: bool = False) -> _Rule:
+    def rule(
+        x: Any, y: Any, *, rounding_mode: Any = None, flush_to_zero: bool = False, propagate_nan: bool = False
+    ) -> Tile:
+        a, b, dtype = promote(x, y, force_float=force_float)
+        result = function(widen(_flush(a, flush_to_zero)), widen(_flush(b, flush_to_zero))).to(a.dtype)
+        if propagate_nan and result.is_floating_point():
+            result = torch.where(a.isnan() | b.isnan(), torch.full_like(result, math.nan), result)
+        return Tile(_flush(result, flush_to_zero), dtype)
+
+    return rule
+
+
+def _compare(function: _Rule) -> _Rule:
+    def rule(x: Any, y: Any) -> Tile:
+        a, b, _ = promote(x, y)
+        return Tile(function(a, b))
+
+    return rule
+
+
+def _unary(function: _Rule) -> _Rule:
+    """Floating point in and out; an integer becomes fp32."""
+
+    def rule(x: Any, *, rounding_mode: Any = None, flush_to_zero: bool = False) -> Tile:
+        tile = as_tile(x)
+        data = tile.data if tile.data.is_floating_point() else tile.data.float()
+        result = function(widen(_flush(data, flush_to_zero))).to(data.dtype)
+        return Tile(_flush(result, flush_to_zero), tile.dtype if data is tile.data else None)
+
+    return rule
+
+
+def _same(function: _Rule) -> _Rule:
+    def rule(x: Any) -> Tile:
+        tile = as_tile(x)
+        return Tile(function(tile.data), tile.dtype)
+
+    return rule
+
+
+def _axes(x: Tile, axis: Any) -> list[int]:
+    if axis is None:
+        return list(range(x.ndim))
+    return [axis] if isinstance(axis, int) else list(axis)
+
+
+def _reduce(function: _Rule, *, instead_of_nan: float | None = None) -> _Rule:
+    """`instead_of_nan`: what a NaN counts as where it is not propagated (maximum and minimum ignore it)."""
+
+    def rule(
+        x: Tile,
+        axis: Any = None,
+        *,
+        keepdims: bool = False,
+        rounding_mode: Any = None,
+        flush_to_zero: bool = False,
+        propagate_nan: bool = False,
+    ) -> Tile:
+        data = widen(_flush(x.data, flush_to_zero))
+        if instead_of_nan is not None and not propagate_nan and data.is_floating_point():
+            data = torch.where(data.isnan(), torch.full_like(data, instead_of_nan), data)
+        result = function(data, _axes(x, axis), keepdims)
+        return Tile(_flush(result.to(x.data.dtype), flush_to_zero), x.dtype)
+
+    return rule
+
+
+def _product(data: torch.Tensor, axes: list[int], keepdims: bool) -> torch.Tensor:
+    for axis in sorted((axis % data.ndim for axis in axes), reverse=True):
+        data = torch.prod(data, axis, keepdim=keepdims)
+    return data
+
+
+def _index_of(function: _Rule) -> _Rule:
+    def rule(x: Tile, axis: int | None = None, *, keepdims: bool = False, propagate_nan: bool = False) -> Tile:
+        if bool(widen(x.data).isnan().any()):
+            raise NotImplementedError("argmax and argmin of NaN have no rule in the interpreter")
+        return Tile(function(x.data, axis, keepdim=keepdims).to(torch.int32))
+
+    return rule
+
+
+def _scan(function: _Rule) -> _Rule:
+    def rule(
+        x: Tile, axis: int = 0, *, reverse: bool = False, rounding_mode: Any = None, flush_to_zero: bool = False
+    ) -> Tile:
+        data = widen(x.data)
+        result = function(data.flip(axis), axis).flip(axis) if reverse else function(data, axis)
+        return Tile(_flush(result.to(x.data.dtype), flush_to_zero), x.dtype)
+
+    return rule
+
+
+def _maximum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.fmax(a, b) if a.is_floating_point() else torch.maximum(a, b)
+
+
+def _minimum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.fmin(a, b) if a.is_floating_point() else torch.minimum(a, b)
+
+
+def _floor_divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.div(a, b, rounding_mode="floor")
+
+
+def _where(condition: Any, x: Any, y: Any) -> Tile:
+    a, b, dtype = promote(x, y)
+    return Tile(torch.where(as_tile(condition).data, a, b), dtype)
+
+
+def _astype(x: Any, dtype: Any, *, rounding_mode: Any = None) -> Tile:
+    if rounding_mode not in (None, ct.RoundingMode.RN):
+        raise NotImplementedError(f"astype with {rounding_mode} has no rule in the interpreter")
+    tile = as_tile(x)
+    if dtype == ct.tfloat32:
+        return Tile(round_to_tf32(tile.data.float()), dtype)
+    return Tile(tile.data.to(torch_dtype(dtype)), tile_dtype(dtype))
+
+
+def round_to_tf32(data: torch.Tensor) -> torch.Tensor:
+    """Nearest with 10 bits of mantissa, kept in fp32."""
+    return ((data.contiguous().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
+
+
+def _bitcast(x: Tile, dtype: Any) -> Tile:
+    return Tile(x.data.view(torch_dtype(dtype)), tile_dtype(dtype))
+
+
+RULES: dict[str, _Rule] = {
+    "add": _binary(torch.add),
+    "sub": _binary(torch.sub),
+    "mul": _binary(torch.mul),
+    "truediv": _binary(torch.div, force_float=True),
+    "floordiv": _binary(_floor_divide),
+    "mod": _binary(torch.remainder),
+    "pow": _binary(torch.pow),
+    "atan2": _binary(torch.atan2, force_float=True),
+    "maximum": _binary(_maximum),
+    "minimum": _binary(_minimum),
+    "bitwise_and": _binary(torch.bitwise_and),
+    "bitwise_or": _binary(torch.bitwise_or),
+    "bitwise_xor": _binary(torch.bitwise_xor),
+    "bitwise_lshift": _binary(torch.bitwise_left_shift),
+    "bitwise_rshift": _binary(torch.bitwise_right_shift),
+    "bitwise_not": _same(torch.bitwise_not),
+    "negative": _same(torch.neg),
+    "abs": _same(torch.abs),
+    "isnan": lambda x: Tile(as_tile(x).data.isnan()),
+    "greater": _compare(torch.gt),
+    "greater_equal": _compare(torch.ge),
+    "less": _compare(torch.lt),
+    "less_equal": _compare(torch.le),
+    "equal": _compare(torch.eq),
+    "not_equal": _compare(torch.ne),
+    **{name: _unary(getattr(torch, name)) for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "floor", "ceil")},
+    **{name: _unary(getattr(torch, name)) for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")},
+    "sum": _reduce(torch.sum),
+    "prod": _reduce(_product),
+    "max": _reduce(torch.amax, instead_of_nan=-math.inf),
+    "min": _reduce(torch.amin, instead_of_nan=math.inf),
+    "argmax": _index_of(torch.argmax),
+    "argmin": _index_of(torch.argmin),
+    "cumsum": _scan(torch.cumsum),
+    "cumprod": _scan(torch.cumprod),
+    "where": _where,
+    "astype": _astype,
+    "astile": lambda value, *, dtype: _astype(value, dtype),
+    "bitcast": _bitcast,
+}
+"""Rules of elementwise ops, reductions and scans, by the op's name in `cuda.tile`."""

@@ -1,0 +1,144 @@
+"""`launch`: the grid, the dispatch of `cuda.tile`'s functions to their rules, and Python's builtins in a kernel."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import inspect
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from cuda.tile._dispatch_mode import DispatchMode
+from cuda.tile._execution import is_stub
+
+from multiattn.cutile.interpreter import arithmetic, memory, shaping
+from multiattn.cutile.interpreter.memory import Array, Ledger, Run
+from multiattn.cutile.interpreter.tile import Tile, as_tile
+
+
+def _assert(condition: Any, message: str | None = None) -> None:
+    if not bool(as_tile(condition).data.all()):
+        raise AssertionError(message)
+
+
+_STATIC: dict[str, Callable[..., Any]] = {
+    "assert_": _assert,
+    "static_assert": _assert,
+    "static_eval": lambda value: value,
+    "ensure_constant": lambda value: value,
+    "assume_divisible_by": lambda value, divisor: value,
+    "print": builtins.print,
+    "printf": lambda text, *values: builtins.print(text % values, end=""),
+    "grid_dependency_control_wait": lambda: None,
+    "grid_dependency_control_launch_dependents": lambda: None,
+}
+
+RULES: dict[str, Callable[..., Any]] = {**arithmetic.RULES, **shaping.RULES, **memory.RULES, **_STATIC}
+"""Every op the interpreter has a rule for, by its name in `cuda.tile`; `bid` and `num_blocks` come with a launch."""
+
+
+class Interpreter(DispatchMode):  # type: ignore[misc] # cuda.tile is untyped
+    """While current, a call of a `cuda.tile` function means its rule, and of a ``@ct.function`` its body."""
+
+    def __init__(self, run: Run) -> None:
+        self.rules: dict[str, Callable[..., Any]] = {
+            **RULES,
+            "bid": lambda axis: run.block[axis],
+            "num_blocks": lambda axis: run.grid[axis],
+        }
+
+    def call_tile_function_from_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What cuda.tile asks of a dispatch mode."""
+        if not is_stub(func):
+            return as_device_code(func.__wrapped__)(*args, **kwargs)
+        rule = self.rules.get(func.__name__)
+        if rule is None:
+            raise NotImplementedError(f"ct.{func.__qualname__} has no rule in the interpreter")
+        return rule(*args, **kwargs)
+
+
+def _device_extremum(name: str) -> Callable[..., Any]:
+    """In device code, `min` and `max` of tiles are elementwise ops."""
+    host = getattr(builtins, name)
+    tiles = {"min": arithmetic.RULES["minimum"], "max": arithmetic.RULES["maximum"]}[name]
+
+    def extremum(*values: Any, **options: Any) -> Any:
+        if any(isinstance(value, Tile) for value in values):
+            return functools.reduce(tiles, values)
+        return host(*values, **options)
+
+    return extremum
+
+
+_DEVICE_BUILTINS = {name: _device_extremum(name) for name in ("min", "max")}
+
+
+@functools.lru_cache(maxsize=1024)
+def as_device_code(function: FunctionType) -> Callable[..., Any]:
+    """The same function, in which Python's builtins mean what they mean in device code."""
+    shadowed = {name: value for name, value in _DEVICE_BUILTINS.items() if name not in function.__globals__}
+    names = {**function.__globals__, **shadowed}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def launch(grid: Sequence[int], kernel: Any, args: Sequence[Any], *, seed: int = 0) -> None:
+    """Run every block of `grid` of a ``@ct.kernel`` on CPU tensors, in a random order that `seed` determines.
+
+    Args:
+        grid: one to three counts of blocks.
+        kernel: the object that ``@ct.kernel`` makes.
+        args: its arguments, as for `cuda.tile.launch`: CPU tensors, numbers, constants.
+        seed: of the order of blocks.
+
+    Raises:
+        OutOfBoundsError, DataRaceError: what a GPU would let pass.
+        NotImplementedError: an op that has no rule here, by name.
+        TypeError: a tensor that is not on the CPU.
+        cuda.tile.TileTypeError: what cuTile's type checker refuses, as far as it is modelled.
+    """
+    counts = (*map(int, grid), 1, 1, 1)[:3]
+    run = Run(grid=(counts[0], counts[1], counts[2]))
+    annotated = kernel._annotated_function
+    ledgers: dict[tuple[int, torch.dtype], Ledger] = {}
+    values = [
+        _device_value(value, node, run, ledgers)
+        for value, node in zip(args, annotated.parameter_annotations, strict=True)
+    ]
+    function = as_device_code(annotated.pyfunc)
+    inspect.signature(function).bind(*values)
+    blocks = list(enumerate(itertools.product(*map(range, run.grid)), start=1))
+    random.Random(seed).shuffle(blocks)
+    with Interpreter(run).as_current(), torch.no_grad(), _one_thread():
+        for run.number, block in blocks:
+            run.block = (block[0], block[1], block[2])
+            function(*values)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tiles are too small to be shared: on a busy machine torch's threads wait for each other six times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _device_value(value: Any, annotation: Any, run: Run, ledgers: dict[tuple[int, torch.dtype], Ledger]) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":
+            raise TypeError(f"the interpreter runs on CPU tensors; got one on {value.device}")
+        key = value.untyped_storage().data_ptr(), value.dtype
+        if key not in ledgers:
+            ledgers[key] = Ledger(value, run)
+        return Array(value, ledgers[key])
+    is_constant = getattr(annotation, "constant", False)
+    return as_tile(value) if isinstance(value, float) and not is_constant else value

@@ -1,0 +1,147 @@
+"""From a Plan to a launch: which kernel, its grid and its arguments, on the GPU or in the interpreter."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import cuda.tile as ct
+import torch
+
+from multiattn.backend import Launcher, Plan
+from multiattn.cutile import interpreter
+from multiattn.cutile.configs import SMALLEST_TILE, CutileConfig, find_grid
+from multiattn.cutile.forward import forward, forward_64bit
+from multiattn.problem import Problem, Strides
+
+COMPILE_SECONDS = 120.0
+"""Longest compilation: a tile too large for the registers can take tileiras minutes, a good one takes it seconds."""
+
+_INT32_MAX = 2**31 - 1
+
+
+def prepare(plan: Plan) -> Launcher:
+    """The launcher of a plan; the first launch compiles, as cuTile specialises on the tensors themselves.
+
+    That first launch raises `ct.TileCompilerTimeoutError` after `COMPILE_SECONDS`, unless the environment variable
+    CUDA_TILE_COMPILER_TIMEOUT_SEC says otherwise.
+    """
+    kernel = get_kernel(plan)
+    grid = get_grid(plan)
+    constants = get_constants(plan)
+    run = _run_on_gpu() if plan.arch.is_gpu else _run_interpreted
+
+    def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        run(grid, kernel, (q, k, v, out, lse, *constants))
+
+    return launch
+
+
+def get_config(plan: Plan) -> CutileConfig:
+    """The plan's config, which `plan_variant` always sets for this backend."""
+    assert isinstance(plan.config, CutileConfig)
+    return plan.config
+
+
+def get_kernel(plan: Plan) -> Any:
+    """The kernel with the config's hints; plans that share hints share the kernel, and so what it has compiled."""
+    config = get_config(plan)
+    return _hinted(needs_64bit(plan.problem), config.occupancy, config.num_worker_warps)
+
+
+@functools.cache
+def _hinted(is_64bit: bool, occupancy: int, num_worker_warps: int | None) -> Any:
+    kernel = forward_64bit if is_64bit else forward
+    return kernel.replace_hints(occupancy=occupancy, num_worker_warps=num_worker_warps)
+
+
+def get_grid(plan: Plan) -> tuple[int, int, int]:
+    """One block per tile of queries of every head, in as many dimensions as that needs."""
+    grid = find_grid(plan.problem, get_config(plan).tile_m)
+    if grid is None:
+        raise ValueError(f"no grid for {plan}")
+    return *grid, 1
+
+
+def get_constants(plan: Plan) -> tuple[float | int | bool, ...]:
+    """The arguments of `forward` after the tensors, in its order."""
+    problem, config = plan.problem, get_config(plan)
+    sign, scale_log2 = split_scale(problem.scale)
+    return (
+        scale_log2,
+        config.tile_m,
+        config.tile_n,
+        max(SMALLEST_TILE, 1 << (problem.head_dim - 1).bit_length()),
+        problem.causal,
+        problem.causal or problem.seq_kv % config.tile_n != 0,
+        math.gcd(config.heads_together, problem.heads_q),
+        sign,
+        config.k_latency,
+        config.v_latency,
+        0 not in (*problem.strides_q, *problem.strides_k, *problem.strides_v),  # TMA wants positive strides
+    )
+
+
+def split_scale(scale: float) -> tuple[int, float]:
+    """(sign, scale_log2): the kernel multiplies q by the sign and scores by scale_log2, which is positive.
+
+    A scale too small for a normal fp32 number counts as zero, as it would be flushed.
+    """
+    scale_log2 = abs(scale) * math.log2(math.e)
+    if scale_log2 < torch.finfo(torch.float32).tiny:
+        return 0, 1.0
+    return (1 if scale > 0 else -1), scale_log2
+
+
+def needs_64bit(problem: Problem) -> bool:
+    """Whether an element of some tensor is 2^31 or more elements away from its start."""
+    sizes_q = problem.batch, problem.heads_q, problem.seq_q
+    sizes_kv = problem.batch, problem.heads_kv, problem.seq_kv
+    reach = (
+        _last_offset(sizes_q, problem.strides_q),
+        _last_offset(sizes_kv, problem.strides_k),
+        _last_offset(sizes_kv, problem.strides_v),
+        _last_offset(sizes_q, problem.strides_out),
+    )
+    return max(reach) + problem.head_dim - 1 > _INT32_MAX
+
+
+def _last_offset(sizes: tuple[int, int, int], strides: Strides) -> int:
+    return sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
+def compile_limit() -> AbstractContextManager[None]:
+    """Bounds compilation to `COMPILE_SECONDS`, unless the environment has its own limit."""
+    if "CUDA_TILE_COMPILER_TIMEOUT_SEC" in os.environ:
+        return nullcontext()
+    limit: AbstractContextManager[None] = ct.compiler_timeout(COMPILE_SECONDS)
+    return limit
+
+
+def _run_interpreted(grid: tuple[int, int, int], kernel: Any, args: tuple[Any, ...]) -> None:
+    interpreter.launch(grid, kernel, args)
+
+
+def _run_on_gpu() -> Callable[[tuple[int, int, int], Any, tuple[Any, ...]], None]:
+    """`ct.launch` on the current stream, the first time within the limit of compilation.
+
+    What cuTile specialises on is fixed by the plan, but for the alignment of out and lse; a later launch that compiles
+    again for that has no limit.
+    """
+    is_compiled = False
+
+    def run(grid: tuple[int, int, int], kernel: Any, args: tuple[Any, ...]) -> None:
+        nonlocal is_compiled
+        stream = torch.cuda.current_stream()
+        if is_compiled:
+            ct.launch(stream, grid, kernel, args)
+            return
+        with compile_limit():
+            ct.launch(stream, grid, kernel, args)
+        is_compiled = True
+
+    return run

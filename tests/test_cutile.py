@@ -1,0 +1,257 @@
+"""The cuTile kernel, interpreted, against the reference; what its launch is made of; what it refuses."""
+
+import math
+
+import pytest
+import torch
+
+import multiattn
+from multiattn import Problem, reference
+from multiattn.arch import ARCHS, GPU_ARCHS
+from multiattn.backend import get, make_plan, plan_variant
+from multiattn.cutile.configs import MAX_GRID_X, CutileConfig, find_grid
+
+pytest.importorskip("cuda.tile")
+
+from multiattn.cutile.launch import needs_64bit, split_scale
+
+BACKEND = get("cutile")
+
+
+def make_inputs(
+    *, batch=1, heads_q=2, heads_kv=1, seq_q=113, seq_kv=203, head_dim=64, dtype=torch.bfloat16, spread=1.0
+):
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(heads, seq, factor):
+        return (torch.randn(batch, heads, seq, head_dim, generator=generator) * factor).to(dtype)
+
+    return normal(heads_q, seq_q, spread), normal(heads_kv, seq_kv, spread), normal(heads_kv, seq_kv, 1.0)
+
+
+def check(q, k, v, **options):
+    """Positions of NaN and inf as the reference's, and an error of at most twice the naive one's, plus one rounding."""
+    out, lse = multiattn.fmha(q, k, v, backend="cutile", return_lse=True, **options)
+    truth, truth_lse = reference(q, k, v, compute_dtype=torch.float64, **options)
+    naive, _ = reference(q, k, v, compute_dtype=q.dtype, **options)
+    for got, want in ((out, truth), (lse, truth_lse)):
+        torch.testing.assert_close(got.isnan(), want.isnan())
+        torch.testing.assert_close(got.isinf() * got.sign(), (want.isinf() * want.sign()).to(got.dtype), equal_nan=True)
+    finite = truth.isfinite()
+    truth, out, naive = (tensor.double()[finite] for tensor in (truth, out, naive))
+    if truth.numel():
+        rounding = (truth.abs().max() * torch.finfo(q.dtype).eps).item()
+        naive_error = (naive - truth).nan_to_num().abs().max().item()
+        assert (out - truth).abs().max().item() <= 2 * naive_error + rounding
+    finite = truth_lse.isfinite()
+    torch.testing.assert_close(lse[finite].double(), truth_lse[finite], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 80, 96, 128, 160, 192, 256])
+def test_head_dims(head_dim, dtype, causal):
+    check(*make_inputs(head_dim=head_dim, dtype=dtype, seq_q=70, seq_kv=131), causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("seq_q", "seq_kv"), [(1, 1), (1, 203), (113, 1), (64, 64), (128, 128), (65, 63), (203, 113), (300, 17), (5, 128)]
+)
+def test_lengths(seq_q, seq_kv, causal):
+    check(*make_inputs(seq_q=seq_q, seq_kv=seq_kv), causal=causal)
+
+
+@pytest.mark.parametrize(("heads_q", "heads_kv"), [(1, 1), (3, 3), (6, 2), (8, 1)])
+def test_heads_that_share_keys(heads_q, heads_kv):
+    check(*make_inputs(batch=2, heads_q=heads_q, heads_kv=heads_kv), causal=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-44, 1.0])
+def test_scales(scale, causal):
+    check(*make_inputs(), causal=causal, scale=scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_large_magnitudes(dtype):
+    check(*make_inputs(dtype=dtype, spread=100.0), causal=True)
+
+
+def test_rows_that_see_no_key():
+    q, k, v = make_inputs(seq_q=203, seq_kv=113)
+    out, lse = multiattn.fmha(q, k, v, causal=True, backend="cutile", return_lse=True)
+    assert (out[:, :, :90] == 0).all()
+    assert (lse[:, :, :90] == -math.inf).all()
+    assert lse[:, :, 90:].isfinite().all()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("key", [0, 64, 100, 202])
+def test_nonfinite_values_reach_exactly_the_rows_that_see_them(key, value):
+    q, k, v = make_inputs()
+    v[:, :, key, 3] = value
+    check(q, k, v, causal=True)
+    check(q, k, v)
+
+
+def test_every_kind_of_nonfinite_value_at_once():
+    q, k, v = make_inputs()
+    for offset, value in enumerate((math.inf, -math.inf, math.nan, math.inf)):
+        v[0, 0, 150 + offset, : 8 * (offset + 1)] = value
+    check(q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nonfinite_keys_reach_exactly_the_rows_that_see_them(value):
+    q, k, v = make_inputs()
+    k[:, :, 190:] = value
+    check(q.abs(), k, v, causal=True)
+
+
+def test_memory_beyond_the_ends_does_not_matter():
+    inputs = make_inputs(head_dim=40)
+    surrounded = []
+    for tensor in inputs:
+        batch, heads, seq, head_dim = tensor.shape
+        memory = torch.full((batch + 1, heads + 1, seq + 70, head_dim + 24), math.nan, dtype=tensor.dtype)
+        view = memory[:batch, :heads, 3 : seq + 3, 8 : head_dim + 8]
+        view.copy_(tensor)
+        surrounded.append(view)
+    for causal in (False, True):
+        expected = multiattn.fmha(*inputs, causal=causal, backend="cutile")
+        assert torch.equal(multiattn.fmha(*surrounded, causal=causal, backend="cutile"), expected)
+
+
+def test_strides():
+    q, k, v = make_inputs(heads_q=4, heads_kv=2)
+    transposed = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (q, k, v)]
+    out = multiattn.fmha(*transposed, backend="cutile")
+    assert out.stride() == transposed[0].stride()
+    assert torch.equal(out, multiattn.fmha(q, k, v, backend="cutile"))
+    one_key_head = k[:, :1].expand(-1, 2, -1, -1)
+    assert one_key_head.stride(1) == 0
+    check(q, one_key_head, v)
+
+
+@pytest.mark.parametrize("heads_together", [1, 2, 3, 4, 100])
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_order_of_tiles_covers_every_tile(heads_together, causal):
+    q, k, v = make_inputs(batch=2, heads_q=4, heads_kv=2)
+    problem = Problem.of(q, k, v, causal=causal)
+    config = CutileConfig(tile_m=32, tile_n=16, heads_together=heads_together)
+    plan = make_plan(BACKEND, problem, ARCHS["cpu"], config=config)
+    out = torch.full_like(q, math.nan)
+    lse = torch.full(q.shape[:3], math.nan)
+    multiattn.launch(plan, q, k, v, out, lse)  # the interpreter raises if two blocks own one tile
+    truth, truth_lse = reference(q, k, v, causal=causal)
+    torch.testing.assert_close(out.float(), truth, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, truth_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_inputs_are_not_written():
+    inputs = make_inputs()
+    copies = [tensor.clone() for tensor in inputs]
+    multiattn.fmha(*inputs, causal=True, backend="cutile")
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(inputs, copies, strict=True))
+
+
+def test_scale_is_split_into_a_sign_and_a_normal_number():
+    assert split_scale(0.5) == (1, pytest.approx(0.5 / math.log(2)))
+    assert split_scale(-0.5) == (-1, pytest.approx(0.5 / math.log(2)))
+    assert split_scale(0.0) == split_scale(1e-44) == (0, 1.0)
+
+
+def test_64_bit_exactly_when_an_offset_needs_it():
+    fits = Problem.contiguous(batch=1, heads_q=1, seq_q=2**23, head_dim=256)
+    exceeds = Problem.contiguous(batch=1, heads_q=1, seq_q=2**23 + 1, head_dim=256)
+    assert not needs_64bit(fits)
+    assert needs_64bit(exceeds)
+
+
+def test_the_64_bit_kernel_is_the_same_kernel(monkeypatch):
+    q, k, v = make_inputs()
+    expected = multiattn.fmha(q, k, v, causal=True, scale=0.11, backend="cutile")
+    monkeypatch.setattr("multiattn.cutile.launch._INT32_MAX", 0)
+    plan = make_plan(BACKEND, Problem.of(q, k, v, causal=True, scale=0.11), ARCHS["cpu"])
+    assert needs_64bit(plan.problem)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
+    multiattn.launch(plan, q, k, v, out, lse)
+    assert torch.equal(out, expected)
+
+
+def test_grids_of_many_blocks():
+    few = Problem.contiguous(batch=70_000, heads_q=4, seq_q=64, head_dim=8)
+    assert find_grid(few, 64) == (280_000, 1)
+    many = Problem.contiguous(batch=2**20, heads_q=64, seq_q=1, head_dim=8)
+    x, y = find_grid(many, 64)
+    assert x * y == 2**26
+    assert x <= MAX_GRID_X
+    prime = Problem.contiguous(batch=2**31 - 1, heads_q=1, seq_q=1, head_dim=8)
+    assert find_grid(prime, 64) is None
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_every_arch_has_a_rule_for_every_head_dim(head_dim):
+    problem = Problem.contiguous(batch=1, heads_q=8, seq_q=4096, head_dim=head_dim)
+    for arch in ARCHS.values():
+        plan = make_plan(BACKEND, problem, arch, probe=False)
+        assert isinstance(plan.config, CutileConfig)
+        assert plan.why
+
+
+def test_candidates_are_distinct_and_fit():
+    (variant,) = BACKEND.forward.variants
+    for head_dim in (64, 128, 256):
+        problem = Problem.contiguous(batch=4, heads_q=16, heads_kv=4, seq_q=4096, head_dim=head_dim, causal=True)
+        for name in GPU_ARCHS:
+            configs = BACKEND.forward.candidates(variant, problem, ARCHS[name])
+            assert 12 <= len(configs) <= 20
+            assert len(set(configs)) == len(configs)
+
+
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        ({"tile_m": 48}, "tile_m=48"),
+        ({"tile_n": 8}, "tile_n=8"),
+        ({"occupancy": 0}, "occupancy=0"),
+        ({"num_worker_warps": 16}, "num_worker_warps=16"),
+        ({"k_latency": 11}, "k_latency=11"),
+        ({"v_latency": 0}, "v_latency=0"),
+        ({"heads_together": 0}, "heads_together=0"),
+    ],
+)
+def test_configs_that_cannot_be(change, got):
+    (variant,) = BACKEND.forward.variants
+    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=64)
+    config = CutileConfig(**{"tile_m": 64, "tile_n": 64, **change})
+    (reason,) = plan_variant(BACKEND, variant, problem, ARCHS["sm90"], config)
+    assert reason.code == "config"
+    assert got in reason.got
+
+
+@pytest.mark.parametrize(("installed", "got"), [(None, "no cuda-tile"), ("1.2.0", "cuda-tile 1.2.0")])
+def test_a_missing_module_is_a_reason(monkeypatch, installed, got):
+    monkeypatch.setattr("multiattn.cutile.version_of", lambda _: installed)
+    for arch in (ARCHS["cpu"], ARCHS["sm90"]):
+        reason = BACKEND.probe(arch)[0]
+        assert (reason.code, reason.got) == ("module", got)
+    assert BACKEND.versions()["tileiras"] is None
+
+
+@pytest.mark.parametrize(("found", "got"), [(None, "no tileiras"), ("13.2.51", "tileiras 13.2.51")])
+def test_a_missing_compiler_is_a_reason_only_where_it_is_needed(monkeypatch, found, got):
+    monkeypatch.setattr("multiattn.cutile._tileiras_version", lambda: found)
+    assert BACKEND.probe(ARCHS["cpu"]) == ()
+    (reason,) = BACKEND.probe_compiler()
+    assert (reason.code, reason.got) == ("compiler", got)
+    assert reason in BACKEND.probe(ARCHS["sm90"])
+
+
+def test_an_old_driver_is_a_reason(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("multiattn.cutile._driver_version", lambda: (12, 8))
+    monkeypatch.setattr("multiattn.cutile._tileiras_version", lambda: "13.4.92")
+    (reason,) = BACKEND.probe(ARCHS["sm90"])
+    assert (reason.code, reason.got) == ("driver", "a driver for CUDA 12.8")

@@ -1,0 +1,94 @@
+"""The cuTile kernel through tileiras, for every arch, with no GPU."""
+
+import subprocess
+
+import pytest
+
+from multiattn import Problem
+from multiattn.arch import ARCHS, GPU_ARCHS
+from multiattn.backend import get, make_plan
+from multiattn.cutile.configs import CutileConfig
+
+pytest.importorskip("cuda.tile")
+
+from multiattn.cutile.compile import get_signature
+from multiattn.toolchain import find_cuobjdump
+
+BACKEND = get("cutile")
+SMALL = CutileConfig(tile_m=64, tile_n=64)
+
+
+def make(*, arch="sm90", config=None, **sizes):
+    problem = Problem.contiguous(**{"batch": 1, "heads_q": 2, "seq_q": 256, "head_dim": 64, **sizes})
+    return make_plan(BACKEND, problem, ARCHS[arch], config=config, probe=False)
+
+
+needs_compiler = pytest.mark.skipif(
+    bool(BACKEND.probe_compiler()), reason="; ".join(map(str, BACKEND.probe_compiler())) or "compiler found"
+)
+
+needs_cuobjdump = pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", GPU_ARCHS)
+def test_every_arch(arch):
+    compiled = BACKEND.forward.compile(make(arch=arch))
+    assert compiled.cubin.startswith(b"\x7fELF")
+    assert compiled.seconds > 0
+    if find_cuobjdump() is not None:
+        assert 0 < compiled.registers <= 255
+        assert 0 < compiled.smem_bytes <= ARCHS[arch].smem_per_block
+
+
+@needs_compiler
+@needs_cuobjdump
+@pytest.mark.parametrize(("head_dim", "registers"), [(64, 64), (128, 128), (256, 168)])
+def test_hopper_does_not_spill(head_dim, registers):
+    compiled = BACKEND.forward.compile(make(head_dim=head_dim, seq_q=4096))
+    assert compiled.spill_bytes == 0
+    assert compiled.registers <= registers
+
+
+def instructions(plan, tmp_path):
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(BACKEND.forward.compile(plan).cubin)
+    return subprocess.run([find_cuobjdump(), "-sass", file], capture_output=True, text=True, check=True).stdout
+
+
+@needs_compiler
+@needs_cuobjdump
+@pytest.mark.parametrize("head_dim", [40, 128])
+def test_hopper_uses_its_tensor_cores_and_tma(head_dim, tmp_path):
+    sass = instructions(make(head_dim=head_dim), tmp_path)
+    assert "HGMMA" in sass
+    assert "UTMALDG" in sass
+
+
+@needs_compiler
+@needs_cuobjdump
+def test_ampere_loads_an_odd_head_dim_asynchronously(tmp_path):
+    assert "LDGSTS" in instructions(make(arch="sm80", head_dim=40), tmp_path)
+
+
+@needs_compiler
+@needs_cuobjdump
+def test_the_repair_costs_the_hot_path_no_registers():
+    full = BACKEND.forward.compile(make(head_dim=128, seq_q=4096))
+    causal = BACKEND.forward.compile(make(head_dim=128, seq_q=4096, causal=True))
+    assert causal.registers == full.registers
+    blocks = make(head_dim=128).config.occupancy
+    assert blocks * (causal.smem_bytes + 1024) <= ARCHS["sm90"].smem_per_sm
+
+
+@needs_compiler
+@pytest.mark.parametrize("sizes", [{"causal": True, "scale": -1.0, "head_dim": 40}, {"seq_q": 100, "scale": 0.0}])
+def test_the_rarer_branches(sizes):
+    assert BACKEND.forward.compile(make(config=SMALL, **sizes)).cubin
+
+
+@needs_compiler
+def test_64_bit_arrays():
+    plan = make(config=SMALL, batch=64, heads_q=64, seq_q=65536, causal=True)
+    assert "w" in get_signature(plan).symbol.rsplit("_A", 1)[-1]
+    assert BACKEND.forward.compile(plan).cubin
