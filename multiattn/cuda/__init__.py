@@ -1,0 +1,34 @@
+"""The CUDA backend: raw tensor-core code (mma.sync, cp.async) compiled by NVRTC; emulated on the CPU."""
+
+from __future__ import annotations
+
+from multiattn.backend import Backend, Compiled, Launcher, Op, Plan
+from multiattn.cuda import tools
+from multiattn.cuda.configs import candidates
+from multiattn.cuda.variants import VARIANTS
+
+
+def _prepare(plan: Plan) -> Launcher:
+    if plan.arch.is_gpu:
+        from multiattn.cuda.launch import GpuLauncher
+
+        return GpuLauncher(plan)
+    from multiattn.cuda.emulation.host import CpuLauncher
+
+    return CpuLauncher(plan)
+
+
+def _compile(plan: Plan) -> Compiled:
+    from multiattn.cuda.nvrtc import compile_plan
+
+    return compile_plan(plan)
+
+
+BACKEND = Backend(
+    name="cuda",
+    summary="raw CUDA tensor-core code",
+    probe=tools.probe,
+    probe_compiler=tools.probe_nvrtc,
+    versions=tools.versions,
+    forward=Op(variants=VARIANTS, prepare=_prepare, compile=_compile, candidates=candidates),
+)

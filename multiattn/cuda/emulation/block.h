@@ -1,0 +1,126 @@
+// One thread block as fibers: who waits for what, who runs next, what went wrong.
+//
+// Threads run one at a time until they wait, in order, so that a run is deterministic. Warp collectives (mma, ldmatrix,
+// shuffle, votes) are a rendezvous of all lanes; the last one to arrive does the work for all.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "fiber.h"
+#include "shared_memory.h"
+
+namespace multiattn::emulation {
+
+constexpr int WARP_SIZE = 32;
+
+// What a launch did; host.py has the same record.
+struct Counters {
+  std::int64_t blocks, mma, ldmatrix, bank_conflicts, cp_async, barriers, switches;
+};
+
+// A copy that the thread has issued and not waited for.
+struct PendingCopy {
+  std::uint32_t target;
+  const void* source;  // null: zeros
+  std::int64_t group;
+};
+
+struct Thread {
+  Fiber fiber;
+  int index = 0, lane = 0, warp = 0;
+  bool done = false, waits_for_warp = false, waits_for_block = false;
+  std::int64_t generation = 0;      // of the rendezvous it waits for
+  const char* verb = "its start";   // what it waits in
+  void* arguments = nullptr;        // of that verb, for the lane that does the work
+  std::vector<PendingCopy> copies;
+  std::int64_t groups = 0;          // of copies committed
+};
+
+struct Warp {
+  int first_thread = 0, live = 0, arrived = 0;
+  std::int64_t generation = 0, barriers = 0;
+  const char* verb = nullptr;
+};
+
+// A rendezvous of the whole block.
+struct Barrier {
+  int arrived = 0;
+  std::int64_t generation = 0;
+  bool vote = false, result = false;
+  const char* verb = nullptr;
+};
+
+using Kernel = void (*)(const void* parameters);
+
+class Block {
+ public:
+  Block(int threads, std::size_t smem_bytes);
+  ~Block();
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+
+  // Runs one block to its end; false when it failed, with `error` set.
+  bool run(Kernel kernel, const void* parameters, std::int64_t block);
+
+  // ---- for the verbs, called on a fiber
+  Thread& current() { return *current_; }
+  Epoch epoch() const {
+    return {current_->index, current_->warp, barrier_.generation, warps_[current_->warp].barriers};
+  }
+  // Ends the run. Never returns.
+  [[noreturn]] void fail(const std::string& what);
+  // All live lanes of the warp meet; the last one calls work(lanes), where lanes[i] is lane i's `arguments`.
+  template <class Work>
+  void meet_warp(const char* verb, void* arguments, Work work);
+  // All live threads of the block meet; whether any came with `vote`.
+  bool meet_block(const char* verb, bool vote);
+  void count_warp_barrier() { ++warps_[current_->warp].barriers; }
+
+  SharedMemory smem;
+  Counters counters{};
+  std::string error;
+
+ private:
+  static void enter();
+  void finish_current();
+  void release_block();
+  void wait();
+  Thread* next_runnable();
+  bool runnable(const Thread& thread) const;
+  std::string who_waits() const;
+  void arrive(Warp& warp, const char* verb);
+
+  std::vector<Thread> threads_;
+  std::vector<Warp> warps_;
+  Barrier barrier_;
+  Fiber host_;
+  Thread* current_ = nullptr;
+  int live_ = 0;
+  Kernel kernel_ = nullptr;
+  const void* parameters_ = nullptr;
+  std::int64_t index_ = 0;
+  char* stacks_ = nullptr;
+};
+
+template <class Work>
+void Block::meet_warp(const char* verb, void* arguments, Work work) {
+  Thread& me = *current_;
+  Warp& warp = warps_[me.warp];
+  me.arguments = arguments;
+  arrive(warp, verb);
+  if (warp.arrived < WARP_SIZE) {
+    me.generation = warp.generation;
+    me.waits_for_warp = true;
+    wait();
+    me.waits_for_warp = false;
+    return;
+  }
+  void* lanes[WARP_SIZE];
+  for (int lane = 0; lane < WARP_SIZE; ++lane) lanes[lane] = threads_[warp.first_thread + lane].arguments;
+  work(lanes);
+  warp.arrived = 0;
+  ++warp.generation;
+}
+
+}  // namespace multiattn::emulation

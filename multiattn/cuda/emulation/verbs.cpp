@@ -1,0 +1,245 @@
+// The verbs of ptx.cuh, on a Block of fibers; and `multiattn_launch`, which host.py calls.
+#include <cstdio>
+#include <cstring>
+#include <new>
+#include <string>
+
+#include "block.h"
+#include "formats.h"
+#include "multiattn/ptx.cuh"
+
+#if defined(__SANITIZE_ADDRESS__)
+#define VECTOR_CLONES
+#else
+#define VECTOR_CLONES __attribute__((target_clones("avx2", "default")))
+#endif
+
+namespace multiattn {
+
+namespace emulation {
+
+extern Block* running_block;
+
+namespace {
+
+Block& block() { return *running_block; }
+
+void check(const char* verb, const std::string& problem) {
+  if (!problem.empty()) block().fail(std::string(verb) + ": " + problem);
+}
+
+void check_address(const char* verb, SharedAddress address, int bytes) {
+  check(verb, block().smem.check_address(address, bytes));
+}
+
+struct MatrixArguments {
+  SharedAddress row;
+  uint32* matrix;
+};
+
+// Rows of one 8x8 matrix are read in one wavefront: each of the 8 groups of 4 banks serves one row at a time.
+int bank_conflicts(void* const* lanes, int first_lane) {
+  int rows_of_bank[8] = {}, most = 0;
+  for (int lane = first_lane; lane < first_lane + 8; ++lane)
+    most = max(most, ++rows_of_bank[static_cast<MatrixArguments*>(lanes[lane])->row / 16 % 8]);
+  return most - 1;
+}
+
+template <bool TRANSPOSED>
+void read_matrices(void* const* lanes) {
+  ++block().counters.ldmatrix;
+  for (int i = 0; i < 4; ++i) {
+    uint16 element[8][8];
+    for (int row = 0; row < 8; ++row)
+      std::memcpy(element[row], block().smem.at(static_cast<MatrixArguments*>(lanes[8 * i + row])->row), 16);
+    block().counters.bank_conflicts += bank_conflicts(lanes, 8 * i);
+    for (int lane = 0; lane < WARP_SIZE; ++lane) {
+      const int row = lane / 4, column = lane % 4 * 2;
+      const uint32 low = TRANSPOSED ? element[column][row] : element[row][column];
+      const uint32 high = TRANSPOSED ? element[column + 1][row] : element[row][column + 1];
+      static_cast<MatrixArguments*>(lanes[lane])->matrix[i] = low | high << 16;
+    }
+  }
+}
+
+template <bool TRANSPOSED>
+void ldmatrix(uint32* matrix, SharedAddress row) {
+  const char* verb = TRANSPOSED ? "ldmatrix_x4_trans" : "ldmatrix_x4";
+  check_address(verb, row, 16);
+  // A lane reads, for the warp, the row whose address it gives.
+  check(verb, block().smem.read(row, block().epoch()));
+  MatrixArguments arguments{row, matrix};
+  block().meet_warp(verb, &arguments, [](void* const* lanes) { read_matrices<TRANSPOSED>(lanes); });
+}
+
+struct MmaArguments {
+  float* d;
+  const uint32* a;
+  uint32 b[2];
+};
+
+// c[16x8] += a[16x16] * b[16x8]
+VECTOR_CLONES void multiply(float (&c)[16][8], const float (&a)[16][16], const float (&b)[16][8]) {
+  for (int row = 0; row < 16; ++row)
+    for (int k = 0; k < 16; ++k)
+      for (int column = 0; column < 8; ++column) c[row][column] += a[row][k] * b[k][column];
+}
+
+// Layouts: PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type".
+void multiply_fragments(void* const* lanes, const float* widen) {
+  ++block().counters.mma;
+  float a[16][16], b[16][8], c[16][8];
+  for (int lane = 0; lane < WARP_SIZE; ++lane) {
+    const auto& mine = *static_cast<MmaArguments*>(lanes[lane]);
+    const int group = lane / 4, pair = lane % 4 * 2;
+    for (int i = 0; i < 4; ++i) {
+      float* target = &a[group + i % 2 * 8][pair + i / 2 * 8];
+      target[0] = widen[mine.a[i] & 0xffff];
+      target[1] = widen[mine.a[i] >> 16];
+      c[group + i / 2 * 8][pair + i % 2] = mine.d[i];
+    }
+    for (int i = 0; i < 2; ++i) {
+      b[pair + i * 8][group] = widen[mine.b[i] & 0xffff];
+      b[pair + i * 8 + 1][group] = widen[mine.b[i] >> 16];
+    }
+  }
+  multiply(c, a, b);
+  for (int lane = 0; lane < WARP_SIZE; ++lane)
+    for (int i = 0; i < 4; ++i)
+      static_cast<MmaArguments*>(lanes[lane])->d[i] = c[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
+}
+
+struct ShuffleArguments {
+  float value, result;
+  int lane_mask;
+};
+
+}  // namespace
+
+bool any_in_block(bool predicate) { return block().meet_block("any_in_block", predicate); }
+
+bool any_in_warp(bool predicate) {
+  struct Vote {
+    bool mine, any;
+  } vote{predicate, false};
+  block().meet_warp("any_in_warp", &vote, [](void* const* lanes) {
+    bool any = false;
+    for (int lane = 0; lane < WARP_SIZE; ++lane) any |= static_cast<Vote*>(lanes[lane])->mine;
+    for (int lane = 0; lane < WARP_SIZE; ++lane) static_cast<Vote*>(lanes[lane])->any = any;
+  });
+  return vote.any;
+}
+
+void cp_async_wait(int groups_left) {
+  Thread& me = block().current();
+  std::size_t kept = 0;
+  for (const PendingCopy& copy : me.copies) {
+    if (copy.group >= me.groups - groups_left) {
+      me.copies[kept++] = copy;
+      continue;
+    }
+    unsigned char* target = block().smem.at(copy.target);
+    if (copy.source)
+      std::memcpy(target, copy.source, CHUNK_BYTES);
+    else
+      std::memset(target, 0, CHUNK_BYTES);
+    block().smem.land(copy.target, block().epoch());
+  }
+  me.copies.resize(kept);
+}
+
+uint32 pack_fp16(float low, float high) { return narrow_fp16(low) | uint32(narrow_fp16(high)) << 16; }
+uint32 pack_bf16(float low, float high) { return narrow_bf16(low) | uint32(narrow_bf16(high)) << 16; }
+
+void mma_fp16(float* d, const uint32* a, uint32 b0, uint32 b1) {
+  MmaArguments arguments{d, a, {b0, b1}};
+  block().meet_warp("mma_m16n8k16<fp16>", &arguments,
+                    [](void* const* lanes) { multiply_fragments(lanes, widening_table<widen_fp16>()); });
+}
+
+void mma_bf16(float* d, const uint32* a, uint32 b0, uint32 b1) {
+  MmaArguments arguments{d, a, {b0, b1}};
+  block().meet_warp("mma_m16n8k16<bf16>", &arguments,
+                    [](void* const* lanes) { multiply_fragments(lanes, widening_table<widen_bf16>()); });
+}
+
+}  // namespace emulation
+
+using namespace emulation;
+
+void sync_block() { block().meet_block("sync_block", false); }
+
+void sync_warp() {
+  block().meet_warp("sync_warp", nullptr, [](void* const*) { block().count_warp_barrier(); });
+}
+
+float shuffle_xor(float value, int lane_mask) {
+  ShuffleArguments arguments{value, 0.0f, lane_mask};
+  block().meet_warp("shuffle_xor", &arguments, [](void* const* lanes) {
+    for (int lane = 0; lane < WARP_SIZE; ++lane) {
+      auto& mine = *static_cast<ShuffleArguments*>(lanes[lane]);
+      mine.result = static_cast<ShuffleArguments*>(lanes[(lane ^ mine.lane_mask) % WARP_SIZE])->value;
+    }
+  });
+  return arguments.result;
+}
+
+void store_global_16(void* target, const Chunk& value) {
+  if (reinterpret_cast<std::uintptr_t>(target) % CHUNK_BYTES != 0)
+    block().fail("store_global_16: the address is not aligned to 16 bytes");
+  std::memcpy(target, &value, CHUNK_BYTES);
+}
+
+Chunk load_shared_16(SharedAddress source) {
+  check_address("load_shared_16", source, CHUNK_BYTES);
+  check("load_shared_16", block().smem.read(source, block().epoch()));
+  Chunk value;
+  std::memcpy(&value, block().smem.at(source), CHUNK_BYTES);
+  return value;
+}
+
+void store_shared_16(SharedAddress target, const Chunk& value) {
+  check_address("store_shared_16", target, CHUNK_BYTES);
+  check("store_shared_16", block().smem.write(target, block().epoch(), false));
+  std::memcpy(block().smem.at(target), &value, CHUNK_BYTES);
+}
+
+void store_shared_4(SharedAddress target, uint32 value) {
+  check_address("store_shared_4", target, 4);
+  check("store_shared_4", block().smem.write(target, block().epoch(), false));
+  std::memcpy(block().smem.at(target), &value, 4);
+}
+
+void cp_async_16(SharedAddress target, const void* source, bool valid) {
+  check_address("cp_async_16", target, CHUNK_BYTES);
+  if (valid && reinterpret_cast<std::uintptr_t>(source) % CHUNK_BYTES != 0)
+    block().fail("cp_async_16: the global address is not aligned to 16 bytes");
+  check("cp_async_16", block().smem.write(target, block().epoch(), true));
+  std::memset(block().smem.at(target), POISON, CHUNK_BYTES);
+  ++block().counters.cp_async;
+  block().current().copies.push_back({target, valid ? source : nullptr, block().current().groups});
+}
+
+void cp_async_commit() { ++block().current().groups; }
+
+void ldmatrix_x4(uint32 (&matrix)[4], SharedAddress row) { ldmatrix<false>(matrix, row); }
+void ldmatrix_x4_trans(uint32 (&matrix)[4], SharedAddress row) { ldmatrix<true>(matrix, row); }
+
+}  // namespace multiattn
+
+// Runs a kernel's whole grid. 0, or 1 with a message in `error` (at most `error_bytes` with its end).
+extern "C" int multiattn_launch(multiattn::emulation::Kernel kernel, const void* parameters, long long blocks,
+                                int threads, long long smem_bytes, multiattn::emulation::Counters* counters,
+                                char* error, long long error_bytes) {
+  std::string message;
+  try {
+    multiattn::emulation::Block block(threads, smem_bytes);
+    for (long long index = 0; index < blocks && message.empty(); ++index)
+      if (!block.run(kernel, parameters, index)) message = block.error;
+    *counters = block.counters;
+  } catch (const std::bad_alloc&) {
+    message = "out of memory for the stacks of " + std::to_string(threads) + " threads";
+  }
+  std::snprintf(error, error_bytes, "%s", message.c_str());
+  return message.empty() ? 0 : 1;
+}

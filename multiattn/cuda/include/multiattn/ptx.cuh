@@ -1,0 +1,123 @@
+// The verbs a kernel is written in, each one instruction (or one intrinsic) of the GPU. The only inline assembly.
+// emulation/include/multiattn/ptx.cuh has the same verbs on the CPU; whoever compiles chooses by include path.
+#pragma once
+#include "multiattn/types.h"
+
+#define DEVICE __device__ __forceinline__
+// The entry point of a kernel: at most `threads` a block; registers for `blocks` of them on each SM.
+#define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
+// A parameter struct that stays in constant memory.
+#define PARAMETERS(Type) const __grid_constant__ Type
+
+namespace multiattn {
+
+// ---- who am I
+DEVICE int thread_index() { return threadIdx.x; }
+DEVICE int64 block_index() { return blockIdx.x; }
+
+// Start of the dynamic shared memory.
+DEVICE SharedAddress shared_base() {
+  extern __shared__ __align__(1024) unsigned char bytes[];
+  return static_cast<SharedAddress>(__cvta_generic_to_shared(bytes));
+}
+
+// ---- barriers and votes
+DEVICE void sync_block() { __syncthreads(); }
+DEVICE void sync_warp() { __syncwarp(); }
+DEVICE bool any_in_block(bool predicate) { return __syncthreads_or(predicate); }
+DEVICE bool any_in_warp(bool predicate) { return __any_sync(0xffffffffu, predicate); }
+DEVICE float shuffle_xor(float value, int lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
+
+// ---- arithmetic
+DEVICE float infinity() { return __int_as_float(0x7f800000); }
+DEVICE uint32 float_bits(float x) { return __float_as_uint(x); }
+DEVICE float exp2_approx(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+DEVICE float log2_exact(float x) { return log2f(x); }
+
+// Two floats rounded to nearest even, `low` in the low half.
+template <class E>
+DEVICE uint32 pack(float low, float high);
+template <>
+DEVICE uint32 pack<fp16>(float low, float high) {
+  uint32 result;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+template <>
+DEVICE uint32 pack<bf16>(float low, float high) {
+  uint32 result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+
+// ---- global memory
+DEVICE uint16 load_global_2(const uint16* source) { return *source; }
+DEVICE void store_global_16(void* target, const Chunk& value) { *static_cast<Chunk*>(target) = value; }
+DEVICE void store_global_4(float* target, float value) { *target = value; }
+
+// ---- shared memory
+DEVICE Chunk load_shared_16(SharedAddress source) {
+  Chunk value;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.word[0]), "=r"(value.word[1]), "=r"(value.word[2]), "=r"(value.word[3])
+               : "r"(source)
+               : "memory");
+  return value;
+}
+DEVICE void store_shared_16(SharedAddress target, const Chunk& value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(value.word[0]), "r"(value.word[1]),
+               "r"(value.word[2]), "r"(value.word[3])
+               : "memory");
+}
+DEVICE void store_shared_4(SharedAddress target, uint32 value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(target), "r"(value) : "memory");
+}
+
+// ---- global to shared, asynchronously: 16 bytes, or zeros when `valid` is false (nothing is read then)
+DEVICE void cp_async_16(SharedAddress target, const void* source, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0)
+               : "memory");
+}
+DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most N of this thread's groups are under way. Other threads see the data only after a barrier.
+template <int N>
+DEVICE void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// ---- matrices
+// Four 8x8 matrices of 16-bit elements; lane 8*i+r gives the address of row r of matrix i.
+DEVICE void ldmatrix_x4(uint32 (&matrix)[4], SharedAddress row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
+               : "r"(row)
+               : "memory");
+}
+DEVICE void ldmatrix_x4_trans(uint32 (&matrix)[4], SharedAddress row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
+               : "r"(row)
+               : "memory");
+}
+
+// d[16x8] += a[16x16] * b[16x8], fp32 accumulation.
+template <class E>
+DEVICE void mma_m16n8k16(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
+template <>
+DEVICE void mma_m16n8k16<fp16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+DEVICE void mma_m16n8k16<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+}  // namespace multiattn

@@ -1,0 +1,63 @@
+// Online softmax in the log2 domain (Dao, FlashAttention-2, Algorithm 1), on scores that lie in accumulators.
+#pragma once
+#include "multiattn/ptx.cuh"
+#include "multiattn/tile.cuh"
+
+namespace multiattn {
+
+// The maximum that a row subtracts may lag behind the true one by this much (log2): weights then reach 2^8, which
+// changes no relative error, and most blocks need no rescaling of the output (FlashAttention-4 does the same).
+constexpr float MAX_LAG = 8.0f;
+
+constexpr float LN_2 = 0.693147180559945309f;
+
+// The four lanes of a quad hold one row.
+template <class Combine>
+DEVICE float reduce_row(float value, Combine combine) {
+  value = combine(value, shuffle_xor(value, 1));
+  return combine(value, shuffle_xor(value, 2));
+}
+
+// Running state of the two rows that a lane shares in a 16-row fragment: half 0 is row lane / 4, half 1 the row 8 below.
+struct RowState {
+  float max[2];  // what weights are relative to, in log2 units: -inf until a key is seen
+  float sum[2];  // this lane's part of the sum of weights
+
+  static DEVICE RowState empty() { return {{-infinity(), -infinity()}, {0.0f, 0.0f}}; }
+};
+
+// Turns scores into weights, `exp2(score * scale_log2 - max)`, and brings the state up to date. `decay` is what older
+// sums and outputs must be multiplied by. scale_log2 is positive.
+template <int N>
+DEVICE void update_softmax(Accumulator (&scores)[N][2], RowState& state, float (&decay)[2], float scale_log2) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float top = -infinity();
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int side = 0; side < 2; ++side)
+        top = fmaxf(top, fmaxf(scores[n][side].value[2 * half], scores[n][side].value[2 * half + 1]));
+    top = reduce_row(top, [](float a, float b) { return fmaxf(a, b); }) * scale_log2;
+
+    const float old = state.max[half];
+    state.max[half] = top - old > MAX_LAG ? top : old;  // -inf - -inf is NaN: stays -inf
+    const float base = state.max[half] == -infinity() ? 0.0f : state.max[half];
+    decay[half] = exp2_approx(old - base);
+
+    float sum = 0.0f;
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int side = 0; side < 2; ++side)
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; ++e) {
+          float& score = scores[n][side].value[e];
+          score = exp2_approx(fmaf(score, scale_log2, -base));
+          sum += score;
+        }
+    state.sum[half] = state.sum[half] * decay[half] + sum;
+  }
+}
+
+}  // namespace multiattn

@@ -1,0 +1,148 @@
+// Tiles of [ROWS, D] 16-bit elements in shared memory, and the fragments that the tensor core takes from them.
+#pragma once
+#include "multiattn/ptx.cuh"
+#include "multiattn/swizzle.cuh"
+
+namespace multiattn {
+
+constexpr int WARP = 32;
+constexpr int CHUNK_BYTES = 16;
+constexpr int CHUNK_ELEMENTS = 8;
+
+template <int ROWS_, int HEAD_DIM>
+struct Tile {
+  static constexpr int ROWS = ROWS_;
+  static constexpr int WIDTH = (HEAD_DIM + 15) / 16 * 16;            // elements, zero-filled beyond HEAD_DIM
+  static constexpr int CHUNKS = WIDTH / CHUNK_ELEMENTS;              // of a row
+  static constexpr int VALID_CHUNKS = HEAD_DIM / CHUNK_ELEMENTS;     // of them, those with data
+  static constexpr int PITCH = CHUNKS * CHUNK_BYTES;                 // bytes from row to row
+  static constexpr int BYTES = ROWS * PITCH;
+  using Layout = Swizzle<CHUNKS>;
+
+  static DEVICE SharedAddress chunk(SharedAddress tile, int row, int chunk) {
+    return tile + row * PITCH + (chunk ^ Layout::key(row)) * CHUNK_BYTES;
+  }
+};
+
+// Eight elements of global memory to shared memory, or zeros. Unaligned ones go through registers, one by one.
+template <bool ALIGNED>
+DEVICE void copy_chunk(SharedAddress target, const uint16* source, bool valid) {
+  if constexpr (ALIGNED) {
+    cp_async_16(target, source, valid);
+  } else {
+    Chunk chunk = {};
+    if (valid) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        chunk.word[i] = load_global_2(source + 2 * i) | static_cast<uint32>(load_global_2(source + 2 * i + 1)) << 16;
+    }
+    store_shared_16(target, chunk);
+  }
+}
+
+// Copies `T::ROWS` rows, `stride` elements apart, into a tile; rows from `valid_rows` on become zeros. SPAN threads
+// share a row, so that the swizzle of a thread's chunks is the same in every pass and every address a constant apart.
+template <class T, int THREADS, bool ALIGNED>
+DEVICE void load_tile(SharedAddress tile, const uint16* rows, int64 stride, int valid_rows) {
+  constexpr int SPAN = T::Layout::SPAN;
+  constexpr int ROWS_PER_PASS = THREADS / SPAN;
+  static_assert(ROWS_PER_PASS % 8 == 0, "the swizzle repeats every 8 rows");
+  const int first_row = thread_index() / SPAN, first_chunk = thread_index() % SPAN;
+  const SharedAddress target = T::chunk(tile, first_row, first_chunk);
+  const uint16* source = rows + first_row * stride + first_chunk * CHUNK_ELEMENTS;
+#pragma unroll
+  for (int row = 0; row < T::ROWS; row += ROWS_PER_PASS, source += ROWS_PER_PASS * stride) {
+    if (T::ROWS % ROWS_PER_PASS != 0 && first_row + row >= T::ROWS) break;
+#pragma unroll
+    for (int chunk = 0; chunk < T::CHUNKS; chunk += SPAN) {
+      const bool valid = first_row + row < valid_rows && first_chunk + chunk < T::VALID_CHUNKS;
+      copy_chunk<ALIGNED>(target + row * T::PITCH + chunk * CHUNK_BYTES,
+                          source + chunk * CHUNK_ELEMENTS, valid);
+    }
+  }
+}
+
+// Four 8x8 matrices: a 16x16 operand A, or a 16x16 part of operand B as two 16x8 ones, {0, 1} and {2, 3}.
+struct Fragment {
+  uint32 reg[4];
+};
+
+// Addresses of 16x16 fragments of a tile for ldmatrix. The lane's share is computed once; a fragment's place adds
+// constants to it, as the XOR never reaches beyond the low bits of an address within a tile.
+template <class T>
+class FragmentReader {
+ public:
+  // Operand A from rows of Q, and operand B from V (transposed on load): lanes walk down 16 rows, then one chunk right.
+  static DEVICE FragmentReader down() { return FragmentReader(thread_index() % 16, thread_index() % WARP / 16); }
+  // Operand B from rows of K: lanes walk down 8 rows, one chunk right, then the next 8 rows.
+  static DEVICE FragmentReader right() {
+    const int lane = thread_index() % WARP;
+    return FragmentReader(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+  }
+
+  // `row` and `column` (elements) are multiples of 16.
+  DEVICE Fragment load(SharedAddress tile, int row, int column) const {
+    Fragment fragment;
+    ldmatrix_x4(fragment.reg, address(tile, row, column));
+    return fragment;
+  }
+  DEVICE Fragment load_transposed(SharedAddress tile, int row, int column) const {
+    Fragment fragment;
+    ldmatrix_x4_trans(fragment.reg, address(tile, row, column));
+    return fragment;
+  }
+
+ private:
+  DEVICE FragmentReader(int row, int chunk) : lane_offset_(T::chunk(0, row, chunk)) {}
+
+  DEVICE SharedAddress address(SharedAddress tile, int row, int column) const {
+    constexpr int SPAN = T::Layout::SPAN;
+    const int chunk = column / CHUNK_ELEMENTS;
+    return tile + (lane_offset_ ^ chunk % SPAN * CHUNK_BYTES) + (row * T::PITCH + chunk / SPAN * SPAN * CHUNK_BYTES);
+  }
+
+  SharedAddress lane_offset_;
+};
+
+// The accumulator of one 16x8 product: elements 0, 1 are of row lane / 4, elements 2, 3 of the row 8 below; columns
+// are 2 * (lane % 4) and the next.
+struct Accumulator {
+  float value[4];
+};
+
+DEVICE int accumulator_row(int element) { return thread_index() % WARP / 4 + element / 2 * 8; }
+DEVICE int accumulator_column(int element) { return thread_index() % 4 * 2 + element % 2; }
+
+// Two neighbouring 16x8 products from one fragment of operand B.
+template <class E>
+DEVICE void mma_pair(Accumulator (&pair)[2], const Fragment& a, const Fragment& b) {
+  mma_m16n8k16<E>(pair[0].value, a.reg, b.reg[0], b.reg[1]);
+  mma_m16n8k16<E>(pair[1].value, a.reg, b.reg[2], b.reg[3]);
+}
+
+// What every lane holds of two neighbouring 16x8 accumulators is what it must hold of one 16x16 operand A.
+template <class E>
+DEVICE Fragment as_operand(const Accumulator (&pair)[2]) {
+  const float(&left)[4] = pair[0].value;
+  const float(&right)[4] = pair[1].value;
+  return {{pack<E>(left[0], left[1]), pack<E>(left[2], left[3]),  //
+           pack<E>(right[0], right[1]), pack<E>(right[2], right[3])}};
+}
+
+DEVICE bool is_finite(float x) { return (float_bits(x) & 0x7f800000u) != 0x7f800000u; }
+
+// `map` on each 16-bit half of a word.
+template <class Map>
+DEVICE uint32 map_halves(uint32 word, Map map) {
+  return map(word & 0xffffu) | map(word >> 16) << 16;
+}
+
+template <class Map>
+DEVICE Fragment map_elements(const Fragment& fragment, Map map) {
+  Fragment result;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) result.reg[i] = map_halves(fragment.reg[i], map);
+  return result;
+}
+
+}  // namespace multiattn

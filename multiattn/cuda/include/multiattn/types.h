@@ -1,0 +1,27 @@
+// Names of types that kernels, the GPU's verbs and the emulation's share. NVRTC has no <stdint.h>.
+#pragma once
+
+namespace multiattn {
+
+using int32 = int;
+using int64 = long long;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+
+// 16-bit floating-point formats. A kernel moves their bits, and makes them with `pack`; the bits that it must know:
+struct fp16 {
+  static constexpr uint32 ONE = 0x3c00, EXPONENT = 0x7c00, QUIET_NAN = 0x7e00;
+};
+struct bf16 {
+  static constexpr uint32 ONE = 0x3f80, EXPONENT = 0x7f80, QUIET_NAN = 0x7fc0;
+};
+
+// 16 bytes: eight 16-bit elements, the unit of every copy.
+struct alignas(16) Chunk {
+  uint32 word[4];
+};
+
+// A byte address in shared memory.
+using SharedAddress = uint32;
+
+}  // namespace multiattn

@@ -1,0 +1,102 @@
+"""``python -m multiattn.cuda.sanitize``: the kernels under AddressSanitizer and UndefinedBehaviorSanitizer, on the CPU.
+
+A few problems run on heap tensors of exactly their size, so that any access beyond one is an error. With
+``--break-bounds`` K is allocated 8 elements too small, which must be found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from multiattn.arch import CPU
+from multiattn.backend import Plan, make_plan
+from multiattn.cuda import BACKEND, cache
+from multiattn.cuda.configs import CudaConfig, grid_blocks
+from multiattn.cuda.emulation.host import INCLUDES, RUNTIME
+from multiattn.cuda.params import make_params
+from multiattn.cuda.source import Kernel, files_reached, kernel_of, translation_unit
+from multiattn.cuda.tools import GXX, gxx_version, probe_host
+from multiattn.problem import Problem
+
+_FLAGS = ("-std=c++20", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
+          "-Wno-unknown-pragmas")  # fmt: skip
+_SINGLE_STAGE = CudaConfig(tile_m=64, tile_n=32, warps=2, stages=1, q_in_registers=True)
+
+
+def sanitized_plans() -> tuple[Plan, ...]:
+    """Ragged lengths, padded and unpadded head_dim, both masks, GQA, element loads, one stage and two, scale signs."""
+    make = Problem.contiguous
+    causal = make(batch=2, heads_q=2, heads_kv=1, seq_q=37, seq_kv=101, head_dim=64, dtype="fp16", causal=True)
+    padded = make(batch=1, heads_q=2, seq_q=70, seq_kv=33, head_dim=72, dtype="bf16", scale=-0.1)
+    empty_rows = make(batch=1, heads_q=1, seq_q=90, seq_kv=50, head_dim=40, dtype="fp16", causal=True, scale=0.0)
+    unaligned = replace(padded, alignment=2)
+    plans = [make_plan(BACKEND, problem, CPU) for problem in (causal, padded, empty_rows, unaligned)]
+    return (*plans, make_plan(BACKEND, causal, CPU, config=_SINGLE_STAGE))
+
+
+def run(plans: Sequence[Plan], *, missing_elements: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run `plans` in the sanitized program, K `missing_elements` too small; returncode 0 when all is clean."""
+    kernels = list(dict.fromkeys(kernel_of(plan) for plan in plans))
+    launches = "".join(_launch(plan, kernels.index(kernel_of(plan)), missing_elements) for plan in plans)
+    return subprocess.run([str(_build(kernels))], input=launches, capture_output=True, text=True)
+
+
+def _launch(plan: Plan, kernel: int, missing_elements: int) -> str:
+    """One line of the program's stdin; emulation/sanitize_main.h says what is in it."""
+    config, problem = plan.config, plan.problem
+    assert isinstance(config, CudaConfig)
+    rows_q = problem.batch * problem.heads_q * problem.seq_q
+    rows_kv = problem.batch * problem.heads_kv * problem.seq_kv
+    elements_q, elements_kv = rows_q * problem.head_dim, rows_kv * problem.head_dim
+    launch = (kernel, grid_blocks(config, problem), config.threads, kernel_of(plan).smem_bytes)
+    elements = (elements_q, elements_kv - missing_elements, elements_kv, elements_q, rows_q)
+    return f"{' '.join(map(str, (*launch, *elements)))} {bytes(make_params(problem, config)).hex()}\n"
+
+
+def _build(kernels: Sequence[Kernel]) -> Path:
+    """The sanitized program with these kernels, from the disk cache or built now."""
+    table = ", ".join(f"multiattn::emulation::Kernel({kernel.name})" for kernel in kernels)
+    source = (
+        f'#include "block.h"\n{translation_unit(kernels)}\n'
+        f"const multiattn::emulation::Kernel kernels[] = {{{table}}};\n"
+        '#include "sanitize_main.h"\n'
+    )
+    reached = {**files_reached(source, INCLUDES)}
+    for path in RUNTIME:
+        reached[path.name] = path.read_text()
+        reached |= files_reached(reached[path.name], INCLUDES)
+    parts = (source, *_FLAGS, f"{GXX} {gxx_version()}")
+    key = cache.key_of((*parts, *(text for name in sorted(reached) for text in (name, reached[name]))))
+    return cache.fetch(key, ".sanitized", lambda path: _compile(source, path))
+
+
+def _compile(source: str, made: Path) -> None:
+    includes = [f"-I{directory}" for directory in INCLUDES]
+    command = [GXX, *_FLAGS, *includes, "-o", str(made), *map(str, RUNTIME), "-x", "c++", "-"]
+    subprocess.run(command, input=source, text=True, check=True)
+
+
+def main() -> int:
+    """Run, report, and return the exit status: 0 when all is clean, 1 for a finding, 2 where this cannot be built."""
+    parser = argparse.ArgumentParser(prog="python -m multiattn.cuda.sanitize", description=__doc__)
+    parser.add_argument("--break-bounds", action="store_true", help="allocate K 8 elements too small: must be found")
+    arguments = parser.parse_args()
+    if reasons := probe_host():
+        print("\n".join(map(str, reasons)), file=sys.stderr)
+        return 2
+    plans = sanitized_plans()
+    done = run(plans, missing_elements=8 if arguments.break_bounds else 0)
+    sys.stderr.write(done.stderr)
+    if done.returncode:
+        return 1
+    print("\n".join(f"clean: {plan}" for plan in plans))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""What the backend needs of a machine: Python modules, NVRTC, g++. Looks, imports nothing heavy, launches nothing."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import platform
+import shutil
+import subprocess
+
+from multiattn.arch import Arch
+from multiattn.support import Reason
+from multiattn.toolchain import probe_gpu, version_of
+
+GXX = "g++"
+_GXX_OLDEST = 10  # the first with -std=c++20
+_PACKAGES = ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-cuobjdump")
+_INSTALL = "pip install 'multiattn[cuda]'"
+
+
+def probe(arch: Arch) -> tuple[Reason, ...]:
+    """What this machine lacks to run on `arch`."""
+    return (*probe_nvrtc(), *probe_gpu()) if arch.is_gpu else probe_host()
+
+
+@functools.cache
+def probe_nvrtc() -> tuple[Reason, ...]:
+    """What this machine lacks to compile for a GPU and to launch."""
+    missing = [name for name in ("cuda.core", "cuda.bindings", "cuda.pathfinder") if not _is_installed(name)]
+    if missing:
+        return tuple(Reason(code="module", got=f"no {name}", allowed=name, hint=_INSTALL) for name in missing)
+    from cuda import pathfinder
+
+    try:
+        pathfinder.load_nvidia_dynamic_lib("nvrtc")
+    except pathfinder.DynamicLibNotFoundError as error:
+        return (Reason(code="compiler", got=f"no NVRTC: {error}", allowed="libnvrtc", hint=_INSTALL),)
+    return ()
+
+
+@functools.cache
+def probe_host() -> tuple[Reason, ...]:
+    """What this machine lacks to build kernels for its CPU."""
+    reasons = []
+    system = f"{platform.system()} {platform.machine()}"
+    if system != "Linux x86_64":
+        hint = "the emulation switches fibers in x86-64 assembly"
+        reasons.append(Reason(code="host", got=system, allowed="Linux x86_64", hint=hint))
+    version = gxx_version()
+    if version is None or int(version.split(".")[0]) < _GXX_OLDEST:
+        got = f"no {GXX}" if version is None else f"{GXX} {version}"
+        reasons.append(Reason(code="compiler", got=got, allowed=f"{GXX} {_GXX_OLDEST} or later (-std=c++20)"))
+    return tuple(reasons)
+
+
+@functools.cache
+def gxx_version() -> str | None:
+    """The version of g++ on the PATH, or None."""
+    if shutil.which(GXX) is None:
+        return None
+    return subprocess.run([GXX, "-dumpfullversion"], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def versions() -> dict[str, str | None]:
+    """Packages and tools, None for one that is missing."""
+    return {**{name: version_of(name) for name in _PACKAGES}, GXX: gxx_version()}
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a parent package
+        return False

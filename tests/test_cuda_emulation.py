@@ -1,0 +1,113 @@
+"""The emulation of a thread block: its arithmetic against double, and every mistake it promises to find."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from multiattn.cuda.emulation import host
+from multiattn.cuda.tools import probe_host
+
+pytestmark = pytest.mark.skipif(bool(probe_host()), reason="; ".join(map(str, probe_host())))
+
+KERNELS = Path(__file__).parent / "cuda_units" / "verbs.cpp"
+
+
+class Arguments(ctypes.Structure):
+    _fields_ = (("a", ctypes.c_void_p), ("b", ctypes.c_void_p), ("c", ctypes.c_void_p))
+
+
+@pytest.fixture(scope="module")
+def library():
+    return host.load(host.build_source(KERNELS.read_text()))
+
+
+def run(library, kernel, *, a=None, b=None, threads=32, smem_bytes=1024, blocks=1):
+    a = torch.zeros(512, dtype=torch.float16) if a is None else a
+    b = torch.zeros(512, dtype=torch.float16) if b is None else b
+    c = torch.full((16, 8), math.nan)
+    arguments = Arguments(a.data_ptr(), b.data_ptr(), c.data_ptr())
+    return c, host.run(library, kernel, arguments, blocks=blocks, threads=threads, smem_bytes=smem_bytes)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "transposed"),
+    [
+        ("multiply_fp16", torch.float16, False),
+        ("multiply_bf16", torch.bfloat16, False),
+        ("multiply_transposed", torch.float16, True),
+    ],
+)
+def test_ldmatrix_and_mma_multiply_matrices(library, kernel, dtype, transposed):
+    torch.manual_seed(0)
+    a = torch.randn(16, 16).to(dtype)
+    b = torch.randn(16, 8).to(dtype)
+    c, counters = run(library, kernel, a=a, b=b if transposed else b.T.contiguous())
+    torch.testing.assert_close(c.double(), 1 + a.double() @ b.double(), atol=1e-5, rtol=1e-6)
+    assert (counters.mma, counters.ldmatrix, counters.cp_async) == (1, 2, 64)
+
+
+def test_rounding_is_to_nearest_even_and_keeps_what_is_not_finite(library):
+    values = torch.tensor(
+        [0.0, -0.0, 1.0, 1 + 2**-11, 1 + 3 * 2**-11, 65504.0, 65519.9, 65520.0, 2.0**-24, 2.0**-25, 1.5 * 2**-24,
+         2.0**-14 - 2.0**-26, -3.14159, 1e-30, 3.3e38, math.inf, -math.inf, 1e38, 1 + 2**-8, 1 + 3 * 2**-9,
+         6.1e-5, 0.1, 1 / 3, -2.5e-7, 12345.678, -1e-8, 5e-8, 100.0, 1000.0, 2049.0, 2051.0, 0.5]
+    )  # fmt: skip
+    c, _ = run(library, "round_floats", b=values)
+    rounded = c.flatten()[:64].to(torch.int64)
+    for half, dtype in ((rounded[:32], torch.float16), (rounded[32:], torch.bfloat16)):
+        assert torch.equal(half, values.to(dtype).view(torch.int16).to(torch.int64) & 0xFFFF)
+
+
+def test_votes_and_shuffles(library):
+    c, counters = run(library, "vote", threads=64)
+    expected = torch.arange(64) ^ 3
+    expected[32:] += 100
+    assert torch.equal(c.flatten()[:64], expected.float())
+    assert counters.barriers == 1
+
+
+@pytest.mark.parametrize(
+    ("kernel", "threads", "message"),
+    [
+        ("divergent_lanes", 32, "divergent warp: this lane is in ldmatrix_x4, another one in shuffle_xor"),
+        ("lanes_left_behind", 32, "returns while its warp waits in shuffle_xor"),
+        ("divergent_barriers", 64, "divergent block: this thread is in any_in_block, another one in sync_block"),
+        ("deadlock", 64, "deadlock: thread 0 in sync_block; thread 1 in shuffle_xor; "),
+        ("missing_wait", 32, "reads a cp.async that has not been waited for"),
+        ("missing_barrier", 64, "reads, with no barrier between, what was written"),
+        (
+            "missing_warp_barrier",
+            32,
+            "thread 1: load_shared_16: reads, with no barrier between, what was written by thread 0",
+        ),
+        ("overwritten_too_early", 64, "overwrites, with no barrier between, what was read"),
+        ("outside_shared_memory", 32, "store_shared_4: address 1024 is outside the 1024 bytes of shared memory"),
+        ("misaligned_matrix", 32, "ldmatrix_x4: address 8 is not aligned to 16 bytes"),
+        ("misaligned_copy", 32, "cp_async_16: the global address is not aligned to 16 bytes"),
+    ],
+)
+def test_a_mistake_is_an_error_that_says_where(library, kernel, threads, message):
+    with pytest.raises(host.EmulationError, match=rf"{kernel}: block 0, thread \d+: ") as raised:
+        run(library, kernel, threads=threads)
+    assert message in str(raised.value)
+    run(library, "nothing", threads=threads)  # and nothing is broken by it
+
+
+def test_shared_memory_starts_as_nan(library):
+    c, _ = run(library, "read_unwritten")
+    assert c.flatten()[:32].isnan().all()
+
+
+def test_bank_conflicts_are_counted(library):
+    _, counters = run(library, "bank_conflicts", smem_bytes=4096)
+    assert counters.bank_conflicts == 4 * 7
+
+
+def test_what_does_not_compile_is_an_error_with_the_compilers_words():
+    with pytest.raises(host.BuildError, match="no_such_verb"):
+        host.build_source('#include "multiattn/ptx.cuh"\nint x = no_such_verb();\n')

@@ -1,0 +1,147 @@
+"""The host path of a GPU launch, against a driver that only remembers what it was asked: no GPU needed."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from multiattn.arch import ARCHS
+from multiattn.backend import make_plan
+from multiattn.cuda import BACKEND
+from multiattn.cuda.configs import smem_bytes
+from multiattn.cuda.params import ForwardParams, make_params
+from multiattn.cuda.tools import probe_nvrtc
+from multiattn.problem import Problem
+
+pytestmark = pytest.mark.skipif(bool(probe_nvrtc()), reason="; ".join(map(str, probe_nvrtc())))
+
+
+class FakeDriver:
+    """Just what launch.py calls; `launched` holds (arguments, parameter struct) of each cuLaunchKernel."""
+
+    CUresult = SimpleNamespace(CUDA_SUCCESS="ok", CUDA_ERROR_INVALID_CONTEXT=SimpleNamespace(name="invalid context"))
+    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="smem")
+
+    def __init__(self):
+        self.launched, self.attributes, self.contexts, self.refuse = [], [], 0, 0
+
+    def cuLaunchKernel(self, function, gx, gy, gz, bx, by, bz, smem, stream, kernel_params, extra):  # noqa: N802
+        if self.refuse:
+            self.refuse -= 1
+            return (self.CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+        struct = ctypes.cast(kernel_params, ctypes.POINTER(ctypes.c_void_p))[0]
+        params = ForwardParams.from_buffer_copy(ctypes.string_at(struct, ctypes.sizeof(ForwardParams)))
+        self.launched.append(((function, gx, gy, gz, bx, by, bz, smem, stream, extra), params))
+        return ("ok",)
+
+    def cuLibraryLoadData(self, *arguments):  # noqa: N802
+        return "ok", "library"
+
+    def cuLibraryGetKernel(self, library, name):  # noqa: N802
+        return "ok", f"kernel {name.decode()}"
+
+    def cuKernelGetFunction(self, kernel):  # noqa: N802
+        return "ok", kernel.replace("kernel", "function")
+
+    def cuFuncSetAttribute(self, function, attribute, value):  # noqa: N802
+        self.attributes.append((attribute, value))
+        return ("ok",)
+
+    def cuDeviceGet(self, ordinal):  # noqa: N802
+        return "ok", ordinal
+
+    def cuDevicePrimaryCtxRetain(self, device):  # noqa: N802
+        return "ok", f"context {device}"
+
+    def cuCtxSetCurrent(self, context):  # noqa: N802
+        self.contexts += 1
+        return ("ok",)
+
+    def cuGetErrorString(self, result):  # noqa: N802
+        return "ok", b"no context"
+
+
+@pytest.fixture
+def driver(monkeypatch, tmp_path):
+    from multiattn.cuda import launch
+
+    fake = FakeDriver()
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(b"cubin")
+    monkeypatch.setattr(launch, "driver", fake)
+    monkeypatch.setattr(launch, "cubin_path", lambda kernel, arch: cubin)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
+    launch._load.cache_clear()
+    launch._load_library.cache_clear()
+    yield fake
+    launch._load.cache_clear()
+    launch._load_library.cache_clear()
+
+
+def tensors():
+    q, k = torch.zeros(2, 4, 300, 64, dtype=torch.float16), torch.zeros(2, 2, 500, 64, dtype=torch.float16)
+    return q, k, k.clone(), torch.empty_like(q), torch.empty(2, 4, 300)
+
+
+def launcher_of(q, k, v):
+    plan = make_plan(BACKEND, Problem.of(q, k, v, causal=True), ARCHS["sm90"], probe=False)
+    return plan, BACKEND.forward.prepare(plan)
+
+
+def test_a_launch_is_what_the_plan_says(driver):
+    q, k, v, out, lse = tensors()
+    plan, launch = launcher_of(q, k, v)
+    launch(q, k, v, out, lse)
+    ((function, *grid, smem, stream, extra), params), = driver.launched  # fmt: skip
+    assert function.startswith("function forward_fp16_d64_causal_")
+    assert grid == [8 * math.ceil(300 / plan.config.tile_m), 1, 1, plan.config.threads, 1, 1]
+    needed = smem_bytes(dict(BACKEND.forward.variants[0].flags), plan.config, plan.problem)
+    assert (smem, stream, extra) == (needed, 71, 0)
+    assert driver.attributes == [("smem", needed)]
+    pointers = [params.q, params.k, params.v, params.out, params.lse]
+    assert pointers == [tensor.data_ptr() for tensor in (q, k, v, out, lse)]
+    assert (params.group, params.seq_q, params.seq_kv, params.heads) == (2, 300, 500, 8)
+    assert (params.scale_sign, params.scale_log2) == (1, pytest.approx(math.log2(math.e) / 8))
+
+
+def test_a_fresh_thread_gets_the_context_of_the_device(driver):
+    q, k, v, out, lse = tensors()
+    _, launch = launcher_of(q, k, v)
+    made_current, driver.refuse = driver.contexts, 1
+    launch(q, k, v, out, lse)
+    assert (driver.contexts, len(driver.launched)) == (made_current + 1, 1)
+    driver.refuse = 2
+    with pytest.raises(RuntimeError, match="CUDA driver: invalid context: no context"):
+        launch(q, k, v, out, lse)
+
+
+def test_an_output_that_is_not_aligned_is_refused(driver):
+    q, k, v, out, lse = tensors()
+    _, launch = launcher_of(q, k, v)
+    out = torch.empty(out.numel() + 1, dtype=out.dtype)[1:].view(out.shape)
+    with pytest.raises(ValueError, match="out must start at a multiple of 16 bytes"):
+        launch(q, k, v, out, lse)
+    assert not driver.launched
+
+
+@pytest.mark.parametrize(
+    ("scale", "sign", "scale_log2"), [(2.0, 1, 2 / math.log(2)), (-0.5, -1, 0.5 / math.log(2)), (0.0, 0, 1.0)]
+)
+def test_the_sign_of_the_scale_is_apart(scale, sign, scale_log2):
+    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=4, head_dim=8, scale=scale)
+    plan = make_plan(BACKEND, problem, ARCHS["sm90"], probe=False)
+    params = make_params(problem, plan.config)
+    assert (params.scale_sign, params.scale_log2) == (sign, pytest.approx(scale_log2))
+
+
+def test_heads_share_l2_in_whole_groups():
+    for seq_kv, heads_kv, expected in ((1 << 10, 4, 8), (1 << 16, 4, 2), (1 << 12, 64, 16)):
+        problem = Problem.contiguous(batch=1, heads_q=2 * heads_kv, heads_kv=heads_kv, seq_q=4, seq_kv=seq_kv,
+                                     head_dim=128)  # fmt: skip
+        plan = make_plan(BACKEND, problem, ARCHS["sm90"], probe=False)
+        assert make_params(problem, plan.config).heads_per_section == expected
