@@ -1,0 +1,4 @@
+"""The parity suite: every backend against one truth, within a derived tolerance, and against each other.
+
+``python -m parity`` writes the report; ``pytest parity`` runs the same cases.
+"""

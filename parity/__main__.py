@@ -1,0 +1,101 @@
+"""``python -m parity``: run the cases on the backends asked for and write the cross-backend report."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+from tqdm import tqdm
+
+from multiattn.backend import BACKENDS, REFERENCE
+from parity.cases import matching, suite
+from parity.report import Report, describe_environment, summary_table, verdict, write
+from parity.run import CaseReport, contenders_of, run_cases
+
+MOST_JOBS = 12
+"""Default limit of worker processes: each has a CUDA context of about half a GiB, and compiles on one core."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, write, print the summary; 0 when everything asked for ran and passed, else 1."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: got cuda, but torch finds no GPU here")
+    if options.jobs < 1:
+        parser.error(f"--jobs: got {options.jobs}; allowed 1 and more")
+    device = torch.device(options.device)
+    try:
+        cases = matching(suite(device), options.case or ["*"])
+    except ValueError as error:
+        parser.error(str(error))
+    torch.set_num_threads(1)  # the cases are small; the workers are the parallelism
+    contenders = contenders_of(tuple(dict.fromkeys(options.backend or BACKENDS)), options.variants)
+    environment = describe_environment(device, contenders)
+    order = {case.name: index for index, case in enumerate(cases)}
+    reports: list[CaseReport] = []
+    progress = tqdm(total=len(cases), unit="case", disable=None)  # silent where there is no terminal
+    with progress:
+        for case_report in run_cases(cases, contenders, device, jobs=options.jobs):
+            reports.append(case_report)
+            progress.update()
+            progress.set_postfix_str(case_report.case.name)
+            _tell_at_once(case_report)
+    command = shlex.join(["python", "-m", "parity", *(sys.argv[1:] if arguments is None else arguments)])
+    reports.sort(key=lambda case_report: order[case_report.case.name])
+    report = Report(contenders=contenders, cases=tuple(reports), environment=environment, command=command)
+    paths = write(report, options.out)
+    _print(report)
+    print("Written:", ", ".join(str(path) for path in paths))
+    return 1 if report.problems else 0
+
+
+def _tell_at_once(case_report: CaseReport) -> None:
+    """Name what broke while the run goes on: should a kernel hang later, this much is known."""
+    for result in case_report.results:
+        if result.status in ("failed", "error"):
+            tqdm.write(f"{result.contender} {result.status} on {result.case}", file=sys.stderr)
+
+
+def _print(report: Report) -> None:
+    for problem in report.problems:
+        print(f"\n{problem}")
+    slowest = sorted(report.results, key=lambda result: -result.seconds)[:3]
+    print("\nSlowest:", ", ".join(f"{each.case} on {each.contender} {each.seconds:.1f} s" for each in slowest))
+    table = summary_table(report)
+    print("\n" + tabulate(table.rows, headers=table.header, disable_numparse=True))
+    print(verdict(report))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m parity", description=__doc__)
+    parser.add_argument(
+        "--backend",
+        action="append",
+        choices=(*BACKENDS, REFERENCE),
+        help="may be given again; default all. One that is asked for and runs nothing fails the run",
+    )
+    parser.add_argument(
+        "--variants", choices=("best", "all"), default="best", help="of each backend (default: the best for each case)"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="default: %(default)s",
+    )
+    parser.add_argument("--case", action="append", metavar="GLOB", help="names to run; may be given again; default all")
+    parser.add_argument("--out", type=Path, default=Path("out/parity"), help="folder of the report (%(default)s)")
+    jobs = min(MOST_JOBS, os.cpu_count() or 1)
+    parser.add_argument("--jobs", type=int, default=jobs, help="worker processes (default here: %(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

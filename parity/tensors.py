@@ -1,0 +1,186 @@
+"""A case's tensors: inputs that are views inside NaN-filled memory, and NaN-filled outputs between guards.
+
+So whatever a kernel reads beyond a tensor, leaves unwritten or writes beside its outputs shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from multiattn.problem import Problem
+from parity.cases import Case
+
+POISON = 0x7FC5
+"""A 16-bit pattern that is NaN as fp16 and as bf16, and twice in a row as fp32."""
+
+GUARD = 1 << 15
+"""Poisoned elements before and after each tensor: a whole tile of rows; a multiple of any alignment."""
+
+STRAY_STRIDE = 12345
+"""An odd stride for dimensions that nobody walks."""
+
+DRAWN_ON_CPU = 1 << 26
+"""Elements up to which values are drawn on the CPU, so that a case's values are the same on every device."""
+
+Values3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    """q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` of a case, the memory they lie in and a copy of it."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    memory: tuple[torch.Tensor, ...]
+    memory_before: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, case: Case, device: torch.device) -> Inputs:
+        """The inputs of `case` on `device`; the same for every call."""
+        if case.layout.order == "packed":
+            memory, views = _packed_views(case, device)
+        else:
+            shapes = _shapes(case)
+            memory, views = zip(*(_poisoned_view(case, shape, device) for shape in shapes), strict=True)
+        values = _draw(case, device)
+        for view, value in zip(views, values, strict=True):
+            view.copy_(value)
+        q, k, v = views
+        if case.layout.broadcast != "none":
+            k, v = (tensor.expand(case.batch, case.heads_kv, -1, -1) for tensor in (k, v))
+        bits = tuple(storage.view(torch.int16) for storage in memory)
+        return cls(q=q, k=k, v=v, memory=bits, memory_before=tuple(storage.clone() for storage in bits))
+
+    @property
+    def were_written(self) -> bool:
+        """Whether any bit of them, or of the memory around them, has changed."""
+        pairs = zip(self.memory, self.memory_before, strict=True)
+        return not all(torch.equal(now, before) for now, before in pairs)
+
+    def restore(self) -> None:
+        """Undo what was written, so that the next backend is not blamed for it."""
+        for now, before in zip(self.memory, self.memory_before, strict=True):
+            now.copy_(before)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outputs:
+    """out, in the strides that the Problem asks for, and lse ``[B, Hq, Sq]``, both poisoned, with their memory."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    memory: tuple[torch.Tensor, torch.Tensor]
+
+    @classmethod
+    def of(cls, problem: Problem, device: torch.device) -> Outputs:
+        """Fresh outputs for a problem."""
+        shape = (problem.batch, problem.heads_q, problem.seq_q)
+        out_memory = poisoned(shape[0] * shape[1] * shape[2] * problem.head_dim, problem.torch_dtype, device)
+        lse_memory = poisoned(shape[0] * shape[1] * shape[2], torch.float32, device)
+        out = out_memory.as_strided((*shape, problem.head_dim), (*problem.strides_out, 1), GUARD)
+        return cls(out=out, lse=lse_memory[GUARD:-GUARD].view(shape), memory=(out_memory, lse_memory))
+
+    @property
+    def guards_were_written(self) -> bool:
+        """Whether anything was written just before or after out or lse."""
+        guards = (part.view(torch.int16) for memory in self.memory for part in (memory[:GUARD], memory[-GUARD:]))
+        return not all(bool((guard == POISON).all()) for guard in guards)
+
+
+def poisoned(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """``GUARD + numel + GUARD`` elements of NaN, each 16 bits of them POISON."""
+    memory = torch.empty(GUARD + numel + GUARD, dtype=dtype, device=device)
+    memory.view(torch.int16).fill_(POISON)
+    return memory
+
+
+def _shapes(case: Case) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    """Shapes of q, k and v in memory: a dimension that is broadcast has one element."""
+    batch_kv = 1 if case.layout.broadcast == "batch" else case.batch
+    heads_kv = 1 if case.layout.broadcast == "heads" else case.heads_kv
+    shape_kv = (batch_kv, heads_kv, case.seq_kv, case.head_dim)
+    return (case.batch, case.heads_q, case.seq_q, case.head_dim), shape_kv, shape_kv
+
+
+def _poisoned_view(case: Case, shape: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Poisoned memory and the view of `shape` in it that the case's layout asks for."""
+    layout = case.layout
+    batch, heads, seq, head_dim = shape
+    if layout.order == "bhsd":
+        row = head_dim + layout.row_pad
+        strides = [heads * seq * row, seq * row, row, 1]
+    else:
+        token = heads * head_dim + layout.row_pad
+        strides = [seq * token, head_dim, token, 1]
+    numel = layout.offset + batch * strides[0]
+    if layout.stray_strides:
+        strides = [stride if size > 1 else STRAY_STRIDE for stride, size in zip(strides, shape, strict=True)]
+    memory = poisoned(numel, case.torch_dtype, device)
+    return memory, memory.as_strided(shape, strides, GUARD + layout.offset)
+
+
+def _packed_views(case: Case, device: torch.device) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    if case.seq_q != case.seq_kv:
+        raise ValueError(f"{case.name}: packed q, k and v share one sequence; got {case.seq_q} and {case.seq_kv}")
+    heads = (case.heads_q, case.heads_kv, case.heads_kv)
+    shape = (case.batch, case.seq_q, sum(heads), case.head_dim)
+    memory = poisoned(shape[0] * shape[1] * shape[2] * shape[3], case.torch_dtype, device)
+    packed = memory[GUARD:-GUARD].view(shape).transpose(1, 2)  # [B, Hq + 2 * Hkv, S, D]
+    return (memory,), torch.split(packed, list(heads), dim=1)
+
+
+def _draw(case: Case, device: torch.device) -> Values3:
+    """Values of q, k and v, fp32, before they are rounded to the case's dtype."""
+    shapes = _shapes(case)
+    drawn_on = "cpu" if max(torch.Size(shape).numel() for shape in shapes) <= DRAWN_ON_CPU else device
+    generator = torch.Generator(device=drawn_on).manual_seed(case.seed)
+    q, k, v = (torch.randn(tuple(shape), generator=generator, device=drawn_on) for shape in shapes)
+    if case.values == "large":
+        q, k = _large(case, q), _large(case, k)
+    elif case.values in ("ascending", "descending"):
+        q, k = _ramp(case, q, k)
+    elif case.values != "normal":
+        _plant(case, q, k, v)
+    return q, k, v
+
+
+def _large(case: Case, drawn: torch.Tensor) -> torch.Tensor:
+    """Sparse entries of -m, 0 and m: any score is a small multiple of m * m, which 8 bits of mantissa hold.
+
+    So the naive eager implementation makes no error of its own in scores, and what it allows stays small. For fp16
+    m is such that its scores, which it holds in fp16, do not overflow either.
+    """
+    magnitude = 96.0 if case.dtype == "bf16" else 32.0
+    return torch.sign(drawn) * (drawn.abs() > 1.0) * magnitude
+
+
+def _ramp(case: Case, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores that rise or fall by 64 (scaled by 1/8: by 8) a key, each exact in 8 bits of mantissa."""
+    q, k = q.clone(), torch.zeros_like(k)
+    q[..., 0] = 64.0
+    steps = torch.arange(case.seq_kv, dtype=k.dtype, device=k.device) - case.seq_kv // 2
+    k[..., 0] = steps if case.values == "ascending" else -steps
+    return q, k
+
+
+def _plant(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """NaN or inf in one or two rows of q, k or v, of one head only: the others must not notice."""
+    key = case.seq_kv * 3 // 5
+    if case.values == "nan_q":
+        q[:, 0, case.seq_q // 2] = torch.nan
+    elif case.values == "nan_k":
+        k[:, 0, key] = torch.nan
+    elif case.values == "inf_k":
+        k[:, -1, key, 0] = torch.inf
+    elif case.values == "inf_k_blocks":
+        k[:, -1, :128, 0] = torch.inf  # +inf or -inf as a score, by the sign of q
+    elif case.values == "nan_v":
+        v[:, 0, key, ::3] = torch.nan
+    elif case.values == "inf_v":
+        v[:, 0, key, 1::3] = torch.inf
+        v[:, 0, key + 7, 1::6] = -torch.inf  # where inf is, too: a row that sees both has NaN
+        v[:, 0, key + 7, 2::3] = -torch.inf

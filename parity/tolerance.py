@@ -1,0 +1,215 @@
+"""The tolerance, derived and never typed, and the comparisons that raise when it is exceeded.
+
+With ``err(x) = |x - ref64|``, a kernel passes when ``max err <= 2 * max err(naive) + atol`` and the same for the RMS,
+where `naive` is eager attention in the kernel's own dtypes and ``atol = 2 * max|(ref + 0.3 - 0.3) - ref|`` in the
+output's dtype (the rule of FlashAttention 3 and 4's tests). Positions and kinds of NaN and inf must match.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from multiattn.problem import Problem
+from multiattn.reference import reference
+
+NAIVE_FACTOR = 2
+"""How much worse than naive a kernel may round."""
+
+LSE_ROUNDINGS = 4
+"""fp32 roundings of lse itself, ``(max * scale_log2 + log2(sum)) * ln(2)``, of one ulp each as approximate log2 has."""
+
+CHUNK = 1 << 27
+"""Elements compared, or scores held, at a time: 1 GiB in fp64, so that a tensor past 2^31 elements fits."""
+
+
+class Mismatch(AssertionError):  # noqa: N818 - an assertion, as pytest shows it: what was found, not what broke
+    """A result is not within its budget; the message has the worst coordinate, both values and the budget."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deviation:
+    """How far one tensor is from another over elements that are finite in both; zeros where there are none."""
+
+    max: float
+    rms: float
+    worst: int = 0
+    """Flat index of the largest deviation."""
+    strangers: int = 0
+    """Elements that are NaN or inf in one tensor and something else in the other."""
+    first_stranger: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """The deviation from the truth that a tensor is allowed."""
+
+    max: float
+    rms: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expected:
+    """What one result must be: the truth in fp64 and how far from it a kernel may be."""
+
+    name: str
+    truth: torch.Tensor
+    budget: Budget
+
+    def check(self, got: torch.Tensor, who: object) -> Deviation:
+        """The deviation of `got` from the truth; Mismatch if it exceeds the budget. `who` is named, a Plan say."""
+        deviation = deviate(got, self.truth)
+        complaint = self.complaint(got, deviation)
+        if complaint:
+            raise Mismatch(f"{complaint}\n  {who}")
+        return deviation
+
+    def complaint(self, got: torch.Tensor, deviation: Deviation) -> str:
+        """What is wrong with `got`, given its deviation from the truth: the worst place, both values, the budget."""
+        if deviation.strangers:
+            hint = "NaN is also what an element reads that was never written"
+            return (
+                f"{self.name} has NaN or inf in the wrong places: {deviation.strangers} of {got.numel()} elements, "
+                f"first {self._at(got, deviation.first_stranger)} ({hint})"
+            )
+        for what, error, allowed in (
+            ("max", deviation.max, self.budget.max),
+            ("rms", deviation.rms, self.budget.rms),
+        ):
+            if error > allowed:
+                where = self._at(got, deviation.worst)
+                return f"{self.name} is off: {what} error {error:.3e}, allowed {allowed:.3e}, worst {where}"
+        return ""
+
+    def ratio(self, deviation: Deviation) -> float:
+        """The share of the budget that a deviation uses: at most 1 passes, and inf is NaN in a wrong place."""
+        if deviation.strangers:
+            return math.inf
+        pairs = (deviation.max, self.budget.max), (deviation.rms, self.budget.rms)
+        return max(_divide(error, allowed) for error, allowed in pairs)
+
+    def _at(self, got: torch.Tensor, index: int) -> str:
+        where = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), got.shape))
+        return f"at {list(where)}: got {float(got[where]):.6g}, want {float(self.truth[where]):.6g}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Truth:
+    """What a case's out and lse must be."""
+
+    out: Expected
+    lse: Expected
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None) -> Truth:
+        """The truth of one problem, from `multiattn.reference` in fp64, fp32 (for lse) and the inputs' dtype (for out).
+
+        Raises ValueError where naive has overflown in most places: such inputs cannot be judged.
+        """
+        problem = Problem.of(q, k, v, causal=causal, scale=scale)
+        out, lse = reference_in_chunks(q, k, v, problem, torch.float64)
+        naive_out, _ = reference_in_chunks(q, k, v, problem, q.dtype)
+        _, naive_lse = reference_in_chunks(q, k, v, problem, torch.float32)
+        return cls(
+            out=Expected(name="out", truth=out, budget=_budget(naive_out, out, atol=probe_rounding(out, q.dtype))),
+            lse=Expected(name="lse", truth=lse, budget=_budget(naive_lse, lse, atol=_lse_atol(lse))),
+        )
+
+
+def probe_rounding(truth: torch.Tensor, dtype: torch.dtype) -> float:
+    """``2 * max|(ref + 0.3 - 0.3) - ref|`` in `dtype`: what one addition may cost a value of this size."""
+    largest = 0.0
+    for part in torch.split(truth.flatten(), CHUNK):
+        rounded = part[part.isfinite()].to(dtype)
+        if rounded.numel():
+            largest = max(largest, float(((rounded + 0.3 - 0.3) - rounded).abs().max()))
+    return 2 * largest
+
+
+def _lse_atol(truth: torch.Tensor) -> float:
+    """As for out, but no less than the roundings of lse itself: naive may be right by luck where rows are few."""
+    finite = truth[truth.isfinite()].abs()
+    size = float(finite.max()) if finite.numel() else 0.0
+    return max(probe_rounding(truth, torch.float32), LSE_ROUNDINGS * torch.finfo(torch.float32).eps * max(size, 1.0))
+
+
+def _budget(naive: torch.Tensor, truth: torch.Tensor, *, atol: float) -> Budget:
+    """What naive's error allows. Where naive has NaN and the truth has not it says nothing, which only tightens this.
+
+    PyTorch 2.13's bf16 matmul on x86 was seen to carry NaN of one row of the left matrix into the row above it.
+    """
+    deviation = deviate(naive, truth)
+    if 2 * deviation.strangers > truth.numel():
+        raise ValueError(
+            f"naive {naive.dtype} attention has NaN or inf in {deviation.strangers} of {truth.numel()} elements where "
+            f"the truth has something else: no tolerance can be derived from it"
+        )
+    return Budget(max=NAIVE_FACTOR * deviation.max + atol, rms=NAIVE_FACTOR * deviation.rms + atol)
+
+
+def reference_in_chunks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, compute_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`multiattn.reference` over a few query rows at a time, in `compute_dtype`.
+
+    Rows [first, last) of a causal problem are a causal problem of the keys that row last - 1 sees, as the mask is
+    bottom-right aligned.
+    """
+    row = max(1, problem.batch * problem.heads_q * max(problem.seq_kv, problem.head_dim))
+    rows = max(1, CHUNK // row)
+    if problem.seq_q <= rows:
+        return reference(q, k, v, causal=problem.causal, scale=problem.scale, compute_dtype=compute_dtype)
+    out = torch.empty(q.shape, dtype=compute_dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=compute_dtype, device=q.device)
+    for first in range(0, problem.seq_q, rows):
+        last = min(first + rows, problem.seq_q)
+        keys = max(0, last + problem.causal_offset) if problem.causal else problem.seq_kv
+        out[:, :, first:last], lse[:, :, first:last] = reference(
+            q[:, :, first:last],
+            k[:, :, :keys],
+            v[:, :, :keys],
+            causal=problem.causal,
+            scale=problem.scale,
+            compute_dtype=compute_dtype,
+        )
+    return out, lse
+
+
+def deviate(got: torch.Tensor, want: torch.Tensor) -> Deviation:
+    """How far `got` is from `want`, element by element in fp64, whatever their dtypes."""
+    if got.shape != want.shape:
+        raise ValueError(f"shapes differ: got {tuple(got.shape)}, want {tuple(want.shape)}")
+    largest, worst, squares, finite_count = 0.0, 0, 0.0, 0
+    strangers, first_stranger = 0, 0
+    for start, a, b in _parts(got, want):
+        finite = a.isfinite() & b.isfinite()
+        error = torch.where(finite, (a - b).abs(), 0.0)
+        part_largest, part_worst = error.max(dim=0)
+        if float(part_largest) > largest:
+            largest, worst = float(part_largest), start + int(part_worst)
+        squares += float(error.square().sum())
+        finite_count += int(finite.sum())
+        strange = ~finite & ~(a.isnan() & b.isnan()) & (a != b)
+        found = int(strange.sum())
+        if found and not strangers:
+            first_stranger = start + int(strange.to(torch.int8).argmax())
+        strangers += found
+    rms = math.sqrt(squares / finite_count) if finite_count else 0.0
+    return Deviation(max=largest, rms=rms, worst=worst, strangers=strangers, first_stranger=first_stranger)
+
+
+def _parts(got: torch.Tensor, want: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """(first flat index, part of got, part of want) in fp64."""
+    flat_got, flat_want = got.flatten(), want.flatten()
+    for start in range(0, got.numel(), CHUNK):
+        part = slice(start, start + CHUNK)
+        yield start, flat_got[part].double(), flat_want[part].double()
+
+
+def _divide(error: float, allowed: float) -> float:
+    if error == 0.0:
+        return 0.0
+    return error / allowed if allowed else math.inf

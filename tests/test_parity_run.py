@@ -1,0 +1,276 @@
+"""The parity runner and its report: what becomes of a kernel that is wrong, that raises, or that never runs."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from multiattn import Reason, api
+from multiattn import backend as registry
+from parity.__main__ import main
+from parity.cases import CASES, matching, suite
+from parity.report import Report, describe_case, make_tables, to_html, to_json, to_markdown
+from parity.run import (
+    CaseReport,
+    Contender,
+    Pair,
+    Result,
+    Score,
+    contenders_of,
+    run_case,
+    run_cases,
+    spread,
+)
+
+CPU = torch.device("cpu")
+REFERENCE = (Contender(backend="reference"),)
+CASE = next(case for case in CASES if case.name == "gqa4_b1")
+
+
+def report_of(*cases: CaseReport, contenders=REFERENCE) -> Report:
+    return Report(contenders=contenders, cases=cases, environment={"device": "a test"}, command="pytest")
+
+
+def launching(change):
+    """`multiattn.launch`, followed by a change to the tensors."""
+    launch = api.launch
+
+    def broken(plan, q, k, v, out, lse):
+        launch(plan, q, k, v, out, lse)
+        change(q, k, v, out, lse)
+
+    return broken
+
+
+def test_a_good_backend_passes():
+    (result,) = run_case(CASE, REFERENCE, CPU).results
+    assert result.status == "passed"
+    assert result.out.ratio < 1
+    assert result.lse.ratio < 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v, out, lse: out.mul_(1.2), "out is off"),
+        (lambda q, k, v, out, lse: lse.add_(1e-4), "lse is off"),
+        (lambda q, k, v, out, lse: out[0, 0, 0].fill_(torch.nan), "NaN or inf in the wrong places"),
+        (lambda q, k, v, out, lse: k[0, 0].zero_(), "memory of q, k or v was written"),
+        (lambda q, k, v, out, lse: torch.as_strided(out, (1,), (1,), out.storage_offset() - 1).zero_(), "around out"),
+    ],
+    ids=["out", "lse", "nan", "input", "guard"],
+)
+def test_a_wrong_backend_fails(monkeypatch, change, message):
+    monkeypatch.setattr(api, "launch", launching(change))
+    report = run_case(CASE, REFERENCE, CPU)
+    assert report.results[0].status == "failed"
+    assert message in report.results[0].message
+    assert "reference/eager" in report.results[0].message
+    assert report_of(report).problems
+
+
+def test_inputs_are_restored_for_the_next_backend(monkeypatch):
+    launch = api.launch
+    monkeypatch.setattr(api, "launch", launching(lambda q, k, v, out, lse: v.zero_()))
+    assert run_case(CASE, REFERENCE, CPU).results[0].status == "failed"
+    monkeypatch.setattr(api, "launch", launch)
+    assert run_case(CASE, REFERENCE, CPU).results[0].status == "passed"
+
+
+def test_a_backend_that_writes_nothing_fails(monkeypatch):
+    monkeypatch.setattr(api, "launch", lambda *tensors: None)
+    assert run_case(CASE, REFERENCE, CPU).results[0].status == "failed"
+
+
+def test_a_backend_that_raises_is_an_error_and_the_run_goes_on(monkeypatch):
+    def broken(plan, q, k, v, out, lse):
+        raise RuntimeError("the launch failed")
+
+    monkeypatch.setattr(api, "launch", broken)
+    (report,) = run_cases([CASE], REFERENCE, CPU, jobs=1)
+    assert report.results[0].status == "error"
+    assert "the launch failed" in report.results[0].message
+
+
+def test_a_backend_that_breaks_while_planning_is_its_own_error(monkeypatch):
+    get = registry.get
+    broken = replace(get("reference"), probe=lambda arch: 1 / 0)
+    monkeypatch.setattr(registry, "get", lambda name: broken if name == "cuda" else get("reference"))
+    report = run_case(CASE, (Contender(backend="triton"), Contender(backend="cuda")), CPU)
+    assert [result.status for result in report.results] == ["passed", "error"]
+    assert "ZeroDivisionError" in report.results[1].message
+
+
+def test_a_case_that_cannot_be_made_is_an_error_of_every_contender(monkeypatch):
+    monkeypatch.setattr("parity.run.Inputs.of", lambda case, device: 1 / 0)
+    (report,) = run_cases([replace(CASE, name="fresh")], REFERENCE, CPU, jobs=1)
+    assert [result.status for result in report.results] == ["error"]
+    assert "ZeroDivisionError" in report.results[0].message
+
+
+def refusing(monkeypatch, reason):
+    """Make every backend refuse with a reason of this machine."""
+    get = registry.get
+    monkeypatch.setattr(registry, "get", lambda name: replace(get(name), probe=lambda arch: (reason,)))
+
+
+def test_a_backend_that_ran_nothing_fails_the_run(monkeypatch):
+    refusing(monkeypatch, Reason(code="module", got="no kernels", allowed="kernels"))
+    report = report_of(run_case(CASE, REFERENCE, CPU))
+    assert [result.status for result in report.cases[0].results] == ["refused"]
+    assert report.problems == ("reference was asked for and ran nothing: module: got no kernels; allowed kernels",)
+
+
+def test_a_variant_may_run_nothing_where_another_runs():
+    contenders = (Contender(backend="reference", variant="eager"), Contender(backend="reference", variant="other"))
+    ran = Result(case="a", contender=contenders[0], status="passed")
+    refused = Result(case="a", contender=contenders[1], status="refused", reasons=("arch",))
+    report = report_of(CaseReport(case=CASE, results=(ran, refused), pairs=()), contenders=contenders)
+    assert not report.problems
+
+
+def test_backends_that_disagree_fail():
+    apart = Score(error=3.0, budget=2.0, ratio=1.5)
+    pair = Pair(case="a", left="triton", right="cuda", out=apart, lse=replace(apart, ratio=0.1))
+    ran = Result(case="a", contender=REFERENCE[0], status="passed")
+    (problem,) = report_of(CaseReport(case=CASE, results=(ran,), pairs=(pair,))).problems
+    assert "triton and cuda disagree on a" in problem
+
+
+def test_pairs_are_made_of_the_best_variants(monkeypatch):
+    get = registry.get
+    monkeypatch.setattr(registry, "get", lambda name: get("reference"))  # whoever is asked, one and the same answers
+    report = run_case(CASE, (Contender(backend="triton"), Contender(backend="cuda")), CPU)
+    (pair,) = report.pairs
+    assert (pair.left, pair.right, pair.out.error) == ("triton", "cuda", 0.0)
+    assert pair.passed
+
+
+def test_processes_give_what_one_process_gives():
+    cases = matching(CASES, ["gqa*", "empty_keys"])
+    alone = {report.case.name: report for report in run_cases(cases, REFERENCE, CPU, jobs=1)}
+    together = {report.case.name: report for report in run_cases(cases, REFERENCE, CPU, jobs=2)}
+    assert alone.keys() == together.keys() == {case.name for case in cases}
+    for name, report in alone.items():
+        for one, other in zip(report.results, together[name].results, strict=True):
+            assert replace(one, seconds=0.0) == replace(other, seconds=0.0)
+
+
+def test_spread_keeps_every_case_and_starts_with_one_of_each_kind():
+    cases = list(suite(CPU))
+    order = spread(cases)
+    assert sorted(order, key=str) == sorted(cases, key=str)
+    kinds = {(case.head_dim, case.dtype, case.causal, case.layout) for case in cases}
+    assert {(case.head_dim, case.dtype, case.causal, case.layout) for case in order[: len(kinds)]} == kinds
+
+
+def test_all_variants_are_contenders():
+    assert contenders_of(["reference"], "all") == (Contender(backend="reference", variant="eager"),)
+
+
+# ---------------------------------------------------------------- the report
+
+
+def test_the_report_says_the_same_in_three_formats():
+    run = run_case(CASE, REFERENCE, CPU)
+    report = report_of(run)
+    tables = make_tables(report)
+    markdown, page, data = to_markdown(report, tables), to_html(report, tables), json.loads(to_json(report))
+    for text in (markdown, page):
+        assert "Passed: 1 runs of 1 cases" in text
+        assert CASE.name in text
+        assert CASE.why in text
+    assert data["results"][0]["status"] == "passed"
+    assert data["results"][0]["out"][1] == pytest.approx(run.results[0].out.budget, rel=1e-2)
+    assert "http" not in page  # no resource but itself
+
+
+def test_the_report_of_a_failure_is_readable(monkeypatch):
+    monkeypatch.setattr(api, "launch", launching(lambda q, k, v, out, lse: out[0, 0, 0].fill_(torch.inf)))
+    report = report_of(run_case(CASE, REFERENCE, CPU))
+    tables = make_tables(report)
+    assert to_markdown(report, tables).splitlines()[2].startswith("FAILED: 1 problems")
+    assert "wrong places" in to_html(report, tables)
+    assert json.loads(to_json(report))["results"][0]["out"][2] == "inf"
+
+
+def test_reasons_of_refusals_are_in_the_report(monkeypatch):
+    refusing(monkeypatch, Reason(code="gpu", got="none", allowed="one"))
+    report = report_of(run_case(CASE, REFERENCE, CPU))
+    assert "gpu: got none; allowed one" in to_markdown(report, make_tables(report))
+    assert json.loads(to_json(report))["results"][0]["reasons"] == ["gpu: got none; allowed one"]
+
+
+def test_the_json_of_a_whole_gpu_run_is_small():
+    score = Score(error=1.2345678e-3, budget=9.8765e-2, ratio=0.12345678)
+    who = tuple(Contender(backend=name) for name in ("triton", "cutile", "cuda"))
+    config = "tile_m=128 tile_n=128 stages=3 warps=8 occupancy=2 swizzle=qkv"
+    reports = []
+    for case in CASES:
+        common = {"case": case.name, "out": score, "lse": score}
+        results = (Result(contender=c, status="passed", variant="full", config=config, **common) for c in who)
+        pairs = (
+            Pair(left=a, right=b, **common) for a, b in (("triton", "cutile"), ("triton", "cuda"), ("cutile", "cuda"))
+        )
+        reports.append(CaseReport(case=case, results=tuple(results), pairs=tuple(pairs)))
+    assert len(to_json(report_of(*reports, contenders=who))) < 150_000
+
+
+def test_a_case_is_described_by_what_is_special_about_it():
+    case = next(case for case in CASES if case.name == "odd_all")
+    text = describe_case(case)
+    assert "offset=3" in text
+    assert "row_pad=5" in text
+    assert "order" not in text
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_writes_the_report_and_exits_zero(tmp_path, capsys):
+    arguments = ["--backend", "reference", "--case", "gqa*", "--jobs", "1", "--device", "cpu", "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"parity.md", "parity.json", "parity.html"}
+    assert "Passed: 3 runs of 3 cases" in capsys.readouterr().out
+
+
+def test_the_command_exits_one_when_a_backend_ran_nothing(tmp_path, monkeypatch, capsys):
+    refusing(monkeypatch, Reason(code="module", got="no kernels", allowed="kernels"))
+    arguments = [
+        "--backend",
+        "reference",
+        "--case",
+        CASE.name,
+        "--jobs",
+        "1",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path),
+    ]
+    assert main(arguments) == 1
+    assert "ran nothing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--backend", "nobody"], "invalid choice: 'nobody'"),
+        (["--device", "cpu", "--case", "no_such_case"], "got 'no_such_case'"),
+        (["--jobs", "0"], "allowed 1 and more"),
+        (["--device", "tpu"], "invalid choice: 'tpu'"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_named(capsys):
+    with pytest.raises(SystemExit):
+        main(["--device", "cuda"])
+    assert "torch finds no GPU" in capsys.readouterr().err

@@ -1,0 +1,429 @@
+"""The tester tested: results broken on purpose must each fail, correct ones must pass, no budget may be vacuous."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from multiattn import Problem, reference
+from parity import tolerance
+from parity.cases import CASES, Case, Layout, suite
+from parity.run import prepare_case
+from parity.tensors import GUARD, POISON, Inputs, Outputs, poisoned
+from parity.tolerance import Budget, Expected, Mismatch, Truth, deviate, probe_rounding, reference_in_chunks
+
+CPU = torch.device("cpu")
+CPU_CASES = suite(CPU)
+BY_NAME = {case.name: case for case in CASES}
+
+Result = tuple[torch.Tensor, torch.Tensor]
+Break = Callable[[Case, Inputs], Result]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def attend(case: Case, inputs: Inputs, *, scale: float | None = None, causal: bool | None = None) -> Result:
+    """What a good kernel computes: fp32 inside, rounded once."""
+    out, lse = reference(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        causal=case.causal if causal is None else causal,
+        scale=case.scale if scale is None else scale,
+    )
+    return out.to(case.torch_dtype), lse
+
+
+def check(case: Case, result: Result) -> None:
+    _, truth = prepare_case(case, CPU)
+    truth.out.check(result[0], "a plan")
+    truth.lse.check(result[1], "a plan")
+
+
+# ---------------------------------------------------------------- results broken on purpose
+
+
+def scale_off_by_1_percent(case: Case, inputs: Inputs) -> Result:
+    scale = 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale
+    return attend(case, inputs, scale=scale * 1.01)
+
+
+def scale_ignored(case: Case, inputs: Inputs) -> Result:
+    return attend(case, inputs, scale=1.0)
+
+
+def sign_of_scale_lost(case: Case, inputs: Inputs) -> Result:
+    assert case.scale is not None
+    return attend(case, inputs, scale=-case.scale)
+
+
+def mask_ignored(case: Case, inputs: Inputs) -> Result:
+    return attend(case, inputs, causal=False)
+
+
+def with_offset(case: Case, inputs: Inputs, shift: int) -> Result:
+    """Causal attention whose diagonal is `shift` keys to the right of where it belongs."""
+    q, k, v = (tensor.float() for tensor in (inputs.q, inputs.k, inputs.v))
+    scores = q @ k.transpose(-1, -2) / math.sqrt(case.head_dim)
+    query, key = torch.arange(case.seq_q)[:, None], torch.arange(case.seq_kv)
+    scores = scores.masked_fill(key > query + case.seq_kv - case.seq_q + shift, -math.inf)
+    lse = scores.logsumexp(dim=-1)
+    return (scores.softmax(dim=-1).nan_to_num(0.0) @ v).to(case.torch_dtype), lse
+
+
+def sees_one_key_more(case: Case, inputs: Inputs) -> Result:
+    return with_offset(case, inputs, 1)
+
+
+def sees_one_key_less(case: Case, inputs: Inputs) -> Result:
+    return with_offset(case, inputs, -1)
+
+
+def top_left(case: Case, inputs: Inputs) -> Result:
+    return with_offset(case, inputs, case.seq_q - case.seq_kv)
+
+
+def last_tile_dropped(case: Case, inputs: Inputs) -> Result:
+    keys = case.seq_kv - (case.seq_kv - 1) % 64 - 1
+    return attend(case, replace(inputs, k=inputs.k[:, :, :keys], v=inputs.v[:, :, :keys]))
+
+
+def last_key_dropped(case: Case, inputs: Inputs) -> Result:
+    return attend(case, replace(inputs, k=inputs.k[:, :, :-1], v=inputs.v[:, :, :-1]))
+
+
+def zero_keys_counted(case: Case, inputs: Inputs) -> Result:
+    """The ragged block's zero-filled rows of K take part in the softmax."""
+    pad = (0, 0, 0, 5)
+    k, v = (torch.nn.functional.pad(tensor, pad) for tensor in (inputs.k, inputs.v))
+    return attend(case, replace(inputs, k=k, v=v))
+
+
+def heads_swapped(case: Case, inputs: Inputs) -> Result:
+    out, lse = attend(case, inputs)
+    return out.flip(1), lse.flip(1)
+
+
+def v_of_next_group(case: Case, inputs: Inputs) -> Result:
+    return attend(case, replace(inputs, v=inputs.v.roll(1, dims=1)))
+
+
+def heads_interleaved(case: Case, inputs: Inputs) -> Result:
+    """Query head h reads key/value head h % Hkv, not h // group."""
+    group = case.heads_q // case.heads_kv
+    k, v = (tensor.repeat(1, group, 1, 1) for tensor in (inputs.k, inputs.v))
+    return attend(case, replace(inputs, k=k, v=v))
+
+
+def batches_swapped(case: Case, inputs: Inputs) -> Result:
+    return attend(case, replace(inputs, k=inputs.k.flip(0), v=inputs.v.flip(0)))
+
+
+def last_columns_dropped(case: Case, inputs: Inputs) -> Result:
+    """D rounded down to a multiple of 16 in Q @ K."""
+    q = inputs.q.clone()
+    q[..., case.head_dim // 16 * 16 :] = 0
+    return attend(case, replace(inputs, q=q))
+
+
+def lse_in_log2(case: Case, inputs: Inputs) -> Result:
+    out, lse = attend(case, inputs)
+    return out, lse / math.log(2)
+
+
+def lse_without_maximum(case: Case, inputs: Inputs) -> Result:
+    out, lse = attend(case, inputs)
+    scale = case.scale or 1 / math.sqrt(case.head_dim)
+    scores = inputs.q.float() @ inputs.k.float().transpose(-1, -2) * scale
+    return out, lse - scores.amax(dim=-1)
+
+
+def lse_rounded_to_16_bits(case: Case, inputs: Inputs) -> Result:
+    out, lse = attend(case, inputs)
+    return out, lse.to(case.torch_dtype).float()
+
+
+def one_nan(case: Case, inputs: Inputs) -> Result:
+    out, lse = attend(case, inputs)
+    out[-1, -1, case.seq_q // 2, 3] = math.nan
+    return out, lse
+
+
+def one_element_unwritten(case: Case, inputs: Inputs) -> Result:
+    out, lse = attend(case, inputs)
+    out.view(torch.int16)[0, 0, -1, -1] = POISON
+    return out, lse
+
+
+def one_lse_unwritten(case: Case, inputs: Inputs) -> Result:
+    out, lse = attend(case, inputs)
+    lse.view(torch.int32)[0, -1, -1] = POISON << 16 | POISON
+    return out, lse
+
+
+def a_row_of_zeros(case: Case, inputs: Inputs) -> Result:
+    out, lse = attend(case, inputs)
+    out[0, 0, -1] = 0
+    return out, lse
+
+
+def not_normalised(case: Case, inputs: Inputs) -> Result:
+    out, lse = attend(case, inputs)
+    return out * 1.05, lse
+
+
+def nan_swallowed(case: Case, inputs: Inputs) -> Result:
+    out, lse = attend(case, inputs)
+    return out.nan_to_num(0.0, 0.0, 0.0), lse.nan_to_num(0.0)
+
+
+def nan_reaches_all_rows(case: Case, inputs: Inputs) -> Result:
+    """0 * NaN = NaN: what a masked key's V does to rows that do not see it where nobody takes care."""
+    out, lse = attend(case, inputs)
+    out[:, 0, :, ::3] = math.nan
+    return out, lse
+
+
+def infinities_made_nan(case: Case, inputs: Inputs) -> Result:
+    out, lse = attend(case, inputs)
+    return out.masked_fill(out.isinf(), math.nan), lse
+
+
+def empty_rows_average(case: Case, inputs: Inputs) -> Result:
+    """A row with no key gets the mean of V, as a finite mask value makes it."""
+    out, lse = attend(case, inputs)
+    return torch.where(lse.isinf()[..., None], inputs.v.float().mean(dim=2, keepdim=True).to(out.dtype), out), lse
+
+
+def empty_rows_lse_zero(case: Case, inputs: Inputs) -> Result:
+    out, lse = attend(case, inputs)
+    return out, lse.masked_fill(lse.isinf(), 0.0)
+
+
+BROKEN: dict[Break, tuple[str, ...]] = {
+    scale_off_by_1_percent: ("d64_fp16_full", "d64_bf16_causal", "d256_bf16_causal", "len_1x300_full", "scale_one"),
+    scale_ignored: ("d8_bf16_full", "scale_zero", "scale_tiny", "scale_negative"),
+    sign_of_scale_lost: ("scale_one", "scale_negative", "scale_negative_causal"),
+    mask_ignored: ("d64_bf16_causal", "len_128x128_causal", "len_3x300_causal"),
+    sees_one_key_more: ("d64_bf16_causal", "len_127x128_causal", "len_203x113_causal", "len_3x300_causal"),
+    sees_one_key_less: ("d64_bf16_causal", "len_128x128_causal", "len_300x3_causal", "len_1x1_causal"),
+    top_left: ("d64_bf16_causal", "len_127x128_causal", "len_128x127_causal", "len_1x300_causal"),
+    last_tile_dropped: ("d64_bf16_full", "len_1x300_full", "len_128x128_full", "len_129x257_full", "ascending_full"),
+    last_key_dropped: ("d64_bf16_full", "len_129x257_full", "gqa4_b1"),
+    zero_keys_counted: ("d64_bf16_full", "d128_fp16_full", "len_1x300_full", "len_129x257_full"),
+    heads_swapped: ("d64_bf16_full", "len_1x1_full", "gqa4_b1", "len_300x1_full"),
+    v_of_next_group: ("d64_bf16_full", "gqa4_b1", "gqa8_b1", "gqa3_b2"),
+    heads_interleaved: ("gqa4_b1", "gqa8_b1", "gqa3_b2"),
+    batches_swapped: ("mha_b2", "mqa5_b2", "gqa3_b2", "bshd"),
+    last_columns_dropped: ("d40_fp16_full", "d72_fp16_full"),
+    lse_in_log2: ("d64_bf16_full", "len_1x1_full", "scale_zero", "large_bf16"),
+    lse_without_maximum: ("d64_bf16_full", "scale_one", "large_bf16"),
+    lse_rounded_to_16_bits: ("d64_bf16_full", "d64_fp16_full", "scale_one"),
+    one_nan: ("d64_bf16_full", "d64_fp16_causal", "nan_v_full"),
+    one_element_unwritten: ("d64_bf16_full", "d64_fp16_causal"),
+    one_lse_unwritten: ("d64_bf16_full", "d64_fp16_causal"),
+    a_row_of_zeros: ("d64_bf16_full", "d64_fp16_causal", "len_1x300_full", "scale_zero"),
+    not_normalised: ("d64_bf16_full", "d64_fp16_causal", "len_300x1_full", "len_256x256_causal"),
+    nan_swallowed: ("nan_k_causal", "nan_v_causal", "nan_v_full", "inf_k_full", "inf_v_causal"),
+    nan_reaches_all_rows: ("nan_v_causal", "nan_v_prefix"),
+    infinities_made_nan: ("inf_v_causal", "inf_v_full"),
+    empty_rows_average: ("len_203x113_causal", "len_300x3_causal", "len_128x127_causal", "empty_keys"),
+    empty_rows_lse_zero: ("len_203x113_causal", "len_200x1_causal", "empty_keys"),
+}
+
+
+@pytest.mark.parametrize(
+    ("broken", "name"),
+    [(broken, name) for broken, names in BROKEN.items() for name in names],
+    ids=lambda x: str(getattr(x, "__name__", x)),
+)
+def test_a_broken_result_fails(broken, name):
+    case = BY_NAME[name]
+    inputs, _ = prepare_case(case, CPU)
+    result = broken(case, inputs)
+    with pytest.raises(Mismatch):
+        check(case, result)
+
+
+@pytest.mark.parametrize("case", CPU_CASES, ids=str)
+def test_a_correct_result_passes(case):
+    inputs, _ = prepare_case(case, CPU)
+    check(case, attend(case, inputs))
+
+
+@pytest.mark.parametrize("name", ["d64_bf16_causal", "len_203x113_causal", "len_3x300_causal"])
+def test_what_breaks_the_mask_breaks_nothing_else(name):
+    case = BY_NAME[name]
+    inputs, _ = prepare_case(case, CPU)
+    check(case, with_offset(case, inputs, 0))
+
+
+@pytest.mark.parametrize("case", CPU_CASES, ids=str)
+def test_no_budget_is_vacuous(case):
+    _, truth = prepare_case(case, CPU)
+    for expected, share in ((truth.out, 0.1), (truth.lse, 1e-5)):
+        finite = expected.truth[expected.truth.isfinite()]
+        signal = float(finite.abs().max()) if finite.numel() else 0.0
+        at_least = 0.0 if expected.name == "out" else 1.0
+        assert expected.budget.max <= share * max(signal, at_least)
+
+
+# ---------------------------------------------------------------- the table
+
+
+def test_names_are_unique():
+    assert len(BY_NAME) == len(CASES)
+
+
+def test_no_two_cases_are_the_same_problem():
+    problems = [replace(case, name="", why="") for case in CASES]
+    repeated = [case.name for case, problem in zip(CASES, problems, strict=True) if problems.count(problem) > 1]
+    assert not repeated
+
+
+def test_every_case_says_why():
+    assert all(case.why for case in CASES)
+
+
+def test_the_suite_of_the_cpu_is_small():
+    assert all(case.size == "any" for case in CPU_CASES)
+    assert max(case.batch * case.heads_q * case.seq_q * case.seq_kv for case in CPU_CASES) <= 1 << 18
+
+
+def test_huge_cases_pass_2_to_31_elements():
+    for case in CASES:
+        if case.size == "huge":
+            row = case.head_dim + case.layout.row_pad
+            assert max(case.seq_kv * row, case.heads_q * case.seq_q * row) > 1 << 31
+
+
+# ---------------------------------------------------------------- tensors
+
+
+@pytest.mark.parametrize("case", CPU_CASES, ids=str)
+def test_inputs_lie_in_nan_and_are_the_same_each_time(case):
+    one, two = Inputs.of(case, CPU), Inputs.of(case, CPU)
+    for a, b in ((one.q, two.q), (one.k, two.k), (one.v, two.v)):
+        assert torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
+    for memory in one.memory:
+        assert bool((memory[:GUARD] == POISON).all())
+        assert bool((memory[-GUARD:] == POISON).all())
+    assert not one.were_written
+
+
+@pytest.mark.parametrize(
+    ("name", "alignment"),
+    [
+        ("d64_bf16_full", 16),
+        ("padded_rows", 16),
+        ("aligned_8_bytes", 8),
+        ("offset_base", 2),
+        ("odd_rows", 2),
+        ("odd_all", 2),
+        ("stray_strides", 16),
+        ("bshd", 16),
+        ("packed_full", 16),
+    ],
+)
+def test_layouts_have_the_alignment_they_promise(name, alignment):
+    inputs = Inputs.of(BY_NAME[name], CPU)
+    assert Problem.of(inputs.q, inputs.k, inputs.v).alignment == alignment
+
+
+def test_broadcast_has_stride_zero():
+    assert Inputs.of(BY_NAME["broadcast_heads"], CPU).k.stride(1) == 0
+    assert Inputs.of(BY_NAME["broadcast_batch"], CPU).v.stride(0) == 0
+
+
+def test_packed_needs_one_length():
+    with pytest.raises(ValueError, match="share one sequence"):
+        Inputs.of(Case(name="x", why="x", layout=Layout(order="packed"), seq_q=3, seq_kv=4), CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_poison_is_nan(dtype):
+    assert bool(poisoned(8, dtype, CPU).isnan().all())
+
+
+def test_a_write_beside_an_output_shows():
+    outputs = Outputs.of(Problem.contiguous(batch=1, heads_q=1, seq_q=3, head_dim=8), CPU)
+    assert not outputs.guards_were_written
+    outputs.memory[0][-GUARD] = math.nan  # not even another NaN goes unnoticed
+    assert outputs.guards_were_written
+
+
+def test_a_write_to_an_input_shows():
+    inputs = Inputs.of(BY_NAME["padded_rows"], CPU)
+    inputs.k[0, 0, 0, 0] += 1
+    assert inputs.were_written
+
+
+# ---------------------------------------------------------------- the tolerance
+
+
+def test_atol_is_the_rounding_of_an_addition():
+    truth = torch.tensor([1.0, -2.0, math.nan, math.inf], dtype=torch.float64)
+    rounded = truth[:2].bfloat16()
+    assert probe_rounding(truth, torch.bfloat16) == 2 * float(((rounded + 0.3 - 0.3) - rounded).abs().max())
+    assert 0 < probe_rounding(truth, torch.bfloat16) <= 2 * 2.3 * torch.finfo(torch.bfloat16).eps
+
+
+def test_a_mismatch_names_the_place_both_values_the_budget_and_the_plan():
+    expected = Expected(name="out", truth=torch.zeros(2, 3, dtype=torch.float64), budget=Budget(max=0.5, rms=0.5))
+    got = torch.zeros(2, 3)
+    got[1, 2] = 0.75
+    with pytest.raises(Mismatch, match=r"(?s)allowed 5\.000e-01.*\[1, 2\]: got 0\.75, want 0.*the plan"):
+        expected.check(got, "the plan")
+
+
+def test_many_small_errors_exceed_the_rms_budget():
+    expected = Expected(name="out", truth=torch.zeros(100, dtype=torch.float64), budget=Budget(max=1.0, rms=0.1))
+    expected.check(torch.tensor([0.9] + [0.0] * 99), "")
+    with pytest.raises(Mismatch, match="rms error"):
+        expected.check(torch.full((100,), 0.2), "")
+
+
+def test_ratio_is_that_of_the_larger():
+    expected = Expected(name="out", truth=torch.zeros(4, dtype=torch.float64), budget=Budget(max=1.0, rms=0.25))
+    assert expected.ratio(deviate(torch.tensor([0.5, 0.0, 0.0, 0.0]), expected.truth)) == pytest.approx(1.0)
+    assert expected.ratio(deviate(torch.tensor([math.nan, 0.0, 0.0, 0.0]), expected.truth)) == math.inf
+
+
+def test_deviations_are_the_same_in_chunks(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    got, want = (torch.randn(5, 7, generator=generator) for _ in range(2))
+    got[2, 3], want[4, 1], got[4, 6], want[4, 6] = math.nan, math.inf, -math.inf, -math.inf
+    whole = deviate(got, want)
+    assert (whole.strangers, whole.first_stranger) == (2, 2 * 7 + 3)
+    monkeypatch.setattr(tolerance, "CHUNK", 4)
+    parts = deviate(got, want)
+    assert replace(parts, rms=0.0) == replace(whole, rms=0.0)
+    assert parts.rms == pytest.approx(whole.rms)
+
+
+@pytest.mark.parametrize(
+    "name", ["d64_bf16_causal", "len_203x113_causal", "len_129x257_full", "gqa4_b1", "inf_v_causal"]
+)
+def test_the_reference_is_the_same_in_chunks(name, monkeypatch):
+    case = BY_NAME[name]
+    inputs, _ = prepare_case(case, CPU)
+    q, k, v = inputs.q, inputs.k, inputs.v
+    problem = Problem.of(q, k, v, causal=case.causal)
+    whole = reference(q, k, v, causal=case.causal, compute_dtype=torch.float64)
+    monkeypatch.setattr(tolerance, "CHUNK", 11 * case.heads_q * max(case.seq_kv, case.head_dim))
+    parts = reference_in_chunks(q, k, v, problem, torch.float64)
+    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+def test_inputs_on_which_naive_overflows_cannot_be_judged():
+    q = torch.full((1, 1, 4, 64), 200.0, dtype=torch.float16)
+    with pytest.raises(ValueError, match="no tolerance can be derived"):
+        Truth.of(q, q, q, causal=False, scale=None)
