@@ -1,0 +1,392 @@
+"""``python -m bench``: the matrix, and beside it compile, tune, compare, floors, prefer, host, report, readme, demo."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+
+from bench import compile_table, demo, host, readme, report, tune, verdicts
+from bench.environment import NO_GPU, RESULTS, ROOT, environment, results_dir
+from bench.errors import InputError
+from bench.matrix import SUITES, Cell, Filter, find_suite
+from bench.peers import PEERS, find_peers
+from bench.providers import Provider, our_providers
+from bench.results import Row, Store, load
+from bench.run import DeviceLostError, Job, Machine, run
+from bench.timing import REGIMES, Budget
+from multiattn.arch import GPU_ARCHS
+from multiattn.backend import BACKENDS
+from multiattn.problem import DTYPES
+
+MEASURED_JSON = ROOT / "multiattn" / "measured.json"
+COMPILE_JSON = ROOT / "out" / "bench" / "compile.json"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status is 0 when all went well."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["--compare"]:
+        given[0] = "compare"
+    if not given or (given[0] not in COMMANDS and given[0] not in ("-h", "--help")):
+        given.insert(0, "run")
+    parser = _parser()
+    options = parser.parse_args(given)
+    try:
+        status: int = COMMANDS[options.command](options)
+    except InputError as error:
+        parser.exit(2, f"python -m bench {options.command}: {error}\n")
+    return status
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def run_matrix(options: argparse.Namespace) -> int:
+    """Run the chosen cells; 1 where one of ours has an error, 3 where a contender lost the device."""
+    suite: str = options.suite
+    if suite == "host":
+        return measure_host(options)
+    machine = Machine.current()
+    folder = options.out or results_dir(torch.cuda.get_device_name() if machine is not None else "none")
+    store = Store.open(folder / f"{suite}.json", suite)
+    job = Job(
+        suite=suite,
+        cells=_cells(options),
+        providers=_providers(options),
+        regimes=REGIMES if options.regime == "both" else (options.regime,),
+        budget=Budget(rounds=options.rounds, sample_ms=options.sample_ms, seed=options.seed),
+        fresh=options.fresh,
+        jobs=options.jobs,
+    )
+    if machine is None:
+        print(f"No timing: {NO_GPU}\n", flush=True)
+    try:
+        rows = run(job, machine, store)
+    except DeviceLostError as lost:
+        print(f"The device was lost: {lost}\nWhat is finished is in {store.path}; run again to go on without it.")
+        return 3
+    print("\n" + report.text_report(rows))
+    pages = report.write_pages(rows, options.out or ROOT / "out" / "bench", suite)
+    print(f"\nWritten: {', '.join(map(_shown, (store.path, *pages)))}")
+    if machine is None and not options.no_compile:
+        print("\nCompiled for every target instead:\n")
+        return _compile(compile_table.targets(_our_names(options)), options.jobs, 120.0, COMPILE_JSON)
+    ours = {provider.name for provider in job.providers if provider.is_ours}
+    return int(any(row.error and row.contender in ours for row in rows))
+
+
+def measure_host(options: argparse.Namespace) -> int:
+    """The cost of a call on the host, per backend and of SDPA."""
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else None
+    costs = host.host_costs(device, synchronize=torch.cuda.synchronize)
+    setup = environment()
+    path = (options.out or results_dir(setup.gpu)) / "host.json"
+    host.save(costs, setup, path)
+    print(host.table(costs))
+    print(f"\n{host.CELL.key}. Written: {_shown(path)}")
+    return int(any(cost.error for cost in costs))
+
+
+def compile_targets(options: argparse.Namespace) -> int:
+    """Compile for each target arch; 1 where a compiler failed."""
+    wanted = compile_table.targets(
+        _our_names(options),
+        tuple(options.arch or GPU_ARCHS),
+        head_dims=tuple(options.head_dim or (128,)),
+        dtype=options.dtype,
+        causal=not options.full,
+        variant=options.variant,
+    )
+    return _compile(wanted, options.jobs, options.timeout, options.out or COMPILE_JSON)
+
+
+def _compile(wanted: Sequence[compile_table.Target], jobs: int, timeout_s: float, path: Path) -> int:
+    entries = []
+    for entry in compile_table.compile_all(wanted, jobs=jobs, timeout_s=timeout_s):
+        entries.append(entry)
+        where = f"{entry.target.backend} {entry.target.arch} D={entry.target.head_dim}"
+        print(f"[{len(entries)}/{len(wanted)}] {where}: {entry.text}", flush=True)
+    compile_table.save(entries, path)
+    print("\n" + compile_table.table(entries))
+    print(f"\nWritten: {_shown(path)}")
+    return int(any(entry.error for entry in entries))
+
+
+def tune_configs(options: argparse.Namespace) -> int:
+    """Sweep the candidates of each backend and print the ranking of each cell."""
+    machine = Machine.current()
+    if machine is None:
+        print(f"Nothing to time on: {NO_GPU}")
+        return 1
+    options.seq = options.seq or [tune.TUNE_SEQ]
+    cells = _cells(options)
+    budget = Budget(rounds=options.rounds, sample_ms=options.sample_ms, warmup_ms=tune.TUNE_BUDGET.warmup_ms)
+    for backend in _our_names(options):
+        kept: list[tune.Trial] = []
+        path = (options.out or ROOT / "out" / "tune") / f"{backend}.json"
+        swept = tune.tune(
+            backend,
+            cells,
+            machine,
+            variants=tuple(options.variant or ()),
+            jobs=options.jobs,
+            timeout_s=options.timeout,
+            budget=budget,
+            say=lambda text: print(text, flush=True),
+        )
+        for cell, trials in swept:
+            kept += trials
+            tune.save(kept, path)
+            print(f"\n{backend}: {cell.key}\n{tune.table(trials, top=options.top)}\n", flush=True)
+        print(f"Written: {_shown(path)}", flush=True)
+    return 0
+
+
+# ---------------------------------------------------------------- what results say
+
+
+def compare_files(options: argparse.Namespace) -> int:
+    """Two result files, ratio per cell; 1 where a contender of ours got slower than the spread explains."""
+    changes = verdicts.compare(load(options.before), load(options.after))
+    table = [
+        (
+            change.before.contender,
+            change.before.cell.key,
+            change.before.regime,
+            change.before.text,
+            change.after.text if change.after is not None else "no row",
+            f"{change.speedup:.3f}" if change.speedup is not None else "-",
+            f"{100 * change.spread:.0f} %",
+            change.verdict,
+        )
+        for change in changes
+        if options.all or change.verdict != "same"
+    ]
+    headers = ("contender", "cell", "regime", "before", "after", "speed-up", "spread", "verdict")
+    print(tabulate(table, headers=headers, disable_numparse=True))
+    ours = [change for change in changes if change.before.contender.partition("/")[0] in BACKENDS]
+    regressions = sum(change.is_regression for change in ours)
+    print(f"\n{len(changes)} compared; of ours {regressions} slower or gone. Not shown: what is the same (--all).")
+    return int(regressions > 0)
+
+
+def check_floors(options: argparse.Namespace) -> int:
+    """The floors, from each file, or from the latest suite with them on each GPU; 1 where one does not hold."""
+    holds = True
+    for path in options.files or _floor_files(_result_files(options)):
+        found = verdicts.judge_floors(load(path))
+        holds &= all(verdict.holds for verdict in found)
+        table = [(it.floor.contender, it.cell.key, it.text) for it in found]
+        print(f"{_shown(path)}\n" + tabulate(table, headers=("kernel", "cell", "verdict"), disable_numparse=True))
+    return int(not holds)
+
+
+def write_preferences(options: argparse.Namespace) -> int:
+    """Write multiattn/measured.json from every recorded suite."""
+    count = verdicts.write_preferences(_rows(options), MEASURED_JSON)
+    print(f"Written: {_shown(MEASURED_JSON)}, {count} cells")
+    return 0
+
+
+def run_demo(options: argparse.Namespace) -> int:
+    """Parity, every target compiled, the floors timed where there is a GPU, and one page of it all."""
+    return demo.demo(options, main)
+
+
+def write_report(options: argparse.Namespace) -> int:
+    """Tables of results on the terminal, or as Markdown; with --html one page of everything there is."""
+    rows = _rows(options)
+    print(report.text_report(rows, form="github" if options.markdown else "simple"))
+    if options.html is not None:
+        report.combined_report(options.parity, _result_files(options), options.html, options.compile)
+        print(f"\nWritten: {_shown(options.html)}")
+    return 0
+
+
+def update_readme(options: argparse.Namespace) -> int:
+    """Make the README's tables again; with --check only say whether they are current."""
+    current = readme.update(options.readme, RESULTS, check=options.check)
+    if current:
+        print(f"{options.readme.name}: its tables are current")
+    elif options.check:
+        print(f"{options.readme.name}: its tables are stale; run python -m bench readme")
+    else:
+        print(f"{options.readme.name}: its tables are written anew")
+    return int(options.check and not current)
+
+
+# ---------------------------------------------------------------- arguments
+
+
+COMMANDS = {
+    "run": run_matrix,
+    "compile": compile_targets,
+    "tune": tune_configs,
+    "compare": compare_files,
+    "floors": check_floors,
+    "prefer": write_preferences,
+    "host": measure_host,
+    "report": write_report,
+    "demo": run_demo,
+    "readme": update_readme,
+}
+
+
+def _cells(options: argparse.Namespace) -> tuple[Cell, ...]:
+    chosen = Filter(
+        head_dims=tuple(options.head_dim or ()),
+        seqs=tuple(options.seq or ()),
+        dtypes=tuple(options.dtype or ()),
+        causal=options.causal,
+    )
+    return chosen.apply(find_suite(options.suite))
+
+
+def _our_names(options: argparse.Namespace) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(options.backend or BACKENDS))
+    if names == ("none",):
+        return ()
+    wrong = [name for name in names if name not in BACKENDS]
+    if wrong:
+        raise InputError(f"--backend: got {', '.join(wrong)}; allowed none, or some of {', '.join(BACKENDS)}")
+    return names
+
+
+def _providers(options: argparse.Namespace) -> tuple[Provider, ...]:
+    peers = find_peers(tuple(dict.fromkeys(options.peer or (peer.name for peer in PEERS))))
+    names = _our_names(options)
+    ours = our_providers(names, options.variant) if names else ()
+    if not ours and not peers:
+        raise InputError("--backend none --peer none leaves nobody to time")
+    return (*ours, *peers)
+
+
+def _result_files(options: argparse.Namespace) -> list[Path]:
+    """The files that were named, or those of every suite on every GPU. ValueError where there are none."""
+    files = options.files or sorted(path for path in RESULTS.glob("*/*.json") if path.stem in SUITES)
+    if not files:
+        raise InputError(f"no results: name files, or run python -m bench on a GPU first ({_shown(RESULTS)} is empty)")
+    return files
+
+
+def _floor_files(files: Sequence[Path]) -> list[Path]:
+    """Of each GPU the file of the suite `floors`, or of `standard`, which has the same cells: whichever is newer."""
+    latest: dict[Path, Path] = {}
+    for path in sorted(files, key=lambda it: it.stat().st_mtime):
+        if path.stem in ("floors", "standard"):
+            latest[path.parent] = path
+    return list(latest.values())
+
+
+def _rows(options: argparse.Namespace) -> list[Row]:
+    return [row for path in _result_files(options) for row in load(path)]
+
+
+def _shown(path: Path) -> str:
+    """Relative to the checkout where it lies in it."""
+    return str(path.resolve().relative_to(ROOT)) if path.resolve().is_relative_to(ROOT) else str(path)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    commands = parser.add_subparsers(dest="command", metavar="{" + ",".join(COMMANDS) + "}")
+
+    def add(name: str) -> argparse.ArgumentParser:
+        summary = (COMMANDS[name].__doc__ or "").splitlines()[0]
+        return commands.add_parser(name, help=summary, description=summary)
+
+    command = add("run")
+    _add_cells(command, default="standard")
+    _add_who(command)
+    command.add_argument("--peer", action="append", metavar="NAME", help=f"none, or {_names(PEERS)}; default all")
+    command.add_argument("--variant", help="of our backends: all, or one's name; default the best for each cell")
+    command.add_argument("--regime", choices=(*REGIMES, "both"), default="device", help="default: %(default)s")
+    command.add_argument("--fresh", action="store_true", help="measure also what this very setup has measured before")
+    command.add_argument("--no-compile", action="store_true", help="without a GPU: leave out the compile table")
+    _add_jobs(command)
+    _add_budget(command, Budget())
+    command.add_argument("--out", type=Path, help="folder of the results; default bench/results/<gpu>")
+
+    command = add("compile")
+    _add_who(command)
+    command.add_argument("--arch", action="append", choices=GPU_ARCHS, help="may be given again; default all")
+    command.add_argument("--head-dim", action="append", type=int, metavar="D", help="default 128")
+    command.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="default: %(default)s")
+    command.add_argument("--full", action="store_true", help="no causal mask")
+    command.add_argument("--variant", help="all, or one's name; default the best for each target")
+    command.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for one (%(default)s)")
+    _add_jobs(command)
+    command.add_argument("--out", type=Path, help=f"JSON to write; default {_shown(COMPILE_JSON)}")
+
+    command = add("tune")
+    _add_cells(command, default="standard")
+    _add_who(command)
+    command.add_argument("--variant", action="append", help="may be given again; default all")
+    command.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds for one (%(default)s)")
+    command.add_argument("--top", type=int, default=12, help="places to print (%(default)s)")
+    _add_jobs(command)
+    _add_budget(command, tune.TUNE_BUDGET)
+    command.add_argument("--out", type=Path, help="folder of the rankings; default out/tune")
+
+    command = add("compare")
+    command.add_argument("before", type=Path)
+    command.add_argument("after", type=Path)
+    command.add_argument("--all", action="store_true", help="show also what is the same")
+
+    for name in ("floors", "prefer", "report"):
+        command = add(name)
+        command.add_argument("files", type=Path, nargs="*", help="result files; default all under bench/results")
+    command.add_argument("--markdown", action="store_true", help="tables as Markdown")
+    command.add_argument("--html", type=Path, metavar="OUT", help="also write one self-contained page")
+    command.add_argument("--parity", type=Path, metavar="JSON", help="parity's results, for the page")
+    command.add_argument("--compile", type=Path, metavar="JSON", help="the compile table, for the page")
+
+    command = add("host")
+    command.add_argument("--out", type=Path, help="folder of the results; default bench/results/<gpu>")
+
+    command = add("demo")
+    _add_jobs(command)
+    command.add_argument("--out", type=Path, default=Path("out"), help="folder of everything (%(default)s)")
+
+    command = add("readme")
+    command.add_argument("--readme", type=Path, default=ROOT / "README.md", help="default: README.md")
+    command.add_argument("--check", action="store_true", help="write nothing; exit 1 where a table is stale")
+    return parser
+
+
+def _names(named: Sequence[Provider]) -> str:
+    return ", ".join(it.name for it in named)
+
+
+def _add_cells(command: argparse.ArgumentParser, *, default: str) -> None:
+    command.add_argument("--suite", default=default, help=f"{', '.join(SUITES)} or host (%(default)s)")
+    command.add_argument("--head-dim", action="append", type=int, metavar="D", help="may be given again")
+    command.add_argument("--seq", action="append", type=int, metavar="N", help="may be given again")
+    command.add_argument("--dtype", action="append", metavar="DTYPE", help="may be given again")
+    mask = command.add_mutually_exclusive_group()
+    mask.add_argument("--causal", action="store_true", default=None, help="causal cells only")
+    mask.add_argument("--full", action="store_false", dest="causal", help="full cells only")
+
+
+def _add_who(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--backend", action="append", metavar="NAME", help=f"none, or {', '.join(BACKENDS)}; default all"
+    )
+
+
+def _add_jobs(command: argparse.ArgumentParser) -> None:
+    jobs = min(12, os.cpu_count() or 1)
+    command.add_argument("--jobs", type=int, default=jobs, help="compiling processes (default here: %(default)s)")
+
+
+def _add_budget(command: argparse.ArgumentParser, budget: Budget) -> None:
+    command.add_argument("--rounds", type=int, default=budget.rounds, help="readings of each (%(default)s)")
+    command.add_argument("--sample-ms", type=float, default=budget.sample_ms, help="device ms a reading (%(default)s)")
+    command.add_argument("--seed", type=int, default=budget.seed, help="of the order of turns (%(default)s)")

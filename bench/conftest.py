@@ -1,0 +1,123 @@
+"""``pytest bench --benchmark-only``: pytest-benchmark fed with CUDA event times."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+
+from bench.environment import environment
+from bench.matrix import SUITES, Cell
+from bench.peers import PEERS
+from bench.providers import Contender, Provider, our_providers
+from bench.run import Machine, admit, tensors_and_truth
+from bench.timing import Budget, Clock, Contestant, warm_up
+from multiattn.support import Reason
+
+
+class EventClock:
+    """What pytest-benchmark takes for a timer, in seconds: it moves by measured event times and by nothing else."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+CLOCK = EventClock()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("bench")
+    group.addoption("--bench-suite", choices=tuple(SUITES), default="floors", help="cells to time")
+    group.addoption("--bench-rounds", type=int, default=Budget().rounds, help="readings of each")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test per cell and contender, those of one cell together: they share its tensors and its truth."""
+    if "backend" not in metafunc.fixturenames:
+        return
+    cells = SUITES[metafunc.config.getoption("--bench-suite")]
+    rows = [(cell.head_dim, cell.seq, cell.causal, name) for cell in cells for name in providers()]
+    ids = [f"D{head_dim}-N{seq}-{'causal' if causal else 'full'}-{name}" for head_dim, seq, causal, name in rows]
+    metafunc.parametrize(("head_dim", "seq", "causal", "backend"), rows, ids=ids)
+
+
+@functools.cache
+def providers() -> dict[str, Provider]:
+    """Backends and peers by name."""
+    everybody: tuple[Provider, ...] = (*our_providers(), *PEERS)
+    return {provider.name: provider for provider in everybody}
+
+
+@pytest.fixture(scope="session")
+def machine() -> Machine | None:
+    return Machine.current()
+
+
+@pytest.fixture
+def cell(request: pytest.FixtureRequest, head_dim: int, seq: int, causal: bool) -> Cell:
+    suite = SUITES[request.config.getoption("--bench-suite")]
+    return next(it for it in suite if (it.head_dim, it.seq, it.causal) == (head_dim, seq, causal))
+
+
+@pytest.fixture
+def contender(cell: Cell, backend: str, machine: Machine | None) -> Contender:
+    """Made and checked as for the matrix; a skip says why there is no timing."""
+    provider = providers()[backend]
+    if machine is None:
+        skip_for(provider.why_not(cell, None))
+    tensors, truth = tensors_and_truth(cell, machine.device)
+    outcome = admit(provider, cell, tensors, machine, truth)
+    if isinstance(outcome, tuple):
+        skip_for(outcome)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome.contender
+
+
+def skip_for(reasons: tuple[Reason, ...]) -> NoReturn:
+    pytest.skip("; ".join(map(str, reasons)))
+
+
+@pytest.fixture
+def event_benchmark(
+    benchmark: Any, request: pytest.FixtureRequest, machine: Machine | None
+) -> Callable[[Contender], float]:
+    """Times a contender by the events of the machine's clock; the median in ms."""
+
+    def run(contender: Contender) -> float:
+        assert machine is not None
+        budget = Budget(rounds=request.config.getoption("--bench-rounds"))
+        return feed(benchmark, contender.launch, machine.clock, budget)
+
+    return run
+
+
+def feed(benchmark: Any, contestant: Contestant, clock: Clock, budget: Budget) -> float:
+    """Take the readings inside pytest-benchmark's rounds, whose timer is CLOCK; their median in ms."""
+    readings: list[float] = []
+    with contestant.context():
+        launches = warm_up(contestant.call, clock, budget)
+
+        def read() -> None:
+            readings.append(clock.device(contestant.call, launches).time_ms)
+            CLOCK.seconds += readings[-1] / 1e3
+
+        benchmark.pedantic(read, rounds=budget.rounds)
+    return statistics.median(readings)
+
+
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+    setup = environment()
+    machine_info["gpu"] = {
+        "name": setup.gpu,
+        "arch": setup.arch,
+        "driver": setup.driver,
+        "peak_tflops": setup.peak_tflops,
+        "versions": dict(setup.versions),
+    }

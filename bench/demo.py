@@ -1,0 +1,37 @@
+"""``python -m bench demo``, what ``make demo`` runs: parity, all targets compiled, the floors timed, one page of it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from bench import compile_table
+from bench.report import combined_report
+from parity.__main__ import main as run_parity
+
+Command = Callable[[list[str]], int]
+
+
+def demo(options: argparse.Namespace, bench: Command, parity: Command = run_parity) -> int:
+    """Run all of it and write <out>/report.html; 1 where a part failed. Without a GPU, times are reasons."""
+    out: Path = options.out
+    jobs = ["--jobs", str(options.jobs)]
+    compiled = out / "bench" / "compile.json"
+    steps: list[tuple[str, Command, list[str]]] = [
+        ("Parity", parity, [*jobs, "--out", str(out / "parity")]),
+        ("Compiled for every target", bench, ["compile", *jobs, "--out", str(compiled)]),
+        ("Speed", bench, ["run", "--suite", "floors", "--no-compile", *jobs, "--out", str(out / "bench")]),
+    ]
+    failed = []
+    for title, command, arguments in steps:
+        print(f"\n=== {title}\n", flush=True)
+        if command(arguments):
+            failed.append(title)
+    page = out / "report.html"
+    combined_report(out / "parity" / "parity.json", out / "bench" / "floors.json", page, compiled)
+    entries = compile_table.load(compiled)
+    print(f"\nWritten: {page}: {sum(entry.ok for entry in entries)} of {len(entries)} targets compiled")
+    if failed:
+        print(f"Failed: {', '.join(failed)}; see above")
+    return int(bool(failed))

@@ -1,0 +1,31 @@
+"""What a cell computes, counted: FLOP, TFLOPS and the share of a GPU's stated peak."""
+
+from __future__ import annotations
+
+from multiattn.arch import Gpu
+from multiattn.problem import Problem
+
+
+def forward_flops(problem: Problem) -> int:
+    """FLOP of one forward: two products of ``2*D`` FLOP per visible (query, key) pair, of every query head.
+
+    Masked pairs do not count, so a causal kernel gains nothing by computing them. Exponentials do not count.
+    """
+    return 4 * problem.batch * problem.heads_q * problem.visible_pairs * problem.head_dim
+
+
+def tflops(flops: int, time_ms: float) -> float:
+    """10^12 FLOP per second. ValueError for a time that no launch can take."""
+    if time_ms <= 0:
+        raise ValueError(f"time_ms: got {time_ms}; a measured time is positive")
+    return flops / time_ms / 1e9
+
+
+def peak_share(rate: float, gpu: Gpu | None) -> float | None:
+    """`rate` (TFLOPS) over the stated dense 16-bit peak; None for a GPU whose peak nobody stated in multiattn.arch."""
+    return None if gpu is None else rate / gpu.tflops
+
+
+def rate_text(rate: float) -> str:
+    """TFLOPS for a table: whole numbers, but two digits of a rate below ten, so that none reads as 0."""
+    return f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"

@@ -1,0 +1,214 @@
+"""Peers to stand beside: SDPA's three kernels, FlexAttention, flash-attn 2, 3 and 4, TileGym.
+
+Each is optional and imported only when it runs; none is a dependency, and none is an entry of BACKENDS. Cells have
+Sq = Skv and as many key/value heads as query heads, where every peer means the same by `causal`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bench.environment import NO_GPU
+from bench.errors import InputError
+from bench.matrix import Cell
+from bench.providers import Contender, Tensors
+from bench.timing import Call, Contestant
+from multiattn.arch import Arch
+from multiattn.support import Reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peer:
+    """Somebody else's attention: where it lives, what it accepts, and how it is called."""
+
+    name: str
+    module: str
+    """Imported to find out whether it is there."""
+    install: str
+    build: Callable[[Cell, Tensors], tuple[Call, str]]
+    """The call and what a reader must know of it."""
+    refuse: Callable[[Cell, Tensors], tuple[Reason, ...]] = lambda cell, tensors: ()
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    is_ours: bool = False
+
+    def why_not(self, cell: Cell, arch: Arch | None) -> tuple[Reason, ...]:
+        """See `bench.providers.Provider`."""
+        reasons = () if arch is not None else (NO_GPU,)
+        problem = _import_problem(self.module)
+        if problem:
+            return (*reasons, Reason(code="module", got=problem, allowed=self.module, hint=self.install))
+        return reasons
+
+    def prepare(self, cell: Cell, tensors: Tensors, arch: Arch) -> Contender | tuple[Reason, ...]:
+        """See `bench.providers.Provider`."""
+        reasons = self.why_not(cell, arch) or self.refuse(cell, tensors)
+        if reasons:
+            return reasons
+        call, detail = self.build(cell, tensors)
+        contestant = Contestant(call=call, context=self.context)
+
+        def output() -> tuple[torch.Tensor, None]:
+            with self.context():
+                return call(), None
+
+        return Contender(launch=contestant, call=contestant, output=output, detail=detail)
+
+
+@functools.cache
+def _import_problem(module: str) -> str:
+    """Why `module` cannot be found, or nothing; its parents are imported for that, itself it is not."""
+    try:
+        found = importlib.util.find_spec(module)
+    except ImportError as error:  # a parent is missing, or is there and does not load
+        return str(error)
+    return "" if found is not None else f"no module named {module!r}"
+
+
+# ---------------------------------------------------------------- PyTorch
+
+
+def _sdpa(name: str, backend: str, can_use: str) -> Peer:
+    """One kernel of SDPA, forced; `can_use` names the function of torch.backends.cuda that knows what it accepts."""
+
+    def build(cell: Cell, tensors: Tensors) -> tuple[Call, str]:
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        return functools.partial(sdpa, *tensors, is_causal=cell.causal), ""
+
+    def refuse(cell: Cell, tensors: Tensors) -> tuple[Reason, ...]:
+        arguments = torch.backends.cuda.SDPAParams(*tensors, None, 0.0, cell.causal, False)
+        if getattr(torch.backends.cuda, can_use)(arguments):
+            return ()
+        said = _what_sdpa_says(build(cell, tensors)[0], context)
+        return (Reason(code="peer", got=said or f"{can_use} is False", allowed=f"what {name} accepts"),)
+
+    def context() -> contextlib.AbstractContextManager[Any]:
+        attention = importlib.import_module("torch.nn.attention")
+        manager: contextlib.AbstractContextManager[Any] = attention.sdpa_kernel(getattr(attention.SDPBackend, backend))
+        return manager
+
+    return Peer(
+        name=name, module="torch.nn.attention", install="part of torch", build=build, refuse=refuse, context=context
+    )
+
+
+def _what_sdpa_says(call: Call, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> str:
+    """The warnings in which SDPA explains why a kernel will not do: it has no other way of saying so."""
+    with warnings.catch_warnings(record=True) as said, context():
+        warnings.simplefilter("always")
+        try:
+            call()
+        except RuntimeError as error:  # "No available kernel": what is asked about
+            said_last = str(error)
+        else:
+            said_last = ""
+    texts = [str(warning.message).split(" (Triggered")[0] for warning in said]
+    return " ".join([*texts, said_last]).strip()
+
+
+def _causal_mask(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return query >= key
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled_flex(head_dim: int, dtype: str, causal: bool) -> Callable[..., torch.Tensor]:
+    """flex_attention compiled for every length of one kind of cell: a compile takes seconds, so not one per cell.
+
+    `fullgraph`, as Flex run eagerly by a recompile limit would be another algorithm in silence.
+    """
+    torch._dynamo.reset()
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    compiled: Callable[..., torch.Tensor] = torch.compile(flex.flex_attention, dynamic=True, fullgraph=True)
+    return compiled
+
+
+@functools.lru_cache(maxsize=2)
+def _causal_blocks(seq: int, device: torch.device) -> Any:
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    return flex.create_block_mask(_causal_mask, None, None, seq, seq, device=device)
+
+
+def _build_flex(cell: Cell, tensors: Tensors) -> tuple[Call, str]:
+    q, k, v = tensors
+    blocks = _causal_blocks(cell.seq, q.device) if cell.causal else None
+    flex = _compiled_flex(cell.head_dim, cell.dtype, cell.causal)
+    return functools.partial(flex, q, k, v, block_mask=blocks), "torch.compile(dynamic=True)"
+
+
+# ---------------------------------------------------------------- packages
+
+
+def _flash_attn(module: str) -> Callable[[Cell, Tensors], tuple[Call, str]]:
+    """``flash_attn_func(q, k, v, causal=)`` of flash-attn 2, 3 and 4, which take ``[B, S, H, D]``."""
+
+    def build(cell: Cell, tensors: Tensors) -> tuple[Call, str]:
+        function = importlib.import_module(module).flash_attn_func
+        q, k, v = (tensor.transpose(1, 2) for tensor in tensors)
+
+        def call() -> torch.Tensor:
+            result = function(q, k, v, causal=cell.causal)
+            out: torch.Tensor = result[0] if isinstance(result, tuple) else result  # 3 and 4 may return (out, lse)
+            return out.transpose(1, 2)
+
+        return call, ""
+
+    return build
+
+
+def _build_tilegym(cell: Cell, tensors: Tensors) -> tuple[Call, str]:
+    importlib.import_module("tilegym").set_backend("cutile")
+    function = importlib.import_module("tilegym.ops").fmha
+    scaling = cell.head_dim**-0.5
+    return functools.partial(function, *tensors, scaling=scaling, is_causal=cell.causal), "cuTile backend, autotuned"
+
+
+PEERS: tuple[Peer, ...] = (
+    _sdpa("sdpa-flash", "FLASH_ATTENTION", "can_use_flash_attention"),
+    _sdpa("sdpa-cudnn", "CUDNN_ATTENTION", "can_use_cudnn_attention"),
+    _sdpa("sdpa-efficient", "EFFICIENT_ATTENTION", "can_use_efficient_attention"),
+    Peer(name="flex", module="torch.nn.attention.flex_attention", install="part of torch", build=_build_flex),
+    Peer(
+        name="fa2",
+        module="flash_attn.flash_attn_interface",
+        install="pip install flash-attn",
+        build=_flash_attn("flash_attn.flash_attn_interface"),
+    ),
+    Peer(
+        name="fa3",
+        module="flash_attn_interface",
+        install="build flash-attention/hopper",
+        build=_flash_attn("flash_attn_interface"),
+    ),
+    Peer(
+        name="fa4",
+        module="flash_attn.cute",
+        install="pip install flash-attn-4",
+        build=_flash_attn("flash_attn.cute"),
+    ),
+    Peer(
+        name="tilegym",
+        module="tilegym.ops",
+        install="pip install tilegym",
+        build=_build_tilegym,
+    ),
+)
+"""Every peer. A module that is there but breaks is an error of its cell, never the end of a run."""
+
+
+def find_peers(names: tuple[str, ...]) -> tuple[Peer, ...]:
+    """The peers of these names; ``none`` alone is no peer at all. ValueError for an unknown one."""
+    if names == ("none",):
+        return ()
+    known = {peer.name: peer for peer in PEERS}
+    wrong = [name for name in names if name not in known]
+    if wrong:
+        raise InputError(f"--peer: got {', '.join(wrong)}; allowed none, or some of {', '.join(known)}")
+    return tuple(known[name] for name in names)

@@ -1,0 +1,125 @@
+"""README tables are generated: ``python -m bench readme`` rewrites what stands between their markers.
+
+``<!-- generated:support -->`` ... ``<!-- /generated -->`` holds what each backend supports, from its capabilities and
+rules; ``<!-- generated:results -->`` what was measured, from bench/results.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from tabulate import tabulate
+
+from bench import host
+from bench.errors import InputError
+from bench.report import figure, provenance
+from bench.results import Row, load
+from multiattn import backend as registry
+from multiattn.arch import ARCHS, GPU_ARCHS
+from multiattn.backend import BACKENDS, Backend, Variant, plan_variant
+from multiattn.problem import Problem
+from multiattn.support import Reason
+
+MARKED = re.compile(r"(<!-- generated:(\w+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
+HEAD_DIMS = tuple(range(8, 264, 8))
+"""What the support table asks about: every head_dim of the contract."""
+
+NOTHING_MEASURED = "Nothing is recorded yet: `python -m bench` on a GPU writes bench/results."
+SHOWN_SEQS = (1024, 4096, 16384)
+
+
+def support_block() -> str:
+    """Per backend and variant: the head_dims that run on each arch, by the data alone; or the code of the reasons."""
+    rows = [
+        (backend.name, variant.name, ", ".join(variant.capability.dtypes), *_supported_archs(backend, variant))
+        for backend in map(registry.get, BACKENDS)
+        for variant in backend.forward.variants
+    ]
+    headers = ("backend", "variant", "dtypes", *GPU_ARCHS)
+    table = tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+    return f"{table}\n\nA range is of head_dims, in multiples of 8; a word says what refuses the rest."
+
+
+def _supported_archs(backend: Backend, variant: Variant) -> list[str]:
+    return [_supported(backend, variant, arch) for arch in GPU_ARCHS]
+
+
+def _supported(backend: Backend, variant: Variant, arch: str) -> str:
+    able, codes = [], []
+    for head_dim in HEAD_DIMS:
+        problem = Problem.contiguous(batch=4, heads_q=16, seq_q=4096, head_dim=head_dim)
+        plan = plan_variant(backend, variant, problem, ARCHS[arch])
+        if isinstance(plan, tuple):
+            codes += [reason.code for reason in plan if isinstance(reason, Reason)]
+        else:
+            able.append(head_dim)
+    return ranges(able) or "no: " + ", ".join(dict.fromkeys(codes))
+
+
+def ranges(head_dims: Sequence[int]) -> str:
+    """``8-128, 192``: runs of neighbouring multiples of 8."""
+    runs: list[list[int]] = []
+    for head_dim in head_dims:
+        if runs and head_dim == runs[-1][-1] + 8:
+            runs[-1].append(head_dim)
+        else:
+            runs.append([head_dim])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def results_block(results: Path) -> str:
+    """Per GPU: one table of the suite `standard` at three lengths, and the cost of a call; all from files."""
+    parts = []
+    for folder in sorted(path for path in results.glob("*") if path.is_dir()):
+        standard, call = folder / "standard.json", folder / "host.json"
+        if standard.exists():
+            parts.append(_standard_table(load(standard)))
+        if call.exists():
+            setup, costs = host.load(call)
+            parts += [f"Host cost of one warm call, {setup.gpu}, {host.CELL.key}:", host.table(costs, form="github")]
+    return "\n\n".join(parts) or NOTHING_MEASURED
+
+
+def _standard_table(rows: Sequence[Row]) -> str:
+    chosen = [row for row in rows if row.regime == "device" and row.cell.seq in SHOWN_SEQS and "/" not in row.contender]
+    measured = [row for row in chosen if row.measured is not None]
+    if not measured:
+        return NOTHING_MEASURED
+    names = [
+        name for name in dict.fromkeys(row.contender for row in chosen) if any(r.contender == name for r in measured)
+    ]
+    found = {(row.cell.key, row.contender): row for row in chosen}
+    cells = dict.fromkeys(row.cell for row in chosen)
+    table = [
+        (cell.head_dim, cell.mask, cell.seq, *(figure(found.get((cell.key, name))) for name in names)) for cell in cells
+    ]
+    text = tabulate(table, headers=("D", "mask", "N", *names), tablefmt="github", disable_numparse=True)
+    return f"TFLOPS, forward, 16k tokens, H*D = 2048, back to back:\n\n{text}\n\n" + "\n".join(provenance(measured))
+
+
+def render(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:
+    """`text` with every marked block made again; ValueError for a marker that names no block."""
+
+    def replacement(match: re.Match[str]) -> str:
+        name = match[2]
+        if name not in blocks:
+            raise InputError(f"<!-- generated:{name} -->: nothing generates it; there are {', '.join(blocks)}")
+        return f"{match[1]}\n{blocks[name]()}\n\n{match[3]}"
+
+    return MARKED.sub(replacement, text)
+
+
+def update(path: Path, results: Path, *, check: bool) -> bool:
+    """Whether the tables of `path` were current; unless `check`, they are afterwards.
+
+    ValueError where the file has no marker at all: then nothing would ever be generated.
+    """
+    old = path.read_text()
+    if not MARKED.search(old):
+        raise InputError(f"{path.name} has no <!-- generated:... --> ... <!-- /generated --> block")
+    new = render(old, {"support": support_block, "results": lambda: results_block(results)})
+    if new != old and not check:
+        path.write_text(new)
+    return new == old

@@ -1,0 +1,274 @@
+"""Reports made of results alone: short tables for the terminal, Markdown, and one self-contained HTML page."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from tabulate import tabulate
+
+from bench import compile_table
+from bench.compile_table import Entry
+from bench.errors import InputError
+from bench.flops import rate_text
+from bench.matrix import Cell
+from bench.results import Row, load
+from bench.verdicts import judge_floors
+
+PARITY_STATUSES = ("passed", "failed", "error", "refused")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Rows that one table or plot shows: one head_dim, mask, dtype, layout, heads, regime and GPU."""
+
+    title: str
+    regime: str
+    cells: tuple[Cell, ...]
+    contenders: tuple[str, ...]
+    rows: Mapping[tuple[str, str], Row]
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether any of its rows is."""
+        return any(row.measured is not None for row in self.rows.values())
+
+
+def groups(rows: Sequence[Row]) -> list[Group]:
+    """Rows by what they share but for the length, in the order in which they come."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        cell = row.cell
+        shared = (cell.head_dim, cell.causal, cell.dtype, cell.layout, cell.heads, row.regime, row.environment.gpu)
+        found.setdefault(shared, []).append(row)
+    return [_group(members) for members in found.values()]
+
+
+def _group(members: Sequence[Row]) -> Group:
+    cell = members[0].cell
+    cells = sorted({row.cell for row in members}, key=lambda it: (it.seq, it.batch))
+    tokens = {it.batch * it.seq for it in cells}
+    batch = f"{tokens.pop()} tokens" if len(tokens) == 1 else f"B={cell.batch}"
+    return Group(
+        title=f"D={cell.head_dim} {cell.mask}, H={cell.heads}, {batch}, {cell.dtype} {cell.layout}, "
+        f"{members[0].regime} regime, {members[0].environment.gpu}",
+        regime=members[0].regime,
+        cells=tuple(cells),
+        contenders=tuple(dict.fromkeys(row.contender for row in members)),
+        rows={(row.cell.key, row.contender): row for row in members},
+    )
+
+
+def figure(row: Row | None) -> str:
+    """What stands in a table's cell: TFLOPS; ``refused`` or ``error``, whose text is listed below the table."""
+    if row is None:
+        return "not run"
+    if row.measured is not None:
+        late = " (host-bound)" if row.measured.host_bound else ""
+        return f"{rate_text(row.measured.tflops)}{late}"
+    return "refused" if row.reasons else "error"
+
+
+def text_table(group: Group, *, form: str = "simple") -> str:
+    """TFLOPS over N, one column a contender; contenders that nobody could run at all are left to `notes`."""
+    shown = [name for name in group.contenders if _has_result(group, name)] or list(group.contenders)
+    table = [(cell.seq, *(figure(group.rows.get((cell.key, name))) for name in shown)) for cell in group.cells]
+    return tabulate(table, headers=("N", *shown), tablefmt=form, disable_numparse=True, stralign="right")
+
+
+def _has_result(group: Group, contender: str) -> bool:
+    rows = [group.rows.get((cell.key, contender)) for cell in group.cells]
+    return any(row is not None and (row.measured is not None or row.error) for row in rows)
+
+
+def notes(rows: Iterable[Row]) -> list[str]:
+    """Each distinct reason or error once, with how many rows carry it."""
+    counts: dict[str, int] = {}
+    for row in rows:
+        if row.measured is None:
+            note = f"{row.contender}: {'error: ' if row.error else ''}{row.text}"
+            counts[note] = counts.get(note, 0) + 1
+    return [f"{note} [{count} row{'s' if count > 1 else ''}]" for note, count in counts.items()]
+
+
+def provenance(rows: Sequence[Row]) -> list[str]:
+    """One line for each environment that rows were measured in."""
+    return list(dict.fromkeys(_describe(row) for row in rows))
+
+
+def _describe(row: Row) -> str:
+    setup = row.environment
+    peak = f"stated peak {setup.peak_tflops:g} TFLOPS" if setup.peak_tflops else "no stated peak"
+    tools = ", ".join(f"{name} {version}" for name, version in setup.versions.items())
+    return (
+        f"{setup.gpu} ({setup.arch}, {peak}), driver {setup.driver}, commit {setup.commit}, source {setup.source}, "
+        f"{setup.date}: {tools}"
+    )
+
+
+def text_report(rows: Sequence[Row], *, form: str = "simple") -> str:
+    """Every table with its notes; `form` ``github`` makes it Markdown."""
+    heading = "### " if form == "github" else ""
+    parts = []
+    for group in groups(rows):
+        if group.is_measured:
+            parts += [f"{heading}TFLOPS, {group.title}", text_table(group, form=form)]
+    listed = [f"- {note}" for note in notes(rows)]
+    if listed:
+        parts += [f"{heading}Without a time", "\n".join(listed)]
+    measured = [row for row in rows if row.measured is not None]
+    if measured:
+        parts += [f"{heading}Measured on", "\n".join(f"- {line}" for line in provenance(measured))]
+    return "\n\n".join(parts)
+
+
+def write_pages(rows: Sequence[Row], folder: Path, name: str) -> tuple[Path, Path]:
+    """Write <name>.md and <name>.html into `folder`; their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    markdown, page = folder / f"{name}.md", folder / f"{name}.html"
+    markdown.write_text(f"# multiattn: {name}\n\n{text_report(rows, form='github')}\n")
+    page.write_text(html_report(rows))
+    return markdown, page
+
+
+def plot(group: Group) -> str:
+    """TFLOPS over N as an SVG element, whiskers from quartile to quartile; nothing outside it is referred to."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    with pyplot.rc_context({"svg.hashsalt": "multiattn", "svg.fonttype": "path", "font.size": 9}):
+        drawing, axes = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")
+        for contender in group.contenders:
+            points = [
+                (cell.seq, row.measured)
+                for cell in group.cells
+                if (row := group.rows.get((cell.key, contender))) is not None and row.measured is not None
+            ]
+            if not points:
+                continue
+            low = [it.tflops - it.tflops * it.time_ms / it.high_ms for _, it in points]
+            high = [it.tflops * it.time_ms / it.low_ms - it.tflops for _, it in points]
+            rates = [it.tflops for _, it in points]
+            axes.errorbar(
+                [seq for seq, _ in points], rates, yerr=[low, high], label=contender, marker="o", ms=3, capsize=2
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([cell.seq for cell in group.cells], [f"{cell.seq}" for cell in group.cells])
+        axes.set(title=group.title, xlabel="N", ylabel="TFLOPS", ylim=(0, None))
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7, ncols=3)
+        target = io.StringIO()
+        drawing.savefig(target, format="svg", metadata={"Date": None, "Creator": None})
+        pyplot.close(drawing)
+    return _bare_svg(target.getvalue())
+
+
+def _bare_svg(document: str) -> str:
+    """The svg element alone: no XML head, no metadata, no address of a standard, which an HTML page does not need."""
+    element = document[document.index("<svg") :]
+    element = re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.DOTALL)
+    element = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", element)
+    return element.replace("xlink:href", "href")
+
+
+def html_report(rows: Sequence[Row], entries: Sequence[Entry] = (), parity: Mapping[str, Any] | None = None) -> str:
+    """One page of whatever there is: timings, floors, the compile table, parity's summary."""
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    shown = [group for group in groups(rows) if group.is_measured]
+    measured = [row for row in rows if row.measured is not None]
+    has_floors = any(verdict.ratio is not None for verdict in judge_floors(rows))
+    return environment.get_template("report.html").render(
+        groups=shown,
+        figure=figure,
+        plots={group.title: plot(group) for group in shown},
+        provenance=provenance(measured),
+        commands=list(dict.fromkeys(row.command.split(" --head-dim")[0] for row in measured)),
+        notes=notes(rows),
+        verdicts=judge_floors(rows) if has_floors else [],
+        entries=compile_table.ordered(entries),
+        parity=parity_tables(parity) if parity is not None else [],
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """A table of somebody else's JSON."""
+
+    title: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def parity_tables(data: Mapping[str, Any]) -> list[Table]:
+    """Parity's JSON (parity.report.to_json) in short: per backend and per pair; case by case is parity's own report."""
+    results, pairs = data.get("results", []), data.get("pairs", [])
+    summary = [(name, *_count_statuses(rows), _worst(rows)) for name, rows in _by(results, "backend").items()]
+    apart = [
+        (left, right, str(len(rows)), _worst(rows))
+        for left, by_left in _by(pairs, "left").items()
+        for right, rows in _by(by_left, "right").items()
+    ]
+    about = [("verdict", data.get("verdict")), ("command", data.get("command")), *data.get("environment", {}).items()]
+    return [
+        Table(
+            title="Parity: each backend against the reference in fp64",
+            headers=("backend", *PARITY_STATUSES, "worst error over budget"),
+            rows=tuple(summary),
+        ),
+        Table(
+            title="Parity: backends against each other",
+            headers=("A", "B", "cases", "worst |A - B| over what both are allowed"),
+            rows=tuple(apart),
+        ),
+        Table(title="Parity: where", headers=("", ""), rows=tuple((key, str(value)) for key, value in about if value)),
+    ]
+
+
+def _by(rows: Iterable[Mapping[str, Any]], key: str) -> dict[str, list[Mapping[str, Any]]]:
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(str(row[key]), []).append(row)
+    return found
+
+
+def _count_statuses(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    return tuple(str(sum(row.get("status") == status for row in rows)) for status in PARITY_STATUSES)
+
+
+def _worst(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The largest ratio of out and lse, and its case; ``none ran`` where there is no score."""
+    scores = [
+        (float(row[what][2]), str(row["case"])) for row in rows for what in ("out", "lse") if row.get(what) is not None
+    ]
+    if not scores:
+        return "none ran"
+    ratio, case = max(scores)
+    return f"{ratio:.2f} ({case})"
+
+
+def combined_report(
+    parity_json: Path | None, bench_json: Path | Sequence[Path] | None, out_html: Path, compile_json: Path | None = None
+) -> None:
+    """Write one HTML page from what parity and bench wrote; a path of None, or one without a file, is left out.
+
+    ValueError where none of the files is there: an empty report would say nothing.
+    """
+    paths = [bench_json] if isinstance(bench_json, Path) else list(bench_json or ())
+    rows = [row for path in paths if path.exists() for row in load(path)]
+    entries = compile_table.load(compile_json) if compile_json is not None and compile_json.exists() else []
+    parity = json.loads(parity_json.read_text()) if parity_json is not None and parity_json.exists() else None
+    if not rows and not entries and parity is None:
+        raise InputError(
+            "no parity, bench or compile results to report on: run python -m parity or python -m bench first"
+        )
+    out_html.parent.mkdir(parents=True, exist_ok=True)
+    out_html.write_text(html_report(rows, entries, parity))

@@ -1,0 +1,257 @@
+"""Running cells: admit each contender (make it, check it), time the admitted in turns, store a row of each."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from tqdm import tqdm
+
+from bench.environment import environment, gpu_arch
+from bench.flops import forward_flops, peak_share, rate_text, tflops
+from bench.matrix import Cell
+from bench.prewarm import prewarm
+from bench.providers import Contender, Provider, Tensors, plan_data
+from bench.results import LOST_DEVICE, Environment, Measured, Row, Store
+from bench.timing import Budget, Clock, CudaClock, Timing, measure
+from multiattn.arch import Arch, find_gpu
+from multiattn.support import Reason
+from parity.tolerance import Mismatch, Truth, deviate
+
+PEER_SLACK = 8.0
+"""A peer's error may pass our budget this far before it counts as another computation than the cell's."""
+
+ERROR_CHARACTERS = 600
+
+PREWARM_CELLS = 8
+"""From so many cells on, compiling ahead is worth the start of its processes: about 10 s."""
+
+
+class DeviceLostError(RuntimeError):
+    """A contender left the device unusable for this process; its row is stored, the next run goes on without it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What cells run on."""
+
+    arch: Arch
+    device: torch.device
+    clock: Clock
+    synchronize: Callable[[], None]
+
+    @classmethod
+    def current(cls) -> Machine | None:
+        """The current GPU, or None where there is none."""
+        arch = gpu_arch()
+        if arch is None:
+            return None
+        device = torch.device("cuda", torch.cuda.current_device())
+        return cls(arch=arch, device=device, clock=CudaClock(), synchronize=torch.cuda.synchronize)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What to run: cells, who competes, in which regimes, how long."""
+
+    suite: str
+    cells: tuple[Cell, ...]
+    providers: tuple[Provider, ...]
+    regimes: tuple[str, ...] = ("device",)
+    budget: Budget = Budget()  # noqa: RUF009 - frozen, so one for all is safe
+    fresh: bool = False
+    jobs: int = 1
+    """Processes that compile ahead of the run; 1 is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admitted:
+    """A contender that may be timed: what it computes is right, with this share of the budget used."""
+
+    contender: Contender
+    error_ratio: float
+
+
+def run(job: Job, machine: Machine | None, store: Store, *, quiet: bool = False) -> list[Row]:
+    """Run every cell that is not finished and return the rows of all of them, old and new.
+
+    Without a machine each row carries its reasons. Rows are stored after each cell.
+
+    Raises:
+        DeviceLostError: a contender broke the device. What is finished is stored.
+    """
+    setup = environment()
+    names = [provider.name for provider in job.providers]
+    work = [(cell, regime) for cell in job.cells for regime in job.regimes]
+    open_cells = [cell for cell, regime in work if job.fresh or not store.finished(cell, names, regime, setup)]
+    if machine is not None and job.jobs > 1 and len(open_cells) >= PREWARM_CELLS:
+        prewarm(job.providers, open_cells, jobs=job.jobs, say=_say)
+    with tqdm(work, unit="cell", disable=True if quiet else None) as bar:  # None: silent where there is no terminal
+        for cell, regime in bar:
+            bar.set_postfix_str(cell.key)
+            if job.fresh or not store.finished(cell, names, regime, setup):
+                rows = _run_cell(job, cell, regime, machine, store, setup)
+                store.add(rows)
+                if not quiet:
+                    bar.clear()
+                    _say(summary(cell, regime, rows))
+    keys = [(cell.key, name, regime) for cell, regime in work for name in names]
+    return [store.rows[key] for key in keys]
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def summary(cell: Cell, regime: str, rows: Sequence[Row]) -> str:
+    """One line of a cell: TFLOPS of each, and who has none."""
+    parts = [
+        f"{row.contender} {rate_text(row.measured.tflops)}"
+        if row.measured
+        else f"{row.contender} {'-' if row.reasons else '!'}"
+        for row in rows
+    ]
+    return f"{cell.key} {regime}: " + "  ".join(parts)
+
+
+def _run_cell(
+    job: Job, cell: Cell, regime: str, machine: Machine | None, store: Store, setup: Environment
+) -> list[Row]:
+    if machine is None:
+        return [_row(job, cell, provider, regime, setup, provider.why_not(cell, None)) for provider in job.providers]
+    tensors, truth = tensors_and_truth(cell, machine.device)
+    outcomes: dict[str, Row] = {}
+    admitted: dict[str, Admitted] = {}
+    for provider in job.providers:
+        if store.lost_device(cell, provider.name, regime, setup) and not job.fresh:
+            outcomes[provider.name] = store.rows[(cell.key, provider.name, regime)]
+            continue
+        outcome = admit(provider, cell, tensors, machine, truth)
+        if isinstance(outcome, Admitted):
+            admitted[provider.name] = outcome
+        else:
+            outcomes[provider.name] = _row(job, cell, provider, regime, setup, outcome)
+            _stop_if_lost(machine, store, outcomes[provider.name])
+    contestants = {
+        name: it.contender.launch if regime == "device" else it.contender.call for name, it in admitted.items()
+    }
+    timings = measure(contestants, machine.clock, regime=regime, budget=job.budget)
+    providers = {provider.name: provider for provider in job.providers}
+    for name, timing in timings.items():  # in the order in which they ended: the first error is the one that broke it
+        outcomes[name] = _row(job, cell, providers[name], regime, setup, timing, admitted[name])
+        _stop_if_lost(machine, store, outcomes[name])
+    return [outcomes[provider.name] for provider in job.providers]
+
+
+@functools.lru_cache(maxsize=1)
+def tensors_and_truth(cell: Cell, device: torch.device) -> tuple[Tensors, Truth]:
+    """The inputs of a cell and what its result must be, kept while regimes and contenders take turns on it."""
+    tensors = cell.tensors(device)
+    return tensors, Truth.of(*tensors, causal=cell.causal, scale=None)
+
+
+def admit(
+    provider: Provider, cell: Cell, tensors: Tensors, machine: Machine, truth: Truth
+) -> Admitted | tuple[Reason, ...] | Exception:
+    """Make the contender and check the very launch that will be timed."""
+    try:
+        reasons = provider.why_not(cell, machine.arch)
+        if reasons:
+            return reasons
+        contender = provider.prepare(cell, tensors, machine.arch)
+        if not isinstance(contender, Contender):
+            return contender
+        ratio = _check(contender, truth, strict=provider.is_ours)
+        machine.synchronize()
+    except Exception as error:  # broad: a contender is anybody's code; its error is its row
+        return error
+    return Admitted(contender=contender, error_ratio=ratio)
+
+
+def _check(contender: Contender, truth: Truth, *, strict: bool) -> float:
+    """The share of the budget that the worst error of out and lse uses; Mismatch if it is too much.
+
+    `strict` is parity's own rule. A peer may round as it likes, but must compute the same thing.
+    """
+    out, lse = contender.output()
+    if strict:
+        ratio = truth.out.ratio(truth.out.check(out, contender.plan))
+        return ratio if lse is None else max(ratio, truth.lse.ratio(truth.lse.check(lse, contender.plan)))
+    deviation = deviate(out, truth.out.truth)
+    ratio = truth.out.ratio(deviation)
+    if deviation.strangers or ratio > PEER_SLACK:
+        raise Mismatch(
+            f"computes something else: error {ratio:.3g} times the budget, {deviation.strangers} elements NaN or inf"
+        )
+    return ratio
+
+
+def _stop_if_lost(machine: Machine, store: Store, row: Row) -> None:
+    """After an error: a device that cannot even synchronise any more would fail everybody else."""
+    if not row.error:
+        return
+    try:
+        machine.synchronize()
+    except RuntimeError as error:
+        store.add([replace(row, error=LOST_DEVICE + row.error)])
+        raise DeviceLostError(f"{row.contender} in {row.cell}: {error}") from None
+
+
+def _row(
+    job: Job,
+    cell: Cell,
+    provider: Provider,
+    regime: str,
+    setup: Environment,
+    outcome: Timing | tuple[Reason, ...] | Exception,
+    admitted: Admitted | None = None,
+) -> Row:
+    contender = admitted.contender if admitted is not None else None
+    plan = contender.plan if contender is not None else None
+    return Row(
+        cell=cell,
+        contender=provider.name,
+        regime=regime,
+        environment=setup,
+        command=reproduce(job.suite, cell, provider, regime),
+        plan=plan_data(plan) if plan is not None else None,
+        detail=contender.detail if contender is not None else "",
+        measured=_measured(cell, outcome, setup, admitted) if isinstance(outcome, Timing) else None,
+        reasons=outcome if isinstance(outcome, tuple) else (),
+        error=_error_text(outcome) if isinstance(outcome, Exception) else "",
+    )
+
+
+def _measured(cell: Cell, timing: Timing, setup: Environment, admitted: Admitted | None) -> Measured:
+    assert admitted is not None
+    rate = tflops(forward_flops(cell.problem), timing.time_ms)
+    return Measured(
+        time_ms=timing.time_ms,
+        low_ms=timing.low_ms,
+        high_ms=timing.high_ms,
+        rounds=timing.rounds,
+        launches=timing.launches,
+        host_bound=timing.host_bound,
+        tflops=rate,
+        peak_share=peak_share(rate, find_gpu(setup.gpu)),
+        error_ratio=admitted.error_ratio,
+    )
+
+
+def reproduce(suite: str, cell: Cell, provider: Provider, regime: str) -> str:
+    """The command that measures this row again, alone."""
+    backend, _, variant = provider.name.partition("/")
+    who = ["--backend", backend, "--peer", "none"] if provider.is_ours else ["--backend", "none", "--peer", backend]
+    who += ["--variant", variant] if variant else []
+    where = ["--head-dim", str(cell.head_dim), "--seq", str(cell.seq), "--dtype", cell.dtype, f"--{cell.mask}"]
+    return shlex.join(["python", "-m", "bench", "--suite", suite, *who, *where, "--regime", regime, "--fresh"])
+
+
+def _error_text(error: Exception) -> str:
+    """The compiler's or the runtime's own words, cut to what a results file can hold."""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return text if len(text) <= ERROR_CHARACTERS else text[: ERROR_CHARACTERS - 4] + " ..."

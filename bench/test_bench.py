@@ -1,0 +1,21 @@
+"""The matrix as benchmarks: ``pytest bench --benchmark-only [--bench-suite standard]``."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bench.conftest import CLOCK
+from bench.flops import forward_flops, tflops
+from bench.matrix import Cell
+from bench.providers import Contender, plan_data
+
+
+@pytest.mark.benchmark(timer=CLOCK, disable_gc=True)
+def test_forward(
+    cell: Cell, backend: str, contender: Contender, event_benchmark: Callable[[Contender], float], benchmark: Any
+) -> None:
+    benchmark.group = cell.key
+    median_ms = event_benchmark(contender)
+    benchmark.extra_info["tflops"] = tflops(forward_flops(cell.problem), median_ms)
+    benchmark.extra_info["plan"] = plan_data(contender.plan) if contender.plan is not None else contender.detail

@@ -1,0 +1,218 @@
+"""The one timer. Two regimes, never mixed in one figure:
+
+*device*: launches back to back between two CUDA events, queued behind a kernel that spins, so that the device never
+waits for the host; the board is then power-limited, as in training. *call*: one call at a time on an idle device, after
+an L2 flush, the host's share included, as in a latency-bound service.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from bench.errors import InputError
+
+Call = Callable[[], Any]
+"""One launch: no argument, nothing that synchronises; what it returns is dropped."""
+
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+"""Makes what a contender needs around its calls (`sdpa_kernel`); entered outside the timed region."""
+
+REGIMES = ("device", "call")
+L2_FLUSH_BYTES = 256 << 20  # over twice the largest L2 of arch.GPUS (B200: 126 MB)
+MAX_QUEUED = 512  # the driver queues about 1024 launches before a launch blocks, and some calls launch two
+CYCLES_PER_MS = 2_000_000  # of the SM clock at its highest (H200: 1.98 GHz); slower clocks spin longer, never shorter
+SPIN_ATTEMPTS = 3
+SPIN_LIMIT_MS = 200.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contestant:
+    """What the timer is given of a contender."""
+
+    call: Call
+    context: Context = contextlib.nullcontext
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One reading: milliseconds of one launch, and whether the device had to wait for the host during it."""
+
+    time_ms: float
+    host_bound: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Readings of one contender. `low_ms` and `high_ms` are the quartiles around the median `time_ms`."""
+
+    time_ms: float
+    low_ms: float
+    high_ms: float
+    rounds: int
+    launches: int
+    """Launches per reading."""
+    host_bound: bool
+    """Whether most readings hold the host's share: then this is no device time, and its row says so."""
+
+    @classmethod
+    def of(cls, samples: list[Sample], launches: int) -> Timing:
+        """The median and the quartiles of at least one reading."""
+        times = [sample.time_ms for sample in samples]
+        low, median, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+        late = sum(sample.host_bound for sample in samples)
+        return cls(
+            time_ms=median,
+            low_ms=low,
+            high_ms=high,
+            rounds=len(times),
+            launches=launches,
+            host_bound=2 * late > len(times),
+        )
+
+
+class Clock(Protocol):
+    """Reads a device's time. The fake one of the tests has the same two methods."""
+
+    def device(self, call: Call, launches: int) -> Sample:
+        """Milliseconds of one of `launches` back-to-back launches."""
+
+    def single(self, call: Call) -> Sample:
+        """Milliseconds from before to after one call on an idle device with a cold L2."""
+
+
+class CudaClock:
+    """CUDA events on the current stream of the current device."""
+
+    @functools.cached_property
+    def _flushed(self) -> torch.Tensor:
+        return torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+
+    def device(self, call: Call, launches: int) -> Sample:
+        """See `Clock`. Taken again with a longer spin where the host had not queued everything when it ended."""
+        spin_ms = 0.2 + 0.02 * launches
+        for _ in range(SPIN_ATTEMPTS):
+            sample, host_ms = self._behind_spin(call, launches, spin_ms)
+            if not sample.host_bound:
+                break
+            spin_ms = min(max(2 * spin_ms, 2 * host_ms), SPIN_LIMIT_MS)
+        return sample
+
+    def _behind_spin(self, call: Call, launches: int, spin_ms: float) -> tuple[Sample, float]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(int(spin_ms * CYCLES_PER_MS))
+        began = time.perf_counter()
+        start.record()
+        for _ in range(launches):
+            call()
+        late = start.query()  # the spin is over although not everything is queued: the device may have waited
+        host_ms = (time.perf_counter() - began) * 1e3
+        end.record()
+        end.synchronize()
+        return Sample(time_ms=start.elapsed_time(end) / launches, host_bound=late), host_ms
+
+    def single(self, call: Call) -> Sample:
+        """See `Clock`. The first event is stamped by an idle device at once, so the host's share lies behind it."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._flushed.zero_()
+        torch.cuda.synchronize()
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return Sample(time_ms=start.elapsed_time(end))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """How much is spent on one cell: readings per contender and the device time of one reading."""
+
+    rounds: int = 9
+    sample_ms: float = 8.0
+    warmup_ms: float = 20.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or self.sample_ms <= 0 or self.warmup_ms <= 0:
+            raise InputError(f"rounds, sample_ms and warmup_ms must be positive; got {self}")
+
+
+def measure(
+    contestants: Mapping[str, Contestant], clock: Clock, *, regime: str = "device", budget: Budget | None = None
+) -> dict[str, Timing | Exception]:
+    """Time every contestant in turns: each round takes one reading of each, in a random order of a fixed seed.
+
+    So all of them meet the same clocks and temperatures. What a contestant raises ends its own readings and is
+    returned in place of its Timing. ValueError for a regime that is not one of REGIMES.
+    """
+    if regime not in REGIMES:
+        raise ValueError(f"regime: got {regime!r}; allowed {', '.join(REGIMES)}")
+    budget = budget or Budget()
+    order = random.Random(budget.seed)
+    results: dict[str, Timing | Exception] = {}
+    launches: dict[str, int] = {}
+    samples: dict[str, list[Sample]] = {name: [] for name in contestants}
+
+    def attempt(name: str, action: Callable[[str, Call], None]) -> None:
+        contestant = contestants[name]
+        try:
+            with contestant.context():
+                action(name, contestant.call)
+        except Exception as error:  # broad: a contestant is anybody's code; its error is its result
+            results[name] = error
+
+    def prepare(name: str, call: Call) -> None:
+        launches[name] = warm_up(call, clock, budget)
+
+    def read(name: str, call: Call) -> None:
+        samples[name].append(clock.device(call, launches[name]) if regime == "device" else clock.single(call))
+
+    for name in contestants:
+        attempt(name, prepare)
+    for _ in range(budget.rounds):
+        turn = [name for name in contestants if name not in results]
+        order.shuffle(turn)
+        for name in turn:
+            attempt(name, read)
+    for name, taken in samples.items():
+        if name not in results:
+            results[name] = Timing.of(taken, launches[name] if regime == "device" else 1)
+    return results
+
+
+def warm_up(call: Call, clock: Clock, budget: Budget) -> int:
+    """Run for about `budget.warmup_ms`; how many launches make one reading last `budget.sample_ms`."""
+    clock.device(call, 1)  # compiles, fills caches; its time says nothing
+    once_ms = clock.device(call, 3).time_ms
+    clock.device(call, _count(budget.warmup_ms, once_ms))
+    return _count(budget.sample_ms, once_ms)
+
+
+def _count(total_ms: float, once_ms: float) -> int:
+    return max(1, min(MAX_QUEUED, round(total_ms / max(once_ms, 1e-6))))
+
+
+def host_ms(call: Call, *, calls: int = 200, repeats: int = 7, synchronize: Callable[[], None]) -> float:
+    """Host milliseconds of one call, its launch included, without waiting for the device: best of the repeats' medians.
+
+    For shapes so small that the queue never fills. The device is idle at the start of each repeat.
+    """
+    medians = []
+    for _ in range(repeats):
+        synchronize()
+        stamps = [time.perf_counter()]
+        for _ in range(calls):
+            call()
+            stamps.append(time.perf_counter())
+        medians.append(statistics.median(after - before for before, after in itertools.pairwise(stamps)))
+    synchronize()
+    return min(medians) * 1e3

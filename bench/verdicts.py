@@ -1,0 +1,168 @@
+"""What results say: two files compared, the floors that the kernels must hold, what `auto` shall prefer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.errors import InputError
+from bench.matrix import SUITES, Cell
+from bench.results import Row
+from multiattn.backend import BACKENDS
+
+NOISE = 0.03
+"""Two runs of one kernel on one board differ by this much however quiet each was (H200, 700 W limit, 2026-11)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """One contender in one cell, before and after. `speedup` is old time over new; None where one has no time."""
+
+    before: Row
+    after: Row | None
+    speedup: float | None
+    spread: float
+    """The larger interquartile range of the two, over the median, and at least NOISE."""
+
+    @property
+    def is_regression(self) -> bool:
+        """Slower than the spread explains, or measured before and not any more."""
+        return self.speedup is None or self.speedup < 1 / (1 + self.spread)
+
+    @property
+    def verdict(self) -> str:
+        """A word on it."""
+        if self.speedup is None:
+            return f"not measured any more: {self.after.text if self.after is not None else 'no such row'}"
+        if self.is_regression:
+            return "slower"
+        return "faster" if self.speedup > 1 + self.spread else "same"
+
+
+def compare(before: Iterable[Row], after: Iterable[Row]) -> list[Change]:
+    """A Change for each row that is measured in `before`, in its order."""
+    new = {row.key: row for row in after}
+    return [_change(row, new.get(row.key)) for row in before if row.measured is not None]
+
+
+def _change(before: Row, after: Row | None) -> Change:
+    assert before.measured is not None
+    if after is None or after.measured is None:
+        return Change(before=before, after=after, speedup=None, spread=NOISE)
+    return Change(
+        before=before,
+        after=after,
+        speedup=before.measured.time_ms / after.measured.time_ms,
+        spread=max(NOISE, before.measured.spread, after.measured.spread),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Floor:
+    """`contender` must reach `ratio` of the TFLOPS of `peer` in every cell of the suite `floors`."""
+
+    contender: str
+    peer: str
+    ratio: float
+
+
+FLOORS: tuple[Floor, ...] = (
+    Floor(contender="cutile", peer="sdpa-cudnn", ratio=0.90),
+    Floor(contender="triton", peer="sdpa-cudnn", ratio=0.80),
+    Floor(contender="cuda", peer="sdpa-flash", ratio=0.80),
+)
+"""At D=128, N=4096, bf16, full and causal, on the GPU at hand, device regime."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """A floor in one cell: the ratio reached, or why there is none."""
+
+    floor: Floor
+    cell: Cell
+    ratio: float | None
+    why: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """False also where nothing was measured: a floor that nobody measured is not held."""
+        return self.ratio is not None and self.ratio >= self.floor.ratio
+
+    @property
+    def text(self) -> str:
+        """One line."""
+        if self.ratio is None:
+            return f"no figure: {self.why}"
+        return (
+            f"{self.ratio:.2f} of {self.floor.peer}, floor {self.floor.ratio:.2f}: {'pass' if self.holds else 'miss'}"
+        )
+
+
+def judge_floors(rows: Iterable[Row], floors: Sequence[Floor] = FLOORS) -> list[Verdict]:
+    """Every floor in every cell of the suite `floors`, from rows of the device regime."""
+    found = {(row.cell.key, row.contender): row for row in rows if row.regime == "device"}
+    return [
+        _judge(floor, cell, found.get((cell.key, floor.contender)), found.get((cell.key, floor.peer)))
+        for floor in floors
+        for cell in SUITES["floors"]
+    ]
+
+
+def _judge(floor: Floor, cell: Cell, ours: Row | None, peer: Row | None) -> Verdict:
+    for name, row in ((floor.contender, ours), (floor.peer, peer)):
+        if row is None:
+            return Verdict(floor=floor, cell=cell, ratio=None, why=f"no row of {name}")
+        if row.measured is None:
+            return Verdict(floor=floor, cell=cell, ratio=None, why=f"{name}: {row.text}")
+    assert ours is not None
+    assert ours.measured is not None
+    assert peer is not None
+    assert peer.measured is not None
+    if not ours.environment.same_setup(peer.environment):
+        return Verdict(
+            floor=floor, cell=cell, ratio=None, why="the two were measured with different builds or machines"
+        )
+    return Verdict(floor=floor, cell=cell, ratio=peer.measured.time_ms / ours.measured.time_ms)
+
+
+def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """The cells of multiattn/measured.json (see multiattn.preference.Cell), from device rows of the best variants.
+
+    Where several measured cells share GPU, head_dim, length and mask, the first counts.
+    """
+    cells: dict[tuple[Any, ...], dict[str, Any]] = {}
+    owners: dict[tuple[Any, ...], str] = {}
+    for row in rows:
+        if row.measured is None or row.regime != "device" or row.contender not in BACKENDS:
+            continue
+        setup, cell = row.environment, row.cell
+        key = (setup.gpu, cell.head_dim, cell.seq, cell.causal)
+        if owners.setdefault(key, cell.key) != cell.key:
+            continue
+        entry = cells.setdefault(
+            key,
+            {
+                "arch": setup.arch,
+                "gpu": setup.gpu,
+                "date": setup.date,
+                "head_dim": cell.head_dim,
+                "seq_kv": cell.seq,
+                "causal": cell.causal,
+                "tflops": {},
+            },
+        )
+        entry["date"] = max(entry["date"], setup.date)
+        entry["tflops"][row.contender] = round(row.measured.tflops, 1)
+    return [cells[key] for key in sorted(cells)]
+
+
+def write_preferences(rows: Iterable[Row], path: Path) -> int:
+    """Write `preferences` to `path`, one line a cell; how many. ValueError where nothing was measured."""
+    cells = preferences(rows)
+    if not cells:
+        raise InputError("none of these results has a time of one of our backends: there is nothing to prefer by")
+    path.write_text("[\n" + ",\n".join(json.dumps(cell) for cell in cells) + "\n]\n")
+    return len(cells)

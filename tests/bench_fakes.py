@@ -1,0 +1,97 @@
+"""Stand-ins for a device, for tests of bench: nothing here is slow, random, or on a GPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from bench.matrix import Cell
+from bench.peers import Peer
+from bench.providers import Ours, Tensors
+from bench.results import Environment, Measured, Row, Store
+from bench.run import Job, Machine
+from bench.timing import Budget, Call, Sample
+from multiattn.arch import ARCHS
+
+CELL = Cell(batch=1, heads=2, seq=48, head_dim=16, dtype="bf16", causal=True, layout="bshd")
+BUDGET = Budget(rounds=3, sample_ms=1.0, warmup_ms=1.0)
+SETUP = Environment(
+    gpu="NVIDIA H200",
+    arch="sm90",
+    peak_tflops=989.4,
+    driver="580.0",
+    commit="c0ffee",
+    source="abc",
+    versions={"torch": "2.11"},
+    date="2026-11-21",
+)
+
+
+class FakeClock:
+    """Runs each call once and says what the test scripted for it, by name."""
+
+    def __init__(self, times: dict[str, float] | None = None) -> None:
+        self.times = times or {}
+        self.log: list[tuple[str, str, int]] = []
+
+    def device(self, call: Call, launches: int) -> Sample:
+        """As `bench.timing.Clock`."""
+        return self._sample("device", call, launches)
+
+    def single(self, call: Call) -> Sample:
+        """As `bench.timing.Clock`."""
+        return self._sample("single", call, 1)
+
+    def _sample(self, regime: str, call: Call, launches: int) -> Sample:
+        call()
+        name = getattr(call, "__name__", "partial")
+        self.log.append((regime, name, launches))
+        return Sample(time_ms=self.times.get(name, 0.5))
+
+
+def machine(clock: FakeClock | None = None, synchronize: Callable[[], None] = lambda: None) -> Machine:
+    """The CPU, under a fake clock."""
+    return Machine(arch=ARCHS["cpu"], device=torch.device("cpu"), clock=clock or FakeClock(), synchronize=synchronize)
+
+
+def peer(name: str, function: Callable[..., torch.Tensor] | None = None) -> Peer:
+    """A peer whose function takes (q, k, v, causal); None is SDPA's own."""
+
+    def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    def build(cell: Cell, tensors: Tensors) -> tuple[Call, str]:
+        return functools.partial(function or sdpa, *tensors, cell.causal), "a fake"
+
+    return Peer(name=name, module="torch", install="", build=build)
+
+
+def job(*providers: Ours | Peer, cells: tuple[Cell, ...] = (CELL,), fresh: bool = False) -> Job:
+    """A job of one cell, in the device regime."""
+    return Job(suite="smoke", cells=cells, providers=providers, budget=BUDGET, fresh=fresh)
+
+
+def store(folder: Path) -> Store:
+    """The store that `run` writes in `folder`."""
+    return Store.open(folder / "smoke.json", "smoke")
+
+
+def row(contender: str, time_ms: float, *, cell: Cell = CELL, spread: float = 0.0, setup: Environment = SETUP) -> Row:
+    """A measured row; `spread` is its interquartile range over the median."""
+    measured = Measured(
+        time_ms=time_ms,
+        low_ms=time_ms * (1 - spread / 2),
+        high_ms=time_ms * (1 + spread / 2),
+        rounds=9,
+        launches=4,
+        host_bound=False,
+        tflops=100 / time_ms,
+        peak_share=None,
+        error_ratio=0.5,
+    )
+    return Row(
+        cell=cell, contender=contender, regime="device", environment=setup, command="python -m bench", measured=measured
+    )

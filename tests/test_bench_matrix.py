@@ -1,0 +1,76 @@
+"""bench.matrix and bench.flops: the cells are what they say, and the work in them is counted right."""
+
+import itertools
+
+import pytest
+import torch
+
+from bench.flops import forward_flops, peak_share, rate_text, tflops
+from bench.matrix import HIDDEN, SUITES, TOKENS, Cell, Filter, find_suite
+from multiattn.arch import find_gpu
+from multiattn.problem import Problem
+from multiattn.reference import visible_pairs
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_cells_are_unique_by_content_and_by_key(suite):
+    cells = SUITES[suite]
+    assert len(cells) == len(set(cells)) == len({cell.key for cell in cells}) > 0
+
+
+def test_the_standard_suite_is_the_promised_product():
+    cells = SUITES["standard"]
+    assert len(cells) == 3 * 2 * 6
+    assert all(cell.batch * cell.seq == TOKENS and cell.heads * cell.head_dim == HIDDEN for cell in cells)
+    assert {(cell.dtype, cell.layout) for cell in cells} == {("bf16", "bshd")}
+    assert set(SUITES["floors"]) <= set(cells)
+
+
+def test_the_seed_suite_is_that_of_the_scaling_analysis():
+    assert [(c.batch, c.heads, c.head_dim, c.dtype, c.causal, c.seq) for c in SUITES["seed"]] == [
+        (4, 32, 128, "fp16", True, 1024 << i) for i in range(5)
+    ]
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize(("batch", "heads", "seq"), [(1, 1, 5), (1, 3, 5), (2, 1, 5), (2, 3, 1), (2, 3, 5)])
+def test_the_problem_of_a_cell_is_that_of_its_tensors(layout, batch, heads, seq):
+    cell = Cell(batch=batch, heads=heads, seq=seq, head_dim=16, dtype="fp16", causal=True, layout=layout)
+    assert cell.problem == Problem.of(*cell.tensors("cpu"), causal=True)
+
+
+def test_tensors_are_the_same_every_time_and_differ_among_themselves():
+    cell = SUITES["smoke"][0]
+    first, again = cell.tensors("cpu"), cell.tensors("cpu")
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(first, 2))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(1, 1), (7, 7), (5, 9), (9, 5), (1, 30)])
+def test_flops_are_those_of_the_visible_pairs(seq_q, seq_kv, causal):
+    problem = Problem.contiguous(batch=2, heads_q=6, heads_kv=3, seq_q=seq_q, seq_kv=seq_kv, head_dim=8, causal=causal)
+    counted = 0
+    for _pair in range(int(visible_pairs(problem, torch.device("cpu")).sum())):
+        counted += 2 * 8 + 2 * 8  # one dot product of q and k, one row of v scaled and added
+    assert forward_flops(problem) == 2 * 6 * counted
+
+
+def test_tflops_and_the_share_of_the_peak():
+    assert tflops(4 * 10**12, 8.0) == pytest.approx(500.0)
+    assert peak_share(494.7, find_gpu("NVIDIA H200")) == pytest.approx(0.5)
+    assert peak_share(494.7, None) is None
+    assert [rate_text(rate) for rate in (641.4, 10.2, 9.87, 0.0003)] == ["641", "10", "9.9", "0.0003"]
+    with pytest.raises(ValueError, match="time_ms"):
+        tflops(1, 0.0)
+
+
+def test_a_filter_narrows_and_its_errors_name_what_there_is():
+    cells = Filter(head_dims=(64, 128), seqs=(4096,), causal=True).apply(SUITES["standard"])
+    assert [(cell.head_dim, cell.seq, cell.causal) for cell in cells] == [(64, 4096, True), (128, 4096, True)]
+    with pytest.raises(ValueError, match="--head-dim: got 77; this suite has 64, 128, 256"):
+        Filter(head_dims=(77,)).apply(SUITES["standard"])
+    with pytest.raises(ValueError, match="--causal/--full"):
+        Filter(causal=False).apply(SUITES["seed"])
+    with pytest.raises(ValueError, match="--suite: got 'huge'; allowed standard"):
+        find_suite("huge")

@@ -1,0 +1,106 @@
+"""bench.peers: what can be held of them without a GPU or the packages."""
+
+import sys
+import types
+from dataclasses import replace
+
+import bench_fakes as fakes
+import pytest
+import torch
+import torch.nn.attention.flex_attention as flex
+
+from bench.matrix import SUITES
+from bench.peers import PEERS, find_peers
+from bench.run import run
+from multiattn.arch import ARCHS
+from multiattn.backend import BACKENDS
+from multiattn.reference import reference
+
+CELL = SUITES["smoke"][1]
+
+
+def test_names_are_unique_and_none_is_a_backend():
+    names = [peer.name for peer in PEERS]
+    assert len(names) == len(set(names))
+    assert not set(names) & set(BACKENDS)
+
+
+def test_peers_are_found_by_name():
+    assert [peer.name for peer in find_peers(("fa4", "flex"))] == ["fa4", "flex"]
+    assert find_peers(("none",)) == ()
+    with pytest.raises(ValueError, match="--peer: got fa9; allowed none, or some of sdpa-flash"):
+        find_peers(("fa9",))
+
+
+@pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-cudnn", "sdpa-efficient"])
+def test_sdpa_kernels_are_forced_and_the_rest_is_put_back(name):
+    (peer,) = find_peers((name,))
+    flags = {
+        "sdpa-flash": torch.backends.cuda.flash_sdp_enabled,
+        "sdpa-cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+        "sdpa-efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+    }
+    before = {flag: is_on() for flag, is_on in flags.items()}
+    with peer.context():
+        assert {flag for flag, is_on in flags.items() if is_on()} == {name}
+        assert not torch.backends.cuda.math_sdp_enabled()
+    assert {flag: is_on() for flag, is_on in flags.items()} == before
+
+
+def test_a_kernel_of_sdpa_that_will_not_do_is_a_reason():
+    (peer,) = find_peers(("sdpa-cudnn",))
+    (reason,) = peer.prepare(CELL, CELL.tensors("cpu"), ARCHS["sm90"])
+    assert reason.code == "peer"
+    assert reason.got
+
+
+@pytest.mark.parametrize("returns_lse", [False, True])
+@pytest.mark.parametrize("name", ["fa2", "fa3", "fa4"])
+def test_flash_attn_is_called_in_its_own_layout(name, returns_lse, monkeypatch, tmp_path):
+    (peer,) = find_peers((name,))
+
+    def flash_attn_func(q, k, v, causal):
+        assert q.shape == (CELL.batch, CELL.seq, CELL.heads, CELL.head_dim)
+        assert q.is_contiguous()
+        out, lse = reference(*(tensor.transpose(1, 2) for tensor in (q, k, v)), causal=causal)
+        out = out.to(q.dtype).transpose(1, 2)
+        return (out, lse) if returns_lse else out
+
+    stand_in(monkeypatch, peer.module, flash_attn_func=flash_attn_func)
+    (row,) = time_peer(replace(peer, module="torch"), tmp_path)
+    assert row.measured
+
+
+def test_tilegym_is_called_with_its_own_names(monkeypatch, tmp_path):
+    (peer,) = find_peers(("tilegym",))
+    chosen = []
+
+    def fmha(q, k, v, *, scaling, is_causal):
+        assert scaling == CELL.head_dim**-0.5
+        return reference(q, k, v, causal=is_causal)[0].to(q.dtype)
+
+    stand_in(monkeypatch, "tilegym", set_backend=chosen.append)
+    stand_in(monkeypatch, "tilegym.ops", fmha=fmha)
+    (row,) = time_peer(replace(peer, module="torch"), tmp_path)
+    assert row.measured
+    assert chosen == ["cutile"]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_is_masked_causally():
+    (peer,) = find_peers(("flex",))
+    q, k, v = CELL.tensors("cpu")
+    call, detail = peer.build(CELL, (q, k, v))
+    assert "dynamic" in detail
+    out = flex.flex_attention(q, k, v, block_mask=call.keywords["block_mask"])  # eager: a compile takes seconds
+    assert torch.allclose(out.float(), reference(q, k, v, causal=True)[0], atol=2e-2)
+
+
+def stand_in(monkeypatch, name, **members):
+    module = types.ModuleType(name)
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def time_peer(peer, folder):
+    return run(fakes.job(peer, cells=(CELL,)), fakes.machine(), fakes.store(folder), quiet=True)

@@ -1,0 +1,130 @@
+"""bench.report and bench.readme: what they make of results, and nothing from anywhere else."""
+
+import json
+import re
+from dataclasses import replace
+
+import bench_fakes as fakes
+import pytest
+
+from bench import compile_table
+from bench.compile_table import Entry, Target
+from bench.matrix import SUITES
+from bench.readme import ranges, render, results_block, support_block, update
+from bench.report import combined_report, groups, html_report, notes, text_report
+from bench.results import dumps
+from multiattn.backend import BACKENDS
+from multiattn.support import Reason
+
+CELLS = [cell for cell in SUITES["standard"] if cell.head_dim == 128]
+ROWS = [
+    fakes.row(name, time_ms * cell.seq / 4096, cell=cell, spread=0.02)
+    for cell in CELLS
+    for name, time_ms in (("cuda", 1.0), ("sdpa-cudnn", 1.5))
+]
+REFUSED = replace(
+    fakes.row("fa2", 1.0, cell=CELLS[0]), measured=None, reasons=(Reason(code="module", got="none", allowed="one"),)
+)
+BROKEN = replace(fakes.row("flex", 1.0, cell=CELLS[0]), measured=None, error="Boom: <b>what</b>\nsecond line")
+ENTRIES = [
+    Entry(target=Target(backend="cuda", arch="sm90"), ok=True, plan="x", seconds=0.5, registers=168, smem_bytes=1024),
+    Entry(target=Target(backend="triton", arch="sm80"), ok=False, error="ptxas: no"),
+]
+PARITY = {
+    "verdict": "Passed: 2 runs of 1 cases, 1 comparisons between backends.",
+    "command": "python -m parity",
+    "environment": {"device": "CPU"},
+    "score": ["error", "budget", "ratio"],
+    "results": [
+        {"case": "gqa", "backend": "cuda", "status": "passed", "out": [1e-3, 2e-3, 0.5], "lse": [0, 1, "inf"]},
+        {"case": "gqa", "backend": "triton", "status": "refused", "reasons": ["arch: no"]},
+    ],
+    "pairs": [{"case": "gqa", "left": "cuda", "right": "triton", "out": [0, 1, 0.25], "lse": [0, 1, 0.125]}],
+}
+
+
+def test_one_table_per_head_dim_and_mask():
+    found = groups(ROWS)
+    assert [(group.cells[0].causal, len(group.cells)) for group in found] == [(False, 6), (True, 6)]
+    assert all(group.contenders == ("cuda", "sdpa-cudnn") for group in found)
+
+
+def test_the_text_says_every_figure_and_every_reason():
+    text = text_report([*ROWS, REFUSED, BROKEN])
+    assert "TFLOPS, D=128 causal, H=16, 16384 tokens, bf16 bshd, device regime, NVIDIA H200" in text
+    assert re.search(r"4096 +100 +67", text)
+    assert "- fa2: module: got none; allowed one [1 row]" in text
+    assert "- flex: error: Boom: <b>what</b> [1 row]" in text
+    assert "NVIDIA H200 (sm90, stated peak 989.4 TFLOPS), driver 580.0, commit c0ffee" in text
+    assert "| 4096 |" in re.sub(" +", " ", text_report(ROWS, form="github"))
+
+
+def test_notes_say_a_reason_once():
+    assert notes([REFUSED, replace(REFUSED, cell=CELLS[1])]) == ["fa2: module: got none; allowed one [2 rows]"]
+
+
+def test_the_page_is_self_contained_and_escaped():
+    page = html_report([*ROWS, REFUSED, BROKEN], ENTRIES, PARITY)
+    assert not re.findall(r"https?:|src=|@import|url\((?!#)", page)
+    assert page.count("<svg") == 2
+    assert "&lt;b&gt;what" in page
+    assert "ptxas: no" in page
+    assert "none ran" in page
+    assert "inf (gqa)" in page
+    assert len(page) < 1_000_000
+
+
+def test_the_page_is_the_same_every_time():
+    assert html_report(ROWS) == html_report(ROWS)
+
+
+def test_a_combined_report_takes_what_there_is(tmp_path):
+    bench, parity, compiled = tmp_path / "bench.json", tmp_path / "parity.json", tmp_path / "compile.json"
+    out = tmp_path / "deep" / "report.html"
+    with pytest.raises(ValueError, match="no parity, bench or compile results"):
+        combined_report(parity, bench, out, compiled)
+    parity.write_text(json.dumps(PARITY))
+    combined_report(parity, None, out)
+    assert "each backend against the reference" in out.read_text()
+    bench.write_text(dumps("standard", ROWS))
+    compile_table.save(ENTRIES, compiled)
+    combined_report(parity, bench, out, compiled)
+    page = out.read_text()
+    assert "TFLOPS over N" in page
+    assert "Compiled for every target" in page
+
+
+def test_ranges():
+    assert ranges([8, 16, 24, 64, 128, 136]) == "8-24, 64, 128-136"
+    assert ranges([]) == ""
+
+
+def test_the_support_table_has_a_word_in_every_cell():
+    lines = support_block().splitlines()
+    table = [line for line in lines if line.startswith("|")]
+    assert all(name in "".join(table) for name in BACKENDS)
+    assert not any(re.search(r"\|\s*\|", line) for line in table)
+
+
+def test_readme_blocks_are_made_again_and_checked(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("a\n<!-- generated:results -->\nstale\n<!-- /generated -->\nb\n")
+    assert not update(readme, tmp_path, check=True)
+    assert "stale" in readme.read_text()
+    assert not update(readme, tmp_path, check=False)
+    assert update(readme, tmp_path, check=True)
+    assert "Nothing is recorded yet" in readme.read_text()
+    folder = tmp_path / "h200"
+    folder.mkdir()
+    (folder / "standard.json").write_text(dumps("standard", ROWS))
+    assert not update(readme, tmp_path, check=True)
+    assert re.search(r"128 \| causal \| 4096 +\| 100", results_block(tmp_path))
+
+
+def test_an_unknown_or_missing_marker_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="nothing generates it"):
+        render("<!-- generated:what -->\n<!-- /generated -->", {})
+    readme = tmp_path / "README.md"
+    readme.write_text("no marker")
+    with pytest.raises(ValueError, match="no <!-- generated"):
+        update(readme, tmp_path, check=True)

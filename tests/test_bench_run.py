@@ -1,0 +1,201 @@
+"""bench.run and bench.results: a row is measured xor reasons xor error, and a run can be taken up again."""
+
+import json
+from dataclasses import replace
+
+import bench_fakes as fakes
+import pytest
+import torch
+
+from bench.environment import NO_GPU
+from bench.matrix import SUITES
+from bench.peers import PEERS
+from bench.prewarm import provider_of, tasks
+from bench.providers import Ours, contender_of, our_providers
+from bench.results import LOST_DEVICE, Row, dumps, load
+from bench.run import DeviceLostError, run
+from multiattn.backend import Plan, get
+from multiattn.support import Reason
+
+OURS = Ours(backend="reference")
+
+
+def raises(*_):
+    raise RuntimeError("no kernel for you")
+
+
+def halves(q, k, v, causal):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal) / 2
+
+
+def run_once(folder, *providers, **options):
+    return run(fakes.job(*providers, **options), fakes.machine(), fakes.store(folder), quiet=True)
+
+
+def test_a_measured_row_has_all_that_the_contract_asks(tmp_path):
+    (row,) = run_once(tmp_path, OURS)
+    assert row.measured.time_ms == 0.5
+    assert row.measured.tflops == pytest.approx(4 * 2 * (48 * 49 // 2) * 16 / 0.5e-3 / 1e12, rel=1e-5)
+    assert 0 < row.measured.error_ratio <= 1
+    assert row.plan == {"variant": "eager", "config": None, "why": "given by the caller"}
+    assert row.command == (
+        "python -m bench --suite smoke --backend reference --peer none --head-dim 16 --seq 48 --dtype bf16 --causal "
+        "--regime device --fresh"
+    )
+    assert row.environment.commit
+    assert row.environment.source
+    assert row.environment.versions["torch"] == torch.__version__
+    assert load(tmp_path / "smoke.json") == [row]
+
+
+def test_a_failing_peer_is_a_row_and_the_run_goes_on(tmp_path):
+    rows = run_once(tmp_path, fakes.peer("broken", raises), fakes.peer("wrong", halves), fakes.peer("sdpa"), OURS)
+    assert [row.contender for row in rows] == ["broken", "wrong", "sdpa", "reference"]
+    broken, wrong, sdpa, ours = rows
+    assert broken.error == "RuntimeError: no kernel for you"
+    assert "computes something else" in wrong.error
+    assert sdpa.measured
+    assert sdpa.detail == "a fake"
+    assert ours.measured
+
+
+def test_ours_is_held_to_parity_before_it_is_timed(tmp_path, monkeypatch):
+    right = get("reference")
+
+    def prepare(plan):
+        launcher = right.forward.prepare(plan)
+
+        def launch(q, k, v, out, lse):
+            launcher(q, k, v, out, lse)
+            out[0, 0, -1, 0] += 0.5
+
+        return launch
+
+    wrong = replace(right, forward=replace(right.forward, prepare=prepare))
+    monkeypatch.setattr("multiattn.backend.get", lambda name: wrong)
+    (row,) = run_once(tmp_path, OURS)
+    assert row.error.startswith("parity.tolerance.Mismatch: out is off")
+    assert row.measured is None
+
+
+def test_an_element_that_was_not_written_is_found():
+    cell = replace(fakes.CELL, seq=4)
+    tensors = cell.tensors("cpu")
+    plan = OURS._plan(cell.problem, fakes.machine().arch)
+    assert isinstance(plan, Plan)
+    contender = contender_of(plan, tensors)
+    out, lse = contender.output()
+    assert not out.isnan().any()
+    assert not lse.isnan().any()
+    assert out.stride() == tensors[0].stride()
+
+
+def test_without_a_gpu_every_row_carries_its_reason(tmp_path):
+    rows = run(fakes.job(OURS, fakes.peer("sdpa")), None, fakes.store(tmp_path), quiet=True)
+    assert [row.reasons for row in rows] == [(NO_GPU,), (NO_GPU,)]
+    assert load(tmp_path / "smoke.json") == rows
+
+
+def test_a_missing_module_is_a_reason(tmp_path):
+    absent = replace(fakes.peer("absent"), module="no_such_module", install="pip install it")
+    (row,) = run_once(tmp_path, absent)
+    assert row.reasons[0].code == "module"
+    assert row.reasons[0].hint == "pip install it"
+
+
+@pytest.mark.parametrize("outcomes", [{}, {"reasons": (NO_GPU,), "error": "x"}])
+def test_a_row_is_exactly_one_of_three(outcomes):
+    with pytest.raises(ValueError, match="measured, or carries reasons, or carries an error"):
+        Row(cell=fakes.CELL, contender="a", regime="device", environment=fakes.SETUP, command="c", **outcomes)
+
+
+def test_the_json_keeps_the_three_apart_and_says_each_environment_once():
+    base = fakes.row("a", 1.0)
+    reasons = replace(base, contender="b", measured=None, reasons=(Reason(code="arch", got="sm80", allowed="sm90"),))
+    error = replace(base, contender="c", measured=None, error="ptxas died")
+    data = json.loads(dumps("smoke", [base, reasons, error]))
+    assert len(data["environments"]) == 1
+    for row, kind in zip(data["rows"], ("measured", "reasons", "error"), strict=True):
+        assert {"measured", "reasons", "error"} & set(row) == {kind}
+
+
+def test_finished_cells_are_not_run_again(tmp_path):
+    first = run_once(tmp_path, OURS, fakes.peer("sdpa"))
+    clock = fakes.FakeClock()
+    again = run(fakes.job(OURS, fakes.peer("sdpa")), fakes.machine(clock), fakes.store(tmp_path), quiet=True)
+    assert again == first
+    assert not clock.log
+    fresh = fakes.job(OURS, fakes.peer("sdpa"), fresh=True)
+    run(fresh, fakes.machine(clock), fakes.store(tmp_path), quiet=True)
+    assert clock.log
+
+
+def test_a_new_contender_makes_the_whole_cell_take_turns_again(tmp_path):
+    run_once(tmp_path, OURS)
+    clock = fakes.FakeClock()
+    run(fakes.job(OURS, fakes.peer("sdpa")), fakes.machine(clock), fakes.store(tmp_path), quiet=True)
+    assert {name for _, name, _ in clock.log} == {"launch", "partial"}
+
+
+def test_rows_of_other_sources_are_not_finished(tmp_path, monkeypatch):
+    run_once(tmp_path, OURS)
+    monkeypatch.setattr("bench.environment.source_digest", lambda: "other")
+    clock = fakes.FakeClock()
+    run(fakes.job(OURS), fakes.machine(clock), fakes.store(tmp_path), quiet=True)
+    assert clock.log
+
+
+def test_rows_of_other_cells_and_contenders_stay(tmp_path):
+    run_once(tmp_path, OURS, fakes.peer("sdpa"))
+    run_once(tmp_path, OURS, cells=(replace(fakes.CELL, seq=32),))
+    assert len(load(tmp_path / "smoke.json")) == 3
+
+
+def test_one_who_takes_the_device_down_is_left_out_of_the_next_run(tmp_path):
+    def synchronize():
+        if broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    broken = []
+
+    def breaks(*_):
+        broken.append(1)
+        raise RuntimeError("illegal memory access")
+
+    job = fakes.job(fakes.peer("bad", breaks), OURS)
+    with pytest.raises(DeviceLostError, match="bad in B1 H2 N48"):
+        run(job, fakes.machine(synchronize=synchronize), fakes.store(tmp_path), quiet=True)
+    (lost,) = load(tmp_path / "smoke.json")
+    assert lost.error.startswith(LOST_DEVICE)
+    broken.clear()
+    bad, ours = run(job, fakes.machine(), fakes.store(tmp_path), quiet=True)
+    assert bad == lost
+    assert ours.measured
+
+
+def test_another_schema_is_refused(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="not a results file of schema"):
+        load(path)
+
+
+def test_providers_by_variant():
+    assert [it.name for it in our_providers(("reference",))] == ["reference"]
+    assert [it.name for it in our_providers(("reference",), "all")] == ["reference/eager"]
+    with pytest.raises(ValueError, match="allowed all, or one of reference/eager"):
+        our_providers(("reference",), "fast")
+    assert get("reference").forward.variants
+
+
+def test_one_task_ahead_per_contender_and_kind():
+    cells = SUITES["standard"]
+    found = tasks([OURS, fakes.peer("sdpa")], cells)
+    assert len(found) == len(set(found)) == 2 * 6
+    assert {task.cell.seq for task in found} == {512}
+
+
+def test_names_lead_back_to_providers():
+    assert provider_of("cuda/split_q") == Ours(backend="cuda", variant="split_q")
+    assert provider_of("triton") == Ours(backend="triton")
+    assert provider_of("fa4") in PEERS

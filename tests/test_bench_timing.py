@@ -1,0 +1,157 @@
+"""bench.timing: turns, medians, and what becomes of a contestant that raises; with a clock that is no clock."""
+
+import contextlib
+import itertools
+from typing import ClassVar
+
+import pytest
+import torch
+from bench_fakes import FakeClock
+
+from bench.conftest import CLOCK, feed
+from bench.timing import MAX_QUEUED, SPIN_ATTEMPTS, Budget, Contestant, CudaClock, Sample, Timing, host_ms, measure
+
+
+def contestant(name, log=None):
+    def call():
+        if log is not None:
+            log.append(name)
+
+    call.__name__ = name
+    return Contestant(call=call)
+
+
+def test_median_and_quartiles():
+    timing = Timing.of([Sample(time_ms=time) for time in (5.0, 1.0, 2.0, 4.0, 3.0)], launches=7)
+    assert (timing.low_ms, timing.time_ms, timing.high_ms) == (2.0, 3.0, 4.0)
+    assert (timing.rounds, timing.launches, timing.host_bound) == (5, 7, False)
+
+
+def test_one_reading_is_its_own_median():
+    timing = Timing.of([Sample(time_ms=2.0)], launches=1)
+    assert timing.low_ms == timing.time_ms == timing.high_ms == 2.0
+
+
+def test_host_bound_is_the_majority_of_readings():
+    late, early = Sample(time_ms=1.0, host_bound=True), Sample(time_ms=1.0)
+    assert Timing.of([late, late, early], 1).host_bound
+    assert not Timing.of([late, early], 1).host_bound
+
+
+def test_contestants_take_turns_in_a_random_order_that_a_seed_fixes():
+    def order(seed):
+        clock = FakeClock()
+        names = ["a", "b", "c", "d"]
+        measure({name: contestant(name) for name in names}, clock, budget=Budget(rounds=6, seed=seed))
+        timed = [name for _, name, _ in clock.log][3 * len(names) :]  # three readings warm each one up
+        rounds = [timed[i : i + 4] for i in range(0, len(timed), 4)]
+        assert len(rounds) == 6
+        assert all(sorted(turn) == names for turn in rounds)
+        return rounds
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+    assert any(a != b for a, b in itertools.pairwise(order(1)))
+
+
+def test_a_reading_lasts_as_long_as_it_should_and_the_queue_never_fills():
+    clock = FakeClock({"slow": 50.0, "even": 0.5, "quick": 1e-4})
+    budget = Budget(rounds=1, sample_ms=8.0)
+    times = measure({name: contestant(name) for name in clock.times}, clock, budget=budget)
+    assert {name: timing.launches for name, timing in times.items()} == {"slow": 1, "even": 16, "quick": MAX_QUEUED}
+
+
+def test_one_that_raises_has_its_error_for_a_result_and_the_others_go_on():
+    calls = []
+
+    def fails_late():
+        calls.append(1)
+        if len(calls) > 4:
+            raise RuntimeError("launch failed")
+
+    results = measure(
+        {"bad": Contestant(call=fails_late), "good": contestant("good")}, FakeClock(), budget=Budget(rounds=5)
+    )
+    assert isinstance(results["bad"], RuntimeError)
+    assert isinstance(results["good"], Timing)
+    assert results["good"].rounds == 5
+    assert len(calls) == 5  # not asked again
+
+
+def test_the_context_is_entered_around_a_reading_and_not_in_it():
+    log = []
+
+    @contextlib.contextmanager
+    def context():
+        log.append("enter")
+        yield
+        log.append("exit")
+
+    measure({"a": Contestant(call=lambda: log.append("call"), context=context)}, FakeClock(), budget=Budget(rounds=2))
+    assert log == ["enter", "call", "call", "call", "exit", *["enter", "call", "exit"] * 2]
+
+
+def test_the_regimes_are_not_mixed():
+    clock = FakeClock()
+    timing = measure({"a": contestant("a")}, clock, regime="call", budget=Budget(rounds=4))["a"]
+    assert [regime for regime, _, _ in clock.log] == ["device"] * 3 + ["single"] * 4  # warming up, then reading
+    assert timing.launches == 1
+    with pytest.raises(ValueError, match="regime: got 'both'; allowed device, call"):
+        measure({}, clock, regime="both")
+
+
+class FakeEvent:
+    """An event of a device whose spin ends after so many launches have been queued."""
+
+    log: ClassVar[list[str]] = []
+    spin_ends_after = 1000
+
+    def __init__(self, *, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.log.append("record")
+
+    def query(self):
+        return self.log[::-1].index("record") >= self.spin_ends_after  # launches since the first event
+
+    def synchronize(self):
+        self.log.append("wait")
+
+    def elapsed_time(self, other):
+        return 12.0
+
+
+@pytest.mark.parametrize(("spin_ends_after", "attempts"), [(1000, 1), (2, SPIN_ATTEMPTS)])
+def test_launches_are_queued_behind_a_spin(monkeypatch, spin_ends_after, attempts):
+    spins = []
+    monkeypatch.setattr(FakeEvent, "log", [])
+    monkeypatch.setattr(FakeEvent, "spin_ends_after", spin_ends_after)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "_sleep", spins.append)
+    sample = CudaClock().device(lambda: FakeEvent.log.append("launch"), 4)
+    assert sample == Sample(time_ms=3.0, host_bound=attempts > 1)
+    assert FakeEvent.log == ["record", *["launch"] * 4, "record", "wait"] * attempts
+    assert len(spins) == attempts
+    assert all(isinstance(cycles, int) and cycles > 0 for cycles in spins)
+
+
+@pytest.mark.benchmark(timer=CLOCK)
+def test_pytest_benchmark_is_fed_with_event_times(benchmark):
+    median_ms = feed(benchmark, contestant("a"), FakeClock({"a": 0.25}), Budget(rounds=5))
+    assert median_ms == 0.25
+    if not benchmark.disabled:  # as under pytest-xdist
+        assert benchmark.stats.stats.rounds == 5
+        assert benchmark.stats.stats.median == pytest.approx(0.25e-3)
+
+
+def test_host_cost_waits_for_the_device_between_repeats_only():
+    log = []
+    cost = host_ms(lambda: log.append("call"), calls=5, repeats=2, synchronize=lambda: log.append("wait"))
+    assert log == ["wait", *["call"] * 5, "wait", *["call"] * 5, "wait"]
+    assert 0 < cost < 10
+
+
+def test_a_budget_must_be_positive():
+    with pytest.raises(ValueError, match="must be positive"):
+        Budget(rounds=0)

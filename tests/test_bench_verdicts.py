@@ -1,0 +1,105 @@
+"""bench.verdicts: what two files, the floors and `auto` make of rows."""
+
+import json
+from dataclasses import replace
+
+import bench_fakes as fakes
+import pytest
+
+from bench.matrix import SUITES
+from bench.verdicts import FLOORS, compare, judge_floors, preferences, write_preferences
+from multiattn.preference import Cell as PreferenceCell
+from multiattn.support import Reason
+
+FLOOR_CELLS = SUITES["floors"]
+
+
+def floor_rows(**times_ms):
+    return [
+        fakes.row(name.replace("_", "-"), time_ms, cell=cell)
+        for cell in FLOOR_CELLS
+        for name, time_ms in times_ms.items()
+    ]
+
+
+def refused(row):
+    return replace(row, measured=None, reasons=(Reason(code="module", got="none", allowed="one"),))
+
+
+@pytest.mark.parametrize(
+    ("new_ms", "spread", "verdict"),
+    [(1.0, 0.0, "same"), (1.02, 0.0, "same"), (1.1, 0.0, "slower"), (1.1, 0.2, "same"), (0.8, 0.0, "faster")],
+)
+def test_a_change_counts_when_the_spread_does_not_explain_it(new_ms, spread, verdict):
+    (change,) = compare([fakes.row("cuda", 1.0)], [fakes.row("cuda", new_ms, spread=spread)])
+    assert change.verdict == verdict
+    assert change.speedup == pytest.approx(1 / new_ms)
+    assert change.is_regression == (verdict == "slower")
+
+
+def test_what_is_not_measured_any_more_is_a_regression():
+    before = fakes.row("cuda", 1.0)
+    for after, why in (([], "no such row"), ([refused(before)], "module: got none")):
+        (change,) = compare([before], after)
+        assert change.is_regression
+        assert why in change.verdict
+
+
+def test_only_what_was_measured_is_compared():
+    assert compare([refused(fakes.row("cuda", 1.0))], [fakes.row("cuda", 1.0)]) == []
+
+
+def test_floors_hold_from_their_ratio_on():
+    rows = floor_rows(cutile=1.0, triton=1.26, cuda=1.25, sdpa_cudnn=1.0, sdpa_flash=1.0)
+    verdicts = judge_floors(rows)
+    assert len(verdicts) == len(FLOORS) * len(FLOOR_CELLS)
+    assert {(it.floor.contender, it.holds) for it in verdicts} == {("cutile", True), ("triton", False), ("cuda", True)}
+    assert "0.79 of sdpa-cudnn, floor 0.80: miss" in {it.text for it in verdicts}
+
+
+def test_a_floor_that_nobody_measured_is_not_held():
+    rows = [refused(row) if row.contender == "sdpa-cudnn" else row for row in floor_rows(cutile=1.0, sdpa_cudnn=1.0)]
+    verdicts = judge_floors(rows)
+    assert not any(it.holds for it in verdicts)
+    assert verdicts[0].text == "no figure: sdpa-cudnn: module: got none; allowed one"
+    assert {it.why for it in verdicts if it.floor.contender == "cuda"} == {"no row of cuda"}
+
+
+def test_a_floor_is_not_judged_across_builds():
+    other = replace(fakes.SETUP, source="def", date="2026-11-22")
+    rows = [
+        row if row.contender == "cutile" else replace(row, environment=other)
+        for row in floor_rows(cutile=1.0, sdpa_cudnn=1.0)
+    ]
+    assert "different builds" in judge_floors(rows)[0].text
+
+
+def test_another_day_or_commit_alone_is_no_other_setup():
+    assert fakes.SETUP.same_setup(replace(fakes.SETUP, date="2027-01-01", commit="later"))
+    assert not fakes.SETUP.same_setup(replace(fakes.SETUP, driver="581.0"))
+
+
+def test_preferences_are_what_multiattn_reads(tmp_path):
+    rows = [*floor_rows(cutile=1.0, triton=2.0, sdpa_cudnn=0.5), refused(floor_rows(cuda=1.0)[0])]
+    path = tmp_path / "measured.json"
+    assert write_preferences(rows, path) == 2
+    cells = [
+        PreferenceCell(**{**cell, "tflops": tuple(sorted(cell["tflops"].items()))})
+        for cell in json.loads(path.read_text())
+    ]
+    assert {(cell.arch, cell.head_dim, cell.seq_kv) for cell in cells} == {("sm90", 128, 4096)}
+    assert cells[0].tflops == (("cutile", 100.0), ("triton", 50.0))
+
+
+def test_one_cell_of_several_alike_is_preferred_by():
+    seed, standard = (
+        next(cell for cell in SUITES[suite] if cell.head_dim == 128 and cell.seq == 4096 and cell.causal)
+        for suite in ("seed", "standard")
+    )
+    (cell,) = preferences([fakes.row("cuda", 1.0, cell=standard), fakes.row("triton", 1.0, cell=seed)])
+    assert cell["tflops"] == {"cuda": 100.0}
+
+
+def test_nothing_measured_is_nothing_to_prefer_by(tmp_path):
+    with pytest.raises(ValueError, match="nothing to prefer by"):
+        write_preferences([refused(fakes.row("cuda", 1.0))], tmp_path / "measured.json")
