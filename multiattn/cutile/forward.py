@@ -35,6 +35,11 @@ REPAIR_TILE = SMALLEST_TILE
 """Rows and keys of the repair's tiles: small, for it must live in what registers and shared memory the loops leave."""
 
 
+SUMS = 8
+"""Partial sums of a row, added up after the loops: each thread sums the columns it has, and no block of keys costs a
+reduction across threads. H200, 2026-11-21, N=4096 full: +2 % at D=128 and +1 % at D=256."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """What is fixed when the kernel is compiled."""
@@ -72,7 +77,13 @@ class Rows:
 
     acc: Any  # [tile_m, tile_d]
     m: Any  # [tile_m, 1], log2 domain
-    l: Any  # [tile_m, 1]  # noqa: E741 - the paper's name
+    l: Any  # [tile_m, SUMS]  # noqa: E741 - the paper's name
+
+
+@ct.function
+def row_sum(l: Any) -> Any:  # noqa: E741
+    """The sum of a row's weights, ``[tile_m, 1]``."""
+    return ct.sum(l, axis=-1, keepdims=True)
 
 
 @ct.function
@@ -174,7 +185,7 @@ def weigh(shape: Any, place: Any, q: Any, k: Any, scale_log2: Any, rows: Any, bl
     m = ct.maximum(rows.m, ct.max(s, axis=-1, keepdims=True) * scale_log2)
     p = ct.exp2(s * scale_log2 - m, flush_to_zero=True)  # [tile_m, tile_n]
     alpha = ct.exp2(rows.m - m, flush_to_zero=True)  # [tile_m, 1]
-    l = rows.l * alpha + ct.sum(p, axis=-1, keepdims=True)  # noqa: E741
+    l = rows.l * alpha + ct.sum(p.reshape((shape.tile_m, shape.tile_n // SUMS, SUMS)), axis=1)  # noqa: E741
     return p.astype(k.dtype), Rows(acc=rows.acc * alpha, m=m, l=l)
 
 
@@ -193,7 +204,7 @@ def no_rows(shape: Any) -> Any:
     return Rows(
         acc=ct.full((shape.tile_m, shape.tile_d), 0.0, dtype=ct.float32),
         m=ct.full((shape.tile_m, 1), LOWEST, dtype=ct.float32),
-        l=ct.full((shape.tile_m, 1), 0.0, dtype=ct.float32),
+        l=ct.full((shape.tile_m, SUMS), 0.0, dtype=ct.float32),
     )
 
 
@@ -237,7 +248,7 @@ def repair(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, scale_log2:
         finite = ct.where(ct.abs(values) < math.inf, values, 0.0).astype(v.dtype)
         rows = Rows(acc=ct.mma(p, finite, rows.acc), m=rows.m, l=rows.l)
         seen = seen + see_nonfinite(is_visible(shape, place, block), values)
-    store_out(shape, place, out, rows.acc + seen, rows.l)
+    store_out(shape, place, out, rows.acc + seen, row_sum(rows.l))
 
 
 @ct.function
@@ -282,8 +293,9 @@ def forward_block(shape: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale_
     if shape.masked:
         for block in range(first_masked, end):
             rows = attend(shape, place, queries, k, v, scale_log2, rows, block, True)
-    store_out(shape, place, out, rows.acc, rows.l)
-    log_sum = ct.where(rows.l == 0.0, -math.inf, (rows.m + ct.log2(rows.l)) * LN2)
+    l = row_sum(rows.l)  # noqa: E741
+    store_out(shape, place, out, rows.acc, l)
+    log_sum = ct.where(l == 0.0, -math.inf, (rows.m + ct.log2(l)) * LN2)
     log_sum = log_sum.reshape((1, 1, shape.tile_m))
     # Without TMA: of a single row (B = Hq = 1) its store clips at 16 bytes, and so writes past the end of lse.
     ct.store(lse, (place.batch, place.head, place.tile), log_sum, allow_tma=False)
