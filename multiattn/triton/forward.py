@@ -23,7 +23,8 @@ OUT_VECTOR = tl.constexpr(8)
 """Elements that divide every stride of out: it is dense, so they are multiples of head_dim."""
 
 
-@triton.jit
+# Lengths of 1 as constants crash the assembler of Triton 3.6.0 (with a descriptor and a register cap), and buy nothing.
+@triton.jit(do_not_specialize=["seq_q", "seq_kv"])
 def attention_forward(
     q,  # pointer, [B, Hq, Sq, D]
     k,  # [B, Hkv, Skv, D]; a pointer, or a tensor descriptor with block [1, 1, TILE_N, HEAD_PAD]
