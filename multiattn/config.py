@@ -6,7 +6,7 @@ A rule carries its evidence. There is no catch-all row: an arch without a rule i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Generic, TypeVar
 
 from multiattn.arch import Arch
@@ -24,7 +24,9 @@ class Config:
     tile_n: int
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={value}" for name, value in asdict(self).items())
+        """Every field that is not at its default."""
+        values = ((field, getattr(self, field.name)) for field in fields(self))
+        return " ".join(f"{field.name}={value}" for field, value in values if value != field.default)
 
 
 C = TypeVar("C", bound=Config)
