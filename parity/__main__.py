@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     environment = describe_environment(device, contenders)
     order = {case.name: index for index, case in enumerate(cases)}
     reports: list[CaseReport] = []
-    progress = tqdm(total=len(cases), unit="case", disable=None)  # silent where there is no terminal
+    seconds = 0.1 if sys.stderr.isatty() else 10  # in a log, a line now and then
+    progress = tqdm(total=len(cases), unit="case", mininterval=seconds, maxinterval=seconds)
     with progress:
         for case_report in run_cases(cases, contenders, device, jobs=options.jobs):
             reports.append(case_report)
