@@ -35,6 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases = matching(suite(device), options.case or ["*"])
     except ValueError as error:
         parser.error(str(error))
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {error}")
     torch.set_num_threads(1)  # the cases are small; the workers are the parallelism
     contenders = contenders_of(tuple(dict.fromkeys(options.backend or BACKENDS)), options.variants)
     environment = describe_environment(device, contenders)

@@ -52,8 +52,9 @@ class Report:
             if result.status in ("failed", "error")
         )
         apart = (
-            f"{pair.left} and {pair.right} disagree on {pair.case}: |A - B| of out is {pair.out.error:.3e}, allowed "
-            f"{pair.out.budget:.3e}; of lse {pair.lse.error:.3e}, allowed {pair.lse.budget:.3e}"
+            f"{pair.left} and {pair.right} disagree on {pair.case}: |A - B| ({pair.out.of}) of out is "
+            f"{pair.out.error:.3e}, allowed {pair.out.budget:.3e}; ({pair.lse.of}) of lse {pair.lse.error:.3e}, "
+            f"allowed {pair.lse.budget:.3e}"
             for pair in self.pairs
             if not pair.passed
         )
@@ -159,7 +160,7 @@ def _pair_summary(pairs: Sequence[Pair]) -> Table:
         rows.append((left, right, str(len(these)), str(agree), f"{_ratio(worst.out, worst.lse):.2f} ({worst.case})"))
     return Table(
         title="Backends against each other",
-        note="|A - B| against the sum of what both are allowed.",
+        note="|A - B| against the sum of what both are allowed. It holds where both pass; the ratio says how close.",
         header=("A", "B", "cases", "agree", "worst ratio"),
         rows=tuple(rows),
     )
@@ -188,7 +189,7 @@ def _details(results: Iterable[Result]) -> Table:
     score = ("error", "budget", "ratio")
     return Table(
         title="Every case",
-        note="Largest absolute error against the reference in fp64, and what is allowed.",
+        note="Error against the reference in fp64, max or rms, whichever uses more of what it is allowed.",
         header=("case", "backend", "variant", "status", *(f"{of} {what}" for of in ("out", "lse") for what in score)),
         rows=tuple(rows),
     )
@@ -236,7 +237,7 @@ def _ratio(*scores: Score) -> float:
 def _score(score: Score | None) -> Row:
     if score is None:
         return "", "", ""
-    return f"{score.error:.2e}", f"{score.budget:.2e}", f"{score.ratio:.3f}"
+    return f"{score.error:.2e} {score.of}", f"{score.budget:.2e}", f"{score.ratio:.3f}"
 
 
 # ---------------------------------------------------------------- formats
@@ -285,7 +286,7 @@ def to_json(report: Report) -> str:
         "verdict": verdict(report),
         "command": report.command,
         "environment": report.environment,
-        "score": ["error", "budget", "ratio"],
+        "score": ["error", "budget", "ratio", "of"],
     }
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in parts.items()]
     for key, rows in (("cases", cases), ("results", results), ("pairs", pairs)):
@@ -310,8 +311,8 @@ def _pack_result(result: Result) -> dict[str, object]:
 
 
 def _pack(score: Score | None) -> list[float | str] | None:
-    """Three numbers; inf, which JSON has not, as the text "inf"."""
+    """Three numbers and which error they are of; inf, which JSON has not, as the text "inf"."""
     if score is None:
         return None
     numbers = (float(f"{number:.3g}") for number in (score.error, score.budget, score.ratio))
-    return ["inf" if number == float("inf") else number for number in numbers]
+    return [*("inf" if number == float("inf") else number for number in numbers), score.of]

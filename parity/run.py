@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 import multiprocessing
+import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -41,12 +44,14 @@ class Contender:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """One result of one run, out or lse, against its budget."""
+    """One result of one run, out or lse, against its budget: of max and RMS the one that uses more of it."""
 
+    of: str
+    """``max`` or ``rms``."""
     error: float
     budget: float
     ratio: float
-    """Share of the budget used, the larger of max and RMS."""
+    """Share of the budget used; inf where NaN or inf stand in wrong places."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +147,8 @@ def score_outputs(outputs: Outputs, truth: Truth) -> tuple[Score, Score, str]:
     scores, complaints = [], []
     for got, expected in ((outputs.out, truth.out), (outputs.lse, truth.lse)):
         deviation = deviate(got, expected.truth)
-        scores.append(Score(error=deviation.max, budget=expected.budget.max, ratio=expected.ratio(deviation)))
+        of, error, budget = expected.tighter(deviation)
+        scores.append(Score(of=of, error=error, budget=budget, ratio=expected.ratio(deviation)))
         complaints.append(expected.complaint(got, deviation))
     return scores[0], scores[1], "\n".join(filter(None, complaints))
 
@@ -192,14 +198,21 @@ def _attempt(case: Case, contender: Contender, inputs: Inputs, truth: Truth) -> 
 
 
 def _last_lines() -> str:
-    """The innermost frames of the exception in flight: enough to find it, and a report stays small."""
-    return traceback.format_exc(limit=-6)[-2000:]
+    """The innermost frames of the exception in flight: enough to find it, and a report stays small.
+
+    Paths are cut to what lies below the folder on sys.path, as a report is for other machines too.
+    """
+    text = traceback.format_exc(limit=-6)[-2000:]
+    for folder in sorted({str(Path(folder).resolve()) for folder in sys.path}, key=len, reverse=True):
+        text = text.replace(folder + os.sep, "")
+    return text
 
 
 def _score_pair(left: torch.Tensor, right: torch.Tensor, expected: Expected) -> Score:
     """|left - right| against the sum of both allowances, which are those of one truth."""
     deviation = deviate(left, right)
-    return Score(error=deviation.max, budget=2 * expected.budget.max, ratio=expected.ratio(deviation) / 2)
+    of, error, budget = expected.tighter(deviation)
+    return Score(of=of, error=error, budget=2 * budget, ratio=expected.ratio(deviation) / 2)
 
 
 def run_cases(

@@ -88,8 +88,13 @@ class Expected:
         """The share of the budget that a deviation uses: at most 1 passes, and inf is NaN in a wrong place."""
         if deviation.strangers:
             return math.inf
-        pairs = (deviation.max, self.budget.max), (deviation.rms, self.budget.rms)
-        return max(_divide(error, allowed) for error, allowed in pairs)
+        _, error, allowed = self.tighter(deviation)
+        return _divide(error, allowed)
+
+    def tighter(self, deviation: Deviation) -> tuple[str, float, float]:
+        """Which of max and rms uses more of its budget, with the error and what is allowed."""
+        pairs = ("max", deviation.max, self.budget.max), ("rms", deviation.rms, self.budget.rms)
+        return max(pairs, key=lambda pair: _divide(pair[1], pair[2]))
 
     def _at(self, got: torch.Tensor, index: int) -> str:
         where = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), got.shape))

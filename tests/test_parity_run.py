@@ -131,7 +131,7 @@ def test_a_variant_may_run_nothing_where_another_runs():
 
 
 def test_backends_that_disagree_fail():
-    apart = Score(error=3.0, budget=2.0, ratio=1.5)
+    apart = Score(of="max", error=3.0, budget=2.0, ratio=1.5)
     pair = Pair(case="a", left="triton", right="cuda", out=apart, lse=replace(apart, ratio=0.1))
     ran = Result(case="a", contender=REFERENCE[0], status="passed")
     (problem,) = report_of(CaseReport(case=CASE, results=(ran,), pairs=(pair,))).problems
@@ -203,7 +203,7 @@ def test_reasons_of_refusals_are_in_the_report(monkeypatch):
 
 
 def test_the_json_of_a_whole_gpu_run_is_small():
-    score = Score(error=1.2345678e-3, budget=9.8765e-2, ratio=0.12345678)
+    score = Score(of="max", error=1.2345678e-3, budget=9.8765e-2, ratio=0.12345678)
     who = tuple(Contender(backend=name) for name in ("triton", "cutile", "cuda"))
     config = "tile_m=128 tile_n=128 stages=3 warps=8 occupancy=2 swizzle=qkv"
     reports = []
