@@ -122,6 +122,10 @@ def compile_kernels(options: argparse.Namespace) -> int:
             print(f"{name}: no plan")
             _print_reasons(error.reasons)
             continue
+        except ValueError as error:  # a variant that this backend does not have
+            failed += 1
+            print(f"{name}: {error}")
+            continue
         compiled = backend.forward.compile(plan)
         print(
             f"{plan}\n  {compiled.seconds:.1f} s, cubin {len(compiled.cubin)} B, registers {compiled.registers}, "

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 
@@ -17,6 +17,7 @@ from multiattn.backend import BACKENDS, REFERENCE, Launcher, Plan, make_plan
 from multiattn.preference import preferred_order
 from multiattn.problem import VECTOR_BYTES, Problem
 from multiattn.support import Reason, Unsupported
+from multiattn.toolchain import probe_gpu
 
 _CallKey = tuple[object, ...]
 
@@ -105,8 +106,8 @@ def fmha(
     Dao, "FlashAttention-2" (arXiv 2307.08691), Algorithm 1.
     """
     key, ready = _look_up(q, k, v, causal, scale, backend, variant)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise _no_backward(q, k, v, causal, scale, backend)
+    if _needs_grad(q, k, v):
+        _refuse_grad(q, k, v, causal=causal, scale=scale, backend=backend, variant=variant)
     if ready is None:
         ready = _get_ready(q, k, v, causal=causal, scale=scale, backend=backend, variant=variant)
         if len(_ready) >= _READY_LIMIT:
@@ -125,14 +126,44 @@ def fmha(
 def launch(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Launch exactly `plan` on tensors that its Problem describes, into out and lse given by the caller.
 
-    For tests, benchmarks and tuning: the plan may carry a config or an arch of their choice. ValueError if the
-    tensors are not those of the plan.
+    For tests, benchmarks and tuning: the plan may carry a config of their choice. out has the shape, dtype and device
+    of q and the strides `plan.problem.strides_out`, lse is fp32 ``[B, Hq, Sq]`` and contiguous; both start at a
+    multiple of 16 bytes. TypeError or ValueError for anything else, with what came and what is accepted.
     """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan must be a Plan; got {type(plan).__name__}")
     problem = Problem.of(q, k, v, causal=plan.problem.causal, scale=plan.problem.scale)
     if problem != plan.problem:
         raise ValueError(f"the tensors are not those of the plan: got {problem}; the plan is for {plan.problem}")
+    if (arch := detect(q.device)) != plan.arch:
+        raise ValueError(f"the plan is for {plan.arch.name}; got tensors on {q.device}, which is {arch.name}")
+    shape = tuple(q.shape)
+    _check_output("out", out, shape, (*problem.strides_out, 1), q.dtype, q.device)
+    _check_output("lse", lse, shape[:3], (shape[1] * shape[2], shape[2], 1), torch.float32, q.device)
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         _prepare(plan, q.device)(q, k, v, out, lse)
+
+
+def _check_output(
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
+    walked = [index for index, size in enumerate(tensor.shape) if size > 1]
+    is_alike = (tuple(tensor.shape), tensor.dtype, tensor.device) == (shape, dtype, device)
+    is_laid_out = all(tensor.stride(index) == strides[index] for index in walked)
+    is_aligned = tensor.data_ptr() % VECTOR_BYTES == 0
+    if not (is_alike and (tensor.numel() == 0 or (is_laid_out and is_aligned))):
+        raise ValueError(
+            f"{name}: got {tuple(tensor.shape)} with strides {tuple(tensor.stride())}, {tensor.dtype} on "
+            f"{tensor.device}, address {tensor.data_ptr():#x}; allowed {shape} with strides {strides}, {dtype} on "
+            f"{device}, address a multiple of {VECTOR_BYTES}"
+        )
 
 
 def explain(
@@ -157,18 +188,17 @@ def explain(
     if isinstance(q, Problem):
         if arch is None:
             raise ValueError("explain(Problem) needs arch=, as there is no tensor whose device would tell it")
-        problem = q
-    else:
-        if k is None or v is None:
-            raise TypeError("explain needs q, k and v, or one Problem")
-        problem = Problem.of(q, k, v, causal=causal, scale=scale)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
-            return (_BACKWARD,)
-    target = arch_by_name(arch) if arch is not None else detect(_device(q))
-    try:
-        return _choose(problem, target, backend, variant, probe=arch is None)
-    except Unsupported as error:
-        return error.reasons
+        if k is not None or v is not None or causal or scale is not None:
+            raise TypeError("explain(Problem) takes no k, v, causal or scale: the Problem has its own")
+        return _plan_or_reasons(q, arch_by_name(arch), backend, variant, probe=False)
+    if k is None or v is None:
+        raise TypeError("explain needs q, k and v, or one Problem")
+    problem = Problem.of(q, k, v, causal=causal, scale=scale)
+    target = detect(q.device) if arch is None else arch_by_name(arch)
+    plan = _plan_or_reasons(problem, target, backend, variant, probe=arch is None)
+    if not _needs_grad(q, k, v):
+        return plan
+    return (_BACKWARD,) if isinstance(plan, Plan) else (*plan, _BACKWARD)
 
 
 def backends(device: torch.device | str | None = None) -> Mapping[str, tuple[Reason, ...]]:
@@ -178,7 +208,12 @@ def backends(device: torch.device | str | None = None) -> Mapping[str, tuple[Rea
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = detect(torch.device(device))
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: got {device}; allowed cpu and cuda")
+    if device.type == "cuda" and (reasons := probe_gpu()):
+        return dict.fromkeys(BACKENDS, reasons)
+    target = detect(device)
     return {name: registry.get(name).probe(target) for name in BACKENDS}
 
 
@@ -201,11 +236,14 @@ def _look_up(
             k.shape, k.stride(), k.dtype, k.device,
             v.shape, v.stride(), v.dtype, v.device,
             (q.data_ptr() | k.data_ptr() | v.data_ptr()) & (VECTOR_BYTES - 1),
+            q.is_neg() or k.is_neg() or v.is_neg(),
             causal, type(causal), scale, type(scale), backend, variant,
         )  # fmt: skip
         return key, _ready.get(key)
     except (AttributeError, RuntimeError, TypeError):
-        Problem.of(q, k, v, causal=causal, scale=scale)  # raises what is wrong with them, in our words
+        # Say in our words what is wrong, of whichever argument; else the error is not about the arguments.
+        Problem.of(q, k, v, causal=causal, scale=scale)
+        _check_names(backend, variant)
         raise
 
 
@@ -234,7 +272,14 @@ def _prepare(plan: Plan, device: torch.device) -> Launcher:
         return registry.get(plan.backend).forward.prepare(plan)
 
 
+def _check_names(backend: str, variant: str | None) -> None:
+    for name, value in (("backend", backend), ("variant", variant)):
+        if not isinstance(value, str) and not (name == "variant" and value is None):
+            raise TypeError(f"{name} must be a string; got {type(value).__name__}")
+
+
 def _choose(problem: Problem, arch: Arch, backend: str, variant: str | None, *, probe: bool) -> Plan:
+    _check_names(backend, variant)
     if backend != "auto":
         try:
             return make_plan(registry.get(backend), problem, arch, variant=variant, probe=probe)
@@ -272,11 +317,33 @@ def _with_alternatives(error: Unsupported, *, probe: bool) -> Unsupported:
     )
 
 
-def _no_backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None, backend: str
-) -> Unsupported:
-    problem = Problem.of(q, k, v, causal=causal, scale=scale)
-    return Unsupported(backend=backend, arch=detect(q.device), problem=problem, reasons=(_BACKWARD,))
+def _needs_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
+def _refuse_grad(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    backend: str,
+    variant: str | None,
+) -> NoReturn:
+    problem, arch = Problem.of(q, k, v, causal=causal, scale=scale), detect(q.device)
+    plan = _plan_or_reasons(problem, arch, backend, variant, probe=True)
+    reasons = () if isinstance(plan, Plan) else plan
+    raise Unsupported(backend=backend, arch=arch, problem=problem, reasons=(*reasons, _BACKWARD))
+
+
+def _plan_or_reasons(
+    problem: Problem, arch: Arch, backend: str, variant: str | None, *, probe: bool
+) -> Plan | tuple[Reason, ...]:
+    try:
+        return _choose(problem, arch, backend, variant, probe=probe)
+    except Unsupported as error:
+        return error.reasons
 
 
 def _launch_nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -287,8 +354,3 @@ def _fill_empty_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: tor
     """Launcher of a problem without keys: every row is empty."""
     out.zero_()
     lse.fill_(-math.inf)
-
-
-def _device(tensor: torch.Tensor | Problem) -> torch.device:
-    assert isinstance(tensor, torch.Tensor)
-    return tensor.device

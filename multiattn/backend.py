@@ -28,9 +28,12 @@ REFERENCE = "reference"
 class Launcher(Protocol):
     """A kernel ready to launch on tensors of one metadata: no planning, no validation, no synchronisation.
 
+    The first launch may compile, where the language compiles for the tensors themselves.
+
     q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` as described by the Plan's Problem; out like q, with the
-    strides of `Problem.strides_out`; lse fp32 ``[B, Hq, Sq]`` contiguous. Writes every element of out and lse, on the
-    current stream. The tensors' device is the current one, there is at least one query and at least one key.
+    strides of `Problem.strides_out`; lse fp32 ``[B, Hq, Sq]`` contiguous; both at multiples of 16 bytes. Writes every
+    element of out and lse, on the current stream. The tensors' device is the current one; there is at least one query
+    and at least one key.
     """
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -158,7 +161,7 @@ def make_plan(
     With `probe=False` only the data is asked, not this machine: for explaining and compiling for another arch.
     """
     reasons = list(backend.probe(arch)) if probe else []
-    variants = [find_variant(backend, variant)] if variant else list(backend.forward.variants)
+    variants = [find_variant(backend, variant)] if variant is not None else list(backend.forward.variants)
     plans = [plan_variant(backend, candidate, problem, arch, config) for candidate in variants]
     found = next((plan for plan in plans if isinstance(plan, Plan)), None)
     if found is not None and not reasons:
@@ -167,8 +170,3 @@ def make_plan(
         refusals = [plan for plan in plans if not isinstance(plan, Plan)]
         reasons += list(dict.fromkeys(reason for refusal in refusals for reason in refusal))
     raise Unsupported(backend=backend.name, arch=arch, problem=problem, reasons=reasons)
-
-
-def with_config(plan: Plan, config: Config) -> Plan:
-    """The same Plan with another config, as tuning sweeps need it."""
-    return replace(plan, config=config, why="given by the caller")

@@ -42,7 +42,6 @@ class Rule(Generic[C]):
     head_dim_min: int = 1
     head_dim_max: int = 256
     causal: bool | None = None
-    seq_kv_min: int = 0
 
     def reject(self, problem: Problem, arch: Arch) -> str | None:
         """Why this rule does not apply to `problem` on `arch`, or None when it does."""
@@ -52,8 +51,6 @@ class Rule(Generic[C]):
             return f"for D in {self.head_dim_min}..{self.head_dim_max}"
         if self.causal not in (None, problem.causal):
             return "for causal" if self.causal else "for full"
-        if problem.seq_kv < self.seq_kv_min:
-            return f"for Skv >= {self.seq_kv_min}"
         return None
 
     def __str__(self) -> str:

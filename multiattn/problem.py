@@ -23,6 +23,11 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Strides = tuple[int, int, int]
 """Element strides of (batch, head, sequence); the stride of D is 1 by contract."""
 
+Shape = tuple[int, ...]
+
+LOG2_E = math.log2(math.e)
+_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+
 VECTOR_BYTES = 16
 """Widest access any kernel makes to global memory: cp.async, TMA and 128-bit loads all want this."""
 
@@ -65,9 +70,9 @@ class Problem:
         every backend; what only some backends refuse is left to their capability.
         """
         _check_tensors(q, k, v)
-        _check_shapes(q, k, v)
-        if not isinstance(causal, bool):
-            raise TypeError(f"causal must be a bool; got {type(causal).__name__}")
+        _check_shapes(tuple(q.shape), tuple(k.shape), tuple(v.shape))
+        _check_strides(q, k, v)
+        _check_causal(causal)
         batch, heads_q, seq_q, head_dim = q.shape
         _, heads_kv, seq_kv, _ = k.shape
         tensors = (q, k, v)
@@ -109,10 +114,10 @@ class Problem:
         seq_kv = seq_q if seq_kv is None else seq_kv
         if dtype not in DTYPES:
             raise ValueError(f"dtype: got {dtype!r}; allowed {', '.join(DTYPES)}")
-        shapes = (batch, heads_q, seq_q, head_dim), (batch, heads_kv, seq_kv, head_dim)
-        q, kv = (torch.empty(shape, dtype=DTYPES[dtype], device="meta") for shape in shapes)
-        _check_shapes(q, kv, kv)
-        strides_kv = _strides(kv)
+        shape_q, shape_kv = (batch, heads_q, seq_q, head_dim), (batch, heads_kv, seq_kv, head_dim)
+        _check_shapes(shape_q, shape_kv, shape_kv)
+        _check_causal(causal)
+        strides_kv = _contiguous_strides(shape_kv)
         return cls(
             batch=batch,
             heads_q=heads_q,
@@ -123,16 +128,31 @@ class Problem:
             dtype=dtype,
             causal=causal,
             scale=_check_scale(scale, head_dim),
-            strides_q=_strides(q),
+            strides_q=_contiguous_strides(shape_q),
             strides_k=strides_kv,
             strides_v=strides_kv,
-            alignment=math.gcd(VECTOR_BYTES, head_dim * q.element_size()),
+            alignment=math.gcd(VECTOR_BYTES, head_dim * DTYPES[dtype].itemsize),
         )
 
     @property
     def group(self) -> int:
         """Query heads that share one key/value head (1: MHA; Hq: MQA)."""
         return self.heads_q // self.heads_kv
+
+    @property
+    def scale_sign(self) -> int:
+        """1, -1 or 0: the sign of the scale goes into q, so that a row's maximum is the maximum of ``q @ k^T``.
+
+        A scale that fp32 holds only as a subnormal number counts as zero: the kernels flush such numbers.
+        """
+        if abs(self.scale) * LOG2_E < _SMALLEST_NORMAL:
+            return 0
+        return 1 if self.scale > 0 else -1
+
+    @property
+    def scale_log2(self) -> float:
+        """Positive factor from ``q @ k^T`` to scores in the log2 domain: ``|scale| * log2(e)``; any at sign 0."""
+        return abs(self.scale) * LOG2_E if self.scale_sign else LOG2_E
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -148,7 +168,7 @@ class Problem:
         transposed = (self.seq_q * self.heads_q * self.head_dim, self.head_dim, self.heads_q * self.head_dim)
         if self.strides_q == transposed:
             return transposed
-        return self.heads_q * self.seq_q * self.head_dim, self.seq_q * self.head_dim, self.head_dim
+        return _contiguous_strides((self.batch, self.heads_q, self.seq_q, self.head_dim))
 
     @property
     def causal_offset(self) -> int:
@@ -184,7 +204,10 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
         if tensor.is_nested or tensor.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense strided tensor; got layout {tensor.layout}")
+            got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+            raise TypeError(f"{name} must be a dense strided tensor; got {got}")
+        if tensor.is_neg():
+            raise ValueError(f"{name} must hold its own values; got a negated view; call .resolve_neg() on it")
         if tensor.dtype not in _NAMES:
             raise TypeError(f"{name}.dtype: got {tensor.dtype}; allowed {', '.join(map(str, _NAMES))}")
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
@@ -197,31 +220,41 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"device: got {q.device}; allowed cpu and cuda")
 
 
-def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    shapes = _list({"q": tuple(q.shape), "k": tuple(k.shape), "v": tuple(v.shape)})
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.ndim != 4:
-            raise ValueError(f"{name} must have rank 4, [B, H, S, D]; got rank {tensor.ndim} ({shapes})")
-    batch, heads_q, _, head_dim = q.shape
-    if k.shape != v.shape:
+def _check_shapes(q: Shape, k: Shape, v: Shape) -> None:
+    shapes = _list({"q": q, "k": k, "v": v})
+    for name, shape in (("q", q), ("k", k), ("v", v)):
+        if len(shape) != 4:
+            raise ValueError(f"{name} must have rank 4, [B, H, S, D]; got rank {len(shape)} ({shapes})")
+        if min(shape) < 0:
+            raise ValueError(f"sizes must not be negative; got {shapes}")
+    batch, heads_q, _, head_dim = q
+    if k != v:
         raise ValueError(f"k and v must have one shape, [B, Hkv, Skv, D]; got {shapes}")
-    if k.shape[0] != batch:
+    if k[0] != batch:
         raise ValueError(f"q, k and v must share the batch size; got {shapes}")
-    if k.shape[3] != head_dim:
+    if k[3] != head_dim:
         raise ValueError(f"q, k and v must share head_dim; got {shapes}")
-    heads_kv = k.shape[1]
+    heads_kv = k[1]
     if head_dim < 1 or heads_q < 1 or heads_kv < 1:
         raise ValueError(f"heads and head_dim must be at least 1; got {shapes}")
     if heads_q % heads_kv:
         raise ValueError(
             f"query heads must be a multiple of key/value heads (GQA); got Hq={heads_q}, Hkv={heads_kv} ({shapes})"
         )
+
+
+def _check_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if head_dim > 1 and tensor.stride(3) != 1:
+        if tensor.shape[3] > 1 and tensor.stride(3) != 1:
             raise ValueError(
-                f"{name} must have unit stride on D; got strides {tuple(tensor.stride())} for {shapes}; "
-                f"call .contiguous() on it"
+                f"{name} must have unit stride on D; got strides {tuple(tensor.stride())} for shape "
+                f"{tuple(tensor.shape)}; call .contiguous() on it"
             )
+
+
+def _check_causal(causal: bool) -> None:
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be a bool; got {type(causal).__name__}")
 
 
 def _check_scale(scale: float | None, head_dim: int) -> float:
@@ -229,10 +262,13 @@ def _check_scale(scale: float | None, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, Real):
         raise TypeError(f"scale must be a float or None; got {type(scale).__name__}")
-    scale = float(scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite (zero and negative are fine); got {scale}")
-    return scale
+    try:
+        number = float(scale)
+    except OverflowError:  # an int or a fraction beyond every float
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"scale must be finite (zero and negative are fine); got {number}")
+    return number
 
 
 def _strides(tensor: torch.Tensor) -> Strides:
@@ -240,16 +276,17 @@ def _strides(tensor: torch.Tensor) -> Strides:
 
     PyTorch leaves the stride of a size-1 dimension arbitrary; nobody walks it, so it must not spoil alignment.
     """
-    sizes = tensor.shape[:3]
-    head_dim = tensor.shape[3]
-    _, heads, seq = (max(size, 1) for size in sizes)
-    canonical = heads * seq * head_dim, seq * head_dim, head_dim
+    canonical = _contiguous_strides(tuple(tensor.shape))
     if tensor.numel() == 0:
         return canonical
-    batch, head, row = (
-        given if size > 1 else own for size, given, own in zip(sizes, tensor.stride(), canonical, strict=False)
-    )
+    walked = zip(tensor.shape, tensor.stride(), canonical, strict=False)
+    batch, head, row = (given if size > 1 else own for size, given, own in walked)
     return batch, head, row
+
+
+def _contiguous_strides(shape: Shape) -> Strides:
+    _, heads, seq, head_dim = (max(size, 1) for size in shape)
+    return heads * seq * head_dim, seq * head_dim, head_dim
 
 
 def _list(named: Mapping[str, object]) -> str:

@@ -17,7 +17,7 @@ from multiattn.problem import Problem
 class Reason:
     """One reason why not: what it is about, what came, what is accepted and what to do.
 
-    `code` is a stable key: a field of Problem (head_dim, dtype, alignment), or one of arch, variant, config,
+    `code` is a stable key: of a Problem (head_dim, dtype, seq, strides, alignment), or one of arch, variant, config,
     backward, module, driver, compiler, gpu, host.
     """
 
@@ -39,6 +39,8 @@ class Capability:
     dtypes: tuple[str, ...] = ("fp16", "bf16")
     head_dim_multiple: int = 8
     head_dim_max: int = 256
+    seq_max: int = 2**31 - 1 - 256
+    """Longest sequence: positions are 32-bit, and a block of keys that starts before the end must not wrap."""
     alignment: int = 2
     """Bytes that every base address and stride must be a multiple of."""
     zero_strides: bool = True
@@ -54,6 +56,9 @@ class Capability:
         if problem.head_dim % self.head_dim_multiple or problem.head_dim > self.head_dim_max:
             allowed = f"multiples of {self.head_dim_multiple} up to {self.head_dim_max}"
             reasons.append(Reason(code="head_dim", got=str(problem.head_dim), allowed=allowed))
+        if max(problem.seq_q, problem.seq_kv) > self.seq_max:
+            got = f"Sq={problem.seq_q} Skv={problem.seq_kv}"
+            reasons.append(Reason(code="seq", got=got, allowed=f"lengths up to {self.seq_max}"))
         if problem.alignment % self.alignment:
             reasons.append(
                 Reason(

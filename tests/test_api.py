@@ -11,6 +11,7 @@ from multiattn import backend as registry
 from multiattn.__main__ import main
 from multiattn.arch import ARCHS, GPU_ARCHS, Arch, detect
 from multiattn.backend import make_plan
+from multiattn.config import select
 from multiattn.preference import Cell, preferred_order
 
 
@@ -70,10 +71,37 @@ def test_an_input_that_requires_grad_is_told_at_forward_time(backend, which):
         assert multiattn.fmha(*inputs, backend="reference").shape == inputs[0].shape
 
 
+def test_grad_is_one_reason_among_all():
+    q, k, v = qkv(head_dim=12, requires_grad=True)
+    with pytest.raises(Unsupported) as caught:
+        multiattn.fmha(q, k, v, backend="cuda")
+    assert [reason.code for reason in caught.value.reasons] == ["head_dim", "backward"]
+    with pytest.raises(ValueError, match="got 'nope'"):
+        multiattn.fmha(q, k, v, backend="nope")
+    with pytest.raises(ValueError, match="got 'nope'"):
+        multiattn.explain(q, k, v, backend="nope")
+
+
+def test_explain_of_a_problem_takes_nothing_that_the_problem_has():
+    with pytest.raises(TypeError, match="takes no k, v, causal or scale"):
+        multiattn.explain(contiguous(), causal=True, arch="sm90")
+
+
+def test_sequences_beyond_32_bit_positions_are_refused():
+    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=3_000_000_000, head_dim=8)
+    for backend in multiattn.BACKENDS:
+        reasons = multiattn.explain(problem, backend=backend, arch="sm90")
+        assert "seq" in {reason.code for reason in reasons}
+
+
 def test_unknown_names_are_told_with_the_known_ones():
     q, k, v = qkv(requires_grad=False)
     with pytest.raises(ValueError, match=r"got 'cutlass'; allowed auto, reference, triton, cutile, cuda"):
         multiattn.fmha(q, k, v, backend="cutlass")
+    with pytest.raises(TypeError, match="backend must be a string; got list"):
+        multiattn.fmha(q, k, v, backend=["triton"])
+    with pytest.raises(ValueError, match=r"variant: got ''; cuda has "):
+        multiattn.fmha(q, k, v, backend="cuda", variant="")
     with pytest.raises(ValueError, match=r"variant: got 'v2'; cuda has "):
         multiattn.fmha(q, k, v, backend="cuda", variant="v2")
     with pytest.raises(ValueError, match="needs a named backend"):
@@ -99,10 +127,13 @@ def test_an_arch_without_rules_is_refused_by_name(backend):
 
 @pytest.mark.parametrize("backend", multiattn.BACKENDS)
 def test_every_rule_has_evidence_and_can_be_reached(backend):
+    problems = [contiguous(head_dim, causal=causal) for head_dim in range(8, 257, 8) for causal in (False, True)]
     for variant in registry.get(backend).forward.variants:
+        archs = [ARCHS[name] for name in variant.capability.arches]
+        reached = {id(select(variant.rules, problem, arch)) for problem in problems for arch in archs}
         for rule in variant.rules:
             assert rule.why, f"{variant.name}: {rule.config} has no reason"
-            assert set(rule.arches) <= set(ARCHS)
+            assert id(rule) in reached, f"{variant.name}: nothing ever takes {rule}"
 
 
 @pytest.mark.parametrize("backend", multiattn.BACKENDS)
@@ -117,6 +148,42 @@ def test_launch_runs_exactly_the_plan_and_only_on_its_tensors(backend):
         multiattn.launch(plan, q[:, :, :5], k, v, out, lse)
 
 
+def outputs(q):
+    return {"out": torch.empty_like(q), "lse": torch.empty(q.shape[:3])}
+
+
+BAD_OUTPUTS = {
+    "out is missing": lambda q: {"out": None},
+    "out is short": lambda q: {"out": outputs(q[:, :, :4])["out"]},
+    "out is fp32": lambda q: {"out": outputs(q)["out"].float()},
+    "out is transposed": lambda q: {"out": torch.empty(1, 9, 2, 16, dtype=q.dtype).transpose(1, 2)},
+    "out is unaligned": lambda q: {"out": torch.empty(1 * 2 * 9 * 16 + 1, dtype=q.dtype)[1:].view(q.shape)},
+    "out is elsewhere": lambda q: {"out": torch.empty_like(q, device="meta")},
+    "lse is fp16": lambda q: {"lse": outputs(q)["lse"].half()},
+    "lse is transposed": lambda q: {"lse": torch.empty(1, 9, 2).transpose(1, 2)},
+    "lse is short": lambda q: {"lse": outputs(q)["lse"][:, :1]},
+}
+
+
+@pytest.mark.parametrize("backend", multiattn.BACKENDS)
+@pytest.mark.parametrize("name", BAD_OUTPUTS)
+def test_launch_refuses_outputs_that_it_cannot_write(name, backend):
+    q, k, v = qkv(requires_grad=False)
+    plan = multiattn.explain(q, k, v, backend=backend)
+    wrong = BAD_OUTPUTS[name](q)
+    with pytest.raises((TypeError, ValueError), match=f"^{next(iter(wrong))}"):
+        multiattn.launch(plan, q, k, v, **(outputs(q) | wrong))
+
+
+def test_launch_refuses_a_plan_for_elsewhere_and_what_is_no_plan():
+    q, k, v = qkv(requires_grad=False)
+    plan = multiattn.explain(q, k, v, backend="cuda", arch="sm90")
+    with pytest.raises(ValueError, match="the plan is for sm90; got tensors on cpu"):
+        multiattn.launch(plan, q, k, v, **outputs(q))
+    with pytest.raises(TypeError, match="plan must be a Plan; got tuple"):
+        multiattn.launch((), q, k, v, **outputs(q))
+
+
 @pytest.mark.parametrize("backend", ["auto", *multiattn.BACKENDS])
 def test_problems_without_queries_or_keys(backend):
     none = torch.zeros(0, 2, 9, 16, dtype=torch.bfloat16)
@@ -129,6 +196,10 @@ def test_problems_without_queries_or_keys(backend):
 
 
 def test_backends_says_what_lacks_here():
+    if not torch.cuda.is_available():
+        assert {reasons[0].code for reasons in multiattn.backends("cuda").values()} == {"gpu"}
+    with pytest.raises(ValueError, match="got meta; allowed cpu and cuda"):
+        multiattn.backends("meta")
     assert set(multiattn.backends("cpu")) == set(multiattn.BACKENDS)
     assert detect(torch.device("cpu")).name == "cpu"
 
@@ -169,7 +240,7 @@ class TestCommandLine:
         assert "head_dim: got 260; allowed multiples of 8 up to 256" in capsys.readouterr().out
 
     def test_doctor_names_every_backend(self, capsys):
-        main(["doctor"])
+        assert main(["doctor"]) == 0
         printed = capsys.readouterr().out
         assert all(f"\n{backend}: " in printed for backend in multiattn.BACKENDS)
         assert "run on CPU tensors: yes" in printed
@@ -186,6 +257,15 @@ class TestCommandLine:
         with pytest.raises(SystemExit):
             main(arguments)
         assert message in capsys.readouterr().err
+
+    def test_a_variant_of_some_backends_is_told_by_the_others(self, capsys):
+        arguments = ["compile", "--shape", "1,2,64,64", "--variant", "split_q", "--backend", "cutile"]
+        assert main(arguments) == 1
+        assert "variant: got 'split_q'; cutile has two_loops" in capsys.readouterr().out
+
+    def test_a_negative_length_is_named(self):
+        with pytest.raises(SystemExit, match="sizes must not be negative"):
+            main(["explain", "--shape", "1,2,64,64", "--kv-len", "-1"])
 
     def test_a_bad_problem_is_named(self):
         with pytest.raises(SystemExit, match="got Hq=3, Hkv=2"):

@@ -39,6 +39,8 @@ BAD = {
     "scale is infinite": (good(scale=-math.inf), ValueError, "scale must be finite.*-inf"),
     "scale is a tensor": (good(scale=torch.tensor(1.0)), TypeError, "scale must be a float or None; got Tensor"),
     "scale is a bool": (good(scale=True), TypeError, "scale must be a float or None; got bool"),
+    "scale is beyond every float": (good(scale=10**400), ValueError, "scale must be finite.*inf"),
+    "a negated view": (good(q=torch._neg_view(tensors()[0])), ValueError, "q must hold its own values"),
     "scale cannot be hashed": (good(scale=[1.0]), TypeError, "scale must be a float or None; got list"),
 }
 
@@ -49,6 +51,35 @@ def test_bad_input_is_named_before_any_launch(name, backend):
     arguments, error, message = BAD[name]
     with pytest.raises(error, match=message):
         multiattn.fmha(**arguments, backend=backend)
+
+
+@pytest.mark.parametrize("sizes", [{"seq_kv": -1}, {"batch": -2}, {"heads_kv": 3}, {"dtype": "fp8"}])
+def test_bad_sizes_are_named_without_tensors(sizes):
+    good_sizes = {"batch": 1, "heads_q": 2, "seq_q": 3, "head_dim": 8}
+    with pytest.raises(ValueError, match="got"):
+        Problem.contiguous(**(good_sizes | sizes))
+
+
+def test_sizes_beyond_all_memory_are_a_problem_like_any_other():
+    assert Problem.contiguous(batch=1, heads_q=1, seq_q=10**15, head_dim=10**6).strides_q[0] == 10**21
+
+
+def test_a_negated_view_is_refused_after_its_like_was_run():
+    q, k, v = tensors()
+    multiattn.fmha(q, k, v, causal=True)
+    with pytest.raises(ValueError, match="negated view"):
+        multiattn.fmha(torch._neg_view(q), k, v, causal=True)
+
+
+def test_the_scale_splits_into_a_sign_and_a_positive_factor():
+    def of(scale):
+        problem = Problem.contiguous(batch=1, heads_q=1, seq_q=1, head_dim=8, scale=scale)
+        return problem.scale_sign, problem.scale_log2
+
+    assert of(2.0) == (1, 2 * math.log2(math.e))
+    assert of(-2.0) == (-1, 2 * math.log2(math.e))
+    assert of(0.0)[0] == of(1e-40)[0] == of(-1e-40)[0] == 0
+    assert of(0.0)[1] > 0
 
 
 def test_a_bad_value_equal_to_a_cached_good_one_is_still_refused():
