@@ -13,8 +13,8 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing $(TORCH), then multiattn[dev] (a few minutes the first time)"
-	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/pip install --disable-pip-version-check $(TORCH)
+	$(BIN)/pip install --disable-pip-version-check --editable '.[dev]'
 	touch $@
 
 demo: setup
@@ -26,7 +26,7 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS) -q
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q
 	$(BIN)/python -m bench readme --check
 
 clean:
