@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from multiattn import Plan, Problem, backend, explain, fmha, launch, reference
-from multiattn.arch import ARCHS, by_name
+from multiattn.arch import ARCHS, Arch, by_name
 from multiattn.backend import make_plan
 from multiattn.triton import BACKEND
-from multiattn.triton.configs import RULES, TritonConfig, candidates, head_pad, smem_bytes, why_not_fit
+from multiattn.triton.configs import GRID_MAX, TritonConfig, candidates, head_pad, smem_bytes, why_not_fit
+from multiattn.triton.forward import attention_forward
 
 VARIANTS = ("descriptor", "pointer")
 SMALL = TritonConfig(tile_m=32, tile_n=16, num_warps=4, num_stages=1, heads_together=3)  # many tiles, soon done
@@ -31,25 +32,29 @@ def run(q, k, v, *, variant, config=None, **options):
     return out, lse
 
 
-def check(q, k, v, *, variant, config=None, **options):
-    """Error at most twice that of naive attention in the same dtype; nan and inf where the reference has them."""
+def check(q, k, v, *, variant, config=None, naive_dtype=None, **options):
+    """Error at most twice that of naive attention in the same dtype, plus a rounding; nan and inf as the reference."""
     before = [tensor.clone() for tensor in (q, k, v)]
     out, lse = run(q, k, v, variant=variant, config=config, **options)
     for tensor, kept in zip((q, k, v), before, strict=True):
         torch.testing.assert_close(tensor, kept, rtol=0, atol=0, equal_nan=True)
     truth, truth_lse = reference(q, k, v, compute_dtype=torch.float64, **options)
-    naive, _ = reference(q, k, v, compute_dtype=q.dtype, **options)
+    naive, _ = reference(q, k, v, compute_dtype=naive_dtype or q.dtype, **options)
     assert torch.equal(out.isnan(), truth.isnan())
     assert torch.equal(torch.where(out.isinf(), out, 0), torch.where(truth.isinf(), truth, 0).to(out.dtype))
-    rounding = (truth.to(q.dtype) + 0.3 - 0.3).double() - truth.to(q.dtype).double()
-    allowed = 2 * error(naive, truth) + 2 * error(rounding, torch.zeros_like(rounding))
-    assert error(out, truth) <= allowed
+    finite = truth.isfinite()
+    numbers = torch.finfo(q.dtype)
+    rounding = numbers.eps * max(truth[finite].abs().max().item(), numbers.tiny)
+    # Of naive what is finite: torch's bf16 product on the CPU lets a NaN of one row reach its neighbour.
+    allowed = 2 * error(naive, truth, finite & naive.isfinite()) + rounding
+    assert error(out, truth, finite) <= allowed < math.inf
     assert torch.equal(lse.isnan(), truth_lse.isnan())
     torch.testing.assert_close(lse.double(), truth_lse, atol=1e-4, rtol=1e-5, equal_nan=True)
 
 
-def error(got, truth):
-    return (got.double() - truth)[truth.isfinite()].abs().max().nan_to_num(math.inf).item()
+def error(got, truth, where):
+    assert where.any()
+    return (got.double() - truth)[where].abs().max().item()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -172,7 +177,9 @@ def test_scales(variant, scale):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("gain", [1e-4, 100.0])
 def test_magnitudes(variant, gain):
-    check(*make(seq_q=64, seq_kv=96, head_dim=64, dtype=torch.float16, gain=gain), variant=variant, causal=True)
+    """Against naive attention in fp32: in fp16 its scores overflow, and then it allows any error."""
+    tensors = make(seq_q=64, seq_kv=96, head_dim=64, dtype=torch.float16, gain=gain)
+    check(*tensors, variant=variant, naive_dtype=torch.float32, causal=True)
 
 
 def test_variants_agree_to_the_last_bit():
@@ -201,10 +208,6 @@ def test_every_head_dim_has_a_rule_that_fits(arch, head_dim):
         assert why_not_fit(problem, arch, plan.config) == ()
 
 
-def test_rules_say_why():
-    assert all(rule.why for rule in RULES)
-
-
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_candidates_fit_and_differ(head_dim, causal):
@@ -224,6 +227,46 @@ def test_a_config_that_does_not_fit_is_a_reason():
     odd = TritonConfig(tile_m=48, tile_n=8, num_warps=3, num_stages=0)
     got = [reason.got for reason in why_not_fit(problem, by_name("sm90"), odd)]
     assert got == ["tile_m=48", "num_warps=3", "tile_n=8", "num_stages=0"]
+
+
+def test_a_grid_that_is_too_large_is_a_reason():
+    config = TritonConfig(tile_m=64, tile_n=64, num_warps=4, num_stages=2)
+    fits = Problem.contiguous(batch=1, heads_q=1, heads_kv=1, seq_q=64, head_dim=8)
+    large = Problem.contiguous(batch=1 << 20, heads_q=1 << 11, heads_kv=1, seq_q=64, head_dim=8)
+    assert why_not_fit(fits, by_name("sm90"), config) == ()
+    (reason,) = why_not_fit(large, by_name("sm90"), config)
+    assert (reason.code, reason.got) == ("config", f"{GRID_MAX + 1} programs")
+
+
+class FakeKernel:
+    """A CompiledKernel of which `launched` remembers (grid, arguments, stream)."""
+
+    def __init__(self):
+        self.launched = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, stream=None: self.launched.append((grid, arguments, stream))
+
+
+def test_a_launch_names_its_stream(monkeypatch):
+    """Else Triton asks its process-wide driver, which another thread may have set to anything."""
+    kernel = FakeKernel()
+    monkeypatch.setattr(attention_forward, "warmup", lambda *arguments, **options: kernel)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
+    q, k, v = make(seq_q=300)
+    plan = make_plan(BACKEND, Problem.of(q, k, v), by_name("sm90"), variant="pointer", probe=False)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
+    BACKEND.forward.prepare(plan)(q, k, v, out, lse)
+    ((grid, arguments, stream),) = kernel.launched
+    assert (grid, stream) == ((2 * -(-300 // plan.config.tile_m), 1, 1), 71)
+    assert all(got is given for got, given in zip(arguments, (q, k, v, out, lse), strict=False))
+
+
+def test_probing_beside_an_amd_gpu_raises_nothing(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert isinstance(BACKEND.probe(Arch(name="gfx942", title="AMD GPU")), tuple)
 
 
 def test_head_pad():

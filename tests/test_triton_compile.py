@@ -1,9 +1,11 @@
 """The Triton kernel compiles for every arch with no GPU, and leaves the process as it was."""
 
 import re
+import threading
 
 import pytest
 import torch
+import triton
 from triton.runtime.driver import driver
 
 from multiattn import Problem, fmha
@@ -11,10 +13,10 @@ from multiattn.arch import GPU_ARCHS, by_name
 from multiattn.backend import make_plan
 from multiattn.toolchain import find_cuobjdump
 from multiattn.triton import BACKEND, TMA_ARCHS
-from multiattn.triton.compile import compile_plan, target
+from multiattn.triton.compile import compile_plan, specialise
 from multiattn.triton.configs import smem_bytes
 from multiattn.triton.forward import attention_forward
-from multiattn.triton.launch import Call, specialise
+from multiattn.triton.launch import Call
 
 pytestmark = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason=str(BACKEND.probe_compiler()))
 
@@ -61,14 +63,21 @@ def test_memory_is_read_16_bytes_at_a_time(head_dim):
 
 def specialised(arch, **options):
     plan = plan_for(arch, **options)
-    with target(plan.arch):
-        return specialise(Call(plan))
+    return specialise(Call(plan), plan.arch)
 
 
-def test_compiling_leaves_no_trace():
+def test_compiling_never_touches_the_driver_nor_the_jits_cache(monkeypatch):
+    """They are the process's: another thread may be launching."""
     active, devices = driver._active, set(attention_forward.device_caches)
+    seen, compile_in_triton = [], triton.compile
+
+    def spy(*args, **how):
+        seen.append(driver._active)
+        return compile_in_triton(*args, **how)
+
+    monkeypatch.setattr(triton, "compile", spy)
     compile_plan(plan_for("sm90"))
-    assert driver._active is active
+    assert [*seen, driver._active] == [active, active]
     assert set(attention_forward.device_caches) == devices
 
 
@@ -82,3 +91,30 @@ def test_interpreting_and_compiling_take_turns():
     cubin = compile_plan(plan_for("sm80")).cubin
     assert torch.equal(fmha(q, q, q, backend="triton"), first)
     assert compile_plan(plan_for("sm80")).cubin == cubin
+
+
+def test_interpreting_and_compiling_in_two_threads():
+    """The interpreter patches `triton.language` for the whole process: neither may begin in the midst of the other."""
+    q = torch.randn(1, 1, 150, 16).bfloat16()
+    first = fmha(q, q, q, backend="triton")
+    expected = compile_plan(plan_for("sm80")).cubin
+    enough, outs, errors = threading.Event(), [], []
+
+    def interpret():
+        try:
+            while not enough.is_set():
+                outs.append(fmha(q, q, q, backend="triton"))
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=interpret)
+    thread.start()
+    try:
+        cubins = [compile_plan(plan_for("sm80")).cubin for _ in range(5)]
+    finally:
+        enough.set()
+        thread.join()
+    assert errors == []
+    assert cubins == [expected] * 5
+    assert outs
+    assert all(torch.equal(out, first) for out in outs)

@@ -12,7 +12,7 @@ from multiattn.backend import Backend, Compiled, Launcher, Op, Plan, Variant
 from multiattn.problem import VECTOR_BYTES
 from multiattn.support import Capability, Reason
 from multiattn.toolchain import probe_gpu, version_of
-from multiattn.triton.configs import POINTER_RULES, RULES, candidates, why_not_fit
+from multiattn.triton.configs import DESCRIPTOR_RULES, POINTER_RULES, candidates, why_not_fit
 
 OLDEST, NEWEST = (3, 6), (3, 9)
 """Triton versions that this was run with; the interpreter and the descriptors differ outside of them."""
@@ -60,10 +60,6 @@ def _probe(arch: Arch) -> tuple[Reason, ...]:
     return (*_probe_jit(), *probe_gpu())
 
 
-def _capability(arches: tuple[str, ...], *, alignment: int, zero_strides: bool) -> Capability:
-    return Capability(arches=arches, alignment=alignment, zero_strides=zero_strides)
-
-
 TMA_ARCHS = tuple(name for name in GPU_ARCHS if ARCHS[name].capability >= (9, 0))
 """Arches with a Tensor Memory Accelerator."""
 
@@ -80,15 +76,15 @@ BACKEND = Backend(
                 summary="k and v through TMA descriptors made on the host",
                 # cuTensorMapEncodeTiled: address and strides in multiples of 16 bytes, strides not zero. That q, read
                 # through pointers, could do with less is not told apart by a Problem.
-                capability=_capability(("cpu", *TMA_ARCHS), alignment=VECTOR_BYTES, zero_strides=False),
-                rules=RULES,
+                capability=Capability(arches=("cpu", *TMA_ARCHS), alignment=VECTOR_BYTES, zero_strides=False),
+                rules=DESCRIPTOR_RULES,
                 flags=(("descriptor", True),),
                 fits=why_not_fit,
             ),
             Variant(
                 name="pointer",
                 summary="q, k and v through pointers and strides: any stride, any alignment",
-                capability=_capability(("cpu", *GPU_ARCHS), alignment=2, zero_strides=True),
+                capability=Capability(arches=("cpu", *GPU_ARCHS)),
                 rules=POINTER_RULES,
                 flags=(("descriptor", False),),
                 fits=why_not_fit,

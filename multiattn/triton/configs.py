@@ -13,6 +13,8 @@ from multiattn.problem import Problem
 from multiattn.support import Reason
 
 ELEMENT_BYTES = 2  # fp16 and bf16
+GRID_MAX = 2**31 - 1
+"""Most programs of a launch: CUDA's limit in x."""
 
 _HOPPER = ("sm90",)  # wgmma
 _BLACKWELL = ("sm100", "sm103")  # tcgen05
@@ -38,6 +40,11 @@ def head_pad(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
+def grid_programs(problem: Problem, config: TritonConfig) -> int:
+    """Programs of a launch: one per tile of queries, head and batch entry."""
+    return -(-problem.seq_q // config.tile_m) * problem.batch * problem.heads_q
+
+
 def smem_bytes(problem: Problem, arch: Arch, config: TritonConfig) -> int:
     """Shared memory that the tiles of q, k and v take; the compiler adds barriers and scratch of a few KiB.
 
@@ -53,7 +60,7 @@ def smem_bytes(problem: Problem, arch: Arch, config: TritonConfig) -> int:
 
 
 def why_not_fit(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
-    """Reasons why a config cannot run on an arch."""
+    """Every reason why `config` cannot run `problem` on `arch`."""
     if not isinstance(config, TritonConfig):
         return (Reason(code="config", got=type(config).__name__, allowed="TritonConfig"),)
     wrong: list[tuple[str, str]] = []
@@ -73,6 +80,8 @@ def why_not_fit(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, .
                 hint="take smaller tiles or fewer stages",
             )
         )
+    if config.tile_m > 0 and (programs := grid_programs(problem, config)) > GRID_MAX:
+        reasons.append(Reason(code="config", got=f"{programs} programs", allowed=f"a grid of up to {GRID_MAX}"))
     return tuple(reasons)
 
 
@@ -148,12 +157,36 @@ _FULL = (False,)
 _CAUSAL = (True,)
 _H200 = "H200, 2026-11-21, Triton 3.6.0, B4 N=4096 H*D=2048 bf16, best of the candidates: "
 
-RULES: tuple[Rule[TritonConfig], ...] = (
+_ANY_ACCESS: tuple[Rule[TritonConfig], ...] = (
     Rule(
         arches=("cpu",),
         config=TritonConfig(tile_m=64, tile_n=64, num_warps=4, num_stages=1, heads_together=2),
         why="interpreted, 2 cores, 2026-11: time goes by the number of operations, so few and large tiles",
     ),
+    *_rules(
+        _BLACKWELL, (1, 128), "a guess: one 128-row tile of tensor memory",
+        tile_m=128, tile_n=64, num_warps=4, num_stages=3,
+    ),
+    *_rules(
+        _BLACKWELL, (129, 256), "a guess: 8 warps share the accumulator",
+        tile_m=128, tile_n=64, num_warps=8, num_stages=2,
+    ),
+    *_rules(
+        _SMALL, (1, 64), "a guess",
+        tile_m=64, tile_n=64, num_warps=4, num_stages=2,
+    ),
+    *_rules(
+        _SMALL, (65, 128), "a guess: 99 KiB of shared memory a block",
+        tile_m=64, tile_n=32, num_warps=4, num_stages=3,
+    ),
+    *_rules(
+        _SMALL, (129, 256), "a guess: 99 KiB of shared memory a block",
+        tile_m=64, tile_n=32, num_warps=4, num_stages=2,
+    ),
+)  # fmt: skip
+"""For a descriptor and for pointers alike."""
+
+DESCRIPTOR_RULES: tuple[Rule[TritonConfig], ...] = (
     *_rules(
         _HOPPER, (1, 64), _H200 + "469 TFLOPS; 64x64 with 3 stages 435",
         tile_m=64, tile_n=128, num_warps=4, num_stages=2, masks=_FULL,
@@ -174,12 +207,16 @@ RULES: tuple[Rule[TritonConfig], ...] = (
         _HOPPER, (129, 256), _H200 + "653 TFLOPS full, 529 causal; 128x64, 8 warps, 2 stages 520 and 496",
         tile_m=64, tile_n=128, num_warps=4, num_stages=1,
     ),
+    *_ANY_ACCESS,
+)  # fmt: skip
+
+POINTER_RULES: tuple[Rule[TritonConfig], ...] = (
     *_rules(
-        _BLACKWELL, (1, 128), "a guess: one 128-row tile of tensor memory",
-        tile_m=128, tile_n=64, num_warps=4, num_stages=3,
+        _HOPPER, (1, 128), "a guess; compiled: at 64x128 pointers spill 56 bytes",
+        tile_m=64, tile_n=64, num_warps=4, num_stages=2,
     ),
     *_rules(
-        _BLACKWELL, (129, 256), "a guess: 8 warps share the accumulator",
+        _HOPPER, (129, 256), "a guess; compiled: 8 warps share the accumulator and hardly spill",
         tile_m=128, tile_n=64, num_warps=8, num_stages=2,
     ),
     *_rules(
@@ -194,29 +231,6 @@ RULES: tuple[Rule[TritonConfig], ...] = (
         _LARGE, (129, 256), "a guess: 8 warps share the accumulator",
         tile_m=128, tile_n=32, num_warps=8, num_stages=2,
     ),
-    *_rules(
-        _SMALL, (1, 64), "a guess",
-        tile_m=64, tile_n=64, num_warps=4, num_stages=2,
-    ),
-    *_rules(
-        _SMALL, (65, 128), "a guess: 99 KiB of shared memory a block",
-        tile_m=64, tile_n=32, num_warps=4, num_stages=3,
-    ),
-    *_rules(
-        _SMALL, (129, 256), "a guess: 99 KiB of shared memory a block",
-        tile_m=64, tile_n=32, num_warps=4, num_stages=2,
-    ),
+    *_ANY_ACCESS,
 )  # fmt: skip
-
-POINTER_RULES: tuple[Rule[TritonConfig], ...] = (
-    *_rules(
-        _HOPPER, (1, 128), "a guess; compiled: at 64x128 pointers spill 56 bytes",
-        tile_m=64, tile_n=64, num_warps=4, num_stages=2,
-    ),
-    *_rules(
-        _HOPPER, (129, 256), "a guess; compiled: 8 warps share the accumulator and hardly spill",
-        tile_m=128, tile_n=64, num_warps=8, num_stages=2,
-    ),
-    *RULES,
-)  # fmt: skip
-"""RULES, but for where the addresses that pointers need leave no registers for the tile of a descriptor."""
+"""On sm90 the addresses that pointers need leave no registers for the tile of a descriptor."""

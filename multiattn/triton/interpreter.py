@@ -33,7 +33,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 Array = npt.NDArray[Any]
 Extent = tuple[int, int]
 
-_lock = threading.RLock()  # `triton.language` is patched while a kernel runs, for the whole process
+exclusive_language = threading.RLock()
+"""Held while a kernel is interpreted, as `triton.language` is then patched for the whole process, and while one is
+compiled, which needs it as it is."""
 
 
 class OutOfBoundsError(IndexError):
@@ -52,7 +54,7 @@ def run(kernel: KernelInterface[Any], grid: int, *args: Any, **kwargs: Any) -> N
         OutOfBoundsError: a load or store outside every tensor argument.
         Exception: whatever the kernel raises, untouched.
     """
-    with _lock, _patched_language() as builder:
+    with exclusive_language, _patched_language() as builder:
         function = _rewritten_module(kernel.fn)[kernel.fn.__name__]
         named = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         constexprs = {name for name, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -14,7 +12,7 @@ from multiattn import backend as registry
 from multiattn.backend import Launcher, Plan, find_variant
 from multiattn.problem import VECTOR_BYTES, Problem, Strides
 from multiattn.triton import forward, interpreter
-from multiattn.triton.configs import ELEMENT_BYTES, TritonConfig, head_pad
+from multiattn.triton.configs import ELEMENT_BYTES, TritonConfig, grid_programs, head_pad
 
 _INT32 = 1 << 31
 
@@ -24,7 +22,7 @@ class MemoryStub:
     """Stands for a tensor where only its type and alignment are asked: while compiling."""
 
     dtype: torch.dtype
-    address: int = 0
+    address: int = VECTOR_BYTES
 
     def data_ptr(self) -> int:
         """An address that is as aligned as the tensor's."""
@@ -41,7 +39,7 @@ class Call:
         self.problem = problem
         variant = find_variant(registry.get(plan.backend), plan.variant)
         self.descriptor: bool = dict(variant.flags)["descriptor"]
-        self.grid = -(-problem.seq_q // config.tile_m) * problem.batch * problem.heads_q
+        self.grid = grid_programs(problem, config)
         # Without fusion a score costs a multiply and an add; the default of this option changes in Triton 3.10.
         self.options = {
             "num_warps": config.num_warps,
@@ -60,18 +58,21 @@ class Call:
             k, v = _describe(k, self._of_k), _describe(v, self._of_v)
         return (q, k, v, out, lse, *self._rest)
 
+    def stubs(self) -> tuple[Any, ...]:
+        """The same arguments with stand-ins for the tensors: what the kernel is specialised on."""
+        dtype = self.problem.torch_dtype
+        given = MemoryStub(dtype=dtype, address=self.problem.alignment)
+        return self.arguments(given, given, given, MemoryStub(dtype=dtype), MemoryStub(dtype=torch.float32))
+
     def _arguments(self, config: TritonConfig) -> tuple[Any, ...]:
         problem = self.problem
         vector = problem.alignment // ELEMENT_BYTES
         strides_kv: tuple[int | None, ...] = (None,) * 6  # the descriptors have them
         if not self.descriptor:
             strides_kv = _in_units((*problem.strides_k, *problem.strides_v), vector)
-        scale_log2 = float(np.float32(abs(problem.scale) * math.log2(math.e)))
-        # A scale that fp32 cannot hold as a normal number makes all scores equal, as zero does.
-        is_zero = scale_log2 < float(np.finfo(np.float32).tiny)
         row = max(problem.strides_q[2], problem.strides_k[2], problem.strides_v[2], problem.strides_out[2])
         return (
-            math.log2(math.e) if is_zero else scale_log2,
+            problem.scale_log2,
             problem.seq_q,
             problem.seq_kv,
             problem.heads_q,
@@ -81,7 +82,7 @@ class Call:
             *strides_kv,
             *_in_units(problem.strides_out, forward.OUT_VECTOR.value),
             problem.causal,
-            0 if is_zero else int(math.copysign(1, problem.scale)),
+            problem.scale_sign,
             self.descriptor,
             problem.head_dim,
             head_pad(problem.head_dim),
@@ -114,32 +115,20 @@ class _Compiled:
     """Launches a compiled kernel past the JIT's own argument handling, which costs more than all else on the host.
 
     That handling exists to notice arguments whose alignment or value asks for another specialisation. All of them are
-    fixed by the Problem, but for where out and lse lie: torch's allocator aligns them, a caller's need not be.
+    fixed by the Problem, and out and lse are aligned. The stream is named, not left to Triton to ask the driver for.
     """
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._aligned = specialise(call, output_alignment=VECTOR_BYTES)[(call.grid, 1, 1)]
-        self._unaligned: Launcher | None = None
+        self._device = torch.cuda.current_device()
+        with interpreter.exclusive_language:
+            kernel = forward.attention_forward.warmup(*call.stubs(), grid=(call.grid,), **call.options)
+            self._run = kernel[(call.grid, 1, 1)]
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        if (out.data_ptr() | lse.data_ptr()) % VECTOR_BYTES == 0:
-            launch = self._aligned
-        else:
-            if self._unaligned is None:
-                self._unaligned = specialise(self._call, output_alignment=ELEMENT_BYTES)[(self._call.grid, 1, 1)]
-            launch = self._unaligned
-        launch(*self._call.arguments(q, k, v, out, lse))
-
-
-def specialise(call: Call, *, output_alignment: int = VECTOR_BYTES) -> Any:
-    """The CompiledKernel for the active driver's current device."""
-    dtype = call.problem.torch_dtype
-    given = MemoryStub(dtype=dtype, address=call.problem.alignment)
-    out = MemoryStub(dtype=dtype, address=output_alignment)
-    lse = MemoryStub(dtype=torch.float32, address=output_alignment)
-    arguments = call.arguments(given, given, given, out, lse)
-    return forward.attention_forward.warmup(*arguments, grid=(call.grid,), **call.options)
+        # What torch.cuda.current_stream(device).cuda_stream is, without a Stream object for each launch.
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        self._run(*self._call.arguments(q, k, v, out, lse), stream=stream)
 
 
 def _in_units(strides: tuple[int, ...], unit: int) -> tuple[int, ...]:
