@@ -26,6 +26,7 @@ OLDEST_TILEIRAS = (13, 4)
 OLDEST_DRIVER = (13, 0)
 """CUDA version of the oldest driver that loads tileiras' cubins: r580."""
 
+_DRIVER = "libcuda.so.1"
 _HINT = "pip install multiattn[cutile]"
 
 
@@ -89,10 +90,14 @@ def _probe_compiler() -> tuple[Reason, ...]:
     return (Reason(code="compiler", got=got, allowed=allowed, hint=_HINT),)
 
 
-def _driver_version() -> tuple[int, int]:
-    """The newest CUDA that the driver runs; its own library is asked, as torch has no public way to."""
+def _driver_version() -> tuple[int, int] | None:
+    """The newest CUDA that the driver runs, as its own library says (torch has no public way); None without it."""
+    try:
+        library = ctypes.CDLL(_DRIVER)
+    except OSError:
+        return None
     number = ctypes.c_int()
-    status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    status = library.cuDriverGetVersion(ctypes.byref(number))
     if status != 0:
         raise RuntimeError(f"cuDriverGetVersion failed with CUresult {status}")
     return number.value // 1000, number.value % 1000 // 10
@@ -101,11 +106,11 @@ def _driver_version() -> tuple[int, int]:
 def _probe_gpu() -> tuple[Reason, ...]:
     if reasons := probe_gpu():
         return reasons
-    driver = _driver_version()
-    if driver < OLDEST_DRIVER:
-        got, allowed = (f"a driver for CUDA {_dotted(version)}" for version in (driver, OLDEST_DRIVER))
-        return (Reason(code="driver", got=got, allowed=f"{allowed} or newer (r580)"),)
-    return ()
+    version = _driver_version()
+    if version is not None and version >= OLDEST_DRIVER:
+        return ()
+    got = f"no {_DRIVER}" if version is None else f"a driver for CUDA {_dotted(version)}"
+    return (Reason(code="driver", got=got, allowed=f"a driver for CUDA {_dotted(OLDEST_DRIVER)} or newer (r580)"),)
 
 
 def _probe(arch: Arch) -> tuple[Reason, ...]:

@@ -33,12 +33,30 @@ def prepare(plan: Plan) -> Launcher:
     kernel = get_kernel(plan)
     grid = get_grid(plan)
     constants = get_constants(plan)
-    run = _run_on_gpu() if plan.arch.is_gpu else _run_interpreted
+    if not plan.arch.is_gpu:
+
+        def interpret(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+            interpreter.launch(grid, kernel, (q, k, v, out, lse, *constants))
+
+        return interpret
+
+    run = _run_on_gpu()
+    strides = _canonical_strides(plan.problem)
 
     def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        run(grid, kernel, (q, k, v, out, lse, *constants))
+        run(grid, kernel, (*map(_with_strides, (q, k, v, out, lse), strides), *constants))
 
     return launch
+
+
+def _canonical_strides(problem: Problem) -> tuple[tuple[int, ...], ...]:
+    """Of q, k, v, out and lse; cuTile reads those of one-element dimensions too, which PyTorch leaves arbitrary."""
+    in_order = problem.strides_q, problem.strides_k, problem.strides_v, problem.strides_out
+    return *((*strides, 1) for strides in in_order), (problem.heads_q * problem.seq_q, problem.seq_q, 1)
+
+
+def _with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
 
 
 def get_config(plan: Plan) -> CutileConfig:
@@ -70,31 +88,19 @@ def get_grid(plan: Plan) -> tuple[int, int, int]:
 def get_constants(plan: Plan) -> tuple[float | int | bool, ...]:
     """The arguments of `forward` after the tensors, in its order."""
     problem, config = plan.problem, get_config(plan)
-    sign, scale_log2 = split_scale(problem.scale)
     return (
-        scale_log2,
+        problem.scale_log2,
         config.tile_m,
         config.tile_n,
         max(SMALLEST_TILE, 1 << (problem.head_dim - 1).bit_length()),
         problem.causal,
         problem.causal or problem.seq_kv % config.tile_n != 0,
         math.gcd(config.heads_together, problem.heads_q),
-        sign,
+        problem.scale_sign,
         config.k_latency,
         config.v_latency,
         0 not in (*problem.strides_q, *problem.strides_k, *problem.strides_v),  # TMA wants positive strides
     )
-
-
-def split_scale(scale: float) -> tuple[int, float]:
-    """(sign, scale_log2): the kernel multiplies q by the sign and scores by scale_log2, which is positive.
-
-    A scale too small for a normal fp32 number counts as zero, as it would be flushed.
-    """
-    scale_log2 = abs(scale) * math.log2(math.e)
-    if scale_log2 < torch.finfo(torch.float32).tiny:
-        return 0, 1.0
-    return (1 if scale > 0 else -1), scale_log2
 
 
 def needs_64bit(problem: Problem) -> bool:
@@ -122,15 +128,10 @@ def compile_limit() -> AbstractContextManager[None]:
     return limit
 
 
-def _run_interpreted(grid: tuple[int, int, int], kernel: Any, args: tuple[Any, ...]) -> None:
-    interpreter.launch(grid, kernel, args)
-
-
 def _run_on_gpu() -> Callable[[tuple[int, int, int], Any, tuple[Any, ...]], None]:
-    """`ct.launch` on the current stream, the first time within the limit of compilation.
+    """`ct.launch` on the current stream, which compiles the first time: within the limit of compilation.
 
-    What cuTile specialises on is fixed by the plan, but for the alignment of out and lse; a later launch that compiles
-    again for that has no limit.
+    What cuTile specialises on is fixed by the plan, so no later launch compiles.
     """
     is_compiled = False
 

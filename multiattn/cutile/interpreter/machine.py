@@ -103,6 +103,11 @@ def launch(grid: Sequence[int], kernel: Any, args: Sequence[Any], *, seed: int =
         TypeError: a tensor that is not on the CPU.
         cuda.tile.TileTypeError: what cuTile's type checker refuses, as far as it is modelled.
     """
+    with _on_cpu():
+        _launch(grid, kernel, args, seed)
+
+
+def _launch(grid: Sequence[int], kernel: Any, args: Sequence[Any], seed: int) -> None:
     counts = (*map(int, grid), 1, 1, 1)[:3]
     run = Run(grid=(counts[0], counts[1], counts[2]))
     annotated = kernel._annotated_function
@@ -119,6 +124,11 @@ def launch(grid: Sequence[int], kernel: Any, args: Sequence[Any], *, seed: int =
         for run.number, block in blocks:
             run.block = (block[0], block[1], block[2])
             function(*values)
+
+
+def _on_cpu() -> contextlib.AbstractContextManager[Any]:
+    """Makes new tensors CPU tensors whatever the default device; where it is the CPU, the context would cost a half."""
+    return contextlib.nullcontext() if torch.empty(0).device.type == "cpu" else torch.device("cpu")
 
 
 @contextlib.contextmanager
