@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from multiattn import api
-from multiattn.arch import ARCHS, CPU, GPU_ARCHS
+from multiattn.arch import ARCHS, CPU, GPU_ARCHS, Arch
 from multiattn.backend import Plan, make_plan, plan_variant
-from multiattn.cuda import BACKEND, cache
+from multiattn.cuda import BACKEND, cache, tools
 from multiattn.cuda.configs import CudaConfig, candidates, smem_bytes
 from multiattn.cuda.emulation.host import CpuLauncher
 from multiattn.cuda.source import DEVICE_INCLUDES, files_reached, kernel_of, translation_unit
@@ -280,6 +280,23 @@ def test_a_cache_entry_is_made_once_and_never_half(tmp_path, monkeypatch):
     assert (tmp_path / "key.x").read_text() == "whole"
     assert len(made) == 1
     assert cache.key_of(["ab", "c"]) != cache.key_of(["a", "bc"])
+
+
+def test_a_clang_called_gxx_is_a_reason(monkeypatch, tmp_path):
+    clang = tmp_path / "g++"
+    clang.write_text("#!/bin/sh\necho \"clang: error: unknown argument: '$1'\" >&2\nexit 1\n")
+    clang.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(tools, "gxx_version", tools.gxx_version.__wrapped__)
+    assert tools.versions()["g++"] is None
+    (reason,) = (reason for reason in tools.probe_host.__wrapped__() if reason.code == "compiler")
+    assert reason.got == "no usable g++"
+
+
+def test_probing_beside_an_amd_gpu_raises_nothing(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert isinstance(BACKEND.probe(Arch(name="gfx942", title="AMD GPU")), tuple)
 
 
 @with_nvrtc

@@ -120,23 +120,15 @@ def test_a_fresh_thread_gets_the_context_of_the_device(driver):
         launch(q, k, v, out, lse)
 
 
-def test_an_output_that_is_not_aligned_is_refused(driver):
-    q, k, v, out, lse = tensors()
-    _, launch = launcher_of(q, k, v)
-    out = torch.empty(out.numel() + 1, dtype=out.dtype)[1:].view(out.shape)
-    with pytest.raises(ValueError, match="out must start at a multiple of 16 bytes"):
-        launch(q, k, v, out, lse)
-    assert not driver.launched
-
-
 @pytest.mark.parametrize(
-    ("scale", "sign", "scale_log2"), [(2.0, 1, 2 / math.log(2)), (-0.5, -1, 0.5 / math.log(2)), (0.0, 0, 1.0)]
+    ("scale", "sign"), [(2.0, 1), (-0.5, -1), (0.0, 0), (1e-44, 0), (-1e-40, 0)], ids=lambda value: str(value)
 )
-def test_the_sign_of_the_scale_is_apart(scale, sign, scale_log2):
+def test_the_sign_of_the_scale_is_apart(scale, sign):
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=4, head_dim=8, scale=scale)
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], probe=False)
     params = make_params(problem, plan.config)
-    assert (params.scale_sign, params.scale_log2) == (sign, pytest.approx(scale_log2))
+    assert (params.scale_sign, params.scale_log2) == (sign, pytest.approx(problem.scale_log2))
+    assert params.scale_log2 >= torch.finfo(torch.float32).tiny
 
 
 def test_heads_share_l2_in_whole_groups():

@@ -16,7 +16,6 @@ WARP_THREADS = 32
 FRAGMENT_ROWS = 16  # of mma.m16n8k16: queries of one fragment, and what head_dim is padded to a multiple of
 ELEMENT_BYTES = 2
 GRID_MAX = 2**31 - 1
-SEQ_MAX = 2**31 - 1 - 256  # 32-bit positions; a block of keys past the end must not wrap
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,9 +77,6 @@ def why_not(flags: Mapping[str, Any], problem: Problem, arch: Arch, config: Conf
     if arch.is_gpu and needed > arch.smem_per_block:
         got = f"{needed} bytes of shared memory ({config})"
         reasons.append(Reason(code="config", got=got, allowed=f"{arch.smem_per_block} bytes a block on {arch.name}"))
-    if max(problem.seq_q, problem.seq_kv) > SEQ_MAX:
-        got = f"Sq={problem.seq_q} Skv={problem.seq_kv}"
-        reasons.append(Reason(code="seq", got=got, allowed=f"lengths up to {SEQ_MAX}"))
     blocks = grid_blocks(config, problem)
     if blocks > GRID_MAX:
         reasons.append(Reason(code="config", got=f"{blocks} blocks", allowed=f"a grid of up to {GRID_MAX}"))

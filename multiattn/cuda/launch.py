@@ -20,7 +20,8 @@ from multiattn.cuda.source import kernel_of
 class GpuLauncher:
     """A kernel loaded on the device that is current when this is made; see `multiattn.backend.Launcher`.
 
-    Safe to call from several threads and while a CUDA graph is captured: all that allocates or loads is done here.
+    Safe to call from several threads and while a CUDA graph is captured: the kernel is compiled and loaded when this is
+    made, and a call only launches it; in a thread new to CUDA it first makes the device's context current there.
     """
 
     def __init__(self, plan: Plan) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import math
 
 import torch
 
 from multiattn.cuda.configs import ELEMENT_BYTES, CudaConfig, query_tiles
-from multiattn.problem import VECTOR_BYTES, Problem, Strides
+from multiattn.problem import Problem, Strides
 
 _KV_BYTES_SIDE_BY_SIDE = 16 << 20
 """K and V of heads whose tiles run side by side: a part of L2 (40 MB on A100, 50 on H100). A guess, not measured."""
@@ -32,7 +31,6 @@ class ForwardParams(ctypes.Structure):
 
 def make_params(problem: Problem, config: CudaConfig) -> ForwardParams:
     """Everything but the pointers."""
-    sign, scale_log2 = _split_scale(problem.scale)
     return ForwardParams(
         strides_q=_strides(problem.strides_q),
         strides_k=_strides(problem.strides_k),
@@ -45,34 +43,24 @@ def make_params(problem: Problem, config: CudaConfig) -> ForwardParams:
         tiles=query_tiles(config, problem),
         heads=problem.batch * problem.heads_q,
         heads_per_section=_heads_per_section(problem),
-        scale_sign=sign,
-        scale_log2=scale_log2,
+        scale_sign=problem.scale_sign,
+        scale_log2=problem.scale_log2,
     )
 
 
 def set_pointers(
     params: ForwardParams, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
-    """Point `params` at the tensors. ValueError if out is not aligned to the 16 bytes that kernels write at a time."""
+    """Point `params` at the tensors."""
     params.q = q.data_ptr()
     params.k = k.data_ptr()
     params.v = v.data_ptr()
-    params.out = address = out.data_ptr()
+    params.out = out.data_ptr()
     params.lse = lse.data_ptr()
-    if address % VECTOR_BYTES:
-        raise ValueError(f"out must start at a multiple of {VECTOR_BYTES} bytes; got address {address:#x}")
 
 
 def _strides(strides: Strides) -> _Strides:
     return _Strides(*strides)
-
-
-def _split_scale(scale: float) -> tuple[int, float]:
-    """(sign, |scale| * log2(e)); (0, 1) for zero. A kernel scales the row maximum of scores, which takes scale > 0."""
-    scale_log2 = ctypes.c_float(abs(scale) * math.log2(math.e)).value
-    if scale_log2 == 0.0:
-        return 0, 1.0
-    return (1 if scale > 0 else -1), scale_log2
 
 
 def _heads_per_section(problem: Problem) -> int:

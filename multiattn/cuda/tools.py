@@ -48,17 +48,18 @@ def probe_host() -> tuple[Reason, ...]:
         reasons.append(Reason(code="host", got=system, allowed="Linux x86_64", hint=hint))
     version = gxx_version()
     if version is None or int(version.split(".")[0]) < _GXX_OLDEST:
-        got = f"no {GXX}" if version is None else f"{GXX} {version}"
+        got = f"no usable {GXX}" if version is None else f"{GXX} {version}"
         reasons.append(Reason(code="compiler", got=got, allowed=f"{GXX} {_GXX_OLDEST} or later (-std=c++20)"))
     return tuple(reasons)
 
 
 @functools.cache
 def gxx_version() -> str | None:
-    """The version of g++ on the PATH, or None."""
+    """The version of g++ on the PATH; None if there is none, or it is a clang, which does not know the question."""
     if shutil.which(GXX) is None:
         return None
-    return subprocess.run([GXX, "-dumpfullversion"], capture_output=True, text=True, check=True).stdout.strip()
+    done = subprocess.run([GXX, "-dumpfullversion"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def versions() -> dict[str, str | None]:

@@ -10,23 +10,18 @@ import ctypes
 import functools
 import subprocess
 import threading
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from multiattn import backend
-from multiattn.arch import CPU
-from multiattn.backend import Plan, plan_variant
+from multiattn.backend import Plan
 from multiattn.cuda import cache
 from multiattn.cuda.configs import CudaConfig, grid_blocks
 from multiattn.cuda.params import ForwardParams, make_params, set_pointers
 from multiattn.cuda.source import HOST_INCLUDES, ROOT, Kernel, files_reached, kernel_of, translation_unit
 from multiattn.cuda.tools import GXX, gxx_version
-from multiattn.cuda.variants import VARIANTS
-from multiattn.problem import Problem
 
 RUNTIME = tuple(ROOT / "emulation" / name for name in ("block.cpp", "verbs.cpp"))
 INCLUDES = (ROOT / "emulation", *HOST_INCLUDES)
@@ -136,20 +131,6 @@ def build_source(source: str) -> Path:
     objects = [_build_runtime(path) for path in RUNTIME]
     key = _key(source, (*_KERNEL_FLAGS, *(path.name for path in objects)))
     return cache.fetch(key, ".so", lambda path: _compile(source, (*_KERNEL_FLAGS, "-shared"), path, objects))
-
-
-def prebuild(problems: Iterable[Problem], *, jobs: int = 2) -> int:
-    """Build what `problems` need on the CPU, `jobs` g++ at a time, so that no test waits; how many libraries."""
-    sources: dict[str, None] = {}
-    for problem in problems:
-        for variant in VARIANTS:
-            plan = plan_variant(backend.get("cuda"), variant, problem, CPU)
-            if isinstance(plan, Plan):
-                sources[translation_unit(_siblings(kernel_of(plan)))] = None
-    for path in RUNTIME:
-        _build_runtime(path)
-    with ThreadPoolExecutor(max_workers=jobs) as pool:
-        return len(list(pool.map(build_source, sources)))
 
 
 def _siblings(kernel: Kernel) -> list[Kernel]:

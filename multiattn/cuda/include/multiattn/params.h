@@ -24,7 +24,7 @@ struct ForwardParams {
   int32 heads;              // batch * heads_q
   int32 heads_per_section;  // heads whose tiles run side by side, so that their K and V stay in L2
   int32 scale_sign;         // of the softmax scale: 1, -1 or 0; it is folded into Q
-  float scale_log2;         // |scale| * log2(e), and 1 when scale_sign is 0: always positive
+  float scale_log2;         // |scale| * log2(e), always positive; without meaning when scale_sign is 0
 };
 
 }  // namespace multiattn
