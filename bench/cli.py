@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import shlex
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 from tabulate import tabulate
 
 from bench import compile_table, demo, host, readme, report, tune, verdicts
-from bench.environment import NO_GPU, RESULTS, ROOT, environment, results_dir
+from bench.environment import NO_GPU, ROOT, environment, is_clone, results_dir, results_root, workplace
 from bench.errors import InputError
 from bench.matrix import SUITES, Cell, Filter, find_suite
 from bench.peers import PEERS, find_peers
@@ -24,8 +27,11 @@ from multiattn.arch import GPU_ARCHS
 from multiattn.backend import BACKENDS
 from multiattn.problem import DTYPES
 
-MEASURED_JSON = ROOT / "multiattn" / "measured.json"
-COMPILE_JSON = ROOT / "out" / "bench" / "compile.json"
+AGAIN = "out/bench/again"
+"""Where a stored command writes: what is recorded is not overwritten by whoever tries it."""
+
+EPILOG = """Without a command it is run: python -m bench --suite floors.
+python -m bench --compare A B is python -m bench compare A B. Options of a command: python -m bench run --help"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(given)
     try:
+        _try_writing(options)
         status: int = COMMANDS[options.command](options)
     except InputError as error:
         parser.exit(2, f"python -m bench {options.command}: {error}\n")
@@ -53,8 +60,8 @@ def run_matrix(options: argparse.Namespace) -> int:
     if suite == "host":
         return measure_host(options)
     machine = Machine.current()
+    asked = _our_names(options)
     folder = options.out or results_dir(torch.cuda.get_device_name() if machine is not None else "none")
-    store = Store.open(folder / f"{suite}.json", suite)
     job = Job(
         suite=suite,
         cells=_cells(options),
@@ -63,7 +70,9 @@ def run_matrix(options: argparse.Namespace) -> int:
         budget=Budget(rounds=options.rounds, sample_ms=options.sample_ms, seed=options.seed),
         fresh=options.fresh,
         jobs=options.jobs,
+        command=command_again(options),
     )
+    store = Store.open(folder / f"{suite}.json", suite)
     if machine is None:
         print(f"No timing: {NO_GPU}\n", flush=True)
     try:
@@ -72,13 +81,40 @@ def run_matrix(options: argparse.Namespace) -> int:
         print(f"The device was lost: {lost}\nWhat is finished is in {store.path}; run again to go on without it.")
         return 3
     print("\n" + report.text_report(rows))
-    pages = report.write_pages(rows, options.out or ROOT / "out" / "bench", suite)
+    pages = report.write_pages(rows, options.out or workplace() / "out" / "bench", suite)
     print(f"\nWritten: {', '.join(map(_shown, (store.path, *pages)))}")
-    if machine is None and not options.no_compile:
+    if machine is None:
+        if options.no_compile or not asked:
+            return 0
         print("\nCompiled for every target instead:\n")
-        return _compile(compile_table.targets(_our_names(options)), options.jobs, 120.0, COMPILE_JSON)
-    ours = {provider.name for provider in job.providers if provider.is_ours}
-    return int(any(row.error and row.contender in ours for row in rows))
+        return _compile(compile_table.targets(asked), options.jobs, 120.0, _compile_json())
+    ours = [row for row in rows if row.contender.partition("/")[0] in BACKENDS]
+    idle = idle_backends(ours, asked if options.backend else {row.contender.partition("/")[0] for row in ours})
+    print("".join(f"\n{line}" for line in idle))
+    return int(bool(idle) or any(row.error for row in ours))
+
+
+def idle_backends(rows: Sequence[Row], asked: Iterable[str]) -> list[str]:
+    """One line for each backend that was asked for and has no measured row."""
+    lines = []
+    for name in sorted(asked):
+        mine = [row for row in rows if row.contender.partition("/")[0] == name]
+        if not any(row.measured is not None for row in mine):
+            why = "; ".join(dict.fromkeys(row.text for row in mine)) or "no row"
+            lines.append(f"{name} was asked for and nothing of it was measured: {why}")
+    return lines
+
+
+def command_again(options: argparse.Namespace) -> str:
+    """The run's own command with every option that mattered, written out, into a folder where it overwrites nothing."""
+    words = ["python", "-m", "bench", "run", "--suite", options.suite]
+    for option in ("backend", "peer", "head_dim", "seq", "dtype"):
+        for value in dict.fromkeys(getattr(options, option) or ()):
+            words += [f"--{option.replace('_', '-')}", str(value)]
+    words += [] if options.causal is None else ["--causal" if options.causal else "--full"]
+    words += [] if options.variant is None else ["--variant", options.variant]
+    words += ["--regime", options.regime, "--rounds", str(options.rounds), "--sample-ms", f"{options.sample_ms:g}"]
+    return shlex.join([*words, "--seed", str(options.seed), "--fresh", "--out", AGAIN])
 
 
 def measure_host(options: argparse.Namespace) -> int:
@@ -95,7 +131,9 @@ def measure_host(options: argparse.Namespace) -> int:
 
 
 def compile_targets(options: argparse.Namespace) -> int:
-    """Compile for each target arch; 1 where a compiler failed."""
+    """Compile for each target arch; 1 where a compiler failed, or nothing of a backend compiled."""
+    if not _our_names(options):
+        raise InputError("--backend none leaves nothing to compile")
     wanted = compile_table.targets(
         _our_names(options),
         tuple(options.arch or GPU_ARCHS),
@@ -104,7 +142,7 @@ def compile_targets(options: argparse.Namespace) -> int:
         causal=not options.full,
         variant=options.variant,
     )
-    return _compile(wanted, options.jobs, options.timeout, options.out or COMPILE_JSON)
+    return _compile(wanted, options.jobs, options.timeout, options.out or _compile_json())
 
 
 def _compile(wanted: Sequence[compile_table.Target], jobs: int, timeout_s: float, path: Path) -> int:
@@ -116,7 +154,9 @@ def _compile(wanted: Sequence[compile_table.Target], jobs: int, timeout_s: float
     compile_table.save(entries, path)
     print("\n" + compile_table.table(entries))
     print(f"\nWritten: {_shown(path)}")
-    return int(any(entry.error for entry in entries))
+    idle = compile_table.idle_backends(entries)
+    print("".join(f"{line}\n" for line in idle), end="")
+    return int(bool(idle) or any(entry.error for entry in entries))
 
 
 def tune_configs(options: argparse.Namespace) -> int:
@@ -130,7 +170,7 @@ def tune_configs(options: argparse.Namespace) -> int:
     budget = Budget(rounds=options.rounds, sample_ms=options.sample_ms, warmup_ms=tune.TUNE_BUDGET.warmup_ms)
     for backend in _our_names(options):
         kept: list[tune.Trial] = []
-        path = (options.out or ROOT / "out" / "tune") / f"{backend}.json"
+        path = (options.out or workplace() / "out" / "tune") / f"{backend}.json"
         swept = tune.tune(
             backend,
             cells,
@@ -190,14 +230,15 @@ def check_floors(options: argparse.Namespace) -> int:
 
 def write_preferences(options: argparse.Namespace) -> int:
     """Write multiattn/measured.json from every recorded suite."""
-    count = verdicts.write_preferences(_rows(options), MEASURED_JSON)
-    print(f"Written: {_shown(MEASURED_JSON)}, {count} cells")
+    path = ROOT / "multiattn" / "measured.json" if is_clone() else Path.cwd() / "measured.json"
+    count = verdicts.write_preferences(_rows(options), path)
+    print(f"Written: {_shown(path)}, {count} cells")
     return 0
 
 
 def run_demo(options: argparse.Namespace) -> int:
     """Parity, every target compiled, the floors timed where there is a GPU, and one page of it all."""
-    return demo.demo(options, main)
+    return demo.demo(options, main, [path for path in recorded_files() if path.stem == "standard"])
 
 
 def write_report(options: argparse.Namespace) -> int:
@@ -212,7 +253,7 @@ def write_report(options: argparse.Namespace) -> int:
 
 def update_readme(options: argparse.Namespace) -> int:
     """Make the README's tables again; with --check only say whether they are current."""
-    current = readme.update(options.readme, RESULTS, check=options.check)
+    current = readme.update(options.readme, results_root(), check=options.check)
     if current:
         print(f"{options.readme.name}: its tables are current")
     elif options.check:
@@ -270,10 +311,37 @@ def _providers(options: argparse.Namespace) -> tuple[Provider, ...]:
 
 def _result_files(options: argparse.Namespace) -> list[Path]:
     """The files that were named, or those of every suite on every GPU. ValueError where there are none."""
-    files = options.files or sorted(path for path in RESULTS.glob("*/*.json") if path.stem in SUITES)
+    files = options.files or recorded_files()
     if not files:
-        raise InputError(f"no results: name files, or run python -m bench on a GPU first ({_shown(RESULTS)} is empty)")
+        raise InputError(
+            f"no results: name files, or run python -m bench on a GPU first ({_shown(results_root())} is empty)"
+        )
     return files
+
+
+def recorded_files() -> list[Path]:
+    """Every suite on every GPU, as recorded in bench/results."""
+    return sorted(path for path in results_root().glob("*/*.json") if path.stem in SUITES)
+
+
+def _compile_json() -> Path:
+    return workplace() / "out" / "bench" / "compile.json"
+
+
+def _try_writing(options: argparse.Namespace) -> None:
+    """InputError where --out cannot be written to: said before anything runs, not after."""
+    out: Path | None = getattr(options, "out", None)
+    if out is None:
+        return
+    if options.command == "compile" and out.is_dir():
+        raise InputError(f"--out: {out} is a folder; a file is needed")
+    folder = out.parent if options.command == "compile" else out
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(f"--out: cannot write to {folder}: {error.strerror}") from None
 
 
 def _floor_files(files: Sequence[Path]) -> list[Path]:
@@ -295,7 +363,7 @@ def _shown(path: Path) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__, epilog=EPILOG)
     commands = parser.add_subparsers(dest="command", metavar="{" + ",".join(COMMANDS) + "}")
 
     def add(name: str) -> argparse.ArgumentParser:
@@ -317,20 +385,20 @@ def _parser() -> argparse.ArgumentParser:
     command = add("compile")
     _add_who(command)
     command.add_argument("--arch", action="append", choices=GPU_ARCHS, help="may be given again; default all")
-    command.add_argument("--head-dim", action="append", type=int, metavar="D", help="default 128")
+    command.add_argument("--head-dim", action="append", type=_count, metavar="D", help="default 128")
     command.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="default: %(default)s")
     command.add_argument("--full", action="store_true", help="no causal mask")
     command.add_argument("--variant", help="all, or one's name; default the best for each target")
-    command.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for one (%(default)s)")
+    command.add_argument("--timeout", type=_positive, default=120.0, metavar="S", help="seconds for one (%(default)s)")
     _add_jobs(command)
-    command.add_argument("--out", type=Path, help=f"JSON to write; default {_shown(COMPILE_JSON)}")
+    command.add_argument("--out", type=Path, help="JSON to write; default out/bench/compile.json")
 
     command = add("tune")
     _add_cells(command, default="standard")
     _add_who(command)
     command.add_argument("--variant", action="append", help="may be given again; default all")
-    command.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds for one (%(default)s)")
-    command.add_argument("--top", type=int, default=12, help="places to print (%(default)s)")
+    command.add_argument("--timeout", type=_positive, default=60.0, metavar="S", help="seconds for one (%(default)s)")
+    command.add_argument("--top", type=_count, default=12, help="places to print (%(default)s)")
     _add_jobs(command)
     _add_budget(command, tune.TUNE_BUDGET)
     command.add_argument("--out", type=Path, help="folder of the rankings; default out/tune")
@@ -365,10 +433,28 @@ def _names(named: Sequence[Provider]) -> str:
     return ", ".join(it.name for it in named)
 
 
+def _count(text: str) -> int:
+    """argparse's type of what is counted."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}; allowed whole numbers from 1 on")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    """argparse's type of what takes time."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text}; allowed numbers above 0")
+    return value
+
+
 def _add_cells(command: argparse.ArgumentParser, *, default: str) -> None:
     command.add_argument("--suite", default=default, help=f"{', '.join(SUITES)} or host (%(default)s)")
-    command.add_argument("--head-dim", action="append", type=int, metavar="D", help="may be given again")
-    command.add_argument("--seq", action="append", type=int, metavar="N", help="may be given again")
+    command.add_argument("--head-dim", action="append", type=_count, metavar="D", help="may be given again")
+    command.add_argument("--seq", action="append", type=_count, metavar="N", help="may be given again")
     command.add_argument("--dtype", action="append", metavar="DTYPE", help="may be given again")
     mask = command.add_mutually_exclusive_group()
     mask.add_argument("--causal", action="store_true", default=None, help="causal cells only")
@@ -383,10 +469,12 @@ def _add_who(command: argparse.ArgumentParser) -> None:
 
 def _add_jobs(command: argparse.ArgumentParser) -> None:
     jobs = min(12, os.cpu_count() or 1)
-    command.add_argument("--jobs", type=int, default=jobs, help="compiling processes (default here: %(default)s)")
+    command.add_argument("--jobs", type=_count, default=jobs, help="compiling processes (default here: %(default)s)")
 
 
 def _add_budget(command: argparse.ArgumentParser, budget: Budget) -> None:
-    command.add_argument("--rounds", type=int, default=budget.rounds, help="readings of each (%(default)s)")
-    command.add_argument("--sample-ms", type=float, default=budget.sample_ms, help="device ms a reading (%(default)s)")
+    command.add_argument("--rounds", type=_count, default=budget.rounds, help="readings of each (%(default)s)")
+    command.add_argument(
+        "--sample-ms", type=_positive, default=budget.sample_ms, help="device ms a reading (%(default)s)"
+    )
     command.add_argument("--seed", type=int, default=budget.seed, help="of the order of turns (%(default)s)")

@@ -10,8 +10,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-from bench.errors import InputError
 from bench.pool import Outcome, run_isolated
+from bench.results import read
 from multiattn import backend as registry
 from multiattn.arch import GPU_ARCHS, by_name
 from multiattn.backend import BACKENDS, Compiled, make_plan
@@ -31,6 +31,11 @@ class Target:
     dtype: str = "bf16"
     causal: bool = True
     variant: str | None = None
+
+    @property
+    def what(self) -> str:
+        """Its problem in short."""
+        return f"D={self.head_dim} {self.dtype} {'causal' if self.causal else 'full'}"
 
     @property
     def problem(self) -> Problem:
@@ -132,20 +137,38 @@ def _all_variants(backend: str) -> tuple[str, ...]:
 
 
 def table(entries: Sequence[Entry], *, form: str = "simple") -> str:
-    """A row per entry, in the order of backends and archs; `form` is tabulate's (``simple``, ``github``)."""
+    """A row per entry, in the order of backends and archs; `form` is tabulate's (``simple``, ``github``).
+
+    What all have in common, the problem, stands above them once.
+    """
+    problems = list(dict.fromkeys(entry.target.what for entry in ordered(entries)))
     rows = [
         (
             entry.target.backend,
             entry.target.arch,
-            f"D={entry.target.head_dim} {entry.target.dtype} {'causal' if entry.target.causal else 'full'}",
+            *([entry.target.what] if len(problems) > 1 else []),
             entry.plan or entry.target.variant or "best",
             entry.text,
             *(_or_dash(value) for value in (entry.registers, entry.spill_bytes, entry.smem_bytes)),
         )
         for entry in ordered(entries)
     ]
-    headers = ("backend", "arch", "problem", "plan", "result", "registers", "spills [B]", "smem [B]")
-    return tabulate(rows, headers=headers, tablefmt=form, maxcolwidths=None if form == "github" else [None] * 4 + [60])
+    middle = ("problem",) if len(problems) > 1 else ()
+    headers = ("backend", "arch", *middle, "plan", "result", "regs", "spills [B]", "smem [B]")
+    widths = [48 if header == "result" else None for header in headers]
+    text = tabulate(rows, headers=headers, tablefmt=form, maxcolwidths=None if form == "github" else widths)
+    return text if len(problems) != 1 else f"{problems[0]}\n\n{text}"
+
+
+def idle_backends(entries: Sequence[Entry]) -> list[str]:
+    """One line for each backend of which nothing was compiled."""
+    lines = []
+    for name in dict.fromkeys(entry.target.backend for entry in entries):
+        mine = [entry for entry in entries if entry.target.backend == name]
+        if not any(entry.ok for entry in mine):
+            why = "; ".join(dict.fromkeys(entry.text for entry in mine))
+            lines.append(f"{name} was asked for and nothing of it compiled: {why}")
+    return lines
 
 
 def ordered(entries: Sequence[Entry]) -> list[Entry]:
@@ -171,19 +194,14 @@ def save(entries: Sequence[Entry], path: Path) -> None:
 
 
 def load(path: Path) -> list[Entry]:
-    """Entries that `save` wrote; ValueError for another file."""
-    if not path.exists():
-        raise InputError(f"{path}: there is no such file")
-    data = json.loads(path.read_text())
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA or "entries" not in data:
-        raise InputError(f"{path}: not a compile table of schema {SCHEMA} that python -m bench compile wrote")
-    return [
-        Entry(
-            **{
-                **entry,
-                "target": Target(**entry["target"]),
-                "reasons": tuple(Reason(**reason) for reason in entry["reasons"]),
-            }
-        )
-        for entry in data["entries"]
-    ]
+    """Entries that `save` wrote; InputError for another file."""
+
+    def entries(data: dict[str, Any]) -> list[Entry]:
+        return [_parse(entry) for entry in data["entries"]]
+
+    return read(path, f"a compile table of schema {SCHEMA} that python -m bench compile wrote", SCHEMA, entries)
+
+
+def _parse(entry: dict[str, Any]) -> Entry:
+    reasons = tuple(Reason(**reason) for reason in entry["reasons"])
+    return Entry(**{**entry, "target": Target(**entry["target"]), "reasons": reasons})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -14,7 +13,7 @@ from bench.matrix import SUITES, Cell
 from bench.peers import PEERS
 from bench.providers import Contender, Provider, our_providers
 from bench.run import Machine, admit, tensors_and_truth
-from bench.timing import Budget, Clock, Contestant, warm_up
+from bench.timing import Budget, Clock, Contestant, Sample, Timing, warm_up
 from multiattn.support import Reason
 
 
@@ -87,10 +86,10 @@ def skip_for(reasons: tuple[Reason, ...]) -> NoReturn:
 @pytest.fixture
 def event_benchmark(
     benchmark: Any, request: pytest.FixtureRequest, machine: Machine | None
-) -> Callable[[Contender], float]:
-    """Times a contender by the events of the machine's clock; the median in ms."""
+) -> Callable[[Contender], Timing]:
+    """Times a contender by the events of the machine's clock."""
 
-    def run(contender: Contender) -> float:
+    def run(contender: Contender) -> Timing:
         assert machine is not None
         budget = Budget(rounds=request.config.getoption("--bench-rounds"))
         return feed(benchmark, contender.launch, machine.clock, budget)
@@ -98,18 +97,18 @@ def event_benchmark(
     return run
 
 
-def feed(benchmark: Any, contestant: Contestant, clock: Clock, budget: Budget) -> float:
-    """Take the readings inside pytest-benchmark's rounds, whose timer is CLOCK; their median in ms."""
-    readings: list[float] = []
+def feed(benchmark: Any, contestant: Contestant, clock: Clock, budget: Budget) -> Timing:
+    """Take the readings inside pytest-benchmark's rounds, whose timer is CLOCK."""
+    readings: list[Sample] = []
     with contestant.context():
         launches = warm_up(contestant.call, clock, budget)
 
         def read() -> None:
-            readings.append(clock.device(contestant.call, launches).time_ms)
-            CLOCK.seconds += readings[-1] / 1e3
+            readings.append(clock.device(contestant.call, launches))
+            CLOCK.seconds += readings[-1].time_ms / 1e3
 
         benchmark.pedantic(read, rounds=budget.rounds)
-    return statistics.median(readings)
+    return Timing.of(readings, launches)
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:

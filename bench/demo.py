@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench import compile_table
@@ -13,8 +13,13 @@ from parity.__main__ import main as run_parity
 Command = Callable[[list[str]], int]
 
 
-def demo(options: argparse.Namespace, bench: Command, parity: Command = run_parity) -> int:
-    """Run all of it and write <out>/report.html; 1 where a part failed. Without a GPU, times are reasons."""
+def demo(
+    options: argparse.Namespace, bench: Command, recorded: Sequence[Path] = (), parity: Command = run_parity
+) -> int:
+    """Run all of it and write <out>/report.html; 1 where a part failed. Without a GPU, times are reasons.
+
+    The page also shows the result files `recorded`, as what they are: another run's.
+    """
     out: Path = options.out
     jobs = ["--jobs", str(options.jobs)]
     compiled = out / "bench" / "compile.json"
@@ -29,7 +34,7 @@ def demo(options: argparse.Namespace, bench: Command, parity: Command = run_pari
         if command(arguments):
             failed.append(title)
     page = out / "report.html"
-    combined_report(out / "parity" / "parity.json", out / "bench" / "floors.json", page, compiled)
+    combined_report(out / "parity" / "parity.json", out / "bench" / "floors.json", page, compiled, recorded)
     entries = compile_table.load(compiled)
     print(f"\nWritten: {page}: {sum(entry.ok for entry in entries)} of {len(entries)} targets compiled")
     if failed:

@@ -23,12 +23,27 @@ from multiattn.backend import BACKENDS
 from multiattn.support import Reason
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "bench" / "results"
 UNKNOWN = "unknown"
 NO_GPU = Reason(code="gpu", got="none on this machine", allowed="an NVIDIA GPU", hint="compiling needs none")
 """The reason of every timing where there is nothing to time on."""
 
 PEER_PACKAGES = ("flash-attn", "flash-attn-3", "flash-attn-4", "tilegym")
+
+
+def is_clone(root: Path = ROOT) -> bool:
+    """Whether `root` is a checkout of this project, not the site-packages that it is installed in."""
+    project = root / "pyproject.toml"
+    return project.exists() and re.search(r'^name = "multiattn"$', project.read_text(), re.MULTILINE) is not None
+
+
+def workplace() -> Path:
+    """Where commands write: the checkout, or the current directory where there is none."""
+    return ROOT if is_clone(ROOT) else Path.cwd()
+
+
+def results_root() -> Path:
+    """bench/results of the workplace."""
+    return workplace() / "bench" / "results"
 
 
 def gpu_arch() -> Arch | None:
@@ -67,10 +82,10 @@ def environment() -> Environment:
 def results_dir(gpu: str) -> Path:
     """bench/results/<gpu>, where what is committed lives; out/bench/no-gpu where nothing was measured."""
     if gpu == "none":
-        return ROOT / "out" / "bench" / "no-gpu"
+        return workplace() / "out" / "bench" / "no-gpu"
     known = find_gpu(gpu)
     name = known.name if known is not None else gpu.removeprefix("NVIDIA ")
-    return RESULTS / re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return results_root() / re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def versions() -> Mapping[str, str]:
@@ -113,6 +128,8 @@ def _commit() -> str:
     """Short hash, with `+` where tracked sources differ from it; MULTIATTN_COMMIT speaks for a copy without .git."""
     if "MULTIATTN_COMMIT" in os.environ:
         return os.environ["MULTIATTN_COMMIT"]
+    if not is_clone(ROOT):
+        return UNKNOWN  # git would speak of whatever it is installed in
     commit = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
     if commit is None:
         return UNKNOWN

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,8 @@ from tabulate import tabulate
 
 import multiattn
 from bench.environment import NO_GPU
-from bench.errors import InputError
 from bench.matrix import Cell
-from bench.results import Environment
+from bench.results import Environment, read
 from bench.timing import host_ms
 from multiattn import backend as registry
 from multiattn.arch import detect
@@ -37,6 +36,10 @@ class HostCost:
     reasons: tuple[Reason, ...] = ()
     error: str = ""
 
+    def __post_init__(self) -> None:
+        if (self.call_us is not None) + bool(self.reasons) + bool(self.error) != 1:
+            raise ValueError(f"a host cost is microseconds, or carries reasons, or carries an error; got {self}")
+
     @property
     def text(self) -> str:
         """Microseconds, or why there are none."""
@@ -51,28 +54,43 @@ def host_costs(device: torch.device | None, *, synchronize: Callable[[], None]) 
         return [HostCost(contender=name, reasons=(NO_GPU,)) for name in (*BACKENDS, SDPA)]
     q, k, v = CELL.tensors(device)
     problem = Problem.of(q, k, v, causal=CELL.causal)
-    costs = []
-    for name in BACKENDS:
-        try:
-            make_plan(registry.get(name), problem, detect(device))
-        except Unsupported as refusal:
-            costs.append(HostCost(contender=name, reasons=refusal.reasons))
-            continue
-        costs.append(_cost(name, _fmha(name, q, k, v), synchronize))
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    return [*costs, _cost(SDPA, lambda: sdpa(q, k, v, is_causal=CELL.causal), synchronize)]
+    calls: dict[str, Callable[[], Any]] = {}
+    refused: dict[str, HostCost] = {}
+    for name in BACKENDS:
+        reasons = _why_not(name, problem, device)
+        if reasons:
+            refused[name] = HostCost(contender=name, reasons=reasons)
+        else:
+            calls[name] = _fmha(name, q, k, v)
+    calls[SDPA] = lambda: sdpa(q, k, v, is_causal=CELL.causal)
+    timed = time_in_turns(calls, synchronize)
+    return [refused.get(name) or timed[name] for name in (*BACKENDS, SDPA)]
+
+
+def _why_not(name: str, problem: Problem, device: torch.device) -> tuple[Reason, ...]:
+    try:
+        make_plan(registry.get(name), problem, detect(device))
+    except Unsupported as refusal:
+        return refusal.reasons
+    return ()
 
 
 def _fmha(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
     return lambda: multiattn.fmha(q, k, v, causal=CELL.causal, backend=name)
 
 
-def _cost(name: str, call: Callable[[], Any], synchronize: Callable[[], None]) -> HostCost:
-    try:
-        call()  # compiles
-        return HostCost(contender=name, call_us=host_ms(call, synchronize=synchronize) * 1e3)
-    except Exception as error:  # broad: one backend's failure is its entry, not the end of the table
-        return HostCost(contender=name, error=f"{type(error).__name__}: {error}"[:400])
+def time_in_turns(calls: Mapping[str, Callable[[], Any]], synchronize: Callable[[], None]) -> dict[str, HostCost]:
+    """The cost of each; one that raises is an entry with its error."""
+    host_ms(calls, each=1, rounds=1, synchronize=synchronize)  # compiles; what fails here fails again
+    found = host_ms(calls, synchronize=synchronize)
+    return {name: _cost(name, outcome) for name, outcome in found.items()}
+
+
+def _cost(name: str, outcome: float | Exception) -> HostCost:
+    if isinstance(outcome, Exception):
+        return HostCost(contender=name, error=f"{type(outcome).__name__}: {outcome}"[:400])
+    return HostCost(contender=name, call_us=outcome * 1e3)
 
 
 def table(costs: list[HostCost], *, form: str = "simple") -> str:
@@ -96,11 +114,12 @@ def save(costs: list[HostCost], environment: Environment, path: Path) -> None:
 
 def load(path: Path) -> tuple[Environment, list[HostCost]]:
     """What `save` wrote; ValueError for another file."""
-    if not path.exists():
-        raise InputError(f"{path}: there is no such file")
-    data = json.loads(path.read_text())
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA or "costs" not in data:
-        raise InputError(f"{path}: not a table of schema {SCHEMA} that python -m bench host wrote")
-    costs = [HostCost(**cost) for cost in data["costs"]]
-    costs = [replace(cost, reasons=tuple(Reason(**reason) for reason in cost.reasons)) for cost in costs]  # type: ignore[arg-type]
-    return Environment(**data["environment"]), costs
+
+    def entries(data: dict[str, Any]) -> tuple[Environment, list[HostCost]]:
+        costs = [
+            HostCost(**{**cost, "reasons": tuple(Reason(**reason) for reason in cost["reasons"])})
+            for cost in data["costs"]
+        ]
+        return Environment(**data["environment"]), costs
+
+    return read(path, f"a table of schema {SCHEMA} that python -m bench host wrote", SCHEMA, entries)

@@ -15,7 +15,7 @@ from tabulate import tabulate
 from bench import host
 from bench.errors import InputError
 from bench.report import figure, provenance
-from bench.results import Row, load
+from bench.results import Row, load, one_run
 from multiattn import backend as registry
 from multiattn.arch import ARCHS, GPU_ARCHS
 from multiattn.backend import BACKENDS, Backend, Variant, plan_variant
@@ -83,7 +83,11 @@ def results_block(results: Path) -> str:
 
 
 def _standard_table(rows: Sequence[Row]) -> str:
-    chosen = [row for row in rows if row.regime == "device" and row.cell.seq in SHOWN_SEQS and "/" not in row.contender]
+    chosen = [
+        row
+        for row in one_run(rows)
+        if row.regime == "device" and row.cell.seq in SHOWN_SEQS and "/" not in row.contender
+    ]
     measured = [row for row in chosen if row.measured is not None]
     if not measured:
         return NOTHING_MEASURED

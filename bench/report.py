@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +17,13 @@ from bench.compile_table import Entry
 from bench.errors import InputError
 from bench.flops import rate_text
 from bench.matrix import Cell
-from bench.results import Row, load
+from bench.parity_page import Parity, load_parity
+from bench.results import Row, load, one_run
 from bench.verdicts import judge_floors
 
-PARITY_STATUSES = ("passed", "failed", "error", "refused")
+STYLE = {"svg.hashsalt": "multiattn", "svg.fonttype": "path", "font.size": 9}
+MOST_SHOWN = 2.0
+"""Where the parity plot is cut: an error of a thousand budgets would hide all others, and inf has no place."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,9 +43,9 @@ class Group:
 
 
 def groups(rows: Sequence[Row]) -> list[Group]:
-    """Rows by what they share but for the length, in the order in which they come."""
+    """Rows by what they share but for the length, in the order in which they come; of each cell one run only."""
     found: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
+    for row in one_run(rows):
         cell = row.cell
         shared = (cell.head_dim, cell.causal, cell.dtype, cell.layout, cell.heads, row.regime, row.environment.gpu)
         found.setdefault(shared, []).append(row)
@@ -68,7 +70,7 @@ def _group(members: Sequence[Row]) -> Group:
 def figure(row: Row | None) -> str:
     """What stands in a table's cell: TFLOPS; ``refused`` or ``error``, whose text is listed below the table."""
     if row is None:
-        return "not run"
+        return "not in this run"
     if row.measured is not None:
         late = " (host-bound)" if row.measured.host_bound else ""
         return f"{rate_text(row.measured.tflops)}{late}"
@@ -122,9 +124,10 @@ def text_report(rows: Sequence[Row], *, form: str = "simple") -> str:
     listed = [f"- {note}" for note in notes(rows)]
     if listed:
         parts += [f"{heading}Without a time", "\n".join(listed)]
-    measured = [row for row in rows if row.measured is not None]
+    measured = [row for row in one_run(rows) if row.measured is not None]
     if measured:
         parts += [f"{heading}Measured on", "\n".join(f"- {line}" for line in provenance(measured))]
+        parts += [f"{heading}Again with", "\n".join(f"- `{line}`" for line in commands(measured))]
     return "\n\n".join(parts)
 
 
@@ -144,7 +147,7 @@ def plot(group: Group) -> str:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    with pyplot.rc_context({"svg.hashsalt": "multiattn", "svg.fonttype": "path", "font.size": 9}):
+    with pyplot.rc_context(STYLE):
         drawing, axes = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")
         for contender in group.contenders:
             points = [
@@ -163,11 +166,38 @@ def plot(group: Group) -> str:
         axes.set_xscale("log", base=2)
         axes.set_xticks([cell.seq for cell in group.cells], [f"{cell.seq}" for cell in group.cells])
         axes.set(title=group.title, xlabel="N", ylabel="TFLOPS", ylim=(0, None))
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7, ncols=3)
-        target = io.StringIO()
-        drawing.savefig(target, format="svg", metadata={"Date": None, "Creator": None})
-        pyplot.close(drawing)
+        return _svg(drawing, axes)
+
+
+def error_plot(errors: Mapping[str, Mapping[str, float]]) -> str:
+    """Parity's error over its budget per case, a line a backend, as an SVG element; above 1 is a failure."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    cases = list(dict.fromkeys(case for scores in errors.values() for case in scores))
+    with pyplot.rc_context(STYLE):
+        drawing, axes = pyplot.subplots(figsize=(max(6.4, 0.17 * len(cases)), 4.2), layout="constrained")
+        for backend, scores in errors.items():
+            places = [place for place, case in enumerate(cases) if case in scores]
+            shares = [min(scores[cases[place]], MOST_SHOWN) for place in places]
+            axes.plot(places, shares, label=backend, marker="o", ms=3, lw=0.8)
+        axes.axhline(1, color="#c0362c", lw=1, ls="--")
+        axes.set_xticks(range(len(cases)), cases, rotation=90, fontsize=6)
+        axes.set(title="Parity: worst error of a case over its budget", ylabel="error / budget", ylim=(0, None))
+        return _svg(drawing, axes)
+
+
+def _svg(drawing: Any, axes: Any) -> str:
+    """Finish a drawing and close it; inside pyplot's context of STYLE."""
+    from matplotlib import pyplot
+
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, ncols=3)
+    target = io.StringIO()
+    drawing.savefig(target, format="svg", metadata={"Date": None, "Creator": None})
+    pyplot.close(drawing)
     return _bare_svg(target.getvalue())
 
 
@@ -179,96 +209,89 @@ def _bare_svg(document: str) -> str:
     return element.replace("xlink:href", "href")
 
 
-def html_report(rows: Sequence[Row], entries: Sequence[Entry] = (), parity: Mapping[str, Any] | None = None) -> str:
-    """One page of whatever there is: timings, floors, the compile table, parity's summary."""
+def html_report(
+    rows: Sequence[Row],
+    entries: Sequence[Entry] = (),
+    parity: Parity | None = None,
+    recorded: Sequence[Row] = (),
+) -> str:
+    """One page of whatever there is: parity's verdict first, then timings, floors and the compile table.
+
+    `recorded` are rows of bench/results: they stand apart from `rows`, under a title that says whose they are.
+    """
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    shown = [group for group in groups(rows) if group.is_measured]
-    measured = [row for row in rows if row.measured is not None]
     has_floors = any(verdict.ratio is not None for verdict in judge_floors(rows))
+    here = _section("Speed: TFLOPS over N", rows)
+    there = [_section(f"Recorded: TFLOPS over N on {title}", members) for title, members in _by_place(recorded).items()]
     return environment.get_template("report.html").render(
-        groups=shown,
+        sections=[section for section in (here, *there) if section.groups],
         figure=figure,
-        plots={group.title: plot(group) for group in shown},
-        provenance=provenance(measured),
-        commands=list(dict.fromkeys(row.command.split(" --head-dim")[0] for row in measured)),
         notes=notes(rows),
         verdicts=judge_floors(rows) if has_floors else [],
         entries=compile_table.ordered(entries),
-        parity=parity_tables(parity) if parity is not None else [],
+        parity=parity,
+        error_plot=error_plot(parity.errors) if parity is not None and any(parity.errors.values()) else "",
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
-    """A table of somebody else's JSON."""
+class Section:
+    """The groups of one origin: this machine, or what is recorded of another."""
 
     title: str
-    headers: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    groups: tuple[Group, ...]
+    plots: tuple[str, ...]
+    provenance: tuple[str, ...]
+    commands: tuple[str, ...]
 
 
-def parity_tables(data: Mapping[str, Any]) -> list[Table]:
-    """Parity's JSON (parity.report.to_json) in short: per backend and per pair; case by case is parity's own report."""
-    results, pairs = data.get("results", []), data.get("pairs", [])
-    summary = [(name, *_count_statuses(rows), _worst(rows)) for name, rows in _by(results, "backend").items()]
-    apart = [
-        (left, right, str(len(rows)), _worst(rows))
-        for left, by_left in _by(pairs, "left").items()
-        for right, rows in _by(by_left, "right").items()
-    ]
-    about = [("verdict", data.get("verdict")), ("command", data.get("command")), *data.get("environment", {}).items()]
-    return [
-        Table(
-            title="Parity: each backend against the reference in fp64",
-            headers=("backend", *PARITY_STATUSES, "worst error over budget"),
-            rows=tuple(summary),
-        ),
-        Table(
-            title="Parity: backends against each other",
-            headers=("A", "B", "cases", "worst |A - B| over what both are allowed"),
-            rows=tuple(apart),
-        ),
-        Table(title="Parity: where", headers=("", ""), rows=tuple((key, str(value)) for key, value in about if value)),
-    ]
+def _section(title: str, rows: Sequence[Row]) -> Section:
+    shown = tuple(group for group in groups(rows) if group.is_measured)
+    measured = [row for row in one_run(rows) if row.measured is not None]
+    return Section(
+        title=title,
+        groups=shown,
+        plots=tuple(plot(group) for group in shown),
+        provenance=tuple(provenance(measured)),
+        commands=commands(measured),
+    )
 
 
-def _by(rows: Iterable[Mapping[str, Any]], key: str) -> dict[str, list[Mapping[str, Any]]]:
-    found: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        found.setdefault(str(row[key]), []).append(row)
+def commands(rows: Iterable[Row]) -> tuple[str, ...]:
+    """Each command that makes one of these rows again, whole."""
+    return tuple(dict.fromkeys(row.command for row in rows))
+
+
+def _by_place(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Measured rows by GPU, date and commit."""
+    found: dict[str, list[Row]] = {}
+    for row in one_run(rows):
+        if row.measured is not None:
+            setup = row.environment
+            found.setdefault(f"{setup.gpu}, {setup.date}, commit {setup.commit}", []).append(row)
     return found
 
 
-def _count_statuses(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    return tuple(str(sum(row.get("status") == status for row in rows)) for status in PARITY_STATUSES)
-
-
-def _worst(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The largest ratio of out and lse, and its case; ``none ran`` where there is no score."""
-    scores = [
-        (float(row[what][2]), str(row["case"])) for row in rows for what in ("out", "lse") if row.get(what) is not None
-    ]
-    if not scores:
-        return "none ran"
-    ratio, case = max(scores)
-    return f"{ratio:.2f} ({case})"
-
-
 def combined_report(
-    parity_json: Path | None, bench_json: Path | Sequence[Path] | None, out_html: Path, compile_json: Path | None = None
+    parity_json: Path | None,
+    bench_json: Path | Sequence[Path] | None,
+    out_html: Path,
+    compile_json: Path | None = None,
+    recorded: Sequence[Path] = (),
 ) -> None:
     """Write one HTML page from what parity and bench wrote; a path of None, or one without a file, is left out.
 
-    ValueError where none of the files is there: an empty report would say nothing.
+    InputError where none of the files is there: an empty report would say nothing.
     """
     paths = [bench_json] if isinstance(bench_json, Path) else list(bench_json or ())
     rows = [row for path in paths if path.exists() for row in load(path)]
     entries = compile_table.load(compile_json) if compile_json is not None and compile_json.exists() else []
-    parity = json.loads(parity_json.read_text()) if parity_json is not None and parity_json.exists() else None
+    parity = load_parity(parity_json, out_html) if parity_json is not None and parity_json.exists() else None
     if not rows and not entries and parity is None:
         raise InputError(
             "no parity, bench or compile results to report on: run python -m parity or python -m bench first"
         )
+    page = html_report(rows, entries, parity, [row for path in recorded for row in load(path)])
     out_html.parent.mkdir(parents=True, exist_ok=True)
-    out_html.write_text(html_report(rows, entries, parity))
+    out_html.write_text(page)

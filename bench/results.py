@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bench.errors import InputError
 from bench.flops import rate_text
 from bench.matrix import Cell
+from bench.timing import Budget
 from multiattn.support import Reason
 
-SCHEMA = 1
+T = TypeVar("T")
+
+SCHEMA = 2
 LOST_DEVICE = "the device was lost: "
 """Starts the error of a contender after which no other could run in its process; a resumed run leaves it out."""
 
@@ -30,6 +33,8 @@ class Measured:
     low_ms: float
     high_ms: float
     rounds: int
+    sample_ms: float
+    """Device milliseconds that one reading was given."""
     launches: int
     host_bound: bool
     tflops: float
@@ -47,6 +52,10 @@ class Measured:
     def spread(self) -> float:
         """Interquartile range over the median."""
         return (self.high_ms - self.low_ms) / self.time_ms
+
+    def serves(self, budget: Budget) -> bool:
+        """Whether at least as much was spent on it as `budget` asks for."""
+        return self.rounds >= budget.rounds and self.sample_ms >= budget.sample_ms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +86,10 @@ class Row:
     regime: str
     environment: Environment
     command: str
-    """Reproduces the row."""
+    """Makes the run that this row is of again."""
+    run: str = ""
+    """Shared by the rows of one cell that took turns: when they began, and a random end. Those of two runs met other
+    clocks and temperatures, so they are never set against each other. Empty where nobody was timed."""
     plan: Mapping[str, Any] | None = None
     """Variant, config and why of the Plan that ran; None for a peer."""
     detail: str = ""
@@ -93,6 +105,8 @@ class Row:
                 f"a row is measured, or carries reasons, or carries an error; got {outcomes} of the three for "
                 f"{self.contender} in {self.cell}"
             )
+        if self.measured is not None and not self.run:
+            raise ValueError(f"a measured row names its run; got none for {self.contender} in {self.cell}")
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -123,10 +137,22 @@ class Store:
             store.rows = {row.key: row for row in load(path)}
         return store
 
-    def finished(self, cell: Cell, contenders: Iterable[str], regime: str, environment: Environment) -> bool:
-        """Whether every contender has its row of this cell from this very setup."""
-        rows = [self.rows.get((cell.key, contender, regime)) for contender in contenders]
-        return all(row is not None and row.environment.same_setup(environment) for row in rows)
+    def finished(
+        self, cell: Cell, contenders: Iterable[str], regime: str, environment: Environment, budget: Budget
+    ) -> bool:
+        """Whether every contender has its row of this cell from this very setup, all of one run.
+
+        Each measured with `budget` or more. An error is tried again, unless it took the device down.
+        """
+        found = [self.rows.get((cell.key, contender, regime)) for contender in contenders]
+        rows = [row for row in found if row is not None and row.environment.same_setup(environment)]
+        measured = [row for row in rows if row.measured is not None]
+        return (
+            len(rows) == len(found)
+            and len({row.run for row in measured}) <= 1
+            and all(row.measured.serves(budget) for row in measured if row.measured is not None)
+            and all(not row.error or row.error.startswith(LOST_DEVICE) for row in rows)
+        )
 
     def lost_device(self, cell: Cell, contender: str, regime: str, environment: Environment) -> bool:
         """Whether this contender took the device down in this cell, in this very setup."""
@@ -144,19 +170,24 @@ class Store:
 
 
 def dumps(suite: str, rows: Iterable[Row]) -> str:
-    """The JSON of a results file: one line a row, the environments once each."""
+    """The JSON of a results file: one line a row, the environments and the commands once each."""
     environments: list[Environment] = []
+    commands: list[str] = []
     lines = []
     for row in rows:
         if row.environment not in environments:
             environments.append(row.environment)
+        if row.command not in commands:
+            commands.append(row.command)
         data: dict[str, Any] = {
             "cell": row.cell.as_dict(),
             "contender": row.contender,
             "regime": row.regime,
             "environment": environments.index(row.environment),
-            "command": row.command,
+            "command": commands.index(row.command),
         }
+        if row.run:
+            data["run"] = row.run
         if row.plan is not None:
             data["plan"] = dict(row.plan)
         if row.detail:
@@ -168,31 +199,75 @@ def dumps(suite: str, rows: Iterable[Row]) -> str:
         else:
             data["error"] = row.error
         lines.append(json.dumps(data))
-    head = json.dumps({"schema": SCHEMA, "suite": suite, "environments": [asdict(it) for it in environments]}, indent=1)
+    told = {"schema": SCHEMA, "suite": suite, "environments": [asdict(it) for it in environments], "commands": commands}
+    head = json.dumps(told, indent=1)
     return head.removesuffix("\n}") + ',\n "rows": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
 
 
 def load(path: Path) -> list[Row]:
-    """The rows of a results file. ValueError for a file of another schema or none of ours."""
-    if not path.exists():
-        raise InputError(f"{path}: there is no such file")
-    data = json.loads(path.read_text())
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise InputError(f"{path}: not a results file of schema {SCHEMA} that python -m bench wrote")
-    environments = [Environment(**item) for item in data["environments"]]
-    return [_row(item, environments) for item in data["rows"]]
+    """The rows of a results file. InputError, naming the file, for one that is not ours."""
+
+    def rows(data: dict[str, Any]) -> list[Row]:
+        environments = [Environment(**item) for item in data["environments"]]
+        return [_row(item, environments, data["commands"]) for item in data["rows"]]
+
+    return read(path, f"a results file of schema {SCHEMA} that python -m bench wrote", SCHEMA, rows)
 
 
-def _row(data: Mapping[str, Any], environments: list[Environment]) -> Row:
+def read(path: Path, what: str, schema: int, parse: Callable[[dict[str, Any]], T]) -> T:
+    """What `parse` makes of a JSON file of ours. InputError, naming the file, for another one or none."""
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise InputError(f"{path}: there is no such file") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"{path}: not {what}: {error}") from None
+    if not isinstance(data, dict) or data.get("schema") != schema:
+        older = isinstance(data, dict) and "schema" in data
+        hint = f": its schema is {data['schema']}; move it away and measure again" if older else ""
+        raise InputError(f"{path}: not {what}{hint}")
+    try:
+        return parse(data)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: not {what}: {type(error).__name__}: {error}") from None
+
+
+def _row(data: Mapping[str, Any], environments: Sequence[Environment], commands: Sequence[str]) -> Row:
     return Row(
         cell=Cell(**data["cell"]),
         contender=data["contender"],
         regime=data["regime"],
         environment=environments[data["environment"]],
-        command=data["command"],
+        command=commands[data["command"]],
+        run=data.get("run", ""),
         plan=data.get("plan"),
         detail=data.get("detail", ""),
         measured=Measured(**data["measured"]) if "measured" in data else None,
         reasons=tuple(Reason(**reason) for reason in data.get("reasons", ())),
         error=data.get("error", ""),
     )
+
+
+def one_run(rows: Iterable[Row]) -> list[Row]:
+    """Of each GPU, cell and regime only the rows of one run: the newest complete one. What a table may put in a line.
+
+    Complete is a run that set contenders against each other; one of a single contender counts where there is no
+    other. Rows without a run (refused before anybody was timed) stay, unless they are of another setup than the run.
+    """
+    places: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        places.setdefault((row.environment.gpu, row.cell.key, row.regime), []).append(row)
+    return [row for members in places.values() for row in _newest(members)]
+
+
+def _newest(rows: Sequence[Row]) -> list[Row]:
+    runs: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.measured is not None:
+            runs.setdefault(row.run, []).append(row)
+    if not runs:
+        return list(rows)
+    complete = [run for run, timed in runs.items() if len(timed) > 1]
+    newest = max(complete or runs)  # a run's name begins with its time
+    setup = runs[newest][0].environment
+    return [row for row in rows if row.run == newest or (not row.run and row.environment.same_setup(setup))]

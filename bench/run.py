@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-import shlex
+import secrets
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 
 import torch
 from tqdm import tqdm
@@ -66,6 +67,8 @@ class Job:
     fresh: bool = False
     jobs: int = 1
     """Processes that compile ahead of the run; 1 is none."""
+    command: str = "python -m bench"
+    """What makes this run again; every row stores it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,13 +90,17 @@ def run(job: Job, machine: Machine | None, store: Store, *, quiet: bool = False)
     setup = environment()
     names = [provider.name for provider in job.providers]
     work = [(cell, regime) for cell in job.cells for regime in job.regimes]
-    open_cells = [cell for cell, regime in work if job.fresh or not store.finished(cell, names, regime, setup)]
+
+    def is_open(cell: Cell, regime: str) -> bool:
+        return job.fresh or not store.finished(cell, names, regime, setup, job.budget)
+
+    open_cells = [cell for cell, regime in work if is_open(cell, regime)]
     if machine is not None and job.jobs > 1 and len(open_cells) >= PREWARM_CELLS:
         prewarm(job.providers, open_cells, jobs=job.jobs, say=_say)
     with tqdm(work, unit="cell", disable=True if quiet else None) as bar:  # None: silent where there is no terminal
         for cell, regime in bar:
             bar.set_postfix_str(cell.key)
-            if job.fresh or not store.finished(cell, names, regime, setup):
+            if is_open(cell, regime):
                 rows = _run_cell(job, cell, regime, machine, store, setup)
                 store.add(rows)
                 if not quiet:
@@ -123,6 +130,7 @@ def _run_cell(
 ) -> list[Row]:
     if machine is None:
         return [_row(job, cell, provider, regime, setup, provider.why_not(cell, None)) for provider in job.providers]
+    turns = f"{datetime.now(timezone.utc).isoformat(timespec='seconds')}-{secrets.token_hex(4)}"
     tensors, truth = tensors_and_truth(cell, machine.device)
     outcomes: dict[str, Row] = {}
     admitted: dict[str, Admitted] = {}
@@ -130,11 +138,11 @@ def _run_cell(
         if store.lost_device(cell, provider.name, regime, setup) and not job.fresh:
             outcomes[provider.name] = store.rows[(cell.key, provider.name, regime)]
             continue
-        outcome = admit(provider, cell, tensors, machine, truth)
+        outcome = admit(provider, cell, tensors, machine, truth, regime=regime)
         if isinstance(outcome, Admitted):
             admitted[provider.name] = outcome
         else:
-            outcomes[provider.name] = _row(job, cell, provider, regime, setup, outcome)
+            outcomes[provider.name] = _row(job, cell, provider, regime, setup, outcome, run=turns)
             _stop_if_lost(machine, store, outcomes[provider.name])
     contestants = {
         name: it.contender.launch if regime == "device" else it.contender.call for name, it in admitted.items()
@@ -142,7 +150,7 @@ def _run_cell(
     timings = measure(contestants, machine.clock, regime=regime, budget=job.budget)
     providers = {provider.name: provider for provider in job.providers}
     for name, timing in timings.items():  # in the order in which they ended: the first error is the one that broke it
-        outcomes[name] = _row(job, cell, providers[name], regime, setup, timing, admitted[name])
+        outcomes[name] = _row(job, cell, providers[name], regime, setup, timing, admitted[name], run=turns)
         _stop_if_lost(machine, store, outcomes[name])
     return [outcomes[provider.name] for provider in job.providers]
 
@@ -155,9 +163,9 @@ def tensors_and_truth(cell: Cell, device: torch.device) -> tuple[Tensors, Truth]
 
 
 def admit(
-    provider: Provider, cell: Cell, tensors: Tensors, machine: Machine, truth: Truth
+    provider: Provider, cell: Cell, tensors: Tensors, machine: Machine, truth: Truth, *, regime: str = "device"
 ) -> Admitted | tuple[Reason, ...] | Exception:
-    """Make the contender and check the very launch that will be timed."""
+    """Make the contender and check the very launch that will be timed; in the regime `call` that call as well."""
     try:
         reasons = provider.why_not(cell, machine.arch)
         if reasons:
@@ -166,6 +174,8 @@ def admit(
         if not isinstance(contender, Contender):
             return contender
         ratio = _check(contender, truth, strict=provider.is_ours)
+        if regime == "call" and contender.call is not contender.launch:
+            ratio = max(ratio, _check_call(contender, truth))
         machine.synchronize()
     except Exception as error:  # broad: a contender is anybody's code; its error is its row
         return error
@@ -190,6 +200,12 @@ def _check(contender: Contender, truth: Truth, *, strict: bool) -> float:
     return ratio
 
 
+def _check_call(contender: Contender, truth: Truth) -> float:
+    """As the strict `_check`, of what a user's own call returns."""
+    with contender.call.context():
+        return truth.out.ratio(truth.out.check(contender.call.call(), contender.plan))
+
+
 def _stop_if_lost(machine: Machine, store: Store, row: Row) -> None:
     """After an error: a device that cannot even synchronise any more would fail everybody else."""
     if not row.error:
@@ -197,7 +213,7 @@ def _stop_if_lost(machine: Machine, store: Store, row: Row) -> None:
     try:
         machine.synchronize()
     except RuntimeError as error:
-        store.add([replace(row, error=LOST_DEVICE + row.error)])
+        store.add([replace(row, error=LOST_DEVICE + row.error, run="")])
         raise DeviceLostError(f"{row.contender} in {row.cell}: {error}") from None
 
 
@@ -209,6 +225,8 @@ def _row(
     setup: Environment,
     outcome: Timing | tuple[Reason, ...] | Exception,
     admitted: Admitted | None = None,
+    *,
+    run: str = "",
 ) -> Row:
     contender = admitted.contender if admitted is not None else None
     plan = contender.plan if contender is not None else None
@@ -217,16 +235,17 @@ def _row(
         contender=provider.name,
         regime=regime,
         environment=setup,
-        command=reproduce(job.suite, cell, provider, regime),
+        command=job.command,
+        run=run,
         plan=plan_data(plan) if plan is not None else None,
         detail=contender.detail if contender is not None else "",
-        measured=_measured(cell, outcome, setup, admitted) if isinstance(outcome, Timing) else None,
+        measured=_measured(cell, outcome, setup, job.budget, admitted) if isinstance(outcome, Timing) else None,
         reasons=outcome if isinstance(outcome, tuple) else (),
         error=_error_text(outcome) if isinstance(outcome, Exception) else "",
     )
 
 
-def _measured(cell: Cell, timing: Timing, setup: Environment, admitted: Admitted | None) -> Measured:
+def _measured(cell: Cell, timing: Timing, setup: Environment, budget: Budget, admitted: Admitted | None) -> Measured:
     assert admitted is not None
     rate = tflops(forward_flops(cell.problem), timing.time_ms)
     return Measured(
@@ -234,21 +253,13 @@ def _measured(cell: Cell, timing: Timing, setup: Environment, admitted: Admitted
         low_ms=timing.low_ms,
         high_ms=timing.high_ms,
         rounds=timing.rounds,
+        sample_ms=budget.sample_ms,
         launches=timing.launches,
         host_bound=timing.host_bound,
         tflops=rate,
         peak_share=peak_share(rate, find_gpu(setup.gpu)),
         error_ratio=admitted.error_ratio,
     )
-
-
-def reproduce(suite: str, cell: Cell, provider: Provider, regime: str) -> str:
-    """The command that measures this row again, alone."""
-    backend, _, variant = provider.name.partition("/")
-    who = ["--backend", backend, "--peer", "none"] if provider.is_ours else ["--backend", "none", "--peer", backend]
-    who += ["--variant", variant] if variant else []
-    where = ["--head-dim", str(cell.head_dim), "--seq", str(cell.seq), "--dtype", cell.dtype, f"--{cell.mask}"]
-    return shlex.join(["python", "-m", "bench", "--suite", suite, *who, *where, "--regime", regime, "--fresh"])
 
 
 def _error_text(error: Exception) -> str:

@@ -9,13 +9,15 @@ from bench.conftest import CLOCK
 from bench.flops import forward_flops, tflops
 from bench.matrix import Cell
 from bench.providers import Contender, plan_data
+from bench.timing import Timing
 
 
 @pytest.mark.benchmark(timer=CLOCK, disable_gc=True)
 def test_forward(
-    cell: Cell, backend: str, contender: Contender, event_benchmark: Callable[[Contender], float], benchmark: Any
+    cell: Cell, backend: str, contender: Contender, event_benchmark: Callable[[Contender], Timing], benchmark: Any
 ) -> None:
     benchmark.group = cell.key
-    median_ms = event_benchmark(contender)
-    benchmark.extra_info["tflops"] = tflops(forward_flops(cell.problem), median_ms)
+    timing = event_benchmark(contender)
+    benchmark.extra_info["tflops"] = tflops(forward_flops(cell.problem), timing.time_ms)
+    benchmark.extra_info["host_bound"] = timing.host_bound
     benchmark.extra_info["plan"] = plan_data(contender.plan) if contender.plan is not None else contender.detail

@@ -201,18 +201,32 @@ def _count(total_ms: float, once_ms: float) -> int:
     return max(1, min(MAX_QUEUED, round(total_ms / max(once_ms, 1e-6))))
 
 
-def host_ms(call: Call, *, calls: int = 200, repeats: int = 7, synchronize: Callable[[], None]) -> float:
-    """Host milliseconds of one call, its launch included, without waiting for the device: best of the repeats' medians.
+def host_ms(
+    calls: Mapping[str, Call], *, each: int = 200, rounds: int = 7, synchronize: Callable[[], None]
+) -> dict[str, float | Exception]:
+    """Host milliseconds of one call of each, its launch included, the device not waited for.
 
-    For shapes so small that the queue never fills. The device is idle at the start of each repeat.
+    They take turns: a round times `each` calls of everybody; the median of the rounds' medians counts. For shapes so
+    small that the queue never fills. The device is idle at the start of each turn. What a call raises is its result.
     """
-    medians = []
-    for _ in range(repeats):
-        synchronize()
-        stamps = [time.perf_counter()]
-        for _ in range(calls):
-            call()
-            stamps.append(time.perf_counter())
-        medians.append(statistics.median(after - before for before, after in itertools.pairwise(stamps)))
+    medians: dict[str, list[float]] = {name: [] for name in calls}
+    failed: dict[str, float | Exception] = {}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            if name in failed:
+                continue
+            try:
+                synchronize()
+                medians[name].append(_host_turn(call, each))
+            except Exception as error:  # broad: a call is anybody's code; its error is its result
+                failed[name] = error
     synchronize()
-    return min(medians) * 1e3
+    return {name: statistics.median(taken) * 1e3 for name, taken in medians.items() if name not in failed} | failed
+
+
+def _host_turn(call: Call, each: int) -> float:
+    stamps = [time.perf_counter()]
+    for _ in range(each):
+        call()
+        stamps.append(time.perf_counter())
+    return statistics.median(after - before for before, after in itertools.pairwise(stamps))

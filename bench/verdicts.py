@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.errors import InputError
 from bench.matrix import SUITES, Cell
-from bench.results import Row
+from bench.results import Row, one_run
 from multiattn.backend import BACKENDS
 
 NOISE = 0.03
@@ -103,40 +103,50 @@ class Verdict:
 
 def judge_floors(rows: Iterable[Row], floors: Sequence[Floor] = FLOORS) -> list[Verdict]:
     """Every floor in every cell of the suite `floors`, from rows of the device regime."""
-    found = {(row.cell.key, row.contender): row for row in rows if row.regime == "device"}
+    given = [row for row in rows if row.regime == "device"]
+    together = {(row.cell.key, row.contender): row for row in one_run(given)}
+    alone = {(row.cell.key, row.contender): row for row in given if row.measured is not None} | together
     return [
-        _judge(floor, cell, found.get((cell.key, floor.contender)), found.get((cell.key, floor.peer)))
+        _judge(
+            floor,
+            cell,
+            alone.get((cell.key, floor.contender)),
+            alone.get((cell.key, floor.peer)),
+            one_run=all((cell.key, name) in together for name in (floor.contender, floor.peer)),
+        )
         for floor in floors
         for cell in SUITES["floors"]
     ]
 
 
-def _judge(floor: Floor, cell: Cell, ours: Row | None, peer: Row | None) -> Verdict:
+def _judge(floor: Floor, cell: Cell, ours: Row | None, peer: Row | None, *, one_run: bool) -> Verdict:
+    times = []
     for name, row in ((floor.contender, ours), (floor.peer, peer)):
         if row is None:
             return Verdict(floor=floor, cell=cell, ratio=None, why=f"no row of {name}")
         if row.measured is None:
             return Verdict(floor=floor, cell=cell, ratio=None, why=f"{name}: {row.text}")
-    assert ours is not None
-    assert ours.measured is not None
-    assert peer is not None
-    assert peer.measured is not None
-    if not ours.environment.same_setup(peer.environment):
-        return Verdict(
-            floor=floor, cell=cell, ratio=None, why="the two were measured with different builds or machines"
-        )
-    return Verdict(floor=floor, cell=cell, ratio=peer.measured.time_ms / ours.measured.time_ms)
+        if row.measured.host_bound:
+            return Verdict(floor=floor, cell=cell, ratio=None, why=f"host-bound ({name})")
+        times.append(row.measured.time_ms)
+    if not one_run:
+        why = f"not one run: {floor.contender} and {floor.peer} did not take turns in the newest run of this cell"
+        return Verdict(floor=floor, cell=cell, ratio=None, why=why)
+    return Verdict(floor=floor, cell=cell, ratio=times[1] / times[0])
 
 
 def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """The cells of multiattn/measured.json (see multiattn.preference.Cell), from device rows of the best variants.
 
-    Where several measured cells share GPU, head_dim, length and mask, the first counts.
+    Of each cell only its newest run counts, and nothing host-bound. Where several measured cells share GPU, head_dim,
+    length and mask, the first counts.
     """
     cells: dict[tuple[Any, ...], dict[str, Any]] = {}
     owners: dict[tuple[Any, ...], str] = {}
-    for row in rows:
-        if row.measured is None or row.regime != "device" or row.contender not in BACKENDS:
+    for row in one_run(rows):
+        if row.measured is None or row.measured.host_bound:
+            continue
+        if row.regime != "device" or row.contender not in BACKENDS:
             continue
         setup, cell = row.environment, row.cell
         key = (setup.gpu, cell.head_dim, cell.seq, cell.causal)

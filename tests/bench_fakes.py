@@ -71,7 +71,14 @@ def peer(name: str, function: Callable[..., torch.Tensor] | None = None) -> Peer
 
 def job(*providers: Ours | Peer, cells: tuple[Cell, ...] = (CELL,), fresh: bool = False) -> Job:
     """A job of one cell, in the device regime."""
-    return Job(suite="smoke", cells=cells, providers=providers, budget=BUDGET, fresh=fresh)
+    return Job(
+        suite="smoke",
+        cells=cells,
+        providers=providers,
+        budget=BUDGET,
+        fresh=fresh,
+        command="python -m bench run --suite smoke",
+    )
 
 
 def store(folder: Path) -> Store:
@@ -79,19 +86,35 @@ def store(folder: Path) -> Store:
     return Store.open(folder / "smoke.json", "smoke")
 
 
-def row(contender: str, time_ms: float, *, cell: Cell = CELL, spread: float = 0.0, setup: Environment = SETUP) -> Row:
+def row(
+    contender: str,
+    time_ms: float,
+    *,
+    cell: Cell = CELL,
+    spread: float = 0.0,
+    setup: Environment = SETUP,
+    run: str = "2026-11-21T05:00:00+00:00-0a",
+    host_bound: bool = False,
+) -> Row:
     """A measured row; `spread` is its interquartile range over the median."""
     measured = Measured(
         time_ms=time_ms,
         low_ms=time_ms * (1 - spread / 2),
         high_ms=time_ms * (1 + spread / 2),
         rounds=9,
+        sample_ms=8.0,
         launches=4,
-        host_bound=False,
+        host_bound=host_bound,
         tflops=100 / time_ms,
         peak_share=None,
         error_ratio=0.5,
     )
     return Row(
-        cell=cell, contender=contender, regime="device", environment=setup, command="python -m bench", measured=measured
+        cell=cell,
+        contender=contender,
+        regime="device",
+        environment=setup,
+        command="python -m bench run",
+        run=run,
+        measured=measured,
     )

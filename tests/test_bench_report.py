@@ -10,6 +10,7 @@ import pytest
 from bench import compile_table
 from bench.compile_table import Entry, Target
 from bench.matrix import SUITES
+from bench.parity_page import of_json
 from bench.readme import ranges, render, results_block, support_block, update
 from bench.report import combined_report, groups, html_report, notes, text_report
 from bench.results import dumps
@@ -64,14 +65,44 @@ def test_notes_say_a_reason_once():
 
 
 def test_the_page_is_self_contained_and_escaped():
-    page = html_report([*ROWS, REFUSED, BROKEN], ENTRIES, PARITY)
+    page = html_report([*ROWS, REFUSED, BROKEN], ENTRIES, of_json(PARITY))
     assert not re.findall(r"https?:|src=|@import|url\((?!#)", page)
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == 3
+    assert "<code>python -m bench run</code>" in page
     assert "&lt;b&gt;what" in page
     assert "ptxas: no" in page
     assert "none ran" in page
     assert "inf (gqa)" in page
     assert len(page) < 1_000_000
+
+
+def test_the_page_begins_with_the_verdict_of_parity(tmp_path):
+    path = tmp_path / "parity" / "parity.json"
+    path.parent.mkdir()
+    path.with_name("parity.html").write_text("")
+    broken = {"case": "gqa", "backend": "cutile", "status": "failed", "message": "out is off", "out": None, "lse": None}
+    path.write_text(json.dumps({**PARITY, "verdict": "FAILED: 1", "results": [*PARITY["results"], broken]}))
+    combined_report(path, None, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    body = page[page.index("<h1>") :]
+    assert 'class="verdict miss">Parity: FAILED: 1 <a href="parity/parity.html">' in body
+    assert body.index("FAILED: 1") < body.index("<h2>")
+    assert "cutile failed on gqa: out is off" in body
+    assert "triton was asked for and ran nothing" in body
+    assert body.index("Parity: not run, and why") < body.index("arch: no")
+
+
+def test_what_is_recorded_stands_apart():
+    page = html_report([REFUSED], recorded=ROWS)
+    assert "Recorded: TFLOPS over N on NVIDIA H200, 2026-11-21, commit c0ffee" in page
+    assert "Speed: TFLOPS" not in page
+    assert page.count("<svg") == 2
+
+
+def test_a_line_never_mixes_runs():
+    newer = [fakes.row(name, 0.5, cell=CELLS[3], run="2026-11-22") for name in ("cuda", "triton")]
+    text = text_report([*ROWS, *newer])
+    assert re.search(r"4096 +200 +not in this run +200", text)
 
 
 def test_the_page_is_the_same_every_time():

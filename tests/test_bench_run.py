@@ -7,12 +7,14 @@ import bench_fakes as fakes
 import pytest
 import torch
 
+import multiattn
 from bench.environment import NO_GPU
+from bench.errors import InputError
 from bench.matrix import SUITES
 from bench.peers import PEERS
 from bench.prewarm import provider_of, tasks
 from bench.providers import Ours, contender_of, our_providers
-from bench.results import LOST_DEVICE, Row, dumps, load
+from bench.results import LOST_DEVICE, Row, dumps, load, one_run
 from bench.run import DeviceLostError, run
 from multiattn.backend import Plan, get
 from multiattn.support import Reason
@@ -38,10 +40,8 @@ def test_a_measured_row_has_all_that_the_contract_asks(tmp_path):
     assert row.measured.tflops == pytest.approx(4 * 2 * (48 * 49 // 2) * 16 / 0.5e-3 / 1e12, rel=1e-5)
     assert 0 < row.measured.error_ratio <= 1
     assert row.plan == {"variant": "eager", "config": None, "why": "given by the caller"}
-    assert row.command == (
-        "python -m bench --suite smoke --backend reference --peer none --head-dim 16 --seq 48 --dtype bf16 --causal "
-        "--regime device --fresh"
-    )
+    assert row.command == "python -m bench run --suite smoke"
+    assert (row.measured.rounds, row.measured.sample_ms) == (3, 1.0)
     assert row.environment.commit
     assert row.environment.source
     assert row.environment.versions["torch"] == torch.__version__
@@ -128,6 +128,73 @@ def test_finished_cells_are_not_run_again(tmp_path):
     fresh = fakes.job(OURS, fakes.peer("sdpa"), fresh=True)
     run(fresh, fakes.machine(clock), fakes.store(tmp_path), quiet=True)
     assert clock.log
+
+
+def test_rows_timed_together_carry_one_run(tmp_path):
+    cells = (fakes.CELL, replace(fakes.CELL, seq=32))
+    rows = run_once(tmp_path, OURS, fakes.peer("sdpa"), fakes.peer("broken", raises), cells=cells)
+    runs = {cell: {row.run for row in rows if row.cell == cell} for cell in cells}
+    assert all(len(found) == 1 for found in runs.values())
+    assert runs[cells[0]] != runs[cells[1]]
+    assert load(tmp_path / "smoke.json") == rows
+    with pytest.raises(ValueError, match="a measured row names its run"):
+        replace(rows[0], run="")
+
+
+def test_a_line_is_of_the_newest_complete_run():
+    old = [fakes.row(name, 1.0, run="2026-11-20") for name in ("cuda", "triton", "sdpa-cudnn")]
+    new = [fakes.row(name, 2.0, run="2026-11-21") for name in ("cuda", "sdpa-cudnn")]
+    assert one_run([*old, *new]) == new
+    lone = fakes.row("cuda", 3.0, run="2026-11-22")  # nobody took turns with it
+    assert one_run([*old, *new, lone]) == new
+    assert one_run([lone]) == [lone]
+    refused = replace(lone, contender="fa2", measured=None, reasons=(NO_GPU,), run="")
+    other = replace(refused, environment=replace(fakes.SETUP, source="def"))
+    assert one_run([*new, refused, other]) == [*new, refused]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "sample_ms", "runs"), [(3, 1.0, False), (2, 0.5, False), (4, 1.0, True), (3, 2.0, True)]
+)
+def test_a_better_budget_is_measured_again(tmp_path, rounds, sample_ms, runs):
+    run_once(tmp_path, OURS)
+    clock = fakes.FakeClock()
+    job = replace(fakes.job(OURS), budget=replace(fakes.BUDGET, rounds=rounds, sample_ms=sample_ms))
+    run(job, fakes.machine(clock), fakes.store(tmp_path), quiet=True)
+    assert bool(clock.log) == runs
+
+
+def test_an_error_is_tried_again(tmp_path):
+    (first,) = run_once(tmp_path, fakes.peer("sdpa", raises))
+    assert first.error
+    (again,) = run_once(tmp_path, fakes.peer("sdpa"))
+    assert again.measured
+
+
+def test_rows_of_two_runs_are_not_finished(tmp_path):
+    run_once(tmp_path, OURS, fakes.peer("sdpa"))
+    run_once(tmp_path, OURS, fresh=True)
+    rows = run_once(tmp_path, OURS, fakes.peer("sdpa"))
+    assert len({row.run for row in rows}) == 1
+
+
+def test_in_the_call_regime_the_call_itself_is_checked(tmp_path, monkeypatch):
+    job = replace(fakes.job(OURS), regimes=("call",))
+    right = multiattn.fmha
+    monkeypatch.setattr(multiattn, "fmha", lambda *args, **options: right(*args, **options) * 1.5)
+    (row,) = run(job, fakes.machine(), fakes.store(tmp_path), quiet=True)
+    assert "out is off" in row.error
+    monkeypatch.undo()
+    (row,) = run(job, fakes.machine(), fakes.store(tmp_path), quiet=True)
+    assert row.measured
+
+
+@pytest.mark.parametrize("text", ["[]", "not JSON", '{"schema": 2}', '{"schema": 2, "environments": [1]}'])
+def test_a_file_that_is_not_ours_is_named(tmp_path, text):
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"x\.json: not a results file"):
+        load(path)
 
 
 def test_a_new_contender_makes_the_whole_cell_take_turns_again(tmp_path):

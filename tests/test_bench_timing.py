@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -138,8 +139,9 @@ def test_launches_are_queued_behind_a_spin(monkeypatch, spin_ends_after, attempt
 
 @pytest.mark.benchmark(timer=CLOCK)
 def test_pytest_benchmark_is_fed_with_event_times(benchmark):
-    median_ms = feed(benchmark, contestant("a"), FakeClock({"a": 0.25}), Budget(rounds=5))
-    assert median_ms == 0.25
+    timing = feed(benchmark, contestant("a"), FakeClock({"a": 0.25}), Budget(rounds=5))
+    assert timing.time_ms == 0.25
+    assert not timing.host_bound
     if not benchmark.disabled:  # as under pytest-xdist
         assert benchmark.stats.stats.rounds == 5
         assert benchmark.stats.stats.median == pytest.approx(0.25e-3)
@@ -147,9 +149,16 @@ def test_pytest_benchmark_is_fed_with_event_times(benchmark):
 
 def test_host_cost_waits_for_the_device_between_repeats_only():
     log = []
-    cost = host_ms(lambda: log.append("call"), calls=5, repeats=2, synchronize=lambda: log.append("wait"))
-    assert log == ["wait", *["call"] * 5, "wait", *["call"] * 5, "wait"]
-    assert 0 < cost < 10
+    calls = {name: partial(log.append, name) for name in ("a", "b")}
+    costs = host_ms(calls, each=2, rounds=2, synchronize=lambda: log.append("wait"))
+    assert log == ["wait", "a", "a", "wait", "b", "b"] * 2 + ["wait"]
+    assert all(0 < cost < 10 for cost in costs.values())
+
+
+def test_a_host_call_that_raises_costs_the_others_nothing():
+    costs = host_ms({"bad": lambda: 1 / 0, "good": lambda: None}, each=2, rounds=3, synchronize=lambda: None)
+    assert isinstance(costs["bad"], ZeroDivisionError)
+    assert costs["good"] > 0
 
 
 def test_a_budget_must_be_positive():

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import types
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -10,11 +11,14 @@ import bench_fakes as fakes
 import pytest
 import torch
 
-from bench import cli, compile_table, host, tune
+from bench import cli, compile_table, environment, host, tune
 from bench.compile_table import Entry, Target, compile_all, targets
 from bench.environment import NO_GPU
 from bench.matrix import SUITES
+from bench.providers import Ours
 from bench.results import dumps, load
+from bench.test_bench import test_forward as bench_forward
+from bench.timing import Sample, Timing
 from multiattn.arch import ARCHS, GPU_ARCHS
 from multiattn.backend import BACKENDS, Plan, get
 from multiattn.config import Config
@@ -47,6 +51,10 @@ def test_a_compile_entry_is_ok_or_says_why_not(tmp_path):
         "ok, 1.25 s",
     ]
     assert "168" in text
+    assert text.startswith("D=128 bf16 causal\n")  # once, not in every row
+    assert text.count("causal") == 1
+    assert "full: tile" in text
+    assert "spills [B]" in text
     compile_table.save(entries, tmp_path / "compile.json")
     assert compile_table.load(tmp_path / "compile.json") == compile_table.ordered(entries)
     with pytest.raises(ValueError, match="an entry is ok"):
@@ -133,7 +141,12 @@ def test_the_matrix_without_a_gpu(tmp_path, capsys):
         (["--peer", "fa5"], "--peer: got fa5; allowed none, or some of sdpa-flash"),
         (["--suite", "all"], "--suite: got 'all'; allowed standard, seed, floors, smoke"),
         (["--backend", "none", "--peer", "none"], "leaves nobody to time"),
-        (["--rounds", "0"], "rounds, sample_ms and warmup_ms must be positive"),
+        (["--rounds", "0"], "argument --rounds: got 0; allowed whole numbers from 1 on"),
+        (["compile", "--jobs", "0"], "argument --jobs: got 0; allowed whole numbers from 1 on"),
+        (["--sample-ms", "nan"], "argument --sample-ms: got nan; allowed numbers above 0"),
+        (["compile", "--backend", "none"], "--backend none leaves nothing to compile"),
+        (["compile", "--out", "/proc/none/compile.json"], "--out: cannot write to /proc/none"),
+        (["--out", "/proc/none"], "--out: cannot write to /proc/none"),
         (["--compare", "a.json", "b.json"], "a.json"),
     ],
 )
@@ -142,6 +155,92 @@ def test_wrong_arguments_say_what_is_accepted(arguments, message, capsys):
         cli.main(arguments)
     assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_help_names_the_default_command_and_compare(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Without a command it is run" in said
+    assert "--compare A B" in said
+
+
+def test_the_stored_command_is_whole_and_overwrites_nothing_recorded():
+    given = (
+        "run --suite seed --backend cuda --peer fa2 --peer flex --seq 1024 --causal --regime both --rounds 3 --seed 7"
+    )
+    options = cli._parser().parse_args([*given.split(), "--sample-ms", "2.5", "--jobs", "2"])
+    command = cli.command_again(options)
+    assert command == (
+        "python -m bench run --suite seed --backend cuda --peer fa2 --peer flex --seq 1024 --causal --regime both "
+        "--rounds 3 --sample-ms 2.5 --seed 7 --fresh --out out/bench/again"
+    )
+    assert cli.command_again(cli._parser().parse_args(command.split()[3:])) == command
+
+
+def test_a_backend_of_which_nothing_compiled_is_a_failure(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cli.compile_table, "compile_all", lambda wanted, **_: map(compile_fake, wanted))
+    out = ["--out", str(tmp_path / "compile.json")]
+    assert cli.main(["compile", "--backend", "cuda", "--arch", "sm86", *out]) == 1
+    assert "cuda was asked for and nothing of it compiled: arch: got sm86" in capsys.readouterr().out
+    assert cli.main(["compile", "--backend", "cuda", "--arch", "sm86", "--arch", "sm90", *out]) == 0
+
+
+@needs_no_gpu
+def test_peers_alone_leave_the_compile_table_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "_compile", None)
+    arguments = ["--suite", "smoke", "--backend", "none", "--peer", "sdpa-flash", "--out", str(tmp_path)]
+    assert cli.main(arguments) == 0
+
+
+def test_a_backend_of_which_nothing_was_measured_is_a_failure():
+    refused = replace(fakes.row("cuda", 1.0), measured=None, reasons=(NO_GPU,), run="")
+    rows = [fakes.row("triton/pointer", 1.0), refused]
+    assert cli.idle_backends(rows, ("triton",)) == []
+    (line,) = cli.idle_backends(rows, ("cuda", "triton"))
+    assert line.startswith("cuda was asked for and nothing of it was measured: gpu: got none")
+
+
+def test_a_run_on_a_gpu_fails_where_a_backend_measured_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cli.Machine, "current", lambda: fakes.machine())
+    monkeypatch.setattr(Ours, "why_not", lambda *_: (Reason(code="arch", got="cpu", allowed="sm90"),))
+    arguments = ["--suite", "smoke", "--head-dim", "64", "--peer", "none", "--out", str(tmp_path), "--jobs", "1"]
+    assert cli.main([*arguments, "--backend", "cuda"]) == 1
+    assert "cuda was asked for and nothing of it was measured: arch: got cpu" in capsys.readouterr().out
+    (command,) = {row.command for row in load(tmp_path / "smoke.json")}
+    assert command.endswith(
+        "--backend cuda --peer none --head-dim 64 --regime device --rounds 9 --sample-ms 8 --seed 0 "
+        "--fresh --out out/bench/again"
+    )
+
+
+def test_pytest_bench_tells_what_is_host_bound():
+    stand_in = types.SimpleNamespace(extra_info={})
+    contender = types.SimpleNamespace(plan=None, detail="a fake")
+    timing = Timing.of([Sample(time_ms=1.0, host_bound=True)], 1)
+    bench_forward(fakes.CELL, "sdpa", contender, lambda _: timing, stand_in)
+    assert stand_in.extra_info["host_bound"] is True
+
+
+def test_a_host_cost_is_exactly_one_of_three():
+    for outcome in ({}, {"call_us": 1.0, "error": "x"}):
+        with pytest.raises(ValueError, match="a host cost is microseconds, or carries"):
+            host.HostCost(contender="cuda", **outcome)
+    costs = host.time_in_turns({"good": lambda: None, "bad": lambda: 1 / 0}, lambda: None)
+    assert costs["good"].call_us > 0
+    assert costs["bad"].error == "ZeroDivisionError: division by zero"
+
+
+def test_without_a_checkout_what_is_written_goes_to_the_current_directory(tmp_path, monkeypatch):
+    assert environment.is_clone()
+    assert environment.workplace() == environment.ROOT
+    monkeypatch.setattr(environment, "ROOT", tmp_path / "site-packages")
+    monkeypatch.delenv("MULTIATTN_COMMIT", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(environment.is_clone, "__defaults__", (tmp_path / "site-packages",))
+    assert environment.results_dir("NVIDIA H200") == tmp_path / "bench" / "results" / "h200"
+    assert environment._commit() == "unknown"
 
 
 @needs_no_gpu
@@ -158,6 +257,9 @@ def test_pytest_bench_skips_with_its_reason():
 def test_the_demo_runs_every_part_and_writes_one_page(tmp_path, monkeypatch):
     monkeypatch.setattr(cli.compile_table, "compile_all", lambda wanted, **_: map(compile_fake, wanted[2:4]))
     asked = []
+    recorded = tmp_path / "standard.json"
+    recorded.write_text(dumps("standard", [fakes.row(name, 1.0, cell=SUITES["floors"][0]) for name in ("cuda", "fa2")]))
+    monkeypatch.setattr(cli, "recorded_files", lambda: [recorded])
 
     def parity(arguments):
         asked.extend(arguments)
@@ -167,7 +269,10 @@ def test_the_demo_runs_every_part_and_writes_one_page(tmp_path, monkeypatch):
     monkeypatch.setattr(cli.demo, "demo", demo)
     assert cli.main(["demo", "--jobs", "1", "--out", str(tmp_path)]) == 1  # as parity says that it failed
     assert asked == ["--jobs", "1", "--out", str(tmp_path / "parity")]
-    assert "Compiled for every target" in (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "Compiled for every target" in page
+    assert "Recorded: TFLOPS over N on NVIDIA H200, 2026-11-21, commit c0ffee" in page
+    assert page.count("<svg") == 1
     assert {path.name for path in (tmp_path / "bench").iterdir()} == {
         "compile.json",
         "floors.json",

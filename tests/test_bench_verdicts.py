@@ -66,12 +66,42 @@ def test_a_floor_that_nobody_measured_is_not_held():
 
 
 def test_a_floor_is_not_judged_across_builds():
-    other = replace(fakes.SETUP, source="def", date="2026-11-22")
     rows = [
-        row if row.contender == "cutile" else replace(row, environment=other)
+        row if row.contender == "cutile" else replace(row, run="2026-11-22")
         for row in floor_rows(cutile=1.0, sdpa_cudnn=1.0)
     ]
-    assert "different builds" in judge_floors(rows)[0].text
+    assert judge_floors(rows)[0].text.startswith("no figure: not one run")
+    assert not judge_floors(rows)[0].holds
+
+
+def test_a_floor_is_not_judged_by_a_run_that_a_newer_one_replaced():
+    newer = [replace(row, run="2026-11-22") for row in floor_rows(triton=1.0, sdpa_flash=1.0)]
+    verdicts = judge_floors([*floor_rows(cutile=1.0, sdpa_cudnn=1.0), *newer])
+    assert "not one run" in verdicts[0].text
+
+
+def test_a_host_bound_floor_is_no_figure():
+    rows = [
+        fakes.row(name, 1.0, cell=cell, host_bound=name == "cutile")
+        for cell in FLOOR_CELLS
+        for name in ("cutile", "sdpa-cudnn")
+    ]
+    verdict = judge_floors(rows)[0]
+    assert verdict.text == "no figure: host-bound (cutile)"
+    assert not verdict.holds
+    assert preferences(rows) == []
+
+
+def test_preferences_take_one_run_of_a_cell():
+    old, new = (
+        [fakes.row(name, time_ms, cell=FLOOR_CELLS[0], run=run) for name in names]
+        for names, time_ms, run in (
+            (("cuda", "triton", "cutile"), 1.0, "2026-11-20"),
+            (("cuda", "triton"), 2.0, "2026-11-21"),
+        )
+    )
+    (cell,) = preferences([*old, *new])
+    assert cell["tflops"] == {"cuda": 50.0, "triton": 50.0}
 
 
 def test_another_day_or_commit_alone_is_no_other_setup():
