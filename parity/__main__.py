@@ -52,13 +52,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             progress.update()
             progress.set_postfix_str(case_report.case.name)
             _tell_at_once(case_report)
-    command = shlex.join(["python", "-m", "parity", *(sys.argv[1:] if arguments is None else arguments)])
     reports.sort(key=lambda case_report: order[case_report.case.name])
-    report = Report(contenders=contenders, cases=tuple(reports), environment=environment, command=command)
+    report = Report(contenders=contenders, cases=tuple(reports), environment=environment, command=_command(options))
     paths = write(report, options.out)
     _print(report)
     print("Written:", ", ".join(str(path) for path in paths))
     return 1 if report.problems else 0
+
+
+def _command(options: argparse.Namespace) -> str:
+    """What runs the same cases again, anywhere: no folder and no number of processes."""
+    backends = [part for name in options.backend or () for part in ("--backend", name)]
+    cases = [part for glob in options.case or () for part in ("--case", glob)]
+    fixed = ["--device", options.device, "--variants", options.variants]
+    return shlex.join(["python", "-m", "parity", *fixed, *backends, *cases])
 
 
 def _tell_at_once(case_report: CaseReport) -> None:

@@ -235,6 +235,12 @@ def test_the_command_writes_the_report_and_exits_zero(tmp_path, capsys):
     assert "Passed: 3 runs of 3 cases" in capsys.readouterr().out
 
 
+def test_a_report_names_no_folder_of_this_machine(tmp_path):
+    main(["--backend", "reference", "--case", "d8_bf16_full", "--jobs", "1", "--out", str(tmp_path)])
+    for path in tmp_path.iterdir():
+        assert str(tmp_path) not in path.read_text()
+
+
 def test_the_command_exits_one_when_a_backend_ran_nothing(tmp_path, monkeypatch, capsys):
     refusing(monkeypatch, Reason(code="module", got="no kernels", allowed="kernels"))
     arguments = [
