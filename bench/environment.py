@@ -126,8 +126,8 @@ def _package_version(package: str) -> str | None:
 
 def _commit() -> str:
     """Short hash, with `+` where tracked sources differ from it; MULTIATTN_COMMIT speaks for a copy without .git."""
-    if "MULTIATTN_COMMIT" in os.environ:
-        return os.environ["MULTIATTN_COMMIT"]
+    if given := os.environ.get("MULTIATTN_COMMIT"):
+        return given
     if not is_clone(ROOT):
         return UNKNOWN  # git would speak of whatever it is installed in
     commit = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
