@@ -179,6 +179,9 @@ def explain(
 ) -> Plan | tuple[Reason, ...]:
     """The Plan that `fmha` would launch for these arguments, or every reason why it would refuse.
 
+    A problem without queries or without keys has a Plan like any other, but its launch is no kernel: there is nothing
+    to do, or every row is empty.
+
     Args:
         q, k, v: as for `fmha`; or one `Problem` in place of all three, with `arch`.
         causal, scale, backend, variant: as for `fmha` (a Problem carries its own causal and scale).

@@ -59,8 +59,8 @@ def _tileiras_version() -> str | None:
         path = _find_compiler_bin().path
     except FileNotFoundError:
         return None
-    text = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
-    match = re.search(r"release [\d.]+, V([\d.]+)", text)
+    text = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+    match = re.search(r"release [\d.]+, V([\d.]+)", text)  # a broken one prints no version: as good as none
     return match.group(1) if match else None
 
 
