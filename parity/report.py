@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import platform
@@ -117,13 +118,16 @@ def write(report: Report, folder: Path) -> tuple[Path, Path, Path]:
 def make_tables(report: Report) -> tuple[Table, ...]:
     """Every table of the report, the short one first."""
     return (
-        summary_table(report),
-        _pair_summary(report.pairs),
-        _skips(report.results),
+        *short_tables(report),
         _details(report.results),
         _pair_details(report.pairs),
         _case_list(report.cases),
     )
+
+
+def short_tables(report: Report) -> tuple[Table, ...]:
+    """What a page on more than parity shows of it: the summary, the pairs, and what was not run and why."""
+    return summary_table(report), _pair_summary(report.pairs), _skips(report.results)
 
 
 def summary_table(report: Report) -> Table:
@@ -284,12 +288,14 @@ def to_json(report: Report) -> str:
     cases = [{"name": entry.case.name, "problem": describe_case(entry.case)} for entry in report.cases]
     parts: dict[str, Any] = {
         "verdict": verdict(report),
+        "failures": report.problems,
         "command": report.command,
         "environment": report.environment,
         "score": ["error", "budget", "ratio", "of"],
     }
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in parts.items()]
-    for key, rows in (("cases", cases), ("results", results), ("pairs", pairs)):
+    tables = [dataclasses.asdict(table) for table in short_tables(report)]
+    for key, rows in (("tables", tables), ("cases", cases), ("results", results), ("pairs", pairs)):
         body = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
         lines.append(f"{json.dumps(key)}: [\n{body}\n]")
     return "{\n" + ",\n".join(lines) + "\n}\n"

@@ -1,6 +1,7 @@
 """bench.report and bench.readme: what they make of results, and nothing from anywhere else."""
 
 import json
+import math
 import re
 from dataclasses import replace
 
@@ -16,6 +17,9 @@ from bench.report import combined_report, groups, html_report, notes, text_repor
 from bench.results import dumps
 from multiattn.backend import BACKENDS
 from multiattn.support import Reason
+from parity.cases import CASES
+from parity.report import Report, to_json
+from parity.run import CaseReport, Contender, Pair, Result, Score
 
 CELLS = [cell for cell in SUITES["standard"] if cell.head_dim == 128]
 ROWS = [
@@ -31,17 +35,25 @@ ENTRIES = [
     Entry(target=Target(backend="cuda", arch="sm90"), ok=True, plan="x", seconds=0.5, registers=168, smem_bytes=1024),
     Entry(target=Target(backend="triton", arch="sm80"), ok=False, error="ptxas: no"),
 ]
-PARITY = {
-    "verdict": "Passed: 2 runs of 1 cases, 1 comparisons between backends.",
-    "command": "python -m parity",
-    "environment": {"device": "CPU"},
-    "score": ["error", "budget", "ratio"],
-    "results": [
-        {"case": "gqa", "backend": "cuda", "status": "passed", "out": [1e-3, 2e-3, 0.5], "lse": [0, 1, "inf"]},
-        {"case": "gqa", "backend": "triton", "status": "refused", "reasons": ["arch: no"]},
-    ],
-    "pairs": [{"case": "gqa", "left": "cuda", "right": "triton", "out": [0, 1, 0.25], "lse": [0, 1, 0.125]}],
-}
+
+
+def parity_json(*, broken: bool = False) -> dict:
+    """What parity writes of one case that cuda passes with an infinite ratio of lse, and triton refuses."""
+    case = next(case for case in CASES if case.name == "gqa4_b1")
+    half = Score(of="max", error=1e-3, budget=2e-3, ratio=0.5)
+    cuda, triton, cutile = (Contender(backend=name) for name in ("cuda", "triton", "cutile"))
+    results = [
+        Result(case=case.name, contender=cuda, status="passed", out=half, lse=replace(half, ratio=math.inf)),
+        Result(case=case.name, contender=triton, status="refused", reasons=("arch: no",)),
+    ]
+    if broken:
+        results.append(Result(case=case.name, contender=cutile, status="failed", message="out is off"))
+    pair = Pair(case=case.name, left="cuda", right="cutile", out=half, lse=half)
+    report = CaseReport(case=case, results=tuple(results), pairs=(pair,))
+    asked = tuple(result.contender for result in results)
+    return json.loads(
+        to_json(Report(contenders=asked, cases=(report,), environment={"device": "CPU"}, command="python -m parity"))
+    )
 
 
 def test_one_table_per_head_dim_and_mask():
@@ -65,14 +77,13 @@ def test_notes_say_a_reason_once():
 
 
 def test_the_page_is_self_contained_and_escaped():
-    page = html_report([*ROWS, REFUSED, BROKEN], ENTRIES, of_json(PARITY))
+    page = html_report([*ROWS, REFUSED, BROKEN], ENTRIES, of_json(parity_json()))
     assert not re.findall(r"https?:|src=|@import|url\((?!#)", page)
     assert page.count("<svg") == 3
     assert "<code>python -m bench run</code>" in page
     assert "&lt;b&gt;what" in page
     assert "ptxas: no" in page
-    assert "none ran" in page
-    assert "inf (gqa)" in page
+    assert "inf (gqa4_b1)" in page
     assert len(page) < 1_000_000
 
 
@@ -80,16 +91,15 @@ def test_the_page_begins_with_the_verdict_of_parity(tmp_path):
     path = tmp_path / "parity" / "parity.json"
     path.parent.mkdir()
     path.with_name("parity.html").write_text("")
-    broken = {"case": "gqa", "backend": "cutile", "status": "failed", "message": "out is off", "out": None, "lse": None}
-    path.write_text(json.dumps({**PARITY, "verdict": "FAILED: 1", "results": [*PARITY["results"], broken]}))
+    path.write_text(json.dumps(parity_json(broken=True)))
     combined_report(path, None, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     body = page[page.index("<h1>") :]
-    assert 'class="verdict miss">Parity: FAILED: 1 <a href="parity/parity.html">' in body
-    assert body.index("FAILED: 1") < body.index("<h2>")
-    assert "cutile failed on gqa: out is off" in body
+    assert re.search('class="verdict miss">Parity: FAILED: [^<]* <a href="parity/parity.html">', body)
+    assert body.index("FAILED: ") < body.index("<h2>")
+    assert "cutile failed on gqa4_b1: out is off" in body
     assert "triton was asked for and ran nothing" in body
-    assert body.index("Parity: not run, and why") < body.index("arch: no")
+    assert body.index("Parity: Not run, and why") < body.rindex("arch: no")
 
 
 def test_what_is_recorded_stands_apart():
@@ -114,9 +124,9 @@ def test_a_combined_report_takes_what_there_is(tmp_path):
     out = tmp_path / "deep" / "report.html"
     with pytest.raises(ValueError, match="no parity, bench or compile results"):
         combined_report(parity, bench, out, compiled)
-    parity.write_text(json.dumps(PARITY))
+    parity.write_text(json.dumps(parity_json()))
     combined_report(parity, None, out)
-    assert "each backend against the reference" in out.read_text()
+    assert "Backends against each other" in out.read_text()
     bench.write_text(dumps("standard", ROWS))
     compile_table.save(ENTRIES, compiled)
     combined_report(parity, bench, out, compiled)
