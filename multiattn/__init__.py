@@ -3,10 +3,11 @@
 Importing this package imports no kernel language and asks no driver; a backend does both when it is first used.
 """
 
-from multiattn.api import backends, explain, fmha, launch
+from multiattn.api import backends, explain, fmha, fmha_backward
 from multiattn.backend import BACKENDS, Plan
+from multiattn.launching import launch, launch_backward
 from multiattn.problem import Problem
-from multiattn.reference import reference
+from multiattn.reference import reference, reference_backward
 from multiattn.support import Reason, Unsupported
 
 __version__ = "0.1.0"
@@ -19,6 +20,9 @@ __all__ = [
     "backends",
     "explain",
     "fmha",
+    "fmha_backward",
     "launch",
+    "launch_backward",
     "reference",
+    "reference_backward",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import platform
 import sys
@@ -13,8 +14,8 @@ import torch
 
 import multiattn
 from multiattn import backend as registry
-from multiattn.arch import ARCHS, GPU_ARCHS, detect
-from multiattn.backend import BACKENDS, Backend, Plan, make_plan, plan_variant
+from multiattn.arch import ARCHS, GPU_ARCHS, Arch, detect
+from multiattn.backend import BACKENDS, DIRECTIONS, Backend, Direction, Plan, make_plan, plan_variant
 from multiattn.problem import DTYPES, Problem
 from multiattn.support import Reason, Unsupported
 
@@ -77,35 +78,45 @@ def _diagnose_backend(backend: Backend, devices: Iterable[torch.device]) -> dict
 
 
 def explain(options: argparse.Namespace) -> int:
-    """Per backend: the plan for a problem on an arch, the rules passed over, or every reason why not."""
+    """Per direction and backend: the plan of each variant, with what was passed over, or every reason why not."""
     problem = _problem(options)
     arch = ARCHS[options.arch]
-    print(f"{problem} on {arch.name} ({arch.title})")
     able = 0
-    for name in options.backend or BACKENDS:
-        backend = registry.get(name)
-        print(f"\n{name}:")
-        for variant in backend.forward.variants:
-            plan = plan_variant(backend, variant, problem, arch)
-            if isinstance(plan, Plan):
-                able += 1
-                print(f"  {variant.name}: {plan.config}\n    why: {plan.why}")
-                for rule in variant.rules:
-                    if (rejection := rule.reject(problem, arch)) is None:
-                        break  # the rules after the chosen one were not asked
-                    if arch.name in rule.arches:
-                        print(f"    passed over: {rule.config} ({rejection})")
-            else:
-                print(f"  {variant.name}: no")
-                _print_reasons(plan)
+    for direction in _directions(options):
+        print(f"{problem} {direction} on {arch.name} ({arch.title})")
+        for name in options.backend or BACKENDS:
+            backend = registry.get(name)
+            print()
+            _print_default(backend, problem, arch, direction)
+            for variant in backend.op(direction).variants:
+                plan = plan_variant(backend, variant, problem, arch, direction=direction)
+                if isinstance(plan, Plan):
+                    able += 1
+                    print(plan.describe())
+                else:
+                    print(f"{name} {direction}, variant {variant.name}: no")
+                    _print_reasons(plan)
+        print()
     return 0 if able else 1
+
+
+def _print_default(backend: Backend, problem: Problem, arch: Arch, direction: Direction) -> None:
+    """Which variants run where the caller names none; some are only for who names them."""
+    chosen = []
+    for deterministic in (False, True):
+        with contextlib.suppress(Unsupported):
+            plan = make_plan(backend, problem, arch, direction=direction, deterministic=deterministic, probe=False)
+            chosen.append(plan.variant)
+    if chosen:
+        also = f"; deterministic: {chosen[-1]}" if len(set(chosen)) > 1 else ""
+        print(f"{backend.name} {direction} takes {chosen[0]}{also}")
 
 
 # ---------------------------------------------------------------- compile
 
 
 def compile_kernels(options: argparse.Namespace) -> int:
-    """Compile a problem's kernel for one arch, with no GPU needed, and print what the compiler says of it."""
+    """Compile a problem's kernels for one arch, with no GPU needed, and print what the compiler says of them."""
     problem = _problem(options)
     failed = 0
     for name in options.backend or BACKENDS:
@@ -115,22 +126,27 @@ def compile_kernels(options: argparse.Namespace) -> int:
             print(f"{name}: no compiler here")
             _print_reasons(reasons)
             continue
-        try:
-            plan = make_plan(backend, problem, ARCHS[options.arch], variant=options.variant, probe=False)
-        except Unsupported as error:
-            failed += 1
-            print(f"{name}: no plan")
-            _print_reasons(error.reasons)
-            continue
-        except ValueError as error:  # a variant that this backend does not have
-            failed += 1
-            print(f"{name}: {error}")
-            continue
-        compiled = backend.forward.compile(plan)
-        print(
-            f"{plan}\n  {compiled.seconds:.1f} s, cubin {len(compiled.cubin)} B, registers {compiled.registers}, "
-            f"spills {compiled.spill_bytes} B, shared memory {compiled.smem_bytes} B"
-        )
+        for direction in _directions(options):
+            try:
+                plan = make_plan(
+                    backend, problem, ARCHS[options.arch], direction=direction, variant=options.variant, probe=False
+                )
+            except Unsupported as error:
+                failed += 1
+                print(f"{name} {direction}: no plan")
+                _print_reasons(error.reasons)
+                continue
+            except ValueError as error:  # a variant that this backend does not have
+                failed += 1
+                print(f"{name} {direction}: {error}")
+                continue
+            print(plan)
+            for compiled in backend.op(direction).compile(plan):
+                print(
+                    f"  {compiled.kernel}: {compiled.seconds:.1f} s, cubin {len(compiled.cubin)} B, threads "
+                    f"{compiled.threads}, registers {compiled.registers}, spills {compiled.spill_bytes} B, shared "
+                    f"memory {compiled.smem_bytes} B"
+                )
     return 1 if failed else 0
 
 
@@ -140,6 +156,10 @@ def compile_kernels(options: argparse.Namespace) -> int:
 def _print_reasons(reasons: Iterable[Reason]) -> None:
     for reason in reasons:
         print(f"    {reason}")
+
+
+def _directions(options: argparse.Namespace) -> tuple[Direction, ...]:
+    return DIRECTIONS if options.direction == "both" else (options.direction,)
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -179,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_problem(command, archs=tuple(ARCHS))
     command.set_defaults(run=explain)
 
-    command = commands.add_parser("compile", help="compile a problem's kernel for an arch; needs no GPU")
+    command = commands.add_parser("compile", help="compile a problem's kernels for an arch; needs no GPU")
     _add_problem(command, archs=GPU_ARCHS)
     command.add_argument("--variant", help="of the backend; default its best")
     command.set_defaults(run=compile_kernels)
@@ -194,6 +214,7 @@ def _add_problem(command: argparse.ArgumentParser, *, archs: Sequence[str]) -> N
     command.add_argument("--causal", action="store_true", help="bottom-right aligned")
     command.add_argument("--scale", type=float, help="of the scores (default: 1/sqrt(D))")
     command.add_argument("--arch", choices=archs, default=_default_arch(archs), help="default: %(default)s")
+    command.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="forward", help="default: %(default)s")
     command.add_argument("--backend", action="append", choices=BACKENDS, help="may be given again; default: all")
 
 

@@ -29,6 +29,11 @@ class Arch:
     registers_per_sm: int = 0
 
     @property
+    def smem_reserved(self) -> int:
+        """Bytes of shared memory that the system keeps for itself in every block."""
+        return self.smem_per_sm - self.smem_per_block
+
+    @property
     def is_gpu(self) -> bool:
         """False only for `cpu`."""
         return self.name != "cpu"
@@ -78,6 +83,71 @@ ARCHS: Mapping[str, Arch] = MappingProxyType(
 
 GPU_ARCHS: tuple[str, ...] = tuple(name for name, arch in ARCHS.items() if arch.is_gpu)
 """Names of the target architectures: what each backend is compiled for with no GPU."""
+
+
+# CUDA C++ Programming Guide, "Technical Specifications", and NVIDIA's cuda_occupancy.h: the units in which an SM hands
+# out what it has. The same on every arch above.
+WARP_THREADS = 32
+WARPS_UNIT = 4  # an SM has four partitions, each with a quarter of the registers
+REGISTERS_UNIT = 256  # of a warp
+SMEM_UNIT = 128  # bytes
+MAX_THREADS = 1024  # of a block
+MAX_REGISTERS = 255  # of a thread
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Occupancy:
+    """How many blocks of a kernel, and warps of theirs, an SM holds at one time; zero where not even one fits."""
+
+    blocks: int
+    warps: int
+    share: float
+    """Of the warps that the SM can hold, 0 to 1."""
+    limiter: str
+    """What keeps one more block out: blocks, warps, registers or smem."""
+
+
+def occupancy(arch: Arch, threads: int, registers: int, smem_bytes: int) -> Occupancy:
+    """The theoretical occupancy of a kernel.
+
+    Args:
+        arch: a GPU's row.
+        threads: of a block, 1 to 1024.
+        registers: of a thread, 1 to 255.
+        smem_bytes: shared memory of a block, static and dynamic, without what the system keeps.
+
+    Raises ValueError for anything else.
+    """
+    if not arch.registers_per_sm:
+        raise ValueError(f"arch: got {arch.name}, whose limits are not known; allowed {', '.join(GPU_ARCHS)}")
+    for name, value, low, high in (("threads", threads, 1, MAX_THREADS), ("registers", registers, 1, MAX_REGISTERS)):
+        if not low <= value <= high:
+            raise ValueError(f"{name}: got {value}; allowed {low} to {high}")
+    if smem_bytes < 0:
+        raise ValueError(f"smem_bytes: got {smem_bytes}; allowed 0 and more")
+    warps = -(-threads // WARP_THREADS)
+    fitting = {
+        "blocks": arch.blocks_per_sm,
+        "warps": arch.warps_per_sm // warps,
+        "registers": _blocks_by_registers(arch, warps, registers),
+        "smem": arch.smem_per_sm // _round_up(smem_bytes + arch.smem_reserved, SMEM_UNIT),
+    }
+    limiter = min(fitting, key=lambda name: fitting[name])  # the first of equals
+    blocks = fitting[limiter]
+    return Occupancy(blocks=blocks, warps=blocks * warps, share=blocks * warps / arch.warps_per_sm, limiter=limiter)
+
+
+def _blocks_by_registers(arch: Arch, warps: int, registers: int) -> int:
+    """Blocks whose warps the register files hold: a warp lives in one partition, whole; a block takes whole fours."""
+    of_warp = _round_up(registers * WARP_THREADS, REGISTERS_UNIT)
+    if of_warp * _round_up(warps, WARPS_UNIT) > arch.registers_per_sm:
+        return 0
+    warps_of_partition = arch.registers_per_sm // WARPS_UNIT // of_warp
+    return WARPS_UNIT * warps_of_partition // warps
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 
@@ -25,8 +25,12 @@ REFERENCE = "reference"
 """The eager implementation: what `auto` is on CPU tensors, and the truth; never an entry of BACKENDS."""
 
 
+Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
+
 class Launcher(Protocol):
-    """A kernel ready to launch on tensors of one metadata: no planning, no validation, no synchronisation.
+    """A forward kernel ready to launch on tensors of one metadata: no planning, no validation, no synchronisation.
 
     The first launch may compile, where the language compiles for the tensors themselves.
 
@@ -40,10 +44,43 @@ class Launcher(Protocol):
         """Launch."""
 
 
+class BackwardLauncher(Protocol):
+    """Backward kernels ready to launch, under the terms of `Launcher`.
+
+    q, k, v, out and lse as there: out and lse may be any backend's. dout like out, with its strides and alignment; dlse
+    like lse and finite, or None where nothing depends on it. Writes every element of dq (strides of
+    `Problem.strides_dq`), dk and dv (`Problem.strides_dk`, `Problem.strides_dv`), in the dtype of q, each at a multiple
+    of 16 bytes. Workspace is its own: from PyTorch's allocator, as many bytes as its Variant's `workspace` says.
+    """
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        dq: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+    ) -> None:
+        """Launch."""
+
+
+L = TypeVar("L", covariant=True)
+"""`Launcher` or `BackwardLauncher`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compiled:
-    """What the compiler said of one Plan, made for its arch with no GPU needed. Sizes in bytes, per block."""
+    """What the compiler said of one kernel, made for a Plan's arch with no GPU needed. Sizes in bytes, per block."""
 
+    kernel: str
+    """Its symbol, what a profiler shows."""
+    threads: int | None = None
+    """Of a block."""
     seconds: float
     cubin: bytes
     smem_bytes: int | None = None
@@ -60,6 +97,10 @@ class Variant:
     capability: Capability
     rules: tuple[Rule[Any], ...]
     flags: tuple[tuple[str, Any], ...] = ()
+    deterministic: bool = True
+    """Whether two runs give the same bits, whatever the order in which blocks run."""
+    workspace: Callable[[Problem, Config | None], int] = lambda problem, config: 0
+    """Bytes of device memory that a launch takes beside its arguments."""
     fits: Callable[[Problem, Arch, Config], tuple[Reason, ...]] = lambda problem, arch, config: ()
     """Reasons why a config does not fit an arch (shared memory, an illegal combination)."""
 
@@ -74,24 +115,43 @@ class Plan:
     variant: str
     config: Config | None
     why: str
+    direction: Direction = "forward"
+    workspace_bytes: int = 0
+    """Device memory that a launch takes beside its arguments."""
+    rejected: tuple[str, ...] = field(default=(), compare=False)
+    """What was passed over for this, variants and rules, each with why."""
 
     def because(self, why: str) -> Plan:
         """The same Plan, with the reason why this backend was picked in front."""
         return replace(self, why=f"{why}; {self.why}")
 
+    def describe(self) -> str:
+        """The decision in lines: the rule that was chosen and why, what it costs, what was passed over and why."""
+        variant = variant_of(self)
+        lines = [
+            f"{self.backend} {self.direction}, variant {self.variant}: {variant.summary}",
+            f"  config: {self.config or 'none'}",
+            f"  why: {self.why}",
+            f"  deterministic: {'yes' if variant.deterministic else 'no: two runs may differ in their last bits'}",
+            f"  workspace: {self.workspace_bytes} bytes",
+            *(f"  rejected: {passed_over}" for passed_over in self.rejected),
+        ]
+        return "\n".join(lines)
+
     def __str__(self) -> str:
-        return f"{self.backend}/{self.variant} on {self.arch.name}: {self.config or 'no config'} [{self.problem}]"
+        what = f"{self.problem} {self.direction}"
+        return f"{self.backend}/{self.variant} on {self.arch.name}: {self.config or 'no config'} [{what}]"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Op:
+class Op(Generic[L]):
     """One direction of a backend: its variants, best first, and what can be done with a Plan."""
 
     variants: tuple[Variant, ...]
-    prepare: Callable[[Plan], Launcher]
+    prepare: Callable[[Plan], L]
     """Everything that can be done once per Plan, compilation included where the DSL allows it."""
-    compile: Callable[[Plan], Compiled]
-    """Compile for `plan.arch` with no GPU; the compiler's own error passes through."""
+    compile: Callable[[Plan], tuple[Compiled, ...]]
+    """Compile every kernel of a launch for `plan.arch` with no GPU; the compiler's own error passes through."""
     candidates: Callable[[Variant, Problem, Arch], Sequence[Config]] = lambda variant, problem, arch: ()
     """Configs worth timing for a problem: what a tuning sweep walks through."""
 
@@ -108,7 +168,12 @@ class Backend:
     """What this machine lacks to compile for any arch, no GPU needed."""
     versions: Callable[[], Mapping[str, str | None]]
     """Versions of the packages and tools it stands on; None for one that is missing."""
-    forward: Op
+    forward: Op[Launcher]
+    backward: Op[BackwardLauncher]
+
+    def op(self, direction: Direction) -> Op[Launcher] | Op[BackwardLauncher]:
+        """The Op of a direction."""
+        return self.forward if direction == "forward" else self.backward
 
 
 def get(name: str) -> Backend:
@@ -119,32 +184,60 @@ def get(name: str) -> Backend:
     return backend
 
 
-def find_variant(backend: Backend, name: str) -> Variant:
+def find_variant(backend: Backend, name: str, direction: Direction = "forward") -> Variant:
     """The variant called `name`; ValueError for one that the backend does not have."""
-    for variant in backend.forward.variants:
+    variants = backend.op(direction).variants
+    for variant in variants:
         if variant.name == name:
             return variant
-    names = ", ".join(variant.name for variant in backend.forward.variants)
-    raise ValueError(f"variant: got {name!r}; {backend.name} has {names}")
+    names = ", ".join(variant.name for variant in variants)
+    raise ValueError(f"variant: got {name!r}; {backend.name} has {names} for {direction}")
+
+
+def variant_of(plan: Plan) -> Variant:
+    """The Variant that a Plan is of."""
+    return find_variant(get(plan.backend), plan.variant, plan.direction)
 
 
 def plan_variant(
-    backend: Backend, variant: Variant, problem: Problem, arch: Arch, config: Config | None = None
+    backend: Backend,
+    variant: Variant,
+    problem: Problem,
+    arch: Arch,
+    config: Config | None = None,
+    *,
+    direction: Direction = "forward",
+    named: bool = True,
 ) -> Plan | tuple[Reason, ...]:
-    """The Plan of one variant, or every reason why there is none. `config` overrides the rules (for tuning)."""
+    """The Plan of one variant, or every reason why there is none. `config` overrides the rules (for tuning).
+
+    `named`: whether the variant was asked for, and is not one of several that would do.
+    """
     reasons = variant.capability.why_not(problem, arch)
     if reasons:
         return reasons
     why = "given by the caller"
+    rejected: tuple[str, ...] = ()
     if config is None and variant.rules:
-        rule = select(variant.rules, problem, arch)
+        rule, rejected = select(variant.rules, problem, arch, named=named)
         if rule is None:
-            allowed = "; ".join(sorted({str(rule.reject(problem, arch)) for rule in variant.rules}))
+            near = [rule for rule in variant.rules if arch.name in rule.arches] or variant.rules
+            allowed = "; ".join(sorted({str(rule.reject(problem, arch, named=named)) for rule in near}))
             return (Reason(code="config", got=f"no rule of {variant.name} for {arch.name}", allowed=allowed),)
         config, why = rule.config, rule.why
     if config is not None and (reasons := variant.fits(problem, arch, config)):
         return reasons
-    return Plan(problem=problem, arch=arch, backend=backend.name, variant=variant.name, config=config, why=why)
+    return Plan(
+        problem=problem,
+        arch=arch,
+        backend=backend.name,
+        variant=variant.name,
+        config=config,
+        why=why,
+        direction=direction,
+        workspace_bytes=variant.workspace(problem, config),
+        rejected=rejected,
+    )
 
 
 def make_plan(
@@ -152,21 +245,43 @@ def make_plan(
     problem: Problem,
     arch: Arch,
     *,
+    direction: Direction = "forward",
     variant: str | None = None,
     config: Config | None = None,
+    deterministic: bool = False,
     probe: bool = True,
 ) -> Plan:
     """The Plan of the first variant that can run `problem` on `arch`; `Unsupported`, with all reasons, if none can.
 
-    With `probe=False` only the data is asked, not this machine: for explaining and compiling for another arch.
+    With `deterministic` only variants that give the same bits each time are asked. With `probe=False` only the data is
+    asked, not this machine: for explaining and compiling for another arch.
     """
     reasons = list(backend.probe(arch)) if probe else []
-    variants = [find_variant(backend, variant)] if variant is not None else list(backend.forward.variants)
-    plans = [plan_variant(backend, candidate, problem, arch, config) for candidate in variants]
-    found = next((plan for plan in plans if isinstance(plan, Plan)), None)
+    if not backend.op(direction).variants:
+        reasons.append(Reason(code="direction", got=direction, allowed=f"what {backend.name} has kernels for"))
+    named = backend.op(direction).variants if variant is None else (find_variant(backend, variant, direction),)
+    refusals: dict[str, tuple[Reason, ...]] = {}
+    found = None
+    for candidate in named:
+        if deterministic and not candidate.deterministic:
+            refusals[candidate.name] = (_not_deterministic(candidate),)
+            continue
+        plan = plan_variant(backend, candidate, problem, arch, config, direction=direction, named=variant is not None)
+        if isinstance(plan, Plan):
+            found = plan
+            break
+        refusals[candidate.name] = plan
     if found is not None and not reasons:
-        return found
+        passed_over = (f"variant {name}: {reason}" for name, why in refusals.items() for reason in why)
+        return replace(found, rejected=(*passed_over, *found.rejected))
     if found is None:
-        refusals = [plan for plan in plans if not isinstance(plan, Plan)]
-        reasons += list(dict.fromkeys(reason for refusal in refusals for reason in refusal))
-    raise Unsupported(backend=backend.name, arch=arch, problem=problem, reasons=reasons)
+        reasons += list(dict.fromkeys(reason for refusal in refusals.values() for reason in refusal))
+    raise Unsupported(backend=backend.name, arch=arch, problem=problem, reasons=reasons, direction=direction)
+
+
+def _not_deterministic(variant: Variant) -> Reason:
+    return Reason(
+        code="deterministic",
+        got=f"variant {variant.name}, which adds in any order",
+        allowed="variants that give the same bits each time",
+    )

@@ -42,8 +42,16 @@ class Rule(Generic[C]):
     head_dim_min: int = 1
     head_dim_max: int = 256
     causal: bool | None = None
+    seq_min: int = 0
+    """Of the longer of Sq and Skv; so is `seq_max`, None for no limit."""
+    seq_max: int | None = None
+    batch_max: int | None = None
+    smem_min: int = 0
+    """Bytes of shared memory that a block must be able to have."""
+    only_named: bool = False
+    """Whether the variant must be asked for by its name, as another one is as good or better."""
 
-    def reject(self, problem: Problem, arch: Arch) -> str | None:
+    def reject(self, problem: Problem, arch: Arch, *, named: bool = True) -> str | None:
         """Why this rule does not apply to `problem` on `arch`, or None when it does."""
         if arch.name not in self.arches:
             return f"for {', '.join(self.arches)}"
@@ -51,12 +59,33 @@ class Rule(Generic[C]):
             return f"for D in {self.head_dim_min}..{self.head_dim_max}"
         if self.causal not in (None, problem.causal):
             return "for causal" if self.causal else "for full"
+        seq = max(problem.seq_q, problem.seq_kv)
+        if seq < self.seq_min or (self.seq_max is not None and seq > self.seq_max):
+            return f"for lengths in {self.seq_min}..{self.seq_max or ''}"
+        if self.batch_max is not None and problem.batch > self.batch_max:
+            return f"for batches of up to {self.batch_max}"
+        if arch.is_gpu and arch.smem_per_block < self.smem_min:
+            return f"for {self.smem_min} bytes of shared memory a block and more"
+        if self.only_named and not named:  # last: its evidence is told only where it would be the rule
+            return f"for a caller who names the variant ({self.why})"
         return None
 
     def __str__(self) -> str:
         return f"{self.config}: {self.why}"
 
 
-def select(rules: Sequence[Rule[C]], problem: Problem, arch: Arch) -> Rule[C] | None:
-    """The first rule that applies, or None."""
-    return next((rule for rule in rules if rule.reject(problem, arch) is None), None)
+def select(
+    rules: Sequence[Rule[C]], problem: Problem, arch: Arch, *, named: bool = True
+) -> tuple[Rule[C] | None, tuple[str, ...]]:
+    """The first rule that applies, or None; and those for this arch that were passed over before it, with why.
+
+    `named`: whether the variant that the rules are of was asked for by its name.
+    """
+    rejected: list[str] = []
+    for rule in rules:
+        why = rule.reject(problem, arch, named=named)
+        if why is None:
+            return rule, tuple(rejected)
+        if arch.name in rule.arches:
+            rejected.append(f"rule {rule.config}: {why}")
+    return None, tuple(rejected)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import resources
 
 from multiattn.arch import Arch
-from multiattn.backend import BACKENDS
+from multiattn.backend import BACKENDS, Direction
 from multiattn.problem import Problem
 
 
@@ -27,6 +27,7 @@ class Cell:
     seq_kv: int
     causal: bool
     tflops: tuple[tuple[str, float], ...]
+    direction: Direction = "forward"
 
     def distance(self, problem: Problem) -> float:
         """How far a problem is from this cell, in doublings of head_dim and length; a length matters less."""
@@ -42,15 +43,21 @@ def measured_cells() -> tuple[Cell, ...]:
     return tuple(Cell(**{**row, "tflops": tuple(sorted(row["tflops"].items()))}) for row in rows)
 
 
-def preferred_order(problem: Problem, arch: Arch) -> tuple[tuple[str, str], ...]:
-    """Backends from the most to the least preferred, each with the reason for its place."""
+def preferred_order(problem: Problem, arch: Arch, direction: Direction = "forward") -> tuple[tuple[str, str], ...]:
+    """Backends from the most to the least preferred, each with the reason for its place.
+
+    Backward follows its own cells; where an arch has none yet, those of forward, and the reason says so.
+    """
     cells = [cell for cell in measured_cells() if cell.arch == arch.name and cell.causal == problem.causal]
     if not cells:
         why = f"no measurement on {arch.name} yet: the order of BACKENDS, a guess"
         return tuple((name, why) for name in BACKENDS)
-    cell = min(cells, key=lambda cell: cell.distance(problem))
+    own = [cell for cell in cells if cell.direction == direction]
+    cell = min(own or cells, key=lambda cell: cell.distance(problem))
     mask = "causal" if cell.causal else "full"
-    where = f"{cell.gpu}, {cell.date}, D={cell.head_dim} N={cell.seq_kv} {mask}"
+    where = f"{cell.gpu}, {cell.date}, D={cell.head_dim} N={cell.seq_kv} {mask} {cell.direction}"
+    if not own:
+        where += f" (no {direction} measured on {arch.name} yet)"
     measured = sorted(cell.tflops, key=lambda pair: -pair[1])
     order = [(name, f"{tflops:.0f} TFLOPS on {where}") for name, tflops in measured if name in BACKENDS]
     known = {name for name, _ in order}

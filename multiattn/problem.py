@@ -34,7 +34,7 @@ VECTOR_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One forward attention problem, hashable and free of tensors.
+    """One attention problem, hashable and free of tensors.
 
     Sizes are counts, strides are in elements, `alignment` is in bytes: the largest power of two up to 16
     that divides every base address and every stride of q, k and v.
@@ -69,10 +69,8 @@ class Problem:
         Raises TypeError or ValueError, naming what came and what is accepted, for whatever is wrong for
         every backend; what only some backends refuse is left to their capability.
         """
-        _check_tensors(q, k, v)
-        _check_shapes(tuple(q.shape), tuple(k.shape), tuple(v.shape))
-        _check_strides(q, k, v)
-        _check_causal(causal)
+        check_inputs(q, k, v)
+        check_causal(causal)
         batch, heads_q, seq_q, head_dim = q.shape
         _, heads_kv, seq_kv, _ = k.shape
         tensors = (q, k, v)
@@ -88,7 +86,7 @@ class Problem:
             head_dim=head_dim,
             dtype=_NAMES[q.dtype],
             causal=causal,
-            scale=_check_scale(scale, head_dim),
+            scale=check_scale(scale, head_dim),
             strides_q=strides_q,
             strides_k=strides_k,
             strides_v=strides_v,
@@ -116,7 +114,7 @@ class Problem:
             raise ValueError(f"dtype: got {dtype!r}; allowed {', '.join(DTYPES)}")
         shape_q, shape_kv = (batch, heads_q, seq_q, head_dim), (batch, heads_kv, seq_kv, head_dim)
         _check_shapes(shape_q, shape_kv, shape_kv)
-        _check_causal(causal)
+        check_causal(causal)
         strides_kv = _contiguous_strides(shape_kv)
         return cls(
             batch=batch,
@@ -127,7 +125,7 @@ class Problem:
             head_dim=head_dim,
             dtype=dtype,
             causal=causal,
-            scale=_check_scale(scale, head_dim),
+            scale=check_scale(scale, head_dim),
             strides_q=_contiguous_strides(shape_q),
             strides_k=strides_kv,
             strides_v=strides_kv,
@@ -155,6 +153,16 @@ class Problem:
         return abs(self.scale) * LOG2_E if self.scale_sign else LOG2_E
 
     @property
+    def score_factor(self) -> float:
+        """Factor, with its sign, from ``q @ k^T`` to scores in the log2 domain: a backward recomputes them with it."""
+        return self.scale_sign * self.scale_log2
+
+    @property
+    def grad_factor(self) -> float:
+        """Factor of dq and dk: the scale, or 0 where the kernels count it as zero."""
+        return self.scale if self.scale_sign else 0.0
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype of q, k, v and out."""
         return DTYPES[self.dtype]
@@ -165,10 +173,22 @@ class Problem:
 
         So a layer that passes a transposed view gets one back, and reshaping the heads away costs no copy.
         """
-        transposed = (self.seq_q * self.heads_q * self.head_dim, self.head_dim, self.heads_q * self.head_dim)
-        if self.strides_q == transposed:
-            return transposed
-        return _contiguous_strides((self.batch, self.heads_q, self.seq_q, self.head_dim))
+        return _dense_strides(self.strides_q, (self.batch, self.heads_q, self.seq_q, self.head_dim))
+
+    @property
+    def strides_dq(self) -> Strides:
+        """Strides of dq, and of dout: those of out."""
+        return self.strides_out
+
+    @property
+    def strides_dk(self) -> Strides:
+        """Strides of dk: k's own where k is dense ``[B, S, H, D]`` memory, else those of a contiguous tensor."""
+        return _dense_strides(self.strides_k, (self.batch, self.heads_kv, self.seq_kv, self.head_dim))
+
+    @property
+    def strides_dv(self) -> Strides:
+        """Strides of dv, found from v as those of dk are from k."""
+        return _dense_strides(self.strides_v, (self.batch, self.heads_kv, self.seq_kv, self.head_dim))
 
     @property
     def causal_offset(self) -> int:
@@ -181,21 +201,51 @@ class Problem:
         return self.batch == 0 or self.seq_q == 0
 
     @property
+    def has_empty_rows(self) -> bool:
+        """Whether there are queries that see no key."""
+        return self.seq_q > 0 and (self.seq_kv == 0 or (self.causal and self.causal_offset < 0))
+
+    @property
     def visible_pairs(self) -> int:
         """(query, key) pairs that count, of one head of one batch entry; FLOP are ``4*B*Hq*D`` times this."""
-        if not self.causal:
-            return self.seq_q * self.seq_kv
-        first = max(0, -self.causal_offset)  # rows before it see no key
-        rows = self.seq_q - first
-        shortest = max(0, self.causal_offset) + 1  # what row `first` sees, when there is such a row
-        return rows * shortest + rows * (rows - 1) // 2 if rows > 0 and self.seq_kv > 0 else 0
+        return count_visible_pairs(self.seq_q, self.seq_kv, causal=self.causal)
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
         return (
             f"B={self.batch} Hq={self.heads_q} Hkv={self.heads_kv} Sq={self.seq_q} Skv={self.seq_kv} "
-            f"D={self.head_dim} {self.dtype} {mask} forward"
+            f"D={self.head_dim} {self.dtype} {mask}"
         )
+
+
+def count_visible_pairs(seq_q: int, seq_kv: int, *, causal: bool) -> int:
+    """(query, key) pairs that count of two sequences, under the bottom-right mask if `causal`."""
+    if not causal:
+        return seq_q * seq_kv
+    offset = seq_kv - seq_q
+    first = max(0, -offset)  # rows before it see no key
+    rows = seq_q - first
+    shortest = max(0, offset) + 1  # what row `first` sees, when there is such a row
+    return rows * shortest + rows * (rows - 1) // 2 if rows > 0 and seq_kv > 0 else 0
+
+
+def strides_like(tensor: torch.Tensor) -> tuple[int, int, int, int]:
+    """Strides of a result made after q, k or v ``[B, H, S, D]``: `Problem.strides_out` and its like, with that of D.
+
+    Needs no address, so that it also answers for a fake tensor, with symbolic sizes.
+    """
+    return (*_dense_strides(_strides(tensor), tuple(tensor.shape)), 1)
+
+
+def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, strides: bool = True) -> None:
+    """TypeError or ValueError for tensors that are wrong for every backend; they may be fake ones.
+
+    Without `strides` those are not asked: a tensor that `torch.vmap` maps may be laid out anew before it runs.
+    """
+    _check_tensors(q, k, v)
+    _check_shapes(tuple(q.shape), tuple(k.shape), tuple(v.shape))
+    if strides:
+        _check_strides(q, k, v)
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -252,12 +302,14 @@ def _check_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             )
 
 
-def _check_causal(causal: bool) -> None:
+def check_causal(causal: bool) -> None:
+    """TypeError for anything but a bool."""
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be a bool; got {type(causal).__name__}")
 
 
-def _check_scale(scale: float | None, head_dim: int) -> float:
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """The scale as a float, None its default; TypeError or ValueError for what is no finite number."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, Real):
@@ -287,6 +339,13 @@ def _strides(tensor: torch.Tensor) -> Strides:
 def _contiguous_strides(shape: Shape) -> Strides:
     _, heads, seq, head_dim = (max(size, 1) for size in shape)
     return heads * seq * head_dim, seq * head_dim, head_dim
+
+
+def _dense_strides(strides: Strides, shape: Shape) -> Strides:
+    """`strides` if they are those of dense ``[B, S, H, D]`` memory, else those of contiguous ``[B, H, S, D]``."""
+    _, heads, seq, head_dim = shape
+    transposed = (seq * heads * head_dim, head_dim, heads * head_dim)
+    return transposed if strides == transposed else _contiguous_strides(shape)
 
 
 def _list(named: Mapping[str, object]) -> str:

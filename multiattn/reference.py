@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
-from einops import rearrange, repeat
 
 from multiattn.arch import ARCHS, Arch
-from multiattn.backend import REFERENCE, Backend, Compiled, Launcher, Op, Plan, Variant
-from multiattn.problem import Problem
+from multiattn.backend import REFERENCE, Backend, BackwardLauncher, Compiled, Launcher, Op, Plan, Variant
+from multiattn.problem import DTYPES, Problem, check_inputs
 from multiattn.support import Capability, Reason
 
 
@@ -42,7 +41,9 @@ def reference(
     Raises:
         TypeError, ValueError: as `multiattn.fmha`.
     """
-    problem = Problem.of(q, k, v, causal=causal, scale=scale)
+    from einops import rearrange, repeat  # here and below: a sixth of the time that importing the package takes
+
+    problem = _describe(q, k, v, causal, scale)
     q, k, v = (tensor.to(compute_dtype) for tensor in (q, k, v))
     k, v = (repeat(tensor, "b h s d -> b (h group) s d", group=problem.group) for tensor in (k, v))
 
@@ -51,7 +52,7 @@ def reference(
     scores = scores.masked_fill(~visible, -math.inf)
 
     if problem.seq_kv == 0:
-        return torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf)
+        return scores @ v, scores.sum(dim=-1) - math.inf  # zeros and -inf, differentiable like any other
     row_max = scores.amax(dim=-1, keepdim=True).detach()
     row_max = row_max.masked_fill(row_max == -math.inf, 0.0)  # an empty row must not compute inf - inf
     weights = torch.exp(scores - row_max)
@@ -59,6 +60,77 @@ def reference(
     weights = weights / row_sum.masked_fill(row_sum == 0.0, 1.0)
     lse = rearrange(row_max + torch.log(row_sum), "b h i 1 -> b h i")
     return _weighted_sum(weights, v, visible), lse
+
+
+def reference_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    *,
+    dlse: torch.Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients as the kernels compute them, in plain PyTorch: from what a forward saved, not by differentiating it.
+
+    With ``s = scale * q @ k^T`` and ``p = exp(s - lse)``, the softmax: ``dv = p^T @ dout``, ``dp = dout @ v^T``,
+    ``ds = p * (dp - delta)``, ``dq = scale * ds @ k``, ``dk = scale * ds^T @ q``, where ``delta = rowsum(dout * out) -
+    dlse`` (Dao, "FlashAttention-2", arXiv 2307.08691, Algorithm 2; dlse enters as ``d lse / d s = p``).
+
+    Args:
+        q, k, v, causal, scale, compute_dtype: as for `reference`.
+        out: ``[B, Hq, Sq, D]``, of a forward of any backend; so is lse, ``[B, Hq, Sq]``.
+        dout: gradient of out, like it.
+        dlse: gradient of lse, like it; None for zero.
+
+    Returns:
+        dq like q, dk and dv like k, in `compute_dtype`; those of a key/value head are summed over its group. A row that
+        sees no key has ``dq = 0`` and adds nothing to dk and dv.
+    """
+    from einops import reduce, repeat
+
+    problem = _describe(q, k, v, causal, scale)
+    q, k, v, out, lse, dout = (tensor.to(compute_dtype) for tensor in (q, k, v, out, lse, dout))
+    k, v = (repeat(tensor, "b h s d -> b (h group) s d", group=problem.group) for tensor in (k, v))
+    delta = torch.einsum("b h i d, b h i d -> b h i", dout, out)
+    if dlse is not None:
+        delta = delta - dlse.to(compute_dtype)
+
+    visible = visible_pairs(problem, q.device)  # [Sq, Skv]
+    scores = torch.einsum("b h i d, b h j d -> b h i j", q, k) * problem.scale
+    lse = lse.masked_fill(lse == -math.inf, math.inf)  # an empty row has no weight, where -inf would give exp(inf)
+    weights = torch.exp(scores - lse[..., None]).masked_fill(~visible, 0.0)
+    dweights = torch.einsum("b h i d, b h j d -> b h i j", dout, v)
+    dscores = (weights * (dweights - delta[..., None])).masked_fill(~visible, 0.0) * problem.scale
+
+    dq = torch.einsum("b h i j, b h j d -> b h i d", dscores, k)
+    dk = torch.einsum("b h i j, b h i d -> b h j d", dscores, q)
+    dv = torch.einsum("b h i j, b h i d -> b h j d", weights, dout)
+    dk, dv = (reduce(grad, "b (h group) s d -> b h s d", "sum", group=problem.group) for grad in (dk, dv))
+    return dq, dk, dv
+
+
+def _describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None) -> Problem:
+    """The problem of tensors that may have no memory of their own, as under `torch.func`: as if contiguous."""
+    check_inputs(q, k, v)
+    _, heads_kv, seq_kv, _ = k.shape
+    batch, heads_q, seq_q, head_dim = q.shape
+    dtype = next(name for name, dtype in DTYPES.items() if dtype == q.dtype)
+    return Problem.contiguous(
+        batch=batch,
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        seq_q=seq_q,
+        seq_kv=seq_kv,
+        head_dim=head_dim,
+        dtype=dtype,
+        causal=causal,
+        scale=scale,
+    )
 
 
 def visible_pairs(problem: Problem, device: torch.device) -> torch.Tensor:
@@ -89,14 +161,42 @@ def _prepare(plan: Plan) -> Launcher:
 
     def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         compute_dtype = torch.float64 if problem.dtype == "fp64" else torch.float32
-        result = reference(q, k, v, causal=problem.causal, scale=problem.scale, compute_dtype=compute_dtype)
+        with torch.autocast(q.device.type, enabled=False):  # it would round what the contract computes in fp32
+            result = reference(q, k, v, causal=problem.causal, scale=problem.scale, compute_dtype=compute_dtype)
         out.copy_(result[0])
         lse.copy_(result[1])
 
     return launch
 
 
-def _compile(plan: Plan) -> Compiled:
+def _prepare_backward(plan: Plan) -> BackwardLauncher:
+    problem = plan.problem
+
+    def launch(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        dq: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+    ) -> None:
+        compute_dtype = torch.float64 if problem.dtype == "fp64" else torch.float32
+        with torch.autocast(q.device.type, enabled=False):
+            grads = reference_backward(
+                q, k, v, out, lse, dout,
+                dlse=dlse, causal=problem.causal, scale=problem.scale, compute_dtype=compute_dtype,
+            )  # fmt: skip
+        for target, grad in zip((dq, dk, dv), grads, strict=True):
+            target.copy_(grad)
+
+    return launch
+
+
+def _compile(plan: Plan) -> tuple[Compiled, ...]:
     raise NotImplementedError("the reference is eager PyTorch: there is nothing to compile")
 
 
@@ -108,27 +208,24 @@ def _probe_compiler() -> tuple[Reason, ...]:
     return (Reason(code="compiler", got=REFERENCE, allowed="a backend with kernels"),)
 
 
+_VARIANT = Variant(
+    name="eager",
+    summary="the semantics in fp32, O(Sq * Skv) memory",
+    capability=Capability(
+        arches=tuple(ARCHS),
+        dtypes=("fp16", "bf16", "fp32", "fp64"),
+        head_dim_multiple=1,
+        head_dim_max=1 << 16,
+    ),
+    rules=(),
+)
+
 BACKEND = Backend(
     name=REFERENCE,
     summary="eager PyTorch, for truth",
     probe=_probe,
     probe_compiler=_probe_compiler,
     versions=lambda: {"torch": torch.__version__},
-    forward=Op(
-        variants=(
-            Variant(
-                name="eager",
-                summary="the semantics in fp32, O(Sq * Skv) memory",
-                capability=Capability(
-                    arches=tuple(ARCHS),
-                    dtypes=("fp16", "bf16", "fp32", "fp64"),
-                    head_dim_multiple=1,
-                    head_dim_max=1 << 16,
-                ),
-                rules=(),
-            ),
-        ),
-        prepare=_prepare,
-        compile=_compile,
-    ),
+    forward=Op(variants=(_VARIANT,), prepare=_prepare, compile=_compile),
+    backward=Op(variants=(_VARIANT,), prepare=_prepare_backward, compile=_compile),
 )

@@ -17,8 +17,8 @@ from multiattn.problem import Problem
 class Reason:
     """One reason why not: what it is about, what came, what is accepted and what to do.
 
-    `code` is a stable key: of a Problem (head_dim, dtype, seq, strides, alignment), or one of arch, variant, config,
-    backward, module, driver, compiler, gpu, host.
+    `code` is a stable key: of a Problem (head_dim, dtype, seq, strides, alignment), or one of arch, direction,
+    variant, config, deterministic, module, driver, compiler, gpu, host.
     """
 
     code: str
@@ -84,14 +84,16 @@ class Unsupported(RuntimeError):  # noqa: N818 - the contract's name: `except mu
         problem: Problem,
         reasons: Iterable[Reason],
         alternatives: Sequence[str] = (),
+        direction: str = "forward",
     ) -> None:
         self.backend = backend
         self.arch = arch
         self.problem = problem
+        self.direction = direction
         self.reasons = tuple(reasons)
         self.alternatives = tuple(alternatives)
         lines = [f"{backend} cannot run this problem on {arch.name}:"]
         lines += [f"  {reason}" for reason in self.reasons]
-        lines.append(f"Problem: {problem}")
+        lines.append(f"Problem: {problem} {direction}")
         lines.append(f"Can run it: {', '.join(self.alternatives) or 'no other backend on this machine'}")
         super().__init__("\n".join(lines))

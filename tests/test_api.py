@@ -1,16 +1,18 @@
 """The public calls: what is explained is what runs, refusals are data, nothing falls back."""
 
+import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import multiattn
-from multiattn import Plan, Problem, Unsupported
+from multiattn import Plan, Problem, Unsupported, planning
 from multiattn import backend as registry
-from multiattn.__main__ import main
+from multiattn.__main__ import _parser, main
 from multiattn.arch import ARCHS, GPU_ARCHS, Arch, detect
-from multiattn.backend import make_plan
+from multiattn.backend import DIRECTIONS, REFERENCE, make_plan
 from multiattn.config import select
 from multiattn.preference import Cell, preferred_order
 
@@ -58,28 +60,87 @@ def test_a_refusal_says_who_got_what_and_who_else_can(backend):
     assert multiattn.explain(q, k, v, backend=backend) == caught.value.reasons
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference", *multiattn.BACKENDS])
+def without_backward(monkeypatch, name):
+    """Let the backend called `name` have no backward, as a new one would."""
+    whole = registry.get(name)
+    bare = replace(whole, backward=replace(whole.backward, variants=()))
+    get = registry.get
+    monkeypatch.setattr(registry, "get", lambda asked: bare if asked == name else get(asked))
+    planning._forward.clear()
+    planning._backward.clear()
+
+
 @pytest.mark.parametrize("which", range(3))
-def test_an_input_that_requires_grad_is_told_at_forward_time(backend, which):
+def test_what_backward_refuses_is_told_at_forward_time(which, monkeypatch):
+    without_backward(monkeypatch, "cuda")
     inputs = qkv(requires_grad=False)
     inputs[which].requires_grad_()
-    with pytest.raises(Unsupported, match="backward is not there yet") as caught:
-        multiattn.fmha(*inputs, backend=backend)
-    assert caught.value.reasons[0].code == "backward"
-    assert multiattn.explain(*inputs, backend=backend) == caught.value.reasons
+    with pytest.raises(Unsupported, match="direction: got backward; allowed what cuda has kernels for") as caught:
+        multiattn.fmha(*inputs, backend="cuda")
+    assert caught.value.direction == "backward"
+    assert "reference (variant eager)" in caught.value.alternatives
+    assert multiattn.explain(*inputs, backend="cuda") == caught.value.reasons
     with torch.no_grad():
-        assert multiattn.fmha(*inputs, backend="reference").shape == inputs[0].shape
+        assert isinstance(multiattn.explain(*inputs, backend="cuda"), Plan)
 
 
-def test_grad_is_one_reason_among_all():
+def test_a_refusal_has_the_reasons_of_both_directions(monkeypatch):
+    without_backward(monkeypatch, "cuda")
     q, k, v = qkv(head_dim=12, requires_grad=True)
     with pytest.raises(Unsupported) as caught:
         multiattn.fmha(q, k, v, backend="cuda")
-    assert [reason.code for reason in caught.value.reasons] == ["head_dim", "backward"]
+    assert [reason.code for reason in caught.value.reasons] == ["head_dim", "direction"]
+    assert caught.value.direction == "forward and backward"
     with pytest.raises(ValueError, match="got 'nope'"):
         multiattn.fmha(q, k, v, backend="nope")
     with pytest.raises(ValueError, match="got 'nope'"):
         multiattn.explain(q, k, v, backend="nope")
+
+
+def test_auto_takes_a_backend_that_can_run_both_directions_where_both_are_needed(monkeypatch):
+    first, second = "cuda", REFERENCE
+    monkeypatch.setattr(planning, "preferred_order", lambda *of: ((first, "fastest"), (second, "next")))
+    without_backward(monkeypatch, first)
+    problem, arch = contiguous(), ARCHS["sm90"]
+    assert [plan.backend for plan in planning.choose(problem, arch, "auto", None, probe=False)] == [first]
+    plans = planning.choose(problem, arch, "auto", None, directions=planning.BOTH, probe=False)
+    assert [(plan.backend, plan.direction) for plan in plans] == [(second, "forward"), (second, "backward")]
+    assert plans[0].why.startswith("next; ")
+
+
+def test_explain_of_a_direction():
+    q, k, v = qkv(requires_grad=True)
+    for inputs in ((q, k, v), tuple(tensor.detach() for tensor in (q, k, v))):
+        plan = multiattn.explain(*inputs, causal=True, direction="backward", backend="reference")
+        assert (plan.direction, plan.variant, plan.problem.causal) == ("backward", "eager", True)
+        assert "reference backward, variant eager" in plan.describe()
+    with pytest.raises(ValueError, match="direction: got 'sideways'; allowed forward, backward"):
+        multiattn.explain(q, k, v, direction="sideways")
+    with pytest.raises(TypeError, match="deterministic must be a bool or None; got int"):
+        multiattn.explain(q, k, v, deterministic=1)
+
+
+def test_deterministic_passes_over_variants_that_are_not(monkeypatch):
+    whole = registry.get(REFERENCE)
+    (eager,) = whole.backward.variants
+    loose = replace(eager, name="loose", deterministic=False)
+    both = replace(whole, backward=replace(whole.backward, variants=(loose, eager)))
+    monkeypatch.setattr(registry, "get", lambda name: both)
+    q, k, v = qkv(requires_grad=False)
+    plan = multiattn.explain(q, k, v, direction="backward")
+    assert plan.variant == "loose"
+    assert "deterministic: no" in plan.describe()
+    plan = multiattn.explain(q, k, v, direction="backward", deterministic=True)
+    assert plan.variant == "eager"
+    assert "rejected: variant loose: deterministic: got variant loose" in plan.describe()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert multiattn.explain(q, k, v, direction="backward").variant == "eager"
+        assert multiattn.explain(q, k, v, direction="backward", deterministic=False).variant == "loose"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    reasons = multiattn.explain(q, k, v, direction="backward", variant="loose", backend=REFERENCE, deterministic=True)
+    assert [reason.code for reason in reasons] == ["deterministic"]
 
 
 def test_explain_of_a_problem_takes_nothing_that_the_problem_has():
@@ -125,12 +186,17 @@ def test_an_arch_without_rules_is_refused_by_name(backend):
         make_plan(registry.get(backend), contiguous(), Arch(name="sm75", title="Turing"), probe=False)
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("backend", multiattn.BACKENDS)
-def test_every_rule_has_evidence_and_can_be_reached(backend):
-    problems = [contiguous(head_dim, causal=causal) for head_dim in range(8, 257, 8) for causal in (False, True)]
-    for variant in registry.get(backend).forward.variants:
+def test_every_rule_has_evidence_and_can_be_reached(backend, direction):
+    for variant in registry.get(backend).op(direction).variants:
         archs = [ARCHS[name] for name in variant.capability.arches]
-        reached = {id(select(variant.rules, problem, arch)) for problem in problems for arch in archs}
+        edges = {edge for rule in variant.rules for edge in (rule.seq_min, rule.seq_max) if edge}
+        sizes = [(batch, seq) for batch in (1, 64) for seq in {128, 1 << 20, *edges}]
+        reached = set()
+        for (batch, seq), head_dim, causal in itertools.product(sizes, range(8, 257, 8), (False, True)):
+            problem = Problem.contiguous(batch=batch, heads_q=2, seq_q=seq, head_dim=head_dim, causal=causal)
+            reached |= {id(select(variant.rules, problem, arch)[0]) for arch in archs}
         for rule in variant.rules:
             assert rule.why, f"{variant.name}: {rule.config} has no reason"
             assert id(rule) in reached, f"{variant.name}: nothing ever takes {rule}"
@@ -211,13 +277,20 @@ def test_auto_follows_the_nearest_measured_cell(monkeypatch):
             tflops=tuple(tflops.items()),
         )  # fmt: skip
 
-    cells = (cell(64, triton=3.0, cutile=2.0), cell(256, cutile=3.0, triton=1.0))
+    cells = [cell(64, triton=3.0, cutile=2.0), cell(256, cutile=3.0, triton=1.0)]
     monkeypatch.setattr("multiattn.preference.measured_cells", lambda: cells)
     order = preferred_order(contiguous(72), ARCHS["sm90"])
     assert [name for name, _ in order] == ["triton", "cutile", "cuda"]
-    assert order[0][1] == "3 TFLOPS on H200, 2026-11-21, D=64 N=4096 full"
+    assert order[0][1] == "3 TFLOPS on H200, 2026-11-21, D=64 N=4096 full forward"
     assert preferred_order(contiguous(248), ARCHS["sm90"])[0][0] == "cutile"
     assert "a guess" in preferred_order(contiguous(72), ARCHS["sm80"])[0][1]
+    borrowed = preferred_order(contiguous(72), ARCHS["sm90"], "backward")[0]
+    assert borrowed[0] == "triton"
+    assert borrowed[1].endswith("full forward (no backward measured on sm90 yet)")
+    cells.append(replace(cell(64, cuda=9.0), direction="backward"))
+    assert preferred_order(contiguous(72), ARCHS["sm90"])[0][0] == "triton"
+    own = preferred_order(contiguous(72), ARCHS["sm90"], "backward")[0]
+    assert own == ("cuda", "9 TFLOPS on H200, 2026-11-21, D=64 N=4096 full backward")
 
 
 def test_explain_auto_for_an_arch_needs_no_gpu():
@@ -226,14 +299,40 @@ def test_explain_auto_for_an_arch_needs_no_gpu():
     assert plan.backend in multiattn.BACKENDS
 
 
+def test_a_variant_without_a_rule_tells_those_of_this_arch():
+    long = Problem.contiguous(batch=1, heads_q=2, seq_q=4096, head_dim=128)
+    plan = multiattn.explain(long, arch="sm90", backend="cutile", direction="backward")
+    (atomic,) = (line for line in plan.rejected if line.startswith("variant atomic: "))
+    assert atomic.count("for a caller who names the variant") == 1
+    assert "for D in 129..256" in atomic
+    assert "for sm100" not in atomic
+
+
 class TestCommandLine:
     def test_explain_prints_a_plan_for_each_backend(self, capsys):
         assert main(["explain", "--shape", "2,16,1024,128", "--kv-heads", "4", "--causal", "--arch", "sm90"]) == 0
         printed = capsys.readouterr().out
         assert "B=2 Hq=16 Hkv=4 Sq=1024 Skv=1024 D=128 bf16 causal forward on sm90" in printed
         for backend in multiattn.BACKENDS:
-            assert f"\n{backend}:" in printed
-        assert "tile_m=" in printed
+            assert f"\n{backend} forward, variant " in printed
+        assert "  config: tile_m=" in printed
+        assert "  why: " in printed
+        assert "  workspace: 0 bytes" in printed
+        assert "  rejected: rule tile_m=" in printed
+
+    def test_explain_and_compile_take_a_direction(self, capsys):
+        arguments = ["--shape", "1,2,128,64", "--arch", "sm90", "--direction", "both"]
+        main(["explain", *arguments])
+        printed = capsys.readouterr().out
+        assert " full forward on sm90" in printed
+        assert " full backward on sm90" in printed
+        assert _parser().parse_args(["compile", *arguments]).direction == "both"
+
+    def test_explain_says_which_variant_is_taken(self, capsys):
+        main(["explain", "--shape", "2,16,4096,128", "--arch", "sm90", "--direction", "backward"])
+        printed = capsys.readouterr().out
+        assert "\ncutile backward takes two_pass\n" in printed
+        assert "\ncuda backward takes atomic; deterministic: two_pass\n" in printed
 
     def test_explain_prints_the_reasons(self, capsys):
         assert main(["explain", "--shape", "1,1,64,260", "--arch", "sm80"]) == 1
@@ -261,7 +360,7 @@ class TestCommandLine:
     def test_a_variant_of_some_backends_is_told_by_the_others(self, capsys):
         arguments = ["compile", "--shape", "1,2,64,64", "--variant", "split_q", "--backend", "cutile"]
         assert main(arguments) == 1
-        assert "variant: got 'split_q'; cutile has two_loops" in capsys.readouterr().out
+        assert "cutile forward: variant: got 'split_q'; cutile has two_loops" in capsys.readouterr().out
 
     def test_a_negative_length_is_named(self):
         with pytest.raises(SystemExit, match="sizes must not be negative"):

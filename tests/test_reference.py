@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from multiattn import reference
+from multiattn import reference, reference_backward
 
 
 def random(*shape, seed=0):
@@ -82,3 +82,52 @@ def test_no_keys_at_all_is_empty_rows():
 def test_is_differentiable(causal):
     q, k, v = (random(1, 2, 4, 8, seed=seed).requires_grad_() for seed in range(3))
     assert torch.autograd.gradcheck(lambda *qkv: reference(*qkv, causal=causal, compute_dtype=torch.float64), (q, k, v))
+
+
+BACKWARD = {
+    "full": {},
+    "causal": {"causal": True},
+    "more keys": {"causal": True, "seq_kv": 9},
+    "empty rows": {"causal": True, "seq_kv": 2},
+    "GQA": {"heads_kv": 2},
+    "MQA": {"heads_kv": 1, "causal": True},
+    "scale 0": {"scale": 0.0},
+    "negative scale": {"scale": -1.5, "causal": True},
+    "huge scores": {"scale": 300.0},
+    "no keys": {"seq_kv": 0},
+    "no queries": {"seq_q": 0},
+}
+
+
+@pytest.mark.parametrize("with_dlse", [False, True])
+@pytest.mark.parametrize("name", BACKWARD)
+def test_backward_formulas_agree_with_autograd(name, with_dlse):
+    options = {"seq_q": 5, "seq_kv": 5, "heads_kv": 4} | BACKWARD[name]
+    seq_q, seq_kv, heads_kv = (options.pop(key) for key in ("seq_q", "seq_kv", "heads_kv"))
+    shapes = ((2, 4, seq_q, 8), (2, heads_kv, seq_kv, 8), (2, heads_kv, seq_kv, 8))
+    q, k, v = (random(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes))
+    out, lse = reference(q, k, v, compute_dtype=torch.float64, **options)
+    dout, dlse = random(*out.shape, seed=3), random(*lse.shape, seed=4)
+    loss = (out * dout).sum() + (lse.masked_fill(lse == -math.inf, 0.0) * dlse).sum() * with_dlse
+    expected = torch.autograd.grad(loss, (q, k, v), allow_unused=True, materialize_grads=True)
+    with torch.no_grad():
+        grads = reference_backward(
+            q, k, v, out, lse, dout, dlse=dlse if with_dlse else None, compute_dtype=torch.float64, **options
+        )
+    torch.testing.assert_close(grads, expected)
+    empty = lse == -math.inf
+    assert (grads[0][empty] == 0).all()
+
+
+def test_it_is_there_for_what_the_kernels_refuse():
+    """Differentiating twice and forward mode, as their errors say."""
+    q, k, v = (torch.randn(1, 2, 3, 8, dtype=torch.float64) for _ in range(3))
+
+    def total(q):
+        out, lse = reference(q, k, v, causal=True, compute_dtype=torch.float64)
+        return out.sin().sum() + lse.sin().sum()
+
+    dq = torch.func.grad(total)(q)
+    torch.testing.assert_close(torch.func.jvp(total, (q,), (q,))[1], (dq * q).sum())
+    twice = torch.func.grad(lambda q: (torch.func.grad(total)(q) * q).sum())(q)
+    torch.testing.assert_close(twice, dq + torch.einsum("abcdefgh,efgh->abcd", torch.func.hessian(total)(q), q))

@@ -1,0 +1,361 @@
+"""Gradients of plain eager calls: autograd of the reference in fp64 is the truth, for every way that training takes."""
+
+import copy
+import math
+import pickle
+import threading
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import multiattn
+from multiattn import backend as registry
+from multiattn import fmha, fmha_backward, planning, reference
+
+
+def random(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def qkv(seq_q=5, seq_kv=7, heads_kv=2, head_dim=8, dtype=torch.float64, requires_grad=True):
+    shapes = ((2, 4, seq_q, head_dim), (2, heads_kv, seq_kv, head_dim), (2, heads_kv, seq_kv, head_dim))
+    return [random(*shape, seed=i, dtype=dtype).requires_grad_(requires_grad) for i, shape in enumerate(shapes)]
+
+
+def truth(q, k, v, **options):
+    return reference(q, k, v, compute_dtype=torch.float64, **options)
+
+
+def weigh(out, lse=None):
+    """A scalar that depends on every element of out, and of lse, each in its own way."""
+    total = (out * random(*out.shape, seed=9)).sum()
+    if lse is not None:
+        lse = lse.masked_fill(lse == -math.inf, 0.0)
+        total = total + (lse * random(*lse.shape, seed=8)).sum()
+    return total
+
+
+def gradients(loss, inputs):
+    return torch.autograd.grad(loss, inputs)
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, check_dtype=False)  # lse and dlse are fp32
+
+
+PROBLEMS = {
+    "full": {},
+    "causal": {"causal": True},
+    "empty rows": {"causal": True, "seq_q": 7, "seq_kv": 3},
+    "MQA": {"heads_kv": 1},
+    "scale 0": {"scale": 0.0},
+    "negative scale": {"scale": -0.7, "causal": True},
+}
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_agrees_with_autograd_of_the_reference(name, return_lse):
+    options = dict(PROBLEMS[name])
+    sizes = {key: options.pop(key) for key in ("seq_q", "seq_kv", "heads_kv") if key in options}
+    inputs = qkv(**sizes)
+    results = fmha(*inputs, return_lse=return_lse, **options)
+    expected = truth(*inputs, **options)
+    loss = weigh(*results) if return_lse else weigh(results)
+    close(gradients(loss, inputs), gradients(weigh(*expected[: 1 + return_lse]), inputs))
+
+
+def test_only_lse_may_be_used():
+    inputs = qkv()
+    q_k = inputs[:2]
+    _, lse = fmha(*inputs, causal=True, return_lse=True)
+    close(gradients(lse.sin().sum(), q_k), gradients(truth(*inputs, causal=True)[1].sin().sum(), q_k))
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_only_one_input_may_require_grad(which):
+    inputs = qkv(requires_grad=False)
+    inputs[which].requires_grad_()
+    out = fmha(*inputs)
+    assert out.requires_grad
+    close(gradients(weigh(out), inputs[which]), gradients(weigh(truth(*inputs)[0]), inputs[which]))
+    assert all((tensor.grad is None) for tensor in inputs)
+
+
+LAYOUTS = {
+    "expanded": lambda out: out.sum(),
+    "transposed": lambda out: (out.transpose(1, 2).contiguous() * random(2, 5, 4, 8, seed=3)).sum(),
+    "one row": lambda out: out[:, :, 2].square().sum(),
+    "unaligned": lambda out: (torch.cat([out.flatten(), out.new_ones(1)])[1:] * 2).square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_dout_of_any_layout(name):
+    inputs = qkv()
+    close(gradients(LAYOUTS[name](fmha(*inputs)), inputs), gradients(LAYOUTS[name](truth(*inputs)[0]), inputs))
+
+
+def test_views_of_one_packed_tensor():
+    packed = random(2, 6, 3, 4, 8).requires_grad_()  # [B, S, 3, H, D]
+    q, k, v = packed.permute(2, 0, 3, 1, 4).unbind()
+    out = fmha(q, k, v, causal=True)
+    close(gradients(weigh(out), packed), gradients(weigh(truth(q, k, v, causal=True)[0]), packed))
+
+
+def test_transposed_inputs_get_their_layout_back():
+    tensors = [random(2, 6, 4, 8, seed=seed).transpose(1, 2).requires_grad_() for seed in range(3)]
+    out, lse = fmha(*tensors, return_lse=True)
+    assert out.stride() == tensors[0].stride()
+    for grad in fmha_backward(*tensors, out, lse, out.detach()):
+        assert grad.stride() == tensors[0].stride()
+
+
+def test_a_graph_may_be_kept_and_is_freed_else():
+    inputs = qkv()
+    loss = weigh(fmha(*inputs))
+    first = torch.autograd.grad(loss, inputs, retain_graph=True)
+    close(torch.autograd.grad(loss, inputs), first)
+    with pytest.raises(RuntimeError, match="a second time"):
+        torch.autograd.grad(loss, inputs)
+
+
+def test_writing_over_what_backward_reads_is_told():
+    inputs = qkv()
+    out = fmha(*inputs)
+    out.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_hooks_see_gradients_and_saved_tensors_may_come_back_in_another_layout():
+    inputs = [tensor.detach().mT.contiguous().mT.contiguous().requires_grad_() for tensor in qkv()]
+    seen = []
+    out = None
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: tensor.detach().clone(), lambda kept: kept.transpose(1, 2).contiguous().transpose(1, 2)
+    ):
+        out = fmha(*inputs, causal=True)
+    out.register_hook(lambda grad: seen.append(grad.shape))
+    inputs[0].register_hook(lambda grad: grad * 2)
+    actual = gradients(weigh(out), inputs)
+    expected = gradients(weigh(truth(*inputs, causal=True)[0]), inputs)
+    close(actual, expected)  # a hook on a leaf acts on the reference's gradient too
+    assert seen == [out.shape]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(use_reentrant):
+    inputs = qkv()
+    out = checkpoint(lambda *of: fmha(*of, causal=True), *inputs, use_reentrant=use_reentrant)
+    out.backward(random(*out.shape, seed=9))
+    close([tensor.grad for tensor in inputs], gradients(weigh(truth(*inputs, causal=True)[0]), inputs))
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_no_graph_where_none_is_wanted(guard):
+    with guard():
+        out, lse = fmha(*qkv(), return_lse=True)
+    assert not out.requires_grad
+    assert not lse.requires_grad
+    assert not fmha(*qkv(requires_grad=False)).requires_grad
+
+
+def test_differentiating_twice_is_refused_when_it_is_done():
+    inputs = qkv()
+    (dq,) = torch.autograd.grad(weigh(fmha(*inputs)), inputs[:1], create_graph=True)
+    close(dq, gradients(weigh(truth(*inputs)[0]), inputs[:1])[0])
+    with pytest.raises(NotImplementedError, match=r"differentiated once.*multiattn\.reference"):
+        dq.sum().backward()
+    out, lse = fmha(*inputs, return_lse=True)
+    dq, _, _ = fmha_backward(*inputs, out, lse, out)
+    with pytest.raises(NotImplementedError, match="differentiated once"):
+        dq.sum().backward()
+
+
+def test_forward_mode_is_refused():
+    q, k, v = qkv(requires_grad=False)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match=r"no forward-mode derivative.*multiattn\.reference"):
+            fmha(dual, k, v)
+
+
+@pytest.mark.parametrize(("batch", "seq_q", "seq_kv"), [(0, 5, 7), (2, 0, 7), (2, 5, 0), (0, 0, 0)])
+@pytest.mark.parametrize("backend", ["auto", *multiattn.BACKENDS])
+def test_empty_problems_have_zero_gradients(batch, seq_q, seq_kv, backend):
+    q = torch.ones(batch, 2, seq_q, 16, dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.ones(batch, 2, seq_kv, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    if backend != "auto" and not registry.get(backend).backward.variants:
+        pytest.skip(f"{backend} has no backward")
+    out, lse = fmha(q, k, v, backend=backend, return_lse=True)
+    grads = torch.autograd.grad(out.float().sum() + lse.clamp(min=-1.0).sum(), (q, k, v))
+    for tensor, grad in zip((q, k, v), grads, strict=True):
+        assert grad.shape == tensor.shape
+        assert (grad == 0).all()
+
+
+def test_autocast_changes_nothing():
+    inputs = qkv(dtype=torch.bfloat16)
+    expected = gradients(fmha(*inputs).float().square().sum(), inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = gradients(fmha(*inputs).float().square().sum(), inputs)
+    assert all(torch.equal(grad, known) for grad, known in zip(actual, expected, strict=True))
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(16, 48, dtype=torch.float64)
+
+    def forward(self, x):
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind()
+        return fmha(q, k, v, causal=True).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_module_that_uses_it_may_be_copied(copied):
+    layer, x = Layer(), random(2, 5, 16)
+    layer(x).sum().backward()
+    twin = copied(layer)
+    twin.zero_grad()
+    twin(x).sum().backward()
+    close(twin.project.weight.grad, layer.project.weight.grad)
+
+
+def test_threads_may_share_it():
+    planning._forward.clear()
+    planning._backward.clear()
+    inputs = qkv()
+    expected = gradients(weigh(truth(*inputs)[0]), inputs)
+    found, barrier = [], threading.Barrier(4)
+
+    def work():
+        mine = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+        barrier.wait()
+        found.append(gradients(weigh(fmha(*mine)), mine))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    for grads in found:
+        close(grads, expected)
+
+
+@pytest.mark.parametrize("backend", multiattn.BACKENDS)
+def test_a_named_backend_runs_its_backward_on_cpu_tensors(backend):
+    if not registry.get(backend).backward.variants:
+        pytest.skip(f"{backend} has no backward")
+    inputs = qkv(seq_q=6, seq_kv=9, head_dim=16, dtype=torch.bfloat16)
+    out, lse = fmha(*inputs, causal=True, backend=backend, return_lse=True)
+    actual = gradients(weigh(out.double(), lse), inputs)
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    expected = gradients(weigh(*truth(*exact, causal=True)), exact)
+    for grad, known in zip(actual, expected, strict=True):
+        torch.testing.assert_close(grad.double(), known, atol=5e-2, rtol=5e-2)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("backend", ["auto", *multiattn.BACKENDS])
+def test_what_comes_of_the_minus_infinity_of_an_empty_row_goes_nowhere(backend, deterministic):
+    inputs = qkv(seq_q=6, seq_kv=3, head_dim=16, dtype=torch.bfloat16)
+    _, lse = fmha(*inputs, causal=True, backend=backend, return_lse=True, deterministic=deterministic)
+    joined = torch.logaddexp(lse, lse)  # as ring attention joins parts: the gradient of two -inf is NaN
+    grads = gradients(joined.exp().sum(), inputs)
+    assert all(grad.isfinite().all() for grad in grads)
+    assert (grads[0][:, :, :3] == 0).all()
+
+
+def test_many_gradients_at_once():
+    inputs = qkv()
+    out, lse = fmha(*inputs, causal=True, return_lse=True)
+    douts = random(3, *out.shape, seed=3)
+    many = torch.autograd.grad(out, inputs, douts, is_grads_batched=True, retain_graph=True)
+    for i in range(3):
+        one = torch.autograd.grad(out, inputs, douts[i], retain_graph=True)
+        close([grad[i] for grad in many], list(one))
+    dlses = random(3, *lse.shape, seed=4, dtype=torch.float32)
+    many = torch.autograd.grad(lse, inputs[:2], dlses, is_grads_batched=True, retain_graph=True)
+    one = torch.autograd.grad(lse, inputs[:2], dlses[1])
+    close([grad[1] for grad in many], list(one))
+
+
+def test_a_backward_made_ready_is_kept():
+    inputs = qkv()
+    fmha(*inputs, backend="reference").sum().backward()
+    made = dict(planning._backward)
+    fmha(*inputs, backend="reference", variant="eager").sum().backward()  # another forward of the same backward
+    assert all(planning._backward[key] is ready for key, ready in made.items())
+
+
+BAD = {
+    "q is a list": ({"q": [1.0]}, TypeError, "q must be a torch.Tensor; got list"),
+    "out is missing": ({"out": None}, TypeError, "out must be a torch.Tensor; got NoneType"),
+    "dout is missing": ({"dout": None}, TypeError, "dout must be a torch.Tensor; got NoneType"),
+    "dout is short": (
+        {"dout": random(2, 4, 4, 8)},
+        ValueError,
+        r"dout: got \(2, 4, 4, 8\).*allowed \(2, 4, 5, 8\)",
+    ),
+    "out is fp32": ({"out": random(2, 4, 5, 8).float()}, ValueError, "out: got .*float32.*allowed .*float64"),
+    "lse is fp64": ({"lse": random(2, 4, 5)}, ValueError, "lse: got .*float64.*allowed .*float32"),
+    "out is a list": ({"out": [1.0]}, TypeError, "out must be a torch.Tensor; got list"),
+    "dlse is short": ({"dlse": random(2, 4, 1).float()}, ValueError, "dlse: got"),
+    "lse is elsewhere": ({"lse": torch.empty(2, 4, 5, device="meta")}, ValueError, "on meta; allowed .* on cpu"),
+    "causal is 1": ({"causal": 1}, TypeError, "causal must be a bool; got int"),
+    "no such backend": ({"backend": "nope"}, ValueError, "got 'nope'"),
+    "no such variant": ({"backend": "reference", "variant": "x"}, ValueError, "reference has eager for backward"),
+    "deterministic is 1": ({"deterministic": 1}, TypeError, "deterministic must be a bool or None; got int"),
+}
+
+
+class TestBackwardCall:
+    def arguments(self, **changes):
+        q, k, v = qkv(requires_grad=False)
+        out, lse = fmha(q, k, v, return_lse=True)
+        return {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": random(*out.shape, seed=9)} | changes
+
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_agrees_with_autograd(self, causal):
+        inputs = qkv(seq_q=7, seq_kv=5)
+        out, lse = truth(*inputs, causal=causal)
+        dlse = random(*lse.shape, seed=8).float()
+        kept = lse.masked_fill(lse == -math.inf, 0.0)
+        expected = gradients((out * random(*out.shape, seed=9)).sum() + (kept * dlse).sum(), inputs)
+        q, k, v, out = (tensor.detach() for tensor in (*inputs, out))
+        grads = fmha_backward(q, k, v, out, lse.detach().float(), random(*out.shape, seed=9), dlse=dlse, causal=causal)
+        close(grads, expected)
+
+    def test_any_layout_is_taken(self):
+        straight = self.arguments(dlse=random(2, 4, 5).float())
+        crooked = {
+            name: straight[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("out", "lse", "dout", "dlse")
+        }
+        close(fmha_backward(**(straight | crooked)), fmha_backward(**straight))
+        negated = {name: torch._neg_view(-straight[name]) for name in ("dout", "lse")}
+        close(fmha_backward(**(straight | negated)), fmha_backward(**straight))
+
+    @pytest.mark.parametrize("name", BAD)
+    def test_bad_input_is_named(self, name):
+        changes, error, message = BAD[name]
+        with pytest.raises(error, match=message):
+            fmha_backward(**self.arguments(**changes))
+
+    def test_a_forward_plan_is_no_backward_plan(self):
+        given = self.arguments()
+        q, k, v = given["q"], given["k"], given["v"]
+        grads = [torch.empty_like(tensor) for tensor in (q, k, v)]
+        rest = (q, k, v, given["out"], given["lse"], given["dout"], None, *grads)
+        with pytest.raises(ValueError, match=r"plan\.direction: got forward; allowed backward"):
+            multiattn.launch_backward(multiattn.explain(q, k, v), *rest)
+        plan = multiattn.explain(q, k, v, direction="backward")
+        multiattn.launch_backward(plan, *rest)
+        close(grads, fmha_backward(**given))
+        with pytest.raises(ValueError, match=r"plan\.direction: got backward; allowed forward"):
+            multiattn.launch(plan, q, k, v, given["out"], given["lse"])
+        with pytest.raises(ValueError, match="dv: got strides"):
+            multiattn.launch_backward(plan, *rest[:-1], grads[2].transpose(1, 2).contiguous().transpose(1, 2))

@@ -1,0 +1,70 @@
+"""Rules as data: each field is a condition, and what was passed over is said with why."""
+
+from dataclasses import replace
+
+import pytest
+
+from multiattn import Problem
+from multiattn.arch import ARCHS
+from multiattn.config import Config, Rule, select
+
+
+def problem(batch=2, seq=1000, seq_kv=None, head_dim=64, causal=False):
+    return Problem.contiguous(
+        batch=batch, heads_q=2, seq_q=seq, seq_kv=seq_kv, head_dim=head_dim, causal=causal, dtype="bf16"
+    )
+
+
+ANY = Rule(arches=("sm80", "sm90"), config=Config(tile_m=64, tile_n=64), why="a guess")
+SM80, SM90 = ARCHS["sm80"], ARCHS["sm90"]
+
+CONDITIONS = {
+    "arch": ({"arches": ("sm90",)}, "for sm90"),
+    "head_dim": ({"head_dim_min": 65}, "for D in 65..256"),
+    "causal": ({"causal": True}, "for causal"),
+    "full": ({"causal": False}, "for full"),
+    "long": ({"seq_min": 1001}, "for lengths in 1001.."),
+    "short": ({"seq_max": 999}, "for lengths in 0..999"),
+    "batch": ({"batch_max": 1}, "for batches of up to 1"),
+    "shared memory": ({"smem_min": SM80.smem_per_block + 1}, f"for {SM80.smem_per_block + 1} bytes of shared memory"),
+}
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_each_condition_rejects_in_its_own_words(name):
+    condition, words = CONDITIONS[name]
+    rule = replace(ANY, **condition)
+    causal = name == "full"
+    assert rule.reject(problem(causal=causal), SM80).startswith(words)
+    chosen, rejected = select((rule, ANY), problem(causal=causal), SM80)
+    assert chosen is ANY
+    assert rejected == (() if name == "arch" else (f"rule {rule.config}: {rule.reject(problem(causal=causal), SM80)}",))
+
+
+def test_a_rule_for_those_who_name_the_variant():
+    rule = replace(ANY, only_named=True)
+    assert select((rule,), problem(), SM80) == (rule, ())
+    assert select((rule,), problem(), SM80, named=False) == (
+        None,
+        ("rule tile_m=64 tile_n=64: for a caller who names the variant (a guess)",),
+    )
+
+
+def test_the_evidence_of_a_named_rule_is_told_only_where_it_applies():
+    rule = replace(ANY, only_named=True, seq_min=4096)
+    assert rule.reject(problem(), SM80, named=False) == rule.reject(problem(), SM80) == "for lengths in 4096.."
+
+
+def test_edges_are_inside():
+    rule = replace(ANY, seq_min=1000, seq_max=1000, batch_max=2, head_dim_min=64, head_dim_max=64)
+    assert rule.reject(problem(), SM90) is None
+    assert replace(ANY, smem_min=SM90.smem_per_block).reject(problem(), SM90) is None
+    assert rule.reject(problem(seq=10, seq_kv=1000), SM90) is None, "the longer of the two lengths counts"
+
+
+def test_no_rule_is_none_with_all_that_were_passed_over():
+    rules = (replace(ANY, batch_max=1), replace(ANY, seq_max=1))
+    assert select(rules, problem(), SM80) == (
+        None,
+        ("rule tile_m=64 tile_n=64: for batches of up to 1", "rule tile_m=64 tile_n=64: for lengths in 0..1"),
+    )

@@ -1,0 +1,219 @@
+"""The ops that tracers and transforms see: compiled, exported, mapped and faked calls agree with eager ones."""
+
+import math
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from multiattn import fmha, fmha_backward, reference
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def qkv(seq_q=5, seq_kv=7, requires_grad=False, transposed=False, batch=2):
+    shapes = ((batch, 4, seq_q, 8), (batch, 2, seq_kv, 8), (batch, 2, seq_kv, 8))
+    tensors = [random(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+    if transposed:
+        tensors = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]
+    return [tensor.requires_grad_(requires_grad) for tensor in tensors]
+
+
+def loss_of(q, k, v, **options):
+    out, lse = fmha(q, k, v, return_lse=True, **options)
+    return (out * out).sum() + lse.sin().sum()
+
+
+def out_loss(q, k, v):
+    return fmha(q, k, v).square().sum()
+
+
+SAMPLES = {
+    "full": ({}, False),
+    "causal, by name": ({"causal": True, "scale": -0.3, "backend": "reference", "deterministic": True}, True),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_opcheck(name):
+    options, transposed = SAMPLES[name]
+    inputs = qkv(requires_grad=True, transposed=transposed)
+    forward, backward = torch.ops.multiattn.fmha_forward.default, torch.ops.multiattn.fmha_backward.default
+    torch.library.opcheck(forward, inputs, {**options, "needs_grad": True})
+    out, lse = (result.detach() for result in forward(*inputs, **options))
+    inputs = [tensor.detach() for tensor in inputs]
+    crooked = out.mT.contiguous().mT
+    torch.library.opcheck(backward, (*inputs, out, lse, crooked), options)
+    torch.library.opcheck(backward, (*inputs, out, lse, out, lse.cos()), options)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("sizes", [(5, 7), (1, 7), (5, 0), (0, 7)])
+def test_fakes_have_the_strides_of_the_real_ones(sizes, transposed):
+    inputs = qkv(*sizes, transposed=transposed)
+    out, lse = torch.ops.multiattn.fmha_forward(*inputs)
+    real = (out, lse, *torch.ops.multiattn.fmha_backward(*inputs, out, lse, out))
+    with FakeTensorMode() as mode:
+        inputs = [mode.from_tensor(tensor) for tensor in inputs]
+        out, lse = fmha(*inputs, return_lse=True)
+        fake = (out, lse, *fmha_backward(*inputs, out, lse, out))
+    for made, known in zip(fake, real, strict=True):
+        assert (made.shape, made.stride(), made.dtype) == (known.shape, known.stride(), known.dtype)
+
+
+def test_compiles_whole_for_every_length():
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph, examples):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(loss_of, fullgraph=True, dynamic=True, backend=count)
+    whole = torch.compile(loss_of, fullgraph=True, dynamic=True, backend="aot_eager")
+    for lengths in ((5, 7), (9, 11), (12, 6)):
+        inputs = qkv(*lengths, requires_grad=True, transposed=True)
+        expected = torch.autograd.grad(loss_of(*inputs, causal=True), inputs)
+        torch.testing.assert_close(torch.autograd.grad(compiled(*inputs, causal=True), inputs), expected)
+        torch.testing.assert_close(torch.autograd.grad(whole(*inputs, causal=True), inputs), expected)
+    assert len(graphs) == 1, "a new length must not compile anew"
+
+
+def test_a_refusal_comes_through_a_compiled_graph():
+    torch._dynamo.reset()
+    inputs = [tensor.requires_grad_() for tensor in qkv()]
+    compiled = torch.compile(lambda *of: fmha(*of, backend="cuda"), backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="dtype: got fp64; allowed fp16, bf16"):
+        compiled(*inputs)
+
+
+class Model(torch.nn.Module):
+    def forward(self, q, k, v):
+        return fmha(q, k, v, causal=True, return_lse=True)
+
+
+def test_export_round_trip(tmp_path):
+    seq = torch.export.Dim("seq", min=2, max=4096)
+    shapes = ({2: seq}, {2: torch.export.Dim.AUTO}, {2: torch.export.Dim.AUTO})
+    program = torch.export.export(Model(), tuple(qkv()), dynamic_shapes=shapes)
+    assert "multiattn.fmha_forward" in str(program.graph)
+    torch.export.save(program, tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2").module()
+    inputs = qkv(11, 13)
+    torch.testing.assert_close(loaded(*inputs), fmha(*inputs, causal=True, return_lse=True))
+
+
+@pytest.mark.parametrize("in_dims", [(0, None, None), (0, 0, 0), (None, 1, 2), (3, None, 0), (4, 4, 4)])
+def test_vmap_maps_any_mix_of_inputs(in_dims):
+    inputs = [
+        tensor if dim is None else torch.stack([tensor, 2 * tensor, tensor.cos()], dim)
+        for tensor, dim in zip(qkv(), in_dims, strict=True)
+    ]
+    each = [
+        [
+            tensor if dim is None else tensor.select(dim, i).contiguous()
+            for tensor, dim in zip(inputs, in_dims, strict=True)
+        ]
+        for i in range(3)
+    ]
+    out, lse = torch.vmap(lambda *of: fmha(*of, causal=True, return_lse=True), in_dims)(*inputs)
+    torch.testing.assert_close(out, torch.stack([fmha(*of, causal=True) for of in each]))
+    torch.testing.assert_close(lse, torch.stack([fmha(*of, causal=True, return_lse=True)[1] for of in each]))
+    grads = torch.vmap(torch.func.grad(loss_of, (0, 1, 2)), in_dims)(*inputs)
+    for i, of in enumerate(each):
+        torch.testing.assert_close([grad[i] for grad in grads], list(torch.func.grad(loss_of, (0, 1, 2))(*of)))
+
+
+def test_vmap_of_backward_and_of_vmap():
+    q, k, v = qkv()
+    out, lse = fmha(q, k, v, return_lse=True)
+    douts = torch.stack([out, out.cos()])
+    grads = torch.vmap(lambda dout: fmha_backward(q, k, v, out, lse, dout, dlse=lse))(douts)
+    for i in range(2):
+        expected = fmha_backward(q, k, v, out, lse, douts[i], dlse=lse)
+        torch.testing.assert_close([grad[i] for grad in grads], list(expected))
+    twice = torch.vmap(torch.vmap(lambda q: fmha(q, k, v)))(q.expand(2, 3, *q.shape))
+    torch.testing.assert_close(twice, out.expand(2, 3, *out.shape))
+
+
+def test_func_grad_and_its_limits():
+    q, k, v = qkv()
+    inputs = qkv(requires_grad=True)
+    expected = torch.autograd.grad(out_loss(*inputs), inputs)
+    torch.testing.assert_close(torch.func.grad(out_loss, (0, 1, 2))(q, k, v), expected)
+    queries = torch.stack([q, q.cos()])
+    grad = torch.func.grad(lambda k: torch.vmap(lambda q: out_loss(q, k, v))(queries).sum())(k)
+    torch.testing.assert_close(grad, sum(torch.func.grad(out_loss, 1)(each, k, v) for each in queries))
+    assert torch.func.jacrev(lambda q: fmha(q, k, v))(q).shape == (*q.shape, *q.shape)
+    with pytest.raises(NotImplementedError, match=r"differentiated once.*multiattn\.reference"):
+        torch.func.grad(lambda q: torch.func.grad(out_loss)(q, k, v).sum())(q)
+    with pytest.raises(NotImplementedError, match=r"no forward-mode derivative.*multiattn\.reference"):
+        torch.func.jvp(lambda q: fmha(q, k, v), (q,), (q,))
+
+
+def test_a_dispatch_mode_sees_the_ops():
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            names.append(str(function))
+            return function(*arguments, **(options or {}))
+
+    names = []
+    inputs = qkv(requires_grad=True)
+    with Seen():
+        fmha(*inputs).sum().backward()
+    assert "multiattn.fmha_forward.default" in names
+    assert "multiattn.fmha_backward.default" in names
+
+
+def test_a_tensor_subclass_goes_through_the_ops():
+    class Tagged(torch.Tensor):
+        pass
+
+    q, k, v = qkv()
+    out = fmha(q.as_subclass(Tagged), k, v)
+    assert isinstance(out, Tagged)
+    torch.testing.assert_close(out.as_subclass(torch.Tensor), fmha(q, k, v))
+    parameter = torch.nn.Parameter(q)
+    assert "Attention" in type(fmha(parameter, k, v).grad_fn).__name__
+
+
+def test_bad_input_is_named_by_the_ops_too():
+    q, k, v = qkv()
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(tensor) for tensor in (q, k, v)]
+        with pytest.raises(ValueError, match="k and v must have one shape"):
+            fmha(*fakes[:2], fakes[2][:, :, :3])
+        with pytest.raises(ValueError, match="dout: got"):
+            fmha_backward(*fakes, fakes[0], fakes[0][..., 0].float(), fakes[0][:, :, :1])
+    with pytest.raises(TypeError, match="causal must be a bool; got int"):
+        torch.vmap(lambda q: fmha(q, k, v, causal=1))(q[None])
+    with pytest.raises(ValueError, match="got 'nope'"):
+        torch.vmap(lambda q: fmha(q, k, v, backend="nope"))(q[None])
+    out, lse = fmha(q, k, v, return_lse=True)
+    for options, message in (
+        ({"causal": 1}, "causal must be a bool; got int"),
+        ({"scale": True}, "scale must be a float or None; got bool"),
+        ({"scale": "x"}, "scale must be a float or None; got str"),
+        ({"variant": 4}, "variant must be a string; got int"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            torch.vmap(lambda q, options=options: fmha(q, k, v, **options))(q[None])
+        with pytest.raises(TypeError, match=message):
+            torch.vmap(lambda d, options=options: fmha_backward(q, k, v, out, lse, d, **options))(out[None])
+
+
+def test_empty_rows_through_a_compiled_graph():
+    torch._dynamo.reset()
+    inputs = qkv(7, 3, requires_grad=True)
+    compiled = torch.compile(lambda *of: fmha(*of, causal=True, return_lse=True), backend="aot_eager", fullgraph=True)
+    out, lse = compiled(*inputs)
+    assert (lse[:, :, :4] == -math.inf).all()
+    grads = torch.autograd.grad(out.square().sum(), inputs)
+    expected = torch.autograd.grad(
+        reference(*inputs, causal=True, compute_dtype=torch.float64)[0].square().sum(), inputs
+    )
+    torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-5)
+    assert (grads[0][:, :, :4] == 0).all()
