@@ -30,7 +30,7 @@ def plan_for(arch, *, variant=None, head_dim=64, **options):
 def test_compiles_for_every_arch(arch):
     plan = plan_for(arch, causal=True)
     assert plan.variant == ("descriptor" if arch in TMA_ARCHS else "pointer")
-    compiled = compile_plan(plan)
+    (compiled,) = compile_plan(plan)
     assert compiled.cubin.startswith(b"\x7fELF")
     assert compiled.seconds > 0
     assert 0 < compiled.smem_bytes <= plan.arch.smem_per_block
@@ -39,7 +39,7 @@ def test_compiles_for_every_arch(arch):
 @pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
 @pytest.mark.parametrize("variant", ["descriptor", "pointer"])
 def test_the_usual_hopper_kernel_spills_nothing(variant):
-    compiled = compile_plan(plan_for("sm90", variant=variant, head_dim=128))
+    (compiled,) = compile_plan(plan_for("sm90", variant=variant, head_dim=128))
     assert compiled.spill_bytes == 0
     assert 0 < compiled.registers <= 255
 
@@ -48,7 +48,8 @@ def test_the_usual_hopper_kernel_spills_nothing(variant):
 def test_smem_is_what_the_config_says(arch):
     """The estimate that decides whether a config fits leaves out barriers and scratch: the weights, at most."""
     plan = plan_for(arch, head_dim=128)
-    assert 0 <= compile_plan(plan).smem_bytes - smem_bytes(plan.problem, plan.arch, plan.config) <= 8192 + 1024
+    (compiled,) = compile_plan(plan)
+    assert 0 <= compiled.smem_bytes - smem_bytes(plan.problem, plan.arch, plan.config) <= 8192 + 1024
 
 
 @pytest.mark.parametrize("head_dim", [72, 128])
@@ -82,22 +83,22 @@ def test_compiling_never_touches_the_driver_nor_the_jits_cache(monkeypatch):
 
 
 def test_seconds_are_the_compilers_each_time():
-    assert min(compile_plan(plan_for("sm90")).seconds for _ in range(2)) > 0.05
+    assert min(compile_plan(plan_for("sm90"))[0].seconds for _ in range(2)) > 0.05
 
 
 def test_interpreting_and_compiling_take_turns():
     q = torch.randn(1, 1, 20, 16).bfloat16()
     first = fmha(q, q, q, backend="triton")
-    cubin = compile_plan(plan_for("sm80")).cubin
+    cubin = compile_plan(plan_for("sm80"))[0].cubin
     assert torch.equal(fmha(q, q, q, backend="triton"), first)
-    assert compile_plan(plan_for("sm80")).cubin == cubin
+    assert compile_plan(plan_for("sm80"))[0].cubin == cubin
 
 
 def test_interpreting_and_compiling_in_two_threads():
     """The interpreter patches `triton.language` for the whole process: neither may begin in the midst of the other."""
     q = torch.randn(1, 1, 150, 16).bfloat16()
     first = fmha(q, q, q, backend="triton")
-    expected = compile_plan(plan_for("sm80")).cubin
+    expected = compile_plan(plan_for("sm80"))[0].cubin
     enough, outs, errors = threading.Event(), [], []
 
     def interpret():
@@ -110,7 +111,7 @@ def test_interpreting_and_compiling_in_two_threads():
     thread = threading.Thread(target=interpret)
     thread.start()
     try:
-        cubins = [compile_plan(plan_for("sm80")).cubin for _ in range(5)]
+        cubins = [compile_plan(plan_for("sm80"))[0].cubin for _ in range(5)]
     finally:
         enough.set()
         thread.join()

@@ -1,4 +1,4 @@
-"""The Triton backend: one forward kernel, which reads k and v through TMA descriptors or through pointers."""
+"""The Triton backend: kernels for both directions, each reading through TMA descriptors or through pointers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from collections.abc import Mapping
 import torch
 
 from multiattn.arch import ARCHS, GPU_ARCHS, Arch
-from multiattn.backend import Backend, Compiled, Launcher, Op, Plan, Variant
+from multiattn.backend import Backend, BackwardLauncher, Compiled, Launcher, Op, Plan, Variant
+from multiattn.config import Rule
 from multiattn.problem import VECTOR_BYTES
 from multiattn.support import Capability, Reason
 from multiattn.toolchain import probe_gpu, version_of
+from multiattn.triton import backward_configs
+from multiattn.triton.backward_configs import BackwardConfig
 from multiattn.triton.configs import DESCRIPTOR_RULES, POINTER_RULES, candidates, why_not_fit
 
 OLDEST, NEWEST = (3, 6), (3, 9)
@@ -24,7 +27,13 @@ def _prepare(plan: Plan) -> Launcher:
     return prepare(plan)
 
 
-def _compile(plan: Plan) -> Compiled:
+def _prepare_backward(plan: Plan) -> BackwardLauncher:
+    from multiattn.triton.backward_launch import prepare
+
+    return prepare(plan)
+
+
+def _compile(plan: Plan) -> tuple[Compiled, ...]:
     from multiattn.triton.compile import compile_plan
 
     return compile_plan(plan)
@@ -63,6 +72,28 @@ def _probe(arch: Arch) -> tuple[Reason, ...]:
 TMA_ARCHS = tuple(name for name in GPU_ARCHS if ARCHS[name].capability >= (9, 0))
 """Arches with a Tensor Memory Accelerator."""
 
+# cuTensorMapEncodeTiled: address and strides in multiples of 16 bytes, strides not zero. That some tensors, read
+# through pointers, could do with less is not told apart by a Problem.
+_THROUGH_DESCRIPTORS = Capability(arches=("cpu", *TMA_ARCHS), alignment=VECTOR_BYTES, zero_strides=False)
+_THROUGH_POINTERS = Capability(arches=("cpu", *GPU_ARCHS))
+
+
+def _backward_variant(rules: tuple[Rule[BackwardConfig], ...], *, one_pass: bool, descriptor: bool) -> Variant:
+    """`atomic` or `two_pass`, what streams by read through TMA descriptors or through pointers."""
+    access = "TMA descriptors" if descriptor else "pointers: any stride, any alignment"
+    return Variant(
+        name=("" if descriptor else "pointer_") + ("atomic" if one_pass else "two_pass"),
+        summary=("one pass over the keys, dq summed up in any order" if one_pass else "dq, then dk and dv")
+        + f"; through {access}",
+        capability=_THROUGH_DESCRIPTORS if descriptor else _THROUGH_POINTERS,
+        rules=rules,
+        flags=(("one_pass", one_pass), ("descriptor", descriptor)),
+        deterministic=not one_pass,
+        workspace=backward_configs.workspace_one_pass if one_pass else backward_configs.workspace_two_pass,
+        fits=backward_configs.why_not_fit_one_pass if one_pass else backward_configs.why_not_fit_two_pass,
+    )
+
+
 BACKEND = Backend(
     name="triton",
     summary="Triton, plain triton.language",
@@ -74,9 +105,7 @@ BACKEND = Backend(
             Variant(
                 name="descriptor",
                 summary="k and v through TMA descriptors made on the host",
-                # cuTensorMapEncodeTiled: address and strides in multiples of 16 bytes, strides not zero. That q, read
-                # through pointers, could do with less is not told apart by a Problem.
-                capability=Capability(arches=("cpu", *TMA_ARCHS), alignment=VECTOR_BYTES, zero_strides=False),
+                capability=_THROUGH_DESCRIPTORS,
                 rules=DESCRIPTOR_RULES,
                 flags=(("descriptor", True),),
                 fits=why_not_fit,
@@ -84,7 +113,7 @@ BACKEND = Backend(
             Variant(
                 name="pointer",
                 summary="q, k and v through pointers and strides: any stride, any alignment",
-                capability=Capability(arches=("cpu", *GPU_ARCHS)),
+                capability=_THROUGH_POINTERS,
                 rules=POINTER_RULES,
                 flags=(("descriptor", False),),
                 fits=why_not_fit,
@@ -93,5 +122,17 @@ BACKEND = Backend(
         prepare=_prepare,
         compile=_compile,
         candidates=candidates,
+    ),
+    backward=Op(
+        variants=(
+            # Two passes first: the faster ones where both were measured.
+            _backward_variant(backward_configs.DESCRIPTOR_TWO_PASS_RULES, one_pass=False, descriptor=True),
+            _backward_variant(backward_configs.DESCRIPTOR_ONE_PASS_RULES, one_pass=True, descriptor=True),
+            _backward_variant(backward_configs.POINTER_TWO_PASS_RULES, one_pass=False, descriptor=False),
+            _backward_variant(backward_configs.POINTER_ONE_PASS_RULES, one_pass=True, descriptor=False),
+        ),
+        prepare=_prepare_backward,
+        compile=_compile,
+        candidates=backward_configs.candidates,
     ),
 )

@@ -15,23 +15,33 @@ from multiattn.arch import Arch
 from multiattn.backend import Compiled, Plan
 from multiattn.toolchain import resource_usage
 from multiattn.triton import interpreter
-from multiattn.triton.forward import attention_forward
+from multiattn.triton.backward_launch import KernelCall, launch_of
 from multiattn.triton.launch import Call
 
 
-def compile_plan(plan: Plan) -> Compiled:
-    """Compile `plan` for `plan.arch`; registers and spills are known where cuobjdump is installed.
+def compile_plan(plan: Plan) -> tuple[Compiled, ...]:
+    """Compile every kernel of a launch of `plan` for `plan.arch`; where cuobjdump is, registers and spills are known.
 
     Triton's cache is written but not read, so `seconds` is the compiler's own time. Triton's driver is not touched: a
     launch in another thread of this process is not disturbed.
     """
-    call = Call(plan)
+    return tuple(_compile(call, plan.arch) for call in calls_of(plan))
+
+
+def calls_of(plan: Plan) -> tuple[Call | KernelCall, ...]:
+    """The kernels that a launch of `plan` runs, in order."""
+    return launch_of(plan).calls if plan.direction == "backward" else (Call(plan),)
+
+
+def _compile(call: Call | KernelCall, arch: Arch) -> Compiled:
     start = time.perf_counter()
-    kernel = specialise(call, plan.arch)
+    kernel = specialise(call, arch)
     seconds = time.perf_counter() - start
     cubin = kernel.asm["cubin"]
     usage = resource_usage(cubin)
     return Compiled(
+        kernel=kernel.metadata.name,
+        threads=32 * kernel.metadata.num_warps,
         seconds=seconds,
         cubin=cubin,
         smem_bytes=kernel.metadata.shared,
@@ -40,7 +50,7 @@ def compile_plan(plan: Plan) -> Compiled:
     )
 
 
-def specialise(call: Call, arch: Arch) -> Any:
+def specialise(call: Call | KernelCall, arch: Arch) -> Any:
     """The CompiledKernel of `call` for `arch`, compiled afresh.
 
     These are the steps of `JITFunction.run`, which would take the target from the process-wide active driver.
@@ -48,12 +58,13 @@ def specialise(call: Call, arch: Arch) -> Any:
     major, minor = arch.capability
     target = GPUTarget("cuda", 10 * major + minor, 32)
     backend = make_backend(target)
-    bind = create_function_from_signature(attention_forward.signature, attention_forward.params, backend)
+    kernel: Any = call.kernel
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     with interpreter.exclusive_language, knobs.compilation.scope():
         knobs.compilation.always_compile = True
         bound, specialization, _ = bind(*call.stubs(), **call.options)
-        options, signature, constexprs, attributes = attention_forward._pack_args(
+        options, signature, constexprs, attributes = kernel._pack_args(
             backend, call.options, bound, specialization, None
         )
-        source = ASTSource(attention_forward, signature, constexprs, attributes)
+        source = ASTSource(kernel, signature, constexprs, attributes)
         return triton.compile(source, target=target, options=options.__dict__)

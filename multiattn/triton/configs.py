@@ -16,10 +16,12 @@ ELEMENT_BYTES = 2  # fp16 and bf16
 GRID_MAX = 2**31 - 1
 """Most programs of a launch: CUDA's limit in x."""
 
-_HOPPER = ("sm90",)  # wgmma
-_BLACKWELL = ("sm100", "sm103")  # tcgen05
-_LARGE = ("sm80",)  # mma.sync, 163 KiB of shared memory a block
-_SMALL = ("sm86", "sm89", "sm120", "sm121")  # mma.sync, 99 KiB
+HOPPER = ("sm90",)  # wgmma
+BLACKWELL = ("sm100", "sm103")  # tcgen05
+LARGE = ("sm80",)  # mma.sync, 163 KiB of shared memory a block
+SMALL = ("sm86", "sm89", "sm120", "sm121")  # mma.sync, 99 KiB
+ASYNCHRONOUS = (*HOPPER, *BLACKWELL)
+"""Arches whose tensor cores read shared memory in the background."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +55,7 @@ def smem_bytes(problem: Problem, arch: Arch, config: TritonConfig) -> int:
     if config.num_stages == 1:
         blocks = 1  # nothing is in flight: V takes the place of K
     else:
-        asynchronous = arch.name in (*_HOPPER, *_BLACKWELL)
-        blocks = 2 * (config.num_stages if asynchronous else config.num_stages - 1)
+        blocks = 2 * (config.num_stages if arch.name in ASYNCHRONOUS else config.num_stages - 1)
     rows = config.tile_m + config.tile_n * blocks
     return rows * head_pad(problem.head_dim) * ELEMENT_BYTES
 
@@ -63,26 +64,37 @@ def why_not_fit(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, .
     """Every reason why `config` cannot run `problem` on `arch`."""
     if not isinstance(config, TritonConfig):
         return (Reason(code="config", got=type(config).__name__, allowed="TritonConfig"),)
+    reasons = [*wrong_fields(config), *too_much_smem(problem, arch, config, smem_bytes(problem, arch, config))]
+    if config.tile_m > 0:
+        reasons += too_many_programs(grid_programs(problem, config))
+    return tuple(reasons)
+
+
+def wrong_fields(config: TritonConfig) -> list[Reason]:
+    """A reason for every field of a config that no kernel accepts."""
     wrong: list[tuple[str, str]] = []
     wrong += [
         (name, "powers of two") for name in ("tile_m", "tile_n", "num_warps") if not _is_power_of_two(config, name)
     ]
     wrong += [(name, "16 to 256") for name in ("tile_m", "tile_n") if getattr(config, name) not in range(16, 257)]
     wrong += [(name, "at least 1") for name in ("num_stages", "heads_together") if getattr(config, name) < 1]
-    reasons = [Reason(code="config", got=f"{name}={getattr(config, name)}", allowed=allowed) for name, allowed in wrong]
-    needed = smem_bytes(problem, arch, config)
-    if arch.is_gpu and needed > arch.smem_per_block:
-        reasons.append(
-            Reason(
-                code="config",
-                got=f"{config} with D={problem.head_dim}: {needed} bytes of shared memory or more",
-                allowed=f"{arch.smem_per_block} bytes on {arch.name}",
-                hint="take smaller tiles or fewer stages",
-            )
-        )
-    if config.tile_m > 0 and (programs := grid_programs(problem, config)) > GRID_MAX:
-        reasons.append(Reason(code="config", got=f"{programs} programs", allowed=f"a grid of up to {GRID_MAX}"))
-    return tuple(reasons)
+    return [Reason(code="config", got=f"{name}={getattr(config, name)}", allowed=allowed) for name, allowed in wrong]
+
+
+def too_much_smem(problem: Problem, arch: Arch, config: TritonConfig, needed: int) -> list[Reason]:
+    """A reason if a block of `arch` cannot have the bytes of shared memory that are needed."""
+    if not arch.is_gpu or needed <= arch.smem_per_block:
+        return []
+    got = f"{config} with D={problem.head_dim}: {needed} bytes of shared memory or more"
+    allowed = f"{arch.smem_per_block} bytes on {arch.name}"
+    return [Reason(code="config", got=got, allowed=allowed, hint="take smaller tiles or fewer stages")]
+
+
+def too_many_programs(programs: int) -> list[Reason]:
+    """A reason if a launch would be larger than a grid can be."""
+    if programs <= GRID_MAX:
+        return []
+    return [Reason(code="config", got=f"{programs} programs", allowed=f"a grid of up to {GRID_MAX}")]
 
 
 def _is_power_of_two(config: TritonConfig, name: str) -> bool:
@@ -164,23 +176,23 @@ _ANY_ACCESS: tuple[Rule[TritonConfig], ...] = (
         why="interpreted, 2 cores, 2026-11: time goes by the number of operations, so few and large tiles",
     ),
     *_rules(
-        _BLACKWELL, (1, 128), "a guess: one 128-row tile of tensor memory",
-        tile_m=128, tile_n=64, num_warps=4, num_stages=3,
+        BLACKWELL, (65, 128), "a guess: one 128-row tile of tensor memory; compiled: 4 warps spill in the loop",
+        tile_m=128, tile_n=64, num_warps=8, num_stages=3,
     ),
     *_rules(
-        _BLACKWELL, (129, 256), "a guess: 8 warps share the accumulator",
+        BLACKWELL, (129, 256), "a guess: 8 warps share the accumulator",
         tile_m=128, tile_n=64, num_warps=8, num_stages=2,
     ),
     *_rules(
-        _SMALL, (1, 64), "a guess",
+        SMALL, (1, 64), "a guess",
         tile_m=64, tile_n=64, num_warps=4, num_stages=2,
     ),
     *_rules(
-        _SMALL, (65, 128), "a guess: 99 KiB of shared memory a block",
+        SMALL, (65, 128), "a guess: 99 KiB of shared memory a block",
         tile_m=64, tile_n=32, num_warps=4, num_stages=3,
     ),
     *_rules(
-        _SMALL, (129, 256), "a guess: 99 KiB of shared memory a block",
+        SMALL, (129, 256), "a guess: 99 KiB of shared memory a block",
         tile_m=64, tile_n=32, num_warps=4, num_stages=2,
     ),
 )  # fmt: skip
@@ -188,47 +200,55 @@ _ANY_ACCESS: tuple[Rule[TritonConfig], ...] = (
 
 DESCRIPTOR_RULES: tuple[Rule[TritonConfig], ...] = (
     *_rules(
-        _HOPPER, (1, 64), _H200 + "469 TFLOPS; 64x64 with 3 stages 435",
+        HOPPER, (1, 64), _H200 + "469 TFLOPS; 64x64 with 3 stages 435",
         tile_m=64, tile_n=128, num_warps=4, num_stages=2, masks=_FULL,
     ),
     *_rules(
-        _HOPPER, (1, 64), _H200 + "409 TFLOPS; 64x128 with 3 stages 406. What spills at 128 registers is the redo",
+        HOPPER, (1, 64), _H200 + "409 TFLOPS; 64x128 with 3 stages 406. What spills at 128 registers is the redo",
         tile_m=64, tile_n=64, num_warps=4, num_stages=3, registers=128, masks=_CAUSAL,
     ),
     *_rules(
-        _HOPPER, (65, 128), _H200 + "565 TFLOPS; 128x64 with 2 stages 528. Blocks on one SM hide each other's loads",
+        HOPPER, (65, 128), _H200 + "565 TFLOPS; 128x64 with 2 stages 528. Blocks on one SM hide each other's loads",
         tile_m=64, tile_n=128, num_warps=4, num_stages=1, masks=_FULL,
     ),
     *_rules(
-        _HOPPER, (65, 128), _H200 + "503 TFLOPS; 128x64 with 2 stages 471, 64x128 with 1 stage 436",
+        HOPPER, (65, 128), _H200 + "503 TFLOPS; 128x64 with 2 stages 471, 64x128 with 1 stage 436",
         tile_m=64, tile_n=64, num_warps=4, num_stages=3, masks=_CAUSAL,
     ),
     *_rules(
-        _HOPPER, (129, 256), _H200 + "653 TFLOPS full, 529 causal; 128x64, 8 warps, 2 stages 520 and 496",
+        HOPPER, (129, 256), _H200 + "653 TFLOPS full, 529 causal; 128x64, 8 warps, 2 stages 520 and 496",
         tile_m=64, tile_n=128, num_warps=4, num_stages=1,
+    ),
+    *_rules(
+        BLACKWELL, (1, 64), "a guess: one 128-row tile of tensor memory",
+        tile_m=128, tile_n=64, num_warps=4, num_stages=3,
     ),
     *_ANY_ACCESS,
 )  # fmt: skip
 
 POINTER_RULES: tuple[Rule[TritonConfig], ...] = (
     *_rules(
-        _HOPPER, (1, 128), "a guess; compiled: at 64x128 pointers spill 56 bytes",
+        HOPPER, (1, 128), "a guess; compiled: at 64x128 pointers spill 56 bytes",
         tile_m=64, tile_n=64, num_warps=4, num_stages=2,
     ),
     *_rules(
-        _HOPPER, (129, 256), "a guess; compiled: 8 warps share the accumulator and hardly spill",
+        HOPPER, (129, 256), "a guess; compiled: 8 warps share the accumulator and hardly spill",
         tile_m=128, tile_n=64, num_warps=8, num_stages=2,
     ),
     *_rules(
-        _LARGE, (1, 64), "a guess: FlashAttention-2's rows; compiled: 255 registers, no spills",
-        tile_m=128, tile_n=64, num_warps=4, num_stages=3,
+        BLACKWELL, (1, 64), "a guess; compiled: 4 warps, which descriptors leave registers for, spill",
+        tile_m=128, tile_n=64, num_warps=8, num_stages=3,
     ),
     *_rules(
-        _LARGE, (65, 128), "a guess; compiled: 4 warps and 128 rows spill 480 bytes",
-        tile_m=64, tile_n=64, num_warps=4, num_stages=3,
+        LARGE, (1, 64), "a guess: FlashAttention-2's rows; compiled: 128x64 spills",
+        tile_m=128, tile_n=32, num_warps=4, num_stages=3,
     ),
     *_rules(
-        _LARGE, (129, 256), "a guess: 8 warps share the accumulator",
+        LARGE, (65, 128), "a guess; compiled: 4 warps and 128 rows spill 480 bytes, and 3 stages when causal",
+        tile_m=64, tile_n=64, num_warps=4, num_stages=2,
+    ),
+    *_rules(
+        LARGE, (129, 256), "a guess: 8 warps share the accumulator",
         tile_m=128, tile_n=32, num_warps=8, num_stages=2,
     ),
     *_ANY_ACCESS,

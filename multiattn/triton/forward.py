@@ -6,7 +6,7 @@ the ragged end. Plain `triton.language` only, so that the same source compiles f
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803 - Triton's own annotations and its upper-case constexprs
-# ruff: noqa: SIM108 - Triton compiles an if; a conditional expression it takes for a run-time select
+
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from multiattn.triton.tiles import OUT_VECTOR, key_range, load_rows, my_tile, seek, tile_offsets, visible_keys
+
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 """Where a row's maximum starts: the lowest finite fp32. With -inf a row that sees nothing would need guards."""
 CAREFUL_M = tl.constexpr(16)
 """Rows of the pass that is done again with care: few, so that it takes no registers from the usual one."""
 LN_2 = tl.constexpr(0.6931471805599453)
-OUT_VECTOR = tl.constexpr(8)
-"""Elements that divide every stride of out: it is dense, so they are multiples of head_dim."""
 
 
 # Lengths of 1 as constants crash the assembler of Triton 3.6.0 (with a descriptor and a register cap), and buy nothing.
@@ -62,15 +62,15 @@ def attention_forward(
     WIDE: tl.constexpr,  # whether offsets inside one tile can pass 2^31 elements
 ):
     """Attention of one tile of TILE_M queries: writes out ``[TILE_M, HEAD_DIM]`` and lse ``[TILE_M]``."""
-    tile, batch_head = _my_tile(seq_q, batch_heads, CAUSAL, TILE_M, HEADS_TOGETHER)
+    tile, batch_head = my_tile(seq_q, batch_heads, CAUSAL, TILE_M, HEADS_TOGETHER)
     batch = batch_head // heads_q
     head = batch_head % heads_q
     head_kv = head // group
     first_row = tile * TILE_M
-    q = _seek(q, batch, head, q_batch, q_head, False, VECTOR)
-    k = _seek(k, batch, head_kv, k_batch, k_head, DESCRIPTOR, VECTOR)
-    v = _seek(v, batch, head_kv, v_batch, v_head, DESCRIPTOR, VECTOR)
-    out = _seek(out, batch, head, out_batch, out_head, False, OUT_VECTOR)
+    q = seek(q, batch, head, q_batch, q_head, False, VECTOR)
+    k = seek(k, batch, head_kv, k_batch, k_head, DESCRIPTOR, VECTOR)
+    v = seek(v, batch, head_kv, v_batch, v_head, DESCRIPTOR, VECTOR)
+    out = seek(out, batch, head, out_batch, out_head, False, OUT_VECTOR)
     lse += batch_head.to(tl.int64) * seq_q
 
     acc, row_sum, row_max = _attend(
@@ -93,46 +93,6 @@ def attention_forward(
                 out, lse, careful_acc, careful_sum, careful_max, careful_row, seq_q, out_row,
                 HEAD_DIM, HEAD_PAD, CAREFUL_M, WIDE,
             )  # fmt: skip
-
-
-@triton.jit
-def _my_tile(seq_q, batch_heads, CAUSAL: tl.constexpr, TILE_M: tl.constexpr, HEADS_TOGETHER: tl.constexpr):
-    """Which tile of which (batch, head) this program owns.
-
-    Heads go in groups that share the L2 cache; within a group causal runs its longest tiles first, so that the last
-    programs of the grid are short ones. The grid is one-dimensional: only its x extent passes 65535.
-    """
-    program = tl.program_id(0)
-    tiles = (seq_q + TILE_M - 1) // TILE_M
-    first_head = program // (tiles * HEADS_TOGETHER) * HEADS_TOGETHER
-    heads = tl.minimum(HEADS_TOGETHER, batch_heads - first_head)
-    rest = program - first_head * tiles
-    tile = rest // heads
-    if CAUSAL:
-        tile = tiles - 1 - tile
-    return tile, first_head + rest % heads
-
-
-@triton.jit
-def _key_range(first_row, seq_q, seq_kv, CAUSAL: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """(begin, masked_begin, end): all rows see every key of [begin, masked_begin); none sees a key from end on."""
-    begin = 0
-    seen_by_all = seq_kv
-    end = seq_kv
-    if CAUSAL:
-        seen_by_first = first_row + 1 + seq_kv - seq_q
-        seen_by_all = tl.minimum(tl.maximum(seen_by_first, 0), seq_kv)
-        end = tl.minimum(tl.maximum(seen_by_first + TILE_M - 1, 0), seq_kv)
-    return begin, seen_by_all // TILE_N * TILE_N, end
-
-
-@triton.jit
-def _visible(rows, keys, seq_q, seq_kv, CAUSAL: tl.constexpr):
-    """Which keys each query sees: bool ``[TILE_M, TILE_N]``. One comparison a score: the lower of two ends."""
-    end = tl.full(rows.shape, seq_kv, tl.int32)
-    if CAUSAL:
-        end = tl.minimum(rows + 1 + (seq_kv - seq_q), seq_kv)
-    return keys[None, :] < end[:, None]
 
 
 @triton.jit
@@ -162,7 +122,7 @@ def _attend(
     WIDE: tl.constexpr,
 ):
     """TILE_M queries over all keys they see: acc ``[TILE_M, HEAD_PAD]``, row_sum and row_max ``[TILE_M]``."""
-    q_tile = _load_rows(  # [TILE_M, HEAD_PAD]
+    q_tile = load_rows(  # [TILE_M, HEAD_PAD]
         q, batch, 0, first_row, seq_q, q_row, TILE_M, True, False, HEAD_DIM, HEAD_PAD, VECTOR, WIDE
     )
     if SCALE_SIGN < 0:
@@ -174,7 +134,7 @@ def _attend(
     acc = tl.full([TILE_M, HEAD_PAD], 0.0, tl.float32)
     row_sum = tl.full([TILE_M], 0.0, tl.float32)
     row_max = tl.full([TILE_M], LOWEST, tl.float32)
-    begin, masked_begin, end = _key_range(first_row, seq_q, seq_kv, CAUSAL, TILE_M, TILE_N)
+    begin, masked_begin, end = key_range(first_row, seq_q, seq_kv, CAUSAL, TILE_M, TILE_N)
     if CAREFUL:
         masked_begin = begin
     else:
@@ -226,12 +186,13 @@ def _walk(
     if CAREFUL:
         reached = tl.full(acc.shape, 0.0, tl.float32)  # sum of the inf and nan in v that each row sees
     for first_key in tl.range(begin, end, TILE_N, num_stages=STAGES):
-        k_tile = _load_rows(  # [TILE_N, HEAD_PAD]
+        k_tile = load_rows(  # [TILE_N, HEAD_PAD]
             k, batch, head_kv, first_key, seq_kv, k_row, TILE_N, MASKED, DESCRIPTOR, HEAD_DIM, HEAD_PAD, VECTOR, WIDE
         )
         scores = tl.dot(q_tile, tl.trans(k_tile))  # [TILE_M, TILE_N] fp32
         if MASKED:
-            visible = _visible(rows, first_key + tl.arange(0, TILE_N), seq_q, seq_kv, CAUSAL)
+            keys = first_key + tl.arange(0, TILE_N)
+            visible = visible_keys(rows[:, None], keys[None, :], seq_q, seq_kv, CAUSAL)
             scores = tl.where(visible, scores, float("-inf"))
 
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
@@ -241,7 +202,7 @@ def _walk(
         acc = acc * decay[:, None]
         row_max = new_max
 
-        v_tile = _load_rows(  # [TILE_N, HEAD_PAD]
+        v_tile = load_rows(  # [TILE_N, HEAD_PAD]
             v, batch, head_kv, first_key, seq_kv, v_row, TILE_N, MASKED, DESCRIPTOR, HEAD_DIM, HEAD_PAD, VECTOR, WIDE
         )
         if CAREFUL:
@@ -275,7 +236,7 @@ def _store(
     out_tile = acc * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]  # [TILE_M, HEAD_PAD]
     out += tl.cast(first_row, tl.int64) * out_row * OUT_VECTOR
     tl.store(
-        out + _tile_offsets(out_row, TILE_M, HEAD_PAD, OUT_VECTOR, WIDE),
+        out + tile_offsets(out_row, TILE_M, HEAD_PAD, OUT_VECTOR, WIDE),
         out_tile.to(out.dtype.element_ty),
         mask=in_range[:, None] & (tl.arange(0, HEAD_PAD) < HEAD_DIM)[None, :],
     )
@@ -303,55 +264,3 @@ def _reached(visible, v_tile):
     nan = tl.dot(seen, (wide != wide).to(v_tile.dtype)) > 0.0
     infinite = tl.where(positive, float("inf"), 0.0) + tl.where(negative, float("-inf"), 0.0)
     return tl.where(nan, float("nan"), infinite)
-
-
-@triton.jit
-def _seek(source, batch, head, stride_batch, stride_head, DESCRIPTOR: tl.constexpr, VECTOR: tl.constexpr):
-    """Where one head's sequence starts. A descriptor stays as it is: it takes (batch, head) with each load."""
-    if not DESCRIPTOR:
-        source += (batch.to(tl.int64) * stride_batch + head.to(tl.int64) * stride_head) * VECTOR
-    return source
-
-
-@triton.jit
-def _load_rows(
-    source,
-    batch,
-    head,
-    first_row,
-    seq,
-    stride_row,
-    TILE: tl.constexpr,
-    RAGGED: tl.constexpr,
-    DESCRIPTOR: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    VECTOR: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Rows [first_row, first_row + TILE) of one head: ``[TILE, HEAD_PAD]``, zero beyond HEAD_DIM.
-
-    RAGGED: rows from seq on are zero. Without it there are none; a descriptor gives zeros for them anyway.
-    """
-    if DESCRIPTOR:
-        tile = tl.reshape(source.load([batch, head, first_row, 0]), [TILE, HEAD_PAD])
-    else:
-        pointers = source + tl.cast(first_row, tl.int64) * stride_row * VECTOR
-        pointers += _tile_offsets(stride_row, TILE, HEAD_PAD, VECTOR, WIDE)
-        in_range = (tl.arange(0, HEAD_PAD) < HEAD_DIM)[None, :]
-        if RAGGED:
-            in_range = in_range & (first_row + tl.arange(0, TILE) < seq)[:, None]
-        if RAGGED or HEAD_PAD != HEAD_DIM:
-            tile = tl.load(pointers, mask=in_range, other=0.0)
-        else:
-            tile = tl.load(pointers)
-    return tile
-
-
-@triton.jit
-def _tile_offsets(stride_row, TILE: tl.constexpr, HEAD_PAD: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr):
-    """Element offsets ``[TILE, HEAD_PAD]`` of a tile from its first element."""
-    rows = tl.arange(0, TILE)
-    if WIDE:
-        rows = rows.to(tl.int64)
-    return rows[:, None] * stride_row * VECTOR + tl.arange(0, HEAD_PAD)[None, :]

@@ -4,8 +4,8 @@ It is Triton's interpreter (NumPy, one program after the other) made honest:
 
 - bf16 is computed as the GPU does it: operands widened to fp32, the result rounded to nearest even. Triton 3.6 to 3.9
   store bf16 as integers and then do integer arithmetic on them.
-- Every load and store, through pointers or descriptors, is checked against the tensor arguments; an address outside
-  all of them raises `OutOfBoundsError`.
+- Every load, store and atomic, through pointers or descriptors, is checked against the tensor arguments; an address
+  outside all of them raises `OutOfBoundsError`.
 - It works whatever TRITON_INTERPRET is, and leaves `triton.language` as it was, so that kernels can be compiled and
   launched in the same process before and after. (Triton's own leaves ``triton.language.core`` patched.)
 
@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.runtime import interpreter
 from triton.runtime.jit import KernelInterface, mangle_type
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -46,7 +47,7 @@ def run(kernel: KernelInterface[Any], grid: int, *args: Any, **kwargs: Any) -> N
     """Run every program of a one-dimensional grid of a ``@triton.jit`` kernel on CPU tensors.
 
     Args:
-        kernel: the kernel; it and all it calls may live in one module besides `triton.language`.
+        kernel: the kernel; it and all it calls may live in any modules, `triton.language` among them.
         grid: number of programs.
         args, kwargs: of the kernel: CPU tensors, `TensorDescriptor`, numbers, None, constexprs.
 
@@ -81,6 +82,18 @@ class _HonestBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]  # T
     def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
         self._check_bounds("store", ptrs, mask)
         return super().create_masked_store(ptrs, value, mask, *args, **kwargs)
+
+    def create_atomic_rmw(self, kind: Any, ptr: Any, val: Any, mask: Any, *args: Any) -> Any:
+        self._check_bounds("atomic", ptr, mask)
+        return super().create_atomic_rmw(kind, ptr, val, mask, *args)
+
+    def create_descriptor_reduce(self, kind: Any, descriptor: Any, value: Any, offsets: Any) -> None:
+        """What Triton's interpreter lacks: an atomic on a descriptor's block, of which what is outside is left out."""
+        if kind != ir.DESCRIPTOR_REDUCE_KIND.ADD or value.dtype.scalar != tl.float32:
+            raise NotImplementedError(f"descriptor reduction: got {kind} of {value.dtype}; allowed an fp32 addition")
+        pointers, inside = descriptor.materialize_pointers(offsets)
+        relaxed, scope = ir.MEM_SEMANTIC.RELAXED, ir.MEM_SYNC_SCOPE.GPU
+        self.create_atomic_rmw(ir.ATOMIC_OP.FADD, pointers, value, inside, relaxed, scope)
 
     def _check_bounds(self, what: str, ptrs: Any, mask: Any) -> None:
         addresses, active = np.broadcast_arrays(ptrs.data, mask.data)
@@ -199,7 +212,9 @@ def _rewrite_namespace(namespace: dict[str, Any]) -> dict[str, Any]:
     copy = dict(namespace)
     home = namespace["__name__"]
     for name, value in namespace.items():
-        if isinstance(value, KernelInterface) and value.fn.__module__ == home:
+        if isinstance(value, KernelInterface) and value.fn.__module__ != home:
+            copy[name] = _rewritten_module(value.fn)[value.fn.__name__]
+        elif isinstance(value, KernelInterface):
             source = types.FunctionType(value.fn.__code__, copy, name, value.fn.__defaults__)
             source.__kwdefaults__ = value.fn.__kwdefaults__
             source.__annotations__ = value.fn.__annotations__

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from multiattn import backend as registry
-from multiattn.backend import Launcher, Plan, find_variant
+from multiattn.backend import Launcher, Plan, variant_of
 from multiattn.problem import VECTOR_BYTES, Problem, Strides
 from multiattn.triton import forward, interpreter
 from multiattn.triton.configs import ELEMENT_BYTES, TritonConfig, grid_programs, head_pad
+from multiattn.triton.tiles import OUT_VECTOR
 
-_INT32 = 1 << 31
+INT32 = 1 << 31
+"""Offsets from here on need 64 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,25 +38,19 @@ class Call:
         assert isinstance(config, TritonConfig)
         problem = plan.problem
         self.problem = problem
-        variant = find_variant(registry.get(plan.backend), plan.variant)
+        variant = variant_of(plan)
         self.descriptor: bool = dict(variant.flags)["descriptor"]
         self.grid = grid_programs(problem, config)
-        # Without fusion a score costs a multiply and an add; the default of this option changes in Triton 3.10.
-        self.options = {
-            "num_warps": config.num_warps,
-            "num_stages": config.num_stages,
-            "enable_fp_fusion": True,
-        }
-        if config.registers is not None:
-            self.options["maxnreg"] = config.registers
-        self._of_k = _descriptor_fields(problem, problem.strides_k, config)
-        self._of_v = _descriptor_fields(problem, problem.strides_v, config)
+        self.kernel = forward.attention_forward
+        self.options = compiler_options(config)
+        self._of_k = descriptor_fields(problem, problem.strides_k, config)
+        self._of_v = descriptor_fields(problem, problem.strides_v, config)
         self._rest = self._arguments(config)
 
     def arguments(self, q: Any, k: Any, v: Any, out: Any, lse: Any) -> tuple[Any, ...]:
         """Every argument of `forward.attention_forward`, in order."""
         if self.descriptor:
-            k, v = _describe(k, self._of_k), _describe(v, self._of_v)
+            k, v = describe(k, self._of_k), describe(v, self._of_v)
         return (q, k, v, out, lse, *self._rest)
 
     def stubs(self) -> tuple[Any, ...]:
@@ -69,7 +64,7 @@ class Call:
         vector = problem.alignment // ELEMENT_BYTES
         strides_kv: tuple[int | None, ...] = (None,) * 6  # the descriptors have them
         if not self.descriptor:
-            strides_kv = _in_units((*problem.strides_k, *problem.strides_v), vector)
+            strides_kv = in_units((*problem.strides_k, *problem.strides_v), vector)
         row = max(problem.strides_q[2], problem.strides_k[2], problem.strides_v[2], problem.strides_out[2])
         return (
             problem.scale_log2,
@@ -78,9 +73,9 @@ class Call:
             problem.heads_q,
             problem.group,
             problem.batch * problem.heads_q,
-            *_in_units(problem.strides_q, vector),
+            *in_units(problem.strides_q, vector),
             *strides_kv,
-            *_in_units(problem.strides_out, forward.OUT_VECTOR.value),
+            *in_units(problem.strides_out, OUT_VECTOR.value),
             problem.causal,
             problem.scale_sign,
             self.descriptor,
@@ -91,8 +86,17 @@ class Call:
             config.num_stages,
             config.heads_together,
             vector,
-            row * max(config.tile_m, config.tile_n) >= _INT32,
+            row * max(config.tile_m, config.tile_n) >= INT32,
         )
+
+
+def compiler_options(config: TritonConfig) -> dict[str, Any]:
+    """What Triton's compiler is told beside the constexprs."""
+    # Without fusion a score costs a multiply and an add; the default of this option changes in Triton 3.10.
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
+    if config.registers is not None:
+        options["maxnreg"] = config.registers
+    return options
 
 
 def prepare(plan: Plan) -> Launcher:
@@ -108,7 +112,7 @@ class _Interpreted:
         self._call = call
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        interpreter.run(forward.attention_forward, self._call.grid, *self._call.arguments(q, k, v, out, lse))
+        interpreter.run(self._call.kernel, self._call.grid, *self._call.arguments(q, k, v, out, lse))
 
 
 class _Compiled:
@@ -122,7 +126,7 @@ class _Compiled:
         self._call = call
         self._device = torch.cuda.current_device()
         with interpreter.exclusive_language:
-            kernel = forward.attention_forward.warmup(*call.stubs(), grid=(call.grid,), **call.options)
+            kernel = call.kernel.warmup(*call.stubs(), grid=(call.grid,), **call.options)
             self._run = kernel[(call.grid, 1, 1)]
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -131,23 +135,29 @@ class _Compiled:
         self._run(*self._call.arguments(q, k, v, out, lse), stream=stream)
 
 
-def _in_units(strides: tuple[int, ...], unit: int) -> tuple[int, ...]:
+def in_units(strides: tuple[int, ...], unit: int) -> tuple[int, ...]:
+    """Strides in units of `unit` elements, which divides them all."""
     assert all(stride % unit == 0 for stride in strides)
     return tuple(stride // unit for stride in strides)
 
 
-def _descriptor_fields(problem: Problem, strides: Strides, config: TritonConfig) -> dict[str, Any]:
-    """The fields of the TensorDescriptor of k or v, but for the tensor itself."""
+def descriptor_fields(
+    problem: Problem, strides: Strides, config: TritonConfig, *, of_queries: bool = False
+) -> dict[str, Any]:
+    """The fields of the TensorDescriptor of a tensor shaped like k, or like q, but for the tensor itself."""
+    heads, seq, tile = problem.heads_kv, problem.seq_kv, config.tile_n
+    if of_queries:
+        heads, seq, tile = problem.heads_q, problem.seq_q, config.tile_m
     return {
-        "shape": [problem.batch, problem.heads_kv, problem.seq_kv, problem.head_dim],
+        "shape": [problem.batch, heads, seq, problem.head_dim],
         "strides": [*strides, 1],
-        "block_shape": [1, 1, config.tile_n, head_pad(problem.head_dim)],
+        "block_shape": [1, 1, tile, head_pad(problem.head_dim)],
         "padding": "zero",
         "round_f32_to_tf32": False,
     }
 
 
-def _describe(tensor: Any, fields: dict[str, Any]) -> TensorDescriptor:
+def describe(tensor: Any, fields: dict[str, Any]) -> TensorDescriptor:
     """A TensorDescriptor without its constructor, whose checks are done (they are the variant's capability)."""
     descriptor = TensorDescriptor.__new__(TensorDescriptor)
     descriptor.__dict__.update(fields, base=tensor)
