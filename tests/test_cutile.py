@@ -196,7 +196,7 @@ def test_64_bit_exactly_when_an_offset_needs_it():
 def test_the_64_bit_kernel_is_the_same_kernel(monkeypatch):
     q, k, v = make_inputs()
     expected = multiattn.fmha(q, k, v, causal=True, scale=0.11, backend="cutile")
-    monkeypatch.setattr("multiattn.cutile.launch._INT32_MAX", 0)
+    monkeypatch.setattr("multiattn.cutile.launch.INT32_MAX", 0)
     plan = make_plan(BACKEND, Problem.of(q, k, v, causal=True, scale=0.11), ARCHS["cpu"])
     assert needs_64bit(plan.problem)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])

@@ -33,26 +33,27 @@ needs_cuobjdump = pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjd
 @needs_compiler
 @pytest.mark.parametrize("arch", GPU_ARCHS)
 def test_every_arch(arch):
-    compiled = BACKEND.forward.compile(make(arch=arch))
+    (compiled,) = BACKEND.forward.compile(make(arch=arch))
     assert compiled.cubin.startswith(b"\x7fELF")
     assert compiled.seconds > 0
     if find_cuobjdump() is not None:
         assert 0 < compiled.registers <= 255
         assert 0 < compiled.smem_bytes <= ARCHS[arch].smem_per_block
+        assert compiled.threads in (128, 256, 384)
 
 
 @needs_compiler
 @needs_cuobjdump
 @pytest.mark.parametrize(("head_dim", "registers"), [(64, 80), (128, 128), (256, 168)])
 def test_hopper_does_not_spill(head_dim, registers):
-    compiled = BACKEND.forward.compile(make(head_dim=head_dim, seq_q=4096))
+    (compiled,) = BACKEND.forward.compile(make(head_dim=head_dim, seq_q=4096))
     assert compiled.spill_bytes == 0
     assert compiled.registers <= registers
 
 
 def instructions(plan, tmp_path):
     file = tmp_path / "kernel.cubin"
-    file.write_bytes(BACKEND.forward.compile(plan).cubin)
+    file.write_bytes(BACKEND.forward.compile(plan)[0].cubin)
     return subprocess.run([find_cuobjdump(), "-sass", file], capture_output=True, text=True, check=True).stdout
 
 
@@ -74,8 +75,8 @@ def test_ampere_loads_an_odd_head_dim_asynchronously(tmp_path):
 @needs_compiler
 @needs_cuobjdump
 def test_the_repair_costs_the_hot_path_no_registers():
-    full = BACKEND.forward.compile(make(head_dim=128, seq_q=4096))
-    causal = BACKEND.forward.compile(make(head_dim=128, seq_q=4096, causal=True))
+    (full,) = BACKEND.forward.compile(make(head_dim=128, seq_q=4096))
+    (causal,) = BACKEND.forward.compile(make(head_dim=128, seq_q=4096, causal=True))
     assert causal.registers == full.registers
     blocks = make(head_dim=128).config.occupancy
     assert blocks * (causal.smem_bytes + 1024) <= ARCHS["sm90"].smem_per_sm
@@ -84,11 +85,11 @@ def test_the_repair_costs_the_hot_path_no_registers():
 @needs_compiler
 @pytest.mark.parametrize("sizes", [{"causal": True, "scale": -1.0, "head_dim": 40}, {"seq_q": 100, "scale": 0.0}])
 def test_the_rarer_branches(sizes):
-    assert BACKEND.forward.compile(make(config=SMALL, **sizes)).cubin
+    assert BACKEND.forward.compile(make(config=SMALL, **sizes))[0].cubin
 
 
 @needs_compiler
 def test_64_bit_arrays():
     plan = make(config=SMALL, batch=64, heads_q=64, seq_q=65536, causal=True)
     assert "w" in get_signature(plan).symbol.rsplit("_A", 1)[-1]
-    assert BACKEND.forward.compile(plan).cubin
+    assert BACKEND.forward.compile(plan)[0].cubin

@@ -187,9 +187,9 @@ def test_an_op_without_a_rule_is_named():
 
     @ct.kernel
     def view(x):
-        x.tiled_view((4,))
+        x.tiled_view((4,), traversal_steps=(1,))
 
-    with pytest.raises(NotImplementedError, match="tiled_view"):
+    with pytest.raises(NotImplementedError, match="traversal_steps"):
         run(view, 1, torch.zeros(4))
 
 
@@ -291,3 +291,49 @@ def test_gather_and_scatter():
 def test_tensors_must_be_on_the_cpu():
     with pytest.raises(TypeError, match="meta"):
         run(copy, 1, torch.zeros(4, device="meta"), torch.zeros(4), 4)
+
+
+@ct.kernel
+def add_to_tile(x, y, target: ConstInt, is_atomic: ConstBool):
+    tile = ct.load(x, (ct.bid(0),), (8,), padding_mode=ct.PaddingMode.ZERO)
+    view = y.tiled_view((8,))
+    if is_atomic:
+        view.atomic_store_add((target,), tile)
+    else:
+        view.store((target,), tile)
+
+
+def test_atomic_additions_of_tiles_are_clipped_and_no_race():
+    x = torch.arange(24, dtype=torch.float32)
+    memory = torch.zeros(20)
+    run(add_to_tile, 3, x, memory[:13], 1, True)
+    assert torch.equal(memory[8:13], x.reshape(3, 8).sum(0)[:5])
+    assert (memory[:8] == 0).all()
+    assert (memory[13:] == 0).all()
+    with pytest.raises(OutOfBoundsError, match="wholly outside"):
+        run(add_to_tile, 3, x, memory[:13], 2, True)
+    with pytest.raises(DataRaceError, match="overwrites"):
+        run(add_to_tile, 3, x, memory[:13], 1, False)
+
+
+def test_a_load_of_what_another_block_adds_to_raises():
+    @ct.kernel
+    def add_and_load(x, y):
+        tile = ct.load(x, (0,), (8,))
+        y.tiled_view((8,)).atomic_store_add((0,), tile)
+        ct.store(x, (0,), ct.load(y, (0,), (8,)))
+
+    with pytest.raises(DataRaceError, match="atomics of any block"):
+        run(add_and_load, 1, torch.ones(8), torch.zeros(8))
+
+
+def test_an_atomic_addition_to_what_another_block_stored_raises():
+    @ct.kernel
+    def store_or_add(y):
+        if ct.bid(0) == 0:
+            ct.store(y, (0,), ct.ones((8,), dtype=ct.float32))
+        else:
+            y.tiled_view((8,)).atomic_store_add((0,), ct.ones((8,), dtype=ct.float32))
+
+    with pytest.raises(DataRaceError):
+        run(store_or_add, 2, torch.zeros(8))

@@ -1,4 +1,4 @@
-"""The cuTile backend: one forward kernel, compiled by tileiras or interpreted on the CPU."""
+"""The cuTile backend: kernels for both directions, compiled by tileiras or interpreted on the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from collections.abc import Mapping
 import torch
 
 from multiattn.arch import GPU_ARCHS, Arch
-from multiattn.backend import Backend, Compiled, Launcher, Op, Plan, Variant
+from multiattn.backend import Backend, BackwardLauncher, Compiled, Launcher, Op, Plan, Variant
+from multiattn.cutile import backward_configs
 from multiattn.cutile.configs import RULES, candidates, why_not_fit
 from multiattn.support import Capability, Reason
 from multiattn.toolchain import probe_gpu, version_of
@@ -36,10 +37,22 @@ def _prepare(plan: Plan) -> Launcher:
     return prepare(plan)
 
 
-def _compile(plan: Plan) -> Compiled:
+def _prepare_backward(plan: Plan) -> BackwardLauncher:
+    from multiattn.cutile.backward_launch import prepare_backward
+
+    return prepare_backward(plan)
+
+
+def _compile(plan: Plan) -> tuple[Compiled, ...]:
     from multiattn.cutile.compile import compile_plan
 
     return compile_plan(plan)
+
+
+def _compile_backward(plan: Plan) -> tuple[Compiled, ...]:
+    from multiattn.cutile.compile import compile_backward
+
+    return compile_backward(plan)
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -136,5 +149,29 @@ BACKEND = Backend(
         prepare=_prepare,
         compile=_compile,
         candidates=candidates,
+    ),
+    backward=Op(
+        variants=(
+            Variant(
+                name="atomic",
+                summary="one pass over the keys, dq added up in fp32 by atomics (TMA reductions where there are)",
+                capability=Capability(arches=("cpu", *GPU_ARCHS)),
+                rules=backward_configs.ATOMIC_RULES,
+                deterministic=False,
+                workspace=lambda problem, config: backward_configs.one_pass_bytes(problem),
+                fits=backward_configs.why_not_fit_one_pass,
+            ),
+            Variant(
+                name="two_pass",
+                summary="a pass over the queries for dq, one over the keys for dk and dv",
+                capability=Capability(arches=("cpu", *GPU_ARCHS)),
+                rules=backward_configs.TWO_PASS_RULES,
+                workspace=lambda problem, config: backward_configs.delta_bytes(problem),
+                fits=backward_configs.why_not_fit_two_pass,
+            ),
+        ),
+        prepare=_prepare_backward,
+        compile=_compile_backward,
+        candidates=backward_configs.candidates,
     ),
 )

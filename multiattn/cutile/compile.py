@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import cuda.tile as ct
+import torch
 from cuda.tile.compilation import (
     ArrayConstraint,
     CallingConvention,
@@ -15,7 +16,9 @@ from cuda.tile.compilation import (
     export_kernel,
 )
 
+from multiattn.arch import Arch
 from multiattn.backend import Compiled, Plan
+from multiattn.cutile.backward_launch import Layout, Step, get_steps, layouts, needs_64bit_backward
 from multiattn.cutile.launch import compile_limit, get_constants, get_kernel, needs_64bit
 from multiattn.problem import Problem
 from multiattn.toolchain import resource_usage
@@ -23,29 +26,38 @@ from multiattn.toolchain import resource_usage
 ALIGNMENT = 16
 """What a launch looks for: bases and strides that are multiples of 16 bytes, lengths that are multiples of 16."""
 
-_DTYPES = {"fp16": ct.float16, "bf16": ct.bfloat16}
+_SYMBOL = "forward"
+_DTYPES = {torch.float16: ct.float16, torch.bfloat16: ct.bfloat16, torch.float32: ct.float32}
 
 
-def compile_plan(plan: Plan) -> Compiled:
+def compile_plan(plan: Plan) -> tuple[Compiled, ...]:
     """Compile with the signature that a launch would derive from the plan's tensors.
 
     Sizes come from cuobjdump and are None where it is not installed. `spill_bytes` is the stack of a thread. Causal
     kernels have one: the repair, which runs only after a non-finite value, spills so that the hot loops need not.
     """
+    return (_compile(get_kernel(plan), get_signature(plan), _SYMBOL, plan.arch),)
+
+
+def compile_backward(plan: Plan) -> tuple[Compiled, ...]:
+    """As `compile_plan`, each kernel of a backward without dlse, in the order of their launches."""
+    return tuple(
+        _compile(step.kernel, get_step_signature(plan, step), step.symbol, plan.arch)
+        for step in get_steps(plan, has_dlse=False)
+    )
+
+
+def _compile(kernel: Any, signature: Any, symbol: str, arch: Arch) -> Compiled:
     buffer = io.BytesIO()
     start = time.perf_counter()
     with compile_limit():
-        export_kernel(
-            get_kernel(plan),
-            [get_signature(plan)],
-            buffer,
-            gpu_code=plan.arch.name.replace("sm", "sm_"),
-            output_format="cubin",
-        )
+        export_kernel(kernel, [signature], buffer, gpu_code=arch.name.replace("sm", "sm_"), output_format="cubin")
     seconds = time.perf_counter() - start
     cubin = buffer.getvalue()
     usage = resource_usage(cubin)
     return Compiled(
+        kernel=symbol,
+        threads=usage.threads if usage else None,
         seconds=seconds,
         cubin=cubin,
         smem_bytes=usage.smem_bytes if usage else None,
@@ -55,57 +67,57 @@ def compile_plan(plan: Plan) -> Compiled:
 
 
 def get_signature(plan: Plan) -> Any:
-    """The kernel's parameters as a launch would specialise them."""
+    """The parameters of `forward` as a launch would specialise them."""
     problem = plan.problem
-    queries = problem.batch, problem.heads_q, problem.seq_q
-    keys = problem.batch, problem.heads_kv, problem.seq_kv
-    constants = get_constants(plan)[1:]  # without scale_log2, which is no constant
+    arrays = layouts(problem)
+    is_64bit = needs_64bit(problem)
     parameters = [
-        _array(problem, queries, problem.strides_q),
-        _array(problem, keys, problem.strides_k),
-        _array(problem, keys, problem.strides_v),
-        _array(problem, queries, problem.strides_out),
-        _lse(problem),
+        *(_array(arrays[name], _alignment(problem, name), is_64bit) for name in ("q", "k", "v", "out", "lse")),
         ScalarConstraint(ct.float32),
-        *constants,
+        *get_constants(plan)[1:],  # without scale_log2, which is no constant
     ]
+    return _signature(parameters, _SYMBOL)
+
+
+def get_step_signature(plan: Plan, step: Step) -> Any:
+    """The parameters of a backward kernel as a launch would specialise them."""
+    problem = plan.problem
+    arrays = layouts(problem)
+    is_64bit = needs_64bit_backward(problem)
+    parameters = [
+        *(_array(arrays[name], _alignment(problem, name), is_64bit) for name in step.arrays),
+        *(ScalarConstraint(ct.float32) for _ in step.scalars),
+        *step.constants,
+    ]
+    return _signature(parameters, step.symbol)
+
+
+def _signature(parameters: list[Any], symbol: str) -> Any:
     signature = KernelSignature(parameters, CallingConvention.cutile_python_v2())  # v2: a static extent
-    return signature.with_mangled_symbol("forward")
+    return signature.with_mangled_symbol(symbol)
 
 
-def _array(problem: Problem, sizes: tuple[int, int, int], strides: tuple[int, int, int]) -> Any:
-    """A 16-bit array ``[B, H, S, D]`` with static D."""
-    in_elements = ALIGNMENT // 2
-    is_aligned = problem.alignment == ALIGNMENT
+def _alignment(problem: Problem, name: str) -> int:
+    """Bytes that an array's address is a multiple of: what the caller gives may be less aligned than our own."""
+    return problem.alignment if name in ("q", "k", "v") else ALIGNMENT
+
+
+def _array(layout: Layout, alignment: int, is_64bit: bool) -> Any:
+    """An array ``[B, H, S, D]`` with static D, or ``[B, H, S]``."""
+    has_dim = len(layout.shape) == 4
+    sizes, strides = layout.shape[:3], layout.strides[:-1]
+    in_elements = ALIGNMENT // layout.dtype.itemsize
+    static_dim = {"shape_constant": (None, None, None, layout.shape[3])} if has_dim else {}
     return ArrayConstraint(
-        _DTYPES[problem.dtype],
-        4,
-        index_dtype=ct.int64 if needs_64bit(problem) else ct.int32,
+        _DTYPES[layout.dtype],
+        len(layout.shape),
+        index_dtype=ct.int64 if is_64bit else ct.int32,
         stride_lower_bound_incl=0,
         alias_groups=(),
         may_alias_internally=0 in strides,
-        shape_constant=(None, None, None, problem.head_dim),
-        shape_divisible_by=(*(ALIGNMENT if size % ALIGNMENT == 0 else 1 for size in sizes), 1),
-        stride_constant=(None, None, None, 1),
+        shape_divisible_by=(*(ALIGNMENT if size % ALIGNMENT == 0 else 1 for size in sizes), *([1] if has_dim else [])),
+        stride_constant=(*(None for _ in strides), 1),
         stride_divisible_by=(*(in_elements if stride % in_elements == 0 else 1 for stride in strides), 1),
-        base_addr_divisible_by=ALIGNMENT if is_aligned else problem.alignment,
-    )
-
-
-def _lse(problem: Problem) -> Any:
-    """The fp32 array ``[B, Hq, Sq]``, contiguous."""
-    sizes = problem.batch, problem.heads_q, problem.seq_q
-    strides = problem.heads_q * problem.seq_q, problem.seq_q
-    in_elements = ALIGNMENT // 4
-    return ArrayConstraint(
-        ct.float32,
-        3,
-        index_dtype=ct.int64 if needs_64bit(problem) else ct.int32,
-        stride_lower_bound_incl=0,
-        alias_groups=(),
-        may_alias_internally=False,
-        shape_divisible_by=tuple(ALIGNMENT if size % ALIGNMENT == 0 else 1 for size in sizes),
-        stride_constant=(None, None, 1),
-        stride_divisible_by=(*(in_elements if stride % in_elements == 0 else 1 for stride in strides), 1),
-        base_addr_divisible_by=ALIGNMENT,
+        base_addr_divisible_by=alignment,
+        **static_dim,
     )

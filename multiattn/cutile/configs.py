@@ -92,6 +92,14 @@ RULES: tuple[Rule[CutileConfig], ...] = (
     Rule(
         arches=("sm100", "sm103"),
         head_dim_max=128,
+        causal=True,
+        config=CutileConfig(tile_m=128, tile_n=64, occupancy=2),
+        why=_GUESS.format("as without a mask, but 128x128 spills in the loop"),
+    ),
+    Rule(
+        arches=("sm100", "sm103"),
+        head_dim_max=128,
+        causal=False,
         config=CutileConfig(tile_m=128, tile_n=128, occupancy=2),
         why=_GUESS.format("NVIDIA's own cuTile examples take 256x128 at occupancy 1 or 128x128 at 2 here"),
     ),
@@ -146,7 +154,11 @@ def why_not_fit(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, .
 
 def find_grid(problem: Problem, tile_m: int) -> tuple[int, int] | None:
     """Blocks in x and y, whose product is one block per tile of queries of every head; None if there are too many."""
-    blocks = -(-problem.seq_q // tile_m) * problem.heads_q * problem.batch
+    return factor_grid(-(-problem.seq_q // tile_m) * problem.heads_q * problem.batch)
+
+
+def factor_grid(blocks: int) -> tuple[int, int] | None:
+    """Blocks in x and y, whose product is `blocks`; None if no grid has exactly that many."""
     for y in range(max(1, -(-blocks // MAX_GRID_X)), MAX_GRID_Y + 1):
         if blocks % y == 0:
             return blocks // y, y

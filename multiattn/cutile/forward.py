@@ -11,20 +11,24 @@ running maximum of ``s * scale_log2``, is right for every scale.
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import cuda.tile as ct
 
 from multiattn.cutile.configs import SMALLEST_TILE
+from multiattn.cutile.tiles import (
+    ZERO,
+    Array32,
+    Array64,
+    ConstBool,
+    ConstInt,
+    Place,
+    Rows64,
+    find_place,
+    is_visible,
+    key_blocks,
+)
 
-ConstInt = ct.Constant[int]
-ConstBool = ct.Constant[bool]
-# head_dim is static: else a D that is no multiple of 16 is loaded element by element on sm80 to sm89 (seen in the SASS
-# at D=40: 288 LDG; static: 24 LDGSTS).
-Array32 = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,))]
-Array64 = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,), index_dtype=ct.int64)]
-
-ZERO = ct.PaddingMode.ZERO
 APPROX = ct.RoundingMode.APPROX
 
 LN2 = math.log(2.0)
@@ -60,18 +64,6 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where the block's queries and the keys they see live: the one spot that knows about batches and heads."""
-
-    batch: Any
-    head: Any
-    head_kv: Any
-    tile: Any
-    seq_q: Any
-    seq_kv: Any
-
-
-@dataclass(frozen=True, kw_only=True)
 class Rows:
     """Running softmax of the tile's rows, fp32."""
 
@@ -84,56 +76,6 @@ class Rows:
 def row_sum(l: Any) -> Any:  # noqa: E741
     """The sum of a row's weights, ``[tile_m, 1]``."""
     return ct.sum(l, axis=-1, keepdims=True)
-
-
-@ct.function
-def find_place(shape: Any, q: Any, k: Any) -> Any:
-    """What this block owns.
-
-    `heads_together` heads (a divisor of the heads of q) advance together, so that blocks that run at one time share
-    keys in L2. Causal: the last tiles, which see most keys, go first, and the short ones fill the tail.
-    """
-    heads = q.shape[1]
-    tiles = ct.cdiv(q.shape[2], shape.tile_m)
-    block = ct.bid(1) * ct.num_blocks(0) + ct.bid(0)
-    section = block // (tiles * shape.heads_together)
-    rest = block % (tiles * shape.heads_together)
-    tile = rest // shape.heads_together
-    if shape.causal:
-        tile = tiles - 1 - tile
-    batch_head = section * shape.heads_together + rest % shape.heads_together
-    head = batch_head % heads
-    return Place(
-        batch=batch_head // heads,
-        head=head,
-        head_kv=head // (heads // k.shape[1]),
-        tile=tile,
-        seq_q=q.shape[2],
-        seq_kv=k.shape[2],
-    )
-
-
-@ct.function
-def key_blocks(shape: Any, place: Any) -> Any:
-    """(first, first_masked, end): every row sees all of blocks ``first..first_masked``; the rest needs the mask."""
-    if shape.causal:
-        offset = place.seq_kv - place.seq_q
-        first_row = place.tile * shape.tile_m
-        seen_by_first_row = max(0, min(first_row + offset + 1, place.seq_kv))
-        seen_by_last_row = max(0, min(first_row + offset + shape.tile_m, place.seq_kv))
-        return 0, seen_by_first_row // shape.tile_n, ct.cdiv(seen_by_last_row, shape.tile_n)
-    return 0, place.seq_kv // shape.tile_n, ct.cdiv(place.seq_kv, shape.tile_n)
-
-
-@ct.function
-def is_visible(shape: Any, place: Any, block: Any) -> Any:
-    """Which keys of a block each query sees, bool ``[tile_m, tile_n]``; causal is bottom-right aligned."""
-    row = place.tile * shape.tile_m + ct.arange(shape.tile_m, dtype=ct.int32)[:, None]
-    col = block * shape.tile_n + ct.arange(shape.tile_n, dtype=ct.int32)[None, :]
-    visible = col < place.seq_kv
-    if shape.causal:
-        visible = visible & (col <= row + (place.seq_kv - place.seq_q))
-    return visible
 
 
 @ct.function
@@ -321,7 +263,7 @@ def forward(
 
 @ct.kernel
 def forward_64bit(
-    q: Array64, k: Array64, v: Array64, out: Array64, lse: ct.IndexedWithInt64[ct.Array], scale_log2: float,
+    q: Array64, k: Array64, v: Array64, out: Array64, lse: Rows64, scale_log2: float,
     tile_m: ConstInt, tile_n: ConstInt, tile_d: ConstInt, causal: ConstBool, masked: ConstBool,
     heads_together: ConstInt, sign: ConstInt, k_latency: ConstInt, v_latency: ConstInt, tma: ConstBool,
 ) -> None:  # fmt: skip

@@ -16,12 +16,12 @@ from multiattn.backend import Launcher, Plan
 from multiattn.cutile import interpreter
 from multiattn.cutile.configs import SMALLEST_TILE, CutileConfig, find_grid
 from multiattn.cutile.forward import forward, forward_64bit
-from multiattn.problem import Problem, Strides
+from multiattn.problem import Problem
 
 COMPILE_SECONDS = 120.0
 """Longest compilation: a tile too large for the registers can take tileiras minutes, a good one takes it seconds."""
 
-_INT32_MAX = 2**31 - 1
+INT32_MAX = 2**31 - 1
 
 
 def prepare(plan: Plan) -> Launcher:
@@ -40,7 +40,7 @@ def prepare(plan: Plan) -> Launcher:
 
         return interpret
 
-    run = _run_on_gpu()
+    run = run_on_gpu()
     strides = _canonical_strides(plan.problem)
 
     def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -105,19 +105,20 @@ def get_constants(plan: Plan) -> tuple[float | int | bool, ...]:
 
 def needs_64bit(problem: Problem) -> bool:
     """Whether an element of some tensor is 2^31 or more elements away from its start."""
-    sizes_q = problem.batch, problem.heads_q, problem.seq_q
-    sizes_kv = problem.batch, problem.heads_kv, problem.seq_kv
+    queries = problem.batch, problem.heads_q, problem.seq_q, problem.head_dim
+    keys = problem.batch, problem.heads_kv, problem.seq_kv, problem.head_dim
     reach = (
-        _last_offset(sizes_q, problem.strides_q),
-        _last_offset(sizes_kv, problem.strides_k),
-        _last_offset(sizes_kv, problem.strides_v),
-        _last_offset(sizes_q, problem.strides_out),
+        last_offset(queries, (*problem.strides_q, 1)),
+        last_offset(keys, (*problem.strides_k, 1)),
+        last_offset(keys, (*problem.strides_v, 1)),
+        last_offset(queries, (*problem.strides_out, 1)),
     )
-    return max(reach) + problem.head_dim - 1 > _INT32_MAX
+    return max(reach) > INT32_MAX
 
 
-def _last_offset(sizes: tuple[int, int, int], strides: Strides) -> int:
-    return sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+def last_offset(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """How far the last element is from the first, in elements."""
+    return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def compile_limit() -> AbstractContextManager[None]:
@@ -128,7 +129,7 @@ def compile_limit() -> AbstractContextManager[None]:
     return limit
 
 
-def _run_on_gpu() -> Callable[[tuple[int, int, int], Any, tuple[Any, ...]], None]:
+def run_on_gpu() -> Callable[[tuple[int, int, int], Any, tuple[Any, ...]], None]:
     """`ct.launch` on the current stream, which compiles the first time: within the limit of compilation.
 
     What cuTile specialises on is fixed by the plan, so no later launch compiles.

@@ -33,8 +33,15 @@ class Run:
     number: int = 1
 
 
+_ADDED = -1
+
+
 class Ledger:
-    """Which block last stored each element of one storage: finds what depends on the order of blocks."""
+    """Which block last stored each element of one storage: finds what depends on the order of blocks.
+
+    An element that blocks updated atomically is everybody's and nobody's: any block may update it again, none may load
+    or store it.
+    """
 
     def __init__(self, tensor: torch.Tensor, run: Run) -> None:
         self.run = run
@@ -49,7 +56,9 @@ class Ledger:
         """DataRaceError if another block stored one of these elements."""
         others = (owner != 0) & (owner != self.run.number)
         if bool(others.any()):
-            raise DataRaceError(f"block {self.run.block} {verb} what block number {int(owner[others][0])} stored")
+            other = int(owner[others][0])
+            did = "atomics of any block update" if other == _ADDED else f"block number {other} stored"
+            raise DataRaceError(f"block {self.run.block} {verb} what {did}")
 
 
 class Array:
@@ -84,8 +93,50 @@ class Array:
         narrowed = (tensor.narrow(axis, first, last - first) for tensor in (self.data, self.owner))
         return Array(next(narrowed), self.ledger, next(narrowed))
 
+    def tiled_view(
+        self, tile_shape: Any, *, padding_mode: Any = ct.PaddingMode.UNDETERMINED, traversal_steps: Any = None
+    ) -> TiledView:
+        """The array in tiles; overlapping tiles are not modelled."""
+        if traversal_steps is not None:
+            raise NotImplementedError("traversal_steps has no rule in the interpreter")
+        return TiledView(self, tile_shape, padding_mode)
+
     def __getattr__(self, name: str) -> Any:
         raise NotImplementedError(f"Array.{name} has no rule in the interpreter")
+
+
+class TiledView:
+    """What `Array.tiled_view` gives a kernel."""
+
+    def __init__(self, array: Array, shape: Any, padding_mode: Any) -> None:
+        self.array = array
+        self.tile_shape = tile_shape(shape)
+        self.padding_mode = padding_mode
+        self.dtype = array.dtype
+
+    def num_tiles(self, axis: int) -> int:
+        """Tiles along an axis."""
+        return _num_tiles(self.array, axis, self.tile_shape)
+
+    def load(self, index: Any, **hints: Any) -> Tile:
+        """As `ct.load` of a tile."""
+        return _load(self.array, index, self.tile_shape, padding_mode=self.padding_mode, **hints)
+
+    def store(self, index: Any, tile: Any, **hints: Any) -> None:
+        """As `ct.store` of a tile."""
+        _store(self.array, index, tile, **hints)
+
+    def atomic_store_add(self, index: Any, update: Any) -> None:
+        """Add to the part of a tile that is inside the array."""
+        window = _window(self.array, index, self.tile_shape, "C", True)
+        self.array.ledger.check(torch.where(window.owner == _ADDED, 0, window.owner), "updates")
+        self.array.ledger.is_written = True
+        window.owner.fill_(_ADDED)
+        change = as_tile(update, self.dtype).data.to(self.array.data.dtype).expand(self.tile_shape)
+        window.data.add_(change[window.inside])
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(f"TiledView.{name} has no rule in the interpreter")
 
 
 def _axis_order(order: Any, ndim: int) -> Sequence[int]:
@@ -217,11 +268,16 @@ def _scatter(
 
 
 def _atomic_add(array: Array, indices: Any, update: Any, *, check_bounds: bool = True, **order: Any) -> Tile:
-    """Blocks run one after another, so an atomic needs no ledger; its old values are those of this order."""
+    """Its old values are those of the order in which blocks run here."""
     index, touched = _element_index(array, indices, None, check_bounds)
+    elements = tuple(part[touched] for part in index)
+    owner = array.owner[elements]
+    array.ledger.check(torch.where(owner == _ADDED, 0, owner), "updates")
+    array.ledger.is_written = True
+    array.owner[elements] = _ADDED
     old = array.data[index].clone()
     change = as_tile(update, array.dtype).data.expand(touched.shape)[touched].to(array.data.dtype)
-    array.data.index_put_(tuple(part[touched] for part in index), change, accumulate=True)
+    array.data.index_put_(elements, change, accumulate=True)
     return Tile(old, array.dtype)
 
 
