@@ -16,7 +16,8 @@ from multiattn.backend import Plan, make_plan, plan_variant
 from multiattn.cuda import BACKEND, cache, tools
 from multiattn.cuda.configs import CudaConfig, candidates, smem_bytes
 from multiattn.cuda.emulation.host import CpuLauncher
-from multiattn.cuda.source import DEVICE_INCLUDES, files_reached, kernel_of, translation_unit
+from multiattn.cuda.launches import kernels_of
+from multiattn.cuda.source import DEVICE_INCLUDES, files_reached, translation_unit
 from multiattn.cuda.tools import probe_host, probe_nvrtc
 from multiattn.cuda.variants import VARIANTS
 from multiattn.problem import Problem
@@ -253,7 +254,7 @@ def test_a_sweep_is_short_and_fits(head_dim):
 
 def test_the_cache_key_covers_every_header_a_kernel_reaches():
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=64)
-    source = translation_unit([kernel_of(make_plan(BACKEND, problem, ARCHS["sm90"], probe=False))])
+    source = translation_unit(kernels_of(make_plan(BACKEND, problem, ARCHS["sm90"], probe=False)))
     reached = files_reached(source, DEVICE_INCLUDES)
     headers = ("mask.cuh", "params.h", "ptx.cuh", "softmax.cuh", "swizzle.cuh", "tile.cuh", "types.h")
     assert set(reached) == {"forward.cuh", *(f"multiattn/{name}" for name in headers)}
@@ -304,7 +305,7 @@ def test_probing_beside_an_amd_gpu_raises_nothing(monkeypatch):
 def test_compiles_for_every_arch_without_a_gpu(arch):
     problem = Problem.contiguous(batch=1, heads_q=2, seq_q=512, head_dim=32, dtype="fp16")
     plan = make_plan(BACKEND, problem, ARCHS[arch], probe=False)
-    compiled = BACKEND.forward.compile(plan)
+    (compiled,) = BACKEND.forward.compile(plan)
     assert compiled.cubin[:4] == b"\x7fELF"
     assert compiled.smem_bytes is not None
     assert compiled.smem_bytes <= ARCHS[arch].smem_per_block

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from multiattn.backend import Backend, Compiled, Launcher, Op, Plan
-from multiattn.cuda import tools
+from multiattn.backend import Backend, BackwardLauncher, Compiled, Launcher, Op, Plan
+from multiattn.cuda import backward_configs, tools
 from multiattn.cuda.configs import candidates
-from multiattn.cuda.variants import VARIANTS
+from multiattn.cuda.variants import BACKWARD_VARIANTS, VARIANTS
 
 
 def _prepare(plan: Plan) -> Launcher:
@@ -18,7 +18,17 @@ def _prepare(plan: Plan) -> Launcher:
     return CpuLauncher(plan)
 
 
-def _compile(plan: Plan) -> Compiled:
+def _prepare_backward(plan: Plan) -> BackwardLauncher:
+    if plan.arch.is_gpu:
+        from multiattn.cuda.launch import GpuBackwardLauncher
+
+        return GpuBackwardLauncher(plan)
+    from multiattn.cuda.emulation.host import CpuBackwardLauncher
+
+    return CpuBackwardLauncher(plan)
+
+
+def _compile(plan: Plan) -> tuple[Compiled, ...]:
     from multiattn.cuda.nvrtc import compile_plan
 
     return compile_plan(plan)
@@ -31,4 +41,10 @@ BACKEND = Backend(
     probe_compiler=tools.probe_nvrtc,
     versions=tools.versions,
     forward=Op(variants=VARIANTS, prepare=_prepare, compile=_compile, candidates=candidates),
+    backward=Op(
+        variants=BACKWARD_VARIANTS,
+        prepare=_prepare_backward,
+        compile=_compile,
+        candidates=backward_configs.candidates,
+    ),
 )

@@ -1,4 +1,4 @@
-"""Launching a compiled kernel on torch's current stream, with as little as possible between the call and the driver."""
+"""Launching compiled kernels on torch's current stream, with as little as possible between the call and the driver."""
 
 from __future__ import annotations
 
@@ -11,46 +11,85 @@ import torch
 from cuda.bindings import driver
 
 from multiattn.backend import Plan
-from multiattn.cuda.configs import CudaConfig, grid_blocks
+from multiattn.cuda.backward_configs import delta_bytes
+from multiattn.cuda.launches import Launch, launches_of, params_of
 from multiattn.cuda.nvrtc import cubin_path
-from multiattn.cuda.params import ForwardParams, make_params, set_pointers
-from multiattn.cuda.source import kernel_of
+from multiattn.cuda.params import BackwardParams, ForwardParams, set_backward_pointers, set_pointers
 
 
-class GpuLauncher:
-    """A kernel loaded on the device that is current when this is made; see `multiattn.backend.Launcher`.
+class _Sequence:
+    """The kernels of a Plan, loaded on the device that is current when this is made, to be launched one after another.
 
-    Safe to call from several threads and while a CUDA graph is captured: the kernel is compiled and loaded when this is
-    made, and a call only launches it; in a thread new to CUDA it first makes the device's context current there.
+    Safe to use from several threads and while a CUDA graph is captured: the kernels are compiled and loaded when this
+    is made, and a launch only launches them; in a thread new to CUDA it first makes the device's context current there.
     """
 
     def __init__(self, plan: Plan) -> None:
-        assert isinstance(plan.config, CudaConfig)
-        kernel = kernel_of(plan)
-        self._device = torch.cuda.current_device()
-        _make_context_current(self._device)
-        self._function = _load(cubin_path(kernel, plan.arch), kernel.name, kernel.smem_bytes, self._device)
-        self._template = bytes(make_params(plan.problem, plan.config))
-        self._blocks = grid_blocks(plan.config, plan.problem)
-        self._threads = plan.config.threads
-        self._smem_bytes = kernel.smem_bytes
+        self.device = torch.cuda.current_device()
+        _make_context_current(self.device)
+        self._launches = tuple(self._load(launch, plan) for launch in launches_of(plan))
+
+    def _load(self, launch: Launch, plan: Plan) -> tuple[Any, ...]:
+        """The arguments of cuLaunchKernel that are known now, but for the stream."""
+        kernel = launch.kernel
+        function = _load(cubin_path(kernel, plan.arch), kernel.name, kernel.smem_bytes, self.device)
+        return (function, launch.blocks, 1, 1, kernel.threads, 1, 1, kernel.smem_bytes)
+
+    def launch(self, params: ctypes.Structure) -> None:
+        """Launch all on the current stream of the device, each with `params`, which are copied."""
+        pointers = ctypes.c_void_p(ctypes.addressof(params))
+        address = ctypes.addressof(pointers)
+        # What torch.cuda.current_stream(device).cuda_stream is, without a Stream object for each launch.
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        for launch in self._launches:
+            (result,) = driver.cuLaunchKernel(*launch, stream, address, 0)
+            if result == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the first use of CUDA in a fresh thread
+                _make_context_current(self.device)
+                (result,) = driver.cuLaunchKernel(*launch, stream, address, 0)
+            _check(result)
+
+
+class GpuLauncher:
+    """The forward of a Plan on a GPU; see `multiattn.backend.Launcher` and `_Sequence`."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._sequence = _Sequence(plan)
+        self._template = bytes(params_of(plan))
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Launch on the current stream of the device."""
         params = ForwardParams.from_buffer_copy(self._template)  # of this call alone: threads may share a launcher
         set_pointers(params, q, k, v, out, lse)
-        pointers = ctypes.c_void_p(ctypes.addressof(params))
-        # What torch.cuda.current_stream(device).cuda_stream is, without a Stream object for each launch.
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
-        launch = (
-            self._function, self._blocks, 1, 1, self._threads, 1, 1, self._smem_bytes,
-            stream, ctypes.addressof(pointers), 0,
-        )  # fmt: skip
-        (result,) = driver.cuLaunchKernel(*launch)
-        if result == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the first use of CUDA in a fresh thread
-            _make_context_current(self._device)
-            (result,) = driver.cuLaunchKernel(*launch)
-        _check(result)
+        self._sequence.launch(params)
+
+
+class GpuBackwardLauncher:
+    """The backward of a Plan on a GPU; see `multiattn.backend.BackwardLauncher` and `_Sequence`."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._sequence = _Sequence(plan)
+        self._template = bytes(params_of(plan))
+        self._workspace_bytes = plan.workspace_bytes
+        self._dq_sum_at = delta_bytes(plan.problem)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        dq: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+    ) -> None:
+        """Launch on the current stream of the device."""
+        workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=q.device)
+        params = BackwardParams.from_buffer_copy(self._template)
+        set_backward_pointers(params, q, k, v, out, lse, dout, dlse, dq, dk, dv, workspace, self._dq_sum_at)
+        self._sequence.launch(params)
 
 
 @functools.cache

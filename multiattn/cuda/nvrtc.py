@@ -12,7 +12,8 @@ from cuda.core import Program, ProgramOptions
 from multiattn.arch import Arch
 from multiattn.backend import Compiled, Plan
 from multiattn.cuda import cache
-from multiattn.cuda.source import DEVICE_INCLUDES, Kernel, files_reached, kernel_of, translation_unit
+from multiattn.cuda.launches import kernels_of
+from multiattn.cuda.source import DEVICE_INCLUDES, Kernel, files_reached, translation_unit
 from multiattn.toolchain import resource_usage, version_of
 
 _FLAGS = {"std": "c++17"}
@@ -27,14 +28,19 @@ def cubin_path(kernel: Kernel, arch: Arch) -> Path:
     return cache.fetch(key, ".cubin", lambda path: _write(path, source, arch))
 
 
-def compile_plan(plan: Plan) -> Compiled:
-    """Compile a Plan for its arch, afresh; registers and spills are None where cuobjdump is not installed."""
-    kernel = kernel_of(plan)
+def compile_plan(plan: Plan) -> tuple[Compiled, ...]:
+    """Compile a Plan's kernels for its arch, afresh; registers and spills are None where cuobjdump is not installed."""
+    return tuple(_compile_kernel(kernel, plan.arch) for kernel in kernels_of(plan))
+
+
+def _compile_kernel(kernel: Kernel, arch: Arch) -> Compiled:
     begin = time.perf_counter()
-    cubin = _compile(translation_unit([kernel]), plan.arch)
+    cubin = _compile(translation_unit([kernel]), arch)
     seconds = time.perf_counter() - begin
     usage = resource_usage(cubin)
     return Compiled(
+        kernel=kernel.name,
+        threads=kernel.threads,
         seconds=seconds,
         cubin=cubin,
         smem_bytes=kernel.smem_bytes,

@@ -1,4 +1,4 @@
-"""`ForwardParams`: the kernel's parameter struct of `include/multiattn/params.h`, filled from a Problem."""
+"""The kernels' parameter structs of `include/multiattn/params.h`, filled from a Problem."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 
+from multiattn.cuda.backward_configs import ROW_TILE, BackwardConfig, tiles
 from multiattn.cuda.configs import ELEMENT_BYTES, CudaConfig, query_tiles
 from multiattn.problem import Problem, Strides
 
@@ -59,6 +60,78 @@ def set_pointers(
     params.lse = lse.data_ptr()
 
 
+class BackwardParams(ctypes.Structure):
+    """Mirrors `multiattn::BackwardParams`; every compiled kernel asserts its size."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "dout", "lse", "dlse", "dq", "dk", "dv")),
+        *((name, ctypes.c_void_p) for name in ("delta", "dq_sum")),
+        *((f"strides_{name}", _Strides) for name in ("q", "k", "v", "out", "dk", "dv")),
+        *((name, ctypes.c_int32) for name in ("heads_q", "group", "seq_q", "seq_kv", "heads_q_all", "heads_kv_all")),
+        *((name, ctypes.c_int32) for name in ("tiles_rows", "tiles_q", "tiles_kv", "tiles_q_own")),
+        *((name, ctypes.c_int32) for name in ("sections_q", "sections_kv")),
+        *((name, ctypes.c_float) for name in ("score_factor", "grad_factor")),
+    )
+
+
+def make_backward_params(problem: Problem, config: BackwardConfig) -> BackwardParams:
+    """Everything but the pointers."""
+    sections_q = _heads_per_section(problem)
+    return BackwardParams(
+        strides_q=_strides(problem.strides_q),
+        strides_k=_strides(problem.strides_k),
+        strides_v=_strides(problem.strides_v),
+        strides_out=_strides(problem.strides_out),
+        strides_dk=_strides(problem.strides_dk),
+        strides_dv=_strides(problem.strides_dv),
+        heads_q=problem.heads_q,
+        group=problem.group,
+        seq_q=problem.seq_q,
+        seq_kv=problem.seq_kv,
+        heads_q_all=problem.batch * problem.heads_q,
+        heads_kv_all=problem.batch * problem.heads_kv,
+        tiles_rows=tiles(problem.seq_q, ROW_TILE),
+        tiles_q=tiles(problem.seq_q, config.tile_m),
+        tiles_kv=tiles(problem.seq_kv, config.tile_n),
+        tiles_q_own=tiles(problem.seq_q, config.dq.tile_m) if config.dq else 0,
+        sections_q=sections_q,
+        sections_kv=_kv_heads_per_section(problem),
+        score_factor=problem.score_factor,
+        grad_factor=problem.grad_factor,
+    )
+
+
+def set_backward_pointers(
+    params: BackwardParams,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    workspace: torch.Tensor,
+    dq_sum_at: int,
+) -> None:
+    """Point `params` at the tensors; `workspace` holds delta, then at byte `dq_sum_at` the sum of dq."""
+    params.q = q.data_ptr()
+    params.k = k.data_ptr()
+    params.v = v.data_ptr()
+    params.out = out.data_ptr()
+    params.lse = lse.data_ptr()
+    params.dout = dout.data_ptr()
+    if dlse is not None:
+        params.dlse = dlse.data_ptr()
+    params.dq = dq.data_ptr()
+    params.dk = dk.data_ptr()
+    params.dv = dv.data_ptr()
+    params.delta = base = workspace.data_ptr()
+    params.dq_sum = base + dq_sum_at
+
+
 def _strides(strides: Strides) -> _Strides:
     return _Strides(*strides)
 
@@ -67,3 +140,10 @@ def _heads_per_section(problem: Problem) -> int:
     kv_bytes = 2 * problem.seq_kv * problem.head_dim * ELEMENT_BYTES
     heads = max(1, _KV_BYTES_SIDE_BY_SIDE // kv_bytes) * problem.group
     return min(heads, problem.batch * problem.heads_q)
+
+
+def _kv_heads_per_section(problem: Problem) -> int:
+    """Of a block of keys what is shared is Q, dO and the fp32 sum of dq of its group."""
+    row_bytes = problem.head_dim * (2 * ELEMENT_BYTES + 4)
+    heads = max(1, _KV_BYTES_SIDE_BY_SIDE // (problem.seq_q * row_bytes * problem.group))
+    return min(heads, problem.batch * problem.heads_kv)

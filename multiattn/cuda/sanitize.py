@@ -16,16 +16,18 @@ from pathlib import Path
 from multiattn.arch import CPU
 from multiattn.backend import Plan, make_plan
 from multiattn.cuda import BACKEND, cache
-from multiattn.cuda.configs import CudaConfig, grid_blocks
+from multiattn.cuda.backward_configs import delta_bytes
+from multiattn.cuda.configs import CudaConfig
 from multiattn.cuda.emulation.host import INCLUDES, RUNTIME
-from multiattn.cuda.params import make_params
-from multiattn.cuda.source import Kernel, files_reached, kernel_of, translation_unit
+from multiattn.cuda.launches import kernels_of, launches_of, params_of
+from multiattn.cuda.source import Kernel, files_reached, translation_unit
 from multiattn.cuda.tools import GXX, gxx_version, probe_host
 from multiattn.problem import Problem
 
 _FLAGS = ("-std=c++20", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
           "-Wno-unknown-pragmas")  # fmt: skip
 _SINGLE_STAGE = CudaConfig(tile_m=64, tile_n=32, warps=2, stages=1, q_in_registers=True)
+_HALVES, _FLOATS, _OUTPUT, _WORKSPACE = range(4)  # emulation/sanitize_main.h has the same
 
 
 def sanitized_plans() -> tuple[Plan, ...]:
@@ -35,27 +37,54 @@ def sanitized_plans() -> tuple[Plan, ...]:
     padded = make(batch=1, heads_q=2, seq_q=70, seq_kv=33, head_dim=72, dtype="bf16", scale=-0.1)
     empty_rows = make(batch=1, heads_q=1, seq_q=90, seq_kv=50, head_dim=40, dtype="fp16", causal=True, scale=0.0)
     unaligned = replace(padded, alignment=2)
-    plans = [make_plan(BACKEND, problem, CPU) for problem in (causal, padded, empty_rows, unaligned)]
-    return (*plans, make_plan(BACKEND, causal, CPU, config=_SINGLE_STAGE))
+    forward = [make_plan(BACKEND, problem, CPU) for problem in (causal, padded, empty_rows, unaligned)]
+    backward = [
+        make_plan(BACKEND, problem, CPU, direction="backward", variant=variant.name)
+        for variant in BACKEND.backward.variants
+        for problem in (causal, unaligned, empty_rows)
+    ]
+    return (*forward, make_plan(BACKEND, causal, CPU, config=_SINGLE_STAGE), *backward)
 
 
 def run(plans: Sequence[Plan], *, missing_elements: int = 0) -> subprocess.CompletedProcess[str]:
     """Run `plans` in the sanitized program, K `missing_elements` too small; returncode 0 when all is clean."""
-    kernels = list(dict.fromkeys(kernel_of(plan) for plan in plans))
-    launches = "".join(_launch(plan, kernels.index(kernel_of(plan)), missing_elements) for plan in plans)
-    return subprocess.run([str(_build(kernels))], input=launches, capture_output=True, text=True)
+    kernels = list(dict.fromkeys(kernel for plan in plans for kernel in kernels_of(plan)))
+    lines = "".join(_line(plan, kernels, missing_elements) for plan in plans)
+    return subprocess.run([str(_build(kernels))], input=lines, capture_output=True, text=True)
 
 
-def _launch(plan: Plan, kernel: int, missing_elements: int) -> str:
+def _line(plan: Plan, kernels: Sequence[Kernel], missing_elements: int) -> str:
     """One line of the program's stdin; emulation/sanitize_main.h says what is in it."""
-    config, problem = plan.config, plan.problem
-    assert isinstance(config, CudaConfig)
+    params, launches = params_of(plan), launches_of(plan)
+    numbers: list[int] = [len(launches)]
+    for launch in launches:
+        kernel = launch.kernel
+        numbers += (kernels.index(kernel), launch.blocks, kernel.threads, kernel.smem_bytes)
+    tensors = _tensors(plan, missing_elements)
+    numbers.append(len(tensors))
+    for name, (size, kind) in tensors.items():
+        numbers += (getattr(type(params), name).offset, size, kind)
+    return f"{bytes(params).hex()} {' '.join(map(str, numbers))}\n"
+
+
+def _tensors(plan: Plan, missing_elements: int) -> dict[str, tuple[int, int]]:
+    """Bytes and kind of every tensor of a launch, by its field of the parameter struct."""
+    problem = plan.problem
     rows_q = problem.batch * problem.heads_q * problem.seq_q
     rows_kv = problem.batch * problem.heads_kv * problem.seq_kv
-    elements_q, elements_kv = rows_q * problem.head_dim, rows_kv * problem.head_dim
-    launch = (kernel, grid_blocks(config, problem), config.threads, kernel_of(plan).smem_bytes)
-    elements = (elements_q, elements_kv - missing_elements, elements_kv, elements_q, rows_q)
-    return f"{' '.join(map(str, (*launch, *elements)))} {bytes(make_params(problem, config)).hex()}\n"
+    q, kv, statistic = rows_q * problem.head_dim * 2, rows_kv * problem.head_dim * 2, rows_q * 4
+    inputs = {"q": (q, _HALVES), "k": (kv - 2 * missing_elements, _HALVES), "v": (kv, _HALVES)}
+    if plan.direction == "forward":
+        return {**inputs, "out": (q, _OUTPUT), "lse": (statistic, _WORKSPACE)}
+    tensors = {
+        **inputs,
+        **dict.fromkeys(("out", "dout"), (q, _HALVES)),
+        **dict.fromkeys(("lse", "dlse"), (statistic, _FLOATS)),
+        **{name: (size, _OUTPUT) for name, size in (("dq", q), ("dk", kv), ("dv", kv))},
+        "delta": (statistic, _WORKSPACE),
+    }
+    dq_sum = plan.workspace_bytes - delta_bytes(problem)
+    return {**tensors, "dq_sum": (dq_sum, _WORKSPACE)} if dq_sum else tensors
 
 
 def _build(kernels: Sequence[Kernel]) -> Path:

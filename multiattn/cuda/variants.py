@@ -8,6 +8,7 @@ from typing import Any
 
 from multiattn.arch import ARCHS
 from multiattn.backend import Plan, Variant
+from multiattn.cuda import backward_configs as backward
 from multiattn.cuda.configs import RULES, why_not
 from multiattn.support import Capability
 
@@ -24,7 +25,30 @@ VARIANTS: tuple[Variant, ...] = (
     ),
 )
 
+BACKWARD_VARIANTS: tuple[Variant, ...] = (
+    Variant(
+        name="atomic",
+        summary="FlashAttention-2: one pass over the keys; dq is added up in fp32 by atomics, in any order",
+        capability=Capability(arches=tuple(ARCHS)),
+        rules=backward.ATOMIC_RULES,
+        flags=(("dq", "atomic"),),
+        deterministic=False,
+        workspace=backward.workspace,
+        fits=partial(backward.why_not, True),
+    ),
+    Variant(
+        name="two_pass",
+        summary="a pass over the queries for dq, then one over the keys for dk and dv: the same bits each time",
+        capability=Capability(arches=tuple(ARCHS)),
+        rules=backward.TWO_PASS_RULES,
+        flags=(("dq", "own_kernel"),),
+        workspace=backward.workspace,
+        fits=partial(backward.why_not, False),
+    ),
+)
+
 
 def flags_of(plan: Plan) -> Mapping[str, Any]:
     """The flags of a Plan's variant."""
-    return next(dict(variant.flags) for variant in VARIANTS if variant.name == plan.variant)
+    variants = VARIANTS if plan.direction == "forward" else BACKWARD_VARIANTS
+    return next(dict(variant.flags) for variant in variants if variant.name == plan.variant)

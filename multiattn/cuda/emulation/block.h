@@ -23,6 +23,7 @@ struct Counters {
 struct PendingCopy {
   std::uint32_t target;
   const void* source;  // null: zeros
+  int bytes;
   std::int64_t group;
 };
 

@@ -11,16 +11,17 @@ import functools
 import subprocess
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from multiattn.backend import Plan
 from multiattn.cuda import cache
-from multiattn.cuda.configs import CudaConfig, grid_blocks
-from multiattn.cuda.params import ForwardParams, make_params, set_pointers
-from multiattn.cuda.source import HOST_INCLUDES, ROOT, Kernel, files_reached, kernel_of, translation_unit
+from multiattn.cuda.backward_configs import delta_bytes
+from multiattn.cuda.launches import launches_of, params_of, siblings_of
+from multiattn.cuda.params import BackwardParams, ForwardParams, set_backward_pointers, set_pointers
+from multiattn.cuda.source import HOST_INCLUDES, ROOT, Kernel, files_reached, translation_unit
 from multiattn.cuda.tools import GXX, gxx_version
 
 RUNTIME = tuple(ROOT / "emulation" / name for name in ("block.cpp", "verbs.cpp"))
@@ -30,6 +31,7 @@ _FLAGS = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werr
 _KERNEL_FLAGS = (*_FLAGS, "-O1")
 _RUNTIME_FLAGS = (*_FLAGS, "-O2")
 _ERROR_BYTES = 2048
+_NAN_BYTE = 0xFF  # four of them are a NaN
 
 
 class EmulationError(RuntimeError):
@@ -62,32 +64,74 @@ class _Counters(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int64) for name in Counters.__slots__)
 
 
-class CpuLauncher:
-    """A kernel built for the CPU; see `multiattn.backend.Launcher`. `counters` is of the latest launch."""
+class _Sequence:
+    """The kernels of a Plan built for the CPU, to be run one after another."""
 
     def __init__(self, plan: Plan) -> None:
-        assert isinstance(plan.config, CudaConfig)
-        kernel = kernel_of(plan)
-        self._library = load(build(_siblings(kernel)))
-        self._name = kernel.name
-        self._params = make_params(plan.problem, plan.config)
-        self._blocks = grid_blocks(plan.config, plan.problem)
-        self._threads = plan.config.threads
-        self._smem_bytes = kernel.smem_bytes
+        self._library = load(build(siblings_of(plan)))
+        self._launches = launches_of(plan)
+
+    def run(self, params: ctypes.Structure) -> dict[str, Counters]:
+        """Run all to their end, each with `params`; what each did, by its symbol."""
+        return {
+            launch.kernel.name: run(
+                self._library,
+                launch.kernel.name,
+                params,
+                blocks=launch.blocks,
+                threads=launch.kernel.threads,
+                smem_bytes=launch.kernel.smem_bytes,
+            )
+            for launch in self._launches
+        }
+
+
+class CpuLauncher:
+    """The forward of a Plan on the CPU; see `multiattn.backend.Launcher`. `counters` is of the latest launch."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._sequence = _Sequence(plan)
+        self._template = bytes(params_of(plan))
         self.counters: Counters | None = None
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Run to the end; `EmulationError` for what a GPU would punish."""
-        params = ForwardParams.from_buffer_copy(self._params)
+        params = ForwardParams.from_buffer_copy(self._template)
         set_pointers(params, q, k, v, out, lse)
-        self.counters = run(
-            self._library,
-            self._name,
-            params,
-            blocks=self._blocks,
-            threads=self._threads,
-            smem_bytes=self._smem_bytes,
-        )
+        (self.counters,) = self._sequence.run(params).values()
+
+
+class CpuBackwardLauncher:
+    """The backward of a Plan on the CPU; see `multiattn.backend.BackwardLauncher`.
+
+    `counters` is of the latest launch, by kernel.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._sequence = _Sequence(plan)
+        self._template = bytes(params_of(plan))
+        self._workspace_bytes = plan.workspace_bytes
+        self._dq_sum_at = delta_bytes(plan.problem)
+        self.counters: dict[str, Counters] = {}
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        dq: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+    ) -> None:
+        """Run to the end; `EmulationError` for what a GPU would punish. The workspace starts as NaN."""
+        workspace = torch.full((self._workspace_bytes,), _NAN_BYTE, dtype=torch.uint8)
+        params = BackwardParams.from_buffer_copy(self._template)
+        set_backward_pointers(params, q, k, v, out, lse, dout, dlse, dq, dk, dv, workspace, self._dq_sum_at)
+        self.counters = self._sequence.run(params)
 
 
 _one_launch_at_a_time = threading.Lock()  # the emulation's state is global to a library
@@ -131,16 +175,6 @@ def build_source(source: str) -> Path:
     objects = [_build_runtime(path) for path in RUNTIME]
     key = _key(source, (*_KERNEL_FLAGS, *(path.name for path in objects)))
     return cache.fetch(key, ".so", lambda path: _compile(source, (*_KERNEL_FLAGS, "-shared"), path, objects))
-
-
-def _siblings(kernel: Kernel) -> list[Kernel]:
-    """All kernels of one head_dim and config: built together, as starting g++ and linking is most of the time."""
-    return [
-        replace(kernel, dtype=dtype, causal=causal, aligned=aligned)
-        for dtype in ("fp16", "bf16")
-        for causal in (False, True)
-        for aligned in (False, True)
-    ]
 
 
 def _build_runtime(path: Path) -> Path:

@@ -1,14 +1,18 @@
 // The program of `python -m multiattn.cuda.sanitize`: runs kernels on tensors that end where their allocation does.
 //
-// Each line of stdin is a launch: kernel index, blocks, threads, smem_bytes, elements of q, k, v, out and lse, and the
-// bytes of ForwardParams in hex, without pointers. The including file defines `kernels`.
+// Each line of stdin is a sequence of launches on one parameter struct: its bytes in hex, without pointers; how many
+// kernels, and of each its index, blocks, threads and smem_bytes; how many tensors, and of each where in the struct its
+// pointer is, its bytes and its kind. The including file defines `kernels`.
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <iostream>
 #include <memory>
+#include <sstream>
 #include <string>
+#include <vector>
 
 #include "block.h"
-#include "multiattn/params.h"
 
 extern "C" int multiattn_launch(multiattn::emulation::Kernel kernel, const void* parameters, long long blocks,
                                 int threads, long long smem_bytes, multiattn::emulation::Counters* counters,
@@ -16,57 +20,74 @@ extern "C" int multiattn_launch(multiattn::emulation::Kernel kernel, const void*
 
 namespace {
 
+enum Kind { HALVES, FLOATS, OUTPUT, WORKSPACE };  // sanitize.py has the same
+
 struct Launch {
   int kernel, threads;
-  long long blocks, smem_bytes, elements[4], lse_elements;
-  char params[2 * sizeof(multiattn::ForwardParams) + 1];
+  long long blocks, smem_bytes;
 };
 
-// Small finite values, the same in fp16 and bf16 order of magnitude; out starts as NaN.
-std::unique_ptr<multiattn::uint16[]> make_tensor(long long elements, bool is_output) {
-  std::unique_ptr<multiattn::uint16[]> tensor(new multiattn::uint16[elements]);
-  for (long long i = 0; i < elements; ++i) tensor[i] = is_output ? 0xffff : 0x3800 + i * 37 % 256;
-  return tensor;
-}
+struct Tensor {
+  std::size_t pointer_at, bytes;
+  int kind;
+  std::unique_ptr<unsigned char[]> data;
 
-bool read(Launch& launch) {
-  static_assert(sizeof(multiattn::ForwardParams) < 512, "the width of %s below");
-  static char hex[1025];
-  const int fields =
-      std::scanf("%d %lld %d %lld %lld %lld %lld %lld %lld %1024s", &launch.kernel, &launch.blocks, &launch.threads,
-                 &launch.smem_bytes, &launch.elements[0], &launch.elements[1], &launch.elements[2],
-                 &launch.elements[3], &launch.lse_elements, hex);
-  if (fields != 10 || std::strlen(hex) != sizeof launch.params - 1) return false;
-  std::memcpy(launch.params, hex, sizeof launch.params);
-  return true;
-}
-
-int run(const Launch& launch) {
-  multiattn::ForwardParams params;
-  auto* bytes = reinterpret_cast<unsigned char*>(&params);
-  for (std::size_t i = 0; i < sizeof params; ++i) {
-    unsigned byte = 0;
-    std::sscanf(launch.params + 2 * i, "%2x", &byte);
-    bytes[i] = static_cast<unsigned char>(byte);
+  // Small finite values, the same in fp16 and bf16 order of magnitude; what a kernel is to write starts as NaN.
+  void fill() {
+    data.reset(new unsigned char[bytes]);
+    std::memset(data.get(), 0xff, bytes);
+    for (std::size_t i = 0; kind == HALVES && i < bytes / 2; ++i) {
+      const std::uint16_t value = 0x3800 + i * 37 % 256;
+      std::memcpy(data.get() + 2 * i, &value, 2);
+    }
+    for (std::size_t i = 0; kind == FLOATS && i < bytes / 4; ++i) {
+      const float value = 4.0f;
+      std::memcpy(data.get() + 4 * i, &value, 4);
+    }
   }
-  std::unique_ptr<multiattn::uint16[]> tensors[4];
-  for (int i = 0; i < 4; ++i) tensors[i] = make_tensor(launch.elements[i], i == 3);
-  std::unique_ptr<float[]> lse(new float[launch.lse_elements]);
-  params.q = tensors[0].get();
-  params.k = tensors[1].get();
-  params.v = tensors[2].get();
-  params.out = tensors[3].get();
-  params.lse = lse.get();
-  multiattn::emulation::Counters counters;
-  char error[512];
-  if (multiattn_launch(kernels[launch.kernel], &params, launch.blocks, launch.threads, launch.smem_bytes, &counters,
-                       error, sizeof error) != 0) {
-    std::fprintf(stderr, "%s\n", error);
+
+  // The first 16-bit element that is as it was, or -1.
+  long long unwritten() const {
+    for (std::size_t i = 0; kind == OUTPUT && i < bytes / 2; ++i)
+      if (data[2 * i] == 0xff && data[2 * i + 1] == 0xff) return static_cast<long long>(i);
+    return -1;
+  }
+};
+
+int run(std::istringstream& line) {
+  std::string hex;
+  std::size_t count = 0;
+  line >> hex >> count;
+  std::vector<Launch> launches(count);
+  for (Launch& launch : launches) line >> launch.kernel >> launch.blocks >> launch.threads >> launch.smem_bytes;
+  line >> count;
+  std::vector<Tensor> tensors(count);
+  for (Tensor& tensor : tensors) line >> tensor.pointer_at >> tensor.bytes >> tensor.kind;
+  if (!line) {
+    std::fprintf(stderr, "a line that is not understood\n");
     return 1;
   }
-  for (long long i = 0; i < launch.elements[3]; ++i)
-    if (tensors[3][i] == 0xffff) {
-      std::fprintf(stderr, "out[%lld] was not written\n", i);
+
+  std::unique_ptr<unsigned char[]> params(new unsigned char[hex.size() / 2]);
+  for (std::size_t i = 0; i < hex.size() / 2; ++i)
+    params[i] = static_cast<unsigned char>(std::stoi(hex.substr(2 * i, 2), nullptr, 16));
+  for (Tensor& tensor : tensors) {
+    tensor.fill();
+    void* pointer = tensor.data.get();
+    std::memcpy(params.get() + tensor.pointer_at, &pointer, sizeof pointer);
+  }
+  for (const Launch& launch : launches) {
+    multiattn::emulation::Counters counters;
+    char error[512];
+    if (multiattn_launch(kernels[launch.kernel], params.get(), launch.blocks, launch.threads, launch.smem_bytes,
+                         &counters, error, sizeof error) != 0) {
+      std::fprintf(stderr, "%s\n", error);
+      return 1;
+    }
+  }
+  for (std::size_t i = 0; i < tensors.size(); ++i)
+    if (const long long element = tensors[i].unwritten(); element >= 0) {
+      std::fprintf(stderr, "element %lld of tensor %zu was not written\n", element, i);
       return 1;
     }
   return 0;
@@ -75,8 +96,10 @@ int run(const Launch& launch) {
 }  // namespace
 
 int main() {
-  Launch launch;
   int failures = 0;
-  while (read(launch)) failures += run(launch);
+  for (std::string text; std::getline(std::cin, text);) {
+    std::istringstream line(text);
+    failures += run(line);
+  }
   return failures != 0;
 }

@@ -62,20 +62,25 @@ class SharedMemory {
     return {};
   }
 
-  std::string write(std::uint32_t address, const Epoch& now, bool pending) {
+  // A cp.async of a whole chunk, or of a part of one, comes with `pending`; parts of one chunk may be under way together.
+  enum class Pending { NONE, PART, WHOLE };
+
+  std::string write(std::uint32_t address, const Epoch& now, Pending pending) {
     ChunkState& chunk = chunks_[address / CHUNK_BYTES];
-    if (chunk.pending) return at_address("overwrites a cp.async under way", address, chunk.writer);
+    if (chunk.pending && !(chunk.in_parts && pending == Pending::PART))
+      return at_address("overwrites a cp.async under way", address, chunk.writer);
     if (chunk.reader.thread != NOBODY && !ordered(chunk.reader, now))
       return at_address("overwrites, with no barrier between, what was read", address, chunk.reader);
     // Writers may share a chunk (4-byte stores): the last one stands for all, as a reader needs a barrier after each.
     chunk.writer = now;
-    chunk.pending = pending;
+    chunk.pending += pending != Pending::NONE;
+    chunk.in_parts = pending == Pending::PART;
     return {};
   }
 
   // The thread that wrote it has waited: the data counts as written now.
   void land(std::uint32_t address, const Epoch& now) {
-    chunks_[address / CHUNK_BYTES].pending = false;
+    --chunks_[address / CHUNK_BYTES].pending;
     chunks_[address / CHUNK_BYTES].writer = now;
   }
 
@@ -83,7 +88,8 @@ class SharedMemory {
   static constexpr int NOBODY = -1, MANY = -2;
   struct ChunkState {
     Epoch writer{NOBODY, NOBODY, -1, -1}, reader{NOBODY, NOBODY, -1, -1};
-    bool pending = false;
+    int pending = 0;  // copies under way
+    bool in_parts = false;
   };
 
   // Whether what happened in `then` is known to be over in `now`.

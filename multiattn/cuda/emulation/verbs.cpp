@@ -32,6 +32,21 @@ void check_address(const char* verb, SharedAddress address, int bytes) {
   check(verb, block().smem.check_address(address, bytes));
 }
 
+void check_global(const char* verb, const void* address, int bytes) {
+  if (reinterpret_cast<std::uintptr_t>(address) % bytes != 0)
+    block().fail(std::string(verb) + ": the global address is not aligned to " + std::to_string(bytes) + " bytes");
+}
+
+void copy_async(const char* verb, SharedAddress target, const void* source, bool valid, int bytes) {
+  check_address(verb, target, bytes);
+  if (valid) check_global(verb, source, bytes);
+  const auto pending = bytes == CHUNK_BYTES ? SharedMemory::Pending::WHOLE : SharedMemory::Pending::PART;
+  check(verb, block().smem.write(target, block().epoch(), pending));
+  std::memset(block().smem.at(target), POISON, bytes);
+  ++block().counters.cp_async;
+  block().current().copies.push_back({target, valid ? source : nullptr, bytes, block().current().groups});
+}
+
 struct MatrixArguments {
   SharedAddress row;
   uint32* matrix;
@@ -140,14 +155,15 @@ void cp_async_wait(int groups_left) {
     }
     unsigned char* target = block().smem.at(copy.target);
     if (copy.source)
-      std::memcpy(target, copy.source, CHUNK_BYTES);
+      std::memcpy(target, copy.source, copy.bytes);
     else
-      std::memset(target, 0, CHUNK_BYTES);
+      std::memset(target, 0, copy.bytes);
     block().smem.land(copy.target, block().epoch());
   }
   me.copies.resize(kept);
 }
 
+float unpack_fp16(uint32 half) { return widening_table<widen_fp16>()[half]; }
 uint32 pack_fp16(float low, float high) { return narrow_fp16(low) | uint32(narrow_fp16(high)) << 16; }
 uint32 pack_bf16(float low, float high) { return narrow_bf16(low) | uint32(narrow_bf16(high)) << 16; }
 
@@ -184,9 +200,25 @@ float shuffle_xor(float value, int lane_mask) {
   return arguments.result;
 }
 
+Chunk load_global_16(const void* source) {
+  check_global("load_global_16", source, CHUNK_BYTES);
+  Chunk value;
+  std::memcpy(&value, source, CHUNK_BYTES);
+  return value;
+}
+
+// Blocks run one after another, so that adding needs no care; whoever comes first is what a GPU would leave open.
+void add_global_4(float* target, float value) {
+  check_global("add_global_4", target, 4);
+  *target += value;
+}
+void add_global_16(float* target, const float (&value)[4]) {
+  check_global("add_global_16", target, CHUNK_BYTES);
+  for (int i = 0; i < 4; ++i) target[i] += value[i];
+}
+
 void store_global_16(void* target, const Chunk& value) {
-  if (reinterpret_cast<std::uintptr_t>(target) % CHUNK_BYTES != 0)
-    block().fail("store_global_16: the address is not aligned to 16 bytes");
+  check_global("store_global_16", target, CHUNK_BYTES);
   std::memcpy(target, &value, CHUNK_BYTES);
 }
 
@@ -198,28 +230,30 @@ Chunk load_shared_16(SharedAddress source) {
   return value;
 }
 
+void load_shared_8(float (&value)[2], SharedAddress source) {
+  check_address("load_shared_8", source, 8);
+  check("load_shared_8", block().smem.read(source, block().epoch()));
+  std::memcpy(value, block().smem.at(source), 8);
+}
+
 void store_shared_16(SharedAddress target, const Chunk& value) {
   check_address("store_shared_16", target, CHUNK_BYTES);
-  check("store_shared_16", block().smem.write(target, block().epoch(), false));
+  check("store_shared_16", block().smem.write(target, block().epoch(), SharedMemory::Pending::NONE));
   std::memcpy(block().smem.at(target), &value, CHUNK_BYTES);
 }
 
 void store_shared_4(SharedAddress target, uint32 value) {
   check_address("store_shared_4", target, 4);
-  check("store_shared_4", block().smem.write(target, block().epoch(), false));
+  check("store_shared_4", block().smem.write(target, block().epoch(), SharedMemory::Pending::NONE));
   std::memcpy(block().smem.at(target), &value, 4);
 }
 
 void cp_async_16(SharedAddress target, const void* source, bool valid) {
-  check_address("cp_async_16", target, CHUNK_BYTES);
-  if (valid && reinterpret_cast<std::uintptr_t>(source) % CHUNK_BYTES != 0)
-    block().fail("cp_async_16: the global address is not aligned to 16 bytes");
-  check("cp_async_16", block().smem.write(target, block().epoch(), true));
-  std::memset(block().smem.at(target), POISON, CHUNK_BYTES);
-  ++block().counters.cp_async;
-  block().current().copies.push_back({target, valid ? source : nullptr, block().current().groups});
+  copy_async("cp_async_16", target, source, valid, CHUNK_BYTES);
 }
-
+void cp_async_4(SharedAddress target, const void* source, bool valid) {
+  copy_async("cp_async_4", target, source, valid, 4);
+}
 void cp_async_commit() { ++block().current().groups; }
 
 void ldmatrix_x4(uint32 (&matrix)[4], SharedAddress row) { ldmatrix<false>(matrix, row); }

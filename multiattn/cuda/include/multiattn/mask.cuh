@@ -14,6 +14,12 @@ struct Mask {
     return key < seq_kv;
   }
 
+  // The first query that sees a key.
+  DEVICE int first_query(int key) const {
+    if constexpr (CAUSAL) return max(key - (seq_kv - seq_q), 0);
+    return 0;
+  }
+
   // Blocks of TILE_N keys for a tile of queries: [0, first_masked) is visible to all of them, [first_masked, end) in
   // part, and nothing from `end` on to any.
   struct Blocks {

@@ -1,4 +1,4 @@
-// The parameter struct of the forward kernel.
+// The parameter structs of the kernels: one of the forward, one that all kernels of a backward launch take.
 // multiattn/cuda/params.py mirrors it; every translation unit asserts that both have one size.
 #pragma once
 #include "multiattn/types.h"
@@ -25,6 +25,32 @@ struct ForwardParams {
   int32 heads_per_section;  // heads whose tiles run side by side, so that their K and V stay in L2
   int32 scale_sign;         // of the softmax scale: 1, -1 or 0; it is folded into Q
   float scale_log2;         // |scale| * log2(e), always positive; without meaning when scale_sign is 0
+};
+
+struct BackwardParams {
+  const void* q;      // [batch, heads_q, seq_q, D] 16-bit, never null
+  const void* k;      // [batch, heads_q / group, seq_kv, D] 16-bit, never null
+  const void* v;      // like k
+  const void* out;    // like q, rows 16-byte aligned, never null
+  const void* dout;   // like out, with its strides
+  const float* lse;   // [batch, heads_q, seq_q], contiguous, natural log, never null
+  const float* dlse;  // like lse; null: zero
+  void* dq;           // like out, with its strides
+  void* dk;           // like k, rows 16-byte aligned, never null
+  void* dv;           // like dk
+  float* delta;       // workspace, like lse: rowsum(dout * out) - dlse
+  float* dq_sum;      // workspace, `DqSum` says what is where; null where dq has a kernel of its own
+  Strides strides_q, strides_k, strides_v, strides_out, strides_dk, strides_dv;
+  int32 heads_q;
+  int32 group;  // query heads that share one key/value head
+  int32 seq_q, seq_kv;
+  int32 heads_q_all, heads_kv_all;           // times batch
+  int32 tiles_rows;                          // per head, in the kernels of rows
+  int32 tiles_q, tiles_kv;                   // per head, in the kernel of k and v: of queries and of keys
+  int32 tiles_q_own;                         // per head, in the kernel of q
+  int32 sections_q, sections_kv;             // heads whose tiles run side by side, so that what they share stays in L2
+  float score_factor;  // from q k^T to scores in the log2 domain, with the sign of the scale; 0 for a zero scale
+  float grad_factor;   // of dq and dk: the scale
 };
 
 }  // namespace multiattn

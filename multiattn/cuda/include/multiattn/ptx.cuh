@@ -15,6 +15,13 @@ namespace multiattn {
 DEVICE int thread_index() { return threadIdx.x; }
 DEVICE int64 block_index() { return blockIdx.x; }
 
+// The same value, but the compiler does not know: what is computed from it is computed where it is needed, again and
+// again, instead of once and kept in registers.
+DEVICE uint32 recomputed(uint32 value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // Start of the dynamic shared memory.
 DEVICE SharedAddress shared_base() {
   extern __shared__ __align__(1024) unsigned char bytes[];
@@ -54,10 +61,44 @@ DEVICE uint32 pack<bf16>(float low, float high) {
   return result;
 }
 
+// The low and the high half of what `pack` made.
+template <class E>
+DEVICE float unpack_low(uint32 pair);
+template <class E>
+DEVICE float unpack_high(uint32 pair);
+template <>
+DEVICE float unpack_low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <>
+DEVICE float unpack_high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+template <>
+DEVICE float unpack_low<fp16>(uint32 pair) {
+  float result;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low;}" : "=f"(result) : "r"(pair));
+  return result;
+}
+template <>
+DEVICE float unpack_high<fp16>(uint32 pair) {
+  float result;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, high;}" : "=f"(result) : "r"(pair));
+  return result;
+}
+
 // ---- global memory
 DEVICE uint16 load_global_2(const uint16* source) { return *source; }
+DEVICE float load_global_4(const float* source) { return *source; }
+DEVICE Chunk load_global_16(const void* source) { return *static_cast<const Chunk*>(source); }
 DEVICE void store_global_16(void* target, const Chunk& value) { *static_cast<Chunk*>(target) = value; }
 DEVICE void store_global_4(float* target, float value) { *target = value; }
+// *target += value, by many blocks at a time, in any order.
+DEVICE void add_global_4(float* target, float value) {
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(target), "f"(value) : "memory");
+}
+// Four neighbours at a multiple of 16 bytes; sm90 and later.
+DEVICE void add_global_16(float* target, const float (&value)[4]) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(value[0]), "f"(value[1]),
+               "f"(value[2]), "f"(value[3])
+               : "memory");
+}
 
 // ---- shared memory
 DEVICE Chunk load_shared_16(SharedAddress source) {
@@ -67,6 +108,9 @@ DEVICE Chunk load_shared_16(SharedAddress source) {
                : "r"(source)
                : "memory");
   return value;
+}
+DEVICE void load_shared_8(float (&value)[2], SharedAddress source) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value[0]), "=f"(value[1]) : "r"(source) : "memory");
 }
 DEVICE void store_shared_16(SharedAddress target, const Chunk& value) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(value.word[0]), "r"(value.word[1]),
@@ -81,6 +125,10 @@ DEVICE void store_shared_4(SharedAddress target, uint32 value) {
 DEVICE void cp_async_16(SharedAddress target, const void* source, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0)
                : "memory");
+}
+// The same for 4 bytes.
+DEVICE void cp_async_4(SharedAddress target, const void* source, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source), "r"(valid ? 4 : 0) : "memory");
 }
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most N of this thread's groups are under way. Other threads see the data only after a barrier.

@@ -43,11 +43,12 @@ DEVICE void copy_chunk(SharedAddress target, const uint16* source, bool valid) {
 // Copies `T::ROWS` rows, `stride` elements apart, into a tile; rows from `valid_rows` on become zeros. SPAN threads
 // share a row, so that the swizzle of a thread's chunks is the same in every pass and every address a constant apart.
 template <class T, int THREADS, bool ALIGNED>
-DEVICE void load_tile(SharedAddress tile, const uint16* rows, int64 stride, int valid_rows) {
+DEVICE void load_tile(SharedAddress tile, const uint16* rows, int64 stride, int valid_rows,
+                      int thread = thread_index()) {
   constexpr int SPAN = T::Layout::SPAN;
   constexpr int ROWS_PER_PASS = THREADS / SPAN;
   static_assert(ROWS_PER_PASS % 8 == 0, "the swizzle repeats every 8 rows");
-  const int first_row = thread_index() / SPAN, first_chunk = thread_index() % SPAN;
+  const int first_row = thread / SPAN, first_chunk = thread % SPAN;
   const SharedAddress target = T::chunk(tile, first_row, first_chunk);
   const uint16* source = rows + first_row * stride + first_chunk * CHUNK_ELEMENTS;
 #pragma unroll
@@ -73,10 +74,12 @@ template <class T>
 class FragmentReader {
  public:
   // Operand A from rows of Q, and operand B from V (transposed on load): lanes walk down 16 rows, then one chunk right.
-  static DEVICE FragmentReader down() { return FragmentReader(thread_index() % 16, thread_index() % WARP / 16); }
+  static DEVICE FragmentReader down(uint32 thread = thread_index()) {
+    return FragmentReader(thread % 16, thread % WARP / 16);
+  }
   // Operand B from rows of K: lanes walk down 8 rows, one chunk right, then the next 8 rows.
-  static DEVICE FragmentReader right() {
-    const int lane = thread_index() % WARP;
+  static DEVICE FragmentReader right(uint32 thread = thread_index()) {
+    const int lane = thread % WARP;
     return FragmentReader(lane / 16 * 8 + lane % 8, lane / 8 % 2);
   }
 
@@ -95,9 +98,9 @@ class FragmentReader {
  private:
   DEVICE FragmentReader(int row, int chunk) : lane_offset_(T::chunk(0, row, chunk)) {}
 
-  DEVICE SharedAddress address(SharedAddress tile, int row, int column) const {
-    constexpr int SPAN = T::Layout::SPAN;
-    const int chunk = column / CHUNK_ELEMENTS;
+  DEVICE SharedAddress address(SharedAddress tile, uint32 row, uint32 column) const {
+    constexpr uint32 SPAN = T::Layout::SPAN;
+    const uint32 chunk = column / CHUNK_ELEMENTS;
     return tile + (lane_offset_ ^ chunk % SPAN * CHUNK_BYTES) + (row * T::PITCH + chunk / SPAN * SPAN * CHUNK_BYTES);
   }
 
@@ -110,8 +113,26 @@ struct Accumulator {
   float value[4];
 };
 
-DEVICE int accumulator_row(int element) { return thread_index() % WARP / 4 + element / 2 * 8; }
-DEVICE int accumulator_column(int element) { return thread_index() % 4 * 2 + element % 2; }
+DEVICE int accumulator_row(int element, uint32 thread = thread_index()) { return thread % WARP / 4 + element / 2 * 8; }
+DEVICE int accumulator_column(int element, uint32 thread = thread_index()) { return thread % 4 * 2 + element % 2; }
+
+// Addresses of a lane's pairs of an accumulator in a tile, two elements wide: those of FragmentReader, the other way.
+template <class T>
+class PairWriter {
+ public:
+  DEVICE explicit PairWriter(uint32 thread = thread_index())
+      : lane_offset_(T::chunk(0, thread % WARP / 4, 0) + thread % 4 * 4) {}
+
+  // `row` is a multiple of 8, `chunk` of the row.
+  DEVICE void store(SharedAddress tile, int row, int chunk, uint32 pair) const {
+    constexpr int SPAN = T::Layout::SPAN;
+    store_shared_4(tile + (lane_offset_ ^ chunk % SPAN * CHUNK_BYTES) + (row * T::PITCH + chunk / SPAN * SPAN * CHUNK_BYTES),
+                   pair);
+  }
+
+ private:
+  SharedAddress lane_offset_;
+};
 
 // Two neighbouring 16x8 products from one fragment of operand B.
 template <class E>

@@ -1,0 +1,118 @@
+// Products of tiles that a warp makes from shared memory and registers. M, N: fragments of 16 rows and columns.
+#pragma once
+#include "multiattn/ptx.cuh"
+#include "multiattn/tile.cuh"
+
+namespace multiattn {
+
+template <int M, int N>
+using Product = Accumulator[M][N][2];  // [16 * M, 16 * N]
+
+template <int M, int N>
+DEVICE void clear(Product<M, N>& product) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; ++n) product[m][n][0] = product[m][n][1] = Accumulator{};
+}
+
+// Calls `change(value, row, column)` for each of the lane's elements.
+template <int M, int N, class Change>
+DEVICE void for_each_element(Product<M, N>& product, uint32 thread, Change change) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int side = 0; side < 2; ++side)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          change(product[m][n][side].value[e], 16 * m + accumulator_row(e, thread),
+                 16 * n + 8 * side + accumulator_column(e, thread));
+}
+
+// product[16 M, 16 N] = left[16 M, D] right[16 N, D]^T. Fragments are read AHEAD of their use. `thread` is thread_index(),
+// or the same `recomputed` where no register is left to keep addresses across a loop.
+template <class E, class TileLeft, class TileRight, int AHEAD, int M, int N>
+DEVICE void multiply_rows(Product<M, N>& product, SharedAddress left, SharedAddress right, uint32 thread) {
+  constexpr int STEPS = TileLeft::WIDTH / 16 * N, RING = AHEAD + 1;
+  const auto left_reader = FragmentReader<TileLeft>::down(thread);
+  const auto right_reader = FragmentReader<TileRight>::right(thread);
+  const auto load_left = [&](Fragment(&column)[M], int d) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) column[m] = left_reader.load(left, 16 * m, 16 * d);
+  };
+  const auto load_right = [&](int step) { return right_reader.load(right, step % N * 16, step / N * 16); };
+
+  clear(product);
+  Fragment columns[2][M], ring[RING];
+  load_left(columns[0], 0);
+#pragma unroll
+  for (int step = 0; step < AHEAD && step < STEPS; ++step) ring[step] = load_right(step);
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    const int d = step / N, n = step % N;
+    if (step + AHEAD < STEPS) ring[(step + AHEAD) % RING] = load_right(step + AHEAD);
+    if (n == 0 && step + N < STEPS) load_left(columns[(d + 1) % 2], d + 1);
+#pragma unroll
+    for (int m = 0; m < M; ++m) mma_pair<E>(product[m][n], columns[d % 2][m], ring[step % RING]);
+  }
+}
+
+// sum[16 M, D] += weights[16 M, 16 N] values[16 N, D]
+template <class E, class TileValues, int AHEAD, int M, int N>
+DEVICE void accumulate_rows(Product<M, TileValues::WIDTH / 16>& sum, const Fragment (&weights)[M][N],
+                            SharedAddress values, uint32 thread) {
+  constexpr int D = TileValues::WIDTH / 16, STEPS = N * D, RING = AHEAD + 1;
+  const auto reader = FragmentReader<TileValues>::down(thread);
+  const auto load = [&](int step) { return reader.load_transposed(values, step / D * 16, step % D * 16); };
+
+  Fragment ring[RING];
+#pragma unroll
+  for (int step = 0; step < AHEAD && step < STEPS; ++step) ring[step] = load(step);
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    if (step + AHEAD < STEPS) ring[(step + AHEAD) % RING] = load(step + AHEAD);
+#pragma unroll
+    for (int m = 0; m < M; ++m) mma_pair<E>(sum[m][step % D], weights[m][step / D], ring[step % RING]);
+  }
+}
+
+// What a product becomes as operand A.
+template <class E, int M, int N>
+DEVICE void round_to_operand(Fragment (&operand)[M][N], const Product<M, N>& product) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; ++n) operand[m][n] = as_operand<E>(product[m][n]);
+}
+
+// Writes rows[16 M, D] times `factor`, rounded, through the warp's own rows of a tile, so that they leave in 16-byte
+// stores. Rows from `valid_rows` on are not written; `target` is the first row, the next one `stride` elements on.
+template <class E, class TileRows, int M>
+DEVICE void store_rows(const Product<M, TileRows::WIDTH / 16>& rows, float factor, SharedAddress tile, uint16* target,
+                       int64 stride, int valid_rows) {
+  const int lane = thread_index() % WARP;
+  const PairWriter<TileRows> writer;
+  sync_warp();  // no lane still reads the warp's rows of the tile
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int d = 0; d < TileRows::WIDTH / 16; ++d)
+#pragma unroll
+      for (int side = 0; side < 2; ++side)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float(&value)[4] = rows[m][d][side].value;
+          writer.store(tile, 16 * m + 8 * half, 2 * d + side,
+                       pack<E>(value[2 * half] * factor, value[2 * half + 1] * factor));
+        }
+  sync_warp();  // the warp's rows are complete
+  for (int i = lane; i < 16 * M * TileRows::VALID_CHUNKS; i += WARP) {
+    const int row = i / TileRows::VALID_CHUNKS, chunk = i % TileRows::VALID_CHUNKS;
+    if (row < valid_rows)
+      store_global_16(target + row * stride + chunk * CHUNK_ELEMENTS, load_shared_16(TileRows::chunk(tile, row, chunk)));
+  }
+}
+
+}  // namespace multiattn

@@ -1,0 +1,339 @@
+// Gradients of k and v, and on demand of q, with mma.sync (sm80 and later).
+//
+// Dao, "FlashAttention-2" (arXiv 2307.08691), Algorithm 2: a block owns TILE_N keys of one key/value head and walks over
+// the queries of all heads of its group, TILE_M at a time. Everything is transposed (rows are keys), so that what a
+// product gives is, rounded, operand A of the next one.
+//
+// Warps come in pairs that share keys. The first half of the warps makes the weights P^T = exp2(K Q^T) and dV += P^T dO,
+// the second half makes dP^T = V dO^T, dS^T = P^T * (dP^T - delta) and dK += dS^T Q: the same two products with other
+// tiles. A warp so keeps one accumulator instead of two, and has registers for twice the keys, which halves what is read
+// from shared memory. P passes from a warp to its partner through shared memory, dS to all warps for dQ += dS K.
+#pragma once
+#include "backward_common.cuh"
+#include "multiattn/gemm.cuh"
+#include "multiattn/mask.cuh"
+#include "multiattn/place.cuh"
+
+namespace multiattn {
+
+template <class Element_, int HEAD_DIM, bool CAUSAL_, bool ALIGNED_, int TILE_M_, int TILE_N_, int WARPS_, int STAGES_,
+          bool ADDS_DQ_, bool WIDE_>
+struct BackwardTraits {
+  using Element = Element_;
+  static constexpr int TILE_M = TILE_M_, TILE_N = TILE_N_, WARPS = WARPS_;
+  static constexpr int STAGES = STAGES_;         // buffers of Q and of dO
+  static constexpr bool CAUSAL = CAUSAL_;
+  static constexpr bool ALIGNED = ALIGNED_;      // q, k, v: every row starts at a multiple of 16 bytes
+  static constexpr bool ADDS_DQ = ADDS_DQ_;      // else dq has a kernel of its own
+  static constexpr int THREADS = WARPS * WARP;
+
+  using TileQ = Tile<TILE_M, HEAD_DIM>;          // of Q and dO
+  using TileKV = Tile<TILE_N, HEAD_DIM>;
+  using TileDS = Tile<TILE_N, TILE_M>;           // of dS^T
+  static constexpr int PAIRS = WARPS / 2;
+  static constexpr int WARP_KEYS = TILE_N / PAIRS;
+  static constexpr int KEY_FRAGMENTS = WARP_KEYS / 16;      // per warp
+  static constexpr int QUERY_FRAGMENTS = TILE_M / 16;
+  static constexpr int DIM_FRAGMENTS = TileQ::WIDTH / 16;
+
+  // dQ[TILE_M, D] is split among the warps: by rows into parts of 32, then by columns.
+  static constexpr int DQ_ROW_PARTS = WARPS < QUERY_FRAGMENTS / 2 ? WARPS : QUERY_FRAGMENTS % 2 ? 1 : QUERY_FRAGMENTS / 2;
+  static constexpr int DQ_ROW_FRAGMENTS = QUERY_FRAGMENTS / DQ_ROW_PARTS;
+  static constexpr int DQ_DIM_PARTS = WARPS / DQ_ROW_PARTS;
+  static constexpr int DQ_DIM_FRAGMENTS = (DIM_FRAGMENTS + DQ_DIM_PARTS - 1) / DQ_DIM_PARTS;
+  using Sum = DqSum<DIM_FRAGMENTS, WIDE_>;
+
+  // Shared memory: K, V, stages of (Q, dO), weights on their way to partners, dS, stages of (lse, delta).
+  static constexpr int WEIGHT_BYTES = TILE_M * TILE_N * 2;
+  static constexpr int STAGE_BYTES = 2 * TileQ::BYTES, STATISTIC_BYTES = 2 * TILE_M * 4;
+  static constexpr int STAGES_AT = 2 * TileKV::BYTES;
+  static constexpr int WEIGHTS_AT = STAGES_AT + STAGES * STAGE_BYTES;
+  static constexpr int DS_AT = WEIGHTS_AT + WEIGHT_BYTES;
+  static constexpr int STATISTICS_AT = DS_AT + (ADDS_DQ ? TileDS::BYTES : 0);
+  static constexpr int SMEM_BYTES = STATISTICS_AT + STAGES * STATISTIC_BYTES;
+
+  // Whether registers are left to keep addresses across the loop.
+  static constexpr bool HAS_ROOM = KEY_FRAGMENTS * DIM_FRAGMENTS <= 8;
+  static DEVICE uint32 thread() { return HAS_ROOM ? thread_index() : recomputed(thread_index()); }
+
+  // Fragments read from shared memory ahead of their use, to cover its latency with tensor core work. A guess.
+  static constexpr int AHEAD = HAS_ROOM || KEY_FRAGMENTS == 1 ? 2 : 1;
+
+  static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 256, "head_dim: a multiple of 8 up to 256");
+  static_assert(WARPS % 2 == 0 && WARP_KEYS % 16 == 0 && TILE_N == WARP_KEYS * PAIRS, "a pair owns fragments of keys");
+  static_assert(TILE_M % 16 == 0 && QUERY_FRAGMENTS % DQ_ROW_PARTS == 0 && WARPS % DQ_ROW_PARTS == 0,
+                "a block of queries is whole fragments, and warps share it evenly");
+  static_assert(STAGES == 1 || STAGES == 2, "stages");
+};
+
+// The tiles of queries that a block walks over, head by head.
+struct QueryWalk {
+  int first_tile, end_tile;  // of each head
+  int head, tile;            // where it is
+
+  DEVICE void advance() {
+    if (++tile < end_tile) return;
+    tile = first_tile;
+    ++head;
+  }
+};
+
+// STAGES buffers of Q and dO, lse and delta, filled with cp.async.
+template <class T>
+class QueryRing {
+ public:
+  DEVICE QueryRing(const BackwardParams& params, SharedAddress smem, QueryWalk walk, int end_head)
+      : params_(params), smem_(smem), next_(walk), end_head_(end_head) {}
+
+  // Starts to load the next tile of the walk; nothing beyond its end.
+  DEVICE void load_next(int stage) {
+    if (next_.head < end_head_) {
+      const QuerySequence sequence{params_, next_.head};
+      const int thread = T::thread();
+      const int first = next_.tile * T::TILE_M, rows = params_.seq_q - first;
+      load_tile<typename T::TileQ, T::THREADS, T::ALIGNED>(q(stage), sequence.q() + first * params_.strides_q.seq,
+                                                           params_.strides_q.seq, rows, thread);
+      load_tile<typename T::TileQ, T::THREADS, true>(dout(stage), sequence.dout() + first * params_.strides_out.seq,
+                                                     params_.strides_out.seq, rows, thread);
+      for (int i = thread; i < 2 * T::TILE_M; i += T::THREADS) {
+        const int row = i % T::TILE_M;
+        const float* source = i < T::TILE_M ? sequence.lse() : sequence.delta();
+        cp_async_4(lse(stage) + 4 * i, source + first + row, row < rows);
+      }
+      next_.advance();
+    }
+    cp_async_commit();
+  }
+
+  DEVICE SharedAddress q(int stage) const { return smem_ + T::STAGES_AT + stage * T::STAGE_BYTES; }
+  DEVICE SharedAddress dout(int stage) const { return q(stage) + T::TileQ::BYTES; }
+  DEVICE SharedAddress lse(int stage) const { return smem_ + T::STATISTICS_AT + stage * T::STATISTIC_BYTES; }
+  DEVICE SharedAddress delta(int stage) const { return lse(stage) + T::TILE_M * 4; }
+
+ private:
+  const BackwardParams& params_;
+  SharedAddress smem_;
+  QueryWalk next_;
+  int end_head_;
+};
+
+template <class T>
+using KeyScores = Product<T::KEY_FRAGMENTS, T::QUERY_FRAGMENTS>;  // [WARP_KEYS, TILE_M], fp32
+template <class T>
+using Operand = Fragment[T::KEY_FRAGMENTS][T::QUERY_FRAGMENTS];  // the same, rounded
+template <class T>
+using Gradient = Product<T::KEY_FRAGMENTS, T::DIM_FRAGMENTS>;  // [WARP_KEYS, D]: dV or dK
+
+// Calls `change(value, statistic)` for each of the warp's, with its query's entry of a list of TILE_M in shared memory.
+template <class T, class Change>
+DEVICE void with_statistic(KeyScores<T>& scores, SharedAddress list, Change change) {
+  const SharedAddress own = list + accumulator_column(0, T::thread()) * 4;
+#pragma unroll
+  for (int n = 0; n < T::QUERY_FRAGMENTS; ++n)
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      float statistic[2];
+      load_shared_8(statistic, own + (16 * n + 8 * side) * 4);
+#pragma unroll
+      for (int m = 0; m < T::KEY_FRAGMENTS; ++m)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) change(scores[m][n][side].value[e], statistic[e % 2]);
+    }
+}
+
+// What a warp does, found anew wherever it is asked for, as registers are scarce.
+template <class T>
+struct Role {
+  bool makes_weights;  // and dV; else dP, dS and dK
+  int pair, first_row;  // its keys, shared with its partner
+
+  static DEVICE Role mine() {
+    const uint32 warp = T::thread() / WARP, pair = warp % T::PAIRS;
+    return {warp < T::PAIRS, static_cast<int>(pair), static_cast<int>(pair * T::WARP_KEYS)};
+  }
+  // Its rows of K or of V.
+  DEVICE SharedAddress own_rows(SharedAddress smem) const {
+    return smem + (makes_weights ? 0 : T::TileKV::BYTES) + first_row * T::TileKV::PITCH;
+  }
+};
+
+// What no query sees becomes 0, whatever it was.
+template <class T>
+DEVICE void clear_masked(KeyScores<T>& scores, const Mask<T::CAUSAL>& mask, int first_key, int first_query) {
+  for_each_element(scores, T::thread(), [&](float& value, int row, int column) {
+    if (!mask.visible(first_query + column, first_key + row)) value = 0.0f;
+  });
+}
+
+// P^T as operands, each lane's for the same lane of the partner.
+template <class T>
+class Mailbox {
+ public:
+  DEVICE Mailbox(SharedAddress smem, int pair)
+      : first_(smem + T::WEIGHTS_AT +
+               (pair * T::KEY_FRAGMENTS * T::QUERY_FRAGMENTS * WARP + thread_index() % WARP) * CHUNK_BYTES) {}
+
+  DEVICE void put(const Operand<T>& weights) const {
+#pragma unroll
+    for (int m = 0; m < T::KEY_FRAGMENTS; ++m)
+#pragma unroll
+      for (int n = 0; n < T::QUERY_FRAGMENTS; ++n) {
+        const uint32(&reg)[4] = weights[m][n].reg;
+        store_shared_16(slot(m, n), Chunk{{reg[0], reg[1], reg[2], reg[3]}});
+      }
+  }
+
+  DEVICE Chunk get(int m, int n) const { return load_shared_16(slot(m, n)); }
+
+ private:
+  DEVICE SharedAddress slot(int m, int n) const {
+    return first_ + (m * T::QUERY_FRAGMENTS + n) * (WARP * CHUNK_BYTES);
+  }
+
+  SharedAddress first_;
+};
+
+// dS^T = P^T * (dP^T - delta), of which `product` is the second factor.
+template <class T>
+DEVICE void multiply_by_weights(KeyScores<T>& product, const Mailbox<T>& mailbox) {
+  using E = typename T::Element;
+#pragma unroll
+  for (int m = 0; m < T::KEY_FRAGMENTS; ++m)
+#pragma unroll
+    for (int n = 0; n < T::QUERY_FRAGMENTS; ++n) {
+      const Chunk weights = mailbox.get(m, n);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float(&value)[4] = product[m][n][i / 2].value;
+        value[i % 2 * 2] *= unpack_low<E>(weights.word[i]);
+        value[i % 2 * 2 + 1] *= unpack_high<E>(weights.word[i]);
+      }
+    }
+}
+
+template <class T>
+DEVICE void store_ds(const Operand<T>& ds, SharedAddress tile, int first_row) {
+  const PairWriter<typename T::TileDS> writer(T::thread());
+#pragma unroll
+  for (int m = 0; m < T::KEY_FRAGMENTS; ++m)
+#pragma unroll
+    for (int n = 0; n < T::QUERY_FRAGMENTS; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        writer.store(tile, first_row + 16 * m + 8 * (i % 2), 2 * n + i / 2, ds[m][n].reg[i]);
+}
+
+// dQ[TILE_M, D] += dS[TILE_M, TILE_N] K[TILE_N, D], each warp its part, added to the workspace.
+template <class T>
+DEVICE void add_dq(const BackwardParams& params, SharedAddress ds, SharedAddress k, int head, int first_query) {
+  using E = typename T::Element;
+  const uint32 warp = T::thread() / WARP;
+  const int first_row = warp % T::DQ_ROW_PARTS * T::DQ_ROW_FRAGMENTS;
+  const int first_dim = warp / T::DQ_ROW_PARTS * T::DQ_DIM_FRAGMENTS;
+  const auto owns = [&](int d) { return T::DIM_FRAGMENTS % T::DQ_DIM_PARTS == 0 || first_dim + d < T::DIM_FRAGMENTS; };
+  const auto ds_reader = FragmentReader<typename T::TileDS>::right(T::thread());
+  const auto k_reader = FragmentReader<typename T::TileKV>::down(T::thread());
+
+  Product<T::DQ_ROW_FRAGMENTS, T::DQ_DIM_FRAGMENTS> dq;
+  clear(dq);
+#pragma unroll
+  for (int n = 0; n < T::TILE_N; n += 16) {
+    Fragment left[T::DQ_ROW_FRAGMENTS];
+#pragma unroll
+    for (int m = 0; m < T::DQ_ROW_FRAGMENTS; ++m) left[m] = ds_reader.load_transposed(ds, n, 16 * (first_row + m));
+#pragma unroll
+    for (int d = 0; d < T::DQ_DIM_FRAGMENTS; ++d) {
+      if (!owns(d)) continue;
+      const Fragment right = k_reader.load_transposed(k, n, 16 * (first_dim + d));
+#pragma unroll
+      for (int m = 0; m < T::DQ_ROW_FRAGMENTS; ++m) mma_pair<E>(dq[m][d], left[m], right);
+    }
+  }
+  float* sums = T::Sum::rows(params, head, first_query);
+#pragma unroll
+  for (int m = 0; m < T::DQ_ROW_FRAGMENTS; ++m) {
+    if (first_query + 16 * (first_row + m) >= params.seq_q) break;
+#pragma unroll
+    for (int d = 0; d < T::DQ_DIM_FRAGMENTS; ++d)
+      if (owns(d))
+        T::Sum::add(sums + ((first_row + m) * T::DIM_FRAGMENTS + first_dim + d) * T::Sum::FRAGMENT, dq[m][d]);
+  }
+}
+
+template <class T>
+DEVICE void backward_keys(const BackwardParams& params) {
+  using E = typename T::Element;
+  using TileKV = typename T::TileKV;
+  const auto [head_kv, tile] = Place::of(block_index(), params.tiles_kv, params.heads_kv_all, params.sections_kv);
+  const int first_key = tile * T::TILE_N;
+  const KeySequence keys{params, head_kv};
+  const Mask<T::CAUSAL> mask{params.seq_q, params.seq_kv};
+  const int first_tile = mask.first_query(first_key) / T::TILE_M;
+  const int first_head = head_kv * params.group, end_head = first_head + params.group;
+  QueryWalk walk{first_tile, params.tiles_q, first_head, first_tile};
+
+  const SharedAddress smem = shared_base(), tile_k = smem, tile_v = smem + TileKV::BYTES;
+  QueryRing<T> ring(params, smem, walk, end_head);
+  load_tile<TileKV, T::THREADS, T::ALIGNED>(tile_k, keys.k() + first_key * params.strides_k.seq, params.strides_k.seq,
+                                            params.seq_kv - first_key);
+  load_tile<TileKV, T::THREADS, T::ALIGNED>(tile_v, keys.v() + first_key * params.strides_v.seq, params.strides_v.seq,
+                                            params.seq_kv - first_key);
+  ring.load_next(0);
+
+  Gradient<T> gradient;  // [WARP_KEYS, D]: of V, or of K
+  clear(gradient);
+  cp_async_wait<0>();
+  sync_block();  // everybody's part of K, V and the first tile has landed
+  for (int stage = 0; walk.head < end_head; stage = T::STAGES - 1 - stage, walk.advance()) {
+    const int first_query = walk.tile * T::TILE_M;
+    if constexpr (T::STAGES == 2) ring.load_next(1 - stage);
+    const bool masked = !mask.visible(first_query, first_key + T::TILE_N - 1);  // in part
+
+    const Role<T> role = Role<T>::mine();
+    const bool makes_weights = role.makes_weights;
+    const Mailbox<T> mailbox(smem, role.pair);
+    Operand<T> operand;  // P^T, or dS^T
+    KeyScores<T> product;   // [WARP_KEYS, TILE_M]: K Q^T, or V dO^T
+    multiply_rows<E, TileKV, typename T::TileQ, T::AHEAD>(product, role.own_rows(smem),
+                                                               makes_weights ? ring.q(stage) : ring.dout(stage),
+                                                               T::thread());
+    if (makes_weights) {
+      with_statistic<T>(product, ring.lse(stage), [&](float& score, float lse) {
+        score = exp2_approx(fmaf(score, params.score_factor, -lse * LOG2_E));
+      });
+      if (masked) clear_masked<T>(product, mask, first_key + role.first_row, first_query);
+      round_to_operand<E>(operand, product);
+      mailbox.put(operand);
+    } else {
+      with_statistic<T>(product, ring.delta(stage), [](float& value, float delta) { value -= delta; });
+    }
+    sync_block();  // the weights are there for their partners
+    if (!makes_weights) {
+      multiply_by_weights<T>(product, mailbox);
+      if (masked) clear_masked<T>(product, mask, first_key + role.first_row, first_query);
+      round_to_operand<E>(operand, product);
+      if constexpr (T::ADDS_DQ) store_ds<T>(operand, smem + T::DS_AT, role.first_row);
+    }
+    accumulate_rows<E, typename T::TileQ, T::AHEAD>(gradient, operand, makes_weights ? ring.dout(stage) : ring.q(stage),
+                                                      T::thread());
+
+    if constexpr (T::STAGES == 2) cp_async_wait<0>();
+    sync_block();  // dS is complete; nobody still reads this stage or the weights; with two, the next stage has landed
+    if constexpr (T::STAGES == 1) ring.load_next(stage);
+    if constexpr (T::ADDS_DQ) add_dq<T>(params, smem + T::DS_AT, tile_k, walk.head, first_query);
+    if constexpr (T::STAGES == 1) {
+      cp_async_wait<0>();
+      sync_block();  // everybody's part of the next tile has landed
+    }
+  }
+
+  sync_block();  // nobody still reads K
+  const Role<T> role = Role<T>::mine();
+  const int first = first_key + role.first_row;
+  const Strides& strides = role.makes_weights ? params.strides_dv : params.strides_dk;
+  uint16* target = (role.makes_weights ? keys.dv() : keys.dk()) + first * strides.seq;
+  store_rows<E, TileKV>(gradient, role.makes_weights ? 1.0f : params.grad_factor, role.own_rows(smem), target,
+                        strides.seq, params.seq_kv - first);
+}
+
+}  // namespace multiattn

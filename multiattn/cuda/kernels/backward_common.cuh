@@ -1,0 +1,84 @@
+// What the kernels of a backward launch share: where things live, and the sum of dq in the workspace.
+#pragma once
+#include "multiattn/params.h"
+#include "multiattn/ptx.cuh"
+#include "multiattn/tile.cuh"
+
+namespace multiattn {
+
+constexpr float LOG2_E = 1.44269504088896341f;
+
+// The sequences of one query head or key/value head: the only place that turns (batch, head) into addresses. `head`
+// counts through the batch.
+struct QuerySequence {
+  const BackwardParams& params;
+  int head;
+
+  DEVICE const uint16* q() const { return static_cast<const uint16*>(params.q) + offset(params.strides_q); }
+  DEVICE const uint16* out() const { return static_cast<const uint16*>(params.out) + offset(params.strides_out); }
+  DEVICE const uint16* dout() const { return static_cast<const uint16*>(params.dout) + offset(params.strides_out); }
+  DEVICE uint16* dq() const { return static_cast<uint16*>(params.dq) + offset(params.strides_out); }
+  DEVICE const float* lse() const { return params.lse + first_row(); }
+  DEVICE const float* dlse() const { return params.dlse + first_row(); }  // only where it is not null
+  DEVICE float* delta() const { return params.delta + first_row(); }
+
+ private:
+  DEVICE int64 first_row() const { return static_cast<int64>(head) * params.seq_q; }
+  DEVICE int64 offset(const Strides& strides) const {
+    return head / params.heads_q * strides.batch + head % params.heads_q * strides.head;
+  }
+};
+
+struct KeySequence {
+  const BackwardParams& params;
+  int head;
+
+  DEVICE const uint16* k() const { return static_cast<const uint16*>(params.k) + offset(params.strides_k); }
+  DEVICE const uint16* v() const { return static_cast<const uint16*>(params.v) + offset(params.strides_v); }
+  DEVICE uint16* dk() const { return static_cast<uint16*>(params.dk) + offset(params.strides_dk); }
+  DEVICE uint16* dv() const { return static_cast<uint16*>(params.dv) + offset(params.strides_dv); }
+
+ private:
+  DEVICE int64 offset(const Strides& strides) const {
+    const int heads_kv = params.heads_q / params.group;
+    return head / heads_kv * strides.batch + head % heads_kv * strides.head;
+  }
+};
+
+// dq before its conversion, fp32 [heads_q_all, ceil(seq_q / 16), D / 16] fragments of 16x16, in the order in which lanes
+// hold accumulators, so that a warp adds to whole lines of memory. WIDE: a lane's four values of a 16x8 accumulator are
+// neighbours, for one 16-byte addition; else a warp's 32 are, for four of 4 bytes.
+template <int DIM_FRAGMENTS, bool WIDE>
+struct DqSum {
+  static constexpr int FRAGMENT = 256;  // floats
+
+  static DEVICE float* rows(const BackwardParams& params, int head, int first_query) {
+    const int row_fragments = (params.seq_q + 15) / 16;
+    return params.dq_sum + (static_cast<int64>(head) * row_fragments + first_query / 16) * (DIM_FRAGMENTS * FRAGMENT);
+  }
+
+  static DEVICE int index(int side, int lane, int element) {
+    return side * (FRAGMENT / 2) + (WIDE ? lane * 4 + element : element * WARP + lane);
+  }
+
+  static DEVICE void add(float* fragment, const Accumulator (&pair)[2]) {
+    const int lane = thread_index() % WARP;
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      if constexpr (WIDE) {
+        add_global_16(fragment + index(side, lane, 0), pair[side].value);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) add_global_4(fragment + index(side, lane, e), pair[side].value[e]);
+      }
+    }
+  }
+
+  // What row `row` of a fragment holds in column `column`.
+  static DEVICE float load(const float* fragment, int row, int column) {
+    const int lane = row % 8 * 4 + column % 8 / 2, element = row / 8 * 2 + column % 2;
+    return load_global_4(fragment + index(column / 8, lane, element));
+  }
+};
+
+}  // namespace multiattn

@@ -1,0 +1,146 @@
+// Gradient of q by itself, with mma.sync (sm80 and later): the same bits each time, for one product more than adding it
+// up beside those of k and v.
+//
+// A block owns TILE_M queries of one head and walks over the keys, TILE_N at a time, as the forward does; its warps split
+// the queries, so that dS is, rounded, operand A of dQ += dS K.
+#pragma once
+#include "backward_common.cuh"
+#include "multiattn/gemm.cuh"
+#include "multiattn/mask.cuh"
+#include "multiattn/place.cuh"
+
+namespace multiattn {
+
+template <class Element_, int HEAD_DIM, bool CAUSAL_, bool ALIGNED_, int TILE_M_, int TILE_N_, int WARPS_, int STAGES_>
+struct QueryTraits {
+  using Element = Element_;
+  static constexpr int TILE_M = TILE_M_, TILE_N = TILE_N_, WARPS = WARPS_;
+  static constexpr int STAGES = STAGES_;     // buffers of K and of V
+  static constexpr bool CAUSAL = CAUSAL_;
+  static constexpr bool ALIGNED = ALIGNED_;  // q, k, v: every row starts at a multiple of 16 bytes
+  static constexpr int THREADS = WARPS * WARP;
+
+  using TileQ = Tile<TILE_M, HEAD_DIM>;      // of Q and dO
+  using TileKV = Tile<TILE_N, HEAD_DIM>;
+  static constexpr int WARP_ROWS = TILE_M / WARPS;
+  static constexpr int ROW_FRAGMENTS = WARP_ROWS / 16;      // per warp
+  static constexpr int KEY_FRAGMENTS = TILE_N / 16;
+  static constexpr int DIM_FRAGMENTS = TileQ::WIDTH / 16;
+  static constexpr int STAGE_BYTES = 2 * TileKV::BYTES;
+  static constexpr int SMEM_BYTES = 2 * TileQ::BYTES + STAGES * STAGE_BYTES;
+  static constexpr int AHEAD = ROW_FRAGMENTS == 1 ? 3 : 2;  // as in the forward
+  // With two fragments of rows there are no registers left to keep addresses across the loop.
+  static DEVICE uint32 thread() { return ROW_FRAGMENTS == 1 ? thread_index() : recomputed(thread_index()); }
+
+  static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 256, "head_dim: a multiple of 8 up to 256");
+  static_assert(WARP_ROWS % 16 == 0 && TILE_M == WARP_ROWS * WARPS, "a warp owns whole fragments of queries");
+  static_assert(TILE_N % 16 == 0, "a block of keys is whole fragments");
+  static_assert(STAGES == 1 || STAGES == 2, "stages");
+};
+
+// lse (log2) and delta of the two rows that a lane shares in each 16-row fragment; rows beyond the end weigh nothing.
+template <int M>
+struct RowStatistics {
+  float lse_log2[M][2], delta[M][2];
+
+  DEVICE RowStatistics(const QuerySequence& sequence, int first_query) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int query = first_query + 16 * m + accumulator_row(2 * half);
+        const bool valid = query < sequence.params.seq_q;
+        lse_log2[m][half] = valid ? load_global_4(sequence.lse() + query) * LOG2_E : infinity();
+        delta[m][half] = valid ? load_global_4(sequence.delta() + query) : 0.0f;
+      }
+  }
+};
+
+// dS = P * (dP - delta), in place of the scores.
+template <int M, int N>
+DEVICE void make_ds(Product<M, N>& scores, const Product<M, N>& dp, const RowStatistics<M>& rows, float score_factor) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int side = 0; side < 2; ++side)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& value = scores[m][n][side].value[e];
+          value = exp2_approx(fmaf(value, score_factor, -rows.lse_log2[m][e / 2])) *
+                  (dp[m][n][side].value[e] - rows.delta[m][e / 2]);
+        }
+}
+
+template <class T>
+DEVICE void load_keys(const BackwardParams& params, const KeySequence& keys, SharedAddress stage, int block, int end) {
+  if (block < end) {
+    const int first = block * T::TILE_N, rows = params.seq_kv - first;
+    load_tile<typename T::TileKV, T::THREADS, T::ALIGNED>(stage, keys.k() + first * params.strides_k.seq,
+                                                          params.strides_k.seq, rows);
+    load_tile<typename T::TileKV, T::THREADS, T::ALIGNED>(
+        stage + T::TileKV::BYTES, keys.v() + first * params.strides_v.seq, params.strides_v.seq, rows);
+  }
+  cp_async_commit();
+}
+
+template <class T>
+DEVICE void backward_queries(const BackwardParams& params) {
+  using E = typename T::Element;
+  using TileQ = typename T::TileQ;
+  using TileKV = typename T::TileKV;
+  const auto [head, place] = Place::of(block_index(), params.tiles_q_own, params.heads_q_all, params.sections_q);
+  const int first_query = (params.tiles_q_own - 1 - place) * T::TILE_M;  // longest first
+  const QuerySequence queries{params, head};
+  const KeySequence keys{params, head / params.group};
+  const Mask<T::CAUSAL> mask{params.seq_q, params.seq_kv};
+  const int end = mask.template blocks<T::TILE_N>(first_query, T::TILE_M).end;
+
+  const SharedAddress tile_q = shared_base(), tile_do = tile_q + TileQ::BYTES, stages = tile_do + TileQ::BYTES;
+  const int rows = params.seq_q - first_query;
+  load_tile<TileQ, T::THREADS, T::ALIGNED>(tile_q, queries.q() + first_query * params.strides_q.seq,
+                                           params.strides_q.seq, rows);
+  load_tile<TileQ, T::THREADS, true>(tile_do, queries.dout() + first_query * params.strides_out.seq,
+                                     params.strides_out.seq, rows);
+  load_keys<T>(params, keys, stages, 0, end);
+
+  const int first_row = thread_index() / WARP * T::WARP_ROWS;
+  const SharedAddress own_q = tile_q + first_row * TileQ::PITCH, own_do = tile_do + first_row * TileQ::PITCH;
+  const RowStatistics<T::ROW_FRAGMENTS> statistics(queries, first_query + first_row);
+  Product<T::ROW_FRAGMENTS, T::DIM_FRAGMENTS> dq;  // [WARP_ROWS, D]
+  clear(dq);
+  for (int block = 0; block < end; ++block) {
+    const SharedAddress k = stages + block % T::STAGES * T::STAGE_BYTES, v = k + TileKV::BYTES;
+    cp_async_wait<0>();
+    sync_block();  // everybody's part of the block has landed; and nobody still reads what the next load overwrites
+    if constexpr (T::STAGES == 2)
+      load_keys<T>(params, keys, stages + (block + 1) % 2 * T::STAGE_BYTES, block + 1, end);
+
+    Product<T::ROW_FRAGMENTS, T::KEY_FRAGMENTS> scores, dp;  // [WARP_ROWS, TILE_N]
+    multiply_rows<E, TileQ, TileKV, T::AHEAD>(scores, own_q, k, T::thread());
+    multiply_rows<E, TileQ, TileKV, T::AHEAD>(dp, own_do, v, T::thread());
+    make_ds(scores, dp, statistics, params.score_factor);
+    if (!mask.visible(first_query, (block + 1) * T::TILE_N - 1))
+      for_each_element(scores, T::thread(), [&](float& value, int row, int column) {
+        if (!mask.visible(first_query + first_row + row, block * T::TILE_N + column)) value = 0.0f;
+      });
+    Fragment ds[T::ROW_FRAGMENTS][T::KEY_FRAGMENTS];
+    round_to_operand<E>(ds, scores);
+    accumulate_rows<E, TileKV, T::AHEAD>(dq, ds, k, T::thread());
+
+    if constexpr (T::STAGES == 1) {
+      sync_block();  // nobody still reads the block
+      load_keys<T>(params, keys, stages, block + 1, end);
+    }
+  }
+
+  if (end == 0) {  // no query of the tile sees a key: Q has not been waited for
+    cp_async_wait<0>();
+    sync_block();  // everybody's part of Q has landed, before it is overwritten
+  }
+  store_rows<E, TileQ>(dq, params.grad_factor, own_q, queries.dq() + (first_query + first_row) * params.strides_out.seq,
+                       params.strides_out.seq, rows - first_row);
+}
+
+}  // namespace multiattn

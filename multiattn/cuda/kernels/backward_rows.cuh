@@ -1,0 +1,83 @@
+// Before and after the products of a backward: a dot product per query, and dq's way out of the workspace.
+#pragma once
+#include "backward_common.cuh"
+#include "multiattn/place.cuh"
+
+namespace multiattn {
+
+template <class Element_, int HEAD_DIM, int TILE_ROWS_, int THREADS_, bool HAS_DQ_SUM_, bool WIDE_>
+struct RowTraits {
+  using Element = Element_;
+  static constexpr int TILE_ROWS = TILE_ROWS_, THREADS = THREADS_;
+  static constexpr bool HAS_DQ_SUM = HAS_DQ_SUM_;  // dq is added up in the workspace
+  static constexpr int CHUNKS = HEAD_DIM / CHUNK_ELEMENTS;
+  static constexpr int DIM_FRAGMENTS = (HEAD_DIM + 15) / 16;
+  using Sum = DqSum<DIM_FRAGMENTS, WIDE_>;
+  // Neighbouring lanes that share a row, for a sum by shuffles.
+  static constexpr int LANES = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : CHUNKS > 2 ? 4 : CHUNKS;
+  static constexpr int SMEM_BYTES = 0;
+
+  static_assert(TILE_ROWS % 16 == 0, "whole fragments of dq");
+};
+
+// delta = rowsum(dout * out) - dlse (Dao, "FlashAttention-2", Algorithm 2, line 4; dlse as d lse / d score = p). A block
+// owns TILE_ROWS queries; it also empties their sum of dq.
+template <class T>
+DEVICE void prepare_rows(const BackwardParams& params) {
+  const auto [head, tile] = Place::of(block_index(), params.tiles_rows, params.heads_q_all, 1);
+  const int first_query = tile * T::TILE_ROWS;
+  const QuerySequence sequence{params, head};
+  const int lane = thread_index() % T::LANES;
+  using E = typename T::Element;
+
+  for (int row = thread_index() / T::LANES; row < T::TILE_ROWS; row += T::THREADS / T::LANES) {
+    const int query = first_query + row;
+    float sum = 0.0f;
+    if (query < params.seq_q && lane < T::CHUNKS) {
+      const int64 place = query * params.strides_out.seq + lane * CHUNK_ELEMENTS;
+      const Chunk out = load_global_16(sequence.out() + place), dout = load_global_16(sequence.dout() + place);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        sum = fmaf(unpack_low<E>(out.word[w]), unpack_low<E>(dout.word[w]), sum);
+        sum = fmaf(unpack_high<E>(out.word[w]), unpack_high<E>(dout.word[w]), sum);
+      }
+    }
+#pragma unroll
+    for (int mask = T::LANES / 2; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
+    if (query < params.seq_q && lane == 0)
+      store_global_4(sequence.delta() + query, params.dlse ? sum - load_global_4(sequence.dlse() + query) : sum);
+  }
+
+  if constexpr (T::HAS_DQ_SUM) {
+    float* sums = T::Sum::rows(params, head, first_query);
+    const int row_fragments = min(T::TILE_ROWS / 16, (params.seq_q - first_query + 15) / 16);
+    for (int i = thread_index(); i < row_fragments * T::DIM_FRAGMENTS * T::Sum::FRAGMENT / 4; i += T::THREADS)
+      store_global_16(sums + 4 * i, Chunk{});
+  }
+}
+
+// dq = grad_factor * its sum, rounded. A block owns TILE_ROWS queries, a thread a chunk of a row at a time.
+template <class T>
+DEVICE void convert_dq(const BackwardParams& params) {
+  const auto [head, tile] = Place::of(block_index(), params.tiles_rows, params.heads_q_all, 1);
+  const int first_query = tile * T::TILE_ROWS;
+  const float* sums = T::Sum::rows(params, head, first_query);
+  uint16* rows = QuerySequence{params, head}.dq() + first_query * params.strides_out.seq;
+
+  for (int i = thread_index(); i < T::TILE_ROWS * T::CHUNKS; i += T::THREADS) {
+    // Chunks of one fragment beside each other in a warp: it reads whole lines.
+    const int side_count = T::CHUNKS % 2 ? 1 : 2;
+    const int row = i / side_count % T::TILE_ROWS, chunk = i / (side_count * T::TILE_ROWS) * side_count + i % side_count;
+    if (first_query + row >= params.seq_q) continue;
+    const float* fragment = sums + (row / 16 * T::DIM_FRAGMENTS + chunk / 2) * T::Sum::FRAGMENT;
+    Chunk result;
+#pragma unroll
+    for (int w = 0; w < 4; ++w)
+      result.word[w] = pack<typename T::Element>(
+          params.grad_factor * T::Sum::load(fragment, row % 16, chunk % 2 * 8 + 2 * w),
+          params.grad_factor * T::Sum::load(fragment, row % 16, chunk % 2 * 8 + 2 * w + 1));
+    store_global_16(rows + row * params.strides_out.seq + chunk * CHUNK_ELEMENTS, result);
+  }
+}
+
+}  // namespace multiattn

@@ -1,0 +1,155 @@
+"""Which kernels a Plan launches, in order, and over how many blocks each."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, replace
+
+from multiattn.backend import Plan
+from multiattn.cuda import backward_configs as backward
+from multiattn.cuda import configs as forward
+from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig
+from multiattn.cuda.configs import CudaConfig
+from multiattn.cuda.params import BackwardParams, ForwardParams, make_backward_params, make_params
+from multiattn.cuda.source import Kernel
+from multiattn.cuda.variants import flags_of
+from multiattn.problem import VECTOR_BYTES, Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """A kernel and the size of its grid."""
+
+    kernel: Kernel
+    blocks: int
+
+
+def launches_of(plan: Plan) -> tuple[Launch, ...]:
+    """What a launcher of `plan` launches. All of it takes one parameter struct, `params_of(plan)`."""
+    if plan.direction == "forward":
+        return (_forward(plan),)
+    assert isinstance(plan.config, BackwardConfig)
+    problem, config = plan.problem, plan.config
+    prepare, keys = _rows("prepare_rows", problem, config), _keys(problem, config)
+    if config.dq is None:
+        return prepare, keys, _rows("convert_dq", problem, config)
+    return prepare, _queries(problem, config.dq), keys
+
+
+def params_of(plan: Plan) -> ctypes.Structure:
+    """The parameter struct of all kernels of `plan`, but for the pointers."""
+    if plan.direction == "forward":
+        assert isinstance(plan.config, CudaConfig)
+        return make_params(plan.problem, plan.config)
+    assert isinstance(plan.config, BackwardConfig)
+    return make_backward_params(plan.problem, plan.config)
+
+
+def kernels_of(plan: Plan) -> tuple[Kernel, ...]:
+    """The kernels that `plan` launches."""
+    return tuple(launch.kernel for launch in launches_of(plan))
+
+
+def siblings_of(plan: Plan) -> tuple[Kernel, ...]:
+    """The kernels of one head_dim and config, for every dtype, mask and alignment."""
+    problems = (
+        replace(plan.problem, dtype=dtype, causal=causal, alignment=alignment)
+        for dtype in ("fp16", "bf16")
+        for causal in (False, True)
+        for alignment in (2, VECTOR_BYTES)
+    )
+    kernels = (kernel for problem in problems for kernel in kernels_of(replace(plan, problem=problem)))
+    return tuple(dict.fromkeys(kernels))
+
+
+def _forward(plan: Plan) -> Launch:
+    config, problem = plan.config, plan.problem
+    assert isinstance(config, CudaConfig)
+    q_place = "qreg" if config.q_in_registers else "qsmem"
+    tiles = f"{config.tile_m}x{config.tile_n}_w{config.warps}_s{config.stages}_{q_place}_o{config.occupancy}"
+    how = (config.tile_m, config.tile_n, config.warps, config.stages, config.q_in_registers)
+    kernel = Kernel(
+        name=f"forward_{_what(problem)}_{tiles}{_unaligned(problem)}",
+        header="forward.cuh",
+        entry="forward",
+        traits=_traits("ForwardTraits", problem, problem.head_dim, problem.causal, _is_aligned(problem), *how),
+        params=ForwardParams,
+        threads=config.threads,
+        occupancy=config.occupancy,
+        smem_bytes=forward.smem_bytes(flags_of(plan), config, problem),
+    )
+    return Launch(kernel=kernel, blocks=forward.grid_blocks(config, problem))
+
+
+def _rows(entry: str, problem: Problem, config: BackwardConfig) -> Launch:
+    """The kernel before, or after, the products of a backward."""
+    adds_dq = config.dq is None
+    what = (problem.head_dim, backward.ROW_TILE, backward.ROW_THREADS, adds_dq, config.wide)
+    order = ("_wide" if config.wide else "_narrow") if adds_dq else ""
+    kernel = Kernel(
+        name=f"{entry}_{problem.dtype}_d{problem.head_dim}{order}",
+        header="backward_rows.cuh",
+        entry=entry,
+        traits=_traits("RowTraits", problem, *what),
+        params=BackwardParams,
+        threads=backward.ROW_THREADS,
+        occupancy=1,
+        smem_bytes=0,
+    )
+    blocks = backward.tiles(problem.seq_q, backward.ROW_TILE) * problem.heads_q * problem.batch
+    return Launch(kernel=kernel, blocks=blocks)
+
+
+def _keys(problem: Problem, config: BackwardConfig) -> Launch:
+    """The kernel of dk and dv, and on demand of dq."""
+    adds_dq = config.dq is None
+    dq = ("_dqwide" if config.wide else "_dq") if adds_dq else ""
+    tiles = f"{config.tile_m}x{config.tile_n}_w{config.warps}_s{config.stages}_o{config.occupancy}{dq}"
+    how = (config.tile_m, config.tile_n, config.warps, config.stages, adds_dq, config.wide)
+    kernel = Kernel(
+        name=f"backward_keys_{_what(problem)}_{tiles}{_unaligned(problem)}",
+        header="backward.cuh",
+        entry="backward_keys",
+        traits=_traits("BackwardTraits", problem, problem.head_dim, problem.causal, _is_aligned(problem), *how),
+        params=BackwardParams,
+        threads=config.threads,
+        occupancy=config.occupancy,
+        smem_bytes=backward.smem_bytes(config, problem),
+    )
+    return Launch(
+        kernel=kernel, blocks=backward.tiles(problem.seq_kv, config.tile_n) * problem.heads_kv * problem.batch
+    )
+
+
+def _queries(problem: Problem, config: QueryConfig) -> Launch:
+    """The kernel of dq alone."""
+    tiles = f"{config.tile_m}x{config.tile_n}_w{config.warps}_s{config.stages}_o{config.occupancy}"
+    how = (config.tile_m, config.tile_n, config.warps, config.stages)
+    kernel = Kernel(
+        name=f"backward_queries_{_what(problem)}_{tiles}{_unaligned(problem)}",
+        header="backward_q.cuh",
+        entry="backward_queries",
+        traits=_traits("QueryTraits", problem, problem.head_dim, problem.causal, _is_aligned(problem), *how),
+        params=BackwardParams,
+        threads=config.threads,
+        occupancy=config.occupancy,
+        smem_bytes=backward.dq_smem_bytes(config, problem),
+    )
+    return Launch(kernel=kernel, blocks=backward.tiles(problem.seq_q, config.tile_m) * problem.heads_q * problem.batch)
+
+
+def _what(problem: Problem) -> str:
+    return f"{problem.dtype}_d{problem.head_dim}_{'causal' if problem.causal else 'full'}"
+
+
+def _is_aligned(problem: Problem) -> bool:
+    return problem.alignment % VECTOR_BYTES == 0
+
+
+def _unaligned(problem: Problem) -> str:
+    return "" if _is_aligned(problem) else "_unaligned"
+
+
+def _traits(template: str, problem: Problem, *arguments: int | bool) -> str:
+    values = (str(value).lower() for value in arguments)  # True is true in C++
+    return f"multiattn::{template}<multiattn::{problem.dtype}, {', '.join(values)}>"

@@ -1,0 +1,303 @@
+"""The CUDA backward on the CPU: the kernels' own source against the formulas, and what selects and builds them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from gradient_checks import check, run
+
+from multiattn import Problem
+from multiattn.arch import ARCHS, CPU, GPU_ARCHS
+from multiattn.backend import Plan, find_variant, make_plan, plan_variant
+from multiattn.cuda import BACKEND
+from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig, candidates, dq_smem_bytes, smem_bytes
+from multiattn.cuda.emulation.host import CpuBackwardLauncher
+from multiattn.cuda.launches import kernels_of
+from multiattn.cuda.tools import probe_host, probe_nvrtc
+
+VARIANTS = {variant.name: variant for variant in BACKEND.backward.variants}
+on_cpu = pytest.mark.skipif(bool(probe_host()), reason="; ".join(map(str, probe_host())))
+with_nvrtc = pytest.mark.skipif(bool(probe_nvrtc()), reason="; ".join(map(str, probe_nvrtc())))
+each_variant = pytest.mark.parametrize("variant", VARIANTS)
+both_masks = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+
+
+def make(*, batch=1, heads_q=2, heads_kv=1, seq_q=37, seq_kv=75, head_dim=64, dtype=torch.bfloat16, gain=1.0):
+    """q, k, v and dout."""
+    generator = torch.Generator().manual_seed(seq_q * 1000 + seq_kv + head_dim)
+
+    def normal(heads, seq, factor=1.0):
+        return (factor * torch.randn(batch, heads, seq, head_dim, generator=generator)).to(dtype)
+
+    return (
+        normal(heads_q, seq_q, gain),
+        normal(heads_kv, seq_kv, gain),
+        normal(heads_kv, seq_kv),
+        normal(heads_q, seq_q),
+    )
+
+
+def normal_dlse(q):
+    return torch.randn(q.shape[:3], generator=torch.Generator().manual_seed(1))
+
+
+def plan_of(variant, q, k, v, *, config=None, **options):
+    return make_plan(BACKEND, Problem.of(q, k, v, **options), CPU, direction="backward", variant=variant, config=config)
+
+
+def check_variant(variant, q, k, v, dout, dlse=None, *, config=None, naive_dtype=None, **options):
+    return check(plan_of(variant, q, k, v, config=config, **options), q, k, v, dout, dlse, naive_dtype=naive_dtype)
+
+
+# ---------------------------------------------------------------- the contract
+
+
+@on_cpu
+@each_variant
+@both_masks
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 128, 256])
+def test_every_head_dim_and_dtype(head_dim, dtype, causal, variant):
+    check_variant(variant, *make(head_dim=head_dim, dtype=dtype), causal=causal)
+
+
+@on_cpu
+@each_variant
+@both_masks
+@pytest.mark.parametrize(
+    ("seq_q", "seq_kv"), [(1, 1), (113, 203), (203, 113), (1, 300), (300, 1), (64, 64), (128, 96), (65, 33)]
+)
+def test_every_length(seq_q, seq_kv, causal, variant):
+    """Among them rows that see no key: seq_q > seq_kv, causal."""
+    check_variant(variant, *make(seq_q=seq_q, seq_kv=seq_kv), causal=causal)
+
+
+@on_cpu
+@each_variant
+def test_rows_that_see_no_key_give_zero(variant):
+    q, k, v, dout = make(seq_q=100, seq_kv=45)
+    dq, _, _ = check_variant(variant, q, k, v, dout, normal_dlse(q), causal=True)
+    assert (dq[:, :, :55] == 0).all()
+
+
+@on_cpu
+@each_variant
+@pytest.mark.parametrize(("heads_q", "heads_kv"), [(1, 1), (4, 4), (8, 2), (6, 1)])
+def test_gqa(heads_q, heads_kv, variant):
+    tensors = make(heads_q=heads_q, heads_kv=heads_kv, batch=2, seq_q=33, seq_kv=40)
+    check_variant(variant, *tensors, normal_dlse(tensors[0]), causal=True)
+
+
+@on_cpu
+@each_variant
+@pytest.mark.parametrize("head_dim", [64, 72])
+@pytest.mark.parametrize("layout", ["bshd", "packed", "unaligned base", "unaligned stride", "broadcast"])
+def test_strides(layout, head_dim, variant):
+    q, k, v, dout = make(heads_q=2, heads_kv=2, seq_q=50, seq_kv=50, head_dim=head_dim)
+    if layout == "bshd":
+        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+    elif layout == "packed":
+        q, k, v = torch.stack((q, k, v), dim=3).unbind(3)
+    elif layout == "unaligned base":
+        q, k, v = (torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape) for t in (q, k, v))
+    elif layout == "unaligned stride":
+        q, k, v = (torch.nn.functional.pad(t, (0, 3))[..., :head_dim] for t in (q, k, v))
+    else:
+        k, v = (t[:, :1].expand(-1, 2, -1, -1) for t in (k, v))
+    check_variant(variant, q, k, v, dout, causal=True)
+
+
+@on_cpu
+@each_variant
+@both_masks
+def test_memory_beyond_a_tensor_never_matters(causal, variant):
+    *tensors, dout = make(seq_q=50, seq_kv=70)
+    views = []
+    for tensor in tensors:
+        big = torch.full((1, tensor.shape[1], tensor.shape[2] + 128, 64 + 64), math.nan, dtype=tensor.dtype)
+        view = big[:, :, 64:-64, 32:-32]
+        views.append(view.copy_(tensor))
+    expected = run(plan_of(variant, *tensors, causal=causal), *tensors, dout)
+    assert all(map(torch.equal, run(plan_of(variant, *views, causal=causal), *views, dout), expected))
+
+
+@on_cpu
+@each_variant
+@both_masks
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-3, 2.0, -1e-50])
+def test_every_sign_of_the_scale(scale, causal, variant):
+    q, k, v, dout = make()
+    check_variant(variant, q, k, v, dout, normal_dlse(q), causal=causal, scale=scale)
+
+
+@on_cpu
+@each_variant
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_large_magnitudes(dtype, variant):
+    """Against the formulas in fp32: in fp16 the scores overflow."""
+    check_variant(variant, *make(dtype=dtype, gain=30.0), naive_dtype=torch.float32, causal=True)
+
+
+@on_cpu
+@each_variant
+def test_a_masked_weight_that_would_be_infinite_is_zero(variant):
+    """Row 0 sees key 0 only; the score of key 1 is 2^14 above its lse."""
+    q, k, v, dout = make(heads_q=1, seq_q=20, seq_kv=20, head_dim=16)
+    k[0, 0, 1:] = 32 * q[0, 0, :1]
+    plan = plan_of(variant, q, k, v, causal=True, scale=64.0)
+    assert all(grad.isfinite().all() for grad in run(plan, q, k, v, dout))
+    # Scores so low that exp2(0 - lse), as of a key beyond the end, overflows.
+    low, high = torch.full_like(q, 8.75), torch.full_like(k, -8.75)
+    for causal in (False, True):
+        check_variant(variant, low, high, v, dout, causal=causal, scale=1.0)
+
+
+@on_cpu
+@each_variant
+def test_a_head_does_not_depend_on_what_runs_beside_it(variant):
+    """Nor on the order of blocks, which that changes; `atomic` promises less, but the emulation runs in order."""
+    q, k, v, dout = make(batch=2, heads_q=4, heads_kv=2, seq_q=70, seq_kv=90)
+    together = run(plan_of(variant, q, k, v, causal=True), q, k, v, dout)
+    for batch, head in itertools.product(range(2), range(2)):
+        of_q, of_kv = (batch, slice(2 * head, 2 * head + 2)), (batch, slice(head, head + 1))
+        own_q, own_k, own_v, own_dout = (t[at][None] for t, at in ((q, of_q), (k, of_kv), (v, of_kv), (dout, of_q)))
+        alone = run(plan_of(variant, own_q, own_k, own_v, causal=True), own_q, own_k, own_v, own_dout)
+        for grad, own, at in zip(together, alone, (of_q, of_kv, of_kv), strict=True):
+            assert torch.equal(grad[at][None], own)
+
+
+def test_which_variants_promise_the_same_bits():
+    assert {name: variant.deterministic for name, variant in VARIANTS.items()} == {"atomic": False, "two_pass": True}
+
+
+# ---------------------------------------------------------------- configs
+
+
+@on_cpu
+@each_variant
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("arch", ["sm80", "sm86", "sm90"])
+def test_a_gpus_own_config_runs_emulated(arch, head_dim, variant):
+    q, k, v, dout = make(heads_q=1, seq_q=150, seq_kv=200, head_dim=head_dim)
+    problem = Problem.of(q, k, v, causal=True)
+    config = plan_variant(BACKEND, VARIANTS[variant], problem, ARCHS[arch], direction="backward").config
+    check_variant(variant, q, k, v, dout, config=config, causal=True)
+
+
+@on_cpu
+@each_variant
+def test_no_ldmatrix_has_a_bank_conflict(variant):
+    q, k, v, dout = make(head_dim=128)
+    plan = plan_of(variant, q, k, v, causal=True)
+    launcher = CpuBackwardLauncher(plan)
+    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
+    launcher(q, k, v, out, lse, dout, None, *map(torch.empty_like, (q, k, v)))
+    assert set(launcher.counters) == {kernel.name for kernel in kernels_of(plan)}
+    assert sum(counters.ldmatrix for counters in launcher.counters.values()) > 0
+    assert all(counters.bank_conflicts == 0 for counters in launcher.counters.values())
+
+
+DQ = QueryConfig(tile_m=16 * 2, tile_n=16, warps=2, stages=1)
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("variant", "config"),
+    [
+        ("atomic", BackwardConfig(tile_m=16, tile_n=16, warps=2, stages=1)),
+        ("atomic", BackwardConfig(tile_m=48, tile_n=64, warps=4, stages=2)),
+        ("atomic", BackwardConfig(tile_m=64, tile_n=64, warps=8, stages=2, wide=True)),
+        ("two_pass", BackwardConfig(tile_m=32, tile_n=64, warps=2, stages=2, dq=DQ)),
+        ("two_pass", BackwardConfig(tile_m=16, tile_n=16, warps=2, stages=1, dq=replace(DQ, tile_n=48, stages=2))),
+    ],
+    ids=str,
+)
+def test_other_configs(variant, config):
+    check_variant(variant, *make(head_dim=72, seq_q=100, seq_kv=150), config=config, causal=True)
+
+
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS.keys())
+def test_every_head_dim_has_plans_that_fit(arch):
+    for head_dim, causal, name in itertools.product(range(8, 257, 8), (False, True), VARIANTS):
+        problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=head_dim, causal=causal)
+        plan = plan_variant(BACKEND, VARIANTS[name], problem, arch, direction="backward")
+        assert isinstance(plan, Plan), plan
+        deterministic = make_plan(BACKEND, problem, arch, direction="backward", deterministic=True, probe=False)
+        assert deterministic.variant == "two_pass"
+
+
+KEYS = BackwardConfig(tile_m=64, tile_n=128, warps=8, stages=2)
+
+
+@pytest.mark.parametrize(
+    ("variant", "config", "arch", "allowed"),
+    [
+        ("atomic", replace(KEYS, dq=DQ), "sm90", "dq=None"),
+        ("two_pass", KEYS, "sm90", "a QueryConfig as dq"),
+        ("atomic", replace(KEYS, tile_m=40), "sm90", "tile_m in multiples of 16"),
+        ("atomic", replace(KEYS, tile_n=96), "sm90", "tile_n in multiples of 16 per pair of warps"),
+        ("atomic", replace(KEYS, warps=6, tile_n=48), "sm90", "2, 4, 8, 16"),
+        ("atomic", replace(KEYS, stages=3), "sm90", "1, 2"),
+        ("atomic", replace(KEYS, wide=True), "sm80", "sm90 and later"),
+        ("atomic", replace(KEYS, tile_n=256), "sm90", "232448 bytes a block on sm90"),
+        ("two_pass", replace(KEYS, dq=replace(DQ, tile_m=48)), "sm90", "dq: tile_m in multiples of 16 per warp"),
+        ("two_pass", replace(KEYS, dq=replace(DQ, stages=3)), "sm90", "1, 2"),
+    ],
+)
+def test_a_config_that_cannot_run_is_refused_with_what_can(variant, config, arch, allowed):
+    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=128)
+    reasons = VARIANTS[variant].fits(problem, ARCHS[arch], config)
+    assert any(allowed in reason.allowed for reason in reasons), reasons
+
+
+def test_a_grid_that_is_too_large_is_refused():
+    problem = Problem.contiguous(batch=1 << 20, heads_q=1 << 10, seq_q=1 << 10, head_dim=8)
+    assert any("grid" in reason.allowed for reason in VARIANTS["atomic"].fits(problem, ARCHS["sm90"], KEYS))
+
+
+def test_shared_memory_by_formula():
+    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=72)  # 80 in shared memory
+    both, weights, statistics = 2 * 128 * 160, 64 * 128 * 2, 2 * 64 * 4
+    assert smem_bytes(KEYS, problem) == both + 2 * weights + 2 * (2 * 64 * 160 + statistics)
+    assert smem_bytes(replace(KEYS, stages=1, dq=DQ), problem) == both + weights + 2 * 64 * 160 + statistics
+    assert dq_smem_bytes(DQ, problem) == 2 * (32 + 16) * 160
+
+
+def test_workspace_is_delta_and_with_atomics_a_sum_of_dq():
+    problem = Problem.contiguous(batch=2, heads_q=3, seq_q=37, head_dim=72)
+    delta, dq_sum = 2 * 3 * 37 * 4, 2 * 3 * 48 * 80 * 4  # in whole units of 16 bytes, and fragments of 16x16
+    plans = {
+        name: make_plan(BACKEND, problem, CPU, direction="backward", variant=name, probe=False) for name in VARIANTS
+    }
+    assert plans["two_pass"].workspace_bytes == -(-delta // 16) * 16
+    assert plans["atomic"].workspace_bytes == -(-delta // 16) * 16 + dq_sum
+
+
+@each_variant
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_sweep_is_short_and_fits(variant, head_dim):
+    problem = Problem.contiguous(batch=4, heads_q=16, seq_q=4096, head_dim=head_dim)
+    configs = candidates(VARIANTS[variant], problem, ARCHS["sm90"])
+    assert 4 <= len(configs) <= 30
+    assert len(set(configs)) == len(configs)
+    assert not any(VARIANTS[variant].fits(problem, ARCHS["sm90"], config) for config in configs)
+    assert candidates(VARIANTS[variant], problem, CPU) == ()
+
+
+@with_nvrtc
+@each_variant
+@pytest.mark.parametrize("arch", GPU_ARCHS)
+def test_compiles_for_every_arch_without_a_gpu(arch, variant):
+    problem = Problem.contiguous(batch=1, heads_q=2, seq_q=512, head_dim=32, dtype="fp16")
+    plan = make_plan(BACKEND, problem, ARCHS[arch], direction="backward", variant=variant, probe=False)
+    compiled = BACKEND.backward.compile(plan)
+    assert len(compiled) == 3
+    for kernel in compiled:
+        assert kernel.cubin[:4] == b"\x7fELF"
+        assert kernel.smem_bytes <= ARCHS[arch].smem_per_block
+        assert kernel.spill_bytes in (0, None)
+    assert find_variant(BACKEND, variant, "backward") is VARIANTS[variant]
