@@ -1,4 +1,7 @@
-"""``python -m parity``: run the cases on the backends asked for and write the cross-backend report."""
+"""``python -m parity``: run the cases on the backends asked for and write the cross-backend report.
+
+``python -m parity train`` trains a small GPT with each backend instead (`parity.training`).
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,12 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from multiattn.backend import BACKENDS, REFERENCE
+from multiattn.backend import BACKENDS, DIRECTIONS, REFERENCE, Direction
 from parity.cases import matching, suite
-from parity.report import Report, describe_environment, summary_table, verdict, write
-from parity.run import CaseReport, contenders_of, run_cases
+from parity.report import Report, describe_environment, feeding_table, summary_table, verdict, write
+from parity.results import CaseReport
+from parity.run import VARIANTS, contenders_of, run_cases
+from parity.training import main as train
 
 MOST_JOBS = 12
 """Default limit of worker processes: each has a CUDA context of about half a GiB, and compiles on one core."""
@@ -24,6 +29,9 @@ MOST_JOBS = 12
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, write, print the summary; 0 when everything asked for ran and passed, else 1."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["train"]:
+        return train(arguments[1:])
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -40,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         parser.error(f"--out: {error}")
     torch.set_num_threads(1)  # the cases are small; the workers are the parallelism
-    contenders = contenders_of(tuple(dict.fromkeys(options.backend or BACKENDS)), options.variants)
+    backends = tuple(dict.fromkeys(options.backend or BACKENDS))
+    contenders = contenders_of(backends, options.variants, options.direction)
     environment = describe_environment(device, contenders)
     order = {case.name: index for index, case in enumerate(cases)}
     reports: list[CaseReport] = []
@@ -64,7 +73,8 @@ def _command(options: argparse.Namespace) -> str:
     """What runs the same cases again, anywhere: no folder and no number of processes."""
     backends = [part for name in options.backend or () for part in ("--backend", name)]
     cases = [part for glob in options.case or () for part in ("--case", glob)]
-    fixed = ["--device", options.device, "--variants", options.variants]
+    directions = ",".join(options.direction)
+    fixed = ["--device", options.device, "--variants", options.variants, "--direction", directions]
     return shlex.join(["python", "-m", "parity", *fixed, *backends, *cases])
 
 
@@ -72,17 +82,26 @@ def _tell_at_once(case_report: CaseReport) -> None:
     """Name what broke while the run goes on: should a kernel hang later, this much is known."""
     for result in case_report.results:
         if result.status in ("failed", "error"):
-            tqdm.write(f"{result.contender} {result.status} on {result.case}", file=sys.stderr)
+            tqdm.write(f"{result.who} {result.status} on {result.case}", file=sys.stderr)
 
 
 def _print(report: Report) -> None:
     for problem in report.problems:
         print(f"\n{problem}")
     slowest = sorted(report.results, key=lambda result: -result.seconds)[:3]
-    print("\nSlowest:", ", ".join(f"{each.case} on {each.contender} {each.seconds:.1f} s" for each in slowest))
-    table = summary_table(report)
-    print("\n" + tabulate(table.rows, headers=table.header, disable_numparse=True))
+    print("\nSlowest:", ", ".join(f"{each.case} on {each.who} {each.seconds:.1f} s" for each in slowest))
+    for table in (summary_table(report), feeding_table(report)):
+        if table.rows:
+            print("\n" + tabulate(table.rows, headers=table.header, disable_numparse=True))
     print(verdict(report))
+
+
+def _directions(text: str) -> tuple[Direction, ...]:
+    asked = text.split(",")
+    for name in asked:
+        if name not in DIRECTIONS:
+            raise argparse.ArgumentTypeError(f"got {name!r}; allowed {', '.join(DIRECTIONS)}")
+    return tuple(direction for direction in DIRECTIONS if direction in asked)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,7 +113,17 @@ def _parser() -> argparse.ArgumentParser:
         help="may be given again; default all. One that is asked for and runs nothing fails the run",
     )
     parser.add_argument(
-        "--variants", choices=("best", "all"), default="best", help="of each backend (default: the best for each case)"
+        "--variants",
+        choices=VARIANTS,
+        default="best",
+        help="of each backend: the best for each case (default), in turns, or each case on all of them",
+    )
+    parser.add_argument(
+        "--direction",
+        type=_directions,
+        default=DIRECTIONS,
+        metavar="NAMES",
+        help="forward, backward or both, with a comma; default both",
     )
     parser.add_argument(
         "--device",

@@ -24,8 +24,24 @@ Values = Literal[
 ]
 """How q, k and v are drawn; `parity.tensors` says what each is."""
 
-HUGE_GIB = 96
-"""GPU memory below which the huge cases are not part of the suite: out, its truth in fp64 and its copies."""
+PLANTED: tuple[Values, ...] = ("nan_q", "nan_k", "inf_k", "inf_k_blocks", "nan_v", "inf_v")
+"""Values that are NaN or inf in some places."""
+
+HUGE_GIB = 112
+"""GPU memory below which the huge cases are not part of the suite: by a count, the backward of huge_q holds q, dout, a
+copy of each, out of three forwards with theirs, dq of three backwards, a workspace in fp32 and the truth in fp64."""
+
+CROSS_FED = (
+    "d64_fp16_full",  # nothing special
+    "d128_bf16_causal",
+    "d40_bf16_causal",  # a padded head_dim
+    "len_203x113_causal",  # rows that see nothing: lse = -inf
+    "gqa4_b1",
+    "bshd",
+    "large_fp16",  # the lse is huge
+    "scale_negative",
+)
+"""Cases whose backwards take the out and lse of every backend's forward on a CPU, too; on a GPU all do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +85,23 @@ class Case:
     def seed(self) -> int:
         """The same on every machine, in every process and whatever other cases there are."""
         return zlib.crc32(self.name.encode())
+
+    @property
+    def has_dlse(self) -> bool:
+        """Whether backward gets a gradient of lse, too: by the seed every second case."""
+        return self.seed % 2 == 0
+
+    @property
+    def turn(self) -> int:
+        """Whose turn it is, modulo how many take turns on the cases: bits of the seed that nothing else hangs on."""
+        return self.seed >> 16
+
+    @property
+    def no_backward(self) -> str:
+        """Why this case is of forward only; empty where it is not."""
+        if self.values in PLANTED:
+            return f"values {self.values}: backward does not keep apart NaN and inf that are values of its inputs"
+        return ""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -424,6 +457,11 @@ def suite(device: torch.device) -> tuple[Case, ...]:
         if torch.cuda.get_device_properties(device).total_memory >= HUGE_GIB << 30:
             sizes.add("huge")
     return tuple(case for case in CASES if case.size in sizes)
+
+
+def is_cross_fed(case: Case, device: torch.device) -> bool:
+    """Whether each backward takes this case's out and lse from every forward, not from its own backend's only."""
+    return device.type == "cuda" or case.name in CROSS_FED
 
 
 def matching(cases: tuple[Case, ...], patterns: list[str]) -> tuple[Case, ...]:

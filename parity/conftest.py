@@ -7,13 +7,14 @@ import torch
 
 from multiattn.backend import BACKENDS
 from parity.cases import suite
-from parity.run import contenders_of
+from parity.results import Contender
+from parity.run import VARIANTS, Variants, contenders_of, feeders_of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("parity")
     group.addoption("--parity-backend", action="append", choices=BACKENDS, help="one that must run; may be given again")
-    group.addoption("--parity-variants", choices=("best", "all"), default="best", help="of each backend")
+    group.addoption("--parity-variants", choices=VARIANTS, help="of each backend (default: best, on a CPU turns)")
     group.addoption("--parity-device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -22,17 +23,39 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each case with each contender, the contenders of one case together: they share its truth."""
+    """Each case with each contender, and of backward with who feeds it; those of a case together: they share truth."""
     if "contender" not in metafunc.fixturenames:
         return
     config = metafunc.config
-    contenders = contenders_of(config.getoption("--parity-backend") or BACKENDS, config.getoption("--parity-variants"))
-    if "case" in metafunc.fixturenames:
-        cases = suite(torch.device(config.getoption("--parity-device")))
-        alone = pytest.mark.xdist_group("huge")  # two at a time would not fit a GPU's memory
-        params = [pytest.param(case, marks=alone if case.size == "huge" else (), id=case.name) for case in cases]
-        metafunc.parametrize("case", params)
-        metafunc.parametrize("contender", contenders, ids=str)
+    backends = config.getoption("--parity-backend") or BACKENDS
+    device = torch.device(config.getoption("--parity-device"))
+    is_backward = "fed_by" in metafunc.fixturenames
+    contenders = contenders_of(backends, _variants(config), ["backward" if is_backward else "forward"])
+    params = []
+    for case in suite(device):
+        marks = [pytest.mark.xdist_group("huge")] if case.size == "huge" else []  # two at a time would not fit a GPU
+        if is_backward and case.no_backward:
+            marks.append(pytest.mark.skip(reason=case.no_backward))
+        for who in contenders:
+            if not is_backward:
+                params.append(pytest.param(case, who, marks=marks, id=f"{case}-{who}"))
+                continue
+            params += [
+                pytest.param(case, who, feeder, marks=marks, id=f"{case}-{_who(who)}-fed_by_{feeder}")
+                for feeder in feeders_of(case, who.backend, backends, device)
+            ]
+    names = ("case", "contender", "fed_by") if is_backward else ("case", "contender")
+    metafunc.parametrize(names, params)
+
+
+def _variants(config: pytest.Config) -> Variants:
+    on_cpu = config.getoption("--parity-device") == "cpu"
+    chosen: Variants = config.getoption("--parity-variants") or ("turns" if on_cpu else "best")
+    return chosen
+
+
+def _who(contender: Contender) -> str:
+    return contender.backend if contender.variant is None else f"{contender.backend}_{contender.variant}"
 
 
 @pytest.fixture(scope="session")

@@ -19,10 +19,14 @@ from tabulate import tabulate
 import multiattn
 from multiattn import backend as registry
 from multiattn.arch import detect
+from multiattn.backend import Direction
 from parity.cases import Case
-from parity.run import CaseReport, Contender, Pair, Result, Score
+from parity.results import TENSORS, CaseReport, Contender, Pair, Result, Score
 
 Row = tuple[str, ...]
+
+ALL_TENSORS = tuple(tensor for tensors in TENSORS.values() for tensor in tensors)
+"""Everything that is scored: out, lse, dq, dk, dv."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,25 +52,28 @@ class Report:
     def problems(self) -> tuple[str, ...]:
         """Why the run has failed, one text each; empty when it has passed."""
         broken = (
-            f"{result.contender} {result.status} on {result.case}: {result.message}"
+            f"{result.who} {result.status} on {result.case}: {result.message}"
             for result in self.results
             if result.status in ("failed", "error")
         )
         apart = (
-            f"{pair.left} and {pair.right} disagree on {pair.case}: |A - B| ({pair.out.of}) of out is "
-            f"{pair.out.error:.3e}, allowed {pair.out.budget:.3e}; ({pair.lse.of}) of lse {pair.lse.error:.3e}, "
-            f"allowed {pair.lse.budget:.3e}"
+            f"{pair.left} and {pair.right} disagree on {pair.case} {pair.direction}: "
+            + "; ".join(
+                f"|A - B| ({score.of}) of {score.tensor} is {score.error:.3e}, allowed {score.budget:.3e}"
+                for score in pair.scores
+            )
             for pair in self.pairs
             if not pair.passed
         )
         return (*self._idle_backends(), *broken, *apart)
 
     def _idle_backends(self) -> Iterator[str]:
-        for name in dict.fromkeys(contender.backend for contender in self.contenders):
-            results = [result for result in self.results if result.contender.backend == name]
+        """Backends that ran nothing in a direction: neither a suite of refusals nor one without any case passes."""
+        for name, direction in dict.fromkeys((who.backend, who.direction) for who in self.contenders):
+            results = [r for r in self.results if (r.contender.backend, r.contender.direction) == (name, direction)]
             if not any(result.ran for result in results):
                 reasons = dict.fromkeys(reason for result in results for reason in result.reasons)
-                yield f"{name} was asked for and ran nothing: {'; '.join(reasons) or 'no case'}"
+                yield f"{name} {direction} was asked for and ran nothing: {'; '.join(reasons) or 'no case'}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,36 +126,69 @@ def make_tables(report: Report) -> tuple[Table, ...]:
     """Every table of the report, the short one first."""
     return (
         *short_tables(report),
-        _details(report.results),
-        _pair_details(report.pairs),
+        *(_details(report.results, direction) for direction in TENSORS),
+        *(_pair_details(report.pairs, direction) for direction in TENSORS),
         _case_list(report.cases),
     )
 
 
 def short_tables(report: Report) -> tuple[Table, ...]:
     """What a page on more than parity shows of it: the summary, the pairs, and what was not run and why."""
-    return summary_table(report), _pair_summary(report.pairs), _skips(report.results)
+    return summary_table(report), feeding_table(report), _pair_summary(report.pairs), _skips(report.results)
 
 
 def summary_table(report: Report) -> Table:
-    """Per contender: how many cases ran, passed, failed, were refused, and the worst ratio of error to budget."""
+    """Per contender: how many runs passed, failed, were refused, and of each tensor the worst ratio of error to budget.
+
+    "not run" counts refusals and what a case itself excludes.
+    """
     rows = []
     for contender in report.contenders:
         results = [result for result in report.results if result.contender == contender]
-        counts = [
-            sum(result.status == status for result in results) for status in ("passed", "failed", "error", "refused")
-        ]
-        rows.append((str(contender), str(sum(result.ran for result in results)), *map(str, counts), _worst(results)))
+        counts = [sum(result.status == status for result in results) for status in ("passed", "failed", "error")]
+        ran = sum(result.ran for result in results)
+        ratios = (_worst_ratio(results, tensor) for tensor in ALL_TENSORS)
+        rows.append((str(contender), str(ran), *map(str, counts), str(len(results) - ran), *ratios, _worst(results)))
     return Table(
         title="Summary",
-        note="Ratio: the share of its budget that an error uses, largest of max and RMS, out and lse; 1 is the limit.",
-        header=("backend", "ran", "passed", "failed", "error", "refused", "worst ratio"),
+        note="Ratio: the share of its budget that an error uses, the larger of max and RMS; 1 is the limit. Each "
+        "column has the worst of all cases, the last one names the worst of all.",
+        header=("backend", "ran", "passed", "failed", "error", "not run", *ALL_TENSORS, "worst ratio"),
         rows=tuple(rows),
     )
 
 
+def feeding_table(report: Report) -> Table:
+    """Every backward (rows) with the out and lse of every forward (columns)."""
+    fed = [result for result in report.results if result.ran and result.fed_by]
+    feeders = tuple(dict.fromkeys(result.fed_by for result in fed))
+    rows = []
+    for contender in dict.fromkeys(result.contender for result in fed):
+        of_feeder = ([r for r in fed if (r.contender, r.fed_by) == (contender, feeder)] for feeder in feeders)
+        rows.append((str(contender), *map(_feeding, of_feeder)))
+    return Table(
+        title="Every backward on every forward",
+        note="A row's backward is given out and lse of a column's forward. Runs that passed, of how many, and the "
+        "worst ratio of error to budget.",
+        header=("backward", *(f"fed by {feeder}" for feeder in feeders)),
+        rows=tuple(rows),
+    )
+
+
+def _feeding(results: Sequence[Result]) -> str:
+    if not results:
+        return ""
+    passed = sum(result.status == "passed" for result in results)
+    return f"{passed} of {len(results)}, {_worst(results)}"
+
+
+def _worst_ratio(results: Iterable[Result], tensor: str) -> str:
+    ratios = [score.ratio for result in results for score in result.scores if score.tensor == tensor]
+    return f"{max(ratios):.2f}" if ratios else ""
+
+
 def _worst(results: Iterable[Result]) -> str:
-    scored = [(max(result.out.ratio, result.lse.ratio), result.case) for result in results if result.out and result.lse]
+    scored = [(result.ratio, result.case) for result in results if result.scores]
     if not scored:
         return ""
     ratio, case = max(scored)
@@ -157,55 +197,65 @@ def _worst(results: Iterable[Result]) -> str:
 
 def _pair_summary(pairs: Sequence[Pair]) -> Table:
     rows = []
-    for left, right in dict.fromkeys((pair.left, pair.right) for pair in pairs):
-        these = [pair for pair in pairs if (pair.left, pair.right) == (left, right)]
-        worst = max(these, key=lambda pair: max(pair.out.ratio, pair.lse.ratio))
+    for key in dict.fromkeys((pair.direction, pair.left, pair.right) for pair in pairs):
+        these = [pair for pair in pairs if (pair.direction, pair.left, pair.right) == key]
+        worst = max(these, key=lambda pair: pair.ratio)
         agree = sum(pair.passed for pair in these)
-        rows.append((left, right, str(len(these)), str(agree), f"{_ratio(worst.out, worst.lse):.2f} ({worst.case})"))
+        rows.append((*key, str(len(these)), str(agree), f"{worst.ratio:.2f} ({worst.case})"))
     return Table(
         title="Backends against each other",
         note="|A - B| against the sum of what both are allowed. It holds where both pass; the ratio says how close.",
-        header=("A", "B", "cases", "agree", "worst ratio"),
+        header=("direction", "A", "B", "cases", "agree", "worst ratio"),
         rows=tuple(rows),
     )
 
 
 def _skips(results: Iterable[Result]) -> Table:
-    cases: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    cases: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
     for result in results:
-        if result.status == "refused":
-            cases.setdefault((str(result.contender), result.reasons), []).append(result.case)
+        if not result.ran:
+            cases.setdefault((str(result.contender), result.reasons), {})[result.case] = None
     rows = ((who, "; ".join(reasons), str(len(names)), ", ".join(names)) for (who, reasons), names in cases.items())
     return Table(
         title="Not run, and why",
-        note="A case is left out only for a reason that the backend itself gives.",
+        note="A case is left out only for a reason that the backend itself gives, or, of backward, that the case has.",
         header=("backend", "reasons", "cases", "which"),
         rows=tuple(rows),
     )
 
 
-def _details(results: Iterable[Result]) -> Table:
+def _details(results: Iterable[Result], direction: Direction) -> Table:
+    fed = ("fed by",) if direction == "backward" else ()
     rows = (
-        (result.case, result.contender.backend, result.variant, result.status, *_score(result.out), *_score(result.lse))
+        (
+            result.case,
+            result.contender.backend,
+            result.variant,
+            *((result.fed_by,) if fed else ()),
+            result.status,
+            *_cells(result.scores, direction),
+        )
         for result in results
-        if result.ran
+        if result.ran and result.contender.direction == direction
     )
-    score = ("error", "budget", "ratio")
     return Table(
-        title="Every case",
+        title=f"Every case, {direction}",
         note="Error against the reference in fp64, max or rms, whichever uses more of what it is allowed.",
-        header=("case", "backend", "variant", "status", *(f"{of} {what}" for of in ("out", "lse") for what in score)),
+        header=("case", "backend", "variant", *fed, "status", *_headings(direction, ("error", "budget", "ratio"))),
         rows=tuple(rows),
     )
 
 
-def _pair_details(pairs: Iterable[Pair]) -> Table:
-    rows = ((pair.case, pair.left, pair.right, *_score(pair.out), *_score(pair.lse)) for pair in pairs)
-    score = ("|A - B|", "allowed", "ratio")
+def _pair_details(pairs: Iterable[Pair], direction: Direction) -> Table:
+    rows = (
+        (pair.case, pair.left, pair.right, *_cells(pair.scores, direction))
+        for pair in pairs
+        if pair.direction == direction
+    )
     return Table(
-        title="Every pair",
+        title=f"Every pair, {direction}",
         note="The best variant of each backend.",
-        header=("case", "A", "B", *(f"{of} {what}" for of in ("out", "lse") for what in score)),
+        header=("case", "A", "B", *_headings(direction, ("|A - B|", "allowed", "ratio"))),
         rows=tuple(rows),
     )
 
@@ -226,6 +276,8 @@ def describe_case(case: Case) -> str:
         parts.append(f"scale={case.scale:g}")
     if case.values != "normal":
         parts.append(case.values)
+    if case.has_dlse and not case.no_backward:
+        parts.append("dlse")
     defaults = type(case.layout)()
     for field in ("order", "offset", "row_pad", "broadcast", "stray_strides"):
         value = getattr(case.layout, field)
@@ -234,8 +286,13 @@ def describe_case(case: Case) -> str:
     return " ".join(parts)
 
 
-def _ratio(*scores: Score) -> float:
-    return max(score.ratio for score in scores)
+def _headings(direction: Direction, what: Sequence[str]) -> Row:
+    return tuple(f"{tensor} {each}" for tensor in TENSORS[direction] for each in what)
+
+
+def _cells(scores: Sequence[Score], direction: Direction) -> Row:
+    found = {score.tensor: score for score in scores}
+    return tuple(cell for tensor in TENSORS[direction] for cell in _score(found.get(tensor)))
 
 
 def _score(score: Score | None) -> Row:
@@ -282,7 +339,7 @@ def to_json(report: Report) -> str:
     """The report as JSON, one result a line and three digits a number, as it is kept under version control."""
     results = [_pack_result(result) for result in report.results]
     pairs = [
-        {"case": pair.case, "left": pair.left, "right": pair.right, "out": _pack(pair.out), "lse": _pack(pair.lse)}
+        {"case": pair.case, **_backward(pair.direction), "left": pair.left, "right": pair.right, **_pack(pair.scores)}
         for pair in report.pairs
     ]
     cases = [{"name": entry.case.name, "problem": describe_case(entry.case)} for entry in report.cases]
@@ -302,23 +359,32 @@ def to_json(report: Report) -> str:
 
 
 def _pack_result(result: Result) -> dict[str, object]:
+    """One result; of a backward also its direction and who feeds it. Its config is that of the one its own feeds."""
+    is_cross_fed = result.fed_by not in ("", result.contender.backend)
     row: dict[str, object] = {
         "case": result.case,
+        **_backward(result.contender.direction),
         "backend": result.contender.backend,
         "variant": result.variant or result.contender.variant,
-        "config": result.config,
+        "config": "" if is_cross_fed else result.config,
+        "fed_by": result.fed_by,
         "status": result.status,
-        "out": _pack(result.out),
-        "lse": _pack(result.lse),
+        **_pack(result.scores),
         "reasons": list(result.reasons),
         "message": result.message,
     }
     return {key: value for key, value in row.items() if value}
 
 
-def _pack(score: Score | None) -> list[float | str] | None:
-    """Three numbers and which error they are of; inf, which JSON has not, as the text "inf"."""
-    if score is None:
-        return None
-    numbers = (float(f"{number:.3g}") for number in (score.error, score.budget, score.ratio))
-    return [*("inf" if number == float("inf") else number for number in numbers), score.of]
+def _backward(direction: Direction) -> dict[str, str]:
+    """What tells a row of backward from one of forward, which says nothing."""
+    return {} if direction == "forward" else {"direction": direction}
+
+
+def _pack(scores: Sequence[Score]) -> dict[str, list[float | str]]:
+    """Per tensor three numbers and which error they are of; inf, which JSON has not, as the text "inf"."""
+    packed: dict[str, list[float | str]] = {}
+    for score in scores:
+        numbers = (float(f"{number:.3g}") for number in (score.error, score.budget, score.ratio))
+        packed[score.tensor] = [*("inf" if number == float("inf") else number for number in numbers), score.of]
+    return packed

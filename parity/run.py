@@ -1,7 +1,8 @@
-"""Runs cases: one Plan at a time through `multiattn.launch`, judged by the truth and against the other backends."""
+"""Runs cases: each contender's launch judged by the truth and against the other backends', in many processes."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import multiprocessing
@@ -9,192 +10,189 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
-from multiattn import api
 from multiattn import backend as registry
-from multiattn.arch import detect
-from multiattn.backend import Plan, make_plan
-from multiattn.problem import Problem
-from multiattn.support import Reason, Unsupported
-from parity.cases import Case
-from parity.tensors import Inputs, Outputs
-from parity.tolerance import Expected, Mismatch, Truth, deviate
+from multiattn.backend import DIRECTIONS, Direction, Plan
+from parity.cases import Case, is_cross_fed
+from parity.launch import (
+    forget,
+    launch_gradients,
+    launch_plan,
+    plan_case,
+    prepare_case,
+    prepare_gradients,
+)
+from parity.results import CaseReport, Contender, Pair, Result, Score
+from parity.tensors import Gradients, Inputs, Outputs, Saved
+from parity.tolerance import Expected, Mismatch, deviate
 
-Status = Literal["passed", "failed", "refused", "error"]
-"""`refused`: by why_not, with reasons. `failed`: wrong numbers. `error`: something was raised."""
+T = TypeVar("T", Outputs, Gradients)
 
+Variants = Literal["best", "turns", "all"]
+VARIANTS: tuple[Variants, ...] = ("best", "turns", "all")
+"""Of each backend: the best for each case, each case on one of those that can run it, or each case on all of them.
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Contender:
-    """A backend, with one of its variants or (None) the best that can run a case."""
-
-    backend: str
-    variant: str | None = None
-
-    def __str__(self) -> str:
-        return self.backend if self.variant is None else f"{self.backend}-{self.variant}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Score:
-    """One result of one run, out or lse, against its budget: of max and RMS the one that uses more of it."""
-
-    of: str
-    """``max`` or ``rms``."""
-    error: float
-    budget: float
-    ratio: float
-    """Share of the budget used; inf where NaN or inf stand in wrong places."""
+In turns takes no longer than the best alone, and every variant runs.
+"""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
-    """What became of one case on one contender."""
-
-    case: str
-    contender: Contender
-    status: Status
-    variant: str = ""
-    config: str = ""
-    seconds: float = 0.0
-    out: Score | None = None
-    lse: Score | None = None
-    reasons: tuple[str, ...] = ()
-    message: str = ""
-
-    @property
-    def ran(self) -> bool:
-        """Whether there was a Plan to run."""
-        return self.status != "refused"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pair:
-    """Two backends' results of one case against each other: allowed is the sum of what each is allowed."""
-
-    case: str
-    left: str
-    right: str
-    out: Score
-    lse: Score
-
-    @property
-    def passed(self) -> bool:
-        """Whether both out and lse agree."""
-        return max(self.out.ratio, self.lse.ratio) <= 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CaseReport:
-    """Everything about one case."""
-
-    case: Case
-    results: tuple[Result, ...]
-    pairs: tuple[Pair, ...]
-
-
-def contenders_of(backends: Sequence[str], variants: Literal["best", "all"]) -> tuple[Contender, ...]:
-    """Each backend once, or each of its variants."""
-    if variants == "best":
-        return tuple(Contender(backend=name) for name in backends)
+def contenders_of(
+    backends: Sequence[str],
+    variants: Variants,
+    directions: Sequence[Direction] = DIRECTIONS,
+) -> tuple[Contender, ...]:
+    """In each direction each backend once, or each of its variants."""
     return tuple(
-        Contender(backend=name, variant=variant.name)
+        Contender(backend=name, variant=variant, direction=direction, in_turn=variants == "turns")
+        for direction in directions
         for name in backends
-        for variant in registry.get(name).forward.variants
+        for variant in (_variants(name, direction) if variants == "all" else (None,))
     )
 
 
-@functools.lru_cache(maxsize=1)
-def prepare_case(case: Case, device: torch.device) -> tuple[Inputs, Truth]:
-    """Inputs and truth of a case, kept while the backends take turns on it; one case only, as some are huge."""
-    inputs = Inputs.of(case, device)
-    return inputs, Truth.of(inputs.q, inputs.k, inputs.v, causal=case.causal, scale=case.scale)
+def _variants(backend: str, direction: Direction) -> tuple[str, ...]:
+    return tuple(variant.name for variant in registry.get(backend).op(direction).variants)
 
 
-def plan_case(case: Case, contender: Contender, inputs: Inputs) -> Plan | tuple[Reason, ...]:
-    """The Plan of a contender for a case, or every reason why not."""
-    problem = Problem.of(inputs.q, inputs.k, inputs.v, causal=case.causal, scale=case.scale)
-    backend = registry.get(contender.backend)
-    try:
-        return make_plan(backend, problem, detect(inputs.q.device), variant=contender.variant)
-    except Unsupported as error:
-        return error.reasons
-
-
-def launch_plan(plan: Plan, inputs: Inputs) -> Outputs:
-    """Run one Plan on a case's inputs; Mismatch if it wrote where it must not."""
-    outputs = Outputs.of(plan.problem, inputs.q.device)
-    api.launch(plan, inputs.q, inputs.k, inputs.v, outputs.out, outputs.lse)
-    if inputs.q.is_cuda:
-        torch.cuda.synchronize(inputs.q.device)
-    if outputs.guards_were_written:
-        raise Mismatch(f"memory around out or lse was written\n  {plan}")
-    if inputs.were_written:
-        inputs.restore()
-        raise Mismatch(f"memory of q, k or v was written\n  {plan}")
-    return outputs
-
-
-def score_outputs(outputs: Outputs, truth: Truth) -> tuple[Score, Score, str]:
-    """Scores of out and of lse, and what is wrong with them: empty when both are within their budgets."""
-    scores, complaints = [], []
-    for got, expected in ((outputs.out, truth.out), (outputs.lse, truth.lse)):
-        deviation = deviate(got, expected.truth)
-        of, error, budget = expected.tighter(deviation)
-        scores.append(Score(of=of, error=error, budget=budget, ratio=expected.ratio(deviation)))
-        complaints.append(expected.complaint(got, deviation))
-    return scores[0], scores[1], "\n".join(filter(None, complaints))
+def feeders_of(case: Case, backend: str, others: Iterable[str], device: torch.device) -> tuple[str, ...]:
+    """Whose out and lse a backend's backward is given: its own, and where a case is cross-fed all others', too."""
+    return (backend, *(name for name in others if name != backend and is_cross_fed(case, device)))
 
 
 def run_case(case: Case, contenders: Sequence[Contender], device: torch.device) -> CaseReport:
     """Run a case on every contender that can, and compare the best variants of different backends."""
-    inputs, truth = prepare_case(case, device)
+    forwards = [contender for contender in contenders if contender.direction == "forward"]
+    backwards = [contender for contender in contenders if contender.direction == "backward"]
+    results, outputs = _run_forwards(case, forwards, device)
+    pairs = _pairs(case, "forward", outputs, prepare_case(case, device)[1].all)
+    if case.no_backward:
+        results += [
+            Result(case=case.name, contender=who, status="excluded", reasons=(case.no_backward,)) for who in backwards
+        ]
+    elif backwards:
+        more, gradients = _run_backwards(case, backwards, outputs, device)
+        results += more
+        pairs += _pairs(case, "backward", gradients, prepare_gradients(case, device)[1].all)
+    return CaseReport(case=case, results=tuple(results), pairs=tuple(pairs))
+
+
+def _run_forwards(
+    case: Case, contenders: Sequence[Contender], device: torch.device
+) -> tuple[list[Result], dict[str, Outputs]]:
+    """Every contender's result, and per backend what its first variant that passed has written."""
     results: list[Result] = []
-    first_outputs: dict[str, Outputs] = {}
+    outputs: dict[str, Outputs] = {}
     for contender in contenders:
-        result, outputs = _attempt(case, contender, inputs, truth)
+        result, written = _attempt_forward(case, contender, device)
         results.append(result)
-        if outputs is not None:
-            first_outputs.setdefault(contender.backend, outputs)
-    pairs = tuple(
-        Pair(
-            case=case.name,
-            left=left,
-            right=right,
-            out=_score_pair(a.out, b.out, truth.out),
-            lse=_score_pair(a.lse, b.lse, truth.lse),
-        )
-        for (left, a), (right, b) in itertools.combinations(first_outputs.items(), 2)
-    )
-    return CaseReport(case=case, results=tuple(results), pairs=pairs)
+        if written is not None and (contender.backend not in outputs):
+            outputs[contender.backend] = written
+    return results, outputs
 
 
-def _attempt(case: Case, contender: Contender, inputs: Inputs, truth: Truth) -> tuple[Result, Outputs | None]:
+def _run_backwards(
+    case: Case, contenders: Sequence[Contender], outputs: Mapping[str, Outputs], device: torch.device
+) -> tuple[list[Result], dict[str, Gradients]]:
+    """Every contender's results, one for each that feeds it, and per backend its first variant's gradients."""
+    inputs, _ = prepare_case(case, device)
+    upstream, truth = prepare_gradients(case, device)
+    results: list[Result] = []
+    gradients: dict[str, Gradients] = {}
+    saved = {who.backend: _save(case, who.backend, outputs, device) for who in contenders}
+    for contender in contenders:
+        for feeder in feeders_of(case, contender.backend, saved, device):
+            given = saved[feeder]
+            if isinstance(given, Result):  # why there is nothing to feed it with
+                results.append(replace(given, contender=contender, fed_by=feeder))
+                continue
+            blank = Result(case=case.name, contender=contender, status="passed", fed_by=feeder)
+            launch = functools.partial(launch_gradients, inputs=inputs, saved=given, upstream=upstream)
+            result, written = _attempt(case, blank, inputs, launch, truth.all)
+            results.append(result)
+            if written is not None and feeder == contender.backend:
+                gradients.setdefault(contender.backend, written)
+    return results, gradients
+
+
+def _save(case: Case, backend: str, outputs: Mapping[str, Outputs], device: torch.device) -> Saved | Result:
+    """out and lse of a backend's forward, which runs if it has not yet; or the Result that says why there is none."""
+    if backend in outputs:
+        return Saved.of(outputs[backend])
+    result, written = _attempt_forward(case, Contender(backend=backend), device)
+    if written is not None and result.status == "passed":
+        return Saved.of(written)
+    return replace(result, scores=(), message=f"its forward, which feeds it: {result.message}")
+
+
+def _attempt_forward(case: Case, contender: Contender, device: torch.device) -> tuple[Result, Outputs | None]:
+    inputs, truth = prepare_case(case, device)
+    blank = Result(case=case.name, contender=contender, status="passed")
+    return _attempt(case, blank, inputs, functools.partial(launch_plan, inputs=inputs), truth.all)
+
+
+def _attempt(
+    case: Case, blank: Result, inputs: Inputs, launch: Callable[[Plan], T], truth: Sequence[Expected]
+) -> tuple[Result, T | None]:
+    """What becomes of `blank` when its contender is launched, and what that has written."""
     started = time.perf_counter()
-    result = Result(case=case.name, contender=contender, status="passed")
-    outputs = None
+    result, written = blank, None
     try:
-        plan = plan_case(case, contender, inputs)
+        plan = plan_case(case, blank.contender, inputs)
         if not isinstance(plan, Plan):
             return replace(result, status="refused", reasons=tuple(str(reason) for reason in plan)), None
         result = replace(result, variant=plan.variant, config=str(plan.config or ""))
-        outputs = launch_plan(plan, inputs)
-        out, lse, complaint = score_outputs(outputs, truth)
-        result = replace(result, out=out, lse=lse)
+        written = launch(plan)
+        scores, complaint = score(written.all, truth)
+        result = replace(result, scores=scores)
         if complaint:
             result = replace(result, status="failed", message=f"{complaint}\n  {plan}")
     except Mismatch as mismatch:
         result = replace(result, status="failed", message=str(mismatch))
     except Exception:  # a report must say what broke, of whatever kind, and go on to the other backends
         result = replace(result, status="error", message=_last_lines())
-    return replace(result, seconds=time.perf_counter() - started), outputs
+    return replace(result, seconds=time.perf_counter() - started), written
+
+
+def score(tensors: Sequence[torch.Tensor], truth: Sequence[Expected]) -> tuple[tuple[Score, ...], str]:
+    """A score of each tensor, and what is wrong with them: empty when all are within their budgets."""
+    scores, complaints = [], []
+    for got, expected in zip(tensors, truth, strict=True):
+        deviation = deviate(got, expected.truth)
+        of, error, budget = expected.tighter(deviation)
+        ratio = expected.ratio(deviation)
+        scores.append(Score(tensor=expected.name, of=of, error=error, budget=budget, ratio=ratio))
+        complaints.append(expected.complaint(got, deviation))
+    return tuple(scores), "\n".join(filter(None, complaints))
+
+
+def _pairs(case: Case, direction: Direction, written: Mapping[str, T], truth: Sequence[Expected]) -> list[Pair]:
+    """Every two backends against each other."""
+    return [
+        Pair(
+            case=case.name,
+            left=left,
+            right=right,
+            direction=direction,
+            scores=tuple(_score_pair(one, other, each) for one, other, each in zip(a.all, b.all, truth, strict=True)),
+        )
+        for (left, a), (right, b) in itertools.combinations(written.items(), 2)
+    ]
+
+
+def _score_pair(left: torch.Tensor, right: torch.Tensor, expected: Expected) -> Score:
+    """|left - right| against the sum of both allowances, which are those of one truth."""
+    deviation = deviate(left, right)
+    of, error, budget = expected.tighter(deviation)
+    ratio = expected.ratio(deviation) / 2
+    return Score(tensor=expected.name, of=of, error=error, budget=2 * budget, ratio=ratio)
 
 
 def _last_lines() -> str:
@@ -206,13 +204,6 @@ def _last_lines() -> str:
     for folder in sorted({str(Path(folder).resolve()) for folder in sys.path}, key=len, reverse=True):
         text = text.replace(folder + os.sep, "")
     return text
-
-
-def _score_pair(left: torch.Tensor, right: torch.Tensor, expected: Expected) -> Score:
-    """|left - right| against the sum of both allowances, which are those of one truth."""
-    deviation = deviate(left, right)
-    of, error, budget = expected.tighter(deviation)
-    return Score(of=of, error=error, budget=2 * budget, ratio=expected.ratio(deviation) / 2)
 
 
 def run_cases(
@@ -231,9 +222,9 @@ def run_cases(
     else:
         yield from _run_in_processes(shared, contenders, device, jobs)
     for case in alone:
-        prepare_case.cache_clear()  # before the next one's tensors are made, not after
+        forget()  # before the next one's tensors are made, not after
         yield _settle(case, contenders, functools.partial(run_case, case, contenders, device))
-    prepare_case.cache_clear()
+    forget()
 
 
 def spread(cases: Iterable[Case]) -> list[Case]:
@@ -252,10 +243,46 @@ def _run_in_processes(
     cases: Sequence[Case], contenders: tuple[Contender, ...], device: torch.device, jobs: int
 ) -> Iterator[CaseReport]:
     context = multiprocessing.get_context("spawn")  # a CUDA context and torch's threads do not survive a fork
+    lost: set[int] = set()
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        futures = {pool.submit(run_case, case, contenders, device): case for case in cases}
-        for future in as_completed(futures):
-            yield _settle(futures[future], contenders, future.result)
+        waiting = {pool.submit(_run_in_worker, case, contenders, device): case for case in cases}
+        while waiting:
+            for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+                case, error = waiting.pop(future), future.exception()
+                if isinstance(error, DeviceLostError):
+                    lost.add(error.process)
+                    if len(lost) < jobs:  # another process may still run it
+                        with contextlib.suppress(BrokenProcessPool):
+                            waiting[pool.submit(_run_in_worker, case, contenders, device)] = case
+                            continue
+                yield _settle(case, contenders, future.result)
+
+
+class DeviceLostError(RuntimeError):
+    """An earlier case has broken the device for this process, whose id it has; no case can run in it any more."""
+
+    def __init__(self, process: int) -> None:
+        super().__init__(process)
+        self.process = process
+
+
+LOST_PAUSE_S = 1.0
+"""How long a process that can run nothing waits before it says so, lest it be the first to ask for every next case."""
+
+
+def _run_in_worker(case: Case, contenders: Sequence[Contender], device: torch.device) -> CaseReport:
+    """`run_case`, if an illegal access of an earlier case has left this process a device. Else DeviceLostError."""
+    try:
+        _synchronize(device)
+    except RuntimeError:
+        time.sleep(LOST_PAUSE_S)
+        raise DeviceLostError(os.getpid()) from None
+    return run_case(case, contenders, device)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _settle(case: Case, contenders: Sequence[Contender], report: Callable[[], CaseReport]) -> CaseReport:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from multiattn.problem import Problem
+from multiattn.problem import Problem, Strides
 from parity.cases import Case
 
 POISON = 0x7FC5
@@ -29,14 +29,31 @@ Values3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Inputs:
-    """q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` of a case, the memory they lie in and a copy of it."""
+class Watched:
+    """Tensors that a kernel must not write: the memory they lie in, as bits, and a copy of it."""
+
+    memory: tuple[torch.Tensor, ...]
+    memory_before: tuple[torch.Tensor, ...]
+
+    @property
+    def were_written(self) -> bool:
+        """Whether any bit of them, or of the memory around them, has changed."""
+        pairs = zip(self.memory, self.memory_before, strict=True)
+        return not all(torch.equal(now, before) for now, before in pairs)
+
+    def restore(self) -> None:
+        """Undo what was written, so that the next backend is not blamed for it."""
+        for now, before in zip(self.memory, self.memory_before, strict=True):
+            now.copy_(before)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs(Watched):
+    """q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` of a case."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    memory: tuple[torch.Tensor, ...]
-    memory_before: tuple[torch.Tensor, ...]
 
     @classmethod
     def of(cls, case: Case, device: torch.device) -> Inputs:
@@ -52,19 +69,8 @@ class Inputs:
         q, k, v = views
         if case.layout.broadcast != "none":
             k, v = (tensor.expand(case.batch, case.heads_kv, -1, -1) for tensor in (k, v))
-        bits = tuple(storage.view(torch.int16) for storage in memory)
-        return cls(q=q, k=k, v=v, memory=bits, memory_before=tuple(storage.clone() for storage in bits))
-
-    @property
-    def were_written(self) -> bool:
-        """Whether any bit of them, or of the memory around them, has changed."""
-        pairs = zip(self.memory, self.memory_before, strict=True)
-        return not all(torch.equal(now, before) for now, before in pairs)
-
-    def restore(self) -> None:
-        """Undo what was written, so that the next backend is not blamed for it."""
-        for now, before in zip(self.memory, self.memory_before, strict=True):
-            now.copy_(before)
+        bits, copies = _watch(memory)
+        return cls(q=q, k=k, v=v, memory=bits, memory_before=copies)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,17 +84,95 @@ class Outputs:
     @classmethod
     def of(cls, problem: Problem, device: torch.device) -> Outputs:
         """Fresh outputs for a problem."""
-        shape = (problem.batch, problem.heads_q, problem.seq_q)
-        out_memory = poisoned(shape[0] * shape[1] * shape[2] * problem.head_dim, problem.torch_dtype, device)
-        lse_memory = poisoned(shape[0] * shape[1] * shape[2], torch.float32, device)
-        out = out_memory.as_strided((*shape, problem.head_dim), (*problem.strides_out, 1), GUARD)
-        return cls(out=out, lse=lse_memory[GUARD:-GUARD].view(shape), memory=(out_memory, lse_memory))
+        shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim)
+        out_memory, out = _poisoned_output(shape, problem.strides_out, problem.torch_dtype, device)
+        lse_memory, lse = _poisoned_rows(shape, device)
+        return cls(out=out, lse=lse, memory=(out_memory, lse_memory))
+
+    @property
+    def all(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and lse."""
+        return self.out, self.lse
 
     @property
     def guards_were_written(self) -> bool:
         """Whether anything was written just before or after out or lse."""
-        guards = (part.view(torch.int16) for memory in self.memory for part in (memory[:GUARD], memory[-GUARD:]))
-        return not all(bool((guard == POISON).all()) for guard in guards)
+        return _guards_were_written(self.memory)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved(Watched):
+    """out and lse of a forward, which a backward reads."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    @classmethod
+    def of(cls, outputs: Outputs) -> Saved:
+        """What a forward has written, where it wrote it."""
+        bits, copies = _watch(outputs.memory)
+        return cls(out=outputs.out, lse=outputs.lse, memory=bits, memory_before=copies)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Upstream(Watched):
+    """dout, in the strides of out, and dlse ``[B, Hq, Sq]`` or None: what a backward is given."""
+
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+
+    @classmethod
+    def of(cls, case: Case, problem: Problem, device: torch.device) -> Upstream:
+        """Those of `case`, drawn by its seed; the same for every call."""
+        shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim)
+        generator = _generator(case.seed + 1, torch.Size(shape).numel(), device)
+        dout_memory, dout = _poisoned_output(shape, problem.strides_out, problem.torch_dtype, device)
+        dout.copy_(torch.randn(shape, generator=generator, device=generator.device))
+        memory, dlse = [dout_memory], None
+        if case.has_dlse:
+            dlse_memory, dlse = _poisoned_rows(shape, device)
+            dlse.copy_(torch.randn(shape[:3], generator=generator, device=generator.device))
+            memory.append(dlse_memory)
+        bits, copies = _watch(memory)
+        return cls(dout=dout, dlse=dlse, memory=bits, memory_before=copies)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gradients:
+    """dq, dk and dv, in the strides that the Problem asks for, all poisoned, with their memory."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    memory: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, problem: Problem, device: torch.device) -> Gradients:
+        """Fresh gradients for a problem."""
+        shape_q = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim)
+        shape_kv = (problem.batch, problem.heads_kv, problem.seq_kv, problem.head_dim)
+        memory, (dq, dk, dv) = zip(
+            *(
+                _poisoned_output(shape, strides, problem.torch_dtype, device)
+                for shape, strides in (
+                    (shape_q, problem.strides_dq),
+                    (shape_kv, problem.strides_dk),
+                    (shape_kv, problem.strides_dv),
+                )
+            ),
+            strict=True,
+        )
+        return cls(dq=dq, dk=dk, dv=dv, memory=memory)
+
+    @property
+    def all(self) -> Values3:
+        """dq, dk and dv."""
+        return self.dq, self.dk, self.dv
+
+    @property
+    def guards_were_written(self) -> bool:
+        """Whether anything was written just before or after one of them."""
+        return _guards_were_written(self.memory)
 
 
 def poisoned(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -96,6 +180,36 @@ def poisoned(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     memory = torch.empty(GUARD + numel + GUARD, dtype=dtype, device=device)
     memory.view(torch.int16).fill_(POISON)
     return memory
+
+
+def _poisoned_output(
+    shape: tuple[int, int, int, int], strides: Strides, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Poisoned memory and the view of `shape` in it, dense and aligned as an output is."""
+    memory = poisoned(torch.Size(shape).numel(), dtype, device)
+    return memory, memory.as_strided(shape, (*strides, 1), GUARD)
+
+
+def _poisoned_rows(shape: tuple[int, int, int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Poisoned memory and the fp32 ``[B, H, S]`` in it."""
+    memory = poisoned(torch.Size(shape[:3]).numel(), torch.float32, device)
+    return memory, memory[GUARD:-GUARD].view(shape[:3])
+
+
+def _guards_were_written(memories: Sequence[torch.Tensor]) -> bool:
+    guards = (part.view(torch.int16) for memory in memories for part in (memory[:GUARD], memory[-GUARD:]))
+    return not all(bool((guard == POISON).all()) for guard in guards)
+
+
+def _watch(memories: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Memory as bits, in which NaN equals NaN, and a copy of each."""
+    bits = tuple(memory.view(torch.int16) for memory in memories)
+    return bits, tuple(memory.clone() for memory in bits)
+
+
+def _generator(seed: int, numel: int, device: torch.device) -> torch.Generator:
+    """On the CPU where that takes no time, so that a case's values are the same on every device."""
+    return torch.Generator(device="cpu" if numel <= DRAWN_ON_CPU else device).manual_seed(seed)
 
 
 def _shapes(case: Case) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
@@ -136,9 +250,8 @@ def _packed_views(case: Case, device: torch.device) -> tuple[tuple[torch.Tensor,
 def _draw(case: Case, device: torch.device) -> Values3:
     """Values of q, k and v, fp32, before they are rounded to the case's dtype."""
     shapes = _shapes(case)
-    drawn_on = "cpu" if max(torch.Size(shape).numel() for shape in shapes) <= DRAWN_ON_CPU else device
-    generator = torch.Generator(device=drawn_on).manual_seed(case.seed)
-    q, k, v = (torch.randn(tuple(shape), generator=generator, device=drawn_on) for shape in shapes)
+    generator = _generator(case.seed, max(torch.Size(shape).numel() for shape in shapes), device)
+    q, k, v = (torch.randn(tuple(shape), generator=generator, device=generator.device) for shape in shapes)
     if case.values == "large":
         q, k = _large(case, q), _large(case, k)
     elif case.values in ("ascending", "descending"):

@@ -8,7 +8,7 @@ output's dtype (the rule of FlashAttention 3 and 4's tests). Positions and kinds
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,6 +108,11 @@ class Truth:
     out: Expected
     lse: Expected
 
+    @property
+    def all(self) -> tuple[Expected, Expected]:
+        """out and lse."""
+        return self.out, self.lse
+
     @classmethod
     def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None) -> Truth:
         """The truth of one problem, from `multiattn.reference` in fp64, fp32 (for lse) and the inputs' dtype (for out).
@@ -119,8 +124,10 @@ class Truth:
         naive_out, _ = reference_in_chunks(q, k, v, problem, q.dtype)
         _, naive_lse = reference_in_chunks(q, k, v, problem, torch.float32)
         return cls(
-            out=Expected(name="out", truth=out, budget=_budget(naive_out, out, atol=probe_rounding(out, q.dtype))),
-            lse=Expected(name="lse", truth=lse, budget=_budget(naive_lse, lse, atol=_lse_atol(lse))),
+            out=Expected(
+                name="out", truth=out, budget=derive_budget((naive_out,), out, atol=probe_rounding(out, q.dtype))
+            ),
+            lse=Expected(name="lse", truth=lse, budget=derive_budget((naive_lse,), lse, atol=_lse_atol(lse))),
         )
 
 
@@ -141,18 +148,23 @@ def _lse_atol(truth: torch.Tensor) -> float:
     return max(probe_rounding(truth, torch.float32), LSE_ROUNDINGS * torch.finfo(torch.float32).eps * max(size, 1.0))
 
 
-def _budget(naive: torch.Tensor, truth: torch.Tensor, *, atol: float) -> Budget:
-    """What naive's error allows. Where naive has NaN and the truth has not it says nothing, which only tightens this.
+def derive_budget(naives: Sequence[torch.Tensor], truth: torch.Tensor, *, atol: float) -> Budget:
+    """What the worst of some naive results' errors allows.
 
-    PyTorch 2.13's bf16 matmul on x86 was seen to carry NaN of one row of the left matrix into the row above it.
+    Where one has NaN and the truth has not it says nothing, which only tightens this: PyTorch 2.13's bf16 matmul on x86
+    was seen to carry NaN of one row of the left matrix into the row above it.
     """
-    deviation = deviate(naive, truth)
-    if 2 * deviation.strangers > truth.numel():
-        raise ValueError(
-            f"naive {naive.dtype} attention has NaN or inf in {deviation.strangers} of {truth.numel()} elements where "
-            f"the truth has something else: no tolerance can be derived from it"
-        )
-    return Budget(max=NAIVE_FACTOR * deviation.max + atol, rms=NAIVE_FACTOR * deviation.rms + atol)
+    deviations = [deviate(naive, truth) for naive in naives]
+    for naive, deviation in zip(naives, deviations, strict=True):
+        if 2 * deviation.strangers > truth.numel():
+            raise ValueError(
+                f"naive {naive.dtype} attention has NaN or inf in {deviation.strangers} of {truth.numel()} elements "
+                f"where the truth has something else: no tolerance can be derived from it"
+            )
+    return Budget(
+        max=NAIVE_FACTOR * max(deviation.max for deviation in deviations) + atol,
+        rms=NAIVE_FACTOR * max(deviation.rms for deviation in deviations) + atol,
+    )
 
 
 def reference_in_chunks(

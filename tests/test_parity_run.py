@@ -1,27 +1,24 @@
 """The parity runner and its report: what becomes of a kernel that is wrong, that raises, or that never runs."""
 
+import itertools
 import json
+import os
+import pickle
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
 import torch
 
-from multiattn import Reason, api
+import multiattn
+from multiattn import Reason
 from multiattn import backend as registry
+from parity import run
 from parity.__main__ import main
 from parity.cases import CASES, matching, suite
 from parity.report import Report, describe_case, make_tables, to_html, to_json, to_markdown
-from parity.run import (
-    CaseReport,
-    Contender,
-    Pair,
-    Result,
-    Score,
-    contenders_of,
-    run_case,
-    run_cases,
-    spread,
-)
+from parity.results import CaseReport, Contender, Pair, Result, Score
+from parity.run import contenders_of, run_case, run_cases, spread
 
 CPU = torch.device("cpu")
 REFERENCE = (Contender(backend="reference"),)
@@ -34,7 +31,7 @@ def report_of(*cases: CaseReport, contenders=REFERENCE) -> Report:
 
 def launching(change):
     """`multiattn.launch`, followed by a change to the tensors."""
-    launch = api.launch
+    launch = multiattn.launch
 
     def broken(plan, q, k, v, out, lse):
         launch(plan, q, k, v, out, lse)
@@ -46,8 +43,8 @@ def launching(change):
 def test_a_good_backend_passes():
     (result,) = run_case(CASE, REFERENCE, CPU).results
     assert result.status == "passed"
-    assert result.out.ratio < 1
-    assert result.lse.ratio < 1
+    assert [score.tensor for score in result.scores] == ["out", "lse"]
+    assert 0 < result.ratio < 1
 
 
 @pytest.mark.parametrize(
@@ -62,7 +59,7 @@ def test_a_good_backend_passes():
     ids=["out", "lse", "nan", "input", "guard"],
 )
 def test_a_wrong_backend_fails(monkeypatch, change, message):
-    monkeypatch.setattr(api, "launch", launching(change))
+    monkeypatch.setattr(multiattn, "launch", launching(change))
     report = run_case(CASE, REFERENCE, CPU)
     assert report.results[0].status == "failed"
     assert message in report.results[0].message
@@ -71,15 +68,15 @@ def test_a_wrong_backend_fails(monkeypatch, change, message):
 
 
 def test_inputs_are_restored_for_the_next_backend(monkeypatch):
-    launch = api.launch
-    monkeypatch.setattr(api, "launch", launching(lambda q, k, v, out, lse: v.zero_()))
+    launch = multiattn.launch
+    monkeypatch.setattr(multiattn, "launch", launching(lambda q, k, v, out, lse: v.zero_()))
     assert run_case(CASE, REFERENCE, CPU).results[0].status == "failed"
-    monkeypatch.setattr(api, "launch", launch)
+    monkeypatch.setattr(multiattn, "launch", launch)
     assert run_case(CASE, REFERENCE, CPU).results[0].status == "passed"
 
 
 def test_a_backend_that_writes_nothing_fails(monkeypatch):
-    monkeypatch.setattr(api, "launch", lambda *tensors: None)
+    monkeypatch.setattr(multiattn, "launch", lambda *tensors: None)
     assert run_case(CASE, REFERENCE, CPU).results[0].status == "failed"
 
 
@@ -87,7 +84,7 @@ def test_a_backend_that_raises_is_an_error_and_the_run_goes_on(monkeypatch):
     def broken(plan, q, k, v, out, lse):
         raise RuntimeError("the launch failed")
 
-    monkeypatch.setattr(api, "launch", broken)
+    monkeypatch.setattr(multiattn, "launch", broken)
     (report,) = run_cases([CASE], REFERENCE, CPU, jobs=1)
     assert report.results[0].status == "error"
     assert "the launch failed" in report.results[0].message
@@ -103,7 +100,7 @@ def test_a_backend_that_breaks_while_planning_is_its_own_error(monkeypatch):
 
 
 def test_a_case_that_cannot_be_made_is_an_error_of_every_contender(monkeypatch):
-    monkeypatch.setattr("parity.run.Inputs.of", lambda case, device: 1 / 0)
+    monkeypatch.setattr("parity.launch.Inputs.of", lambda case, device: 1 / 0)
     (report,) = run_cases([replace(CASE, name="fresh")], REFERENCE, CPU, jobs=1)
     assert [result.status for result in report.results] == ["error"]
     assert "ZeroDivisionError" in report.results[0].message
@@ -119,7 +116,9 @@ def test_a_backend_that_ran_nothing_fails_the_run(monkeypatch):
     refusing(monkeypatch, Reason(code="module", got="no kernels", allowed="kernels"))
     report = report_of(run_case(CASE, REFERENCE, CPU))
     assert [result.status for result in report.cases[0].results] == ["refused"]
-    assert report.problems == ("reference was asked for and ran nothing: module: got no kernels; allowed kernels",)
+    assert report.problems == (
+        "reference forward was asked for and ran nothing: module: got no kernels; allowed kernels",
+    )
 
 
 def test_a_variant_may_run_nothing_where_another_runs():
@@ -131,8 +130,8 @@ def test_a_variant_may_run_nothing_where_another_runs():
 
 
 def test_backends_that_disagree_fail():
-    apart = Score(of="max", error=3.0, budget=2.0, ratio=1.5)
-    pair = Pair(case="a", left="triton", right="cuda", out=apart, lse=replace(apart, ratio=0.1))
+    apart = Score(tensor="out", of="max", error=3.0, budget=2.0, ratio=1.5)
+    pair = Pair(case="a", left="triton", right="cuda", scores=(apart, replace(apart, tensor="lse", ratio=0.1)))
     ran = Result(case="a", contender=REFERENCE[0], status="passed")
     (problem,) = report_of(CaseReport(case=CASE, results=(ran,), pairs=(pair,))).problems
     assert "triton and cuda disagree on a" in problem
@@ -143,7 +142,7 @@ def test_pairs_are_made_of_the_best_variants(monkeypatch):
     monkeypatch.setattr(registry, "get", lambda name: get("reference"))  # whoever is asked, one and the same answers
     report = run_case(CASE, (Contender(backend="triton"), Contender(backend="cuda")), CPU)
     (pair,) = report.pairs
-    assert (pair.left, pair.right, pair.out.error) == ("triton", "cuda", 0.0)
+    assert (pair.left, pair.right, pair.scores[0].error) == ("triton", "cuda", 0.0)
     assert pair.passed
 
 
@@ -157,6 +156,51 @@ def test_processes_give_what_one_process_gives():
             assert replace(one, seconds=0.0) == replace(other, seconds=0.0)
 
 
+class TwoWorkers:
+    """Runs what is submitted at once, as one process after the other; those in `lost` have no device."""
+
+    lost: tuple[int, ...] = ()
+
+    def __init__(self, jobs, **_options):
+        assert jobs == 2
+        self.turns = itertools.count()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_raised):
+        pass
+
+    def submit(self, function, *arguments):
+        future, process = Future(), next(self.turns) % 2
+        if process in self.lost:
+            future.set_exception(run.DeviceLostError(process))
+        else:
+            future.set_result(function(*arguments))
+        return future
+
+
+@pytest.mark.parametrize(("lost", "status"), [((), "passed"), ((1,), "passed"), ((0, 1), "error")])
+def test_a_process_that_lost_its_device_hands_its_cases_back(monkeypatch, lost, status):
+    monkeypatch.setattr(TwoWorkers, "lost", lost)
+    monkeypatch.setattr(run, "ProcessPoolExecutor", TwoWorkers)
+    cases = list(matching(CASES, ["len_1x1_full", "len_1x300_full", "gqa4_b1"]))
+    reports = list(run_cases(cases, REFERENCE, CPU, jobs=2))
+    assert sorted(report.case.name for report in reports) == sorted(case.name for case in cases)
+    assert {result.status for report in reports for result in report.results} == {status}
+
+
+def test_a_worker_without_a_device_says_so(monkeypatch):
+    def synchronize(device):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(run, "_synchronize", synchronize)
+    monkeypatch.setattr(run, "LOST_PAUSE_S", 0.0)
+    with pytest.raises(run.DeviceLostError) as caught:
+        run._run_in_worker(CASE, REFERENCE, CPU)
+    assert pickle.loads(pickle.dumps(caught.value)).process == os.getpid()
+
+
 def test_spread_keeps_every_case_and_starts_with_one_of_each_kind():
     cases = list(suite(CPU))
     order = spread(cases)
@@ -166,7 +210,9 @@ def test_spread_keeps_every_case_and_starts_with_one_of_each_kind():
 
 
 def test_all_variants_are_contenders():
-    assert contenders_of(["reference"], "all") == (Contender(backend="reference", variant="eager"),)
+    one = Contender(backend="reference", variant="eager")
+    assert contenders_of(["reference"], "all") == (one, replace(one, direction="backward"))
+    assert contenders_of(["reference"], "all", ["forward"]) == (one,)
 
 
 # ---------------------------------------------------------------- the report
@@ -182,12 +228,12 @@ def test_the_report_says_the_same_in_three_formats():
         assert CASE.name in text
         assert CASE.why in text
     assert data["results"][0]["status"] == "passed"
-    assert data["results"][0]["out"][1] == pytest.approx(run.results[0].out.budget, rel=1e-2)
+    assert data["results"][0]["out"][1] == pytest.approx(run.results[0].scores[0].budget, rel=1e-2)
     assert "http" not in page  # no resource but itself
 
 
 def test_the_report_of_a_failure_is_readable(monkeypatch):
-    monkeypatch.setattr(api, "launch", launching(lambda q, k, v, out, lse: out[0, 0, 0].fill_(torch.inf)))
+    monkeypatch.setattr(multiattn, "launch", launching(lambda q, k, v, out, lse: out[0, 0, 0].fill_(torch.inf)))
     report = report_of(run_case(CASE, REFERENCE, CPU))
     tables = make_tables(report)
     assert to_markdown(report, tables).splitlines()[2].startswith("FAILED: 1 problems")
@@ -202,19 +248,43 @@ def test_reasons_of_refusals_are_in_the_report(monkeypatch):
     assert json.loads(to_json(report))["results"][0]["reasons"] == ["gpu: got none; allowed one"]
 
 
+def test_gradients_are_in_all_three_formats():
+    who = (*REFERENCE, Contender(backend="reference", direction="backward"))
+    report = report_of(run_case(CASE, who, CPU), contenders=who)
+    tables = make_tables(report)
+    forward, backward = json.loads(to_json(report))["results"]
+    assert (forward.get("direction"), backward["direction"], backward["fed_by"]) == (None, "backward", "reference")
+    assert [len(backward[tensor]) for tensor in ("dq", "dk", "dv")] == [4, 4, 4]
+    for text in (to_markdown(report, tables), to_html(report, tables)):
+        assert "fed by reference" in text
+        assert "dk budget" in text
+
+
 def test_the_json_of_a_whole_gpu_run_is_small():
-    score = Score(of="max", error=1.2345678e-3, budget=9.8765e-2, ratio=0.12345678)
-    who = tuple(Contender(backend=name) for name in ("triton", "cutile", "cuda"))
+    """Three backends, three gradients of each, three pairs in each direction."""
+    score = Score(tensor="out", of="max", error=1.2345678e-3, budget=9.8765e-2, ratio=0.12345678)
+    names = ("triton", "cutile", "cuda")
     config = "tile_m=128 tile_n=128 stages=3 warps=8 occupancy=2 swizzle=qkv"
+    scores = {"forward": tuple(replace(score, tensor=tensor) for tensor in ("out", "lse"))}
+    scores["backward"] = tuple(replace(score, tensor=tensor) for tensor in ("dq", "dk", "dv"))
+    who = contenders_of(names, "best")
     reports = []
     for case in CASES:
-        common = {"case": case.name, "out": score, "lse": score}
-        results = (Result(contender=c, status="passed", variant="full", config=config, **common) for c in who)
-        pairs = (
-            Pair(left=a, right=b, **common) for a, b in (("triton", "cutile"), ("triton", "cuda"), ("cutile", "cuda"))
-        )
+        results = [
+            Result(
+                case=case.name, contender=contender, status="passed", variant="full", config=config,
+                fed_by=feeder, scores=scores[contender.direction],
+            )
+            for contender in who
+            for feeder in (names if contender.direction == "backward" else ("",))
+        ]  # fmt: skip
+        pairs = [
+            Pair(case=case.name, left=a, right=b, direction=direction, scores=scores[direction])
+            for direction in scores
+            for a, b in (("triton", "cutile"), ("triton", "cuda"), ("cutile", "cuda"))
+        ]
         reports.append(CaseReport(case=case, results=tuple(results), pairs=tuple(pairs)))
-    assert len(to_json(report_of(*reports, contenders=who))) < 150_000
+    assert len(to_json(report_of(*reports, contenders=who))) < 500_000
 
 
 def test_a_case_is_described_by_what_is_special_about_it():
@@ -232,7 +302,7 @@ def test_the_command_writes_the_report_and_exits_zero(tmp_path, capsys):
     arguments = ["--backend", "reference", "--case", "gqa*", "--jobs", "1", "--device", "cpu", "--out", str(tmp_path)]
     assert main(arguments) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"parity.md", "parity.json", "parity.html"}
-    assert "Passed: 3 runs of 3 cases" in capsys.readouterr().out
+    assert "Passed: 6 runs of 3 cases" in capsys.readouterr().out
 
 
 def test_a_report_names_no_folder_of_this_machine(tmp_path):
@@ -266,6 +336,7 @@ def test_the_command_exits_one_when_a_backend_ran_nothing(tmp_path, monkeypatch,
         (["--device", "cpu", "--case", "no_such_case"], "got 'no_such_case'"),
         (["--jobs", "0"], "allowed 1 and more"),
         (["--device", "tpu"], "invalid choice: 'tpu'"),
+        (["--direction", "sideways"], "got 'sideways'; allowed forward, backward"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message, capsys):

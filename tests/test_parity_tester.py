@@ -10,7 +10,7 @@ import torch
 from multiattn import Problem, reference
 from parity import tolerance
 from parity.cases import CASES, Case, Layout, suite
-from parity.run import prepare_case
+from parity.launch import prepare_case
 from parity.tensors import GUARD, POISON, Inputs, Outputs, poisoned
 from parity.tolerance import Budget, Expected, Mismatch, Truth, deviate, probe_rounding, reference_in_chunks
 

@@ -1,0 +1,158 @@
+"""One launch: a Plan for a case, run through `multiattn.launch` or `launch_backward` on tensors that are watched.
+
+Whatever the launch writes beside its outputs, or to its inputs, is a Mismatch; whatever it leaves unwritten is NaN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.utils.deterministic
+
+import multiattn
+from multiattn import backend as registry
+from multiattn.arch import detect
+from multiattn.backend import BACKENDS, Plan, make_plan
+from multiattn.problem import Problem
+from multiattn.support import Reason, Unsupported
+from parity.cases import Case
+from parity.gradients import GradTruth
+from parity.results import Contender
+from parity.tensors import Gradients, Inputs, Outputs, Saved, Upstream
+from parity.tolerance import Mismatch, Truth
+
+
+@functools.lru_cache(maxsize=1)
+def prepare_case(case: Case, device: torch.device) -> tuple[Inputs, Truth]:
+    """Inputs and truth of a case, kept while the backends take turns on it; one case only, as some are huge."""
+    inputs = Inputs.of(case, device)
+    return inputs, Truth.of(inputs.q, inputs.k, inputs.v, causal=case.causal, scale=case.scale)
+
+
+@functools.lru_cache(maxsize=1)
+def prepare_gradients(case: Case, device: torch.device) -> tuple[Upstream, GradTruth]:
+    """What the backwards of a case are given and what they must give, kept as `prepare_case` keeps."""
+    inputs, _ = prepare_case(case, device)
+    upstream = Upstream.of(case, problem_of(case, inputs), device)
+    tensors = inputs.q, inputs.k, inputs.v, upstream.dout, upstream.dlse
+    return upstream, GradTruth.of(*tensors, causal=case.causal, scale=case.scale)
+
+
+def forget() -> None:
+    """Let go of the tensors that are kept, before the next case's are made."""
+    prepare_case.cache_clear()
+    prepare_gradients.cache_clear()
+    save_forward.cache_clear()
+
+
+def problem_of(case: Case, inputs: Inputs) -> Problem:
+    """The Problem of a case's tensors."""
+    return Problem.of(inputs.q, inputs.k, inputs.v, causal=case.causal, scale=case.scale)
+
+
+def plan_case(case: Case, contender: Contender, inputs: Inputs) -> Plan | tuple[Reason, ...]:
+    """The Plan of a contender for a case, or every reason why not."""
+    if contender.in_turn:
+        return _plan_in_turn(case, contender, inputs)
+    backend, arch = registry.get(contender.backend), detect(inputs.q.device)
+    options = {"direction": contender.direction, "variant": contender.variant}
+    try:
+        return make_plan(backend, problem_of(case, inputs), arch, **options)  # type: ignore[arg-type]
+    except Unsupported as error:
+        return error.reasons
+
+
+def _plan_in_turn(case: Case, contender: Contender, inputs: Inputs) -> Plan | tuple[Reason, ...]:
+    variants = registry.get(contender.backend).op(contender.direction).variants
+    one_by_one = [replace(contender, variant=variant.name, in_turn=False) for variant in variants]
+    plans = [plan_case(case, one, inputs) for one in one_by_one]
+    able = [plan for plan in plans if isinstance(plan, Plan)]
+    return able[case.turn % len(able)] if able else plans[0]
+
+
+def launch_plan(plan: Plan, inputs: Inputs) -> Outputs:
+    """Run one forward Plan on a case's inputs; Mismatch if it wrote where it must not."""
+    outputs = Outputs.of(plan.problem, inputs.q.device)
+    multiattn.launch(plan, inputs.q, inputs.k, inputs.v, outputs.out, outputs.lse)
+    _synchronize(inputs.q.device)
+    if outputs.guards_were_written:
+        raise Mismatch(f"memory around out or lse was written\n  {plan}")
+    if inputs.were_written:
+        inputs.restore()
+        raise Mismatch(f"memory of q, k or v was written\n  {plan}")
+    return outputs
+
+
+def launch_gradients(plan: Plan, inputs: Inputs, saved: Saved, upstream: Upstream) -> Gradients:
+    """Run one backward Plan on a case's inputs and what a forward saved; Mismatch if it wrote where it must not."""
+    gradients = Gradients.of(plan.problem, inputs.q.device)
+    given = inputs.q, inputs.k, inputs.v, saved.out, saved.lse, upstream.dout, upstream.dlse
+    with poisoned_workspaces():
+        multiattn.launch_backward(plan, *given, *gradients.all)
+    _synchronize(inputs.q.device)
+    if gradients.guards_were_written:
+        raise Mismatch(f"memory around dq, dk or dv was written\n  {plan}")
+    for names, watched in (("q, k or v", inputs), ("out or lse", saved), ("dout or dlse", upstream)):
+        if watched.were_written:
+            watched.restore()
+            raise Mismatch(f"memory of {names} was written\n  {plan}")
+    return gradients
+
+
+@functools.lru_cache(maxsize=len(BACKENDS))
+def save_forward(case: Case, backend: str, device: torch.device) -> Saved | tuple[Reason, ...]:
+    """out and lse of a backend's best forward, or every reason why it has none; Mismatch if they are wrong."""
+    inputs, truth = prepare_case(case, device)
+    plan = plan_case(case, Contender(backend=backend), inputs)
+    if not isinstance(plan, Plan):
+        return plan
+    outputs = launch_plan(plan, inputs)
+    for got, expected in zip(outputs.all, truth.all, strict=True):
+        expected.check(got, plan)
+    return Saved.of(outputs)
+
+
+def differing_runs(plan: Plan, inputs: Inputs, saved: Saved, upstream: Upstream, *, runs: int) -> int:
+    """How many of `runs` repetitions of a backward Plan give other bits than the first run: 0 if it is deterministic.
+
+    On a GPU the blocks of each run are scheduled anew; CPU interpreters that have an order of their own keep it.
+    """
+    first = launch_gradients(plan, inputs, saved, upstream)
+    again = (launch_gradients(plan, inputs, saved, upstream) for _ in range(runs))
+    return sum(not have_the_same_bits(first, other) for other in again)
+
+
+def have_the_same_bits(left: Gradients, right: Gradients) -> bool:
+    """Whether two runs wrote the same dq, dk and dv, signs of zero and payloads of NaN included."""
+    pairs = zip(left.memory, right.memory, strict=True)
+    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs)
+
+
+deterministic: Any = torch.utils.deterministic
+"""Its one flag is of a class that PyTorch makes at run time, which no type checker knows."""
+
+
+@contextlib.contextmanager
+def poisoned_workspaces() -> Iterator[None]:
+    """Within it PyTorch fills with NaN whatever is allocated and not written: a launcher's ``torch.empty``."""
+    mode, was_filling = torch.get_deterministic_debug_mode(), deterministic.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("warn")
+    deterministic.fill_uninitialized_memory = True
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*(deterministic|CUBLAS_WORKSPACE_CONFIG).*")
+            yield
+    finally:
+        deterministic.fill_uninitialized_memory = was_filling
+        torch.set_deterministic_debug_mode(mode)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
