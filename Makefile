@@ -28,6 +28,7 @@ lint: setup
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q
 	$(BIN)/python -m bench readme --check
+	$(BIN)/python -m bench rules --check
 
 clean:
 	rm -rf $(VENV) out build *.egg-info

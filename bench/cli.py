@@ -1,9 +1,8 @@
-"""``python -m bench``: the matrix, and beside it compile, tune, compare, floors, prefer, host, report, readme, demo."""
+"""``python -m bench``: the matrix, and beside it compile, rules, tune, compare, floors, prefer, host and more."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import shlex
 import sys
@@ -12,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 
-from bench import compile_table, demo, host, readme, report, tune, verdicts
+from bench import compile_table, demo, host, readme, report, rule_page, rule_table, tune, verdict_tables, verdicts
+from bench.arguments import count, directions, positive
 from bench.environment import NO_GPU, ROOT, environment, is_clone, results_dir, results_root, workplace
 from bench.errors import InputError
-from bench.matrix import SUITES, Cell, Filter, find_suite
+from bench.matrix import DIRECTIONS, SUITES, Cell, Direction, Filter, find_suite, in_directions
 from bench.peers import PEERS, find_peers
 from bench.providers import Provider, our_providers
 from bench.results import Row, Store, load
@@ -62,21 +61,12 @@ def run_matrix(options: argparse.Namespace) -> int:
     machine = Machine.current()
     asked = _our_names(options)
     folder = options.out or results_dir(torch.cuda.get_device_name() if machine is not None else "none")
-    job = Job(
-        suite=suite,
-        cells=_cells(options),
-        providers=_providers(options),
-        regimes=REGIMES if options.regime == "both" else (options.regime,),
-        budget=Budget(rounds=options.rounds, sample_ms=options.sample_ms, seed=options.seed),
-        fresh=options.fresh,
-        jobs=options.jobs,
-        command=command_again(options),
-    )
+    jobs = _jobs(options)
     store = Store.open(folder / f"{suite}.json", suite)
     if machine is None:
         print(f"No timing: {NO_GPU}\n", flush=True)
     try:
-        rows = run(job, machine, store)
+        rows = [row for job in jobs for row in run(job, machine, store)]
     except DeviceLostError as lost:
         print(f"The device was lost: {lost}\nWhat is finished is in {store.path}; run again to go on without it.")
         return 3
@@ -94,6 +84,24 @@ def run_matrix(options: argparse.Namespace) -> int:
     return int(bool(idle) or any(row.error for row in ours))
 
 
+def _jobs(options: argparse.Namespace) -> list[Job]:
+    """One for each direction, as each has variants of its own."""
+    cells = _cells(options)
+    return [
+        Job(
+            suite=options.suite,
+            cells=tuple(cell for cell in cells if cell.direction == direction),
+            providers=_providers(options, direction),
+            regimes=REGIMES if options.regime == "both" else (options.regime,),
+            budget=Budget(rounds=options.rounds, sample_ms=options.sample_ms, seed=options.seed),
+            fresh=options.fresh,
+            jobs=options.jobs,
+            command=command_again(options),
+        )
+        for direction in dict.fromkeys(cell.direction for cell in cells)
+    ]
+
+
 def idle_backends(rows: Sequence[Row], asked: Iterable[str]) -> list[str]:
     """One line for each backend that was asked for and has no measured row."""
     lines = []
@@ -108,6 +116,7 @@ def idle_backends(rows: Sequence[Row], asked: Iterable[str]) -> list[str]:
 def command_again(options: argparse.Namespace) -> str:
     """The run's own command with every option that mattered, written out, into a folder where it overwrites nothing."""
     words = ["python", "-m", "bench", "run", "--suite", options.suite]
+    words += ["--direction", ",".join(options.direction)] if options.direction else []
     for option in ("backend", "peer", "head_dim", "seq", "dtype"):
         for value in dict.fromkeys(getattr(options, option) or ()):
             words += [f"--{option.replace('_', '-')}", str(value)]
@@ -141,6 +150,7 @@ def compile_targets(options: argparse.Namespace) -> int:
         dtype=options.dtype,
         causal=not options.full,
         variant=options.variant,
+        directions=compile_table.kernel_directions(options.direction),
     )
     return _compile(wanted, options.jobs, options.timeout, options.out or _compile_json())
 
@@ -157,6 +167,29 @@ def _compile(wanted: Sequence[compile_table.Target], jobs: int, timeout_s: float
     idle = compile_table.idle_backends(entries)
     print("".join(f"{line}\n" for line in idle), end="")
     return int(bool(idle) or any(entry.error for entry in entries))
+
+
+def record_rules(options: argparse.Namespace) -> int:
+    """Compile every rule for every arch that it names, unless on record; with --check only say what is wrong."""
+    path, page = rule_table.record_path(), ROOT / "docs" / "rules.md"
+    failures = []
+    if not options.check:
+        if not _our_names(options):
+            raise InputError("--backend none leaves nothing to compile")
+        wanted = rule_table.cases(
+            _our_names(options),
+            compile_table.kernel_directions(options.direction),
+            tuple(options.arch or GPU_ARCHS),
+        )
+        failures = rule_table.update(wanted, path, jobs=options.jobs, say=lambda text: print(text, flush=True))
+        page.write_text(rule_page.page(rule_table.load(path)))
+        print(f"Written: {_shown(path)}, {_shown(page)}")
+    recorded = rule_table.load(path)
+    failures += rule_table.check(recorded, rule_table.cases()) + rule_table.dead_rules()
+    if not page.exists() or page.read_text() != rule_page.page(recorded):
+        failures.append(f"{_shown(page)} is not what {_shown(path)} gives; run python -m bench rules")
+    print("".join(f"{line}\n" for line in failures) + f"{len(recorded)} kernels on record, {len(failures)} failures")
+    return int(bool(failures))
 
 
 def tune_configs(options: argparse.Namespace) -> int:
@@ -195,22 +228,7 @@ def tune_configs(options: argparse.Namespace) -> int:
 def compare_files(options: argparse.Namespace) -> int:
     """Two result files, ratio per cell; 1 where a contender of ours got slower than the spread explains."""
     changes = verdicts.compare(load(options.before), load(options.after))
-    table = [
-        (
-            change.before.contender,
-            change.before.cell.key,
-            change.before.regime,
-            change.before.text,
-            change.after.text if change.after is not None else "no row",
-            f"{change.speedup:.3f}" if change.speedup is not None else "-",
-            f"{100 * change.spread:.0f} %",
-            change.verdict,
-        )
-        for change in changes
-        if options.all or change.verdict != "same"
-    ]
-    headers = ("contender", "cell", "regime", "before", "after", "speed-up", "spread", "verdict")
-    print(tabulate(table, headers=headers, disable_numparse=True))
+    print(verdict_tables.change_table(changes, everything=options.all))
     ours = [change for change in changes if change.before.contender.partition("/")[0] in BACKENDS]
     regressions = sum(change.is_regression for change in ours)
     print(f"\n{len(changes)} compared; of ours {regressions} slower or gone. Not shown: what is the same (--all).")
@@ -218,13 +236,16 @@ def compare_files(options: argparse.Namespace) -> int:
 
 
 def check_floors(options: argparse.Namespace) -> int:
-    """The floors, from each file, or from the latest suite with them on each GPU; 1 where one does not hold."""
+    """The floors, from each file, or from the newest rows of each GPU and direction; 1 where one does not hold."""
+    if options.files:
+        found = [(_shown(path), load(path)) for path in options.files]
+    else:
+        found = verdict_tables.newest_floors(_result_files(options))
     holds = True
-    for path in options.files or _floor_files(_result_files(options)):
-        found = verdicts.judge_floors(load(path))
-        holds &= all(verdict.holds for verdict in found)
-        table = [(it.floor.contender, it.cell.key, it.text) for it in found]
-        print(f"{_shown(path)}\n" + tabulate(table, headers=("kernel", "cell", "verdict"), disable_numparse=True))
+    for title, rows in found:
+        held, text = verdict_tables.floors_of(rows)
+        holds &= held
+        print(f"{title}\n{text}\n")
     return int(not holds)
 
 
@@ -238,7 +259,7 @@ def write_preferences(options: argparse.Namespace) -> int:
 
 def run_demo(options: argparse.Namespace) -> int:
     """Parity, every target compiled, the floors timed where there is a GPU, and one page of it all."""
-    return demo.demo(options, main, [path for path in recorded_files() if path.stem == "standard"])
+    return demo.demo(options, main, [path for path in recorded_files() if path.stem in ("standard", "backward")])
 
 
 def write_report(options: argparse.Namespace) -> int:
@@ -269,6 +290,7 @@ def update_readme(options: argparse.Namespace) -> int:
 COMMANDS = {
     "run": run_matrix,
     "compile": compile_targets,
+    "rules": record_rules,
     "tune": tune_configs,
     "compare": compare_files,
     "floors": check_floors,
@@ -287,7 +309,7 @@ def _cells(options: argparse.Namespace) -> tuple[Cell, ...]:
         dtypes=tuple(options.dtype or ()),
         causal=options.causal,
     )
-    return chosen.apply(find_suite(options.suite))
+    return chosen.apply(in_directions(find_suite(options.suite), options.direction))
 
 
 def _our_names(options: argparse.Namespace) -> tuple[str, ...]:
@@ -300,10 +322,10 @@ def _our_names(options: argparse.Namespace) -> tuple[str, ...]:
     return names
 
 
-def _providers(options: argparse.Namespace) -> tuple[Provider, ...]:
+def _providers(options: argparse.Namespace, direction: Direction) -> tuple[Provider, ...]:
     peers = find_peers(tuple(dict.fromkeys(options.peer or (peer.name for peer in PEERS))))
     names = _our_names(options)
-    ours = our_providers(names, options.variant) if names else ()
+    ours = our_providers(names, options.variant, direction) if names else ()
     if not ours and not peers:
         raise InputError("--backend none --peer none leaves nobody to time")
     return (*ours, *peers)
@@ -344,15 +366,6 @@ def _try_writing(options: argparse.Namespace) -> None:
         raise InputError(f"--out: cannot write to {folder}: {error.strerror}") from None
 
 
-def _floor_files(files: Sequence[Path]) -> list[Path]:
-    """Of each GPU the file of the suite `floors`, or of `standard`, which has the same cells: whichever is newer."""
-    latest: dict[Path, Path] = {}
-    for path in sorted(files, key=lambda it: it.stat().st_mtime):
-        if path.stem in ("floors", "standard"):
-            latest[path.parent] = path
-    return list(latest.values())
-
-
 def _rows(options: argparse.Namespace) -> list[Row]:
     return [row for path in _result_files(options) for row in load(path)]
 
@@ -384,21 +397,29 @@ def _parser() -> argparse.ArgumentParser:
 
     command = add("compile")
     _add_who(command)
+    _add_direction(command, ("fwd",), "fwd")
     command.add_argument("--arch", action="append", choices=GPU_ARCHS, help="may be given again; default all")
-    command.add_argument("--head-dim", action="append", type=_count, metavar="D", help="default 128")
+    command.add_argument("--head-dim", action="append", type=count, metavar="D", help="default 128")
     command.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="default: %(default)s")
     command.add_argument("--full", action="store_true", help="no causal mask")
     command.add_argument("--variant", help="all, or one's name; default the best for each target")
-    command.add_argument("--timeout", type=_positive, default=120.0, metavar="S", help="seconds for one (%(default)s)")
+    command.add_argument("--timeout", type=positive, default=120.0, metavar="S", help="seconds for one (%(default)s)")
     _add_jobs(command)
     command.add_argument("--out", type=Path, help="JSON to write; default out/bench/compile.json")
+
+    command = add("rules")
+    _add_who(command)
+    _add_direction(command, ("fwdbwd",), "fwdbwd")
+    command.add_argument("--arch", action="append", choices=GPU_ARCHS, help="may be given again; default all")
+    command.add_argument("--check", action="store_true", help="compile nothing; exit 1 where the record is not right")
+    _add_jobs(command)
 
     command = add("tune")
     _add_cells(command, default="standard")
     _add_who(command)
     command.add_argument("--variant", action="append", help="may be given again; default all")
-    command.add_argument("--timeout", type=_positive, default=60.0, metavar="S", help="seconds for one (%(default)s)")
-    command.add_argument("--top", type=_count, default=12, help="places to print (%(default)s)")
+    command.add_argument("--timeout", type=positive, default=60.0, metavar="S", help="seconds for one (%(default)s)")
+    command.add_argument("--top", type=count, default=12, help="places to print (%(default)s)")
     _add_jobs(command)
     _add_budget(command, tune.TUNE_BUDGET)
     command.add_argument("--out", type=Path, help="folder of the rankings; default out/tune")
@@ -433,28 +454,11 @@ def _names(named: Sequence[Provider]) -> str:
     return ", ".join(it.name for it in named)
 
 
-def _count(text: str) -> int:
-    """argparse's type of what is counted."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text}; allowed whole numbers from 1 on")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    """argparse's type of what takes time."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text}; allowed numbers above 0")
-    return value
-
-
 def _add_cells(command: argparse.ArgumentParser, *, default: str) -> None:
     command.add_argument("--suite", default=default, help=f"{', '.join(SUITES)} or host (%(default)s)")
-    command.add_argument("--head-dim", action="append", type=_count, metavar="D", help="may be given again")
-    command.add_argument("--seq", action="append", type=_count, metavar="N", help="may be given again")
+    _add_direction(command, (), "as the suite's cells have it, which is fwd in most")
+    command.add_argument("--head-dim", action="append", type=count, metavar="D", help="may be given again")
+    command.add_argument("--seq", action="append", type=count, metavar="N", help="may be given again")
     command.add_argument("--dtype", action="append", metavar="DTYPE", help="may be given again")
     mask = command.add_mutually_exclusive_group()
     mask.add_argument("--causal", action="store_true", default=None, help="causal cells only")
@@ -467,14 +471,19 @@ def _add_who(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_direction(command: argparse.ArgumentParser, default: tuple[Direction, ...], told: str) -> None:
+    what = f"of {','.join(DIRECTIONS)}; default {told}"
+    command.add_argument("--direction", type=directions, default=default, metavar="DIRECTION,...", help=what)
+
+
 def _add_jobs(command: argparse.ArgumentParser) -> None:
     jobs = min(12, os.cpu_count() or 1)
-    command.add_argument("--jobs", type=_count, default=jobs, help="compiling processes (default here: %(default)s)")
+    command.add_argument("--jobs", type=count, default=jobs, help="compiling processes (default here: %(default)s)")
 
 
 def _add_budget(command: argparse.ArgumentParser, budget: Budget) -> None:
-    command.add_argument("--rounds", type=_count, default=budget.rounds, help="readings of each (%(default)s)")
+    command.add_argument("--rounds", type=count, default=budget.rounds, help="readings of each (%(default)s)")
     command.add_argument(
-        "--sample-ms", type=_positive, default=budget.sample_ms, help="device ms a reading (%(default)s)"
+        "--sample-ms", type=positive, default=budget.sample_ms, help="device ms a reading (%(default)s)"
     )
     command.add_argument("--seed", type=int, default=budget.seed, help="of the order of turns (%(default)s)")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tabulate import tabulate
@@ -14,16 +15,21 @@ from bench.pool import Outcome, run_isolated
 from bench.results import read
 from multiattn import backend as registry
 from multiattn.arch import GPU_ARCHS, by_name
-from multiattn.backend import BACKENDS, Compiled, make_plan
+from multiattn.backend import BACKENDS, DIRECTIONS, Direction, make_plan
 from multiattn.problem import Problem
 from multiattn.support import Reason, Unsupported
 
-SCHEMA = 1
+SCHEMA = 2
+
+KERNELS_OF: Mapping[str, tuple[Direction, ...]] = MappingProxyType(
+    {"fwd": ("forward",), "bwd": ("backward",), "fwdbwd": DIRECTIONS}
+)
+"""Whose kernels a direction that bench times is made of."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """What to compile: a backend's best variant (or the named one) for an arch, at one head_dim, dtype and mask."""
+    """What to compile: a backend's best variant (or the named one) of a direction for an arch, at one problem."""
 
     backend: str
     arch: str
@@ -31,11 +37,12 @@ class Target:
     dtype: str = "bf16"
     causal: bool = True
     variant: str | None = None
+    direction: Direction = "forward"
 
     @property
     def what(self) -> str:
         """Its problem in short."""
-        return f"D={self.head_dim} {self.dtype} {'causal' if self.causal else 'full'}"
+        return f"D={self.head_dim} {self.dtype} {'causal' if self.causal else 'full'} {self.direction}"
 
     @property
     def problem(self) -> Problem:
@@ -47,11 +54,16 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """What came of one target: `ok`, or reasons, or an error. Sizes in bytes; None where the compiler tells none."""
+    """What came of one target: `ok`, or reasons, or an error. Sizes in bytes; None where the compiler tells none.
+
+    Of a launch of several kernels the time and the cubins are summed; registers, spills and shared memory are the most
+    that one of them has.
+    """
 
     target: Target
     ok: bool
     plan: str = ""
+    kernels: tuple[str, ...] = ()
     seconds: float = 0.0
     registers: int | None = None
     spill_bytes: int | None = None
@@ -80,15 +92,31 @@ def targets(
     dtype: str = "bf16",
     causal: bool = True,
     variant: str | None = None,
+    directions: Sequence[Direction] = ("forward",),
 ) -> tuple[Target, ...]:
-    """The product of what is given; `variant` ``all`` is each of a backend's."""
+    """The product of what is given; `variant` ``all`` is each that a backend has for a direction."""
     return tuple(
-        Target(backend=backend, arch=arch, head_dim=head_dim, dtype=dtype, causal=causal, variant=name)
+        Target(
+            backend=backend,
+            arch=arch,
+            head_dim=head_dim,
+            dtype=dtype,
+            causal=causal,
+            variant=name,
+            direction=direction,
+        )
+        for direction in directions
         for backend in backends
-        for name in (_all_variants(backend) if variant == "all" else (variant,))
+        for name in (_all_variants(backend, direction) if variant == "all" else (variant,))
         for head_dim in head_dims
         for arch in arches
     )
+
+
+def kernel_directions(timed: Iterable[str]) -> tuple[Direction, ...]:
+    """The directions of kernels behind those that bench times (``fwd``, ``bwd``, ``fwdbwd``), each once."""
+    asked = {direction for name in timed for direction in KERNELS_OF[name]}
+    return tuple(direction for direction in DIRECTIONS if direction in asked)
 
 
 def compile_target(target: Target) -> Entry:
@@ -96,22 +124,35 @@ def compile_target(target: Target) -> Entry:
     backend = registry.get(target.backend)
     reasons = list(backend.probe_compiler())
     try:
-        plan = make_plan(backend, target.problem, by_name(target.arch), variant=target.variant, probe=False)
+        plan = make_plan(
+            backend,
+            target.problem,
+            by_name(target.arch),
+            direction=target.direction,
+            variant=target.variant,
+            probe=False,
+        )
     except Unsupported as error:
         reasons += error.reasons
     if reasons:
         return Entry(target=target, ok=False, reasons=tuple(reasons))
-    compiled: Compiled = backend.forward.compile(plan)
+    kernels = backend.op(target.direction).compile(plan)
     return Entry(
         target=target,
         ok=True,
         plan=f"{plan.variant}: {plan.config or 'no config'}",
-        seconds=compiled.seconds,
-        registers=compiled.registers,
-        spill_bytes=compiled.spill_bytes,
-        smem_bytes=compiled.smem_bytes,
-        cubin_bytes=len(compiled.cubin),
+        kernels=tuple(it.kernel for it in kernels),
+        seconds=sum(it.seconds for it in kernels),
+        registers=_most(it.registers for it in kernels),
+        spill_bytes=_most(it.spill_bytes for it in kernels),
+        smem_bytes=_most(it.smem_bytes for it in kernels),
+        cubin_bytes=sum(len(it.cubin) for it in kernels),
     )
+
+
+def _most(sizes: Iterable[int | None]) -> int | None:
+    """The largest; None where the compiler tells none."""
+    return max((size for size in sizes if size is not None), default=None)
 
 
 def compile_all(
@@ -132,8 +173,8 @@ def _entry(outcome: Outcome[Target, Entry]) -> Entry:
     return Entry(target=outcome.item, ok=False, seconds=outcome.seconds, error=outcome.error)
 
 
-def _all_variants(backend: str) -> tuple[str, ...]:
-    return tuple(variant.name for variant in registry.get(backend).forward.variants)
+def _all_variants(backend: str, direction: Direction) -> tuple[str, ...]:
+    return tuple(variant.name for variant in registry.get(backend).op(direction).variants)
 
 
 def table(entries: Sequence[Entry], *, form: str = "simple") -> str:
@@ -161,22 +202,23 @@ def table(entries: Sequence[Entry], *, form: str = "simple") -> str:
 
 
 def idle_backends(entries: Sequence[Entry]) -> list[str]:
-    """One line for each backend of which nothing was compiled."""
+    """One line for each backend, in each direction, of which nothing was compiled."""
     lines = []
-    for name in dict.fromkeys(entry.target.backend for entry in entries):
-        mine = [entry for entry in entries if entry.target.backend == name]
+    for name, direction in dict.fromkeys((entry.target.backend, entry.target.direction) for entry in entries):
+        mine = [entry for entry in entries if (entry.target.backend, entry.target.direction) == (name, direction)]
         if not any(entry.ok for entry in mine):
             why = "; ".join(dict.fromkeys(entry.text for entry in mine))
-            lines.append(f"{name} was asked for and nothing of it compiled: {why}")
+            lines.append(f"{name} was asked for and nothing of its {direction} compiled: {why}")
     return lines
 
 
 def ordered(entries: Sequence[Entry]) -> list[Entry]:
-    """By backend, variant, head_dim and arch, whatever order they ended in."""
+    """By direction, backend, variant, head_dim and arch, whatever order they ended in."""
 
     def place(entry: Entry) -> tuple[Any, ...]:
         target = entry.target
-        return BACKENDS.index(target.backend), target.variant or "", target.head_dim, GPU_ARCHS.index(target.arch)
+        which = DIRECTIONS.index(target.direction), BACKENDS.index(target.backend), target.variant or ""
+        return (*which, target.head_dim, GPU_ARCHS.index(target.arch))
 
     return sorted(entries, key=place)
 
@@ -204,4 +246,5 @@ def load(path: Path) -> list[Entry]:
 
 def _parse(entry: dict[str, Any]) -> Entry:
     reasons = tuple(Reason(**reason) for reason in entry["reasons"])
-    return Entry(**{**entry, "target": Target(**entry["target"]), "reasons": reasons})
+    given = {"target": Target(**entry["target"]), "kernels": tuple(entry["kernels"]), "reasons": reasons}
+    return Entry(**{**entry, **given})

@@ -8,10 +8,11 @@ from typing import Any, NoReturn
 
 import pytest
 
+from bench.contenders import Contender
 from bench.environment import environment
-from bench.matrix import SUITES, Cell
+from bench.matrix import SUITES, Cell, Direction
 from bench.peers import PEERS
-from bench.providers import Contender, Provider, our_providers
+from bench.providers import Provider, our_providers
 from bench.run import Machine, admit, tensors_and_truth
 from bench.timing import Budget, Clock, Contestant, Sample, Timing, warm_up
 from multiattn.support import Reason
@@ -40,16 +41,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test per cell and contender, those of one cell together: they share its tensors and its truth."""
     if "backend" not in metafunc.fixturenames:
         return
-    cells = SUITES[metafunc.config.getoption("--bench-suite")]
-    rows = [(cell.head_dim, cell.seq, cell.causal, name) for cell in cells for name in providers()]
-    ids = [f"D{head_dim}-N{seq}-{'causal' if causal else 'full'}-{name}" for head_dim, seq, causal, name in rows]
-    metafunc.parametrize(("head_dim", "seq", "causal", "backend"), rows, ids=ids)
+    is_forward = metafunc.definition.name == "test_forward"
+    cells = [
+        cell for cell in SUITES[metafunc.config.getoption("--bench-suite")] if (cell.direction == "fwd") == is_forward
+    ]
+    pairs = [(cell, name) for cell in cells for name in providers(cell.direction)]
+    rows = [(cell.head_dim, cell.seq, cell.causal, cell.direction, name) for cell, name in pairs]
+    ids = [f"D{cell.head_dim}-N{cell.seq}-{cell.mask}-{name}" for cell, name in pairs]
+    metafunc.parametrize(("head_dim", "seq", "causal", "direction", "backend"), rows, ids=ids)
 
 
 @functools.cache
-def providers() -> dict[str, Provider]:
+def providers(direction: Direction) -> dict[str, Provider]:
     """Backends and peers by name."""
-    everybody: tuple[Provider, ...] = (*our_providers(), *PEERS)
+    everybody: tuple[Provider, ...] = (*our_providers(direction=direction), *PEERS)
     return {provider.name: provider for provider in everybody}
 
 
@@ -59,15 +64,16 @@ def machine() -> Machine | None:
 
 
 @pytest.fixture
-def cell(request: pytest.FixtureRequest, head_dim: int, seq: int, causal: bool) -> Cell:
+def cell(request: pytest.FixtureRequest, head_dim: int, seq: int, causal: bool, direction: Direction) -> Cell:
     suite = SUITES[request.config.getoption("--bench-suite")]
-    return next(it for it in suite if (it.head_dim, it.seq, it.causal) == (head_dim, seq, causal))
+    wanted = (head_dim, seq, causal, direction)
+    return next(it for it in suite if (it.head_dim, it.seq, it.causal, it.direction) == wanted)
 
 
 @pytest.fixture
 def contender(cell: Cell, backend: str, machine: Machine | None) -> Contender:
     """Made and checked as for the matrix; a skip says why there is no timing."""
-    provider = providers()[backend]
+    provider = providers(cell.direction)[backend]
     if machine is None:
         skip_for(provider.why_not(cell, None))
     tensors, truth = tensors_and_truth(cell, machine.device)

@@ -10,6 +10,9 @@ from bench import compile_table
 from bench.report import combined_report
 from parity.__main__ import main as run_parity
 
+BACKWARD_ARCH = "sm90"
+"""One arch stands for all in a demo: a backward compiles several times as long as a forward."""
+
 Command = Callable[[list[str]], int]
 
 
@@ -22,10 +25,12 @@ def demo(
     """
     out: Path = options.out
     jobs = ["--jobs", str(options.jobs)]
-    compiled = out / "bench" / "compile.json"
+    compiled, gradients = out / "bench" / "compile.json", out / "bench" / "compile_backward.json"
+    one_arch = ["compile", "--direction", "bwd", "--arch", BACKWARD_ARCH]
     steps: list[tuple[str, Command, list[str]]] = [
         ("Parity", parity, [*jobs, "--out", str(out / "parity")]),
         ("Compiled for every target", bench, ["compile", *jobs, "--out", str(compiled)]),
+        (f"Backward compiled for {BACKWARD_ARCH}", bench, [*one_arch, *jobs, "--out", str(gradients)]),
         ("Speed", bench, ["run", "--suite", "floors", "--no-compile", *jobs, "--out", str(out / "bench")]),
     ]
     failed = []
@@ -34,8 +39,9 @@ def demo(
         if command(arguments):
             failed.append(title)
     page = out / "report.html"
-    combined_report(out / "parity" / "parity.json", out / "bench" / "floors.json", page, compiled, recorded)
-    entries = compile_table.load(compiled)
+    tables = [compiled, gradients]
+    combined_report(out / "parity" / "parity.json", out / "bench" / "floors.json", page, tables, recorded)
+    entries = [entry for path in tables for entry in compile_table.load(path)]
     print(f"\nWritten: {page}: {sum(entry.ok for entry in entries)} of {len(entries)} targets compiled")
     if failed:
         print(f"Failed: {', '.join(failed)}; see above")

@@ -106,7 +106,8 @@ def source_digest() -> str:
     """Twelve hex digits over every source file of multiattn and of what this package times with."""
     digest = hashlib.sha256()
     files = [path for path in (ROOT / "multiattn").rglob("*") if path.suffix in {".py", ".cuh", ".h", ".cu", ".cpp"}]
-    files += [ROOT / "bench" / name for name in ("matrix.py", "providers.py", "peers.py", "timing.py", "flops.py")]
+    timed_with = ("matrix.py", "contenders.py", "providers.py", "peers.py", "timing.py", "flops.py")
+    files += [ROOT / "bench" / name for name in timed_with]
     for path in sorted(files):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bench.matrix import Cell
 from multiattn.arch import Gpu
 from multiattn.problem import Problem
 
@@ -12,6 +13,17 @@ def forward_flops(problem: Problem) -> int:
     Masked pairs do not count, so a causal kernel gains nothing by computing them. Exponentials do not count.
     """
     return 4 * problem.batch * problem.heads_q * problem.visible_pairs * problem.head_dim
+
+
+BACKWARD_FACTOR = 2.5
+"""A backward's products over a forward's: scores again, dv, dp, dk and dq, so five for two. By convention also of one
+that computes scores and dp twice, so that rates compare times (Dao, "FlashAttention-2", section 4.1)."""
+
+
+def cell_flops(cell: Cell) -> int:
+    """FLOP of a cell in its direction."""
+    factor = {"fwd": 1.0, "bwd": BACKWARD_FACTOR, "fwdbwd": 1.0 + BACKWARD_FACTOR}[cell.direction]
+    return round(factor * forward_flops(cell.problem))
 
 
 def tflops(flops: int, time_ms: float) -> float:

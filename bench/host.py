@@ -1,7 +1,11 @@
-"""What a call costs on the host: warm `multiattn.fmha` of each backend beside SDPA, at a shape of next to no work."""
+"""What a call costs on the host: warm `multiattn.fmha` of each backend beside SDPA, at a shape of next to no work.
+
+Without grad, with grad (autograd's graph is made and dropped), and with the backward after it.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -12,10 +16,11 @@ import torch
 from tabulate import tabulate
 
 import multiattn
+from bench.contenders import Tensors, differentiate, require_grad
 from bench.environment import NO_GPU
 from bench.matrix import Cell
 from bench.results import Environment, read
-from bench.timing import host_ms
+from bench.timing import Call, host_ms
 from multiattn import backend as registry
 from multiattn.arch import detect
 from multiattn.backend import BACKENDS, make_plan
@@ -24,7 +29,18 @@ from multiattn.support import Reason, Unsupported
 
 CELL = Cell(batch=1, heads=2, seq=64, head_dim=64, dtype="bf16", causal=True, layout="bhsd")
 SDPA = "sdpa"
-SCHEMA = 1
+SCHEMA = 2
+OLDER = (1,)
+"""Schemas that are read as well: 1 had forward calls without grad only."""
+
+FORWARD, WITH_GRAD, TRAINING = "forward", "forward with grad", "forward and backward"
+KINDS = (FORWARD, WITH_GRAD, TRAINING)
+"""What one call is."""
+
+Key = tuple[str, str]
+"""A contender and a kind of call."""
+
+Attention = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +48,7 @@ class HostCost:
     """Microseconds of one warm call on the host, launch included and device not waited for; or why there are none."""
 
     contender: str
+    kind: str = FORWARD
     call_us: float | None = None
     reasons: tuple[Reason, ...] = ()
     error: str = ""
@@ -49,54 +66,73 @@ class HostCost:
 
 
 def host_costs(device: torch.device | None, *, synchronize: Callable[[], None]) -> list[HostCost]:
-    """One entry per backend and one of SDPA; `device` None is a machine without a GPU."""
+    """One entry per kind of call of each backend and of SDPA; `device` None is a machine without a GPU."""
+    wanted = [(name, kind) for name in (*BACKENDS, SDPA) for kind in KINDS]
     if device is None:
-        return [HostCost(contender=name, reasons=(NO_GPU,)) for name in (*BACKENDS, SDPA)]
-    q, k, v = CELL.tensors(device)
-    problem = Problem.of(q, k, v, causal=CELL.causal)
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    calls: dict[str, Callable[[], Any]] = {}
-    refused: dict[str, HostCost] = {}
-    for name in BACKENDS:
-        reasons = _why_not(name, problem, device)
+        return [HostCost(contender=name, kind=kind, reasons=(NO_GPU,)) for name, kind in wanted]
+    tensors = CELL.tensors(device)
+    problem = Problem.of(*tensors, causal=CELL.causal)
+    calls: dict[Key, Call] = {}
+    refused: dict[Key, HostCost] = {}
+    for name, kind in wanted:
+        reasons = () if name == SDPA else _why_not(name, kind, problem, device)
         if reasons:
-            refused[name] = HostCost(contender=name, reasons=reasons)
+            refused[name, kind] = HostCost(contender=name, kind=kind, reasons=reasons)
         else:
-            calls[name] = _fmha(name, q, k, v)
-    calls[SDPA] = lambda: sdpa(q, k, v, is_causal=CELL.causal)
+            calls[name, kind] = call_of(kind, _attention(name), tensors)
     timed = time_in_turns(calls, synchronize)
-    return [refused.get(name) or timed[name] for name in (*BACKENDS, SDPA)]
+    return [refused.get(key) or timed[key] for key in wanted]
 
 
-def _why_not(name: str, problem: Problem, device: torch.device) -> tuple[Reason, ...]:
+def _why_not(name: str, kind: str, problem: Problem, device: torch.device) -> tuple[Reason, ...]:
+    backend, arch = registry.get(name), detect(device)
     try:
-        make_plan(registry.get(name), problem, detect(device))
+        make_plan(backend, problem, arch)
+        if kind != FORWARD:
+            make_plan(backend, problem, arch, direction="backward")
     except Unsupported as refusal:
         return refusal.reasons
     return ()
 
 
-def _fmha(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
-    return lambda: multiattn.fmha(q, k, v, causal=CELL.causal, backend=name)
+def _attention(name: str) -> Attention:
+    if name == SDPA:
+        return functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=CELL.causal)
+    return functools.partial(multiattn.fmha, causal=CELL.causal, backend=name)
 
 
-def time_in_turns(calls: Mapping[str, Callable[[], Any]], synchronize: Callable[[], None]) -> dict[str, HostCost]:
+def call_of(kind: str, attention: Attention, tensors: Tensors) -> Call:
+    """A call of that kind."""
+    if kind == FORWARD:
+        return functools.partial(attention, *tensors)
+    leaves = require_grad(tensors)
+    if kind == WITH_GRAD:
+        return functools.partial(attention, *leaves)
+    dout = CELL.dout(tensors[0].device)
+    return differentiate(functools.partial(attention, *leaves), leaves, dout, keeps_graph=False)
+
+
+def time_in_turns(calls: Mapping[Key, Call], synchronize: Callable[[], None]) -> dict[Key, HostCost]:
     """The cost of each; one that raises is an entry with its error."""
     host_ms(calls, each=1, rounds=1, synchronize=synchronize)  # compiles; what fails here fails again
     found = host_ms(calls, synchronize=synchronize)
-    return {name: _cost(name, outcome) for name, outcome in found.items()}
+    return {key: _cost(*key, outcome) for key, outcome in found.items()}
 
 
-def _cost(name: str, outcome: float | Exception) -> HostCost:
+def _cost(name: str, kind: str, outcome: float | Exception) -> HostCost:
     if isinstance(outcome, Exception):
-        return HostCost(contender=name, error=f"{type(outcome).__name__}: {outcome}"[:400])
-    return HostCost(contender=name, call_us=outcome * 1e3)
+        return HostCost(contender=name, kind=kind, error=f"{type(outcome).__name__}: {outcome}"[:400])
+    return HostCost(contender=name, kind=kind, call_us=outcome * 1e3)
 
 
 def table(costs: list[HostCost], *, form: str = "simple") -> str:
-    """A row per contender."""
-    rows = [(cost.contender, cost.text) for cost in costs]
-    return tabulate(rows, headers=("contender", "one call on the host [us]"), tablefmt=form, disable_numparse=True)
+    """A row per contender, a column per kind of call, in microseconds."""
+    found = {(cost.contender, cost.kind): cost.text for cost in costs}
+    kinds = [kind for kind in KINDS if any(cost.kind == kind for cost in costs)]
+    names = dict.fromkeys(cost.contender for cost in costs)
+    rows = [(name, *(found.get((name, kind), "not in this run") for kind in kinds)) for name in names]
+    headers = ("contender", *(f"{kind} [us]" for kind in kinds))
+    return tabulate(rows, headers=headers, tablefmt=form, disable_numparse=True)
 
 
 def save(costs: list[HostCost], environment: Environment, path: Path) -> None:
@@ -122,4 +158,4 @@ def load(path: Path) -> tuple[Environment, list[HostCost]]:
         ]
         return Environment(**data["environment"]), costs
 
-    return read(path, f"a table of schema {SCHEMA} that python -m bench host wrote", SCHEMA, entries)
+    return read(path, f"a table of schema {SCHEMA} that python -m bench host wrote", SCHEMA, entries, older=OLDER)

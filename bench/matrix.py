@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -17,6 +17,12 @@ TOKENS = 16384
 
 HIDDEN = 2048
 """Heads times head_dim of every cell of `standard`."""
+
+
+Direction = Literal["fwd", "bwd", "fwdbwd"]
+"""What of a training step is timed: the forward, the backward, or one after the other."""
+
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +37,11 @@ class Cell:
     causal: bool
     layout: str
     """Order in memory: ``bshd`` (a projection's output, transposed without a copy) or ``bhsd`` (contiguous)."""
+    direction: Direction = "fwd"
+
+    def __post_init__(self) -> None:
+        if self.direction not in DIRECTIONS:
+            raise ValueError(f"direction: got {self.direction!r}; allowed {', '.join(DIRECTIONS)}")
 
     @property
     def mask(self) -> str:
@@ -40,7 +51,8 @@ class Cell:
     @property
     def key(self) -> str:
         """What names the cell in results and on the terminal; distinct for distinct cells."""
-        return f"B{self.batch} H{self.heads} N{self.seq} D{self.head_dim} {self.dtype} {self.mask} {self.layout}"
+        sizes = f"B{self.batch} H{self.heads} N{self.seq} D{self.head_dim} {self.dtype} {self.mask} {self.layout}"
+        return sizes if self.direction == "fwd" else f"{sizes} {self.direction}"
 
     @property
     def problem(self) -> Problem:
@@ -65,16 +77,19 @@ class Cell:
     def tensors(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k and v ``[B, H, S, D]``, normal values of a fixed seed, in memory as `layout` says."""
         generator = torch.Generator(device=device).manual_seed(self.seq * 1000 + self.head_dim)
+        return self._draw(generator), self._draw(generator), self._draw(generator)
+
+    def dout(self, device: torch.device | str) -> torch.Tensor:
+        """The gradient of out that a backward is given, made like q; in memory like out, which has the strides of q."""
+        return self._draw(torch.Generator(device=device).manual_seed(self.seq * 1000 + self.head_dim + 1))
+
+    def _draw(self, generator: torch.Generator) -> torch.Tensor:
         shape = {
             "bhsd": (self.batch, self.heads, self.seq, self.head_dim),
             "bshd": (self.batch, self.seq, self.heads, self.head_dim),
         }[self.layout]
-
-        def tensor() -> torch.Tensor:
-            values = torch.randn(shape, generator=generator, device=device, dtype=DTYPES[self.dtype])
-            return values.transpose(1, 2) if self.layout == "bshd" else values
-
-        return tensor(), tensor(), tensor()
+        values = torch.randn(shape, generator=generator, device=generator.device, dtype=DTYPES[self.dtype])
+        return values.transpose(1, 2) if self.layout == "bshd" else values
 
     def as_dict(self) -> dict[str, Any]:
         """Fields by name, for JSON."""
@@ -109,8 +124,13 @@ def _seed() -> tuple[Cell, ...]:
     )
 
 
+def _backward() -> tuple[Cell, ...]:
+    return tuple(replace(cell, direction="bwd") for cell in _standard() if cell.seq in (1024, 4096, 16384))
+
+
 def _floors() -> tuple[Cell, ...]:
-    return tuple(cell for cell in _standard() if cell.head_dim == 128 and cell.seq == 4096)
+    everywhere = (*_standard(), *_backward())
+    return tuple(cell for cell in everywhere if cell.head_dim == 128 and cell.seq == 4096)
 
 
 def _smoke() -> tuple[Cell, ...]:
@@ -122,7 +142,7 @@ def _smoke() -> tuple[Cell, ...]:
 
 
 SUITES: Mapping[str, tuple[Cell, ...]] = MappingProxyType(
-    {"standard": _standard(), "seed": _seed(), "floors": _floors(), "smoke": _smoke()}
+    {"standard": _standard(), "seed": _seed(), "backward": _backward(), "floors": _floors(), "smoke": _smoke()}
 )
 """Every suite by name. `host`, the cost of a call, is no suite of cells: see bench.host."""
 
@@ -132,6 +152,14 @@ def find_suite(name: str) -> tuple[Cell, ...]:
     if name not in SUITES:
         raise InputError(f"--suite: got {name!r}; allowed {', '.join(SUITES)}")
     return SUITES[name]
+
+
+def in_directions(cells: tuple[Cell, ...], directions: tuple[Direction, ...]) -> tuple[Cell, ...]:
+    """The problems of `cells` in each of `directions`, one direction after the other; none is as the cells have it."""
+    if not directions:
+        return cells
+    turned = (replace(cell, direction=direction) for direction in directions for cell in cells)
+    return tuple(dict.fromkeys(turned))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

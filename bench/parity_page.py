@@ -11,6 +11,9 @@ from typing import Any
 
 from bench.errors import InputError
 
+TENSORS = ("out", "lse", "dq", "dk", "dv")
+"""What a row has scores of, by direction the first two or the other three: error, budget, ratio, of."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parity:
@@ -21,8 +24,8 @@ class Parity:
     tables: tuple[Mapping[str, Any], ...]
     """As parity.report.Table has them: title, note, header, rows."""
     about: Mapping[str, str]
-    errors: Mapping[str, Mapping[str, float]]
-    """Backend, case, worst error over its budget."""
+    errors: Mapping[str, Mapping[str, Mapping[str, float]]]
+    """Direction, backend, case, worst error over its budget; only directions that ran."""
     link: str = ""
     """Parity's own page, relative to this one."""
 
@@ -40,12 +43,12 @@ def load_parity(path: Path, page: Path) -> Parity:
 
 def of_json(data: Mapping[str, Any], link: str = "") -> Parity:
     """The page's part of parity's JSON. KeyError where it lacks one."""
-    errors: dict[str, dict[str, float]] = {}
+    errors: dict[str, dict[str, dict[str, float]]] = {}
     for row in data["results"]:
-        if row.get("out") and row.get("lse"):
-            worst = max(float(row[what][2]) for what in ("out", "lse"))  # inf is stored as a text
-            of_case = errors.setdefault(row["backend"], {})
-            of_case[row["case"]] = max(worst, of_case.get(row["case"], 0.0))  # of several variants the worst
+        scores = [float(row[tensor][2]) for tensor in TENSORS if row.get(tensor)]  # inf is stored as a text
+        if scores:
+            of_backend = errors.setdefault(row.get("direction", "forward"), {}).setdefault(row["backend"], {})
+            of_backend[row["case"]] = max(*scores, of_backend.get(row["case"], 0.0))  # of several variants the worst
     return Parity(
         verdict=data["verdict"],
         failures=tuple(data["failures"]),

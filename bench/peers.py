@@ -2,6 +2,8 @@
 
 Each is optional and imported only when it runs; none is a dependency, and none is an entry of BACKENDS. Cells have
 Sq = Skv and as many key/value heads as query heads, where every peer means the same by `causal`.
+
+A peer's backward is its own, through autograd: PyTorch walks the graph of one forward again and again.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from typing import Any
 
 import torch
 
+from bench.contenders import Contender, Results, Tensors, alike, differentiate, named, require_grad
 from bench.environment import NO_GPU
 from bench.errors import InputError
 from bench.matrix import Cell
-from bench.providers import Contender, Tensors
 from bench.timing import Call, Contestant
 from multiattn.arch import Arch
 from multiattn.support import Reason
@@ -35,7 +37,7 @@ class Peer:
     """Imported to find out whether it is there."""
     install: str
     build: Callable[[Cell, Tensors], tuple[Call, str]]
-    """The call and what a reader must know of it."""
+    """The call of its forward and what a reader must know of it."""
     refuse: Callable[[Cell, Tensors], tuple[Reason, ...]] = lambda cell, tensors: ()
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     is_ours: bool = False
@@ -50,15 +52,24 @@ class Peer:
 
     def prepare(self, cell: Cell, tensors: Tensors, arch: Arch) -> Contender | tuple[Reason, ...]:
         """See `bench.providers.Provider`."""
+        tensors = tensors if cell.direction == "fwd" else require_grad(tensors)
         reasons = self.why_not(cell, arch) or self.refuse(cell, tensors)
         if reasons:
             return reasons
         call, detail = self.build(cell, tensors)
+        if cell.direction != "fwd":
+            with self.context():
+                out = call()
+            if not out.requires_grad:
+                return (Reason(code="direction", got=cell.direction, allowed=f"forward: {self.name} has no gradient"),)
+            dout = alike(out, cell.dout(out.device))
+            call = differentiate(call, tensors, dout, keeps_graph=cell.direction == "bwd")
+            detail = f"{detail}, torch.autograd.grad".removeprefix(", ")
         contestant = Contestant(call=call, context=self.context)
 
-        def output() -> tuple[torch.Tensor, None]:
+        def output() -> Results:
             with self.context():
-                return call(), None
+                return named(call())
 
         return Contender(launch=contestant, call=contestant, output=output, detail=detail)
 
@@ -130,6 +141,15 @@ def _compiled_flex(head_dim: int, dtype: str, causal: bool) -> Callable[..., tor
     return compiled
 
 
+def _keep_graph() -> contextlib.AbstractContextManager[Any]:
+    """What Flex is compiled under: a backward that does not overwrite what its forward saved can run twice."""
+    config = importlib.import_module("torch._functorch.config")
+    if not hasattr(config, "donated_buffer"):  # older releases never overwrite
+        return contextlib.nullcontext()
+    manager: contextlib.AbstractContextManager[Any] = config.patch(donated_buffer=False)
+    return manager
+
+
 @functools.lru_cache(maxsize=2)
 def _causal_blocks(seq: int, device: torch.device) -> Any:
     flex = importlib.import_module("torch.nn.attention.flex_attention")
@@ -174,7 +194,13 @@ PEERS: tuple[Peer, ...] = (
     _sdpa("sdpa-flash", "FLASH_ATTENTION", "can_use_flash_attention"),
     _sdpa("sdpa-cudnn", "CUDNN_ATTENTION", "can_use_cudnn_attention"),
     _sdpa("sdpa-efficient", "EFFICIENT_ATTENTION", "can_use_efficient_attention"),
-    Peer(name="flex", module="torch.nn.attention.flex_attention", install="part of torch", build=_build_flex),
+    Peer(
+        name="flex",
+        module="torch.nn.attention.flex_attention",
+        install="part of torch",
+        build=_build_flex,
+        context=_keep_graph,
+    ),
     Peer(
         name="fa2",
         module="flash_attn.flash_attn_interface",

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
+from bench.contenders import Contender
 from bench.environment import device_works, gpu_arch
 from bench.matrix import Cell
 from bench.peers import PEERS, find_peers
 from bench.pool import run_isolated
-from bench.providers import Contender, Ours, Provider
+from bench.providers import Ours, Provider
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +31,7 @@ def tasks(providers: Sequence[Provider], cells: Sequence[Cell]) -> list[Task]:
     """One task per provider and kind of cell: the shortest of those that differ in batch and length only."""
     kinds: dict[tuple[object, ...], Cell] = {}
     for cell in sorted(cells, key=lambda it: it.seq):
-        kinds.setdefault((cell.head_dim, cell.dtype, cell.causal, cell.layout), cell)
+        kinds.setdefault((cell.head_dim, cell.dtype, cell.causal, cell.layout, cell.direction), cell)
     return [Task(contender=provider.name, cell=cell) for cell in kinds.values() for provider in providers]
 
 

@@ -1,45 +1,22 @@
-"""Contenders: what competes in a cell. `Ours` is a backend's Plan; the peers are in bench.peers.
+"""Who competes in a cell. `Ours` is a backend's Plan; the peers are in bench.peers.
 
 A `Provider` makes a `Contender` of a cell and its tensors, or says with reasons why it cannot.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
-import torch
-
-import multiattn
+from bench.contenders import Contender, Tensors, contender_of
 from bench.environment import NO_GPU
 from bench.errors import InputError
-from bench.matrix import Cell
-from bench.timing import Contestant
+from bench.matrix import Cell, Direction
 from multiattn import backend as registry
 from multiattn.arch import Arch
-from multiattn.backend import BACKENDS, Plan, make_plan
-from multiattn.config import Config
+from multiattn.backend import BACKENDS, Plan, Variant, make_plan
 from multiattn.problem import Problem
 from multiattn.support import Reason, Unsupported
-
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""q, k and v, each ``[B, H, S, D]``."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Contender:
-    """Ready to be checked and timed in one cell."""
-
-    launch: Contestant
-    """For the device regime: nothing but the launch."""
-    call: Contestant
-    """For the call regime: what a user writes."""
-    output: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
-    """Runs `launch` once; its out ``[B, H, S, D]``, and its lse ``[B, H, S]`` where it writes one."""
-    plan: Plan | None = None
-    detail: str = ""
 
 
 class Provider(Protocol):
@@ -77,64 +54,63 @@ class Ours:
         """See `Provider`."""
         if arch is None:
             return (NO_GPU,)
-        plan = self._plan(cell.problem, arch)
-        return () if isinstance(plan, Plan) else plan
+        plans = self.plans(cell, cell.problem, arch)
+        return () if isinstance(plans, Plans) else plans
 
     def prepare(self, cell: Cell, tensors: Tensors, arch: Arch) -> Contender | tuple[Reason, ...]:
         """See `Provider`. The Plan is that of these very tensors, as `multiattn.fmha` would make it."""
-        plan = self._plan(Problem.of(*tensors, causal=cell.causal), arch)
-        return contender_of(plan, tensors) if isinstance(plan, Plan) else plan
+        plans = self.plans(cell, Problem.of(*tensors, causal=cell.causal), arch)
+        if not isinstance(plans, Plans):
+            return plans
+        return contender_of(plans.timed, tensors, cell, plans.forward)
 
-    def _plan(self, problem: Problem, arch: Arch) -> Plan | tuple[Reason, ...]:
+    def plans(self, cell: Cell, problem: Problem, arch: Arch) -> Plans | tuple[Reason, ...]:
+        """What it would launch in a cell, or every reason why it cannot; `variant` is of the direction that counts."""
+        backend = registry.get(self.backend)
         try:
-            return make_plan(registry.get(self.backend), problem, arch, variant=self.variant)
+            if cell.direction == "fwd":
+                return Plans(timed=make_plan(backend, problem, arch, variant=self.variant))
+            forward = make_plan(backend, problem, arch)
+            backward = make_plan(backend, problem, arch, direction="backward", variant=self.variant)
         except Unsupported as error:
             return error.reasons
+        return Plans(timed=backward, forward=forward)
 
 
-def contender_of(plan: Plan, tensors: Tensors) -> Contender:
-    """A contender that launches exactly `plan`; out and lse are made once, and poisoned with NaN before a check."""
-    q, k, v = tensors
-    problem = plan.problem
-    launcher = registry.get(plan.backend).forward.prepare(plan)
-    out = torch.empty_strided(q.shape, (*problem.strides_out, 1), dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plans:
+    """The Plan that a row is of, and where that is a backward the Plan of the forward before it."""
 
-    def launch() -> None:
-        launcher(q, k, v, out, lse)
-
-    def call() -> torch.Tensor:
-        return multiattn.fmha(q, k, v, causal=problem.causal, backend=plan.backend, variant=plan.variant)
-
-    def output() -> tuple[torch.Tensor, torch.Tensor]:
-        out.fill_(math.nan)
-        lse.fill_(math.nan)
-        launch()
-        return out, lse
-
-    return Contender(launch=Contestant(call=launch), call=Contestant(call=call), output=output, plan=plan)
+    timed: Plan
+    forward: Plan | None = None
 
 
-def plan_data(plan: Plan) -> dict[str, Any]:
-    """What a row stores of a Plan; problem, arch and backend are in the row already."""
-    return {"variant": plan.variant, "config": config_data(plan.config), "why": plan.why}
+def our_providers(
+    backends: tuple[str, ...] = BACKENDS, variant: str | None = None, direction: Direction = "fwd"
+) -> tuple[Ours, ...]:
+    """One provider per backend; `variant` is None for the best, ``all`` for every one, or a name, of that direction.
 
-
-def config_data(config: Config | None) -> dict[str, Any] | None:
-    """A config's fields by name."""
-    return None if config is None else asdict(config)
-
-
-def our_providers(backends: tuple[str, ...] = BACKENDS, variant: str | None = None) -> tuple[Ours, ...]:
-    """One provider per backend; `variant` is None for the best, ``all`` for every one, or a name.
-
-    ValueError for a variant that none of the backends has.
+    In a backward the best of each backend stands beside one that is deterministic where the best is not, or is not
+    where the best is: so every run says what determinism costs. ValueError for a variant that none of the backends has.
     """
+    rungs = {name: _variants(name, direction) for name in backends}
     if variant is None:
-        return tuple(Ours(backend=name) for name in backends)
-    names = [(name, rung.name) for name in backends for rung in registry.get(name).forward.variants]
+        others = [(name, _counterpart(rungs[name])) for name in backends]
+        beside = (Ours(backend=name, variant=rung) for name, rung in others if rung is not None)
+        return (*(Ours(backend=name) for name in backends), *beside)
+    names = [(name, rung.name) for name in backends for rung in rungs[name]]
     chosen = [pair for pair in names if variant in ("all", pair[1])]
     if not chosen:
         have = ", ".join(f"{name}/{rung}" for name, rung in names)
-        raise InputError(f"--variant: got {variant!r}; allowed all, or one of {have}")
+        raise InputError(f"--variant: got {variant!r}; allowed all, or of {direction} one of {have}")
     return tuple(Ours(backend=name, variant=rung) for name, rung in chosen)
+
+
+def _variants(backend: str, direction: Direction) -> tuple[Variant, ...]:
+    return registry.get(backend).op("forward" if direction == "fwd" else "backward").variants
+
+
+def _counterpart(variants: tuple[Variant, ...]) -> str | None:
+    """The first variant that is deterministic where the first of all, the best, is not, or the other way round."""
+    is_steady = variants[0].deterministic if variants else True
+    return next((variant.name for variant in variants if variant.deterministic != is_steady), None)

@@ -12,13 +12,14 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from bench import host
+from bench import backward, host
 from bench.errors import InputError
+from bench.matrix import Direction
 from bench.report import figure, provenance
 from bench.results import Row, load, one_run
 from multiattn import backend as registry
 from multiattn.arch import ARCHS, GPU_ARCHS
-from multiattn.backend import BACKENDS, Backend, Variant, plan_variant
+from multiattn.backend import BACKENDS, DIRECTIONS, Backend, Variant, plan_variant
 from multiattn.problem import Problem
 from multiattn.support import Reason
 
@@ -33,24 +34,27 @@ SHOWN_SEQS = (1024, 4096, 16384)
 def support_block() -> str:
     """Per backend and variant: the head_dims that run on each arch, by the data alone; or the code of the reasons."""
     rows = [
-        (backend.name, variant.name, ", ".join(variant.capability.dtypes), *_supported_archs(backend, variant))
+        (
+            backend.name,
+            direction,
+            variant.name,
+            ", ".join(variant.capability.dtypes),
+            *(_supported(backend, variant, arch, direction) for arch in GPU_ARCHS),
+        )
         for backend in map(registry.get, BACKENDS)
-        for variant in backend.forward.variants
+        for direction in DIRECTIONS
+        for variant in backend.op(direction).variants
     ]
-    headers = ("backend", "variant", "dtypes", *GPU_ARCHS)
+    headers = ("backend", "direction", "variant", "dtypes", *GPU_ARCHS)
     table = tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
     return f"{table}\n\nA range is of head_dims, in multiples of 8; a word says what refuses the rest."
 
 
-def _supported_archs(backend: Backend, variant: Variant) -> list[str]:
-    return [_supported(backend, variant, arch) for arch in GPU_ARCHS]
-
-
-def _supported(backend: Backend, variant: Variant, arch: str) -> str:
+def _supported(backend: Backend, variant: Variant, arch: str, direction: registry.Direction) -> str:
     able, codes = [], []
     for head_dim in HEAD_DIMS:
         problem = Problem.contiguous(batch=4, heads_q=16, seq_q=4096, head_dim=head_dim)
-        plan = plan_variant(backend, variant, problem, ARCHS[arch])
+        plan = plan_variant(backend, variant, problem, ARCHS[arch], direction=direction)
         if isinstance(plan, tuple):
             codes += [reason.code for reason in plan if isinstance(reason, Reason)]
         else:
@@ -70,23 +74,31 @@ def ranges(head_dims: Sequence[int]) -> str:
 
 
 def results_block(results: Path) -> str:
-    """Per GPU: one table of the suite `standard` at three lengths, and the cost of a call; all from files."""
+    """Per GPU: a table of the suite `standard` at three lengths, one of `backward`, the cost of a call; from files."""
     parts = []
     for folder in sorted(path for path in results.glob("*") if path.is_dir()):
-        standard, call = folder / "standard.json", folder / "host.json"
+        standard, training, call = (folder / f"{name}.json" for name in ("standard", "backward", "host"))
         if standard.exists():
-            parts.append(_standard_table(load(standard)))
+            parts.append(_results_table(load(standard), "fwd"))
+        if training.exists():
+            rows = load(training)
+            parts.append(_results_table(rows, "bwd"))
+            parts += filter(None, [backward.memory_summary(rows)])
         if call.exists():
             setup, costs = host.load(call)
             parts += [f"Host cost of one warm call, {setup.gpu}, {host.CELL.key}:", host.table(costs, form="github")]
     return "\n\n".join(parts) or NOTHING_MEASURED
 
 
-def _standard_table(rows: Sequence[Row]) -> str:
+def _results_table(rows: Sequence[Row], direction: Direction) -> str:
+    """TFLOPS of one direction; of forward only the best variant of each backend, of backward also the deterministic."""
     chosen = [
         row
         for row in one_run(rows)
-        if row.regime == "device" and row.cell.seq in SHOWN_SEQS and "/" not in row.contender
+        if row.regime == "device"
+        and row.cell.seq in SHOWN_SEQS
+        and row.cell.direction == direction
+        and (direction != "fwd" or "/" not in row.contender)
     ]
     measured = [row for row in chosen if row.measured is not None]
     if not measured:
@@ -100,7 +112,8 @@ def _standard_table(rows: Sequence[Row]) -> str:
         (cell.head_dim, cell.mask, cell.seq, *(figure(found.get((cell.key, name))) for name in names)) for cell in cells
     ]
     text = tabulate(table, headers=("D", "mask", "N", *names), tablefmt="github", disable_numparse=True)
-    return f"TFLOPS, forward, 16k tokens, H*D = 2048, back to back:\n\n{text}\n\n" + "\n".join(provenance(measured))
+    what = {"fwd": "forward", "bwd": "backward", "fwdbwd": "forward and backward"}[direction]
+    return f"TFLOPS, {what}, 16k tokens, H*D = 2048, back to back:\n\n{text}\n\n" + "\n".join(provenance(measured))
 
 
 def render(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:

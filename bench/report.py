@@ -12,23 +12,24 @@ from typing import Any
 import jinja2
 from tabulate import tabulate
 
-from bench import compile_table
+from bench import backward, compile_table
 from bench.compile_table import Entry
 from bench.errors import InputError
 from bench.flops import rate_text
 from bench.matrix import Cell
 from bench.parity_page import Parity, load_parity
 from bench.results import Row, load, one_run
-from bench.verdicts import judge_floors
+from bench.verdicts import judge_floors, judge_memory
 
 STYLE = {"svg.hashsalt": "multiattn", "svg.fonttype": "path", "font.size": 9}
+DIRECTION_TITLES = {"fwd": "", "bwd": "backward, ", "fwdbwd": "forward and backward, "}
 MOST_SHOWN = 2.0
 """Where the parity plot is cut: an error of a thousand budgets would hide all others, and inf has no place."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Rows that one table or plot shows: one head_dim, mask, dtype, layout, heads, regime and GPU."""
+    """Rows that one table or plot shows: one direction, head_dim, mask, dtype, layout, heads, regime and GPU."""
 
     title: str
     regime: str
@@ -47,8 +48,8 @@ def groups(rows: Sequence[Row]) -> list[Group]:
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in one_run(rows):
         cell = row.cell
-        shared = (cell.head_dim, cell.causal, cell.dtype, cell.layout, cell.heads, row.regime, row.environment.gpu)
-        found.setdefault(shared, []).append(row)
+        sizes = (cell.direction, cell.head_dim, cell.causal, cell.dtype, cell.layout, cell.heads)
+        found.setdefault((*sizes, row.regime, row.environment.gpu), []).append(row)
     return [_group(members) for members in found.values()]
 
 
@@ -58,7 +59,8 @@ def _group(members: Sequence[Row]) -> Group:
     tokens = {it.batch * it.seq for it in cells}
     batch = f"{tokens.pop()} tokens" if len(tokens) == 1 else f"B={cell.batch}"
     return Group(
-        title=f"D={cell.head_dim} {cell.mask}, H={cell.heads}, {batch}, {cell.dtype} {cell.layout}, "
+        title=f"{DIRECTION_TITLES[cell.direction]}D={cell.head_dim} {cell.mask}, H={cell.heads}, {batch}, "
+        f"{cell.dtype} {cell.layout}, "
         f"{members[0].regime} regime, {members[0].environment.gpu}",
         regime=members[0].regime,
         cells=tuple(cells),
@@ -121,6 +123,8 @@ def text_report(rows: Sequence[Row], *, form: str = "simple") -> str:
     for group in groups(rows):
         if group.is_measured:
             parts += [f"{heading}TFLOPS, {group.title}", text_table(group, form=form)]
+    for table in backward.tables(rows):
+        parts += [f"{heading}{table.title}", table.note, table.text(form)]
     listed = [f"- {note}" for note in notes(rows)]
     if listed:
         parts += [f"{heading}Without a time", "\n".join(listed)]
@@ -169,7 +173,34 @@ def plot(group: Group) -> str:
         return _svg(drawing, axes)
 
 
-def error_plot(errors: Mapping[str, Mapping[str, float]]) -> str:
+def ratio_plot(group: Group) -> str:
+    """Our TFLOPS over those of each cell's fastest peer, over N, as an SVG element; empty where there is no peer."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for cell in group.cells:
+        found = {name: row for (key, name), row in group.rows.items() if key == cell.key and row.measured is not None}
+        peer = backward.best_peer(found)
+        for name, row in found.items():
+            if peer is not None and backward.is_ours(name):
+                lines.setdefault(name, []).append((cell.seq, backward.share(row, peer)))
+    if not lines:
+        return ""
+    with pyplot.rc_context(STYLE):
+        drawing, axes = pyplot.subplots(figsize=(6.4, 3.0), layout="constrained")
+        for name, points in lines.items():
+            axes.plot(*zip(*points, strict=True), label=name, marker="o", ms=3)
+        axes.axhline(1, color="#888888", lw=1, ls="--")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([cell.seq for cell in group.cells], [f"{cell.seq}" for cell in group.cells])
+        axes.set(title=f"Over the best peer: {group.title}", xlabel="N", ylabel="ratio", ylim=(0, None))
+        return _svg(drawing, axes)
+
+
+def error_plot(direction: str, errors: Mapping[str, Mapping[str, float]]) -> str:
     """Parity's error over its budget per case, a line a backend, as an SVG element; above 1 is a failure."""
     import matplotlib
 
@@ -185,7 +216,8 @@ def error_plot(errors: Mapping[str, Mapping[str, float]]) -> str:
             axes.plot(places, shares, label=backend, marker="o", ms=3, lw=0.8)
         axes.axhline(1, color="#c0362c", lw=1, ls="--")
         axes.set_xticks(range(len(cases)), cases, rotation=90, fontsize=6)
-        axes.set(title="Parity: worst error of a case over its budget", ylabel="error / budget", ylim=(0, None))
+        title = f"Parity, {direction}: worst error of a case over its budget"
+        axes.set(title=title, ylabel="error / budget", ylim=(0, None))
         return _svg(drawing, axes)
 
 
@@ -222,6 +254,7 @@ def html_report(
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     has_floors = any(verdict.ratio is not None for verdict in judge_floors(rows))
+    memory = judge_memory(rows)
     here = _section("Speed: TFLOPS over N", rows)
     there = [_section(f"Recorded: TFLOPS over N on {title}", members) for title, members in _by_place(recorded).items()]
     return environment.get_template("report.html").render(
@@ -229,9 +262,10 @@ def html_report(
         figure=figure,
         notes=notes(rows),
         verdicts=judge_floors(rows) if has_floors else [],
+        memory=memory if any(verdict.taken is not None for verdict in memory) else [],
         entries=compile_table.ordered(entries),
         parity=parity,
-        error_plot=error_plot(parity.errors) if parity is not None and any(parity.errors.values()) else "",
+        error_plots=[error_plot(*item) for item in parity.errors.items()] if parity is not None else [],
     )
 
 
@@ -241,7 +275,9 @@ class Section:
 
     title: str
     groups: tuple[Group, ...]
-    plots: tuple[str, ...]
+    plots: tuple[tuple[str, ...], ...]
+    """SVG elements of each group: TFLOPS, and of a backward ours over the best peer."""
+    tables: tuple[backward.Table, ...]
     provenance: tuple[str, ...]
     commands: tuple[str, ...]
 
@@ -252,10 +288,18 @@ def _section(title: str, rows: Sequence[Row]) -> Section:
     return Section(
         title=title,
         groups=shown,
-        plots=tuple(plot(group) for group in shown),
+        plots=tuple(_plots(group) for group in shown),
+        tables=backward.tables(rows),
         provenance=tuple(provenance(measured)),
         commands=commands(measured),
     )
+
+
+def _plots(group: Group) -> tuple[str, ...]:
+    made = [plot(group)]
+    if any(cell.direction != "fwd" for cell in group.cells):
+        made.append(ratio_plot(group))
+    return tuple(filter(None, made))
 
 
 def commands(rows: Iterable[Row]) -> tuple[str, ...]:
@@ -277,7 +321,7 @@ def combined_report(
     parity_json: Path | None,
     bench_json: Path | Sequence[Path] | None,
     out_html: Path,
-    compile_json: Path | None = None,
+    compile_json: Path | Sequence[Path] | None = None,
     recorded: Sequence[Path] = (),
 ) -> None:
     """Write one HTML page from what parity and bench wrote; a path of None, or one without a file, is left out.
@@ -286,7 +330,8 @@ def combined_report(
     """
     paths = [bench_json] if isinstance(bench_json, Path) else list(bench_json or ())
     rows = [row for path in paths if path.exists() for row in load(path)]
-    entries = compile_table.load(compile_json) if compile_json is not None and compile_json.exists() else []
+    tables = [compile_json] if isinstance(compile_json, Path) else list(compile_json or ())
+    entries = [entry for path in tables if path.exists() for entry in compile_table.load(path)]
     parity = load_parity(parity_json, out_html) if parity_json is not None and parity_json.exists() else None
     if not rows and not entries and parity is None:
         raise InputError(

@@ -17,7 +17,9 @@ from multiattn.support import Reason
 
 T = TypeVar("T")
 
-SCHEMA = 2
+SCHEMA = 3
+OLDER = (2,)
+"""Schemas that are read as well: 2 had no directions, all of it is forward, and no memory."""
 LOST_DEVICE = "the device was lost: "
 """Starts the error of a contender after which no other could run in its process; a resumed run leaves it out."""
 
@@ -40,6 +42,8 @@ class Measured:
     tflops: float
     peak_share: float | None
     error_ratio: float
+    peak_extra_bytes: int | None = None
+    """Device memory that one launch took at its peak, beside inputs and outputs; None where nobody counted."""
 
     def __post_init__(self) -> None:
         """Keep six significant digits: more than a timing has, and what a results file holds."""
@@ -211,20 +215,23 @@ def load(path: Path) -> list[Row]:
         environments = [Environment(**item) for item in data["environments"]]
         return [_row(item, environments, data["commands"]) for item in data["rows"]]
 
-    return read(path, f"a results file of schema {SCHEMA} that python -m bench wrote", SCHEMA, rows)
+    return read(path, f"a results file of schema {SCHEMA} that python -m bench wrote", SCHEMA, rows, older=OLDER)
 
 
-def read(path: Path, what: str, schema: int, parse: Callable[[dict[str, Any]], T]) -> T:
-    """What `parse` makes of a JSON file of ours. InputError, naming the file, for another one or none."""
+def read(path: Path, what: str, schema: int, parse: Callable[[dict[str, Any]], T], *, older: Sequence[int] = ()) -> T:
+    """What `parse` makes of a JSON file of ours, of `schema` or one of `older`.
+
+    InputError, naming the file, for another one or none.
+    """
     try:
         data = json.loads(path.read_text())
     except FileNotFoundError:
         raise InputError(f"{path}: there is no such file") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InputError(f"{path}: not {what}: {error}") from None
-    if not isinstance(data, dict) or data.get("schema") != schema:
-        older = isinstance(data, dict) and "schema" in data
-        hint = f": its schema is {data['schema']}; move it away and measure again" if older else ""
+    if not isinstance(data, dict) or data.get("schema") not in (schema, *older):
+        other = isinstance(data, dict) and "schema" in data
+        hint = f": its schema is {data['schema']}; move it away and measure again" if other else ""
         raise InputError(f"{path}: not {what}{hint}")
     try:
         return parse(data)

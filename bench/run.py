@@ -5,31 +5,32 @@ from __future__ import annotations
 import functools
 import secrets
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from types import MappingProxyType
 
 import torch
 from tqdm import tqdm
 
+from bench.contenders import Contender, Tensors, named, plan_data
 from bench.environment import environment, gpu_arch
-from bench.flops import forward_flops, peak_share, rate_text, tflops
-from bench.matrix import Cell
+from bench.flops import cell_flops, peak_share, rate_text, tflops
+from bench.matrix import Cell, Direction
+from bench.memory import extra_bytes
 from bench.prewarm import prewarm
-from bench.providers import Contender, Provider, Tensors, plan_data
+from bench.providers import Provider
 from bench.results import LOST_DEVICE, Environment, Measured, Row, Store
-from bench.timing import Budget, Clock, CudaClock, Timing, measure
+from bench.timing import Budget, Clock, Contestant, CudaClock, Timing, measure
+from bench.truth import Truths, check, truth_of
 from multiattn.arch import Arch, find_gpu
-from multiattn.support import Reason
-from parity.tolerance import Mismatch, Truth, deviate
-
-PEER_SLACK = 8.0
-"""A peer's error may pass our budget this far before it counts as another computation than the cell's."""
+from multiattn.support import Reason, Unsupported
 
 ERROR_CHARACTERS = 600
 
-PREWARM_CELLS = 8
-"""From so many cells on, compiling ahead is worth the start of its processes: about 10 s."""
+PREWARM_CELLS: Mapping[Direction, int] = MappingProxyType({"fwd": 8, "bwd": 1, "fwdbwd": 1})
+"""From so many cells on, compiling ahead is worth the start of its processes: about 10 s, which is less than one
+backward of each backend takes to compile (a guess from compiling for sm90 on a CPU)."""
 
 
 class DeviceLostError(RuntimeError):
@@ -44,6 +45,8 @@ class Machine:
     device: torch.device
     clock: Clock
     synchronize: Callable[[], None]
+    extra_bytes: Callable[[Contestant, Cell], int] | None = None
+    """See bench.memory; None where nobody counts what is allocated."""
 
     @classmethod
     def current(cls) -> Machine | None:
@@ -52,7 +55,13 @@ class Machine:
         if arch is None:
             return None
         device = torch.device("cuda", torch.cuda.current_device())
-        return cls(arch=arch, device=device, clock=CudaClock(), synchronize=torch.cuda.synchronize)
+        return cls(
+            arch=arch,
+            device=device,
+            clock=CudaClock(),
+            synchronize=torch.cuda.synchronize,
+            extra_bytes=extra_bytes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +86,7 @@ class Admitted:
 
     contender: Contender
     error_ratio: float
+    peak_extra_bytes: int | None = None
 
 
 def run(job: Job, machine: Machine | None, store: Store, *, quiet: bool = False) -> list[Row]:
@@ -95,7 +105,8 @@ def run(job: Job, machine: Machine | None, store: Store, *, quiet: bool = False)
         return job.fresh or not store.finished(cell, names, regime, setup, job.budget)
 
     open_cells = [cell for cell, regime in work if is_open(cell, regime)]
-    if machine is not None and job.jobs > 1 and len(open_cells) >= PREWARM_CELLS:
+    is_slow = any(len(open_cells) >= PREWARM_CELLS[cell.direction] for cell in open_cells)
+    if machine is not None and job.jobs > 1 and is_slow:
         prewarm(job.providers, open_cells, jobs=job.jobs, say=_say)
     with tqdm(work, unit="cell", disable=True if quiet else None) as bar:  # None: silent where there is no terminal
         for cell, regime in bar:
@@ -156,14 +167,14 @@ def _run_cell(
 
 
 @functools.lru_cache(maxsize=1)
-def tensors_and_truth(cell: Cell, device: torch.device) -> tuple[Tensors, Truth]:
-    """The inputs of a cell and what its result must be, kept while regimes and contenders take turns on it."""
+def tensors_and_truth(cell: Cell, device: torch.device) -> tuple[Tensors, Truths]:
+    """The inputs of a cell and what its results must be, kept while regimes and contenders take turns on it."""
     tensors = cell.tensors(device)
-    return tensors, Truth.of(*tensors, causal=cell.causal, scale=None)
+    return tensors, truth_of(cell, tensors)
 
 
 def admit(
-    provider: Provider, cell: Cell, tensors: Tensors, machine: Machine, truth: Truth, *, regime: str = "device"
+    provider: Provider, cell: Cell, tensors: Tensors, machine: Machine, truth: Truths, *, regime: str = "device"
 ) -> Admitted | tuple[Reason, ...] | Exception:
     """Make the contender and check the very launch that will be timed; in the regime `call` that call as well."""
     try:
@@ -173,37 +184,18 @@ def admit(
         contender = provider.prepare(cell, tensors, machine.arch)
         if not isinstance(contender, Contender):
             return contender
-        ratio = _check(contender, truth, strict=provider.is_ours)
-        if regime == "call" and contender.call is not contender.launch:
-            ratio = max(ratio, _check_call(contender, truth))
+        ratio = check(contender.output(), truth, contender.plan, strict=provider.is_ours)
+        timed = contender.launch if regime == "device" else contender.call
+        if timed is not contender.launch:
+            with timed.context():
+                ratio = max(ratio, check(named(timed.call()), truth, contender.plan))
+        extra = machine.extra_bytes(timed, cell) if machine.extra_bytes is not None else None
         machine.synchronize()
+    except Unsupported as refusal:
+        return refusal.reasons
     except Exception as error:  # broad: a contender is anybody's code; its error is its row
         return error
-    return Admitted(contender=contender, error_ratio=ratio)
-
-
-def _check(contender: Contender, truth: Truth, *, strict: bool) -> float:
-    """The share of the budget that the worst error of out and lse uses; Mismatch if it is too much.
-
-    `strict` is parity's own rule. A peer may round as it likes, but must compute the same thing.
-    """
-    out, lse = contender.output()
-    if strict:
-        ratio = truth.out.ratio(truth.out.check(out, contender.plan))
-        return ratio if lse is None else max(ratio, truth.lse.ratio(truth.lse.check(lse, contender.plan)))
-    deviation = deviate(out, truth.out.truth)
-    ratio = truth.out.ratio(deviation)
-    if deviation.strangers or ratio > PEER_SLACK:
-        raise Mismatch(
-            f"computes something else: error {ratio:.3g} times the budget, {deviation.strangers} elements NaN or inf"
-        )
-    return ratio
-
-
-def _check_call(contender: Contender, truth: Truth) -> float:
-    """As the strict `_check`, of what a user's own call returns."""
-    with contender.call.context():
-        return truth.out.ratio(truth.out.check(contender.call.call(), contender.plan))
+    return Admitted(contender=contender, error_ratio=ratio, peak_extra_bytes=extra)
 
 
 def _stop_if_lost(machine: Machine, store: Store, row: Row) -> None:
@@ -247,7 +239,7 @@ def _row(
 
 def _measured(cell: Cell, timing: Timing, setup: Environment, budget: Budget, admitted: Admitted | None) -> Measured:
     assert admitted is not None
-    rate = tflops(forward_flops(cell.problem), timing.time_ms)
+    rate = tflops(cell_flops(cell), timing.time_ms)
     return Measured(
         time_ms=timing.time_ms,
         low_ms=timing.low_ms,
@@ -259,6 +251,7 @@ def _measured(cell: Cell, timing: Timing, setup: Environment, budget: Budget, ad
         tflops=rate,
         peak_share=peak_share(rate, find_gpu(setup.gpu)),
         error_ratio=admitted.error_ratio,
+        peak_extra_bytes=admitted.peak_extra_bytes,
     )
 
 

@@ -13,9 +13,9 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -201,16 +201,19 @@ def _count(total_ms: float, once_ms: float) -> int:
     return max(1, min(MAX_QUEUED, round(total_ms / max(once_ms, 1e-6))))
 
 
+Key = TypeVar("Key", bound=Hashable)
+
+
 def host_ms(
-    calls: Mapping[str, Call], *, each: int = 200, rounds: int = 7, synchronize: Callable[[], None]
-) -> dict[str, float | Exception]:
+    calls: Mapping[Key, Call], *, each: int = 200, rounds: int = 7, synchronize: Callable[[], None]
+) -> dict[Key, float | Exception]:
     """Host milliseconds of one call of each, its launch included, the device not waited for.
 
     They take turns: a round times `each` calls of everybody; the median of the rounds' medians counts. For shapes so
     small that the queue never fills. The device is idle at the start of each turn. What a call raises is its result.
     """
-    medians: dict[str, list[float]] = {name: [] for name in calls}
-    failed: dict[str, float | Exception] = {}
+    medians: dict[Key, list[float]] = {name: [] for name in calls}
+    failed: dict[Key, float | Exception] = {}
     for _ in range(rounds):
         for name, call in calls.items():
             if name in failed:

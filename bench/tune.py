@@ -15,19 +15,19 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
+from bench.contenders import Contender, config_data, contender_of
 from bench.environment import device_works
-from bench.flops import forward_flops, rate_text, tflops
+from bench.flops import cell_flops, rate_text, tflops
 from bench.matrix import Cell
 from bench.peers import find_peers
 from bench.pool import Outcome, run_isolated
-from bench.providers import Contender, config_data, contender_of
 from bench.run import Machine
 from bench.timing import Budget, Contestant, Timing, measure
+from bench.truth import Truths, check, truth_of
 from multiattn import backend as registry
 from multiattn.arch import Arch
-from multiattn.backend import Plan, plan_variant
+from multiattn.backend import Direction, Plan, make_plan, plan_variant
 from multiattn.problem import Problem
-from parity.tolerance import Truth
 
 YARDSTICK = "sdpa-cudnn"
 _SAVED = ("tflops", "spread", "prepare_s", "failure")
@@ -57,20 +57,22 @@ def candidate_plans(backend_name: str, cell: Cell, arch: Arch, variants: Sequenc
     A candidate that does not fit is a Trial with the reasons.
     """
     backend = registry.get(backend_name)
+    direction = swept(cell)
+    op = backend.op(direction)
     found: list[Plan | Trial] = []
-    for variant in backend.forward.variants:
+    for variant in op.variants:
         if variants and variant.name not in variants:
             continue
-        chosen = plan_variant(backend, variant, cell.problem, arch)
+        chosen = plan_variant(backend, variant, cell.problem, arch, direction=direction)
         if not isinstance(chosen, Plan):
             name = f"{backend_name}/{variant.name}"
             found.append(Trial(cell=cell, name=name, failure="; ".join(map(str, chosen))))
-        configs = dict.fromkeys(backend.forward.candidates(variant, cell.problem, arch))
+        configs = dict.fromkeys(op.candidates(variant, cell.problem, arch))
         if isinstance(chosen, Plan):
             configs.pop(chosen.config, None)  # type: ignore[arg-type]
             found.append(chosen)
         for config in configs:
-            plan = plan_variant(backend, variant, cell.problem, arch, config)
+            plan = plan_variant(backend, variant, cell.problem, arch, config, direction=direction)
             name = f"{backend_name}/{variant.name} {config}"
             found.append(
                 plan if isinstance(plan, Plan) else Trial(cell=cell, name=name, failure="; ".join(map(str, plan)))
@@ -78,12 +80,16 @@ def candidate_plans(backend_name: str, cell: Cell, arch: Arch, variants: Sequenc
     return found
 
 
+def swept(cell: Cell) -> Direction:
+    """Whose configs are swept: where a backward is timed with its forward, the backward's."""
+    return "forward" if cell.direction == "fwd" else "backward"
+
+
 @functools.lru_cache(maxsize=1)
-def _cell_truth(cell: Cell, device: str) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], Truth]:
-    """Tensors of a cell and the truth of its last batch entry: the one that a wrong decoding of the grid spoils."""
+def _cell_truth(cell: Cell, device: str) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], Truths]:
+    """Tensors of a cell and the truth of its last batch entry."""
     tensors = cell.tensors(device)
-    q, k, v = (tensor[-1:] for tensor in tensors)
-    truth = Truth.of(q, k, v, causal=cell.causal, scale=None)
+    truth = truth_of(cell, tensors, last_entry=True)
     torch.cuda.empty_cache()  # a dozen processes do this at once
     return tensors, truth
 
@@ -98,11 +104,18 @@ class _Task:
 def check_candidate(task: _Task) -> bool:
     """Compile and launch one Plan and check its last batch entry; Mismatch where it is wrong."""
     tensors, truth = _cell_truth(task.cell, task.device)
-    out, lse = contender_of(_fitted(task.plan, tensors), tensors).output()
-    truth.out.check(out[-1:], task.plan)
-    if lse is not None:
-        truth.lse.check(lse[-1:], task.plan)
+    results = _contender(task.plan, tensors, task.cell).output()
+    check({name: result[-1:] for name, result in results.items()}, truth, task.plan)
     return True
+
+
+def _contender(plan: Plan, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], cell: Cell) -> Contender:
+    """A candidate ready to launch; a backward is fed by its backend's own best forward."""
+    plan = _fitted(plan, tensors)
+    forward = None
+    if plan.direction == "backward":
+        forward = make_plan(registry.get(plan.backend), plan.problem, plan.arch)
+    return contender_of(plan, tensors, cell, forward)
 
 
 def _fitted(plan: Plan, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Plan:
@@ -164,7 +177,7 @@ def _time_cell(cell: Cell, ready: Sequence[tuple[Plan, float]], machine: Machine
     for plan, seconds in ready:
         trial = Trial(cell=cell, name=_name(plan), plan=plan, prepare_s=seconds)
         try:
-            contestants[trial.name] = contender_of(plan, tensors).launch
+            contestants[trial.name] = _contender(plan, tensors, cell).launch
             trials[trial.name] = trial
         except Exception as error:  # broad: one candidate's failure is its line of the ranking
             trials[trial.name] = replace(trial, failure=f"{type(error).__name__}: {error}")
@@ -184,7 +197,7 @@ def _time_cell(cell: Cell, ready: Sequence[tuple[Plan, float]], machine: Machine
 def _timed(trial: Trial, timing: Timing | Exception) -> Trial:
     if isinstance(timing, Exception):
         return replace(trial, failure=f"{type(timing).__name__}: {timing}")
-    rate = tflops(forward_flops(trial.cell.problem), timing.time_ms)
+    rate = tflops(cell_flops(trial.cell), timing.time_ms)
     return replace(trial, tflops=rate, spread=(timing.high_ms - timing.low_ms) / timing.time_ms)
 
 

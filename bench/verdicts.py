@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.errors import InputError
-from bench.matrix import SUITES, Cell
+from bench.matrix import SUITES, Cell, Direction
 from bench.results import Row, one_run
 from multiattn.backend import BACKENDS
 
@@ -67,12 +67,16 @@ class Floor:
     contender: str
     peer: str
     ratio: float
+    direction: Direction = "fwd"
 
 
 FLOORS: tuple[Floor, ...] = (
     Floor(contender="cutile", peer="sdpa-cudnn", ratio=0.90),
     Floor(contender="triton", peer="sdpa-cudnn", ratio=0.80),
     Floor(contender="cuda", peer="sdpa-flash", ratio=0.80),
+    Floor(contender="cutile", peer="sdpa-cudnn", ratio=0.60, direction="bwd"),
+    Floor(contender="triton", peer="sdpa-cudnn", ratio=0.60, direction="bwd"),
+    Floor(contender="cuda", peer="sdpa-flash", ratio=0.80, direction="bwd"),
 )
 """At D=128, N=4096, bf16, full and causal, on the GPU at hand, device regime."""
 
@@ -102,8 +106,12 @@ class Verdict:
 
 
 def judge_floors(rows: Iterable[Row], floors: Sequence[Floor] = FLOORS) -> list[Verdict]:
-    """Every floor in every cell of the suite `floors`, from rows of the device regime."""
+    """Every floor in every cell of the suite `floors`, from rows of the device regime.
+
+    Only floors of directions that there are rows of: a run of forward cells says nothing of backward.
+    """
     given = [row for row in rows if row.regime == "device"]
+    directions = {row.cell.direction for row in given}
     together = {(row.cell.key, row.contender): row for row in one_run(given)}
     alone = {(row.cell.key, row.contender): row for row in given if row.measured is not None} | together
     return [
@@ -116,6 +124,7 @@ def judge_floors(rows: Iterable[Row], floors: Sequence[Floor] = FLOORS) -> list[
         )
         for floor in floors
         for cell in SUITES["floors"]
+        if cell.direction == floor.direction and floor.direction in directions
     ]
 
 
@@ -135,21 +144,68 @@ def _judge(floor: Floor, cell: Cell, ours: Row | None, peer: Row | None, *, one_
     return Verdict(floor=floor, cell=cell, ratio=times[1] / times[0])
 
 
+MEMORY_BAR = "sdpa-flash"
+"""Whose backward sets how much device memory one of ours may take beside inputs and outputs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryVerdict:
+    """What a backward of ours took beside inputs and outputs, and what MEMORY_BAR did, in bytes."""
+
+    row: Row
+    taken: int | None
+    bar: int | None
+
+    @property
+    def holds(self) -> bool:
+        """False also where one of the two was not counted."""
+        return self.taken is not None and self.bar is not None and self.taken <= self.bar
+
+    @property
+    def text(self) -> str:
+        """One line."""
+        if self.taken is None or self.bar is None:
+            return f"no figure: {self.row.contender if self.taken is None else MEMORY_BAR} was not counted"
+        return f"{mebibytes(self.taken)} MiB, {MEMORY_BAR} {mebibytes(self.bar)}: {'pass' if self.holds else 'miss'}"
+
+
+def mebibytes(size: int) -> str:
+    """For a table, to a tenth."""
+    return f"{size / 2**20:.1f}"
+
+
+def judge_memory(rows: Iterable[Row]) -> list[MemoryVerdict]:
+    """Every measured backward of ours against MEMORY_BAR in its cell, from rows of the device regime."""
+    found = [row for row in one_run(rows) if row.regime == "device" and row.cell.direction == "bwd"]
+    bars = {(row.environment.gpu, row.cell): _taken(row) for row in found if row.contender == MEMORY_BAR}
+    return [
+        MemoryVerdict(row=row, taken=_taken(row), bar=bars.get((row.environment.gpu, row.cell)))
+        for row in found
+        if row.contender.partition("/")[0] in BACKENDS and row.measured is not None
+    ]
+
+
+def _taken(row: Row) -> int | None:
+    return row.measured.peak_extra_bytes if row.measured is not None else None
+
+
 def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """The cells of multiattn/measured.json (see multiattn.preference.Cell), from device rows of the best variants.
 
     Of each cell only its newest run counts, and nothing host-bound. Where several measured cells share GPU, head_dim,
-    length and mask, the first counts.
+    length and mask, the first counts. Those of backward come last, and say so; forward and backward in one are no
+    choice that `auto` makes.
     """
     cells: dict[tuple[Any, ...], dict[str, Any]] = {}
     owners: dict[tuple[Any, ...], str] = {}
     for row in one_run(rows):
         if row.measured is None or row.measured.host_bound:
             continue
-        if row.regime != "device" or row.contender not in BACKENDS:
+        if row.regime != "device" or row.contender not in BACKENDS or row.cell.direction == "fwdbwd":
             continue
         setup, cell = row.environment, row.cell
-        key = (setup.gpu, cell.head_dim, cell.seq, cell.causal)
+        is_backward = cell.direction == "bwd"
+        key = (is_backward, setup.gpu, cell.head_dim, cell.seq, cell.causal)
         if owners.setdefault(key, cell.key) != cell.key:
             continue
         entry = cells.setdefault(
@@ -161,6 +217,7 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
                 "head_dim": cell.head_dim,
                 "seq_kv": cell.seq,
                 "causal": cell.causal,
+                **({"direction": "backward"} if is_backward else {}),
                 "tflops": {},
             },
         )

@@ -95,8 +95,9 @@ def row(
     setup: Environment = SETUP,
     run: str = "2026-11-21T05:00:00+00:00-0a",
     host_bound: bool = False,
+    extra: int | None = None,
 ) -> Row:
-    """A measured row; `spread` is its interquartile range over the median."""
+    """A measured row; `spread` is its interquartile range over the median, `extra` its peak_extra_bytes."""
     measured = Measured(
         time_ms=time_ms,
         low_ms=time_ms * (1 - spread / 2),
@@ -108,6 +109,7 @@ def row(
         tflops=100 / time_ms,
         peak_share=None,
         error_ratio=0.5,
+        peak_extra_bytes=extra,
     )
     return Row(
         cell=cell,

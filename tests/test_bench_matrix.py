@@ -1,12 +1,13 @@
 """bench.matrix and bench.flops: the cells are what they say, and the work in them is counted right."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
-from bench.flops import forward_flops, peak_share, rate_text, tflops
-from bench.matrix import HIDDEN, SUITES, TOKENS, Cell, Filter, find_suite
+from bench.flops import cell_flops, forward_flops, peak_share, rate_text, tflops
+from bench.matrix import HIDDEN, SUITES, TOKENS, Cell, Filter, find_suite, in_directions
 from multiattn.arch import find_gpu
 from multiattn.problem import Problem
 from multiattn.reference import visible_pairs
@@ -23,7 +24,28 @@ def test_the_standard_suite_is_the_promised_product():
     assert len(cells) == 3 * 2 * 6
     assert all(cell.batch * cell.seq == TOKENS and cell.heads * cell.head_dim == HIDDEN for cell in cells)
     assert {(cell.dtype, cell.layout) for cell in cells} == {("bf16", "bshd")}
-    assert set(SUITES["floors"]) <= set(cells)
+    assert set(SUITES["floors"]) <= {*cells, *SUITES["backward"]}
+
+
+def test_the_backward_suite_is_the_promised_product():
+    cells = SUITES["backward"]
+    assert len(cells) == 3 * 2 * 3
+    assert {cell.direction for cell in cells} == {"bwd"}
+    assert {cell.seq for cell in cells} == {1024, 4096, 16384}
+    assert {replace(cell, direction="fwd") for cell in cells} <= set(SUITES["standard"])
+
+
+def test_a_direction_is_part_of_a_cell():
+    (cell,) = SUITES["smoke"][:1]
+    turned = in_directions((cell,), ("fwd", "bwd", "fwdbwd"))
+    assert [it.key.removeprefix(cell.key) for it in turned] == ["", " bwd", " fwdbwd"]
+    assert [cell_flops(it) / forward_flops(cell.problem) for it in turned] == [1.0, 2.5, 3.5]
+    assert in_directions(SUITES["backward"], ()) == SUITES["backward"]
+    assert len(in_directions(SUITES["floors"], ("fwdbwd",))) == 2
+    assert cell.dout("cpu").stride() == cell.tensors("cpu")[0].stride()
+    assert not any(torch.equal(cell.dout("cpu"), tensor) for tensor in cell.tensors("cpu"))
+    with pytest.raises(ValueError, match="direction: got 'forward'; allowed fwd, bwd, fwdbwd"):
+        replace(cell, direction="forward")
 
 
 def test_the_seed_suite_is_that_of_the_scaling_analysis():

@@ -1,5 +1,6 @@
 """bench.peers: what can be held of them without a GPU or the packages."""
 
+import importlib
 import sys
 import types
 from dataclasses import replace
@@ -54,20 +55,22 @@ def test_a_kernel_of_sdpa_that_will_not_do_is_a_reason():
     assert reason.got
 
 
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize("returns_lse", [False, True])
 @pytest.mark.parametrize("name", ["fa2", "fa3", "fa4"])
-def test_flash_attn_is_called_in_its_own_layout(name, returns_lse, monkeypatch, tmp_path):
+def test_flash_attn_is_called_in_its_own_layout(name, returns_lse, direction, monkeypatch, tmp_path):
     (peer,) = find_peers((name,))
+    cell = replace(CELL, seq=40, direction=direction)
 
     def flash_attn_func(q, k, v, causal):
-        assert q.shape == (CELL.batch, CELL.seq, CELL.heads, CELL.head_dim)
+        assert q.shape == (cell.batch, cell.seq, cell.heads, cell.head_dim)
         assert q.is_contiguous()
         out, lse = reference(*(tensor.transpose(1, 2) for tensor in (q, k, v)), causal=causal)
         out = out.to(q.dtype).transpose(1, 2)
         return (out, lse) if returns_lse else out
 
     stand_in(monkeypatch, peer.module, flash_attn_func=flash_attn_func)
-    (row,) = time_peer(replace(peer, module="torch"), tmp_path)
+    (row,) = time_peer(replace(peer, module="torch"), tmp_path, cell)
     assert row.measured
 
 
@@ -86,6 +89,15 @@ def test_tilegym_is_called_with_its_own_names(monkeypatch, tmp_path):
     assert chosen == ["cutile"]
 
 
+def test_what_flex_is_compiled_under_keeps_what_a_backward_needs_again():
+    (peer,) = find_peers(("flex",))
+    config = importlib.import_module("torch._functorch.config")
+    before = config.donated_buffer
+    with peer.context():
+        assert not config.donated_buffer
+    assert config.donated_buffer == before
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flex_is_masked_causally():
     (peer,) = find_peers(("flex",))
@@ -102,5 +114,5 @@ def stand_in(monkeypatch, name, **members):
     monkeypatch.setitem(sys.modules, name, module)
 
 
-def time_peer(peer, folder):
-    return run(fakes.job(peer, cells=(CELL,)), fakes.machine(), fakes.store(folder), quiet=True)
+def time_peer(peer, folder, cell=CELL):
+    return run(fakes.job(peer, cells=(cell,)), fakes.machine(), fakes.store(folder), quiet=True)

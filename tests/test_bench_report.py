@@ -19,7 +19,7 @@ from multiattn.backend import BACKENDS
 from multiattn.support import Reason
 from parity.cases import CASES
 from parity.report import Report, to_json
-from parity.run import CaseReport, Contender, Pair, Result, Score
+from parity.results import CaseReport, Contender, Pair, Result, Score
 
 CELLS = [cell for cell in SUITES["standard"] if cell.head_dim == 128]
 ROWS = [
@@ -37,18 +37,21 @@ ENTRIES = [
 ]
 
 
-def parity_json(*, broken: bool = False) -> dict:
+def parity_json(*, broken: bool = False, backward: bool = False) -> dict:
     """What parity writes of one case that cuda passes with an infinite ratio of lse, and triton refuses."""
     case = next(case for case in CASES if case.name == "gqa4_b1")
-    half = Score(of="max", error=1e-3, budget=2e-3, ratio=0.5)
+    out, lse, dq = (Score(tensor=name, of="max", error=1e-3, budget=2e-3, ratio=0.5) for name in ("out", "lse", "dq"))
     cuda, triton, cutile = (Contender(backend=name) for name in ("cuda", "triton", "cutile"))
     results = [
-        Result(case=case.name, contender=cuda, status="passed", out=half, lse=replace(half, ratio=math.inf)),
+        Result(case=case.name, contender=cuda, status="passed", scores=(out, replace(lse, ratio=math.inf))),
         Result(case=case.name, contender=triton, status="refused", reasons=("arch: no",)),
     ]
     if broken:
         results.append(Result(case=case.name, contender=cutile, status="failed", message="out is off"))
-    pair = Pair(case=case.name, left="cuda", right="cutile", out=half, lse=half)
+    if backward:
+        gradient = replace(cuda, direction="backward")
+        results.append(Result(case=case.name, contender=gradient, status="passed", fed_by="cuda", scores=(dq,)))
+    pair = Pair(case=case.name, left="cuda", right="cutile", scores=(out, lse))
     report = CaseReport(case=case, results=tuple(results), pairs=(pair,))
     asked = tuple(result.contender for result in results)
     return json.loads(
@@ -98,7 +101,7 @@ def test_the_page_begins_with_the_verdict_of_parity(tmp_path):
     assert re.search('class="verdict miss">Parity: FAILED: [^<]* <a href="parity/parity.html">', body)
     assert body.index("FAILED: ") < body.index("<h2>")
     assert "cutile failed on gqa4_b1: out is off" in body
-    assert "triton was asked for and ran nothing" in body
+    assert "triton forward was asked for and ran nothing" in body
     assert body.index("Parity: Not run, and why") < body.rindex("arch: no")
 
 

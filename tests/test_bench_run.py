@@ -8,15 +8,16 @@ import pytest
 import torch
 
 import multiattn
+from bench.contenders import contender_of
 from bench.environment import NO_GPU
 from bench.errors import InputError
 from bench.matrix import SUITES
 from bench.peers import PEERS
 from bench.prewarm import provider_of, tasks
-from bench.providers import Ours, contender_of, our_providers
+from bench.providers import Ours, Plans, our_providers
 from bench.results import LOST_DEVICE, Row, dumps, load, one_run
 from bench.run import DeviceLostError, run
-from multiattn.backend import Plan, get
+from multiattn.backend import get
 from multiattn.support import Reason
 
 OURS = Ours(backend="reference")
@@ -81,13 +82,12 @@ def test_ours_is_held_to_parity_before_it_is_timed(tmp_path, monkeypatch):
 def test_an_element_that_was_not_written_is_found():
     cell = replace(fakes.CELL, seq=4)
     tensors = cell.tensors("cpu")
-    plan = OURS._plan(cell.problem, fakes.machine().arch)
-    assert isinstance(plan, Plan)
-    contender = contender_of(plan, tensors)
-    out, lse = contender.output()
-    assert not out.isnan().any()
-    assert not lse.isnan().any()
-    assert out.stride() == tensors[0].stride()
+    plan = OURS.plans(cell, cell.problem, fakes.machine().arch)
+    assert isinstance(plan, Plans)
+    results = contender_of(plan.timed, tensors, cell).output()
+    assert set(results) == {"out", "lse"}
+    assert not any(result.isnan().any() for result in results.values())
+    assert results["out"].stride() == tensors[0].stride()
 
 
 def test_without_a_gpu_every_row_carries_its_reason(tmp_path):
@@ -250,7 +250,7 @@ def test_another_schema_is_refused(tmp_path):
 def test_providers_by_variant():
     assert [it.name for it in our_providers(("reference",))] == ["reference"]
     assert [it.name for it in our_providers(("reference",), "all")] == ["reference/eager"]
-    with pytest.raises(ValueError, match="allowed all, or one of reference/eager"):
+    with pytest.raises(ValueError, match="allowed all, or of fwd one of reference/eager"):
         our_providers(("reference",), "fast")
     assert get("reference").forward.variants
 

@@ -1,5 +1,6 @@
 """bench's processes, compile table, tuning, host table and command line."""
 
+import json
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from bench.providers import Ours
 from bench.results import dumps, load
 from bench.test_bench import test_forward as bench_forward
 from bench.timing import Sample, Timing
+from bench.verdict_tables import newest_floors
 from multiattn.arch import ARCHS, GPU_ARCHS
 from multiattn.backend import BACKENDS, Plan, get
 from multiattn.config import Config
@@ -51,7 +53,7 @@ def test_a_compile_entry_is_ok_or_says_why_not(tmp_path):
         "ok, 1.25 s",
     ]
     assert "168" in text
-    assert text.startswith("D=128 bf16 causal\n")  # once, not in every row
+    assert text.startswith("D=128 bf16 causal forward\n")  # once, not in every row
     assert text.count("causal") == 1
     assert "full: tile" in text
     assert "spills [B]" in text
@@ -118,7 +120,7 @@ def test_every_backend_offers_candidates_that_plan(backend):
 @needs_no_gpu
 def test_the_host_table_says_why_there_is_none(tmp_path):
     costs = host.host_costs(None, synchronize=lambda: None)
-    assert [cost.reasons for cost in costs] == [(NO_GPU,)] * (len(BACKENDS) + 1)
+    assert [cost.reasons for cost in costs] == [(NO_GPU,)] * 3 * (len(BACKENDS) + 1)
     host.save(costs, fakes.SETUP, tmp_path / "host.json")
     assert host.load(tmp_path / "host.json") == (fakes.SETUP, costs)
 
@@ -139,7 +141,7 @@ def test_the_matrix_without_a_gpu(tmp_path, capsys):
         (["--head-dim", "77"], "--head-dim: got 77; this suite has 64, 128, 256"),
         (["--backend", "cudnn"], "--backend: got cudnn; allowed none, or some of triton, cutile, cuda"),
         (["--peer", "fa5"], "--peer: got fa5; allowed none, or some of sdpa-flash"),
-        (["--suite", "all"], "--suite: got 'all'; allowed standard, seed, floors, smoke"),
+        (["--suite", "all"], "--suite: got 'all'; allowed standard, seed, backward, floors, smoke"),
         (["--backend", "none", "--peer", "none"], "leaves nobody to time"),
         (["--rounds", "0"], "argument --rounds: got 0; allowed whole numbers from 1 on"),
         (["compile", "--jobs", "0"], "argument --jobs: got 0; allowed whole numbers from 1 on"),
@@ -182,7 +184,7 @@ def test_a_backend_of_which_nothing_compiled_is_a_failure(tmp_path, monkeypatch,
     monkeypatch.setattr(cli.compile_table, "compile_all", lambda wanted, **_: map(compile_fake, wanted))
     out = ["--out", str(tmp_path / "compile.json")]
     assert cli.main(["compile", "--backend", "cuda", "--arch", "sm86", *out]) == 1
-    assert "cuda was asked for and nothing of it compiled: arch: got sm86" in capsys.readouterr().out
+    assert "cuda was asked for and nothing of its forward compiled: arch: got sm86" in capsys.readouterr().out
     assert cli.main(["compile", "--backend", "cuda", "--arch", "sm86", "--arch", "sm90", *out]) == 0
 
 
@@ -227,9 +229,34 @@ def test_a_host_cost_is_exactly_one_of_three():
     for outcome in ({}, {"call_us": 1.0, "error": "x"}):
         with pytest.raises(ValueError, match="a host cost is microseconds, or carries"):
             host.HostCost(contender="cuda", **outcome)
-    costs = host.time_in_turns({"good": lambda: None, "bad": lambda: 1 / 0}, lambda: None)
-    assert costs["good"].call_us > 0
-    assert costs["bad"].error == "ZeroDivisionError: division by zero"
+    good, bad = ("cuda", host.FORWARD), ("cuda", host.TRAINING)
+    costs = host.time_in_turns({good: lambda: None, bad: lambda: 1 / 0}, lambda: None)
+    assert costs[good].call_us > 0
+    assert costs[bad].error == "ZeroDivisionError: division by zero"
+    assert host.table(list(costs.values())).splitlines()[0].split("  ")[-1].strip() == "forward and backward [us]"
+
+
+def test_a_host_table_without_kinds_of_call_is_of_forward(tmp_path):
+    path = tmp_path / "host.json"
+    host.save([host.HostCost(contender="cuda", call_us=1.0)], fakes.SETUP, path)
+    data = json.loads(path.read_text())
+    del data["costs"][0]["kind"]
+    path.write_text(json.dumps({**data, "schema": 1}))
+    (cost,) = host.load(path)[1]
+    assert cost.kind == host.FORWARD
+    assert "grad" not in host.table([cost])
+
+
+def test_the_host_calls_do_what_they_are_called():
+    tensors = host.CELL.tensors("cpu")
+
+    def attention(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    plain, with_grad, training = (host.call_of(kind, attention, tensors)() for kind in host.KINDS)
+    assert not plain.requires_grad
+    assert with_grad.requires_grad
+    assert [grad.shape for grad in training] == [tensor.shape for tensor in tensors]
 
 
 def test_without_a_checkout_what_is_written_goes_to_the_current_directory(tmp_path, monkeypatch):
@@ -275,6 +302,7 @@ def test_the_demo_runs_every_part_and_writes_one_page(tmp_path, monkeypatch):
     assert page.count("<svg") == 1
     assert {path.name for path in (tmp_path / "bench").iterdir()} == {
         "compile.json",
+        "compile_backward.json",
         "floors.json",
         "floors.md",
         "floors.html",
@@ -284,22 +312,37 @@ def test_the_demo_runs_every_part_and_writes_one_page(tmp_path, monkeypatch):
 def test_floors_of_a_file(tmp_path, capsys):
     path = tmp_path / "floors.json"
     times = {"cutile": 1.0, "triton": 1.0, "cuda": 1.0, "sdpa-cudnn": 1.0, "sdpa-flash": 1.0}
-    rows = [fakes.row(name, time_ms, cell=cell) for cell in SUITES["floors"] for name, time_ms in times.items()]
+    rows = [
+        fakes.row(name, time_ms, cell=cell, extra=1 << 20)
+        for cell in SUITES["floors"]
+        for name, time_ms in times.items()
+    ]
     path.write_text(dumps("floors", rows))
     assert cli.main(["floors", str(path)]) == 0
-    assert capsys.readouterr().out.count("pass") == 6
+    said = capsys.readouterr().out
+    assert said.count("pass") == 12
+    assert "6 of 6 within SDPA flash's memory" in said
     slow = [fakes.row(row.contender, 9.0, cell=row.cell) if row.contender == "cuda" else row for row in rows]
     path.write_text(dumps("floors", slow))
     assert cli.main(["floors", str(path)]) == 1
     assert cli.main(["compare", str(path), str(path), "--all"]) == 0
-    assert "10 compared; of ours 0 slower" in capsys.readouterr().out
+    assert "20 compared; of ours 0 slower" in capsys.readouterr().out
     assert cli.main(["report", str(path), "--html", str(tmp_path / "page.html")]) == 0
     assert "TFLOPS over N" in (tmp_path / "page.html").read_text()
 
 
-def test_the_newer_of_two_suites_with_the_floors_counts(tmp_path):
-    old, new, other = tmp_path / "standard.json", tmp_path / "floors.json", tmp_path / "seed.json"
-    for age, path in enumerate((new, other, old)):
-        path.write_text("")
-        os.utime(path, (100 - age, 100 - age))
-    assert cli._floor_files([old, new, other]) == [new]
+def test_the_newest_rows_of_each_direction_count(tmp_path):
+    forward, backward = SUITES["floors"][0], SUITES["floors"][-1]
+
+    def write(name, *rows):
+        (tmp_path / name).write_text(dumps(name, rows))
+        return tmp_path / name
+
+    standard = write("standard.json", fakes.row("cuda", 1.0, cell=forward, run="2026-11-20"))
+    floors = write("floors.json", fakes.row("cuda", 2.0, cell=forward, run="2026-11-21"))
+    seed = write("seed.json", fakes.row("cuda", 3.0, cell=SUITES["seed"][0], run="2026-11-22"))
+    (newest, missing) = newest_floors([standard, floors, seed])
+    assert newest == (f"{tmp_path.name}/floors.json, fwd", load(floors))
+    assert missing == (f"{tmp_path.name}, bwd", [])
+    training = write("backward.json", fakes.row("cuda", 1.0, cell=backward, run="2026-11-19"))
+    assert newest_floors([standard, floors, training])[1] == (f"{tmp_path.name}/backward.json, bwd", load(training))

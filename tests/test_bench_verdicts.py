@@ -7,18 +7,18 @@ import bench_fakes as fakes
 import pytest
 
 from bench.matrix import SUITES
-from bench.verdicts import FLOORS, compare, judge_floors, preferences, write_preferences
+from bench.verdict_tables import floors_of
+from bench.verdicts import FLOORS, compare, judge_floors, judge_memory, preferences, write_preferences
 from multiattn.preference import Cell as PreferenceCell
 from multiattn.support import Reason
 
-FLOOR_CELLS = SUITES["floors"]
+FLOOR_CELLS = [cell for cell in SUITES["floors"] if cell.direction == "fwd"]
+BACKWARD_CELLS = [cell for cell in SUITES["floors"] if cell.direction == "bwd"]
 
 
-def floor_rows(**times_ms):
+def floor_rows(cells=FLOOR_CELLS, **times_ms):
     return [
-        fakes.row(name.replace("_", "-"), time_ms, cell=cell)
-        for cell in FLOOR_CELLS
-        for name, time_ms in times_ms.items()
+        fakes.row(name.replace("_", "-"), time_ms, cell=cell) for cell in cells for name, time_ms in times_ms.items()
     ]
 
 
@@ -52,7 +52,7 @@ def test_only_what_was_measured_is_compared():
 def test_floors_hold_from_their_ratio_on():
     rows = floor_rows(cutile=1.0, triton=1.26, cuda=1.25, sdpa_cudnn=1.0, sdpa_flash=1.0)
     verdicts = judge_floors(rows)
-    assert len(verdicts) == len(FLOORS) * len(FLOOR_CELLS)
+    assert len(verdicts) == len(FLOORS) / 2 * len(FLOOR_CELLS)
     assert {(it.floor.contender, it.holds) for it in verdicts} == {("cutile", True), ("triton", False), ("cuda", True)}
     assert "0.79 of sdpa-cudnn, floor 0.80: miss" in {it.text for it in verdicts}
 
@@ -133,3 +133,48 @@ def test_one_cell_of_several_alike_is_preferred_by():
 def test_nothing_measured_is_nothing_to_prefer_by(tmp_path):
     with pytest.raises(ValueError, match="nothing to prefer by"):
         write_preferences([refused(fakes.row("cuda", 1.0))], tmp_path / "measured.json")
+
+
+def test_backward_has_floors_of_its_own():
+    rows = floor_rows(BACKWARD_CELLS, cutile=1.6, triton=1.7, cuda=1.2, sdpa_cudnn=1.0, sdpa_flash=1.0)
+    verdicts = judge_floors(rows)
+    assert {(it.floor.contender, it.floor.ratio, it.holds) for it in verdicts} == {
+        ("cutile", 0.60, True),
+        ("triton", 0.60, False),
+        ("cuda", 0.80, True),
+    }
+    assert len(judge_floors([*rows, *floor_rows(cuda=1.0)])) == 12
+    assert floors_of(rows)[0] is False
+    assert floors_of([]) == (False, "no row of a cell that has a floor: those of the suites floors, standard, backward")
+
+
+@pytest.mark.parametrize(("ours", "bar", "holds"), [(100, 100, True), (101, 100, False), (None, 100, False)])
+def test_a_backward_takes_no_more_memory_than_sdpa_flash(ours, bar, holds):
+    sizes = {"cuda": ours, "sdpa-cudnn": 1, "sdpa-flash": bar}
+    rows = [fakes.row(name, 1.0, cell=BACKWARD_CELLS[0], extra=size) for name, size in sizes.items()]
+    (verdict,) = judge_memory(rows)
+    assert verdict.holds == holds
+    assert ("pass" in verdict.text) == holds
+    assert judge_memory(floor_rows(cuda=1.0, sdpa_flash=1.0)) == []  # of forward nobody asks
+
+
+def test_memory_that_nobody_counted_is_not_held():
+    rows = [fakes.row(name, 1.0, cell=BACKWARD_CELLS[0], extra=1) for name in ("cuda", "sdpa-cudnn")]
+    (verdict,) = judge_memory(rows)
+    assert not verdict.holds
+    assert verdict.text == "no figure: sdpa-flash was not counted"
+    held, text = floors_of(floor_rows(BACKWARD_CELLS, cuda=1.0, cutile=1.0, triton=1.0, sdpa_cudnn=1.0, sdpa_flash=1.0))
+    assert not held
+    assert "0 of 6 within SDPA flash's memory" in text
+
+
+def test_backward_is_preferred_by_its_own_cells():
+    both = [fakes.row("cuda", 1.0, cell=cell) for cell in (BACKWARD_CELLS[0], FLOOR_CELLS[0])]
+    step = fakes.row("cuda", 1.0, cell=replace(FLOOR_CELLS[0], direction="fwdbwd"))
+    steady = fakes.row("cuda/two_pass", 0.5, cell=BACKWARD_CELLS[0])
+    forward, backward = preferences([*both, step, steady])
+    assert "direction" not in forward
+    assert backward["direction"] == "backward"
+    assert backward["tflops"] == {"cuda": 100.0}
+    read = [PreferenceCell(**{**cell, "tflops": tuple(cell["tflops"].items())}) for cell in (forward, backward)]
+    assert [cell.direction for cell in read] == ["forward", "backward"]

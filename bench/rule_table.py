@@ -1,0 +1,368 @@
+"""Every rule of every backend compiled, with no GPU, for every arch that it names: registers, spills, occupancy."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from bench.environment import ROOT, results_root
+from bench.errors import InputError
+from bench.pool import run_isolated
+from bench.results import read
+from bench.sass import find_spills
+from multiattn import backend as registry
+from multiattn.arch import GPU_ARCHS, by_name, occupancy
+from multiattn.backend import BACKENDS, DIRECTIONS, Compiled, Direction, Plan, Variant, plan_variant
+from multiattn.config import Rule, select
+from multiattn.problem import Problem
+from multiattn.toolchain import disassemble, find_cuobjdump, resource_usage
+
+SCHEMA = 1
+HEAD_DIMS = (64, 128, 256)
+NO_SPILLS_UP_TO = 128
+"""The head_dim up to which no rule may spill in a loop that every block runs."""
+SEQ, BATCH, HEADS = 4096, 4, 16
+TIMEOUT_S = 300.0
+
+_SOURCES = {".py", ".cuh", ".h"}
+_CPU = ("emulation", "interpreter")
+_DATA = ("config", "rules", "variants", "__init__")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A rule on one arch, at a head_dim and mask of its range, with a problem for which it is the one chosen."""
+
+    direction: Direction
+    plan: Plan
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What tells it from other cases; two rules of one config are one case."""
+        plan = self.plan
+        mask = "causal" if plan.problem.causal else "full"
+        where = (plan.backend, self.direction, plan.variant, plan.arch.name, str(plan.problem.head_dim), mask)
+        return (*where, str(plan.config))
+
+    @property
+    def digest(self) -> str:
+        """Twelve hex digits over what its cubins are made from, the compiler aside."""
+        plan = self.plan
+        parts = (*self.key, repr(plan.config), str(plan.problem), sources(plan.backend, self.direction))
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+
+    def __str__(self) -> str:
+        return " ".join(self.key[:4]) + f" D={self.key[4]} {self.key[5]} [{self.key[6]}]"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One kernel of a case as it was compiled. Registers and stack are a thread's, the rest a block's or an SM's."""
+
+    backend: str
+    direction: str
+    variant: str
+    arch: str
+    head_dim: int
+    mask: str
+    config: str
+    kernel: str
+    threads: int
+    registers: int
+    smem_bytes: int
+    stack_bytes: int
+    hot_loops: int
+    hot_spills: int
+    """Loads and stores of local memory in loops that every block runs."""
+    other_spills: int
+    blocks: int
+    """That an SM holds at one time."""
+    share: float
+    """Of the warps that an SM can hold."""
+    limiter: str
+    compiler: str
+    digest: str
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """That of its case."""
+        where = (self.backend, self.direction, self.variant, self.arch, str(self.head_dim), self.mask)
+        return (*where, self.config)
+
+    def __str__(self) -> str:
+        where = " ".join(self.key[:4]) + f" D={self.head_dim} {self.mask} [{self.config}]"
+        return f"{where}, kernel {self.kernel}"
+
+
+# ---------------------------------------------------------------- which
+
+
+def cases(
+    backends: Sequence[str] = BACKENDS,
+    directions: Sequence[Direction] = DIRECTIONS,
+    arches: Sequence[str] = GPU_ARCHS,
+) -> list[Case]:
+    """Every case of every rule; one per config, where rules share one."""
+    found: dict[tuple[str, ...], Case] = {}
+    for name in backends:
+        for direction in directions:
+            for variant in registry.get(name).op(direction).variants:
+                for rule in variant.rules:
+                    for case in _cases_of(name, direction, variant, rule, arches):
+                        found.setdefault(case.key, case)
+    return list(found.values())
+
+
+def dead_rules(backends: Sequence[str] = BACKENDS, directions: Sequence[Direction] = DIRECTIONS) -> list[str]:
+    """One line for each rule that nothing chooses on an arch that it names and its variant runs on."""
+    lines = []
+    for name in backends:
+        for direction in directions:
+            for variant in registry.get(name).op(direction).variants:
+                for rule in variant.rules:
+                    for arch in rule.arches:
+                        if arch not in GPU_ARCHS or arch not in variant.capability.arches:
+                            continue
+                        if not any(_cases_of(name, direction, variant, rule, (arch,))):
+                            lines.append(f"{name} {direction} {variant.name} {arch}: nothing chooses the rule {rule}")
+    return lines
+
+
+def _cases_of(
+    backend: str, direction: Direction, variant: Variant, rule: Rule[Any], arches: Sequence[str]
+) -> Iterator[Case]:
+    inside = [it for it in HEAD_DIMS if rule.head_dim_min <= it <= rule.head_dim_max]
+    for arch in (name for name in arches if name in rule.arches):
+        for head_dim in inside or [rule.head_dim_max]:
+            for causal in (False, True) if rule.causal is None else (rule.causal,):
+                plan = _plan(backend, direction, variant, rule, arch, head_dim, causal)
+                if plan is not None:
+                    yield Case(direction=direction, plan=plan)
+
+
+def _plan(
+    backend: str, direction: Direction, variant: Variant, rule: Rule[Any], arch: str, head_dim: int, causal: bool
+) -> Plan | None:
+    """The Plan of the first problem for which `rule` is chosen, so of lengths that it is for; None if there is none."""
+    target = by_name(arch)
+    for seq in _lengths(variant.rules):
+        for batch in _batches(variant.rules):
+            problem = Problem.contiguous(
+                batch=batch, heads_q=HEADS, seq_q=seq, head_dim=head_dim, dtype="bf16", causal=causal
+            )
+            if select(variant.rules, problem, target)[0] is not rule:
+                continue
+            plan = plan_variant(registry.get(backend), variant, problem, target, direction=direction)
+            if isinstance(plan, Plan):
+                return plan
+    return None
+
+
+def _lengths(rules: Sequence[Rule[Any]]) -> list[int]:
+    """Lengths on either side of every limit of the rules, the usual one first."""
+    edges = {rule.seq_min for rule in rules} | {rule.seq_max + 1 for rule in rules if rule.seq_max is not None}
+    near = {length for edge in edges for length in (edge - 1, edge) if length > 0}
+    return list(dict.fromkeys((SEQ, *sorted(near, reverse=True))))
+
+
+def _batches(rules: Sequence[Rule[Any]]) -> list[int]:
+    edges = {rule.batch_max for rule in rules if rule.batch_max is not None}
+    near = {batch for edge in edges for batch in (edge, edge + 1)}
+    return list(dict.fromkeys((BATCH, *sorted(near))))
+
+
+def sources(backend: str, direction: Direction) -> str:
+    """A digest of the files that the kernels of a direction are made from.
+
+    Left out are rules (their configs are digested by value), the CPU's side and the kernels of the other direction.
+    """
+    other = "backward" if direction == "forward" else "forward"
+    folder = ROOT / "multiattn" / backend
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        is_data = path.suffix == ".py" and any(word in name for word in _DATA)
+        is_cpu = any(part.removesuffix(".py") in _CPU for part in path.relative_to(folder).parts)
+        if path.suffix in _SOURCES and not is_data and not is_cpu and other not in name:
+            digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def compiler(backend: str) -> str:
+    """The versions that decide what a backend's cubins look like."""
+    kept = {"triton", "cuda-tile", "tileiras", "nvidia-cuda-nvrtc"}
+    return ", ".join(f"{name} {it}" for name, it in registry.get(backend).versions().items() if name in kept)
+
+
+# ---------------------------------------------------------------- compiled
+
+
+def compile_case(case: Case) -> list[Row]:
+    """Compile every kernel of a case here. The compiler's own exception passes through."""
+    compiled = registry.get(case.plan.backend).op(case.direction).compile(case.plan)
+    return [_row(case, kernel) for kernel in compiled]
+
+
+def _row(case: Case, compiled: Compiled) -> Row:
+    plan = case.plan
+    usage, code = resource_usage(compiled.cubin), disassemble(compiled.cubin)
+    if usage is None or code is None:
+        raise RuntimeError(f"cuobjdump cannot read a cubin for {plan.arch.name}: is it older than the compiler?")
+    threads = compiled.threads or usage.threads
+    if threads is None:
+        raise RuntimeError(f"{compiled.kernel}: neither its backend nor its cubin says how many threads a block has")
+    smem_bytes = compiled.smem_bytes if compiled.smem_bytes is not None else usage.smem_bytes
+    fits = occupancy(plan.arch, threads, usage.registers, smem_bytes)
+    spills = find_spills(code, repairs=case.direction == "forward" and plan.problem.causal)
+    backend, direction, variant, arch, head_dim, mask, config = case.key
+    return Row(
+        backend=backend,
+        direction=direction,
+        variant=variant,
+        arch=arch,
+        head_dim=int(head_dim),
+        mask=mask,
+        config=config,
+        kernel=compiled.kernel,
+        threads=threads,
+        registers=usage.registers,
+        smem_bytes=smem_bytes,
+        stack_bytes=usage.stack_bytes,
+        hot_loops=spills.hot_loops,
+        hot_spills=spills.hot,
+        other_spills=spills.elsewhere,
+        blocks=fits.blocks,
+        share=round(fits.share, 4),
+        limiter=fits.limiter,
+        compiler=compiler(plan.backend),
+        digest=case.digest,
+    )
+
+
+def outdated(wanted: Sequence[Case], recorded: Sequence[Row], *, same_compiler: bool = True) -> list[Case]:
+    """The cases that have no rows, or rows of other sources or, with `same_compiler`, of another compiler."""
+    compilers = {name: compiler(name) for name in {case.plan.backend for case in wanted}} if same_compiler else {}
+    known = _by_key(recorded)
+
+    def is_current(case: Case) -> bool:
+        rows = known.get(case.key, [])
+        wanted_compiler = compilers.get(case.plan.backend)
+        return bool(rows) and all(row.digest == case.digest and wanted_compiler in (None, row.compiler) for row in rows)
+
+    return [case for case in wanted if not is_current(case)]
+
+
+def update(
+    wanted: Sequence[Case],
+    path: Path,
+    *,
+    jobs: int,
+    say: Callable[[str], None],
+    function: Callable[[Case], list[Row]] = compile_case,
+) -> list[str]:
+    """Compile what is not on record at `path`, record it as it comes, and return the errors, a line each.
+
+    Rows of cases that no rule has any more go.
+    """
+    if find_cuobjdump() is None:
+        raise InputError("there is no cuobjdump to read registers and spills with: pip install nvidia-cuda-cuobjdump")
+    recorded = load(path) if path.exists() else []
+    known = _by_key(_without_gone(recorded))
+    todo = outdated(wanted, recorded)
+    digests = {
+        case.key: case.digest for case in todo
+    }  # from before anything is read: who edits meanwhile is not missed
+    say(f"{len(wanted)} cases, {len(todo)} to compile")
+    errors = []
+    save(known, path)
+    for done, outcome in enumerate(run_isolated(function, todo, jobs=jobs, timeout_s=TIMEOUT_S), 1):
+        case, rows = outcome.item, outcome.result
+        if rows is None:
+            known.pop(case.key, None)
+            errors.append(f"{case}: {outcome.error}")
+            say(f"[{done}/{len(todo)}] {errors[-1]}")
+            continue
+        known[case.key] = [replace(row, digest=digests[case.key]) for row in rows]
+        save(known, path)
+        told = "; ".join(f"{row.kernel} {row.registers} registers, {row.hot_spills} hot spills" for row in rows)
+        say(f"[{done}/{len(todo)}] {case}: {told}, {outcome.seconds:.1f} s")
+    return errors
+
+
+def _without_gone(recorded: Sequence[Row]) -> list[Row]:
+    alive = {case.key for case in cases()}
+    return [row for row in recorded if row.key in alive]
+
+
+def _by_key(rows: Sequence[Row]) -> dict[tuple[str, ...], list[Row]]:
+    known: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        known.setdefault(row.key, []).append(row)
+    return known
+
+
+# ---------------------------------------------------------------- checked
+
+
+def check(recorded: Sequence[Row], wanted: Sequence[Case]) -> list[str]:
+    """What is wrong with a record, a line each: rules without a current row, rows without a rule, spills, no room."""
+    lines = [f"not on record, or of other sources: {case}" for case in outdated(wanted, recorded, same_compiler=False)]
+    alive = {case.key for case in wanted}
+    lines += [f"on record, but no rule has it: {row}" for row in recorded if row.key not in alive]
+    lines += [f"{row.hot_spills} spills in its hot loops: {row}" for row in recorded if spills_where_forbidden(row)]
+    lines += [f"not one block fits an SM ({row.limiter}): {row}" for row in recorded if row.blocks == 0]
+    return lines
+
+
+def spills_where_forbidden(row: Row) -> bool:
+    """Whether a row breaks the promise that no rule up to `NO_SPILLS_UP_TO` spills in its hot loops."""
+    return row.head_dim <= NO_SPILLS_UP_TO and row.hot_spills > 0
+
+
+# ---------------------------------------------------------------- kept
+
+
+def record_path() -> Path:
+    """Where the record is, and is committed."""
+    return results_root() / "compiled" / "rules.json"
+
+
+def save(known: Mapping[tuple[str, ...], Sequence[Row]], path: Path) -> None:
+    """Write rows as JSON, one short line per kernel, in the order of backends, directions and archs."""
+    ordered = sorted((row for rows in known.values() for row in rows), key=place)
+    compilers = list(dict.fromkeys(row.compiler for row in ordered))
+    names = [field.name for field in fields(Row)]
+    lines = []
+    for row in ordered:
+        values = dict(zip(names, astuple(row), strict=True))
+        lines.append(json.dumps([*({**values, "compiler": compilers.index(row.compiler)}).values()]))
+    head = json.dumps({"schema": SCHEMA, "compilers": compilers, "columns": names}, indent=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(head.removesuffix("\n}") + ',\n "rows": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n")
+
+
+def place(row: Row) -> tuple[Any, ...]:
+    """By backend, direction, variant, head_dim, arch, mask; kernels stay in the order of their launch."""
+    return (
+        BACKENDS.index(row.backend),
+        DIRECTIONS.index(row.direction),
+        row.variant,
+        row.head_dim,
+        GPU_ARCHS.index(row.arch),
+        row.mask != "full",
+        row.config,
+    )
+
+
+def load(path: Path) -> list[Row]:
+    """Rows that `save` wrote; InputError for another file."""
+
+    def rows(data: dict[str, Any]) -> list[Row]:
+        named = [dict(zip(data["columns"], values, strict=True)) for values in data["rows"]]
+        return [Row(**{**it, "compiler": data["compilers"][it["compiler"]]}) for it in named]
+
+    return read(path, f"a rule table of schema {SCHEMA} that python -m bench rules wrote", SCHEMA, rows)

@@ -1,0 +1,340 @@
+"""bench of backward: what is launched, checked and counted; and what the tables make of it."""
+
+from dataclasses import replace
+
+import bench_fakes as fakes
+import pytest
+import torch
+
+import multiattn
+from bench import backward, tune
+from bench.cli import _jobs, _parser, command_again
+from bench.contenders import GRADS, alike, contender_of, differentiate, require_grad
+from bench.matrix import SUITES
+from bench.memory import output_bytes
+from bench.prewarm import tasks
+from bench.providers import Ours, our_providers
+from bench.readme import results_block
+from bench.report import groups, html_report, text_report
+from bench.results import SCHEMA, dumps, load
+from bench.run import run
+from multiattn import backend as registry
+from multiattn.arch import ARCHS, GPU_ARCHS
+from multiattn.backend import BACKENDS, Plan, find_variant, plan_variant
+from multiattn.config import Config
+from multiattn.problem import Problem
+
+OURS = Ours(backend="reference")
+BWD, BOTH = (replace(fakes.CELL, direction=direction) for direction in ("bwd", "fwdbwd"))
+CELLS = SUITES["backward"]
+
+
+def run_once(folder, *providers, cell=BWD, regimes=("device",), machine=None):
+    job = replace(fakes.job(*providers, cells=(cell,)), regimes=regimes)
+    return run(job, machine or fakes.machine(), fakes.store(folder), quiet=True)
+
+
+def two_variants(monkeypatch, *, spoil=()):
+    """The reference with an `atomic` variant before a deterministic one; gradients named in `spoil` are wrong."""
+    right = registry.get("reference")
+    eager = right.backward.variants[0]
+    atomic = replace(eager, name="atomic", deterministic=False, workspace=lambda problem, config: 4096)
+    launched = []
+
+    def prepare(plan):
+        launcher = right.backward.prepare(plan)
+
+        def launch(*arguments):
+            launched.append(plan.variant)
+            launcher(*arguments)
+            for name in spoil:
+                arguments[-3:][GRADS.index(name)][0, 0, -1] += 1.0
+
+        return launch
+
+    variants = (atomic, replace(eager, name="two_pass"))
+    backend = replace(right, backward=replace(right.backward, variants=variants, prepare=prepare))
+    monkeypatch.setattr("multiattn.backend.get", lambda name: backend)
+    return launched
+
+
+# ---------------------------------------------------------------- what is launched
+
+
+@pytest.mark.parametrize(("cell", "written"), [(BWD, {*GRADS}), (BOTH, {"out", "lse", *GRADS})])
+def test_a_launch_writes_what_its_direction_has(cell, written):
+    tensors = cell.tensors("cpu")
+    plans = OURS.plans(cell, cell.problem, ARCHS["cpu"])
+    assert (plans.timed.direction, plans.forward.direction) == ("backward", "forward")
+    results = contender_of(plans.timed, tensors, cell, plans.forward).output()
+    assert set(results) == written
+    assert not any(result.isnan().any() for result in results.values())
+    assert all(results[name].stride() == like.stride() for name, like in zip(GRADS, tensors, strict=True))
+
+
+@pytest.mark.parametrize("cell", [BWD, BOTH])
+@pytest.mark.parametrize("regime", ["device", "call"])
+def test_ours_and_peers_are_measured_in_a_backward(cell, regime, tmp_path):
+    ours, peer = run_once(tmp_path, OURS, fakes.peer("sdpa"), cell=cell, regimes=(regime,))
+    flops = {"bwd": 2.5, "fwdbwd": 3.5}[cell.direction] * 4 * 2 * (48 * 49 // 2) * 16
+    assert ours.measured.tflops == pytest.approx(flops / 0.5e-3 / 1e12, rel=1e-5)
+    assert 0 < ours.measured.error_ratio <= 1
+    assert ours.plan["deterministic"] is True
+    assert ours.plan["workspace_bytes"] == 0
+    assert ours.detail == "forward: eager"
+    assert peer.detail == "a fake, torch.autograd.grad"
+    assert peer.measured
+    assert load(tmp_path / "smoke.json") == [ours, peer]
+
+
+@pytest.mark.parametrize("name", GRADS)
+def test_a_wrong_gradient_is_never_timed(name, monkeypatch, tmp_path):
+    two_variants(monkeypatch, spoil=(name,))
+    (row,) = run_once(tmp_path, OURS)
+    assert row.error.startswith(f"parity.tolerance.Mismatch: {name} is off")
+
+
+def test_a_peer_with_another_gradient_is_an_error(tmp_path):
+    def detached(q, k, v, causal):
+        return torch.nn.functional.scaled_dot_product_attention(q, k.detach(), v, is_causal=causal) + 0 * k
+
+    wrong, constant = run_once(
+        tmp_path, fakes.peer("wrong", detached), fakes.peer("constant", lambda q, *_: torch.zeros_like(q))
+    )
+    assert "computes something else: dk has an error of" in wrong.error
+    assert str(constant.reasons[0]) == "direction: got bwd; allowed forward: constant has no gradient"
+
+
+def test_the_graph_is_walked_again_or_made_anew():
+    forwards = []
+
+    def forward():
+        forwards.append(1)
+        return leaves[0] * leaves[1] * leaves[2]
+
+    leaves = require_grad(tuple(torch.ones(2) for _ in range(3)))
+    for keeps_graph, expected in ((True, 1), (False, 3)):
+        forwards.clear()
+        call = differentiate(forward, leaves, torch.ones(2), keeps_graph=keeps_graph)
+        grads = [call() for _ in range(3)]
+        assert len(forwards) == expected
+        assert all(torch.equal(grad, torch.ones(2)) for three in grads for grad in three)
+    transposed = torch.empty(2, 3, 4).transpose(0, 1)
+    assert alike(transposed, torch.ones(3, 2, 4)).stride() == transposed.stride()
+
+
+# ---------------------------------------------------------------- variants
+
+
+def test_the_deterministic_variant_stands_beside_the_fastest(monkeypatch, tmp_path):
+    launched = two_variants(monkeypatch)
+    providers = our_providers(("reference",), direction="bwd")
+    assert [it.name for it in providers] == ["reference", "reference/two_pass"]
+    assert [it.name for it in our_providers(("reference",))] == ["reference"]
+    assert [it.name for it in our_providers(("reference",), "atomic", "bwd")] == ["reference/atomic"]
+    fast, steady = run_once(tmp_path, *providers)
+    assert [(row.plan["variant"], row.plan["deterministic"]) for row in (fast, steady)] == [
+        ("atomic", False),
+        ("two_pass", True),
+    ]
+    assert fast.plan["workspace_bytes"] == 4096
+    assert set(launched) == {"atomic", "two_pass"}
+
+
+def test_a_call_asks_for_the_variant_of_its_row(monkeypatch, tmp_path):
+    two_variants(monkeypatch)
+    asked = []
+
+    def fmha(q, k, v, *, causal, backend, deterministic):
+        asked.append(deterministic)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    monkeypatch.setattr(multiattn, "fmha", fmha)
+    rows = run_once(tmp_path, *our_providers(("reference",), direction="bwd"), regimes=("call",))
+    assert all(row.measured for row in rows)
+    assert asked == [False, True]
+
+
+def test_a_call_cannot_time_a_variant_that_nobody_can_ask_for(monkeypatch, tmp_path):
+    two_variants(monkeypatch)
+    backend = registry.get("reference")
+    third = replace(backend.backward.variants[1], name="third")
+    more = replace(backend, backward=replace(backend.backward, variants=(*backend.backward.variants, third)))
+    monkeypatch.setattr("multiattn.backend.get", lambda name: more)
+    (row,) = run_once(tmp_path, Ours(backend="reference", variant="third"), regimes=("call",))
+    assert str(row.reasons[0]) == "variant: got third; allowed two_pass: fmha cannot be asked for others"
+
+
+def test_each_direction_is_a_job_with_its_own_variants(monkeypatch):
+    given = ["run", "--suite", "smoke", "--direction", "fwdbwd,fwd", "--backend", "cuda", "--peer", "none"]
+    options = _parser().parse_args(given)
+    jobs = _jobs(options)
+    assert [{cell.direction for cell in job.cells} for job in jobs] == [{"fwd"}, {"fwdbwd"}]
+    assert "--direction fwd,fwdbwd" in command_again(options)
+    assert [provider.name for provider in jobs[0].providers] == ["cuda"]
+    assert jobs[1].providers == our_providers(("cuda",), direction="bwd")
+    (job,) = _jobs(_parser().parse_args(["run", "--suite", "backward"]))
+    assert job.cells == CELLS
+    assert {task.cell.direction for task in tasks(job.providers, job.cells)} == {"bwd"}
+    with pytest.raises(SystemExit):
+        _parser().parse_args(["run", "--direction", "forward"])
+
+
+def test_backward_candidates_are_swept(monkeypatch):
+    two_variants(monkeypatch)
+    right = registry.get("reference")
+    configs = [Config(tile_m=tile_m, tile_n=16) for tile_m in (16, 32)]
+    backend = replace(right, backward=replace(right.backward, candidates=lambda *_: configs))
+    monkeypatch.setattr("multiattn.backend.get", lambda name: backend)
+    monkeypatch.setattr(
+        tune, "run_isolated", lambda do, items, **_: (tune.Outcome(item=it, seconds=0.1, result=do(it)) for it in items)
+    )
+    monkeypatch.setattr(tune, "find_peers", lambda names: (fakes.peer(tune.YARDSTICK),))
+    swept = tune.tune(
+        "reference", [BWD], fakes.machine(), variants=("two_pass",), jobs=1, timeout_s=1, budget=fakes.BUDGET, say=str
+    )
+    ((_, trials),) = swept
+    assert not any(trial.failure for trial in trials)
+    assert {trial.name for trial in trials} == {
+        "reference/two_pass",
+        "reference/two_pass tile_m=16 tile_n=16",
+        "reference/two_pass tile_m=32 tile_n=16",
+        tune.YARDSTICK,
+    }
+    assert {plan.direction for plan in tune.candidate_plans("reference", BWD, ARCHS["cpu"])} == {"backward"}
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_memory_is_what_a_launch_takes_beside_its_outputs(tmp_path):
+    machine = replace(fakes.machine(), extra_bytes=lambda contestant, cell: 1234 if contestant.call() is None else 99)
+    ours, peer = run_once(tmp_path, OURS, fakes.peer("sdpa"), machine=machine)
+    assert (ours.measured.peak_extra_bytes, peer.measured.peak_extra_bytes) == (1234, 99)
+    out = 2 * 48 * 16 * 2
+    assert output_bytes(BWD) == 3 * out
+    assert output_bytes(fakes.CELL) == out + 2 * 48 * 4
+    assert output_bytes(BOTH) == output_bytes(BWD) + output_bytes(fakes.CELL)
+
+
+def flash_bytes(problem: Problem) -> int:
+    """What SDPA's flash backward takes: dq in fp32 and one float a row, lengths to 128 and head_dim to 32 or 64."""
+    multiple = 32 if problem.head_dim <= 128 else 64
+    seq, head_dim = -(-problem.seq_q // 128) * 128, -(-problem.head_dim // multiple) * multiple
+    return problem.batch * problem.heads_q * seq * (head_dim + 1) * 4
+
+
+VARIANTS = [(name, variant.name) for name in BACKENDS for variant in registry.get(name).backward.variants]
+
+
+LENGTHS = ((1000, 1), (1000, 1000), (1000, 1 << 20), (1 << 20, 1000), (1 << 20, 1 << 20))
+
+
+@pytest.mark.parametrize(("name", "rung"), VARIANTS)
+def test_no_workspace_grows_with_the_product_of_the_lengths(name, rung):
+    variant = find_variant(registry.get(name), rung, "backward")
+    plans = [
+        plan_variant(registry.get(name), variant, problem, ARCHS[arch], direction="backward")
+        for arch in GPU_ARCHS
+        for head_dim in (40, 64, 128, 256)
+        for seq_q, seq_kv in LENGTHS
+        for problem in [
+            Problem.contiguous(batch=2, heads_q=8, heads_kv=2, seq_q=seq_q, seq_kv=seq_kv, head_dim=head_dim)
+        ]
+    ]
+    made = [plan for plan in plans if isinstance(plan, Plan)]
+    assert made
+    for plan in made:
+        assert plan.workspace_bytes <= flash_bytes(plan.problem), plan
+
+
+# ---------------------------------------------------------------- what is made of rows
+
+
+def plan_of(variant, *, deterministic, workspace_bytes=0):
+    return {"variant": variant, "deterministic": deterministic, "workspace_bytes": workspace_bytes}
+
+
+def cell_rows(cell, *, steady_ms=1.25):
+    atomic = plan_of("atomic", deterministic=False, workspace_bytes=2 << 20)
+    two_pass = plan_of("two_pass", deterministic=True)
+    return [
+        replace(fakes.row("triton", 1.0, cell=cell, extra=2 << 20), plan=atomic),
+        replace(fakes.row("triton/two_pass", steady_ms, cell=cell, extra=1 << 19), plan=two_pass),
+        fakes.row("sdpa-flash", 2.0, cell=cell, extra=3 << 20),
+        fakes.row("sdpa-cudnn", 0.8, cell=cell, extra=1 << 20),
+        fakes.row("fa4", 0.1, cell=cell, host_bound=True),
+    ]
+
+
+ROWS = [row for cell in CELLS for row in cell_rows(cell)]
+
+
+def test_the_tables_of_backward():
+    ratio, determinism, memory = backward.tables(ROWS)
+    place = ("bwd", "64", "full", "1024")
+    assert ratio.header == ("direction", "D", "mask", "N", "best peer, TFLOPS", "triton", "triton/two_pass")
+    assert ratio.rows[0] == (*place, "sdpa-cudnn 125", "0.80", "0.64")
+    assert determinism.header[4:] == ("triton/two_pass",)
+    assert determinism.rows[0] == (*place, "100 > 80 (+25 %)")
+    assert memory.rows[0] == (*place, "2.0 (2.0)", "0.5 (0.0)", "3.0", "1.0")
+    assert all(len(table.rows) == len(CELLS) for table in (ratio, determinism, memory))
+    assert "triton 0.67, triton/two_pass 0.17" in backward.memory_summary(ROWS)
+    assert backward.memory_summary([]) == ""
+    assert backward.tables([fakes.row("triton", 1.0, cell=SUITES["standard"][0])]) == ()
+
+
+def test_what_is_deterministic_anyway_costs_nothing():
+    first, second, *_ = cell_rows(CELLS[0])
+    determinism = backward.tables([replace(first, plan=second.plan), second])[0]
+    assert determinism.rows[0][4:] == ("100, deterministic anyway",)
+
+
+def test_what_an_atomic_variant_would_save_is_shown_too():
+    atomic, two_pass, *_ = cell_rows(CELLS[0])
+    rows = [replace(two_pass, contender="triton"), replace(atomic, contender="triton/atomic")]
+    determinism = next(table for table in backward.tables(rows) if "determinism" in table.title)
+    assert determinism.header[4:] == ("triton/atomic",)
+    assert determinism.rows[0][4:] == ("100 > 80 (+25 %), the choice",)
+
+
+def test_of_each_backend_both_kinds_compete():
+    for name in BACKENDS:
+        best, beside = (registry.get(name).backward.variants[0], our_providers((name,), direction="bwd")[1].variant)
+        assert find_variant(registry.get(name), beside, "backward").deterministic != best.deterministic
+
+
+def test_reports_keep_directions_apart():
+    rows = [row for row in ROWS if row.cell.head_dim == 128]
+    forward = [fakes.row("triton", 1.0, cell=replace(row.cell, direction="fwd")) for row in rows]
+    assert len(groups([*forward, *rows])) == 2 * len(groups(rows)) == 4
+    text = text_report(rows)
+    assert "TFLOPS, backward, D=128 full, H=16, 16384 tokens, bf16 bshd, device regime, NVIDIA H200" in text
+    assert "The cost of determinism: deterministic vs atomic, NVIDIA H200" in text
+    page = html_report(rows)
+    assert page.count("<svg") == 4  # TFLOPS and the ratio to the best peer, for each D and mask
+    assert "Memory of a backward beside inputs and outputs" in page
+    assert "Floors" in page
+
+
+def test_the_readme_has_a_table_of_backward_once_there_is_one(tmp_path):
+    folder = tmp_path / "h200"
+    folder.mkdir()
+    (folder / "standard.json").write_text(dumps("standard", [fakes.row("cuda", 1.0, cell=SUITES["standard"][1])]))
+    assert "backward" not in results_block(tmp_path)
+    (folder / "backward.json").write_text(dumps("backward", ROWS))
+    block = results_block(tmp_path)
+    assert "TFLOPS, backward, 16k tokens" in block
+    assert "| triton/two_pass" in block
+    assert "Device memory of a backward beside inputs and outputs" in block
+
+
+def test_results_without_directions_are_of_forward(tmp_path):
+    path = tmp_path / "standard.json"
+    new = dumps("standard", [fakes.row("cuda", 1.0, cell=SUITES["standard"][0])])
+    old = new.replace(f'"schema": {SCHEMA}', '"schema": 2').replace(', "direction": "fwd"', "")
+    assert old.count("direction") == 0
+    path.write_text(old.replace(', "peak_extra_bytes": null', ""))
+    (row,) = load(path)
+    assert row.cell == SUITES["standard"][0]
+    assert row.measured.peak_extra_bytes is None

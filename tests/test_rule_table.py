@@ -1,0 +1,308 @@
+"""Rules as they compile: what is a hot loop's spill, which cases there are, the record and how it stands today."""
+
+from dataclasses import replace
+
+import pytest
+
+from bench import rule_page, rule_table
+from bench.errors import InputError
+from bench.pool import Outcome
+from bench.rule_table import Row, cases, check, compile_case, compiler, load, outdated, record_path, save
+from bench.sass import find_loops, find_spills, parse
+from multiattn import backend as registry
+from multiattn.arch import by_name, occupancy
+from multiattn.backend import BACKENDS, DIRECTIONS
+from multiattn.config import Rule
+from multiattn.toolchain import disassemble, find_cuobjdump, resource_usage
+
+needs_cuobjdump = pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
+
+
+def sass(*lines):
+    """Text as cuobjdump prints it; instructions are 16 bytes apart, so line n is at 0x10 * n."""
+    return "\n\t\tFunction : kernel\n" + "".join(
+        f"        /*{16 * place:04x}*/                   {line} ;        /* 0x0000000000007918 */\n"
+        f"                                                       /* 0x000fc00000000000 */\n"
+        for place, line in enumerate(lines)
+    )
+
+
+HMMA = "HMMA.16816.F32.BF16 R4, R8, R6, R4"
+HGMMA = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR24], R24"
+LOAD, STORE = "LDL.LU R5, [R1+0x8]", "STL.64 [R1], R2"
+WORK = "FFMA R1, R2, R3, R4"
+
+
+def test_a_spill_around_a_hot_loop_is_not_in_it():
+    code = sass(STORE, HMMA, WORK, "@P0 BRA 0x10", LOAD, "EXIT")
+    found = find_spills(code, repairs=False)
+    assert (found.hot_loops, found.hot, found.elsewhere) == (1, 0, 2)
+
+
+def test_a_spill_in_a_hot_loop_is_found():
+    for spill in (STORE, LOAD, f"@!P3 {LOAD}"):
+        found = find_spills(sass(WORK, HMMA, spill, "@!UP0 BRA.U 0x10", STORE, "EXIT"), repairs=False)
+        assert (found.hot_loops, found.hot, found.elsewhere) == (1, 1, 1)
+
+
+def test_what_jumps_back_from_the_end_into_the_code_is_no_loop_for_that():
+    """A wait that fails goes to the end of the code and comes back: the code between is not in a loop."""
+    straight = sass(HMMA, "@P0 BRA 0x50", STORE, "EXIT", WORK, WORK, "BRA 0x20")
+    assert not find_loops(parse(straight))
+    found = find_spills(sass(HMMA, "@P0 BRA 0x50", "@P1 BRA 0x0", STORE, "EXIT", LOAD, "BRA 0x20"), repairs=False)
+    assert (found.hot, found.elsewhere) == (1, 1)  # here the slow path is a loop's: what it loads counts
+
+
+def test_a_loop_over_heads_around_the_hot_loop_is_not_hot():
+    nest = sass(STORE, HMMA, HMMA, WORK, "@P0 BRA 0x10", LOAD, "@P1 BRA 0x0", "EXIT")
+    outer, inner = find_loops(parse(nest))
+    assert (len(outer.own), outer.nested, len(inner.own)) == (0, 2, 2)
+    assert find_spills(nest, repairs=False).hot == 0
+
+
+def test_a_loop_within_a_hot_loop_is_hot():
+    nest = sass(HMMA, WORK, LOAD, "@P0 BRA 0x10", "@P1 BRA 0x0", "EXIT")
+    assert find_spills(nest, repairs=False).hot == 1
+
+
+def test_the_repair_is_told_from_the_loops():
+    loop, repair = (HMMA, HMMA, WORK, "@P0 BRA 0x0"), (HMMA, *[WORK] * 6, STORE, "@P0 BRA 0x40")
+    kernel = sass(*loop, *repair, "EXIT")
+    assert find_spills(kernel, repairs=True).hot == 0
+    assert find_spills(kernel, repairs=False).hot == 1  # a backward kernel has no repair: then all loops are hot
+    wgmma = sass(HGMMA, *[WORK] * 8, "@P0 BRA 0x0", HMMA, STORE, "@P0 BRA 0xa0", "EXIT")
+    assert find_spills(wgmma, repairs=True).hot == 0  # 16 rows are not enough for wgmma, however dense the loop
+    masked = sass(*loop, HMMA, WORK, STORE, "@P0 BRA 0x40", "EXIT")
+    assert find_spills(masked, repairs=True).hot == 1
+
+
+def test_the_warps_that_read_tensor_memory_have_hot_loops_too():
+    kernel = sass("UTCHMMA gdesc[UR4], gdesc[UR6], tmem[UR8]", "@P0 BRA 0x0", "LDTM.x8 R4, tmem[UR4]", STORE,
+                  "@P0 BRA 0x20", "EXIT")  # fmt: skip
+    found = find_spills(kernel, repairs=True)
+    assert (found.hot_loops, found.hot) == (2, 1)
+
+
+def test_without_a_loop_on_tensor_cores_all_the_code_counts():
+    assert find_spills(sass(WORK, STORE, "EXIT"), repairs=False).hot == 1
+    with pytest.raises(ValueError, match="without an instruction"):
+        find_spills("cuobjdump fatal: no code", repairs=False)
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+def test_what_a_cubin_says_of_itself(arch):
+    """Threads, and shared memory without what the system keeps, which cubins of sm90 and later count."""
+    core = pytest.importorskip("cuda.core")
+    source = """extern "C" __global__ void __launch_bounds__(96) kernel(float* out) {
+        __shared__ float kept[512];
+        kept[threadIdx.x] = out[threadIdx.x];
+        __syncthreads();
+        out[threadIdx.x] = kept[95 - threadIdx.x];
+    }"""
+    cubin = bytes(core.Program(source, "c++", core.ProgramOptions(arch=arch)).compile("cubin").code)
+    usage = resource_usage(cubin)
+    assert (usage.threads, usage.smem_bytes, usage.stack_bytes) == (96, 2048, 0)
+    assert 1 <= usage.registers <= 32
+    found = find_spills(disassemble(cubin), repairs=False)
+    assert (found.hot_loops, found.hot, found.elsewhere) == (0, 0, 0)
+    assert resource_usage(b"no cubin") is None
+    assert disassemble(b"no cubin") is None
+
+
+# ---------------------------------------------------------------- cases
+
+
+def test_every_rule_has_a_case_on_every_arch_that_it_names():
+    assert rule_table.dead_rules() == []
+    found = cases()
+    assert len({case.key for case in found}) == len(found)
+    assert {(case.plan.backend, case.direction) for case in found} == {
+        (name, direction) for name in BACKENDS for direction in DIRECTIONS if registry.get(name).op(direction).variants
+    }
+    for case in found:
+        assert case.direction == case.plan.direction
+        assert case.plan.why != "given by the caller"  # the rules chose it
+
+
+def test_the_problem_of_a_case_is_one_that_its_rule_is_for(monkeypatch):
+    """Rules of lengths and batches get a problem of such a length and batch; a rule nothing reaches is named."""
+    backend = registry.get("cuda")
+    (variant,) = backend.forward.variants
+    sm90 = variant.rules[1].config
+    limits = ({"seq_max": 512}, {"batch_max": 2}, {"seq_min": 8192}, {}, {"head_dim_max": 64})
+    rules = tuple(
+        Rule(arches=("sm90",), config=replace(sm90, stages=stages), why="", **limit)
+        for stages, limit in enumerate(limits, 1)
+    )
+    variant = replace(variant, rules=rules, fits=lambda problem, arch, config: ())
+    backend = replace(backend, forward=replace(backend.forward, variants=(variant,)))
+    monkeypatch.setattr(registry, "get", lambda name: backend)
+    found = cases(("cuda",), ("forward",))
+    sizes = {case.plan.config.stages: (case.plan.problem.seq_q, case.plan.problem.batch) for case in found}
+    assert sizes == {1: (512, 4), 2: (4096, 2), 3: (8192, 4), 4: (4096, 4)}
+    (line,) = rule_table.dead_rules(("cuda",), ("forward",))
+    assert line.startswith("cuda forward split_q sm90: nothing chooses the rule tile_m=128")
+
+
+# ---------------------------------------------------------------- record
+
+
+def row_of(case, **changes):
+    backend, direction, variant, arch, head_dim, mask, config = case.key
+    row = Row(
+        backend=backend, direction=direction, variant=variant, arch=arch, head_dim=int(head_dim), mask=mask,
+        config=config, kernel="forward", threads=128, registers=168, smem_bytes=65536, stack_bytes=8, hot_loops=2,
+        hot_spills=0, other_spills=3, blocks=3, share=0.1875, limiter="smem", compiler=compiler(backend),
+        digest=case.digest,
+    )  # fmt: skip
+    return replace(row, **changes)
+
+
+def fake_compile(case):
+    return [row_of(case), row_of(case, kernel="second", digest="from the child")]
+
+
+def compile_here(function, items, **_):
+    """`run_isolated` in this process, with an arch that breaks."""
+    for item in items:
+        broken = item.plan.arch.name == "sm86"
+        error = "RuntimeError: ptxas: out of luck" if broken else ""
+        yield Outcome(item=item, seconds=0.1, result=None if broken else function(item), error=error)
+
+
+@needs_cuobjdump
+def test_only_what_changed_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(rule_table, "run_isolated", compile_here)
+    path = tmp_path / "compiled" / "rules.json"
+    wanted = cases(("cuda",), ("forward",), ("sm80", "sm90"))
+    said = []
+    assert rule_table.update(wanted, path, jobs=1, say=said.append, function=fake_compile) == []
+    assert said[0] == f"{len(wanted)} cases, {len(wanted)} to compile"
+    recorded = load(path)
+    assert len(recorded) == 2 * len(wanted)
+    assert {row.digest for row in recorded} == {case.digest for case in wanted}
+    stale = {wanted[1].key: [replace(row, digest="older") for row in recorded if row.key == wanted[1].key]}
+    known = {row.key: [it for it in recorded if it.key == row.key] for row in recorded}
+    other = row_of(wanted[0], config="of no rule any more")
+    save({**known, **stale, other.key: [other]}, path)
+    said.clear()
+    assert rule_table.update(wanted, path, jobs=1, say=said.append, function=fake_compile) == []
+    assert said[0] == f"{len(wanted)} cases, 1 to compile"
+    assert load(path) == recorded
+    (error,) = {line.rpartition("]: ")[2] for line in rule_table.update(
+        cases(("cuda",), ("forward",), ("sm86",)), path, jobs=1, say=said.append, function=fake_compile
+    )}  # fmt: skip
+    assert error == "RuntimeError: ptxas: out of luck"
+    assert load(path) == recorded
+
+
+def test_another_compiler_is_a_reason_to_compile_but_no_fault():
+    wanted = cases(("cuda",), ("forward",), ("sm90",))
+    rows = [row_of(case, compiler="nvidia-cuda-nvrtc 1.0") for case in wanted]
+    assert outdated(wanted, rows) == wanted
+    assert check(rows, wanted) == []
+
+
+def test_the_check_finds_what_is_wrong():
+    wanted = cases(("cuda",), ("forward",), ("sm90",))
+    good = {case.key: row_of(case) for case in wanted}
+    assert check(list(good.values()), wanted) == []
+    small = next(case for case in wanted if case.plan.problem.head_dim == 128)
+    large = next(case for case in wanted if case.plan.problem.head_dim == 256)
+
+    def found(case, **changes):
+        return check(list({**good, case.key: replace(good[case.key], **changes)}.values()), wanted)
+
+    assert found(large, hot_spills=9) == []  # beyond D=128 a rule may spill
+    (line,) = found(small, hot_spills=9)
+    assert line.startswith("9 spills in its hot loops: cuda forward split_q sm90 D=128 full [")
+    (line,) = found(small, blocks=0, limiter="smem")
+    assert line.startswith("not one block fits an SM (smem): ")
+    (line,) = found(small, digest="older")
+    assert line.startswith("not on record, or of other sources: cuda forward split_q sm90 D=128 full [")
+    missing, gone = found(small, config="tile_m=1 tile_n=1")
+    assert missing.startswith("not on record")
+    assert gone.startswith("on record, but no rule has it: ")
+
+
+def test_a_change_of_kernel_or_config_is_seen(monkeypatch):
+    (case,) = cases(("cuda",), ("forward",), ("sm90",))[:1]
+    config = case.plan.config
+    changed = replace(case, plan=replace(case.plan, config=replace(config, stages=config.stages + 1)))
+    assert changed.digest != case.digest
+    monkeypatch.setattr(rule_table, "sources", lambda backend, direction: "edited")
+    assert case.digest != changed.digest
+
+
+def test_sources_are_those_of_the_direction(tmp_path, monkeypatch):
+    monkeypatch.setattr(rule_table, "ROOT", tmp_path)
+    folder = tmp_path / "multiattn" / "cuda"
+    (folder / "emulation").mkdir(parents=True)
+
+    def digests(name, text):
+        (folder / name).write_text(text)
+        return rule_table.sources("cuda", "forward"), rule_table.sources("cuda", "backward")
+
+    before = digests("forward.cuh", "a")
+    after = digests("forward.cuh", "b")
+    assert after[0] != before[0]
+    assert after[1] == before[1]
+    shared = digests("mask.cuh", "a")
+    assert shared[0] != after[0]
+    assert shared[1] != after[1]
+    for name in ("configs.py", "emulation/block.h"):  # rules count by their configs, and no cubin is made of the CPU's
+        assert digests(name, "a") == shared
+
+
+def test_a_record_that_is_not_ours_says_so(tmp_path):
+    path = tmp_path / "rules.json"
+    path.write_text('{"schema": 0}')
+    with pytest.raises(InputError, match="not a rule table of schema"):
+        load(path)
+
+
+def test_the_page_merges_what_is_the_same():
+    wanted = cases(("cuda",), ("forward",), ("sm100", "sm103"))
+    text = rule_page.page([row_of(case, hot_spills=case.plan.problem.head_dim // 128) for case in wanted])
+    lines = [line for line in text.splitlines() if "sm100" in line]
+    assert len(lines) == 3  # one a head_dim: both masks, both archs
+    assert all("full and causal" in line and "sm100, sm103" in line for line in lines)
+    assert "**1** + 3" in lines[1]  # forbidden at 128, and shown
+    assert "2 + 3" in lines[2]
+    assert "3, smem" in lines[0]
+    assert "19 %" in lines[0]
+
+
+# ---------------------------------------------------------------- the record against today's compilers
+
+SPANNING = (
+    ("triton", "forward", "sm90"),
+    ("cutile", "forward", "sm90"),
+    ("cuda", "forward", "sm80"),
+    ("triton", "backward", "sm90"),
+    ("cutile", "backward", "sm90"),
+    ("cuda", "backward", "sm90"),
+)
+"""One launch of each backend and direction, at D=64 and full: what compiles in seconds. Every arch takes minutes."""
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("which", SPANNING, ids="-".join)
+def test_a_rule_compiles_to_what_is_on_record(which):
+    name, direction, arch = which
+    if reasons := registry.get(name).probe_compiler():
+        pytest.skip("; ".join(map(str, reasons)))
+    if not registry.get(name).op(direction).variants:
+        pytest.skip(f"{name} has no kernels for {direction}")
+    case = next(it for it in cases((name,), (direction,), (arch,)) if it.key[4:6] == ("64", "full"))
+    recorded = [row for row in load(record_path()) if row.key == case.key]
+    assert recorded, f"{case} is not on record; run python -m bench rules"
+    compiled = compile_case(case)
+    assert all(row.hot_spills == 0 for row in compiled)
+    if {row.compiler for row in recorded} == {compiler(name)}:
+        today = [replace(row, digest=known.digest) for row, known in zip(compiled, recorded, strict=True)]
+        assert today == recorded, "run python -m bench rules"
+    for row in compiled:
+        fits = occupancy(by_name(arch), row.threads, row.registers, row.smem_bytes)
+        assert (row.blocks, row.limiter) == (fits.blocks, fits.limiter)
