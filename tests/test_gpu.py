@@ -1,5 +1,8 @@
 """What only a GPU can show: streams, graph capture, device indices, no synchronisation. Skipped without one."""
 
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -101,3 +104,248 @@ def test_cpu_tensors_run_beside_a_gpu(backend):
     again = multiattn.fmha(q, k, v, causal=True, backend=backend)
     torch.testing.assert_close(on_gpu.cpu().float(), on_cpu.float(), atol=2e-2, rtol=2e-2)
     assert torch.equal(on_gpu, again)
+
+
+# ---------------------------------------------------------------- backward
+
+BACKWARD_VARIANTS = [
+    (backend, variant) for backend in multiattn.BACKENDS for variant in registry.get(backend).backward.variants
+]
+backward_variants = pytest.mark.parametrize(
+    ("backend", "variant"),
+    BACKWARD_VARIANTS,
+    ids=[f"{backend}-{variant.name}" for backend, variant in BACKWARD_VARIANTS],
+)
+backward_backends = pytest.mark.parametrize("backend", multiattn.BACKENDS)
+
+
+def with_grad(tensors):
+    return [tensor.detach().requires_grad_() for tensor in tensors]
+
+
+def saved(device="cuda", **sizes):
+    """(q, k, v, out, lse, dout) of a causal problem, from the reference: any forward feeds any backward."""
+    q, k, v = qkv(device, **sizes)
+    out, lse = multiattn.reference(q, k, v, causal=True)
+    return q, k, v, out.to(q.dtype), lse, torch.randn_like(q)
+
+
+def close_gradients(grads, q, k, v, out, lse, dout):
+    expected = multiattn.reference_backward(q, k, v, out, lse, dout, causal=True)
+    for grad, known in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad.float(), known, atol=5e-2, rtol=5e-2)
+
+
+def step(q, k, v, dout, backend, **options):
+    """Forward and backward of one training step: out and the gradients."""
+    out = multiattn.fmha(q, k, v, causal=True, backend=backend, **options)
+    return out, torch.autograd.grad(out, (q, k, v), dout)
+
+
+@backward_variants
+def test_backward_can_be_captured_and_replayed_on_new_values(backend, variant):
+    given = saved()
+
+    def call():
+        return multiattn.fmha_backward(*given, causal=True, backend=backend, variant=variant.name)
+
+    call()  # compiles, as before every capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grads = call()
+    fresh = saved()
+    for old, new in zip(given, fresh, strict=True):
+        old.copy_(new)
+    for grad in grads:
+        grad.fill_(float("nan"))
+    for _ in range(2):  # a workspace that only the capture zeroed would show the second time
+        graph.replay()
+    close_gradients(grads, *fresh)
+
+
+@backward_backends
+def test_a_training_step_can_be_captured(backend):
+    q, k, v = with_grad(qkv())
+    dout = torch.randn_like(q)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # as PyTorch asks for: warm up on a side stream
+        for _ in range(3):
+            step(q, k, v, dout, backend)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, grads = step(q, k, v, dout, backend)
+    with torch.no_grad():
+        for tensor in (q, k, v, dout):
+            tensor.normal_()
+    graph.replay()
+    expected_out, expected = step(q, k, v, dout, backend, deterministic=True)
+    torch.testing.assert_close(out, expected_out)
+    for grad, known in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, known, atol=5e-2, rtol=5e-2)
+
+
+@backward_backends
+def test_make_graphed_callables(backend):
+    class Attend(torch.nn.Module):
+        def forward(self, q, k, v):
+            return multiattn.fmha(q, k, v, causal=True, backend=backend)
+
+    inputs = with_grad(qkv())
+    graphed = torch.cuda.make_graphed_callables(Attend(), tuple(with_grad(inputs)))
+    dout = torch.randn_like(inputs[0])
+    grads = torch.autograd.grad(graphed(*inputs), inputs, dout)
+    _, expected = step(*inputs, dout, backend)
+    for grad, known in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, known, atol=5e-2, rtol=5e-2)
+
+
+@backward_variants
+def test_backward_runs_on_the_current_stream(backend, variant):
+    given = saved()
+    multiattn.fmha_backward(*given, causal=True, backend=backend, variant=variant.name)
+    fresh = saved()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # tens of milliseconds: a launch elsewhere would read the old values
+        for old, new in zip(given, fresh, strict=True):
+            old.copy_(new)
+        grads = multiattn.fmha_backward(*given, causal=True, backend=backend, variant=variant.name)
+    stream.synchronize()
+    close_gradients(grads, *fresh)
+
+
+@backward_backends
+def test_autograd_runs_backward_on_the_stream_of_the_forward(backend):
+    q, k, v = with_grad(qkv())
+    dout = torch.randn_like(q)
+    _, expected = step(q, k, v, dout, backend)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        _, grads = step(q, k, v, dout, backend)
+    stream.synchronize()
+    for grad, known in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, known, atol=5e-2, rtol=5e-2)
+
+
+@backward_variants
+def test_a_warm_call_in_a_thread_without_a_context(backend, variant):
+    """As autograd's own is, until PyTorch itself needs one: a warm allocator and kernels that are loaded need none."""
+    given = saved()
+
+    def call():
+        out = multiattn.fmha(*given[:3], causal=True, backend=backend)
+        return out, multiattn.fmha_backward(*given, causal=True, backend=backend, variant=variant.name)
+
+    call()
+    with ThreadPoolExecutor(1) as fresh:
+        out, grads = fresh.submit(call).result()
+    torch.cuda.synchronize()
+    close(out, *given[:3], causal=True)
+    close_gradients(grads, *given)
+
+
+@backward_variants
+def test_a_warm_backward_never_synchronises(backend, variant):
+    given = saved()
+    multiattn.fmha_backward(*given, causal=True, backend=backend, variant=variant.name)
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(100_000_000)
+        grads = multiattn.fmha_backward(*given, causal=True, backend=backend, variant=variant.name)
+        busy = not torch.cuda.current_stream().query()  # the sleep still runs: the call came back without waiting
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    assert busy
+    close_gradients(grads, *given)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@backward_backends
+def test_gradients_on_the_tensors_device_whatever_the_current_one(backend):
+    assert torch.cuda.current_device() == 0
+    for device in ("cuda:1", "cuda:0", "cuda:1"):
+        given = saved(device)
+        grads = multiattn.fmha_backward(*given, causal=True, backend=backend)
+        assert all(grad.device == given[0].device for grad in grads)
+        close_gradients(grads, *given)
+        q, k, v = with_grad(given[:3])
+        step(q, k, v, given[-1], backend)
+    assert torch.cuda.current_device() == 0
+
+
+@backward_variants
+def test_deterministic_variants_give_the_same_bits_100_times(backend, variant):
+    if not variant.deterministic:
+        pytest.skip("does not promise the same bits")
+    given = saved(seq=1000)
+    first = multiattn.fmha_backward(*given, causal=True, backend=backend, variant=variant.name)
+    busy = torch.randn(2048, 2048, device="cuda")
+    side = torch.cuda.Stream()
+    for run in range(100):
+        if run % 2:  # blocks run in another order beside other work
+            with torch.cuda.stream(side):
+                busy @ busy
+        again = multiattn.fmha_backward(*given, causal=True, backend=backend, variant=variant.name)
+        assert all(torch.equal(grad, known) for grad, known in zip(again, first, strict=True)), f"run {run}"
+
+
+@backward_backends
+def test_deterministic_algorithms_are_followed_and_give_the_same_bits(backend):
+    q, k, v = with_grad(qkv(seq=1000))
+    dout = torch.randn_like(q)
+    torch.use_deterministic_algorithms(True)
+    try:
+        _, first = step(q, k, v, dout, backend)
+        _, again = step(q, k, v, dout, backend)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(grad, known) for grad, known in zip(again, first, strict=True))
+    plan = multiattn.explain(q, k, v, causal=True, backend=backend, direction="backward", deterministic=True)
+    assert registry.variant_of(plan).deterministic
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+@backward_variants
+def test_workspace_is_what_the_plan_says(backend, variant, head_dim):
+    given = saved(seq=1000, head_dim=head_dim)
+    q, k, v = given[:3]
+    plan = multiattn.explain(q, k, v, causal=True, backend=backend, variant=variant.name, direction="backward")
+    if not isinstance(plan, multiattn.Plan):
+        pytest.skip("; ".join(map(str, plan)))
+    grads = [torch.empty_like(tensor) for tensor in (q, k, v)]
+    arguments = (*given, None, *grads)
+    multiattn.launch_backward(plan, *arguments)  # compiles, and loads what the driver keeps
+    torch.cuda.synchronize()
+    gc.collect()  # tensors of an earlier test that is skipped or failed live on in its traceback
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    torch.cuda.reset_peak_memory_stats()
+    multiattn.launch_backward(plan, *arguments)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_stats()["requested_bytes.all.peak"] - before == plan.workspace_bytes
+
+
+@backward_backends
+def test_compiles_whole_with_inductor(backend):
+    torch._dynamo.reset()
+    q, k, v = with_grad(tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in qkv())
+    dout = torch.randn_like(q)
+
+    def attend(q, k, v):
+        return multiattn.fmha(q * 2, k, v, causal=True, backend=backend) + 1
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True)
+    for seq in (300, 171):
+        inputs = with_grad(tensor[:, :, :seq].detach() for tensor in (q, k, v))
+        grads = torch.autograd.grad(compiled(*inputs), inputs, dout[:, :, :seq])
+        expected = torch.autograd.grad(attend(*inputs), inputs, dout[:, :, :seq])
+        for grad, known in zip(grads, expected, strict=True):
+            torch.testing.assert_close(grad, known, atol=5e-2, rtol=5e-2)
