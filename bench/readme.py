@@ -107,7 +107,7 @@ def _results_table(rows: Sequence[Row], direction: Direction) -> str:
         name for name in dict.fromkeys(row.contender for row in chosen) if any(r.contender == name for r in measured)
     ]
     found = {(row.cell.key, row.contender): row for row in chosen}
-    cells = dict.fromkeys(row.cell for row in chosen)
+    cells = sorted({row.cell for row in chosen}, key=lambda cell: (cell.head_dim, cell.causal, cell.seq))
     table = [
         (cell.head_dim, cell.mask, cell.seq, *(figure(found.get((cell.key, name))) for name in names)) for cell in cells
     ]

@@ -23,6 +23,9 @@ from parity.tolerance import CHUNK, Expected, derive_budget, probe_rounding
 GRAD_CHUNK = CHUNK // 4
 """Scores held at a time: differentiating fp64 attention holds about eight tensors of them, 2 GiB in all."""
 
+PRODUCTS_AT_ONCE = 16
+"""Products of fp16 or bf16 that an mma adds to an accumulator: k of m16n8k16 and of wgmma."""
+
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 Differentiate = Callable[
@@ -66,15 +69,30 @@ class GradTruth:
         truth = differentiate_in_chunks(*tensors, exactly, keep=torch.float64)
         naive = differentiate_in_chunks(*tensors, by_autograd, keep=q.dtype)
         saved = differentiate_in_chunks(*tensors, from_what_is_saved, keep=torch.float32)
+        terms = {"dq": problem.seq_kv, "dk": problem.seq_q * problem.group, "dv": problem.seq_q * problem.group}
         expected = (
             Expected(
                 name=name,
                 truth=want,
-                budget=derive_budget((of_naive, of_saved), want, atol=probe_rounding(want, q.dtype)),
+                budget=derive_budget(
+                    (of_naive, of_saved), want, atol=probe_rounding(want, q.dtype) + truncation(want, terms[name])
+                ),
             )
-            for name, want, of_naive, of_saved in zip(("dq", "dk", "dv"), truth, naive, saved, strict=True)
+            for name, want, of_naive, of_saved in zip(terms, truth, naive, saved, strict=True)
         )
         return cls(**{each.name: each for each in expected})
+
+
+def truncation(truth: torch.Tensor, terms: int) -> float:
+    """What tensor cores lose of a sum of `terms` products, half an ulp of fp32 each time they add to it.
+
+    They add `PRODUCTS_AT_ONCE` products at a time and round toward zero, so losses do not cancel (Fasi, Higham,
+    Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ CS 2021). Nothing beside a rounding of the
+    result, until there are millions of terms: on the H200 the same 1.5 % were missing of 2^23 in all three backends.
+    """
+    if not truth.numel():
+        return 0.0
+    return terms / PRODUCTS_AT_ONCE * torch.finfo(torch.float32).eps / 2 * float(truth.abs().max())
 
 
 def exactly(

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,7 +12,7 @@ from multiattn import reference, reference_backward
 from multiattn.backend import BACKENDS, Plan
 from parity import gradients
 from parity.cases import CASES, Case, suite
-from parity.gradients import by_autograd, differentiate_in_chunks, exactly
+from parity.gradients import PRODUCTS_AT_ONCE, by_autograd, differentiate_in_chunks, exactly, truncation
 from parity.launch import (
     launch_gradients,
     plan_case,
@@ -347,3 +348,24 @@ def test_each_backend_agrees_with_finite_differences(case, backend):
         for direction, slope in directional_derivatives(case, inputs, upstream, which):
             allowed = 6 * expected.budget.rms * float(direction.norm())
             assert float((grad.double() * direction).sum()) == pytest.approx(slope, abs=allowed)
+
+
+def test_truncation_is_what_sums_rounded_toward_zero_lose():
+    """As tensor cores add: 16 products at a time, exactly, then toward zero onto fp32."""
+    generator = np.random.default_rng(0)
+    steps, columns = 1 << 15, 256
+    kept, exact = np.zeros(columns, np.float32), np.zeros(columns)
+    for part in generator.standard_normal((steps, columns)):
+        exact += part
+        total = kept + part  # fp64
+        kept = total.astype(np.float32)
+        kept = np.where(np.abs(kept) > np.abs(total), np.nextafter(kept, np.float32(0)), kept)
+    lost = float(np.abs(kept - exact).max())
+    allowed = truncation(torch.from_numpy(exact), steps * PRODUCTS_AT_ONCE)
+    assert allowed / 8 < lost < allowed
+
+
+def test_truncation_is_nothing_beside_a_rounding_at_usual_lengths():
+    ones = torch.ones(3)
+    assert truncation(ones, 16384) < 0.02 * torch.finfo(torch.bfloat16).eps
+    assert truncation(torch.empty(0), 16384) == 0.0
