@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tabulate import tabulate
 
 from bench.flops import rate_text
 from bench.matrix import Cell
-from bench.results import Measured, Row, one_run
+from bench.results import Measured, Row, is_ours, one_run
 from bench.verdicts import judge_memory, mebibytes
-from multiattn.backend import BACKENDS
+from parity.report import Table
 
 ByName = dict[str, Row]
 """The measured rows of one cell, by contender."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
-    """A table of text, whatever it is written as."""
-
-    title: str
-    note: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    def text(self, form: str) -> str:
-        """As tabulate writes it: ``simple`` or ``github``."""
-        return tabulate(self.rows, headers=self.header, tablefmt=form, disable_numparse=True)
+def table_text(table: Table, form: str) -> str:
+    """A table as tabulate writes it: ``simple`` or ``github``."""
+    return tabulate(table.rows, headers=table.header, tablefmt=form, disable_numparse=True)
 
 
 def tables(rows: Sequence[Row]) -> tuple[Table, ...]:
@@ -43,11 +34,6 @@ def tables(rows: Sequence[Row]) -> tuple[Table, ...]:
         for make in (ratio_table, determinism_table, memory_table)
     )
     return tuple(table for table in made if table.rows)
-
-
-def is_ours(contender: str) -> bool:
-    """Whether it is a backend, or a variant of one."""
-    return contender.partition("/")[0] in BACKENDS
 
 
 def best_peer(found: ByName) -> Row | None:

@@ -19,7 +19,7 @@ from bench.errors import InputError
 from bench.matrix import DIRECTIONS, SUITES, Cell, Direction, Filter, find_suite, in_directions
 from bench.peers import PEERS, find_peers
 from bench.providers import Provider, our_providers
-from bench.results import Row, Store, load
+from bench.results import Row, Store, is_ours, load
 from bench.run import DeviceLostError, Job, Machine, run
 from bench.timing import REGIMES, Budget
 from multiattn.arch import GPU_ARCHS
@@ -78,7 +78,7 @@ def run_matrix(options: argparse.Namespace) -> int:
             return 0
         print("\nCompiled for every target instead:\n")
         return _compile(compile_table.targets(asked), options.jobs, 120.0, _compile_json())
-    ours = [row for row in rows if row.contender.partition("/")[0] in BACKENDS]
+    ours = [row for row in rows if is_ours(row.contender)]
     idle = idle_backends(ours, asked if options.backend else {row.contender.partition("/")[0] for row in ours})
     print("".join(f"\n{line}" for line in idle))
     return int(bool(idle) or any(row.error for row in ours))
@@ -229,7 +229,7 @@ def compare_files(options: argparse.Namespace) -> int:
     """Two result files, ratio per cell; 1 where a contender of ours got slower than the spread explains."""
     changes = verdicts.compare(load(options.before), load(options.after))
     print(verdict_tables.change_table(changes, everything=options.all))
-    ours = [change for change in changes if change.before.contender.partition("/")[0] in BACKENDS]
+    ours = [change for change in changes if is_ours(change.before.contender)]
     regressions = sum(change.is_regression for change in ours)
     print(f"\n{len(changes)} compared; of ours {regressions} slower or gone. Not shown: what is the same (--all).")
     return int(regressions > 0)

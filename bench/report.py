@@ -18,8 +18,9 @@ from bench.errors import InputError
 from bench.flops import rate_text
 from bench.matrix import Cell
 from bench.parity_page import Parity, load_parity
-from bench.results import Row, load, one_run
+from bench.results import Row, is_ours, load, one_run
 from bench.verdicts import judge_floors, judge_memory
+from parity.report import Table
 
 STYLE = {"svg.hashsalt": "multiattn", "svg.fonttype": "path", "font.size": 9}
 DIRECTION_TITLES = {"fwd": "", "bwd": "backward, ", "fwdbwd": "forward and backward, "}
@@ -124,7 +125,7 @@ def text_report(rows: Sequence[Row], *, form: str = "simple") -> str:
         if group.is_measured:
             parts += [f"{heading}TFLOPS, {group.title}", text_table(group, form=form)]
     for table in backward.tables(rows):
-        parts += [f"{heading}{table.title}", table.note, table.text(form)]
+        parts += [f"{heading}{table.title}", table.note, backward.table_text(table, form)]
     listed = [f"- {note}" for note in notes(rows)]
     if listed:
         parts += [f"{heading}Without a time", "\n".join(listed)]
@@ -185,7 +186,7 @@ def ratio_plot(group: Group) -> str:
         found = {name: row for (key, name), row in group.rows.items() if key == cell.key and row.measured is not None}
         peer = backward.best_peer(found)
         for name, row in found.items():
-            if peer is not None and backward.is_ours(name):
+            if peer is not None and is_ours(name):
                 lines.setdefault(name, []).append((cell.seq, backward.share(row, peer)))
     if not lines:
         return ""
@@ -277,7 +278,7 @@ class Section:
     groups: tuple[Group, ...]
     plots: tuple[tuple[str, ...], ...]
     """SVG elements of each group: TFLOPS, and of a backward ours over the best peer."""
-    tables: tuple[backward.Table, ...]
+    tables: tuple[Table, ...]
     provenance: tuple[str, ...]
     commands: tuple[str, ...]
 

@@ -13,6 +13,7 @@ from bench.errors import InputError
 from bench.flops import rate_text
 from bench.matrix import Cell
 from bench.timing import Budget
+from multiattn.backend import BACKENDS
 from multiattn.support import Reason
 
 T = TypeVar("T")
@@ -253,6 +254,11 @@ def _row(data: Mapping[str, Any], environments: Sequence[Environment], commands:
         reasons=tuple(Reason(**reason) for reason in data.get("reasons", ())),
         error=data.get("error", ""),
     )
+
+
+def is_ours(contender: str) -> bool:
+    """Whether it is a backend, or a variant of one."""
+    return contender.partition("/")[0] in BACKENDS
 
 
 def one_run(rows: Iterable[Row]) -> list[Row]:

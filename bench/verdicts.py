@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.errors import InputError
 from bench.matrix import SUITES, Cell, Direction
-from bench.results import Row, one_run
+from bench.results import Row, is_ours, one_run
 from multiattn.backend import BACKENDS
 
 NOISE = 0.03
@@ -181,7 +181,7 @@ def judge_memory(rows: Iterable[Row]) -> list[MemoryVerdict]:
     return [
         MemoryVerdict(row=row, taken=_taken(row), bar=bars.get((row.environment.gpu, row.cell)))
         for row in found
-        if row.contender.partition("/")[0] in BACKENDS and row.measured is not None
+        if is_ours(row.contender) and row.measured is not None
     ]
 
 

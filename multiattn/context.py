@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 import threading
 
-_DRIVER = "libcuda.so.1"
+_DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 _thread = threading.local()
 
@@ -28,11 +29,19 @@ def ensure_context(device: int) -> None:
     context = ctypes.c_void_p()
     _check(driver, driver.cuCtxGetCurrent(ctypes.byref(context)))
     if not context:
-        handle = ctypes.c_int()
-        _check(driver, driver.cuDeviceGet(ctypes.byref(handle), device))
-        _check(driver, driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle))
-        _check(driver, driver.cuCtxSetCurrent(context))
+        make_context_current(device)
     _thread.has_context = True
+
+
+def make_context_current(device: int) -> None:
+    """Make the context that PyTorch uses on `device` current in this thread, whatever is; OSError without a driver."""
+    driver = _load_driver()
+    if driver is None:
+        raise OSError(f"{_DRIVER}: there is no such library")
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    _check(driver, driver.cuDeviceGet(ctypes.byref(handle), device))
+    _check(driver, driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle))
+    _check(driver, driver.cuCtxSetCurrent(context))
 
 
 @functools.cache

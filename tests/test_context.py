@@ -4,8 +4,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
-from multiattn import context
+from multiattn import context, launching
 
 PRIMARY = 0xC0DE
 
@@ -63,12 +64,30 @@ def test_a_context_that_is_there_stays(monkeypatch):
     assert driver.asked == ["current?"]
 
 
-def test_without_a_driver_nothing_happens(monkeypatch):
+def test_one_that_is_asked_for_takes_the_place_of_another(monkeypatch):
+    driver = use(monkeypatch, FakeDriver(current=0xBEEF))
+    context.make_context_current(1)
+    assert driver.asked == ["primary of 1", f"set {PRIMARY:#x}"]
+
+
+def test_without_a_driver_nothing_happens_unless_it_must(monkeypatch):
     use(monkeypatch, None)
     context.ensure_context(0)
+    with pytest.raises(OSError, match="cuda"):
+        context.make_context_current(0)
 
 
 def test_an_error_has_the_drivers_words(monkeypatch):
     use(monkeypatch, FakeDriver(status=3))
     with pytest.raises(RuntimeError, match="error 3: initialization error"):
         context.ensure_context(0)
+
+
+def test_every_launch_sees_to_it(monkeypatch):
+    ensured = []
+    monkeypatch.setattr(launching, "ensure_context", ensured.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with launching._on(torch.device("cpu")), launching._on(torch.device("cuda", 1)):
+        pass
+    assert ensured == [1]
+    assert isinstance(launching._on(torch.device("cuda", 0)), torch.cuda.device)  # makes its own current

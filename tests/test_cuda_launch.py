@@ -51,15 +51,9 @@ class FakeDriver:
         self.attributes.append((attribute, value))
         return ("ok",)
 
-    def cuDeviceGet(self, ordinal):  # noqa: N802
-        return "ok", ordinal
-
-    def cuDevicePrimaryCtxRetain(self, device):  # noqa: N802
-        return "ok", f"context {device}"
-
-    def cuCtxSetCurrent(self, context):  # noqa: N802
+    def make_context_current(self, device):
+        assert device == 1
         self.contexts += 1
-        return ("ok",)
 
     def cuGetErrorString(self, result):  # noqa: N802
         return "ok", b"no context"
@@ -73,6 +67,7 @@ def driver(monkeypatch, tmp_path):
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(b"cubin")
     monkeypatch.setattr(launch, "driver", fake)
+    monkeypatch.setattr(launch, "make_context_current", fake.make_context_current)
     monkeypatch.setattr(launch, "cubin_path", lambda kernel, arch: cubin)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)

@@ -28,7 +28,9 @@ ALLOWED = {
     "ops": {"problem", "planning", "launching", "flops"},
     "autograd": {"problem", "planning", "launching", "ops"},
     "reference": {"problem", "arch", "support", "config", "backend"},
-    **{name: {"problem", "arch", "support", "config", "backend", "toolchain"} for name in multiattn.BACKENDS},
+    **{
+        name: {"problem", "arch", "support", "config", "backend", "toolchain", "context"} for name in multiattn.BACKENDS
+    },
     "api": {"problem", "arch", "support", "backend", "toolchain", "planning", "launching", "autograd"},
     "__init__": {"problem", "support", "backend", "reference", "launching", "api"},
     "__main__": {"problem", "arch", "support", "backend"},

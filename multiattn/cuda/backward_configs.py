@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from multiattn.arch import KIB, Arch
+from multiattn.arch import KIB, WARP_THREADS, Arch
 from multiattn.backend import Variant
 from multiattn.config import Config, Rule
-from multiattn.cuda.configs import ELEMENT_BYTES, FRAGMENT_ROWS, GRID_MAX, WARP_THREADS, padded
+from multiattn.cuda.configs import ELEMENT_BYTES, FRAGMENT_ROWS, GRID_MAX, padded
 from multiattn.problem import Problem
 from multiattn.support import Reason
 

@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from multiattn.arch import KIB, Arch
+from multiattn.arch import KIB, WARP_THREADS, Arch
 from multiattn.backend import Variant
 from multiattn.config import Config, Rule
 from multiattn.problem import Problem
 from multiattn.support import Reason
 
-WARP_THREADS = 32
 FRAGMENT_ROWS = 16  # of mma.m16n8k16: queries of one fragment, and what head_dim is padded to a multiple of
 ELEMENT_BYTES = 2
 GRID_MAX = 2**31 - 1

@@ -11,6 +11,7 @@ import torch
 from cuda.bindings import driver
 
 from multiattn.backend import Plan
+from multiattn.context import make_context_current
 from multiattn.cuda.backward_configs import delta_bytes
 from multiattn.cuda.launches import Launch, launches_of, params_of
 from multiattn.cuda.nvrtc import cubin_path
@@ -26,7 +27,7 @@ class _Sequence:
 
     def __init__(self, plan: Plan) -> None:
         self.device = torch.cuda.current_device()
-        _make_context_current(self.device)
+        make_context_current(self.device)
         self._launches = tuple(self._load(launch, plan) for launch in launches_of(plan))
 
     def _load(self, launch: Launch, plan: Plan) -> tuple[Any, ...]:
@@ -44,7 +45,7 @@ class _Sequence:
         for launch in self._launches:
             (result,) = driver.cuLaunchKernel(*launch, stream, address, 0)
             if result == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the first use of CUDA in a fresh thread
-                _make_context_current(self.device)
+                make_context_current(self.device)
                 (result,) = driver.cuLaunchKernel(*launch, stream, address, 0)
             _check(result)
 
@@ -105,12 +106,6 @@ def _load(cubin: Path, name: str, smem_bytes: int, device: int) -> Any:
 @functools.cache
 def _load_library(cubin: Path) -> Any:
     return _check(*driver.cuLibraryLoadData(cubin.read_bytes(), [], [], 0, [], [], 0))
-
-
-def _make_context_current(device: int) -> None:
-    """Make the context that torch uses current in this thread; torch itself does so only when it first needs it."""
-    ordinal = _check(*driver.cuDeviceGet(device))
-    _check(*driver.cuCtxSetCurrent(_check(*driver.cuDevicePrimaryCtxRetain(ordinal))))
 
 
 def _check(result: Any, value: Any = None) -> Any:
