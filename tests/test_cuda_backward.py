@@ -158,6 +158,15 @@ def test_a_masked_weight_that_would_be_infinite_is_zero(variant):
 
 @on_cpu
 @each_variant
+def test_a_masked_product_that_overflows_is_zero(variant):
+    """Rows 0 to 4 do not see key 30, with which dout @ v^T is 1e60; who sees it has no dout."""
+    q, k, v, dout = make(heads_q=1, seq_q=40, seq_kv=40, head_dim=16)
+    v[0, 0, 30], dout[0, 0, :5], dout[0, 0, 30:] = 1e30, 1e30, 0.0
+    assert all(grad.isfinite().all() for grad in run(plan_of(variant, q, k, v, causal=True), q, k, v, dout))
+
+
+@on_cpu
+@each_variant
 def test_a_head_does_not_depend_on_what_runs_beside_it(variant):
     """Nor on the order of blocks, which that changes; `atomic` promises less, but the emulation runs in order."""
     q, k, v, dout = make(batch=2, heads_q=4, heads_kv=2, seq_q=70, seq_kv=90)
