@@ -28,12 +28,9 @@ def tables(rows: Sequence[Row]) -> tuple[Table, ...]:
     for row in one_run(rows):
         if row.measured is not None and row.regime == "device" and row.cell.direction != "fwd":
             gpus.setdefault(row.environment.gpu, {}).setdefault(row.cell, {})[row.contender] = row
-    made = (
-        replace(make(cells), title=f"{make(cells).title}, {gpu}")
-        for gpu, cells in gpus.items()
-        for make in (ratio_table, determinism_table, memory_table)
-    )
-    return tuple(table for table in made if table.rows)
+    makers = ratio_table, determinism_table, memory_table
+    made = ((gpu, make(cells)) for gpu, cells in gpus.items() for make in makers)
+    return tuple(replace(table, title=f"{table.title}, {gpu}") for gpu, table in made if table.rows)
 
 
 def best_peer(found: ByName) -> Row | None:
