@@ -88,7 +88,7 @@ def explain(options: argparse.Namespace) -> int:
             backend = registry.get(name)
             print()
             _print_default(backend, problem, arch, direction)
-            for variant in backend.op(direction).variants:
+            for variant in backend.op(direction).offered:
                 plan = plan_variant(backend, variant, problem, arch, direction=direction)
                 if isinstance(plan, Plan):
                     able += 1

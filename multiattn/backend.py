@@ -6,6 +6,7 @@ data (capabilities, rules) and imports its DSL only inside `probe`, `prepare` an
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -97,6 +98,10 @@ class Variant:
     capability: Capability
     rules: tuple[Rule[Any], ...]
     flags: tuple[tuple[str, Any], ...] = ()
+    parent: str | None = None
+    """The rung below: the variant whose flags differ from these in one group; None for the first of a ladder."""
+    only_named: bool = False
+    """Whether nobody gets it who does not ask for it by name: a rung of a ladder, to learn from or to compare with."""
     deterministic: bool = True
     """Whether two runs give the same bits, whatever the order in which blocks run."""
     workspace: Callable[[Problem, Config | None], int] = lambda problem, config: 0
@@ -148,12 +153,22 @@ class Op(Generic[L]):
     """One direction of a backend: its variants, best first, and what can be done with a Plan."""
 
     variants: tuple[Variant, ...]
+    spanning: tuple[str, ...] = ()
+    """Names of variants that have between them every value of every flag: what is run where all take too long.
+
+    Empty: all of them.
+    """
     prepare: Callable[[Plan], L]
     """Everything that can be done once per Plan, compilation included where the DSL allows it."""
     compile: Callable[[Plan], tuple[Compiled, ...]]
     """Compile every kernel of a launch for `plan.arch` with no GPU; the compiler's own error passes through."""
     candidates: Callable[[Variant, Problem, Arch], Sequence[Config]] = lambda variant, problem, arch: ()
     """Configs worth timing for a problem: what a tuning sweep walks through."""
+
+    @property
+    def offered(self) -> tuple[Variant, ...]:
+        """The variants that a caller may get without naming one."""
+        return tuple(variant for variant in self.variants if not variant.only_named)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,8 +205,29 @@ def find_variant(backend: Backend, name: str, direction: Direction = "forward") 
     for variant in variants:
         if variant.name == name:
             return variant
-    names = ", ".join(variant.name for variant in variants)
-    raise ValueError(f"variant: got {name!r}; {backend.name} has {names} for {direction}")
+    raise ValueError(f"variant: got {name!r}; {backend.name} has {_name_some(variants, name)} for {direction}")
+
+
+_NAMED_AT_MOST = 12  # in an error; a backend may have a hundred rungs
+
+
+def _name_some(variants: Sequence[Variant], wanted: str) -> str:
+    """The names of all variants, or of those most like `wanted` where there are too many to read."""
+    names = [variant.name for variant in variants]
+    if len(names) > _NAMED_AT_MOST:
+        near = difflib.get_close_matches(wanted, names, n=_NAMED_AT_MOST // 2, cutoff=0.0)
+        offered = [variant.name for variant in variants if not variant.only_named]
+        shown = list(dict.fromkeys((*offered, *near)))[:_NAMED_AT_MOST]
+        return f"{', '.join(shown)} and {len(names) - len(shown)} more"
+    return ", ".join(names)
+
+
+def ladder(backend: Backend, top: str, direction: Direction = "forward") -> tuple[Variant, ...]:
+    """The rungs up to the variant called `top`, first to last; ValueError for a variant that nobody has."""
+    rungs = [find_variant(backend, top, direction)]
+    while (parent := rungs[-1].parent) is not None:
+        rungs.append(find_variant(backend, parent, direction))
+    return tuple(reversed(rungs))
 
 
 def variant_of(plan: Plan) -> Variant:
@@ -259,7 +295,7 @@ def make_plan(
     reasons = list(backend.probe(arch)) if probe else []
     if not backend.op(direction).variants:
         reasons.append(Reason(code="direction", got=direction, allowed=f"what {backend.name} has kernels for"))
-    named = backend.op(direction).variants if variant is None else (find_variant(backend, variant, direction),)
+    named = backend.op(direction).offered if variant is None else (find_variant(backend, variant, direction),)
     refusals: dict[str, tuple[Reason, ...]] = {}
     found = None
     for candidate in named:

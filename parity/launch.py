@@ -69,8 +69,9 @@ def plan_case(case: Case, contender: Contender, inputs: Inputs) -> Plan | tuple[
 
 
 def _plan_in_turn(case: Case, contender: Contender, inputs: Inputs) -> Plan | tuple[Reason, ...]:
-    variants = registry.get(contender.backend).op(contender.direction).variants
-    one_by_one = [replace(contender, variant=variant.name, in_turn=False) for variant in variants]
+    op = registry.get(contender.backend).op(contender.direction)
+    names = op.spanning or [variant.name for variant in op.variants]
+    one_by_one = [replace(contender, variant=name, in_turn=False) for name in names]
     plans = [plan_case(case, one, inputs) for one in one_by_one]
     able = [plan for plan in plans if isinstance(plan, Plan)]
     return able[case.turn % len(able)] if able else plans[0]
