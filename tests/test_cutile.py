@@ -225,7 +225,7 @@ def test_every_arch_has_a_rule_for_every_head_dim(head_dim):
 
 
 def test_candidates_are_distinct_and_fit():
-    (variant,) = BACKEND.forward.variants
+    (variant,) = BACKEND.forward.offered
     for head_dim in (64, 128, 256):
         problem = Problem.contiguous(batch=4, heads_q=16, heads_kv=4, seq_q=4096, head_dim=head_dim, causal=True)
         for name in GPU_ARCHS:
@@ -247,7 +247,7 @@ def test_candidates_are_distinct_and_fit():
     ],
 )
 def test_configs_that_cannot_be(change, got):
-    (variant,) = BACKEND.forward.variants
+    (variant,) = BACKEND.forward.offered
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=64)
     config = CutileConfig(**{"tile_m": 64, "tile_n": 64, **change})
     (reason,) = plan_variant(BACKEND, variant, problem, ARCHS["sm90"], config)

@@ -1,4 +1,4 @@
-"""The Triton kernel against the reference, both variants, on CPU tensors through the interpreter."""
+"""The Triton kernel against the reference, both tops of its ladder, on CPU tensors through the interpreter."""
 
 import math
 
@@ -12,7 +12,7 @@ from multiattn.triton import BACKEND
 from multiattn.triton.configs import GRID_MAX, TritonConfig, candidates, head_pad, smem_bytes, why_not_fit
 from multiattn.triton.forward import attention_forward
 
-VARIANTS = ("descriptor", "pointer")
+VARIANTS = ("full", "pointer_full")
 SMALL = TritonConfig(tile_m=32, tile_n=16, num_warps=4, num_stages=1, heads_together=3)  # many tiles, soon done
 
 
@@ -93,7 +93,7 @@ def test_heads_and_launch_order(variant, causal, heads_q, heads_kv, batch):
     ids=str,
 )
 def test_configs_agree(config, causal):
-    check(*make(seq_q=100, seq_kv=90, head_dim=24), variant="descriptor", config=config, causal=causal)
+    check(*make(seq_q=100, seq_kv=90, head_dim=24), variant="full", config=config, causal=causal)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -110,11 +110,11 @@ def test_any_stride_and_alignment_through_pointers():
     broadcast = v[:, :1].expand(-1, 2, -1, -1)
     problem = Problem.of(q, unaligned, broadcast)
     assert problem.alignment == 2
-    assert {reason.code for reason in explain(problem, backend="triton", variant="descriptor", arch="sm90")} == {
+    assert {reason.code for reason in explain(problem, backend="triton", variant="full", arch="sm90")} == {
         "alignment",
         "strides",
     }
-    check(q, unaligned, broadcast, variant="pointer", causal=True)
+    check(q, unaligned, broadcast, variant="pointer_full", causal=True)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -191,11 +191,11 @@ def test_variants_agree_to_the_last_bit():
 
 def test_the_best_variant_is_the_descriptor_where_it_can_be():
     q, k, v = make(head_dim=16)
-    assert explain(q, k, v, backend="triton").variant == "descriptor"
-    assert explain(q, k[:, :1].expand(-1, 2, -1, -1), v, backend="triton").variant == "pointer"
+    assert explain(q, k, v, backend="triton").variant == "full"
+    assert explain(q, k[:, :1].expand(-1, 2, -1, -1), v, backend="triton").variant == "pointer_full"
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=64)
-    assert explain(problem, backend="triton", arch="sm80").variant == "pointer"
-    torch.testing.assert_close(fmha(q, k, v, backend="triton"), run(q, k, v, variant="descriptor")[0])
+    assert explain(problem, backend="triton", arch="sm80").variant == "pointer_full"
+    torch.testing.assert_close(fmha(q, k, v, backend="triton"), run(q, k, v, variant="full")[0])
 
 
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS.keys())
@@ -255,7 +255,7 @@ def test_a_launch_names_its_stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
     q, k, v = make(seq_q=300)
-    plan = make_plan(BACKEND, Problem.of(q, k, v), by_name("sm90"), variant="pointer", probe=False)
+    plan = make_plan(BACKEND, Problem.of(q, k, v), by_name("sm90"), variant="pointer_full", probe=False)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
     BACKEND.forward.prepare(plan)(q, k, v, out, lse)
     ((grid, arguments, stream),) = kernel.launched

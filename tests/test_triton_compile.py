@@ -29,7 +29,7 @@ def plan_for(arch, *, variant=None, head_dim=64, **options):
 @pytest.mark.parametrize("arch", GPU_ARCHS)
 def test_compiles_for_every_arch(arch):
     plan = plan_for(arch, causal=True)
-    assert plan.variant == ("descriptor" if arch in TMA_ARCHS else "pointer")
+    assert plan.variant == ("full" if arch in TMA_ARCHS else "pointer_full")
     (compiled,) = compile_plan(plan)
     assert compiled.cubin.startswith(b"\x7fELF")
     assert compiled.seconds > 0
@@ -37,7 +37,7 @@ def test_compiles_for_every_arch(arch):
 
 
 @pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
-@pytest.mark.parametrize("variant", ["descriptor", "pointer"])
+@pytest.mark.parametrize("variant", ["full", "pointer_full"])
 def test_the_usual_hopper_kernel_spills_nothing(variant):
     (compiled,) = compile_plan(plan_for("sm90", variant=variant, head_dim=128))
     assert compiled.spill_bytes == 0

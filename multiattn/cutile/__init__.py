@@ -8,13 +8,15 @@ import importlib.util
 import re
 import subprocess
 from collections.abc import Mapping
+from dataclasses import asdict
 
 import torch
 
 from multiattn.arch import GPU_ARCHS, Arch
 from multiattn.backend import Backend, BackwardLauncher, Compiled, Launcher, Op, Plan, Variant
 from multiattn.cutile import backward_configs
-from multiattn.cutile.configs import RULES, candidates, why_not_fit
+from multiattn.cutile.configs import candidates, rules_of, why_not_fit
+from multiattn.cutile.steps import STEPS
 from multiattn.support import Capability, Reason
 from multiattn.toolchain import probe_gpu, version_of
 
@@ -130,6 +132,21 @@ def _probe(arch: Arch) -> tuple[Reason, ...]:
     return (*_probe_compiler(), *_probe_gpu()) if arch.is_gpu else _probe_module()
 
 
+def _forward_variant(name: str) -> Variant:
+    """A rung of the ladder; one that leads to another is for those who name it."""
+    rung = STEPS[name]
+    return Variant(
+        name=name,
+        summary=rung.summary,
+        capability=Capability(arches=("cpu", *GPU_ARCHS)),
+        rules=rules_of(name),
+        flags=tuple(asdict(rung.step).items()),
+        parent=rung.parent,
+        only_named=any(other.parent == name for other in STEPS.values()),
+        fits=functools.partial(why_not_fit, step=rung.step),
+    )
+
+
 BACKEND = Backend(
     name="cutile",
     summary="NVIDIA cuTile Python",
@@ -137,15 +154,7 @@ BACKEND = Backend(
     probe_compiler=_probe_compiler,
     versions=_versions,
     forward=Op(
-        variants=(
-            Variant(
-                name="two_loops",
-                summary="key blocks without a mask, then those with one; tileiras picks TMA, cp.async or plain loads",
-                capability=Capability(arches=("cpu", *GPU_ARCHS)),
-                rules=RULES,
-                fits=why_not_fit,
-            ),
-        ),
+        variants=tuple(_forward_variant(name) for name in STEPS),
         prepare=_prepare,
         compile=_compile,
         candidates=candidates,

@@ -5,12 +5,13 @@ Shared memory is tileiras' own choice (it fits its pipeline to the occupancy ask
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 from multiattn.arch import Arch
 from multiattn.backend import Variant
 from multiattn.config import Config, Rule
+from multiattn.cutile.steps import STEPS, Step
 from multiattn.problem import Problem
 from multiattn.support import Reason
 
@@ -25,21 +26,22 @@ MAX_GRID_Y = 2**16 - 1  # CUDA's
 class CutileConfig(Config):
     """Tiles, and hints of ``ct.kernel`` and ``ct.load``.
 
-    `occupancy` is blocks per SM. `num_worker_warps` None lets the compiler choose (4); 8 spreads a tile's rows over two
-    warpgroups. A latency, 1 to 10, is how far ahead a load is issued. At most `heads_together` heads advance together.
+    `occupancy` is blocks per SM; None, as of a latency, gives no hint. `num_worker_warps` None lets the compiler choose
+    (4); 8 spreads a tile's rows over two warpgroups. A latency, 1 to 10, is how far ahead a load is issued. At most
+    `heads_together` heads advance together.
     """
 
-    occupancy: int = 1
+    occupancy: int | None = 1
     num_worker_warps: int | None = None
-    k_latency: int = 2
-    v_latency: int = 4
+    k_latency: int | None = 2
+    v_latency: int | None = 4
     heads_together: int = 1
 
 
 _H200 = "H200, 2026-11-21, tileiras 13.4, B4 N=4096 H*D=2048 bf16, best of the candidates: "
 _GUESS = "a guess, never run: {}"
 
-RULES: tuple[Rule[CutileConfig], ...] = (
+FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     Rule(
         arches=("cpu",),
         config=CutileConfig(tile_m=64, tile_n=64),
@@ -131,14 +133,49 @@ RULES: tuple[Rule[CutileConfig], ...] = (
 )
 
 
-def why_not_fit(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
-    """Every reason why `config` cannot be compiled or launched for `problem`."""
+_NO_HINTS = CutileConfig(
+    tile_m=128, tile_n=128, occupancy=None, num_worker_warps=8, k_latency=None, v_latency=None
+)  # fmt: skip
+
+
+def _causal_128(config: CutileConfig, evidence: str) -> tuple[Rule[CutileConfig], ...]:
+    """What was swept for a rung below full: D=128 with the mask, the cell that the ladder is climbed on."""
+    why = _H200 + evidence
+    return (Rule(arches=("sm90",), head_dim_min=65, head_dim_max=128, causal=True, config=config, why=why),)
+
+
+OWN_RULES: Mapping[str, tuple[Rule[CutileConfig], ...]] = {
+    "full": FULL_RULES,
+    "memory": _causal_128(
+        CutileConfig(tile_m=128, tile_n=64, occupancy=None, num_worker_warps=8),
+        "483 TFLOPS; 128x128 479; 64x128, which without a hint takes too many registers for two blocks an SM, 386",
+    ),
+    "math": _causal_128(_NO_HINTS, "481 TFLOPS; 128x64 472; 64x128 with 4 warps 360"),
+    "basic": _causal_128(_NO_HINTS, "384 TFLOPS; 128x64 349; 64x128 with 4 warps 312"),
+}
+"""Rules made for a rung, by its name. Where it has none, it goes by those of the rung that it leads to."""
+
+
+def rules_of(name: str) -> tuple[Rule[CutileConfig], ...]:
+    """The rules of a rung: its own, then those of the top of the ladder, less what this rung does not do."""
+    own = OWN_RULES.get(name, ())
+    if name == "full":
+        return own
+    step = STEPS[name].step
+    inherited = (
+        replace(rule, config=step.limit(rule.config), why=f"a guess, as full: {rule.why}") for rule in FULL_RULES
+    )
+    return (*own, *inherited)
+
+
+def why_not_fit(problem: Problem, arch: Arch, config: Config, *, step: Step | None = None) -> tuple[Reason, ...]:
+    """Every reason why `config` cannot be compiled or launched for `problem`; with a step also what it does not do."""
     if not isinstance(config, CutileConfig):
         return (Reason(code="config", got=type(config).__name__, allowed="CutileConfig"),)
     tiles = f"tile_m={config.tile_m} tile_n={config.tile_n}"
     checks = (
         (_is_tile(config.tile_m) and _is_tile(config.tile_n), tiles, f"powers of two from {SMALLEST_TILE}"),
-        (1 <= config.occupancy <= 32, f"occupancy={config.occupancy}", "1 to 32"),
+        (config.occupancy is None or 1 <= config.occupancy <= 32, f"occupancy={config.occupancy}", "1 to 32"),
         (
             config.num_worker_warps in (None, 4, 8),
             f"num_worker_warps={config.num_worker_warps}",
@@ -149,7 +186,18 @@ def why_not_fit(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, .
         (config.heads_together >= 1, f"heads_together={config.heads_together}", "1 or more"),
         (find_grid(problem, config.tile_m) is not None, f"{tiles} for {problem}", "a grid within 2^24 x 2^16 blocks"),
     )
-    return tuple(Reason(code="config", got=got, allowed=allowed) for holds, got, allowed in checks if not holds)
+    reasons = [Reason(code="config", got=got, allowed=allowed) for holds, got, allowed in checks if not holds]
+    return (*reasons, *(beyond_step(step, config) if step is not None else ()))
+
+
+def beyond_step(step: Step, config: CutileConfig) -> list[Reason]:
+    """A reason for every field of a config that asks for what a step does not do: what is planned is what runs."""
+    limited = step.limit(config)
+    return [
+        Reason(code="config", got=f"{name}={asked}", allowed=f"{name}={done} in this variant")
+        for name in (field.name for field in fields(config))
+        if (asked := getattr(config, name)) != (done := getattr(limited, name))
+    ]
 
 
 def find_grid(problem: Problem, tile_m: int) -> tuple[int, int] | None:
@@ -169,8 +217,8 @@ def _is_tile(extent: int) -> bool:
     return extent >= SMALLEST_TILE and extent & (extent - 1) == 0
 
 
-def _is_latency(latency: int) -> bool:
-    return 1 <= latency <= 10
+def _is_latency(latency: int | None) -> bool:
+    return latency is None or 1 <= latency <= 10
 
 
 # (tile_m, tile_n, occupancy, num_worker_warps)
@@ -216,4 +264,5 @@ def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Cutil
     configs += [replace(best, k_latency=k, v_latency=v) for k, v in ((1, 1), (4, 6))]
     configs += [replace(config, heads_together=4) for config in configs[:4]]
     configs += [replace(best, heads_together=heads) for heads in (problem.group, problem.heads_q)]
-    return tuple(dict.fromkeys(config for config in configs if not why_not_fit(problem, arch, config)))
+    limited = dict.fromkeys(map(STEPS[variant.name].step.limit, configs))
+    return tuple(config for config in limited if not why_not_fit(problem, arch, config))

@@ -1,9 +1,9 @@
 """The forward kernel in cuTile: Dao, "FlashAttention-2" (arXiv 2307.08691), Algorithm 1.
 
 One block owns `tile_m` queries of one head and walks over the keys they see, `tile_n` at a time: first the blocks that
-every row of the tile sees entirely, with no mask at all, then the masked ones. Scores live in the log2 domain,
-``p = exp2(s * scale_log2 - m)``: one multiply-add and one exp2 a score. The sign of the scale is in q, so that m, the
-running maximum of ``s * scale_log2``, is right for every scale.
+every row of the tile sees entirely, with no mask at all, then the masked ones. From the second rung of the ladder
+(`multiattn.cutile.steps`) scores live in the log2 domain, ``p = exp2(s * scale - m)``: one multiply-add and one exp2 a
+score. The sign of the scale is in q, so that m, the running maximum of ``s * scale``, is right for every scale.
 """
 
 # cuda.tile is untyped, and so are its decorators and aliases:
@@ -21,6 +21,7 @@ from multiattn.cutile.tiles import (
     Array32,
     Array64,
     ConstBool,
+    ConstFloat,
     ConstInt,
     Place,
     Rows64,
@@ -31,7 +32,6 @@ from multiattn.cutile.tiles import (
 
 APPROX = ct.RoundingMode.APPROX
 
-LN2 = math.log(2.0)
 LOWEST = -3.4028234663852886e38
 """Row maximum before any key: finite, so that a row of -inf scores computes ``exp2(-inf)`` and never ``inf - inf``."""
 
@@ -58,9 +58,15 @@ class Shape:
     heads_together: Any
     sign: Any
     """Of the scale: 1, -1 or 0."""
-    k_latency: Any
+    k_latency: Any  # or None, as v_latency
     v_latency: Any
     tma: Any
+    exp2: Any  # from here on as in `Step`
+    flush_to_zero: Any
+    scale_after_max: Any
+    k_transposed: Any
+    approximate_division: Any
+    ln_base: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +74,7 @@ class Rows:
     """Running softmax of the tile's rows, fp32."""
 
     acc: Any  # [tile_m, tile_d]
-    m: Any  # [tile_m, 1], log2 domain
+    m: Any  # [tile_m, 1], in the domain of the step
     l: Any  # [tile_m, SUMS]  # noqa: E741 - the paper's name
 
 
@@ -90,8 +96,24 @@ def load_q(shape: Any, place: Any, q: Any) -> Any:
 
 
 @ct.function
+def load_rows(shape: Any, place: Any, array: Any, block: Any, latency: Any) -> Any:
+    """A block of keys or values ``[tile_n, tile_d]``."""
+    tile = ct.load(
+        array,
+        (place.batch, place.head_kv, block, 0),
+        (1, 1, shape.tile_n, shape.tile_d),
+        padding_mode=ZERO,
+        latency=latency,
+        allow_tma=shape.tma,
+    )
+    return tile.reshape((shape.tile_n, shape.tile_d))
+
+
+@ct.function
 def load_k(shape: Any, place: Any, k: Any, block: Any) -> Any:
     """A block of keys, transposed: ``[tile_d, tile_n]``."""
+    if not shape.k_transposed:
+        return ct.transpose(load_rows(shape, place, k, block, shape.k_latency))
     tile = ct.load(
         k,
         (place.batch, place.head_kv, 0, block),
@@ -105,39 +127,42 @@ def load_k(shape: Any, place: Any, k: Any, block: Any) -> Any:
 
 
 @ct.function
-def load_v(shape: Any, place: Any, v: Any, block: Any) -> Any:
-    """A block of values ``[tile_n, tile_d]``."""
-    tile = ct.load(
-        v,
-        (place.batch, place.head_kv, block, 0),
-        (1, 1, shape.tile_n, shape.tile_d),
-        padding_mode=ZERO,
-        latency=shape.v_latency,
-        allow_tma=shape.tma,
-    )
-    return tile.reshape((shape.tile_n, shape.tile_d))
+def power(shape: Any, x: Any, inverse: ConstBool) -> Any:
+    """2 or e, as the step has it, to the power of x; inverse: the logarithm of x to that base."""
+    if shape.exp2:
+        return ct.log2(x) if inverse else ct.exp2(x, flush_to_zero=shape.flush_to_zero)
+    return ct.log(x) if inverse else ct.exp(x)
 
 
 @ct.function
-def weigh(shape: Any, place: Any, q: Any, k: Any, scale_log2: Any, rows: Any, block: Any, masked: ConstBool) -> Any:
+def shift(shape: Any, s: Any, m: Any, scale: Any) -> Any:
+    """The maximum ``[tile_m, 1]`` of m and the scaled scores s, and these less it ``[tile_m, tile_n]``."""
+    if shape.scale_after_max:
+        m = ct.maximum(m, ct.max(s, axis=-1, keepdims=True) * scale)
+        return m, s * scale - m
+    s = s * scale
+    m = ct.maximum(m, ct.max(s, axis=-1, keepdims=True))
+    return m, s - m
+
+
+@ct.function
+def weigh(shape: Any, place: Any, q: Any, k: Any, scale: Any, rows: Any, block: Any, masked: ConstBool) -> Any:
     """Weights of one block of keys, 16-bit ``[tile_m, tile_n]``, and the rows rescaled to the new maximum."""
     s = ct.mma(q, load_k(shape, place, k, block), ct.full((shape.tile_m, shape.tile_n), 0.0, dtype=ct.float32))
     if masked:
         s = ct.where(is_visible(shape, place, block), s, -math.inf)
-    m = ct.maximum(rows.m, ct.max(s, axis=-1, keepdims=True) * scale_log2)
-    p = ct.exp2(s * scale_log2 - m, flush_to_zero=True)  # [tile_m, tile_n]
-    alpha = ct.exp2(rows.m - m, flush_to_zero=True)  # [tile_m, 1]
+    m, shifted = shift(shape, s, rows.m, scale)
+    p = power(shape, shifted, False)  # [tile_m, tile_n]
+    alpha = power(shape, rows.m - m, False)  # [tile_m, 1]
     l = rows.l * alpha + ct.sum(p.reshape((shape.tile_m, shape.tile_n // SUMS, SUMS)), axis=1)  # noqa: E741
     return p.astype(k.dtype), Rows(acc=rows.acc * alpha, m=m, l=l)
 
 
 @ct.function
-def attend(
-    shape: Any, place: Any, q: Any, k: Any, v: Any, scale_log2: Any, rows: Any, block: Any, masked: ConstBool
-) -> Any:
+def attend(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any, rows: Any, block: Any, masked: ConstBool) -> Any:
     """Take one block of keys into the running softmax."""
-    p, rows = weigh(shape, place, q, k, scale_log2, rows, block, masked)
-    return Rows(acc=ct.mma(p, load_v(shape, place, v, block), rows.acc), m=rows.m, l=rows.l)
+    p, rows = weigh(shape, place, q, k, scale, rows, block, masked)
+    return Rows(acc=ct.mma(p, load_rows(shape, place, v, block, shape.v_latency), rows.acc), m=rows.m, l=rows.l)
 
 
 @ct.function
@@ -153,7 +178,11 @@ def no_rows(shape: Any) -> Any:
 @ct.function
 def store_out(shape: Any, place: Any, out: Any, acc: Any, l: Any) -> None:  # noqa: E741
     """Normalise and store; a row that saw no key has ``l = 0`` and ``acc = 0``."""
-    o = ct.truediv(acc, ct.where(l == 0.0, 1.0, l), flush_to_zero=True, rounding_mode=APPROX)
+    l = ct.where(l == 0.0, 1.0, l)  # noqa: E741
+    if shape.approximate_division:
+        o = ct.truediv(acc, l, flush_to_zero=True, rounding_mode=APPROX)
+    else:
+        o = ct.truediv(acc, l)
     o = o.astype(out.dtype).reshape((1, 1, shape.tile_m, shape.tile_d))
     ct.store(out, (place.batch, place.head, place.tile, 0), o, allow_tma=shape.tma)
 
@@ -174,7 +203,7 @@ def see_nonfinite(visible: Any, v: Any) -> Any:
 
 
 @ct.function
-def repair(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, scale_log2: Any) -> None:
+def repair(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, scale: Any) -> None:
     """Compute a tile again, in which non-finite values of v reach exactly the rows that see them.
 
     In the plain loops a masked key has ``p = 0``, and ``0 * nan`` is NaN. Here v enters with its non-finite values as
@@ -185,8 +214,8 @@ def repair(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, scale_log2:
     seen = ct.full((shape.tile_m, shape.tile_d), 0.0, dtype=ct.float32)
     first, _, end = key_blocks(shape, place)
     for block in range(first, end):
-        p, rows = weigh(shape, place, queries, k, scale_log2, rows, block, True)
-        values = load_v(shape, place, v, block)
+        p, rows = weigh(shape, place, queries, k, scale, rows, block, True)
+        values = load_rows(shape, place, v, block, shape.v_latency)
         finite = ct.where(ct.abs(values) < math.inf, values, 0.0).astype(v.dtype)
         rows = Rows(acc=ct.mma(p, finite, rows.acc), m=rows.m, l=rows.l)
         seen = seen + see_nonfinite(is_visible(shape, place, block), values)
@@ -194,7 +223,7 @@ def repair(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, scale_log2:
 
 
 @ct.function
-def repair_tile(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, scale_log2: Any) -> None:
+def repair_tile(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, scale: Any) -> None:
     """`repair`, in tiles so small that they cost the hot path no registers."""
     small = Shape(
         tile_m=REPAIR_TILE,
@@ -207,6 +236,12 @@ def repair_tile(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, scale_
         k_latency=1,
         v_latency=1,
         tma=False,
+        exp2=shape.exp2,
+        flush_to_zero=shape.flush_to_zero,
+        scale_after_max=shape.scale_after_max,
+        k_transposed=shape.k_transposed,
+        approximate_division=shape.approximate_division,
+        ln_base=shape.ln_base,
     )
     first_row = place.tile * shape.tile_m
     first = first_row // REPAIR_TILE
@@ -220,56 +255,72 @@ def repair_tile(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, scale_
             seq_q=place.seq_q,
             seq_kv=place.seq_kv,
         )
-        repair(small, part, q, k, v, out, scale_log2)
+        repair(small, part, q, k, v, out, scale)
 
 
 @ct.function
-def forward_block(shape: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale_log2: Any) -> None:
+def forward_block(shape: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale: Any) -> None:
     """One block: q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` -> a tile of out and of lse."""
     place = find_place(shape, q, k)
     queries = load_q(shape, place, q)
     rows = no_rows(shape)
     first, first_masked, end = key_blocks(shape, place)
     for block in range(first, first_masked):
-        rows = attend(shape, place, queries, k, v, scale_log2, rows, block, False)
+        rows = attend(shape, place, queries, k, v, scale, rows, block, False)
     if shape.masked:
         for block in range(first_masked, end):
-            rows = attend(shape, place, queries, k, v, scale_log2, rows, block, True)
+            rows = attend(shape, place, queries, k, v, scale, rows, block, True)
     l = row_sum(rows.l)  # noqa: E741
     store_out(shape, place, out, rows.acc, l)
-    log_sum = ct.where(l == 0.0, -math.inf, (rows.m + ct.log2(l)) * LN2)
+    log_sum = ct.where(l == 0.0, -math.inf, (rows.m + power(shape, l, True)) * shape.ln_base)
     log_sum = log_sum.reshape((1, 1, shape.tile_m))
     # Without TMA: of a single row (B = Hq = 1) its store clips at 16 bytes, and so writes past the end of lse.
     ct.store(lse, (place.batch, place.head, place.tile), log_sum, allow_tma=False)
     # Without causal no row has a masked key but those beyond the end, which are loaded as zeros.
     if shape.causal:  # noqa: SIM102 - this one is decided at compile time, the next one at run time
         if not ct.max(ct.abs(rows.acc), propagate_nan=True) < math.inf:
-            repair_tile(shape, place, q, k, v, out, scale_log2)
+            repair_tile(shape, place, q, k, v, out, scale)
+
+
+@ct.function
+def hint(latency: Any) -> Any:
+    """A latency as `ct.load` takes it: None for 0, as a kernel has no constant None."""
+    if latency == 0:
+        return None
+    return latency
 
 
 @ct.kernel
 def forward(
-    q: Array32, k: Array32, v: Array32, out: Array32, lse: ct.Array, scale_log2: float,
+    q: Array32, k: Array32, v: Array32, out: Array32, lse: ct.Array, scale: float,
     tile_m: ConstInt, tile_n: ConstInt, tile_d: ConstInt, causal: ConstBool, masked: ConstBool,
     heads_together: ConstInt, sign: ConstInt, k_latency: ConstInt, v_latency: ConstInt, tma: ConstBool,
+    exp2: ConstBool, flush_to_zero: ConstBool, scale_after_max: ConstBool, k_transposed: ConstBool,
+    approximate_division: ConstBool, ln_base: ConstFloat,
 ) -> None:  # fmt: skip
     """out and lse of attention, for arrays whose offsets fit 31 bits; arguments as in `Shape` and `forward_block`."""
     shape = Shape(
         tile_m=tile_m, tile_n=tile_n, tile_d=tile_d, causal=causal, masked=masked, heads_together=heads_together,
-        sign=sign, k_latency=k_latency, v_latency=v_latency, tma=tma,
+        sign=sign, k_latency=hint(k_latency), v_latency=hint(v_latency), tma=tma,
+        exp2=exp2, flush_to_zero=flush_to_zero, scale_after_max=scale_after_max, k_transposed=k_transposed,
+        approximate_division=approximate_division, ln_base=ln_base,
     )  # fmt: skip
-    forward_block(shape, q, k, v, out, lse, scale_log2)
+    forward_block(shape, q, k, v, out, lse, scale)
 
 
 @ct.kernel
 def forward_64bit(
-    q: Array64, k: Array64, v: Array64, out: Array64, lse: Rows64, scale_log2: float,
+    q: Array64, k: Array64, v: Array64, out: Array64, lse: Rows64, scale: float,
     tile_m: ConstInt, tile_n: ConstInt, tile_d: ConstInt, causal: ConstBool, masked: ConstBool,
     heads_together: ConstInt, sign: ConstInt, k_latency: ConstInt, v_latency: ConstInt, tma: ConstBool,
+    exp2: ConstBool, flush_to_zero: ConstBool, scale_after_max: ConstBool, k_transposed: ConstBool,
+    approximate_division: ConstBool, ln_base: ConstFloat,
 ) -> None:  # fmt: skip
     """`forward` for larger arrays: shapes, strides and offsets in 64 bit."""
     shape = Shape(
         tile_m=tile_m, tile_n=tile_n, tile_d=tile_d, causal=causal, masked=masked, heads_together=heads_together,
-        sign=sign, k_latency=k_latency, v_latency=v_latency, tma=tma,
+        sign=sign, k_latency=hint(k_latency), v_latency=hint(v_latency), tma=tma,
+        exp2=exp2, flush_to_zero=flush_to_zero, scale_after_max=scale_after_max, k_transposed=k_transposed,
+        approximate_division=approximate_division, ln_base=ln_base,
     )  # fmt: skip
-    forward_block(shape, q, k, v, out, lse, scale_log2)
+    forward_block(shape, q, k, v, out, lse, scale)

@@ -16,7 +16,8 @@ from multiattn.backend import Launcher, Plan
 from multiattn.cutile import interpreter
 from multiattn.cutile.configs import SMALLEST_TILE, CutileConfig, find_grid
 from multiattn.cutile.forward import forward, forward_64bit
-from multiattn.problem import Problem
+from multiattn.cutile.steps import STEPS
+from multiattn.problem import LOG2_E, Problem
 
 COMPILE_SECONDS = 120.0
 """Longest compilation: a tile too large for the registers can take tileiras minutes, a good one takes it seconds."""
@@ -72,7 +73,7 @@ def get_kernel(plan: Plan) -> Any:
 
 
 @functools.cache
-def _hinted(is_64bit: bool, occupancy: int, num_worker_warps: int | None) -> Any:
+def _hinted(is_64bit: bool, occupancy: int | None, num_worker_warps: int | None) -> Any:
     kernel = forward_64bit if is_64bit else forward
     return kernel.replace_hints(occupancy=occupancy, num_worker_warps=num_worker_warps)
 
@@ -87,9 +88,9 @@ def get_grid(plan: Plan) -> tuple[int, int, int]:
 
 def get_constants(plan: Plan) -> tuple[float | int | bool, ...]:
     """The arguments of `forward` after the tensors, in its order."""
-    problem, config = plan.problem, get_config(plan)
+    problem, config, step = plan.problem, get_config(plan), STEPS[plan.variant].step
     return (
-        problem.scale_log2,
+        problem.scale_log2 if step.exp2 else problem.scale_log2 / LOG2_E,
         config.tile_m,
         config.tile_n,
         max(SMALLEST_TILE, 1 << (problem.head_dim - 1).bit_length()),
@@ -97,9 +98,15 @@ def get_constants(plan: Plan) -> tuple[float | int | bool, ...]:
         problem.causal or problem.seq_kv % config.tile_n != 0,
         math.gcd(config.heads_together, problem.heads_q),
         problem.scale_sign,
-        config.k_latency,
-        config.v_latency,
+        config.k_latency or 0,
+        config.v_latency or 0,
         0 not in (*problem.strides_q, *problem.strides_k, *problem.strides_v),  # TMA wants positive strides
+        step.exp2,
+        step.flush_to_zero,
+        step.scale_after_max,
+        step.k_transposed,
+        step.approximate_division,
+        step.ln_base,
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Mapping
+from dataclasses import asdict
 
 import torch
 
@@ -15,7 +17,8 @@ from multiattn.support import Capability, Reason
 from multiattn.toolchain import probe_gpu, version_of
 from multiattn.triton import backward_configs
 from multiattn.triton.backward_configs import BackwardConfig
-from multiattn.triton.configs import DESCRIPTOR_RULES, POINTER_RULES, candidates, why_not_fit
+from multiattn.triton.configs import candidates, rules_of, why_not_fit
+from multiattn.triton.steps import STEPS
 
 OLDEST, NEWEST = (3, 6), (3, 9)
 """Triton versions that this was run with; the interpreter and the descriptors differ outside of them."""
@@ -78,6 +81,21 @@ _THROUGH_DESCRIPTORS = Capability(arches=("cpu", *TMA_ARCHS), alignment=VECTOR_B
 _THROUGH_POINTERS = Capability(arches=("cpu", *GPU_ARCHS))
 
 
+def _forward_variant(name: str) -> Variant:
+    """A rung of the ladder; one that leads to another is for those who name it."""
+    rung = STEPS[name]
+    return Variant(
+        name=name,
+        summary=rung.summary,
+        capability=_THROUGH_DESCRIPTORS if rung.step.descriptor else _THROUGH_POINTERS,
+        rules=rules_of(name),
+        flags=tuple(asdict(rung.step).items()),
+        parent=rung.parent,
+        only_named=any(other.parent == name for other in STEPS.values()),
+        fits=functools.partial(why_not_fit, step=rung.step),
+    )
+
+
 def _backward_variant(rules: tuple[Rule[BackwardConfig], ...], *, one_pass: bool, descriptor: bool) -> Variant:
     """`atomic` or `two_pass`, what streams by read through TMA descriptors or through pointers."""
     access = "TMA descriptors" if descriptor else "pointers: any stride, any alignment"
@@ -101,24 +119,7 @@ BACKEND = Backend(
     probe_compiler=_probe_jit,
     versions=_versions,
     forward=Op(
-        variants=(
-            Variant(
-                name="descriptor",
-                summary="k and v through TMA descriptors made on the host",
-                capability=_THROUGH_DESCRIPTORS,
-                rules=DESCRIPTOR_RULES,
-                flags=(("descriptor", True),),
-                fits=why_not_fit,
-            ),
-            Variant(
-                name="pointer",
-                summary="q, k and v through pointers and strides: any stride, any alignment",
-                capability=_THROUGH_POINTERS,
-                rules=POINTER_RULES,
-                flags=(("descriptor", False),),
-                fits=why_not_fit,
-            ),
-        ),
+        variants=tuple(_forward_variant(name) for name in STEPS),
         prepare=_prepare,
         compile=_compile,
         candidates=candidates,

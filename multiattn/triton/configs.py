@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 from multiattn.arch import Arch
 from multiattn.backend import Variant
 from multiattn.config import Config, Rule
 from multiattn.problem import Problem
 from multiattn.support import Reason
+from multiattn.triton.steps import STEPS, Step
 
 ELEMENT_BYTES = 2  # fp16 and bf16
 GRID_MAX = 2**31 - 1
@@ -60,11 +61,13 @@ def smem_bytes(problem: Problem, arch: Arch, config: TritonConfig) -> int:
     return rows * head_pad(problem.head_dim) * ELEMENT_BYTES
 
 
-def why_not_fit(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
-    """Every reason why `config` cannot run `problem` on `arch`."""
+def why_not_fit(problem: Problem, arch: Arch, config: Config, *, step: Step | None = None) -> tuple[Reason, ...]:
+    """Every reason why `config` cannot run `problem` on `arch`; with a step also what it does not do."""
     if not isinstance(config, TritonConfig):
         return (Reason(code="config", got=type(config).__name__, allowed="TritonConfig"),)
     reasons = [*wrong_fields(config), *too_much_smem(problem, arch, config, smem_bytes(problem, arch, config))]
+    if step is not None:
+        reasons += beyond_step(step, config)
     if config.tile_m > 0:
         reasons += too_many_programs(grid_programs(problem, config))
     return tuple(reasons)
@@ -79,6 +82,16 @@ def wrong_fields(config: TritonConfig) -> list[Reason]:
     wrong += [(name, "16 to 256") for name in ("tile_m", "tile_n") if getattr(config, name) not in range(16, 257)]
     wrong += [(name, "at least 1") for name in ("num_stages", "heads_together") if getattr(config, name) < 1]
     return [Reason(code="config", got=f"{name}={getattr(config, name)}", allowed=allowed) for name, allowed in wrong]
+
+
+def beyond_step(step: Step, config: TritonConfig) -> list[Reason]:
+    """A reason for every field of a config that asks for what a step does not do: what is planned is what runs."""
+    limited = step.limit(config)
+    return [
+        Reason(code="config", got=f"{name}={asked}", allowed=f"{name}={done} in this variant")
+        for name in (field.name for field in fields(config))
+        if (asked := getattr(config, name)) != (done := getattr(limited, name))
+    ]
 
 
 def too_much_smem(problem: Problem, arch: Arch, config: TritonConfig, needed: int) -> list[Reason]:
@@ -118,6 +131,7 @@ def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Trito
         shapes += [(128, 64, 4, None)]
     if pad <= 64:
         shapes += [(64, 64, 4, 128)]  # 128 registers: four blocks of four warps share an SM
+    step = STEPS[variant.name].step
     configs = [
         TritonConfig(
             tile_m=tile_m,
@@ -129,7 +143,8 @@ def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Trito
         )
         for (tile_m, tile_n, num_warps, registers), num_stages in itertools.product(shapes, (1, 2, 3))
     ]
-    return tuple(config for config in configs if not why_not_fit(problem, arch, config))
+    limited = dict.fromkeys(map(step.limit, configs))
+    return tuple(config for config in limited if not why_not_fit(problem, arch, config))
 
 
 def _rules(
@@ -254,3 +269,36 @@ POINTER_RULES: tuple[Rule[TritonConfig], ...] = (
     *_ANY_ACCESS,
 )  # fmt: skip
 """On sm90 the addresses that pointers need leave no registers for the tile of a descriptor."""
+
+_NO_LOADS_AHEAD = TritonConfig(tile_m=64, tile_n=128, num_warps=4, num_stages=1)
+
+OWN_RULES: Mapping[str, tuple[Rule[TritonConfig], ...]] = {
+    "full": DESCRIPTOR_RULES,
+    "pointer_full": POINTER_RULES,
+    "math": (
+        Rule(
+            arches=HOPPER, head_dim_min=65, head_dim_max=128, causal=True, config=_NO_LOADS_AHEAD,
+            why=_H200 + "310 TFLOPS; 128x64 299, 64x64 266",
+        ),
+    ),
+    "basic": (
+        Rule(
+            arches=HOPPER, head_dim_min=65, head_dim_max=128, causal=True, config=_NO_LOADS_AHEAD,
+            why=_H200 + "239 TFLOPS; 128x128 with 8 warps 223, 64x64 207",
+        ),
+    ),
+}  # fmt: skip
+"""Rules made for a rung, by its name. Where it has none, it goes by those of the rung that it leads to."""
+
+
+def rules_of(name: str) -> tuple[Rule[TritonConfig], ...]:
+    """The rules of a rung: its own, then those of the top of its ladder, less what this rung does not do."""
+    step = STEPS[name].step
+    top = "full" if step.descriptor else "pointer_full"
+    own = OWN_RULES.get(name, ())
+    if name == top:
+        return own
+    inherited = (
+        replace(rule, config=step.limit(rule.config), why=f"a guess, as {top}: {rule.why}") for rule in OWN_RULES[top]
+    )
+    return (*own, *inherited)

@@ -1,10 +1,12 @@
-"""The forward kernel: one template, two ways to read k and v (TMA descriptors, or pointers and strides).
+"""The forward kernel: one template for every rung of the ladder, whose `Step` it gets as a constant.
 
-FlashAttention-2 (Dao, arXiv 2307.08691, Algorithm 1) in the log2 domain. A program owns one tile of queries of one
-head. It first walks the key blocks that all its rows see, with no mask, then the few that need one: the diagonal and
-the ragged end. Plain `triton.language` only, so that the same source compiles for every arch and is interpreted.
+FlashAttention-2 (Dao, arXiv 2307.08691, Algorithm 1), from the second rung on in the log2 domain. A program owns one
+tile of queries of one head. It first walks the key blocks that all its rows see, with no mask, then the few that need
+one: the diagonal and the ragged end. Plain `triton.language` only, so that the same source compiles for every arch and
+is interpreted.
 """
 
+# ruff: noqa: SIM108 - Triton compiles an if; a conditional expression it takes for a run-time select
 # ruff: noqa: ANN001, ANN201, ANN202, N803 - Triton's own annotations and its upper-case constexprs
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -20,7 +22,6 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 """Where a row's maximum starts: the lowest finite fp32. With -inf a row that sees nothing would need guards."""
 CAREFUL_M = tl.constexpr(16)
 """Rows of the pass that is done again with care: few, so that it takes no registers from the usual one."""
-LN_2 = tl.constexpr(0.6931471805599453)
 
 
 # Lengths of 1 as constants crash the assembler of Triton 3.6.0 (with a descriptor and a register cap), and buy nothing.
@@ -31,7 +32,7 @@ def attention_forward(
     v,  # like k
     out,  # pointer, like q
     lse,  # pointer, fp32 [B, Hq, Sq], contiguous
-    scale_log2,  # |scale| * log2(e), positive
+    scale,  # |scale| in the domain of the step (times log2(e) for exp2), positive
     seq_q,
     seq_kv,
     heads_q,
@@ -51,7 +52,7 @@ def attention_forward(
     out_row,
     CAUSAL: tl.constexpr,
     SCALE_SIGN: tl.constexpr,  # -1, 0 or 1: the sign of the scale goes into q
-    DESCRIPTOR: tl.constexpr,
+    STEP: tl.constexpr,  # multiattn.triton.steps.Step
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,  # HEAD_DIM rounded up to a power of two that tl.dot accepts; the padding is zero
     TILE_M: tl.constexpr,
@@ -68,30 +69,30 @@ def attention_forward(
     head_kv = head // group
     first_row = tile * TILE_M
     q = seek(q, batch, head, q_batch, q_head, False, VECTOR)
-    k = seek(k, batch, head_kv, k_batch, k_head, DESCRIPTOR, VECTOR)
-    v = seek(v, batch, head_kv, v_batch, v_head, DESCRIPTOR, VECTOR)
+    k = seek(k, batch, head_kv, k_batch, k_head, STEP.descriptor, VECTOR)
+    v = seek(v, batch, head_kv, v_batch, v_head, STEP.descriptor, VECTOR)
     out = seek(out, batch, head, out_batch, out_head, False, OUT_VECTOR)
     lse += batch_head.to(tl.int64) * seq_q
 
     acc, row_sum, row_max = _attend(
-        q, k, v, first_row, batch, head_kv, seq_q, seq_kv, q_row, k_row, v_row, scale_log2,
-        CAUSAL, False, SCALE_SIGN, DESCRIPTOR, HEAD_DIM, HEAD_PAD, TILE_M, TILE_N, STAGES, VECTOR, WIDE,
+        q, k, v, first_row, batch, head_kv, seq_q, seq_kv, q_row, k_row, v_row, scale,
+        CAUSAL, False, SCALE_SIGN, STEP, HEAD_DIM, HEAD_PAD, TILE_M, TILE_N, STAGES, VECTOR, WIDE,
     )  # fmt: skip
     # A weight of zero times a masked key's nan or inf in v is nan: rare, so found out here and done again, with care.
     careful_rows = 0
     if CAUSAL:
         careful_rows = tl.where(_any_not_finite(acc), TILE_M, 0)
     if careful_rows == 0:
-        _store(out, lse, acc, row_sum, row_max, first_row, seq_q, out_row, HEAD_DIM, HEAD_PAD, TILE_M, WIDE)
+        _store(out, lse, acc, row_sum, row_max, first_row, seq_q, out_row, STEP, HEAD_DIM, HEAD_PAD, TILE_M, WIDE)
     if CAUSAL:
         for careful_row in tl.range(first_row, first_row + careful_rows, CAREFUL_M, num_stages=1):
             careful_acc, careful_sum, careful_max = _attend(
-                q, k, v, careful_row, batch, head_kv, seq_q, seq_kv, q_row, k_row, v_row, scale_log2,
-                CAUSAL, True, SCALE_SIGN, DESCRIPTOR, HEAD_DIM, HEAD_PAD, CAREFUL_M, TILE_N, 1, VECTOR, WIDE,
+                q, k, v, careful_row, batch, head_kv, seq_q, seq_kv, q_row, k_row, v_row, scale,
+                CAUSAL, True, SCALE_SIGN, STEP, HEAD_DIM, HEAD_PAD, CAREFUL_M, TILE_N, 1, VECTOR, WIDE,
             )  # fmt: skip
             _store(
                 out, lse, careful_acc, careful_sum, careful_max, careful_row, seq_q, out_row,
-                HEAD_DIM, HEAD_PAD, CAREFUL_M, WIDE,
+                STEP, HEAD_DIM, HEAD_PAD, CAREFUL_M, WIDE,
             )  # fmt: skip
 
 
@@ -108,11 +109,11 @@ def _attend(
     q_row,
     k_row,
     v_row,
-    scale_log2,
+    scale,
     CAUSAL: tl.constexpr,
     CAREFUL: tl.constexpr,
     SCALE_SIGN: tl.constexpr,
-    DESCRIPTOR: tl.constexpr,
+    STEP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -140,13 +141,13 @@ def _attend(
     else:
         acc, row_sum, row_max = _walk(
             acc, row_sum, row_max, q_tile, k, v, begin, masked_begin, rows, batch, head_kv, seq_q, seq_kv,
-            k_row, v_row, scale_log2,
-            CAUSAL, False, False, DESCRIPTOR, HEAD_DIM, HEAD_PAD, TILE_N, STAGES, VECTOR, WIDE,
+            k_row, v_row, scale,
+            CAUSAL, False, False, STEP, HEAD_DIM, HEAD_PAD, TILE_N, STAGES, VECTOR, WIDE,
         )  # fmt: skip
     return _walk(
         acc, row_sum, row_max, q_tile, k, v, masked_begin, end, rows, batch, head_kv, seq_q, seq_kv,
-        k_row, v_row, scale_log2,
-        CAUSAL, True, CAREFUL, DESCRIPTOR, HEAD_DIM, HEAD_PAD, TILE_N, STAGES, VECTOR, WIDE,
+        k_row, v_row, scale,
+        CAUSAL, True, CAREFUL, STEP, HEAD_DIM, HEAD_PAD, TILE_N, STAGES, VECTOR, WIDE,
     )  # fmt: skip
 
 
@@ -154,7 +155,7 @@ def _attend(
 def _walk(
     acc,  # [TILE_M, HEAD_PAD] fp32, not yet divided by row_sum
     row_sum,  # [TILE_M]
-    row_max,  # [TILE_M], of scores in log2 units
+    row_max,  # [TILE_M], of scores in the domain of the step
     q_tile,  # [TILE_M, HEAD_PAD]
     k,
     v,
@@ -167,11 +168,11 @@ def _walk(
     seq_kv,
     k_row,
     v_row,
-    scale_log2,
+    scale,
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
     CAREFUL: tl.constexpr,
-    DESCRIPTOR: tl.constexpr,
+    STEP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -187,24 +188,26 @@ def _walk(
         reached = tl.full(acc.shape, 0.0, tl.float32)  # sum of the inf and nan in v that each row sees
     for first_key in tl.range(begin, end, TILE_N, num_stages=STAGES):
         k_tile = load_rows(  # [TILE_N, HEAD_PAD]
-            k, batch, head_kv, first_key, seq_kv, k_row, TILE_N, MASKED, DESCRIPTOR, HEAD_DIM, HEAD_PAD, VECTOR, WIDE
-        )
+            k, batch, head_kv, first_key, seq_kv, k_row,
+            TILE_N, MASKED, STEP.descriptor, HEAD_DIM, HEAD_PAD, VECTOR, WIDE,
+        )  # fmt: skip
         scores = tl.dot(q_tile, tl.trans(k_tile))  # [TILE_M, TILE_N] fp32
         if MASKED:
             keys = first_key + tl.arange(0, TILE_N)
             visible = visible_keys(rows[:, None], keys[None, :], seq_q, seq_kv, CAUSAL)
             scores = tl.where(visible, scores, float("-inf"))
 
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
-        weights = tl.math.exp2(scores * scale_log2 - new_max[:, None])
-        decay = tl.math.exp2(row_max - new_max)
+        new_max, shifted = _shift(scores, row_max, scale, STEP)
+        weights = _power(shifted, False, STEP)
+        decay = _power(row_max - new_max, False, STEP)
         row_sum = row_sum * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
         row_max = new_max
 
         v_tile = load_rows(  # [TILE_N, HEAD_PAD]
-            v, batch, head_kv, first_key, seq_kv, v_row, TILE_N, MASKED, DESCRIPTOR, HEAD_DIM, HEAD_PAD, VECTOR, WIDE
-        )
+            v, batch, head_kv, first_key, seq_kv, v_row,
+            TILE_N, MASKED, STEP.descriptor, HEAD_DIM, HEAD_PAD, VECTOR, WIDE,
+        )  # fmt: skip
         if CAREFUL:
             reached += _reached(visible, v_tile)
             v_tile = tl.where(_is_finite(v_tile), v_tile, 0.0).to(v_tile.dtype)
@@ -212,6 +215,35 @@ def _walk(
     if CAREFUL:
         acc += reached
     return acc, row_sum, row_max
+
+
+@triton.jit
+def _shift(scores, row_max, scale, STEP: tl.constexpr):
+    """The new maximum of each row ``[TILE_M]``, and the scaled scores less it ``[TILE_M, TILE_N]``."""
+    if STEP.scale_after_max:
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+        shifted = scores * scale - new_max[:, None]
+    else:
+        scores = scores * scale
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        shifted = scores - new_max[:, None]
+    return new_max, shifted
+
+
+@triton.jit
+def _power(x, INVERSE: tl.constexpr, STEP: tl.constexpr):
+    """2 or e, as the step has it, to the power of x; INVERSE: the logarithm of x to that base."""
+    if STEP.exp2:
+        if INVERSE:
+            y = tl.math.log2(x)
+        else:
+            y = tl.math.exp2(x)
+    else:
+        if INVERSE:
+            y = tl.math.log(x)
+        else:
+            y = tl.math.exp(x)
+    return y
 
 
 @triton.jit
@@ -224,16 +256,21 @@ def _store(
     first_row,
     seq_q,
     out_row,
+    STEP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     TILE_M: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """The epilogue. A row that saw no key has row_sum 0: its out is 0 / 1, its lse LOWEST + log2(0) = -inf."""
+    """The epilogue. A row that saw no key has row_sum 0: its out is 0 / 1, its lse LOWEST + log(0) = -inf."""
     in_range = first_row + tl.arange(0, TILE_M) < seq_q
-    lse_row = (row_max + tl.math.log2(row_sum)) * LN_2  # [TILE_M]
+    lse_row = (row_max + _power(row_sum, True, STEP)) * STEP.ln_base  # [TILE_M]
     tl.store(lse + first_row + tl.arange(0, TILE_M), lse_row, mask=in_range)
-    out_tile = acc * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]  # [TILE_M, HEAD_PAD]
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+    if STEP.reciprocal:
+        out_tile = acc * (1.0 / row_sum)[:, None]  # [TILE_M, HEAD_PAD]
+    else:
+        out_tile = tl.math.div_rn(acc, row_sum[:, None])
     out += tl.cast(first_row, tl.int64) * out_row * OUT_VECTOR
     tl.store(
         out + tile_offsets(out_row, TILE_M, HEAD_PAD, OUT_VECTOR, WIDE),

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from multiattn.backend import Launcher, Plan, variant_of
-from multiattn.problem import VECTOR_BYTES, Problem, Strides
+from multiattn.backend import Launcher, Plan
+from multiattn.problem import LOG2_E, VECTOR_BYTES, Problem, Strides
 from multiattn.triton import forward, interpreter
 from multiattn.triton.configs import ELEMENT_BYTES, TritonConfig, grid_programs, head_pad
+from multiattn.triton.steps import STEPS
 from multiattn.triton.tiles import OUT_VECTOR
 
 INT32 = 1 << 31
@@ -38,8 +39,7 @@ class Call:
         assert isinstance(config, TritonConfig)
         problem = plan.problem
         self.problem = problem
-        variant = variant_of(plan)
-        self.descriptor: bool = dict(variant.flags)["descriptor"]
+        self.step = STEPS[plan.variant].step
         self.grid = grid_programs(problem, config)
         self.kernel = forward.attention_forward
         self.options = compiler_options(config)
@@ -49,7 +49,7 @@ class Call:
 
     def arguments(self, q: Any, k: Any, v: Any, out: Any, lse: Any) -> tuple[Any, ...]:
         """Every argument of `forward.attention_forward`, in order."""
-        if self.descriptor:
+        if self.step.descriptor:
             k, v = describe(k, self._of_k), describe(v, self._of_v)
         return (q, k, v, out, lse, *self._rest)
 
@@ -63,11 +63,11 @@ class Call:
         problem = self.problem
         vector = problem.alignment // ELEMENT_BYTES
         strides_kv: tuple[int | None, ...] = (None,) * 6  # the descriptors have them
-        if not self.descriptor:
+        if not self.step.descriptor:
             strides_kv = in_units((*problem.strides_k, *problem.strides_v), vector)
         row = max(problem.strides_q[2], problem.strides_k[2], problem.strides_v[2], problem.strides_out[2])
         return (
-            problem.scale_log2,
+            problem.scale_log2 if self.step.exp2 else problem.scale_log2 / LOG2_E,
             problem.seq_q,
             problem.seq_kv,
             problem.heads_q,
@@ -78,7 +78,7 @@ class Call:
             *in_units(problem.strides_out, OUT_VECTOR.value),
             problem.causal,
             problem.scale_sign,
-            self.descriptor,
+            self.step,
             problem.head_dim,
             head_pad(problem.head_dim),
             config.tile_m,

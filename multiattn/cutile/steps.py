@@ -1,0 +1,91 @@
+"""The ladder of the forward kernel as data: what each rung does that the one below does not. Imports no cuTile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from multiattn.cutile.configs import CutileConfig
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "math": ("exp2", "flush_to_zero", "scale_after_max"),
+    "memory": ("k_transposed", "latency_hints"),
+    "finish": ("approximate_division", "occupancy_hint"),
+}
+"""Fields of `Step` by what they save: between a rung and its parent, fields of one group differ."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """What a rung does. What the kernel needs of it are constants of the same name; the rest limits the config."""
+
+    exp2: bool = False
+    """Weights are powers of two, log2(e) being part of the scale: one multiplication a score less than with e."""
+    flush_to_zero: bool = False
+    """exp2 takes a subnormal number for zero: one instruction, with no scaling around it."""
+    scale_after_max: bool = False
+    """Scale and subtraction of the maximum are one fused multiply-add a score, not a product and a difference."""
+    k_transposed: bool = False
+    """K comes transposed out of memory, by the order of its load: no tile is turned around in registers."""
+    latency_hints: bool = False
+    """The config's latencies of k and v: how far ahead their loads are issued, to hide behind the products."""
+    approximate_division: bool = False
+    """A multiplication by an approximate reciprocal, flushing to zero; else an IEEE division an element."""
+    occupancy_hint: bool = False
+    """The config's blocks per SM, for which the compiler saves registers and shared memory."""
+
+    @property
+    def ln_base(self) -> float:
+        """The natural logarithm of what weights are powers of, 2 or e."""
+        return math.log(2.0) if self.exp2 else 1.0
+
+    def limit(self, config: CutileConfig) -> CutileConfig:
+        """The config less what this step does not do."""
+        return replace(
+            config,
+            k_latency=config.k_latency if self.latency_hints else None,
+            v_latency=config.v_latency if self.latency_hints else None,
+            occupancy=config.occupancy if self.occupancy_hint else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rung:
+    """A row of the table: a step, and where in the ladder it stands."""
+
+    parent: str | None
+    summary: str
+    step: Step
+
+
+STEPS: Mapping[str, Rung] = {
+    "full": Rung(
+        parent="memory",
+        summary="approximate division, as many blocks on an SM as were measured best; tileiras picks how to load",
+        step=Step(
+            exp2=True, flush_to_zero=True, scale_after_max=True, k_transposed=True, latency_hints=True,
+            approximate_division=True, occupancy_hint=True,
+        ),
+    ),
+    "memory": Rung(
+        parent="math",
+        summary="K loaded transposed, k and v as far ahead as their latencies say: loads hide behind the products",
+        step=Step(
+            exp2=True, flush_to_zero=True, scale_after_max=True, k_transposed=True, latency_hints=True,
+        ),
+    ),
+    "math": Rung(
+        parent="basic",
+        summary="exp2 of one multiply-add a score: log2(e) is in the scale, which is applied after the row's maximum",
+        step=Step(exp2=True, flush_to_zero=True, scale_after_max=True),
+    ),
+    "basic": Rung(
+        parent=None,
+        summary="FlashAttention-2 as written: natural exp, K transposed in registers, IEEE division, no hints",
+        step=Step(),
+    ),
+}  # fmt: skip
+"""Every rung, by name, those first that a caller gets unasked: who is nobody's parent. A rung is a row here."""

@@ -1,0 +1,102 @@
+"""The ladder of the forward kernel as data: what each rung does that the one below does not. Imports no Triton."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from multiattn.triton.configs import TritonConfig
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "math": ("exp2", "scale_after_max"),
+    "memory": ("descriptor", "pipelined"),
+    "finish": ("reciprocal", "heads_together", "registers"),
+}
+"""Fields of `Step` by what they save: between a rung and its parent, fields of one group differ."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """What a rung does. The kernel gets it whole, as a constant; what no kernel tests is a limit to the config."""
+
+    exp2: bool = False
+    """Weights are powers of two, log2(e) being part of the scale: one multiplication a score less than with e."""
+    scale_after_max: bool = False
+    """Scale and subtraction of the maximum are one fused multiply-add a score, not a product and a difference."""
+    descriptor: bool = False
+    """k and v come through TMA descriptors: one thread asks for a tile, no registers hold addresses."""
+    pipelined: bool = False
+    """As many blocks of keys in flight as the config has stages: loads hide behind the products."""
+    reciprocal: bool = False
+    """One approximate reciprocal a row, and a product an element; else an IEEE division an element."""
+    heads_together: bool = False
+    """Tiles of the config's number of heads alternate in launch order: short causal ones fill the tail."""
+    registers: bool = False
+    """The config's limit to the registers of a thread: more blocks on an SM."""
+
+    @property
+    def ln_base(self) -> float:
+        """The natural logarithm of what weights are powers of, 2 or e."""
+        return math.log(2.0) if self.exp2 else 1.0
+
+    def limit(self, config: TritonConfig) -> TritonConfig:
+        """The config less what this step does not do."""
+        return replace(
+            config,
+            num_stages=config.num_stages if self.pipelined else 1,
+            heads_together=config.heads_together if self.heads_together else 1,
+            registers=config.registers if self.registers else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rung:
+    """A row of the table: a step, and where in the ladder it stands."""
+
+    parent: str | None
+    summary: str
+    step: Step
+
+
+STEPS: Mapping[str, Rung] = {
+    "full": Rung(
+        parent="memory",
+        summary="TMA descriptors; one reciprocal a row, heads share the L2 cache, more blocks by a cap on registers",
+        step=Step(
+            exp2=True, scale_after_max=True, descriptor=True, pipelined=True,
+            reciprocal=True, heads_together=True, registers=True,
+        ),
+    ),
+    "pointer_full": Rung(
+        parent="pointer_memory",
+        summary="pointers (any stride, any alignment); one reciprocal a row, heads share the L2 cache",
+        step=Step(
+            exp2=True, scale_after_max=True, pipelined=True,
+            reciprocal=True, heads_together=True, registers=True,
+        ),
+    ),
+    "memory": Rung(
+        parent="math",
+        summary="k and v through TMA descriptors, pipelined: loads hide behind products and need no address registers",
+        step=Step(exp2=True, scale_after_max=True, descriptor=True, pipelined=True),
+    ),
+    "pointer_memory": Rung(
+        parent="math",
+        summary="k and v through pointers, pipelined: loads hide behind the products",
+        step=Step(exp2=True, scale_after_max=True, pipelined=True),
+    ),
+    "math": Rung(
+        parent="basic",
+        summary="exp2 of one multiply-add a score: log2(e) is in the scale, which is applied after the row's maximum",
+        step=Step(exp2=True, scale_after_max=True),
+    ),
+    "basic": Rung(
+        parent=None,
+        summary="FlashAttention-2 as written: natural exp, no loads in flight, IEEE division",
+        step=Step(),
+    ),
+}  # fmt: skip
+"""Every rung, by name, those first that a caller gets unasked: who is nobody's parent. A rung is a row here."""
