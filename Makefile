@@ -6,7 +6,7 @@ JOBS ?= 2
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test test-all lint clean
 
 setup: $(VENV)/.ready
 
@@ -29,6 +29,10 @@ test: lint
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q
 	$(BIN)/python -m bench readme --check
 	$(BIN)/python -m bench rules --check
+
+# Everything that make test runs, and what takes too long for every change: each point of the ladders.
+test-all: test
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q -m nightly
 
 clean:
 	rm -rf $(VENV) out build *.egg-info

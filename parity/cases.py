@@ -27,6 +27,9 @@ Values = Literal[
 PLANTED: tuple[Values, ...] = ("nan_q", "nan_k", "inf_k", "inf_k_blocks", "nan_v", "inf_v")
 """Values that are NaN or inf in some places."""
 
+BACKWARD_HEAD_DIM_MAX = 256
+"""The widest head that any backend has a backward for."""
+
 HUGE_GIB = 112
 """GPU memory below which the huge cases are not part of the suite: by a count, the backward of huge_q holds q, dout, a
 copy of each, out of three forwards with theirs, dq of three backwards, a workspace in fp32 and the truth in fp64."""
@@ -101,6 +104,8 @@ class Case:
         """Why this case is of forward only; empty where it is not."""
         if self.values in PLANTED:
             return f"values {self.values}: backward does not keep apart NaN and inf that are values of its inputs"
+        if self.head_dim > BACKWARD_HEAD_DIM_MAX:
+            return f"head_dim {self.head_dim}: no backend has a backward above {BACKWARD_HEAD_DIM_MAX}"
         return ""
 
     @property
@@ -124,6 +129,40 @@ def _head_dims() -> Iterator[Case]:
                     yield Case(
                         name=f"d{head_dim}_{dtype}_{mask}", why=why, head_dim=head_dim, dtype=dtype, causal=causal
                     )
+
+
+def _wide_heads() -> Iterator[Case]:
+    shapes: tuple[tuple[int, DType, bool, str], ...] = (
+        (264, "bf16", True, "one chunk past what whole tiles take"),
+        (512, "fp16", False, "whole slices of head_dim"),
+        (520, "bf16", False, "a last slice of head_dim that holds one chunk"),
+        (1000, "fp16", True, "a last slice that lacks three chunks"),
+        (1024, "bf16", True, "the most"),
+    )
+    for head_dim, dtype, causal, why in shapes:
+        yield Case(
+            name=f"d{head_dim}_{dtype}_{'causal' if causal else 'full'}",
+            why=why,
+            heads_q=2,
+            heads_kv=1,
+            head_dim=head_dim,
+            dtype=dtype,
+            causal=causal,
+        )
+    wide_v = "the repair of what is not finite in V, where warps share columns of the output"
+    yield Case(name="d512_inf_v", why=wide_v, head_dim=512, causal=True, values="inf_v")
+    yield Case(name="d328_negative_scale", why="the sign goes into each slice of Q", head_dim=328, scale=-0.05)
+    for head_dim, causal in ((512, True), (1024, False)):
+        yield Case(
+            name=f"long_d{head_dim}",
+            why="the ring of slices goes round many times",
+            heads_q=4,
+            seq_q=2100,
+            seq_kv=3333,
+            head_dim=head_dim,
+            causal=causal,
+            size="gpu",
+        )
 
 
 def _lengths() -> Iterator[Case]:
@@ -437,6 +476,7 @@ def _huge() -> Iterator[Case]:
 
 CASES: tuple[Case, ...] = (
     *_head_dims(),
+    *_wide_heads(),
     *_lengths(),
     *_heads(),
     *_layouts(),

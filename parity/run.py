@@ -36,11 +36,12 @@ from parity.tolerance import Expected, Mismatch, deviate
 
 T = TypeVar("T", Outputs, Gradients)
 
-Variants = Literal["best", "turns", "all"]
-VARIANTS: tuple[Variants, ...] = ("best", "turns", "all")
+Variants = Literal["best", "turns", "all", "every"]
+VARIANTS: tuple[Variants, ...] = ("best", "turns", "all", "every")
 """Of each backend: the best for each case, each case on one of those that can run it, or each case on all of them.
 
-In turns takes no longer than the best alone, and every variant runs.
+In turns takes no longer than the best alone. Where a backend has a hundred variants, turns and all go through those
+that span them (`Op.spanning`), and only `every` through every one: hours on a CPU.
 """
 
 
@@ -54,12 +55,17 @@ def contenders_of(
         Contender(backend=name, variant=variant, direction=direction, in_turn=variants == "turns")
         for direction in directions
         for name in backends
-        for variant in (_variants(name, direction) if variants == "all" else (None,))
+        for variant in _variants(name, direction, variants)
     )
 
 
-def _variants(backend: str, direction: Direction) -> tuple[str, ...]:
-    return tuple(variant.name for variant in registry.get(backend).op(direction).variants)
+def _variants(backend: str, direction: Direction, which: Variants) -> tuple[str | None, ...]:
+    """Names of variants, or None for the best that can run a case."""
+    op = registry.get(backend).op(direction)
+    if which not in ("all", "every"):
+        return (None,)
+    names = tuple(variant.name for variant in op.variants)
+    return names if which == "every" else op.spanning or names
 
 
 def feeders_of(case: Case, backend: str, others: Iterable[str], device: torch.device) -> tuple[str, ...]:
@@ -115,7 +121,7 @@ def _run_backwards(
                 continue
             blank = Result(case=case.name, contender=contender, status="passed", fed_by=feeder)
             launch = functools.partial(launch_gradients, inputs=inputs, saved=given, upstream=upstream)
-            result, written = _attempt(case, blank, inputs, launch, truth.all)
+            result, written = _attempt(case, blank, inputs, launch, lambda plan: truth.all)
             results.append(result)
             if written is not None and feeder == contender.backend:
                 gradients.setdefault(contender.backend, written)
@@ -135,11 +141,15 @@ def _save(case: Case, backend: str, outputs: Mapping[str, Outputs], device: torc
 def _attempt_forward(case: Case, contender: Contender, device: torch.device) -> tuple[Result, Outputs | None]:
     inputs, truth = prepare_case(case, device)
     blank = Result(case=case.name, contender=contender, status="passed")
-    return _attempt(case, blank, inputs, functools.partial(launch_plan, inputs=inputs), truth.all)
+    return _attempt(case, blank, inputs, functools.partial(launch_plan, inputs=inputs), truth.of_plan)
 
 
 def _attempt(
-    case: Case, blank: Result, inputs: Inputs, launch: Callable[[Plan], T], truth: Sequence[Expected]
+    case: Case,
+    blank: Result,
+    inputs: Inputs,
+    launch: Callable[[Plan], T],
+    truth_of: Callable[[Plan], Sequence[Expected]],
 ) -> tuple[Result, T | None]:
     """What becomes of `blank` when its contender is launched, and what that has written."""
     started = time.perf_counter()
@@ -150,7 +160,7 @@ def _attempt(
             return replace(result, status="refused", reasons=tuple(str(reason) for reason in plan)), None
         result = replace(result, variant=plan.variant, config=str(plan.config or ""))
         written = launch(plan)
-        scores, complaint = score(written.all, truth)
+        scores, complaint = score(written.all, truth_of(plan))
         result = replace(result, scores=scores)
         if complaint:
             result = replace(result, status="failed", message=f"{complaint}\n  {plan}")

@@ -14,6 +14,7 @@ from multiattn import api
 from multiattn.arch import ARCHS, CPU, GPU_ARCHS, Arch
 from multiattn.backend import Plan, make_plan, plan_variant
 from multiattn.cuda import BACKEND, cache, tools
+from multiattn.cuda.axes import Axes
 from multiattn.cuda.configs import CudaConfig, candidates, smem_bytes
 from multiattn.cuda.emulation.host import CpuLauncher
 from multiattn.cuda.launches import kernels_of
@@ -232,7 +233,7 @@ def test_every_arch_has_a_config_that_fits_for_every_head_dim():
 def test_a_config_that_does_not_fit_is_refused_with_the_numbers():
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=256)
     config = CudaConfig(tile_m=128, tile_n=128, warps=8, stages=2)
-    assert smem_bytes(dict(SPLIT_Q.flags), config, problem) == (128 + 4 * 128) * 512
+    assert smem_bytes(Axes.of(dict(SPLIT_Q.flags)), config, problem) == (128 + 4 * 128) * 512
     (reason,) = SPLIT_Q.fits(problem, ARCHS["sm90"], config)
     assert (reason.code, reason.allowed) == ("config", "232448 bytes a block on sm90")
     assert "327680 bytes" in reason.got
@@ -256,8 +257,9 @@ def test_the_cache_key_covers_every_header_a_kernel_reaches():
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=64)
     source = translation_unit(kernels_of(make_plan(BACKEND, problem, ARCHS["sm90"], probe=False)))
     reached = files_reached(source, DEVICE_INCLUDES)
-    headers = ("mask.cuh", "params.h", "ptx.cuh", "softmax.cuh", "swizzle.cuh", "tile.cuh", "types.h")
-    assert set(reached) == {"forward.cuh", *(f"multiattn/{name}" for name in headers)}
+    headers = ("mask.cuh", "params.h", "place.cuh", "ptx.cuh", "softmax.cuh", "swizzle.cuh", "tile.cuh", "types.h")
+    parts = ("", "_products", "_repair", "_stream", "_traits")
+    assert set(reached) == {*(f"forward{part}.cuh" for part in parts), *(f"multiattn/{name}" for name in headers)}
     with pytest.raises(FileNotFoundError, match=r"nowhere\.h"):
         files_reached('#include "nowhere.h"\n', DEVICE_INCLUDES)
 

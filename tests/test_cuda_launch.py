@@ -12,6 +12,7 @@ import torch
 from multiattn.arch import ARCHS
 from multiattn.backend import make_plan
 from multiattn.cuda import BACKEND
+from multiattn.cuda.axes import Axes
 from multiattn.cuda.configs import smem_bytes
 from multiattn.cuda.params import ForwardParams, make_params
 from multiattn.cuda.tools import probe_nvrtc
@@ -95,7 +96,7 @@ def test_a_launch_is_what_the_plan_says(driver):
     ((function, *grid, smem, stream, extra), params), = driver.launched  # fmt: skip
     assert function.startswith("function forward_fp16_d64_causal_")
     assert grid == [8 * math.ceil(300 / plan.config.tile_m), 1, 1, plan.config.threads, 1, 1]
-    needed = smem_bytes(dict(BACKEND.forward.variants[0].flags), plan.config, plan.problem)
+    needed = smem_bytes(Axes.of(dict(BACKEND.forward.variants[0].flags)), plan.config, plan.problem)
     assert (smem, stream, extra) == (needed, 71, 0)
     assert driver.attributes == [("smem", needed)]
     pointers = [params.q, params.k, params.v, params.out, params.lse]

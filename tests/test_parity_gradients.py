@@ -12,7 +12,7 @@ from multiattn import reference, reference_backward
 from multiattn.backend import BACKENDS, Plan
 from parity import gradients
 from parity.cases import CASES, Case, suite
-from parity.gradients import PRODUCTS_AT_ONCE, by_autograd, differentiate_in_chunks, exactly, truncation
+from parity.gradients import by_autograd, differentiate_in_chunks, exactly
 from parity.launch import (
     launch_gradients,
     plan_case,
@@ -23,7 +23,7 @@ from parity.launch import (
 )
 from parity.results import Contender
 from parity.tensors import Inputs, Upstream
-from parity.tolerance import Mismatch
+from parity.tolerance import PRODUCTS_AT_ONCE, Mismatch, truncation
 
 CPU = torch.device("cpu")
 BY_NAME = {case.name: case for case in CASES}

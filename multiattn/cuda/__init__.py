@@ -5,7 +5,7 @@ from __future__ import annotations
 from multiattn.backend import Backend, BackwardLauncher, Compiled, Launcher, Op, Plan
 from multiattn.cuda import backward_configs, tools
 from multiattn.cuda.configs import candidates
-from multiattn.cuda.variants import BACKWARD_VARIANTS, VARIANTS
+from multiattn.cuda.variants import BACKWARD_VARIANTS, SPANNING, VARIANTS
 
 
 def _prepare(plan: Plan) -> Launcher:
@@ -40,7 +40,13 @@ BACKEND = Backend(
     probe=tools.probe,
     probe_compiler=tools.probe_nvrtc,
     versions=tools.versions,
-    forward=Op(variants=VARIANTS, prepare=_prepare, compile=_compile, candidates=candidates),
+    forward=Op(
+        variants=VARIANTS,
+        spanning=SPANNING,
+        prepare=_prepare,
+        compile=_compile,
+        candidates=candidates,
+    ),
     backward=Op(
         variants=BACKWARD_VARIANTS,
         prepare=_prepare_backward,

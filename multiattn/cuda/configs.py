@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from multiattn.arch import KIB, WARP_THREADS, Arch
 from multiattn.backend import Variant
-from multiattn.config import Config, Rule
+from multiattn.config import Config
+from multiattn.cuda.axes import Axes, why_illegal
 from multiattn.problem import Problem
 from multiattn.support import Reason
 
 FRAGMENT_ROWS = 16  # of mma.m16n8k16: queries of one fragment, and what head_dim is padded to a multiple of
 ELEMENT_BYTES = 2
+STATISTIC_BYTES = 4  # fp32
+REGISTERS_MAX = 224
+"""Of a thread's 255, for what `registers_at_least` counts."""
 GRID_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudaConfig(Config):
-    """Launch parameters of the forward kernel; `kernels/forward.cuh` says what each does."""
+    """Launch parameters of the forward kernel; `kernels/forward_traits.cuh` says what each does."""
 
     warps: int
     """Of a block; they split the tile's queries, whole fragments of 16 each."""
     stages: int
-    """Buffers of K and of V. One: K and V are loaded in turns. More: `stages - 1` blocks ahead."""
+    """Buffers of K and of V, or of both where they share. One: loaded in turns. More: `stages - 1` ahead."""
     q_in_registers: bool = False
     """Q's fragments stay in registers, or are read from shared memory for every block of keys."""
+    q_streamed: bool = False
+    """With tiling: Q's slices are loaded again with those of K, for every block of keys. Else Q is whole in smem."""
+    column_warps: int = 1
+    """Warps that share a row, with split_kv: of the keys for its scores, of head_dim for its output."""
+    dim_slice: int = 64
+    """Elements of head_dim of a slice of K, with tiling."""
+    key_slice: int = 16
+    """Keys of a slice of V, with tiling qkv."""
     occupancy: int = 1
     """Blocks on an SM that the compiler must leave registers for."""
 
@@ -36,43 +47,88 @@ class CudaConfig(Config):
         return self.warps * WARP_THREADS
 
     @property
+    def row_warps(self) -> int:
+        """Groups of warps that have rows of their own."""
+        return self.warps // self.column_warps
+
+    @property
     def rows_per_warp(self) -> int:
         """Queries of one warp."""
-        return self.tile_m // self.warps
+        return self.tile_m // self.row_warps
 
 
-def padded(head_dim: int) -> int:
+def padded(head_dim: int, unit: int = FRAGMENT_ROWS) -> int:
     """The width of a row in shared memory, in elements."""
-    return -(-head_dim // FRAGMENT_ROWS) * FRAGMENT_ROWS
+    return -(-head_dim // unit) * unit
 
 
-def smem_bytes(flags: Mapping[str, Any], config: CudaConfig, problem: Problem) -> int:
-    """Dynamic shared memory of a block. Every kernel asserts at compile time that it needs just this."""
-    if flags["share"] != "none":
-        raise ValueError(f"share: got {flags['share']!r}; allowed none")
-    row = padded(problem.head_dim) * ELEMENT_BYTES
-    return (config.tile_m + 2 * config.stages * config.tile_n) * row
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pieces:
+    """What of Q, K and V lies in shared memory at a time: rows and widths in elements, counts of a block of keys."""
+
+    q_width: int
+    k_width: int
+    k_pieces: int
+    v_rows: int
+    v_width: int
+
+    @classmethod
+    def of(cls, axes: Axes, config: CudaConfig, problem: Problem) -> Pieces:
+        """The pieces of a point with a config, as `ForwardTraits` has them."""
+        is_sliced = axes.tiling != "none"
+        q_width = padded(problem.head_dim, config.dim_slice if is_sliced else FRAGMENT_ROWS)
+        k_width = config.dim_slice if is_sliced else q_width
+        return cls(
+            q_width=q_width,
+            k_width=k_width,
+            k_pieces=q_width // k_width,
+            v_rows=config.key_slice if axes.tiling == "qkv" else config.tile_n,
+            v_width=padded(problem.head_dim, FRAGMENT_ROWS * config.column_warps),
+        )
 
 
-def registers_at_least(config: CudaConfig, problem: Problem) -> int:
+def smem_bytes(axes: Axes, config: CudaConfig, problem: Problem) -> int:
+    """Dynamic shared memory of a block: Q, the buffers of K and V, what warps exchange.
+
+    Every kernel asserts at compile time that it needs just this.
+    """
+    pieces = Pieces.of(axes, config, problem)
+    q = config.tile_m * pieces.q_width
+    k = config.tile_n * pieces.k_width + (config.tile_m * pieces.k_width if config.q_streamed else 0)
+    v = pieces.v_rows * pieces.v_width
+    if axes.share == "none":
+        ring = config.stages * k + (1 if axes.tiling == "qk" else config.stages) * v
+    else:
+        ring = config.stages * max(k, v)
+    held = max(q, ring) if axes.share == "qkv" else ring + (0 if config.q_streamed else q)
+    if axes.warps == "split_q":
+        return held * ELEMENT_BYTES
+    exchanged = config.tile_m * config.tile_n * ELEMENT_BYTES + config.column_warps * config.tile_m * STATISTIC_BYTES
+    return held * ELEMENT_BYTES + exchanged
+
+
+def registers_at_least(axes: Axes, config: CudaConfig, problem: Problem) -> int:
     """32-bit registers a thread needs for scores, output and kept Q; addresses and read-ahead come on top."""
-    rows = config.rows_per_warp
-    kept_q = rows * padded(problem.head_dim) // (2 * WARP_THREADS) if config.q_in_registers else 0
-    return rows * (config.tile_n + padded(problem.head_dim)) // WARP_THREADS + kept_q
+    rows, pieces = config.rows_per_warp, Pieces.of(axes, config, problem)
+    kept_q = rows * pieces.q_width // (2 * WARP_THREADS) if config.q_in_registers else 0
+    return rows * (config.tile_n + pieces.v_width) // config.column_warps // WARP_THREADS + kept_q
 
 
-def why_not(flags: Mapping[str, Any], problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
-    """Every reason why `config` cannot run `problem` on `arch`."""
+def why_not(axes: Axes, problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
+    """Every reason why `config` cannot run `problem` on `arch` at a point of the axes."""
     assert isinstance(config, CudaConfig)
-    reasons = []
-    if config.tile_m % (FRAGMENT_ROWS * config.warps) or config.tile_n % FRAGMENT_ROWS or config.tile_n < 1:
-        allowed = f"tile_m in multiples of {FRAGMENT_ROWS} per warp, tile_n in multiples of {FRAGMENT_ROWS}"
-        reasons.append(Reason(code="config", got=str(config), allowed=allowed))
-    if config.warps not in (2, 4, 8, 16):
-        reasons.append(Reason(code="config", got=f"warps={config.warps}", allowed="2, 4, 8, 16"))
-    if not 1 <= config.stages <= 4:
-        reasons.append(Reason(code="config", got=f"stages={config.stages}", allowed="1 to 4"))
-    needed = smem_bytes(flags, config, problem)
+    if wrong := [*why_illegal(axes, problem), *_wrong_shape(axes, config)]:
+        return tuple(wrong)
+    reasons = _wrong_place(axes, config)
+    pieces = Pieces.of(axes, config, problem)
+    if axes.share == "none" and axes.tiling == "qk" and config.stages - 1 > pieces.k_pieces:
+        got = f"stages={config.stages} with {pieces.k_pieces} slices of K"
+        reasons.append(Reason(code="config", got=got, allowed="one more than slices", hint="V has one buffer"))
+    registers = registers_at_least(axes, config, problem)
+    if registers > REGISTERS_MAX:
+        got = f"{registers} registers for scores, output and Q ({config})"
+        reasons.append(Reason(code="config", got=got, allowed=f"up to {REGISTERS_MAX} of a thread's 255"))
+    needed = smem_bytes(axes, config, problem)
     if arch.is_gpu and needed > arch.smem_per_block:
         got = f"{needed} bytes of shared memory ({config})"
         reasons.append(Reason(code="config", got=got, allowed=f"{arch.smem_per_block} bytes a block on {arch.name}"))
@@ -80,6 +136,44 @@ def why_not(flags: Mapping[str, Any], problem: Problem, arch: Arch, config: Conf
     if blocks > GRID_MAX:
         reasons.append(Reason(code="config", got=f"{blocks} blocks", allowed=f"a grid of up to {GRID_MAX}"))
     return tuple(reasons)
+
+
+def _wrong_shape(axes: Axes, config: CudaConfig) -> list[Reason]:
+    """What of a config has no meaning: sizes that are no whole fragments."""
+    has_columns = config.column_warps > 1
+    checks = (
+        (config.warps in (2, 4, 8, 16), f"warps={config.warps}", "2, 4, 8, 16"),
+        (
+            has_columns == (axes.warps == "split_kv") and config.warps % config.column_warps == 0,
+            f"column_warps={config.column_warps} of warps={config.warps} with {axes.warps}",
+            "1 with split_q; with split_kv a divisor of warps from 2 on",
+        ),
+        (1 <= config.stages <= 4, f"stages={config.stages}", "1 to 4"),
+        (config.dim_slice in (64, 128, 256), f"dim_slice={config.dim_slice}", "64, 128, 256"),
+    )
+    wrong = [Reason(code="config", got=got, allowed=allowed) for holds, got, allowed in checks if not holds]
+    if wrong:
+        return wrong
+    rows, keys = FRAGMENT_ROWS * config.row_warps, FRAGMENT_ROWS * config.column_warps
+    if config.tile_m < rows or config.tile_m % rows or config.tile_n < keys or config.tile_n % keys:
+        allowed = f"tile_m in multiples of {rows}, tile_n in multiples of {keys}: {FRAGMENT_ROWS} a warp"
+        return [Reason(code="config", got=str(config), allowed=allowed)]
+    is_slice = config.key_slice >= FRAGMENT_ROWS and config.key_slice % FRAGMENT_ROWS == 0
+    if axes.tiling == "qkv" and not (is_slice and config.tile_n % config.key_slice == 0):
+        allowed = f"multiples of {FRAGMENT_ROWS} that divide tile_n={config.tile_n}"
+        return [Reason(code="config", got=f"key_slice={config.key_slice}", allowed=allowed)]
+    return []
+
+
+def _wrong_place(axes: Axes, config: CudaConfig) -> list[Reason]:
+    """Whether Q is where the point leaves room for it."""
+    place = "registers" if config.q_in_registers else "streamed" if config.q_streamed else "shared"
+    allowed = ("registers",) if axes.share == "qkv" else ("shared", "registers")
+    if axes.tiling != "none":
+        allowed = ("shared", "streamed")
+    if place in allowed and not (config.q_in_registers and config.q_streamed):
+        return []
+    return [Reason(code="config", got=f"q: {place} with {axes.name}", allowed=" or ".join(allowed))]
 
 
 def query_tiles(config: CudaConfig, problem: Problem) -> int:
@@ -92,92 +186,20 @@ def grid_blocks(config: CudaConfig, problem: Problem) -> int:
     return query_tiles(config, problem) * problem.heads_q * problem.batch
 
 
-_BIG_SMEM = ("sm80", "sm100", "sm103")  # 163 KiB a block and more
-_SMALL_SMEM = ("sm86", "sm89", "sm120", "sm121")  # 99 KiB
-
-_GUESS = "a guess, no GPU of this kind measured: "
-
-_H200 = "H200, 2026-11-21, NVRTC 13.0, B4 N=4096 H*D=2048 bf16, best of the candidates: "
-
-RULES: tuple[Rule[CudaConfig], ...] = (
-    Rule(
-        arches=("cpu",),
-        config=CudaConfig(tile_m=64, tile_n=32, warps=4, stages=2),
-        why="emulated: small tiles build and run fast, yet have two loops, two stages and four warps",
-    ),
-    Rule(
-        arches=("sm90",),
-        head_dim_max=64,
-        config=CudaConfig(tile_m=128, tile_n=64, warps=4, stages=3, q_in_registers=True),
-        why=_H200 + "320 TFLOPS full, 303 causal; 2 stages 314 and 298; Q in shared memory 311 and 294",
-    ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=65,
-        head_dim_max=128,
-        causal=False,
-        config=CudaConfig(tile_m=128, tile_n=64, warps=4, stages=1),
-        why=_H200 + "387 TFLOPS; 2 stages 384; 64x128 with Q in registers 329",
-    ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=65,
-        head_dim_max=128,
-        causal=True,
-        config=CudaConfig(tile_m=128, tile_n=64, warps=4, stages=2),
-        why=_H200.replace("best", "the best that spills nothing")
-        + "359 TFLOPS; 1 stage 360; 64x128 with Q in registers 316",
-    ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=129,
-        config=CudaConfig(tile_m=64, tile_n=32, warps=4, stages=2, q_in_registers=True),
-        why=_H200 + "327 TFLOPS full, 309 causal; 64x64 with 1 stage 322 and 305; 128x128 with 8 warps 316 and 303",
-    ),
-    Rule(
-        arches=(*_BIG_SMEM, *_SMALL_SMEM),
-        head_dim_max=64,
-        config=CudaConfig(tile_m=128, tile_n=64, warps=4, stages=2, q_in_registers=True),
-        why=_GUESS + "32 rows a warp read K and V half as often; Q, scores and output take 160 registers",
-    ),
-    Rule(
-        arches=("sm80", *_SMALL_SMEM),
-        head_dim_min=65,
-        head_dim_max=128,
-        causal=False,
-        config=CudaConfig(tile_m=128, tile_n=64, warps=4, stages=1),
-        why=_GUESS + "FlashAttention-2's tile for D=128; two blocks an SM where it has 128 KiB",
-    ),
-    Rule(
-        arches=(*_BIG_SMEM, *_SMALL_SMEM),
-        head_dim_min=65,
-        head_dim_max=128,
-        config=CudaConfig(tile_m=128, tile_n=32, warps=4, stages=2),
-        why=_GUESS + "as many bytes as 128x64 with 1 stage, which spills when causal, and on sm100 always",
-    ),
-    Rule(
-        arches=_BIG_SMEM,
-        head_dim_min=129,
-        config=CudaConfig(tile_m=128, tile_n=64, warps=8, stages=1),
-        why=_GUESS + "16 rows a warp is what the output leaves registers for; eight warps share one K and V",
-    ),
-    Rule(
-        arches=_SMALL_SMEM,
-        head_dim_min=129,
-        config=CudaConfig(tile_m=64, tile_n=64, warps=4, stages=1),
-        why=_GUESS + "96 KiB at D=256 is what a block can have",
-    ),
-)
-"""First match wins."""
-
 _SHAPES = ((64, 4), (128, 4), (128, 8))  # (tile_m, warps)
 _REGISTERS_MAX = 208  # of 255: the rest is addresses, read-ahead and the softmax state
 _REGISTERS_OF_THREE = 128  # of 168, which three blocks of four warps on an SM leave a thread
 _ROOM_FOR_Q = 176  # up to here Q in registers costs nothing
 
 
+_SLICES = ((64, 16), (64, 32), (128, 32), (128, 64), (256, 64))  # (dim_slice, key_slice)
+_COLUMNS = ((32, 8, 8), (32, 8, 4), (64, 8, 4), (64, 8, 2), (64, 4, 2), (128, 8, 2))  # (tile_m, warps, column_warps)
+
+
 def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[CudaConfig]:
     """Configs worth timing: those that fit shared memory and, by a lower bound, the registers."""
+    if Axes.of(dict(variant.flags)).tiling != "none":
+        return _sliced_candidates(variant, problem, arch)
     tried = (
         CudaConfig(
             tile_m=tile_m,
@@ -198,12 +220,13 @@ def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[CudaC
 
 def _is_worth_timing(variant: Variant, problem: Problem, arch: Arch, config: CudaConfig) -> bool:
     """Whether nothing else beats `config` on paper: a sweep is some twenty configs, not a hundred."""
-    registers = registers_at_least(config, problem)
+    axes = Axes.of(dict(variant.flags))
+    registers = registers_at_least(axes, config, problem)
     blocks = max(config.occupancy, 2 if config.warps == 4 else 1)  # four warps alone on an SM starve it
     registers_max = _REGISTERS_MAX if config.occupancy == 1 else _REGISTERS_OF_THREE
     if variant.fits(problem, arch, config) or registers > registers_max:
         return False
-    if blocks * (smem_bytes(dict(variant.flags), config, problem) + KIB) > arch.smem_per_sm:
+    if blocks * (smem_bytes(axes, config, problem) + KIB) > arch.smem_per_sm:
         return False
     if config.occupancy > 1 and (config.warps == 8 or config.tile_n == 32):
         return False
@@ -211,5 +234,24 @@ def _is_worth_timing(variant: Variant, problem: Problem, arch: Arch, config: Cud
         return False  # a barrier every 32 keys is for where registers leave no choice
     if config.tile_n == 128 and config.stages == 3:
         return False  # 128 keys ahead are ahead enough
-    with_q = registers_at_least(replace(config, q_in_registers=True), problem)
+    with_q = registers_at_least(axes, replace(config, q_in_registers=True), problem)
     return config.q_in_registers or with_q > _ROOM_FOR_Q
+
+
+def _sliced_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[CudaConfig]:
+    tried = (
+        CudaConfig(
+            tile_m=tile_m,
+            tile_n=tile_n,
+            warps=warps,
+            column_warps=column_warps,
+            stages=stages,
+            dim_slice=dim_slice,
+            key_slice=key_slice,
+        )
+        for tile_m, warps, column_warps in _COLUMNS
+        for tile_n in (64, 128, 256)
+        for stages in (2, 3, 4)
+        for dim_slice, key_slice in _SLICES
+    )
+    return tuple(config for config in tried if not variant.fits(problem, arch, config))

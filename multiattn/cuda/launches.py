@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from multiattn.backend import Plan
 from multiattn.cuda import backward_configs as backward
 from multiattn.cuda import configs as forward
+from multiattn.cuda.axes import Axes
 from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig
 from multiattn.cuda.configs import CudaConfig
 from multiattn.cuda.params import BackwardParams, ForwardParams, make_backward_params, make_params
 from multiattn.cuda.source import Kernel
-from multiattn.cuda.variants import flags_of
+from multiattn.cuda.variants import axes_of
 from multiattn.problem import VECTOR_BYTES, Problem
 
 
@@ -51,10 +52,11 @@ def kernels_of(plan: Plan) -> tuple[Kernel, ...]:
 
 
 def siblings_of(plan: Plan) -> tuple[Kernel, ...]:
-    """The kernels of one head_dim and config, for every dtype, mask and alignment."""
+    """The kernels of one head_dim and config, for every dtype that it takes, mask and alignment."""
+    only_fp16 = plan.direction == "forward" and axes_of(plan).accumulator == "fp16"
     problems = (
         replace(plan.problem, dtype=dtype, causal=causal, alignment=alignment)
-        for dtype in ("fp16", "bf16")
+        for dtype in (("fp16",) if only_fp16 else ("fp16", "bf16"))
         for causal in (False, True)
         for alignment in (2, VECTOR_BYTES)
     )
@@ -62,21 +64,51 @@ def siblings_of(plan: Plan) -> tuple[Kernel, ...]:
     return tuple(dict.fromkeys(kernels))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardTraits:
+    """C++ types of `kernels/forward_traits.cuh` that a point of the axes, a config and a problem come to."""
+
+    element: str
+    axes: str
+    shape: str
+    name: str
+
+
+def forward_traits(axes: Axes, config: CudaConfig, problem: Problem) -> ForwardTraits:
+    """The constants of a forward kernel, legal or not."""
+    steps = (("Warps", axes.warps), ("Share", axes.share), ("Tiling", axes.tiling))
+    flags = [f"multiattn::{axis}::{step.upper()}" for axis, step in steps]
+    flags += [str(tensor in axes.swizzle).lower() for tensor in "qkv"]
+    flags += [f"multiattn::{'Accumulator' if axes.accumulator == 'fp32' else 'HalfAccumulator'}"]
+    tiles = f"{config.tile_m}, {config.tile_n}, {config.warps}, {config.column_warps}, {config.stages}"
+    slices = f"multiattn::QPlace::{_q_place(config).upper()}, {config.dim_slice}, {config.key_slice}"
+    element = f"multiattn::{problem.dtype}"
+    axes_type, shape = f"multiattn::Axes<{', '.join(flags)}>", f"multiattn::Shape<{tiles}, {slices}>"
+    what = f"{element}, {problem.head_dim}, {str(problem.causal).lower()}, {str(_is_aligned(problem)).lower()}"
+    name = f"multiattn::ForwardTraits<{what}, {axes_type}, {shape}>"
+    return ForwardTraits(element=element, axes=axes_type, shape=shape, name=name)
+
+
+def _q_place(config: CudaConfig) -> str:
+    return "registers" if config.q_in_registers else "streamed" if config.q_streamed else "shared"
+
+
 def _forward(plan: Plan) -> Launch:
-    config, problem = plan.config, plan.problem
+    config, problem, axes = plan.config, plan.problem, axes_of(plan)
     assert isinstance(config, CudaConfig)
-    q_place = "qreg" if config.q_in_registers else "qsmem"
-    tiles = f"{config.tile_m}x{config.tile_n}_w{config.warps}_s{config.stages}_{q_place}_o{config.occupancy}"
-    how = (config.tile_m, config.tile_n, config.warps, config.stages, config.q_in_registers)
+    columns = f"c{config.column_warps}" if config.column_warps > 1 else ""
+    slices = f"_{config.dim_slice}d{config.key_slice}k" if axes.tiling != "none" else ""
+    tiles = f"{config.tile_m}x{config.tile_n}_w{config.warps}{columns}_s{config.stages}_q{_q_place(config)}"
+    name = f"forward_{_what(problem)}_{axes.name.replace('+', '_')}_{tiles}{slices}_o{config.occupancy}"
     kernel = Kernel(
-        name=f"forward_{_what(problem)}_{tiles}{_unaligned(problem)}",
+        name=f"{name}{_unaligned(problem)}",
         header="forward.cuh",
         entry="forward",
-        traits=_traits("ForwardTraits", problem, problem.head_dim, problem.causal, _is_aligned(problem), *how),
+        traits=forward_traits(axes, config, problem).name,
         params=ForwardParams,
         threads=config.threads,
         occupancy=config.occupancy,
-        smem_bytes=forward.smem_bytes(flags_of(plan), config, problem),
+        smem_bytes=forward.smem_bytes(axes, config, problem),
     )
     return Launch(kernel=kernel, blocks=forward.grid_blocks(config, problem))
 

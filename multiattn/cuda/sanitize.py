@@ -22,6 +22,7 @@ from multiattn.cuda.emulation.host import INCLUDES, RUNTIME
 from multiattn.cuda.launches import kernels_of, launches_of, params_of
 from multiattn.cuda.source import Kernel, files_reached, translation_unit
 from multiattn.cuda.tools import GXX, gxx_version, probe_host
+from multiattn.cuda.variants import SPANNING
 from multiattn.problem import Problem
 
 _FLAGS = ("-std=c++20", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
@@ -31,19 +32,26 @@ _HALVES, _FLOATS, _OUTPUT, _WORKSPACE = range(4)  # emulation/sanitize_main.h ha
 
 
 def sanitized_plans() -> tuple[Plan, ...]:
-    """Ragged lengths, padded and unpadded head_dim, both masks, GQA, element loads, one stage and two, scale signs."""
+    """Ragged lengths, padded and unpadded head_dim, both masks, GQA, element loads, one stage and two, scale signs.
+
+    And every point that spans the forward's ladder, on a head_dim whose last slice is not whole.
+    """
     make = Problem.contiguous
     causal = make(batch=2, heads_q=2, heads_kv=1, seq_q=37, seq_kv=101, head_dim=64, dtype="fp16", causal=True)
     padded = make(batch=1, heads_q=2, seq_q=70, seq_kv=33, head_dim=72, dtype="bf16", scale=-0.1)
     empty_rows = make(batch=1, heads_q=1, seq_q=90, seq_kv=50, head_dim=40, dtype="fp16", causal=True, scale=0.0)
     unaligned = replace(padded, alignment=2)
     forward = [make_plan(BACKEND, problem, CPU) for problem in (causal, padded, empty_rows, unaligned)]
+    sliced = make(batch=1, heads_q=1, seq_q=37, seq_kv=70, head_dim=136, dtype="fp16", causal=True, scale=-0.1)
+    wide = make(batch=1, heads_q=1, seq_q=20, seq_kv=90, head_dim=328, dtype="bf16")
+    rungs = [make_plan(BACKEND, sliced, CPU, variant=name) for name in SPANNING]
+    rungs += [make_plan(BACKEND, wide, CPU), make_plan(BACKEND, replace(wide, alignment=2), CPU)]
     backward = [
         make_plan(BACKEND, problem, CPU, direction="backward", variant=variant.name)
         for variant in BACKEND.backward.variants
         for problem in (causal, unaligned, empty_rows)
     ]
-    return (*forward, make_plan(BACKEND, causal, CPU, config=_SINGLE_STAGE), *backward)
+    return (*forward, make_plan(BACKEND, causal, CPU, config=_SINGLE_STAGE), *rungs, *backward)
 
 
 def run(plans: Sequence[Plan], *, missing_elements: int = 0) -> subprocess.CompletedProcess[str]:

@@ -1,29 +1,59 @@
-"""The rungs of the CUDA backend, best first: points on named axes, one kernel template."""
+"""The rungs of the CUDA backend: points on named axes, one kernel template for each direction."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from multiattn.arch import ARCHS
 from multiattn.backend import Plan, Variant
+from multiattn.cuda import axes as points
 from multiattn.cuda import backward_configs as backward
-from multiattn.cuda.configs import RULES, why_not
+from multiattn.cuda.axes import Axes
+from multiattn.cuda.configs import why_not
+from multiattn.cuda.rules import rules_of
 from multiattn.support import Capability
 
-_SPLIT_Q = {"warps": "split_q", "share": "none", "tiling": "none", "swizzle": "qkv"}
+_OFFERED = {
+    points.SPLIT_Q: "FlashAttention-2: warps split the queries; mma.sync, cp.async, XOR swizzle of q, k and v",
+    points.WIDE: "head_dim in slices: warps share keys and head_dim; one ring for K and V, XOR swizzle of all",
+}
+
+
+def _variant(axes: Axes, summary: str, *, only_named: bool) -> Variant:
+    return Variant(
+        name=axes.name,
+        summary=summary,
+        capability=Capability(arches=tuple(ARCHS), head_dim_max=axes.head_dim_max),
+        rules=rules_of(axes),
+        flags=axes.flags,
+        parent=axes.parent.name if axes.parent else None,
+        only_named=only_named,
+        fits=partial(why_not, axes),
+    )
+
 
 VARIANTS: tuple[Variant, ...] = (
-    Variant(
-        name="split_q",
-        summary="FlashAttention-2: warps split the queries; mma.sync, cp.async, XOR swizzle of q, k and v",
-        capability=Capability(arches=tuple(ARCHS)),
-        rules=RULES,
-        flags=tuple(_SPLIT_Q.items()),
-        fits=partial(why_not, _SPLIT_Q),
-    ),
+    *(_variant(axes, summary, only_named=False) for axes, summary in _OFFERED.items()),
+    *(_variant(axes, "a rung", only_named=True) for axes in points.cross_product() if axes not in _OFFERED),
 )
+"""The whole cross product, illegal points with their reasons included; first what is offered, best first."""
+
+SPANNING: tuple[str, ...] = tuple(
+    Axes(warps=warps, share=share, tiling=tiling, swizzle=swizzle).name
+    for warps, share, tiling, swizzle in (
+        ("split_q", "none", "none", "qkv"),
+        ("split_kv", "kv", "qkv", "qkv"),
+        ("split_kv", "none", "none", ""),
+        ("split_q", "kv", "none", "qk"),
+        ("split_q", "qkv", "none", "k"),
+        ("split_q", "none", "qk", "qv"),
+        ("split_q", "kv", "qkv", "q"),
+        ("split_kv", "qkv", "none", "v"),
+        ("split_kv", "kv", "qk", "kv"),
+        ("split_kv", "none", "qkv", "qk"),
+    )
+)
+"""Points that keep the contract (sums in fp32), with every legal pair of warps, share and tiling and every swizzle."""
 
 BACKWARD_VARIANTS: tuple[Variant, ...] = (
     Variant(
@@ -48,7 +78,9 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
 )
 
 
-def flags_of(plan: Plan) -> Mapping[str, Any]:
-    """The flags of a Plan's variant."""
-    variants = VARIANTS if plan.direction == "forward" else BACKWARD_VARIANTS
-    return next(dict(variant.flags) for variant in variants if variant.name == plan.variant)
+_AXES = {axes.name: axes for axes in points.cross_product()}
+
+
+def axes_of(plan: Plan) -> Axes:
+    """The point that a forward Plan is at."""
+    return _AXES[plan.variant]

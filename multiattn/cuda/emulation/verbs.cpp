@@ -91,6 +91,7 @@ struct MmaArguments {
   float* d;
   const uint32* a;
   uint32 b[2];
+  uint32* d_fp16 = nullptr;  // in place of d
 };
 
 // c[16x8] += a[16x16] * b[16x8]
@@ -100,34 +101,75 @@ VECTOR_CLONES void multiply(float (&c)[16][8], const float (&a)[16][16], const f
       for (int column = 0; column < 8; ++column) c[row][column] += a[row][k] * b[k][column];
 }
 
-// Layouts: PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type".
-void multiply_fragments(void* const* lanes, const float* widen) {
-  ++block().counters.mma;
-  float a[16][16], b[16][8], c[16][8];
-  for (int lane = 0; lane < WARP_SIZE; ++lane) {
-    const auto& mine = *static_cast<MmaArguments*>(lanes[lane]);
-    const int group = lane / 4, pair = lane % 4 * 2;
-    for (int i = 0; i < 4; ++i) {
-      float* target = &a[group + i % 2 * 8][pair + i / 2 * 8];
-      target[0] = widen[mine.a[i] & 0xffff];
-      target[1] = widen[mine.a[i] >> 16];
-      c[group + i / 2 * 8][pair + i % 2] = mine.d[i];
-    }
-    for (int i = 0; i < 2; ++i) {
-      b[pair + i * 8][group] = widen[mine.b[i] & 0xffff];
-      b[pair + i * 8 + 1][group] = widen[mine.b[i] >> 16];
+// Operands of one mma.m16n8k16: PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type".
+struct Operands {
+  float a[16][16], b[16][8];
+
+  Operands(void* const* lanes, const float* widen) {
+    for (int lane = 0; lane < WARP_SIZE; ++lane) {
+      const auto& mine = *static_cast<MmaArguments*>(lanes[lane]);
+      const int group = lane / 4, pair = lane % 4 * 2;
+      for (int i = 0; i < 4; ++i) {
+        float* target = &a[group + i % 2 * 8][pair + i / 2 * 8];
+        target[0] = widen[mine.a[i] & 0xffff];
+        target[1] = widen[mine.a[i] >> 16];
+      }
+      for (int i = 0; i < 2; ++i) {
+        b[pair + i * 8][group] = widen[mine.b[i] & 0xffff];
+        b[pair + i * 8 + 1][group] = widen[mine.b[i] >> 16];
+      }
     }
   }
-  multiply(c, a, b);
+};
+
+void multiply_fragments(void* const* lanes, const float* widen) {
+  ++block().counters.mma;
+  const Operands operands(lanes, widen);
+  float c[16][8];
+  const auto element = [&](int lane, int i) -> float& { return c[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2]; };
   for (int lane = 0; lane < WARP_SIZE; ++lane)
-    for (int i = 0; i < 4; ++i)
-      static_cast<MmaArguments*>(lanes[lane])->d[i] = c[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
+    for (int i = 0; i < 4; ++i) element(lane, i) = static_cast<MmaArguments*>(lanes[lane])->d[i];
+  multiply(c, operands.a, operands.b);
+  for (int lane = 0; lane < WARP_SIZE; ++lane)
+    for (int i = 0; i < 4; ++i) static_cast<MmaArguments*>(lanes[lane])->d[i] = element(lane, i);
 }
 
+// With an fp16 accumulator: products and their sum of 16 in fp32, rounded once.
+void multiply_fragments_fp16(void* const* lanes) {
+  ++block().counters.mma;
+  const float* widen = widening_table<widen_fp16>();
+  const Operands operands(lanes, widen);
+  float c[16][8];
+  for (int lane = 0; lane < WARP_SIZE; ++lane)
+    for (int i = 0; i < 4; ++i) {
+      const uint32 pair = static_cast<MmaArguments*>(lanes[lane])->d_fp16[i / 2];
+      c[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2] = widen[i % 2 ? pair >> 16 : pair & 0xffff];
+    }
+  multiply(c, operands.a, operands.b);
+  for (int lane = 0; lane < WARP_SIZE; ++lane)
+    for (int half = 0; half < 2; ++half) {
+      const float* row = &c[lane / 4 + half * 8][lane % 4 * 2];
+      static_cast<MmaArguments*>(lanes[lane])->d_fp16[half] = narrow_fp16(row[0]) | uint32(narrow_fp16(row[1])) << 16;
+    }
+}
+
+template <class T>
 struct ShuffleArguments {
-  float value, result;
+  T value, result;
   int lane_mask;
 };
+
+template <class T>
+T shuffle(T value, int lane_mask) {
+  ShuffleArguments<T> arguments{value, T{}, lane_mask};
+  block().meet_warp("shuffle_xor", &arguments, [](void* const* lanes) {
+    for (int lane = 0; lane < WARP_SIZE; ++lane) {
+      auto& mine = *static_cast<ShuffleArguments<T>*>(lanes[lane]);
+      mine.result = static_cast<ShuffleArguments<T>*>(lanes[(lane ^ mine.lane_mask) % WARP_SIZE])->value;
+    }
+  });
+  return arguments.result;
+}
 
 }  // namespace
 
@@ -189,16 +231,8 @@ void sync_warp() {
   block().meet_warp("sync_warp", nullptr, [](void* const*) { block().count_warp_barrier(); });
 }
 
-float shuffle_xor(float value, int lane_mask) {
-  ShuffleArguments arguments{value, 0.0f, lane_mask};
-  block().meet_warp("shuffle_xor", &arguments, [](void* const* lanes) {
-    for (int lane = 0; lane < WARP_SIZE; ++lane) {
-      auto& mine = *static_cast<ShuffleArguments*>(lanes[lane]);
-      mine.result = static_cast<ShuffleArguments*>(lanes[(lane ^ mine.lane_mask) % WARP_SIZE])->value;
-    }
-  });
-  return arguments.result;
-}
+float shuffle_xor(float value, int lane_mask) { return shuffle(value, lane_mask); }
+uint32 shuffle_xor(uint32 value, int lane_mask) { return shuffle(value, lane_mask); }
 
 Chunk load_global_16(const void* source) {
   check_global("load_global_16", source, CHUNK_BYTES);
@@ -230,6 +264,14 @@ Chunk load_shared_16(SharedAddress source) {
   return value;
 }
 
+float load_shared_4(SharedAddress source) {
+  check_address("load_shared_4", source, 4);
+  check("load_shared_4", block().smem.read(source, block().epoch()));
+  float value;
+  std::memcpy(&value, block().smem.at(source), 4);
+  return value;
+}
+
 void load_shared_8(float (&value)[2], SharedAddress source) {
   check_address("load_shared_8", source, 8);
   check("load_shared_8", block().smem.read(source, block().epoch()));
@@ -255,6 +297,11 @@ void cp_async_4(SharedAddress target, const void* source, bool valid) {
   copy_async("cp_async_4", target, source, valid, 4);
 }
 void cp_async_commit() { ++block().current().groups; }
+
+void mma_m16n8k16_fp16(uint32 (&d)[2], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  MmaArguments arguments{nullptr, a, {b0, b1}, d};
+  block().meet_warp("mma_m16n8k16_fp16", &arguments, [](void* const* lanes) { multiply_fragments_fp16(lanes); });
+}
 
 void ldmatrix_x4(uint32 (&matrix)[4], SharedAddress row) { ldmatrix<false>(matrix, row); }
 void ldmatrix_x4_trans(uint32 (&matrix)[4], SharedAddress row) { ldmatrix<true>(matrix, row); }

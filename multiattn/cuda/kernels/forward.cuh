@@ -1,244 +1,114 @@
 // Fused multi-head attention, forward, for tensor cores with mma.sync (sm80 and later).
 //
 // Dao, "FlashAttention-2" (arXiv 2307.08691), Algorithm 1: a block owns TILE_M queries of one head and walks over the
-// keys, TILE_N at a time. Its warps split the queries, so a warp owns whole rows and softmax needs no shared memory.
+// keys, TILE_N at a time. One template for the whole ladder; forward_traits.cuh names its axes, docs/ladder.md tells them.
 #pragma once
+#include "forward_products.cuh"
+#include "forward_repair.cuh"
+#include "forward_stream.cuh"
+#include "forward_traits.cuh"
 #include "multiattn/mask.cuh"
 #include "multiattn/params.h"
-#include "multiattn/ptx.cuh"
 #include "multiattn/softmax.cuh"
-#include "multiattn/tile.cuh"
 
 namespace multiattn {
 
-template <class Element_, int HEAD_DIM, bool CAUSAL_, bool ALIGNED_, int TILE_M_, int TILE_N_, int WARPS_, int STAGES_,
-          bool Q_IN_REGISTERS_>
-struct ForwardTraits {
-  using Element = Element_;
-  static constexpr int TILE_M = TILE_M_, TILE_N = TILE_N_;
-  static constexpr int STAGES = STAGES_;                  // buffers of K and of V
-  static constexpr bool CAUSAL = CAUSAL_;
-  static constexpr bool ALIGNED = ALIGNED_;               // q, k, v: every row starts at a multiple of 16 bytes
-  static constexpr bool Q_IN_REGISTERS = Q_IN_REGISTERS_; // else read from shared memory for every block of keys
-  static constexpr int THREADS = WARPS_ * WARP;
-
-  using TileQ = Tile<TILE_M, HEAD_DIM>;
-  using TileKV = Tile<TILE_N, HEAD_DIM>;
-  static constexpr int WARP_ROWS = TILE_M / WARPS_;
-  static constexpr int ROW_FRAGMENTS = WARP_ROWS / 16;      // of queries, per warp
-  static constexpr int KEY_FRAGMENTS = TILE_N / 16;         // of keys
-  static constexpr int DIM_FRAGMENTS = TileQ::WIDTH / 16;   // of head_dim
-  static constexpr int SMEM_BYTES = TileQ::BYTES + 2 * STAGES * TileKV::BYTES;
-
-  // Fragments read from shared memory ahead of their use, to cover its latency with tensor core work. A guess.
-  static constexpr int AHEAD = ROW_FRAGMENTS == 1 ? 3 : 2;
-
-  static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 256, "head_dim: a multiple of 8 up to 256");
-  static_assert(WARP_ROWS % 16 == 0 && TILE_M == WARP_ROWS * WARPS_, "a warp owns whole fragments of queries");
-  static_assert(TILE_N % 16 == 0, "a block of keys is whole fragments");
-  static_assert(STAGES >= 1 && STAGES <= 4, "stages");
-};
-
+// Running state of the warp's rows.
 template <class T>
-using Scores = Accumulator[T::ROW_FRAGMENTS][T::KEY_FRAGMENTS][2];
-template <class T>
-using Outputs = Accumulator[T::ROW_FRAGMENTS][T::DIM_FRAGMENTS][2];
+using RowStates = RowState[T::ROW_FRAGMENTS];
 
-// Which queries of which head a block owns. One grid dimension, longest causal tiles first; the heads of a section run
-// side by side.
-struct Work {
-  int batch, head, first_query;
-
-  static DEVICE Work of(const ForwardParams& params, int tile_m) {
-    const int64 section_blocks = static_cast<int64>(params.tiles) * params.heads_per_section;
-    const int first_head = static_cast<int>(block_index() / section_blocks) * params.heads_per_section;
-    const int place = static_cast<int>(block_index() % section_blocks);
-    const int heads = min(params.heads_per_section, params.heads - first_head);
-    const int head = first_head + place % heads;
-    return {head / params.heads_q, head % params.heads_q, (params.tiles - 1 - place / heads) * tile_m};
-  }
-};
-
-// Where the sequences of one head live: the only place that turns (batch, head) into addresses. Each address is made
-// where it is needed, as one that is kept across the loop costs registers there.
-struct Sequence {
-  const ForwardParams& params;
-  Work work;
-
-  DEVICE const uint16* q() const {
-    return static_cast<const uint16*>(params.q) + offset(params.strides_q, work.head) +
-           work.first_query * params.strides_q.seq;
-  }
-  DEVICE const uint16* k() const { return static_cast<const uint16*>(params.k) + offset(params.strides_k, head_kv()); }
-  DEVICE const uint16* v() const { return static_cast<const uint16*>(params.v) + offset(params.strides_v, head_kv()); }
-  DEVICE uint16* out() const { return static_cast<uint16*>(params.out) + offset(params.strides_out, work.head); }
-  DEVICE float* lse() const {
-    return params.lse + (static_cast<int64>(work.batch) * params.heads_q + work.head) * params.seq_q;
-  }
-
- private:
-  DEVICE int head_kv() const { return work.head / params.group; }
-  DEVICE int64 offset(const Strides& strides, int head) const {
-    return work.batch * strides.batch + head * strides.head;
-  }
-};
-
-// The ring of STAGES tiles of K and of V, filled with cp.async ahead of use.
-//
-// One stage: K and V have a group each; V is loaded while K is used, and the next K while V is. Two barriers a block.
-// More: K and V share a group, STAGES - 1 blocks ahead of their use. One barrier a block.
-template <class T>
-class KeyValueRing {
- public:
-  DEVICE KeyValueRing(const ForwardParams& params, const Sequence& sequence, SharedAddress smem, int end)
-      : params_(params), k_(sequence.k()), v_(sequence.v()), smem_(smem), end_(end) {}
-
-  // Groups under way after `start`.
-  static constexpr int STARTED = T::STAGES == 1 ? 1 : T::STAGES - 1;
-
-  DEVICE void start() {
-    if constexpr (T::STAGES == 1) {
-      load_k(0);
-      cp_async_commit();
-    } else {
+// With SPLIT_KV, what warps that share rows tell each other through shared memory: a value of each row from each warp,
+// [COLUMN_WARPS, TILE_M] fp32. Else a warp has its rows to itself.
+template <class T, class Combine>
+DEVICE void combine_rows(float (&value)[T::ROW_FRAGMENTS][2], SharedAddress exchange, Combine combine) {
+  if constexpr (T::SPLIT_KV) {
+    const auto place = [&](int warp, int m, int half) {
+      return exchange + (warp * T::TILE_M + T::warp_row() + 16 * m + accumulator_row(2 * half)) * 4;
+    };
 #pragma unroll
-      for (int block = 0; block < STARTED; ++block) {
-        load_k(block);
-        load_v(block);
-        cp_async_commit();
+    for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (thread_index() % 4 == 0) store_shared_4(place(T::column_warp(), m, half), float_bits(value[m][half]));
+    sync_block();  // every warp's values are there
+#pragma unroll
+    for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        value[m][half] = load_shared_4(place(0, m, half));
+#pragma unroll
+        for (int warp = 1; warp < T::COLUMN_WARPS; ++warp)
+          value[m][half] = combine(value[m][half], load_shared_4(place(warp, m, half)));
       }
-    }
-  }
-
-  // K of the block is there for all threads when this returns.
-  DEVICE void await_k(int block) {
-    cp_async_wait<STARTED - 1>();
-    sync_block();  // everybody's part of K has landed; and nobody still reads what the next load overwrites
-    if constexpr (T::STAGES == 1) {
-      load_v(block);
-    } else {
-      load_k(block + STARTED);
-      load_v(block + STARTED);
-    }
-    cp_async_commit();
-  }
-
-  // V of the block is there for all threads when this returns; K of the block is no longer needed.
-  DEVICE void await_v(int block) {
-    if constexpr (T::STAGES == 1) {
-      cp_async_wait<0>();
-      sync_block();  // everybody's part of V has landed; and nobody still reads K
-      load_k(block + 1);
-      cp_async_commit();
-    }
-  }
-
-  DEVICE SharedAddress k(int block) const { return smem_ + stage(block) * 2 * T::TileKV::BYTES; }
-  DEVICE SharedAddress v(int block) const { return k(block) + T::TileKV::BYTES; }
-
- private:
-  static DEVICE int stage(int block) { return T::STAGES == 1 ? 0 : block % T::STAGES; }
-
-  DEVICE void load_k(int block) { load(k(block), k_, params_.strides_k.seq, block); }
-  DEVICE void load_v(int block) { load(v(block), v_, params_.strides_v.seq, block); }
-
-  DEVICE void load(SharedAddress tile, const uint16* rows, int64 stride, int block) {
-    if (block >= end_) return;
-    const int first = block * T::TILE_N;
-    load_tile<typename T::TileKV, T::THREADS, T::ALIGNED>(tile, rows + first * stride, stride, params_.seq_kv - first);
-  }
-
-  const ForwardParams& params_;
-  const uint16 *k_, *v_;  // of the head, [seq_kv, D]
-  SharedAddress smem_;
-  int end_;
-};
-
-// A negative scale negates Q. A zero one empties it, but for what is not finite: 0 * inf and 0 * NaN are NaN.
-template <class E>
-DEVICE uint32 fold_sign(uint32 half, int sign) {
-  if (sign < 0) return half ^ 0x8000u;
-  return (half & E::EXPONENT) == E::EXPONENT ? E::QUIET_NAN : 0u;
-}
-
-template <class T>
-DEVICE void fold_sign_into_q(SharedAddress tile, int sign) {
-  for (int i = thread_index(); i < T::TileQ::BYTES / CHUNK_BYTES; i += T::THREADS) {
-    Chunk chunk = load_shared_16(tile + i * CHUNK_BYTES);
-#pragma unroll
-    for (int w = 0; w < 4; ++w)
-      chunk.word[w] = map_halves(chunk.word[w], [&](uint32 half) { return fold_sign<typename T::Element>(half, sign); });
-    store_shared_16(tile + i * CHUNK_BYTES, chunk);
   }
 }
 
-// The warp's rows of Q as operand A: kept in registers, or read again for every block of keys.
+// With SPLIT_KV, the warp's weights go where the warps that share its rows read them.
 template <class T>
-class Queries {
- public:
-  DEVICE explicit Queries(SharedAddress tile)
-      : tile_(tile + thread_index() / WARP * T::WARP_ROWS * T::TileQ::PITCH), reader_(Reader::down()) {
-    if constexpr (T::Q_IN_REGISTERS) {
+DEVICE void hand_out(const Scores<T>& weights, SharedAddress tile) {
+  if constexpr (T::SPLIT_KV) {
+    const PairWriter<typename T::TileP> writer;
+    const int first_chunk = T::warp_key() / CHUNK_ELEMENTS;
 #pragma unroll
-      for (int d = 0; d < T::DIM_FRAGMENTS; ++d) read(kept_[d], d);
-    }
-  }
-
-  using Column = Fragment[T::ROW_FRAGMENTS];  // all rows of the warp, 16 elements of head_dim
-
-  DEVICE void load(Column& column, int d) const {
-    if constexpr (T::Q_IN_REGISTERS) {
+    for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
 #pragma unroll
-      for (int m = 0; m < T::ROW_FRAGMENTS; ++m) column[m] = kept_[d][m];
-    } else {
-      read(column, d);
-    }
-  }
-
- private:
-  using Reader = FragmentReader<typename T::TileQ>;
-
-  DEVICE void read(Column& column, int d) const {
+      for (int n = 0; n < T::KEY_FRAGMENTS; ++n)
 #pragma unroll
-    for (int m = 0; m < T::ROW_FRAGMENTS; ++m) column[m] = reader_.load(tile_, 16 * m, 16 * d);
+        for (int side = 0; side < 2; ++side)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float(&value)[4] = weights[m][n][side].value;
+            writer.store(tile, T::warp_row() + 16 * m + 8 * half, first_chunk + 2 * n + side,
+                         pack<typename T::Element>(value[2 * half], value[2 * half + 1]));
+          }
   }
+}
 
-  SharedAddress tile_;
-  Reader reader_;
-  Column kept_[T::Q_IN_REGISTERS ? T::DIM_FRAGMENTS : 1];
+// What the steps of the loop over the keys share.
+template <class T>
+struct Walk {
+  const ForwardParams& params;
+  const Queries<T>& queries;
+  Stream<T>& stream;
+  int first_query;
+
+  static DEVICE SharedAddress ring() { return shared_base() + T::RING_AT; }
+  static DEVICE SharedAddress weights() { return shared_base() + T::EXCHANGE_AT; }
+  static DEVICE SharedAddress tops() { return weights() + (T::SPLIT_KV ? T::TileP::BYTES : 0); }
+  DEVICE Mask<T::CAUSAL> mask() const { return {params.seq_q, params.seq_kv}; }
 };
 
-// scores[WARP_ROWS, TILE_N] = Q[WARP_ROWS, D] K[TILE_N, D]^T
+// scores[WARP_ROWS, WARP_KEYS] = Q K^T, piece by piece of head_dim
 template <class T>
-DEVICE void compute_scores(Scores<T>& scores, const Queries<T>& queries, SharedAddress k) {
-  constexpr int STEPS = T::DIM_FRAGMENTS * T::KEY_FRAGMENTS, RING = T::AHEAD + 1;
-  const auto reader = FragmentReader<typename T::TileKV>::right();
-  const auto load = [&](int step) { return reader.load(k, step % T::KEY_FRAGMENTS * 16, step / T::KEY_FRAGMENTS * 16); };
-
+DEVICE void compute_scores(Scores<T>& scores, const Walk<T>& it, int block) {
+  ScoreSums<T> sums;
 #pragma unroll
   for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
 #pragma unroll
-    for (int n = 0; n < T::KEY_FRAGMENTS; ++n) scores[m][n][0] = scores[m][n][1] = Accumulator{};
-
-  typename Queries<T>::Column q[2];
-  Fragment ring[RING];
-  queries.load(q[0], 0);
-#pragma unroll
-  for (int step = 0; step < T::AHEAD && step < STEPS; ++step) ring[step] = load(step);
-#pragma unroll
-  for (int step = 0; step < STEPS; ++step) {
-    const int d = step / T::KEY_FRAGMENTS, n = step % T::KEY_FRAGMENTS;
-    if (step + T::AHEAD < STEPS) ring[(step + T::AHEAD) % RING] = load(step + T::AHEAD);
-    if (n == 0 && d + 1 < T::DIM_FRAGMENTS) queries.load(q[(d + 1) % 2], d + 1);
-#pragma unroll
-    for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
-      mma_pair<typename T::Element>(scores[m][n], q[d % 2][m], ring[step % RING]);
+    for (int n = 0; n < T::KEY_FRAGMENTS; ++n) sums[m][n][0] = sums[m][n][1] = typename T::Sum{};
+#pragma unroll 1
+  for (int piece = 0; piece < T::K_PIECES; ++piece) {
+    it.stream.await_k(block, piece);
+    const SharedAddress q = it.queries.source(piece, it.stream.q(block, piece));
+    if (T::Q_PLACE == QPlace::STREAMED && it.params.scale_sign != 1) {
+      fold_sign_into_q<T, typename T::PieceQ>(q, it.params.scale_sign);
+      sync_block();  // Q is rewritten before anybody reads it
+    }
+    add_scores<T>(sums, it.queries, q, it.stream.k(block, piece));
   }
+#pragma unroll
+  for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
+#pragma unroll
+    for (int n = 0; n < T::KEY_FRAGMENTS; ++n)
+#pragma unroll
+      for (int side = 0; side < 2; ++side) scores[m][n][side] = widened(sums[m][n][side]);
 }
 
-// The one place that changes a score. Calls `change(score, query, key)` for each of the warp's in a block of keys.
-template <class T, class Change>
-DEVICE void for_each_score(Scores<T>& scores, int first_query, int first_key, Change change) {
+// The one place that changes a score.
+template <class T>
+DEVICE void mask_scores(Scores<T>& scores, const Walk<T>& it, int block) {
+  const Mask<T::CAUSAL> mask = it.mask();
+  const int first_query = it.first_query + T::warp_row(), first_key = block * T::TILE_N + T::warp_key();
 #pragma unroll
   for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
 #pragma unroll
@@ -247,39 +117,8 @@ DEVICE void for_each_score(Scores<T>& scores, int first_query, int first_key, Ch
       for (int side = 0; side < 2; ++side)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          change(scores[m][n][side].value[e], first_query + 16 * m + accumulator_row(e),
-                 first_key + 16 * n + 8 * side + accumulator_column(e));
-}
-
-// Walks over the fragments of a tile of V, reading ahead. Calls `use(key_fragment, dim_fragment, fragment)`.
-template <class T, class Use>
-DEVICE void for_each_value(SharedAddress v, Use use) {
-  constexpr int STEPS = T::KEY_FRAGMENTS * T::DIM_FRAGMENTS, RING = T::AHEAD + 1;
-  const auto reader = FragmentReader<typename T::TileKV>::down();
-  const auto load = [&](int step) {
-    return reader.load_transposed(v, step / T::DIM_FRAGMENTS * 16, step % T::DIM_FRAGMENTS * 16);
-  };
-
-  Fragment ring[RING];
-#pragma unroll
-  for (int step = 0; step < T::AHEAD && step < STEPS; ++step) ring[step] = load(step);
-#pragma unroll
-  for (int step = 0; step < STEPS; ++step) {
-    if (step + T::AHEAD < STEPS) ring[(step + T::AHEAD) % RING] = load(step + T::AHEAD);
-    use(step / T::DIM_FRAGMENTS, step % T::DIM_FRAGMENTS, ring[step % RING]);
-  }
-}
-
-// out[WARP_ROWS, D] += weights[WARP_ROWS, TILE_N] V[TILE_N, D]
-template <class T, bool CAREFUL>
-DEVICE void accumulate(Outputs<T>& out, const Scores<T>& weights, SharedAddress v) {
-  using E = typename T::Element;
-  for_each_value<T>(v, [&](int n, int d, Fragment value) {
-    if constexpr (CAREFUL)
-      value = map_elements(value, [](uint32 half) { return (half & E::EXPONENT) == E::EXPONENT ? 0u : half; });
-#pragma unroll
-    for (int m = 0; m < T::ROW_FRAGMENTS; ++m) mma_pair<E>(out[m][d], as_operand<E>(weights[m][n]), value);
-  });
+          if (!mask.visible(first_query + 16 * m + accumulator_row(e), first_key + 16 * n + 8 * side + accumulator_column(e)))
+            scores[m][n][side].value[e] = -infinity();
 }
 
 template <class T>
@@ -291,7 +130,7 @@ DEVICE void decay_outputs(Outputs<T>& out, const float (&decay)[T::ROW_FRAGMENTS
 #pragma unroll
   for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
 #pragma unroll
-    for (int d = 0; d < T::DIM_FRAGMENTS; ++d)
+    for (int d = 0; d < T::OUT_FRAGMENTS; ++d)
 #pragma unroll
       for (int side = 0; side < 2; ++side)
 #pragma unroll
@@ -301,133 +140,136 @@ DEVICE void decay_outputs(Outputs<T>& out, const float (&decay)[T::ROW_FRAGMENTS
 // One step of the paper's loop: what a block of keys adds to outputs and state. MASKED blocks are visible in part.
 // CAREFUL counts what is not finite in V as zero, as a masked key's 0 * NaN would else reach rows that do not see it.
 template <class T, bool MASKED, bool CAREFUL>
-DEVICE void attend_to_block(int block, Outputs<T>& out, RowState (&state)[T::ROW_FRAGMENTS],
-                            const ForwardParams& params, const Queries<T>& queries, KeyValueRing<T>& ring,
-                            int first_query) {
-  ring.await_k(block);
-  Scores<T> scores;  // [WARP_ROWS, TILE_N]
-  compute_scores<T>(scores, queries, ring.k(block));
-  if constexpr (MASKED) {
-    const Mask<T::CAUSAL> mask{params.seq_q, params.seq_kv};
-    for_each_score<T>(scores, first_query + thread_index() / WARP * T::WARP_ROWS, block * T::TILE_N,
-                      [&](float& score, int query, int key) {
-                        if (!mask.visible(query, key)) score = -infinity();
-                      });
-  }
-  ring.await_v(block);
-  float decay[T::ROW_FRAGMENTS][2];
+DEVICE void attend_to_block(int block, Outputs<T>& out, RowStates<T>& state, const Walk<T>& it) {
+  constexpr int LAG = IS_FP32<typename T::Sum> ? MAX_LAG : 0;  // sums in fp16 have no room for weights above 1
+  Scores<T> scores;  // [WARP_ROWS, WARP_KEYS]; then weights
+  compute_scores<T>(scores, it, block);
+  if constexpr (MASKED) mask_scores<T>(scores, it, block);
+  if constexpr (!T::SPLIT_KV) it.stream.await_v(block, 0);  // early: the softmax covers the next load
+
+  float top[T::ROW_FRAGMENTS][2], decay[T::ROW_FRAGMENTS][2];
 #pragma unroll
-  for (int m = 0; m < T::ROW_FRAGMENTS; ++m) update_softmax(scores[m], state[m], decay[m], params.scale_log2);
+  for (int m = 0; m < T::ROW_FRAGMENTS; ++m) find_tops(scores[m], top[m], it.params.scale_log2);
+  combine_rows<T>(top, it.tops(), [](float a, float b) { return fmaxf(a, b); });
+#pragma unroll
+  for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
+    update_softmax<LAG>(scores[m], top[m], state[m], decay[m], it.params.scale_log2);
+  hand_out<T>(scores, it.weights());
   decay_outputs<T>(out, decay);
-  accumulate<T, CAREFUL>(out, scores, ring.v(block));
+
+  const Weights<T> weights(scores, it.weights());
+  if constexpr (T::SPLIT_KV && T::JOINT) sync_block();  // everybody's weights are there; else await_v sees to it
+#pragma unroll(T::SPLIT_KV ? 1 : T::V_PIECES)  // a warp's own weights are registers: they have no index at run time
+  for (int piece = 0; piece < T::V_PIECES; ++piece) {
+    if (T::SPLIT_KV || piece > 0) it.stream.await_v(block, piece);
+    if constexpr (IS_FP32<typename T::Sum>)
+      accumulate<T, CAREFUL>(out, weights, it.stream.v(block, piece), piece);
+    else
+      accumulate_in_halves<T, CAREFUL>(out, weights, it.stream.v(block, piece), piece);
+  }
 }
 
-// The paper's loop over the blocks of keys: those that all queries see in full, then those with a mask. The ring has
+// The paper's loop over the blocks of keys: those that all queries see in full, then those with a mask. The stream has
 // been started.
 template <class T, bool CAREFUL>
-DEVICE void attend(Outputs<T>& out, RowState (&state)[T::ROW_FRAGMENTS], const ForwardParams& params,
-                   const Queries<T>& queries, KeyValueRing<T>& ring, int first_query) {
+DEVICE void attend(Outputs<T>& out, RowStates<T>& state, const Walk<T>& it) {
 #pragma unroll
   for (int m = 0; m < T::ROW_FRAGMENTS; ++m) {
     state[m] = RowState::empty();
 #pragma unroll
-    for (int d = 0; d < T::DIM_FRAGMENTS; ++d) out[m][d][0] = out[m][d][1] = Accumulator{};
+    for (int d = 0; d < T::OUT_FRAGMENTS; ++d) out[m][d][0] = out[m][d][1] = Accumulator{};
   }
-  const Mask<T::CAUSAL> mask{params.seq_q, params.seq_kv};
-  const auto blocks = mask.template blocks<T::TILE_N>(first_query, T::TILE_M);
+  const auto blocks = it.mask().template blocks<T::TILE_N>(it.first_query, T::TILE_M);
   int block = 0;
   if constexpr (!CAREFUL)  // the rare pass masks every block: one copy of the body less
-    for (; block < blocks.first_masked; ++block)
-      attend_to_block<T, false, CAREFUL>(block, out, state, params, queries, ring, first_query);
-  for (; block < blocks.end; ++block)
-    attend_to_block<T, true, CAREFUL>(block, out, state, params, queries, ring, first_query);
+    for (; block < blocks.first_masked; ++block) attend_to_block<T, false, CAREFUL>(block, out, state, it);
+  for (; block < blocks.end; ++block) attend_to_block<T, true, CAREFUL>(block, out, state, it);
 }
 
-// Adds inf, -inf and NaN of V to every output whose query sees the key they are of, whatever its weight.
-template <class T>
-DEVICE void add_nonfinite(Outputs<T>& out, const ForwardParams& params, KeyValueRing<T>& ring, int first_query) {
-  using E = typename T::Element;
-  const Mask<T::CAUSAL> mask{params.seq_q, params.seq_kv};
-  const int end = mask.template blocks<T::TILE_N>(first_query, T::TILE_M).end;
-  for (int block = 0; block < end; ++block) {
-    ring.await_k(block);
-    ring.await_v(block);
-    Scores<T> seen;  // [WARP_ROWS, TILE_N]: 1 where visible, else 0
-    for_each_score<T>(seen, first_query + thread_index() / WARP * T::WARP_ROWS, block * T::TILE_N,
-                      [&](float& score, int query, int key) { score = mask.visible(query, key) ? 1.0f : 0.0f; });
-    for_each_value<T>(ring.v(block), [&](int n, int d, const Fragment& value) {
-#pragma unroll 1  // a rare pass: its code should be small
-      for (int which = 0; which < 3; ++which) {
-        const uint32 wanted = which == 0 ? E::EXPONENT : which == 1 ? E::EXPONENT | 0x8000u : E::QUIET_NAN;
-        const float added = which == 0 ? infinity() : which == 1 ? -infinity() : infinity() - infinity();
-        const Fragment hit = map_elements(value, [&](uint32 half) {
-          const bool is_nan = (half & 0x7fffu) > E::EXPONENT;
-          return (is_nan ? E::QUIET_NAN : half) == wanted ? E::ONE : 0u;
-        });
+// Four words of each lane of a quad, turned: lane i gets word i of all four. What were pairs of columns in four 8-column
+// chunks become a chunk for each lane.
+DEVICE Chunk transpose_in_quad(Chunk mine) {
+  const int lane = thread_index() % 4;
 #pragma unroll
-        for (int m = 0; m < T::ROW_FRAGMENTS; ++m) {
-          Accumulator reached[2] = {};
-          mma_pair<E>(reached, as_operand<E>(seen[m][n]), hit);
+  for (int step = 1; step < 4; step *= 2) {
+    const bool upper = lane & step;
 #pragma unroll
-          for (int side = 0; side < 2; ++side)
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-              if (reached[side].value[e] > 0.0f) out[m][d][side].value[e] += added;
-        }
-      }
-    });
+    for (int low = 0; low < 4; ++low) {
+      if (low & step) continue;
+      const uint32 given = shuffle_xor(upper ? mine.word[low] : mine.word[low + step], step);
+      if (upper)
+        mine.word[low] = given;
+      else
+        mine.word[low + step] = given;
+    }
   }
+  return mine;
 }
 
+// out = outputs / sum and lse = log(sum of exp). Quads of lanes gather 16 bytes a lane, so that rows leave in such stores.
 template <class T>
-DEVICE bool has_nonfinite(const Outputs<T>& out) {
-  float product = 0.0f;  // 0 * x is 0 for every finite x, else NaN: one instruction an element
+DEVICE void store(const Outputs<T>& out, const RowStates<T>& state, const Walk<T>& it, const Sequence& sequence) {
+  const int lane = thread_index() % WARP;
+  float sum[T::ROW_FRAGMENTS][2];
 #pragma unroll
   for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
 #pragma unroll
-    for (int d = 0; d < T::DIM_FRAGMENTS; ++d)
-#pragma unroll
-      for (int side = 0; side < 2; ++side)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) product = fmaf(out[m][d][side].value[e], 0.0f, product);
-  return product != 0.0f;
-}
-
-// out = outputs / sum and lse = log(sum of exp); the rows pass through the warp's own part of the tile of Q, so that
-// they leave in 16-byte stores.
-template <class T>
-DEVICE void store(const Outputs<T>& out, const RowState (&state)[T::ROW_FRAGMENTS], const ForwardParams& params,
-                  const Sequence& sequence, SharedAddress tile, int first_query) {
-  using TileQ = typename T::TileQ;
-  const int first_row = thread_index() / WARP * T::WARP_ROWS, lane = thread_index() % WARP;
-  sync_warp();  // no lane still reads the warp's rows of Q
+    for (int half = 0; half < 2; ++half)
+      sum[m][half] = reduce_row(state[m].sum[half], [](float a, float b) { return a + b; });
+  combine_rows<T>(sum, it.tops(), [](float a, float b) { return a + b; });
 #pragma unroll
   for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = first_row + 16 * m + accumulator_row(2 * half);
-      const float sum = reduce_row(state[m].sum[half], [](float a, float b) { return a + b; });
-      const bool empty = sum == 0.0f;  // the query sees no key
-      const float inverse = empty ? 0.0f : 1.0f / sum;
-      if (lane % 4 == 0 && first_query + row < params.seq_q)
-        store_global_4(sequence.lse() + first_query + row,
-                       empty ? -infinity() : (state[m].max[half] + log2_exact(sum)) * LN_2);
+      const int query = it.first_query + T::warp_row() + 16 * m + accumulator_row(2 * half);
+      const bool empty = sum[m][half] == 0.0f;  // the query sees no key
+      const float inverse = empty ? 0.0f : 1.0f / sum[m][half];
+      if (lane % 4 == 0 && T::column_warp() == 0 && query < it.params.seq_q)
+        store_global_4(sequence.lse() + query,
+                       empty ? -infinity() : (state[m].max[half] + log2_exact(sum[m][half])) * LN_2);
 #pragma unroll
-      for (int d = 0; d < T::DIM_FRAGMENTS; ++d)
+      for (int d = 0; d < T::OUT_FRAGMENTS; d += 2) {  // 32 columns: a chunk of 8 for each lane of the quad
+        Chunk chunk = {};
 #pragma unroll
-        for (int side = 0; side < 2; ++side) {
-          const float(&value)[4] = out[m][d][side].value;
-          store_shared_4(TileQ::chunk(tile, row, 2 * d + side) + lane % 4 * 4,
-                         pack<typename T::Element>(value[2 * half] * inverse, value[2 * half + 1] * inverse));
-        }
+        for (int w = 0; w < 4; ++w)
+          if (d + w / 2 < T::OUT_FRAGMENTS) {
+            const float(&value)[4] = out[m][d + w / 2][w % 2].value;
+            chunk.word[w] = pack<typename T::Element>(value[2 * half] * inverse, value[2 * half + 1] * inverse);
+          }
+        chunk = transpose_in_quad(chunk);
+        const int column = T::warp_column() + 16 * d + lane % 4 * CHUNK_ELEMENTS;
+        const bool mine = lane % 4 < 2 * (T::OUT_FRAGMENTS - d) && column < T::HEAD_DIM;
+        if (mine && query < it.params.seq_q)
+          store_global_16(sequence.out() + query * it.params.strides_out.seq + column, chunk);
+      }
     }
-  sync_warp();  // the warp's rows of the output are complete
-  for (int i = lane; i < T::WARP_ROWS * TileQ::VALID_CHUNKS; i += WARP) {
-    const int row = first_row + i / TileQ::VALID_CHUNKS, chunk = i % TileQ::VALID_CHUNKS;
-    if (first_query + row < params.seq_q)
-      store_global_16(sequence.out() + (first_query + row) * params.strides_out.seq + chunk * CHUNK_ELEMENTS,
-                      load_shared_16(TileQ::chunk(tile, row, chunk)));
+}
+
+// Q as operand A. SHARE qkv: it comes through the buffer of K and V, before them; else it has one of its own.
+template <class T>
+DEVICE Queries<T> take_queries(const ForwardParams& params, const Sequence& sequence, Stream<T>& stream) {
+  const SharedAddress tile = shared_base();
+  if constexpr (T::Q_PLACE == QPlace::STREAMED) {
+    stream.start();
+    return Queries<T>(tile);
   }
+  constexpr bool FIRST = T::SHARE == Share::QKV;
+  load_tile<typename T::TileQ, T::THREADS, T::ALIGNED>(tile, sequence.q(), params.strides_q.seq,
+                                                       params.seq_q - sequence.work.first_query);
+  cp_async_commit();
+  if constexpr (!FIRST) stream.start();
+  cp_async_wait<FIRST ? 0 : T::AHEAD>();
+  sync_block();  // everybody's part of Q has landed
+  if (params.scale_sign != 1) {
+    fold_sign_into_q<T, typename T::TileQ>(tile, params.scale_sign);
+    sync_block();  // Q is rewritten before anybody reads it
+  }
+  const Queries<T> queries(tile);
+  if constexpr (FIRST) {
+    sync_block();  // everybody has Q in registers: K may overwrite it
+    stream.start();
+  }
+  return queries;
 }
 
 template <class T>
@@ -435,36 +277,25 @@ DEVICE void forward(const ForwardParams& params) {
   const Work work = Work::of(params, T::TILE_M);
   const Sequence sequence{params, work};
   const Mask<T::CAUSAL> mask{params.seq_q, params.seq_kv};
-  const SharedAddress tile_q = shared_base();
-  KeyValueRing<T> ring(params, sequence, tile_q + T::TileQ::BYTES,
-                       mask.template blocks<T::TILE_N>(work.first_query, T::TILE_M).end);
+  const int end = mask.template blocks<T::TILE_N>(work.first_query, T::TILE_M).end;
+  Stream<T> stream(params, sequence, Walk<T>::ring(), end);
+  const Queries<T> queries = take_queries<T>(params, sequence, stream);
+  const Walk<T> it{params, queries, stream, work.first_query};
 
-  load_tile<typename T::TileQ, T::THREADS, T::ALIGNED>(tile_q, sequence.q(), params.strides_q.seq,
-                                                       params.seq_q - work.first_query);
-  cp_async_commit();
-  ring.start();
-  cp_async_wait<KeyValueRing<T>::STARTED>();
-  sync_block();  // everybody's part of Q has landed
-  if (params.scale_sign != 1) {
-    fold_sign_into_q<T>(tile_q, params.scale_sign);
-    sync_block();  // Q is rewritten before anybody reads it
-  }
-  const Queries<T> queries(tile_q);
-
-  Outputs<T> out;                       // [WARP_ROWS, D]
-  RowState state[T::ROW_FRAGMENTS];     // of WARP_ROWS rows
-  attend<T, false>(out, state, params, queries, ring, work.first_query);
+  Outputs<T> out;       // [WARP_ROWS, the warp's columns]
+  RowStates<T> state;   // of WARP_ROWS rows
+  attend<T, false>(out, state, it);
 
   if constexpr (T::CAUSAL) {
     if (any_in_block(has_nonfinite<T>(out))) {  // a barrier too: nobody still reads the ring
-      ring.start();
-      attend<T, true>(out, state, params, queries, ring, work.first_query);
+      stream.start();
+      attend<T, true>(out, state, it);
       sync_block();  // nobody still reads the ring
-      ring.start();
-      add_nonfinite<T>(out, params, ring, work.first_query);
+      stream.start();
+      add_nonfinite<T>(out, params, stream, work.first_query, end);
     }
   }
-  store<T>(out, state, params, sequence, tile_q, work.first_query);
+  store<T>(out, state, it, sequence);
 }
 
 }  // namespace multiattn

@@ -34,6 +34,7 @@ DEVICE void sync_warp() { __syncwarp(); }
 DEVICE bool any_in_block(bool predicate) { return __syncthreads_or(predicate); }
 DEVICE bool any_in_warp(bool predicate) { return __any_sync(0xffffffffu, predicate); }
 DEVICE float shuffle_xor(float value, int lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
+DEVICE uint32 shuffle_xor(uint32 value, int lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
 
 // ---- arithmetic
 DEVICE float infinity() { return __int_as_float(0x7f800000); }
@@ -109,6 +110,11 @@ DEVICE Chunk load_shared_16(SharedAddress source) {
                : "memory");
   return value;
 }
+DEVICE float load_shared_4(SharedAddress source) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(source) : "memory");
+  return value;
+}
 DEVICE void load_shared_8(float (&value)[2], SharedAddress source) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value[0]), "=f"(value[1]) : "r"(source) : "memory");
 }
@@ -165,6 +171,13 @@ template <>
 DEVICE void mma_m16n8k16<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The same for fp16, accumulated in fp16: d[0] is of the row lane / 4, d[1] of the row 8 below.
+DEVICE void mma_m16n8k16_fp16(uint32 (&d)[2], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0,%1}, {%2,%3,%4,%5}, {%6,%7}, {%0,%1};"
+      : "+r"(d[0]), "+r"(d[1])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 

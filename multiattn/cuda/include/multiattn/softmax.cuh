@@ -7,7 +7,7 @@ namespace multiattn {
 
 // The maximum that a row subtracts may lag behind the true one by this much (log2): weights then reach 2^8, which
 // changes no relative error, and most blocks need no rescaling of the output (FlashAttention-4 does the same).
-constexpr float MAX_LAG = 8.0f;
+constexpr int MAX_LAG = 8;
 
 constexpr float LN_2 = 0.693147180559945309f;
 
@@ -26,22 +26,30 @@ struct RowState {
   static DEVICE RowState empty() { return {{-infinity(), -infinity()}, {0.0f, 0.0f}}; }
 };
 
-// Turns scores into weights, `exp2(score * scale_log2 - max)`, and brings the state up to date. `decay` is what older
-// sums and outputs must be multiplied by. scale_log2 is positive.
+// The largest score of each of a lane's two rows, in the log2 domain; all lanes of a quad have it. scale_log2 is positive.
 template <int N>
-DEVICE void update_softmax(Accumulator (&scores)[N][2], RowState& state, float (&decay)[2], float scale_log2) {
+DEVICE void find_tops(const Accumulator (&scores)[N][2], float (&top)[2], float scale_log2) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float top = -infinity();
+    top[half] = -infinity();
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int side = 0; side < 2; ++side)
-        top = fmaxf(top, fmaxf(scores[n][side].value[2 * half], scores[n][side].value[2 * half + 1]));
-    top = reduce_row(top, [](float a, float b) { return fmaxf(a, b); }) * scale_log2;
+        top[half] = fmaxf(top[half], fmaxf(scores[n][side].value[2 * half], scores[n][side].value[2 * half + 1]));
+    top[half] = reduce_row(top[half], [](float a, float b) { return fmaxf(a, b); }) * scale_log2;
+  }
+}
 
+// Turns scores into weights, `exp2(score * scale_log2 - max)`, and brings the state up to date: its maximum is raised to
+// `top` where that is more than LAG above it. `decay` is what older sums and outputs must be multiplied by.
+template <int LAG, int N>
+DEVICE void update_softmax(Accumulator (&scores)[N][2], const float (&top)[2], RowState& state, float (&decay)[2],
+                           float scale_log2) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
     const float old = state.max[half];
-    state.max[half] = top - old > MAX_LAG ? top : old;  // -inf - -inf is NaN: stays -inf
+    state.max[half] = top[half] - old > LAG ? top[half] : old;  // -inf - -inf is NaN: stays -inf
     const float base = state.max[half] == -infinity() ? 0.0f : state.max[half];
     decay[half] = exp2_approx(old - base);
 

@@ -9,15 +9,15 @@ constexpr int WARP = 32;
 constexpr int CHUNK_BYTES = 16;
 constexpr int CHUNK_ELEMENTS = 8;
 
-template <int ROWS_, int HEAD_DIM>
+template <int ROWS_, int HEAD_DIM, bool SWIZZLED = true, int WIDTH_ = (HEAD_DIM + 15) / 16 * 16>
 struct Tile {
   static constexpr int ROWS = ROWS_;
-  static constexpr int WIDTH = (HEAD_DIM + 15) / 16 * 16;            // elements, zero-filled beyond HEAD_DIM
+  static constexpr int WIDTH = WIDTH_;                               // elements, zero-filled beyond HEAD_DIM
   static constexpr int CHUNKS = WIDTH / CHUNK_ELEMENTS;              // of a row
   static constexpr int VALID_CHUNKS = HEAD_DIM / CHUNK_ELEMENTS;     // of them, those with data
   static constexpr int PITCH = CHUNKS * CHUNK_BYTES;                 // bytes from row to row
   static constexpr int BYTES = ROWS * PITCH;
-  using Layout = Swizzle<CHUNKS>;
+  using Layout = Swizzle<CHUNKS, SWIZZLED>;
 
   static DEVICE SharedAddress chunk(SharedAddress tile, int row, int chunk) {
     return tile + row * PITCH + (chunk ^ Layout::key(row)) * CHUNK_BYTES;
@@ -40,11 +40,12 @@ DEVICE void copy_chunk(SharedAddress target, const uint16* source, bool valid) {
   }
 }
 
-// Copies `T::ROWS` rows, `stride` elements apart, into a tile; rows from `valid_rows` on become zeros. SPAN threads
-// share a row, so that the swizzle of a thread's chunks is the same in every pass and every address a constant apart.
+// Copies `T::ROWS` rows, `stride` elements apart, into a tile; rows from `valid_rows` on and chunks from `valid_chunks` on
+// become zeros. SPAN threads share a row, so that the swizzle of a thread's chunks is the same in every pass and every
+// address a constant apart.
 template <class T, int THREADS, bool ALIGNED>
 DEVICE void load_tile(SharedAddress tile, const uint16* rows, int64 stride, int valid_rows,
-                      int thread = thread_index()) {
+                      int thread = thread_index(), int valid_chunks = T::VALID_CHUNKS) {
   constexpr int SPAN = T::Layout::SPAN;
   constexpr int ROWS_PER_PASS = THREADS / SPAN;
   static_assert(ROWS_PER_PASS % 8 == 0, "the swizzle repeats every 8 rows");
@@ -56,7 +57,7 @@ DEVICE void load_tile(SharedAddress tile, const uint16* rows, int64 stride, int 
     if (T::ROWS % ROWS_PER_PASS != 0 && first_row + row >= T::ROWS) break;
 #pragma unroll
     for (int chunk = 0; chunk < T::CHUNKS; chunk += SPAN) {
-      const bool valid = first_row + row < valid_rows && first_chunk + chunk < T::VALID_CHUNKS;
+      const bool valid = first_row + row < valid_rows && first_chunk + chunk < valid_chunks;
       copy_chunk<ALIGNED>(target + row * T::PITCH + chunk * CHUNK_BYTES,
                           source + chunk * CHUNK_ELEMENTS, valid);
     }
@@ -113,6 +114,26 @@ struct Accumulator {
   float value[4];
 };
 
+// The same in fp16, two columns of a row in a register. Sums of more than 65504 overflow.
+struct HalfAccumulator {
+  uint32 value[2];
+};
+
+template <class Sum>
+constexpr bool IS_FP32 = false;
+template <>
+constexpr bool IS_FP32<Accumulator> = true;
+template <class E>
+constexpr bool IS_FP16 = false;
+template <>
+constexpr bool IS_FP16<fp16> = true;
+
+DEVICE Accumulator widened(const Accumulator& sum) { return sum; }
+DEVICE Accumulator widened(const HalfAccumulator& sum) {
+  return {{unpack_low<fp16>(sum.value[0]), unpack_high<fp16>(sum.value[0]),  //
+           unpack_low<fp16>(sum.value[1]), unpack_high<fp16>(sum.value[1])}};
+}
+
 DEVICE int accumulator_row(int element, uint32 thread = thread_index()) { return thread % WARP / 4 + element / 2 * 8; }
 DEVICE int accumulator_column(int element, uint32 thread = thread_index()) { return thread % 4 * 2 + element % 2; }
 
@@ -139,6 +160,11 @@ template <class E>
 DEVICE void mma_pair(Accumulator (&pair)[2], const Fragment& a, const Fragment& b) {
   mma_m16n8k16<E>(pair[0].value, a.reg, b.reg[0], b.reg[1]);
   mma_m16n8k16<E>(pair[1].value, a.reg, b.reg[2], b.reg[3]);
+}
+template <class E>
+DEVICE void mma_pair(HalfAccumulator (&pair)[2], const Fragment& a, const Fragment& b) {
+  mma_m16n8k16_fp16(pair[0].value, a.reg, b.reg[0], b.reg[1]);
+  mma_m16n8k16_fp16(pair[1].value, a.reg, b.reg[2], b.reg[3]);
 }
 
 // What every lane holds of two neighbouring 16x8 accumulators is what it must hold of one 16x16 operand A.

@@ -39,6 +39,7 @@ void sync_warp();
 inline bool any_in_block(bool predicate) { return emulation::any_in_block(predicate); }
 inline bool any_in_warp(bool predicate) { return emulation::any_in_warp(predicate); }
 float shuffle_xor(float value, int lane_mask);
+uint32 shuffle_xor(uint32 value, int lane_mask);
 
 namespace emulation {
 inline float float_of_bits(uint32 bits) {
@@ -98,6 +99,7 @@ void add_global_4(float* target, float value);
 void add_global_16(float* target, const float (&value)[4]);
 
 Chunk load_shared_16(SharedAddress source);
+float load_shared_4(SharedAddress source);
 void load_shared_8(float (&value)[2], SharedAddress source);
 void store_shared_16(SharedAddress target, const Chunk& value);
 void store_shared_4(SharedAddress target, uint32 value);
@@ -123,5 +125,7 @@ template <>
 inline void mma_m16n8k16<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
   emulation::mma_bf16(d, a, b0, b1);
 }
+
+void mma_m16n8k16_fp16(uint32 (&d)[2], const uint32 (&a)[4], uint32 b0, uint32 b1);
 
 }  // namespace multiattn

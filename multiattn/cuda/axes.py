@@ -1,0 +1,112 @@
+"""The axes of the forward ladder: every point of them is a variant, and an illegal one says why it is.
+
+`kernels/forward_traits.cuh` has a static_assert for each rule; `tests/test_cuda_axes.py` enumerates both.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from multiattn.problem import Problem
+from multiattn.support import Reason
+
+WARPS = ("split_kv", "split_q")
+SHARE = ("none", "kv", "qkv")
+TILING = ("none", "qk", "qkv")
+SWIZZLE = ("", "q", "k", "v", "qk", "qv", "kv", "qkv")
+ACCUMULATOR = ("fp32", "fp16")
+
+HEAD_DIM_MAX = 1024
+UNTILED_HEAD_DIM_MAX = 256
+"""Beyond it the output of whole rows takes more registers than a thread has, and whole tiles more than an SM."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axes:
+    """A point: how warps divide a block's work, what shares a buffer, what is loaded in slices, what is swizzled.
+
+    `warps`: ``split_kv``: warps share the keys of a block for the scores, and head_dim for the output; weights pass
+    through shared memory. ``split_q``: a warp owns whole rows, and weights never leave its registers.
+    `share`: ``none``: Q, K and V have buffers of their own. ``kv``: K and V take turns in one. ``qkv``: Q was there
+    before them, on its way to registers.
+    `tiling`: ``none``: K and V arrive whole. ``qk``: K in slices of head_dim, and Q with it where it has no room.
+    ``qkv``: V in slices of keys, too.
+    `swizzle`: whose tiles are swizzled; a string of some of q, k, v.
+    `accumulator`: what the tensor core adds up in. With fp16 a product of up to one tile; across tiles it is fp32.
+    """
+
+    warps: str
+    share: str = "none"
+    tiling: str = "none"
+    swizzle: str = ""
+    accumulator: str = "fp32"
+
+    @classmethod
+    def of(cls, flags: dict[str, Any]) -> Axes:
+        """The point whose `flags` these are."""
+        return cls(**flags)
+
+    @property
+    def flags(self) -> tuple[tuple[str, str], ...]:
+        """What a Variant carries."""
+        return tuple(asdict(self).items())
+
+    @property
+    def name(self) -> str:
+        """``split_q+share_kv+swizzle_qk``: what is not at the bottom of its axis."""
+        parts = [self.warps]
+        parts += [f"share_{self.share}"] if self.share != "none" else []
+        parts += [f"tiling_{self.tiling}"] if self.tiling != "none" else []
+        parts += [f"swizzle_{self.swizzle}"] if self.swizzle else []
+        parts += [f"acc_{self.accumulator}"] if self.accumulator != "fp32" else []
+        return "+".join(parts)
+
+    @property
+    def parent(self) -> Axes | None:
+        """The point one step down the last axis that has one; None at the bottom of all."""
+        if self.accumulator != "fp32":
+            return replace(self, accumulator="fp32")
+        if self.swizzle:
+            return replace(self, swizzle=self.swizzle[:-1])
+        for axis, steps in (("tiling", TILING), ("share", SHARE), ("warps", WARPS)):
+            step = steps.index(getattr(self, axis))
+            if step:
+                return replace(self, **{axis: steps[step - 1]})
+        return None
+
+    @property
+    def head_dim_max(self) -> int:
+        """The widest head that the point can take."""
+        return HEAD_DIM_MAX if self.warps == "split_kv" and self.tiling != "none" else UNTILED_HEAD_DIM_MAX
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def why_illegal(axes: Axes, problem: Problem) -> tuple[Reason, ...]:
+    """Every reason why no config of a point can run a problem, but for its arch, dtypes and head_dim."""
+    reasons = []
+    if axes.share == "qkv" and axes.tiling != "none":
+        hint = "Q is whole in the buffer that it shares, and slices of K go with slices of Q"
+        got = f"share_qkv with tiling_{axes.tiling}"
+        reasons.append(Reason(code="variant", got=got, allowed="share_qkv without tiling", hint=hint))
+    if axes.accumulator == "fp16" and problem.dtype != "fp16":
+        hint = "mma.m16n8k16 adds up in fp16 only what is fp16"
+        reasons.append(Reason(code="dtype", got=problem.dtype, allowed="fp16 with acc_fp16", hint=hint))
+    return tuple(reasons)
+
+
+def cross_product() -> Iterator[Axes]:
+    """Every point, legal or not, from the bottom up."""
+    for accumulator, warps, share, tiling, swizzle in itertools.product(ACCUMULATOR, WARPS, SHARE, TILING, SWIZZLE):
+        yield Axes(warps=warps, share=share, tiling=tiling, swizzle=swizzle, accumulator=accumulator)
+
+
+SPLIT_Q = Axes(warps="split_q", swizzle="qkv")
+"""The best up to D=256."""
+
+WIDE = Axes(warps="split_kv", share="kv", tiling="qkv", swizzle="qkv")
+"""The best of those that take more: the ring of slices leaves room for Q whole and for a tile of keys."""

@@ -1,0 +1,206 @@
+// The two products of the forward as a warp makes them: scores from Q and K, and what weights and V add to the output.
+#pragma once
+#include "forward_traits.cuh"
+#include "multiattn/params.h"
+
+namespace multiattn {
+
+// A negative scale negates Q. A zero one empties it, but for what is not finite: 0 * inf and 0 * NaN are NaN.
+template <class E>
+DEVICE uint32 fold_sign(uint32 half, int sign) {
+  if (sign < 0) return half ^ 0x8000u;
+  return (half & E::EXPONENT) == E::EXPONENT ? E::QUIET_NAN : 0u;
+}
+
+template <class T, class Tile>
+DEVICE void fold_sign_into_q(SharedAddress tile, int sign) {
+  for (int i = thread_index(); i < Tile::BYTES / CHUNK_BYTES; i += T::THREADS) {
+    Chunk chunk = load_shared_16(tile + i * CHUNK_BYTES);
+#pragma unroll
+    for (int w = 0; w < 4; ++w)
+      chunk.word[w] = map_halves(chunk.word[w], [&](uint32 half) { return fold_sign<typename T::Element>(half, sign); });
+    store_shared_16(tile + i * CHUNK_BYTES, chunk);
+  }
+}
+
+// The warp's rows of Q as operand A: kept in registers, or read from shared memory again for every block of keys.
+template <class T>
+class Queries {
+ public:
+  static constexpr bool KEPT = T::Q_PLACE == QPlace::REGISTERS;
+  using Tile = typename T::SourceQ;
+  using Reader = FragmentReader<Tile>;
+  using Column = Fragment[T::ROW_FRAGMENTS];  // all rows of the warp, 16 elements of head_dim
+
+  // The part of Q that goes with a piece of K.
+  class Part {
+   public:
+    DEVICE Part(const Queries& all, SharedAddress rows)
+        : all_(all), rows_(rows + T::warp_row() * Tile::PITCH), reader_(Reader::down(T::address_thread())) {}
+
+    DEVICE void load(Column& column, int d) const {
+#pragma unroll
+      for (int m = 0; m < T::ROW_FRAGMENTS; ++m) {
+        if constexpr (KEPT)
+          column[m] = all_.kept_[d][m];
+        else
+          column[m] = reader_.load(rows_, 16 * m, 16 * d);
+      }
+    }
+
+   private:
+    const Queries& all_;
+    SharedAddress rows_;
+    Reader reader_;
+  };
+
+  // `tile` is of the whole of Q; where Q streams it has no meaning.
+  DEVICE explicit Queries(SharedAddress tile) : tile_(tile) {
+    if constexpr (KEPT) {
+      const auto reader = Reader::down();
+#pragma unroll
+      for (int d = 0; d < T::DOT_FRAGMENTS; ++d)
+#pragma unroll
+        for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
+          kept_[d][m] = reader.load(tile + T::warp_row() * Tile::PITCH, 16 * m, 16 * d);
+    }
+  }
+
+  // `streamed` is where Q's part was loaded with the piece of K.
+  DEVICE SharedAddress source(int piece, SharedAddress streamed) const {
+    if constexpr (T::Q_PLACE == QPlace::STREAMED) return streamed;
+    return tile_ + piece * (T::K_WIDTH * 2);
+  }
+
+ private:
+  SharedAddress tile_;
+  Column kept_[KEPT ? T::DOT_FRAGMENTS : 1];
+};
+
+// What the tensor core adds scores up in, [WARP_ROWS, WARP_KEYS].
+template <class T>
+using ScoreSums = typename T::Sum[T::ROW_FRAGMENTS][T::KEY_FRAGMENTS][2];
+
+// sums[WARP_ROWS, WARP_KEYS] += Q[WARP_ROWS, K_WIDTH] K[WARP_KEYS, K_WIDTH]^T, of one piece of K
+template <class T>
+DEVICE void add_scores(ScoreSums<T>& sums, const Queries<T>& queries, SharedAddress source_q, SharedAddress k) {
+  constexpr int STEPS = T::DOT_FRAGMENTS * T::KEY_FRAGMENTS, RING = T::READ_AHEAD + 1;
+  const auto reader = FragmentReader<typename T::PieceK>::right(T::address_thread());
+  const typename Queries<T>::Part q(queries, source_q);
+  const SharedAddress keys = k + T::warp_key() * T::PieceK::PITCH;
+  const auto load = [&](int step) { return reader.load(keys, step % T::KEY_FRAGMENTS * 16, step / T::KEY_FRAGMENTS * 16); };
+
+  typename Queries<T>::Column columns[2];
+  Fragment ring[RING];
+  q.load(columns[0], 0);
+#pragma unroll
+  for (int step = 0; step < T::READ_AHEAD && step < STEPS; ++step) ring[step] = load(step);
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    const int d = step / T::KEY_FRAGMENTS, n = step % T::KEY_FRAGMENTS;
+    if (step + T::READ_AHEAD < STEPS) ring[(step + T::READ_AHEAD) % RING] = load(step + T::READ_AHEAD);
+    if (n == 0 && d + 1 < T::DOT_FRAGMENTS) q.load(columns[(d + 1) % 2], d + 1);
+#pragma unroll
+    for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
+      mma_pair<typename T::Element>(sums[m][n], columns[d % 2][m], ring[step % RING]);
+  }
+}
+
+// The weights of a warp's rows as operand A, for all keys of a block: what the warp itself made of its scores, or what
+// the warps that share its rows have left in shared memory.
+template <class T>
+class Weights {
+ public:
+  using Column = Fragment[T::ROW_FRAGMENTS];  // all rows of the warp, 16 keys
+
+  DEVICE Weights(const Scores<T>& own, SharedAddress exchanged)
+      : own_(own), exchanged_(exchanged + T::warp_row() * T::TileP::PITCH), reader_(Reader::down()) {}
+
+  DEVICE void load(Column& column, int n) const {
+#pragma unroll
+    for (int m = 0; m < T::ROW_FRAGMENTS; ++m) {
+      if constexpr (T::SPLIT_KV)
+        column[m] = reader_.load(exchanged_, 16 * m, 16 * n);
+      else
+        column[m] = as_operand<typename T::Element>(own_[m][n]);
+    }
+  }
+
+ private:
+  using Reader = FragmentReader<typename T::TileP>;
+  const Scores<T>& own_;
+  SharedAddress exchanged_;
+  Reader reader_;
+};
+
+// Walks over the fragments of a piece of V that are the warp's, reading ahead: all columns of 16 keys, then the next 16,
+// or all keys of 16 columns (KEYS_INSIDE). Calls `use(key_fragment, column_fragment, fragment)`.
+template <class T, bool KEYS_INSIDE, class Use>
+DEVICE void for_each_value(SharedAddress v, Use use) {
+  constexpr int INNER = KEYS_INSIDE ? T::VALUE_FRAGMENTS : T::OUT_FRAGMENTS;
+  constexpr int STEPS = T::VALUE_FRAGMENTS * T::OUT_FRAGMENTS, RING = T::READ_AHEAD + 1;
+  const auto reader = FragmentReader<typename T::PieceV>::down(T::address_thread());
+  const auto key = [](int step) { return KEYS_INSIDE ? step % INNER : step / INNER; };
+  const auto column = [](int step) { return KEYS_INSIDE ? step / INNER : step % INNER; };
+  const auto load = [&](int step) { return reader.load_transposed(v, key(step) * 16, T::warp_column() + column(step) * 16); };
+
+  Fragment ring[RING];
+#pragma unroll
+  for (int step = 0; step < T::READ_AHEAD && step < STEPS; ++step) ring[step] = load(step);
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    if (step + T::READ_AHEAD < STEPS) ring[(step + T::READ_AHEAD) % RING] = load(step + T::READ_AHEAD);
+    use(key(step), column(step), ring[step % RING]);
+  }
+}
+
+// What is not finite counts as zero.
+template <class E>
+DEVICE Fragment finite_or_zero(const Fragment& fragment) {
+  return map_elements(fragment, [](uint32 half) { return (half & E::EXPONENT) == E::EXPONENT ? 0u : half; });
+}
+
+// out[WARP_ROWS, columns] += weights[WARP_ROWS, V_ROWS] V[V_ROWS, columns], of one piece of V
+template <class T, bool CAREFUL>
+DEVICE void accumulate(Outputs<T>& out, const Weights<T>& weights, SharedAddress v, int piece) {
+  using E = typename T::Element;
+  constexpr int AHEAD = T::SPLIT_KV ? 1 : 0;  // columns that come from shared memory are read one ahead
+  const int first = piece * T::VALUE_FRAGMENTS;
+  typename Weights<T>::Column left[AHEAD + 1];
+  weights.load(left[0], first);
+  for_each_value<T, false>(v, [&](int n, int d, Fragment value) {
+    if (d == 0 && n + AHEAD < T::VALUE_FRAGMENTS && n + AHEAD > 0)
+      weights.load(left[(n + AHEAD) % (AHEAD + 1)], first + n + AHEAD);
+    if constexpr (CAREFUL) value = finite_or_zero<E>(value);
+#pragma unroll
+    for (int m = 0; m < T::ROW_FRAGMENTS; ++m) mma_pair<E>(out[m][d], left[n % (AHEAD + 1)][m], value);
+  });
+}
+
+// The same with products added up in fp16, of one piece at most: sums of all keys would lose too much, and overflow.
+template <class T, bool CAREFUL>
+DEVICE void accumulate_in_halves(Outputs<T>& out, const Weights<T>& weights, SharedAddress v, int piece) {
+  using E = typename T::Element;
+  typename Weights<T>::Column left[T::VALUE_FRAGMENTS];
+#pragma unroll
+  for (int n = 0; n < T::VALUE_FRAGMENTS; ++n) weights.load(left[n], piece * T::VALUE_FRAGMENTS + n);
+  HalfAccumulator sums[T::ROW_FRAGMENTS][2];
+  for_each_value<T, true>(v, [&](int n, int d, Fragment value) {
+    if constexpr (CAREFUL) value = finite_or_zero<E>(value);
+#pragma unroll
+    for (int m = 0; m < T::ROW_FRAGMENTS; ++m) {
+      if (n == 0) sums[m][0] = sums[m][1] = HalfAccumulator{};
+      mma_pair<E>(sums[m], left[n][m], value);
+      if (n + 1 == T::VALUE_FRAGMENTS) {
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+          const Accumulator sum = widened(sums[m][side]);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) out[m][d][side].value[e] += sum.value[e];
+        }
+      }
+    }
+  });
+}
+
+}  // namespace multiattn

@@ -1,0 +1,139 @@
+// The pieces of K and V that a block walks over, loaded with cp.async ahead of use, each into a slot of a ring.
+#pragma once
+#include "forward_traits.cuh"
+#include "multiattn/params.h"
+#include "multiattn/place.cuh"
+
+namespace multiattn {
+
+// Which queries of which head a block owns: longest causal tiles first.
+struct Work {
+  int batch, head, head_kv, first_query;
+
+  static DEVICE Work of(const ForwardParams& params, int tile_m) {
+    const Place it = Place::of(block_index(), params.tiles, params.heads, params.heads_per_section);
+    const int head = it.head % params.heads_q;
+    return {it.head / params.heads_q, head, head / params.group, (params.tiles - 1 - it.place) * tile_m};
+  }
+};
+
+// Where the sequences of one head live: the only place that turns (batch, head) into addresses. Each address is made
+// where it is needed, as one that is kept across the loop costs registers there.
+struct Sequence {
+  const ForwardParams& params;
+  Work work;
+
+  DEVICE const uint16* q() const {
+    return static_cast<const uint16*>(params.q) + offset(params.strides_q, work.head) +
+           work.first_query * params.strides_q.seq;
+  }
+  DEVICE const uint16* k() const { return static_cast<const uint16*>(params.k) + offset(params.strides_k, work.head_kv); }
+  DEVICE const uint16* v() const { return static_cast<const uint16*>(params.v) + offset(params.strides_v, work.head_kv); }
+  DEVICE uint16* out() const { return static_cast<uint16*>(params.out) + offset(params.strides_out, work.head); }
+  DEVICE float* lse() const {
+    return params.lse + (static_cast<int64>(work.batch) * params.heads_q + work.head) * params.seq_q;
+  }
+
+ private:
+  DEVICE int64 offset(const Strides& strides, int head) const {
+    return work.batch * strides.batch + head * strides.head;
+  }
+};
+
+// Pieces come in one order: those of K of a block (each with its part of Q, where Q streams), then those of V. A piece is
+// loaded AHEAD pieces before its use, when nobody uses what its slot held any more.
+template <class T>
+class Stream {
+ public:
+  DEVICE Stream(const ForwardParams& params, const Sequence& sequence, SharedAddress ring, int end)
+      : params_(params), sequence_(sequence), ring_(ring), end_(end) {}
+
+  DEVICE void start() {
+#pragma unroll
+    for (int piece = 0; piece < T::AHEAD; ++piece) load(0, piece);
+  }
+
+  // The piece of K of the block is there for all threads when this returns; where K and V are joint, V is, too.
+  DEVICE void await_k(int block, int piece) { await(block, piece); }
+
+  // The piece of V is there for all threads, and K of the block is no longer needed.
+  DEVICE void await_v(int block, int piece) {
+    if constexpr (!T::JOINT) await(block, T::K_PIECES + piece);
+  }
+
+  DEVICE SharedAddress k(int block, int piece) const { return ring_ + slot_of_k(block, piece) * T::SLOT; }
+  DEVICE SharedAddress q(int block, int piece) const { return k(block, piece) + T::PieceK::BYTES; }
+  DEVICE SharedAddress v(int block, int piece) const {
+    if constexpr (T::SHARED_RING) return ring_ + slot_of(block * T::PIECES + T::K_PIECES + piece, T::STAGES) * T::SLOT;
+    return ring_ + T::STAGES * T::SLOT + slot_of(block * T::V_PIECES + piece, T::V_SLOTS) * T::PieceV::BYTES;
+  }
+
+ private:
+  DEVICE void await(int block, int piece) {
+    if constexpr (T::AHEAD == 0) {
+      sync_block();  // nobody still reads what the load overwrites
+      load(block, piece);
+      cp_async_wait<0>();
+      sync_block();  // everybody's part of the piece has landed
+    } else {
+      cp_async_wait<T::AHEAD - 1>();
+      sync_block();  // everybody's part has landed; and nobody still reads what the next load overwrites
+      load(block, piece + T::AHEAD);
+    }
+  }
+
+  // Counted from a block's first piece; may be one of a later block.
+  DEVICE void load(int block, int piece) {
+    block += piece / T::PIECES;
+    piece %= T::PIECES;
+    if (block < end_) {
+      const bool is_k = piece < T::K_PIECES;
+      if (is_k) load_k(block, piece);
+      if (T::JOINT || !is_k) load_v(block, T::JOINT ? 0 : piece - T::K_PIECES);
+    }
+    cp_async_commit();
+  }
+
+  DEVICE void load_k(int block, int piece) {
+    const int first = block * T::TILE_N, column = piece * T::K_WIDTH;
+    load_piece<typename T::PieceK>(k(block, piece), sequence().k() + first * params_.strides_k.seq, params_.strides_k.seq,
+                                   params_.seq_kv - first, column);
+    if constexpr (T::Q_PLACE == QPlace::STREAMED)
+      load_piece<typename T::PieceQ>(q(block, piece), sequence_.q(), params_.strides_q.seq,
+                                     params_.seq_q - sequence_.work.first_query, column);
+  }
+
+  template <class Piece>
+  DEVICE void load_piece(SharedAddress target, const uint16* rows, int64 stride, int valid_rows, int column) {
+    const int valid_chunks = T::SLICED_K ? (T::HEAD_DIM - column) / CHUNK_ELEMENTS : Piece::VALID_CHUNKS;
+    load_tile<Piece, T::THREADS, T::ALIGNED>(target, rows + column, stride, valid_rows, thread_index(), valid_chunks);
+  }
+
+  DEVICE void load_v(int block, int piece) {
+    const int first = block * T::TILE_N + piece * T::V_ROWS;
+    load_tile<typename T::PieceV, T::THREADS, T::ALIGNED>(v(block, piece), sequence().v() + first * params_.strides_v.seq,
+                                                          params_.strides_v.seq, params_.seq_kv - first);
+  }
+
+  // Of K and V. Where registers are scarce their addresses are made for each load.
+  DEVICE Sequence sequence() const {
+    Sequence it = sequence_;
+    if constexpr (T::CROWDED) {
+      it.work.head_kv = recomputed(it.work.head_kv);
+      it.work.batch = recomputed(it.work.batch);
+    }
+    return it;
+  }
+
+  DEVICE int slot_of_k(int block, int piece) const {
+    return slot_of(T::SHARED_RING ? block * T::PIECES + piece : block * T::K_PIECES + piece, T::STAGES);
+  }
+  static DEVICE int slot_of(int piece, int slots) { return static_cast<uint32>(piece) % static_cast<uint32>(slots); }
+
+  const ForwardParams& params_;
+  const Sequence& sequence_;
+  SharedAddress ring_;
+  int end_;
+};
+
+}  // namespace multiattn
