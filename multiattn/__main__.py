@@ -1,13 +1,15 @@
-"""``python -m multiattn {doctor,explain,compile}``: what works here, what would run, what the compilers say."""
+"""``python -m multiattn {doctor,explain,compile,layout}``: what works, what would run, what the compilers say."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import platform
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -150,6 +152,27 @@ def compile_kernels(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+# ---------------------------------------------------------------- layout
+
+
+def layout(options: argparse.Namespace) -> int:
+    """Which banks a tile of the CUDA kernels falls in, and what collides; 2 for a tile that there cannot be."""
+    # On demand, as a backend is: no other command needs it.
+    model = importlib.import_module("multiattn.cuda.layout")
+    try:
+        tile = model.Tile.parse(options.tile, options.swizzle)
+        if options.svg is not None:
+            options.svg.write_text(importlib.import_module("multiattn.cuda.layout_svg").draw(tile))
+    except (ValueError, OSError) as error:
+        print(f"python -m multiattn layout: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(model.as_data(tile, elements=options.elements)))
+    else:
+        print(model.describe(tile, elements=options.elements))
+    return 0
+
+
 # ---------------------------------------------------------------- arguments
 
 
@@ -189,7 +212,7 @@ def _problem(options: argparse.Namespace) -> Problem:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m multiattn", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="{doctor,explain,compile}")
+    commands = parser.add_subparsers(required=True, metavar="{doctor,explain,compile,layout}")
 
     command = commands.add_parser("doctor", help="what works on this machine, what does not and why")
     command.add_argument("--json", action="store_true", help="print the findings as JSON")
@@ -203,6 +226,18 @@ def _parser() -> argparse.ArgumentParser:
     _add_problem(command, archs=GPU_ARCHS)
     command.add_argument("--variant", help="of the backend; default its best")
     command.set_defaults(run=compile_kernels)
+
+    command = commands.add_parser("layout", help="banks of shared memory that a CUDA kernel's tile falls in")
+    command.add_argument("--tile", required=True, help="ROWSxCOLUMNS of 16-bit elements, as in 64x64")
+    command.add_argument(
+        "--swizzle",
+        default="auto",
+        help="bits of the chunk index that are XORed: 0 to 3, or auto, what the kernels take",
+    )
+    command.add_argument("--elements", action="store_true", help="a bank for each pair of elements, not for each chunk")
+    command.add_argument("--svg", type=Path, help="a file to draw it in as well")
+    command.add_argument("--json", action="store_true", help="print it as JSON, every row")
+    command.set_defaults(run=layout)
     return parser
 
 
