@@ -1,11 +1,14 @@
-"""argparse's types of what ``python -m bench`` is given."""
+"""What ``python -m bench`` is given: argparse's types, and the options that several commands share."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 
-from bench.matrix import DIRECTIONS, Direction
+from bench.matrix import DIRECTIONS, SUITES, Direction
+from bench.timing import Budget
+from multiattn.backend import BACKENDS
 
 
 def count(text: str) -> int:
@@ -35,3 +38,46 @@ def directions(text: str) -> tuple[Direction, ...]:
             f"got {', '.join(wrong)}; allowed {', '.join(DIRECTIONS)}, commas between them"
         )
     return tuple(direction for direction in DIRECTIONS if direction in given)
+
+
+# ---------------------------------------------------------------- options of several commands
+
+
+def add_cells(command: argparse.ArgumentParser, *, default: str) -> None:
+    """Which cells: a suite, and what narrows it."""
+    command.add_argument("--suite", default=default, help=f"{', '.join(SUITES)} or host (%(default)s)")
+    add_direction(command, (), "as the suite's cells have it, which is fwd in most")
+    command.add_argument("--head-dim", action="append", type=count, metavar="D", help="may be given again")
+    command.add_argument("--seq", action="append", type=count, metavar="N", help="may be given again")
+    command.add_argument("--dtype", action="append", metavar="DTYPE", help="may be given again")
+    mask = command.add_mutually_exclusive_group()
+    mask.add_argument("--causal", action="store_true", default=None, help="causal cells only")
+    mask.add_argument("--full", action="store_false", dest="causal", help="full cells only")
+
+
+def add_who(command: argparse.ArgumentParser) -> None:
+    """Which of our backends."""
+    command.add_argument(
+        "--backend", action="append", metavar="NAME", help=f"none, or {', '.join(BACKENDS)}; default all"
+    )
+
+
+def add_direction(command: argparse.ArgumentParser, default: tuple[Direction, ...], told: str) -> None:
+    """Which part of a training step; `told` says what the default means."""
+    what = f"of {','.join(DIRECTIONS)}; default {told}"
+    command.add_argument("--direction", type=directions, default=default, metavar="DIRECTION,...", help=what)
+
+
+def add_jobs(command: argparse.ArgumentParser) -> None:
+    """How many processes compile."""
+    jobs = min(12, os.cpu_count() or 1)
+    command.add_argument("--jobs", type=count, default=jobs, help="compiling processes (default here: %(default)s)")
+
+
+def add_budget(command: argparse.ArgumentParser, budget: Budget) -> None:
+    """How much is spent on each timing."""
+    command.add_argument("--rounds", type=count, default=budget.rounds, help="readings of each (%(default)s)")
+    command.add_argument(
+        "--sample-ms", type=positive, default=budget.sample_ms, help="device ms a reading (%(default)s)"
+    )
+    command.add_argument("--seed", type=int, default=budget.seed, help="of the order of turns (%(default)s)")

@@ -1,9 +1,8 @@
-"""``python -m bench``: the matrix, and beside it compile, rules, tune, compare, floors, prefer, host and more."""
+"""``python -m bench``: the matrix, and beside it compile, rules, ladder, tune, compare, floors, prefer and more."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 import tempfile
@@ -12,11 +11,23 @@ from pathlib import Path
 
 import torch
 
-from bench import compile_table, demo, host, readme, report, rule_page, rule_table, tune, verdict_tables, verdicts
-from bench.arguments import count, directions, positive
+from bench import (
+    compile_table,
+    demo,
+    host,
+    ladder,
+    readme,
+    report,
+    rule_page,
+    rule_table,
+    tune,
+    verdict_tables,
+    verdicts,
+)
+from bench.arguments import add_budget, add_cells, add_direction, add_jobs, add_who, count, positive
 from bench.environment import NO_GPU, ROOT, environment, is_clone, results_dir, results_root, workplace
 from bench.errors import InputError
-from bench.matrix import DIRECTIONS, SUITES, Cell, Direction, Filter, find_suite, in_directions
+from bench.matrix import SUITES, Cell, Direction, Filter, find_suite, in_directions
 from bench.peers import PEERS, find_peers
 from bench.providers import Provider, our_providers
 from bench.results import Row, Store, is_ours, load
@@ -291,6 +302,7 @@ COMMANDS = {
     "run": run_matrix,
     "compile": compile_targets,
     "rules": record_rules,
+    "ladder": ladder.climb_ladder,
     "tune": tune_configs,
     "compare": compare_files,
     "floors": check_floors,
@@ -384,44 +396,46 @@ def _parser() -> argparse.ArgumentParser:
         return commands.add_parser(name, help=summary, description=summary)
 
     command = add("run")
-    _add_cells(command, default="standard")
-    _add_who(command)
+    add_cells(command, default="standard")
+    add_who(command)
     command.add_argument("--peer", action="append", metavar="NAME", help=f"none, or {_names(PEERS)}; default all")
     command.add_argument("--variant", help="of our backends: all, or one's name; default the best for each cell")
     command.add_argument("--regime", choices=(*REGIMES, "both"), default="device", help="default: %(default)s")
     command.add_argument("--fresh", action="store_true", help="measure also what this very setup has measured before")
     command.add_argument("--no-compile", action="store_true", help="without a GPU: leave out the compile table")
-    _add_jobs(command)
-    _add_budget(command, Budget())
+    add_jobs(command)
+    add_budget(command, Budget())
     command.add_argument("--out", type=Path, help="folder of the results; default bench/results/<gpu>")
 
     command = add("compile")
-    _add_who(command)
-    _add_direction(command, ("fwd",), "fwd")
+    add_who(command)
+    add_direction(command, ("fwd",), "fwd")
     command.add_argument("--arch", action="append", choices=GPU_ARCHS, help="may be given again; default all")
     command.add_argument("--head-dim", action="append", type=count, metavar="D", help="default 128")
     command.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="default: %(default)s")
     command.add_argument("--full", action="store_true", help="no causal mask")
     command.add_argument("--variant", help="all, or one's name; default the best for each target")
     command.add_argument("--timeout", type=positive, default=120.0, metavar="S", help="seconds for one (%(default)s)")
-    _add_jobs(command)
+    add_jobs(command)
     command.add_argument("--out", type=Path, help="JSON to write; default out/bench/compile.json")
 
     command = add("rules")
-    _add_who(command)
-    _add_direction(command, ("fwdbwd",), "fwdbwd")
+    add_who(command)
+    add_direction(command, ("fwdbwd",), "fwdbwd")
     command.add_argument("--arch", action="append", choices=GPU_ARCHS, help="may be given again; default all")
     command.add_argument("--check", action="store_true", help="compile nothing; exit 1 where the record is not right")
-    _add_jobs(command)
+    add_jobs(command)
+
+    ladder.add_arguments(add("ladder"))
 
     command = add("tune")
-    _add_cells(command, default="standard")
-    _add_who(command)
+    add_cells(command, default="standard")
+    add_who(command)
     command.add_argument("--variant", action="append", help="may be given again; default all")
     command.add_argument("--timeout", type=positive, default=60.0, metavar="S", help="seconds for one (%(default)s)")
     command.add_argument("--top", type=count, default=12, help="places to print (%(default)s)")
-    _add_jobs(command)
-    _add_budget(command, tune.TUNE_BUDGET)
+    add_jobs(command)
+    add_budget(command, tune.TUNE_BUDGET)
     command.add_argument("--out", type=Path, help="folder of the rankings; default out/tune")
 
     command = add("compare")
@@ -441,7 +455,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--out", type=Path, help="folder of the results; default bench/results/<gpu>")
 
     command = add("demo")
-    _add_jobs(command)
+    add_jobs(command)
     command.add_argument("--out", type=Path, default=Path("out"), help="folder of everything (%(default)s)")
 
     command = add("readme")
@@ -452,38 +466,3 @@ def _parser() -> argparse.ArgumentParser:
 
 def _names(named: Sequence[Provider]) -> str:
     return ", ".join(it.name for it in named)
-
-
-def _add_cells(command: argparse.ArgumentParser, *, default: str) -> None:
-    command.add_argument("--suite", default=default, help=f"{', '.join(SUITES)} or host (%(default)s)")
-    _add_direction(command, (), "as the suite's cells have it, which is fwd in most")
-    command.add_argument("--head-dim", action="append", type=count, metavar="D", help="may be given again")
-    command.add_argument("--seq", action="append", type=count, metavar="N", help="may be given again")
-    command.add_argument("--dtype", action="append", metavar="DTYPE", help="may be given again")
-    mask = command.add_mutually_exclusive_group()
-    mask.add_argument("--causal", action="store_true", default=None, help="causal cells only")
-    mask.add_argument("--full", action="store_false", dest="causal", help="full cells only")
-
-
-def _add_who(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--backend", action="append", metavar="NAME", help=f"none, or {', '.join(BACKENDS)}; default all"
-    )
-
-
-def _add_direction(command: argparse.ArgumentParser, default: tuple[Direction, ...], told: str) -> None:
-    what = f"of {','.join(DIRECTIONS)}; default {told}"
-    command.add_argument("--direction", type=directions, default=default, metavar="DIRECTION,...", help=what)
-
-
-def _add_jobs(command: argparse.ArgumentParser) -> None:
-    jobs = min(12, os.cpu_count() or 1)
-    command.add_argument("--jobs", type=count, default=jobs, help="compiling processes (default here: %(default)s)")
-
-
-def _add_budget(command: argparse.ArgumentParser, budget: Budget) -> None:
-    command.add_argument("--rounds", type=count, default=budget.rounds, help="readings of each (%(default)s)")
-    command.add_argument(
-        "--sample-ms", type=positive, default=budget.sample_ms, help="device ms a reading (%(default)s)"
-    )
-    command.add_argument("--seed", type=int, default=budget.seed, help="of the order of turns (%(default)s)")

@@ -107,7 +107,7 @@ def targets(
         )
         for direction in directions
         for backend in backends
-        for name in (_all_variants(backend, direction) if variant == "all" else (variant,))
+        for name in (_offered(backend, direction) if variant == "all" else (variant,))
         for head_dim in head_dims
         for arch in arches
     )
@@ -173,8 +173,8 @@ def _entry(outcome: Outcome[Target, Entry]) -> Entry:
     return Entry(target=outcome.item, ok=False, seconds=outcome.seconds, error=outcome.error)
 
 
-def _all_variants(backend: str, direction: Direction) -> tuple[str, ...]:
-    return tuple(variant.name for variant in registry.get(backend).op(direction).variants)
+def _offered(backend: str, direction: Direction) -> tuple[str, ...]:
+    return tuple(variant.name for variant in registry.get(backend).op(direction).offered)
 
 
 def table(entries: Sequence[Entry], *, form: str = "simple") -> str:

@@ -5,7 +5,8 @@ A `Provider` makes a `Contender` of a cell and its tensors, or says with reasons
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 from bench.contenders import Contender, Tensors, contender_of
@@ -14,9 +15,14 @@ from bench.errors import InputError
 from bench.matrix import Cell, Direction
 from multiattn import backend as registry
 from multiattn.arch import Arch
-from multiattn.backend import BACKENDS, Plan, Variant, make_plan
+from multiattn.backend import BACKENDS, Backend, Plan, Variant, make_plan, plan_variant
 from multiattn.problem import Problem
 from multiattn.support import Reason, Unsupported
+
+PIN = "@"
+"""Between a variant and the one whose config it is pinned to, in a contender's name."""
+
+_TILES = ("tile_m", "tile_n")
 
 
 class Provider(Protocol):
@@ -43,12 +49,15 @@ class Ours:
 
     backend: str
     variant: str | None = None
+    pinned_to: str | None = None
+    """The variant whose own config `variant` runs in each cell, as `pin_plan` has it; forward only."""
     is_ours: bool = True
 
     @property
     def name(self) -> str:
-        """``cuda``, or ``cuda/basic``."""
-        return self.backend if self.variant is None else f"{self.backend}/{self.variant}"
+        """``cuda``, or ``cuda/basic``, or ``cuda/basic@full`` where it is pinned to the config of ``full``."""
+        rung = self.backend if self.variant is None else f"{self.backend}/{self.variant}"
+        return rung if self.pinned_to is None else f"{rung}{PIN}{self.pinned_to}"
 
     def why_not(self, cell: Cell, arch: Arch | None) -> tuple[Reason, ...]:
         """See `Provider`."""
@@ -69,7 +78,12 @@ class Ours:
         backend = registry.get(self.backend)
         try:
             if cell.direction == "fwd":
-                return Plans(timed=make_plan(backend, problem, arch, variant=self.variant))
+                if self.pinned_to is None:
+                    return Plans(timed=make_plan(backend, problem, arch, variant=self.variant))
+                assert self.variant is not None
+                top = make_plan(backend, problem, arch, variant=self.pinned_to)
+                pinned = pin_plan(backend, registry.find_variant(backend, self.variant), top)
+                return Plans(timed=pinned) if isinstance(pinned, Plan) else pinned
             forward = make_plan(backend, problem, arch)
             backward = make_plan(backend, problem, arch, direction="backward", variant=self.variant)
         except Unsupported as error:
@@ -85,29 +99,54 @@ class Plans:
     forward: Plan | None = None
 
 
+def pin_plan(backend: Backend, variant: Variant, top: Plan) -> Plan | tuple[Reason, ...]:
+    """The Plan of `variant` with the config of `top`, or every reason why there is none.
+
+    Fields for what the variant does not do (stages, where it has no pipeline) are those of its own rule, as few as
+    will do; never the tiles.
+    """
+    pinned = plan_variant(backend, variant, top.problem, top.arch, top.config)
+    own = plan_variant(backend, variant, top.problem, top.arch)
+    told = f"the config of {top.variant}"
+    if not isinstance(pinned, Plan) and isinstance(own, Plan) and top.config is not None and own.config is not None:
+        mine = {
+            field.name: getattr(own.config, field.name)
+            for field in fields(own.config)
+            if field.name not in _TILES and getattr(own.config, field.name) != getattr(top.config, field.name)
+        }
+        for names in (chosen for size in range(1, len(mine) + 1) for chosen in itertools.combinations(mine, size)):
+            config = replace(top.config, **{name: mine[name] for name in names})
+            plan = plan_variant(backend, variant, top.problem, top.arch, config)
+            if isinstance(plan, Plan):
+                return replace(plan, why=f"{told}, but for {', '.join(names)}, which this variant cannot have")
+    return replace(pinned, why=told) if isinstance(pinned, Plan) else pinned
+
+
 def our_providers(
     backends: tuple[str, ...] = BACKENDS, variant: str | None = None, direction: Direction = "fwd"
 ) -> tuple[Ours, ...]:
-    """One provider per backend; `variant` is None for the best, ``all`` for every one, or a name, of that direction.
+    """One provider per backend; `variant` is None for the best, ``all`` for every one offered, or a name.
 
     In a backward the best of each backend stands beside one that is deterministic where the best is not, or is not
     where the best is: so every run says what determinism costs. ValueError for a variant that none of the backends has.
     """
-    rungs = {name: _variants(name, direction) for name in backends}
+    ops = {name: registry.get(name).op("forward" if direction == "fwd" else "backward") for name in backends}
     if variant is None:
-        others = [(name, _counterpart(rungs[name])) for name in backends]
+        others = [(name, _counterpart(op.offered)) for name, op in ops.items()]
         beside = (Ours(backend=name, variant=rung) for name, rung in others if rung is not None)
         return (*(Ours(backend=name) for name in backends), *beside)
-    names = [(name, rung.name) for name in backends for rung in rungs[name]]
-    chosen = [pair for pair in names if variant in ("all", pair[1])]
+    chosen = [
+        (name, rung.name)
+        for name, op in ops.items()
+        for rung in op.variants
+        if rung.name == variant or (variant == "all" and not rung.only_named)
+    ]
     if not chosen:
-        have = ", ".join(f"{name}/{rung}" for name, rung in names)
-        raise InputError(f"--variant: got {variant!r}; allowed all, or of {direction} one of {have}")
+        have = ", ".join(f"{name}/{rung.name}" for name, op in ops.items() for rung in op.offered)
+        more = sum(rung.only_named for op in ops.values() for rung in op.variants)
+        rungs = f", or one of {more} rungs (python -m bench ladder)" if more else ""
+        raise InputError(f"--variant: got {variant!r}; allowed all, or of {direction} one of {have}{rungs}")
     return tuple(Ours(backend=name, variant=rung) for name, rung in chosen)
-
-
-def _variants(backend: str, direction: Direction) -> tuple[Variant, ...]:
-    return registry.get(backend).op("forward" if direction == "fwd" else "backward").variants
 
 
 def _counterpart(variants: tuple[Variant, ...]) -> str | None:

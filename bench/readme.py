@@ -24,15 +24,17 @@ from multiattn.problem import Problem
 from multiattn.support import Reason
 
 MARKED = re.compile(r"(<!-- generated:(\w+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
-HEAD_DIMS = tuple(range(8, 264, 8))
-"""What the support table asks about: every head_dim of the contract."""
+HEAD_DIM_STEP = 8
 
 NOTHING_MEASURED = "Nothing is recorded yet: `python -m bench` on a GPU writes bench/results."
 SHOWN_SEQS = (1024, 4096, 16384)
 
 
 def support_block() -> str:
-    """Per backend and variant: the head_dims that run on each arch, by the data alone; or the code of the reasons."""
+    """Per backend and offered variant: the head_dims that run on each arch, by the data alone; or why none does.
+
+    Below, a line for each backend and direction that has more rungs than those.
+    """
     rows = [
         (
             backend.name,
@@ -43,16 +45,28 @@ def support_block() -> str:
         )
         for backend in map(registry.get, BACKENDS)
         for direction in DIRECTIONS
-        for variant in backend.op(direction).variants
+        for variant in backend.op(direction).offered
     ]
     headers = ("backend", "direction", "variant", "dtypes", *GPU_ARCHS)
     table = tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
-    return f"{table}\n\nA range is of head_dims, in multiples of 8; a word says what refuses the rest."
+    parts = [table, "A range is of head_dims, in multiples of 8; a word says what refuses the rest."]
+    return "\n\n".join([*parts, *filter(None, ["\n".join(_more_rungs())])])
+
+
+def _more_rungs() -> list[str]:
+    """How many variants must be asked for by name, of each backend and direction that has some."""
+    lines = []
+    for backend in map(registry.get, BACKENDS):
+        for direction in DIRECTIONS:
+            if more := sum(variant.only_named for variant in backend.op(direction).variants):
+                rungs = f"{more} more rung{'s' if more > 1 else ''}, to be asked for by name"
+                lines.append(f"- {backend.name} {direction} has {rungs}: [docs/ladder.md](docs/ladder.md)")
+    return lines
 
 
 def _supported(backend: Backend, variant: Variant, arch: str, direction: registry.Direction) -> str:
     able, codes = [], []
-    for head_dim in HEAD_DIMS:
+    for head_dim in range(HEAD_DIM_STEP, variant.capability.head_dim_max + 1, HEAD_DIM_STEP):
         problem = Problem.contiguous(batch=4, heads_q=16, seq_q=4096, head_dim=head_dim)
         plan = plan_variant(backend, variant, problem, ARCHS[arch], direction=direction)
         if isinstance(plan, tuple):

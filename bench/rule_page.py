@@ -32,7 +32,8 @@ Made by `python -m bench rules` from `bench/results/compiled/rules.json`; do not
 Each rule of each variant is compiled with no GPU for every arch that it names, in bf16, and read back with cuobjdump.
 
 - **spills**: loads and stores of local memory in the loops that every block runs, then those elsewhere in the code: a
-  causal forward kernel has a rare repair that may spill. Up to D={NO_SPILLS_UP_TO} there must be none in the loops.
+  causal forward kernel has a rare repair that may spill. Up to D={NO_SPILLS_UP_TO} there must be none in the loops of
+  what a caller gets unasked; a rung that must be named may show what they cost.
 - **stack** is in bytes a thread; **smem** in bytes a block, without the KiB that the system keeps.
 - **blocks** of the kernel fit an SM at one time, limited by what is named; **warps** is their share of all that fit.
 """

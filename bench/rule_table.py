@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
@@ -27,10 +30,16 @@ NO_SPILLS_UP_TO = 128
 """The head_dim up to which no rule may spill in a loop that every block runs."""
 SEQ, BATCH, HEADS = 4096, 4, 16
 TIMEOUT_S = 300.0
+RUNG_ARCHS = ("sm80", "sm90")
+"""What rules of variants that must be named are compiled for: with and without wgmma and TMA."""
 
 _SOURCES = {".py", ".cuh", ".h"}
 _CPU = ("emulation", "interpreter")
 _DATA = ("config", "rules", "variants", "__init__")
+_OF_FORWARD = ("steps", "axes")
+"""Modules of the forward's ladder that shared modules import, though no backward is made of them."""
+_ROOTS = ("compile.py", "nvrtc.py", "launches.py")
+_INCLUDED = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +61,8 @@ class Case:
     def digest(self) -> str:
         """Twelve hex digits over what its cubins are made from, the compiler aside."""
         plan = self.plan
-        parts = (*self.key, repr(plan.config), str(plan.problem), sources(plan.backend, self.direction))
+        flags = repr(registry.variant_of(plan).flags)
+        parts = (*self.key, repr(plan.config), flags, str(plan.problem), sources(plan.backend, self.direction))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
     def __str__(self) -> str:
@@ -106,23 +116,39 @@ def cases(
     directions: Sequence[Direction] = DIRECTIONS,
     arches: Sequence[str] = GPU_ARCHS,
 ) -> list[Case]:
-    """Every case of every rule; one per config, where rules share one."""
+    """Every case of every rule of what a caller gets unasked; one per config, where rules share one.
+
+    Of variants that must be named only those that span the flags, on `RUNG_ARCHS`: there may be a hundred of them.
+    """
     found: dict[tuple[str, ...], Case] = {}
     for name in backends:
         for direction in directions:
-            for variant in registry.get(name).op(direction).variants:
+            for variant, its_arches in _walked(name, direction, arches):
                 for rule in variant.rules:
-                    for case in _cases_of(name, direction, variant, rule, arches):
+                    for case in _cases_of(name, direction, variant, rule, its_arches):
                         found.setdefault(case.key, case)
     return list(found.values())
 
 
+def _walked(backend: str, direction: Direction, arches: Sequence[str]) -> Iterator[tuple[Variant, Sequence[str]]]:
+    """The variants whose rules are compiled, and for which of `arches` each."""
+    op = registry.get(backend).op(direction)
+    for variant in op.variants:
+        if not variant.only_named:
+            yield variant, arches
+        elif not op.spanning or variant.name in op.spanning:
+            yield variant, [arch for arch in arches if arch in RUNG_ARCHS]
+
+
 def dead_rules(backends: Sequence[str] = BACKENDS, directions: Sequence[Direction] = DIRECTIONS) -> list[str]:
-    """One line for each rule that nothing chooses on an arch that it names and its variant runs on."""
+    """One line for each rule, of what a caller gets unasked, that nothing chooses on an arch that it names.
+
+    Arches on which its variant does not run do not count.
+    """
     lines = []
     for name in backends:
         for direction in directions:
-            for variant in registry.get(name).op(direction).variants:
+            for variant in registry.get(name).op(direction).offered:
                 for rule in variant.rules:
                     for arch in rule.arches:
                         if arch not in GPU_ARCHS or arch not in variant.capability.arches:
@@ -135,9 +161,11 @@ def dead_rules(backends: Sequence[str] = BACKENDS, directions: Sequence[Directio
 def _cases_of(
     backend: str, direction: Direction, variant: Variant, rule: Rule[Any], arches: Sequence[str]
 ) -> Iterator[Case]:
-    inside = [it for it in HEAD_DIMS if rule.head_dim_min <= it <= rule.head_dim_max]
+    head_dims = [it for it in HEAD_DIMS if rule.head_dim_min <= it <= rule.head_dim_max]
+    if not head_dims or rule.head_dim_max > HEAD_DIMS[-1]:
+        head_dims.append(rule.head_dim_max)  # earlier rules may take all the others
     for arch in (name for name in arches if name in rule.arches):
-        for head_dim in inside or [rule.head_dim_max]:
+        for head_dim in head_dims:
             for causal in (False, True) if rule.causal is None else (rule.causal,):
                 plan = _plan(backend, direction, variant, rule, arch, head_dim, causal)
                 if plan is not None:
@@ -178,18 +206,48 @@ def _batches(rules: Sequence[Rule[Any]]) -> list[int]:
 def sources(backend: str, direction: Direction) -> str:
     """A digest of the files that the kernels of a direction are made from.
 
-    Left out are rules (their configs are digested by value), the CPU's side and the kernels of the other direction.
+    They are what the compiling modules and the kernels of that direction reach by ``import`` and ``#include``. Left out
+    are rules (their configs are digested by value), the CPU's side and the kernels of the other direction.
     """
-    other = "backward" if direction == "forward" else "forward"
     folder = ROOT / "multiattn" / backend
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        is_data = path.suffix == ".py" and any(word in name for word in _DATA)
-        is_cpu = any(part.removesuffix(".py") in _CPU for part in path.relative_to(folder).parts)
-        if path.suffix in _SOURCES and not is_data and not is_cpu and other not in name:
-            digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in sorted(_reached(folder, direction)):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def _reached(folder: Path, direction: Direction) -> set[Path]:
+    files = [path for path in folder.rglob("*") if _is_source(path.relative_to(folder), direction)]
+    waiting = [path for path in files if path.name in _ROOTS or path.name.startswith(direction)]
+    reached: set[Path] = set()
+    while waiting:
+        path = waiting.pop()
+        if path not in reached:
+            reached.add(path)
+            names = _names_reached(path.read_text(), path.suffix)
+            waiting += [it for it in files if it.name in names]
+    return reached
+
+
+@functools.lru_cache(maxsize=256)
+def _names_reached(text: str, suffix: str) -> frozenset[str]:
+    """Names of the files that a source imports from its package, or includes; of each only the last part."""
+    if suffix != ".py":
+        return frozenset(Path(it).name for it in _INCLUDED.findall(text))
+    imports = [it for it in ast.walk(ast.parse(text)) if isinstance(it, ast.ImportFrom)]
+    modules = [
+        part for it in imports for part in ((it.module or "").split(".")[-1], *(alias.name for alias in it.names))
+    ]
+    return frozenset(f"{module}.py" for module in modules)
+
+
+def _is_source(name: Path, direction: Direction) -> bool:
+    """Whether a file of a backend's folder may be what a cubin of the direction is made of."""
+    other = "backward" if direction == "forward" else "forward"
+    is_data = name.suffix == ".py" and any(word in name.as_posix() for word in _DATA)
+    is_cpu = any(part.removesuffix(".py") in _CPU for part in name.parts)
+    is_other = other in name.as_posix() or (direction == "backward" and name.stem in _OF_FORWARD)
+    return name.suffix in _SOURCES and not is_data and not is_cpu and not is_other
 
 
 def compiler(backend: str) -> str:
@@ -319,8 +377,16 @@ def check(recorded: Sequence[Row], wanted: Sequence[Case]) -> list[str]:
 
 
 def spills_where_forbidden(row: Row) -> bool:
-    """Whether a row breaks the promise that no rule up to `NO_SPILLS_UP_TO` spills in its hot loops."""
-    return row.head_dim <= NO_SPILLS_UP_TO and row.hot_spills > 0
+    """Whether a row breaks the promise that no rule up to `NO_SPILLS_UP_TO` spills in its hot loops.
+
+    It is made to who names no variant: a rung may be there to show what spills cost.
+    """
+    return row.head_dim <= NO_SPILLS_UP_TO and row.hot_spills > 0 and not _must_be_named(row)
+
+
+def _must_be_named(row: Row) -> bool:
+    variants = registry.get(row.backend).op("forward" if row.direction == "forward" else "backward").variants
+    return any(variant.name == row.variant and variant.only_named for variant in variants)
 
 
 # ---------------------------------------------------------------- kept

@@ -52,7 +52,7 @@ class Trial:
 
 
 def candidate_plans(backend_name: str, cell: Cell, arch: Arch, variants: Sequence[str] = ()) -> list[Plan | Trial]:
-    """A Plan per candidate config of each variant (of `variants`, or all), the rules' own choice among them.
+    """A Plan per candidate config of each variant (of `variants`, or all offered), the rules' own choice among them.
 
     A candidate that does not fit is a Trial with the reasons.
     """
@@ -61,7 +61,7 @@ def candidate_plans(backend_name: str, cell: Cell, arch: Arch, variants: Sequenc
     op = backend.op(direction)
     found: list[Plan | Trial] = []
     for variant in op.variants:
-        if variants and variant.name not in variants:
+        if variant.name not in (variants or [offered.name for offered in op.offered]):
             continue
         chosen = plan_variant(backend, variant, cell.problem, arch, direction=direction)
         if not isinstance(chosen, Plan):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import bench_ladder_fakes as ladders
 import pytest
 
 from bench import rule_page, rule_table
@@ -128,8 +129,8 @@ def test_every_rule_has_a_case_on_every_arch_that_it_names():
 def test_the_problem_of_a_case_is_one_that_its_rule_is_for(monkeypatch):
     """Rules of lengths and batches get a problem of such a length and batch; a rule nothing reaches is named."""
     backend = registry.get("cuda")
-    (variant,) = backend.forward.variants
-    sm90 = variant.rules[1].config
+    variant = backend.forward.offered[0]
+    sm90 = next(rule.config for rule in variant.rules if "sm90" in rule.arches)
     limits = ({"seq_max": 512}, {"batch_max": 2}, {"seq_min": 8192}, {}, {"head_dim_max": 64})
     rules = tuple(
         Rule(arches=("sm90",), config=replace(sm90, stages=stages), why="", **limit)
@@ -142,7 +143,51 @@ def test_the_problem_of_a_case_is_one_that_its_rule_is_for(monkeypatch):
     sizes = {case.plan.config.stages: (case.plan.problem.seq_q, case.plan.problem.batch) for case in found}
     assert sizes == {1: (512, 4), 2: (4096, 2), 3: (8192, 4), 4: (4096, 4)}
     (line,) = rule_table.dead_rules(("cuda",), ("forward",))
-    assert line.startswith("cuda forward split_q sm90: nothing chooses the rule tile_m=128")
+    assert line.startswith(f"cuda forward {variant.name} sm90: nothing chooses the rule tile_m=128")
+
+
+def test_a_rule_for_what_earlier_ones_leave_of_the_head_dims_is_not_dead(monkeypatch):
+    """Rules nested by their widest head_dim: the usual head_dims all go to the first."""
+    ladders.install(monkeypatch)
+    backend = registry.get("cutile")
+    rules = tuple(
+        Rule(arches=("sm90",), config=ladders.Tile(tile_m=tile, tile_n=16), why="a guess", head_dim_max=widest)
+        for tile, widest in ((64, 256), (32, 512), (16, 1024))
+    )
+    variant = replace(backend.forward.offered[0], rules=rules)
+    forward = replace(backend.forward, variants=(variant,))
+    monkeypatch.setattr(registry, "get", lambda name: replace(backend, forward=forward))
+    found = {(case.plan.config.tile_m, case.plan.problem.head_dim) for case in cases(("cutile",), ("forward",))}
+    assert found == {(64, 64), (64, 128), (64, 256), (32, 512), (16, 1024)}
+    assert rule_table.dead_rules(("cutile",), ("forward",)) == []
+
+
+def test_rungs_that_must_be_named_are_spanned_on_two_archs(monkeypatch):
+    """Of the offered every rule on every arch; of the others those that span the flags, whose rules are never dead."""
+    ladders.install(monkeypatch)
+    backend = registry.get("cutile")
+    rules = tuple(
+        Rule(arches=("sm80", "sm90", "sm120"), config=ladders.Tile(tile_m=16, tile_n=16, stages=stages), why="a guess")
+        for stages in (1, 2)  # nothing ever chooses the second
+    )
+    arches = ("cpu", "sm80", "sm90", "sm120")
+    variants = tuple(
+        replace(it, rules=rules, fits=ladders.variant("x").fits, capability=replace(it.capability, arches=arches))
+        for it in backend.forward.variants
+    )
+
+    def walked(spanning):
+        forward = replace(backend.forward, variants=variants, spanning=spanning)
+        monkeypatch.setattr(registry, "get", lambda name: replace(backend, forward=forward))
+        found = {}
+        for case in cases(("cutile",), ("forward",)):
+            found.setdefault(case.plan.variant, set()).add(case.plan.arch.name)
+        return found
+
+    everywhere, two = {"sm80", "sm90", "sm120"}, {"sm80", "sm90"}
+    assert walked(()) == {"full": everywhere, "pointer": everywhere, "math": two, "basic": two}
+    assert walked(("full", "basic")) == {"full": everywhere, "pointer": everywhere, "basic": two}
+    assert {line.split()[2] for line in rule_table.dead_rules(("cutile",), ("forward",))} == {"full", "pointer"}
 
 
 # ---------------------------------------------------------------- record
@@ -157,6 +202,12 @@ def row_of(case, **changes):
         digest=case.digest,
     )  # fmt: skip
     return replace(row, **changes)
+
+
+def best_cases(*arches):
+    """Of the variant that a caller of CUDA gets first."""
+    best = registry.get("cuda").forward.offered[0].name
+    return [case for case in cases(("cuda",), ("forward",), arches) if case.plan.variant == best]
 
 
 def fake_compile(case):
@@ -174,8 +225,9 @@ def compile_here(function, items, **_):
 @needs_cuobjdump
 def test_only_what_changed_is_compiled(tmp_path, monkeypatch):
     monkeypatch.setattr(rule_table, "run_isolated", compile_here)
+    monkeypatch.setattr(rule_table, "sources", lambda backend, direction: "those of today")
     path = tmp_path / "compiled" / "rules.json"
-    wanted = cases(("cuda",), ("forward",), ("sm80", "sm90"))
+    wanted = best_cases("sm80", "sm90")
     said = []
     assert rule_table.update(wanted, path, jobs=1, say=said.append, function=fake_compile) == []
     assert said[0] == f"{len(wanted)} cases, {len(wanted)} to compile"
@@ -191,21 +243,21 @@ def test_only_what_changed_is_compiled(tmp_path, monkeypatch):
     assert said[0] == f"{len(wanted)} cases, 1 to compile"
     assert load(path) == recorded
     (error,) = {line.rpartition("]: ")[2] for line in rule_table.update(
-        cases(("cuda",), ("forward",), ("sm86",)), path, jobs=1, say=said.append, function=fake_compile
+        best_cases("sm86"), path, jobs=1, say=said.append, function=fake_compile
     )}  # fmt: skip
     assert error == "RuntimeError: ptxas: out of luck"
     assert load(path) == recorded
 
 
 def test_another_compiler_is_a_reason_to_compile_but_no_fault():
-    wanted = cases(("cuda",), ("forward",), ("sm90",))
+    wanted = best_cases("sm90")
     rows = [row_of(case, compiler="nvidia-cuda-nvrtc 1.0") for case in wanted]
     assert outdated(wanted, rows) == wanted
     assert check(rows, wanted) == []
 
 
 def test_the_check_finds_what_is_wrong():
-    wanted = cases(("cuda",), ("forward",), ("sm90",))
+    wanted = best_cases("sm90")
     good = {case.key: row_of(case) for case in wanted}
     assert check(list(good.values()), wanted) == []
     small = next(case for case in wanted if case.plan.problem.head_dim == 128)
@@ -216,18 +268,27 @@ def test_the_check_finds_what_is_wrong():
 
     assert found(large, hot_spills=9) == []  # beyond D=128 a rule may spill
     (line,) = found(small, hot_spills=9)
-    assert line.startswith("9 spills in its hot loops: cuda forward split_q sm90 D=128 full [")
+    where = f"cuda forward {small.plan.variant} sm90 D=128 {small.key[5]} ["
+    assert line.startswith(f"9 spills in its hot loops: {where}")
     (line,) = found(small, blocks=0, limiter="smem")
     assert line.startswith("not one block fits an SM (smem): ")
     (line,) = found(small, digest="older")
-    assert line.startswith("not on record, or of other sources: cuda forward split_q sm90 D=128 full [")
+    assert line.startswith(f"not on record, or of other sources: {where}")
     missing, gone = found(small, config="tile_m=1 tile_n=1")
     assert missing.startswith("not on record")
     assert gone.startswith("on record, but no rule has it: ")
 
 
+def test_a_rung_that_must_be_named_may_spill(monkeypatch):
+    ladders.install(monkeypatch)
+    narrow = [case for case in cases(("cutile",), ("forward",)) if case.plan.problem.head_dim == 64]
+    accused = {case.plan.variant for case in narrow if check([row_of(case, hot_spills=9)], [case])}
+    assert {case.plan.variant for case in narrow} == {"full", "pointer", "math", "basic"}
+    assert accused == {"full", "pointer"}
+
+
 def test_a_change_of_kernel_or_config_is_seen(monkeypatch):
-    (case,) = cases(("cuda",), ("forward",), ("sm90",))[:1]
+    (case,) = best_cases("sm90")[:1]
     config = case.plan.config
     changed = replace(case, plan=replace(case.plan, config=replace(config, stages=config.stages + 1)))
     assert changed.digest != case.digest
@@ -239,20 +300,31 @@ def test_sources_are_those_of_the_direction(tmp_path, monkeypatch):
     monkeypatch.setattr(rule_table, "ROOT", tmp_path)
     folder = tmp_path / "multiattn" / "cuda"
     (folder / "emulation").mkdir(parents=True)
+    include = '#include "multiattn/mask.cuh"\n'
 
     def digests(name, text):
         (folder / name).write_text(text)
         return rule_table.sources("cuda", "forward"), rule_table.sources("cuda", "backward")
 
-    before = digests("forward.cuh", "a")
-    after = digests("forward.cuh", "b")
-    assert after[0] != before[0]
-    assert after[1] == before[1]
-    shared = digests("mask.cuh", "a")
-    assert shared[0] != after[0]
-    assert shared[1] != after[1]
-    for name in ("configs.py", "emulation/block.h"):  # rules count by their configs, and no cubin is made of the CPU's
-        assert digests(name, "a") == shared
+    digests("backward_keys.cuh", include)
+    digests("launches.py", "from multiattn.cuda import axes\nfrom multiattn.cuda.source import Kernel\n")
+    before = digests("forward.cuh", f'{include}#include "forward_traits.cuh"\n')
+    for name in ("forward.cuh", "forward_traits.cuh", "axes.py"):  # the axes are the forward's, whoever imports them
+        after = digests(name, f"{include}int more;" if name.endswith("cuh") else "MORE = 1")
+        assert after[0] != before[0]
+        assert after[1] == before[1]
+        before = after
+    for name in ("mask.cuh", "source.py"):  # both reach them
+        after = digests(name, "")
+        assert after[0] != before[0]
+        assert after[1] != before[1]
+        before = after
+    after = digests("backward_keys.cuh", f"{include}int more;")
+    assert after[0] == before[0]
+    assert after[1] != before[1]
+    # rules count by their configs, no cubin is made of the CPU's side, and nothing reaches the drawing of a layout
+    for name in ("configs.py", "emulation/block.h", "layout_svg.py"):
+        assert digests(name, "") == after
 
 
 def test_a_record_that_is_not_ours_says_so(tmp_path):
@@ -263,7 +335,7 @@ def test_a_record_that_is_not_ours_says_so(tmp_path):
 
 
 def test_the_page_merges_what_is_the_same():
-    wanted = cases(("cuda",), ("forward",), ("sm100", "sm103"))
+    wanted = best_cases("sm100", "sm103")
     text = rule_page.page([row_of(case, hot_spills=case.plan.problem.head_dim // 128) for case in wanted])
     lines = [line for line in text.splitlines() if "sm100" in line]
     assert len(lines) == 3  # one a head_dim: both masks, both archs
