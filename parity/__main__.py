@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         "--variants",
         choices=VARIANTS,
         default="best",
-        help="of each backend: the best for each case (default), in turns, each case on all that span it, or on every one",
+        help="of each backend: the best for each case (default), in turns, each case on all that span it, or on every",
     )
     parser.add_argument(
         "--direction",

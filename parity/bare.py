@@ -16,7 +16,7 @@ import torch
 import multiattn
 from multiattn import backend as registry
 from multiattn.arch import detect
-from multiattn.backend import BACKENDS, Plan, plan_variant
+from multiattn.backend import BACKENDS, Plan, find_variant, plan_variant
 from multiattn.problem import Problem
 from parity.cases import Case, Layout
 
@@ -24,29 +24,40 @@ WATCHED = (
     Case(name="ragged", why="ragged tiles of queries and keys; padded head_dim", head_dim=72, causal=True),
     Case(name="gqa", why="heads that share keys; rows that see no key", heads_q=4, seq_q=203, seq_kv=113, causal=True),
     Case(name="wide", why="the tiles of D=128, whole and ragged", seq_q=256, seq_kv=300, head_dim=128, dtype="fp16"),
+    Case(name="sliced", why="head_dim in slices, the last one not whole", head_dim=328, causal=True),
     Case(name="unaligned", why="element loads", head_dim=40, layout=Layout(row_pad=1)),
 )
 
 
 def launch_all(backend: str, device: torch.device) -> list[str]:
-    """Launch every variant of both directions on every watched case; a line for each that ran."""
+    """Launch the variants of both directions that span a backend on every watched case; a line for each that ran."""
     lines = []
+    registered = registry.get(backend)
     for case in WATCHED:
         q, k, v = (_draw(case, queries=queries, device=device) for queries in (True, False, False))
         problem = Problem.of(q, k, v, causal=case.causal)
-        out, lse = multiattn.fmha(q, k, v, causal=case.causal, backend=backend, return_lse=True)
-        dout, dlse = torch.ones_like(out), torch.ones_like(lse)
-        for variant in registry.get(backend).forward.variants:
-            plan = plan_variant(registry.get(backend), variant, problem, detect(device))
+        op = registered.forward
+        for name in op.spanning or [variant.name for variant in op.variants]:
+            plan = plan_variant(registered, find_variant(registered, name), problem, detect(device))
             if isinstance(plan, Plan):
-                multiattn.fmha(q, k, v, causal=case.causal, backend=backend, variant=variant.name)
+                multiattn.fmha(q, k, v, causal=case.causal, backend=backend, variant=name)
                 lines.append(f"{case} {plan}")
-        for variant in registry.get(backend).backward.variants:
-            plan = plan_variant(registry.get(backend), variant, problem, detect(device), direction="backward")
-            if isinstance(plan, Plan):
-                options = {"causal": case.causal, "backend": backend, "variant": variant.name}
-                multiattn.fmha_backward(q, k, v, out, lse, dout, dlse=dlse, **options)  # type: ignore[arg-type]
-                lines.append(f"{case} {plan}")
+        if not case.no_backward:
+            lines += _launch_backwards(case, backend, q, k, v)
+    return lines
+
+
+def _launch_backwards(case: Case, backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[str]:
+    lines = []
+    registered, problem = registry.get(backend), Problem.of(q, k, v, causal=case.causal)
+    out, lse = multiattn.fmha(q, k, v, causal=case.causal, backend=backend, return_lse=True)
+    dout, dlse = torch.ones_like(out), torch.ones_like(lse)
+    for variant in registered.backward.variants:
+        plan = plan_variant(registered, variant, problem, detect(q.device), direction="backward")
+        if isinstance(plan, Plan):
+            options = {"causal": case.causal, "backend": backend, "variant": variant.name}
+            multiattn.fmha_backward(q, k, v, out, lse, dout, dlse=dlse, **options)  # type: ignore[arg-type]
+            lines.append(f"{case} {plan}")
     return lines
 
 
