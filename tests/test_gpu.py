@@ -18,7 +18,8 @@ def qkv(device="cuda", seq=300, head_dim=64, dtype=torch.bfloat16):
 
 
 def variants(backend):
-    return [variant.name for variant in registry.get(backend).forward.variants]
+    op = registry.get(backend).forward
+    return list(op.spanning) or [variant.name for variant in op.variants]
 
 
 BACKEND_VARIANTS = [(backend, variant) for backend in multiattn.BACKENDS for variant in variants(backend)]

@@ -56,7 +56,8 @@ struct Choice<false, First, Second> {
 template <class Element, int HEAD_DIM_, class A, class S>
 struct Legality {
   static constexpr bool SPLIT_KV = A::WARPS == Warps::SPLIT_KV, SLICED = A::TILING != Tiling::NONE;
-  static constexpr bool HEAD_DIM = HEAD_DIM_ % 8 == 0 && HEAD_DIM_ <= (SPLIT_KV && SLICED ? 1024 : 256);
+  static constexpr int WIDEST = !(SPLIT_KV && SLICED) ? 256 : IS_FP32<typename A::Sum> ? 1024 : 512;
+  static constexpr bool HEAD_DIM = HEAD_DIM_ % 8 == 0 && HEAD_DIM_ <= WIDEST;
   static constexpr bool WARPS = S::WARPS == 2 || S::WARPS == 4 || S::WARPS == 8 || S::WARPS == 16;
   static constexpr bool COLUMNS = SPLIT_KV == (S::COLUMN_WARPS > 1) && S::WARPS % S::COLUMN_WARPS == 0;
   static constexpr int ROW_UNIT = COLUMNS ? 16 * S::WARPS / S::COLUMN_WARPS : 16, KEY_UNIT = 16 * S::COLUMN_WARPS;
@@ -148,7 +149,7 @@ struct ForwardTraits : Axes_, Shape_ {
   static DEVICE uint32 address_thread() { return CROWDED ? recomputed(thread_index()) : thread_index(); }
 
   using Legal = Legality<Element, HEAD_DIM, A, S>;
-  static_assert(Legal::HEAD_DIM, "head_dim: a multiple of 8 up to 1024; above 256 only split_kv with tiling");
+  static_assert(Legal::HEAD_DIM, "head_dim: multiples of 8 up to 1024; above 256 split_kv with tiling, above 512 fp32");
   static_assert(Legal::WARPS, "warps: 2, 4, 8, 16");
   static_assert(Legal::COLUMNS, "column_warps: 1 with split_q; with split_kv a divisor of warps from 2 on");
   static_assert(Legal::ROWS, "tile_m: 16 rows a warp");
