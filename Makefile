@@ -28,6 +28,7 @@ lint: setup
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q
 	$(BIN)/python -m bench readme --check
+	$(BIN)/python -m bench ladder --docs --check
 	$(BIN)/python -m bench rules --check
 
 # Everything that make test runs, and what takes too long for every change: each point of the ladders.

@@ -15,6 +15,7 @@ from bench.environment import ROOT
 from bench.errors import InputError
 from bench.ladder_facts import Record
 from bench.ladder_list import Listing, axes_table, listings, points_table, refused_table
+from bench.ladder_points import climb_tables, neighbour_tables, sram_table
 from bench.ladder_rungs import LISTED, SHAPES
 from bench.ladder_tables import (
     MODES,
@@ -39,7 +40,8 @@ def ladder_blocks(rows: Sequence[Row], records: Sequence[Record]) -> dict[str, s
     """Every block by its name, as Markdown, from rows that were timed and records that were compiled.
 
     Of a backend with a chain: NAME_rungs, NAME_summary, NAME_steps, NAME_impact, NAME_configs, NAME_compiled,
-    NAME_provenance. Of a list of points: NAME_axes, NAME_points, NAME_refused, NAME_provenance.
+    NAME_provenance. Of a list of points: NAME_axes, NAME_sram, NAME_climbs, NAME_neighbours, NAME_points, NAME_refused,
+    NAME_provenance.
     """
     blocks: dict[str, str] = {}
     for backend in SHAPES:
@@ -71,6 +73,9 @@ def _list_blocks(rows: Sequence[Row], records: Sequence[Record], backend: str) -
     refused = [table for table in map(refused_table, found) if table.rows]
     return {
         "axes": markdown([axes_table(backend)], titled=False),
+        "sram": markdown([sram_table()], titled=False),
+        "climbs": _timed([table for it in found for table in climb_tables(it)], backend),
+        "neighbours": _timed([table for it in found for table in neighbour_tables(it)], backend),
         "points": markdown([points_table(it) for it in found]) or nothing,
         "refused": markdown(refused) or ("Every point runs." if found else nothing),
         "provenance": _origin([row for it in found for row in it.rows.values()], backend),

@@ -54,6 +54,11 @@ class Listing:
         row = self.rows.get(contender)
         return row.measured if row is not None else None
 
+    @property
+    def is_profiled(self) -> bool:
+        """Whether ncu has counted conflicts of some."""
+        return any(record.profiled.count is not None for record in self.records.values())
+
     def refusal(self, variant: str) -> str:
         """Why a variant has neither time nor kernel: reasons or an error; empty for one that has."""
         row, record = self.row(variant), self.records.get(variant)
@@ -121,29 +126,37 @@ def listing_tables(listing: Listing) -> list[Table]:
 def points_table(listing: Listing) -> Table:
     """A line per variant that runs: time and gains where it was timed, what it compiled to where that is known."""
     reference = baseline(listing.cell.head_dim)
-    is_timed = bool(listing.rows)
-    timed = ("ms", "TFLOPS", "over parent", "over SDPA") if is_timed else ()
-    profiled = any(record.profiled.count is not None for record in listing.records.values())
-    facts = ("smem", "registers", "spills", "warps", "conflicts", *(["conflicts, ncu"] if profiled else []), "config")
     rows: list[tuple[str, ...]] = []
+    header = points_header(listing)
     peer = listing.measured(reference)
     if peer is not None:
-        rows.append((reference, f"{peer.time_ms:.3f}", rate(peer), "-", ratio(1.0), *[_NO_COLUMN] * len(facts)))
-    for variant in listing.variants:
-        if not listing.refusal(variant.name):
-            times = _times(listing, variant, reference) if is_timed else ()
-            rows.append((variant.name, *times, *_facts(listing.records.get(variant.name), profiled)))
+        times = (reference, f"{peer.time_ms:.3f}", rate(peer), "-", ratio(1.0))
+        rows.append((*times, *[_NO_COLUMN] * (len(header) - len(times))))
+    rows += [point_line(listing, variant) for variant in listing.variants if not listing.refusal(variant.name)]
     note = (
         f"Each with the config of its own rule; over parent in % of its speed, SDPA is {reference}. "
-        if is_timed
+        if listing.rows
         else "Nothing here was timed. "
     )
     return Table(
         title=f"Points: {listing.title}",
         note=note + _facts_note(listing.records.values()),
-        header=("variant", *timed, *facts),
+        header=header,
         rows=tuple(rows),
     )
+
+
+def points_header(listing: Listing) -> tuple[str, ...]:
+    """What `point_line` tells of a variant."""
+    timed = ("ms", "TFLOPS", "over parent", "over SDPA") if listing.rows else ()
+    profiled = ("conflicts, ncu",) if listing.is_profiled else ()
+    return ("variant", *timed, "smem", "registers", "spills", "warps", "conflicts", *profiled, "config")
+
+
+def point_line(listing: Listing, variant: Variant) -> tuple[str, ...]:
+    """A variant that runs."""
+    times = _times(listing, variant, baseline(listing.cell.head_dim)) if listing.rows else ()
+    return (variant.name, *times, *_facts(listing.records.get(variant.name), listing.is_profiled))
 
 
 def _times(listing: Listing, variant: Variant, reference: str) -> tuple[str, ...]:

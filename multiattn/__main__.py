@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 import platform
 import sys
@@ -157,12 +156,13 @@ def compile_kernels(options: argparse.Namespace) -> int:
 
 def layout(options: argparse.Namespace) -> int:
     """Which banks a tile of the CUDA kernels falls in, and what collides; 2 for a tile that there cannot be."""
-    # On demand, as a backend is: no other command needs it.
-    model = importlib.import_module("multiattn.cuda.layout")
+    from multiattn.cuda import layout as model
+    from multiattn.cuda import layout_svg
+
     try:
         tile = model.Tile.parse(options.tile, options.swizzle)
         if options.svg is not None:
-            options.svg.write_text(importlib.import_module("multiattn.cuda.layout_svg").draw(tile))
+            options.svg.write_text(layout_svg.draw(tile))
     except (ValueError, OSError) as error:
         print(f"python -m multiattn layout: {error}", file=sys.stderr)
         return 2

@@ -33,7 +33,7 @@ ALLOWED = {
     },
     "api": {"problem", "arch", "support", "backend", "toolchain", "planning", "launching", "autograd"},
     "__init__": {"problem", "support", "backend", "reference", "launching", "api"},
-    "__main__": {"problem", "arch", "support", "backend"},
+    "__main__": {"problem", "arch", "support", "backend", "cuda"},  # cuda: the layout command
 }
 LANGUAGES = ("triton", "cuda", "nvidia", "torch.utils.cpp_extension")
 

@@ -117,7 +117,9 @@ def registers_at_least(axes: Axes, config: CudaConfig, problem: Problem) -> int:
 def why_not(axes: Axes, problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
     """Every reason why `config` cannot run `problem` on `arch` at a point of the axes."""
     assert isinstance(config, CudaConfig)
-    if wrong := [*why_illegal(axes, problem), *_wrong_shape(axes, config)]:
+    if illegal := why_illegal(axes, problem):
+        return illegal  # whatever the config
+    if wrong := _wrong_shape(axes, config):
         return tuple(wrong)
     reasons = _wrong_place(axes, config)
     pieces = Pieces.of(axes, config, problem)

@@ -213,7 +213,16 @@ _TABLES: dict[tuple[str, str, str], tuple[Rule[CudaConfig], ...]] = {
 }
 
 
+_ILLEGAL = (
+    Rule(
+        arches=(*_CPU, *_GPUS),
+        head_dim_max=1024,
+        config=CudaConfig(tile_m=64, tile_n=64, warps=4, stages=1),
+        why="none: no config makes this point legal, as its `fits` says",
+    ),
+)
+
+
 def rules_of(axes: Axes) -> tuple[Rule[CudaConfig], ...]:
-    """The rules of a point; swizzle and accumulator change none. An illegal point has those of its parent."""
-    table = _TABLES.get((axes.warps, axes.share, axes.tiling))
-    return table if table is not None else _TABLES[axes.warps, axes.share, "none"]
+    """The rules of a point; swizzle and accumulator change none."""
+    return _TABLES.get((axes.warps, axes.share, axes.tiling), _ILLEGAL)
