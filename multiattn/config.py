@@ -5,6 +5,7 @@ A rule carries its evidence. There is no catch-all row: an arch without a rule i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Generic, TypeVar
@@ -69,6 +70,21 @@ class Rule(Generic[C]):
         if self.only_named and not named:  # last: its evidence is told only where it would be the rule
             return f"for a caller who names the variant ({self.why})"
         return None
+
+    def covers(self, other: Rule[C]) -> bool:
+        """Whether it applies wherever `other` does, so that `other` after it would never be chosen."""
+        longest, theirs = (rule.seq_max if rule.seq_max is not None else sys.maxsize for rule in (self, other))
+        return (
+            set(other.arches) <= set(self.arches)
+            and self.head_dim_min <= other.head_dim_min
+            and other.head_dim_max <= self.head_dim_max
+            and self.causal in (None, other.causal)
+            and self.seq_min <= other.seq_min
+            and theirs <= longest
+            and self.batch_max in (None, other.batch_max)
+            and self.smem_min <= other.smem_min
+            and not self.only_named
+        )
 
     def __str__(self) -> str:
         return f"{self.config}: {self.why}"

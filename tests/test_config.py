@@ -68,3 +68,16 @@ def test_no_rule_is_none_with_all_that_were_passed_over():
         None,
         ("rule tile_m=64 tile_n=64: for batches of up to 1", "rule tile_m=64 tile_n=64: for lengths in 0..1"),
     )
+
+
+def test_a_rule_covers_what_it_would_shadow():
+    rule = Rule(arches=("sm90", "sm80"), config=Config(tile_m=64, tile_n=64), why="x", head_dim_max=128)
+    narrower = replace(rule, arches=("sm90",), head_dim_min=65, causal=True, seq_min=100, seq_max=200, batch_max=4)
+    assert rule.covers(rule)
+    assert rule.covers(narrower)
+    for change in (
+        {"arches": ("sm100",)}, {"head_dim_max": 256}, {"head_dim_min": 1}, {"causal": None}, {"seq_max": None},
+        {"seq_min": 0}, {"batch_max": None},
+    ):  # fmt: skip
+        assert not narrower.covers(replace(narrower, **change))
+    assert not replace(rule, only_named=True).covers(rule)

@@ -12,7 +12,7 @@ import multiattn
 from multiattn import Plan, Problem
 from multiattn.arch import ARCHS, by_name
 from multiattn.backend import find_variant, get, ladder, make_plan, plan_variant
-from multiattn.config import Rule
+from multiattn.config import Rule, select
 from multiattn.cutile import configs as cutile_configs
 from multiattn.cutile import steps as cutile_steps
 from multiattn.triton import configs as triton_configs
@@ -173,7 +173,8 @@ def test_what_is_planned_is_what_runs(language, name):
             plan = make_plan(backend, problem, by_name(arch), variant=name, probe=False)
             assert step.limit(plan.config) == plan.config
             best = make_plan(backend, problem, by_name(arch), variant=top, probe=False).config
-            assert plan.config == step.limit(best)
+            own, _ = select(CONFIGS[language].OWN_RULES.get(name, ()), problem, by_name(arch))
+            assert plan.config == (own.config if own is not None else step.limit(best))
             if best != plan.config:
                 refused = plan_variant(backend, variant, problem, by_name(arch), best)
                 assert "in this variant" in refused[0].allowed

@@ -163,7 +163,9 @@ def rules_of(name: str) -> tuple[Rule[CutileConfig], ...]:
         return own
     step = STEPS[name].step
     inherited = (
-        replace(rule, config=step.limit(rule.config), why=f"a guess, as full: {rule.why}") for rule in FULL_RULES
+        replace(rule, config=step.limit(rule.config), why=f"a guess, as full: {rule.why}")
+        for rule in FULL_RULES
+        if not any(mine.covers(rule) for mine in own)
     )
     return (*own, *inherited)
 

@@ -299,6 +299,8 @@ def rules_of(name: str) -> tuple[Rule[TritonConfig], ...]:
     if name == top:
         return own
     inherited = (
-        replace(rule, config=step.limit(rule.config), why=f"a guess, as {top}: {rule.why}") for rule in OWN_RULES[top]
+        replace(rule, config=step.limit(rule.config), why=f"a guess, as {top}: {rule.why}")
+        for rule in OWN_RULES[top]
+        if not any(mine.covers(rule) for mine in own)
     )
     return (*own, *inherited)
