@@ -259,8 +259,12 @@ POINTER_RULES: tuple[Rule[TritonConfig], ...] = (
         tile_m=128, tile_n=32, num_warps=4, num_stages=3,
     ),
     *_rules(
-        LARGE, (65, 128), "a guess; compiled: 4 warps and 128 rows spill 480 bytes, and 3 stages when causal",
-        tile_m=64, tile_n=64, num_warps=4, num_stages=2,
+        LARGE, (65, 128), "a guess; compiled: 4 warps and 128 rows spill 480 bytes",
+        tile_m=64, tile_n=64, num_warps=4, num_stages=2, masks=_FULL,
+    ),
+    *_rules(
+        LARGE, (65, 128), "a guess; compiled: 64x64 spills in the loops when causal",
+        tile_m=64, tile_n=32, num_warps=4, num_stages=3, masks=_CAUSAL,
     ),
     *_rules(
         LARGE, (129, 256), "a guess: 8 warps share the accumulator",
