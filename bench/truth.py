@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -35,15 +35,29 @@ def truth_of(cell: Cell, tensors: Tensors, *, last_entry: bool = False) -> Truth
     else:
         q, k, v = tensors
     truths: dict[str, Expected] = {}
+    in_halves: Callable[[], Expected] | None = None
     if cell.direction != "bwd":
         forward = Truth.of(q, k, v, causal=cell.causal, scale=None)
         truths |= {"out": forward.out, "lse": forward.lse}
-        if cell.dtype == "fp16":
-            truths |= {IN_HALVES: forward.lse_in_halves()}
+        in_halves = forward.lse_in_halves
     if dout is not None:
         backward = GradTruth.of(q, k, v, dout, causal=cell.causal, scale=None)
         truths |= {"dq": backward.dq, "dk": backward.dk, "dv": backward.dv}
-    return truths
+    return _Truths(truths, in_halves)
+
+
+class _Truths(dict[str, Expected]):
+    """What is asked for by few, `IN_HALVES`, is computed when it is asked for."""
+
+    def __init__(self, truths: Truths, in_halves: Callable[[], Expected] | None) -> None:
+        super().__init__(truths)
+        self._in_halves = in_halves
+
+    def __missing__(self, name: str) -> Expected:
+        if name != IN_HALVES or self._in_halves is None:
+            raise KeyError(name)
+        self[name] = self._in_halves()
+        return self[name]
 
 
 def check(results: Results, truths: Truths, who: object, *, strict: bool = True) -> float:

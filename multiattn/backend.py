@@ -154,7 +154,9 @@ class Op(Generic[L]):
 
     variants: tuple[Variant, ...]
     spanning: tuple[str, ...] = ()
-    """Names of variants that have between them every value of every flag: what is run where all take too long.
+    """Names of variants that keep the contract and have between them every value of each flag that does.
+
+    What is run where all take too long.
 
     Empty: all of them.
     """

@@ -28,7 +28,7 @@ on_cpu = pytest.mark.skipif(bool(probe_host()), reason="; ".join(map(str, probe_
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 POINTS = tuple(cross_product())
-LEGAL = tuple(axes for axes in POINTS if axes.share != "qkv" or axes.tiling == "none")
+LEGAL = tuple(axes for axes in POINTS if axes.is_legal)
 
 
 # ---------------------------------------------------------------- the axes as data
@@ -67,7 +67,7 @@ def test_every_legal_point_has_a_config_for_every_head_dim_or_says_what_is_missi
         problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=head_dim, dtype="fp16")
         plan = plan_variant(BACKEND, find_variant(BACKEND, axes.name), problem, ARCHS[arch])
         if axes not in LEGAL:
-            assert {reason.code for reason in plan} == {"variant" if head_dim <= axes.head_dim_max else "head_dim"}
+            assert {reason.code for reason in plan} == {"variant"}
         elif head_dim > axes.head_dim_max:
             assert {reason.code for reason in plan} == {"head_dim"}
         elif axes.tiling == "qk" and head_dim > 512 and ARCHS[arch].smem_per_block < 128 << 10:
@@ -86,14 +86,19 @@ def test_wide_heads_run_without_naming_a_variant_forward_only():
         fmha(q, q, q, backend="triton")
 
 
-def test_an_illegal_point_says_what_does_not_go_together():
-    problem = Problem.contiguous(batch=1, heads_q=2, seq_q=100, head_dim=64, dtype="bf16")
+@pytest.mark.parametrize("head_dim", [64, 512])
+def test_an_illegal_point_says_what_does_not_go_together(head_dim):
+    problem = Problem.contiguous(batch=1, heads_q=2, seq_q=100, head_dim=head_dim, dtype="fp16")
     with pytest.raises(Unsupported) as caught:
         make_plan(BACKEND, problem, CPU, variant="split_q+share_qkv+tiling_qk+acc_fp16")
-    assert [(reason.code, reason.got) for reason in caught.value.reasons] == [
-        ("variant", "share_qkv with tiling_qk"),
-        ("dtype", "bf16"),
-    ]
+    assert [(reason.code, reason.got) for reason in caught.value.reasons] == [("variant", "share_qkv with tiling_qk")]
+
+
+def test_sums_in_fp16_are_for_fp16_and_heads_that_hold_their_budget():
+    for dtype, head_dim, code in (("bf16", 64, "dtype"), ("fp16", 520, "head_dim"), ("fp16", 512, None)):
+        problem = Problem.contiguous(batch=1, heads_q=2, seq_q=100, head_dim=head_dim, dtype=dtype)
+        plan = plan_variant(BACKEND, find_variant(BACKEND, f"{WIDE}+acc_fp16"), problem, CPU)
+        assert isinstance(plan, Plan) if code is None else [reason.code for reason in plan] == [code]
 
 
 def test_a_name_that_no_point_has_is_told_what_is_near():
@@ -159,7 +164,7 @@ def _is_legal(axes: Axes, config: CudaConfig, dtype: str, head_dim: int) -> bool
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=head_dim, dtype=dtype)
     reasons = why_not(axes, problem, CPU, config)
     counted = [reason for reason in reasons if "registers for scores" in reason.got]
-    return head_dim <= axes.head_dim_max and len(reasons) == len(counted)
+    return head_dim <= axes.head_dim_max and dtype in axes.dtypes and len(reasons) == len(counted)
 
 
 @on_cpu
@@ -183,7 +188,7 @@ def test_a_kernel_of_an_illegal_point_does_not_compile(changed, message):
     config = replace(config, **{name: changed[name] for name in ("tile_m", "tile_n") if name in changed})
     head_dim = changed.get("head_dim", 64)
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=head_dim, dtype="bf16")
-    assert why_not(axes, problem, CPU, config)
+    assert why_not(axes, problem, CPU, config) or problem.dtype not in axes.dtypes
     traits = forward_traits(axes, config, problem)
     source = f'#include "forward_traits.cuh"\ntemplate struct {traits.name};\n'
     includes = [f"-I{directory}" for directory in HOST_INCLUDES]
@@ -213,7 +218,9 @@ def test_shared_memory_is_what_the_ladder_promises():
 # ---------------------------------------------------------------- points, run
 
 
-def run_point(name, *, head_dim=64, dtype="fp16", causal=False, seq_q=37, seq_kv=101, scale=None, values=None):
+def run_point(
+    name, *, head_dim=64, dtype="fp16", causal=False, seq_q=37, seq_kv=101, scale=None, values=None, config=None
+):
     """A point's kernel, emulated, on one problem of two heads that share a key head; judged as parity judges."""
     generator = torch.Generator().manual_seed(head_dim)
 
@@ -225,7 +232,7 @@ def run_point(name, *, head_dim=64, dtype="fp16", causal=False, seq_q=37, seq_kv
         v[:, :, seq_kv // 2] = torch.nan
         v[:, :, seq_kv // 3, 5] = torch.inf
     problem = Problem.of(q, k, v, causal=causal, scale=scale)
-    plan = make_plan(BACKEND, problem, CPU, variant=name)
+    plan = make_plan(BACKEND, problem, CPU, variant=name, config=config)
     out = torch.full_like(q, torch.nan)
     lse = torch.full(q.shape[:3], torch.nan)
     launcher = CpuLauncher(plan)
@@ -270,6 +277,38 @@ def test_every_point_computes_attention(axes, problem):
 def test_a_wide_head(name, head_dim, dtype):
     counters = run_point(name, head_dim=head_dim, dtype=dtype, causal=True, scale=-0.04, values="nan_v")
     assert counters.bank_conflicts == 0
+
+
+def shape(tile_m, tile_n, warps, columns, stages, place="shared", dim_slice=64, key_slice=16):
+    return CudaConfig(
+        tile_m=tile_m, tile_n=tile_n, warps=warps, column_warps=columns, stages=stages, dim_slice=dim_slice,
+        key_slice=key_slice, q_in_registers=place == "registers", q_streamed=place == "streamed",
+    )  # fmt: skip
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("name", "config", "head_dim"),
+    [
+        # K and V joint, and weights exchanged: a barrier of its own
+        ("split_kv+swizzle_qkv", shape(32, 32, 4, 2, 2), 72),
+        ("split_kv+swizzle_qkv", shape(32, 64, 4, 4, 4, "registers"), 64),
+        # a shared ring that is ahead
+        ("split_q+share_kv+swizzle_qkv", shape(64, 32, 4, 1, 3), 72),
+        ("split_q+share_qkv+swizzle_qkv", shape(64, 32, 4, 1, 2, "registers"), 64),
+        # slices with nothing ahead, and far ahead
+        ("split_kv+tiling_qk+swizzle_qkv", shape(32, 64, 8, 4, 1, "streamed"), 264),
+        ("split_kv+tiling_qk+swizzle_qkv", shape(32, 64, 8, 4, 4, "streamed"), 264),
+        ("split_q+share_kv+tiling_qkv+swizzle_qkv", shape(64, 32, 4, 1, 4), 136),
+        # what D up to 512 and up to 1024 run on the H200
+        (WIDE.name, shape(64, 256, 8, 4, 2, "shared", 128, 64), 328),
+        (WIDE.name, shape(32, 256, 8, 8, 2, "shared", 128, 32), 1000),
+    ],
+    ids=str,
+)
+def test_configs_that_no_rule_of_the_cpu_has(name, config, head_dim):
+    problem = {"causal": True, "seq_q": 113, "seq_kv": 150, "scale": -0.1, "values": "nan_v"}
+    assert run_point(name, config=config, head_dim=head_dim, **problem).bank_conflicts == 0
 
 
 @on_cpu

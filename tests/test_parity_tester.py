@@ -8,11 +8,21 @@ import pytest
 import torch
 
 from multiattn import Problem, reference
+from multiattn.backend import BACKENDS, get
 from parity import tolerance
-from parity.cases import CASES, Case, Layout, suite
+from parity.cases import BACKWARD_HEAD_DIM_MAX, CASES, Case, Layout, suite
 from parity.launch import prepare_case
 from parity.tensors import GUARD, POISON, Inputs, Outputs, poisoned
-from parity.tolerance import Budget, Expected, Mismatch, Truth, deviate, probe_rounding, reference_in_chunks
+from parity.tolerance import (
+    Budget,
+    Expected,
+    Mismatch,
+    Truth,
+    deviate,
+    probe_rounding,
+    reference_in_chunks,
+    truncation,
+)
 
 CPU = torch.device("cpu")
 CPU_CASES = suite(CPU)
@@ -427,3 +437,41 @@ def test_inputs_on_which_naive_overflows_cannot_be_judged():
     q = torch.full((1, 1, 4, 64), 200.0, dtype=torch.float16)
     with pytest.raises(ValueError, match="no tolerance can be derived"):
         Truth.of(q, q, q, causal=False, scale=None)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("head_dim", "seq"), [(64, 2048), (256, 300)])
+def test_an_lse_of_sums_in_fp16_is_held_to_what_they_lose(head_dim, seq, causal):
+    """Not to more: a scale off by 1 % fails, as for every lse; and by half a percent."""
+    generator = torch.Generator().manual_seed(seq)
+    q, k, v = (torch.randn(1, 2, seq, head_dim, generator=generator).half() for _ in range(3))
+    truth = Truth.of(q, k, v, causal=causal, scale=None)
+    expected = truth.lse_in_halves()
+    one_rounding = torch.randn(truth.lse.truth.shape, generator=generator) * 1e-5
+    expected.check(truth.lse.truth.float() + one_rounding, "a plan")
+    with pytest.raises(Mismatch):
+        truth.lse.check(truth.lse.truth.float() + one_rounding, "a plan")
+    for off in (1.01, 0.995):
+        scale = off / math.sqrt(head_dim)
+        _, lse = reference(q, k, v, causal=causal, scale=scale)
+        with pytest.raises(Mismatch):
+            expected.check(lse, "a plan")
+
+
+def test_the_chunks_of_an_lse_of_sums_in_fp16_fit(monkeypatch):
+    q, k = torch.randn(2, 4, 33, 40).half(), torch.randn(2, 2, 50, 40).half()
+    problem = Problem.of(q, k, k, causal=True)
+    whole = tolerance.lse_of_sums_in_halves(q, k, problem)
+    monkeypatch.setattr(tolerance, "CHUNK", 2 * 4 * 50 * 7)
+    assert torch.equal(tolerance.lse_of_sums_in_halves(q, k, problem), whole)
+
+
+def test_no_backend_has_a_backward_for_heads_that_cases_leave_out():
+    variants = (variant for name in BACKENDS for variant in get(name).backward.variants)
+    assert max(variant.capability.head_dim_max for variant in variants) == BACKWARD_HEAD_DIM_MAX
+
+
+def test_what_a_score_loses_on_a_tensor_core_is_part_of_the_budget_of_lse():
+    q, v = torch.randn(1, 1, 16, 1024).half(), torch.randn(1, 1, 16, 1024).half()
+    lse = Truth.of(q, q, v, causal=False, scale=None).lse
+    assert lse.budget.max >= truncation(lse.truth, 1024) > 0

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from multiattn.problem import Problem
 from multiattn.support import Reason
 
 WARPS = ("split_kv", "split_q")
@@ -18,6 +17,10 @@ SHARE = ("none", "kv", "qkv")
 TILING = ("none", "qk", "qkv")
 SWIZZLE = ("", "q", "k", "v", "qk", "qv", "kv", "qkv")
 ACCUMULATOR = ("fp32", "fp16")
+
+_WARPS = {"split_kv": "warps share keys and head_dim", "split_q": "warps own rows"}
+_SHARE = {"none": "", "kv": "K and V in one buffer", "qkv": "Q, K and V in one buffer"}
+_TILING = {"none": "", "qk": "K in slices of head_dim", "qkv": "K in slices of head_dim, V of keys"}
 
 HEAD_DIM_MAX = 1024
 UNTILED_HEAD_DIM_MAX = 256
@@ -40,7 +43,8 @@ class Axes:
     `tiling`: ``none``: K and V arrive whole. ``qk``: K in slices of head_dim, and Q with it where it has no room.
     ``qkv``: V in slices of keys, too.
     `swizzle`: whose tiles are swizzled; a string of some of q, k, v.
-    `accumulator`: what the tensor core adds up in. With fp16 a product of up to one tile; across tiles it is fp32.
+    `accumulator`: what the tensor core adds up in. With fp16 a score, and what one tile or slice of V adds to the
+    output: outside the contract, as 65504 is all that fits; sums over tiles are fp32.
     """
 
     warps: str
@@ -83,8 +87,28 @@ class Axes:
         return None
 
     @property
+    def summary(self) -> str:
+        """What the point does, in words."""
+        parts = [_WARPS[self.warps], _SHARE[self.share], _TILING[self.tiling]]
+        parts.append(f"{', '.join(self.swizzle)} swizzled" if self.swizzle else "nothing swizzled")
+        parts.append("" if self.accumulator == "fp32" else "sums in fp16, outside the contract")
+        return "; ".join(part for part in parts if part)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Of q, k and v: mma.m16n8k16 adds up in fp16 only what is fp16."""
+        return ("fp16", "bf16") if self.accumulator == "fp32" else ("fp16",)
+
+    @property
+    def is_legal(self) -> bool:
+        """Whether there is a kernel for it; `why_illegal` says why not."""
+        return self.share != "qkv" or self.tiling == "none"
+
+    @property
     def head_dim_max(self) -> int:
-        """The widest head that the point can take."""
+        """The widest head that the point can take. An illegal one has a better reason than its width."""
+        if not self.is_legal:
+            return HEAD_DIM_MAX
         if self.warps == "split_q" or self.tiling == "none":
             return UNTILED_HEAD_DIM_MAX
         return HEAD_DIM_MAX if self.accumulator == "fp32" else HALVES_HEAD_DIM_MAX
@@ -93,17 +117,13 @@ class Axes:
         return self.name
 
 
-def why_illegal(axes: Axes, problem: Problem) -> tuple[Reason, ...]:
-    """Every reason why no config of a point can run a problem, but for its arch, dtypes and head_dim."""
-    reasons = []
-    if axes.share == "qkv" and axes.tiling != "none":
-        hint = "Q is whole in the buffer that it shares, and slices of K go with slices of Q"
-        got = f"share_qkv with tiling_{axes.tiling}"
-        reasons.append(Reason(code="variant", got=got, allowed="share_qkv without tiling", hint=hint))
-    if axes.accumulator == "fp16" and problem.dtype != "fp16":
-        hint = "mma.m16n8k16 adds up in fp16 only what is fp16"
-        reasons.append(Reason(code="dtype", got=problem.dtype, allowed="fp16 with acc_fp16", hint=hint))
-    return tuple(reasons)
+def why_illegal(axes: Axes) -> tuple[Reason, ...]:
+    """Why no config of a point can run anything; empty for a legal one."""
+    if axes.is_legal:
+        return ()
+    hint = "Q is whole in the buffer that it shares, and slices of K go with slices of Q"
+    got = f"share_qkv with tiling_{axes.tiling}"
+    return (Reason(code="variant", got=got, allowed="share_qkv without tiling", hint=hint),)
 
 
 def cross_product() -> Iterator[Axes]:

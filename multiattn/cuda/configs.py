@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from multiattn.arch import KIB, WARP_THREADS, Arch
@@ -117,7 +118,7 @@ def registers_at_least(axes: Axes, config: CudaConfig, problem: Problem) -> int:
 def why_not(axes: Axes, problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
     """Every reason why `config` cannot run `problem` on `arch` at a point of the axes."""
     assert isinstance(config, CudaConfig)
-    if illegal := why_illegal(axes, problem):
+    if illegal := why_illegal(axes):
         return illegal  # whatever the config
     if wrong := _wrong_shape(axes, config):
         return tuple(wrong)
@@ -125,7 +126,7 @@ def why_not(axes: Axes, problem: Problem, arch: Arch, config: Config) -> tuple[R
     pieces = Pieces.of(axes, config, problem)
     if axes.share == "none" and axes.tiling == "qk" and config.stages - 1 > pieces.k_pieces:
         got = f"stages={config.stages} with {pieces.k_pieces} slices of K"
-        reasons.append(Reason(code="config", got=got, allowed="one more than slices", hint="V has one buffer"))
+        reasons.append(Reason(code="config", got=got, allowed=f"up to {pieces.k_pieces + 1}", hint="V has one buffer"))
     registers = registers_at_least(axes, config, problem)
     if registers > REGISTERS_MAX:
         got = f"{registers} registers for scores, output and Q ({config})"
@@ -142,11 +143,11 @@ def why_not(axes: Axes, problem: Problem, arch: Arch, config: Config) -> tuple[R
 
 def _wrong_shape(axes: Axes, config: CudaConfig) -> list[Reason]:
     """What of a config has no meaning: sizes that are no whole fragments."""
-    has_columns = config.column_warps > 1
+    has_columns = config.column_warps != 1
     checks = (
         (config.warps in (2, 4, 8, 16), f"warps={config.warps}", "2, 4, 8, 16"),
         (
-            has_columns == (axes.warps == "split_kv") and config.warps % config.column_warps == 0,
+            has_columns == (axes.warps == "split_kv") and config.warps % max(1, config.column_warps) == 0,
             f"column_warps={config.column_warps} of warps={config.warps} with {axes.warps}",
             "1 with split_q; with split_kv a divisor of warps from 2 on",
         ),
@@ -169,11 +170,12 @@ def _wrong_shape(axes: Axes, config: CudaConfig) -> list[Reason]:
 
 def _wrong_place(axes: Axes, config: CudaConfig) -> list[Reason]:
     """Whether Q is where the point leaves room for it."""
-    place = "registers" if config.q_in_registers else "streamed" if config.q_streamed else "shared"
+    both = config.q_in_registers and config.q_streamed
+    place = "both" if both else "registers" if config.q_in_registers else "streamed" if config.q_streamed else "shared"
     allowed = ("registers",) if axes.share == "qkv" else ("shared", "registers")
     if axes.tiling != "none":
         allowed = ("shared", "streamed")
-    if place in allowed and not (config.q_in_registers and config.q_streamed):
+    if place in allowed:
         return []
     return [Reason(code="config", got=f"q: {place} with {axes.name}", allowed=" or ".join(allowed))]
 
@@ -194,14 +196,15 @@ _REGISTERS_OF_THREE = 128  # of 168, which three blocks of four warps on an SM l
 _ROOM_FOR_Q = 176  # up to here Q in registers costs nothing
 
 
-_SLICES = ((64, 16), (64, 32), (128, 32), (128, 64), (256, 64))  # (dim_slice, key_slice)
-_COLUMNS = ((32, 8, 8), (32, 8, 4), (64, 8, 4), (64, 8, 2), (64, 4, 2), (128, 8, 2))  # (tile_m, warps, column_warps)
+_ROWS = ((64, 4, 1), (128, 8, 1))  # (tile_m, warps, column_warps) of split_q with tiling
+_COLUMNS = ((32, 8, 8), (32, 8, 4), (64, 8, 4), (64, 8, 2), (64, 4, 2))  # and of split_kv
 
 
 def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[CudaConfig]:
     """Configs worth timing: those that fit shared memory and, by a lower bound, the registers."""
-    if Axes.of(dict(variant.flags)).tiling != "none":
-        return _sliced_candidates(variant, problem, arch)
+    axes = Axes.of(dict(variant.flags))
+    if axes.tiling != "none" or axes.warps == "split_kv":
+        return tuple(config for config in _rung_candidates(axes, problem) if not variant.fits(problem, arch, config))
     tried = (
         CudaConfig(
             tile_m=tile_m,
@@ -240,20 +243,27 @@ def _is_worth_timing(variant: Variant, problem: Problem, arch: Arch, config: Cud
     return config.q_in_registers or with_q > _ROOM_FOR_Q
 
 
-def _sliced_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[CudaConfig]:
-    tried = (
-        CudaConfig(
-            tile_m=tile_m,
-            tile_n=tile_n,
-            warps=warps,
-            column_warps=column_warps,
-            stages=stages,
-            dim_slice=dim_slice,
-            key_slice=key_slice,
-        )
-        for tile_m, warps, column_warps in _COLUMNS
-        for tile_n in (64, 128, 256)
-        for stages in (2, 3, 4)
-        for dim_slice, key_slice in _SLICES
-    )
-    return tuple(config for config in tried if not variant.fits(problem, arch, config))
+def _rung_candidates(axes: Axes, problem: Problem) -> Iterator[CudaConfig]:
+    """Of points that are not split_q without tiling. Slices of K and of V that are of one size share a ring best."""
+    is_sliced = axes.tiling != "none"
+    for tile_m, warps, column_warps in _COLUMNS if axes.warps == "split_kv" else _ROWS:
+        for tile_n, stages in itertools.product((64, 128, 256), (1, 2)):
+            for dim_slice, key_slice in _slices(axes, problem, tile_n) if is_sliced else ((64, 16),):
+                for other_place in (False, True):
+                    yield CudaConfig(
+                        tile_m=tile_m,
+                        tile_n=tile_n,
+                        warps=warps,
+                        column_warps=column_warps,
+                        stages=stages,
+                        q_in_registers=other_place and not is_sliced,
+                        q_streamed=other_place and is_sliced,
+                        dim_slice=dim_slice,
+                        key_slice=key_slice,
+                    )
+
+
+def _slices(axes: Axes, problem: Problem, tile_n: int) -> Iterator[tuple[int, int]]:
+    for dim_slice in (64, 128):
+        key_slice = tile_n * dim_slice // padded(problem.head_dim, dim_slice) // FRAGMENT_ROWS * FRAGMENT_ROWS
+        yield dim_slice, min(max(key_slice, FRAGMENT_ROWS), tile_n) if axes.tiling == "qkv" else FRAGMENT_ROWS

@@ -79,6 +79,7 @@ RULES: tuple[Rule[CudaConfig], ...] = (
 
 _CPU = ("cpu",)
 _GPUS = (*_BIG_SMEM, "sm90", *_SMALL_SMEM)
+_UNSWEPT = "a guess, never swept: "
 _EMULATED = "emulated: the smallest tile with two blocks of keys, every kind of slice and all the warps' parts"
 
 
@@ -88,7 +89,7 @@ def _rule(arches: tuple[str, ...], head_dim_max: int, why: str, config: CudaConf
 
 def _whole(why: str, *, narrow: CudaConfig, medium: CudaConfig, wide: CudaConfig) -> tuple[Rule[CudaConfig], ...]:
     """Rules up to D = 64, 128 and 256."""
-    why = _GUESS + why
+    why = _UNSWEPT + why
     return _rule(_GPUS, 64, why, narrow), _rule(_GPUS, 128, why, medium), _rule(_GPUS, 256, why, wide)
 
 
@@ -105,7 +106,7 @@ _SHARE_KV = (
 _SHARE_QKV = (
     _rule(_CPU, 256, _EMULATED, CudaConfig(tile_m=64, tile_n=32, warps=4, stages=1, q_in_registers=True)),
     *_whole(
-        "16 rows a warp from D=65 on, as Q takes registers, too",
+        "Q takes registers, too: 16 rows a warp from D=65 on",
         narrow=CudaConfig(tile_m=128, tile_n=64, warps=4, stages=1, q_in_registers=True),
         medium=CudaConfig(tile_m=64, tile_n=64, warps=4, stages=1, q_in_registers=True),
         wide=CudaConfig(tile_m=64, tile_n=32, warps=4, stages=1, q_in_registers=True),
@@ -116,7 +117,7 @@ _SLICED = CudaConfig(tile_m=64, tile_n=64, warps=4, stages=2, q_streamed=True, k
 
 _SPLIT_Q_SLICED = (
     _rule(_CPU, 256, _EMULATED, CudaConfig(tile_m=64, tile_n=32, warps=4, stages=2, q_streamed=True)),
-    _rule(_GPUS, 256, _GUESS + "16 rows a warp leave registers for the output up to D=256", _SLICED),
+    _rule(_GPUS, 256, _UNSWEPT + "16 rows a warp leave registers for the output up to D=256", _SLICED),
 )
 
 _SPLIT_KV = (
@@ -144,8 +145,8 @@ _SPLIT_KV_SHARE_QKV = (
 _NARROW_COLUMNS = CudaConfig(tile_m=64, tile_n=64, warps=4, column_warps=2, stages=2, q_streamed=True, key_slice=32)
 _FOUR_COLUMNS = CudaConfig(tile_m=64, tile_n=64, warps=8, column_warps=4, stages=2, q_streamed=True)
 _FEW_ROWS = CudaConfig(tile_m=32, tile_n=64, warps=8, column_warps=4, stages=2, q_streamed=True)
-_ONE_STAGE = _GUESS + "one stage, as a whole tile of V takes most of what a block can have"
-_OUTPUT = _GUESS + "the output of 64 rows, or 32 from D=513 on, takes 128 registers of eight warps"
+_ONE_STAGE = _UNSWEPT + "one stage, as a whole tile of V takes most of what a block can have"
+_OUTPUT = _UNSWEPT + "the output of 64 rows, or 32 from D=513 on, takes 128 registers of eight warps"
 
 _SPLIT_KV_CPU = (
     _rule(_CPU, 256, _EMULATED, CudaConfig(tile_m=32, tile_n=32, warps=4, column_warps=2, stages=2)),
@@ -154,14 +155,14 @@ _SPLIT_KV_CPU = (
 
 _SPLIT_KV_TILING_QK = (
     *_SPLIT_KV_CPU,
-    _rule(_GPUS, 256, _GUESS + "two warps share 32 rows", _NARROW_COLUMNS),
+    _rule(_GPUS, 256, _UNSWEPT + "two warps share 32 rows", _NARROW_COLUMNS),
     _rule(_GPUS, 512, _ONE_STAGE, replace(_FOUR_COLUMNS, stages=1)),
-    _rule((*_BIG_SMEM, "sm90"), 1024, _ONE_STAGE, replace(_FEW_ROWS, stages=1)),
+    _rule(_GPUS, 1024, _ONE_STAGE + "; a block of 99 KiB cannot have it", replace(_FEW_ROWS, stages=1)),
 )
 
 _SPLIT_KV_TILING_QKV = (
     *_SPLIT_KV_CPU,
-    _rule(_GPUS, 256, _GUESS + "two warps share 32 rows", _NARROW_COLUMNS),
+    _rule(_GPUS, 256, _UNSWEPT + "two warps share 32 rows", _NARROW_COLUMNS),
     _rule(_GPUS, 512, _OUTPUT, _FOUR_COLUMNS),
     _rule(_GPUS, 1024, _OUTPUT, _FEW_ROWS),
 )
@@ -173,7 +174,7 @@ _Q_WHOLE = _GUESS + "Q whole, and slices of K and of V of one size in one ring"
 
 _SPLIT_KV_SHARE_KV_TILING_QKV = (
     *_SPLIT_KV_CPU,
-    _rule(_GPUS, 256, _GUESS + "two warps share 32 rows", _NARROW_COLUMNS),
+    _rule(_GPUS, 256, _UNSWEPT + "two warps share 32 rows", _NARROW_COLUMNS),
     _rule(
         ("sm90",),
         512,

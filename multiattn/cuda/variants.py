@@ -23,7 +23,7 @@ def _variant(axes: Axes, summary: str, *, only_named: bool) -> Variant:
     return Variant(
         name=axes.name,
         summary=summary,
-        capability=Capability(arches=tuple(ARCHS), head_dim_max=axes.head_dim_max),
+        capability=Capability(arches=tuple(ARCHS), dtypes=axes.dtypes, head_dim_max=axes.head_dim_max),
         rules=rules_of(axes),
         flags=axes.flags,
         parent=axes.parent.name if axes.parent else None,
@@ -34,7 +34,7 @@ def _variant(axes: Axes, summary: str, *, only_named: bool) -> Variant:
 
 VARIANTS: tuple[Variant, ...] = (
     *(_variant(axes, summary, only_named=False) for axes, summary in _OFFERED.items()),
-    *(_variant(axes, "a rung", only_named=True) for axes in points.cross_product() if axes not in _OFFERED),
+    *(_variant(axes, axes.summary, only_named=True) for axes in points.cross_product() if axes not in _OFFERED),
 )
 """The whole cross product, illegal points with their reasons included; first what is offered, best first."""
 
