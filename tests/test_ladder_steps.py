@@ -195,12 +195,14 @@ def test_rules_of_its_own_come_first(language, monkeypatch):
         "triton": triton_configs.TritonConfig(tile_m=16, tile_n=16, num_warps=4, num_stages=1),
         "cutile": cutile_configs.CutileConfig(tile_m=16, tile_n=16, occupancy=None, k_latency=None, v_latency=None),
     }[language]
-    own = Rule(arches=("sm90",), config=config, why="measured")
+    own = Rule(arches=("sm90",), config=config, why="measured", head_dim_max=128)
     configs = CONFIGS[language]
     monkeypatch.setattr(configs, "OWN_RULES", {**configs.OWN_RULES, "math": (own,)})
     rules = configs.rules_of("math")
     assert rules[0] == own
     assert {arch for rule in rules[1:] for arch in rule.arches} == set(ARCHS)
+    assert not any(own.covers(rule) for rule in rules[1:])
+    assert any("sm90" in rule.arches and rule.head_dim_max > 128 for rule in rules[1:])
 
 
 RAGGED = Case(
