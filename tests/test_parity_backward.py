@@ -9,7 +9,7 @@ import multiattn
 from multiattn import backend as registry
 from multiattn.backend import BACKENDS, DIRECTIONS, Op, Plan
 from parity.__main__ import main
-from parity.cases import BACKWARD_HEAD_DIM_MAX, CASES, CROSS_FED, PLANTED, suite
+from parity.cases import BACKWARD_HEAD_DIM_MAX, CASES, CROSS_FED, PLANTED, Case, suite
 from parity.launch import (
     differing_runs,
     plan_case,
@@ -82,8 +82,9 @@ def test_backward_leaves_out_planted_values_and_wide_heads_only_and_says_why():
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_variants_take_turns_and_each_runs_both_masks_and_dtypes(direction):
-    seen: dict[tuple[str, str], set[object]] = {}
+def test_variants_take_turns_of_one_length(direction):
+    """Each has its share of cases, and a backend's have both masks and dtypes between them."""
+    seen: dict[str, dict[str, list[Case]]] = {name: {} for name in BACKENDS}
     for case in CPU_CASES:
         inputs = Inputs.of(case, CPU)
         for name in BACKENDS:
@@ -91,15 +92,14 @@ def test_variants_take_turns_and_each_runs_both_masks_and_dtypes(direction):
             if case.head_dim <= BACKWARD_HEAD_DIM_MAX:
                 assert isinstance(plan, Plan), plan
             if isinstance(plan, Plan):
-                seen.setdefault((name, plan.variant), set()).update((case.dtype, case.causal))
-    ops = {name: registry.get(name).op(direction) for name in BACKENDS}
-    turns = {name: op.spanning or [variant.name for variant in op.variants] for name, op in ops.items()}
-    assert set(seen) == {(name, variant) for name, variants in turns.items() for variant in variants}
-    for (
-        name,
-        variant,
-    ), kinds in seen.items():  # of ten that take turns each has ten cases: tests of their own do the rest
-        assert kinds >= ({False, True} if ops[name].spanning else {"fp16", "bf16", False, True}), variant
+                seen[name].setdefault(plan.variant, []).append(case)
+    for name, cases in seen.items():
+        op = registry.get(name).op(direction)
+        assert set(cases) == set(op.spanning or [variant.name for variant in op.variants])
+        share = len(CPU_CASES) / len(cases)
+        assert all(len(mine) > share / 3 for mine in cases.values()), {who: len(mine) for who, mine in cases.items()}
+        kinds = {(case.dtype, case.causal) for mine in cases.values() for case in mine}
+        assert len(kinds) == 4
 
 
 def test_what_is_cross_fed_exists():

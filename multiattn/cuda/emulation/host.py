@@ -19,7 +19,7 @@ import torch
 from multiattn.backend import Plan
 from multiattn.cuda import cache
 from multiattn.cuda.backward_configs import delta_bytes
-from multiattn.cuda.launches import launches_of, params_of, siblings_of
+from multiattn.cuda.launches import kernels_of, launches_of, params_of, siblings_of
 from multiattn.cuda.params import BackwardParams, ForwardParams, set_backward_pointers, set_pointers
 from multiattn.cuda.source import HOST_INCLUDES, ROOT, Kernel, files_reached, translation_unit
 from multiattn.cuda.tools import GXX, gxx_version
@@ -65,10 +65,13 @@ class _Counters(ctypes.Structure):
 
 
 class _Sequence:
-    """The kernels of a Plan built for the CPU, to be run one after another."""
+    """The kernels of a Plan built for the CPU, to be run one after another.
 
-    def __init__(self, plan: Plan) -> None:
-        self._library = load(build(siblings_of(plan)))
+    `alone`: without those of the same head_dim and config that a next call may want, which is faster once.
+    """
+
+    def __init__(self, plan: Plan, *, alone: bool = False) -> None:
+        self._library = load(build(kernels_of(plan) if alone else siblings_of(plan)))
         self._launches = launches_of(plan)
 
     def run(self, params: ctypes.Structure) -> dict[str, Counters]:
@@ -89,8 +92,8 @@ class _Sequence:
 class CpuLauncher:
     """The forward of a Plan on the CPU; see `multiattn.backend.Launcher`. `counters` is of the latest launch."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._sequence = _Sequence(plan)
+    def __init__(self, plan: Plan, *, alone: bool = False) -> None:
+        self._sequence = _Sequence(plan, alone=alone)
         self._template = bytes(params_of(plan))
         self.counters: Counters | None = None
 
