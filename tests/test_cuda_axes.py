@@ -235,7 +235,7 @@ def run_point(
     plan = make_plan(BACKEND, problem, CPU, variant=name, config=config)
     out = torch.full_like(q, torch.nan)
     lse = torch.full(q.shape[:3], torch.nan)
-    launcher = CpuLauncher(plan, alone=True)
+    launcher = CpuLauncher(plan)
     launcher(q, k, v, out, lse)
     for got, expected in zip((out, lse), Truth.of(q, k, v, causal=causal, scale=scale).of_plan(plan), strict=True):
         expected.check(got, plan)

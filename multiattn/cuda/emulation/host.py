@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from multiattn.backend import Plan
+from multiattn.backend import Plan, variant_of
 from multiattn.cuda import cache
 from multiattn.cuda.backward_configs import delta_bytes
 from multiattn.cuda.launches import kernels_of, launches_of, params_of, siblings_of
@@ -67,11 +67,11 @@ class _Counters(ctypes.Structure):
 class _Sequence:
     """The kernels of a Plan built for the CPU, to be run one after another.
 
-    `alone`: without those of the same head_dim and config that a next call may want, which is faster once.
+    With those of the same head_dim and config that a next call may want; of a rung, which few ask for, without.
     """
 
-    def __init__(self, plan: Plan, *, alone: bool = False) -> None:
-        self._library = load(build(kernels_of(plan) if alone else siblings_of(plan)))
+    def __init__(self, plan: Plan) -> None:
+        self._library = load(build(kernels_of(plan) if variant_of(plan).only_named else siblings_of(plan)))
         self._launches = launches_of(plan)
 
     def run(self, params: ctypes.Structure) -> dict[str, Counters]:
@@ -92,8 +92,8 @@ class _Sequence:
 class CpuLauncher:
     """The forward of a Plan on the CPU; see `multiattn.backend.Launcher`. `counters` is of the latest launch."""
 
-    def __init__(self, plan: Plan, *, alone: bool = False) -> None:
-        self._sequence = _Sequence(plan, alone=alone)
+    def __init__(self, plan: Plan) -> None:
+        self._sequence = _Sequence(plan)
         self._template = bytes(params_of(plan))
         self.counters: Counters | None = None
 
