@@ -32,6 +32,9 @@ class Config:
 
 C = TypeVar("C", bound=Config)
 
+COMPILED = "compiled, not measured: "
+"""Starts the `why` of a rule for GPUs that nobody timed it on: what is known of it is what the compilers say."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule(Generic[C]):

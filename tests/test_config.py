@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from multiattn import Problem
+from multiattn import backend as registry
 from multiattn.arch import ARCHS
-from multiattn.config import Config, Rule, select
+from multiattn.backend import BACKENDS, DIRECTIONS
+from multiattn.config import COMPILED, Config, Rule, select
 
 
 def problem(batch=2, seq=1000, seq_kv=None, head_dim=64, causal=False):
@@ -81,3 +83,17 @@ def test_a_rule_covers_what_it_would_shadow():
     ):  # fmt: skip
         assert not narrower.covers(replace(narrower, **change))
     assert not replace(rule, only_named=True).covers(rule)
+
+
+TIMED = {"cpu", "sm90"}
+"""Archs that somebody ran a sweep on."""
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_rule_for_gpus_that_nobody_timed_says_so(name, direction):
+    rules = [rule for variant in registry.get(name).op(direction).offered for rule in variant.rules]
+    untimed = [rule for rule in rules if not TIMED & set(rule.arches)]
+    assert untimed
+    assert [rule.why for rule in untimed if not rule.why.startswith(COMPILED)] == []
+    assert all(len(rule.why) > len(COMPILED) for rule in untimed)

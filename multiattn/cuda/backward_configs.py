@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from multiattn.arch import KIB, WARP_THREADS, Arch
 from multiattn.backend import Variant
-from multiattn.config import Config, Rule
+from multiattn.config import COMPILED, Config, Rule
 from multiattn.cuda.configs import ELEMENT_BYTES, FRAGMENT_ROWS, GRID_MAX, padded
 from multiattn.problem import Problem
 from multiattn.support import Reason
@@ -135,7 +135,6 @@ def why_not(adds_dq: bool, problem: Problem, arch: Arch, config: Config) -> tupl
 _BIG_SMEM = ("sm80", "sm100", "sm103")  # 163 KiB a block and more
 _SMALL_SMEM = ("sm86", "sm89", "sm120", "sm121")  # 99 KiB
 _WIDE = ("sm90", "sm100", "sm103", "sm120", "sm121")
-_GUESS = "a guess, no GPU of this kind measured: "
 _H200 = "H200, 2026-11-21, NVRTC 13.0, B4 N=4096 H*D=2048 bf16, best of the candidates: "
 
 
@@ -184,20 +183,20 @@ def _atomic_rules() -> Iterator[Rule[BackwardConfig]]:
             arches=chosen,
             head_dim_max=64,
             config=replace(_keys(64, 64, 4, 1 if small else 2), wide=wide),
-            why=_GUESS + "what is best on H200; two blocks an SM where it has 128 KiB",
+            why=COMPILED + "what is best on H200; two blocks an SM where it has 128 KiB",
         )
         yield Rule(
             arches=chosen,
             head_dim_min=65,
             head_dim_max=128,
             config=replace(_keys(32, 64, 4, 2) if small else _keys(64, 128, 8, 1), wide=wide),
-            why=_GUESS + ("what fits 99 KiB with two stages" if small else "what is best on H200 and spills nothing"),
+            why=COMPILED + ("what fits 99 KiB with two stages" if small else "what is best on H200 and spills nothing"),
         )
         yield Rule(
             arches=chosen,
             head_dim_min=129,
             config=replace(_keys(32, 32, 4, 1) if small else _keys(64, 64, 8, 1), wide=wide),
-            why=_GUESS + ("what fits 99 KiB" if small else "what is best on H200 of what fits 163 KiB"),
+            why=COMPILED + ("what fits 99 KiB" if small else "what is best on H200 of what fits 163 KiB"),
         )
 
 
@@ -236,20 +235,20 @@ def _two_pass_rules() -> Iterator[Rule[BackwardConfig]]:
             arches=arches,
             head_dim_max=64,
             config=both(_keys(64, 64, 4, 2), 64, 64, 4, 2),
-            why=_GUESS + "close to what is best on H200, with fewer registers",
+            why=COMPILED + "close to what is best on H200, with fewer registers",
         )
         yield Rule(
             arches=arches,
             head_dim_min=65,
             head_dim_max=128,
             config=both(_keys(32, 64, 4, 2) if small else _keys(64, 128, 8, 1), 64, 64, 4, 1),
-            why=_GUESS + "what fits and spills nothing",
+            why=COMPILED + "what fits and spills nothing",
         )
         yield Rule(
             arches=arches,
             head_dim_min=129,
             config=both(_keys(32, 32, 4, 1), 64, 16, 4, 1) if small else both(_keys(64, 64, 8, 1), 64, 32, 4, 1),
-            why=_GUESS + "what fits",
+            why=COMPILED + "what fits",
         )
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from multiattn.config import Rule
+from multiattn.config import COMPILED, Rule
 from multiattn.cuda.axes import Axes
 from multiattn.cuda.configs import CudaConfig
 
 _BIG_SMEM = ("sm80", "sm100", "sm103")  # 163 KiB a block and more
 _SMALL_SMEM = ("sm86", "sm89", "sm120", "sm121")  # 99 KiB
 
-_GUESS = "a guess, no GPU of this kind measured: "
 
 _H200 = "H200, 2026-11-21, NVRTC 13.0, B4 N=4096 H*D=2048 bf16, best of the candidates: "
 
@@ -44,7 +43,7 @@ RULES: tuple[Rule[CudaConfig], ...] = (
         arches=(*_BIG_SMEM, *_SMALL_SMEM),
         head_dim_max=64,
         config=CudaConfig(tile_m=128, tile_n=64, warps=4, stages=2, q_in_registers=True),
-        why=_GUESS + "32 rows a warp read K and V half as often; Q, scores and output take 160 registers",
+        why=COMPILED + "32 rows a warp read K and V half as often; Q, scores and output take 160 registers",
     ),
     Rule(
         arches=("sm80", *_SMALL_SMEM),
@@ -52,26 +51,26 @@ RULES: tuple[Rule[CudaConfig], ...] = (
         head_dim_max=128,
         causal=False,
         config=CudaConfig(tile_m=128, tile_n=64, warps=4, stages=1),
-        why=_GUESS + "FlashAttention-2's tile for D=128; two blocks an SM where it has 128 KiB",
+        why=COMPILED + "FlashAttention-2's tile for D=128; two blocks an SM where it has 128 KiB",
     ),
     Rule(
         arches=(*_BIG_SMEM, *_SMALL_SMEM),
         head_dim_min=65,
         head_dim_max=128,
         config=CudaConfig(tile_m=128, tile_n=32, warps=4, stages=2),
-        why=_GUESS + "as many bytes as 128x64 with 1 stage, which spills when causal, and on sm100 always",
+        why=COMPILED + "as many bytes as 128x64 with 1 stage, which spills when causal, and on sm100 always",
     ),
     Rule(
         arches=_BIG_SMEM,
         head_dim_min=129,
         config=CudaConfig(tile_m=128, tile_n=64, warps=8, stages=1),
-        why=_GUESS + "16 rows a warp is what the output leaves registers for; eight warps share one K and V",
+        why=COMPILED + "16 rows a warp is what the output leaves registers for; eight warps share one K and V",
     ),
     Rule(
         arches=_SMALL_SMEM,
         head_dim_min=129,
         config=CudaConfig(tile_m=64, tile_n=64, warps=4, stages=1),
-        why=_GUESS + "96 KiB at D=256 is what a block can have",
+        why=COMPILED + "96 KiB at D=256 is what a block can have",
     ),
 )
 """First match wins."""
@@ -146,7 +145,7 @@ _NARROW_COLUMNS = CudaConfig(tile_m=64, tile_n=64, warps=4, column_warps=2, stag
 _FOUR_COLUMNS = CudaConfig(tile_m=64, tile_n=64, warps=8, column_warps=4, stages=2, q_streamed=True)
 _FEW_ROWS = CudaConfig(tile_m=32, tile_n=64, warps=8, column_warps=4, stages=2, q_streamed=True)
 _ONE_STAGE = _UNSWEPT + "one stage, as a whole tile of V takes most of what a block can have"
-_OUTPUT = _UNSWEPT + "the output of 64 rows, or 32 from D=513 on, takes 128 registers of eight warps"
+_OUTPUT = "the output of 64 rows, or 32 from D=513 on, takes 128 registers of eight warps"
 
 _SPLIT_KV_CPU = (
     _rule(_CPU, 256, _EMULATED, CudaConfig(tile_m=32, tile_n=32, warps=4, column_warps=2, stages=2)),
@@ -163,14 +162,14 @@ _SPLIT_KV_TILING_QK = (
 _SPLIT_KV_TILING_QKV = (
     *_SPLIT_KV_CPU,
     _rule(_GPUS, 256, _UNSWEPT + "two warps share 32 rows", _NARROW_COLUMNS),
-    _rule(_GPUS, 512, _OUTPUT, _FOUR_COLUMNS),
-    _rule(_GPUS, 1024, _OUTPUT, _FEW_ROWS),
+    _rule(_GPUS, 512, _UNSWEPT + _OUTPUT, _FOUR_COLUMNS),
+    _rule(_GPUS, 1024, _UNSWEPT + _OUTPUT, _FEW_ROWS),
 )
 
 _WIDE = CudaConfig(tile_m=64, tile_n=256, warps=8, column_warps=4, stages=2, dim_slice=128, key_slice=64)
 _WIDER = CudaConfig(tile_m=32, tile_n=256, warps=8, column_warps=8, stages=2, dim_slice=128, key_slice=32)
 _MEASURED = "H200, 2026-11-21, NVRTC 13.0, N=8192 full, best of the candidates: "
-_Q_WHOLE = _GUESS + "Q whole, and slices of K and of V of one size in one ring"
+_Q_WHOLE = COMPILED + "Q whole, and slices of K and of V of one size in one ring"
 
 _SPLIT_KV_SHARE_KV_TILING_QKV = (
     *_SPLIT_KV_CPU,
@@ -192,8 +191,8 @@ _SPLIT_KV_SHARE_KV_TILING_QKV = (
     _rule(("sm100", "sm103"), 1024, _Q_WHOLE, _WIDER),
     _rule(("sm80",), 512, _Q_WHOLE, replace(_WIDE, tile_n=128, key_slice=32)),
     _rule(("sm80",), 1024, _Q_WHOLE, replace(_WIDER, tile_n=128, key_slice=16)),
-    _rule(_SMALL_SMEM, 512, _OUTPUT, replace(_FOUR_COLUMNS, stages=3)),
-    _rule(_SMALL_SMEM, 1024, _OUTPUT, _FEW_ROWS),
+    _rule(_SMALL_SMEM, 512, COMPILED + _OUTPUT, replace(_FOUR_COLUMNS, stages=3)),
+    _rule(_SMALL_SMEM, 1024, COMPILED + _OUTPUT, _FEW_ROWS),
 )
 
 _TABLES: dict[tuple[str, str, str], tuple[Rule[CudaConfig], ...]] = {

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from multiattn.arch import Arch
 from multiattn.backend import Variant
-from multiattn.config import Config, Rule
+from multiattn.config import COMPILED, Config, Rule
 from multiattn.cutile.configs import SMALLEST_TILE, factor_grid
 from multiattn.problem import Problem
 from multiattn.support import Reason
@@ -48,7 +48,6 @@ class TwoPassConfig(OnePassConfig):
 
 
 _H200 = "H200, 2026-11-21, tileiras 13.4, B4 N=4096 H*D=2048 bf16, best of the candidates: "
-_GUESS = "a guess, never run: {}"
 
 _INTERPRETED = "interpreted: small enough that a short sequence still has several blocks of keys and a ragged one"
 
@@ -177,7 +176,7 @@ TWO_PASS_RULES: tuple[Rule[TwoPassConfig], ...] = (
             dq_tile_n=64,
             dq_num_worker_warps=8,
         ),
-        why=_GUESS.format("two warpgroups share the accumulators, as on sm90"),
+        why=COMPILED + "two warpgroups share the accumulators, as on sm90",
     ),
     Rule(
         arches=("sm100", "sm103"),
@@ -190,7 +189,7 @@ TWO_PASS_RULES: tuple[Rule[TwoPassConfig], ...] = (
             dq_tile_n=64,
             dq_num_worker_warps=8,
         ),
-        why=_GUESS.format("the tiles of sm90"),
+        why=COMPILED + "the tiles of sm90",
     ),
     Rule(
         arches=("sm80", "sm86", "sm89", "sm120", "sm121"),
@@ -205,7 +204,7 @@ TWO_PASS_RULES: tuple[Rule[TwoPassConfig], ...] = (
             dq_num_worker_warps=8,
             dq_latency=1,
         ),
-        why=_GUESS.format("of the tiles that do not spill at D=128 the largest; 32x64 and 64x64 do"),
+        why=COMPILED + "of the tiles that do not spill at D=128 the largest; 32x64 and 64x64 do",
     ),
     Rule(
         arches=("sm80", "sm86", "sm89", "sm120", "sm121"),
@@ -220,7 +219,7 @@ TWO_PASS_RULES: tuple[Rule[TwoPassConfig], ...] = (
             dq_num_worker_warps=8,
             dq_latency=1,
         ),
-        why=_GUESS.format("small tiles fit the 99 KiB of shared memory of the smaller arches"),
+        why=COMPILED + "small tiles fit the 99 KiB of shared memory of the smaller arches",
     ),
 )
 
@@ -277,28 +276,28 @@ ATOMIC_RULES: tuple[Rule[OnePassConfig], ...] = (
         arches=("sm100", "sm103"),
         head_dim_max=128,
         config=OnePassConfig(tile_m=64, tile_n=128, num_worker_warps=8),
-        why=_GUESS.format("two warpgroups share the accumulators, as on sm90"),
+        why=COMPILED + "two warpgroups share the accumulators, as on sm90",
         only_named=True,
     ),
     Rule(
         arches=("sm100", "sm103"),
         head_dim_min=129,
         config=OnePassConfig(tile_m=64, tile_n=64, num_worker_warps=8),
-        why=_GUESS.format("the tiles of sm90"),
+        why=COMPILED + "the tiles of sm90",
         only_named=True,
     ),
     Rule(
         arches=("sm80", "sm86", "sm89", "sm120", "sm121"),
         head_dim_max=128,
         config=OnePassConfig(tile_m=32, tile_n=32, num_worker_warps=8, latency=1),
-        why=_GUESS.format("of the tiles that do not spill at D=128 the largest; 64x32 and 16x32 do"),
+        why=COMPILED + "of the tiles that do not spill at D=128 the largest; 64x32 and 16x32 do",
         only_named=True,
     ),
     Rule(
         arches=("sm80", "sm86", "sm89", "sm120", "sm121"),
         head_dim_min=129,
         config=OnePassConfig(tile_m=16, tile_n=32, num_worker_warps=8, latency=1),
-        why=_GUESS.format("small tiles fit the 99 KiB of shared memory of the smaller arches"),
+        why=COMPILED + "small tiles fit the 99 KiB of shared memory of the smaller arches",
         only_named=True,
     ),
 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from multiattn.arch import Arch
 from multiattn.backend import Variant
-from multiattn.config import Config, Rule
+from multiattn.config import COMPILED, Config, Rule
 from multiattn.problem import Problem
 from multiattn.support import Reason
 from multiattn.triton.configs import (
@@ -237,10 +237,10 @@ _ONE_PASS: tuple[Rule[BackwardConfig], ...] = (
         _H200 + "271 TFLOPS full, 255 causal, the best that spills nothing; 64x128 reaches 306 and 294 with spills",
         (32, 128, 8, 3),
     ),
-    *_rules(HOPPER, (129, 256), "a guess: two passes were measured, and come first", (64, 64, 8, 1)),
-    *_rules(BLACKWELL, (1, 128), "a guess", (64, 64, 8, 2)),
-    *_rules(BLACKWELL, (129, 256), "a guess: the accumulators take half of the tensor memory", (32, 64, 8, 1)),
-    *_rules(_MMA_SYNC, (129, 256), "a guess: 99 KiB of shared memory a block", (32, 32, 4, 1)),
+    *_rules(HOPPER, (129, 256), COMPILED + "two passes were measured, and come first", (64, 64, 8, 1)),
+    *_rules(BLACKWELL, (1, 128), COMPILED + "no other tile promises more", (64, 64, 8, 2)),
+    *_rules(BLACKWELL, (129, 256), COMPILED + "the accumulators take half of the tensor memory", (32, 64, 8, 1)),
+    *_rules(_MMA_SYNC, (129, 256), COMPILED + "99 KiB of shared memory a block", (32, 32, 4, 1)),
 )  # fmt: skip
 _TWO_PASS: tuple[Rule[BackwardConfig], ...] = (
     *_rules(("cpu",), (1, 256), _INTERPRETED, (64, 64, 4, 1), (64, 64, 4, 1)),
@@ -248,20 +248,20 @@ _TWO_PASS: tuple[Rule[BackwardConfig], ...] = (
         HOPPER, (129, 256), _H200 + "243 TFLOPS full, 233 causal; 32x64 199 and 203",
         (64, 64, 8, 2), (128, 32, 8, 3),
     ),
-    *_rules(BLACKWELL, (1, 128), "a guess", (64, 64, 8, 2), (128, 64, 8, 2)),
+    *_rules(BLACKWELL, (1, 128), COMPILED + "no other tile promises more", (64, 64, 8, 2), (128, 64, 8, 2)),
     *_rules(
-        BLACKWELL, (129, 256), "a guess: the accumulators take half of the tensor memory",
+        BLACKWELL, (129, 256), COMPILED + "the accumulators take half of the tensor memory",
         (32, 64, 8, 1), (64, 32, 8, 1),
     ),
-    *_rules(_MMA_SYNC, (129, 256), "a guess: 99 KiB of shared memory a block", (32, 32, 4, 1), (32, 32, 4, 1)),
+    *_rules(_MMA_SYNC, (129, 256), COMPILED + "99 KiB of shared memory a block", (32, 32, 4, 1), (32, 32, 4, 1)),
 )  # fmt: skip
 
 _SMALL_KEYS = (64, 32, 4, 2)
-_SHARED = "a guess; compiled: 8 warps share the accumulators and spill nothing"
+_SHARED = COMPILED + "8 warps share the accumulators and spill nothing"
 
 DESCRIPTOR_ONE_PASS_RULES: tuple[Rule[BackwardConfig], ...] = (
     *_ONE_PASS,
-    *_rules(SMALL, (1, 64), "a guess; compiled: 64x64 spills, with 4 warps and with 8", _SMALL_KEYS),
+    *_rules(SMALL, (1, 64), COMPILED + "64x64 spills, with 4 warps and with 8", _SMALL_KEYS),
     *_rules(SMALL, (65, 128), _SHARED + "; 64 queries are more than 99 KiB", (32, 64, 8, 2)),
 )
 DESCRIPTOR_TWO_PASS_RULES: tuple[Rule[BackwardConfig], ...] = (
@@ -278,7 +278,7 @@ DESCRIPTOR_TWO_PASS_RULES: tuple[Rule[BackwardConfig], ...] = (
         (64, 64, 4, 2), (128, 64, 8, 3),
     ),
     *_TWO_PASS,
-    *_rules(SMALL, (1, 64), "a guess; compiled: 64x64 spills, with 4 warps and with 8", _SMALL_KEYS, (64, 32, 4, 2)),
+    *_rules(SMALL, (1, 64), COMPILED + "64x64 spills, with 4 warps and with 8", _SMALL_KEYS, (64, 32, 4, 2)),
     *_rules(SMALL, (65, 128), _SHARED, (64, 64, 8, 2), (64, 32, 4, 2)),
 )  # fmt: skip
 """On sm90 two passes beat one at D=64 and 128 (373 to 306 TFLOPS full, 354 to 294 causal at D=128), though they do 7
@@ -287,12 +287,12 @@ accumulators."""
 
 POINTER_ONE_PASS_RULES: tuple[Rule[BackwardConfig], ...] = (
     *_ONE_PASS,
-    *_rules(SMALL, (1, 64), "a guess; compiled: 64x64 spills on sm120", (32, 64, 4, 2)),
+    *_rules(SMALL, (1, 64), COMPILED + "64x64 spills on sm120", (32, 64, 4, 2)),
     *_rules(_MMA_SYNC, (1, 128), _SHARED, (64, 64, 8, 2)),
 )
 POINTER_TWO_PASS_RULES: tuple[Rule[BackwardConfig], ...] = (
     *_rules(
-        HOPPER, (1, 128), "a guess; compiled: at 64x64 with 4 warps pointers spill 112 bytes",
+        HOPPER, (1, 128), COMPILED + "at 64x64 with 4 warps pointers spill 112 bytes",
         (32, 64, 8, 2), (128, 64, 8, 3),
     ),
     *_TWO_PASS,
