@@ -27,6 +27,10 @@ class Arch:
     warps_per_sm: int = 0
     blocks_per_sm: int = 0
     registers_per_sm: int = 0
+    fp32_rate: int = 0
+    """FP32 FLOP per clock of an SM, a fused multiply-add counted as two."""
+    ex2_rate: int = 0
+    """Results per clock of an SM's special-function units: ex2, and rcp, rsqrt, sin and the like."""
 
     @property
     def smem_reserved(self) -> int:
@@ -47,9 +51,12 @@ class Arch:
         return number // 10, number % 10
 
 
-def _gpu(name: str, title: str, smem_kib: int, warps: int, blocks: int) -> Arch:
+def _gpu(
+    name: str, title: str, smem_kib: int, warps: int, blocks: int, *, fp32_rate: int = 256, ex2_rate: int = 16
+) -> Arch:
     # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": a block can have what the
-    # SM has less 1 KiB that the system keeps; every one of these has 65536 registers.
+    # SM has less 1 KiB that the system keeps; every one of these has 65536 registers. The rates are those of its table
+    # of arithmetic throughput, where a multiply-add is one result; for sm103 NVIDIA's articles on Blackwell Ultra.
     return Arch(
         name=name,
         title=title,
@@ -58,6 +65,8 @@ def _gpu(name: str, title: str, smem_kib: int, warps: int, blocks: int) -> Arch:
         warps_per_sm=warps,
         blocks_per_sm=blocks,
         registers_per_sm=65536,
+        fp32_rate=fp32_rate,
+        ex2_rate=ex2_rate,
     )
 
 
@@ -68,12 +77,12 @@ ARCHS: Mapping[str, Arch] = MappingProxyType(
         arch.name: arch
         for arch in (
             CPU,
-            _gpu("sm80", "Ampere, A100", 164, 64, 32),
+            _gpu("sm80", "Ampere, A100", 164, 64, 32, fp32_rate=128),
             _gpu("sm86", "Ampere, RTX 30, A40", 100, 48, 16),
             _gpu("sm89", "Ada, RTX 40, L4, L40", 100, 48, 24),
             _gpu("sm90", "Hopper, H100, H200", 228, 64, 32),
             _gpu("sm100", "Blackwell, B200", 228, 64, 32),
-            _gpu("sm103", "Blackwell, B300", 228, 64, 32),
+            _gpu("sm103", "Blackwell, B300", 228, 64, 32, ex2_rate=32),
             _gpu("sm120", "Blackwell, RTX 50", 100, 48, 24),
             _gpu("sm121", "Blackwell, DGX Spark", 100, 48, 24),
         )
@@ -138,10 +147,8 @@ def occupancy(arch: Arch, threads: int, registers: int, smem_bytes: int) -> Occu
 
 
 def _blocks_by_registers(arch: Arch, warps: int, registers: int) -> int:
-    """Blocks whose warps the register files hold: a warp lives in one partition, whole; a block takes whole fours."""
+    """Blocks whose warps the register files hold: a warp lives in one partition, whole."""
     of_warp = _round_up(registers * WARP_THREADS, REGISTERS_UNIT)
-    if of_warp * _round_up(warps, WARPS_UNIT) > arch.registers_per_sm:
-        return 0
     warps_of_partition = arch.registers_per_sm // WARPS_UNIT // of_warp
     return WARPS_UNIT * warps_of_partition // warps
 
@@ -152,28 +159,107 @@ def _round_up(value: int, unit: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """Stated peaks of one product, dense, fp16 and bf16 with fp32 accumulation."""
+    """One product: what its SMs do per clock, and its stated peak, dense, fp16 and bf16 with fp32 accumulation."""
 
     name: str
-    """Part of the name the driver reports."""
-    tflops: float
+    driver_names: tuple[str, ...]
+    """What the driver calls it, whole."""
+    arch: str
+    """Name of its row in `ARCHS`."""
+    sms: int
+    clock_ghz: float
+    """At which the tensor cores reach `tflops`. A kernel that draws less power may run faster, a hotter one slower."""
+    tensor_rate: int
+    """Dense FLOP per clock of an SM's tensor cores, fp16 and bf16 with fp32 accumulation."""
     gbps: float
+    """Bandwidth of device memory, 10^9 bytes per second."""
+    l2_mib: int | None
+    """None where NVIDIA says nothing that we know of."""
+    tflops: float
+    """As `source` has it: 10^12 FLOP per second."""
     source: str
 
+    @property
+    def computed_tflops(self) -> float:
+        """The same peak from its parts: SMs, FLOP per clock, clock. Within 1 % of `tflops`."""
+        return self.sms * self.tensor_rate * self.clock_ghz / 1e3
 
+
+def _product(
+    name: str,
+    arch: str,
+    sms: int,
+    clock_ghz: float,
+    tensor_rate: int,
+    gbps: float,
+    l2_mib: int | None,
+    tflops: float,
+    driver_names: str | tuple[str, ...],
+    source: str,
+) -> Gpu:
+    return Gpu(
+        name=name,
+        driver_names=(driver_names,) if isinstance(driver_names, str) else driver_names,
+        arch=arch,
+        sms=sms,
+        clock_ghz=clock_ghz,
+        tensor_rate=tensor_rate,
+        gbps=gbps,
+        l2_mib=l2_mib,
+        tflops=tflops,
+        source=f"NVIDIA {source}",
+    )
+
+
+_HALVED = "sparse figure halved"
+_B300 = ("NVIDIA B300", "NVIDIA B300 SXM6 AC")  # AC: air-cooled
+# GeForce cards, and the L20, do half as much with fp32 accumulation as with fp16.
+# fmt: off
 GPUS: tuple[Gpu, ...] = (
-    Gpu(name="H200", tflops=989.4, gbps=4800, source="NVIDIA H200 datasheet, SXM, sparse figure halved"),
-    Gpu(name="H100 80GB HBM3", tflops=989.4, gbps=3350, source="NVIDIA H100 datasheet, SXM, sparse figure halved"),
-    Gpu(name="A100-SXM4-80GB", tflops=312.0, gbps=2039, source="NVIDIA A100 datasheet"),
-    Gpu(name="B200", tflops=2250.0, gbps=7700, source="NVIDIA HGX B200 datasheet, sparse figure halved"),
-    Gpu(name="RTX 4090", tflops=165.2, gbps=1008, source="NVIDIA Ada GPU architecture whitepaper"),
-    Gpu(name="RTX 5090", tflops=209.5, gbps=1792, source="NVIDIA RTX Blackwell GPU architecture whitepaper"),
+    # name, arch, SMs, GHz, FLOP/clock/SM, GB/s, L2 MiB, TFLOPS, the driver's name, source
+    _product("A100 SXM 80GB", "sm80", 108, 1.410, 2048, 2039, 40, 312.0, "NVIDIA A100-SXM4-80GB",
+             "A100 80GB datasheet; A100 architecture whitepaper"),
+    _product("RTX 3090", "sm86", 82, 1.695, 512, 936, 6, 71.0, "NVIDIA GeForce RTX 3090",
+             "Ampere GA102 architecture whitepaper, appendix A"),
+    _product("RTX 4090", "sm89", 128, 2.520, 512, 1008, 72, 165.2, "NVIDIA GeForce RTX 4090",
+             "Ada GPU architecture whitepaper, appendix A"),
+    _product("RTX 5090", "sm120", 170, 2.407, 512, 1792, 96, 209.5, "NVIDIA GeForce RTX 5090",
+             "RTX Blackwell GPU architecture whitepaper, appendix A"),
+    _product("L20", "sm89", 92, 2.537, 512, 864, 96, 119.5, "NVIDIA L20",
+             "L20 product sheet, as resellers and published measurements quote it"),
+    _product("L40S", "sm89", 142, 2.490, 1024, 864, 96, 362.05, "NVIDIA L40S",
+             "L40S datasheet; SMs and L2: Ada GPU architecture whitepaper"),
+    _product("H100 SXM", "sm90", 132, 1.830, 4096, 3350, 50, 989.4, "NVIDIA H100 80GB HBM3",
+             f"H100 datasheet, SXM, {_HALVED}; H100 architecture whitepaper"),
+    _product("H200", "sm90", 132, 1.830, 4096, 4800, None, 989.4, "NVIDIA H200",
+             f"H200 datasheet, SXM, {_HALVED}"),
+    _product("B200", "sm100", 148, 1.856, 8192, 7700, 126, 2250.0, "NVIDIA B200",
+             f"HGX B200 datasheet, {_HALVED}; L2: Blackwell tuning guide; SMs as devices report them"),
+    _product("B300", "sm103", 148, 1.856, 8192, 7700, None, 2250.0, _B300,
+             f"HGX B300 datasheet, {_HALVED}; SMs as devices report them"),
+    _product("GB300", "sm103", 152, 2.008, 8192, 8000, None, 2500.0, "NVIDIA GB300",
+             f"GB300 NVL72 datasheet, a 72nd, {_HALVED}; SMs as devices report them"),
+    _product("GB10", "sm121", 48, 2.543, 1024, 273, 24, 125.0, "NVIDIA GB10",
+             "DGX Spark datasheet: an eighth of its sparse FP4 figure, as it states no 16-bit one"),
 )
+# fmt: on
+"""Products with a row, by the table's short names ("H100 SXM", "GB10": DGX Spark)."""
 
 
 def find_gpu(device_name: str) -> Gpu | None:
-    """The row whose name is part of what the driver calls the device; None for a product without a row."""
-    return next((gpu for gpu in GPUS if gpu.name in device_name), None)
+    """The row of a product by its short name or by all that the driver calls it; None for a product without a row.
+
+    No part of a name will do: a B300 is no GB300, and PCIe boards, laptops and MIG slices are slower than their like.
+    """
+    return next((gpu for gpu in GPUS if device_name in (gpu.name, *gpu.driver_names)), None)
+
+
+def gpu_by_name(name: str) -> Gpu:
+    """The row that `find_gpu` finds, in whatever case the name is given; ValueError for a product without one."""
+    folded = {known.casefold(): gpu for gpu in GPUS for known in (gpu.name, *gpu.driver_names)}
+    if name.casefold() not in folded:
+        raise ValueError(f"device: got {name!r}; allowed {', '.join(gpu.name for gpu in GPUS)}")
+    return folded[name.casefold()]
 
 
 def by_name(name: str) -> Arch:

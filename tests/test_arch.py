@@ -1,10 +1,11 @@
-"""Occupancy: known values, and what must hold for every arch."""
+"""Occupancy: known values, and what must hold for every arch; and the products, found by name, with sound peaks."""
 
 import random
 
 import pytest
 
-from multiattn.arch import ARCHS, CPU, GPU_ARCHS, KIB, Arch, occupancy
+from bench.timing import L2_FLUSH_BYTES
+from multiattn.arch import ARCHS, CPU, GPU_ARCHS, GPUS, KIB, Arch, find_gpu, gpu_by_name, occupancy
 
 
 @pytest.mark.parametrize(
@@ -73,3 +74,87 @@ def _too_many_registers(warps, registers):
 def test_occupancy_says_what_it_accepts(arguments, message):
     with pytest.raises(ValueError, match=message):
         occupancy(*arguments)
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_a_product_is_its_datasheet(gpu):
+    assert gpu.computed_tflops == pytest.approx(gpu.tflops, rel=0.01)
+    assert gpu.arch in GPU_ARCHS
+    assert gpu.source.startswith("NVIDIA ")
+    for name in (gpu.name, *gpu.driver_names):
+        assert find_gpu(name) is gpu, name
+        assert gpu_by_name(name.lower()) is gpu, name
+
+
+def test_names_of_products_are_distinct_and_their_l2_is_flushed():
+    names = [name.casefold() for gpu in GPUS for name in (gpu.name, *gpu.driver_names)]
+    assert len(names) == len(set(names))
+    assert 2 * max(gpu.l2_mib or 0 for gpu in GPUS) * KIB**2 <= L2_FLUSH_BYTES
+
+
+def test_every_gpu_arch_has_rates():
+    """Four partitions of 32 FP32 lanes, or 16 in A100; four special-function units each, eight in Blackwell Ultra."""
+    assert {name: (ARCHS[name].fp32_rate, ARCHS[name].ex2_rate) for name in GPU_ARCHS} == {
+        **dict.fromkeys(GPU_ARCHS, (256, 16)),
+        "sm80": (128, 16),
+        "sm103": (256, 32),
+    }
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100 SXM 80GB"),
+        ("NVIDIA GeForce RTX 3090", "RTX 3090"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 5090", "RTX 5090"),
+        ("NVIDIA L20", "L20"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA B300", "B300"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA GB300", "GB300"),
+        ("NVIDIA GB10", "GB10"),
+        ("GB10", "GB10"),
+    ],
+)
+def test_a_product_is_found_by_what_the_driver_calls_it(driver, name):
+    found = find_gpu(driver)
+    assert found is not None
+    assert found.name == name
+
+
+@pytest.mark.parametrize(
+    "driver",
+    [
+        "none",
+        "",
+        "NVIDIA",
+        "NVIDIA A100-PCIE-40GB",
+        "NVIDIA A100 80GB PCIe",
+        "NVIDIA A100-SXM4-40GB",
+        "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 5090 D",
+        "NVIDIA GeForce RTX 5090 Laptop GPU",
+        "NVIDIA L2",
+        "NVIDIA L4",
+        "NVIDIA L40",
+        "NVIDIA H100",
+        "NVIDIA H100 PCIe",
+        "NVIDIA H100 NVL",
+        "NVIDIA GH200 480GB",
+        "NVIDIA H20",
+        "NVIDIA H200 NVL",
+        "NVIDIA GB200",
+        "NVIDIA GB100",
+    ],
+)
+def test_its_slower_and_faster_like_are_not_taken_for_it(driver):
+    assert find_gpu(driver) is None
+    with pytest.raises(ValueError, match=r"device: got .*; allowed A100 SXM 80GB, RTX 3090, .*, GB300, GB10"):
+        gpu_by_name(driver)
