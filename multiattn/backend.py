@@ -14,6 +14,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 
+from multiattn.abi import Binding
 from multiattn.arch import Arch
 from multiattn.config import Config, Rule, select
 from multiattn.problem import Problem
@@ -87,6 +88,26 @@ class Compiled:
     smem_bytes: int | None = None
     registers: int | None = None
     spill_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """One kernel of a launch, compiled to run elsewhere, with what its compiler wrote on the way."""
+
+    kernel: str
+    """Its symbol in the cubin."""
+    seconds: float
+    cubin: bytes
+    threads: int | None = None
+    """Of a block; None where only the cubin says."""
+    dynamic_smem_bytes: int = 0
+    """That a launch asks for, beside the static part that the cubin has."""
+    texts: Mapping[str, bytes] = field(default_factory=dict)
+    """Intermediate code that was asked for, by kind: ``ptx``, ``ttgir``, ``tileir``."""
+    remarks: str = ""
+    """What cuTile's compiler says of its choices, in YAML."""
+    binding: Binding | None = None
+    """What a launch hands to the driver; None where the loader cannot run the kernel."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +185,8 @@ class Op(Generic[L]):
     """Everything that can be done once per Plan, compilation included where the DSL allows it."""
     compile: Callable[[Plan], tuple[Compiled, ...]]
     """Compile every kernel of a launch for `plan.arch` with no GPU; the compiler's own error passes through."""
+    export: Callable[[Plan, Sequence[str]], tuple[Exported, ...]] = lambda plan, kinds: ()
+    """As `compile`, to be read or run elsewhere, with intermediate code of the kinds that are asked for and it has."""
     candidates: Callable[[Variant, Problem, Arch], Sequence[Config]] = lambda variant, problem, arch: ()
     """Configs worth timing for a problem: what a tuning sweep walks through."""
 

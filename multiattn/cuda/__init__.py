@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from multiattn.backend import Backend, BackwardLauncher, Compiled, Launcher, Op, Plan
+from collections.abc import Sequence
+
+from multiattn.backend import Backend, BackwardLauncher, Compiled, Exported, Launcher, Op, Plan
 from multiattn.cuda import backward_configs, tools
 from multiattn.cuda.configs import candidates
 from multiattn.cuda.variants import BACKWARD_VARIANTS, SPANNING, VARIANTS
@@ -34,6 +36,12 @@ def _compile(plan: Plan) -> tuple[Compiled, ...]:
     return compile_plan(plan)
 
 
+def _export(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
+    from multiattn.cuda.export import export_plan
+
+    return export_plan(plan, kinds)
+
+
 BACKEND = Backend(
     name="cuda",
     summary="raw CUDA tensor-core code",
@@ -45,12 +53,14 @@ BACKEND = Backend(
         spanning=SPANNING,
         prepare=_prepare,
         compile=_compile,
+        export=_export,
         candidates=candidates,
     ),
     backward=Op(
         variants=BACKWARD_VARIANTS,
         prepare=_prepare_backward,
         compile=_compile,
+        export=_export,
         candidates=backward_configs.candidates,
     ),
 )

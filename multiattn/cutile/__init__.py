@@ -7,13 +7,13 @@ import functools
 import importlib.util
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import torch
 
 from multiattn.arch import GPU_ARCHS, Arch
-from multiattn.backend import Backend, BackwardLauncher, Compiled, Launcher, Op, Plan, Variant
+from multiattn.backend import Backend, BackwardLauncher, Compiled, Exported, Launcher, Op, Plan, Variant
 from multiattn.cutile import backward_configs
 from multiattn.cutile.configs import candidates, rules_of, why_not_fit
 from multiattn.cutile.steps import STEPS
@@ -55,6 +55,12 @@ def _compile_backward(plan: Plan) -> tuple[Compiled, ...]:
     from multiattn.cutile.compile import compile_backward
 
     return compile_backward(plan)
+
+
+def _export(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
+    from multiattn.cutile.export import export_plan
+
+    return export_plan(plan, kinds)
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -157,6 +163,7 @@ BACKEND = Backend(
         variants=tuple(_forward_variant(name) for name in STEPS),
         prepare=_prepare,
         compile=_compile,
+        export=_export,
         candidates=candidates,
     ),
     backward=Op(
@@ -181,6 +188,7 @@ BACKEND = Backend(
         ),
         prepare=_prepare_backward,
         compile=_compile_backward,
+        export=_export,
         candidates=backward_configs.candidates,
     ),
 )

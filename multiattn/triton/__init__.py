@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import torch
 
 from multiattn.arch import ARCHS, GPU_ARCHS, Arch
-from multiattn.backend import Backend, BackwardLauncher, Compiled, Launcher, Op, Plan, Variant
+from multiattn.backend import Backend, BackwardLauncher, Compiled, Exported, Launcher, Op, Plan, Variant
 from multiattn.config import Rule
 from multiattn.problem import VECTOR_BYTES
 from multiattn.support import Capability, Reason
@@ -40,6 +40,12 @@ def _compile(plan: Plan) -> tuple[Compiled, ...]:
     from multiattn.triton.compile import compile_plan
 
     return compile_plan(plan)
+
+
+def _export(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
+    from multiattn.triton.export import export_plan
+
+    return export_plan(plan, kinds)
 
 
 def _versions() -> Mapping[str, str | None]:
@@ -122,6 +128,7 @@ BACKEND = Backend(
         variants=tuple(_forward_variant(name) for name in STEPS),
         prepare=_prepare,
         compile=_compile,
+        export=_export,
         candidates=candidates,
     ),
     backward=Op(
@@ -134,6 +141,7 @@ BACKEND = Backend(
         ),
         prepare=_prepare_backward,
         compile=_compile,
+        export=_export,
         candidates=backward_configs.candidates,
     ),
 )

@@ -1,0 +1,492 @@
+"""Kernels compiled ahead of time: a folder of cubins with a manifest, and the loader that runs them.
+
+The loader needs torch, cuda-bindings and NVIDIA's driver: none of the languages, and no compiler. A kernel runs every
+problem of which what its code is specialised on holds; which that is, the manifest tells and `Kernel` checks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+import json
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from multiattn import abi, context
+from multiattn import backend as registry
+from multiattn.arch import by_name, detect
+from multiattn.backend import Exported, Plan, find_variant, plan_variant
+from multiattn.config import Config
+from multiattn.problem import VECTOR_BYTES, Problem
+from multiattn.toolchain import resource_usage
+
+SCHEMA = 1
+"""Of the manifest; another number is another format."""
+
+MANIFEST = "manifest.json"
+
+_ZEROS_BEYOND_THE_ENDS, _NOT_INTERLEAVED, _L2_128_BYTES = 0, 0, 2  # of cuTensorMapEncodeTiled; as Triton has them
+_KEPT = 256  # bindings of a kernel; a serving loop with ever-changing lengths must not grow for ever
+
+
+# ---------------------------------------------------------------- writing
+
+
+def write(
+    folder: Path,
+    plan: Plan,
+    exported: Sequence[Exported],
+    *,
+    texts: Mapping[str, Mapping[str, bytes]] | None = None,
+    versions: Mapping[str, str | None] | None = None,
+) -> tuple[Path, ...]:
+    """Write the kernels of a Plan into a folder, beside those that its manifest has; the files, manifest last.
+
+    Args:
+        folder: made if it is not there.
+        plan: what was exported.
+        exported: all that the plan's `Op.export` gave.
+        texts: more to be written, by kernel (`Exported.kernel`), then by kind, which is the file's suffix.
+        versions: of what compiled them; None for the backend's own answer.
+
+    ValueError for a manifest that cannot be read.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = _read_manifest(folder)["kernels"] if (folder / MANIFEST).exists() else []
+    versions = dict(registry.get(plan.backend).versions() if versions is None else versions)
+    written: list[Path] = []
+    for index, kernel in enumerate(exported):
+        name = _name(plan, kernel, index if len(exported) > 1 else None)
+        files = {"cubin": kernel.cubin, **kernel.texts, **(texts or {}).get(kernel.kernel, {})}
+        if kernel.remarks:
+            files["remarks.yaml"] = kernel.remarks.encode()
+        for kind, content in files.items():
+            path = folder / f"{name}.{kind}"
+            path.write_bytes(content)
+            written.append(path)
+        entry = _entry(name, plan, kernel, versions, tuple(files))
+        entries = [*(other for other in entries if other["name"] != name), entry]
+    manifest, draft = folder / MANIFEST, folder / f"{MANIFEST}.new"
+    draft.write_text(json.dumps({"schema": SCHEMA, "kernels": entries}, indent=2) + "\n")
+    draft.replace(manifest)
+    return *written, manifest
+
+
+def _name(plan: Plan, kernel: Exported, index: int | None) -> str:
+    """Of a kernel in its folder: what it is for, and a part of its hash, as one problem has many kernels."""
+    problem = plan.problem
+    mask = "causal" if problem.causal else "full"
+    parts = [plan.backend, plan.direction, plan.arch.name, problem.dtype, f"d{problem.head_dim}", mask]
+    parts += [] if index is None else [str(index)]
+    return "-".join((*parts, hashlib.sha256(kernel.cubin).hexdigest()[:8]))
+
+
+def _entry(
+    name: str, plan: Plan, kernel: Exported, versions: Mapping[str, str | None], kinds: tuple[str, ...]
+) -> dict[str, Any]:
+    """What the manifest says of a kernel. Sizes are in bytes."""
+    usage = resource_usage(kernel.cubin)
+    binding = kernel.binding
+    return {
+        "name": name,
+        "file": f"{name}.cubin",
+        "sha256": hashlib.sha256(kernel.cubin).hexdigest(),
+        "symbol": kernel.kernel,
+        "backend": plan.backend,
+        "direction": plan.direction,
+        "variant": plan.variant,
+        "arch": plan.arch.name,
+        "problem": asdict(plan.problem),
+        "config": None if plan.config is None else asdict(plan.config),
+        "why": plan.why,
+        "versions": dict(versions),
+        "threads": kernel.threads,
+        "registers": usage.registers if usage else None,
+        "spill_bytes": usage.stack_bytes if usage else None,
+        "static_smem_bytes": usage.smem_bytes if usage else None,
+        "dynamic_smem_bytes": kernel.dynamic_smem_bytes,
+        "files": {kind: f"{name}.{kind}" for kind in kinds},
+        "launch": None if binding is None else {**asdict(binding.image), "constants": dict(binding.constants)},
+    }
+
+
+# ---------------------------------------------------------------- reading
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """A folder's manifest; ValueError for one that is not there, is no JSON or has another schema."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; allowed a folder that `python -m multiattn compile` wrote") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: no JSON ({error})") from None
+    schema = manifest.get("schema") if isinstance(manifest, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(f"{path}: schema: got {schema!r}; allowed {SCHEMA}")
+    kernels = manifest.get("kernels")
+    if not isinstance(kernels, list) or not all(isinstance(entry, dict) and "name" in entry for entry in kernels):
+        raise ValueError(f"{path}: kernels: got {type(kernels).__name__}; allowed a list of records with names")
+    return dict(manifest)
+
+
+def load(path: Path | str, *, name: str | None = None) -> Kernel:
+    """A kernel of a folder that was written ahead of time, to be called on tensors of any problem that it can run.
+
+    Args:
+        path: the folder, its manifest, or the kernel's cubin.
+        name: of the kernel in the manifest; None where there is but one forward kernel.
+
+    ValueError, with what came and what is allowed, for a folder or a kernel that cannot be loaded.
+    """
+    path = Path(path)
+    folder = path if path.is_dir() else path.parent
+    if path.suffix == ".cubin":
+        name = path.stem if name is None else name
+    entries = _read_manifest(folder)["kernels"]
+    entry = _find(entries, name)
+    try:
+        return Kernel(entry, read_cubin(folder, entry))
+    except KeyError as error:
+        raise ValueError(f"{folder / MANIFEST}: {entry['name']}: no {error}") from None
+    except (AttributeError, TypeError) as error:  # a list where a record should be, or the like
+        raise ValueError(f"{folder / MANIFEST}: {entry['name']}: damaged ({error})") from None
+
+
+def entries(folder: Path) -> list[dict[str, Any]]:
+    """The records of a folder's manifest, forward and backward kernels alike; ValueError for a folder without one."""
+    found: list[dict[str, Any]] = _read_manifest(folder)["kernels"]
+    return found
+
+
+def _find(entries: Sequence[Mapping[str, Any]], name: str | None) -> Mapping[str, Any]:
+    forward = [entry for entry in entries if entry.get("launch") is not None]
+    names = ", ".join(str(entry["name"]) for entry in forward) or "none: the folder has no forward kernel"
+    found = forward if name is None else [entry for entry in entries if entry["name"] == name]
+    if len(found) != 1:
+        got = f"{len(found)} forward kernels and no name" if name is None else repr(name)
+        raise ValueError(f"name: got {got}; allowed {names}")
+    if found[0].get("launch") is None:
+        raise ValueError(f"name: got {name!r}, a {found[0].get('direction')} kernel; allowed forward ones: {names}")
+    return found[0]
+
+
+def read_cubin(folder: Path, entry: Mapping[str, Any]) -> bytes:
+    """The cubin of an entry: a file of the folder itself, unchanged since it was written, or ValueError."""
+    file = entry["file"]
+    path = folder / str(file)
+    if not isinstance(file, str) or Path(file).name != file or path.resolve().parent != folder.resolve():
+        raise ValueError(f"file: got {file!r}; allowed a file in the manifest's own folder")
+    try:
+        cubin = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    digest = hashlib.sha256(cubin).hexdigest()
+    if digest != entry["sha256"]:
+        raise ValueError(f"{path}: sha256: got {digest}; allowed {entry['sha256']}, as the manifest has it")
+    return cubin
+
+
+def _plan_of(entry: Mapping[str, Any]) -> Plan:
+    """The Plan that a kernel was compiled for; ValueError for one that this version cannot make."""
+    try:
+        backend = registry.get(entry["backend"])
+        variant = find_variant(backend, entry["variant"], entry["direction"])
+        fields: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in entry["problem"].items()
+        }
+        config: Config | None = None
+        if entry["config"] is not None:
+            config = type(variant.rules[0].config)(**entry["config"])
+        plan = plan_variant(backend, variant, Problem(**fields), by_name(entry["arch"]), config)
+    except (TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ValueError(f"{entry['name']}: written by another version of multiattn ({error})") from None
+    if not isinstance(plan, Plan):
+        raise ValueError(f"{entry['name']}: {'; '.join(map(str, plan))}")
+    return plan
+
+
+def _image_of(launch: Mapping[str, Any]) -> abi.Image:
+    boxes = (
+        abi.Box(extents=tuple(box["extents"]), swizzle=box["swizzle"], dtype=box["dtype"]) for box in launch["boxes"]
+    )
+    return abi.Image(threads=launch["threads"], dynamic_smem_bytes=launch["dynamic_smem_bytes"], boxes=tuple(boxes))
+
+
+# ---------------------------------------------------------------- running
+
+
+class Kernel:
+    """A forward kernel that was compiled ahead of time.
+
+    Safe to use from several threads, on any stream and device of its arch; in CUDA graph capture once it has run on the
+    device: the first call loads the code.
+    """
+
+    def __init__(self, entry: Mapping[str, Any], cubin: bytes) -> None:
+        self.entry = entry
+        """Its record in the manifest."""
+        self.name = str(entry["name"])
+        self.plan = _plan_of(entry)
+        """What it was compiled for."""
+        self._cubin = cubin
+        self._image = _image_of(entry["launch"])
+        self._constants: Mapping[str, str] = entry["launch"]["constants"]
+        self._entry = abi.read_entry(cubin, entry["symbol"])
+        if (host := abi.host_of(cubin)) not in (None, platform.machine()):
+            raise ValueError(f"{self.name}: host: got {platform.machine()}; allowed {host}, whose code is in the cubin")
+        self._bindings: dict[Problem, abi.Binding] = {}
+        self._kernels: dict[int, Any] = {}
+        self._bind(self.plan.problem)
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.name}: {self.plan})"
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention with the mask that the kernel was compiled for, on the current stream of the tensors' device.
+
+        Args:
+            q: ``[B, Hq, Sq, D]`` in the dtype of the kernel; any strides with unit stride on D.
+            k: ``[B, Hkv, Skv, D]``, Hq a multiple of Hkv.
+            v: like k.
+            scale: of the scores; None for ``1/sqrt(D)``.
+            out: to write to: like q, with strides ``Problem.strides_out``; None for a fresh one.
+            lse: to write to: fp32 ``[B, Hq, Sq]``, contiguous; None for a fresh one.
+
+        Returns (out, lse) as `multiattn.fmha` does; without gradients. ValueError or TypeError, with what came and what
+        is allowed, for tensors that this kernel cannot run.
+        """
+        problem = self.problem_of(q, k, v, scale=scale)
+        self._refuse(self._wrong_for(problem, q.device))
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
+            raise ValueError("gradients: got tensors that require them; allowed a call in torch.no_grad()")
+        out = _result("out", out, q, q.shape, (*problem.strides_out, 1), q.dtype)
+        rows = (problem.heads_q * problem.seq_q, problem.seq_q, 1)
+        lse = _result("lse", lse, q, q.shape[:3], rows, torch.float32)
+        if problem.is_empty:
+            return out, lse
+        if problem.seq_kv == 0:
+            return out.zero_(), lse.fill_(-math.inf)
+        binding = self._bind(problem)
+        with _on(q.device):
+            self._launch(binding, q.device.index or 0, {"q": q, "k": k, "v": v, "out": out, "lse": lse})
+        return out, lse
+
+    def problem_of(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None) -> Problem:
+        """What a call with these tensors asks for; ValueError or TypeError for what nobody can run."""
+        return Problem.of(q, k, v, causal=self.plan.problem.causal, scale=scale)
+
+    def why_not(self, problem: Problem, device: torch.device) -> tuple[str, ...]:
+        """Every reason why a call would be refused, with what came and what is allowed; nothing where it would run."""
+        wrong = self._wrong_for(problem, device)
+        if wrong or problem.is_empty or problem.seq_kv == 0:
+            return tuple(wrong)
+        bound = self._try_binding(problem)
+        return () if isinstance(bound, abi.Binding) else tuple(bound)
+
+    def _wrong_for(self, problem: Problem, device: torch.device) -> list[str]:
+        """What no length or stride can mend."""
+        allowed, here = self.plan.problem, detect(device).name
+        found = (
+            ("arch", here, self.plan.arch.name, here == self.plan.arch.name),
+            ("dtype", problem.dtype, allowed.dtype, problem.dtype == allowed.dtype),
+            ("head_dim", problem.head_dim, allowed.head_dim, problem.head_dim == allowed.head_dim),
+        )
+        return [f"{what}: got {got}; allowed {ours}" for what, got, ours, holds in found if not holds]
+
+    def _refuse(self, reasons: Sequence[str]) -> None:
+        if reasons:
+            raise ValueError(f"{self.name} cannot run these tensors: {'; '.join(reasons)}")
+
+    def _bind(self, problem: Problem) -> abi.Binding:
+        """How the kernel is launched for a problem; ValueError where its code does not hold for it."""
+        if (known := self._bindings.get(problem)) is not None:
+            return known
+        binding = self._try_binding(problem)
+        if not isinstance(binding, abi.Binding):
+            self._refuse(binding)
+            raise AssertionError("a refusal without a reason")
+        if len(self._bindings) >= _KEPT:
+            self._bindings.clear()
+        self._bindings[problem] = binding
+        return binding
+
+    def _try_binding(self, problem: Problem) -> abi.Binding | list[str]:
+        """How the kernel is launched for a problem, or every reason why its code does not hold for it."""
+        backend, variant = registry.get(self.plan.backend), self.entry["variant"]
+        plan = plan_variant(backend, find_variant(backend, variant), problem, self.plan.arch, self.plan.config)
+        if not isinstance(plan, Plan):
+            return [str(reason) for reason in plan]
+        module = importlib.import_module(f"multiattn.{self.plan.backend}.bind")
+        binding: abi.Binding = module.bind(plan, self._image, self._constants)
+        names = dict.fromkeys((*self._constants, *binding.constants))
+        pairs = ((name, binding.constants.get(name), self._constants.get(name)) for name in names)
+        wrong = [f"{name}: got {got}; allowed {allowed}" for name, got, allowed in pairs if got != allowed]
+        if wrong:
+            return wrong
+        abi.check(binding, self._entry)
+        return binding
+
+    def _launch(self, binding: abi.Binding, device: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        values = [abi.pack(argument, addresses, encode_tensor_map) for argument in binding.arguments]
+        buffers = [ctypes.create_string_buffer(value, len(value)) for value in values]
+        pointers = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
+        image = binding.image
+        block = (image.threads, 1, 1)
+        # What torch.cuda.current_stream(device).cuda_stream is, without a Stream object for each launch.
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        kernel = self._loaded(device)
+        address = ctypes.addressof(pointers)
+        _ask("cuLaunchKernel", kernel, *binding.grid, *block, image.dynamic_smem_bytes, stream, address, 0)
+
+    def _loaded(self, device: int) -> Any:
+        """The kernel on a device, the current one, allowed its shared memory. Two threads may both load the first time.
+
+        A CUkernel, which the driver takes for a CUfunction wherever it launches one: cuTile's own launches do the same.
+        """
+        if device not in self._kernels:
+            kernel = _load(self._cubin, self.entry["symbol"])
+            if self._image.dynamic_smem_bytes:
+                what = _driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                handle = _ask("cuDeviceGet", device)
+                _ask("cuKernelSetAttribute", what, self._image.dynamic_smem_bytes, kernel, handle)
+            self._kernels[device] = _driver().CUfunction(int(kernel))
+        return self._kernels[device]
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """A context manager in which the tensors' device is the current one, as is its CUDA context in this thread."""
+    if device.index is None:
+        return nullcontext()
+    guard = torch.cuda.device(device)
+    context.ensure_context(device.index)
+    return guard
+
+
+def _result(
+    name: str,
+    given: torch.Tensor | None,
+    q: torch.Tensor,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """A fresh result, or the caller's own if a kernel can write it; TypeError or ValueError if not."""
+    if given is None:
+        return q.new_empty_strided(shape, strides, dtype=dtype)
+    if not isinstance(given, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor; got {type(given).__name__}")
+    got = f"{tuple(given.shape)}, {given.dtype} on {given.device}"
+    if (given.shape, given.dtype, given.device) != (shape, dtype, q.device):
+        raise ValueError(f"{name}: got {got}; allowed {tuple(shape)}, {dtype} on {q.device}")
+    walked = [index for index, size in enumerate(shape) if size > 1] if given.numel() else []
+    laid_out = all(given.stride(index) == strides[index] for index in walked)
+    if not laid_out or given.is_neg() or (given.numel() and given.data_ptr() % VECTOR_BYTES):
+        raise ValueError(
+            f"{name}: got strides {given.stride()}, address {given.data_ptr():#x}; allowed strides {strides}, address "
+            f"a multiple of {VECTOR_BYTES}, no negated view"
+        )
+    return given
+
+
+# ---------------------------------------------------------------- the driver
+
+
+def _driver() -> Any:
+    """NVIDIA's driver, by cuda-bindings."""
+    from cuda.bindings import driver
+
+    return driver
+
+
+def _ask(function: str, *arguments: Any) -> Any:
+    """What a call of the driver gives; RuntimeError with the driver's name and words for a failure."""
+    driver = _driver()
+    status, *values = getattr(driver, function)(*arguments)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        _, text = driver.cuGetErrorString(status)
+        raise RuntimeError(f"{function}: {status.name}: {text.decode() if text else 'no description'}")
+    return values[0] if values else None
+
+
+def _load(cubin: bytes, symbol: str) -> Any:
+    """The CUkernel of a cubin."""
+    library = _ask("cuLibraryLoadData", cubin, [], [], 0, [], [], 0)
+    return _ask("cuLibraryGetKernel", library, symbol.encode())
+
+
+def encode_tensor_map(tensor_map: abi.TensorMap, address: int) -> bytes:
+    """A CUtensorMap of the memory at `address`; RuntimeError where the driver refuses it.
+
+    By the driver's library itself: it wants the map at a multiple of 64 bytes, where cuda-bindings' objects are not.
+    """
+    library = context._load_driver()
+    if library is None:
+        raise OSError("tensor map: no NVIDIA driver")
+    box = tensor_map.box
+    rank = len(tensor_map.shape)
+    memory = ctypes.create_string_buffer(abi.TENSOR_MAP_BYTES + abi.TENSOR_MAP_ALIGNMENT)
+    start = ctypes.addressof(memory)
+    start += -start % abi.TENSOR_MAP_ALIGNMENT
+    status = library.cuTensorMapEncodeTiled(
+        ctypes.c_void_p(start),
+        box.dtype,
+        rank,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * rank)(*reversed(tensor_map.shape)),
+        (ctypes.c_uint64 * (rank - 1))(*reversed(tensor_map.strides)),
+        (ctypes.c_uint32 * rank)(*reversed(box.extents)),
+        (ctypes.c_uint32 * rank)(*(1,) * rank),
+        _NOT_INTERLEAVED,
+        box.swizzle,
+        _L2_128_BYTES,
+        _ZEROS_BEYOND_THE_ENDS,
+    )
+    if status:
+        raise RuntimeError(f"cuTensorMapEncodeTiled: CUresult {status} for {tensor_map} at {address:#x}")
+    return ctypes.string_at(start, abi.TENSOR_MAP_BYTES)
+
+
+def attributes(cubin: bytes, symbol: str, *, threads: int | None = None, dynamic_smem_bytes: int = 0) -> dict[str, int]:
+    """What the driver says of a kernel on the current device: sizes in bytes, registers and stack of a thread.
+
+    With `threads` of a block also ``blocks_per_sm``, how many blocks with so much dynamic shared memory an SM holds.
+    """
+    context.make_context_current(torch.cuda.current_device())
+    driver = _driver()
+    function = _ask("cuKernelGetFunction", _load(cubin, symbol))
+    names = driver.CUfunction_attribute
+    if dynamic_smem_bytes:
+        limit = names.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _ask("cuFuncSetAttribute", function, limit, dynamic_smem_bytes)
+    asked = {
+        "registers": names.CU_FUNC_ATTRIBUTE_NUM_REGS,
+        "static_smem_bytes": names.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
+        "local_bytes": names.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES,
+        "max_threads": names.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK,
+        "binary_version": names.CU_FUNC_ATTRIBUTE_BINARY_VERSION,
+    }
+    found = {name: int(_ask("cuFuncGetAttribute", attribute, function)) for name, attribute in asked.items()}
+    if threads is not None:
+        blocks = _ask("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, threads, dynamic_smem_bytes)
+        found["blocks_per_sm"] = int(blocks)
+    return found

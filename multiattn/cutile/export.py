@@ -1,0 +1,185 @@
+"""A Plan's kernels compiled to run elsewhere: cubins with the compiler's remarks, Tile IR on demand.
+
+How a forward kernel is launched is told in `multiattn.cutile.bind` without cuTile; here it is held against the Tile IR
+that went into the cubin, so that an emitted kernel whose launch would differ is an error while it is emitted.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cuda.tile._cext import default_tile_context
+from cuda.tile._compile import compile_cubin
+from cuda.tile.compilation import export_kernel
+
+from multiattn import abi
+from multiattn.arch import Arch
+from multiattn.backend import Exported, Plan
+from multiattn.cutile.backward_launch import get_steps
+from multiattn.cutile.bind import ARRAYS, EXTENTS, IMAGE, STRIDES, bind
+from multiattn.cutile.compile import get_signature, get_step_signature
+from multiattn.cutile.launch import compile_limit, get_constants, get_grid, get_kernel
+
+KINDS = ("tileir", "tileirbc")
+"""Tile IR as text, and as the bytecode that tileiras takes."""
+
+_TEXT_SECTION = ".nv.tileir.debug_txt"
+_TYPES = {"bf16": "bf16", "fp16": "f16"}
+
+
+def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
+    """Every kernel of a Plan, compiled afresh; of `kinds` it has `KINDS`. The compiler's own error passes through.
+
+    A backward is one without dlse. ValueError where the Binding of a forward kernel is not what its Tile IR and its
+    cubin take.
+    """
+    if plan.direction == "forward":
+        return (_export(get_kernel(plan), get_signature(plan), plan, kinds),)
+    steps = get_steps(plan, has_dlse=False)
+    return tuple(_export(step.kernel, get_step_signature(plan, step), plan, kinds) for step in steps)
+
+
+def _export(kernel: Any, signature: Any, plan: Plan, kinds: Sequence[str]) -> Exported:
+    begin = time.perf_counter()
+    bytecode, cubin, remarks = compile_with_remarks(kernel, signature, plan.arch)
+    seconds = time.perf_counter() - begin
+    text = tile_ir(cubin)
+    entry = abi.read_entry(cubin, signature.symbol)
+    binding = None
+    if plan.direction == "forward":
+        binding = bind(plan, IMAGE)
+        _prove_constants(binding, plan, signature)
+        prove(binding, text)
+        abi.check(binding, entry)
+    texts = {"tileir": text.encode(), "tileirbc": bytecode}
+    return Exported(
+        kernel=signature.symbol,
+        seconds=seconds,
+        cubin=cubin,
+        threads=entry.threads,
+        texts={kind: texts[kind] for kind in KINDS if kind in kinds},
+        remarks=remarks,
+        binding=binding,
+    )
+
+
+def compile_with_remarks(kernel: Any, signature: Any, arch: Arch) -> tuple[bytes, bytes, str]:
+    """Bytecode, cubin and remarks (YAML) of a kernel, within the limit of compilation.
+
+    The public `export_kernel` gives a cubin without the remarks. So it makes the bytecode, and what it would call next
+    is called here: of cuda-tile that is private, but it takes all flags from there. The other way, a cache folder of
+    our own in whose entries cuda-tile keeps remarks, changes a setting of the whole process, and edits them.
+    """
+    gpu_code = arch.name.replace("sm", "sm_")
+    buffer = io.BytesIO()
+    with tempfile.TemporaryDirectory() as folder, compile_limit():
+        export_kernel(kernel, [signature], buffer, gpu_code=gpu_code, output_format="tileir_bytecode")
+        source, remarks = Path(folder, "kernel.tileirbc"), Path(folder, "remarks.yaml")
+        source.write_bytes(buffer.getvalue())
+        cubin = compile_cubin(
+            str(source),
+            kernel._compiler_options,
+            gpu_code,
+            timeout_sec=default_tile_context.config.compiler_timeout_sec,
+            remarks_output_file=remarks,
+        )
+        return buffer.getvalue(), Path(cubin).read_bytes(), remarks.read_text(encoding="utf-8", errors="replace")
+
+
+def tile_ir(cubin: bytes) -> str:
+    """The Tile IR that tileiras keeps in a cubin as text; ValueError where there is none."""
+    found = [content for name, content in abi.sections(cubin).items() if name.startswith(_TEXT_SECTION)]
+    if len(found) != 1:
+        raise ValueError(f"cubin: got {len(found)} sections {_TEXT_SECTION}; allowed one")
+    return found[0].rstrip(b"\0").decode()
+
+
+# ---------------------------------------------------------------- the proof
+
+_PARAMETER = re.compile(r"%arg\d+: tile<([^>]*>?)>")
+_DIVISIBLE = re.compile(r"= assume div_by<(\d+)>, %arg(\d+) :")
+_ASSUME = re.compile(r"%(\w+) = assume [^%]*%(\w+) :")
+_VIEW = re.compile(r"make_tensor_view %(\w+), shape = \[([^\]]*)\], strides = \[([^\]]*)\]")
+
+
+def prove(binding: abi.Binding, text: str) -> None:
+    """ValueError where a Binding is not what the Tile IR of a kernel takes.
+
+    Types of all parameters, what the compiler assumes of them, and which are the extents and strides of which array.
+    """
+    types = _PARAMETER.findall(text[: text.index("{")])
+    ours = [_type_of(argument, binding.constants["dtype"]) for argument in binding.arguments]
+    if ours != types:
+        raise ValueError(f"parameters: got {ours}; the Tile IR has {types}")
+    assumed = {(int(place), int(divisor)) for divisor, place in _DIVISIBLE.findall(text)}
+    if unknown := assumed - _divisors(binding):
+        raise ValueError(f"multiples: the Tile IR assumes {sorted(unknown)}, argument and divisor, which nothing tells")
+    views = _VIEW.findall(text)
+    if not views:
+        raise ValueError("arrays: the Tile IR has none")
+    names = dict(_ASSUME.findall(text))
+    for view in views:
+        _prove_view(binding, names, *view)
+
+
+def _prove_constants(binding: abi.Binding, plan: Plan, signature: Any) -> None:
+    """ValueError where a launch by cuTile would have another grid or scale, or other constants."""
+    scale, _, _, _, causal, masked, together, sign, _, _, tma, *_ = get_constants(plan)
+    constants, scalar = binding.constants, binding.arguments[-1]
+    assert isinstance(scalar, abi.Number)
+    ours: list[object] = [binding.grid, scalar.value, abi.divisor(constants["heads_q"])]
+    ours += [constants["causal"], constants["masked"], constants["scale_sign"], constants["no_tma"]]
+    theirs: list[object] = [get_grid(plan), scale, together, str(causal), str(masked), str(sign), str(not tma)]
+    for name, parameter in zip(ARRAYS, signature.parameters, strict=False):
+        ours.append(constants[f"{name}_overlaps"])
+        theirs.append(str(parameter.may_alias_internally))
+    if ours != theirs:
+        raise ValueError(f"constants: got {ours}; cuTile has {theirs}")
+
+
+def _type_of(argument: abi.Argument, dtype: str) -> str:
+    """The type of an argument as Tile IR has it."""
+    if isinstance(argument, abi.Pointer):
+        return f"ptr<{'f32' if argument.tensor == 'lse' else _TYPES[dtype]}>"
+    assert isinstance(argument, abi.Number)
+    return argument.kind
+
+
+def _divisors(binding: abi.Binding) -> set[tuple[int, int]]:
+    """(place of an argument, what it is a multiple of) for all that the constants tell."""
+    constants = binding.constants
+    found = set()
+    for place, argument in enumerate(binding.arguments):
+        if isinstance(argument, abi.Pointer):
+            name, rank = argument.tensor, 3 if argument.tensor == "lse" else 4
+            known = [f"{name}_alignment", *(f"{name}_{dim}" for dim in EXTENTS)]
+            places = [place, *range(place + 1, place + 1 + len(EXTENTS))]
+            known += [f"{name}_{dim}" for dim in STRIDES[: rank - 1]]
+            places += range(place + 1 + rank, place + rank + rank)
+            found |= {(where, abi.divisor(constants[what])) for where, what in zip(places, known, strict=True)}
+    return found
+
+
+def _prove_view(binding: abi.Binding, names: dict[str, str], pointer: str, shape: str, strides: str) -> None:
+    """ValueError where what Tile IR takes for an array's extents and strides is something else in the Binding."""
+    place = _argument(names, pointer)
+    numbers = [*shape.split(", "), *strides.split(", ")]
+    for index, text in enumerate(numbers, place + 1):
+        argument = binding.arguments[index]
+        assert isinstance(argument, abi.Number)
+        theirs, ours = (_argument(names, text[1:]), index) if text.startswith("%") else (int(text), argument.value)
+        if theirs != ours:
+            raise ValueError(f"arrays: argument {index} is {argument}; the Tile IR has {text} there")
+
+
+def _argument(names: dict[str, str], name: str) -> int:
+    """The place of the parameter that a value is, but for what is assumed of it."""
+    while name in names:
+        name = names[name]
+    return int(name.removeprefix("arg"))

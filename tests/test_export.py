@@ -1,0 +1,217 @@
+"""Kernels compiled to run elsewhere: their code, and that what a launch hands over is what languages and cubins say."""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+import subprocess
+import tempfile
+from dataclasses import replace
+
+import pytest
+import torch
+
+from multiattn import abi
+from multiattn.arch import ARCHS
+from multiattn.backend import get, make_plan
+from multiattn.problem import Problem
+from multiattn.toolchain import find_cuobjdump
+
+BSHD = {"strided": True}
+CASES = {
+    "cuda d64": ("cuda", "sm90", {"head_dim": 64, "heads_q": 4}),
+    "cuda d40 unaligned": ("cuda", "sm120", {"head_dim": 40, "offset": 1}),
+    "triton d128 gqa BSHD": ("triton", "sm90", {"head_dim": 128, "heads_q": 4, **BSHD}),
+    "triton d40 causal pointers": ("triton", "sm80", {"head_dim": 40, "causal": True, "scale": -1.0}),
+    "triton d64 all ones": ("triton", "sm120", {"head_dim": 64, "heads_q": 1, "heads_kv": 1, "batch": 1, "seq_q": 1}),
+    "cutile d64 BSHD": ("cutile", "sm90", {"head_dim": 64, "seq_q": 128, **BSHD}),
+    "cutile d40 unaligned": ("cutile", "sm120", {"head_dim": 40, "offset": 1}),
+}
+WITH_PTX = "cuda d40 unaligned"
+
+
+def problem_of(
+    *,
+    head_dim,
+    batch=2,
+    heads_q=2,
+    heads_kv=2,
+    seq_q=100,
+    seq_kv=130,
+    causal=False,
+    scale=None,
+    strided=False,
+    offset=0,
+):
+    def make(heads, seq):
+        memory = torch.empty(batch * heads * seq * head_dim + offset, dtype=torch.bfloat16)[offset:]
+        if strided:
+            return memory.view(batch, seq, heads, head_dim).transpose(1, 2)
+        return memory.view(batch, heads, seq, head_dim)
+
+    q, k = make(heads_q, seq_q), make(heads_kv, seq_kv)
+    return Problem.of(q, k, k, causal=causal, scale=scale)
+
+
+@functools.cache
+def exported(case):
+    """The Plan and the kernel of a case, compiled once, with all texts but PTX, which is one more compilation."""
+    name, arch, sizes = CASES[case]
+    kinds = ("tileir", "ttgir", "ptx") if case == WITH_PTX else ("tileir", "ttgir")
+    if reasons := get(name).probe_compiler():
+        pytest.skip("; ".join(map(str, reasons)))
+    plan = make_plan(get(name), problem_of(**sizes), ARCHS[arch], probe=False)
+    (kernel,) = get(name).forward.export(plan, kinds)
+    return plan, kernel
+
+
+def entry_of(kernel):
+    return abi.read_entry(kernel.cubin, kernel.kernel)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_binding_is_what_the_cubin_takes(case):
+    """`export` itself holds it against cubin and language: it raises where they differ."""
+    _, kernel = exported(case)
+    binding = kernel.binding
+    abi.check(binding, entry_of(kernel))
+    assert [abi.size_of(argument) for argument in binding.arguments] == [slot.size for slot in entry_of(kernel).slots]
+    assert binding.image.threads in (1, kernel.threads)
+    assert binding.image.dynamic_smem_bytes == kernel.dynamic_smem_bytes
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_binding_with_one_argument_less_is_refused(case):
+    _, kernel = exported(case)
+    less = replace(kernel.binding, arguments=kernel.binding.arguments[:-1])
+    with pytest.raises(ValueError, match=r"got \d+ arguments; allowed \d+, as the cubin has it"):
+        abi.check(less, entry_of(kernel))
+
+
+@pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
+@pytest.mark.parametrize("case", CASES)
+def test_a_cubin_is_read_as_cuobjdump_reads_it(case):
+    _, kernel = exported(case)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.cubin)
+        file.flush()
+        printed = subprocess.run([find_cuobjdump(), "-elf", file.name], capture_output=True, text=True, check=True)
+    found = re.findall(r"Ordinal : 0x(\w+)\s+Offset\s+: 0x(\w+)\s+Size\s+: 0x(\w+)", printed.stdout)
+    numbers = sorted(tuple(int(text, 16) for text in row) for row in found)
+    entry = entry_of(kernel)
+    assert [(index, slot.offset, slot.size) for index, slot in enumerate(entry.slots)] == numbers
+    assert kernel.threads == entry.threads
+
+
+def test_triton_has_tensor_maps_where_it_reads_through_descriptors():
+    plan, kernel = exported("triton d128 gqa BSHD")
+    maps = [argument for argument in kernel.binding.arguments if isinstance(argument, abi.TensorMap)]
+    assert [each.tensor for each in maps] == ["k", "v"]
+    row = 2 * 128 * 2  # bytes: two heads of a [B, S, H, D] row
+    for each in maps:
+        assert (each.shape, each.strides) == ((2, 2, 130, 128), (130 * row, 256, row))
+        assert each.box.dtype == 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+        assert each.box.extents[-1] * 2 <= 128  # bytes that a swizzle takes
+    assert plan.problem.strides_k == (130 * row // 2, 128, row // 2)
+
+
+def test_triton_leaves_out_what_is_one():
+    _, kernel = exported("triton d64 all ones")
+    ones = {name for name, text in kernel.binding.constants.items() if text == "the constant 1"}
+    assert ones == {"heads_q", "group", "batch_heads"}
+    assert kernel.binding.constants["seq_q"] == "i32"  # not specialised, whatever its value
+
+
+def test_triton_refuses_what_its_launcher_would_not_hand_over():
+    from multiattn.triton import export
+
+    plan, kernel = exported("triton d40 causal pointers")
+    (call,) = export.calls_of(plan)
+    compiled = export.specialise(call, plan.arch)
+    export._prove(kernel.binding, call, compiled)
+    first, *rest = kernel.binding.arguments
+    swapped = replace(kernel.binding, arguments=(rest[0], first, *rest[1:]))
+    with pytest.raises(ValueError, match=r"arguments: got .*'k'.*; Triton has .*'q'"):
+        export._prove(swapped, call, compiled)
+    constants = {**kernel.binding.constants, "q_row": "i32 multiple of 16"}
+    with pytest.raises(ValueError, match=r"multiples of 16: got .*q_row"):
+        export._prove(replace(kernel.binding, constants=constants), call, compiled)
+    with pytest.raises(ValueError, match="SCALE_SIGN: got 1; Triton has -1"):
+        export._prove(
+            replace(kernel.binding, constants={**kernel.binding.constants, "scale_sign": "1"}), call, compiled
+        )
+
+
+def test_cutile_hands_over_address_extents_and_strides_of_each_array():
+    _, kernel = exported("cutile d64 BSHD")
+    q = kernel.binding.arguments[:9]
+    assert q[0] == abi.Pointer(tensor="q")
+    assert [number.value for number in q[1:]] == [2, 2, 128, 64, 128 * 128, 64, 128, 1]
+    assert len(kernel.binding.arguments) == 4 * 9 + 7 + 1
+    assert abi.host_of(kernel.cubin) == "x86_64"
+    entry = entry_of(kernel)
+    assert entry.param_bytes > entry.slots[-1].offset + 4 + 3 * 128  # tensor maps that no caller hands over
+
+
+def test_cutile_refuses_what_its_tile_ir_does_not_take():
+    from multiattn.cutile import export
+
+    _, kernel = exported("cutile d64 BSHD")
+    text = kernel.texts["tileir"].decode()
+    assert set(kernel.texts) == {"tileir"}
+    assert text.startswith("entry @forward")
+    binding = kernel.binding
+    export.prove(binding, text)
+    changed = list(binding.arguments)
+    changed[4] = abi.Number(kind="i32", value=128)  # head_dim, a constant of the Tile IR
+    with pytest.raises(ValueError, match=r"arrays: argument 4 is .*128.*; the Tile IR has 64"):
+        export.prove(replace(binding, arguments=tuple(changed)), text)
+    with pytest.raises(ValueError, match=r"the Tile IR assumes .*which nothing tells"):
+        export.prove(replace(binding, constants={**binding.constants, "q_seq": "any"}), text)
+    with pytest.raises(ValueError, match="parameters: got "):
+        export.prove(replace(binding, arguments=binding.arguments[:-1]), text)
+    swapped = re.sub(r"shape = \[(%\w+), (%\w+)", r"shape = [\2, \1", text, count=1)
+    with pytest.raises(ValueError, match="arrays: argument 1 is"):
+        export.prove(binding, swapped)
+
+
+def test_cutile_gives_the_cubin_of_export_kernel_and_remarks():
+    plan, kernel = exported("cutile d64 BSHD")
+    from multiattn.cutile import export
+
+    buffer = io.BytesIO()
+    signature = export.get_signature(plan)
+    export.export_kernel(export.get_kernel(plan), [signature], buffer, gpu_code="sm_90", output_format="cubin")
+    assert kernel.cubin == buffer.getvalue()
+    assert "!Passed" in kernel.remarks
+    assert kernel.kernel == signature.symbol
+
+
+def test_texts_are_those_that_were_asked_for():
+    _, kernel = exported(WITH_PTX)
+    assert set(kernel.texts) == {"ptx"}
+    assert f".entry {kernel.kernel}(" in kernel.texts["ptx"].decode()
+    assert exported("cuda d64")[1].texts == {}
+    assert set(exported("triton d40 causal pointers")[1].texts) == {"ttgir"}
+
+
+def test_cuda_says_what_nvrtc_says():
+    exported("cuda d40 unaligned")
+    from multiattn.cuda.export import make_ptx
+
+    with pytest.raises(RuntimeError, match=r"NVRTC: NVRTC_ERROR_COMPILATION: (.|\n)*nonsense"):
+        make_ptx("nonsense;", ARCHS["sm90"])
+
+
+def test_a_backward_is_code_alone():
+    cuda = get("cuda")
+    if cuda.probe_compiler():
+        pytest.skip("no NVRTC")
+    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=16)
+    kernels = cuda.backward.export(make_plan(cuda, problem, ARCHS["sm80"], direction="backward", probe=False), ())
+    assert len(kernels) > 1
+    for kernel in kernels:
+        assert kernel.binding is None
+        assert kernel.cubin.startswith(b"\x7fELF")
+        assert entry_of(kernel).threads == kernel.threads
