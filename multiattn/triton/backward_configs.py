@@ -257,7 +257,7 @@ _TWO_PASS: tuple[Rule[BackwardConfig], ...] = (
 )  # fmt: skip
 
 _SMALL_KEYS = (64, 32, 4, 2)
-_SHARED = COMPILED + "8 warps share the accumulators and spill nothing"
+_SHARED = COMPILED + "8 warps share the accumulators and spill at most 4 times, outside the loops"
 
 DESCRIPTOR_ONE_PASS_RULES: tuple[Rule[BackwardConfig], ...] = (
     *_ONE_PASS,
