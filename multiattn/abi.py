@@ -140,7 +140,10 @@ def _multiple_of(number: int) -> str:
 
 def divisor(text: str) -> int:
     """The number of a constant that `multiple` entered; ValueError for another."""
-    return 1 if text == _ANY else int(text.removeprefix(_MULTIPLE))
+    number = text.removeprefix(_MULTIPLE)
+    if text != _ANY and not (number.isascii() and number.isdecimal() and int(number) > 0):
+        raise ValueError(f"constant: got {text!r}; allowed {_ANY}, {_MULTIPLE}a positive number")
+    return 1 if text == _ANY else int(number)
 
 
 # ---------------------------------------------------------------- arguments as bytes
@@ -214,6 +217,14 @@ def read_entry(cubin: bytes, symbol: str) -> Entry:
     if (info := found.get(f".nv.info.{symbol}")) is None:
         names = [name.removeprefix(".nv.info.") for name in found if name.startswith(".nv.info.")]
         raise ValueError(f"kernel: got {symbol!r}; allowed what the cubin has: {', '.join(names) or 'none'}")
+    try:
+        return _read_info(symbol, info)
+    except struct.error as error:
+        raise ValueError(f"kernel: {symbol}: what the cubin says of it is damaged ({error})") from None
+
+
+def _read_info(symbol: str, info: bytes) -> Entry:
+    """What a section of kernel information says; struct.error for a damaged one."""
     slots: dict[int, Slot] = {}
     sizes: dict[int, int] = {}
     base = param_bytes = 0
@@ -277,6 +288,7 @@ def _content(cubin: bytes, header: tuple[int, ...]) -> bytes:
 
 
 _HOST_SECTION = ".nv.host"
+_HOST_BYTES = 20  # up to the machine in the header of its ELF file, that included
 _MACHINES = {62: "x86_64", 183: "aarch64"}  # of ELF, as platform.machine() calls them
 
 
@@ -285,12 +297,14 @@ def host_of(cubin: bytes) -> str | None:
     code = sections(cubin).get(_HOST_SECTION)
     if code is None:
         return None
+    if len(code) < _HOST_BYTES:
+        raise ValueError(f"cubin: got host code of {len(code)} bytes; allowed an ELF file")
     (machine,) = struct.unpack_from("<H", code, 18)
     return _MACHINES.get(machine, f"ELF machine {machine}")
 
 
 def check(binding: Binding, entry: Entry) -> None:
-    """ValueError where a Binding is not what a kernel takes: number, sizes and places of parameters, threads."""
+    """ValueError where a Binding is not what a kernel takes: number, sizes and places of parameters, boxes, threads."""
     slots: list[Slot] = []
     end = entry.base
     for argument in binding.arguments:
@@ -302,6 +316,10 @@ def check(binding: Binding, entry: Entry) -> None:
         raise ValueError(f"{entry.symbol}: {_first_difference(slots, entry.slots)}")
     if end - entry.base > entry.param_bytes:
         raise ValueError(f"{entry.symbol}: got {end - entry.base} bytes of arguments; allowed {entry.param_bytes}")
+    maps = [argument for argument in binding.arguments if isinstance(argument, TensorMap)]
+    ranks, boxes = [len(it.shape) for it in maps], [len(box.extents) for box in binding.image.boxes]
+    if ranks != boxes:
+        raise ValueError(f"{entry.symbol}: got boxes of {boxes} dimensions; allowed {ranks}, of each tensor map")
     threads = binding.image.threads
     if threads != 1 and entry.threads is not None and threads > entry.threads:
         raise ValueError(f"{entry.symbol}: got {threads} threads of a block; allowed {entry.threads}")

@@ -9,29 +9,26 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib
-import json
 import math
 import platform
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import struct
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from multiattn import abi, context
+from multiattn import abi, context, manifest
 from multiattn import backend as registry
-from multiattn.arch import by_name, detect
+from multiattn.arch import detect
 from multiattn.backend import Exported, Plan, find_variant, plan_variant
-from multiattn.config import Config
 from multiattn.problem import VECTOR_BYTES, Problem
 from multiattn.toolchain import resource_usage
 
-SCHEMA = 1
-"""Of the manifest; another number is another format."""
-
-MANIFEST = "manifest.json"
+MANIFEST = manifest.MANIFEST
 
 _ZEROS_BEYOND_THE_ENDS, _NOT_INTERLEAVED, _L2_128_BYTES = 0, 0, 2  # of cuTensorMapEncodeTiled; as Triton has them
 _KEPT = 256  # bindings of a kernel; a serving loop with ever-changing lengths must not grow for ever
@@ -60,9 +57,11 @@ def write(
     ValueError for a manifest that cannot be read.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    entries = _read_manifest(folder)["kernels"] if (folder / MANIFEST).exists() else []
+    if (folder / MANIFEST).exists():
+        manifest.read(folder)
     versions = dict(registry.get(plan.backend).versions() if versions is None else versions)
     written: list[Path] = []
+    entries: list[dict[str, Any]] = []
     for index, kernel in enumerate(exported):
         name = _name(plan, kernel, index if len(exported) > 1 else None)
         files = {"cubin": kernel.cubin, **kernel.texts, **(texts or {}).get(kernel.kernel, {})}
@@ -72,12 +71,8 @@ def write(
             path = folder / f"{name}.{kind}"
             path.write_bytes(content)
             written.append(path)
-        entry = _entry(name, plan, kernel, versions, tuple(files))
-        entries = [*(other for other in entries if other["name"] != name), entry]
-    manifest, draft = folder / MANIFEST, folder / f"{MANIFEST}.new"
-    draft.write_text(json.dumps({"schema": SCHEMA, "kernels": entries}, indent=2) + "\n")
-    draft.replace(manifest)
-    return *written, manifest
+        entries.append(_entry(name, plan, kernel, versions, tuple(files)))
+    return *written, manifest.update(folder, entries)
 
 
 def _name(plan: Plan, kernel: Exported, index: int | None) -> str:
@@ -95,8 +90,9 @@ def _entry(
     """What the manifest says of a kernel. Sizes are in bytes."""
     usage = resource_usage(kernel.cubin)
     binding = kernel.binding
-    return {
+    entry = {
         "name": name,
+        **manifest.origin(plan.backend),
         "file": f"{name}.cubin",
         "sha256": hashlib.sha256(kernel.cubin).hexdigest(),
         "symbol": kernel.kernel,
@@ -116,27 +112,10 @@ def _entry(
         "files": {kind: f"{name}.{kind}" for kind in kinds},
         "launch": None if binding is None else {**asdict(binding.image), "constants": dict(binding.constants)},
     }
+    return manifest.seal(entry)
 
 
 # ---------------------------------------------------------------- reading
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    """A folder's manifest; ValueError for one that is not there, is no JSON or has another schema."""
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; allowed a folder that `python -m multiattn compile` wrote") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: no JSON ({error})") from None
-    schema = manifest.get("schema") if isinstance(manifest, dict) else None
-    if schema != SCHEMA:
-        raise ValueError(f"{path}: schema: got {schema!r}; allowed {SCHEMA}")
-    kernels = manifest.get("kernels")
-    if not isinstance(kernels, list) or not all(isinstance(entry, dict) and "name" in entry for entry in kernels):
-        raise ValueError(f"{path}: kernels: got {type(kernels).__name__}; allowed a list of records with names")
-    return dict(manifest)
 
 
 def load(path: Path | str, *, name: str | None = None) -> Kernel:
@@ -152,20 +131,23 @@ def load(path: Path | str, *, name: str | None = None) -> Kernel:
     folder = path if path.is_dir() else path.parent
     if path.suffix == ".cubin":
         name = path.stem if name is None else name
-    entries = _read_manifest(folder)["kernels"]
-    entry = _find(entries, name)
+    entry = _find(manifest.read(folder), name)
+    where = f"{folder / MANIFEST}: {entry['name']}"
     try:
-        return Kernel(entry, read_cubin(folder, entry))
+        cubin = read_cubin(folder, entry)
+        manifest.check_origin(entry)
+        return Kernel(entry, cubin)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     except KeyError as error:
-        raise ValueError(f"{folder / MANIFEST}: {entry['name']}: no {error}") from None
-    except (AttributeError, TypeError) as error:  # a list where a record should be, or the like
-        raise ValueError(f"{folder / MANIFEST}: {entry['name']}: damaged ({error})") from None
+        raise ValueError(f"{where}: no {error}") from None
+    except (ArithmeticError, LookupError, TypeError, AttributeError, struct.error) as error:
+        raise ValueError(f"{where}: damaged ({error})") from error
 
 
 def entries(folder: Path) -> list[dict[str, Any]]:
     """The records of a folder's manifest, forward and backward kernels alike; ValueError for a folder without one."""
-    found: list[dict[str, Any]] = _read_manifest(folder)["kernels"]
-    return found
+    return manifest.read(folder)
 
 
 def _find(entries: Sequence[Mapping[str, Any]], name: str | None) -> Mapping[str, Any]:
@@ -181,7 +163,8 @@ def _find(entries: Sequence[Mapping[str, Any]], name: str | None) -> Mapping[str
 
 
 def read_cubin(folder: Path, entry: Mapping[str, Any]) -> bytes:
-    """The cubin of an entry: a file of the folder itself, unchanged since it was written, or ValueError."""
+    """The cubin of an entry: a file of the folder itself; ValueError where either is not as it was written."""
+    manifest.check_seal(entry)
     file = entry["file"]
     path = folder / str(file)
     if not isinstance(file, str) or Path(file).name != file or path.resolve().parent != folder.resolve():
@@ -196,32 +179,6 @@ def read_cubin(folder: Path, entry: Mapping[str, Any]) -> bytes:
     return cubin
 
 
-def _plan_of(entry: Mapping[str, Any]) -> Plan:
-    """The Plan that a kernel was compiled for; ValueError for one that this version cannot make."""
-    try:
-        backend = registry.get(entry["backend"])
-        variant = find_variant(backend, entry["variant"], entry["direction"])
-        fields: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in entry["problem"].items()
-        }
-        config: Config | None = None
-        if entry["config"] is not None:
-            config = type(variant.rules[0].config)(**entry["config"])
-        plan = plan_variant(backend, variant, Problem(**fields), by_name(entry["arch"]), config)
-    except (TypeError, ValueError, IndexError, AttributeError) as error:
-        raise ValueError(f"{entry['name']}: written by another version of multiattn ({error})") from None
-    if not isinstance(plan, Plan):
-        raise ValueError(f"{entry['name']}: {'; '.join(map(str, plan))}")
-    return plan
-
-
-def _image_of(launch: Mapping[str, Any]) -> abi.Image:
-    boxes = (
-        abi.Box(extents=tuple(box["extents"]), swizzle=box["swizzle"], dtype=box["dtype"]) for box in launch["boxes"]
-    )
-    return abi.Image(threads=launch["threads"], dynamic_smem_bytes=launch["dynamic_smem_bytes"], boxes=tuple(boxes))
-
-
 # ---------------------------------------------------------------- running
 
 
@@ -229,24 +186,28 @@ class Kernel:
     """A forward kernel that was compiled ahead of time.
 
     Safe to use from several threads, on any stream and device of its arch; in CUDA graph capture once it has run on the
-    device: the first call loads the code.
+    device: the first call loads the code, which stays for the life of the process, as a launch or a graph may have it.
     """
 
     def __init__(self, entry: Mapping[str, Any], cubin: bytes) -> None:
         self.entry = entry
         """Its record in the manifest."""
         self.name = str(entry["name"])
-        self.plan = _plan_of(entry)
+        self.plan = manifest.plan_of(entry)
         """What it was compiled for."""
+        launch = manifest.launch_of(entry)
         self._cubin = cubin
-        self._image = _image_of(entry["launch"])
-        self._constants: Mapping[str, str] = entry["launch"]["constants"]
-        self._entry = abi.read_entry(cubin, entry["symbol"])
+        self._image = manifest.image_of(launch, self.plan.backend, self.plan.arch)
+        self._constants = manifest.constants_of(launch)
+        self._entry = abi.read_entry(cubin, manifest.symbol_of(entry))
         if (host := abi.host_of(cubin)) not in (None, platform.machine()):
-            raise ValueError(f"{self.name}: host: got {platform.machine()}; allowed {host}, whose code is in the cubin")
+            raise ValueError(f"host: got {platform.machine()}; allowed {host}, whose code is in the cubin")
         self._bindings: dict[Problem, abi.Binding] = {}
         self._kernels: dict[int, Any] = {}
-        self._bind(self.plan.problem)
+        self._lock = threading.Lock()
+        if not isinstance(binding := self._try_binding(self.plan.problem), abi.Binding):
+            raise ValueError("; ".join(binding))
+        self._bindings[self.plan.problem] = binding
 
     def __repr__(self) -> str:
         return f"Kernel({self.name}: {self.plan})"
@@ -331,7 +292,7 @@ class Kernel:
 
     def _try_binding(self, problem: Problem) -> abi.Binding | list[str]:
         """How the kernel is launched for a problem, or every reason why its code does not hold for it."""
-        backend, variant = registry.get(self.plan.backend), self.entry["variant"]
+        backend, variant = registry.get(self.plan.backend), self.plan.variant
         plan = plan_variant(backend, find_variant(backend, variant), problem, self.plan.arch, self.plan.config)
         if not isinstance(plan, Plan):
             return [str(reason) for reason in plan]
@@ -359,27 +320,37 @@ class Kernel:
         _ask("cuLaunchKernel", kernel, *binding.grid, *block, image.dynamic_smem_bytes, stream, address, 0)
 
     def _loaded(self, device: int) -> Any:
-        """The kernel on a device, the current one, allowed its shared memory. Two threads may both load the first time.
+        """The kernel on a device, the current one; the first of several threads loads it."""
+        if (known := self._kernels.get(device)) is not None:
+            return known
+        with self._lock:
+            if device not in self._kernels:
+                self._kernels[device] = self._load_on(device)
+            return self._kernels[device]
+
+    def _load_on(self, device: int) -> Any:
+        """The kernel, loaded for the life of the process, allowed its shared memory on a device.
 
         A CUkernel, which the driver takes for a CUfunction wherever it launches one: cuTile's own launches do the same.
         """
-        if device not in self._kernels:
-            kernel = _load(self._cubin, self.entry["symbol"])
-            if self._image.dynamic_smem_bytes:
-                what = _driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                handle = _ask("cuDeviceGet", device)
-                _ask("cuKernelSetAttribute", what, self._image.dynamic_smem_bytes, kernel, handle)
-            self._kernels[device] = _driver().CUfunction(int(kernel))
-        return self._kernels[device]
+        driver = _driver()
+        _, kernel = _load(self._cubin, self._entry.symbol)
+        if self._image.dynamic_smem_bytes:
+            what = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            handle = _ask("cuDeviceGet", device)
+            _ask("cuKernelSetAttribute", what, self._image.dynamic_smem_bytes, kernel, handle)
+        return driver.CUfunction(int(kernel))
 
 
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """A context manager in which the tensors' device is the current one, as is its CUDA context in this thread."""
+@contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    """The tensors' device is the current one in here, as is its CUDA context in this thread."""
     if device.index is None:
-        return nullcontext()
-    guard = torch.cuda.device(device)
-    context.ensure_context(device.index)
-    return guard
+        yield
+        return
+    with torch.cuda.device(device):
+        context.ensure_context(device.index)
+        yield
 
 
 def _result(
@@ -428,10 +399,14 @@ def _ask(function: str, *arguments: Any) -> Any:
     return values[0] if values else None
 
 
-def _load(cubin: bytes, symbol: str) -> Any:
-    """The CUkernel of a cubin."""
+def _load(cubin: bytes, symbol: str) -> tuple[Any, Any]:
+    """The library of a cubin and the kernel in it, loaded by the driver for whichever context is current."""
     library = _ask("cuLibraryLoadData", cubin, [], [], 0, [], [], 0)
-    return _ask("cuLibraryGetKernel", library, symbol.encode())
+    try:
+        return library, _ask("cuLibraryGetKernel", library, symbol.encode())
+    except RuntimeError:
+        _driver().cuLibraryUnload(library)
+        raise
 
 
 def encode_tensor_map(tensor_map: abi.TensorMap, address: int) -> bytes:
@@ -472,9 +447,16 @@ def attributes(cubin: bytes, symbol: str, *, threads: int | None = None, dynamic
     With `threads` of a block also ``blocks_per_sm``, how many blocks with so much dynamic shared memory an SM holds.
     """
     context.make_context_current(torch.cuda.current_device())
-    driver = _driver()
-    function = _ask("cuKernelGetFunction", _load(cubin, symbol))
-    names = driver.CUfunction_attribute
+    library, kernel = _load(cubin, symbol)
+    try:
+        return _attributes_of(kernel, threads, dynamic_smem_bytes)
+    finally:
+        _driver().cuLibraryUnload(library)
+
+
+def _attributes_of(kernel: Any, threads: int | None, dynamic_smem_bytes: int) -> dict[str, int]:
+    names = _driver().CUfunction_attribute
+    function = _ask("cuKernelGetFunction", kernel)
     if dynamic_smem_bytes:
         limit = names.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _ask("cuFuncSetAttribute", function, limit, dynamic_smem_bytes)

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import ctypes
+import gc
 import json
 import math
+import os
+import shutil
 import struct
 import subprocess
 import sys
-from dataclasses import replace
+import threading
+import time
+from dataclasses import fields, replace
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from multiattn import abi, aot
+import multiattn
+from multiattn import abi, aot, manifest
 from multiattn.arch import ARCHS
 from multiattn.backend import BACKENDS, Exported, get, make_plan
 from multiattn.problem import Problem
@@ -72,11 +81,14 @@ def emit(folder, name, *, host=None, arch="sm90", **sizes):
     return plan, binding, aot.write(folder, plan, [kernel], versions={name: "1.2"}, texts={"entry": {"sass": b"EXIT"}})
 
 
-def edit(folder, change):
+def edit(folder, change, *, seal=manifest.seal):
+    """Change the only entry of a folder, as one would who knows of its digest."""
     path = folder / "manifest.json"
-    manifest = json.loads(path.read_text())
-    change(manifest["kernels"][0])
-    path.write_text(json.dumps(manifest))
+    content = json.loads(path.read_text())
+    (entry,) = content["kernels"]
+    change(entry)
+    content["kernels"] = [seal(entry)]
+    path.write_text(json.dumps(content))
 
 
 # ---------------------------------------------------------------- the folder
@@ -125,9 +137,11 @@ def test_a_backward_kernel_is_not_loaded(tmp_path):
     [
         (lambda path: path.unlink(), "no such file; allowed a folder that"),
         (lambda path: path.write_text("{"), "no JSON"),
-        (lambda path: path.write_text('{"schema": 7}'), "schema: got 7; allowed 1"),
-        (lambda path: path.write_text("[]"), "schema: got None; allowed 1"),
-        (lambda path: path.write_text('{"schema": 1, "kernels": [1]}'), "kernels: got list; allowed a list of records"),
+        (lambda path: path.write_text('{"schema": 7}'), "schema: got 7; allowed 2"),
+        (lambda path: path.write_text("[]"), "schema: got None; allowed 2"),
+        (lambda path: path.write_text("[" * 10**6), "no JSON"),
+        (lambda path: path.write_text('{"schema": 2, "kernels": [1]}'), "kernels: got list; allowed a list of records"),
+        (lambda path: path.write_text('{"schema": 2, "kernels": [{"name": 1}]}'), "allowed a list of records with na"),
     ],
 )
 def test_a_manifest_that_is_none(tmp_path, change, message):
@@ -147,12 +161,39 @@ def test_a_manifest_that_is_none(tmp_path, change, message):
         (lambda entry: entry.update(file="gone.cubin"), "gone.cubin: No such file"),
         (lambda entry: entry.update(sha256="0" * 64), r"sha256: got [0-9a-f]{64}; allowed 0{64}"),
         (lambda entry: entry.update(symbol="other"), "kernel: got 'other'; allowed what the cubin has: entry"),
-        (lambda entry: entry.update(variant="old"), "written by another version of multiattn .*got 'old'"),
-        (lambda entry: entry["config"].update(speed=1), "written by another version of multiattn .*speed"),
-        (lambda entry: entry["problem"].update(window=1), "written by another version of multiattn .*window"),
+        (lambda entry: entry.update(variant="old"), "variant: got 'old'; triton has "),
+        (lambda entry: entry["config"].update(speed=1), r"config: got \['speed'\]; allowed tile_m"),
+        (lambda entry: entry["problem"].update(window=1), r"problem: got \['window'\]; allowed batch"),
         (lambda entry: entry.update(arch="sm20"), "arch: got 'sm20'"),
         (lambda entry: entry.pop("problem"), "no 'problem'"),
-        (lambda entry: entry.update(launch=[]), "damaged"),
+        (lambda entry: entry["problem"].pop("causal"), "problem: got no 'causal'; allowed batch"),
+        (lambda entry: entry.update(config=None), "config: got None; allowed a record"),
+        (lambda entry: entry["config"].update(tile_m=0), "config: tile_m: got 0; allowed 1 to"),
+        (lambda entry: entry["config"].update(num_warps=True), "config: num_warps: got True; allowed <class 'int'>"),
+        (lambda entry: entry.update(backend="reference"), "backend: got 'reference'; allowed triton"),
+        (lambda entry: entry.update(arch="cpu"), "arch: got cpu; allowed a GPU's"),
+        (lambda entry: entry.update(direction="backward"), "direction: got 'backward'; allowed forward"),
+        (lambda entry: entry["problem"].update(alignment=0), "alignment: got 0; allowed 2, 4, 8, 16"),
+        (lambda entry: entry["problem"].update(heads_kv=0), "heads and head_dim must be at least 1"),
+        (lambda entry: entry["problem"].update(strides_q="x"), "strides_q: got 'x'; allowed three integers"),
+        (lambda entry: entry["problem"].update(scale=None), "causal, scale: got False, None; allowed a bool, a number"),
+        (lambda entry: entry.update(launch=[]), r"launch: got \[\]; allowed a record"),
+        (
+            lambda entry: entry["launch"].update(dynamic_smem_bytes=None),
+            "dynamic_smem_bytes: got None; allowed 0 to 23",
+        ),
+        (
+            lambda entry: entry["launch"].update(dynamic_smem_bytes=-1),
+            "dynamic_smem_bytes: got -1; allowed 0 to 232448",
+        ),
+        (lambda entry: entry["launch"].update(threads=0), "threads: got 0; allowed 1 to 1024"),
+        (lambda entry: entry["launch"].update(threads=True), "threads: got True; allowed 1 to 1024"),
+        (lambda entry: entry["launch"].update(boxes="x"), "boxes: got 'x'; allowed a list"),
+        (lambda entry: entry["launch"]["boxes"][0].update(swizzle=7), "boxes: swizzle: got 7; allowed 0 to 6"),
+        (lambda entry: entry["launch"]["boxes"][0].update(extents=[257]), "boxes: extents: got 257; allowed 1 to 256"),
+        (lambda entry: entry["launch"]["boxes"][0].update(extents=[64]), r"got boxes of \[1, 4\] dimensions; allowed"),
+        (lambda entry: entry["launch"]["constants"].update(alignment="multiple of 0"), "constant: got 'multiple of 0'"),
+        (lambda entry: entry["launch"]["constants"].update(wide=True), "constants: wide: got True; allowed a string"),
         (lambda entry: entry["launch"]["constants"].update(head_dim="128"), "head_dim: got 64; allowed 128"),
         (lambda entry: entry["launch"].update(threads=512), "got 512 threads of a block; allowed 128"),
     ],
@@ -162,9 +203,214 @@ def test_a_manifest_that_does_not_hold(tmp_path, change, message):
     emit(folder, "triton")
     (tmp_path / "evil.cubin").write_bytes(b"")
     (folder / "link.cubin").symlink_to(tmp_path / "evil.cubin")
+    name = aot.entries(folder)[0]["name"]
     edit(folder, change)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"{name}: .*{message}"):
         aot.load(folder)
+
+
+WRONG = (None, True, -1, 0, 1.5, float("nan"), 2**31 - 1, 2**70, "x", "\ud800\0", [], [-1], {}, {"x": None})
+
+
+def places(value, place=()):
+    """Paths to everything in a JSON value, with what holds the others."""
+    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    for key in keys:
+        yield (*place, key)
+        yield from places(value[key], (*place, key))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_nothing_but_a_value_error_comes_of_a_wrong_manifest(name, tmp_path):
+    emit(tmp_path, name, causal=True)
+    path = tmp_path / "manifest.json"
+    (good,) = aot.entries(tmp_path)
+    refused = set()
+    for *place, last in places(good):
+        for wrong in (*WRONG, KeyError):
+            entry = copy.deepcopy(good)
+            holder = entry
+            for key in place:
+                holder = holder[key]
+            if wrong is KeyError:
+                del holder[last]
+            else:
+                holder[last] = wrong
+            sealed = entry if last == "entry_sha256" else manifest.seal(entry)
+            path.write_text(json.dumps({"schema": manifest.SCHEMA, "kernels": [sealed]}))
+            try:
+                aot.load(tmp_path)
+            except ValueError:
+                refused.add((*place, last))
+            except Exception as error:
+                raise AssertionError(f"{(*place, last)}: {wrong!r}") from error
+    told = {
+        "why",
+        "versions",
+        "threads",
+        "registers",
+        "spill_bytes",
+        "static_smem_bytes",
+        "dynamic_smem_bytes",
+        "files",
+    }
+    assert {place[0] for place in set(places(good)) - refused} <= told  # what is there to be read by people
+
+
+@pytest.mark.parametrize("change", [{"why": "because"}, {"threads": 64}, {"entry_sha256": None}, {"more": 1}])
+def test_an_entry_that_was_changed_by_hand_is_refused(change, tmp_path):
+    emit(tmp_path, "cuda")
+    edit(tmp_path, lambda entry: entry.update(change), seal=lambda entry: entry)
+    message = r"entry_sha256: got .*; allowed [0-9a-f]{64}: the entry was changed by hand"
+    with pytest.raises(ValueError, match=message):
+        aot.load(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        aot.read_cubin(tmp_path, aot.entries(tmp_path)[0])
+
+
+def test_a_cubin_whose_sections_are_damaged(monkeypatch):
+    broken = {".nv.info.entry": struct.pack("<BBHI", 4, 0x17, 4, 0), ".nv.host": bytes(19)}
+    monkeypatch.setattr(abi, "sections", lambda cubin: broken)
+    with pytest.raises(ValueError, match="kernel: entry: what the cubin says of it is damaged"):
+        abi.read_entry(b"", "entry")
+    with pytest.raises(ValueError, match="cubin: got host code of 19 bytes; allowed an ELF file"):
+        abi.host_of(b"")
+
+
+# ---------------------------------------------------------------- who wrote it
+
+
+def test_another_version_is_refused(tmp_path):
+    emit(tmp_path, "triton")
+    ours = f"{multiattn.__version__} \\({manifest.host_digest('triton')}\\)"
+    edit(tmp_path, lambda entry: entry.update(multiattn="0.0.7"))
+    with pytest.raises(ValueError, match=f"emitted by multiattn 0.0.7 .*; allowed {ours}: emit it again"):
+        aot.load(tmp_path)
+    edit(tmp_path, lambda entry: entry.update(multiattn=multiattn.__version__, host="0" * 12))
+    with pytest.raises(
+        ValueError, match=rf"{multiattn.__version__} \(host code 0{{12}}\); allowed {ours}: emit it again"
+    ):
+        aot.load(tmp_path)
+
+
+def test_a_launch_that_is_made_otherwise_is_refused(tmp_path):
+    """Swapped offsets leave the size of the struct as the cubin has it: nothing but the digest can tell."""
+    folder, copied = tmp_path / "kernels", tmp_path / "other" / "multiattn"
+    emit(folder, "cuda")
+    shutil.copytree(manifest._ROOT, copied, ignore=shutil.ignore_patterns("__pycache__"))
+    params = copied / "cuda" / "params.py"
+    text = params.read_text()
+    swapped = text.replace('("q", "k", "v", "out", "lse")', '("k", "q", "v", "out", "lse")')
+    assert swapped != text
+    code = "import sys; from multiattn import aot; aot.load(sys.argv[1]); print(aot.__file__)"
+    results = []
+    for content in (text, swapped):
+        params.write_text(content)
+        environment = {**os.environ, "PYTHONPATH": str(copied.parent)}
+        command = [sys.executable, "-c", code, folder]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=copied.parent)
+        results.append(done)
+    assert results[0].stdout.strip() == str(copied / "aot.py"), results[0].stderr
+    assert "emit it again" in results[1].stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("cuda", {"axes", "backward_configs", "bind", "configs", "launches", "params", "rules", "source", "variants"}),
+        ("triton", {"bind", "configs", "steps"}),
+        ("cutile", {"bind", "configs", "steps"}),
+    ],
+)
+def test_host_code_is_what_makes_a_binding(name, modules, monkeypatch):
+    read = []
+    text = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, **options: read.append(path) or text(path, **options))
+    assert manifest.host_digest.__wrapped__(name) == manifest.host_digest(name)
+    assert {path.relative_to(manifest._ROOT).as_posix() for path in read} == {
+        *(f"{name}/{module}.py" for module in modules),
+        *("abi.py", "problem.py"),
+    }
+
+
+def test_a_config_of_every_rule_can_be_loaded():
+    for name in BACKENDS:
+        for variant in get(name).forward.variants:
+            for rule in variant.rules:
+                record = {field.name: getattr(rule.config, field.name) for field in fields(rule.config)}
+                assert manifest._config_of(json.loads(json.dumps(record)), variant) == rule.config
+
+
+# ---------------------------------------------------------------- many writers
+
+
+WRITER = """
+import pathlib, sys, time
+sys.path.insert(0, sys.argv[1])
+import test_aot
+folder, first = pathlib.Path(sys.argv[2]), int(sys.argv[3])
+(folder / f"ready{first}").touch()
+while not (folder / "go").exists():
+    time.sleep(0.001)
+test_aot.write_backward(folder, range(first, first + 20))
+"""
+
+
+def write_backward(folder, numbers):
+    """Write a kernel for each of the numbers, in turn."""
+    plan = make_plan(get("cuda"), problem(), ARCHS["sm90"], direction="backward", probe=False)
+    for number in numbers:
+        kernel = Exported(kernel=f"kernel{number}", seconds=0.0, cubin=fake_cubin(f"kernel{number}", ()))
+        aot.write(folder, plan, [kernel], versions={})
+
+
+def wait_for(condition):
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def test_processes_that_write_at_once_lose_nothing(tmp_path):
+    command = [sys.executable, "-c", WRITER, Path(__file__).parent, tmp_path]
+    writers = [subprocess.Popen([*command, str(first)]) for first in (0, 20)]
+    wait_for(lambda: len(list(tmp_path.glob("ready*"))) == 2)
+    (tmp_path / "go").touch()
+    assert [writer.wait(timeout=120) for writer in writers] == [0, 0]
+    assert {entry["symbol"] for entry in aot.entries(tmp_path)} == {f"kernel{number}" for number in range(40)}
+    assert not list(tmp_path.glob("*.new"))
+
+
+@pytest.mark.parametrize("with_fcntl", [True, False])
+def test_threads_that_write_at_once_lose_nothing(with_fcntl, tmp_path, monkeypatch):
+    monkeypatch.setattr(aot, "resource_usage", lambda cubin: None)
+    if not with_fcntl:
+        monkeypatch.setattr(manifest, "fcntl", None)
+    start, failures = threading.Barrier(2), []
+
+    def work(first):
+        start.wait()
+        try:
+            write_backward(tmp_path, range(first, first + 20))
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in (0, 20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert {entry["symbol"] for entry in aot.entries(tmp_path)} == {f"kernel{number}" for number in range(40)}
+    assert not list(tmp_path.glob("*.new")) + list(tmp_path.glob("*.held"))
+
+
+def test_a_lock_that_stays_is_told_of(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "fcntl", None)
+    monkeypatch.setattr(manifest, "_WAIT_S", 0.02)
+    (tmp_path / "manifest.held").touch()
+    with pytest.raises(TimeoutError, match=r"manifest\.held: there for .*: delete it if nobody writes here"):
+        emit(tmp_path, "cuda")
 
 
 def test_host_code_of_another_machine_is_refused(tmp_path):
@@ -322,6 +568,7 @@ class FakeDriver:
 
     def __init__(self):
         self.sizes, self.launched, self.allowed, self.loaded, self.status = [], [], [], 0, "ok"
+        self.unloaded = []
 
     def CUfunction(self, kernel):  # noqa: N802
         return ("function", kernel)
@@ -335,7 +582,12 @@ class FakeDriver:
     def cuLibraryLoadData(self, *arguments):  # noqa: N802
         assert arguments[1:] == ([], [], 0, [], [], 0)
         self.loaded += 1
+        time.sleep(0.02)
         return "ok", "library"
+
+    def cuLibraryUnload(self, library):  # noqa: N802
+        self.unloaded.append(library)
+        return (self.status,)
 
     def cuLibraryGetKernel(self, library, name):  # noqa: N802
         assert (library, name) == ("library", b"entry")
@@ -458,6 +710,52 @@ def test_a_failing_launch_says_what_the_driver_says(driver, tmp_path):
         aot.load(tmp_path)(*tensors())
 
 
+def test_two_threads_load_once(driver, tmp_path):
+    emit(tmp_path, "cuda")
+    kernel = aot.load(tmp_path)
+    start, found = threading.Barrier(4), []
+    threads = [threading.Thread(target=lambda: (start.wait(), found.append(kernel._loaded(0)))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [("function", 7)] * 4
+    assert driver.loaded == 1
+
+
+def test_code_outlives_its_kernel(driver, tmp_path):
+    """A launch may still be under way, and a graph may have it."""
+    emit(tmp_path, "cuda")
+    aot.load(tmp_path)(*tensors())
+    gc.collect()
+    assert driver.unloaded == []
+
+
+def test_a_library_without_the_kernel_is_unloaded(driver, monkeypatch):
+    driver.cuLibraryGetKernel = lambda library, name: (SimpleNamespace(name="CUDA_ERROR_NOT_FOUND"), None)
+    with pytest.raises(RuntimeError, match="cuLibraryGetKernel: CUDA_ERROR_NOT_FOUND"):
+        aot._load(b"cubin", "entry")
+    assert driver.unloaded == ["library"]
+
+
+def test_the_context_is_asked_for_on_the_tensors_own_device(monkeypatch):
+    seen = []
+
+    @contextlib.contextmanager
+    def guard(device):
+        seen.append(f"enter {device.index}")
+        yield
+        seen.append("exit")
+
+    monkeypatch.setattr(torch.cuda, "device", guard)
+    monkeypatch.setattr(aot.context, "ensure_context", lambda index: seen.append(f"context {index}"))
+    with aot._on(torch.device("cuda", 1)):
+        seen.append("body")
+    assert seen == ["enter 1", "context 1", "body", "exit"]
+    with aot._on(torch.device("cpu")):
+        assert len(seen) == 4
+
+
 def test_what_the_driver_says_of_a_kernel(driver, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(aot.context, "make_context_current", lambda device: None)
@@ -471,6 +769,7 @@ def test_what_the_driver_says_of_a_kernel(driver, monkeypatch):
     }
     assert driver.allowed == [("smem", 60000, ("function", 7))]
     assert "blocks_per_sm" not in aot.attributes(b"cubin", "entry")
+    assert driver.unloaded == ["library"] * driver.loaded
 
 
 def test_the_loader_imports_no_language(tmp_path):
