@@ -5,17 +5,25 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from bench.matrix import DIRECTIONS, SUITES, Direction
 from bench.timing import Budget
+from multiattn import backend as registry
+from multiattn.arguments import count
 from multiattn.backend import BACKENDS
 
+KERNELS_OF: Mapping[str, tuple[registry.Direction, ...]] = MappingProxyType(
+    {"fwd": ("forward",), "bwd": ("backward",), "fwdbwd": registry.DIRECTIONS}
+)
+"""Whose kernels a direction that bench times is made of."""
 
-def count(text: str) -> int:
-    """What is counted."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text}; allowed whole numbers from 1 on")
-    return int(text)
+
+def kernel_directions(timed: Iterable[str]) -> tuple[registry.Direction, ...]:
+    """The directions of kernels behind those that bench times (``fwd``, ``bwd``, ``fwdbwd``), each once."""
+    asked = {direction for name in timed for direction in KERNELS_OF[name]}
+    return tuple(direction for direction in registry.DIRECTIONS if direction in asked)
 
 
 def positive(text: str) -> float:

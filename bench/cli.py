@@ -1,4 +1,4 @@
-"""``python -m bench``: the matrix, and beside it compile, rules, ladder, tune, compare, floors, prefer and more."""
+"""``python -m bench``: the matrix, and beside it rules, expected, ladder, tune, compare, floors, prefer and more."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from pathlib import Path
 import torch
 
 from bench import (
-    compile_table,
     demo,
+    emitted,
     host,
     ladder,
     readme,
     report,
     rule_page,
     rule_table,
+    target_cli,
     tune,
     verdict_tables,
     verdicts,
 )
-from bench.arguments import add_budget, add_cells, add_direction, add_jobs, add_who, count, positive
+from bench.arguments import add_budget, add_cells, add_direction, add_jobs, add_who, kernel_directions, positive
 from bench.environment import NO_GPU, ROOT, environment, is_clone, results_dir, results_root, workplace
 from bench.errors import InputError
 from bench.matrix import SUITES, Cell, Direction, Filter, find_suite, in_directions
@@ -34,8 +35,8 @@ from bench.results import Row, Store, is_ours, load
 from bench.run import DeviceLostError, Job, Machine, run
 from bench.timing import REGIMES, Budget
 from multiattn.arch import GPU_ARCHS
+from multiattn.arguments import count
 from multiattn.backend import BACKENDS
-from multiattn.problem import DTYPES
 
 AGAIN = "out/bench/again"
 """Where a stored command writes: what is recorded is not overwritten by whoever tries it."""
@@ -88,7 +89,7 @@ def run_matrix(options: argparse.Namespace) -> int:
         if options.no_compile or not asked:
             return 0
         print("\nCompiled for every target instead:\n")
-        return _compile(compile_table.targets(asked), options.jobs, 120.0, _compile_json())
+        return target_cli.compile_forward(asked, options.jobs, _compile_json())
     ours = [row for row in rows if is_ours(row.contender)]
     idle = idle_backends(ours, asked if options.backend else {row.contender.partition("/")[0] for row in ours})
     print("".join(f"\n{line}" for line in idle))
@@ -150,36 +151,6 @@ def measure_host(options: argparse.Namespace) -> int:
     return int(any(cost.error for cost in costs))
 
 
-def compile_targets(options: argparse.Namespace) -> int:
-    """Compile for each target arch; 1 where a compiler failed, or nothing of a backend compiled."""
-    if not _our_names(options):
-        raise InputError("--backend none leaves nothing to compile")
-    wanted = compile_table.targets(
-        _our_names(options),
-        tuple(options.arch or GPU_ARCHS),
-        head_dims=tuple(options.head_dim or (128,)),
-        dtype=options.dtype,
-        causal=not options.full,
-        variant=options.variant,
-        directions=compile_table.kernel_directions(options.direction),
-    )
-    return _compile(wanted, options.jobs, options.timeout, options.out or _compile_json())
-
-
-def _compile(wanted: Sequence[compile_table.Target], jobs: int, timeout_s: float, path: Path) -> int:
-    entries = []
-    for entry in compile_table.compile_all(wanted, jobs=jobs, timeout_s=timeout_s):
-        entries.append(entry)
-        where = f"{entry.target.backend} {entry.target.arch} D={entry.target.head_dim}"
-        print(f"[{len(entries)}/{len(wanted)}] {where}: {entry.text}", flush=True)
-    compile_table.save(entries, path)
-    print("\n" + compile_table.table(entries))
-    print(f"\nWritten: {_shown(path)}")
-    idle = compile_table.idle_backends(entries)
-    print("".join(f"{line}\n" for line in idle), end="")
-    return int(bool(idle) or any(entry.error for entry in entries))
-
-
 def record_rules(options: argparse.Namespace) -> int:
     """Compile every rule for every arch that it names, unless on record; with --check only say what is wrong."""
     path, page = rule_table.record_path(), ROOT / "docs" / "rules.md"
@@ -189,7 +160,7 @@ def record_rules(options: argparse.Namespace) -> int:
             raise InputError("--backend none leaves nothing to compile")
         wanted = rule_table.cases(
             _our_names(options),
-            compile_table.kernel_directions(options.direction),
+            kernel_directions(options.direction),
             tuple(options.arch or GPU_ARCHS),
         )
         failures = rule_table.update(wanted, path, jobs=options.jobs, say=lambda text: print(text, flush=True))
@@ -300,8 +271,10 @@ def update_readme(options: argparse.Namespace) -> int:
 
 COMMANDS = {
     "run": run_matrix,
-    "compile": compile_targets,
     "rules": record_rules,
+    "expected": target_cli.record_expected,
+    "targets": target_cli.write_pages,
+    "emitted": emitted.run,
     "ladder": ladder.climb_ladder,
     "tune": tune_configs,
     "compare": compare_files,
@@ -367,15 +340,12 @@ def _try_writing(options: argparse.Namespace) -> None:
     out: Path | None = getattr(options, "out", None)
     if out is None:
         return
-    if options.command == "compile" and out.is_dir():
-        raise InputError(f"--out: {out} is a folder; a file is needed")
-    folder = out.parent if options.command == "compile" else out
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise InputError(f"--out: cannot write to {folder}: {error.strerror}") from None
+        raise InputError(f"--out: cannot write to {out}: {error.strerror}") from None
 
 
 def _rows(options: argparse.Namespace) -> list[Row]:
@@ -407,24 +377,16 @@ def _parser() -> argparse.ArgumentParser:
     add_budget(command, Budget())
     command.add_argument("--out", type=Path, help="folder of the results; default bench/results/<gpu>")
 
-    command = add("compile")
-    add_who(command)
-    add_direction(command, ("fwd",), "fwd")
-    command.add_argument("--arch", action="append", choices=GPU_ARCHS, help="may be given again; default all")
-    command.add_argument("--head-dim", action="append", type=count, metavar="D", help="default 128")
-    command.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="default: %(default)s")
-    command.add_argument("--full", action="store_true", help="no causal mask")
-    command.add_argument("--variant", help="all, or one's name; default the best for each target")
-    command.add_argument("--timeout", type=positive, default=120.0, metavar="S", help="seconds for one (%(default)s)")
-    add_jobs(command)
-    command.add_argument("--out", type=Path, help="JSON to write; default out/bench/compile.json")
-
     command = add("rules")
     add_who(command)
     add_direction(command, ("fwdbwd",), "fwdbwd")
     command.add_argument("--arch", action="append", choices=GPU_ARCHS, help="may be given again; default all")
     command.add_argument("--check", action="store_true", help="compile nothing; exit 1 where the record is not right")
     add_jobs(command)
+
+    target_cli.add_expected(add("expected"))
+    target_cli.add_pages(add("targets"))
+    emitted.add_arguments(add("emitted"))
 
     ladder.add_arguments(add("ladder"))
 

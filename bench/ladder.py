@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench import ladder_docs, ladder_facts, ladder_list, ladder_ncu, ladder_pages, ladder_tables
-from bench.arguments import add_budget, add_jobs, count
+from bench.arguments import add_budget, add_jobs
 from bench.environment import NO_GPU, environment, results_dir, results_root, workplace
 from bench.errors import InputError
 from bench.ladder_facts import Conflicts, Record
@@ -32,7 +32,9 @@ from bench.results import Row, Store
 from bench.run import DeviceLostError, Job, Machine, run, summary
 from bench.timing import Budget
 from multiattn.arch import GPU_ARCHS, Arch, by_name
+from multiattn.arguments import count
 from multiattn.backend import BACKENDS, Backend
+from multiattn.targets.ncu import ProfilerError
 from parity.report import Table
 
 AGAIN = "out/bench/again"
@@ -197,7 +199,7 @@ def profiled(records: Sequence[Record], climb: Climb, log: Log) -> list[Record]:
         log.say(f"ncu: {len(able)} rungs in {cell}")
         try:
             counts, why = dict(ladder_ncu.profile(able, cell)) if able else {}, "not launched under ncu"
-        except ladder_ncu.ProfilerError as error:
+        except ProfilerError as error:
             counts, why = {}, str(error)
             log.say(f"ncu: {why}")
         for record in members:

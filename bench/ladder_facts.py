@@ -13,7 +13,6 @@ import torch
 from bench.environment import results_root
 from bench.ladder_rungs import Rung, plan_rung
 from bench.matrix import Cell
-from bench.pool import run_isolated
 from bench.results import read
 from bench.rule_table import compiler
 from multiattn import backend as registry
@@ -21,6 +20,7 @@ from multiattn.arch import CPU, GPU_ARCHS, Arch, by_name, occupancy
 from multiattn.backend import BACKENDS, Compiled, Plan, plan_variant
 from multiattn.problem import DTYPES, Problem
 from multiattn.support import Reason
+from multiattn.targets.pool import run_isolated
 from multiattn.toolchain import resource_usage
 
 SCHEMA = 1

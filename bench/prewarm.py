@@ -15,8 +15,8 @@ from bench.contenders import Contender
 from bench.environment import device_works, gpu_arch
 from bench.matrix import Cell
 from bench.peers import PEERS, find_peers
-from bench.pool import run_isolated
 from bench.providers import Ours, Provider
+from multiattn.targets.pool import run_isolated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,14 +12,15 @@ from typing import Any
 import jinja2
 from tabulate import tabulate
 
-from bench import backward, compile_table
-from bench.compile_table import Entry
+from bench import backward
 from bench.errors import InputError
 from bench.flops import rate_text
 from bench.matrix import Cell
 from bench.parity_page import Parity, load_parity
 from bench.results import Row, is_ours, load, one_run
 from bench.verdicts import judge_floors, judge_memory
+from multiattn.targets.build import Entry, ordered
+from multiattn.targets.cli import load as load_table
 from parity.report import Table
 
 STYLE = {"svg.hashsalt": "multiattn", "svg.fonttype": "path", "font.size": 9}
@@ -247,9 +248,11 @@ def html_report(
     entries: Sequence[Entry] = (),
     parity: Parity | None = None,
     recorded: Sequence[Row] = (),
+    target_pages: str = "",
 ) -> str:
     """One page of whatever there is: parity's verdict first, then timings, floors and the compile table.
 
+    `target_pages` is where the pages of every target are, as a link goes there; empty where they are not.
     `recorded` are rows of bench/results: they stand apart from `rows`, under a title that says whose they are.
     """
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
@@ -264,7 +267,8 @@ def html_report(
         notes=notes(rows),
         verdicts=judge_floors(rows) if has_floors else [],
         memory=memory if any(verdict.taken is not None for verdict in memory) else [],
-        entries=compile_table.ordered(entries),
+        entries=ordered(entries),
+        target_pages=target_pages,
         parity=parity,
         error_plots=[error_plot(*item) for item in parity.errors.items()] if parity is not None else [],
     )
@@ -332,12 +336,22 @@ def combined_report(
     paths = [bench_json] if isinstance(bench_json, Path) else list(bench_json or ())
     rows = [row for path in paths if path.exists() for row in load(path)]
     tables = [compile_json] if isinstance(compile_json, Path) else list(compile_json or ())
-    entries = [entry for path in tables if path.exists() for entry in compile_table.load(path)]
+    entries = [entry for path in tables if path.exists() for entry in load_entries(path)]
     parity = load_parity(parity_json, out_html) if parity_json is not None and parity_json.exists() else None
     if not rows and not entries and parity is None:
         raise InputError(
             "no parity, bench or compile results to report on: run python -m parity or python -m bench first"
         )
-    page = html_report(rows, entries, parity, [row for path in recorded for row in load(path)])
+    targets = Path("targets", "index.html")
+    link = targets.as_posix() if (out_html.parent / targets).exists() else ""
+    page = html_report(rows, entries, parity, [row for path in recorded for row in load(path)], link)
     out_html.parent.mkdir(parents=True, exist_ok=True)
     out_html.write_text(page)
+
+
+def load_entries(path: Path) -> list[Entry]:
+    """The entries of a compile table; InputError for another file."""
+    try:
+        return load_table(path)
+    except ValueError as error:
+        raise InputError(str(error)) from None

@@ -14,15 +14,16 @@ from typing import Any
 
 from bench.environment import ROOT, results_root
 from bench.errors import InputError
-from bench.pool import run_isolated
 from bench.results import read
-from bench.sass import find_spills
 from multiattn import backend as registry
-from multiattn.arch import GPU_ARCHS, by_name, occupancy
-from multiattn.backend import BACKENDS, DIRECTIONS, Compiled, Direction, Plan, Variant, plan_variant
+from multiattn.arch import GPU_ARCHS, by_name
+from multiattn.backend import BACKENDS, DIRECTIONS, Direction, Plan, Variant, plan_variant
 from multiattn.config import Rule, select
 from multiattn.problem import Problem
-from multiattn.toolchain import disassemble, find_cuobjdump, resource_usage
+from multiattn.targets import store
+from multiattn.targets.facts import Facts, read_kernel
+from multiattn.targets.pool import run_isolated
+from multiattn.toolchain import find_cuobjdump
 
 SCHEMA = 1
 HEAD_DIMS = (64, 128, 256)
@@ -260,22 +261,11 @@ def compiler(backend: str) -> str:
 
 
 def compile_case(case: Case) -> list[Row]:
-    """Compile every kernel of a case here. The compiler's own exception passes through."""
-    compiled = registry.get(case.plan.backend).op(case.direction).compile(case.plan)
-    return [_row(case, kernel) for kernel in compiled]
+    """Compile every kernel of a case here, unless the cache has them. The compiler's own exception passes through."""
+    return [_row(case, read_kernel(kernel, case.plan)) for kernel in store.compiled(case.plan)]
 
 
-def _row(case: Case, compiled: Compiled) -> Row:
-    plan = case.plan
-    usage, code = resource_usage(compiled.cubin), disassemble(compiled.cubin)
-    if usage is None or code is None:
-        raise RuntimeError(f"cuobjdump cannot read a cubin for {plan.arch.name}: is it older than the compiler?")
-    threads = compiled.threads or usage.threads
-    if threads is None:
-        raise RuntimeError(f"{compiled.kernel}: neither its backend nor its cubin says how many threads a block has")
-    smem_bytes = compiled.smem_bytes if compiled.smem_bytes is not None else usage.smem_bytes
-    fits = occupancy(plan.arch, threads, usage.registers, smem_bytes)
-    spills = find_spills(code, repairs=case.direction == "forward" and plan.problem.causal)
+def _row(case: Case, kernel: Facts) -> Row:
     backend, direction, variant, arch, head_dim, mask, config = case.key
     return Row(
         backend=backend,
@@ -285,18 +275,18 @@ def _row(case: Case, compiled: Compiled) -> Row:
         head_dim=int(head_dim),
         mask=mask,
         config=config,
-        kernel=compiled.kernel,
-        threads=threads,
-        registers=usage.registers,
-        smem_bytes=smem_bytes,
-        stack_bytes=usage.stack_bytes,
-        hot_loops=spills.hot_loops,
-        hot_spills=spills.hot,
-        other_spills=spills.elsewhere,
-        blocks=fits.blocks,
-        share=round(fits.share, 4),
-        limiter=fits.limiter,
-        compiler=compiler(plan.backend),
+        kernel=kernel.name,
+        threads=kernel.threads,
+        registers=kernel.registers,
+        smem_bytes=kernel.smem_bytes,
+        stack_bytes=kernel.stack_bytes,
+        hot_loops=kernel.hot_loops,
+        hot_spills=kernel.hot_spills,
+        other_spills=kernel.other_spills,
+        blocks=kernel.blocks,
+        share=kernel.share,
+        limiter=kernel.limiter,
+        compiler=compiler(case.plan.backend),
         digest=case.digest,
     )
 

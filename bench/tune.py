@@ -20,7 +20,6 @@ from bench.environment import device_works
 from bench.flops import cell_flops, rate_text, tflops
 from bench.matrix import Cell
 from bench.peers import find_peers
-from bench.pool import Outcome, run_isolated
 from bench.run import Machine
 from bench.timing import Budget, Contestant, Timing, measure
 from bench.truth import Truths, check, truth_of
@@ -28,6 +27,7 @@ from multiattn import backend as registry
 from multiattn.arch import Arch
 from multiattn.backend import Direction, Plan, make_plan, plan_variant
 from multiattn.problem import Problem
+from multiattn.targets.pool import Outcome, run_isolated
 
 YARDSTICK = "sdpa-cudnn"
 _SAVED = ("tflops", "spread", "prepare_s", "failure")

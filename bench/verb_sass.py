@@ -13,9 +13,9 @@ from types import MappingProxyType
 from typing import Any
 
 from bench.errors import InputError
-from bench.sass import parse
 from multiattn.cuda.source import DEVICE_INCLUDES
 from multiattn.cuda.tools import probe_nvrtc
+from multiattn.targets.sass import parse
 from multiattn.toolchain import disassemble, find_cuobjdump, version_of
 
 ARCHS = ("sm80", "sm90", "sm100", "sm120")

@@ -1,4 +1,4 @@
-"""``python -m multiattn {doctor,explain,compile,layout}``: what works, what would run, what the compilers say."""
+"""``python -m multiattn {doctor,explain,compile,roofline,ncu,layout}``: what works, what would run, what to expect."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ import torch
 
 import multiattn
 from multiattn import backend as registry
-from multiattn.arch import ARCHS, GPU_ARCHS, Arch, detect
+from multiattn import roofline
+from multiattn.arch import ARCHS, Arch, detect
+from multiattn.arguments import add_problem, problem_of
 from multiattn.backend import BACKENDS, DIRECTIONS, Backend, Direction, Plan, make_plan, plan_variant
-from multiattn.problem import DTYPES, Problem
+from multiattn.problem import Problem
 from multiattn.support import Reason, Unsupported
+from multiattn.targets import cli, ncu
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -113,44 +116,6 @@ def _print_default(backend: Backend, problem: Problem, arch: Arch, direction: Di
         print(f"{backend.name} {direction} takes {chosen[0]}{also}")
 
 
-# ---------------------------------------------------------------- compile
-
-
-def compile_kernels(options: argparse.Namespace) -> int:
-    """Compile a problem's kernels for one arch, with no GPU needed, and print what the compiler says of them."""
-    problem = _problem(options)
-    failed = 0
-    for name in options.backend or BACKENDS:
-        backend = registry.get(name)
-        if reasons := backend.probe_compiler():
-            failed += 1
-            print(f"{name}: no compiler here")
-            _print_reasons(reasons)
-            continue
-        for direction in _directions(options):
-            try:
-                plan = make_plan(
-                    backend, problem, ARCHS[options.arch], direction=direction, variant=options.variant, probe=False
-                )
-            except Unsupported as error:
-                failed += 1
-                print(f"{name} {direction}: no plan")
-                _print_reasons(error.reasons)
-                continue
-            except ValueError as error:  # a variant that this backend does not have
-                failed += 1
-                print(f"{name} {direction}: {error}")
-                continue
-            print(plan)
-            for compiled in backend.op(direction).compile(plan):
-                print(
-                    f"  {compiled.kernel}: {compiled.seconds:.1f} s, cubin {len(compiled.cubin)} B, threads "
-                    f"{compiled.threads}, registers {compiled.registers}, spills {compiled.spill_bytes} B, shared "
-                    f"memory {compiled.smem_bytes} B"
-                )
-    return 1 if failed else 0
-
-
 # ---------------------------------------------------------------- layout
 
 
@@ -185,47 +150,39 @@ def _directions(options: argparse.Namespace) -> tuple[Direction, ...]:
     return DIRECTIONS if options.direction == "both" else (options.direction,)
 
 
-def _shape(text: str) -> tuple[int, ...]:
-    parts = text.replace("x", ",").split(",")
-    if len(parts) != 4 or not all(part.strip().isdigit() for part in parts):
-        raise argparse.ArgumentTypeError(f"got {text!r}; allowed four counts B,H,S,D, as in 2,16,1024,128")
-    return tuple(int(part) for part in parts)
-
-
 def _problem(options: argparse.Namespace) -> Problem:
-    batch, heads_q, seq_q, head_dim = options.shape
     try:
-        return Problem.contiguous(
-            batch=batch,
-            heads_q=heads_q,
-            heads_kv=options.kv_heads,
-            seq_q=seq_q,
-            seq_kv=options.kv_len,
-            head_dim=head_dim,
-            dtype=options.dtype,
-            causal=options.causal,
-            scale=options.scale,
-        )
+        return problem_of(options)
     except ValueError as error:
         sys.exit(f"python -m multiattn: {error}")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m multiattn", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="{doctor,explain,compile,layout}")
+    commands = parser.add_subparsers(required=True, metavar="{doctor,explain,compile,roofline,ncu,layout}")
 
     command = commands.add_parser("doctor", help="what works on this machine, what does not and why")
     command.add_argument("--json", action="store_true", help="print the findings as JSON")
     command.set_defaults(run=doctor)
 
     command = commands.add_parser("explain", help="the plan for a problem, or why there is none")
-    _add_problem(command, archs=tuple(ARCHS))
+    add_problem(command, required=True)
+    command.add_argument("--arch", choices=tuple(ARCHS), default=_default_arch(), help="default: %(default)s")
+    command.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="forward", help="default: %(default)s")
+    command.add_argument("--backend", action="append", choices=BACKENDS, help="may be given again; default: all")
     command.set_defaults(run=explain)
 
-    command = commands.add_parser("compile", help="compile a problem's kernels for an arch; needs no GPU")
-    _add_problem(command, archs=GPU_ARCHS)
-    command.add_argument("--variant", help="of the backend; default its best")
-    command.set_defaults(run=compile_kernels)
+    command = commands.add_parser("compile", help="compile plans for every target; needs no GPU")
+    cli.add_arguments(command)
+    command.set_defaults(run=cli.run)
+
+    command = commands.add_parser("roofline", help="the least time that a problem takes on a device, and why")
+    roofline.add_arguments(command)
+    command.set_defaults(run=roofline.run)
+
+    command = commands.add_parser("ncu", help="the profiler's command line for a plan, or what it measured")
+    ncu.add_arguments(command)
+    command.set_defaults(run=ncu.run)
 
     command = commands.add_parser("layout", help="banks of shared memory that a CUDA kernel's tile falls in")
     command.add_argument("--tile", required=True, help="ROWSxCOLUMNS of 16-bit elements, as in 64x64")
@@ -241,21 +198,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_problem(command: argparse.ArgumentParser, *, archs: Sequence[str]) -> None:
-    command.add_argument("--shape", type=_shape, required=True, help="of q: B,H,S,D")
-    command.add_argument("--kv-heads", type=int, help="heads of k and v (default: those of q)")
-    command.add_argument("--kv-len", type=int, help="sequence length of k and v (default: that of q)")
-    command.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
-    command.add_argument("--causal", action="store_true", help="bottom-right aligned")
-    command.add_argument("--scale", type=float, help="of the scores (default: 1/sqrt(D))")
-    command.add_argument("--arch", choices=archs, default=_default_arch(archs), help="default: %(default)s")
-    command.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="forward", help="default: %(default)s")
-    command.add_argument("--backend", action="append", choices=BACKENDS, help="may be given again; default: all")
-
-
-def _default_arch(archs: Sequence[str]) -> str:
+def _default_arch() -> str:
     here = detect(torch.device("cuda")).name if torch.cuda.is_available() else "cpu"
-    return here if here in archs else "sm90"
+    return here if here in ARCHS else "sm90"
 
 
 if __name__ == "__main__":

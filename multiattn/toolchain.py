@@ -71,7 +71,7 @@ def resource_usage(cubin: bytes) -> Usage | None:
     return Usage(
         registers=registers,
         stack_bytes=stack_bytes,
-        smem_bytes=smem_bytes - (_RESERVED_SMEM_BYTES if _RESERVED_SMEM in printed else 0),
+        smem_bytes=max(0, smem_bytes - (_RESERVED_SMEM_BYTES if _RESERVED_SMEM in printed else 0)),
         threads=_threads(printed),
     )
 

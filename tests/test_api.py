@@ -330,7 +330,7 @@ class TestCommandLine:
         printed = capsys.readouterr().out
         assert " full forward on sm90" in printed
         assert " full backward on sm90" in printed
-        assert _parser().parse_args(["compile", *arguments]).direction == "both"
+        assert _parser().parse_args(["compile"]).direction == "both"
 
     def test_explain_says_which_variant_is_taken(self, capsys):
         main(["explain", "--shape", "2,16,4096,128", "--arch", "sm90", "--direction", "backward"])
@@ -353,7 +353,9 @@ class TestCommandLine:
         [
             (["explain", "--shape", "1,2,3"], "allowed four counts B,H,S,D"),
             (["explain", "--shape", "1,2,3,8", "--arch", "sm75"], "invalid choice: 'sm75'"),
-            (["compile", "--shape", "1,2,3,8", "--backend", "x"], "invalid choice: 'x'"),
+            (["compile", "--shape", "1,2,3,8", "--backend", "x"], "got 'x'; allowed triton, cutile, cuda"),
+            (["compile", "--arch", "sm90,sm75"], "got 'sm75'; allowed sm80, sm86"),
+            (["compile", "--head-dim", "64,zwei"], "got zwei; allowed whole numbers from 1 on"),
         ],
     )
     def test_bad_arguments_are_named(self, arguments, message, capsys):
@@ -361,10 +363,22 @@ class TestCommandLine:
             main(arguments)
         assert message in capsys.readouterr().err
 
-    def test_a_variant_of_some_backends_is_told_by_the_others(self, capsys):
-        arguments = ["compile", "--shape", "1,2,64,64", "--variant", "split_q", "--backend", "cutile"]
-        assert main(arguments) == 1
-        assert "cutile forward: variant: got 'split_q'; cutile has full, memory, math, basic" in capsys.readouterr().out
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--variant", "split_q", "--backend", "cutile"], "variant: got 'split_q'; cutile has full, memory, math"),
+            (
+                ["--variant", "nobody"],
+                "--variant: got 'nobody', which none of these backends has; allowed offered",
+            ),
+            (["--shape", "1,2,64,64", "--head-dim", "128"], "got (128,) with a shape of D=64"),
+            (["--shape", "1,3,64,64", "--kv-heads", "2"], "got Hq=3, Hkv=2"),
+            (["--emit", "cubin,exe", "somewhere"], "got exe; allowed cubin, ptx, sass, tileir, ttgir"),
+        ],
+    )
+    def test_what_cannot_be_compiled_is_named(self, arguments, message, capsys):
+        assert main(["compile", *arguments]) == 2
+        assert message in capsys.readouterr().err
 
     def test_a_negative_length_is_named(self):
         with pytest.raises(SystemExit, match="sizes must not be negative"):

@@ -11,6 +11,7 @@ from bench_ladder_fakes import CELL
 from bench import ladder_child, ladder_ncu
 from bench.ladder_ncu import METRIC, ProfilerError, command, find_ncu, parse_csv, profile, request_of
 from bench.ladder_rungs import Rung
+from multiattn.targets import ncu
 
 RUNGS = tuple(Rung(backend="cuda", variant=name) for name in ("split_q", "split_kv", "split_q+swizzle_q"))
 
@@ -65,11 +66,11 @@ def test_what_ncu_does_not_count_it_says(printed, message):
 
 
 def test_ncu_is_looked_for_on_the_path_then_where_it_is_installed(monkeypatch, tmp_path):
-    monkeypatch.setattr(ladder_ncu.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(ncu.shutil, "which", lambda name: f"/bin/{name}")
     assert find_ncu() == "/bin/ncu"
-    monkeypatch.setattr(ladder_ncu.shutil, "which", lambda name: None)
-    monkeypatch.setattr(ladder_ncu, "_TOOLKIT", tmp_path / "cuda" / "ncu")
-    monkeypatch.setattr(ladder_ncu, "_PRODUCTS", tmp_path / "products")
+    monkeypatch.setattr(ncu.shutil, "which", lambda name: None)
+    monkeypatch.setattr(ncu, "TOOLKIT", tmp_path / "cuda" / "ncu")
+    monkeypatch.setattr(ncu, "PRODUCTS", tmp_path / "products")
     assert find_ncu() is None
     with pytest.raises(ProfilerError, match="there is no ncu"):
         profile(RUNGS, CELL)

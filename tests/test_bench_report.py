@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import bench_fakes as fakes
 import pytest
+from targets_fakes import entry, failed
 
-from bench import compile_table
-from bench.compile_table import Entry, Target
 from bench.matrix import SUITES
 from bench.parity_page import of_json
 from bench.readme import ranges, render, results_block, support_block, update
@@ -17,6 +16,7 @@ from bench.report import combined_report, groups, html_report, notes, text_repor
 from bench.results import dumps
 from multiattn.backend import BACKENDS
 from multiattn.support import Reason
+from multiattn.targets.cli import save
 from parity.cases import CASES
 from parity.report import Report, to_json
 from parity.results import CaseReport, Contender, Pair, Result, Score
@@ -31,10 +31,7 @@ REFUSED = replace(
     fakes.row("fa2", 1.0, cell=CELLS[0]), measured=None, reasons=(Reason(code="module", got="none", allowed="one"),)
 )
 BROKEN = replace(fakes.row("flex", 1.0, cell=CELLS[0]), measured=None, error="Boom: <b>what</b>\nsecond line")
-ENTRIES = [
-    Entry(target=Target(backend="cuda", arch="sm90"), ok=True, plan="x", seconds=0.5, registers=168, smem_bytes=1024),
-    Entry(target=Target(backend="triton", arch="sm80"), ok=False, error="ptxas: no"),
-]
+ENTRIES = [entry(), failed("triton")]
 
 
 def parity_json(*, broken: bool = False, backward: bool = False) -> dict:
@@ -85,7 +82,7 @@ def test_the_page_is_self_contained_and_escaped():
     assert page.count("<svg") == 3
     assert "<code>python -m bench run</code>" in page
     assert "&lt;b&gt;what" in page
-    assert "ptxas: no" in page
+    assert "ptxas: out of luck" in page
     assert "inf (gqa4_b1)" in page
     assert len(page) < 1_000_000
 
@@ -131,7 +128,7 @@ def test_a_combined_report_takes_what_there_is(tmp_path):
     combined_report(parity, None, out)
     assert "Backends against each other" in out.read_text()
     bench.write_text(dumps("standard", ROWS))
-    compile_table.save(ENTRIES, compiled)
+    save(ENTRIES, compiled)
     combined_report(parity, bench, out, compiled)
     page = out.read_text()
     assert "TFLOPS over N" in page

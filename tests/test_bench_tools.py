@@ -11,56 +11,24 @@ from functools import partial
 import bench_fakes as fakes
 import pytest
 import torch
+from targets_fakes import entry, failed, refused
 
-from bench import cli, compile_table, environment, host, tune
-from bench.compile_table import Entry, Target, compile_all, targets
+from bench import cli, environment, host, tune
 from bench.environment import NO_GPU
 from bench.matrix import SUITES
 from bench.providers import Ours
+from bench.report import load_entries
 from bench.results import dumps, load
 from bench.test_bench import test_forward as bench_forward
 from bench.timing import Sample, Timing
 from bench.verdict_tables import newest_floors
-from multiattn.arch import ARCHS, GPU_ARCHS
+from multiattn.arch import ARCHS
 from multiattn.backend import BACKENDS, Plan, get
 from multiattn.config import Config
 from multiattn.support import Reason
+from multiattn.targets import cli as targets_cli
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
-
-
-def test_the_compile_table_is_the_product():
-    wanted = targets()
-    assert len(wanted) == len(set(wanted)) == len(BACKENDS) * len(GPU_ARCHS)
-    assert len(targets(("cuda",), ("sm90",), head_dims=(64, 128))) == 2
-
-
-def compile_fake(target):
-    if target.arch == "sm80":
-        raise RuntimeError("ptxas: out of luck")
-    if target.arch == "sm86":
-        return Entry(target=target, ok=False, reasons=(Reason(code="arch", got="sm86", allowed="sm90"),))
-    return Entry(target=target, ok=True, plan="full: tile", seconds=1.25, registers=168)
-
-
-def test_a_compile_entry_is_ok_or_says_why_not(tmp_path):
-    wanted = targets(("cuda",), ("sm80", "sm86", "sm90"))
-    entries = list(compile_all(wanted, jobs=1, timeout_s=60, function=compile_fake))
-    text = compile_table.table(entries)
-    assert [it.text for it in compile_table.ordered(entries)] == [
-        "RuntimeError: ptxas: out of luck",
-        "arch: got sm86; allowed sm90",
-        "ok, 1.25 s",
-    ]
-    assert "168" in text
-    assert text.startswith("D=128 bf16 causal forward\n")  # once, not in every row
-    assert text.count("causal") == 1
-    assert "full: tile" in text
-    assert "spills [B]" in text
-    compile_table.save(entries, tmp_path / "compile.json")
-    assert compile_table.load(tmp_path / "compile.json") == compile_table.ordered(entries)
-    with pytest.raises(ValueError, match="an entry is ok"):
-        Entry(target=Target(backend="cuda", arch="sm90"), ok=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,10 +112,9 @@ def test_the_matrix_without_a_gpu(tmp_path, capsys):
         (["--suite", "all"], "--suite: got 'all'; allowed standard, seed, backward, floors, smoke"),
         (["--backend", "none", "--peer", "none"], "leaves nobody to time"),
         (["--rounds", "0"], "argument --rounds: got 0; allowed whole numbers from 1 on"),
-        (["compile", "--jobs", "0"], "argument --jobs: got 0; allowed whole numbers from 1 on"),
+        (["expected", "--jobs", "0"], "argument --jobs: got 0; allowed whole numbers from 1 on"),
         (["--sample-ms", "nan"], "argument --sample-ms: got nan; allowed numbers above 0"),
-        (["compile", "--backend", "none"], "--backend none leaves nothing to compile"),
-        (["compile", "--out", "/proc/none/compile.json"], "--out: cannot write to /proc/none"),
+        (["rules", "--backend", "none"], "--backend none leaves nothing to compile"),
         (["--out", "/proc/none"], "--out: cannot write to /proc/none"),
         (["--compare", "a.json", "b.json"], "a.json"),
     ],
@@ -180,18 +147,21 @@ def test_the_stored_command_is_whole_and_overwrites_nothing_recorded():
     assert cli.command_again(cli._parser().parse_args(command.split()[3:])) == command
 
 
-def test_a_backend_of_which_nothing_compiled_is_a_failure(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cli.compile_table, "compile_all", lambda wanted, **_: map(compile_fake, wanted))
-    out = ["--out", str(tmp_path / "compile.json")]
-    assert cli.main(["compile", "--backend", "cuda", "--arch", "sm86", *out]) == 1
-    assert "cuda was asked for and nothing of its forward compiled: arch: got sm86" in capsys.readouterr().out
-    assert cli.main(["compile", "--backend", "cuda", "--arch", "sm86", "--arch", "sm90", *out]) == 0
+@needs_no_gpu
+def test_without_a_gpu_a_run_compiles_instead(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "_compile_json", lambda: tmp_path / "compile.json")
+    monkeypatch.setattr(cli.target_cli, "build", lambda wanted, **_: iter([refused(), entry(), failed()]))
+    arguments = ["--suite", "smoke", "--head-dim", "64", "--out", str(tmp_path), "--peer", "none"]
+    assert cli.main(arguments) == 1  # as a compiler failed
+    assert "Compiled for every target instead" in capsys.readouterr().out
+    assert [it.ok for it in load_entries(tmp_path / "compile.json")] == [False, False, True]
 
 
 @needs_no_gpu
 def test_peers_alone_leave_the_compile_table_as_it_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "_compile", None)
+    monkeypatch.setattr(cli.target_cli, "compile_forward", None)
     arguments = ["--suite", "smoke", "--backend", "none", "--peer", "sdpa-flash", "--out", str(tmp_path)]
     assert cli.main(arguments) == 0
 
@@ -282,7 +252,7 @@ def test_pytest_bench_skips_with_its_reason():
 
 @needs_no_gpu
 def test_the_demo_runs_every_part_and_writes_one_page(tmp_path, monkeypatch):
-    monkeypatch.setattr(cli.compile_table, "compile_all", lambda wanted, **_: map(compile_fake, wanted[2:4]))
+    monkeypatch.setattr(targets_cli.build, "build", lambda wanted, **_: iter([entry(), refused()]))
     asked = []
     recorded = tmp_path / "standard.json"
     recorded.write_text(dumps("standard", [fakes.row(name, 1.0, cell=SUITES["floors"][0]) for name in ("cuda", "fa2")]))

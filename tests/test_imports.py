@@ -17,7 +17,8 @@ ALLOWED = {
     "arch": set(),
     "support": {"problem", "arch"},
     "config": {"problem", "arch"},
-    "backend": {"problem", "arch", "support", "config"},
+    "abi": set(),
+    "backend": {"problem", "arch", "abi", "support", "config"},
     "toolchain": {"support"},
     "preference": {"problem", "arch", "backend"},
     "log": {"backend", "config"},
@@ -29,11 +30,20 @@ ALLOWED = {
     "autograd": {"problem", "planning", "launching", "ops"},
     "reference": {"problem", "arch", "support", "config", "backend"},
     **{
-        name: {"problem", "arch", "support", "config", "backend", "toolchain", "context"} for name in multiattn.BACKENDS
+        name: {"problem", "arch", "support", "config", "abi", "backend", "toolchain", "context"}
+        for name in multiattn.BACKENDS
     },
     "api": {"problem", "arch", "support", "backend", "toolchain", "planning", "launching", "autograd"},
     "__init__": {"problem", "support", "backend", "reference", "launching", "api"},
-    "__main__": {"problem", "arch", "support", "backend", "cuda"},  # cuda: the layout command
+    "roofline": {"problem", "arch"},
+    "arguments": {"problem"},
+    "manifest": {"problem", "arch", "abi", "support", "config", "backend"},
+    "aot": {"problem", "arch", "abi", "support", "config", "backend", "context", "toolchain", "manifest"},
+    "targets": {
+        *("problem", "arch", "support", "config", "abi", "backend", "toolchain", "roofline", "aot", "arguments"),
+        "cuda",  # where compiled code is kept
+    },
+    "__main__": {"problem", "arch", "support", "backend", "cuda", "roofline", "arguments", "targets"},  # cuda: layout
 }
 LANGUAGES = ("triton", "cuda", "nvidia", "torch.utils.cpp_extension")
 

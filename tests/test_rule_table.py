@@ -7,13 +7,13 @@ import pytest
 
 from bench import rule_page, rule_table
 from bench.errors import InputError
-from bench.pool import Outcome
 from bench.rule_table import Row, cases, check, compile_case, compiler, load, outdated, record_path, save
-from bench.sass import find_loops, find_spills, parse
 from multiattn import backend as registry
 from multiattn.arch import by_name, occupancy
 from multiattn.backend import BACKENDS, DIRECTIONS
 from multiattn.config import Rule
+from multiattn.targets.pool import Outcome
+from multiattn.targets.sass import find_loops, find_spills, parse
 from multiattn.toolchain import disassemble, find_cuobjdump, resource_usage
 
 needs_cuobjdump = pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")

@@ -1,9 +1,9 @@
-"""bench.pool: nothing hangs. This module is what the processes import, so it imports nothing heavy."""
+"""targets.pool: nothing hangs. This module is what the processes import, so it imports nothing heavy."""
 
 import os
 import time
 
-from bench.pool import run_isolated
+from multiattn.targets.pool import run_isolated
 
 
 def misbehave(what):

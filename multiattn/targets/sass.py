@@ -6,10 +6,10 @@ A stack alone says little: forward kernels have a rare repair that spills so tha
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-Graph = list[list[int]]
+Graph = Mapping[int, Sequence[int]]
 """Of each instruction, by its place in the code, the places that may follow it."""
 
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;\n]*)", re.MULTILINE)
@@ -137,10 +137,8 @@ def find_loops(code: Sequence[Instruction]) -> list[Loop]:
         places, follows = waiting.pop()
         for body in _knots(sorted(places), follows):
             entries = {after for place in places - body for after in follows[place] if after in body} or {min(body)}
-            inside = [
-                [after for after in follows[place] if after in body and after not in entries] if place in body else []
-                for place in range(len(code))
-            ]
+            kept = body - entries
+            inside = {place: [after for after in follows[place] if after in kept] for place in body}
             waiting.append((body, inside))
             nested = frozenset().union(*_knots(sorted(body), inside))
             own = tuple(unit for place, unit in units.items() if place in body - nested)
@@ -152,18 +150,18 @@ def find_loops(code: Sequence[Instruction]) -> list[Loop]:
 def successors(code: Sequence[Instruction]) -> Graph:
     """What may follow each instruction. A call comes back; where an indirect jump goes is not known, nor needed."""
     place_of = {it.address: place for place, it in enumerate(code)}
-    graph: Graph = []
+    graph: dict[int, Sequence[int]] = {}
     for place, it in enumerate(code):
         following = [place + 1] if place + 1 < len(code) else []
         base = it.name.partition(".")[0]
         if base == "BRA":
             target = place_of[int(_ADDRESS.findall(it.operands)[-1], 16)]
             falls_through = it.guarded or it.name != "BRA" or _CONDITION.search(it.operands)
-            graph.append([target, *(following if falls_through else [])])
+            graph[place] = [target, *(following if falls_through else [])]
         elif base in _ENDS:
-            graph.append(following if it.guarded else [])
+            graph[place] = following if it.guarded else []
         else:
-            graph.append(following)
+            graph[place] = following
     return graph
 
 
