@@ -334,3 +334,16 @@ def test_launches_of_one_name_are_kept_apart():
     ]
     assert (found[0].block, found[0].grid) == ("(128, 1, 1)", "(512, 1, 1)")
     assert [(it.kernel, len(it.metrics)) for it in ncu.read_launches(DETAILS)] == [("forward_bf16", 2)]
+
+
+def test_the_devices_own_attributes_are_left_out():
+    """Nsight Compute's raw page has hundreds of them; a metric that was asked for by name is shown."""
+    noise = {
+        "device__attribute_sm_count": Measured(value=132, unit=""),
+        "lts__t_bytes.sum": Measured(value=7, unit="byte"),
+    }
+    rows = {"kernel": {METRICS["duration"]: Measured(value=5, unit="ns"), **noise}}
+    assert "duration" in report(rows)
+    assert "device__attribute" not in report(rows)
+    assert "lts__t_bytes.sum" not in report(rows)
+    assert "lts__t_bytes.sum" in report(rows, (), ["lts__t_bytes.sum"])

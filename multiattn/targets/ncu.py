@@ -318,9 +318,14 @@ def _occupancy(arch: Arch, kernel: Compiled) -> float | None:
     return 100 * occupancy(arch, kernel.threads, kernel.registers, kernel.smem_bytes).share
 
 
-def report(rows: Table, facts: Sequence[Predicted] = ()) -> str:
-    """A table per kernel: what the cubin said beside what ncu measured, then what only a run can tell."""
-    return "\n\n".join(_of_kernel(kernel, measured, facts) for kernel, measured in rows.items())
+def report(rows: Table, facts: Sequence[Predicted] = (), metrics: Iterable[str] = ()) -> str:
+    """A table per kernel: what the cubin said beside what ncu measured, then what only a run can tell.
+
+    Of what ncu prints, which is also all that it knows of the device, only METRICS and `metrics` are shown.
+    """
+    shown = {*METRICS.values(), *metrics}
+    kept = {kernel: {name: it for name, it in found.items() if name in shown} for kernel, found in rows.items()}
+    return "\n\n".join(_of_kernel(kernel, measured, facts) for kernel, measured in kept.items())
 
 
 def _of_kernel(kernel: str, measured: Mapping[str, Measured], facts: Sequence[Predicted]) -> str:
@@ -373,7 +378,7 @@ def run(options: argparse.Namespace) -> int:
         plan = _plan(options)
         if options.read is not None:
             rows = by_kernel(read_file(options.read))
-            print(report(rows, _expected(plan)[1] if plan is not None else ()))
+            print(report(rows, _expected(plan)[1] if plan is not None else (), options.metric or ()))
             return 0
         if plan is None:
             raise ValueError("--backend and --shape: got none; allowed without them: --read alone")
@@ -382,7 +387,7 @@ def run(options: argparse.Namespace) -> int:
             _check_here(plan, tool)
         names, facts = _expected(plan)
         line = command(plan, ncu=tool or "ncu", kernels=names, metrics=options.metric or METRICS.values())
-        print(report(read_csv(execute(line)), facts) if options.here else shlex.join(line))
+        print(report(read_csv(execute(line)), facts, options.metric or ()) if options.here else shlex.join(line))
         return 0
     except (ProfilerError, OSError) as error:
         print(f"python -m multiattn ncu: {error}", file=sys.stderr)
