@@ -6,7 +6,7 @@ JOBS ?= 2
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-all lint clean
+.PHONY: setup demo test test-all expected lint clean
 
 setup: $(VENV)/.ready
 
@@ -30,10 +30,16 @@ test: lint
 	$(BIN)/python -m bench readme --check
 	$(BIN)/python -m bench ladder --docs --check
 	$(BIN)/python -m bench rules --check
+	$(BIN)/python -m bench expected --check --jobs $(JOBS)
 
 # Everything that make test runs, and what takes too long for every change: each point of the ladders.
 test-all: test
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q -m nightly
+	$(BIN)/python -m bench expected --check --all --jobs $(JOBS)
+
+# What compilers make of every kernel for every target, on record anew; prints what differs from the record before.
+expected: setup
+	$(BIN)/python -m bench expected --jobs $(JOBS)
 
 clean:
 	rm -rf $(VENV) out build *.egg-info
