@@ -12,14 +12,15 @@ from typing import Any
 
 import jinja2
 
-from bench import target_docs, target_views
+from bench import target_docs, target_profiles, target_views
 from bench.environment import ROOT
 from bench.errors import InputError
 from bench.expected import Record, current_sources
 from bench.report import commands, provenance
 from bench.results import Row as Result
 from bench.results import is_ours, load
-from bench.target_views import MAPS, Ceiling, Heat, Line, Note, Profile, Profiled, Row
+from bench.target_profiles import Profile, Profiled
+from bench.target_views import MAPS, Ceiling, Heat, Line, Note, Row
 from multiattn.arch import ARCHS, GPU_ARCHS, GPUS, Gpu, find_gpu
 from multiattn.backend import BACKENDS, DIRECTIONS, Direction
 from multiattn.roofline import HIDDEN, TOKENS, Measurement
@@ -37,7 +38,7 @@ def write(recorded: Mapping[str, Record], out: Path, profiles: Sequence[Profile]
     InputError for results that are none, and for profiles of a GPU without a page.
     """
     measurements, origins = target_docs.measured(), _origins(target_docs.result_files())
-    profiled = target_views.profiled(recorded, profiles)
+    profiled = target_profiles.profiled(recorded, profiles)
     environment = _environment()
     found = {direction: target_views.rows(recorded, direction) for direction in DIRECTIONS}
     texts = {INDEX: environment.get_template("targets.html").render(_index(recorded, found, measurements, origins))}
@@ -218,8 +219,8 @@ def _target(
         "compilers": _compilers([record] if record is not None else []),
         "sources": dict(record.sources) if record is not None else {},
         "profiled": profiled,
-        "compared": target_views.COMPARED,
-        "figures": target_views.figures(profiled),
+        "compared": target_profiles.COMPARED,
+        "figures": target_profiles.figures(profiled),
         "origins": {gpu.name: [origin for origin in origins if gpu.name in origin.gpus] for gpu in devices},
     }
 

@@ -10,7 +10,7 @@ import markupsafe
 import pytest
 import targets_fakes as fakes
 
-from bench import expected, target_cli, target_docs, target_pages, target_views
+from bench import expected, target_cli, target_docs, target_pages, target_profiles, target_views
 from bench.errors import InputError
 from bench.expected import Record, current_sources
 from bench.results import dumps
@@ -335,10 +335,10 @@ def test_what_differs_from_what_was_compiled_is_marked(measured):
 
 def test_two_decimals_of_a_kilobyte_do_not_differ():
     kernel = fakes.facts()
-    metrics = {target_views.DYNAMIC: Measured(value=65.54, unit="Kbyte/block")}
+    metrics = {target_profiles.DYNAMIC: Measured(value=65.54, unit="Kbyte/block")}
     launch = Launch(kernel=kernel.name, arch="sm90", grid="", block="", metrics=metrics)
-    it = target_views.Profiled(file="", launch=launch, cell=None, note="", kernel=kernel)
-    assert [slot.level for figure in target_views.COMPARED for slot in it.compared(figure)] == [None] * 8
+    it = target_profiles.Profiled(file="", launch=launch, cell=None, note="", kernel=kernel)
+    assert [slot.level for figure in target_profiles.COMPARED for slot in it.compared(figure)] == [None] * 8
 
 
 def test_cells_whose_kernels_share_a_name_are_told_apart_by_their_figures(measured):
