@@ -371,7 +371,7 @@ class TestCommandLine:
                 ["--variant", "nobody"],
                 "--variant: got 'nobody', which none of these backends has; allowed offered",
             ),
-            (["--shape", "1,2,64,64", "--head-dim", "128"], "got (128,) with a shape of D=64"),
+            (["--shape", "1,2,64,64", "--head-dim", "128"], "got 128 with a shape of D=64"),
             (["--shape", "1,3,64,64", "--kv-heads", "2"], "got Hq=3, Hkv=2"),
             (["--emit", "cubin,exe", "somewhere"], "got exe; allowed cubin, ptx, sass, tileir, ttgir"),
         ],

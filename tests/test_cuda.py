@@ -303,8 +303,8 @@ def test_probing_beside_an_amd_gpu_raises_nothing(monkeypatch):
 
 
 @with_nvrtc
-@pytest.mark.parametrize("arch", GPU_ARCHS)
-def test_compiles_for_every_arch_without_a_gpu(arch):
+@pytest.mark.parametrize("arch", ["sm80", "sm120"])  # of the others `bench expected --check` compiles some each time
+def test_compiles_without_a_gpu(arch):
     problem = Problem.contiguous(batch=1, heads_q=2, seq_q=512, head_dim=32, dtype="fp16")
     plan = make_plan(BACKEND, problem, ARCHS[arch], probe=False)
     (compiled,) = BACKEND.forward.compile(plan)

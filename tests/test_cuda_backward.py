@@ -11,7 +11,7 @@ import torch
 from gradient_checks import check, run
 
 from multiattn import Problem
-from multiattn.arch import ARCHS, CPU, GPU_ARCHS
+from multiattn.arch import ARCHS, CPU
 from multiattn.backend import Plan, find_variant, make_plan, plan_variant
 from multiattn.cuda import BACKEND
 from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig, candidates, dq_smem_bytes, smem_bytes
@@ -299,8 +299,8 @@ def test_a_sweep_is_short_and_fits(variant, head_dim):
 
 @with_nvrtc
 @each_variant
-@pytest.mark.parametrize("arch", GPU_ARCHS)
-def test_compiles_for_every_arch_without_a_gpu(arch, variant):
+@pytest.mark.parametrize("arch", ["sm80", "sm120"])  # of the others `bench expected --check` compiles some each time
+def test_compiles_without_a_gpu(arch, variant):
     problem = Problem.contiguous(batch=1, heads_q=2, seq_q=512, head_dim=32, dtype="fp16")
     plan = make_plan(BACKEND, problem, ARCHS[arch], direction="backward", variant=variant, probe=False)
     compiled = BACKEND.backward.compile(plan)

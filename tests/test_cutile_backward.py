@@ -336,14 +336,9 @@ def compile_all(variant, arch, **sizes):
     ("arch", "head_dim", "causal"),
     [
         ("sm80", 128, True),
-        ("sm89", 64, False),
-        ("sm90", 64, True),
-        ("sm90", 128, False),
         ("sm90", 128, True),
-        ("sm100", 128, True),
-        ("sm121", 128, True),
     ],
-)
+)  # the others are on record, and `bench expected --check` compiles some each time
 def test_rules_up_to_128_do_not_spill(arch, head_dim, causal):
     compiled = compile_all("two_pass", arch, head_dim=head_dim, causal=causal)
     assert [one.kernel for one in compiled] == ["query_grads", "key_grads"]

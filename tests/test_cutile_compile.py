@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from multiattn import Problem
-from multiattn.arch import ARCHS, GPU_ARCHS
+from multiattn.arch import ARCHS
 from multiattn.backend import get, make_plan
 from multiattn.cutile.configs import CutileConfig
 
@@ -31,8 +31,8 @@ needs_cuobjdump = pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjd
 
 
 @needs_compiler
-@pytest.mark.parametrize("arch", GPU_ARCHS)
-def test_every_arch(arch):
+@pytest.mark.parametrize("arch", ["sm80", "sm100"])  # of the others `bench expected --check` compiles some each time
+def test_an_arch_that_is_not_here(arch):
     (compiled,) = BACKEND.forward.compile(make(arch=arch))
     assert compiled.cubin.startswith(b"\x7fELF")
     assert compiled.seconds > 0

@@ -25,7 +25,7 @@ def test_the_table_is_the_product():
     wanted = cells()
     assert len(wanted) == len(set(wanted)) == 2 * len(BACKENDS) * len(GPU_ARCHS) * 3 * 2
     assert wanted == sorted(wanted, key=lambda cell: cell.place)
-    assert len(cells(("cuda",), ("sm90",), directions=("forward",), masks=("full",))) == 3
+    assert len(cells(("cuda", "cuda"), ("sm90",), directions=("forward",), masks=("full",))) == 3  # each once
     named = cells(arches=("sm90",), directions=("forward",), head_dims=(64,), masks=("full",), variants=("two_pass",))
     assert named == []  # it is a backward's
     assert {cell.variant for cell in cells(("triton",), ("sm90",), variants=("offered",))} >= {"full", "two_pass"}

@@ -221,13 +221,9 @@ compiles = pytest.mark.skipif(
     ("arch", "variant", "head_dim", "causal"),
     [
         ("sm80", "pointer_atomic", 128, True),
-        ("sm86", "pointer_two_pass", 128, False),
-        ("sm90", "atomic", 64, True),
         ("sm90", "two_pass", 128, True),
-        ("sm100", "atomic", 128, False),
-        ("sm120", "atomic", 64, False),
     ],
-)
+)  # the others are on record, and `bench expected --check` compiles some each time
 def test_rules_spill_nothing(arch, variant, head_dim, causal):
     problem = Problem.contiguous(batch=2, heads_q=8, heads_kv=8, seq_q=1000, head_dim=head_dim, causal=causal)
     plan = make_plan(BACKEND, problem, by_name(arch), direction="backward", variant=variant, probe=False)

@@ -27,9 +27,13 @@ def plan_for(arch, *, variant=None, head_dim=64, **options):
 
 
 @pytest.mark.parametrize("arch", GPU_ARCHS)
-def test_compiles_for_every_arch(arch):
+def test_descriptors_are_for_arches_with_tma(arch):
+    assert plan_for(arch, causal=True).variant == ("full" if arch in TMA_ARCHS else "pointer_full")
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm100"])  # of the others `bench expected --check` compiles some each time
+def test_compiles_for_an_arch_that_is_not_here(arch):
     plan = plan_for(arch, causal=True)
-    assert plan.variant == ("full" if arch in TMA_ARCHS else "pointer_full")
     (compiled,) = compile_plan(plan)
     assert compiled.cubin.startswith(b"\x7fELF")
     assert compiled.seconds > 0

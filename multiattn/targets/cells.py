@@ -118,7 +118,7 @@ def cells(
         for mask in masks
         for arch in arches
     ]
-    return sorted(found, key=lambda cell: cell.place)
+    return sorted(dict.fromkeys(found), key=lambda cell: cell.place)
 
 
 def _named(backend: str, direction: Direction, variants: Sequence[str | None]) -> Iterator[str | None]:

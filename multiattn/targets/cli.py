@@ -98,7 +98,8 @@ def wanted_cells(options: argparse.Namespace) -> list[Cell]:
     if options.shape is not None:
         *rest, head_dim = options.shape
         if options.head_dim not in (None, [head_dim]):
-            raise ValueError(f"--head-dim: got {options.head_dim} with a shape of D={head_dim}; allowed one of the two")
+            asked = ", ".join(map(str, options.head_dim))
+            raise ValueError(f"--head-dim: got {asked} with a shape of D={head_dim}; allowed one of the two")
         sizes, head_dims = tuple(rest), (head_dim,)
     directions = DIRECTIONS if options.direction == "both" else (options.direction,)
     if options.variant not in (None, *VARIANTS):

@@ -27,7 +27,7 @@ _CPU = ("emulation", "interpreter", "interpreter.py")
 _SOURCES = (".py", ".cuh", ".h")
 _READERS = ("facts.py", "mix.py", "remarks.py", "sass.py")
 _SETTINGS = ("TRITON_", "PTXAS_", "NVPTX_", "DISABLE_", "ENABLE_", "CUDA_TILE_", "NVRTC_", "LLVM_", "MLIR_")
-_FOLDERS = ("_DIR", "_HOME", "_OVERRIDE")
+_FOLDERS = ("_DIR", "_HOME")
 _META = "kernels.json"
 
 
