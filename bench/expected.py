@@ -17,7 +17,7 @@ from multiattn.arch import GPU_ARCHS
 from multiattn.backend import BACKENDS, DIRECTIONS, Direction
 from multiattn.support import Reason, Unsupported
 from multiattn.targets.build import Entry, build, ordered
-from multiattn.targets.cells import HEAD_DIMS, MASKS, Cell, cells, find_plan
+from multiattn.targets.cells import Cell, cells, find_plan
 from multiattn.targets.facts import Facts
 from multiattn.targets.mix import CLASSES, Counts, Mix, features
 from multiattn.targets.remarks import Row as Remarked
@@ -26,7 +26,16 @@ from multiattn.targets.tables import percent
 SCHEMA = 1
 TIMED = "sm90"
 ALWAYS: tuple[tuple[Direction, int, str], ...] = (("forward", 128, "causal"), ("backward", 256, "full"))
-"""With these the subset has every kind of instruction that a backend's kernels have on any target."""
+SPANNING: tuple[tuple[str, str, Direction, int, str], ...] = (
+    ("triton", "sm80", "forward", 64, "full"),
+    ("cuda", "sm86", "backward", 128, "causal"),
+    ("cutile", "sm89", "backward", 64, "full"),
+    ("triton", "sm100", "backward", 128, "causal"),
+    ("cutile", "sm103", "forward", 128, "full"),
+    ("cuda", "sm120", "forward", 64, "full"),
+    ("triton", "sm121", "forward", 256, "causal"),
+)
+"""What a quarter of an hour for all of `make test` leaves time for."""
 
 GENERATIONS = ("mma.sync", "wgmma", "tcgen05")
 """Of tensor cores, oldest first. A rare pass may use an older one than the hot loops: only the newest counts."""
@@ -72,16 +81,11 @@ def all_cells() -> list[Cell]:
 
 
 def spanning_cells() -> list[Cell]:
-    """A subset in which every backend meets every target, and every target each direction, head_dim and mask.
+    """A subset with every target, and of every backend each direction, head_dim, mask and kind of instruction.
 
-    Always in it: `ALWAYS` of every backend on `TIMED`, whose timings are on record.
+    In it is `ALWAYS` of every backend on `TIMED`, whose timings are on record. `make test-all` compiles all cells.
     """
-    chosen = {
-        (backend, arch, DIRECTIONS[(x + y) % 2], HEAD_DIMS[(x + y) % 3], MASKS[(x // 2 + y) % 2])
-        for x, arch in enumerate(GPU_ARCHS)
-        for y, backend in enumerate(BACKENDS)
-    }
-    chosen |= {(backend, TIMED, *kernel) for backend in BACKENDS for kernel in ALWAYS}
+    chosen = {*SPANNING, *((backend, TIMED, *kernel) for backend in BACKENDS for kernel in ALWAYS)}
     return [
         cell for cell in all_cells() if (cell.backend, cell.arch, cell.direction, cell.head_dim, cell.mask) in chosen
     ]

@@ -98,6 +98,7 @@ def test_interpreting_and_compiling_take_turns():
     assert compile_plan(plan_for("sm80"))[0].cubin == cubin
 
 
+@pytest.mark.nightly
 def test_interpreting_and_compiling_in_two_threads():
     """The interpreter patches `triton.language` for the whole process: neither may begin in the midst of the other."""
     q = torch.randn(1, 1, 150, 16).bfloat16()
