@@ -32,7 +32,8 @@ test: lint
 	$(BIN)/python -m bench rules --check
 	$(BIN)/python -m bench expected --check --jobs $(JOBS)
 
-# Everything that make test runs, and what takes too long for every change: each point of the ladders.
+# Everything that make test runs, and what takes too long for every change: each point of the ladders, each cell of
+# the targets, the slowest gradients.
 test-all: test
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q -m nightly
 	$(BIN)/python -m bench expected --check --all --jobs $(JOBS)

@@ -19,13 +19,14 @@ from multiattn.support import Reason, Unsupported
 from multiattn.targets.build import Entry, build, ordered
 from multiattn.targets.cells import Cell, cells, find_plan
 from multiattn.targets.facts import Facts
-from multiattn.targets.mix import CLASSES, Counts, Mix, features
+from multiattn.targets.mix import CLASSES, GENERATIONS, Counts, Mix, generations
 from multiattn.targets.remarks import Row as Remarked
 from multiattn.targets.tables import percent
 
 SCHEMA = 1
 TIMED = "sm90"
 ALWAYS: tuple[tuple[Direction, int, str], ...] = (("forward", 128, "causal"), ("backward", 256, "full"))
+"""Direction, head_dim and mask; the rest of the subset is `SPANNING`, with backend and arch in front."""
 SPANNING: tuple[tuple[str, str, Direction, int, str], ...] = (
     ("triton", "sm80", "forward", 64, "full"),
     ("cuda", "sm86", "backward", 128, "causal"),
@@ -37,8 +38,6 @@ SPANNING: tuple[tuple[str, str, Direction, int, str], ...] = (
 )
 """What a quarter of an hour for all of `make test` leaves time for."""
 
-GENERATIONS = ("mma.sync", "wgmma", "tcgen05")
-"""Of tensor cores, oldest first. A rare pass may use an older one than the hot loops: only the newest counts."""
 HOT_MOVES = ("UTMALDG", "LDGSTS", "LDSM")
 """Classes of loads that a hot loop must not lose. Of producer warps, which multiply nothing, no loop is hot."""
 MOST_MORE_WORK = 2.0
@@ -148,19 +147,21 @@ def _worse(before: Facts | None, now: Facts | None) -> list[str]:
 
 def _lost(before: Facts, now: Facts) -> list[str]:
     """Ways to multiply and to move data that a kernel had, in all of its code or in its hot loops."""
-    lost = [it for it in before.features if it not in now.features and it not in GENERATIONS]
-    lost += GENERATIONS[_generation(now.mix.code) + 1 : _generation(before.mix.code) + 1][-1:]
-    hot = GENERATIONS[_generation(now.hot) + 1 : _generation(before.hot) + 1][-1:]
-    lost += [f"{it} in its hot loops" for it in hot if it not in lost]
+    lost = [it for it in before.features if it not in now.features and it not in GENERATIONS.values()]
+    lost += _older(before.mix.code, now.mix.code)
+    lost += [f"{it} in its hot loops" for it in _older(before.hot, now.hot) if it not in lost]
     moved = [name for name in HOT_MOVES if before.hot[name] and not now.hot[name]]
     lost += [f"{name} in its hot loops" for name in moved]
     return lost + [it for it in _chosen(before) if it not in _chosen(now)]
 
 
-def _generation(counts: Counts) -> int:
-    """The newest generation of tensor core that code uses, by its place in GENERATIONS; -1 for none."""
-    found = features(Mix(code=counts, hot=counts, loops=(), code_bytes=0))
-    return max((GENERATIONS.index(it) for it in found if it in GENERATIONS), default=-1)
+def _older(before: Counts, now: Counts) -> list[str]:
+    """The newest generation of tensor core that code used, where what it uses now is older or none.
+
+    Only the newest counts: a rare pass may use an older one than the hot loops, and may change it.
+    """
+    newest, left = (max(generations(counts), default=-1) for counts in (before, now))
+    return [GENERATIONS[newest]] if left < newest else []
 
 
 def _chosen(kernel: Facts) -> list[str]:

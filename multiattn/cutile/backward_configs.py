@@ -51,6 +51,18 @@ _H200 = "H200, 2026-11-21, tileiras 13.4, B4 N=4096 H*D=2048 bf16, best of the c
 
 _INTERPRETED = "interpreted: small enough that a short sequence still has several blocks of keys and a ragged one"
 
+_SHORT_OF_SMEM = TwoPassConfig(
+    tile_m=64,
+    tile_n=32,
+    num_worker_warps=8,
+    latency=1,
+    dq_tile_m=64,
+    dq_tile_n=32,
+    dq_num_worker_warps=8,
+    dq_latency=1,
+)
+"""For 99 KiB a block at D=128, with 8 warps to share the accumulators."""
+
 TWO_PASS_RULES: tuple[Rule[TwoPassConfig], ...] = (
     Rule(
         arches=("cpu",),
@@ -194,46 +206,19 @@ TWO_PASS_RULES: tuple[Rule[TwoPassConfig], ...] = (
     Rule(
         arches=("sm80", "sm86", "sm89", "sm120", "sm121"),
         head_dim_max=128,
-        config=TwoPassConfig(
-            tile_m=64,
-            tile_n=32,
-            num_worker_warps=8,
-            latency=1,
-            dq_tile_m=64,
-            dq_tile_n=32,
-            dq_num_worker_warps=8,
-            dq_latency=1,
-        ),
+        config=_SHORT_OF_SMEM,
         why=COMPILED + "of the tiles that do not spill at D=128 the largest; 32x64 and 64x64 do",
     ),
     Rule(
         arches=("sm80",),
         head_dim_min=129,
-        config=TwoPassConfig(
-            tile_m=32,
-            tile_n=32,
-            num_worker_warps=8,
-            latency=1,
-            dq_tile_m=32,
-            dq_tile_n=32,
-            dq_num_worker_warps=8,
-            dq_latency=1,
-        ),
+        config=replace(_SHORT_OF_SMEM, tile_m=32, dq_tile_m=32),
         why=COMPILED + "38 spills in its loops when causal, 64x16 81; 16 queries leave the tensor cores out",
     ),
     Rule(
         arches=("sm86", "sm89", "sm120", "sm121"),
         head_dim_min=129,
-        config=TwoPassConfig(
-            tile_m=64,
-            tile_n=16,
-            num_worker_warps=8,
-            latency=1,
-            dq_tile_m=32,
-            dq_tile_n=32,
-            dq_num_worker_warps=8,
-            dq_latency=1,
-        ),
+        config=replace(_SHORT_OF_SMEM, tile_n=16, dq_tile_m=32),
         why=COMPILED + "what fits 99 KiB and spills least; 16 queries a block leave the tensor cores out",
     ),
 )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 
 from multiattn.arch import Arch
 from multiattn.backend import Variant
-from multiattn.config import COMPILED, Config, Rule
+from multiattn.config import COMPILED, Config, Rule, inherit
 from multiattn.cutile.steps import STEPS, Step
 from multiattn.problem import Problem
 from multiattn.support import Reason
@@ -178,17 +178,11 @@ OWN_RULES: Mapping[str, tuple[Rule[CutileConfig], ...]] = {
 
 
 def rules_of(name: str) -> tuple[Rule[CutileConfig], ...]:
-    """The rules of a rung: its own, then those of the top of the ladder, less what this rung does not do."""
+    """The rules of a rung, by its name."""
     own = OWN_RULES.get(name, ())
     if name == "full":
         return own
-    step = STEPS[name].step
-    inherited = (
-        replace(rule, config=step.limit(rule.config), why=f"{COMPILED}as full, {rule.why}")
-        for rule in FULL_RULES
-        if not any(mine.covers(rule) for mine in own)
-    )
-    return (*own, *inherited)
+    return inherit(own, FULL_RULES, top="full", limit=STEPS[name].step.limit)
 
 
 def why_not_fit(problem: Problem, arch: Arch, config: Config, *, step: Step | None = None) -> tuple[Reason, ...]:

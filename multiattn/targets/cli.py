@@ -45,7 +45,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--kv-heads", type=count, metavar="H", help="heads of k and v (default: those of q)")
     command.add_argument("--kv-len", type=count, metavar="S", help="length of k and v (default: that of q)")
     command.add_argument("--jobs", type=count, default=os.cpu_count() or 1, help="processes (%(default)s)")
-    command.add_argument("--timeout", type=count, default=300, metavar="S", help="for one cell (%(default)s)")
+    command.add_argument(
+        "--timeout", type=count, default=int(build.TIMEOUT_S), metavar="S", help="for one cell (%(default)s)"
+    )
     command.add_argument("--fresh", action="store_true", help="compile also what the cache has")
     command.add_argument("--long", action="store_true", help="print a line for every kernel")
     command.add_argument("--remarks", action="store_true", help="print what cuTile's compiler says of each source line")

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from multiattn.arch import WARP_THREADS
 from multiattn.targets import sass
 from multiattn.targets.sass import MMA_SYNC, TCGEN05, WGMMA, Instruction
 
 INSTRUCTION_BYTES = 16
-WARP_LANES = 32
 WARPGROUP_WARPS = 4
 
 TENSOR = ("HMMA", "HGMMA", "UTCHMMA", "other tensor")
@@ -89,8 +89,9 @@ _FEATURES: Mapping[str, tuple[str, ...]] = {
     "TMA reduce": ("UTMAREDG",),
     "mbarrier": ("SYNCS",),
 }
-_GENERATIONS = {MMA_SYNC: "mma.sync", WGMMA: "wgmma", TCGEN05: "tcgen05"}
-FEATURES = (*_GENERATIONS.values(), *_FEATURES)
+GENERATIONS = {MMA_SYNC: "mma.sync", WGMMA: "wgmma", TCGEN05: "tcgen05"}
+"""Of tensor cores, oldest first."""
+FEATURES = (*GENERATIONS.values(), *_FEATURES)
 """What `features` may say."""
 
 
@@ -161,7 +162,7 @@ class Counts:
 
         Attention needs ``1 / (4 D)`` forward, as each score costs 4 D FLOP, and a little for the running maximum.
         """
-        return None if self.warp_flop is None else self[EX2] * WARP_LANES / self.warp_flop
+        return None if self.warp_flop is None else self[EX2] * WARP_THREADS / self.warp_flop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,8 +262,13 @@ def warps_of(name: str) -> int:
 
 def features(mix: Mix) -> frozenset[str]:
     """Which of FEATURES the code has anywhere, rare passes included: what a new compiler must not lose."""
-    generations = {_GENERATIONS[unit] for name in mix.code.tensor_names if (unit := _unit(name)) is not None}
-    return frozenset(generations | {name for name, classes in _FEATURES.items() if any(mix.code[it] for it in classes)})
+    used = {GENERATIONS[unit] for unit in generations(mix.code)}
+    return frozenset(used | {name for name, classes in _FEATURES.items() if any(mix.code[it] for it in classes)})
+
+
+def generations(counts: Counts) -> frozenset[int]:
+    """Which of GENERATIONS a stretch of code multiplies with, by number; newer ones have higher ones."""
+    return frozenset(unit for name in counts.tensor_names if (unit := _unit(name)) is not None)
 
 
 def _unit(name: str) -> int | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from multiattn.arch import Arch
 from multiattn.backend import Variant
-from multiattn.config import COMPILED, Config, Rule
+from multiattn.config import COMPILED, Config, Rule, inherit
 from multiattn.problem import Problem
 from multiattn.support import Reason
 from multiattn.triton.steps import STEPS, Step
@@ -290,15 +290,10 @@ OWN_RULES: Mapping[str, tuple[Rule[TritonConfig], ...]] = {
 
 
 def rules_of(name: str) -> tuple[Rule[TritonConfig], ...]:
-    """The rules of a rung: its own, then those of the top of its ladder, less what this rung does not do."""
+    """The rules of a rung, by its name."""
     step = STEPS[name].step
     top = "full" if step.descriptor else "pointer_full"
     own = OWN_RULES.get(name, ())
     if name == top:
         return own
-    inherited = (
-        replace(rule, config=step.limit(rule.config), why=f"{COMPILED}as {top}, {rule.why}")
-        for rule in OWN_RULES[top]
-        if not any(mine.covers(rule) for mine in own)
-    )
-    return (*own, *inherited)
+    return inherit(own, OWN_RULES[top], top=top, limit=step.limit)
