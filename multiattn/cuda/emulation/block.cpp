@@ -4,13 +4,15 @@
 
 #include <new>
 
+#include "hopper.h"
+
 namespace multiattn {
 
 namespace emulation {
 
 // Of the thread that runs: what thread_index() and block_index() of the kernel read.
 int current_thread;
-long long current_block;
+long long current_block, current_blocks;
 // The block that runs; the host lets one launch in at a time.
 Block* running_block;
 
@@ -29,7 +31,12 @@ Block::Block(int threads, std::size_t smem_bytes) : smem(smem_bytes), threads_(t
   stacks_ = static_cast<char*>(memory);
 }
 
-Block::~Block() { munmap(stacks_, threads_.size() * STACK_BYTES); }
+Block::~Block() {
+#if defined(__SANITIZE_ADDRESS__)
+  ASAN_UNPOISON_MEMORY_REGION(stacks_, threads_.size() * STACK_BYTES);  // for who gets the memory next
+#endif
+  munmap(stacks_, threads_.size() * STACK_BYTES);
+}
 
 bool Block::run(Kernel kernel, const void* parameters, std::int64_t block) {
   kernel_ = kernel;
@@ -53,6 +60,7 @@ bool Block::run(Kernel kernel, const void* parameters, std::int64_t block) {
     warps_[w].first_thread = static_cast<int>(w) * WARP_SIZE;
     warps_[w].live = WARP_SIZE;
   }
+  if (hopper_) hopper_->start(false);
   host_.adopt_current();
   current_ = &threads_[0];
   current_thread = 0;
@@ -75,14 +83,13 @@ void Block::finish_current() {
   --live_;
   --warp.live;
   if (warp.arrived) fail(std::string("returns while its warp waits in ") + warp.verb);
+  if (hopper_) hopper_->finish(live_);
   if (barrier_.arrived && barrier_.arrived == live_) release_block();
-  Thread* next = live_ ? next_runnable() : nullptr;
-  if (live_ && !next) fail("deadlock:" + who_waits());
-  if (next) {
-    current_ = next;
-    current_thread = next->index;
-  }
-  switch_fiber(me.fiber, next ? next->fiber : host_, true);
+  if (!live_) switch_fiber(me.fiber, host_, true);
+  Thread& next = next_thread();
+  current_ = &next;
+  current_thread = next.index;
+  switch_fiber(me.fiber, next.fiber, true);
   __builtin_unreachable();
 }
 
@@ -102,24 +109,28 @@ void Block::arrive(Warp& warp, const char* verb) {
   ++warp.arrived;
 }
 
+void Block::check_warp(const char* verb) {
+  const Warp& warp = warps_[current_->warp];
+  if (warp.arrived) fail(std::string("divergent warp: this lane is in ") + verb + ", another one in " + warp.verb);
+}
+
 bool Block::meet_block(const char* verb, bool vote) {
-  Thread& me = *current_;
-  me.verb = verb;
-  if (warps_[me.warp].arrived)
-    fail(std::string("divergent warp: this lane is in ") + verb + ", another one in " + warps_[me.warp].verb);
+  check_warp(verb);
   if (!barrier_.arrived) barrier_.verb = verb;
   if (barrier_.verb != verb)
     fail(std::string("divergent block: this thread is in ") + verb + ", another one in " + barrier_.verb);
   barrier_.vote |= vote;
-  if (++barrier_.arrived < live_) {
-    me.generation = barrier_.generation;
-    me.waits_for_block = true;
-    wait();
-    me.waits_for_block = false;
-  } else {
+  if (++barrier_.arrived < live_)
+    wait_for(verb, barrier_);
+  else
     release_block();
-  }
   return barrier_.result;
+}
+
+void Block::count_warp_barrier() {
+  const Warp& warp = warps_[current_->warp];
+  ++warps_[current_->warp].barriers;
+  if (hopper_) hopper_->clocks.meet(warp.first_thread, WARP_SIZE);
 }
 
 void Block::release_block() {
@@ -128,44 +139,67 @@ void Block::release_block() {
   barrier_.arrived = 0;
   ++barrier_.generation;
   ++counters.barriers;
+  if (hopper_) hopper_->clocks.meet(0, threads());
 }
 
-void Block::wait() {
+Hopper& Block::start_hopper() {
+  hopper_ = std::make_unique<Hopper>(*this);
+  clocks_ = &hopper_->clocks;
+  hopper_->start(true);
+  return *hopper_;
+}
+
+void Block::wait_for(const char* verb, const Condition& condition) {
   Thread& me = *current_;
-  Thread* next = next_runnable();
-  if (!next) fail("deadlock:" + who_waits());
-  ++counters.switches;
-  current_ = next;
-  current_thread = next->index;
-  switch_fiber(me.fiber, next->fiber);
+  me.verb = verb;
+  me.waits_for = &condition;
+  me.generation = condition.generation;
+  Thread& next = next_thread();
+  if (&next != &me) {
+    ++counters.switches;
+    current_ = &next;
+    current_thread = next.index;
+    switch_fiber(me.fiber, next.fiber);
+  }
+  me.waits_for = nullptr;
 }
 
-bool Block::runnable(const Thread& thread) const {
-  if (thread.done) return false;
-  if (thread.waits_for_warp) return warps_[thread.warp].generation != thread.generation;
-  if (thread.waits_for_block) return barrier_.generation != thread.generation;
-  return true;
+// Who runs next. What arrives by itself (TMA) arrives when nobody can go on without it.
+Thread& Block::next_thread() {
+  for (;;) {
+    if (Thread* next = next_runnable()) return *next;
+    if (!hopper_ || !hopper_->land_oldest()) fail("deadlock:" + who_waits());
+  }
 }
 
 // The next one after the current thread, so that the lanes of a warp run one after the other.
 Thread* Block::next_runnable() {
-  const int count = static_cast<int>(threads_.size());
-  for (int step = 1, i = current_->index; step < count; ++step) {
+  const int count = threads();
+  for (int step = 0, i = current_->index; step < count; ++step) {
     i = i + 1 == count ? 0 : i + 1;
-    if (runnable(threads_[i])) return &threads_[i];
+    const Thread& thread = threads_[i];
+    if (!thread.done && (!thread.waits_for || thread.waits_for->generation != thread.generation)) return &threads_[i];
   }
   return nullptr;
 }
 
+// Neighbours that wait for the same together.
 std::string Block::who_waits() const {
   std::string list;
   int listed = 0;
-  for (const Thread& thread : threads_) {
-    if (thread.done || listed == 8) continue;
-    list += " thread " + std::to_string(thread.index) + " in " + thread.verb + ";";
+  for (int first = 0, last; first < threads() && listed < 12; first = last + 1) {
+    const auto same = [&](const Thread& a, const Thread& b) {
+      return a.done == b.done && a.waits_for == b.waits_for && a.verb == b.verb;
+    };
+    for (last = first; last + 1 < threads() && same(threads_[first], threads_[last + 1]);) ++last;
+    const Thread& thread = threads_[first];
+    if (thread.done) continue;
+    list += first == last ? " thread " + std::to_string(first)
+                          : " threads " + std::to_string(first) + "-" + std::to_string(last);
+    list += std::string(" in ") + thread.verb + (thread.waits_for ? thread.waits_for->state() : "") + ";";
     ++listed;
   }
-  return list + (live_ > listed ? " and " + std::to_string(live_ - listed) + " more" : "");
+  return list;
 }
 
 }  // namespace emulation

@@ -4,6 +4,7 @@
 // shuffle, votes) are a rendezvous of all lanes; the last one to arrive does the work for all.
 #pragma once
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -16,7 +17,15 @@ constexpr int WARP_SIZE = 32;
 
 // What a launch did; host.py has the same record.
 struct Counters {
-  std::int64_t blocks, mma, ldmatrix, bank_conflicts, cp_async, barriers, switches;
+  std::int64_t blocks, mma, ldmatrix, bank_conflicts, cp_async, barriers, switches, wgmma, tma_loads, tma_stores;
+};
+
+// What a thread may wait for: that the generation moves on.
+struct Condition {
+  std::int64_t generation = 0;
+  virtual ~Condition() = default;
+  // For the report of a deadlock, after the verb: what is missing.
+  virtual std::string state() const { return {}; }
 };
 
 // A copy that the thread has issued and not waited for.
@@ -30,27 +39,29 @@ struct PendingCopy {
 struct Thread {
   Fiber fiber;
   int index = 0, lane = 0, warp = 0;
-  bool done = false, waits_for_warp = false, waits_for_block = false;
-  std::int64_t generation = 0;      // of the rendezvous it waits for
+  bool done = false;
+  const Condition* waits_for = nullptr;
+  std::int64_t generation = 0;      // of that, when it began to wait
   const char* verb = "its start";   // what it waits in
   void* arguments = nullptr;        // of that verb, for the lane that does the work
   std::vector<PendingCopy> copies;
   std::int64_t groups = 0;          // of copies committed
 };
 
-struct Warp {
+struct Warp : Condition {
   int first_thread = 0, live = 0, arrived = 0;
-  std::int64_t generation = 0, barriers = 0;
+  std::int32_t barriers = 0;
   const char* verb = nullptr;
 };
 
 // A rendezvous of the whole block.
-struct Barrier {
+struct Barrier : Condition {
   int arrived = 0;
-  std::int64_t generation = 0;
   bool vote = false, result = false;
   const char* verb = nullptr;
 };
+
+class Hopper;
 
 using Kernel = void (*)(const void* parameters);
 
@@ -66,8 +77,14 @@ class Block {
 
   // ---- for the verbs, called on a fiber
   Thread& current() { return *current_; }
-  Epoch epoch() const {
-    return {current_->index, current_->warp, barrier_.generation, warps_[current_->warp].barriers};
+  int threads() const { return static_cast<int>(threads_.size()); }
+  bool done(int thread) const { return threads_[thread].done; }
+  Moment now() const {
+    const Time* clock = clocks_ ? clocks_->of(current_->index) : nullptr;
+    return {{current_->index, current_->warp, static_cast<std::int32_t>(barrier_.generation),
+             warps_[current_->warp].barriers, clock ? clock[current_->index] : Clocks::BEFORE},
+            clock,
+            threads()};
   }
   // Ends the run. Never returns.
   [[noreturn]] void fail(const std::string& what);
@@ -76,7 +93,13 @@ class Block {
   void meet_warp(const char* verb, void* arguments, Work work);
   // All live threads of the block meet; whether any came with `vote`.
   bool meet_block(const char* verb, bool vote);
-  void count_warp_barrier() { ++warps_[current_->warp].barriers; }
+  void count_warp_barrier();
+  // Until the condition's generation moves on; others run meanwhile.
+  void wait_for(const char* verb, const Condition& condition);
+  // That no other lane waits in a collective of the warp; for what lets nobody pass before this lane is there.
+  void check_warp(const char* verb);
+  // What sm90 adds. Made by the first of its verbs, it stays for the blocks that follow.
+  Hopper& hopper() { return hopper_ ? *hopper_ : start_hopper(); }
 
   SharedMemory smem;
   Counters counters{};
@@ -86,15 +109,17 @@ class Block {
   static void enter();
   void finish_current();
   void release_block();
-  void wait();
+  Hopper& start_hopper();
+  Thread& next_thread();
   Thread* next_runnable();
-  bool runnable(const Thread& thread) const;
   std::string who_waits() const;
   void arrive(Warp& warp, const char* verb);
 
   std::vector<Thread> threads_;
   std::vector<Warp> warps_;
   Barrier barrier_;
+  std::unique_ptr<Hopper> hopper_;
+  const Clocks* clocks_ = nullptr;
   Fiber host_;
   Thread* current_ = nullptr;
   int live_ = 0;
@@ -111,10 +136,7 @@ void Block::meet_warp(const char* verb, void* arguments, Work work) {
   me.arguments = arguments;
   arrive(warp, verb);
   if (warp.arrived < WARP_SIZE) {
-    me.generation = warp.generation;
-    me.waits_for_warp = true;
-    wait();
-    me.waits_for_warp = false;
+    wait_for(verb, warp);
     return;
   }
   void* lanes[WARP_SIZE];

@@ -16,20 +16,35 @@ from pathlib import Path
 
 import torch
 
+from multiattn.abi import TensorMap
 from multiattn.backend import Plan, variant_of
 from multiattn.cuda import cache
 from multiattn.cuda.backward_configs import delta_bytes
+from multiattn.cuda.emulation.tensor_map import encode
 from multiattn.cuda.launches import kernels_of, launches_of, params_of, siblings_of
-from multiattn.cuda.params import BackwardParams, ForwardParams, set_backward_pointers, set_pointers
+from multiattn.cuda.params import (
+    BackwardParams,
+    ForwardParams,
+    aligned_wgmma_params,
+    set_backward_pointers,
+    set_map,
+    set_pointers,
+)
 from multiattn.cuda.source import HOST_INCLUDES, ROOT, Kernel, files_reached, translation_unit
+from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.tools import GXX, gxx_version
+from multiattn.cuda.wgmma_configs import WgmmaConfig
 
-RUNTIME = tuple(ROOT / "emulation" / name for name in ("block.cpp", "verbs.cpp"))
+RUNTIME = tuple(
+    ROOT / "emulation" / name for name in ("block.cpp", "verbs.cpp", "hopper.cpp", "warpgroup.cpp", "verbs_sm90.cpp")
+)
 INCLUDES = (ROOT / "emulation", *HOST_INCLUDES)
 # No -march=native: a cache directory may be shared by machines; the emulated mma picks its instructions at load time.
 _FLAGS = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
 _KERNEL_FLAGS = (*_FLAGS, "-O1")
 _RUNTIME_FLAGS = (*_FLAGS, "-O2")
+MULTIPROCESSORS = 2
+"""Of the emulated GPU, as a persistent grid is told: so each block of it has several tiles."""
 _ERROR_BYTES = 2048
 _NAN_BYTE = 0xFF  # four of them are a NaN
 
@@ -44,8 +59,9 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counters:
-    """What one launch did. Counts are of warps (mma, ldmatrix), chunks (cp_async) and blocks (barriers).
+    """What one launch did.
 
+    Counts are of warps (mma, ldmatrix), warpgroups (wgmma), chunks (cp_async), boxes (tma) and blocks (barriers).
     `bank_conflicts` is how many more wavefronts the ldmatrix took than one per 8x8 matrix.
     """
 
@@ -56,6 +72,9 @@ class Counters:
     cp_async: int
     barriers: int
     switches: int
+    wgmma: int
+    tma_loads: int
+    tma_stores: int
 
 
 class _Counters(ctypes.Structure):
@@ -81,7 +100,7 @@ class _Sequence:
                 self._library,
                 launch.kernel.name,
                 params,
-                blocks=launch.blocks,
+                blocks=launch.grid(MULTIPROCESSORS),
                 threads=launch.kernel.threads,
                 smem_bytes=launch.kernel.smem_bytes,
             )
@@ -102,6 +121,36 @@ class CpuLauncher:
         params = ForwardParams.from_buffer_copy(self._template)
         set_pointers(params, q, k, v, out, lse)
         (self.counters,) = self._sequence.run(params).values()
+
+
+class CpuWgmmaLauncher:
+    """The forward of a Plan of the kernel for Hopper on the CPU, as `CpuLauncher`; a persistent grid has two blocks."""
+
+    def __init__(self, plan: Plan) -> None:
+        assert isinstance(plan.config, WgmmaConfig)
+        self._sequence = _Sequence(plan)
+        self._template = bytes(params_of(plan))
+        self._maps = tensor_maps(plan.problem, plan.config)
+        self._workspace_bytes = plan.workspace_bytes
+        self.counters: Counters | None = None
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Run to the end; `EmulationError` for what a GPU would punish."""
+        params = aligned_wgmma_params(self._template)
+        set_pointers(params.forward, q, k, v, out, lse)
+        tensors = {"q": q, "k": k, "v": v, "out": out}
+        for name, tensor_map in self._maps.items():
+            set_map(params, name, encode_map(tensor_map, tensors[name].data_ptr()))
+        counter = torch.zeros(self._workspace_bytes, dtype=torch.uint8)
+        if self._workspace_bytes:
+            params.next_tile = counter.data_ptr()
+        (self.counters,) = self._sequence.run(params).values()
+
+
+def encode_map(tensor_map: TensorMap, address: int) -> bytes:
+    """What the emulation's TMA takes for a CUtensorMap of the memory at `address`."""
+    *_, rows, _ = tensor_map.box.extents
+    return encode(address, tensor_map.shape[::-1], tensor_map.strides[::-1], rows)
 
 
 class CpuBackwardLauncher:

@@ -1,8 +1,8 @@
 // The program of `python -m multiattn.cuda.sanitize`: runs kernels on tensors that end where their allocation does.
 //
 // Each line of stdin is a sequence of launches on one parameter struct: its bytes in hex, without pointers; how many
-// kernels, and of each its index, blocks, threads and smem_bytes; how many tensors, and of each where in the struct its
-// pointer is, its bytes and its kind. The including file defines `kernels`.
+// kernels, and of each its index, blocks, threads and smem_bytes; how many tensors, and of each its bytes, its kind, in
+// how many places of the struct its address is, and these (in tensor maps, too). The including file defines `kernels`.
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -20,7 +20,11 @@ extern "C" int multiattn_launch(multiattn::emulation::Kernel kernel, const void*
 
 namespace {
 
-enum Kind { HALVES, FLOATS, OUTPUT, WORKSPACE };  // sanitize.py has the same
+enum Kind { HALVES, FLOATS, OUTPUT, WORKSPACE, ZEROS };  // sanitize.py has the same
+
+struct alignas(64) Params {  // a part of a parameter struct, as aligned as any is
+  unsigned char bytes[64];
+};
 
 struct Launch {
   int kernel, threads;
@@ -28,14 +32,15 @@ struct Launch {
 };
 
 struct Tensor {
-  std::size_t pointer_at, bytes;
+  std::size_t bytes;
   int kind;
+  std::vector<std::size_t> addresses_at;
   std::unique_ptr<unsigned char[]> data;
 
   // Small finite values, the same in fp16 and bf16 order of magnitude; what a kernel is to write starts as NaN.
   void fill() {
     data.reset(new unsigned char[bytes]);
-    std::memset(data.get(), 0xff, bytes);
+    std::memset(data.get(), kind == ZEROS ? 0 : 0xff, bytes);
     for (std::size_t i = 0; kind == HALVES && i < bytes / 2; ++i) {
       const std::uint16_t value = 0x3800 + i * 37 % 256;
       std::memcpy(data.get() + 2 * i, &value, 2);
@@ -62,24 +67,29 @@ int run(std::istringstream& line) {
   for (Launch& launch : launches) line >> launch.kernel >> launch.blocks >> launch.threads >> launch.smem_bytes;
   line >> count;
   std::vector<Tensor> tensors(count);
-  for (Tensor& tensor : tensors) line >> tensor.pointer_at >> tensor.bytes >> tensor.kind;
+  for (Tensor& tensor : tensors) {
+    line >> tensor.bytes >> tensor.kind >> count;
+    tensor.addresses_at.resize(line ? count : 0);
+    for (std::size_t& at : tensor.addresses_at) line >> at;
+  }
   if (!line) {
     std::fprintf(stderr, "a line that is not understood\n");
     return 1;
   }
 
-  std::unique_ptr<unsigned char[]> params(new unsigned char[hex.size() / 2]);
+  const std::unique_ptr<Params[]> memory(new Params[(hex.size() / 2 + sizeof(Params) - 1) / sizeof(Params)]);
+  unsigned char* params = memory[0].bytes;
   for (std::size_t i = 0; i < hex.size() / 2; ++i)
     params[i] = static_cast<unsigned char>(std::stoi(hex.substr(2 * i, 2), nullptr, 16));
   for (Tensor& tensor : tensors) {
     tensor.fill();
     void* pointer = tensor.data.get();
-    std::memcpy(params.get() + tensor.pointer_at, &pointer, sizeof pointer);
+    for (const std::size_t at : tensor.addresses_at) std::memcpy(params + at, &pointer, sizeof pointer);
   }
   for (const Launch& launch : launches) {
     multiattn::emulation::Counters counters;
     char error[512];
-    if (multiattn_launch(kernels[launch.kernel], params.get(), launch.blocks, launch.threads, launch.smem_bytes,
+    if (multiattn_launch(kernels[launch.kernel], params, launch.blocks, launch.threads, launch.smem_bytes,
                          &counters, error, sizeof error) != 0) {
       std::fprintf(stderr, "%s\n", error);
       return 1;

@@ -1,111 +1,203 @@
-// A block's shared memory with a memory of its own: who wrote and who read each 16-byte chunk, and since which barrier.
+// A block's shared memory with a memory of its own: who wrote and who read each piece, and since which barrier.
 //
 // It starts as NaN. What cp.async copies is NaN until its thread has waited, and invisible to other threads until a
-// barrier. A chunk may be read by another warp only after a block barrier that follows the write (by another lane of
+// barrier. A piece may be read by another warp only after a block barrier that follows the write (by another lane of
 // the same warp: a warp barrier), and overwritten only after one that follows the last read. Each breach is an error.
+// A piece is 16 bytes; 4 in a block with clocks, where whatever makes a thread know of another's access is a barrier.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <string>
+#include <unordered_map>
 #include <vector>
+
+#include "async_lines.h"
+#include "moment.h"
 
 namespace multiattn::emulation {
 
 constexpr int CHUNK_BYTES = 16;
 constexpr unsigned char POISON = 0xff;  // all ones is a NaN in fp16, bf16 and fp32
 
-// The barriers that a thread has behind it.
-struct Epoch {
-  int thread, warp;
-  std::int64_t block_barriers, warp_barriers;
-};
-
 class SharedMemory {
  public:
   explicit SharedMemory(std::size_t bytes) : bytes_((bytes + CHUNK_BYTES - 1) / CHUNK_BYTES * CHUNK_BYTES), size_(bytes) {
     data_ = static_cast<unsigned char*>(::operator new(bytes_ + CHUNK_BYTES, std::align_val_t(1024)));
-    chunks_.resize(bytes_ / CHUNK_BYTES + 1);
+    pieces_.resize(bytes_ / piece_bytes_ + 1);
     reset();
   }
   ~SharedMemory() { ::operator delete(data_, std::align_val_t(1024)); }
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
 
+  std::size_t size() const { return size_; }
+
   // A new block begins.
   void reset() {
     std::memset(data_, POISON, bytes_);
-    std::fill(chunks_.begin(), chunks_.end(), ChunkState{});
+    std::fill(pieces_.begin(), pieces_.end(), Piece{});
+    readers_.clear();
+  }
+
+  // From now on the block has clocks, and these are the lines of its async proxy.
+  void share_with(AsyncLines& lines) {
+    constexpr int FINER = 4;
+    std::vector<Piece> finer(pieces_.size() * FINER);
+    for (std::size_t i = 0; i < finer.size(); ++i) finer[i] = pieces_[i / FINER];
+    pieces_ = std::move(finer);
+    piece_bytes_ = CHUNK_BYTES / FINER;
+    lines_ = &lines;
   }
 
   unsigned char* at(std::uint32_t address) { return data_ + address; }
 
   // Empty when fine, else what is wrong with this access.
-  std::string check_address(std::uint32_t address, int bytes) const {
-    if (address % bytes != 0)
-      return "address " + std::to_string(address) + " is not aligned to " + std::to_string(bytes) + " bytes";
+  std::string check_address(std::uint32_t address, int bytes, int alignment) const {
+    if (address % alignment != 0)
+      return "address " + std::to_string(address) + " is not aligned to " + std::to_string(alignment) + " bytes";
     if (std::uint64_t(address) + bytes > size_)
       return "address " + std::to_string(address) + " is outside the " + std::to_string(size_) +
              " bytes of shared memory";
     return {};
   }
 
-  std::string read(std::uint32_t address, const Epoch& now) {
-    ChunkState& chunk = chunks_[address / CHUNK_BYTES];
-    if (chunk.pending) return at_address("reads a cp.async that has not been waited for", address, chunk.writer);
-    if (chunk.writer.thread != NOBODY && !ordered(chunk.writer, now))
-      return at_address("reads, with no barrier between, what was written", address, chunk.writer);
-    if (chunk.reader.thread != NOBODY && chunk.reader.block_barriers == now.block_barriers &&
-        chunk.reader.warp != now.warp)
-      chunk.reader.warp = chunk.reader.thread = MANY;
-    else
-      chunk.reader = now;
+  std::string read(std::uint32_t address, int bytes, const Moment& now) {
+    if (lines_)
+      if (const std::string problem = lines_->read(address, now); !problem.empty()) return at_address(problem, address);
+    for (Piece& piece : pieces(address, bytes)) {
+      if (piece.pending) return by("reads a cp.async that has not been waited for", address, piece.writer);
+      if (piece.writer.any() && !now.follows(piece.writer))
+        return by("reads, with no barrier between, what was written", address, piece.writer);
+      note_reader(piece, now);
+    }
     return {};
   }
 
   // A cp.async of a whole chunk, or of a part of one, comes with `pending`; parts of one chunk may be under way together.
   enum class Pending { NONE, PART, WHOLE };
 
-  std::string write(std::uint32_t address, const Epoch& now, Pending pending) {
-    ChunkState& chunk = chunks_[address / CHUNK_BYTES];
-    if (chunk.pending && !(chunk.in_parts && pending == Pending::PART))
-      return at_address("overwrites a cp.async under way", address, chunk.writer);
-    if (chunk.reader.thread != NOBODY && !ordered(chunk.reader, now))
-      return at_address("overwrites, with no barrier between, what was read", address, chunk.reader);
-    // Writers may share a chunk (4-byte stores): the last one stands for all, as a reader needs a barrier after each.
-    chunk.writer = now;
-    chunk.pending += pending != Pending::NONE;
-    chunk.in_parts = pending == Pending::PART;
+  std::string write(std::uint32_t address, int bytes, const Moment& now, Pending pending) {
+    if (lines_)
+      if (const std::string problem = lines_->write(address, now); !problem.empty()) return at_address(problem, address);
+    for (Piece& piece : pieces(address, bytes)) {
+      if (piece.pending && !(piece.in_parts && pending == Pending::PART))
+        return by("overwrites a cp.async under way", address, piece.writer);
+      if (const Epoch* reader = unknown_reader(piece, now))
+        return by("overwrites, with no barrier between, what was read", address, *reader);
+      // Writers may share a piece (4-byte stores): the last one stands for all, as a reader needs a barrier after each.
+      piece.writer = now;
+      piece.pending += pending != Pending::NONE;
+      piece.in_parts = pending == Pending::PART;
+    }
     return {};
   }
 
   // The thread that wrote it has waited: the data counts as written now.
-  void land(std::uint32_t address, const Epoch& now) {
-    --chunks_[address / CHUNK_BYTES].pending;
-    chunks_[address / CHUNK_BYTES].writer = now;
+  void land(std::uint32_t address, int bytes, const Moment& now) {
+    for (Piece& piece : pieces(address, bytes)) {
+      --piece.pending;
+      piece.writer = now;
+    }
+  }
+
+  // ---- for the async proxy, whole lines at a time
+  // A TMA load will overwrite the line: what threads did with it is over, and forgotten, or an error.
+  std::string take_line(std::uint32_t address, const Moment& now) {
+    if (const std::string problem = lines_->write(address, now); !problem.empty()) return at_address(problem, address);
+    for (Piece& piece : pieces(address, LINE_BYTES)) {
+      if (piece.pending) return by("overwrites a cp.async under way", address, piece.writer);
+      if (piece.writer.any() && !now.follows(piece.writer))
+        return by("overwrites, with no barrier between, what was written", address, piece.writer);
+      if (const Epoch* reader = unknown_reader(piece, now))
+        return by("overwrites, with no barrier between, what was read", address, *reader);
+      piece = Piece{};
+    }
+    lines_->of(address).generic = false;
+    return {};
+  }
+  // Calls visit(writer) for every write of threads in the line.
+  template <class Visit>
+  void writers_of_line(std::uint32_t address, Visit visit) {
+    for (const Piece& piece : pieces(address, LINE_BYTES))
+      if (piece.writer.any()) visit(piece.writer);
+  }
+  // The line was read for this thread.
+  void note_line_read(std::uint32_t address, const Moment& now) {
+    lines_->of(address).generic = true;
+    for (Piece& piece : pieces(address, LINE_BYTES)) note_reader(piece, now);
   }
 
  private:
-  static constexpr int NOBODY = -1, MANY = -2;
-  struct ChunkState {
-    Epoch writer{NOBODY, NOBODY, -1, -1}, reader{NOBODY, NOBODY, -1, -1};
+  static constexpr Epoch NEVER{Epoch::NOBODY, Epoch::NOBODY, -1, -1, 0};
+
+  struct Piece {
+    Epoch writer = NEVER, reader = NEVER;
     int pending = 0;  // copies under way
     bool in_parts = false;
   };
+  struct Pieces {
+    Piece *first, *last;
+    Piece* begin() const { return first; }
+    Piece* end() const { return last; }
+  };
 
-  // Whether what happened in `then` is known to be over in `now`.
-  static bool ordered(const Epoch& then, const Epoch& now) {
-    if (then.block_barriers < now.block_barriers || then.thread == now.thread) return true;
-    return then.warp == now.warp && then.warp_barriers < now.warp_barriers;
+  Pieces pieces(std::uint32_t address, int bytes) {
+    Piece* first = &pieces_[address / piece_bytes_];
+    return {first, std::min(first + std::max(bytes / piece_bytes_, 1), pieces_.data() + pieces_.size())};
   }
 
-  static std::string at_address(const std::string& what, std::uint32_t address, const Epoch& who) {
-    const std::string by = who.thread == MANY ? "several warps" : "thread " + std::to_string(who.thread);
-    return what + " by " + by + " at shared address " + std::to_string(address);
+  void note_reader(Piece& piece, const Moment& now) {
+    Epoch& reader = piece.reader;
+    if (now.clock) {
+      note_reader_of_clocks(piece, now);
+    } else if (reader.any() && reader.block_barriers == now.block_barriers && reader.warp != now.warp) {
+      reader.warp = reader.thread = Epoch::MANY;
+    } else {
+      reader = now;
+    }
+  }
+
+  // One reader, while each knows of the one before; else each thread's latest.
+  void note_reader_of_clocks(Piece& piece, const Moment& now) {
+    const auto key = static_cast<std::uint32_t>(&piece - pieces_.data());
+    if (piece.reader.thread == Epoch::MANY) {
+      readers_[key][now.thread] = now;
+    } else if (!piece.reader.any() || now.follows(piece.reader)) {
+      piece.reader = now;
+    } else {
+      std::vector<Epoch>& all = readers_[key];
+      all.assign(now.threads, NEVER);
+      all[piece.reader.thread] = piece.reader;
+      all[now.thread] = now;
+      piece.reader.warp = piece.reader.thread = Epoch::MANY;
+    }
+  }
+
+  // A reader of whom `now` does not know that it is done, or null.
+  const Epoch* unknown_reader(Piece& piece, const Moment& now) {
+    if (!piece.reader.any()) return nullptr;
+    if (!now.clock || piece.reader.thread != Epoch::MANY) return now.follows(piece.reader) ? nullptr : &piece.reader;
+    for (const Epoch& reader : readers_[static_cast<std::uint32_t>(&piece - pieces_.data())])
+      if (reader.any() && !now.follows(reader)) return &reader;
+    piece.reader = NEVER;
+    return nullptr;
+  }
+
+  static std::string at_address(const std::string& what, std::uint32_t address) {
+    return what + " at shared address " + std::to_string(address);
+  }
+  static std::string by(const std::string& what, std::uint32_t address, const Epoch& who) {
+    return at_address(what + " by " + who.who(), address);
   }
 
   std::size_t bytes_, size_;
+  int piece_bytes_ = CHUNK_BYTES;
   unsigned char* data_ = nullptr;
-  std::vector<ChunkState> chunks_;
+  std::vector<Piece> pieces_;
+  std::unordered_map<std::uint32_t, std::vector<Epoch>> readers_;  // by piece; where its reader is MANY
+  AsyncLines* lines_ = nullptr;
 };
 
 }  // namespace multiattn::emulation

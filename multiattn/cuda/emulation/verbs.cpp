@@ -7,18 +7,14 @@
 #include "block.h"
 #include "formats.h"
 #include "multiattn/ptx.cuh"
-
-#if defined(__SANITIZE_ADDRESS__)
-#define VECTOR_CLONES
-#else
-#define VECTOR_CLONES __attribute__((target_clones("avx2", "default")))
-#endif
+#include "vectors.h"
 
 namespace multiattn {
 
 namespace emulation {
 
 extern Block* running_block;
+extern long long current_blocks;
 
 namespace {
 
@@ -29,7 +25,7 @@ void check(const char* verb, const std::string& problem) {
 }
 
 void check_address(const char* verb, SharedAddress address, int bytes) {
-  check(verb, block().smem.check_address(address, bytes));
+  check(verb, block().smem.check_address(address, bytes, bytes));
 }
 
 void check_global(const char* verb, const void* address, int bytes) {
@@ -41,7 +37,7 @@ void copy_async(const char* verb, SharedAddress target, const void* source, bool
   check_address(verb, target, bytes);
   if (valid) check_global(verb, source, bytes);
   const auto pending = bytes == CHUNK_BYTES ? SharedMemory::Pending::WHOLE : SharedMemory::Pending::PART;
-  check(verb, block().smem.write(target, block().epoch(), pending));
+  check(verb, block().smem.write(target, bytes, block().now(), pending));
   std::memset(block().smem.at(target), POISON, bytes);
   ++block().counters.cp_async;
   block().current().copies.push_back({target, valid ? source : nullptr, bytes, block().current().groups});
@@ -82,7 +78,7 @@ void ldmatrix(uint32* matrix, SharedAddress row) {
   const char* verb = TRANSPOSED ? "ldmatrix_x4_trans" : "ldmatrix_x4";
   check_address(verb, row, 16);
   // A lane reads, for the warp, the row whose address it gives.
-  check(verb, block().smem.read(row, block().epoch()));
+  check(verb, block().smem.read(row, CHUNK_BYTES, block().now()));
   MatrixArguments arguments{row, matrix};
   block().meet_warp(verb, &arguments, [](void* const* lanes) { read_matrices<TRANSPOSED>(lanes); });
 }
@@ -200,7 +196,7 @@ void cp_async_wait(int groups_left) {
       std::memcpy(target, copy.source, copy.bytes);
     else
       std::memset(target, 0, copy.bytes);
-    block().smem.land(copy.target, block().epoch());
+    block().smem.land(copy.target, copy.bytes, block().now());
   }
   me.copies.resize(kept);
 }
@@ -258,7 +254,7 @@ void store_global_16(void* target, const Chunk& value) {
 
 Chunk load_shared_16(SharedAddress source) {
   check_address("load_shared_16", source, CHUNK_BYTES);
-  check("load_shared_16", block().smem.read(source, block().epoch()));
+  check("load_shared_16", block().smem.read(source, CHUNK_BYTES, block().now()));
   Chunk value;
   std::memcpy(&value, block().smem.at(source), CHUNK_BYTES);
   return value;
@@ -266,7 +262,7 @@ Chunk load_shared_16(SharedAddress source) {
 
 float load_shared_4(SharedAddress source) {
   check_address("load_shared_4", source, 4);
-  check("load_shared_4", block().smem.read(source, block().epoch()));
+  check("load_shared_4", block().smem.read(source, 4, block().now()));
   float value;
   std::memcpy(&value, block().smem.at(source), 4);
   return value;
@@ -274,19 +270,19 @@ float load_shared_4(SharedAddress source) {
 
 void load_shared_8(float (&value)[2], SharedAddress source) {
   check_address("load_shared_8", source, 8);
-  check("load_shared_8", block().smem.read(source, block().epoch()));
+  check("load_shared_8", block().smem.read(source, 8, block().now()));
   std::memcpy(value, block().smem.at(source), 8);
 }
 
 void store_shared_16(SharedAddress target, const Chunk& value) {
   check_address("store_shared_16", target, CHUNK_BYTES);
-  check("store_shared_16", block().smem.write(target, block().epoch(), SharedMemory::Pending::NONE));
+  check("store_shared_16", block().smem.write(target, CHUNK_BYTES, block().now(), SharedMemory::Pending::NONE));
   std::memcpy(block().smem.at(target), &value, CHUNK_BYTES);
 }
 
 void store_shared_4(SharedAddress target, uint32 value) {
   check_address("store_shared_4", target, 4);
-  check("store_shared_4", block().smem.write(target, block().epoch(), SharedMemory::Pending::NONE));
+  check("store_shared_4", block().smem.write(target, 4, block().now(), SharedMemory::Pending::NONE));
   std::memcpy(block().smem.at(target), &value, 4);
 }
 
@@ -315,6 +311,7 @@ extern "C" int multiattn_launch(multiattn::emulation::Kernel kernel, const void*
   std::string message;
   try {
     multiattn::emulation::Block block(threads, smem_bytes);
+    multiattn::emulation::current_blocks = blocks;
     for (long long index = 0; index < blocks && message.empty(); ++index)
       if (!block.run(kernel, parameters, index)) message = block.error;
     *counters = block.counters;

@@ -1,0 +1,60 @@
+// The verbs of include/multiattn/ptx_sm90.cuh on the CPU; the work is done in emulation/verbs_sm90.cpp.
+#pragma once
+#include "multiattn/ptx.cuh"
+#include "multiattn/tensor_map.h"
+
+namespace multiattn {
+
+namespace emulation {
+extern int64 current_blocks;
+void tma_store_wait(int groups_left);
+void set_registers(int count, bool raise);
+void wgmma_wait(int groups_left);
+}  // namespace emulation
+
+using emulation::float_of_bits;
+
+inline int64 block_count() { return emulation::current_blocks; }
+uint32 uniform(uint32 value);
+inline uint32 max_of_halves(uint32 a, uint32 b) {
+  return max(a & 0xffffu, b & 0xffffu) | max(a & 0xffff0000u, b & 0xffff0000u);
+}
+int32 atomic_add_global(int32* target, int32 value);
+
+void mbarrier_init(SharedAddress barrier, int arrivals);
+void mbarrier_arrive(SharedAddress barrier);
+void mbarrier_arrive_expect(SharedAddress barrier, int bytes);
+void mbarrier_wait(SharedAddress barrier, int parity);
+void fence_mbarrier_init();
+void fence_async_shared();
+
+void prefetch_map(const TensorMap& map);
+void tma_load(SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row, int head, int batch);
+void tma_store(const TensorMap& map, SharedAddress source, int column, int row, int head, int batch);
+void tma_store_commit();
+template <int N>
+inline void tma_store_wait_read() {
+  emulation::tma_store_wait(N);
+}
+inline void tma_store_wait_all() { emulation::tma_store_wait(0); }
+
+void named_barrier_sync(int id, int threads);
+void named_barrier_arrive(int id, int threads);
+
+template <int N>
+inline void lower_registers() {
+  emulation::set_registers(N, false);
+}
+template <int N>
+inline void raise_registers() {
+  emulation::set_registers(N, true);
+}
+
+void wgmma_fence();
+void wgmma_commit();
+template <int N>
+inline void wgmma_wait() {
+  emulation::wgmma_wait(N);
+}
+
+}  // namespace multiattn

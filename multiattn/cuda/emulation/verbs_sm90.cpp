@@ -1,0 +1,77 @@
+// The verbs of ptx_sm90.cuh and wgmma.cuh, on a Block of fibers.
+#include "hopper.h"
+#include "multiattn/ptx_sm90.cuh"
+#include "multiattn/wgmma.cuh"
+
+namespace multiattn {
+
+namespace emulation {
+
+extern Block* running_block;
+
+namespace {
+
+Hopper& hopper() { return running_block->hopper(); }
+Warpgroup& warpgroup(const char* verb) { return hopper().warpgroup(verb); }
+
+}  // namespace
+
+void tma_store_wait(int groups_left) { hopper().wait_stores(groups_left); }
+
+void set_registers(int count, bool raise) {
+  hopper().set_registers(raise ? "raise_registers" : "lower_registers", count, raise);
+}
+
+void wgmma_wait(int groups_left) { warpgroup("wgmma_wait").wait(groups_left); }
+
+void wgmma_ss(bool is_bf16, int columns, float* d, uint64 a, uint64 b, bool add) {
+  warpgroup("wgmma_ss").issue({"wgmma_ss", is_bf16, columns, d, nullptr, a, b, false, add});
+}
+void wgmma_rs(bool is_bf16, int columns, float* d, const uint32* a, uint64 b, bool add) {
+  warpgroup("wgmma_rs").issue({"wgmma_rs", is_bf16, columns, d, a, 0, b, false, add});
+}
+void wgmma_rs_mn(bool is_bf16, int columns, float* d, const uint32* a, uint64 b, bool add) {
+  warpgroup("wgmma_rs_mn").issue({"wgmma_rs_mn", is_bf16, columns, d, a, 0, b, true, add});
+}
+
+}  // namespace emulation
+
+using namespace emulation;
+
+uint32 uniform(uint32 value) {
+  running_block->meet_warp("uniform", &value, [](void* const* lanes) {
+    for (int lane = 1; lane < WARP_SIZE; ++lane) *static_cast<uint32*>(lanes[lane]) = *static_cast<uint32*>(lanes[0]);
+  });
+  return value;
+}
+
+// Blocks run one after another.
+int32 atomic_add_global(int32* target, int32 value) {
+  const int32 before = *target;
+  *target += value;
+  return before;
+}
+
+void mbarrier_init(SharedAddress barrier, int arrivals) { hopper().init_mbarrier(barrier, arrivals); }
+void mbarrier_arrive(SharedAddress barrier) { hopper().arrive("mbarrier_arrive", barrier, 0); }
+void mbarrier_arrive_expect(SharedAddress barrier, int bytes) { hopper().arrive("mbarrier_arrive_expect", barrier, bytes); }
+void mbarrier_wait(SharedAddress barrier, int parity) { hopper().wait(barrier, parity); }
+void fence_mbarrier_init() { hopper().fence_mbarriers(); }
+void fence_async_shared() { hopper().fence_writes(); }
+
+void prefetch_map(const TensorMap& map) { Hopper::check_map("prefetch_map", &map); }
+void tma_load(SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row, int head, int batch) {
+  hopper().load(target, &map, barrier, column, row, head, batch);
+}
+void tma_store(const TensorMap& map, SharedAddress source, int column, int row, int head, int batch) {
+  hopper().store(&map, source, column, row, head, batch);
+}
+void tma_store_commit() { hopper().commit_stores(); }
+
+void named_barrier_sync(int id, int threads) { hopper().named_barrier("named_barrier_sync", id, threads, true); }
+void named_barrier_arrive(int id, int threads) { hopper().named_barrier("named_barrier_arrive", id, threads, false); }
+
+void wgmma_fence() { warpgroup("wgmma_fence").fence(); }
+void wgmma_commit() { warpgroup("wgmma_commit").commit(); }
+
+}  // namespace multiattn

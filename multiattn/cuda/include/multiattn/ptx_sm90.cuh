@@ -1,0 +1,102 @@
+// The verbs of sm90 and later, as in ptx.cuh: each one instruction of the GPU. Those of wgmma are in wgmma.cuh.
+// emulation/include/multiattn/ptx_sm90.cuh has the same verbs on the CPU.
+#pragma once
+#include "multiattn/ptx.cuh"
+#include "multiattn/tensor_map.h"
+
+namespace multiattn {
+
+DEVICE int64 block_count() { return gridDim.x; }
+// The value of the warp's lane 0: tells the compiler that all lanes have the same.
+DEVICE uint32 uniform(uint32 value) { return __shfl_sync(0xffffffffu, value, 0); }
+DEVICE float float_of_bits(uint32 bits) { return __uint_as_float(bits); }
+// The larger of each 16-bit half, as unsigned numbers: of positive floating-point ones too.
+DEVICE uint32 max_of_halves(uint32 a, uint32 b) {
+  uint32 result;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+// Returns what was there.
+DEVICE int32 atomic_add_global(int32* target, int32 value) { return atomicAdd(target, value); }
+
+// ---- mbarriers: phases 0, 1, 0, ...; one ends when all arrivals and all bytes that it expects have come
+DEVICE void mbarrier_init(SharedAddress barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+DEVICE void mbarrier_arrive(SharedAddress barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrives; the phase waits for so many bytes of TMA, too.
+DEVICE void mbarrier_arrive_expect(SharedAddress barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// Until the phase of this parity has ended.
+DEVICE void mbarrier_wait(SharedAddress barrier, int parity) {
+  asm volatile(
+      "{.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// ---- the async proxy: TMA, and wgmma's reads of shared memory
+// What mbarrier_init wrote is visible to it.
+DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// What this thread wrote to shared memory is visible to it.
+DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+DEVICE void prefetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+// A box of the tensor from these coordinates on; zeros outside. Counts as the bytes of the whole box at `barrier`.
+DEVICE void tma_load(SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row, int head,
+                     int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
+      ::"r"(target), "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+// The other way; what lies outside of the tensor is not written.
+DEVICE void tma_store(const TensorMap& map, SharedAddress source, int column, int row, int head, int batch) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+               "r"(source), "r"(column), "r"(row), "r"(head), "r"(batch)
+               : "memory");
+}
+DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// At most N of this thread's groups of stores still read shared memory.
+template <int N>
+DEVICE void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
+// All of this thread's stores have been made.
+DEVICE void tma_store_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// ---- named barriers, 1 to 15 (0 is sync_block): of `threads` of the block, by warps
+DEVICE void named_barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+DEVICE void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- registers of each thread of a warpgroup, from here on
+template <int N>
+DEVICE void lower_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N>
+DEVICE void raise_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+// ---- order of wgmma
+// Registers that this thread wrote are visible to the wgmmas that follow.
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// Those since the last commit are a group.
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// At most N groups are under way.
+template <int N>
+DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+}  // namespace multiattn

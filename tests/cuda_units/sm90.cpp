@@ -1,0 +1,184 @@
+// Kernels for tests/test_cuda_emulation_sm90.py: what the verbs of sm90 do. Mistakes are in sm90_mistakes.cpp.
+#include "sm90.h"
+
+// c[64, N] = c + a[64, DEPTH] * b, with zeros for what is beyond the tensors; one warpgroup. What c holds comes along as the
+// first wgmma's sum, or does not where ADD is false.
+enum class Kind { SS, RS, RS_MN };
+constexpr int DEPTH = 72, STEPS = (DEPTH + 15) / 16;
+
+template <class E, int N, Kind KIND, bool ADD>
+void multiply(const Arguments& arguments) {
+  constexpr bool MN = KIND == Kind::RS_MN;
+  using TileA = PanelTile<64, DEPTH>;
+  using TileB = std::conditional_t<MN, PanelTile<16 * STEPS, N>, PanelTile<N, DEPTH>>;
+  constexpr SharedAddress A = 0, B = TileA::BYTES, BARRIER = B + (TileB::BYTES + 1023) / 1024 * 1024;
+  make_barriers(BARRIER, 1, 1);
+  if (thread_index() == 0) {
+    mbarrier_arrive_expect(BARRIER, TileA::BYTES + TileB::BYTES);
+    load_boxes<TileA>(A, arguments.a, BARRIER);
+    load_boxes<TileB>(B, arguments.b, BARRIER);
+  }
+  mbarrier_wait(BARRIER, 0);
+
+  const int warp = thread_index() / WARP;
+  uint32 fragment[STEPS][4];
+  if (KIND != Kind::SS) {
+    const auto reader = FragmentReader<Tile<64, 64>>::down();
+    for (int step = 0; step < STEPS; ++step) {
+      const Fragment loaded = reader.load(A + step / 4 * TileA::PANEL_BYTES, 16 * warp, step % 4 * 16);
+      for (int i = 0; i < 4; ++i) fragment[step][i] = loaded.reg[i];
+    }
+  }
+  float d[N / 2];
+  const auto place = [&](int i) -> float& {
+    return arguments.c[(16 * warp + accumulator_row(i % 4)) * N + i / 4 * 8 + accumulator_column(i % 4)];
+  };
+  for (int i = 0; i < N / 2; ++i) d[i] = place(i);
+  const Descriptor a(A, 16), b(B, TileB::PANEL_BYTES);
+  wgmma_fence();
+  for (int step = 0; step < STEPS; ++step) {
+    const bool add = ADD || step > 0;
+    const uint64 right = b.at(MN ? step * 16 * TileB::ROW_BYTES : step / 4 * TileB::PANEL_BYTES + step % 4 * 32);
+    if constexpr (KIND == Kind::SS)
+      wgmma_ss<E, N>(d, a.at(step / 4 * TileA::PANEL_BYTES + step % 4 * 32), right, add);
+    else if constexpr (KIND == Kind::RS)
+      wgmma_rs<E, N>(d, fragment[step], right, add);
+    else
+      wgmma_rs_mn<E, N>(d, fragment[step], right, add);
+    if (step % 2) wgmma_commit();
+  }
+  wgmma_commit();
+  const bool under_way = std::isnan(d[0]) && std::isnan(d[N / 2 - 1]);
+  wgmma_wait<0>();
+  for (int i = 0; i < N / 2; ++i) place(i) = under_way ? d[i] : infinity();
+}
+
+#define MULTIPLY(N)                                                                                                      \
+  KERNEL(128, 1) ss_fp16_##N(PARAMETERS(Arguments) arguments) { multiply<fp16, N, Kind::SS, true>(arguments); }          \
+  KERNEL(128, 1) rs_fp16_##N(PARAMETERS(Arguments) arguments) { multiply<fp16, N, Kind::RS, false>(arguments); }         \
+  KERNEL(128, 1) rs_mn_fp16_##N(PARAMETERS(Arguments) arguments) { multiply<fp16, N, Kind::RS_MN, true>(arguments); }    \
+  KERNEL(128, 1) ss_bf16_##N(PARAMETERS(Arguments) arguments) { multiply<bf16, N, Kind::SS, false>(arguments); }         \
+  KERNEL(128, 1) rs_bf16_##N(PARAMETERS(Arguments) arguments) { multiply<bf16, N, Kind::RS, true>(arguments); }          \
+  KERNEL(128, 1) rs_mn_bf16_##N(PARAMETERS(Arguments) arguments) { multiply<bf16, N, Kind::RS_MN, false>(arguments); }
+MULTIPLY(8)
+MULTIPLY(40)
+MULTIPLY(64)
+MULTIPLY(80)
+MULTIPLY(128)
+MULTIPLY(256)
+
+// Two groups on different sums: the first may be used while the second is under way.
+KERNEL(128, 1) two_groups(PARAMETERS(Arguments) arguments) {
+  constexpr SharedAddress A = 0, BARRIER = 8192;
+  make_barriers(BARRIER, 1, 1);
+  fill_tile(A, arguments, BARRIER);
+  float first[4] = {}, second[4] = {};
+  multiply_tile(first, A, A);
+  wgmma_commit();
+  multiply_tile(second, A, A);
+  wgmma_commit();
+  wgmma_wait<1>();
+  const bool right = !std::isnan(first[0]) && std::isnan(second[0]);
+  wgmma_wait<0>();
+  arguments.c[thread_index()] = right && first[0] == second[0] ? first[0] : infinity();
+}
+
+// out's box from (row, column) on = a's box from there on; what is beyond either end is left out.
+KERNEL(128, 1) copy_box(PARAMETERS(Arguments) arguments) {
+  constexpr SharedAddress TILE = 1024, BARRIER = 0;
+  make_barriers(BARRIER, 1, 1);
+  if (thread_index() == 0) {
+    mbarrier_arrive_expect(BARRIER, 8192);
+    tma_load(TILE, arguments.a, BARRIER, arguments.column, arguments.row, 1, 1);
+    mbarrier_wait(BARRIER, 0);
+    tma_store(arguments.out, TILE, arguments.column, arguments.row, 1, 1);
+    tma_store_commit();
+    tma_store_wait_all();
+  }
+}
+
+// The threads' own numbers through shared memory.
+KERNEL(128, 1) write_box(PARAMETERS(Arguments) arguments) {
+  const int row = thread_index() / 2, half = thread_index() % 2;
+  for (int chunk = 4 * half; chunk < 4 * half + 4; ++chunk) {
+    Chunk value;
+    for (int i = 0; i < 4; ++i) value.word[i] = pack<fp16>(row, 8 * chunk + 2 * i);
+    store_shared_16(PanelTile<64, 64>::chunk(0, row, chunk), value);
+  }
+  fence_async_shared();
+  named_barrier_sync(1, 128);
+  if (thread_index() != 0) return;
+  tma_store(arguments.out, 0, 0, 0, 0, 0);
+  tma_store_commit();
+  tma_store(arguments.out, 0, 0, 0, 1, 0);
+  tma_store_commit();
+  tma_store_wait_read<1>();
+  tma_store_wait_read<0>();
+}
+
+// A ring of two slots: warp 4 loads boxes of a, the warpgroup adds up each thread's first element of a row; the number of a
+// box goes along in shared memory.
+KERNEL(160, 1) ring(PARAMETERS(Arguments) arguments) {
+  constexpr int BOXES = 7;
+  constexpr SharedAddress TILES = 0, FULL = 16384, EMPTY = FULL + 16, NUMBERS = FULL + 32;
+  if (thread_index() == 0) {
+    for (int slot = 0; slot < 2; ++slot) {
+      mbarrier_init(FULL + 8 * slot, 1);
+      mbarrier_init(EMPTY + 8 * slot, 4);
+    }
+    fence_mbarrier_init();
+  }
+  sync_block();
+  if (thread_index() >= 128) {
+    for (int i = 0; i < BOXES && thread_index() == 128; ++i) {
+      mbarrier_wait(EMPTY + i % 2 * 8, i / 2 % 2 ^ 1);
+      store_shared_4(NUMBERS + i % 2 * 4, i);
+      mbarrier_arrive_expect(FULL + i % 2 * 8, 8192);
+      tma_load(TILES + i % 2 * 8192, arguments.a, FULL + i % 2 * 8, 0, i, 0, 0);
+    }
+    return;
+  }
+  float sum = 0;
+  for (int i = 0; i < BOXES; ++i) {
+    mbarrier_wait(FULL + i % 2 * 8, i / 2 % 2);
+    const int row = thread_index() % 64;
+    const Chunk chunk = load_shared_16(PanelTile<64, 64>::chunk(TILES + i % 2 * 8192, row, 0));
+    sum += unpack_low<fp16>(chunk.word[0]) + 1000.0f * float_bits(load_shared_4(NUMBERS + i % 2 * 4));
+    sync_warp();
+    if (thread_index() % WARP == 0) mbarrier_arrive(EMPTY + i % 2 * 8);
+  }
+  arguments.c[thread_index()] = sum;
+}
+
+// Turns: each warpgroup appends to a list in shared memory that has no lock but the barriers.
+KERNEL(256, 1) turns(PARAMETERS(Arguments) arguments) {
+  const int group = static_cast<int>(uniform(thread_index() / 128));
+  if (group == 1) named_barrier_arrive(1, 256);
+  for (int i = 0; i < 4; ++i) {
+    named_barrier_sync(1 + group, 256);
+    if (thread_index() % 128 == 0) {
+      const int length = i || group ? static_cast<int>(load_shared_4(0)) : 0;
+      arguments.c[length] = static_cast<float>(group);
+      const float next = static_cast<float>(length + 1);
+      store_shared_4(0, float_bits(next));
+    }
+    sync_warp();
+    named_barrier_arrive(2 - group, 256);
+  }
+  if (group == 0) named_barrier_sync(1, 256);
+}
+
+// Raising waits until another warpgroup has lowered: 168 registers a thread at launch.
+KERNEL(384, 1) registers(PARAMETERS(Arguments) arguments) {
+  if (thread_index() < 256) {
+    raise_registers<240>();
+  } else {
+    lower_registers<24>();
+  }
+  arguments.c[thread_index()] = static_cast<float>(uniform(thread_index()));
+}
+
+KERNEL(128, 1) tickets(PARAMETERS(Arguments) arguments) {
+  arguments.c[thread_index()] = static_cast<float>(atomic_add_global(arguments.counter, 2) + block_count());
+  arguments.c[128 + thread_index()] = static_cast<float>(max_of_halves(0x00020001u * thread_index(), 0x00030002u));
+}
