@@ -1,0 +1,176 @@
+"""The polynomial of include/multiattn/exp2.cuh: where its coefficients come from, a model of it, and its error.
+
+``python -m multiattn.cuda.exp2`` prints the tables of errors, and the coefficients as they are fitted anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Float32: TypeAlias = npt.NDArray[np.float32]
+Float64: TypeAlias = npt.NDArray[np.float64]
+
+KERNEL_DEGREE = 3
+COEFFICIENTS: Mapping[int, tuple[float, ...]] = MappingProxyType(
+    {
+        3: (0.6932829, 0.24221095, 0.055008933),
+        4: (0.6931242, 0.24024099, 0.055906426, 0.009582853),
+        5: (0.693147, 0.24022242, 0.055507336, 0.009671513, 0.0013264727),
+    }
+)
+"""By degree: those of f, f^2 and so on; that of f^0 is 1, so that 2^0 is 1. What `fit` finds, rounded to fp32."""
+MAX_ERROR: Mapping[int, float] = MappingProxyType({3: 1.02e-4, 4: 2.95e-6, 5: 2e-7})
+"""By degree: from x = -126 on no relative error is larger, the rounding of fp32 included."""
+
+LOWEST = -127.0
+ROUND = 1.5 * 2**23 + 127
+"""Added to x it leaves round(x) + 127 in the low bits."""
+
+_GRID = 100_001
+_EXCHANGES = 20
+BANDS = (-126, -64, -32, -16, -8, -4, -2, -1, 0, 1, 2, 4, 8, 16)
+"""Of x: the table has a row from each to the next."""
+_SAMPLES = 1 << 18
+FP32, BF16, FP16 = (24, -126), (8, -126), (11, -14)
+"""Bits of precision, and the exponent of the smallest normal number."""
+_FORMATS = MappingProxyType({"fp32": FP32, "bf16": BF16, "fp16": FP16})
+
+
+# ---------------------------------------------------------------- coefficients
+
+
+def fit(degree: int) -> tuple[Float64, Float64]:
+    """The coefficients of f, f^2, ... with the least largest relative error on [-0.5, 0.5], and where it is reached.
+
+    Remez: ``1 + f q(f)`` approximates 2^f to a relative error that is |f| 2^-f times that of q against (2^f - 1) / f,
+    so q is fitted with that weight; its error alternates between `degree` + 1 points, which are exchanged for the
+    largest ones until they stay.
+    """
+    grid = np.linspace(-0.5, 0.5, _GRID)
+    grid = grid[grid != 0]
+    points = 0.5 * np.sin(np.linspace(-1, 1, degree + 1) * np.pi / 2)
+    points[points == 0] = 0.1
+    for _ in range(_EXCHANGES):
+        signs = (-1.0) ** np.arange(degree + 1)
+        system = np.column_stack([points[:, None] ** np.arange(degree), signs / _weight(points)])
+        coefficients = np.linalg.solve(system, _slope(points))[:-1]
+        points = _peaks(grid, _weight(grid) * (np.polynomial.polynomial.polyval(grid, coefficients) - _slope(grid)))
+    return np.asarray(coefficients, dtype=np.float64), points
+
+
+def _slope(f: Float64) -> Float64:
+    return np.asarray(np.expm1(f * np.log(2)) / f, dtype=np.float64)
+
+
+def _weight(f: Float64) -> Float64:
+    return np.abs(f) * np.exp2(-f)
+
+
+def _peaks(grid: Float64, error: Float64) -> Float64:
+    """Where `error` is largest between two changes of its sign."""
+    runs = np.split(np.arange(grid.size), np.flatnonzero(np.diff(np.sign(error))) + 1)
+    return np.array([grid[run[np.argmax(np.abs(error[run]))]] for run in runs])
+
+
+# ---------------------------------------------------------------- model
+
+
+def exp2_fma(x: Float32, degree: int = KERNEL_DEGREE) -> Float32:
+    """What `exp2_fma` of the header gives, bit for bit; with another degree, what it would give."""
+    x = np.where(x < np.float32(LOWEST), np.float32(LOWEST), x)
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        shifted = x + np.float32(ROUND)
+        f = x - (shifted - np.float32(ROUND))
+        *inner, last = (*(np.float32(it) for it in COEFFICIENTS[degree][::-1]), np.float32(1))
+        power = np.full_like(f, inner[0])
+        for coefficient in (*inner[1:], last):
+            power = _fma(power, f, coefficient)
+        scale = (shifted.view(np.uint32) << np.uint32(23)).view(np.float32)
+        return np.asarray(power * scale, dtype=np.float32)
+
+
+def _fma(a: Float32, b: Float32, c: np.float32) -> Float32:
+    """``a * b + c`` rounded once. In fp64 the product is exact; the sum is rounded to odd, which fp32 cannot tell."""
+    product, addend = a.astype(np.float64) * b, np.float64(c)
+    total = product + addend
+    back = total - product
+    rest = (product - (total - back)) + (addend - back)  # what rounding the sum has dropped, exactly (Knuth)
+    is_even = (total.view(np.int64) & 1) == 0
+    towards = np.where(rest > 0, np.inf, -np.inf)
+    odd = np.where((rest != 0) & np.isfinite(total) & is_even, np.nextafter(total, towards), total)
+    return np.asarray(odd, dtype=np.float32)
+
+
+# ---------------------------------------------------------------- error
+
+
+def relative_error(x: Float32, degree: int = KERNEL_DEGREE) -> Float64:
+    """Of the model against 2^x in fp64, with its sign."""
+    return np.asarray(exp2_fma(x, degree) / np.exp2(x.astype(np.float64)) - 1)
+
+
+def ulps(x: Float32, form: str, degree: int = KERNEL_DEGREE) -> Float64:
+    """|error| in units in the last place that 2^x has in "fp32", "bf16" or "fp16"; rounding to it adds up to 0.5."""
+    precision, lowest = _FORMATS[form]
+    truth = np.exp2(x.astype(np.float64))
+    exponent = np.maximum(np.floor(x.astype(np.float64)), lowest)
+    return np.asarray(np.abs(exp2_fma(x, degree) - truth) / np.exp2(exponent - (precision - 1)))
+
+
+def samples(low: float, high: float, count: int = _SAMPLES) -> Float32:
+    """Evenly spread, both ends with them."""
+    return np.linspace(low, high, count).astype(np.float32)
+
+
+def largest_and_mean(errors: Float64) -> tuple[float, float]:
+    """Of what has no sign."""
+    return float(errors.max()), float(errors.mean())
+
+
+def table() -> str:
+    """Markdown: by band of x, the largest and the mean error in units in the last place of the result's format."""
+    columns = [("fp32", degree) for degree in COEFFICIENTS] + [("bf16", KERNEL_DEGREE), ("fp16", KERNEL_DEGREE)]
+    lines = [["x", *(f"{form}, degree {degree}" for form, degree in columns)], ["---"] * (1 + len(columns))]
+    for low, high in itertools.pairwise(BANDS):
+        x = samples(low, np.nextafter(np.float32(high), np.float32(low)))
+        found = [largest_and_mean(ulps(x, form, degree)) for form, degree in columns]
+        lines.append([f"{low} to {high}", *(f"{_short(largest)} ({_short(mean)})" for largest, mean in found)])
+    return _markdown(lines)
+
+
+def degrees_table() -> str:
+    """Markdown: what each degree costs and gives, from x = -126 to 16."""
+    lines = [["degree", "FMAs", "largest relative error", "mean", "bias", "bf16, of its rounding", "fp16"], ["---"] * 7]
+    x = samples(BANDS[0], BANDS[-1])
+    for degree in COEFFICIENTS:
+        errors = relative_error(x, degree)
+        rounding = (f"{100 * np.abs(errors).max() * 2**precision:.2g} %" for precision, _ in (BF16, FP16))
+        sizes = (*largest_and_mean(np.abs(errors)), errors.mean())
+        lines.append([f"{degree}", f"{degree}", *(f"{size:.2g}" for size in sizes), *rounding])
+    return _markdown(lines)
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _markdown(lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main() -> None:
+    """Print both tables, and the coefficients as they come out now."""
+    print(f"{degrees_table()}\n\n{table()}\n")
+    for degree in COEFFICIENTS:
+        coefficients, _ = fit(degree)
+        print(f"degree {degree}: {', '.join(str(it) for it in coefficients.astype(np.float32))}")
+
+
+if __name__ == "__main__":
+    main()
