@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from bench.ladder_list import Listing, point_line, points_header
+from bench.ladder_rungs import points_of
 from multiattn import backend as registry
 from multiattn.backend import Variant, ladder
 from multiattn.cuda.axes import Axes
@@ -31,7 +32,7 @@ def neighbour_tables(listing: Listing) -> list[Table]:
     flags = dict(top.flags)
     names = [
         variant.name
-        for variant in registry.get(listing.backend).forward.variants
+        for variant in points_of(registry.get(listing.backend))
         if sum(flags[axis] != value for axis, value in variant.flags) <= 1
     ]
     note = f"{top.name}, and what a change on one axis makes of it."
@@ -39,8 +40,8 @@ def neighbour_tables(listing: Listing) -> list[Table]:
 
 
 def _default(listing: Listing) -> Variant | None:
-    """The first offered variant that was timed there: what a caller gets who names none."""
-    offered = registry.get(listing.backend).forward.offered
+    """The first offered point that was timed there: what a caller gets of them who names none."""
+    offered = (it for it in points_of(registry.get(listing.backend)) if not it.only_named)
     return next((it for it in offered if listing.measured(f"{listing.backend}/{it.name}") is not None), None)
 
 

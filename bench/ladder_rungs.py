@@ -16,7 +16,7 @@ from bench.matrix import Cell
 from bench.providers import PIN, Ours, pin_plan
 from multiattn import backend as registry
 from multiattn.arch import Arch
-from multiattn.backend import BACKENDS, Backend, Plan, ladder, make_plan, plan_variant
+from multiattn.backend import BACKENDS, Backend, Plan, Variant, ladder, make_plan, plan_variant
 from multiattn.support import Reason, Unsupported
 
 
@@ -131,12 +131,18 @@ def chain_rungs(backend: Backend, top: str) -> tuple[Rung, ...]:
     return (*pinned, *(Rung(backend=backend.name, variant=name) for name in names))
 
 
+def points_of(backend: Backend) -> tuple[Variant, ...]:
+    """The variants that are points on the axes of a list; a kernel of its own has no flags, and is none."""
+    return tuple(variant for variant in backend.forward.variants if variant.flags)
+
+
 def listed_rungs(backend: Backend, patterns: Sequence[str] = ()) -> tuple[Rung, ...]:
-    """Every variant, or those that match one of the glob `patterns`; InputError for one that matches nothing."""
-    names = [variant.name for variant in backend.forward.variants]
+    """Every point, or those that match one of the glob `patterns`; InputError for one that matches nothing."""
+    points = points_of(backend)
+    names = [variant.name for variant in points]
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
-            shown = ", ".join(variant.name for variant in backend.forward.offered)
+            shown = ", ".join(variant.name for variant in points if not variant.only_named)
             raise InputError(
                 f"--variant: {pattern!r} matches none of the {len(names)} forward variants of {backend.name}; "
                 f"offered are {shown}"

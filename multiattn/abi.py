@@ -22,15 +22,20 @@ _C_TYPES: Mapping[Kind, Any] = {
     "f32": ctypes.c_float,
 }
 
+WORKSPACE = "workspace"
+"""The name, among those of tensors, of what a Binding's `workspace_bytes` asks for."""
+
 POINTER_BYTES = 8
 TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
 """Bytes that the address of a CUtensorMap must be a multiple of, on the host to encode it and among the parameters."""
+L2_128_BYTES, L2_256_BYTES = 2, 3
+"""Of CUtensorMapL2promotion: what an access of less fetches into L2."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pointer:
-    """The address of a tensor, by name (``q k v out lse``); a null pointer for None."""
+    """The address of a tensor, by name (``q k v out lse``, or `WORKSPACE`); a null pointer for None."""
 
     tensor: str | None
 
@@ -41,14 +46,6 @@ class Number:
 
     kind: Kind
     value: int | float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Struct:
-    """Bytes passed by value, with addresses of tensors written over them: byte offset to tensor's name."""
-
-    data: bytes
-    pointers: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +70,20 @@ class TensorMap:
     strides: tuple[int, ...]
     """In bytes, of every dimension but the last, whose stride is one element."""
     box: Box
+    l2_promotion: int = L2_128_BYTES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Struct:
+    """Bytes passed by value, with what only a launch knows written over them.
+
+    `pointers`: byte offset to the name of the tensor whose address is there. `maps`: byte offset, a multiple of
+    `TENSOR_MAP_ALIGNMENT`, to the tensor map that is encoded there.
+    """
+
+    data: bytes
+    pointers: Mapping[int, str] = field(default_factory=dict)
+    maps: Mapping[int, TensorMap] = field(default_factory=dict)
 
 
 Argument = Pointer | Number | Struct | TensorMap
@@ -86,7 +97,7 @@ class Image:
     """Of a block, as the driver is told: 1 where it finds the number in the cubin (cuTile)."""
     dynamic_smem_bytes: int = 0
     boxes: tuple[Box, ...] = ()
-    """Of each TensorMap among the arguments, in order."""
+    """Of each TensorMap that is an argument of its own, in order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +109,8 @@ class Binding:
     image: Image
     constants: Mapping[str, str]
     """What the code is specialised on, by name: a launch whose constants differ needs other code."""
+    workspace_bytes: int = 0
+    """Of device memory that a launch takes, zero when it starts: its address is the tensor `WORKSPACE`."""
 
 
 # ---------------------------------------------------------------- what code is specialised on
@@ -160,7 +173,7 @@ def size_of(argument: Argument) -> int:
 
 def alignment_of(argument: Argument) -> int:
     """Bytes that the place of an argument among the parameters is a multiple of."""
-    if isinstance(argument, TensorMap):
+    if isinstance(argument, TensorMap) or (isinstance(argument, Struct) and argument.maps):
         return TENSOR_MAP_ALIGNMENT
     return POINTER_BYTES if isinstance(argument, Struct) else size_of(argument)
 
@@ -176,6 +189,8 @@ def pack(argument: Argument, addresses: Mapping[str, int], encode: Callable[[Ten
     data = bytearray(argument.data)
     for offset, tensor in argument.pointers.items():
         struct.pack_into("<Q", data, offset, addresses[tensor])
+    for offset, tensor_map in argument.maps.items():
+        data[offset : offset + TENSOR_MAP_BYTES] = encode(tensor_map, addresses[tensor_map.tensor])
     return bytes(data)
 
 

@@ -26,11 +26,11 @@ from multiattn import backend as registry
 from multiattn.arch import detect
 from multiattn.backend import Exported, Plan, find_variant, plan_variant
 from multiattn.problem import VECTOR_BYTES, Problem
+from multiattn.tensor_map import encode_tensor_map
 from multiattn.toolchain import resource_usage
 
 MANIFEST = manifest.MANIFEST
 
-_ZEROS_BEYOND_THE_ENDS, _NOT_INTERLEAVED, _L2_128_BYTES = 0, 0, 2  # of cuTensorMapEncodeTiled; as Triton has them
 _KEPT = 256  # bindings of a kernel; a serving loop with ever-changing lengths must not grow for ever
 
 
@@ -248,7 +248,7 @@ class Kernel:
             return out.zero_(), lse.fill_(-math.inf)
         binding = self._bind(problem)
         with _on(q.device):
-            self._launch(binding, q.device.index or 0, {"q": q, "k": k, "v": v, "out": out, "lse": lse})
+            self._launch(binding, q.device, {"q": q, "k": k, "v": v, "out": out, "lse": lse})
         return out, lse
 
     def problem_of(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None) -> Problem:
@@ -306,15 +306,20 @@ class Kernel:
         abi.check(binding, self._entry)
         return binding
 
-    def _launch(self, binding: abi.Binding, device: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _launch(self, binding: abi.Binding, on: torch.device, tensors: Mapping[str, torch.Tensor]) -> None:
+        device = on.index or 0
+        # What torch.cuda.current_stream(device).cuda_stream is, without a Stream object for each launch.
+        stream = torch._C._cuda_getCurrentRawStream(device)
         addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        if binding.workspace_bytes:  # it goes back to the allocator with this call, for what comes after on the stream
+            workspace = torch.empty(binding.workspace_bytes, dtype=torch.uint8, device=on)
+            addresses[abi.WORKSPACE] = workspace.data_ptr()
+            _ask("cuMemsetD8Async", workspace.data_ptr(), 0, binding.workspace_bytes, stream)
         values = [abi.pack(argument, addresses, encode_tensor_map) for argument in binding.arguments]
         buffers = [ctypes.create_string_buffer(value, len(value)) for value in values]
         pointers = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
         image = binding.image
         block = (image.threads, 1, 1)
-        # What torch.cuda.current_stream(device).cuda_stream is, without a Stream object for each launch.
-        stream = torch._C._cuda_getCurrentRawStream(device)
         kernel = self._loaded(device)
         address = ctypes.addressof(pointers)
         _ask("cuLaunchKernel", kernel, *binding.grid, *block, image.dynamic_smem_bytes, stream, address, 0)
@@ -407,38 +412,6 @@ def _load(cubin: bytes, symbol: str) -> tuple[Any, Any]:
     except RuntimeError:
         _driver().cuLibraryUnload(library)
         raise
-
-
-def encode_tensor_map(tensor_map: abi.TensorMap, address: int) -> bytes:
-    """A CUtensorMap of the memory at `address`; RuntimeError where the driver refuses it.
-
-    By the driver's library itself: it wants the map at a multiple of 64 bytes, where cuda-bindings' objects are not.
-    """
-    library = context._load_driver()
-    if library is None:
-        raise OSError("tensor map: no NVIDIA driver")
-    box = tensor_map.box
-    rank = len(tensor_map.shape)
-    memory = ctypes.create_string_buffer(abi.TENSOR_MAP_BYTES + abi.TENSOR_MAP_ALIGNMENT)
-    start = ctypes.addressof(memory)
-    start += -start % abi.TENSOR_MAP_ALIGNMENT
-    status = library.cuTensorMapEncodeTiled(
-        ctypes.c_void_p(start),
-        box.dtype,
-        rank,
-        ctypes.c_void_p(address),
-        (ctypes.c_uint64 * rank)(*reversed(tensor_map.shape)),
-        (ctypes.c_uint64 * (rank - 1))(*reversed(tensor_map.strides)),
-        (ctypes.c_uint32 * rank)(*reversed(box.extents)),
-        (ctypes.c_uint32 * rank)(*(1,) * rank),
-        _NOT_INTERLEAVED,
-        box.swizzle,
-        _L2_128_BYTES,
-        _ZEROS_BEYOND_THE_ENDS,
-    )
-    if status:
-        raise RuntimeError(f"cuTensorMapEncodeTiled: CUresult {status} for {tensor_map} at {address:#x}")
-    return ctypes.string_at(start, abi.TENSOR_MAP_BYTES)
 
 
 def attributes(cubin: bytes, symbol: str, *, threads: int | None = None, dynamic_smem_bytes: int = 0) -> dict[str, int]:

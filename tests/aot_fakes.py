@@ -45,16 +45,17 @@ def problem(**sizes):
     return Problem.contiguous(**{"batch": 2, "heads_q": 4, "heads_kv": 2, "seq_q": 101, "head_dim": 64, **sizes})
 
 
-def emit(folder, name, *, host=None, arch="sm90", **sizes):
+def emit(folder, name, *, host=None, arch="sm90", variant=None, **sizes):
     """A folder with one forward kernel whose code is fake."""
-    plan = make_plan(get(name), problem(**sizes), ARCHS[arch], probe=False)
+    plan = make_plan(get(name), problem(**sizes), ARCHS[arch], variant=variant, probe=False)
     module = import_module(f"multiattn.{name}.bind")
     binding = module.bind(plan, IMAGES[name] if name in IMAGES else module.image_of(plan))
+    threads = max(128, binding.image.threads)
     kernel = Exported(
         kernel="entry",
         seconds=0.0,
-        cubin=fake_cubin("entry", binding.arguments, host=host),
-        threads=128,
+        cubin=fake_cubin("entry", binding.arguments, threads=threads, host=host),
+        threads=threads,
         dynamic_smem_bytes=binding.image.dynamic_smem_bytes,
         texts={"ptx": b"// ptx"},
         remarks="--- !Passed" if name == "cutile" else "",

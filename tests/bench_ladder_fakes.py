@@ -63,7 +63,9 @@ POINTS = (
     variant("split_q+swizzle_q", "split_q", flags=(("warps", "split_q"), ("swizzle", "q"))),
     variant("split_q", only_named=True, flags=(("warps", "split_q"), ("swizzle", ""))),
     variant("split_kv", only_named=True, flags=(("warps", "split_kv"), ("swizzle", "")), fits=never),
-    variant("split_kv+swizzle_q", "split_kv", only_named=True, fits=never),
+    variant(
+        "split_kv+swizzle_q", "split_kv", only_named=True, flags=(("warps", "split_kv"), ("swizzle", "q")), fits=never
+    ),
 )
 
 

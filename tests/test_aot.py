@@ -44,8 +44,9 @@ def test_one_kernel_runs_many_problems(name, sizes, tmp_path):
     other = problem(**sizes)
     binding = kernel._bind(other)
     assert binding.constants == kernel.entry["launch"]["constants"]
-    tiles = math.ceil(other.seq_q / kernel.plan.config.tile_m)
-    assert math.prod(binding.grid) == tiles * other.batch * other.heads_q
+    tiles = math.ceil(other.seq_q / kernel.plan.config.tile_m) * other.batch * other.heads_q
+    is_persistent = getattr(kernel.plan.config, "is_persistent", False)
+    assert math.prod(binding.grid) == (min(tiles, 132) if is_persistent else tiles)  # SMs of an H200
 
 
 @pytest.mark.parametrize(
@@ -115,13 +116,17 @@ def test_arguments_become_bytes():
     assert data == bytes(range(8)) + struct.pack("<Q", addresses["q"]) + bytes(range(16, 24))
     tensor_map = abi.TensorMap(tensor="k", shape=(1,), strides=(), box=BOX)
     assert pack(tensor_map, addresses, encode) == bytes([3, 16]) * 64
+    mapped = abi.Struct(data=bytes(192), pointers={136: "q"}, maps={0: tensor_map})
+    rest = bytes(8) + struct.pack("<Q", addresses["q"]) + bytes(48)
+    assert pack(mapped, addresses, encode) == bytes([3, 16]) * 64 + rest
+    assert (abi.size_of(mapped), abi.alignment_of(mapped)) == (192, 64)
 
 
 def test_the_struct_is_that_of_a_launch():
     from multiattn.cuda.bind import bind, image_of
     from multiattn.cuda.params import make_params, set_pointers
 
-    plan = make_plan(get("cuda"), problem(), ARCHS["sm90"], probe=False)
+    plan = make_plan(get("cuda"), problem(), ARCHS["sm80"], probe=False)
     tensors = [torch.empty(2, dtype=torch.float32) for _ in range(5)]
     params = make_params(plan.problem, plan.config)
     set_pointers(params, *tensors)
@@ -167,7 +172,7 @@ class FakeDriver:
 
     def __init__(self):
         self.sizes, self.launched, self.allowed, self.loaded, self.status = [], [], [], 0, "ok"
-        self.unloaded = []
+        self.unloaded, self.cleared = [], []
 
     def CUfunction(self, kernel):  # noqa: N802
         return ("function", kernel)
@@ -177,6 +182,10 @@ class FakeDriver:
         values = [ctypes.string_at(places[index], size) for index, size in enumerate(self.sizes)]
         self.launched.append(((function, (gx, gy, gz), (bx, by, bz), smem, stream, extra), values))
         return (self.status,)
+
+    def cuMemsetD8Async(self, address, value, size, stream):  # noqa: N802
+        self.cleared.append((address, value, size, stream))
+        return ("ok",)
 
     def cuLibraryLoadData(self, *arguments):  # noqa: N802
         assert arguments[1:] == ([], [], 0, [], [], 0)
@@ -246,6 +255,11 @@ def test_a_launch_is_what_the_binding_says(name, driver, tmp_path):
     assert (smem, stream, extra) == (image.dynamic_smem_bytes, 70, 0)
     named = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
     addresses = {name: tensor.data_ptr() for name, tensor in named.items()}
+    for address, *_ in driver.cleared:
+        addresses[abi.WORKSPACE] = address
+    assert [(value, size, on) for _, value, size, on in driver.cleared] == (
+        [(0, binding.workspace_bytes, stream)] if binding.workspace_bytes else []
+    )
     assert values == [abi.pack(argument, addresses, aot.encode_tensor_map) for argument in binding.arguments]
     assert driver.allowed == ([("smem", smem, 7, "device 0")] if smem else [])
     assert out.stride() == q.stride()

@@ -14,7 +14,8 @@ from bench.emitted import Loaded, Usage
 from bench.environment import ROOT
 from bench.errors import InputError
 from multiattn.arch import ARCHS, GPU_ARCHS
-from multiattn.backend import BACKENDS, DIRECTIONS, get, plan_variant
+from multiattn.backend import BACKENDS, DIRECTIONS, find_variant, get, plan_variant
+from multiattn.cuda.axes import SPLIT_Q
 from multiattn.cuda.configs import CudaConfig
 from multiattn.support import Unsupported
 from multiattn.targets.build import entry_of
@@ -157,7 +158,7 @@ def test_a_spill_on_purpose_is_a_regression(tmp_path, monkeypatch):
     monkeypatch.setenv("MULTIATTN_CACHE_DIR", str(tmp_path))
     cell = Cell(backend="cuda", arch="sm90", head_dim=128, mask="full")
     (before,) = (it for it in RECORDED["sm90"].entries if it.cell == cell)
-    variant = get("cuda").forward.offered[0]
+    variant = find_variant(get("cuda"), SPLIT_Q.name)
     config = CudaConfig(tile_m=128, tile_n=96, warps=4, stages=1)
     plan = plan_variant(get("cuda"), variant, cell.problem, cell.plan().arch, config)
     kernels = tuple(read_kernel(kernel, plan) for kernel in get("cuda").forward.export(plan, ()))

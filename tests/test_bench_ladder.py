@@ -12,7 +12,7 @@ from bench_ladder_fakes import CELL
 from bench import cli, ladder, ladder_docs, ladder_facts, ladder_ncu
 from bench.errors import InputError
 from bench.ladder_facts import Conflicts, Record, emulate, inspect, small_problem, tasks
-from bench.ladder_rungs import Rung, chain_rungs, listed_rungs, plan_rung, top_of
+from bench.ladder_rungs import Rung, chain_rungs, listed_rungs, plan_rung, points_of, top_of
 from bench.providers import Ours, our_providers
 from bench.results import load
 from bench.run import Machine
@@ -260,7 +260,7 @@ def offered_cuda():
     for reasons in (backend.probe_compiler(), backend.probe(CPU)):
         if reasons:
             pytest.skip("; ".join(map(str, reasons)))
-    return backend, backend.forward.offered[0]
+    return backend, next(variant for variant in points_of(backend) if not variant.only_named)
 
 
 @pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")

@@ -135,8 +135,8 @@ def test_rungs_and_axes_are_tables_without_any_result():
         ("pointer", "-", "offered"),
     ]
     assert ladder_list.axes_table("cuda").rows == (
-        ("warps", "split_q (2), split_kv (1)"),
-        ("swizzle", "q (1), none (2)"),
+        ("warps", "split_q (2), split_kv (2)"),
+        ("swizzle", "q (2), none (2)"),
     )
 
 

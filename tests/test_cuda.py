@@ -12,15 +12,13 @@ import torch
 
 from multiattn import api
 from multiattn.arch import ARCHS, CPU, GPU_ARCHS, Arch
-from multiattn.backend import Plan, make_plan, plan_variant
-from multiattn.cuda import BACKEND, cache, tools
-from multiattn.cuda.axes import Axes
+from multiattn.backend import Plan, find_variant, make_plan, plan_variant
+from multiattn.cuda import BACKEND, axes, cache, tools
 from multiattn.cuda.configs import CudaConfig, candidates, smem_bytes
 from multiattn.cuda.emulation.host import CpuLauncher
 from multiattn.cuda.launches import kernels_of
 from multiattn.cuda.source import DEVICE_INCLUDES, files_reached, translation_unit
 from multiattn.cuda.tools import probe_host, probe_nvrtc
-from multiattn.cuda.variants import VARIANTS
 from multiattn.problem import Problem
 from multiattn.reference import reference
 
@@ -29,7 +27,7 @@ with_nvrtc = pytest.mark.skipif(bool(probe_nvrtc()), reason="; ".join(map(str, p
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 HEAD_DIMS = (8, 40, 64, 72, 80, 96, 128, 160, 192, 256)
-SPLIT_Q = VARIANTS[0]
+SPLIT_Q = find_variant(BACKEND, axes.SPLIT_Q.name)
 
 
 def make(heads_q=2, heads_kv=1, seq_q=37, seq_kv=75, head_dim=64, dtype="fp16", batch=1, magnitude=1.0):
@@ -233,7 +231,7 @@ def test_every_arch_has_a_config_that_fits_for_every_head_dim():
 def test_a_config_that_does_not_fit_is_refused_with_the_numbers():
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=256)
     config = CudaConfig(tile_m=128, tile_n=128, warps=8, stages=2)
-    assert smem_bytes(Axes.of(dict(SPLIT_Q.flags)), config, problem) == (128 + 4 * 128) * 512
+    assert smem_bytes(axes.SPLIT_Q, config, problem) == (128 + 4 * 128) * 512
     (reason,) = SPLIT_Q.fits(problem, ARCHS["sm90"], config)
     assert (reason.code, reason.allowed) == ("config", "232448 bytes a block on sm90")
     assert "327680 bytes" in reason.got
@@ -255,9 +253,10 @@ def test_a_sweep_is_short_and_fits(head_dim):
 
 def test_the_cache_key_covers_every_header_a_kernel_reaches():
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=64)
-    source = translation_unit(kernels_of(make_plan(BACKEND, problem, ARCHS["sm90"], probe=False)))
+    source = translation_unit(kernels_of(make_plan(BACKEND, problem, ARCHS["sm80"], probe=False)))
     reached = files_reached(source, DEVICE_INCLUDES)
-    headers = ("mask.cuh", "params.h", "place.cuh", "ptx.cuh", "softmax.cuh", "swizzle.cuh", "tile.cuh", "types.h")
+    names = ("mask", "place", "ptx", "softmax", "special", "swizzle", "tile")
+    headers = (*(f"{name}.cuh" for name in names), "params.h", "types.h")
     parts = ("", "_products", "_repair", "_stream", "_traits")
     assert set(reached) == {*(f"forward{part}.cuh" for part in parts), *(f"multiattn/{name}" for name in headers)}
     with pytest.raises(FileNotFoundError, match=r"nowhere\.h"):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-from types import SimpleNamespace
 
+import cuda_fakes
 import pytest
 import torch
 
 from multiattn.arch import ARCHS
 from multiattn.backend import make_plan
 from multiattn.cuda import BACKEND
-from multiattn.cuda.axes import Axes
+from multiattn.cuda.axes import SPLIT_Q
 from multiattn.cuda.configs import smem_bytes
 from multiattn.cuda.params import ForwardParams, make_params
 from multiattn.cuda.tools import probe_nvrtc
@@ -21,62 +20,9 @@ from multiattn.problem import Problem
 pytestmark = pytest.mark.skipif(bool(probe_nvrtc()), reason="; ".join(map(str, probe_nvrtc())))
 
 
-class FakeDriver:
-    """Just what launch.py calls; `launched` holds (arguments, parameter struct) of each cuLaunchKernel."""
-
-    CUresult = SimpleNamespace(CUDA_SUCCESS="ok", CUDA_ERROR_INVALID_CONTEXT=SimpleNamespace(name="invalid context"))
-    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="smem")
-
-    def __init__(self):
-        self.launched, self.attributes, self.contexts, self.refuse = [], [], 0, 0
-
-    def cuLaunchKernel(self, function, gx, gy, gz, bx, by, bz, smem, stream, kernel_params, extra):  # noqa: N802
-        if self.refuse:
-            self.refuse -= 1
-            return (self.CUresult.CUDA_ERROR_INVALID_CONTEXT,)
-        struct = ctypes.cast(kernel_params, ctypes.POINTER(ctypes.c_void_p))[0]
-        params = ForwardParams.from_buffer_copy(ctypes.string_at(struct, ctypes.sizeof(ForwardParams)))
-        self.launched.append(((function, gx, gy, gz, bx, by, bz, smem, stream, extra), params))
-        return ("ok",)
-
-    def cuLibraryLoadData(self, *arguments):  # noqa: N802
-        return "ok", "library"
-
-    def cuLibraryGetKernel(self, library, name):  # noqa: N802
-        return "ok", f"kernel {name.decode()}"
-
-    def cuKernelGetFunction(self, kernel):  # noqa: N802
-        return "ok", kernel.replace("kernel", "function")
-
-    def cuFuncSetAttribute(self, function, attribute, value):  # noqa: N802
-        self.attributes.append((attribute, value))
-        return ("ok",)
-
-    def make_context_current(self, device):
-        assert device == 1
-        self.contexts += 1
-
-    def cuGetErrorString(self, result):  # noqa: N802
-        return "ok", b"no context"
-
-
 @pytest.fixture
 def driver(monkeypatch, tmp_path):
-    from multiattn.cuda import launch
-
-    fake = FakeDriver()
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(b"cubin")
-    monkeypatch.setattr(launch, "driver", fake)
-    monkeypatch.setattr(launch, "make_context_current", fake.make_context_current)
-    monkeypatch.setattr(launch, "cubin_path", lambda kernel, arch: cubin)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
-    launch._load.cache_clear()
-    launch._load_library.cache_clear()
-    yield fake
-    launch._load.cache_clear()
-    launch._load_library.cache_clear()
+    return cuda_fakes.install(monkeypatch, tmp_path, ForwardParams)
 
 
 def tensors():
@@ -85,7 +31,7 @@ def tensors():
 
 
 def launcher_of(q, k, v):
-    plan = make_plan(BACKEND, Problem.of(q, k, v, causal=True), ARCHS["sm90"], probe=False)
+    plan = make_plan(BACKEND, Problem.of(q, k, v, causal=True), ARCHS["sm90"], variant=SPLIT_Q.name, probe=False)
     return plan, BACKEND.forward.prepare(plan)
 
 
@@ -96,7 +42,7 @@ def test_a_launch_is_what_the_plan_says(driver):
     ((function, *grid, smem, stream, extra), params), = driver.launched  # fmt: skip
     assert function.startswith("function forward_fp16_d64_causal_")
     assert grid == [8 * math.ceil(300 / plan.config.tile_m), 1, 1, plan.config.threads, 1, 1]
-    needed = smem_bytes(Axes.of(dict(BACKEND.forward.variants[0].flags)), plan.config, plan.problem)
+    needed = smem_bytes(SPLIT_Q, plan.config, plan.problem)
     assert (smem, stream, extra) == (needed, 71, 0)
     assert driver.attributes == [("smem", needed)]
     pointers = [params.q, params.k, params.v, params.out, params.lse]

@@ -201,7 +201,7 @@ def test_cuda_says_what_nvrtc_says():
     from multiattn.cuda.export import make_ptx
 
     with pytest.raises(RuntimeError, match=r"NVRTC: NVRTC_ERROR_COMPILATION: (.|\n)*nonsense"):
-        make_ptx("nonsense;", ARCHS["sm90"])
+        make_ptx("nonsense;", "sm_90")
 
 
 def test_a_backward_is_code_alone():

@@ -24,13 +24,14 @@ ALLOWED = {
     "log": {"backend", "config"},
     "planning": {"problem", "arch", "support", "backend", "preference", "log"},
     "context": set(),
+    "tensor_map": {"abi", "context"},
     "launching": {"problem", "arch", "backend", "planning", "context"},
     "flops": set(),
     "ops": {"problem", "planning", "launching", "flops"},
     "autograd": {"problem", "planning", "launching", "ops"},
     "reference": {"problem", "arch", "support", "config", "backend"},
     **{
-        name: {"problem", "arch", "support", "config", "abi", "backend", "toolchain", "context"}
+        name: {"problem", "arch", "support", "config", "abi", "backend", "toolchain", "context", "tensor_map"}
         for name in multiattn.BACKENDS
     },
     "api": {"problem", "arch", "support", "backend", "toolchain", "planning", "launching", "autograd"},
@@ -38,7 +39,9 @@ ALLOWED = {
     "roofline": {"problem", "arch"},
     "arguments": {"problem"},
     "manifest": {"problem", "arch", "abi", "support", "config", "backend"},
-    "aot": {"problem", "arch", "abi", "support", "config", "backend", "context", "toolchain", "manifest"},
+    "aot": {
+        *("problem", "arch", "abi", "support", "config", "backend", "context", "toolchain", "manifest", "tensor_map"),
+    },
     "targets": {
         *("problem", "arch", "support", "config", "abi", "backend", "toolchain", "roofline", "aot", "arguments"),
         "cuda",  # where compiled code is kept

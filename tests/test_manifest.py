@@ -248,7 +248,13 @@ def test_a_launch_that_is_made_otherwise_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "modules"),
     [
-        ("cuda", {"axes", "backward_configs", "bind", "configs", "launches", "params", "rules", "source", "variants"}),
+        (
+            "cuda",
+            {
+                *("axes", "backward_configs", "bind", "configs", "launches", "params", "rules", "source", "variants"),
+                *("tensor_maps", "tuned", "wgmma_configs", "wgmma_rules"),
+            },
+        ),
         ("triton", {"bind", "configs", "steps"}),
         ("cutile", {"bind", "configs", "steps"}),
     ],

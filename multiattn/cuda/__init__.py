@@ -1,23 +1,25 @@
-"""The CUDA backend: raw tensor-core code (mma.sync, cp.async) compiled by NVRTC; emulated on the CPU."""
+"""The CUDA backend: raw tensor-core code (wgmma and TMA, mma.sync and cp.async), by NVRTC; emulated on the CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from multiattn.backend import Backend, BackwardLauncher, Compiled, Exported, Launcher, Op, Plan
-from multiattn.cuda import backward_configs, tools
-from multiattn.cuda.configs import candidates
-from multiattn.cuda.variants import BACKWARD_VARIANTS, SPANNING, VARIANTS
+from multiattn.arch import Arch
+from multiattn.backend import Backend, BackwardLauncher, Compiled, Exported, Launcher, Op, Plan, Variant
+from multiattn.config import Config
+from multiattn.cuda import backward_configs, configs, tools, wgmma_configs
+from multiattn.cuda.variants import BACKWARD_VARIANTS, SPANNING, VARIANTS, is_wgmma
+from multiattn.problem import Problem
 
 
 def _prepare(plan: Plan) -> Launcher:
     if plan.arch.is_gpu:
-        from multiattn.cuda.launch import GpuLauncher
+        from multiattn.cuda.launch import GpuLauncher, GpuWgmmaLauncher
 
-        return GpuLauncher(plan)
-    from multiattn.cuda.emulation.host import CpuLauncher
+        return GpuWgmmaLauncher(plan) if is_wgmma(plan) else GpuLauncher(plan)
+    from multiattn.cuda.emulation.host import CpuLauncher, CpuWgmmaLauncher
 
-    return CpuLauncher(plan)
+    return CpuWgmmaLauncher(plan) if is_wgmma(plan) else CpuLauncher(plan)
 
 
 def _prepare_backward(plan: Plan) -> BackwardLauncher:
@@ -42,6 +44,12 @@ def _export(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
     return export_plan(plan, kinds)
 
 
+def _candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Config]:
+    if is_wgmma(variant):
+        return wgmma_configs.candidates(variant, problem, arch)
+    return configs.candidates(variant, problem, arch)
+
+
 BACKEND = Backend(
     name="cuda",
     summary="raw CUDA tensor-core code",
@@ -54,7 +62,7 @@ BACKEND = Backend(
         prepare=_prepare,
         compile=_compile,
         export=_export,
-        candidates=candidates,
+        candidates=_candidates,
     ),
     backward=Op(
         variants=BACKWARD_VARIANTS,

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from multiattn import abi
+from multiattn.arch import GPUS, Arch
 from multiattn.backend import Plan
 from multiattn.cuda.launches import launches_of, params_of
-from multiattn.cuda.params import ForwardParams
+from multiattn.cuda.params import ForwardParams, WgmmaParams, map_offset
+from multiattn.cuda.tensor_maps import tensor_maps
+from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.problem import VECTOR_BYTES
 
 _POINTERS = ("q", "k", "v", "out", "lse")
@@ -26,15 +29,42 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
     (launch,) = launches_of(plan)
     constants: dict[str, str] = {}
     abi.exactly(constants, dtype=problem.dtype, head_dim=problem.head_dim, causal=problem.causal)
-    is_aligned = problem.alignment % VECTOR_BYTES == 0
-    abi.flag(constants, emitted, "unaligned", not is_aligned)
-    pointers = {getattr(ForwardParams, name).offset: name for name in _POINTERS}
+    if isinstance(plan.config, WgmmaConfig):
+        argument = _wgmma_struct(plan, plan.config)
+    else:
+        is_aligned = problem.alignment % VECTOR_BYTES == 0
+        abi.flag(constants, emitted, "unaligned", not is_aligned)
+        argument = abi.Struct(data=bytes(params_of(plan)), pointers=_pointers(0))
+    blocks = launch.grid(_multiprocessors(plan.arch)) if launch.is_persistent else launch.blocks
     return abi.Binding(
-        arguments=(abi.Struct(data=bytes(params_of(plan)), pointers=pointers),),
-        grid=(launch.blocks, 1, 1),
+        arguments=(argument,),
+        grid=(blocks, 1, 1),
         image=image,
         constants=constants,
+        workspace_bytes=plan.workspace_bytes,
     )
+
+
+def _pointers(base: int) -> dict[int, str]:
+    """Where a ForwardParams at byte `base` has its pointers."""
+    return {base + getattr(ForwardParams, name).offset: name for name in _POINTERS}
+
+
+def _wgmma_struct(plan: Plan, config: WgmmaConfig) -> abi.Struct:
+    pointers = _pointers(WgmmaParams.forward.offset)
+    if plan.workspace_bytes:
+        pointers[WgmmaParams.next_tile.offset] = abi.WORKSPACE
+    maps = tensor_maps(plan.problem, config)
+    return abi.Struct(
+        data=bytes(params_of(plan)),
+        pointers=pointers,
+        maps={map_offset(name): tensor_map for name, tensor_map in maps.items()},
+    )
+
+
+def _multiprocessors(arch: Arch) -> int:
+    """Of the largest product of an arch: a grid of so many blocks that take tile after tile fills every one."""
+    return max(gpu.sms for gpu in GPUS if gpu.arch == arch.name)
 
 
 def image_of(plan: Plan) -> abi.Image:

@@ -117,9 +117,10 @@ def registers_at_least(axes: Axes, config: CudaConfig, problem: Problem) -> int:
 
 def why_not(axes: Axes, problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
     """Every reason why `config` cannot run `problem` on `arch` at a point of the axes."""
-    assert isinstance(config, CudaConfig)
     if illegal := why_illegal(axes):
         return illegal  # whatever the config
+    if not isinstance(config, CudaConfig):
+        return (wrong_kind(config, CudaConfig),)
     if wrong := _wrong_shape(axes, config):
         return tuple(wrong)
     reasons = _wrong_place(axes, config)
@@ -139,6 +140,11 @@ def why_not(axes: Axes, problem: Problem, arch: Arch, config: Config) -> tuple[R
     if blocks > GRID_MAX:
         reasons.append(Reason(code="config", got=f"{blocks} blocks", allowed=f"a grid of up to {GRID_MAX}"))
     return tuple(reasons)
+
+
+def wrong_kind(config: Config, kind: type[Config]) -> Reason:
+    """Why a config of another kernel will not do."""
+    return Reason(code="config", got=f"a {type(config).__name__}", allowed=f"a {kind.__name__}")
 
 
 def _wrong_shape(axes: Axes, config: CudaConfig) -> list[Reason]:
@@ -180,13 +186,13 @@ def _wrong_place(axes: Axes, config: CudaConfig) -> list[Reason]:
     return [Reason(code="config", got=f"q: {place} with {axes.name}", allowed=" or ".join(allowed))]
 
 
-def query_tiles(config: CudaConfig, problem: Problem) -> int:
+def query_tiles(config: Config, problem: Problem) -> int:
     """Tiles of queries of one head."""
     return -(-problem.seq_q // config.tile_m)
 
 
-def grid_blocks(config: CudaConfig, problem: Problem) -> int:
-    """Blocks of a launch: one per tile of queries, head and batch entry."""
+def grid_blocks(config: Config, problem: Problem) -> int:
+    """Blocks of a launch that has one per tile of queries, head and batch entry."""
     return query_tiles(config, problem) * problem.heads_q * problem.batch
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from cuda.bindings import nvrtc
 
 from multiattn import abi
-from multiattn.arch import Arch
 from multiattn.backend import Exported, Plan
 from multiattn.cuda import nvrtc as compiler
 from multiattn.cuda.bind import bind, image_of
@@ -26,9 +25,9 @@ def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
 
 
 def _export(kernel: Kernel, plan: Plan, kinds: Sequence[str]) -> Exported:
-    source = translation_unit([kernel])
+    source, target = translation_unit([kernel]), kernel.target(plan.arch)
     begin = time.perf_counter()
-    cubin = compiler._compile(source, plan.arch)
+    cubin = compiler._compile(source, target)
     seconds = time.perf_counter() - begin
     binding = None
     if plan.direction == "forward":
@@ -40,18 +39,17 @@ def _export(kernel: Kernel, plan: Plan, kinds: Sequence[str]) -> Exported:
         cubin=cubin,
         threads=kernel.threads,
         dynamic_smem_bytes=kernel.smem_bytes,
-        texts={"ptx": make_ptx(source, plan.arch)} if "ptx" in kinds else {},
+        texts={"ptx": make_ptx(source, target)} if "ptx" in kinds else {},
         binding=binding,
     )
 
 
-def make_ptx(source: str, arch: Arch) -> bytes:
-    """The PTX that NVRTC makes of a translation unit on its way to a cubin.
+def make_ptx(source: str, target: str) -> bytes:
+    """The PTX that NVRTC makes of a translation unit on its way to a cubin for a target (``sm_90``).
 
     By NVRTC itself: cuda.core asks the driver before it gives PTX, and here there may be none.
     """
-    major, minor = arch.capability
-    options = [f"--gpu-architecture=sm_{major}{minor}", f"--std={compiler._FLAGS['std']}"]
+    options = [f"--gpu-architecture={target}", f"--std={compiler._FLAGS['std']}"]
     options += [f"--include-path={directory}" for directory in DEVICE_INCLUDES]
     program = _ask(None, nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
     try:

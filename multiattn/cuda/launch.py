@@ -10,12 +10,16 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
+from multiattn.abi import TENSOR_MAP_BYTES
 from multiattn.backend import Plan
-from multiattn.context import make_context_current
+from multiattn.context import ensure_context, make_context_current
 from multiattn.cuda.backward_configs import delta_bytes
 from multiattn.cuda.launches import Launch, launches_of, params_of
 from multiattn.cuda.nvrtc import cubin_path
-from multiattn.cuda.params import BackwardParams, ForwardParams, set_backward_pointers, set_pointers
+from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams, set_backward_pointers, set_pointers
+from multiattn.cuda.tensor_maps import tensor_maps
+from multiattn.cuda.wgmma_configs import WgmmaConfig
+from multiattn.tensor_map import Encoder
 
 
 class _Sequence:
@@ -34,7 +38,12 @@ class _Sequence:
         """The arguments of cuLaunchKernel that are known now, but for the stream."""
         kernel = launch.kernel
         function = _load(cubin_path(kernel, plan.arch), kernel.name, kernel.smem_bytes, self.device)
-        return (function, launch.blocks, 1, 1, kernel.threads, 1, 1, kernel.smem_bytes)
+        return (function, launch.grid(_multiprocessors(self.device)), 1, 1, kernel.threads, 1, 1, kernel.smem_bytes)
+
+    def clear(self, memory: torch.Tensor) -> None:
+        """Zero bytes on the current stream of the device; the thread has its context."""
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        _check(*driver.cuMemsetD8Async(memory.data_ptr(), 0, memory.numel(), stream))
 
     def launch(self, params: ctypes.Structure) -> None:
         """Launch all on the current stream of the device, each with `params`, which are copied."""
@@ -64,6 +73,44 @@ class GpuLauncher:
         self._sequence.launch(params)
 
 
+class GpuWgmmaLauncher:
+    """The forward of a Plan of the kernel for Hopper on a GPU; see `multiattn.backend.Launcher` and `_Sequence`.
+
+    Tensor maps are encoded for addresses that the launcher has not seen of late, and for no others.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        assert isinstance(plan.config, WgmmaConfig)
+        self._sequence = _Sequence(plan)
+        self._rest = bytes(params_of(plan))[WgmmaParams.forward.offset :]
+        maps = tensor_maps(plan.problem, plan.config)
+        self._map_q, self._map_k, self._map_v = (Encoder(maps[name]) for name in ("q", "k", "v"))
+        self._map_out = Encoder(maps["out"]) if "out" in maps else _no_map
+        self._workspace_bytes = plan.workspace_bytes
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Launch on the current stream of the device."""
+        ensure_context(self._sequence.device)
+        maps = (
+            self._map_q(q.data_ptr()),
+            self._map_k(k.data_ptr()),
+            self._map_v(v.data_ptr()),
+            self._map_out(out.data_ptr()),
+        )
+        params = WgmmaParams.from_buffer_copy(b"".join((*maps, self._rest)))
+        set_pointers(params.forward, q, k, v, out, lse)
+        if self._workspace_bytes:  # goes back to the allocator with this call, for what comes after on the stream
+            counter = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=q.device)
+            params.next_tile = counter.data_ptr()
+            self._sequence.clear(counter)
+        self._sequence.launch(params)
+
+
+def _no_map(address: int) -> bytes:
+    """What stands for a tensor map that no kernel asks for."""
+    return bytes(TENSOR_MAP_BYTES)
+
+
 class GpuBackwardLauncher:
     """The backward of a Plan on a GPU; see `multiattn.backend.BackwardLauncher` and `_Sequence`."""
 
@@ -91,6 +138,11 @@ class GpuBackwardLauncher:
         params = BackwardParams.from_buffer_copy(self._template)
         set_backward_pointers(params, q, k, v, out, lse, dout, dlse, dq, dk, dv, workspace, self._dq_sum_at)
         self._sequence.launch(params)
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

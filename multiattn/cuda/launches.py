@@ -8,12 +8,21 @@ from dataclasses import dataclass, replace
 from multiattn.backend import Plan
 from multiattn.cuda import backward_configs as backward
 from multiattn.cuda import configs as forward
+from multiattn.cuda import wgmma_configs as wgmma
 from multiattn.cuda.axes import Axes
 from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig
 from multiattn.cuda.configs import CudaConfig
-from multiattn.cuda.params import BackwardParams, ForwardParams, make_backward_params, make_params
+from multiattn.cuda.params import (
+    BackwardParams,
+    ForwardParams,
+    WgmmaParams,
+    make_backward_params,
+    make_params,
+    make_wgmma_params,
+)
 from multiattn.cuda.source import Kernel
-from multiattn.cuda.variants import axes_of
+from multiattn.cuda.variants import axes_of, is_wgmma
+from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.problem import VECTOR_BYTES, Problem
 
 
@@ -23,12 +32,19 @@ class Launch:
 
     kernel: Kernel
     blocks: int
+    """As many as there is work for."""
+    is_persistent: bool = False
+    """Whether a block takes one piece of work after another: then a block per SM will do."""
+
+    def grid(self, multiprocessors: int) -> int:
+        """Blocks to launch on a device of so many SMs."""
+        return min(self.blocks, multiprocessors) if self.is_persistent else self.blocks
 
 
 def launches_of(plan: Plan) -> tuple[Launch, ...]:
     """What a launcher of `plan` launches. All of it takes one parameter struct, `params_of(plan)`."""
     if plan.direction == "forward":
-        return (_forward(plan),)
+        return (_wgmma(plan) if is_wgmma(plan) else _forward(plan),)
     assert isinstance(plan.config, BackwardConfig)
     problem, config = plan.problem, plan.config
     prepare, keys = _rows("prepare_rows", problem, config), _keys(problem, config)
@@ -38,10 +54,11 @@ def launches_of(plan: Plan) -> tuple[Launch, ...]:
 
 
 def params_of(plan: Plan) -> ctypes.Structure:
-    """The parameter struct of all kernels of `plan`, but for the pointers."""
+    """The parameter struct of all kernels of `plan`, but for pointers and tensor maps."""
     if plan.direction == "forward":
-        assert isinstance(plan.config, CudaConfig)
-        return make_params(plan.problem, plan.config)
+        assert plan.config is not None
+        make = make_wgmma_params if is_wgmma(plan) else make_params
+        return make(plan.problem, plan.config)
     assert isinstance(plan.config, BackwardConfig)
     return make_backward_params(plan.problem, plan.config)
 
@@ -53,12 +70,12 @@ def kernels_of(plan: Plan) -> tuple[Kernel, ...]:
 
 def siblings_of(plan: Plan) -> tuple[Kernel, ...]:
     """The kernels of one head_dim and config, for every dtype that it takes, mask and alignment."""
-    only_fp16 = plan.direction == "forward" and axes_of(plan).accumulator == "fp16"
+    only_fp16 = plan.direction == "forward" and not is_wgmma(plan) and axes_of(plan).accumulator == "fp16"
     problems = (
         replace(plan.problem, dtype=dtype, causal=causal, alignment=alignment)
         for dtype in (("fp16",) if only_fp16 else ("fp16", "bf16"))
         for causal in (False, True)
-        for alignment in (2, VECTOR_BYTES)
+        for alignment in ((VECTOR_BYTES,) if is_wgmma(plan) else (2, VECTOR_BYTES))
     )
     kernels = (kernel for problem in problems for kernel in kernels_of(replace(plan, problem=problem)))
     return tuple(dict.fromkeys(kernels))
@@ -111,6 +128,42 @@ def _forward(plan: Plan) -> Launch:
         smem_bytes=forward.smem_bytes(axes, config, problem),
     )
     return Launch(kernel=kernel, blocks=forward.grid_blocks(config, problem))
+
+
+def _wgmma(plan: Plan) -> Launch:
+    config, problem = plan.config, plan.problem
+    assert isinstance(config, WgmmaConfig)
+    kernel = Kernel(
+        name=f"forward_wgmma_{_what(problem)}_{_wgmma_name(config)}",
+        header="forward_wgmma.cuh",
+        entry="forward_wgmma",
+        traits=_traits("WgmmaTraits", problem, problem.head_dim, problem.causal, _wgmma_shape(config)),
+        params=WgmmaParams,
+        threads=config.threads,
+        occupancy=1,
+        smem_bytes=wgmma.smem_bytes(config, problem),
+        arch_features=True,
+    )
+    return Launch(kernel=kernel, blocks=forward.grid_blocks(config, problem), is_persistent=config.is_persistent)
+
+
+def _wgmma_shape(config: WgmmaConfig) -> str:
+    """The C++ type of what of the kernel's constants is no problem's."""
+    numbers = (config.warpgroups, config.tile_n, config.stages, config.q_slots)
+    flags = (config.q_in_registers, config.pingpong, config.lazy_max)
+    rest = (config.exp2_fma_sixteenths, config.tma_store, f"multiattn::Scheduler::{config.scheduler.upper()}")
+    return f"multiattn::WgmmaShape<{_cpp_list(*numbers, *flags, *rest)}>"
+
+
+def _wgmma_name(config: WgmmaConfig) -> str:
+    """Every field of the config, those that are off left out."""
+    parts = [f"{config.tile_m}x{config.tile_n}", f"s{config.stages}", f"q{config.q_slots}"]
+    parts += ["qregisters"] if config.q_in_registers else []
+    parts += ["pingpong"] if config.pingpong else []
+    parts += ["lazymax"] if config.lazy_max else []
+    parts += [f"fma{config.exp2_fma_sixteenths}"] if config.exp2_fma_sixteenths else []
+    parts += [] if config.tma_store else ["plainstore"]
+    return "_".join((*parts, config.scheduler.replace("_", "")))
 
 
 def _rows(entry: str, problem: Problem, config: BackwardConfig) -> Launch:
@@ -182,6 +235,10 @@ def _unaligned(problem: Problem) -> str:
     return "" if _is_aligned(problem) else "_unaligned"
 
 
-def _traits(template: str, problem: Problem, *arguments: int | bool) -> str:
-    values = (str(value).lower() for value in arguments)  # True is true in C++
-    return f"multiattn::{template}<multiattn::{problem.dtype}, {', '.join(values)}>"
+def _traits(template: str, problem: Problem, *arguments: int | bool | str) -> str:
+    return f"multiattn::{template}<multiattn::{problem.dtype}, {_cpp_list(*arguments)}>"
+
+
+def _cpp_list(*arguments: int | bool | str) -> str:
+    """Template arguments: True is true in C++, a string what it says."""
+    return ", ".join(str(it).lower() if isinstance(it, bool) else str(it) for it in arguments)

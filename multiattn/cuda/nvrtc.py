@@ -23,9 +23,10 @@ def cubin_path(kernel: Kernel, arch: Arch) -> Path:
     """The compiled kernel in the disk cache, compiled now if it is not there. NVRTC's own error passes through."""
     source = translation_unit([kernel])
     reached = files_reached(source, DEVICE_INCLUDES)
-    parts = (source, arch.name, str(_FLAGS), _compiler_version())
+    target = kernel.target(arch)
+    parts = (source, target, str(_FLAGS), _compiler_version())
     key = cache.key_of((*parts, *(text for name in sorted(reached) for text in (name, reached[name]))))
-    return cache.fetch(key, ".cubin", lambda path: _write(path, source, arch))
+    return cache.fetch(key, ".cubin", lambda path: _write(path, source, target))
 
 
 def compile_plan(plan: Plan) -> tuple[Compiled, ...]:
@@ -35,7 +36,7 @@ def compile_plan(plan: Plan) -> tuple[Compiled, ...]:
 
 def _compile_kernel(kernel: Kernel, arch: Arch) -> Compiled:
     begin = time.perf_counter()
-    cubin = _compile(translation_unit([kernel]), arch)
+    cubin = _compile(translation_unit([kernel]), kernel.target(arch))
     seconds = time.perf_counter() - begin
     usage = resource_usage(cubin)
     return Compiled(
@@ -49,14 +50,13 @@ def _compile_kernel(kernel: Kernel, arch: Arch) -> Compiled:
     )
 
 
-def _write(path: Path, source: str, arch: Arch) -> None:
-    path.write_bytes(_compile(source, arch))
+def _write(path: Path, source: str, target: str) -> None:
+    path.write_bytes(_compile(source, target))
 
 
-def _compile(source: str, arch: Arch) -> bytes:
-    major, minor = arch.capability
+def _compile(source: str, target: str) -> bytes:
     include_path = [str(directory) for directory in DEVICE_INCLUDES]
-    options = ProgramOptions(arch=f"sm_{major}{minor}", include_path=include_path, **_FLAGS)
+    options = ProgramOptions(arch=target, include_path=include_path, **_FLAGS)
     code = Program(source, "c++", options).compile("cubin").code
     return bytes(code)
 

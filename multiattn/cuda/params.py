@@ -1,4 +1,4 @@
-"""The kernels' parameter structs of `include/multiattn/params.h`, filled from a Problem."""
+"""The kernels' parameter structs of `include/multiattn/params*.h`, filled from a Problem."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import ctypes
 
 import torch
 
+from multiattn.abi import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
+from multiattn.config import Config
 from multiattn.cuda.backward_configs import ROW_TILE, BackwardConfig, tiles
-from multiattn.cuda.configs import ELEMENT_BYTES, CudaConfig, query_tiles
+from multiattn.cuda.configs import ELEMENT_BYTES, query_tiles
 from multiattn.problem import Problem, Strides
 
 _KV_BYTES_SIDE_BY_SIDE = 16 << 20
@@ -30,7 +32,7 @@ class ForwardParams(ctypes.Structure):
     )
 
 
-def make_params(problem: Problem, config: CudaConfig) -> ForwardParams:
+def make_params(problem: Problem, config: Config) -> ForwardParams:
     """Everything but the pointers."""
     return ForwardParams(
         strides_q=_strides(problem.strides_q),
@@ -58,6 +60,43 @@ def set_pointers(
     params.v = v.data_ptr()
     params.out = out.data_ptr()
     params.lse = lse.data_ptr()
+
+
+class WgmmaParams(ctypes.Structure):
+    """Mirrors `multiattn::WgmmaParams`, which is as aligned as its tensor maps: so its size is a multiple of that."""
+
+    _fields_ = (
+        *((f"map_{name}", ctypes.c_ubyte * TENSOR_MAP_BYTES) for name in ("q", "k", "v", "out")),
+        ("forward", ForwardParams),
+        ("next_tile", ctypes.c_void_p),
+        ("_padding", ctypes.c_ubyte * (-(ctypes.sizeof(ForwardParams) + 8) % TENSOR_MAP_ALIGNMENT)),
+    )
+
+
+def make_wgmma_params(problem: Problem, config: Config) -> WgmmaParams:
+    """Everything but the tensor maps and the pointers."""
+    return WgmmaParams(forward=make_params(problem, config))
+
+
+def aligned_wgmma_params(data: bytes) -> WgmmaParams:
+    """A copy of a struct's bytes at an address that its alignment in C++ wants."""
+    memory = bytearray(len(data) + TENSOR_MAP_ALIGNMENT)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    at = -start % TENSOR_MAP_ALIGNMENT
+    memory[at : at + len(data)] = data
+    return WgmmaParams.from_buffer(memory, at)
+
+
+def set_map(params: WgmmaParams, name: str, encoded: bytes) -> None:
+    """Put the encoded map of the tensor called `name` (``q k v out``) into `params`."""
+    at = ctypes.addressof(params) + map_offset(name)
+    ctypes.memmove(at, encoded, TENSOR_MAP_BYTES)
+
+
+def map_offset(name: str) -> int:
+    """Where the map of the tensor called `name` is in a WgmmaParams, in bytes."""
+    offset: int = getattr(WgmmaParams, f"map_{name}").offset
+    return offset
 
 
 class BackwardParams(ctypes.Structure):

@@ -7,6 +7,7 @@ A few problems run on heap tensors of exactly their size, so that any access bey
 from __future__ import annotations
 
 import argparse
+import ctypes
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,23 +19,32 @@ from multiattn.backend import Plan, make_plan
 from multiattn.cuda import BACKEND, cache
 from multiattn.cuda.backward_configs import delta_bytes
 from multiattn.cuda.configs import CudaConfig
-from multiattn.cuda.emulation.host import INCLUDES, RUNTIME
+from multiattn.cuda.emulation.host import INCLUDES, MULTIPROCESSORS, RUNTIME, encode_map
 from multiattn.cuda.launches import kernels_of, launches_of, params_of
+from multiattn.cuda.params import ForwardParams, WgmmaParams, map_offset, set_map
 from multiattn.cuda.source import Kernel, files_reached, translation_unit
+from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.tools import GXX, gxx_version, probe_host
-from multiattn.cuda.variants import SPANNING
+from multiattn.cuda.variants import SPANNING, WGMMA
+from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.problem import Problem
 
 _FLAGS = ("-std=c++20", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
           "-Wno-unknown-pragmas")  # fmt: skip
 _SINGLE_STAGE = CudaConfig(tile_m=64, tile_n=32, warps=2, stages=1, q_in_registers=True)
-_HALVES, _FLOATS, _OUTPUT, _WORKSPACE = range(4)  # emulation/sanitize_main.h has the same
+_HOPPER = (
+    WgmmaConfig(tile_m=128, tile_n=32, pingpong=True, q_slots=2),
+    WgmmaConfig(tile_m=128, tile_n=48, stages=3, scheduler="static", q_in_registers=True, exp2_fma_fraction=0.25),
+    WgmmaConfig(tile_m=128, tile_n=16, scheduler="one_tile", lazy_max=True, tma_store=False),
+)
+_HALVES, _FLOATS, _OUTPUT, _WORKSPACE, _ZEROS = range(5)  # emulation/sanitize_main.h has the same
 
 
 def sanitized_plans() -> tuple[Plan, ...]:
     """Ragged lengths, padded and unpadded head_dim, both masks, GQA, element loads, one stage and two, scale signs.
 
-    And points of the forward's ladder whose buffers are shared, on a head_dim whose last slice is not whole.
+    And points of the forward's ladder whose buffers are shared, on a head_dim whose last slice is not whole; and the
+    kernel for Hopper with each scheduler, and the output from shared memory and from registers.
     """
     make = Problem.contiguous
     causal = make(batch=2, heads_q=2, heads_kv=1, seq_q=37, seq_kv=101, head_dim=64, dtype="fp16", causal=True)
@@ -46,12 +56,16 @@ def sanitized_plans() -> tuple[Plan, ...]:
     wide = make(batch=1, heads_q=1, seq_q=20, seq_kv=90, head_dim=328, dtype="bf16")
     rungs = [make_plan(BACKEND, sliced, CPU, variant=name) for name in SPANNING if "share" in name]
     rungs += [make_plan(BACKEND, wide, CPU), make_plan(BACKEND, replace(wide, alignment=2), CPU)]
+    hopper = [
+        make_plan(BACKEND, problem, CPU, variant=WGMMA.name, config=config)
+        for problem, config in zip((causal, padded, empty_rows), _HOPPER, strict=True)
+    ]
     backward = [
         make_plan(BACKEND, problem, CPU, direction="backward", variant=variant.name)
         for variant in BACKEND.backward.variants
         for problem in (causal, unaligned, empty_rows)
     ]
-    return (*forward, make_plan(BACKEND, causal, CPU, config=_SINGLE_STAGE), *rungs, *backward)
+    return (*forward, make_plan(BACKEND, causal, CPU, config=_SINGLE_STAGE), *rungs, *hopper, *backward)
 
 
 def run(plans: Sequence[Plan], *, missing_elements: int = 0) -> subprocess.CompletedProcess[str]:
@@ -64,15 +78,28 @@ def run(plans: Sequence[Plan], *, missing_elements: int = 0) -> subprocess.Compl
 def _line(plan: Plan, kernels: Sequence[Kernel], missing_elements: int) -> str:
     """One line of the program's stdin; emulation/sanitize_main.h says what is in it."""
     params, launches = params_of(plan), launches_of(plan)
+    maps = tensor_maps(plan.problem, plan.config) if isinstance(plan.config, WgmmaConfig) else {}
+    for name, tensor_map in maps.items():
+        assert isinstance(params, WgmmaParams)
+        set_map(params, name, encode_map(tensor_map, 0))
     numbers: list[int] = [len(launches)]
     for launch in launches:
         kernel = launch.kernel
-        numbers += (kernels.index(kernel), launch.blocks, kernel.threads, kernel.smem_bytes)
+        numbers += (kernels.index(kernel), launch.grid(MULTIPROCESSORS), kernel.threads, kernel.smem_bytes)
     tensors = _tensors(plan, missing_elements)
     numbers.append(len(tensors))
     for name, (size, kind) in tensors.items():
-        numbers += (getattr(type(params), name).offset, size, kind)
+        places = _places(params, name, name in maps)
+        numbers += (size, kind, len(places), *places)
     return f"{bytes(params).hex()} {' '.join(map(str, numbers))}\n"
+
+
+def _places(params: ctypes.Structure, name: str, is_mapped: bool) -> list[int]:
+    """Where in the parameter struct the address of a tensor is, in bytes; a tensor map (`is_mapped`) starts with it."""
+    if not isinstance(params, WgmmaParams) or name == "next_tile":
+        return [getattr(type(params), name).offset]
+    own = WgmmaParams.forward.offset + getattr(ForwardParams, name).offset
+    return [own, map_offset(name)] if is_mapped else [own]
 
 
 def _tensors(plan: Plan, missing_elements: int) -> dict[str, tuple[int, int]]:
@@ -83,7 +110,8 @@ def _tensors(plan: Plan, missing_elements: int) -> dict[str, tuple[int, int]]:
     q, kv, statistic = rows_q * problem.head_dim * 2, rows_kv * problem.head_dim * 2, rows_q * 4
     inputs = {"q": (q, _HALVES), "k": (kv - 2 * missing_elements, _HALVES), "v": (kv, _HALVES)}
     if plan.direction == "forward":
-        return {**inputs, "out": (q, _OUTPUT), "lse": (statistic, _WORKSPACE)}
+        counter = {"next_tile": (plan.workspace_bytes, _ZEROS)} if plan.workspace_bytes else {}
+        return {**inputs, "out": (q, _OUTPUT), "lse": (statistic, _WORKSPACE), **counter}
     tensors = {
         **inputs,
         **dict.fromkeys(("out", "dout"), (q, _HALVES)),

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from multiattn.arch import Arch
+
 ROOT = Path(__file__).parent
 DEVICE_INCLUDES = (ROOT / "include", ROOT / "kernels")
 HOST_INCLUDES = (ROOT / "emulation" / "include", *DEVICE_INCLUDES)
@@ -35,6 +37,13 @@ class Kernel:
     """Blocks on an SM that the compiler must leave registers for."""
     smem_bytes: int
     """Dynamic shared memory of a block."""
+    arch_features: bool = False
+    """Whether it has instructions of one arch alone (wgmma), whose code runs on no later one."""
+
+    def target(self, arch: Arch) -> str:
+        """What NVRTC calls the target: ``sm_90``, or ``sm_90a`` with the features of that arch."""
+        major, minor = arch.capability
+        return f"sm_{major}{minor}{'a' if self.arch_features else ''}"
 
 
 def translation_unit(kernels: Sequence[Kernel]) -> str:

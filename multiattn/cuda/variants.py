@@ -1,4 +1,4 @@
-"""The rungs of the CUDA backend: points on named axes, one kernel template for each direction."""
+"""The variants of the CUDA backend: a forward for Hopper, and rungs: points on named axes, one template for all."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from multiattn.arch import ARCHS
 from multiattn.backend import Plan, Variant
 from multiattn.cuda import axes as points
 from multiattn.cuda import backward_configs as backward
+from multiattn.cuda import wgmma_configs, wgmma_rules
 from multiattn.cuda.axes import Axes
 from multiattn.cuda.configs import why_not
 from multiattn.cuda.rules import rules_of
+from multiattn.problem import VECTOR_BYTES
 from multiattn.support import Capability
 
 _OFFERED = {
@@ -32,28 +34,43 @@ def _variant(axes: Axes, summary: str, *, only_named: bool) -> Variant:
     )
 
 
+WGMMA = Variant(
+    name="wgmma",
+    summary="Hopper: a warpgroup loads by TMA, others multiply by wgmma; FlashAttention-3",
+    capability=Capability(arches=("sm90", "cpu"), alignment=VECTOR_BYTES),
+    rules=wgmma_rules.RULES,
+    workspace=wgmma_configs.workspace,
+    fits=wgmma_configs.why_not,
+)
+"""Of no ladder: it has no flags and no parent."""
+
 VARIANTS: tuple[Variant, ...] = (
+    WGMMA,
     *(_variant(axes, summary, only_named=False) for axes, summary in _OFFERED.items()),
     *(_variant(axes, axes.summary, only_named=True) for axes in points.cross_product() if axes not in _OFFERED),
 )
-"""The whole cross product, illegal points with their reasons included; first what is offered, best first."""
+"""What is offered, best first; then the rest of the cross product, illegal points with their reasons included."""
 
-SPANNING: tuple[str, ...] = tuple(
-    Axes(warps=warps, share=share, tiling=tiling, swizzle=swizzle).name
-    for warps, share, tiling, swizzle in (
-        ("split_q", "none", "none", "qkv"),
-        ("split_kv", "kv", "qkv", "qkv"),
-        ("split_kv", "none", "none", ""),
-        ("split_q", "kv", "none", "qk"),
-        ("split_q", "qkv", "none", "k"),
-        ("split_q", "none", "qk", "qv"),
-        ("split_q", "kv", "qkv", "q"),
-        ("split_kv", "qkv", "none", "v"),
-        ("split_kv", "kv", "qk", "kv"),
-        ("split_kv", "none", "qkv", "qk"),
-    )
+SPANNING: tuple[str, ...] = (
+    WGMMA.name,
+    *(
+        Axes(warps=warps, share=share, tiling=tiling, swizzle=swizzle).name
+        for warps, share, tiling, swizzle in (
+            ("split_q", "none", "none", "qkv"),
+            ("split_kv", "kv", "qkv", "qkv"),
+            ("split_kv", "none", "none", ""),
+            ("split_q", "kv", "none", "qk"),
+            ("split_q", "qkv", "none", "k"),
+            ("split_q", "none", "qk", "qv"),
+            ("split_q", "kv", "qkv", "q"),
+            ("split_kv", "qkv", "none", "v"),
+            ("split_kv", "kv", "qk", "kv"),
+            ("split_kv", "none", "qkv", "qk"),
+        )
+    ),
 )
-"""Points that keep the contract (sums in fp32), with every legal pair of warps, share and tiling and every swizzle."""
+"""Of what keeps the contract (sums in fp32): Hopper's kernel, and points that have between them every swizzle and every
+legal pair of warps, share and tiling."""
 
 BACKWARD_VARIANTS: tuple[Variant, ...] = (
     Variant(
@@ -78,9 +95,14 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
 )
 
 
+def is_wgmma(made: Plan | Variant) -> bool:
+    """Whether a forward Plan or Variant is of the kernel for Hopper; all others are points of the axes."""
+    return (made.variant if isinstance(made, Plan) else made.name) == WGMMA.name
+
+
 _AXES = {axes.name: axes for axes in points.cross_product()}
 
 
 def axes_of(plan: Plan) -> Axes:
-    """The point that a forward Plan is at."""
+    """The point that a forward Plan is at; KeyError for one of the kernel for Hopper."""
     return _AXES[plan.variant]

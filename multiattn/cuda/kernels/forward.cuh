@@ -186,26 +186,6 @@ DEVICE void attend(Outputs<T>& out, RowStates<T>& state, const Walk<T>& it) {
   for (; block < blocks.end; ++block) attend_to_block<T, true, CAREFUL>(block, out, state, it);
 }
 
-// Four words of each lane of a quad, turned: lane i gets word i of all four. What were pairs of columns in four 8-column
-// chunks become a chunk for each lane.
-DEVICE Chunk transpose_in_quad(Chunk mine) {
-  const int lane = thread_index() % 4;
-#pragma unroll
-  for (int step = 1; step < 4; step *= 2) {
-    const bool upper = lane & step;
-#pragma unroll
-    for (int low = 0; low < 4; ++low) {
-      if (low & step) continue;
-      const uint32 given = shuffle_xor(upper ? mine.word[low] : mine.word[low + step], step);
-      if (upper)
-        mine.word[low] = given;
-      else
-        mine.word[low + step] = given;
-    }
-  }
-  return mine;
-}
-
 // out = outputs / sum and lse = log(sum of exp). Quads of lanes gather 16 bytes a lane, so that rows leave in such stores.
 template <class T>
 DEVICE void store(const Outputs<T>& out, const RowStates<T>& state, const Walk<T>& it, const Sequence& sequence) {

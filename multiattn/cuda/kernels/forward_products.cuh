@@ -2,15 +2,9 @@
 #pragma once
 #include "forward_traits.cuh"
 #include "multiattn/params.h"
+#include "multiattn/special.cuh"
 
 namespace multiattn {
-
-// A negative scale negates Q. A zero one empties it, but for what is not finite: 0 * inf and 0 * NaN are NaN.
-template <class E>
-DEVICE uint32 fold_sign(uint32 half, int sign) {
-  if (sign < 0) return half ^ 0x8000u;
-  return (half & E::EXPONENT) == E::EXPONENT ? E::QUIET_NAN : 0u;
-}
 
 template <class T, class Tile>
 DEVICE void fold_sign_into_q(SharedAddress tile, int sign) {
@@ -152,12 +146,6 @@ DEVICE void for_each_value(SharedAddress v, Use use) {
     if (step + T::READ_AHEAD < STEPS) ring[(step + T::READ_AHEAD) % RING] = load(step + T::READ_AHEAD);
     use(key(step), column(step), ring[step % RING]);
   }
-}
-
-// What is not finite counts as zero.
-template <class E>
-DEVICE Fragment finite_or_zero(const Fragment& fragment) {
-  return map_elements(fragment, [](uint32 half) { return (half & E::EXPONENT) == E::EXPONENT ? 0u : half; });
 }
 
 // out[WARP_ROWS, columns] += weights[WARP_ROWS, V_ROWS] V[V_ROWS, columns], of one piece of V

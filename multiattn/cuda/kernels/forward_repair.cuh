@@ -4,21 +4,9 @@
 #include "forward_products.cuh"
 #include "forward_stream.cuh"
 #include "multiattn/mask.cuh"
+#include "multiattn/special.cuh"
 
 namespace multiattn {
-
-// Which of 16 keys the warp's row fragment sees, as operand A: one where visible, else zero.
-template <class T>
-DEVICE Fragment visible_as_operand(const Mask<T::CAUSAL>& mask, int first_query, int first_key) {
-  Accumulator seen[2];
-#pragma unroll
-  for (int side = 0; side < 2; ++side)
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-      seen[side].value[e] =
-          mask.visible(first_query + accumulator_row(e), first_key + 8 * side + accumulator_column(e)) ? 1.0f : 0.0f;
-  return as_operand<typename T::Element>(seen);
-}
 
 // Adds inf, -inf and NaN of V to every output whose query sees the key they are of, whatever its weight.
 template <class T>
@@ -33,25 +21,10 @@ DEVICE void add_nonfinite(Outputs<T>& out, const ForwardParams& params, Stream<T
       stream.await_v(block, piece);
       const int first_key = block * T::TILE_N + piece * T::V_ROWS;
       for_each_value<T, false>(stream.v(block, piece), [&](int n, int d, const Fragment& value) {
-#pragma unroll 1  // a rare pass: its code should be small
-        for (int which = 0; which < 3; ++which) {
-          const uint32 wanted = which == 0 ? E::EXPONENT : which == 1 ? E::EXPONENT | 0x8000u : E::QUIET_NAN;
-          const float added = which == 0 ? infinity() : which == 1 ? -infinity() : infinity() - infinity();
-          const Fragment hit = map_elements(value, [&](uint32 half) {
-            const bool is_nan = (half & 0x7fffu) > E::EXPONENT;
-            return (is_nan ? E::QUIET_NAN : half) == wanted ? E::ONE : 0u;
-          });
 #pragma unroll
-          for (int m = 0; m < T::ROW_FRAGMENTS; ++m) {
-            Accumulator reached[2] = {};
-            const int query = first_query + T::warp_row() + 16 * m;
-            mma_pair<E>(reached, visible_as_operand<T>(mask, query, first_key + 16 * n), hit);
-#pragma unroll
-            for (int side = 0; side < 2; ++side)
-#pragma unroll
-              for (int e = 0; e < 4; ++e)
-                if (reached[side].value[e] > 0.0f) out[m][d][side].value[e] += added;
-          }
+        for (int m = 0; m < T::ROW_FRAGMENTS; ++m) {
+          const int query = first_query + T::warp_row() + 16 * m;
+          add_special<E>(out[m][d], visible_as_operand<E>(mask, query, first_key + 16 * n), value);
         }
       });
     }

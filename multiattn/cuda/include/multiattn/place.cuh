@@ -9,8 +9,10 @@ namespace multiattn {
 struct Place {
   int head, place;
 
-  static DEVICE Place of(int64 block, int tiles, int heads, int heads_per_section) {
-    const int64 section_blocks = static_cast<int64>(tiles) * heads_per_section;
+  // `Index` holds the number of all tiles.
+  template <class Index>
+  static DEVICE Place of(Index block, int tiles, int heads, int heads_per_section) {
+    const Index section_blocks = static_cast<Index>(tiles) * heads_per_section;
     const int first_head = static_cast<int>(block / section_blocks) * heads_per_section;
     const int within = static_cast<int>(block % section_blocks);
     const int side_by_side = min(heads_per_section, heads - first_head);

@@ -176,6 +176,26 @@ DEVICE Fragment as_operand(const Accumulator (&pair)[2]) {
            pack<E>(right[0], right[1]), pack<E>(right[2], right[3])}};
 }
 
+// Four words of each lane of a quad, turned: lane i gets word i of all four. What were pairs of columns in four 8-column
+// chunks become a chunk for each lane.
+DEVICE Chunk transpose_in_quad(Chunk mine) {
+  const int lane = thread_index() % 4;
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const bool upper = lane & step;
+#pragma unroll
+    for (int low = 0; low < 4; ++low) {
+      if (low & step) continue;
+      const uint32 given = shuffle_xor(upper ? mine.word[low] : mine.word[low + step], step);
+      if (upper)
+        mine.word[low] = given;
+      else
+        mine.word[low + step] = given;
+    }
+  }
+  return mine;
+}
+
 DEVICE bool is_finite(float x) { return (float_bits(x) & 0x7f800000u) != 0x7f800000u; }
 
 // `map` on each 16-bit half of a word.

@@ -1,0 +1,401 @@
+// Fused multi-head attention, forward, for sm90: TMA, wgmma, warp specialisation.
+//
+// Shah et al., "FlashAttention-3" (arXiv 2407.08608), Algorithm 2: one warpgroup only loads; the others own 64 queries each
+// and walk over the keys from the last block that they see down to the first, TILE_N at a time. Products are asynchronous:
+// while a warpgroup turns scores into weights, the tensor cores add what its earlier weights make of V, and work for the
+// other warpgroups.
+#pragma once
+#include "forward_wgmma_producer.cuh"
+#include "forward_wgmma_repair.cuh"
+#include "forward_wgmma_softmax.cuh"
+#include "multiattn/wgmma.cuh"
+
+namespace multiattn {
+
+template <class T>
+class Consumer {
+  using E = typename T::Element;
+  using Shared = SharedLayout<T>;
+  using TileQ = typename T::TileQ;
+  using TileKV = typename T::TileKV;
+  static constexpr int HEADROOM = T::LAZY_MAX ? multiattn::HEADROOM<E> : 0;
+
+ public:
+  DEVICE Consumer(const WgmmaParams& params, int warpgroup)
+      : params_(params), mask_{params.forward.seq_q, params.forward.seq_kv}, warpgroup_(warpgroup) {}
+
+  // Tile after tile.
+  DEVICE void run() {
+    if (T::PINGPONG && warpgroup_ == T::WARPGROUPS - 1) named_barrier_arrive(TURN_BARRIER, 2 * WARPGROUP);
+    for (Rows rows = begin(); rows.first_query >= 0; rows = begin()) {
+      attend(rows);
+      finish(rows);
+    }
+    if constexpr (T::TMA_STORE) tma_store_wait_read<0>();  // shared memory goes with the block
+  }
+
+ private:
+  // A warpgroup's part of a tile of queries: where it starts (negative: there is no tile), of which head of the batch, the
+  // slot of Q, the blocks of keys that are loaded, and of those that the warpgroup sees, from `last` down to 0, the ones from
+  // `exact` on, which it sees in part, or starts with.
+  struct Rows {
+    int first_query, head, slot, loaded, last, exact;
+  };
+
+  // The next tile. Its Q is there.
+  DEVICE Rows begin() {
+    Shared::ring_q().await_full(q_);
+    Rows rows{shared_int(Shared::tile_place(q_.slot)), shared_int(Shared::tile_place(q_.slot) + 4), q_.slot, 0, -1, 0};
+    if (rows.first_query < 0) return rows;
+    rows.loaded = max(mask_.template blocks<T::TILE_N>(rows.first_query, T::TILE_M).end, 0);
+    rows.first_query += warpgroup_ * T::WARPGROUP_ROWS;
+    const auto blocks = mask_.template blocks<T::TILE_N>(rows.first_query, T::WARPGROUP_ROWS);
+    if (rows.first_query < params_.forward.seq_q) rows.last = max(blocks.end, 0) - 1;
+    rows.exact = min(blocks.first_masked, rows.last);
+    take_queries(rows.slot);
+    q_.advance();
+    return rows;
+  }
+
+  static DEVICE int shared_int(SharedAddress place) { return static_cast<int>(float_bits(load_shared_4(place))); }
+
+  // The paper's loop: outputs and state of the rows.
+  DEVICE void attend(const Rows& rows) {
+    state_ = RowState::empty();
+#pragma unroll
+    for (int i = 0; i < T::HEAD_DIM / 2; ++i) out_[i] = 0.0f;
+    const int skipped = rows.loaded - 1 - rows.last;  // blocks that only other warpgroups of the tile see
+    if (skipped > 0) skip();
+    for (int block = 1; block < skipped; ++block) {
+      await_turn();  // as those who see the block do
+      pass_turn();
+      skip();
+      skip();
+    }
+    if (rows.last >= 0) {
+      if (skipped > 0) await_turn();
+      make_scores(rows.slot);
+      if (skipped > 0) pass_turn();
+      wgmma_wait<0>();
+      if (skipped > 0) skip();
+      walk(rows);
+    } else {
+      if (skipped > 0) skip();
+      await_stored();
+    }
+    if constexpr (!T::TMA_STORE && !T::Q_IN_REGISTERS) Shared::ring_q().release(rows.slot);
+    if (rows.last >= 0) {
+      add_values();
+      wgmma_wait<0>();
+      release_v();
+    }
+  }
+
+  // A tile of K or V that only other warpgroups have a use for.
+  DEVICE void skip() {
+    Shared::ring_kv().await_full(kv_);
+    Shared::ring_kv().release(kv_.slot);
+    kv_.advance();
+  }
+
+  DEVICE void take_queries(int slot) {
+    if (params_.forward.scale_sign != 1) {
+      fold_sign_into_rows(slot);
+      fence_async_shared();
+      named_barrier_sync(ROWS_BARRIER + warpgroup_, WARPGROUP);  // Q is rewritten before anybody reads it
+    }
+    if constexpr (T::Q_IN_REGISTERS) {
+      const auto reader = FragmentReader<Panel<TileQ::ROWS>>::down();
+#pragma unroll
+      for (int step = 0; step < T::DOT_STEPS; ++step) {
+        const Fragment fragment = reader.load(queries(slot) + step / 4 * TileQ::PANEL_BYTES, warp_row(), step % 4 * 16);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) kept_q_[step][i] = fragment.reg[i];
+      }
+      if constexpr (!T::TMA_STORE) Shared::ring_q().release(slot);
+    }
+  }
+
+  DEVICE void fold_sign_into_rows(int slot) const {
+    constexpr int CHUNKS = T::WARPGROUP_ROWS * 8;  // of a panel
+    for (int i = thread_index() % WARPGROUP; i < TileQ::PANELS * CHUNKS; i += WARPGROUP) {
+      const SharedAddress place = queries(slot) + i / CHUNKS * TileQ::PANEL_BYTES + i % CHUNKS * CHUNK_BYTES;
+      Chunk chunk = load_shared_16(place);
+#pragma unroll
+      for (int w = 0; w < 4; ++w)
+        chunk.word[w] =
+            map_halves(chunk.word[w], [&](uint32 half) { return fold_sign<E>(half, params_.forward.scale_sign); });
+      store_shared_16(place, chunk);
+    }
+  }
+
+  // The blocks that the warpgroup sees; scores of the last are there, and it is the first. Weights of block 0 are left: what
+  // they make of V is yet to be added.
+  DEVICE void walk(const Rows& rows) {
+    weigh<true, false>(rows, rows.last);
+    await_stored();  // by now it is
+    int block = rows.last - 1;
+    for (; block >= rows.exact; --block) next_block<true>(rows, block);
+    for (; block >= 0; --block) next_block<false>(rows, block);
+  }
+
+  // A block's scores are made while the weights of the one before are multiplied by its V, and that while scores become
+  // weights.
+  template <bool EXACT>
+  DEVICE void next_block(const Rows& rows, int block) {
+    await_turn();
+    make_scores(rows.slot);
+    add_values();
+    pass_turn();
+    weigh<EXACT, true>(rows, block);
+  }
+
+  // Scores to weights, and the state and older outputs brought up to date. With HAS_VALUES those of the block before are
+  // under way behind the scores.
+  template <bool EXACT, bool HAS_VALUES>
+  DEVICE void weigh(const Rows& rows, int block) {
+    if constexpr (HAS_VALUES) wgmma_wait<1>();
+    if constexpr (!T::LAZY_MAX) release_k();
+    float base[2], sum[2], decay[2] = {1.0f, 1.0f};
+    if constexpr (EXACT) mask_scores<T>(scores_, mask_, rows.first_query + warp_row(), block * T::TILE_N);
+    if constexpr (EXACT || !T::LAZY_MAX) {
+      settle_max(decay, base);
+    } else {
+      base[0] = state_.max[0];
+      base[1] = state_.max[1];
+    }
+    exponentiate<T, !EXACT>(scores_, base, params_.forward.scale_log2, sum);
+    if constexpr (HAS_VALUES) {
+      wgmma_wait<0>();
+      release_v();
+    }
+    pack_weights<T>(weights_, scores_);
+    if constexpr (T::LAZY_MAX && !EXACT) {
+      if (any_in_warp(outgrown<E>(weights_))) redo(rows, sum, decay);
+    }
+    if constexpr (T::LAZY_MAX) release_k();
+    state_.sum[0] = state_.sum[0] * decay[0] + sum[0];
+    state_.sum[1] = state_.sum[1] * decay[1] + sum[1];
+    if constexpr (EXACT || !T::LAZY_MAX) decay_output(decay);
+  }
+
+  DEVICE void settle_max(float (&decay)[2], float (&base)[2]) {
+    float top[2];
+    find_tops<T>(scores_, top, params_.forward.scale_log2);
+    raise_max(state_, top, HEADROOM, decay, base);
+  }
+
+  DEVICE void decay_output(const float (&decay)[2]) {
+    if (!any_in_warp(decay[0] != 1.0f || decay[1] != 1.0f)) return;
+#pragma unroll
+    for (int i = 0; i < T::HEAD_DIM / 2; ++i) out_[i] *= decay[i / 2 % 2];
+  }
+
+  // A maximum has outgrown the weights: the warp makes its scores once more, by mma.sync and while the others go on, and
+  // takes their maxima first.
+  DEVICE void redo(const Rows& rows, float (&sum)[2], float (&decay)[2]) {
+    const auto reader_q = FragmentReader<Panel<TileQ::ROWS>>::down();
+    const auto reader_k = FragmentReader<Panel<TileKV::ROWS>>::right();
+#pragma unroll
+    for (int n = 0; n < T::KEY_STEPS; ++n) {
+      Accumulator pair[2] = {};
+#pragma unroll(T::Q_IN_REGISTERS ? T::DOT_STEPS : 1)
+      for (int step = 0; step < T::DOT_STEPS; ++step) {
+        const int panel = step / 4, column = step % 4 * 16;
+        Fragment q;
+        if constexpr (T::Q_IN_REGISTERS) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) q.reg[i] = kept_q_[step][i];
+        } else {
+          q = reader_q.load(queries(rows.slot) + panel * TileQ::PANEL_BYTES, warp_row(), column);
+        }
+        mma_pair<E>(pair, q, reader_k.load(Shared::kv(k_slot_) + panel * TileKV::PANEL_BYTES, 16 * n, column));
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) scores_[8 * n + i] = pair[i / 4].value[i % 4];
+    }
+    float base[2];
+    settle_max(decay, base);
+    exponentiate<T, false>(scores_, base, params_.forward.scale_log2, sum);
+    pack_weights<T>(weights_, scores_);
+    decay_output(decay);
+  }
+
+  // ---- products, left under way
+  // scores[64, TILE_N] = Q K^T of the next block
+  DEVICE void make_scores(int slot) {
+    Shared::ring_kv().await_full(kv_);
+    const Descriptor q(queries(slot), 16), k(Shared::kv(kv_.slot), 16);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < T::DOT_STEPS; ++step) {
+      const uint64 keys = k.at(step / 4 * TileKV::PANEL_BYTES + step % 4 * 32);
+      if constexpr (T::Q_IN_REGISTERS)
+        wgmma_rs<E, T::TILE_N>(scores_, kept_q_[step], keys, step > 0);
+      else
+        wgmma_ss<E, T::TILE_N>(scores_, q.at(step / 4 * TileQ::PANEL_BYTES + step % 4 * 32), keys, step > 0);
+    }
+    wgmma_commit();
+    k_slot_ = kv_.slot;
+    kv_.advance();
+  }
+
+  // out[64, HEAD_DIM] += weights V
+  DEVICE void add_values() {
+    Shared::ring_kv().await_full(kv_);
+    const Descriptor v(Shared::kv(kv_.slot), TileKV::PANEL_BYTES);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < T::KEY_STEPS; ++step)
+      wgmma_rs_mn<E, T::HEAD_DIM>(out_, weights_[step], v.at(step * 16 * TileKV::ROW_BYTES), true);
+    wgmma_commit();
+    kv_.advance();
+  }
+
+  DEVICE void release_k() const { Shared::ring_kv().release(k_slot_); }
+  DEVICE void release_v() const { Shared::ring_kv().release(kv_.slot == 0 ? T::STAGES - 1 : kv_.slot - 1); }
+
+  // ---- out = outputs / sum and lse = log(sum of exp)
+  DEVICE void finish(const Rows& rows) {
+    const ForwardParams& params = params_.forward;
+    if constexpr (T::CAUSAL) {
+      if (any_in_warp(has_nonfinite()))
+        CarefulWarp<T>(params, rows.head, rows.first_query + warp_row()).attend(out_, state_);
+    }
+    float inverse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = reduce_row(state_.sum[half], [](float a, float b) { return a + b; });
+      const int query = rows.first_query + warp_row() + accumulator_row(2 * half);
+      const bool empty = sum == 0.0f;  // the query sees no key
+      inverse[half] = empty ? 0.0f : 1.0f / sum;
+      if (thread_index() % 4 == 0 && query < params.seq_q)
+        store_global_4(params.lse + static_cast<int64>(rows.head) * params.seq_q + query,
+                       empty ? -infinity() : (state_.max[half] + log2_exact(sum)) * LN_2);
+    }
+    if constexpr (T::TMA_STORE)
+      store_through_q(rows, inverse);
+    else
+      store_directly(rows, inverse);
+  }
+
+  DEVICE bool has_nonfinite() const {
+    float product = 0.0f;  // 0 * x is 0 for every finite x, else NaN: one instruction an element
+#pragma unroll
+    for (int i = 0; i < T::HEAD_DIM / 2; ++i) product = fmaf(out_[i], 0.0f, product);
+    return product != 0.0f;
+  }
+
+  // Through the warpgroup's rows of Q, which nobody needs any more.
+  DEVICE void store_through_q(const Rows& rows, const float (&inverse)[2]) {
+    const SharedAddress staged = queries(rows.slot);
+    named_barrier_sync(ROWS_BARRIER + warpgroup_, WARPGROUP);  // nobody of the warpgroup reads Q
+    const PairWriter<Panel<TileQ::ROWS>> writer;
+#pragma unroll
+    for (int chunk = 0; chunk < T::HEAD_DIM / 8; ++chunk)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        writer.store(staged + chunk / 8 * TileQ::PANEL_BYTES, warp_row() + 8 * half, chunk % 8,
+                     output_pair(chunk, half, inverse));
+    fence_async_shared();
+    named_barrier_sync(ROWS_BARRIER + warpgroup_, WARPGROUP);  // everybody's outputs are there
+    if (thread_index() % WARPGROUP == 0) {
+#pragma unroll
+      for (int panel = 0; panel < TileQ::PANELS; ++panel)
+        tma_store(params_.map_out, staged + panel * TileQ::PANEL_BYTES, panel * TileQ::PANEL_COLUMNS, rows.first_query,
+                  rows.head % params_.forward.heads_q, rows.head / params_.forward.heads_q);
+      tma_store_commit();
+    }
+    is_storing_ = true;
+    if constexpr (T::Q_SLOTS == 1) await_stored();
+  }
+
+  // Gives Q's slot back once the output has left it.
+  DEVICE void await_stored() {
+    if (!T::TMA_STORE || !is_storing_) return;
+    if (thread_index() % WARPGROUP == 0) {
+      tma_store_wait_read<0>();
+      mbarrier_arrive(Shared::ring_q().empty(q_.slot));  // after all others, the next one is that of the tile before
+    }
+    is_storing_ = false;
+  }
+
+  // From registers: quads of lanes gather 16 bytes a lane.
+  DEVICE void store_directly(const Rows& rows, const float (&inverse)[2]) {
+    const ForwardParams& params = params_.forward;
+    uint16* const out = static_cast<uint16*>(params.out) + rows.head / params.heads_q * params.strides_out.batch +
+                        rows.head % params.heads_q * params.strides_out.head;
+    const int lane = thread_index() % 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int query = rows.first_query + warp_row() + accumulator_row(2 * half);
+#pragma unroll
+      for (int first = 0; first < T::HEAD_DIM / 8; first += 4) {
+        Chunk chunk = {};
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+          if (first + w < T::HEAD_DIM / 8) chunk.word[w] = output_pair(first + w, half, inverse);
+        chunk = transpose_in_quad(chunk);
+        if (first + lane < T::HEAD_DIM / 8 && query < params.seq_q)
+          store_global_16(out + query * params.strides_out.seq + (first + lane) * CHUNK_ELEMENTS, chunk);
+      }
+    }
+  }
+
+  // A thread's two elements of a row, of 8 columns.
+  DEVICE uint32 output_pair(int chunk, int half, const float (&inverse)[2]) const {
+    const int i = 4 * chunk + 2 * half;
+    return pack<E>(out_[i] * inverse[half], out_[i + 1] * inverse[half]);
+  }
+
+  // ---- turns at the tensor cores
+  static constexpr int TURN_BARRIER = 1, ROWS_BARRIER = 4;  // of warpgroup 0
+
+  DEVICE void await_turn() const {
+    if constexpr (T::PINGPONG) named_barrier_sync(TURN_BARRIER + warpgroup_, 2 * WARPGROUP);
+  }
+  DEVICE void pass_turn() const {
+    if constexpr (T::PINGPONG)
+      named_barrier_arrive(TURN_BARRIER + (warpgroup_ + 1 == T::WARPGROUPS ? 0 : warpgroup_ + 1), 2 * WARPGROUP);
+  }
+
+  // A panel as ldmatrix and stores see it: a tile of 64 columns.
+  template <int ROWS>
+  using Panel = Tile<ROWS, TileQ::PANEL_COLUMNS>;
+
+  // The warpgroup's rows of Q.
+  DEVICE SharedAddress queries(int slot) const {
+    return Shared::q(slot) + warpgroup_ * T::WARPGROUP_ROWS * TileQ::ROW_BYTES;
+  }
+  static DEVICE int warp_row() { return thread_index() / WARP % 4 * 16; }
+
+  const WgmmaParams& params_;
+  const Mask<T::CAUSAL> mask_;
+  const int warpgroup_;
+  RingPlace<T::Q_SLOTS> q_;
+  RingPlace<T::STAGES> kv_;
+  int k_slot_ = 0;          // of the latest scores
+  bool is_storing_ = false;  // the output of the tile before, through its slot of Q
+
+  WarpgroupScores<T> scores_;  // [64, TILE_N]; then weights
+  uint32 weights_[T::KEY_STEPS][4];
+  float out_[T::HEAD_DIM / 2];  // [64, HEAD_DIM]
+  uint32 kept_q_[T::Q_IN_REGISTERS ? T::DOT_STEPS : 1][4];
+  RowState state_;
+};
+
+template <class T>
+DEVICE void forward_wgmma(const WgmmaParams& params) {
+  if (thread_index() == 0) SharedLayout<T>::init();
+  sync_block();  // barriers are there
+  const int warpgroup = static_cast<int>(uniform(thread_index() / WARPGROUP));
+  if (warpgroup == T::WARPGROUPS) {
+    lower_registers<T::PRODUCER_REGISTERS>();
+    if (thread_index() % WARPGROUP == 0) produce<T>(params);
+  } else {
+    raise_registers<T::CONSUMER_REGISTERS>();
+    Consumer<T>(params, warpgroup).run();
+  }
+}
+
+}  // namespace multiattn

@@ -1,0 +1,112 @@
+// Online softmax on the accumulators of wgmma (Dao, FlashAttention-2, Algorithm 1), in the log2 domain.
+//
+// A thread has two rows of its warp's 16: half 0 is row lane / 4, half 1 the row 8 below. Of 8 keys it has two of each row:
+// value[4 * i + 2 * half] and the next are of keys 8 * i + 2 * (lane % 4) and the next.
+#pragma once
+#include "forward_wgmma_traits.cuh"
+#include "multiattn/exp2.cuh"
+#include "multiattn/mask.cuh"
+#include "multiattn/softmax.cuh"
+
+namespace multiattn {
+
+template <class T>
+using WarpgroupScores = float[T::TILE_N / 2];
+
+// LAZY_MAX: weights of a block are made relative to the maxima of earlier blocks, before its own are known, and checked
+// afterwards: as long as all are representable nothing is lost, as sums are fp32 and 16-bit formats are as precise at any
+// exponent. bf16 has exponents to spare: what weights are relative to is this much (log2) above the maximum, so that one
+// bit of an exponent, which an OR of all weights shows, tells that a row's maximum has outgrown it.
+template <class E>
+constexpr int HEADROOM = IS_FP16<E> ? 0 : 16;
+
+// Whether any of a thread's weights is too large: in bf16 2 or more, in fp16 2^15 or more; inf and NaN are.
+template <class E, int N>
+DEVICE bool outgrown(const uint32 (&weights)[N][4]) {
+  uint32 all = 0;
+#pragma unroll
+  for (int i = 0; i < 4 * N; ++i) {
+    const uint32 pair = weights[i / 4][i % 4];
+    all = IS_FP16<E> ? max_of_halves(all, pair) : all | pair;
+  }
+  if constexpr (IS_FP16<E>) return max_of_halves(all, 0x77ff77ffu) != 0x77ff77ffu;
+  return (all & 0x40004000u) != 0;
+}
+
+template <class T>
+DEVICE void mask_scores(WarpgroupScores<T>& scores, const Mask<T::CAUSAL>& mask, int first_query, int first_key) {
+#pragma unroll
+  for (int i = 0; i < T::TILE_N / 2; ++i) {
+    const int query = first_query + accumulator_row(i % 4), key = first_key + i / 4 * 8 + accumulator_column(i % 4);
+    if (!mask.visible(query, key)) scores[i] = -infinity();
+  }
+}
+
+// The largest score of each row, in the log2 domain; all lanes of a quad have it. scale_log2 is positive.
+template <class T>
+DEVICE void find_tops(const WarpgroupScores<T>& scores, float (&top)[2], float scale_log2) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float even = scores[2 * half], odd = scores[2 * half + 1];  // two chains
+#pragma unroll
+    for (int i = 4 + 2 * half; i < T::TILE_N / 2; i += 4) {
+      even = fmaxf(even, scores[i]);
+      odd = fmaxf(odd, scores[i + 1]);
+    }
+    top[half] = reduce_row(fmaxf(even, odd), [](float a, float b) { return fmaxf(a, b); }) * scale_log2;
+  }
+}
+
+// Whether the exponential of a thread's pair of scores goes to the FMA units: an even share of all pairs.
+template <class T>
+DEVICE constexpr bool by_polynomial(int pair) {
+  return (pair + 1) * T::EXP2_FMA_SIXTEENTHS / 16 > pair * T::EXP2_FMA_SIXTEENTHS / 16;
+}
+
+// Scores to weights, `exp2(score * scale_log2 - base)`, and each row's sum of this thread's. POLYNOMIAL: some of them on
+// the FMA units, where no score is -inf.
+template <class T, bool POLYNOMIAL>
+DEVICE void exponentiate(WarpgroupScores<T>& scores, const float (&base)[2], float scale_log2, float (&sum)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float even = 0.0f, odd = 0.0f;
+#pragma unroll
+    for (int i = 2 * half; i < T::TILE_N / 2; i += 4) {
+      float &first = scores[i], &second = scores[i + 1];
+      first = fmaf(first, scale_log2, -base[half]);
+      second = fmaf(second, scale_log2, -base[half]);
+      if (POLYNOMIAL && by_polynomial<T>(i / 4)) {
+        first = exp2_fma(T::LAZY_MAX ? fminf(first, 127.0f) : first);  // what has outgrown its maximum must look so
+        second = exp2_fma(T::LAZY_MAX ? fminf(second, 127.0f) : second);
+      } else {
+        first = exp2_approx(first);
+        second = exp2_approx(second);
+      }
+      even += first;
+      odd += second;
+    }
+    sum[half] = even + odd;
+  }
+}
+
+// Raises the state's maxima to `top` and `headroom` where that is more than MAX_LAG above; `decay` is what older sums and
+// outputs must be multiplied by, `base` what the weights are relative to.
+DEVICE void raise_max(RowState& state, const float (&top)[2], int headroom, float (&decay)[2], float (&base)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float old = state.max[half], wanted = top[half] + headroom;
+    state.max[half] = wanted - old > MAX_LAG ? wanted : old;  // -inf - -inf is NaN: stays -inf
+    base[half] = state.max[half] == -infinity() ? 0.0f : state.max[half];
+    decay[half] = exp2_approx(old - base[half]);
+  }
+}
+
+// Weights as operand A of wgmma_rs: 16 keys in four registers.
+template <class T>
+DEVICE void pack_weights(uint32 (&packed)[T::KEY_STEPS][4], const WarpgroupScores<T>& weights) {
+#pragma unroll
+  for (int i = 0; i < T::TILE_N / 4; ++i)
+    packed[i / 4][i % 4] = pack<typename T::Element>(weights[2 * i], weights[2 * i + 1]);
+}
+
+}  // namespace multiattn

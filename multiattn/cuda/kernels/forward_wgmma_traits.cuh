@@ -1,0 +1,122 @@
+// What is fixed when a forward kernel for sm90 is compiled. Every rule of multiattn/cuda/wgmma_configs.py about what goes
+// with what has its static_assert here.
+#pragma once
+#include "multiattn/descriptor.cuh"
+
+namespace multiattn {
+
+constexpr int WARPGROUP = 4 * WARP;
+
+enum class Scheduler {
+  ONE_TILE,  // a block for every tile; the hardware hands them out
+  STATIC,    // a block for every SM: tiles at a fixed distance
+  DYNAMIC,   // a block for every SM: whoever is free takes the next tile from a counter
+};
+
+template <int WARPGROUPS_, int TILE_N_, int STAGES_, int Q_SLOTS_, bool Q_IN_REGISTERS_, bool PINGPONG_, bool LAZY_MAX_,
+          int EXP2_FMA_SIXTEENTHS_, bool TMA_STORE_, Scheduler SCHEDULER_>
+struct WgmmaShape {
+  static constexpr int WARPGROUPS = WARPGROUPS_;  // that compute; one more loads
+  static constexpr int TILE_N = TILE_N_;
+  static constexpr int STAGES = STAGES_;    // tiles of K and V in shared memory, together
+  static constexpr int Q_SLOTS = Q_SLOTS_;  // tiles of Q
+  static constexpr bool Q_IN_REGISTERS = Q_IN_REGISTERS_;
+  static constexpr bool PINGPONG = PINGPONG_;  // warpgroups take turns at the tensor cores
+  static constexpr bool LAZY_MAX = LAZY_MAX_;  // weights before the maximum is known; see forward_wgmma_softmax.cuh
+  static constexpr int EXP2_FMA_SIXTEENTHS = EXP2_FMA_SIXTEENTHS_;  // of exponentials, by a polynomial
+  static constexpr bool TMA_STORE = TMA_STORE_;                     // the output leaves through Q's tile
+  static constexpr Scheduler SCHEDULER = SCHEDULER_;
+};
+
+template <class Element_, int HEAD_DIM_, bool CAUSAL_, class S>
+struct WgmmaTraits : S {
+  using Element = Element_;
+  static constexpr int HEAD_DIM = HEAD_DIM_;
+  static constexpr bool CAUSAL = CAUSAL_;
+
+  static constexpr int WARPGROUP_ROWS = 64;  // of one wgmma
+  static constexpr int TILE_M = WARPGROUP_ROWS * S::WARPGROUPS;
+  static constexpr int THREADS = WARPGROUP * (S::WARPGROUPS + 1);
+  static constexpr int CONSUMER_WARPS = 4 * S::WARPGROUPS;
+  static constexpr int DOT_STEPS = (HEAD_DIM + 15) / 16, KEY_STEPS = S::TILE_N / 16;  // of a wgmma's 16
+  // An SM's 64 Ki registers, by multiples of 8; loading takes few.
+  static constexpr int PRODUCER_REGISTERS = S::WARPGROUPS == 3 ? 32 : 40;
+  static constexpr int CONSUMER_REGISTERS = S::WARPGROUPS == 3 ? 160 : 232;
+
+  using TileQ = PanelTile<TILE_M, HEAD_DIM>;
+  using TileKV = PanelTile<S::TILE_N, HEAD_DIM>;
+  static constexpr int KV_AT = S::Q_SLOTS * TileQ::BYTES;
+  static constexpr int BARRIERS_AT = KV_AT + S::STAGES * TileKV::BYTES;
+  static constexpr int SMEM_BYTES = BARRIERS_AT + 512;
+
+  static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 256, "head_dim: multiples of 8 up to 256");
+  static_assert(S::WARPGROUPS == 2 || S::WARPGROUPS == 3, "tile_m: 128, 192");
+  static_assert(S::TILE_N % 16 == 0 && S::TILE_N >= 16 && S::TILE_N <= 256, "tile_n: multiples of 16 up to 256");
+  static_assert(S::STAGES >= 3 && S::STAGES <= 16, "stages: 3 to 16");
+  static_assert(S::Q_SLOTS == 1 || S::Q_SLOTS == 2, "q_slots: 1, 2");
+  static_assert(S::EXP2_FMA_SIXTEENTHS >= 0 && S::EXP2_FMA_SIXTEENTHS <= 8, "exp2_fma_fraction: up to a half");
+};
+
+// Where a role is in a ring: the slot, and the parity of the phase that it waits for.
+template <int SLOTS>
+struct RingPlace {
+  int slot = 0, parity = 0;
+
+  DEVICE void advance() {
+    if (++slot == SLOTS) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// The barriers of a ring of slots in shared memory that one thread fills by TMA, for warps to use.
+template <int SLOTS>
+struct Ring {
+  SharedAddress barriers;
+  static constexpr int BYTES = 2 * SLOTS * 8;
+
+  DEVICE SharedAddress full(int slot) const { return barriers + 8 * slot; }
+  DEVICE SharedAddress empty(int slot) const { return barriers + 8 * (SLOTS + slot); }
+
+  // `users` release a slot.
+  DEVICE void init(int users) const {
+    for (int slot = 0; slot < SLOTS; ++slot) {
+      mbarrier_init(full(slot), 1);
+      mbarrier_init(empty(slot), users);
+    }
+  }
+  DEVICE void await_full(const RingPlace<SLOTS>& place) const { mbarrier_wait(full(place.slot), place.parity); }
+  // A slot that was never used counts as emptied.
+  DEVICE void await_empty(const RingPlace<SLOTS>& place) const { mbarrier_wait(empty(place.slot), place.parity ^ 1); }
+  // The warp uses the slot no more.
+  DEVICE void release(int slot) const {
+    sync_warp();
+    if (thread_index() % WARP == 0) mbarrier_arrive(empty(slot));
+  }
+};
+
+// Shared memory: tiles of Q, tiles of K and V as they come, barriers, and what each slot of Q is of: the first query of the
+// tile, negative where there is none, and the head of the batch.
+template <class T>
+struct SharedLayout {
+  using RingQ = Ring<T::Q_SLOTS>;
+  using RingKV = Ring<T::STAGES>;
+  static constexpr int Q_USERS = T::TMA_STORE ? T::WARPGROUPS : T::CONSUMER_WARPS;
+
+  static DEVICE SharedAddress q(int slot) { return shared_base() + slot * T::TileQ::BYTES; }
+  static DEVICE SharedAddress kv(int slot) { return shared_base() + T::KV_AT + slot * T::TileKV::BYTES; }
+  static DEVICE RingQ ring_q() { return {shared_base() + T::BARRIERS_AT}; }
+  static DEVICE RingKV ring_kv() { return {shared_base() + T::BARRIERS_AT + RingQ::BYTES}; }
+  static DEVICE SharedAddress tile_place(int slot) {
+    return shared_base() + T::BARRIERS_AT + RingQ::BYTES + RingKV::BYTES + 8 * slot;
+  }
+
+  static DEVICE void init() {
+    ring_q().init(Q_USERS);
+    ring_kv().init(T::CONSUMER_WARPS);
+    fence_mbarrier_init();
+  }
+};
+
+}  // namespace multiattn

@@ -1,0 +1,189 @@
+"""Tiles of the forward kernel for Hopper as data: `WgmmaConfig`, what of it fits, and what a sweep tries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from multiattn.arch import Arch
+from multiattn.backend import Variant
+from multiattn.config import Config
+from multiattn.cuda.configs import GRID_MAX, grid_blocks, padded, wrong_kind
+from multiattn.cuda.tensor_maps import tensor_maps, why_not_mapped
+from multiattn.problem import Problem
+from multiattn.support import Reason
+
+WARPGROUP_ROWS = 64  # of wgmma: queries of one warpgroup
+WARPGROUP_THREADS = 128
+PANEL_ROW_BYTES = 128  # of a panel: 64 columns of head_dim, what the swizzle of wgmma and TMA spans
+PANEL_COLUMNS = 64
+BARRIER_BYTES = 512
+COUNTER_BYTES = 16
+"""Of the tile counter of a dynamic scheduler, one int32, as an allocator rounds it."""
+
+SCHEDULERS = ("one_tile", "static", "dynamic")
+REGISTERS_MAX: Mapping[int, int] = {2: 208, 3: 144}
+"""By consumer warpgroups, for what `registers_at_least` counts: setmaxnreg gives a thread 232, or 160 with three."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WgmmaConfig(Config):
+    """Launch parameters of the Hopper kernel: warpgroups of 64 queries each, and one that loads by TMA."""
+
+    stages: int = 4
+    """Buffers that tiles of K and of V take turns in."""
+    scheduler: str = "dynamic"
+    """``one_tile``: a block per tile of queries. ``static``, ``dynamic``: a block per SM, which takes every n-th tile,
+    or the next one that a counter in device memory gives it."""
+    q_slots: int = 1
+    """Buffers of Q; with two the next tile is begun before the output of one is stored."""
+    q_in_registers: bool = False
+    """Q's fragments are read into registers once a tile, or by wgmma from shared memory for every block of keys."""
+    pingpong: bool = False
+    """Warpgroups take turns: one has the tensor cores while another has the softmax."""
+    lazy_max: bool = False
+    """Weights are made relative to the maxima of earlier blocks, and the output is rescaled only where one has outgrown
+    them."""
+    exp2_fma_fraction: float = 0.0
+    """Share of the exponentials that are a polynomial on the FMA units, in sixteenths, 0 to 0.5."""
+    tma_store: bool = True
+    """The output leaves through shared memory and TMA, or from registers."""
+
+    @property
+    def warpgroups(self) -> int:
+        """That compute: consumers."""
+        return self.tile_m // WARPGROUP_ROWS
+
+    @property
+    def threads(self) -> int:
+        """Of a block: its consumers, and the producer's warpgroup."""
+        return WARPGROUP_THREADS * (self.warpgroups + 1)
+
+    @property
+    def exp2_fma_sixteenths(self) -> int:
+        """`exp2_fma_fraction` in the kernel's unit."""
+        return int(16 * self.exp2_fma_fraction)
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether a block takes one tile after another."""
+        return self.scheduler != "one_tile"
+
+
+def smem_bytes(config: WgmmaConfig, problem: Problem) -> int:
+    """Dynamic shared memory of a block: slots of Q, stages for K and V, barriers.
+
+    Every kernel asserts at compile time that it needs just this.
+    """
+    panels = -(-problem.head_dim // PANEL_COLUMNS)
+    rows = config.q_slots * config.tile_m + config.stages * config.tile_n
+    return rows * panels * PANEL_ROW_BYTES + BARRIER_BYTES
+
+
+def registers_at_least(config: WgmmaConfig, problem: Problem) -> int:
+    """32-bit registers a consumer's thread needs for output, scores, weights and kept Q; the rest comes on top."""
+    output = padded(problem.head_dim, 8) // 2
+    scores, weights = config.tile_n // 2, config.tile_n // 4
+    return output + scores + weights + (padded(problem.head_dim) // 4 if config.q_in_registers else 0)
+
+
+def workspace(problem: Problem, config: Config | None) -> int:
+    """Bytes of device memory that a launch takes: the tile counter of a dynamic scheduler."""
+    return COUNTER_BYTES if isinstance(config, WgmmaConfig) and config.scheduler == "dynamic" else 0
+
+
+def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
+    """Every reason why `config` cannot run `problem` on `arch`; dtype, head_dim and alignment are the capability's."""
+    if not isinstance(config, WgmmaConfig):
+        return (wrong_kind(config, WgmmaConfig),)
+    if wrong := _wrong_shape(config):
+        return wrong
+    reasons = [reason for it in tensor_maps(problem, config).values() for reason in why_not_mapped(it)]
+    registers, most = registers_at_least(config, problem), REGISTERS_MAX[config.warpgroups]
+    if registers > most:
+        got = f"{registers} registers for output, scores, weights and Q ({config})"
+        allowed = f"up to {most} with {config.warpgroups} warpgroups"
+        reasons.append(Reason(code="config", got=got, allowed=allowed))
+    needed = smem_bytes(config, problem)
+    if arch.is_gpu and needed > arch.smem_per_block:
+        got = f"{needed} bytes of shared memory ({config})"
+        reasons.append(Reason(code="config", got=got, allowed=f"{arch.smem_per_block} bytes a block on {arch.name}"))
+    tiles = grid_blocks(config, problem)
+    if tiles > GRID_MAX:
+        reasons.append(Reason(code="config", got=f"{tiles} tiles", allowed=f"a grid of up to {GRID_MAX}"))
+    return tuple(reasons)
+
+
+def _wrong_shape(config: WgmmaConfig) -> tuple[Reason, ...]:
+    """What of a config no kernel is made for."""
+    sixteenths = 16 * config.exp2_fma_fraction
+    checks = (
+        (config.tile_m in (128, 192), f"tile_m={config.tile_m}", "128, 192"),
+        (
+            16 <= config.tile_n <= 256 and config.tile_n % 16 == 0,
+            f"tile_n={config.tile_n}",
+            "multiples of 16 from 16 to 256",
+        ),
+        (3 <= config.stages <= 16, f"stages={config.stages}", "3 to 16"),
+        (config.scheduler in SCHEDULERS, f"scheduler={config.scheduler}", ", ".join(SCHEDULERS)),
+        (config.q_slots in (1, 2), f"q_slots={config.q_slots}", "1, 2"),
+        (
+            0 <= sixteenths <= 8 and sixteenths == int(sixteenths),
+            f"exp2_fma_fraction={config.exp2_fma_fraction}",
+            "sixteenths from 0 to 0.5",
+        ),
+    )
+    return tuple(Reason(code="config", got=got, allowed=allowed) for holds, got, allowed in checks if not holds)
+
+
+_SHAPES: Mapping[int, tuple[tuple[int, int], ...]] = {  # (tile_m, tile_n) by the widest head_dim that they are for
+    64: ((192, 128), (192, 112), (192, 64), (128, 128)),
+    128: ((128, 128), (128, 64), (128, 96), (128, 144), (128, 160)),
+    192: ((128, 128), (128, 96), (128, 80), (128, 64)),
+    256: ((128, 64), (128, 80), (128, 48)),
+}
+_WAYS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"pingpong": False},
+    {"scheduler": "static"},
+    {"tma_store": False},
+    {"pingpong": False, "tma_store": False},
+    {"scheduler": "static", "tma_store": False},
+)
+_ALONE: tuple[Mapping[str, Any], ...] = (
+    {"lazy_max": False},
+    {"q_slots": 1},
+    {"scheduler": "one_tile"},
+    {"q_in_registers": True},
+    {"exp2_fma_fraction": 1 / 16},
+    {"exp2_fma_fraction": 1 / 8},
+)
+"""Tried with the first shape only: what a technique is worth, rather than what may win."""
+
+
+def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[WgmmaConfig]:
+    """Configs worth timing, some twenty: shapes, each with every way to run it, then single changes of the first."""
+    shapes = next((shapes for most, shapes in _SHAPES.items() if problem.head_dim <= most), ())
+    found: list[WgmmaConfig | None] = []
+    for number, (tile_m, tile_n) in enumerate(shapes):
+        for way in (*_WAYS, *_ALONE) if number == 0 else _WAYS[:4] if number == 1 else _WAYS[:1]:
+            fits = partial(variant.fits, problem, arch)
+            found.append(_deepest(fits, WgmmaConfig(tile_m=tile_m, tile_n=tile_n, pingpong=True, lazy_max=True), way))
+    return tuple(dict.fromkeys(config for config in found if config is not None))
+
+
+_STAGES_MAX = 8
+
+
+def _deepest(
+    fits: Callable[[Config], tuple[Reason, ...]], config: WgmmaConfig, way: Mapping[str, Any]
+) -> WgmmaConfig | None:
+    """`config`, changed in some `way`, with two slots of Q and as many stages as fit, else with one; None: neither."""
+    for slots in (way["q_slots"],) if "q_slots" in way else (2, 1):
+        for stages in range(_STAGES_MAX, 2, -1):
+            tried = replace(config, **{**way, "q_slots": slots, "stages": stages})
+            if not fits(tried):
+                return tried
+    return None

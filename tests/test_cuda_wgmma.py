@@ -1,0 +1,423 @@
+"""The forward for Hopper: its configs and rules, its parameters, how it is launched; all without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import subprocess
+from dataclasses import replace
+
+import aot_fakes
+import cuda_fakes
+import pytest
+import torch
+
+from bench.ladder_rungs import listed_rungs
+from multiattn import abi, aot, explain
+from multiattn.arch import ARCHS, CPU
+from multiattn.backend import Plan, make_plan, plan_variant
+from multiattn.cuda import BACKEND
+from multiattn.cuda.axes import SPLIT_Q
+from multiattn.cuda.bind import bind, image_of
+from multiattn.cuda.configs import CudaConfig
+from multiattn.cuda.launches import launches_of, params_of, siblings_of
+from multiattn.cuda.params import ForwardParams, WgmmaParams, aligned_wgmma_params, map_offset
+from multiattn.cuda.source import HOST_INCLUDES
+from multiattn.cuda.tensor_maps import tensor_maps
+from multiattn.cuda.tools import GXX, probe_host, probe_nvrtc
+from multiattn.cuda.variants import SPANNING, WGMMA
+from multiattn.cuda.wgmma_configs import WgmmaConfig, candidates, registers_at_least, smem_bytes, why_not
+from multiattn.cuda.wgmma_rules import RULES
+from multiattn.problem import Problem
+from multiattn.tensor_map import Encoder
+from parity.tolerance import Truth
+
+on_cpu = pytest.mark.skipif(bool(probe_host()), reason="; ".join(map(str, probe_host())))
+with_nvrtc = pytest.mark.skipif(bool(probe_nvrtc()), reason="; ".join(map(str, probe_nvrtc())))
+
+SM90 = ARCHS["sm90"]
+CONFIG = WgmmaConfig(tile_m=128, tile_n=64)
+FLIPPED = {
+    **{"tile_m": 192, "tile_n": 80, "stages": 3, "scheduler": "static", "q_slots": 2},
+    **{"q_in_registers": True, "pingpong": True, "lazy_max": True, "exp2_fma_fraction": 0.25, "tma_store": False},
+}
+
+
+def problem_of(head_dim=64, **sizes):
+    given = {"batch": 2, "heads_q": 4, "heads_kv": 2, "seq_q": 300, "seq_kv": 500, **sizes}
+    return Problem.contiguous(head_dim=head_dim, **given)
+
+
+def plan_of(problem, config=CONFIG, arch=SM90):
+    return make_plan(BACKEND, problem, arch, variant=WGMMA.name, config=config, probe=False)
+
+
+# ---------------------------------------------------------------- configs
+
+
+def test_a_config_has_a_warpgroup_for_each_64_queries_and_one_that_loads():
+    for tile_m, warpgroups, threads in ((64, 1, 256), (128, 2, 384), (192, 3, 512)):
+        config = WgmmaConfig(tile_m=tile_m, tile_n=64)
+        assert (config.warpgroups, config.threads) == (warpgroups, threads)
+    assert replace(CONFIG, exp2_fma_fraction=0.1875).exp2_fma_sixteenths == 3
+    assert [replace(CONFIG, scheduler=it).is_persistent for it in ("one_tile", "static", "dynamic")] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "got", "allowed"),
+    [
+        ({"tile_m": 96}, "tile_m=96", "128, 192"),
+        ({"tile_n": 72}, "tile_n=72", "multiples of 16"),
+        ({"tile_n": 272}, "tile_n=272", "from 16 to 256"),
+        ({"stages": 2}, "stages=2", "3 to 16"),
+        ({"scheduler": "random"}, "scheduler=random", "one_tile, static, dynamic"),
+        ({"q_slots": 3}, "q_slots=3", "1, 2"),
+        ({"exp2_fma_fraction": 0.1}, "exp2_fma_fraction=0.1", "sixteenths"),
+        ({"exp2_fma_fraction": 0.75}, "exp2_fma_fraction=0.75", "0 to 0.5"),
+        ({"tile_m": 64}, "tile_m=64", "128, 192"),
+        ({"tile_n": 256}, "224 registers", "up to 208 with 2 warpgroups"),
+        ({"tile_m": 192, "tile_n": 160}, "152 registers", "up to 144 with 3 warpgroups"),
+        ({"tile_n": 48, "stages": 16}, "459264 bytes", "232448 bytes a block on sm90"),
+    ],
+    ids=str,
+)
+def test_a_config_that_no_kernel_is_made_for_says_why(changed, got, allowed):
+    head_dim = 256 if changed.get("stages") == 16 else 64
+    (reason,) = why_not(problem_of(head_dim), SM90, replace(CONFIG, **changed))
+    assert reason.code == "config"
+    assert got in reason.got
+    assert allowed in reason.allowed
+
+
+def test_a_config_of_another_kernel_is_a_reason():
+    other = CudaConfig(tile_m=64, tile_n=32, warps=4, stages=2)
+    assert [reason.got for reason in why_not(problem_of(), SM90, other)] == ["a CudaConfig"]
+    assert make_plan(BACKEND, problem_of(), SM90, config=other, probe=False).variant == SPLIT_Q.name
+    (reason,) = plan_variant(BACKEND, BACKEND.forward.variants[1], problem_of(), SM90, CONFIG)
+    assert (reason.got, reason.allowed) == ("a WgmmaConfig", "a CudaConfig")
+
+
+def test_shared_memory_is_slots_of_q_and_stages_of_k_and_v_in_panels():
+    panel_row, barriers = 128, 512
+    assert smem_bytes(CONFIG, problem_of(8)) == (128 + 4 * 64) * panel_row + barriers
+    assert smem_bytes(CONFIG, problem_of(72)) == 2 * (128 + 4 * 64) * panel_row + barriers
+    more = replace(CONFIG, q_slots=2, stages=3)
+    assert smem_bytes(more, problem_of(256)) == 4 * (2 * 128 + 3 * 64) * panel_row + barriers
+
+
+def test_registers_are_output_scores_weights_and_kept_q():
+    assert registers_at_least(CONFIG, problem_of(128)) == 64 + 32 + 16
+    assert registers_at_least(replace(CONFIG, tile_n=176), problem_of(128)) == 64 + 88 + 44
+    assert registers_at_least(replace(CONFIG, q_in_registers=True), problem_of(72)) == 36 + 32 + 16 + 20
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 192, 256])
+def test_a_sweep_is_short_and_fits(head_dim):
+    configs = candidates(WGMMA, problem_of(head_dim), SM90)
+    assert 10 <= len(configs) <= 40
+    assert len(set(configs)) == len(configs)
+    assert not any(why_not(problem_of(head_dim), SM90, config) for config in configs)
+    assert BACKEND.forward.candidates(WGMMA, problem_of(head_dim), SM90) == configs
+
+
+# ---------------------------------------------------------------- choice
+
+
+def test_hopper_gets_it_with_a_rule_that_fits_and_no_other_arch():
+    for head_dim, causal in itertools.product(range(8, 257, 8), (False, True)):
+        plan = explain(problem_of(head_dim, causal=causal), backend="cuda", arch="sm90")
+        assert plan.variant == WGMMA.name
+        assert plan.workspace_bytes == (16 if plan.config.scheduler == "dynamic" else 0)
+    assert explain(problem_of(), backend="cuda", arch="sm100").variant == SPLIT_Q.name
+    assert set(SPANNING) >= {WGMMA.name}
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"alignment": 8}, "alignment: got 8 bytes; allowed base addresses and strides that are multiples of 16 bytes"),
+        ({"strides_k": (2**40, 64, 64)}, f"strides: got k with a stride of {2**41} bytes; allowed multiples of 16"),
+    ],
+    ids=["unaligned", "a long stride"],
+)
+def test_what_tma_cannot_walk_goes_to_the_next_variant(changed, told):
+    plan = explain(replace(problem_of(), **changed), backend="cuda", arch="sm90")
+    assert plan.variant == SPLIT_Q.name
+    assert any(line.startswith(f"variant wgmma: {told}") for line in plan.rejected)
+
+
+def test_on_a_cpu_it_must_be_named():
+    plan = make_plan(BACKEND, problem_of(), CPU, probe=False)
+    assert plan.variant == SPLIT_Q.name
+    assert any("for a caller who names the variant (emulated" in line for line in plan.rejected)
+    named = make_plan(BACKEND, problem_of(), CPU, variant=WGMMA.name, probe=False)
+    assert (named.config, named.config.scheduler) == (RULES[-1].config, "dynamic")
+
+
+def test_it_is_no_point_of_the_ladder():
+    assert (WGMMA.parent, WGMMA.flags) == (None, ())
+    assert WGMMA.name not in [rung.variant for rung in listed_rungs(BACKEND)]
+
+
+# ---------------------------------------------------------------- kernels and parameters
+
+
+def test_kernels_of_different_configs_have_different_names_and_types():
+    kernels = [
+        launches_of(plan_of(problem_of(), replace(CONFIG, **{name: it})))[0].kernel for name, it in FLIPPED.items()
+    ]
+    kernels.append(launches_of(plan_of(problem_of()))[0].kernel)
+    assert len({kernel.name for kernel in kernels}) == len({kernel.traits for kernel in kernels}) == len(FLIPPED) + 1
+    assert kernels[-1].name == "forward_wgmma_bf16_d64_full_128x64_s4_q1_dynamic"
+    shape = "multiattn::WgmmaShape<2, 64, 4, 1, false, false, false, 0, true, multiattn::Scheduler::DYNAMIC>"
+    assert kernels[-1].traits == f"multiattn::WgmmaTraits<multiattn::bf16, 64, false, {shape}>"
+    assert (kernels[-1].target(SM90), launches_of(plan_of(problem_of()))[0].is_persistent) == ("sm_90a", True)
+
+
+def test_siblings_are_dtypes_and_masks():
+    kernels = siblings_of(plan_of(problem_of()))
+    assert sorted(kernel.name.split("_")[2:5:2] for kernel in kernels) == [
+        [dtype, mask] for dtype in ("bf16", "fp16") for mask in ("causal", "full")
+    ]
+
+
+def test_a_persistent_grid_is_as_large_as_the_device():
+    (launch,) = launches_of(plan_of(problem_of()))
+    assert [launch.grid(it) for it in (4, 132)] == [4, 3 * 2 * 4]
+    (launch,) = launches_of(plan_of(problem_of(), replace(CONFIG, scheduler="one_tile")))
+    assert launch.grid(4) == 3 * 2 * 4
+
+
+@on_cpu
+def test_parameters_are_laid_out_as_in_the_header():
+    names = ("map_q", "map_k", "map_v", "map_out", "forward", "next_tile")
+    own = "multiattn::WgmmaParams"
+    checks = [f"sizeof({own}) == {ctypes.sizeof(WgmmaParams)}"]
+    checks += [f"offsetof({own}, {name}) == {getattr(WgmmaParams, name).offset}" for name in names]
+    checks += [
+        f"offsetof(multiattn::ForwardParams, {name}) == {getattr(ForwardParams, name).offset}"
+        for name, *_ in ForwardParams._fields_
+    ]
+    source = '#include <cstddef>\n#include "multiattn/params_sm90.h"\n'
+    source += "".join(f'static_assert({check}, "");\n' for check in checks)
+    includes = [f"-I{directory}" for directory in HOST_INCLUDES]
+    command = [GXX, "-std=c++20", "-fsyntax-only", *includes, "-x", "c++", "-"]
+    done = subprocess.run(command, input=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_parameters_tell_the_tiles_and_an_aligned_copy_is_the_same():
+    params = params_of(plan_of(problem_of(scale=-2.0)))
+    assert ctypes.sizeof(params) % abi.TENSOR_MAP_ALIGNMENT == 0
+    assert (params.forward.tiles, params.forward.heads, params.forward.scale_sign) == (3, 8, -1)
+    copy = aligned_wgmma_params(bytes(params))
+    assert ctypes.addressof(copy) % abi.TENSOR_MAP_ALIGNMENT == 0
+    assert bytes(copy) == bytes(params)
+
+
+def test_tensor_maps_are_those_of_the_tensors():
+    q = torch.zeros(2, 300, 4, 72, dtype=torch.float16).transpose(1, 2)
+    k = torch.zeros(2, 1, 500, 72, dtype=torch.float16).expand(2, 2, 500, 72)
+    maps = tensor_maps(Problem.of(q, k, k), replace(CONFIG, tile_n=80))
+    assert list(maps) == ["q", "k", "v", "out"]
+    assert (maps["q"].shape, maps["q"].strides) == ((2, 4, 300, 72), (300 * 4 * 144, 144, 4 * 144))
+    assert (maps["k"].shape, maps["k"].strides) == ((2, 2, 500, 72), (500 * 144, 0, 144))
+    assert [it.box.extents for it in maps.values()] == [(1, 1, rows, 64) for rows in (128, 80, 80, 64)]
+    assert {(it.box.swizzle, it.box.dtype, it.l2_promotion) for it in maps.values()} == {(3, 6, 3)}
+    assert list(tensor_maps(problem_of(), replace(CONFIG, tma_store=False))) == ["q", "k", "v"]
+
+
+# ---------------------------------------------------------------- launching
+
+
+@pytest.fixture
+def driver(monkeypatch, tmp_path):
+    if reasons := probe_nvrtc():
+        pytest.skip("; ".join(map(str, reasons)))
+    return cuda_fakes.install(monkeypatch, tmp_path, WgmmaParams)
+
+
+def tensors():
+    q, k = torch.zeros(2, 4, 300, 64, dtype=torch.bfloat16), torch.zeros(2, 2, 500, 64, dtype=torch.bfloat16)
+    return q, k, k.clone(), torch.empty_like(q), torch.empty(2, 4, 300)
+
+
+def launcher_of(config):
+    q, k, v, *_ = tensors()
+    plan = plan_of(Problem.of(q, k, v), config)
+    return plan, BACKEND.forward.prepare(plan)
+
+
+def map_of(params, name):
+    return bytes(getattr(params, f"map_{name}"))
+
+
+def test_a_launch_is_what_the_plan_says(driver):
+    q, k, v, out, lse = tensors()
+    plan, launch = launcher_of(CONFIG)
+    launch(q, k, v, out, lse)
+    ((function, *grid, smem, stream, extra), params), = driver.launched  # fmt: skip
+    assert function.startswith("function forward_wgmma_bf16_d64_full_")
+    assert (grid, smem, stream, extra) == ([24, 1, 1, 384, 1, 1], smem_bytes(CONFIG, plan.problem), 71, 0)
+    named = {"q": q, "k": k, "v": v, "out": out}
+    for name, tensor in named.items():
+        assert map_of(params, name) == tensor.data_ptr().to_bytes(8, "little") * 16
+        assert getattr(params.forward, name) == tensor.data_ptr()
+    assert params.forward.lse == lse.data_ptr()
+    assert driver.cleared == [(params.next_tile, 0, 16, 71)]
+    assert driver.did == ["clear", "launch"]
+    row = 64 * 2  # bytes
+    assert driver.encoded[0] == (
+        *(q.data_ptr(), 9, 4),
+        [[64, 300, 4, 2], [row, 300 * row, 4 * 300 * row], [64, 128, 1, 1], [1, 1, 1, 1]],
+        (0, 3, 3, 0),
+    )
+
+
+def test_tensors_of_before_are_encoded_no_more(driver):
+    q, k, v, out, lse = tensors()
+    _, launch = launcher_of(CONFIG)
+    other = q.clone()
+    for first in (q, q, other, q):
+        launch(first, k, v, out, lse)
+    assert [address for address, *_ in driver.encoded] == [it.data_ptr() for it in (q, k, v, out, other)]
+    assert [map_of(params, "q")[:8] for _, params in driver.launched] == [
+        it.data_ptr().to_bytes(8, "little") for it in (q, q, other, q)
+    ]
+
+
+def test_what_an_encoder_keeps_is_bounded(driver):
+    encode = Encoder(tensor_maps(problem_of(), CONFIG)["q"])
+    for address in range(16, 16 * 1000, 16):
+        assert encode(address)[:8] == address.to_bytes(8, "little")
+    assert len(encode._known) <= 64
+
+
+@pytest.mark.parametrize(("scheduler", "blocks"), [("one_tile", 240), ("static", 132), ("dynamic", 132)])
+def test_a_scheduler_has_its_grid_and_its_counter(driver, scheduler, blocks):
+    q, k = torch.zeros(20, 4, 300, 64, dtype=torch.bfloat16), torch.zeros(20, 2, 500, 64, dtype=torch.bfloat16)
+    plan = plan_of(Problem.of(q, k, k), replace(CONFIG, scheduler=scheduler))
+    BACKEND.forward.prepare(plan)(q, k, k, torch.empty_like(q), torch.empty(20, 4, 300))
+    ((_, grid, *_), params), = driver.launched  # fmt: skip
+    assert grid == blocks
+    assert (params.next_tile is not None) == bool(driver.cleared) == (scheduler == "dynamic")
+
+
+def test_a_kernel_that_stores_from_registers_has_no_map_of_out(driver):
+    _, launch = launcher_of(replace(CONFIG, tma_store=False))
+    launch(*tensors())
+    assert len(driver.encoded) == 3
+    assert map_of(driver.launched[0][1], "out") == bytes(128)
+
+
+# ---------------------------------------------------------------- ahead of time
+
+
+def test_a_binding_has_the_bytes_of_a_launch(driver):
+    q, k, v, out, lse = tensors()
+    plan, launch = launcher_of(CONFIG)
+    launch(q, k, v, out, lse)
+    (_, params), = driver.launched  # fmt: skip
+    binding = bind(plan, image_of(plan))
+    addresses = {name: it.data_ptr() for name, it in {"q": q, "k": k, "v": v, "out": out, "lse": lse}.items()}
+    addresses[abi.WORKSPACE] = params.next_tile
+    (argument,) = binding.arguments
+    assert abi.pack(argument, addresses, aot.encode_tensor_map) == bytes(params)
+    assert (binding.grid, binding.workspace_bytes) == ((24, 1, 1), 16)
+    assert dict(argument.maps) == {map_offset(name): it for name, it in tensor_maps(plan.problem, CONFIG).items()}
+
+
+def test_what_is_emitted_is_loaded_and_refuses_what_tma_cannot_walk(tmp_path):
+    plan, binding, _ = aot_fakes.emit(tmp_path, "cuda", variant=WGMMA.name)
+    kernel = aot.load(tmp_path)
+    assert (kernel.plan.config, kernel._bind(plan.problem)) == (plan.config, binding)
+    (reason,) = kernel.why_not(replace(plan.problem, alignment=2), torch.device("cpu"))[-1:]
+    assert reason.startswith("arch: got cpu")
+    with pytest.raises(
+        ValueError, match="alignment: got 2 bytes; allowed base addresses and strides that are multiples"
+    ):
+        kernel._bind(replace(plan.problem, alignment=2))
+
+
+# ---------------------------------------------------------------- run on the CPU
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        (RULES[-1].config, {"head_dim": 72, "causal": True}),
+        (replace(RULES[-1].config, pingpong=True, q_slots=2), {"seq_q": 500, "seq_kv": 90, "causal": True}),
+        (replace(CONFIG, stages=3, scheduler="static", q_in_registers=True), {"head_dim": 40, "scale": -0.2}),
+        (replace(CONFIG, tile_n=48, scheduler="one_tile", lazy_max=True, tma_store=False), {"seq_q": 70, "scale": 0.0}),
+    ],
+    ids=str,
+)
+def test_a_launcher_computes_attention(config, sizes):
+    """Its maps, its counter and its grid: what the kernel does with them, parity asks of every problem."""
+    given = {"head_dim": 64, "seq_q": 300, "seq_kv": 150, "causal": False, "scale": None, **sizes}
+    generator = torch.Generator().manual_seed(0)
+
+    def make(heads, seq):
+        packed = torch.randn(2, seq, heads, given["head_dim"], generator=generator).to(torch.bfloat16)
+        return packed.transpose(1, 2)
+
+    q, k, v = make(4, given["seq_q"]), make(2, given["seq_kv"]), make(2, given["seq_kv"])
+    how = {"causal": given["causal"], "scale": given["scale"]}
+    plan = plan_of(Problem.of(q, k, v, **how), config, CPU)
+    out = torch.full_like(q, torch.nan)
+    lse = torch.full(q.shape[:3], torch.nan)
+    launch = BACKEND.forward.prepare(plan)
+    launch(q, k, v, out, lse)
+    for got, expected in zip((out, lse), Truth.of(q, k, v, **how).of_plan(plan), strict=True):
+        expected.check(got, plan)
+    tiles = -(-given["seq_q"] // config.tile_m) * 2 * 4
+    assert launch.counters.blocks == (2 if config.is_persistent else tiles)
+
+
+# ---------------------------------------------------------------- compiled
+
+
+@with_nvrtc
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"tile_n": 72}, "tile_n"),
+        ({"stages": 2}, "stages"),
+        ({"q_slots": 3}, "q_slots"),
+        ({"tile_m": 64}, "tile_m"),
+        ({"tile_m": 256}, "tile_m"),
+        ({"exp2_fma_fraction": 0.75}, "exp2_fma_fraction"),
+    ],
+    ids=str,
+)
+def test_a_kernel_of_an_illegal_config_does_not_compile(changed, message):
+    from multiattn.cuda.nvrtc import _compile
+
+    config = replace(CONFIG, **changed)
+    assert why_not(problem_of(), CPU, config)
+    (launch,) = launches_of(replace(plan_of(problem_of()), config=config))
+    source = f'#include "forward_wgmma_traits.cuh"\ntemplate struct {launch.kernel.traits};\n'
+    with pytest.raises(Exception, match=message):
+        _compile(source, "sm_90a")
+
+
+@with_nvrtc
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "config"),
+    [
+        (40, "fp16", replace(CONFIG, scheduler="one_tile", tma_store=False)),
+        (128, "bf16", replace(CONFIG, **{**FLIPPED, "tile_m": 128, "tile_n": 48, "q_in_registers": False})),
+    ],
+    ids=str,
+)
+def test_compiles_without_a_gpu(head_dim, dtype, config):
+    """With the registers that its warpgroups have, and shared memory as Python says."""
+    plan = plan_of(problem_of(head_dim, dtype=dtype, causal=True), config)
+    assert isinstance(plan, Plan)
+    (compiled,) = BACKEND.forward.compile(plan)
+    assert compiled.cubin[:4] == b"\x7fELF"
+    assert compiled.smem_bytes == smem_bytes(config, plan.problem)
+    abi.check(bind(plan, image_of(plan)), abi.read_entry(compiled.cubin, compiled.kernel))
+    if compiled.registers is not None:
+        assert compiled.registers <= 65536 // config.threads
