@@ -22,10 +22,13 @@ from bench import (
     rule_table,
     target_cli,
     tune,
+    tune_refine,
+    tune_results,
+    tune_rules,
     verdict_tables,
     verdicts,
 )
-from bench.arguments import add_budget, add_cells, add_direction, add_jobs, add_who, kernel_directions, positive
+from bench.arguments import add_budget, add_cells, add_direction, add_jobs, add_who, kernel_directions
 from bench.environment import NO_GPU, ROOT, environment, is_clone, results_dir, results_root, workplace
 from bench.errors import InputError
 from bench.matrix import SUITES, Cell, Direction, Filter, find_suite, in_directions
@@ -35,7 +38,6 @@ from bench.results import Row, Store, is_ours, load
 from bench.run import DeviceLostError, Job, Machine, run
 from bench.timing import REGIMES, Budget
 from multiattn.arch import GPU_ARCHS
-from multiattn.arguments import count
 from multiattn.backend import BACKENDS
 
 AGAIN = "out/bench/again"
@@ -175,33 +177,53 @@ def record_rules(options: argparse.Namespace) -> int:
 
 
 def tune_configs(options: argparse.Namespace) -> int:
-    """Sweep the candidates of each backend and print the ranking of each cell."""
+    """Sweep the candidates of each backend and print the ranking of each cell; or write the rules that sweeps give."""
+    if options.rules_from is not None or options.check:
+        return _write_rules(options.rules_from or tune_results.recorded(), check=options.check)
+    names = _our_names(options)
+    if options.rules and tune_rules.BACKEND not in names:
+        raise InputError(f"--rules: got --backend {', '.join(names)}; allowed with {tune_rules.BACKEND}")
+    options.seq = options.seq or [tune.TUNE_SEQ]
+    cells = _cells(options)
+    tune.check_variants(names, cells, options.variant or ())
     machine = Machine.current()
     if machine is None:
         print(f"Nothing to time on: {NO_GPU}")
         return 1
-    options.seq = options.seq or [tune.TUNE_SEQ]
-    cells = _cells(options)
-    budget = Budget(rounds=options.rounds, sample_ms=options.sample_ms, warmup_ms=tune.TUNE_BUDGET.warmup_ms)
-    for backend in _our_names(options):
-        kept: list[tune.Trial] = []
-        path = (options.out or workplace() / "out" / "tune") / f"{backend}.json"
-        swept = tune.tune(
-            backend,
-            cells,
-            machine,
-            variants=tuple(options.variant or ()),
-            jobs=options.jobs,
-            timeout_s=options.timeout,
-            budget=budget,
-            say=lambda text: print(text, flush=True),
-        )
-        for cell, trials in swept:
-            kept += trials
-            tune.save(kept, path)
+    budget = Budget(
+        rounds=options.rounds, sample_ms=options.sample_ms, warmup_ms=tune.TUNE_BUDGET.warmup_ms, seed=options.seed
+    )
+    search = tune_refine.Search(
+        machine=machine,
+        jobs=options.jobs,
+        timeout_s=options.timeout,
+        budget=budget,
+        spills=options.spills,
+        say=lambda text: print(text, flush=True),
+    )
+    setup = environment()
+    folder = options.out or (results_dir(setup.gpu) if options.rules else workplace() / "out" / "tune")
+    for backend in names:
+        path = folder / f"{tune_results.PREFIX}{backend}.json"
+        seconds = options.budget_s if options.refine else 0.0
+        for cell, trials in tune_refine.sweep(backend, cells, tuple(options.variant or ()), search, seconds):
+            tune_results.merge(tune_results.sweeps_of(backend, trials, setup), path)
             print(f"\n{backend}: {cell.key}\n{tune.table(trials, top=options.top)}\n", flush=True)
         print(f"Written: {_shown(path)}", flush=True)
-    return 0
+    if not options.rules:
+        return 0
+    return _write_rules([*tune_results.recorded(), folder / f"{tune_results.PREFIX}{tune_rules.BACKEND}.json"])
+
+
+def _write_rules(files: Sequence[Path], *, check: bool = False) -> int:
+    """The tuned rules of files of sweeps, written or only compared; 1 where that finds them stale."""
+    path = tune_rules.tuned_path()
+    current = tune_rules.update(list(dict.fromkeys(it.resolve() for it in files)), path, check=check)
+    told = (
+        "is current" if current else "is stale; run python -m bench tune --rules-from" if check else "is written anew"
+    )
+    print(f"{_shown(path)} {told}, by {len(files)} files of sweeps")
+    return int(check and not current)
 
 
 # ---------------------------------------------------------------- what results say
@@ -394,11 +416,10 @@ def _parser() -> argparse.ArgumentParser:
     add_cells(command, default="standard")
     add_who(command)
     command.add_argument("--variant", action="append", help="may be given again; default all")
-    command.add_argument("--timeout", type=positive, default=60.0, metavar="S", help="seconds for one (%(default)s)")
-    command.add_argument("--top", type=count, default=12, help="places to print (%(default)s)")
+    tune_refine.add_arguments(command)
     add_jobs(command)
     add_budget(command, tune.TUNE_BUDGET)
-    command.add_argument("--out", type=Path, help="folder of the rankings; default out/tune")
+    command.add_argument("--out", type=Path, help="folder of the sweeps; default out/tune, or that of --rules")
 
     command = add("compare")
     command.add_argument("before", type=Path)

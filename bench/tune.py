@@ -1,22 +1,22 @@
 """Sweeping configs: every candidate of a backend compiled and checked in a process of its own, then timed in turns.
 
 The processes warm the disk caches of the compilers, so that the timing process compiles next to nothing; one that
-hangs, dies or takes the device down is a line of the ranking. cuDNN runs in the same turns, as a yardstick.
+hangs, dies or takes the device down is a line of the ranking, and so is one that spills in its hot loops, which is not
+timed. cuDNN runs in the same turns, as a yardstick.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 from tabulate import tabulate
 
-from bench.contenders import Contender, config_data, contender_of
+from bench.contenders import Contender, contender_of
 from bench.environment import device_works
+from bench.errors import InputError
 from bench.flops import cell_flops, rate_text, tflops
 from bench.matrix import Cell
 from bench.peers import find_peers
@@ -26,29 +26,57 @@ from bench.truth import Truths, check, truth_of
 from multiattn import backend as registry
 from multiattn.arch import Arch
 from multiattn.backend import Direction, Plan, make_plan, plan_variant
+from multiattn.config import Config
 from multiattn.problem import Problem
+from multiattn.support import Reason
+from multiattn.targets import store
+from multiattn.targets.facts import read_kernel
 from multiattn.targets.pool import Outcome, run_isolated
+from multiattn.toolchain import find_cuobjdump
 
 YARDSTICK = "sdpa-cudnn"
-_SAVED = ("tflops", "spread", "prepare_s", "failure")
 TUNE_SEQ = 4096
 """The length that is swept unless others are asked for: a rule for long sequences is what most users run."""
+
+GIVEN = "given by the caller"
+"""The `why` of a Plan whose config no rule chose."""
 
 TUNE_BUDGET = Budget(rounds=5, sample_ms=3.0, warmup_ms=8.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """One candidate in one cell: TFLOPS, or why there are none. `plan` None is the yardstick."""
+    """One candidate in one cell: TFLOPS, or why there are none. Without a variant it is the yardstick."""
 
     cell: Cell
     name: str
+    variant: str = ""
+    config: Config | None = None
     plan: Plan | None = None
+    """None also where the config does not fit."""
     tflops: float | None = None
     spread: float = 0.0
     prepare_s: float = 0.0
     """Seconds to compile and check, in its own process."""
     failure: str = ""
+
+    @classmethod
+    def of(cls, cell: Cell, plan: Plan, *, prepare_s: float = 0.0, failure: str = "") -> Trial:
+        """Of a Plan that is yet to be timed, or never will be."""
+        return cls(
+            cell=cell,
+            name=_name(plan),
+            variant=plan.variant,
+            config=plan.config,
+            plan=plan,
+            prepare_s=prepare_s,
+            failure=failure,
+        )
+
+    @property
+    def is_rule(self) -> bool:
+        """Whether it is what the rules choose."""
+        return self.plan is not None and self.plan.why != GIVEN
 
 
 def candidate_plans(backend_name: str, cell: Cell, arch: Arch, variants: Sequence[str] = ()) -> list[Plan | Trial]:
@@ -66,18 +94,31 @@ def candidate_plans(backend_name: str, cell: Cell, arch: Arch, variants: Sequenc
         chosen = plan_variant(backend, variant, cell.problem, arch, direction=direction)
         if not isinstance(chosen, Plan):
             name = f"{backend_name}/{variant.name}"
-            found.append(Trial(cell=cell, name=name, failure="; ".join(map(str, chosen))))
+            found.append(Trial(cell=cell, name=name, variant=variant.name, failure="; ".join(map(str, chosen))))
         configs = dict.fromkeys(op.candidates(variant, cell.problem, arch))
         if isinstance(chosen, Plan):
             configs.pop(chosen.config, None)  # type: ignore[arg-type]
             found.append(chosen)
         for config in configs:
             plan = plan_variant(backend, variant, cell.problem, arch, config, direction=direction)
-            name = f"{backend_name}/{variant.name} {config}"
-            found.append(
-                plan if isinstance(plan, Plan) else Trial(cell=cell, name=name, failure="; ".join(map(str, plan)))
-            )
+            found.append(plan if isinstance(plan, Plan) else _unfit(cell, backend_name, variant.name, config, plan))
     return found
+
+
+def check_variants(backends: Sequence[str], cells: Sequence[Cell], variants: Sequence[str]) -> None:
+    """InputError for a variant that no backend has in the cells' directions: nothing would be swept."""
+    directions = {swept(cell) for cell in cells}
+    ops = [registry.get(name).op(direction) for name in backends for direction in sorted(directions)]
+    known = {variant.name for op in ops for variant in op.variants}
+    if wrong := [name for name in variants if name not in known]:
+        offered = dict.fromkeys(variant.name for op in ops for variant in op.offered)
+        allowed = f"{', '.join(offered)}, and the rungs of {', '.join(backends)}"
+        raise InputError(f"--variant: got {', '.join(wrong)}; allowed {allowed}")
+
+
+def _unfit(cell: Cell, backend: str, variant: str, config: Config, reasons: Sequence[Reason]) -> Trial:
+    failure = "; ".join(map(str, reasons))
+    return Trial(cell=cell, name=f"{backend}/{variant} {config}", variant=variant, config=config, failure=failure)
 
 
 def swept(cell: Cell) -> Direction:
@@ -94,19 +135,37 @@ def _cell_truth(cell: Cell, device: str) -> tuple[tuple[torch.Tensor, torch.Tens
     return tensors, truth
 
 
+class SpillsError(RuntimeError):
+    """A candidate loads and stores registers in the loops that every block runs."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Task:
     cell: Cell
     plan: Plan
     device: str
+    spills: bool
+    """Whether it may spill."""
 
 
 def check_candidate(task: _Task) -> bool:
-    """Compile and launch one Plan and check its last batch entry; Mismatch where it is wrong."""
+    """Compile and launch one Plan and check its last batch entry; SpillsError, or Mismatch where it is wrong."""
+    if not task.spills:
+        refuse_spills(task.plan)
     tensors, truth = _cell_truth(task.cell, task.device)
     results = _contender(task.plan, tensors, task.cell).output()
     check({name: result[-1:] for name, result in results.items()}, truth, task.plan)
     return True
+
+
+def refuse_spills(plan: Plan) -> None:
+    """SpillsError where a kernel of a Plan for a GPU spills in its hot loops; nothing where no cuobjdump can tell."""
+    if not plan.arch.is_gpu or find_cuobjdump() is None:
+        return
+    found = [read_kernel(kernel, plan) for kernel in store.compiled(plan)]
+    if spilling := [kernel for kernel in found if kernel.hot_spills]:
+        told = ", ".join(f"{it.name} {it.hot_spills} times with {it.registers} registers" for it in spilling)
+        raise SpillsError(f"spills in its hot loops: {told}")
 
 
 def _contender(plan: Plan, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], cell: Cell) -> Contender:
@@ -134,51 +193,61 @@ def tune(
     jobs: int,
     timeout_s: float,
     budget: Budget = TUNE_BUDGET,
+    spills: bool = False,
     say: Callable[[str], None] = print,
 ) -> Iterator[tuple[Cell, list[Trial]]]:
-    """Yield the trials of each cell, fastest first, as it is done. All candidates are compiled first, cell by cell."""
-    device = str(machine.device)
+    """Yield the trials of each cell, fastest first, as it is done. All candidates are compiled first, cell by cell.
+
+    `timeout_s` bounds the compilation and the check of each; `spills` times also what spills in its hot loops.
+    """
     failures: dict[Cell, list[Trial]] = {cell: [] for cell in cells}
-    tasks = []
+    wanted = []
     for cell in cells:
         for found in candidate_plans(backend, cell, machine.arch, variants):
             if isinstance(found, Plan):
-                tasks.append(_Task(cell=cell, plan=found, device=device))
+                wanted.append((cell, found))
             else:
                 failures[cell].append(found)
-    say(f"{backend}: {len(tasks)} candidates in {len(cells)} cells")
-    ready: dict[Cell, list[tuple[Plan, float]]] = {cell: [] for cell in cells}
-    for done, outcome in enumerate(
-        run_isolated(check_candidate, tasks, jobs=jobs, timeout_s=timeout_s, keep=device_works), start=1
-    ):
-        task = outcome.item
-        if outcome.error:
-            failures[task.cell].append(_failed(outcome))
-        else:
-            ready[task.cell].append((task.plan, outcome.seconds))
-        if done % 20 == 0 or done == len(tasks):
-            say(f"{backend}: {done} of {len(tasks)} compiled and checked")
+    say(f"{backend}: {len(wanted)} candidates in {len(cells)} cells")
+    ready: dict[Cell, list[Trial]] = {cell: [] for cell in cells}
+    prepared = prepare(wanted, machine, jobs=jobs, timeout_s=timeout_s, spills=spills)
+    for done, trial in enumerate(prepared, start=1):
+        (failures if trial.failure else ready)[trial.cell].append(trial)
+        if done % 20 == 0 or done == len(wanted):
+            say(f"{backend}: {done} of {len(wanted)} compiled and checked")
     for cell in cells:
-        trials = _time_cell(cell, ready[cell], machine, budget)
-        yield cell, sorted([*trials, *failures[cell]], key=lambda trial: -(trial.tflops or 0.0))
+        yield cell, ranked([*time_cell(cell, ready[cell], machine, budget), *failures[cell]])
 
 
-def _failed(outcome: Outcome[_Task, bool]) -> Trial:
+def prepare(
+    wanted: Sequence[tuple[Cell, Plan]], machine: Machine, *, jobs: int, timeout_s: float, spills: bool
+) -> Iterator[Trial]:
+    """Compile and check Plans in processes of their own; the Trial of each as it ends, with its failure if any."""
+    device = str(machine.device)
+    tasks = [_Task(cell=cell, plan=plan, device=device, spills=spills) for cell, plan in wanted]
+    for outcome in run_isolated(check_candidate, tasks, jobs=jobs, timeout_s=timeout_s, keep=device_works):
+        yield _prepared(outcome)
+
+
+def _prepared(outcome: Outcome[_Task, bool]) -> Trial:
     task = outcome.item
-    return Trial(
-        cell=task.cell, name=_name(task.plan), plan=task.plan, prepare_s=outcome.seconds, failure=outcome.error
-    )
+    return Trial.of(task.cell, task.plan, prepare_s=outcome.seconds, failure=outcome.error)
 
 
-def _time_cell(cell: Cell, ready: Sequence[tuple[Plan, float]], machine: Machine, budget: Budget) -> list[Trial]:
+def ranked(trials: Sequence[Trial]) -> list[Trial]:
+    """Fastest first; what has no time last."""
+    return sorted(trials, key=lambda trial: -(trial.tflops or 0.0))
+
+
+def time_cell(cell: Cell, ready: Sequence[Trial], machine: Machine, budget: Budget) -> list[Trial]:
+    """Time prepared candidates and the yardstick in turns; the same Trials with their TFLOPS or failures."""
     tensors = cell.tensors(machine.device)
-    trials: dict[str, Trial] = {}
+    trials = {trial.name: trial for trial in ready}
     contestants: dict[str, Contestant] = {}
-    for plan, seconds in ready:
-        trial = Trial(cell=cell, name=_name(plan), plan=plan, prepare_s=seconds)
+    for trial in ready:
+        assert trial.plan is not None
         try:
-            contestants[trial.name] = _contender(plan, tensors, cell).launch
-            trials[trial.name] = trial
+            contestants[trial.name] = _contender(trial.plan, tensors, cell).launch
         except Exception as error:  # broad: one candidate's failure is its line of the ranking
             trials[trial.name] = replace(trial, failure=f"{type(error).__name__}: {error}")
     (peer,) = find_peers((YARDSTICK,))
@@ -202,7 +271,7 @@ def _timed(trial: Trial, timing: Timing | Exception) -> Trial:
 
 
 def _name(plan: Plan) -> str:
-    ruled = "" if plan.why == "given by the caller" else "  (rule)"
+    ruled = "" if plan.why == GIVEN else "  (rule)"
     return f"{plan.backend}/{plan.variant} {plan.config or ''}{ruled}".strip()
 
 
@@ -210,27 +279,9 @@ def table(trials: Sequence[Trial], *, top: int = 12) -> str:
     """The ranking: the best `top`, the rule's own choice and the yardstick wherever they stand, and the failures."""
     rows: list[tuple[str, ...]] = []
     for place, trial in enumerate(trials, start=1):
-        marked = trial.plan is None or trial.name.endswith("(rule)")
+        marked = not trial.variant or trial.is_rule
         if trial.tflops is not None and (place <= top or marked):
             rows.append((str(place), trial.name, rate_text(trial.tflops), f"{100 * trial.spread:.1f} %"))
         elif trial.failure:
             rows.append(("-", trial.name, "-", trial.failure.splitlines()[0][:100]))
     return tabulate(rows, headers=("", "candidate", "TFLOPS", "spread"), disable_numparse=True)
-
-
-def save(trials: Sequence[Trial], path: Path) -> None:
-    """Write trials as JSON, one line each."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [
-        json.dumps(
-            {
-                "cell": trial.cell.key,
-                "name": trial.name,
-                "variant": trial.plan.variant if trial.plan is not None else None,
-                "config": config_data(trial.plan.config) if trial.plan is not None else None,
-                **{key: value for key, value in asdict(replace(trial, plan=None)).items() if key in _SAVED},
-            }
-        )
-        for trial in trials
-    ]
-    path.write_text("[\n" + ",\n".join(lines) + "\n]\n")

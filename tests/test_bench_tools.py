@@ -13,7 +13,7 @@ import pytest
 import torch
 from targets_fakes import entry, failed, refused
 
-from bench import cli, environment, host, tune
+from bench import cli, environment, host, tune, tune_results
 from bench.environment import NO_GPU
 from bench.matrix import SUITES
 from bench.providers import Ours
@@ -64,7 +64,11 @@ def test_tuning_ranks_what_ran_and_keeps_what_failed(monkeypatch, tmp_path):
     assert said[0] == "reference: 3 candidates in 1 cells"
     text = tune.table(trials)
     assert "RuntimeError: broken" in text
-    tune.save(trials, tmp_path / "reference.json")
+    (kept,) = tune_results.sweeps_of("reference", trials, fakes.SETUP)
+    assert tune_results.merge([kept], tmp_path / "tune-reference.json") == [kept]
+    assert tune_results.load(tmp_path / "tune-reference.json") == [kept]
+    assert kept.yardstick_tflops == round(by_name[tune.YARDSTICK].tflops, 1)
+    assert [it.failure for it in kept.tried if it.config and it.config["tile_m"] == 16] == ["RuntimeError: broken"]
 
 
 def run_here(function, items, **_):
@@ -114,6 +118,11 @@ def test_the_matrix_without_a_gpu(tmp_path, capsys):
         (["--rounds", "0"], "argument --rounds: got 0; allowed whole numbers from 1 on"),
         (["expected", "--jobs", "0"], "argument --jobs: got 0; allowed whole numbers from 1 on"),
         (["--sample-ms", "nan"], "argument --sample-ms: got nan; allowed numbers above 0"),
+        (["tune", "--direction", "forward"], "--direction: got forward; allowed fwd, bwd, fwdbwd"),
+        (["tune", "--backend", "cuda", "--variant", "wgma"], "--variant: got wgma; allowed wgmma, split_q"),
+        (["tune", "--timeout", "0"], "argument --timeout: got 0; allowed numbers above 0"),
+        (["tune", "--rules", "--backend", "triton"], "--rules: got --backend triton; allowed with cuda"),
+        (["tune", "--rules-from", "none.json"], "none.json: there is no such file"),
         (["rules", "--backend", "none"], "--backend none leaves nothing to compile"),
         (["--out", "/proc/none"], "--out: cannot write to /proc/none"),
         (["--compare", "a.json", "b.json"], "a.json"),

@@ -1,0 +1,186 @@
+"""Sweeps to rules: who wins where, in as few bands as lose no more than `TOLERANCE`, each with its numbers as evidence.
+
+A tuned head_dim speaks for those below it, down to the next smaller one that was tuned; a tuned length for those up to
+the geometric middle between it and its neighbours, the first and the last for all beyond. Nothing here needs a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from bench import tune_results
+from bench.environment import ROOT, is_clone
+from bench.errors import InputError
+from bench.flops import rate_text
+from bench.tune_results import Sweep, Tried
+from multiattn.backend import Direction
+from multiattn.cuda import tuned
+from multiattn.cuda.tuned import Tuned
+
+BACKEND = "cuda"
+"""The only one whose rules are taken from a file."""
+COMPILER = "nvidia-cuda-nvrtc"
+TOLERANCE = 0.01
+"""What a config may lose to the fastest of its cell for the sake of fewer rules."""
+DIRECTIONS: Mapping[str, Direction] = {"fwd": "forward", "bwd": "backward"}
+"""Of a cell, and whose kernels it times alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """All sweeps at one length, of a variant, arch, head_dim and mask."""
+
+    seq: int
+    sweeps: tuple[Sweep, ...]
+
+    def scores(self) -> dict[str, float]:
+        """By config, as JSON: its rate over the fastest, in the sweep where that is least. Of configs in all sweeps."""
+        shares = [{name: it / max(rates.values()) for name, it in rates.items()} for rates in map(_rates, self.sweeps)]
+        return {name: min(share[name] for share in shares) for name in shares[0] if all(name in it for it in shares)}
+
+    def good(self) -> dict[str, float]:
+        """Those of `scores` that lose no more than `TOLERANCE` to the best. InputError where no config is in all."""
+        scores = self.scores()
+        if not scores:
+            cells = "; ".join(f"{it.environment.gpu} {it.cell.key}" for it in self.sweeps)
+            raise InputError(f"no config was timed in all of these, so that they give no rule together: {cells}")
+        best = max(scores.values())
+        return {name: score for name, score in scores.items() if score >= (1 - TOLERANCE) * best}
+
+
+def _rates(sweep: Sweep) -> dict[str, float]:
+    return {_key(it): it.tflops for it in sweep.tried if it.tflops and it.config is not None}
+
+
+def _key(tried: Tried) -> str:
+    return json.dumps(tried.config, sort_keys=True)
+
+
+# ---------------------------------------------------------------- derived
+
+
+def derive(sweeps: Sequence[Sweep]) -> list[Tuned]:
+    """The rules that sweeps give: of the variants in `multiattn.cuda.tuned.VARIANTS`, whatever else was swept."""
+    usable = [sweep for sweep in sweeps if _variant(sweep) in tuned.VARIANTS and _rates(sweep)]
+    rules: list[Tuned] = []
+    for group in _grouped(usable, lambda it: (*_variant(it), it.environment.arch, it.cell.causal)):
+        below = 0
+        for of_head_dim in _grouped(group, lambda it: it.cell.head_dim):
+            head_dim = of_head_dim[0].cell.head_dim
+            rules += _rules(of_head_dim, below + 1, head_dim)
+            below = head_dim
+    return rules
+
+
+def _variant(sweep: Sweep) -> tuple[str, str]:
+    is_ours = sweep.backend == BACKEND and sweep.cell.direction in DIRECTIONS
+    return (DIRECTIONS[sweep.cell.direction], sweep.variant) if is_ours else ("", "")
+
+
+def _grouped(sweeps: Sequence[Sweep], key: Any) -> list[list[Sweep]]:
+    return [list(members) for _, members in groupby(sorted(sweeps, key=key), key=key)]
+
+
+def _rules(sweeps: Sequence[Sweep], head_dim_min: int, head_dim_max: int) -> Iterator[Tuned]:
+    """Those of one variant, arch, head_dim and mask, by length."""
+    groups = _grouped(sweeps, lambda it: it.cell.seq)
+    bands = _bands([_Place(seq=group[0].cell.seq, sweeps=tuple(group)) for group in groups])
+    seq_min = 0
+    for number, (config, places) in enumerate(bands):
+        seq_max = None if number + 1 == len(bands) else math.isqrt(places[-1].seq * bands[number + 1][1][0].seq)
+        first = sweeps[0]
+        yield Tuned(
+            variant=first.variant,
+            direction=DIRECTIONS[first.cell.direction],
+            arches=(first.environment.arch,),
+            head_dim_min=head_dim_min,
+            head_dim_max=head_dim_max,
+            causal=first.cell.causal,
+            seq_min=seq_min,
+            seq_max=seq_max,
+            config=json.loads(config),
+            why=evidence(config, [sweep for place in places for sweep in place.sweeps]),
+        )
+        seq_min = 0 if seq_max is None else seq_max + 1
+
+
+def _bands(places: Sequence[_Place]) -> list[tuple[str, list[_Place]]]:
+    """Neighbouring lengths that share a good config, and the best that they share; from the shortest on, each as wide
+    as it can be, which makes them as few as they can be."""
+    bands: list[tuple[dict[str, float], list[_Place]]] = []
+    for place in places:
+        good = place.good()
+        shared = {name: score + good[name] for name, score in bands[-1][0].items() if name in good} if bands else {}
+        if shared:
+            bands[-1] = (shared, [*bands[-1][1], place])
+        else:
+            bands.append((good, [place]))
+    return [(max(sorted(scores), key=scores.__getitem__), members) for scores, members in bands]
+
+
+# ---------------------------------------------------------------- evidence
+
+
+def evidence(config: str, sweeps: Sequence[Sweep]) -> str:
+    """What was measured of a config (as JSON) where its rule was tuned: by setup, each cell's rates in TFLOPS."""
+    by_setup = {it: [sweep for sweep in sweeps if _setup(sweep) == it] for it in map(_setup, sweeps)}
+    return "; ".join(
+        f"{setup}: {'; '.join(_told(config, sweep) for sweep in members)}" for setup, members in by_setup.items()
+    )
+
+
+def _setup(sweep: Sweep) -> str:
+    of = sweep.environment
+    compiler = f"NVRTC {of.versions.get(COMPILER, 'unknown')}"
+    return f"{of.gpu.removeprefix('NVIDIA ')}, {of.date}, {of.commit}, {compiler}"
+
+
+def _told(config: str, sweep: Sweep) -> str:
+    cell = sweep.cell
+    timed = sorted((it for it in sweep.tried if it.tflops), key=lambda it: -(it.tflops or 0.0))
+    (mine,) = (it for it in timed if _key(it) == config)
+    others = [it for it in timed if _key(it) != config]
+    before = next((it for it in sweep.tried if it.is_rule), None)
+    told = [f"{rate_text(mine.tflops or 0.0)} TFLOPS"]
+    told += [f"next {_shown(others[0])}"] if others else []
+    if before is not None:
+        told.append("as the rule before" if _key(before) == config else f"before {_shown(before)}")
+    if sweep.yardstick_tflops:
+        told.append(f"{sweep.yardstick} {rate_text(sweep.yardstick_tflops)}")
+    where = f"B{cell.batch} H{cell.heads_text} N={cell.seq} D={cell.head_dim} {cell.dtype} {cell.mask}"
+    return f"{where} {', '.join(told)}"
+
+
+def _shown(tried: Tried) -> str:
+    """A config's own words, and its rate."""
+    rate = "untimed" if not tried.tflops else rate_text(tried.tflops)
+    return f"{rate} ({tried.name.partition(' ')[2] or tried.name})"
+
+
+# ---------------------------------------------------------------- kept
+
+
+def tuned_path() -> Path:
+    """multiattn/cuda/tuned.json of the checkout."""
+    return ROOT / "multiattn" / "cuda" / "tuned.json" if is_clone() else Path.cwd() / "tuned.json"
+
+
+def text_from(paths: Sequence[Path]) -> str:
+    """What tuned.json is by the sweeps in these files; of two of one GPU, variant and cell the later file's counts."""
+    sweeps = {sweep.key: sweep for path in paths for sweep in tune_results.load(path)}
+    return tuned.dumps(derive(list(sweeps.values())))
+
+
+def update(paths: Sequence[Path], path: Path, *, check: bool) -> bool:
+    """Write the rules that files of sweeps give to `path`, or only compare; whether it was current."""
+    text = text_from(paths)
+    current = path.exists() and path.read_text() == text
+    if not current and not check:
+        path.write_text(text)
+    return current
