@@ -105,7 +105,7 @@ class Consumer {
       named_barrier_sync(ROWS_BARRIER + warpgroup_, WARPGROUP);  // Q is rewritten before anybody reads it
     }
     if constexpr (T::Q_IN_REGISTERS) {
-      const auto reader = FragmentReader<Panel<TileQ::ROWS>>::down();
+      const auto reader = FragmentReader<PanelQ<T>>::down();
 #pragma unroll
       for (int step = 0; step < T::DOT_STEPS; ++step) {
         const Fragment fragment = reader.load(queries(slot) + step / 4 * TileQ::PANEL_BYTES, warp_row(), step % 4 * 16);
@@ -194,8 +194,8 @@ class Consumer {
   // A maximum has outgrown the weights: the warp makes its scores once more, by mma.sync and while the others go on, and
   // takes their maxima first.
   DEVICE void redo(const Rows& rows, float (&sum)[2], float (&decay)[2]) {
-    const auto reader_q = FragmentReader<Panel<TileQ::ROWS>>::down();
-    const auto reader_k = FragmentReader<Panel<TileKV::ROWS>>::right();
+    const auto reader_q = FragmentReader<PanelQ<T>>::down();
+    const auto reader_k = FragmentReader<Tile<TileKV::ROWS, TileKV::PANEL_COLUMNS>>::right();
 #pragma unroll
     for (int n = 0; n < T::KEY_STEPS; ++n) {
       Accumulator pair[2] = {};
@@ -257,26 +257,18 @@ class Consumer {
 
   // ---- out = outputs / sum and lse = log(sum of exp)
   DEVICE void finish(const Rows& rows) {
-    const ForwardParams& params = params_.forward;
-    if constexpr (T::CAUSAL) {
-      if (any_in_warp(has_nonfinite()))
-        CarefulWarp<T>(params, rows.head, rows.first_query + warp_row()).attend(out_, state_);
+    const SharedAddress staged = queries(rows.slot);
+    if constexpr (T::TMA_STORE) named_barrier_sync(ROWS_BARRIER + warpgroup_, WARPGROUP);  // nobody of it reads Q any more
+    const WarpOutput<T> output{params_.forward, rows.head, rows.first_query + warp_row(),
+                               staged + warp_row() * TileQ::ROW_BYTES};
+    if (T::CAUSAL && any_in_warp(has_nonfinite())) {
+      CarefulWarp<T>(params_.forward, rows.head, rows.first_query + warp_row()).attend(output);
+    } else {
+      float inverse[2];
+      output.settle(state_, inverse);
+      output.template write<T::HEAD_DIM / 8>(out_, 0, inverse);
     }
-    float inverse[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float sum = reduce_row(state_.sum[half], [](float a, float b) { return a + b; });
-      const int query = rows.first_query + warp_row() + accumulator_row(2 * half);
-      const bool empty = sum == 0.0f;  // the query sees no key
-      inverse[half] = empty ? 0.0f : 1.0f / sum;
-      if (thread_index() % 4 == 0 && query < params.seq_q)
-        store_global_4(params.lse + static_cast<int64>(rows.head) * params.seq_q + query,
-                       empty ? -infinity() : (state_.max[half] + log2_exact(sum)) * LN_2);
-    }
-    if constexpr (T::TMA_STORE)
-      store_through_q(rows, inverse);
-    else
-      store_directly(rows, inverse);
+    if constexpr (T::TMA_STORE) store_staged(rows, staged);
   }
 
   DEVICE bool has_nonfinite() const {
@@ -286,17 +278,7 @@ class Consumer {
     return product != 0.0f;
   }
 
-  // Through the warpgroup's rows of Q, which nobody needs any more.
-  DEVICE void store_through_q(const Rows& rows, const float (&inverse)[2]) {
-    const SharedAddress staged = queries(rows.slot);
-    named_barrier_sync(ROWS_BARRIER + warpgroup_, WARPGROUP);  // nobody of the warpgroup reads Q
-    const PairWriter<Panel<TileQ::ROWS>> writer;
-#pragma unroll
-    for (int chunk = 0; chunk < T::HEAD_DIM / 8; ++chunk)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        writer.store(staged + chunk / 8 * TileQ::PANEL_BYTES, warp_row() + 8 * half, chunk % 8,
-                     output_pair(chunk, half, inverse));
+  DEVICE void store_staged(const Rows& rows, SharedAddress staged) {
     fence_async_shared();
     named_barrier_sync(ROWS_BARRIER + warpgroup_, WARPGROUP);  // everybody's outputs are there
     if (thread_index() % WARPGROUP == 0) {
@@ -320,34 +302,6 @@ class Consumer {
     is_storing_ = false;
   }
 
-  // From registers: quads of lanes gather 16 bytes a lane.
-  DEVICE void store_directly(const Rows& rows, const float (&inverse)[2]) {
-    const ForwardParams& params = params_.forward;
-    uint16* const out = static_cast<uint16*>(params.out) + rows.head / params.heads_q * params.strides_out.batch +
-                        rows.head % params.heads_q * params.strides_out.head;
-    const int lane = thread_index() % 4;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int query = rows.first_query + warp_row() + accumulator_row(2 * half);
-#pragma unroll
-      for (int first = 0; first < T::HEAD_DIM / 8; first += 4) {
-        Chunk chunk = {};
-#pragma unroll
-        for (int w = 0; w < 4; ++w)
-          if (first + w < T::HEAD_DIM / 8) chunk.word[w] = output_pair(first + w, half, inverse);
-        chunk = transpose_in_quad(chunk);
-        if (first + lane < T::HEAD_DIM / 8 && query < params.seq_q)
-          store_global_16(out + query * params.strides_out.seq + (first + lane) * CHUNK_ELEMENTS, chunk);
-      }
-    }
-  }
-
-  // A thread's two elements of a row, of 8 columns.
-  DEVICE uint32 output_pair(int chunk, int half, const float (&inverse)[2]) const {
-    const int i = 4 * chunk + 2 * half;
-    return pack<E>(out_[i] * inverse[half], out_[i + 1] * inverse[half]);
-  }
-
   // ---- turns at the tensor cores
   static constexpr int TURN_BARRIER = 1, ROWS_BARRIER = 4;  // of warpgroup 0
 
@@ -358,10 +312,6 @@ class Consumer {
     if constexpr (T::PINGPONG)
       named_barrier_arrive(TURN_BARRIER + (warpgroup_ + 1 == T::WARPGROUPS ? 0 : warpgroup_ + 1), 2 * WARPGROUP);
   }
-
-  // A panel as ldmatrix and stores see it: a tile of 64 columns.
-  template <int ROWS>
-  using Panel = Tile<ROWS, TileQ::PANEL_COLUMNS>;
 
   // The warpgroup's rows of Q.
   DEVICE SharedAddress queries(int slot) const {

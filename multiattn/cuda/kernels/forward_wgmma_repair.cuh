@@ -1,10 +1,8 @@
 // What is not finite in V, and keys that not every query sees: 0 * NaN of a masked key must not reach a row. Rare, so it is
-// found out at the end of a tile, and done again by each warp that it struck: by mma.sync, from global memory, 16 keys at a
-// time, while the other warps go on.
+// found out at the end of a tile, and done again by each warp that it struck: by mma.sync, from global memory, 16 keys and
+// 64 columns of V at a time. Slow, but of few registers: with more, those of the hot loop would spill.
 #pragma once
-#include "forward_wgmma_traits.cuh"
-#include "multiattn/params.h"
-#include "multiattn/softmax.cuh"
+#include "forward_wgmma_output.cuh"
 #include "multiattn/special.cuh"
 
 namespace multiattn {
@@ -18,7 +16,8 @@ DEVICE uint32 load_pair(const uint16* source, bool valid) {
 template <class T>
 class CarefulWarp {
   using E = typename T::Element;
-  static constexpr int CHUNKS = T::HEAD_DIM / 8;  // of a row
+  static constexpr int CHUNKS = 8;  // of 64 columns
+  using Values = float[4 * CHUNKS];
 
  public:
   DEVICE CarefulWarp(const ForwardParams& params, int head, int first_query)
@@ -33,28 +32,35 @@ class CarefulWarp {
     v_ = static_cast<const uint16*>(params.v) + batch * params.strides_v.batch + head_kv * params.strides_v.head;
   }
 
-  // out[16, HEAD_DIM] and the state, from scratch.
-  DEVICE void attend(float (&out)[T::HEAD_DIM / 2], RowState& state) const {
-    state = RowState::empty();
-#pragma unroll
-    for (int i = 0; i < T::HEAD_DIM / 2; ++i) out[i] = 0.0f;
-    for (int block = 0; block < blocks_; ++block) {
-      const Fragment weights = weigh(block, out, state);
-      for_each_value(block, [&](int d, const Fragment& value) {
-        update(out, d, [&](Accumulator (&pair)[2]) { mma_pair<E>(pair, weights, finite_or_zero<E>(value)); });
-      });
-    }
-    for (int block = 0; block < blocks_; ++block) {
-      const Fragment visible = visible_as_operand<E>(mask_, first_query_, 16 * block, thread_);
-      for_each_value(block, [&](int d, const Fragment& value) {
-        update(out, d, [&](Accumulator (&pair)[2]) { add_special<E>(pair, visible, value); });
-      });
+  // Outputs and lse of the rows, from scratch.
+  DEVICE void attend(const WarpOutput<T>& output) const {
+#pragma unroll 1
+    for (int first = 0; first < T::HEAD_DIM / 8; first += CHUNKS) {
+      Values out = {};
+      RowState state = RowState::empty();
+#pragma unroll 1
+      for (int block = 0; block < blocks_; ++block) {
+        const Fragment weights = weigh(block, out, state);
+        for_each_value(block, first, out, [&](Accumulator (&pair)[2], const Fragment& value) {
+          mma_pair<E>(pair, weights, finite_or_zero<E>(value));
+        });
+      }
+#pragma unroll 1
+      for (int block = 0; block < blocks_; ++block) {
+        const Fragment visible = visible_as_operand<E>(mask_, first_query_, 16 * block, thread_);
+        for_each_value(block, first, out, [&](Accumulator (&pair)[2], const Fragment& value) {
+          add_special<E>(pair, visible, value);
+        });
+      }
+      float inverse[2];
+      output.settle(state, inverse);
+      output.template write<CHUNKS>(out, first, inverse);
     }
   }
 
  private:
   // Weights of 16 keys, as operand A; state and outputs are brought up to date.
-  DEVICE Fragment weigh(int block, float (&out)[T::HEAD_DIM / 2], RowState& state) const {
+  DEVICE Fragment weigh(int block, Values& out, RowState& state) const {
     Accumulator scores[1][2] = {};
 #pragma unroll 1
     for (int step = 0; step < T::DOT_STEPS; ++step) mma_pair<E>(scores[0], query(step), keys(block, step));
@@ -68,7 +74,7 @@ class CarefulWarp {
     find_tops(scores, top, params_.scale_log2);
     update_softmax<MAX_LAG>(scores, top, state, decay, params_.scale_log2);
 #pragma unroll
-    for (int i = 0; i < T::HEAD_DIM / 2; ++i) out[i] *= decay[i / 2 % 2];
+    for (int i = 0; i < 4 * CHUNKS; ++i) out[i] *= decay[i / 2 % 2];
     return as_operand<E>(scores[0]);
   }
 
@@ -95,39 +101,31 @@ class CarefulWarp {
     return fragment;
   }
 
-  // Calls `use(d, fragment)` with 16 columns of 16 keys' values as operand B.
+  // Calls `use(pair, value)` with 16 columns of the output and of 16 keys' values, as operand B; four times.
   template <class Use>
-  DEVICE void for_each_value(int block, Use use) const {
+  DEVICE void for_each_value(int block, int first, Values& out, Use use) const {
 #pragma unroll
-    for (int d = 0; d < T::DOT_STEPS; ++d) {
+    for (int d = 0; d < CHUNKS / 2; ++d) {
       const uint32 thread = recomputed(thread_);
-      Fragment fragment;
+      Fragment value;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int key = 16 * block + i % 2 * 8 + accumulator_column(0, thread);
-        const int column = 16 * d + i / 2 * 8 + accumulator_row(0, thread);
-        fragment.reg[i] = element(key, column) | element(key + 1, column) << 16;
+        const int column = 8 * first + 16 * d + i / 2 * 8 + accumulator_row(0, thread);
+        value.reg[i] = element(key, column) | element(key + 1, column) << 16;
       }
-      use(d, fragment);
+      Accumulator pair[2];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) pair[i / 4].value[i % 4] = out[8 * d + i];
+      use(pair, value);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) out[8 * d + i] = pair[i / 4].value[i % 4];
     }
   }
 
   DEVICE uint32 element(int key, int column) const {
     const bool valid = key < params_.seq_kv && column < T::HEAD_DIM;
     return valid ? load_global_2(v_ + key * params_.strides_v.seq + column) : 0u;
-  }
-
-  // `change` on 16 columns of the output, of which the last may be half there.
-  template <class Change>
-  static DEVICE void update(float (&out)[T::HEAD_DIM / 2], int d, Change change) {
-    Accumulator pair[2] = {};
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      if (2 * d + i / 4 < CHUNKS) pair[i / 4].value[i % 4] = out[8 * d + i];
-    change(pair);
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      if (2 * d + i / 4 < CHUNKS) out[8 * d + i] = pair[i / 4].value[i % 4];
   }
 
   const ForwardParams& params_;
