@@ -138,52 +138,44 @@ def _wrong_shape(config: WgmmaConfig) -> tuple[Reason, ...]:
     return tuple(Reason(code="config", got=got, allowed=allowed) for holds, got, allowed in checks if not holds)
 
 
-_SHAPES: Mapping[int, tuple[tuple[int, int], ...]] = {  # (tile_m, tile_n) by the widest head_dim that they are for
-    64: ((192, 128), (192, 112), (192, 64), (128, 128)),
-    128: ((128, 128), (128, 64), (128, 96), (128, 144), (128, 160)),
-    192: ((128, 128), (128, 96), (128, 80), (128, 64)),
-    256: ((128, 64), (128, 80), (128, 48)),
+_SHAPES: Mapping[int, tuple[tuple[int, int, int], ...]] = {
+    64: ((192, 128, 2), (192, 112, 2), (192, 64, 2), (128, 128, 2)),
+    128: ((128, 128, 2), (128, 64, 2), (128, 96, 2), (128, 144, 2), (128, 160, 2)),
+    192: ((128, 96, 1), (128, 128, 1), (128, 80, 2), (128, 64, 2)),
+    256: ((128, 64, 1), (128, 80, 1), (128, 64, 2), (128, 48, 2)),
 }
-_WAYS: tuple[Mapping[str, Any], ...] = (
-    {},
-    {"pingpong": False},
-    {"scheduler": "static"},
-    {"tma_store": False},
-    {"pingpong": False, "tma_store": False},
-    {"scheduler": "static", "tma_store": False},
-)
+"""(tile_m, tile_n, q_slots) by the widest head_dim that they are for; the first is tried in every way, others in some."""
 _ALONE: tuple[Mapping[str, Any], ...] = (
     {"lazy_max": False},
     {"q_slots": 1},
-    {"scheduler": "one_tile"},
     {"q_in_registers": True},
     {"exp2_fma_fraction": 1 / 16},
     {"exp2_fma_fraction": 1 / 8},
 )
 """Tried with the first shape only: what a technique is worth, rather than what may win."""
-
-
-def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[WgmmaConfig]:
-    """Configs worth timing, some twenty: shapes, each with every way to run it, then single changes of the first."""
-    shapes = next((shapes for most, shapes in _SHAPES.items() if problem.head_dim <= most), ())
-    found: list[WgmmaConfig | None] = []
-    for number, (tile_m, tile_n) in enumerate(shapes):
-        for way in (*_WAYS, *_ALONE) if number == 0 else _WAYS[:4] if number == 1 else _WAYS[:1]:
-            fits = partial(variant.fits, problem, arch)
-            found.append(_deepest(fits, WgmmaConfig(tile_m=tile_m, tile_n=tile_n, pingpong=True, lazy_max=True), way))
-    return tuple(dict.fromkeys(config for config in found if config is not None))
-
-
 _STAGES_MAX = 8
 
 
-def _deepest(
-    fits: Callable[[Config], tuple[Reason, ...]], config: WgmmaConfig, way: Mapping[str, Any]
-) -> WgmmaConfig | None:
-    """`config`, changed in some `way`, with two slots of Q and as many stages as fit, else with one; None: neither."""
-    for slots in (way["q_slots"],) if "q_slots" in way else (2, 1):
-        for stages in range(_STAGES_MAX, 2, -1):
-            tried = replace(config, **{**way, "q_slots": slots, "stages": stages})
-            if not fits(tried):
-                return tried
-    return None
+def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[WgmmaConfig]:
+    """Configs worth timing, some twenty: shapes, each with ways to run it, then single changes of the first."""
+    shapes = next((shapes for most, shapes in _SHAPES.items() if problem.head_dim <= most), ())
+    fits = partial(variant.fits, problem, arch)
+    schedulers = ("dynamic", "one_tile") if problem.causal else ("dynamic", "static")  # the third loses in each
+    ways = [
+        {"scheduler": scheduler, "tma_store": tma_store, "pingpong": pingpong}
+        for pingpong in (True, False)
+        for tma_store in (True, False)
+        for scheduler in schedulers
+    ]
+    found: list[WgmmaConfig | None] = []
+    for number, (tile_m, tile_n, q_slots) in enumerate(shapes):
+        config = WgmmaConfig(tile_m=tile_m, tile_n=tile_n, q_slots=q_slots, pingpong=True, lazy_max=True)
+        tried = (*ways, *_ALONE) if number == 0 else ways[: 4 if number == 1 else 2]
+        found += (_deepest(fits, replace(config, **way)) for way in tried)
+    return tuple(dict.fromkeys(config for config in found if config is not None))
+
+
+def _deepest(fits: Callable[[Config], tuple[Reason, ...]], config: WgmmaConfig) -> WgmmaConfig | None:
+    """`config` with as many stages as fit; None where three are too many."""
+    tried = (replace(config, stages=stages) for stages in range(_STAGES_MAX, 2, -1))
+    return next((it for it in tried if not fits(it)), None)

@@ -61,9 +61,10 @@ DEVICE void produce(const WgmmaParams& params) {
     kv.advance();
   };
 
-  int next;
-  for (int tile = static_cast<int>(block_index()); tile != NO_TILE; tile = next) {
-    next = TileSchedule<T::SCHEDULER>::after(tile, params);  // ahead of use: a counter's answer takes a microsecond
+  // A counter is asked when all of a tile is under way, not before: a tile that waits for its block is one that another
+  // could have begun. H200, 2026-11-22, D=256 N=8192 causal: asked at a tile's start, 668 TFLOPS for ONE_TILE's 765.
+  int tile = static_cast<int>(block_index());
+  for (; tile != NO_TILE; tile = TileSchedule<T::SCHEDULER>::after(tile, params)) {
     const auto [head, place] = Place::of(tile, forward.tiles, forward.heads, forward.heads_per_section);
     const int first_query = (forward.tiles - 1 - place) * T::TILE_M;
     const int blocks = max(mask.template blocks<T::TILE_N>(first_query, T::TILE_M).end, 0);
