@@ -14,6 +14,7 @@ import torch
 from bench import (
     demo,
     emitted,
+    hopper_docs,
     host,
     ladder,
     readme,
@@ -277,15 +278,18 @@ def write_report(options: argparse.Namespace) -> int:
 
 
 def update_readme(options: argparse.Namespace) -> int:
-    """Make the README's tables again; with --check only say whether they are current."""
-    current = readme.update(options.readme, results_root(), check=options.check)
-    if current:
-        print(f"{options.readme.name}: its tables are current")
-    elif options.check:
-        print(f"{options.readme.name}: its tables are stale; run python -m bench readme")
-    else:
-        print(f"{options.readme.name}: its tables are written anew")
-    return int(options.check and not current)
+    """Make the tables of README and docs/hopper.md again; with --check only say whether they are current."""
+    pages = {options.readme: readme.update(options.readme, results_root(), check=options.check)}
+    if options.readme == ROOT / "README.md":
+        pages[hopper_docs.PAGE] = hopper_docs.update(results_root(), check=options.check)
+    for page, current in pages.items():
+        if current:
+            print(f"{page.name}: its tables are current")
+        elif options.check:
+            print(f"{page.name}: its tables are stale; run python -m bench readme")
+        else:
+            print(f"{page.name}: its tables are written anew")
+    return int(options.check and not all(pages.values()))
 
 
 # ---------------------------------------------------------------- arguments
@@ -442,7 +446,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--out", type=Path, default=Path("out"), help="folder of everything (%(default)s)")
 
     command = add("readme")
-    command.add_argument("--readme", type=Path, default=ROOT / "README.md", help="default: README.md")
+    command.add_argument(
+        "--readme", type=Path, default=ROOT / "README.md", help="alone; default: README.md and docs/hopper.md"
+    )
     command.add_argument("--check", action="store_true", help="write nothing; exit 1 where a table is stale")
     return parser
 

@@ -27,7 +27,7 @@ DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One self-attention problem: Sq = Skv = seq, as many key/value heads as query heads."""
+    """One self-attention problem: Sq = Skv = seq."""
 
     batch: int
     heads: int
@@ -38,10 +38,25 @@ class Cell:
     layout: str
     """Order in memory: ``bshd`` (a projection's output, transposed without a copy) or ``bhsd`` (contiguous)."""
     direction: Direction = "fwd"
+    heads_kv: int | None = None
+    """Key/value heads where they are fewer (GQA); None: as many as query heads."""
 
     def __post_init__(self) -> None:
         if self.direction not in DIRECTIONS:
             raise ValueError(f"direction: got {self.direction!r}; allowed {', '.join(DIRECTIONS)}")
+        if self.heads_kv is not None and not (0 < self.heads_kv < self.heads and self.heads % self.heads_kv == 0):
+            allowed = f"None, or a divisor of heads={self.heads} below it"
+            raise ValueError(f"heads_kv: got {self.heads_kv}; allowed {allowed}")
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether query heads share key/value heads."""
+        return self.heads_kv is not None
+
+    @property
+    def heads_text(self) -> str:
+        """``16``, or ``16/2`` of 16 query heads on 2 key/value heads."""
+        return f"{self.heads}" if self.heads_kv is None else f"{self.heads}/{self.heads_kv}"
 
     @property
     def mask(self) -> str:
@@ -51,7 +66,7 @@ class Cell:
     @property
     def key(self) -> str:
         """What names the cell in results and on the terminal; distinct for distinct cells."""
-        sizes = f"B{self.batch} H{self.heads} N{self.seq} D{self.head_dim} {self.dtype} {self.mask} {self.layout}"
+        sizes = f"B{self.batch} H{self.heads_text} N{self.seq} D{self.head_dim} {self.dtype} {self.mask} {self.layout}"
         return sizes if self.direction == "fwd" else f"{sizes} {self.direction}"
 
     @property
@@ -60,6 +75,7 @@ class Cell:
         problem = Problem.contiguous(
             batch=self.batch,
             heads_q=self.heads,
+            heads_kv=self.heads_kv,
             seq_q=self.seq,
             head_dim=self.head_dim,
             dtype=self.dtype,
@@ -67,33 +83,38 @@ class Cell:
         )
         if self.layout == "bhsd":
             return problem
-        strides = (
-            self.seq * self.heads * self.head_dim,
-            self.head_dim if self.heads > 1 else self.seq * self.head_dim,
-            self.heads * self.head_dim if self.seq > 1 else self.head_dim,
+        strides_kv = self._strides(problem.heads_kv)
+        return replace(problem, strides_q=self._strides(self.heads), strides_k=strides_kv, strides_v=strides_kv)
+
+    def _strides(self, heads: int) -> tuple[int, int, int]:
+        """In elements, of batch, head and position of a tensor in memory as ``bshd``."""
+        return (
+            self.seq * heads * self.head_dim,
+            self.head_dim if heads > 1 else self.seq * self.head_dim,
+            heads * self.head_dim if self.seq > 1 else self.head_dim,
         )
-        return replace(problem, strides_q=strides, strides_k=strides, strides_v=strides)
 
     def tensors(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v ``[B, H, S, D]``, normal values of a fixed seed, in memory as `layout` says."""
+        """q ``[B, H, S, D]``, k and v ``[B, Hkv, S, D]``, normal values of a fixed seed, in memory as `layout` says."""
         generator = torch.Generator(device=device).manual_seed(self.seq * 1000 + self.head_dim)
-        return self._draw(generator), self._draw(generator), self._draw(generator)
+        heads_kv = self.heads if self.heads_kv is None else self.heads_kv
+        return tuple(self._draw(generator, heads) for heads in (self.heads, heads_kv, heads_kv))  # type: ignore[return-value]
 
     def dout(self, device: torch.device | str) -> torch.Tensor:
         """The gradient of out that a backward is given, made like q; in memory like out, which has the strides of q."""
-        return self._draw(torch.Generator(device=device).manual_seed(self.seq * 1000 + self.head_dim + 1))
+        return self._draw(torch.Generator(device=device).manual_seed(self.seq * 1000 + self.head_dim + 1), self.heads)
 
-    def _draw(self, generator: torch.Generator) -> torch.Tensor:
+    def _draw(self, generator: torch.Generator, heads: int) -> torch.Tensor:
         shape = {
-            "bhsd": (self.batch, self.heads, self.seq, self.head_dim),
-            "bshd": (self.batch, self.seq, self.heads, self.head_dim),
+            "bhsd": (self.batch, heads, self.seq, self.head_dim),
+            "bshd": (self.batch, self.seq, heads, self.head_dim),
         }[self.layout]
         values = torch.randn(shape, generator=generator, device=generator.device, dtype=DTYPES[self.dtype])
         return values.transpose(1, 2) if self.layout == "bshd" else values
 
     def as_dict(self) -> dict[str, Any]:
-        """Fields by name, for JSON."""
-        return asdict(self)
+        """Fields by name, for JSON; without heads_kv where it is None."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     def __str__(self) -> str:
         return self.key
@@ -133,6 +154,23 @@ def _floors() -> tuple[Cell, ...]:
     return tuple(cell for cell in everywhere if cell.head_dim == 128 and cell.seq == 4096)
 
 
+def _heldout() -> tuple[Cell, ...]:
+    """What no sweep of configs has seen: other head_dims and lengths, one sequence at a time, fp16, GQA."""
+    plain = Cell(batch=1, heads=16, seq=4096, head_dim=128, dtype="bf16", causal=False, layout="bshd")
+
+    def sized(head_dim: int, seq: int) -> Cell:
+        return replace(plain, batch=TOKENS // seq or 1, heads=round(HIDDEN / head_dim), seq=seq, head_dim=head_dim)
+
+    full = (
+        *(sized(head_dim, seq) for head_dim in (96, 160, 192) for seq in (2048, 8192)),
+        *(sized(head_dim, seq) for head_dim in (64, 128, 256) for seq in (3000, 32768)),
+        plain,
+        *(replace(sized(head_dim, 4096), dtype="fp16") for head_dim in (64, 128, 256)),
+        *(replace(sized(128, seq), heads_kv=2) for seq in (2048, 8192)),
+    )
+    return tuple(replace(cell, causal=causal) for cell in full for causal in (False, True))
+
+
 def _smoke() -> tuple[Cell, ...]:
     return tuple(
         Cell(batch=1, heads=2, seq=256, head_dim=head_dim, dtype=dtype, causal=causal, layout="bshd")
@@ -142,7 +180,14 @@ def _smoke() -> tuple[Cell, ...]:
 
 
 SUITES: Mapping[str, tuple[Cell, ...]] = MappingProxyType(
-    {"standard": _standard(), "seed": _seed(), "backward": _backward(), "floors": _floors(), "smoke": _smoke()}
+    {
+        "standard": _standard(),
+        "heldout": _heldout(),
+        "seed": _seed(),
+        "backward": _backward(),
+        "floors": _floors(),
+        "smoke": _smoke(),
+    }
 )
 """Every suite by name. `host`, the cost of a call, is no suite of cells: see bench.host."""
 

@@ -12,9 +12,10 @@ LSE_BYTES = 4
 
 def output_bytes(cell: Cell) -> int:
     """Bytes of what a cell's direction computes: out and lse, or dq, dk and dv, or all of them."""
-    rows = cell.batch * cell.heads * cell.seq
-    out = rows * cell.head_dim * cell.problem.torch_dtype.itemsize
-    forward, backward = out + rows * LSE_BYTES, 3 * out  # self-attention: dk and dv are as large as dq
+    problem = cell.problem
+    rows, rows_kv = (cell.batch * heads * cell.seq for heads in (problem.heads_q, problem.heads_kv))
+    row = cell.head_dim * problem.torch_dtype.itemsize
+    forward, backward = rows * (row + LSE_BYTES), (rows + 2 * rows_kv) * row
     return {"fwd": forward, "bwd": backward, "fwdbwd": forward + backward}[cell.direction]
 
 

@@ -1,7 +1,8 @@
 """Peers to stand beside: SDPA's three kernels, FlexAttention, flash-attn 2, 3 and 4, TileGym.
 
 Each is optional and imported only when it runs; none is a dependency, and none is an entry of BACKENDS. Cells have
-Sq = Skv and as many key/value heads as query heads, where every peer means the same by `causal`.
+Sq = Skv, where every peer means the same by `causal`. Fewer key/value heads than query heads all of them take as they
+are, PyTorch's when told so; of SDPA's kernels the one that cannot says so itself.
 
 A peer's backward is its own, through autograd: PyTorch walks the graph of one forward again and again.
 """
@@ -92,10 +93,10 @@ def _sdpa(name: str, backend: str, can_use: str) -> Peer:
 
     def build(cell: Cell, tensors: Tensors) -> tuple[Call, str]:
         sdpa = torch.nn.functional.scaled_dot_product_attention
-        return functools.partial(sdpa, *tensors, is_causal=cell.causal), ""
+        return functools.partial(sdpa, *tensors, is_causal=cell.causal, enable_gqa=cell.is_grouped), ""
 
     def refuse(cell: Cell, tensors: Tensors) -> tuple[Reason, ...]:
-        arguments = torch.backends.cuda.SDPAParams(*tensors, None, 0.0, cell.causal, False)
+        arguments = torch.backends.cuda.SDPAParams(*tensors, None, 0.0, cell.causal, cell.is_grouped)
         if getattr(torch.backends.cuda, can_use)(arguments):
             return ()
         said = _what_sdpa_says(build(cell, tensors)[0], context)
@@ -130,7 +131,7 @@ def _causal_mask(batch: Any, head: Any, query: Any, key: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1)
-def _compiled_flex(head_dim: int, dtype: str, causal: bool) -> Callable[..., torch.Tensor]:
+def _compiled_flex(head_dim: int, dtype: str, causal: bool, is_grouped: bool) -> Callable[..., torch.Tensor]:
     """flex_attention compiled for every length of one kind of cell: a compile takes seconds, so not one per cell.
 
     `fullgraph`, as Flex run eagerly by a recompile limit would be another algorithm in silence.
@@ -159,8 +160,10 @@ def _causal_blocks(seq: int, device: torch.device) -> Any:
 def _build_flex(cell: Cell, tensors: Tensors) -> tuple[Call, str]:
     q, k, v = tensors
     blocks = _causal_blocks(cell.seq, q.device) if cell.causal else None
-    flex = _compiled_flex(cell.head_dim, cell.dtype, cell.causal)
-    return functools.partial(flex, q, k, v, block_mask=blocks), "torch.compile(dynamic=True)"
+    flex = _compiled_flex(cell.head_dim, cell.dtype, cell.causal, cell.is_grouped)
+    return functools.partial(
+        flex, q, k, v, block_mask=blocks, enable_gqa=cell.is_grouped
+    ), "torch.compile(dynamic=True)"
 
 
 # ---------------------------------------------------------------- packages

@@ -1,4 +1,5 @@
-"""README tables are generated: ``python -m bench readme`` rewrites what stands between their markers.
+"""README tables are generated: ``python -m bench readme`` rewrites what stands between their markers, there and in
+docs/hopper.md (bench.hopper_docs).
 
 ``<!-- generated:support -->`` ... ``<!-- /generated -->`` holds what each backend supports, from its capabilities and
 rules; ``<!-- generated:results -->`` what was measured, from bench/results.
@@ -143,14 +144,19 @@ def render(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:
 
 
 def update(path: Path, results: Path, *, check: bool) -> bool:
-    """Whether the tables of `path` were current; unless `check`, they are afterwards.
+    """Whether the tables of the README at `path` were current; unless `check`, they are afterwards.
 
     ValueError where the file has no marker at all: then nothing would ever be generated.
     """
+    return update_page(path, {"support": support_block, "results": lambda: results_block(results)}, check=check)
+
+
+def update_page(path: Path, blocks: Mapping[str, Callable[[], str]], *, check: bool) -> bool:
+    """`update` of any page, by what generates each of its blocks."""
     old = path.read_text()
     if not MARKED.search(old):
         raise InputError(f"{path.name} has no <!-- generated:... --> ... <!-- /generated --> block")
-    new = render(old, {"support": support_block, "results": lambda: results_block(results)})
+    new = render(old, blocks)
     if new != old and not check:
         path.write_text(new)
     return new == old

@@ -17,7 +17,7 @@ from bench.errors import InputError
 from bench.flops import rate_text
 from bench.matrix import Cell
 from bench.parity_page import Parity, load_parity
-from bench.results import Row, is_ours, load, one_run
+from bench.results import Environment, Row, is_ours, load, one_run
 from bench.verdicts import judge_floors, judge_memory
 from multiattn.targets.build import Entry, ordered
 from multiattn.targets.cli import load as load_table
@@ -50,7 +50,7 @@ def groups(rows: Sequence[Row]) -> list[Group]:
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in one_run(rows):
         cell = row.cell
-        sizes = (cell.direction, cell.head_dim, cell.causal, cell.dtype, cell.layout, cell.heads)
+        sizes = (cell.direction, cell.head_dim, cell.causal, cell.dtype, cell.layout, cell.heads_text)
         found.setdefault((*sizes, row.regime, row.environment.gpu), []).append(row)
     return [_group(members) for members in found.values()]
 
@@ -61,7 +61,7 @@ def _group(members: Sequence[Row]) -> Group:
     tokens = {it.batch * it.seq for it in cells}
     batch = f"{tokens.pop()} tokens" if len(tokens) == 1 else f"B={cell.batch}"
     return Group(
-        title=f"{DIRECTION_TITLES[cell.direction]}D={cell.head_dim} {cell.mask}, H={cell.heads}, {batch}, "
+        title=f"{DIRECTION_TITLES[cell.direction]}D={cell.head_dim} {cell.mask}, H={cell.heads_text}, {batch}, "
         f"{cell.dtype} {cell.layout}, "
         f"{members[0].regime} regime, {members[0].environment.gpu}",
         regime=members[0].regime,
@@ -105,11 +105,11 @@ def notes(rows: Iterable[Row]) -> list[str]:
 
 def provenance(rows: Sequence[Row]) -> list[str]:
     """One line for each environment that rows were measured in."""
-    return list(dict.fromkeys(_describe(row) for row in rows))
+    return list(dict.fromkeys(describe(row.environment) for row in rows))
 
 
-def _describe(row: Row) -> str:
-    setup = row.environment
+def describe(setup: Environment) -> str:
+    """GPU, driver, commit, date and versions in one line."""
     peak = f"stated peak {setup.peak_tflops:g} TFLOPS" if setup.peak_tflops else "no stated peak"
     tools = ", ".join(f"{name} {version}" for name, version in setup.versions.items())
     return (

@@ -1,6 +1,7 @@
 """bench.matrix and bench.flops: the cells are what they say, and the work in them is counted right."""
 
 import itertools
+import json
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 from bench.flops import cell_flops, forward_flops, peak_share, rate_text, tflops
 from bench.matrix import HIDDEN, SUITES, TOKENS, Cell, Filter, find_suite, in_directions
+from bench.memory import output_bytes
+from bench.truth import truth_of
 from multiattn.arch import find_gpu
 from multiattn.problem import Problem
 from multiattn.reference import visible_pairs
@@ -25,6 +28,33 @@ def test_the_standard_suite_is_the_promised_product():
     assert all(cell.batch * cell.seq == TOKENS and cell.heads * cell.head_dim == HIDDEN for cell in cells)
     assert {(cell.dtype, cell.layout) for cell in cells} == {("bf16", "bshd")}
     assert set(SUITES["floors"]) <= {*cells, *SUITES["backward"]}
+
+
+def test_the_held_out_suite_has_what_no_config_was_tuned_for():
+    cells = SUITES["heldout"]
+    assert {(cell.layout, cell.direction) for cell in cells} == {("bshd", "fwd")}
+    assert {replace(cell, causal=not cell.causal) for cell in cells} == set(cells)
+    assert not set(cells) & set(SUITES["standard"])
+    full = [cell for cell in cells if not cell.causal]
+    assert {(cell.head_dim, cell.heads) for cell in full if cell.head_dim not in (64, 128, 256)} == {
+        (96, 21),
+        (160, 13),
+        (192, 11),
+    }
+    assert {(cell.batch, cell.seq) for cell in full} == {
+        (8, 2048),
+        (5, 3000),
+        (4, 4096),
+        (1, 4096),
+        (2, 8192),
+        (1, 32768),
+    }
+    assert [(cell.heads_text, cell.seq) for cell in full if cell.is_grouped] == [("16/2", 2048), ("16/2", 8192)]
+    assert [(cell.head_dim, cell.seq) for cell in full if cell.dtype == "fp16"] == [
+        (64, 4096),
+        (128, 4096),
+        (256, 4096),
+    ]
 
 
 def test_the_backward_suite_is_the_promised_product():
@@ -59,6 +89,44 @@ def test_the_seed_suite_is_that_of_the_scaling_analysis():
 def test_the_problem_of_a_cell_is_that_of_its_tensors(layout, batch, heads, seq):
     cell = Cell(batch=batch, heads=heads, seq=seq, head_dim=16, dtype="fp16", causal=True, layout=layout)
     assert cell.problem == Problem.of(*cell.tensors("cpu"), causal=True)
+    if heads > 1:
+        grouped = replace(cell, heads_kv=1)
+        assert grouped.problem == Problem.of(*grouped.tensors("cpu"), causal=True)
+        assert grouped.problem.group == heads
+
+
+def test_fewer_key_value_heads_are_part_of_a_cell():
+    cell = replace(SUITES["smoke"][0], heads=4)
+    grouped = replace(cell, heads_kv=2)
+    assert grouped.key == cell.key.replace("H4", "H4/2")
+    assert [tensor.shape[1] for tensor in grouped.tensors("cpu")] == [4, 2, 2]
+    assert torch.equal(grouped.tensors("cpu")[0], cell.tensors("cpu")[0])
+    assert grouped.dout("cpu").shape == cell.dout("cpu").shape
+    assert cell_flops(grouped) == cell_flops(cell)
+    assert Cell(**json.loads(json.dumps(grouped.as_dict()))) == grouped
+    for wrong in (0, 3, 4, 8):
+        with pytest.raises(ValueError, match=f"heads_kv: got {wrong}; allowed None, or a divisor of heads=4 below it"):
+            replace(cell, heads_kv=wrong)
+
+
+def test_a_cell_as_json_names_key_value_heads_only_where_they_are_fewer():
+    cell = SUITES["smoke"][0]
+    assert "heads_kv" not in cell.as_dict()
+    assert Cell(**cell.as_dict()) == cell
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd", "fwdbwd"])
+def test_the_truth_and_the_outputs_of_fewer_key_value_heads(direction):
+    cell = Cell(
+        batch=1, heads=4, heads_kv=2, seq=24, head_dim=16, dtype="bf16", causal=True, layout="bshd", direction=direction
+    )
+    truths = truth_of(cell, cell.tensors("cpu"))
+    heads = {"out": 4, "lse": 4, "dq": 4, "dk": 2, "dv": 2}
+    assert {name: expected.truth.shape[1] for name, expected in truths.items()} == {
+        name: heads[name] for name in truths
+    }
+    size = {name: 24 * heads[name] * (4 if name == "lse" else 2 * 16) for name in truths}
+    assert output_bytes(cell) == sum(size.values())
 
 
 def test_tensors_are_the_same_every_time_and_differ_among_themselves():

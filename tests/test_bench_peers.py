@@ -18,6 +18,7 @@ from multiattn.backend import BACKENDS
 from multiattn.reference import reference
 
 CELL = SUITES["smoke"][1]
+GROUPED = replace(CELL, heads_kv=1)
 
 
 def test_names_are_unique_and_none_is_a_backend():
@@ -55,16 +56,27 @@ def test_a_kernel_of_sdpa_that_will_not_do_is_a_reason():
     assert reason.got
 
 
+@pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-cudnn", "sdpa-efficient"])
+def test_sdpa_is_told_of_fewer_key_value_heads(name):
+    (peer,) = find_peers((name,))
+    tensors = GROUPED.tensors("cpu")
+    call, _ = peer.build(GROUPED, tensors)
+    truth, _ = reference(*tensors, causal=True)
+    assert torch.allclose(call().float(), truth, atol=2e-2)  # PyTorch's own choice of a kernel, on the CPU
+
+
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize("returns_lse", [False, True])
+@pytest.mark.parametrize("heads_kv", [None, 1])
 @pytest.mark.parametrize("name", ["fa2", "fa3", "fa4"])
-def test_flash_attn_is_called_in_its_own_layout(name, returns_lse, direction, monkeypatch, tmp_path):
+def test_flash_attn_is_called_in_its_own_layout(name, heads_kv, returns_lse, direction, monkeypatch, tmp_path):
     (peer,) = find_peers((name,))
-    cell = replace(CELL, seq=40, direction=direction)
+    cell = replace(CELL, seq=40, direction=direction, heads_kv=heads_kv)
 
     def flash_attn_func(q, k, v, causal):
         assert q.shape == (cell.batch, cell.seq, cell.heads, cell.head_dim)
         assert q.is_contiguous()
+        assert k.shape == v.shape == (cell.batch, cell.seq, heads_kv or cell.heads, cell.head_dim)
         out, lse = reference(*(tensor.transpose(1, 2) for tensor in (q, k, v)), causal=causal)
         out = out.to(q.dtype).transpose(1, 2)
         return (out, lse) if returns_lse else out
@@ -99,12 +111,13 @@ def test_what_flex_is_compiled_under_keeps_what_a_backward_needs_again():
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_flex_is_masked_causally():
+@pytest.mark.parametrize("cell", [CELL, GROUPED], ids=str)
+def test_flex_is_masked_causally(cell):
     (peer,) = find_peers(("flex",))
-    q, k, v = CELL.tensors("cpu")
-    call, detail = peer.build(CELL, (q, k, v))
+    q, k, v = cell.tensors("cpu")
+    call, detail = peer.build(cell, (q, k, v))
     assert "dynamic" in detail
-    out = flex.flex_attention(q, k, v, block_mask=call.keywords["block_mask"])  # eager: a compile takes seconds
+    out = flex.flex_attention(q, k, v, **call.keywords)  # eager: a compile takes seconds
     assert torch.allclose(out.float(), reference(q, k, v, causal=True)[0], atol=2e-2)
 
 

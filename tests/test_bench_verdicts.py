@@ -130,6 +130,18 @@ def test_one_cell_of_several_alike_is_preferred_by():
     assert cell["tflops"] == {"cuda": 100.0}
 
 
+def test_a_held_out_cell_is_preferred_by_only_where_there_is_no_other():
+    held, standard = (
+        next(cell for cell in SUITES[suite] if cell.head_dim == 128 and cell.seq == 4096 and cell.causal)
+        for suite in ("heldout", "standard")
+    )
+    alone = [fakes.row("triton", 1.0, cell=held)]
+    (cell,) = preferences([*alone, fakes.row("cuda", 1.0, cell=standard)])
+    assert cell["tflops"] == {"cuda": 100.0}
+    (cell,) = preferences(alone)
+    assert cell["tflops"] == {"triton": 100.0}
+
+
 def test_nothing_measured_is_nothing_to_prefer_by(tmp_path):
     with pytest.raises(ValueError, match="nothing to prefer by"):
         write_preferences([refused(fakes.row("cuda", 1.0))], tmp_path / "measured.json")

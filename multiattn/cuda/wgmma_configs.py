@@ -144,7 +144,7 @@ _SHAPES: Mapping[int, tuple[tuple[int, int, int], ...]] = {
     192: ((128, 96, 1), (128, 128, 1), (128, 80, 2), (128, 64, 2)),
     256: ((128, 64, 1), (128, 80, 1), (128, 64, 2), (128, 48, 2)),
 }
-"""(tile_m, tile_n, q_slots) by the widest head_dim that they are for; the first is tried in every way, others in some."""
+"""(tile_m, tile_n, q_slots) by the widest head_dim that they are for; the first is tried in every way."""
 _ALONE: tuple[Mapping[str, Any], ...] = (
     {"lazy_max": False},
     {"q_slots": 1},

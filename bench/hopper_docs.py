@@ -1,0 +1,379 @@
+"""docs/hopper.md: its tables, made of the results of one GPU. ``python -m bench readme`` writes them.
+
+Of a file that is not there a block says so: the page can be made before everything is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from bench import readme, tune_results
+from bench.environment import ROOT
+from bench.errors import InputError
+from bench.flops import rate_text
+from bench.matrix import Cell
+from bench.report import describe, figure, provenance
+from bench.results import Row, load, one_run, read
+from bench.tune_results import Sweep, Tried
+from multiattn.cuda import exp2
+
+PAGE = ROOT / "docs" / "hopper.md"
+GPU_FOLDER = "h200"
+"""Of bench/results: whose measurements the page shows."""
+BACKEND, VARIANT = "cuda", "wgmma"
+PEERS = ("sdpa-cudnn", "fa4")
+PROBES_SCHEMA = 1
+SIXTEENTHS = 16
+STALLS_SHOWN = 4
+NAME_LENGTH = 40
+
+
+def blocks(results: Path) -> Mapping[str, Callable[[], str]]:
+    """What generates each block of the page."""
+    folder = results / GPU_FOLDER
+    return {
+        "standard": lambda: peers_block(folder / "standard.json"),
+        "heldout": lambda: peers_block(folder / "heldout.json", every_size=True),
+        "techniques": lambda: techniques_block(folder / f"{tune_results.PREFIX}{BACKEND}.json"),
+        "exp2": exp2_block,
+        "cycles": lambda: cycles_block(folder / f"ncu-{VARIANT}.json"),
+        "probes": lambda: probes_block(folder / "hopper_probes.json"),
+    }
+
+
+def update(results: Path, *, check: bool) -> bool:
+    """Whether the page was current; unless `check`, it is afterwards."""
+    return readme.update_page(PAGE, blocks(results), check=check)
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Markdown."""
+    return tabulate([[str(it) for it in row] for row in rows], headers, tablefmt="github", disable_numparse=True)
+
+
+def _missing(path: Path, what: str = "") -> str:
+    """What a block says that has nothing to show."""
+    name = f"`bench/results/{path.parent.name}/{path.name}`"
+    return f"Not measured yet: {name} {what or 'is not there'}."
+
+
+# ---------------------------------------------------------------- beside the peers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Ours in one cell, and what there is of the peers in the same turns."""
+
+    cell: Cell
+    ours: Row
+    peers: Mapping[str, Row]
+
+    @property
+    def ratio(self) -> float | None:
+        """Our TFLOPS over the faster peer's; None where one side has none, or another variant ran."""
+        theirs = [row.measured.tflops for row in self.peers.values() if row.measured is not None]
+        if self.ours.measured is None or not theirs or not _is_hopper(self.ours):
+            return None
+        return self.ours.measured.tflops / max(theirs)
+
+
+def comparisons(rows: Iterable[Row]) -> list[Comparison]:
+    """The forward cells that there is a row of ours of, in the order of the page; of each its newest run.
+
+    Where the variant of this page did not run, what the backend ran or said instead. None where it ran nowhere.
+    """
+    found: dict[Cell, dict[str, Row]] = {}
+    for row in one_run(rows):
+        if row.regime == "device" and row.cell.direction == "fwd":
+            found.setdefault(row.cell, {})[row.contender] = row
+    made = []
+    for cell, by_name in found.items():
+        rows_of_ours = [by_name[it] for it in (BACKEND, f"{BACKEND}/{VARIANT}") if it in by_name]
+        if rows_of_ours:
+            ours = next(filter(_is_hopper, rows_of_ours), rows_of_ours[0])
+            made.append(Comparison(cell=cell, ours=ours, peers={it: by_name[it] for it in PEERS if it in by_name}))
+    if not any(_is_hopper(it.ours) for it in made):
+        return []
+    return sorted(made, key=lambda it: _place(it.cell))
+
+
+def _is_hopper(row: Row) -> bool:
+    """Whether a row is of the variant of this page: by its Plan, or by its name where no Plan came about."""
+    return row.plan["variant"] == VARIANT if row.plan is not None else row.contender == f"{BACKEND}/{VARIANT}"
+
+
+def _figure_of_ours(row: Row) -> str:
+    """TFLOPS, with the variant where it is another one."""
+    return figure(row) if row.plan is None or _is_hopper(row) else f"{figure(row)} ({row.plan['variant']})"
+
+
+def _place(cell: Cell) -> tuple[Any, ...]:
+    return cell.head_dim, cell.dtype, cell.heads_kv or 0, cell.causal, cell.seq, cell.batch
+
+
+def peers_block(path: Path, *, every_size: bool = False) -> str:
+    """TFLOPS of ours and of each peer by cell, the ratio to the faster one, and what ratios come to by head_dim."""
+    if not path.exists():
+        return _missing(path)
+    found = comparisons(load(path))
+    if not found:
+        return _missing(path, f"has no row of {BACKEND}'s variant {VARIANT}")
+    more = ("B", "H", "dtype") if every_size else ()
+    rows = []
+    for it in found:
+        cell = it.cell
+        sizes = (cell.batch, cell.heads_text, cell.dtype) if every_size else ()
+        peers = (figure(it.peers.get(name)) for name in PEERS)
+        rows.append((cell.head_dim, cell.mask, cell.seq, *sizes, _figure_of_ours(it.ours), *peers, _ratio(it.ratio)))
+    ours = f"{BACKEND} {VARIANT}"
+    parts = [table(("D", "mask", "N", *more, ours, *PEERS, "ratio"), rows), _summary(found)]
+    measured = [row for it in found for row in (it.ours, *it.peers.values()) if row.measured is not None]
+    return "\n\n".join([*parts, "\n".join(provenance(measured))])
+
+
+def _ratio(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.3f}"
+
+
+def _summary(found: Sequence[Comparison]) -> str:
+    """Cells, geometric mean of ratios and how many are below 1, by head_dim and of all."""
+    by_head_dim = [(f"{key}", list(members)) for key, members in groupby(found, lambda it: it.cell.head_dim)]
+    rows = []
+    for name, members in (*by_head_dim, ("all", list(found))):
+        ratios = [it.ratio for it in members if it.ratio is not None]
+        below = sum(ratio < 1 for ratio in ratios)
+        rows.append((name, len(ratios), _ratio(geometric_mean(ratios)), below, len(members) - len(ratios)))
+    return table(("D", "cells", "geometric mean", "below 1.00", "without a ratio"), rows)
+
+
+def geometric_mean(values: Sequence[float]) -> float | None:
+    """None of none."""
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else None
+
+
+# ---------------------------------------------------------------- one field at a time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """A candidate that differs from its sweep's winner in one field; `ratio` of TFLOPS, None of one without a time."""
+
+    field: str
+    winner: Any
+    other: Any
+    ratio: float | None
+
+
+def winner_of(sweep: Sweep) -> Tried | None:
+    """The fastest candidate; None where nothing was timed."""
+    timed = [it for it in sweep.tried if it.tflops and it.config is not None]
+    return max(timed, key=lambda it: it.tflops or 0.0, default=None)
+
+
+def changes(sweep: Sweep) -> list[Change]:
+    """Every candidate that is one field away from the winner, by field."""
+    best = winner_of(sweep)
+    if best is None or best.config is None or not best.tflops:
+        return []
+    found = []
+    for it in sweep.tried:
+        config = it.config or {}
+        differs = [name for name, value in best.config.items() if config.get(name) != value]
+        if it.config is not None and len(differs) == 1:
+            (name,) = differs
+            ratio = it.tflops / best.tflops if it.tflops else None
+            found.append(Change(field=name, winner=best.config[name], other=config[name], ratio=ratio))
+    order = list(best.config)
+    return sorted(found, key=lambda it: order.index(it.field))
+
+
+def techniques_block(path: Path) -> str:
+    """Per length: the winner of each sweep, and what changing one field of it costs."""
+    if not path.exists():
+        return _missing(path)
+    sweeps = [it for it in tune_results.load(path) if it.variant == VARIANT and it.cell.direction == "fwd"]
+    sweeps = sorted((it for it in sweeps if winner_of(it) is not None), key=lambda it: (it.cell.seq, _place(it.cell)))
+    if not sweeps:
+        return _missing(path, f"has no timed sweep of {VARIANT}")
+    parts = []
+    for seq, members in groupby(sweeps, lambda it: it.cell.seq):
+        parts += [f"N={seq}. The fastest config of each sweep:", *_of_length(list(members))]
+    setups = dict.fromkeys(describe(it.environment) for it in sweeps)
+    return "\n\n".join([*parts, "\n".join(setups)])
+
+
+def _of_length(sweeps: Sequence[Sweep]) -> list[str]:
+    winners, columns = [], []
+    lines: dict[tuple[str, str, str], dict[int, str]] = {}
+    for number, sweep in enumerate(sweeps):
+        best = winner_of(sweep)
+        assert best is not None
+        others = "" if sweep.yardstick_tflops is None else rate_text(sweep.yardstick_tflops)
+        config = best.name.removeprefix(f"{sweep.backend}/{sweep.variant} ")
+        winners.append((_column(sweep, sweeps), config, rate_text(best.tflops or 0.0), f"{sweep.yardstick} {others}"))
+        columns.append(_column(sweep, sweeps))
+        for change in changes(sweep):
+            key = (change.field, _value(change.field, change.winner), _value(change.field, change.other))
+            lines.setdefault(key, {})[number] = "failed" if change.ratio is None else f"{change.ratio:.3f}"
+    order = {name: place for place, name in enumerate(dict.fromkeys(name for name, _, _ in lines))}
+    rows = [
+        (f"`{name}`", f"{was} → {now}", *(lines[name, was, now].get(number, "") for number in range(len(sweeps))))
+        for name, was, now in sorted(lines, key=lambda key: order[key[0]])
+    ]
+    headers = ("D, mask", "config", "TFLOPS", "beside it")
+    told = [table(headers, winners)]
+    if rows:
+        told += ["One field changed, TFLOPS over the winner's:", table(("field", "change", *columns), rows)]
+    return told
+
+
+def _column(sweep: Sweep, beside: Sequence[Sweep]) -> str:
+    """``128 causal``; with the rest of its cell where that is not enough."""
+    name = f"{sweep.cell.head_dim} {sweep.cell.mask}"
+    alike = [it for it in beside if f"{it.cell.head_dim} {it.cell.mask}" == name]
+    return name if len(alike) == 1 else f"{sweep.cell.key}"
+
+
+def _value(field: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if field == "exp2_fma_fraction":
+        return f"{SIXTEENTHS * value:g}/{SIXTEENTHS}"
+    return f"{value}"
+
+
+# ---------------------------------------------------------------- exp2
+
+
+def exp2_block() -> str:
+    """The polynomial's errors, by degree and by band of x: of a model that is bit for bit the kernel's."""
+    return f"{exp2.degrees_table()}\n\n{exp2.table()}"
+
+
+# ---------------------------------------------------------------- cycles
+
+TITLES: tuple[tuple[str, str], ...] = (
+    (r"gpu__time_duration", "duration, as ncu gave it"),
+    (r"sm__(inst_executed_)?pipe_tensor\w*(_active)?\..*pct", "tensor pipe active, %"),
+    (r"sm__inst_executed_pipe_xu\..*pct", "XU pipe (MUFU: exponentials), %"),
+    (r"sm__inst_executed_pipe_fma\w*\..*pct", "FMA pipe, %"),
+    (r"sm__inst_executed_pipe_alu\..*pct", "ALU pipe, %"),
+    (r"(sm|smsp)__(inst_issued|issue_active|inst_executed)\..*pct", "issue slots busy, %"),
+    (r"sm__warps_active\..*pct", "achieved occupancy, %"),
+    (r"lts__t(hroughput|\w*)\..*pct", "L2 throughput, %"),
+    (r"dram__throughput\..*pct", "DRAM throughput, %"),
+)
+"""What rows of metrics are called, by a pattern of the metric's name, in their order; others keep their name alone."""
+
+STALL = re.compile(r"issue_stalled_(?P<reason>[a-z0-9_]+?)(_per_issue_active|_per_warp_active)?(\.\w+)*$")
+
+
+def cycles_block(path: Path) -> str:
+    """What Nsight Compute counted, a column for each launch; reasons for stalls as shares of all of them."""
+    if not path.exists():
+        return _missing(path)
+    try:
+        data = json.loads(path.read_text())
+        setup = {} if isinstance(data, list) else data
+        launches = [dict(it) for it in (data if isinstance(data, list) else data["launches"])]
+        metrics = [{str(name): value for name, value in it["metrics"].items()} for it in launches]
+        columns = [_launch_name(it, launches) for it in launches]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path}: no list of kernel, cell and metrics: {type(error).__name__}: {error}") from None
+    names = dict.fromkeys(name for it in metrics for name in it if not STALL.search(name))
+    rows: list[Sequence[str]] = [
+        (_metric_title(name), *(_number(it.get(name)) for it in metrics)) for name in sorted(names, key=_metric_place)
+    ]
+    stalls = [_top_stalls(it) for it in metrics]
+    if any(stalls):
+        rows.append(("stalls, most first", *stalls))
+    kernels = dict.fromkeys(str(it["kernel"]) for it in launches)
+    told = f"Kernel: `{next(iter(kernels))}`. " if len(kernels) == 1 else ""
+    return "\n\n".join([table(("counted by ncu", *columns), rows), told + _setup([setup, *launches])])
+
+
+def _launch_name(launch: Mapping[str, Any], launches: Sequence[Mapping[str, Any]]) -> str:
+    cell = launch["cell"]
+    name = Cell(**cell).key if isinstance(cell, dict) else str(cell)
+    kernel = str(launch["kernel"])
+    if all(str(it["kernel"]) == kernel for it in launches):
+        return name
+    return f"{kernel if len(kernel) <= NAME_LENGTH else kernel[:NAME_LENGTH] + '...'}, {name}"
+
+
+def _metric_place(name: str) -> tuple[int, str]:
+    return next((place for place, (form, _) in enumerate(TITLES) if re.match(form, name)), len(TITLES)), name
+
+
+def _metric_title(name: str) -> str:
+    title = next((title for form, title in TITLES if re.match(form, name)), "")
+    return f"{title} (`{name}`)" if title else f"`{name}`"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, (int, float)) else "" if value is None else str(value)
+
+
+def _top_stalls(metrics: Mapping[str, Any]) -> str:
+    """``long_scoreboard 31 %, wait 20 %``: shares of the reasons that were counted."""
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        if (match := STALL.search(name)) and isinstance(value, (int, float)) and "not_issued" not in name:
+            found[match["reason"]] = float(value)
+    total = sum(found.values())
+    top = sorted(found, key=lambda reason: -found[reason])[:STALLS_SHOWN]
+    return ", ".join(f"{reason} {100 * found[reason] / total:.0f} %" for reason in top) if total else ""
+
+
+def _setup(told: Iterable[Mapping[str, Any]]) -> str:
+    """GPU, date and commit, as a file has them; or that it has not."""
+    found = {
+        ", ".join(
+            f"{'commit ' if name == 'commit' else ''}{it[name]}" for name in ("gpu", "date", "commit") if it.get(name)
+        )
+        for it in told
+    }
+    return "; ".join(sorted(filter(None, found))) or "On which GPU, when and of which commit the file does not say"
+
+
+# ---------------------------------------------------------------- probes
+
+
+def probes_block(path: Path) -> str:
+    """For each probe what it is, and TFLOPS with it over those without, each as a share of cuDNN's in its own run."""
+    if not path.exists():
+        return _missing(path)
+
+    def told(data: dict[str, Any]) -> str:
+        parts = [_probe(probe) for probe in data["probes"]]
+        return "\n\n".join([*parts, f"{data['labels']} {_setup([data])}."])
+
+    return read(path, f"a file of probes of schema {PROBES_SCHEMA}", PROBES_SCHEMA, told)
+
+
+def _probe(probe: Mapping[str, Any]) -> str:
+    lengths = sorted({point["seq"] for point in probe["points"]})
+    lines: dict[tuple[int, bool, str], dict[int, str]] = {}
+    ratios = []
+    for point in probe["points"]:
+        with_it, without = point["with"], point["without"]
+        ratio = with_it["tflops"] / with_it["peer"] / (without["tflops"] / without["peer"])
+        ratios.append(ratio)
+        text = f"{ratio:.2f} ({rate_text(with_it['tflops'])}, {rate_text(without['tflops'])})"
+        lines.setdefault((point["head_dim"], point["causal"], point["label"]), {})[point["seq"]] = text
+    rows = [
+        (head_dim, "causal" if causal else "full", label, *(line.get(seq, "") for seq in lengths))
+        for (head_dim, causal, label), line in lines.items()
+    ]
+    headers = ("D", "mask", "compared", *(f"N={seq}" for seq in lengths))
+    mean = f"Geometric mean of the ratio: {_ratio(geometric_mean(ratios))}, over {len(ratios)} cells."
+    return f"**{probe['name']}.** {probe['what']} {mean}\n\n{table(headers, rows)}"
