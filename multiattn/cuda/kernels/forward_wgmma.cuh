@@ -102,7 +102,7 @@ class Consumer {
     if (params_.forward.scale_sign != 1) {
       fold_sign_into_rows(slot);
       fence_async_shared();
-      named_barrier_sync(ROWS_BARRIER + warpgroup_, WARPGROUP);  // Q is rewritten before anybody reads it
+      await_warpgroup();  // Q is rewritten before anybody reads it
     }
     if constexpr (T::Q_IN_REGISTERS) {
       const auto reader = FragmentReader<PanelQ<T>>::down();
@@ -252,13 +252,18 @@ class Consumer {
     kv_.advance();
   }
 
+  DEVICE void await_warpgroup() const {
+    sync_warp();  // branches before it may have parted lanes, and the barrier counts whole warps
+    named_barrier_sync(ROWS_BARRIER + warpgroup_, WARPGROUP);
+  }
+
   DEVICE void release_k() const { Shared::ring_kv().release(k_slot_); }
   DEVICE void release_v() const { Shared::ring_kv().release(kv_.slot == 0 ? T::STAGES - 1 : kv_.slot - 1); }
 
   // ---- out = outputs / sum and lse = log(sum of exp)
   DEVICE void finish(const Rows& rows) {
     const SharedAddress staged = queries(rows.slot);
-    if constexpr (T::TMA_STORE) named_barrier_sync(ROWS_BARRIER + warpgroup_, WARPGROUP);  // nobody of it reads Q any more
+    if constexpr (T::TMA_STORE) await_warpgroup();  // nobody of it reads Q any more
     const WarpOutput<T> output{params_.forward, rows.head, rows.first_query + warp_row(),
                                staged + warp_row() * TileQ::ROW_BYTES};
     if (T::CAUSAL && any_in_warp(has_nonfinite())) {
@@ -280,7 +285,7 @@ class Consumer {
 
   DEVICE void store_staged(const Rows& rows, SharedAddress staged) {
     fence_async_shared();
-    named_barrier_sync(ROWS_BARRIER + warpgroup_, WARPGROUP);  // everybody's outputs are there
+    await_warpgroup();  // everybody's outputs are there
     if (thread_index() % WARPGROUP == 0) {
 #pragma unroll
       for (int panel = 0; panel < TileQ::PANELS; ++panel)
@@ -288,6 +293,7 @@ class Consumer {
                   rows.head % params_.forward.heads_q, rows.head / params_.forward.heads_q);
       tma_store_commit();
     }
+    sync_warp();  // whole again for what its lanes must do together
     is_storing_ = true;
     if constexpr (T::Q_SLOTS == 1) await_stored();
   }
@@ -295,10 +301,9 @@ class Consumer {
   // Gives Q's slot back once the output has left it.
   DEVICE void await_stored() {
     if (!T::TMA_STORE || !is_storing_) return;
-    if (thread_index() % WARPGROUP == 0) {
-      tma_store_wait_read<0>();
-      mbarrier_arrive(Shared::ring_q().empty(q_.slot));  // after all others, the next one is that of the tile before
-    }
+    tma_store_wait_read<0>();  // only the thread that stored has any
+    // The slot that comes next is that of the tile before.
+    mbarrier_arrive_if(thread_index() % WARPGROUP == 0, Shared::ring_q().empty(q_.slot));
     is_storing_ = false;
   }
 

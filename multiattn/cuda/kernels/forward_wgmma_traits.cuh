@@ -92,7 +92,7 @@ struct Ring {
   // The warp uses the slot no more.
   DEVICE void release(int slot) const {
     sync_warp();
-    if (thread_index() % WARP == 0) mbarrier_arrive(empty(slot));
+    mbarrier_arrive_if(thread_index() % WARP == 0, empty(slot));
   }
 };
 

@@ -26,6 +26,16 @@ DEVICE void mbarrier_init(SharedAddress barrier, int arrivals) {
 DEVICE void mbarrier_arrive(SharedAddress barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// The same for threads with a true `predicate`. Predicated, not branched over, so that the warp stays converged: what follows
+// may be an instruction that all of it must execute together.
+DEVICE void mbarrier_arrive_if(bool predicate, SharedAddress barrier) {
+  asm volatile(
+      "{.reg .pred chosen;\n"
+      "setp.ne.b32 chosen, %0, 0;\n"
+      "@chosen mbarrier.arrive.shared::cta.b64 _, [%1];}" ::"r"(static_cast<int>(predicate)),
+      "r"(barrier)
+      : "memory");
+}
 // Arrives; the phase waits for so many bytes of TMA, too.
 DEVICE void mbarrier_arrive_expect(SharedAddress barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -72,7 +82,8 @@ DEVICE void tma_store_wait_read() {
 // All of this thread's stores have been made.
 DEVICE void tma_store_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// ---- named barriers, 1 to 15 (0 is sync_block): of `threads` of the block, by warps
+// ---- named barriers, 1 to 15 (0 is sync_block): of `threads` of the block, by whole warps, which must have converged: after a
+// branch that some lanes took, sync_warp
 DEVICE void named_barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 DEVICE void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -23,6 +23,9 @@ int32 atomic_add_global(int32* target, int32 value);
 
 void mbarrier_init(SharedAddress barrier, int arrivals);
 void mbarrier_arrive(SharedAddress barrier);
+inline void mbarrier_arrive_if(bool predicate, SharedAddress barrier) {
+  if (predicate) mbarrier_arrive(barrier);
+}
 void mbarrier_arrive_expect(SharedAddress barrier, int bytes);
 void mbarrier_wait(SharedAddress barrier, int parity);
 void fence_mbarrier_init();
