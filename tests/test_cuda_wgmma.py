@@ -29,6 +29,7 @@ from multiattn.cuda.variants import SPANNING, WGMMA
 from multiattn.cuda.wgmma_configs import WgmmaConfig, candidates, registers_at_least, smem_bytes, why_not
 from multiattn.cuda.wgmma_rules import RULES
 from multiattn.problem import Problem
+from multiattn.support import Unsupported
 from multiattn.tensor_map import Encoder
 from parity.tolerance import Truth
 
@@ -123,12 +124,12 @@ def test_a_sweep_is_short_and_fits(head_dim):
 # ---------------------------------------------------------------- choice
 
 
-def test_hopper_gets_it_with_a_rule_that_fits_and_no_other_arch():
+def test_hopper_gets_it_by_name_with_a_rule_that_fits_and_no_other_arch():
     for head_dim, causal in itertools.product(range(8, 257, 8), (False, True)):
-        plan = explain(problem_of(head_dim, causal=causal), backend="cuda", arch="sm90")
-        assert plan.variant == WGMMA.name
+        plan = explain(problem_of(head_dim, causal=causal), backend="cuda", variant=WGMMA.name, arch="sm90")
         assert plan.workspace_bytes == (16 if plan.config.scheduler == "dynamic" else 0)
-    assert explain(problem_of(), backend="cuda", arch="sm100").variant == SPLIT_Q.name
+    for arch in ("sm90", "sm100"):
+        assert explain(problem_of(), backend="cuda", arch=arch).variant == SPLIT_Q.name
     assert set(SPANNING) >= {WGMMA.name}
 
 
@@ -140,10 +141,12 @@ def test_hopper_gets_it_with_a_rule_that_fits_and_no_other_arch():
     ],
     ids=["unaligned", "a long stride"],
 )
-def test_what_tma_cannot_walk_goes_to_the_next_variant(changed, told):
-    plan = explain(replace(problem_of(), **changed), backend="cuda", arch="sm90")
-    assert plan.variant == SPLIT_Q.name
-    assert any(line.startswith(f"variant wgmma: {told}") for line in plan.rejected)
+def test_what_tma_cannot_walk_is_refused_with_the_variant_that_can(changed, told):
+    problem = replace(problem_of(), **changed)
+    refused = explain(problem, backend="cuda", variant=WGMMA.name, arch="sm90")
+    assert isinstance(refused, Unsupported)
+    assert told in str(refused)
+    assert explain(problem, backend="cuda", arch="sm90").variant == SPLIT_Q.name
 
 
 def test_on_a_cpu_it_must_be_named():
