@@ -52,7 +52,6 @@ VARIANTS: tuple[Variant, ...] = (
 """What is offered, best first; then the rest of the cross product, illegal points with their reasons included."""
 
 SPANNING: tuple[str, ...] = (
-    WGMMA.name,
     *(
         Axes(warps=warps, share=share, tiling=tiling, swizzle=swizzle).name
         for warps, share, tiling, swizzle in (
@@ -68,6 +67,7 @@ SPANNING: tuple[str, ...] = (
             ("split_kv", "none", "qkv", "qk"),
         )
     ),
+    WGMMA.name,
 )
 """Of what keeps the contract (sums in fp32): Hopper's kernel, and points that have between them every swizzle and every
 legal pair of warps, share and tiling."""
