@@ -241,26 +241,6 @@ def test_a_wrong_file_says_so():
             tuned.tuned_rules("wgmma", Choice, text=text)
 
 
-def rule(*, arches=("sm90",), **more):
-    return Rule(arches=arches, config=Choice(**SMALL), why="a guess", **more)
-
-
-def test_rules_that_earlier_ones_leave_nothing_to_are_left_out():
-    entries = [{**ENTRY, "causal": causal, "seq_max": None} for causal in (False, True)]
-    first = rules_of(*entries)
-    short = rules_of({**ENTRY, "causal": True}, entries[0])
-    narrow, wide, both = (
-        rule(head_dim_min=65, head_dim_max=128),
-        rule(),
-        rule(arches=("sm90", "sm100"), head_dim_min=80, head_dim_max=96),
-    )
-    assert tuned.alive([*first, narrow, wide]) == (*first, wide)
-    assert tuned.alive([*short, narrow]) == (*short, narrow)
-    assert tuned.alive([*first, both]) == (*first, replace(both, arches=("sm100",)))
-    limited = [replace(it, batch_max=2) for it in first]
-    assert tuned.alive([*limited, narrow]) == (*limited, narrow)
-
-
 # ---------------------------------------------------------------- the second step
 
 

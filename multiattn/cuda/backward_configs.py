@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from multiattn.arch import KIB, WARP_THREADS, Arch
 from multiattn.backend import Variant
 from multiattn.config import COMPILED, Config, Rule
-from multiattn.cuda.configs import ELEMENT_BYTES, FRAGMENT_ROWS, GRID_MAX, padded
+from multiattn.cuda.configs import ELEMENT_BYTES, FRAGMENT_ROWS, padded, too_large
 from multiattn.problem import Problem
 from multiattn.support import Reason
 
@@ -124,12 +124,7 @@ def why_not(adds_dq: bool, problem: Problem, arch: Arch, config: Config) -> tupl
             reasons.append(Reason(code="config", got=f"warps={what.warps}", allowed="2, 4, 8, 16"))
         if what.stages not in (1, 2):
             reasons.append(Reason(code="config", got=f"stages={what.stages}", allowed="1, 2"))
-    if arch.is_gpu and max(needed) > arch.smem_per_block:
-        got = f"{max(needed)} bytes of shared memory ({config})"
-        reasons.append(Reason(code="config", got=got, allowed=f"{arch.smem_per_block} bytes a block on {arch.name}"))
-    if max(blocks) > GRID_MAX:
-        reasons.append(Reason(code="config", got=f"{max(blocks)} blocks", allowed=f"a grid of up to {GRID_MAX}"))
-    return tuple(reasons)
+    return (*reasons, *too_large(config, arch, max(needed), max(blocks)))
 
 
 _BIG_SMEM = ("sm80", "sm100", "sm103")  # 163 KiB a block and more

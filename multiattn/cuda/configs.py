@@ -132,14 +132,19 @@ def why_not(axes: Axes, problem: Problem, arch: Arch, config: Config) -> tuple[R
     if registers > REGISTERS_MAX:
         got = f"{registers} registers for scores, output and Q ({config})"
         reasons.append(Reason(code="config", got=got, allowed=f"up to {REGISTERS_MAX} of a thread's 255"))
-    needed = smem_bytes(axes, config, problem)
-    if arch.is_gpu and needed > arch.smem_per_block:
-        got = f"{needed} bytes of shared memory ({config})"
+    reasons += too_large(config, arch, smem_bytes(axes, config, problem), grid_blocks(config, problem))
+    return tuple(reasons)
+
+
+def too_large(config: Config, arch: Arch, smem_bytes: int, blocks: int) -> list[Reason]:
+    """What of a launch is more than an arch has: shared memory of a block, blocks of a grid."""
+    reasons = []
+    if arch.is_gpu and smem_bytes > arch.smem_per_block:
+        got = f"{smem_bytes} bytes of shared memory ({config})"
         reasons.append(Reason(code="config", got=got, allowed=f"{arch.smem_per_block} bytes a block on {arch.name}"))
-    blocks = grid_blocks(config, problem)
     if blocks > GRID_MAX:
         reasons.append(Reason(code="config", got=f"{blocks} blocks", allowed=f"a grid of up to {GRID_MAX}"))
-    return tuple(reasons)
+    return reasons
 
 
 def wrong_kind(config: Config, kind: type[Config]) -> Reason:

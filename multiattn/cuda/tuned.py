@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields
 from importlib import resources
-from itertools import product
 from typing import Any, TypeVar
 
 from multiattn.arch import GPU_ARCHS
@@ -128,35 +127,4 @@ def _rule(entry: Tuned, make: Callable[[dict[str, Any]], C]) -> Rule[C]:
         causal=entry.causal,
         seq_min=entry.seq_min,
         seq_max=entry.seq_max,
-    )
-
-
-def alive(rules: Sequence[Rule[C]]) -> tuple[Rule[C], ...]:
-    """`rules` without those, and without the arches of those, that earlier rules between them leave nothing to."""
-    found: list[Rule[C]] = []
-    for place, rule in enumerate(rules):
-        before = [it for it in rules[:place] if it.batch_max is None and not it.smem_min and not it.only_named]
-        arches = tuple(arch for arch in rule.arches if _has_room(rule, [it for it in before if arch in it.arches]))
-        if arches:
-            found.append(replace(rule, arches=arches))
-    return tuple(found)
-
-
-def _has_room(rule: Rule[C], before: Sequence[Rule[C]]) -> bool:
-    """Whether some problem of the rule is none of those before: one at a lower edge of a gap is, where any is."""
-    head_dims = {rule.head_dim_min, *(it.head_dim_max + 1 for it in before)}
-    lengths = {rule.seq_min, *(it.seq_max + 1 for it in before if it.seq_max is not None)}
-    masks = (False, True) if rule.causal is None else (rule.causal,)
-    return any(
-        _covers(rule, head_dim, seq, causal) and not any(_covers(it, head_dim, seq, causal) for it in before)
-        for head_dim, seq, causal in product(head_dims, lengths, masks)
-    )
-
-
-def _covers(rule: Rule[C], head_dim: int, seq: int, causal: bool) -> bool:
-    """Arch, batch and shared memory aside."""
-    return (
-        rule.head_dim_min <= head_dim <= rule.head_dim_max
-        and rule.seq_min <= seq <= (rule.seq_max if rule.seq_max is not None else seq)
-        and rule.causal in (None, causal)
     )

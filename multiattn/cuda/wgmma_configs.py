@@ -10,15 +10,13 @@ from typing import Any
 from multiattn.arch import Arch
 from multiattn.backend import Variant
 from multiattn.config import Config
-from multiattn.cuda.configs import GRID_MAX, grid_blocks, padded, wrong_kind
-from multiattn.cuda.tensor_maps import tensor_maps, why_not_mapped
+from multiattn.cuda.configs import grid_blocks, padded, too_large, wrong_kind
+from multiattn.cuda.tensor_maps import BOX_COLUMNS, OUT_ROWS, tensor_maps, why_not_mapped
 from multiattn.problem import Problem
 from multiattn.support import Reason
 
-WARPGROUP_ROWS = 64  # of wgmma: queries of one warpgroup
 WARPGROUP_THREADS = 128
 PANEL_ROW_BYTES = 128  # of a panel: 64 columns of head_dim, what the swizzle of wgmma and TMA spans
-PANEL_COLUMNS = 64
 BARRIER_BYTES = 512
 COUNTER_BYTES = 16
 """Of the tile counter of a dynamic scheduler, one int32, as an allocator rounds it."""
@@ -54,7 +52,7 @@ class WgmmaConfig(Config):
     @property
     def warpgroups(self) -> int:
         """That compute: consumers."""
-        return self.tile_m // WARPGROUP_ROWS
+        return self.tile_m // OUT_ROWS
 
     @property
     def threads(self) -> int:
@@ -77,7 +75,7 @@ def smem_bytes(config: WgmmaConfig, problem: Problem) -> int:
 
     Every kernel asserts at compile time that it needs just this.
     """
-    panels = -(-problem.head_dim // PANEL_COLUMNS)
+    panels = -(-problem.head_dim // BOX_COLUMNS)
     rows = config.q_slots * config.tile_m + config.stages * config.tile_n
     return rows * panels * PANEL_ROW_BYTES + BARRIER_BYTES
 
@@ -106,13 +104,7 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
         got = f"{registers} registers for output, scores, weights and Q ({config})"
         allowed = f"up to {most} with {config.warpgroups} warpgroups"
         reasons.append(Reason(code="config", got=got, allowed=allowed))
-    needed = smem_bytes(config, problem)
-    if arch.is_gpu and needed > arch.smem_per_block:
-        got = f"{needed} bytes of shared memory ({config})"
-        reasons.append(Reason(code="config", got=got, allowed=f"{arch.smem_per_block} bytes a block on {arch.name}"))
-    tiles = grid_blocks(config, problem)
-    if tiles > GRID_MAX:
-        reasons.append(Reason(code="config", got=f"{tiles} tiles", allowed=f"a grid of up to {GRID_MAX}"))
+    reasons += too_large(config, arch, smem_bytes(config, problem), grid_blocks(config, problem))
     return tuple(reasons)
 
 
