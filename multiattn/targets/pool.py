@@ -18,6 +18,9 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 LONGEST_POLL_S = 1.0
+READY = "ready"  # what a process says first; an outcome is a tuple
+START_TIMEOUT_S = 300.0
+"""For a process to import what it runs, on a machine that has much else to do."""
 
 
 def _always() -> bool:
@@ -40,7 +43,10 @@ class _Worker:
     """Leads a process group of its own."""
     pipe: Connection
     index: int | None = None
-    started: float = 0.0
+    ready: bool = False
+    """Its modules are imported: from then on the time is its item's."""
+    since: float = 0.0
+    """When that began; before, when the process did."""
 
 
 def run_isolated(
@@ -57,7 +63,7 @@ def run_isolated(
         function: picklable; what it raises is the outcome's error. Its result is pickled back.
         items: picklable.
         jobs: processes at a time; each serves many items.
-        timeout_s: seconds one item may take, start of its process included; then that process is killed.
+        timeout_s: seconds one item may take, start of its process not included; then that process is killed.
         keep: picklable; asked in the process after an error: whether it may serve another item.
     """
     context = multiprocessing.get_context("spawn")
@@ -103,35 +109,45 @@ def run_isolated(
 
 def _assign(worker: _Worker, waiting: list[int], items: Sequence[Any]) -> None:
     worker.index = waiting.pop()
-    worker.started = time.monotonic()
+    worker.since = time.monotonic()
     worker.pipe.send(items[worker.index])
 
 
+def _limit(worker: _Worker, timeout_s: float) -> float:
+    return timeout_s if worker.ready else START_TIMEOUT_S
+
+
 def _patience(busy: Sequence[_Worker], timeout_s: float) -> float:
-    left = min(worker.started for worker in busy) + timeout_s - time.monotonic()
+    left = min(worker.since + _limit(worker, timeout_s) for worker in busy) - time.monotonic()
     return min(max(left, 0.0), LONGEST_POLL_S)
 
 
 def _collect(worker: _Worker, items: Sequence[Any], timeout_s: float) -> tuple[Outcome[Any, Any] | None, bool]:
     """The outcome of a worker's item if it has ended, and whether the worker may go on."""
     assert worker.index is not None
-    item, seconds = items[worker.index], time.monotonic() - worker.started
+    item, seconds = items[worker.index], time.monotonic() - worker.since
     if worker.pipe.poll():
         try:
-            result, error, alive = worker.pipe.recv()
+            message = worker.pipe.recv()
         except EOFError:
             worker.process.join()
             died = f"the process died with exit code {worker.process.exitcode}"
             return Outcome(item=item, seconds=seconds, error=died), False
+        if message == READY:
+            worker.ready, worker.since = True, time.monotonic()
+            return None, True
         worker.index = None
+        result, error, alive = message
         return Outcome(item=item, seconds=seconds, result=result, error=error), alive
-    if seconds > timeout_s:
-        return Outcome(item=item, seconds=seconds, error=f"not done within {timeout_s:g} s"), False
+    if seconds > _limit(worker, timeout_s):
+        what = "not done" if worker.ready else "its process not ready"
+        return Outcome(item=item, seconds=seconds, error=f"{what} within {_limit(worker, timeout_s):g} s"), False
     return None, True
 
 
 def _serve(pipe: Connection, function: Callable[[Any], Any], keep: Callable[[], bool]) -> None:
     os.setpgid(0, 0)
+    pipe.send(READY)
     while True:
         try:
             item = pipe.recv()
