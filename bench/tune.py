@@ -41,6 +41,13 @@ TUNE_SEQ = 4096
 GIVEN = "given by the caller"
 """The `why` of a Plan whose config no rule chose."""
 
+RAGGED = ((200, 16), (777, 7))
+"""Lengths, and batches of six heads, that candidates are checked at as well.
+
+No tile divides them, at one of them the last tile has warps with nothing to do, and there are more tiles than any GPU
+has SMs: a block of a persistent kernel has several.
+"""
+
 TUNE_BUDGET = Budget(rounds=5, sample_ms=3.0, warmup_ms=8.0)
 
 
@@ -126,7 +133,12 @@ def swept(cell: Cell) -> Direction:
     return "forward" if cell.direction == "fwd" else "backward"
 
 
-@functools.lru_cache(maxsize=1)
+def ragged(cell: Cell) -> list[Cell]:
+    """Small cells of the same kernels, for what one of round lengths does not show."""
+    return [replace(cell, seq=seq, batch=batch, heads=6, heads_kv=None) for seq, batch in RAGGED]
+
+
+@functools.lru_cache(maxsize=1 + len(RAGGED))
 def _cell_truth(cell: Cell, device: str) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], Truths]:
     """Tensors of a cell and the truth of its last batch entry."""
     tensors = cell.tensors(device)
@@ -149,13 +161,28 @@ class _Task:
 
 
 def check_candidate(task: _Task) -> bool:
-    """Compile and launch one Plan and check its last batch entry; SpillsError, or Mismatch where it is wrong."""
+    """Compile and launch one Plan, in its cell and `ragged` ones, and check the last batch entry of each.
+
+    Raises SpillsError, or Mismatch where it is wrong.
+    """
+    plan = task.plan
     if not task.spills:
-        refuse_spills(task.plan)
-    tensors, truth = _cell_truth(task.cell, task.device)
-    results = _contender(task.plan, tensors, task.cell).output()
-    check({name: result[-1:] for name, result in results.items()}, truth, task.plan)
+        refuse_spills(plan)
+    for cell in (task.cell, *ragged(task.cell)):
+        there = plan if cell == task.cell else _moved(plan, cell)
+        if not isinstance(there, Plan):
+            continue  # its own cell is what it is a candidate for
+        tensors, truth = _cell_truth(cell, task.device)
+        results = _contender(there, tensors, cell).output()
+        check({name: result[-1:] for name, result in results.items()}, truth, there)
     return True
+
+
+def _moved(plan: Plan, cell: Cell) -> Plan | tuple[Reason, ...]:
+    """The same kernels and config in another cell."""
+    backend = registry.get(plan.backend)
+    variant = registry.variant_of(plan)
+    return plan_variant(backend, variant, cell.problem, plan.arch, plan.config, direction=plan.direction)
 
 
 def refuse_spills(plan: Plan) -> None:

@@ -13,12 +13,13 @@ from bench import cli, tune, tune_refine, tune_results, tune_rules
 from bench.errors import InputError
 from bench.matrix import SUITES
 from bench.tune_results import Sweep, Tried
-from multiattn.arch import ARCHS
-from multiattn.backend import Plan, get
+from multiattn.arch import ARCHS, GPUS
+from multiattn.backend import Plan, get, make_plan
 from multiattn.config import Config, Rule
 from multiattn.cuda import tuned
 from multiattn.problem import Problem
 from multiattn.support import Reason
+from parity.tolerance import Mismatch
 
 SETUP = replace(fakes.SETUP, versions={"nvidia-cuda-nvrtc": "13.0.88"})
 STANDARD = {(cell.head_dim, cell.causal, cell.seq): cell for cell in SUITES["standard"]}
@@ -324,3 +325,29 @@ def test_what_spills_in_its_hot_loops_is_not_launched(monkeypatch):
     tune.refuse_spills(replace(plan, arch=ARCHS["cpu"]))
     monkeypatch.setattr(tune, "find_cuobjdump", lambda: None)
     tune.refuse_spills(plan)
+
+
+# ---------------------------------------------------------------- the check of a candidate
+
+
+def test_a_candidate_that_is_wrong_at_ragged_lengths_only_is_no_candidate(monkeypatch):
+    plan = make_plan(get("reference"), fakes.CELL.problem, ARCHS["cpu"])
+    task = tune._Task(cell=fakes.CELL, plan=plan, device="cpu", spills=False)
+    assert tune.check_candidate(task)
+    make = tune.contender_of
+
+    def wrong_where_ragged(plan, tensors, cell, forward):
+        contender = make(plan, tensors, cell, forward)
+        if cell.seq == fakes.CELL.seq:
+            return contender
+        return replace(contender, output=lambda: {name: 2 * it for name, it in contender.output().items()})
+
+    monkeypatch.setattr(tune, "contender_of", wrong_where_ragged)
+    with pytest.raises(Mismatch):
+        tune.check_candidate(task)
+
+
+def test_persistent_blocks_have_several_ragged_tiles():
+    tallest = 192  # that any candidate has
+    for cell in tune.ragged(fakes.CELL):
+        assert cell.batch * cell.heads * -(-cell.seq // tallest) > max(device.sms for device in GPUS)
