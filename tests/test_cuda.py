@@ -10,10 +10,10 @@ import sys
 import pytest
 import torch
 
-from multiattn import api
+from multiattn import api, cache
 from multiattn.arch import ARCHS, CPU, GPU_ARCHS, Arch
 from multiattn.backend import Plan, find_variant, make_plan, plan_variant
-from multiattn.cuda import BACKEND, axes, cache, tools
+from multiattn.cuda import BACKEND, axes, tools
 from multiattn.cuda.configs import CudaConfig, candidates, smem_bytes
 from multiattn.cuda.emulation.host import CpuLauncher
 from multiattn.cuda.launches import kernels_of

@@ -18,6 +18,7 @@ ALLOWED = {
     "support": {"problem", "arch"},
     "config": {"problem", "arch"},
     "abi": set(),
+    "cache": set(),
     "backend": {"problem", "arch", "abi", "support", "config"},
     "toolchain": {"support"},
     "preference": {"problem", "arch", "backend"},
@@ -31,7 +32,9 @@ ALLOWED = {
     "autograd": {"problem", "planning", "launching", "ops"},
     "reference": {"problem", "arch", "support", "config", "backend"},
     **{
-        name: {"problem", "arch", "support", "config", "abi", "backend", "toolchain", "context", "tensor_map"}
+        name: {
+            *("problem", "arch", "support", "config", "abi", "backend", "toolchain", "cache", "context", "tensor_map")
+        }
         for name in multiattn.BACKENDS
     },
     "api": {"problem", "arch", "support", "backend", "toolchain", "planning", "launching", "autograd"},
@@ -43,8 +46,19 @@ ALLOWED = {
         *("problem", "arch", "abi", "support", "config", "backend", "context", "toolchain", "manifest", "tensor_map"),
     },
     "targets": {
-        *("problem", "arch", "support", "config", "abi", "backend", "toolchain", "roofline", "aot", "arguments"),
-        "cuda",  # where compiled code is kept
+        *(
+            "problem",
+            "arch",
+            "support",
+            "config",
+            "abi",
+            "backend",
+            "toolchain",
+            "cache",
+            "roofline",
+            "aot",
+            "arguments",
+        ),
     },
     "__main__": {"problem", "arch", "support", "backend", "cuda", "roofline", "arguments", "targets"},  # cuda: layout
 }

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from targets_fakes import entry, facts, failed, refused
 
+from multiattn import cache
 from multiattn.__main__ import main
 from multiattn.arch import GPU_ARCHS
 from multiattn.backend import BACKENDS, Exported, get
-from multiattn.cuda import cache
 from multiattn.targets import build, cli, store, tables
 from multiattn.targets.build import Entry, compile_cell
 from multiattn.targets.cells import Cell, cells

@@ -9,9 +9,9 @@ from pathlib import Path
 from cuda.bindings import nvrtc
 from cuda.core import Program, ProgramOptions
 
+from multiattn import cache
 from multiattn.arch import Arch
 from multiattn.backend import Compiled, Plan
-from multiattn.cuda import cache
 from multiattn.cuda.launches import kernels_of
 from multiattn.cuda.source import DEVICE_INCLUDES, Kernel, files_reached, translation_unit
 from multiattn.toolchain import resource_usage, version_of

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from multiattn import backend as registry
+from multiattn import cache
 from multiattn.backend import Plan
-from multiattn.cuda import cache
 from multiattn.support import Reason, Unsupported
 from multiattn.targets import store
 from multiattn.targets.cells import Cell, find_plan

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import multiattn
 from multiattn import backend as registry
+from multiattn import cache
 from multiattn.backend import Exported, Plan
-from multiattn.cuda import cache
 from multiattn.toolchain import find_cuobjdump, version_of
 
 ROOT = Path(multiattn.__file__).parent
