@@ -20,7 +20,9 @@ class FakeDriver:
     def __init__(self, params):
         self.params = params
         self.launched, self.attributes, self.contexts, self.refuse = [], [], 0, 0
+        self.overlapping = 0
         self.cleared, self.encoded, self.did = [], [], []
+        self.stream, self.capturing, self.memory = 70, False, 1 << 20
 
     def cuLaunchKernel(self, function, gx, gy, gz, bx, by, bz, smem, stream, kernel_params, extra):  # noqa: N802
         if self.refuse:
@@ -32,10 +34,32 @@ class FakeDriver:
         self.did.append("launch")
         return ("ok",)
 
+    CUlaunchConfig = SimpleNamespace
+    CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION="overlap")
+
+    @staticmethod
+    def CUlaunchAttribute():  # noqa: N802
+        return SimpleNamespace(value=SimpleNamespace())
+
+    def cuLaunchKernelEx(self, config, function, kernel_params, extra):  # noqa: N802
+        (attribute,) = config.attrs
+        assert (config.numAttrs, attribute.id) == (1, "overlap")
+        assert attribute.value.programmaticStreamSerializationAllowed == 1
+        grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
+        block = (config.blockDimX, config.blockDimY, config.blockDimZ)
+        self.overlapping += 1
+        return self.cuLaunchKernel(function, *grid, *block, config.sharedMemBytes, config.hStream, kernel_params, extra)
+
     def cuMemsetD8Async(self, address, value, size, stream):  # noqa: N802
         self.cleared.append((address, value, size, stream))
         self.did.append("clear")
         return ("ok",)
+
+    def cuMemAlloc(self, size):  # noqa: N802
+        return ("no memory", 0) if self.memory is None else ("ok", self.memory)
+
+    def cuStreamGetId(self, stream):  # noqa: N802
+        return "ok", 1000 + stream
 
     def cuTensorMapEncodeTiled(self, place, dtype, rank, address, *layout):  # noqa: N802
         """By the driver's library, not cuda-bindings. The map is the address, over and over."""
@@ -67,7 +91,8 @@ class FakeDriver:
 def install(monkeypatch, folder, params):
     """The driver of launch.py, with the second of several H200 current; its kernels take `params`."""
     from multiattn import context
-    from multiattn.cuda import launch
+    from multiattn.cuda import counters, launch
+    from multiattn.cuda import driver as calls
 
     fake = FakeDriver(params)
     cubin = folder / "kernel.cubin"
@@ -80,6 +105,10 @@ def install(monkeypatch, folder, params):
     monkeypatch.setattr(launch, "_load", launch._load.__wrapped__)
     monkeypatch.setattr(launch, "_load_library", launch._load_library.__wrapped__)
     monkeypatch.setattr(context, "_load_driver", lambda: fake)
+    monkeypatch.setattr(counters, "driver", fake)
+    monkeypatch.setattr(calls, "driver", fake)
+    monkeypatch.setattr(launch, "counters_of", counters.counters_of.__wrapped__)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: fake.stream + device, raising=False)
     return fake

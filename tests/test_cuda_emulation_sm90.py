@@ -55,8 +55,9 @@ def encode(tensor, rows):
 
 
 def run(
-    library, kernel, *, a=None, b=None, out=None, c=None, rows_b=64, row=0, column=0, threads=128, smem_bytes=49152
-):
+    library, kernel, *, a=None, b=None, out=None, c=None, rows_b=64, row=0, column=0, threads=128, smem_bytes=49152,
+    blocks=1, cluster=1,
+):  # fmt: skip
     a, b, out = (torch.zeros(2, 2, 64, 64, dtype=torch.float16) if tensor is None else tensor for tensor in (a, b, out))
     c = torch.zeros(512) if c is None else c
     counter = torch.zeros(1, dtype=torch.int32)
@@ -65,7 +66,8 @@ def run(
     for name, tensor, rows in (("a", a, 64), ("b", b, rows_b), ("out", out, 64)):
         getattr(arguments, name)[:] = encode(tensor, rows)
     arguments.c, arguments.counter, arguments.row, arguments.column = c.data_ptr(), counter.data_ptr(), row, column
-    return c, host.run(library, kernel, arguments, blocks=1, threads=threads, smem_bytes=smem_bytes)
+    sizes = {"blocks": blocks, "threads": threads, "smem_bytes": smem_bytes, "cluster": cluster}
+    return c, host.run(library, kernel, arguments, **sizes)
 
 
 def strided(*shape, dtype):
@@ -135,6 +137,22 @@ def test_a_ring_of_slots_turns(library):
     rows = torch.arange(128) % 64
     expected = sum(a[0, 0, rows + i, 0].float() + 1000 * i if i < 7 else 0 for i in range(7))
     torch.testing.assert_close(c[:128], expected)
+
+
+def test_blocks_of_a_cluster_fill_a_ring_together(library):
+    b = torch.randn(1, 1, 70, 64).half()
+    c, counters = run(library, "cluster_ring", b=b, rows_b=32, threads=160, blocks=4, cluster=2)
+    rows = torch.arange(64)
+    sums = sum(b[0, 0, rows + i, 0].float() if i < 5 else 0 for i in range(5))
+    torch.testing.assert_close(
+        c.view(4, 2, 64), torch.tensor([0, 1000, 0, 1000])[:, None, None] + sums.expand(4, 2, 64)
+    )
+    assert (counters.blocks, counters.tma_loads) == (4, 4 * 5)
+
+
+def test_a_grid_is_of_whole_clusters(library):
+    with pytest.raises(host.EmulationError, match="a grid of 3 blocks, which are no whole clusters of 2"):
+        run(library, "cluster_ring", rows_b=32, threads=160, blocks=3, cluster=2)
 
 
 def test_warpgroups_take_turns(library):
@@ -233,14 +251,29 @@ MISTAKES = {
     "raised_downwards": "raise_registers: 160 registers a thread, where the warpgroup has 168",
     "registers_differ": "lower_registers: the threads of the warpgroup differ in its descriptors or constants",
     "registers_nobody_has": "in raise_registers(64 a thread are free)",
+    "load_before_earlier_grids_have_ended": "await_earlier_grids: global memory was touched before it",
+    "ticket_before_earlier_grids_have_ended": "await_earlier_grids: global memory was touched before it",
     "read_across_barriers_of_others": "reads, with no barrier between, what was written by thread 0",
     "read_of_a_late_write": "reads, with no barrier between, what was written by thread 0",
     "overwritten_before_all_have_read": "overwrites, with no barrier between, what was read by thread 0",
 }
 
 
+MISTAKES_OF_CLUSTERS = {
+    "arrival_before_the_other_block_has_begun": "thread 0: mbarrier_arrive_if: no barrier follows the mbarrier_init",
+    "arrival_at_no_block": "mbarrier_arrive_if: a rank of 2 in a cluster of 2",
+    "arrival_at_a_block_that_has_ended": "block 0, thread 0: mbarrier_arrive_if: block 1 of the cluster has ended",
+    "load_over_what_the_other_block_reads": "block 0, thread 0: tma_load_to_all: overwrites a TMA load under way",
+    "address_of_the_other_block": "block 1, thread 0: store_shared_4: address 0 is outside the 49152 bytes of shared",
+    "mbarrier_of_a_cluster_not_fenced": "mbarrier_arrive_if: no barrier follows the mbarrier_init of",
+    "memory_read_after_meeting_the_cluster": "load_shared_4: reads, with no barrier between, what was written by",
+    "cluster_incomplete": "deadlock: threads 0-31 in meet_cluster; threads 32-63 in mbarrier_wait(278528, ",
+}
+
+
 THREADS = {
-    name: int(threads) for name, threads in re.findall(r"^MISTAKE\((\w+), (\d+)\)", source("sm90_mistakes.cpp"), re.M)
+    name: int(threads)
+    for name, threads in re.findall(r"^(?:CLUSTER_)?MISTAKE\((\w+), (\d+)\)", source("sm90_mistakes.cpp"), re.M)
 }
 
 
@@ -252,8 +285,15 @@ def test_a_mistake_is_an_error_that_says_where(mistakes, kernel):
     run(mistakes, "nothing", threads=THREADS[kernel])  # and nothing is broken by it
 
 
+@pytest.mark.parametrize("kernel", MISTAKES_OF_CLUSTERS)
+def test_a_mistake_of_a_cluster_is_an_error_that_says_where(mistakes, kernel):
+    with pytest.raises(host.EmulationError) as raised:
+        run(mistakes, kernel, threads=THREADS[kernel], blocks=2, cluster=2)
+    assert MISTAKES_OF_CLUSTERS[kernel] in str(raised.value)
+
+
 def test_every_kernel_of_a_mistake_is_run():
-    assert {*THREADS} == {*MISTAKES, "nothing", "checked_map"}
+    assert {*THREADS} == {*MISTAKES, *MISTAKES_OF_CLUSTERS, "nothing", "checked_map"}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from bench.ladder_rungs import listed_rungs
 from multiattn import abi, aot, explain
 from multiattn.arch import ARCHS, CPU
 from multiattn.backend import Plan, make_plan, plan_variant
-from multiattn.cuda import BACKEND
+from multiattn.cuda import BACKEND, counters
+from multiattn.cuda import launch as cuda_launch
 from multiattn.cuda.axes import SPLIT_Q
 from multiattn.cuda.bind import bind, image_of
 from multiattn.cuda.configs import CudaConfig
@@ -26,7 +27,15 @@ from multiattn.cuda.source import HOST_INCLUDES
 from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.tools import GXX, probe_host, probe_nvrtc
 from multiattn.cuda.variants import SPANNING, WGMMA
-from multiattn.cuda.wgmma_configs import WgmmaConfig, candidates, registers_at_least, smem_bytes, why_not
+from multiattn.cuda.wgmma_configs import (
+    WgmmaConfig,
+    candidates,
+    kept_steps,
+    query_tiles,
+    registers_at_least,
+    smem_bytes,
+    why_not,
+)
 from multiattn.cuda.wgmma_rules import RULES
 from multiattn.problem import Problem
 from multiattn.tensor_map import Encoder
@@ -38,7 +47,7 @@ with_nvrtc = pytest.mark.skipif(bool(probe_nvrtc()), reason="; ".join(map(str, p
 SM90 = ARCHS["sm90"]
 CONFIG = WgmmaConfig(tile_m=128, tile_n=64)
 FLIPPED = {
-    **{"tile_m": 192, "tile_n": 80, "stages": 3, "scheduler": "static", "q_slots": 2},
+    **{"tile_m": 192, "cluster": 2, "tile_n": 80, "stages": 3, "scheduler": "static", "q_slots": 2},
     **{"q_in_registers": True, "pingpong": True, "lazy_max": True, "exp2_fma_fraction": 0.25, "tma_store": False},
 }
 
@@ -69,6 +78,8 @@ def test_a_config_has_a_warpgroup_for_each_64_queries_and_one_that_loads():
         ({"tile_m": 96}, "tile_m=96", "128, 192"),
         ({"tile_n": 72}, "tile_n=72", "multiples of 16"),
         ({"tile_n": 272}, "tile_n=272", "from 16 to 256"),
+        ({"cluster": 3, "scheduler": "static"}, "cluster=3", "1, 2"),
+        ({"cluster": 2}, "scheduler=dynamic with cluster=2", "one_tile, static"),
         ({"stages": 2}, "stages=2", "3 to 16"),
         ({"scheduler": "random"}, "scheduler=random", "one_tile, static, dynamic"),
         ({"q_slots": 3}, "q_slots=3", "1, 2"),
@@ -76,6 +87,7 @@ def test_a_config_has_a_warpgroup_for_each_64_queries_and_one_that_loads():
         ({"exp2_fma_fraction": 0.75}, "exp2_fma_fraction=0.75", "0 to 0.5"),
         ({"tile_m": 64}, "tile_m=64", "128, 192"),
         ({"tile_n": 256}, "224 registers", "up to 208 with 2 warpgroups"),
+        ({"tile_n": 224, "q_in_registers": True}, "q_in_registers with 200 registers for all else", "up to 196"),
         ({"tile_m": 192, "tile_n": 160}, "152 registers", "up to 144 with 3 warpgroups"),
         ({"tile_n": 48, "stages": 16}, "459264 bytes", "232448 bytes a block on sm90"),
     ],
@@ -108,7 +120,11 @@ def test_shared_memory_is_slots_of_q_and_stages_of_k_and_v_in_panels():
 def test_registers_are_output_scores_weights_and_kept_q():
     assert registers_at_least(CONFIG, problem_of(128)) == 64 + 32 + 16
     assert registers_at_least(replace(CONFIG, tile_n=176), problem_of(128)) == 64 + 88 + 44
-    assert registers_at_least(replace(CONFIG, q_in_registers=True), problem_of(72)) == 36 + 32 + 16 + 20
+    with_q = replace(CONFIG, q_in_registers=True)
+    assert registers_at_least(with_q, problem_of(72)) == 36 + 32 + 16 + 20
+    assert [kept_steps(with_q, problem_of(256, causal=it)) for it in (False, True)] == [6, 4]
+    assert registers_at_least(with_q, problem_of(256)) == 128 + 32 + 16 + 24
+    assert kept_steps(CONFIG, problem_of(72)) == 0
 
 
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 192, 256])
@@ -164,13 +180,15 @@ def test_it_is_no_point_of_the_ladder():
 
 
 def test_kernels_of_different_configs_have_different_names_and_types():
+    static = replace(CONFIG, scheduler="static")  # as a cluster wants
     kernels = [
-        launches_of(plan_of(problem_of(), replace(CONFIG, **{name: it})))[0].kernel for name, it in FLIPPED.items()
+        launches_of(plan_of(problem_of(), replace(static if name == "cluster" else CONFIG, **{name: it})))[0].kernel
+        for name, it in FLIPPED.items()
     ]
     kernels.append(launches_of(plan_of(problem_of()))[0].kernel)
     assert len({kernel.name for kernel in kernels}) == len({kernel.traits for kernel in kernels}) == len(FLIPPED) + 1
     assert kernels[-1].name == "forward_wgmma_bf16_d64_full_128x64_s4_q1_dynamic"
-    shape = "multiattn::WgmmaShape<2, 64, 4, 1, false, false, false, 0, true, multiattn::Scheduler::DYNAMIC>"
+    shape = "multiattn::WgmmaShape<2, 1, 64, 4, 1, 0, false, false, 0, true, multiattn::Scheduler::DYNAMIC>"
     assert kernels[-1].traits == f"multiattn::WgmmaTraits<multiattn::bf16, 64, false, {shape}>"
     assert (kernels[-1].target(SM90), launches_of(plan_of(problem_of()))[0].is_persistent) == ("sm_90a", True)
 
@@ -187,6 +205,17 @@ def test_a_persistent_grid_is_as_large_as_the_device():
     assert [launch.grid(it) for it in (4, 132)] == [4, 3 * 2 * 4]
     (launch,) = launches_of(plan_of(problem_of(), replace(CONFIG, scheduler="one_tile")))
     assert launch.grid(4) == 3 * 2 * 4
+
+
+def test_clusters_have_whole_grids_and_parts_of_tiles():
+    """Three tiles of queries are two clusters a head, of which the last has a block with nothing to do."""
+    plan = plan_of(problem_of(), replace(CONFIG, scheduler="static", cluster=2))
+    (launch,) = launches_of(plan)
+    assert [launch.grid(it) for it in (5, 132)] == [4, 4 * 2 * 4]
+    assert params_of(plan).forward.tiles == 4
+    assert launch.kernel.cluster == 2
+    maps = tensor_maps(plan.problem, plan.config)
+    assert [it.box.extents[2] for it in maps.values()] == [128, 32, 32, 64]
 
 
 @on_cpu
@@ -265,8 +294,8 @@ def test_a_launch_is_what_the_plan_says(driver):
         assert map_of(params, name) == tensor.data_ptr().to_bytes(8, "little") * 16
         assert getattr(params.forward, name) == tensor.data_ptr()
     assert params.forward.lse == lse.data_ptr()
-    assert driver.cleared == [(params.next_tile, 0, 16, 71)]
     assert driver.did == ["clear", "launch"]
+    assert driver.overlapping == 1
     row = 64 * 2  # bytes
     assert driver.encoded[0] == (
         *(q.data_ptr(), 9, 4),
@@ -302,6 +331,51 @@ def test_a_scheduler_has_its_grid_and_its_counter(driver, scheduler, blocks):
     ((_, grid, *_), params), = driver.launched  # fmt: skip
     assert grid == blocks
     assert (params.next_tile is not None) == bool(driver.cleared) == (scheduler == "dynamic")
+
+
+def test_launches_on_a_stream_share_a_counter_and_captured_ones_have_their_own(driver, monkeypatch):
+    """Kernels leave it at zero; but a graph may be replayed beside others."""
+    _, launch = launcher_of(CONFIG)
+    monkeypatch.setattr(cuda_launch, "counters_of", lambda device: launch._counters)
+    _, other = launcher_of(replace(CONFIG, tile_n=80))
+    given = tensors()
+    for driver.stream, driver.capturing, call in (
+        *((70, False, launch), (70, False, other), (80, False, launch)),
+        *((80, True, launch), (80, True, launch), (80, False, launch)),
+    ):
+        call(*given)
+    used = [params.next_tile for _, params in driver.launched]
+    assert used[0] == used[1] != used[2] == used[5]
+    assert not {*used[3:5]} & {used[0], used[2]}
+    assert driver.cleared == [
+        *((used[0], 0, 128, 71), (used[2], 0, 128, 81)),
+        *((used[3], 0, 16, 81), (used[4], 0, 16, 81)),
+    ]
+    assert driver.did == [*("clear", "launch", "launch"), *("clear", "launch") * 3, "launch"]
+
+
+@pytest.mark.parametrize("shortage", ["memory", "streams"])
+def test_where_there_is_no_counter_left_a_launch_brings_its_own(driver, monkeypatch, shortage):
+    if shortage == "memory":
+        driver.memory = None
+    else:
+        monkeypatch.setattr(counters, "STREAMS_MAX", 1)
+    _, launch = launcher_of(CONFIG)
+    for driver.stream in (70, 80, 70):
+        launch(*tensors())
+    own = [size == 16 for _, _, size, _ in driver.cleared]
+    assert own == ([True] * 3 if shortage == "memory" else [False, True])
+    assert all(params.next_tile for _, params in driver.launched)
+
+
+def test_a_launcher_keeps_a_bounded_number_of_streams(driver):
+    _, launch = launcher_of(CONFIG)
+    given = tensors()
+    for driver.stream in (*range(2, 202, 2), 2):
+        launch(*given)
+    (kept,) = launch._sequence._launches
+    assert len(kept._configs) <= 64
+    assert [arguments[-2] for arguments, _ in driver.launched] == [stream + 1 for stream in (*range(2, 202, 2), 2)]
 
 
 def test_a_kernel_that_stores_from_registers_has_no_map_of_out(driver):
@@ -351,6 +425,12 @@ def test_what_is_emitted_is_loaded_and_refuses_what_tma_cannot_walk(tmp_path):
         (replace(RULES[-1].config, pingpong=True, q_slots=2), {"seq_q": 500, "seq_kv": 90, "causal": True}),
         (replace(CONFIG, stages=3, scheduler="static", q_in_registers=True), {"head_dim": 40, "scale": -0.2}),
         (replace(CONFIG, tile_n=48, scheduler="one_tile", lazy_max=True, tma_store=False), {"seq_q": 70, "scale": 0.0}),
+        (replace(CONFIG, cluster=2, scheduler="static", lazy_max=True, pingpong=True), {"seq_q": 500, "causal": True}),
+        (replace(CONFIG, cluster=2, scheduler="one_tile", tile_n=48, stages=3), {"head_dim": 136, "scale": -0.2}),
+        (
+            replace(CONFIG, tile_n=32, stages=3, q_in_registers=True, lazy_max=True, tma_store=False),
+            {"head_dim": 256, "causal": True, "seq_q": 170},
+        ),
     ],
     ids=str,
 )
@@ -372,7 +452,8 @@ def test_a_launcher_computes_attention(config, sizes):
     launch(q, k, v, out, lse)
     for got, expected in zip((out, lse), Truth.of(q, k, v, **how).of_plan(plan), strict=True):
         expected.check(got, plan)
-    tiles = -(-given["seq_q"] // config.tile_m) * 2 * 4
+    assert not launch.counter.any()  # as the next launch on a stream wants it
+    tiles = query_tiles(config, plan.problem) * 2 * 4
     assert launch.counters.blocks == (2 if config.is_persistent else tiles)
 
 
@@ -384,6 +465,8 @@ def test_a_launcher_computes_attention(config, sizes):
     ("changed", "message"),
     [
         ({"tile_n": 72}, "tile_n"),
+        ({"cluster": 3, "scheduler": "static"}, "cluster"),
+        ({"cluster": 2}, "a cluster's blocks take their tiles together"),
         ({"stages": 2}, "stages"),
         ({"q_slots": 3}, "q_slots"),
         ({"tile_m": 64}, "tile_m"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,17 @@ from multiattn.abi import TENSOR_MAP_BYTES
 from multiattn.backend import Plan
 from multiattn.context import ensure_context, make_context_current
 from multiattn.cuda.backward_configs import delta_bytes
+from multiattn.cuda.counters import counters_of
+from multiattn.cuda.driver import check
 from multiattn.cuda.launches import Launch, launches_of, params_of
 from multiattn.cuda.nvrtc import cubin_path
 from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams, set_backward_pointers, set_pointers
 from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.tensor_map import Encoder
+
+_STREAMS_KEPT = 64
+"""Handles of streams that a launcher knows at a time."""
 
 
 class _Sequence:
@@ -34,16 +41,19 @@ class _Sequence:
         make_context_current(self.device)
         self._launches = tuple(self._load(launch, plan) for launch in launches_of(plan))
 
-    def _load(self, launch: Launch, plan: Plan) -> tuple[Any, ...]:
-        """The arguments of cuLaunchKernel that are known now, but for the stream."""
+    def _load(self, launch: Launch, plan: Plan) -> Callable[[int, int, int], tuple[Any]]:
+        """Launches a kernel, given the stream's handle, the address of its parameters' pointers, and 0."""
         kernel = launch.kernel
         function = _load(cubin_path(kernel, plan.arch), kernel.name, kernel.smem_bytes, self.device)
-        return (function, launch.grid(_multiprocessors(self.device)), 1, 1, kernel.threads, 1, 1, kernel.smem_bytes)
+        blocks = launch.grid(_multiprocessors(self.device))
+        if kernel.overlaps:
+            return _OverlappingLaunch(function, blocks, kernel.threads, kernel.smem_bytes)
+        return partial(driver.cuLaunchKernel, function, blocks, 1, 1, kernel.threads, 1, 1, kernel.smem_bytes)
 
     def clear(self, memory: torch.Tensor) -> None:
         """Zero bytes on the current stream of the device; the thread has its context."""
         stream = torch._C._cuda_getCurrentRawStream(self.device)
-        _check(*driver.cuMemsetD8Async(memory.data_ptr(), 0, memory.numel(), stream))
+        check(*driver.cuMemsetD8Async(memory.data_ptr(), 0, memory.numel(), stream))
 
     def launch(self, params: ctypes.Structure) -> None:
         """Launch all on the current stream of the device, each with `params`, which are copied."""
@@ -52,11 +62,46 @@ class _Sequence:
         # What torch.cuda.current_stream(device).cuda_stream is, without a Stream object for each launch.
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         for launch in self._launches:
-            (result,) = driver.cuLaunchKernel(*launch, stream, address, 0)
+            (result,) = launch(stream, address, 0)
             if result == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the first use of CUDA in a fresh thread
                 make_context_current(self.device)
-                (result,) = driver.cuLaunchKernel(*launch, stream, address, 0)
-            _check(result)
+                (result,) = launch(stream, address, 0)
+            check(result)
+
+
+class _OverlappingLaunch:
+    """Launches a kernel so that it may begin while the one before it on the stream still runs.
+
+    The CUDA Programming Guide's "Programmatic Dependent Launch". The kernel waits for the other's end before it touches
+    what that wrote, or read.
+    """
+
+    def __init__(self, function: Any, blocks: int, threads: int, smem_bytes: int) -> None:
+        self._function, self._blocks, self._threads, self._smem_bytes = function, blocks, threads, smem_bytes
+        self._configs: dict[int, Any] = {}
+
+    def __call__(self, stream: int, parameters: int, extra: int) -> tuple[Any]:
+        config = self._configs.get(stream)
+        if config is None:
+            config = self._config(stream)
+        result: tuple[Any] = driver.cuLaunchKernelEx(config, self._function, parameters, extra)
+        return result
+
+    def _config(self, stream: int) -> Any:
+        """The launch on a stream, made once for each handle: to make one takes longer than to launch."""
+        overlap = driver.CUlaunchAttribute()
+        overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        overlap.value.programmaticStreamSerializationAllowed = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = self._blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self._threads, 1, 1
+        config.sharedMemBytes = self._smem_bytes
+        config.hStream = stream
+        config.attrs, config.numAttrs = [overlap], 1
+        if len(self._configs) >= _STREAMS_KEPT:
+            self._configs.clear()
+        self._configs[stream] = config
+        return config
 
 
 class GpuLauncher:
@@ -87,6 +132,7 @@ class GpuWgmmaLauncher:
         self._map_q, self._map_k, self._map_v = (Encoder(maps[name]) for name in ("q", "k", "v"))
         self._map_out = Encoder(maps["out"]) if "out" in maps else _no_map
         self._workspace_bytes = plan.workspace_bytes
+        self._counters = counters_of(self._sequence.device) if plan.workspace_bytes else None
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Launch on the current stream of the device."""
@@ -99,11 +145,21 @@ class GpuWgmmaLauncher:
         )
         params = WgmmaParams.from_buffer_copy(b"".join((*maps, self._rest)))
         set_pointers(params.forward, q, k, v, out, lse)
-        if self._workspace_bytes:  # goes back to the allocator with this call, for what comes after on the stream
-            counter = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=q.device)
-            params.next_tile = counter.data_ptr()
-            self._sequence.clear(counter)
+        own: torch.Tensor | None = None
+        if self._counters is not None:
+            stream = torch._C._cuda_getCurrentRawStream(self._sequence.device)
+            is_captured = torch.cuda.is_current_stream_capturing()
+            params.next_tile = None if is_captured else self._counters.of_stream(stream)
+            if params.next_tile is None:
+                own = self._own_counter(q.device)
+                params.next_tile = own.data_ptr()
         self._sequence.launch(params)
+
+    def _own_counter(self, on: torch.device) -> torch.Tensor:
+        """Of this launch alone. A captured one needs it: it may be replayed on another stream, beside others."""
+        counter = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=on)
+        self._sequence.clear(counter)
+        return counter
 
 
 def _no_map(address: int) -> bytes:
@@ -148,21 +204,13 @@ def _multiprocessors(device: int) -> int:
 @functools.cache
 def _load(cubin: Path, name: str, smem_bytes: int, device: int) -> Any:
     """The kernel of a cubin as a function of the current context, allowed its shared memory."""
-    kernel = _check(*driver.cuLibraryGetKernel(_load_library(cubin), name.encode()))
-    function = _check(*driver.cuKernelGetFunction(kernel))
+    kernel = check(*driver.cuLibraryGetKernel(_load_library(cubin), name.encode()))
+    function = check(*driver.cuKernelGetFunction(kernel))
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _check(*driver.cuFuncSetAttribute(function, attribute, smem_bytes))
+    check(*driver.cuFuncSetAttribute(function, attribute, smem_bytes))
     return function
 
 
 @functools.cache
 def _load_library(cubin: Path) -> Any:
-    return _check(*driver.cuLibraryLoadData(cubin.read_bytes(), [], [], 0, [], [], 0))
-
-
-def _check(result: Any, value: Any = None) -> Any:
-    """The value of a driver call; RuntimeError with the driver's name and words for a failure."""
-    if result == driver.CUresult.CUDA_SUCCESS:
-        return value
-    _, text = driver.cuGetErrorString(result)
-    raise RuntimeError(f"CUDA driver: {result.name}: {text.decode() if text else 'no description'}")
+    return check(*driver.cuLibraryLoadData(cubin.read_bytes(), [], [], 0, [], [], 0))

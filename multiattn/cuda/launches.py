@@ -37,8 +37,9 @@ class Launch:
     """Whether a block takes one piece of work after another: then a block per SM will do."""
 
     def grid(self, multiprocessors: int) -> int:
-        """Blocks to launch on a device of so many SMs."""
-        return min(self.blocks, multiprocessors) if self.is_persistent else self.blocks
+        """Blocks to launch on a device of so many SMs: whole clusters."""
+        whole = max(multiprocessors // self.kernel.cluster, 1) * self.kernel.cluster
+        return min(self.blocks, whole) if self.is_persistent else self.blocks
 
 
 def launches_of(plan: Plan) -> tuple[Launch, ...]:
@@ -57,8 +58,9 @@ def params_of(plan: Plan) -> ctypes.Structure:
     """The parameter struct of all kernels of `plan`, but for pointers and tensor maps."""
     if plan.direction == "forward":
         assert plan.config is not None
-        make = make_wgmma_params if is_wgmma(plan) else make_params
-        return make(plan.problem, plan.config)
+        if isinstance(plan.config, WgmmaConfig):
+            return make_wgmma_params(plan.problem, plan.config)
+        return make_params(plan.problem, plan.config)
     assert isinstance(plan.config, BackwardConfig)
     return make_backward_params(plan.problem, plan.config)
 
@@ -137,27 +139,31 @@ def _wgmma(plan: Plan) -> Launch:
         name=f"forward_wgmma_{_what(problem)}_{_wgmma_name(config)}",
         header="forward_wgmma.cuh",
         entry="forward_wgmma",
-        traits=_traits("WgmmaTraits", problem, problem.head_dim, problem.causal, _wgmma_shape(config)),
+        traits=_traits("WgmmaTraits", problem, problem.head_dim, problem.causal, _wgmma_shape(config, problem)),
         params=WgmmaParams,
         threads=config.threads,
         occupancy=1,
         smem_bytes=wgmma.smem_bytes(config, problem),
+        cluster=config.cluster,
+        overlaps=True,
         arch_features=True,
     )
-    return Launch(kernel=kernel, blocks=forward.grid_blocks(config, problem), is_persistent=config.is_persistent)
+    return Launch(kernel=kernel, blocks=wgmma.grid_blocks(config, problem), is_persistent=config.is_persistent)
 
 
-def _wgmma_shape(config: WgmmaConfig) -> str:
-    """The C++ type of what of the kernel's constants is no problem's."""
-    numbers = (config.warpgroups, config.tile_n, config.stages, config.q_slots)
-    flags = (config.q_in_registers, config.pingpong, config.lazy_max)
+def _wgmma_shape(config: WgmmaConfig, problem: Problem) -> str:
+    """The C++ type of what of the kernel's constants is the config's."""
+    numbers = (config.warpgroups, config.cluster, config.tile_n, config.stages, config.q_slots)
+    kept = wgmma.kept_steps(config, problem)
+    flags = (config.pingpong, config.lazy_max)
     rest = (config.exp2_fma_sixteenths, config.tma_store, f"multiattn::Scheduler::{config.scheduler.upper()}")
-    return f"multiattn::WgmmaShape<{_cpp_list(*numbers, *flags, *rest)}>"
+    return f"multiattn::WgmmaShape<{_cpp_list(*numbers, kept, *flags, *rest)}>"
 
 
 def _wgmma_name(config: WgmmaConfig) -> str:
     """Every field of the config, those that are off left out."""
     parts = [f"{config.tile_m}x{config.tile_n}", f"s{config.stages}", f"q{config.q_slots}"]
+    parts += [f"cluster{config.cluster}"] if config.cluster > 1 else []
     parts += ["qregisters"] if config.q_in_registers else []
     parts += ["pingpong"] if config.pingpong else []
     parts += ["lazymax"] if config.lazy_max else []

@@ -8,8 +8,10 @@ import torch
 
 from multiattn.abi import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
 from multiattn.config import Config
+from multiattn.cuda import wgmma_configs
 from multiattn.cuda.backward_configs import ROW_TILE, BackwardConfig, tiles
 from multiattn.cuda.configs import ELEMENT_BYTES, query_tiles
+from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.problem import Problem, Strides
 
 _KV_BYTES_SIDE_BY_SIDE = 16 << 20
@@ -73,9 +75,11 @@ class WgmmaParams(ctypes.Structure):
     )
 
 
-def make_wgmma_params(problem: Problem, config: Config) -> WgmmaParams:
+def make_wgmma_params(problem: Problem, config: WgmmaConfig) -> WgmmaParams:
     """Everything but the tensor maps and the pointers."""
-    return WgmmaParams(forward=make_params(problem, config))
+    forward = make_params(problem, config)
+    forward.tiles = wgmma_configs.query_tiles(config, problem)
+    return WgmmaParams(forward=forward)
 
 
 def aligned_wgmma_params(data: bytes) -> WgmmaParams:

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from multiattn import cache
 from multiattn.arch import CPU
 from multiattn.backend import Plan, make_plan
-from multiattn.cuda import BACKEND, cache
+from multiattn.cuda import BACKEND
 from multiattn.cuda.backward_configs import delta_bytes
 from multiattn.cuda.configs import CudaConfig
 from multiattn.cuda.emulation.host import INCLUDES, MULTIPROCESSORS, RUNTIME, encode_map
@@ -35,7 +36,7 @@ _SINGLE_STAGE = CudaConfig(tile_m=64, tile_n=32, warps=2, stages=1, q_in_registe
 _HOPPER = (
     WgmmaConfig(tile_m=128, tile_n=32, pingpong=True, q_slots=2),
     WgmmaConfig(tile_m=128, tile_n=48, stages=3, scheduler="static", q_in_registers=True, exp2_fma_fraction=0.25),
-    WgmmaConfig(tile_m=128, tile_n=16, scheduler="one_tile", lazy_max=True, tma_store=False),
+    WgmmaConfig(tile_m=128, tile_n=16, cluster=2, scheduler="one_tile", lazy_max=True, tma_store=False),
 )
 _HALVES, _FLOATS, _OUTPUT, _WORKSPACE, _ZEROS = range(5)  # emulation/sanitize_main.h has the same
 
@@ -44,7 +45,7 @@ def sanitized_plans() -> tuple[Plan, ...]:
     """Ragged lengths, padded and unpadded head_dim, both masks, GQA, element loads, one stage and two, scale signs.
 
     And points of the forward's ladder whose buffers are shared, on a head_dim whose last slice is not whole; and the
-    kernel for Hopper with each scheduler, and the output from shared memory and from registers.
+    kernel for Hopper with each scheduler, in a cluster, and with the output from shared memory and from registers.
     """
     make = Problem.contiguous
     causal = make(batch=2, heads_q=2, heads_kv=1, seq_q=37, seq_kv=101, head_dim=64, dtype="fp16", causal=True)
@@ -85,7 +86,13 @@ def _line(plan: Plan, kernels: Sequence[Kernel], missing_elements: int) -> str:
     numbers: list[int] = [len(launches)]
     for launch in launches:
         kernel = launch.kernel
-        numbers += (kernels.index(kernel), launch.grid(MULTIPROCESSORS), kernel.threads, kernel.smem_bytes)
+        numbers += (
+            kernels.index(kernel),
+            launch.grid(MULTIPROCESSORS),
+            kernel.threads,
+            kernel.smem_bytes,
+            kernel.cluster,
+        )
     tensors = _tensors(plan, missing_elements)
     numbers.append(len(tensors))
     for name, (size, kind) in tensors.items():

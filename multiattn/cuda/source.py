@@ -37,6 +37,10 @@ class Kernel:
     """Blocks on an SM that the compiler must leave registers for."""
     smem_bytes: int
     """Dynamic shared memory of a block."""
+    cluster: int = 1
+    """Blocks that run together and reach one another's shared memory."""
+    overlaps: bool = False
+    """Whether it waits by itself for what is before it on the stream, so that it may begin while that ends."""
     arch_features: bool = False
     """Whether it has instructions of one arch alone (wgmma), whose code runs on no later one."""
 
@@ -58,12 +62,17 @@ def translation_unit(kernels: Sequence[Kernel]) -> str:
             f"using {traits} = {kernel.traits};\n"
             f'static_assert({traits}::SMEM_BYTES == {kernel.smem_bytes}, "smem_bytes of {kernel.name}");\n'
             f'static_assert({traits}::THREADS == {kernel.threads}, "threads of {kernel.name}");\n'
-            f"KERNEL({kernel.threads}, {kernel.occupancy})\n"
+            f"{_entry(kernel)}\n"
             f"{kernel.name}(PARAMETERS(multiattn::{kernel.params.__name__}) params) {{\n"
             f"  multiattn::{kernel.entry}<{traits}>(params);\n"
             "}\n"
         )
     return "\n".join(parts)
+
+
+def _entry(kernel: Kernel) -> str:
+    bounds = f"{kernel.threads}, {kernel.occupancy}"
+    return f"KERNEL({bounds})" if kernel.cluster == 1 else f"CLUSTER_KERNEL({bounds}, {kernel.cluster})"
 
 
 def files_reached(source: str, includes: Sequence[Path]) -> dict[str, str]:

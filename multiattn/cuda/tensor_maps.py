@@ -28,8 +28,8 @@ def tensor_maps(problem: Problem, config: WgmmaConfig) -> dict[str, TensorMap]:
     kv_shape = (problem.batch, problem.heads_kv, problem.seq_kv, problem.head_dim)
     tensors = (
         ("q", q_shape, problem.strides_q, config.tile_m),
-        ("k", kv_shape, problem.strides_k, config.tile_n),
-        ("v", kv_shape, problem.strides_v, config.tile_n),
+        ("k", kv_shape, problem.strides_k, config.tile_n // config.cluster),
+        ("v", kv_shape, problem.strides_v, config.tile_n // config.cluster),
         *((("out", q_shape, problem.strides_out, OUT_ROWS),) if config.tma_store else ()),
     )
     return {name: _map(name, problem, shape, strides, rows) for name, shape, strides, rows in tensors}

@@ -10,7 +10,8 @@ from typing import Any
 from multiattn.arch import Arch
 from multiattn.backend import Variant
 from multiattn.config import Config
-from multiattn.cuda.configs import grid_blocks, padded, too_large, wrong_kind
+from multiattn.cuda import configs
+from multiattn.cuda.configs import padded, too_large, wrong_kind
 from multiattn.cuda.tensor_maps import BOX_COLUMNS, OUT_ROWS, tensor_maps, why_not_mapped
 from multiattn.problem import Problem
 from multiattn.support import Reason
@@ -22,6 +23,9 @@ COUNTER_BYTES = 16
 """Of the tile counter of a dynamic scheduler, one int32, as an allocator rounds it."""
 
 SCHEDULERS = ("one_tile", "static", "dynamic")
+_DEPTH = 16  # columns of Q that a wgmma multiplies: a fragment of 4 registers
+_ROOM_WITH_Q = {(2, False): 200, (2, True): 192, (3, False): 128, (3, True): 128}
+"""Registers up to which Q may fill them, by warpgroups and causal: where ptxas spills nothing in the loops."""
 REGISTERS_MAX: Mapping[int, int] = {2: 208, 3: 144}
 """By consumer warpgroups, for what `registers_at_least` counts: setmaxnreg gives a thread 232, or 160 with three."""
 
@@ -30,6 +34,8 @@ REGISTERS_MAX: Mapping[int, int] = {2: 208, 3: 144}
 class WgmmaConfig(Config):
     """Launch parameters of the Hopper kernel: warpgroups of 64 queries each, and one that loads by TMA."""
 
+    cluster: int = 1
+    """Blocks on neighbouring SMs that load each tile of K and V together, a part each, for all of them."""
     stages: int = 4
     """Buffers that tiles of K and of V take turns in."""
     scheduler: str = "dynamic"
@@ -38,7 +44,10 @@ class WgmmaConfig(Config):
     q_slots: int = 1
     """Buffers of Q; with two the next tile is begun before the output of one is stored."""
     q_in_registers: bool = False
-    """Q's fragments are read into registers once a tile, or by wgmma from shared memory for every block of keys."""
+    """As many of Q's fragments as there is room for are read into registers once a tile.
+
+    The others, or all, are read by wgmma from shared memory for every block of keys.
+    """
     pingpong: bool = False
     """Warpgroups take turns: one has the tensor cores while another has the softmax."""
     lazy_max: bool = False
@@ -80,15 +89,36 @@ def smem_bytes(config: WgmmaConfig, problem: Problem) -> int:
     return rows * panels * PANEL_ROW_BYTES + BARRIER_BYTES
 
 
+def query_tiles(config: WgmmaConfig, problem: Problem) -> int:
+    """Tiles of queries of one head, with those that only make clusters whole."""
+    return padded(configs.query_tiles(config, problem), config.cluster)
+
+
+def grid_blocks(config: WgmmaConfig, problem: Problem) -> int:
+    """Blocks of a launch that has one per tile of queries, head and batch entry."""
+    return query_tiles(config, problem) * problem.heads_q * problem.batch
+
+
 def registers_at_least(config: WgmmaConfig, problem: Problem) -> int:
     """32-bit registers a consumer's thread needs for output, scores, weights and kept Q; the rest comes on top."""
-    output = padded(problem.head_dim, 8) // 2
-    scores, weights = config.tile_n // 2, config.tile_n // 4
-    return output + scores + weights + (padded(problem.head_dim) // 4 if config.q_in_registers else 0)
+    return _registers_without_q(config, problem) + 4 * kept_steps(config, problem)
+
+
+def _registers_without_q(config: WgmmaConfig, problem: Problem) -> int:
+    output, scores, weights = padded(problem.head_dim, 8) // 2, config.tile_n // 2, config.tile_n // 4
+    return output + scores + weights
+
+
+def kept_steps(config: WgmmaConfig, problem: Problem) -> int:
+    """Of a wgmma's 16 columns of Q, from the first on: those whose fragments stay in registers."""
+    if not config.q_in_registers:
+        return 0
+    room = _ROOM_WITH_Q[config.warpgroups, problem.causal] - _registers_without_q(config, problem)
+    return min(max(room // 4, 0), padded(problem.head_dim) // _DEPTH)
 
 
 def workspace(problem: Problem, config: Config | None) -> int:
-    """Bytes of device memory that a launch takes: the tile counter of a dynamic scheduler."""
+    """Bytes of device memory beside the tensors: the tile counter of a dynamic scheduler, one for each stream."""
     return COUNTER_BYTES if isinstance(config, WgmmaConfig) and config.scheduler == "dynamic" else 0
 
 
@@ -104,6 +134,10 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
         got = f"{registers} registers for output, scores, weights and Q ({config})"
         allowed = f"up to {most} with {config.warpgroups} warpgroups"
         reasons.append(Reason(code="config", got=got, allowed=allowed))
+    if config.q_in_registers and not kept_steps(config, problem):
+        got = f"q_in_registers with {_registers_without_q(config, problem)} registers for all else ({config})"
+        allowed = f"up to {_ROOM_WITH_Q[config.warpgroups, problem.causal] - 4}"
+        reasons.append(Reason(code="config", got=got, allowed=allowed))
     reasons += too_large(config, arch, smem_bytes(config, problem), grid_blocks(config, problem))
     return tuple(reasons)
 
@@ -117,6 +151,12 @@ def _wrong_shape(config: WgmmaConfig) -> tuple[Reason, ...]:
             16 <= config.tile_n <= 256 and config.tile_n % 16 == 0,
             f"tile_n={config.tile_n}",
             "multiples of 16 from 16 to 256",
+        ),
+        (config.cluster in (1, 2), f"cluster={config.cluster}", "1, 2"),
+        (
+            config.cluster == 1 or config.scheduler != "dynamic",
+            f"scheduler=dynamic with cluster={config.cluster}",
+            "one_tile, static: blocks of a cluster take their tiles together",
         ),
         (3 <= config.stages <= 16, f"stages={config.stages}", "3 to 16"),
         (config.scheduler in SCHEDULERS, f"scheduler={config.scheduler}", ", ".join(SCHEDULERS)),
@@ -136,15 +176,22 @@ _SHAPES: Mapping[int, tuple[tuple[int, int, int], ...]] = {
     192: ((128, 96, 1), (128, 128, 1), (128, 80, 2), (128, 64, 2)),
     256: ((128, 64, 1), (128, 80, 1), (128, 64, 2), (128, 48, 2)),
 }
-"""(tile_m, tile_n, q_slots) by the widest head_dim that they are for; the first is tried in every way."""
+"""(tile_m, tile_n, q_slots) by the widest head_dim that they are for; the first is tried in the most ways."""
 _ALONE: tuple[Mapping[str, Any], ...] = (
+    {"pingpong": False},
+    {"tma_store": False},
     {"lazy_max": False},
     {"q_slots": 1},
     {"q_in_registers": True},
     {"exp2_fma_fraction": 1 / 16},
-    {"exp2_fma_fraction": 1 / 8},
 )
 """Tried with the first shape only: what a technique is worth, rather than what may win."""
+_OPEN: tuple[Mapping[str, Any], ...] = (
+    *({"pingpong": False, "tma_store": tma_store} for tma_store in (True, False)),
+    *({"pingpong": True, "tma_store": tma_store} for tma_store in (True, False)),
+    *({"q_in_registers": True, "tma_store": tma_store} for tma_store in (True, False)),
+)
+"""What has gone either way in sweeps, from head_dim 129 on; fewer of them are tried with each shape but the first."""
 _STAGES_MAX = 8
 
 
@@ -152,18 +199,15 @@ def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Wgmma
     """Configs worth timing, some twenty: shapes, each with ways to run it, then single changes of the first."""
     shapes = next((shapes for most, shapes in _SHAPES.items() if problem.head_dim <= most), ())
     fits = partial(variant.fits, problem, arch)
-    schedulers = ("dynamic", "one_tile") if problem.causal else ("dynamic", "static")  # the third loses in each
-    ways = [
-        {"scheduler": scheduler, "tma_store": tma_store, "pingpong": pingpong}
-        for pingpong in (True, False)
-        for tma_store in (True, False)
-        for scheduler in schedulers
-    ]
+    orders: list[dict[str, Any]] = [{"scheduler": "dynamic"}]
+    alone = "one_tile" if problem.causal else "static"  # the third loses in each
+    orders += ({"scheduler": alone, "cluster": cluster} for cluster in (1, 2))
     found: list[WgmmaConfig | None] = []
     for number, (tile_m, tile_n, q_slots) in enumerate(shapes):
         config = WgmmaConfig(tile_m=tile_m, tile_n=tile_n, q_slots=q_slots, pingpong=True, lazy_max=True)
-        tried = (*ways, *_ALONE) if number == 0 else ways[: 4 if number == 1 else 2]
-        found += (_deepest(fits, replace(config, **way)) for way in tried)
+        choices = _OPEN[: (6, 2, 1, 1)[number]] if problem.head_dim > 128 else ({},)
+        tried = [{**choice, **order} for choice in choices for order in orders]
+        found += (_deepest(fits, replace(config, **way)) for way in (*tried, *(_ALONE if number == 0 else ())))
     return tuple(dict.fromkeys(config for config in found if config is not None))
 
 

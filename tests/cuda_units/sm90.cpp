@@ -182,3 +182,38 @@ KERNEL(128, 1) tickets(PARAMETERS(Arguments) arguments) {
   arguments.c[thread_index()] = static_cast<float>(atomic_add_global(arguments.counter, 2) + block_count());
   arguments.c[128 + thread_index()] = static_cast<float>(max_of_halves(0x00020001u * thread_index(), 0x00030002u));
 }
+
+// A ring of two slots, which two blocks fill together: boxes of 64 rows, half of which each loads for both.
+CLUSTER_KERNEL(160, 1, 2) cluster_ring(PARAMETERS(Arguments) arguments) {
+  constexpr int BOXES = 5, HALF = 4096;
+  const SharedAddress tiles = shared_base(), full = tiles + 16384, empty = full + 16;
+  const int rank = cluster_rank();
+  if (thread_index() == 0) {
+    for (int slot = 0; slot < 2; ++slot) {
+      mbarrier_init(full + 8 * slot, 1);
+      mbarrier_init(empty + 8 * slot, 2 * 4);
+    }
+    fence_mbarrier_init();
+  }
+  meet_cluster();
+  if (thread_index() >= 128) {
+    if (thread_index() > 128) return;
+    for (int i = 0; i < BOXES; ++i) {
+      mbarrier_wait(empty + i % 2 * 8, i / 2 % 2 ^ 1);
+      mbarrier_arrive_expect(full + i % 2 * 8, 2 * HALF);
+      tma_load_to_all<2>(tiles + i % 2 * 8192 + rank * HALF, arguments.b, full + i % 2 * 8, 0, 32 * rank + i, 0, 0);
+    }
+    for (int i = BOXES; i < BOXES + 2; ++i) mbarrier_wait(empty + i % 2 * 8, i / 2 % 2 ^ 1);
+    return;
+  }
+  float sum = 0;
+  for (int i = 0; i < BOXES; ++i) {
+    mbarrier_wait(full + i % 2 * 8, i / 2 % 2);
+    const Chunk chunk = load_shared_16(PanelTile<64, 64>::chunk(tiles + i % 2 * 8192, thread_index() % 64, 0));
+    sum += unpack_low<fp16>(chunk.word[0]);
+    sync_warp();
+    const int lane = thread_index() % WARP;
+    mbarrier_arrive_if(lane < 2, empty + i % 2 * 8, lane);
+  }
+  arguments.c[128 * block_index() + thread_index()] = sum + 1000.0f * rank;
+}

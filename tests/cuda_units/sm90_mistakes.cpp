@@ -442,3 +442,73 @@ MISTAKE(overwritten_before_all_have_read, 128) {
   if (thread_index() >= 32) named_barrier_sync(1, 96);
   if (thread_index() == 96) store_shared_4(TILE, 0);
 }
+
+// ---- clusters of two blocks
+#define CLUSTER_MISTAKE(name, threads) \
+  CLUSTER_KERNEL(threads, 1, 2) name([[maybe_unused]] PARAMETERS(Arguments) arguments)
+
+// `arrivals` at the mbarrier of each block, which all of them know.
+inline SharedAddress make_barriers_of_cluster(int arrivals) {
+  make_barriers(shared_base() + BARRIER, 1, arrivals);
+  meet_cluster();
+  return shared_base() + BARRIER;
+}
+
+CLUSTER_MISTAKE(arrival_before_the_other_block_has_begun, 32) {
+  make_barriers(shared_base() + BARRIER, 1, 1);
+  mbarrier_arrive_if(first_thread(), shared_base() + BARRIER, 1 - cluster_rank());
+}
+CLUSTER_MISTAKE(arrival_at_no_block, 32) { mbarrier_arrive_if(first_thread(), make_barriers_of_cluster(1), 2); }
+CLUSTER_MISTAKE(arrival_at_a_block_that_has_ended, 32) {
+  const SharedAddress barrier = make_barriers_of_cluster(32);
+  if (cluster_rank() == 1) return mbarrier_arrive_if(true, barrier, 0);
+  mbarrier_wait(barrier, 0);
+  mbarrier_arrive_if(first_thread(), barrier, 1);
+}
+CLUSTER_MISTAKE(load_over_what_the_other_block_reads, 32) {
+  const SharedAddress barrier = make_barriers_of_cluster(1);
+  for (int i = 0; i < 2; ++i) {
+    if (first_thread()) {
+      mbarrier_arrive_expect(barrier, BOX);
+      if (cluster_rank() == 0) tma_load_to_all<2>(TILE, arguments.a, barrier, 0, 0, 0, 0);
+    }
+    mbarrier_wait(barrier, i);
+    load_shared_16(shared_base() + TILE);
+    sync_block();
+  }
+}
+CLUSTER_MISTAKE(address_of_the_other_block, 32) {
+  if (cluster_rank() == 1) store_shared_4(0, 0);
+  meet_cluster();
+}
+CLUSTER_MISTAKE(cluster_incomplete, 32) {
+  if (cluster_rank() == 1) {
+    make_barriers(shared_base() + BARRIER, 1, 1);
+    mbarrier_wait(shared_base() + BARRIER, 0);
+  }
+  meet_cluster();
+}
+CLUSTER_MISTAKE(mbarrier_of_a_cluster_not_fenced, 32) {
+  if (first_thread()) mbarrier_init(shared_base() + BARRIER, 1);
+  meet_cluster();
+  mbarrier_arrive_if(first_thread(), shared_base() + BARRIER, 1 - cluster_rank());
+}
+CLUSTER_MISTAKE(memory_read_after_meeting_the_cluster, 64) {
+  if (first_thread()) store_shared_4(shared_base(), 0);
+  meet_cluster();
+  load_shared_4(shared_base());
+}
+
+// ---- grids
+MISTAKE(load_before_earlier_grids_have_ended, 32) {
+  make_barriers(BARRIER, 1, 1);
+  if (first_thread()) {
+    mbarrier_arrive_expect(BARRIER, BOX);
+    load_box(TILE, arguments, BARRIER);
+    await_earlier_grids();
+  }
+}
+MISTAKE(ticket_before_earlier_grids_have_ended, 32) {
+  atomic_add_global(arguments.counter, 1);
+  await_earlier_grids();
+}

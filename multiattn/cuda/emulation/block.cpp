@@ -10,8 +10,9 @@ namespace multiattn {
 
 namespace emulation {
 
-// Of the thread that runs: what thread_index() and block_index() of the kernel read.
-int current_thread;
+// Of the thread that runs: what thread_index(), block_index(), cluster_rank() and shared_base() of the kernel read.
+int current_thread, current_rank;
+std::uint32_t current_base;
 long long current_block, current_blocks;
 // The block that runs; the host lets one launch in at a time.
 Block* running_block;
@@ -24,8 +25,9 @@ constexpr std::size_t STACK_BYTES = 128 << 10;
 #endif
 }  // namespace
 
-Block::Block(int threads, std::size_t smem_bytes) : smem(smem_bytes), threads_(threads), warps_(threads / WARP_SIZE) {
-  void* memory = mmap(nullptr, threads * STACK_BYTES, PROT_READ | PROT_WRITE,
+Block::Block(int threads, std::size_t smem_bytes, int cluster)
+    : smem(smem_bytes, cluster), threads_(threads * cluster), warps_(threads_.size() / WARP_SIZE), barriers_(cluster) {
+  void* memory = mmap(nullptr, threads_.size() * STACK_BYTES, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   stacks_ = static_cast<char*>(memory);
@@ -42,17 +44,21 @@ bool Block::run(Kernel kernel, const void* parameters, std::int64_t block) {
   kernel_ = kernel;
   parameters_ = parameters;
   index_ = block;
-  current_block = block;
   running_block = this;
   smem.reset();
-  barrier_ = Barrier{};
-  live_ = static_cast<int>(threads_.size());
-  for (int i = 0; i < live_; ++i) {
+  for (Barrier& barrier : barriers_) {
+    barrier = Barrier{};
+    barrier.live = threads_of_block();
+  }
+  cluster_ = Barrier{};
+  cluster_.live = threads();
+  for (int i = 0; i < threads(); ++i) {
     Thread& thread = threads_[i];
     thread = Thread{};
     thread.index = i;
     thread.lane = i % WARP_SIZE;
     thread.warp = i / WARP_SIZE;
+    thread.block = i / threads_of_block();
     thread.fiber.prepare(stacks_ + i * STACK_BYTES, STACK_BYTES, &Block::enter);
   }
   for (std::size_t w = 0; w < warps_.size(); ++w) {
@@ -60,13 +66,21 @@ bool Block::run(Kernel kernel, const void* parameters, std::int64_t block) {
     warps_[w].first_thread = static_cast<int>(w) * WARP_SIZE;
     warps_[w].live = WARP_SIZE;
   }
+  run_as(threads_[0]);
   if (hopper_) hopper_->start(false);
+  if (blocks() > 1) hopper();  // only clocks tell what blocks know of one another
   host_.adopt_current();
-  current_ = &threads_[0];
-  current_thread = 0;
   switch_fiber(host_, current_->fiber);
-  ++counters.blocks;
+  counters.blocks += blocks();
   return error.empty();
+}
+
+void Block::run_as(Thread& thread) {
+  current_ = &thread;
+  current_rank = thread.block;
+  current_base = thread.block * WINDOW_BYTES;
+  current_thread = thread.index - first_of_block();
+  current_block = index_ + thread.block;
 }
 
 void Block::enter() {
@@ -79,22 +93,24 @@ void Block::enter() {
 void Block::finish_current() {
   Thread& me = *current_;
   Warp& warp = warps_[me.warp];
+  Barrier& barrier = barriers_[me.block];
   me.done = true;
-  --live_;
+  --barrier.live;
+  --cluster_.live;
   --warp.live;
   if (warp.arrived) fail(std::string("returns while its warp waits in ") + warp.verb);
-  if (hopper_) hopper_->finish(live_);
-  if (barrier_.arrived && barrier_.arrived == live_) release_block();
-  if (!live_) switch_fiber(me.fiber, host_, true);
+  if (hopper_) hopper_->finish();
+  if (barrier.arrived && barrier.arrived == barrier.live) release(barrier);
+  if (cluster_.arrived && cluster_.arrived == cluster_.live) release(cluster_);
+  if (!cluster_.live) switch_fiber(me.fiber, host_, true);
   Thread& next = next_thread();
-  current_ = &next;
-  current_thread = next.index;
+  run_as(next);
   switch_fiber(me.fiber, next.fiber, true);
   __builtin_unreachable();
 }
 
 void Block::fail(const std::string& what) {
-  error = "block " + std::to_string(index_) + ", thread " + std::to_string(current_->index) + ": " + what;
+  error = "block " + std::to_string(current_block) + ", thread " + std::to_string(current_thread) + ": " + what;
   switch_fiber(current_->fiber, host_, true);  // all fibers are abandoned where they are
   __builtin_unreachable();
 }
@@ -116,15 +132,22 @@ void Block::check_warp(const char* verb) {
 
 bool Block::meet_block(const char* verb, bool vote) {
   check_warp(verb);
-  if (!barrier_.arrived) barrier_.verb = verb;
-  if (barrier_.verb != verb)
-    fail(std::string("divergent block: this thread is in ") + verb + ", another one in " + barrier_.verb);
-  barrier_.vote |= vote;
-  if (++barrier_.arrived < live_)
-    wait_for(verb, barrier_);
+  Barrier& barrier = barriers_[current_->block];
+  barrier.vote |= vote;
+  join(barrier, verb);
+  return barrier.result;
+}
+
+void Block::meet_cluster(const char* verb) { join(cluster_, verb); }
+
+void Block::join(Barrier& barrier, const char* verb) {
+  if (!barrier.arrived) barrier.verb = verb;
+  if (barrier.verb != verb)
+    fail(std::string("divergent block: this thread is in ") + verb + ", another one in " + barrier.verb);
+  if (++barrier.arrived < barrier.live)
+    wait_for(verb, barrier);
   else
-    release_block();
-  return barrier_.result;
+    release(barrier);
 }
 
 void Block::count_warp_barrier() {
@@ -133,13 +156,16 @@ void Block::count_warp_barrier() {
   if (hopper_) hopper_->clocks.meet(warp.first_thread, WARP_SIZE);
 }
 
-void Block::release_block() {
-  barrier_.result = barrier_.vote;
-  barrier_.vote = false;
-  barrier_.arrived = 0;
-  ++barrier_.generation;
+void Block::release(Barrier& barrier) {
+  barrier.result = barrier.vote;
+  barrier.vote = false;
+  barrier.arrived = 0;
+  ++barrier.generation;
   ++counters.barriers;
-  if (hopper_) hopper_->clocks.meet(0, threads());
+  if (&barrier == &cluster_)
+    hopper_->publish_mbarriers();
+  else if (hopper_)
+    hopper_->clocks.meet(first_of_block(), threads_of_block());
 }
 
 Hopper& Block::start_hopper() {
@@ -157,8 +183,7 @@ void Block::wait_for(const char* verb, const Condition& condition) {
   Thread& next = next_thread();
   if (&next != &me) {
     ++counters.switches;
-    current_ = &next;
-    current_thread = next.index;
+    run_as(next);
     switch_fiber(me.fiber, next.fiber);
   }
   me.waits_for = nullptr;

@@ -1,4 +1,4 @@
-// One thread block as fibers: who waits for what, who runs next, what went wrong.
+// One thread block as fibers, or a cluster of them: who waits for what, who runs next, what went wrong.
 //
 // Threads run one at a time until they wait, in order, so that a run is deterministic. Warp collectives (mma, ldmatrix,
 // shuffle, votes) are a rendezvous of all lanes; the last one to arrive does the work for all.
@@ -38,7 +38,8 @@ struct PendingCopy {
 
 struct Thread {
   Fiber fiber;
-  int index = 0, lane = 0, warp = 0;
+  int index = 0, warp = 0, block = 0;  // in the cluster
+  int lane = 0;
   bool done = false;
   const Condition* waits_for = nullptr;
   std::int64_t generation = 0;      // of that, when it began to wait
@@ -54,9 +55,9 @@ struct Warp : Condition {
   const char* verb = nullptr;
 };
 
-// A rendezvous of the whole block.
+// A rendezvous of a whole block, or of a cluster.
 struct Barrier : Condition {
-  int arrived = 0;
+  int live = 0, arrived = 0;  // threads that have not returned; that are there
   bool vote = false, result = false;
   const char* verb = nullptr;
 };
@@ -67,22 +68,27 @@ using Kernel = void (*)(const void* parameters);
 
 class Block {
  public:
-  Block(int threads, std::size_t smem_bytes);
+  // `threads` and `smem_bytes` for each block of a cluster.
+  Block(int threads, std::size_t smem_bytes, int cluster);
   ~Block();
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
 
-  // Runs one block to its end; false when it failed, with `error` set.
+  // Runs the cluster whose first block has this index to its end; false when it failed, with `error` set.
   bool run(Kernel kernel, const void* parameters, std::int64_t block);
 
   // ---- for the verbs, called on a fiber
   Thread& current() { return *current_; }
-  int threads() const { return static_cast<int>(threads_.size()); }
+  int threads() const { return static_cast<int>(threads_.size()); }  // of all blocks
+  int blocks() const { return static_cast<int>(barriers_.size()); }
+  int threads_of_block() const { return threads() / blocks(); }
+  bool ended(int block) const { return !barriers_[block].live; }
   bool done(int thread) const { return threads_[thread].done; }
   Moment now() const {
     const Time* clock = clocks_ ? clocks_->of(current_->index) : nullptr;
-    return {{current_->index, current_->warp, static_cast<std::int32_t>(barrier_.generation),
-             warps_[current_->warp].barriers, clock ? clock[current_->index] : Clocks::BEFORE},
+    return {{current_->index, current_->warp, current_->block,
+             static_cast<std::int32_t>(barriers_[current_->block].generation), warps_[current_->warp].barriers,
+             clock ? clock[current_->index] : Clocks::BEFORE},
             clock,
             threads()};
   }
@@ -93,6 +99,8 @@ class Block {
   void meet_warp(const char* verb, void* arguments, Work work);
   // All live threads of the block meet; whether any came with `vote`.
   bool meet_block(const char* verb, bool vote);
+  // All live threads of the cluster meet; of one another they know mbarriers only.
+  void meet_cluster(const char* verb);
   void count_warp_barrier();
   // Until the condition's generation moves on; others run meanwhile.
   void wait_for(const char* verb, const Condition& condition);
@@ -108,7 +116,11 @@ class Block {
  private:
   static void enter();
   void finish_current();
-  void release_block();
+  // The current thread comes to a barrier of its block, or the cluster's; it may be the last.
+  void join(Barrier& barrier, const char* verb);
+  void release(Barrier& barrier);
+  int first_of_block() const { return current_->block * threads_of_block(); }
+  void run_as(Thread& thread);
   Hopper& start_hopper();
   Thread& next_thread();
   Thread* next_runnable();
@@ -117,12 +129,12 @@ class Block {
 
   std::vector<Thread> threads_;
   std::vector<Warp> warps_;
-  Barrier barrier_;
+  std::vector<Barrier> barriers_;  // of each block
+  Barrier cluster_;
   std::unique_ptr<Hopper> hopper_;
   const Clocks* clocks_ = nullptr;
   Fiber host_;
   Thread* current_ = nullptr;
-  int live_ = 0;
   Kernel kernel_ = nullptr;
   const void* parameters_ = nullptr;
   std::int64_t index_ = 0;

@@ -35,7 +35,7 @@ void Clocks::meet(int first, int count) {
 
 // ---- the block
 Hopper::Hopper(Block& block)
-    : clocks(block.threads()), lines(block.smem.size(), clocks), block_(block), named_(NAMED_BARRIERS) {
+    : clocks(block.threads()), lines(block.smem.bytes(), clocks), block_(block), named_(NAMED_BARRIERS * block.blocks()) {
   block.smem.share_with(lines);
   for (int i = 0; i < block.threads() / WARPGROUP_SIZE; ++i)
     warpgroups_.push_back(std::make_unique<Warpgroup>(block, *this, i));
@@ -48,16 +48,20 @@ void Hopper::start(bool late) {
   for (NamedBarrier& barrier : named_) barrier = NamedBarrier{};
   threads_.assign(block_.threads(), AsyncThread{});
   loads_.clear();
-  registers_ = RegisterPool{};
-  const int registers = REGISTERS / block_.threads() / REGISTER_UNIT * REGISTER_UNIT;
+  touched_.assign(block_.blocks(), false);
+  registers_.assign(block_.blocks(), RegisterPool{});
+  const int registers = REGISTERS / block_.threads_of_block() / REGISTER_UNIT * REGISTER_UNIT;
   for (auto& warpgroup : warpgroups_) warpgroup->start(std::min(registers, REGISTERS_OF_THREAD));
 }
 
-void Hopper::finish(int live) {
+void Hopper::finish() {
   const Thread& me = block_.current();
   if (!threads_[me.index].stores.empty()) block_.fail("returns without a wait for its TMA stores to read shared memory");
   if (const std::size_t group = me.index / WARPGROUP_SIZE; group < warpgroups_.size()) warpgroups_[group]->finish();
-  if (!live && !loads_.empty()) block_.fail("returns, the last thread of the block, with TMA loads under way");
+  if (!block_.ended(me.block)) return;
+  for (const Load& load : loads_)
+    if (static_cast<int>(load.target / WINDOW_BYTES) == me.block)
+      block_.fail("returns, the last thread of the block, with TMA loads under way");
 }
 
 void Hopper::fail(const char* verb, const std::string& what) { block_.fail(std::string(verb) + ": " + what); }
@@ -77,7 +81,7 @@ std::string Mbarrier::state() const {
 
 void Hopper::init_mbarrier(std::uint32_t address, int arrivals) {
   constexpr const char* VERB = "mbarrier_init";
-  if (const std::string problem = block_.smem.check_address(address, 8, 8); !problem.empty()) fail(VERB, problem);
+  if (const std::string problem = block_.smem.check_address(address, 8, 8, rank()); !problem.empty()) fail(VERB, problem);
   if (arrivals < 1 || arrivals >= 1 << 20) fail(VERB, "a count of " + std::to_string(arrivals));
   for (const auto& barrier : mbarriers_)
     if (barrier->address == address) fail(VERB, "the mbarrier at " + std::to_string(address) + " exists already");
@@ -94,6 +98,11 @@ void Hopper::init_mbarrier(std::uint32_t address, int arrivals) {
 void Hopper::fence_mbarriers() {
   for (auto& barrier : mbarriers_)
     if (barrier->made.thread == block_.current().index) barrier->fenced = true;
+}
+
+void Hopper::publish_mbarriers() {
+  for (auto& barrier : mbarriers_)
+    if (barrier->fenced) barrier->made.time = Clocks::BEFORE;
 }
 
 Mbarrier& Hopper::mbarrier(const char* verb, std::uint32_t address) {
@@ -115,6 +124,17 @@ void Hopper::arrive(const char* verb, std::uint32_t address, int bytes) {
   --barrier.missing;
   clocks.release(block_.current().index, barrier.arrived);
   complete_if_due(verb, barrier);
+}
+
+std::uint32_t Hopper::in_block(const char* verb, std::uint32_t address, int other) {
+  if (other < 0 || other >= block_.blocks())
+    fail(verb, "a rank of " + std::to_string(other) + " in a cluster of " + std::to_string(block_.blocks()));
+  if (block_.ended(other)) fail(verb, "block " + std::to_string(other) + " of the cluster has ended");
+  return address + (other - rank()) * WINDOW_BYTES;
+}
+
+void Hopper::arrive_at(const char* verb, std::uint32_t address, int other) {
+  arrive(verb, in_block(verb, address, other), 0);
 }
 
 void Hopper::complete_if_due(const char* verb, Mbarrier& barrier) {
@@ -173,33 +193,42 @@ struct BoxRow {
 };
 
 void check_tile(Block& block, const char* verb, std::uint32_t address, int bytes) {
-  if (const std::string problem = block.smem.check_address(address, bytes, TILE_ALIGNMENT); !problem.empty())
+  const int rank = block.current().block;
+  if (const std::string problem = block.smem.check_address(address, bytes, TILE_ALIGNMENT, rank); !problem.empty())
     block.fail(std::string(verb) + ": " + problem);
 }
 
 }  // namespace
 
-void Hopper::load(std::uint32_t target, const void* map_address, std::uint32_t barrier_address, int column, int row,
-                  int head, int batch) {
-  constexpr const char* VERB = "tma_load";
-  const EncodedMap& map = check_map(VERB, map_address);
+void Hopper::load(const char* verb, int first, int last, std::uint32_t target, const void* map_address,
+                  std::uint32_t barrier_address, int column, int row, int head, int batch) {
+  const EncodedMap& map = check_map(verb, map_address);
   const int bytes = map.box[1] * LINE_BYTES;
-  check_tile(block_, VERB, target, bytes);
-  Mbarrier& barrier = mbarrier(VERB, barrier_address);
-  if (!barrier.fenced)
-    fail(VERB, "no fence_mbarrier_init follows the mbarrier_init of " + std::to_string(barrier_address));
+  check_tile(block_, verb, target, bytes);
+  for (int rank = first; rank <= last; ++rank) {
+    Mbarrier& barrier = mbarrier(verb, in_block(verb, barrier_address, rank));
+    if (!barrier.fenced)
+      fail(verb, "no fence_mbarrier_init follows the mbarrier_init of " + std::to_string(barrier_address));
+    const std::uint32_t there = in_block(verb, target, rank);
+    take_lines(verb, there, bytes);
+    loads_.push_back({map, there, column, row, head, batch, &barrier});
+  }
+  ++block_.counters.tma_loads;
+  touch_global();
+}
+
+// A load will write them, for the current thread.
+void Hopper::take_lines(const char* verb, std::uint32_t target, int bytes) {
   for (const auto& other : mbarriers_)
     if (other->address >= target && other->address < target + bytes)
-      fail(VERB, "overwrites the mbarrier at " + std::to_string(other->address));
+      fail(verb, "overwrites the mbarrier at " + std::to_string(other->address));
   const Moment now = block_.now();
   for (std::uint32_t line = target; line < target + bytes; line += LINE_BYTES) {
-    if (const std::string problem = block_.smem.take_line(line, now); !problem.empty()) fail(VERB, problem);
+    if (const std::string problem = block_.smem.take_line(line, now); !problem.empty()) fail(verb, problem);
     lines.of(line) = Line{};
     lines.of(line).loading = true;
   }
   std::memset(block_.smem.at(target), POISON, bytes);
-  ++block_.counters.tma_loads;
-  loads_.push_back({map, target, column, row, head, batch, &barrier});
 }
 
 bool Hopper::land_oldest() {
@@ -299,6 +328,10 @@ void Hopper::check_needs(const char* verb, const Needs& needs) {
     if (known[need.actor] < need.time) fail(verb, need.reason);
 }
 
+void Hopper::await_earlier_grids() {
+  if (touched_[rank()]) fail("await_earlier_grids", "global memory was touched before it");
+}
+
 // ---- named barriers
 std::string NamedBarrier::state() const {
   return "(" + std::to_string(arrived) + " of " + std::to_string(threads) + " threads are there)";
@@ -308,9 +341,9 @@ void Hopper::named_barrier(const char* verb, int id, int threads, bool wait) {
   const Thread& me = block_.current();
   if (wait) block_.check_warp(verb);
   if (id < 1 || id >= NAMED_BARRIERS) fail(verb, "a barrier " + std::to_string(id) + ", there are 1 to 15");
-  if (threads < WARP_SIZE || threads % WARP_SIZE || threads > block_.threads())
+  if (threads < WARP_SIZE || threads % WARP_SIZE || threads > block_.threads_of_block())
     fail(verb, std::to_string(threads) + " threads: a multiple of 32, as many as the block has at most");
-  NamedBarrier& barrier = named_[id];
+  NamedBarrier& barrier = named_[me.block * NAMED_BARRIERS + id];
   const std::string name = "barrier " + std::to_string(id);
   if (!barrier.arrived) barrier.threads = threads;
   if (barrier.joined.empty()) barrier.joined = clocks.nothing();
@@ -337,7 +370,7 @@ void Hopper::named_barrier(const char* verb, int id, int threads, bool wait) {
 void Hopper::set_registers(const char* verb, int count, bool raise) {
   if (count < 24 || count > REGISTERS_OF_THREAD || count % REGISTER_UNIT)
     fail(verb, std::to_string(count) + " registers: a multiple of 8 from 24 to 256");
-  warpgroup(verb).set_registers(verb, count, raise, registers_);
+  warpgroup(verb).set_registers(verb, count, raise, registers_[rank()]);
 }
 
 }  // namespace multiattn::emulation

@@ -58,23 +58,33 @@ class Hopper {
 
   // A block begins; `late`: it has begun already.
   void start(bool late);
-  // The current thread returns, and leaves `live` ones.
-  void finish(int live);
+  // The current thread returns.
+  void finish();
   // Lands the oldest load under way; false where there is none.
   bool land_oldest();
 
   // ---- the verbs, for the current thread
   void init_mbarrier(std::uint32_t address, int arrivals);
   void fence_mbarriers();
+  // All threads see those that were fenced.
+  void publish_mbarriers();
   void arrive(const char* verb, std::uint32_t address, int bytes);
+  // At the same place in the shared memory of the cluster's block of that rank.
+  void arrive_at(const char* verb, std::uint32_t address, int rank);
   void wait(std::uint32_t address, int parity);
 
-  void load(std::uint32_t target, const void* map, std::uint32_t barrier, int column, int row, int head, int batch);
+  // To the blocks of ranks `first` to `last`.
+  void load(const char* verb, int first, int last, std::uint32_t target, const void* map, std::uint32_t barrier, int column,
+            int row, int head, int batch);
   void store(const void* map, std::uint32_t source, int column, int row, int head, int batch);
   void commit_stores();
   void wait_stores(int groups_left);
   void fence_writes();
   static const EncodedMap& check_map(const char* verb, const void* map);
+
+  // A grid that waits for earlier ones touches no global memory before.
+  void touch_global() { touched_[rank()] = true; }
+  void await_earlier_grids();
 
   void named_barrier(const char* verb, int id, int threads, bool wait);
   void set_registers(const char* verb, int count, bool raise);
@@ -98,17 +108,22 @@ class Hopper {
   };
 
   [[noreturn]] void fail(const char* verb, const std::string& what);
+  int rank() const { return block_.current().block; }
+  // An address of the current thread's block in the one of another rank, which must be there.
+  std::uint32_t in_block(const char* verb, std::uint32_t address, int rank);
+  void take_lines(const char* verb, std::uint32_t target, int bytes);
   Mbarrier& mbarrier(const char* verb, std::uint32_t address);
   void complete_if_due(const char* verb, Mbarrier& barrier);
   void write_out(const AsyncThread::Store& store);
 
   Block& block_;
   std::vector<std::unique_ptr<Mbarrier>> mbarriers_;
-  std::vector<NamedBarrier> named_;
+  std::vector<NamedBarrier> named_;  // of each block
   std::vector<AsyncThread> threads_;
   std::vector<std::unique_ptr<Warpgroup>> warpgroups_;
   std::deque<Load> loads_;
-  RegisterPool registers_;
+  std::vector<bool> touched_;  // by each block: global memory
+  std::vector<RegisterPool> registers_;  // of each block
 };
 
 }  // namespace multiattn::emulation

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
+from multiattn import cache
 from multiattn.abi import TensorMap
 from multiattn.backend import Plan, variant_of
-from multiattn.cuda import cache
 from multiattn.cuda.backward_configs import delta_bytes
 from multiattn.cuda.emulation.tensor_map import encode
 from multiattn.cuda.launches import kernels_of, launches_of, params_of, siblings_of
@@ -103,6 +103,7 @@ class _Sequence:
                 blocks=launch.grid(MULTIPROCESSORS),
                 threads=launch.kernel.threads,
                 smem_bytes=launch.kernel.smem_bytes,
+                cluster=launch.kernel.cluster,
             )
             for launch in self._launches
         }
@@ -132,6 +133,8 @@ class CpuWgmmaLauncher:
         self._template = bytes(params_of(plan))
         self._maps = tensor_maps(plan.problem, plan.config)
         self._workspace_bytes = plan.workspace_bytes
+        self.counter = torch.zeros(plan.workspace_bytes, dtype=torch.uint8)
+        """Of tiles, which every launch leaves at zero."""
         self.counters: Counters | None = None
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -141,9 +144,8 @@ class CpuWgmmaLauncher:
         tensors = {"q": q, "k": k, "v": v, "out": out}
         for name, tensor_map in self._maps.items():
             set_map(params, name, encode_map(tensor_map, tensors[name].data_ptr()))
-        counter = torch.zeros(self._workspace_bytes, dtype=torch.uint8)
         if self._workspace_bytes:
-            params.next_tile = counter.data_ptr()
+            params.next_tile = self.counter.data_ptr()
         (self.counters,) = self._sequence.run(params).values()
 
 
@@ -190,15 +192,33 @@ _one_launch_at_a_time = threading.Lock()  # the emulation's state is global to a
 
 
 def run(
-    library: ctypes.CDLL, kernel: str, params: ctypes.Structure, *, blocks: int, threads: int, smem_bytes: int
+    library: ctypes.CDLL,
+    kernel: str,
+    params: ctypes.Structure,
+    *,
+    blocks: int,
+    threads: int,
+    smem_bytes: int,
+    cluster: int = 1,
 ) -> Counters:
-    """Run the kernel of that name over a grid of `blocks`, with `threads` and `smem_bytes` (bytes) each."""
+    """Run the kernel of that name over a grid of `blocks`, with `threads` and `smem_bytes` (bytes) each.
+
+    `cluster` of them run together.
+    """
     counters = _Counters()
     error = ctypes.create_string_buffer(_ERROR_BYTES)
     entry = ctypes.cast(getattr(library, kernel), ctypes.c_void_p)
     with _one_launch_at_a_time:
         failed = library.multiattn_launch(
-            entry, ctypes.byref(params), blocks, threads, smem_bytes, ctypes.byref(counters), error, _ERROR_BYTES
+            entry,
+            ctypes.byref(params),
+            blocks,
+            threads,
+            smem_bytes,
+            cluster,
+            ctypes.byref(counters),
+            error,
+            _ERROR_BYTES,
         )
     if failed:
         raise EmulationError(f"{kernel}: {error.value.decode()}")
@@ -211,7 +231,7 @@ def load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     library.multiattn_launch.restype = ctypes.c_int
     library.multiattn_launch.argtypes = (
-        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int64,
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int64, ctypes.c_int,
         ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64,
     )  # fmt: skip
     return library

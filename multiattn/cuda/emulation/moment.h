@@ -9,7 +9,7 @@ namespace multiattn::emulation {
 
 // A thread's action: who did it, and the barriers that were behind it.
 struct Epoch {
-  int thread, warp;
+  int thread, warp, block;  // in the cluster
   std::int32_t block_barriers, warp_barriers;
   Time time;  // the thread's, see clocks.h
 
@@ -23,11 +23,11 @@ struct Epoch {
 // The present of a thread, with what it knows of all others where a block has clocks (else null).
 struct Moment : Epoch {
   const Time* clock;
-  int threads;  // of the block
+  int threads;  // of the block, or of its cluster
 
   // Whether what happened in `then` is known to be over.
   bool follows(const Epoch& then) const {
-    if (then.block_barriers < block_barriers || then.thread == thread) return true;
+    if (then.thread == thread || (then.block == block && then.block_barriers < block_barriers)) return true;
     if (then.warp == warp && then.warp_barriers < warp_barriers) return true;
     return clock && then.thread >= 0 && clock[then.thread] >= then.time;
   }

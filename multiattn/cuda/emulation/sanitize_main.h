@@ -1,8 +1,9 @@
 // The program of `python -m multiattn.cuda.sanitize`: runs kernels on tensors that end where their allocation does.
 //
 // Each line of stdin is a sequence of launches on one parameter struct: its bytes in hex, without pointers; how many
-// kernels, and of each its index, blocks, threads and smem_bytes; how many tensors, and of each its bytes, its kind, in
-// how many places of the struct its address is, and these (in tensor maps, too). The including file defines `kernels`.
+// kernels, and of each its index, blocks, threads, smem_bytes and cluster; how many tensors, and of each its bytes, its
+// kind, in how many places of the struct its address is, and these (in tensor maps, too). The including file defines
+// `kernels`.
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -15,8 +16,8 @@
 #include "block.h"
 
 extern "C" int multiattn_launch(multiattn::emulation::Kernel kernel, const void* parameters, long long blocks,
-                                int threads, long long smem_bytes, multiattn::emulation::Counters* counters,
-                                char* error, long long error_bytes);
+                                int threads, long long smem_bytes, int cluster,
+                                multiattn::emulation::Counters* counters, char* error, long long error_bytes);
 
 namespace {
 
@@ -27,7 +28,7 @@ struct alignas(64) Params {  // a part of a parameter struct, as aligned as any 
 };
 
 struct Launch {
-  int kernel, threads;
+  int kernel, threads, cluster;
   long long blocks, smem_bytes;
 };
 
@@ -64,7 +65,8 @@ int run(std::istringstream& line) {
   std::size_t count = 0;
   line >> hex >> count;
   std::vector<Launch> launches(count);
-  for (Launch& launch : launches) line >> launch.kernel >> launch.blocks >> launch.threads >> launch.smem_bytes;
+  for (Launch& launch : launches)
+    line >> launch.kernel >> launch.blocks >> launch.threads >> launch.smem_bytes >> launch.cluster;
   line >> count;
   std::vector<Tensor> tensors(count);
   for (Tensor& tensor : tensors) {
@@ -90,7 +92,7 @@ int run(std::istringstream& line) {
     multiattn::emulation::Counters counters;
     char error[512];
     if (multiattn_launch(kernels[launch.kernel], params, launch.blocks, launch.threads, launch.smem_bytes,
-                         &counters, error, sizeof error) != 0) {
+                         launch.cluster, &counters, error, sizeof error) != 0) {
       std::fprintf(stderr, "%s\n", error);
       return 1;
     }

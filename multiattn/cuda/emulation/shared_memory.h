@@ -1,4 +1,5 @@
-// A block's shared memory with a memory of its own: who wrote and who read each piece, and since which barrier.
+// The shared memory of a block, or of a cluster's blocks, with a memory of its own: who wrote and who read each piece, and
+// since which barrier.
 //
 // It starts as NaN. What cp.async copies is NaN until its thread has waited, and invisible to other threads until a
 // barrier. A piece may be read by another warp only after a block barrier that follows the write (by another lane of
@@ -19,11 +20,15 @@
 namespace multiattn::emulation {
 
 constexpr int CHUNK_BYTES = 16;
+// From the start of a block's shared memory to that of the next one in the cluster: what a descriptor of wgmma can tell.
+constexpr std::uint32_t WINDOW_BYTES = 1 << 18;
 constexpr unsigned char POISON = 0xff;  // all ones is a NaN in fp16, bf16 and fp32
 
 class SharedMemory {
  public:
-  explicit SharedMemory(std::size_t bytes) : bytes_((bytes + CHUNK_BYTES - 1) / CHUNK_BYTES * CHUNK_BYTES), size_(bytes) {
+  // `bytes` for each of the blocks.
+  SharedMemory(std::size_t bytes, int blocks)
+      : bytes_((blocks - 1) * WINDOW_BYTES + (bytes + CHUNK_BYTES - 1) / CHUNK_BYTES * CHUNK_BYTES), size_(bytes) {
     data_ = static_cast<unsigned char*>(::operator new(bytes_ + CHUNK_BYTES, std::align_val_t(1024)));
     pieces_.resize(bytes_ / piece_bytes_ + 1);
     reset();
@@ -32,7 +37,7 @@ class SharedMemory {
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
 
-  std::size_t size() const { return size_; }
+  std::size_t bytes() const { return bytes_; }
 
   // A new block begins.
   void reset() {
@@ -53,11 +58,12 @@ class SharedMemory {
 
   unsigned char* at(std::uint32_t address) { return data_ + address; }
 
-  // Empty when fine, else what is wrong with this access.
-  std::string check_address(std::uint32_t address, int bytes, int alignment) const {
+  // Empty when fine, else what is wrong with this access to the shared memory of a block.
+  std::string check_address(std::uint32_t address, int bytes, int alignment, int block) const {
     if (address % alignment != 0)
       return "address " + std::to_string(address) + " is not aligned to " + std::to_string(alignment) + " bytes";
-    if (std::uint64_t(address) + bytes > size_)
+    const std::uint32_t base = block * WINDOW_BYTES;
+    if (address < base || std::uint64_t(address - base) + bytes > size_)
       return "address " + std::to_string(address) + " is outside the " + std::to_string(size_) +
              " bytes of shared memory";
     return {};
@@ -130,7 +136,7 @@ class SharedMemory {
   }
 
  private:
-  static constexpr Epoch NEVER{Epoch::NOBODY, Epoch::NOBODY, -1, -1, 0};
+  static constexpr Epoch NEVER{Epoch::NOBODY, Epoch::NOBODY, Epoch::NOBODY, -1, -1, 0};
 
   struct Piece {
     Epoch writer = NEVER, reader = NEVER;

@@ -25,7 +25,7 @@ void check(const char* verb, const std::string& problem) {
 }
 
 void check_address(const char* verb, SharedAddress address, int bytes) {
-  check(verb, block().smem.check_address(address, bytes, bytes));
+  check(verb, block().smem.check_address(address, bytes, bytes, block().current().block));
 }
 
 void check_global(const char* verb, const void* address, int bytes) {
@@ -304,15 +304,18 @@ void ldmatrix_x4_trans(uint32 (&matrix)[4], SharedAddress row) { ldmatrix<true>(
 
 }  // namespace multiattn
 
-// Runs a kernel's whole grid. 0, or 1 with a message in `error` (at most `error_bytes` with its end).
+// Runs a kernel's whole grid, in clusters of so many blocks. 0, or 1 with a message in `error` (at most `error_bytes` with
+// its end).
 extern "C" int multiattn_launch(multiattn::emulation::Kernel kernel, const void* parameters, long long blocks,
-                                int threads, long long smem_bytes, multiattn::emulation::Counters* counters,
-                                char* error, long long error_bytes) {
+                                int threads, long long smem_bytes, int cluster,
+                                multiattn::emulation::Counters* counters, char* error, long long error_bytes) {
   std::string message;
+  if (blocks % cluster)
+    message = "a grid of " + std::to_string(blocks) + " blocks, which are no whole clusters of " + std::to_string(cluster);
   try {
-    multiattn::emulation::Block block(threads, smem_bytes);
+    multiattn::emulation::Block block(threads, smem_bytes, cluster);
     multiattn::emulation::current_blocks = blocks;
-    for (long long index = 0; index < blocks && message.empty(); ++index)
+    for (long long index = 0; index < blocks && message.empty(); index += cluster)
       if (!block.run(kernel, parameters, index)) message = block.error;
     *counters = block.counters;
   } catch (const std::bad_alloc&) {

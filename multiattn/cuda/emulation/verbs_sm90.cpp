@@ -16,6 +16,13 @@ Warpgroup& warpgroup(const char* verb) { return hopper().warpgroup(verb); }
 
 }  // namespace
 
+void mbarrier_arrive_at(SharedAddress barrier, int rank) { hopper().arrive_at("mbarrier_arrive_if", barrier, rank); }
+
+void tma_load_to_all(int cluster, SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row,
+                     int head, int batch) {
+  hopper().load("tma_load_to_all", 0, cluster - 1, target, &map, barrier, column, row, head, batch);
+}
+
 void tma_store_wait(int groups_left) { hopper().wait_stores(groups_left); }
 
 void set_registers(int count, bool raise) {
@@ -47,6 +54,7 @@ uint32 uniform(uint32 value) {
 
 // Blocks run one after another.
 int32 atomic_add_global(int32* target, int32 value) {
+  hopper().touch_global();
   const int32 before = *target;
   *target += value;
   return before;
@@ -56,12 +64,19 @@ void mbarrier_init(SharedAddress barrier, int arrivals) { hopper().init_mbarrier
 void mbarrier_arrive(SharedAddress barrier) { hopper().arrive("mbarrier_arrive", barrier, 0); }
 void mbarrier_arrive_expect(SharedAddress barrier, int bytes) { hopper().arrive("mbarrier_arrive_expect", barrier, bytes); }
 void mbarrier_wait(SharedAddress barrier, int parity) { hopper().wait(barrier, parity); }
+void meet_cluster() {
+  hopper();  // which publishes mbarriers
+  running_block->meet_cluster("meet_cluster");
+}
+void await_earlier_grids() { hopper().await_earlier_grids(); }
+
 void fence_mbarrier_init() { hopper().fence_mbarriers(); }
 void fence_async_shared() { hopper().fence_writes(); }
 
 void prefetch_map(const TensorMap& map) { Hopper::check_map("prefetch_map", &map); }
 void tma_load(SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row, int head, int batch) {
-  hopper().load(target, &map, barrier, column, row, head, batch);
+  const int rank = running_block->current().block;
+  hopper().load("tma_load", rank, rank, target, &map, barrier, column, row, head, batch);
 }
 void tma_store(const TensorMap& map, SharedAddress source, int column, int row, int head, int batch) {
   hopper().store(&map, source, column, row, head, batch);

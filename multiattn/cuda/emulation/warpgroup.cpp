@@ -18,8 +18,9 @@ constexpr int ROWS_OF_GROUP = 8;  // of a swizzled matrix; a row is a line
 struct Matrix {
   std::uint32_t start, lead, stride;  // bytes
 
-  explicit Matrix(std::uint64_t descriptor)
-      : start(field(descriptor, 0)), lead(field(descriptor, 16)), stride(field(descriptor, 32)) {}
+  // Of a block whose shared memory starts at `base`.
+  Matrix(std::uint64_t descriptor, std::uint32_t base)
+      : start(base + field(descriptor, 0)), lead(field(descriptor, 16)), stride(field(descriptor, 32)) {}
 
   static const char* problem(std::uint64_t descriptor) {
     if (descriptor >> 62 != 1) return "a descriptor without the 128-byte swizzle";
@@ -242,11 +243,11 @@ Warpgroup::Operation* Warpgroup::begin(const WgmmaCall& call) {
 // The lines that hold a K-major [rows, 16], or an MN-major [16, rows].
 void Warpgroup::add_operand(Operation& operation, std::uint64_t descriptor, int rows, bool mn_major) {
   if (const char* problem = Matrix::problem(descriptor)) fail(operation.call.verb, problem);
-  const Matrix matrix(descriptor);
+  const Matrix matrix(descriptor, base());
   std::uint32_t latest = ~0u;
   const auto add = [&](std::uint32_t chunk) {
-    if (chunk + CHUNK_BYTES > block_.smem.size())
-      fail(operation.call.verb, block_.smem.check_address(chunk, CHUNK_BYTES, CHUNK_BYTES));
+    const std::string problem = block_.smem.check_address(chunk, CHUNK_BYTES, CHUNK_BYTES, rank());
+    if (!problem.empty()) fail(operation.call.verb, problem);
     const std::uint32_t line = chunk / LINE_BYTES * LINE_BYTES;
     if (line == latest) return;
     latest = line;
@@ -321,12 +322,12 @@ void Warpgroup::compute(Operation& operation) {
     check_registers(operation);
     for (int i = 0; i < WARPGROUP_SIZE; ++i) reader.read_registers(operands, i, operation.a_at_issue[i]);
   } else {
-    reader.read_a(operands, Matrix(call.a));
+    reader.read_a(operands, Matrix(call.a, base()));
   }
   if (call.b_mn_major)
-    reader.read_b_mn_major(operands, Matrix(call.b), call.columns);
+    reader.read_b_mn_major(operands, Matrix(call.b, base()), call.columns);
   else
-    reader.read_b_k_major(operands, Matrix(call.b), call.columns);
+    reader.read_b_k_major(operands, Matrix(call.b, base()), call.columns);
 
   Sum& sum = *operation.sum;
   if (!call.add) std::memset(sum.value, 0, sizeof sum.value);

@@ -90,6 +90,8 @@ class Warpgroup : public Condition {
   };
 
   [[noreturn]] void fail(const char* verb, const std::string& what) const;
+  int rank() const { return index_ * WARPGROUP_SIZE / block_.threads_of_block(); }
+  std::uint32_t base() const { return rank() * WINDOW_BYTES; }
   int lane() const { return block_.current().index % WARPGROUP_SIZE; }
   // The current thread's next step; `is_new` where it is the first to come to it.
   Step& take_step(const Step& step, bool& is_new);

@@ -8,13 +8,8 @@ namespace multiattn {
 
 template <class T, class Tile>
 DEVICE void fold_sign_into_q(SharedAddress tile, int sign) {
-  for (int i = thread_index(); i < Tile::BYTES / CHUNK_BYTES; i += T::THREADS) {
-    Chunk chunk = load_shared_16(tile + i * CHUNK_BYTES);
-#pragma unroll
-    for (int w = 0; w < 4; ++w)
-      chunk.word[w] = map_halves(chunk.word[w], [&](uint32 half) { return fold_sign<typename T::Element>(half, sign); });
-    store_shared_16(tile + i * CHUNK_BYTES, chunk);
-  }
+  for (int i = thread_index(); i < Tile::BYTES / CHUNK_BYTES; i += T::THREADS)
+    fold_sign_into<typename T::Element>(tile + i * CHUNK_BYTES, sign);
 }
 
 // The warp's rows of Q as operand A: kept in registers, or read from shared memory again for every block of keys.

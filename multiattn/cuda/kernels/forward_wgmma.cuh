@@ -8,6 +8,7 @@
 #include "forward_wgmma_producer.cuh"
 #include "forward_wgmma_repair.cuh"
 #include "forward_wgmma_softmax.cuh"
+#include "multiattn/special.cuh"
 #include "multiattn/wgmma.cuh"
 
 namespace multiattn {
@@ -18,6 +19,7 @@ class Consumer {
   using Shared = SharedLayout<T>;
   using TileQ = typename T::TileQ;
   using TileKV = typename T::TileKV;
+  static constexpr bool ALL_KEPT = T::KEPT_STEPS == T::DOT_STEPS;  // nothing of Q is read from shared memory again
   static constexpr int HEADROOM = T::LAZY_MAX ? multiattn::HEADROOM<E> : 0;
 
  public:
@@ -45,9 +47,10 @@ class Consumer {
   // The next tile. Its Q is there.
   DEVICE Rows begin() {
     Shared::ring_q().await_full(q_);
-    Rows rows{shared_int(Shared::tile_place(q_.slot)), shared_int(Shared::tile_place(q_.slot) + 4), q_.slot, 0, -1, 0};
+    const SharedAddress place = Shared::tile_place(q_.slot);
+    Rows rows{shared_int(place), shared_int(place + 4), q_.slot, 0, -1, 0};
     if (rows.first_query < 0) return rows;
-    rows.loaded = max(mask_.template blocks<T::TILE_N>(rows.first_query, T::TILE_M).end, 0);
+    rows.loaded = loaded_blocks<T>(mask_, rows.first_query);
     rows.first_query += warpgroup_ * T::WARPGROUP_ROWS;
     const auto blocks = mask_.template blocks<T::TILE_N>(rows.first_query, T::WARPGROUP_ROWS);
     if (rows.first_query < params_.forward.seq_q) rows.last = max(blocks.end, 0) - 1;
@@ -64,7 +67,9 @@ class Consumer {
     state_ = RowState::empty();
 #pragma unroll
     for (int i = 0; i < T::HEAD_DIM / 2; ++i) out_[i] = 0.0f;
-    const int skipped = rows.loaded - 1 - rows.last;  // blocks that only other warpgroups of the tile see
+    // Blocks that only others of the tile, or of the cluster, see. The ring has K of the first, then V of each and K of the
+    // next: two tiles are skipped for one turn.
+    const int skipped = rows.loaded - 1 - rows.last;
     if (skipped > 0) skip();
     for (int block = 1; block < skipped; ++block) {
       await_turn();  // as those who see the block do
@@ -83,7 +88,7 @@ class Consumer {
       if (skipped > 0) skip();
       await_stored();
     }
-    if constexpr (!T::TMA_STORE && !T::Q_IN_REGISTERS) Shared::ring_q().release(rows.slot);
+    if constexpr (!T::TMA_STORE && !ALL_KEPT) Shared::ring_q().release(rows.slot);
     if (rows.last >= 0) {
       add_values();
       wgmma_wait<0>();
@@ -91,7 +96,7 @@ class Consumer {
     }
   }
 
-  // A tile of K or V that only other warpgroups have a use for.
+  // A tile of K or V that only others have a use for.
   DEVICE void skip() {
     Shared::ring_kv().await_full(kv_);
     Shared::ring_kv().release(kv_.slot);
@@ -104,29 +109,21 @@ class Consumer {
       fence_async_shared();
       await_warpgroup();  // Q is rewritten before anybody reads it
     }
-    if constexpr (T::Q_IN_REGISTERS) {
-      const auto reader = FragmentReader<PanelQ<T>>::down();
+    const auto reader = FragmentReader<PanelQ<T>>::down();
 #pragma unroll
-      for (int step = 0; step < T::DOT_STEPS; ++step) {
-        const Fragment fragment = reader.load(queries(slot) + step / 4 * TileQ::PANEL_BYTES, warp_row(), step % 4 * 16);
+    for (int step = 0; step < T::KEPT_STEPS; ++step) {
+      const Fragment fragment = reader.load(queries(slot) + step / 4 * TileQ::PANEL_BYTES, warp_row(), step % 4 * 16);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) kept_q_[step][i] = fragment.reg[i];
-      }
-      if constexpr (!T::TMA_STORE) Shared::ring_q().release(slot);
+      for (int i = 0; i < 4; ++i) kept_q_[step][i] = fragment.reg[i];
     }
+    if constexpr (!T::TMA_STORE && ALL_KEPT) Shared::ring_q().release(slot);
   }
 
   DEVICE void fold_sign_into_rows(int slot) const {
     constexpr int CHUNKS = T::WARPGROUP_ROWS * 8;  // of a panel
-    for (int i = thread_index() % WARPGROUP; i < TileQ::PANELS * CHUNKS; i += WARPGROUP) {
-      const SharedAddress place = queries(slot) + i / CHUNKS * TileQ::PANEL_BYTES + i % CHUNKS * CHUNK_BYTES;
-      Chunk chunk = load_shared_16(place);
-#pragma unroll
-      for (int w = 0; w < 4; ++w)
-        chunk.word[w] =
-            map_halves(chunk.word[w], [&](uint32 half) { return fold_sign<E>(half, params_.forward.scale_sign); });
-      store_shared_16(place, chunk);
-    }
+    for (int i = thread_index() % WARPGROUP; i < TileQ::PANELS * CHUNKS; i += WARPGROUP)
+      fold_sign_into<E>(queries(slot) + i / CHUNKS * TileQ::PANEL_BYTES + i % CHUNKS * CHUNK_BYTES,
+                        params_.forward.scale_sign);
   }
 
   // The blocks that the warpgroup sees; scores of the last are there, and it is the first. Weights of block 0 are left: what
@@ -199,11 +196,11 @@ class Consumer {
 #pragma unroll
     for (int n = 0; n < T::KEY_STEPS; ++n) {
       Accumulator pair[2] = {};
-#pragma unroll(T::Q_IN_REGISTERS ? T::DOT_STEPS : 1)
+#pragma unroll(ALL_KEPT ? T::DOT_STEPS : 1)
       for (int step = 0; step < T::DOT_STEPS; ++step) {
         const int panel = step / 4, column = step % 4 * 16;
         Fragment q;
-        if constexpr (T::Q_IN_REGISTERS) {
+        if constexpr (ALL_KEPT) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) q.reg[i] = kept_q_[step][i];
         } else {
@@ -227,14 +224,13 @@ class Consumer {
     Shared::ring_kv().await_full(kv_);
     const Descriptor q(queries(slot), 16), k(Shared::kv(kv_.slot), 16);
     wgmma_fence();
+    const auto keys = [&](int step) { return k.at(step / 4 * TileKV::PANEL_BYTES + step % 4 * 32); };
 #pragma unroll
-    for (int step = 0; step < T::DOT_STEPS; ++step) {
-      const uint64 keys = k.at(step / 4 * TileKV::PANEL_BYTES + step % 4 * 32);
-      if constexpr (T::Q_IN_REGISTERS)
-        wgmma_rs<E, T::TILE_N>(scores_, kept_q_[step], keys, step > 0);
-      else
-        wgmma_ss<E, T::TILE_N>(scores_, q.at(step / 4 * TileQ::PANEL_BYTES + step % 4 * 32), keys, step > 0);
-    }
+    for (int step = 0; step < T::KEPT_STEPS; ++step)
+      wgmma_rs<E, T::TILE_N>(scores_, kept_q_[step], keys(step), step > 0);
+#pragma unroll
+    for (int step = T::KEPT_STEPS; step < T::DOT_STEPS; ++step)
+      wgmma_ss<E, T::TILE_N>(scores_, q.at(step / 4 * TileQ::PANEL_BYTES + step % 4 * 32), keys(step), step > 0);
     wgmma_commit();
     k_slot_ = kv_.slot;
     kv_.advance();
@@ -335,14 +331,27 @@ class Consumer {
   WarpgroupScores<T> scores_;  // [64, TILE_N]; then weights
   uint32 weights_[T::KEY_STEPS][4];
   float out_[T::HEAD_DIM / 2];  // [64, HEAD_DIM]
-  uint32 kept_q_[T::Q_IN_REGISTERS ? T::DOT_STEPS : 1][4];
+  uint32 kept_q_[T::KEPT_STEPS ? T::KEPT_STEPS : 1][4];
   RowState state_;
 };
 
 template <class T>
+DEVICE void prefetch_maps(const WgmmaParams& params) {
+  prefetch_map(params.map_q);
+  prefetch_map(params.map_k);
+  prefetch_map(params.map_v);
+  if constexpr (T::TMA_STORE) prefetch_map(params.map_out);
+}
+
+template <class T>
 DEVICE void forward_wgmma(const WgmmaParams& params) {
   if (thread_index() == 0) SharedLayout<T>::init();
-  sync_block();  // barriers are there
+  if (thread_index() == T::WARPGROUPS * WARPGROUP) prefetch_maps<T>(params);
+  // Barriers are there.
+  if constexpr (T::CLUSTER > 1)
+    meet_cluster();
+  else
+    sync_block();
   const int warpgroup = static_cast<int>(uniform(thread_index() / WARPGROUP));
   if (warpgroup == T::WARPGROUPS) {
     lower_registers<T::PRODUCER_REGISTERS>();

@@ -28,22 +28,46 @@ struct TileSchedule<Scheduler::STATIC> {
 
 template <>
 struct TileSchedule<Scheduler::DYNAMIC> {
+  // Each tile is asked for once: those beyond the grid by whoever gets them, and each block asks once in vain. The last to ask
+  // leaves the counter as it was found, for the launch that comes next on the stream.
   DEVICE static int after(int, const WgmmaParams& params) {
-    const int next = static_cast<int>(block_count()) + atomic_add_global(params.next_tile, 1);
-    return next < params.forward.tiles * params.forward.heads ? next : NO_TILE;
+    const int tiles = params.forward.tiles * params.forward.heads;
+    const int asked = atomic_add_global(params.next_tile, 1);
+    if (asked == tiles - 1) atomic_add_global(params.next_tile, -tiles);
+    const int next = static_cast<int>(block_count()) + asked;
+    return next < tiles ? next : NO_TILE;
   }
 };
 
+// Blocks of keys that are loaded for a tile of queries: what it sees or, in a cluster, what the last of its tiles sees.
 template <class T>
+DEVICE int loaded_blocks(const Mask<T::CAUSAL>& mask, int first_query) {
+  constexpr int ROWS = T::CLUSTER * T::TILE_M;
+  const int first_of_all = T::CLUSTER == 1 ? first_query : first_query / ROWS * ROWS;
+  return max(mask.template blocks<T::TILE_N>(first_of_all, ROWS).end, 0);
+}
+
+// All panels of a tile. One of a cluster comes in parts, of which each block loads one, for all.
+template <class T, int CLUSTER = 1>
 DEVICE void load_panels(SharedAddress tile, const TensorMap& map, SharedAddress barrier, int row, int head, int batch) {
   mbarrier_arrive_expect(barrier, T::BYTES);
+  if constexpr (CLUSTER > 1) {
+    tile += cluster_rank() * (T::PANEL_BYTES / CLUSTER);
+    row += cluster_rank() * (T::ROWS / CLUSTER);
+  }
 #pragma unroll
-  for (int panel = 0; panel < T::PANELS; ++panel)
-    tma_load(tile + panel * T::PANEL_BYTES, map, barrier, panel * T::PANEL_COLUMNS, row, head, batch);
+  for (int panel = 0; panel < T::PANELS; ++panel) {
+    const SharedAddress target = tile + panel * T::PANEL_BYTES;
+    if constexpr (CLUSTER > 1)
+      tma_load_to_all<CLUSTER>(target, map, barrier, panel * T::PANEL_COLUMNS, row, head, batch);
+    else
+      tma_load(target, map, barrier, panel * T::PANEL_COLUMNS, row, head, batch);
+  }
 }
 
 // Tiles of Q, and for each its blocks of keys from the last to the first, in the order in which they are used: K of a block
-// before V of the block before it. Longest causal tiles come first, heads that share an L2 side by side.
+// before V of the block before it. Longest causal tiles come first, heads that share an L2 side by side. Blocks of a cluster
+// have tiles next to one another.
 template <class T>
 DEVICE void produce(const WgmmaParams& params) {
   using Shared = SharedLayout<T>;
@@ -56,18 +80,21 @@ DEVICE void produce(const WgmmaParams& params) {
 
   const auto load = [&](const TensorMap& map, int head, int block) {
     ring_kv.await_empty(kv);
-    load_panels<typename T::TileKV>(Shared::kv(kv.slot), map, ring_kv.full(kv.slot), block * T::TILE_N,
+    load_panels<typename T::TileKV, T::CLUSTER>(Shared::kv(kv.slot), map, ring_kv.full(kv.slot), block * T::TILE_N,
                                     head % forward.heads_q / forward.group, head / forward.heads_q);
     kv.advance();
   };
 
+  admit_next_grid();
+  await_earlier_grids();  // whoever touches a tensor, or the counter, does so after this
   // A counter is asked when all of a tile is under way, not before: a tile that waits for its block is one that another
   // could have begun. H200, 2026-11-22, D=256 N=8192 causal: asked at a tile's start, 668 TFLOPS for ONE_TILE's 765.
   int tile = static_cast<int>(block_index());
   for (; tile != NO_TILE; tile = TileSchedule<T::SCHEDULER>::after(tile, params)) {
-    const auto [head, place] = Place::of(tile, forward.tiles, forward.heads, forward.heads_per_section);
-    const int first_query = (forward.tiles - 1 - place) * T::TILE_M;
-    const int blocks = max(mask.template blocks<T::TILE_N>(first_query, T::TILE_M).end, 0);
+    const auto [head, place] =
+        Place::of(tile / T::CLUSTER, forward.tiles / T::CLUSTER, forward.heads, forward.heads_per_section);
+    const int first_query = (forward.tiles - T::CLUSTER * (1 + place) + tile % T::CLUSTER) * T::TILE_M;
+    const int blocks = loaded_blocks<T>(mask, first_query);
     if (blocks > 0) load(params.map_k, head, blocks - 1);
     ring_q.await_empty(q);
     store_shared_4(Shared::tile_place(q.slot), first_query);
@@ -84,6 +111,8 @@ DEVICE void produce(const WgmmaParams& params) {
   ring_q.await_empty(q);
   store_shared_4(Shared::tile_place(q.slot), static_cast<uint32>(NO_TILE));
   mbarrier_arrive(ring_q.full(q.slot));
+  // Shared memory must be there for the other blocks of the cluster until they have released every slot.
+  for (int slot = 0; T::CLUSTER > 1 && slot < T::STAGES; ++slot, kv.advance()) ring_kv.await_empty(kv);
 }
 
 }  // namespace multiattn

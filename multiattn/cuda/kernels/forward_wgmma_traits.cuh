@@ -13,14 +13,15 @@ enum class Scheduler {
   DYNAMIC,   // a block for every SM: whoever is free takes the next tile from a counter
 };
 
-template <int WARPGROUPS_, int TILE_N_, int STAGES_, int Q_SLOTS_, bool Q_IN_REGISTERS_, bool PINGPONG_, bool LAZY_MAX_,
-          int EXP2_FMA_SIXTEENTHS_, bool TMA_STORE_, Scheduler SCHEDULER_>
+template <int WARPGROUPS_, int CLUSTER_, int TILE_N_, int STAGES_, int Q_SLOTS_, int KEPT_STEPS_, bool PINGPONG_,
+          bool LAZY_MAX_, int EXP2_FMA_SIXTEENTHS_, bool TMA_STORE_, Scheduler SCHEDULER_>
 struct WgmmaShape {
   static constexpr int WARPGROUPS = WARPGROUPS_;  // that compute; one more loads
+  static constexpr int CLUSTER = CLUSTER_;        // blocks that share tiles of K and V, each loads a part
   static constexpr int TILE_N = TILE_N_;
   static constexpr int STAGES = STAGES_;    // tiles of K and V in shared memory, together
   static constexpr int Q_SLOTS = Q_SLOTS_;  // tiles of Q
-  static constexpr bool Q_IN_REGISTERS = Q_IN_REGISTERS_;
+  static constexpr int KEPT_STEPS = KEPT_STEPS_;  // of a wgmma's 16 columns of Q, from the first on: read into registers once
   static constexpr bool PINGPONG = PINGPONG_;  // warpgroups take turns at the tensor cores
   static constexpr bool LAZY_MAX = LAZY_MAX_;  // weights before the maximum is known; see forward_wgmma_softmax.cuh
   static constexpr int EXP2_FMA_SIXTEENTHS = EXP2_FMA_SIXTEENTHS_;  // of exponentials, by a polynomial
@@ -51,9 +52,13 @@ struct WgmmaTraits : S {
 
   static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 256, "head_dim: multiples of 8 up to 256");
   static_assert(S::WARPGROUPS == 2 || S::WARPGROUPS == 3, "tile_m: 128, 192");
+  static_assert(S::CLUSTER == 1 || S::CLUSTER == 2, "cluster: 1, 2");
+  static_assert(S::TILE_N / S::CLUSTER % 8 == 0, "a block loads whole groups of 8 rows, in which the swizzle repeats");
+  static_assert(S::CLUSTER == 1 || S::SCHEDULER != Scheduler::DYNAMIC, "a cluster's blocks take their tiles together");
   static_assert(S::TILE_N % 16 == 0 && S::TILE_N >= 16 && S::TILE_N <= 256, "tile_n: multiples of 16 up to 256");
   static_assert(S::STAGES >= 3 && S::STAGES <= 16, "stages: 3 to 16");
   static_assert(S::Q_SLOTS == 1 || S::Q_SLOTS == 2, "q_slots: 1, 2");
+  static_assert(S::KEPT_STEPS >= 0 && S::KEPT_STEPS <= DOT_STEPS, "q_in_registers: up to all of Q");
   static_assert(S::EXP2_FMA_SIXTEENTHS >= 0 && S::EXP2_FMA_SIXTEENTHS <= 8, "exp2_fma_fraction: up to a half");
 };
 
@@ -70,8 +75,9 @@ struct RingPlace {
   }
 };
 
-// The barriers of a ring of slots in shared memory that one thread fills by TMA, for warps to use.
-template <int SLOTS>
+// The barriers of a ring of slots in shared memory that one thread fills by TMA, for warps to use. One of a cluster is filled
+// in all of its blocks at once: a slot of it is empty when it is so in each.
+template <int SLOTS, int CLUSTER = 1>
 struct Ring {
   SharedAddress barriers;
   static constexpr int BYTES = 2 * SLOTS * 8;
@@ -79,11 +85,11 @@ struct Ring {
   DEVICE SharedAddress full(int slot) const { return barriers + 8 * slot; }
   DEVICE SharedAddress empty(int slot) const { return barriers + 8 * (SLOTS + slot); }
 
-  // `users` release a slot.
+  // `users` of each block release a slot.
   DEVICE void init(int users) const {
     for (int slot = 0; slot < SLOTS; ++slot) {
       mbarrier_init(full(slot), 1);
-      mbarrier_init(empty(slot), users);
+      mbarrier_init(empty(slot), users * CLUSTER);
     }
   }
   DEVICE void await_full(const RingPlace<SLOTS>& place) const { mbarrier_wait(full(place.slot), place.parity); }
@@ -92,7 +98,11 @@ struct Ring {
   // The warp uses the slot no more.
   DEVICE void release(int slot) const {
     sync_warp();
-    mbarrier_arrive_if(thread_index() % WARP == 0, empty(slot));
+    const int lane = thread_index() % WARP;
+    if constexpr (CLUSTER == 1)
+      mbarrier_arrive_if(lane == 0, empty(slot));
+    else
+      mbarrier_arrive_if(lane < CLUSTER, empty(slot), lane % CLUSTER);
   }
 };
 
@@ -101,7 +111,7 @@ struct Ring {
 template <class T>
 struct SharedLayout {
   using RingQ = Ring<T::Q_SLOTS>;
-  using RingKV = Ring<T::STAGES>;
+  using RingKV = Ring<T::STAGES, T::CLUSTER>;
   static constexpr int Q_USERS = T::TMA_STORE ? T::WARPGROUPS : T::CONSUMER_WARPS;
 
   static DEVICE SharedAddress q(int slot) { return shared_base() + slot * T::TileQ::BYTES; }

@@ -6,6 +6,9 @@
 #define DEVICE __device__ __forceinline__
 // The entry point of a kernel: at most `threads` a block; registers for `blocks` of them on each SM.
 #define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
+// The same for a grid of clusters of so many blocks.
+#define CLUSTER_KERNEL(threads, blocks, cluster) \
+  extern "C" __global__ void __cluster_dims__(cluster) __launch_bounds__(threads, blocks)
 // A parameter struct that stays in constant memory.
 #define PARAMETERS(Type) const __grid_constant__ Type
 

@@ -50,6 +50,37 @@ DEVICE void mbarrier_wait(SharedAddress barrier, int parity) {
       : "memory");
 }
 
+// ---- clusters: blocks that run together on SMs next to one another. Shared addresses are of the thread's own block; what
+// reaches another's, at the same address there, says so.
+DEVICE int cluster_rank() {
+  int result;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(result));
+  return result;
+}
+// Until all threads of the cluster are here. They see one another's mbarriers, where fence_mbarrier_init followed, and of
+// other memory nothing.
+DEVICE void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+// As mbarrier_arrive_if, in the block of that rank, which there must be whatever the predicate: mapa under one, too, makes
+// ptxas spill.
+DEVICE void mbarrier_arrive_if(bool predicate, SharedAddress barrier, int rank) {
+  asm volatile(
+      "{.reg .pred chosen;\n"
+      ".reg .b32 there;\n"
+      "setp.ne.b32 chosen, %0, 0;\n"
+      "mapa.shared::cluster.u32 there, %1, %2;\n"
+      "@chosen mbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(static_cast<int>(predicate)),
+      "r"(barrier), "r"(rank)
+      : "memory");
+}
+
+// ---- grids that follow one another on a stream: where the launch allows it, one begins before the one before it has ended
+// Until the grids before it have ended and what they wrote is visible to all of this grid.
+DEVICE void await_earlier_grids() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The grid after it may begin, once every block has come here and as there is room.
+DEVICE void admit_next_grid() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // ---- the async proxy: TMA, and wgmma's reads of shared memory
 // What mbarrier_init wrote is visible to it.
 DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
@@ -65,6 +96,17 @@ DEVICE void tma_load(SharedAddress target, const TensorMap& map, SharedAddress b
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
       ::"r"(target), "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+// The same for every block of a cluster of CLUSTER: the box and its bytes come to each, to `target` and `barrier` there.
+template <int CLUSTER>
+DEVICE void tma_load_to_all(SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row, int head,
+                            int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(target),
+      "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch),
+      "h"(static_cast<uint16>((1 << CLUSTER) - 1))  // a bit for each rank
       : "memory");
 }
 // The other way; what lies outside of the tensor is not written.

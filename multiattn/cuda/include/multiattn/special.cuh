@@ -12,6 +12,16 @@ DEVICE uint32 fold_sign(uint32 half, int sign) {
   return (half & E::EXPONENT) == E::EXPONENT ? E::QUIET_NAN : 0u;
 }
 
+// The same for a chunk of Q in shared memory.
+template <class E>
+DEVICE void fold_sign_into(SharedAddress place, int sign) {
+  Chunk chunk = load_shared_16(place);
+#pragma unroll
+  for (int w = 0; w < 4; ++w)
+    chunk.word[w] = map_halves(chunk.word[w], [&](uint32 half) { return fold_sign<E>(half, sign); });
+  store_shared_16(place, chunk);
+}
+
 // What is not finite counts as zero.
 template <class E>
 DEVICE Fragment finite_or_zero(const Fragment& fragment) {

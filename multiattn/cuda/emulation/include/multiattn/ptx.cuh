@@ -9,6 +9,7 @@
 
 #define DEVICE inline
 #define KERNEL(threads, blocks) extern "C" void
+#define CLUSTER_KERNEL(threads, blocks, cluster) extern "C" void
 #define PARAMETERS(Type) const Type&
 
 namespace multiattn {
@@ -17,7 +18,8 @@ using std::max;
 using std::min;
 
 namespace emulation {
-extern int current_thread;
+extern int current_thread, current_rank;
+extern SharedAddress current_base;
 extern int64 current_block;
 bool any_in_block(bool predicate);
 bool any_in_warp(bool predicate);
@@ -32,7 +34,7 @@ void mma_bf16(float* d, const uint32* a, uint32 b0, uint32 b1);
 inline int thread_index() { return emulation::current_thread; }
 inline int64 block_index() { return emulation::current_block; }
 inline uint32 recomputed(uint32 value) { return value; }
-inline SharedAddress shared_base() { return 0; }
+inline SharedAddress shared_base() { return emulation::current_base; }
 
 void sync_block();
 void sync_warp();

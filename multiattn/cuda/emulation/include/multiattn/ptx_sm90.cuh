@@ -7,6 +7,9 @@ namespace multiattn {
 
 namespace emulation {
 extern int64 current_blocks;
+void mbarrier_arrive_at(SharedAddress barrier, int rank);
+void tma_load_to_all(int cluster, SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row,
+                     int head, int batch);
 void tma_store_wait(int groups_left);
 void set_registers(int count, bool raise);
 void wgmma_wait(int groups_left);
@@ -28,11 +31,26 @@ inline void mbarrier_arrive_if(bool predicate, SharedAddress barrier) {
 }
 void mbarrier_arrive_expect(SharedAddress barrier, int bytes);
 void mbarrier_wait(SharedAddress barrier, int parity);
+
+inline int cluster_rank() { return emulation::current_rank; }
+void meet_cluster();
+inline void mbarrier_arrive_if(bool predicate, SharedAddress barrier, int rank) {
+  if (predicate) emulation::mbarrier_arrive_at(barrier, rank);
+}
+
+void await_earlier_grids();
+inline void admit_next_grid() {}
+
 void fence_mbarrier_init();
 void fence_async_shared();
 
 void prefetch_map(const TensorMap& map);
 void tma_load(SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row, int head, int batch);
+template <int CLUSTER>
+inline void tma_load_to_all(SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row, int head,
+                            int batch) {
+  emulation::tma_load_to_all(CLUSTER, target, map, barrier, column, row, head, batch);
+}
 void tma_store(const TensorMap& map, SharedAddress source, int column, int row, int head, int batch);
 void tma_store_commit();
 template <int N>
