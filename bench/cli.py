@@ -17,6 +17,7 @@ from bench import (
     hopper_docs,
     host,
     ladder,
+    profile,
     readme,
     report,
     rule_page,
@@ -230,6 +231,15 @@ def _write_rules(files: Sequence[Path], *, check: bool = False) -> int:
 # ---------------------------------------------------------------- what results say
 
 
+def profile_cells(options: argparse.Namespace) -> int:
+    """What Nsight Compute counts of one variant in the chosen cells; 1 where there is no GPU."""
+    machine = Machine.current()
+    if machine is None:
+        print(f"Nothing to count on: {NO_GPU}")
+        return 1
+    return profile.profile(options, _cells(options), machine.arch)
+
+
 def compare_files(options: argparse.Namespace) -> int:
     """Two result files, ratio per cell; 1 where a contender of ours got slower than the spread explains."""
     changes = verdicts.compare(load(options.before), load(options.after))
@@ -303,6 +313,7 @@ COMMANDS = {
     "emitted": emitted.run,
     "ladder": ladder.climb_ladder,
     "tune": tune_configs,
+    "profile": profile_cells,
     "compare": compare_files,
     "floors": check_floors,
     "prefer": write_preferences,
@@ -424,6 +435,10 @@ def _parser() -> argparse.ArgumentParser:
     add_jobs(command)
     add_budget(command, tune.TUNE_BUDGET)
     command.add_argument("--out", type=Path, help="folder of the sweeps; default out/tune, or that of --rules")
+
+    command = add("profile")
+    add_cells(command, default="standard")
+    profile.add_arguments(command)
 
     command = add("compare")
     command.add_argument("before", type=Path)

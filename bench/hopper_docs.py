@@ -16,7 +16,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from bench import readme, tune_results
+from bench import profile, readme, tune_results
 from bench.environment import ROOT
 from bench.errors import InputError
 from bench.flops import rate_text
@@ -45,7 +45,7 @@ def blocks(results: Path) -> Mapping[str, Callable[[], str]]:
         "heldout": lambda: peers_block(folder / "heldout.json", every_size=True),
         "techniques": lambda: techniques_block(folder / f"{tune_results.PREFIX}{BACKEND}.json"),
         "exp2": exp2_block,
-        "cycles": lambda: cycles_block(folder / f"ncu-{VARIANT}.json"),
+        "cycles": lambda: cycles_block(folder / f"{profile.PREFIX}{VARIANT}.json"),
         "probes": lambda: probes_block(folder / "hopper_probes.json"),
     }
 

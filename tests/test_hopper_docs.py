@@ -9,15 +9,17 @@ from dataclasses import asdict, replace
 import bench_fakes as fakes
 import pytest
 
-from bench import hopper_docs, readme
+from bench import hopper_docs, profile, readme
 from bench.environment import results_root
 from bench.errors import InputError
 from bench.matrix import SUITES
 from bench.results import dumps
 from bench.tune_results import Sweep, Tried, merge
+from multiattn.arch import ARCHS
 from multiattn.cuda import exp2
 from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.support import Reason
+from multiattn.targets.ncu import METRICS
 
 FULL = next(cell for cell in SUITES["standard"] if (cell.head_dim, cell.seq) == (128, 4096))
 CAUSAL = replace(FULL, causal=True)
@@ -241,6 +243,48 @@ def test_another_file_of_counts_is_an_error_that_names_it(tmp_path, text):
     path.write_text(text)
     with pytest.raises(InputError, match=r"ncu-wgmma\.json: no list of kernel, cell and metrics"):
         hopper_docs.cycles_block(path)
+
+
+COUNTED = "smsp__average_warps_issue_stalled_wait_per_issue_active.ratio"
+CSV = f"""==PROF== Connected
+"ID","Kernel Name","CC","Grid Size","Block Size","gpu__time_duration.sum","{METRICS["tensor pipe"]}","{COUNTED}"
+"","","","","","ns","%","inst"
+"0","forward_wgmma_d128(WgmmaParams)","9.0","(132, 1, 1)","(384, 1, 1)","500","80.5","1.5"
+"""
+
+
+def test_what_ncu_prints_becomes_a_file_of_counts(tmp_path, monkeypatch):
+    asked = []
+
+    def run(arguments):
+        asked.append(arguments)
+        return CSV
+
+    monkeypatch.setattr(profile, "find_ncu", lambda: "ncu")
+    cells = [replace(FULL, layout="bshd"), CAUSAL]
+    launches = profile.profiled(cells, "cuda", "wgmma", ARCHS["sm90"], run=run)
+    assert [it["cell"]["causal"] for it in launches] == [False, True]
+    assert all(it[:3] == ["ncu", "--section", "WarpStateStats"] for it in asked)
+    assert [json.loads(it[-1])["variant"] for it in asked] == ["wgmma"] * 2
+    path = tmp_path / "ncu-wgmma.json"
+    profile.write(launches, fakes.SETUP, path)
+    text = hopper_docs.cycles_block(path)
+    assert fakes.SETUP.commit in text
+    assert "tensor pipe active, %" in text
+
+
+@pytest.mark.parametrize(
+    ("printed", "told"),
+    [
+        ("==ERROR== ERR_NVGPUCTRPERM", "ERR_NVGPUCTRPERM"),
+        (CSV + CSV.splitlines()[-1].replace("0", "1", 1), "2 launches"),
+    ],
+)
+def test_what_ncu_did_not_count_is_an_error_that_names_the_cell(monkeypatch, printed, told):
+    monkeypatch.setattr(profile, "find_ncu", lambda: "ncu")
+    with pytest.raises(InputError, match=told) as raised:
+        profile.profiled([FULL], "cuda", "wgmma", ARCHS["sm90"], run=lambda arguments: printed)
+    assert replace(FULL, layout="bhsd").key in str(raised.value)
 
 
 # ---------------------------------------------------------------- probes
