@@ -95,6 +95,30 @@ def test_a_forward_gives_the_same_bits_1000_times(backend, variant, causal):
     assert differ.item() == 0
 
 
+@pytest.mark.parametrize(("backend", "variant"), BACKEND_VARIANTS)
+def test_launches_on_two_streams_and_of_a_graph_do_not_disturb_one_another(backend, variant):
+    """Nothing that they share on the device is in use by two at a time."""
+    problems = [qkv(seq=1500, head_dim=128), qkv(seq=700, head_dim=64)]
+    streams = [torch.cuda.Stream() for _ in problems]
+
+    def call(which):
+        return multiattn.fmha(*problems[which], causal=True, backend=backend, variant=variant)
+
+    expected = [call(which) for which in range(2)]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(0)
+    results = []
+    for _ in range(50):
+        for which, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                results.append((which, call(which)))
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected[which]) for which, out in [*results, (0, captured)])
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize(("backend", "variant"), BACKEND_VARIANTS)
 def test_runs_on_the_tensors_device_whatever_the_current_one(backend, variant):
@@ -369,3 +393,20 @@ def test_compiles_whole_with_inductor(backend):
         expected = torch.autograd.grad(attend(*inputs), inputs, dout[:, :, :seq])
         for grad, known in zip(grads, expected, strict=True):
             torch.testing.assert_close(grad, known, atol=5e-2, rtol=5e-2)
+
+
+@pytest.mark.parametrize(("backend", "variant"), BACKEND_VARIANTS)
+def test_compiles_into_cuda_graphs(backend, variant):
+    """Graph trees warm up and capture in a memory pool of their own, in which nothing of ours may stay."""
+    torch._dynamo.reset()
+
+    @torch.compile(mode="reduce-overhead", fullgraph=True)
+    def attend(q, k, v):
+        return multiattn.fmha(q * 2, k, v, causal=True, backend=backend, variant=variant) + 1
+
+    for _ in range(5):
+        q, k, v = qkv(seq=700)
+        with torch.no_grad():
+            torch.compiler.cudagraph_mark_step_begin()
+            out = attend(q, k, v).clone()
+        close(out - 1, q * 2, k, v, causal=True)

@@ -1,0 +1,154 @@
+"""The forward for Hopper on the GPU, in every way to run it: sweeps may choose any, rules have few of them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from multiattn import launch
+from multiattn.arch import ARCHS, detect
+from multiattn.backend import Plan, make_plan
+from multiattn.cuda import BACKEND
+from multiattn.cuda.variants import WGMMA
+from multiattn.cuda.wgmma_configs import SCHEDULERS, WgmmaConfig
+from multiattn.problem import Problem
+from multiattn.targets import store
+from multiattn.targets.pool import run_isolated
+from parity.tolerance import Truth
+
+ON_CPU = os.environ.get("MULTIATTN_TEST_HOPPER") == "cpu"  # the same cases emulated, to try this file
+SM90 = ARCHS["sm90"]
+
+
+def missing():
+    if ON_CPU:
+        return ""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    return "" if detect(torch.device("cuda")) == SM90 else "the GPU is no Hopper"
+
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+DEVICE = "cpu" if ON_CPU else "cuda"
+DEADLINE_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    seq_q: int
+    seq_kv: int
+    batch: int = 1
+    heads_q: int = 4
+    heads_kv: int = 2
+    scale: float | None = None
+    spoilt: tuple[int, float] | None = None
+    """A key whose values are all this."""
+
+
+CASES = {
+    "one tile": Case(seq_q=33, seq_kv=2048),
+    "ragged": Case(seq_q=500, seq_kv=333, scale=-0.2),
+    "more keys": Case(seq_q=333, seq_kv=1111, scale=0.0),
+    "rows that see no key": Case(seq_q=1111, seq_kv=130),
+    "many tiles": Case(seq_q=200, seq_kv=200, batch=16, heads_q=12, heads_kv=12),
+    "an idle warpgroup": Case(seq_q=8 * 192 - 100, seq_kv=777, batch=3),
+    "NaN": Case(seq_q=600, seq_kv=600, spoilt=(500, float("nan"))),
+    "inf": Case(seq_q=600, seq_kv=600, spoilt=(3, float("inf"))),
+}
+"""In the first of them a cluster's second block has nothing to do; in others only one of its blocks sees some keys."""
+
+
+def ways():
+    """Head_dim, mask and config: schedulers, slots, stores and clusters at D=64 and D=128, and what D=256 adds."""
+    shapes = {
+        (64, True): WgmmaConfig(tile_m=192, tile_n=128, stages=8, pingpong=True, lazy_max=True),
+        (128, False): WgmmaConfig(tile_m=128, tile_n=128, stages=5, pingpong=True, lazy_max=True),
+        (256, True): WgmmaConfig(tile_m=128, tile_n=64, stages=5, lazy_max=True),
+    }
+    for (head_dim, causal), config in shapes.items():
+        for scheduler, q_slots, tma_store, cluster in itertools.product(SCHEDULERS, (1, 2), (True, False), (1, 2)):
+            if cluster == 1 or scheduler != "dynamic":
+                stages = 3 if head_dim == 256 and q_slots == 2 else config.stages
+                changes = {"scheduler": scheduler, "q_slots": q_slots, "tma_store": tma_store, "cluster": cluster}
+                yield head_dim, causal, replace(config, stages=stages, **changes)
+    for causal, cluster, tma_store in itertools.product((False, True), (1, 2), (True, False)):
+        config = WgmmaConfig(tile_m=128, tile_n=64, stages=3, scheduler="static", q_in_registers=True, lazy_max=True)
+        yield 256, causal, replace(config, cluster=cluster, tma_store=tma_store)
+    for head_dim, causal in itertools.product((40, 96, 192), (False, True)):
+        config = WgmmaConfig(tile_m=128, tile_n=48, stages=3, q_slots=1, exp2_fma_fraction=0.125)
+        yield head_dim, causal, config
+        yield head_dim, causal, replace(config, scheduler="one_tile", cluster=2, lazy_max=True, pingpong=True)
+
+
+WAYS = tuple(ways())
+
+
+def plan_of(head_dim, causal, config, q=None, k=None, v=None, scale=None):
+    if q is None:
+        problem = Problem.contiguous(batch=1, heads_q=4, seq_q=512, head_dim=head_dim, causal=causal)
+        return make_plan(BACKEND, problem, SM90, variant=WGMMA.name, config=config)
+    problem = Problem.of(q, k, v, causal=causal, scale=scale)
+    plan = make_plan(BACKEND, problem, detect(q.device), variant=WGMMA.name, config=config)
+    assert isinstance(plan, Plan), plan
+    return plan
+
+
+def compile_way(way):
+    return len(store.compiled(plan_of(*way)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """All at once: one after another they would take minutes."""
+    if not ON_CPU:
+        failed = [it.error for it in run_isolated(compile_way, WAYS, jobs=os.cpu_count(), timeout_s=120) if it.error]
+        assert not failed
+
+
+def launched(plan, q, k, v):
+    """out and lse. A kernel that hangs ends the session: whatever touches the device afterwards would hang as well."""
+    out = q.new_empty_strided(q.shape, (*plan.problem.strides_out, 1)).fill_(torch.nan)
+    lse = torch.full(q.shape[:3], torch.nan, device=q.device)
+    launch(plan, q, k, v, out, lse)
+    if DEVICE == "cuda":
+        done = torch.cuda.Event()
+        done.record()
+        deadline = time.monotonic() + DEADLINE_S
+        while not done.query():
+            if time.monotonic() > deadline:
+                print(f"hangs: {plan}", flush=True)
+                os._exit(99)
+    return out, lse
+
+
+def way_id(way):
+    head_dim, causal, config = way
+    return f"D{head_dim} {'causal' if causal else 'full'} {config}"
+
+
+@pytest.mark.parametrize("way", WAYS, ids=way_id)
+def test_every_way_computes_attention(way):
+    head_dim, causal, config = way
+    for name, case in CASES.items():
+        generator = torch.Generator(device=DEVICE).manual_seed(len(name))
+
+        def draw(heads, seq, case=case, generator=generator):
+            shape = (case.batch, seq, heads, head_dim)
+            return torch.randn(shape, generator=generator, device=DEVICE).to(torch.bfloat16).transpose(1, 2)
+
+        q, k, v = draw(case.heads_q, case.seq_q), draw(case.heads_kv, case.seq_kv), draw(case.heads_kv, case.seq_kv)
+        if case.spoilt:
+            key, value = case.spoilt
+            v[:, :, key] = value
+        plan = plan_of(head_dim, causal, config, q, k, v, case.scale)
+        results = launched(plan, q, k, v)
+        truth = Truth.of(q, k, v, causal=causal, scale=case.scale)
+        for expected, got in zip(truth.of_plan(plan), results, strict=True):
+            expected.check(got, f"{name}: {plan}")
+        for again, got in zip(launched(plan, q, k, v), results, strict=True):
+            torch.testing.assert_close(again, got, rtol=0, atol=0, equal_nan=True)
