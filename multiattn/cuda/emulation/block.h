@@ -17,7 +17,7 @@ constexpr int WARP_SIZE = 32;
 
 // What a launch did; host.py has the same record.
 struct Counters {
-  std::int64_t blocks, mma, ldmatrix, bank_conflicts, cp_async, barriers, switches, wgmma, tma_loads, tma_stores;
+  std::int64_t blocks, mma, ldmatrix, bank_conflicts, cp_async, barriers, switches, wgmma, tma_loads, tma_stores, grid_waits;
 };
 
 // What a thread may wait for: that the generation moves on.

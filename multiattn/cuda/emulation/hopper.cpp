@@ -330,6 +330,7 @@ void Hopper::check_needs(const char* verb, const Needs& needs) {
 
 void Hopper::await_earlier_grids() {
   if (touched_[rank()]) fail("await_earlier_grids", "global memory was touched before it");
+  ++block_.counters.grid_waits;
 }
 
 // ---- named barriers

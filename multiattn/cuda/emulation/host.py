@@ -21,7 +21,7 @@ from multiattn.abi import TensorMap
 from multiattn.backend import Plan, variant_of
 from multiattn.cuda.backward_configs import delta_bytes
 from multiattn.cuda.emulation.tensor_map import encode
-from multiattn.cuda.launches import kernels_of, launches_of, params_of, siblings_of
+from multiattn.cuda.launches import Launch, kernels_of, launches_of, params_of, siblings_of
 from multiattn.cuda.params import (
     BackwardParams,
     ForwardParams,
@@ -75,6 +75,8 @@ class Counters:
     wgmma: int
     tma_loads: int
     tma_stores: int
+    grid_waits: int
+    """For earlier grids, of which each block of a kernel that overlaps them has one."""
 
 
 class _Counters(ctypes.Structure):
@@ -95,18 +97,16 @@ class _Sequence:
 
     def run(self, params: ctypes.Structure) -> dict[str, Counters]:
         """Run all to their end, each with `params`; what each did, by its symbol."""
-        return {
-            launch.kernel.name: run(
-                self._library,
-                launch.kernel.name,
-                params,
-                blocks=launch.grid(MULTIPROCESSORS),
-                threads=launch.kernel.threads,
-                smem_bytes=launch.kernel.smem_bytes,
-                cluster=launch.kernel.cluster,
-            )
-            for launch in self._launches
-        }
+        return {launch.kernel.name: self._run(launch, params) for launch in self._launches}
+
+    def _run(self, launch: Launch, params: ctypes.Structure) -> Counters:
+        kernel = launch.kernel
+        sizes = {"threads": kernel.threads, "smem_bytes": kernel.smem_bytes, "cluster": kernel.cluster}
+        counters = run(self._library, kernel.name, params, blocks=launch.grid(MULTIPROCESSORS), **sizes)
+        if kernel.overlaps and counters.grid_waits != counters.blocks:
+            waiting = f"{counters.grid_waits} of {counters.blocks} blocks wait for earlier grids"
+            raise EmulationError(f"{kernel.name}: it is launched to overlap, but {waiting}")
+        return counters
 
 
 class CpuLauncher:
