@@ -85,8 +85,8 @@ class Consumer {
       if (skipped > 0) skip();
       walk(rows);
     } else {
+      await_stored();  // not last in its branch: see Ring::release
       if (skipped > 0) skip();
-      await_stored();
     }
     if constexpr (!T::TMA_STORE && !ALL_KEPT) Shared::ring_q().release(rows.slot);
     if (rows.last >= 0) {
@@ -298,8 +298,7 @@ class Consumer {
   DEVICE void await_stored() {
     if (!T::TMA_STORE || !is_storing_) return;
     tma_store_wait_read<0>();  // only the thread that stored has any
-    // The slot that comes next is that of the tile before.
-    mbarrier_arrive_if(thread_index() % WARPGROUP == 0, Shared::ring_q().empty(q_.slot));
+    Shared::ring_q().release(q_.slot);  // the slot that comes next is that of the tile before
     is_storing_ = false;
   }
 

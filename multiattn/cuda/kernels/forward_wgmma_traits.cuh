@@ -95,7 +95,8 @@ struct Ring {
   DEVICE void await_full(const RingPlace<SLOTS>& place) const { mbarrier_wait(full(place.slot), place.parity); }
   // A slot that was never used counts as emptied.
   DEVICE void await_empty(const RingPlace<SLOTS>& place) const { mbarrier_wait(empty(place.slot), place.parity ^ 1); }
-  // The warp uses the slot no more.
+  // The warp uses the slot no more. Where this ends a branch, ptxas 13 makes a jump of the predicate, and the warp stays
+  // parted: multiattn.targets.sass.parted_arrivals finds such code.
   DEVICE void release(int slot) const {
     sync_warp();
     const int lane = thread_index() % WARP;
@@ -112,7 +113,6 @@ template <class T>
 struct SharedLayout {
   using RingQ = Ring<T::Q_SLOTS>;
   using RingKV = Ring<T::STAGES, T::CLUSTER>;
-  static constexpr int Q_USERS = T::TMA_STORE ? T::WARPGROUPS : T::CONSUMER_WARPS;
 
   static DEVICE SharedAddress q(int slot) { return shared_base() + slot * T::TileQ::BYTES; }
   static DEVICE SharedAddress kv(int slot) { return shared_base() + T::KV_AT + slot * T::TileKV::BYTES; }
@@ -123,7 +123,7 @@ struct SharedLayout {
   }
 
   static DEVICE void init() {
-    ring_q().init(Q_USERS);
+    ring_q().init(T::CONSUMER_WARPS);
     ring_kv().init(T::CONSUMER_WARPS);
     fence_mbarrier_init();
   }
