@@ -38,7 +38,9 @@ from multiattn.cuda.wgmma_configs import (
 )
 from multiattn.cuda.wgmma_rules import RULES
 from multiattn.problem import Problem
+from multiattn.targets.sass import parse, parted_arrivals
 from multiattn.tensor_map import Encoder
+from multiattn.toolchain import disassemble
 from parity.tolerance import Truth
 
 on_cpu = pytest.mark.skipif(bool(probe_host()), reason="; ".join(map(str, probe_host())))
@@ -492,6 +494,7 @@ def test_a_kernel_of_an_illegal_config_does_not_compile(changed, message):
     [
         (40, "fp16", replace(CONFIG, scheduler="one_tile", tma_store=False)),
         (128, "bf16", replace(CONFIG, **{**FLIPPED, "tile_m": 128, "tile_n": 48, "q_in_registers": False})),
+        (64, "bf16", WgmmaConfig(tile_m=192, tile_n=128, stages=8, q_slots=2, pingpong=True, lazy_max=True)),
     ],
     ids=str,
 )
@@ -505,3 +508,5 @@ def test_compiles_without_a_gpu(head_dim, dtype, config):
     abi.check(bind(plan, image_of(plan)), abi.read_entry(compiled.cubin, compiled.kernel))
     if compiled.registers is not None:
         assert compiled.registers <= 65536 // config.threads
+    if (code := disassemble(compiled.cubin)) is not None:
+        assert not parted_arrivals(parse(code))  # the last of these configs hung

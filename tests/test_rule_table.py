@@ -14,7 +14,7 @@ from multiattn.backend import BACKENDS, DIRECTIONS, find_variant
 from multiattn.config import Rule
 from multiattn.cuda.axes import SPLIT_Q
 from multiattn.targets.pool import Outcome
-from multiattn.targets.sass import find_loops, find_spills, parse
+from multiattn.targets.sass import find_loops, find_spills, parse, parted_arrivals
 from multiattn.toolchain import disassemble, find_cuobjdump, resource_usage
 
 needs_cuobjdump = pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
@@ -83,6 +83,24 @@ def test_the_warps_that_read_tensor_memory_have_hot_loops_too():
                   "@P0 BRA 0x20", "EXIT")  # fmt: skip
     found = find_spills(kernel, repairs=True)
     assert (found.hot_loops, found.hot) == (2, 1)
+
+
+RAISE, LOWER = "USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xa0", "USETMAXREG.DEALLOC.CTAPOOL 0x20"
+ARRIVE = "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR8+0x2c010], RZ"
+
+
+@pytest.mark.parametrize(
+    ("lines", "parted"),
+    [
+        ((RAISE, f"@!P0 {ARRIVE}", "EXIT", LOWER, ARRIVE, "EXIT"), []),
+        ((RAISE, "@P1 BRA 0x30", ARRIVE, "BAR.SYNC.DEFER_BLOCKING R4, 0x80", "EXIT", LOWER, ARRIVE, "EXIT"), [0x20]),
+        ((LOWER, ARRIVE, "EXIT", RAISE, f"@!P0 {ARRIVE}", ARRIVE, "EXIT"), [0x50]),
+        ((ARRIVE, "EXIT"), []),
+    ],
+    ids=["predicated", "a jump around it", "the loader first", "warps that are all alike"],
+)
+def test_a_warp_that_parts_to_arrive_is_found(lines, parted):
+    assert parted_arrivals(parse(sass(*lines))) == parted
 
 
 def test_without_a_loop_on_tensor_cores_all_the_code_counts():

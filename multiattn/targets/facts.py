@@ -101,7 +101,8 @@ class Facts:
 def read_kernel(kernel: Exported, plan: Plan) -> Facts:
     """Read the cubin of one kernel of `plan`.
 
-    Raises RuntimeError where cuobjdump cannot read it, or nobody says how many threads a block has.
+    Raises RuntimeError where cuobjdump cannot read it, nobody says how many threads a block has, or it would hang: see
+    `sass.parted_arrivals`.
     """
     usage, text = resource_usage(kernel.cubin), disassemble(kernel.cubin)
     if usage is None or text is None:
@@ -111,7 +112,13 @@ def read_kernel(kernel: Exported, plan: Plan) -> Facts:
         raise RuntimeError(f"{kernel.kernel}: neither its backend nor its cubin says how many threads a block has")
     fits = occupancy(plan.arch, threads, usage.registers, usage.smem_bytes + kernel.dynamic_smem_bytes)
     repairs = plan.direction == "forward" and plan.problem.causal
-    found = mix.measure(sass.parse(text), repairs=repairs)
+    code = sass.parse(text)
+    if plan.backend == "cuda" and (parted := sass.parted_arrivals(code)):
+        places = ", ".join(map(hex, parted))
+        raise RuntimeError(
+            f"{kernel.kernel}: lanes leave their warp to arrive at an mbarrier, at {places}: it would hang"
+        )
+    found = mix.measure(code, repairs=repairs)
     said = remarks.parse(kernel.remarks) if kernel.remarks else ()
     return Facts(
         kernel=kernel.kernel,

@@ -1,4 +1,4 @@
-"""Where a kernel spills: its machine code (SASS) as a graph, the loops that run on tensor cores, and what they spill.
+"""Where a kernel spills, and where a warp parts: its machine code (SASS) as a graph, with the loops on tensor cores.
 
 A stack alone says little: forward kernels have a rare repair that spills so that the loops every block runs need not.
 """
@@ -16,6 +16,7 @@ _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.
 _ADDRESS = re.compile(r"0x([0-9a-f]+)")
 _CONDITION = re.compile(r"\bU?P\d")
 _SPILLS = ("LDL", "STL")
+_SETMAXREG = ("USETMAXREG.TRY_ALLOC", "USETMAXREG.DEALLOC")
 _ENDS = ("EXIT", "RET", "BRX", "BRXU")
 
 MMA_SYNC, WGMMA, TCGEN05 = range(3)
@@ -97,6 +98,25 @@ def find_spills(sass: str, *, repairs: bool) -> Spills:
     places = frozenset().union(*(loop.body for loop in hot)) if hot else frozenset(range(len(code)))
     spills = {place for place, it in enumerate(code) if it.spills}
     return Spills(hot_loops=len(hot), hot=len(spills & places), elsewhere=len(spills - places))
+
+
+def parted_arrivals(code: Sequence[Instruction]) -> list[int]:
+    """Addresses where some lanes of a warp that computes branch off to arrive at an mbarrier.
+
+    `mbarrier_arrive_if` has a predicate, so that the warp stays whole. ptxas may make a jump of one that ends a branch,
+    and nothing brings the warp together again: whichever lanes come to the next named barrier first are counted as all
+    of it, and the kernel hangs or computes nonsense. It is told by an arrival without a predicate between the points
+    where a kernel of specialised warps raises its registers and where it lowers them (`setmaxnreg`); the one thread
+    that loads is behind the latter, where it has no other lanes to part from. Nothing is said of a kernel without them.
+
+    It holds for kernels whose arrivals are all of chosen lanes, as this package's CUDA kernels are.
+    """
+    places = {kind: place for place, it in enumerate(code) for kind in _SETMAXREG if it.name.startswith(kind)}
+    if len(places) < len(_SETMAXREG):
+        return []
+    raised, lowered = (places[kind] for kind in _SETMAXREG)
+    computes = code[raised:lowered] if raised < lowered else code[raised:]
+    return [it.address for it in computes if it.name.startswith("SYNCS.ARRIVE") and not it.guarded]
 
 
 def parse(sass: str) -> list[Instruction]:

@@ -85,8 +85,8 @@ class Consumer {
       if (skipped > 0) skip();
       walk(rows);
     } else {
-      await_stored();  // not last in its branch: see Ring::release
       if (skipped > 0) skip();
+      await_stored();
     }
     if constexpr (!T::TMA_STORE && !ALL_KEPT) Shared::ring_q().release(rows.slot);
     if (rows.last >= 0) {
@@ -99,7 +99,7 @@ class Consumer {
   // A tile of K or V that only others have a use for.
   DEVICE void skip() {
     Shared::ring_kv().await_full(kv_);
-    Shared::ring_kv().release(kv_.slot);
+    Shared::ring_kv().release_apart(kv_.slot);
     kv_.advance();
   }
 
@@ -298,7 +298,7 @@ class Consumer {
   DEVICE void await_stored() {
     if (!T::TMA_STORE || !is_storing_) return;
     tma_store_wait_read<0>();  // only the thread that stored has any
-    Shared::ring_q().release(q_.slot);  // the slot that comes next is that of the tile before
+    Shared::ring_q().release_apart(q_.slot);  // the slot that comes next is that of the tile before
     is_storing_ = false;
   }
 

@@ -95,8 +95,7 @@ struct Ring {
   DEVICE void await_full(const RingPlace<SLOTS>& place) const { mbarrier_wait(full(place.slot), place.parity); }
   // A slot that was never used counts as emptied.
   DEVICE void await_empty(const RingPlace<SLOTS>& place) const { mbarrier_wait(empty(place.slot), place.parity ^ 1); }
-  // The warp uses the slot no more. Where this ends a branch, ptxas 13 makes a jump of the predicate, and the warp stays
-  // parted: multiattn.targets.sass.parted_arrivals finds such code.
+  // The warp uses the slot no more; wgmmas may be under way.
   DEVICE void release(int slot) const {
     sync_warp();
     const int lane = thread_index() % WARP;
@@ -104,6 +103,19 @@ struct Ring {
       mbarrier_arrive_if(lane == 0, empty(slot));
     else
       mbarrier_arrive_if(lane < CLUSTER, empty(slot), lane % CLUSTER);
+  }
+  // The same where none is, and a branch may end. ptxas 13 makes a jump of a predicated arrival that ends one, and takes the
+  // warp for whole all the same, sync_warp or not; of a warp that the source parts it knows. See
+  // multiattn.targets.sass.parted_arrivals.
+  DEVICE void release_apart(int slot) const {
+    sync_warp();
+    const int lane = thread_index() % WARP;
+    if constexpr (CLUSTER == 1) {
+      if (lane == 0) mbarrier_arrive(empty(slot));
+    } else {
+      if (lane < CLUSTER) mbarrier_arrive_if(true, empty(slot), lane);
+    }
+    sync_warp();
   }
 };
 
