@@ -141,11 +141,12 @@ def test_a_sweep_is_short_and_fits(head_dim):
 # ---------------------------------------------------------------- choice
 
 
-def test_hopper_gets_it_by_name_with_a_rule_that_fits_and_no_other_arch():
+def test_hopper_gets_it_with_a_rule_that_fits_and_no_other_arch():
     for head_dim, causal in itertools.product(range(8, 257, 8), (False, True)):
-        plan = explain(problem_of(head_dim, causal=causal), backend="cuda", variant=WGMMA.name, arch="sm90")
+        plan = explain(problem_of(head_dim, causal=causal), backend="cuda", arch="sm90")
+        assert plan.variant == WGMMA.name
         assert plan.workspace_bytes == (16 if plan.config.scheduler == "dynamic" else 0)
-    for arch in ("sm90", "sm100"):
+    for arch in ("sm80", "sm89", "sm100", "sm120"):
         assert explain(problem_of(), backend="cuda", arch=arch).variant == SPLIT_Q.name
     assert set(SPANNING) >= {WGMMA.name}
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from multiattn.config import Rule
 from multiattn.cuda.tuned import tuned_rules
 from multiattn.cuda.wgmma_configs import WgmmaConfig
@@ -12,10 +10,8 @@ _EMULATED = Rule(
     arches=("cpu",),
     config=WgmmaConfig(tile_m=128, tile_n=32),
     why="emulated: two warpgroups, four stages and small tiles of keys; split_q builds and runs faster",
+    only_named=True,
 )
 
-RULES: tuple[Rule[WgmmaConfig], ...] = tuple(
-    replace(rule, only_named=True)  # on a GPU until parity has passed there with the kernel as it is now
-    for rule in (*tuned_rules("wgmma", lambda given: WgmmaConfig(**given)), _EMULATED)
-)
+RULES: tuple[Rule[WgmmaConfig], ...] = (*tuned_rules("wgmma", lambda given: WgmmaConfig(**given)), _EMULATED)
 """First match wins."""
