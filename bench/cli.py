@@ -108,7 +108,7 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
             suite=options.suite,
             cells=tuple(cell for cell in cells if cell.direction == direction),
             providers=_providers(options, direction),
-            regimes=REGIMES if options.regime == "both" else (options.regime,),
+            regimes=("device", "call") if options.regime == "both" else (options.regime,),
             budget=Budget(rounds=options.rounds, sample_ms=options.sample_ms, seed=options.seed),
             fresh=options.fresh,
             jobs=options.jobs,
@@ -407,7 +407,9 @@ def _parser() -> argparse.ArgumentParser:
     add_who(command)
     command.add_argument("--peer", action="append", metavar="NAME", help=f"none, or {_names(PEERS)}; default all")
     command.add_argument("--variant", help="of our backends: all, or one's name; default the best for each cell")
-    command.add_argument("--regime", choices=(*REGIMES, "both"), default="device", help="default: %(default)s")
+    command.add_argument(
+        "--regime", choices=(*REGIMES, "both"), default="device", help="both: device and call; default: %(default)s"
+    )
     command.add_argument("--fresh", action="store_true", help="measure also what this very setup has measured before")
     command.add_argument("--no-compile", action="store_true", help="without a GPU: leave out the compile table")
     add_jobs(command)

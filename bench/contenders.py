@@ -32,7 +32,7 @@ class Contender:
     """Ready to be checked and timed in one cell."""
 
     launch: Contestant
-    """For the device regime: nothing but the launches."""
+    """For the regimes device and graph: nothing but the launches."""
     call: Contestant
     """For the call regime: what a user writes. Returns out, or the gradients of q, k and v."""
     output: Callable[[], Results]

@@ -156,7 +156,7 @@ def _run_cell(
             outcomes[provider.name] = _row(job, cell, provider, regime, setup, outcome, run=turns)
             _stop_if_lost(machine, store, outcomes[provider.name])
     contestants = {
-        name: it.contender.launch if regime == "device" else it.contender.call for name, it in admitted.items()
+        name: it.contender.call if regime == "call" else it.contender.launch for name, it in admitted.items()
     }
     timings = measure(contestants, machine.clock, regime=regime, budget=job.budget)
     providers = {provider.name: provider for provider in job.providers}
@@ -185,7 +185,7 @@ def admit(
         if not isinstance(contender, Contender):
             return contender
         ratio = check(contender.output(), truth, contender.plan, strict=provider.is_ours)
-        timed = contender.launch if regime == "device" else contender.call
+        timed = contender.call if regime == "call" else contender.launch
         if timed is not contender.launch:
             with timed.context():
                 ratio = max(ratio, check(named(timed.call()), truth, contender.plan))

@@ -1,8 +1,9 @@
-"""The one timer. Two regimes, never mixed in one figure:
+"""The one timer. Three regimes, never mixed in one figure:
 
 *device*: launches back to back between two CUDA events, queued behind a kernel that spins, so that the device never
-waits for the host; the board is then power-limited, as in training. *call*: one call at a time on an idle device, after
-an L2 flush, the host's share included, as in a latency-bound service.
+waits for the host; the board is then power-limited, as in training. *graph*: the same launches as one CUDA graph that
+is replayed. *call*: one call at a time on an idle device, after an L2 flush, the host's share included, as in a
+latency-bound service.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -27,7 +28,7 @@ Call = Callable[[], Any]
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 """Makes what a contender needs around its calls (`sdpa_kernel`); entered outside the timed region."""
 
-REGIMES = ("device", "call")
+REGIMES = ("device", "graph", "call")
 L2_FLUSH_BYTES = 256 << 20  # over twice the largest L2 of arch.GPUS (B200: 126 MB)
 MAX_QUEUED = 512  # the driver queues about 1024 launches before a launch blocks, and some calls launch two
 CYCLES_PER_MS = 2_000_000  # of the SM clock at its highest (H200: 1.98 GHz); slower clocks spin longer, never shorter
@@ -81,13 +82,16 @@ class Timing:
 
 
 class Clock(Protocol):
-    """Reads a device's time. The fake one of the tests has the same two methods."""
+    """Reads a device's time. The fake one of the tests has the same three methods."""
 
     def device(self, call: Call, launches: int) -> Sample:
         """Milliseconds of one of `launches` back-to-back launches."""
 
     def single(self, call: Call) -> Sample:
         """Milliseconds from before to after one call on an idle device with a cold L2."""
+
+    def captured(self, call: Call, launches: int) -> Call:
+        """`launches` of it as one graph: what this returns replays it."""
 
 
 class CudaClock:
@@ -131,6 +135,15 @@ class CudaClock:
         end.synchronize()
         return Sample(time_ms=start.elapsed_time(end))
 
+    def captured(self, call: Call, launches: int) -> Call:
+        """See `Clock`."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(launches):
+                call()
+        graph.replay()  # the first one uploads it
+        return graph.replay
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
@@ -160,6 +173,7 @@ def measure(
     order = random.Random(budget.seed)
     results: dict[str, Timing | Exception] = {}
     launches: dict[str, int] = {}
+    replays: dict[str, Call] = {}
     samples: dict[str, list[Sample]] = {name: [] for name in contestants}
 
     def attempt(name: str, action: Callable[[str, Call], None]) -> None:
@@ -172,9 +186,18 @@ def measure(
 
     def prepare(name: str, call: Call) -> None:
         launches[name] = warm_up(call, clock, budget)
+        if regime == "graph":
+            replays[name] = clock.captured(call, launches[name])
 
     def read(name: str, call: Call) -> None:
-        samples[name].append(clock.device(call, launches[name]) if regime == "device" else clock.single(call))
+        if regime == "call":
+            sample = clock.single(call)
+        elif regime == "graph":
+            whole = clock.device(replays[name], 1)
+            sample = replace(whole, time_ms=whole.time_ms / launches[name])
+        else:
+            sample = clock.device(call, launches[name])
+        samples[name].append(sample)
 
     for name in contestants:
         attempt(name, prepare)
@@ -185,7 +208,7 @@ def measure(
             attempt(name, read)
     for name, taken in samples.items():
         if name not in results:
-            results[name] = Timing.of(taken, launches[name] if regime == "device" else 1)
+            results[name] = Timing.of(taken, 1 if regime == "call" else launches[name])
     return results
 
 

@@ -45,6 +45,16 @@ class FakeClock:
         """As `bench.timing.Clock`."""
         return self._sample("single", call, 1)
 
+    def captured(self, call: Call, launches: int) -> Call:
+        """As `bench.timing.Clock`; named like what it replays."""
+
+        def replay() -> None:
+            for _ in range(launches):
+                call()
+
+        replay.__name__ = f"graph of {getattr(call, '__name__', 'partial')}"
+        return replay
+
     def _sample(self, regime: str, call: Call, launches: int) -> Sample:
         call()
         name = getattr(call, "__name__", "partial")

@@ -97,8 +97,15 @@ def test_the_regimes_are_not_mixed():
     timing = measure({"a": contestant("a")}, clock, regime="call", budget=Budget(rounds=4))["a"]
     assert [regime for regime, _, _ in clock.log] == ["device"] * 3 + ["single"] * 4  # warming up, then reading
     assert timing.launches == 1
-    with pytest.raises(ValueError, match="regime: got 'both'; allowed device, call"):
+    with pytest.raises(ValueError, match="regime: got 'both'; allowed device, graph, call"):
         measure({}, clock, regime="both")
+
+
+def test_a_graph_holds_the_launches_of_a_reading():
+    clock = FakeClock({"a": 0.25, "graph of a": 8.0})
+    timing = measure({"a": contestant("a")}, clock, regime="graph", budget=Budget(rounds=2, sample_ms=4.0))["a"]
+    assert [(name, launches) for _, name, launches in clock.log[3:]] == [("graph of a", 1)] * 2
+    assert (timing.launches, timing.time_ms) == (16, 0.5)
 
 
 class FakeEvent:
