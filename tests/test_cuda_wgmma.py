@@ -18,6 +18,7 @@ from multiattn.arch import ARCHS, CPU
 from multiattn.backend import Plan, make_plan, plan_variant
 from multiattn.cuda import BACKEND, counters
 from multiattn.cuda import launch as cuda_launch
+from multiattn.cuda import params as cuda_params
 from multiattn.cuda.axes import SPLIT_Q
 from multiattn.cuda.bind import bind, image_of
 from multiattn.cuda.configs import CudaConfig
@@ -439,6 +440,25 @@ def test_what_is_emitted_is_loaded_and_refuses_what_tma_cannot_walk(tmp_path):
 )
 def test_a_launcher_computes_attention(config, sizes):
     """Its maps, its counter and its grid: what the kernel does with them, parity asks of every problem."""
+    plan, launch = check_launch(config, sizes)
+    assert not launch.counter.any()  # as the next launch on a stream wants it
+    tiles = query_tiles(config, plan.problem) * 2 * 4
+    assert launch.counters.blocks == (2 if config.is_persistent else tiles)
+
+
+@on_cpu
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("cluster", "scheduler"), [(1, "dynamic"), (2, "static")])
+def test_heads_run_in_sections(monkeypatch, causal, cluster, scheduler):
+    """Of two heads of eight each; under a causal mask the last of them has four."""
+    monkeypatch.setattr(cuda_params, "_KV_BYTES_SIDE_BY_SIDE", 1)
+    config = replace(CONFIG, cluster=cluster, scheduler=scheduler)
+    plan, _ = check_launch(config, {"seq_q": 500, "causal": causal})
+    assert cuda_params.make_wgmma_params(plan.problem, config).forward.heads_per_section == 2
+
+
+def check_launch(config, sizes):
+    """Two sequences of four heads, two of keys: held to the reference."""
     given = {"head_dim": 64, "seq_q": 300, "seq_kv": 150, "causal": False, "scale": None, **sizes}
     generator = torch.Generator().manual_seed(0)
 
@@ -455,9 +475,7 @@ def test_a_launcher_computes_attention(config, sizes):
     launch(q, k, v, out, lse)
     for got, expected in zip((out, lse), Truth.of(q, k, v, **how).of_plan(plan), strict=True):
         expected.check(got, plan)
-    assert not launch.counter.any()  # as the next launch on a stream wants it
-    tiles = query_tiles(config, plan.problem) * 2 * 4
-    assert launch.counters.blocks == (2 if config.is_persistent else tiles)
+    return plan, launch
 
 
 # ---------------------------------------------------------------- compiled
