@@ -273,10 +273,10 @@ class Consumer {
   }
 
   DEVICE bool has_nonfinite() const {
-    float product = 0.0f;  // 0 * x is 0 for every finite x, else NaN: one instruction an element
+    float products[4] = {};  // 0 * x is 0 for every finite x, else NaN: one instruction an element, in four chains
 #pragma unroll
-    for (int i = 0; i < T::HEAD_DIM / 2; ++i) product = fmaf(out_[i], 0.0f, product);
-    return product != 0.0f;
+    for (int i = 0; i < T::HEAD_DIM / 2; ++i) products[i % 4] = fmaf(out_[i], 0.0f, products[i % 4]);
+    return products[0] + products[1] + (products[2] + products[3]) != 0.0f;
   }
 
   DEVICE void store_staged(const Rows& rows, SharedAddress staged) {
