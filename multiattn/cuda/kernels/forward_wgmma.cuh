@@ -88,11 +88,11 @@ class Consumer {
       if (skipped > 0) skip();
       await_stored();
     }
-    if constexpr (!T::TMA_STORE && !ALL_KEPT) Shared::ring_q().release(rows.slot);
+    if constexpr (!T::TMA_STORE && !ALL_KEPT) Shared::ring_q().release_apart(rows.slot);
     if (rows.last >= 0) {
       add_values();
       wgmma_wait<0>();
-      release_v();
+      Shared::ring_kv().release_apart(last_slot());
     }
   }
 
@@ -116,7 +116,7 @@ class Consumer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) kept_q_[step][i] = fragment.reg[i];
     }
-    if constexpr (!T::TMA_STORE && ALL_KEPT) Shared::ring_q().release(slot);
+    if constexpr (!T::TMA_STORE && ALL_KEPT) Shared::ring_q().release_apart(slot);
   }
 
   DEVICE void fold_sign_into_rows(int slot) const {
@@ -254,7 +254,8 @@ class Consumer {
   }
 
   DEVICE void release_k() const { Shared::ring_kv().release(k_slot_); }
-  DEVICE void release_v() const { Shared::ring_kv().release(kv_.slot == 0 ? T::STAGES - 1 : kv_.slot - 1); }
+  DEVICE void release_v() const { Shared::ring_kv().release(last_slot()); }
+  DEVICE int last_slot() const { return kv_.slot == 0 ? T::STAGES - 1 : kv_.slot - 1; }
 
   // ---- out = outputs / sum and lse = log(sum of exp)
   DEVICE void finish(const Rows& rows) {

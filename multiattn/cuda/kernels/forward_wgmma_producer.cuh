@@ -44,7 +44,7 @@ struct TileSchedule<Scheduler::DYNAMIC> {
 // up. H200, 2026-11-22, N=8192 causal, beside FlashAttention-4: 22 heads of D=192 in 11 sections 0.93, 16 of D=256 in 8 1.03.
 template <bool CAUSAL>
 DEVICE Place place_of(int block, int tiles, int heads, int heads_per_section) {
-  constexpr int ENOUGH = 256;  // tiles of one head: twice the SMs of an H200, and K and V of two would leave L2
+  constexpr int ENOUGH = 256;  // tiles of one head: twice the SMs of an H200. K and V of two such may be more than L2 holds
   if constexpr (CAUSAL) {
     const int before = max((heads - 1) / heads_per_section - 1, 0) * heads_per_section;  // heads in the other sections
     if (tiles < ENOUGH && block >= before * tiles) {
