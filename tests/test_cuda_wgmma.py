@@ -529,3 +529,22 @@ def test_compiles_without_a_gpu(head_dim, dtype, config):
         assert compiled.registers <= 65536 // config.threads
     if (code := disassemble(compiled.cubin)) is not None:
         assert not parted_arrivals(parse(code))  # the last of these configs hung
+
+
+@with_nvrtc
+@pytest.mark.nightly
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_no_warp_parts_in_a_kernel_of_the_rules(head_dim):
+    """As tuned kernels are read one by one: whatever head_dim and dtype, an arrival that has become a jump may hang."""
+    for dtype, causal in itertools.product(("fp16", "bf16"), (False, True)):
+        plans = {}
+        for seq in (512, 1024, 2048, 4096, 16384):
+            problem = problem_of(head_dim, dtype=dtype, causal=causal, seq_q=seq, seq_kv=seq)
+            plan = plan_variant(BACKEND, WGMMA, problem, SM90)
+            plans[plan.config] = plan
+        for plan in plans.values():
+            (compiled,) = BACKEND.forward.compile(plan)
+            code = disassemble(compiled.cubin)
+            if code is None:
+                pytest.skip("no cuobjdump")
+            assert not parted_arrivals(parse(code)), plan

@@ -95,9 +95,10 @@ ARRIVE = "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR8+0x2c010], RZ"
         ((RAISE, f"@!P0 {ARRIVE}", "EXIT", LOWER, ARRIVE, "EXIT"), []),
         ((RAISE, "@P1 BRA 0x30", ARRIVE, "BAR.SYNC.DEFER_BLOCKING R4, 0x80", "EXIT", LOWER, ARRIVE, "EXIT"), [0x20]),
         ((LOWER, ARRIVE, "EXIT", RAISE, f"@!P0 {ARRIVE}", ARRIVE, "EXIT"), [0x50]),
+        ((RAISE, "@P1 BRA 0x50", "EXIT", LOWER, "EXIT", ARRIVE, "BRA 0x20"), [0x50]),
         ((ARRIVE, "EXIT"), []),
     ],
-    ids=["predicated", "a jump around it", "the loader first", "warps that are all alike"],
+    ids=["predicated", "a jump around it", "the loader first", "at the end of the code", "warps that are all alike"],
 )
 def test_a_warp_that_parts_to_arrive_is_found(lines, parted):
     assert parted_arrivals(parse(sass(*lines))) == parted

@@ -101,7 +101,7 @@ class Facts:
 def read_kernel(kernel: Exported, plan: Plan) -> Facts:
     """Read the cubin of one kernel of `plan`.
 
-    Raises RuntimeError where cuobjdump cannot read it, nobody says how many threads a block has, or it would hang: see
+    Raises RuntimeError where cuobjdump cannot read it, nobody says how many threads a block has, or it may hang: see
     `sass.parted_arrivals`.
     """
     usage, text = resource_usage(kernel.cubin), disassemble(kernel.cubin)
@@ -116,7 +116,7 @@ def read_kernel(kernel: Exported, plan: Plan) -> Facts:
     if plan.backend == "cuda" and (parted := sass.parted_arrivals(code)):
         places = ", ".join(map(hex, parted))
         raise RuntimeError(
-            f"{kernel.kernel}: lanes leave their warp to arrive at an mbarrier, at {places}: it would hang"
+            f"{kernel.kernel}: lanes leave their warp to arrive at an mbarrier, at {places}: it may hang"
         )
     found = mix.measure(code, repairs=repairs)
     said = remarks.parse(kernel.remarks) if kernel.remarks else ()

@@ -16,7 +16,7 @@ _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.
 _ADDRESS = re.compile(r"0x([0-9a-f]+)")
 _CONDITION = re.compile(r"\bU?P\d")
 _SPILLS = ("LDL", "STL")
-_SETMAXREG = ("USETMAXREG.TRY_ALLOC", "USETMAXREG.DEALLOC")
+_RAISES_REGISTERS = "USETMAXREG.TRY_ALLOC"
 _ENDS = ("EXIT", "RET", "BRX", "BRXU")
 
 MMA_SYNC, WGMMA, TCGEN05 = range(3)
@@ -105,18 +105,23 @@ def parted_arrivals(code: Sequence[Instruction]) -> list[int]:
 
     `mbarrier_arrive_if` has a predicate, so that the warp stays whole. ptxas may make a jump of one that ends a branch,
     and nothing brings the warp together again: whichever lanes come to the next named barrier first are counted as all
-    of it, and the kernel hangs or computes nonsense. It is told by an arrival without a predicate between the points
-    where a kernel of specialised warps raises its registers and where it lowers them (`setmaxnreg`); the one thread
-    that loads is behind the latter, where it has no other lanes to part from. Nothing is said of a kernel without them.
+    of it, and the kernel hangs or computes nonsense. It is told by an arrival without a predicate that warps come to
+    once they have raised their registers (`setmaxnreg`); the one thread that loads, which lowers them, has no other
+    lanes to part from. Nothing is said of a kernel whose warps are all alike.
 
-    It holds for kernels whose arrivals are all of chosen lanes, as this package's CUDA kernels are.
+    It holds for kernels whose arrivals are all of chosen lanes, as this package's CUDA kernels are. Of a branch that
+    the compiler knows to part a warp, and brings it together after, it would be a false alarm; none has been seen.
     """
-    places = {kind: place for place, it in enumerate(code) for kind in _SETMAXREG if it.name.startswith(kind)}
-    if len(places) < len(_SETMAXREG):
-        return []
-    raised, lowered = (places[kind] for kind in _SETMAXREG)
-    computes = code[raised:lowered] if raised < lowered else code[raised:]
-    return [it.address for it in computes if it.name.startswith("SYNCS.ARRIVE") and not it.guarded]
+    follows = successors(code)
+    reached: set[int] = set()
+    waiting = [place for place, it in enumerate(code) if it.name.startswith(_RAISES_REGISTERS)]
+    while waiting:
+        place = waiting.pop()
+        if place not in reached:
+            reached.add(place)
+            waiting += follows[place]
+    found = (code[place] for place in sorted(reached))
+    return [it.address for it in found if it.name.startswith("SYNCS.ARRIVE") and not it.guarded]
 
 
 def parse(sass: str) -> list[Instruction]:
