@@ -193,12 +193,13 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """The cells of multiattn/measured.json (see multiattn.preference.Cell), from device rows of the best variants.
 
     Of each cell only its newest run counts, and nothing host-bound. Where several measured cells share GPU, head_dim,
-    length and mask, the first counts, one of `heldout` last. Those of backward come last, and say so; forward and
-    backward in one are no choice that `auto` makes.
+    length and mask, the newest run counts, those of `heldout` last: an older one may be of another variant. Cells of
+    backward come last, and say so; forward and backward in one are no choice that `auto` makes.
     """
     cells: dict[tuple[Any, ...], dict[str, Any]] = {}
     owners: dict[tuple[Any, ...], str] = {}
-    for row in sorted(one_run(rows), key=lambda row: row.cell in SUITES["heldout"]):
+    newest_first = sorted(one_run(rows), key=lambda row: row.run, reverse=True)
+    for row in sorted(newest_first, key=lambda row: row.cell in SUITES["heldout"]):
         if row.measured is None or row.measured.host_bound:
             continue
         if row.regime != "device" or row.contender not in BACKENDS or row.cell.direction == "fwdbwd":

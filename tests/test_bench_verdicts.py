@@ -130,6 +130,18 @@ def test_one_cell_of_several_alike_is_preferred_by():
     assert cell["tflops"] == {"cuda": 100.0}
 
 
+def test_of_cells_alike_the_newest_run_is_preferred_by():
+    seed, standard = (
+        next(cell for cell in SUITES[suite] if cell.head_dim == 128 and cell.seq == 4096 and cell.causal)
+        for suite in ("seed", "standard")
+    )
+    old = [fakes.row(name, time_ms, cell=seed, run="2026-11-20") for name, time_ms in (("cuda", 2.0), ("cutile", 1.0))]
+    new = [fakes.row("cuda", 1.0, cell=standard, run="2026-11-21")]
+    for rows in ([*old, *new], [*new, *old]):
+        (cell,) = preferences(rows)
+        assert list(cell["tflops"]) == ["cuda"]
+
+
 def test_a_held_out_cell_is_preferred_by_only_where_there_is_no_other():
     held, standard = (
         next(cell for cell in SUITES[suite] if cell.head_dim == 128 and cell.seq == 4096 and cell.causal)
