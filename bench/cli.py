@@ -103,6 +103,10 @@ def run_matrix(options: argparse.Namespace) -> int:
 def _jobs(options: argparse.Namespace) -> list[Job]:
     """One for each direction, as each has variants of its own."""
     cells = _cells(options)
+    if options.regime == "graph" and (others := sorted({it.direction for it in cells} - {"fwd"})):
+        raise InputError(
+            f"--regime graph: got direction {', '.join(others)}; allowed fwd: autograd has its own streams"
+        )
     return [
         Job(
             suite=options.suite,
@@ -408,7 +412,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--peer", action="append", metavar="NAME", help=f"none, or {_names(PEERS)}; default all")
     command.add_argument("--variant", help="of our backends: all, or one's name; default the best for each cell")
     command.add_argument(
-        "--regime", choices=(*REGIMES, "both"), default="device", help="both: device and call; default: %(default)s"
+        "--regime",
+        choices=(*REGIMES, "both"),
+        default="device",
+        help="graph: forward only; both: device and call; default: %(default)s",
     )
     command.add_argument("--fresh", action="store_true", help="measure also what this very setup has measured before")
     command.add_argument("--no-compile", action="store_true", help="without a GPU: leave out the compile table")

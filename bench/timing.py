@@ -1,9 +1,9 @@
 """The one timer. Three regimes, never mixed in one figure:
 
 *device*: launches back to back between two CUDA events, queued behind a kernel that spins, so that the device never
-waits for the host; the board is then power-limited, as in training. *graph*: the same launches as one CUDA graph that
-is replayed. *call*: one call at a time on an idle device, after an L2 flush, the host's share included, as in a
-latency-bound service.
+waits for the host; the board is then power-limited, as in training. *graph*: as many calls in one CUDA graph that is
+replayed; what a call does in a graph only, as to bring memory of its own, counts. *call*: one call at a time on an idle
+device, after an L2 flush, the host's share included, as in a latency-bound service.
 """
 
 from __future__ import annotations

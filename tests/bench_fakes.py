@@ -52,7 +52,7 @@ class FakeClock:
             for _ in range(launches):
                 call()
 
-        replay.__name__ = f"graph of {getattr(call, '__name__', 'partial')}"
+        replay.__name__ = f"{launches} x {getattr(call, '__name__', 'partial')}"
         return replay
 
     def _sample(self, regime: str, call: Call, launches: int) -> Sample:

@@ -102,9 +102,9 @@ def test_the_regimes_are_not_mixed():
 
 
 def test_a_graph_holds_the_launches_of_a_reading():
-    clock = FakeClock({"a": 0.25, "graph of a": 8.0})
+    clock = FakeClock({"a": 0.25, "16 x a": 8.0})
     timing = measure({"a": contestant("a")}, clock, regime="graph", budget=Budget(rounds=2, sample_ms=4.0))["a"]
-    assert [(name, launches) for _, name, launches in clock.log[3:]] == [("graph of a", 1)] * 2
+    assert [(name, launches) for _, name, launches in clock.log[3:]] == [("16 x a", 1)] * 2
     assert (timing.launches, timing.time_ms) == (16, 0.5)
 
 
