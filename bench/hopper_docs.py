@@ -296,8 +296,8 @@ def cycles_block(path: Path) -> str:
     stalls = [_top_stalls(it) for it in metrics]
     if any(stalls):
         rows.append(("stalls, most first", *stalls))
-    kernels = dict.fromkeys(str(it["kernel"]) for it in launches)
-    told = f"Kernel: `{next(iter(kernels))}`. " if len(kernels) == 1 else ""
+    kernels = ", ".join(f"`{name}`" for name in dict.fromkeys(str(it["kernel"]) for it in launches))
+    told = f"Kernels: {kernels}. "
     return "\n\n".join([table(("counted by ncu", *columns), rows), told + _setup([setup, *launches])])
 
 
@@ -305,7 +305,7 @@ def _launch_name(launch: Mapping[str, Any], launches: Sequence[Mapping[str, Any]
     cell = launch["cell"]
     name = Cell(**cell).key if isinstance(cell, dict) else str(cell)
     kernel = str(launch["kernel"])
-    if all(str(it["kernel"]) == kernel for it in launches):
+    if sum(it["cell"] == cell for it in launches) == 1:
         return name
     return f"{kernel if len(kernel) <= NAME_LENGTH else kernel[:NAME_LENGTH] + '...'}, {name}"
 
@@ -376,4 +376,5 @@ def _probe(probe: Mapping[str, Any]) -> str:
     ]
     headers = ("D", "mask", "compared", *(f"N={seq}" for seq in lengths))
     mean = f"Geometric mean of the ratio: {_ratio(geometric_mean(ratios))}, over {len(ratios)} cells."
+    mean += f" Of commit {probe['commit']}." if "commit" in probe else ""
     return f"**{probe['name']}.** {probe['what']} {mean}\n\n{table(headers, rows)}"

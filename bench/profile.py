@@ -31,6 +31,8 @@ COUNTED = (
 )
 SECTION = "WarpStateStats"
 """Nsight Compute's own list of reasons for stalls, which differs by architecture."""
+STALLS = "smsp__average_warps_issue_stalled_"
+"""How their metrics' names begin. Beside them ncu tells all that it knows of the device."""
 
 Execute = Callable[[Sequence[str]], str]
 
@@ -60,7 +62,8 @@ def _launch(cell: Cell, backend: str, variant: str, arch: Arch, tool: str, run: 
     if len(launches) != 1:
         raise InputError(f"{cell}: ncu counted {len(launches)} launches; allowed one, of the forward")
     (launch,) = launches
-    values = {name: round(it.value, 4) for name, it in launch.metrics.items()}
+    wanted = {name: it for name, it in launch.metrics.items() if name in COUNTED or name.startswith(STALLS)}
+    values = {name: round(it.value, 4) for name, it in wanted.items()}
     return {"kernel": launch.kernel, "cell": cell.as_dict(), "metrics": values}
 
 

@@ -222,7 +222,7 @@ def test_every_metric_is_a_row(tmp_path):
     assert cells_of(text, ("stalls, most first",)) == ["stalls, most first", "long_scoreboard 75 %, wait 25 %", ""]
     assert cells_of(text, ("`something__more`",)) == ["`something__more`", "", "2"]
     assert "| 78.12" in text
-    assert "Kernel: `forward_wgmma`. On which GPU, when and of which commit the file does not say" in text
+    assert "Kernels: `forward_wgmma`. On which GPU, when and of which commit the file does not say" in text
 
 
 def test_a_file_of_counts_may_say_where_it_is_from(tmp_path):
