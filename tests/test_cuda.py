@@ -213,6 +213,7 @@ def test_inputs_are_not_written_and_out_is_where_the_problem_says():
 
 
 @on_cpu
+@pytest.mark.xdist_group("sanitizers")  # one build for both
 @pytest.mark.parametrize(("broken", "returncode"), [(False, 0), (True, 1)], ids=["clean", "out of bounds"])
 def test_sanitizers(broken, returncode):
     command = [sys.executable, "-m", "multiattn.cuda.sanitize", *(["--break-bounds"] if broken else [])]

@@ -123,7 +123,7 @@ PLANS = [
     plan_for("cuda", direction="backward"),
     plan_for("triton", small(dtype="fp16", seq_kv=56, scale=0.5)),
     plan_for("cutile", direction="backward", variant="two_pass"),
-    plan_for("cuda", config=replace(plan_for("cuda").config, tile_n=32, stages=2)),
+    plan_for("cuda", config=replace(plan_for("cuda").config, tile_n=32, stages=3)),
 ]
 
 
