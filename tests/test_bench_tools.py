@@ -115,6 +115,7 @@ def test_the_matrix_without_a_gpu(tmp_path, capsys):
         (["--peer", "fa5"], "--peer: got fa5; allowed none, or some of sdpa-flash"),
         (["--suite", "all"], "--suite: got 'all'; allowed standard, heldout, seed, backward, floors, smoke"),
         (["--backend", "none", "--peer", "none"], "leaves nobody to time"),
+        (["--suite", "backward", "--regime", "graph"], "--regime graph: got direction bwd; allowed fwd"),
         (["--rounds", "0"], "argument --rounds: got 0; allowed whole numbers from 1 on"),
         (["expected", "--jobs", "0"], "argument --jobs: got 0; allowed whole numbers from 1 on"),
         (["--sample-ms", "nan"], "argument --sample-ms: got nan; allowed numbers above 0"),

@@ -247,9 +247,9 @@ def test_another_file_of_counts_is_an_error_that_names_it(tmp_path, text):
 
 COUNTED = "smsp__average_warps_issue_stalled_wait_per_issue_active.ratio"
 CSV = f"""==PROF== Connected
-"ID","Kernel Name","CC","Grid Size","Block Size","gpu__time_duration.sum","{METRICS["tensor pipe"]}","{COUNTED}"
-"","","","","","ns","%","inst"
-"0","forward_wgmma_d128(WgmmaParams)","9.0","(132, 1, 1)","(384, 1, 1)","500","80.5","1.5"
+"ID","Kernel Name","CC","Grid Size","Block Size","gpu__time_duration.sum","{METRICS["tensor pipe"]}","{COUNTED}","other"
+"","","","","","ns","%","inst",""
+"0","forward_wgmma_d128(WgmmaParams)","9.0","(132, 1, 1)","(384, 1, 1)","500","80.5","1.5","384"
 """
 
 
@@ -271,6 +271,7 @@ def test_what_ncu_prints_becomes_a_file_of_counts(tmp_path, monkeypatch):
     text = hopper_docs.cycles_block(path)
     assert fakes.SETUP.commit in text
     assert "tensor pipe active, %" in text
+    assert set(launches[0]["metrics"]) == {METRICS["duration"], METRICS["tensor pipe"], COUNTED}  # ncu tells more
 
 
 @pytest.mark.parametrize(

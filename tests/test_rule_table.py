@@ -1,6 +1,7 @@
 """Rules as they compile: what is a hot loop's spill, which cases there are, the record and how it stands today."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import bench_ladder_fakes as ladders
 import pytest
@@ -13,6 +14,8 @@ from multiattn.arch import by_name, occupancy
 from multiattn.backend import BACKENDS, DIRECTIONS, find_variant
 from multiattn.config import Rule
 from multiattn.cuda.axes import SPLIT_Q
+from multiattn.cuda.variants import WGMMA
+from multiattn.targets import facts
 from multiattn.targets.pool import Outcome
 from multiattn.targets.sass import find_loops, find_spills, parse, parted_arrivals
 from multiattn.toolchain import disassemble, find_cuobjdump, resource_usage
@@ -102,6 +105,16 @@ ARRIVE = "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR8+0x2c010], RZ"
 )
 def test_a_warp_that_parts_to_arrive_is_found(lines, parted):
     assert parted_arrivals(parse(sass(*lines))) == parted
+
+
+def test_a_kernel_whose_warps_part_to_arrive_is_not_read(monkeypatch):
+    kernel = SimpleNamespace(kernel="k", cubin=b"", threads=128, dynamic_smem_bytes=0)
+    usage = SimpleNamespace(threads=128, registers=32, smem_bytes=0)
+    monkeypatch.setattr(facts, "resource_usage", lambda cubin: usage)
+    monkeypatch.setattr(facts, "disassemble", lambda cubin: sass(RAISE, "@P1 BRA 0x30", ARRIVE, "EXIT"))
+    plan = next(case.plan for case in cases(("cuda",), ("forward",), ("sm90",)) if case.plan.variant == WGMMA.name)
+    with pytest.raises(RuntimeError, match="k: lanes leave their warp to arrive at an mbarrier, at 0x20: it may hang"):
+        facts.read_kernel(kernel, plan)
 
 
 def test_without_a_loop_on_tensor_cores_all_the_code_counts():
