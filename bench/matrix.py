@@ -171,6 +171,16 @@ def _heldout() -> tuple[Cell, ...]:
     return tuple(replace(cell, causal=causal) for cell in full for causal in (False, True))
 
 
+def _between() -> tuple[Cell, ...]:
+    """Head_dims between those of the standard suite: sweeps at them speak for all that are like them."""
+    return tuple(
+        replace(cell, head_dim=head_dim, heads=round(HIDDEN / head_dim))
+        for head_dim in (80, 144, 176)
+        for cell in _standard()
+        if cell.head_dim == 64 and cell.seq in (1024, 4096, 16384)
+    )
+
+
 def _smoke() -> tuple[Cell, ...]:
     return tuple(
         Cell(batch=1, heads=2, seq=256, head_dim=head_dim, dtype=dtype, causal=causal, layout="bshd")
@@ -182,6 +192,7 @@ def _smoke() -> tuple[Cell, ...]:
 SUITES: Mapping[str, tuple[Cell, ...]] = MappingProxyType(
     {
         "standard": _standard(),
+        "between": _between(),
         "heldout": _heldout(),
         "seed": _seed(),
         "backward": _backward(),

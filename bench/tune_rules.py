@@ -1,7 +1,8 @@
 """Sweeps to rules: who wins where, in as few bands as lose no more than `TOLERANCE`, each with its numbers as evidence.
 
-A tuned head_dim speaks for those below it, down to the next smaller one that was tuned; a tuned length for those up to
-the geometric middle between it and its neighbours, the first and the last for all beyond. Nothing here needs a GPU.
+A tuned head_dim speaks for its class and those below, down to the next smaller class that has one; a tuned length for
+those up to the geometric middle between it and its neighbours, the first and the last for all beyond. Nothing here
+needs a GPU.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ BACKEND = "cuda"
 COMPILER = "nvidia-cuda-nvrtc"
 TOLERANCE = 0.01
 """What a config may lose to the fastest of its cell for the sake of fewer rules."""
+HEAD_DIM_CLASSES = (64, 96, 128, 160, 192, 256)
+"""The widest head_dim of each class: as many panels of 64 columns, and registers for as wide a tile of keys."""
 DIRECTIONS: Mapping[str, Direction] = {"fwd": "forward", "bwd": "backward"}
 """Of a cell, and whose kernels it times alone."""
 
@@ -71,11 +74,14 @@ def derive(sweeps: Sequence[Sweep]) -> list[Tuned]:
     rules: list[Tuned] = []
     for group in _grouped(usable, lambda it: (*_variant(it), it.environment.arch, it.cell.causal)):
         below = 0
-        for of_head_dim in _grouped(group, lambda it: it.cell.head_dim):
-            head_dim = of_head_dim[0].cell.head_dim
-            rules += _rules(of_head_dim, below + 1, head_dim)
-            below = head_dim
+        for of_head_dim in _grouped(group, _class_of):
+            rules += _rules(of_head_dim, below + 1, widest := _class_of(of_head_dim[0]))
+            below = widest
     return rules
+
+
+def _class_of(sweep: Sweep) -> int:
+    return next(widest for widest in HEAD_DIM_CLASSES if sweep.cell.head_dim <= widest)
 
 
 def _variant(sweep: Sweep) -> tuple[str, str]:

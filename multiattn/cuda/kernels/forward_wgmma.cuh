@@ -29,7 +29,7 @@ class Consumer {
   // Tile after tile.
   DEVICE void run() {
     if (T::PINGPONG && warpgroup_ == T::WARPGROUPS - 1) named_barrier_arrive(TURN_BARRIER, 2 * WARPGROUP);
-    for (Rows rows = begin(); rows.first_query >= 0; rows = begin()) {
+    for (Rows rows = begin(); rows.head != NO_TILE; rows = begin()) {
       attend(rows);
       finish(rows);
     }
@@ -37,9 +37,9 @@ class Consumer {
   }
 
  private:
-  // A warpgroup's part of a tile of queries: where it starts (negative: there is no tile), of which head of the batch, the
-  // slot of Q, the blocks of keys that are loaded, and of those that the warpgroup sees, from `last` down to 0, the ones from
-  // `exact` on, which it sees in part, or starts with.
+  // A warpgroup's part of a tile of queries: where it starts (negative: it has none), of which head of the batch or NO_TILE,
+  // the slot of Q, the blocks of keys that are loaded, and of those that the warpgroup sees, from `last` down to 0, the ones
+  // from `exact` on, which it sees in part, or starts with.
   struct Rows {
     int first_query, head, slot, loaded, last, exact;
   };
@@ -49,11 +49,11 @@ class Consumer {
     Shared::ring_q().await_full(q_);
     const SharedAddress place = Shared::tile_place(q_.slot);
     Rows rows{shared_int(place), shared_int(place + 4), q_.slot, 0, -1, 0};
-    if (rows.first_query < 0) return rows;
+    if (rows.head == NO_TILE) return rows;
     rows.loaded = loaded_blocks<T>(mask_, rows.first_query);
     rows.first_query += warpgroup_ * T::WARPGROUP_ROWS;
     const auto blocks = mask_.template blocks<T::TILE_N>(rows.first_query, T::WARPGROUP_ROWS);
-    if (rows.first_query < params_.forward.seq_q) rows.last = max(blocks.end, 0) - 1;
+    if (rows.first_query >= 0) rows.last = max(blocks.end, 0) - 1;
     rows.exact = min(blocks.first_masked, rows.last);
     take_queries(rows.slot);
     q_.advance();
@@ -283,7 +283,7 @@ class Consumer {
   DEVICE void store_staged(const Rows& rows, SharedAddress staged) {
     fence_async_shared();
     await_warpgroup();  // everybody's outputs are there
-    if (thread_index() % WARPGROUP == 0) {
+    if (thread_index() % WARPGROUP == 0 && rows.first_query >= 0) {  // TMA loads from before a tensor, but stores nothing there
 #pragma unroll
       for (int panel = 0; panel < TileQ::PANELS; ++panel)
         tma_store(params_.map_out, staged + panel * TileQ::PANEL_BYTES, panel * TileQ::PANEL_COLUMNS, rows.first_query,

@@ -11,6 +11,11 @@ namespace multiattn {
 template <class T>
 using PanelQ = Tile<T::TileQ::ROWS, T::TileQ::PANEL_COLUMNS>;
 
+// Neither beyond the last query nor, in the first tile, before query 0.
+DEVICE bool is_query(const ForwardParams& params, int row) {
+  return static_cast<uint32>(row) < static_cast<uint32>(params.seq_q);
+}
+
 template <class T>
 struct WarpOutput {
   using E = typename T::Element;
@@ -26,7 +31,7 @@ struct WarpOutput {
       const int query = first_query + accumulator_row(2 * half);
       const bool empty = sum == 0.0f;  // the query sees no key
       inverse[half] = empty ? 0.0f : 1.0f / sum;
-      if (thread_index() % 4 == 0 && query < params.seq_q)
+      if (thread_index() % 4 == 0 && is_query(params, query))
         store_global_4(params.lse + static_cast<int64>(head) * params.seq_q + query,
                        empty ? -infinity() : (state.max[half] + log2_exact(sum)) * LN_2);
     }
@@ -75,7 +80,7 @@ struct WarpOutput {
         for (int w = 0; w < 4; ++w)
           if (chunk + w < CHUNKS) mine.word[w] = pair(chunk + w, half);
         mine = transpose_in_quad(mine);
-        if (chunk + lane < CHUNKS && first + chunk + lane < ALL && query < params.seq_q)
+        if (chunk + lane < CHUNKS && first + chunk + lane < ALL && is_query(params, query))
           store_global_16(out + query * params.strides_out.seq + (first + chunk + lane) * CHUNK_ELEMENTS, mine);
       }
     }

@@ -7,7 +7,7 @@
 
 namespace multiattn {
 
-constexpr int NO_TILE = -1;
+constexpr int NO_TILE = -1;  // also in place of a head
 
 // ---- schedulers: the tile that a block does after one, or NO_TILE. The first is the one of its own number.
 template <Scheduler>
@@ -55,12 +55,18 @@ DEVICE Place place_of(int block, int tiles, int heads, int heads_per_section) {
   return Place::of(block, tiles, heads, heads_per_section);
 }
 
+// Where the last tile of a head ends: a warpgroup's rows are then queries from the first on, or all before query 0.
+template <class T>
+DEVICE int end_of_tiles(int seq_q) {
+  return (seq_q + T::WARPGROUP_ROWS - 1) / T::WARPGROUP_ROWS * T::WARPGROUP_ROWS;
+}
+
 // Blocks of keys that are loaded for a tile of queries: what it sees or, in a cluster, what the last of its tiles sees.
 template <class T>
 DEVICE int loaded_blocks(const Mask<T::CAUSAL>& mask, int first_query) {
   constexpr int ROWS = T::CLUSTER * T::TILE_M;
-  const int first_of_all = T::CLUSTER == 1 ? first_query : first_query / ROWS * ROWS;
-  return max(mask.template blocks<T::TILE_N>(first_of_all, ROWS).end, 0);
+  const int end = end_of_tiles<T>(mask.seq_q), rows_to_end = (end - first_query + ROWS - 1) / ROWS * ROWS;
+  return max(mask.template blocks<T::TILE_N>(end - rows_to_end, ROWS).end, 0);
 }
 
 // All panels of a tile. One of a cluster comes in parts, of which each block loads one, for all.
@@ -83,7 +89,8 @@ DEVICE void load_panels(SharedAddress tile, const TensorMap& map, SharedAddress 
 
 // Tiles of Q, and for each its blocks of keys from the last to the first, in the order in which they are used: K of a block
 // before V of the block before it. Longest causal tiles come first, heads that share an L2 side by side. Blocks of a cluster
-// have tiles next to one another.
+// have tiles next to one another. The last tile ends where the queries do, so that what is short of a tile is the first, which
+// begins before query 0: under a causal mask it is the one that sees the fewest keys.
 template <class T>
 DEVICE void produce(const WgmmaParams& params) {
   using Shared = SharedLayout<T>;
@@ -109,7 +116,8 @@ DEVICE void produce(const WgmmaParams& params) {
   for (; tile != NO_TILE; tile = TileSchedule<T::SCHEDULER>::after(tile, params)) {
     const auto [head, place] =
         place_of<T::CAUSAL>(tile / T::CLUSTER, forward.tiles / T::CLUSTER, forward.heads, forward.heads_per_section);
-    const int first_query = (forward.tiles - T::CLUSTER * (1 + place) + tile % T::CLUSTER) * T::TILE_M;
+    const int first_query =
+        end_of_tiles<T>(forward.seq_q) - (T::CLUSTER * (1 + place) - tile % T::CLUSTER) * T::TILE_M;
     const int blocks = loaded_blocks<T>(mask, first_query);
     if (blocks > 0) load(params.map_k, head, blocks - 1);
     ring_q.await_empty(q);
@@ -125,7 +133,7 @@ DEVICE void produce(const WgmmaParams& params) {
     if (blocks > 0) load(params.map_v, head, 0);
   }
   ring_q.await_empty(q);
-  store_shared_4(Shared::tile_place(q.slot), static_cast<uint32>(NO_TILE));
+  store_shared_4(Shared::tile_place(q.slot) + 4, static_cast<uint32>(NO_TILE));
   mbarrier_arrive(ring_q.full(q.slot));
   // Shared memory must be there for the other blocks of the cluster until they have released every slot.
   for (int slot = 0; T::CLUSTER > 1 && slot < T::STAGES; ++slot, kv.advance()) ring_kv.await_empty(kv);

@@ -120,7 +120,7 @@ struct Ring {
 };
 
 // Shared memory: tiles of Q, tiles of K and V as they come, barriers, and what each slot of Q is of: the first query of the
-// tile, negative where there is none, and the head of the batch.
+// tile, and the head of the batch, or NO_TILE.
 template <class T>
 struct SharedLayout {
   using RingQ = Ring<T::Q_SLOTS>;

@@ -109,7 +109,7 @@ DEVICE void tma_load_to_all(SharedAddress target, const TensorMap& map, SharedAd
       "h"(static_cast<uint16>((1 << CLUSTER) - 1))  // a bit for each rank
       : "memory");
 }
-// The other way; what lies outside of the tensor is not written.
+// The other way; what lies beyond the tensor is not written. It may not begin before it, as a load may.
 DEVICE void tma_store(const TensorMap& map, SharedAddress source, int column, int row, int head, int batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                "r"(source), "r"(column), "r"(row), "r"(head), "r"(batch)
