@@ -42,6 +42,7 @@ def blocks(results: Path) -> Mapping[str, Callable[[], str]]:
     folder = results / GPU_FOLDER
     return {
         "standard": lambda: peers_block(folder / "standard.json"),
+        "graph": lambda: peers_block(folder / "standard.json", regime="graph"),
         "heldout": lambda: peers_block(folder / "heldout.json", every_size=True),
         "techniques": lambda: techniques_block(folder / f"{tune_results.PREFIX}{BACKEND}.json"),
         "exp2": exp2_block,
@@ -76,34 +77,52 @@ class Comparison:
     cell: Cell
     ours: Row
     peers: Mapping[str, Row]
+    variant: Row | None = None
+    """The fastest of the backend's other variants in these turns; None where none was timed."""
 
     @property
     def ratio(self) -> float | None:
         """Our TFLOPS over the faster peer's; None where one side has none, or another variant ran."""
-        theirs = [row.measured.tflops for row in self.peers.values() if row.measured is not None]
+        return self._over(self.peers.values())
+
+    @property
+    def variant_ratio(self) -> float | None:
+        """Our TFLOPS over the other variant's; None as above."""
+        return self._over([self.variant] if self.variant is not None else [])
+
+    def _over(self, others: Iterable[Row]) -> float | None:
+        theirs = [row.measured.tflops for row in others if row.measured is not None]
         if self.ours.measured is None or not theirs or not _is_hopper(self.ours):
             return None
         return self.ours.measured.tflops / max(theirs)
 
 
-def comparisons(rows: Iterable[Row]) -> list[Comparison]:
+def comparisons(rows: Iterable[Row], regime: str = "device") -> list[Comparison]:
     """The forward cells that there is a row of ours of, in the order of the page; of each its newest run.
 
     Where the variant of this page did not run, what the backend ran or said instead. None where it ran nowhere.
     """
     found: dict[Cell, dict[str, Row]] = {}
     for row in one_run(rows):
-        if row.regime == "device" and row.cell.direction == "fwd":
+        if row.regime == regime and row.cell.direction == "fwd":
             found.setdefault(row.cell, {})[row.contender] = row
     made = []
     for cell, by_name in found.items():
         rows_of_ours = [by_name[it] for it in (BACKEND, f"{BACKEND}/{VARIANT}") if it in by_name]
         if rows_of_ours:
             ours = next(filter(_is_hopper, rows_of_ours), rows_of_ours[0])
-            made.append(Comparison(cell=cell, ours=ours, peers={it: by_name[it] for it in PEERS if it in by_name}))
+            peers = {it: by_name[it] for it in PEERS if it in by_name}
+            made.append(Comparison(cell=cell, ours=ours, peers=peers, variant=_fastest_variant(by_name.values())))
     if not any(_is_hopper(it.ours) for it in made):
         return []
     return sorted(made, key=lambda it: _place(it.cell))
+
+
+def _fastest_variant(rows: Iterable[Row]) -> Row | None:
+    """Of the backend's variants other than that of this page, asked for by name."""
+    others = (row for row in rows if row.contender.startswith(f"{BACKEND}/") and not _is_hopper(row))
+    timed = {row.measured.tflops: row for row in others if row.measured is not None}
+    return timed[max(timed)] if timed else None
 
 
 def _is_hopper(row: Row) -> bool:
@@ -111,33 +130,53 @@ def _is_hopper(row: Row) -> bool:
     return row.plan["variant"] == VARIANT if row.plan is not None else row.contender == f"{BACKEND}/{VARIANT}"
 
 
-def _figure_of_ours(row: Row) -> str:
+def _figure_of_ours(row: Row | None) -> str:
     """TFLOPS, with the variant where it is another one."""
-    return figure(row) if row.plan is None or _is_hopper(row) else f"{figure(row)} ({row.plan['variant']})"
+    if row is None or row.plan is None or _is_hopper(row):
+        return figure(row)
+    return f"{figure(row)} ({row.plan['variant']})"
 
 
 def _place(cell: Cell) -> tuple[Any, ...]:
     return cell.head_dim, cell.dtype, cell.heads_kv or 0, cell.causal, cell.seq, cell.batch
 
 
-def peers_block(path: Path, *, every_size: bool = False) -> str:
-    """TFLOPS of ours and of each peer by cell, the ratio to the faster one, and what ratios come to by head_dim."""
+def peers_block(path: Path, *, regime: str = "device", every_size: bool = False) -> str:
+    """TFLOPS of ours and of each peer by cell, the ratio to the faster one, and what ratios come to by head_dim.
+
+    Where other variants of the backend took part, the fastest of them as well, and the ratio to it.
+    """
     if not path.exists():
         return _missing(path)
-    found = comparisons(load(path))
+    found = comparisons(load(path), regime)
     if not found:
-        return _missing(path, f"has no row of {BACKEND}'s variant {VARIANT}")
+        return _missing(path, f"has no row of {BACKEND}'s variant {VARIANT} in the {regime} regime")
     more = ("B", "H", "dtype") if every_size else ()
+    beside = ("other variant", "ratio to it") if any(it.variant is not None for it in found) else ()
     rows = []
     for it in found:
         cell = it.cell
         sizes = (cell.batch, cell.heads_text, cell.dtype) if every_size else ()
         peers = (figure(it.peers.get(name)) for name in PEERS)
-        rows.append((cell.head_dim, cell.mask, cell.seq, *sizes, _figure_of_ours(it.ours), *peers, _ratio(it.ratio)))
-    ours = f"{BACKEND} {VARIANT}"
-    parts = [table(("D", "mask", "N", *more, ours, *PEERS, "ratio"), rows), _summary(found)]
-    measured = [row for it in found for row in (it.ours, *it.peers.values()) if row.measured is not None]
-    return "\n\n".join([*parts, "\n".join(provenance(measured))])
+        other = (_figure_of_ours(it.variant), _ratio(it.variant_ratio)) if beside else ()
+        ours = _figure_of_ours(it.ours)
+        rows.append((cell.head_dim, cell.mask, cell.seq, *sizes, ours, *peers, _ratio(it.ratio), *other))
+    headers = ("D", "mask", "N", *more, f"{BACKEND} {VARIANT}", *PEERS, "ratio", *beside)
+    parts = [table(headers, rows), _summary(found), *_least_over_variants(found)]
+    shown = [row for it in found for row in (it.ours, *it.peers.values(), it.variant) if row is not None]
+    return "\n\n".join([*parts, "\n".join(provenance([row for row in shown if row.measured is not None]))])
+
+
+def _least_over_variants(found: Sequence[Comparison]) -> list[str]:
+    """A sentence on the least ratio to another variant; none where there is no such ratio."""
+    ratios = {it.variant_ratio: it.cell for it in found if it.variant_ratio is not None}
+    if not ratios:
+        return []
+    least = min(ratios)
+    cell = ratios[least]
+    verdict = "never slower than" if least >= 1 else "slower in places than"
+    where = f"at D={cell.head_dim} {cell.mask} N={cell.seq}"
+    return [f"{VARIANT} is {verdict} the variants that took turns with it: the least ratio is {least:.3f}, {where}."]
 
 
 def _ratio(ratio: float | None) -> str:

@@ -101,7 +101,8 @@ class Origin:
 def _origins(paths: Iterable[Path]) -> list[Origin]:
     found = []
     for path in paths:
-        ours = [row for row in load(path) if row.measured is not None and is_ours(row.contender)]
+        device = [row for row in load(path) if row.regime == "device"]
+        ours = [row for row in device if row.measured is not None and is_ours(row.contender)]
         if ours:
             found.append(_origin(f"bench/results/{path.parent.name}/{path.name}", ours))
     return found

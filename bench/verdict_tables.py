@@ -63,7 +63,7 @@ def _suites() -> list[str]:
 
 
 def newest_floors(files: Sequence[Path]) -> list[tuple[str, list[Row]]]:
-    """Of each folder and direction the rows of the newest file that has floors' cells, under a title.
+    """Of each folder and direction the device rows of the newest file that has floors' cells, under a title.
 
     A direction that has floors and that nobody measured comes without rows.
     """
@@ -71,7 +71,7 @@ def newest_floors(files: Sequence[Path]) -> list[tuple[str, list[Row]]]:
     for folder in dict.fromkeys(path.parent for path in files):
         for direction in dict.fromkeys(floor.direction for floor in FLOORS):
             members = {
-                path: [row for row in load(path) if row.cell.direction == direction]
+                path: [row for row in load(path) if row.regime == "device" and row.cell.direction == direction]
                 for path in files
                 if path.parent == folder and path.stem in FLOOR_SUITES[direction]
             }

@@ -254,7 +254,7 @@ class Measurement:
 
 
 def read_results(paths: Iterable[Path]) -> tuple[Measurement, ...]:
-    """Every timing of ours in results files of `python -m bench`, on GPUs with a row, of one direction.
+    """Every timing of ours back to back in results files of `python -m bench`, on GPUs with a row, of one direction.
 
     Ours are the rows with a plan; peers have none. ValueError, naming the file, for one that is no such file.
     """
@@ -276,7 +276,8 @@ def _read(path: Path) -> list[Measurement]:
 
 
 def _is_ours(row: Mapping[str, Any]) -> bool:
-    return "plan" in row and "measured" in row and row["cell"].get("direction", "fwd") in _DIRECTION_OF
+    timed = "plan" in row and "measured" in row and row["regime"] == "device"
+    return timed and row["cell"].get("direction", "fwd") in _DIRECTION_OF
 
 
 def _measurement(row: Mapping[str, Any], gpu: Gpu) -> Measurement:

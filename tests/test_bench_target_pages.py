@@ -189,12 +189,15 @@ def test_results_are_named_with_where_they_are_from(monkeypatch, tmp_path):
     setup = replace(bench_fakes.SETUP, gpu="NVIDIA H200", commit="c0ffee")
     path = tmp_path / "h200" / "standard.json"
     path.parent.mkdir()
-    path.write_text(dumps("standard", [bench_fakes.row("cuda", 1.0, setup=setup)]))
+    row = bench_fakes.row("cuda", 1.0, setup=setup)
+    replayed = replace(row, regime="graph", command="python -m bench run --regime graph")
+    path.write_text(dumps("standard", [row, replayed]))
     texts = drawn(monkeypatch, tmp_path / "out", recorded(), [REACHED], [path])
     for name in ("index.html", "sm90.html"):
         assert "bench/results/h200/standard.json" in texts[name]
         assert "commit c0ffee" in texts[name]
         assert "python -m bench run" in texts[name]
+        assert "--regime graph" not in texts[name]  # the pages are of the device regime
         assert str(tmp_path) not in texts[name]
     assert "c0ffee" not in texts["sm80.html"]
 

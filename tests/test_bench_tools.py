@@ -324,5 +324,8 @@ def test_the_newest_rows_of_each_direction_count(tmp_path):
     (newest, missing) = newest_floors([standard, floors, seed])
     assert newest == (f"{tmp_path.name}/floors.json, fwd", load(floors))
     assert missing == (f"{tmp_path.name}, bwd", [])
+    replayed = replace(fakes.row("cuda", 1.0, cell=forward, run="2026-11-23"), regime="graph")
+    write("standard.json", *load(standard), replayed)
+    assert newest_floors([standard, floors, seed])[0] == newest  # floors are of the device regime
     training = write("backward.json", fakes.row("cuda", 1.0, cell=backward, run="2026-11-19"))
     assert newest_floors([standard, floors, training])[1] == (f"{tmp_path.name}/backward.json, bwd", load(training))

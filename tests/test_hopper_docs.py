@@ -118,6 +118,69 @@ def test_held_out_cells_are_told_by_all_their_sizes(tmp_path):
     assert cells_of(text, (128, "full"))[2:7] == ["4096", "1", "16/2", "fp16", "100"]
 
 
+# ---------------------------------------------------------------- peers and other variants in a CUDA graph
+
+SM80 = "split_q+swizzle_qkv"
+
+
+def graph_rows(cell, wgmma, **others):
+    """Rows of the graph regime that took turns: milliseconds of ours, of `sm80`, of `slow`, of a peer."""
+    rows = [ours(wgmma, cell, "cuda/wgmma")]
+    for name, time_ms in others.items():
+        variant = {"sm80": SM80, "slow": "split_kv"}.get(name)
+        row = ours(time_ms, cell, f"cuda/{variant}", variant) if variant else fakes.row(name, time_ms, cell=cell)
+        rows.append(row)
+    return [replace(row, regime="graph") for row in rows]
+
+
+def test_in_a_graph_ours_is_set_against_peers_and_the_fastest_other_variant(tmp_path):
+    rows = graph_rows(FULL, 1.0, slow=5.0, sm80=4.0, fa4=1.25) + graph_rows(CAUSAL, 1.0, sm80=2.0, fa4=0.5)
+    write_rows(tmp_path, rows)
+    text = hopper_docs.blocks(tmp_path)["graph"]()
+    assert cells_of(text, ("D", "mask"))[3:] == [
+        *("cuda wgmma", "sdpa-cudnn", "fa4", "ratio", "other variant", "ratio to it")
+    ]
+    assert cells_of(text, (128, "full"))[3:] == ["100", "not in this run", "80", "1.250", f"25 ({SM80})", "4.000"]
+    assert cells_of(text, (128, "causal"))[3:] == ["100", "not in this run", "200", "0.500", f"50 ({SM80})", "2.000"]
+    assert cells_of(text, ("all",)) == ["all", "2", "0.791", "1", "0"]
+    assert "wgmma is never slower than the variants that took turns with it: the least ratio is 2.000, at D=128" in text
+
+
+def test_a_variant_that_is_faster_is_told(tmp_path):
+    rows = graph_rows(FULL, 1.0, sm80=2.0) + graph_rows(CAUSAL, 1.0, sm80=0.75)
+    text = hopper_docs.peers_block(write_rows(tmp_path, rows), regime="graph")
+    assert "wgmma is slower in places than the variants that took turns with it: the least ratio is 0.750" in text
+    assert f"at D=128 causal N={CAUSAL.seq}." in text
+
+
+def test_a_variant_that_did_not_run_is_no_yardstick(tmp_path):
+    *timed, sm80 = graph_rows(FULL, 1.0, fa4=2.0, sm80=2.0)
+    refused = replace(sm80, plan=None, measured=None, reasons=(Reason(code="arch", got="a", allowed="b"),))
+    path = write_rows(tmp_path, [*timed, refused])
+    assert "variant" not in hopper_docs.peers_block(path, regime="graph")
+    path = write_rows(tmp_path, [*timed, refused, *graph_rows(CAUSAL, 1.0, sm80=2.0)])
+    assert cells_of(hopper_docs.peers_block(path, regime="graph"), (128, "full"))[-2:] == ["not in this run", "-"]
+
+
+def test_regimes_do_not_leak_into_one_another(tmp_path):
+    device = [ours(1.0, FULL), fakes.row("fa4", 2.0, cell=FULL)]
+    made = {}
+    for name, rows in {
+        "device": device,
+        "graph": graph_rows(FULL, 4.0, fa4=2.0, sm80=8.0),
+        "both": [*device, *graph_rows(FULL, 4.0, fa4=2.0, sm80=8.0)],
+    }.items():
+        write_rows(tmp_path, rows)
+        made[name] = [hopper_docs.blocks(tmp_path)[block]() for block in ("standard", "graph")]
+    missing = "`bench/results/h200/standard.json` has no row of cuda's variant wgmma in the"
+    assert made["device"][1] == f"Not measured yet: {missing} graph regime."
+    assert made["graph"][0] == f"Not measured yet: {missing} device regime."
+    assert made["both"] == [made["device"][0], made["graph"][1]]
+    standard, graph = (cells_of(text, (128, "full"))[3:] for text in made["both"])
+    assert standard == ["100", "not in this run", "50", "2.000"]
+    assert graph == ["25", "not in this run", "50", "0.500", f"12 ({SM80})", "2.000"]
+
+
 # ---------------------------------------------------------------- techniques
 
 
