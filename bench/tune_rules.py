@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from bench.environment import ROOT, is_clone
 from bench.errors import InputError
 from bench.flops import rate_text
 from bench.tune_results import Sweep, Tried
+from multiattn import backend as registry
+from multiattn.arch import ARCHS
 from multiattn.backend import Direction
 from multiattn.cuda import tuned
 from multiattn.cuda.tuned import Tuned
@@ -58,7 +60,16 @@ class _Place:
 
 
 def _rates(sweep: Sweep) -> dict[str, float]:
-    return {_key(it): it.tflops for it in sweep.tried if it.tflops and it.config is not None}
+    return {_key(it): it.tflops for it in sweep.tried if it.tflops and it.config and _fits_class(sweep, it.config)}
+
+
+def _fits_class(sweep: Sweep, fields: Mapping[str, Any]) -> bool:
+    """Whether a config fits the widest head_dim that a rule with it would speak for."""
+    direction, name = _variant(sweep)
+    variant = next(it for it in registry.get(BACKEND).op(direction).variants if it.name == name)
+    config = type(variant.rules[0].config)(**fields)
+    problem = replace(sweep.cell, head_dim=_class_of(sweep)).problem
+    return not variant.fits(problem, ARCHS[sweep.environment.arch], config)
 
 
 def _key(tried: Tried) -> str:
@@ -70,7 +81,7 @@ def _key(tried: Tried) -> str:
 
 def derive(sweeps: Sequence[Sweep]) -> list[Tuned]:
     """The rules that sweeps give: of the variants in `multiattn.cuda.tuned.VARIANTS`, whatever else was swept."""
-    usable = [sweep for sweep in sweeps if _variant(sweep) in tuned.VARIANTS and _rates(sweep)]
+    usable = [sweep for sweep in sweeps if _is_tuned(sweep) and _rates(sweep)]
     rules: list[Tuned] = []
     for group in _grouped(usable, lambda it: (*_variant(it), it.environment.arch, it.cell.causal)):
         below = 0
@@ -84,9 +95,12 @@ def _class_of(sweep: Sweep) -> int:
     return next(widest for widest in HEAD_DIM_CLASSES if sweep.cell.head_dim <= widest)
 
 
-def _variant(sweep: Sweep) -> tuple[str, str]:
-    is_ours = sweep.backend == BACKEND and sweep.cell.direction in DIRECTIONS
-    return (DIRECTIONS[sweep.cell.direction], sweep.variant) if is_ours else ("", "")
+def _is_tuned(sweep: Sweep) -> bool:
+    return sweep.backend == BACKEND and sweep.cell.direction in DIRECTIONS and _variant(sweep) in tuned.VARIANTS
+
+
+def _variant(sweep: Sweep) -> tuple[Direction, str]:
+    return DIRECTIONS[sweep.cell.direction], sweep.variant
 
 
 def _grouped(sweeps: Sequence[Sweep], key: Any) -> list[list[Sweep]]:

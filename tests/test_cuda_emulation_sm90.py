@@ -114,10 +114,10 @@ def test_tma_leaves_out_what_is_beyond_the_tensor(library, row, column):
     a = strided(2, 2, 60, 88, dtype=torch.float16)
     out = strided(2, 2, 70, 72, dtype=torch.float16)
     expected = out.clone()
-    rows, columns = (range(max(at, 0), min(at + 64, end)) for at, end in ((row, 70), (column, 72)))
-    if rows and columns:
-        box = padded(a[1, 1], 200, 300)[rows.start : rows.stop, columns.start : columns.stop]
-        expected[1, 1, rows.start : rows.stop, columns.start : columns.stop] = box
+    into = (slice(max(at, 0), max(at, 0) + 64) for at in (row, column))
+    place = expected[1, 1][tuple(into)]
+    around = torch.nn.functional.pad(a[1, 1], (64, 300, 64, 200))  # zeros around it
+    place[:] = around[64 + row :, 64 + column :][: place.shape[0], : place.shape[1]]
     _, counters = run(library, "copy_box", a=a, out=out, row=row, column=column)
     assert torch.equal(out, expected)
     assert (counters.tma_loads, counters.tma_stores) == (1, 1)
@@ -207,6 +207,7 @@ MISTAKES = {
     "store_without_barrier": "tma_store: reads, with no barrier after its fence_async_shared, what thread 0 wrote",
     "store_of_a_load_under_way": "tma_store: reads a TMA load under way",
     "store_of_a_load_not_waited_for": "tma_store: reads, without a wait on its mbarrier, what a TMA load wrote",
+    "store_before_the_tensor": "tma_store: begins before the tensor, which is an illegal instruction",
     "stored_memory_overwritten": "overwrites what a TMA store under way reads at shared address 4096",
     "load_over_stored_memory": "tma_load: overwrites what a TMA store under way reads",
     "stored_memory_overwritten_by_others": "overwrites, with no barrier between, what was read by thread 0",

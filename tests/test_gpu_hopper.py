@@ -60,7 +60,7 @@ CASES = {
     "NaN": Case(seq_q=600, seq_kv=600, spoilt=(500, float("nan"))),
     "inf": Case(seq_q=600, seq_kv=600, spoilt=(3, float("inf"))),
 }
-"""In the first of them a cluster's second block has nothing to do; in others only one of its blocks sees some keys."""
+"""In the first of them a cluster's first block has nothing to do; in others only one of its blocks sees some keys."""
 
 
 def ways():
@@ -83,6 +83,10 @@ def ways():
         config = WgmmaConfig(tile_m=128, tile_n=48, stages=3, q_slots=1, exp2_fma_fraction=0.125)
         yield head_dim, causal, config
         yield head_dim, causal, replace(config, scheduler="one_tile", cluster=2, lazy_max=True, pingpong=True)
+    for head_dim, causal in itertools.product((96, 128, 160), (False, True)):
+        config = WgmmaConfig(tile_m=192, tile_n=64, stages=5, pingpong=True, lazy_max=True)
+        yield head_dim, causal, config
+        yield head_dim, causal, replace(config, scheduler="static", cluster=2, tma_store=False)
 
 
 WAYS = tuple(ways())

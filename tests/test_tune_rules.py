@@ -23,7 +23,7 @@ from parity.tolerance import Mismatch
 
 SETUP = replace(fakes.SETUP, versions={"nvidia-cuda-nvrtc": "13.0.88"})
 STANDARD = {(cell.head_dim, cell.causal, cell.seq): cell for cell in SUITES["standard"]}
-WIDE, TALL, SMALL = ({"tile_m": m, "tile_n": n} for m, n in ((128, 176), (192, 128), (64, 64)))
+WIDE, TALL, SMALL = ({"tile_m": m, "tile_n": n} for m, n in ((128, 64), (128, 48), (128, 32)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +78,29 @@ def test_head_dims_reach_down_to_the_next_and_masks_are_apart():
     ]
 
 
+def test_a_head_dim_speaks_for_its_class():
+    """That of 80 is up to 96: as wide a tile has room there."""
+    between = replace(sweep((600, 500, 400)), cell=replace(STANDARD[128, False, 4096], head_dim=80))
+    assert bands([between]) == [(1, 96, False, 0, None, WIDE)]
+    assert [band[:2] for band in bands([sweep((500, 600, 400)), between, sweep((500, 600, 400), head_dim=64)])] == [
+        (1, 64),
+        (65, 96),
+        (97, 128),
+    ]
+    both = [between, replace(between, cell=replace(between.cell, head_dim=96))]
+    assert bands(both) == [(1, 96, False, 0, None, WIDE)], "of one class together"
+
+
+def test_what_does_not_fit_the_widest_of_its_class_gives_no_rule():
+    """Three warpgroups that store from registers under a causal mask: room at D=144, none at 160."""
+    crowded = {"tile_m": 192, "tile_n": 64, "tma_store": False}
+    made = sweep((600, 500, 400), causal=True)
+    tried = (Tried(name="cuda/wgmma crowded", config=crowded, tflops=700.0), *made.tried)
+    at_144 = replace(made, cell=replace(made.cell, head_dim=144), tried=tried)
+    assert bands([at_144]) == [(1, 160, True, 0, None, WIDE)]
+    assert bands([replace(at_144, cell=replace(at_144.cell, head_dim=128))])[0][-1] == crowded
+
+
 def test_lengths_meet_at_the_geometric_middle():
     sweeps = [sweep((500, 600, 400), seq=1024), sweep((600, 500, 400), seq=4096)]
     assert [band[3:] for band in bands(sweeps)] == [(0, 2048, TALL), (2049, None, WIDE)]
@@ -120,15 +143,15 @@ def test_evidence_is_made_of_the_numbers():
     (rule,) = tune_rules.derive([sweep((612.4, 640.6, 600.2))])
     assert rule.why == (
         "H200, 2026-11-21, c0ffee, NVRTC 13.0.88: B4 H16 N=4096 D=128 bf16 full 641 TFLOPS, "
-        "next 612 (tile_m=128 tile_n=176), before 600 (tile_m=64 tile_n=64), sdpa-cudnn 650"
+        "next 612 (tile_m=128 tile_n=64), before 600 (tile_m=128 tile_n=32), sdpa-cudnn 650"
     )
 
 
 def test_evidence_says_where_the_rule_stays_and_where_nobody_else_ran():
     (stays,) = tune_rules.derive([sweep((612, 600, 590), rule=WIDE, yardstick_tflops=None)])
-    assert stays.why.endswith("612 TFLOPS, next 600 (tile_m=192 tile_n=128), as the rule before")
+    assert stays.why.endswith("612 TFLOPS, next 600 (tile_m=128 tile_n=48), as the rule before")
     (alone,) = tune_rules.derive([sweep((612, None, None), rule=TALL)])
-    assert "612 TFLOPS, before untimed (tile_m=192 tile_n=128), sdpa-cudnn 650" in alone.why
+    assert "612 TFLOPS, before untimed (tile_m=128 tile_n=48), sdpa-cudnn 650" in alone.why
 
 
 def test_evidence_of_two_gpus_names_both():

@@ -28,6 +28,8 @@ _ROOM_WITH_Q = {(2, False): 200, (2, True): 192, (3, False): 128, (3, True): 128
 """Registers up to which Q may fill them, by warpgroups and causal: where ptxas spills nothing in the loops."""
 REGISTERS_MAX: Mapping[int, int] = {2: 208, 3: 144}
 """By consumer warpgroups, for what `registers_at_least` counts: setmaxnreg gives a thread 232, or 160 with three."""
+_PLAIN_STORE_REGISTERS = 24
+"""More that three warpgroups want under a causal mask to store from registers: with 124 in use ptxas 13 spills."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +103,9 @@ def grid_blocks(config: WgmmaConfig, problem: Problem) -> int:
 
 def registers_at_least(config: WgmmaConfig, problem: Problem) -> int:
     """32-bit registers a consumer's thread needs for output, scores, weights and kept Q; the rest comes on top."""
-    return _registers_without_q(config, problem) + 4 * kept_steps(config, problem)
+    is_crowded = config.warpgroups == 3 and problem.causal and not config.tma_store
+    store = _PLAIN_STORE_REGISTERS if is_crowded else 0
+    return _registers_without_q(config, problem) + 4 * kept_steps(config, problem) + store
 
 
 def _registers_without_q(config: WgmmaConfig, problem: Problem) -> int:
@@ -131,7 +135,7 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
     reasons = [reason for it in tensor_maps(problem, config).values() for reason in why_not_mapped(it)]
     registers, most = registers_at_least(config, problem), REGISTERS_MAX[config.warpgroups]
     if registers > most:
-        got = f"{registers} registers for output, scores, weights and Q ({config})"
+        got = f"{registers} registers for output, scores, weights, Q and stores ({config})"
         allowed = f"up to {most} with {config.warpgroups} warpgroups"
         reasons.append(Reason(code="config", got=got, allowed=allowed))
     if config.q_in_registers and not kept_steps(config, problem):

@@ -83,7 +83,8 @@ KERNEL(128, 1) two_groups(PARAMETERS(Arguments) arguments) {
   arguments.c[thread_index()] = right && first[0] == second[0] ? first[0] : infinity();
 }
 
-// out's box from (row, column) on = a's box from there on; what is beyond either end is left out.
+// out's box from (row, column) on = a's box from there on; what is beyond either end is left out. Where a's begins before
+// the tensor, out's begins with it.
 KERNEL(128, 1) copy_box(PARAMETERS(Arguments) arguments) {
   constexpr SharedAddress TILE = 1024, BARRIER = 0;
   make_barriers(BARRIER, 1, 1);
@@ -91,7 +92,7 @@ KERNEL(128, 1) copy_box(PARAMETERS(Arguments) arguments) {
     mbarrier_arrive_expect(BARRIER, 8192);
     tma_load(TILE, arguments.a, BARRIER, arguments.column, arguments.row, 1, 1);
     mbarrier_wait(BARRIER, 0);
-    tma_store(arguments.out, TILE, arguments.column, arguments.row, 1, 1);
+    tma_store(arguments.out, TILE, max(arguments.column, 0), max(arguments.row, 0), 1, 1);
     tma_store_commit();
     tma_store_wait_all();
   }

@@ -194,6 +194,9 @@ MISTAKE(store_of_a_load_not_waited_for, 128) {
   wait_for_another_load(arguments);
   store_box(arguments, TILE);
 }
+MISTAKE(store_before_the_tensor, 128) {
+  if (first_thread()) tma_store(arguments.out, TILE, 0, -64, 0, 0);
+}
 MISTAKE(stored_memory_overwritten, 128) {
   if (first_thread()) {
     fence_async_shared();

@@ -1,0 +1,166 @@
+"""The forward for Hopper on the CPU, emulated, and compiled for a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from wgmma_plans import CONFIG, FLIPPED, SM90, on_cpu, plan_of, problem_of, with_nvrtc
+
+from multiattn import abi
+from multiattn.arch import CPU
+from multiattn.backend import Plan, plan_variant
+from multiattn.cuda import BACKEND
+from multiattn.cuda import params as cuda_params
+from multiattn.cuda.bind import bind, image_of
+from multiattn.cuda.launches import launches_of
+from multiattn.cuda.variants import WGMMA
+from multiattn.cuda.wgmma_configs import WgmmaConfig, query_tiles, smem_bytes, why_not
+from multiattn.cuda.wgmma_rules import RULES
+from multiattn.problem import Problem
+from multiattn.targets.sass import parse, parted_arrivals
+from multiattn.toolchain import disassemble
+from parity.tolerance import Truth
+
+# ---------------------------------------------------------------- run on the CPU
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        (RULES[-1].config, {"head_dim": 72, "causal": True}),
+        (replace(RULES[-1].config, pingpong=True, q_slots=2), {"seq_q": 500, "seq_kv": 90, "causal": True}),
+        (replace(CONFIG, stages=3, scheduler="static", q_in_registers=True), {"head_dim": 40, "scale": -0.2}),
+        (replace(CONFIG, tile_n=48, scheduler="one_tile", lazy_max=True, tma_store=False), {"seq_q": 70, "scale": 0.0}),
+        (replace(CONFIG, cluster=2, scheduler="static", lazy_max=True, pingpong=True), {"seq_q": 500, "causal": True}),
+        (replace(CONFIG, cluster=2, scheduler="one_tile", tile_n=48, stages=3), {"head_dim": 136, "scale": -0.2}),
+        (
+            replace(CONFIG, tile_n=32, stages=3, q_in_registers=True, lazy_max=True, tma_store=False),
+            {"head_dim": 256, "causal": True, "seq_q": 170},
+        ),
+    ],
+    ids=str,
+)
+def test_a_launcher_computes_attention(config, sizes):
+    """Its maps, its counter and its grid: what the kernel does with them, parity asks of every problem."""
+    plan, launch = check_launch(config, sizes)
+    assert not launch.counter.any()  # as the next launch on a stream wants it
+    tiles = query_tiles(config, plan.problem) * 2 * 4
+    assert launch.counters.blocks == (2 if config.is_persistent else tiles)
+
+
+@on_cpu
+@pytest.mark.parametrize(("cluster", "blocks"), [(1, 1 + 3 + 4), (2, 1 + 1 + 4 + 4)])
+def test_what_is_short_of_a_tile_is_the_first_which_sees_the_fewest_keys(cluster, blocks):
+    """512 queries in tiles of 192: these end at 128, 320 and 512. A cluster loads for the last of its two."""
+    config = replace(CONFIG, tile_m=192, tile_n=128, cluster=cluster, scheduler="one_tile")
+    plan, launch = check_launch(config, {"seq_q": 512, "seq_kv": 512, "causal": True})
+    tiles = query_tiles(config, plan.problem)
+    assert launch.counters.tma_loads == (tiles + 2 * blocks) * 2 * 4
+
+
+@on_cpu
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("cluster", "scheduler"), [(1, "dynamic"), (2, "static")])
+def test_heads_run_in_sections(monkeypatch, causal, cluster, scheduler):
+    """Of two heads of eight each; under a causal mask the last of them has four."""
+    monkeypatch.setattr(cuda_params, "_KV_BYTES_SIDE_BY_SIDE", 1)
+    config = replace(CONFIG, cluster=cluster, scheduler=scheduler)
+    plan, _ = check_launch(config, {"seq_q": 500, "causal": causal})
+    assert cuda_params.make_wgmma_params(plan.problem, config).forward.heads_per_section == 2
+
+
+def check_launch(config, sizes):
+    """Two sequences of four heads, two of keys: held to the reference."""
+    given = {"head_dim": 64, "seq_q": 300, "seq_kv": 150, "causal": False, "scale": None, **sizes}
+    generator = torch.Generator().manual_seed(0)
+
+    def make(heads, seq):
+        packed = torch.randn(2, seq, heads, given["head_dim"], generator=generator).to(torch.bfloat16)
+        return packed.transpose(1, 2)
+
+    q, k, v = make(4, given["seq_q"]), make(2, given["seq_kv"]), make(2, given["seq_kv"])
+    how = {"causal": given["causal"], "scale": given["scale"]}
+    plan = plan_of(Problem.of(q, k, v, **how), config, CPU)
+    out = torch.full_like(q, torch.nan)
+    lse = torch.full(q.shape[:3], torch.nan)
+    launch = BACKEND.forward.prepare(plan)
+    launch(q, k, v, out, lse)
+    for got, expected in zip((out, lse), Truth.of(q, k, v, **how).of_plan(plan), strict=True):
+        expected.check(got, plan)
+    return plan, launch
+
+
+# ---------------------------------------------------------------- compiled
+
+
+@with_nvrtc
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"tile_n": 72}, "tile_n"),
+        ({"cluster": 3, "scheduler": "static"}, "cluster"),
+        ({"cluster": 2}, "a cluster's blocks take their tiles together"),
+        ({"stages": 2}, "stages"),
+        ({"q_slots": 3}, "q_slots"),
+        ({"tile_m": 64}, "tile_m"),
+        ({"tile_m": 256}, "tile_m"),
+        ({"exp2_fma_fraction": 0.75}, "exp2_fma_fraction"),
+    ],
+    ids=str,
+)
+def test_a_kernel_of_an_illegal_config_does_not_compile(changed, message):
+    from multiattn.cuda.nvrtc import _compile
+
+    config = replace(CONFIG, **changed)
+    assert why_not(problem_of(), CPU, config)
+    (launch,) = launches_of(replace(plan_of(problem_of()), config=config))
+    source = f'#include "forward_wgmma_traits.cuh"\ntemplate struct {launch.kernel.traits};\n'
+    with pytest.raises(Exception, match=message):
+        _compile(source, "sm_90a")
+
+
+@with_nvrtc
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "config"),
+    [
+        (40, "fp16", replace(CONFIG, scheduler="one_tile", tma_store=False)),
+        (128, "bf16", replace(CONFIG, **{**FLIPPED, "tile_m": 128, "tile_n": 48, "q_in_registers": False})),
+        (64, "bf16", WgmmaConfig(tile_m=192, tile_n=128, stages=8, q_slots=2, pingpong=True, lazy_max=True)),
+    ],
+    ids=str,
+)
+def test_compiles_without_a_gpu(head_dim, dtype, config):
+    """With the registers that its warpgroups have, and shared memory as Python says."""
+    plan = plan_of(problem_of(head_dim, dtype=dtype, causal=True), config)
+    assert isinstance(plan, Plan)
+    (compiled,) = BACKEND.forward.compile(plan)
+    assert compiled.cubin[:4] == b"\x7fELF"
+    assert compiled.smem_bytes == smem_bytes(config, plan.problem)
+    abi.check(bind(plan, image_of(plan)), abi.read_entry(compiled.cubin, compiled.kernel))
+    if compiled.registers is not None:
+        assert compiled.registers <= 65536 // config.threads
+    if (code := disassemble(compiled.cubin)) is not None:
+        assert not parted_arrivals(parse(code))  # the last of these configs hung
+
+
+@with_nvrtc
+@pytest.mark.nightly
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_no_warp_parts_in_a_kernel_of_the_rules(head_dim):
+    """As tuned kernels are read one by one: whatever head_dim and dtype, an arrival that has become a jump may hang."""
+    for dtype, causal in itertools.product(("fp16", "bf16"), (False, True)):
+        plans = {}
+        for seq in (512, 1024, 2048, 4096, 16384):
+            problem = problem_of(head_dim, dtype=dtype, causal=causal, seq_q=seq, seq_kv=seq)
+            plan = plan_variant(BACKEND, WGMMA, problem, SM90)
+            plans[plan.config] = plan
+        for plan in plans.values():
+            (compiled,) = BACKEND.forward.compile(plan)
+            code = disassemble(compiled.cubin)
+            if code is None:
+                pytest.skip("no cuobjdump")
+            assert not parted_arrivals(parse(code)), plan
