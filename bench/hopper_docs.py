@@ -121,8 +121,8 @@ def comparisons(rows: Iterable[Row], regime: str = "device") -> list[Comparison]
 def _fastest_variant(rows: Iterable[Row]) -> Row | None:
     """Of the backend's variants other than that of this page, asked for by name."""
     others = (row for row in rows if row.contender.startswith(f"{BACKEND}/") and not _is_hopper(row))
-    timed = {row.measured.tflops: row for row in others if row.measured is not None}
-    return timed[max(timed)] if timed else None
+    timed = [(row.measured.tflops, row) for row in others if row.measured is not None]
+    return max(timed, key=lambda it: it[0])[1] if timed else None
 
 
 def _is_hopper(row: Row) -> bool:
@@ -169,11 +169,10 @@ def peers_block(path: Path, *, regime: str = "device", every_size: bool = False)
 
 def _least_over_variants(found: Sequence[Comparison]) -> list[str]:
     """A sentence on the least ratio to another variant; none where there is no such ratio."""
-    ratios = {it.variant_ratio: it.cell for it in found if it.variant_ratio is not None}
+    ratios = [(it.variant_ratio, it.cell) for it in found if it.variant_ratio is not None]
     if not ratios:
         return []
-    least = min(ratios)
-    cell = ratios[least]
+    least, cell = min(ratios, key=lambda it: it[0])
     verdict = "never slower than" if least >= 1 else "slower in places than"
     where = f"at D={cell.head_dim} {cell.mask} N={cell.seq}"
     return [f"{VARIANT} is {verdict} the variants that took turns with it: the least ratio is {least:.3f}, {where}."]

@@ -25,14 +25,15 @@ from multiattn.arch import ARCHS
 from multiattn.backend import Direction
 from multiattn.cuda import tuned
 from multiattn.cuda.tuned import Tuned
+from multiattn.cuda.wgmma_configs import SHAPES
 
 BACKEND = "cuda"
 """The only one whose rules are taken from a file."""
 COMPILER = "nvidia-cuda-nvrtc"
 TOLERANCE = 0.01
 """What a config may lose to the fastest of its cell for the sake of fewer rules."""
-HEAD_DIM_CLASSES = (64, 96, 128, 160, 192, 256)
-"""The widest head_dim of each class: as many panels of 64 columns, and registers for as wide a tile of keys."""
+HEAD_DIM_CLASSES = tuple(SHAPES)
+"""The widest head_dim of each."""
 DIRECTIONS: Mapping[str, Direction] = {"fwd": "forward", "bwd": "backward"}
 """Of a cell, and whose kernels it times alone."""
 

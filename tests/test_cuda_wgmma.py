@@ -11,9 +11,10 @@ import aot_fakes
 import cuda_fakes
 import pytest
 import torch
-from wgmma_plans import CONFIG, FLIPPED, SM90, on_cpu, plan_of, problem_of
+from wgmma_plans import CONFIG, FLIPPED, SM90, on_cpu, plan_of, problem_of, ways
 
 from bench.ladder_rungs import listed_rungs
+from bench.matrix import SUITES
 from multiattn import abi, aot, explain
 from multiattn.arch import CPU
 from multiattn.backend import make_plan, plan_variant
@@ -29,6 +30,7 @@ from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.tools import GXX, probe_nvrtc
 from multiattn.cuda.variants import SPANNING, WGMMA
 from multiattn.cuda.wgmma_configs import (
+    SHAPES,
     WgmmaConfig,
     candidates,
     kept_steps,
@@ -115,6 +117,16 @@ def test_a_sweep_is_short_and_fits(head_dim):
     assert len(set(configs)) == len(configs)
     assert not any(why_not(problem_of(head_dim), SM90, config) for config in configs)
     assert BACKEND.forward.candidates(WGMMA, problem_of(head_dim), SM90) == configs
+
+
+def test_every_way_that_a_gpu_tries_is_legal():
+    """Where there is no GPU, too: tests/test_gpu_hopper.py would fail as a whole."""
+    assert not any(why_not(problem_of(head_dim, causal=causal), SM90, config) for head_dim, causal, config in ways())
+
+
+def test_the_suites_that_are_swept_have_a_head_dim_of_each_class():
+    head_dims = {cell.head_dim for cell in (*SUITES["standard"], *SUITES["between"])}
+    assert [next(widest for widest in SHAPES if it <= widest) for it in sorted(head_dims)] == list(SHAPES)
 
 
 # ---------------------------------------------------------------- choice

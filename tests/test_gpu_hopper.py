@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
+from wgmma_plans import SM90, ways
 
 from multiattn import launch
-from multiattn.arch import ARCHS, detect
+from multiattn.arch import detect
 from multiattn.backend import Plan, make_plan
 from multiattn.cuda import BACKEND
 from multiattn.cuda.variants import WGMMA
-from multiattn.cuda.wgmma_configs import SCHEDULERS, WgmmaConfig
 from multiattn.problem import Problem
 from multiattn.targets import store
 from multiattn.targets.pool import run_isolated
 from parity.tolerance import Truth
 
 ON_CPU = os.environ.get("MULTIATTN_TEST_HOPPER") == "cpu"  # the same cases emulated, to try this file
-SM90 = ARCHS["sm90"]
+WAYS = tuple(ways())
 
 
 def missing():
@@ -61,35 +60,6 @@ CASES = {
     "inf": Case(seq_q=600, seq_kv=600, spoilt=(3, float("inf"))),
 }
 """In the first of them a cluster's first block has nothing to do; in others only one of its blocks sees some keys."""
-
-
-def ways():
-    """Head_dim, mask and config: schedulers, slots, stores and clusters at D=64 and D=128, and what D=256 adds."""
-    shapes = {
-        (64, True): WgmmaConfig(tile_m=192, tile_n=128, stages=8, pingpong=True, lazy_max=True),
-        (128, False): WgmmaConfig(tile_m=128, tile_n=128, stages=5, pingpong=True, lazy_max=True),
-        (256, True): WgmmaConfig(tile_m=128, tile_n=64, stages=5, lazy_max=True),
-    }
-    for (head_dim, causal), config in shapes.items():
-        for scheduler, q_slots, tma_store, cluster in itertools.product(SCHEDULERS, (1, 2), (True, False), (1, 2)):
-            if cluster == 1 or scheduler != "dynamic":
-                stages = 3 if head_dim == 256 and q_slots == 2 else config.stages
-                changes = {"scheduler": scheduler, "q_slots": q_slots, "tma_store": tma_store, "cluster": cluster}
-                yield head_dim, causal, replace(config, stages=stages, **changes)
-    for causal, cluster, tma_store in itertools.product((False, True), (1, 2), (True, False)):
-        config = WgmmaConfig(tile_m=128, tile_n=64, stages=3, scheduler="static", q_in_registers=True, lazy_max=True)
-        yield 256, causal, replace(config, cluster=cluster, tma_store=tma_store)
-    for head_dim, causal in itertools.product((40, 96, 192), (False, True)):
-        config = WgmmaConfig(tile_m=128, tile_n=48, stages=3, q_slots=1, exp2_fma_fraction=0.125)
-        yield head_dim, causal, config
-        yield head_dim, causal, replace(config, scheduler="one_tile", cluster=2, lazy_max=True, pingpong=True)
-    for head_dim, causal in itertools.product((96, 128, 160), (False, True)):
-        config = WgmmaConfig(tile_m=192, tile_n=64, stages=5, pingpong=True, lazy_max=True)
-        yield head_dim, causal, config
-        yield head_dim, causal, replace(config, scheduler="static", cluster=2, tma_store=False)
-
-
-WAYS = tuple(ways())
 
 
 def plan_of(head_dim, causal, config, q=None, k=None, v=None, scale=None):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from multiattn.backend import Plan, make_plan
 from multiattn.cuda import BACKEND
 from multiattn.cuda.tools import probe_host, probe_nvrtc
 from multiattn.cuda.variants import WGMMA
-from multiattn.cuda.wgmma_configs import WgmmaConfig
+from multiattn.cuda.wgmma_configs import SCHEDULERS, WgmmaConfig
 from multiattn.problem import Problem
 
 on_cpu = pytest.mark.skipif(bool(probe_host()), reason="; ".join(map(str, probe_host())))
@@ -34,3 +37,30 @@ def problem_of(head_dim: int = 64, **sizes: Any) -> Problem:
 def plan_of(problem: Problem, config: WgmmaConfig = CONFIG, arch: Arch = SM90) -> Plan:
     """Of the variant, with `config`."""
     return make_plan(BACKEND, problem, arch, variant=WGMMA.name, config=config, probe=False)
+
+
+def ways() -> Iterator[tuple[int, bool, WgmmaConfig]]:
+    """Head_dim, mask and config for a GPU: schedulers, slots, stores, clusters, what D=256 adds, three warpgroups."""
+    shapes = {
+        (64, True): WgmmaConfig(tile_m=192, tile_n=128, stages=8, pingpong=True, lazy_max=True),
+        (128, False): WgmmaConfig(tile_m=128, tile_n=128, stages=5, pingpong=True, lazy_max=True),
+        (256, True): WgmmaConfig(tile_m=128, tile_n=64, stages=5, lazy_max=True),
+    }
+    for (head_dim, causal), config in shapes.items():
+        for scheduler, q_slots, tma_store, cluster in itertools.product(SCHEDULERS, (1, 2), (True, False), (1, 2)):
+            if cluster == 1 or scheduler != "dynamic":
+                stages = 3 if head_dim == 256 and q_slots == 2 else config.stages
+                tile_n = 96 if head_dim == 64 and not tma_store else config.tile_n
+                changes = {"scheduler": scheduler, "q_slots": q_slots, "tma_store": tma_store, "cluster": cluster}
+                yield head_dim, causal, replace(config, tile_n=tile_n, stages=stages, **changes)
+    for causal, cluster, tma_store in itertools.product((False, True), (1, 2), (True, False)):
+        config = WgmmaConfig(tile_m=128, tile_n=64, stages=3, scheduler="static", q_in_registers=True, lazy_max=True)
+        yield 256, causal, replace(config, cluster=cluster, tma_store=tma_store)
+    for head_dim, causal in itertools.product((40, 96, 192), (False, True)):
+        config = WgmmaConfig(tile_m=128, tile_n=48, stages=3, q_slots=1, exp2_fma_fraction=0.125)
+        yield head_dim, causal, config
+        yield head_dim, causal, replace(config, scheduler="one_tile", cluster=2, lazy_max=True, pingpong=True)
+    for head_dim, causal in itertools.product((96, 128, 160), (False, True)):
+        config = WgmmaConfig(tile_m=192, tile_n=64, stages=5, pingpong=True, lazy_max=True)
+        yield head_dim, causal, config
+        yield head_dim, causal, replace(config, scheduler="static", cluster=2, tma_store=head_dim == 160)

@@ -29,7 +29,8 @@ _ROOM_WITH_Q = {(2, False): 200, (2, True): 192, (3, False): 128, (3, True): 128
 REGISTERS_MAX: Mapping[int, int] = {2: 208, 3: 144}
 """By consumer warpgroups, for what `registers_at_least` counts: setmaxnreg gives a thread 232, or 160 with three."""
 _PLAIN_STORE_REGISTERS = 24
-"""More that three warpgroups want under a causal mask to store from registers: with 124 in use ptxas 13 spills."""
+"""More that three warpgroups want under a causal mask to store from registers: with 124 in use ptxas 13 spills in the
+loops; with 120 without ping-pong only, which sweeps find out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +175,7 @@ def _wrong_shape(config: WgmmaConfig) -> tuple[Reason, ...]:
     return tuple(Reason(code="config", got=got, allowed=allowed) for holds, got, allowed in checks if not holds)
 
 
-_SHAPES: Mapping[int, tuple[tuple[int, int, int], ...]] = {
+SHAPES: Mapping[int, tuple[tuple[int, int, int], ...]] = {
     64: ((192, 128, 2), (192, 112, 2), (192, 96, 2), (192, 64, 2), (128, 128, 2)),
     96: ((192, 96, 2), (192, 64, 2), (192, 80, 2), (192, 80, 1), (128, 128, 2)),
     128: ((192, 64, 2), (192, 80, 2), (192, 80, 1), (128, 128, 2), (128, 160, 2)),
@@ -182,7 +183,8 @@ _SHAPES: Mapping[int, tuple[tuple[int, int, int], ...]] = {
     192: ((128, 96, 1), (128, 128, 1), (128, 80, 2), (128, 64, 2)),
     256: ((128, 64, 1), (128, 80, 1), (128, 64, 2), (128, 48, 2)),
 }
-"""(tile_m, tile_n, q_slots) by the widest head_dim that they are for; the first is tried in the most ways."""
+"""(tile_m, tile_n, q_slots) by the widest head_dim of a class: one that has as many panels, and registers for as wide a
+tile of keys. The first is tried in the most ways."""
 _ALONE: tuple[Mapping[str, Any], ...] = (
     {"pingpong": False},
     {"tma_store": False},
@@ -203,7 +205,7 @@ _STAGES_MAX = 8
 
 def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[WgmmaConfig]:
     """Configs worth timing, some twenty: shapes, each with ways to run it, then single changes of the first."""
-    shapes = next((shapes for most, shapes in _SHAPES.items() if problem.head_dim <= most), ())
+    shapes = next((shapes for widest, shapes in SHAPES.items() if problem.head_dim <= widest), ())
     fits = partial(variant.fits, problem, arch)
     orders: list[dict[str, Any]] = [{"scheduler": "dynamic"}]
     alone = "one_tile" if problem.causal else "static"  # the third loses in each

@@ -257,7 +257,7 @@ void Hopper::store(const void* map_address, std::uint32_t source, int column, in
   const EncodedMap& map = check_map(VERB, map_address);
   const int bytes = map.box[1] * LINE_BYTES;
   check_tile(block_, VERB, source, bytes);
-  if (std::min({column, row, head, batch}) < 0)  // seen on an H200, where a load may begin there
+  if (std::min({column, row, head, batch}) < 0)  // a load may, as multiattn/ptx_sm90.cuh says
     block_.fail(std::string(VERB) + ": begins before the tensor, which is an illegal instruction");
   Needs needs;
   for (std::uint32_t line = source; line < source + bytes; line += LINE_BYTES) {

@@ -283,7 +283,8 @@ class Consumer {
   DEVICE void store_staged(const Rows& rows, SharedAddress staged) {
     fence_async_shared();
     await_warpgroup();  // everybody's outputs are there
-    if (thread_index() % WARPGROUP == 0 && rows.first_query >= 0) {  // TMA loads from before a tensor, but stores nothing there
+    // A store that begins before its tensor is an illegal instruction; a load is not.
+    if (thread_index() % WARPGROUP == 0 && rows.first_query >= 0) {
 #pragma unroll
       for (int panel = 0; panel < TileQ::PANELS; ++panel)
         tma_store(params_.map_out, staged + panel * TileQ::PANEL_BYTES, panel * TileQ::PANEL_COLUMNS, rows.first_query,

@@ -7,7 +7,7 @@
 
 namespace multiattn {
 
-constexpr int NO_TILE = -1;  // also in place of a head
+constexpr int NO_TILE = -1;  // a schedule is done; in a slot of Q, where the head of a tile stands, there is none
 
 // ---- schedulers: the tile that a block does after one, or NO_TILE. The first is the one of its own number.
 template <Scheduler>
@@ -55,7 +55,7 @@ DEVICE Place place_of(int block, int tiles, int heads, int heads_per_section) {
   return Place::of(block, tiles, heads, heads_per_section);
 }
 
-// Where the last tile of a head ends: a warpgroup's rows are then queries from the first on, or all before query 0.
+// Where the last tile of a head ends. Whole warpgroups, so that the rows of each are queries from the first on, or none.
 template <class T>
 DEVICE int end_of_tiles(int seq_q) {
   return (seq_q + T::WARPGROUP_ROWS - 1) / T::WARPGROUP_ROWS * T::WARPGROUP_ROWS;

@@ -84,7 +84,7 @@ class CarefulWarp {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = first_query_ + accumulator_row(2 * (i % 2), thread_), column = 16 * step + i / 2 * 8 + accumulator_column(0, thread_);
-      fragment.reg[i] = load_pair(q_ + row * params_.strides_q.seq + column, row < params_.seq_q && column < T::HEAD_DIM);
+      fragment.reg[i] = load_pair(q_ + row * params_.strides_q.seq + column, is_query(params_, row) && column < T::HEAD_DIM);
     }
     if (params_.scale_sign == 1) return fragment;
     return map_elements(fragment, [&](uint32 half) { return fold_sign<E>(half, params_.scale_sign); });

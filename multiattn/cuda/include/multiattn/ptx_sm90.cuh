@@ -109,7 +109,8 @@ DEVICE void tma_load_to_all(SharedAddress target, const TensorMap& map, SharedAd
       "h"(static_cast<uint16>((1 << CLUSTER) - 1))  // a bit for each rank
       : "memory");
 }
-// The other way; what lies beyond the tensor is not written. It may not begin before it, as a load may.
+// The other way; what lies beyond the tensor is not written. It may not begin before it, as a load may: with stores from
+// rows below 0 an H200 told of an illegal instruction, without them of none (2026-11-22).
 DEVICE void tma_store(const TensorMap& map, SharedAddress source, int column, int row, int head, int batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                "r"(source), "r"(column), "r"(row), "r"(head), "r"(batch)
