@@ -113,7 +113,7 @@ def test_the_matrix_without_a_gpu(tmp_path, capsys):
         (["--head-dim", "77"], "--head-dim: got 77; this suite has 64, 128, 256"),
         (["--backend", "cudnn"], "--backend: got cudnn; allowed none, or some of triton, cutile, cuda"),
         (["--peer", "fa5"], "--peer: got fa5; allowed none, or some of sdpa-flash"),
-        (["--suite", "all"], "--suite: got 'all'; allowed standard, heldout, seed, backward, floors, smoke"),
+        (["--suite", "all"], "--suite: got 'all'; allowed standard, between, heldout, seed, backward, floors, smoke"),
         (["--backend", "none", "--peer", "none"], "leaves nobody to time"),
         (["--suite", "backward", "--regime", "graph"], "--regime graph: got direction bwd; allowed fwd"),
         (["--rounds", "0"], "argument --rounds: got 0; allowed whole numbers from 1 on"),
