@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from multiattn.backend import Plan, plan_variant
 from multiattn.cuda import BACKEND
 from multiattn.cuda import params as cuda_params
 from multiattn.cuda.bind import bind, image_of
+from multiattn.cuda.emulation import host
 from multiattn.cuda.launches import launches_of
 from multiattn.cuda.variants import WGMMA
 from multiattn.cuda.wgmma_configs import WgmmaConfig, query_tiles, smem_bytes, why_not
@@ -71,6 +73,36 @@ def test_heads_run_in_sections(monkeypatch, causal, cluster, scheduler):
     config = replace(CONFIG, cluster=cluster, scheduler=scheduler)
     plan, _ = check_launch(config, {"seq_q": 500, "causal": causal})
     assert cuda_params.make_wgmma_params(plan.problem, config).forward.heads_per_section == 2
+
+
+PLACES = """
+#include "forward_wgmma_producer.cuh"
+extern "C" void places(bool causal, int tiles, int heads, int heads_per_section, int* out) {
+  for (int block = 0; block < tiles * heads; ++block) {
+    const auto it = causal ? multiattn::place_of<true>(block, tiles, heads, heads_per_section)
+                           : multiattn::place_of<false>(block, tiles, heads, heads_per_section);
+    *out++ = it.head;
+    *out++ = it.place;
+  }
+}
+"""
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("causal", "tiles", "sections"),
+    [
+        (False, 3, [(0, 1), (2, 3), (4, 5), (6,)]),
+        (True, 3, [(0, 1), (2, 3), (4, 5, 6)]),  # the last section has the heads of two
+        (True, 256, [(0, 1), (2, 3), (4, 5), (6,)]),  # but for many tiles a head
+    ],
+)
+def test_tiles_run_section_by_section_longest_first(causal, tiles, sections):
+    places = host.load(host.build_source(PLACES)).places
+    found = (ctypes.c_int * (2 * tiles * 7))()
+    places(ctypes.c_bool(causal), tiles, 7, 2, found)
+    expected = [(head, place) for heads in sections for place in range(tiles) for head in heads]
+    assert list(zip(found[::2], found[1::2], strict=True)) == expected
 
 
 def check_launch(config, sizes):
