@@ -63,7 +63,7 @@ def test_a_config_has_a_warpgroup_for_each_64_queries_and_one_that_loads():
         ({"cluster": 2}, "scheduler=dynamic with cluster=2", "one_tile, static"),
         ({"stages": 2}, "stages=2", "3 to 16"),
         ({"scheduler": "random"}, "scheduler=random", "one_tile, static, dynamic"),
-        ({"q_slots": 3}, "q_slots=3", "1, 2"),
+        ({"q_slots": 4}, "q_slots=4", "1, 2, 3"),
         ({"exp2_fma_fraction": 0.1}, "exp2_fma_fraction=0.1", "sixteenths"),
         ({"exp2_fma_fraction": 0.75}, "exp2_fma_fraction=0.75", "0 to 0.5"),
         ({"tile_m": 64}, "tile_m=64", "128, 192"),

@@ -35,6 +35,8 @@ from parity.tolerance import Truth
     [
         (RULES[-1].config, {"head_dim": 72, "causal": True}),
         (replace(RULES[-1].config, pingpong=True, q_slots=2), {"seq_q": 500, "seq_kv": 90, "causal": True}),
+        (replace(RULES[-1].config, pingpong=True, q_slots=3), {"seq_q": 500, "seq_kv": 90, "causal": True}),
+        (replace(RULES[-1].config, q_slots=3, stages=5), {"heads_q": 8, "causal": True}),
         (replace(CONFIG, stages=3, scheduler="static", q_in_registers=True), {"head_dim": 40, "scale": -0.2}),
         (replace(CONFIG, tile_n=48, scheduler="one_tile", lazy_max=True, tma_store=False), {"seq_q": 70, "scale": 0.0}),
         (replace(CONFIG, cluster=2, scheduler="static", lazy_max=True, pingpong=True), {"seq_q": 500, "causal": True}),
@@ -137,7 +139,7 @@ def check_launch(config, sizes):
         ({"cluster": 3, "scheduler": "static"}, "cluster"),
         ({"cluster": 2}, "a cluster's blocks take their tiles together"),
         ({"stages": 2}, "stages"),
-        ({"q_slots": 3}, "q_slots"),
+        ({"q_slots": 4}, "q_slots"),
         ({"tile_m": 64}, "tile_m"),
         ({"tile_m": 256}, "tile_m"),
         ({"exp2_fma_fraction": 0.75}, "exp2_fma_fraction"),

@@ -47,7 +47,8 @@ def ways() -> Iterator[tuple[int, bool, WgmmaConfig]]:
         (256, True): WgmmaConfig(tile_m=128, tile_n=64, stages=5, lazy_max=True),
     }
     for (head_dim, causal), config in shapes.items():
-        for scheduler, q_slots, tma_store, cluster in itertools.product(SCHEDULERS, (1, 2), (True, False), (1, 2)):
+        slots = (1, 2, 3) if head_dim == 64 else (1, 2)
+        for scheduler, q_slots, tma_store, cluster in itertools.product(SCHEDULERS, slots, (True, False), (1, 2)):
             if cluster == 1 or scheduler != "dynamic":
                 stages = 3 if head_dim == 256 and q_slots == 2 else config.stages
                 tile_n = 96 if head_dim == 64 and not tma_store else config.tile_n

@@ -45,7 +45,7 @@ class WgmmaConfig(Config):
     """``one_tile``: a block per tile of queries. ``static``, ``dynamic``: a block per SM, which takes every n-th tile,
     or the next one that a counter in device memory gives it."""
     q_slots: int = 1
-    """Buffers of Q; with two the next tile is begun before the output of one is stored."""
+    """Buffers of Q; with two the next tile is begun before the output of one is stored, with three two tiles wait."""
     q_in_registers: bool = False
     """As many of Q's fragments as there is room for are read into registers once a tile.
 
@@ -165,7 +165,7 @@ def _wrong_shape(config: WgmmaConfig) -> tuple[Reason, ...]:
         ),
         (3 <= config.stages <= 16, f"stages={config.stages}", "3 to 16"),
         (config.scheduler in SCHEDULERS, f"scheduler={config.scheduler}", ", ".join(SCHEDULERS)),
-        (config.q_slots in (1, 2), f"q_slots={config.q_slots}", "1, 2"),
+        (config.q_slots in (1, 2, 3), f"q_slots={config.q_slots}", "1, 2, 3"),
         (
             0 <= sixteenths <= 8 and sixteenths == int(sixteenths),
             f"exp2_fma_fraction={config.exp2_fma_fraction}",
@@ -176,7 +176,7 @@ def _wrong_shape(config: WgmmaConfig) -> tuple[Reason, ...]:
 
 
 SHAPES: Mapping[int, tuple[tuple[int, int, int], ...]] = {
-    64: ((192, 128, 2), (192, 112, 2), (192, 96, 2), (192, 64, 2), (128, 128, 2)),
+    64: ((192, 128, 3), (192, 64, 3), (192, 96, 3), (192, 128, 2), (192, 64, 2)),
     96: ((192, 96, 2), (192, 64, 2), (192, 80, 2), (192, 80, 1), (128, 128, 2)),
     128: ((192, 64, 2), (192, 80, 2), (192, 80, 1), (128, 128, 2), (128, 160, 2)),
     160: ((192, 64, 1), (192, 48, 1), (128, 96, 1), (128, 80, 2)),
@@ -200,7 +200,7 @@ _OPEN: tuple[Mapping[str, Any], ...] = (
     *({"q_in_registers": True, "tma_store": tma_store} for tma_store in (True, False)),
 )
 """What has gone either way in sweeps, from head_dim 129 on; fewer of them are tried with each shape but the first."""
-_STAGES_MAX = 8
+_STAGES_MAX = 16
 
 
 def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[WgmmaConfig]:

@@ -16,6 +16,20 @@ Warpgroup& warpgroup(const char* verb) { return hopper().warpgroup(verb); }
 
 }  // namespace
 
+Chunk gather_row(const uint32* matrix) {
+  struct Arguments {
+    const uint32* matrix;
+    Chunk row;
+  } mine{matrix, {}};
+  running_block->meet_warp("stmatrix_x4", &mine, [](void* const* lanes) {
+    for (int lane = 0; lane < WARP_SIZE; ++lane)
+      for (int word = 0; word < 4; ++word)
+        static_cast<Arguments*>(lanes[lane])->row.word[word] =
+            static_cast<Arguments*>(lanes[lane % 8 * 4 + word])->matrix[lane / 8];
+  });
+  return mine.row;
+}
+
 void mbarrier_arrive_at(SharedAddress barrier, int rank) { hopper().arrive_at("mbarrier_arrive_if", barrier, rank); }
 
 void tma_load_to_all(int cluster, SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row,

@@ -29,7 +29,7 @@ class Consumer {
   // Tile after tile.
   DEVICE void run() {
     if (T::PINGPONG && warpgroup_ == T::WARPGROUPS - 1) named_barrier_arrive(TURN_BARRIER, 2 * WARPGROUP);
-    for (Rows rows = begin(); rows.head != NO_TILE; rows = begin()) {
+    for (Rows rows = begin(); rows.tile.blocks != NO_TILE; rows = begin()) {
       attend(rows);
       finish(rows);
     }
@@ -37,21 +37,19 @@ class Consumer {
   }
 
  private:
-  // A warpgroup's part of a tile of queries: where it starts (negative: it has none), of which head of the batch or NO_TILE,
-  // the slot of Q, the blocks of keys that are loaded, and of those that the warpgroup sees, from `last` down to 0, the ones
-  // from `exact` on, which it sees in part, or starts with.
+  // A warpgroup's part of a tile of queries: where it starts (negative: it has none), the slot of Q, and of the blocks of keys
+  // those that the warpgroup sees, from `last` down to 0, and the ones from `exact` on, which it sees in part, or starts with.
   struct Rows {
-    int first_query, head, slot, loaded, last, exact;
+    QueryTile tile;
+    int first_query, slot, last, exact;
   };
 
   // The next tile. Its Q is there.
   DEVICE Rows begin() {
     Shared::ring_q().await_full(q_);
-    const SharedAddress place = Shared::tile_place(q_.slot);
-    Rows rows{shared_int(place), shared_int(place + 4), q_.slot, 0, -1, 0};
-    if (rows.head == NO_TILE) return rows;
-    rows.loaded = loaded_blocks<T>(mask_, rows.first_query);
-    rows.first_query += warpgroup_ * T::WARPGROUP_ROWS;
+    Rows rows{load_tile(Shared::tile_place(q_.slot)), 0, q_.slot, -1, 0};
+    if (rows.tile.blocks == NO_TILE) return rows;
+    rows.first_query = rows.tile.first_query + warpgroup_ * T::WARPGROUP_ROWS;
     const auto blocks = mask_.template blocks<T::TILE_N>(rows.first_query, T::WARPGROUP_ROWS);
     if (rows.first_query >= 0) rows.last = max(blocks.end, 0) - 1;
     rows.exact = min(blocks.first_masked, rows.last);
@@ -60,8 +58,6 @@ class Consumer {
     return rows;
   }
 
-  static DEVICE int shared_int(SharedAddress place) { return static_cast<int>(float_bits(load_shared_4(place))); }
-
   // The paper's loop: outputs and state of the rows.
   DEVICE void attend(const Rows& rows) {
     state_ = RowState::empty();
@@ -69,7 +65,7 @@ class Consumer {
     for (int i = 0; i < T::HEAD_DIM / 2; ++i) out_[i] = 0.0f;
     // Blocks that only others of the tile, or of the cluster, see. The ring has K of the first, then V of each and K of the
     // next: two tiles are skipped for one turn.
-    const int skipped = rows.loaded - 1 - rows.last;
+    const int skipped = rows.tile.blocks - 1 - rows.last;
     if (skipped > 0) skip();
     for (int block = 1; block < skipped; ++block) {
       await_turn();  // as those who see the block do
@@ -86,13 +82,16 @@ class Consumer {
       walk(rows);
     } else {
       if (skipped > 0) skip();
-      await_stored();
+      await_stored(rows.slot);
     }
     if constexpr (!T::TMA_STORE && !ALL_KEPT) Shared::ring_q().release_apart(rows.slot);
     if (rows.last >= 0) {
       add_values();
+      output_of(rows).settle(state_, inverse_);
       wgmma_wait<0>();
       Shared::ring_kv().release_apart(last_slot());
+    } else {
+      output_of(rows).settle(state_, inverse_);
     }
   }
 
@@ -130,7 +129,7 @@ class Consumer {
   // they make of V is yet to be added.
   DEVICE void walk(const Rows& rows) {
     weigh<true, false>(rows, rows.last);
-    await_stored();  // by now it is
+    await_stored(rows.slot);  // by now it is
     int block = rows.last - 1;
     for (; block >= rows.exact; --block) next_block<true>(rows, block);
     for (; block >= 0; --block) next_block<false>(rows, block);
@@ -173,7 +172,7 @@ class Consumer {
     if constexpr (T::LAZY_MAX) release_k();
     state_.sum[0] = state_.sum[0] * decay[0] + sum[0];
     state_.sum[1] = state_.sum[1] * decay[1] + sum[1];
-    if constexpr (EXACT || !T::LAZY_MAX) decay_output(decay);
+    if constexpr (HAS_VALUES && (EXACT || !T::LAZY_MAX)) decay_output(decay);
   }
 
   DEVICE void settle_max(float (&decay)[2], float (&base)[2]) {
@@ -255,52 +254,57 @@ class Consumer {
 
   DEVICE void release_k() const { Shared::ring_kv().release(k_slot_); }
   DEVICE void release_v() const { Shared::ring_kv().release(last_slot()); }
-  DEVICE int last_slot() const { return kv_.slot == 0 ? T::STAGES - 1 : kv_.slot - 1; }
+  DEVICE int last_slot() const { return kv_.before(kv_.slot); }
 
   // ---- out = outputs / sum and lse = log(sum of exp)
-  DEVICE void finish(const Rows& rows) {
-    const SharedAddress staged = queries(rows.slot);
-    if constexpr (T::TMA_STORE) await_warpgroup();  // nobody of it reads Q any more
-    const WarpOutput<T> output{params_.forward, rows.head, rows.first_query + warp_row(),
-                               staged + warp_row() * TileQ::ROW_BYTES};
-    if (T::CAUSAL && any_in_warp(has_nonfinite())) {
-      CarefulWarp<T>(params_.forward, rows.head, rows.first_query + warp_row()).attend(output);
-    } else {
-      float inverse[2];
-      output.settle(state_, inverse);
-      output.template write<T::HEAD_DIM / 8>(out_, 0, inverse);
-    }
-    if constexpr (T::TMA_STORE) store_staged(rows, staged);
+  DEVICE WarpOutput<T> output_of(const Rows& rows) const {
+    return {params_.forward, rows.tile.batch, rows.tile.head, rows.first_query + warp_row(),
+            queries(rows.slot) + warp_row() * TileQ::ROW_BYTES};
   }
 
+  DEVICE void finish(const Rows& rows) {
+    if constexpr (T::TMA_STORE) await_warpgroup();  // nobody of it reads Q any more
+    const WarpOutput<T> output = output_of(rows);
+    if (T::CAUSAL && any_in_warp(has_nonfinite()))
+      CarefulWarp<T>(params_.forward, output.batch, output.head, output.first_query).attend(output);
+    else
+      output.template write<T::HEAD_DIM / 8>(out_, 0, inverse_);
+    if constexpr (T::TMA_STORE) store_staged(rows);
+  }
+
+  // Of the first of a thread's two rows: what is not finite in V reaches every row that it is multiplied for, whatever the
+  // weight.
   DEVICE bool has_nonfinite() const {
     float products[4] = {};  // 0 * x is 0 for every finite x, else NaN: one instruction an element, in four chains
 #pragma unroll
-    for (int i = 0; i < T::HEAD_DIM / 2; ++i) products[i % 4] = fmaf(out_[i], 0.0f, products[i % 4]);
+    for (int i = 0; i < T::HEAD_DIM / 4; ++i) {
+      const float x = out_[i / 2 * 4 + i % 2];
+      products[i % 4] = fmaf(x, 0.0f, products[i % 4]);
+    }
     return products[0] + products[1] + (products[2] + products[3]) != 0.0f;
   }
 
-  DEVICE void store_staged(const Rows& rows, SharedAddress staged) {
+  DEVICE void store_staged(const Rows& rows) {
     fence_async_shared();
     await_warpgroup();  // everybody's outputs are there
     // A store that begins before its tensor is an illegal instruction; a load is not.
     if (thread_index() % WARPGROUP == 0 && rows.first_query >= 0) {
 #pragma unroll
       for (int panel = 0; panel < TileQ::PANELS; ++panel)
-        tma_store(params_.map_out, staged + panel * TileQ::PANEL_BYTES, panel * TileQ::PANEL_COLUMNS, rows.first_query,
-                  rows.head % params_.forward.heads_q, rows.head / params_.forward.heads_q);
+        tma_store(params_.map_out, queries(rows.slot) + panel * TileQ::PANEL_BYTES, panel * TileQ::PANEL_COLUMNS,
+                  rows.first_query, rows.tile.head, rows.tile.batch);
       tma_store_commit();
     }
     sync_warp();  // whole again for what its lanes must do together
     is_storing_ = true;
-    if constexpr (T::Q_SLOTS == 1) await_stored();
+    if constexpr (T::Q_SLOTS == 1) await_stored(rows.slot);
   }
 
-  // Gives Q's slot back once the output has left it.
-  DEVICE void await_stored() {
+  // Gives the slot of Q of the tile before the one in `slot` back, once its output has left it. Of one slot it is the same.
+  DEVICE void await_stored(int slot) {
     if (!T::TMA_STORE || !is_storing_) return;
     tma_store_wait_read<0>();  // only the thread that stored has any
-    Shared::ring_q().release_apart(q_.slot);  // the slot that comes next is that of the tile before
+    Shared::ring_q().release_apart(q_.before(slot));
     is_storing_ = false;
   }
 
@@ -334,6 +338,7 @@ class Consumer {
   float out_[T::HEAD_DIM / 2];  // [64, HEAD_DIM]
   uint32 kept_q_[T::KEPT_STEPS ? T::KEPT_STEPS : 1][4];
   RowState state_;
+  float inverse_[2];  // of the tile's sums
 };
 
 template <class T>

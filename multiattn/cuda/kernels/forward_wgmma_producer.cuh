@@ -7,8 +7,6 @@
 
 namespace multiattn {
 
-constexpr int NO_TILE = -1;  // a schedule is done; in a slot of Q, where the head of a tile stands, there is none
-
 // ---- schedulers: the tile that a block does after one, or NO_TILE. The first is the one of its own number.
 template <Scheduler>
 struct TileSchedule;
@@ -101,10 +99,10 @@ DEVICE void produce(const WgmmaParams& params) {
   RingPlace<T::Q_SLOTS> q;
   RingPlace<T::STAGES> kv;
 
-  const auto load = [&](const TensorMap& map, int head, int block) {
+  const auto load = [&](const TensorMap& map, int head_kv, int batch, int block) {
     ring_kv.await_empty(kv);
-    load_panels<typename T::TileKV, T::CLUSTER>(Shared::kv(kv.slot), map, ring_kv.full(kv.slot), block * T::TILE_N,
-                                    head % forward.heads_q / forward.group, head / forward.heads_q);
+    load_panels<typename T::TileKV, T::CLUSTER>(Shared::kv(kv.slot), map, ring_kv.full(kv.slot), block * T::TILE_N, head_kv,
+                                                batch);
     kv.advance();
   };
 
@@ -114,26 +112,25 @@ DEVICE void produce(const WgmmaParams& params) {
   // could have begun. H200, 2026-11-22, D=256 N=8192 causal: asked at a tile's start, 668 TFLOPS for ONE_TILE's 765.
   int tile = static_cast<int>(block_index());
   for (; tile != NO_TILE; tile = TileSchedule<T::SCHEDULER>::after(tile, params)) {
-    const auto [head, place] =
+    const auto [any_head, place] =
         place_of<T::CAUSAL>(tile / T::CLUSTER, forward.tiles / T::CLUSTER, forward.heads, forward.heads_per_section);
+    const int batch = any_head / forward.heads_q, head = any_head % forward.heads_q, head_kv = head / forward.group;
     const int first_query =
         end_of_tiles<T>(forward.seq_q) - (T::CLUSTER * (1 + place) - tile % T::CLUSTER) * T::TILE_M;
     const int blocks = loaded_blocks<T>(mask, first_query);
-    if (blocks > 0) load(params.map_k, head, blocks - 1);
+    if (blocks > 0) load(params.map_k, head_kv, batch, blocks - 1);
     ring_q.await_empty(q);
-    store_shared_4(Shared::tile_place(q.slot), first_query);
-    store_shared_4(Shared::tile_place(q.slot) + 4, head);
-    load_panels<typename T::TileQ>(Shared::q(q.slot), params.map_q, ring_q.full(q.slot), first_query,
-                                   head % forward.heads_q, head / forward.heads_q);
+    store_tile(Shared::tile_place(q.slot), {first_query, head, batch, blocks});
+    load_panels<typename T::TileQ>(Shared::q(q.slot), params.map_q, ring_q.full(q.slot), first_query, head, batch);
     q.advance();
     for (int block = blocks - 1; block > 0; --block) {
-      load(params.map_k, head, block - 1);
-      load(params.map_v, head, block);
+      load(params.map_k, head_kv, batch, block - 1);
+      load(params.map_v, head_kv, batch, block);
     }
-    if (blocks > 0) load(params.map_v, head, 0);
+    if (blocks > 0) load(params.map_v, head_kv, batch, 0);
   }
   ring_q.await_empty(q);
-  store_shared_4(Shared::tile_place(q.slot) + 4, static_cast<uint32>(NO_TILE));
+  store_tile(Shared::tile_place(q.slot), {0, 0, 0, NO_TILE});
   mbarrier_arrive(ring_q.full(q.slot));
   // Shared memory must be there for the other blocks of the cluster until they have released every slot.
   for (int slot = 0; T::CLUSTER > 1 && slot < T::STAGES; ++slot, kv.advance()) ring_kv.await_empty(kv);

@@ -20,14 +20,14 @@ class CarefulWarp {
   using Values = float[4 * CHUNKS];
 
  public:
-  DEVICE CarefulWarp(const ForwardParams& params, int head, int first_query)
+  DEVICE CarefulWarp(const ForwardParams& params, int batch, int head, int first_query)
       : params_(params),
         mask_{params.seq_q, params.seq_kv},
         first_query_(first_query),
         thread_(recomputed(thread_index())),
         blocks_(max(mask_.template blocks<16>(first_query, 16).end, 0)) {
-    const int batch = head / params.heads_q, head_q = head % params.heads_q, head_kv = head_q / params.group;
-    q_ = static_cast<const uint16*>(params.q) + batch * params.strides_q.batch + head_q * params.strides_q.head;
+    const int head_kv = head / params.group;
+    q_ = static_cast<const uint16*>(params.q) + batch * params.strides_q.batch + head * params.strides_q.head;
     k_ = static_cast<const uint16*>(params.k) + batch * params.strides_k.batch + head_kv * params.strides_k.head;
     v_ = static_cast<const uint16*>(params.v) + batch * params.strides_v.batch + head_kv * params.strides_v.head;
   }

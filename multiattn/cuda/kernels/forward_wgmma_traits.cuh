@@ -57,7 +57,7 @@ struct WgmmaTraits : S {
   static_assert(S::CLUSTER == 1 || S::SCHEDULER != Scheduler::DYNAMIC, "a cluster's blocks take their tiles together");
   static_assert(S::TILE_N % 16 == 0 && S::TILE_N >= 16 && S::TILE_N <= 256, "tile_n: multiples of 16 up to 256");
   static_assert(S::STAGES >= 3 && S::STAGES <= 16, "stages: 3 to 16");
-  static_assert(S::Q_SLOTS == 1 || S::Q_SLOTS == 2, "q_slots: 1, 2");
+  static_assert(S::Q_SLOTS >= 1 && S::Q_SLOTS <= 3, "q_slots: 1 to 3");
   static_assert(S::KEPT_STEPS >= 0 && S::KEPT_STEPS <= DOT_STEPS, "q_in_registers: up to all of Q");
   static_assert(S::EXP2_FMA_SIXTEENTHS >= 0 && S::EXP2_FMA_SIXTEENTHS <= 8, "exp2_fma_fraction: up to a half");
 };
@@ -73,6 +73,8 @@ struct RingPlace {
       parity ^= 1;
     }
   }
+
+  static DEVICE int before(int slot) { return slot == 0 ? SLOTS - 1 : slot - 1; }
 };
 
 // The barriers of a ring of slots in shared memory that one thread fills by TMA, for warps to use. One of a cluster is filled
@@ -119,8 +121,25 @@ struct Ring {
   }
 };
 
-// Shared memory: tiles of Q, tiles of K and V as they come, barriers, and what each slot of Q is of: the first query of the
-// tile, and the head of the batch, or NO_TILE.
+// A tile of queries: where it starts (negative: it has rows without a query), its head and batch entry, and how many blocks of
+// keys are loaded for it, or NO_TILE.
+struct QueryTile {
+  int first_query, head, batch, blocks;
+};
+constexpr int NO_TILE = -1;  // a schedule is done
+
+DEVICE void store_tile(SharedAddress place, const QueryTile& tile) {
+  store_shared_16(place, {static_cast<uint32>(tile.first_query), static_cast<uint32>(tile.head),
+                          static_cast<uint32>(tile.batch), static_cast<uint32>(tile.blocks)});
+}
+
+DEVICE QueryTile load_tile(SharedAddress place) {
+  const Chunk it = load_shared_16(place);
+  return {static_cast<int>(it.word[0]), static_cast<int>(it.word[1]), static_cast<int>(it.word[2]),
+          static_cast<int>(it.word[3])};
+}
+
+// Shared memory: tiles of Q, tiles of K and V as they come, barriers, and what each slot of Q is of.
 template <class T>
 struct SharedLayout {
   using RingQ = Ring<T::Q_SLOTS>;
@@ -131,7 +150,7 @@ struct SharedLayout {
   static DEVICE RingQ ring_q() { return {shared_base() + T::BARRIERS_AT}; }
   static DEVICE RingKV ring_kv() { return {shared_base() + T::BARRIERS_AT + RingQ::BYTES}; }
   static DEVICE SharedAddress tile_place(int slot) {
-    return shared_base() + T::BARRIERS_AT + RingQ::BYTES + RingKV::BYTES + 8 * slot;
+    return shared_base() + T::BARRIERS_AT + RingQ::BYTES + RingKV::BYTES + sizeof(QueryTile) * slot;
   }
 
   static DEVICE void init() {

@@ -10,6 +10,41 @@ DEVICE int64 block_count() { return gridDim.x; }
 // The value of the warp's lane 0: tells the compiler that all lanes have the same.
 DEVICE uint32 uniform(uint32 value) { return __shfl_sync(0xffffffffu, value, 0); }
 DEVICE float float_of_bits(uint32 bits) { return __uint_as_float(bits); }
+// 1 / x within an ulp, of a normal x: for 0 and what is smaller than normal it is inf.
+DEVICE float reciprocal_approx(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+// Within 2^-22 of log2(x) from 0.5 to 2, within that share of it elsewhere.
+DEVICE float log2_approx(float x) {
+  float result;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+// Stores that are predicated, not branched over: wgmmas may be under way, and ptxas moves other work across.
+DEVICE void store_global_4_if(bool predicate, float* target, float value) {
+  asm volatile(
+      "{.reg .pred chosen;\n"
+      "setp.ne.b32 chosen, %0, 0;\n"
+      "@chosen st.global.f32 [%1], %2;}" ::"r"(static_cast<int>(predicate)),
+      "l"(target), "f"(value)
+      : "memory");
+}
+DEVICE void store_global_16_if(bool predicate, void* target, const Chunk& value) {
+  asm volatile(
+      "{.reg .pred chosen;\n"
+      "setp.ne.b32 chosen, %0, 0;\n"
+      "@chosen st.global.v4.b32 [%1], {%2, %3, %4, %5};}" ::"r"(static_cast<int>(predicate)),
+      "l"(target), "r"(value.word[0]), "r"(value.word[1]), "r"(value.word[2]), "r"(value.word[3])
+      : "memory");
+}
+// As ldmatrix_x4, the other way.
+DEVICE void stmatrix_x4(SharedAddress row, const uint32 (&matrix)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(matrix[0]),
+               "r"(matrix[1]), "r"(matrix[2]), "r"(matrix[3])
+               : "memory");
+}
 // The larger of each 16-bit half, as unsigned numbers: of positive floating-point ones too.
 DEVICE uint32 max_of_halves(uint32 a, uint32 b) {
   uint32 result;

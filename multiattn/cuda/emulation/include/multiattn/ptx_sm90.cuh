@@ -19,6 +19,20 @@ using emulation::float_of_bits;
 
 inline int64 block_count() { return emulation::current_blocks; }
 uint32 uniform(uint32 value);
+inline float reciprocal_approx(float x) { return 1.0f / x; }
+inline float log2_approx(float x) { return log2f(x); }
+inline void store_global_4_if(bool predicate, float* target, float value) {
+  if (predicate) *target = value;
+}
+inline void store_global_16_if(bool predicate, void* target, const Chunk& value) {
+  if (predicate) store_global_16(target, value);
+}
+namespace emulation {
+Chunk gather_row(const uint32* matrix);  // of the one of four 8x8 matrices of which the lane has the address
+}
+inline void stmatrix_x4(SharedAddress row, const uint32 (&matrix)[4]) {
+  store_shared_16(row, emulation::gather_row(matrix));
+}
 inline uint32 max_of_halves(uint32 a, uint32 b) {
   return max(a & 0xffffu, b & 0xffffu) | max(a & 0xffff0000u, b & 0xffff0000u);
 }
