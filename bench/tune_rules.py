@@ -25,15 +25,13 @@ from multiattn.arch import ARCHS
 from multiattn.backend import Direction
 from multiattn.cuda import tuned
 from multiattn.cuda.tuned import Tuned
-from multiattn.cuda.wgmma_configs import SHAPES
+from multiattn.cuda.wgmma_configs import class_of
 
 BACKEND = "cuda"
 """The only one whose rules are taken from a file."""
 COMPILER = "nvidia-cuda-nvrtc"
 TOLERANCE = 0.01
 """What a config may lose to the fastest of its cell for the sake of fewer rules."""
-HEAD_DIM_CLASSES = tuple(SHAPES)
-"""The widest head_dim of each."""
 DIRECTIONS: Mapping[str, Direction] = {"fwd": "forward", "bwd": "backward"}
 """Of a cell, and whose kernels it times alone."""
 
@@ -93,7 +91,9 @@ def derive(sweeps: Sequence[Sweep]) -> list[Tuned]:
 
 
 def _class_of(sweep: Sweep) -> int:
-    return next(widest for widest in HEAD_DIM_CLASSES if sweep.cell.head_dim <= widest)
+    widest = class_of(sweep.cell.head_dim)
+    assert widest is not None, f"a sweep at head_dim {sweep.cell.head_dim}, beyond all classes"
+    return widest
 
 
 def _is_tuned(sweep: Sweep) -> bool:

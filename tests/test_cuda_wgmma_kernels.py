@@ -81,8 +81,8 @@ PLACES = """
 #include "forward_wgmma_producer.cuh"
 extern "C" void places(bool causal, int tiles, int heads, int heads_per_section, int* out) {
   for (int block = 0; block < tiles * heads; ++block) {
-    const auto it = causal ? multiattn::place_of<true>(block, tiles, heads, heads_per_section)
-                           : multiattn::place_of<false>(block, tiles, heads, heads_per_section);
+    const auto it = causal ? multiattn::scheduled_place<true>(block, tiles, heads, heads_per_section)
+                           : multiattn::scheduled_place<false>(block, tiles, heads, heads_per_section);
     *out++ = it.head;
     *out++ = it.place;
   }

@@ -198,7 +198,12 @@ def query_tiles(config: Config, problem: Problem) -> int:
 
 def grid_blocks(config: Config, problem: Problem) -> int:
     """Blocks of a launch that has one per tile of queries, head and batch entry."""
-    return query_tiles(config, problem) * problem.heads_q * problem.batch
+    return blocks_of(query_tiles(config, problem), problem)
+
+
+def blocks_of(tiles: int, problem: Problem) -> int:
+    """Blocks of a launch with one for each of a head's `tiles`, in each head and batch entry."""
+    return tiles * problem.heads_q * problem.batch
 
 
 _SHAPES = ((64, 4), (128, 4), (128, 8))  # (tile_m, warps)

@@ -24,13 +24,13 @@ COUNTER_BYTES = 16
 
 SCHEDULERS = ("one_tile", "static", "dynamic")
 _DEPTH = 16  # columns of Q that a wgmma multiplies: a fragment of 4 registers
-_ROOM_WITH_Q = {(2, False): 200, (2, True): 192, (3, False): 128, (3, True): 128}
+_ROOM_WITH_Q = {(2, False): 196, (2, True): 192, (3, False): 128, (3, True): 128}
 """Registers up to which Q may fill them, by warpgroups and causal: where ptxas spills nothing in the loops."""
 REGISTERS_MAX: Mapping[int, int] = {2: 208, 3: 144}
 """By consumer warpgroups, for what `registers_at_least` counts: setmaxnreg gives a thread 232, or 160 with three."""
-_PLAIN_STORE_REGISTERS = 24
-"""More that three warpgroups want under a causal mask to store from registers: with 124 in use ptxas 13 spills in the
-loops; with 120 without ping-pong only, which sweeps find out."""
+_PLAIN_STORE_REGISTERS = 20
+"""More that three warpgroups want under a causal mask to store from registers: with 128 in use ptxas 13 spills in the
+loops; at D=128 with 112, which sweeps find out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +99,7 @@ def query_tiles(config: WgmmaConfig, problem: Problem) -> int:
 
 def grid_blocks(config: WgmmaConfig, problem: Problem) -> int:
     """Blocks of a launch that has one per tile of queries, head and batch entry."""
-    return query_tiles(config, problem) * problem.heads_q * problem.batch
+    return configs.blocks_of(query_tiles(config, problem), problem)
 
 
 def registers_at_least(config: WgmmaConfig, problem: Problem) -> int:
@@ -203,9 +203,15 @@ _OPEN: tuple[Mapping[str, Any], ...] = (
 _STAGES_MAX = 16
 
 
+def class_of(head_dim: int) -> int | None:
+    """The widest head_dim of those that are tuned together with this one; None beyond all."""
+    return next((widest for widest in SHAPES if head_dim <= widest), None)
+
+
 def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[WgmmaConfig]:
     """Configs worth timing, some twenty: shapes, each with ways to run it, then single changes of the first."""
-    shapes = next((shapes for widest, shapes in SHAPES.items() if problem.head_dim <= widest), ())
+    widest = class_of(problem.head_dim)
+    shapes = SHAPES[widest] if widest else ()
     fits = partial(variant.fits, problem, arch)
     orders: list[dict[str, Any]] = [{"scheduler": "dynamic"}]
     alone = "one_tile" if problem.causal else "static"  # the third loses in each

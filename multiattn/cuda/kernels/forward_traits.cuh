@@ -41,8 +41,6 @@ struct Shape {
   static constexpr int KEY_SLICE = KEY_SLICE_;  // keys of a slice of V
 };
 
-DEVICE constexpr int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
-
 template <bool CHOOSE_FIRST, class First, class Second>
 struct Choice {
   using type = First;

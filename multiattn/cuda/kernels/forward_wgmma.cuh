@@ -172,7 +172,7 @@ class Consumer {
     if constexpr (T::LAZY_MAX) release_k();
     state_.sum[0] = state_.sum[0] * decay[0] + sum[0];
     state_.sum[1] = state_.sum[1] * decay[1] + sum[1];
-    if constexpr (HAS_VALUES && (EXACT || !T::LAZY_MAX)) decay_output(decay);
+    if constexpr (HAS_VALUES && (EXACT || !T::LAZY_MAX)) decay_output(decay);  // before the first there is no output
   }
 
   DEVICE void settle_max(float (&decay)[2], float (&base)[2]) {

@@ -16,8 +16,8 @@ DEVICE bool is_query(const ForwardParams& params, int row) {
   return static_cast<uint32>(row) < static_cast<uint32>(params.seq_q);
 }
 
-// log2 of a row's sum, which is normal where it is not inf or NaN. Its exponent is exact, so the error is 2^-22 of an lse, not of
-// its logarithm's size.
+// log2 of a row's sum, which is normal, inf or NaN. The exponent is exact, so that the error is within 2^-22 for sums of any
+// size.
 DEVICE float log2_of_sum(float sum) {
   const uint32 bits = float_bits(sum), exponent = bits & 0x7f800000u;
   const float log2 = log2_approx(float_of_bits(bits - exponent + 0x3f800000u)) + (static_cast<int>(exponent >> 23) - 127);
@@ -28,9 +28,9 @@ template <class T>
 struct WarpOutput {
   using E = typename T::Element;
   const ForwardParams& params;
-  int batch, head;        // of the batch entry
-  int first_query;        // of the warp's first row
-  SharedAddress staged;   // the warp's row 0 of a panel of Q
+  int batch, head;       // of the batch entry
+  int first_query;       // of the warp's first row
+  SharedAddress staged;  // the warp's row 0 of a panel of Q
 
   // lse = log(sum of exp); `inverse` is what the outputs of each row are multiplied by. Without branches, so that products may
   // be under way, and both rows at a time: with a division, a logarithm and a branch for each, one after the other, it took
@@ -44,7 +44,8 @@ struct WarpOutput {
       inverse[half] = empty ? 0.0f : reciprocal_approx(sum);
       lse[half] = (state.max[half] + log2_of_sum(empty ? 1.0f : sum)) * LN_2;
     }
-    const int half = thread_index() % 4, query = first_query + accumulator_row(2 * half);  // two lanes of a quad have a row
+    // Lanes 0 and 1 of a quad store a row each.
+    const int half = thread_index() % 4, query = first_query + accumulator_row(2 * half);
     const int64 row = static_cast<int64>(batch * params.heads_q + head) * params.seq_q + query;
     store_global_4_if(half < 2 && is_query(params, query), params.lse + row, half == 0 ? lse[0] : lse[1]);
   }

@@ -41,7 +41,7 @@ struct TileSchedule<Scheduler::DYNAMIC> {
 // about as many as there are SMs, all of them begin one and the longest end alone. The short ones of twice as many fill that
 // up. H200, 2026-11-22, N=8192 causal, beside FlashAttention-4: 22 heads of D=192 in 11 sections 0.93, 16 of D=256 in 8 1.03.
 template <bool CAUSAL>
-DEVICE Place place_of(int block, int tiles, int heads, int heads_per_section) {
+DEVICE Place scheduled_place(int block, int tiles, int heads, int heads_per_section) {
   constexpr int ENOUGH = 256;  // tiles of one head: twice the SMs of an H200. K and V of two such may be more than L2 holds
   if constexpr (CAUSAL) {
     const int before = max((heads - 1) / heads_per_section - 1, 0) * heads_per_section;  // heads in the other sections
@@ -56,15 +56,15 @@ DEVICE Place place_of(int block, int tiles, int heads, int heads_per_section) {
 // Where the last tile of a head ends. Whole warpgroups, so that the rows of each are queries from the first on, or none.
 template <class T>
 DEVICE int end_of_tiles(int seq_q) {
-  return (seq_q + T::WARPGROUP_ROWS - 1) / T::WARPGROUP_ROWS * T::WARPGROUP_ROWS;
+  return round_up(seq_q, T::WARPGROUP_ROWS);
 }
 
 // Blocks of keys that are loaded for a tile of queries: what it sees or, in a cluster, what the last of its tiles sees.
 template <class T>
 DEVICE int loaded_blocks(const Mask<T::CAUSAL>& mask, int first_query) {
   constexpr int ROWS = T::CLUSTER * T::TILE_M;
-  const int end = end_of_tiles<T>(mask.seq_q), rows_to_end = (end - first_query + ROWS - 1) / ROWS * ROWS;
-  return max(mask.template blocks<T::TILE_N>(end - rows_to_end, ROWS).end, 0);
+  const int end = end_of_tiles<T>(mask.seq_q);
+  return max(mask.template blocks<T::TILE_N>(end - round_up(end - first_query, ROWS), ROWS).end, 0);
 }
 
 // All panels of a tile. One of a cluster comes in parts, of which each block loads one, for all.
@@ -113,7 +113,7 @@ DEVICE void produce(const WgmmaParams& params) {
   int tile = static_cast<int>(block_index());
   for (; tile != NO_TILE; tile = TileSchedule<T::SCHEDULER>::after(tile, params)) {
     const auto [any_head, place] =
-        place_of<T::CAUSAL>(tile / T::CLUSTER, forward.tiles / T::CLUSTER, forward.heads, forward.heads_per_section);
+        scheduled_place<T::CAUSAL>(tile / T::CLUSTER, forward.tiles / T::CLUSTER, forward.heads, forward.heads_per_section);
     const int batch = any_head / forward.heads_q, head = any_head % forward.heads_q, head_kv = head / forward.group;
     const int first_query =
         end_of_tiles<T>(forward.seq_q) - (T::CLUSTER * (1 + place) - tile % T::CLUSTER) * T::TILE_M;

@@ -9,6 +9,8 @@ constexpr int WARP = 32;
 constexpr int CHUNK_BYTES = 16;
 constexpr int CHUNK_ELEMENTS = 8;
 
+DEVICE constexpr int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
+
 template <int ROWS_, int HEAD_DIM, bool SWIZZLED = true, int WIDTH_ = (HEAD_DIM + 15) / 16 * 16>
 struct Tile {
   static constexpr int ROWS = ROWS_;
