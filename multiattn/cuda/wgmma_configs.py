@@ -181,7 +181,7 @@ SHAPES: Mapping[int, tuple[tuple[int, int, int], ...]] = {
     128: ((192, 64, 2), (192, 80, 2), (192, 80, 1), (128, 128, 2), (128, 160, 2)),
     160: ((192, 64, 1), (192, 48, 1), (128, 96, 1), (128, 80, 2)),
     192: ((128, 96, 1), (128, 128, 1), (128, 80, 2), (128, 64, 2)),
-    256: ((128, 64, 1), (128, 80, 1), (128, 64, 2), (128, 48, 2)),
+    256: ((128, 64, 1), (128, 80, 1)),
 }
 """(tile_m, tile_n, q_slots) by the widest head_dim of a class: one that has as many panels, and registers for as wide a
 tile of keys. The first is tried in the most ways."""
