@@ -220,10 +220,7 @@ class TestRecorded:
         assert (ROOT / "docs" / "targets.md").read_text() == target_docs.page(RECORDED)
 
     def test_what_the_driver_said_is_what_is_on_record(self):
-        """sm90 kernels of the table, loaded on an H200: registers and shared memory as the driver reports them.
-
-        Those of wgmma at D=128 wait for the next record: their rules are newer than this one.
-        """
+        """sm90 kernels of the table, loaded on an H200: registers and shared memory as the driver reports them."""
         loaded = emitted.load(ROOT / "bench" / "results" / "h200" / "emitted.json")
         assert [it.name for it in loaded if not it.is_right] == []
         said = {(it.backend, it.direction, it.head_dim, it.mask): [] for it in loaded}
@@ -234,8 +231,7 @@ class TestRecorded:
         for it in RECORDED["sm90"].entries:
             where = (it.cell.backend, it.cell.direction, it.cell.head_dim, it.cell.mask)
             for kernel in it.kernels:
-                if not kernel.name.startswith("forward_wgmma_bf16_d128_"):
-                    assert (kernel.registers, kernel.static_smem_bytes, kernel.blocks) in said[where], it.cell
+                assert (kernel.registers, kernel.static_smem_bytes, kernel.blocks) in said[where], it.cell
 
 
 class TestCommand:
