@@ -165,6 +165,13 @@ def test_registers_are_raised_when_others_have_lowered_theirs(library):
     assert torch.equal(c[:384], (torch.arange(384) // 32 * 32).float())
 
 
+def test_stmatrix_writes_what_ldmatrix_reads_and_a_predicate_chooses_who_stores(library):
+    c, _ = run(library, "matrices", threads=32)
+    assert c[:128].tolist() == list(range(128))
+    assert c[128:132].tolist() == [4 * lane + 2 for lane in range(20, 24)]  # matrix 2: rows 0 to 7 of the next chunk
+    assert c[132:137].tolist() == [1.0, 2.0, 3.0, 4.0, 3.25]
+
+
 def test_tickets_are_unique(library):
     c, _ = run(library, "tickets")
     assert c[:128].tolist() == [2 * i + 1 for i in range(128)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -36,7 +37,7 @@ from parity.tolerance import Truth
         (RULES[-1].config, {"head_dim": 72, "causal": True}),
         (replace(RULES[-1].config, pingpong=True, q_slots=2), {"seq_q": 500, "seq_kv": 90, "causal": True}),
         (replace(RULES[-1].config, pingpong=True, q_slots=3), {"seq_q": 500, "seq_kv": 90, "causal": True}),
-        (replace(RULES[-1].config, q_slots=3, stages=5), {"heads_q": 8, "causal": True}),
+        (replace(CONFIG, q_slots=3, tma_store=False), {"head_dim": 40, "causal": True, "seq_q": 70}),
         (replace(CONFIG, stages=3, scheduler="static", q_in_registers=True), {"head_dim": 40, "scale": -0.2}),
         (replace(CONFIG, tile_n=48, scheduler="one_tile", lazy_max=True, tma_store=False), {"seq_q": 70, "scale": 0.0}),
         (replace(CONFIG, cluster=2, scheduler="static", lazy_max=True, pingpong=True), {"seq_q": 500, "causal": True}),
@@ -107,9 +108,35 @@ def test_tiles_run_section_by_section_longest_first(causal, tiles, sections):
     assert list(zip(found[::2], found[1::2], strict=True)) == expected
 
 
+LOG2_OF_SUM = """
+#include "multiattn/ptx_sm90.cuh"
+#include "forward_wgmma_output.cuh"
+extern "C" float log2_of_sum(float sum) { return multiattn::log2_of_sum(sum); }
+"""
+
+
+@on_cpu
+def test_the_logarithm_of_a_sum_has_its_exponent_apart():
+    """As exact for a sum of any size as for one from 1 to 2; what is not finite stays what it is."""
+    log2 = host.load(host.build_source(LOG2_OF_SUM)).log2_of_sum
+    log2.argtypes, log2.restype = [ctypes.c_float], ctypes.c_float
+    for exponent, mantissa in itertools.product((-126, -20, -1, 0, 1, 17, 127), (1.0, 1.25, 1.5, 1.9375)):
+        assert log2(math.ldexp(mantissa, exponent)) == pytest.approx(exponent + math.log2(mantissa), rel=1e-6, abs=1e-6)
+    assert log2(math.inf) == math.inf
+    assert math.isnan(log2(math.nan))
+
+
+@on_cpu
+@pytest.mark.parametrize("tma_store", [True, False])
+def test_one_column_that_is_not_finite_is_found_wherever_it_is(tma_store):
+    """Of one key, which few rows see: of each head's V another column, of every place that a lane has some in."""
+    config = replace(RULES[-1].config, tma_store=tma_store)
+    check_launch(config, {"causal": True, "seq_q": 150, "nan_columns": (1, 22, 43, 60)})
+
+
 def check_launch(config, sizes):
     """Two sequences of four heads, two of keys: held to the reference."""
-    given = {"head_dim": 64, "seq_q": 300, "seq_kv": 150, "causal": False, "scale": None, **sizes}
+    given = {"nan_columns": (), "head_dim": 64, "seq_q": 300, "seq_kv": 150, "causal": False, "scale": None, **sizes}
     generator = torch.Generator().manual_seed(0)
 
     def make(heads, seq):
@@ -117,6 +144,8 @@ def check_launch(config, sizes):
         return packed.transpose(1, 2)
 
     q, k, v = make(4, given["seq_q"]), make(2, given["seq_kv"]), make(2, given["seq_kv"])
+    for head, column in enumerate(given["nan_columns"]):
+        v[head // 2, head % 2, 100, column] = torch.nan
     how = {"causal": given["causal"], "scale": given["scale"]}
     plan = plan_of(Problem.of(q, k, v, **how), config, CPU)
     out = torch.full_like(q, torch.nan)
@@ -163,6 +192,7 @@ def test_a_kernel_of_an_illegal_config_does_not_compile(changed, message):
     [
         (40, "fp16", replace(CONFIG, scheduler="one_tile", tma_store=False)),
         (128, "bf16", replace(CONFIG, **{**FLIPPED, "tile_m": 128, "tile_n": 48, "q_in_registers": False})),
+        (64, "fp16", WgmmaConfig(tile_m=192, tile_n=64, stages=16, q_slots=3, pingpong=True, lazy_max=True)),
         (64, "bf16", WgmmaConfig(tile_m=192, tile_n=128, stages=8, q_slots=2, pingpong=True, lazy_max=True)),
     ],
     ids=str,
@@ -188,7 +218,7 @@ def test_no_warp_parts_in_a_kernel_of_the_rules(head_dim):
     """As tuned kernels are read one by one: whatever head_dim and dtype, an arrival that has become a jump may hang."""
     for dtype, causal in itertools.product(("fp16", "bf16"), (False, True)):
         plans = {}
-        for seq in (512, 1024, 2048, 4096, 16384):
+        for seq in sorted({rule.seq_min for rule in RULES} | {512, 16384}):
             problem = problem_of(head_dim, dtype=dtype, causal=causal, seq_q=seq, seq_kv=seq)
             plan = plan_variant(BACKEND, WGMMA, problem, SM90)
             plans[plan.config] = plan

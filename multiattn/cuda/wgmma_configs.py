@@ -45,7 +45,8 @@ class WgmmaConfig(Config):
     """``one_tile``: a block per tile of queries. ``static``, ``dynamic``: a block per SM, which takes every n-th tile,
     or the next one that a counter in device memory gives it."""
     q_slots: int = 1
-    """Buffers of Q; with two the next tile is begun before the output of one is stored, with three two tiles wait."""
+    """Buffers of Q; with two the next tile is begun before the output of one is stored, with three Q of two is loaded
+    ahead."""
     q_in_registers: bool = False
     """As many of Q's fragments as there is room for are read into registers once a tile.
 

@@ -179,6 +179,24 @@ KERNEL(384, 1) registers(PARAMETERS(Arguments) arguments) {
   arguments.c[thread_index()] = static_cast<float>(uniform(thread_index()));
 }
 
+// What stmatrix writes, ldmatrix reads; row 5 of the second chunk as it lies there.
+KERNEL(32, 1) matrices(PARAMETERS(Arguments) arguments) {
+  using T = Tile<16, 16>;
+  const int lane = thread_index();
+  uint32 given[4], found[4];
+  for (int i = 0; i < 4; ++i) given[i] = 4 * lane + i;
+  const SharedAddress row = T::chunk(shared_base(), lane % 16, lane / 16);
+  stmatrix_x4(row, given);
+  sync_warp();
+  ldmatrix_x4(found, row);
+  for (int i = 0; i < 4; ++i) arguments.c[4 * lane + i] = static_cast<float>(found[i]);
+  const Chunk chunk = load_shared_16(T::chunk(shared_base(), 5, 1));
+  for (int i = 0; i < 4; ++i) arguments.c[128 + i] = static_cast<float>(chunk.word[i]);
+  const Chunk pair{{float_bits(1.0f), float_bits(2.0f), float_bits(3.0f), float_bits(4.0f)}};
+  store_global_16_if(lane == 1, arguments.c + 132, pair);
+  store_global_4_if(lane == 2, arguments.c + 136, reciprocal_approx(4.0f) + log2_approx(8.0f));
+}
+
 KERNEL(128, 1) tickets(PARAMETERS(Arguments) arguments) {
   arguments.c[thread_index()] = static_cast<float>(atomic_add_global(arguments.counter, 2) + block_count());
   arguments.c[128 + thread_index()] = static_cast<float>(max_of_halves(0x00020001u * thread_index(), 0x00030002u));

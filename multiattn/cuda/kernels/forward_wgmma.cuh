@@ -272,8 +272,8 @@ class Consumer {
     if constexpr (T::TMA_STORE) store_staged(rows);
   }
 
-  // Of the first of a thread's two rows: what is not finite in V reaches every row that it is multiplied for, whatever the
-  // weight.
+  // Of the first of a thread's two rows: what is not finite in V reaches all rows of a wgmma, whatever their weights. (A sum
+  // that overflows by itself, of values beyond 2^110 or so, is not looked for: without a mask it is not either.)
   DEVICE bool has_nonfinite() const {
     float products[4] = {};  // 0 * x is 0 for every finite x, else NaN: one instruction an element, in four chains
 #pragma unroll

@@ -10,7 +10,7 @@ DEVICE int64 block_count() { return gridDim.x; }
 // The value of the warp's lane 0: tells the compiler that all lanes have the same.
 DEVICE uint32 uniform(uint32 value) { return __shfl_sync(0xffffffffu, value, 0); }
 DEVICE float float_of_bits(uint32 bits) { return __uint_as_float(bits); }
-// 1 / x within an ulp, of a normal x; of 0, and of what is smaller than normal, inf.
+// 1 / x within an ulp where both are normal. What is smaller than normal counts as 0: of it inf, beyond 2^126 it.
 DEVICE float reciprocal_approx(float x) {
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
