@@ -21,7 +21,10 @@ NAIVE_FACTOR = 2
 """How much worse than naive a kernel may round."""
 
 LSE_ROUNDINGS = 4
-"""fp32 roundings of lse itself, ``(max * scale_log2 + log2(sum)) * ln(2)``, of one ulp each as approximate log2 has."""
+"""fp32 roundings of lse itself, ``(max * scale_log2 + log2(sum)) * ln(2)``, of an epsilon each.
+
+Three round by half of one each; an approximate log2 is off by two, 2^-22 absolute, which ln(2) makes less of.
+"""
 
 PRODUCTS_AT_ONCE = 16
 """Products of fp16 or bf16 that an mma adds to an accumulator: k of m16n8k16 and of wgmma."""

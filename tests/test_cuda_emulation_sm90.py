@@ -194,6 +194,8 @@ MISTAKES = {
     "wait_for_nobody": "deadlock: threads 0-127 in mbarrier_wait(16384, phase 0: 1 of 2 arrivals, 0 bytes missing);",
     "odd_parity": "mbarrier_wait: a parity of 2",
     "phase_missed": "mbarrier_wait: the phase after the one waited for has gone by, too: mbarrier(16384, phase 2",
+    "matrix_outside": "stmatrix_x4: address 49152 is outside the 49152 bytes of shared memory",
+    "matrix_of_half_a_warp": "thread 16: returns while its warp waits in stmatrix_x4",
     "misaligned_tile": "tma_load: address 512 is not aligned to 1024 bytes",
     "tile_outside": "tma_load: address 41984 is outside the 49152 bytes of shared memory",
     "mbarrier_not_fenced": "tma_load: no fence_mbarrier_init follows the mbarrier_init of 16384",

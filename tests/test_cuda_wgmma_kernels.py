@@ -134,6 +134,23 @@ def test_one_column_that_is_not_finite_is_found_wherever_it_is(tma_store):
     check_launch(config, {"causal": True, "seq_q": 150, "nan_columns": (1, 22, 43, 60)})
 
 
+@on_cpu
+def test_a_row_whose_weights_are_all_zero_has_an_lse_of_minus_infinity():
+    """Of scores so large that rounding their maximum alone makes exp2 of them 0: out and lse must tell the same."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.full((1, 1, 70, 64), 60000.0 + 32 * i, dtype=torch.float16) for i in (0, 12))
+    v = torch.randn(1, 1, 70, 64, generator=generator).to(torch.float16)
+    problem = Problem.of(q, k, v, causal=False, scale=None)
+    score, scale = 64 * q[0, 0, 0, 0].double() * k[0, 0, 0, 0].double(), float(torch.tensor(problem.scale_log2))
+    score = float(score.float())
+    assert score * scale - float(torch.tensor(score * scale).float()) < -150  # what exp2 is taken of
+
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
+    BACKEND.forward.prepare(plan_of(problem, RULES[-1].config, CPU))(q, k, v, out, lse)
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+
+
 def check_launch(config, sizes):
     """Two sequences of four heads, two of keys: held to the reference."""
     given = {"nan_columns": (), "head_dim": 64, "seq_q": 300, "seq_kv": 150, "causal": False, "scale": None, **sizes}

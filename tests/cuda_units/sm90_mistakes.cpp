@@ -84,6 +84,16 @@ MISTAKE(phase_missed, 128) {
     for (int i = 0; i < 2; ++i) mbarrier_arrive(BARRIER);
 }
 
+// ---- stmatrix
+MISTAKE(matrix_outside, 32) {
+  const uint32 matrix[4] = {};
+  stmatrix_x4(49152, matrix);
+}
+MISTAKE(matrix_of_half_a_warp, 32) {
+  const uint32 matrix[4] = {};
+  if (thread_index() < 16) stmatrix_x4(16 * thread_index(), matrix);
+}
+
 // ---- TMA
 MISTAKE(misaligned_tile, 128) {
   make_barriers(BARRIER, 1, 1);

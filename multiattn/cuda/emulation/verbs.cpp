@@ -169,6 +169,12 @@ T shuffle(T value, int lane_mask) {
 
 }  // namespace
 
+void store_chunk(const char* verb, SharedAddress target, const Chunk& value) {
+  check_address(verb, target, CHUNK_BYTES);
+  check(verb, block().smem.write(target, CHUNK_BYTES, block().now(), SharedMemory::Pending::NONE));
+  std::memcpy(block().smem.at(target), &value, CHUNK_BYTES);
+}
+
 bool any_in_block(bool predicate) { return block().meet_block("any_in_block", predicate); }
 
 bool any_in_warp(bool predicate) {
@@ -274,11 +280,7 @@ void load_shared_8(float (&value)[2], SharedAddress source) {
   std::memcpy(value, block().smem.at(source), 8);
 }
 
-void store_shared_16(SharedAddress target, const Chunk& value) {
-  check_address("store_shared_16", target, CHUNK_BYTES);
-  check("store_shared_16", block().smem.write(target, CHUNK_BYTES, block().now(), SharedMemory::Pending::NONE));
-  std::memcpy(block().smem.at(target), &value, CHUNK_BYTES);
-}
+void store_shared_16(SharedAddress target, const Chunk& value) { store_chunk("store_shared_16", target, value); }
 
 void store_shared_4(SharedAddress target, uint32 value) {
   check_address("store_shared_4", target, 4);

@@ -8,14 +8,14 @@ namespace multiattn {
 namespace emulation {
 
 extern Block* running_block;
+void store_chunk(const char* verb, SharedAddress target, const Chunk& value);
 
 namespace {
 
 Hopper& hopper() { return running_block->hopper(); }
 Warpgroup& warpgroup(const char* verb) { return hopper().warpgroup(verb); }
 
-}  // namespace
-
+// The row of the one of four 8x8 matrices of which the lane has the address.
 Chunk gather_row(const uint32* matrix) {
   struct Arguments {
     const uint32* matrix;
@@ -29,6 +29,8 @@ Chunk gather_row(const uint32* matrix) {
   });
   return mine.row;
 }
+
+}  // namespace
 
 void mbarrier_arrive_at(SharedAddress barrier, int rank) { hopper().arrive_at("mbarrier_arrive_if", barrier, rank); }
 
@@ -73,6 +75,8 @@ int32 atomic_add_global(int32* target, int32 value) {
   *target += value;
   return before;
 }
+
+void stmatrix_x4(SharedAddress row, const uint32 (&matrix)[4]) { store_chunk("stmatrix_x4", row, gather_row(matrix)); }
 
 void mbarrier_init(SharedAddress barrier, int arrivals) { hopper().init_mbarrier(barrier, arrivals); }
 void mbarrier_arrive(SharedAddress barrier) { hopper().arrive("mbarrier_arrive", barrier, 0); }

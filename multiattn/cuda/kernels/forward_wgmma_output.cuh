@@ -39,9 +39,10 @@ struct WarpOutput {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = reduce_row(state.sum[half], [](float a, float b) { return a + b; });
-      const bool empty = sum == 0.0f;  // the query sees no key: the maximum is -inf, and log2 of anything does
+      const bool empty = sum == 0.0f;  // the query sees no key
       inverse[half] = empty ? 0.0f : reciprocal_approx(sum);
-      lse[half] = (state.max[half] + log2_of_sum(empty ? 1.0f : sum)) * LN_2;
+      const float max = empty ? -infinity() : state.max[half];  // two selections: of one, of the lse, ptxas makes a branch
+      lse[half] = (max + log2_of_sum(empty ? 1.0f : sum)) * LN_2;
     }
     // Lanes 0 and 1 of a quad store a row each.
     const int half = thread_index() % 4, query = first_query + accumulator_row(2 * half);
@@ -67,9 +68,8 @@ struct WarpOutput {
 
   template <int CHUNKS, class Pair>
   DEVICE void stage(int first, Pair pair) const {
-    // Lanes have the addresses of 16 rows of a chunk, then of the next, which the panel has where the tensor ends.
-    const uint32 lane = recomputed(thread_index()) % WARP;
-    const SharedAddress lane_offset = PanelQ<T>::chunk(0, lane % 16, lane / 16);
+    // Fragments of Q's, written. Where the tensor ends with a chunk, the panel has the next one, too.
+    const auto fragments = FragmentReader<PanelQ<T>>::down(recomputed(thread_index()));
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
       uint32 matrix[4] = {pair(chunk, 0), pair(chunk, 1)};
@@ -78,7 +78,8 @@ struct WarpOutput {
         matrix[3] = pair(chunk + 1, 1);
       }
       if (first + chunk < ALL)
-        stmatrix_x4(staged + (first + chunk) / 8 * T::TileQ::PANEL_BYTES + (lane_offset ^ chunk % 8 * CHUNK_BYTES), matrix);
+        stmatrix_x4(fragments.address(staged + (first + chunk) / 8 * T::TileQ::PANEL_BYTES, 0, chunk % 8 * CHUNK_ELEMENTS),
+                    matrix);
     }
   }
 

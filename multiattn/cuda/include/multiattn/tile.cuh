@@ -98,14 +98,15 @@ class FragmentReader {
     return fragment;
   }
 
- private:
-  DEVICE FragmentReader(int row, int chunk) : lane_offset_(T::chunk(0, row, chunk)) {}
-
+  // What the lane tells ldmatrix, or stmatrix for a fragment the other way.
   DEVICE SharedAddress address(SharedAddress tile, uint32 row, uint32 column) const {
     constexpr uint32 SPAN = T::Layout::SPAN;
     const uint32 chunk = column / CHUNK_ELEMENTS;
     return tile + (lane_offset_ ^ chunk % SPAN * CHUNK_BYTES) + (row * T::PITCH + chunk / SPAN * SPAN * CHUNK_BYTES);
   }
+
+ private:
+  DEVICE FragmentReader(int row, int chunk) : lane_offset_(T::chunk(0, row, chunk)) {}
 
   SharedAddress lane_offset_;
 };

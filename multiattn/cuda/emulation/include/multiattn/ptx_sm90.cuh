@@ -27,12 +27,7 @@ inline void store_global_4_if(bool predicate, float* target, float value) {
 inline void store_global_16_if(bool predicate, void* target, const Chunk& value) {
   if (predicate) store_global_16(target, value);
 }
-namespace emulation {
-Chunk gather_row(const uint32* matrix);  // of the one of four 8x8 matrices of which the lane has the address
-}
-inline void stmatrix_x4(SharedAddress row, const uint32 (&matrix)[4]) {
-  store_shared_16(row, emulation::gather_row(matrix));
-}
+void stmatrix_x4(SharedAddress row, const uint32 (&matrix)[4]);
 inline uint32 max_of_halves(uint32 a, uint32 b) {
   return max(a & 0xffffu, b & 0xffffu) | max(a & 0xffff0000u, b & 0xffff0000u);
 }
