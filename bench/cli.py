@@ -24,6 +24,7 @@ from bench import (
     rule_table,
     target_cli,
     tune,
+    tune_finals,
     tune_refine,
     tune_results,
     tune_rules,
@@ -212,7 +213,8 @@ def tune_configs(options: argparse.Namespace) -> int:
     for backend in names:
         path = folder / f"{tune_results.PREFIX}{backend}.json"
         seconds = options.budget_s if options.refine else 0.0
-        for cell, trials in tune_refine.sweep(backend, cells, tuple(options.variant or ()), search, seconds):
+        swept = tune_refine.sweep(backend, cells, tuple(options.variant or ()), search, seconds)
+        for cell, trials in tune_finals.with_finals(swept, machine, options.finals):
             tune_results.merge(tune_results.sweeps_of(backend, trials, setup), path)
             print(f"\n{backend}: {cell.key}\n{tune.table(trials, top=options.top)}\n", flush=True)
         print(f"Written: {_shown(path)}", flush=True)

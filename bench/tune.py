@@ -80,6 +80,10 @@ class Trial:
             failure=failure,
         )
 
+    def untimed(self, failure: str = "") -> Trial:
+        """The same without its rate, to be timed again, or never."""
+        return replace(self, tflops=None, spread=0.0, failure=failure)
+
     @property
     def is_rule(self) -> bool:
         """Whether it is what the rules choose."""

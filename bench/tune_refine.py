@@ -79,7 +79,7 @@ def refine(cell: Cell, trials: Sequence[Trial], search: Search, seconds: float) 
             ready += [] if trial.failure else [trial]
         if not ready:
             break
-        timed = [it for it in time_cell(cell, [_again(best), *ready], search.machine, search.budget) if it.variant]
+        timed = [it for it in time_cell(cell, [best.untimed(), *ready], search.machine, search.budget) if it.variant]
         known |= {(trial.variant, trial.config): trial for trial in timed}
         now_best, fastest = timed[0], ranked(timed)[0]
         if not now_best.tflops or not fastest.tflops or fastest.tflops < GAIN * now_best.tflops:
@@ -101,13 +101,9 @@ def _prepared(cell: Cell, plans: Sequence[Plan], search: Search, until: float) -
 
 def _final(cell: Cell, trials: Sequence[Trial], search: Search) -> list[Trial]:
     """Everything timed once more, all in the same turns: rates of different steps do not compare."""
-    timed = [_again(trial) for trial in trials if trial.tflops and trial.variant]
+    timed = [trial.untimed() for trial in trials if trial.tflops and trial.variant]
     failed = [trial for trial in trials if not trial.tflops and trial.variant]
     return ranked([*time_cell(cell, timed, search.machine, search.budget), *failed])
-
-
-def _again(trial: Trial) -> Trial:
-    return replace(trial, tflops=None, spread=0.0)
 
 
 # ---------------------------------------------------------------- neighbours
@@ -159,6 +155,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--refine", action="store_true", help="go on from the fastest, one field at a time")
     command.add_argument(
         "--budget-s", type=positive, default=600.0, metavar="S", help="seconds of --refine in total (%(default)s)"
+    )
+    command.add_argument(
+        "--finals", type=count, default=0, metavar="N", help="time the N fastest of like cells again, alone and long"
     )
     command.add_argument("--rules", action="store_true", help="keep the sweeps in bench/results, and write their rules")
     command.add_argument(

@@ -1,4 +1,4 @@
-"""Sweeps with made-up rates: the rules that they give, what is kept of them, the second step of a search, spills."""
+"""Sweeps with made-up rates: the rules that they give, what is kept of them, the later steps of a search, spills."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import bench_fakes as fakes
 import pytest
 
-from bench import cli, tune, tune_refine, tune_results, tune_rules
+from bench import cli, tune, tune_finals, tune_refine, tune_results, tune_rules
 from bench.errors import InputError
 from bench.matrix import SUITES
 from bench.tune_results import Sweep, Tried
@@ -327,6 +327,69 @@ def test_descent_ends_where_nothing_gains_and_when_time_is_up(monkeypatch):
     assert 0 < len(prepared) < 6
     _, prepared = refine_with(monkeypatch, time_of=lambda config: None)
     assert not prepared
+
+
+# ---------------------------------------------------------------- the last step
+
+
+def ranking_of(cell, rates, rule=None):
+    """A ranking of configs of tile_m = 1, 2, ... with these rates, and the yardstick."""
+    plan = make_plan(get("reference"), cell.problem, ARCHS["cpu"])
+    trials = [
+        tune.Trial(
+            cell=cell,
+            name=f"config {tile_m}",
+            variant="eager",
+            config=Choice(tile_m=tile_m, tile_n=8),
+            plan=replace(plan, why="a rule" if tile_m == rule else tune.GIVEN),
+            tflops=rate,
+            failure="" if rate else "Mismatch: wrong",
+        )
+        for tile_m, rate in enumerate(rates, start=1)
+    ]
+    return tune.ranked([*trials, tune.Trial(cell=cell, name=tune.YARDSTICK, tflops=1.0)])
+
+
+def finals_of(monkeypatch, rankings, count):
+    """The cells that `with_finals` yields with the tile_m that each then has rates of."""
+
+    def time_cell(cell, ready, machine, budget):
+        assert not any(it.tflops or it.failure for it in ready)
+        assert budget.rounds * budget.sample_ms > 10 * tune.TUNE_BUDGET.rounds * tune.TUNE_BUDGET.sample_ms
+        yardstick = tune.Trial(cell=cell, name=tune.YARDSTICK, tflops=2.0)
+        return [*(replace(it, tflops=100.0 + it.config.tile_m) for it in ready), yardstick]
+
+    monkeypatch.setattr(tune_finals, "time_cell", time_cell)
+    return list(tune_finals.with_finals(rankings.items(), fakes.machine(), count))
+
+
+SHORT, LONG = STANDARD[128, False, 512], STANDARD[128, False, 4096]
+MASKED = STANDARD[128, True, 512]
+RANKINGS = {
+    SHORT: ranking_of(SHORT, [90.0, 99.0, 100.0, 50.0, None]),
+    MASKED: ranking_of(MASKED, [1.0, 2.0, 3.0, 100.0, None]),
+    LONG: ranking_of(LONG, [200.0, 198.0, 150.0, 100.0, None], rule=4),
+}
+
+
+def test_finals_time_the_fastest_of_like_cells_and_the_rule_again(monkeypatch):
+    found = finals_of(monkeypatch, RANKINGS, 1)
+    assert [cell for cell, _ in found] == [*RANKINGS, SHORT, LONG, MASKED]
+    timed = {cell: [it.config.tile_m for it in ranking if it.tflops and it.variant] for cell, ranking in found}
+    # 2 is the fastest in the mean, 1 and 3 each in one length, 4 what the rule has in one
+    assert timed == {SHORT: [4, 3, 2, 1], LONG: [4, 3, 2, 1], MASKED: [4]}
+    last = dict(found)
+    assert all([it.tflops for it in ranking if not it.variant] == [2.0] for ranking in last.values())
+    failures = {it.config.tile_m: it.failure for it in last[MASKED] if it.failure}
+    assert failures[3] == "no finalist: 0.030 of the fastest before"
+    assert failures[5] == "Mismatch: wrong"
+    assert len(last[MASKED]) == len(RANKINGS[MASKED])
+
+
+def test_finals_may_be_none_and_a_cell_of_failures_has_none(monkeypatch):
+    assert finals_of(monkeypatch, RANKINGS, 0) == list(RANKINGS.items())
+    failed = {SHORT: ranking_of(SHORT, [None, None])}
+    assert finals_of(monkeypatch, failed, 3) == [*failed.items(), *failed.items()]
 
 
 # ---------------------------------------------------------------- spills
