@@ -253,10 +253,19 @@ def tune(
 def prepare(
     wanted: Sequence[tuple[Cell, Plan]], machine: Machine, *, jobs: int, timeout_s: float, spills: bool
 ) -> Iterator[Trial]:
-    """Compile and check Plans in processes of their own; the Trial of each as it ends, with its failure if any."""
+    """Compile and check Plans in processes of their own; the Trial of each as it ends, with its failure if any.
+
+    What finds too little memory beside the others is checked once more, alone.
+    """
     device = str(machine.device)
     tasks = [_Task(cell=cell, plan=plan, device=device, spills=spills) for cell, plan in wanted]
+    crowded = []
     for outcome in run_isolated(check_candidate, tasks, jobs=jobs, timeout_s=timeout_s, keep=device_works):
+        if "OutOfMemoryError" in outcome.error and jobs > 1:
+            crowded.append(outcome.item)
+        else:
+            yield _prepared(outcome)
+    for outcome in run_isolated(check_candidate, crowded, jobs=1, timeout_s=timeout_s, keep=device_works):
         yield _prepared(outcome)
 
 

@@ -1,4 +1,4 @@
-"""Sweeps to rules: who wins where, in as few bands as lose no more than `TOLERANCE`, each with its numbers as evidence.
+"""Sweeps to rules: who wins where, in bands of lengths that are worth a rule each, with their numbers as evidence.
 
 A tuned head_dim speaks for its class and those below, down to the next smaller class that has one; a tuned length for
 those up to the geometric middle between it and its neighbours, the first and the last for all beyond. Nothing here
@@ -30,8 +30,8 @@ from multiattn.cuda.wgmma_configs import class_of
 BACKEND = "cuda"
 """The only one whose rules are taken from a file."""
 COMPILER = "nvidia-cuda-nvrtc"
-TOLERANCE = 0.01
-"""What a config may lose to the fastest of its cell for the sake of fewer rules."""
+RULE_COST = 0.01
+"""What one more rule must gain, in all its lengths together: a percent of one of them."""
 DIRECTIONS: Mapping[str, Direction] = {"fwd": "forward", "bwd": "backward"}
 """Of a cell, and whose kernels it times alone."""
 
@@ -48,14 +48,14 @@ class _Place:
         shares = [{name: it / max(rates.values()) for name, it in rates.items()} for rates in map(_rates, self.sweeps)]
         return {name: min(share[name] for share in shares) for name in shares[0] if all(name in it for it in shares)}
 
-    def good(self) -> dict[str, float]:
-        """Those of `scores` that lose no more than `TOLERANCE` to the best. InputError where no config is in all."""
+    def losses(self) -> dict[str, float]:
+        """What each of `scores` loses to the best of them, as a share. InputError where no config is in all sweeps."""
         scores = self.scores()
         if not scores:
             cells = "; ".join(f"{it.environment.gpu} {it.cell.key}" for it in self.sweeps)
             raise InputError(f"no config was timed in all of these, so that they give no rule together: {cells}")
         best = max(scores.values())
-        return {name: score for name, score in scores.items() if score >= (1 - TOLERANCE) * best}
+        return {name: 1 - score / best for name, score in scores.items()}
 
 
 def _rates(sweep: Sweep) -> dict[str, float]:
@@ -132,17 +132,26 @@ def _rules(sweeps: Sequence[Sweep], head_dim_min: int, head_dim_max: int) -> Ite
 
 
 def _bands(places: Sequence[_Place]) -> list[tuple[str, list[_Place]]]:
-    """Neighbouring lengths that share a good config, and the best that they share; from the shortest on, each as wide
-    as it can be, which makes them as few as they can be."""
-    bands: list[tuple[dict[str, float], list[_Place]]] = []
-    for place in places:
-        good = place.good()
-        shared = {name: score + good[name] for name, score in bands[-1][0].items() if name in good} if bands else {}
-        if shared:
-            bands[-1] = (shared, [*bands[-1][1], place])
-        else:
-            bands.append((good, [place]))
-    return [(max(sorted(scores), key=scores.__getitem__), members) for scores, members in bands]
+    """Neighbouring lengths, each under one config: of all ways to part them, what costs least.
+
+    It costs what configs lose to the fastest of each length, summed, and `RULE_COST` a band.
+    """
+    cheapest: list[tuple[float, list[tuple[str, list[_Place]]]]] = [(0.0, [])]  # of the first 0, 1, 2 ... lengths
+    for end in range(1, len(places) + 1):
+        ways = []
+        for start in range(end):
+            cost, before = cheapest[start]
+            for loss, config in _best_of_all(places[start:end]):
+                ways.append((cost + loss + RULE_COST, [*before, (config, list(places[start:end]))]))
+        cheapest.append(min(ways, key=lambda way: way[0]))
+    return cheapest[-1][1]
+
+
+def _best_of_all(places: Sequence[_Place]) -> list[tuple[float, str]]:
+    """The config that loses least in these lengths together, with what it loses; none where they share none."""
+    losses = [place.losses() for place in places]
+    shared = [name for name in losses[0] if all(name in it for it in losses)]
+    return sorted((sum(it[name] for it in losses), name) for name in shared)[:1]
 
 
 # ---------------------------------------------------------------- evidence

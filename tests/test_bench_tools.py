@@ -23,7 +23,7 @@ from bench.test_bench import test_forward as bench_forward
 from bench.timing import Sample, Timing
 from bench.verdict_tables import newest_floors
 from multiattn.arch import ARCHS
-from multiattn.backend import BACKENDS, Plan, get
+from multiattn.backend import BACKENDS, Plan, get, make_plan
 from multiattn.config import Config
 from multiattn.support import Reason
 from multiattn.targets import cli as targets_cli
@@ -78,6 +78,28 @@ def run_here(function, items, **_):
             yield tune.Outcome(item=item, seconds=0.1, error="RuntimeError: broken")
         else:
             yield tune.Outcome(item=item, seconds=0.1, result=function(item))
+
+
+def test_what_finds_no_memory_beside_others_is_checked_alone(monkeypatch):
+    plan = make_plan(get("reference"), fakes.CELL.problem, ARCHS["cpu"])
+    plans = [replace(plan, config=Choice(tile_m=tile_m, tile_n=16)) for tile_m in (16, 32, 64)]
+    needs = {16: 1, 32: 3, 64: 9}  # shares of the memory, of which each of `jobs` processes has its part of 9
+
+    def run(function, items, *, jobs, **_):
+        for item in items:
+            fits = needs[item.plan.config.tile_m] * jobs < 9
+            yield tune.Outcome(
+                item=item, seconds=0.1, error="" if fits else "torch.OutOfMemoryError: CUDA out of memory"
+            )
+
+    monkeypatch.setattr(tune, "run_isolated", run)
+    wanted = [(fakes.CELL, plan) for plan in plans]
+    found = list(tune.prepare(wanted, fakes.machine(), jobs=4, timeout_s=1, spills=True))
+    assert [(it.config.tile_m, it.failure.partition(":")[0]) for it in found] == [
+        (16, ""),
+        (32, ""),
+        (64, "torch.OutOfMemoryError"),
+    ]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

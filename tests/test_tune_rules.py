@@ -113,6 +113,12 @@ def test_a_config_within_a_percent_is_kept_for_its_neighbours_sake():
     assert [band[3:] for band in bands(far)] == [(0, 724, WIDE), (725, None, TALL)]
 
 
+def test_small_losses_that_add_up_to_a_percent_are_worth_a_rule():
+    sweeps = [sweep((600, 500, 400), seq=512), *(sweep((596, 600, 400), seq=seq) for seq in (1024, 2048))]
+    assert [band[3:] for band in bands(sweeps)] == [(0, 724, WIDE), (725, None, TALL)]
+    assert [band[3:] for band in bands(sweeps[:2])] == [(0, None, WIDE)]
+
+
 def test_of_what_a_band_shares_the_best_of_all_its_lengths_is_taken():
     sweeps = [sweep((600, 599, 400), seq=512), sweep((596, 600, 400), seq=1024)]
     assert [band[3:] for band in bands(sweeps)] == [(0, None, TALL)]
