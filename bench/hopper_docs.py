@@ -228,10 +228,17 @@ def changes(sweep: Sweep) -> list[Change]:
         differs = [name for name, value in best.config.items() if config.get(name) != value]
         if it.config is not None and len(differs) == 1:
             (name,) = differs
-            ratio = it.tflops / best.tflops if it.tflops else None
-            found.append(Change(field=name, winner=best.config[name], other=config[name], ratio=ratio))
+            found.append(Change(field=name, winner=best.config[name], other=config[name], ratio=_over(it, best)))
     order = list(best.config)
     return sorted(found, key=lambda it: order.index(it.field))
+
+
+def _over(it: Tried, best: Tried) -> float | None:
+    """The ratio of two rates of the same turns: the finals where both were in them, else those with all candidates."""
+    for rate, rate_of_best in ((it.tflops, best.tflops), (it.first_tflops, best.first_tflops)):
+        if rate and rate_of_best:
+            return rate / rate_of_best
+    return None
 
 
 def techniques_block(path: Path) -> str:

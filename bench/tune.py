@@ -62,6 +62,8 @@ class Trial:
     plan: Plan | None = None
     """None also where the config does not fit."""
     tflops: float | None = None
+    first_tflops: float | None = None
+    """Where `bench.tune_finals` timed the fastest again: what it had before, in turns with all candidates."""
     spread: float = 0.0
     prepare_s: float = 0.0
     """Seconds to compile and check, in its own process."""

@@ -8,6 +8,7 @@ in the other (2026-11-22).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from bench.matrix import Cell
@@ -41,8 +42,8 @@ def finals(
     """Yield each cell's ranking anew, as it is done, with the finalists alone timed.
 
     Finalists of each variant are the `count` fastest in the mean over cells that differ in their length only, as rules
-    prefer what serves several of them, and each cell's fastest and its rule's choice. Others lose their rates, which
-    compare with none of the new ones; their `failure` tells them.
+    prefer what serves several of them, and each cell's fastest and its rule's choice. What all had before is their
+    `first_tflops`: it compares with none of the new rates.
     """
     for _, cells in groupby(sorted(rankings, key=_kind), key=_kind):
         alike = {cell: rankings[cell] for cell in cells}
@@ -50,7 +51,7 @@ def finals(
         for cell, ranking in alike.items():
             chosen = [it for it in ranking if it.tflops and _way(it) in ways]
             others = [it for it in ranking if it.variant and not (it.tflops and _way(it) in ways)]
-            timed = time_cell(cell, [it.untimed() for it in chosen], machine, budget) if chosen else []
+            timed = time_cell(cell, [_again(it) for it in chosen], machine, budget) if chosen else []
             yield cell, ranked([*timed, *(_out(it, ranking) for it in others)]) if chosen else list(ranking)
 
 
@@ -87,4 +88,8 @@ def _out(trial: Trial, ranking: Ranking) -> Trial:
     """One that is not timed again: as it was where it failed, else without its rate."""
     if not trial.tflops:
         return trial
-    return trial.untimed(failure=f"no finalist: {_share(trial, ranking):.3f} of the fastest before")
+    return _again(trial, failure=f"no finalist: {_share(trial, ranking):.3f} of the fastest before")
+
+
+def _again(trial: Trial, failure: str = "") -> Trial:
+    return replace(trial.untimed(failure), first_tflops=trial.tflops)

@@ -30,6 +30,8 @@ class Tried:
     is_rule: bool = False
     """Whether it is what the rules chose when it was swept."""
     tflops: float | None = None
+    first_tflops: float | None = None
+    """Where there were finals: its rate before them, in turns with all candidates."""
     spread: float = 0.0
     prepare_s: float = 0.0
     failure: str = ""
@@ -76,6 +78,7 @@ def _tried(trial: Trial) -> Tried:
         config=config_data(trial.config),
         is_rule=trial.is_rule,
         tflops=_short(trial.tflops),
+        first_tflops=_short(trial.first_tflops),
         spread=round(trial.spread, 4),
         prepare_s=round(trial.prepare_s, 1),
         failure=trial.failure.partition("\n")[0],

@@ -32,6 +32,8 @@ BACKEND = "cuda"
 COMPILER = "nvidia-cuda-nvrtc"
 RULE_COST = 0.01
 """What one more rule must gain, in all its lengths together: a percent of one of them."""
+TIE = 0.002
+"""By how little a rule's config, as it was when swept, may lose to another in the mean over lengths and be kept."""
 DIRECTIONS: Mapping[str, Direction] = {"fwd": "forward", "bwd": "backward"}
 """Of a cell, and whose kernels it times alone."""
 
@@ -151,7 +153,10 @@ def _best_of_all(places: Sequence[_Place]) -> list[tuple[float, str]]:
     """The config that loses least in these lengths together, with what it loses; none where they share none."""
     losses = [place.losses() for place in places]
     shared = [name for name in losses[0] if all(name in it for it in losses)]
-    return sorted((sum(it[name] for it in losses), name) for name in shared)[:1]
+    best = sorted((sum(it[name] for it in losses), name) for name in shared)
+    rules = {_key(it) for place in places for sweep in place.sweeps for it in sweep.tried if it.is_rule}
+    ties = [it for it in best if it[0] <= best[0][0] + TIE * len(places) and it[1] in rules]
+    return (ties or best)[:1]
 
 
 # ---------------------------------------------------------------- evidence

@@ -222,6 +222,21 @@ def test_a_change_is_one_field_away_from_the_winner():
     assert hopper_docs.changes(sweep(tried(None, failure="spills"))) == []
 
 
+def test_after_finals_a_change_is_of_turns_that_both_were_in():
+    def final(tflops, first_tflops, **fields):
+        return replace(tried(tflops, **fields), first_tflops=first_tflops)
+
+    found = hopper_docs.changes(
+        sweep(
+            final(500.0, 800.0),
+            final(450.0, 790.0, lazy_max=False),
+            final(None, 600.0, scheduler="static"),
+            final(None, None, q_in_registers=True),
+        )
+    )
+    assert {it.field: it.ratio for it in found} == {"lazy_max": 0.9, "scheduler": 0.75, "q_in_registers": None}
+
+
 def test_techniques_are_told_by_length(tmp_path):
     path = tmp_path / "tune-cuda.json"
     longer = replace(FULL, seq=16384, batch=1)

@@ -124,6 +124,12 @@ def test_of_what_a_band_shares_the_best_of_all_its_lengths_is_taken():
     assert [band[3:] for band in bands(sweeps)] == [(0, None, TALL)]
 
 
+def test_a_rule_is_kept_where_nothing_gains_more_than_readings_scatter():
+    one = [sweep((600, 599, 500), rule=TALL, seq=512), sweep((599, 600, 598), rule=SMALL, seq=1024)]
+    assert bands(one)[0][-1] == TALL, "SMALL is a rule, too, but loses more than a tie"
+    assert bands([sweep((600, 598, 500), rule=TALL)])[0][-1] == WIDE
+
+
 def test_cells_of_one_length_are_judged_together():
     other = replace(sweep((600, 400, 599)), cell=replace(STANDARD[128, False, 4096], dtype="fp16"))
     assert [band[-1] for band in bands([sweep((500, 600, 590)), other])] == [SMALL]
@@ -389,6 +395,8 @@ def test_finals_time_the_fastest_of_like_cells_and_the_rule_again(monkeypatch):
     failures = {it.config.tile_m: it.failure for it in last[MASKED] if it.failure}
     assert failures[3] == "no finalist: 0.030 of the fastest before"
     assert failures[5] == "Mismatch: wrong"
+    before = {it.config.tile_m: it.first_tflops for it in last[MASKED] if it.variant}
+    assert before == {1: 1.0, 2: 2.0, 3: 3.0, 4: 100.0, 5: None}
     assert len(last[MASKED]) == len(RANKINGS[MASKED])
 
 
