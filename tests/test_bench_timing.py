@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from collections import Counter
 from functools import partial
 from typing import ClassVar
 
@@ -10,7 +11,18 @@ import torch
 from bench_fakes import FakeClock
 
 from bench.conftest import CLOCK, feed
-from bench.timing import MAX_QUEUED, SPIN_ATTEMPTS, Budget, Contestant, CudaClock, Sample, Timing, host_ms, measure
+from bench.timing import (
+    MAX_QUEUED,
+    SPIN_ATTEMPTS,
+    Budget,
+    Contestant,
+    CudaClock,
+    Sample,
+    Timing,
+    Turns,
+    host_ms,
+    measure,
+)
 
 
 def contestant(name, log=None):
@@ -53,6 +65,27 @@ def test_contestants_take_turns_in_a_random_order_that_a_seed_fixes():
     assert order(1) == order(1)
     assert order(1) != order(2)
     assert any(a != b for a, b in itertools.pairwise(order(1)))
+
+
+@pytest.mark.parametrize(("count", "rounds"), [(2, 9), (3, 9), (3, 21), (5, 9), (5, 21), (9, 21)])
+def test_everybody_comes_after_everybody_else_as_often_and_never_after_itself(count, rounds):
+    """A slow contestant leaves the chip cool for the next one."""
+    names = [str(number) for number in range(count)]
+    for seed in range(3):
+        turns = Turns(seed)
+        taken = [name for _ in range(rounds) for name in turns.next(names)]
+        followed = Counter(itertools.pairwise(taken))
+        assert not any(followed[name, name] for name in names)
+        often = [followed[pair] for pair in itertools.permutations(names, 2)]
+        assert max(often) - min(often) <= 2, often
+
+
+def test_a_contestant_that_drops_out_leaves_the_others_their_turns():
+    turns = Turns(0)
+    assert sorted(turns.next(["a", "b", "c"])) == ["a", "b", "c"]
+    assert sorted(turns.next(["a", "b"])) == ["a", "b"]
+    assert turns.next(["a"]) == ["a"] == turns.next(["a"])
+    assert turns.next([]) == []
 
 
 def test_a_reading_lasts_as_long_as_it_should_and_the_queue_never_fills():
