@@ -28,6 +28,8 @@ from multiattn.cuda import exp2
 
 PAGE = ROOT / "docs" / "hopper.md"
 GPU_FOLDER = "h200"
+PEERS_FOLDER = "peers"
+"""In it: few contenders in long readings, as slow ones leave the chip cool for the others."""
 """Of bench/results: whose measurements the page shows."""
 BACKEND, VARIANT = "cuda", "wgmma"
 PEERS = ("sdpa-cudnn", "fa4")
@@ -40,10 +42,12 @@ NAME_LENGTH = 40
 def blocks(results: Path) -> Mapping[str, Callable[[], str]]:
     """What generates each block of the page."""
     folder = results / GPU_FOLDER
+    peers = folder / PEERS_FOLDER
     return {
-        "standard": lambda: peers_block(folder / "standard.json"),
-        "graph": lambda: peers_block(folder / "standard.json", regime="graph"),
-        "heldout": lambda: peers_block(folder / "heldout.json", every_size=True),
+        "standard": lambda: peers_block(peers / "standard.json"),
+        "graph": lambda: peers_block(peers / "standard.json", regime="graph"),
+        "variants": lambda: variants_block(peers / "standard.json", regime="graph"),
+        "heldout": lambda: peers_block(peers / "heldout.json", every_size=True),
         "techniques": lambda: techniques_block(folder / f"{tune_results.PREFIX}{BACKEND}.json"),
         "exp2": exp2_block,
         "cycles": lambda: cycles_block(folder / f"{profile.PREFIX}{VARIANT}.json"),
@@ -63,7 +67,8 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def _missing(path: Path, what: str = "") -> str:
     """What a block says that has nothing to show."""
-    name = f"`bench/results/{path.parent.name}/{path.name}`"
+    names = path.parts[-3:] if path.parent.name == PEERS_FOLDER else path.parts[-2:]
+    name = f"`bench/results/{'/'.join(names)}`"
     return f"Not measured yet: {name} {what or 'is not there'}."
 
 
@@ -77,52 +82,54 @@ class Comparison:
     cell: Cell
     ours: Row
     peers: Mapping[str, Row]
-    variant: Row | None = None
-    """The fastest of the backend's other variants in these turns; None where none was timed."""
 
     @property
     def ratio(self) -> float | None:
         """Our TFLOPS over the faster peer's; None where one side has none, or another variant ran."""
-        return self._over(self.peers.values())
-
-    @property
-    def variant_ratio(self) -> float | None:
-        """Our TFLOPS over the other variant's; None as above."""
-        return self._over([self.variant] if self.variant is not None else [])
-
-    def _over(self, others: Iterable[Row]) -> float | None:
-        theirs = [row.measured.tflops for row in others if row.measured is not None]
+        theirs = [row.measured.tflops for row in self.peers.values() if row.measured is not None]
         if self.ours.measured is None or not theirs or not _is_hopper(self.ours):
             return None
         return self.ours.measured.tflops / max(theirs)
 
 
 def comparisons(rows: Iterable[Row], regime: str = "device") -> list[Comparison]:
-    """The forward cells that there is a row of ours of, in the order of the page; of each its newest run.
+    """The forward cells that there is a row of ours of, in the order of the page; of each its newest run with a peer.
 
     Where the variant of this page did not run, what the backend ran or said instead. None where it ran nowhere.
     """
-    found: dict[Cell, dict[str, Row]] = {}
-    for row in one_run(rows):
-        if row.regime == regime and row.cell.direction == "fwd":
-            found.setdefault(row.cell, {})[row.contender] = row
     made = []
-    for cell, by_name in found.items():
+    for cell, by_name in _by_cell(rows, regime, lambda row: row.contender in PEERS).items():
         rows_of_ours = [by_name[it] for it in (BACKEND, f"{BACKEND}/{VARIANT}") if it in by_name]
         if rows_of_ours:
             ours = next(filter(_is_hopper, rows_of_ours), rows_of_ours[0])
             peers = {it: by_name[it] for it in PEERS if it in by_name}
-            made.append(Comparison(cell=cell, ours=ours, peers=peers, variant=_fastest_variant(by_name.values())))
+            made.append(Comparison(cell=cell, ours=ours, peers=peers))
     if not any(_is_hopper(it.ours) for it in made):
         return []
     return sorted(made, key=lambda it: _place(it.cell))
 
 
+def _by_cell(rows: Iterable[Row], regime: str, wanted: Callable[[Row], bool]) -> dict[Cell, dict[str, Row]]:
+    """Of each forward cell the rows of one run by contender: of the newest with a row that is wanted, where one has."""
+    cells: dict[Cell, list[Row]] = {}
+    for row in rows:
+        if row.regime == regime and row.cell.direction == "fwd":
+            cells.setdefault(row.cell, []).append(row)
+    found = {}
+    for cell, members in cells.items():
+        runs = {row.run for row in members if wanted(row)}
+        found[cell] = {row.contender: row for row in one_run([it for it in members if not runs or it.run in runs])}
+    return found
+
+
 def _fastest_variant(rows: Iterable[Row]) -> Row | None:
     """Of the backend's variants other than that of this page, asked for by name."""
-    others = (row for row in rows if row.contender.startswith(f"{BACKEND}/") and not _is_hopper(row))
-    timed = [(row.measured.tflops, row) for row in others if row.measured is not None]
+    timed = [(row.measured.tflops, row) for row in rows if _is_other_variant(row) and row.measured is not None]
     return max(timed, key=lambda it: it[0])[1] if timed else None
+
+
+def _is_other_variant(row: Row) -> bool:
+    return row.contender.startswith(f"{BACKEND}/") and not _is_hopper(row)
 
 
 def _is_hopper(row: Row) -> bool:
@@ -142,40 +149,54 @@ def _place(cell: Cell) -> tuple[Any, ...]:
 
 
 def peers_block(path: Path, *, regime: str = "device", every_size: bool = False) -> str:
-    """TFLOPS of ours and of each peer by cell, the ratio to the faster one, and what ratios come to by head_dim.
-
-    Where other variants of the backend took part, the fastest of them as well, and the ratio to it.
-    """
+    """TFLOPS of ours and of each peer by cell, the ratio to the faster one, and what ratios come to by head_dim."""
     if not path.exists():
         return _missing(path)
     found = comparisons(load(path), regime)
     if not found:
         return _missing(path, f"has no row of {BACKEND}'s variant {VARIANT} in the {regime} regime")
     more = ("B", "H", "dtype") if every_size else ()
-    beside = ("other variant", "ratio to it") if any(it.variant is not None for it in found) else ()
     rows = []
     for it in found:
         cell = it.cell
         sizes = (cell.batch, cell.heads_text, cell.dtype) if every_size else ()
         peers = (figure(it.peers.get(name)) for name in PEERS)
-        other = (_figure_of_ours(it.variant), _ratio(it.variant_ratio)) if beside else ()
         ours = _figure_of_ours(it.ours)
-        rows.append((cell.head_dim, cell.mask, cell.seq, *sizes, ours, *peers, _ratio(it.ratio), *other))
-    headers = ("D", "mask", "N", *more, f"{BACKEND} {VARIANT}", *PEERS, "ratio", *beside)
-    parts = [table(headers, rows), _summary(found), *_least_over_variants(found)]
-    shown = [row for it in found for row in (it.ours, *it.peers.values(), it.variant) if row is not None]
-    return "\n\n".join([*parts, "\n".join(provenance([row for row in shown if row.measured is not None]))])
+        rows.append((cell.head_dim, cell.mask, cell.seq, *sizes, ours, *peers, _ratio(it.ratio)))
+    headers = ("D", "mask", "N", *more, f"{BACKEND} {VARIANT}", *PEERS, "ratio")
+    shown = [row for it in found for row in (it.ours, *it.peers.values())]
+    return "\n\n".join([table(headers, rows), _summary(found), _provenance(shown)])
 
 
-def _least_over_variants(found: Sequence[Comparison]) -> list[str]:
-    """A sentence on the least ratio to another variant; none where there is no such ratio."""
-    ratios = [(it.variant_ratio, it.cell) for it in found if it.variant_ratio is not None]
-    if not ratios:
-        return []
-    least, cell = min(ratios, key=lambda it: it[0])
+def _provenance(rows: Iterable[Row]) -> str:
+    return "\n".join(provenance([row for row in rows if row.measured is not None]))
+
+
+def variants_block(path: Path, *, regime: str) -> str:
+    """TFLOPS of ours and of the fastest of the backend's other variants by cell, the ratio, and the least of these.
+
+    From runs in which both took turns; peers may have been in them or not.
+    """
+    if not path.exists():
+        return _missing(path)
+    found = []
+    for cell, by_name in _by_cell(load(path), regime, _is_other_variant).items():
+        ours, other = by_name.get(f"{BACKEND}/{VARIANT}"), _fastest_variant(by_name.values())
+        if ours is not None and ours.measured is not None and other is not None and other.measured is not None:
+            found.append((cell, ours, other, ours.measured.tflops / other.measured.tflops))
+    if not found:
+        return _missing(path, f"has no run of {BACKEND}'s variants together in the {regime} regime")
+    found.sort(key=lambda it: _place(it[0]))
+    rows = [
+        (cell.head_dim, cell.mask, cell.seq, figure(ours), _figure_of_ours(other), _ratio(ratio))
+        for cell, ours, other, ratio in found
+    ]
+    cell, _, _, least = min(found, key=lambda it: it[3])
     verdict = "never slower than" if least >= 1 else "slower in places than"
     where = f"at D={cell.head_dim} {cell.mask} N={cell.seq}"
-    return [f"{VARIANT} is {verdict} the variants that took turns with it: the least ratio is {least:.3f}, {where}."]
+    told = f"{VARIANT} is {verdict} the variants that took turns with it: the least ratio is {least:.3f}, {where}."
+    headers = ("D", "mask", "N", f"{BACKEND} {VARIANT}", "other variant", "ratio")
+    return "\n\n".join([table(headers, rows), told, _provenance(row for it in found for row in it[1:3])])
 
 
 def _ratio(ratio: float | None) -> str:

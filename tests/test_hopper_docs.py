@@ -31,8 +31,8 @@ def ours(time_ms, cell, name="cuda", variant="wgmma"):
 
 
 def write_rows(folder, rows, name="standard"):
-    path = folder / "h200" / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
+    path = folder / "h200" / "peers" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(dumps(name, rows))
     return path
 
@@ -58,7 +58,7 @@ def test_without_results_every_block_says_so(tmp_path):
     made = {name: block() for name, block in hopper_docs.blocks(tmp_path).items()}
     for name, text in made.items():
         if name != "exp2":
-            assert re.fullmatch(r"Not measured yet: `bench/results/h200/[\w-]+\.json` is not there\.", text), name
+            assert re.fullmatch(r"Not measured yet: `bench/results/h200/[\w/-]+\.json` is not there\.", text), name
     assert exp2.degrees_table() in made["exp2"]
     assert exp2.table() in made["exp2"]
 
@@ -133,22 +133,41 @@ def graph_rows(cell, wgmma, **others):
     return [replace(row, regime="graph") for row in rows]
 
 
-def test_in_a_graph_ours_is_set_against_peers_and_the_fastest_other_variant(tmp_path):
+def test_in_a_graph_ours_is_set_against_peers_and_against_the_fastest_other_variant(tmp_path):
     rows = graph_rows(FULL, 1.0, slow=5.0, sm80=4.0, fa4=1.25) + graph_rows(CAUSAL, 1.0, sm80=2.0, fa4=0.5)
     write_rows(tmp_path, rows)
-    text = hopper_docs.blocks(tmp_path)["graph"]()
-    assert cells_of(text, ("D", "mask"))[3:] == [
-        *("cuda wgmma", "sdpa-cudnn", "fa4", "ratio", "other variant", "ratio to it")
+    blocks = hopper_docs.blocks(tmp_path)
+    graph, variants = blocks["graph"](), blocks["variants"]()
+    assert cells_of(graph, ("D", "mask"))[3:] == ["cuda wgmma", "sdpa-cudnn", "fa4", "ratio"]
+    assert cells_of(graph, (128, "full"))[3:] == ["100", "not in this run", "80", "1.250"]
+    assert cells_of(graph, (128, "causal"))[3:] == ["100", "not in this run", "200", "0.500"]
+    assert cells_of(graph, ("all",)) == ["all", "2", "0.791", "1", "0"]
+    assert cells_of(variants, (128, "full"))[3:] == ["100", f"25 ({SM80})", "4.000"]
+    assert cells_of(variants, (128, "causal"))[3:] == ["100", f"50 ({SM80})", "2.000"]
+    assert "wgmma is never slower than the variants that took turns with it: the least ratio is 2.000" in variants
+    assert "c0ffee" in variants
+
+
+def test_variants_and_peers_may_be_of_runs_of_their_own(tmp_path):
+    """Slow variants leave the chip cool for whoever comes after them: peers are timed without."""
+
+    def of_run(run, *rows):
+        return [replace(row, regime="graph", run=run) for row in rows]
+
+    rows = [
+        *of_run("2026-11-22T10", ours(1.0, FULL), fakes.row("fa4", 1.25, cell=FULL)),
+        *of_run("2026-11-22T11", *graph_rows(FULL, 0.5, sm80=2.0)),
     ]
-    assert cells_of(text, (128, "full"))[3:] == ["100", "not in this run", "80", "1.250", f"25 ({SM80})", "4.000"]
-    assert cells_of(text, (128, "causal"))[3:] == ["100", "not in this run", "200", "0.500", f"50 ({SM80})", "2.000"]
-    assert cells_of(text, ("all",)) == ["all", "2", "0.791", "1", "0"]
-    assert "wgmma is never slower than the variants that took turns with it: the least ratio is 2.000, at D=128" in text
+    for order in (rows, rows[::-1]):
+        write_rows(tmp_path, order)
+        blocks = hopper_docs.blocks(tmp_path)
+        assert cells_of(blocks["graph"](), (128, "full"))[3:] == ["100", "not in this run", "80", "1.250"]
+        assert cells_of(blocks["variants"](), (128, "full"))[3:] == ["200", f"50 ({SM80})", "4.000"]
 
 
 def test_a_variant_that_is_faster_is_told(tmp_path):
     rows = graph_rows(FULL, 1.0, sm80=2.0) + graph_rows(CAUSAL, 1.0, sm80=0.75)
-    text = hopper_docs.peers_block(write_rows(tmp_path, rows), regime="graph")
+    text = hopper_docs.variants_block(write_rows(tmp_path, rows), regime="graph")
     assert "wgmma is slower in places than the variants that took turns with it: the least ratio is 0.750" in text
     assert f"at D=128 causal N={CAUSAL.seq}." in text
 
@@ -156,10 +175,12 @@ def test_a_variant_that_is_faster_is_told(tmp_path):
 def test_a_variant_that_did_not_run_is_no_yardstick(tmp_path):
     *timed, sm80 = graph_rows(FULL, 1.0, fa4=2.0, sm80=2.0)
     refused = replace(sm80, plan=None, measured=None, reasons=(Reason(code="arch", got="a", allowed="b"),))
-    path = write_rows(tmp_path, [*timed, refused])
-    assert "variant" not in hopper_docs.peers_block(path, regime="graph")
+    text = hopper_docs.variants_block(write_rows(tmp_path, [*timed, refused]), regime="graph")
+    assert text.endswith("has no run of cuda's variants together in the graph regime.")
     path = write_rows(tmp_path, [*timed, refused, *graph_rows(CAUSAL, 1.0, sm80=2.0)])
-    assert cells_of(hopper_docs.peers_block(path, regime="graph"), (128, "full"))[-2:] == ["not in this run", "-"]
+    text = hopper_docs.variants_block(path, regime="graph")
+    assert cells_of(text, (128, "causal"))[-1] == "2.000"
+    assert "| full" not in text
 
 
 def test_regimes_do_not_leak_into_one_another(tmp_path):
@@ -172,13 +193,13 @@ def test_regimes_do_not_leak_into_one_another(tmp_path):
     }.items():
         write_rows(tmp_path, rows)
         made[name] = [hopper_docs.blocks(tmp_path)[block]() for block in ("standard", "graph")]
-    missing = "`bench/results/h200/standard.json` has no row of cuda's variant wgmma in the"
+    missing = "`bench/results/h200/peers/standard.json` has no row of cuda's variant wgmma in the"
     assert made["device"][1] == f"Not measured yet: {missing} graph regime."
     assert made["graph"][0] == f"Not measured yet: {missing} device regime."
     assert made["both"] == [made["device"][0], made["graph"][1]]
     standard, graph = (cells_of(text, (128, "full"))[3:] for text in made["both"])
     assert standard == ["100", "not in this run", "50", "2.000"]
-    assert graph == ["25", "not in this run", "50", "0.500", f"12 ({SM80})", "2.000"]
+    assert graph == ["25", "not in this run", "50", "0.500"]
 
 
 # ---------------------------------------------------------------- techniques
