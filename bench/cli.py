@@ -214,7 +214,7 @@ def tune_configs(options: argparse.Namespace) -> int:
         path = folder / f"{tune_results.PREFIX}{backend}.json"
         seconds = options.budget_s if options.refine else 0.0
         swept = tune_refine.sweep(backend, cells, tuple(options.variant or ()), search, seconds)
-        for cell, trials in tune_finals.with_finals(swept, machine, options.finals):
+        for cell, trials in tune_finals.with_finals(swept, machine, options.finals, tune_rules.may_be_rule):
             tune_results.merge(tune_results.sweeps_of(backend, trials, setup), path)
             print(f"\n{backend}: {cell.key}\n{tune.table(trials, top=options.top)}\n", flush=True)
         print(f"Written: {_shown(path)}", flush=True)

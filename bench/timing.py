@@ -212,7 +212,7 @@ def measure(
 
 
 class Turns:
-    """Orders of rounds: random, but everybody comes after everybody else as often, and never after itself.
+    """Orders of rounds: random, but everybody comes after everybody else about as often, and never after itself.
 
     Whoever comes after one that leaves the chip cool runs at a higher clock: with kernels of a third of their speed in
     the same turns, FA4 and the kernel for Hopper were 8 and 6 % faster than without (H200, 2026-11-22, D=256 N=16384

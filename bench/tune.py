@@ -48,6 +48,9 @@ No tile divides them, at one of them the last tile has warps with nothing to do,
 has SMs: a block of a persistent kernel has several.
 """
 
+OUT_OF_MEMORY = ("torch.OutOfMemoryError", "CUDA_ERROR_OUT_OF_MEMORY")
+"""What PyTorch and the driver say."""
+
 TUNE_BUDGET = Budget(rounds=5, sample_ms=3.0, warmup_ms=8.0)
 
 
@@ -263,7 +266,7 @@ def prepare(
     tasks = [_Task(cell=cell, plan=plan, device=device, spills=spills) for cell, plan in wanted]
     crowded = []
     for outcome in run_isolated(check_candidate, tasks, jobs=jobs, timeout_s=timeout_s, keep=device_works):
-        if "OutOfMemoryError" in outcome.error and jobs > 1:
+        if jobs > 1 and any(word in outcome.error for word in OUT_OF_MEMORY):
             crowded.append(outcome.item)
         else:
             yield _prepared(outcome)

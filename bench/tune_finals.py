@@ -7,7 +7,7 @@ in the other (2026-11-22).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -20,12 +20,15 @@ FINAL_BUDGET = Budget(rounds=21, sample_ms=16.0, warmup_ms=30.0)
 
 Ranking = Sequence[Trial]
 """The trials of one cell, fastest first, with those that failed and the yardstick."""
-_Kind = tuple[str, int, str, bool]
+_Kind = tuple[str, int, str, str, str, bool]
 _Way = tuple[str, object]
 
 
 def with_finals(
-    swept: Iterable[tuple[Cell, list[Trial]]], machine: Machine, count: int
+    swept: Iterable[tuple[Cell, list[Trial]]],
+    machine: Machine,
+    count: int,
+    may_be_rule: Callable[[Trial], bool],
 ) -> Iterator[tuple[Cell, list[Trial]]]:
     """A sweep's cells as they are done; then, where `count` is not 0, each of them once more, after its finals."""
     rankings: dict[Cell, Ranking] = {}
@@ -33,37 +36,44 @@ def with_finals(
         rankings[cell] = ranking
         yield cell, ranking
     if count:
-        yield from finals(rankings, machine, count)
+        yield from finals(rankings, machine, count, may_be_rule)
 
 
 def finals(
-    rankings: Mapping[Cell, Ranking], machine: Machine, count: int, budget: Budget = FINAL_BUDGET
+    rankings: Mapping[Cell, Ranking],
+    machine: Machine,
+    count: int,
+    may_be_rule: Callable[[Trial], bool],
+    budget: Budget = FINAL_BUDGET,
 ) -> Iterator[tuple[Cell, list[Trial]]]:
-    """Yield each cell's ranking anew, as it is done, with the finalists alone timed.
+    """Yield each cell's ranking anew, as it is done, with the finalists alone timed; as it was where none of them ran.
 
-    Finalists of each variant are the `count` fastest in the mean over cells that differ in their length only, as rules
-    prefer what serves several of them, and each cell's fastest and its rule's choice. What all had before is their
-    `first_tflops`: it compares with none of the new rates.
+    Finalists of each variant are, of what may be a rule, the `count` fastest in the mean over cells that differ in
+    their length only (and the batch that goes with it), as rules prefer what serves several of them; and each cell's
+    fastest, that may be a rule and at all, and its rule's choice. What all had before is their `first_tflops`: it
+    compares with none of the new rates.
     """
     for _, cells in groupby(sorted(rankings, key=_kind), key=_kind):
         alike = {cell: rankings[cell] for cell in cells}
-        ways = finalists(alike.values(), count)
+        ways = finalists(alike.values(), count, may_be_rule)
         for cell, ranking in alike.items():
             chosen = [it for it in ranking if it.tflops and _way(it) in ways]
             others = [it for it in ranking if it.variant and not (it.tflops and _way(it) in ways)]
             timed = time_cell(cell, [_again(it) for it in chosen], machine, budget) if chosen else []
-            yield cell, ranked([*timed, *(_out(it, ranking) for it in others)]) if chosen else list(ranking)
+            ran = any(it.tflops for it in timed if it.variant)
+            yield cell, ranked([*timed, *(_out(it, ranking) for it in others)]) if ran else list(ranking)
 
 
-def finalists(rankings: Iterable[Ranking], count: int) -> set[_Way]:
-    """The variants and configs that `finals` times, of cells that differ in their length only."""
+def finalists(rankings: Iterable[Ranking], count: int, may_be_rule: Callable[[Trial], bool]) -> set[_Way]:
+    """The variants and configs that `finals` times, of cells that are alike. In a mean what has no rate counts as 0."""
     shares: dict[_Way, list[float]] = {}
     found: set[_Way] = set()
     for ranking in rankings:
         for variant in dict.fromkeys(it.variant for it in ranking if it.variant and it.tflops):
             timed = [it for it in ranked(ranking) if it.variant == variant and it.tflops]
-            found |= {_way(timed[0]), *(_way(it) for it in timed if it.is_rule)}
-            for trial in timed:
+            fitting = [it for it in timed if may_be_rule(it)]
+            found |= {_way(it) for it in (timed[0], *fitting[:1], *(it for it in timed if it.is_rule))}
+            for trial in fitting:
                 shares.setdefault(_way(trial), []).append(_share(trial, ranking))
     for variant in dict.fromkeys(way[0] for way in shares):
         of_variant = [way for way in shares if way[0] == variant]
@@ -72,7 +82,7 @@ def finalists(rankings: Iterable[Ranking], count: int) -> set[_Way]:
 
 
 def _kind(cell: Cell) -> _Kind:
-    return cell.direction, cell.head_dim, cell.dtype, cell.causal
+    return cell.direction, cell.head_dim, cell.heads_text, cell.dtype, cell.layout, cell.causal
 
 
 def _way(trial: Trial) -> _Way:

@@ -19,10 +19,13 @@ from bench import tune_results
 from bench.environment import ROOT, is_clone
 from bench.errors import InputError
 from bench.flops import rate_text
+from bench.matrix import Cell
+from bench.tune import Trial
 from bench.tune_results import Sweep, Tried
 from multiattn import backend as registry
-from multiattn.arch import ARCHS
-from multiattn.backend import Direction
+from multiattn.arch import ARCHS, Arch
+from multiattn.backend import Direction, Variant
+from multiattn.config import Config
 from multiattn.cuda import tuned
 from multiattn.cuda.tuned import Tuned
 from multiattn.cuda.wgmma_configs import class_of
@@ -33,7 +36,7 @@ COMPILER = "nvidia-cuda-nvrtc"
 RULE_COST = 0.01
 """What one more rule must gain, in all its lengths together: a percent of one of them."""
 TIE = 0.002
-"""By how little a rule's config, as it was when swept, may lose to another in the mean over lengths and be kept."""
+"""By how little what was a rule when it was swept, of any of some lengths, may lose in their mean and be kept."""
 DIRECTIONS: Mapping[str, Direction] = {"fwd": "forward", "bwd": "backward"}
 """Of a cell, and whose kernels it times alone."""
 
@@ -69,8 +72,19 @@ def _fits_class(sweep: Sweep, fields: Mapping[str, Any]) -> bool:
     direction, name = _variant(sweep)
     variant = next(it for it in registry.get(BACKEND).op(direction).variants if it.name == name)
     config = type(variant.rules[0].config)(**fields)
-    problem = replace(sweep.cell, head_dim=_class_of(sweep)).problem
-    return not variant.fits(problem, ARCHS[sweep.environment.arch], config)
+    return _fits_widest(variant, config, sweep.cell, ARCHS[sweep.environment.arch])
+
+
+def _fits_widest(variant: Variant, config: Config, cell: Cell, arch: Arch) -> bool:
+    return not variant.fits(replace(cell, head_dim=_widest(cell)).problem, arch, config)
+
+
+def may_be_rule(trial: Trial) -> bool:
+    """Whether a rule could have a candidate's config: one that is not taken from sweeps could have any."""
+    plan = trial.plan
+    if plan is None or plan.config is None or (plan.direction, plan.variant) not in tuned.VARIANTS:
+        return True
+    return plan.backend != BACKEND or _fits_widest(registry.variant_of(plan), plan.config, trial.cell, plan.arch)
 
 
 def _key(tried: Tried) -> str:
@@ -93,8 +107,12 @@ def derive(sweeps: Sequence[Sweep]) -> list[Tuned]:
 
 
 def _class_of(sweep: Sweep) -> int:
-    widest = class_of(sweep.cell.head_dim)
-    assert widest is not None, f"a sweep at head_dim {sweep.cell.head_dim}, beyond all classes"
+    return _widest(sweep.cell)
+
+
+def _widest(cell: Cell) -> int:
+    widest = class_of(cell.head_dim)
+    assert widest is not None, f"a sweep at head_dim {cell.head_dim}, beyond all classes"
     return widest
 
 
@@ -155,8 +173,8 @@ def _best_of_all(places: Sequence[_Place]) -> list[tuple[float, str]]:
     shared = [name for name in losses[0] if all(name in it for it in losses)]
     best = sorted((sum(it[name] for it in losses), name) for name in shared)
     rules = {_key(it) for place in places for sweep in place.sweeps for it in sweep.tried if it.is_rule}
-    ties = [it for it in best if it[0] <= best[0][0] + TIE * len(places) and it[1] in rules]
-    return (ties or best)[:1]
+    ties = [name for loss, name in best if loss <= best[0][0] + TIE * len(places) and name in rules]
+    return [(loss, (*ties, name)[0]) for loss, name in best[:1]]  # a tie costs nothing, or it would be worth a rule
 
 
 # ---------------------------------------------------------------- evidence

@@ -17,6 +17,7 @@ from multiattn.arch import ARCHS, GPUS
 from multiattn.backend import Plan, get, make_plan
 from multiattn.config import Config, Rule
 from multiattn.cuda import tuned
+from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.problem import Problem
 from multiattn.support import Reason
 from parity.tolerance import Mismatch
@@ -128,6 +129,14 @@ def test_a_rule_is_kept_where_nothing_gains_more_than_readings_scatter():
     one = [sweep((600, 599, 500), rule=TALL, seq=512), sweep((599, 600, 598), rule=SMALL, seq=1024)]
     assert bands(one)[0][-1] == TALL, "SMALL is a rule, too, but loses more than a tie"
     assert bands([sweep((600, 598, 500), rule=TALL)])[0][-1] == WIDE
+
+
+def test_to_keep_a_rule_is_not_worth_another_one():
+    lengths = (512, 1024, 2048, 4096, 8192, 16384)
+    sweeps = [sweep((1000, 1000 if seq == 512 else 997.7, 500), rule=TALL, seq=seq) for seq in lengths]
+    assert [band[3:] for band in bands(sweeps)] == [(0, None, TALL)]
+    sweeps = [sweep((1000, 1000 if seq == 512 else 997, 500), rule=TALL, seq=seq) for seq in lengths]
+    assert [band[3:] for band in bands(sweeps)] == [(0, None, WIDE)]
 
 
 def test_cells_of_one_length_are_judged_together():
@@ -362,17 +371,26 @@ def ranking_of(cell, rates, rule=None):
     return tune.ranked([*trials, tune.Trial(cell=cell, name=tune.YARDSTICK, tflops=1.0)])
 
 
-def finals_of(monkeypatch, rankings, count):
-    """The cells that `with_finals` yields with the tile_m that each then has rates of."""
+def finals_of(monkeypatch, rankings, count, *, may_be_rule=lambda trial: True, breaks=()):
+    """The cells that `with_finals` yields with the tile_m that each then has rates of; those of `breaks` have none."""
 
     def time_cell(cell, ready, machine, budget):
         assert not any(it.tflops or it.failure for it in ready)
         assert budget.rounds * budget.sample_ms > 10 * tune.TUNE_BUDGET.rounds * tune.TUNE_BUDGET.sample_ms
         yardstick = tune.Trial(cell=cell, name=tune.YARDSTICK, tflops=2.0)
-        return [*(replace(it, tflops=100.0 + it.config.tile_m) for it in ready), yardstick]
+        return [*map(final, ready), yardstick]
+
+    def final(trial):
+        if trial.config.tile_m in breaks:
+            return replace(trial, failure="RuntimeError: broken")
+        return replace(trial, tflops=100.0 + trial.config.tile_m)
 
     monkeypatch.setattr(tune_finals, "time_cell", time_cell)
-    return list(tune_finals.with_finals(rankings.items(), fakes.machine(), count))
+    return list(tune_finals.with_finals(rankings.items(), fakes.machine(), count, may_be_rule))
+
+
+def timed(ranking):
+    return [it.config.tile_m for it in ranking if it.tflops and it.variant]
 
 
 SHORT, LONG = STANDARD[128, False, 512], STANDARD[128, False, 4096]
@@ -387,10 +405,9 @@ RANKINGS = {
 def test_finals_time_the_fastest_of_like_cells_and_the_rule_again(monkeypatch):
     found = finals_of(monkeypatch, RANKINGS, 1)
     assert [cell for cell, _ in found] == [*RANKINGS, SHORT, LONG, MASKED]
-    timed = {cell: [it.config.tile_m for it in ranking if it.tflops and it.variant] for cell, ranking in found}
-    # 2 is the fastest in the mean, 1 and 3 each in one length, 4 what the rule has in one
-    assert timed == {SHORT: [4, 3, 2, 1], LONG: [4, 3, 2, 1], MASKED: [4]}
     last = dict(found)
+    # 2 is the fastest in the mean, 1 and 3 each in one length, 4 what the rule has in one
+    assert [timed(last[cell]) for cell in (SHORT, LONG, MASKED)] == [[4, 3, 2, 1], [4, 3, 2, 1], [4]]
     assert all([it.tflops for it in ranking if not it.variant] == [2.0] for ranking in last.values())
     failures = {it.config.tile_m: it.failure for it in last[MASKED] if it.failure}
     assert failures[3] == "no finalist: 0.030 of the fastest before"
@@ -398,6 +415,39 @@ def test_finals_time_the_fastest_of_like_cells_and_the_rule_again(monkeypatch):
     before = {it.config.tile_m: it.first_tflops for it in last[MASKED] if it.variant}
     assert before == {1: 1.0, 2: 2.0, 3: 3.0, 4: 100.0, 5: None}
     assert len(last[MASKED]) == len(RANKINGS[MASKED])
+
+
+def test_what_can_be_no_rule_takes_no_finalists_place(monkeypatch):
+    found = dict(finals_of(monkeypatch, RANKINGS, 1, may_be_rule=lambda trial: trial.config.tile_m not in (2, 4)))
+    # of MASKED 4 is the fastest, and 3 of those that may be a rule
+    assert [timed(found[cell]) for cell in (SHORT, MASKED)] == [[4, 3, 1], [4, 3]]
+
+
+def test_grouped_heads_are_another_kind_of_cell(monkeypatch):
+    grouped = replace(SHORT, heads_kv=2)
+    rankings = {SHORT: ranking_of(SHORT, [9.0, 8.0]), grouped: ranking_of(grouped, [1.0, 10.0])}
+    found = dict(finals_of(monkeypatch, rankings, 1))
+    assert [timed(found[cell]) for cell in (SHORT, grouped)] == [[1], [2]]
+
+
+def test_what_breaks_in_finals_is_told_and_where_all_do_the_sweep_stands(monkeypatch):
+    found = dict(finals_of(monkeypatch, {SHORT: RANKINGS[SHORT]}, 2, breaks=(3,)))
+    assert timed(found[SHORT]) == [2]
+    assert {it.config.tile_m: it.failure for it in found[SHORT] if it.variant}[3] == "RuntimeError: broken"
+    found = dict(finals_of(monkeypatch, {SHORT: RANKINGS[SHORT]}, 2, breaks=(1, 2, 3)))
+    assert found[SHORT] == RANKINGS[SHORT]
+
+
+def test_a_config_without_room_at_the_widest_head_dim_of_its_class_can_be_no_rule():
+    def trial_of(head_dim, **fields):
+        cell = replace(STANDARD[128, True, 4096], head_dim=head_dim)
+        config = WgmmaConfig(tile_m=192, tile_n=64, stages=6, lazy_max=True, **fields)
+        plan = make_plan(get("cuda"), cell.problem, ARCHS["sm90"], variant="wgmma", config=config, probe=False)
+        return tune.Trial.of(cell, plan)
+
+    assert not tune_rules.may_be_rule(trial_of(144, tma_store=False))
+    assert tune_rules.may_be_rule(trial_of(144))
+    assert tune_rules.may_be_rule(trial_of(128, tma_store=False))
 
 
 def test_finals_may_be_none_and_a_cell_of_failures_has_none(monkeypatch):
