@@ -39,9 +39,9 @@ struct WarpOutput {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = reduce_row(state.sum[half], [](float a, float b) { return a + b; });
-      const bool empty = sum == 0.0f;  // the query sees no key
+      const bool empty = sum == 0.0f;  // the query sees no key, or all its weights are rounded away
       inverse[half] = empty ? 0.0f : reciprocal_approx(sum);
-      const float max = empty ? -infinity() : state.max[half];  // two selections: of one, of the lse, ptxas makes a branch
+      const float max = empty ? -infinity() : state.max[half];  // selecting the lse would be a branch
       lse[half] = (max + log2_of_sum(empty ? 1.0f : sum)) * LN_2;
     }
     // Lanes 0 and 1 of a quad store a row each.
