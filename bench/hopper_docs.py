@@ -28,9 +28,9 @@ from multiattn.cuda import exp2
 
 PAGE = ROOT / "docs" / "hopper.md"
 GPU_FOLDER = "h200"
+"""Of bench/results: whose measurements the page shows."""
 PEERS_FOLDER = "peers"
 """In it: few contenders in long readings, as slow ones leave the chip cool for the others."""
-"""Of bench/results: whose measurements the page shows."""
 BACKEND, VARIANT = "cuda", "wgmma"
 PEERS = ("sdpa-cudnn", "fa4")
 PROBES_SCHEMA = 1
@@ -110,15 +110,16 @@ def comparisons(rows: Iterable[Row], regime: str = "device") -> list[Comparison]
 
 
 def _by_cell(rows: Iterable[Row], regime: str, wanted: Callable[[Row], bool]) -> dict[Cell, dict[str, Row]]:
-    """Of each forward cell the rows of one run by contender: of the newest with a row that is wanted, where one has."""
+    """Of each forward cell the rows of one run by contender: of the newest that timed what is wanted, where one did."""
     cells: dict[Cell, list[Row]] = {}
     for row in rows:
         if row.regime == regime and row.cell.direction == "fwd":
             cells.setdefault(row.cell, []).append(row)
     found = {}
     for cell, members in cells.items():
-        runs = {row.run for row in members if wanted(row)}
-        found[cell] = {row.contender: row for row in one_run([it for it in members if not runs or it.run in runs])}
+        runs = {row.run for row in members if wanted(row) and row.measured is not None}
+        kept = [it for it in members if not runs or it.run in runs or not it.run]
+        found[cell] = {row.contender: row for row in one_run(kept)}
     return found
 
 
@@ -224,12 +225,14 @@ def geometric_mean(values: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A candidate that differs from its sweep's winner in one field; `ratio` of TFLOPS, None of one without a time."""
+    """A candidate that differs from its sweep's winner in one field; `ratio` of TFLOPS, if there is one."""
 
     field: str
     winner: Any
     other: Any
     ratio: float | None
+    failed: bool = False
+    """Whether it has no time at all; else, without a ratio, none of the winner's turns."""
 
 
 def winner_of(sweep: Sweep) -> Tried | None:
@@ -249,7 +252,9 @@ def changes(sweep: Sweep) -> list[Change]:
         differs = [name for name, value in best.config.items() if config.get(name) != value]
         if it.config is not None and len(differs) == 1:
             (name,) = differs
-            found.append(Change(field=name, winner=best.config[name], other=config[name], ratio=_over(it, best)))
+            failed = not it.tflops and not it.first_tflops
+            ratio = _over(it, best)
+            found.append(Change(field=name, winner=best.config[name], other=config[name], ratio=ratio, failed=failed))
     order = list(best.config)
     return sorted(found, key=lambda it: order.index(it.field))
 
@@ -289,7 +294,8 @@ def _of_length(sweeps: Sequence[Sweep]) -> list[str]:
         columns.append(_column(sweep, sweeps))
         for change in changes(sweep):
             key = (change.field, _value(change.field, change.winner), _value(change.field, change.other))
-            lines.setdefault(key, {})[number] = "failed" if change.ratio is None else f"{change.ratio:.3f}"
+            untold = "failed" if change.failed else ""
+            lines.setdefault(key, {})[number] = untold if change.ratio is None else f"{change.ratio:.3f}"
     order = {name: place for place, name in enumerate(dict.fromkeys(name for name, _, _ in lines))}
     rows = [
         (f"`{name}`", f"{was} → {now}", *(lines[name, was, now].get(number, "") for number in range(len(sweeps))))

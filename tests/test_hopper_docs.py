@@ -94,6 +94,15 @@ def test_a_cell_without_a_time_counts_as_one_without_a_ratio(tmp_path):
     assert cells_of(text, ("all",)) == ["all", "0", "-", "0", "1"]
 
 
+def test_a_peer_that_was_refused_takes_no_cell_away(tmp_path):
+    refused = replace(
+        fakes.row("fa4", 1.0, cell=FULL), measured=None, reasons=(Reason(code="dtype", got="a", allowed="b"),)
+    )
+    rows = [replace(ours(1.0, FULL), run="2026-11-22T10"), replace(refused, run="")]
+    text = hopper_docs.peers_block(write_rows(tmp_path, rows))
+    assert cells_of(text, (128, "full"))[3:] == ["100", "not in this run", "refused", "-"]
+
+
 def test_another_variant_of_cuda_is_not_ours(tmp_path):
     path = write_rows(tmp_path, [ours(1.0, FULL, variant="split_q"), fakes.row("fa4", 1.0, cell=FULL)])
     assert "has no row of cuda's variant wgmma" in hopper_docs.peers_block(path)
@@ -256,6 +265,16 @@ def test_after_finals_a_change_is_of_turns_that_both_were_in():
         )
     )
     assert {it.field: it.ratio for it in found} == {"lazy_max": 0.9, "scheduler": 0.75, "q_in_registers": None}
+
+
+def test_a_change_that_ran_in_other_turns_than_the_winner_has_not_failed(tmp_path):
+    """A file of the time before `first_tflops` was kept, or a winner that the first turns had no time of."""
+    other = replace(tried(None, scheduler="static"), first_tflops=600.0)
+    path = tmp_path / "tune-cuda.json"
+    merge([sweep(tried(500.0), other, tried(None, failure="spills", q_in_registers=True))], path)
+    text = hopper_docs.techniques_block(path)
+    assert cells_of(text, ("`scheduler`",)) == ["`scheduler`", "dynamic → static", ""]
+    assert cells_of(text, ("`q_in_registers`",)) == ["`q_in_registers`", "off → on", "failed"]
 
 
 def test_techniques_are_told_by_length(tmp_path):
