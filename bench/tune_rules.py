@@ -161,20 +161,27 @@ def _bands(places: Sequence[_Place]) -> list[tuple[str, list[_Place]]]:
         ways = []
         for start in range(end):
             cost, before = cheapest[start]
-            for loss, config in _best_of_all(places[start:end]):
+            if (best := _best_of_all(places[start:end])) is not None:
+                loss, config = best
                 ways.append((cost + loss + RULE_COST, [*before, (config, list(places[start:end]))]))
         cheapest.append(min(ways, key=lambda way: way[0]))
     return cheapest[-1][1]
 
 
-def _best_of_all(places: Sequence[_Place]) -> list[tuple[float, str]]:
-    """The config that loses least in these lengths together, with what it loses; none where they share none."""
+def _best_of_all(places: Sequence[_Place]) -> tuple[float, str] | None:
+    """The least that a config loses in these lengths together, and that config; None where they share none.
+
+    A rule that ties with it is named in its place, at no cost: else to keep one could be worth another rule.
+    """
     losses = [place.losses() for place in places]
     shared = [name for name in losses[0] if all(name in it for it in losses)]
-    best = sorted((sum(it[name] for it in losses), name) for name in shared)
+    ranking = sorted((sum(it[name] for it in losses), name) for name in shared)
+    if not ranking:
+        return None
+    least, fastest = ranking[0]
     rules = {_key(it) for place in places for sweep in place.sweeps for it in sweep.tried if it.is_rule}
-    ties = [name for loss, name in best if loss <= best[0][0] + TIE * len(places) and name in rules]
-    return [(loss, (*ties, name)[0]) for loss, name in best[:1]]  # a tie costs nothing, or it would be worth a rule
+    ties = [name for loss, name in ranking if loss <= least + TIE * len(places) and name in rules]
+    return least, ties[0] if ties else fastest
 
 
 # ---------------------------------------------------------------- evidence

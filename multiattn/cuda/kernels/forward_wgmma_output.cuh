@@ -68,7 +68,8 @@ struct WarpOutput {
 
   template <int CHUNKS, class Pair>
   DEVICE void stage(int first, Pair pair) const {
-    // Fragments of Q's, written. Where the tensor ends with a chunk, the panel has the next one, too.
+    // stmatrix takes two chunks of 16 rows, as ldmatrix has read them from here for Q. The panel has a second chunk also
+    // where the tensor ends with an odd one.
     const auto fragments = FragmentReader<PanelQ<T>>::down(recomputed(thread_index()));
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; chunk += 2) {

@@ -98,7 +98,7 @@ class FragmentReader {
     return fragment;
   }
 
-  // What the lane tells ldmatrix, or stmatrix for a fragment the other way.
+  // What the lane gives to ldmatrix, or to stmatrix, which writes what ldmatrix would read.
   DEVICE SharedAddress address(SharedAddress tile, uint32 row, uint32 column) const {
     constexpr uint32 SPAN = T::Layout::SPAN;
     const uint32 chunk = column / CHUNK_ELEMENTS;
