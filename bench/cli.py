@@ -295,7 +295,8 @@ def write_report(options: argparse.Namespace) -> int:
 
 def update_readme(options: argparse.Namespace) -> int:
     """Make the tables of README and docs/hopper.md again; with --check only say whether they are current."""
-    pages = {options.readme: readme.update(options.readme, results_root(), check=options.check)}
+    blocks = {**readme.blocks(results_root()), "hopper": lambda: hopper_docs.headline(results_root())}
+    pages = {options.readme: readme.update_page(options.readme, blocks, check=options.check)}
     if options.readme == ROOT / "README.md":
         pages[hopper_docs.PAGE] = hopper_docs.update(results_root(), check=options.check)
     for page, current in pages.items():

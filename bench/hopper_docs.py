@@ -173,6 +173,32 @@ def _provenance(rows: Iterable[Row]) -> str:
     return "\n".join(provenance([row for row in rows if row.measured is not None]))
 
 
+def headline(results: Path) -> str:
+    """README's table: of each comparison with the peers how many cells, the geometric mean of ratios, and the least."""
+    folder = results / GPU_FOLDER / PEERS_FOLDER
+    rows, shown = [], []
+    for name, regime, what in (
+        ("standard", "device", "back to back"),
+        ("standard", "graph", "by graph replay"),
+        ("heldout", "device", "back to back"),
+    ):
+        path = folder / f"{name}.json"
+        if not path.exists():
+            return _missing(path)
+        found = comparisons(load(path), regime)
+        rated = [(it.ratio, it.cell) for it in found if it.ratio is not None]
+        if not rated:
+            return _missing(path, f"has no ratio in the {regime} regime")
+        ratios = [ratio for ratio, _ in rated]
+        least, cell = min(rated, key=lambda it: it[0])
+        below, cells = sum(ratio < 1 for ratio in ratios), f"{len(rated)} of {len(found)}"
+        mean, where = _ratio(geometric_mean(ratios)), f"{least:.3f}, {cell.key}"
+        rows.append((f"`{name}`, {what}", cells, mean, below, where))
+        shown += [row for it in found for row in (it.ours, *it.peers.values())]
+    headers = ("suite", "cells", "geometric mean", "below 1.00", "least")
+    return "\n\n".join([table(headers, rows), _provenance(shown)])
+
+
 def variants_block(path: Path, *, regime: str) -> str:
     """TFLOPS of ours and of the fastest of the backend's other variants by cell, the ratio, and the least of these.
 

@@ -2,7 +2,8 @@
 docs/hopper.md (bench.hopper_docs).
 
 ``<!-- generated:support -->`` ... ``<!-- /generated -->`` holds what each backend supports, from its capabilities and
-rules; ``<!-- generated:results -->`` what was measured, from bench/results.
+rules; ``<!-- generated:results -->`` what was measured, from bench/results; ``<!-- generated:hopper -->`` is of
+bench.hopper_docs.
 """
 
 from __future__ import annotations
@@ -143,16 +144,16 @@ def render(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:
     return MARKED.sub(replacement, text)
 
 
-def update(path: Path, results: Path, *, check: bool) -> bool:
-    """Whether the tables of the README at `path` were current; unless `check`, they are afterwards.
-
-    ValueError where the file has no marker at all: then nothing would ever be generated.
-    """
-    return update_page(path, {"support": support_block, "results": lambda: results_block(results)}, check=check)
+def blocks(results: Path) -> dict[str, Callable[[], str]]:
+    """What generates the blocks of a README that are made here."""
+    return {"support": support_block, "results": lambda: results_block(results)}
 
 
 def update_page(path: Path, blocks: Mapping[str, Callable[[], str]], *, check: bool) -> bool:
-    """`update` of any page, by what generates each of its blocks."""
+    """Whether the tables of the page were current, by what generates each block; unless `check`, they are afterwards.
+
+    InputError where the file has no marker at all: then nothing would ever be generated.
+    """
     old = path.read_text()
     if not MARKED.search(old):
         raise InputError(f"{path.name} has no <!-- generated:... --> ... <!-- /generated --> block")

@@ -11,7 +11,7 @@ from targets_fakes import entry, failed
 
 from bench.matrix import SUITES
 from bench.parity_page import of_json
-from bench.readme import ranges, render, results_block, support_block, update
+from bench.readme import blocks, ranges, render, results_block, support_block, update_page
 from bench.report import combined_report, groups, html_report, notes, text_report
 from bench.results import dumps
 from multiattn.backend import BACKENDS
@@ -150,15 +150,15 @@ def test_the_support_table_has_a_word_in_every_cell():
 def test_readme_blocks_are_made_again_and_checked(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("a\n<!-- generated:results -->\nstale\n<!-- /generated -->\nb\n")
-    assert not update(readme, tmp_path, check=True)
+    assert not update_page(readme, blocks(tmp_path), check=True)
     assert "stale" in readme.read_text()
-    assert not update(readme, tmp_path, check=False)
-    assert update(readme, tmp_path, check=True)
+    assert not update_page(readme, blocks(tmp_path), check=False)
+    assert update_page(readme, blocks(tmp_path), check=True)
     assert "Nothing is recorded yet" in readme.read_text()
     folder = tmp_path / "h200"
     folder.mkdir()
     (folder / "standard.json").write_text(dumps("standard", ROWS))
-    assert not update(readme, tmp_path, check=True)
+    assert not update_page(readme, blocks(tmp_path), check=True)
     assert re.search(r"128 \| causal \| 4096 +\| 100", results_block(tmp_path))
 
 
@@ -168,4 +168,4 @@ def test_an_unknown_or_missing_marker_is_an_error(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("no marker")
     with pytest.raises(ValueError, match="no <!-- generated"):
-        update(readme, tmp_path, check=True)
+        update_page(readme, blocks(tmp_path), check=True)

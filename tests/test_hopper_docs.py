@@ -80,6 +80,20 @@ def test_ours_is_set_against_the_faster_peer(tmp_path):
     assert "c0ffee" in text
 
 
+def test_the_headline_is_of_all_three_comparisons(tmp_path):
+    untimed = replace(fakes.row("cuda", 1.0, cell=CAUSAL), measured=None, error="RuntimeError: no")
+    slower = [ours(1.25, FULL), fakes.row("fa4", 1.0, cell=FULL), untimed, fakes.row("fa4", 1.0, cell=CAUSAL)]
+    replayed = [replace(it, regime="graph") for it in (ours(1.0, FULL), fakes.row("fa4", 2.0, cell=FULL))]
+    write_rows(tmp_path, [*slower, *replayed])
+    assert hopper_docs.headline(tmp_path) == "Not measured yet: `bench/results/h200/peers/heldout.json` is not there."
+    level = [ours(1.0, FULL), fakes.row("fa4", 1.0, cell=FULL)]
+    write_rows(tmp_path, [*level, ours(4.0, CAUSAL), fakes.row("sdpa-cudnn", 1.0, cell=CAUSAL)], "heldout")
+    text = hopper_docs.headline(tmp_path)
+    assert cells_of(text, ("`standard`, back to back",))[1:] == ["1 of 2", "0.800", "1", f"0.800, {FULL.key}"]
+    assert cells_of(text, ("`standard`, by graph replay",))[1:] == ["1 of 1", "2.000", "0", f"2.000, {FULL.key}"]
+    assert cells_of(text, ("`heldout`, back to back",))[1:] == ["2 of 2", "0.500", "1", f"0.250, {CAUSAL.key}"]
+
+
 def test_what_rounds_to_one_is_still_below_it(tmp_path):
     rows = [ours(1.0004, FULL), fakes.row("fa4", 1.0, cell=FULL)]
     assert cells_of(hopper_docs.peers_block(write_rows(tmp_path, rows)), ("all",)) == ["all", "1", "1.000", "1", "0"]
