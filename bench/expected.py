@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.environment import workplace
 from bench.results import read
-from bench.rule_table import compiler, sources
+from bench.rule_table import compiler, is_older, sources
 from multiattn.arch import GPU_ARCHS
 from multiattn.backend import BACKENDS, DIRECTIONS, Direction
 from multiattn.support import Reason, Unsupported
@@ -62,7 +62,7 @@ class Finding:
 
     kind: str
     """``regression``: new spills, occupancy or a tensor-core or TMA instruction lost, or nothing compiled any more;
-    ``stale``: the same compiler makes something else; ``note``: another compiler does.
+    ``stale``: the same compiler makes something else; ``note``: another compiler does, or an older one makes it worse.
     """
     cell: Cell
     text: str
@@ -93,8 +93,8 @@ def spanning_cells() -> list[Cell]:
 # ---------------------------------------------------------------- compared
 
 
-def compare(before: Entry, now: Entry, *, same_compiler: bool) -> list[Finding]:
-    """What differs, what is worse first."""
+def compare(before: Entry, now: Entry, *, same_compiler: bool, older_compiler: bool = False) -> list[Finding]:
+    """What differs, what is worse first. What an older compiler than that on record makes worse is only noted."""
 
     def found(kind: str, texts: Iterable[str]) -> list[Finding]:
         return [Finding(kind=kind, cell=now.cell, text=text) for text in texts]
@@ -109,7 +109,10 @@ def compare(before: Entry, now: Entry, *, same_compiler: bool) -> list[Finding]:
     pairs = _pairs(before.kernels, now.kernels)
     worse = [text for pair in pairs for text in _worse(*pair)]
     differs = _differences(before, now, pairs)
-    return [*found("regression", worse), *found("stale" if same_compiler else "note", differs)]
+    return [
+        *found("note" if older_compiler else "regression", worse),
+        *found("stale" if same_compiler else "note", differs),
+    ]
 
 
 def _pairs(before: Sequence[Facts], now: Sequence[Facts]) -> list[tuple[Facts | None, Facts | None]]:
@@ -234,19 +237,15 @@ def _recorded_as(entry: Entry) -> str:
 def check_compiled(wanted: Sequence[Cell], recorded: Mapping[str, Record], made: Iterable[Entry]) -> list[Finding]:
     """What differs from the record in entries that were compiled now; a cell of which nothing came is a regression."""
     known = {entry.cell: entry for record in recorded.values() for entry in record.entries}
-    same = {
-        (arch, backend): recorded[arch].compilers.get(backend) == compiler(backend)
-        for arch in recorded
-        for backend in BACKENDS
-    }
+    here = current_compilers()
     entries = list(made)
     missing = [cell for cell in wanted if cell not in {entry.cell for entry in entries}]
     findings = [Finding(kind="regression", cell=cell, text="nothing came of it") for cell in missing]
     for entry in entries:
         before = known.get(entry.cell)
         if before is not None:
-            same_compiler = same[entry.cell.arch, entry.cell.backend]
-            findings += compare(before, entry, same_compiler=same_compiler)
+            ours, theirs = here[entry.cell.backend], recorded[entry.cell.arch].compilers.get(entry.cell.backend, "")
+            findings += compare(before, entry, same_compiler=ours == theirs, older_compiler=is_older(ours, than=theirs))
     return findings
 
 
@@ -276,6 +275,17 @@ def current_sources() -> dict[str, str]:
 def current_compilers() -> dict[str, str]:
     """What a record of now would say of its compilers."""
     return {name: compiler(name) for name in BACKENDS}
+
+
+def older_compilers(recorded: Mapping[str, Record]) -> list[str]:
+    """A line for each backend whose compiler here is older than one that a record is of."""
+    here = current_compilers()
+    pairs = {(here[name], it) for record in recorded.values() for name, it in record.compilers.items() if name in here}
+    return [
+        f"{ours} is older than {theirs} of the record: what it makes worse is a note"
+        for ours, theirs in sorted(pairs)
+        if is_older(ours, than=theirs)
+    ]
 
 
 def save(entries: Sequence[Entry], folder: Path) -> None:

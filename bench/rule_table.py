@@ -40,6 +40,7 @@ _DATA = ("config", "rules", "variants", "__init__")
 _OF_FORWARD = ("steps", "axes")
 """Modules of the forward's ladder that shared modules import, though no backward is made of them."""
 _ROOTS = ("compile.py", "nvrtc.py", "launches.py")
+_TOOL = re.compile(r"([\w-]+) (\d[\w.+]*)")
 _INCLUDED = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
@@ -255,6 +256,15 @@ def compiler(backend: str) -> str:
     """The versions that decide what a backend's cubins look like."""
     kept = {"triton", "cuda-tile", "tileiras", "nvidia-cuda-nvrtc"}
     return ", ".join(f"{name} {it}" for name, it in registry.get(backend).versions().items() if name in kept)
+
+
+def is_older(versions: str, than: str) -> bool:
+    """Whether `compiler`'s answer names a tool in an older release than another answer does."""
+    ours, theirs = (
+        {name: [int(part) for part in re.findall(r"\d+", release)] for name, release in _TOOL.findall(text)}
+        for text in (versions, than)
+    )
+    return any(release < theirs[name] for name, release in ours.items() if name in theirs)
 
 
 # ---------------------------------------------------------------- compiled

@@ -45,7 +45,7 @@ def record_expected(options: argparse.Namespace) -> int:
     entries = expected.compile_cells(wanted, jobs=options.jobs, say=lambda text: print(text, flush=True))
     findings = expected.check_compiled(wanted, recorded, entries)
     failed = [entry for entry in entries if entry.error]
-    print("".join(f"{finding}\n" for finding in findings), end="")
+    print("".join(f"{it}\n" for it in (*findings, *expected.older_compilers(recorded))), end="")
     print("".join(f"failed: {entry.cell}: {entry.error}\n" for entry in failed), end="")
     if options.check:
         wrong = [*_recorded_wrongly(recorded), *(f"{it}" for it in findings if it.kind != "note")]

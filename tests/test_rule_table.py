@@ -8,7 +8,7 @@ import pytest
 
 from bench import rule_page, rule_table
 from bench.errors import InputError
-from bench.rule_table import Row, cases, check, compile_case, compiler, load, outdated, record_path, save
+from bench.rule_table import Row, cases, check, compile_case, compiler, is_older, load, outdated, record_path, save
 from multiattn import backend as registry
 from multiattn.arch import by_name, occupancy
 from multiattn.backend import BACKENDS, DIRECTIONS, find_variant
@@ -279,6 +279,23 @@ def test_only_what_changed_is_compiled(tmp_path, monkeypatch):
     )}  # fmt: skip
     assert error == "RuntimeError: ptxas: out of luck"
     assert load(path) == recorded
+
+
+@pytest.mark.parametrize(
+    ("here", "recorded", "older"),
+    [
+        ("triton 3.7.1", "triton 3.9.0", True),
+        ("triton 3.10.0", "triton 3.9.0", False),
+        ("triton 3.9.0", "triton 3.9.0", False),
+        ("nvidia-cuda-nvrtc 13.0.88", "nvidia-cuda-nvrtc 13.5.37", True),
+        ("cuda-tile 1.8.0, tileiras 13.3.90", "cuda-tile 1.7.0, tileiras 13.4.92", True),
+        ("cuda-tile 1.8.0, tileiras missing", "cuda-tile 1.7.0, tileiras 13.4.92", False),
+        ("triton 3.9.0+git12ab", "triton 3.9.0", False),
+        ("triton 3.7.1", "", False),
+    ],
+)
+def test_releases_are_compared_tool_by_tool(here, recorded, older):
+    assert is_older(here, than=recorded) is older
 
 
 def test_another_compiler_is_a_reason_to_compile_but_no_fault():
