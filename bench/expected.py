@@ -282,7 +282,7 @@ def older_compilers(recorded: Mapping[str, Record]) -> list[str]:
     here = current_compilers()
     pairs = {(here[name], it) for record in recorded.values() for name, it in record.compilers.items() if name in here}
     return [
-        f"{ours} is older than {theirs} of the record: what it makes worse is a note"
+        f"{ours} is older than {theirs} of the record, and what it makes worse no regression"
         for ours, theirs in sorted(pairs)
         if is_older(ours, than=theirs)
     ]

@@ -179,7 +179,7 @@ def headline(results: Path) -> str:
     rows, shown = [], []
     for name, regime, what in (
         ("standard", "device", "back to back"),
-        ("standard", "graph", "by graph replay"),
+        ("standard", "graph", "graph replay"),
         ("heldout", "device", "back to back"),
     ):
         path = folder / f"{name}.json"
@@ -195,7 +195,7 @@ def headline(results: Path) -> str:
         mean, where = _ratio(geometric_mean(ratios)), f"{least:.3f}, {cell.key}"
         rows.append((f"`{name}`, {what}", cells, mean, below, where))
         shown += [row for it in found for row in (it.ours, *it.peers.values())]
-    headers = ("suite", "cells", "geometric mean", "below 1.00", "least")
+    headers = ("suite", "cells", "geometric mean", "below 1.00", "least ratio, and where")
     return "\n\n".join([table(headers, rows), _provenance(shown)])
 
 

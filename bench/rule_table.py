@@ -40,7 +40,7 @@ _DATA = ("config", "rules", "variants", "__init__")
 _OF_FORWARD = ("steps", "axes")
 """Modules of the forward's ladder that shared modules import, though no backward is made of them."""
 _ROOTS = ("compile.py", "nvrtc.py", "launches.py")
-_TOOL = re.compile(r"([\w-]+) (\d[\w.+]*)")
+_TOOL = re.compile(r"([\w-]+) (\d+(?:\.\d+)*)")
 _INCLUDED = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
@@ -259,12 +259,14 @@ def compiler(backend: str) -> str:
 
 
 def is_older(versions: str, than: str) -> bool:
-    """Whether `compiler`'s answer names a tool in an older release than another answer does."""
-    ours, theirs = (
-        {name: [int(part) for part in re.findall(r"\d+", release)] for name, release in _TOOL.findall(text)}
-        for text in (versions, than)
-    )
+    """Whether `compiler`'s answer names a tool in an older release than another answer does, by their numbers alone."""
+    ours, theirs = ({name: _numbers(release) for name, release in _TOOL.findall(text)} for text in (versions, than))
     return any(release < theirs[name] for name, release in ours.items() if name in theirs)
+
+
+def _numbers(release: str) -> list[int]:
+    """``3.9`` and ``3.9.0`` are the same release."""
+    return [int(part) for part in re.sub(r"(\.0+)+$", "", release).split(".")]
 
 
 # ---------------------------------------------------------------- compiled

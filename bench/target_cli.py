@@ -41,6 +41,8 @@ def record_expected(options: argparse.Namespace) -> int:
         raise InputError("there is no checkout here to keep a record in; python -m multiattn compile needs none")
     folder = expected.record_folder()
     recorded = expected.load_all(folder)
+    if older := [] if options.check else expected.older_compilers(recorded):
+        raise InputError(f"{older[0]}; to record it all the same, remove {folder.relative_to(workplace())} first")
     wanted = expected.spanning_cells() if options.check and not options.all else expected.all_cells()
     entries = expected.compile_cells(wanted, jobs=options.jobs, say=lambda text: print(text, flush=True))
     findings = expected.check_compiled(wanted, recorded, entries)

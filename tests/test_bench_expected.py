@@ -278,6 +278,14 @@ class TestCommand:
         assert "note: cuda forward D=128 full sm90: attention: 0 -> 5 spills in its hot loops" in printed
         assert f"nvidia-cuda-nvrtc 12.0.1 is older than {newer['cuda']} of the record" in printed
 
+    def test_an_older_compiler_records_nothing(self, capsys, monkeypatch, tmp_path):
+        before = (tmp_path / "expected" / "sm90.json").read_text()
+        monkeypatch.setattr(expected, "compiler", lambda name: "nvidia-cuda-nvrtc 12.0.1" if name == "cuda" else "")
+        with pytest.raises(SystemExit):
+            cli.main(["expected"])
+        assert "remove expected first" in capsys.readouterr().err
+        assert (tmp_path / "expected" / "sm90.json").read_text() == before
+
     def test_recording_prints_what_differs_and_makes_it_current(self, capsys, tmp_path):
         assert cli.main(["expected"]) == 0
         assert "regression: cuda forward D=128 full sm90" in capsys.readouterr().out

@@ -90,8 +90,13 @@ def test_the_headline_is_of_all_three_comparisons(tmp_path):
     write_rows(tmp_path, [*level, ours(4.0, CAUSAL), fakes.row("sdpa-cudnn", 1.0, cell=CAUSAL)], "heldout")
     text = hopper_docs.headline(tmp_path)
     assert cells_of(text, ("`standard`, back to back",))[1:] == ["1 of 2", "0.800", "1", f"0.800, {FULL.key}"]
-    assert cells_of(text, ("`standard`, by graph replay",))[1:] == ["1 of 1", "2.000", "0", f"2.000, {FULL.key}"]
+    assert cells_of(text, ("`standard`, graph replay",))[1:] == ["1 of 1", "2.000", "0", f"2.000, {FULL.key}"]
     assert cells_of(text, ("`heldout`, back to back",))[1:] == ["2 of 2", "0.500", "1", f"0.250, {CAUSAL.key}"]
+
+
+def test_there_is_no_headline_without_a_ratio(tmp_path):
+    write_rows(tmp_path, [ours(1.0, FULL), fakes.row("fa4", 1.0, cell=FULL)])
+    assert "peers/standard.json` has no ratio in the graph regime" in hopper_docs.headline(tmp_path)
 
 
 def test_what_rounds_to_one_is_still_below_it(tmp_path):

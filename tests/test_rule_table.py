@@ -291,6 +291,10 @@ def test_only_what_changed_is_compiled(tmp_path, monkeypatch):
         ("cuda-tile 1.8.0, tileiras 13.3.90", "cuda-tile 1.7.0, tileiras 13.4.92", True),
         ("cuda-tile 1.8.0, tileiras missing", "cuda-tile 1.7.0, tileiras 13.4.92", False),
         ("triton 3.9.0+git12ab", "triton 3.9.0", False),
+        ("triton 3.9.0", "triton 3.9.0+git12ab", False),
+        ("triton 3.9.0", "triton 3.9.0rc1", False),
+        ("nvidia-cuda-nvrtc 13.0", "nvidia-cuda-nvrtc 13.0.0", False),
+        ("triton 3.9.0", "triton 3.9.0.1", True),
         ("triton 3.7.1", "", False),
     ],
 )

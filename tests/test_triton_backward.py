@@ -227,13 +227,13 @@ compiles = pytest.mark.skipif(
     ],
 )  # the others are on record, and `bench expected --check` compiles some each time
 def test_rules_spill_nothing(arch, variant, head_dim, causal):
-    recorded = expected.load(expected.record_folder() / f"{arch}.json").compilers["triton"]
-    if is_older(compiler("triton"), than=recorded):
-        pytest.skip(f"{compiler('triton')} spills where {recorded} does not")
     problem = Problem.contiguous(batch=2, heads_q=8, heads_kv=8, seq_q=1000, head_dim=head_dim, causal=causal)
     plan = make_plan(BACKEND, problem, by_name(arch), direction="backward", variant=variant, probe=False)
     kernels = compile_plan(plan)
     assert len(kernels) == (3 if variant.endswith("atomic") else 2)
-    for kernel in kernels:
-        assert kernel.spill_bytes == 0, kernel.kernel
-        assert kernel.smem_bytes <= by_name(arch).smem_per_block
+    assert all(kernel.smem_bytes <= by_name(arch).smem_per_block for kernel in kernels)
+    spills = {kernel.kernel: kernel.spill_bytes for kernel in kernels if kernel.spill_bytes}
+    recorded = expected.load(expected.record_folder() / f"{arch}.json").compilers["triton"]
+    if spills and is_older(compiler("triton"), than=recorded):
+        pytest.xfail(f"{compiler('triton')} spills, {recorded} does not: {spills}")
+    assert not spills
