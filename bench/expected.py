@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from bench.environment import workplace
 from bench.results import read
@@ -38,6 +38,8 @@ SPANNING: tuple[tuple[str, str, Direction, int, str], ...] = (
 )
 """What a quarter of an hour for all of `make test` leaves time for."""
 
+CompilerAge = Literal["same", "newer", "older"]
+"""What a compiler is to that of the record; another one that is not older counts as newer."""
 HOT_MOVES = ("UTMALDG", "LDGSTS", "LDSM")
 """Classes of loads that a hot loop must not lose. Of producer warps, which multiply nothing, no loop is hot."""
 MOST_MORE_WORK = 2.0
@@ -93,8 +95,8 @@ def spanning_cells() -> list[Cell]:
 # ---------------------------------------------------------------- compared
 
 
-def compare(before: Entry, now: Entry, *, same_compiler: bool, older_compiler: bool = False) -> list[Finding]:
-    """What differs, what is worse first. What an older compiler than that on record makes worse is only noted."""
+def compare(before: Entry, now: Entry, *, compiler: CompilerAge) -> list[Finding]:
+    """What differs, what is worse first, by what the compiler is to that on record; an older one's losses are notes."""
 
     def found(kind: str, texts: Iterable[str]) -> list[Finding]:
         return [Finding(kind=kind, cell=now.cell, text=text) for text in texts]
@@ -110,8 +112,8 @@ def compare(before: Entry, now: Entry, *, same_compiler: bool, older_compiler: b
     worse = [text for pair in pairs for text in _worse(*pair)]
     differs = _differences(before, now, pairs)
     return [
-        *found("note" if older_compiler else "regression", worse),
-        *found("stale" if same_compiler else "note", differs),
+        *found("note" if compiler == "older" else "regression", worse),
+        *found("stale" if compiler == "same" else "note", differs),
     ]
 
 
@@ -245,7 +247,8 @@ def check_compiled(wanted: Sequence[Cell], recorded: Mapping[str, Record], made:
         before = known.get(entry.cell)
         if before is not None:
             ours, theirs = here[entry.cell.backend], recorded[entry.cell.arch].compilers.get(entry.cell.backend, "")
-            findings += compare(before, entry, same_compiler=ours == theirs, older_compiler=is_older(ours, than=theirs))
+            age: CompilerAge = "same" if ours == theirs else "older" if is_older(ours, than=theirs) else "newer"
+            findings += compare(before, entry, compiler=age)
     return findings
 
 
@@ -282,9 +285,7 @@ def older_compilers(recorded: Mapping[str, Record]) -> list[str]:
     here = current_compilers()
     pairs = {(here[name], it) for record in recorded.values() for name, it in record.compilers.items() if name in here}
     return [
-        f"{ours} is older than {theirs} of the record, and what it makes worse no regression"
-        for ours, theirs in sorted(pairs)
-        if is_older(ours, than=theirs)
+        f"{ours} is older than {theirs} of the record" for ours, theirs in sorted(pairs) if is_older(ours, than=theirs)
     ]
 
 

@@ -84,6 +84,11 @@ class Comparison:
     peers: Mapping[str, Row]
 
     @property
+    def rows(self) -> list[Row]:
+        """All of it."""
+        return [self.ours, *self.peers.values()]
+
+    @property
     def ratio(self) -> float | None:
         """Our TFLOPS over the faster peer's; None where one side has none, or another variant ran."""
         theirs = [row.measured.tflops for row in self.peers.values() if row.measured is not None]
@@ -165,8 +170,7 @@ def peers_block(path: Path, *, regime: str = "device", every_size: bool = False)
         ours = _figure_of_ours(it.ours)
         rows.append((cell.head_dim, cell.mask, cell.seq, *sizes, ours, *peers, _ratio(it.ratio)))
     headers = ("D", "mask", "N", *more, f"{BACKEND} {VARIANT}", *PEERS, "ratio")
-    shown = [row for it in found for row in (it.ours, *it.peers.values())]
-    return "\n\n".join([table(headers, rows), _summary(found), _provenance(shown)])
+    return "\n\n".join([table(headers, rows), _summary(found), _provenance(row for it in found for row in it.rows)])
 
 
 def _provenance(rows: Iterable[Row]) -> str:
@@ -176,7 +180,8 @@ def _provenance(rows: Iterable[Row]) -> str:
 def headline(results: Path) -> str:
     """README's table: of each comparison with the peers how many cells, the geometric mean of ratios, and the least."""
     folder = results / GPU_FOLDER / PEERS_FOLDER
-    rows, shown = [], []
+    rows: list[tuple[object, ...]] = []
+    shown: list[Row] = []
     for name, regime, what in (
         ("standard", "device", "back to back"),
         ("standard", "graph", "graph replay"),
@@ -189,12 +194,10 @@ def headline(results: Path) -> str:
         rated = [(it.ratio, it.cell) for it in found if it.ratio is not None]
         if not rated:
             return _missing(path, f"has no ratio in the {regime} regime")
-        ratios = [ratio for ratio, _ in rated]
+        cells, *ratios, _ = _totals(found)
         least, cell = min(rated, key=lambda it: it[0])
-        below, cells = sum(ratio < 1 for ratio in ratios), f"{len(rated)} of {len(found)}"
-        mean, where = _ratio(geometric_mean(ratios)), f"{least:.3f}, {cell.key}"
-        rows.append((f"`{name}`, {what}", cells, mean, below, where))
-        shown += [row for it in found for row in (it.ours, *it.peers.values())]
+        rows.append((f"`{name}`, {what}", f"{cells} of {len(found)}", *ratios, f"{least:.3f}, {cell.key}"))
+        shown += [row for it in found for row in it.rows]
     headers = ("suite", "cells", "geometric mean", "below 1.00", "least ratio, and where")
     return "\n\n".join([table(headers, rows), _provenance(shown)])
 
@@ -231,14 +234,16 @@ def _ratio(ratio: float | None) -> str:
 
 
 def _summary(found: Sequence[Comparison]) -> str:
-    """Cells, geometric mean of ratios and how many are below 1, by head_dim and of all."""
+    """`_totals` by head_dim and of all."""
     by_head_dim = [(f"{key}", list(members)) for key, members in groupby(found, lambda it: it.cell.head_dim)]
-    rows = []
-    for name, members in (*by_head_dim, ("all", list(found))):
-        ratios = [it.ratio for it in members if it.ratio is not None]
-        below = sum(ratio < 1 for ratio in ratios)
-        rows.append((name, len(ratios), _ratio(geometric_mean(ratios)), below, len(members) - len(ratios)))
+    rows = [(name, *_totals(members)) for name, members in (*by_head_dim, ("all", found))]
     return table(("D", "cells", "geometric mean", "below 1.00", "without a ratio"), rows)
+
+
+def _totals(found: Sequence[Comparison]) -> tuple[int, str, int, int]:
+    """How many have a ratio, the geometric mean of ratios, how many are below 1, and how many have none."""
+    ratios = [it.ratio for it in found if it.ratio is not None]
+    return len(ratios), _ratio(geometric_mean(ratios)), sum(it < 1 for it in ratios), len(found) - len(ratios)
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:

@@ -41,13 +41,15 @@ def record_expected(options: argparse.Namespace) -> int:
         raise InputError("there is no checkout here to keep a record in; python -m multiattn compile needs none")
     folder = expected.record_folder()
     recorded = expected.load_all(folder)
-    if older := [] if options.check else expected.older_compilers(recorded):
+    older = expected.older_compilers(recorded)
+    if older and not options.check:
         raise InputError(f"{older[0]}; to record it all the same, remove {folder.relative_to(workplace())} first")
     wanted = expected.spanning_cells() if options.check and not options.all else expected.all_cells()
     entries = expected.compile_cells(wanted, jobs=options.jobs, say=lambda text: print(text, flush=True))
     findings = expected.check_compiled(wanted, recorded, entries)
     failed = [entry for entry in entries if entry.error]
-    print("".join(f"{it}\n" for it in (*findings, *expected.older_compilers(recorded))), end="")
+    print("".join(f"{finding}\n" for finding in findings), end="")
+    print("".join(f"{line}: what it makes worse is a note\n" for line in older), end="")
     print("".join(f"failed: {entry.cell}: {entry.error}\n" for entry in failed), end="")
     if options.check:
         wrong = [*_recorded_wrongly(recorded), *(f"{it}" for it in findings if it.kind != "note")]

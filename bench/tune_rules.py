@@ -100,17 +100,14 @@ def derive(sweeps: Sequence[Sweep]) -> list[Tuned]:
     rules: list[Tuned] = []
     for group in _grouped(usable, lambda it: (*_variant(it), it.environment.arch, it.cell.causal)):
         below = 0
-        for of_head_dim in _grouped(group, _class_of):
-            rules += _rules(of_head_dim, below + 1, widest := _class_of(of_head_dim[0]))
+        for of_head_dim in _grouped(group, lambda it: _widest(it.cell)):
+            rules += _rules(of_head_dim, below + 1, widest := _widest(of_head_dim[0].cell))
             below = widest
     return rules
 
 
-def _class_of(sweep: Sweep) -> int:
-    return _widest(sweep.cell)
-
-
 def _widest(cell: Cell) -> int:
+    """The largest head_dim of its class."""
     widest = class_of(cell.head_dim)
     assert widest is not None, f"a sweep at head_dim {cell.head_dim}, beyond all classes"
     return widest

@@ -57,7 +57,7 @@ def test_a_record_holds_all_but_what_varies(tmp_path):
     record = expected.load(tmp_path / "sm90.json")
     assert [it.cell for it in record.entries] == [it.cell for it in expected.ordered(MADE)]
     for before, now in zip(record.entries, expected.ordered(MADE), strict=True):
-        assert expected.compare(before, now, same_compiler=True) == []
+        assert expected.compare(before, now, compiler="same") == []
         assert [expected.pack(it) for it in before.kernels] == [expected.pack(it) for it in now.kernels]
     text = (tmp_path / "sm90.json").read_text()
     expected.save([replace(it, kernels=tuple(replace(k, seconds=9.0) for k in it.kernels)) for it in MADE], tmp_path)
@@ -98,47 +98,47 @@ class TestCompare:
             ({"mix": mix(counts(HGMMA=4))}, "12.0 -> 48.0 FP32 and integer instructions for each of the tensor core's"),
         ],
     )
-    @pytest.mark.parametrize("same_compiler", [True, False])
-    def test_what_is_worse_is_a_regression(self, change, message, same_compiler):
-        found = expected.compare(entry(), entry(kernels=[facts(**change)]), same_compiler=same_compiler)
+    @pytest.mark.parametrize("compiler", ["same", "newer"])
+    def test_what_is_worse_is_a_regression(self, change, message, compiler):
+        found = expected.compare(entry(), entry(kernels=[facts(**change)]), compiler=compiler)
         assert found[0].kind == "regression"
         assert message in str(found[0])
 
     def test_what_an_older_compiler_makes_worse_is_a_note(self):
         worse = entry(kernels=[facts(hot_spills=2)])
-        found = expected.compare(entry(), worse, same_compiler=False, older_compiler=True)
+        found = expected.compare(entry(), worse, compiler="older")
         assert {it.kind for it in found} == {"note"}
         assert "0 -> 2 spills in its hot loops" in str(found[0])
-        (lost,) = expected.compare(entry(arch="sm80"), failed(), same_compiler=False, older_compiler=True)
+        (lost,) = expected.compare(entry(arch="sm80"), failed(), compiler="older")
         assert lost.kind == "regression"
 
     def test_kernels_are_compared_by_name(self):
         before = entry(kernels=[facts("dq"), facts("dkdv", registers=200)])
         swapped = entry(kernels=[facts("dkdv", registers=200), facts("dq")])
-        assert expected.compare(before, swapped, same_compiler=True) == []
+        assert expected.compare(before, swapped, compiler="same") == []
         fewer, more = (
             entry(kernels=kernels) for kernels in ([facts("dq")], [*before.kernels, facts("x", hot_spills=9)])
         )
         for now, message in ((fewer, "dkdv is gone"), (more, "x, which is new, spills 9 times in its hot loops")):
-            found = expected.compare(before, now, same_compiler=False)
+            found = expected.compare(before, now, compiler="newer")
             assert (found[0].kind, found[0].text) == ("regression", message)
         renamed = entry(kernels=[facts("dq"), facts("dkdv_64x64", registers=200)])
-        assert [it.kind for it in expected.compare(before, renamed, same_compiler=False)] == ["note"]
+        assert [it.kind for it in expected.compare(before, renamed, compiler="newer")] == ["note"]
 
     def test_a_rare_pass_may_change_its_tensor_core(self):
         before, now = (entry(kernels=[facts(mix=mix(counts(), code))]) for code in (counts(HMMA=8), counts()))
-        assert [it.kind for it in expected.compare(before, now, same_compiler=False)] == ["note"]
+        assert [it.kind for it in expected.compare(before, now, compiler="newer")] == ["note"]
 
     def test_what_cutile_chose_is_guarded_too(self):
         chosen = ("TMA load", "wgmma 64x64x16"), ("cp.async", "wgmma 64x32x16")  # another shape is no loss
         before, now = (entry(kernels=[facts(chosen=it)]) for it in chosen)
-        lost = [it.text for it in expected.compare(before, now, same_compiler=False) if it.kind == "regression"]
+        lost = [it.text for it in expected.compare(before, now, compiler="newer") if it.kind == "regression"]
         assert lost == ["attention: TMA load is lost"]
 
     def test_a_difference_is_stale_or_a_note(self):
         now = entry(kernels=[facts(registers=160)])
-        (stale,) = expected.compare(entry(), now, same_compiler=True)
-        (note,) = expected.compare(entry(), now, same_compiler=False)
+        (stale,) = expected.compare(entry(), now, compiler="same")
+        (note,) = expected.compare(entry(), now, compiler="newer")
         assert (stale.kind, note.kind) == ("stale", "note")
         assert stale.text == note.text == "attention registers 168 -> 160"
 
@@ -152,11 +152,11 @@ class TestCompare:
         ],
     )
     def test_what_compiles_and_what_does_not(self, before, now, kind):
-        assert [it.kind for it in expected.compare(before, now, same_compiler=True)] == [kind]
+        assert [it.kind for it in expected.compare(before, now, compiler="same")] == [kind]
 
     def test_nothing_is_nothing(self):
-        assert expected.compare(entry(), entry(), same_compiler=True) == []
-        assert expected.compare(failed(), failed(), same_compiler=True) == []
+        assert expected.compare(entry(), entry(), compiler="same") == []
+        assert expected.compare(failed(), failed(), compiler="same") == []
 
 
 def test_a_spill_on_purpose_is_a_regression(tmp_path, monkeypatch):
@@ -170,7 +170,7 @@ def test_a_spill_on_purpose_is_a_regression(tmp_path, monkeypatch):
     config = CudaConfig(tile_m=128, tile_n=96, warps=4, stages=1)
     plan = plan_variant(get("cuda"), variant, cell.problem, cell.plan().arch, config)
     kernels = tuple(read_kernel(kernel, plan) for kernel in get("cuda").forward.export(plan, ()))
-    found = expected.compare(before, entry_of(cell, plan, kernels), same_compiler=False)
+    found = expected.compare(before, entry_of(cell, plan, kernels), compiler="newer")
     assert any(it.kind == "regression" and "spills in its hot loops" in it.text for it in found)
 
 
@@ -277,6 +277,13 @@ class TestCommand:
         printed = capsys.readouterr().out
         assert "note: cuda forward D=128 full sm90: attention: 0 -> 5 spills in its hot loops" in printed
         assert f"nvidia-cuda-nvrtc 12.0.1 is older than {newer['cuda']} of the record" in printed
+
+    def test_a_check_holds_a_newer_compiler_to_the_record(self, capsys, monkeypatch):
+        monkeypatch.setattr(expected, "compiler", lambda name: "nvidia-cuda-nvrtc 99.0" if name == "cuda" else "")
+        assert cli.main(["expected", "--check"]) == 1
+        printed = capsys.readouterr().out
+        assert "regression: cuda forward D=128 full sm90: attention: 0 -> 5 spills in its hot loops" in printed
+        assert "older" not in printed
 
     def test_an_older_compiler_records_nothing(self, capsys, monkeypatch, tmp_path):
         before = (tmp_path / "expected" / "sm90.json").read_text()

@@ -80,6 +80,14 @@ def test_ours_is_set_against_the_faster_peer(tmp_path):
     assert "c0ffee" in text
 
 
+def test_the_setups_of_ours_and_of_peers_are_told(tmp_path):
+    measured_later = replace(fakes.SETUP, commit="1ater")
+    rows = [replace(ours(1.0, FULL), environment=measured_later), fakes.row("fa4", 1.0, cell=FULL)]
+    text = hopper_docs.peers_block(write_rows(tmp_path, rows))
+    assert "1ater" in text
+    assert "c0ffee" in text
+
+
 def test_the_headline_is_of_all_three_comparisons(tmp_path):
     untimed = replace(fakes.row("cuda", 1.0, cell=CAUSAL), measured=None, error="RuntimeError: no")
     slower = [ours(1.25, FULL), fakes.row("fa4", 1.0, cell=FULL), untimed, fakes.row("fa4", 1.0, cell=CAUSAL)]
