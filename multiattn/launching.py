@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -15,14 +17,22 @@ from multiattn.planning import Ready, ReadyBackward, prepare, prepare_backward
 from multiattn.problem import VECTOR_BYTES, Problem
 
 _AS_IT_IS: AbstractContextManager[None] = contextlib.nullcontext()
+_empty_on_gpu: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
 def run_forward(ready: Ready, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Out and lse, fresh, on the current stream of the tensors' device."""
-    out = q.new_empty_strided(q.shape, ready.out_strides)
-    lse = q.new_empty(ready.lse_shape, dtype=torch.float32)
-    with _on(ready.device):
-        ready.launch(q, k, v, out, lse)
+    if not _is_here(ready.device):
+        with torch.cuda.device(ready.device):
+            return _run_forward(ready, q, k, v)
+    return _run_forward(ready, q, k, v)
+
+
+def _run_forward(ready: Ready, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    empty = _allocator(q)
+    out = empty(ready.out_shape, ready.out_strides, ready.dtype)
+    lse = empty(ready.lse_shape, ready.lse_strides, torch.float32)
+    ready.launch(q, k, v, out, lse)
     return out, lse
 
 
@@ -51,9 +61,10 @@ def run_backward(
             dlse = _conform("dlse", dlse, q.shape[:3], ready.lse_strides, torch.float32, q.device)
             if ready.plan.problem.has_empty_rows:  # whatever came of their -inf, often a NaN, nothing depends on them
                 dlse = dlse.masked_fill(lse == -math.inf, 0.0)
-        dq = q.new_empty_strided(q.shape, ready.dq_strides)
-        dk = k.new_empty_strided(k.shape, ready.dk_strides)
-        dv = v.new_empty_strided(v.shape, ready.dv_strides)
+        empty = _allocator(q)
+        dq = empty(tuple(q.shape), ready.dq_strides, q.dtype)
+        dk = empty(tuple(k.shape), ready.dk_strides, k.dtype)
+        dv = empty(tuple(v.shape), ready.dv_strides, v.dtype)
         ready.launch(q, k, v, out, lse, dout, dlse, dq, dk, dv)
     return dq, dk, dv
 
@@ -104,12 +115,30 @@ def launch_backward(
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
     """A context manager in which the tensors' device is the current one, as is its CUDA context."""
-    if device.index is None:  # a CPU
-        return _AS_IT_IS
-    if device.index != torch.cuda.current_device():
-        return torch.cuda.device(device)
-    ensure_context(device.index)
-    return _AS_IT_IS
+    return _AS_IT_IS if _is_here(device) else torch.cuda.device(device)
+
+
+def _is_here(device: torch.device) -> bool:
+    """Whether the tensors' device is the current one; if so, its CUDA context is the thread's from here on."""
+    if (index := device.index) is None:  # a CPU
+        return True
+    # What torch.cuda.current_device() is once tensors are there, without asking first whether CUDA is initialised.
+    if index != torch._C._cuda_getDevice():
+        return False
+    ensure_context(index)
+    return True
+
+
+def _allocator(like: torch.Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
+    """Makes a tensor of that shape, strides and dtype on the device of `like`, the current one.
+
+    On a GPU past PyTorch's dispatcher, as in the code that Inductor writes: each costs half as much. Not where PyTorch
+    may have to fill it first (`torch.utils.deterministic.fill_uninitialized_memory`), which is done behind that.
+    """
+    if like.is_cuda and _empty_on_gpu is not None and not torch.are_deterministic_algorithms_enabled():
+        empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor] = _empty_on_gpu
+        return empty
+    return lambda shape, strides, dtype: like.new_empty_strided(shape, strides, dtype=dtype)
 
 
 def _row_strides(problem: Problem) -> tuple[int, int, int]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -151,6 +151,8 @@ def _with_alternatives(
 
 _CallKey = tuple[object, ...]
 _LIMIT = 4096  # distinct call signatures kept; a serving loop with ever-changing lengths must not grow for ever
+_TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +161,11 @@ class Ready:
 
     plan: Plan
     launch: Launcher
+    out_shape: tuple[int, ...]
     out_strides: tuple[int, int, int, int]
-    lse_shape: torch.Size
+    lse_shape: tuple[int, ...]
+    lse_strides: tuple[int, int, int]
+    dtype: torch.dtype
     device: torch.device
 
 
@@ -187,9 +192,88 @@ class ReadyBackward:
         return self.prepared
 
 
-_forward: dict[_CallKey, Ready] = {}
-_backward: dict[_CallKey, ReadyBackward] = {}
-R = TypeVar("R")
+class _Calls(Generic[R]):
+    """What earlier calls made ready, found again by all that a Plan depends on and that two calls can share.
+
+    Asking three tensors for all of that takes a host 2 us. So the last call of each pair of shapes and options leaves
+    a guard, which looks at the tensors in one step, in half of the time; who passes it, and is as aligned, is such a
+    call again. The others are asked.
+    """
+
+    def __init__(self) -> None:
+        self.ready: dict[_CallKey, R] = {}
+        self._latest: dict[_CallKey, tuple[Callable[..., bool], int, R]] = {}
+
+    def find(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool,
+        scale: float | None,
+        backend: str,
+        variant: str | None,
+        deterministic: bool,
+        other: bool,
+    ) -> tuple[_CallKey, R | None]:
+        """What an earlier such call made ready, behind the key to keep it under where there is nothing yet.
+
+        The types are part of the key because ``True == 1 == 1.0``: only what was validated may hit.
+        """
+        try:
+            brief = (
+                q.shape, k.shape, causal, type(causal), scale, type(scale), backend, variant, deterministic, other,
+            )  # fmt: skip
+            offset = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & (VECTOR_BYTES - 1)
+            latest = self._latest.get(brief)
+            if latest is not None:
+                are_alike, its_offset, ready = latest
+                if offset == its_offset and are_alike(q, k, v):
+                    return brief, ready
+            key = (
+                *brief, v.shape, offset, q.is_neg() or k.is_neg() or v.is_neg(),
+                q.stride(), q.dtype, q.device, k.stride(), k.dtype, k.device, v.stride(), v.dtype, v.device,
+            )  # fmt: skip
+            known = self.ready.get(key)
+        except (AttributeError, RuntimeError, TypeError):
+            # Say in our words what is wrong, of whichever argument; else the error is not about the arguments.
+            Problem.of(q, k, v, causal=causal, scale=scale)
+            check_names(backend, variant)
+            raise
+        if known is not None and (guard := _guard_of(q, k, v)) is not None:
+            self._latest[brief] = (guard, offset, known)
+        return key, known
+
+    def keep(self, key: _CallKey, ready: R) -> None:
+        """Let calls of the key that `find` gave find `ready`."""
+        if len(self.ready) >= _LIMIT:
+            self.clear()
+        self.ready[key] = ready
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._latest.clear()
+        self.ready.clear()
+
+
+def _guard_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[..., bool] | None:
+    """Tells whether three tensors are like these; None where it cannot be told so.
+
+    Dynamo's own guard: Python types, dispatch keys (which kind of device, whether a negated view), dtypes, indices of
+    devices, who requires grad, sizes and strides. It takes no tensor twice, and keeps none.
+    """
+    if _TensorGuards is None or q is k or k is v or q is v:
+        return None
+    try:
+        guards = _TensorGuards(q, k, v, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    except TypeError:  # private to PyTorch: another release may have another
+        return None
+    are_alike: Callable[..., bool] = guards.check
+    return are_alike
+
+
+_forward: _Calls[Ready] = _Calls()
+_backward: _Calls[ReadyBackward] = _Calls()
 
 
 def get_forward(
@@ -204,19 +288,19 @@ def get_forward(
     needs_grad: bool,
 ) -> Ready:
     """The forward of a call, ready to launch. With `needs_grad` its backward has a Plan too, or the call is refused."""
-    key, ready = _look_up(_forward, q, k, v, causal, scale, backend, variant, deterministic, needs_grad)
+    key, ready = _forward.find(q, k, v, causal, scale, backend, variant, deterministic, needs_grad)
     if ready is None:
         problem = Problem.of(q, k, v, causal=causal, scale=scale)
         directions = BOTH if needs_grad else FORWARD
         plan, *backwards = choose(
             problem, detect(q.device), backend, variant, directions=directions, deterministic=deterministic
         )
-        ready = Ready(plan, prepare(plan, q.device), (*problem.strides_out, 1), q.shape[:3], q.device)
+        ready = _ready_forward(plan, q)
         for backward in backwards:  # what `get_backward` will be asked for by this call's gradient
-            own, known = _look_up(_backward, q, k, v, causal, scale, plan.backend, None, deterministic, False)
+            own, known = _backward.find(q, k, v, causal, scale, plan.backend, None, deterministic, False)
             if known is None:
-                _keep(_backward, own, _ready_backward(backward, q, k, v))
-        _keep(_forward, key, ready)
+                _backward.keep(own, _ready_backward(backward, q, k, v))
+        _forward.keep(key, ready)
     return ready
 
 
@@ -232,7 +316,7 @@ def get_backward(
     after_forward: bool = False,
 ) -> ReadyBackward:
     """The backward of a call, ready to launch. ``"auto"`` is the backend of the forward with `after_forward`."""
-    key, ready = _look_up(_backward, q, k, v, causal, scale, backend, variant, deterministic, after_forward)
+    key, ready = _backward.find(q, k, v, causal, scale, backend, variant, deterministic, after_forward)
     if ready is None:
         problem = Problem.of(q, k, v, causal=causal, scale=scale)
         directions = BOTH if after_forward and backend == "auto" else BACKWARD
@@ -240,47 +324,23 @@ def get_backward(
             problem, detect(q.device), backend, variant, directions=directions, deterministic=deterministic
         )
         ready = _ready_backward(plan, q, k, v)
-        _keep(_backward, key, ready)
+        _backward.keep(key, ready)
     return ready
 
 
-def _look_up(
-    cache: Mapping[_CallKey, R],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    scale: float | None,
-    backend: str,
-    variant: str | None,
-    deterministic: bool,
-    other: bool,
-) -> tuple[_CallKey, R | None]:
-    """What a Plan depends on that two calls can share, and what an earlier such call made ready.
-
-    The types are part of the key because ``True == 1 == 1.0``: only what was validated may hit.
-    """
-    try:
-        key = (
-            q.shape, q.stride(), q.dtype, q.device,
-            k.shape, k.stride(), k.dtype, k.device,
-            v.shape, v.stride(), v.dtype, v.device,
-            (q.data_ptr() | k.data_ptr() | v.data_ptr()) & (VECTOR_BYTES - 1),
-            q.is_neg() or k.is_neg() or v.is_neg(),
-            causal, type(causal), scale, type(scale), backend, variant, deterministic, other,
-        )  # fmt: skip
-        return key, cache.get(key)
-    except (AttributeError, RuntimeError, TypeError):
-        # Say in our words what is wrong, of whichever argument; else the error is not about the arguments.
-        Problem.of(q, k, v, causal=causal, scale=scale)
-        check_names(backend, variant)
-        raise
-
-
-def _keep(cache: dict[_CallKey, R], key: _CallKey, ready: R) -> None:
-    if len(cache) >= _LIMIT:
-        cache.clear()
-    cache[key] = ready
+def _ready_forward(plan: Plan, q: torch.Tensor) -> Ready:
+    _, heads, seq, _ = q.shape
+    row = max(seq, 1)
+    return Ready(
+        plan=plan,
+        launch=prepare(plan, q.device),
+        out_shape=tuple(q.shape),
+        out_strides=(*plan.problem.strides_out, 1),
+        lse_shape=tuple(q.shape[:3]),
+        lse_strides=(heads * row, row, 1),
+        dtype=q.dtype,
+        device=q.device,
+    )
 
 
 def _ready_backward(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ReadyBackward:

@@ -1,0 +1,164 @@
+"""What like calls share: a warm call finds what an earlier one made ready, and only what was made for such tensors."""
+
+import weakref
+
+import pytest
+import torch
+
+import multiattn
+from multiattn import launching, planning
+from multiattn.planning import get_forward
+
+
+def qkv(dtype=torch.float64, seq=9):
+    return tuple(torch.randn(2, 4, seq, 8, dtype=dtype) for _ in range(3))
+
+
+def ready_of(q, k, v, *, causal=False, scale=None, backend="reference", needs_grad=False):
+    return get_forward(q, k, v, causal, scale, backend, None, False, needs_grad)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_ready():
+    planning._forward.clear()
+    yield
+    planning._forward.clear()
+
+
+@pytest.fixture(params=["guards", "no guards", "guards of another PyTorch"])
+def _guards(request, monkeypatch):
+    """A PyTorch with Dynamo's guards, one without, and one whose guards are made in some other way."""
+    if request.param != "guards":
+        other = None if request.param == "no guards" else (lambda: None)
+        monkeypatch.setattr(planning, "_TensorGuards", other)
+
+
+@pytest.mark.usefixtures("_guards")
+def test_like_calls_share_and_others_do_not():
+    q, k, v = qkv()
+    first = ready_of(q, k, v)
+    views = tuple(tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (q, k, v))
+    for _ in range(3):
+        assert ready_of(q, k, v) is first
+        assert ready_of(*qkv()) is first
+        assert ready_of(*(tensor.clone().requires_grad_() for tensor in (q, k, v))) is first
+        assert ready_of(torch.nn.Parameter(q), k, v) is first
+        others = [
+            ready_of(*qkv(torch.float32)),
+            ready_of(*qkv(seq=10)),
+            ready_of(*views),
+            ready_of(q, views[1], v),
+            ready_of(q, k, views[2]),
+            ready_of(q, k, v, causal=True),
+            ready_of(q, k, v, scale=1.0),
+            ready_of(q, k, v, needs_grad=True),
+        ]
+        assert len({id(ready) for ready in (first, *others)}) == 1 + len(others)
+
+
+@pytest.mark.usefixtures("_guards")
+def test_a_tensor_may_be_given_twice():
+    q, k, _ = qkv()
+    first = ready_of(q, k, k)
+    assert ready_of(q, k, k) is first
+    assert ready_of(q, q, q) is first
+
+
+@pytest.mark.usefixtures("_guards")
+def test_addresses_that_are_aligned_otherwise_are_another_call():
+    memory = torch.randn(3, 2 * 4 * 9 * 8 + 2, dtype=torch.float64)
+    near, far = (tuple(row[at : at + 576].view(2, 4, 9, 8) for row in memory) for at in (0, 1))
+    for _ in range(3):
+        found = [ready_of(*of).plan.problem.alignment for of in (near, far)]
+        assert found[0] != found[1]
+
+
+@pytest.mark.usefixtures("_guards")
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"causal": 1}, TypeError, "causal must be a bool; got int"),
+        ({"scale": True}, TypeError, "scale must be a float or None; got bool"),
+        ({"backend": ["reference"]}, TypeError, "backend must be a string; got list"),
+        ({"q": "negated"}, ValueError, "q must hold its own values; got a negated view"),
+        ({"v": "negated"}, ValueError, "v must hold its own values; got a negated view"),
+        ({"v": "sparse"}, TypeError, "v must be a dense strided tensor; got layout torch.sparse_coo"),
+        ({"k": "meta"}, ValueError, "q, k and v must be on one device"),
+        ({"k": "numpy"}, TypeError, "k must be a torch.Tensor; got ndarray"),
+    ],
+)
+def test_what_equals_a_good_call_but_is_wrong_is_refused(given, error, message):
+    q, k, v = qkv()
+    tensors, options = {"q": q, "k": k, "v": v}, {"causal": True, "scale": 1.0}
+    for _ in range(3):
+        multiattn.fmha(*tensors.values(), **options)
+    make = {
+        "negated": torch._neg_view,
+        "sparse": torch.Tensor.to_sparse,
+        "meta": lambda tensor: tensor.to("meta"),
+        "numpy": torch.Tensor.numpy,
+    }
+    for name, value in given.items():
+        if name in tensors:
+            tensors[name] = make[value](tensors[name])
+        else:
+            options[name] = value
+    with pytest.raises(error, match=message):
+        multiattn.fmha(*tensors.values(), **options)
+    options = {"backend": "reference", **options}
+    with pytest.raises(error, match=message):
+        ready_of(*tensors.values(), **options)
+
+
+def test_a_warm_call_asks_no_tensor_for_its_strides(monkeypatch):
+    q, k, v = qkv()
+    first = [ready_of(q, k, v) for _ in range(2)][-1]
+    monkeypatch.setattr(torch.Tensor, "stride", None)
+    assert ready_of(q, k, v) is first
+
+
+def test_guards_keep_no_tensor():
+    tensors = qkv()
+    for _ in range(3):
+        ready_of(*tensors)
+    assert planning._forward._latest
+    gone = [weakref.ref(tensor) for tensor in tensors]
+    del tensors
+    assert [tensor() for tensor in gone] == [None] * 3
+
+
+def test_the_number_of_calls_kept_is_bounded(monkeypatch):
+    monkeypatch.setattr(planning, "_LIMIT", 3)
+    for seq in range(1, 9):
+        for _ in range(2):
+            ready_of(*qkv(seq=seq))
+    assert len(planning._forward.ready) <= 3
+    assert len(planning._forward._latest) <= 3
+
+
+class OnGpu:
+    """What `launching._allocator` asks of a tensor on a GPU."""
+
+    is_cuda = True
+
+    def new_empty_strided(self, shape, strides, *, dtype):
+        return "by PyTorch's operator", shape, strides, dtype
+
+
+def test_memory_on_a_gpu_comes_past_the_dispatcher_unless_it_is_to_be_filled(monkeypatch):
+    asked = ((2, 3), (3, 1), torch.float32)
+    monkeypatch.setattr(launching, "_empty_on_gpu", lambda *asked: ("at once", *asked))
+    assert launching._allocator(OnGpu())(*asked) == ("at once", *asked)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        assert launching._allocator(OnGpu())(*asked) == ("by PyTorch's operator", *asked)
+    monkeypatch.setattr(launching, "_empty_on_gpu", None)  # another PyTorch
+    assert launching._allocator(OnGpu())(*asked) == ("by PyTorch's operator", *asked)
+
+
+def test_pytorch_has_both_ways_past_its_dispatcher():
+    """Private ones: without them a call is slower, and nothing else."""
+    assert launching._empty_on_gpu is not None
+    assert planning._guard_of(*qkv()) is not None
+    made = torch._C._dynamo.guards._empty_strided_cpu((2, 3), (3, 1), torch.bfloat16)
+    assert (made.shape, made.stride(), made.dtype) == ((2, 3), (3, 1), torch.bfloat16)
