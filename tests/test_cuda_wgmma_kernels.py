@@ -11,7 +11,7 @@ import pytest
 import torch
 from wgmma_plans import CONFIG, FLIPPED, SM90, on_cpu, plan_of, problem_of, with_nvrtc
 
-from multiattn import abi
+from multiattn import abi, schedule
 from multiattn.arch import CPU
 from multiattn.backend import Plan, plan_variant
 from multiattn.cuda import BACKEND
@@ -72,7 +72,7 @@ def test_what_is_short_of_a_tile_is_the_first_which_sees_the_fewest_keys(cluster
 @pytest.mark.parametrize(("cluster", "scheduler"), [(1, "dynamic"), (2, "static")])
 def test_heads_run_in_sections(monkeypatch, causal, cluster, scheduler):
     """Of two heads of eight each; under a causal mask the last of them has four."""
-    monkeypatch.setattr(cuda_params, "_KV_BYTES_SIDE_BY_SIDE", 1)
+    monkeypatch.setattr(schedule, "KV_BYTES_SIDE_BY_SIDE", 1)
     config = replace(CONFIG, cluster=cluster, scheduler=scheduler)
     plan, _ = check_launch(config, {"seq_q": 500, "causal": causal})
     assert cuda_params.make_wgmma_params(plan.problem, config).forward.heads_per_section == 2

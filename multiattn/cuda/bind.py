@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from multiattn import abi
-from multiattn.arch import GPUS, Arch
 from multiattn.backend import Plan
 from multiattn.cuda.launches import launches_of, params_of
 from multiattn.cuda.params import ForwardParams, WgmmaParams, map_offset
 from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.problem import VECTOR_BYTES
+from multiattn.schedule import most_multiprocessors
 
 _POINTERS = ("q", "k", "v", "out", "lse")
 
@@ -35,7 +35,7 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
         is_aligned = problem.alignment % VECTOR_BYTES == 0
         abi.flag(constants, emitted, "unaligned", not is_aligned)
         argument = abi.Struct(data=bytes(params_of(plan)), pointers=_pointers(0))
-    blocks = launch.grid(_multiprocessors(plan.arch)) if launch.is_persistent else launch.blocks
+    blocks = launch.grid(most_multiprocessors(plan.arch)) if launch.is_persistent else launch.blocks
     return abi.Binding(
         arguments=(argument,),
         grid=(blocks, 1, 1),
@@ -60,11 +60,6 @@ def _wgmma_struct(plan: Plan, config: WgmmaConfig) -> abi.Struct:
         pointers=pointers,
         maps={map_offset(name): tensor_map for name, tensor_map in maps.items()},
     )
-
-
-def _multiprocessors(arch: Arch) -> int:
-    """Of the largest product of an arch: a grid of so many blocks that take tile after tile fills every one."""
-    return max(gpu.sms for gpu in GPUS if gpu.arch == arch.name)
 
 
 def image_of(plan: Plan) -> abi.Image:

@@ -1,4 +1,4 @@
-"""The polynomial of include/multiattn/exp2.cuh: where its coefficients come from, a model of it, and its error.
+"""The polynomial of multiattn.exp2_fma, in include/multiattn/exp2.cuh: a fit of it, a model, and its error.
 
 ``python -m multiattn.cuda.exp2`` prints the tables of errors, and the coefficients as they are fitted anew.
 """
@@ -13,26 +13,13 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from multiattn.exp2_fma import COEFFICIENTS, KERNEL_DEGREE, LOWEST, ROUND
+
 Float32: TypeAlias = npt.NDArray[np.float32]
 Float64: TypeAlias = npt.NDArray[np.float64]
 
-KERNEL_DEGREE = 4
-"""Not 3, as in FlashAttention-4: its mean error of 4e-5 goes into every lse, more than parity's budget has. H200,
-2026-11-22, D=64 N=4096 causal, a sixteenth of the exponentials: off by 1.9e-5 where 8.4e-6 is allowed."""
-COEFFICIENTS: Mapping[int, tuple[float, ...]] = MappingProxyType(
-    {
-        3: (0.6932829, 0.24221095, 0.055008933),
-        4: (0.6931242, 0.24024099, 0.055906426, 0.009582853),
-        5: (0.693147, 0.24022242, 0.055507336, 0.009671513, 0.0013264727),
-    }
-)
-"""By degree: those of f, f^2 and so on; that of f^0 is 1, so that 2^0 is 1. What `fit` finds, rounded to fp32."""
 MAX_ERROR: Mapping[int, float] = MappingProxyType({3: 1.02e-4, 4: 2.95e-6, 5: 2e-7})
 """By degree: from x = -126 on no relative error is larger, the rounding of fp32 included."""
-
-LOWEST = -127.0
-ROUND = 1.5 * 2**23 + 127
-"""Added to x it leaves round(x) + 127 in the low bits."""
 
 _GRID = 100_001
 _EXCHANGES = 20

@@ -13,9 +13,7 @@ from multiattn.cuda.backward_configs import ROW_TILE, BackwardConfig, tiles
 from multiattn.cuda.configs import ELEMENT_BYTES, query_tiles
 from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.problem import Problem, Strides
-
-_KV_BYTES_SIDE_BY_SIDE = 16 << 20
-"""K and V of heads whose tiles run side by side: a part of L2 (40 MB on A100, 50 on H100). A guess, not measured."""
+from multiattn.schedule import KV_BYTES_SIDE_BY_SIDE, heads_side_by_side
 
 
 class _Strides(ctypes.Structure):
@@ -47,7 +45,7 @@ def make_params(problem: Problem, config: Config) -> ForwardParams:
         seq_kv=problem.seq_kv,
         tiles=query_tiles(config, problem),
         heads=problem.batch * problem.heads_q,
-        heads_per_section=_heads_per_section(problem),
+        heads_per_section=heads_side_by_side(problem),
         scale_sign=problem.scale_sign,
         scale_log2=problem.scale_log2,
     )
@@ -119,7 +117,7 @@ class BackwardParams(ctypes.Structure):
 
 def make_backward_params(problem: Problem, config: BackwardConfig) -> BackwardParams:
     """Everything but the pointers."""
-    sections_q = _heads_per_section(problem)
+    sections_q = heads_side_by_side(problem)
     return BackwardParams(
         strides_q=_strides(problem.strides_q),
         strides_k=_strides(problem.strides_k),
@@ -179,14 +177,8 @@ def _strides(strides: Strides) -> _Strides:
     return _Strides(*strides)
 
 
-def _heads_per_section(problem: Problem) -> int:
-    kv_bytes = 2 * problem.seq_kv * problem.head_dim * ELEMENT_BYTES
-    heads = max(1, _KV_BYTES_SIDE_BY_SIDE // kv_bytes) * problem.group
-    return min(heads, problem.batch * problem.heads_q)
-
-
 def _kv_heads_per_section(problem: Problem) -> int:
     """Of a block of keys what is shared is Q, dO and the fp32 sum of dq of its group."""
     row_bytes = problem.head_dim * (2 * ELEMENT_BYTES + 4)
-    heads = max(1, _KV_BYTES_SIDE_BY_SIDE // (problem.seq_q * row_bytes * problem.group))
+    heads = max(1, KV_BYTES_SIDE_BY_SIDE // (problem.seq_q * row_bytes * problem.group))
     return min(heads, problem.batch * problem.heads_kv)

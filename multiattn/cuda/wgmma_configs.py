@@ -14,15 +14,12 @@ from multiattn.cuda import configs
 from multiattn.cuda.configs import padded, too_large, wrong_kind
 from multiattn.cuda.tensor_maps import BOX_COLUMNS, OUT_ROWS, tensor_maps, why_not_mapped
 from multiattn.problem import Problem
+from multiattn.schedule import COUNTER_BYTES, SCHEDULERS
 from multiattn.support import Reason
 
 WARPGROUP_THREADS = 128
 PANEL_ROW_BYTES = 128  # of a panel: 64 columns of head_dim, what the swizzle of wgmma and TMA spans
 BARRIER_BYTES = 512
-COUNTER_BYTES = 16
-"""Of the tile counter of a dynamic scheduler, one int32, as an allocator rounds it."""
-
-SCHEDULERS = ("one_tile", "static", "dynamic")
 _DEPTH = 16  # columns of Q that a wgmma multiplies: a fragment of 4 registers
 _ROOM_WITH_Q = {(2, False): 196, (2, True): 192, (3, False): 128, (3, True): 128}
 """Registers up to which Q may fill them, by warpgroups and causal: where ptxas spills nothing in the loops."""

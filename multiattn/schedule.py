@@ -1,0 +1,26 @@
+"""In which order tiles of queries run: what the launches of more than one backend are told."""
+
+from __future__ import annotations
+
+from multiattn.arch import GPUS, Arch
+from multiattn.problem import Problem
+
+SCHEDULERS = ("one_tile", "static", "dynamic")
+"""``one_tile``: a block per tile of queries. ``static``, ``dynamic``: a block per SM, which takes every n-th tile, or
+the next one that a counter in device memory gives it."""
+COUNTER_BYTES = 16
+"""Of the tile counter of a dynamic scheduler, one int32, as an allocator rounds it."""
+KV_BYTES_SIDE_BY_SIDE = 16 << 20
+"""K and V of heads whose tiles run side by side: a part of L2 (40 MB on A100, 50 on H100). A guess, not measured."""
+
+
+def heads_side_by_side(problem: Problem) -> int:
+    """Query heads whose tiles run at one time, so that what they share stays in L2: whole groups."""
+    kv_bytes = 2 * problem.seq_kv * problem.head_dim * problem.torch_dtype.itemsize
+    heads = max(1, KV_BYTES_SIDE_BY_SIDE // kv_bytes) * problem.group
+    return min(heads, problem.batch * problem.heads_q)
+
+
+def most_multiprocessors(arch: Arch) -> int:
+    """Of the largest product of an arch: a grid of so many blocks that take tile after tile fills every one."""
+    return max(gpu.sms for gpu in GPUS if gpu.arch == arch.name)
