@@ -10,6 +10,7 @@ import ctypes
 import functools
 import sys
 import threading
+from typing import Any
 
 _DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
@@ -23,11 +24,10 @@ def ensure_context(device: int) -> None:
     """
     if getattr(_thread, "has_context", False):
         return
-    driver = _load_driver()
-    if driver is None:
+    if load_driver() is None:
         return  # not CUDA: whoever cannot do without says so
     context = ctypes.c_void_p()
-    _check(driver, driver.cuCtxGetCurrent(ctypes.byref(context)))
+    ask("cuCtxGetCurrent", ctypes.byref(context))
     if not context:
         make_context_current(device)
     _thread.has_context = True
@@ -35,25 +35,36 @@ def ensure_context(device: int) -> None:
 
 def make_context_current(device: int) -> None:
     """Make the context that PyTorch uses on `device` current in this thread, whatever is; OSError without a driver."""
-    driver = _load_driver()
-    if driver is None:
-        raise OSError(f"{_DRIVER}: there is no such library")
     handle, context = ctypes.c_int(), ctypes.c_void_p()
-    _check(driver, driver.cuDeviceGet(ctypes.byref(handle), device))
-    _check(driver, driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle))
-    _check(driver, driver.cuCtxSetCurrent(context))
+    ask("cuDeviceGet", ctypes.byref(handle), device)
+    ask("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+    ask("cuCtxSetCurrent", context)
 
 
 @functools.cache
-def _load_driver() -> ctypes.CDLL | None:
+def load_driver() -> ctypes.CDLL | None:
+    """NVIDIA's driver; None where there is none. Its functions take numbers wider than an int as ctypes' own types."""
     try:
         return ctypes.CDLL(_DRIVER)
     except OSError:
         return None
 
 
-def _check(driver: ctypes.CDLL, status: int) -> None:
-    if status:
-        text = ctypes.c_char_p()
+def ask(function: str, *arguments: Any) -> None:
+    """Call a function of the driver by its name; RuntimeError for a failure, OSError without a driver."""
+    driver = load_driver()
+    if driver is None:
+        raise OSError(f"{_DRIVER}: there is no such library")
+    if status := getattr(driver, function)(*arguments):
+        raise error_of(status)
+
+
+def error_of(status: int) -> RuntimeError:
+    """A failure with the driver's name for it and its words."""
+    driver = load_driver()
+    name, text = ctypes.c_char_p(), ctypes.c_char_p()
+    if driver is not None:
+        driver.cuGetErrorName(status, ctypes.byref(name))
         driver.cuGetErrorString(status, ctypes.byref(text))
-        raise RuntimeError(f"CUDA driver: error {status}: {(text.value or b'no description').decode()}")
+    words = (name.value or b"error %d" % status, text.value or b"no description")
+    return RuntimeError(f"CUDA driver: {': '.join(word.decode() for word in words)}")

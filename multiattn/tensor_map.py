@@ -44,7 +44,7 @@ class Encoder:
 
     def _encode(self, address: int) -> bytes:
         """By the driver, which wants the map at a multiple of 64 bytes, where cuda-bindings' objects are not."""
-        library = context._load_driver()
+        library = context.load_driver()
         if library is None:
             raise OSError("tensor map: no NVIDIA driver")
         memory = ctypes.create_string_buffer(abi.TENSOR_MAP_BYTES + abi.TENSOR_MAP_ALIGNMENT)

@@ -144,12 +144,12 @@ def test_a_tensor_map_is_encoded_innermost_first_at_64_bytes(monkeypatch):
         seen.append((dtype, rank, address.value, list(shape), list(strides), list(box), list(steps), rest))
         return 0
 
-    monkeypatch.setattr(aot.context, "_load_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=encode))
+    monkeypatch.setattr(aot.context, "load_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=encode))
     tensor_map = abi.TensorMap(tensor="k", shape=(2, 3, 4, 64), strides=(1536, 512, 128), box=BOX)
     assert aot.encode_tensor_map(tensor_map, 4096) == b"\xab" * 128
     assert seen == [(9, 4, 4096, [64, 4, 3, 2], [128, 512, 1536], [64, 64, 1, 1], [1] * 4, (0, 3, 2, 0))]
     failing = SimpleNamespace(cuTensorMapEncodeTiled=lambda *arguments: 1)
-    monkeypatch.setattr(aot.context, "_load_driver", lambda: failing)
+    monkeypatch.setattr(aot.context, "load_driver", lambda: failing)
     with pytest.raises(RuntimeError, match="cuTensorMapEncodeTiled: CUresult 1"):
         aot.encode_tensor_map(tensor_map, 4096)
 

@@ -33,6 +33,10 @@ class FakeDriver:
         self.asked.append(f"set {chosen.value:#x}")
         return 0
 
+    def cuGetErrorName(self, status, result):  # noqa: N802
+        result._obj.value = b"CUDA_ERROR_NOT_INITIALIZED"
+        return 0
+
     def cuGetErrorString(self, status, result):  # noqa: N802
         result._obj.value = b"initialization error"
         return 0
@@ -44,7 +48,7 @@ def _fresh_threads(monkeypatch):
 
 
 def use(monkeypatch, driver):
-    monkeypatch.setattr(context, "_load_driver", lambda: driver)
+    monkeypatch.setattr(context, "load_driver", lambda: driver)
     return driver
 
 
@@ -79,14 +83,14 @@ def test_without_a_driver_nothing_happens_unless_it_must(monkeypatch):
 
 def test_an_error_has_the_drivers_words(monkeypatch):
     use(monkeypatch, FakeDriver(status=3))
-    with pytest.raises(RuntimeError, match="error 3: initialization error"):
+    with pytest.raises(RuntimeError, match="CUDA driver: CUDA_ERROR_NOT_INITIALIZED: initialization error"):
         context.ensure_context(0)
 
 
 def test_every_launch_sees_to_it(monkeypatch):
     ensured = []
     monkeypatch.setattr(launching, "ensure_context", ensured.append)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
     with launching._on(torch.device("cpu")), launching._on(torch.device("cuda", 1)):
         pass
     assert ensured == [1]

@@ -13,6 +13,7 @@ from multiattn.backend import make_plan
 from multiattn.cuda import BACKEND
 from multiattn.cuda.axes import SPLIT_Q
 from multiattn.cuda.configs import smem_bytes
+from multiattn.cuda.launches import launches_of
 from multiattn.cuda.params import ForwardParams, make_params
 from multiattn.cuda.tools import probe_nvrtc
 from multiattn.problem import Problem
@@ -39,12 +40,14 @@ def test_a_launch_is_what_the_plan_says(driver):
     q, k, v, out, lse = tensors()
     plan, launch = launcher_of(q, k, v)
     launch(q, k, v, out, lse)
-    ((function, *grid, smem, stream, extra), params), = driver.launched  # fmt: skip
-    assert function.startswith("function forward_fp16_d64_causal_")
-    assert grid == [8 * math.ceil(300 / plan.config.tile_m), 1, 1, plan.config.threads, 1, 1]
+    ((launched,), (params,), (kernel,)) = driver.launched, driver.structs, driver.bindings.kernels
+    assert kernel.startswith("forward_fp16_d64_causal_")
+    assert launched.function == cuda_fakes.FUNCTION
+    assert launched.grid == (8 * math.ceil(300 / plan.config.tile_m), 1, 1)
+    assert launched.block == (plan.config.threads, 1, 1)
     needed = smem_bytes(SPLIT_Q, plan.config, plan.problem)
-    assert (smem, stream, extra) == (needed, 71, 0)
-    assert driver.attributes == [("smem", needed)]
+    assert (launched.smem_bytes, launched.stream, launched.overlaps) == (needed, 70, False)
+    assert driver.bindings.attributes == [("smem", needed)]
     pointers = [params.q, params.k, params.v, params.out, params.lse]
     assert pointers == [tensor.data_ptr() for tensor in (q, k, v, out, lse)]
     assert (params.group, params.seq_q, params.seq_kv, params.heads) == (2, 300, 500, 8)
@@ -58,8 +61,26 @@ def test_a_fresh_thread_gets_the_context_of_the_device(driver):
     launch(q, k, v, out, lse)
     assert (driver.contexts, len(driver.launched)) == (made_current + 1, 1)
     driver.refuse = 2
-    with pytest.raises(RuntimeError, match="CUDA driver: invalid context: no context"):
+    with pytest.raises(RuntimeError, match="CUDA driver: CUDA_ERROR_INVALID_CONTEXT: its words"):
         launch(q, k, v, out, lse)
+
+
+def test_a_backward_launches_its_kernels_one_after_another_in_a_fresh_thread_too(driver):
+    q, k, v, out, lse = tensors()
+    plan = make_plan(BACKEND, Problem.of(q, k, v, causal=True), ARCHS["sm90"], direction="backward", probe=False)
+    launch = BACKEND.backward.prepare(plan)
+    made_current, driver.bindings.refuse = driver.contexts, 1
+    gradients = [torch.empty_like(tensor) for tensor in (q, k, v)]
+    launch(q, k, v, out, lse, torch.empty_like(out), None, *gradients)
+    assert driver.contexts == made_current + 1
+    launched = driver.bindings.launched
+    assert [each[0] for each in launched] == [cuda_fakes.FUNCTION + index for index in range(len(launched))]
+    assert len(launched) == len(launches_of(plan))
+    assert {each[4] for each in launched} == {70}
+    assert len({each[5] for each in launched}) == 1
+    driver.bindings.refuse = 2
+    with pytest.raises(RuntimeError, match="CUDA driver: invalid context: no context"):
+        launch(q, k, v, out, lse, torch.empty_like(out), None, *gradients)
 
 
 @pytest.mark.parametrize(

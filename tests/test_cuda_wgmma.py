@@ -15,11 +15,10 @@ from wgmma_plans import CONFIG, FLIPPED, SM90, on_cpu, plan_of, problem_of, ways
 
 from bench.ladder_rungs import listed_rungs
 from bench.matrix import SUITES
-from multiattn import abi, aot, explain
+from multiattn import abi, aot, counters, explain
 from multiattn.arch import CPU
 from multiattn.backend import make_plan, plan_variant
-from multiattn.cuda import BACKEND, counters
-from multiattn.cuda import launch as cuda_launch
+from multiattn.cuda import BACKEND
 from multiattn.cuda.axes import SPLIT_Q
 from multiattn.cuda.bind import bind, image_of
 from multiattn.cuda.configs import CudaConfig
@@ -281,16 +280,17 @@ def test_a_launch_is_what_the_plan_says(driver):
     q, k, v, out, lse = tensors()
     plan, launch = launcher_of(CONFIG)
     launch(q, k, v, out, lse)
-    ((function, *grid, smem, stream, extra), params), = driver.launched  # fmt: skip
-    assert function.startswith("function forward_wgmma_bf16_d64_full_")
-    assert (grid, smem, stream, extra) == ([24, 1, 1, 384, 1, 1], smem_bytes(CONFIG, plan.problem), 71, 0)
+    ((launched,), (params,), (kernel,)) = driver.launched, driver.structs, driver.bindings.kernels
+    assert kernel.startswith("forward_wgmma_bf16_d64_full_")
+    assert (launched.function, launched.grid, launched.block) == (cuda_fakes.FUNCTION, (24, 1, 1), (384, 1, 1))
+    assert (launched.smem_bytes, launched.stream, launched.overlaps) == (smem_bytes(CONFIG, plan.problem), 70, True)
+    assert launched.places[0] % abi.TENSOR_MAP_ALIGNMENT == 0
     named = {"q": q, "k": k, "v": v, "out": out}
     for name, tensor in named.items():
         assert map_of(params, name) == tensor.data_ptr().to_bytes(8, "little") * 16
         assert getattr(params.forward, name) == tensor.data_ptr()
     assert params.forward.lse == lse.data_ptr()
-    assert driver.did == ["clear", "launch"]
-    assert driver.overlapping == 1
+    assert driver.did == ["id", "clear", "launch"]
     row = 64 * 2  # bytes
     assert driver.encoded[0] == (
         *(q.data_ptr(), 9, 4),
@@ -306,7 +306,7 @@ def test_tensors_of_before_are_encoded_no_more(driver):
     for first in (q, q, other, q):
         launch(first, k, v, out, lse)
     assert [address for address, *_ in driver.encoded] == [it.data_ptr() for it in (q, k, v, out, other)]
-    assert [map_of(params, "q")[:8] for _, params in driver.launched] == [
+    assert [map_of(params, "q")[:8] for params in driver.structs] == [
         it.data_ptr().to_bytes(8, "little") for it in (q, q, other, q)
     ]
 
@@ -323,15 +323,16 @@ def test_a_scheduler_has_its_grid_and_its_counter(driver, scheduler, blocks):
     q, k = torch.zeros(20, 4, 300, 64, dtype=torch.bfloat16), torch.zeros(20, 2, 500, 64, dtype=torch.bfloat16)
     plan = plan_of(Problem.of(q, k, k), replace(CONFIG, scheduler=scheduler))
     BACKEND.forward.prepare(plan)(q, k, k, torch.empty_like(q), torch.empty(20, 4, 300))
-    ((_, grid, *_), params), = driver.launched  # fmt: skip
-    assert grid == blocks
+    ((launched,), (params,)) = driver.launched, driver.structs
+    assert launched.grid == (blocks, 1, 1)
     assert (params.next_tile is not None) == bool(driver.cleared) == (scheduler == "dynamic")
 
 
 def test_launches_on_a_stream_share_a_counter_and_captured_ones_have_their_own(driver, monkeypatch):
     """Kernels leave it at zero; but a graph may be replayed beside others."""
+    shared = counters.Counters()
+    monkeypatch.setattr(counters, "counters_of", lambda device: shared)
     _, launch = launcher_of(CONFIG)
-    monkeypatch.setattr(cuda_launch, "counters_of", lambda device: launch._counters)
     _, other = launcher_of(replace(CONFIG, tile_n=80))
     given = tensors()
     for driver.stream, driver.capturing, call in (
@@ -339,14 +340,15 @@ def test_launches_on_a_stream_share_a_counter_and_captured_ones_have_their_own(d
         *((80, True, launch), (80, True, launch), (80, False, launch)),
     ):
         call(*given)
-    used = [params.next_tile for _, params in driver.launched]
+    used = [params.next_tile for params in driver.structs]
     assert used[0] == used[1] != used[2] == used[5]
     assert not {*used[3:5]} & {used[0], used[2]}
     assert driver.cleared == [
-        *((used[0], 0, 128, 71), (used[2], 0, 128, 81)),
-        *((used[3], 0, 16, 81), (used[4], 0, 16, 81)),
+        *((used[0], 0, 128, 70), (used[2], 0, 128, 80)),
+        *((used[3], 0, 16, 80), (used[4], 0, 16, 80)),
     ]
-    assert driver.did == [*("clear", "launch", "launch"), *("clear", "launch") * 3, "launch"]
+    done = [what for what in driver.did if what != "id"]
+    assert done == [*("clear", "launch", "launch"), *("clear", "launch") * 3, "launch"]
 
 
 @pytest.mark.parametrize("shortage", ["memory", "streams"])
@@ -360,7 +362,7 @@ def test_where_there_is_no_counter_left_a_launch_brings_its_own(driver, monkeypa
         launch(*tensors())
     own = [size == 16 for _, _, size, _ in driver.cleared]
     assert own == ([True] * 3 if shortage == "memory" else [False, True])
-    assert all(params.next_tile for _, params in driver.launched)
+    assert all(params.next_tile for params in driver.structs)
 
 
 def test_a_launcher_keeps_a_bounded_number_of_streams(driver):
@@ -368,16 +370,15 @@ def test_a_launcher_keeps_a_bounded_number_of_streams(driver):
     given = tensors()
     for driver.stream in (*range(2, 202, 2), 2):
         launch(*given)
-    (kept,) = launch._sequence._launches
-    assert len(kept._configs) <= 64
-    assert [arguments[-2] for arguments, _ in driver.launched] == [stream + 1 for stream in (*range(2, 202, 2), 2)]
+    assert len(launch._configs) <= 64
+    assert [launched.stream for launched in driver.launched] == [*range(2, 202, 2), 2]
 
 
 def test_a_kernel_that_stores_from_registers_has_no_map_of_out(driver):
     _, launch = launcher_of(replace(CONFIG, tma_store=False))
     launch(*tensors())
     assert len(driver.encoded) == 3
-    assert map_of(driver.launched[0][1], "out") == bytes(128)
+    assert map_of(driver.structs[0], "out") == bytes(128)
 
 
 # ---------------------------------------------------------------- ahead of time
@@ -387,7 +388,7 @@ def test_a_binding_has_the_bytes_of_a_launch(driver):
     q, k, v, out, lse = tensors()
     plan, launch = launcher_of(CONFIG)
     launch(q, k, v, out, lse)
-    (_, params), = driver.launched  # fmt: skip
+    (params,) = driver.structs
     binding = bind(plan, image_of(plan))
     addresses = {name: it.data_ptr() for name, it in {"q": q, "k": k, "v": v, "out": out, "lse": lse}.items()}
     addresses[abi.WORKSPACE] = params.next_tile

@@ -26,6 +26,10 @@ ALLOWED = {
     "planning": {"problem", "arch", "support", "backend", "preference", "log"},
     "context": set(),
     "tensor_map": {"abi", "context"},
+    "driver_launch": {"abi", "context", "tensor_map"},
+    "counters": {"context"},
+    "schedule": {"problem", "arch"},
+    "exp2_fma": set(),
     "launching": {"problem", "arch", "backend", "planning", "context"},
     "flops": set(),
     "ops": {"problem", "planning", "launching", "flops"},
@@ -33,7 +37,8 @@ ALLOWED = {
     "reference": {"problem", "arch", "support", "config", "backend"},
     **{
         name: {
-            *("problem", "arch", "support", "config", "abi", "backend", "toolchain", "cache", "context", "tensor_map")
+            *("problem", "arch", "support", "config", "abi", "backend", "toolchain", "cache", "context", "tensor_map"),
+            *("driver_launch", "counters", "schedule", "exp2_fma"),
         }
         for name in multiattn.BACKENDS
     },

@@ -48,12 +48,9 @@ def compile_backward(plan: Plan) -> tuple[Compiled, ...]:
 
 
 def _compile(kernel: Any, signature: Any, symbol: str, arch: Arch) -> Compiled:
-    buffer = io.BytesIO()
     start = time.perf_counter()
-    with compile_limit():
-        export_kernel(kernel, [signature], buffer, gpu_code=arch.name.replace("sm", "sm_"), output_format="cubin")
+    cubin = make_cubin(kernel, signature, arch)
     seconds = time.perf_counter() - start
-    cubin = buffer.getvalue()
     usage = resource_usage(cubin)
     return Compiled(
         kernel=symbol,
@@ -64,6 +61,14 @@ def _compile(kernel: Any, signature: Any, symbol: str, arch: Arch) -> Compiled:
         registers=usage.registers if usage else None,
         spill_bytes=usage.stack_bytes if usage else None,
     )
+
+
+def make_cubin(kernel: Any, signature: Any, arch: Arch) -> bytes:
+    """Compile within the limit of compilation, or find it in cuTile's cache on disk, as `ct.launch` would."""
+    buffer = io.BytesIO()
+    with compile_limit():
+        export_kernel(kernel, [signature], buffer, gpu_code=arch.name.replace("sm", "sm_"), output_format="cubin")
+    return buffer.getvalue()
 
 
 def get_signature(plan: Plan) -> Any:

@@ -24,7 +24,8 @@ from multiattn.backend import Exported, Plan
 from multiattn.cutile.backward_launch import get_steps
 from multiattn.cutile.bind import ARRAYS, EXTENTS, IMAGE, STRIDES, bind
 from multiattn.cutile.compile import get_signature, get_step_signature
-from multiattn.cutile.launch import compile_limit, get_constants, get_grid, get_kernel
+from multiattn.cutile.configs import grid_of, multiprocessors_of
+from multiattn.cutile.launch import compile_limit, get_config, get_constants, get_kernel
 
 KINDS = ("tileir", "tileirbc")
 """Tile IR as text, and as the bytecode that tileiras takes."""
@@ -53,10 +54,7 @@ def _export(kernel: Any, signature: Any, plan: Plan, kinds: Sequence[str]) -> Ex
     entry = abi.read_entry(cubin, signature.symbol)
     binding = None
     if plan.direction == "forward":
-        binding = bind(plan, IMAGE)
-        _prove_constants(binding, plan, signature)
-        prove(binding, text)
-        abi.check(binding, entry)
+        binding = bind_proven(plan, signature, text, entry)
     texts = {"tileir": text.encode(), "tileirbc": bytecode}
     return Exported(
         kernel=signature.symbol,
@@ -108,6 +106,15 @@ _ASSUME = re.compile(r"%(\w+) = assume [^%]*%(\w+) :")
 _VIEW = re.compile(r"make_tensor_view %(\w+), shape = \[([^\]]*)\], strides = \[([^\]]*)\]")
 
 
+def bind_proven(plan: Plan, signature: Any, text: str, entry: abi.Entry) -> abi.Binding:
+    """The Binding of a forward Plan, held against its signature, its Tile IR and its cubin: ValueError for another."""
+    binding = bind(plan, IMAGE)
+    _prove_constants(binding, plan, signature)
+    prove(binding, text)
+    abi.check(binding, entry)
+    return binding
+
+
 def prove(binding: abi.Binding, text: str) -> None:
     """ValueError where a Binding is not what the Tile IR of a kernel takes.
 
@@ -135,12 +142,18 @@ def _prove_constants(binding: abi.Binding, plan: Plan, signature: Any) -> None:
     assert isinstance(scalar, abi.Number)
     ours: list[object] = [binding.grid, scalar.value, abi.divisor(constants["heads_q"])]
     ours += [constants["causal"], constants["masked"], constants["scale_sign"], constants["no_tma"]]
-    theirs: list[object] = [get_grid(plan), scale, together, str(causal), str(masked), str(sign), str(not tma)]
+    theirs: list[object] = [_grid(plan), scale, together, str(causal), str(masked), str(sign), str(not tma)]
     for name, parameter in zip(ARRAYS, signature.parameters, strict=False):
         ours.append(constants[f"{name}_overlaps"])
         theirs.append(str(parameter.may_alias_internally))
     if ours != theirs:
         raise ValueError(f"constants: got {ours}; cuTile has {theirs}")
+
+
+def _grid(plan: Plan) -> tuple[int, int, int] | None:
+    """Of a launch by cuTile; of a static grid on the largest product of the arch, whatever is here."""
+    grid = grid_of(plan.problem, get_config(plan), multiprocessors_of(plan.arch))
+    return None if grid is None else (*grid, 1)
 
 
 def _type_of(argument: abi.Argument, dtype: str) -> str:
@@ -171,8 +184,9 @@ def _prove_view(binding: abi.Binding, names: dict[str, str], pointer: str, shape
     place = _argument(names, pointer)
     numbers = [*shape.split(", "), *strides.split(", ")]
     for index, text in enumerate(numbers, place + 1):
-        argument = binding.arguments[index]
-        assert isinstance(argument, abi.Number)
+        argument = binding.arguments[index] if index < len(binding.arguments) else None
+        if not isinstance(argument, abi.Number):
+            raise ValueError(f"arrays: argument {index} is {argument}; the Tile IR has {text} there")
         theirs, ours = (_argument(names, text[1:]), index) if text.startswith("%") else (int(text), argument.value)
         if theirs != ours:
             raise ValueError(f"arrays: argument {index} is {argument}; the Tile IR has {text} there")

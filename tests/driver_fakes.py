@@ -1,0 +1,142 @@
+"""NVIDIA's driver as its library has it, for the host path of launches: it only remembers what it was asked."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from multiattn import context, counters
+from multiattn.driver_launch import CUlaunchConfig
+
+INVALID_CONTEXT = 201
+CONTEXT = 0xC0DE
+DEVICE = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """One cuLaunchKernelEx. `parameters` are the bytes at each parameter's address, as far as a reader asks."""
+
+    function: int
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    smem_bytes: int
+    stream: int
+    overlaps: bool
+    parameters: tuple[bytes, ...]
+    places: tuple[int, ...]
+
+
+class FakeDriver:
+    """`did` has the names of what was done on the stream, in order; `encoded` what tensor maps were made of.
+
+    `sizes` are those of the parameters of the kernel. `refuse` is how many launches fail for want of a context.
+    """
+
+    def __init__(self, sizes=()):
+        self.sizes = sizes
+        self.launched, self.did, self.cleared, self.encoded, self.loaded, self.attributes = [], [], [], [], [], []
+        self.contexts, self.refuse, self.status = 0, 0, 0
+        self.stream, self.capturing, self.memory = 70, False, 1 << 20
+
+    def cuLaunchKernelEx(self, config, function, parameters, extra):  # noqa: N802
+        assert extra is None
+        if self.refuse:
+            self.refuse -= 1
+            return INVALID_CONTEXT
+        if self.status:
+            return self.status
+        config = ctypes.cast(config, ctypes.POINTER(CUlaunchConfig))[0]
+        places = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))[: len(self.sizes)]
+        if config.count:
+            attribute = config.attributes[0]
+            assert (config.count, attribute.id, attribute.value) == (1, 6, 1)
+        self.launched.append(
+            Launched(
+                function=function.value,
+                grid=tuple(config.grid),
+                block=tuple(config.block),
+                smem_bytes=config.smem_bytes,
+                stream=config.stream or 0,
+                overlaps=bool(config.count),
+                parameters=tuple(ctypes.string_at(*pair) for pair in zip(places, self.sizes, strict=True)),
+                places=tuple(places),
+            )
+        )
+        self.did.append("launch")
+        return 0
+
+    def cuTensorMapEncodeTiled(self, place, dtype, rank, address, *layout):  # noqa: N802
+        """The map is the address, over and over."""
+        assert place.value % 64 == 0
+        ctypes.memmove(place, address.value.to_bytes(8, "little") * 16, 128)
+        self.encoded.append((address.value, dtype, rank, [list(it) for it in layout[:4]], layout[4:]))
+        return 0
+
+    def cuMemsetD8Async(self, address, value, size, stream):  # noqa: N802
+        self.cleared.append((address.value, value, size.value, stream.value or 0))
+        self.did.append("clear")
+        return 0
+
+    def cuMemAlloc_v2(self, memory, size):  # noqa: N802
+        assert size.value == counters.STREAMS_MAX * counters.SPACING_BYTES
+        memory._obj.value = self.memory or 0
+        return 0 if self.memory else 2
+
+    def cuStreamGetId(self, stream, found):  # noqa: N802
+        self.did.append("id")
+        found._obj.value = 1000 + (stream.value or 0)
+        return 0
+
+    def cuLibraryLoadData(self, library, code, *nothing):  # noqa: N802
+        self.loaded.append(code)
+        library._obj.value = len(self.loaded)
+        return 0
+
+    def cuLibraryGetKernel(self, kernel, library, symbol):  # noqa: N802
+        kernel._obj.value = 0x100 * library.value + len(symbol)
+        return 0
+
+    def cuKernelSetAttribute(self, attribute, value, kernel, device):  # noqa: N802
+        self.attributes.append((attribute, value, kernel.value, device.value))
+        return 0
+
+    def cuCtxGetCurrent(self, current):  # noqa: N802
+        current._obj.value = CONTEXT
+        return 0
+
+    def cuDeviceGet(self, handle, ordinal):  # noqa: N802
+        assert ordinal == DEVICE
+        handle._obj.value = ordinal
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, found, device):  # noqa: N802
+        found._obj.value = CONTEXT + device.value
+        return 0
+
+    def cuCtxSetCurrent(self, chosen):  # noqa: N802
+        self.contexts += 1
+        return 0
+
+    def cuGetErrorName(self, status, name):  # noqa: N802
+        name._obj.value = {INVALID_CONTEXT: b"CUDA_ERROR_INVALID_CONTEXT"}.get(status, b"CUDA_ERROR_OTHER")
+        return 0
+
+    def cuGetErrorString(self, status, text):  # noqa: N802
+        text._obj.value = b"its words"
+        return 0
+
+
+def install(monkeypatch, fake):
+    """`fake` is the driver, and the second of several GPUs the current device, whose current stream it knows."""
+    monkeypatch.setattr(context, "load_driver", lambda: fake)
+    monkeypatch.setattr(context, "_thread", threading.local())
+    monkeypatch.setattr(counters, "counters_of", lambda device: counters.Counters())
+    monkeypatch.setattr(counters, "_allocate", lambda size, device: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: fake.stream, raising=False)
+    return fake

@@ -1,0 +1,143 @@
+"""cuTile's forward on a GPU: compiled once by its own compiler, launched by the driver, or else by cuTile itself."""
+
+from __future__ import annotations
+
+import platform
+import warnings
+
+import driver_fakes
+import pytest
+import torch
+
+from multiattn import Problem, abi, driver_launch
+from multiattn.arch import ARCHS
+from multiattn.backend import get, make_plan
+from multiattn.cutile.bind import IMAGE, bind
+
+BACKEND = get("cutile")
+pytestmark = pytest.mark.skipif(
+    bool(BACKEND.probe_compiler()), reason="; ".join(map(str, BACKEND.probe_compiler())) or "compiler found"
+)
+
+
+def plan_of(**sizes):
+    sizes = {"batch": 1, "heads_q": 2, "seq_q": 128, "head_dim": 32, **sizes}
+    return make_plan(BACKEND, Problem.contiguous(**sizes), ARCHS["sm90"], probe=False)
+
+
+def tensors(plan):
+    problem = plan.problem
+    shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim)
+    q, k, v = (torch.zeros(shape, dtype=torch.bfloat16) for _ in range(3))
+    return q, k, v, torch.empty_like(q), torch.empty(shape[:3])
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """A driver of a process that has compiled nothing and launches by cuTile into `by_cutile`."""
+    from multiattn.cutile import gpu_launch
+
+    fake = driver_fakes.FakeDriver([abi.size_of(it) for it in bind(plan_of(), IMAGE).arguments])
+    fake.by_cutile = []
+    monkeypatch.setattr(gpu_launch, "_known", {})
+    monkeypatch.setattr(gpu_launch, "_warned", set())
+    monkeypatch.setattr(driver_launch, "_libraries", {})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream")
+    monkeypatch.setattr("cuda.tile.launch", lambda stream, grid, kernel, args: fake.by_cutile.append((grid, args)))
+    return driver_fakes.install(monkeypatch, fake)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What is compiled: (signature, the limit of time)."""
+    from cuda.tile._cext import default_tile_context
+
+    from multiattn.cutile import compile as compiling
+
+    seen, export_kernel = [], compiling.export_kernel
+
+    def export(kernel, signatures, *arguments, **options):
+        seen.append((signatures[0].symbol, default_tile_context.config.compiler_timeout_sec))
+        export_kernel(kernel, signatures, *arguments, **options)
+
+    monkeypatch.delenv("CUDA_TILE_COMPILER_TIMEOUT_SEC", raising=False)
+    monkeypatch.setattr(compiling, "export_kernel", export)
+    return seen
+
+
+def test_the_driver_is_handed_what_the_binding_says(driver, compiled):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = plan_of()
+        launch = BACKEND.forward.prepare(plan)
+    assert [limit for _, limit in compiled] == [120.0]
+    given = tensors(plan)
+    for _ in range(2):
+        launch(*given)
+    assert (driver.by_cutile, len(compiled), len(driver.loaded)) == ([], 1, 1)
+    binding = bind(plan, IMAGE)
+    addresses = {name: it.data_ptr() for name, it in zip(("q", "k", "v", "out", "lse"), given, strict=True)}
+    wanted = tuple(abi.pack(argument, addresses, abi.pack) for argument in binding.arguments)
+    for launched in driver.launched:
+        assert launched.parameters == wanted
+        assert (launched.grid, launched.block, launched.smem_bytes) == (binding.grid, (1, 1, 1), 0)
+        assert (launched.stream, launched.overlaps) == (70, False)
+
+
+def test_plans_with_one_signature_share_code(driver, compiled):
+    launchers = [BACKEND.forward.prepare(plan_of(**sizes)) for sizes in ({}, {"seq_q": 256}, {"batch": 3}, {})]
+    assert len(compiled) == len(driver.loaded) == 1
+    assert len({launcher._function.value for launcher in launchers}) == 1
+    BACKEND.forward.prepare(plan_of(causal=True))
+    assert len(compiled) == len(driver.loaded) == 2
+
+
+def test_strides_of_one_element_dimensions_are_those_that_were_planned(driver):
+    plan = plan_of(heads_q=1)
+    launch = BACKEND.forward.prepare(plan)
+    q, k, v, out, lse = tensors(plan)
+    odd = q.as_strided(q.shape, (5, 64, 32, 1))
+    launch(q, k, v, out, lse)
+    launch(odd, k, v, out, lse)
+    assert driver.launched[0].parameters == driver.launched[1].parameters
+
+
+def test_a_compiler_that_takes_too_long_is_an_error(driver, monkeypatch):
+    from multiattn.cutile import compile as compiling
+
+    def export(*arguments, **options):
+        raise TimeoutError("too long")
+
+    monkeypatch.setattr(compiling, "export_kernel", export)
+    with pytest.raises(TimeoutError, match="too long"):
+        BACKEND.forward.prepare(plan_of())
+    assert driver.by_cutile == []
+
+
+def test_another_machine_is_left_to_cutile(driver, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    plan = plan_of()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        launch = BACKEND.forward.prepare(plan)
+    launch(*tensors(plan))
+    ((grid, args),) = driver.by_cutile
+    assert grid == bind(plan, IMAGE).grid
+    assert (args[0].shape, driver.launched) == ((1, 2, 128, 32), [])
+
+
+def test_a_release_that_is_not_known_is_left_to_cutile_and_says_so_once(driver, monkeypatch):
+    from multiattn.cutile import gpu_launch
+
+    def nothing(cubin):
+        raise ValueError("cubin: got 0 sections .nv.tileir.debug_txt; allowed one")
+
+    monkeypatch.setattr(gpu_launch, "tile_ir", nothing)
+    plan = plan_of()
+    with pytest.warns(RuntimeWarning, match="got 0 sections .*; ct.launch is used"):
+        launch = BACKEND.forward.prepare(plan)
+    launch(*tensors(plan))
+    assert (len(driver.by_cutile), driver.launched) == (1, [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        BACKEND.forward.prepare(plan)

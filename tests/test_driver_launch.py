@@ -1,0 +1,325 @@
+"""Launches by the driver itself: the bytes of their parameters are those of a Binding, whatever it has."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from concurrent.futures import ThreadPoolExecutor
+
+import driver_fakes
+import pytest
+import torch
+
+from multiattn import abi, counters, driver_launch
+from multiattn.driver_launch import TENSORS, CUlaunchAttribute, CUlaunchConfig, DriverLauncher, load_kernel
+
+BOX = abi.Box(extents=(1, 1, 64, 64), swizzle=3, dtype=9)
+WIDE = abi.Box(extents=(1, 1, 128, 64), swizzle=3, dtype=9)
+FUNCTION = (1 << 40) + 7  # wider than an int
+
+
+def tensor_map(name, box=BOX):
+    return abi.TensorMap(tensor=name, shape=(2, 3, 4, 64), strides=(1536, 512, 128), box=box)
+
+
+def params(*, maps=("q", "k"), pointers=True, workspace=False):
+    """A struct of which `maps` are at the front, the addresses behind, then a number and the workspace's address."""
+    at = 128 * len(maps)
+    data = bytes(at + 40) + struct.pack("<qQ", -5, 0) + bytes(8)
+    places = {at + 8 * index: name for index, name in enumerate(TENSORS)} if pointers else {}
+    if workspace:
+        places[at + 48] = abi.WORKSPACE
+    return abi.Struct(data=data, pointers=places, maps={128 * i: tensor_map(name) for i, name in enumerate(maps)})
+
+
+BINDINGS = {
+    "pointers and numbers": [
+        *(abi.Pointer(tensor=name) for name in TENSORS),
+        abi.Number(kind="f32", value=0.125),
+        abi.Number(kind="i32", value=-3),
+        abi.Number(kind="i8", value=1),
+        abi.Number(kind="i64", value=-(1 << 40)),
+        *[abi.Pointer(tensor=None)] * 2,
+    ],
+    "pointers out of order": [abi.Pointer(tensor=name) for name in ("lse", "q", "q", "out")],
+    "tensor maps": [
+        abi.Pointer(tensor="q"),
+        tensor_map("k"),
+        abi.Number(kind="i32", value=2),
+        tensor_map("v"),
+        abi.Pointer(tensor="lse"),
+    ],
+    "eight tensor maps and a counter": [
+        *(tensor_map(name, box) for box in (BOX, WIDE) for name in ("q", "k", "v", "out")),
+        *(abi.Pointer(tensor=name) for name in TENSORS),
+        abi.Pointer(tensor=abi.WORKSPACE),
+        abi.Number(kind="f32", value=1.5),
+    ],
+    "a struct": [params(maps=())],
+    "a struct with maps and a counter": [params(workspace=True)],
+    "a struct behind others": [abi.Number(kind="i32", value=9), params(maps=("out",)), abi.Pointer(tensor="k")],
+    "nothing of the tensors": [params(maps=("v",), pointers=False), abi.Number(kind="i32", value=1)],
+}
+
+
+def binding_of(arguments, **image):
+    image = abi.Image(**{"threads": 384, "dynamic_smem_bytes": 1000, **image})
+    return abi.Binding(arguments=tuple(arguments), grid=(24, 5, 1), image=image, constants={})
+
+
+def make(monkeypatch, arguments, lender=None, **options):
+    """A driver that knows the parameters' sizes, and a launcher."""
+    driver = driver_fakes.install(monkeypatch, driver_fakes.FakeDriver([abi.size_of(it) for it in arguments]))
+    text = str(arguments)
+    lenders = {abi.WORKSPACE: lender or (lambda stream: (4242, None))} if f"'{abi.WORKSPACE}'" in text else {}
+    return driver, DriverLauncher(FUNCTION, binding_of(arguments), driver_fakes.DEVICE, lenders=lenders, **options)
+
+
+def tensors():
+    q, k, v = (torch.zeros(2, 3, 4, 64, dtype=torch.bfloat16) for _ in range(3))
+    return q, k, v, torch.empty_like(q), torch.empty(2, 3, 4)
+
+
+def wanted(arguments, given, workspace=4242):
+    addresses = {name: tensor.data_ptr() for name, tensor in zip(TENSORS, given, strict=True)}
+    addresses[abi.WORKSPACE] = workspace
+    encode = lambda of, address: address.to_bytes(8, "little") * 16  # noqa: E731  # as the fake driver
+    return tuple(abi.pack(argument, addresses, encode) for argument in arguments)
+
+
+@pytest.mark.parametrize("case", BINDINGS)
+def test_parameters_are_the_bytes_of_the_binding(monkeypatch, case):
+    arguments = BINDINGS[case]
+    driver, launch = make(monkeypatch, arguments)
+    one, two = tensors(), tensors()
+    mixed = (one[0], two[1], one[2], two[3], one[4])
+    for given in (one, one, two, mixed, one):
+        launch(*given)
+        assert driver.launched[-1].parameters == wanted(arguments, given)
+    for launched in driver.launched:
+        for place, argument in zip(launched.places, arguments, strict=True):
+            assert place % abi.alignment_of(argument) == 0
+
+
+def test_a_launch_is_what_the_image_says(monkeypatch):
+    for overlaps in (False, True):
+        driver, launch = make(monkeypatch, BINDINGS["a struct"], overlaps=overlaps)
+        for driver.stream in (0, 1 << 45, 0):
+            launch(*tensors())
+        for launched, stream in zip(driver.launched, (0, 1 << 45, 0), strict=True):
+            assert (launched.function, launched.stream, launched.overlaps) == (FUNCTION, stream, overlaps)
+            assert (launched.grid, launched.block, launched.smem_bytes) == ((24, 5, 1), (384, 1, 1), 1000)
+
+
+def test_structs_are_laid_out_as_in_cuda_h():
+    assert (ctypes.sizeof(CUlaunchAttribute), CUlaunchAttribute.value.offset) == (72, 8)
+    assert (ctypes.sizeof(CUlaunchConfig), CUlaunchConfig.stream.offset, CUlaunchConfig.count.offset) == (56, 32, 48)
+    names = pytest.importorskip("cuda.bindings.driver")
+    assert names.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION == driver_launch._OVERLAP
+    limit = names.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    assert limit == driver_launch._DYNAMIC_SMEM
+    assert names.CUresult.CUDA_ERROR_INVALID_CONTEXT == driver_launch._INVALID_CONTEXT
+
+
+def test_only_what_is_new_is_encoded_and_what_is_known_is_not_encoded_again(monkeypatch):
+    driver, launch = make(monkeypatch, BINDINGS["tensor maps"])
+    one, two = tensors(), tensors()
+    for given in (one, one, two, one, two):
+        launch(*given)
+    assert [address for address, *_ in driver.encoded] == [it.data_ptr() for it in (*one[1:3], *two[1:3])]
+
+
+def test_launches_at_a_time_have_a_slot_each_and_others_share(monkeypatch):
+    driver, launch = make(monkeypatch, BINDINGS["eight tensor maps and a counter"])
+    given = [tensors() for _ in range(4)]
+    for each in given:
+        launch(*each)
+    assert len(launch._free) == 1
+    inner, launched_by_driver = iter(given), driver.cuLaunchKernelEx
+
+    def launch_another(*arguments):
+        """As another thread would, while the driver has the parameters of this one."""
+        if (other := next(inner, None)) is not None:
+            launch(*other)
+        return launched_by_driver(*arguments)
+
+    launch._launch = launch_another
+    launch(*given[0])
+    assert len(launch._free) == 5
+    found = [launched.parameters for launched in driver.launched[4:]]
+    assert found == [wanted(BINDINGS["eight tensor maps and a counter"], each) for each in (*given[::-1], given[0])]
+
+
+def test_threads_never_share_a_slot(monkeypatch):
+    arguments = BINDINGS["eight tensor maps and a counter"]
+    driver, launch = make(monkeypatch, arguments)
+    given = [tensors() for _ in range(4)]
+
+    def many(own):
+        for _ in range(200):
+            launch(*own)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(many, given))
+    expected = [wanted(arguments, each) for each in given]
+    assert len(driver.launched) == 800
+    assert all(launched.parameters in expected for launched in driver.launched)
+
+
+def test_a_fresh_thread_gets_the_context_of_the_device(monkeypatch):
+    driver, launch = make(monkeypatch, BINDINGS["a struct"])
+    driver.refuse = 1
+    launch(*tensors())
+    assert (driver.contexts, len(driver.launched)) == (1, 1)
+    driver.refuse = 2
+    with pytest.raises(RuntimeError, match="CUDA driver: CUDA_ERROR_INVALID_CONTEXT: its words"):
+        launch(*tensors())
+    driver.refuse, driver.status = 0, 719
+    with pytest.raises(RuntimeError, match="CUDA driver: CUDA_ERROR_OTHER: its words"):
+        launch(*tensors())
+    driver.status = 0
+    launch(*tensors())
+    assert len(launch._free) == 1
+
+
+def test_a_tensor_map_that_is_refused_spoils_no_later_launch(monkeypatch):
+    driver, launch = make(monkeypatch, BINDINGS["tensor maps"])
+    one, two = tensors(), tensors()
+    launch(*one)
+    with monkeypatch.context() as patch:
+        patch.setattr(driver_fakes.FakeDriver, "cuTensorMapEncodeTiled", lambda *arguments: 1)
+        with pytest.raises(RuntimeError, match="cuTensorMapEncodeTiled"):
+            launch(*two)
+    for given in (one, two):
+        launch(*given)
+        assert driver.launched[-1].parameters == wanted(BINDINGS["tensor maps"], given)
+
+
+def test_streams_that_are_kept_are_bounded(monkeypatch):
+    driver, launch = make(monkeypatch, BINDINGS["a struct"])
+    streams = (*range(2, 202, 2), 2)
+    for driver.stream in streams:
+        launch(*tensors())
+    assert len(launch._configs) <= 64
+    assert tuple(launched.stream for launched in driver.launched) == streams
+
+
+def test_what_is_lent_lives_until_the_launch_and_no_longer(monkeypatch):
+    class Memory:
+        alive = 0
+
+        def __init__(self):
+            Memory.alive += 1
+
+        def __del__(self):
+            Memory.alive -= 1
+
+    arguments = BINDINGS["a struct with maps and a counter"]
+    driver, launch = make(monkeypatch, arguments, lender=lambda stream: (stream + 16, Memory()))
+    inner = launch._launch
+
+    def launch_it(*of):
+        assert Memory.alive == 1
+        return inner(*of)
+
+    launch._launch = launch_it
+    for driver.stream in (64, 128):
+        launch(*tensors())
+        assert driver.launched[-1].parameters[0][-16:-8] == (driver.stream + 16).to_bytes(8, "little")
+        assert Memory.alive == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lenders", "message"),
+    [
+        ([abi.Pointer(tensor=abi.WORKSPACE)], {}, r"memory: got \[\]; allowed \['workspace'\]"),
+        ([abi.Pointer(tensor="q")], {"workspace": None}, r"memory: got \['workspace'\]; allowed \[\]"),
+        ([params(maps=()), params(maps=())], {}, "got two structs with tensors"),
+        (
+            [abi.Struct(data=bytes(80), pointers={0: "q", 8: "v"})],
+            {},
+            "allowed q, k, v, out and lse, one after",
+        ),
+    ],
+)
+def test_what_cannot_be_laid_out_is_refused(monkeypatch, arguments, lenders, message):
+    driver_fakes.install(monkeypatch, driver_fakes.FakeDriver())
+    with pytest.raises(ValueError, match=message):
+        DriverLauncher(FUNCTION, binding_of(arguments), driver_fakes.DEVICE, lenders=lenders)
+
+
+def test_without_a_driver_there_is_no_launcher(monkeypatch):
+    driver_fakes.install(monkeypatch, None)
+    with pytest.raises(OSError, match="no NVIDIA driver"):
+        DriverLauncher(FUNCTION, binding_of([]), 0)
+
+
+def test_code_is_loaded_once_and_allowed_its_shared_memory(monkeypatch):
+    driver = driver_fakes.install(monkeypatch, driver_fakes.FakeDriver())
+    monkeypatch.setattr(driver_launch, "_libraries", {})
+    first = load_kernel(b"code", "name", driver_fakes.DEVICE)
+    assert load_kernel(b"code", "name", driver_fakes.DEVICE, dynamic_smem_bytes=70_000) == first
+    assert load_kernel(b"other", "name", driver_fakes.DEVICE) != first
+    assert driver.loaded == [b"code", b"other"]
+    assert driver.attributes == [(8, 70_000, first, driver_fakes.DEVICE)]
+
+
+# ---------------------------------------------------------------- counters
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    return driver_fakes.install(monkeypatch, driver_fakes.FakeDriver())
+
+
+def test_the_default_stream_is_asked_once_and_others_each_time(driver):
+    lend = counters.counter_lender(driver_fakes.DEVICE, 16)
+    first = lend(0)
+    driver.did.clear()
+    assert lend(0) is first
+    assert driver.did == []
+    (other, _), (again, _) = lend(80), lend(80)
+    assert other == again != first[0]
+    assert driver.did == ["id", "clear", "id"]
+
+
+def test_the_default_stream_is_not_asked_whether_it_is_captured(driver, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", None)
+    lend = counters.counter_lender(driver_fakes.DEVICE, 16)
+    assert lend(0) == lend(0)
+
+
+def test_a_captured_launch_has_a_counter_of_its_own(driver):
+    lend = counters.counter_lender(driver_fakes.DEVICE, 16)
+    shared, nobody = lend(80)
+    driver.capturing = True
+    (one, memory), (two, other) = lend(80), lend(80)
+    assert nobody is None
+    assert (one, two) == (memory.data_ptr(), other.data_ptr())
+    assert len({shared, one, two}) == 3
+    assert driver.cleared[1:] == [(one, 0, 16, 80), (two, 0, 16, 80)]
+    driver.capturing = False
+    assert lend(80) == (shared, None)
+
+
+def test_lenders_of_a_device_share_its_counters(driver, monkeypatch):
+    shared = counters.Counters()
+    monkeypatch.setattr(counters, "counters_of", lambda device: shared)
+    one, two = (counters.counter_lender(driver_fakes.DEVICE, 16) for _ in range(2))
+    for stream in (0, 80):
+        assert one(stream)[0] == two(stream)[0]
+    assert len(driver.cleared) == 2
+
+
+def test_where_there_is_no_counter_left_even_the_default_stream_brings_its_own(driver):
+    driver.memory = None
+    lend = counters.counter_lender(driver_fakes.DEVICE, 16)
+    for stream in (0, 80, 0):
+        address, memory = lend(stream)
+        assert memory.data_ptr() == address
+    assert [size for _, _, size, _ in driver.cleared] == [16] * 3
+
+
+def test_a_counter_that_is_too_large_is_refused(driver):
+    with pytest.raises(ValueError, match="counter: got 129 bytes; allowed up to 128"):
+        counters.counter_lender(driver_fakes.DEVICE, 129)
