@@ -158,8 +158,10 @@ def test_inputs_are_not_written():
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(inputs, copies, strict=True))
 
 
-def test_a_gpu_gets_the_strides_that_were_planned(monkeypatch):
+def test_cutile_itself_gets_the_strides_that_were_planned(monkeypatch):
     """PyTorch leaves the stride of a one-element dimension arbitrary, and cuTile would specialise on it."""
+    from multiattn.cutile.launch import prepare_through_cutile
+
     launched = []
     monkeypatch.setattr("cuda.tile.launch", lambda stream, grid, kernel, args: launched.append((stream, args)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream")
@@ -169,7 +171,7 @@ def test_a_gpu_gets_the_strides_that_were_planned(monkeypatch):
     assert problem == Problem.of(q, k, v)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
     odd_lse = lse.as_strided(lse.shape, (1, 1, 3))
-    BACKEND.forward.prepare(make_plan(BACKEND, problem, ARCHS["sm90"], probe=False))(odd_q, odd_k, v, out, odd_lse)
+    prepare_through_cutile(make_plan(BACKEND, problem, ARCHS["sm90"], probe=False))(odd_q, odd_k, v, out, odd_lse)
     ((stream, args),) = launched
     assert stream == "stream"
     for got, given in zip(args, (q, k, v, out, lse), strict=False):

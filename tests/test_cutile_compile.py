@@ -75,11 +75,25 @@ def test_ampere_loads_an_odd_head_dim_asynchronously(tmp_path):
 @needs_compiler
 @needs_cuobjdump
 def test_the_repair_costs_the_hot_path_no_registers():
-    (full,) = BACKEND.forward.compile(make(head_dim=128, seq_q=4096))
-    (causal,) = BACKEND.forward.compile(make(head_dim=128, seq_q=4096, causal=True))
+    online = CutileConfig(tile_m=64, tile_n=128, occupancy=2)
+    (full,) = BACKEND.forward.compile(make(head_dim=128, seq_q=4096, config=online))
+    (causal,) = BACKEND.forward.compile(make(head_dim=128, seq_q=4096, causal=True, config=online))
     assert causal.registers == full.registers
-    blocks = make(head_dim=128).config.occupancy
+    blocks = online.occupancy
     assert blocks * (causal.smem_bytes + 1024) <= ARCHS["sm90"].smem_per_sm
+
+
+@needs_compiler
+@needs_cuobjdump
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("head_dim", "seq"), [(64, 4096), (128, 1024), (128, 4096), (256, 4096)])
+def test_what_is_done_again_costs_the_loops_neither_registers_nor_their_pipeline(head_dim, seq, causal):
+    plan = make(head_dim=head_dim, seq_q=seq, causal=causal)
+    (compiled,) = BACKEND.forward.compile(plan)
+    assert plan.config.lazy_max
+    assert compiled.spill_bytes == 0
+    assert compiled.threads == 128 * (1 + (plan.config.num_worker_warps or 4) // 4)  # a warpgroup that loads
+    assert plan.config.occupancy * (compiled.smem_bytes + 1024) <= ARCHS["sm90"].smem_per_sm
 
 
 @needs_compiler

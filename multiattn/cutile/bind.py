@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from multiattn import abi
 from multiattn.backend import Plan
-from multiattn.cutile.configs import CutileConfig, find_grid
+from multiattn.cutile.configs import CutileConfig, grid_of, multiprocessors_of
 from multiattn.cutile.steps import STEPS
 from multiattn.problem import LOG2_E, Problem
 
@@ -42,7 +42,7 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
     emitted = emitted or {}
     problem, config = plan.problem, plan.config
     assert isinstance(config, CutileConfig)
-    grid = find_grid(problem, config.tile_m)
+    grid = grid_of(problem, config, multiprocessors_of(plan.arch))
     if grid is None:
         raise ValueError(f"no grid for {plan}")
     constants = _constants(plan, config, emitted)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from multiattn.arch import Arch
+from multiattn.arch import GPUS, Arch
 from multiattn.backend import Variant
 from multiattn.config import COMPILED, Config, Rule, inherit
 from multiattn.cutile.steps import STEPS, Step
@@ -20,6 +20,17 @@ SMALLEST_TILE = 16
 
 MAX_GRID_X = 2**24 - 1  # cuda.tile's own limit for each dimension
 MAX_GRID_Y = 2**16 - 1  # CUDA's
+
+
+SCHEDULERS = ("one_tile", "static")
+PIPELINES = ("plain", "ahead", "pairs")
+"""In the order of the kernel's constants."""
+
+HEADROOM = {"bf16": 16.0, "fp16": 0.0}
+"""log2, by dtype: how much less than one the largest weight of the first block is with `lazy_max`.
+
+In bf16 it costs nothing, as weights have the range of fp32, and keeps large values of v from overflowing the sums. In
+fp16 small weights would be lost, which many of together count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +47,20 @@ class CutileConfig(Config):
     k_latency: int | None = 2
     v_latency: int | None = 4
     heads_together: int = 1
+    lazy_max: bool = False
+    """Weights are relative to the maxima of the first block of keys, and a tile in which scores outgrow those is done
+    again: by 2^115 in bf16, by 2^16 in fp16, whose weights hold no more. It then takes more than twice as long."""
+    pipeline: str = "plain"
+    """``ahead``: the next block's scores are begun before the weights of one. ``pairs``: blocks come in twos, scores of
+    both first. Both need `lazy_max`. ``plain``: as the compiler orders it."""
+    scheduler: str = "one_tile"
+    """``one_tile``: a block per tile of queries. ``static``: `occupancy` blocks per SM, each of which takes every n-th
+    tile of n blocks."""
 
 
 _H200 = "H200, 2026-11-21, tileiras 13.4, B4 N=4096 H*D=2048 bf16, best of the candidates: "
+
+_LAZY = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, of 246 candidates of one experiment: "
 
 FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     Rule(
@@ -50,45 +72,116 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         arches=("sm90",),
         head_dim_max=64,
         causal=False,
-        config=CutileConfig(tile_m=128, tile_n=64, occupancy=2, num_worker_warps=8, heads_together=4),
-        why=_H200 + "466 TFLOPS; 64x64 at occupancy 4 456",
+        seq_max=512,
+        config=CutileConfig(tile_m=64, tile_n=64, occupancy=4, heads_together=4, lazy_max=True, scheduler="static"),
+        why=_LAZY + "N=512: 398 TFLOPS, cuDNN 353 beside it; a block a tile 389, online 380 of 433 in a first pass",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_max=64,
+        causal=False,
+        config=CutileConfig(tile_m=64, tile_n=64, occupancy=4, heads_together=4, lazy_max=True),
+        why=_LAZY
+        + "N=1k 457, 4k 501, 16k 521 TFLOPS, cuDNN 384, 391, 397; 128x64 with 8 warps 476 at 4k; static 433 at 1k",
     ),
     Rule(
         arches=("sm90",),
         head_dim_max=64,
         causal=True,
-        config=CutileConfig(tile_m=64, tile_n=64, occupancy=4, heads_together=32),
-        why=_H200 + "450 TFLOPS; 4 heads together 433, one 430; 128x64 with 8 warps 404",
+        seq_min=8192,
+        config=CutileConfig(tile_m=64, tile_n=64, occupancy=4, heads_together=8, lazy_max=True),
+        why=_LAZY + "N=16k: 542 TFLOPS, cuDNN 394; 32 heads together 525; pairs at occupancy 3 491",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_max=64,
+        causal=True,
+        config=CutileConfig(tile_m=64, tile_n=64, occupancy=4, heads_together=32, lazy_max=True),
+        why=_LAZY
+        + "N=512 268, 1k 363, 4k 462 TFLOPS, cuDNN 245, 296, 348; online 266, 332, -; 4 heads together 436 at 4k",
     ),
     Rule(
         arches=("sm90",),
         head_dim_min=65,
         head_dim_max=128,
         causal=False,
-        config=CutileConfig(tile_m=64, tile_n=128, occupancy=2),
-        why=_H200 + "622 TFLOPS; 4 heads together 606; 64x64 544; 128x128 with 8 warps 558 in an earlier run",
+        seq_max=1024,
+        config=CutileConfig(tile_m=64, tile_n=128, occupancy=2, heads_together=2, lazy_max=True, scheduler="static"),
+        why=_LAZY + "N=512 450, 1k 534 TFLOPS, cuDNN 492, 554; online, a block a tile 419 at 512",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=65,
+        head_dim_max=128,
+        causal=False,
+        config=CutileConfig(tile_m=64, tile_n=128, occupancy=2, lazy_max=True, pipeline="ahead"),
+        why=_LAZY
+        + "N=4k 625, 16k 680 TFLOPS, cuDNN 594, 612; 128x128 with 8 warps 615, 663; 2 heads together 610, 647",
     ),
     Rule(
         arches=("sm90",),
         head_dim_min=65,
         head_dim_max=128,
         causal=True,
-        config=CutileConfig(tile_m=64, tile_n=128, occupancy=2, heads_together=4),
-        why=_H200 + "551 TFLOPS; one head at a time 531; 128x128 with 8 warps 489",
+        seq_max=1024,
+        config=CutileConfig(
+            tile_m=64, tile_n=64, occupancy=2, heads_together=4, lazy_max=True, pipeline="pairs", scheduler="static"
+        ),
+        why=_LAZY + "N=512 283, 1k 384 TFLOPS, cuDNN 333, 400; 64x128 static 286, 380, whose pipeline the repair costs",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=65,
+        head_dim_max=128,
+        causal=True,
+        seq_max=8191,
+        config=CutileConfig(tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8, heads_together=4, lazy_max=True),
+        why=_LAZY + "N=4k: 551 TFLOPS, cuDNN 512; 128x128 564 without latencies, which the repair wants there",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=65,
+        head_dim_max=128,
+        causal=True,
+        seq_min=8192,
+        config=CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, heads_together=4, lazy_max=True),
+        why=_LAZY
+        + "N=16k: 621 TFLOPS without latencies, cuDNN 498; with them, which the repair wants, 639 of 681 before",
     ),
     Rule(
         arches=("sm90",),
         head_dim_min=129,
         causal=False,
-        config=CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8),
-        why=_H200 + "721 TFLOPS; without the 8 warps q spills: 64",
-    ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=129,
-        causal=True,
+        seq_max=512,
         config=CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, heads_together=4),
-        why=_H200 + "649 TFLOPS; one head at a time 578; 128x64 595",
+        why=_LAZY + "N=512: 470 TFLOPS, cuDNN 514; lazy 128x64 in pairs, static 453",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=129,
+        causal=False,
+        config=CutileConfig(
+            tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8, heads_together=4, lazy_max=True, pipeline="pairs"
+        ),
+        why=_LAZY
+        + "N=1k 569, 4k 676, 16k 734 TFLOPS, cuDNN 585, 619, 655; online 128x128 709 of 779 at 4k in a first pass",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=129,
+        causal=True,
+        seq_max=512,
+        config=CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, heads_together=8),
+        why=_LAZY + "N=512: 295 TFLOPS, cuDNN 357; lazy 128x64 a block ahead 293",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=129,
+        causal=True,
+        config=CutileConfig(
+            tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8, heads_together=4, lazy_max=True, pipeline="pairs"
+        ),
+        why=_LAZY + "N=4k 619, 16k 709 TFLOPS, cuDNN 526, 568; online 128x128 584, 656; N=1k 416, cuDNN 445",
     ),
     Rule(
         arches=("sm100", "sm103"),
@@ -201,6 +294,9 @@ def why_not_fit(problem: Problem, arch: Arch, config: Config, *, step: Step | No
         (_is_latency(config.k_latency), f"k_latency={config.k_latency}", "1 to 10"),
         (_is_latency(config.v_latency), f"v_latency={config.v_latency}", "1 to 10"),
         (config.heads_together >= 1, f"heads_together={config.heads_together}", "1 or more"),
+        (config.pipeline in PIPELINES, f"pipeline={config.pipeline}", ", ".join(PIPELINES)),
+        (config.lazy_max or config.pipeline == "plain", f"pipeline={config.pipeline} without lazy_max", "plain"),
+        (config.scheduler in SCHEDULERS, f"scheduler={config.scheduler}", ", ".join(SCHEDULERS)),
         (find_grid(problem, config.tile_m) is not None, f"{tiles} for {problem}", "a grid within 2^24 x 2^16 blocks"),
     )
     reasons = [Reason(code="config", got=got, allowed=allowed) for holds, got, allowed in checks if not holds]
@@ -220,6 +316,19 @@ def beyond_step(step: Step, config: CutileConfig) -> list[Reason]:
 def find_grid(problem: Problem, tile_m: int) -> tuple[int, int] | None:
     """Blocks in x and y, whose product is one block per tile of queries of every head; None if there are too many."""
     return factor_grid(-(-problem.seq_q // tile_m) * problem.heads_q * problem.batch)
+
+
+def grid_of(problem: Problem, config: CutileConfig, multiprocessors: int) -> tuple[int, int] | None:
+    """Blocks in x and y on a device of so many SMs; None if there are too many."""
+    grid = find_grid(problem, config.tile_m)
+    if grid is None or config.scheduler != "static":
+        return grid
+    return min(grid[0] * grid[1], multiprocessors * (config.occupancy or 1)), 1
+
+
+def multiprocessors_of(arch: Arch) -> int:
+    """Of the largest product of an arch: so many blocks that take tile after tile fill every one; the host has one."""
+    return max((gpu.sms for gpu in GPUS if gpu.arch == arch.name), default=1)
 
 
 def factor_grid(blocks: int) -> tuple[int, int] | None:
@@ -253,6 +362,40 @@ _HOPPER_256: tuple[_Shape, ...] = (
     (128, 128, 1, 8), (128, 64, 1, 8), (128, 32, 1, 8), (64, 128, 1, None), (64, 128, 1, 8), (64, 64, 2, None),
     (64, 64, 1, None), (64, 32, 2, None),
 )  # fmt: skip
+
+
+def _lazy(tile_m: int, tile_n: int, occupancy: int, warps: int | None, *hows: str) -> tuple[CutileConfig, ...]:
+    """A tile in several ways: a pipeline each, static where the name ends in a star."""
+    return tuple(
+        CutileConfig(
+            tile_m=tile_m,
+            tile_n=tile_n,
+            occupancy=occupancy,
+            num_worker_warps=warps,
+            lazy_max=True,
+            pipeline=how.rstrip("*"),
+            scheduler="static" if how.endswith("*") else "one_tile",
+        )
+        for how in hows
+    )
+
+
+_LAZY_64: tuple[CutileConfig, ...] = (
+    *_lazy(64, 64, 4, None, "plain", "plain*"), *_lazy(64, 64, 3, None, "pairs", "pairs*", "plain"),
+    *_lazy(128, 64, 2, 8, "plain", "plain*"), *_lazy(64, 128, 2, None, "plain", "plain*", "ahead"),
+    CutileConfig(tile_m=64, tile_n=64, occupancy=4),
+)  # fmt: skip
+_LAZY_128: tuple[CutileConfig, ...] = (
+    *_lazy(64, 128, 2, None, "ahead", "plain*", "plain"), *_lazy(64, 64, 2, None, "pairs*", "pairs", "plain*"),
+    *_lazy(128, 64, 1, 8, "plain", "plain*", "pairs"), *_lazy(128, 128, 1, 8, "plain", "pairs"),
+    CutileConfig(tile_m=64, tile_n=128, occupancy=2),
+)  # fmt: skip
+_LAZY_256: tuple[CutileConfig, ...] = (
+    *_lazy(128, 64, 1, 8, "pairs", "pairs*", "plain", "ahead"), *_lazy(128, 32, 1, 8, "plain*", "pairs*"),
+    *_lazy(64, 64, 1, None, "plain", "pairs"), *_lazy(64, 32, 2, None, "plain*"),
+    CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8),
+    CutileConfig(tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8),
+)  # fmt: skip
 _BLACKWELL: tuple[_Shape, ...] = (
     (128, 128, 2, None), (128, 128, 1, None), (256, 128, 1, None), (256, 64, 1, None), (128, 64, 2, None),
     (64, 128, 2, None), (64, 64, 4, None), (256, 128, 1, 8), (128, 128, 1, 8),
@@ -273,13 +416,17 @@ def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Cutil
     """Configs worth timing: tiles with the occupancies and warps that may suit them, then variations of the first."""
     if not arch.is_gpu:
         return ()
-    configs = [
-        CutileConfig(tile_m=tile_m, tile_n=tile_n, occupancy=occupancy, num_worker_warps=warps)
-        for tile_m, tile_n, occupancy, warps in _shapes(problem, arch)
-    ]
+    step = STEPS[variant.name].step
+    if arch.name == "sm90" and step.lazy_max:
+        configs = list(_LAZY_64 if problem.head_dim <= 64 else _LAZY_128 if problem.head_dim <= 128 else _LAZY_256)
+    else:
+        configs = [
+            CutileConfig(tile_m=tile_m, tile_n=tile_n, occupancy=occupancy, num_worker_warps=warps)
+            for tile_m, tile_n, occupancy, warps in _shapes(problem, arch)
+        ]
     best = configs[0]
     configs += [replace(best, k_latency=k, v_latency=v) for k, v in ((1, 1), (4, 6))]
     configs += [replace(config, heads_together=4) for config in configs[:4]]
     configs += [replace(best, heads_together=heads) for heads in (problem.group, problem.heads_q)]
-    limited = dict.fromkeys(map(STEPS[variant.name].step.limit, configs))
+    limited = dict.fromkeys(map(step.limit, configs))
     return tuple(config for config in limited if not why_not_fit(problem, arch, config))

@@ -4,6 +4,10 @@ One block owns `tile_m` queries of one head and walks over the keys they see, `t
 every row of the tile sees entirely, with no mask at all, then the masked ones. From the second rung of the ladder
 (`multiattn.cutile.steps`) scores live in the log2 domain, ``p = exp2(s * scale - m)``: one multiply-add and one exp2 a
 score. The sign of the scale is in q, so that m, the running maximum of ``s * scale``, is right for every scale.
+
+With `lazy_max` m is the maximum of the first block of keys, and stays: softmax is the same relative to any m, as long
+as nothing overflows. That saves each block its maxima, their exchange between threads and the scaling of the output, a
+third of its instructions. One look at the sums tells afterwards whether all went well; else the tile is done again.
 """
 
 # cuda.tile is untyped, and so are its decorators and aliases:
@@ -25,9 +29,9 @@ from multiattn.cutile.tiles import (
     ConstInt,
     Place,
     Rows64,
-    find_place,
     is_visible,
     key_blocks,
+    place_tile,
 )
 
 APPROX = ct.RoundingMode.APPROX
@@ -42,6 +46,14 @@ REPAIR_TILE = SMALLEST_TILE
 SUMS = 8
 """Partial sums of a row, added up after the loops: each thread sums the columns it has, and no block of keys costs a
 reduction across threads. H200, 2026-11-21, N=4096 full: +2 % at D=128 and +1 % at D=256."""
+
+
+LARGEST_SUM = 1e30
+"""Of a row's weights, with `lazy_max`: far from overflow, and its reciprocal from underflow. Where the largest weight
+of the first block is 2^-16, later ones may be 2^115 times that."""
+
+PLAIN, AHEAD, PAIRS = 0, 1, 2
+"""Pipelines, as `PIPELINES` of the configs has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +79,12 @@ class Shape:
     k_transposed: Any
     approximate_division: Any
     ln_base: Any
+    lazy_max: Any
+    headroom: Any
+    """log2 of how much less than one the first block's largest weight is, with `lazy_max`."""
+    pipeline: Any
+    static_grid: Any
+    """Whether a block takes every n-th tile of n blocks, not one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +92,35 @@ class Rows:
     """Running softmax of the tile's rows, fp32."""
 
     acc: Any  # [tile_m, tile_d]
-    m: Any  # [tile_m, 1], in the domain of the step
+    m: Any  # [tile_m, 1], in the domain of the step; with lazy_max of the first block only
     l: Any  # [tile_m, SUMS]  # noqa: E741 - the paper's name
+
+
+@ct.function
+def with_small_tiles(shape: Any, tile_m: Any) -> Any:
+    """Of as few keys as there can be, for what is rare."""
+    return Shape(
+        tile_m=tile_m,
+        tile_n=REPAIR_TILE,
+        tile_d=shape.tile_d,
+        causal=shape.causal,
+        masked=True,
+        heads_together=1,
+        sign=shape.sign,
+        k_latency=1,
+        v_latency=1,
+        tma=False,
+        exp2=shape.exp2,
+        flush_to_zero=shape.flush_to_zero,
+        scale_after_max=shape.scale_after_max,
+        k_transposed=shape.k_transposed,
+        approximate_division=shape.approximate_division,
+        ln_base=shape.ln_base,
+        lazy_max=False,
+        headroom=0.0,
+        pipeline=PLAIN,
+        static_grid=False,
+    )
 
 
 @ct.function
@@ -146,15 +191,28 @@ def shift(shape: Any, s: Any, m: Any, scale: Any) -> Any:
 
 
 @ct.function
-def weigh(shape: Any, place: Any, q: Any, k: Any, scale: Any, rows: Any, block: Any, masked: ConstBool) -> Any:
-    """Weights of one block of keys, 16-bit ``[tile_m, tile_n]``, and the rows rescaled to the new maximum."""
+def score(shape: Any, place: Any, q: Any, k: Any, block: Any, masked: ConstBool) -> Any:
+    """Scores of one block of keys, without their scale, ``[tile_m, tile_n]``; -inf where a query does not see a key."""
     s = ct.mma(q, load_k(shape, place, k, block), ct.full((shape.tile_m, shape.tile_n), 0.0, dtype=ct.float32))
     if masked:
         s = ct.where(is_visible(shape, place, block), s, -math.inf)
+    return s
+
+
+@ct.function
+def partial_sums(shape: Any, p: Any) -> Any:
+    """What a block's weights add to a row's sums, ``[tile_m, SUMS]``."""
+    return ct.sum(p.reshape((shape.tile_m, shape.tile_n // SUMS, SUMS)), axis=1)
+
+
+@ct.function
+def weigh(shape: Any, place: Any, q: Any, k: Any, scale: Any, rows: Any, block: Any, masked: ConstBool) -> Any:
+    """Weights of one block of keys, 16-bit ``[tile_m, tile_n]``, and the rows rescaled to the new maximum."""
+    s = score(shape, place, q, k, block, masked)
     m, shifted = shift(shape, s, rows.m, scale)
     p = power(shape, shifted, False)  # [tile_m, tile_n]
     alpha = power(shape, rows.m - m, False)  # [tile_m, 1]
-    l = rows.l * alpha + ct.sum(p.reshape((shape.tile_m, shape.tile_n // SUMS, SUMS)), axis=1)  # noqa: E741
+    l = rows.l * alpha + partial_sums(shape, p)  # noqa: E741
     return p.astype(k.dtype), Rows(acc=rows.acc * alpha, m=m, l=l)
 
 
@@ -173,6 +231,136 @@ def no_rows(shape: Any) -> Any:
         m=ct.full((shape.tile_m, 1), LOWEST, dtype=ct.float32),
         l=ct.full((shape.tile_m, SUMS), 0.0, dtype=ct.float32),
     )
+
+
+@ct.function
+def online_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
+    """The softmax of the tile's rows, each block of keys with a maximum of its own."""
+    rows = no_rows(shape)
+    first, first_masked, end = key_blocks(shape, place)
+    for block in range(first, first_masked):
+        rows = attend(shape, place, q, k, v, scale, rows, block, False)
+    if shape.masked:
+        for block in range(first_masked, end):
+            rows = attend(shape, place, q, k, v, scale, rows, block, True)
+    return rows
+
+
+# ---------------------------------------------------------------- lazy_max
+
+
+@ct.function
+def take(shape: Any, place: Any, v: Any, s: Any, scale: Any, rows: Any, block: Any) -> Any:
+    """Take one block's scores ``[tile_m, tile_n]`` into rows whose maximum stays."""
+    p = power(shape, s * scale - rows.m, False)
+    acc = ct.mma(p.astype(v.dtype), load_rows(shape, place, v, block, shape.v_latency), rows.acc)
+    return Rows(acc=acc, m=rows.m, l=rows.l + partial_sums(shape, p))
+
+
+@ct.function
+def take_pair(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any, rows: Any, block: Any) -> Any:
+    """Take two blocks, all of whose keys every row sees: the second one's scores come while the first is weighed."""
+    s = score(shape, place, q, k, block, False)
+    ahead = score(shape, place, q, k, block + 1, False)
+    rows = take(shape, place, v, s, scale, rows, block)
+    return take(shape, place, v, ahead, scale, rows, block + 1)
+
+
+@ct.function
+def lazy_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
+    """The softmax of the tile's rows relative to the maxima of the first block of keys, right unless `outgrown`.
+
+    A query that sees any key sees one of the first block. So m is at most the row's maximum and `headroom`, and of the
+    weights only those underflow that are next to nothing. A tile that sees no key has a block all the same: all of it
+    is masked, and its weights are 0.
+    """
+    first, first_masked, end = key_blocks(shape, place)
+    s = score(shape, place, q, k, first, shape.masked)
+    none = no_rows(shape)
+    m = ct.maximum(ct.max(s, axis=-1, keepdims=True) * scale + shape.headroom, LOWEST)
+    rows = Rows(acc=none.acc, m=m, l=none.l)
+    rest = max(first + 1, first_masked)  # the first block is always done here, masked or not
+    if shape.pipeline == AHEAD:
+        for block in range(first, first_masked - 1):
+            ahead = score(shape, place, q, k, block + 1, False)
+            rows = take(shape, place, v, s, scale, rows, block)
+            s = ahead
+        rows = take(shape, place, v, s, scale, rows, rest - 1)
+    else:
+        rows = take(shape, place, v, s, scale, rows, first)
+        if shape.pipeline == PAIRS:
+            pairs = (rest - first - 1) // 2
+            for pair in range(0, pairs):
+                rows = take_pair(shape, place, q, k, v, scale, rows, first + 1 + 2 * pair)
+            rest = first + 1 + 2 * pairs
+            if not shape.masked:
+                for block in range(rest, first_masked):
+                    rows = take(shape, place, v, score(shape, place, q, k, block, False), scale, rows, block)
+        else:
+            for block in range(first + 1, first_masked):
+                rows = take(shape, place, v, score(shape, place, q, k, block, False), scale, rows, block)
+    if shape.masked:
+        for block in range(rest, end):
+            rows = take(shape, place, v, score(shape, place, q, k, block, True), scale, rows, block)
+    return rows
+
+
+@ct.function
+def redone_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
+    """As `online_rows`, in one loop: it is rare, and code for it alone."""
+    rows = no_rows(shape)
+    first, _, end = key_blocks(shape, place)
+    for block in range(first, end):
+        rows = attend(shape, place, q, k, v, scale, rows, block, shape.masked)
+    return rows
+
+
+@ct.function
+def add_key(shape: Any, place: Any, v: Any, acc: Any, p: Any, first_key: Any, number: Any) -> Any:
+    """Add one key's value to the output of the rows that see it, and to no other: p ``[tile_m, tile_n]`` of its block.
+
+    A value that is not finite goes in as it is, whatever its weight. No tensor core: for them ``0 * nan`` is NaN.
+    """
+    chosen = ct.arange(shape.tile_n, dtype=ct.int32)[None, :] == number
+    weight = ct.sum(ct.where(chosen, p.astype(ct.float32), 0.0), axis=-1, keepdims=True)  # [tile_m, 1]
+    key = first_key + number
+    value = ct.load(
+        v, (place.batch, place.head_kv, key, 0), (1, 1, 1, shape.tile_d), padding_mode=ZERO, allow_tma=False
+    )
+    value = value.reshape((1, shape.tile_d)).astype(ct.float32)
+    row = place.tile * shape.tile_m + ct.arange(shape.tile_m, dtype=ct.int32)[:, None]
+    part = ct.where(ct.abs(value) < math.inf, weight * value, value)
+    return acc + ct.where(key <= row + (place.seq_kv - place.seq_q), part, 0.0)
+
+
+@ct.function
+def careful_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
+    """As `online_rows` of a causal kernel, key by key: non-finite values of v reach exactly the rows that see them.
+
+    Slow, but all that it needs is registers. `repair_tile`, or values cleaned on their way to a tensor core, would take
+    shared memory from the loops: of D=256, and of 128x128, tileiras then gives up the pipeline (seen in the SASS).
+    """
+    rows = no_rows(shape)
+    first, _, end = key_blocks(shape, place)
+    for block in range(first, end):
+        p, scaled = weigh(shape, place, q, k, scale, rows, block, True)
+        acc = ct.where(ct.abs(rows.acc) < math.inf, scaled.acc, rows.acc)  # what is infinite stays so at alpha = 0
+        first_key = block * shape.tile_n
+        for number in range(0, min(shape.tile_n, place.seq_kv - first_key)):
+            acc = add_key(shape, place, v, acc, p, first_key, number)
+        rows = Rows(acc=acc, m=scaled.m, l=scaled.l)
+    return rows
+
+
+@ct.function
+def outgrown(rows: Any, l: Any) -> Any:  # noqa: E741
+    """Whether scores outgrew the first block's by what fp32 or the weights' dtype holds, or anything is not finite."""
+    # Where acc is not finite, 0 * acc is NaN: one reduction across the block for all that may be wrong.
+    sums = l + 0.0 * ct.max(ct.abs(rows.acc), axis=-1, keepdims=True, propagate_nan=True)
+    return not ct.max(sums, propagate_nan=True) < LARGEST_SUM
+
+
+# ---------------------------------------------------------------- results
 
 
 @ct.function
@@ -225,24 +413,7 @@ def repair(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, scale: Any)
 @ct.function
 def repair_tile(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, scale: Any) -> None:
     """`repair`, in tiles so small that they cost the hot path no registers."""
-    small = Shape(
-        tile_m=REPAIR_TILE,
-        tile_n=REPAIR_TILE,
-        tile_d=shape.tile_d,
-        causal=shape.causal,
-        masked=True,
-        heads_together=1,
-        sign=shape.sign,
-        k_latency=1,
-        v_latency=1,
-        tma=False,
-        exp2=shape.exp2,
-        flush_to_zero=shape.flush_to_zero,
-        scale_after_max=shape.scale_after_max,
-        k_transposed=shape.k_transposed,
-        approximate_division=shape.approximate_division,
-        ln_base=shape.ln_base,
-    )
+    small = with_small_tiles(shape, REPAIR_TILE)
     first_row = place.tile * shape.tile_m
     first = first_row // REPAIR_TILE
     end = ct.cdiv(min(first_row + shape.tile_m, place.seq_q), REPAIR_TILE)
@@ -259,27 +430,55 @@ def repair_tile(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, scale:
 
 
 @ct.function
-def forward_block(shape: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale: Any) -> None:
-    """One block: q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` -> a tile of out and of lse."""
-    place = find_place(shape, q, k)
-    queries = load_q(shape, place, q)
-    rows = no_rows(shape)
-    first, first_masked, end = key_blocks(shape, place)
-    for block in range(first, first_masked):
-        rows = attend(shape, place, queries, k, v, scale, rows, block, False)
-    if shape.masked:
-        for block in range(first_masked, end):
-            rows = attend(shape, place, queries, k, v, scale, rows, block, True)
-    l = row_sum(rows.l)  # noqa: E741
+def store_rows(shape: Any, place: Any, out: Any, lse: Any, rows: Any, l: Any) -> None:  # noqa: E741
+    """Store what the rows come to, out and lse; l is their sum of weights, ``[tile_m, 1]``."""
     store_out(shape, place, out, rows.acc, l)
     log_sum = ct.where(l == 0.0, -math.inf, (rows.m + power(shape, l, True)) * shape.ln_base)
     log_sum = log_sum.reshape((1, 1, shape.tile_m))
     # Without TMA: of a single row (B = Hq = 1) its store clips at 16 bytes, and so writes past the end of lse.
     ct.store(lse, (place.batch, place.head, place.tile), log_sum, allow_tma=False)
-    # Without causal no row has a masked key but those beyond the end, which are loaded as zeros.
-    if shape.causal:  # noqa: SIM102 - this one is decided at compile time, the next one at run time
-        if not ct.max(ct.abs(rows.acc), propagate_nan=True) < math.inf:
-            repair_tile(shape, place, q, k, v, out, scale)
+
+
+@ct.function
+def is_finite(rows: Any) -> Any:
+    """Whether all of the output is."""
+    return ct.max(ct.abs(rows.acc), propagate_nan=True) < math.inf
+
+
+@ct.function
+def forward_tile(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale: Any) -> None:
+    """q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` -> one tile of out and of lse."""
+    queries = load_q(shape, place, q)
+    if shape.lazy_max:
+        rows = lazy_rows(shape, place, queries, k, v, scale)
+        l = row_sum(rows.l)  # noqa: E741
+        # Before the store: after it, what the branch reads would keep shared memory from the loops.
+        if outgrown(rows, l):
+            rows = redone_rows(shape, place, queries, k, v, scale)
+            if shape.causal:  # noqa: SIM102 - this one is decided at compile time, the next one at run time
+                if not is_finite(rows):
+                    rows = careful_rows(with_small_tiles(shape, shape.tile_m), place, queries, k, v, scale)
+            l = row_sum(rows.l)  # noqa: E741
+        store_rows(shape, place, out, lse, rows, l)
+    else:
+        rows = online_rows(shape, place, queries, k, v, scale)
+        store_rows(shape, place, out, lse, rows, row_sum(rows.l))
+        # Without causal no row has a masked key but those beyond the end, which are loaded as zeros.
+        if shape.causal:  # noqa: SIM102 - as above
+            if not is_finite(rows):
+                repair_tile(shape, place, q, k, v, out, scale)
+
+
+@ct.function
+def forward_tiles(shape: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale: Any) -> None:
+    """All that one block does."""
+    block = ct.bid(1) * ct.num_blocks(0) + ct.bid(0)
+    if shape.static_grid:
+        tiles = ct.cdiv(q.shape[2], shape.tile_m) * q.shape[1] * q.shape[0]
+        for number in range(block, tiles, ct.num_blocks(0)):
+            forward_tile(shape, place_tile(shape, q, k, number), q, k, v, out, lse, scale)
+    else:
+        forward_tile(shape, place_tile(shape, q, k, block), q, k, v, out, lse, scale)
 
 
 @ct.function
@@ -297,15 +496,17 @@ def forward(
     heads_together: ConstInt, sign: ConstInt, k_latency: ConstInt, v_latency: ConstInt, tma: ConstBool,
     exp2: ConstBool, flush_to_zero: ConstBool, scale_after_max: ConstBool, k_transposed: ConstBool,
     approximate_division: ConstBool, ln_base: ConstFloat,
+    lazy_max: ConstBool, headroom: ConstFloat, pipeline: ConstInt, static_grid: ConstBool,
 ) -> None:  # fmt: skip
-    """out and lse of attention, for arrays whose offsets fit 31 bits; arguments as in `Shape` and `forward_block`."""
+    """out and lse of attention, for arrays whose offsets fit 31 bits; arguments as in `Shape` and `forward_tile`."""
     shape = Shape(
         tile_m=tile_m, tile_n=tile_n, tile_d=tile_d, causal=causal, masked=masked, heads_together=heads_together,
         sign=sign, k_latency=hint(k_latency), v_latency=hint(v_latency), tma=tma,
         exp2=exp2, flush_to_zero=flush_to_zero, scale_after_max=scale_after_max, k_transposed=k_transposed,
         approximate_division=approximate_division, ln_base=ln_base,
+        lazy_max=lazy_max, headroom=headroom, pipeline=pipeline, static_grid=static_grid,
     )  # fmt: skip
-    forward_block(shape, q, k, v, out, lse, scale)
+    forward_tiles(shape, q, k, v, out, lse, scale)
 
 
 @ct.kernel
@@ -315,6 +516,7 @@ def forward_64bit(
     heads_together: ConstInt, sign: ConstInt, k_latency: ConstInt, v_latency: ConstInt, tma: ConstBool,
     exp2: ConstBool, flush_to_zero: ConstBool, scale_after_max: ConstBool, k_transposed: ConstBool,
     approximate_division: ConstBool, ln_base: ConstFloat,
+    lazy_max: ConstBool, headroom: ConstFloat, pipeline: ConstInt, static_grid: ConstBool,
 ) -> None:  # fmt: skip
     """`forward` for larger arrays: shapes, strides and offsets in 64 bit."""
     shape = Shape(
@@ -322,5 +524,6 @@ def forward_64bit(
         sign=sign, k_latency=hint(k_latency), v_latency=hint(v_latency), tma=tma,
         exp2=exp2, flush_to_zero=flush_to_zero, scale_after_max=scale_after_max, k_transposed=k_transposed,
         approximate_division=approximate_division, ln_base=ln_base,
+        lazy_max=lazy_max, headroom=headroom, pipeline=pipeline, static_grid=static_grid,
     )  # fmt: skip
-    forward_block(shape, q, k, v, out, lse, scale)
+    forward_tiles(shape, q, k, v, out, lse, scale)

@@ -14,7 +14,14 @@ import torch
 
 from multiattn.backend import Launcher, Plan
 from multiattn.cutile import interpreter
-from multiattn.cutile.configs import SMALLEST_TILE, CutileConfig, find_grid
+from multiattn.cutile.configs import (
+    HEADROOM,
+    PIPELINES,
+    SMALLEST_TILE,
+    CutileConfig,
+    grid_of,
+    multiprocessors_of,
+)
 from multiattn.cutile.forward import forward, forward_64bit
 from multiattn.cutile.steps import STEPS
 from multiattn.problem import LOG2_E, Problem
@@ -26,21 +33,26 @@ INT32_MAX = 2**31 - 1
 
 
 def prepare(plan: Plan) -> Launcher:
-    """The launcher of a plan; the first launch compiles, as cuTile specialises on the tensors themselves.
+    """The launcher of a plan: compiled for the current device (`gpu_launch.prepare`), or interpreted."""
+    if plan.arch.is_gpu:
+        from multiattn.cutile import gpu_launch  # which compiles what is here
 
-    That first launch raises `ct.TileCompilerTimeoutError` after `COMPILE_SECONDS`, unless the environment variable
-    CUDA_TILE_COMPILER_TIMEOUT_SEC says otherwise.
-    """
+        return gpu_launch.prepare(plan)
     kernel = get_kernel(plan)
     grid = get_grid(plan)
     constants = get_constants(plan)
-    if not plan.arch.is_gpu:
 
-        def interpret(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-            interpreter.launch(grid, kernel, (q, k, v, out, lse, *constants))
+    def interpret(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        interpreter.launch(grid, kernel, (q, k, v, out, lse, *constants))
 
-        return interpret
+    return interpret
 
+
+def prepare_through_cutile(plan: Plan) -> Launcher:
+    """A launcher by `ct.launch`, whose first launch compiles: cuTile specialises on the tensors themselves."""
+    kernel = get_kernel(plan)
+    grid = get_grid(plan)
+    constants = get_constants(plan)
     run = run_on_gpu()
     strides = _canonical_strides(plan.problem)
 
@@ -79,11 +91,18 @@ def _hinted(is_64bit: bool, occupancy: int | None, num_worker_warps: int | None)
 
 
 def get_grid(plan: Plan) -> tuple[int, int, int]:
-    """One block per tile of queries of every head, in as many dimensions as that needs."""
-    grid = find_grid(plan.problem, get_config(plan).tile_m)
+    """As `grid_of`; a static grid is made for the current device."""
+    grid = grid_of(plan.problem, get_config(plan), count_multiprocessors(plan))
     if grid is None:
         raise ValueError(f"no grid for {plan}")
     return *grid, 1
+
+
+def count_multiprocessors(plan: Plan) -> int:
+    """Of the current device; where there is none for the plan, as `multiprocessors_of`."""
+    if not (plan.arch.is_gpu and torch.cuda.is_initialized()):
+        return multiprocessors_of(plan.arch)
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
 def get_constants(plan: Plan) -> tuple[float | int | bool, ...]:
@@ -107,6 +126,10 @@ def get_constants(plan: Plan) -> tuple[float | int | bool, ...]:
         step.k_transposed,
         step.approximate_division,
         step.ln_base,
+        config.lazy_max,
+        HEADROOM[problem.dtype],
+        PIPELINES.index(config.pipeline),
+        config.scheduler == "static",
     )
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "math": ("exp2", "flush_to_zero", "scale_after_max"),
     "memory": ("k_transposed", "latency_hints"),
-    "finish": ("approximate_division", "occupancy_hint"),
+    "finish": ("approximate_division", "occupancy_hint", "lazy_max", "static_grid"),
 }
 """Fields of `Step` by what they save: between a rung and its parent, fields of one group differ."""
 
@@ -36,6 +36,10 @@ class Step:
     """A multiplication by an approximate reciprocal, flushing to zero; else an IEEE division an element."""
     occupancy_hint: bool = False
     """The config's blocks per SM, for which the compiler saves registers and shared memory."""
+    lazy_max: bool = False
+    """The config's lazy_max, and its pipeline, which needs that."""
+    static_grid: bool = False
+    """The config's scheduler: blocks may take tile after tile."""
 
     @property
     def ln_base(self) -> float:
@@ -49,6 +53,9 @@ class Step:
             k_latency=config.k_latency if self.latency_hints else None,
             v_latency=config.v_latency if self.latency_hints else None,
             occupancy=config.occupancy if self.occupancy_hint else None,
+            lazy_max=config.lazy_max and self.lazy_max,
+            pipeline=config.pipeline if self.lazy_max else "plain",
+            scheduler=config.scheduler if self.static_grid else "one_tile",
         )
 
 
@@ -64,10 +71,10 @@ class Rung:
 STEPS: Mapping[str, Rung] = {
     "full": Rung(
         parent="memory",
-        summary="approximate division, as many blocks on an SM as were measured best; tileiras picks how to load",
+        summary="approximate division, lazy maxima, grid and blocks per SM as measured; tileiras picks how to load",
         step=Step(
             exp2=True, flush_to_zero=True, scale_after_max=True, k_transposed=True, latency_hints=True,
-            approximate_division=True, occupancy_hint=True,
+            approximate_division=True, occupancy_hint=True, lazy_max=True, static_grid=True,
         ),
     ),
     "memory": Rung(

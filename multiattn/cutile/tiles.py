@@ -34,16 +34,21 @@ class Place:
 
 @ct.function
 def find_place(shape: Any, q: Any, k: Any) -> Any:
-    """What a block owns that takes a tile of queries.
+    """What a block owns that takes one tile of queries."""
+    return place_tile(shape, q, k, ct.bid(1) * ct.num_blocks(0) + ct.bid(0))
+
+
+@ct.function
+def place_tile(shape: Any, q: Any, k: Any, number: Any) -> Any:
+    """Where the tile of queries of a number lives; numbers of all heads count on from 0.
 
     `heads_together` heads (a divisor of the heads of q) advance together, so that blocks that run at one time share
     keys in L2. Causal: the last tiles, which see most keys, go first, and the short ones fill the tail.
     """
     heads = q.shape[1]
     tiles = ct.cdiv(q.shape[2], shape.tile_m)
-    block = ct.bid(1) * ct.num_blocks(0) + ct.bid(0)
-    section = block // (tiles * shape.heads_together)
-    rest = block % (tiles * shape.heads_together)
+    section = number // (tiles * shape.heads_together)
+    rest = number % (tiles * shape.heads_together)
     tile = rest // shape.heads_together
     if shape.causal:
         tile = tiles - 1 - tile
@@ -73,10 +78,12 @@ def key_blocks(shape: Any, place: Any) -> Any:
 
 @ct.function
 def is_visible(shape: Any, place: Any, block: Any) -> Any:
-    """Which keys of a block each query sees, bool ``[tile_m, tile_n]``; causal is bottom-right aligned."""
+    """Which keys of a block each query sees, bool ``[tile_m, tile_n]``; causal is bottom-right aligned.
+
+    Causal needs no look at the end: the last query sees the last key, and of rows beyond it nothing is kept.
+    """
     row = place.tile * shape.tile_m + ct.arange(shape.tile_m, dtype=ct.int32)[:, None]
     col = block * shape.tile_n + ct.arange(shape.tile_n, dtype=ct.int32)[None, :]
-    visible = col < place.seq_kv
     if shape.causal:
-        visible = visible & (col <= row + (place.seq_kv - place.seq_q))
-    return visible
+        return col <= row + (place.seq_kv - place.seq_q)
+    return col < place.seq_kv

@@ -1,0 +1,292 @@
+"""The cuTile forward with `lazy_max`, interpreted: each pipeline and scheduler, and what its one check has to catch."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import multiattn
+from multiattn import Problem, reference
+from multiattn.arch import ARCHS
+from multiattn.backend import get, make_plan, plan_variant
+from multiattn.cutile.configs import PIPELINES, CutileConfig, grid_of, multiprocessors_of
+from multiattn.cutile.steps import STEPS
+
+pytest.importorskip("cuda.tile")
+
+from test_cutile import make_inputs
+
+from multiattn.cutile import forward
+from multiattn.cutile.interpreter.machine import as_device_code
+from multiattn.cutile.launch import get_constants, get_grid
+
+BACKEND = get("cutile")
+LAZY = CutileConfig(tile_m=32, tile_n=32, lazy_max=True)
+each_pipeline = pytest.mark.parametrize("pipeline", PIPELINES)
+each_mask = pytest.mark.parametrize("causal", [False, True])
+each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+
+
+@pytest.fixture
+def patch_kernel(monkeypatch):
+    """Put something in the place of a function of the kernel; the interpreter keeps copies of what calls it."""
+
+    def patch(name, function):
+        monkeypatch.setattr(forward, name, function)
+        as_device_code.cache_clear()
+
+    yield patch
+    as_device_code.cache_clear()
+
+
+@pytest.fixture
+def redone(patch_kernel):
+    """The tiles that were done again, as they are."""
+    found = []
+
+    def note(shape, place, *rest):
+        found.append((place.batch, place.head, place.tile))
+        return rows(shape, place, *rest)
+
+    rows = forward.redone_rows
+    patch_kernel("redone_rows", note)
+    return found
+
+
+def launch(config, q, k, v, **options):
+    plan = make_plan(BACKEND, Problem.of(q, k, v, **options), ARCHS["cpu"], config=config)
+    out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:3], math.nan)
+    multiattn.launch(plan, q, k, v, out, lse)
+    return out, lse
+
+
+def check(config, q, k, v, **options):
+    """Positions of NaN and inf as the reference's, and an error of at most twice the naive one's, plus one rounding."""
+    out, lse = launch(config, q, k, v, **options)
+    truth, truth_lse = reference(q, k, v, compute_dtype=torch.float64, **options)
+    # In fp32, with one rounding of the weights to come: in the 16 bit dtypes naive scores of this size are any numbers.
+    naive, _ = reference(q, k, v, compute_dtype=torch.float32, **options)
+    for got, want in ((out, truth), (lse, truth_lse)):
+        torch.testing.assert_close(got.isnan(), want.isnan())
+        torch.testing.assert_close(got.isinf() * got.sign(), (want.isinf() * want.sign()).to(got.dtype), equal_nan=True)
+    finite = truth.isfinite()
+    truth, out, naive = (tensor.double()[finite] for tensor in (truth, out, naive))
+    if truth.numel():
+        rounding = (v[v.isfinite()].abs().max() * torch.finfo(q.dtype).eps).item()
+        naive_error = (naive - truth)[naive.isfinite()].abs().max().item()
+        assert (out - truth).abs().max().item() <= 2 * naive_error + rounding
+    finite = truth_lse.isfinite()
+    torch.testing.assert_close(lse[finite].double(), truth_lse[finite], rtol=1e-5, atol=1e-5)
+
+
+def grow(k, *, start, factor):
+    """Keys from `start` on that many times as long: scores grow by hundreds in log2."""
+    k[:, :, start:] *= factor
+    return k
+
+
+@each_mask
+@each_pipeline
+@pytest.mark.parametrize(
+    ("seq_q", "seq_kv"), [(1, 1), (1, 203), (113, 1), (32, 32), (64, 128), (65, 63), (203, 113), (150, 17), (5, 160)]
+)
+def test_lengths(seq_q, seq_kv, pipeline, causal, redone):
+    check(replace(LAZY, pipeline=pipeline), *make_inputs(seq_q=seq_q, seq_kv=seq_kv, head_dim=40), causal=causal)
+    assert not redone
+
+
+@each_pipeline
+@pytest.mark.parametrize(("tile_m", "tile_n"), [(16, 64), (64, 16), (128, 32), (32, 128)])
+def test_tiles(tile_m, tile_n, pipeline, redone):
+    config = replace(LAZY, tile_m=tile_m, tile_n=tile_n, pipeline=pipeline, scheduler="static")
+    check(config, *make_inputs(head_dim=16), causal=True)
+    check(config, *make_inputs(head_dim=16))
+    assert not redone
+
+
+@each_mask
+@each_dtype
+@each_pipeline
+@pytest.mark.parametrize("start", [40, 100, 180])
+def test_scores_that_grow_by_hundreds(start, pipeline, dtype, causal, redone):
+    q, k, v = make_inputs(dtype=dtype, spread=4.0)
+    k = grow(k, start=start, factor=20.0)
+    assert (q.double() @ k.double().mT).max() / 8 * math.log2(math.e) > 300
+    check(replace(LAZY, pipeline=pipeline), q, k, v, causal=causal)
+    assert redone
+
+
+@each_mask
+@each_pipeline
+def test_only_tiles_whose_scores_grow_are_done_again(pipeline, causal, redone):
+    q, k, v = make_inputs(heads_q=1, seq_q=128, seq_kv=128)
+    q[:, :, 70] = 12.0
+    k[:, :, 69] = 12.0
+    check(replace(LAZY, pipeline=pipeline), q, k, v, causal=causal)
+    assert redone == [(0, 0, 2)]
+
+
+@each_dtype
+def test_growth_that_the_weights_hold_is_not_done_again(dtype, redone):
+    """By 2^14: fp16 holds 2^16, bf16 much more."""
+    q, k, v = make_inputs(dtype=dtype, heads_q=1, seq_q=64, seq_kv=64, spread=0.01)
+    q[..., 0], k[..., 40, 0] = 8.0, 14 / math.log2(math.e)  # at a scale of 1/8
+    check(LAZY, q, k, v)
+    assert not redone
+
+
+def test_weights_that_overflow_fp16_are_caught_and_in_bf16_are_none(redone):
+    """By 2^20; v = 0 in most columns, as infinity times zero must not get lost either."""
+    for dtype in (torch.bfloat16, torch.float16):
+        q, k, v = make_inputs(dtype=dtype, heads_q=1, seq_q=64, seq_kv=64, spread=0.01)
+        q[..., 0], k[..., 40, 0] = 8.0, 20 / math.log2(math.e)
+        v[..., 1:] = 0.0
+        check(LAZY, q, k, v)
+        assert bool(redone) == (dtype is torch.float16)
+
+
+def test_small_weights_of_many_keys_count(redone):
+    """One key has 2^14 times the weight of each other: in fp16 with any headroom theirs would be lost."""
+    for dtype in (torch.bfloat16, torch.float16):
+        q, k, v = make_inputs(dtype=dtype, heads_q=1, seq_q=16, seq_kv=4096, head_dim=16, spread=0.0)
+        q[..., 0], k[..., 0, 0], v[..., 0, :] = 8.0, 14 / math.log2(math.e) / 2, 0.0  # at a scale of 1/4
+        v[..., 1:, :] = 1.0
+        check(LAZY, q, k, v)
+    assert not redone
+
+
+@each_mask
+@each_pipeline
+def test_huge_values(pipeline, causal, redone):
+    q, k, v = make_inputs(spread=2.0)
+    check(replace(LAZY, pipeline=pipeline), q, k, v * 1e30, causal=causal)
+    check(replace(LAZY, pipeline=pipeline), q, grow(k, start=100, factor=4.0), v * 1e30, causal=causal)
+    assert redone  # the sums were fine, the output overflowed
+
+
+@each_mask
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-44, 1.0])
+def test_scales(scale, causal):
+    q, k, v = make_inputs()
+    check(replace(LAZY, pipeline="ahead"), q, k, v, causal=causal, scale=scale)
+    check(LAZY, q, grow(k, start=70, factor=80.0), v, causal=causal, scale=scale)
+
+
+@each_pipeline
+def test_rows_that_see_no_key(pipeline):
+    q, k, v = make_inputs(seq_q=203, seq_kv=113)
+    for keys in (k, grow(k.clone(), start=50, factor=100.0)):
+        out, lse = launch(replace(LAZY, pipeline=pipeline), q, keys, v, causal=True)
+        assert (out[:, :, :90] == 0).all()
+        assert (lse[:, :, :90] == -math.inf).all()
+        assert lse[:, :, 90:].isfinite().all()
+        assert out.isfinite().all()
+
+
+@each_mask
+@pytest.mark.parametrize("scheduler", ["one_tile", "static"])
+@pytest.mark.parametrize(("heads_q", "heads_kv"), [(1, 1), (3, 3), (6, 2), (8, 1)])
+def test_heads_that_share_keys(heads_q, heads_kv, scheduler, causal):
+    config = replace(LAZY, scheduler=scheduler, heads_together=2)
+    check(config, *make_inputs(batch=2, heads_q=heads_q, heads_kv=heads_kv, head_dim=16), causal=causal)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("key", [0, 64, 100, 202])
+@pytest.mark.parametrize("factor", [1.0, 60.0])
+def test_nonfinite_values_reach_exactly_the_rows_that_see_them(factor, key, value):
+    q, k, v = make_inputs(head_dim=16)
+    v[:, :, key, 3] = value
+    k = grow(k, start=120, factor=factor)
+    out, _ = launch(LAZY, q, k, v, causal=True)
+    sees = key <= torch.arange(q.shape[2]) + k.shape[2] - q.shape[2]
+    assert torch.equal(out[..., 3].isfinite(), ~sees.expand_as(out[..., 3]))
+    assert out[..., [0, 1, 2, *range(4, 16)]].isfinite().all()
+    torch.testing.assert_close(out[..., sees, 3], torch.full_like(out[..., sees, 3], value), equal_nan=True)
+    if factor == 1.0:
+        check(LAZY, q, k, v, causal=True)
+        check(LAZY, q, k, v)
+
+
+def test_every_kind_of_nonfinite_value_at_once():
+    q, k, v = make_inputs()
+    for offset, value in enumerate((math.inf, -math.inf, math.nan, math.inf)):
+        v[0, 0, 150 + offset, : 8 * (offset + 1)] = value
+    check(LAZY, q, k, v, causal=True)
+
+
+@each_mask
+@each_pipeline
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["q", "k"])
+@pytest.mark.parametrize("at", [0, 80, 112])
+def test_nonfinite_queries_and_keys_do_what_they_do_online(at, name, value, pipeline, causal):
+    q, k, v = make_inputs(head_dim=16)
+    {"q": q, "k": k}[name][:, :, at, 5] = value
+    online = launch(CutileConfig(tile_m=32, tile_n=32), q, k, v, causal=causal)
+    lazy = launch(replace(LAZY, pipeline=pipeline), q, k, v, causal=causal)
+    for ours, theirs in zip(lazy, online, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2, equal_nan=True)
+
+
+@pytest.mark.parametrize("change", ["never", "output"])
+def test_a_check_that_misses_something_is_noticed(change, patch_kernel):
+    """Without the check at all, and without its look at the output."""
+    import cuda.tile as ct
+
+    def sums_only(rows, l):  # noqa: E741
+        return not ct.max(l, propagate_nan=True) < forward.LARGEST_SUM
+
+    broken = {
+        "never": lambda rows, l: False,  # noqa: E741
+        "output": sums_only,
+    }[change]
+    q, k, v = make_inputs(seq_q=64, seq_kv=96, spread=2.0)
+    if change == "output":
+        v *= 1e30
+        k = grow(k, start=50, factor=4.0)
+    else:
+        k = grow(k, start=50, factor=60.0)
+    check(LAZY, q, k, v)
+    patch_kernel("outgrown", broken)
+    with pytest.raises(AssertionError):
+        check(LAZY, q, k, v)
+
+
+def test_a_static_grid_fills_the_device():
+    problem = Problem.contiguous(batch=8, heads_q=8, seq_q=1000, head_dim=64)
+    static = replace(LAZY, tile_m=64, occupancy=2, scheduler="static")
+    assert grid_of(problem, static, 132) == (264, 1)
+    assert grid_of(problem, replace(static, occupancy=None), 132) == (132, 1)
+    assert grid_of(replace(problem, batch=1, heads_q=1), static, 132) == (16, 1)
+    assert grid_of(problem, LAZY, 132) == (32 * 64, 1)
+    assert [multiprocessors_of(ARCHS[name]) for name in ("sm90", "cpu")] == [132, 1]
+    plan = make_plan(BACKEND, problem, ARCHS["sm90"], config=static, probe=False)
+    assert get_grid(plan) == (264, 1, 1)  # of the largest product, as there is no device here
+    assert get_constants(plan)[-4:] == (True, 16.0, 0, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        ({"pipeline": "pears"}, "pipeline=pears"),
+        ({"lazy_max": False, "pipeline": "pairs"}, "pipeline=pairs without lazy_max"),
+        ({"scheduler": "dynamic"}, "scheduler=dynamic"),
+    ],
+)
+def test_configs_that_cannot_be(change, got):
+    (variant,) = BACKEND.forward.offered
+    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=64)
+    reasons = plan_variant(BACKEND, variant, problem, ARCHS["sm90"], replace(LAZY, **change))
+    assert got in [reason.got for reason in reasons]
+
+
+def test_rungs_below_full_have_neither():
+    config = replace(LAZY, pipeline="pairs", scheduler="static")
+    for name, rung in STEPS.items():
+        limited = rung.step.limit(config)
+        if name != "full":
+            assert (limited.lazy_max, limited.pipeline, limited.scheduler) == (False, "plain", "one_tile")
+        else:
+            assert limited == config
