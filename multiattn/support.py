@@ -36,6 +36,8 @@ class Capability:
     """What one kernel variant accepts. Each field is a constraint; `why_not` compares a Problem with all of them."""
 
     arches: tuple[str, ...]
+    arch_hint: str = ""
+    """What to tell on another arch."""
     dtypes: tuple[str, ...] = ("fp16", "bf16")
     head_dim_multiple: int = 8
     head_dim_max: int = 256
@@ -50,7 +52,7 @@ class Capability:
         """All reasons why this variant cannot run `problem` on `arch`; empty when it can."""
         reasons = []
         if arch.name not in self.arches:
-            reasons.append(Reason(code="arch", got=arch.name, allowed=", ".join(self.arches)))
+            reasons.append(Reason(code="arch", got=arch.name, allowed=", ".join(self.arches), hint=self.arch_hint))
         if problem.dtype not in self.dtypes:
             reasons.append(Reason(code="dtype", got=problem.dtype, allowed=", ".join(self.dtypes)))
         if problem.head_dim % self.head_dim_multiple or problem.head_dim > self.head_dim_max:

@@ -23,6 +23,11 @@ CASES = {
     "cuda d64": ("cuda", "sm90", {"head_dim": 64, "heads_q": 4}),
     "cuda d40 unaligned": ("cuda", "sm120", {"head_dim": 40, "offset": 1}),
     "triton d128 gqa BSHD": ("triton", "sm90", {"head_dim": 128, "heads_q": 4, **BSHD}),
+    "triton gluon d96 gqa BSHD": (
+        "triton warp_specialized",
+        "sm90",
+        {"head_dim": 96, "heads_q": 4, "causal": True, **BSHD},
+    ),
     "triton d40 causal pointers": ("triton", "sm80", {"head_dim": 40, "causal": True, "scale": -1.0}),
     "triton d64 all ones": ("triton", "sm120", {"head_dim": 64, "heads_q": 1, "heads_kv": 1, "batch": 1, "seq_q": 1}),
     "cutile d64 BSHD": ("cutile", "sm90", {"head_dim": 64, "seq_q": 128, **BSHD}),
@@ -57,11 +62,14 @@ def problem_of(
 @functools.cache
 def exported(case):
     """The Plan and the kernel of a case, compiled once, with all texts but PTX, which is one more compilation."""
-    name, arch, sizes = CASES[case]
+    asked, arch, sizes = CASES[case]
+    name, variant = (*asked.split(), None)[:2]
     kinds = ("tileir", "ttgir", "ptx") if case == WITH_PTX else ("tileir", "ttgir")
     if reasons := get(name).probe_compiler():
         pytest.skip("; ".join(map(str, reasons)))
-    plan = make_plan(get(name), problem_of(**sizes), ARCHS[arch], probe=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MULTIATTN_UNPROVEN", "1")
+        plan = make_plan(get(name), problem_of(**sizes), ARCHS[arch], variant=variant, probe=False)
     (kernel,) = get(name).forward.export(plan, kinds)
     return plan, kernel
 
@@ -116,6 +124,16 @@ def test_triton_has_tensor_maps_where_it_reads_through_descriptors():
     assert plan.problem.strides_k == (130 * row // 2, 128, row // 2)
 
 
+def test_gluon_has_a_map_for_each_piece_of_each_tensor_and_a_counter():
+    _, kernel = exported("triton gluon d96 gqa BSHD")
+    maps = [argument for argument in kernel.binding.arguments if isinstance(argument, abi.TensorMap)]
+    assert [each.tensor for each in maps] == ["q", "k", "v", "out"] * 2
+    assert [each.box.extents[-1] for each in maps] == [64] * 4 + [32] * 4
+    assert {each.shape for each in maps} == {(2, 4, 100, 96), (2, 2, 130, 96)}
+    assert abi.Pointer(tensor=abi.WORKSPACE) in kernel.binding.arguments
+    assert kernel.binding.workspace_bytes == 16
+
+
 def test_triton_leaves_out_what_is_one():
     _, kernel = exported("triton d64 all ones")
     ones = {name for name, text in kernel.binding.constants.items() if text == "the constant 1"}
@@ -124,21 +142,21 @@ def test_triton_leaves_out_what_is_one():
 
 
 def test_triton_refuses_what_its_launcher_would_not_hand_over():
-    from multiattn.triton import export
+    from multiattn.triton import export, signature
 
     plan, kernel = exported("triton d40 causal pointers")
     (call,) = export.calls_of(plan)
     compiled = export.specialise(call, plan.arch)
-    export._prove(kernel.binding, call, compiled)
+    signature.prove(kernel.binding, call, compiled)
     first, *rest = kernel.binding.arguments
     swapped = replace(kernel.binding, arguments=(rest[0], first, *rest[1:]))
     with pytest.raises(ValueError, match=r"arguments: got .*'k'.*; Triton has .*'q'"):
-        export._prove(swapped, call, compiled)
+        signature.prove(swapped, call, compiled)
     constants = {**kernel.binding.constants, "q_row": "i32 multiple of 16"}
     with pytest.raises(ValueError, match=r"multiples of 16: got .*q_row"):
-        export._prove(replace(kernel.binding, constants=constants), call, compiled)
+        signature.prove(replace(kernel.binding, constants=constants), call, compiled)
     with pytest.raises(ValueError, match="SCALE_SIGN: got 1; Triton has -1"):
-        export._prove(
+        signature.prove(
             replace(kernel.binding, constants={**kernel.binding.constants, "scale_sign": "1"}), call, compiled
         )
 

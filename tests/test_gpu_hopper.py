@@ -1,4 +1,4 @@
-"""The forward for Hopper on the GPU, in every way to run it: sweeps may choose any, rules have few of them."""
+"""The forwards for Hopper on the GPU, in every way to run them: sweeps may choose any, rules have few of them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from gluon_plans import gluon_ways
 from wgmma_plans import SM90, ways
 
 from multiattn import launch
 from multiattn.arch import detect
-from multiattn.backend import Plan, make_plan
-from multiattn.cuda import BACKEND
+from multiattn.backend import Plan, get, make_plan
 from multiattn.cuda.variants import WGMMA
 from multiattn.problem import Problem
 from multiattn.targets import store
 from multiattn.targets.pool import run_isolated
+from multiattn.triton.gluon.configs import UNPROVEN
 from parity.tolerance import Truth
 
 ON_CPU = os.environ.get("MULTIATTN_TEST_HOPPER") == "cpu"  # the same cases emulated, to try this file
-WAYS = tuple(ways())
+WGMMA_WAYS = tuple(("cuda", WGMMA.name, *way) for way in ways())
+GLUON_WAYS = tuple(("triton", "warp_specialized", *way) for way in gluon_ways() if os.environ.get(UNPROVEN) == "1")
+WAYS = (*WGMMA_WAYS, *GLUON_WAYS)
 
 
 def missing():
@@ -45,6 +48,9 @@ class Case:
     heads_q: int = 4
     heads_kv: int = 2
     scale: float | None = None
+    dtype: torch.dtype = torch.bfloat16
+    growth: float = 1.0
+    """Factor of the first third of the keys, which a walk from the last one to the first comes to at its end."""
     spoilt: tuple[int, float] | None = None
     """A key whose values are all this."""
 
@@ -58,16 +64,21 @@ CASES = {
     "an idle warpgroup": Case(seq_q=8 * 192 - 100, seq_kv=777, batch=3),
     "NaN": Case(seq_q=600, seq_kv=600, spoilt=(500, float("nan"))),
     "inf": Case(seq_q=600, seq_kv=600, spoilt=(3, float("inf"))),
+    "fp16": Case(seq_q=300, seq_kv=700, dtype=torch.float16),
+    "maxima outgrown": Case(seq_q=700, seq_kv=700, growth=200.0),
+    "maxima outgrown, fp16": Case(seq_q=700, seq_kv=700, growth=20.0, dtype=torch.float16),
+    "maxima outgrown, many tiles": Case(seq_q=900, seq_kv=900, batch=3, heads_q=40, heads_kv=8, growth=200.0),
+    "maxima outgrown, NaN": Case(seq_q=600, seq_kv=600, growth=200.0, spoilt=(500, float("nan"))),
 }
 """In the first of them a cluster's first block has nothing to do; in others only one of its blocks sees some keys."""
 
 
-def plan_of(head_dim, causal, config, q=None, k=None, v=None, scale=None):
+def plan_of(backend, variant, head_dim, causal, config, q=None, k=None, v=None, scale=None):
     if q is None:
         problem = Problem.contiguous(batch=1, heads_q=4, seq_q=512, head_dim=head_dim, causal=causal)
-        return make_plan(BACKEND, problem, SM90, variant=WGMMA.name, config=config)
+        return make_plan(get(backend), problem, SM90, variant=variant, config=config)
     problem = Problem.of(q, k, v, causal=causal, scale=scale)
-    plan = make_plan(BACKEND, problem, detect(q.device), variant=WGMMA.name, config=config)
+    plan = make_plan(get(backend), problem, detect(q.device), variant=variant, config=config)
     assert isinstance(plan, Plan), plan
     return plan
 
@@ -101,27 +112,28 @@ def launched(plan, q, k, v):
 
 
 def way_id(way):
-    head_dim, causal, config = way
-    return f"D{head_dim} {'causal' if causal else 'full'} {config}"
+    backend, _, head_dim, causal, config = way
+    return f"{backend} D{head_dim} {'causal' if causal else 'full'} {config}"
 
 
 @pytest.mark.parametrize("way", WAYS, ids=way_id)
 def test_every_way_computes_attention(way):
-    head_dim, causal, config = way
+    head_dim = way[2]
     for name, case in CASES.items():
         generator = torch.Generator(device=DEVICE).manual_seed(len(name))
 
         def draw(heads, seq, case=case, generator=generator):
             shape = (case.batch, seq, heads, head_dim)
-            return torch.randn(shape, generator=generator, device=DEVICE).to(torch.bfloat16).transpose(1, 2)
+            return torch.randn(shape, generator=generator, device=DEVICE).to(case.dtype).transpose(1, 2)
 
         q, k, v = draw(case.heads_q, case.seq_q), draw(case.heads_kv, case.seq_kv), draw(case.heads_kv, case.seq_kv)
+        k[:, :, : case.seq_kv // 3] *= case.growth
         if case.spoilt:
             key, value = case.spoilt
             v[:, :, key] = value
-        plan = plan_of(head_dim, causal, config, q, k, v, case.scale)
+        plan = plan_of(*way, q, k, v, case.scale)
         results = launched(plan, q, k, v)
-        truth = Truth.of(q, k, v, causal=causal, scale=case.scale)
+        truth = Truth.of(q, k, v, causal=way[3], scale=case.scale)
         for expected, got in zip(truth.of_plan(plan), results, strict=True):
             expected.check(got, f"{name}: {plan}")
         for again, got in zip(launched(plan, q, k, v), results, strict=True):

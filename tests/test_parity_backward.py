@@ -95,7 +95,8 @@ def test_variants_take_turns_of_one_length(direction):
                 seen[name].setdefault(plan.variant, []).append(case)
     for name, cases in seen.items():
         op = registry.get(name).op(direction)
-        assert set(cases) == set(op.spanning or [variant.name for variant in op.variants])
+        here = [variant.name for variant in op.variants if "cpu" in variant.capability.arches]
+        assert set(cases) == set(op.spanning or here)
         share = len(CPU_CASES) / len(cases)
         assert all(len(mine) > share / 3 for mine in cases.values()), {who: len(mine) for who, mine in cases.items()}
         kinds = {(case.dtype, case.causal) for mine in cases.values() for case in mine}

@@ -7,10 +7,9 @@ import torch
 
 from multiattn import Plan, Problem, backend, explain, fmha, launch, reference
 from multiattn.arch import ARCHS, Arch, by_name
-from multiattn.backend import make_plan
+from multiattn.backend import find_variant, make_plan
 from multiattn.triton import BACKEND
-from multiattn.triton.configs import GRID_MAX, TritonConfig, candidates, head_pad, smem_bytes, why_not_fit
-from multiattn.triton.forward import attention_forward
+from multiattn.triton.configs import GRID_MAX, TritonConfig, head_pad, smem_bytes, why_not_fit
 
 VARIANTS = ("full", "pointer_full")
 SMALL = TritonConfig(tile_m=32, tile_n=16, num_warps=4, num_stages=1, heads_together=3)  # many tiles, soon done
@@ -205,7 +204,7 @@ def test_every_head_dim_has_a_rule_that_fits(arch, head_dim):
         problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=head_dim, causal=causal)
         plan = make_plan(BACKEND, problem, arch, probe=False)
         assert isinstance(plan, Plan)
-        assert why_not_fit(problem, arch, plan.config) == ()
+        assert find_variant(BACKEND, plan.variant).fits(problem, arch, plan.config) == ()
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -213,10 +212,12 @@ def test_every_head_dim_has_a_rule_that_fits(arch, head_dim):
 def test_candidates_fit_and_differ(head_dim, causal):
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=4096, head_dim=head_dim, causal=causal)
     arch = by_name("sm90")
-    found = candidates(BACKEND.forward.variants[0], problem, arch)
-    assert len(found) == len(set(found)) >= 8
-    assert not any(why_not_fit(problem, arch, config) for config in found)
-    assert candidates(BACKEND.forward.variants[0], problem, by_name("cpu")) == ()
+    for name in ("full", "pointer_full"):
+        variant = find_variant(BACKEND, name)
+        found = BACKEND.forward.candidates(variant, problem, arch)
+        assert len(found) == len(set(found)) >= 7
+        assert not any(variant.fits(problem, arch, config) for config in found)
+        assert BACKEND.forward.candidates(variant, problem, by_name("cpu")) == ()
 
 
 def test_a_config_that_does_not_fit_is_a_reason():
@@ -236,31 +237,6 @@ def test_a_grid_that_is_too_large_is_a_reason():
     assert why_not_fit(fits, by_name("sm90"), config) == ()
     (reason,) = why_not_fit(large, by_name("sm90"), config)
     assert (reason.code, reason.got) == ("config", f"{GRID_MAX + 1} programs")
-
-
-class FakeKernel:
-    """A CompiledKernel of which `launched` remembers (grid, arguments, stream)."""
-
-    def __init__(self):
-        self.launched = []
-
-    def __getitem__(self, grid):
-        return lambda *arguments, stream=None: self.launched.append((grid, arguments, stream))
-
-
-def test_a_launch_names_its_stream(monkeypatch):
-    """Else Triton asks its process-wide driver, which another thread may have set to anything."""
-    kernel = FakeKernel()
-    monkeypatch.setattr(attention_forward, "warmup", lambda *arguments, **options: kernel)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
-    q, k, v = make(seq_q=300)
-    plan = make_plan(BACKEND, Problem.of(q, k, v), by_name("sm90"), variant="pointer_full", probe=False)
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
-    BACKEND.forward.prepare(plan)(q, k, v, out, lse)
-    ((grid, arguments, stream),) = kernel.launched
-    assert (grid, stream) == ((2 * -(-300 // plan.config.tile_m), 1, 1), 71)
-    assert all(got is given for got, given in zip(arguments, (q, k, v, out, lse), strict=False))
 
 
 def test_probing_beside_an_amd_gpu_raises_nothing(monkeypatch):

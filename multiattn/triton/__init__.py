@@ -11,13 +11,15 @@ import torch
 
 from multiattn.arch import ARCHS, GPU_ARCHS, Arch
 from multiattn.backend import Backend, BackwardLauncher, Compiled, Exported, Launcher, Op, Plan, Variant
-from multiattn.config import Rule
-from multiattn.problem import VECTOR_BYTES
+from multiattn.config import Config, Rule
+from multiattn.problem import VECTOR_BYTES, Problem
 from multiattn.support import Capability, Reason
 from multiattn.toolchain import probe_gpu, version_of
 from multiattn.triton import backward_configs
 from multiattn.triton.backward_configs import BackwardConfig
 from multiattn.triton.configs import candidates, rules_of, why_not_fit
+from multiattn.triton.gluon import configs as gluon
+from multiattn.triton.gluon.rules import RULES as GLUON_RULES
 from multiattn.triton.steps import STEPS
 
 OLDEST, NEWEST = (3, 6), (3, 9)
@@ -25,6 +27,10 @@ OLDEST, NEWEST = (3, 6), (3, 9)
 
 
 def _prepare(plan: Plan) -> Launcher:
+    if plan.variant == gluon.VARIANT:
+        from multiattn.triton.gluon.launch import prepare as prepare_gluon
+
+        return prepare_gluon(plan)
     from multiattn.triton.launch import prepare
 
     return prepare(plan)
@@ -102,6 +108,26 @@ def _forward_variant(name: str) -> Variant:
     )
 
 
+_GLUON = Variant(
+    name=gluon.VARIANT,
+    summary="not proven: Gluon for Hopper, a warp that loads by TMA, warpgroups that compute by wgmma",
+    capability=Capability(
+        arches=gluon.ARCHES,
+        alignment=VECTOR_BYTES,
+        zero_strides=False,
+        arch_hint="made for this arch's wgmma and TMA, and Triton interprets no Gluon; other variants run elsewhere",
+    ),
+    rules=GLUON_RULES,
+    workspace=gluon.workspace,
+    fits=gluon.why_not_run,
+    only_named=True,
+)
+
+
+def _candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Config]:
+    return (gluon.candidates if variant.name == gluon.VARIANT else candidates)(variant, problem, arch)
+
+
 def _backward_variant(rules: tuple[Rule[BackwardConfig], ...], *, one_pass: bool, descriptor: bool) -> Variant:
     """`atomic` or `two_pass`, what streams by read through TMA descriptors or through pointers."""
     access = "TMA descriptors" if descriptor else "pointers: any stride, any alignment"
@@ -125,11 +151,11 @@ BACKEND = Backend(
     probe_compiler=_probe_jit,
     versions=_versions,
     forward=Op(
-        variants=tuple(_forward_variant(name) for name in STEPS),
+        variants=(*(_forward_variant(name) for name in STEPS), _GLUON),
         prepare=_prepare,
         compile=_compile,
         export=_export,
-        candidates=candidates,
+        candidates=_candidates,
     ),
     backward=Op(
         variants=(

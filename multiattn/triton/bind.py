@@ -13,13 +13,15 @@ from multiattn import abi
 from multiattn.backend import Plan
 from multiattn.problem import LOG2_E, Problem, Strides
 from multiattn.triton.configs import ELEMENT_BYTES, TritonConfig, grid_programs
+from multiattn.triton.gluon.configs import VARIANT as GLUON
 from multiattn.triton.steps import STEPS
 
 OUT_VECTOR = 8
 """As `multiattn.triton.tiles` has it."""
 
 ONE, WHOLE = "the constant 1", " multiple of 16"
-_SCRATCH = 2  # pointers: global and profile scratch
+SCRATCH = 2
+"""Null pointers behind a kernel's own arguments: global and profile scratch."""
 _WIDE_FROM = 1 << 31
 _UNSPECIALISED = ("seq_q", "seq_kv")
 
@@ -33,6 +35,10 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
         emitted: what the kernel's code is specialised on; None while it is being emitted.
     """
     emitted = emitted or {}
+    if plan.variant == GLUON:
+        from multiattn.triton.gluon.bind import bind as bind_gluon  # which takes much of this module
+
+        return bind_gluon(plan, image, emitted)
     problem, config, step = plan.problem, plan.config, STEPS[plan.variant].step
     assert isinstance(config, TritonConfig)
     constants: dict[str, str] = {}
@@ -44,22 +50,23 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
     arguments: list[abi.Argument] = [abi.Pointer(tensor="q")]
     if step.descriptor:
         for name, strides, box in zip(("k", "v"), (problem.strides_k, problem.strides_v), image.boxes, strict=True):
-            arguments += _descriptor(problem, name, strides, box)
+            arguments += describe(problem, name, strides, box)
     else:
         arguments += [abi.Pointer(tensor="k"), abi.Pointer(tensor="v")]
     arguments += [abi.Pointer(tensor="out"), abi.Pointer(tensor="lse")]
     scale = problem.scale_log2 if step.exp2 else problem.scale_log2 / LOG2_E
     arguments.append(abi.Number(kind="f32", value=scale))
     for name, value in _integers(problem, alignment // ELEMENT_BYTES, with_kv=not step.descriptor).items():
-        arguments += _integer(constants, emitted, name, value)
-    arguments += [abi.Pointer(tensor=None)] * _SCRATCH
+        arguments += integer(constants, emitted, name, value, specialised=name not in _UNSPECIALISED)
+    arguments += [abi.Pointer(tensor=None)] * SCRATCH
     grid = (grid_programs(problem, config), 1, 1)
     return abi.Binding(arguments=tuple(arguments), grid=grid, image=image, constants=constants)
 
 
-def _descriptor(problem: Problem, name: str, strides: Strides, box: abi.Box) -> list[abi.Argument]:
-    """A tensor descriptor of k or v ``[B, Hkv, Skv, D]``."""
-    shape = (problem.batch, problem.heads_kv, problem.seq_kv, problem.head_dim)
+def describe(problem: Problem, name: str, strides: Strides, box: abi.Box) -> list[abi.Argument]:
+    """A tensor descriptor of q or out ``[B, Hq, Sq, D]``, or of k or v ``[B, Hkv, Skv, D]``."""
+    heads, seq = (problem.heads_kv, problem.seq_kv) if name in "kv" else (problem.heads_q, problem.seq_q)
+    shape = (problem.batch, heads, seq, problem.head_dim)
     in_bytes = tuple(stride * ELEMENT_BYTES for stride in strides)
     return [
         abi.TensorMap(tensor=name, shape=shape, strides=in_bytes, box=box),
@@ -87,18 +94,20 @@ def _integers(problem: Problem, vector: int, *, with_kv: bool) -> dict[str, int]
     return sizes
 
 
-def _integer(constants: dict[str, str], emitted: Mapping[str, str], name: str, value: int) -> list[abi.Argument]:
-    """An integer as the kernel takes it, not at all where it is a constant."""
-    known = abi.settle(constants, emitted, name, _specialise(name, value), lambda there: _accepts(there, value))
+def integer(
+    constants: dict[str, str], emitted: Mapping[str, str], name: str, value: int, *, specialised: bool
+) -> list[abi.Argument]:
+    """An integer as the kernel takes it, not at all where it is a constant; `specialised`: if its value may matter."""
+    known = abi.settle(constants, emitted, name, _known_of(value, specialised), lambda there: _accepts(there, value))
     if known == ONE:
         return []
     return [abi.Number(kind="i64" if known.startswith("i64") else "i32", value=value)]
 
 
-def _specialise(name: str, value: int) -> str:
-    """What Triton's JIT makes of an integer: `ONE`, or its width and whether it is a multiple of 16."""
+def _known_of(value: int, specialised: bool) -> str:
+    """What Triton's JIT makes of an integer: its width and, if it may, `ONE` or whether it is a multiple of 16."""
     width = "i32" if abi.INT32_MIN <= value <= abi.INT32_MAX else "i64"
-    if name in _UNSPECIALISED:
+    if not specialised:
         return width
     if value == 1:
         return ONE

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, TypeAlias
 
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from multiattn.arch import Arch
@@ -16,7 +17,12 @@ from multiattn.backend import Compiled, Plan
 from multiattn.toolchain import resource_usage
 from multiattn.triton import interpreter
 from multiattn.triton.backward_launch import KernelCall, launch_of
+from multiattn.triton.gluon.configs import VARIANT as GLUON
+from multiattn.triton.gluon.launch import GluonCall
 from multiattn.triton.launch import Call
+
+AnyCall: TypeAlias = Call | GluonCall | KernelCall
+"""A kernel, what Triton's compiler is told, and stand-ins for its arguments."""
 
 
 def compile_plan(plan: Plan) -> tuple[Compiled, ...]:
@@ -28,12 +34,14 @@ def compile_plan(plan: Plan) -> tuple[Compiled, ...]:
     return tuple(_compile(call, plan.arch) for call in calls_of(plan))
 
 
-def calls_of(plan: Plan) -> tuple[Call | KernelCall, ...]:
+def calls_of(plan: Plan) -> tuple[AnyCall, ...]:
     """The kernels that a launch of `plan` runs, in order."""
-    return launch_of(plan).calls if plan.direction == "backward" else (Call(plan),)
+    if plan.direction == "backward":
+        return launch_of(plan).calls
+    return (GluonCall(plan) if plan.variant == GLUON else Call(plan),)
 
 
-def _compile(call: Call | KernelCall, arch: Arch) -> Compiled:
+def _compile(call: AnyCall, arch: Arch) -> Compiled:
     start = time.perf_counter()
     kernel = specialise(call, arch)
     seconds = time.perf_counter() - start
@@ -50,7 +58,7 @@ def _compile(call: Call | KernelCall, arch: Arch) -> Compiled:
     )
 
 
-def specialise(call: Call | KernelCall, arch: Arch) -> Any:
+def specialise(call: AnyCall, arch: Arch) -> Any:
     """The CompiledKernel of `call` for `arch`, compiled afresh.
 
     These are the steps of `JITFunction.run`, which would take the target from the process-wide active driver.
@@ -66,5 +74,6 @@ def specialise(call: Call | KernelCall, arch: Arch) -> Any:
         options, signature, constexprs, attributes = kernel._pack_args(
             backend, call.options, bound, specialization, None
         )
-        source = ASTSource(kernel, signature, constexprs, attributes)
+        make_source = GluonASTSource if kernel.is_gluon() else ASTSource
+        source = make_source(kernel, signature, constexprs, attributes)
         return triton.compile(source, target=target, options=options.__dict__)

@@ -1,0 +1,187 @@
+"""Tiles of the Gluon kernel for Hopper as data: `GluonConfig`, its rules, what of it fits, and what a sweep tries."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from multiattn.arch import Arch
+from multiattn.backend import Variant
+from multiattn.config import Config
+from multiattn.exp2_fma import SIXTEENTHS_MAX
+from multiattn.problem import Problem
+from multiattn.schedule import COUNTER_BYTES, SCHEDULERS
+from multiattn.support import Reason
+from multiattn.triton.configs import ELEMENT_BYTES, too_many_programs
+
+VARIANT = "warp_specialized"
+UNPROVEN = "MULTIATTN_UNPROVEN"
+"""An environment variable: 1 lets the variant run all the same."""
+ARCHES = ("sm90",)
+
+WARPGROUP_ROWS = 64
+PIECE_MIN = 16
+"""Columns of head_dim: the smallest depth of a product."""
+BOOKKEEPING_BYTES = 1536
+"""Of shared memory beside the tiles: barriers, words, what the compiler keeps for partitions and reductions. An upper
+bound; a test holds compiled kernels against it."""
+REGISTERS_MAX = {2: 208, 3: 128}
+"""By consumer warpgroups, of what `registers_at_least` counts: a thread has 240, or 160 with three."""
+STAGES_MAX = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GluonConfig(Config):
+    """Launch parameters: `tile_m` is 64 queries for each of two or three warpgroups; another one warp loads by TMA."""
+
+    stages: int = 4
+    """Buffers that tiles of K and of V take turns in."""
+    scheduler: str = "dynamic"
+    """See `multiattn.schedule.SCHEDULERS`."""
+    q_slots: int = 1
+    """Buffers of Q; with two the next tile is begun before the output of one is stored."""
+    pingpong: bool = False
+    """Warpgroups take turns: one has the tensor cores while another has the softmax."""
+    lazy_max: bool = False
+    """Weights are made relative to the maxima of a tile's first blocks; where one overflows the tile is done again."""
+    exp2_fma_fraction: float = 0.0
+    """Share of the exponentials that are a polynomial on the FMA units, in sixteenths, 0 to 0.5."""
+
+    @property
+    def warpgroups(self) -> int:
+        """That compute: consumers."""
+        return self.tile_m // WARPGROUP_ROWS
+
+    @property
+    def exp2_fma_sixteenths(self) -> int:
+        """`exp2_fma_fraction` in the kernel's unit."""
+        return int(16 * self.exp2_fma_fraction)
+
+    @property
+    def registers(self) -> int:
+        """Per thread at launch. Of these the producer gives most to the consumers."""
+        return {2: 168, 3: 128}[self.warpgroups]
+
+
+def pieces_of(head_dim: int) -> tuple[int, int]:
+    """Columns of the one or two pieces that head_dim is computed in, powers of two; the second is 0 where one does.
+
+    Tiles of Triton are powers of two. D=96 as 64 and 32 is a quarter less work than as 128.
+    """
+    whole = max(PIECE_MIN, 1 << (head_dim - 1).bit_length())
+    wide = whole // 2
+    narrow = max(PIECE_MIN, 1 << (head_dim - wide - 1).bit_length()) if head_dim > wide else 0
+    return (wide, narrow) if wide >= PIECE_MIN and wide + narrow < whole else (whole, 0)
+
+
+def query_tiles(config: GluonConfig, problem: Problem) -> int:
+    """Tiles of queries of one head."""
+    warpgroups = -(-problem.seq_q // WARPGROUP_ROWS)
+    return -(-warpgroups // config.warpgroups)
+
+
+def grid_blocks(config: GluonConfig, problem: Problem) -> int:
+    """Tiles of queries of all heads: the blocks of a launch, or more than these where a block takes several."""
+    return query_tiles(config, problem) * problem.batch * problem.heads_q
+
+
+def smem_bytes(config: GluonConfig, problem: Problem) -> int:
+    """Shared memory of a block: slots of Q, stages of K and V, and no more than `BOOKKEEPING_BYTES` beside them."""
+    rows = config.q_slots * config.tile_m + config.stages * config.tile_n
+    return rows * sum(pieces_of(problem.head_dim)) * ELEMENT_BYTES + BOOKKEEPING_BYTES
+
+
+def registers_at_least(config: GluonConfig, problem: Problem) -> int:
+    """32-bit registers a consumer's thread needs for output, scores and weights; the rest comes on top."""
+    return sum(pieces_of(problem.head_dim)) // 2 + config.tile_n // 2 + config.tile_n // 4
+
+
+def workspace(problem: Problem, config: Config | None) -> int:
+    """Bytes of device memory beside the tensors: the tile counter of a dynamic scheduler, one for each stream."""
+    return COUNTER_BYTES if isinstance(config, GluonConfig) and config.scheduler == "dynamic" else 0
+
+
+def why_not_run(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
+    """Every reason why this variant does not run a Plan: that it is not proven yet, and `why_not_fit`."""
+    reasons = why_not_fit(problem, arch, config)
+    if os.environ.get(UNPROVEN) == "1":
+        return reasons
+    got = f"{VARIANT}, which differs between two runs now and then, and may hang"
+    return (
+        Reason(code="variant", got=got, allowed=f"others; {UNPROVEN}=1 to work on it", hint="docs/gluon.md"),
+        *reasons,
+    )
+
+
+def why_not_fit(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
+    """Every reason why `config` cannot run `problem` on `arch`; dtype, head_dim and alignment are the capability's."""
+    if not isinstance(config, GluonConfig):
+        return (Reason(code="config", got=type(config).__name__, allowed=GluonConfig.__name__),)
+    if wrong := _wrong_fields(config):
+        return wrong
+    reasons = []
+    registers, most = registers_at_least(config, problem), REGISTERS_MAX[config.warpgroups]
+    if registers > most:
+        got = f"{registers} registers for output, scores and weights ({config})"
+        allowed = f"up to {most} with {config.warpgroups} warpgroups"
+        reasons.append(Reason(code="config", got=got, allowed=allowed, hint="take fewer keys a tile"))
+    needed = smem_bytes(config, problem)
+    if arch.is_gpu and needed > arch.smem_per_block:
+        got = f"{config} with D={problem.head_dim}: {needed} bytes of shared memory"
+        allowed = f"{arch.smem_per_block} bytes on {arch.name}"
+        reasons.append(Reason(code="config", got=got, allowed=allowed, hint="take smaller tiles or fewer stages"))
+    return (*reasons, *too_many_programs(grid_blocks(config, problem)))
+
+
+def _wrong_fields(config: GluonConfig) -> tuple[Reason, ...]:
+    sixteenths = 16 * config.exp2_fma_fraction
+    checks = (
+        (config.tile_m in (128, 192), f"tile_m={config.tile_m}", "128, 192"),
+        (config.tile_n in (16, 32, 64, 128, 256), f"tile_n={config.tile_n}", "16, 32, 64, 128, 256"),
+        (2 <= config.stages <= STAGES_MAX, f"stages={config.stages}", f"2 to {STAGES_MAX}"),
+        (config.scheduler in SCHEDULERS, f"scheduler={config.scheduler}", ", ".join(SCHEDULERS)),
+        (config.q_slots in (1, 2, 3), f"q_slots={config.q_slots}", "1, 2, 3"),
+        (
+            0 <= sixteenths <= SIXTEENTHS_MAX and sixteenths == int(sixteenths),
+            f"exp2_fma_fraction={config.exp2_fma_fraction}",
+            "sixteenths from 0 to 0.5",
+        ),
+    )
+    return tuple(Reason(code="config", got=got, allowed=allowed) for holds, got, allowed in checks if not holds)
+
+
+# ---------------------------------------------------------------- what a sweep tries
+
+# (tile_m, tile_n, q_slots)
+_Tiles = tuple[int, int, int]
+_TILES: dict[int, tuple[_Tiles, ...]] = {
+    64: ((192, 128, 2), (192, 64, 2), (192, 64, 3), (128, 128, 2)),
+    96: ((192, 64, 2), (128, 128, 2), (128, 64, 2)),
+    128: ((192, 64, 2), (128, 128, 2), (128, 64, 2)),
+    192: ((128, 64, 2), (128, 64, 1), (128, 128, 1)),
+    256: ((128, 64, 1), (128, 32, 2)),
+}
+"""By the widest head_dim of a class: one that has as many columns, and registers for as many keys."""
+
+
+def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[GluonConfig]:
+    """Configs worth timing: tiles with and without turns, then single changes of the first."""
+    if not arch.is_gpu:
+        return ()
+    tiles = next(tiles for widest, tiles in _TILES.items() if problem.head_dim <= widest)
+    found: list[GluonConfig | None] = []
+    for (tile_m, tile_n, q_slots), pingpong in itertools.product(tiles, (False, True)):
+        config = GluonConfig(tile_m=tile_m, tile_n=tile_n, q_slots=q_slots, pingpong=pingpong, lazy_max=True)
+        found.append(_deepest(config, problem, arch))
+    if (first := found[0]) is not None:
+        found += (replace(first, scheduler=scheduler) for scheduler in SCHEDULERS if scheduler != first.scheduler)
+        found += (replace(first, lazy_max=False), replace(first, exp2_fma_fraction=1 / 16))
+    return tuple(dict.fromkeys(it for it in found if it is not None and not why_not_fit(problem, arch, it)))
+
+
+def _deepest(config: GluonConfig, problem: Problem, arch: Arch) -> GluonConfig | None:
+    """`config` with as many stages as fit; None where two are too many."""
+    tried = (replace(config, stages=stages) for stages in range(STAGES_MAX, 1, -1))
+    return next((it for it in tried if not why_not_fit(problem, arch, it)), None)

@@ -1,0 +1,453 @@
+"""The forward kernel for Hopper in Gluon: TMA, wgmma, warp specialisation.
+
+Shah and others, "FlashAttention-3" (arXiv 2407.08608), Algorithm 2, as `multiattn/cuda/kernels/forward_wgmma.cuh` has
+it, in Triton's own language for one tile of registers at a time. One warp only loads; the two or three others, each a
+warpgroup, own 64 queries of a tile and walk over the keys from the last block that they see down to the first. Products
+are asynchronous: while a warpgroup turns scores into weights, the tensor cores add what its earlier weights make of V,
+and work for the other warpgroups.
+
+With `lazy_max` weights are made relative to the maxima of the first blocks, the masked ones among them. That is exact
+as long as nothing overflows, for numerator and denominator have the same factor; where something did, a tile shows it
+at its end, and is done again with the maxima of all blocks.
+"""
+
+# ruff: noqa: ANN001, ANN201, ANN202, N803 - Triton's own annotations and its upper-case constexprs
+# ruff: noqa: SIM102 - some conditions are for the compiler, some for run time; and Triton compiles an if
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from multiattn.triton.gluon.compat import tma_store
+from multiattn.triton.gluon.producer import end_of_blocks, produce
+from multiattn.triton.gluon.repair import OUT, K, Q, V, repair, write_address
+from multiattn.triton.gluon.ring import await_full, make_barriers, read_word, release, skip, write_word
+from multiattn.triton.gluon.shape import BATCH, BLOCKS, EXACT, FIRST_QUERY, HEAD, NO_TILE, SPOILED
+from multiattn.triton.gluon.softmax import (
+    exponentiate,
+    keep_packed,
+    mask_scores,
+    pack_weights,
+    sum_of_thread,
+    take_sign,
+)
+
+LN_2 = gl.constexpr(0.6931471805599453)
+LOWEST = gl.constexpr(-3.4028234663852886e38)
+"""Where a row's maximum starts: the lowest finite fp32. With -inf a row that sees nothing would need guards."""
+
+
+# ---------------------------------------------------------------- products, left under way
+
+
+@gluon.jit
+def _make_scores(queries, place, ring_kv, kv_buffers, C: gl.constexpr):
+    """scores[64, tile_n] = Q K^T of the tile at `place`."""
+    await_full(ring_kv, place, C.stages)
+    keys = kv_buffers[0].index(place % C.stages).reshape([C.tile_n, C.wide])
+    none = gl.full([64, C.tile_n], 0.0, gl.float32, C.scores)
+    scores = warpgroup_mma(queries[0], keys.permute((1, 0)), none, use_acc=False, is_async=True)
+    if C.narrow > 0:
+        keys = kv_buffers[1].index(place % C.stages).reshape([C.tile_n, C.narrow])
+        scores = warpgroup_mma(queries[1], keys.permute((1, 0)), scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def _add_values(weights, out, narrow, place, ring_kv, kv_buffers, C: gl.constexpr):
+    """out[64, wide] and narrow[64, narrow] += weights V, of the tile at `place`."""
+    await_full(ring_kv, place, C.stages)
+    values = kv_buffers[0].index(place % C.stages).reshape([C.tile_n, C.wide])
+    operand: gl.constexpr = gl.DotOperandLayout(0, C.out, 2)  # the accumulator's own registers: converting is free
+    out = warpgroup_mma(gl.convert_layout(weights, operand, assert_trivial=True), values, out, is_async=True)
+    if C.narrow > 0:
+        values = kv_buffers[1].index(place % C.stages).reshape([C.tile_n, C.narrow])
+        operand_narrow: gl.constexpr = gl.DotOperandLayout(0, C.out_narrow, 2)
+        weights = gl.convert_layout(weights, operand_narrow, assert_trivial=True)
+        narrow = warpgroup_mma(weights, values, narrow, is_async=True)
+    return out, narrow
+
+
+@gluon.jit
+def _await_values(out, narrow, C: gl.constexpr):
+    if C.narrow > 0:
+        out, narrow = warpgroup_mma_wait(0, [out, narrow])
+    else:
+        out = warpgroup_mma_wait(0, [out])
+    return out, narrow
+
+
+@gluon.jit
+def _multiply_rows(out, narrow, factor, C: gl.constexpr):
+    out = out * gl.convert_layout(factor, gl.SliceLayout(1, C.out))[:, None]
+    if C.narrow > 0:
+        narrow = narrow * gl.convert_layout(factor, gl.SliceLayout(1, C.out_narrow))[:, None]
+    return out, narrow
+
+
+# ---------------------------------------------------------------- turns at the tensor cores
+
+
+@gluon.jit
+def _await_turn(warpgroup: gl.constexpr, turn, turns, C: gl.constexpr):
+    if C.pingpong:
+        mbarrier.wait(turns.index(warpgroup), turn & 1)
+
+
+@gluon.jit
+def _pass_turn(warpgroup: gl.constexpr, turns, C: gl.constexpr):
+    if C.pingpong:
+        mbarrier.arrive(turns.index((warpgroup + 1) % C.warpgroups))
+
+
+# ---------------------------------------------------------------- one block of keys
+
+
+@gluon.jit
+def _raise_max(scores, row_max, scale):
+    """The maximum so far, and what older sums and outputs must be multiplied by."""
+    higher = gl.maximum(row_max, gl.max(scores, 1) * scale)
+    return higher, gl.exp2(row_max - higher)
+
+
+@gluon.jit
+def _next_block(
+    block, place, turn, queries, weights, row_max, row_sum, out, narrow, first_query, scale, seq_q, seq_kv,
+    ring_kv, turns, kv_buffers, warpgroup: gl.constexpr, EXACT_MAX: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """A block of keys, K at `place` of the ring; meanwhile weights of the one before are multiplied by V at the next.
+
+    EXACT_MAX: its scores may raise the maxima; else its weights are relative to those of earlier blocks.
+    """
+    _await_turn(warpgroup, turn, turns, C)
+    scores = _make_scores(queries, place, ring_kv, kv_buffers, C)  # [64, tile_n]
+    out, narrow = _add_values(weights, out, narrow, place + 1, ring_kv, kv_buffers, C)
+    _pass_turn(warpgroup, turns, C)
+    scores = warpgroup_mma_wait(1 + (C.narrow > 0), [scores])
+    release(ring_kv, place, C.stages)
+    scores = take_sign(scores, C)
+    if MASKED:
+        scores = mask_scores(scores, first_query, block * C.tile_n, seq_q, seq_kv, C)
+    if EXACT_MAX:
+        row_max, decay = _raise_max(scores, row_max, scale)
+    new_weights = exponentiate(scores, row_max, scale, not MASKED, C)
+    if EXACT_MAX:
+        row_sum = row_sum * gl.convert_layout(decay, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+    row_sum += sum_of_thread(new_weights, C)
+    out, narrow = _await_values(out, narrow, C)
+    release(ring_kv, place + 1, C.stages)
+    if EXACT_MAX:
+        out, narrow = _multiply_rows(out, narrow, decay, C)
+    return pack_weights(new_weights, weights), row_max, row_sum, out, narrow
+
+
+# ---------------------------------------------------------------- one tile of queries
+
+
+@gluon.jit
+def _is_finite(out, narrow, row_sum, C: gl.constexpr):
+    """0 times everything that a tile came to: 0, or nan where something is not finite."""
+    product = gl.sum(gl.sum(out * 0.0, 1), 0) + gl.sum(gl.sum(row_sum * 0.0, 1), 0)
+    if C.narrow > 0:
+        product += gl.sum(gl.sum(narrow * 0.0, 1), 0)
+    return product == 0.0
+
+
+@gluon.jit
+def _await_stored(q_place, ring_q, C: gl.constexpr):
+    """Gives the slot of Q of the tile before back, once its output has left it. By now it has."""
+    if C.q_slots > 1:
+        if q_place > 0:
+            tma.store_wait(0)
+            release(ring_q, q_place - 1, C.q_slots)
+
+
+@gluon.jit
+def _queries(q_buffers, at, C: gl.constexpr):
+    """A warpgroup's rows of Q in shared memory, in a piece or two."""
+    wide = q_buffers[0].index(at).reshape([64, C.wide])
+    both = (wide, wide)
+    if C.narrow > 0:
+        both = (wide, q_buffers[1].index(at).reshape([64, C.narrow]))
+    return both
+
+
+@gluon.jit
+def _blocks_to_see(first_query, blocks, exact_tile, seq_q, seq_kv, C: gl.constexpr):
+    """Of the blocks of a tile how many the warpgroup sees, and from which of these on maxima are exact.
+
+    Exact are those that are seen in part, and of a lazy maximum also the one with the last key of the first query, so
+    that every row's maximum is that of a real score; all, where a tile is done again.
+    """
+    seen = blocks
+    all_see = seq_kv
+    if C.causal:
+        seen = gl.minimum(end_of_blocks(first_query, 64, seq_q, seq_kv, C), blocks)
+        all_see = gl.minimum(gl.maximum(first_query + 1 + seq_kv - seq_q, 0), seq_kv)
+    if first_query < 0:
+        seen = 0
+    first_exact = all_see // C.tile_n
+    if C.lazy_max:
+        first_exact = gl.maximum(all_see - 1, 0) // C.tile_n
+        if exact_tile > 0:
+            first_exact = 0
+    return seen, first_exact
+
+
+@gluon.jit
+def _attend(
+    queries, q_place, place, turn, blocks, seen, first_exact, first_query, scale, seq_q, seq_kv,
+    ring_q, ring_kv, turns, kv_buffers, warpgroup: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """The paper's loop: maxima ``[64]``, sums ``[64, 4]`` and outputs of the rows; where ring and turns are then."""
+    masked: gl.constexpr = C.causal or C.ragged
+    row_max = gl.full([64], LOWEST, gl.float32, C.row)
+    row_sum = sum_of_thread(gl.full([64, C.tile_n], 0.0, gl.float32, C.scores), C)  # [64, 4]
+    out = gl.full([64, C.wide], 0.0, gl.float32, C.out)
+    narrow = out
+    if C.narrow > 0:
+        narrow = gl.full([64, C.narrow], 0.0, gl.float32, C.out_narrow)
+
+    # Blocks that only others of the tile see. The ring has K of the first, then V of each and K of the next: two tiles
+    # are skipped for one turn.
+    skipped = blocks - seen
+    if skipped > 0:
+        skip(ring_kv, place, C.stages)
+        place += 1
+    for _ in range(skipped - 1):
+        _await_turn(warpgroup, turn, turns, C)  # as those who see the block do
+        _pass_turn(warpgroup, turns, C)
+        turn += 1
+        skip(ring_kv, place, C.stages)
+        skip(ring_kv, place + 1, C.stages)
+        place += 2
+
+    if seen > 0:
+        if skipped > 0:
+            _await_turn(warpgroup, turn, turns, C)
+        scores = _make_scores(queries, place, ring_kv, kv_buffers, C)
+        if skipped > 0:
+            _pass_turn(warpgroup, turns, C)
+            turn += 1
+        scores = warpgroup_mma_wait(0, [scores])
+        release(ring_kv, place, C.stages)
+        place += 1
+        if skipped > 0:
+            skip(ring_kv, place, C.stages)
+            place += 1
+        scores = take_sign(scores, C)
+        if masked:
+            scores = mask_scores(scores, first_query, (seen - 1) * C.tile_n, seq_q, seq_kv, C)
+        row_max, _decay = _raise_max(scores, row_max, scale)
+        scores = exponentiate(scores, row_max, scale, False, C)
+        row_sum = sum_of_thread(scores, C)
+        weights = pack_weights(scores, queries[0])
+        _await_stored(q_place, ring_q, C)
+
+        exact = gl.maximum(seen - 1 - first_exact, 0)
+        for i in range(exact):
+            weights, row_max, row_sum, out, narrow = _next_block(
+                seen - 2 - i, place, turn, queries, weights, row_max, row_sum, out, narrow, first_query, scale,
+                seq_q, seq_kv, ring_kv, turns, kv_buffers, warpgroup, True, masked, C,
+            )  # fmt: skip
+            place += 2
+            turn += 1
+        weights = keep_packed(weights)
+        for i in range(seen - 1 - exact):
+            weights, row_max, row_sum, out, narrow = _next_block(
+                seen - 2 - exact - i, place, turn, queries, weights, row_max, row_sum, out, narrow, first_query, scale,
+                seq_q, seq_kv, ring_kv, turns, kv_buffers, warpgroup, not C.lazy_max, False, C,
+            )  # fmt: skip
+            place += 2
+            turn += 1
+        out, narrow = _add_values(weights, out, narrow, place, ring_kv, kv_buffers, C)
+        out, narrow = _await_values(out, narrow, C)
+        release(ring_kv, place, C.stages)
+        place += 1
+    else:
+        _await_stored(q_place, ring_q, C)
+        if skipped > 0:
+            skip(ring_kv, place, C.stages)
+            place += 1
+    return row_max, row_sum, out, narrow, place, turn
+
+
+@gluon.jit
+def _store(
+    queries, out, narrow, row_max, row_sum, first_query, batch, head, at, out_maps, lse, q_buffers, sizes,
+    C: gl.constexpr,
+):  # fmt: skip
+    """out = outputs / sum, through the warpgroup's own rows of Q, which it is done with; lse = log(sum of exp)."""
+    seq_q, heads_q = sizes[0], sizes[2]
+    sums = gl.convert_layout(gl.sum(row_sum, 1), C.row)  # [64]
+    rows = first_query + gl.arange(0, 64, C.row)
+    lse_head = lse + (batch * heads_q + head).to(gl.int64) * seq_q
+    lse_row = (row_max + gl.log2(sums)) * LN_2  # of no key: LOWEST + log(0) = -inf
+    gl.store(lse_head + rows, lse_row, mask=(rows >= 0) & (rows < seq_q))
+    out, narrow = _multiply_rows(out, narrow, 1.0 / gl.where(sums == 0.0, 1.0, sums), C)
+    queries[0].store(out.to(queries[0].dtype))
+    if C.narrow > 0:
+        queries[1].store(narrow.to(queries[0].dtype))
+    fence_async_shared()
+    if first_query >= 0:  # a store that begins before its tensor is an illegal instruction; a load is not
+        tma_store(out_maps[0], [batch, head, first_query, 0], q_buffers[0].index(at))
+        if C.narrow > 0:
+            tma_store(out_maps[1], [batch, head, first_query, C.wide], q_buffers[1].index(at))
+
+
+@gluon.jit
+def consume(warpgroup: gl.constexpr, out_maps, addresses, lse, scale, sizes, shared, C: gl.constexpr):
+    """A warpgroup: its 64 queries of tile after tile."""
+    seq_q, seq_kv = sizes[0], sizes[1]
+    ring_q, ring_kv, verdicts, turns, words, q_buffers, kv_buffers = shared
+    q_place = 0
+    place = 0  # in the ring of keys
+    turn = 0
+    if warpgroup == C.warpgroups - 1:
+        _pass_turn(warpgroup, turns, C)
+    await_full(ring_q, q_place, C.q_slots)
+    blocks = read_word(words, BLOCKS)
+    while blocks != NO_TILE:
+        slot = q_place % C.q_slots
+        at = slot * C.words
+        first_query = read_word(words, at + FIRST_QUERY) + 64 * warpgroup
+        head = read_word(words, at + HEAD)
+        batch = read_word(words, at + BATCH)
+        exact_tile = read_word(words, at + EXACT)
+        buffer = slot * C.warpgroups + warpgroup
+        queries = _queries(q_buffers, buffer, C)
+        seen, first_exact = _blocks_to_see(first_query, blocks, exact_tile, seq_q, seq_kv, C)
+        row_max, row_sum, out, narrow, place, turn = _attend(
+            queries, q_place, place, turn, blocks, seen, first_exact, first_query, scale, seq_q, seq_kv,
+            ring_q, ring_kv, turns, kv_buffers, warpgroup, C,
+        )  # fmt: skip
+
+        # Something is not finite: the weights outgrew what they are relative to, or it is so in V, where a masked key's
+        # must not be seen; or it is the result.
+        is_good = 1
+        if C.causal or C.lazy_max:
+            if not _is_finite(out, narrow, row_sum, C):
+                if C.lazy_max and exact_tile == 0:
+                    write_word(words, at + SPOILED + warpgroup, 1)
+                    is_good = 0
+                elif C.causal:
+                    repair(first_query, batch, head, addresses, lse, scale, sizes, queries[0], C)
+                    is_good = 0
+            if C.lazy_max:
+                mbarrier.arrive(verdicts.index(slot))
+        if is_good > 0:
+            _store(
+                queries, out, narrow, row_max, row_sum, first_query, batch, head, buffer, out_maps, lse, q_buffers,
+                sizes, C,
+            )  # fmt: skip
+        if C.q_slots == 1:
+            tma.store_wait(0)
+            release(ring_q, q_place, C.q_slots)
+        q_place += 1
+        await_full(ring_q, q_place, C.q_slots)
+        blocks = read_word(words, q_place % C.q_slots * C.words + BLOCKS)
+    tma.store_wait(0)  # shared memory goes with the block
+
+
+@gluon.jit
+def _buffers(number: gl.constexpr, rows: gl.constexpr, maps, C: gl.constexpr):
+    """`number` tiles of `rows` rows of head_dim, in a piece or two."""
+    wide = gl.allocate_shared_memory(maps[0].dtype, [number, 1, 1, rows, C.wide], maps[0].layout)
+    both = (wide, wide)  # the second is not asked for where there is one piece
+    if C.narrow > 0:
+        both = (wide, gl.allocate_shared_memory(maps[0].dtype, [number, 1, 1, rows, C.narrow], maps[1].layout))
+    return both
+
+
+# No integer is specialised on: none is in a loop but the lengths, and every head count would be another kernel.
+@gluon.jit(
+    do_not_specialize=[
+        "seq_q", "seq_kv", "heads_q", "group", "tiles", "heads", "together", "q_batch", "q_head", "q_row", "k_batch",
+        "k_head", "k_row", "v_batch", "v_head", "v_row", "out_batch", "out_head", "out_row",
+    ]
+)  # fmt: skip
+def attention_forward(
+    q_map,  # tensor descriptors, [B, H, S, D], with blocks [1, 1, 64 or tile_n, wide]
+    k_map,
+    v_map,
+    out_map,
+    q_narrow,  # the same with blocks of the narrow piece; None where there is none
+    k_narrow,
+    v_narrow,
+    out_narrow,
+    q,  # pointers to the same tensors, for what is done again with care
+    k,
+    v,
+    out,
+    lse,  # pointer, fp32 [B, Hq, Sq], contiguous
+    counter,  # pointer, int32: 0, and so it is left; None where the scheduler is not dynamic
+    scale,  # |scale| * log2(e), positive
+    seq_q,
+    seq_kv,
+    heads_q,
+    group,  # query heads that share one key/value head
+    tiles,  # of one head
+    heads,  # B * Hq
+    together,  # heads that run side by side
+    q_batch,  # strides of (batch, head, row) in elements
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    out_batch,
+    out_head,
+    out_row,
+    C: gl.constexpr,  # multiattn.triton.gluon.shape.Shape
+):
+    """One block: a producer, and `C.warpgroups` consumers."""
+    q_maps, k_maps, v_maps, out_maps = (q_map, q_narrow), (k_map, k_narrow), (v_map, v_narrow), (out_map, out_narrow)
+    sizes = (seq_q, seq_kv, heads_q, group, tiles, heads, together)
+    # What only a repair asks for waits in shared memory: as arguments of the consumers it would be in their registers.
+    addresses = gl.allocate_shared_memory(gl.int64, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    write_address(addresses, Q, q, q_batch, q_head, q_row)
+    write_address(addresses, K, k, k_batch, k_head, k_row)
+    write_address(addresses, V, v, v_batch, v_head, v_row)
+    write_address(addresses, OUT, out, out_batch, out_head, out_row)
+    q_buffers = _buffers(C.q_slots * C.warpgroups, 64, q_maps, C)
+    kv_buffers = _buffers(C.stages, C.tile_n, k_maps, C)
+    words = gl.allocate_shared_memory(gl.int32, [C.q_slots * C.words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ring_q = (make_barriers(C.q_slots, 1), make_barriers(C.q_slots, C.warpgroups))
+    ring_kv = (make_barriers(C.stages, 1), make_barriers(C.stages, C.warpgroups))
+    verdicts = make_barriers(C.q_slots, C.warpgroups)
+    turns = make_barriers(C.warpgroups, 1)
+    shared = (ring_q, ring_kv, verdicts, turns, words, q_buffers, kv_buffers)
+    fence_async_shared()
+
+    # warp_specialize takes its functions and arguments only where they are written out.
+    if C.warpgroups == 2:
+        gl.warp_specialize(
+            [
+                (consume, (0, out_maps, addresses, lse, scale, sizes, shared, C)),
+                (consume, (1, out_maps, addresses, lse, scale, sizes, shared, C)),
+                (produce, (q_maps, k_maps, v_maps, counter, sizes, shared, C)),
+            ],
+            [4, 1], [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (0, out_maps, addresses, lse, scale, sizes, shared, C)),
+                (consume, (1, out_maps, addresses, lse, scale, sizes, shared, C)),
+                (consume, (2, out_maps, addresses, lse, scale, sizes, shared, C)),
+                (produce, (q_maps, k_maps, v_maps, counter, sizes, shared, C)),
+            ],
+            [4, 4, 1], [160, 160, 24],
+        )  # fmt: skip

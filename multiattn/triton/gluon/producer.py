@@ -1,0 +1,188 @@
+"""One warp that loads: it decides which tiles of queries the block does, in which order, and keeps the rings full."""
+
+# ruff: noqa: ANN001, ANN201, ANN202, N803 - Triton's own annotations and its upper-case constexprs
+# ruff: noqa: SIM102 - one condition is for the compiler, the next one for run time
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from multiattn.triton.gluon.compat import tma_load
+from multiattn.triton.gluon.ring import await_empty, read_word, write_word
+from multiattn.triton.gluon.shape import BATCH, BLOCKS, EXACT, FIRST_QUERY, HEAD, NO_TILE, SPOILED, TILE
+
+ENOUGH_TILES = gl.constexpr(256)
+"""Of one head: twice the SMs of an H200."""
+
+
+@gluon.jit
+def end_of_blocks(first_query, queries, seq_q, seq_kv, C: gl.constexpr):
+    """Blocks of keys from the first on that any of `queries` queries from `first_query` on sees."""
+    end = seq_kv
+    if C.causal:
+        end = gl.minimum(gl.maximum(gl.minimum(first_query + queries, seq_q) + seq_kv - seq_q, 0), seq_kv)
+    return (end + C.tile_n - 1) // C.tile_n
+
+
+@gluon.jit
+def _find(tile, sizes, C: gl.constexpr):
+    """Head of all entries of the batch, and first query, of the tile that is begun as number `tile`.
+
+    Heads go in sections that share the L2 cache, and in a section causal runs its longest tiles first. The last section
+    has the heads of two where a head has few tiles: alone, with about as many tiles as there are SMs, its longest ones
+    would end last. The last tile of a head ends where its queries do, so that the one that is not whole is the first,
+    which begins before query 0 and under a causal mask sees the fewest keys.
+    """
+    seq_q, _seq_kv, _heads_q, _group, tiles, heads, together = sizes
+    before = 0
+    if C.causal:
+        ahead = gl.maximum((heads - 1) // together - 1, 0) * together  # heads in the sections before the last two
+        if (tiles < ENOUGH_TILES) & (tile >= ahead * tiles):
+            before = ahead
+            together = heads - ahead
+    rest = tile - before * tiles
+    section = rest // (tiles * together)
+    within = rest - section * tiles * together
+    first_head = before + section * together
+    side_by_side = gl.minimum(together, heads - first_head)
+    first_query = (seq_q + 63) // 64 * 64 - (1 + within // side_by_side) * C.tile_m
+    return first_head + within % side_by_side, first_query
+
+
+@gluon.jit
+def _load_pieces(maps, batch, head, row, full, buffers, at, C: gl.constexpr):
+    """Rows of one head, in one piece of head_dim or two."""
+    tma_load(maps[0], [batch, head, row, 0], full, buffers[0].index(at))
+    if C.narrow > 0:
+        tma_load(maps[1], [batch, head, row, C.wide], full, buffers[1].index(at))
+
+
+@gluon.jit
+def _load_keys(maps, batch, head_kv, block, place, ring, buffers, C: gl.constexpr):
+    """A tile of K or V into the ring."""
+    await_empty(ring, place, C.stages)
+    full = ring[0].index(place % C.stages)
+    mbarrier.expect(full, 2 * C.tile_n * (C.wide + C.narrow))
+    _load_pieces(maps, batch, head_kv, block * C.tile_n, full, buffers, place % C.stages, C)
+
+
+@gluon.jit
+def _tile_after(tile, counter, total, C: gl.constexpr):
+    """The tile that a block does next, `total` or more where there is none.
+
+    Of a dynamic scheduler each is asked for once, and each block asks once in vain. The last to ask leaves the counter
+    as it was found, for the launch that comes next on the stream.
+    """
+    if C.is_dynamic:
+        asked = gl.atomic_add(counter, 1)
+        if asked == total - 1:
+            gl.atomic_add(counter, -total)
+        tile = gl.num_programs(0) + asked
+    elif C.is_persistent:
+        tile += gl.num_programs(0)
+    else:
+        tile = total
+    return tile
+
+
+@gluon.jit
+def _spoiled_tile(place, verdicts, words, C: gl.constexpr):
+    """The tile that was at `place` if it must be done again, else NO_TILE. Waits for its end."""
+    slot = place % C.q_slots
+    mbarrier.wait(verdicts.index(slot), (place // C.q_slots) & 1)
+    spoiled = 0
+    warpgroups: gl.constexpr = C.warpgroups
+    for warpgroup in gl.static_range(warpgroups):
+        spoiled += read_word(words, slot * C.words + SPOILED + warpgroup)
+    again = NO_TILE
+    if spoiled > 0:
+        again = read_word(words, slot * C.words + TILE)
+    return again
+
+
+@gluon.jit
+def _send(
+    tile, exact, q_place, place, q_maps, k_maps, v_maps, sizes, ring_q, ring_kv, words, q_buffers, kv_buffers,
+    C: gl.constexpr,
+):  # fmt: skip
+    """All of a tile: Q, and blocks of keys from the last to the first. Returns the next place in the ring of these."""
+    seq_q, seq_kv, heads_q, group, _tiles, _heads, _together = sizes
+    any_head, first_query = _find(tile, sizes, C)
+    batch = any_head // heads_q
+    head = any_head % heads_q
+    head_kv = head // group
+    blocks = end_of_blocks(first_query, C.tile_m, seq_q, seq_kv, C)
+    if blocks > 0:
+        _load_keys(k_maps, batch, head_kv, blocks - 1, place, ring_kv, kv_buffers, C)
+        place += 1
+
+    await_empty(ring_q, q_place, C.q_slots)
+    slot = q_place % C.q_slots
+    write_word(words, slot * C.words + FIRST_QUERY, first_query)
+    write_word(words, slot * C.words + HEAD, head)
+    write_word(words, slot * C.words + BATCH, batch)
+    write_word(words, slot * C.words + BLOCKS, blocks)
+    write_word(words, slot * C.words + EXACT, exact)
+    write_word(words, slot * C.words + TILE, tile)
+    full = ring_q[0].index(slot)
+    mbarrier.expect(full, 2 * C.tile_m * (C.wide + C.narrow))
+    warpgroups: gl.constexpr = C.warpgroups
+    for warpgroup in gl.static_range(warpgroups):
+        write_word(words, slot * C.words + SPOILED + warpgroup, 0)
+        row = first_query + 64 * warpgroup
+        _load_pieces(q_maps, batch, head, row, full, q_buffers, slot * C.warpgroups + warpgroup, C)
+
+    for i in range(blocks - 1):
+        _load_keys(k_maps, batch, head_kv, blocks - 2 - i, place, ring_kv, kv_buffers, C)
+        _load_keys(v_maps, batch, head_kv, blocks - 1 - i, place + 1, ring_kv, kv_buffers, C)
+        place += 2
+    if blocks > 0:
+        _load_keys(v_maps, batch, head_kv, 0, place, ring_kv, kv_buffers, C)
+        place += 1
+    return place
+
+
+@gluon.jit
+def produce(q_maps, k_maps, v_maps, counter, sizes, shared, C: gl.constexpr):
+    """Tile after tile, until there are none and nothing that was sent must be done again.
+
+    The next one is asked for when all of a tile is under way, not before: a tile that waits for its block is one that
+    another block could have begun.
+    """
+    ring_q, ring_kv, verdicts, _turns, words, q_buffers, kv_buffers = shared
+    # The launch after this one may begin, and what the one before it wrote is there: "Programmatic Dependent Launch".
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+    total = sizes[4] * sizes[5]
+    tile = gl.program_id(0)
+    q_place = 0
+    place = 0
+    judged = 0  # tiles whose end was waited for; only lazy maxima need that
+    is_open = 1
+    while is_open > 0:
+        again = NO_TILE
+        if C.lazy_max:
+            if (judged < q_place) & ((q_place - judged >= C.q_slots) | (tile >= total)):
+                again = _spoiled_tile(judged, verdicts, words, C)
+                judged += 1
+        exact = gl.where(again != NO_TILE, 1, 0)
+        if (exact > 0) | (tile < total):
+            sent = gl.where(exact > 0, again, tile)
+            place = _send(
+                sent, exact, q_place, place, q_maps, k_maps, v_maps, sizes, ring_q, ring_kv, words,
+                q_buffers, kv_buffers, C,
+            )  # fmt: skip
+            q_place += 1
+            if exact == 0:
+                tile = _tile_after(tile, counter, total, C)
+        elif C.lazy_max:
+            is_open = gl.where(judged < q_place, 1, 0)
+        else:
+            is_open = 0
+    await_empty(ring_q, q_place, C.q_slots)
+    slot = q_place % C.q_slots
+    write_word(words, slot * C.words + BLOCKS, NO_TILE)
+    mbarrier.arrive(ring_q[0].index(slot))

@@ -1,0 +1,63 @@
+"""Rings of shared memory between the producer and the consumers: who waits for what, and where a tile lives.
+
+One ring has tiles of K and V in the order of their use: K of a block, then V of the block before it. The other has Q,
+and what the tile of queries is, in words. Every slot has two mbarriers: *full*, which TMA completes, and *empty*, at
+which each consumer warpgroup arrives when it is done. A place in a ring is counted from its beginning: slot and phase
+follow from it.
+"""
+
+# ruff: noqa: ANN001, ANN201, N803 - Triton's own annotations and its upper-case constexprs
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+
+@gluon.jit
+def make_barriers(number: gl.constexpr, arrivals: gl.constexpr):
+    """`number` mbarriers, each of which `arrivals` complete."""
+    barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(number):
+        mbarrier.init(barriers.index(i), count=arrivals)
+    return barriers
+
+
+@gluon.jit
+def await_full(ring, place, SLOTS: gl.constexpr):
+    """Until a slot has what belongs at `place`."""
+    mbarrier.wait(ring[0].index(place % SLOTS), (place // SLOTS) & 1)
+
+
+@gluon.jit
+def await_empty(ring, place, SLOTS: gl.constexpr):
+    """Until nobody needs what was in the slot of `place` before."""
+    mbarrier.wait(ring[1].index(place % SLOTS), ((place // SLOTS) & 1) ^ 1)
+
+
+@gluon.jit
+def release(ring, place, SLOTS: gl.constexpr):
+    """A warpgroup is done with what is at `place`."""
+    mbarrier.arrive(ring[1].index(place % SLOTS))
+
+
+@gluon.jit
+def skip(ring, place, SLOTS: gl.constexpr):
+    """A tile that only other warpgroups have a use for."""
+    await_full(ring, place, SLOTS)
+    release(ring, place, SLOTS)
+
+
+@gluon.jit
+def read_word(words, at):
+    """A number that `write_word` wrote."""
+    return gl.max(words.index(at).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
+def write_word(words, at, value):
+    """A number for others to read; they must wait for a barrier first."""
+    words.index(at).store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))

@@ -1,0 +1,86 @@
+"""Online softmax on the accumulators of wgmma, ``[64, tile_n]``, in the log2 domain.
+
+What is here runs once a score. Inline PTX stands where Gluon's own lowering takes more instructions.
+"""
+
+# ruff: noqa: ANN001, ANN201, N803 - Triton's own annotations and its upper-case constexprs
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def take_sign(scores, C: gl.constexpr):
+    """Scores with the sign of the scale. A minus costs nothing: it becomes a modifier of what reads them."""
+    if C.scale_sign < 0:
+        scores = -scores
+    if C.scale_sign == 0:
+        scores = scores * 0.0  # not zeros: inf * 0 must stay nan
+    return scores
+
+
+@gluon.jit
+def end_of_keys(queries, seq_q, seq_kv, C: gl.constexpr):
+    """The first key that a query does not see, nor any after it: bottom-right aligned where causal."""
+    end = 0 * queries + seq_kv
+    if C.causal:
+        end = gl.minimum(queries + 1 + (seq_kv - seq_q), seq_kv)
+    return end
+
+
+@gluon.jit
+def mask_scores(scores, first_query, first_key, seq_q, seq_kv, C: gl.constexpr):
+    """Scores, -inf where a query does not see a key. With gl.where, whose conditions are packed, twice as slow."""
+    end = end_of_keys(first_query + gl.arange(0, 64, C.row), seq_q, seq_kv, C)  # [64]
+    keys = first_key + gl.arange(0, C.tile_n, gl.SliceLayout(0, C.scores))  # [tile_n]
+    return gl.inline_asm_elementwise(
+        "{.reg .pred p; setp.gt.s32 p, $2, 0; selp.f32 $0, $1, 0fFF800000, p;}", "=f,f,r",
+        [scores, end[:, None] - keys[None, :]], gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def exponentiate(scores, base, scale, EMULATED: gl.constexpr, C: gl.constexpr):
+    """Weights ``2^(scores * scale - base)``. EMULATED: a share of them by a polynomial, which wants finite scores."""
+    shifted = scores * scale - base[:, None]
+    if EMULATED and C.exp2_fma_sixteenths > 0:
+        weights = gl.inline_asm_elementwise(
+            C.exponential, "=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f",
+            [shifted], gl.float32, is_pure=True, pack=16,
+        )  # fmt: skip
+    else:
+        weights = gl.exp2(shifted)
+    return weights
+
+
+@gluon.jit
+def sum_of_thread(weights, C: gl.constexpr):
+    """``[64, 4]``: a row's sum of what each of its four threads has. Nothing is exchanged until the tile ends."""
+    return gl.sum(gl.sum(weights.reshape([64, C.tile_n // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def pack_weights(weights, like):
+    """Weights in 16 bit, in the dtype of `like`.
+
+    Volatile, or they are packed before the end of the product that still reads the registers they go to, and copied.
+    """
+    if like.dtype == gl.bfloat16:
+        packed = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [weights], gl.bfloat16, is_pure=False, pack=2
+        )
+    else:
+        packed = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [weights], gl.float16, is_pure=False, pack=2
+        )
+    return packed
+
+
+@gluon.jit
+def keep_packed(weights):
+    """The same between two loops. Else their halves become variables of their own, and are packed and unpacked."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [weights], weights.dtype, is_pure=False, pack=2)

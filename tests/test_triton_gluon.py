@@ -1,0 +1,179 @@
+"""The Gluon kernel for Hopper as far as it goes with no GPU: what is planned, what fits, what the compiler makes of it.
+
+Nothing runs Gluon on a CPU: what it computes is shown on a GPU, by parity and `test_gpu_gluon.py`.
+"""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from multiattn import Problem, Unsupported, explain, fmha
+from multiattn.arch import by_name
+from multiattn.backend import Plan, find_variant, plan_variant
+from multiattn.exp2_fma import is_polynomial
+from multiattn.triton import BACKEND
+from multiattn.triton.gluon.configs import (
+    BOOKKEEPING_BYTES,
+    UNPROVEN,
+    GluonConfig,
+    candidates,
+    grid_blocks,
+    pieces_of,
+    query_tiles,
+    smem_bytes,
+    why_not_fit,
+)
+
+SM90 = by_name("sm90")
+VARIANT = find_variant(BACKEND, "warp_specialized")
+needs_compiler = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason=str(BACKEND.probe_compiler()))
+
+
+@pytest.fixture(autouse=True)
+def unproven(monkeypatch):
+    """To work on it."""
+    monkeypatch.setenv(UNPROVEN, "1")
+
+
+def problem(head_dim=128, **options):
+    sizes = {"batch": 2, "heads_q": 8, "heads_kv": 2, "seq_q": 1000, "head_dim": head_dim, **options}
+    return Problem.contiguous(**sizes)
+
+
+def plan_of(head_dim=128, config=None, **options):
+    found = plan_variant(BACKEND, VARIANT, problem(head_dim, **options), SM90, config)
+    assert isinstance(found, Plan), found
+    return found
+
+
+# ---------------------------------------------------------------- what is planned
+
+
+def test_nobody_gets_it_who_does_not_ask_for_it_and_allow_it(monkeypatch):
+    assert explain(problem(), arch="sm90", backend="triton").variant == "full"
+    named = explain(problem(), arch="sm90", backend="triton", variant=VARIANT.name)
+    assert (named.variant, named.workspace_bytes) == (VARIANT.name, 16)
+    monkeypatch.delenv(UNPROVEN)
+    (reason,) = explain(problem(), arch="sm90", backend="triton", variant=VARIANT.name)
+    assert (reason.code, reason.hint) == ("variant", "docs/gluon.md")
+
+
+def test_what_tma_cannot_read_it_refuses():
+    odd = replace(problem(), strides_q=(8000 * 128, 1000 * 128, 132), alignment=8)
+    (reason,) = explain(odd, arch="sm90", backend="triton", variant=VARIANT.name)
+    assert (reason.code, reason.got) == ("alignment", "8 bytes")
+
+
+def test_a_cpu_says_that_triton_interprets_no_gluon(qkv):
+    with pytest.raises(Unsupported, match=r"arch: got cpu; allowed sm90 \(.*Triton interprets no Gluon"):
+        fmha(*qkv, backend="triton", variant=VARIANT.name)
+
+
+@pytest.fixture
+def qkv():
+    import torch
+
+    return tuple(torch.zeros(1, 1, 16, 64, dtype=torch.bfloat16) for _ in range(3))
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_pieces_cover_head_dim_with_few_columns_to_spare(head_dim):
+    wide, narrow = pieces_of(head_dim)
+    for columns in (wide, narrow) if narrow else (wide,):
+        assert columns >= 16
+        assert columns & (columns - 1) == 0
+    whole = max(16, 1 << (head_dim - 1).bit_length())
+    assert head_dim <= wide + narrow <= whole
+    assert narrow < wide or not narrow
+    assert wide + narrow - head_dim < max(16, head_dim / 3)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"tile_m": 64}, "tile_m=64; allowed 128, 192"),
+        ({"tile_n": 96}, "tile_n=96; allowed 16, 32, 64, 128, 256"),
+        ({"stages": 1}, "stages=1; allowed 2 to 16"),
+        ({"scheduler": "lpt"}, "scheduler=lpt; allowed one_tile, static, dynamic"),
+        ({"q_slots": 0}, "q_slots=0; allowed 1, 2, 3"),
+        ({"exp2_fma_fraction": 0.6}, "exp2_fma_fraction=0.6; allowed sixteenths from 0 to 0.5"),
+        ({"stages": 9}, "bytes of shared memory; allowed 232448 bytes on sm90"),
+        ({"tile_m": 192, "tile_n": 128}, "160 registers for output, scores and weights"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_a_reason(config, reason):
+    fine = GluonConfig(tile_m=128, tile_n=128, stages=4, q_slots=2)
+    assert why_not_fit(problem(), SM90, fine) == ()
+    assert any(reason in str(it) for it in why_not_fit(problem(), SM90, replace(fine, **config)))
+
+
+def test_another_kind_of_config_is_a_reason():
+    (reason,) = why_not_fit(problem(), SM90, explain(problem(), arch="sm80", backend="triton").config)
+    assert (reason.got, reason.allowed) == ("TritonConfig", "GluonConfig")
+
+
+def test_tiles_cover_the_queries_and_no_warpgroup_more():
+    config = GluonConfig(tile_m=192, tile_n=64)
+    for seq_q, tiles in ((1, 1), (64, 1), (192, 1), (193, 2), (512, 3), (1000, 6)):
+        assert query_tiles(config, problem(seq_q=seq_q)) == tiles
+    assert grid_blocks(config, problem()) == 6 * 2 * 8
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_a_sweep_tries_the_schedulers_and_what_may_not_pay(head_dim):
+    found = candidates(VARIANT, problem(head_dim, causal=True), SM90)
+    assert {config.scheduler for config in found} == {"one_tile", "static", "dynamic"}
+    assert {config.pingpong for config in found} == {config.lazy_max for config in found} == {True, False}
+    assert any(config.exp2_fma_fraction for config in found)
+
+
+# ---------------------------------------------------------------- what the compiler makes of it
+
+
+@needs_compiler
+@pytest.mark.parametrize(("head_dim", "causal"), [(64, True), (96, False), (160, True), (256, False)])
+def test_it_compiles_with_as_much_shared_memory_as_the_config_says(head_dim, causal):
+    from multiattn.triton.compile import compile_plan
+
+    plan = plan_of(head_dim, causal=causal)
+    (compiled,) = compile_plan(plan)
+    assert compiled.threads == 128 * (plan.config.warpgroups + 1)
+    spare = smem_bytes(plan.config, plan.problem) - compiled.smem_bytes
+    assert 0 <= spare < BOOKKEEPING_BYTES
+
+
+@needs_compiler
+def test_its_code_is_what_the_config_asks_for():
+    from multiattn.triton.compile import specialise
+    from multiattn.triton.gluon.launch import GluonCall
+
+    config = GluonConfig(tile_m=128, tile_n=64, lazy_max=True, exp2_fma_fraction=1 / 4)
+    plan = plan_of(96, config, causal=True, dtype="fp16")
+    ptx = specialise(GluonCall(plan), SM90).asm["ptx"]
+    for verb in (
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16",  # scores, and the wide piece of the output
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16",  # its narrow piece
+        "cp.async.bulk.tensor.4d",
+        "griddepcontrol.wait",
+        "setmaxnreg",
+        "cvt.rn.f16x2.f32",
+        "max.NaN.f32",  # of the polynomial
+        "mma.sync.aligned.m16n8k16",  # of a repair
+    ):
+        assert verb in ptx, verb
+    assert "wgmma.mma_async.sync.aligned.m64n128k16" not in ptx  # head_dim is not padded to 128
+
+
+def test_the_polynomial_takes_an_even_share_of_the_exponentials():
+    pytest.importorskip("triton")
+    from multiattn.triton.gluon.launch import shape_of
+
+    for sixteenths in range(9):
+        config = GluonConfig(tile_m=128, tile_n=64, lazy_max=True, exp2_fma_fraction=sixteenths / 16)
+        text = shape_of(plan_of(config=config)).exponential
+        assert text.count("ex2.approx.ftz.f32") == 2 * sum(not is_polynomial(pair, sixteenths) for pair in range(8))
+        assert text.count("shl.b32") == 2 * sum(is_polynomial(pair, sixteenths) for pair in range(8))
+        written = re.findall(r"(?:ex2\.approx\.ftz\.f32|mul\.rn\.f32) (\$\d+),", text)
+        assert written == [f"${i}" for i in range(16)]
+    assert sum(is_polynomial(pair, 4) for pair in range(16)) == 4
