@@ -1,6 +1,7 @@
 """What a call costs on the host: warm `multiattn.fmha` of each backend beside SDPA, at a shape of next to no work.
 
-Without grad, with grad (autograd's graph is made and dropped), and with the backward after it.
+Without grad, with grad (autograd's graph is made and dropped), and with the backward after it. Beside these, what is
+left of a forward without the host: the device's time of one call in a CUDA graph that is replayed.
 """
 
 from __future__ import annotations
@@ -20,22 +21,26 @@ from bench.contenders import Tensors, differentiate, require_grad
 from bench.environment import NO_GPU
 from bench.matrix import Cell
 from bench.results import Environment, read
-from bench.timing import Call, host_ms
+from bench.timing import Budget, Call, Clock, Contestant, CudaClock, Timing, host_ms, measure
 from multiattn import backend as registry
 from multiattn.arch import detect
 from multiattn.backend import BACKENDS, make_plan
 from multiattn.problem import Problem
 from multiattn.support import Reason, Unsupported
 
-CELL = Cell(batch=1, heads=2, seq=64, head_dim=64, dtype="bf16", causal=True, layout="bhsd")
+CELL = Cell(batch=1, heads=8, seq=128, head_dim=64, dtype="bf16", causal=True, layout="bhsd")
 SDPA = "sdpa"
-SCHEMA = 2
-OLDER = (1,)
-"""Schemas that are read as well: 1 had forward calls without grad only."""
+SCHEMA = 3
+OLDER = (1, 2)
+"""Schemas that are read as well: 1 had forward calls without grad only, 2 no graphs; both were of B1 H2 N64 D64."""
 
 FORWARD, WITH_GRAD, TRAINING = "forward", "forward with grad", "forward and backward"
-KINDS = (FORWARD, WITH_GRAD, TRAINING)
+GRAPH = "graph replay"
+"""A forward call in a CUDA graph of many."""
+KINDS = (FORWARD, WITH_GRAD, TRAINING, GRAPH)
 """What one call is."""
+GRAPH_BUDGET = Budget(sample_ms=0.5, warmup_ms=2.0)
+"""50 calls to a graph and more, where each takes a device 10 us."""
 
 Key = tuple[str, str]
 """A contender and a kind of call."""
@@ -45,7 +50,10 @@ Attention = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCost:
-    """Microseconds of one warm call on the host, launch included and device not waited for; or why there are none."""
+    """Microseconds of one warm call on the host, launch included and device not waited for; or why there are none.
+
+    Those of `GRAPH` are the device's.
+    """
 
     contender: str
     kind: str = FORWARD
@@ -65,7 +73,9 @@ class HostCost:
         return "; ".join(map(str, self.reasons)) or self.error
 
 
-def host_costs(device: torch.device | None, *, synchronize: Callable[[], None]) -> list[HostCost]:
+def host_costs(
+    device: torch.device | None, *, synchronize: Callable[[], None], clock: Clock | None = None
+) -> list[HostCost]:
     """One entry per kind of call of each backend and of SDPA; `device` None is a machine without a GPU."""
     wanted = [(name, kind) for name in (*BACKENDS, SDPA) for kind in KINDS]
     if device is None:
@@ -80,7 +90,9 @@ def host_costs(device: torch.device | None, *, synchronize: Callable[[], None]) 
             refused[name, kind] = HostCost(contender=name, kind=kind, reasons=reasons)
         else:
             calls[name, kind] = call_of(kind, _attention(name), tensors)
-    timed = time_in_turns(calls, synchronize)
+    in_graphs = {key: call for key, call in calls.items() if key[1] == GRAPH}
+    timed = time_in_turns({key: call for key, call in calls.items() if key not in in_graphs}, synchronize)
+    timed |= time_in_graphs(in_graphs, clock or CudaClock())
     return [refused.get(key) or timed[key] for key in wanted]
 
 
@@ -88,7 +100,7 @@ def _why_not(name: str, kind: str, problem: Problem, device: torch.device) -> tu
     backend, arch = registry.get(name), detect(device)
     try:
         make_plan(backend, problem, arch)
-        if kind != FORWARD:
+        if kind in (WITH_GRAD, TRAINING):
             make_plan(backend, problem, arch, direction="backward")
     except Unsupported as refusal:
         return refusal.reasons
@@ -103,7 +115,7 @@ def _attention(name: str) -> Attention:
 
 def call_of(kind: str, attention: Attention, tensors: Tensors) -> Call:
     """A call of that kind."""
-    if kind == FORWARD:
+    if kind in (FORWARD, GRAPH):
         return functools.partial(attention, *tensors)
     leaves = require_grad(tensors)
     if kind == WITH_GRAD:
@@ -117,6 +129,14 @@ def time_in_turns(calls: Mapping[Key, Call], synchronize: Callable[[], None]) ->
     host_ms(calls, each=1, rounds=1, synchronize=synchronize)  # compiles; what fails here fails again
     found = host_ms(calls, synchronize=synchronize)
     return {key: _cost(*key, outcome) for key, outcome in found.items()}
+
+
+def time_in_graphs(calls: Mapping[Key, Call], clock: Clock) -> dict[Key, HostCost]:
+    """The device's time of each in a graph of many; one that raises is an entry with its error."""
+    contestants = {name: Contestant(call=call) for (name, _), call in calls.items()}
+    found = measure(contestants, clock, regime="graph", budget=GRAPH_BUDGET)
+    outcomes = {name: it.time_ms if isinstance(it, Timing) else it for name, it in found.items()}
+    return {key: _cost(*key, outcomes[key[0]]) for key in calls}
 
 
 def _cost(name: str, kind: str, outcome: float | Exception) -> HostCost:
@@ -146,6 +166,12 @@ def save(costs: list[HostCost], environment: Environment, path: Path) -> None:
         "costs": [asdict(cost) for cost in costs],
     }
     path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def measured_cell(path: Path) -> Cell:
+    """The cell of what `save` wrote, which an older release may have chosen otherwise."""
+    wanted = f"a table of schema {SCHEMA} that python -m bench host wrote"
+    return read(path, wanted, SCHEMA, lambda data: Cell(**data["cell"]), older=OLDER)
 
 
 def load(path: Path) -> tuple[Environment, list[HostCost]]:

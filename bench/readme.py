@@ -102,7 +102,8 @@ def results_block(results: Path) -> str:
             parts += filter(None, [backward.memory_summary(rows)])
         if call.exists():
             setup, costs = host.load(call)
-            parts += [f"Host cost of one warm call, {setup.gpu}, {host.CELL.key}:", host.table(costs, form="github")]
+            where = f"{setup.gpu}, {host.measured_cell(call).key}"
+            parts += [f"Host cost of one warm call, {where}:", host.table(costs, form="github")]
     return "\n\n".join(parts) or NOTHING_MEASURED
 
 

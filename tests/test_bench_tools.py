@@ -114,9 +114,10 @@ def test_every_backend_offers_candidates_that_plan(backend):
 @needs_no_gpu
 def test_the_host_table_says_why_there_is_none(tmp_path):
     costs = host.host_costs(None, synchronize=lambda: None)
-    assert [cost.reasons for cost in costs] == [(NO_GPU,)] * 3 * (len(BACKENDS) + 1)
+    assert [cost.reasons for cost in costs] == [(NO_GPU,)] * len(host.KINDS) * (len(BACKENDS) + 1)
     host.save(costs, fakes.SETUP, tmp_path / "host.json")
     assert host.load(tmp_path / "host.json") == (fakes.SETUP, costs)
+    assert host.measured_cell(tmp_path / "host.json") == host.CELL
 
 
 @needs_no_gpu
@@ -238,6 +239,23 @@ def test_a_host_cost_is_exactly_one_of_three():
     assert host.table(list(costs.values())).splitlines()[0].split("  ")[-1].strip() == "forward and backward [us]"
 
 
+def test_a_call_in_a_graph_costs_what_the_device_takes():
+    class Clock:
+        """A device that takes 7 us for a call; its graphs are as long as what they were captured of."""
+
+        def device(self, call, launches):
+            return Sample(time_ms=0.007 * (call() or 1))
+
+        def captured(self, call, launches):
+            call()
+            return lambda: launches
+
+    good, bad = ("cuda", host.GRAPH), ("triton", host.GRAPH)
+    costs = host.time_in_graphs({good: lambda: None, bad: lambda: 1 / 0}, Clock())
+    assert costs[good].call_us == pytest.approx(7.0)
+    assert costs[bad].error == "ZeroDivisionError: division by zero"
+
+
 def test_a_host_table_without_kinds_of_call_is_of_forward(tmp_path):
     path = tmp_path / "host.json"
     host.save([host.HostCost(contender="cuda", call_us=1.0)], fakes.SETUP, path)
@@ -255,8 +273,8 @@ def test_the_host_calls_do_what_they_are_called():
     def attention(q, k, v):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    plain, with_grad, training = (host.call_of(kind, attention, tensors)() for kind in host.KINDS)
-    assert not plain.requires_grad
+    plain, with_grad, training, in_graph = (host.call_of(kind, attention, tensors)() for kind in host.KINDS)
+    assert [plain.requires_grad, in_graph.requires_grad] == [False, False]
     assert with_grad.requires_grad
     assert [grad.shape for grad in training] == [tensor.shape for tensor in tensors]
 
