@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from multiattn.arch import GPUS, Arch
+from multiattn.arch import Arch
 from multiattn.backend import Variant
 from multiattn.config import COMPILED, Config, Rule, inherit
 from multiattn.cutile.steps import STEPS, Step
@@ -23,6 +23,7 @@ MAX_GRID_Y = 2**16 - 1  # CUDA's
 
 
 SCHEDULERS = ("one_tile", "static")
+"""Of `multiattn.schedule.SCHEDULERS`: a block has no counter to ask."""
 PIPELINES = ("plain", "ahead", "pairs")
 """In the order of the kernel's constants."""
 
@@ -61,6 +62,8 @@ class CutileConfig(Config):
 _H200 = "H200, 2026-11-21, tileiras 13.4, B4 N=4096 H*D=2048 bf16, best of the candidates: "
 
 _LAZY = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, of 246 candidates of one experiment: "
+
+_LANDED = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, of this kernel's candidates: "
 
 FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     Rule(
@@ -123,11 +126,9 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         head_dim_min=65,
         head_dim_max=128,
         causal=True,
-        seq_max=1024,
-        config=CutileConfig(
-            tile_m=64, tile_n=64, occupancy=2, heads_together=4, lazy_max=True, pipeline="pairs", scheduler="static"
-        ),
-        why=_LAZY + "N=512 283, 1k 384 TFLOPS, cuDNN 333, 400; 64x128 static 286, 380, whose pipeline the repair costs",
+        seq_max=512,
+        config=CutileConfig(tile_m=64, tile_n=64, occupancy=2, heads_together=4, lazy_max=True, scheduler="static"),
+        why=_LANDED + "N=512: 280 TFLOPS, cuDNN 326; in pairs 272, in pairs and a block a tile 268",
     ),
     Rule(
         arches=("sm90",),
@@ -135,8 +136,8 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         head_dim_max=128,
         causal=True,
         seq_max=8191,
-        config=CutileConfig(tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8, heads_together=4, lazy_max=True),
-        why=_LAZY + "N=4k: 551 TFLOPS, cuDNN 512; 128x128 564 without latencies, which the repair wants there",
+        config=CutileConfig(tile_m=64, tile_n=64, occupancy=2, heads_together=4, lazy_max=True, pipeline="pairs"),
+        why=_LANDED + "N=1k 365, 2k 453, 4k 530 TFLOPS, cuDNN 400, 453, 502; 128x64 with 8 warps 418 at 2k, 522 at 4k",
     ),
     Rule(
         arches=("sm90",),
@@ -170,18 +171,34 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         arches=("sm90",),
         head_dim_min=129,
         causal=True,
-        seq_max=512,
-        config=CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, heads_together=8),
-        why=_LAZY + "N=512: 295 TFLOPS, cuDNN 357; lazy 128x64 a block ahead 293",
+        seq_max=1024,
+        config=CutileConfig(
+            tile_m=128,
+            tile_n=64,
+            occupancy=1,
+            num_worker_warps=8,
+            k_latency=None,
+            v_latency=None,
+            heads_together=4,
+            lazy_max=True,
+            pipeline="ahead",
+        ),
+        why=_LANDED + "N=512 285, 1k 380 TFLOPS, cuDNN 349, 443; online 128x128 258, 373",
     ),
     Rule(
         arches=("sm90",),
         head_dim_min=129,
         causal=True,
-        config=CutileConfig(
-            tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8, heads_together=4, lazy_max=True, pipeline="pairs"
-        ),
-        why=_LAZY + "N=4k 619, 16k 709 TFLOPS, cuDNN 526, 568; online 128x128 584, 656; N=1k 416, cuDNN 445",
+        seq_max=2048,
+        config=CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, heads_together=8),
+        why=_LANDED + "N=2k: 489 TFLOPS, cuDNN 499; 4 heads together 464, lazy 128x64 462",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=129,
+        causal=True,
+        config=CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, heads_together=4),
+        why=_LANDED + "N=4k 599, 8k 644 TFLOPS, cuDNN 562, 571; lazy 128x64 in pairs 544, 582",
     ),
     Rule(
         arches=("sm100", "sm103"),
@@ -324,11 +341,6 @@ def grid_of(problem: Problem, config: CutileConfig, multiprocessors: int) -> tup
     if grid is None or config.scheduler != "static":
         return grid
     return min(grid[0] * grid[1], multiprocessors * (config.occupancy or 1)), 1
-
-
-def multiprocessors_of(arch: Arch) -> int:
-    """Of the largest product of an arch: so many blocks that take tile after tile fill every one; the host has one."""
-    return max((gpu.sms for gpu in GPUS if gpu.arch == arch.name), default=1)
 
 
 def factor_grid(blocks: int) -> tuple[int, int] | None:
