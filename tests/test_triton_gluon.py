@@ -6,11 +6,13 @@ Nothing runs Gluon on a CPU: what it computes is shown on a GPU, by parity and `
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from multiattn import Problem, Unsupported, explain, fmha
 from multiattn.arch import by_name
 from multiattn.backend import Plan, find_variant, plan_variant
+from multiattn.cuda import exp2
 from multiattn.exp2_fma import is_polynomial
 from multiattn.triton import BACKEND
 from multiattn.triton.gluon.configs import (
@@ -177,3 +179,44 @@ def test_the_polynomial_takes_an_even_share_of_the_exponentials():
         written = re.findall(r"(?:ex2\.approx\.ftz\.f32|mul\.rn\.f32) (\$\d+),", text)
         assert written == [f"${i}" for i in range(16)]
     assert sum(is_polynomial(pair, 4) for pair in range(16)) == 4
+
+
+def operand(text, registers):
+    """A register's values, or a literal: fp32 in hexadecimal, or an integer."""
+    if text.startswith("0f"):
+        return np.uint32(int(text[2:], 16)).view(np.float32)
+    return registers[text] if text in registers else np.uint32(int(text))
+
+
+def run_ptx(text, x):
+    """What the PTX of `exp2_polynomial` makes of x."""
+    verbs = {
+        "max.NaN.f32": np.maximum,  # of both, NaN where either is
+        "min.NaN.f32": np.minimum,
+        "add.rn.f32": np.add,
+        "sub.rn.f32": np.subtract,
+        "mul.rn.f32": np.multiply,
+        "fma.rn.f32": lambda a, b, c: exp2._fma(np.broadcast_to(a, x.shape), b, c),
+        "shl.b32": lambda a, b: (a.view(np.uint32) << b).view(np.float32),
+    }
+    registers = {"$16": x}
+    with np.errstate(all="ignore"):
+        for line in re.findall(r"[a-z][\w.]* [^;{}]*(?=;)", text.split(";", 1)[1]):
+            verb, operands = line.split(" ", 1)
+            to, *given = (part.strip() for part in operands.split(","))
+            registers[to] = np.asarray(verbs[verb](*(operand(each, registers) for each in given)), dtype=np.float32)
+    return registers["$0"]
+
+
+@pytest.mark.parametrize("clamp", [False, True])
+def test_the_polynomial_in_ptx_is_the_model_bit_for_bit(clamp):
+    pytest.importorskip("triton")
+    from multiattn.triton.gluon.shape import exp2_polynomial
+
+    x = np.concatenate([exp2.samples(-140, 127), np.array([-np.inf, -3e38, 127, np.nan], dtype=np.float32)])
+    if clamp:
+        x = np.append(x, np.array([127.5, 1e6, np.inf], dtype=np.float32))
+    expected = exp2.exp2_fma(np.minimum(x, np.float32(127)) if clamp else x)
+    got = run_ptx(exp2_polynomial(0, clamp=clamp), x)
+    np.testing.assert_array_equal(got.view(np.uint32)[~np.isnan(x)], expected.view(np.uint32)[~np.isnan(x)])
+    assert np.isnan(got[np.isnan(x)]).all()
