@@ -22,6 +22,8 @@ _C_TYPES: Mapping[Kind, Any] = {
     "f32": ctypes.c_float,
 }
 
+TENSORS = ("q", "k", "v", "out", "lse")
+"""The names of what a forward launch is given, in its order."""
 WORKSPACE = "workspace"
 """The name, among those of tensors, of what a Binding's `workspace_bytes` asks for."""
 

@@ -19,15 +19,13 @@ import torch
 from multiattn import abi, context
 from multiattn.tensor_map import Encoder, encode_tensor_map
 
-TENSORS = ("q", "k", "v", "out", "lse")
-
 Lender = Callable[[int], tuple[int, object]]
 """Given the handle of a launch's stream: the address of memory that this launch may use, and what must outlive it."""
 
 Addresses = tuple[int, int, int, int, int]
 """Of q, k, v, out and lse."""
 
-_ADDRESSES_BYTES = abi.POINTER_BYTES * len(TENSORS)
+_ADDRESSES_BYTES = abi.POINTER_BYTES * len(abi.TENSORS)
 _STREAMS_KEPT = 64
 """Handles of streams that a launcher knows at a time."""
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
@@ -75,8 +73,8 @@ class DriverLauncher:
 
         Args:
             function: CUfunction or CUkernel, allowed the shared memory of its image.
-            binding: what it takes: tensors by the names of `TENSORS`, other memory by those of `lenders`. ValueError
-                for what cannot be laid out.
+            binding: what it takes: tensors by the names of `abi.TENSORS`, other memory by those of `lenders`.
+                ValueError for what cannot be laid out.
             device: whose function it is.
             overlaps: whether the kernel may begin while the one before it on the stream still runs: the CUDA
                 Programming Guide's "Programmatic Dependent Launch", for which the kernel must be made.
@@ -133,7 +131,7 @@ class DriverLauncher:
         for place, tensor, encode in self._maps:
             if before is None or before[tensor] != addresses[tensor]:
                 slot.view[place] = encode(addresses[tensor])
-        slot.words[0 : len(TENSORS)] = addresses
+        slot.words[0 : len(abi.TENSORS)] = addresses
         slot.addresses = addresses
 
     def _configure(self, stream: int) -> Any:
@@ -160,7 +158,7 @@ class _Layout:
         self.lent: list[tuple[str, int]] = []
         """What lenders give, by name, and where it goes."""
         self.maps: list[tuple[slice, int, Encoder]] = []
-        """Where a tensor map is, the tensor's place in `TENSORS`, and what makes the map."""
+        """Where a tensor map is, the tensor's place in `abi.TENSORS`, and what makes the map."""
         self.addresses = 0
         """Of the tensors, one after another; within the struct that has them, where there is one."""
         of_tensors = next((it for it in binding.arguments if isinstance(it, abi.Struct) and _offsets(it)), None)
@@ -188,8 +186,8 @@ class _Layout:
             start = self._place(bytes(abi.TENSOR_MAP_BYTES), abi.TENSOR_MAP_ALIGNMENT)
             self._map(start, argument)
             return start
-        if isinstance(argument, abi.Pointer) and argument.tensor in TENSORS:
-            return self.addresses + abi.POINTER_BYTES * TENSORS.index(argument.tensor)
+        if isinstance(argument, abi.Pointer) and argument.tensor in abi.TENSORS:
+            return self.addresses + abi.POINTER_BYTES * abi.TENSORS.index(argument.tensor)
         if isinstance(argument, abi.Pointer) and argument.tensor is not None:
             start = self._place(bytes(abi.POINTER_BYTES), abi.POINTER_BYTES)
             self.lent.append((argument.tensor, start))
@@ -199,23 +197,23 @@ class _Layout:
     def _struct(self, struct: abi.Struct) -> int:
         start = self._place(struct.data, abi.TENSOR_MAP_ALIGNMENT)
         if offsets := _offsets(struct):
-            wanted = [offsets.get("q", 0) + abi.POINTER_BYTES * index for index in range(len(TENSORS))]
-            if sorted(offsets) != sorted(TENSORS) or [offsets[name] for name in TENSORS] != wanted:
+            wanted = [offsets.get("q", 0) + abi.POINTER_BYTES * index for index in range(len(abi.TENSORS))]
+            if sorted(offsets) != sorted(abi.TENSORS) or [offsets[name] for name in abi.TENSORS] != wanted:
                 raise ValueError(f"pointers: got {offsets}; allowed q, k, v, out and lse, one after another")
             self.addresses = start + offsets["q"]
-        self.lent += [(name, start + at) for at, name in struct.pointers.items() if name not in TENSORS]
+        self.lent += [(name, start + at) for at, name in struct.pointers.items() if name not in abi.TENSORS]
         for at, tensor_map in struct.maps.items():
             self._map(start + at, tensor_map)
         return start
 
     def _map(self, start: int, tensor_map: abi.TensorMap) -> None:
         place = slice(start, start + abi.TENSOR_MAP_BYTES)
-        self.maps.append((place, TENSORS.index(tensor_map.tensor), Encoder(tensor_map)))
+        self.maps.append((place, abi.TENSORS.index(tensor_map.tensor), Encoder(tensor_map)))
 
 
 def _offsets(struct: abi.Struct) -> dict[str, int]:
     """Where a struct has the addresses of tensors."""
-    return {name: at for at, name in struct.pointers.items() if name in TENSORS}
+    return {name: at for at, name in struct.pointers.items() if name in abi.TENSORS}
 
 
 def _match(lenders: Mapping[str, Lender], lent: list[tuple[str, int]]) -> tuple[Lender, ...]:
@@ -238,7 +236,7 @@ class _Slot:
         start = ctypes.addressof(memory) + skip
         self.view = memoryview(memory).cast("B")[skip : skip + size]
         self.view[:] = bytes(layout.initial)
-        self.words: Any = (ctypes.c_uint64 * len(TENSORS)).from_buffer(memory, skip + layout.addresses)
+        self.words: Any = (ctypes.c_uint64 * len(abi.TENSORS)).from_buffer(memory, skip + layout.addresses)
         self.lent = tuple(ctypes.c_uint64.from_buffer(memory, skip + at) for _, at in layout.lent)
         self.parameters = (ctypes.c_void_p * len(layout.parameters))(*(start + at for at in layout.parameters))
         self.addresses: Addresses | None = None

@@ -22,5 +22,5 @@ def heads_side_by_side(problem: Problem) -> int:
 
 
 def most_multiprocessors(arch: Arch) -> int:
-    """Of the largest product of an arch: a grid of so many blocks that take tile after tile fills every one."""
-    return max(gpu.sms for gpu in GPUS if gpu.arch == arch.name)
+    """Of the largest product of an arch: so many blocks that take tile after tile fill every one; the host has one."""
+    return max((gpu.sms for gpu in GPUS if gpu.arch == arch.name), default=1)

@@ -10,8 +10,9 @@ import multiattn
 from multiattn import Problem, reference
 from multiattn.arch import ARCHS
 from multiattn.backend import get, make_plan, plan_variant
-from multiattn.cutile.configs import PIPELINES, CutileConfig, grid_of, multiprocessors_of
+from multiattn.cutile.configs import PIPELINES, CutileConfig, grid_of
 from multiattn.cutile.steps import STEPS
+from multiattn.schedule import most_multiprocessors
 
 pytest.importorskip("cuda.tile")
 
@@ -261,7 +262,7 @@ def test_a_static_grid_fills_the_device():
     assert grid_of(problem, replace(static, occupancy=None), 132) == (132, 1)
     assert grid_of(replace(problem, batch=1, heads_q=1), static, 132) == (16, 1)
     assert grid_of(problem, LAZY, 132) == (32 * 64, 1)
-    assert [multiprocessors_of(ARCHS[name]) for name in ("sm90", "cpu")] == [132, 1]
+    assert [most_multiprocessors(ARCHS[name]) for name in ("sm90", "cpu")] == [132, 1]
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], config=static, probe=False)
     assert get_grid(plan) == (264, 1, 1)  # of the largest product, as there is no device here
     assert get_constants(plan)[-4:] == (True, 16.0, 0, True)

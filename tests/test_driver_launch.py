@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from multiattn import abi, counters, driver_launch
-from multiattn.driver_launch import TENSORS, CUlaunchAttribute, CUlaunchConfig, DriverLauncher, load_kernel
+from multiattn.driver_launch import CUlaunchAttribute, CUlaunchConfig, DriverLauncher, load_kernel
 
 BOX = abi.Box(extents=(1, 1, 64, 64), swizzle=3, dtype=9)
 WIDE = abi.Box(extents=(1, 1, 128, 64), swizzle=3, dtype=9)
@@ -26,7 +26,7 @@ def params(*, maps=("q", "k"), pointers=True, workspace=False):
     """A struct of which `maps` are at the front, the addresses behind, then a number and the workspace's address."""
     at = 128 * len(maps)
     data = bytes(at + 40) + struct.pack("<qQ", -5, 0) + bytes(8)
-    places = {at + 8 * index: name for index, name in enumerate(TENSORS)} if pointers else {}
+    places = {at + 8 * index: name for index, name in enumerate(abi.TENSORS)} if pointers else {}
     if workspace:
         places[at + 48] = abi.WORKSPACE
     return abi.Struct(data=data, pointers=places, maps={128 * i: tensor_map(name) for i, name in enumerate(maps)})
@@ -34,7 +34,7 @@ def params(*, maps=("q", "k"), pointers=True, workspace=False):
 
 BINDINGS = {
     "pointers and numbers": [
-        *(abi.Pointer(tensor=name) for name in TENSORS),
+        *(abi.Pointer(tensor=name) for name in abi.TENSORS),
         abi.Number(kind="f32", value=0.125),
         abi.Number(kind="i32", value=-3),
         abi.Number(kind="i8", value=1),
@@ -51,7 +51,7 @@ BINDINGS = {
     ],
     "eight tensor maps and a counter": [
         *(tensor_map(name, box) for box in (BOX, WIDE) for name in ("q", "k", "v", "out")),
-        *(abi.Pointer(tensor=name) for name in TENSORS),
+        *(abi.Pointer(tensor=name) for name in abi.TENSORS),
         abi.Pointer(tensor=abi.WORKSPACE),
         abi.Number(kind="f32", value=1.5),
     ],
@@ -81,7 +81,7 @@ def tensors():
 
 
 def wanted(arguments, given, workspace=4242):
-    addresses = {name: tensor.data_ptr() for name, tensor in zip(TENSORS, given, strict=True)}
+    addresses = {name: tensor.data_ptr() for name, tensor in zip(abi.TENSORS, given, strict=True)}
     addresses[abi.WORKSPACE] = workspace
     encode = lambda of, address: address.to_bytes(8, "little") * 16  # noqa: E731  # as the fake driver
     return tuple(abi.pack(argument, addresses, encode) for argument in arguments)

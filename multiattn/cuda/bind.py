@@ -13,8 +13,6 @@ from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.problem import VECTOR_BYTES
 from multiattn.schedule import most_multiprocessors
 
-_POINTERS = ("q", "k", "v", "out", "lse")
-
 
 def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None) -> abi.Binding:
     """The Binding of a forward Plan.
@@ -47,7 +45,7 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
 
 def _pointers(base: int) -> dict[int, str]:
     """Where a ForwardParams at byte `base` has its pointers."""
-    return {base + getattr(ForwardParams, name).offset: name for name in _POINTERS}
+    return {base + getattr(ForwardParams, name).offset: name for name in abi.TENSORS}
 
 
 def _wgmma_struct(plan: Plan, config: WgmmaConfig) -> abi.Struct:

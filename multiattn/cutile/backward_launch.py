@@ -177,7 +177,7 @@ def _hinted(function: Callable[..., None], is_64bit: bool, occupancy: int | None
 
 
 def prepare_backward(plan: Plan) -> BackwardLauncher:
-    """The launcher of a backward plan; its first launch with and without dlse compiles, as with `launch.prepare`."""
+    """The launcher of a backward plan; its first launch with dlse, and that without, compile."""
     arrays = layouts(plan.problem)
     run = run_on_gpu if plan.arch.is_gpu else _interpret
     launches = {

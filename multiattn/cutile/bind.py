@@ -13,9 +13,10 @@ from collections.abc import Mapping
 
 from multiattn import abi
 from multiattn.backend import Plan
-from multiattn.cutile.configs import CutileConfig, grid_of, multiprocessors_of
+from multiattn.cutile.configs import CutileConfig, grid_of
 from multiattn.cutile.steps import STEPS
 from multiattn.problem import LOG2_E, Problem
+from multiattn.schedule import most_multiprocessors
 
 IMAGE = abi.Image(threads=1)
 """How every kernel is started."""
@@ -42,7 +43,7 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
     emitted = emitted or {}
     problem, config = plan.problem, plan.config
     assert isinstance(config, CutileConfig)
-    grid = grid_of(problem, config, multiprocessors_of(plan.arch))
+    grid = grid_of(problem, config, most_multiprocessors(plan.arch))
     if grid is None:
         raise ValueError(f"no grid for {plan}")
     constants = _constants(plan, config, emitted)

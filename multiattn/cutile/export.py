@@ -24,8 +24,9 @@ from multiattn.backend import Exported, Plan
 from multiattn.cutile.backward_launch import get_steps
 from multiattn.cutile.bind import ARRAYS, EXTENTS, IMAGE, STRIDES, bind
 from multiattn.cutile.compile import get_signature, get_step_signature
-from multiattn.cutile.configs import grid_of, multiprocessors_of
+from multiattn.cutile.configs import grid_of
 from multiattn.cutile.launch import compile_limit, get_config, get_constants, get_kernel
+from multiattn.schedule import most_multiprocessors
 
 KINDS = ("tileir", "tileirbc")
 """Tile IR as text, and as the bytecode that tileiras takes."""
@@ -152,7 +153,7 @@ def _prove_constants(binding: abi.Binding, plan: Plan, signature: Any) -> None:
 
 def _grid(plan: Plan) -> tuple[int, int, int] | None:
     """Of a launch by cuTile; of a static grid on the largest product of the arch, whatever is here."""
-    grid = grid_of(plan.problem, get_config(plan), multiprocessors_of(plan.arch))
+    grid = grid_of(plan.problem, get_config(plan), most_multiprocessors(plan.arch))
     return None if grid is None else (*grid, 1)
 
 

@@ -293,7 +293,7 @@ def lazy_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any
             for pair in range(0, pairs):
                 rows = take_pair(shape, place, q, k, v, scale, rows, first + 1 + 2 * pair)
             rest = first + 1 + 2 * pairs
-            if not shape.masked:
+            if not shape.masked:  # else the odd one is taken with those that need the mask
                 for block in range(rest, first_masked):
                     rows = take(shape, place, v, score(shape, place, q, k, block, False), scale, rows, block)
         else:

@@ -20,11 +20,11 @@ from multiattn.cutile.configs import (
     SMALLEST_TILE,
     CutileConfig,
     grid_of,
-    multiprocessors_of,
 )
 from multiattn.cutile.forward import forward, forward_64bit
 from multiattn.cutile.steps import STEPS
 from multiattn.problem import LOG2_E, Problem
+from multiattn.schedule import most_multiprocessors
 
 COMPILE_SECONDS = 120.0
 """Longest compilation: a tile too large for the registers can take tileiras minutes, a good one takes it seconds."""
@@ -99,9 +99,9 @@ def get_grid(plan: Plan) -> tuple[int, int, int]:
 
 
 def count_multiprocessors(plan: Plan) -> int:
-    """Of the current device; where there is none for the plan, as `multiprocessors_of`."""
+    """Of the current device; where there is none for the plan, as `most_multiprocessors`."""
     if not (plan.arch.is_gpu and torch.cuda.is_initialized()):
-        return multiprocessors_of(plan.arch)
+        return most_multiprocessors(plan.arch)
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 

@@ -171,7 +171,7 @@ def _by_driver(
     kernel: Any, blocks: int, arguments: Callable[..., tuple[Any, ...]], lenders: Mapping[str, Lender]
 ) -> DriverLauncher | None:
     """The launcher past Triton's, or None. What is handed over is what Triton's signature and the cubin say."""
-    stubs = {name: object() for name in (*signature.TENSORS, *lenders)}
+    stubs = {name: object() for name in (*abi.TENSORS, *lenders)}
     names = {id(stub): name for name, stub in stubs.items()}
     try:
         metadata = kernel.metadata

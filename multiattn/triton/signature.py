@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     AnyForward: TypeAlias = Call | GluonCall
 
-TENSORS = ("q", "k", "v", "out", "lse")
-
 _TENSOR_MAP_DTYPES = {6: 6, 10: 9}
 """Triton's numbers of fp16 and bf16, which are the hardware's, and CUtensorMapDataType's."""
 _ITEM_BYTES = 2
@@ -92,7 +90,7 @@ def prove(binding: abi.Binding, call: AnyForward, kernel: Any) -> None:
     metadata = kernel.metadata
     if reason := why_not(metadata, overlap=True):  # one that may overlap need not
         raise ValueError(f"{metadata.name}: {reason}, all that the loader can launch")
-    stubs = {name: object() for name in (*TENSORS, *([abi.WORKSPACE] if binding.workspace_bytes else []))}
+    stubs = {name: object() for name in (*abi.TENSORS, *([abi.WORKSPACE] if binding.workspace_bytes else []))}
     theirs = arguments_of(kernel, call.arguments(**stubs), {id(stub): name for name, stub in stubs.items()})
     if theirs != binding.arguments:
         pairs = zip(theirs, binding.arguments, strict=False)

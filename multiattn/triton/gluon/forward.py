@@ -33,6 +33,8 @@ from multiattn.triton.gluon.repair import OUT, K, Q, V, repair, write_address
 from multiattn.triton.gluon.ring import await_full, make_barriers, read_word, release, skip, write_word
 from multiattn.triton.gluon.shape import BATCH, BLOCKS, EXACT, FIRST_QUERY, HEAD, NO_TILE, SPOILED
 from multiattn.triton.gluon.softmax import (
+    LN_2,
+    LOWEST,
     exponentiate,
     keep_packed,
     mask_scores,
@@ -40,11 +42,6 @@ from multiattn.triton.gluon.softmax import (
     sum_of_thread,
     take_sign,
 )
-
-LN_2 = gl.constexpr(0.6931471805599453)
-LOWEST = gl.constexpr(-3.4028234663852886e38)
-"""Where a row's maximum starts: the lowest finite fp32. With -inf a row that sees nothing would need guards."""
-
 
 # ---------------------------------------------------------------- products, left under way
 

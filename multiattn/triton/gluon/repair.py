@@ -14,9 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from multiattn.triton.gluon.ring import read_word
-from multiattn.triton.gluon.softmax import end_of_keys, take_sign
+from multiattn.triton.gluon.softmax import LN_2, LOWEST, end_of_keys, take_sign
 
-LOWEST = gl.constexpr(-3.4028234663852886e38)
 KEYS = gl.constexpr(16)
 """Of a step. Fewer than 32, as `_seen_specials` counts to that."""
 COLUMNS = gl.constexpr(16)
@@ -128,7 +127,7 @@ def repair(first_query, batch, head, addresses, lse, scale, sizes, like, C: gl.c
             acc = mma_v2(packed, finite, acc * decay[:, None])
             special += _seen_specials(visible, values)
         in_range = (rows >= 0) & (rows < seq_q)
-        gl.store(lse + rows, (row_max + gl.log2(row_sum)) * 0.6931471805599453, mask=in_range)
+        gl.store(lse + rows, (row_max + gl.log2(row_sum)) * LN_2, mask=in_range)
         row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
         tile = (acc + special) * (1.0 / row_sum)[:, None]
         stored = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, _ACCUMULATOR))

@@ -12,6 +12,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+LN_2 = gl.constexpr(0.6931471805599453)
+LOWEST = gl.constexpr(-3.4028234663852886e38)
+"""Where a row's maximum starts: the lowest finite fp32. With -inf a row that sees nothing would need guards."""
+
 
 @gluon.jit
 def take_sign(scores, C: gl.constexpr):
