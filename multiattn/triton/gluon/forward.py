@@ -423,8 +423,11 @@ def attention_forward(
     words = gl.allocate_shared_memory(gl.int32, [C.q_slots * C.words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ring_q = (make_barriers(C.q_slots, 1), make_barriers(C.q_slots, C.warpgroups))
     ring_kv = (make_barriers(C.stages, 1), make_barriers(C.stages, C.warpgroups))
-    verdicts = make_barriers(C.q_slots, C.warpgroups)
-    turns = make_barriers(C.warpgroups, 1)
+    verdicts, turns = ring_q[0], ring_q[0]  # not asked for where there are none
+    if C.lazy_max:
+        verdicts = make_barriers(C.q_slots, C.warpgroups)
+    if C.pingpong:
+        turns = make_barriers(C.warpgroups, 1)
     shared = (ring_q, ring_kv, verdicts, turns, words, q_buffers, kv_buffers)
     fence_async_shared()
 

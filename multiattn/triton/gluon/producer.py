@@ -127,11 +127,12 @@ def _send(
     write_word(words, slot * C.words + BLOCKS, blocks)
     write_word(words, slot * C.words + EXACT, exact)
     write_word(words, slot * C.words + TILE, tile)
-    full = ring_q[0].index(slot)
-    mbarrier.expect(full, 2 * C.tile_m * (C.wide + C.narrow))
     warpgroups: gl.constexpr = C.warpgroups
     for warpgroup in gl.static_range(warpgroups):
         write_word(words, slot * C.words + SPOILED + warpgroup, 0)
+    full = ring_q[0].index(slot)
+    mbarrier.expect(full, 2 * C.tile_m * (C.wide + C.narrow))
+    for warpgroup in gl.static_range(warpgroups):
         row = first_query + 64 * warpgroup
         _load_pieces(q_maps, batch, head, row, full, q_buffers, slot * C.warpgroups + warpgroup, C)
 
