@@ -17,7 +17,6 @@ from multiattn.exp2_fma import is_polynomial
 from multiattn.triton import BACKEND
 from multiattn.triton.gluon.configs import (
     BOOKKEEPING_BYTES,
-    UNPROVEN,
     GluonConfig,
     candidates,
     grid_blocks,
@@ -30,12 +29,6 @@ from multiattn.triton.gluon.configs import (
 SM90 = by_name("sm90")
 VARIANT = find_variant(BACKEND, "warp_specialized")
 needs_compiler = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason=str(BACKEND.probe_compiler()))
-
-
-@pytest.fixture(autouse=True)
-def unproven(monkeypatch):
-    """To work on it."""
-    monkeypatch.setenv(UNPROVEN, "1")
 
 
 def problem(head_dim=128, **options):
@@ -52,17 +45,16 @@ def plan_of(head_dim=128, config=None, **options):
 # ---------------------------------------------------------------- what is planned
 
 
-def test_nobody_gets_it_who_does_not_ask_for_it_and_allow_it(monkeypatch):
-    assert explain(problem(), arch="sm90", backend="triton").variant == "full"
-    named = explain(problem(), arch="sm90", backend="triton", variant=VARIANT.name)
-    assert (named.variant, named.workspace_bytes) == (VARIANT.name, 16)
-    monkeypatch.delenv(UNPROVEN)
-    (reason,) = explain(problem(), arch="sm90", backend="triton", variant=VARIANT.name)
-    assert (reason.code, reason.hint) == ("variant", "docs/gluon.md")
+def test_it_is_what_triton_runs_on_hopper_and_nowhere_else():
+    found = explain(problem(), arch="sm90", backend="triton")
+    assert (found.variant, found.workspace_bytes) == (VARIANT.name, 16)
+    for arch, variant in (("sm80", "pointer_full"), ("sm100", "full")):
+        assert explain(problem(), arch=arch, backend="triton").variant == variant
 
 
-def test_what_tma_cannot_read_it_refuses():
+def test_what_tma_cannot_read_goes_to_pointers():
     odd = replace(problem(), strides_q=(8000 * 128, 1000 * 128, 132), alignment=8)
+    assert explain(odd, arch="sm90", backend="triton").variant == "pointer_full"
     (reason,) = explain(odd, arch="sm90", backend="triton", variant=VARIANT.name)
     assert (reason.code, reason.got) == ("alignment", "8 bytes")
 
@@ -165,6 +157,21 @@ def test_its_code_is_what_the_config_asks_for():
     ):
         assert verb in ptx, verb
     assert "wgmma.mma_async.sync.aligned.m64n128k16" not in ptx  # head_dim is not padded to 128
+
+
+@needs_compiler
+@pytest.mark.parametrize("options", [{}, {"lazy_max": True}, {"pingpong": True}, {"lazy_max": True, "pingpong": True}])
+def test_no_mbarrier_is_made_that_nobody_waits_for(options):
+    """Its memory would be given away while an SM still has its state: bits that differ now and then, and hangs."""
+    from multiattn.triton.compile import specialise
+    from multiattn.triton.gluon.launch import GluonCall
+
+    plan = plan_of(64, GluonConfig(tile_m=192, tile_n=64, stages=12, q_slots=2, **options), causal=True)
+    ttgir = specialise(GluonCall(plan), SM90).asm["ttgir"]
+    made = re.findall(r"(%\w+) = ttg\.local_alloc : \(\)", ttgir)
+    (used,) = re.findall(r"ttg\.warp_specialize\(([^)]*)\)", ttgir)
+    assert len(made) == 8 + sum(options.values())
+    assert set(made) <= set(used.split(", "))
 
 
 def test_the_polynomial_takes_an_even_share_of_the_exponentials():

@@ -110,7 +110,7 @@ def _forward_variant(name: str) -> Variant:
 
 _GLUON = Variant(
     name=gluon.VARIANT,
-    summary="not proven: Gluon for Hopper, a warp that loads by TMA, warpgroups that compute by wgmma",
+    summary="Gluon for Hopper: a warp that loads by TMA, warpgroups that compute by wgmma",
     capability=Capability(
         arches=gluon.ARCHES,
         alignment=VECTOR_BYTES,
@@ -119,8 +119,7 @@ _GLUON = Variant(
     ),
     rules=GLUON_RULES,
     workspace=gluon.workspace,
-    fits=gluon.why_not_run,
-    only_named=True,
+    fits=gluon.why_not_fit,
 )
 
 
@@ -146,12 +145,12 @@ def _backward_variant(rules: tuple[Rule[BackwardConfig], ...], *, one_pass: bool
 
 BACKEND = Backend(
     name="triton",
-    summary="Triton, plain triton.language",
+    summary="Triton: plain triton.language, and Gluon on Hopper",
     probe=_probe,
     probe_compiler=_probe_jit,
     versions=_versions,
     forward=Op(
-        variants=(*(_forward_variant(name) for name in STEPS), _GLUON),
+        variants=(_GLUON, *(_forward_variant(name) for name in STEPS)),
         prepare=_prepare,
         compile=_compile,
         export=_export,

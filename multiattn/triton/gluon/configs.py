@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,8 +16,6 @@ from multiattn.support import Reason
 from multiattn.triton.configs import ELEMENT_BYTES, too_many_programs
 
 VARIANT = "warp_specialized"
-UNPROVEN = "MULTIATTN_UNPROVEN"
-"""An environment variable: 1 lets the variant run all the same."""
 ARCHES = ("sm90",)
 
 WARPGROUP_ROWS = 64
@@ -101,18 +98,6 @@ def registers_at_least(config: GluonConfig, problem: Problem) -> int:
 def workspace(problem: Problem, config: Config | None) -> int:
     """Bytes of device memory beside the tensors: the tile counter of a dynamic scheduler, one for each stream."""
     return COUNTER_BYTES if isinstance(config, GluonConfig) and config.scheduler == "dynamic" else 0
-
-
-def why_not_run(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
-    """Every reason why this variant does not run a Plan: that it is not proven yet, and `why_not_fit`."""
-    reasons = why_not_fit(problem, arch, config)
-    if os.environ.get(UNPROVEN) == "1":
-        return reasons
-    got = f"{VARIANT}, which differs between two runs now and then, and may hang"
-    return (
-        Reason(code="variant", got=got, allowed=f"others; {UNPROVEN}=1 to work on it", hint="docs/gluon.md"),
-        *reasons,
-    )
 
 
 def why_not_fit(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
