@@ -188,8 +188,6 @@ def tune_configs(options: argparse.Namespace) -> int:
     if options.rules_from is not None or options.check:
         return _write_rules(options.rules_from or tune_results.recorded(), check=options.check)
     names = _our_names(options)
-    if options.rules and tune_rules.BACKEND not in names:
-        raise InputError(f"--rules: got --backend {', '.join(names)}; allowed with {tune_rules.BACKEND}")
     options.seq = options.seq or [tune.TUNE_SEQ]
     cells = _cells(options)
     tune.check_variants(names, cells, options.variant or ())
@@ -220,7 +218,7 @@ def tune_configs(options: argparse.Namespace) -> int:
         print(f"Written: {_shown(path)}", flush=True)
     if not options.rules:
         return 0
-    return _write_rules([*tune_results.recorded(), folder / f"{tune_results.PREFIX}{tune_rules.BACKEND}.json"])
+    return _write_rules([*tune_results.recorded(), *(folder / f"{tune_results.PREFIX}{name}.json" for name in names)])
 
 
 def _write_rules(files: Sequence[Path], *, check: bool = False) -> int:

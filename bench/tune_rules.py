@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -23,16 +23,39 @@ from bench.matrix import Cell
 from bench.tune import Trial
 from bench.tune_results import Sweep, Tried
 from multiattn import backend as registry
+from multiattn import tuned
 from multiattn.arch import ARCHS, Arch
 from multiattn.backend import Direction, Variant
 from multiattn.config import Config
-from multiattn.cuda import tuned
-from multiattn.cuda.tuned import Tuned
-from multiattn.cuda.wgmma_configs import class_of
+from multiattn.cuda import wgmma_configs
+from multiattn.triton.gluon import configs as gluon_configs
+from multiattn.tuned import Tuned
 
-BACKEND = "cuda"
-"""The only one whose rules are taken from a file."""
-COMPILER = "nvidia-cuda-nvrtc"
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Backend:
+    """What a backend's sweeps are to rules."""
+
+    config: Callable[..., Config]
+    class_of: Callable[[int], int | None]
+    """The widest head_dim of those that are tuned together with one."""
+    compiler: str
+    """As evidence calls it."""
+    package: str
+    """Whose version it has."""
+
+
+BACKENDS: Mapping[str, _Backend] = {
+    "cuda": _Backend(
+        config=wgmma_configs.WgmmaConfig,
+        class_of=wgmma_configs.class_of,
+        compiler="NVRTC",
+        package="nvidia-cuda-nvrtc",
+    ),
+    "triton": _Backend(
+        config=gluon_configs.GluonConfig, class_of=gluon_configs.class_of, compiler="Triton", package="triton"
+    ),
+}
 RULE_COST = 0.01
 """What one more rule must gain, in all its lengths together: a percent of one of them."""
 TIE = 0.002
@@ -69,22 +92,22 @@ def _rates(sweep: Sweep) -> dict[str, float]:
 
 def _fits_class(sweep: Sweep, fields: Mapping[str, Any]) -> bool:
     """Whether a config fits the widest head_dim that a rule with it would speak for."""
-    direction, name = _variant(sweep)
-    variant = next(it for it in registry.get(BACKEND).op(direction).variants if it.name == name)
-    config = type(variant.rules[0].config)(**fields)
-    return _fits_widest(variant, config, sweep.cell, ARCHS[sweep.environment.arch])
+    backend, direction, name = _variant(sweep)
+    variant = registry.find_variant(registry.get(backend), name, direction=direction)
+    config = BACKENDS[backend].config(**fields)
+    return _fits_widest(backend, variant, config, sweep.cell, ARCHS[sweep.environment.arch])
 
 
-def _fits_widest(variant: Variant, config: Config, cell: Cell, arch: Arch) -> bool:
-    return not variant.fits(replace(cell, head_dim=_widest(cell)).problem, arch, config)
+def _fits_widest(backend: str, variant: Variant, config: Config, cell: Cell, arch: Arch) -> bool:
+    return not variant.fits(replace(cell, head_dim=_widest(backend, cell)).problem, arch, config)
 
 
 def may_be_rule(trial: Trial) -> bool:
     """Whether a rule could have a candidate's config: one that is not taken from sweeps could have any."""
     plan = trial.plan
-    if plan is None or plan.config is None or (plan.direction, plan.variant) not in tuned.VARIANTS:
+    if plan is None or plan.config is None or (plan.backend, plan.direction, plan.variant) not in tuned.VARIANTS:
         return True
-    return plan.backend != BACKEND or _fits_widest(registry.variant_of(plan), plan.config, trial.cell, plan.arch)
+    return _fits_widest(plan.backend, registry.variant_of(plan), plan.config, trial.cell, plan.arch)
 
 
 def _key(tried: Tried) -> str:
@@ -95,30 +118,31 @@ def _key(tried: Tried) -> str:
 
 
 def derive(sweeps: Sequence[Sweep]) -> list[Tuned]:
-    """The rules that sweeps give: of the variants in `multiattn.cuda.tuned.VARIANTS`, whatever else was swept."""
+    """The rules that sweeps give: of the variants in `multiattn.tuned.VARIANTS`, whatever else was swept."""
     usable = [sweep for sweep in sweeps if _is_tuned(sweep) and _rates(sweep)]
     rules: list[Tuned] = []
     for group in _grouped(usable, lambda it: (*_variant(it), it.environment.arch, it.cell.causal)):
         below = 0
-        for of_head_dim in _grouped(group, lambda it: _widest(it.cell)):
-            rules += _rules(of_head_dim, below + 1, widest := _widest(of_head_dim[0].cell))
+        for of_head_dim in _grouped(group, lambda it: _widest(it.backend, it.cell)):
+            first = of_head_dim[0]
+            rules += _rules(of_head_dim, below + 1, widest := _widest(first.backend, first.cell))
             below = widest
     return rules
 
 
-def _widest(cell: Cell) -> int:
+def _widest(backend: str, cell: Cell) -> int:
     """The largest head_dim of its class."""
-    widest = class_of(cell.head_dim)
+    widest = BACKENDS[backend].class_of(cell.head_dim)
     assert widest is not None, f"a sweep at head_dim {cell.head_dim}, beyond all classes"
     return widest
 
 
 def _is_tuned(sweep: Sweep) -> bool:
-    return sweep.backend == BACKEND and sweep.cell.direction in DIRECTIONS and _variant(sweep) in tuned.VARIANTS
+    return sweep.cell.direction in DIRECTIONS and _variant(sweep) in tuned.VARIANTS
 
 
-def _variant(sweep: Sweep) -> tuple[Direction, str]:
-    return DIRECTIONS[sweep.cell.direction], sweep.variant
+def _variant(sweep: Sweep) -> tuple[str, Direction, str]:
+    return sweep.backend, DIRECTIONS[sweep.cell.direction], sweep.variant
 
 
 def _grouped(sweeps: Sequence[Sweep], key: Any) -> list[list[Sweep]]:
@@ -134,6 +158,7 @@ def _rules(sweeps: Sequence[Sweep], head_dim_min: int, head_dim_max: int) -> Ite
         seq_max = None if number + 1 == len(bands) else math.isqrt(places[-1].seq * bands[number + 1][1][0].seq)
         first = sweeps[0]
         yield Tuned(
+            backend=first.backend,
             variant=first.variant,
             direction=DIRECTIONS[first.cell.direction],
             arches=(first.environment.arch,),
@@ -194,7 +219,8 @@ def evidence(config: str, sweeps: Sequence[Sweep]) -> str:
 
 def _setup(sweep: Sweep) -> str:
     of = sweep.environment
-    compiler = f"NVRTC {of.versions.get(COMPILER, 'unknown')}"
+    backend = BACKENDS[sweep.backend]
+    compiler = f"{backend.compiler} {of.versions.get(backend.package, 'unknown')}"
     return f"{of.gpu.removeprefix('NVIDIA ')}, {of.date}, {of.commit}, {compiler}"
 
 
@@ -224,8 +250,8 @@ def _shown(tried: Tried) -> str:
 
 
 def tuned_path() -> Path:
-    """multiattn/cuda/tuned.json of the checkout."""
-    return ROOT / "multiattn" / "cuda" / "tuned.json" if is_clone() else Path.cwd() / "tuned.json"
+    """multiattn/tuned.json of the checkout."""
+    return ROOT / "multiattn" / "tuned.json" if is_clone() else Path.cwd() / "tuned.json"
 
 
 def text_from(paths: Sequence[Path]) -> str:

@@ -16,6 +16,8 @@ IMAGES = {
     "triton": abi.Image(threads=128, dynamic_smem_bytes=70000, boxes=(BOX, BOX)),
     "cutile": abi.Image(threads=1),
 }
+VARIANTS = {"triton": "full"}
+"""Of which IMAGES is one; else the best."""
 BASE = 0x210  # of parameters in the constant bank, as on sm90
 
 
@@ -47,7 +49,7 @@ def problem(**sizes):
 
 def emit(folder, name, *, host=None, arch="sm90", variant=None, **sizes):
     """A folder with one forward kernel whose code is fake."""
-    plan = make_plan(get(name), problem(**sizes), ARCHS[arch], variant=variant, probe=False)
+    plan = make_plan(get(name), problem(**sizes), ARCHS[arch], variant=variant or VARIANTS.get(name), probe=False)
     module = import_module(f"multiattn.{name}.bind")
     binding = module.bind(plan, IMAGES[name] if name in IMAGES else module.image_of(plan))
     threads = max(128, binding.image.threads)

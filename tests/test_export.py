@@ -22,7 +22,7 @@ BSHD = {"strided": True}
 CASES = {
     "cuda d64": ("cuda", "sm90", {"head_dim": 64, "heads_q": 4}),
     "cuda d40 unaligned": ("cuda", "sm120", {"head_dim": 40, "offset": 1}),
-    "triton d128 gqa BSHD": ("triton", "sm90", {"head_dim": 128, "heads_q": 4, **BSHD}),
+    "triton d128 gqa BSHD": ("triton full", "sm90", {"head_dim": 128, "heads_q": 4, **BSHD}),
     "triton gluon d96 gqa BSHD": (
         "triton warp_specialized",
         "sm90",

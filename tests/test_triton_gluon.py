@@ -1,6 +1,6 @@
 """The Gluon kernel for Hopper as far as it goes with no GPU: what is planned, what fits, what the compiler makes of it.
 
-Nothing runs Gluon on a CPU: what it computes is shown on a GPU, by parity and `test_gpu_gluon.py`.
+Nothing runs Gluon on a CPU: what it computes is shown on a GPU, by parity and `test_gpu_hopper.py`.
 """
 
 import re

@@ -13,10 +13,10 @@ from bench import cli, tune, tune_finals, tune_refine, tune_results, tune_rules
 from bench.errors import InputError
 from bench.matrix import SUITES
 from bench.tune_results import Sweep, Tried
+from multiattn import tuned
 from multiattn.arch import ARCHS, GPUS
 from multiattn.backend import Plan, get, make_plan
 from multiattn.config import Config, Rule
-from multiattn.cuda import tuned
 from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.problem import Problem
 from multiattn.support import Reason
@@ -152,7 +152,13 @@ def test_cells_of_one_length_are_judged_together():
 def test_what_failed_and_what_is_not_taken_from_a_file_gives_no_rule():
     assert bands([sweep((None, None, 400))])[0][-1] == SMALL
     assert not bands([sweep((None, None, None))])
-    assert not bands([sweep((600, 1, 1), variant="split_q"), sweep((600, 1, 1), backend="triton")])
+    assert not bands(
+        [
+            sweep((600, 1, 1), variant="split_q"),
+            sweep((600, 1, 1), backend="triton"),
+            sweep((600, 1, 1), backend="reference"),
+        ]
+    )
     both = sweep((600, 1, 1))
     assert not bands([replace(both, cell=replace(both.cell, direction="fwdbwd"))])
 
@@ -209,7 +215,7 @@ def test_the_rules_of_files_are_written_and_checked(tmp_path, monkeypatch, capsy
     assert cli.main(arguments) == 0
     assert cli.main([*arguments, "--check"]) == 0
     assert "current, by 1 files of sweeps" in capsys.readouterr().out
-    (rule,) = tuned.tuned_rules("wgmma", lambda fields: Choice(**fields), text=target.read_text())
+    (rule,) = tuned.tuned_rules("cuda", "wgmma", lambda fields: Choice(**fields), text=target.read_text())
     assert (rule.config, rule.head_dim_max, rule.seq_max) == (Choice(**WIDE), 128, None)
     assert tuned.dumps(tuned.parse(target.read_text())) == target.read_text()
 
@@ -222,6 +228,7 @@ def test_tuned_json_is_what_the_recorded_sweeps_give():
 
 
 ENTRY = {
+    "backend": "cuda",
     "variant": "wgmma",
     "direction": "forward",
     "arches": ["sm90"],
@@ -236,7 +243,7 @@ ENTRY = {
 
 
 def rules_of(*entries):
-    return tuned.tuned_rules("wgmma", lambda fields: Choice(**fields), text=json.dumps(entries))
+    return tuned.tuned_rules("cuda", "wgmma", lambda fields: Choice(**fields), text=json.dumps(entries))
 
 
 def test_an_entry_is_a_rule():
@@ -250,13 +257,17 @@ def test_an_entry_is_a_rule():
         seq_max=2048,
     )
     assert rule == expected
-    assert not tuned.tuned_rules("wgmma", Choice, direction="backward", text=json.dumps([ENTRY]))
+    text = json.dumps([ENTRY])
+    assert not tuned.tuned_rules("cuda", "wgmma", Choice, direction="backward", text=text)
+    assert not tuned.tuned_rules("triton", "warp_specialized", Choice, text=text)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"batch": 4}, "rule 1: Tuned: got batch; its fields are variant, direction"),
+        ({"batch": 4}, "rule 1: Tuned: got batch; its fields are backend, variant, direction"),
+        ({"backend": "cutie"}, "backend: got 'cutie'; allowed cuda, triton"),
+        ({"backend": "triton"}, "variant: got 'wgmma'; allowed for forward: warp_specialized"),
         ({"variant": "wgma"}, "variant: got 'wgma'; allowed for forward: wgmma"),
         ({"direction": "fwd"}, "direction: got 'fwd'; allowed forward, backward"),
         ({"arches": ["sm91"]}, r"arches: got \('sm91',\); allowed some of sm80"),
@@ -283,7 +294,7 @@ def test_a_wrong_file_says_so():
         rules_of(ENTRY, {key: value for key, value in ENTRY.items() if key != "why"})
     for text, message in (("[", "not JSON"), ("{}", "not a list of rules"), ("[1]", "not a list of rules")):
         with pytest.raises(ValueError, match=message):
-            tuned.tuned_rules("wgmma", Choice, text=text)
+            tuned.tuned_rules("cuda", "wgmma", Choice, text=text)
 
 
 # ---------------------------------------------------------------- the second step

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from multiattn.config import Rule
-from multiattn.cuda.tuned import tuned_rules
 from multiattn.cuda.wgmma_configs import WgmmaConfig
+from multiattn.tuned import tuned_rules
 
 _EMULATED = Rule(
     arches=("cpu",),
@@ -13,5 +13,5 @@ _EMULATED = Rule(
     only_named=True,
 )
 
-RULES: tuple[Rule[WgmmaConfig], ...] = (*tuned_rules("wgmma", lambda given: WgmmaConfig(**given)), _EMULATED)
+RULES: tuple[Rule[WgmmaConfig], ...] = (*tuned_rules("cuda", "wgmma", lambda given: WgmmaConfig(**given)), _EMULATED)
 """First match wins."""

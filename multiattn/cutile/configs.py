@@ -5,6 +5,7 @@ Shared memory is tileiras' own choice (it fits its pipeline to the occupancy ask
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -64,6 +65,8 @@ _H200 = "H200, 2026-11-21, tileiras 13.4, B4 N=4096 H*D=2048 bf16, best of the c
 _LAZY = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, of 246 candidates of one experiment: "
 
 _LANDED = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, of this kernel's candidates: "
+
+_SWEPT = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, finals of bench/results/h200/tune-cutile.json: "
 
 FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     Rule(
@@ -171,7 +174,7 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         arches=("sm90",),
         head_dim_min=129,
         causal=True,
-        seq_max=1024,
+        seq_max=724,
         config=CutileConfig(
             tile_m=128,
             tile_n=64,
@@ -181,9 +184,26 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
             v_latency=None,
             heads_together=4,
             lazy_max=True,
-            pipeline="ahead",
+            scheduler="static",
         ),
-        why=_LANDED + "N=512 285, 1k 380 TFLOPS, cuDNN 349, 443; online 128x128 258, 373",
+        why=_SWEPT + "N=512: 301 TFLOPS, cuDNN 355; a block a tile, one ahead 294 to 296",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=129,
+        causal=True,
+        seq_max=1448,
+        config=CutileConfig(
+            tile_m=128,
+            tile_n=64,
+            occupancy=1,
+            num_worker_warps=8,
+            k_latency=None,
+            v_latency=None,
+            heads_together=8,
+            lazy_max=True,
+        ),
+        why=_SWEPT + "N=1k: 403 TFLOPS, cuDNN 457; a block ahead 402, 4 heads together and a block ahead 388",
     ),
     Rule(
         arches=("sm90",),
@@ -398,13 +418,14 @@ _LAZY_64: tuple[CutileConfig, ...] = (
     CutileConfig(tile_m=64, tile_n=64, occupancy=4),
 )  # fmt: skip
 _LAZY_128: tuple[CutileConfig, ...] = (
-    *_lazy(64, 128, 2, None, "ahead", "plain*", "plain"), *_lazy(64, 64, 2, None, "pairs*", "pairs", "plain*"),
-    *_lazy(128, 64, 1, 8, "plain", "plain*", "pairs"), *_lazy(128, 128, 1, 8, "plain", "pairs"),
+    *_lazy(64, 128, 2, None, "ahead", "plain*", "plain"),
+    *_lazy(64, 64, 2, None, "plain", "plain*", "pairs", "pairs*", "ahead*"),
+    *_lazy(128, 64, 1, 8, "plain", "plain*", "pairs", "pairs*", "ahead*"), *_lazy(128, 128, 1, 8, "plain", "pairs"),
     CutileConfig(tile_m=64, tile_n=128, occupancy=2),
 )  # fmt: skip
 _LAZY_256: tuple[CutileConfig, ...] = (
-    *_lazy(128, 64, 1, 8, "pairs", "pairs*", "plain", "ahead"), *_lazy(128, 32, 1, 8, "plain*", "pairs*"),
-    *_lazy(64, 64, 1, None, "plain", "pairs"), *_lazy(64, 32, 2, None, "plain*"),
+    *_lazy(128, 64, 1, 8, "plain", "plain*", "pairs", "pairs*", "ahead", "ahead*"),
+    *_lazy(128, 32, 1, 8, "plain*", "pairs*", "ahead"), *_lazy(64, 64, 1, None, "ahead", "pairs"),
     CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8),
     CutileConfig(tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8),
 )  # fmt: skip
@@ -424,21 +445,32 @@ def _shapes(problem: Problem, arch: Arch) -> tuple[_Shape, ...]:
     return _BLACKWELL if arch.name in ("sm100", "sm103") else _SMALL
 
 
+def _lazy_candidates(problem: Problem) -> list[CutileConfig]:
+    """Tiles in several ways, each with latencies and without; heads side by side where tiles are not of one length."""
+    ways = _LAZY_64 if problem.head_dim <= 64 else _LAZY_128 if problem.head_dim <= 128 else _LAZY_256
+    together = (4, 8) if problem.causal else (1,)
+    return [
+        replace(way, k_latency=k_latency, v_latency=v_latency, heads_together=heads)
+        for way, heads in itertools.product(ways, together)
+        for k_latency, v_latency in ((way.k_latency, way.v_latency), (None, None))
+    ]
+
+
 def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[CutileConfig]:
     """Configs worth timing: tiles with the occupancies and warps that may suit them, then variations of the first."""
     if not arch.is_gpu:
         return ()
     step = STEPS[variant.name].step
     if arch.name == "sm90" and step.lazy_max:
-        configs = list(_LAZY_64 if problem.head_dim <= 64 else _LAZY_128 if problem.head_dim <= 128 else _LAZY_256)
+        configs = _lazy_candidates(problem)
     else:
         configs = [
             CutileConfig(tile_m=tile_m, tile_n=tile_n, occupancy=occupancy, num_worker_warps=warps)
             for tile_m, tile_n, occupancy, warps in _shapes(problem, arch)
         ]
-    best = configs[0]
-    configs += [replace(best, k_latency=k, v_latency=v) for k, v in ((1, 1), (4, 6))]
-    configs += [replace(config, heads_together=4) for config in configs[:4]]
-    configs += [replace(best, heads_together=heads) for heads in (problem.group, problem.heads_q)]
+        best = configs[0]
+        configs += [replace(best, k_latency=k, v_latency=v) for k, v in ((1, 1), (4, 6))]
+        configs += [replace(config, heads_together=4) for config in configs[:4]]
+        configs += [replace(best, heads_together=heads) for heads in (problem.group, problem.heads_q)]
     limited = dict.fromkeys(map(step.limit, configs))
     return tuple(config for config in limited if not why_not_fit(problem, arch, config))

@@ -151,11 +151,21 @@ _TILES: dict[int, tuple[_Tiles, ...]] = {
 """By the widest head_dim of a class: one that has as many columns, and registers for as many keys."""
 
 
+def class_of(head_dim: int) -> int | None:
+    """The widest head_dim of those that are tuned together with this one; None beyond all."""
+    return next((widest for widest in _TILES if head_dim <= widest), None)
+
+
 def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[GluonConfig]:
-    """Configs worth timing: tiles with and without turns, then single changes of the first."""
-    if not arch.is_gpu:
+    """Configs worth timing: tiles with and without turns, then single changes of the first.
+
+    They have as many stages as the widest head_dim of the class has room for: a rule is for all of it.
+    """
+    widest = class_of(problem.head_dim)
+    if not arch.is_gpu or widest is None:
         return ()
-    tiles = next(tiles for widest, tiles in _TILES.items() if problem.head_dim <= widest)
+    tiles = _TILES[widest]
+    problem = replace(problem, head_dim=widest)
     found: list[GluonConfig | None] = []
     for (tile_m, tile_n, q_slots), pingpong in itertools.product(tiles, (False, True)):
         config = GluonConfig(tile_m=tile_m, tile_n=tile_n, q_slots=q_slots, pingpong=pingpong, lazy_max=True)

@@ -14,8 +14,11 @@ from multiattn.config import Config, Rule
 
 C = TypeVar("C", bound=Config)
 
-VARIANTS: tuple[tuple[Direction, str], ...] = (("forward", "wgmma"),)
-"""Those whose rules begin with what is tuned."""
+VARIANTS: tuple[tuple[str, Direction, str], ...] = (
+    ("cuda", "forward", "wgmma"),
+    ("triton", "forward", "warp_specialized"),
+)
+"""Backend, direction and name of those whose rules begin with what is tuned."""
 HEAD_DIM_MAX = 256
 
 
@@ -23,6 +26,7 @@ HEAD_DIM_MAX = 256
 class Tuned:
     """One rule as data; its fields are those of `multiattn.config.Rule`. ValueError names each wrong one."""
 
+    backend: str
     variant: str
     direction: Direction
     arches: tuple[str, ...]
@@ -35,10 +39,12 @@ class Tuned:
     why: str
 
     def __post_init__(self) -> None:
-        variants = tuple(name for direction, name in VARIANTS if direction == self.direction)
+        backends = tuple(dict.fromkeys(backend for backend, _, _ in VARIANTS))
+        variants = tuple(name for *of, name in VARIANTS if of == [self.backend, self.direction])
         known, longest = set(self.arches) <= set(GPU_ARCHS), self.seq_max
         checks = (
             ("direction", self.direction in DIRECTIONS, ", ".join(DIRECTIONS)),
+            ("backend", self.backend in backends, ", ".join(backends)),
             ("variant", self.variant in variants, f"for {self.direction}: {', '.join(variants) or 'none'}"),
             ("arches", bool(self.arches) and known, f"some of {', '.join(GPU_ARCHS)}"),
             ("head_dim_min", _is_count(self.head_dim_min, 1, HEAD_DIM_MAX), f"1 to {HEAD_DIM_MAX}"),
@@ -102,7 +108,12 @@ def dumps(rules: Sequence[Tuned]) -> str:
 
 
 def tuned_rules(
-    variant: str, make: Callable[[dict[str, Any]], C], *, direction: Direction = "forward", text: str | None = None
+    backend: str,
+    variant: str,
+    make: Callable[[dict[str, Any]], C],
+    *,
+    direction: Direction = "forward",
+    text: str | None = None,
 ) -> tuple[Rule[C], ...]:
     """The tuned rules of one variant, of `text` or tuned.json, each with what `make` makes of its config's fields.
 
@@ -110,7 +121,8 @@ def tuned_rules(
     """
     if text is None:
         text = resources.files(__package__).joinpath("tuned.json").read_text()
-    return tuple(_rule(it, make) for it in parse(text) if (it.variant, it.direction) == (variant, direction))
+    wanted = (backend, direction, variant)
+    return tuple(_rule(it, make) for it in parse(text) if (it.backend, it.direction, it.variant) == wanted)
 
 
 def _rule(entry: Tuned, make: Callable[[dict[str, Any]], C]) -> Rule[C]:
