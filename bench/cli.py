@@ -12,11 +12,13 @@ from pathlib import Path
 import torch
 
 from bench import (
+    compile_times,
     demo,
     emitted,
     hopper_docs,
     host,
     ladder,
+    languages_docs,
     profile,
     readme,
     report,
@@ -292,11 +294,12 @@ def write_report(options: argparse.Namespace) -> int:
 
 
 def update_readme(options: argparse.Namespace) -> int:
-    """Make the tables of README and docs/hopper.md again; with --check only say whether they are current."""
+    """Make the tables of README and of pages in docs again; with --check only say whether they are current."""
     blocks = {**readme.blocks(results_root()), "hopper": lambda: hopper_docs.headline(results_root())}
     pages = {options.readme: readme.update_page(options.readme, blocks, check=options.check)}
     if options.readme == ROOT / "README.md":
-        pages[hopper_docs.PAGE] = hopper_docs.update(results_root(), check=options.check)
+        for made in (hopper_docs, languages_docs):
+            pages[made.PAGE] = made.update(results_root(), check=options.check)
     for page, current in pages.items():
         if current:
             print(f"{page.name}: its tables are current")
@@ -323,6 +326,7 @@ COMMANDS = {
     "floors": check_floors,
     "prefer": write_preferences,
     "host": measure_host,
+    "compile-times": compile_times.record,
     "report": write_report,
     "demo": run_demo,
     "readme": update_readme,
@@ -466,13 +470,15 @@ def _parser() -> argparse.ArgumentParser:
     command = add("host")
     command.add_argument("--out", type=Path, help="folder of the results; default bench/results/<gpu>")
 
+    add("compile-times")
+
     command = add("demo")
     add_jobs(command)
     command.add_argument("--out", type=Path, default=Path("out"), help="folder of everything (%(default)s)")
 
     command = add("readme")
     command.add_argument(
-        "--readme", type=Path, default=ROOT / "README.md", help="alone; default: README.md and docs/hopper.md"
+        "--readme", type=Path, default=ROOT / "README.md", help="alone; default: README.md and the generated pages"
     )
     command.add_argument("--check", action="store_true", help="write nothing; exit 1 where a table is stale")
     return parser

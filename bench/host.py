@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,8 @@ class HostCost:
 
     contender: str
     kind: str = FORWARD
+    variant: str = ""
+    """Of the forward that was called; empty for SDPA, and where a file is too old to say."""
     call_us: float | None = None
     reasons: tuple[Reason, ...] = ()
     error: str = ""
@@ -93,7 +95,8 @@ def host_costs(
     in_graphs = {key: call for key, call in calls.items() if key[1] == GRAPH}
     timed = time_in_turns({key: call for key, call in calls.items() if key not in in_graphs}, synchronize)
     timed |= time_in_graphs(in_graphs, clock or CudaClock())
-    return [refused.get(key) or timed[key] for key in wanted]
+    variants = {name: _variant(name, problem, device) for name, _ in calls}
+    return [refused.get(key) or replace(timed[key], variant=variants[key[0]]) for key in wanted]
 
 
 def _why_not(name: str, kind: str, problem: Problem, device: torch.device) -> tuple[Reason, ...]:
@@ -105,6 +108,10 @@ def _why_not(name: str, kind: str, problem: Problem, device: torch.device) -> tu
     except Unsupported as refusal:
         return refusal.reasons
     return ()
+
+
+def _variant(name: str, problem: Problem, device: torch.device) -> str:
+    return "" if name == SDPA else make_plan(registry.get(name), problem, detect(device)).variant
 
 
 def _attention(name: str) -> Attention:

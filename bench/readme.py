@@ -1,5 +1,5 @@
 """README tables are generated: ``python -m bench readme`` rewrites what stands between their markers, there and in
-docs/hopper.md (bench.hopper_docs).
+docs/hopper.md (bench.hopper_docs) and docs/languages.md (bench.languages_docs).
 
 ``<!-- generated:support -->`` ... ``<!-- /generated -->`` holds what each backend supports, from its capabilities and
 rules; ``<!-- generated:results -->`` what was measured, from bench/results; ``<!-- generated:hopper -->`` is of
@@ -20,7 +20,7 @@ from bench.matrix import Direction
 from bench.report import figure, provenance
 from bench.results import Row, load, one_run
 from multiattn import backend as registry
-from multiattn.arch import ARCHS, GPU_ARCHS
+from multiattn.arch import ARCHS, GPU_ARCHS, Arch
 from multiattn.backend import BACKENDS, DIRECTIONS, Backend, Variant, plan_variant
 from multiattn.problem import Problem
 from multiattn.support import Reason
@@ -67,15 +67,23 @@ def _more_rungs() -> list[str]:
 
 
 def _supported(backend: Backend, variant: Variant, arch: str, direction: registry.Direction) -> str:
+    able, codes = supported_head_dims(backend, variant, ARCHS[arch], direction)
+    return ranges(able) or "no: " + ", ".join(dict.fromkeys(codes))
+
+
+def supported_head_dims(
+    backend: Backend, variant: Variant, arch: Arch, direction: registry.Direction
+) -> tuple[list[int], list[str]]:
+    """The multiples of 8 that a variant takes on an arch, by the data alone, and the codes of what refuses others."""
     able, codes = [], []
     for head_dim in range(HEAD_DIM_STEP, variant.capability.head_dim_max + 1, HEAD_DIM_STEP):
         problem = Problem.contiguous(batch=4, heads_q=16, seq_q=4096, head_dim=head_dim)
-        plan = plan_variant(backend, variant, problem, ARCHS[arch], direction=direction)
+        plan = plan_variant(backend, variant, problem, arch, direction=direction)
         if isinstance(plan, tuple):
             codes += [reason.code for reason in plan if isinstance(reason, Reason)]
         else:
             able.append(head_dim)
-    return ranges(able) or "no: " + ", ".join(dict.fromkeys(codes))
+    return able, codes
 
 
 def ranges(head_dims: Sequence[int]) -> str:
