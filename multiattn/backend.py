@@ -314,6 +314,8 @@ def make_plan(
 ) -> Plan:
     """The Plan of the first variant that can run `problem` on `arch`; `Unsupported`, with all reasons, if none can.
 
+    Reasons of variants made for other arches are left out where there are some for this one.
+
     With `deterministic` only variants that give the same bits each time are asked. With `probe=False` only the data is
     asked, not this machine: for explaining and compiling for another arch.
     """
@@ -336,7 +338,9 @@ def make_plan(
         passed_over = (f"variant {name}: {reason}" for name, why in refusals.items() for reason in why)
         return replace(found, rejected=(*passed_over, *found.rejected))
     if found is None:
-        reasons += list(dict.fromkeys(reason for refusal in refusals.values() for reason in refusal))
+        made_for_it = [refusal for refusal in refusals.values() if all(reason.code != "arch" for reason in refusal)]
+        refused = made_for_it or refusals.values()  # a variant for another arch tells nobody what to change
+        reasons += list(dict.fromkeys(reason for refusal in refused for reason in refusal))
     raise Unsupported(backend=backend.name, arch=arch, problem=problem, reasons=reasons, direction=direction)
 
 
