@@ -265,7 +265,7 @@ def test_a_static_grid_fills_the_device():
     assert [most_multiprocessors(ARCHS[name]) for name in ("sm90", "cpu")] == [132, 1]
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], config=static, probe=False)
     assert get_grid(plan) == (264, 1, 1)  # of the largest product, as there is no device here
-    assert get_constants(plan)[-4:] == (True, 16.0, 0, True)
+    assert get_constants(plan)[-5:] == (True, 16.0, 0, True, 0)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from multiattn.arch import Arch
 from multiattn.backend import Variant
 from multiattn.config import COMPILED, Config, Rule, inherit
 from multiattn.cutile.steps import STEPS, Step
+from multiattn.exp2_fma import SIXTEENTHS_MAX
 from multiattn.problem import Problem
 from multiattn.support import Reason
 
@@ -58,7 +59,18 @@ class CutileConfig(Config):
     scheduler: str = "one_tile"
     """``one_tile``: a block per tile of queries. ``static``: `occupancy` blocks per SM, each of which takes every n-th
     tile of n blocks."""
+    exp2_fma_fraction: float = 0.0
+    """Share of the exponentials that are a polynomial on the FMA units, in sixteenths, 0 to 0.5. Needs `lazy_max`, and
+    tile_n=32 takes eighths, tile_n=16 quarters."""
 
+    @property
+    def exp2_fma_sixteenths(self) -> int:
+        """`exp2_fma_fraction` in the kernel's unit."""
+        return int(16 * self.exp2_fma_fraction)
+
+
+_BY_ROWS = ("sm100", "sm103")
+"""Where a thread has whole rows of an accumulator: there it computes both kinds of exponentials of every score."""
 
 _H200 = "H200, 2026-11-21, tileiras 13.4, B4 N=4096 H*D=2048 bf16, best of the candidates: "
 
@@ -320,6 +332,8 @@ def why_not_fit(problem: Problem, arch: Arch, config: Config, *, step: Step | No
     if not isinstance(config, CutileConfig):
         return (Reason(code="config", got=type(config).__name__, allowed="CutileConfig"),)
     tiles = f"tile_m={config.tile_m} tile_n={config.tile_n}"
+    fraction, sixteenths = f"exp2_fma_fraction={config.exp2_fma_fraction}", 16 * config.exp2_fma_fraction
+    unit = max(1, 64 // max(1, config.tile_n))
     checks = (
         (_is_tile(config.tile_m) and _is_tile(config.tile_n), tiles, f"powers of two from {SMALLEST_TILE}"),
         (config.occupancy is None or 1 <= config.occupancy <= 32, f"occupancy={config.occupancy}", "1 to 32"),
@@ -334,6 +348,13 @@ def why_not_fit(problem: Problem, arch: Arch, config: Config, *, step: Step | No
         (config.pipeline in PIPELINES, f"pipeline={config.pipeline}", ", ".join(PIPELINES)),
         (config.lazy_max or config.pipeline == "plain", f"pipeline={config.pipeline} without lazy_max", "plain"),
         (config.scheduler in SCHEDULERS, f"scheduler={config.scheduler}", ", ".join(SCHEDULERS)),
+        (config.lazy_max or not sixteenths, f"{fraction} without lazy_max", "0.0"),
+        (not (sixteenths and arch.name in _BY_ROWS), f"{fraction} on {arch.name}", "0.0"),
+        (
+            0 <= sixteenths <= SIXTEENTHS_MAX and sixteenths % unit == 0,
+            f"{fraction} with tile_n={config.tile_n}",
+            f"multiples of {unit}/16 from 0 to 0.5",
+        ),
         (find_grid(problem, config.tile_m) is not None, f"{tiles} for {problem}", "a grid within 2^24 x 2^16 blocks"),
     )
     reasons = [Reason(code="config", got=got, allowed=allowed) for holds, got, allowed in checks if not holds]
@@ -449,11 +470,14 @@ def _lazy_candidates(problem: Problem) -> list[CutileConfig]:
     """Tiles in several ways, each with latencies and without; heads side by side where tiles are not of one length."""
     ways = _LAZY_64 if problem.head_dim <= 64 else _LAZY_128 if problem.head_dim <= 128 else _LAZY_256
     together = (4, 8) if problem.causal else (1,)
-    return [
+    found = [
         replace(way, k_latency=k_latency, v_latency=v_latency, heads_together=heads)
         for way, heads in itertools.product(ways, together)
         for k_latency, v_latency in ((way.k_latency, way.v_latency), (None, None))
     ]
+    if problem.head_dim <= 64:  # where ex2 is as scarce as the tensor cores
+        found += [replace(found[0], exp2_fma_fraction=sixteenths / 16) for sixteenths in (1, 2)]
+    return found
 
 
 def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[CutileConfig]:

@@ -20,6 +20,7 @@ from typing import Any
 import cuda.tile as ct
 
 from multiattn.cutile.configs import SMALLEST_TILE
+from multiattn.cutile.exp2 import exp2_shared
 from multiattn.cutile.tiles import (
     ZERO,
     Array32,
@@ -85,6 +86,8 @@ class Shape:
     pipeline: Any
     static_grid: Any
     """Whether a block takes every n-th tile of n blocks, not one."""
+    exp2_fma_sixteenths: Any
+    """Of the weights of `lazy_max`: what share of them is a polynomial on the FMA units."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +123,7 @@ def with_small_tiles(shape: Any, tile_m: Any) -> Any:
         headroom=0.0,
         pipeline=PLAIN,
         static_grid=False,
+        exp2_fma_sixteenths=0,
     )
 
 
@@ -252,7 +256,11 @@ def online_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> A
 @ct.function
 def take(shape: Any, place: Any, v: Any, s: Any, scale: Any, rows: Any, block: Any) -> Any:
     """Take one block's scores ``[tile_m, tile_n]`` into rows whose maximum stays."""
-    p = power(shape, s * scale - rows.m, False)
+    shifted = s * scale - rows.m
+    if shape.exp2_fma_sixteenths > 0:
+        p = exp2_shared(shifted, shape.exp2_fma_sixteenths, shape.flush_to_zero)
+    else:
+        p = power(shape, shifted, False)
     acc = ct.mma(p.astype(v.dtype), load_rows(shape, place, v, block, shape.v_latency), rows.acc)
     return Rows(acc=acc, m=rows.m, l=rows.l + partial_sums(shape, p))
 
@@ -497,6 +505,7 @@ def forward(
     exp2: ConstBool, flush_to_zero: ConstBool, scale_after_max: ConstBool, k_transposed: ConstBool,
     approximate_division: ConstBool, ln_base: ConstFloat,
     lazy_max: ConstBool, headroom: ConstFloat, pipeline: ConstInt, static_grid: ConstBool,
+    exp2_fma_sixteenths: ConstInt,
 ) -> None:  # fmt: skip
     """out and lse of attention, for arrays whose offsets fit 31 bits; arguments as in `Shape` and `forward_tile`."""
     shape = Shape(
@@ -505,6 +514,7 @@ def forward(
         exp2=exp2, flush_to_zero=flush_to_zero, scale_after_max=scale_after_max, k_transposed=k_transposed,
         approximate_division=approximate_division, ln_base=ln_base,
         lazy_max=lazy_max, headroom=headroom, pipeline=pipeline, static_grid=static_grid,
+        exp2_fma_sixteenths=exp2_fma_sixteenths,
     )  # fmt: skip
     forward_tiles(shape, q, k, v, out, lse, scale)
 
@@ -517,6 +527,7 @@ def forward_64bit(
     exp2: ConstBool, flush_to_zero: ConstBool, scale_after_max: ConstBool, k_transposed: ConstBool,
     approximate_division: ConstBool, ln_base: ConstFloat,
     lazy_max: ConstBool, headroom: ConstFloat, pipeline: ConstInt, static_grid: ConstBool,
+    exp2_fma_sixteenths: ConstInt,
 ) -> None:  # fmt: skip
     """`forward` for larger arrays: shapes, strides and offsets in 64 bit."""
     shape = Shape(
@@ -525,5 +536,6 @@ def forward_64bit(
         exp2=exp2, flush_to_zero=flush_to_zero, scale_after_max=scale_after_max, k_transposed=k_transposed,
         approximate_division=approximate_division, ln_base=ln_base,
         lazy_max=lazy_max, headroom=headroom, pipeline=pipeline, static_grid=static_grid,
+        exp2_fma_sixteenths=exp2_fma_sixteenths,
     )  # fmt: skip
     forward_tiles(shape, q, k, v, out, lse, scale)

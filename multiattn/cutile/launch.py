@@ -130,6 +130,7 @@ def get_constants(plan: Plan) -> tuple[float | int | bool, ...]:
         HEADROOM[problem.dtype],
         PIPELINES.index(config.pipeline),
         config.scheduler == "static",
+        config.exp2_fma_sixteenths,
     )
 
 

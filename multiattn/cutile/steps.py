@@ -37,7 +37,7 @@ class Step:
     occupancy_hint: bool = False
     """The config's blocks per SM, for which the compiler saves registers and shared memory."""
     lazy_max: bool = False
-    """The config's lazy_max, and its pipeline, which needs that."""
+    """The config's lazy_max, and its pipeline and exp2_fma_fraction, which need that."""
     static_grid: bool = False
     """The config's scheduler: blocks may take tile after tile."""
 
@@ -56,6 +56,7 @@ class Step:
             lazy_max=config.lazy_max and self.lazy_max,
             pipeline=config.pipeline if self.lazy_max else "plain",
             scheduler=config.scheduler if self.static_grid else "one_tile",
+            exp2_fma_fraction=config.exp2_fma_fraction if self.lazy_max else 0.0,
         )
 
 

@@ -1,0 +1,224 @@
+"""cuTile's exponentials on the FMA units: the polynomial and its share of a tile, interpreted and as compiled."""
+
+import math
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from multiattn import Problem
+from multiattn.arch import ARCHS
+from multiattn.backend import get, make_plan, plan_variant
+from multiattn.cuda import exp2
+from multiattn.cutile.configs import PIPELINES, CutileConfig, candidates
+from multiattn.cutile.steps import STEPS
+from multiattn.exp2_fma import is_polynomial
+
+ct = pytest.importorskip("cuda.tile")
+
+from test_cutile import make_inputs  # noqa: E402 - needs cuda.tile
+from test_cutile_lazy import check, grow  # noqa: E402 - as above
+from test_cutile_lazy import launch as attend  # noqa: E402 - as above
+
+from multiattn.cutile.exp2 import exp2_fma, exp2_shared, is_on_fma  # noqa: E402 - as above
+from multiattn.cutile.interpreter import launch  # noqa: E402 - as above
+from multiattn.toolchain import find_cuobjdump  # noqa: E402 - as above
+
+BACKEND = get("cutile")
+CONFIG = CutileConfig(tile_m=32, tile_n=32, lazy_max=True, exp2_fma_fraction=1 / 2)
+TILE = 1024
+FP32_ROUNDING = 2**-24
+
+needs_compiler = pytest.mark.skipif(
+    bool(BACKEND.probe_compiler()) or find_cuobjdump() is None, reason="needs tileiras and cuobjdump"
+)
+
+
+@ct.kernel
+def powers(x, y):
+    i = ct.bid(0)
+    ct.store(y, (i,), exp2_fma(ct.load(x, (i,), (TILE,))))
+
+
+@ct.kernel
+def shared_powers(x, y, chosen, sixteenths: ct.Constant[int]):
+    tile = ct.load(x, (0, 0), x.shape)
+    ct.store(y, (0, 0), exp2_shared(tile, sixteenths, True))
+    ct.store(chosen, (0, 0), is_on_fma(tile.shape, sixteenths).astype(ct.int32))
+
+
+def interpret(x):
+    """`exp2_fma` of the kernel."""
+    padded = np.zeros(-(-x.size // TILE) * TILE, dtype=np.float32)
+    padded[: x.size] = x
+    y = torch.full((padded.size,), math.nan)
+    launch((padded.size // TILE,), powers, (torch.from_numpy(padded), y))
+    return y.numpy()[: x.size]
+
+
+def test_the_polynomial_is_the_model_but_for_what_contraction_saves():
+    """The interpreter rounds each of its four products, the compiler none: by at most half a ulp of 2 each."""
+    x = exp2.samples(-140, 127)
+    got, expected = interpret(x).astype(np.float64), exp2.exp2_fma(x).astype(np.float64)
+    assert (np.abs(got - expected) <= 2 * 4 * FP32_ROUNDING * expected).all()
+    normal = x[x >= -126]
+    errors = np.abs(interpret(normal) / np.exp2(normal.astype(np.float64)) - 1)
+    assert 0.8 * exp2.MAX_ERROR[4] < errors.max() < exp2.MAX_ERROR[4] + 2 * 4 * FP32_ROUNDING
+
+
+def test_the_polynomial_is_exact_at_whole_numbers_and_saturates():
+    whole = np.arange(-126, 128, dtype=np.float32)
+    assert np.array_equal(interpret(whole), np.ldexp(np.float32(1), whole.astype(int)))
+    large = np.array([127.5, 128, 300, 1e6, 3e38, np.inf], dtype=np.float32)
+    assert (interpret(large) == np.float32(2.0**127)).all()
+    small = np.array([-126.5, -127, -128, -1e6, -3e38, -np.inf], dtype=np.float32)
+    assert not interpret(small).any()
+    assert not np.signbit(interpret(small)).any()
+    assert np.isnan(interpret(np.array([np.nan, -np.nan], dtype=np.float32))).all()
+
+
+@pytest.mark.parametrize(("tile_n", "sixteenths"), [(16, 4), (16, 8), (32, 2), (32, 6), *((64, i) for i in range(9))])
+def test_a_thread_has_the_share_that_is_asked_for(tile_n, sixteenths):
+    """The accumulator of mma.sync and wgmma: lane t has columns 2 (t % 4) and the next of rows t / 4 and that + 8."""
+    x, chosen = torch.full((64, tile_n), 0.3), torch.full((64, tile_n), -1, dtype=torch.int32)
+    y = torch.full_like(x, math.nan)
+    launch((1,), shared_powers, (x, y, chosen, sixteenths))
+    for thread in range(128):
+        warp, lane = divmod(thread, 32)
+        row, column = 16 * warp + lane // 4, 2 * (lane % 4)
+        pairs = [chosen[row + 8 * h, 8 * j + column : 8 * j + column + 2] for j in range(tile_n // 8) for h in (0, 1)]
+        assert [pair.tolist() for pair in pairs] == [2 * [is_polynomial(i, sixteenths)] for i in range(len(pairs))]
+    assert chosen.sum().item() == 64 * tile_n * sixteenths // 16
+    polynomial = interpret(np.array([0.3], dtype=np.float32))[0]
+    assert polynomial != torch.exp2(torch.tensor(0.3)).item()
+    assert torch.equal(y == polynomial.item(), chosen == 1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(1, 203), (64, 128), (203, 113), (150, 17)])
+def test_attention(seq_q, seq_kv, pipeline, causal):
+    check(replace(CONFIG, pipeline=pipeline), *make_inputs(seq_q=seq_q, seq_kv=seq_kv, head_dim=40), causal=causal)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("start", [40, 100, 180])
+def test_scores_that_grow_by_hundreds_are_caught(start, dtype):
+    """Beyond the exponent of fp32 a polynomial that did not saturate would give any weight, and none too large."""
+    q, k, v = make_inputs(dtype=dtype, spread=4.0)
+    k = grow(k, start=start, factor=20.0)
+    for causal in (False, True):
+        check(CONFIG, q, k, v, causal=causal)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_is_not_finite_does_what_it_does_with_ex2(name, value):
+    tensors = dict(zip("qkv", make_inputs(head_dim=16), strict=True))
+    tensors[name][:, :, 80, 5] = value
+    for ours, theirs in zip(
+        attend(CONFIG, **tensors, causal=True),
+        attend(replace(CONFIG, exp2_fma_fraction=0.0), **tensors, causal=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2, equal_nan=True)
+
+
+def test_the_kernel_has_the_share_of_its_config():
+    """The same weights but for the error of the polynomial: lse differs, and by no more than that."""
+    tensors = make_inputs(seq_q=64, seq_kv=128)
+    _, exact = attend(replace(CONFIG, exp2_fma_fraction=0.0), *tensors)
+    _, lse = attend(CONFIG, *tensors)
+    assert not torch.equal(lse, exact)
+    bound = exp2.MAX_ERROR[4] + 2 * 4 * FP32_ROUNDING
+    # A row's sums differ by rounding, too, an ulp of lse at most.
+    assert ((lse - exact).abs() <= bound + exact.abs() * 2**-23).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "got", "allowed"),
+    [
+        ({"exp2_fma_fraction": 0.1}, "exp2_fma_fraction=0.1 with tile_n=64", "multiples of 1/16 from 0 to 0.5"),
+        ({"exp2_fma_fraction": 0.75}, "exp2_fma_fraction=0.75 with tile_n=64", "multiples of 1/16 from 0 to 0.5"),
+        ({"exp2_fma_fraction": -0.25}, "exp2_fma_fraction=-0.25 with tile_n=64", "multiples of 1/16 from 0 to 0.5"),
+        ({"tile_n": 32}, "exp2_fma_fraction=0.1875 with tile_n=32", "multiples of 2/16 from 0 to 0.5"),
+        ({"tile_n": 16}, "exp2_fma_fraction=0.1875 with tile_n=16", "multiples of 4/16 from 0 to 0.5"),
+        ({"lazy_max": False}, "exp2_fma_fraction=0.1875 without lazy_max", "0.0"),
+    ],
+)
+def test_configs_that_cannot_be(change, got, allowed):
+    (variant,) = BACKEND.forward.offered
+    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=64)
+    config = CutileConfig(tile_m=64, tile_n=64, lazy_max=True, exp2_fma_fraction=3 / 16)
+    assert plan_variant(BACKEND, variant, problem, ARCHS["cpu"], config).config == config
+    reasons = plan_variant(BACKEND, variant, problem, ARCHS["cpu"], replace(config, **change))
+    assert (got, allowed) in [(reason.got, reason.allowed) for reason in reasons]
+
+
+@pytest.mark.parametrize("name", ["sm100", "sm103"])
+def test_an_arch_that_would_make_both_kinds_of_every_score(name):
+    (variant,) = BACKEND.forward.offered
+    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=64)
+    reasons = plan_variant(BACKEND, variant, problem, ARCHS[name], CONFIG)
+    assert (f"exp2_fma_fraction=0.5 on {name}", "0.0") in [(reason.got, reason.allowed) for reason in reasons]
+
+
+def test_rungs_below_full_take_ex2_alone():
+    for name, rung in STEPS.items():
+        assert rung.step.limit(CONFIG).exp2_fma_fraction == (0.5 if name == "full" else 0.0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sweep_tries_it_where_ex2_is_scarce(causal):
+    (variant,) = BACKEND.forward.offered
+    for head_dim in (64, 128):
+        problem = Problem.contiguous(batch=4, heads_q=8, seq_q=4096, head_dim=head_dim, causal=causal)
+        found = {config.exp2_fma_sixteenths for config in candidates(variant, problem, ARCHS["sm90"])}
+        assert found == ({0, 1, 2} if head_dim == 64 else {0})
+
+
+# ---------------------------------------------------------------- what the compiler makes of it
+
+
+def hot_loop(config, *, causal):
+    """How often each instruction stands in the loop over unmasked blocks: the first with tensor cores, and no other."""
+    problem = Problem.contiguous(batch=4, heads_q=32, seq_q=4096, head_dim=64, causal=causal)
+    plan = make_plan(BACKEND, problem, ARCHS["sm90"], config=config, probe=False)
+    (compiled,) = BACKEND.forward.compile(plan)
+    return Counter(_first_loop(compiled.cubin)), compiled
+
+
+def _first_loop(cubin):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [find_cuobjdump(), "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    code = [(int(at, 16), line) for at, line in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@\S+ )?\s*(.*?) ;", text)]
+    back = ((at, int(m[1], 16)) for at, line in code if (m := re.match(r"BRA.*?(0x[0-9a-f]+)", line)))
+    loops = sorted((to, at) for at, to in back if to < at)
+    for first, last in loops:
+        names = [line.split()[0] for at, line in code if first <= at <= last]
+        is_innermost = not any((first, last) != other and first <= other[0] and other[1] <= last for other in loops)
+        if is_innermost and any(name.startswith("HGMMA") for name in names):
+            return names
+    raise AssertionError("no loop with HGMMA")
+
+
+@needs_compiler
+@pytest.mark.parametrize("causal", [False, True])
+def test_hopper_saves_ex2_and_moves_nothing(causal):
+    config = CutileConfig(tile_m=64, tile_n=64, occupancy=4, heads_together=4, lazy_max=True)
+    plain, before = hot_loop(config, causal=causal)
+    assert plain["MUFU.EX2"] == 32
+    for sixteenths in (1, 2, 3):
+        loop, after = hot_loop(replace(config, exp2_fma_fraction=sixteenths / 16), causal=causal)
+        assert loop["MUFU.EX2"] == 32 - 2 * sixteenths
+        assert loop["FFMA"] == plain["FFMA"] + 4 * 2 * sixteenths  # contracted, as the model has it
+        assert not [name for name in loop if name.startswith(("SHFL", "LDS", "STS", "LDL", "STL", "FSEL", "SEL"))]
+        assert (after.registers, after.spill_bytes, after.smem_bytes) == (before.registers, 0, before.smem_bytes)
