@@ -44,7 +44,7 @@ _SEAL = "entry_sha256"
 _DIGITS = 12
 
 _ROOT = Path(__file__).parent
-_HOST_SOURCES = ("abi.py", "problem.py")  # beside a backend's own
+_HOST_SOURCES = ("abi.py", "problem.py", "schedule.py")  # beside a backend's own
 
 
 # ---------------------------------------------------------------- the file
@@ -156,15 +156,15 @@ def host_digest(backend: str) -> str:
 
 
 def _imported(path: Path, backend: str) -> list[Path]:
-    """Modules of a backend's folder that a file imports, at its top or further in."""
+    """Modules of a backend's folder, or of one in it, that a file imports, at its top or further in."""
     names: list[str] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names += [f"{node.module}.{alias.name}" for alias in node.names]
-    parts = [name.split(".") for name in names]
-    found = [_ROOT / backend / f"{part[2]}.py" for part in parts if part[:2] == ["multiattn", backend] and part[2:]]
+    parts = [name.split(".")[1:] for name in names if name.startswith(f"multiattn.{backend}.")]
+    found = [_ROOT.joinpath(*part[:end]).with_suffix(".py") for part in parts for end in range(2, len(part) + 1)]
     return [path for path in found if path.exists()]
 
 

@@ -85,8 +85,18 @@ def test_the_repair_costs_the_hot_path_no_registers():
 
 @needs_compiler
 @needs_cuobjdump
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("head_dim", "seq"), [(64, 4096), (128, 1024), (128, 4096), (256, 4096)])
+@pytest.mark.parametrize(
+    ("head_dim", "seq", "causal"),
+    [
+        *(
+            (head_dim, seq, causal)
+            for head_dim, seq in ((64, 4096), (128, 1024), (128, 4096))
+            for causal in (False, True)
+        ),
+        (256, 4096, False),
+        (256, 1024, True),
+    ],
+)
 def test_what_is_done_again_costs_the_loops_neither_registers_nor_their_pipeline(head_dim, seq, causal):
     plan = make(head_dim=head_dim, seq_q=seq, causal=causal)
     (compiled,) = BACKEND.forward.compile(plan)

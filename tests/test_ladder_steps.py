@@ -47,7 +47,8 @@ def test_ladders(language, names):
 @each_language
 def test_nobody_gets_a_rung_that_leads_to_another_unasked(language):
     tops = [names[-1] for who, names in LADDERS if who == language]
-    assert [variant.name for variant in get(language).forward.offered] == tops
+    alone = ["warp_specialized"] if language == "triton" else []  # on no ladder
+    assert [variant.name for variant in get(language).forward.offered] == alone + tops
 
 
 @each_language

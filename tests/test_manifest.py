@@ -252,10 +252,10 @@ def test_a_launch_that_is_made_otherwise_is_refused(tmp_path):
             "cuda",
             {
                 *("axes", "backward_configs", "bind", "configs", "launches", "params", "rules", "source", "variants"),
-                *("tensor_maps", "tuned", "wgmma_configs", "wgmma_rules"),
+                *("tensor_maps", "wgmma_configs", "wgmma_rules"),
             },
         ),
-        ("triton", {"bind", "configs", "steps"}),
+        ("triton", {"bind", "configs", "steps", "gluon/bind", "gluon/configs"}),
         ("cutile", {"bind", "configs", "steps"}),
     ],
 )
@@ -266,7 +266,7 @@ def test_host_code_is_what_makes_a_binding(name, modules, monkeypatch):
     assert manifest.host_digest.__wrapped__(name) == manifest.host_digest(name)
     assert {path.relative_to(manifest._ROOT).as_posix() for path in read} == {
         *(f"{name}/{module}.py" for module in modules),
-        *("abi.py", "problem.py"),
+        *("abi.py", "problem.py", "schedule.py"),
     }
 
 

@@ -214,7 +214,6 @@ def test_a_gluon_kernel_has_its_maps_its_counter_and_may_overlap(monkeypatch):
     from multiattn.triton.gluon import configs, forward
     from multiattn.triton.signature import image_of
 
-    monkeypatch.setenv(configs.UNPROVEN, "1")
     problem = Problem.contiguous(batch=2, heads_q=4, heads_kv=2, seq_q=300, head_dim=96, causal=True)
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], variant=configs.VARIANT, probe=False)
     plan = replace(plan, config=replace(plan.config, scheduler="dynamic"))
