@@ -338,8 +338,9 @@ def make_plan(
         passed_over = (f"variant {name}: {reason}" for name, why in refusals.items() for reason in why)
         return replace(found, rejected=(*passed_over, *found.rejected))
     if found is None:
-        made_for_it = [refusal for refusal in refusals.values() if all(reason.code != "arch" for reason in refusal)]
-        refused = made_for_it or refusals.values()  # a variant for another arch tells nobody what to change
+        # What a variant for another arch says tells nobody what to change; where all are, that is what to say.
+        here = [refusals[it.name] for it in named if arch.name in it.capability.arches]
+        refused = here or [it.capability.why_not(problem, arch) for it in named]
         reasons += list(dict.fromkeys(reason for refusal in refused for reason in refusal))
     raise Unsupported(backend=backend.name, arch=arch, problem=problem, reasons=reasons, direction=direction)
 

@@ -388,3 +388,34 @@ class TestCommandLine:
     def test_a_bad_problem_is_named(self):
         with pytest.raises(SystemExit, match="got Hq=3, Hkv=2"):
             main(["explain", "--shape", "1,3,5,8", "--kv-heads", "2"])
+
+
+# ---------------------------------------------------------------- who is asked why
+
+
+def triton_of(arches):
+    """Triton with only these variants, each made for some arches; `loose` is not deterministic."""
+    triton = registry.get("triton")
+    full = registry.find_variant(triton, "full")
+    variants = [
+        replace(full, name=name, capability=replace(full.capability, arches=for_these), deterministic=name != "loose")
+        for name, for_these in arches.items()
+    ]
+    return replace(triton, forward=replace(triton.forward, variants=tuple(variants)))
+
+
+@pytest.mark.parametrize(
+    ("arches", "deterministic", "told"),
+    [
+        ({"other": ("sm90",), "here": ("sm80",)}, False, {"dtype"}),
+        ({"other": ("sm90",), "more": ("sm100",)}, False, {"arch", "dtype"}),
+        ({"loose": ("sm90",), "here": ("sm80",)}, True, {"dtype"}),
+        ({"loose": ("sm80",), "other": ("sm90",)}, True, {"deterministic"}),
+        ({"loose": ("sm90",)}, True, {"arch", "dtype"}),
+    ],
+)
+def test_a_refusal_is_of_the_variants_made_for_the_arch(arches, deterministic, told):
+    problem = Problem.contiguous(batch=1, heads_q=2, seq_q=64, head_dim=64, dtype="fp32")
+    with pytest.raises(Unsupported) as caught:
+        make_plan(triton_of(arches), problem, ARCHS["sm80"], deterministic=deterministic, probe=False)
+    assert {reason.code for reason in caught.value.reasons} == told
