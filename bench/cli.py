@@ -190,6 +190,8 @@ def tune_configs(options: argparse.Namespace) -> int:
     if options.rules_from is not None or options.check:
         return _write_rules(options.rules_from or tune_results.recorded(), check=options.check)
     names = _our_names(options)
+    if options.rules and (wrong := [name for name in names if name not in tune_rules.BACKENDS]):
+        raise InputError(f"--rules: got --backend {', '.join(wrong)}; allowed {', '.join(tune_rules.BACKENDS)}")
     options.seq = options.seq or [tune.TUNE_SEQ]
     cells = _cells(options)
     tune.check_variants(names, cells, options.variant or ())

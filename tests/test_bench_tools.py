@@ -145,6 +145,7 @@ def test_the_matrix_without_a_gpu(tmp_path, capsys):
         (["tune", "--direction", "forward"], "--direction: got forward; allowed fwd, bwd, fwdbwd"),
         (["tune", "--backend", "cuda", "--variant", "wgma"], "--variant: got wgma; allowed wgmma, split_q"),
         (["tune", "--timeout", "0"], "argument --timeout: got 0; allowed numbers above 0"),
+        (["tune", "--rules", "--backend", "cutile"], "--rules: got --backend cutile; allowed cuda, triton"),
         (["tune", "--rules-from", "none.json"], "none.json: there is no such file"),
         (["rules", "--backend", "none"], "--backend none leaves nothing to compile"),
         (["--out", "/proc/none"], "--out: cannot write to /proc/none"),

@@ -232,8 +232,19 @@ def test_candidates_are_distinct_and_fit():
         problem = Problem.contiguous(batch=4, heads_q=16, heads_kv=4, seq_q=4096, head_dim=head_dim, causal=True)
         for name in GPU_ARCHS:
             configs = BACKEND.forward.candidates(variant, problem, ARCHS[name])
-            assert 12 <= len(configs) <= (64 if name == "sm90" else 20)
+            assert 12 <= len(configs) <= (96 if name == "sm90" else 20)
             assert len(set(configs)) == len(configs)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_sweep_tries_what_the_rules_have(head_dim, causal):
+    (variant,) = BACKEND.forward.offered
+    for seq in (512, 1024, 2048, 4096, 8192, 16384):
+        sizes = {"batch": 16384 // seq, "heads_q": 2048 // head_dim, "seq_q": seq, "head_dim": head_dim}
+        problem = Problem.contiguous(**sizes, causal=causal)
+        plan = make_plan(BACKEND, problem, ARCHS["sm90"], probe=False)
+        assert plan.config in BACKEND.forward.candidates(variant, problem, ARCHS["sm90"])
 
 
 @pytest.mark.parametrize(

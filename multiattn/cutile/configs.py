@@ -469,7 +469,7 @@ def _shapes(problem: Problem, arch: Arch) -> tuple[_Shape, ...]:
 def _lazy_candidates(problem: Problem) -> list[CutileConfig]:
     """Tiles in several ways, each with latencies and without; heads side by side where tiles are not of one length."""
     ways = _LAZY_64 if problem.head_dim <= 64 else _LAZY_128 if problem.head_dim <= 128 else _LAZY_256
-    together = (4, 8) if problem.causal else (1,)
+    together = dict.fromkeys((4, 8, problem.heads_q) if problem.causal else (1, 2, 4))
     found = [
         replace(way, k_latency=k_latency, v_latency=v_latency, heads_together=heads)
         for way, heads in itertools.product(ways, together)
@@ -481,7 +481,10 @@ def _lazy_candidates(problem: Problem) -> list[CutileConfig]:
 
 
 def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[CutileConfig]:
-    """Configs worth timing: tiles with the occupancies and warps that may suit them, then variations of the first."""
+    """Configs worth timing: tiles with the occupancies and warps that may suit them.
+
+    On sm90 in every way to run them, elsewhere with variations of the first.
+    """
     if not arch.is_gpu:
         return ()
     step = STEPS[variant.name].step
