@@ -41,6 +41,7 @@ class Peer:
     """The call of its forward and what a reader must know of it."""
     refuse: Callable[[Cell, Tensors], tuple[Reason, ...]] = lambda cell, tensors: ()
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    compiles_each_cell: bool = False
     is_ours: bool = False
 
     def why_not(self, cell: Cell, arch: Arch | None) -> tuple[Reason, ...]:
@@ -131,14 +132,14 @@ def _causal_mask(batch: Any, head: Any, query: Any, key: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1)
-def _compiled_flex(head_dim: int, dtype: str, causal: bool, is_grouped: bool) -> Callable[..., torch.Tensor]:
-    """flex_attention compiled for every length of one kind of cell: a compile takes seconds, so not one per cell.
+def _compiled_flex(cell: Cell) -> Callable[..., torch.Tensor]:
+    """flex_attention compiled for the sizes of one cell, as `torch.compile` does it unless told otherwise.
 
     `fullgraph`, as Flex run eagerly by a recompile limit would be another algorithm in silence.
     """
     torch._dynamo.reset()
     flex = importlib.import_module("torch.nn.attention.flex_attention")
-    compiled: Callable[..., torch.Tensor] = torch.compile(flex.flex_attention, dynamic=True, fullgraph=True)
+    compiled: Callable[..., torch.Tensor] = torch.compile(flex.flex_attention, dynamic=False, fullgraph=True)
     return compiled
 
 
@@ -160,10 +161,10 @@ def _causal_blocks(seq: int, device: torch.device) -> Any:
 def _build_flex(cell: Cell, tensors: Tensors) -> tuple[Call, str]:
     q, k, v = tensors
     blocks = _causal_blocks(cell.seq, q.device) if cell.causal else None
-    flex = _compiled_flex(cell.head_dim, cell.dtype, cell.causal, cell.is_grouped)
+    flex = _compiled_flex(cell)
     return functools.partial(
         flex, q, k, v, block_mask=blocks, enable_gqa=cell.is_grouped
-    ), "torch.compile(dynamic=True)"
+    ), "torch.compile(dynamic=False)"
 
 
 # ---------------------------------------------------------------- packages
@@ -203,6 +204,7 @@ PEERS: tuple[Peer, ...] = (
         install="part of torch",
         build=_build_flex,
         context=_keep_graph,
+        compiles_each_cell=True,
     ),
     Peer(
         name="fa2",

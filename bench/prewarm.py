@@ -1,4 +1,4 @@
-"""Compiling ahead: each contender makes and runs one cell of each kind in a process of its own.
+"""Compiling ahead: each contender makes and runs cells in a process of its own, one of each kind or all.
 
 So the disk caches of the compilers (ours, Triton's, cuTile's, Inductor's) are filled by all cores, and the run itself,
 which must be one process, hardly waits for a compiler.
@@ -28,11 +28,17 @@ class Task:
 
 
 def tasks(providers: Sequence[Provider], cells: Sequence[Cell]) -> list[Task]:
-    """One task per provider and kind of cell: the shortest of those that differ in batch and length only."""
+    """One task per provider and kind of cell: the shortest of those that differ in batch and length only.
+
+    Of a provider that compiles for each of these, one per cell.
+    """
     kinds: dict[tuple[object, ...], Cell] = {}
     for cell in sorted(cells, key=lambda it: it.seq):
         kinds.setdefault((cell.head_dim, cell.dtype, cell.causal, cell.layout, cell.direction), cell)
-    return [Task(contender=provider.name, cell=cell) for cell in kinds.values() for provider in providers]
+    each = [provider for provider in providers if provider.compiles_each_cell]
+    once = [provider for provider in providers if provider not in each]
+    found = [Task(contender=provider.name, cell=cell) for cell in cells for provider in each]
+    return found + [Task(contender=provider.name, cell=cell) for cell in kinds.values() for provider in once]
 
 
 def provider_of(name: str) -> Provider:

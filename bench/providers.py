@@ -36,6 +36,10 @@ class Provider(Protocol):
     def is_ours(self) -> bool:
         """Whether it is one of BACKENDS: then it must be right, and its failure is the run's."""
 
+    @property
+    def compiles_each_cell(self) -> bool:
+        """Whether what it compiles is of one batch and length, so that compiling ahead must do every cell."""
+
     def why_not(self, cell: Cell, arch: Arch | None) -> tuple[Reason, ...]:
         """Every reason known before there is a tensor; `arch` None is a machine without a GPU."""
 
@@ -52,6 +56,7 @@ class Ours:
     pinned_to: str | None = None
     """The variant whose own config `variant` runs in each cell, as `pin_plan` has it; forward only."""
     is_ours: bool = True
+    compiles_each_cell: bool = False
 
     @property
     def name(self) -> str:

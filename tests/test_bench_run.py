@@ -12,7 +12,7 @@ from bench.contenders import contender_of
 from bench.environment import NO_GPU
 from bench.errors import InputError
 from bench.matrix import SUITES
-from bench.peers import PEERS
+from bench.peers import PEERS, find_peers
 from bench.prewarm import provider_of, tasks
 from bench.providers import Ours, Plans, our_providers
 from bench.results import LOST_DEVICE, Row, dumps, load, one_run
@@ -260,6 +260,10 @@ def test_one_task_ahead_per_contender_and_kind():
     found = tasks([OURS, fakes.peer("sdpa")], cells)
     assert len(found) == len(set(found)) == 2 * 6
     assert {task.cell.seq for task in found} == {512}
+    (flex,) = find_peers(("flex",))
+    found = tasks([OURS, flex], cells)
+    assert [task.cell for task in found if task.contender == "flex"] == list(cells)
+    assert len(found) == len(cells) + 6
 
 
 def test_names_lead_back_to_providers():
