@@ -22,13 +22,13 @@ from bench.languages import LANGUAGES
 from bench.results import read
 from bench.rule_table import compiler
 from multiattn import backend as registry
-from multiattn.backend import BACKENDS, DIRECTIONS, Plan
+from multiattn.backend import BACKENDS, DIRECTIONS, Direction, Plan
 from multiattn.targets.cells import HEAD_DIMS, MASKS, Cell
 from multiattn.targets.facts import read_kernel
 from multiattn.targets.pool import run_isolated
 from multiattn.toolchain import find_cuobjdump
 
-SCHEMA = 1
+SCHEMA = 2
 ARCHES = ("sm80", "sm90", "sm100")
 """One of each generation of tensor cores: mma.sync, wgmma, tcgen05."""
 ROUNDS = 2
@@ -41,10 +41,11 @@ class Timed:
 
     backend: str
     variant: str
-    direction: str
+    direction: Direction
     arch: str
     head_dim: int
     mask: str
+    config: str
     seconds: float
     """Of the processor, for all kernels together, from source to cubin."""
     features: tuple[str, ...]
@@ -94,6 +95,7 @@ def time_plan(plan: Plan) -> Timed:
         arch=plan.arch.name,
         head_dim=plan.problem.head_dim,
         mask="causal" if plan.problem.causal else "full",
+        config=str(plan.config),
         seconds=round(min(seconds), 2),
         features=main.features,
     )

@@ -151,7 +151,7 @@ def _ran(found: Iterable[Turns]) -> str:
 def seconds_block(path: Path) -> str:
     """Median and largest of the seconds that a language's compiler takes for a launch, by direction and arch."""
     record = compile_times.load(path) if path.exists() else None
-    timed = record.timed if record is not None else ()
+    timed = _of_now(record.timed) if record is not None else []
     rows = [
         (language.title, direction, *(_spread(_of(timed, language, direction, arch)) for arch in compile_times.ARCHES))
         for language in LANGUAGES
@@ -159,6 +159,19 @@ def seconds_block(path: Path) -> str:
     ]
     told = record.setup if record is not None else _absent(path)
     return "\n\n".join([table(("language", "direction", *compile_times.ARCHES), rows), told])
+
+
+def _of_now(timed: Iterable[Timed]) -> list[Timed]:
+    """Those of what the rules choose now."""
+    return [it for it in timed if _config_now(it) == it.config]
+
+
+def _config_now(timed: Timed) -> str:
+    """The config of what the language of a compilation would run there; nothing where that is of another variant."""
+    language = language_of(timed.backend, timed.variant)
+    problem = Target(backend=timed.backend, arch=timed.arch, head_dim=timed.head_dim, mask=timed.mask).problem
+    plan = language.plan(problem, timed.arch, timed.direction) if language is not None else None
+    return str(plan.config) if plan is not None and plan.variant == timed.variant else ""
 
 
 def _of(timed: Iterable[Timed], language: Language, direction: str, arch: str) -> list[Timed]:
@@ -227,7 +240,7 @@ def _head_dims(language: Language, direction: Direction, arch: str) -> str:
 def machinery_block(folder: Path, seconds: Path) -> str:
     """What the code that each compiler makes multiplies and loads with, by arch; of one head_dim and mask."""
     found: dict[tuple[Language | None, str, str], tuple[str, ...]] = {}
-    for it in compile_times.load(seconds).timed if seconds.exists() else ():
+    for it in _of_now(compile_times.load(seconds).timed) if seconds.exists() else ():
         if (it.head_dim, it.mask) == (HEAD_DIM, MASK):
             found[language_of(it.backend, it.variant), it.direction, it.arch] = it.features
     records = expected.load_all(folder)

@@ -55,7 +55,7 @@ def parts() -> tuple[Part, ...]:
     gluon = ("forward", "producer", "ring", "softmax", "repair", "shape", "compat")
     backward = ("backward.cuh", "backward_q.cuh", "backward_rows.cuh")
     return (
-        Part(language="cuTile", what="forward", files=("cutile/forward.py", "cutile/tiles.py")),
+        Part(language="cuTile", what="forward", files=("cutile/forward.py", "cutile/exp2.py", "cutile/tiles.py")),
         Part(language="cuTile", what="backward", files=("cutile/backward.py", "cutile/tiles.py")),
         Part(language="plain Triton", what="forward", files=("triton/forward.py", "triton/tiles.py")),
         Part(language="plain Triton", what="backward", files=("triton/backward.py", "triton/tiles.py")),

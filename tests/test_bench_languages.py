@@ -21,6 +21,7 @@ from multiattn import backend as registry
 from multiattn.arch import GPU_ARCHS
 from multiattn.backend import BACKENDS, DIRECTIONS
 from multiattn.support import Reason
+from multiattn.targets import cells as targets_cells
 from multiattn.targets.mix import Counts, Mix
 
 FULL = next(cell for cell in SUITES["standard"] if (cell.head_dim, cell.seq, cell.causal) == (128, 4096, False))
@@ -255,23 +256,23 @@ def test_the_fastest_variant_speaks_for_a_language_and_rows_of_two_runs_do_not_m
 
 # ---------------------------------------------------------------- compilers and host
 
-TIMED = Timed(
-    backend="triton",
-    variant="full",
-    direction="forward",
-    arch="sm90",
-    head_dim=128,
-    mask="causal",
-    seconds=1.0,
-    features=("wgmma", "TMA load"),
-)
+
+def timed_of(language, arch="sm90", seconds=1.0, **other):
+    """A compilation of what a language runs at D=128 causal."""
+    problem = targets_cells.Cell(backend=language.backend, arch=arch, head_dim=128, mask="causal").problem
+    plan = language.plan(problem, arch, "forward")
+    made = {"backend": plan.backend, "variant": plan.variant, "config": str(plan.config), "head_dim": 128, **other}
+    features = made.pop("features", ("wgmma", "TMA load"))
+    return Timed(**made, arch=arch, direction="forward", mask="causal", seconds=seconds, features=features)
 
 
 def test_seconds_are_told_by_language_and_arch(tmp_path):
     timed = [
-        *(replace(TIMED, seconds=seconds) for seconds in (4.0, 1.0, 2.0)),
-        *(replace(TIMED, seconds=seconds, arch="sm80") for seconds in (3.0, 1.0)),
-        replace(TIMED, variant="warp_specialized", seconds=7.0),
+        *(timed_of(TL, seconds=seconds) for seconds in (4.0, 1.0, 2.0)),
+        *(timed_of(TL, seconds=seconds, arch="sm80") for seconds in (3.0, 1.0)),
+        timed_of(GLUON_TRITON, seconds=7.0),
+        timed_of(CUDA, seconds=9.0, config="of a rule before"),
+        timed_of(CUTILE, seconds=9.0, variant="basic"),
     ]
     path = compile_times.record_path(tmp_path)
     compile_times.save(timed, path)
@@ -279,6 +280,7 @@ def test_seconds_are_told_by_language_and_arch(tmp_path):
     text = languages_docs.seconds_block(path)
     assert cells_of(text, "plain Triton", "forward") == ["2.0 / 3.0", "2.0 / 4.0", "-"]
     assert cells_of(text, "Gluon", "forward") == ["-", "7.0 / 7.0", "-"]
+    assert cells_of(text, "CUDA C++", "forward") == cells_of(text, "cuTile", "forward") == ["-"] * 3
     assert text.endswith(compile_times.load(path).setup)
 
 
@@ -358,8 +360,8 @@ def test_what_code_uses_is_of_the_record_and_else_of_what_was_timed(tmp_path):
     wider = replace(gluon, cell=replace(entry.cell, head_dim=256), kernels=(nothing,))
     expected.save([gluon, wider], tmp_path / "expected")
     seconds = tmp_path / "results" / "compiled" / "seconds.json"
-    others = (replace(TIMED, variant="warp_specialized"), replace(TIMED, head_dim=256, features=("mma.sync",)))
-    compile_times.save([TIMED, *others], seconds)
+    others = (timed_of(GLUON_TRITON), timed_of(TL, head_dim=256, features=("mma.sync",)))
+    compile_times.save([timed_of(TL), *others], seconds)
     text = languages_docs.machinery_block(tmp_path / "expected", seconds)
     rest = ", ".join(arch for arch in GPU_ARCHS if arch != "sm90")
     assert cells_of(text, "Gluon", "forward", "sm90") == [", ".join(entry.main.features)]
