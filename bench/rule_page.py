@@ -33,7 +33,7 @@ Each rule of each variant is compiled with no GPU for every arch that it names, 
 
 - **spills**: loads and stores of local memory in the loops that every block runs, then those elsewhere in the code: a
   causal forward kernel has a rare repair that may spill. Up to D={NO_SPILLS_UP_TO} there must be none in the loops of
-  what a caller gets unasked; a rung that must be named may show what they cost.
+  what a caller gets unasked; a rung that must be named may show what they cost, and of Gluon see docs/gluon.md.
 - **stack** is in bytes a thread; **smem** in bytes a block, without the KiB that the system keeps.
 - **blocks** of the kernel fit an SM at one time, limited by what is named; **warps** is their share of all that fit.
 """
