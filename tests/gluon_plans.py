@@ -24,6 +24,7 @@ def gluon_ways() -> Iterator[tuple[int, bool, GluonConfig]]:
         yield head_dim, causal, replace(config, lazy_max=False)
         yield head_dim, causal, replace(config, exp2_fma_fraction=1 / 4)
         yield head_dim, causal, replace(config, pingpong=not config.pingpong)
+    yield 64, True, GluonConfig(tile_m=192, tile_n=64, stages=12, q_slots=2, lazy_max=True)
     for q_slots in (1, 3):
         yield 64, True, replace(CONFIGS[64], q_slots=q_slots)
     for head_dim, causal in itertools.product((8, 40, 72, 96, 136, 160, 192), (False, True)):
