@@ -71,7 +71,8 @@ def fmha(
         scale: finite, may be zero or negative; None is ``1/sqrt(D)``.
         backend: one of `backends()`, ``"reference"``, or ``"auto"``: the fastest by recorded measurements on a GPU,
             the reference on CPU tensors. A named backend runs or raises; nothing falls back. On CPU tensors a named
-            backend runs its kernel source on the CPU: exact, and slow. The gradient is the same backend's.
+            backend runs its kernel source on the CPU (Triton plain `triton.language`, as nothing interprets Gluon):
+            exact, and slow. The gradient is the same backend's.
         variant: a variant of that backend's forward; None is its best that can run the problem.
         return_lse: also return the log-sum-exp.
         deterministic: run only variants that give the same bits each time, at some cost in the backward; None does as

@@ -141,7 +141,10 @@ def check_origin(entry: Mapping[str, Any]) -> None:
 
 @functools.cache
 def host_digest(backend: str) -> str:
-    """Digest of the source of all that makes a Binding: the backend's `bind` and what it imports of its folder."""
+    """Digest of the source of all that makes a Binding.
+
+    That is the backend's `bind`, what it imports of its folder and those in it, and `_HOST_SOURCES`.
+    """
     paths = {_ROOT / name for name in _HOST_SOURCES}
     todo = [_ROOT / backend / "bind.py"]
     while todo:

@@ -45,7 +45,11 @@ class Tuned:
         checks = (
             ("direction", self.direction in DIRECTIONS, ", ".join(DIRECTIONS)),
             ("backend", self.backend in backends, ", ".join(backends)),
-            ("variant", self.variant in variants, f"for {self.direction}: {', '.join(variants) or 'none'}"),
+            (
+                "variant",
+                self.backend not in backends or self.variant in variants,
+                f"for {self.direction}: {', '.join(variants) or 'none'}",
+            ),
             ("arches", bool(self.arches) and known, f"some of {', '.join(GPU_ARCHS)}"),
             ("head_dim_min", _is_count(self.head_dim_min, 1, HEAD_DIM_MAX), f"1 to {HEAD_DIM_MAX}"),
             ("head_dim_max", _is_count(self.head_dim_max, self.head_dim_min, HEAD_DIM_MAX), "from head_dim_min to 256"),
@@ -129,7 +133,7 @@ def _rule(entry: Tuned, make: Callable[[dict[str, Any]], C]) -> Rule[C]:
     try:
         config = make(dict(entry.config))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"tuned.json, {entry.variant} {entry.config}: {error}") from None
+        raise ValueError(f"tuned.json, {entry.backend} {entry.variant} {entry.config}: {error}") from None
     return Rule(
         arches=entry.arches,
         config=config,

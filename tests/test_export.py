@@ -67,9 +67,7 @@ def exported(case):
     kinds = ("tileir", "ttgir", "ptx") if case == WITH_PTX else ("tileir", "ttgir")
     if reasons := get(name).probe_compiler():
         pytest.skip("; ".join(map(str, reasons)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MULTIATTN_UNPROVEN", "1")
-        plan = make_plan(get(name), problem_of(**sizes), ARCHS[arch], variant=variant, probe=False)
+    plan = make_plan(get(name), problem_of(**sizes), ARCHS[arch], variant=variant, probe=False)
     (kernel,) = get(name).forward.export(plan, kinds)
     return plan, kernel
 

@@ -19,6 +19,7 @@ from multiattn.triton.gluon.configs import (
     BOOKKEEPING_BYTES,
     GluonConfig,
     candidates,
+    class_of,
     grid_blocks,
     pieces_of,
     query_tiles,
@@ -120,6 +121,18 @@ def test_a_sweep_tries_the_schedulers_and_what_may_not_pay(head_dim):
     assert {config.scheduler for config in found} == {"one_tile", "static", "dynamic"}
     assert {config.pingpong for config in found} == {config.lazy_max for config in found} == {True, False}
     assert any(config.exp2_fma_fraction for config in found)
+
+
+@pytest.mark.parametrize(("head_dim", "widest"), [(8, 64), (80, 96), (97, 128), (144, 192), (176, 192), (200, 256)])
+def test_a_sweep_tries_as_many_stages_as_all_of_a_class_has_room_for(head_dim, widest):
+    assert class_of(head_dim) == widest
+    found = candidates(VARIANT, problem(head_dim, causal=True), SM90)
+    assert found == candidates(VARIANT, problem(widest, causal=True), SM90)
+    assert all(why_not_fit(problem(widest), SM90, replace(it, stages=it.stages + 1)) for it in found)
+
+
+def test_no_class_is_beyond_256():
+    assert class_of(264) is None
 
 
 # ---------------------------------------------------------------- what the compiler makes of it

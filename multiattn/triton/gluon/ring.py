@@ -21,8 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 def make_barriers(number: gl.constexpr, arrivals: gl.constexpr):
     """`number` mbarriers, each of which `arrivals` complete.
 
-    Make none that nobody waits for. Triton would give their memory to something else once they are made, and an SM
-    keeps the state of an mbarrier elsewhere: it reaches the memory at some later time, over what is there by then.
+    Make none that nobody waits for. Triton would give their memory to something else once they are made, with no
+    `mbarrier.inval`, and it seems that an SM writes their state there later, over what is there by then.
     """
     barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(number):
