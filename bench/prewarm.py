@@ -36,7 +36,7 @@ def tasks(providers: Sequence[Provider], cells: Sequence[Cell]) -> list[Task]:
     for cell in sorted(cells, key=lambda it: it.seq):
         kinds.setdefault((cell.head_dim, cell.dtype, cell.causal, cell.layout, cell.direction), cell)
     each = [provider for provider in providers if provider.compiles_each_cell]
-    once = [provider for provider in providers if provider not in each]
+    once = [provider for provider in providers if not provider.compiles_each_cell]
     found = [Task(contender=provider.name, cell=cell) for cell in cells for provider in each]
     return found + [Task(contender=provider.name, cell=cell) for cell in kinds.values() for provider in once]
 

@@ -80,6 +80,11 @@ _LANDED = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, of this ke
 
 _SWEPT = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, finals of bench/results/h200/tune-cutile.json: "
 
+_SHORT_256 = CutileConfig(
+    tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8, k_latency=None, v_latency=None, lazy_max=True
+)
+"""For short causal problems at the widest head_dims, but for the order of the tiles."""
+
 FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     Rule(
         arches=("cpu",),
@@ -187,17 +192,7 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         head_dim_min=129,
         causal=True,
         seq_max=724,
-        config=CutileConfig(
-            tile_m=128,
-            tile_n=64,
-            occupancy=1,
-            num_worker_warps=8,
-            k_latency=None,
-            v_latency=None,
-            heads_together=4,
-            lazy_max=True,
-            scheduler="static",
-        ),
+        config=replace(_SHORT_256, heads_together=4, scheduler="static"),
         why=_SWEPT + "N=512: 301 TFLOPS, cuDNN 355; a block a tile, one ahead 294 to 296",
     ),
     Rule(
@@ -205,16 +200,7 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         head_dim_min=129,
         causal=True,
         seq_max=1448,
-        config=CutileConfig(
-            tile_m=128,
-            tile_n=64,
-            occupancy=1,
-            num_worker_warps=8,
-            k_latency=None,
-            v_latency=None,
-            heads_together=8,
-            lazy_max=True,
-        ),
+        config=replace(_SHORT_256, heads_together=8),
         why=_SWEPT + "N=1k: 403 TFLOPS, cuDNN 457; a block ahead 402, 4 heads together and a block ahead 388",
     ),
     Rule(
