@@ -220,6 +220,10 @@ def test_the_rules_of_files_are_written_and_checked(tmp_path, monkeypatch, capsy
     assert tuned.dumps(tuned.parse(target.read_text())) == target.read_text()
 
 
+def test_sweeps_are_rules_of_whoever_takes_rules_from_them():
+    assert set(tune_rules.BACKENDS) == {backend for backend, _, _ in tuned.VARIANTS}
+
+
 def test_tuned_json_is_what_the_recorded_sweeps_give():
     assert tune_rules.tuned_path().read_text() == tune_rules.text_from(tune_results.recorded())
 
@@ -260,6 +264,9 @@ def test_an_entry_is_a_rule():
     text = json.dumps([ENTRY])
     assert not tuned.tuned_rules("cuda", "wgmma", Choice, direction="backward", text=text)
     assert not tuned.tuned_rules("triton", "warp_specialized", Choice, text=text)
+    text = json.dumps([{**ENTRY, "backend": "triton", "variant": "warp_specialized"}])
+    assert tuned.tuned_rules("triton", "warp_specialized", lambda fields: Choice(**fields), text=text)
+    assert not tuned.tuned_rules("cuda", "warp_specialized", lambda fields: Choice(**fields), text=text)
 
 
 @pytest.mark.parametrize(
