@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ KNOWN_SPILLS: Mapping[tuple[str, str], int] = {("triton", "warp_specialized"): 3
 """By backend and variant, as many spills in hot loops as pass all the same: where the compiler on record makes worse
 code than the one that the rules were measured with (docs/gluon.md, "Newer Tritons")."""
 SEQ, BATCH, HEADS = 4096, 4, 16
+RULE_DTYPES = ("bf16", "fp16")  # the first unless a rule is for the other alone
 TIMEOUT_S = 300.0
 RUNG_ARCHS = ("sm80", "sm90")
 """What rules of variants that must be named are compiled for: with and without wgmma and TMA."""
@@ -182,16 +184,15 @@ def _plan(
 ) -> Plan | None:
     """The Plan of the first problem for which `rule` is chosen, so of lengths that it is for; None if there is none."""
     target = by_name(arch)
-    for seq in _lengths(variant.rules):
-        for batch in _batches(variant.rules):
-            problem = Problem.contiguous(
-                batch=batch, heads_q=HEADS, seq_q=seq, head_dim=head_dim, dtype="bf16", causal=causal
-            )
-            if select(variant.rules, problem, target)[0] is not rule:
-                continue
-            plan = plan_variant(registry.get(backend), variant, problem, target, direction=direction)
-            if isinstance(plan, Plan):
-                return plan
+    for dtype, seq, batch in itertools.product(RULE_DTYPES, _lengths(variant.rules), _batches(variant.rules)):
+        problem = Problem.contiguous(
+            batch=batch, heads_q=HEADS, seq_q=seq, head_dim=head_dim, dtype=dtype, causal=causal
+        )
+        if select(variant.rules, problem, target)[0] is not rule:
+            continue
+        plan = plan_variant(registry.get(backend), variant, problem, target, direction=direction)
+        if isinstance(plan, Plan):
+            return plan
     return None
 
 

@@ -46,6 +46,7 @@ class Rule(Generic[C]):
     head_dim_min: int = 1
     head_dim_max: int = 256
     causal: bool | None = None
+    dtype: str | None = None
     seq_min: int = 0
     """Of the longer of Sq and Skv; so is `seq_max`, None for no limit."""
     seq_max: int | None = None
@@ -63,6 +64,8 @@ class Rule(Generic[C]):
             return f"for D in {self.head_dim_min}..{self.head_dim_max}"
         if self.causal not in (None, problem.causal):
             return "for causal" if self.causal else "for full"
+        if self.dtype not in (None, problem.dtype):
+            return f"for {self.dtype}"
         seq = max(problem.seq_q, problem.seq_kv)
         if seq < self.seq_min or (self.seq_max is not None and seq > self.seq_max):
             return f"for lengths in {self.seq_min}..{self.seq_max or ''}"
@@ -82,6 +85,7 @@ class Rule(Generic[C]):
             and self.head_dim_min <= other.head_dim_min
             and other.head_dim_max <= self.head_dim_max
             and self.causal in (None, other.causal)
+            and self.dtype in (None, other.dtype)
             and self.seq_min <= other.seq_min
             and theirs <= longest
             and self.batch_max in (None, other.batch_max)

@@ -25,6 +25,7 @@ CONDITIONS = {
     "head_dim": ({"head_dim_min": 65}, "for D in 65..256"),
     "causal": ({"causal": True}, "for causal"),
     "full": ({"causal": False}, "for full"),
+    "dtype": ({"dtype": "fp16"}, "for fp16"),
     "long": ({"seq_min": 1001}, "for lengths in 1001.."),
     "short": ({"seq_max": 999}, "for lengths in 0..999"),
     "batch": ({"batch_max": 1}, "for batches of up to 1"),
@@ -74,12 +75,14 @@ def test_no_rule_is_none_with_all_that_were_passed_over():
 
 def test_a_rule_covers_what_it_would_shadow():
     rule = Rule(arches=("sm90", "sm80"), config=Config(tile_m=64, tile_n=64), why="x", head_dim_max=128)
-    narrower = replace(rule, arches=("sm90",), head_dim_min=65, causal=True, seq_min=100, seq_max=200, batch_max=4)
+    narrower = replace(
+        rule, arches=("sm90",), head_dim_min=65, causal=True, dtype="bf16", seq_min=100, seq_max=200, batch_max=4
+    )
     assert rule.covers(rule)
     assert rule.covers(narrower)
     for change in (
-        {"arches": ("sm100",)}, {"head_dim_max": 256}, {"head_dim_min": 1}, {"causal": None}, {"seq_max": None},
-        {"seq_min": 0}, {"batch_max": None},
+        {"arches": ("sm100",)}, {"head_dim_max": 256}, {"head_dim_min": 1}, {"causal": None}, {"dtype": None},
+        {"seq_max": None}, {"seq_min": 0}, {"batch_max": None},
     ):  # fmt: skip
         assert not narrower.covers(replace(narrower, **change))
     assert not replace(rule, only_named=True).covers(rule)
