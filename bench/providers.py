@@ -56,7 +56,11 @@ class Ours:
     pinned_to: str | None = None
     """The variant whose own config `variant` runs in each cell, as `pin_plan` has it; forward only."""
     is_ours: bool = True
-    compiles_each_cell: bool = False
+
+    @property
+    def compiles_each_cell(self) -> bool:
+        """So does cuTile: its rules differ by length, and its code by whether the batch is a multiple of 16."""
+        return self.backend == "cutile"
 
     @property
     def name(self) -> str:
