@@ -49,6 +49,9 @@ def test_one_kernel_runs_many_problems(name, sizes, tmp_path):
     assert math.prod(binding.grid) == (min(tiles, 132) if is_persistent else tiles)  # SMs of an H200
 
 
+SQUARE = {"seq_q": 128, "seq_kv": 128, "causal": True}
+
+
 @pytest.mark.parametrize(
     ("name", "emitted", "sizes", "message"),
     [
@@ -58,6 +61,7 @@ def test_one_kernel_runs_many_problems(name, sizes, tmp_path):
         ("cutile", {}, {"scale": 0.0}, "scale_sign: got 0; allowed 1"),
         ("cutile", {"seq_q": 128}, {"seq_q": 101}, "q_seq: got any; allowed multiple of 16"),
         ("cutile", {"seq_kv": 128}, {"seq_kv": 101}, "masked: got True; allowed False"),
+        ("cutile", SQUARE, {"seq_q": 64, "seq_kv": 96}, "seq_kv_less_seq_q: got any; allowed multiple of 64"),
         ("cuda", {}, {"dtype": "fp16"}, "dtype: got fp16; allowed bf16"),
         ("cuda", {}, {"head_dim": 56}, "head_dim: got 56; allowed 64"),
         ("cuda", {"causal": True}, {}, "causal: got False; allowed True"),

@@ -9,7 +9,7 @@ import multiattn
 from multiattn import Problem, reference
 from multiattn.arch import ARCHS, GPU_ARCHS, Arch
 from multiattn.backend import get, make_plan, plan_variant
-from multiattn.cutile.configs import MAX_GRID_X, CutileConfig, find_grid
+from multiattn.cutile.configs import MAX_GRID_X, CutileConfig, find_grid, is_linear
 
 pytest.importorskip("cuda.tile")
 
@@ -213,6 +213,10 @@ def test_grids_of_many_blocks():
     x, y = find_grid(many, 64)
     assert x * y == 2**26
     assert x <= MAX_GRID_X
+    assert is_linear(few, CutileConfig(tile_m=64, tile_n=64))
+    assert not is_linear(
+        Problem.contiguous(batch=60_000, heads_q=4, seq_q=64, head_dim=8), CutileConfig(tile_m=64, tile_n=64)
+    )
     prime = Problem.contiguous(batch=2**31 - 1, heads_q=1, seq_q=1, head_dim=8)
     assert find_grid(prime, 64) is None
 

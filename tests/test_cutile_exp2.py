@@ -15,7 +15,8 @@ from multiattn import Problem
 from multiattn.arch import ARCHS
 from multiattn.backend import get, make_plan, plan_variant
 from multiattn.cuda import exp2
-from multiattn.cutile.configs import PIPELINES, CutileConfig, candidates
+from multiattn.cutile.candidates import candidates
+from multiattn.cutile.configs import PIPELINES, CutileConfig
 from multiattn.cutile.steps import STEPS
 from multiattn.exp2_fma import is_polynomial
 
@@ -221,4 +222,5 @@ def test_hopper_saves_ex2_and_moves_nothing(causal):
         assert loop["MUFU.EX2"] == 32 - 2 * sixteenths
         assert loop["FFMA"] == plain["FFMA"] + 4 * 2 * sixteenths  # contracted, as the model has it
         assert not [name for name in loop if name.startswith(("SHFL", "LDS", "STS", "LDL", "STL", "FSEL", "SEL"))]
-        assert (after.registers, after.spill_bytes, after.smem_bytes) == (before.registers, 0, before.smem_bytes)
+        assert (after.registers, after.spill_bytes) == (before.registers, 0)
+        assert after.smem_bytes <= before.smem_bytes

@@ -10,7 +10,7 @@ import multiattn
 from multiattn import Problem, reference
 from multiattn.arch import ARCHS
 from multiattn.backend import get, make_plan, plan_variant
-from multiattn.cutile.configs import PIPELINES, CutileConfig, grid_of
+from multiattn.cutile.configs import PIPELINES, CutileConfig, begins_at_diagonal, grid_of, is_linear
 from multiattn.cutile.steps import STEPS
 from multiattn.schedule import most_multiprocessors
 
@@ -106,6 +106,58 @@ def test_tiles(tile_m, tile_n, pipeline, redone):
     assert not redone
 
 
+@pytest.mark.parametrize(
+    ("begins", "change"),
+    [
+        (True, {}), (True, {"seq_q": 128, "seq_kv": 64}), (True, {"seq_q": 40, "seq_kv": 104}), (False, {"seq_q": 200}),
+        (False, {"seq_kv": 96}), (False, {"causal": False}), (False, {"dtype": "fp16"}), (False, {"lazy_max": False}),
+        (True, {"tile_n": 32}), (False, {"tile_n": 128}),
+    ],
+)  # fmt: skip
+def test_what_begins_at_the_diagonal(begins, change):
+    sizes = {"seq_q": 64, "seq_kv": 128, "causal": True, "dtype": "bf16"}
+    sizes |= {name: change[name] for name in sizes if name in change}
+    config = replace(LAZY, **{"tile_m": 64, "tile_n": 64} | {it: change[it] for it in change if it not in sizes})
+    assert begins_at_diagonal(Problem.contiguous(batch=1, heads_q=1, head_dim=64, **sizes), config) == begins
+
+
+@each_pipeline
+@pytest.mark.parametrize("scheduler", ["one_tile", "static"])
+@pytest.mark.parametrize("tile_n", [16, 32])
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(32, 32), (160, 160), (96, 160), (160, 96), (72, 136), (41, 41)])
+def test_from_the_diagonal_down_every_block_once(seq_q, seq_kv, tile_n, scheduler, pipeline, patch_kernel):
+    """Of a tile ``tile_m / tile_n`` blocks with the mask, and all before them without."""
+
+    def note(shape, place, q, k, block, masked):
+        found.append((place.tile, block, masked))
+        return score(shape, place, q, k, block, masked)
+
+    found, score = [], forward.score
+    patch_kernel("score", note)
+    config = replace(LAZY, tile_n=tile_n, pipeline=pipeline, scheduler=scheduler, heads_together=2)
+    check(config, *make_inputs(heads_q=2, heads_kv=1, seq_q=seq_q, seq_kv=seq_kv, head_dim=16), causal=True)
+    blocks = 32 // tile_n
+    expected = []
+    for tile in range(-(-seq_q // 32)):
+        diagonal = (tile * 32 + seq_kv - seq_q) // tile_n
+        ends = range(diagonal + 1, min(diagonal + blocks, -(-seq_kv // tile_n)))
+        if diagonal < 0:
+            expected.append((tile, 0, True))  # sees no key
+            continue
+        expected += [(tile, block, False) for block in range(diagonal)]
+        expected += [(tile, block, True) for block in (diagonal, *ends)]
+    assert sorted(found) == sorted(2 * expected)
+
+
+def test_a_first_row_that_sees_one_key_of_little_weight(redone):
+    """By 2^100 less than the others, which bf16's weights hold."""
+    q, k, v = make_inputs(heads_q=1, seq_q=128, seq_kv=128, spread=0.01)
+    q[..., 0] = 8.0
+    k[..., :96, 0], k[..., 96, 0] = 50 / math.log2(math.e), -50 / math.log2(math.e)  # at a scale of 1/8
+    check(LAZY, q, k, v, causal=True)
+    assert not redone
+
+
 @each_mask
 @each_dtype
 @each_pipeline
@@ -123,7 +175,7 @@ def test_scores_that_grow_by_hundreds(start, pipeline, dtype, causal, redone):
 def test_only_tiles_whose_scores_grow_are_done_again(pipeline, causal, redone):
     q, k, v = make_inputs(heads_q=1, seq_q=128, seq_kv=128)
     q[:, :, 70] = 12.0
-    k[:, :, 69] = 12.0
+    k[:, :, 40] = 12.0  # neither of the first block nor of the diagonal
     check(replace(LAZY, pipeline=pipeline), q, k, v, causal=causal)
     assert redone == [(0, 0, 2)]
 
@@ -258,14 +310,17 @@ def test_a_check_that_misses_something_is_noticed(change, patch_kernel):
 def test_a_static_grid_fills_the_device():
     problem = Problem.contiguous(batch=8, heads_q=8, seq_q=1000, head_dim=64)
     static = replace(LAZY, tile_m=64, occupancy=2, scheduler="static")
-    assert grid_of(problem, static, 132) == (264, 1)
-    assert grid_of(problem, replace(static, occupancy=None), 132) == (132, 1)
-    assert grid_of(replace(problem, batch=1, heads_q=1), static, 132) == (16, 1)
-    assert grid_of(problem, LAZY, 132) == (32 * 64, 1)
+    assert grid_of(problem, static, 132, linear=True) == (264, 1, 1)
+    assert grid_of(problem, replace(static, occupancy=None), 132, linear=True) == (132, 1, 1)
+    assert grid_of(replace(problem, batch=1, heads_q=1), static, 132, linear=True) == (16, 1, 1)
+    assert grid_of(problem, LAZY, 132, linear=True) == (32 * 64, 1, 1)
+    assert grid_of(problem, replace(LAZY, heads_together=4), 132, linear=False) == (32 * 4, 2, 8)
+    assert is_linear(problem, static)
+    assert not is_linear(problem, LAZY)
     assert [most_multiprocessors(ARCHS[name]) for name in ("sm90", "cpu")] == [132, 1]
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], config=static, probe=False)
     assert get_grid(plan) == (264, 1, 1)  # of the largest product, as there is no device here
-    assert get_constants(plan)[-5:] == (True, 16.0, 0, True, 0)
+    assert get_constants(plan)[-6:] == (True, 16.0, False, 0, True, 0)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from multiattn import abi
 from multiattn.backend import Plan
-from multiattn.cutile.configs import CutileConfig, grid_of
+from multiattn.cutile.configs import CutileConfig, begins_at_diagonal, grid_of, is_linear
 from multiattn.cutile.steps import STEPS
 from multiattn.problem import LOG2_E, Problem
 from multiattn.schedule import most_multiprocessors
@@ -28,6 +28,8 @@ ARRAYS = ("q", "k", "v", "out", "lse")
 EXTENTS = ("batch", "heads", "seq")
 STRIDES = ("batch_stride", "head_stride", "row_stride")
 """Names of what a compiler may know multiples of, behind the array's."""
+DIAGONAL = "seq_kv_less_seq_q"
+"""Name of what a causal kernel knows a multiple of that begins where tiles end with blocks of keys."""
 
 _FP32_BYTES = 4
 
@@ -43,17 +45,18 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
     emitted = emitted or {}
     problem, config = plan.problem, plan.config
     assert isinstance(config, CutileConfig)
-    grid = grid_of(problem, config, most_multiprocessors(plan.arch))
+    constants = _constants(plan, config, emitted)
+    linear = abi.flag(constants, emitted, "linear_grid", is_linear(problem, config))
+    grid = grid_of(problem, config, most_multiprocessors(plan.arch), linear=linear)
     if grid is None:
         raise ValueError(f"no grid for {plan}")
-    constants = _constants(plan, config, emitted)
     kind: abi.Kind = "i64" if abi.flag(constants, emitted, "int64", _needs_int64(problem)) else "i32"
     arguments: list[abi.Argument] = []
     for name in ARRAYS:
         arguments += _array(constants, emitted, problem, name, kind)
     scale = problem.scale_log2 if STEPS[plan.variant].step.exp2 else problem.scale_log2 / LOG2_E
     arguments.append(abi.Number(kind="f32", value=scale))
-    return abi.Binding(arguments=tuple(arguments), grid=(*grid, 1), image=image, constants=constants)
+    return abi.Binding(arguments=tuple(arguments), grid=grid, image=image, constants=constants)
 
 
 def _constants(plan: Plan, config: CutileConfig, emitted: Mapping[str, str]) -> dict[str, str]:
@@ -63,8 +66,11 @@ def _constants(plan: Plan, config: CutileConfig, emitted: Mapping[str, str]) -> 
     abi.exactly(constants, dtype=problem.dtype, head_dim=problem.head_dim, causal=problem.causal)
     abi.exactly(constants, scale_sign=problem.scale_sign)
     abi.flag(constants, emitted, "masked", problem.causal or problem.seq_kv % config.tile_n != 0)
+    alignment = config.tile_m if begins_at_diagonal(problem, config) else 1
+    abi.multiple(constants, emitted, DIAGONAL, alignment, problem.seq_kv - problem.seq_q)
     together = math.gcd(config.heads_together, problem.heads_q)
     abi.multiple(constants, emitted, "heads_q", together, problem.heads_q)
+    abi.flag(constants, emitted, "grouped", problem.heads_q != problem.heads_kv)
     strides = (*problem.strides_q, *problem.strides_k, *problem.strides_v)
     abi.flag(constants, emitted, "no_tma", 0 in strides)  # TMA wants positive strides
     return constants

@@ -1,16 +1,15 @@
-"""Tiles and compiler hints per arch: the rules, what may be asked for, and what is worth timing.
+"""Tiles and compiler hints per arch: the rules, and what may be asked for.
 
 Shared memory is tileiras' own choice (it fits its pipeline to the occupancy asked for), so nothing here computes it.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from multiattn.arch import Arch
-from multiattn.backend import Variant
 from multiattn.config import COMPILED, Config, Rule, inherit
 from multiattn.cutile.steps import STEPS, Step
 from multiattn.exp2_fma import SIXTEENTHS_MAX
@@ -30,7 +29,7 @@ PIPELINES = ("plain", "ahead", "pairs")
 """In the order of the kernel's constants."""
 
 HEADROOM = {"bf16": 16.0, "fp16": 0.0}
-"""log2, by dtype: how much less than one the largest weight of the first block is with `lazy_max`.
+"""log2, by dtype: how much less than one the largest weight of the block that comes first is with `lazy_max`.
 
 In bf16 it costs nothing, as weights have the range of fp32, and keeps large values of v from overflowing the sums. In
 fp16 small weights would be lost, which many of together count."""
@@ -51,8 +50,9 @@ class CutileConfig(Config):
     v_latency: int | None = 4
     heads_together: int = 1
     lazy_max: bool = False
-    """Weights are relative to the maxima of the first block of keys, and a tile in which scores outgrow those is done
-    again: by 2^115 in bf16, by 2^16 in fp16, whose weights hold no more. It then takes more than twice as long."""
+    """Weights are relative to the maxima of one block of keys (`begins_at_diagonal` says which), and a tile in which
+    scores outgrow those is done again: by 2^115 in bf16, by 2^16 in fp16, whose weights hold no more. It then takes
+    more than twice as long."""
     pipeline: str = "plain"
     """``ahead``: the next block's scores are begun before the weights of one. ``pairs``: blocks come in twos, scores of
     both first. Both need `lazy_max`. ``plain``: as the compiler orders it."""
@@ -80,10 +80,12 @@ _LANDED = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, of this ke
 
 _SWEPT = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, finals of bench/results/h200/tune-cutile.json: "
 
-_SHORT_256 = CutileConfig(
+_DIAGONAL = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16 (docs/experiments.md): "
+
+_LAZY_256 = CutileConfig(
     tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8, k_latency=None, v_latency=None, lazy_max=True
 )
-"""For short causal problems at the widest head_dims, but for the order of the tiles."""
+"""For causal problems at the widest head_dims, but for the order of the tiles."""
 
 FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     Rule(
@@ -146,28 +148,28 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         head_dim_min=65,
         head_dim_max=128,
         causal=True,
-        seq_max=512,
-        config=CutileConfig(tile_m=64, tile_n=64, occupancy=2, heads_together=4, lazy_max=True, scheduler="static"),
-        why=_LANDED + "N=512: 280 TFLOPS, cuDNN 326; in pairs 272, in pairs and a block a tile 268",
+        seq_max=724,
+        config=CutileConfig(tile_m=64, tile_n=64, occupancy=2, lazy_max=True, scheduler="static"),
+        why=_DIAGONAL + "N=512: 297 TFLOPS, cuDNN 340; 4 heads together 295, in pairs 290, a block a tile 287",
     ),
     Rule(
         arches=("sm90",),
         head_dim_min=65,
         head_dim_max=128,
         causal=True,
-        seq_max=8191,
-        config=CutileConfig(tile_m=64, tile_n=64, occupancy=2, heads_together=4, lazy_max=True, pipeline="pairs"),
-        why=_LANDED + "N=1k 365, 2k 453, 4k 530 TFLOPS, cuDNN 400, 453, 502; 128x64 with 8 warps 418 at 2k, 522 at 4k",
+        seq_max=4095,
+        config=CutileConfig(tile_m=64, tile_n=64, occupancy=2, heads_together=8, lazy_max=True, pipeline="pairs"),
+        why=_DIAGONAL
+        + "N=1k 391, 2k 485 TFLOPS, cuDNN 415, 471; 4 heads together 385, 478; 128x128, 8 warps -, 477",
     ),
     Rule(
         arches=("sm90",),
         head_dim_min=65,
         head_dim_max=128,
         causal=True,
-        seq_min=8192,
         config=CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, heads_together=4, lazy_max=True),
-        why=_LAZY
-        + "N=16k: 621 TFLOPS without latencies, cuDNN 498; with them, which the repair wants, 639 of 681 before",
+        why=_DIAGONAL
+        + "N=4k 551, 8k 603, 16k 637 TFLOPS, cuDNN 493, 520, 529; 64x64 in pairs 545, 584, 598; 128x64 546, 591, 611",
     ),
     Rule(
         arches=("sm90",),
@@ -191,32 +193,51 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         arches=("sm90",),
         head_dim_min=129,
         causal=True,
-        seq_max=724,
-        config=replace(_SHORT_256, heads_together=4, scheduler="static"),
-        why=_SWEPT + "N=512: 301 TFLOPS, cuDNN 355; a block a tile, one ahead 294 to 296",
+        dtype="bf16",
+        seq_max=1448,
+        config=replace(_LAZY_256, heads_together=8, pipeline="ahead"),
+        why=_DIAGONAL + "N=512 307, 1k 434 TFLOPS, cuDNN 360, 457; plain 295, 425, in a static grid 291, 397",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=129,
+        causal=True,
+        dtype="bf16",
+        seq_max=2896,
+        config=replace(_LAZY_256, heads_together=8),
+        why=_DIAGONAL + "N=2k: 549 TFLOPS, cuDNN 515; 4 heads together 518; online 128x128 511",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=129,
+        causal=True,
+        dtype="bf16",
+        seq_max=5792,
+        config=replace(_LAZY_256, heads_together=4),
+        why=_DIAGONAL + "N=4k: 635 TFLOPS, cuDNN 540; 8 heads together 599; online 128x128 597",
     ),
     Rule(
         arches=("sm90",),
         head_dim_min=129,
         causal=True,
         seq_max=1448,
-        config=replace(_SHORT_256, heads_together=8),
-        why=_SWEPT + "N=1k: 403 TFLOPS, cuDNN 457; a block ahead 402, 4 heads together and a block ahead 388",
+        config=replace(_LAZY_256, heads_together=8),
+        why=_SWEPT + "in bf16, from the first block as fp16 does, N=1k: 403 TFLOPS, cuDNN 457; a block ahead 402",
     ),
     Rule(
         arches=("sm90",),
         head_dim_min=129,
         causal=True,
-        seq_max=2048,
+        seq_max=2896,
         config=CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, heads_together=8),
-        why=_LANDED + "N=2k: 489 TFLOPS, cuDNN 499; 4 heads together 464, lazy 128x64 462",
+        why=_LANDED + "in bf16, from the first block as fp16 does, N=2k: 489 TFLOPS, cuDNN 499; lazy 128x64 462",
     ),
     Rule(
         arches=("sm90",),
         head_dim_min=129,
         causal=True,
         config=CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, heads_together=4),
-        why=_LANDED + "N=4k 599, 8k 644 TFLOPS, cuDNN 562, 571; lazy 128x64 in pairs 544, 582",
+        why=_DIAGONAL + "N=8k 654, 16k 675 TFLOPS, cuDNN 569, 573; lazy 128x64 652, 669",
     ),
     Rule(
         arches=("sm100", "sm103"),
@@ -357,17 +378,44 @@ def beyond_step(step: Step, config: CutileConfig) -> list[Reason]:
     ]
 
 
+def begins_at_diagonal(problem: Problem, config: CutileConfig) -> bool:
+    """Whether the walk of a tile's keys begins at the first block that needs a mask, not at the first of all.
+
+    Where tiles of rows start with blocks of keys, every row sees some key of that block. The first row sees one, whose
+    score is a poor guess of the others': only with the range of bf16, and not where attention has sinks in fp16.
+    """
+    aligned = (problem.seq_kv - problem.seq_q) % config.tile_m == 0 and config.tile_m % config.tile_n == 0
+    return config.lazy_max and problem.causal and problem.dtype == "bf16" and aligned
+
+
 def find_grid(problem: Problem, tile_m: int) -> tuple[int, int] | None:
     """Blocks in x and y, whose product is one block per tile of queries of every head; None if there are too many."""
     return factor_grid(-(-problem.seq_q // tile_m) * problem.heads_q * problem.batch)
 
 
-def grid_of(problem: Problem, config: CutileConfig, multiprocessors: int) -> tuple[int, int] | None:
-    """Blocks in x and y on a device of so many SMs; None if there are too many."""
+def is_linear(problem: Problem, config: CutileConfig) -> bool:
+    """Whether the grid numbers the tiles of all heads: one whose blocks take several, or too large in y or z."""
+    x, y, z = _grid_by_head(problem, config)
+    return config.scheduler == "static" or x > MAX_GRID_X or max(y, z) > MAX_GRID_Y
+
+
+def _grid_by_head(problem: Problem, config: CutileConfig) -> tuple[int, int, int]:
+    together = math.gcd(config.heads_together, problem.heads_q)
+    return -(-problem.seq_q // config.tile_m) * together, problem.heads_q // together, problem.batch
+
+
+def grid_of(
+    problem: Problem, config: CutileConfig, multiprocessors: int, *, linear: bool
+) -> tuple[int, int, int] | None:
+    """Blocks in x, y and z on a device of so many SMs; None if there are too many. `linear`: of code that numbers."""
+    if not linear:
+        return _grid_by_head(problem, config)
     grid = find_grid(problem, config.tile_m)
-    if grid is None or config.scheduler != "static":
-        return grid
-    return min(grid[0] * grid[1], multiprocessors * (config.occupancy or 1)), 1
+    if grid is None:
+        return None
+    if config.scheduler == "static":
+        return min(grid[0] * grid[1], multiprocessors * (config.occupancy or 1)), 1, 1
+    return *grid, 1
 
 
 def factor_grid(blocks: int) -> tuple[int, int] | None:
@@ -384,106 +432,3 @@ def _is_tile(extent: int) -> bool:
 
 def _is_latency(latency: int | None) -> bool:
     return latency is None or 1 <= latency <= 10
-
-
-# (tile_m, tile_n, occupancy, num_worker_warps)
-_Shape = tuple[int, int, int, int | None]
-
-_HOPPER_64: tuple[_Shape, ...] = (
-    (64, 64, 4, None), (128, 64, 2, 8), (64, 128, 3, None), (64, 64, 3, None), (64, 64, 2, None), (64, 128, 2, None),
-    (64, 128, 2, 8), (128, 64, 3, 8), (128, 128, 2, 8), (128, 128, 1, 8),
-)  # fmt: skip
-_HOPPER_128: tuple[_Shape, ...] = (
-    (64, 128, 2, None), (64, 128, 3, None), (64, 128, 1, None), (64, 128, 2, 8), (64, 64, 3, None), (64, 64, 2, None),
-    (128, 128, 1, 8), (128, 128, 2, 8), (128, 64, 2, 8), (128, 64, 1, 8),
-)  # fmt: skip
-_HOPPER_256: tuple[_Shape, ...] = (
-    (128, 128, 1, 8), (128, 64, 1, 8), (128, 32, 1, 8), (64, 128, 1, None), (64, 128, 1, 8), (64, 64, 2, None),
-    (64, 64, 1, None), (64, 32, 2, None),
-)  # fmt: skip
-
-
-def _lazy(tile_m: int, tile_n: int, occupancy: int, warps: int | None, *hows: str) -> tuple[CutileConfig, ...]:
-    """A tile in several ways: a pipeline each, static where the name ends in a star."""
-    return tuple(
-        CutileConfig(
-            tile_m=tile_m,
-            tile_n=tile_n,
-            occupancy=occupancy,
-            num_worker_warps=warps,
-            lazy_max=True,
-            pipeline=how.rstrip("*"),
-            scheduler="static" if how.endswith("*") else "one_tile",
-        )
-        for how in hows
-    )
-
-
-_LAZY_64: tuple[CutileConfig, ...] = (
-    *_lazy(64, 64, 4, None, "plain", "plain*"), *_lazy(64, 64, 3, None, "pairs", "pairs*", "plain"),
-    *_lazy(128, 64, 2, 8, "plain", "plain*"), *_lazy(64, 128, 2, None, "plain", "plain*", "ahead"),
-    CutileConfig(tile_m=64, tile_n=64, occupancy=4),
-)  # fmt: skip
-_LAZY_128: tuple[CutileConfig, ...] = (
-    *_lazy(64, 128, 2, None, "ahead", "plain*", "plain"),
-    *_lazy(64, 64, 2, None, "plain", "plain*", "pairs", "pairs*", "ahead*"),
-    *_lazy(128, 64, 1, 8, "plain", "plain*", "pairs", "pairs*", "ahead*"), *_lazy(128, 128, 1, 8, "plain", "pairs"),
-    CutileConfig(tile_m=64, tile_n=128, occupancy=2),
-)  # fmt: skip
-_LAZY_256: tuple[CutileConfig, ...] = (
-    *_lazy(128, 64, 1, 8, "plain", "plain*", "pairs", "pairs*", "ahead", "ahead*"),
-    *_lazy(128, 32, 1, 8, "plain*", "pairs*", "ahead"), *_lazy(64, 64, 1, None, "ahead", "pairs"),
-    CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8),
-    CutileConfig(tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8),
-)  # fmt: skip
-_BLACKWELL: tuple[_Shape, ...] = (
-    (128, 128, 2, None), (128, 128, 1, None), (256, 128, 1, None), (256, 64, 1, None), (128, 64, 2, None),
-    (64, 128, 2, None), (64, 64, 4, None), (256, 128, 1, 8), (128, 128, 1, 8),
-)  # fmt: skip
-_SMALL: tuple[_Shape, ...] = (
-    (64, 64, 2, None), (64, 64, 1, None), (64, 32, 2, None), (64, 32, 1, None), (64, 64, 3, None), (128, 64, 1, None),
-    (128, 32, 1, None), (128, 64, 1, 8), (32, 64, 2, None),
-)  # fmt: skip
-
-
-def _shapes(problem: Problem, arch: Arch) -> tuple[_Shape, ...]:
-    if arch.name == "sm90":
-        return _HOPPER_64 if problem.head_dim <= 64 else _HOPPER_128 if problem.head_dim <= 128 else _HOPPER_256
-    return _BLACKWELL if arch.name in ("sm100", "sm103") else _SMALL
-
-
-def _lazy_candidates(problem: Problem) -> list[CutileConfig]:
-    """Tiles in several ways, each with latencies and without; heads side by side where tiles are not of one length."""
-    ways = _LAZY_64 if problem.head_dim <= 64 else _LAZY_128 if problem.head_dim <= 128 else _LAZY_256
-    together = dict.fromkeys((4, 8, problem.heads_q) if problem.causal else (1, 2, 4))
-    found = [
-        replace(way, k_latency=k_latency, v_latency=v_latency, heads_together=heads)
-        for way, heads in itertools.product(ways, together)
-        for k_latency, v_latency in ((way.k_latency, way.v_latency), (None, None))
-    ]
-    if problem.head_dim <= 64:  # where ex2 is as scarce as the tensor cores
-        found += [replace(found[0], exp2_fma_fraction=sixteenths / 16) for sixteenths in (1, 2)]
-    return found
-
-
-def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[CutileConfig]:
-    """Configs worth timing: tiles with the occupancies and warps that may suit them.
-
-    On sm90 in every way to run them, elsewhere with variations of the first.
-    """
-    if not arch.is_gpu:
-        return ()
-    step = STEPS[variant.name].step
-    if arch.name == "sm90" and step.lazy_max:
-        configs = _lazy_candidates(problem)
-    else:
-        configs = [
-            CutileConfig(tile_m=tile_m, tile_n=tile_n, occupancy=occupancy, num_worker_warps=warps)
-            for tile_m, tile_n, occupancy, warps in _shapes(problem, arch)
-        ]
-        best = configs[0]
-        configs += [replace(best, k_latency=k, v_latency=v) for k, v in ((1, 1), (4, 6))]
-        configs += [replace(config, heads_together=4) for config in configs[:4]]
-        configs += [replace(best, heads_together=heads) for heads in (problem.group, problem.heads_q)]
-    limited = dict.fromkeys(map(step.limit, configs))
-    return tuple(config for config in limited if not why_not_fit(problem, arch, config))

@@ -22,9 +22,9 @@ from multiattn import abi
 from multiattn.arch import Arch
 from multiattn.backend import Exported, Plan
 from multiattn.cutile.backward_launch import get_steps
-from multiattn.cutile.bind import ARRAYS, EXTENTS, IMAGE, STRIDES, bind
+from multiattn.cutile.bind import ARRAYS, DIAGONAL, EXTENTS, IMAGE, STRIDES, bind
 from multiattn.cutile.compile import get_signature, get_step_signature
-from multiattn.cutile.configs import grid_of
+from multiattn.cutile.configs import grid_of, is_linear
 from multiattn.cutile.launch import compile_limit, get_config, get_constants, get_kernel
 from multiattn.schedule import most_multiprocessors
 
@@ -138,12 +138,17 @@ def prove(binding: abi.Binding, text: str) -> None:
 
 def _prove_constants(binding: abi.Binding, plan: Plan, signature: Any) -> None:
     """ValueError where a launch by cuTile would have another grid or scale, or other constants."""
-    scale, _, _, _, causal, masked, together, sign, _, _, tma, *_ = get_constants(plan)
+    scale, tile_m, _, _, causal, masked, together, grouped, linear, sign, _, _, tma, *rest = get_constants(plan)
+    *_, diagonal_first, _, _, _ = rest
     constants, scalar = binding.constants, binding.arguments[-1]
     assert isinstance(scalar, abi.Number)
     ours: list[object] = [binding.grid, scalar.value, abi.divisor(constants["heads_q"])]
+    ours.append(abi.divisor(constants[DIAGONAL]))
+    theirs: list[object] = [_grid(plan), scale, together, tile_m if diagonal_first else 1]
+    ours += [constants["grouped"], constants["linear_grid"]]
+    theirs += [str(grouped), str(linear)]
     ours += [constants["causal"], constants["masked"], constants["scale_sign"], constants["no_tma"]]
-    theirs: list[object] = [_grid(plan), scale, together, str(causal), str(masked), str(sign), str(not tma)]
+    theirs += [str(causal), str(masked), str(sign), str(not tma)]
     for name, parameter in zip(ARRAYS, signature.parameters, strict=False):
         ours.append(constants[f"{name}_overlaps"])
         theirs.append(str(parameter.may_alias_internally))
@@ -153,8 +158,8 @@ def _prove_constants(binding: abi.Binding, plan: Plan, signature: Any) -> None:
 
 def _grid(plan: Plan) -> tuple[int, int, int] | None:
     """Of a launch by cuTile; of a static grid on the largest product of the arch, whatever is here."""
-    grid = grid_of(plan.problem, get_config(plan), most_multiprocessors(plan.arch))
-    return None if grid is None else (*grid, 1)
+    problem, config = plan.problem, get_config(plan)
+    return grid_of(problem, config, most_multiprocessors(plan.arch), linear=is_linear(problem, config))
 
 
 def _type_of(argument: abi.Argument, dtype: str) -> str:

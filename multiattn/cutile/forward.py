@@ -5,22 +5,22 @@ every row of the tile sees entirely, with no mask at all, then the masked ones. 
 (`multiattn.cutile.steps`) scores live in the log2 domain, ``p = exp2(s * scale - m)``: one multiply-add and one exp2 a
 score. The sign of the scale is in q, so that m, the running maximum of ``s * scale``, is right for every scale.
 
-With `lazy_max` m is the maximum of the first block of keys, and stays: softmax is the same relative to any m, as long
-as nothing overflows. That saves each block its maxima, their exchange between threads and the scaling of the output, a
-third of its instructions. One look at the sums tells afterwards whether all went well; else the tile is done again.
+With `lazy_max` m is the maximum of the block of keys that comes first, and stays: softmax is the same relative to any
+m, as long as nothing overflows. That saves each block its maxima, their exchange between threads and the scaling of the
+output, a third of its instructions. One look at the sums tells afterwards whether all went well; else the tile is done
+again. Where causal tiles start with blocks of keys the first of the masked ones comes first, so that one mask does.
 """
 
 # cuda.tile is untyped, and so are its decorators and aliases:
 # mypy: disable-error-code="untyped-decorator, valid-type"
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.configs import SMALLEST_TILE
 from multiattn.cutile.exp2 import exp2_shared
+from multiattn.cutile.shape import AHEAD, PAIRS, PLAIN, REPAIR_TILE, Rows, Shape, with_small_tiles
 from multiattn.cutile.tiles import (
     ZERO,
     Array32,
@@ -30,8 +30,10 @@ from multiattn.cutile.tiles import (
     ConstInt,
     Place,
     Rows64,
+    find_place,
     is_visible,
     key_blocks,
+    place_in_grid,
     place_tile,
 )
 
@@ -40,10 +42,6 @@ APPROX = ct.RoundingMode.APPROX
 LOWEST = -3.4028234663852886e38
 """Row maximum before any key: finite, so that a row of -inf scores computes ``exp2(-inf)`` and never ``inf - inf``."""
 
-REPAIR_TILE = SMALLEST_TILE
-"""Rows and keys of the repair's tiles: small, for it must live in what registers and shared memory the loops leave."""
-
-
 SUMS = 8
 """Partial sums of a row, added up after the loops: each thread sums the columns it has, and no block of keys costs a
 reduction across threads. H200, 2026-11-21, N=4096 full: +2 % at D=128 and +1 % at D=256."""
@@ -51,80 +49,7 @@ reduction across threads. H200, 2026-11-21, N=4096 full: +2 % at D=128 and +1 % 
 
 LARGEST_SUM = 1e30
 """Of a row's weights, with `lazy_max`: far from overflow, and its reciprocal from underflow. Where the largest weight
-of the first block is 2^-16, later ones may be 2^115 times that."""
-
-PLAIN, AHEAD, PAIRS = 0, 1, 2
-"""Pipelines, as `PIPELINES` of the configs has them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What is fixed when the kernel is compiled."""
-
-    tile_m: Any
-    tile_n: Any
-    tile_d: Any
-    """head_dim rounded up to a power of two; loads fill the rest with zeros, stores clip it."""
-    causal: Any
-    masked: Any
-    """Whether any block of keys needs a mask: causal, or the last one is not full."""
-    heads_together: Any
-    sign: Any
-    """Of the scale: 1, -1 or 0."""
-    k_latency: Any  # or None, as v_latency
-    v_latency: Any
-    tma: Any
-    exp2: Any  # from here on as in `Step`
-    flush_to_zero: Any
-    scale_after_max: Any
-    k_transposed: Any
-    approximate_division: Any
-    ln_base: Any
-    lazy_max: Any
-    headroom: Any
-    """log2 of how much less than one the first block's largest weight is, with `lazy_max`."""
-    pipeline: Any
-    static_grid: Any
-    """Whether a block takes every n-th tile of n blocks, not one."""
-    exp2_fma_sixteenths: Any
-    """Of the weights of `lazy_max`: what share of them is a polynomial on the FMA units."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """Running softmax of the tile's rows, fp32."""
-
-    acc: Any  # [tile_m, tile_d]
-    m: Any  # [tile_m, 1], in the domain of the step; with lazy_max of the first block only
-    l: Any  # [tile_m, SUMS]  # noqa: E741 - the paper's name
-
-
-@ct.function
-def with_small_tiles(shape: Any, tile_m: Any) -> Any:
-    """Of as few keys as there can be, for what is rare."""
-    return Shape(
-        tile_m=tile_m,
-        tile_n=REPAIR_TILE,
-        tile_d=shape.tile_d,
-        causal=shape.causal,
-        masked=True,
-        heads_together=1,
-        sign=shape.sign,
-        k_latency=1,
-        v_latency=1,
-        tma=False,
-        exp2=shape.exp2,
-        flush_to_zero=shape.flush_to_zero,
-        scale_after_max=shape.scale_after_max,
-        k_transposed=shape.k_transposed,
-        approximate_division=shape.approximate_division,
-        ln_base=shape.ln_base,
-        lazy_max=False,
-        headroom=0.0,
-        pipeline=PLAIN,
-        static_grid=False,
-        exp2_fma_sixteenths=0,
-    )
+of the block that comes first is 2^-16, others may be 2^115 times that."""
 
 
 @ct.function
@@ -266,48 +191,55 @@ def take(shape: Any, place: Any, v: Any, s: Any, scale: Any, rows: Any, block: A
 
 
 @ct.function
-def take_pair(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any, rows: Any, block: Any) -> Any:
-    """Take two blocks, all of whose keys every row sees: the second one's scores come while the first is weighed."""
+def take_pair(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any, rows: Any, block: Any, step: Any) -> Any:
+    """Take a block and the one `step` further, unmasked: the second one's scores come while the first is weighed."""
     s = score(shape, place, q, k, block, False)
-    ahead = score(shape, place, q, k, block + 1, False)
+    ahead = score(shape, place, q, k, block + step, False)
     rows = take(shape, place, v, s, scale, rows, block)
-    return take(shape, place, v, ahead, scale, rows, block + 1)
+    return take(shape, place, v, ahead, scale, rows, block + step)
 
 
 @ct.function
 def lazy_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
-    """The softmax of the tile's rows relative to the maxima of the first block of keys, right unless `outgrown`.
+    """The softmax of the tile's rows relative to the maxima of one block of keys, right unless `outgrown`.
 
-    A query that sees any key sees one of the first block. So m is at most the row's maximum and `headroom`, and of the
-    weights only those underflow that are next to nothing. A tile that sees no key has a block all the same: all of it
-    is masked, and its weights are 0.
+    A query that sees any key sees one of that block. So m is at most the row's maximum and `headroom`, and of the
+    weights only those underflow that are next to nothing. The first block is such a one; with `diagonal_first` so is
+    the first that needs a mask, from which the walk goes down: a tile is then masked once, not twice. A tile that sees
+    no key has a block all the same: all of it is masked, and its weights are 0.
     """
     first, first_masked, end = key_blocks(shape, place)
-    s = score(shape, place, q, k, first, shape.masked)
+    if shape.diagonal_first:
+        start, step, unmasked = first_masked, -1, first_masked - first
+    else:
+        start, step, unmasked = first, 1, max(first_masked - first - 1, 0)
+    s = score(shape, place, q, k, start, shape.masked)
     none = no_rows(shape)
     m = ct.maximum(ct.max(s, axis=-1, keepdims=True) * scale + shape.headroom, LOWEST)
     rows = Rows(acc=none.acc, m=m, l=none.l)
-    rest = max(first + 1, first_masked)  # the first block is always done here, masked or not
+    taken = unmasked  # after start
     if shape.pipeline == AHEAD:
-        for block in range(first, first_masked - 1):
-            ahead = score(shape, place, q, k, block + 1, False)
-            rows = take(shape, place, v, s, scale, rows, block)
+        for number in range(0, unmasked):
+            ahead = score(shape, place, q, k, start + step * (number + 1), False)
+            rows = take(shape, place, v, s, scale, rows, start + step * number)
             s = ahead
-        rows = take(shape, place, v, s, scale, rows, rest - 1)
+        rows = take(shape, place, v, s, scale, rows, start + step * unmasked)
     else:
-        rows = take(shape, place, v, s, scale, rows, first)
+        rows = take(shape, place, v, s, scale, rows, start)
+        after_pairs = 1
         if shape.pipeline == PAIRS:
-            pairs = (rest - first - 1) // 2
+            pairs = unmasked // 2
             for pair in range(0, pairs):
-                rows = take_pair(shape, place, q, k, v, scale, rows, first + 1 + 2 * pair)
-            rest = first + 1 + 2 * pairs
-            if not shape.masked:  # else the odd one is taken with those that need the mask
-                for block in range(rest, first_masked):
-                    rows = take(shape, place, v, score(shape, place, q, k, block, False), scale, rows, block)
-        else:
-            for block in range(first + 1, first_masked):
+                rows = take_pair(shape, place, q, k, v, scale, rows, start + step * (1 + 2 * pair), step)
+            after_pairs = 1 + 2 * pairs
+            taken = 2 * pairs
+        if shape.pipeline == PLAIN or shape.diagonal_first or not shape.masked:
+            for number in range(after_pairs, unmasked + 1):
+                block = start + step * number
                 rows = take(shape, place, v, score(shape, place, q, k, block, False), scale, rows, block)
-    if shape.masked:
+            taken = unmasked
+    if shape.masked and (shape.tile_m > shape.tile_n or not shape.diagonal_first):
+        rest = start + 1 if shape.diagonal_first else start + 1 + taken
         for block in range(rest, end):
             rows = take(shape, place, v, score(shape, place, q, k, block, True), scale, rows, block)
     return rows
@@ -362,7 +294,7 @@ def careful_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> 
 
 @ct.function
 def outgrown(rows: Any, l: Any) -> Any:  # noqa: E741
-    """Whether scores outgrew the first block's by what fp32 or the weights' dtype holds, or anything is not finite."""
+    """Whether scores outgrew the maxima by what fp32 or the weights' dtype holds, or anything is not finite."""
     # Where acc is not finite, 0 * acc is NaN: one reduction across the block for all that may be wrong.
     sums = l + 0.0 * ct.max(ct.abs(rows.acc), axis=-1, keepdims=True, propagate_nan=True)
     return not ct.max(sums, propagate_nan=True) < LARGEST_SUM
@@ -480,13 +412,14 @@ def forward_tile(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: 
 @ct.function
 def forward_tiles(shape: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale: Any) -> None:
     """All that one block does."""
-    block = ct.bid(1) * ct.num_blocks(0) + ct.bid(0)
     if shape.static_grid:
         tiles = ct.cdiv(q.shape[2], shape.tile_m) * q.shape[1] * q.shape[0]
-        for number in range(block, tiles, ct.num_blocks(0)):
-            forward_tile(shape, place_tile(shape, q, k, number), q, k, v, out, lse, scale)
+        for number in range(ct.bid(0), tiles, ct.num_blocks(0)):
+            forward_tile(shape, place_tile(shape, q, k, number, True, shape.grouped), q, k, v, out, lse, scale)
+    elif shape.linear_grid:
+        forward_tile(shape, find_place(shape, q, k), q, k, v, out, lse, scale)
     else:
-        forward_tile(shape, place_tile(shape, q, k, block), q, k, v, out, lse, scale)
+        forward_tile(shape, place_in_grid(shape, q, k), q, k, v, out, lse, scale)
 
 
 @ct.function
@@ -501,19 +434,21 @@ def hint(latency: Any) -> Any:
 def forward(
     q: Array32, k: Array32, v: Array32, out: Array32, lse: ct.Array, scale: float,
     tile_m: ConstInt, tile_n: ConstInt, tile_d: ConstInt, causal: ConstBool, masked: ConstBool,
-    heads_together: ConstInt, sign: ConstInt, k_latency: ConstInt, v_latency: ConstInt, tma: ConstBool,
+    heads_together: ConstInt, grouped: ConstBool, linear_grid: ConstBool, sign: ConstInt,
+    k_latency: ConstInt, v_latency: ConstInt, tma: ConstBool,
     exp2: ConstBool, flush_to_zero: ConstBool, scale_after_max: ConstBool, k_transposed: ConstBool,
     approximate_division: ConstBool, ln_base: ConstFloat,
-    lazy_max: ConstBool, headroom: ConstFloat, pipeline: ConstInt, static_grid: ConstBool,
+    lazy_max: ConstBool, headroom: ConstFloat, diagonal_first: ConstBool, pipeline: ConstInt, static_grid: ConstBool,
     exp2_fma_sixteenths: ConstInt,
 ) -> None:  # fmt: skip
     """out and lse of attention, for arrays whose offsets fit 31 bits; arguments as in `Shape` and `forward_tile`."""
     shape = Shape(
-        tile_m=tile_m, tile_n=tile_n, tile_d=tile_d, causal=causal, masked=masked, heads_together=heads_together,
-        sign=sign, k_latency=hint(k_latency), v_latency=hint(v_latency), tma=tma,
+        tile_m=tile_m, tile_n=tile_n, tile_d=tile_d, causal=causal, masked=masked,
+        heads_together=heads_together, grouped=grouped, linear_grid=linear_grid, sign=sign,
+        k_latency=hint(k_latency), v_latency=hint(v_latency), tma=tma,
         exp2=exp2, flush_to_zero=flush_to_zero, scale_after_max=scale_after_max, k_transposed=k_transposed,
         approximate_division=approximate_division, ln_base=ln_base,
-        lazy_max=lazy_max, headroom=headroom, pipeline=pipeline, static_grid=static_grid,
+        lazy_max=lazy_max, headroom=headroom, diagonal_first=diagonal_first, pipeline=pipeline, static_grid=static_grid,
         exp2_fma_sixteenths=exp2_fma_sixteenths,
     )  # fmt: skip
     forward_tiles(shape, q, k, v, out, lse, scale)
@@ -523,19 +458,21 @@ def forward(
 def forward_64bit(
     q: Array64, k: Array64, v: Array64, out: Array64, lse: Rows64, scale: float,
     tile_m: ConstInt, tile_n: ConstInt, tile_d: ConstInt, causal: ConstBool, masked: ConstBool,
-    heads_together: ConstInt, sign: ConstInt, k_latency: ConstInt, v_latency: ConstInt, tma: ConstBool,
+    heads_together: ConstInt, grouped: ConstBool, linear_grid: ConstBool, sign: ConstInt,
+    k_latency: ConstInt, v_latency: ConstInt, tma: ConstBool,
     exp2: ConstBool, flush_to_zero: ConstBool, scale_after_max: ConstBool, k_transposed: ConstBool,
     approximate_division: ConstBool, ln_base: ConstFloat,
-    lazy_max: ConstBool, headroom: ConstFloat, pipeline: ConstInt, static_grid: ConstBool,
+    lazy_max: ConstBool, headroom: ConstFloat, diagonal_first: ConstBool, pipeline: ConstInt, static_grid: ConstBool,
     exp2_fma_sixteenths: ConstInt,
 ) -> None:  # fmt: skip
     """`forward` for larger arrays: shapes, strides and offsets in 64 bit."""
     shape = Shape(
-        tile_m=tile_m, tile_n=tile_n, tile_d=tile_d, causal=causal, masked=masked, heads_together=heads_together,
-        sign=sign, k_latency=hint(k_latency), v_latency=hint(v_latency), tma=tma,
+        tile_m=tile_m, tile_n=tile_n, tile_d=tile_d, causal=causal, masked=masked,
+        heads_together=heads_together, grouped=grouped, linear_grid=linear_grid, sign=sign,
+        k_latency=hint(k_latency), v_latency=hint(v_latency), tma=tma,
         exp2=exp2, flush_to_zero=flush_to_zero, scale_after_max=scale_after_max, k_transposed=k_transposed,
         approximate_division=approximate_division, ln_base=ln_base,
-        lazy_max=lazy_max, headroom=headroom, pipeline=pipeline, static_grid=static_grid,
+        lazy_max=lazy_max, headroom=headroom, diagonal_first=diagonal_first, pipeline=pipeline, static_grid=static_grid,
         exp2_fma_sixteenths=exp2_fma_sixteenths,
     )  # fmt: skip
     forward_tiles(shape, q, k, v, out, lse, scale)

@@ -19,7 +19,9 @@ from multiattn.cutile.configs import (
     PIPELINES,
     SMALLEST_TILE,
     CutileConfig,
+    begins_at_diagonal,
     grid_of,
+    is_linear,
 )
 from multiattn.cutile.forward import forward, forward_64bit
 from multiattn.cutile.steps import STEPS
@@ -92,10 +94,11 @@ def _hinted(is_64bit: bool, occupancy: int | None, num_worker_warps: int | None)
 
 def get_grid(plan: Plan) -> tuple[int, int, int]:
     """As `grid_of`; a static grid is made for the current device."""
-    grid = grid_of(plan.problem, get_config(plan), count_multiprocessors(plan))
+    problem, config = plan.problem, get_config(plan)
+    grid = grid_of(problem, config, count_multiprocessors(plan), linear=is_linear(problem, config))
     if grid is None:
         raise ValueError(f"no grid for {plan}")
-    return *grid, 1
+    return grid
 
 
 def count_multiprocessors(plan: Plan) -> int:
@@ -116,6 +119,8 @@ def get_constants(plan: Plan) -> tuple[float | int | bool, ...]:
         problem.causal,
         problem.causal or problem.seq_kv % config.tile_n != 0,
         math.gcd(config.heads_together, problem.heads_q),
+        problem.heads_q != problem.heads_kv,
+        is_linear(problem, config),
         problem.scale_sign,
         config.k_latency or 0,
         config.v_latency or 0,
@@ -128,6 +133,7 @@ def get_constants(plan: Plan) -> tuple[float | int | bool, ...]:
         step.ln_base,
         config.lazy_max,
         HEADROOM[problem.dtype],
+        begins_at_diagonal(problem, config),
         PIPELINES.index(config.pipeline),
         config.scheduler == "static",
         config.exp2_fma_sixteenths,

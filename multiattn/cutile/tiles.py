@@ -33,17 +33,27 @@ class Place:
 
 
 @ct.function
-def find_place(shape: Any, q: Any, k: Any) -> Any:
-    """What a block owns that takes one tile of queries."""
-    return place_tile(shape, q, k, ct.bid(1) * ct.num_blocks(0) + ct.bid(0))
+def shared_head(q: Any, k: Any, head: Any, grouped: ConstBool) -> Any:
+    """The head of k that a head of q reads; not grouped: of as many heads."""
+    if grouped:
+        return head // (q.shape[1] // k.shape[1])
+    return head
 
 
 @ct.function
-def place_tile(shape: Any, q: Any, k: Any, number: Any) -> Any:
+def find_place(shape: Any, q: Any, k: Any) -> Any:
+    """What a block owns that takes one tile of queries, of a grid that numbers the tiles of all heads."""
+    return place_tile(shape, q, k, ct.bid(1) * ct.num_blocks(0) + ct.bid(0), False, True)
+
+
+@ct.function
+def place_tile(shape: Any, q: Any, k: Any, number: Any, static_grid: ConstBool, grouped: ConstBool) -> Any:
     """Where the tile of queries of a number lives; numbers of all heads count on from 0.
 
     `heads_together` heads (a divisor of the heads of q) advance together, so that blocks that run at one time share
-    keys in L2. Causal: the last tiles, which see most keys, go first, and the short ones fill the tail.
+    keys in L2. Causal: the last tiles, which see most keys, go first, and the short ones fill the tail. Of a static
+    grid each section of heads begins one tile further than the one before: a block takes every n-th tile, and where n
+    is a multiple of a section's tiles all of a block's would else be of one length.
     """
     heads = q.shape[1]
     tiles = ct.cdiv(q.shape[2], shape.tile_m)
@@ -51,13 +61,36 @@ def place_tile(shape: Any, q: Any, k: Any, number: Any) -> Any:
     rest = number % (tiles * shape.heads_together)
     tile = rest // shape.heads_together
     if shape.causal:
+        if static_grid:
+            tile = (tile + section) % tiles
         tile = tiles - 1 - tile
     batch_head = section * shape.heads_together + rest % shape.heads_together
     head = batch_head % heads
     return Place(
         batch=batch_head // heads,
         head=head,
-        head_kv=head // (heads // k.shape[1]),
+        head_kv=shared_head(q, k, head, grouped),
+        tile=tile,
+        seq_q=q.shape[2],
+        seq_kv=k.shape[2],
+    )
+
+
+@ct.function
+def place_in_grid(shape: Any, q: Any, k: Any) -> Any:
+    """What a block owns of a grid in the order of `place_tile`: the tiles of a section in x, sections in y, batch in z.
+
+    A division by a number that only a launch knows takes 40 instructions that wait for each other, and no load begins
+    before the place is known. Here the only ones are those for heads that share keys.
+    """
+    tile = ct.bid(0) // shape.heads_together
+    if shape.causal:
+        tile = ct.cdiv(q.shape[2], shape.tile_m) - 1 - tile
+    head = ct.bid(1) * shape.heads_together + ct.bid(0) % shape.heads_together
+    return Place(
+        batch=ct.bid(2),
+        head=head,
+        head_kv=shared_head(q, k, head, shape.grouped),
         tile=tile,
         seq_q=q.shape[2],
         seq_kv=k.shape[2],

@@ -1,0 +1,121 @@
+"""Configs worth timing, per arch and head_dim: what `bench tune` sweeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from multiattn.arch import Arch
+from multiattn.backend import Variant
+from multiattn.cutile.configs import CutileConfig, why_not_fit
+from multiattn.cutile.steps import STEPS
+from multiattn.problem import Problem
+
+# (tile_m, tile_n, occupancy, num_worker_warps)
+_Shape = tuple[int, int, int, int | None]
+
+_HOPPER_64: tuple[_Shape, ...] = (
+    (64, 64, 4, None), (128, 64, 2, 8), (64, 128, 3, None), (64, 64, 3, None), (64, 64, 2, None), (64, 128, 2, None),
+    (64, 128, 2, 8), (128, 64, 3, 8), (128, 128, 2, 8), (128, 128, 1, 8),
+)  # fmt: skip
+_HOPPER_128: tuple[_Shape, ...] = (
+    (64, 128, 2, None), (64, 128, 3, None), (64, 128, 1, None), (64, 128, 2, 8), (64, 64, 3, None), (64, 64, 2, None),
+    (128, 128, 1, 8), (128, 128, 2, 8), (128, 64, 2, 8), (128, 64, 1, 8),
+)  # fmt: skip
+_HOPPER_256: tuple[_Shape, ...] = (
+    (128, 128, 1, 8), (128, 64, 1, 8), (128, 32, 1, 8), (64, 128, 1, None), (64, 128, 1, 8), (64, 64, 2, None),
+    (64, 64, 1, None), (64, 32, 2, None),
+)  # fmt: skip
+
+
+def _lazy(tile_m: int, tile_n: int, occupancy: int, warps: int | None, *hows: str) -> tuple[CutileConfig, ...]:
+    """A tile in several ways: a pipeline each, static where the name ends in a star."""
+    return tuple(
+        CutileConfig(
+            tile_m=tile_m,
+            tile_n=tile_n,
+            occupancy=occupancy,
+            num_worker_warps=warps,
+            lazy_max=True,
+            pipeline=how.rstrip("*"),
+            scheduler="static" if how.endswith("*") else "one_tile",
+        )
+        for how in hows
+    )
+
+
+_LAZY_64: tuple[CutileConfig, ...] = (
+    *_lazy(64, 64, 4, None, "plain", "plain*"), *_lazy(64, 64, 3, None, "pairs", "pairs*", "plain"),
+    *_lazy(128, 64, 2, 8, "plain", "plain*"), *_lazy(64, 128, 2, None, "plain", "plain*", "ahead"),
+    CutileConfig(tile_m=64, tile_n=64, occupancy=4),
+)  # fmt: skip
+_LAZY_128: tuple[CutileConfig, ...] = (
+    *_lazy(64, 128, 2, None, "ahead", "plain*", "plain"),
+    *_lazy(64, 64, 2, None, "plain", "plain*", "pairs", "pairs*", "ahead*"),
+    *_lazy(128, 64, 1, 8, "plain", "plain*", "pairs", "pairs*", "ahead*"), *_lazy(128, 128, 1, 8, "plain", "pairs"),
+    CutileConfig(tile_m=64, tile_n=128, occupancy=2),
+)  # fmt: skip
+_LAZY_256: tuple[CutileConfig, ...] = (
+    *_lazy(128, 64, 1, 8, "plain", "plain*", "pairs", "pairs*", "ahead", "ahead*"),
+    *_lazy(128, 32, 1, 8, "plain*", "pairs*", "ahead"), *_lazy(64, 64, 1, None, "ahead", "pairs"),
+    CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8),
+    CutileConfig(tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8),
+)  # fmt: skip
+_BLACKWELL: tuple[_Shape, ...] = (
+    (128, 128, 2, None), (128, 128, 1, None), (256, 128, 1, None), (256, 64, 1, None), (128, 64, 2, None),
+    (64, 128, 2, None), (64, 64, 4, None), (256, 128, 1, 8), (128, 128, 1, 8),
+)  # fmt: skip
+_SMALL: tuple[_Shape, ...] = (
+    (64, 64, 2, None), (64, 64, 1, None), (64, 32, 2, None), (64, 32, 1, None), (64, 64, 3, None), (128, 64, 1, None),
+    (128, 32, 1, None), (128, 64, 1, 8), (32, 64, 2, None),
+)  # fmt: skip
+
+
+def _shapes(problem: Problem, arch: Arch) -> tuple[_Shape, ...]:
+    if arch.name == "sm90":
+        return _HOPPER_64 if problem.head_dim <= 64 else _HOPPER_128 if problem.head_dim <= 128 else _HOPPER_256
+    return _BLACKWELL if arch.name in ("sm100", "sm103") else _SMALL
+
+
+def _lazy_candidates(problem: Problem) -> list[CutileConfig]:
+    """Tiles in several ways, each with latencies and without; heads side by side where tiles are not of one length."""
+    ways = _LAZY_64 if problem.head_dim <= 64 else _LAZY_128 if problem.head_dim <= 128 else _LAZY_256
+    found = [
+        replace(way, k_latency=k_latency, v_latency=v_latency, heads_together=heads)
+        for way in ways
+        for heads in _heads_together(problem, way)
+        for k_latency, v_latency in ((way.k_latency, way.v_latency), (None, None))
+    ]
+    if problem.head_dim <= 64:  # where ex2 is as scarce as the tensor cores
+        found += [replace(found[0], exp2_fma_fraction=sixteenths / 16) for sixteenths in (1, 2)]
+    return found
+
+
+def _heads_together(problem: Problem, way: CutileConfig) -> dict[int, None]:
+    """Distinct counts: a static grid turns from head to head, and then wants few together."""
+    if problem.causal:
+        return dict.fromkeys((1, 2, 4) if way.scheduler == "static" else (4, 8, problem.heads_q))
+    return dict.fromkeys((1, 2, 4))
+
+
+def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[CutileConfig]:
+    """Configs worth timing: tiles with the occupancies and warps that may suit them.
+
+    On sm90 in every way to run them, elsewhere with variations of the first.
+    """
+    if not arch.is_gpu:
+        return ()
+    step = STEPS[variant.name].step
+    if arch.name == "sm90" and step.lazy_max:
+        configs = _lazy_candidates(problem)
+    else:
+        configs = [
+            CutileConfig(tile_m=tile_m, tile_n=tile_n, occupancy=occupancy, num_worker_warps=warps)
+            for tile_m, tile_n, occupancy, warps in _shapes(problem, arch)
+        ]
+        best = configs[0]
+        configs += [replace(best, k_latency=k, v_latency=v) for k, v in ((1, 1), (4, 6))]
+        configs += [replace(config, heads_together=4) for config in configs[:4]]
+        configs += [replace(best, heads_together=heads) for heads in (problem.group, problem.heads_q)]
+    limited = dict.fromkeys(map(step.limit, configs))
+    return tuple(config for config in limited if not why_not_fit(problem, arch, config))

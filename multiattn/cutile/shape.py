@@ -1,0 +1,96 @@
+"""What is fixed when the forward kernel is compiled, and what its loops carry."""
+
+# cuda.tile is untyped, and so are its decorators:
+# mypy: disable-error-code="untyped-decorator"
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.tile as ct
+
+from multiattn.cutile.configs import SMALLEST_TILE
+
+REPAIR_TILE = SMALLEST_TILE
+"""Rows and keys of the repair's tiles: small, for it must live in what registers and shared memory the loops leave."""
+
+PLAIN, AHEAD, PAIRS = 0, 1, 2
+"""Pipelines, as `PIPELINES` of the configs has them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What is fixed when the kernel is compiled."""
+
+    tile_m: Any
+    tile_n: Any
+    tile_d: Any
+    """head_dim rounded up to a power of two; loads fill the rest with zeros, stores clip it."""
+    causal: Any
+    masked: Any
+    """Whether any block of keys needs a mask: causal, or the last one is not full."""
+    heads_together: Any
+    grouped: Any
+    """Whether heads of q share those of k."""
+    linear_grid: Any
+    """Whether tiles are numbered, as they must be of a static grid, or a block's place is its place in the grid."""
+    sign: Any
+    """Of the scale: 1, -1 or 0."""
+    k_latency: Any  # or None, as v_latency
+    v_latency: Any
+    tma: Any
+    exp2: Any  # from here on as in `Step`
+    flush_to_zero: Any
+    scale_after_max: Any
+    k_transposed: Any
+    approximate_division: Any
+    ln_base: Any
+    lazy_max: Any
+    headroom: Any
+    """log2 of how much less than one the largest weight of the first block taken is, with `lazy_max`."""
+    diagonal_first: Any
+    """Whether `lazy_max` begins with the first block that needs a mask, of which each row sees some key."""
+    pipeline: Any
+    static_grid: Any
+    """Whether a block takes every n-th tile of n blocks, not one."""
+    exp2_fma_sixteenths: Any
+    """Of the weights of `lazy_max`: what share of them is a polynomial on the FMA units."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Running softmax of the tile's rows, fp32."""
+
+    acc: Any  # [tile_m, tile_d]
+    m: Any  # [tile_m, 1], in the domain of the step; with lazy_max of the first block only
+    l: Any  # [tile_m, SUMS]  # noqa: E741 - the paper's name
+
+
+@ct.function
+def with_small_tiles(shape: Any, tile_m: Any) -> Any:
+    """Of as few keys as there can be, for what is rare."""
+    return Shape(
+        tile_m=tile_m,
+        tile_n=REPAIR_TILE,
+        tile_d=shape.tile_d,
+        causal=shape.causal,
+        masked=True,
+        heads_together=1,
+        grouped=shape.grouped,
+        linear_grid=shape.linear_grid,
+        sign=shape.sign,
+        k_latency=1,
+        v_latency=1,
+        tma=False,
+        exp2=shape.exp2,
+        flush_to_zero=shape.flush_to_zero,
+        scale_after_max=shape.scale_after_max,
+        k_transposed=shape.k_transposed,
+        approximate_division=shape.approximate_division,
+        ln_base=shape.ln_base,
+        lazy_max=False,
+        headroom=0.0,
+        diagonal_first=False,
+        pipeline=PLAIN,
+        static_grid=False,
+        exp2_fma_sixteenths=0,
+    )
