@@ -52,10 +52,11 @@ class Count:
 
 def parts() -> tuple[Part, ...]:
     """Every language's, in the order of the page; of CUDA's the files are those that its kernels include."""
+    cutile = ("forward", "shape", "exp2", "tiles")
     gluon = ("forward", "producer", "ring", "softmax", "repair", "shape", "compat")
     backward = ("backward.cuh", "backward_q.cuh", "backward_rows.cuh")
     return (
-        Part(language="cuTile", what="forward", files=("cutile/forward.py", "cutile/exp2.py", "cutile/tiles.py")),
+        Part(language="cuTile", what="forward", files=tuple(f"cutile/{name}.py" for name in cutile)),
         Part(language="cuTile", what="backward", files=("cutile/backward.py", "cutile/tiles.py")),
         Part(language="plain Triton", what="forward", files=("triton/forward.py", "triton/tiles.py")),
         Part(language="plain Triton", what="backward", files=("triton/backward.py", "triton/tiles.py")),
