@@ -52,7 +52,7 @@ class Count:
 
 def parts() -> tuple[Part, ...]:
     """Every language's, in the order of the page; of CUDA's the files are those that its kernels include."""
-    cutile = ("forward", "shape", "exp2", "tiles")
+    cutile = ("forward", "parts", "shape", "exp2", "tiles")
     gluon = ("forward", "producer", "ring", "softmax", "repair", "shape", "compat")
     backward = ("backward.cuh", "backward_q.cuh", "backward_rows.cuh")
     return (

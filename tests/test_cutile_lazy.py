@@ -288,11 +288,11 @@ def test_a_check_that_misses_something_is_noticed(change, patch_kernel):
     """Without the check at all, and without its look at the output."""
     import cuda.tile as ct
 
-    def sums_only(rows, l):  # noqa: E741
+    def sums_only(shape, rows, l):  # noqa: E741
         return not ct.max(l, propagate_nan=True) < forward.LARGEST_SUM
 
     broken = {
-        "never": lambda rows, l: False,  # noqa: E741
+        "never": lambda shape, rows, l: False,  # noqa: E741
         "output": sums_only,
     }[change]
     q, k, v = make_inputs(seq_q=64, seq_kv=96, spread=2.0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from multiattn.arch import Arch
 from multiattn.backend import Variant
-from multiattn.cutile.configs import CutileConfig, why_not_fit
+from multiattn.cutile.configs import CutileConfig, split_widths, why_not_fit
 from multiattn.cutile.steps import STEPS
 from multiattn.problem import Problem
 
@@ -61,6 +61,8 @@ _LAZY_256: tuple[CutileConfig, ...] = (
     CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8),
     CutileConfig(tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8),
 )  # fmt: skip
+_LAZY_192: tuple[CutileConfig, ...] = _lazy(128, 128, 1, 8, "plain", "plain*", "pairs")
+"""Two parts of 128 and 64 columns, or fewer, leave these the registers; one of 256 columns does not."""
 _BLACKWELL: tuple[_Shape, ...] = (
     (128, 128, 2, None), (128, 128, 1, None), (256, 128, 1, None), (256, 64, 1, None), (128, 64, 2, None),
     (64, 128, 2, None), (64, 64, 4, None), (256, 128, 1, 8), (128, 128, 1, 8),
@@ -80,6 +82,9 @@ def _shapes(problem: Problem, arch: Arch) -> tuple[_Shape, ...]:
 def _lazy_candidates(problem: Problem) -> list[CutileConfig]:
     """Tiles in several ways, each with latencies and without; heads side by side where tiles are not of one length."""
     ways = _LAZY_64 if problem.head_dim <= 64 else _LAZY_128 if problem.head_dim <= 128 else _LAZY_256
+    if split_widths(problem.head_dim) is not None:
+        split = [replace(way, split_head_dim=True) for way in (*ways, *(_LAZY_192 if problem.head_dim > 128 else ()))]
+        ways = (*ways[:3], *split)
     found = [
         replace(way, k_latency=k_latency, v_latency=v_latency, heads_together=heads)
         for way in ways

@@ -59,6 +59,8 @@ class CutileConfig(Config):
     scheduler: str = "one_tile"
     """``one_tile``: a block per tile of queries. ``static``: `occupancy` blocks per SM, each of which takes every n-th
     tile of n blocks."""
+    split_head_dim: bool = False
+    """Where head_dim is no power of two: tiles of two parts (64 and 32 columns at D=96) in place of one with zeros."""
     exp2_fma_fraction: float = 0.0
     """Share of the exponentials that are a polynomial on the FMA units, in sixteenths, 0 to 0.5. Needs `lazy_max`, and
     tile_n=32 takes eighths, tile_n=16 quarters."""
@@ -159,8 +161,7 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         causal=True,
         seq_max=4095,
         config=CutileConfig(tile_m=64, tile_n=64, occupancy=2, heads_together=8, lazy_max=True, pipeline="pairs"),
-        why=_DIAGONAL
-        + "N=1k 391, 2k 485 TFLOPS, cuDNN 415, 471; 4 heads together 385, 478; 128x128, 8 warps -, 477",
+        why=_DIAGONAL + "N=1k 391, 2k 485 TFLOPS, cuDNN 415, 471; 4 heads together 385, 478; 128x128, 8 warps -, 477",
     ),
     Rule(
         arches=("sm90",),
@@ -271,8 +272,9 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         arches=("sm86", "sm89"),
         head_dim_min=65,
         head_dim_max=128,
-        config=CutileConfig(tile_m=64, tile_n=32, occupancy=2),
-        why=COMPILED + "of 64x64 causal tileiras 13.4 gives up the pipeline (16 KiB of shared memory, not 49)",
+        config=CutileConfig(tile_m=64, tile_n=32, occupancy=2, k_latency=4, v_latency=6),
+        why=COMPILED
+        + "no spills in its loops, at latencies of 2 and 4 up to 12; of 64x64 causal tileiras gives up the pipeline",
     ),
     Rule(
         arches=("sm80", "sm86", "sm89", "sm120", "sm121"),
@@ -355,6 +357,11 @@ def why_not_fit(problem: Problem, arch: Arch, config: Config, *, step: Step | No
         (config.pipeline in PIPELINES, f"pipeline={config.pipeline}", ", ".join(PIPELINES)),
         (config.lazy_max or config.pipeline == "plain", f"pipeline={config.pipeline} without lazy_max", "plain"),
         (config.scheduler in SCHEDULERS, f"scheduler={config.scheduler}", ", ".join(SCHEDULERS)),
+        (
+            not config.split_head_dim or split_widths(problem.head_dim) is not None,
+            f"split_head_dim=True at head_dim={problem.head_dim}",
+            "72 to 96, 136 to 192 and their like, less than a power of two by a quarter or more",
+        ),
         (config.lazy_max or not sixteenths, f"{fraction} without lazy_max", "0.0"),
         (not (sixteenths and arch.name in _BY_ROWS), f"{fraction} on {arch.name}", "0.0"),
         (
@@ -376,6 +383,19 @@ def beyond_step(step: Step, config: CutileConfig) -> list[Reason]:
         for name in (field.name for field in fields(config))
         if (asked := getattr(config, name)) != (done := getattr(limited, name))
     ]
+
+
+def widths_of(problem: Problem, config: CutileConfig) -> tuple[int, int]:
+    """Columns of a tile as wide as head_dim, and of a second one, 0 where there is none."""
+    whole = max(SMALLEST_TILE, 1 << (problem.head_dim - 1).bit_length())
+    return split_widths(problem.head_dim) or (whole, 0) if config.split_head_dim else (whole, 0)
+
+
+def split_widths(head_dim: int) -> tuple[int, int] | None:
+    """Powers of two that hold a head_dim together, and are less than the next power of two; None if no two do."""
+    first = 1 << head_dim.bit_length() - 1
+    tail = max(SMALLEST_TILE, 1 << (head_dim - first - 1).bit_length()) if head_dim > first else 0
+    return (first, tail) if first >= SMALLEST_TILE and 0 < tail < first else None
 
 
 def begins_at_diagonal(problem: Problem, config: CutileConfig) -> bool:

@@ -138,7 +138,7 @@ def prove(binding: abi.Binding, text: str) -> None:
 
 def _prove_constants(binding: abi.Binding, plan: Plan, signature: Any) -> None:
     """ValueError where a launch by cuTile would have another grid or scale, or other constants."""
-    scale, tile_m, _, _, causal, masked, together, grouped, linear, sign, _, _, tma, *rest = get_constants(plan)
+    scale, tile_m, _, _, _, causal, masked, together, grouped, linear, sign, _, _, tma, *rest = get_constants(plan)
     *_, diagonal_first, _, _, _ = rest
     constants, scalar = binding.constants, binding.arguments[-1]
     assert isinstance(scalar, abi.Number)

@@ -20,9 +20,22 @@ from typing import Any
 import cuda.tile as ct
 
 from multiattn.cutile.exp2 import exp2_shared
+from multiattn.cutile.parts import (
+    add_block_apart,
+    add_key,
+    add_values,
+    added,
+    is_finite,
+    keep_nonfinite,
+    load_q,
+    multiply_keys,
+    nan_unless_finite,
+    scaled,
+    store_out,
+    zeros,
+)
 from multiattn.cutile.shape import AHEAD, PAIRS, PLAIN, REPAIR_TILE, Rows, Shape, with_small_tiles
 from multiattn.cutile.tiles import (
-    ZERO,
     Array32,
     Array64,
     ConstBool,
@@ -36,8 +49,6 @@ from multiattn.cutile.tiles import (
     place_in_grid,
     place_tile,
 )
-
-APPROX = ct.RoundingMode.APPROX
 
 LOWEST = -3.4028234663852886e38
 """Row maximum before any key: finite, so that a row of -inf scores computes ``exp2(-inf)`` and never ``inf - inf``."""
@@ -56,48 +67,6 @@ of the block that comes first is 2^-16, others may be 2^115 times that."""
 def row_sum(l: Any) -> Any:  # noqa: E741
     """The sum of a row's weights, ``[tile_m, 1]``."""
     return ct.sum(l, axis=-1, keepdims=True)
-
-
-@ct.function
-def load_q(shape: Any, place: Any, q: Any) -> Any:
-    """The tile's queries ``[tile_m, tile_d]``, with the sign of the scale."""
-    index = (place.batch, place.head, place.tile, 0)
-    tile = ct.load(q, index, (1, 1, shape.tile_m, shape.tile_d), padding_mode=ZERO, allow_tma=shape.tma)
-    tile = tile.reshape((shape.tile_m, shape.tile_d))
-    if shape.sign != 1:
-        tile = tile * shape.sign
-    return tile
-
-
-@ct.function
-def load_rows(shape: Any, place: Any, array: Any, block: Any, latency: Any) -> Any:
-    """A block of keys or values ``[tile_n, tile_d]``."""
-    tile = ct.load(
-        array,
-        (place.batch, place.head_kv, block, 0),
-        (1, 1, shape.tile_n, shape.tile_d),
-        padding_mode=ZERO,
-        latency=latency,
-        allow_tma=shape.tma,
-    )
-    return tile.reshape((shape.tile_n, shape.tile_d))
-
-
-@ct.function
-def load_k(shape: Any, place: Any, k: Any, block: Any) -> Any:
-    """A block of keys, transposed: ``[tile_d, tile_n]``."""
-    if not shape.k_transposed:
-        return ct.transpose(load_rows(shape, place, k, block, shape.k_latency))
-    tile = ct.load(
-        k,
-        (place.batch, place.head_kv, 0, block),
-        (1, 1, shape.tile_d, shape.tile_n),
-        order=(0, 1, 3, 2),
-        padding_mode=ZERO,
-        latency=shape.k_latency,
-        allow_tma=shape.tma,
-    )
-    return tile.reshape((shape.tile_d, shape.tile_n))
 
 
 @ct.function
@@ -122,7 +91,7 @@ def shift(shape: Any, s: Any, m: Any, scale: Any) -> Any:
 @ct.function
 def score(shape: Any, place: Any, q: Any, k: Any, block: Any, masked: ConstBool) -> Any:
     """Scores of one block of keys, without their scale, ``[tile_m, tile_n]``; -inf where a query does not see a key."""
-    s = ct.mma(q, load_k(shape, place, k, block), ct.full((shape.tile_m, shape.tile_n), 0.0, dtype=ct.float32))
+    s = multiply_keys(shape, place, q, k, block)
     if masked:
         s = ct.where(is_visible(shape, place, block), s, -math.inf)
     return s
@@ -142,21 +111,21 @@ def weigh(shape: Any, place: Any, q: Any, k: Any, scale: Any, rows: Any, block: 
     p = power(shape, shifted, False)  # [tile_m, tile_n]
     alpha = power(shape, rows.m - m, False)  # [tile_m, 1]
     l = rows.l * alpha + partial_sums(shape, p)  # noqa: E741
-    return p.astype(k.dtype), Rows(acc=rows.acc * alpha, m=m, l=l)
+    return p.astype(k.dtype), Rows(acc=scaled(shape, rows.acc, alpha), m=m, l=l)
 
 
 @ct.function
 def attend(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any, rows: Any, block: Any, masked: ConstBool) -> Any:
     """Take one block of keys into the running softmax."""
     p, rows = weigh(shape, place, q, k, scale, rows, block, masked)
-    return Rows(acc=ct.mma(p, load_rows(shape, place, v, block, shape.v_latency), rows.acc), m=rows.m, l=rows.l)
+    return Rows(acc=add_values(shape, place, v, p, rows.acc, block), m=rows.m, l=rows.l)
 
 
 @ct.function
 def no_rows(shape: Any) -> Any:
     """The running softmax before any key."""
     return Rows(
-        acc=ct.full((shape.tile_m, shape.tile_d), 0.0, dtype=ct.float32),
+        acc=zeros(shape),
         m=ct.full((shape.tile_m, 1), LOWEST, dtype=ct.float32),
         l=ct.full((shape.tile_m, SUMS), 0.0, dtype=ct.float32),
     )
@@ -186,7 +155,7 @@ def take(shape: Any, place: Any, v: Any, s: Any, scale: Any, rows: Any, block: A
         p = exp2_shared(shifted, shape.exp2_fma_sixteenths, shape.flush_to_zero)
     else:
         p = power(shape, shifted, False)
-    acc = ct.mma(p.astype(v.dtype), load_rows(shape, place, v, block, shape.v_latency), rows.acc)
+    acc = add_values(shape, place, v, p.astype(v.dtype), rows.acc, block)
     return Rows(acc=acc, m=rows.m, l=rows.l + partial_sums(shape, p))
 
 
@@ -256,24 +225,6 @@ def redone_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> A
 
 
 @ct.function
-def add_key(shape: Any, place: Any, v: Any, acc: Any, p: Any, first_key: Any, number: Any) -> Any:
-    """Add one key's value to the output of the rows that see it, and to no other: p ``[tile_m, tile_n]`` of its block.
-
-    A value that is not finite goes in as it is, whatever its weight. No tensor core: for them ``0 * nan`` is NaN.
-    """
-    chosen = ct.arange(shape.tile_n, dtype=ct.int32)[None, :] == number
-    weight = ct.sum(ct.where(chosen, p.astype(ct.float32), 0.0), axis=-1, keepdims=True)  # [tile_m, 1]
-    key = first_key + number
-    value = ct.load(
-        v, (place.batch, place.head_kv, key, 0), (1, 1, 1, shape.tile_d), padding_mode=ZERO, allow_tma=False
-    )
-    value = value.reshape((1, shape.tile_d)).astype(ct.float32)
-    row = place.tile * shape.tile_m + ct.arange(shape.tile_m, dtype=ct.int32)[:, None]
-    part = ct.where(ct.abs(value) < math.inf, weight * value, value)
-    return acc + ct.where(key <= row + (place.seq_kv - place.seq_q), part, 0.0)
-
-
-@ct.function
 def careful_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
     """As `online_rows` of a causal kernel, key by key: non-finite values of v reach exactly the rows that see them.
 
@@ -283,51 +234,24 @@ def careful_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> 
     rows = no_rows(shape)
     first, _, end = key_blocks(shape, place)
     for block in range(first, end):
-        p, scaled = weigh(shape, place, q, k, scale, rows, block, True)
-        acc = ct.where(ct.abs(rows.acc) < math.inf, scaled.acc, rows.acc)  # what is infinite stays so at alpha = 0
+        p, now = weigh(shape, place, q, k, scale, rows, block, True)
+        acc = keep_nonfinite(shape, now.acc, rows.acc)  # at alpha = 0, too
         first_key = block * shape.tile_n
         for number in range(0, min(shape.tile_n, place.seq_kv - first_key)):
             acc = add_key(shape, place, v, acc, p, first_key, number)
-        rows = Rows(acc=acc, m=scaled.m, l=scaled.l)
+        rows = Rows(acc=acc, m=now.m, l=now.l)
     return rows
 
 
 @ct.function
-def outgrown(rows: Any, l: Any) -> Any:  # noqa: E741
+def outgrown(shape: Any, rows: Any, l: Any) -> Any:  # noqa: E741
     """Whether scores outgrew the maxima by what fp32 or the weights' dtype holds, or anything is not finite."""
     # Where acc is not finite, 0 * acc is NaN: one reduction across the block for all that may be wrong.
-    sums = l + 0.0 * ct.max(ct.abs(rows.acc), axis=-1, keepdims=True, propagate_nan=True)
+    sums = l + nan_unless_finite(shape, rows.acc)
     return not ct.max(sums, propagate_nan=True) < LARGEST_SUM
 
 
 # ---------------------------------------------------------------- results
-
-
-@ct.function
-def store_out(shape: Any, place: Any, out: Any, acc: Any, l: Any) -> None:  # noqa: E741
-    """Normalise and store; a row that saw no key has ``l = 0`` and ``acc = 0``."""
-    l = ct.where(l == 0.0, 1.0, l)  # noqa: E741
-    if shape.approximate_division:
-        o = ct.truediv(acc, l, flush_to_zero=True, rounding_mode=APPROX)
-    else:
-        o = ct.truediv(acc, l)
-    o = o.astype(out.dtype).reshape((1, 1, shape.tile_m, shape.tile_d))
-    ct.store(out, (place.batch, place.head, place.tile, 0), o, allow_tma=shape.tma)
-
-
-@ct.function
-def see_nonfinite(visible: Any, v: Any) -> Any:
-    """The sum of the non-finite values of v that each row sees, else 0: ``[M, N]``, ``[N, D]`` -> ``[M, D]``.
-
-    One product counts all three kinds: a block has fewer than 32 keys, so the digits of the count, to base 32, are how
-    many +inf, -inf and NaN there were.
-    """
-    kinds = ct.where(v == math.inf, 1.0, ct.where(v == -math.inf, 32.0, ct.where(v != v, 1024.0, 0.0)))
-    none = ct.full((visible.shape[0], v.shape[1]), 0.0, dtype=ct.float32)
-    count = ct.mma(visible.astype(ct.float16), kinds.astype(ct.float16), none).astype(ct.int32)
-    plus = ct.where(count % 32 > 0, math.inf, 0.0)
-    minus = ct.where(count // 32 % 32 > 0, -math.inf, 0.0)
-    return plus + minus + ct.where(count // 1024 > 0, math.nan, 0.0)
 
 
 @ct.function
@@ -339,15 +263,13 @@ def repair(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, scale: Any)
     """
     queries = load_q(shape, place, q)
     rows = no_rows(shape)
-    seen = ct.full((shape.tile_m, shape.tile_d), 0.0, dtype=ct.float32)
+    seen = zeros(shape)
     first, _, end = key_blocks(shape, place)
     for block in range(first, end):
         p, rows = weigh(shape, place, queries, k, scale, rows, block, True)
-        values = load_rows(shape, place, v, block, shape.v_latency)
-        finite = ct.where(ct.abs(values) < math.inf, values, 0.0).astype(v.dtype)
-        rows = Rows(acc=ct.mma(p, finite, rows.acc), m=rows.m, l=rows.l)
-        seen = seen + see_nonfinite(is_visible(shape, place, block), values)
-    store_out(shape, place, out, rows.acc + seen, row_sum(rows.l))
+        acc, seen = add_block_apart(shape, place, v, p, rows.acc, seen, is_visible(shape, place, block), block)
+        rows = Rows(acc=acc, m=rows.m, l=rows.l)
+    store_out(shape, place, out, added(shape, rows.acc, seen), row_sum(rows.l))
 
 
 @ct.function
@@ -380,12 +302,6 @@ def store_rows(shape: Any, place: Any, out: Any, lse: Any, rows: Any, l: Any) ->
 
 
 @ct.function
-def is_finite(rows: Any) -> Any:
-    """Whether all of the output is."""
-    return ct.max(ct.abs(rows.acc), propagate_nan=True) < math.inf
-
-
-@ct.function
 def forward_tile(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale: Any) -> None:
     """q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` -> one tile of out and of lse."""
     queries = load_q(shape, place, q)
@@ -393,10 +309,10 @@ def forward_tile(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: 
         rows = lazy_rows(shape, place, queries, k, v, scale)
         l = row_sum(rows.l)  # noqa: E741
         # Before the store: after it, what the branch reads would keep shared memory from the loops.
-        if outgrown(rows, l):
+        if outgrown(shape, rows, l):
             rows = redone_rows(shape, place, queries, k, v, scale)
             if shape.causal:  # noqa: SIM102 - this one is decided at compile time, the next one at run time
-                if not is_finite(rows):
+                if not is_finite(shape, rows.acc):
                     rows = careful_rows(with_small_tiles(shape, shape.tile_m), place, queries, k, v, scale)
             l = row_sum(rows.l)  # noqa: E741
         store_rows(shape, place, out, lse, rows, l)
@@ -405,7 +321,7 @@ def forward_tile(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: 
         store_rows(shape, place, out, lse, rows, row_sum(rows.l))
         # Without causal no row has a masked key but those beyond the end, which are loaded as zeros.
         if shape.causal:  # noqa: SIM102 - as above
-            if not is_finite(rows):
+            if not is_finite(shape, rows.acc):
                 repair_tile(shape, place, q, k, v, out, scale)
 
 
@@ -433,7 +349,7 @@ def hint(latency: Any) -> Any:
 @ct.kernel
 def forward(
     q: Array32, k: Array32, v: Array32, out: Array32, lse: ct.Array, scale: float,
-    tile_m: ConstInt, tile_n: ConstInt, tile_d: ConstInt, causal: ConstBool, masked: ConstBool,
+    tile_m: ConstInt, tile_n: ConstInt, tile_d: ConstInt, tail_d: ConstInt, causal: ConstBool, masked: ConstBool,
     heads_together: ConstInt, grouped: ConstBool, linear_grid: ConstBool, sign: ConstInt,
     k_latency: ConstInt, v_latency: ConstInt, tma: ConstBool,
     exp2: ConstBool, flush_to_zero: ConstBool, scale_after_max: ConstBool, k_transposed: ConstBool,
@@ -443,7 +359,7 @@ def forward(
 ) -> None:  # fmt: skip
     """out and lse of attention, for arrays whose offsets fit 31 bits; arguments as in `Shape` and `forward_tile`."""
     shape = Shape(
-        tile_m=tile_m, tile_n=tile_n, tile_d=tile_d, causal=causal, masked=masked,
+        tile_m=tile_m, tile_n=tile_n, tile_d=tile_d, tail_d=tail_d, causal=causal, masked=masked,
         heads_together=heads_together, grouped=grouped, linear_grid=linear_grid, sign=sign,
         k_latency=hint(k_latency), v_latency=hint(v_latency), tma=tma,
         exp2=exp2, flush_to_zero=flush_to_zero, scale_after_max=scale_after_max, k_transposed=k_transposed,
@@ -457,7 +373,7 @@ def forward(
 @ct.kernel
 def forward_64bit(
     q: Array64, k: Array64, v: Array64, out: Array64, lse: Rows64, scale: float,
-    tile_m: ConstInt, tile_n: ConstInt, tile_d: ConstInt, causal: ConstBool, masked: ConstBool,
+    tile_m: ConstInt, tile_n: ConstInt, tile_d: ConstInt, tail_d: ConstInt, causal: ConstBool, masked: ConstBool,
     heads_together: ConstInt, grouped: ConstBool, linear_grid: ConstBool, sign: ConstInt,
     k_latency: ConstInt, v_latency: ConstInt, tma: ConstBool,
     exp2: ConstBool, flush_to_zero: ConstBool, scale_after_max: ConstBool, k_transposed: ConstBool,
@@ -467,7 +383,7 @@ def forward_64bit(
 ) -> None:  # fmt: skip
     """`forward` for larger arrays: shapes, strides and offsets in 64 bit."""
     shape = Shape(
-        tile_m=tile_m, tile_n=tile_n, tile_d=tile_d, causal=causal, masked=masked,
+        tile_m=tile_m, tile_n=tile_n, tile_d=tile_d, tail_d=tail_d, causal=causal, masked=masked,
         heads_together=heads_together, grouped=grouped, linear_grid=linear_grid, sign=sign,
         k_latency=hint(k_latency), v_latency=hint(v_latency), tma=tma,
         exp2=exp2, flush_to_zero=flush_to_zero, scale_after_max=scale_after_max, k_transposed=k_transposed,

@@ -17,11 +17,11 @@ from multiattn.cutile import interpreter
 from multiattn.cutile.configs import (
     HEADROOM,
     PIPELINES,
-    SMALLEST_TILE,
     CutileConfig,
     begins_at_diagonal,
     grid_of,
     is_linear,
+    widths_of,
 )
 from multiattn.cutile.forward import forward, forward_64bit
 from multiattn.cutile.steps import STEPS
@@ -115,7 +115,7 @@ def get_constants(plan: Plan) -> tuple[float | int | bool, ...]:
         problem.scale_log2 if step.exp2 else problem.scale_log2 / LOG2_E,
         config.tile_m,
         config.tile_n,
-        max(SMALLEST_TILE, 1 << (problem.head_dim - 1).bit_length()),
+        *widths_of(problem, config),
         problem.causal,
         problem.causal or problem.seq_kv % config.tile_n != 0,
         math.gcd(config.heads_together, problem.heads_q),

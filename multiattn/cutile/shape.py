@@ -24,7 +24,9 @@ class Shape:
     tile_m: Any
     tile_n: Any
     tile_d: Any
-    """head_dim rounded up to a power of two; loads fill the rest with zeros, stores clip it."""
+    """head_dim rounded up to a power of two, or down with `tail_d`; loads fill up with zeros, stores clip it."""
+    tail_d: Any
+    """What is left of head_dim, rounded up to a power of two, where it is a part of its own (`parts`); else 0."""
     causal: Any
     masked: Any
     """Whether any block of keys needs a mask: causal, or the last one is not full."""
@@ -60,7 +62,7 @@ class Shape:
 class Rows:
     """Running softmax of the tile's rows, fp32."""
 
-    acc: Any  # [tile_m, tile_d]
+    acc: Any  # [tile_m, head_dim]
     m: Any  # [tile_m, 1], in the domain of the step; with lazy_max of the first block only
     l: Any  # [tile_m, SUMS]  # noqa: E741 - the paper's name
 
@@ -72,6 +74,7 @@ def with_small_tiles(shape: Any, tile_m: Any) -> Any:
         tile_m=tile_m,
         tile_n=REPAIR_TILE,
         tile_d=shape.tile_d,
+        tail_d=shape.tail_d,
         causal=shape.causal,
         masked=True,
         heads_together=1,

@@ -1,0 +1,267 @@
+"""Tiles as wide as head_dim: one, or two where that is nearer to a power of two, which every tile's width must be.
+
+At D=96 a tile of 128 columns is a quarter zeros, at D=160 one of 256 three eighths; parts of 64 and 32, and of 128 and
+32 columns have none. With ``shape.tail_d`` what has head_dim columns is `Parts`, else one tile.
+"""
+
+# cuda.tile is untyped, and so are its decorators and aliases:
+# mypy: disable-error-code="untyped-decorator, valid-type"
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.tile as ct
+
+from multiattn.cutile.tiles import ZERO, ConstBool
+
+APPROX = ct.RoundingMode.APPROX
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The first ``tile_d`` columns, and ``tail_d`` more."""
+
+    first: Any
+    tail: Any
+
+
+@ct.function
+def width(shape: Any, tail: ConstBool) -> Any:
+    """Columns of a part."""
+    if tail:
+        return shape.tail_d
+    return shape.tile_d
+
+
+@ct.function
+def column(shape: Any, tail: ConstBool) -> Any:
+    """Where a part begins, in parts as wide as it."""
+    if tail:
+        return shape.tile_d // shape.tail_d
+    return 0
+
+
+# ---------------------------------------------------------------- loads
+
+
+@ct.function
+def load_q_part(shape: Any, place: Any, q: Any, tail: ConstBool) -> Any:
+    """A part of the tile's queries ``[tile_m, width]``, with the sign of the scale."""
+    index = (place.batch, place.head, place.tile, column(shape, tail))
+    tile = ct.load(q, index, (1, 1, shape.tile_m, width(shape, tail)), padding_mode=ZERO, allow_tma=shape.tma)
+    tile = tile.reshape((shape.tile_m, width(shape, tail)))
+    if shape.sign != 1:
+        tile = tile * shape.sign
+    return tile
+
+
+@ct.function
+def load_q(shape: Any, place: Any, q: Any) -> Any:
+    """The tile's queries ``[tile_m, head_dim]``, with the sign of the scale."""
+    first = load_q_part(shape, place, q, False)
+    if shape.tail_d > 0:
+        return Parts(first=first, tail=load_q_part(shape, place, q, True))
+    return first
+
+
+@ct.function
+def load_rows(shape: Any, place: Any, array: Any, block: Any, latency: Any, tail: ConstBool) -> Any:
+    """A part of a block of keys or values ``[tile_n, width]``."""
+    tile = ct.load(
+        array,
+        (place.batch, place.head_kv, block, column(shape, tail)),
+        (1, 1, shape.tile_n, width(shape, tail)),
+        padding_mode=ZERO,
+        latency=latency,
+        allow_tma=shape.tma,
+    )
+    return tile.reshape((shape.tile_n, width(shape, tail)))
+
+
+@ct.function
+def load_k(shape: Any, place: Any, k: Any, block: Any, tail: ConstBool) -> Any:
+    """A part of a block of keys, transposed: ``[width, tile_n]``."""
+    if not shape.k_transposed:
+        return ct.transpose(load_rows(shape, place, k, block, shape.k_latency, tail))
+    tile = ct.load(
+        k,
+        (place.batch, place.head_kv, column(shape, tail), block),
+        (1, 1, width(shape, tail), shape.tile_n),
+        order=(0, 1, 3, 2),
+        padding_mode=ZERO,
+        latency=shape.k_latency,
+        allow_tma=shape.tma,
+    )
+    return tile.reshape((width(shape, tail), shape.tile_n))
+
+
+# ---------------------------------------------------------------- products
+
+
+@ct.function
+def multiply_keys(shape: Any, place: Any, q: Any, k: Any, block: Any) -> Any:
+    """Q K^T of one block of keys, ``[tile_m, tile_n]`` in fp32."""
+    none = ct.full((shape.tile_m, shape.tile_n), 0.0, dtype=ct.float32)
+    if shape.tail_d > 0:
+        s = ct.mma(q.first, load_k(shape, place, k, block, False), none)
+        return ct.mma(q.tail, load_k(shape, place, k, block, True), s)
+    return ct.mma(q, load_k(shape, place, k, block, False), none)
+
+
+@ct.function
+def add_values(shape: Any, place: Any, v: Any, p: Any, acc: Any, block: Any) -> Any:
+    """acc and P V of one block of keys."""
+    if shape.tail_d > 0:
+        return Parts(
+            first=ct.mma(p, load_rows(shape, place, v, block, shape.v_latency, False), acc.first),
+            tail=ct.mma(p, load_rows(shape, place, v, block, shape.v_latency, True), acc.tail),
+        )
+    return ct.mma(p, load_rows(shape, place, v, block, shape.v_latency, False), acc)
+
+
+# ---------------------------------------------------------------- output
+
+
+@ct.function
+def zeros(shape: Any) -> Any:
+    """An output of zeros ``[tile_m, head_dim]``, fp32."""
+    first = ct.full((shape.tile_m, shape.tile_d), 0.0, dtype=ct.float32)
+    if shape.tail_d > 0:
+        return Parts(first=first, tail=ct.full((shape.tile_m, shape.tail_d), 0.0, dtype=ct.float32))
+    return first
+
+
+@ct.function
+def scaled(shape: Any, acc: Any, alpha: Any) -> Any:
+    """acc times alpha ``[tile_m, 1]``."""
+    if shape.tail_d > 0:
+        return Parts(first=acc.first * alpha, tail=acc.tail * alpha)
+    return acc * alpha
+
+
+@ct.function
+def added(shape: Any, acc: Any, other: Any) -> Any:
+    """The sum of both."""
+    if shape.tail_d > 0:
+        return Parts(first=acc.first + other.first, tail=acc.tail + other.tail)
+    return acc + other
+
+
+@ct.function
+def finite_or(acc: Any, old: Any) -> Any:
+    """acc, but for what was not finite in `old`, which stays: of one part."""
+    return ct.where(ct.abs(old) < math.inf, acc, old)
+
+
+@ct.function
+def keep_nonfinite(shape: Any, acc: Any, old: Any) -> Any:
+    """acc, but for what was not finite in `old`, which stays."""
+    if shape.tail_d > 0:
+        return Parts(first=finite_or(acc.first, old.first), tail=finite_or(acc.tail, old.tail))
+    return finite_or(acc, old)
+
+
+@ct.function
+def nan_unless_finite(shape: Any, acc: Any) -> Any:
+    """0 for a row of finite values, else NaN: ``[tile_m, 1]``."""
+    if shape.tail_d > 0:
+        first = 0.0 * ct.max(ct.abs(acc.first), axis=-1, keepdims=True, propagate_nan=True)
+        return first + 0.0 * ct.max(ct.abs(acc.tail), axis=-1, keepdims=True, propagate_nan=True)
+    return 0.0 * ct.max(ct.abs(acc), axis=-1, keepdims=True, propagate_nan=True)
+
+
+@ct.function
+def is_finite(shape: Any, acc: Any) -> Any:
+    """Whether all of the output is."""
+    if shape.tail_d > 0:
+        finite = ct.max(ct.abs(acc.first), propagate_nan=True) < math.inf
+        return finite and ct.max(ct.abs(acc.tail), propagate_nan=True) < math.inf
+    return ct.max(ct.abs(acc), propagate_nan=True) < math.inf
+
+
+@ct.function
+def store_part(shape: Any, place: Any, out: Any, acc: Any, l: Any, tail: ConstBool) -> None:  # noqa: E741
+    """Normalise a part by l ``[tile_m, 1]``, and store it."""
+    if shape.approximate_division:
+        o = ct.truediv(acc, l, flush_to_zero=True, rounding_mode=APPROX)
+    else:
+        o = ct.truediv(acc, l)
+    o = o.astype(out.dtype).reshape((1, 1, shape.tile_m, width(shape, tail)))
+    ct.store(out, (place.batch, place.head, place.tile, column(shape, tail)), o, allow_tma=shape.tma)
+
+
+@ct.function
+def store_out(shape: Any, place: Any, out: Any, acc: Any, l: Any) -> None:  # noqa: E741
+    """Normalise and store; a row that saw no key has ``l = 0`` and ``acc = 0``."""
+    l = ct.where(l == 0.0, 1.0, l)  # noqa: E741
+    if shape.tail_d > 0:
+        store_part(shape, place, out, acc.first, l, False)
+        store_part(shape, place, out, acc.tail, l, True)
+    else:
+        store_part(shape, place, out, acc, l, False)
+
+
+# ---------------------------------------------------------------- values that are not finite
+
+
+@ct.function
+def add_value(shape: Any, place: Any, v: Any, acc: Any, weight: Any, key: Any, tail: ConstBool) -> Any:
+    """Add a part of one key's value to the output of the rows that see it: weight ``[tile_m, 1]``."""
+    index = (place.batch, place.head_kv, key, column(shape, tail))
+    value = ct.load(v, index, (1, 1, 1, width(shape, tail)), padding_mode=ZERO, allow_tma=False)
+    value = value.reshape((1, width(shape, tail))).astype(ct.float32)
+    row = place.tile * shape.tile_m + ct.arange(shape.tile_m, dtype=ct.int32)[:, None]
+    part = ct.where(ct.abs(value) < math.inf, weight * value, value)
+    return acc + ct.where(key <= row + (place.seq_kv - place.seq_q), part, 0.0)
+
+
+@ct.function
+def add_key(shape: Any, place: Any, v: Any, acc: Any, p: Any, first_key: Any, number: Any) -> Any:
+    """Add one key's value to the output of the rows that see it, and to no other: p ``[tile_m, tile_n]`` of its block.
+
+    A value that is not finite goes in as it is, whatever its weight. No tensor core: for them ``0 * nan`` is NaN.
+    """
+    chosen = ct.arange(shape.tile_n, dtype=ct.int32)[None, :] == number
+    weight = ct.sum(ct.where(chosen, p.astype(ct.float32), 0.0), axis=-1, keepdims=True)  # [tile_m, 1]
+    key = first_key + number
+    if shape.tail_d > 0:
+        return Parts(
+            first=add_value(shape, place, v, acc.first, weight, key, False),
+            tail=add_value(shape, place, v, acc.tail, weight, key, True),
+        )
+    return add_value(shape, place, v, acc, weight, key, False)
+
+
+@ct.function
+def see_nonfinite(visible: Any, v: Any) -> Any:
+    """The sum of the non-finite values of v that each row sees, else 0: ``[M, N]``, ``[N, D]`` -> ``[M, D]``.
+
+    One product counts all three kinds: a block has fewer than 32 keys, so the digits of the count, to base 32, are how
+    many +inf, -inf and NaN there were.
+    """
+    kinds = ct.where(v == math.inf, 1.0, ct.where(v == -math.inf, 32.0, ct.where(v != v, 1024.0, 0.0)))
+    none = ct.full((visible.shape[0], v.shape[1]), 0.0, dtype=ct.float32)
+    count = ct.mma(visible.astype(ct.float16), kinds.astype(ct.float16), none).astype(ct.int32)
+    plus = ct.where(count % 32 > 0, math.inf, 0.0)
+    minus = ct.where(count // 32 % 32 > 0, -math.inf, 0.0)
+    return plus + minus + ct.where(count // 1024 > 0, math.nan, 0.0)
+
+
+@ct.function
+def add_finite(shape: Any, p: Any, values: Any, acc: Any) -> Any:
+    """acc and P V of a part, with what is not finite of V as zero."""
+    finite = ct.where(ct.abs(values) < math.inf, values, 0.0).astype(values.dtype)
+    return ct.mma(p, finite, acc)
+
+
+@ct.function
+def add_block_apart(shape: Any, place: Any, v: Any, p: Any, acc: Any, seen: Any, visible: Any, block: Any) -> Any:
+    """`add_values` with the finite values, and `see_nonfinite` of the others added to `seen`: both as a pair."""
+    first = load_rows(shape, place, v, block, shape.v_latency, False)
+    if shape.tail_d > 0:
+        tail = load_rows(shape, place, v, block, shape.v_latency, True)
+        acc = Parts(first=add_finite(shape, p, first, acc.first), tail=add_finite(shape, p, tail, acc.tail))
+        seen = Parts(first=seen.first + see_nonfinite(visible, first), tail=seen.tail + see_nonfinite(visible, tail))
+        return acc, seen
+    return add_finite(shape, p, first, acc), seen + see_nonfinite(visible, first)

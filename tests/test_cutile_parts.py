@@ -1,0 +1,93 @@
+"""The cuTile forward with `split_head_dim`, interpreted: head_dims in two tiles, in every loop and every rare path."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from multiattn import Problem
+from multiattn.arch import ARCHS
+from multiattn.backend import get, make_plan, plan_variant
+from multiattn.cutile.configs import PIPELINES, CutileConfig, split_widths, widths_of
+from multiattn.cutile.steps import STEPS
+
+pytest.importorskip("cuda.tile")
+
+from test_cutile import make_inputs
+from test_cutile_lazy import check, grow, launch
+
+from multiattn.cutile.launch import get_constants
+
+BACKEND = get("cutile")
+ONLINE = CutileConfig(tile_m=32, tile_n=32, split_head_dim=True)
+LAZY = replace(ONLINE, lazy_max=True)
+each_mask = pytest.mark.parametrize("causal", [False, True])
+each_head_dim = pytest.mark.parametrize("head_dim", [40, 72, 96, 136, 160, 192])
+WAYS = (ONLINE, *(replace(LAZY, pipeline=pipeline) for pipeline in PIPELINES), replace(LAZY, scheduler="static"))
+each_way = pytest.mark.parametrize("config", WAYS, ids=("online", *PIPELINES, "static"))
+
+
+def test_widths_hold_every_head_dim_and_save_a_quarter_or_more():
+    for head_dim in range(1, 257):
+        whole = max(16, 1 << (head_dim - 1).bit_length())
+        assert widths_of(problem(head_dim), replace(LAZY, split_head_dim=False)) == (whole, 0)
+        pairs = [(128, 64), (128, 32), (128, 16), (64, 32), (64, 16), (32, 16)]
+        fitting = [pair for pair in pairs if pair[0] < head_dim <= sum(pair) < whole]
+        assert split_widths(head_dim) == min(fitting, key=sum, default=None)
+
+
+def problem(head_dim):
+    return Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=head_dim)
+
+
+@each_mask
+@each_head_dim
+@each_way
+def test_two_parts_are_attention(config, head_dim, causal):
+    for seq_q, seq_kv in ((64, 64), (45, 77)):
+        check(config, *make_inputs(seq_q=seq_q, seq_kv=seq_kv, head_dim=head_dim), causal=causal)
+
+
+@each_mask
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tiles_that_are_done_again(dtype, causal):
+    q, k, v = make_inputs(dtype=dtype, head_dim=96, spread=4.0)
+    check(LAZY, q, grow(k, start=100, factor=20.0), v, causal=causal)
+
+
+@pytest.mark.parametrize("column", [3, 70])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("config", [ONLINE, LAZY], ids=["online", "lazy"])
+def test_nonfinite_values_of_either_part_reach_exactly_the_rows_that_see_them(config, value, column):
+    q, k, v = make_inputs(head_dim=96)
+    v[:, :, 120, column] = value
+    out, _ = launch(config, q, k, v, causal=True)
+    sees = torch.arange(113) + 203 - 113 >= 120
+    assert torch.equal(out[..., column].isfinite(), ~sees.expand_as(out[..., column]))
+    assert out[..., [it for it in range(96) if it != column]].isfinite().all()
+    check(config, q, k, v, causal=True)
+    check(config, q, k, v)
+
+
+@pytest.mark.parametrize("variant", STEPS)
+def test_every_rung_can(variant):
+    config = STEPS[variant].step.limit(ONLINE)
+    plan = make_plan(BACKEND, problem(96), ARCHS["sm90"], variant=variant, config=config, probe=False)
+    assert get_constants(plan)[3:5] == (64, 32)
+
+
+@pytest.mark.parametrize("head_dim", [64, 104, 128, 200, 256])
+def test_what_two_parts_do_not_save_is_refused(head_dim):
+    (variant,) = BACKEND.forward.offered
+    reasons = plan_variant(BACKEND, variant, problem(head_dim), ARCHS["sm90"], replace(LAZY, tile_m=64, tile_n=64))
+    assert [reason.got for reason in reasons] == [f"split_head_dim=True at head_dim={head_dim}"]
+
+
+@pytest.mark.parametrize(("head_dim", "splits"), [(96, True), (192, True), (64, False), (128, False), (200, False)])
+def test_a_sweep_tries_two_parts_where_they_save(head_dim, splits):
+    (variant,) = BACKEND.forward.offered
+    for causal in (False, True):
+        cell = replace(problem(head_dim), causal=causal)
+        tried = {config.split_head_dim for config in BACKEND.forward.candidates(variant, cell, ARCHS["sm90"])}
+        assert tried == ({False, True} if splits else {False})
