@@ -199,8 +199,11 @@ def test_every_rule_has_evidence_and_can_be_reached(backend, direction):
         sizes = [(batch, seq) for batch in (1, 64) for seq in {128, 1 << 20, *edges}]
         head_dims = (*range(8, 257, 8), *range(264, variant.capability.head_dim_max + 1, 8))
         reached = set()
-        for (batch, seq), head_dim, causal in itertools.product(sizes, head_dims, (False, True)):
-            problem = Problem.contiguous(batch=batch, heads_q=2, seq_q=seq, head_dim=head_dim, causal=causal)
+        dtypes = ("bf16", "fp16") if any(rule.dtype for rule in variant.rules) else ("bf16",)
+        for (batch, seq), head_dim, causal, dtype in itertools.product(sizes, head_dims, (False, True), dtypes):
+            problem = Problem.contiguous(
+                batch=batch, heads_q=2, seq_q=seq, head_dim=head_dim, causal=causal, dtype=dtype
+            )
             reached |= {id(select(variant.rules, problem, arch)[0]) for arch in archs}
         for rule in variant.rules:
             assert rule.why, f"{variant.name}: {rule.config} has no reason"

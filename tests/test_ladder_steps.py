@@ -156,7 +156,7 @@ def test_every_field_is_in_the_kernel_or_limits_the_config(language):
         "cutile": cutile_configs.CutileConfig(tile_m=64, tile_n=64),
     }[language]
     assert everything.limit(config) == config
-    kernel = folder.joinpath("forward.py").read_text()
+    kernel = "".join(path.read_text() for path in (folder / "forward.py", folder / "parts.py") if path.exists())
     for name in names:
         limits = replace(everything, **{name: False}).limit(config) != config
         assert limits != (f".{name}" in kernel), name

@@ -11,6 +11,9 @@ from multiattn.cutile.configs import CutileConfig, split_widths, why_not_fit
 from multiattn.cutile.steps import STEPS
 from multiattn.problem import Problem
 
+L2_BYTES = 50 << 20
+"""Of an H100 and an H200."""
+
 # (tile_m, tile_n, occupancy, num_worker_warps)
 _Shape = tuple[int, int, int, int | None]
 
@@ -97,10 +100,12 @@ def _lazy_candidates(problem: Problem) -> list[CutileConfig]:
 
 
 def _heads_together(problem: Problem, way: CutileConfig) -> dict[int, None]:
-    """Distinct counts: a static grid turns from head to head, and then wants few together."""
-    if problem.causal:
-        return dict.fromkeys((1, 2, 4) if way.scheduler == "static" else (4, 8, problem.heads_q))
-    return dict.fromkeys((1, 2, 4))
+    """Distinct counts: few in a static grid, which turns from head to head, and where four heads' keys exceed L2."""
+    few, several = (1, 2, 4), (4, 8, problem.heads_q)
+    if not problem.causal or way.scheduler == "static":
+        return dict.fromkeys(few)
+    keys = 2 * problem.torch_dtype.itemsize * problem.seq_kv * problem.head_dim
+    return dict.fromkeys((*few, *several) if 4 * keys > L2_BYTES else several)
 
 
 def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[CutileConfig]:
