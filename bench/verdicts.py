@@ -11,7 +11,10 @@ from typing import Any
 from bench.errors import InputError
 from bench.matrix import SUITES, Cell, Direction
 from bench.results import Row, is_ours, one_run
-from multiattn.backend import BACKENDS
+from multiattn import backend as registry
+from multiattn.arch import by_name
+from multiattn.backend import BACKENDS, make_plan
+from multiattn.support import Unsupported
 
 NOISE = 0.03
 """Two runs of one kernel on one board differ by this much however quiet each was (H200, 700 W limit, 2026-11)."""
@@ -192,21 +195,27 @@ def _taken(row: Row) -> int | None:
 def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """The cells of multiattn/measured.json (see multiattn.preference.Cell), from device rows of the best variants.
 
-    Of each cell only its newest run counts, and nothing host-bound. Where several measured cells share GPU, head_dim,
-    length and mask, the newest run counts, those of `heldout` last: an older one may be of another variant. Cells of
-    backward come last, and say so; forward and backward in one are no choice that `auto` makes.
+    Of each cell only its newest run counts, nothing host-bound, and no run in which a backend ran a variant that is no
+    longer its choice there. Where several measured cells share GPU, head_dim, length, mask and heads, the newest run
+    counts, those of `heldout` last: an older one may be of another config. Cells of backward come last, and say so;
+    forward and backward in one are no choice that `auto` makes.
     """
     cells: dict[tuple[Any, ...], dict[str, Any]] = {}
     owners: dict[tuple[Any, ...], str] = {}
-    newest_first = sorted(one_run(rows), key=lambda row: row.run, reverse=True)
+    newest = one_run(rows)
+    outdated = {(row.cell, row.run) for row in newest if row.regime == "device" and not _runs_now(row)}
+    newest_first = sorted(newest, key=lambda row: row.run, reverse=True)
     for row in sorted(newest_first, key=lambda row: row.cell in SUITES["heldout"]):
         if row.measured is None or row.measured.host_bound:
             continue
         if row.regime != "device" or row.contender not in BACKENDS or row.cell.direction == "fwdbwd":
             continue
         setup, cell = row.environment, row.cell
+        if (cell, row.run) in outdated:
+            continue
         is_backward = cell.direction == "bwd"
-        key = (is_backward, setup.gpu, cell.head_dim, cell.seq, cell.causal)
+        heads = cell.batch * cell.heads
+        key = (is_backward, setup.gpu, cell.head_dim, cell.seq, cell.causal, heads)
         if owners.setdefault(key, cell.key) != cell.key:
             continue
         entry = cells.setdefault(
@@ -218,6 +227,7 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
                 "head_dim": cell.head_dim,
                 "seq_kv": cell.seq,
                 "causal": cell.causal,
+                "heads": heads,
                 **({"direction": "backward"} if is_backward else {}),
                 "tflops": {},
             },
@@ -225,6 +235,19 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
         entry["date"] = max(entry["date"], setup.date)
         entry["tflops"][row.contender] = round(row.measured.tflops, 1)
     return [cells[key] for key in sorted(cells)]
+
+
+def _runs_now(row: Row) -> bool:
+    """Whether a backend that was asked for its best would run the variant of this row today; True for all others."""
+    if row.contender not in BACKENDS or row.plan is None or row.cell.direction == "fwdbwd":
+        return True
+    direction: registry.Direction = "backward" if row.cell.direction == "bwd" else "forward"
+    backend, arch = registry.get(row.contender), by_name(row.environment.arch)
+    try:
+        plan = make_plan(backend, row.cell.problem, arch, direction=direction, probe=False)
+    except Unsupported:
+        return False
+    return plan.variant == str(row.plan["variant"])
 
 
 def write_preferences(rows: Iterable[Row], path: Path) -> int:

@@ -279,26 +279,29 @@ def test_backends_says_what_lacks_here():
 
 
 def test_auto_follows_the_nearest_measured_cell(monkeypatch):
-    def cell(head_dim, **tflops):
+    def cell(head_dim, heads=8, **tflops):
         return Cell(
             arch="sm90", gpu="H200", date="2026-11-21", head_dim=head_dim, seq_kv=4096, causal=False,
-            tflops=tuple(tflops.items()),
+            heads=heads, tflops=tuple(tflops.items()),
         )  # fmt: skip
 
     cells = [cell(64, triton=3.0, cutile=2.0), cell(256, cutile=3.0, triton=1.0)]
     monkeypatch.setattr("multiattn.preference.measured_cells", lambda: cells)
     order = preferred_order(contiguous(72), ARCHS["sm90"])
     assert [name for name, _ in order] == ["triton", "cutile", "cuda"]
-    assert order[0][1] == "3 TFLOPS on H200, 2026-11-21, D=64 N=4096 full forward"
+    assert order[0][1] == "3 TFLOPS on H200, 2026-11-21, D=64 N=4096 B*H=8 full forward"
     assert preferred_order(contiguous(248), ARCHS["sm90"])[0][0] == "cutile"
     assert "a guess" in preferred_order(contiguous(72), ARCHS["sm80"])[0][1]
     borrowed = preferred_order(contiguous(72), ARCHS["sm90"], "backward")[0]
     assert borrowed[0] == "triton"
     assert borrowed[1].endswith("full forward (no backward measured on sm90 yet)")
+    cells.append(cell(64, heads=512, cuda=5.0))
+    assert preferred_order(contiguous(72), ARCHS["sm90"])[0][0] == "triton"
+    assert preferred_order(replace(contiguous(72), batch=100), ARCHS["sm90"])[0][0] == "cuda"
     cells.append(replace(cell(64, cuda=9.0), direction="backward"))
     assert preferred_order(contiguous(72), ARCHS["sm90"])[0][0] == "triton"
     own = preferred_order(contiguous(72), ARCHS["sm90"], "backward")[0]
-    assert own == ("cuda", "9 TFLOPS on H200, 2026-11-21, D=64 N=4096 full backward")
+    assert own == ("cuda", "9 TFLOPS on H200, 2026-11-21, D=64 N=4096 B*H=8 full backward")
 
 
 def test_explain_auto_for_an_arch_needs_no_gpu():

@@ -122,19 +122,15 @@ def test_preferences_are_what_multiattn_reads(tmp_path):
 
 
 def test_one_cell_of_several_alike_is_preferred_by():
-    seed, standard = (
-        next(cell for cell in SUITES[suite] if cell.head_dim == 128 and cell.seq == 4096 and cell.causal)
-        for suite in ("seed", "standard")
-    )
+    standard = next(cell for cell in SUITES["standard"] if cell.head_dim == 128 and cell.seq == 4096 and cell.causal)
+    seed = replace(standard, dtype="fp16")
     (cell,) = preferences([fakes.row("cuda", 1.0, cell=standard), fakes.row("triton", 1.0, cell=seed)])
     assert cell["tflops"] == {"cuda": 100.0}
 
 
 def test_of_cells_alike_the_newest_run_is_preferred_by():
-    seed, standard = (
-        next(cell for cell in SUITES[suite] if cell.head_dim == 128 and cell.seq == 4096 and cell.causal)
-        for suite in ("seed", "standard")
-    )
+    standard = next(cell for cell in SUITES["standard"] if cell.head_dim == 128 and cell.seq == 4096 and cell.causal)
+    seed = replace(standard, dtype="fp16")
     old = [fakes.row(name, time_ms, cell=seed, run="2026-11-20") for name, time_ms in (("cuda", 2.0), ("cutile", 1.0))]
     new = [fakes.row("cuda", 1.0, cell=standard, run="2026-11-21")]
     for rows in ([*old, *new], [*new, *old]):
@@ -143,15 +139,32 @@ def test_of_cells_alike_the_newest_run_is_preferred_by():
 
 
 def test_a_held_out_cell_is_preferred_by_only_where_there_is_no_other():
-    held, standard = (
-        next(cell for cell in SUITES[suite] if cell.head_dim == 128 and cell.seq == 4096 and cell.causal)
-        for suite in ("heldout", "standard")
-    )
+    standard = next(cell for cell in SUITES["standard"] if cell.head_dim == 128 and cell.seq == 4096 and cell.causal)
+    held = next(cell for cell in SUITES["heldout"] if cell == replace(standard, dtype="fp16"))
     alone = [fakes.row("triton", 1.0, cell=held)]
     (cell,) = preferences([*alone, fakes.row("cuda", 1.0, cell=standard)])
     assert cell["tflops"] == {"cuda": 100.0}
     (cell,) = preferences(alone)
     assert cell["tflops"] == {"triton": 100.0}
+
+
+def test_cells_of_other_counts_of_heads_are_preferred_by_apart():
+    standard = next(cell for cell in SUITES["standard"] if cell.head_dim == 128 and cell.seq == 4096 and cell.causal)
+    few, many = preferences(
+        [fakes.row("cuda", 1.0, cell=replace(standard, batch=batch)) for batch in (1, standard.batch)]
+    )
+    assert (few["heads"], many["heads"]) == (16, 64)
+
+
+def test_a_run_of_a_variant_that_is_no_longer_chosen_is_not_preferred_by():
+    standard = next(cell for cell in SUITES["standard"] if cell.head_dim == 128 and cell.seq == 4096 and cell.causal)
+
+    def rows(variant):
+        plan = {"variant": variant, "config": {}, "why": ""}
+        return [replace(fakes.row("cuda", 1.0, cell=standard), plan=plan), fakes.row("cutile", 2.0, cell=standard)]
+
+    assert [cell["tflops"] for cell in preferences(rows("wgmma"))] == [{"cuda": 100.0, "cutile": 50.0}]
+    assert preferences(rows("split_q+swizzle_qkv")) == []
 
 
 def test_nothing_measured_is_nothing_to_prefer_by(tmp_path):
