@@ -15,9 +15,10 @@ from bench import compile_times, expected, host, readme, rule_table, source_line
 from bench.compile_times import Timed
 from bench.environment import ROOT
 from bench.hopper_docs import GPU_FOLDER, PEERS, geometric_mean, table
-from bench.languages import LANGUAGES, NO_TURNS, Language, Turns, language_of, rate, turns
+from bench.languages import LANGUAGES, NO_TURNS, REGIME, Language, Turns, language_of, rate, turns
 from bench.matrix import SUITES, Cell
 from bench.report import describe, figure, provenance
+from bench.results import Row, load
 from multiattn import backend as registry
 from multiattn.arch import ARCHS, GPU_ARCHS
 from multiattn.backend import DIRECTIONS, Direction
@@ -28,6 +29,8 @@ PAGE = ROOT / "docs" / "languages.md"
 NOTHING = "-"
 ARCH, HEAD_DIM, MASK = "sm90", 128, "causal"
 """Of the kernels whose registers are told; of the last two also what a compiler uses on each arch."""
+PLAIN_PAIR = ("triton/full", "flex")
+"""Plain Triton, and what the same language does for PyTorch."""
 TITLES = tuple(language.title for language in LANGUAGES)
 
 
@@ -39,6 +42,7 @@ def blocks(results: Path) -> Mapping[str, Callable[[], str]]:
         "lines": lines_block,
         "forward": lambda: ratios_block(gpu / "standard.json", SUITES["standard"]),
         "forward_by_length": lambda: lengths_block(gpu / "standard.json", SUITES["standard"]),
+        "plain_triton": lambda: plain_triton_block(gpu / "standard.json", SUITES["standard"]),
         "backward": lambda: ratios_block(gpu / "backward.json", SUITES["backward"]),
         "backward_by_length": lambda: lengths_block(gpu / "backward.json", SUITES["backward"]),
         "compile_time": lambda: seconds_block(seconds),
@@ -120,6 +124,27 @@ def lengths_block(path: Path, cells: Sequence[Cell]) -> str:
     measured = [row for it in found.values() for row in (*it.ours.values(), *it.peers.values()) if row.measured]
     told = "\n".join(provenance(measured)) if path.exists() else _absent(path)
     return "\n\n".join(filter(None, [table(("D", "mask", "N", *TITLES, *PEERS), rows), told]))
+
+
+def plain_triton_block(path: Path, cells: Sequence[Cell]) -> str:
+    """TFLOPS of plain Triton over FlexAttention's, where one run has both: a line a head_dim and mask, by length."""
+    timed: dict[tuple[Cell, str], dict[str, Row]] = {}
+    for row in load(path) if path.exists() else []:
+        if row.regime == REGIME and row.measured is not None and row.contender in PLAIN_PAIR:
+            timed.setdefault((row.cell, row.run), {})[row.contender] = row
+    pairs = {cell: [rows[name] for name in PLAIN_PAIR] for (cell, _), rows in timed.items() if len(rows) == 2}
+    ratios = {cell: rate(ours) / rate(theirs) for cell, (ours, theirs) in pairs.items() if cell in set(cells)}
+    seqs = sorted({cell.seq for cell in cells})
+    rows = []
+    for (head_dim, mask), members in groupby(sorted(cells, key=_place), lambda cell: (cell.head_dim, cell.mask)):
+        by_seq = {cell.seq: ratios[cell] for cell in members if cell in ratios}
+        rows.append((head_dim, mask, *(f"{by_seq[seq]:.2f}" if seq in by_seq else NOTHING for seq in seqs)))
+    told = table(("D", "mask", *map(str, seqs)), rows)
+    if not ratios:
+        return "\n\n".join(filter(None, [told, "" if path.exists() else _absent(path)]))
+    mean, least = geometric_mean(list(ratios.values())), min(ratios.values())
+    source = "\n".join(provenance([row for pair in pairs.values() for row in pair]))
+    return "\n\n".join([told, f"Of {len(ratios)} cells: geometric mean {mean:.2f}, least {least:.2f}.", source])
 
 
 def _fastest(found: Iterable[Turns]) -> str:

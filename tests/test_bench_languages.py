@@ -234,6 +234,19 @@ def test_languages_are_set_against_the_faster_peer(tmp_path):
     assert fakes.SETUP.commit in text
 
 
+def test_plain_triton_is_set_against_flex_where_one_run_has_both(tmp_path):
+    older = "2026-11-20T05:00:00+00:00-0a"
+    rows = [
+        *(ours("triton/full", 1.0, "full"), fakes.row("flex", 1.5, cell=FULL), fakes.row("fa4", 0.1, cell=FULL)),
+        *(ours("triton/full", 1.0, "full", SHORT), ours("flex", 9.0, "", SHORT, run=older)),
+    ]
+    made = write_rows(tmp_path, rows)["plain_triton"]
+    assert cells_of(made(), 128, "full") == ["-", "-", "-", "1.50", "-", "-"]
+    assert "Of 1 cells: geometric mean 1.50, least 1.50." in made()
+    assert fakes.SETUP.commit in made()
+    assert cells_of(write_rows(tmp_path, rows[3:])["plain_triton"](), 128, "full") == ["-"] * 6
+
+
 def test_every_cell_of_a_suite_gives_a_mean_without_a_count(tmp_path):
     cells = [cell for cell in SUITES["standard"] if (cell.head_dim, cell.causal) == (128, False)]
     rows = [row for cell in cells for row in (ours("cuda", 1.0, "wgmma", cell), fakes.row("fa4", 2.0, cell=cell))]
