@@ -27,6 +27,8 @@ LAZY = CutileConfig(tile_m=32, tile_n=32, lazy_max=True)
 each_pipeline = pytest.mark.parametrize("pipeline", PIPELINES)
 each_mask = pytest.mark.parametrize("causal", [False, True])
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+each_length = pytest.mark.parametrize("lengths", [{}, {"seq_q": 96, "seq_kv": 192}], ids=["ragged", "aligned"])
+"""Causal: from the first block down to the diagonal, and from the diagonal on."""
 
 
 @pytest.fixture
@@ -161,13 +163,15 @@ def test_a_first_row_that_sees_one_key_of_little_weight(redone):
 @each_mask
 @each_dtype
 @each_pipeline
+@each_length
 @pytest.mark.parametrize("start", [40, 100, 180])
-def test_scores_that_grow_by_hundreds(start, pipeline, dtype, causal, redone):
-    q, k, v = make_inputs(dtype=dtype, spread=4.0)
+def test_scores_that_grow_by_hundreds(start, lengths, pipeline, dtype, causal, redone):
+    q, k, v = make_inputs(dtype=dtype, spread=4.0, **lengths)
     k = grow(k, start=start, factor=20.0)
     assert (q.double() @ k.double().mT).max() / 8 * math.log2(math.e) > 300
     check(replace(LAZY, pipeline=pipeline), q, k, v, causal=causal)
-    assert redone
+    comes_first = lengths and causal and dtype == torch.bfloat16 and start == 180  # all that grew is on the diagonal
+    assert bool(redone) != bool(comes_first)
 
 
 @each_mask
@@ -211,17 +215,19 @@ def test_small_weights_of_many_keys_count(redone):
 
 @each_mask
 @each_pipeline
-def test_huge_values(pipeline, causal, redone):
-    q, k, v = make_inputs(spread=2.0)
+@each_length
+def test_huge_values(lengths, pipeline, causal, redone):
+    q, k, v = make_inputs(spread=2.0, **lengths)
     check(replace(LAZY, pipeline=pipeline), q, k, v * 1e30, causal=causal)
     check(replace(LAZY, pipeline=pipeline), q, grow(k, start=100, factor=4.0), v * 1e30, causal=causal)
     assert redone  # the sums were fine, the output overflowed
 
 
 @each_mask
+@each_length
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-44, 1.0])
-def test_scales(scale, causal):
-    q, k, v = make_inputs()
+def test_scales(scale, lengths, causal):
+    q, k, v = make_inputs(**lengths)
     check(replace(LAZY, pipeline="ahead"), q, k, v, causal=causal, scale=scale)
     check(LAZY, q, grow(k, start=70, factor=80.0), v, causal=causal, scale=scale)
 
@@ -246,10 +252,11 @@ def test_heads_that_share_keys(heads_q, heads_kv, scheduler, causal):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("key", [0, 64, 100, 202])
+@pytest.mark.parametrize("key", [0, 64, 100, 191])
 @pytest.mark.parametrize("factor", [1.0, 60.0])
-def test_nonfinite_values_reach_exactly_the_rows_that_see_them(factor, key, value):
-    q, k, v = make_inputs(head_dim=16)
+@each_length
+def test_nonfinite_values_reach_exactly_the_rows_that_see_them(lengths, factor, key, value):
+    q, k, v = make_inputs(head_dim=16, **lengths)
     v[:, :, key, 3] = value
     k = grow(k, start=120, factor=factor)
     out, _ = launch(LAZY, q, k, v, causal=True)
@@ -273,9 +280,10 @@ def test_every_kind_of_nonfinite_value_at_once():
 @each_pipeline
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["q", "k"])
-@pytest.mark.parametrize("at", [0, 80, 112])
-def test_nonfinite_queries_and_keys_do_what_they_do_online(at, name, value, pipeline, causal):
-    q, k, v = make_inputs(head_dim=16)
+@pytest.mark.parametrize("at", [0, 80, 95])
+@each_length
+def test_nonfinite_queries_and_keys_do_what_they_do_online(lengths, at, name, value, pipeline, causal):
+    q, k, v = make_inputs(head_dim=16, **lengths)
     {"q": q, "k": k}[name][:, :, at, 5] = value
     online = launch(CutileConfig(tile_m=32, tile_n=32), q, k, v, causal=causal)
     lazy = launch(replace(LAZY, pipeline=pipeline), q, k, v, causal=causal)
