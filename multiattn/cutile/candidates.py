@@ -54,12 +54,12 @@ _LAZY_64: tuple[CutileConfig, ...] = (
 )  # fmt: skip
 _LAZY_128: tuple[CutileConfig, ...] = (
     *_lazy(64, 128, 2, None, "ahead", "plain*", "plain"),
-    *_lazy(64, 64, 2, None, "plain", "plain*", "pairs", "pairs*", "ahead*"),
-    *_lazy(128, 64, 1, 8, "plain", "plain*", "pairs", "pairs*", "ahead*"), *_lazy(128, 128, 1, 8, "plain", "pairs"),
+    *_lazy(64, 64, 2, None, "plain", "plain*", "pairs", "pairs*", "apart", "apart*"),
+    *_lazy(128, 64, 1, 8, "plain", "plain*", "pairs", "pairs*", "apart*"), *_lazy(128, 128, 1, 8, "plain", "pairs"),
     CutileConfig(tile_m=64, tile_n=128, occupancy=2),
 )  # fmt: skip
 _LAZY_256: tuple[CutileConfig, ...] = (
-    *_lazy(128, 64, 1, 8, "plain", "plain*", "pairs", "pairs*", "ahead", "ahead*"),
+    *_lazy(128, 64, 1, 8, "plain", "plain*", "pairs", "pairs*", "ahead", "apart", "apart*"),
     *_lazy(128, 32, 1, 8, "plain*", "pairs*", "ahead"), *_lazy(64, 64, 1, None, "ahead", "pairs"),
     CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8),
     CutileConfig(tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8),

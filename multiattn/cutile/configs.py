@@ -25,7 +25,7 @@ MAX_GRID_Y = 2**16 - 1  # CUDA's
 
 SCHEDULERS = ("one_tile", "static")
 """Of `multiattn.schedule.SCHEDULERS`: a block has no counter to ask."""
-PIPELINES = ("plain", "ahead", "pairs")
+PIPELINES = ("plain", "ahead", "pairs", "apart")
 """In the order of the kernel's constants."""
 
 HEADROOM = {"bf16": 16.0, "fp16": 0.0}
@@ -54,8 +54,8 @@ class CutileConfig(Config):
     scores outgrow those is done again: by 2^115 in bf16, by 2^16 in fp16, whose weights hold no more. It then takes
     more than twice as long."""
     pipeline: str = "plain"
-    """``ahead``: the next block's scores are begun before the weights of one. ``pairs``: blocks come in twos, scores of
-    both first. Both need `lazy_max`. ``plain``: as the compiler orders it."""
+    """``ahead``: the next block's scores are begun before the weights of one. ``apart``: so from the second block on.
+    ``pairs``: blocks come in twos, scores of both first. All need `lazy_max`. ``plain``: as the compiler orders it."""
     scheduler: str = "one_tile"
     """``one_tile``: a block per tile of queries. ``static``: `occupancy` blocks per SM, each of which takes every n-th
     tile of n blocks."""

@@ -34,7 +34,7 @@ from multiattn.cutile.parts import (
     store_out,
     zeros,
 )
-from multiattn.cutile.shape import AHEAD, PAIRS, PLAIN, REPAIR_TILE, Rows, Shape, with_small_tiles
+from multiattn.cutile.shape import AHEAD, APART, PAIRS, PLAIN, REPAIR_TILE, Rows, Shape, with_small_tiles
 from multiattn.cutile.tiles import (
     Array32,
     Array64,
@@ -169,6 +169,18 @@ def take_pair(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any, rows: 
 
 
 @ct.function
+def take_ahead(
+    shape: Any, place: Any, q: Any, k: Any, v: Any, s: Any, scale: Any, rows: Any, block: Any, more: Any, step: Any
+) -> Any:
+    """Take a block, whose scores are s, and `more` unmasked ones: the next one's scores come while one is weighed."""
+    for number in range(0, more):
+        ahead = score(shape, place, q, k, block + step * (number + 1), False)
+        rows = take(shape, place, v, s, scale, rows, block + step * number)
+        s = ahead
+    return take(shape, place, v, s, scale, rows, block + step * more)
+
+
+@ct.function
 def lazy_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
     """The softmax of the tile's rows relative to the maxima of one block of keys, right unless `outgrown`.
 
@@ -188,11 +200,12 @@ def lazy_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any
     rows = Rows(acc=none.acc, m=m, l=none.l)
     taken = unmasked  # after start
     if shape.pipeline == AHEAD:
-        for number in range(0, unmasked):
-            ahead = score(shape, place, q, k, start + step * (number + 1), False)
-            rows = take(shape, place, v, s, scale, rows, start + step * number)
-            s = ahead
-        rows = take(shape, place, v, s, scale, rows, start + step * unmasked)
+        rows = take_ahead(shape, place, q, k, v, s, scale, rows, start, unmasked, step)
+    elif shape.pipeline == APART:
+        rows = take(shape, place, v, s, scale, rows, start)
+        if unmasked > 0:
+            s = score(shape, place, q, k, start + step, False)
+            rows = take_ahead(shape, place, q, k, v, s, scale, rows, start + step, unmasked - 1, step)
     else:
         rows = take(shape, place, v, s, scale, rows, start)
         after_pairs = 1

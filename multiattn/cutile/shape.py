@@ -13,7 +13,7 @@ from multiattn.cutile.configs import SMALLEST_TILE
 REPAIR_TILE = SMALLEST_TILE
 """Rows and keys of the repair's tiles: small, for it must live in what registers and shared memory the loops leave."""
 
-PLAIN, AHEAD, PAIRS = 0, 1, 2
+PLAIN, AHEAD, PAIRS, APART = 0, 1, 2, 3
 """Pipelines, as `PIPELINES` of the configs has them."""
 
 
