@@ -128,12 +128,13 @@ def lengths_block(path: Path, cells: Sequence[Cell]) -> str:
 
 def plain_triton_block(path: Path, cells: Sequence[Cell]) -> str:
     """TFLOPS of plain Triton over FlexAttention's, where one run has both: a line a head_dim and mask, by length."""
+    wanted = set(cells)
     timed: dict[tuple[Cell, str], dict[str, Row]] = {}
     for row in load(path) if path.exists() else []:
-        if row.regime == REGIME and row.measured is not None and row.contender in PLAIN_PAIR:
+        if row.regime == REGIME and row.cell in wanted and row.contender in PLAIN_PAIR and row.measured is not None:
             timed.setdefault((row.cell, row.run), {})[row.contender] = row
     pairs = {cell: [rows[name] for name in PLAIN_PAIR] for (cell, _), rows in timed.items() if len(rows) == 2}
-    ratios = {cell: rate(ours) / rate(theirs) for cell, (ours, theirs) in pairs.items() if cell in set(cells)}
+    ratios = {cell: rate(ours) / rate(theirs) for cell, (ours, theirs) in pairs.items()}
     seqs = sorted({cell.seq for cell in cells})
     rows = []
     for (head_dim, mask), members in groupby(sorted(cells, key=_place), lambda cell: (cell.head_dim, cell.mask)):

@@ -29,7 +29,7 @@ EXTENTS = ("batch", "heads", "seq")
 STRIDES = ("batch_stride", "head_stride", "row_stride")
 """Names of what a compiler may know multiples of, behind the array's."""
 DIAGONAL = "seq_kv_less_seq_q"
-"""Name of what a causal kernel knows a multiple of that begins where tiles end with blocks of keys."""
+"""Name of the difference of lengths, which a kernel that begins at the diagonal takes for a multiple of tile_m."""
 
 _FP32_BYTES = 4
 
@@ -66,8 +66,8 @@ def _constants(plan: Plan, config: CutileConfig, emitted: Mapping[str, str]) -> 
     abi.exactly(constants, dtype=problem.dtype, head_dim=problem.head_dim, causal=problem.causal)
     abi.exactly(constants, scale_sign=problem.scale_sign)
     abi.flag(constants, emitted, "masked", problem.causal or problem.seq_kv % config.tile_n != 0)
-    alignment = config.tile_m if begins_at_diagonal(problem, config) else 1
-    abi.multiple(constants, emitted, DIAGONAL, alignment, problem.seq_kv - problem.seq_q)
+    divisor = config.tile_m if begins_at_diagonal(problem, config) else 1
+    abi.multiple(constants, emitted, DIAGONAL, divisor, problem.seq_kv - problem.seq_q)
     together = math.gcd(config.heads_together, problem.heads_q)
     abi.multiple(constants, emitted, "heads_q", together, problem.heads_q)
     abi.flag(constants, emitted, "grouped", problem.heads_q != problem.heads_kv)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from multiattn.arch import Arch
+from multiattn.arch import GPUS, Arch
 from multiattn.backend import Variant
 from multiattn.cutile.configs import CutileConfig, split_widths, why_not_fit
 from multiattn.cutile.steps import STEPS
 from multiattn.problem import Problem
 
-L2_BYTES = 50 << 20
-"""Of an H100 and an H200."""
+L2_BYTES = max(gpu.l2_mib or 0 for gpu in GPUS if gpu.arch == "sm90") << 20
+"""The largest of Hopper's products, which are what ways are listed for."""
 
 # (tile_m, tile_n, occupancy, num_worker_warps)
 _Shape = tuple[int, int, int, int | None]
