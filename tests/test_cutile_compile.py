@@ -107,6 +107,17 @@ def test_what_is_done_again_costs_the_loops_neither_registers_nor_their_pipeline
 
 
 @needs_compiler
+@needs_cuobjdump
+@pytest.mark.parametrize("pipeline", ["plain", "pairs", "apart"])
+def test_what_is_done_again_costs_the_loops_no_block_of_keys_in_flight(pipeline):
+    """Beside the queries five blocks of keys and values fit; for want of 4 KB it once was three or four."""
+    config = CutileConfig(tile_m=128, tile_n=64, num_worker_warps=8, lazy_max=True, pipeline=pipeline)
+    (compiled,) = BACKEND.forward.compile(make(head_dim=256, seq_q=4096, causal=True, config=config))
+    row = 256 * 2  # bytes
+    assert compiled.smem_bytes >= (128 + 5 * 64) * row
+
+
+@needs_compiler
 @pytest.mark.parametrize("sizes", [{"causal": True, "scale": -1.0, "head_dim": 40}, {"seq_q": 100, "scale": 0.0}])
 def test_the_rarer_branches(sizes):
     assert BACKEND.forward.compile(make(config=SMALL, **sizes))[0].cubin
