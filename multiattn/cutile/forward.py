@@ -198,7 +198,7 @@ def lazy_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any
     none = no_rows(shape)
     m = ct.maximum(ct.max(s, axis=-1, keepdims=True) * scale + shape.headroom, LOWEST)
     rows = Rows(acc=none.acc, m=m, l=none.l)
-    taken = unmasked  # after start
+    taken = 1 + unmasked
     if shape.pipeline == AHEAD:
         rows = take_ahead(shape, place, q, k, v, s, scale, rows, start, unmasked, step)
     elif shape.pipeline == APART:
@@ -208,21 +208,19 @@ def lazy_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any
             rows = take_ahead(shape, place, q, k, v, s, scale, rows, start + step, unmasked - 1, step)
     else:
         rows = take(shape, place, v, s, scale, rows, start)
-        after_pairs = 1
+        taken = 1
         if shape.pipeline == PAIRS:
             pairs = unmasked // 2
             for pair in range(0, pairs):
                 rows = take_pair(shape, place, q, k, v, scale, rows, start + step * (1 + 2 * pair), step)
-            after_pairs = 1 + 2 * pairs
-            taken = 2 * pairs
+            taken = 1 + 2 * pairs
         if shape.pipeline == PLAIN or shape.diagonal_first or not shape.masked:
-            for number in range(after_pairs, unmasked + 1):
+            for number in range(taken, 1 + unmasked):
                 block = start + step * number
                 rows = take(shape, place, v, score(shape, place, q, k, block, False), scale, rows, block)
-            taken = unmasked
+            taken = 1 + unmasked
     if shape.masked and (shape.tile_m > shape.tile_n or not shape.diagonal_first):
-        rest = start + 1 if shape.diagonal_first else start + 1 + taken
-        for block in range(rest, end):
+        for block in range(start + 1 if shape.diagonal_first else start + taken, end):
             rows = take(shape, place, v, score(shape, place, q, k, block, True), scale, rows, block)
     return rows
 
