@@ -100,12 +100,15 @@ def _lazy_candidates(problem: Problem) -> list[CutileConfig]:
 
 
 def _heads_together(problem: Problem, way: CutileConfig) -> dict[int, None]:
-    """Distinct counts: few in a static grid, which turns from head to head, and where four heads' keys exceed L2."""
+    """Distinct counts: few in a static grid, which turns from head to head, and where four heads' keys exceed half L2.
+
+    Hopper's has two halves, and what both need is in both.
+    """
     few, several = (1, 2, 4), (4, 8, problem.heads_q)
     if not problem.causal or way.scheduler == "static":
         return dict.fromkeys(few)
     keys = 2 * problem.torch_dtype.itemsize * problem.seq_kv * problem.head_dim
-    return dict.fromkeys((*few, *several) if 4 * keys > L2_BYTES else several)
+    return dict.fromkeys((*few, *several) if 8 * keys > L2_BYTES else several)
 
 
 def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[CutileConfig]:
