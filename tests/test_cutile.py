@@ -240,6 +240,16 @@ def test_candidates_are_distinct_and_fit():
             assert len(set(configs)) == len(configs)
 
 
+@pytest.mark.parametrize(("head_dim", "seq", "few"), [(256, 4096, False), (256, 8192, True), (128, 16384, True)])
+def test_a_sweep_tries_few_heads_together_where_the_keys_of_four_crowd_l2(head_dim, seq, few):
+    """The keys and values of one head are 4, 8 and 8 MiB, of an L2 of 50."""
+    (variant,) = BACKEND.forward.offered
+    problem = Problem.contiguous(batch=1, heads_q=16, seq_q=seq, head_dim=head_dim, causal=True)
+    tried = BACKEND.forward.candidates(variant, problem, ARCHS["sm90"])
+    heads = {config.heads_together for config in tried if config.lazy_max and config.scheduler == "one_tile"}
+    assert heads == ({1, 2, 4, 8, 16} if few else {4, 8, 16})
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_sweep_tries_what_the_rules_have(head_dim, causal):
