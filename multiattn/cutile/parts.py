@@ -248,7 +248,7 @@ def see_nonfinite(visible: Any, v: Any) -> Any:
 
 
 @ct.function
-def add_finite(shape: Any, p: Any, values: Any, acc: Any) -> Any:
+def add_finite(p: Any, values: Any, acc: Any) -> Any:
     """acc and P V of a part, with what is not finite of V as zero."""
     finite = ct.where(ct.abs(values) < math.inf, values, 0.0).astype(values.dtype)
     return ct.mma(p, finite, acc)
@@ -260,7 +260,7 @@ def add_block_apart(shape: Any, place: Any, v: Any, p: Any, acc: Any, seen: Any,
     first = load_rows(shape, place, v, block, shape.v_latency, False)
     if shape.tail_d > 0:
         tail = load_rows(shape, place, v, block, shape.v_latency, True)
-        acc = Parts(first=add_finite(shape, p, first, acc.first), tail=add_finite(shape, p, tail, acc.tail))
+        acc = Parts(first=add_finite(p, first, acc.first), tail=add_finite(p, tail, acc.tail))
         seen = Parts(first=seen.first + see_nonfinite(visible, first), tail=seen.tail + see_nonfinite(visible, tail))
         return acc, seen
-    return add_finite(shape, p, first, acc), seen + see_nonfinite(visible, first)
+    return add_finite(p, first, acc), seen + see_nonfinite(visible, first)
