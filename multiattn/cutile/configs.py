@@ -89,6 +89,17 @@ _LAZY_128X64 = CutileConfig(
 )
 """For causal problems at the widest head_dims, but for the order of tiles and blocks."""
 
+_SPLIT_128X128 = CutileConfig(
+    tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, lazy_max=True, split_head_dim=True
+)  # fmt: skip
+"""For head_dims of 128 columns and up to 64 more, but for the order of tiles."""
+
+_GUESSED_SPLIT = (
+    COMPILED
+    + "a guess from the SASS: 352 to 403 instructions for 128 keys, no spills; as D=256 is done, over 256 columns in "
+    "128x64, 480 to 494, and products with zeros"
+)
+
 FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     Rule(
         arches=("cpu",),
@@ -171,6 +182,31 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         config=CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, heads_together=4, lazy_max=True),
         why=_DIAGONAL
         + "N=4k 551, 8k 603, 16k 637 TFLOPS, cuDNN 493, 520, 529; 64x64 in pairs 545, 584, 598; 128x64 546, 591, 611",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=129,
+        head_dim_max=192,
+        causal=False,
+        config=replace(_SPLIT_128X128, heads_together=2),
+        why=_GUESSED_SPLIT,
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=129,
+        head_dim_max=192,
+        causal=True,
+        seq_max=2896,
+        config=replace(_SPLIT_128X128, heads_together=8),
+        why=_GUESSED_SPLIT,
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=129,
+        head_dim_max=192,
+        causal=True,
+        config=replace(_SPLIT_128X128, heads_together=4),
+        why=_GUESSED_SPLIT,
     ),
     Rule(
         arches=("sm90",),
