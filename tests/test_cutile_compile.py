@@ -90,7 +90,7 @@ def test_the_repair_costs_the_hot_path_no_registers():
     [
         *(
             (head_dim, seq, causal)
-            for head_dim, seq in ((64, 4096), (128, 1024), (128, 4096))
+            for head_dim, seq in ((64, 4096), (128, 1024), (128, 4096), (136, 1024), (160, 4096), (192, 4096))
             for causal in (False, True)
         ),
         (256, 4096, False),

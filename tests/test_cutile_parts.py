@@ -91,3 +91,12 @@ def test_a_sweep_tries_two_parts_where_they_save(head_dim, splits):
         cell = replace(problem(head_dim), causal=causal)
         tried = {config.split_head_dim for config in BACKEND.forward.candidates(variant, cell, ARCHS["sm90"])}
         assert tried == ({False, True} if splits else {False})
+
+
+@each_mask
+@pytest.mark.parametrize("seq", [64, 512, 1000, 4096, 16384])
+@pytest.mark.parametrize(("head_dim", "splits"), [(128, False), (136, True), (160, True), (192, True), (200, False)])
+def test_hopper_splits_what_is_wider_than_128_where_it_saves(head_dim, splits, seq, causal):
+    wide = Problem.contiguous(batch=2, heads_q=4, seq_q=seq, head_dim=head_dim, causal=causal)
+    for cell in (wide, replace(wide, dtype="fp16")):
+        assert make_plan(BACKEND, cell, ARCHS["sm90"], probe=False).config.split_head_dim == splits
