@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 
+from bench.errors import InputError
 from bench.matrix import DIRECTIONS, SUITES, Direction
 from bench.timing import Budget
 from multiattn import backend as registry
@@ -46,6 +49,51 @@ def directions(text: str) -> tuple[Direction, ...]:
             f"got {', '.join(wrong)}; allowed {', '.join(DIRECTIONS)}, commas between them"
         )
     return tuple(direction for direction in DIRECTIONS if direction in given)
+
+
+# ---------------------------------------------------------------- checked before anything runs
+
+
+def our_names(given: Sequence[str] | None) -> tuple[str, ...]:
+    """The backends of ``--backend``, each once; all where it was not given, ``none`` alone is no backend at all."""
+    return some_of("--backend", tuple(given or BACKENDS), BACKENDS)
+
+
+def some_of(option: str, given: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+    """What was given, each once, of what is known; of ``none`` alone nothing. InputError for another."""
+    names = tuple(dict.fromkeys(given))
+    if names == ("none",):
+        return ()
+    if wrong := [name for name in names if name not in (*known, "none")]:
+        raise InputError(f"{option}: got {', '.join(wrong)}; allowed none, or some of {', '.join(known)}")
+    if "none" in names:
+        raise InputError(f"{option}: got {', '.join(names)}; allowed none alone, or some of {', '.join(known)}")
+    return names
+
+
+def try_folder(option: str, folder: Path) -> None:
+    """InputError where no file can be written in a folder, which is made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(f"{option}: cannot write to {folder}: {error.strerror}") from None
+
+
+def try_file(option: str, path: Path) -> None:
+    """InputError where a file cannot be written; its folder is made, and what is there already stays as it is."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            path.touch()
+            path.resolve().unlink()  # of a link to nowhere, what it names
+        elif path.is_file():
+            path.open("a").close()
+        else:
+            raise InputError(f"{option}: cannot write to {path}: it is no regular file")
+    except OSError as error:
+        raise InputError(f"{option}: cannot write to {path}: {error.strerror}") from None
 
 
 # ---------------------------------------------------------------- options of several commands

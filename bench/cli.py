@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -33,7 +32,17 @@ from bench import (
     verdict_tables,
     verdicts,
 )
-from bench.arguments import add_budget, add_cells, add_direction, add_jobs, add_who, kernel_directions
+from bench.arguments import (
+    add_budget,
+    add_cells,
+    add_direction,
+    add_jobs,
+    add_who,
+    kernel_directions,
+    our_names,
+    try_file,
+    try_folder,
+)
 from bench.environment import NO_GPU, ROOT, environment, is_clone, results_dir, results_root, workplace
 from bench.errors import InputError
 from bench.matrix import SUITES, Cell, Direction, Filter, find_suite, in_directions
@@ -43,7 +52,6 @@ from bench.results import Row, Store, is_ours, load
 from bench.run import DeviceLostError, Job, Machine, run
 from bench.timing import REGIMES, Budget
 from multiattn.arch import GPU_ARCHS
-from multiattn.backend import BACKENDS
 
 AGAIN = "out/bench/again"
 """Where a stored command writes: what is recorded is not overwritten by whoever tries it."""
@@ -78,7 +86,7 @@ def run_matrix(options: argparse.Namespace) -> int:
     if suite == "host":
         return measure_host(options)
     machine = Machine.current()
-    asked = _our_names(options)
+    asked = our_names(options.backend)
     folder = options.out or results_dir(torch.cuda.get_device_name() if machine is not None else "none")
     jobs = _jobs(options)
     store = Store.open(folder / f"{suite}.json", suite)
@@ -164,16 +172,13 @@ def measure_host(options: argparse.Namespace) -> int:
 
 def record_rules(options: argparse.Namespace) -> int:
     """Compile every rule for every arch that it names, unless on record; with --check only say what is wrong."""
+    names = our_names(options.backend)
     path, page = rule_table.record_path(), ROOT / "docs" / "rules.md"
     failures = []
     if not options.check:
-        if not _our_names(options):
+        if not names:
             raise InputError("--backend none leaves nothing to compile")
-        wanted = rule_table.cases(
-            _our_names(options),
-            kernel_directions(options.direction),
-            tuple(options.arch or GPU_ARCHS),
-        )
+        wanted = rule_table.cases(names, kernel_directions(options.direction), tuple(options.arch or GPU_ARCHS))
         failures = rule_table.update(wanted, path, jobs=options.jobs, say=lambda text: print(text, flush=True))
         page.write_text(rule_page.page(rule_table.load(path)))
         print(f"Written: {_shown(path)}, {_shown(page)}")
@@ -189,7 +194,7 @@ def tune_configs(options: argparse.Namespace) -> int:
     """Sweep the candidates of each backend and print the ranking of each cell; or write the rules that sweeps give."""
     if options.rules_from is not None or options.check:
         return _write_rules(options.rules_from or tune_results.recorded(), check=options.check)
-    names = _our_names(options)
+    names = our_names(options.backend)
     if options.rules and (wrong := [name for name in names if name not in tune_rules.BACKENDS]):
         raise InputError(f"--rules: got --backend {', '.join(wrong)}; allowed {', '.join(tune_rules.BACKENDS)}")
     options.seq = options.seq or [tune.TUNE_SEQ]
@@ -241,11 +246,13 @@ def _write_rules(files: Sequence[Path], *, check: bool = False) -> int:
 
 def profile_cells(options: argparse.Namespace) -> int:
     """What Nsight Compute counts of one variant in the chosen cells; 1 where there is no GPU."""
+    cells = _cells(options)
+    profile.check(options, cells)
     machine = Machine.current()
     if machine is None:
         print(f"Nothing to count on: {NO_GPU}")
         return 1
-    return profile.profile(options, _cells(options), machine.arch)
+    return profile.profile(options, cells, machine.arch)
 
 
 def compare_files(options: argparse.Namespace) -> int:
@@ -259,11 +266,11 @@ def compare_files(options: argparse.Namespace) -> int:
 
 
 def check_floors(options: argparse.Namespace) -> int:
-    """The floors, from each file, or from the newest rows of each GPU and direction; 1 where one does not hold."""
+    """The floors, from each file, or of each GPU and direction from all that is recorded; 1 where one does not hold."""
     if options.files:
         found = [(_shown(path), load(path)) for path in options.files]
     else:
-        found = verdict_tables.newest_floors(_result_files(options))
+        found = verdict_tables.recorded_floors(_result_files(options))
     holds = True
     for title, rows in found:
         held, text = verdict_tables.floors_of(rows)
@@ -288,9 +295,15 @@ def run_demo(options: argparse.Namespace) -> int:
 def write_report(options: argparse.Namespace) -> int:
     """Tables of results on the terminal, or as Markdown; with --html one page of everything there is."""
     rows = _rows(options)
+    for option, path in (("--parity", options.parity), ("--compile", options.compile)):
+        if path is not None and options.html is None:
+            raise InputError(f"{option}: got it without --html; allowed with it, whose page shows it")
+        if path is not None and not path.exists():
+            raise InputError(f"{path}: there is no such file")
+    if options.html is not None:  # first, so that what is wrong with a file is not said below long tables
+        report.combined_report(options.parity, _result_files(options), options.html, options.compile)
     print(report.text_report(rows, form="github" if options.markdown else "simple"))
     if options.html is not None:
-        report.combined_report(options.parity, _result_files(options), options.html, options.compile)
         print(f"\nWritten: {_shown(options.html)}")
     return 0
 
@@ -345,19 +358,9 @@ def _cells(options: argparse.Namespace) -> tuple[Cell, ...]:
     return chosen.apply(in_directions(find_suite(options.suite), options.direction))
 
 
-def _our_names(options: argparse.Namespace) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(options.backend or BACKENDS))
-    if names == ("none",):
-        return ()
-    wrong = [name for name in names if name not in BACKENDS]
-    if wrong:
-        raise InputError(f"--backend: got {', '.join(wrong)}; allowed none, or some of {', '.join(BACKENDS)}")
-    return names
-
-
 def _providers(options: argparse.Namespace, direction: Direction) -> tuple[Provider, ...]:
     peers = find_peers(tuple(dict.fromkeys(options.peer or (peer.name for peer in PEERS))))
-    names = _our_names(options)
+    names = our_names(options.backend)
     ours = our_providers(names, options.variant, direction) if names else ()
     if not ours and not peers:
         raise InputError("--backend none --peer none leaves nobody to time")
@@ -384,16 +387,11 @@ def _compile_json() -> Path:
 
 
 def _try_writing(options: argparse.Namespace) -> None:
-    """InputError where --out cannot be written to: said before anything runs, not after."""
-    out: Path | None = getattr(options, "out", None)
-    if out is None:
-        return
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise InputError(f"--out: cannot write to {out}: {error.strerror}") from None
+    """InputError where --out or --html cannot be written to: said before anything runs, not after."""
+    if getattr(options, "out", None) is not None:
+        try_folder("--out", options.out)
+    if getattr(options, "html", None) is not None:
+        try_file("--html", options.html)
 
 
 def _rows(options: argparse.Namespace) -> list[Row]:

@@ -37,7 +37,7 @@ def load_parity(path: Path, page: Path) -> Parity:
         own = path.with_name("parity.html")
         link = Path(os.path.relpath(own.resolve(), page.parent.resolve())).as_posix() if own.exists() else ""
         return of_json(data, link)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(f"{path}: not what python -m parity wrote: {type(error).__name__}: {error}") from None
 
 

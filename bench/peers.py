@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from bench.arguments import some_of
 from bench.contenders import Contender, Results, Tensors, alike, differentiate, named, require_grad
 from bench.environment import NO_GPU
-from bench.errors import InputError
 from bench.matrix import Cell
 from bench.timing import Call, Contestant
 from multiattn.arch import Arch
@@ -236,10 +236,5 @@ PEERS: tuple[Peer, ...] = (
 
 def find_peers(names: tuple[str, ...]) -> tuple[Peer, ...]:
     """The peers of these names; ``none`` alone is no peer at all. ValueError for an unknown one."""
-    if names == ("none",):
-        return ()
     known = {peer.name: peer for peer in PEERS}
-    wrong = [name for name in names if name not in known]
-    if wrong:
-        raise InputError(f"--peer: got {', '.join(wrong)}; allowed none, or some of {', '.join(known)}")
-    return tuple(known[name] for name in names)
+    return tuple(known[name] for name in some_of("--peer", names, tuple(known)))

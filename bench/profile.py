@@ -12,13 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench import tune
 from bench.environment import environment, results_dir
 from bench.errors import InputError
 from bench.matrix import Cell
 from bench.results import Environment
 from multiattn import backend as registry
 from multiattn.arch import Arch
-from multiattn.backend import Plan, make_plan
+from multiattn.backend import BACKENDS, Plan, make_plan
 from multiattn.support import Unsupported
 from multiattn.targets.ncu import METRICS, ProfilerError, command, execute, find_ncu, missing, read_launches
 
@@ -42,6 +43,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--backend", default="cuda", metavar="NAME", help="(%(default)s)")
     command.add_argument("--variant", default="wgmma", metavar="NAME", help="(%(default)s)")
     command.add_argument("--out", type=Path, help="folder of the result; default bench/results/<gpu>")
+
+
+def check(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
+    """InputError for what can be counted on no machine."""
+    if options.backend not in BACKENDS:
+        raise InputError(f"--backend: got {options.backend}; allowed {', '.join(BACKENDS)}")
+    if wrong := sorted({cell.direction for cell in cells} - {"fwd"}):
+        raise InputError(f"--direction: got {', '.join(wrong)}; allowed fwd")
+    tune.check_variants([options.backend], cells, [options.variant])
 
 
 def profiled(cells: Sequence[Cell], backend: str, variant: str, arch: Arch, *, run: Execute = execute) -> list[Any]:

@@ -161,12 +161,20 @@ def blocks(results: Path) -> dict[str, Callable[[], str]]:
 def update_page(path: Path, blocks: Mapping[str, Callable[[], str]], *, check: bool) -> bool:
     """Whether the tables of the page were current, by what generates each block; unless `check`, they are afterwards.
 
-    InputError where the file has no marker at all: then nothing would ever be generated.
+    InputError where the file has no marker at all: then nothing would ever be generated; or is none to read or write.
     """
-    old = path.read_text()
+    try:
+        old = path.read_text()
+    except FileNotFoundError:
+        raise InputError(f"{path}: there is no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not a page with generated tables: {error}") from None
     if not MARKED.search(old):
         raise InputError(f"{path.name} has no <!-- generated:... --> ... <!-- /generated --> block")
     new = render(old, blocks)
     if new != old and not check:
-        path.write_text(new)
+        try:
+            path.write_text(new)
+        except OSError as error:
+            raise InputError(f"{path}: cannot write to it: {error.strerror}") from None
     return new == old

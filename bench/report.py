@@ -345,13 +345,17 @@ def combined_report(
     targets = Path("targets", "index.html")
     link = targets.as_posix() if (out_html.parent / targets).exists() else ""
     page = html_report(rows, entries, parity, [row for path in recorded for row in load(path)], link)
-    out_html.parent.mkdir(parents=True, exist_ok=True)
-    out_html.write_text(page)
+    try:
+        out_html.parent.mkdir(parents=True, exist_ok=True)
+        out_html.write_text(page)
+    except OSError as error:
+        raise InputError(f"cannot write to {out_html}: {error.strerror}") from None
 
 
 def load_entries(path: Path) -> list[Entry]:
-    """The entries of a compile table; InputError for another file."""
+    """The entries of a compile table; InputError, naming the file, for another one."""
     try:
         return load_table(path)
-    except ValueError as error:
-        raise InputError(str(error)) from None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        why = str(error).removeprefix(f"{path}: ")
+        raise InputError(f"{path}: not what python -m multiattn compile --json wrote: {why}") from None

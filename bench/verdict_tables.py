@@ -1,4 +1,4 @@
-"""Verdicts as text: two files compared, and the floors of the newest rows on each GPU."""
+"""Verdicts as text: two files compared, and the floors of what is recorded of each GPU."""
 
 from __future__ import annotations
 
@@ -62,26 +62,21 @@ def _suites() -> list[str]:
     return list(dict.fromkeys(suite for suites in FLOOR_SUITES.values() for suite in suites))
 
 
-def newest_floors(files: Sequence[Path]) -> list[tuple[str, list[Row]]]:
-    """Of each folder and direction the device rows of the newest file that has floors' cells, under a title.
+def recorded_floors(files: Sequence[Path]) -> list[tuple[str, list[Row]]]:
+    """Of each folder and direction the device rows of every suite that has floors' cells, under a title.
 
     A direction that has floors and that nobody measured comes without rows.
     """
     found = []
     for folder in dict.fromkeys(path.parent for path in files):
         for direction in dict.fromkeys(floor.direction for floor in FLOORS):
-            members = {
-                path: [row for row in load(path) if row.regime == "device" and row.cell.direction == direction]
-                for path in files
-                if path.parent == folder and path.stem in FLOOR_SUITES[direction]
-            }
-            newest = max(members, key=lambda path: _last_run(members[path]), default=folder)
-            rows = members.get(newest, [])
-            place = f"{folder.name}/{newest.name}" if rows else folder.name
-            found.append((f"{place}, {direction}", rows))
+            suites = [path for path in files if path.parent == folder and path.stem in FLOOR_SUITES[direction]]
+            members = {path.name: [row for row in load(path) if _counts(row, direction)] for path in suites}
+            names = [name for name, rows in members.items() if rows]
+            title = f"{folder.name}: {', '.join(names) or 'nothing recorded'}: {direction}"
+            found.append((title, [row for rows in members.values() for row in rows]))
     return found
 
 
-def _last_run(rows: Sequence[Row]) -> str:
-    """A run's name begins with its time."""
-    return max((row.run for row in rows), default="")
+def _counts(row: Row, direction: Direction) -> bool:
+    return row.regime == "device" and row.cell.direction == direction

@@ -92,6 +92,7 @@ class Verdict:
     cell: Cell
     ratio: float | None
     why: str = ""
+    """Of a ratio, which run it is of."""
 
     @property
     def holds(self) -> bool:
@@ -103,48 +104,62 @@ class Verdict:
         """One line."""
         if self.ratio is None:
             return f"no figure: {self.why}"
-        return (
-            f"{self.ratio:.2f} of {self.floor.peer}, floor {self.floor.ratio:.2f}: {'pass' if self.holds else 'miss'}"
-        )
+        held = "pass" if self.holds else "miss"
+        return f"{self.ratio:.2f} of {self.floor.peer}, floor {self.floor.ratio:.2f}: {held} ({self.why})"
 
 
 def judge_floors(rows: Iterable[Row], floors: Sequence[Floor] = FLOORS) -> list[Verdict]:
     """Every floor in every cell of the suite `floors`, from rows of the device regime.
 
-    Only floors of directions that there are rows of: a run of forward cells says nothing of backward.
+    Each by the newest run in which its two contenders took turns, which others may have replaced since; but no run
+    speaks for a contender of ours that failed since. Only floors of directions that there are rows of: a run of forward
+    cells says nothing of backward.
     """
     given = [row for row in rows if row.regime == "device"]
     directions = {row.cell.direction for row in given}
-    together = {(row.cell.key, row.contender): row for row in one_run(given)}
-    alone = {(row.cell.key, row.contender): row for row in given if row.measured is not None} | together
     return [
-        _judge(
-            floor,
-            cell,
-            alone.get((cell.key, floor.contender)),
-            alone.get((cell.key, floor.peer)),
-            one_run=all((cell.key, name) in together for name in (floor.contender, floor.peer)),
-        )
+        _judge(floor, cell, [row for row in given if row.cell.key == cell.key])
         for floor in floors
         for cell in SUITES["floors"]
         if cell.direction == floor.direction and floor.direction in directions
     ]
 
 
-def _judge(floor: Floor, cell: Cell, ours: Row | None, peer: Row | None, *, one_run: bool) -> Verdict:
-    times = []
-    for name, row in ((floor.contender, ours), (floor.peer, peer)):
-        if row is None:
-            return Verdict(floor=floor, cell=cell, ratio=None, why=f"no row of {name}")
-        if row.measured is None:
-            return Verdict(floor=floor, cell=cell, ratio=None, why=f"{name}: {row.text}")
-        if row.measured.host_bound:
-            return Verdict(floor=floor, cell=cell, ratio=None, why=f"host-bound ({name})")
-        times.append(row.measured.time_ms)
-    if not one_run:
-        why = f"not one run: {floor.contender} and {floor.peer} did not take turns in the newest run of this cell"
+def _judge(floor: Floor, cell: Cell, rows: Sequence[Row]) -> Verdict:
+    ours, peers = ([row for row in rows if row.contender == name] for name in (floor.contender, floor.peer))
+    pairs = [
+        (mine, peer) for mine in ours for peer in peers if mine.run == peer.run and mine.measured and peer.measured
+    ]
+    pair = max(pairs, key=lambda pair: pair[0].run, default=())  # a run's name begins with its time
+    why = _no_figure(floor, ours, peers, pair)
+    if why or not pair:
         return Verdict(floor=floor, cell=cell, ratio=None, why=why)
-    return Verdict(floor=floor, cell=cell, ratio=times[1] / times[0])
+    mine, peer = (row.measured.time_ms for row in pair if row.measured is not None)
+    setup = pair[0].environment
+    return Verdict(floor=floor, cell=cell, ratio=peer / mine, why=f"{setup.date}, commit {setup.commit}")
+
+
+def _no_figure(floor: Floor, ours: Sequence[Row], peers: Sequence[Row], pair: Sequence[Row]) -> str:
+    """Why the rows of a cell do not tell of a floor, `pair` being of the newest run of both; empty where they do."""
+    if failed := [row for row in ours if row.measured is None and (not pair or _is_since(row, pair[0]))]:
+        return f"{floor.contender}: {failed[-1].text}"
+    for row in pair:
+        if row.measured is not None and row.measured.host_bound:
+            return f"host-bound ({row.contender})"
+    if pair:
+        return ""
+    for name, rows in ((floor.contender, ours), (floor.peer, peers)):
+        if not any(row.measured for row in rows):
+            return f"{name}: {rows[-1].text}" if rows else f"no row of {name}"
+    return (
+        f"not one run: there is none of this cell in which {floor.contender} and {floor.peer} took turns; "
+        "run python -m bench --suite floors"
+    )
+
+
+def _is_since(row: Row, other: Row) -> bool:
+    """Whether a row is later than one of a run; in doubt, as it has no run, it is."""
+    return row.run > other.run if row.run else row.environment.date >= other.environment.date
 
 
 MEMORY_BAR = "sdpa-flash"

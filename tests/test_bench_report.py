@@ -1,14 +1,19 @@
 """bench.report and bench.readme: what they make of results, and nothing from anywhere else."""
 
+import errno
 import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import bench_fakes as fakes
 import pytest
 from targets_fakes import entry, failed
 
+from bench import cli
+from bench.arguments import try_file
+from bench.errors import InputError
 from bench.matrix import SUITES
 from bench.parity_page import of_json
 from bench.readme import blocks, ranges, render, results_block, support_block, update_page
@@ -135,6 +140,86 @@ def test_a_combined_report_takes_what_there_is(tmp_path):
     assert "Compiled for every target" in page
 
 
+@pytest.fixture
+def results(tmp_path):
+    path = tmp_path / "floors.json"
+    path.write_text(dumps("floors", ROWS))
+    return path
+
+
+def refused(capsys, *arguments):
+    """What the command line says of arguments that it refuses before it prints anything."""
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main([str(it) for it in arguments])
+    assert exit_info.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    return said.err
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_tables(results, tmp_path, capsys):
+    for page, why in (
+        (tmp_path, "it is no regular file"),
+        ("/dev/full", "it is no regular file"),
+        (results / "page.html", "File exists"),
+        (results / "deep" / "page.html", "Not a directory"),
+        ("/proc/x/y.html", "No such file or directory"),
+        (tmp_path / f"{'x' * 300}.html", "File name too long"),
+    ):
+        assert f"--html: cannot write to {page}: {why}" in refused(capsys, "report", results, "--html", page)
+    assert [path.name for path in tmp_path.iterdir()] == [results.name]
+
+
+def test_trying_to_write_changes_nothing(tmp_path):
+    page, link = tmp_path / "page.html", tmp_path / "link.html"
+    page.write_text("old")
+    link.symlink_to(tmp_path / "new.html")
+    for path in (page, link, tmp_path / "other.html"):
+        try_file("--html", path)
+    assert page.read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.html", "page.html"]
+
+
+def test_a_page_that_cannot_be_written_after_all_names_itself(results):
+    with pytest.raises(InputError, match="cannot write to /dev/full: No space left on device"):
+        combined_report(None, results, Path("/dev/full"))
+
+
+@pytest.mark.parametrize("option", ["--parity", "--compile"])
+def test_a_named_part_of_the_page_must_be_there_and_be_shown(option, results, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    missing = tmp_path / "none.json"
+    assert f"{missing}: there is no such file" in refused(capsys, "report", results, "--html", page, option, missing)
+    assert f"{option}: got it without --html; allowed with it, whose page shows it" in refused(
+        capsys, "report", results, option, missing
+    )
+    assert not page.exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "writer"), [("--parity", "python -m parity"), ("--compile", "python -m multiattn compile --json")]
+)
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        b"\xff\xfe\x00",
+        b"{",
+        b"[]",
+        b'{"schema": 1, "entries": [1], "results": [{"out": ["x"]}]}',
+        b'{"schema": 1, "entries": [{"cell": {}}], "results": [{"out": [1, 1, "x"], "backend": "", "case": ""}]}',
+    ],
+)
+def test_a_part_of_the_page_of_another_kind_is_named(option, writer, text, results, tmp_path, capsys):
+    path = tmp_path / "part"
+    if text is None:
+        path.mkdir()
+    else:
+        path.write_bytes(text)
+    said = refused(capsys, "report", results, "--html", tmp_path / "page.html", option, path)
+    assert f"{path}: not what {writer} wrote: " in said
+
+
 def test_ranges():
     assert ranges([8, 16, 24, 64, 128, 136]) == "8-24, 64, 128-136"
     assert ranges([]) == ""
@@ -169,3 +254,32 @@ def test_an_unknown_or_missing_marker_is_an_error(tmp_path):
     readme.write_text("no marker")
     with pytest.raises(ValueError, match="no <!-- generated"):
         update_page(readme, blocks(tmp_path), check=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, "there is no such file"),
+        ("folder", "not a page with generated tables: [Errno 21] Is a directory"),
+        (b"\xff\xfe\x00", "not a page with generated tables: 'utf-8' codec can't decode"),
+    ],
+)
+def test_a_readme_that_cannot_be_read_is_named(text, why, tmp_path, capsys):
+    path = tmp_path / "README.md"
+    if text == "folder":
+        path.mkdir()
+    elif text is not None:
+        path.write_bytes(text)
+    assert f"{path}: {why}" in refused(capsys, "readme", "--check", "--readme", path)
+
+
+def test_a_readme_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- generated:results -->\n<!-- /generated -->\n")
+
+    def full(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(InputError, match=r"README.md: cannot write to it: No space left on device"):
+        update_page(readme, blocks(tmp_path), check=False)

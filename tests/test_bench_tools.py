@@ -21,7 +21,7 @@ from bench.report import load_entries
 from bench.results import dumps, load
 from bench.test_bench import test_forward as bench_forward
 from bench.timing import Sample, Timing
-from bench.verdict_tables import newest_floors
+from bench.verdict_tables import recorded_floors
 from multiattn.arch import ARCHS
 from multiattn.backend import BACKENDS, Plan, get, make_plan
 from multiattn.config import Config
@@ -135,7 +135,12 @@ def test_the_matrix_without_a_gpu(tmp_path, capsys):
     [
         (["--head-dim", "77"], "--head-dim: got 77; this suite has 64, 128, 256"),
         (["--backend", "cudnn"], "--backend: got cudnn; allowed none, or some of triton, cutile, cuda"),
+        (
+            ["--backend", "none", "--backend", "cuda"],
+            "--backend: got none, cuda; allowed none alone, or some of triton",
+        ),
         (["--peer", "fa5"], "--peer: got fa5; allowed none, or some of sdpa-flash"),
+        (["--peer", "fa2", "--peer", "none"], "--peer: got fa2, none; allowed none alone, or some of sdpa-flash"),
         (["--suite", "all"], "--suite: got 'all'; allowed standard, between, heldout, seed, backward, floors, smoke"),
         (["--backend", "none", "--peer", "none"], "leaves nobody to time"),
         (["--suite", "backward", "--regime", "graph"], "--regime graph: got direction bwd; allowed fwd"),
@@ -147,6 +152,9 @@ def test_the_matrix_without_a_gpu(tmp_path, capsys):
         (["tune", "--timeout", "0"], "argument --timeout: got 0; allowed numbers above 0"),
         (["tune", "--rules", "--backend", "cutile"], "--rules: got --backend cutile; allowed cuda, triton"),
         (["tune", "--rules-from", "none.json"], "none.json: there is no such file"),
+        (["profile", "--backend", "nope"], "--backend: got nope; allowed triton, cutile, cuda"),
+        (["profile", "--variant", "nope"], "--variant: got nope; allowed wgmma, split_q"),
+        (["profile", "--direction", "bwd"], "--direction: got bwd; allowed fwd"),
         (["rules", "--backend", "none"], "--backend none leaves nothing to compile"),
         (["--out", "/proc/none"], "--out: cannot write to /proc/none"),
         (["--compare", "a.json", "b.json"], "a.json"),
@@ -157,6 +165,14 @@ def test_wrong_arguments_say_what_is_accepted(arguments, message, capsys):
         cli.main(arguments)
     assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_check_of_rules_refuses_an_unknown_backend_too(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "rule_table", None)  # nothing is read before that is said
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["rules", "--check", "--backend", "nope"])
+    assert exit_info.value.code == 2
+    assert "--backend: got nope; allowed none, or some of triton, cutile, cuda" in capsys.readouterr().err
 
 
 def test_help_names_the_default_command_and_compare(capsys):
@@ -351,21 +367,42 @@ def test_floors_of_a_file(tmp_path, capsys):
     assert "TFLOPS over N" in (tmp_path / "page.html").read_text()
 
 
-def test_the_newest_rows_of_each_direction_count(tmp_path):
+def test_recorded_floors_are_of_every_suite_that_has_them(tmp_path):
     forward, backward = SUITES["floors"][0], SUITES["floors"][-1]
 
     def write(name, *rows):
         (tmp_path / name).write_text(dumps(name, rows))
         return tmp_path / name
 
-    standard = write("standard.json", fakes.row("cuda", 1.0, cell=forward, run="2026-11-20"))
+    replayed = replace(fakes.row("cuda", 1.0, cell=forward, run="2026-11-23"), regime="graph")
+    standard = write("standard.json", fakes.row("cuda", 1.0, cell=forward, run="2026-11-20"), replayed)
     floors = write("floors.json", fakes.row("cuda", 2.0, cell=forward, run="2026-11-21"))
     seed = write("seed.json", fakes.row("cuda", 3.0, cell=SUITES["seed"][0], run="2026-11-22"))
-    (newest, missing) = newest_floors([standard, floors, seed])
-    assert newest == (f"{tmp_path.name}/floors.json, fwd", load(floors))
-    assert missing == (f"{tmp_path.name}, bwd", [])
-    replayed = replace(fakes.row("cuda", 1.0, cell=forward, run="2026-11-23"), regime="graph")
-    write("standard.json", *load(standard), replayed)
-    assert newest_floors([standard, floors, seed])[0] == newest  # floors are of the device regime
+    (found, missing) = recorded_floors([floors, seed, standard])
+    timed = [row for path in (floors, standard) for row in load(path) if row.regime == "device"]
+    assert found == (f"{tmp_path.name}: floors.json, standard.json: fwd", timed)
+    assert missing == (f"{tmp_path.name}: nothing recorded: bwd", [])
     training = write("backward.json", fakes.row("cuda", 1.0, cell=backward, run="2026-11-19"))
-    assert newest_floors([standard, floors, training])[1] == (f"{tmp_path.name}/backward.json, bwd", load(training))
+    assert recorded_floors([floors, training])[1] == (f"{tmp_path.name}: backward.json: bwd", load(training))
+
+
+def test_recorded_floors_hold_where_another_suite_has_the_run(tmp_path, monkeypatch, capsys):
+    """The suite standard timed again without one of the peers; the suite floors has an older run with all."""
+    names = ("cutile", "triton", "cuda", "sdpa-cudnn", "sdpa-flash")
+    older = [fakes.row(name, 1.0, cell=cell, run="2026-11-20", extra=1) for name in names for cell in SUITES["floors"]]
+    newer = [
+        fakes.row(name, 2.0 if name == "cutile" else 1.0, cell=row.cell, run="2026-11-22")
+        for name in names[:-1]
+        for row in older
+        if row.contender == name and row.cell.direction == "fwd"
+    ]
+    paths = [tmp_path / "floors.json", tmp_path / "standard.json"]
+    monkeypatch.setattr(cli, "recorded_files", lambda: paths)
+    paths[0].write_text(dumps("floors", older))
+    paths[1].write_text(dumps("standard", [row for row in newer if row.contender != "cutile"]))
+    assert cli.main(["floors"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("pass") == 12
+    paths[1].write_text(dumps("standard", newer))
+    assert cli.main(["floors"]) == 1  # a newer run of both contenders counts, and there cutile is too slow
+    assert capsys.readouterr().out.count("0.50 of sdpa-cudnn, floor 0.90: miss") == 2

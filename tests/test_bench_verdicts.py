@@ -54,7 +54,7 @@ def test_floors_hold_from_their_ratio_on():
     verdicts = judge_floors(rows)
     assert len(verdicts) == len(FLOORS) / 2 * len(FLOOR_CELLS)
     assert {(it.floor.contender, it.holds) for it in verdicts} == {("cutile", True), ("triton", False), ("cuda", True)}
-    assert "0.79 of sdpa-cudnn, floor 0.80: miss" in {it.text for it in verdicts}
+    assert "0.79 of sdpa-cudnn, floor 0.80: miss (2026-11-21, commit c0ffee)" in {it.text for it in verdicts}
 
 
 def test_a_floor_that_nobody_measured_is_not_held():
@@ -71,13 +71,26 @@ def test_a_floor_is_not_judged_across_builds():
         for row in floor_rows(cutile=1.0, sdpa_cudnn=1.0)
     ]
     assert judge_floors(rows)[0].text.startswith("no figure: not one run")
+    assert judge_floors(rows)[0].text.endswith("took turns; run python -m bench --suite floors")
     assert not judge_floors(rows)[0].holds
 
 
-def test_a_floor_is_not_judged_by_a_run_that_a_newer_one_replaced():
-    newer = [replace(row, run="2026-11-22") for row in floor_rows(triton=1.0, sdpa_flash=1.0)]
-    verdicts = judge_floors([*floor_rows(cutile=1.0, sdpa_cudnn=1.0), *newer])
-    assert "not one run" in verdicts[0].text
+def test_a_floor_is_judged_by_the_newest_run_of_its_two_contenders():
+    others = [replace(row, run="2026-11-22") for row in floor_rows(cutile=9.0, sdpa_flash=1.0)]
+    older = [replace(row, run="2026-11-19") for row in floor_rows(cutile=5.0, sdpa_cudnn=1.0)]
+    verdicts = judge_floors([*floor_rows(cutile=1.0, sdpa_cudnn=1.0), *others, *older])
+    assert verdicts[0].text == "1.00 of sdpa-cudnn, floor 0.90: pass (2026-11-21, commit c0ffee)"
+
+
+@pytest.mark.parametrize(("date", "holds"), [("2026-11-20", True), ("2026-11-21", False), ("2026-11-22", False)])
+def test_no_older_run_hides_that_ours_failed_since(date, holds):
+    failed = [
+        replace(row, measured=None, error="Boom", run="", environment=replace(row.environment, date=date))
+        for row in floor_rows(cutile=1.0)
+    ]
+    verdict = judge_floors([*failed, *floor_rows(cutile=1.0, sdpa_cudnn=1.0)])[0]
+    assert verdict.holds == holds
+    assert ("no figure: cutile: Boom" in verdict.text) == (not holds)
 
 
 def test_a_host_bound_floor_is_no_figure():
