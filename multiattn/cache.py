@@ -29,17 +29,24 @@ def key_of(parts: Iterable[str]) -> str:
     return digest.hexdigest()[:40]
 
 
-def fetch(key: str, suffix: str, make: Callable[[Path], None]) -> Path:
-    """The entry of `key`; `make(path)` writes it when it is missing.
+def fetch(
+    key: str, suffix: str, make: Callable[[Path], None], *, is_whole: Callable[[Path], bool] = Path.exists
+) -> Path:
+    """The entry of `key`; `make(path)` writes it when it is missing, or is not whole, as a crash may leave it.
 
     Two processes may make one entry at the same time: each writes a file of its own and the last rename wins. When
-    `make` raises, nothing is left behind.
+    `make` raises, nothing is left behind. OSError that says so for a folder that cannot be written to.
     """
     entry = directory() / f"{key}{suffix}"
-    if entry.exists():
-        return entry
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=entry.parent, prefix=".making-") as scratch:
+    try:
+        if is_whole(entry):
+            return entry
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        made_in = tempfile.TemporaryDirectory(dir=entry.parent, prefix=".making-")
+    except OSError as error:
+        said = f"cannot write to {entry.parent}: {error.strerror}; allowed a folder that can be"
+        raise OSError(f"{DIRECTORY_VARIABLE}: {said}") from error
+    with made_in as scratch:
         made = Path(scratch) / entry.name
         make(made)
         os.replace(made, entry)

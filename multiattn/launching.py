@@ -190,6 +190,9 @@ def _check_alike(name: str, tensor: torch.Tensor, shape: torch.Size, dtype: torc
     """TypeError or ValueError for what is no tensor of this shape, dtype and device."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+        raise TypeError(f"{name} must be a dense strided tensor; got {got}")
     if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
         raise ValueError(
             f"{name}: got {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}; allowed {tuple(shape)}, {dtype} on "

@@ -149,16 +149,18 @@ def _fold(size: int, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
     return folded if folded.ndim < 4 or folded.stride(-1) == 1 else folded.contiguous()
 
 
-def _unfold(size: int, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(size, tensor.shape[0] // size, *tensor.shape[1:])
+def _unfold(size: int, like: torch.Tensor, dim: int | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What `_fold` undone makes of results; the batch of each entry is that of the argument `like`, mapped by `dim`."""
+    batch = like.shape[0] if dim is None else like.movedim(dim, 0).shape[1]  # of 0 entries no result has it any more
+    return tuple(tensor.view(size, batch, *tensor.shape[1:]) for tensor in tensors)
 
 
 @forward_op.register_vmap
 def _map_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[_Pair, tuple[int, int]]:
     size = info.batch_size
     tensors = (_fold(size, *pair) for pair in zip(arguments[:3], in_dims, strict=False))
-    out, lse = forward_op(*tensors, *arguments[3:])
-    return (_unfold(size, out), _unfold(size, lse)), (0, 0)
+    out, lse = _unfold(size, arguments[0], in_dims[0], *forward_op(*tensors, *arguments[3:]))
+    return (out, lse), (0, 0)
 
 
 @backward_op.register_vmap
@@ -166,8 +168,8 @@ def _map_backward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -
     size = info.batch_size
     pairs = zip(arguments[:7], in_dims, strict=False)  # q, k, v, out, lse, dout and, unless it is not given, dlse
     tensors = (None if tensor is None else _fold(size, tensor, dim) for tensor, dim in pairs)
-    dq, dk, dv = backward_op(*tensors, *arguments[7:])
-    return (_unfold(size, dq), _unfold(size, dk), _unfold(size, dv)), (0, 0, 0)
+    dq, dk, dv = _unfold(size, arguments[0], in_dims[0], *backward_op(*tensors, *arguments[7:]))
+    return (dq, dk, dv), (0, 0, 0)
 
 
 # ---------------------------------------------------------------- FLOP

@@ -6,8 +6,9 @@ them); what is wrong for everybody is a ValueError or TypeError of `problem`, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from multiattn.arch import Arch
 from multiattn.problem import Problem
@@ -95,7 +96,20 @@ class Unsupported(RuntimeError):  # noqa: N818 - the contract's name: `except mu
         self.reasons = tuple(reasons)
         self.alternatives = tuple(alternatives)
         lines = [f"{backend} cannot run this problem on {arch.name}:"]
-        lines += [f"  {reason}" for reason in self.reasons]
+        lines += [f"  {reason}" for reason in _merged(self.reasons)]
         lines.append(f"Problem: {problem} {direction}")
         lines.append(f"Can run it: {', '.join(self.alternatives) or 'no other backend on this machine'}")
         super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and copy: not made anew, as an exception's `args` would have it, but with all that it has."""
+        return type(self).__new__, (type(self), *self.args), self.__dict__
+
+
+def _merged(reasons: Iterable[Reason]) -> Iterator[Reason]:
+    """The reasons as one line says them: where several variants refuse the same, what each of them accepts."""
+    allowed: dict[tuple[str, str, str], list[str]] = {}
+    for reason in reasons:
+        allowed.setdefault((reason.code, reason.got, reason.hint), []).append(reason.allowed)
+    for (code, got, hint), each in allowed.items():
+        yield Reason(code=code, got=got, allowed=" or, in another variant, ".join(dict.fromkeys(each)), hint=hint)

@@ -1,7 +1,9 @@
 """The public calls: what is explained is what runs, refusals are data, nothing falls back."""
 
+import copy
 import itertools
 import math
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -58,6 +60,28 @@ def test_a_refusal_says_who_got_what_and_who_else_can(backend):
     assert message.endswith("Can run it: reference (variant eager)")
     assert {reason.code for reason in caught.value.reasons} == {"head_dim", "dtype"}
     assert multiattn.explain(q, k, v, backend=backend) == caught.value.reasons
+
+
+@pytest.mark.parametrize("again", [lambda it: pickle.loads(pickle.dumps(it)), copy.copy, copy.deepcopy])
+def test_a_refusal_can_be_sent_to_another_process(again):
+    with pytest.raises(Unsupported) as caught:
+        multiattn.fmha(*qkv(head_dim=12), backend="cuda")
+    caught.value.add_note("seen")
+    other = again(caught.value)
+    assert type(other) is Unsupported
+    assert str(other) == str(caught.value)
+    assert vars(other) == vars(caught.value)
+    assert other.reasons
+
+
+def test_a_refusal_says_once_what_its_variants_accept():
+    q = torch.zeros(1, 1, 2, 20, dtype=torch.bfloat16)
+    with pytest.raises(Unsupported) as caught:
+        multiattn.fmha(q, q, q, backend="cuda")
+    line = "  head_dim: got 20; allowed multiples of 8 up to 256 or, in another variant, multiples of 8 up to 1024\n"
+    assert line in str(caught.value)
+    assert str(caught.value).count("head_dim: got") == 1
+    assert [reason.code for reason in caught.value.reasons].count("head_dim") == 2
 
 
 def without_backward(monkeypatch, name):

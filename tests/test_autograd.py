@@ -306,6 +306,22 @@ BAD = {
     "out is a list": ({"out": [1.0]}, TypeError, "out must be a torch.Tensor; got list"),
     "dlse is short": ({"dlse": random(2, 4, 1).float()}, ValueError, "dlse: got"),
     "lse is elsewhere": ({"lse": torch.empty(2, 4, 5, device="meta")}, ValueError, "on meta; allowed .* on cpu"),
+    "out is sparse": (
+        {"out": random(2, 4, 5, 8).to_sparse()},
+        TypeError,
+        "out must be a dense strided tensor; got layout torch.sparse_coo",
+    ),
+    "lse is sparse": (
+        {"lse": random(2, 4, 5).float().to_sparse()},
+        TypeError,
+        "lse must be a dense strided tensor; got layout torch.sparse_coo",
+    ),
+    "dout is sparse": ({"dout": random(2, 4, 5, 8).to_sparse()}, TypeError, "dout must be a dense strided tensor; got"),
+    "dlse is nested": (
+        {"dlse": torch.nested.nested_tensor([random(4, 5).float()] * 2, layout=torch.jagged)},
+        TypeError,
+        "dlse must be a dense strided tensor; got a nested tensor",
+    ),
     "causal is 1": ({"causal": 1}, TypeError, "causal must be a bool; got int"),
     "no such backend": ({"backend": "nope"}, ValueError, "got 'nope'"),
     "no such variant": ({"backend": "reference", "variant": "x"}, ValueError, "reference has eager for backward"),

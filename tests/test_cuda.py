@@ -10,7 +10,8 @@ import sys
 import pytest
 import torch
 
-from multiattn import api, cache
+import multiattn
+from multiattn import api, cache, planning
 from multiattn.arch import ARCHS, CPU, GPU_ARCHS, Arch
 from multiattn.backend import Plan, find_variant, make_plan, plan_variant
 from multiattn.cuda import BACKEND, axes, tools
@@ -283,6 +284,32 @@ def test_a_cache_entry_is_made_once_and_never_half(tmp_path, monkeypatch):
     assert (tmp_path / "key.x").read_text() == "whole"
     assert len(made) == 1
     assert cache.key_of(["ab", "c"]) != cache.key_of(["a", "bc"])
+
+
+@pytest.mark.parametrize("folder", ["file", "file/below"])
+def test_a_cache_that_cannot_be_written_is_named(folder, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(cache.DIRECTORY_VARIABLE, str(tmp_path / folder))
+    with pytest.raises(
+        OSError, match=r"^MULTIATTN_CACHE_DIR: cannot write to .*; allowed a folder that can be$"
+    ) as error:
+        cache.fetch("key", ".x", None)
+    assert f" {tmp_path / folder}: " in str(error.value)
+    if not probe_host():
+        planning._forward.clear()
+        q = torch.zeros(1, 1, 3, 8, dtype=torch.float16)
+        with pytest.raises(OSError, match=r"^MULTIATTN_CACHE_DIR: cannot write to"):
+            multiattn.fmha(q, q, q, backend="cuda")
+
+
+def test_a_full_disk_while_an_entry_is_made_is_the_makers_error(tmp_path, monkeypatch):
+    monkeypatch.setenv(cache.DIRECTORY_VARIABLE, str(tmp_path))
+
+    def fail(path):
+        raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match=r"^No space"):
+        cache.fetch("key", ".x", fail)
 
 
 def test_a_clang_called_gxx_is_a_reason(monkeypatch, tmp_path):

@@ -104,6 +104,30 @@ def test_two_views_of_one_memory_are_one_memory():
         run(store_each, 2, memory[:8], memory[4:])
 
 
+def test_a_view_is_watched_at_the_cost_of_its_own_extent(monkeypatch):
+    made, zeros = [], torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *of, **options: made.append(zeros(*of, **options)) or made[-1])
+    memory = torch.arange(1e6)
+    near, far, apart = memory[-32:-16], memory[-16:], memory.view(1000, 1000)[500:502, 10:18]
+
+    @ct.kernel
+    def store_rows(x, y):
+        ct.store(x, (0, 0), ct.zeros((2, 8), dtype=ct.float32))
+        ct.store(y, (0,), ct.load(y, (0,), (16,)) + ct.max(ct.load(x, (0, 0), (2, 8))))
+
+    run(copy, 2, near, far, 8)
+    assert torch.equal(near, far)
+    run(store_rows, 1, apart, torch.ones(16))
+    assert (apart == 0).all()
+    assert max(tensor.numel() for tensor in made) <= 1008
+    with pytest.raises(DataRaceError, match="overwrites"):
+        run(all_to_tile, 2, near, far, 1)
+    with pytest.raises(DataRaceError, match="loads"):
+        run(neighbour, 2, far)
+    with pytest.raises(DataRaceError, match="loads"):
+        run(copy, 2, memory[-24:-8], far, 8, seed=0)  # block 0 first: block 1 loads half of what it stored
+
+
 def test_a_load_of_what_another_block_stored_raises():
     with pytest.raises(DataRaceError, match="loads"):
         run(neighbour, 2, torch.ones(16))

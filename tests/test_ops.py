@@ -127,6 +127,27 @@ def test_vmap_maps_any_mix_of_inputs(in_dims):
         torch.testing.assert_close([grad[i] for grad in grads], list(torch.func.grad(loss_of, (0, 1, 2))(*of)))
 
 
+@pytest.mark.parametrize("backend", ["reference", "cutile"])
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 1, 4)])
+def test_vmap_over_nothing_is_empty(in_dims, backend):
+    dtype = torch.float64 if backend == "reference" else torch.bfloat16
+    inputs = [
+        tensor.to(dtype) if dim is None else tensor.to(dtype).unsqueeze(dim).narrow(dim, 0, 0)
+        for tensor, dim in zip(qkv(), in_dims, strict=True)
+    ]
+    q, k, v = qkv()
+    run = torch.vmap(lambda *of: fmha(*of, backend=backend, return_lse=True), in_dims)
+    out, lse = run(*inputs)
+    assert (out.shape, out.dtype, lse.shape) == ((0, *q.shape), dtype, (0, *q.shape[:3]))
+    loss = torch.func.grad(lambda *of: fmha(*of, backend=backend).sum(), (0, 1, 2))
+    grads = torch.vmap(loss, in_dims)(*inputs)
+    assert [grad.shape for grad in grads] == [(0, *tensor.shape) for tensor in (q, k, v)]
+    leaves = [tensor.requires_grad_() for tensor in inputs]
+    grads = torch.autograd.grad(run(*leaves)[0].sum(), leaves)
+    assert [grad.shape for grad in grads] == [tensor.shape for tensor in leaves]
+    assert not any(grad.any() for grad in grads)
+
+
 def test_vmap_of_backward_and_of_vmap():
     q, k, v = qkv()
     out, lse = fmha(q, k, v, return_lse=True)

@@ -190,6 +190,16 @@ class TestCommand:
             (b, a) for b in ("cuda", "triton") for a in ("sm80", "sm90")
         }
 
+    @pytest.mark.parametrize(
+        "options", [("--shape", "1,2,0,64"), ("--shape", "0,2,64,64"), ("--shape", "1,2,0,64", "--emit", "cubin", "x")]
+    )
+    def test_a_shape_that_needs_no_kernel_is_refused(self, options, monkeypatch, tmp_path, capsys):
+        monkeypatch.chdir(tmp_path)
+        for name in BACKENDS:
+            assert main(["compile", "--arch", "sm80,sm90", "--backend", name, "--direction", "forward", *options]) == 2
+            assert "shape: got B=" in (error := capsys.readouterr().err)
+            assert error.endswith("allowed one that needs a kernel\n")
+
     def test_what_cannot_be_written_is_said_before_anything_is_compiled(self, monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(cli.build, "build", None)
         assert main(["compile", "--json", str(tmp_path)]) == 2

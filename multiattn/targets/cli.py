@@ -19,6 +19,7 @@ from multiattn.problem import DTYPES
 from multiattn.targets import build, emit, tables
 from multiattn.targets.build import Entry
 from multiattn.targets.cells import HEAD_DIMS, MASKS, Cell, cells
+from multiattn.targets.ncu_child import check_work
 from multiattn.targets.remarks import text_rows, with_sources
 from multiattn.targets.store import ROOT
 
@@ -95,7 +96,7 @@ def _compile(wanted: Sequence[Cell], options: argparse.Namespace) -> int:
 
 
 def wanted_cells(options: argparse.Namespace) -> list[Cell]:
-    """The cells that were asked for; ValueError for a variant that nobody has, or a shape that contradicts."""
+    """The cells that were asked for; ValueError for an unknown variant, or sizes that contradict or need no kernel."""
     head_dims, sizes = options.head_dim or HEAD_DIMS, None
     if options.shape is not None:
         *rest, head_dim = options.shape
@@ -124,7 +125,7 @@ def wanted_cells(options: argparse.Namespace) -> list[Cell]:
             "a name that python -m multiattn explain prints"
         )
     for cell in found:
-        _ = cell.problem  # ValueError for lengths and heads that do not go together
+        check_work(cell.problem)
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 import subprocess
 import threading
 from collections.abc import Sequence
@@ -46,6 +47,7 @@ _RUNTIME_FLAGS = (*_FLAGS, "-O2")
 MULTIPROCESSORS = 2
 """Of the emulated GPU, as a persistent grid is told: so each block of it has several tiles."""
 _ERROR_BYTES = 2048
+_ELF_HEADER_BYTES = 64
 _NAN_BYTE = 0xFF  # four of them are a NaN
 
 
@@ -246,13 +248,32 @@ def build_source(source: str) -> Path:
     """A shared library of a C++ translation unit and the emulation; `BuildError` with g++'s words if it cannot be."""
     objects = [_build_runtime(path) for path in RUNTIME]
     key = _key(source, (*_KERNEL_FLAGS, *(path.name for path in objects)))
-    return cache.fetch(key, ".so", lambda path: _compile(source, (*_KERNEL_FLAGS, "-shared"), path, objects))
+    return cache.fetch(
+        key, ".so", lambda path: _compile(source, (*_KERNEL_FLAGS, "-shared"), path, objects), is_whole=_is_whole
+    )
 
 
 def _build_runtime(path: Path) -> Path:
     source = path.read_text()
     key = _key(source, _RUNTIME_FLAGS)
-    return cache.fetch(key, f".{path.stem}.o", lambda made: _compile(source, (*_RUNTIME_FLAGS, "-c"), made, ()))
+    return cache.fetch(
+        key, f".{path.stem}.o", lambda made: _compile(source, (*_RUNTIME_FLAGS, "-c"), made, ()), is_whole=_is_whole
+    )
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether an object or library is there with its end: one that was cut off kills the process that loads it.
+
+    The end of what a linker of ELF writes is its table of sections. What is no ELF is left to the loader.
+    """
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        header = file.read(_ELF_HEADER_BYTES)
+    if len(header) < _ELF_HEADER_BYTES:
+        return False
+    (begin,), (size, count) = struct.unpack_from("=Q", header, 40), struct.unpack_from("=HH", header, 58)
+    return not header.startswith(b"\x7fELF") or begin + size * count <= path.stat().st_size
 
 
 def _key(source: str, flags: Sequence[str]) -> str:

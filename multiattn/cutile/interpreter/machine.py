@@ -111,10 +111,9 @@ def _launch(grid: Sequence[int], kernel: Any, args: Sequence[Any], seed: int) ->
     counts = (*map(int, grid), 1, 1, 1)[:3]
     run = Run(grid=(counts[0], counts[1], counts[2]))
     annotated = kernel._annotated_function
-    ledgers: dict[tuple[int, torch.dtype], Ledger] = {}
+    ledgers = _ledgers(args, run)
     values = [
-        _device_value(value, node, run, ledgers)
-        for value, node in zip(args, annotated.parameter_annotations, strict=True)
+        _device_value(value, node, ledgers) for value, node in zip(args, annotated.parameter_annotations, strict=True)
     ]
     function = as_device_code(annotated.pyfunc)
     inspect.signature(function).bind(*values)
@@ -142,13 +141,27 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _device_value(value: Any, annotation: Any, run: Run, ledgers: dict[tuple[int, torch.dtype], Ledger]) -> Any:
+_Memory = tuple[int, torch.dtype]
+
+
+def _memory_of(tensor: torch.Tensor) -> _Memory:
+    """Which storage a tensor is a view of, and as what; TypeError for one that is not on the CPU."""
+    if tensor.device.type != "cpu":
+        raise TypeError(f"the interpreter runs on CPU tensors; got one on {tensor.device}")
+    return tensor.untyped_storage().data_ptr(), tensor.dtype
+
+
+def _ledgers(args: Sequence[Any], run: Run) -> dict[_Memory, Ledger]:
+    """One for all tensors that share a memory."""
+    views: dict[_Memory, list[torch.Tensor]] = {}
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            views.setdefault(_memory_of(value), []).append(value)
+    return {memory: Ledger(tensors, run) for memory, tensors in views.items()}
+
+
+def _device_value(value: Any, annotation: Any, ledgers: dict[_Memory, Ledger]) -> Any:
     if isinstance(value, torch.Tensor):
-        if value.device.type != "cpu":
-            raise TypeError(f"the interpreter runs on CPU tensors; got one on {value.device}")
-        key = value.untyped_storage().data_ptr(), value.dtype
-        if key not in ledgers:
-            ledgers[key] = Ledger(value, run)
-        return Array(value, ledgers[key])
+        return Array(value, ledgers[_memory_of(value)])
     is_constant = getattr(annotation, "constant", False)
     return as_tile(value) if isinstance(value, float) and not is_constant else value

@@ -39,18 +39,23 @@ _ADDED = -1
 class Ledger:
     """Which block last stored each element of one storage: finds what depends on the order of blocks.
 
+    All views that a launch has of a storage share a ledger, as they may overlap. It goes from the first element of any
+    to the last one, and not over all of a cache that they are a part of.
+
     An element that blocks updated atomically is everybody's and nobody's: any block may update it again, none may load
     or store it.
     """
 
-    def __init__(self, tensor: torch.Tensor, run: Run) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], run: Run) -> None:
         self.run = run
         self.is_written = False
-        self.owner = torch.zeros(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=torch.int32)
+        extents = [_extent(tensor) for tensor in tensors]
+        self._begin = min(begin for begin, _ in extents)
+        self.owner = torch.zeros(max(end for _, end in extents) - self._begin, dtype=torch.int32)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The owners of a tensor's elements, as a view of its shape."""
-        return self.owner.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return self.owner.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - self._begin)
 
     def check(self, owner: torch.Tensor, verb: str) -> None:
         """DataRaceError if another block stored one of these elements."""
@@ -59,6 +64,13 @@ class Ledger:
             other = int(owner[others][0])
             did = "atomics of any block update" if other == _ADDED else f"block number {other} stored"
             raise DataRaceError(f"block {self.run.block} {verb} what {did}")
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where in its storage a tensor's elements begin and end."""
+    begin = int(tensor.storage_offset())
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + last + 1 if tensor.numel() else begin
 
 
 class Array:
