@@ -26,6 +26,8 @@ Strides = tuple[int, int, int]
 Shape = tuple[int, ...]
 
 LOG2_E = math.log2(math.e)
+SCALE_MAX = 3.4028234663852886e38 / LOG2_E
+"""The largest whose product with `LOG2_E`, which kernels take, fp32 can hold."""
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 VECTOR_BYTES = 16
@@ -309,7 +311,7 @@ def check_causal(causal: bool) -> None:
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:
-    """The scale as a float, None its default; TypeError or ValueError for what is no finite number."""
+    """The scale as a float, None its default; TypeError or ValueError for what fp32 has no finite number for."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, Real):
@@ -318,8 +320,8 @@ def check_scale(scale: float | None, head_dim: int) -> float:
         number = float(scale)
     except OverflowError:  # an int or a fraction beyond every float
         number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(f"scale must be finite (zero and negative are fine); got {number}")
+    if not abs(number) <= SCALE_MAX:
+        raise ValueError(f"scale must be finite, up to {SCALE_MAX:.4g} (zero and negative are fine); got {number}")
     return number
 
 
