@@ -9,18 +9,13 @@ import ctypes
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 Kind = Literal["i8", "i32", "i64", "f32"]
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
-_C_TYPES: Mapping[Kind, Any] = {
-    "i8": ctypes.c_int8,
-    "i32": ctypes.c_int32,
-    "i64": ctypes.c_int64,
-    "f32": ctypes.c_float,
-}
+_FORMATS: Mapping[Kind, str] = {"i8": "<b", "i32": "<i", "i64": "<q", "f32": "<f"}
 
 TENSORS = ("q", "k", "v", "out", "lse")
 """The names of what a forward launch is given, in its order."""
@@ -169,7 +164,7 @@ def size_of(argument: Argument) -> int:
     if isinstance(argument, Pointer):
         return POINTER_BYTES
     if isinstance(argument, Number):
-        return ctypes.sizeof(_C_TYPES[argument.kind])
+        return struct.calcsize(_FORMATS[argument.kind])
     return len(argument.data) if isinstance(argument, Struct) else TENSOR_MAP_BYTES
 
 
@@ -180,12 +175,21 @@ def alignment_of(argument: Argument) -> int:
     return POINTER_BYTES if isinstance(argument, Struct) else size_of(argument)
 
 
+def _pack_number(number: Number) -> bytes:
+    if number.kind == "f32":
+        return bytes(ctypes.c_float(number.value))  # what is too large is inf
+    try:
+        return struct.pack(_FORMATS[number.kind], number.value)
+    except struct.error as error:
+        raise ValueError(f"argument: got {number.value!r}; allowed {number.kind}") from error
+
+
 def pack(argument: Argument, addresses: Mapping[str, int], encode: Callable[[TensorMap, int], bytes]) -> bytes:
     """An argument as the kernel reads it. `addresses` are those of the tensors; `encode` makes a CUtensorMap."""
     if isinstance(argument, Pointer):
         return struct.pack("<Q", 0 if argument.tensor is None else addresses[argument.tensor])
     if isinstance(argument, Number):
-        return bytes(_C_TYPES[argument.kind](argument.value))
+        return _pack_number(argument)
     if isinstance(argument, TensorMap):
         return encode(argument, addresses[argument.tensor])
     data = bytearray(argument.data)

@@ -49,6 +49,21 @@ def test_one_kernel_runs_many_problems(name, sizes, tmp_path):
     assert math.prod(binding.grid) == (min(tiles, 132) if is_persistent else tiles)  # SMs of an H200
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("emitted", "heads_q"), [(4, 4), (4, 8), (2, 6), (3, 6), (8, 64)])
+def test_a_grid_has_as_many_heads_side_by_side_as_the_code(emitted, heads_q, causal, tmp_path):
+    """Not as many as the heads at hand would allow: a block finds its tile by the number in its code."""
+    sizes = {"heads_kv": 1, "seq_q": 1024, "causal": causal}
+    emit(tmp_path, "cutile", heads_q=emitted, **sizes)
+    kernel = aot.load(tmp_path)
+    config = kernel.plan.config
+    assert config.heads_together >= 4
+    assert config.scheduler == "one_tile"
+    together = math.gcd(config.heads_together, emitted)
+    binding = kernel._bind(problem(heads_q=heads_q, **sizes))
+    assert binding.grid == (1024 // config.tile_m * together, heads_q // together, 2)
+
+
 SQUARE = {"seq_q": 128, "seq_kv": 128, "causal": True}
 
 
@@ -116,6 +131,9 @@ def test_arguments_become_bytes():
     numbers = [("i8", 3, "<b"), ("i32", -7, "<i"), ("i64", 2**40, "<q"), ("f32", 0.25, "<f")]
     for kind, value, form in numbers:
         assert pack(abi.Number(kind=kind, value=value), addresses, encode) == struct.pack(form, value)
+    assert pack(abi.Number(kind="f32", value=1e300), addresses, encode) == struct.pack("<f", math.inf)
+    with pytest.raises(ValueError, match="got 2147483648; allowed i32"):  # not -2147483648
+        pack(abi.Number(kind="i32", value=2**31), addresses, encode)
     data = pack(abi.Struct(data=bytes(range(24)), pointers={8: "q"}), addresses, encode)
     assert data == bytes(range(8)) + struct.pack("<Q", addresses["q"]) + bytes(range(16, 24))
     tensor_map = abi.TensorMap(tensor="k", shape=(1,), strides=(), box=BOX)

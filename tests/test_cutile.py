@@ -6,14 +6,15 @@ import pytest
 import torch
 
 import multiattn
-from multiattn import Problem, reference
+from multiattn import Problem, abi, reference
 from multiattn.arch import ARCHS, GPU_ARCHS, Arch
 from multiattn.backend import get, make_plan, plan_variant
-from multiattn.cutile.configs import MAX_GRID_X, CutileConfig, find_grid, is_linear
+from multiattn.cutile.bind import IMAGE, bind
+from multiattn.cutile.configs import MAX_GRID_X, CutileConfig, factor_grid, find_grid, is_linear
 
 pytest.importorskip("cuda.tile")
 
-from multiattn.cutile.launch import needs_64bit
+from multiattn.cutile.offsets import needs_64bit
 
 BACKEND = get("cutile")
 
@@ -188,17 +189,30 @@ def test_the_default_device_does_not_matter():
     assert torch.equal(out, expected)
 
 
-def test_64_bit_exactly_when_an_offset_needs_it():
-    fits = Problem.contiguous(batch=1, heads_q=1, seq_q=2**23, head_dim=256)
-    exceeds = Problem.contiguous(batch=1, heads_q=1, seq_q=2**23 + 1, head_dim=256)
-    assert not needs_64bit(fits)
-    assert needs_64bit(exceeds)
+@pytest.mark.parametrize(
+    ("sizes", "exceeds"),
+    [
+        ({"batch": 2, "seq_q": 2**22}, False),  # the last of 2^31 elements
+        ({"batch": 2, "seq_q": 2**22 + 1}, True),
+        ({"seq_q": 2**23 - 1}, False),
+        ({"seq_q": 2**23}, True),  # whose only batch entry and head have strides all the same, of 2^31
+    ],
+)
+def test_64_bit_exactly_when_an_offset_or_a_stride_needs_it(sizes, exceeds):
+    problem = Problem.contiguous(**{"batch": 1, "heads_q": 1, "head_dim": 256, **sizes})
+    assert needs_64bit(problem) == exceeds
+    plan = make_plan(BACKEND, problem, ARCHS["sm90"], probe=False)
+    binding = bind(plan, IMAGE)
+    assert binding.constants["int64"] == str(exceeds)
+    narrow = [it.value for it in binding.arguments if isinstance(it, abi.Number) and it.kind == "i32"]
+    assert bool(narrow) != exceeds
+    assert all(value <= abi.INT32_MAX for value in narrow)
 
 
 def test_the_64_bit_kernel_is_the_same_kernel(monkeypatch):
     q, k, v = make_inputs()
     expected = multiattn.fmha(q, k, v, causal=True, scale=0.11, backend="cutile")
-    monkeypatch.setattr("multiattn.cutile.launch.INT32_MAX", 0)
+    monkeypatch.setattr("multiattn.cutile.offsets.INT32_MAX", 0)
     plan = make_plan(BACKEND, Problem.of(q, k, v, causal=True, scale=0.11), ARCHS["cpu"])
     assert needs_64bit(plan.problem)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
@@ -219,6 +233,8 @@ def test_grids_of_many_blocks():
     )
     prime = Problem.contiguous(batch=2**31 - 1, heads_q=1, seq_q=1, head_dim=8)
     assert find_grid(prime, 64) is None
+    assert factor_grid(2**31 - 2**16) is not None
+    assert factor_grid(2**31) is None  # which a kernel would number in 32 bits
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))

@@ -232,10 +232,10 @@ def test_a_gpu_gets_the_strides_that_were_planned(variant, monkeypatch):
 
 
 def test_64_bit_exactly_when_an_offset_needs_it():
-    fits = Problem.contiguous(batch=1, heads_q=1, seq_q=2**23, head_dim=256)
-    exceeds = Problem.contiguous(batch=1, heads_q=1, seq_q=2**23 + 1, head_dim=256)
+    fits = Problem.contiguous(batch=2, heads_q=1, seq_q=2**22, head_dim=256)
     assert not needs_64bit_backward(fits)
-    assert needs_64bit_backward(exceeds)
+    assert needs_64bit_backward(Problem.contiguous(batch=2, heads_q=1, seq_q=2**22 + 1, head_dim=256))
+    assert needs_64bit_backward(Problem.contiguous(batch=1, heads_q=1, seq_q=2**23, head_dim=256))  # a stride of 2^31
     # One head of keys may stand for all of them: dk is then as large as if it did not.
     broadcast = replace(
         Problem.contiguous(batch=2, heads_q=64, seq_q=1, seq_kv=2**17, head_dim=256), strides_k=(0, 0, 256)
@@ -247,7 +247,7 @@ def test_64_bit_exactly_when_an_offset_needs_it():
 def test_the_64_bit_kernels_are_the_same_kernels(variant, monkeypatch):
     tensors = make_tensors(head_dim=40)
     expected = check(variant, *tensors, causal=True)
-    monkeypatch.setattr("multiattn.cutile.backward_launch.INT32_MAX", 0)
+    monkeypatch.setattr("multiattn.cutile.offsets.INT32_MAX", 0)
     assert needs_64bit_backward(Problem.of(*tensors[:3]))
     assert all(map(torch.equal, check(variant, *tensors, causal=True), expected))
 

@@ -256,7 +256,7 @@ def test_a_launch_that_is_made_otherwise_is_refused(tmp_path):
             },
         ),
         ("triton", {"bind", "configs", "steps", "gluon/bind", "gluon/configs"}),
-        ("cutile", {"bind", "configs", "steps"}),
+        ("cutile", {"bind", "configs", "offsets", "steps"}),
     ],
 )
 def test_host_code_is_what_makes_a_binding(name, modules, monkeypatch):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from multiattn.arch import Arch
 from multiattn.backend import Variant
 from multiattn.config import COMPILED, Config, Rule
-from multiattn.cutile.configs import SMALLEST_TILE, factor_grid
+from multiattn.cutile.configs import GRID_ALLOWED, SMALLEST_TILE, factor_grid
 from multiattn.problem import Problem
 from multiattn.support import Reason
 
@@ -339,7 +339,7 @@ def _grid_checks(problem: Problem, config: OnePassConfig) -> list[_Check]:
 
 
 def _grid_check(what: str, blocks: int, problem: Problem) -> _Check:
-    return factor_grid(blocks) is not None, f"{what} for {problem}", "a grid within 2^24 x 2^16 blocks"
+    return factor_grid(blocks) is not None, f"{what} for {problem}", GRID_ALLOWED
 
 
 def _checks(config: OnePassConfig, prefix: str) -> list[_Check]:

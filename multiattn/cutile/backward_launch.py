@@ -21,7 +21,8 @@ from multiattn.cutile.backward_configs import (
     count_query_tiles,
 )
 from multiattn.cutile.configs import SMALLEST_TILE, factor_grid
-from multiattn.cutile.launch import INT32_MAX, last_offset, needs_64bit, run_on_gpu
+from multiattn.cutile.launch import run_on_gpu
+from multiattn.cutile.offsets import exceeds_32bit, needs_64bit
 from multiattn.problem import Problem
 
 Shape = tuple[int, ...]
@@ -78,9 +79,9 @@ def layouts(problem: Problem) -> Mapping[str, Layout]:
 
 
 def needs_64bit_backward(problem: Problem) -> bool:
-    """Whether an element of some array of a backward is 2^31 or more elements away from its start."""
-    reach = max(last_offset(layout.shape, layout.strides) for layout in layouts(problem).values())
-    return needs_64bit(problem) or reach > INT32_MAX
+    """Whether some array of a backward `exceeds_32bit`."""
+    arrays = layouts(problem).values()
+    return needs_64bit(problem) or any(exceeds_32bit(layout.shape, layout.strides) for layout in arrays)
 
 
 def get_steps(plan: Plan, *, has_dlse: bool) -> tuple[Step, ...]:

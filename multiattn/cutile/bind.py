@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from multiattn import abi
 from multiattn.backend import Plan
 from multiattn.cutile.configs import CutileConfig, begins_at_diagonal, grid_of, is_linear
+from multiattn.cutile.offsets import needs_64bit
 from multiattn.cutile.steps import STEPS
 from multiattn.problem import LOG2_E, Problem
 from multiattn.schedule import most_multiprocessors
@@ -46,11 +48,12 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
     problem, config = plan.problem, plan.config
     assert isinstance(config, CutileConfig)
     constants = _constants(plan, config, emitted)
+    config = replace(config, heads_together=abi.divisor(constants["heads_q"]))  # as the code has it, not as heads allow
     linear = abi.flag(constants, emitted, "linear_grid", is_linear(problem, config))
     grid = grid_of(problem, config, most_multiprocessors(plan.arch), linear=linear)
     if grid is None:
         raise ValueError(f"no grid for {plan}")
-    kind: abi.Kind = "i64" if abi.flag(constants, emitted, "int64", _needs_int64(problem)) else "i32"
+    kind: abi.Kind = "i64" if abi.flag(constants, emitted, "int64", needs_64bit(problem)) else "i32"
     arguments: list[abi.Argument] = []
     for name in ARRAYS:
         arguments += _array(constants, emitted, problem, name, kind)
@@ -107,12 +110,3 @@ def _layout(problem: Problem, name: str) -> tuple[tuple[int, ...], tuple[int, ..
         rows = (problem.batch, problem.heads_kv, problem.seq_kv)
     strides = {"q": problem.strides_q, "k": problem.strides_k, "v": problem.strides_v, "out": problem.strides_out}
     return (*rows, problem.head_dim), (*strides[name], 1), problem.torch_dtype.itemsize
-
-
-def _needs_int64(problem: Problem) -> bool:
-    """Whether an element of some tensor but lse is 2^31 or more elements away from its start."""
-    for name in ("q", "k", "v", "out"):
-        shape, strides, _ = _layout(problem, name)
-        if sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)) > abi.INT32_MAX:
-            return True
-    return False

@@ -19,7 +19,8 @@ from cuda.tile.compilation import (
 from multiattn.arch import Arch
 from multiattn.backend import Compiled, Plan
 from multiattn.cutile.backward_launch import Layout, Step, get_steps, layouts, needs_64bit_backward
-from multiattn.cutile.launch import compile_limit, get_constants, get_kernel, needs_64bit
+from multiattn.cutile.launch import compile_limit, get_constants, get_kernel
+from multiattn.cutile.offsets import needs_64bit
 from multiattn.problem import Problem
 from multiattn.toolchain import resource_usage
 

@@ -21,6 +21,8 @@ SMALLEST_TILE = 16
 
 MAX_GRID_X = 2**24 - 1  # cuda.tile's own limit for each dimension
 MAX_GRID_Y = 2**16 - 1  # CUDA's
+MAX_BLOCKS = 2**31 - 1
+GRID_ALLOWED = "a grid within 2^24 x 2^16, and fewer than 2^31 blocks"
 
 
 SCHEDULERS = ("one_tile", "static")
@@ -405,7 +407,7 @@ def why_not_fit(problem: Problem, arch: Arch, config: Config, *, step: Step | No
             f"{fraction} with tile_n={config.tile_n}",
             f"multiples of {unit}/16 from 0 to 0.5",
         ),
-        (find_grid(problem, config.tile_m) is not None, f"{tiles} for {problem}", "a grid within 2^24 x 2^16 blocks"),
+        (find_grid(problem, config.tile_m) is not None, f"{tiles} for {problem}", GRID_ALLOWED),
     )
     reasons = [Reason(code="config", got=got, allowed=allowed) for holds, got, allowed in checks if not holds]
     return (*reasons, *(beyond_step(step, config) if step is not None else ()))
@@ -475,7 +477,12 @@ def grid_of(
 
 
 def factor_grid(blocks: int) -> tuple[int, int] | None:
-    """Blocks in x and y, whose product is `blocks`; None if no grid has exactly that many."""
+    """Blocks in x and y, whose product is `blocks`; None if no grid has exactly that many.
+
+    Nor more than 2^31 - 1: a kernel numbers them in 32 bits.
+    """
+    if blocks > MAX_BLOCKS:
+        return None
     for y in range(max(1, -(-blocks // MAX_GRID_X)), MAX_GRID_Y + 1):
         if blocks % y == 0:
             return blocks // y, y

@@ -24,14 +24,13 @@ from multiattn.cutile.configs import (
     widths_of,
 )
 from multiattn.cutile.forward import forward, forward_64bit
+from multiattn.cutile.offsets import needs_64bit
 from multiattn.cutile.steps import STEPS
 from multiattn.problem import LOG2_E, Problem
 from multiattn.schedule import most_multiprocessors
 
 COMPILE_SECONDS = 120.0
 """Longest compilation: a tile too large for the registers can take tileiras minutes, a good one takes it seconds."""
-
-INT32_MAX = 2**31 - 1
 
 
 def prepare(plan: Plan) -> Launcher:
@@ -138,24 +137,6 @@ def get_constants(plan: Plan) -> tuple[float | int | bool, ...]:
         config.scheduler == "static",
         config.exp2_fma_sixteenths,
     )
-
-
-def needs_64bit(problem: Problem) -> bool:
-    """Whether an element of some tensor is 2^31 or more elements away from its start."""
-    queries = problem.batch, problem.heads_q, problem.seq_q, problem.head_dim
-    keys = problem.batch, problem.heads_kv, problem.seq_kv, problem.head_dim
-    reach = (
-        last_offset(queries, (*problem.strides_q, 1)),
-        last_offset(keys, (*problem.strides_k, 1)),
-        last_offset(keys, (*problem.strides_v, 1)),
-        last_offset(queries, (*problem.strides_out, 1)),
-    )
-    return max(reach) > INT32_MAX
-
-
-def last_offset(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """How far the last element is from the first, in elements."""
-    return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def compile_limit() -> AbstractContextManager[None]:
