@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -29,3 +30,8 @@ SIXTEENTHS_MAX = 8
 def is_polynomial(pair: int, sixteenths: int) -> bool:
     """Whether a thread's pair of scores goes to the FMA units: an even share of all pairs."""
     return (pair + 1) * sixteenths // 16 > pair * sixteenths // 16
+
+
+def share_unit(pairs: int) -> int:
+    """What the sixteenths must be a multiple of, so that of so many pairs a whole number goes there."""
+    return 16 // math.gcd(16, pairs)

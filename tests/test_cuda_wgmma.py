@@ -66,6 +66,11 @@ def test_a_config_has_a_warpgroup_for_each_64_queries_and_one_that_loads():
         ({"q_slots": 4}, "q_slots=4", "1, 2, 3"),
         ({"exp2_fma_fraction": 0.1}, "exp2_fma_fraction=0.1", "sixteenths"),
         ({"exp2_fma_fraction": 0.75}, "exp2_fma_fraction=0.75", "0 to 0.5"),
+        (
+            {"exp2_fma_fraction": 0.0625},
+            "exp2_fma_fraction=0.0625 with tile_n=64, of 8 pairs none",
+            "0, or from 2/16 on",
+        ),
         ({"tile_m": 64}, "tile_m=64", "128, 192"),
         ({"tile_n": 256}, "224 registers", "up to 208 with 2 warpgroups"),
         ({"tile_n": 224, "q_in_registers": True}, "q_in_registers with 200 registers for all else", "up to 192"),

@@ -58,7 +58,7 @@ def ways() -> Iterator[tuple[int, bool, WgmmaConfig]]:
         config = WgmmaConfig(tile_m=128, tile_n=64, stages=3, scheduler="static", q_in_registers=True, lazy_max=True)
         yield 256, causal, replace(config, cluster=cluster, tma_store=tma_store)
     for head_dim, causal in itertools.product((40, 96, 192), (False, True)):
-        config = WgmmaConfig(tile_m=128, tile_n=48, stages=3, q_slots=1, exp2_fma_fraction=0.125)
+        config = WgmmaConfig(tile_m=128, tile_n=48, stages=3, q_slots=1, exp2_fma_fraction=0.25)
         yield head_dim, causal, config
         yield head_dim, causal, replace(config, scheduler="one_tile", cluster=2, lazy_max=True, pingpong=True)
     for head_dim, causal in itertools.product((96, 128, 160), (False, True)):

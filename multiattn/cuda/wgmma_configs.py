@@ -55,7 +55,8 @@ class WgmmaConfig(Config):
     """Weights are made relative to the maxima of earlier blocks, and the output is rescaled only where one has outgrown
     them."""
     exp2_fma_fraction: float = 0.0
-    """Share of the exponentials that are a polynomial on the FMA units, in sixteenths, 0 to 0.5."""
+    """Share of the exponentials that are a polynomial on the FMA units: sixteenths from 0 to 0.5, rounded down to whole
+    pairs of the `tile_n` / 8 that a thread has of a row. What comes to none is refused."""
     tma_store: bool = True
     """The output leaves through shared memory and TMA, or from registers."""
 
@@ -147,7 +148,7 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
 
 def _wrong_shape(config: WgmmaConfig) -> tuple[Reason, ...]:
     """What of a config no kernel is made for."""
-    sixteenths = 16 * config.exp2_fma_fraction
+    sixteenths, pairs = 16 * config.exp2_fma_fraction, config.tile_n // 8
     checks = (
         (config.tile_m in (128, 192), f"tile_m={config.tile_m}", "128, 192"),
         (
@@ -169,6 +170,11 @@ def _wrong_shape(config: WgmmaConfig) -> tuple[Reason, ...]:
             f"exp2_fma_fraction={config.exp2_fma_fraction}",
             "sixteenths from 0 to 0.5",
         ),
+        (
+            sixteenths != int(sixteenths) or not 0 < sixteenths * pairs < 16,
+            f"exp2_fma_fraction={config.exp2_fma_fraction} with tile_n={config.tile_n}, of {pairs} pairs none",
+            f"0, or from {-(-16 // max(1, pairs))}/16 on",
+        ),
     )
     return tuple(Reason(code="config", got=got, allowed=allowed) for holds, got, allowed in checks if not holds)
 
@@ -189,7 +195,7 @@ _ALONE: tuple[Mapping[str, Any], ...] = (
     {"lazy_max": False},
     {"q_slots": 1},
     {"q_in_registers": True},
-    {"exp2_fma_fraction": 1 / 16},
+    {"exp2_fma_fraction": 2 / 16},
 )
 """Tried with the first shape only: what a technique is worth, rather than what may win."""
 _OPEN: tuple[Mapping[str, Any], ...] = (

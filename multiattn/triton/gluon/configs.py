@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from multiattn.arch import Arch
 from multiattn.backend import Variant
 from multiattn.config import Config
-from multiattn.exp2_fma import SIXTEENTHS_MAX
+from multiattn.exp2_fma import SIXTEENTHS_MAX, share_unit
 from multiattn.problem import Problem
 from multiattn.schedule import COUNTER_BYTES, SCHEDULERS
 from multiattn.support import Reason
@@ -27,6 +27,8 @@ bound; a test holds compiled kernels against it."""
 REGISTERS_MAX = {2: 208, 3: 128}
 """By consumer warpgroups, of what `registers_at_least` counts: a thread has 240, or 160 with three."""
 STAGES_MAX = 16
+PAIRS_AT_ONCE = 8
+"""Pairs of a thread's scores that one piece of PTX makes weights of."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +44,9 @@ class GluonConfig(Config):
     pingpong: bool = False
     """Warpgroups take turns: one has the tensor cores while another has the softmax."""
     lazy_max: bool = False
-    """Weights are made relative to the maxima of a tile's first blocks; where one overflows the tile is done again."""
+    """Weights are made relative to the maxima of a tile's first blocks; where those are outgrown it is done again."""
     exp2_fma_fraction: float = 0.0
-    """Share of the exponentials that are a polynomial on the FMA units, in sixteenths, 0 to 0.5."""
+    """Share of the exponentials that are a polynomial on the FMA units: eighths (tile_n=16: quarters) from 0 to 0.5."""
 
     @property
     def warpgroups(self) -> int:
@@ -121,7 +123,7 @@ def why_not_fit(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, .
 
 
 def _wrong_fields(config: GluonConfig) -> tuple[Reason, ...]:
-    sixteenths = 16 * config.exp2_fma_fraction
+    sixteenths, unit = 16 * config.exp2_fma_fraction, share_unit(min(config.tile_n // 4, PAIRS_AT_ONCE))
     checks = (
         (config.tile_m in (128, 192), f"tile_m={config.tile_m}", "128, 192"),
         (config.tile_n in (16, 32, 64, 128, 256), f"tile_n={config.tile_n}", "16, 32, 64, 128, 256"),
@@ -129,9 +131,9 @@ def _wrong_fields(config: GluonConfig) -> tuple[Reason, ...]:
         (config.scheduler in SCHEDULERS, f"scheduler={config.scheduler}", ", ".join(SCHEDULERS)),
         (config.q_slots in (1, 2, 3), f"q_slots={config.q_slots}", "1, 2, 3"),
         (
-            0 <= sixteenths <= SIXTEENTHS_MAX and sixteenths == int(sixteenths),
-            f"exp2_fma_fraction={config.exp2_fma_fraction}",
-            "sixteenths from 0 to 0.5",
+            0 <= sixteenths <= SIXTEENTHS_MAX and sixteenths % unit == 0,
+            f"exp2_fma_fraction={config.exp2_fma_fraction} with tile_n={config.tile_n}",
+            f"multiples of {unit}/16 from 0 to 0.5",
         ),
     )
     return tuple(Reason(code="config", got=got, allowed=allowed) for holds, got, allowed in checks if not holds)
@@ -172,7 +174,7 @@ def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Gluon
         found.append(_deepest(config, problem, arch))
     if (first := found[0]) is not None:
         found += (replace(first, scheduler=scheduler) for scheduler in SCHEDULERS if scheduler != first.scheduler)
-        found += (replace(first, lazy_max=False), replace(first, exp2_fma_fraction=1 / 16))
+        found += (replace(first, lazy_max=False), replace(first, exp2_fma_fraction=2 / 16))
     return tuple(dict.fromkeys(it for it in found if it is not None and not why_not_fit(problem, arch, it)))
 
 
