@@ -20,7 +20,17 @@ DType = Literal["fp16", "bf16"]
 Broadcast = Literal["none", "heads", "batch"]
 
 Values = Literal[
-    "normal", "large", "ascending", "descending", "nan_q", "nan_k", "inf_k", "inf_k_blocks", "nan_v", "inf_v"
+    "normal",
+    "large",
+    "ascending",
+    "descending",
+    "twin_peaks",
+    "nan_q",
+    "nan_k",
+    "inf_k",
+    "inf_k_blocks",
+    "nan_v",
+    "inf_v",
 ]
 """How q, k and v are drawn; `parity.tensors` says what each is."""
 
@@ -301,6 +311,12 @@ def _values() -> Iterator[Case]:
             name=f"descending_{mask}",
             why="the first key beats all others: later blocks underflow to nothing",
             values="descending",
+            causal=causal,
+        )
+        yield Case(
+            name=f"twin_peaks_{mask}",
+            why="two keys weigh 2^127.8 times what others do: relative to these each fits fp32, and their sum does not",
+            values="twin_peaks",
             causal=causal,
         )
     planted: tuple[tuple[Values, str], ...] = (

@@ -256,6 +256,8 @@ def _draw(case: Case, device: torch.device) -> Values3:
         q, k = _large(case, q), _large(case, k)
     elif case.values in ("ascending", "descending"):
         q, k = _ramp(case, q, k)
+    elif case.values == "twin_peaks":
+        q, k, v = _twin_peaks(case, q, k, v)
     elif case.values != "normal":
         _plant(case, q, k, v)
     return q, k, v
@@ -278,6 +280,19 @@ def _ramp(case: Case, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, t
     steps = torch.arange(case.seq_kv, dtype=k.dtype, device=k.device) - case.seq_kv // 2
     k[..., 0] = steps if case.values == "ascending" else -steps
     return q, k
+
+
+def _twin_peaks(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Values3:
+    """Scores of 0, and at two keys of 127.8 log2, exact in 8 bits of mantissa: the sum of two such weights is inf.
+
+    The keys are of different threads of a warp, and point different ways in a column that no query has: so dq is not 0.
+    v is so small that nothing but the sum overflows.
+    """
+    q, k = q.clone(), torch.zeros_like(k)
+    middle = case.seq_kv // 2
+    q[..., 0] = k[..., middle, :2] = k[..., middle + 2, 0] = 26.625
+    q[..., 1], k[..., middle + 2, 1] = 0.0, -26.625
+    return q, k, v / 32
 
 
 def _plant(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -49,7 +49,9 @@ class Case:
     scale: float | None = None
     dtype: torch.dtype = torch.bfloat16
     growth: float = 1.0
-    """Factor of the first third of the keys, which a walk from the last one to the first comes to at its end."""
+    """Factor of the first keys, which a walk from the last one to the first comes to at its end."""
+    grown: int | None = None
+    """How many of them; a third unless told otherwise."""
     spoilt: tuple[int, float] | None = None
     """A key whose values are all this."""
 
@@ -65,6 +67,7 @@ CASES = {
     "inf": Case(seq_q=600, seq_kv=600, spoilt=(3, float("inf"))),
     "fp16": Case(seq_q=300, seq_kv=700, dtype=torch.float16),
     "maxima outgrown": Case(seq_q=700, seq_kv=700, growth=200.0),
+    "maxima outgrown by one key": Case(seq_q=700, seq_kv=700, growth=200.0, grown=1),
     "maxima outgrown, fp16": Case(seq_q=700, seq_kv=700, growth=20.0, dtype=torch.float16),
     "maxima outgrown, many tiles": Case(seq_q=900, seq_kv=900, batch=3, heads_q=40, heads_kv=8, growth=200.0),
     "maxima outgrown, NaN": Case(seq_q=600, seq_kv=600, growth=200.0, spoilt=(500, float("nan"))),
@@ -131,7 +134,7 @@ def test_every_way_computes_attention(way):
             return torch.randn(shape, generator=generator, device=DEVICE).to(case.dtype).transpose(1, 2)
 
         q, k, v = draw(case.heads_q, case.seq_q), draw(case.heads_kv, case.seq_kv), draw(case.heads_kv, case.seq_kv)
-        k[:, :, : case.seq_kv // 3] *= case.growth
+        k[:, :, : case.seq_kv // 3 if case.grown is None else case.grown] *= case.growth
         if case.spoilt:
             key, value = case.spoilt
             v[:, :, key] = value

@@ -193,6 +193,22 @@ def test_no_mbarrier_is_made_that_nobody_waits_for(options):
     assert set(made) <= set(used.split(", "))
 
 
+@needs_compiler
+def test_a_tile_is_judged_by_the_sums_of_whole_rows():
+    """Not of what a row's four threads have: each may be finite where their sum is not. Parity has it as twin_peaks."""
+    from multiattn.triton.compile import specialise
+    from multiattn.triton.gluon.launch import GluonCall
+
+    config = GluonConfig(tile_m=192, tile_n=64, stages=12, q_slots=2, lazy_max=True)
+    ptx = specialise(GluonCall(plan_of(64, config)), SM90).asm["ptx"]
+    from_others = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%r\d+),", ptx))
+    added = re.findall(r"add\.f32\s+(%r\d+), (%r\d+), (%r\d+);", ptx)
+    exchanged = {total for total, *parts in added if from_others & set(parts)}
+    judged = re.findall(r"setp\.lt\.f32\s+%p\d+, (%r\d+), 0f7149F2CA;", ptx)  # 1e30
+    assert len(judged) == 2 * config.warpgroups  # a thread has parts of two rows
+    assert set(judged) <= exchanged
+
+
 def test_the_polynomial_takes_an_even_share_of_the_exponentials():
     pytest.importorskip("triton")
     from multiattn.triton.gluon.launch import shape_of

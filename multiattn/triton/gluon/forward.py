@@ -33,6 +33,7 @@ from multiattn.triton.gluon.repair import OUT, K, Q, V, repair, write_address
 from multiattn.triton.gluon.ring import await_full, make_barriers, read_word, release, skip, write_word
 from multiattn.triton.gluon.shape import BATCH, BLOCKS, EXACT, FIRST_QUERY, HEAD, NO_TILE, SPOILED
 from multiattn.triton.gluon.softmax import (
+    LARGEST_SUM,
     LN_2,
     LOWEST,
     exponentiate,
@@ -151,9 +152,13 @@ def _next_block(
 
 
 @gluon.jit
-def _is_finite(out, narrow, row_sum, C: gl.constexpr):
-    """0 times everything that a tile came to: 0, or nan where something is not finite."""
-    product = gl.sum(gl.sum(out * 0.0, 1), 0) + gl.sum(gl.sum(row_sum * 0.0, 1), 0)
+def _is_right(out, narrow, sums, C: gl.constexpr):
+    """Whether all that a tile came to is finite, and no sum[64] of a row's weights too large.
+
+    Of the whole row: what its four threads have may be finite, and its sum not.
+    """
+    spoiled = gl.where(sums < LARGEST_SUM, 0.0, float("nan"))
+    product = gl.sum(gl.sum(out * 0.0, 1), 0) + gl.sum(spoiled, 0)  # 0, or nan
     if C.narrow > 0:
         product += gl.sum(gl.sum(narrow * 0.0, 1), 0)
     return product == 0.0
@@ -280,12 +285,11 @@ def _attend(
 
 @gluon.jit
 def _store(
-    queries, out, narrow, row_max, row_sum, first_query, batch, head, at, out_maps, lse, q_buffers, sizes,
+    queries, out, narrow, row_max, sums, first_query, batch, head, at, out_maps, lse, q_buffers, sizes,
     C: gl.constexpr,
 ):  # fmt: skip
     """out = outputs / sum, through the warpgroup's own rows of Q, which it is done with; lse = log(sum of exp)."""
     seq_q, heads_q = sizes[0], sizes[2]
-    sums = gl.convert_layout(gl.sum(row_sum, 1), C.row)  # [64]
     rows = first_query + gl.arange(0, 64, C.row)
     lse_head = lse + (batch * heads_q + head).to(gl.int64) * seq_q
     lse_row = (row_max + gl.log2(sums)) * LN_2  # of no key: LOWEST + log(0) = -inf
@@ -328,11 +332,12 @@ def consume(warpgroup: gl.constexpr, out_maps, addresses, lse, scale, sizes, sha
             ring_q, ring_kv, turns, kv_buffers, warpgroup, C,
         )  # fmt: skip
 
-        # Something is not finite: the weights outgrew what they are relative to, or it is so in V, where a masked key's
-        # must not be seen; or it is the result.
+        # Something is not finite, or too large: the weights outgrew what they are relative to, or it is so in V, where
+        # a masked key's must not be seen; or it is the result.
+        sums = gl.convert_layout(gl.sum(row_sum, 1), C.row)  # [64]
         is_good = 1
         if C.causal or C.lazy_max:
-            if not _is_finite(out, narrow, row_sum, C):
+            if not _is_right(out, narrow, sums, C):
                 if C.lazy_max and exact_tile == 0:
                     write_word(words, at + SPOILED + warpgroup, 1)
                     is_good = 0
@@ -343,7 +348,7 @@ def consume(warpgroup: gl.constexpr, out_maps, addresses, lse, scale, sizes, sha
                 mbarrier.arrive(verdicts.index(slot))
         if is_good > 0:
             _store(
-                queries, out, narrow, row_max, row_sum, first_query, batch, head, buffer, out_maps, lse, q_buffers,
+                queries, out, narrow, row_max, sums, first_query, batch, head, buffer, out_maps, lse, q_buffers,
                 sizes, C,
             )  # fmt: skip
         if C.q_slots == 1:
