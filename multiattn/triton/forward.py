@@ -144,11 +144,14 @@ def _attend(
             k_row, v_row, scale,
             CAUSAL, False, False, STEP, HEAD_DIM, HEAD_PAD, TILE_N, STAGES, VECTOR, WIDE,
         )  # fmt: skip
-    return _walk(
-        acc, row_sum, row_max, q_tile, k, v, masked_begin, end, rows, batch, head_kv, seq_q, seq_kv,
-        k_row, v_row, scale,
-        CAUSAL, True, CAREFUL, STEP, HEAD_DIM, HEAD_PAD, TILE_N, STAGES, VECTOR, WIDE,
-    )  # fmt: skip
+    # Skipped where there is nothing to mask: of an empty loop Triton still sets up the pipeline, and takes it down.
+    if CAUSAL or masked_begin < end:
+        acc, row_sum, row_max = _walk(
+            acc, row_sum, row_max, q_tile, k, v, masked_begin, end, rows, batch, head_kv, seq_q, seq_kv,
+            k_row, v_row, scale,
+            CAUSAL, True, CAREFUL, STEP, HEAD_DIM, HEAD_PAD, TILE_N, STAGES, VECTOR, WIDE,
+        )  # fmt: skip
+    return acc, row_sum, row_max
 
 
 @triton.jit

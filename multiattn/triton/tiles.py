@@ -30,12 +30,15 @@ def my_tile(seq, batch_heads, LAST_FIRST: tl.constexpr, TILE: tl.constexpr, HEAD
     program = tl.program_id(0)
     tiles = (seq + TILE - 1) // TILE
     first_head = program // (tiles * HEADS_TOGETHER) * HEADS_TOGETHER
-    heads = tl.minimum(HEADS_TOGETHER, batch_heads - first_head)
-    rest = program - first_head * tiles
-    tile = rest // heads
+    tile = program - first_head * tiles
+    batch_head = first_head
+    if HEADS_TOGETHER > 1:  # else a group is a head, and there is nothing to divide by
+        heads = tl.minimum(HEADS_TOGETHER, batch_heads - first_head)
+        batch_head += tile % heads
+        tile = tile // heads
     if LAST_FIRST:
         tile = tiles - 1 - tile
-    return tile, first_head + rest % heads
+    return tile, batch_head
 
 
 @triton.jit
