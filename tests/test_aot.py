@@ -22,6 +22,7 @@ from aot_fakes import BOX, emit, problem
 from multiattn import abi, aot
 from multiattn.arch import ARCHS
 from multiattn.backend import BACKENDS, get, make_plan
+from multiattn.cutile.configs import divisor_near
 from multiattn.problem import Problem
 
 # ---------------------------------------------------------------- what code holds for
@@ -59,7 +60,7 @@ def test_a_grid_has_as_many_heads_side_by_side_as_the_code(emitted, heads_q, cau
     config = kernel.plan.config
     assert config.heads_together >= 4
     assert config.scheduler == "one_tile"
-    together = math.gcd(config.heads_together, emitted)
+    together = divisor_near(config.heads_together, emitted)
     binding = kernel._bind(problem(heads_q=heads_q, **sizes))
     assert binding.grid == (1024 // config.tile_m * together, heads_q // together, 2)
 

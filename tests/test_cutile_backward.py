@@ -247,7 +247,7 @@ def test_64_bit_exactly_when_an_offset_needs_it():
 def test_the_64_bit_kernels_are_the_same_kernels(variant, monkeypatch):
     tensors = make_tensors(head_dim=40)
     expected = check(variant, *tensors, causal=True)
-    monkeypatch.setattr("multiattn.cutile.offsets.INT32_MAX", 0)
+    monkeypatch.setattr("multiattn.abi.INT32_MAX", 0)
     assert needs_64bit_backward(Problem.of(*tensors[:3]))
     assert all(map(torch.equal, check(variant, *tensors, causal=True), expected))
 

@@ -24,6 +24,7 @@ from multiattn.cutile.launch import get_constants, get_grid
 
 BACKEND = get("cutile")
 LAZY = CutileConfig(tile_m=32, tile_n=32, lazy_max=True)
+PILOTS = ("pilot", "pilot_pairs")
 each_pipeline = pytest.mark.parametrize("pipeline", PIPELINES)
 each_mask = pytest.mark.parametrize("causal", [False, True])
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -123,7 +124,7 @@ def test_what_begins_at_the_diagonal(begins, change):
     assert begins_at_diagonal(Problem.contiguous(batch=1, heads_q=1, head_dim=64, **sizes), config) == begins
 
 
-@each_pipeline
+@pytest.mark.parametrize("pipeline", [it for it in PIPELINES if it not in PILOTS])
 @pytest.mark.parametrize("scheduler", ["one_tile", "static"])
 @pytest.mark.parametrize("tile_n", [16, 32])
 @pytest.mark.parametrize(("seq_q", "seq_kv"), [(32, 32), (160, 160), (96, 160), (160, 96), (72, 136), (41, 41)])
@@ -151,6 +152,33 @@ def test_from_the_diagonal_down_every_block_once(seq_q, seq_kv, tile_n, schedule
     assert sorted(found) == sorted(2 * expected)
 
 
+@each_mask
+@pytest.mark.parametrize("pipeline", PILOTS)
+@pytest.mark.parametrize("tile_n", [16, 32])
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(32, 32), (160, 160), (96, 160), (160, 96), (72, 136), (41, 41)])
+def test_a_pilot_and_then_every_block_once(seq_q, seq_kv, tile_n, pipeline, causal, patch_kernel):
+    """The pilot is of 16 keys of the first block, or of the one on the diagonal; a mask is where one is needed."""
+
+    def note(shape, place, q, k, block, masked):
+        found.setdefault(place.tile, []).append((block * shape.tile_n, shape.tile_n, masked))
+        return score(shape, place, q, k, block, masked)
+
+    found, score = {}, forward.score
+    patch_kernel("score", note)
+    q, k, v = make_inputs(heads_q=1, batch=1, seq_q=seq_q, seq_kv=seq_kv, head_dim=16)
+    check(replace(LAZY, tile_n=tile_n, pipeline=pipeline), q, k, v, causal=causal)
+    for tile, (pilot, *walked) in found.items():
+        seen_by_first = seq_kv if not causal else max(0, min(tile * 32 + seq_kv - seq_q + 1, seq_kv))
+        seen_by_last = seq_kv if not causal else max(0, min(tile * 32 + seq_kv - seq_q + 32, seq_kv))
+        first_masked = seen_by_first // tile_n * tile_n
+        aligned = causal and (seq_kv - seq_q) % 32 == 0
+        assert pilot == (first_masked if aligned else 0, 16, causal or seq_kv % tile_n > 0)
+        assert [(first, keys) for first, keys, _ in walked] == [(it, tile_n) for it in range(0, seen_by_last, tile_n)]
+        assert all(masked for first, _, masked in walked if first >= first_masked)
+        if pipeline == "pilot":
+            assert not any(masked for first, _, masked in walked if first < first_masked)
+
+
 def test_a_first_row_that_sees_one_key_of_little_weight(redone):
     """By 2^100 less than the others, which bf16's weights hold."""
     q, k, v = make_inputs(heads_q=1, seq_q=128, seq_kv=128, spread=0.01)
@@ -170,7 +198,8 @@ def test_scores_that_grow_by_hundreds(start, lengths, pipeline, dtype, causal, r
     k = grow(k, start=start, factor=20.0)
     assert (q.double() @ k.double().mT).max() / 8 * math.log2(math.e) > 300
     check(replace(LAZY, pipeline=pipeline), q, k, v, causal=causal)
-    comes_first = lengths and causal and dtype == torch.bfloat16 and start == 180  # all that grew is on the diagonal
+    on_diagonal = causal and dtype == torch.bfloat16 and start == 180  # all that grew, but for a pilot's keys
+    comes_first = lengths and on_diagonal and pipeline not in PILOTS
     assert bool(redone) != bool(comes_first)
 
 
@@ -291,28 +320,58 @@ def test_nonfinite_queries_and_keys_do_what_they_do_online(lengths, at, name, va
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2, equal_nan=True)
 
 
-@pytest.mark.parametrize("change", ["never", "output"])
+@pytest.mark.parametrize(("growth", "value", "again"), [(9, 3e38, False), (24, 1e37, True)])
+def test_sums_below_which_nothing_overflows_are_not_asked_about(growth, value, again, redone, patch_kernel):
+    """Half of the weights are 2^growth times the others: sums of 0.25 and of 2^13, by which the values overflow."""
+    asked, outgrown = [], forward.outgrown
+    patch_kernel("outgrown", lambda *of: asked.append(of) or outgrown(*of))
+    q, k, v = make_inputs(heads_q=1, seq_q=32, seq_kv=64, head_dim=16, spread=0.0)
+    q[..., 0], k[..., 32:, 0] = 8.0, growth / math.log2(math.e) / 2  # at a scale of 1/4
+    v[...] = value
+    out, _ = launch(LAZY, q, k, v)
+    torch.testing.assert_close(out, v[:, :, :32], rtol=0.01, atol=0.0)
+    assert (bool(asked), bool(redone)) == (again, again)
+
+
+@pytest.mark.parametrize("change", ["never", "output", "sums"])
 def test_a_check_that_misses_something_is_noticed(change, patch_kernel):
-    """Without the check at all, and without its look at the output."""
+    """Without the check at all, without its look at the output, and where sums are too small to ask too early."""
     import cuda.tile as ct
 
     def sums_only(shape, rows, l):  # noqa: E741
         return not ct.max(l, propagate_nan=True) < forward.LARGEST_SUM
 
     broken = {
-        "never": lambda shape, rows, l: False,  # noqa: E741
-        "output": sums_only,
+        "never": ("outgrown", lambda shape, rows, l: False),  # noqa: E741
+        "output": ("outgrown", sums_only),
+        "sums": ("SMALL_SUM_BF16", forward.LARGEST_SUM),
     }[change]
     q, k, v = make_inputs(seq_q=64, seq_kv=96, spread=2.0)
-    if change == "output":
+    if change in ("output", "sums"):
         v *= 1e30
         k = grow(k, start=50, factor=4.0)
     else:
         k = grow(k, start=50, factor=60.0)
     check(LAZY, q, k, v)
-    patch_kernel("outgrown", broken)
+    patch_kernel(*broken)
     with pytest.raises(AssertionError):
         check(LAZY, q, k, v)
+
+
+@each_mask
+@pytest.mark.parametrize("blocks", [1, 3, 7, 12, 31])
+def test_a_static_grid_takes_every_tile_once(blocks, causal, patch_kernel):
+    """Every n-th of 36 tiles: 2 of each of 6 heads, in sections of 2 heads, of 3 batch entries."""
+
+    def note(shape, place, *rest):
+        found.append((place.batch, place.head, place.tile))
+        forward_tile(shape, place, *rest)
+
+    found, forward_tile = [], forward.forward_tile
+    patch_kernel("forward_tile", note)
+    config = replace(LAZY, scheduler="static", occupancy=blocks, heads_together=2)
+    check(config, *make_inputs(batch=3, heads_q=6, heads_kv=3, seq_q=49, head_dim=16), causal=causal)
+    assert sorted(found) == [(batch, head, tile) for batch in range(3) for head in range(6) for tile in range(2)]
 
 
 def test_a_static_grid_fills_the_device():

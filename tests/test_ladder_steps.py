@@ -14,6 +14,7 @@ from multiattn.arch import ARCHS, by_name
 from multiattn.backend import find_variant, get, ladder, make_plan, plan_variant
 from multiattn.config import Rule, select
 from multiattn.cutile import configs as cutile_configs
+from multiattn.cutile import rules as cutile_rules
 from multiattn.cutile import steps as cutile_steps
 from multiattn.triton import configs as triton_configs
 from multiattn.triton import steps as triton_steps
@@ -22,7 +23,7 @@ from parity.launch import launch_plan, plan_case, prepare_case
 from parity.results import Contender
 
 LANGUAGES = {"triton": triton_steps, "cutile": cutile_steps}
-CONFIGS = {"triton": triton_configs, "cutile": cutile_configs}
+RULES = {"triton": triton_configs, "cutile": cutile_rules}
 RUNGS = [(language, name) for language, steps in LANGUAGES.items() for name in steps.STEPS]
 LADDERS = [
     ("triton", ("basic", "math", "memory", "full")),
@@ -174,7 +175,7 @@ def test_what_is_planned_is_what_runs(language, name):
             plan = make_plan(backend, problem, by_name(arch), variant=name, probe=False)
             assert step.limit(plan.config) == plan.config
             best = make_plan(backend, problem, by_name(arch), variant=top, probe=False).config
-            own, _ = select(CONFIGS[language].OWN_RULES.get(name, ()), problem, by_name(arch))
+            own, _ = select(RULES[language].OWN_RULES.get(name, ()), problem, by_name(arch))
             assert plan.config == (own.config if own is not None else step.limit(best))
             if best != plan.config:
                 refused = plan_variant(backend, variant, problem, by_name(arch), best)
@@ -197,9 +198,9 @@ def test_rules_of_its_own_come_first(language, monkeypatch):
         "cutile": cutile_configs.CutileConfig(tile_m=16, tile_n=16, occupancy=None, k_latency=None, v_latency=None),
     }[language]
     own = Rule(arches=("sm90",), config=config, why="measured", head_dim_max=128)
-    configs = CONFIGS[language]
-    monkeypatch.setattr(configs, "OWN_RULES", {**configs.OWN_RULES, "math": (own,)})
-    rules = configs.rules_of("math")
+    module = RULES[language]
+    monkeypatch.setattr(module, "OWN_RULES", {**module.OWN_RULES, "math": (own,)})
+    rules = module.rules_of("math")
     assert rules[0] == own
     assert {arch for rule in rules[1:] for arch in rule.arches} == set(ARCHS)
     assert not any(own.covers(rule) for rule in rules[1:])

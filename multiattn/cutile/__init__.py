@@ -16,7 +16,8 @@ from multiattn.arch import GPU_ARCHS, Arch
 from multiattn.backend import Backend, BackwardLauncher, Compiled, Exported, Launcher, Op, Plan, Variant
 from multiattn.cutile import backward_configs
 from multiattn.cutile.candidates import candidates
-from multiattn.cutile.configs import rules_of, why_not_fit
+from multiattn.cutile.configs import why_not_fit
+from multiattn.cutile.rules import rules_of
 from multiattn.cutile.steps import STEPS
 from multiattn.support import Capability, Reason
 from multiattn.toolchain import probe_gpu, version_of

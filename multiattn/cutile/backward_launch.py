@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +19,9 @@ from multiattn.cutile.backward_configs import (
     count_key_tiles,
     count_query_tiles,
 )
-from multiattn.cutile.configs import SMALLEST_TILE, factor_grid
+from multiattn.cutile.configs import SMALLEST_TILE, divisor_near, factor_grid
 from multiattn.cutile.launch import run_on_gpu
-from multiattn.cutile.offsets import exceeds_32bit, needs_64bit
+from multiattn.cutile.offsets import exceeds_32bit
 from multiattn.problem import Problem
 
 Shape = tuple[int, ...]
@@ -80,8 +79,7 @@ def layouts(problem: Problem) -> Mapping[str, Layout]:
 
 def needs_64bit_backward(problem: Problem) -> bool:
     """Whether some array of a backward `exceeds_32bit`."""
-    arrays = layouts(problem).values()
-    return needs_64bit(problem) or any(exceeds_32bit(layout.shape, layout.strides) for layout in arrays)
+    return any(exceeds_32bit(layout.shape, layout.strides) for layout in layouts(problem).values())
 
 
 def get_steps(plan: Plan, *, has_dlse: bool) -> tuple[Step, ...]:
@@ -94,7 +92,7 @@ def _two_passes(plan: Plan, has_dlse: bool) -> tuple[Step, ...]:
     assert isinstance(config, TwoPassConfig)
     is_64bit = needs_64bit_backward(problem)
     tiles = config.dq_tile_m, config.dq_tile_n
-    together = math.gcd(config.dq_heads_together, problem.heads_q)
+    together = divisor_near(config.dq_heads_together, problem.heads_q)
     query_grads = Step(
         kernel=_hinted(backward.query_grads, is_64bit, config.dq_occupancy, config.dq_num_worker_warps),
         symbol="query_grads",
@@ -134,7 +132,7 @@ def _key_step(plan: Plan, function: Callable[..., None], arrays: tuple[str, ...]
     """The launch in which a block owns a tile of keys."""
     problem, config = plan.problem, plan.config
     assert isinstance(config, OnePassConfig)
-    together = math.gcd(config.heads_together, problem.heads_kv)
+    together = divisor_near(config.heads_together, problem.heads_kv)
     return Step(
         kernel=_hinted(function, needs_64bit_backward(problem), config.occupancy, config.num_worker_warps),
         symbol=function.__name__,

@@ -8,13 +8,12 @@ from the arguments. Its shared memory is static, whatever the size, and needs no
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 
 from multiattn import abi
 from multiattn.backend import Plan
-from multiattn.cutile.configs import CutileConfig, begins_at_diagonal, grid_of, is_linear
+from multiattn.cutile.configs import CutileConfig, begins_at_diagonal, divisor_near, grid_of, is_linear
 from multiattn.cutile.offsets import needs_64bit
 from multiattn.cutile.steps import STEPS
 from multiattn.problem import LOG2_E, Problem
@@ -71,7 +70,7 @@ def _constants(plan: Plan, config: CutileConfig, emitted: Mapping[str, str]) -> 
     abi.flag(constants, emitted, "masked", problem.causal or problem.seq_kv % config.tile_n != 0)
     divisor = config.tile_m if begins_at_diagonal(problem, config) else 1
     abi.multiple(constants, emitted, DIAGONAL, divisor, problem.seq_kv - problem.seq_q)
-    together = math.gcd(config.heads_together, problem.heads_q)
+    together = divisor_near(config.heads_together, problem.heads_q)
     abi.multiple(constants, emitted, "heads_q", together, problem.heads_q)
     abi.flag(constants, emitted, "grouped", problem.heads_q != problem.heads_kv)
     strides = (*problem.strides_q, *problem.strides_k, *problem.strides_v)

@@ -53,13 +53,14 @@ _LAZY_64: tuple[CutileConfig, ...] = (
     CutileConfig(tile_m=64, tile_n=64, occupancy=4),
 )  # fmt: skip
 _LAZY_128: tuple[CutileConfig, ...] = (
-    *_lazy(64, 128, 2, None, "ahead", "plain*", "plain"),
+    *_lazy(64, 128, 2, None, "ahead", "plain*", "plain", "pilot*"),
     *_lazy(64, 64, 2, None, "plain", "plain*", "pairs", "pairs*", "apart", "apart*"),
-    *_lazy(128, 64, 1, 8, "plain", "plain*", "pairs", "pairs*", "apart*"), *_lazy(128, 128, 1, 8, "plain", "pairs"),
+    *_lazy(128, 64, 1, 8, "plain", "plain*", "pairs", "pairs*", "apart*"),
+    *_lazy(128, 128, 1, 8, "plain", "pairs", "pilot"),
     CutileConfig(tile_m=64, tile_n=128, occupancy=2),
 )  # fmt: skip
 _LAZY_256: tuple[CutileConfig, ...] = (
-    *_lazy(128, 64, 1, 8, "plain", "plain*", "pairs", "pairs*", "ahead", "apart", "apart*"),
+    *_lazy(128, 64, 1, 8, "plain", "plain*", "pairs", "pairs*", "ahead", "apart", "apart*", "pilot_pairs"),
     *_lazy(128, 32, 1, 8, "plain*", "pairs*", "ahead"), *_lazy(64, 64, 1, None, "ahead", "pairs"),
     CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8),
     CutileConfig(tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8),
@@ -100,12 +101,14 @@ def _lazy_candidates(problem: Problem) -> list[CutileConfig]:
 
 
 def _heads_together(problem: Problem, way: CutileConfig) -> dict[int, None]:
-    """Distinct counts: few in a static grid, which turns from head to head, and where four heads' keys exceed half L2.
+    """Distinct counts: fewer in a static grid, which turns from head to head, and if four heads' keys exceed half L2.
 
     Hopper's has two halves, and what both need is in both.
     """
     few, several = (1, 2, 4), (4, 8, problem.heads_q)
-    if not problem.causal or way.scheduler == "static":
+    if not problem.causal:
+        return dict.fromkeys((*few, 8) if way.scheduler == "static" else few)
+    if way.scheduler == "static":
         return dict.fromkeys(few)
     keys = 2 * problem.torch_dtype.itemsize * problem.seq_kv * problem.head_dim
     return dict.fromkeys((*few, *several) if 8 * keys > L2_BYTES else several)

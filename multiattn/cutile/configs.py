@@ -1,4 +1,4 @@
-"""Tiles and compiler hints per arch: the rules, and what may be asked for.
+"""Tiles and compiler hints: what may be asked for. What is chosen: `multiattn.cutile.rules`.
 
 Shared memory is tileiras' own choice (it fits its pipeline to the occupancy asked for), so nothing here computes it.
 """
@@ -6,12 +6,11 @@ Shared memory is tileiras' own choice (it fits its pipeline to the occupancy ask
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from multiattn.arch import Arch
-from multiattn.config import COMPILED, Config, Rule, inherit
-from multiattn.cutile.steps import STEPS, Step
+from multiattn.config import Config
+from multiattn.cutile.steps import Step
 from multiattn.exp2_fma import SIXTEENTHS_MAX
 from multiattn.problem import Problem
 from multiattn.support import Reason
@@ -27,7 +26,7 @@ GRID_ALLOWED = "a grid within 2^24 x 2^16, and fewer than 2^31 blocks"
 
 SCHEDULERS = ("one_tile", "static")
 """Of `multiattn.schedule.SCHEDULERS`: a block has no counter to ask."""
-PIPELINES = ("plain", "ahead", "pairs", "apart")
+PIPELINES = ("plain", "ahead", "pairs", "apart", "pilot", "pilot_pairs")
 """In the order of the kernel's constants."""
 
 HEADROOM = {"bf16": 16.0, "fp16": 0.0}
@@ -42,8 +41,8 @@ class CutileConfig(Config):
     """Tiles, and hints of ``ct.kernel`` and ``ct.load``.
 
     `occupancy` is blocks per SM; None, as of a latency, gives no hint. `num_worker_warps` None lets the compiler choose
-    (4); 8 spreads a tile's rows over two warpgroups. A latency, 1 to 10, is how far ahead a load is issued. At most
-    `heads_together` heads advance together.
+    (4); 8 spreads a tile's rows over two warpgroups. A latency, 1 to 10, is how far ahead a load is issued. About
+    `heads_together` heads advance together (`divisor_near`).
     """
 
     occupancy: int | None = 1
@@ -57,7 +56,9 @@ class CutileConfig(Config):
     more than twice as long."""
     pipeline: str = "plain"
     """``ahead``: the next block's scores are begun before the weights of one. ``apart``: so from the second block on.
-    ``pairs``: blocks come in twos, scores of both first. All need `lazy_max`. ``plain``: as the compiler orders it."""
+    ``pairs``: blocks come in twos, scores of both first. ``pilot``: the maxima are those of the first 16 keys of the
+    block, whose scores come before all others, and the block is one of the loop's. ``pilot_pairs``: both. All need
+    `lazy_max`. ``plain``: as the compiler orders it."""
     scheduler: str = "one_tile"
     """``one_tile``: a block per tile of queries. ``static``: `occupancy` blocks per SM, each of which takes every n-th
     tile of n blocks."""
@@ -75,303 +76,6 @@ class CutileConfig(Config):
 
 _BY_ROWS = ("sm100", "sm103")
 """Where a thread has whole rows of an accumulator: there it computes both kinds of exponentials of every score."""
-
-_H200 = "H200, 2026-11-21, tileiras 13.4, B4 N=4096 H*D=2048 bf16, best of the candidates: "
-
-_LAZY = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, of 246 candidates of one experiment: "
-
-_LANDED = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, of this kernel's candidates: "
-
-_SWEPT = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, finals of bench/results/h200/tune-cutile.json: "
-
-_DIAGONAL = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16 (docs/experiments.md): "
-
-_LAZY_128X64 = CutileConfig(
-    tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8, k_latency=None, v_latency=None, lazy_max=True
-)
-"""For causal problems at the widest head_dims, but for the order of tiles and blocks."""
-
-_SPLIT_128X128 = CutileConfig(
-    tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, lazy_max=True, split_head_dim=True
-)  # fmt: skip
-"""For head_dims of 128 columns and up to 64 more, but for the order of tiles."""
-
-_GUESSED_SPLIT = (
-    COMPILED
-    + "a guess from the SASS: 352 to 403 instructions for 128 keys, no spills; as D=256 is done, over 256 columns in "
-    "128x64, 480 to 494, and products with zeros"
-)
-
-FULL_RULES: tuple[Rule[CutileConfig], ...] = (
-    Rule(
-        arches=("cpu",),
-        config=CutileConfig(tile_m=64, tile_n=64),
-        why="interpreted: small enough that a short sequence still has several blocks of keys and a ragged one",
-    ),
-    Rule(
-        arches=("sm90",),
-        head_dim_max=64,
-        causal=False,
-        seq_max=512,
-        config=CutileConfig(tile_m=64, tile_n=64, occupancy=4, heads_together=4, lazy_max=True, scheduler="static"),
-        why=_LAZY + "N=512: 398 TFLOPS, cuDNN 353 beside it; a block a tile 389, online 380 of 433 in a first pass",
-    ),
-    Rule(
-        arches=("sm90",),
-        head_dim_max=64,
-        causal=False,
-        config=CutileConfig(tile_m=64, tile_n=64, occupancy=4, heads_together=4, lazy_max=True),
-        why=_LAZY
-        + "N=1k 457, 4k 501, 16k 521 TFLOPS, cuDNN 384, 391, 397; 128x64 with 8 warps 476 at 4k; static 433 at 1k",
-    ),
-    Rule(
-        arches=("sm90",),
-        head_dim_max=64,
-        causal=True,
-        seq_min=8192,
-        config=CutileConfig(tile_m=64, tile_n=64, occupancy=4, heads_together=8, lazy_max=True),
-        why=_LAZY + "N=16k: 542 TFLOPS, cuDNN 394; 32 heads together 525; pairs at occupancy 3 491",
-    ),
-    Rule(
-        arches=("sm90",),
-        head_dim_max=64,
-        causal=True,
-        config=CutileConfig(tile_m=64, tile_n=64, occupancy=4, heads_together=32, lazy_max=True),
-        why=_LAZY
-        + "N=512 268, 1k 363, 4k 462 TFLOPS, cuDNN 245, 296, 348; online 266, 332, -; 4 heads together 436 at 4k",
-    ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=65,
-        head_dim_max=128,
-        causal=False,
-        seq_max=1024,
-        config=CutileConfig(tile_m=64, tile_n=128, occupancy=2, heads_together=2, lazy_max=True, scheduler="static"),
-        why=_LAZY + "N=512 450, 1k 534 TFLOPS, cuDNN 492, 554; online, a block a tile 419 at 512",
-    ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=65,
-        head_dim_max=128,
-        causal=False,
-        config=CutileConfig(tile_m=64, tile_n=128, occupancy=2, lazy_max=True, pipeline="ahead"),
-        why=_LAZY
-        + "N=4k 625, 16k 680 TFLOPS, cuDNN 594, 612; 128x128 with 8 warps 615, 663; 2 heads together 610, 647",
-    ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=65,
-        head_dim_max=128,
-        causal=True,
-        seq_max=724,
-        config=CutileConfig(tile_m=64, tile_n=64, occupancy=2, lazy_max=True, scheduler="static"),
-        why=_DIAGONAL + "N=512: 297 TFLOPS, cuDNN 340; 4 heads together 295, in pairs 290, a block a tile 287",
-    ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=65,
-        head_dim_max=128,
-        causal=True,
-        seq_max=4095,
-        config=CutileConfig(tile_m=64, tile_n=64, occupancy=2, heads_together=8, lazy_max=True, pipeline="pairs"),
-        why=_DIAGONAL + "N=1k 391, 2k 485 TFLOPS, cuDNN 415, 471; 4 heads together 385, 478; 128x128, 8 warps -, 477",
-    ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=65,
-        head_dim_max=128,
-        causal=True,
-        config=CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, heads_together=4, lazy_max=True),
-        why=_DIAGONAL
-        + "N=4k 551, 8k 603, 16k 637 TFLOPS, cuDNN 493, 520, 529; 64x64 in pairs 545, 584, 598; 128x64 546, 591, 611",
-    ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=129,
-        head_dim_max=192,
-        causal=False,
-        config=replace(_SPLIT_128X128, heads_together=2),
-        why=_GUESSED_SPLIT,
-    ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=129,
-        head_dim_max=192,
-        causal=True,
-        seq_max=2896,
-        config=replace(_SPLIT_128X128, heads_together=8),
-        why=_GUESSED_SPLIT,
-    ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=129,
-        head_dim_max=192,
-        causal=True,
-        config=replace(_SPLIT_128X128, heads_together=4),
-        why=_GUESSED_SPLIT,
-    ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=129,
-        causal=False,
-        seq_max=512,
-        config=CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, heads_together=4),
-        why=_LAZY + "N=512: 470 TFLOPS, cuDNN 514; lazy 128x64 in pairs, static 453",
-    ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=129,
-        causal=False,
-        config=CutileConfig(
-            tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8, heads_together=4, lazy_max=True, pipeline="pairs"
-        ),
-        why=_LAZY
-        + "N=1k 569, 4k 676, 16k 734 TFLOPS, cuDNN 585, 619, 655; online 128x128 709 of 779 at 4k in a first pass",
-    ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=129,
-        causal=True,
-        dtype="bf16",
-        seq_max=1448,
-        config=replace(_LAZY_128X64, heads_together=8, pipeline="ahead"),
-        why=_DIAGONAL + "N=512 307, 1k 434 TFLOPS, cuDNN 360, 457; plain 295, 425, in a static grid 291, 397",
-    ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=129,
-        causal=True,
-        dtype="bf16",
-        seq_max=2896,
-        config=replace(_LAZY_128X64, heads_together=8),
-        why=_DIAGONAL + "N=2k: 549 TFLOPS, cuDNN 515; 4 heads together 518; online 128x128 511",
-    ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=129,
-        causal=True,
-        dtype="bf16",
-        seq_max=5792,
-        config=replace(_LAZY_128X64, heads_together=4),
-        why=_DIAGONAL + "N=4k: 635 TFLOPS, cuDNN 540; 8 heads together 599; online 128x128 597",
-    ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=129,
-        causal=True,
-        seq_max=1448,
-        config=replace(_LAZY_128X64, heads_together=8),
-        why=_SWEPT + "in bf16, from the first block as fp16 does, N=1k: 403 TFLOPS, cuDNN 457; a block ahead 402",
-    ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=129,
-        causal=True,
-        seq_max=2896,
-        config=CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, heads_together=8),
-        why=_LANDED + "in bf16, from the first block as fp16 does, N=2k: 489 TFLOPS, cuDNN 499; lazy 128x64 462",
-    ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=129,
-        causal=True,
-        config=CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, heads_together=4),
-        why=_DIAGONAL + "N=8k 654, 16k 675 TFLOPS, cuDNN 569, 573; lazy 128x64 652, 669",
-    ),
-    Rule(
-        arches=("sm100", "sm103"),
-        head_dim_max=128,
-        causal=True,
-        config=CutileConfig(tile_m=128, tile_n=64, occupancy=2),
-        why=COMPILED + "no spills in its loops; 128x128 spills once there at D=128, 256x128 252 times",
-    ),
-    Rule(
-        arches=("sm100", "sm103"),
-        head_dim_max=128,
-        causal=False,
-        seq_min=4096,
-        config=CutileConfig(tile_m=256, tile_n=128, occupancy=1),
-        why=COMPILED + "no spills; NVIDIA's own cuTile examples take it; k and v are read half as often as at 128x128",
-    ),
-    Rule(
-        arches=("sm100", "sm103"),
-        head_dim_max=128,
-        causal=False,
-        config=CutileConfig(tile_m=128, tile_n=128, occupancy=2),
-        why=COMPILED + "no spills in its loops; the other tile of NVIDIA's examples, in twice as many blocks",
-    ),
-    Rule(
-        arches=("sm100", "sm103"),
-        head_dim_min=129,
-        config=CutileConfig(tile_m=128, tile_n=128, occupancy=1),
-        why=COMPILED + "the accumulator of one tile fills half of tensor memory",
-    ),
-    Rule(
-        arches=("sm86", "sm89"),
-        head_dim_min=65,
-        head_dim_max=128,
-        config=CutileConfig(tile_m=64, tile_n=32, occupancy=2, k_latency=4, v_latency=6),
-        why=COMPILED
-        + "no spills in its loops, at latencies of 2 and 4 up to 12; of 64x64 causal tileiras gives up the pipeline",
-    ),
-    Rule(
-        arches=("sm80", "sm86", "sm89", "sm120", "sm121"),
-        head_dim_max=128,
-        config=CutileConfig(tile_m=64, tile_n=64, occupancy=2),
-        why=COMPILED + "NVIDIA's own cuTile examples take 64x64 at occupancy 2 on sm120",
-    ),
-    Rule(
-        arches=("sm86", "sm89"),
-        head_dim_min=129,
-        causal=True,
-        config=CutileConfig(tile_m=64, tile_n=32, occupancy=1, num_worker_warps=8),
-        why=COMPILED + "no spills; with 4 warps 205 in its loops, 64x16 39",
-    ),
-    Rule(
-        arches=("sm120", "sm121"),
-        head_dim_min=129,
-        causal=True,
-        config=CutileConfig(tile_m=128, tile_n=16, occupancy=1, num_worker_warps=8),
-        why=COMPILED + "no spills in its loops; 64x32 108, with 8 warps 26",
-    ),
-    Rule(
-        arches=("sm80", "sm86", "sm89", "sm120", "sm121"),
-        head_dim_min=129,
-        config=CutileConfig(tile_m=64, tile_n=32, occupancy=1),
-        why=COMPILED + "what fits 99 KiB; 8 warps spill more in its loops, and so do 64x16 and 128x16",
-    ),
-)
-
-
-_NO_HINTS = CutileConfig(
-    tile_m=128, tile_n=128, occupancy=None, num_worker_warps=8, k_latency=None, v_latency=None
-)  # fmt: skip
-
-
-def _causal_128(config: CutileConfig, evidence: str) -> tuple[Rule[CutileConfig], ...]:
-    """What was swept for a rung below full: D=128 with the mask, the cell that the ladder is climbed on."""
-    why = _H200 + evidence
-    return (Rule(arches=("sm90",), head_dim_min=65, head_dim_max=128, causal=True, config=config, why=why),)
-
-
-OWN_RULES: Mapping[str, tuple[Rule[CutileConfig], ...]] = {
-    "full": FULL_RULES,
-    "memory": _causal_128(
-        CutileConfig(tile_m=128, tile_n=64, occupancy=None, num_worker_warps=8),
-        "483 TFLOPS; 128x128 479; 64x128, which without a hint takes too many registers for two blocks an SM, 386",
-    ),
-    "math": _causal_128(_NO_HINTS, "481 TFLOPS; 128x64 472; 64x128 with 4 warps 360"),
-    "basic": _causal_128(_NO_HINTS, "384 TFLOPS; 128x64 349; 64x128 with 4 warps 312"),
-}
-"""Rules made for a rung, by its name. Where it has none, it goes by those of the rung that it leads to."""
-
-
-def rules_of(name: str) -> tuple[Rule[CutileConfig], ...]:
-    """The rules of a rung, by its name."""
-    own = OWN_RULES.get(name, ())
-    if name == "full":
-        return own
-    return inherit(own, FULL_RULES, top="full", limit=STEPS[name].step.limit)
 
 
 def why_not_fit(problem: Problem, arch: Arch, config: Config, *, step: Step | None = None) -> tuple[Reason, ...]:
@@ -458,7 +162,7 @@ def is_linear(problem: Problem, config: CutileConfig) -> bool:
 
 
 def _grid_by_head(problem: Problem, config: CutileConfig) -> tuple[int, int, int]:
-    together = math.gcd(config.heads_together, problem.heads_q)
+    together = divisor_near(config.heads_together, problem.heads_q)
     return -(-problem.seq_q // config.tile_m) * together, problem.heads_q // together, problem.batch
 
 
@@ -474,6 +178,15 @@ def grid_of(
     if config.scheduler == "static":
         return min(grid[0] * grid[1], multiprocessors * (config.occupancy or 1)), 1, 1
     return *grid, 1
+
+
+def divisor_near(wanted: int, heads: int) -> int:
+    """The number of heads that advance together: of those that divide `heads` the nearest by ratio, else the smaller.
+
+    Of 11 heads it is 11, not 1, where 8 are wanted: one head at a time costs causal problems up to a tenth.
+    """
+    divisors = (it for low in range(1, math.isqrt(heads) + 1) if heads % low == 0 for it in (low, heads // low))
+    return min(divisors, key=lambda count: (max(wanted / count, count / wanted), count))
 
 
 def factor_grid(blocks: int) -> tuple[int, int] | None:

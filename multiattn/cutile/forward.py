@@ -8,7 +8,8 @@ score. The sign of the scale is in q, so that m, the running maximum of ``s * sc
 With `lazy_max` m is the maximum of the block of keys that comes first, and stays: softmax is the same relative to any
 m, as long as nothing overflows. That saves each block its maxima, their exchange between threads and the scaling of the
 output, a third of its instructions. One look at the sums tells afterwards whether all went well; else the tile is done
-again. Where causal tiles start with blocks of keys the first of the masked ones comes first, so that one mask does.
+again. Where causal tiles start with blocks of keys the first of the masked ones comes first, so that one mask does. Or
+a pilot of 16 keys is scored before all blocks, for no more than the maxima, and blocks come in their order.
 """
 
 # cuda.tile is untyped, and so are its decorators and aliases:
@@ -25,16 +26,27 @@ from multiattn.cutile.parts import (
     add_key,
     add_values,
     added,
+    added_up,
     is_finite,
     keep_nonfinite,
     load_q,
     multiply_keys,
-    nan_unless_finite,
     scaled,
     store_out,
     zeros,
 )
-from multiattn.cutile.shape import AHEAD, APART, PAIRS, PLAIN, REPAIR_TILE, Rows, Shape, with_small_tiles
+from multiattn.cutile.shape import (
+    AHEAD,
+    APART,
+    PAIRS,
+    PILOT,
+    PILOT_PAIRS,
+    PLAIN,
+    REPAIR_TILE,
+    Rows,
+    Shape,
+    with_few_keys,
+)
 from multiattn.cutile.tiles import (
     Array32,
     Array64,
@@ -43,6 +55,8 @@ from multiattn.cutile.tiles import (
     ConstInt,
     Place,
     Rows64,
+    add_digits,
+    digits_of,
     find_place,
     is_visible,
     key_blocks,
@@ -61,6 +75,12 @@ reduction across threads. H200, 2026-11-21, N=4096 full: +2 % at D=128 and +1 % 
 LARGEST_SUM = 1e30
 """Of a row's weights, with `lazy_max`: far from overflow, and its reciprocal from underflow. Where the largest weight
 of the block that comes first is 2^-16, others may be 2^115 times that."""
+
+
+SMALL_SUM_BF16 = 0.5
+"""Of a row's weights: of values up to bf16's largest, next to that of fp32, less than that is added up."""
+SMALL_SUM_FP16 = 32768.0
+"""Likewise: no weight is beyond fp16's largest, 65504."""
 
 
 @ct.function
@@ -181,6 +201,12 @@ def take_ahead(
 
 
 @ct.function
+def guess(shape: Any, s: Any, scale: Any) -> Any:
+    """The maxima ``[tile_m, 1]`` of some scores, and `headroom`: what weights are relative to."""
+    return ct.maximum(ct.max(s, axis=-1, keepdims=True) * scale + shape.headroom, LOWEST)
+
+
+@ct.function
 def lazy_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
     """The softmax of the tile's rows relative to the maxima of one block of keys, right unless `outgrown`.
 
@@ -196,8 +222,7 @@ def lazy_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any
         start, step, unmasked = first, 1, max(first_masked - first - 1, 0)
     s = score(shape, place, q, k, start, shape.masked)
     none = no_rows(shape)
-    m = ct.maximum(ct.max(s, axis=-1, keepdims=True) * scale + shape.headroom, LOWEST)
-    rows = Rows(acc=none.acc, m=m, l=none.l)
+    rows = Rows(acc=none.acc, m=guess(shape, s, scale), l=none.l)
     taken = 1 + unmasked
     if shape.pipeline == AHEAD:
         rows = take_ahead(shape, place, q, k, v, s, scale, rows, start, unmasked, step)
@@ -221,6 +246,37 @@ def lazy_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any
             taken = 1 + unmasked
     if shape.masked and (shape.tile_m > shape.tile_n or not shape.diagonal_first):
         for block in range(start + 1 if shape.diagonal_first else start + taken, end):
+            rows = take(shape, place, v, score(shape, place, q, k, block, True), scale, rows, block)
+    return rows
+
+
+@ct.function
+def piloted_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
+    """As `lazy_rows`, relative to the maxima of the first keys of that block, which are scored once more for them.
+
+    The block itself is one of the loop's. Else tileiras gives its keys and values shared memory of their own, in which
+    they wait for one another, and then the output: that is not there for the loops, and its loads are not ahead.
+    """
+    first, first_masked, end = key_blocks(shape, place)
+    pilot = with_few_keys(shape, shape.tile_m, None, shape.tma)
+    start = first_masked if shape.diagonal_first else first
+    s = score(pilot, place, q, k, start * (shape.tile_n // pilot.tile_n), shape.masked)
+    m = guess(shape, s, scale)
+    none = no_rows(shape)
+    # Zeros that the compiler does not know: those it does it puts in anew for each block, if it is the first.
+    rows = Rows(acc=scaled(shape, none.acc, ct.abs(m)), m=m, l=none.l)
+    begin = first
+    if shape.pipeline == PILOT_PAIRS:
+        pairs = (first_masked - first) // 2
+        for pair in range(0, pairs):
+            rows = take_pair(shape, place, q, k, v, scale, rows, first + 2 * pair, 1)
+        begin = first + 2 * pairs
+    if shape.pipeline == PILOT or not shape.masked:
+        for block in range(begin, first_masked):
+            rows = take(shape, place, v, score(shape, place, q, k, block, False), scale, rows, block)
+        begin = first_masked
+    if shape.masked:
+        for block in range(begin, end):
             rows = take(shape, place, v, score(shape, place, q, k, block, True), scale, rows, block)
     return rows
 
@@ -255,10 +311,20 @@ def careful_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> 
 
 
 @ct.function
+def may_be_outgrown(shape: Any, rows: Any, l: Any, v: Any) -> Any:  # noqa: E741
+    """Whether `outgrown` needs to be asked: not of sums so small that every weight holds, and every sum of values."""
+    if shape.causal:  # a masked key's nan or inf in v shows in acc alone
+        return True
+    small = SMALL_SUM_FP16 if v.dtype == ct.float16 else SMALL_SUM_BF16
+    return not ct.max(l, propagate_nan=True) < small
+
+
+@ct.function
 def outgrown(shape: Any, rows: Any, l: Any) -> Any:  # noqa: E741
     """Whether scores outgrew the maxima by what fp32 or the weights' dtype holds, or anything is not finite."""
-    # Where acc is not finite, 0 * acc is NaN: one reduction across the block for all that may be wrong.
-    sums = l + nan_unless_finite(shape, rows.acc)
+    # Where a sum of acc is not finite, 0 times it is NaN: one reduction across the block for all that may be wrong.
+    # To add is twice as fast as to compare; where finite values' sums overflow, a tile is done again for nothing.
+    sums = l + 0.0 * added_up(shape, rows.acc)
     return not ct.max(sums, propagate_nan=True) < LARGEST_SUM
 
 
@@ -286,7 +352,7 @@ def repair(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, scale: Any)
 @ct.function
 def repair_tile(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, scale: Any) -> None:
     """`repair`, in tiles so small that they cost the hot path no registers."""
-    small = with_small_tiles(shape, REPAIR_TILE)
+    small = with_few_keys(shape, REPAIR_TILE, 1, False)
     first_row = place.tile * shape.tile_m
     first = first_row // REPAIR_TILE
     end = ct.cdiv(min(first_row + shape.tile_m, place.seq_q), REPAIR_TILE)
@@ -317,15 +383,19 @@ def forward_tile(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: 
     """q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` -> one tile of out and of lse."""
     queries = load_q(shape, place, q)
     if shape.lazy_max:
-        rows = lazy_rows(shape, place, queries, k, v, scale)
+        if shape.pipeline == PILOT or shape.pipeline == PILOT_PAIRS:
+            rows = piloted_rows(shape, place, queries, k, v, scale)
+        else:
+            rows = lazy_rows(shape, place, queries, k, v, scale)
         l = row_sum(rows.l)  # noqa: E741
         # Before the store: after it, what the branch reads would keep shared memory from the loops.
-        if outgrown(shape, rows, l):
-            rows = redone_rows(shape, place, queries, k, v, scale)
-            if shape.causal:  # noqa: SIM102 - this one is decided at compile time, the next one at run time
-                if not is_finite(shape, rows.acc):
-                    rows = careful_rows(with_small_tiles(shape, shape.tile_m), place, queries, k, v, scale)
-            l = row_sum(rows.l)  # noqa: E741
+        if may_be_outgrown(shape, rows, l, v):  # noqa: SIM102 - two questions at run time, of which one is cheap
+            if outgrown(shape, rows, l):
+                rows = redone_rows(shape, place, queries, k, v, scale)
+                if shape.causal:  # noqa: SIM102 - this one is decided at compile time, the next one at run time
+                    if not is_finite(shape, rows.acc):
+                        rows = careful_rows(with_few_keys(shape, shape.tile_m, 1, False), place, queries, k, v, scale)
+                l = row_sum(rows.l)  # noqa: E741
         store_rows(shape, place, out, lse, rows, l)
     else:
         rows = online_rows(shape, place, queries, k, v, scale)
@@ -341,8 +411,12 @@ def forward_tiles(shape: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale:
     """All that one block does."""
     if shape.static_grid:
         tiles = ct.cdiv(q.shape[2], shape.tile_m) * q.shape[1] * q.shape[0]
-        for number in range(ct.bid(0), tiles, ct.num_blocks(0)):
+        number = digits_of(shape, q, ct.bid(0))
+        # Each of the three roles that warps take divides for itself, and its next load waits for it.
+        step = digits_of(shape, q, ct.num_blocks(0))
+        for _ in range(ct.bid(0), tiles, ct.num_blocks(0)):
             forward_tile(shape, place_tile(shape, q, k, number, True, shape.grouped), q, k, v, out, lse, scale)
+            number = add_digits(shape, q, number, step)
     elif shape.linear_grid:
         forward_tile(shape, find_place(shape, q, k), q, k, v, out, lse, scale)
     else:

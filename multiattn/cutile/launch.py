@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +18,7 @@ from multiattn.cutile.configs import (
     PIPELINES,
     CutileConfig,
     begins_at_diagonal,
+    divisor_near,
     grid_of,
     is_linear,
     widths_of,
@@ -117,7 +117,7 @@ def get_constants(plan: Plan) -> tuple[float | int | bool, ...]:
         *widths_of(problem, config),
         problem.causal,
         problem.causal or problem.seq_kv % config.tile_n != 0,
-        math.gcd(config.heads_together, problem.heads_q),
+        divisor_near(config.heads_together, problem.heads_q),
         problem.heads_q != problem.heads_kv,
         is_linear(problem, config),
         problem.scale_sign,

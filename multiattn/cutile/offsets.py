@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from multiattn import abi
 from multiattn.problem import Problem
-
-INT32_MAX = 2**31 - 1
 
 
 def exceeds_32bit(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -13,7 +12,7 @@ def exceeds_32bit(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     A step counts where nobody takes it, too: the stride of a dimension of one element is an argument like any other.
     """
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return max(last, *strides) > INT32_MAX
+    return max(last, *strides) > abi.INT32_MAX
 
 
 def needs_64bit(problem: Problem) -> bool:

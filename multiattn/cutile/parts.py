@@ -172,6 +172,14 @@ def nan_unless_finite(shape: Any, acc: Any) -> Any:
 
 
 @ct.function
+def added_up(shape: Any, acc: Any) -> Any:
+    """The sum of a row, ``[tile_m, 1]``."""
+    if shape.tail_d > 0:
+        return ct.sum(acc.first, axis=-1, keepdims=True) + ct.sum(acc.tail, axis=-1, keepdims=True)
+    return ct.sum(acc, axis=-1, keepdims=True)
+
+
+@ct.function
 def is_finite(shape: Any, acc: Any) -> Any:
     """Whether all of the output is."""
     # By rows: the maximum of a whole tile at once takes 4 KB of shared memory, for want of which tileiras gives the

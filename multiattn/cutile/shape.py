@@ -13,7 +13,7 @@ from multiattn.cutile.configs import SMALLEST_TILE
 REPAIR_TILE = SMALLEST_TILE
 """Rows and keys of the repair's tiles: small, for it must live in what registers and shared memory the loops leave."""
 
-PLAIN, AHEAD, PAIRS, APART = 0, 1, 2, 3
+PLAIN, AHEAD, PAIRS, APART, PILOT, PILOT_PAIRS = 0, 1, 2, 3, 4, 5
 """Pipelines, as `PIPELINES` of the configs has them."""
 
 
@@ -68,8 +68,8 @@ class Rows:
 
 
 @ct.function
-def with_small_tiles(shape: Any, tile_m: Any) -> Any:
-    """Of as few keys as there can be, for what is rare."""
+def with_few_keys(shape: Any, tile_m: Any, latency: Any, tma: Any) -> Any:
+    """Of as few keys as there can be: for what is rare, and for a pilot."""
     return Shape(
         tile_m=tile_m,
         tile_n=REPAIR_TILE,
@@ -81,9 +81,9 @@ def with_small_tiles(shape: Any, tile_m: Any) -> Any:
         grouped=shape.grouped,
         linear_grid=shape.linear_grid,
         sign=shape.sign,
-        k_latency=1,
-        v_latency=1,
-        tma=False,
+        k_latency=latency,
+        v_latency=latency,
+        tma=tma,
         exp2=shape.exp2,
         flush_to_zero=shape.flush_to_zero,
         scale_after_max=shape.scale_after_max,

@@ -32,6 +32,15 @@ class Place:
     seq_kv: Any
 
 
+@dataclass(frozen=True, kw_only=True)
+class Digits:
+    """A tile's number, as one counts tiles: those of a section of `heads_together` heads, sections, batch entries."""
+
+    tile: Any
+    section: Any
+    batch: Any
+
+
 @ct.function
 def shared_head(q: Any, k: Any, head: Any, grouped: ConstBool) -> Any:
     """The head of k that a head of q reads; not grouped: of as many heads."""
@@ -43,31 +52,59 @@ def shared_head(q: Any, k: Any, head: Any, grouped: ConstBool) -> Any:
 @ct.function
 def find_place(shape: Any, q: Any, k: Any) -> Any:
     """What a block owns that takes one tile of queries, of a grid that numbers the tiles of all heads."""
-    return place_tile(shape, q, k, ct.bid(1) * ct.num_blocks(0) + ct.bid(0), False, True)
+    return place_tile(shape, q, k, digits_of(shape, q, ct.bid(1) * ct.num_blocks(0) + ct.bid(0)), False, True)
+
+
+@ct.function
+def digits_of(shape: Any, q: Any, number: Any) -> Any:
+    """The digits of a tile's number; those of all heads count on from 0."""
+    tiles = ct.cdiv(q.shape[2], shape.tile_m) * shape.heads_together
+    sections = q.shape[1] // shape.heads_together
+    section = number // tiles
+    batch = section // sections
+    return Digits(tile=number - section * tiles, section=section - batch * sections, batch=batch)
+
+
+@ct.function
+def carry_of(digit: Any, base: Any) -> Any:
+    """1 for a digit that is not below its base, else 0; no branch, which would part the warps."""
+    return 1 - max(0, min(1, base - digit))
+
+
+@ct.function
+def add_digits(shape: Any, q: Any, number: Any, step: Any) -> Any:
+    """The digits of a sum, without dividing: of two numbers that both have theirs."""
+    tiles = ct.cdiv(q.shape[2], shape.tile_m) * shape.heads_together
+    sections = q.shape[1] // shape.heads_together
+    tile = number.tile + step.tile
+    carry = carry_of(tile, tiles)
+    section = number.section + step.section + carry
+    into_batch = carry_of(section, sections)
+    return Digits(
+        tile=tile - carry * tiles,
+        section=section - into_batch * sections,
+        batch=number.batch + step.batch + into_batch,
+    )
 
 
 @ct.function
 def place_tile(shape: Any, q: Any, k: Any, number: Any, static_grid: ConstBool, grouped: ConstBool) -> Any:
-    """Where the tile of queries of a number lives; numbers of all heads count on from 0.
+    """Where the tile of queries of a number, in digits, lives.
 
     `heads_together` heads (a divisor of the heads of q) advance together, so that blocks that run at one time share
     keys in L2. Causal: the last tiles, which see most keys, go first, and the short ones fill the tail. Of a static
     grid each section of heads begins one tile further than the one before: a block takes every n-th tile, and where n
     is a multiple of a section's tiles all of a block's would else be of one length.
     """
-    heads = q.shape[1]
     tiles = ct.cdiv(q.shape[2], shape.tile_m)
-    section = number // (tiles * shape.heads_together)
-    rest = number % (tiles * shape.heads_together)
-    tile = rest // shape.heads_together
+    tile = number.tile // shape.heads_together
     if shape.causal:
         if static_grid:
-            tile = (tile + section) % tiles
+            tile = (tile + number.batch * (q.shape[1] // shape.heads_together) + number.section) % tiles
         tile = tiles - 1 - tile
-    batch_head = section * shape.heads_together + rest % shape.heads_together
-    head = batch_head % heads
+    head = number.section * shape.heads_together + number.tile % shape.heads_together
     return Place(
-        batch=batch_head // heads,
+        batch=number.batch,
         head=head,
         head_kv=shared_head(q, k, head, grouped),
         tile=tile,

@@ -1,0 +1,334 @@
+"""Tiles and compiler hints per arch: the rules, with what each is based on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from multiattn.config import COMPILED, Rule, inherit
+from multiattn.cutile.configs import CutileConfig
+from multiattn.cutile.steps import STEPS
+
+_H200 = "H200, 2026-11-21, tileiras 13.4, B4 N=4096 H*D=2048 bf16, best of the candidates: "
+
+_LAZY = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, of 246 candidates of one experiment: "
+
+_LANDED = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, of this kernel's candidates: "
+
+_SWEPT = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, finals of bench/results/h200/tune-cutile.json: "
+
+_AGAIN = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, best of 10 to 40 (docs/experiments.md): "
+
+_IN_TURNS = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, kernels in turns (docs/experiments.md): "
+
+_LAZY_64X128 = CutileConfig(tile_m=64, tile_n=128, occupancy=2, lazy_max=True)
+"""For full problems of 128 columns, but for the order of tiles and blocks."""
+
+_LAZY_128X64 = CutileConfig(tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8, lazy_max=True)
+"""For the widest head_dims, but for the order of tiles and blocks."""
+
+_LAZY_128X128 = CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, lazy_max=True)
+"""For long causal problems, and split for head_dims between powers of two, but for the order of tiles and blocks."""
+
+
+def _without_latencies(config: CutileConfig) -> CutileConfig:
+    return replace(config, k_latency=None, v_latency=None)
+
+
+FULL_RULES: tuple[Rule[CutileConfig], ...] = (
+    Rule(
+        arches=("cpu",),
+        config=CutileConfig(tile_m=64, tile_n=64),
+        why="interpreted: small enough that a short sequence still has several blocks of keys and a ragged one",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_max=64,
+        causal=False,
+        seq_max=512,
+        config=CutileConfig(tile_m=64, tile_n=64, occupancy=4, heads_together=8, lazy_max=True, scheduler="static"),
+        why=_IN_TURNS + "N=512: 443 TFLOPS, cuDNN 370; 4 heads together 428, a block a tile 407",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_max=64,
+        causal=False,
+        config=CutileConfig(tile_m=64, tile_n=64, occupancy=4, heads_together=4, lazy_max=True),
+        why=_LAZY
+        + "N=1k 457, 4k 501, 16k 521 TFLOPS, cuDNN 384, 391, 397; 128x64 with 8 warps 476 at 4k; static 433 at 1k",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_max=64,
+        causal=True,
+        seq_min=8192,
+        config=CutileConfig(tile_m=64, tile_n=64, occupancy=4, heads_together=8, lazy_max=True),
+        why=_LAZY + "N=16k: 542 TFLOPS, cuDNN 394; 32 heads together 525; pairs at occupancy 3 491",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_max=64,
+        causal=True,
+        config=CutileConfig(tile_m=64, tile_n=64, occupancy=4, heads_together=32, lazy_max=True),
+        why=_LAZY
+        + "N=512 268, 1k 363, 4k 462 TFLOPS, cuDNN 245, 296, 348; online 266, 332, -; 4 heads together 436 at 4k",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=65,
+        head_dim_max=96,
+        causal=False,
+        config=replace(_LAZY_128X128, heads_together=2, split_head_dim=True),
+        why=_AGAIN + "D=88 N=4k 447, 16k 472 TFLOPS, cuDNN 452, 464; one tile 413, 405; 64x128 as D=128 242, 251",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=65,
+        head_dim_max=96,
+        causal=True,
+        config=_without_latencies(replace(_LAZY_128X128, heads_together=8, split_head_dim=True)),
+        why=_AGAIN + "D=88 N=4k 379, 16k 437 TFLOPS, cuDNN 389, 416; with latencies 372, 420; one tile 368, 415",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=97,
+        head_dim_max=128,
+        causal=False,
+        seq_max=724,
+        config=replace(_LAZY_64X128, heads_together=4, scheduler="static"),
+        why=_IN_TURNS + "N=512: 480 TFLOPS, cuDNN 513; 2 heads together 478; a pilot 476, with 8 heads together 483",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=97,
+        head_dim_max=128,
+        causal=False,
+        seq_max=1448,
+        config=replace(_LAZY_64X128, heads_together=4, scheduler="static", pipeline="pilot"),
+        why=_IN_TURNS + "N=1k: 566 TFLOPS, cuDNN 555; 1 head at a time 545, without a pilot 545 to 547",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=97,
+        head_dim_max=128,
+        causal=False,
+        config=replace(_LAZY_64X128, pipeline="ahead"),
+        why=_LAZY
+        + "N=4k 625, 16k 680 TFLOPS, cuDNN 594, 612; 128x128 with 8 warps 615, 663; 2 heads together 610, 647",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=97,
+        head_dim_max=128,
+        causal=True,
+        seq_max=724,
+        config=CutileConfig(tile_m=64, tile_n=64, occupancy=2, lazy_max=True, scheduler="static"),
+        why=_IN_TURNS + "N=512: 312 TFLOPS, cuDNN 342; 2 heads together 306, in pairs 308, a block a tile 304",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=97,
+        head_dim_max=128,
+        causal=True,
+        seq_max=4095,
+        config=_without_latencies(
+            CutileConfig(tile_m=64, tile_n=64, occupancy=2, heads_together=8, lazy_max=True, pipeline="pairs")
+        ),
+        why=_AGAIN + "N=1k 403, 2k 493 TFLOPS, cuDNN 393, 465; with latencies 395, 493; one by one 402, 492",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=97,
+        head_dim_max=128,
+        causal=True,
+        seq_max=5792,
+        config=replace(_LAZY_128X128, heads_together=4),
+        why=_AGAIN + "N=4k: 577 TFLOPS, cuDNN 516; in pairs 564, 8 heads without latencies 574; 64x64 in pairs 558",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=97,
+        head_dim_max=128,
+        causal=True,
+        config=_without_latencies(replace(_LAZY_128X128, heads_together=8, pipeline="pilot")),
+        why=_AGAIN + "N=8k 624, 16k 661 TFLOPS, cuDNN 533, 531; 4 heads together 624, 660; in pairs 614, 643",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=129,
+        head_dim_max=160,
+        causal=False,
+        config=replace(_LAZY_128X128, heads_together=2, split_head_dim=True),
+        why=_AGAIN + "D=144 N=4k 603, 16k 627 TFLOPS, cuDNN 512, 513; without latencies 592, 618; 128x64 469, 476",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=161,
+        head_dim_max=192,
+        causal=False,
+        config=_without_latencies(replace(_LAZY_128X128, heads_together=2, split_head_dim=True)),
+        why=_AGAIN + "D=176 N=4k 602, 16k 638 TFLOPS, cuDNN 588, 587; with latencies 585, 602; 128x64 582, 591",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=129,
+        head_dim_max=192,
+        causal=True,
+        config=replace(_LAZY_128X128, heads_together=8, split_head_dim=True),
+        why=_AGAIN
+        + "N=4k, 16k: D=144 521, 594 TFLOPS, cuDNN 441, 464; D=176 557, 613, cuDNN 506, 539; "
+        + "4 heads together 517, 595; 562, 613",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=193,
+        causal=False,
+        seq_max=512,
+        config=CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, heads_together=4),
+        why=_LAZY + "N=512: 470 TFLOPS, cuDNN 514; lazy 128x64 in pairs, static 453",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=193,
+        causal=False,
+        config=replace(_LAZY_128X64, heads_together=4, pipeline="pilot_pairs"),
+        why=_AGAIN
+        + "N=1k 601, 2k 668, 4k 724, 8k 726, 16k 734 TFLOPS, cuDNN 600, 636, 660, 650, 649; 128x128 588, 649, 699, "
+        + "694, 711; pairs without a pilot 569, -, 676, -, 734 of cuDNN's 585, 619, 655 in another run",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=193,
+        causal=True,
+        dtype="bf16",
+        seq_max=1448,
+        config=_without_latencies(replace(_LAZY_128X64, heads_together=8, pipeline="ahead")),
+        why=_AGAIN + "N=512 318, 1k 437 TFLOPS, cuDNN 356, 450; in pairs 306, 431",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=193,
+        causal=True,
+        dtype="bf16",
+        config=_without_latencies(replace(_LAZY_128X64, heads_together=8, pipeline="pilot_pairs")),
+        why=_AGAIN
+        + "N=2k 560, 4k 633, 8k 693, 16k 703 TFLOPS, cuDNN 506, 525, 547, 551; 4 heads together -, 638, 684, 703; "
+        + "pairs without a pilot 552 at 2k; online 128x128 634, 648 from 8k on",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=193,
+        causal=True,
+        seq_max=1448,
+        config=_without_latencies(replace(_LAZY_128X64, heads_together=8)),
+        why=_SWEPT + "in bf16, from the first block as fp16 does, N=1k: 403 TFLOPS, cuDNN 457; a block ahead 402",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=193,
+        causal=True,
+        seq_max=2896,
+        config=CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, heads_together=8),
+        why=_LANDED + "in bf16, from the first block as fp16 does, N=2k: 489 TFLOPS, cuDNN 499; lazy 128x64 462",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=193,
+        causal=True,
+        config=CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, heads_together=4),
+        why=_AGAIN + "as fp16 would do it, in bf16, N=8k 634, 16k 654 TFLOPS, cuDNN 544, 557",
+    ),
+    Rule(
+        arches=("sm100", "sm103"),
+        head_dim_max=128,
+        causal=True,
+        config=CutileConfig(tile_m=128, tile_n=64, occupancy=2),
+        why=COMPILED + "no spills in its loops; 128x128 spills once there at D=128, 256x128 252 times",
+    ),
+    Rule(
+        arches=("sm100", "sm103"),
+        head_dim_max=128,
+        causal=False,
+        seq_min=4096,
+        config=CutileConfig(tile_m=256, tile_n=128, occupancy=1),
+        why=COMPILED + "no spills; NVIDIA's own cuTile examples take it; k and v are read half as often as at 128x128",
+    ),
+    Rule(
+        arches=("sm100", "sm103"),
+        head_dim_max=128,
+        causal=False,
+        config=CutileConfig(tile_m=128, tile_n=128, occupancy=2),
+        why=COMPILED + "no spills in its loops; the other tile of NVIDIA's examples, in twice as many blocks",
+    ),
+    Rule(
+        arches=("sm100", "sm103"),
+        head_dim_min=129,
+        config=CutileConfig(tile_m=128, tile_n=128, occupancy=1),
+        why=COMPILED + "the accumulator of one tile fills half of tensor memory",
+    ),
+    Rule(
+        arches=("sm86", "sm89"),
+        head_dim_min=65,
+        head_dim_max=128,
+        config=CutileConfig(tile_m=64, tile_n=32, occupancy=2, k_latency=4, v_latency=6),
+        why=COMPILED
+        + "no spills in its loops, at latencies of 2 and 4 up to 12; of 64x64 causal tileiras gives up the pipeline",
+    ),
+    Rule(
+        arches=("sm80", "sm86", "sm89", "sm120", "sm121"),
+        head_dim_max=128,
+        config=CutileConfig(tile_m=64, tile_n=64, occupancy=2),
+        why=COMPILED + "NVIDIA's own cuTile examples take 64x64 at occupancy 2 on sm120",
+    ),
+    Rule(
+        arches=("sm86", "sm89"),
+        head_dim_min=129,
+        causal=True,
+        config=CutileConfig(tile_m=64, tile_n=32, occupancy=1, num_worker_warps=8),
+        why=COMPILED + "no spills; with 4 warps 205 in its loops, 64x16 39",
+    ),
+    Rule(
+        arches=("sm120", "sm121"),
+        head_dim_min=129,
+        causal=True,
+        config=CutileConfig(tile_m=128, tile_n=16, occupancy=1, num_worker_warps=8),
+        why=COMPILED + "no spills in its loops; 64x32 108, with 8 warps 26",
+    ),
+    Rule(
+        arches=("sm80", "sm86", "sm89", "sm120", "sm121"),
+        head_dim_min=129,
+        config=CutileConfig(tile_m=64, tile_n=32, occupancy=1),
+        why=COMPILED + "what fits 99 KiB; 8 warps spill more in its loops, and so do 64x16 and 128x16",
+    ),
+)
+
+
+_NO_HINTS = CutileConfig(
+    tile_m=128, tile_n=128, occupancy=None, num_worker_warps=8, k_latency=None, v_latency=None
+)  # fmt: skip
+
+
+def _causal_128(config: CutileConfig, evidence: str) -> tuple[Rule[CutileConfig], ...]:
+    """What was swept for a rung below full: D=128 with the mask, the cell that the ladder is climbed on."""
+    why = _H200 + evidence
+    return (Rule(arches=("sm90",), head_dim_min=65, head_dim_max=128, causal=True, config=config, why=why),)
+
+
+OWN_RULES: Mapping[str, tuple[Rule[CutileConfig], ...]] = {
+    "full": FULL_RULES,
+    "memory": _causal_128(
+        CutileConfig(tile_m=128, tile_n=64, occupancy=None, num_worker_warps=8),
+        "483 TFLOPS; 128x128 479; 64x128, which without a hint takes too many registers for two blocks an SM, 386",
+    ),
+    "math": _causal_128(_NO_HINTS, "481 TFLOPS; 128x64 472; 64x128 with 4 warps 360"),
+    "basic": _causal_128(_NO_HINTS, "384 TFLOPS; 128x64 349; 64x128 with 4 warps 312"),
+}
+"""Rules made for a rung, by its name. Where it has none, it goes by those of the rung that it leads to."""
+
+
+def rules_of(name: str) -> tuple[Rule[CutileConfig], ...]:
+    """The rules of a rung, by its name."""
+    own = OWN_RULES.get(name, ())
+    if name == "full":
+        return own
+    return inherit(own, FULL_RULES, top="full", limit=STEPS[name].step.limit)
