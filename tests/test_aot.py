@@ -22,7 +22,6 @@ from aot_fakes import BOX, emit, problem
 from multiattn import abi, aot
 from multiattn.arch import ARCHS
 from multiattn.backend import BACKENDS, get, make_plan
-from multiattn.cutile.configs import divisor_near
 from multiattn.problem import Problem
 
 # ---------------------------------------------------------------- what code holds for
@@ -60,9 +59,27 @@ def test_a_grid_has_as_many_heads_side_by_side_as_the_code(emitted, heads_q, cau
     config = kernel.plan.config
     assert config.heads_together >= 4
     assert config.scheduler == "one_tile"
-    together = divisor_near(config.heads_together, emitted)
+    together = math.gcd(config.heads_together, emitted)
     binding = kernel._bind(problem(heads_q=heads_q, **sizes))
     assert binding.grid == (1024 // config.tile_m * together, heads_q // together, 2)
+
+
+@pytest.mark.parametrize("heads_q", [6, 12])
+def test_code_with_heads_of_several_batch_entries_together_runs_what_its_number_divides(heads_q):
+    """As where it is launched at once: code that is emitted has none (`for_most_heads`)."""
+    from multiattn.cutile.bind import IMAGE, bind
+
+    sizes = {"heads_kv": 1, "seq_q": 1024, "causal": True}
+    plan = make_plan(get("cutile"), problem(heads_q=6, **sizes), ARCHS["sm90"], probe=False)
+    emitted = bind(plan, IMAGE)
+    assert emitted.constants["spanning"] == "True"
+    other = bind(replace(plan, problem=problem(heads_q=heads_q, **sizes)), IMAGE, emitted.constants)
+    assert other.constants == emitted.constants
+    assert other.grid == (1024 // plan.config.tile_m * 12, heads_q // 6, 1)
+    assert (
+        bind(replace(plan, problem=problem(heads_q=4, **sizes)), IMAGE, emitted.constants).constants
+        != emitted.constants
+    )
 
 
 SQUARE = {"seq_q": 128, "seq_kv": 128, "causal": True}

@@ -10,7 +10,16 @@ from multiattn import Problem, abi, reference
 from multiattn.arch import ARCHS, GPU_ARCHS, Arch
 from multiattn.backend import get, make_plan, plan_variant
 from multiattn.cutile.bind import IMAGE, bind
-from multiattn.cutile.configs import MAX_GRID_X, CutileConfig, divisor_near, factor_grid, find_grid, is_linear
+from multiattn.cutile.configs import (
+    MAX_GRID_X,
+    CutileConfig,
+    Together,
+    divisor_near,
+    factor_grid,
+    find_grid,
+    is_linear,
+    together_of,
+)
 
 pytest.importorskip("cuda.tile")
 
@@ -148,10 +157,27 @@ def test_as_many_heads_together_as_divide_them(wanted, heads, got):
     assert divisor_near(wanted, heads) == got
 
 
-@pytest.mark.parametrize("heads_together", [1, 2, 3, 4, 100])
+@pytest.mark.parametrize(
+    ("wanted", "batch", "heads", "got"),
+    [
+        (8, 4, 16, Together(heads=8)), (32, 1, 8, Together(heads=8)), (32, 32, 8, Together(heads=32, spanning=True)),
+        (16, 16, 8, Together(heads=16, spanning=True)), (15, 16, 8, Together(heads=8)), (8, 2, 11, Together(heads=11)),
+        (8, 64, 1, Together(heads=8, spanning=True)), (32, 3, 8, Together(heads=24, spanning=True)),
+        (32, 1009, 8, Together(heads=8)), (1, 5, 7, Together(heads=1)),
+    ],
+)  # fmt: skip
+def test_heads_together_are_of_several_batch_entries_where_one_has_too_few(wanted, batch, heads, got):
+    problem = Problem.contiguous(batch=batch, heads_q=heads, seq_q=64, head_dim=64)
+    assert together_of(problem, CutileConfig(tile_m=64, tile_n=64, heads_together=wanted)) == got
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("heads_together", [1, 2, 3, 4, 8, 12, 100])
 @pytest.mark.parametrize("causal", [False, True])
-def test_every_order_of_tiles_covers_every_tile(heads_together, causal):
-    q, k, v = make_inputs(batch=2, heads_q=4, heads_kv=2)
+def test_every_order_of_tiles_covers_every_tile(heads_together, causal, linear, monkeypatch):
+    if linear:
+        monkeypatch.setattr("multiattn.cutile.launch.is_linear", lambda *_: True)
+    q, k, v = make_inputs(batch=3, heads_q=4, heads_kv=2)
     problem = Problem.of(q, k, v, causal=causal)
     config = CutileConfig(tile_m=32, tile_n=16, heads_together=heads_together)
     plan = make_plan(BACKEND, problem, ARCHS["cpu"], config=config)
@@ -238,9 +264,11 @@ def test_grids_of_many_blocks():
     x, y = find_grid(many, 64)
     assert x * y == 2**26
     assert x <= MAX_GRID_X
-    assert is_linear(few, CutileConfig(tile_m=64, tile_n=64))
+    assert is_linear(few, CutileConfig(tile_m=64, tile_n=64), Together(heads=1))
     assert not is_linear(
-        Problem.contiguous(batch=60_000, heads_q=4, seq_q=64, head_dim=8), CutileConfig(tile_m=64, tile_n=64)
+        Problem.contiguous(batch=60_000, heads_q=4, seq_q=64, head_dim=8),
+        CutileConfig(tile_m=64, tile_n=64),
+        Together(heads=1),
     )
     prime = Problem.contiguous(batch=2**31 - 1, heads_q=1, seq_q=1, head_dim=8)
     assert find_grid(prime, 64) is None
@@ -263,7 +291,7 @@ def test_candidates_are_distinct_and_fit():
         problem = Problem.contiguous(batch=4, heads_q=16, heads_kv=4, seq_q=4096, head_dim=head_dim, causal=True)
         for name in GPU_ARCHS:
             configs = BACKEND.forward.candidates(variant, problem, ARCHS[name])
-            assert 12 <= len(configs) <= (130 if name == "sm90" else 20)
+            assert 12 <= len(configs) <= (160 if name == "sm90" else 20)
             assert len(set(configs)) == len(configs)
 
 
@@ -274,7 +302,7 @@ def test_a_sweep_tries_few_heads_together_where_the_keys_of_four_crowd_l2(head_d
     problem = Problem.contiguous(batch=1, heads_q=16, seq_q=seq, head_dim=head_dim, causal=True)
     tried = BACKEND.forward.candidates(variant, problem, ARCHS["sm90"])
     heads = {config.heads_together for config in tried if config.lazy_max and config.scheduler == "one_tile"}
-    assert heads == ({1, 2, 4, 8, 16} if few else {4, 8, 16})
+    assert heads == ({1, 2, 4, 8, 16, 32} if few else {4, 8, 16, 32})
 
 
 @pytest.mark.parametrize("causal", [False, True])

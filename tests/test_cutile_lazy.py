@@ -10,7 +10,7 @@ import multiattn
 from multiattn import Problem, reference
 from multiattn.arch import ARCHS
 from multiattn.backend import get, make_plan, plan_variant
-from multiattn.cutile.configs import PIPELINES, CutileConfig, begins_at_diagonal, grid_of, is_linear
+from multiattn.cutile.configs import PIPELINES, CutileConfig, Together, begins_at_diagonal, grid_of, is_linear
 from multiattn.cutile.steps import STEPS
 from multiattn.schedule import most_multiprocessors
 
@@ -175,8 +175,10 @@ def test_a_pilot_and_then_every_block_once(seq_q, seq_kv, tile_n, pipeline, caus
         assert pilot == (first_masked if aligned else 0, 16, causal or seq_kv % tile_n > 0)
         assert [(first, keys) for first, keys, _ in walked] == [(it, tile_n) for it in range(0, seen_by_last, tile_n)]
         assert all(masked for first, _, masked in walked if first >= first_masked)
-        if pipeline == "pilot":
-            assert not any(masked for first, _, masked in walked if first < first_masked)
+        needless = sum(masked for first, _, masked in walked if first < first_masked)
+        whole_pairs = first_masked // tile_n % 2 == 0
+        masks = causal or seq_kv % tile_n > 0
+        assert needless == (pipeline == "pilot_pairs" and masks and not whole_pairs)
 
 
 def test_a_first_row_that_sees_one_key_of_little_weight(redone):
@@ -253,6 +255,29 @@ def test_huge_values(lengths, pipeline, causal, redone):
 
 
 @each_mask
+@each_pipeline
+def test_values_next_to_the_largest(pipeline, causal, redone):
+    """Of one sign, so that a row of the output, or 64 weights of 1, would add up beyond fp32: weights are 2^-16."""
+    q, k, v = make_inputs(heads_q=1, seq_q=64, seq_kv=256, spread=0.0)
+    v[...] = 3e38
+    out, _ = launch(replace(LAZY, pipeline=pipeline), q, k, v, causal=causal)
+    torch.testing.assert_close(out, v[:, :, :64], rtol=0.01, atol=0.0)
+    assert not redone
+
+
+@pytest.mark.parametrize("exponent", range(-128, -96, 4))
+@each_pipeline
+def test_an_infinite_value_of_little_weight_is_infinite(exponent, pipeline):
+    """By as many powers of two less than the others: what fp32 holds must not be lost to the headroom."""
+    q, k, v = make_inputs(heads_q=1, seq_q=32, seq_kv=96, spread=0.0)
+    q[..., 0], k[..., 70, 0] = 8.0, exponent / math.log2(math.e)  # at a scale of 1/8
+    v[:, :, 70] = math.inf
+    online = launch(CutileConfig(tile_m=32, tile_n=32), q, k, v)
+    for ours, theirs in zip(launch(replace(LAZY, pipeline=pipeline), q, k, v), online, strict=True):
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+@each_mask
 @each_length
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-44, 1.0])
 def test_scales(scale, lengths, causal):
@@ -320,48 +345,35 @@ def test_nonfinite_queries_and_keys_do_what_they_do_online(lengths, at, name, va
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2, equal_nan=True)
 
 
-@pytest.mark.parametrize(("growth", "value", "again"), [(9, 3e38, False), (24, 1e37, True)])
-def test_sums_below_which_nothing_overflows_are_not_asked_about(growth, value, again, redone, patch_kernel):
-    """Half of the weights are 2^growth times the others: sums of 0.25 and of 2^13, by which the values overflow."""
-    asked, outgrown = [], forward.outgrown
-    patch_kernel("outgrown", lambda *of: asked.append(of) or outgrown(*of))
-    q, k, v = make_inputs(heads_q=1, seq_q=32, seq_kv=64, head_dim=16, spread=0.0)
-    q[..., 0], k[..., 32:, 0] = 8.0, growth / math.log2(math.e) / 2  # at a scale of 1/4
-    v[...] = value
-    out, _ = launch(LAZY, q, k, v)
-    torch.testing.assert_close(out, v[:, :, :32], rtol=0.01, atol=0.0)
-    assert (bool(asked), bool(redone)) == (again, again)
-
-
-@pytest.mark.parametrize("change", ["never", "output", "sums"])
+@pytest.mark.parametrize("change", ["never", "output", "never first", "output first"])
 def test_a_check_that_misses_something_is_noticed(change, patch_kernel):
-    """Without the check at all, without its look at the output, and where sums are too small to ask too early."""
+    """Without the check at all, and without its look at the output: as it is asked, and as it is asked first."""
     import cuda.tile as ct
 
     def sums_only(shape, rows, l):  # noqa: E741
         return not ct.max(l, propagate_nan=True) < forward.LARGEST_SUM
 
     broken = {
-        "never": ("outgrown", lambda shape, rows, l: False),  # noqa: E741
-        "output": ("outgrown", sums_only),
-        "sums": ("SMALL_SUM_BF16", forward.LARGEST_SUM),
-    }[change]
+        "never": lambda shape, rows, l: False,  # noqa: E741
+        "output": sums_only,
+    }[change.removesuffix(" first")]
     q, k, v = make_inputs(seq_q=64, seq_kv=96, spread=2.0)
-    if change in ("output", "sums"):
+    if "output" in change:
         v *= 1e30
         k = grow(k, start=50, factor=4.0)
     else:
         k = grow(k, start=50, factor=60.0)
     check(LAZY, q, k, v)
-    patch_kernel(*broken)
+    patch_kernel("may_be_outgrown" if "first" in change else "outgrown", broken)
     with pytest.raises(AssertionError):
         check(LAZY, q, k, v)
 
 
 @each_mask
+@pytest.mark.parametrize("heads_together", [2, 18])
 @pytest.mark.parametrize("blocks", [1, 3, 7, 12, 31])
-def test_a_static_grid_takes_every_tile_once(blocks, causal, patch_kernel):
-    """Every n-th of 36 tiles: 2 of each of 6 heads, in sections of 2 heads, of 3 batch entries."""
+def test_a_static_grid_takes_every_tile_once(blocks, heads_together, causal, patch_kernel):
+    """Every n-th of 36 tiles: 2 of each of 6 heads of 3 batch entries, in sections of 2 heads, and in one of all."""
 
     def note(shape, place, *rest):
         found.append((place.batch, place.head, place.tile))
@@ -369,21 +381,22 @@ def test_a_static_grid_takes_every_tile_once(blocks, causal, patch_kernel):
 
     found, forward_tile = [], forward.forward_tile
     patch_kernel("forward_tile", note)
-    config = replace(LAZY, scheduler="static", occupancy=blocks, heads_together=2)
+    config = replace(LAZY, scheduler="static", occupancy=blocks, heads_together=heads_together)
     check(config, *make_inputs(batch=3, heads_q=6, heads_kv=3, seq_q=49, head_dim=16), causal=causal)
     assert sorted(found) == [(batch, head, tile) for batch in range(3) for head in range(6) for tile in range(2)]
 
 
 def test_a_static_grid_fills_the_device():
     problem = Problem.contiguous(batch=8, heads_q=8, seq_q=1000, head_dim=64)
-    static = replace(LAZY, tile_m=64, occupancy=2, scheduler="static")
-    assert grid_of(problem, static, 132, linear=True) == (264, 1, 1)
-    assert grid_of(problem, replace(static, occupancy=None), 132, linear=True) == (132, 1, 1)
-    assert grid_of(replace(problem, batch=1, heads_q=1), static, 132, linear=True) == (16, 1, 1)
-    assert grid_of(problem, LAZY, 132, linear=True) == (32 * 64, 1, 1)
-    assert grid_of(problem, replace(LAZY, heads_together=4), 132, linear=False) == (32 * 4, 2, 8)
-    assert is_linear(problem, static)
-    assert not is_linear(problem, LAZY)
+    static, one = replace(LAZY, tile_m=64, occupancy=2, scheduler="static"), Together(heads=1)
+    assert grid_of(problem, static, one, 132, linear=True) == (264, 1, 1)
+    assert grid_of(problem, replace(static, occupancy=None), one, 132, linear=True) == (132, 1, 1)
+    assert grid_of(replace(problem, batch=1, heads_q=1), static, one, 132, linear=True) == (16, 1, 1)
+    assert grid_of(problem, LAZY, one, 132, linear=True) == (32 * 64, 1, 1)
+    assert grid_of(problem, LAZY, Together(heads=4), 132, linear=False) == (32 * 4, 2, 8)
+    assert grid_of(problem, LAZY, Together(heads=16, spanning=True), 132, linear=False) == (32 * 16, 4, 1)
+    assert is_linear(problem, static, one)
+    assert not is_linear(problem, LAZY, one)
     assert [most_multiprocessors(ARCHS[name]) for name in ("sm90", "cpu")] == [132, 1]
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], config=static, probe=False)
     assert get_grid(plan) == (264, 1, 1)  # of the largest product, as there is no device here

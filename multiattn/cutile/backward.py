@@ -52,6 +52,8 @@ class Shape:
     ragged: Any
     """Whether the last block of keys is not full."""
     heads_together: Any
+    spanning: Any
+    """Whether those are heads of several batch entries: never here."""
     latency: Any
     """Of the loads in the loop."""
     tma: Any
@@ -255,7 +257,7 @@ def query_grads(
     """First of two passes: dq and delta."""
     shape = Shape(
         tile_m=tile_m, tile_n=tile_n, tile_d=tile_d, causal=causal, ragged=ragged, heads_together=heads_together,
-        latency=latency, tma=tma, tma_columns=tma_columns,
+        spanning=False, latency=latency, tma=tma, tma_columns=tma_columns,
     )  # fmt: skip
     query_grads_block(shape, q, k, v, out, lse, dout, dlse, delta, dq, score_factor, grad_factor, has_dlse)
 
@@ -269,7 +271,7 @@ def key_grads(
     """Second of two passes: dk and dv."""
     shape = Shape(
         tile_m=tile_m, tile_n=tile_n, tile_d=tile_d, causal=causal, ragged=ragged, heads_together=heads_together,
-        latency=latency, tma=tma, tma_columns=tma_columns,
+        spanning=False, latency=latency, tma=tma, tma_columns=tma_columns,
     )  # fmt: skip
     key_grads_block(shape, q, k, v, lse, dout, delta, None, dk, dv, score_factor, grad_factor)
 
@@ -283,7 +285,7 @@ def all_grads(
     """One pass: dk, dv, and dq added up in any order in `dq_sum`, fp32 like dq, without its factor."""
     shape = Shape(
         tile_m=tile_m, tile_n=tile_n, tile_d=tile_d, causal=causal, ragged=ragged, heads_together=heads_together,
-        latency=latency, tma=tma, tma_columns=tma_columns,
+        spanning=False, latency=latency, tma=tma, tma_columns=tma_columns,
     )  # fmt: skip
     view = dq_sum.tiled_view((1, 1, tile_m, tile_d))
     key_grads_block(shape, q, k, v, lse, dout, delta, view, dk, dv, score_factor, grad_factor)
@@ -326,6 +328,7 @@ def row_shape(tile_m: ConstInt, tile_d: ConstInt) -> Any:
         causal=False,
         ragged=False,
         heads_together=1,
+        spanning=False,
         latency=2,
         tma=True,
         tma_columns=False,

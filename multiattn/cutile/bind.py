@@ -8,12 +8,13 @@ from the arguments. Its shared memory is static, whatever the size, and needs no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
 from multiattn import abi
 from multiattn.backend import Plan
-from multiattn.cutile.configs import CutileConfig, begins_at_diagonal, divisor_near, grid_of, is_linear
+from multiattn.cutile.configs import CutileConfig, Together, begins_at_diagonal, grid_of, is_linear, together_of
 from multiattn.cutile.offsets import needs_64bit
 from multiattn.cutile.steps import STEPS
 from multiattn.problem import LOG2_E, Problem
@@ -47,9 +48,9 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
     problem, config = plan.problem, plan.config
     assert isinstance(config, CutileConfig)
     constants = _constants(plan, config, emitted)
-    config = replace(config, heads_together=abi.divisor(constants["heads_q"]))  # as the code has it, not as heads allow
-    linear = abi.flag(constants, emitted, "linear_grid", is_linear(problem, config))
-    grid = grid_of(problem, config, most_multiprocessors(plan.arch), linear=linear)
+    together = told_together(constants)  # as the code has it, not as heads allow
+    linear = abi.flag(constants, emitted, "linear_grid", is_linear(problem, config, together))
+    grid = grid_of(problem, config, together, most_multiprocessors(plan.arch), linear=linear)
     if grid is None:
         raise ValueError(f"no grid for {plan}")
     kind: abi.Kind = "i64" if abi.flag(constants, emitted, "int64", needs_64bit(problem)) else "i32"
@@ -61,6 +62,23 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
     return abi.Binding(arguments=tuple(arguments), grid=grid, image=image, constants=constants)
 
 
+def for_most_heads(plan: Plan) -> Plan:
+    """A forward Plan whose code is to be emitted, with no more heads together than divide both.
+
+    Else code for 6 heads would serve multiples of 6 only, or only certain batches, and not all even numbers of heads.
+    """
+    config = plan.config
+    assert isinstance(config, CutileConfig)
+    heads_together = math.gcd(config.heads_together, plan.problem.heads_q)
+    return replace(plan, config=replace(config, heads_together=heads_together))
+
+
+def told_together(constants: Mapping[str, str]) -> Together:
+    """How many heads advance together, as constants have it."""
+    spanning = constants["spanning"] == "True"
+    return Together(heads=abi.divisor(constants["batch_heads" if spanning else "heads_q"]), spanning=spanning)
+
+
 def _constants(plan: Plan, config: CutileConfig, emitted: Mapping[str, str]) -> dict[str, str]:
     """Those of the whole kernel; what variant and config come to is not among them."""
     problem = plan.problem
@@ -70,8 +88,12 @@ def _constants(plan: Plan, config: CutileConfig, emitted: Mapping[str, str]) -> 
     abi.flag(constants, emitted, "masked", problem.causal or problem.seq_kv % config.tile_n != 0)
     divisor = config.tile_m if begins_at_diagonal(problem, config) else 1
     abi.multiple(constants, emitted, DIAGONAL, divisor, problem.seq_kv - problem.seq_q)
-    together = divisor_near(config.heads_together, problem.heads_q)
-    abi.multiple(constants, emitted, "heads_q", together, problem.heads_q)
+    together = together_of(problem, config)
+    heads, pairs = (1, together.heads) if together.spanning else (together.heads, 1)
+    # Code does either, whatever these tensors would ask for.
+    abi.settle(constants, emitted, "spanning", str(together.spanning), lambda there: True)
+    abi.multiple(constants, emitted, "heads_q", heads, problem.heads_q)
+    abi.multiple(constants, emitted, "batch_heads", pairs, problem.batch * problem.heads_q)
     abi.flag(constants, emitted, "grouped", problem.heads_q != problem.heads_kv)
     strides = (*problem.strides_q, *problem.strides_k, *problem.strides_v)
     abi.flag(constants, emitted, "no_tma", 0 in strides)  # TMA wants positive strides

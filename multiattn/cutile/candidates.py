@@ -101,11 +101,10 @@ def _lazy_candidates(problem: Problem) -> list[CutileConfig]:
 
 
 def _heads_together(problem: Problem, way: CutileConfig) -> dict[int, None]:
-    """Distinct counts: fewer in a static grid, which turns from head to head, and if four heads' keys exceed half L2.
-
-    Hopper's has two halves, and what both need is in both.
+    """Distinct counts: small ones too in a static grid, which turns from head to head, and if four heads' keys exceed
+    half of L2. Hopper's has two halves, and what both need is in both.
     """
-    few, several = (1, 2, 4), (4, 8, problem.heads_q)
+    few, several = (1, 2, 4), (4, 8, 16, 32, problem.heads_q)
     if not problem.causal:
         return dict.fromkeys((*few, 8) if way.scheduler == "static" else few)
     if way.scheduler == "static":

@@ -42,7 +42,7 @@ class CutileConfig(Config):
 
     `occupancy` is blocks per SM; None, as of a latency, gives no hint. `num_worker_warps` None lets the compiler choose
     (4); 8 spreads a tile's rows over two warpgroups. A latency, 1 to 10, is how far ahead a load is issued. About
-    `heads_together` heads advance together (`divisor_near`).
+    `heads_together` heads advance together, if need be of several batch entries (`together_of`).
     """
 
     occupancy: int | None = 1
@@ -141,7 +141,9 @@ def split_widths(head_dim: int) -> tuple[int, int] | None:
 
 
 def begins_at_diagonal(problem: Problem, config: CutileConfig) -> bool:
-    """Whether the walk of a tile's keys begins at the first block that needs a mask, not at the first of all.
+    """Whether a tile's maxima are those of the first block that needs a mask, not of the first of all.
+
+    The walk of its keys begins there, too, but not with a pilot.
 
     Where tiles of rows start with blocks of keys, every row sees some key of that block. The first row sees one, whose
     score is a poor guess of the others': only with the range of bf16, and not where attention has sinks in fp16.
@@ -155,23 +157,46 @@ def find_grid(problem: Problem, tile_m: int) -> tuple[int, int] | None:
     return factor_grid(-(-problem.seq_q // tile_m) * problem.heads_q * problem.batch)
 
 
-def is_linear(problem: Problem, config: CutileConfig) -> bool:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Together:
+    """Heads that advance together; `spanning`: counted over batch entries, whose heads are then a divisor of them."""
+
+    heads: int
+    spanning: bool = False
+
+
+def together_of(problem: Problem, config: CutileConfig) -> Together:
+    """As many heads as the config wants, or nearly: where it wants more than a batch entry has, of several of them.
+
+    A causal section ends with its short tiles, and the next begins with long ones. Where a section is a fraction of
+    what runs at one time, the last long ones begin late, and most SMs wait for them.
+    """
+    heads = divisor_near(config.heads_together, problem.heads_q)
+    entries = divisor_near(max(1, config.heads_together // problem.heads_q), problem.batch)
+    if entries == 1:
+        return Together(heads=heads)
+    return Together(heads=entries * problem.heads_q, spanning=True)
+
+
+def is_linear(problem: Problem, config: CutileConfig, together: Together) -> bool:
     """Whether the grid numbers the tiles of all heads: one whose blocks take several, or too large in y or z."""
-    x, y, z = _grid_by_head(problem, config)
+    x, y, z = _grid_by_head(problem, config, together)
     return config.scheduler == "static" or x > MAX_GRID_X or max(y, z) > MAX_GRID_Y
 
 
-def _grid_by_head(problem: Problem, config: CutileConfig) -> tuple[int, int, int]:
-    together = divisor_near(config.heads_together, problem.heads_q)
-    return -(-problem.seq_q // config.tile_m) * together, problem.heads_q // together, problem.batch
+def _grid_by_head(problem: Problem, config: CutileConfig, together: Together) -> tuple[int, int, int]:
+    x = -(-problem.seq_q // config.tile_m) * together.heads
+    if together.spanning:
+        return x, problem.batch * problem.heads_q // together.heads, 1
+    return x, problem.heads_q // together.heads, problem.batch
 
 
 def grid_of(
-    problem: Problem, config: CutileConfig, multiprocessors: int, *, linear: bool
+    problem: Problem, config: CutileConfig, together: Together, multiprocessors: int, *, linear: bool
 ) -> tuple[int, int, int] | None:
     """Blocks in x, y and z on a device of so many SMs; None if there are too many. `linear`: of code that numbers."""
     if not linear:
-        return _grid_by_head(problem, config)
+        return _grid_by_head(problem, config, together)
     grid = find_grid(problem, config.tile_m)
     if grid is None:
         return None

@@ -22,9 +22,9 @@ from multiattn import abi
 from multiattn.arch import Arch
 from multiattn.backend import Exported, Plan
 from multiattn.cutile.backward_launch import get_steps
-from multiattn.cutile.bind import ARRAYS, DIAGONAL, EXTENTS, IMAGE, STRIDES, bind
+from multiattn.cutile.bind import ARRAYS, DIAGONAL, EXTENTS, IMAGE, STRIDES, bind, for_most_heads, told_together
 from multiattn.cutile.compile import get_signature, get_step_signature
-from multiattn.cutile.configs import grid_of, is_linear
+from multiattn.cutile.configs import grid_of, is_linear, together_of
 from multiattn.cutile.launch import compile_limit, get_config, get_constants, get_kernel
 from multiattn.schedule import most_multiprocessors
 
@@ -42,6 +42,7 @@ def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
     cubin take.
     """
     if plan.direction == "forward":
+        plan = for_most_heads(plan)
         return (_export(get_kernel(plan), get_signature(plan), plan, kinds),)
     steps = get_steps(plan, has_dlse=False)
     return tuple(_export(step.kernel, get_step_signature(plan, step), plan, kinds) for step in steps)
@@ -138,13 +139,15 @@ def prove(binding: abi.Binding, text: str) -> None:
 
 def _prove_constants(binding: abi.Binding, plan: Plan, signature: Any) -> None:
     """ValueError where a launch by cuTile would have another grid or scale, or other constants."""
-    scale, tile_m, _, _, _, causal, masked, together, grouped, linear, sign, _, _, tma, *rest = get_constants(plan)
+    scale, tile_m, _, _, _, causal, masked, *rest = get_constants(plan)
+    heads, spanning, grouped, linear, sign, _, _, tma, *rest = rest
     *_, diagonal_first, _, _, _ = rest
     constants, scalar = binding.constants, binding.arguments[-1]
     assert isinstance(scalar, abi.Number)
-    ours: list[object] = [binding.grid, scalar.value, abi.divisor(constants["heads_q"])]
+    together = told_together(constants)
+    ours: list[object] = [binding.grid, scalar.value, together.heads, together.spanning]
     ours.append(abi.divisor(constants[DIAGONAL]))
-    theirs: list[object] = [_grid(plan), scale, together, tile_m if diagonal_first else 1]
+    theirs: list[object] = [_grid(plan), scale, heads, spanning, tile_m if diagonal_first else 1]
     ours += [constants["grouped"], constants["linear_grid"]]
     theirs += [str(grouped), str(linear)]
     ours += [constants["causal"], constants["masked"], constants["scale_sign"], constants["no_tma"]]
@@ -159,7 +162,9 @@ def _prove_constants(binding: abi.Binding, plan: Plan, signature: Any) -> None:
 def _grid(plan: Plan) -> tuple[int, int, int] | None:
     """Of a launch by cuTile; of a static grid on the largest product of the arch, whatever is here."""
     problem, config = plan.problem, get_config(plan)
-    return grid_of(problem, config, most_multiprocessors(plan.arch), linear=is_linear(problem, config))
+    together = together_of(problem, config)
+    linear = is_linear(problem, config, together)
+    return grid_of(problem, config, together, most_multiprocessors(plan.arch), linear=linear)
 
 
 def _type_of(argument: abi.Argument, dtype: str) -> str:

@@ -31,6 +31,7 @@ from multiattn.cutile.parts import (
     keep_nonfinite,
     load_q,
     multiply_keys,
+    nan_unless_finite,
     scaled,
     store_out,
     zeros,
@@ -75,12 +76,6 @@ reduction across threads. H200, 2026-11-21, N=4096 full: +2 % at D=128 and +1 % 
 LARGEST_SUM = 1e30
 """Of a row's weights, with `lazy_max`: far from overflow, and its reciprocal from underflow. Where the largest weight
 of the block that comes first is 2^-16, others may be 2^115 times that."""
-
-
-SMALL_SUM_BF16 = 0.5
-"""Of a row's weights: of values up to bf16's largest, next to that of fp32, less than that is added up."""
-SMALL_SUM_FP16 = 32768.0
-"""Likewise: no weight is beyond fp16's largest, 65504."""
 
 
 @ct.function
@@ -311,21 +306,16 @@ def careful_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> 
 
 
 @ct.function
-def may_be_outgrown(shape: Any, rows: Any, l: Any, v: Any) -> Any:  # noqa: E741
-    """Whether `outgrown` needs to be asked: not of sums so small that every weight holds, and every sum of values."""
-    if shape.causal:  # a masked key's nan or inf in v shows in acc alone
-        return True
-    small = SMALL_SUM_FP16 if v.dtype == ct.float16 else SMALL_SUM_BF16
-    return not ct.max(l, propagate_nan=True) < small
+def may_be_outgrown(shape: Any, rows: Any, l: Any) -> Any:  # noqa: E741
+    """Whether `outgrown`, or a sum of large values overflows. To add is twice as fast as to compare."""
+    # Where a sum is not finite, 0 times it is NaN: one reduction across the block for all that may be wrong.
+    return not ct.max(l + 0.0 * added_up(shape, rows.acc), propagate_nan=True) < LARGEST_SUM
 
 
 @ct.function
 def outgrown(shape: Any, rows: Any, l: Any) -> Any:  # noqa: E741
     """Whether scores outgrew the maxima by what fp32 or the weights' dtype holds, or anything is not finite."""
-    # Where a sum of acc is not finite, 0 times it is NaN: one reduction across the block for all that may be wrong.
-    # To add is twice as fast as to compare; where finite values' sums overflow, a tile is done again for nothing.
-    sums = l + 0.0 * added_up(shape, rows.acc)
-    return not ct.max(sums, propagate_nan=True) < LARGEST_SUM
+    return not ct.max(l + nan_unless_finite(shape, rows.acc), propagate_nan=True) < LARGEST_SUM
 
 
 # ---------------------------------------------------------------- results
@@ -389,7 +379,7 @@ def forward_tile(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: 
             rows = lazy_rows(shape, place, queries, k, v, scale)
         l = row_sum(rows.l)  # noqa: E741
         # Before the store: after it, what the branch reads would keep shared memory from the loops.
-        if may_be_outgrown(shape, rows, l, v):  # noqa: SIM102 - two questions at run time, of which one is cheap
+        if may_be_outgrown(shape, rows, l):  # noqa: SIM102 - the second question is as rare as a yes to the first
             if outgrown(shape, rows, l):
                 rows = redone_rows(shape, place, queries, k, v, scale)
                 if shape.causal:  # noqa: SIM102 - this one is decided at compile time, the next one at run time
@@ -411,8 +401,8 @@ def forward_tiles(shape: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale:
     """All that one block does."""
     if shape.static_grid:
         tiles = ct.cdiv(q.shape[2], shape.tile_m) * q.shape[1] * q.shape[0]
+        # Divided once, not for each tile: each of the three roles that warps take would, and its next load wait for it.
         number = digits_of(shape, q, ct.bid(0))
-        # Each of the three roles that warps take divides for itself, and its next load waits for it.
         step = digits_of(shape, q, ct.num_blocks(0))
         for _ in range(ct.bid(0), tiles, ct.num_blocks(0)):
             forward_tile(shape, place_tile(shape, q, k, number, True, shape.grouped), q, k, v, out, lse, scale)
@@ -435,7 +425,7 @@ def hint(latency: Any) -> Any:
 def forward(
     q: Array32, k: Array32, v: Array32, out: Array32, lse: ct.Array, scale: float,
     tile_m: ConstInt, tile_n: ConstInt, tile_d: ConstInt, tail_d: ConstInt, causal: ConstBool, masked: ConstBool,
-    heads_together: ConstInt, grouped: ConstBool, linear_grid: ConstBool, sign: ConstInt,
+    heads_together: ConstInt, spanning: ConstBool, grouped: ConstBool, linear_grid: ConstBool, sign: ConstInt,
     k_latency: ConstInt, v_latency: ConstInt, tma: ConstBool,
     exp2: ConstBool, flush_to_zero: ConstBool, scale_after_max: ConstBool, k_transposed: ConstBool,
     approximate_division: ConstBool, ln_base: ConstFloat,
@@ -445,7 +435,7 @@ def forward(
     """out and lse of attention, for arrays whose offsets fit 31 bits; arguments as in `Shape` and `forward_tile`."""
     shape = Shape(
         tile_m=tile_m, tile_n=tile_n, tile_d=tile_d, tail_d=tail_d, causal=causal, masked=masked,
-        heads_together=heads_together, grouped=grouped, linear_grid=linear_grid, sign=sign,
+        heads_together=heads_together, spanning=spanning, grouped=grouped, linear_grid=linear_grid, sign=sign,
         k_latency=hint(k_latency), v_latency=hint(v_latency), tma=tma,
         exp2=exp2, flush_to_zero=flush_to_zero, scale_after_max=scale_after_max, k_transposed=k_transposed,
         approximate_division=approximate_division, ln_base=ln_base,
@@ -459,7 +449,7 @@ def forward(
 def forward_64bit(
     q: Array64, k: Array64, v: Array64, out: Array64, lse: Rows64, scale: float,
     tile_m: ConstInt, tile_n: ConstInt, tile_d: ConstInt, tail_d: ConstInt, causal: ConstBool, masked: ConstBool,
-    heads_together: ConstInt, grouped: ConstBool, linear_grid: ConstBool, sign: ConstInt,
+    heads_together: ConstInt, spanning: ConstBool, grouped: ConstBool, linear_grid: ConstBool, sign: ConstInt,
     k_latency: ConstInt, v_latency: ConstInt, tma: ConstBool,
     exp2: ConstBool, flush_to_zero: ConstBool, scale_after_max: ConstBool, k_transposed: ConstBool,
     approximate_division: ConstBool, ln_base: ConstFloat,
@@ -469,7 +459,7 @@ def forward_64bit(
     """`forward` for larger arrays: shapes, strides and offsets in 64 bit."""
     shape = Shape(
         tile_m=tile_m, tile_n=tile_n, tile_d=tile_d, tail_d=tail_d, causal=causal, masked=masked,
-        heads_together=heads_together, grouped=grouped, linear_grid=linear_grid, sign=sign,
+        heads_together=heads_together, spanning=spanning, grouped=grouped, linear_grid=linear_grid, sign=sign,
         k_latency=hint(k_latency), v_latency=hint(v_latency), tma=tma,
         exp2=exp2, flush_to_zero=flush_to_zero, scale_after_max=scale_after_max, k_transposed=k_transposed,
         approximate_division=approximate_division, ln_base=ln_base,

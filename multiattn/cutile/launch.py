@@ -18,9 +18,9 @@ from multiattn.cutile.configs import (
     PIPELINES,
     CutileConfig,
     begins_at_diagonal,
-    divisor_near,
     grid_of,
     is_linear,
+    together_of,
     widths_of,
 )
 from multiattn.cutile.forward import forward, forward_64bit
@@ -94,7 +94,9 @@ def _hinted(is_64bit: bool, occupancy: int | None, num_worker_warps: int | None)
 def get_grid(plan: Plan) -> tuple[int, int, int]:
     """As `grid_of`; a static grid is made for the current device."""
     problem, config = plan.problem, get_config(plan)
-    grid = grid_of(problem, config, count_multiprocessors(plan), linear=is_linear(problem, config))
+    together = together_of(problem, config)
+    linear = is_linear(problem, config, together)
+    grid = grid_of(problem, config, together, count_multiprocessors(plan), linear=linear)
     if grid is None:
         raise ValueError(f"no grid for {plan}")
     return grid
@@ -110,6 +112,7 @@ def count_multiprocessors(plan: Plan) -> int:
 def get_constants(plan: Plan) -> tuple[float | int | bool, ...]:
     """The arguments of `forward` after the tensors, in its order."""
     problem, config, step = plan.problem, get_config(plan), STEPS[plan.variant].step
+    together = together_of(problem, config)
     return (
         problem.scale_log2 if step.exp2 else problem.scale_log2 / LOG2_E,
         config.tile_m,
@@ -117,9 +120,10 @@ def get_constants(plan: Plan) -> tuple[float | int | bool, ...]:
         *widths_of(problem, config),
         problem.causal,
         problem.causal or problem.seq_kv % config.tile_n != 0,
-        divisor_near(config.heads_together, problem.heads_q),
+        together.heads,
+        together.spanning,
         problem.heads_q != problem.heads_kv,
-        is_linear(problem, config),
+        is_linear(problem, config, together),
         problem.scale_sign,
         config.k_latency or 0,
         config.v_latency or 0,

@@ -21,6 +21,8 @@ _AGAIN = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, best of 10 
 
 _IN_TURNS = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, kernels in turns (docs/experiments.md): "
 
+_BY_MODEL = "together; of more a model of the last tiles makes "
+
 _LAZY_64X128 = CutileConfig(tile_m=64, tile_n=128, occupancy=2, lazy_max=True)
 """For full problems of 128 columns, but for the order of tiles and blocks."""
 
@@ -86,8 +88,10 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         head_dim_min=65,
         head_dim_max=96,
         causal=True,
-        config=_without_latencies(replace(_LAZY_128X128, heads_together=8, split_head_dim=True)),
-        why=_AGAIN + "D=88 N=4k 379, 16k 437 TFLOPS, cuDNN 389, 416; with latencies 372, 420; one tile 368, 415",
+        config=replace(_LAZY_128X128, heads_together=8, split_head_dim=True),
+        why=_AGAIN
+        + "D=88, of 26 heads 2 together, N=4k 382, 16k 426 TFLOPS, cuDNN 396, 427; without latencies 374, 424; one "
+        + "tile 371, 409",
     ),
     Rule(
         arches=("sm90",),
@@ -103,6 +107,7 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         head_dim_min=97,
         head_dim_max=128,
         causal=False,
+        dtype="bf16",
         seq_max=1448,
         config=replace(_LAZY_64X128, heads_together=4, scheduler="static", pipeline="pilot"),
         why=_IN_TURNS + "N=1k: 566 TFLOPS, cuDNN 555; 1 head at a time 545, without a pilot 545 to 547",
@@ -130,11 +135,23 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         head_dim_min=97,
         head_dim_max=128,
         causal=True,
+        seq_max=1448,
+        config=CutileConfig(tile_m=64, tile_n=64, occupancy=2, heads_together=16, lazy_max=True),
+        why=_AGAIN
+        + "N=1k: 408 TFLOPS, cuDNN 415; in pairs 402; both with 8 heads "
+        + _BY_MODEL
+        + "0.98 of ideal for 0.96",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=97,
+        head_dim_max=128,
+        causal=True,
         seq_max=4095,
         config=_without_latencies(
             CutileConfig(tile_m=64, tile_n=64, occupancy=2, heads_together=8, lazy_max=True, pipeline="pairs")
         ),
-        why=_AGAIN + "N=1k 403, 2k 493 TFLOPS, cuDNN 393, 465; with latencies 395, 493; one by one 402, 492",
+        why=_AGAIN + "N=2k: 499 TFLOPS, cuDNN 464; with latencies 493, one by one 490; 128x128 485",
     ),
     Rule(
         arches=("sm90",),
@@ -150,8 +167,19 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         head_dim_min=97,
         head_dim_max=128,
         causal=True,
+        dtype="bf16",
         config=_without_latencies(replace(_LAZY_128X128, heads_together=8, pipeline="pilot")),
-        why=_AGAIN + "N=8k 624, 16k 661 TFLOPS, cuDNN 533, 531; 4 heads together 624, 660; in pairs 614, 643",
+        why=_AGAIN
+        + "N=8k 624, 16k 661 TFLOPS, cuDNN 533, 531; in another run pairs 613, 643, one by one 596, 618, cuDNN 524, "
+        + "536",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=97,
+        head_dim_max=128,
+        causal=True,
+        config=_without_latencies(replace(_LAZY_128X128, heads_together=8, pipeline="pairs")),
+        why=_AGAIN + "in bf16, N=8k 613, 16k 643 TFLOPS, cuDNN 524, 536; one by one 596, 618",
     ),
     Rule(
         arches=("sm90",),
@@ -176,8 +204,8 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         causal=True,
         config=replace(_LAZY_128X128, heads_together=8, split_head_dim=True),
         why=_AGAIN
-        + "N=4k, 16k: D=144 521, 594 TFLOPS, cuDNN 441, 464; D=176 557, 613, cuDNN 506, 539; "
-        + "4 heads together 517, 595; 562, 613",
+        + "N=4k, 16k: D=144, of 14 heads 2 together, 521, 594 TFLOPS, cuDNN 441, 464; D=176, of 12 heads 4 together, "
+        + "562, 613, cuDNN 506, 539",
     ),
     Rule(
         arches=("sm90",),
@@ -191,10 +219,31 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         arches=("sm90",),
         head_dim_min=193,
         causal=False,
+        dtype="bf16",
         config=replace(_LAZY_128X64, heads_together=4, pipeline="pilot_pairs"),
         why=_AGAIN
         + "N=1k 601, 2k 668, 4k 724, 8k 726, 16k 734 TFLOPS, cuDNN 600, 636, 660, 650, 649; 128x128 588, 649, 699, "
-        + "694, 711; pairs without a pilot 569, -, 676, -, 734 of cuDNN's 585, 619, 655 in another run",
+        + "694, 711",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=193,
+        causal=False,
+        config=replace(_LAZY_128X64, heads_together=4, pipeline="pairs"),
+        why=_LAZY
+        + "N=1k 569, 4k 676, 16k 734 TFLOPS, cuDNN 585, 619, 655; online 128x128 709 of 779 at 4k in a first pass",
+    ),
+    Rule(
+        arches=("sm90",),
+        head_dim_min=193,
+        causal=True,
+        dtype="bf16",
+        seq_max=724,
+        config=_without_latencies(replace(_LAZY_128X64, heads_together=32, pipeline="ahead")),
+        why=_AGAIN
+        + "N=512: 318 TFLOPS, cuDNN 356; with latencies 313; both with 8 heads "
+        + _BY_MODEL
+        + "0.97 of ideal for 0.92",
     ),
     Rule(
         arches=("sm90",),
@@ -202,8 +251,11 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         causal=True,
         dtype="bf16",
         seq_max=1448,
-        config=_without_latencies(replace(_LAZY_128X64, heads_together=8, pipeline="ahead")),
-        why=_AGAIN + "N=512 318, 1k 437 TFLOPS, cuDNN 356, 450; in pairs 306, 431",
+        config=_without_latencies(replace(_LAZY_128X64, heads_together=16, pipeline="ahead")),
+        why=_AGAIN
+        + "N=1k: 437 TFLOPS, cuDNN 450; in pairs 431; both with 8 heads "
+        + _BY_MODEL
+        + "0.97 of ideal for 0.93",
     ),
     Rule(
         arches=("sm90",),
@@ -212,8 +264,8 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         dtype="bf16",
         config=_without_latencies(replace(_LAZY_128X64, heads_together=8, pipeline="pilot_pairs")),
         why=_AGAIN
-        + "N=2k 560, 4k 633, 8k 693, 16k 703 TFLOPS, cuDNN 506, 525, 547, 551; 4 heads together -, 638, 684, 703; "
-        + "pairs without a pilot 552 at 2k; online 128x128 634, 648 from 8k on",
+        + "N=2k 560, 4k 633, 8k 693, 16k 703 TFLOPS, cuDNN 506, 525, 547, 551; in another run in pairs 559, 626, 663, "
+        + "-, one by one with 8, 4, 2, 1 heads together and latencies 551, 634, 684, 715, cuDNN 508, 537, 544, 557",
     ),
     Rule(
         arches=("sm90",),

@@ -31,6 +31,8 @@ class Shape:
     masked: Any
     """Whether any block of keys needs a mask: causal, or the last one is not full."""
     heads_together: Any
+    spanning: Any
+    """Whether those are heads of several batch entries."""
     grouped: Any
     """Whether heads of q share those of k."""
     linear_grid: Any
@@ -48,9 +50,9 @@ class Shape:
     ln_base: Any
     lazy_max: Any
     headroom: Any
-    """log2 of how much less than one the largest weight of the first block taken is, with `lazy_max`."""
+    """log2 of how much less than one the largest weight of the keys that set the maxima is, with `lazy_max`."""
     diagonal_first: Any
-    """Whether `lazy_max` begins with the first block that needs a mask, of which each row sees some key."""
+    """Whether `lazy_max` takes the maxima of the first block that needs a mask, of which each row sees some key."""
     pipeline: Any
     static_grid: Any
     """Whether a block takes every n-th tile of n blocks, not one."""
@@ -63,7 +65,7 @@ class Rows:
     """Running softmax of the tile's rows, fp32."""
 
     acc: Any  # [tile_m, head_dim]
-    m: Any  # [tile_m, 1], in the domain of the step; with lazy_max of the first block only
+    m: Any  # [tile_m, 1], in the domain of the step; with lazy_max of one block's keys, or of some
     l: Any  # [tile_m, SUMS]  # noqa: E741 - the paper's name
 
 
@@ -78,6 +80,7 @@ def with_few_keys(shape: Any, tile_m: Any, latency: Any, tma: Any) -> Any:
         causal=shape.causal,
         masked=True,
         heads_together=1,
+        spanning=False,
         grouped=shape.grouped,
         linear_grid=shape.linear_grid,
         sign=shape.sign,

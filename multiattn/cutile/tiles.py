@@ -34,11 +34,29 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Digits:
-    """A tile's number, as one counts tiles: those of a section of `heads_together` heads, sections, batch entries."""
+    """A tile's number, as one counts tiles: those of a section of `heads_together` heads, sections, batch entries.
+
+    Where sections span batch entries, they are counted by themselves, as entries of one section each.
+    """
 
     tile: Any
     section: Any
     batch: Any
+
+
+@ct.function
+def count_sections(shape: Any, q: Any) -> Any:
+    """Sections of an entry."""
+    if shape.spanning:
+        return 1
+    return q.shape[1] // shape.heads_together
+
+
+@ct.function
+def batch_and_head(q: Any, number: Any) -> Any:
+    """Both, of a number that counts the heads of all batch entries."""
+    batch = number // q.shape[1]
+    return batch, number - batch * q.shape[1]
 
 
 @ct.function
@@ -59,7 +77,7 @@ def find_place(shape: Any, q: Any, k: Any) -> Any:
 def digits_of(shape: Any, q: Any, number: Any) -> Any:
     """The digits of a tile's number; those of all heads count on from 0."""
     tiles = ct.cdiv(q.shape[2], shape.tile_m) * shape.heads_together
-    sections = q.shape[1] // shape.heads_together
+    sections = count_sections(shape, q)
     section = number // tiles
     batch = section // sections
     return Digits(tile=number - section * tiles, section=section - batch * sections, batch=batch)
@@ -75,7 +93,7 @@ def carry_of(digit: Any, base: Any) -> Any:
 def add_digits(shape: Any, q: Any, number: Any, step: Any) -> Any:
     """The digits of a sum, without dividing: of two numbers that both have theirs."""
     tiles = ct.cdiv(q.shape[2], shape.tile_m) * shape.heads_together
-    sections = q.shape[1] // shape.heads_together
+    sections = count_sections(shape, q)
     tile = number.tile + step.tile
     carry = carry_of(tile, tiles)
     section = number.section + step.section + carry
@@ -91,20 +109,24 @@ def add_digits(shape: Any, q: Any, number: Any, step: Any) -> Any:
 def place_tile(shape: Any, q: Any, k: Any, number: Any, static_grid: ConstBool, grouped: ConstBool) -> Any:
     """Where the tile of queries of a number, in digits, lives.
 
-    `heads_together` heads (a divisor of the heads of q) advance together, so that blocks that run at one time share
-    keys in L2. Causal: the last tiles, which see most keys, go first, and the short ones fill the tail. Of a static
-    grid each section of heads begins one tile further than the one before: a block takes every n-th tile, and where n
-    is a multiple of a section's tiles all of a block's would else be of one length.
+    `heads_together` heads (a divisor of the heads of q, or a multiple) advance together, so that blocks that run at one
+    time share keys in L2. Causal: the last tiles, which see most keys, go first, and the short ones fill the tail. Of a
+    static grid each section of heads begins one tile further than the one before: a block takes every n-th tile, and
+    where n is a multiple of a section's tiles all of a block's would else be of one length.
     """
     tiles = ct.cdiv(q.shape[2], shape.tile_m)
     tile = number.tile // shape.heads_together
     if shape.causal:
         if static_grid:
-            tile = (tile + number.batch * (q.shape[1] // shape.heads_together) + number.section) % tiles
+            tile = (tile + number.batch * count_sections(shape, q) + number.section) % tiles
         tile = tiles - 1 - tile
-    head = number.section * shape.heads_together + number.tile % shape.heads_together
+    number_in_section = number.tile % shape.heads_together
+    if shape.spanning:
+        batch, head = batch_and_head(q, number.batch * shape.heads_together + number_in_section)
+    else:
+        batch, head = number.batch, number.section * shape.heads_together + number_in_section
     return Place(
-        batch=number.batch,
+        batch=batch,
         head=head,
         head_kv=shared_head(q, k, head, grouped),
         tile=tile,
@@ -118,14 +140,19 @@ def place_in_grid(shape: Any, q: Any, k: Any) -> Any:
     """What a block owns of a grid in the order of `place_tile`: the tiles of a section in x, sections in y, batch in z.
 
     A division by a number that only a launch knows takes 40 instructions that wait for each other, and no load begins
-    before the place is known. Here the only ones are those for heads that share keys.
+    before the place is known. Here the only ones are those for heads that share keys, and for sections that span batch
+    entries: these are y, and z is 1.
     """
     tile = ct.bid(0) // shape.heads_together
     if shape.causal:
         tile = ct.cdiv(q.shape[2], shape.tile_m) - 1 - tile
-    head = ct.bid(1) * shape.heads_together + ct.bid(0) % shape.heads_together
+    number = ct.bid(1) * shape.heads_together + ct.bid(0) % shape.heads_together
+    if shape.spanning:
+        batch, head = batch_and_head(q, number)
+    else:
+        batch, head = ct.bid(2), number
     return Place(
-        batch=ct.bid(2),
+        batch=batch,
         head=head,
         head_kv=shared_head(q, k, head, shape.grouped),
         tile=tile,
