@@ -257,8 +257,8 @@ def test_huge_values(lengths, pipeline, causal, redone):
 @each_mask
 @each_pipeline
 def test_values_next_to_the_largest(pipeline, causal, redone):
-    """Of one sign, so that a row of the output, or 64 weights of 1, would add up beyond fp32: weights are 2^-16."""
-    q, k, v = make_inputs(heads_q=1, seq_q=64, seq_kv=256, spread=0.0)
+    """Of one sign, so that a row of the output adds up beyond fp32, as 2 weights of 1 would: they are 2^-16."""
+    q, k, v = make_inputs(heads_q=1, seq_q=64, seq_kv=512, head_dim=256, spread=0.0)
     v[...] = 3e38
     out, _ = launch(replace(LAZY, pipeline=pipeline), q, k, v, causal=causal)
     torch.testing.assert_close(out, v[:, :, :64], rtol=0.01, atol=0.0)
