@@ -1,6 +1,7 @@
 """The cuTile kernel, interpreted, against the reference; what its launch is made of; what it refuses."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -162,13 +163,16 @@ def test_as_many_heads_together_as_divide_them(wanted, heads, got):
     [
         (8, 4, 16, Together(heads=8)), (32, 1, 8, Together(heads=8)), (32, 32, 8, Together(heads=32, spanning=True)),
         (16, 16, 8, Together(heads=16, spanning=True)), (15, 16, 8, Together(heads=8)), (8, 2, 11, Together(heads=11)),
-        (8, 64, 1, Together(heads=8, spanning=True)), (32, 3, 8, Together(heads=24, spanning=True)),
+        (8, 64, 1, Together(heads=8, spanning=True)), (32, 3, 8, Together(heads=8)),
+        (32, 6, 8, Together(heads=16, spanning=True)),
         (32, 1009, 8, Together(heads=8)), (1, 5, 7, Together(heads=1)),
     ],
 )  # fmt: skip
 def test_heads_together_are_of_several_batch_entries_where_one_has_too_few(wanted, batch, heads, got):
-    problem = Problem.contiguous(batch=batch, heads_q=heads, seq_q=64, head_dim=64)
-    assert together_of(problem, CutileConfig(tile_m=64, tile_n=64, heads_together=wanted)) == got
+    problem = Problem.contiguous(batch=batch, heads_q=heads, seq_q=64, head_dim=64, causal=True)
+    config = CutileConfig(tile_m=64, tile_n=64, heads_together=wanted)
+    assert together_of(problem, config) == got
+    assert not together_of(replace(problem, causal=False), config).spanning
 
 
 @pytest.mark.parametrize("linear", [False, True])
@@ -177,7 +181,7 @@ def test_heads_together_are_of_several_batch_entries_where_one_has_too_few(wante
 def test_every_order_of_tiles_covers_every_tile(heads_together, causal, linear, monkeypatch):
     if linear:
         monkeypatch.setattr("multiattn.cutile.launch.is_linear", lambda *_: True)
-    q, k, v = make_inputs(batch=3, heads_q=4, heads_kv=2)
+    q, k, v = make_inputs(batch=2, heads_q=4, heads_kv=2)
     problem = Problem.of(q, k, v, causal=causal)
     config = CutileConfig(tile_m=32, tile_n=16, heads_together=heads_together)
     plan = make_plan(BACKEND, problem, ARCHS["cpu"], config=config)

@@ -169,12 +169,13 @@ def together_of(problem: Problem, config: CutileConfig) -> Together:
     """As many heads as the config wants, or nearly: where it wants more than a batch entry has, of several of them.
 
     A causal section ends with its short tiles, and the next begins with long ones. Where a section is a fraction of
-    what runs at one time, the last long ones begin late, and most SMs wait for them.
+    what runs at one time, the last long ones begin late, and most SMs wait for them. Powers of two of entries, so that
+    batches of many sizes share code.
     """
-    heads = divisor_near(config.heads_together, problem.heads_q)
-    entries = divisor_near(max(1, config.heads_together // problem.heads_q), problem.batch)
+    fit = config.heads_together // problem.heads_q if problem.causal else 0
+    entries = math.gcd(1 << fit.bit_length() >> 1, problem.batch) if fit else 1
     if entries == 1:
-        return Together(heads=heads)
+        return Together(heads=divisor_near(config.heads_together, problem.heads_q))
     return Together(heads=entries * problem.heads_q, spanning=True)
 
 
