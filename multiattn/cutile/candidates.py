@@ -101,8 +101,9 @@ def _lazy_candidates(problem: Problem) -> list[CutileConfig]:
 
 
 def _heads_together(problem: Problem, way: CutileConfig) -> dict[int, None]:
-    """Distinct counts: small ones too in a static grid, which turns from head to head, and if four heads' keys exceed
-    half of L2. Hopper's has two halves, and what both need is in both.
+    """Distinct counts: small ones, but in causal grids of a block a tile only where four heads' keys exceed half of L2.
+
+    A static grid turns from head to head. Hopper's L2 has two halves, and what both need is in both.
     """
     few, several = (1, 2, 4), (4, 8, 16, 32, problem.heads_q)
     if not problem.causal:

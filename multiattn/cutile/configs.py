@@ -215,6 +215,12 @@ def divisor_near(wanted: int, heads: int) -> int:
     return min(divisors, key=lambda count: (max(wanted / count, count / wanted), count))
 
 
+def own_grid(problem: Problem, config: CutileConfig, multiprocessors: int) -> tuple[int, int, int] | None:
+    """As `grid_of`, for code that is made for the problem."""
+    together = together_of(problem, config)
+    return grid_of(problem, config, together, multiprocessors, linear=is_linear(problem, config, together))
+
+
 def factor_grid(blocks: int) -> tuple[int, int] | None:
     """Blocks in x and y, whose product is `blocks`; None if no grid has exactly that many.
 

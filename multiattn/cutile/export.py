@@ -24,7 +24,7 @@ from multiattn.backend import Exported, Plan
 from multiattn.cutile.backward_launch import get_steps
 from multiattn.cutile.bind import ARRAYS, DIAGONAL, EXTENTS, IMAGE, STRIDES, bind, for_most_heads, told_together
 from multiattn.cutile.compile import get_signature, get_step_signature
-from multiattn.cutile.configs import grid_of, is_linear, together_of
+from multiattn.cutile.configs import own_grid
 from multiattn.cutile.launch import compile_limit, get_config, get_constants, get_kernel
 from multiattn.schedule import most_multiprocessors
 
@@ -161,10 +161,7 @@ def _prove_constants(binding: abi.Binding, plan: Plan, signature: Any) -> None:
 
 def _grid(plan: Plan) -> tuple[int, int, int] | None:
     """Of a launch by cuTile; of a static grid on the largest product of the arch, whatever is here."""
-    problem, config = plan.problem, get_config(plan)
-    together = together_of(problem, config)
-    linear = is_linear(problem, config, together)
-    return grid_of(problem, config, together, most_multiprocessors(plan.arch), linear=linear)
+    return own_grid(plan.problem, get_config(plan), most_multiprocessors(plan.arch))
 
 
 def _type_of(argument: abi.Argument, dtype: str) -> str:

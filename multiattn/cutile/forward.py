@@ -249,8 +249,9 @@ def lazy_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any
 def piloted_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
     """As `lazy_rows`, relative to the maxima of the first keys of that block, which are scored once more for them.
 
-    The block itself is one of the loop's. Else tileiras gives its keys and values shared memory of their own, in which
-    they wait for one another, and then the output: that is not there for the loops, and its loads are not ahead.
+    The block itself then goes through the loops with all others. Where it is taken before them, tileiras gives it one
+    buffer of its own for its keys, then its values, then the output: each is loaded only when the one before is used,
+    and the loops have less shared memory for loads ahead.
     """
     first, first_masked, end = key_blocks(shape, place)
     pilot = with_few_keys(shape, shape.tile_m, None, shape.tma)
@@ -258,7 +259,8 @@ def piloted_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> 
     s = score(pilot, place, q, k, start * (shape.tile_n // pilot.tile_n), shape.masked)
     m = guess(shape, s, scale)
     none = no_rows(shape)
-    # Zeros that the compiler does not know: those it does it puts in anew for each block, if it is the first.
+    # 0 times the maxima, and not zeros: what it knows to be zero tileiras sets in the loop, register by register, for
+    # its first round, and so selects between that and the sum in every round.
     rows = Rows(acc=scaled(shape, none.acc, ct.abs(m)), m=m, l=none.l)
     begin = first
     if shape.pipeline == PILOT_PAIRS:

@@ -18,8 +18,8 @@ from multiattn.cutile.configs import (
     PIPELINES,
     CutileConfig,
     begins_at_diagonal,
-    grid_of,
     is_linear,
+    own_grid,
     together_of,
     widths_of,
 )
@@ -94,9 +94,7 @@ def _hinted(is_64bit: bool, occupancy: int | None, num_worker_warps: int | None)
 def get_grid(plan: Plan) -> tuple[int, int, int]:
     """As `grid_of`; a static grid is made for the current device."""
     problem, config = plan.problem, get_config(plan)
-    together = together_of(problem, config)
-    linear = is_linear(problem, config, together)
-    grid = grid_of(problem, config, together, count_multiprocessors(plan), linear=linear)
+    grid = own_grid(problem, config, count_multiprocessors(plan))
     if grid is None:
         raise ValueError(f"no grid for {plan}")
     return grid

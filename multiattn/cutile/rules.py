@@ -37,103 +37,109 @@ def _without_latencies(config: CutileConfig) -> CutileConfig:
     return replace(config, k_latency=None, v_latency=None)
 
 
+def _hopper(
+    head_dims: tuple[int, int],
+    *,
+    causal: bool,
+    dtype: str | None = None,
+    seq_min: int = 0,
+    seq_max: int | None = None,
+    config: CutileConfig,
+    why: str,
+) -> Rule[CutileConfig]:
+    """A rule of sm90, for head_dims from one to another."""
+    return Rule(
+        arches=("sm90",),
+        head_dim_min=head_dims[0],
+        head_dim_max=head_dims[1],
+        causal=causal,
+        dtype=dtype,
+        seq_min=seq_min,
+        seq_max=seq_max,
+        config=config,
+        why=why,
+    )
+
+
 FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     Rule(
         arches=("cpu",),
         config=CutileConfig(tile_m=64, tile_n=64),
         why="interpreted: small enough that a short sequence still has several blocks of keys and a ragged one",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_max=64,
+    _hopper(
+        (1, 64),
         causal=False,
         seq_max=512,
         config=CutileConfig(tile_m=64, tile_n=64, occupancy=4, heads_together=8, lazy_max=True, scheduler="static"),
         why=_IN_TURNS + "N=512: 443 TFLOPS, cuDNN 370; 4 heads together 428, a block a tile 407",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_max=64,
+    _hopper(
+        (1, 64),
         causal=False,
         config=CutileConfig(tile_m=64, tile_n=64, occupancy=4, heads_together=4, lazy_max=True),
         why=_LAZY
         + "N=1k 457, 4k 501, 16k 521 TFLOPS, cuDNN 384, 391, 397; 128x64 with 8 warps 476 at 4k; static 433 at 1k",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_max=64,
+    _hopper(
+        (1, 64),
         causal=True,
         seq_min=8192,
         config=CutileConfig(tile_m=64, tile_n=64, occupancy=4, heads_together=8, lazy_max=True),
         why=_LAZY + "N=16k: 542 TFLOPS, cuDNN 394; 32 heads together 525; pairs at occupancy 3 491",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_max=64,
+    _hopper(
+        (1, 64),
         causal=True,
         config=CutileConfig(tile_m=64, tile_n=64, occupancy=4, heads_together=32, lazy_max=True),
         why=_LAZY
         + "N=512 268, 1k 363, 4k 462 TFLOPS, cuDNN 245, 296, 348; online 266, 332, -; 4 heads together 436 at 4k",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=65,
-        head_dim_max=96,
+    _hopper(
+        (65, 96),
         causal=False,
         config=replace(_LAZY_128X128, heads_together=2, split_head_dim=True),
         why=_AGAIN + "D=88 N=4k 447, 16k 472 TFLOPS, cuDNN 452, 464; one tile 413, 405; 64x128 as D=128 242, 251",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=65,
-        head_dim_max=96,
+    _hopper(
+        (65, 96),
         causal=True,
         config=replace(_LAZY_128X128, heads_together=8, split_head_dim=True),
         why=_AGAIN
         + "D=88, of 26 heads 2 together, N=4k 382, 16k 426 TFLOPS, cuDNN 396, 427; without latencies 374, 424; one "
         + "tile 371, 409",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=97,
-        head_dim_max=128,
+    _hopper(
+        (97, 128),
         causal=False,
         seq_max=724,
         config=replace(_LAZY_64X128, heads_together=4, scheduler="static"),
         why=_IN_TURNS + "N=512: 480 TFLOPS, cuDNN 513; 2 heads together 478; a pilot 476, with 8 heads together 483",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=97,
-        head_dim_max=128,
+    _hopper(
+        (97, 128),
         causal=False,
         dtype="bf16",
         seq_max=1448,
         config=replace(_LAZY_64X128, heads_together=4, scheduler="static", pipeline="pilot"),
         why=_IN_TURNS + "N=1k: 566 TFLOPS, cuDNN 555; 1 head at a time 545, without a pilot 545 to 547",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=97,
-        head_dim_max=128,
+    _hopper(
+        (97, 128),
         causal=False,
         config=replace(_LAZY_64X128, pipeline="ahead"),
         why=_LAZY
         + "N=4k 625, 16k 680 TFLOPS, cuDNN 594, 612; 128x128 with 8 warps 615, 663; 2 heads together 610, 647",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=97,
-        head_dim_max=128,
+    _hopper(
+        (97, 128),
         causal=True,
         seq_max=724,
         config=CutileConfig(tile_m=64, tile_n=64, occupancy=2, lazy_max=True, scheduler="static"),
         why=_IN_TURNS + "N=512: 312 TFLOPS, cuDNN 342; 2 heads together 306, in pairs 308, a block a tile 304",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=97,
-        head_dim_max=128,
+    _hopper(
+        (97, 128),
         causal=True,
         seq_max=1448,
         config=CutileConfig(tile_m=64, tile_n=64, occupancy=2, heads_together=16, lazy_max=True),
@@ -142,10 +148,8 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         + _BY_MODEL
         + "0.98 of ideal for 0.96",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=97,
-        head_dim_max=128,
+    _hopper(
+        (97, 128),
         causal=True,
         seq_max=4095,
         config=_without_latencies(
@@ -153,19 +157,15 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         ),
         why=_AGAIN + "N=2k: 499 TFLOPS, cuDNN 464; with latencies 493, one by one 490; 128x128 485",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=97,
-        head_dim_max=128,
+    _hopper(
+        (97, 128),
         causal=True,
         seq_max=5792,
         config=replace(_LAZY_128X128, heads_together=4),
         why=_AGAIN + "N=4k: 577 TFLOPS, cuDNN 516; in pairs 564, 8 heads without latencies 574; 64x64 in pairs 558",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=97,
-        head_dim_max=128,
+    _hopper(
+        (97, 128),
         causal=True,
         dtype="bf16",
         config=_without_latencies(replace(_LAZY_128X128, heads_together=8, pipeline="pilot")),
@@ -173,51 +173,41 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         + "N=8k 624, 16k 661 TFLOPS, cuDNN 533, 531; in another run pairs 613, 643, one by one 596, 618, cuDNN 524, "
         + "536",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=97,
-        head_dim_max=128,
+    _hopper(
+        (97, 128),
         causal=True,
         config=_without_latencies(replace(_LAZY_128X128, heads_together=8, pipeline="pairs")),
         why=_AGAIN + "in bf16, N=8k 613, 16k 643 TFLOPS, cuDNN 524, 536; one by one 596, 618",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=129,
-        head_dim_max=160,
+    _hopper(
+        (129, 160),
         causal=False,
         config=replace(_LAZY_128X128, heads_together=2, split_head_dim=True),
         why=_AGAIN + "D=144 N=4k 603, 16k 627 TFLOPS, cuDNN 512, 513; without latencies 592, 618; 128x64 469, 476",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=161,
-        head_dim_max=192,
+    _hopper(
+        (161, 192),
         causal=False,
         config=_without_latencies(replace(_LAZY_128X128, heads_together=2, split_head_dim=True)),
         why=_AGAIN + "D=176 N=4k 602, 16k 638 TFLOPS, cuDNN 588, 587; with latencies 585, 602; 128x64 582, 591",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=129,
-        head_dim_max=192,
+    _hopper(
+        (129, 192),
         causal=True,
         config=replace(_LAZY_128X128, heads_together=8, split_head_dim=True),
         why=_AGAIN
         + "N=4k, 16k: D=144, of 14 heads 2 together, 521, 594 TFLOPS, cuDNN 441, 464; D=176, of 12 heads 4 together, "
         + "562, 613, cuDNN 506, 539",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=193,
+    _hopper(
+        (193, 256),
         causal=False,
         seq_max=512,
         config=CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, heads_together=4),
         why=_LAZY + "N=512: 470 TFLOPS, cuDNN 514; lazy 128x64 in pairs, static 453",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=193,
+    _hopper(
+        (193, 256),
         causal=False,
         dtype="bf16",
         config=replace(_LAZY_128X64, heads_together=4, pipeline="pilot_pairs"),
@@ -225,17 +215,15 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         + "N=1k 601, 2k 668, 4k 724, 8k 726, 16k 734 TFLOPS, cuDNN 600, 636, 660, 650, 649; 128x128 588, 649, 699, "
         + "694, 711",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=193,
+    _hopper(
+        (193, 256),
         causal=False,
         config=replace(_LAZY_128X64, heads_together=4, pipeline="pairs"),
         why=_LAZY
         + "N=1k 569, 4k 676, 16k 734 TFLOPS, cuDNN 585, 619, 655; online 128x128 709 of 779 at 4k in a first pass",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=193,
+    _hopper(
+        (193, 256),
         causal=True,
         dtype="bf16",
         seq_max=724,
@@ -245,9 +233,8 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         + _BY_MODEL
         + "0.97 of ideal for 0.92",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=193,
+    _hopper(
+        (193, 256),
         causal=True,
         dtype="bf16",
         seq_max=1448,
@@ -257,9 +244,8 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         + _BY_MODEL
         + "0.97 of ideal for 0.93",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=193,
+    _hopper(
+        (193, 256),
         causal=True,
         dtype="bf16",
         config=_without_latencies(replace(_LAZY_128X64, heads_together=8, pipeline="pilot_pairs")),
@@ -267,25 +253,22 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         + "N=2k 560, 4k 633, 8k 693, 16k 703 TFLOPS, cuDNN 506, 525, 547, 551; in another run in pairs 559, 626, 663, "
         + "-, one by one with 8, 4, 2, 1 heads together and latencies 551, 634, 684, 715, cuDNN 508, 537, 544, 557",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=193,
+    _hopper(
+        (193, 256),
         causal=True,
         seq_max=1448,
         config=_without_latencies(replace(_LAZY_128X64, heads_together=8)),
         why=_SWEPT + "in bf16, from the first block as fp16 does, N=1k: 403 TFLOPS, cuDNN 457; a block ahead 402",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=193,
+    _hopper(
+        (193, 256),
         causal=True,
         seq_max=2896,
         config=CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, heads_together=8),
         why=_LANDED + "in bf16, from the first block as fp16 does, N=2k: 489 TFLOPS, cuDNN 499; lazy 128x64 462",
     ),
-    Rule(
-        arches=("sm90",),
-        head_dim_min=193,
+    _hopper(
+        (193, 256),
         causal=True,
         config=CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, heads_together=4),
         why=_AGAIN + "as fp16 would do it, in bf16, N=8k 634, 16k 654 TFLOPS, cuDNN 544, 557",
