@@ -19,7 +19,7 @@ from bench.results import read
 from multiattn import backend as registry
 from multiattn.arch import GPU_ARCHS, by_name
 from multiattn.backend import BACKENDS, DIRECTIONS, Direction, Plan, Variant, plan_variant
-from multiattn.config import Rule, select
+from multiattn.config import Rule, has_whole_sectors, select
 from multiattn.problem import Problem
 from multiattn.targets import store
 from multiattn.targets.facts import Facts, read_kernel
@@ -28,6 +28,8 @@ from multiattn.toolchain import find_cuobjdump
 
 SCHEMA = 1
 HEAD_DIMS = (64, 128, 256)
+HEAD_DIM_STEP = 8
+"""What every variant's head_dims are multiples of."""
 NO_SPILLS_UP_TO = 128
 """The head_dim up to which no rule may spill in a loop that every block runs."""
 KNOWN_SPILLS: Mapping[tuple[str, str], int] = {("triton", "warp_specialized"): 34}
@@ -35,6 +37,8 @@ KNOWN_SPILLS: Mapping[tuple[str, str], int] = {("triton", "warp_specialized"): 3
 code than the one that the rules were measured with (docs/gluon.md, "Newer Tritons")."""
 SEQ, BATCH, HEADS = 4096, 4, 16
 RULE_DTYPES = ("bf16", "fp16")  # the first unless a rule is for the other alone
+ITEMSIZE = 2
+"""Bytes of an element of either."""
 TIMEOUT_S = 300.0
 RUNG_ARCHS = ("sm80", "sm90")
 """What rules of variants that must be named are compiled for: with and without wgmma and TMA."""
@@ -168,15 +172,23 @@ def dead_rules(backends: Sequence[str] = BACKENDS, directions: Sequence[Directio
 def _cases_of(
     backend: str, direction: Direction, variant: Variant, rule: Rule[Any], arches: Sequence[str]
 ) -> Iterator[Case]:
-    head_dims = [it for it in HEAD_DIMS if rule.head_dim_min <= it <= rule.head_dim_max]
-    if not head_dims or rule.head_dim_max > HEAD_DIMS[-1]:
-        head_dims.append(rule.head_dim_max)  # earlier rules may take all the others
     for arch in (name for name in arches if name in rule.arches):
-        for head_dim in head_dims:
+        for head_dim in _head_dims(rule):
             for causal in (False, True) if rule.causal is None else (rule.causal,):
                 plan = _plan(backend, direction, variant, rule, arch, head_dim, causal)
                 if plan is not None:
                     yield Case(direction=direction, plan=plan)
+
+
+def _head_dims(rule: Rule[Any]) -> list[int]:
+    """Those of `HEAD_DIMS` that a rule is for; and its widest where there is none, or earlier rules may take all."""
+    allowed = [
+        it
+        for it in range(rule.head_dim_min, rule.head_dim_max + 1)
+        if it % HEAD_DIM_STEP == 0 and rule.whole_sectors in (None, has_whole_sectors(it, ITEMSIZE))
+    ]
+    found = [it for it in HEAD_DIMS if it in allowed]
+    return found if found and rule.head_dim_max <= HEAD_DIMS[-1] else [*found, allowed[-1]]
 
 
 def _plan(

@@ -32,6 +32,9 @@ class Config:
 
 C = TypeVar("C", bound=Config)
 
+SECTOR_BYTES = 32
+"""What memory is read in, at the least."""
+
 COMPILED = "compiled, not measured: "
 """Starts the `why` of a rule for GPUs that nobody timed it on: what is known of it is what the compilers say."""
 
@@ -45,6 +48,8 @@ class Rule(Generic[C]):
     why: str
     head_dim_min: int = 1
     head_dim_max: int = 256
+    whole_sectors: bool | None = None
+    """Whether rows of head_dim elements are whole sectors; else every other row begins within one."""
     causal: bool | None = None
     dtype: str | None = None
     seq_min: int = 0
@@ -62,6 +67,8 @@ class Rule(Generic[C]):
             return f"for {', '.join(self.arches)}"
         if not self.head_dim_min <= problem.head_dim <= self.head_dim_max:
             return f"for D in {self.head_dim_min}..{self.head_dim_max}"
+        if self.whole_sectors not in (None, has_whole_sectors(problem.head_dim, problem.torch_dtype.itemsize)):
+            return f"for rows of {'whole' if self.whole_sectors else 'no whole'} sectors of {SECTOR_BYTES} bytes"
         if self.causal not in (None, problem.causal):
             return "for causal" if self.causal else "for full"
         if self.dtype not in (None, problem.dtype):
@@ -84,6 +91,7 @@ class Rule(Generic[C]):
             set(other.arches) <= set(self.arches)
             and self.head_dim_min <= other.head_dim_min
             and other.head_dim_max <= self.head_dim_max
+            and self.whole_sectors in (None, other.whole_sectors)
             and self.causal in (None, other.causal)
             and self.dtype in (None, other.dtype)
             and self.seq_min <= other.seq_min
@@ -95,6 +103,11 @@ class Rule(Generic[C]):
 
     def __str__(self) -> str:
         return f"{self.config}: {self.why}"
+
+
+def has_whole_sectors(head_dim: int, itemsize: int) -> bool:
+    """Whether a row of head_dim elements, of `itemsize` bytes each, is whole sectors."""
+    return head_dim * itemsize % SECTOR_BYTES == 0
 
 
 def inherit(

@@ -23,6 +23,7 @@ SM80, SM90 = ARCHS["sm80"], ARCHS["sm90"]
 CONDITIONS = {
     "arch": ({"arches": ("sm90",)}, "for sm90"),
     "head_dim": ({"head_dim_min": 65}, "for D in 65..256"),
+    "sectors": ({"whole_sectors": False}, "for rows of no whole sectors of 32 bytes"),
     "causal": ({"causal": True}, "for causal"),
     "full": ({"causal": False}, "for full"),
     "dtype": ({"dtype": "fp16"}, "for fp16"),
@@ -65,6 +66,13 @@ def test_edges_are_inside():
     assert rule.reject(problem(seq=10, seq_kv=1000), SM90) is None, "the longer of the two lengths counts"
 
 
+@pytest.mark.parametrize(("head_dim", "whole"), [(64, True), (72, False), (80, True), (88, False), (96, True)])
+def test_rows_of_whole_sectors_are_of_32_bytes(head_dim, whole):
+    of_row = Problem.contiguous(batch=1, heads_q=1, seq_q=16, head_dim=head_dim)
+    assert (replace(ANY, whole_sectors=True).reject(of_row, SM90) is None) == whole
+    assert (replace(ANY, whole_sectors=False).reject(of_row, SM90) is None) == (not whole)
+
+
 def test_no_rule_is_none_with_all_that_were_passed_over():
     rules = (replace(ANY, batch_max=1), replace(ANY, seq_max=1))
     assert select(rules, problem(), SM80) == (
@@ -76,13 +84,22 @@ def test_no_rule_is_none_with_all_that_were_passed_over():
 def test_a_rule_covers_what_it_would_shadow():
     rule = Rule(arches=("sm90", "sm80"), config=Config(tile_m=64, tile_n=64), why="x", head_dim_max=128)
     narrower = replace(
-        rule, arches=("sm90",), head_dim_min=65, causal=True, dtype="bf16", seq_min=100, seq_max=200, batch_max=4
+        rule,
+        arches=("sm90",),
+        head_dim_min=65,
+        whole_sectors=True,
+        causal=True,
+        dtype="bf16",
+        seq_min=100,
+        seq_max=200,
+        batch_max=4,
     )
     assert rule.covers(rule)
     assert rule.covers(narrower)
     for change in (
-        {"arches": ("sm100",)}, {"head_dim_max": 256}, {"head_dim_min": 1}, {"causal": None}, {"dtype": None},
-        {"seq_max": None}, {"seq_min": 0}, {"batch_max": None},
+        {"arches": ("sm100",)}, {"head_dim_max": 256}, {"head_dim_min": 1}, {"whole_sectors": None},
+        {"whole_sectors": False}, {"causal": None}, {"dtype": None}, {"seq_max": None}, {"seq_min": 0},
+        {"batch_max": None},
     ):  # fmt: skip
         assert not narrower.covers(replace(narrower, **change))
     assert not replace(rule, only_named=True).covers(rule)

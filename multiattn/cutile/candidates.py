@@ -65,6 +65,10 @@ _LAZY_256: tuple[CutileConfig, ...] = (
     CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8),
     CutileConfig(tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8),
 )  # fmt: skip
+_LAZY_96: tuple[CutileConfig, ...] = (
+    *_lazy(64, 64, 3, None, "plain", "pilot"), *_lazy(128, 64, 2, 8, "plain"),
+)  # fmt: skip
+"""Two parts of 64 and 32 columns, or fewer, leave room for another block an SM; one of 128 columns does not."""
 _LAZY_192: tuple[CutileConfig, ...] = _lazy(128, 128, 1, 8, "plain", "plain*", "pairs")
 """Two parts of 128 and 64 columns, or fewer, leave these the registers; one of 256 columns does not."""
 _BLACKWELL: tuple[_Shape, ...] = (
@@ -87,7 +91,8 @@ def _lazy_candidates(problem: Problem) -> list[CutileConfig]:
     """Tiles in several ways, each with latencies and without; heads side by side where tiles are not of one length."""
     ways = _LAZY_64 if problem.head_dim <= 64 else _LAZY_128 if problem.head_dim <= 128 else _LAZY_256
     if split_widths(problem.head_dim) is not None:
-        split = [replace(way, split_head_dim=True) for way in (*ways, *(_LAZY_192 if problem.head_dim > 128 else ()))]
+        more = _LAZY_192 if problem.head_dim > 128 else _LAZY_96
+        split = [replace(way, split_head_dim=True) for way in (*ways, *more)]
         ways = (*ways[:3], *split)
     found = [
         replace(way, k_latency=k_latency, v_latency=v_latency, heads_together=heads)

@@ -21,7 +21,8 @@ _AGAIN = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, best of 10 
 
 _IN_TURNS = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, kernels in turns (docs/experiments.md): "
 
-_BY_MODEL = "together; of more a model of the last tiles makes "
+_LAZY_64X64 = CutileConfig(tile_m=64, tile_n=64, occupancy=2, lazy_max=True)
+"""For short tiles, two or three blocks an SM, but for the order of tiles and blocks."""
 
 _LAZY_64X128 = CutileConfig(tile_m=64, tile_n=128, occupancy=2, lazy_max=True)
 """For full problems of 128 columns, but for the order of tiles and blocks."""
@@ -40,6 +41,7 @@ def _without_latencies(config: CutileConfig) -> CutileConfig:
 def _hopper(
     head_dims: tuple[int, int],
     *,
+    whole_sectors: bool | None = None,
     causal: bool,
     dtype: str | None = None,
     seq_min: int = 0,
@@ -52,6 +54,7 @@ def _hopper(
         arches=("sm90",),
         head_dim_min=head_dims[0],
         head_dim_max=head_dims[1],
+        whole_sectors=whole_sectors,
         causal=causal,
         dtype=dtype,
         seq_min=seq_min,
@@ -97,17 +100,76 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     ),
     _hopper(
         (65, 96),
+        whole_sectors=True,
+        causal=False,
+        config=replace(_LAZY_64X64, occupancy=3, heads_together=2, split_head_dim=True),
+        why=_IN_TURNS
+        + "D=80 N=4k 520, 16k 546 TFLOPS, cuDNN 399, 416; 128x64, two blocks an SM, 516, 534; 128x128 421, 445; one "
+        + "tile of 128 columns 425, 400",
+    ),
+    _hopper(
+        (65, 80),
+        whole_sectors=False,
+        causal=False,
+        config=replace(_LAZY_128X64, occupancy=2, heads_together=2, split_head_dim=True),
+        why=_IN_TURNS + "D=72 N=8k: 483 TFLOPS, cuDNN 381; 128x128 396, 64x64 302",
+    ),
+    _hopper(
+        (81, 96),
+        whole_sectors=False,
         causal=False,
         config=replace(_LAZY_128X128, heads_together=2, split_head_dim=True),
-        why=_AGAIN + "D=88 N=4k 447, 16k 472 TFLOPS, cuDNN 452, 464; one tile 413, 405; 64x128 as D=128 242, 251",
+        why=_AGAIN
+        + "D=88 N=4k 447, 16k 472 TFLOPS, cuDNN 452, 464; 128x64, two blocks an SM, 414, 431; 64x64 286, 298; one tile "
+        + "413, 405",
     ),
     _hopper(
         (65, 96),
+        whole_sectors=True,
+        causal=True,
+        config=replace(_LAZY_64X64, occupancy=3, heads_together=8, split_head_dim=True),
+        why=_IN_TURNS
+        + "D=80, of 26 heads 13 together, N=4k 490, 16k 523 TFLOPS, cuDNN 348, 347; 128x64, two blocks an SM, 492, "
+        + "515; 128x128 373, 382; one tile 362, 368",
+    ),
+    _hopper(
+        (65, 80),
+        whole_sectors=False,
+        causal=True,
+        config=replace(_LAZY_128X64, occupancy=2, heads_together=8, split_head_dim=True),
+        why="as full problems of D=72, and the second best at D=80; not measured by itself",
+    ),
+    _hopper(
+        (81, 96),
+        whole_sectors=False,
         causal=True,
         config=replace(_LAZY_128X128, heads_together=8, split_head_dim=True),
         why=_AGAIN
         + "D=88, of 26 heads 2 together, N=4k 382, 16k 426 TFLOPS, cuDNN 396, 427; without latencies 374, 424; one "
         + "tile 371, 409",
+    ),
+    _hopper(
+        (97, 128),
+        whole_sectors=False,
+        causal=False,
+        config=replace(_LAZY_128X128, heads_together=2),
+        why=_IN_TURNS + "D=104 N=8k: 487 TFLOPS, cuDNN 530; 64x64 in pairs 287, 64x128 a block ahead 283",
+    ),
+    _hopper(
+        (97, 128),
+        whole_sectors=False,
+        causal=True,
+        seq_max=4095,
+        config=replace(_LAZY_128X128, heads_together=8),
+        why=_IN_TURNS + "D=104 N=2k: 381 TFLOPS, cuDNN 414; 64x64 in pairs 252",
+    ),
+    _hopper(
+        (97, 128),
+        causal=False,
+        dtype="bf16",
+        seq_max=724,
+        config=replace(_LAZY_64X128, heads_together=8, scheduler="static", pipeline="pilot"),
+        why=_IN_TURNS + "N=512: 491 TFLOPS, cuDNN 530; 4 heads together 488, without a pilot 486",
     ),
     _hopper(
         (97, 128),
@@ -135,26 +197,22 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         (97, 128),
         causal=True,
         seq_max=724,
-        config=CutileConfig(tile_m=64, tile_n=64, occupancy=2, lazy_max=True, scheduler="static"),
+        config=replace(_LAZY_64X64, scheduler="static"),
         why=_IN_TURNS + "N=512: 312 TFLOPS, cuDNN 342; 2 heads together 306, in pairs 308, a block a tile 304",
     ),
     _hopper(
         (97, 128),
         causal=True,
         seq_max=1448,
-        config=CutileConfig(tile_m=64, tile_n=64, occupancy=2, heads_together=16, lazy_max=True),
-        why=_AGAIN
-        + "N=1k: 408 TFLOPS, cuDNN 415; in pairs 402; both with 8 heads "
-        + _BY_MODEL
-        + "0.98 of ideal for 0.96",
+        config=replace(_LAZY_64X64, heads_together=8),
+        why=_IN_TURNS
+        + "N=1k: 412 TFLOPS, cuDNN 421; 16 heads together 402, 4 409; in pairs 414, in another run 402 for 408",
     ),
     _hopper(
         (97, 128),
         causal=True,
         seq_max=4095,
-        config=_without_latencies(
-            CutileConfig(tile_m=64, tile_n=64, occupancy=2, heads_together=8, lazy_max=True, pipeline="pairs")
-        ),
+        config=_without_latencies(replace(_LAZY_64X64, heads_together=8, pipeline="pairs")),
         why=_AGAIN + "N=2k: 499 TFLOPS, cuDNN 464; with latencies 493, one by one 490; 128x128 485",
     ),
     _hopper(
@@ -227,11 +285,9 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         causal=True,
         dtype="bf16",
         seq_max=724,
-        config=_without_latencies(replace(_LAZY_128X64, heads_together=32, pipeline="ahead")),
-        why=_AGAIN
-        + "N=512: 318 TFLOPS, cuDNN 356; with latencies 313; both with 8 heads "
-        + _BY_MODEL
-        + "0.97 of ideal for 0.92",
+        config=_without_latencies(replace(_LAZY_128X64, heads_together=8, pipeline="ahead")),
+        why=_IN_TURNS
+        + "N=512: 321 TFLOPS, cuDNN 363; 4 heads together 320, 16 318, 32 312; with latencies 317; in pairs 311",
     ),
     _hopper(
         (193, 256),
@@ -239,10 +295,7 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         dtype="bf16",
         seq_max=1448,
         config=_without_latencies(replace(_LAZY_128X64, heads_together=16, pipeline="ahead")),
-        why=_AGAIN
-        + "N=1k: 437 TFLOPS, cuDNN 450; in pairs 431; both with 8 heads "
-        + _BY_MODEL
-        + "0.97 of ideal for 0.93",
+        why=_IN_TURNS + "N=1k: 451 TFLOPS, cuDNN 465; 8 heads together 443, in pairs 442, 4 heads 435",
     ),
     _hopper(
         (193, 256),
