@@ -188,7 +188,7 @@ def _head_dims(rule: Rule[Any]) -> list[int]:
         if it % HEAD_DIM_STEP == 0 and rule.whole_sectors in (None, has_whole_sectors(it, ITEMSIZE))
     ]
     found = [it for it in HEAD_DIMS if it in allowed]
-    return found if found and rule.head_dim_max <= HEAD_DIMS[-1] else [*found, allowed[-1]]
+    return found if found and rule.head_dim_max <= HEAD_DIMS[-1] else [*found, *allowed[-1:]]
 
 
 def _plan(

@@ -49,7 +49,7 @@ class Rule(Generic[C]):
     head_dim_min: int = 1
     head_dim_max: int = 256
     whole_sectors: bool | None = None
-    """Whether rows of head_dim elements are whole sectors; else every other row begins within one."""
+    """Whether a row of head_dim elements is a whole number of sectors; else every other one may begin within one."""
     causal: bool | None = None
     dtype: str | None = None
     seq_min: int = 0
@@ -68,7 +68,9 @@ class Rule(Generic[C]):
         if not self.head_dim_min <= problem.head_dim <= self.head_dim_max:
             return f"for D in {self.head_dim_min}..{self.head_dim_max}"
         if self.whole_sectors not in (None, has_whole_sectors(problem.head_dim, problem.torch_dtype.itemsize)):
-            return f"for rows of {'whole' if self.whole_sectors else 'no whole'} sectors of {SECTOR_BYTES} bytes"
+            return (
+                f"for rows {'of' if self.whole_sectors else 'other than'} a whole number of {SECTOR_BYTES}-byte sectors"
+            )
         if self.causal not in (None, problem.causal):
             return "for causal" if self.causal else "for full"
         if self.dtype not in (None, problem.dtype):
@@ -106,7 +108,7 @@ class Rule(Generic[C]):
 
 
 def has_whole_sectors(head_dim: int, itemsize: int) -> bool:
-    """Whether a row of head_dim elements, of `itemsize` bytes each, is whole sectors."""
+    """Whether a row of head_dim elements, of `itemsize` bytes each, is a whole number of sectors."""
     return head_dim * itemsize % SECTOR_BYTES == 0
 
 

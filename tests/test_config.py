@@ -23,7 +23,7 @@ SM80, SM90 = ARCHS["sm80"], ARCHS["sm90"]
 CONDITIONS = {
     "arch": ({"arches": ("sm90",)}, "for sm90"),
     "head_dim": ({"head_dim_min": 65}, "for D in 65..256"),
-    "sectors": ({"whole_sectors": False}, "for rows of no whole sectors of 32 bytes"),
+    "sectors": ({"whole_sectors": False}, "for rows other than a whole number of 32-byte sectors"),
     "causal": ({"causal": True}, "for causal"),
     "full": ({"causal": False}, "for full"),
     "dtype": ({"dtype": "fp16"}, "for fp16"),

@@ -257,8 +257,8 @@ def test_huge_values(lengths, pipeline, causal, redone):
 @each_mask
 @each_pipeline
 def test_values_next_to_the_largest(pipeline, causal, redone):
-    """Of one sign, so that a row of the output adds up beyond fp32, as 2 weights of 1 would: they are 2^-16."""
-    q, k, v = make_inputs(heads_q=1, seq_q=64, seq_kv=512, head_dim=256, spread=0.0)
+    """Of one sign, so that the outputs' partial sums are beyond fp32: 32 columns of 4096 keys, of a weight of 2^-16."""
+    q, k, v = make_inputs(heads_q=1, seq_q=64, seq_kv=4096, head_dim=256, spread=0.0)
     v[...] = 3e38
     out, _ = launch(replace(LAZY, pipeline=pipeline), q, k, v, causal=causal)
     torch.testing.assert_close(out, v[:, :, :64], rtol=0.01, atol=0.0)
@@ -353,10 +353,12 @@ def test_a_check_that_misses_something_is_noticed(change, patch_kernel):
     def sums_only(shape, rows, l):  # noqa: E741
         return not ct.max(l, propagate_nan=True) < forward.LARGEST_SUM
 
-    broken = {
-        "never": lambda shape, rows, l: False,  # noqa: E741
-        "output": sums_only,
-    }[change.removesuffix(" first")]
+    name, broken = {
+        "never": ("outgrown", lambda shape, rows, l: False),  # noqa: E741
+        "never first": ("any_too_large", lambda l: False),  # noqa: E741
+        "output": ("outgrown", sums_only),
+        "output first": ("row_sum_or_nan", lambda shape, rows: forward.row_sum(rows.l)),
+    }[change]
     q, k, v = make_inputs(seq_q=64, seq_kv=96, spread=2.0)
     if "output" in change:
         v *= 1e30
@@ -364,7 +366,7 @@ def test_a_check_that_misses_something_is_noticed(change, patch_kernel):
     else:
         k = grow(k, start=50, factor=60.0)
     check(LAZY, q, k, v)
-    patch_kernel("may_be_outgrown" if "first" in change else "outgrown", broken)
+    patch_kernel(name, broken)
     with pytest.raises(AssertionError):
         check(LAZY, q, k, v)
 

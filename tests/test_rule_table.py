@@ -207,6 +207,30 @@ def test_a_rule_for_what_earlier_ones_leave_of_the_head_dims_is_not_dead(monkeyp
     assert rule_table.dead_rules(("cutile",), ("forward",)) == []
 
 
+def test_a_rule_for_rows_of_no_whole_number_of_sectors_is_compiled_for_such(monkeypatch):
+    """And one for head_dims of which none has such rows is named."""
+    ladders.install(monkeypatch)
+    backend = registry.get("cutile")
+    rules = tuple(
+        Rule(
+            arches=("sm90",),
+            config=ladders.Tile(tile_m=tile, tile_n=16),
+            why="a guess",
+            head_dim_min=narrowest,
+            head_dim_max=widest,
+            whole_sectors=False,
+        )
+        for tile, narrowest, widest in ((64, 97, 128), (32, 65, 96), (16, 89, 96))
+    )
+    variant = replace(backend.forward.offered[0], rules=rules)
+    forward = replace(backend.forward, variants=(variant,))
+    monkeypatch.setattr(registry, "get", lambda name: replace(backend, forward=forward))
+    found = {(case.plan.config.tile_m, case.plan.problem.head_dim) for case in cases(("cutile",), ("forward",))}
+    assert found == {(64, 120), (32, 88)}
+    (line,) = rule_table.dead_rules(("cutile",), ("forward",))
+    assert "nothing chooses the rule tile_m=16" in line
+
+
 def test_rungs_that_must_be_named_are_spanned_on_two_archs(monkeypatch):
     """Of the offered every rule on every arch; of the others those that span the flags, whose rules are never dead."""
     ladders.install(monkeypatch)

