@@ -211,9 +211,9 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """The cells of multiattn/measured.json (see multiattn.preference.Cell), from device rows of the best variants.
 
     Of each cell only its newest run counts, nothing host-bound, and no run in which a backend ran a variant that is no
-    longer its choice there. Where several measured cells share GPU, head_dim, length, mask and heads, the newest run
-    counts, those of `heldout` last: an older one may be of another config. Cells of backward come last, and say so;
-    forward and backward in one are no choice that `auto` makes.
+    longer its choice there. Where several measured cells share GPU, head_dim, length, mask, heads and how many
+    of them share keys, the newest run counts, those of `heldout` last: an older one may be of another config. Cells of
+    backward come last, and say so; forward and backward in one are no choice that `auto` makes.
     """
     cells: dict[tuple[Any, ...], dict[str, Any]] = {}
     owners: dict[tuple[Any, ...], str] = {}
@@ -229,8 +229,8 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
         if (cell, row.run) in outdated:
             continue
         is_backward = cell.direction == "bwd"
-        heads = cell.batch * cell.heads
-        key = (is_backward, setup.gpu, cell.head_dim, cell.seq, cell.causal, heads)
+        heads, group = cell.batch * cell.heads, cell.heads // (cell.heads_kv or cell.heads)
+        key = (is_backward, setup.gpu, cell.head_dim, cell.seq, cell.causal, heads, group)
         if owners.setdefault(key, cell.key) != cell.key:
             continue
         entry = cells.setdefault(
@@ -243,6 +243,7 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
                 "seq_kv": cell.seq,
                 "causal": cell.causal,
                 "heads": heads,
+                **({"group": group} if group != 1 else {}),
                 **({"direction": "backward"} if is_backward else {}),
                 "tflops": {},
             },

@@ -29,17 +29,21 @@ class Cell:
     heads: int
     """Of q, over the whole batch."""
     tflops: tuple[tuple[str, float], ...]
+    group: int = 1
+    """Heads of q that share one of k and v."""
     direction: Direction = "forward"
 
     def distance(self, problem: Problem) -> float:
         """How far a problem is from this cell, in doublings of head_dim, length and heads, each of which matters less.
 
-        Heads decide how full the last wave of blocks is: of few tiles one backend's grid may be the better fit.
+        Heads decide how full the last wave of blocks is: of few tiles one backend's grid may be the better fit. Heads
+        that share keys and values are loaded less of, which helps most what waits most for loads.
         """
         head_dim = abs(math.log2(problem.head_dim / self.head_dim))
         seq_kv = abs(math.log2(max(problem.seq_kv, 1) / self.seq_kv))
         heads = abs(math.log2(problem.batch * problem.heads_q / self.heads))
-        return head_dim + seq_kv / 4 + heads / 16
+        group = abs(math.log2(problem.group / self.group))
+        return head_dim + seq_kv / 4 + (heads + group) / 16
 
 
 @functools.cache
@@ -61,7 +65,8 @@ def preferred_order(problem: Problem, arch: Arch, direction: Direction = "forwar
     own = [cell for cell in cells if cell.direction == direction]
     cell = min(own or cells, key=lambda cell: cell.distance(problem))
     mask = "causal" if cell.causal else "full"
-    where = f"{cell.gpu}, {cell.date}, D={cell.head_dim} N={cell.seq_kv} B*H={cell.heads} {mask} {cell.direction}"
+    heads = f"B*H={cell.heads}" + (f" Hq/Hkv={cell.group}" if cell.group != 1 else "")
+    where = f"{cell.gpu}, {cell.date}, D={cell.head_dim} N={cell.seq_kv} {heads} {mask} {cell.direction}"
     if not own:
         where += f" (no {direction} measured on {arch.name} yet)"
     measured = sorted(cell.tflops, key=lambda pair: -pair[1])

@@ -322,6 +322,10 @@ def test_auto_follows_the_nearest_measured_cell(monkeypatch):
     cells.append(cell(64, heads=512, cuda=5.0))
     assert preferred_order(contiguous(72), ARCHS["sm90"])[0][0] == "triton"
     assert preferred_order(replace(contiguous(72), batch=100), ARCHS["sm90"])[0][0] == "cuda"
+    cells.append(replace(cell(64, cutile=7.0), group=4))
+    assert preferred_order(contiguous(72), ARCHS["sm90"])[0][0] == "triton"
+    shared = preferred_order(replace(contiguous(72), heads_q=8, heads_kv=2), ARCHS["sm90"])[0]
+    assert shared == ("cutile", "7 TFLOPS on H200, 2026-11-21, D=64 N=4096 B*H=8 Hq/Hkv=4 full forward")
     cells.append(replace(cell(64, cuda=9.0), direction="backward"))
     assert preferred_order(contiguous(72), ARCHS["sm90"])[0][0] == "triton"
     own = preferred_order(contiguous(72), ARCHS["sm90"], "backward")[0]

@@ -169,6 +169,14 @@ def test_cells_of_other_counts_of_heads_are_preferred_by_apart():
     assert (few["heads"], many["heads"]) == (16, 64)
 
 
+def test_cells_whose_heads_share_keys_are_preferred_by_apart():
+    standard = next(cell for cell in SUITES["standard"] if cell.head_dim == 128 and cell.seq == 4096 and cell.causal)
+    rows = [fakes.row("cuda", 1.0, cell=replace(standard, heads_kv=heads_kv)) for heads_kv in (None, 2)]
+    each, shared = preferences(rows)
+    assert "group" not in each
+    assert shared == {**each, "group": 8}
+
+
 def test_a_run_of_a_variant_that_is_no_longer_chosen_is_not_preferred_by():
     standard = next(cell for cell in SUITES["standard"] if cell.head_dim == 128 and cell.seq == 4096 and cell.causal)
 
