@@ -20,7 +20,7 @@ from multiattn import backend as registry
 from multiattn.arch import GPU_ARCHS, by_name
 from multiattn.backend import BACKENDS, DIRECTIONS, Direction, Plan, Variant, plan_variant
 from multiattn.config import Rule, has_whole_sectors, select
-from multiattn.problem import Problem
+from multiattn.problem import DTYPES, Problem
 from multiattn.targets import store
 from multiattn.targets.facts import Facts, read_kernel
 from multiattn.targets.pool import run_isolated
@@ -28,8 +28,6 @@ from multiattn.toolchain import find_cuobjdump
 
 SCHEMA = 1
 HEAD_DIMS = (64, 128, 256)
-HEAD_DIM_STEP = 8
-"""What every variant's head_dims are multiples of."""
 NO_SPILLS_UP_TO = 128
 """The head_dim up to which no rule may spill in a loop that every block runs."""
 KNOWN_SPILLS: Mapping[tuple[str, str], int] = {("triton", "warp_specialized"): 34}
@@ -37,8 +35,6 @@ KNOWN_SPILLS: Mapping[tuple[str, str], int] = {("triton", "warp_specialized"): 3
 code than the one that the rules were measured with (docs/gluon.md, "Newer Tritons")."""
 SEQ, BATCH, HEADS = 4096, 4, 16
 RULE_DTYPES = ("bf16", "fp16")  # the first unless a rule is for the other alone
-ITEMSIZE = 2
-"""Bytes of an element of either."""
 TIMEOUT_S = 300.0
 RUNG_ARCHS = ("sm80", "sm90")
 """What rules of variants that must be named are compiled for: with and without wgmma and TMA."""
@@ -173,19 +169,20 @@ def _cases_of(
     backend: str, direction: Direction, variant: Variant, rule: Rule[Any], arches: Sequence[str]
 ) -> Iterator[Case]:
     for arch in (name for name in arches if name in rule.arches):
-        for head_dim in _head_dims(rule):
+        for head_dim in _head_dims(rule, variant.capability.head_dim_multiple):
             for causal in (False, True) if rule.causal is None else (rule.causal,):
                 plan = _plan(backend, direction, variant, rule, arch, head_dim, causal)
                 if plan is not None:
                     yield Case(direction=direction, plan=plan)
 
 
-def _head_dims(rule: Rule[Any]) -> list[int]:
+def _head_dims(rule: Rule[Any], multiple: int) -> list[int]:
     """Those of `HEAD_DIMS` that a rule is for; and its widest where there is none, or earlier rules may take all."""
+    itemsize = DTYPES[RULE_DTYPES[0]].itemsize  # as of the other
     allowed = [
         it
         for it in range(rule.head_dim_min, rule.head_dim_max + 1)
-        if it % HEAD_DIM_STEP == 0 and rule.whole_sectors in (None, has_whole_sectors(it, ITEMSIZE))
+        if it % multiple == 0 and rule.whole_sectors in (None, has_whole_sectors(it, itemsize))
     ]
     found = [it for it in HEAD_DIMS if it in allowed]
     return found if found and rule.head_dim_max <= HEAD_DIMS[-1] else [*found, *allowed[-1:]]

@@ -22,7 +22,7 @@ _AGAIN = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, best of 10 
 _IN_TURNS = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, kernels in turns (docs/experiments.md): "
 
 _LAZY_64X64 = CutileConfig(tile_m=64, tile_n=64, occupancy=2, lazy_max=True)
-"""For short tiles, two or three blocks an SM, but for the order of tiles and blocks."""
+"""For short tiles, two to four blocks an SM, but for the order of tiles and blocks."""
 
 _LAZY_64X128 = CutileConfig(tile_m=64, tile_n=128, occupancy=2, lazy_max=True)
 """For full problems of 128 columns, but for the order of tiles and blocks."""
@@ -74,13 +74,13 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         (1, 64),
         causal=False,
         seq_max=512,
-        config=CutileConfig(tile_m=64, tile_n=64, occupancy=4, heads_together=8, lazy_max=True, scheduler="static"),
+        config=replace(_LAZY_64X64, occupancy=4, heads_together=8, scheduler="static"),
         why=_IN_TURNS + "N=512: 443 TFLOPS, cuDNN 370; 4 heads together 428, a block a tile 407",
     ),
     _hopper(
         (1, 64),
         causal=False,
-        config=CutileConfig(tile_m=64, tile_n=64, occupancy=4, heads_together=4, lazy_max=True),
+        config=replace(_LAZY_64X64, occupancy=4, heads_together=4),
         why=_LAZY
         + "N=1k 457, 4k 501, 16k 521 TFLOPS, cuDNN 384, 391, 397; 128x64 with 8 warps 476 at 4k; static 433 at 1k",
     ),
@@ -88,13 +88,13 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         (1, 64),
         causal=True,
         seq_min=8192,
-        config=CutileConfig(tile_m=64, tile_n=64, occupancy=4, heads_together=8, lazy_max=True),
+        config=replace(_LAZY_64X64, occupancy=4, heads_together=8),
         why=_LAZY + "N=16k: 542 TFLOPS, cuDNN 394; 32 heads together 525; pairs at occupancy 3 491",
     ),
     _hopper(
         (1, 64),
         causal=True,
-        config=CutileConfig(tile_m=64, tile_n=64, occupancy=4, heads_together=32, lazy_max=True),
+        config=replace(_LAZY_64X64, occupancy=4, heads_together=32),
         why=_LAZY
         + "N=512 268, 1k 363, 4k 462 TFLOPS, cuDNN 245, 296, 348; online 266, 332, -; 4 heads together 436 at 4k",
     ),
