@@ -69,7 +69,7 @@ _LAZY_96: tuple[CutileConfig, ...] = (
     *_lazy(64, 64, 3, None, "plain", "pilot"), *_lazy(128, 64, 2, 8, "plain"),
 )  # fmt: skip
 """Two parts of 64 and 32 columns, or fewer, leave room for another block an SM; one of 128 columns does not."""
-_LAZY_192: tuple[CutileConfig, ...] = _lazy(128, 128, 1, 8, "plain", "plain*", "pairs")
+_LAZY_192: tuple[CutileConfig, ...] = _lazy(128, 128, 1, 8, "plain", "plain*", "pairs", "ahead")
 """Two parts of 128 and 64 columns, or fewer, leave these the registers; one of 256 columns does not."""
 _BLACKWELL: tuple[_Shape, ...] = (
     (128, 128, 2, None), (128, 128, 1, None), (256, 128, 1, None), (256, 64, 1, None), (128, 64, 2, None),
@@ -88,21 +88,35 @@ def _shapes(problem: Problem, arch: Arch) -> tuple[_Shape, ...]:
 
 
 def _lazy_candidates(problem: Problem) -> list[CutileConfig]:
-    """Tiles in several ways, each with latencies and without; heads side by side where tiles are not of one length."""
+    """Tiles in several ways, with several latencies; heads side by side where tiles are not of one length."""
     ways = _LAZY_64 if problem.head_dim <= 64 else _LAZY_128 if problem.head_dim <= 128 else _LAZY_256
-    if split_widths(problem.head_dim) is not None:
+    if _saves_columns(problem):
         more = _LAZY_192 if problem.head_dim > 128 else _LAZY_96
         split = [replace(way, split_head_dim=True) for way in (*ways, *more)]
         ways = (*ways[:3], *split)
+    elif problem.head_dim > 128:
+        ways = (*ways, *(replace(way, split_head_dim=True) for way in ways if way.pipeline == "ahead"))
     found = [
         replace(way, k_latency=k_latency, v_latency=v_latency, heads_together=heads)
         for way in ways
         for heads in _heads_together(problem, way)
-        for k_latency, v_latency in ((way.k_latency, way.v_latency), (None, None))
+        for k_latency, v_latency in _latencies(way)
     ]
     if problem.head_dim <= 64:  # where ex2 is as scarce as the tensor cores
         found += [replace(found[0], exp2_fma_fraction=sixteenths / 16) for sixteenths in (1, 2)]
     return found
+
+
+def _saves_columns(problem: Problem) -> bool:
+    """Whether two parts have fewer columns than one tile."""
+    widths = split_widths(problem.head_dim)
+    return widths is not None and widths[1] < widths[0]
+
+
+def _latencies(way: CutileConfig) -> tuple[tuple[int | None, int | None], ...]:
+    """Of keys and values: the way's own, none, and the least where scores come ahead, which is a distance itself."""
+    found = ((way.k_latency, way.v_latency), (None, None))
+    return (*found, (1, 1)) if way.pipeline in ("ahead", "pairs") else found
 
 
 def _heads_together(problem: Problem, way: CutileConfig) -> dict[int, None]:

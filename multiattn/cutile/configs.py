@@ -63,7 +63,8 @@ class CutileConfig(Config):
     """``one_tile``: a block per tile of queries. ``static``: `occupancy` blocks per SM, each of which takes every n-th
     tile of n blocks."""
     split_head_dim: bool = False
-    """Where head_dim is no power of two: tiles of two parts (64 and 32 columns at D=96) in place of one with zeros."""
+    """Tiles of two parts in place of one as wide as head_dim (`split_widths`): 64 and 32 columns at D=96, where one has
+    128; two of 128 at D=256, whose loads and products each begin sooner, and are more."""
     exp2_fma_fraction: float = 0.0
     """Share of the exponentials that are a polynomial on the FMA units, in sixteenths, 0 to 0.5. Needs `lazy_max`, and
     tile_n=32 takes eighths, tile_n=16 quarters."""
@@ -102,7 +103,7 @@ def why_not_fit(problem: Problem, arch: Arch, config: Config, *, step: Step | No
         (
             not config.split_head_dim or split_widths(problem.head_dim) is not None,
             f"split_head_dim=True at head_dim={problem.head_dim}",
-            "72 to 96, 136 to 192 and their like, less than a power of two by a quarter or more",
+            f"more than {SMALLEST_TILE}",
         ),
         (config.lazy_max or not sixteenths, f"{fraction} without lazy_max", "0.0"),
         (not (sixteenths and arch.name in _BY_ROWS), f"{fraction} on {arch.name}", "0.0"),
@@ -134,10 +135,14 @@ def widths_of(problem: Problem, config: CutileConfig) -> tuple[int, int]:
 
 
 def split_widths(head_dim: int) -> tuple[int, int] | None:
-    """Powers of two that hold a head_dim together, and are less than the next power of two; None if no two do."""
-    first = 1 << head_dim.bit_length() - 1
-    tail = max(SMALLEST_TILE, 1 << (head_dim - first - 1).bit_length()) if head_dim > first else 0
-    return (first, tail) if first >= SMALLEST_TILE and 0 < tail < first else None
+    """Half of the power of two that holds a head_dim, and as little as holds the rest; None if half is no tile.
+
+    Above three quarters of it the rest is another half, and no column is saved.
+    """
+    first = 1 << (head_dim - 1).bit_length() >> 1
+    if first < SMALLEST_TILE:
+        return None
+    return first, max(SMALLEST_TILE, 1 << (head_dim - first - 1).bit_length())
 
 
 def begins_at_diagonal(problem: Problem, config: CutileConfig) -> bool:

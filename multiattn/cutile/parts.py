@@ -1,7 +1,8 @@
-"""Tiles as wide as head_dim: one, or two where that is nearer to a power of two, which every tile's width must be.
+"""Tiles as wide as head_dim: one, whose width must be a power of two, or two side by side.
 
 At D=96 a tile of 128 columns is a quarter zeros, at D=160 one of 256 three eighths; parts of 64 and 32, and of 128 and
-32 columns have none. With ``shape.tail_d`` what has head_dim columns is `Parts`, else one tile.
+32 columns have none. At D=256 two of 128 save no column, but the first product waits for half as much. With
+``shape.tail_d`` what has head_dim columns is `Parts`, else one tile.
 """
 
 # cuda.tile is untyped, and so are its decorators and aliases:

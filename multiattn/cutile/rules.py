@@ -34,6 +34,13 @@ _LAZY_128X128 = CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_war
 """For long causal problems, D=104 and 120, and split for others between powers of two, but for the order of tiles."""
 
 
+_AHEAD_256 = replace(_LAZY_128X64, split_head_dim=True, pipeline="ahead", k_latency=1, v_latency=1)
+"""For short causal problems of D=193 to 256, but for the order of tiles: about as many heads as have 16k keys."""
+
+_AHEAD_128X128 = replace(_LAZY_128X128, split_head_dim=True, pipeline="ahead", k_latency=1, v_latency=1)
+"""For D=88 and 129 to 192, but for the order of tiles."""
+
+
 def _without_latencies(config: CutileConfig) -> CutileConfig:
     return replace(config, k_latency=None, v_latency=None)
 
@@ -118,10 +125,10 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         (81, 96),
         whole_sectors=False,
         causal=False,
-        config=replace(_LAZY_128X128, heads_together=2, split_head_dim=True),
-        why=_AGAIN
-        + "D=88 N=4k 447, 16k 472 TFLOPS, cuDNN 452, 464; 128x64, two blocks an SM, 414, 431; 64x64 286, 298; one tile "
-        + "413, 405",
+        config=replace(_AHEAD_128X128, heads_together=2),
+        why=_IN_TURNS
+        + "D=88 N=8k 485 TFLOPS, cuDNN 452; not a block ahead 449; in another run N=16k 472, 128x64, two blocks an SM, "
+        + "431, 64x64 298, one tile 405",
     ),
     _hopper(
         (65, 96),
@@ -147,7 +154,7 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         config=replace(_LAZY_128X128, heads_together=8, split_head_dim=True),
         why=_AGAIN
         + "D=88, of 26 heads 2 together, N=4k 382, 16k 426 TFLOPS, cuDNN 396, 427; without latencies 374, 424; one "
-        + "tile 371, 409",
+        + "tile 371, 409; in another run N=8k 415, a block ahead 412",
     ),
     _hopper(
         (97, 128),
@@ -204,17 +211,11 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     _hopper(
         (97, 128),
         causal=True,
-        seq_max=1448,
-        config=replace(_LAZY_64X64, heads_together=8),
-        why=_IN_TURNS
-        + "N=1k: 412 TFLOPS, cuDNN 421; 16 heads together 402, 4 409; in pairs 414, in another run 402 for 408",
-    ),
-    _hopper(
-        (97, 128),
-        causal=True,
         seq_max=4095,
-        config=_without_latencies(replace(_LAZY_64X64, heads_together=8, pipeline="pairs")),
-        why=_AGAIN + "N=2k: 499 TFLOPS, cuDNN 464; with latencies 493, one by one 490; 128x128 485",
+        config=replace(_LAZY_64X64, heads_together=8, pipeline="pairs", k_latency=1, v_latency=1),
+        why=_IN_TURNS
+        + "N=1k 413, 2k 502 TFLOPS, cuDNN 416, 465; latencies of 2 and 4, one by one, 408, -; without latencies 405, "
+        + "490; latencies of 1 at 4k 581, 128x128 590",
     ),
     _hopper(
         (97, 128),
@@ -239,24 +240,29 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         why=_AGAIN + "in bf16, N=8k 613, 16k 643 TFLOPS, cuDNN 524, 536; one by one 596, 618",
     ),
     _hopper(
-        (129, 160),
+        (129, 192),
         causal=False,
-        config=replace(_LAZY_128X128, heads_together=2, split_head_dim=True),
-        why=_AGAIN + "D=144 N=4k 603, 16k 627 TFLOPS, cuDNN 512, 513; without latencies 592, 618; 128x64 469, 476",
+        config=replace(_AHEAD_128X128, heads_together=2),
+        why=_IN_TURNS
+        + "N=2k, 8k: D=144 578, 636 TFLOPS, cuDNN 468, 490, not a block ahead 552, 606; D=176 559, 601, cuDNN 550, "
+        + "564, not a block ahead 540, 587; at 16k D=176 629 for 617",
     ),
     _hopper(
-        (161, 192),
-        causal=False,
-        config=_without_latencies(replace(_LAZY_128X128, heads_together=2, split_head_dim=True)),
-        why=_AGAIN + "D=176 N=4k 602, 16k 638 TFLOPS, cuDNN 588, 587; with latencies 585, 602; 128x64 582, 591",
+        (129, 192),
+        causal=True,
+        dtype="bf16",
+        config=replace(_AHEAD_128X128, heads_together=8),
+        why=_IN_TURNS
+        + "N=2k, 8k: D=144, of 14 heads 7 together, 481, 607 TFLOPS, cuDNN 403, 448, not a block ahead 464, 569; "
+        + "D=176, of 12 heads 6 together, 502, 604, cuDNN 474, 511, not a block ahead 486, 578",
     ),
     _hopper(
         (129, 192),
         causal=True,
         config=replace(_LAZY_128X128, heads_together=8, split_head_dim=True),
         why=_AGAIN
-        + "N=4k, 16k: D=144, of 14 heads 2 together, 521, 594 TFLOPS, cuDNN 441, 464; D=176, of 12 heads 4 together, "
-        + "562, 613, cuDNN 506, 539",
+        + "in bf16, N=4k, 16k: D=144, of 14 heads 2 together, 521, 594 TFLOPS, cuDNN 441, 464; D=176, of 12 heads 4 "
+        + "together, 562, 613, cuDNN 506, 539; a block ahead spills in fp16, 15 registers in the loop of D=192",
     ),
     _hopper(
         (193, 256),
@@ -286,17 +292,40 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         causal=True,
         dtype="bf16",
         seq_max=724,
-        config=_without_latencies(replace(_LAZY_128X64, heads_together=8, pipeline="ahead")),
+        config=replace(_AHEAD_256, heads_together=8),
         why=_IN_TURNS
-        + "N=512: 321 TFLOPS, cuDNN 363; 4 heads together 320, 16 318, 32 312; with latencies 317; in pairs 311",
+        + "N=512: 338 TFLOPS, cuDNN 369; latencies of 2 and 4 331, with 16 or 4 heads together 329; one tile, without "
+        + "latencies, 320",
     ),
     _hopper(
         (193, 256),
         causal=True,
         dtype="bf16",
         seq_max=1448,
-        config=_without_latencies(replace(_LAZY_128X64, heads_together=16, pipeline="ahead")),
-        why=_IN_TURNS + "N=1k: 451 TFLOPS, cuDNN 465; 8 heads together 443, in pairs 442, 4 heads 435",
+        config=replace(_AHEAD_256, heads_together=16),
+        why=_IN_TURNS
+        + "N=1k: 465 TFLOPS, cuDNN 450; 8 heads together 459, latencies of 2 and 4 455; in another run one tile "
+        + "444, cuDNN 455",
+    ),
+    _hopper(
+        (193, 256),
+        causal=True,
+        dtype="bf16",
+        seq_max=2896,
+        config=replace(_AHEAD_256, heads_together=8),
+        why=_IN_TURNS
+        + "N=2k: 584 TFLOPS, cuDNN 509; 4 heads together 549, one tile, a pilot in pairs, 563; in another run 579, "
+        + "latencies of 2 and 4 567",
+    ),
+    _hopper(
+        (193, 256),
+        causal=True,
+        dtype="bf16",
+        seq_max=5792,
+        config=replace(_AHEAD_256, heads_together=4),
+        why=_IN_TURNS
+        + "N=4k: 654 TFLOPS, cuDNN 536; 2 heads together 603, one tile, a pilot in pairs, 647; in another run 678 for "
+        + "672, 8 heads together 663",
     ),
     _hopper(
         (193, 256),
@@ -304,8 +333,8 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
         dtype="bf16",
         config=_without_latencies(replace(_LAZY_128X64, heads_together=8, pipeline="pilot_pairs")),
         why=_AGAIN
-        + "N=2k 560, 4k 633, 8k 693, 16k 703 TFLOPS, cuDNN 506, 525, 547, 551; in another run in pairs 559, 626, 663, "
-        + "-, one by one with 8, 4, 2, 1 heads together and latencies 551, 634, 684, 715, cuDNN 508, 537, 544, 557",
+        + "N=8k 693, 16k 703 TFLOPS, cuDNN 547, 551; in another run in pairs 663, -, one by one with 2 and 1 heads "
+        + "together and latencies 684, 715, cuDNN 544, 557; in a third a block ahead, split, 696 for 702, 713 for 756",
     ),
     _hopper(
         (193, 256),

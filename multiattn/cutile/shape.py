@@ -24,7 +24,7 @@ class Shape:
     tile_m: Any
     tile_n: Any
     tile_d: Any
-    """head_dim rounded up to a power of two, or down with `tail_d`; loads fill up with zeros, stores clip it."""
+    """head_dim rounded up to a power of two, with `tail_d` half of that; loads fill up with zeros, stores clip it."""
     tail_d: Any
     """What is left of head_dim, rounded up to a power of two, where it is a part of its own (`parts`); else 0."""
     causal: Any
