@@ -9,7 +9,8 @@ import torch
 from multiattn import Problem
 from multiattn.arch import ARCHS
 from multiattn.backend import get, make_plan, plan_variant
-from multiattn.cutile.configs import PIPELINES, CutileConfig, split_widths, widths_of
+from multiattn.columns import two_widths
+from multiattn.cutile.configs import PIPELINES, CutileConfig, widths_of
 from multiattn.cutile.steps import STEPS
 
 pytest.importorskip("cuda.tile")
@@ -34,7 +35,7 @@ def test_widths_are_the_fewest_columns_of_two_tiles_the_first_half_of_one():
         assert widths_of(problem(head_dim), replace(LAZY, split_head_dim=False)) == (whole, 0)
         firsts = [first for first in (16, 32, 64, 128) if 2 * first == whole]
         pairs = [(first, tail) for first in firsts for tail in (16, 32, 64, 128) if first + tail >= head_dim]
-        assert split_widths(head_dim) == min(pairs, key=sum, default=None)
+        assert two_widths(head_dim) == min(pairs, key=sum, default=None)
 
 
 def problem(head_dim):

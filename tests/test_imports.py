@@ -30,6 +30,7 @@ ALLOWED = {
     "counters": {"context"},
     "schedule": {"problem", "arch"},
     "exp2_fma": set(),
+    "columns": set(),
     "tuned": {"arch", "backend", "config"},
     "launching": {"problem", "arch", "backend", "planning", "context"},
     "flops": set(),
@@ -39,7 +40,7 @@ ALLOWED = {
     **{
         name: {
             *("problem", "arch", "support", "config", "abi", "backend", "toolchain", "cache", "context", "tensor_map"),
-            *("driver_launch", "counters", "schedule", "exp2_fma", "tuned"),
+            *("driver_launch", "counters", "schedule", "exp2_fma", "columns", "tuned"),
         }
         for name in multiattn.BACKENDS
     },

@@ -266,7 +266,7 @@ def test_host_code_is_what_makes_a_binding(name, modules, monkeypatch):
     assert manifest.host_digest.__wrapped__(name) == manifest.host_digest(name)
     assert {path.relative_to(manifest._ROOT).as_posix() for path in read} == {
         *(f"{name}/{module}.py" for module in modules),
-        *("abi.py", "problem.py", "schedule.py"),
+        *("abi.py", "columns.py", "problem.py", "schedule.py"),
     }
 
 

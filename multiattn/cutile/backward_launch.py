@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from multiattn.backend import BackwardLauncher, Plan
+from multiattn.columns import one_width
 from multiattn.cutile import backward, interpreter
 from multiattn.cutile.backward_configs import (
     ROW_OCCUPANCY,
@@ -19,7 +20,7 @@ from multiattn.cutile.backward_configs import (
     count_key_tiles,
     count_query_tiles,
 )
-from multiattn.cutile.configs import SMALLEST_TILE, divisor_near, factor_grid
+from multiattn.cutile.configs import divisor_near, factor_grid
 from multiattn.cutile.launch import run_on_gpu
 from multiattn.cutile.offsets import exceeds_32bit
 from multiattn.problem import Problem
@@ -114,7 +115,7 @@ def _one_pass(plan: Plan, has_dlse: bool) -> tuple[Step, ...]:
         grid=grid,
         arrays=("out", "dout", "dlse" if has_dlse else "lse", "delta", "dq_sum"),
         scalars=(),
-        constants=(ROW_TILE, _tile_d(problem), has_dlse),
+        constants=(ROW_TILE, one_width(problem.head_dim), has_dlse),
     )
     round_query_grads = Step(
         kernel=_hinted(backward.round_query_grads, is_64bit, None, None),
@@ -122,7 +123,7 @@ def _one_pass(plan: Plan, has_dlse: bool) -> tuple[Step, ...]:
         grid=grid,
         arrays=("dq_sum", "dq"),
         scalars=(problem.grad_factor,),
-        constants=(ROW_TILE, _tile_d(problem)),
+        constants=(ROW_TILE, one_width(problem.head_dim)),
     )
     arrays = ("q", "k", "v", "lse", "dout", "delta", "dq_sum", "dk", "dv")
     return row_deltas, _key_step(plan, backward.all_grads, arrays), round_query_grads
@@ -147,7 +148,7 @@ def _constants(problem: Problem, tiles: tuple[int, int], together: int, latency:
     """The fields of `backward.Shape`, in its order."""
     return (
         *tiles,
-        _tile_d(problem),
+        one_width(problem.head_dim),
         problem.causal,
         problem.seq_kv % tiles[1] != 0,
         together,
@@ -155,10 +156,6 @@ def _constants(problem: Problem, tiles: tuple[int, int], together: int, latency:
         0 not in (*problem.strides_q, *problem.strides_k, *problem.strides_v),  # TMA wants positive strides
         problem.seq_q % 4 == 0,
     )
-
-
-def _tile_d(problem: Problem) -> int:
-    return max(SMALLEST_TILE, 1 << (problem.head_dim - 1).bit_length())
 
 
 def _grid(blocks: int) -> tuple[int, int, int]:

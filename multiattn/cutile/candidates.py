@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from multiattn.arch import GPUS, Arch
 from multiattn.backend import Variant
-from multiattn.cutile.configs import CutileConfig, split_widths, why_not_fit
+from multiattn.columns import saving_widths
+from multiattn.cutile.configs import CutileConfig, why_not_fit
 from multiattn.cutile.steps import STEPS
 from multiattn.problem import Problem
 
@@ -90,7 +91,7 @@ def _shapes(problem: Problem, arch: Arch) -> tuple[_Shape, ...]:
 def _lazy_candidates(problem: Problem) -> list[CutileConfig]:
     """Tiles in several ways, with several latencies; heads side by side where tiles are not of one length."""
     ways = _LAZY_64 if problem.head_dim <= 64 else _LAZY_128 if problem.head_dim <= 128 else _LAZY_256
-    if _saves_columns(problem):
+    if saving_widths(problem.head_dim) is not None:
         more = _LAZY_192 if problem.head_dim > 128 else _LAZY_96
         split = [replace(way, split_head_dim=True) for way in (*ways, *more)]
         ways = (*ways[:3], *split)
@@ -105,12 +106,6 @@ def _lazy_candidates(problem: Problem) -> list[CutileConfig]:
     if problem.head_dim <= 64:  # where ex2 is as scarce as the tensor cores
         found += [replace(found[0], exp2_fma_fraction=sixteenths / 16) for sixteenths in (1, 2)]
     return found
-
-
-def _saves_columns(problem: Problem) -> bool:
-    """Whether two parts have fewer columns than one tile."""
-    widths = split_widths(problem.head_dim)
-    return widths is not None and widths[1] < widths[0]
 
 
 def _latencies(way: CutileConfig) -> tuple[tuple[int | None, int | None], ...]:

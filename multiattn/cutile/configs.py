@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, fields
 
 from multiattn.arch import Arch
+from multiattn.columns import NARROWEST, one_width, two_widths
 from multiattn.config import Config
 from multiattn.cutile.steps import Step
 from multiattn.exp2_fma import SIXTEENTHS_MAX
@@ -63,8 +64,8 @@ class CutileConfig(Config):
     """``one_tile``: a block per tile of queries. ``static``: `occupancy` blocks per SM, each of which takes every n-th
     tile of n blocks."""
     split_head_dim: bool = False
-    """Tiles of two parts in place of one as wide as head_dim (`split_widths`): 64 and 32 columns at D=96, where one has
-    128; two of 128 at D=256, whose loads and products each begin sooner, and are more."""
+    """Tiles of two parts in place of one as wide as head_dim (`two_widths`): 64 and 32 columns at D=96, where one has
+    128. At D=256 two of 128 save none, but twice as many loads, of half the size, suit short causal problems."""
     exp2_fma_fraction: float = 0.0
     """Share of the exponentials that are a polynomial on the FMA units, in sixteenths, 0 to 0.5. Needs `lazy_max`, and
     tile_n=32 takes eighths, tile_n=16 quarters."""
@@ -101,9 +102,9 @@ def why_not_fit(problem: Problem, arch: Arch, config: Config, *, step: Step | No
         (config.lazy_max or config.pipeline == "plain", f"pipeline={config.pipeline} without lazy_max", "plain"),
         (config.scheduler in SCHEDULERS, f"scheduler={config.scheduler}", ", ".join(SCHEDULERS)),
         (
-            not config.split_head_dim or split_widths(problem.head_dim) is not None,
+            not config.split_head_dim or two_widths(problem.head_dim) is not None,
             f"split_head_dim=True at head_dim={problem.head_dim}",
-            f"more than {SMALLEST_TILE}",
+            f"more than {NARROWEST}",
         ),
         (config.lazy_max or not sixteenths, f"{fraction} without lazy_max", "0.0"),
         (not (sixteenths and arch.name in _BY_ROWS), f"{fraction} on {arch.name}", "0.0"),
@@ -130,19 +131,8 @@ def beyond_step(step: Step, config: CutileConfig) -> list[Reason]:
 
 def widths_of(problem: Problem, config: CutileConfig) -> tuple[int, int]:
     """Columns of a tile as wide as head_dim, and of a second one, 0 where there is none."""
-    whole = max(SMALLEST_TILE, 1 << (problem.head_dim - 1).bit_length())
-    return split_widths(problem.head_dim) or (whole, 0) if config.split_head_dim else (whole, 0)
-
-
-def split_widths(head_dim: int) -> tuple[int, int] | None:
-    """Half of the power of two that holds a head_dim, and as little as holds the rest; None if half is no tile.
-
-    Above three quarters of it the rest is another half, and no column is saved.
-    """
-    first = 1 << (head_dim - 1).bit_length() >> 1
-    if first < SMALLEST_TILE:
-        return None
-    return first, max(SMALLEST_TILE, 1 << (head_dim - first - 1).bit_length())
+    widths = two_widths(problem.head_dim) if config.split_head_dim else None
+    return widths or (one_width(problem.head_dim), 0)
 
 
 def begins_at_diagonal(problem: Problem, config: CutileConfig) -> bool:

@@ -33,9 +33,8 @@ _LAZY_128X64 = CutileConfig(tile_m=128, tile_n=64, occupancy=1, num_worker_warps
 _LAZY_128X128 = CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, lazy_max=True)
 """For long causal problems, D=104 and 120, and split for others between powers of two, but for the order of tiles."""
 
-
 _AHEAD_256 = replace(_LAZY_128X64, split_head_dim=True, pipeline="ahead", k_latency=1, v_latency=1)
-"""For short causal problems of D=193 to 256, but for the order of tiles: about as many heads as have 16k keys."""
+"""For short causal problems of D=193 to 256, but for the order of tiles: from N=1k as many heads as have 16k keys."""
 
 _AHEAD_128X128 = replace(_LAZY_128X128, split_head_dim=True, pipeline="ahead", k_latency=1, v_latency=1)
 """For D=88 and 129 to 192, but for the order of tiles."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 
 from multiattn.arch import Arch
 from multiattn.backend import Variant
+from multiattn.columns import one_width
 from multiattn.config import COMPILED, Config, Rule, inherit
 from multiattn.problem import Problem
 from multiattn.support import Reason
@@ -40,7 +41,7 @@ class TritonConfig(Config):
 
 def head_pad(head_dim: int) -> int:
     """head_dim as the kernel computes it: Triton's tiles are powers of two, and tl.dot wants at least 16."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+    return one_width(head_dim)
 
 
 def grid_programs(problem: Problem, config: TritonConfig) -> int:

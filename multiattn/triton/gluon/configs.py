@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from multiattn.arch import Arch
 from multiattn.backend import Variant
+from multiattn.columns import one_width, saving_widths
 from multiattn.config import Config
 from multiattn.exp2_fma import SIXTEENTHS_MAX, share_unit
 from multiattn.problem import Problem
@@ -19,8 +20,6 @@ VARIANT = "warp_specialized"
 ARCHES = ("sm90",)
 
 WARPGROUP_ROWS = 64
-PIECE_MIN = 16
-"""Columns of head_dim: the smallest depth of a product."""
 BOOKKEEPING_BYTES = 1536
 """Of shared memory beside the tiles: barriers, words, what the compiler keeps for partitions and reductions. An upper
 bound; a test holds compiled kernels against it."""
@@ -65,14 +64,8 @@ class GluonConfig(Config):
 
 
 def pieces_of(head_dim: int) -> tuple[int, int]:
-    """Columns of the one or two pieces that head_dim is computed in, powers of two; the second is 0 where one does.
-
-    Tiles of Triton are powers of two. D=96 as 64 and 32 is a quarter less work than as 128.
-    """
-    whole = max(PIECE_MIN, 1 << (head_dim - 1).bit_length())
-    wide = whole // 2
-    narrow = max(PIECE_MIN, 1 << (head_dim - wide - 1).bit_length()) if head_dim > wide else 0
-    return (wide, narrow) if wide >= PIECE_MIN and wide + narrow < whole else (whole, 0)
+    """Columns of the one or two pieces that head_dim is computed in, powers of two; the second is 0 where one does."""
+    return saving_widths(head_dim) or (one_width(head_dim), 0)
 
 
 def query_tiles(config: GluonConfig, problem: Problem) -> int:
