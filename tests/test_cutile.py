@@ -1,5 +1,6 @@
 """The cuTile kernel, interpreted, against the reference; what its launch is made of; what it refuses."""
 
+import inspect
 import math
 from dataclasses import replace
 
@@ -24,6 +25,8 @@ from multiattn.cutile.configs import (
 
 pytest.importorskip("cuda.tile")
 
+from multiattn.cutile.forward import forward, forward_64bit
+from multiattn.cutile.launch import get_constants
 from multiattn.cutile.offsets import needs_64bit
 
 BACKEND = get("cutile")
@@ -288,6 +291,27 @@ def test_every_arch_has_a_rule_for_every_head_dim(head_dim):
         plan = make_plan(BACKEND, problem, arch, probe=False)
         assert isinstance(plan.config, CutileConfig)
         assert plan.why
+
+
+@pytest.mark.parametrize("kernel", [forward, forward_64bit])
+def test_constants_are_in_the_order_of_the_kernels_arguments(kernel):
+    plan = make_plan(
+        BACKEND, Problem.contiguous(batch=1, heads_q=8, seq_q=4096, head_dim=64), ARCHS["sm90"], probe=False
+    )
+    arguments = list(inspect.signature(kernel._pyfunc).parameters)
+    assert arguments == ["q", "k", "v", "out", "lse", *get_constants(plan)]
+
+
+@pytest.mark.parametrize("name", GPU_ARCHS)
+def test_queries_are_in_registers_where_products_take_any_from_there(name):
+    (variant,) = BACKEND.forward.offered
+    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=64)
+    config = CutileConfig(tile_m=64, tile_n=64, q_in_registers=True)
+    found = plan_variant(BACKEND, variant, problem, ARCHS[name], config)
+    if name in ("sm100", "sm103"):
+        assert [(it.got, it.allowed) for it in found] == [(f"q_in_registers=True on {name}", "False")]
+    else:
+        assert found.config == config
 
 
 def test_candidates_are_distinct_and_fit():

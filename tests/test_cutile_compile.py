@@ -1,6 +1,8 @@
 """The cuTile kernel through tileiras, for every arch, with no GPU."""
 
+import re
 import subprocess
+from dataclasses import replace
 
 import pytest
 
@@ -28,6 +30,9 @@ needs_compiler = pytest.mark.skipif(
 )
 
 needs_cuobjdump = pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
+
+LAZY_64X64 = CutileConfig(tile_m=64, tile_n=64, occupancy=2, lazy_max=True)
+ONLINE_64X128 = CutileConfig(tile_m=64, tile_n=128, occupancy=2)
 
 
 @needs_compiler
@@ -64,6 +69,19 @@ def test_hopper_uses_its_tensor_cores_and_tma(head_dim, tmp_path):
     sass = instructions(make(head_dim=head_dim), tmp_path)
     assert "HGMMA" in sass
     assert "UTMALDG" in sass
+
+
+@needs_compiler
+@needs_cuobjdump
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("config", [LAZY_64X64, ONLINE_64X128], ids=["lazy", "online"])
+@pytest.mark.parametrize("q_in_registers", [False, True])
+def test_products_with_keys_take_queries_from_where_they_are_asked_to(q_in_registers, config, causal, tmp_path):
+    config = replace(config, q_in_registers=q_in_registers)
+    products = re.findall(
+        r"HGMMA\.\S+ R\d+, (\w+)", instructions(make(head_dim=128, causal=causal, config=config), tmp_path)
+    )
+    assert {"R"} | ({"gdesc"} if not q_in_registers else set()) == {it.rstrip("0123456789") for it in products}
 
 
 @needs_compiler

@@ -58,6 +58,7 @@ _LAZY_128: tuple[CutileConfig, ...] = (
     *_lazy(64, 64, 2, None, "plain", "plain*", "pairs", "pairs*", "apart", "apart*"),
     *_lazy(128, 64, 1, 8, "plain", "plain*", "pairs", "pairs*", "apart*"),
     *_lazy(128, 128, 1, 8, "plain", "pairs", "pilot"),
+    *(replace(way, q_in_registers=True) for way in _lazy(64, 64, 2, None, "plain*", "pairs*")),
     CutileConfig(tile_m=64, tile_n=128, occupancy=2),
 )  # fmt: skip
 _LAZY_256: tuple[CutileConfig, ...] = (

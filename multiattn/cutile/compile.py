@@ -80,7 +80,7 @@ def get_signature(plan: Plan) -> Any:
     parameters = [
         *(_array(arrays[name], _alignment(problem, name), is_64bit) for name in ("q", "k", "v", "out", "lse")),
         ScalarConstraint(ct.float32),
-        *get_constants(plan)[1:],  # without the scale, which is no constant
+        *(value for name, value in get_constants(plan).items() if name != "scale"),  # which is no constant
     ]
     return _signature(parameters, _SYMBOL)
 

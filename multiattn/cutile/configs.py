@@ -66,6 +66,9 @@ class CutileConfig(Config):
     split_head_dim: bool = False
     """Tiles of two parts in place of one as wide as head_dim (`two_widths`): 64 and 32 columns at D=96, where one has
     128. At D=256 two of 128 save none, but twice as many loads, of half the size, suit short causal problems."""
+    q_in_registers: bool = False
+    """Products with keys take q from registers, in tiles of 64 rows head_dim / 4 of each thread, and read keys alone
+    from shared memory. tcgen05 has no such products."""
     exp2_fma_fraction: float = 0.0
     """Share of the exponentials that are a polynomial on the FMA units, in sixteenths, 0 to 0.5. Needs `lazy_max`, and
     tile_n=32 takes eighths, tile_n=16 quarters."""
@@ -76,8 +79,9 @@ class CutileConfig(Config):
         return int(16 * self.exp2_fma_fraction)
 
 
-_BY_ROWS = ("sm100", "sm103")
-"""Where a thread has whole rows of an accumulator: there it computes both kinds of exponentials of every score."""
+_TCGEN05 = ("sm100", "sm103")
+"""Where products take nothing from registers, and where a thread has whole rows of an accumulator: it would compute
+both kinds of exponentials of every score there."""
 
 
 def why_not_fit(problem: Problem, arch: Arch, config: Config, *, step: Step | None = None) -> tuple[Reason, ...]:
@@ -107,7 +111,12 @@ def why_not_fit(problem: Problem, arch: Arch, config: Config, *, step: Step | No
             f"more than {NARROWEST}",
         ),
         (config.lazy_max or not sixteenths, f"{fraction} without lazy_max", "0.0"),
-        (not (sixteenths and arch.name in _BY_ROWS), f"{fraction} on {arch.name}", "0.0"),
+        (not (sixteenths and arch.name in _TCGEN05), f"{fraction} on {arch.name}", "0.0"),
+        (
+            not (config.q_in_registers and arch.name in _TCGEN05),
+            f"q_in_registers=True on {arch.name}",
+            "False",
+        ),
         (
             0 <= sixteenths <= SIXTEENTHS_MAX and sixteenths % unit == 0,
             f"{fraction} with tile_n={config.tile_n}",

@@ -139,19 +139,18 @@ def prove(binding: abi.Binding, text: str) -> None:
 
 def _prove_constants(binding: abi.Binding, plan: Plan, signature: Any) -> None:
     """ValueError where a launch by cuTile would have another grid or scale, or other constants."""
-    scale, tile_m, _, _, _, causal, masked, *rest = get_constants(plan)
-    heads, spanning, grouped, linear, sign, _, _, tma, *rest = rest
-    *_, diagonal_first, _, _, _ = rest
+    kernel = get_constants(plan)
     constants, scalar = binding.constants, binding.arguments[-1]
     assert isinstance(scalar, abi.Number)
     together = told_together(constants)
     ours: list[object] = [binding.grid, scalar.value, together.heads, together.spanning]
     ours.append(abi.divisor(constants[DIAGONAL]))
-    theirs: list[object] = [_grid(plan), scale, heads, spanning, tile_m if diagonal_first else 1]
+    theirs: list[object] = [_grid(plan), kernel["scale"], kernel["heads_together"], kernel["spanning"]]
+    theirs.append(kernel["tile_m"] if kernel["diagonal_first"] else 1)
     ours += [constants["grouped"], constants["linear_grid"]]
-    theirs += [str(grouped), str(linear)]
+    theirs += [str(kernel["grouped"]), str(kernel["linear_grid"])]
     ours += [constants["causal"], constants["masked"], constants["scale_sign"], constants["no_tma"]]
-    theirs += [str(causal), str(masked), str(sign), str(not tma)]
+    theirs += [str(kernel["causal"]), str(kernel["masked"]), str(kernel["sign"]), str(not kernel["tma"])]
     for name, parameter in zip(ARRAYS, signature.parameters, strict=False):
         ours.append(constants[f"{name}_overlaps"])
         theirs.append(str(parameter.may_alias_internally))

@@ -431,7 +431,7 @@ def forward(
     exp2: ConstBool, flush_to_zero: ConstBool, scale_after_max: ConstBool, k_transposed: ConstBool,
     approximate_division: ConstBool, ln_base: ConstFloat,
     lazy_max: ConstBool, headroom: ConstFloat, diagonal_first: ConstBool, pipeline: ConstInt, static_grid: ConstBool,
-    exp2_fma_sixteenths: ConstInt,
+    exp2_fma_sixteenths: ConstInt, q_in_registers: ConstBool,
 ) -> None:  # fmt: skip
     """out and lse of attention, for arrays whose offsets fit 31 bits; arguments as in `Shape` and `forward_tile`."""
     shape = Shape(
@@ -441,7 +441,7 @@ def forward(
         exp2=exp2, flush_to_zero=flush_to_zero, scale_after_max=scale_after_max, k_transposed=k_transposed,
         approximate_division=approximate_division, ln_base=ln_base,
         lazy_max=lazy_max, headroom=headroom, diagonal_first=diagonal_first, pipeline=pipeline, static_grid=static_grid,
-        exp2_fma_sixteenths=exp2_fma_sixteenths,
+        exp2_fma_sixteenths=exp2_fma_sixteenths, q_in_registers=q_in_registers,
     )  # fmt: skip
     forward_tiles(shape, q, k, v, out, lse, scale)
 
@@ -455,7 +455,7 @@ def forward_64bit(
     exp2: ConstBool, flush_to_zero: ConstBool, scale_after_max: ConstBool, k_transposed: ConstBool,
     approximate_division: ConstBool, ln_base: ConstFloat,
     lazy_max: ConstBool, headroom: ConstFloat, diagonal_first: ConstBool, pipeline: ConstInt, static_grid: ConstBool,
-    exp2_fma_sixteenths: ConstInt,
+    exp2_fma_sixteenths: ConstInt, q_in_registers: ConstBool,
 ) -> None:  # fmt: skip
     """`forward` for larger arrays: shapes, strides and offsets in 64 bit."""
     shape = Shape(
@@ -465,6 +465,6 @@ def forward_64bit(
         exp2=exp2, flush_to_zero=flush_to_zero, scale_after_max=scale_after_max, k_transposed=k_transposed,
         approximate_division=approximate_division, ln_base=ln_base,
         lazy_max=lazy_max, headroom=headroom, diagonal_first=diagonal_first, pipeline=pipeline, static_grid=static_grid,
-        exp2_fma_sixteenths=exp2_fma_sixteenths,
+        exp2_fma_sixteenths=exp2_fma_sixteenths, q_in_registers=q_in_registers,
     )  # fmt: skip
     forward_tiles(shape, q, k, v, out, lse, scale)

@@ -41,7 +41,7 @@ def prepare(plan: Plan) -> Launcher:
         return gpu_launch.prepare(plan)
     kernel = get_kernel(plan)
     grid = get_grid(plan)
-    constants = get_constants(plan)
+    constants = get_constants(plan).values()
 
     def interpret(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         interpreter.launch(grid, kernel, (q, k, v, out, lse, *constants))
@@ -53,7 +53,7 @@ def prepare_through_cutile(plan: Plan) -> Launcher:
     """A launcher by `ct.launch`, whose first launch compiles: cuTile specialises on the tensors themselves."""
     kernel = get_kernel(plan)
     grid = get_grid(plan)
-    constants = get_constants(plan)
+    constants = get_constants(plan).values()
     run = run_on_gpu()
     strides = _canonical_strides(plan.problem)
 
@@ -107,38 +107,41 @@ def count_multiprocessors(plan: Plan) -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
-def get_constants(plan: Plan) -> tuple[float | int | bool, ...]:
-    """The arguments of `forward` after the tensors, in its order."""
+def get_constants(plan: Plan) -> dict[str, float | int | bool]:
+    """The arguments of `forward` after the tensors, by name, in its order."""
     problem, config, step = plan.problem, get_config(plan), STEPS[plan.variant].step
     together = together_of(problem, config)
-    return (
-        problem.scale_log2 if step.exp2 else problem.scale_log2 / LOG2_E,
-        config.tile_m,
-        config.tile_n,
-        *widths_of(problem, config),
-        problem.causal,
-        problem.causal or problem.seq_kv % config.tile_n != 0,
-        together.heads,
-        together.spanning,
-        problem.heads_q != problem.heads_kv,
-        is_linear(problem, config, together),
-        problem.scale_sign,
-        config.k_latency or 0,
-        config.v_latency or 0,
-        0 not in (*problem.strides_q, *problem.strides_k, *problem.strides_v),  # TMA wants positive strides
-        step.exp2,
-        step.flush_to_zero,
-        step.scale_after_max,
-        step.k_transposed,
-        step.approximate_division,
-        step.ln_base,
-        config.lazy_max,
-        HEADROOM[problem.dtype],
-        begins_at_diagonal(problem, config),
-        PIPELINES.index(config.pipeline),
-        config.scheduler == "static",
-        config.exp2_fma_sixteenths,
-    )
+    tile_d, tail_d = widths_of(problem, config)
+    return {
+        "scale": problem.scale_log2 if step.exp2 else problem.scale_log2 / LOG2_E,
+        "tile_m": config.tile_m,
+        "tile_n": config.tile_n,
+        "tile_d": tile_d,
+        "tail_d": tail_d,
+        "causal": problem.causal,
+        "masked": problem.causal or problem.seq_kv % config.tile_n != 0,
+        "heads_together": together.heads,
+        "spanning": together.spanning,
+        "grouped": problem.heads_q != problem.heads_kv,
+        "linear_grid": is_linear(problem, config, together),
+        "sign": problem.scale_sign,
+        "k_latency": config.k_latency or 0,
+        "v_latency": config.v_latency or 0,
+        "tma": 0 not in (*problem.strides_q, *problem.strides_k, *problem.strides_v),  # it wants positive strides
+        "exp2": step.exp2,
+        "flush_to_zero": step.flush_to_zero,
+        "scale_after_max": step.scale_after_max,
+        "k_transposed": step.k_transposed,
+        "approximate_division": step.approximate_division,
+        "ln_base": step.ln_base,
+        "lazy_max": config.lazy_max,
+        "headroom": HEADROOM[problem.dtype],
+        "diagonal_first": begins_at_diagonal(problem, config),
+        "pipeline": PIPELINES.index(config.pipeline),
+        "static_grid": config.scheduler == "static",
+        "exp2_fma_sixteenths": config.exp2_fma_sixteenths,
+        "q_in_registers": config.q_in_registers,
+    }
 
 
 def compile_limit() -> AbstractContextManager[None]:

@@ -58,6 +58,9 @@ def load_q_part(shape: Any, place: Any, q: Any, tail: ConstBool) -> Any:
     tile = tile.reshape((shape.tile_m, width(shape, tail)))
     if shape.sign != 1:
         tile = tile * shape.sign
+    if shape.q_in_registers:
+        # What was computed is in registers, and tileiras leaves it there. That this is 1 it cannot know.
+        tile = (tile * min(place.seq_q, 1)).astype(q.dtype)
     return tile
 
 

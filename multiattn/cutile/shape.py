@@ -58,6 +58,7 @@ class Shape:
     """Whether a block takes every n-th tile of n blocks, not one."""
     exp2_fma_sixteenths: Any
     """Of the weights of `lazy_max`: what share of them is a polynomial on the FMA units."""
+    q_in_registers: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,4 +100,5 @@ def with_few_keys(shape: Any, tile_m: Any, latency: Any, tma: Any) -> Any:
         pipeline=PLAIN,
         static_grid=False,
         exp2_fma_sixteenths=0,
+        q_in_registers=False,
     )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "math": ("exp2", "flush_to_zero", "scale_after_max"),
     "memory": ("k_transposed", "latency_hints"),
-    "finish": ("approximate_division", "occupancy_hint", "lazy_max", "static_grid"),
+    "finish": ("approximate_division", "occupancy_hint", "lazy_max", "static_grid", "q_in_registers"),
 }
 """Fields of `Step` by what they save: between a rung and its parent, fields of one group differ."""
 
@@ -40,6 +40,8 @@ class Step:
     """The config's lazy_max, and its pipeline and exp2_fma_fraction, which need that."""
     static_grid: bool = False
     """The config's scheduler: blocks may take tile after tile."""
+    q_in_registers: bool = False
+    """The config's q_in_registers."""
 
     @property
     def ln_base(self) -> float:
@@ -56,6 +58,7 @@ class Step:
             lazy_max=config.lazy_max and self.lazy_max,
             pipeline=config.pipeline if self.lazy_max else "plain",
             scheduler=config.scheduler if self.static_grid else "one_tile",
+            q_in_registers=config.q_in_registers and self.q_in_registers,
             exp2_fma_fraction=config.exp2_fma_fraction if self.lazy_max else 0.0,
         )
 
@@ -76,6 +79,7 @@ STEPS: Mapping[str, Rung] = {
         step=Step(
             exp2=True, flush_to_zero=True, scale_after_max=True, k_transposed=True, latency_hints=True,
             approximate_division=True, occupancy_hint=True, lazy_max=True, static_grid=True,
+            q_in_registers=True,
         ),
     ),
     "memory": Rung(
