@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
@@ -32,6 +33,36 @@ _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 VECTOR_BYTES = 16
 """Widest access any kernel makes to global memory: cp.async, TMA and 128-bit loads all want this."""
+
+
+class Options(NamedTuple):
+    """What a call asks for beside its tensors. A tuple, because it is made and hashed in every call."""
+
+    causal: bool = False
+    scale: float | None = None
+    backend: str = "auto"
+    variant: str | None = None
+    deterministic: bool = False
+
+
+class Operands(NamedTuple):
+    """Every tensor of a launch, by name; None where a launch has none.
+
+    q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]``; out, dout and dq like q; dk and dv like k and v; lse and dlse
+    fp32 ``[B, Hq, Sq]``. A forward reads q, k, v and writes out and lse; a backward reads all of these, dout and
+    perhaps dlse, and writes dq, dk and dv.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    dout: torch.Tensor | None = None
+    dlse: torch.Tensor | None = None
+    dq: torch.Tensor | None = None
+    dk: torch.Tensor | None = None
+    dv: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
