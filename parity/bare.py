@@ -1,22 +1,28 @@
-"""``python -m parity.bare``: the kernels of a few cases launched with no reference beside them, for compute-sanitizer.
+"""``python -m parity.bare``: kernels launched with no reference beside them, for compute-sanitizer.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no \\
         python -m parity.bare --backend cuda
+    compute-sanitizer --tool racecheck python -m parity.bare --backend cuda --rules
 
-Without PyTorch's cache every tensor ends where its allocation does. A first run without the sanitizer fills the
-compilers' caches. The reference stays out because racecheck makes torch's own matmul crash.
+Without PyTorch's cache every tensor ends where its allocation does. The reference stays out because racecheck makes
+torch's own matmul crash. With ``--rules`` it launches every rule of the device's arch once, on small tensors, and names
+each before it runs; ``--part 2/4`` takes the second quarter of them. A first run
+without the sanitizer fills the compilers' caches.
 """
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 
 import multiattn
 from multiattn import backend as registry
 from multiattn.arch import detect
-from multiattn.backend import BACKENDS, Plan, find_variant, plan_variant
+from multiattn.backend import BACKENDS, DIRECTIONS, Backend, Direction, Plan, Variant, find_variant, plan_variant
+from multiattn.config import Rule, has_whole_sectors
+from multiattn.launching import launch, launch_backward
 from multiattn.problem import Problem
 from parity.cases import Case, Layout
 
@@ -61,6 +67,92 @@ def _launch_backwards(case: Case, backend: str, q: torch.Tensor, k: torch.Tensor
     return lines
 
 
+# ---------------------------------------------------------------- every rule
+
+LENGTH, HEADS_Q, HEADS_KV = 200, 4, 2
+"""Of the tensors that rules are launched on: ragged tiles, heads that share keys."""
+
+
+def rule_plans(backend: str, device: torch.device) -> list[Plan]:
+    """A Plan for each rule of the device's arch, of the variants that a caller may get and those that span the rest."""
+    registered = registry.get(backend)
+    found: dict[tuple[object, ...], Plan] = {}
+    for direction in DIRECTIONS:
+        op = registered.op(direction)
+        for variant in op.variants:
+            if variant.only_named and op.spanning and variant.name not in op.spanning:
+                continue
+            for rule in variant.rules:
+                for causal in (False, True) if rule.causal is None else (rule.causal,):
+                    plan = _plan_rule(registered, variant, rule, direction, device, causal=causal)
+                    if plan is not None:
+                        found[direction, variant.name, plan.problem.head_dim, causal, str(plan.config)] = plan
+    return list(found.values())
+
+
+def _plan_rule(
+    backend: Backend, variant: Variant, rule: Rule[Any], direction: Direction, device: torch.device, *, causal: bool
+) -> Plan | None:
+    """The Plan of the widest head_dim that a rule takes, for its own config; None where it is for another arch."""
+    arch = detect(device)
+    if arch.name not in rule.arches:
+        return None
+    for head_dim in range(rule.head_dim_max, rule.head_dim_min - 1, -1):
+        problem = Problem.of(*_views(head_dim, device), causal=causal)
+        if rule.whole_sectors not in (None, has_whole_sectors(head_dim, problem.torch_dtype.itemsize)):
+            continue
+        plan = plan_variant(backend, variant, problem, arch, rule.config, direction=direction)
+        if isinstance(plan, Plan):
+            return plan
+    return None
+
+
+def _views(head_dim: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """q, k and v as transposed views of ``[1, S, H, D]``, bf16."""
+    shapes = ((1, LENGTH, heads, head_dim) for heads in (HEADS_Q, HEADS_KV, HEADS_KV))
+    return tuple(torch.rand(shape, device=device, dtype=torch.bfloat16).transpose(1, 2) for shape in shapes)
+
+
+def launch_rule(plan: Plan, device: torch.device) -> None:
+    """Launch exactly this Plan on tensors of its own."""
+    q, k, v = _views(plan.problem.head_dim, device)
+    out = torch.empty_strided(q.shape, (*plan.problem.strides_out, 1), dtype=q.dtype, device=device)
+    lse = torch.zeros(q.shape[:3], dtype=torch.float32, device=device)
+    if plan.direction == "forward":
+        launch(plan, q, k, v, out, lse)
+        return
+    dq, dk, dv = (
+        torch.empty_strided(it.shape, (*strides, 1), dtype=it.dtype, device=device)
+        for it, strides in ((q, plan.problem.strides_dq), (k, plan.problem.strides_dk), (v, plan.problem.strides_dv))
+    )
+    out.fill_(1.0)
+    launch_backward(plan, q, k, v, out, lse, out, lse, dq, dk, dv)
+
+
+def launch_rules(backend: str, device: torch.device, part: tuple[int, int]) -> int:
+    """Launch one of so many equal parts of the rules, each named before it runs; how many there were."""
+    index, parts = part
+    plans = rule_plans(backend, device)[index - 1 :: parts]
+    for plan in plans:
+        print(plan, flush=True)
+        launch_rule(plan, device)
+        _synchronize(device)
+    return len(plans)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _part(text: str) -> tuple[int, int]:
+    """``2/4`` as numbers."""
+    index, _, parts = text.partition("/")
+    if not (index.isdigit() and parts.isdigit() and 1 <= int(index) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed I/N with 1 <= I <= N")
+    return int(index), int(parts)
+
+
 def _draw(case: Case, *, queries: bool, device: torch.device) -> torch.Tensor:
     heads, seq = (case.heads_q, case.seq_q) if queries else (case.heads_kv, case.seq_kv)
     width = case.head_dim + case.layout.row_pad
@@ -73,13 +165,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m parity.bare", description=__doc__)
     parser.add_argument("--backend", choices=BACKENDS, required=True)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rules", action="store_true", help="every rule of the device's arch")
+    parser.add_argument("--part", type=_part, default=(1, 1), metavar="I/N", help="of the rules (all)")
     options = parser.parse_args()
     device = torch.device(options.device)
-    lines = launch_all(options.backend, device)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    print("\n".join(lines))
-    print(f"launched {len(lines)} plans")
+    if options.rules:
+        number = launch_rules(options.backend, device, options.part)
+    else:
+        lines = launch_all(options.backend, device)
+        _synchronize(device)
+        print("\n".join(lines))
+        number = len(lines)
+    print(f"launched {number} plans")
 
 
 if __name__ == "__main__":

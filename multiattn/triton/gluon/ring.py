@@ -44,7 +44,12 @@ def await_empty(ring, place, SLOTS: gl.constexpr):
 
 @gluon.jit
 def release(ring, place, SLOTS: gl.constexpr):
-    """A warpgroup is done with what is at `place`."""
+    """A warpgroup is done with what is at `place`.
+
+    Triton puts a barrier of the warpgroup before an arrival, so all of its threads have read the slot, its words too,
+    when one of them arrives; the producer waits for that phase before it writes there. racecheck does not carry the
+    order from that thread to the others, and reports the words.
+    """
     mbarrier.arrive(ring[1].index(place % SLOTS))
 
 
@@ -63,5 +68,5 @@ def read_word(words, at):
 
 @gluon.jit
 def write_word(words, at, value):
-    """A number for others to read; they must wait for a barrier first."""
+    """A number for others to read, who wait for the phase that the writer completes afterwards."""
     words.index(at).store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
