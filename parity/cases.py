@@ -324,8 +324,8 @@ def _values() -> Iterator[Case]:
         ("nan_k", "a NaN key makes NaN of the rows that see it, and of no others"),
         ("inf_k", "an infinite score makes NaN of the rows that see it, and -inf counts for nothing"),
         ("inf_k_blocks", "whole blocks whose scores are -inf, before those that count: inf - inf must not happen"),
-        ("nan_v", "NaN in some columns of one value row reaches those columns of the rows that see it"),
-        ("inf_v", "inf, -inf, and NaN where a row sees both"),
+        ("nan_v", "NaN in one value row reaches the rows that see it, and no other column, head or batch entry"),
+        ("inf_v", "inf and -inf in v are never lost: a row that sees them has no finite number there"),
     )
     for values, why in planted:
         yield Case(name=f"{values}_causal", why=why, values=values, seq_q=150, seq_kv=150, causal=True)

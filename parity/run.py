@@ -175,7 +175,7 @@ def score(tensors: Sequence[torch.Tensor], truth: Sequence[Expected]) -> tuple[t
     """A score of each tensor, and what is wrong with them: empty when all are within their budgets."""
     scores, complaints = [], []
     for got, expected in zip(tensors, truth, strict=True):
-        deviation = deviate(got, expected.truth)
+        deviation = deviate(expected.judge(got), expected.truth)
         of, error, budget = expected.tighter(deviation)
         ratio = expected.ratio(deviation)
         scores.append(Score(tensor=expected.name, of=of, error=error, budget=budget, ratio=ratio))
@@ -199,7 +199,7 @@ def _pairs(case: Case, direction: Direction, written: Mapping[str, T], truth: Se
 
 def _score_pair(left: torch.Tensor, right: torch.Tensor, expected: Expected) -> Score:
     """|left - right| against the sum of both allowances, which are those of one truth."""
-    deviation = deviate(left, right)
+    deviation = deviate(expected.judge(left), expected.judge(right))
     of, error, budget = expected.tighter(deviation)
     ratio = expected.ratio(deviation) / 2
     return Score(tensor=expected.name, of=of, error=error, budget=2 * budget, ratio=ratio)

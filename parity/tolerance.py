@@ -65,10 +65,18 @@ class Expected:
     name: str
     truth: torch.Tensor
     budget: Budget
+    may_be_nan: torch.Tensor | None = None
+    """Where NaN passes, whatever the truth: a bool that broadcasts to it; None for nowhere."""
+
+    def judge(self, got: torch.Tensor) -> torch.Tensor:
+        """`got`, with the truth in place of each NaN that passes."""
+        if self.may_be_nan is None:
+            return got
+        return torch.where(self.may_be_nan & got.isnan(), self.truth.to(got.dtype), got)
 
     def check(self, got: torch.Tensor, who: object) -> Deviation:
         """The deviation of `got` from the truth; Mismatch if it exceeds the budget. `who` is named, a Plan say."""
-        deviation = deviate(got, self.truth)
+        deviation = deviate(self.judge(got), self.truth)
         complaint = self.complaint(got, deviation)
         if complaint:
             raise Mismatch(f"{complaint}\n  {who}")
@@ -150,11 +158,24 @@ class Truth:
 
         return cls(
             out=Expected(
-                name="out", truth=out, budget=derive_budget((naive_out,), out, atol=probe_rounding(out, q.dtype))
+                name="out",
+                truth=out,
+                budget=derive_budget((naive_out,), out, atol=probe_rounding(out, q.dtype)),
+                may_be_nan=_columns_of_nonfinite(v, problem),
             ),
             lse=Expected(name="lse", truth=lse, budget=derive_budget((naive_lse,), lse, atol=lse_atol)),
             lse_in_halves=in_halves,
         )
+
+
+def _columns_of_nonfinite(v: torch.Tensor, problem: Problem) -> torch.Tensor | None:
+    """The columns of out ``[B, Hq, 1, D]`` that NaN or inf in v may reach as NaN; None where v is finite.
+
+    A kernel multiplies a hidden key's value by a weight of zero, which makes NaN of what is not finite: of that column
+    in rows of the same tile, and of a visible inf whose weight rounds to zero.
+    """
+    columns = (~v.isfinite()).any(dim=2, keepdim=True)
+    return columns.repeat_interleave(problem.group, dim=1) if bool(columns.any()) else None
 
 
 def adds_up_in_fp16(plan: Plan) -> bool:

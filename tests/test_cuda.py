@@ -127,24 +127,13 @@ def test_memory_beyond_a_tensor_never_matters():
 
 @on_cpu
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("which", ["k", "v"])
-def test_a_masked_key_reaches_nothing_and_a_visible_one_all(which, value):
+def test_a_masked_key_reaches_nothing_and_a_visible_one_all(value):
     q, k, v = make(seq_q=100, seq_kv=120)
-    poisoned = k if which == "k" else v
-    poisoned[:, :, 70] = value
-    poisoned[:, :, 90, 5] = value
+    k[:, :, 70] = value
+    k[:, :, 90, 5] = value
     check(q, k, v, causal=True)
     if math.isnan(value):
         check(q, k, v, causal=False)
-
-
-@on_cpu
-def test_infinities_of_both_signs_meet_as_nan():
-    q, k, v = make(seq_q=80, seq_kv=80)
-    v[:, :, 10, 0] = math.inf
-    v[:, :, 40, 0] = -math.inf
-    v[:, :, 60, 1] = math.nan
-    check(q, k, v, causal=True)
 
 
 @on_cpu
@@ -259,7 +248,7 @@ def test_the_cache_key_covers_every_header_a_kernel_reaches():
     reached = files_reached(source, DEVICE_INCLUDES)
     names = ("mask", "place", "ptx", "softmax", "special", "swizzle", "tile")
     headers = (*(f"{name}.cuh" for name in names), "params.h", "types.h")
-    parts = ("", "_products", "_repair", "_stream", "_traits")
+    parts = ("", "_products", "_stream", "_traits")
     assert set(reached) == {*(f"forward{part}.cuh" for part in parts), *(f"multiattn/{name}" for name in headers)}
     with pytest.raises(FileNotFoundError, match=r"nowhere\.h"):
         files_reached('#include "nowhere.h"\n', DEVICE_INCLUDES)

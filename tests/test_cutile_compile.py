@@ -92,17 +92,6 @@ def test_ampere_loads_an_odd_head_dim_asynchronously(tmp_path):
 
 @needs_compiler
 @needs_cuobjdump
-def test_the_repair_costs_the_hot_path_no_registers():
-    online = CutileConfig(tile_m=64, tile_n=128, occupancy=2)
-    (full,) = BACKEND.forward.compile(make(head_dim=128, seq_q=4096, config=online))
-    (causal,) = BACKEND.forward.compile(make(head_dim=128, seq_q=4096, causal=True, config=online))
-    assert causal.registers == full.registers
-    blocks = online.occupancy
-    assert blocks * (causal.smem_bytes + 1024) <= ARCHS["sm90"].smem_per_sm
-
-
-@needs_compiler
-@needs_cuobjdump
 @pytest.mark.parametrize(
     ("head_dim", "seq", "causal"),
     [

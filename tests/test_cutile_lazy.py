@@ -258,13 +258,12 @@ def test_huge_values(lengths, pipeline, causal, redone):
 
 @each_mask
 @each_pipeline
-def test_values_next_to_the_largest(pipeline, causal, redone):
-    """Of one sign, so that the outputs' partial sums are beyond fp32: 32 columns of 4096 keys, of a weight of 2^-16."""
+def test_values_next_to_the_largest(pipeline, causal):
+    """All of one sign, so that the partial sums of the check overflow fp32 though no result does."""
     q, k, v = make_inputs(heads_q=1, seq_q=64, seq_kv=4096, head_dim=256, spread=0.0)
     v[...] = 3e38
     out, _ = launch(replace(LAZY, pipeline=pipeline), q, k, v, causal=causal)
     torch.testing.assert_close(out, v[:, :, :64], rtol=0.01, atol=0.0)
-    assert not redone
 
 
 @pytest.mark.parametrize("exponent", range(-128, -96, 4))
@@ -307,31 +306,6 @@ def test_heads_that_share_keys(heads_q, heads_kv, scheduler, causal):
     check(config, *make_inputs(batch=2, heads_q=heads_q, heads_kv=heads_kv, head_dim=16), causal=causal)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("key", [0, 64, 100, 191])
-@pytest.mark.parametrize("factor", [1.0, 60.0])
-@each_length
-def test_nonfinite_values_reach_exactly_the_rows_that_see_them(lengths, factor, key, value):
-    q, k, v = make_inputs(head_dim=16, **lengths)
-    v[:, :, key, 3] = value
-    k = grow(k, start=120, factor=factor)
-    out, _ = launch(LAZY, q, k, v, causal=True)
-    sees = key <= torch.arange(q.shape[2]) + k.shape[2] - q.shape[2]
-    assert torch.equal(out[..., 3].isfinite(), ~sees.expand_as(out[..., 3]))
-    assert out[..., [0, 1, 2, *range(4, 16)]].isfinite().all()
-    torch.testing.assert_close(out[..., sees, 3], torch.full_like(out[..., sees, 3], value), equal_nan=True)
-    if factor == 1.0:
-        check(LAZY, q, k, v, causal=True)
-        check(LAZY, q, k, v)
-
-
-def test_every_kind_of_nonfinite_value_at_once():
-    q, k, v = make_inputs()
-    for offset, value in enumerate((math.inf, -math.inf, math.nan, math.inf)):
-        v[0, 0, 150 + offset, : 8 * (offset + 1)] = value
-    check(LAZY, q, k, v, causal=True)
-
-
 @each_mask
 @each_pipeline
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -347,22 +321,15 @@ def test_nonfinite_queries_and_keys_do_what_they_do_online(lengths, at, name, va
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2, equal_nan=True)
 
 
-@pytest.mark.parametrize("change", ["never", "output", "never first", "output first"])
+@pytest.mark.parametrize("change", ["never", "sums only"])
 def test_a_check_that_misses_something_is_noticed(change, patch_kernel):
-    """Without the check at all, and without its look at the output: as it is asked, and as it is asked first."""
-    import cuda.tile as ct
-
-    def sums_only(shape, rows, l):  # noqa: E741
-        return not ct.max(l, propagate_nan=True) < forward.LARGEST_SUM
-
+    """Without the check at all, and without its look at the output."""
     name, broken = {
-        "never": ("outgrown", lambda shape, rows, l: False),  # noqa: E741
-        "never first": ("any_too_large", lambda l: False),  # noqa: E741
-        "output": ("outgrown", sums_only),
-        "output first": ("row_sum_or_nan", lambda shape, rows: forward.row_sum(rows.l)),
+        "never": ("any_too_large", lambda l: False),  # noqa: E741
+        "sums only": ("row_sum_or_nan", lambda shape, rows: forward.row_sum(rows.l)),
     }[change]
     q, k, v = make_inputs(seq_q=64, seq_kv=96, spread=2.0)
-    if "output" in change:
+    if change == "sums only":
         v *= 1e30
         k = grow(k, start=50, factor=4.0)
     else:

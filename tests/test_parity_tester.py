@@ -195,16 +195,28 @@ def nan_swallowed(case: Case, inputs: Inputs) -> Result:
     return out.nan_to_num(0.0, 0.0, 0.0), lse.nan_to_num(0.0)
 
 
-def nan_reaches_all_rows(case: Case, inputs: Inputs) -> Result:
-    """0 * NaN = NaN: what a masked key's V does to rows that do not see it where nobody takes care."""
+def nan_reaches_another_column(case: Case, inputs: Inputs) -> Result:
     out, lse = attend(case, inputs)
-    out[:, 0, :, ::3] = math.nan
+    out[:, 0, -1, 1] = math.nan
     return out, lse
 
 
-def infinities_made_nan(case: Case, inputs: Inputs) -> Result:
+def nan_reaches_another_head(case: Case, inputs: Inputs) -> Result:
     out, lse = attend(case, inputs)
-    return out.masked_fill(out.isinf(), math.nan), lse
+    out[:, -1, :, ::3] = math.nan
+    return out, lse
+
+
+def hidden_nan_made_finite(case: Case, inputs: Inputs) -> Result:
+    """A wrong finite number where 0 * NaN may make NaN: in a row that does not see the key."""
+    out, lse = attend(case, inputs)
+    out[:, 0, 1, 0] += 1.0
+    return out, lse
+
+
+def infinities_made_finite(case: Case, inputs: Inputs) -> Result:
+    out, lse = attend(case, inputs)
+    return out.masked_fill(out.isinf(), 65504.0), lse
 
 
 def empty_rows_average(case: Case, inputs: Inputs) -> Result:
@@ -243,8 +255,10 @@ BROKEN: dict[Break, tuple[str, ...]] = {
     a_row_of_zeros: ("d64_bf16_full", "d64_fp16_causal", "len_1x300_full", "scale_zero"),
     not_normalised: ("d64_bf16_full", "d64_fp16_causal", "len_300x1_full", "len_256x256_causal"),
     nan_swallowed: ("nan_k_causal", "nan_v_causal", "nan_v_full", "inf_k_full", "inf_v_causal"),
-    nan_reaches_all_rows: ("nan_v_causal", "nan_v_prefix"),
-    infinities_made_nan: ("inf_v_causal", "inf_v_full"),
+    nan_reaches_another_column: ("nan_v_causal", "nan_v_prefix"),
+    nan_reaches_another_head: ("nan_v_causal", "nan_v_prefix"),
+    hidden_nan_made_finite: ("nan_v_causal", "nan_v_prefix"),
+    infinities_made_finite: ("inf_v_causal", "inf_v_full"),
     empty_rows_average: ("len_203x113_causal", "len_300x3_causal", "len_128x127_causal", "empty_keys"),
     empty_rows_lse_zero: ("len_203x113_causal", "len_200x1_causal", "empty_keys"),
 }
@@ -431,6 +445,15 @@ def test_the_reference_is_the_same_in_chunks(name, monkeypatch):
     monkeypatch.setattr(tolerance, "CHUNK", 11 * case.heads_q * max(case.seq_kv, case.head_dim))
     parts = reference_in_chunks(q, k, v, problem, torch.float64)
     torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+def test_a_hidden_nan_may_reach_the_rows_of_its_tile_as_nan():
+    """0 * NaN = NaN is what a masked key's value makes in a tensor core."""
+    case = BY_NAME["nan_v_causal"]
+    inputs, truth = prepare_case(case, CPU)
+    out, _ = attend(case, inputs)
+    out[:, 0, :, ::3] = math.nan
+    truth.out.check(out, "a plan")
 
 
 def test_inputs_on_which_naive_overflows_cannot_be_judged():

@@ -23,16 +23,10 @@ import cuda.tile as ct
 from multiattn.cutile.exp2 import exp2_shared
 from multiattn.cutile.parts import (
     SUMS,
-    add_block_apart,
-    add_key,
     add_values,
-    added,
     added_up,
-    is_finite,
-    keep_nonfinite,
     load_q,
     multiply_keys,
-    nan_unless_finite,
     partial_sums,
     scaled,
     store_out,
@@ -45,10 +39,9 @@ from multiattn.cutile.shape import (
     PILOT,
     PILOT_PAIRS,
     PLAIN,
-    REPAIR_TILE,
     Rows,
     Shape,
-    with_few_keys,
+    pilot_of,
 )
 from multiattn.cutile.tiles import (
     Array32,
@@ -56,7 +49,6 @@ from multiattn.cutile.tiles import (
     ConstBool,
     ConstFloat,
     ConstInt,
-    Place,
     Rows64,
     add_digits,
     digits_of,
@@ -194,7 +186,7 @@ def guess(shape: Any, s: Any, scale: Any) -> Any:
 
 @ct.function
 def lazy_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
-    """The softmax of the tile's rows relative to the maxima of one block of keys, right unless `outgrown`.
+    """The softmax of the tile's rows relative to the maxima of one block of keys, right unless `any_too_large`.
 
     A query that sees any key sees one of that block. So m is at most the row's maximum and `headroom`, and of the
     weights only those underflow that are next to nothing. The first block is such a one; with `diagonal_first` so is
@@ -245,7 +237,7 @@ def piloted_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> 
     and the loops have less shared memory for loads ahead.
     """
     first, first_masked, end = key_blocks(shape, place)
-    pilot = with_few_keys(shape, shape.tile_m, None, shape.tma)
+    pilot = pilot_of(shape)
     start = first_masked if shape.diagonal_first else first
     s = score(pilot, place, q, k, start * (shape.tile_n // pilot.tile_n), shape.masked)
     m = guess(shape, s, scale)
@@ -280,25 +272,6 @@ def redone_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> A
 
 
 @ct.function
-def careful_rows(shape: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
-    """As `online_rows` of a causal kernel, key by key: non-finite values of v reach exactly the rows that see them.
-
-    Slow, but all that it needs is registers. `repair_tile`, or values cleaned on their way to a tensor core, would take
-    shared memory from the loops: of D=256, and of 128x128, tileiras then gives up the pipeline (seen in the SASS).
-    """
-    rows = no_rows(shape)
-    first, _, end = key_blocks(shape, place)
-    for block in range(first, end):
-        p, now = weigh(shape, place, q, k, scale, rows, block, True)
-        acc = keep_nonfinite(shape, now.acc, rows.acc)  # at alpha = 0, too
-        first_key = block * shape.tile_n
-        for number in range(0, min(shape.tile_n, place.seq_kv - first_key)):
-            acc = add_key(shape, place, v, acc, p, first_key, number)
-        rows = Rows(acc=acc, m=now.m, l=now.l)
-    return rows
-
-
-@ct.function
 def row_sum_or_nan(shape: Any, rows: Any) -> Any:
     """`row_sum`, but NaN for a row whose outputs do not add up to a number."""
     # 0 times a sum that is not finite is NaN. To add is twice as fast as to compare, and one sum across threads serves
@@ -312,50 +285,7 @@ def any_too_large(l: Any) -> Any:  # noqa: E741
     return not ct.max(l, propagate_nan=True) < LARGEST_SUM
 
 
-@ct.function
-def outgrown(shape: Any, rows: Any, l: Any) -> Any:  # noqa: E741
-    """Whether scores outgrew the maxima by what fp32 or the weights' dtype holds, or anything is not finite."""
-    return any_too_large(l + nan_unless_finite(shape, rows.acc))
-
-
 # ---------------------------------------------------------------- results
-
-
-@ct.function
-def repair(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, scale: Any) -> None:
-    """Compute a tile again, in which non-finite values of v reach exactly the rows that see them.
-
-    In the plain loops a masked key has ``p = 0``, and ``0 * nan`` is NaN. Here v enters with its non-finite values as
-    zero, and each of them is added at the end to the rows that see it.
-    """
-    queries = load_q(shape, place, q)
-    rows = no_rows(shape)
-    seen = zeros(shape)
-    first, _, end = key_blocks(shape, place)
-    for block in range(first, end):
-        p, rows = weigh(shape, place, queries, k, scale, rows, block, True)
-        acc, seen = add_block_apart(shape, place, v, p, rows.acc, seen, is_visible(shape, place, block), block)
-        rows = Rows(acc=acc, m=rows.m, l=rows.l)
-    store_out(shape, place, out, added(shape, rows.acc, seen), row_sum(rows.l))
-
-
-@ct.function
-def repair_tile(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, scale: Any) -> None:
-    """`repair`, in tiles so small that they cost the hot path no registers."""
-    small = with_few_keys(shape, REPAIR_TILE, 1, False)
-    first_row = place.tile * shape.tile_m
-    first = first_row // REPAIR_TILE
-    end = ct.cdiv(min(first_row + shape.tile_m, place.seq_q), REPAIR_TILE)
-    for tile in range(first, end):
-        part = Place(
-            batch=place.batch,
-            head=place.head,
-            head_kv=place.head_kv,
-            tile=tile,
-            seq_q=place.seq_q,
-            seq_kv=place.seq_kv,
-        )
-        repair(small, part, q, k, v, out, scale)
 
 
 @ct.function
@@ -380,21 +310,12 @@ def forward_tile(shape: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: 
         l = row_sum_or_nan(shape, rows)  # noqa: E741
         # Before the store: after it, what the branch reads would keep shared memory from the loops.
         if any_too_large(l):
+            rows = redone_rows(shape, place, queries, k, v, scale)
             l = row_sum(rows.l)  # noqa: E741
-            if outgrown(shape, rows, l):  # large values may add up beyond fp32 with nothing wrong
-                rows = redone_rows(shape, place, queries, k, v, scale)
-                if shape.causal:  # noqa: SIM102 - this one is decided at compile time, the next one at run time
-                    if not is_finite(shape, rows.acc):
-                        rows = careful_rows(with_few_keys(shape, shape.tile_m, 1, False), place, queries, k, v, scale)
-                l = row_sum(rows.l)  # noqa: E741
         store_rows(shape, place, out, lse, rows, l)
     else:
         rows = online_rows(shape, place, queries, k, v, scale)
         store_rows(shape, place, out, lse, rows, row_sum(rows.l))
-        # Without causal no row has a masked key but those beyond the end, which are loaded as zeros.
-        if shape.causal:  # noqa: SIM102 - as above
-            if not is_finite(shape, rows.acc):
-                repair_tile(shape, place, q, k, v, out, scale)
 
 
 @ct.function

@@ -8,7 +8,6 @@ At D=96 a tile of 128 columns is a quarter zeros, at D=160 one of 256 three eigh
 # cuda.tile is untyped, and so are its decorators and aliases:
 # mypy: disable-error-code="untyped-decorator, valid-type"
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,37 +148,6 @@ def scaled(shape: Any, acc: Any, alpha: Any) -> Any:
 
 
 @ct.function
-def added(shape: Any, acc: Any, other: Any) -> Any:
-    """The sum of both."""
-    if shape.tail_d > 0:
-        return Parts(first=acc.first + other.first, tail=acc.tail + other.tail)
-    return acc + other
-
-
-@ct.function
-def finite_or(acc: Any, old: Any) -> Any:
-    """acc, but for what was not finite in `old`, which stays: of one part."""
-    return ct.where(ct.abs(old) < math.inf, acc, old)
-
-
-@ct.function
-def keep_nonfinite(shape: Any, acc: Any, old: Any) -> Any:
-    """acc, but for what was not finite in `old`, which stays."""
-    if shape.tail_d > 0:
-        return Parts(first=finite_or(acc.first, old.first), tail=finite_or(acc.tail, old.tail))
-    return finite_or(acc, old)
-
-
-@ct.function
-def nan_unless_finite(shape: Any, acc: Any) -> Any:
-    """0 for a row of finite values, else NaN: ``[tile_m, 1]``."""
-    if shape.tail_d > 0:
-        first = 0.0 * ct.max(ct.abs(acc.first), axis=-1, keepdims=True, propagate_nan=True)
-        return first + 0.0 * ct.max(ct.abs(acc.tail), axis=-1, keepdims=True, propagate_nan=True)
-    return 0.0 * ct.max(ct.abs(acc), axis=-1, keepdims=True, propagate_nan=True)
-
-
-@ct.function
 def partial_sums(shape: Any, tile: Any) -> Any:
     """Of the rows of a tile, ``[tile_m, SUMS]``."""
     return ct.sum(tile.reshape((shape.tile_m, tile.shape[1] // SUMS, SUMS)), axis=1)
@@ -191,14 +159,6 @@ def added_up(shape: Any, acc: Any) -> Any:
     if shape.tail_d > 0:
         return partial_sums(shape, acc.first) + partial_sums(shape, acc.tail)
     return partial_sums(shape, acc)
-
-
-@ct.function
-def is_finite(shape: Any, acc: Any) -> Any:
-    """Whether all of the output is."""
-    # By rows: the maximum of a whole tile at once takes 4 KB of shared memory, for want of which tileiras gives the
-    # loops one block of keys less, or two (D=256, 128x64: 3 for 5).
-    return ct.max(nan_unless_finite(shape, acc), propagate_nan=True) == 0.0
 
 
 @ct.function
@@ -221,68 +181,3 @@ def store_out(shape: Any, place: Any, out: Any, acc: Any, l: Any) -> None:  # no
         store_part(shape, place, out, acc.tail, l, True)
     else:
         store_part(shape, place, out, acc, l, False)
-
-
-# ---------------------------------------------------------------- values that are not finite
-
-
-@ct.function
-def add_value(shape: Any, place: Any, v: Any, acc: Any, weight: Any, key: Any, tail: ConstBool) -> Any:
-    """Add a part of one key's value to the output of the rows that see it: weight ``[tile_m, 1]``."""
-    index = (place.batch, place.head_kv, key, column(shape, tail))
-    value = ct.load(v, index, (1, 1, 1, width(shape, tail)), padding_mode=ZERO, allow_tma=False)
-    value = value.reshape((1, width(shape, tail))).astype(ct.float32)
-    row = place.tile * shape.tile_m + ct.arange(shape.tile_m, dtype=ct.int32)[:, None]
-    part = ct.where(ct.abs(value) < math.inf, weight * value, value)
-    return acc + ct.where(key <= row + (place.seq_kv - place.seq_q), part, 0.0)
-
-
-@ct.function
-def add_key(shape: Any, place: Any, v: Any, acc: Any, p: Any, first_key: Any, number: Any) -> Any:
-    """Add one key's value to the output of the rows that see it, and to no other: p ``[tile_m, tile_n]`` of its block.
-
-    A value that is not finite goes in as it is, whatever its weight. No tensor core: for them ``0 * nan`` is NaN.
-    """
-    chosen = ct.arange(shape.tile_n, dtype=ct.int32)[None, :] == number
-    weight = ct.sum(ct.where(chosen, p.astype(ct.float32), 0.0), axis=-1, keepdims=True)  # [tile_m, 1]
-    key = first_key + number
-    if shape.tail_d > 0:
-        return Parts(
-            first=add_value(shape, place, v, acc.first, weight, key, False),
-            tail=add_value(shape, place, v, acc.tail, weight, key, True),
-        )
-    return add_value(shape, place, v, acc, weight, key, False)
-
-
-@ct.function
-def see_nonfinite(visible: Any, v: Any) -> Any:
-    """The sum of the non-finite values of v that each row sees, else 0: ``[M, N]``, ``[N, D]`` -> ``[M, D]``.
-
-    One product counts all three kinds: a block has fewer than 32 keys, so the digits of the count, to base 32, are how
-    many +inf, -inf and NaN there were.
-    """
-    kinds = ct.where(v == math.inf, 1.0, ct.where(v == -math.inf, 32.0, ct.where(v != v, 1024.0, 0.0)))
-    none = ct.full((visible.shape[0], v.shape[1]), 0.0, dtype=ct.float32)
-    count = ct.mma(visible.astype(ct.float16), kinds.astype(ct.float16), none).astype(ct.int32)
-    plus = ct.where(count % 32 > 0, math.inf, 0.0)
-    minus = ct.where(count // 32 % 32 > 0, -math.inf, 0.0)
-    return plus + minus + ct.where(count // 1024 > 0, math.nan, 0.0)
-
-
-@ct.function
-def add_finite(p: Any, values: Any, acc: Any) -> Any:
-    """acc and P V of a part, with what is not finite of V as zero."""
-    finite = ct.where(ct.abs(values) < math.inf, values, 0.0).astype(values.dtype)
-    return ct.mma(p, finite, acc)
-
-
-@ct.function
-def add_block_apart(shape: Any, place: Any, v: Any, p: Any, acc: Any, seen: Any, visible: Any, block: Any) -> Any:
-    """`add_values` with the finite values, and `see_nonfinite` of the others added to `seen`: both as a pair."""
-    first = load_rows(shape, place, v, block, shape.v_latency, False)
-    if shape.tail_d > 0:
-        tail = load_rows(shape, place, v, block, shape.v_latency, True)
-        acc = Parts(first=add_finite(p, first, acc.first), tail=add_finite(p, tail, acc.tail))
-        seen = Parts(first=seen.first + see_nonfinite(visible, first), tail=seen.tail + see_nonfinite(visible, tail))
-        return acc, seen
-    return add_finite(p, first, acc), seen + see_nonfinite(visible, first)

@@ -10,9 +10,6 @@ import cuda.tile as ct
 
 from multiattn.cutile.configs import SMALLEST_TILE
 
-REPAIR_TILE = SMALLEST_TILE
-"""Rows and keys of the repair's tiles: small, for it must live in what registers and shared memory the loops leave."""
-
 PLAIN, AHEAD, PAIRS, APART, PILOT, PILOT_PAIRS = 0, 1, 2, 3, 4, 5
 """Pipelines, as `PIPELINES` of the configs has them."""
 
@@ -71,11 +68,11 @@ class Rows:
 
 
 @ct.function
-def with_few_keys(shape: Any, tile_m: Any, latency: Any, tma: Any) -> Any:
-    """Of as few keys as there can be: for what is rare, and for a pilot."""
+def pilot_of(shape: Any) -> Any:
+    """The same tile of queries with as few keys as a tile can have."""
     return Shape(
-        tile_m=tile_m,
-        tile_n=REPAIR_TILE,
+        tile_m=shape.tile_m,
+        tile_n=SMALLEST_TILE,
         tile_d=shape.tile_d,
         tail_d=shape.tail_d,
         causal=shape.causal,
@@ -85,9 +82,9 @@ def with_few_keys(shape: Any, tile_m: Any, latency: Any, tma: Any) -> Any:
         grouped=shape.grouped,
         linear_grid=shape.linear_grid,
         sign=shape.sign,
-        k_latency=latency,
-        v_latency=latency,
-        tma=tma,
+        k_latency=None,
+        v_latency=None,
+        tma=shape.tma,
         exp2=shape.exp2,
         flush_to_zero=shape.flush_to_zero,
         scale_after_max=shape.scale_after_max,

@@ -20,8 +20,6 @@ from multiattn.triton.tiles import OUT_VECTOR, key_range, load_rows, my_tile, se
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 """Where a row's maximum starts: the lowest finite fp32. With -inf a row that sees nothing would need guards."""
-CAREFUL_M = tl.constexpr(16)
-"""Rows of the pass that is done again with care: few, so that it takes no registers from the usual one."""
 
 
 # Lengths of 1 as constants crash the assembler of Triton 3.6.0 (with a descriptor and a register cap), and buy nothing.
@@ -76,24 +74,9 @@ def attention_forward(
 
     acc, row_sum, row_max = _attend(
         q, k, v, first_row, batch, head_kv, seq_q, seq_kv, q_row, k_row, v_row, scale,
-        CAUSAL, False, SCALE_SIGN, STEP, HEAD_DIM, HEAD_PAD, TILE_M, TILE_N, STAGES, VECTOR, WIDE,
+        CAUSAL, SCALE_SIGN, STEP, HEAD_DIM, HEAD_PAD, TILE_M, TILE_N, STAGES, VECTOR, WIDE,
     )  # fmt: skip
-    # A weight of zero times a masked key's nan or inf in v is nan: rare, so found out here and done again, with care.
-    careful_rows = 0
-    if CAUSAL:
-        careful_rows = tl.where(_any_not_finite(acc), TILE_M, 0)
-    if careful_rows == 0:
-        _store(out, lse, acc, row_sum, row_max, first_row, seq_q, out_row, STEP, HEAD_DIM, HEAD_PAD, TILE_M, WIDE)
-    if CAUSAL:
-        for careful_row in tl.range(first_row, first_row + careful_rows, CAREFUL_M, num_stages=1):
-            careful_acc, careful_sum, careful_max = _attend(
-                q, k, v, careful_row, batch, head_kv, seq_q, seq_kv, q_row, k_row, v_row, scale,
-                CAUSAL, True, SCALE_SIGN, STEP, HEAD_DIM, HEAD_PAD, CAREFUL_M, TILE_N, 1, VECTOR, WIDE,
-            )  # fmt: skip
-            _store(
-                out, lse, careful_acc, careful_sum, careful_max, careful_row, seq_q, out_row,
-                STEP, HEAD_DIM, HEAD_PAD, CAREFUL_M, WIDE,
-            )  # fmt: skip
+    _store(out, lse, acc, row_sum, row_max, first_row, seq_q, out_row, STEP, HEAD_DIM, HEAD_PAD, TILE_M, WIDE)
 
 
 @triton.jit
@@ -111,7 +94,6 @@ def _attend(
     v_row,
     scale,
     CAUSAL: tl.constexpr,
-    CAREFUL: tl.constexpr,
     SCALE_SIGN: tl.constexpr,
     STEP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -136,20 +118,17 @@ def _attend(
     row_sum = tl.full([TILE_M], 0.0, tl.float32)
     row_max = tl.full([TILE_M], LOWEST, tl.float32)
     begin, masked_begin, end = key_range(first_row, seq_q, seq_kv, CAUSAL, TILE_M, TILE_N)
-    if CAREFUL:
-        masked_begin = begin
-    else:
-        acc, row_sum, row_max = _walk(
-            acc, row_sum, row_max, q_tile, k, v, begin, masked_begin, rows, batch, head_kv, seq_q, seq_kv,
-            k_row, v_row, scale,
-            CAUSAL, False, False, STEP, HEAD_DIM, HEAD_PAD, TILE_N, STAGES, VECTOR, WIDE,
-        )  # fmt: skip
+    acc, row_sum, row_max = _walk(
+        acc, row_sum, row_max, q_tile, k, v, begin, masked_begin, rows, batch, head_kv, seq_q, seq_kv,
+        k_row, v_row, scale,
+        CAUSAL, False, STEP, HEAD_DIM, HEAD_PAD, TILE_N, STAGES, VECTOR, WIDE,
+    )  # fmt: skip
     # Skipped where there is nothing to mask: of an empty loop Triton still sets up the pipeline, and takes it down.
     if CAUSAL or masked_begin < end:
         acc, row_sum, row_max = _walk(
             acc, row_sum, row_max, q_tile, k, v, masked_begin, end, rows, batch, head_kv, seq_q, seq_kv,
             k_row, v_row, scale,
-            CAUSAL, True, CAREFUL, STEP, HEAD_DIM, HEAD_PAD, TILE_N, STAGES, VECTOR, WIDE,
+            CAUSAL, True, STEP, HEAD_DIM, HEAD_PAD, TILE_N, STAGES, VECTOR, WIDE,
         )  # fmt: skip
     return acc, row_sum, row_max
 
@@ -174,7 +153,6 @@ def _walk(
     scale,
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
-    CAREFUL: tl.constexpr,
     STEP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
@@ -183,12 +161,7 @@ def _walk(
     VECTOR: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Online softmax over the keys [begin, end), in blocks of TILE_N.
-
-    CAREFUL keeps what is not finite in v away from rows that do not see it, and adds it to those that do.
-    """
-    if CAREFUL:
-        reached = tl.full(acc.shape, 0.0, tl.float32)  # sum of the inf and nan in v that each row sees
+    """Online softmax over the keys [begin, end), in blocks of TILE_N."""
     for first_key in tl.range(begin, end, TILE_N, num_stages=STAGES):
         k_tile = load_rows(  # [TILE_N, HEAD_PAD]
             k, batch, head_kv, first_key, seq_kv, k_row,
@@ -211,12 +184,7 @@ def _walk(
             v, batch, head_kv, first_key, seq_kv, v_row,
             TILE_N, MASKED, STEP.descriptor, HEAD_DIM, HEAD_PAD, VECTOR, WIDE,
         )  # fmt: skip
-        if CAREFUL:
-            reached += _reached(visible, v_tile)
-            v_tile = tl.where(_is_finite(v_tile), v_tile, 0.0).to(v_tile.dtype)
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc)
-    if CAREFUL:
-        acc += reached
     return acc, row_sum, row_max
 
 
@@ -280,27 +248,3 @@ def _store(
         out_tile.to(out.dtype.element_ty),
         mask=in_range[:, None] & (tl.arange(0, HEAD_PAD) < HEAD_DIM)[None, :],
     )
-
-
-@triton.jit
-def _is_finite(x):
-    return x.to(tl.float32) * 0.0 == 0.0
-
-
-@triton.jit
-def _any_not_finite(x):
-    # One reduction of all elements: Triton 3.6 fails on a reduction per row of an accumulator in tensor memory (sm100).
-    flags = tl.where(_is_finite(x), 0, 1)
-    return tl.max(tl.reshape(flags, [x.shape[0] * x.shape[1]]), 0) > 0
-
-
-@triton.jit
-def _reached(visible, v_tile):
-    """Sum of the inf, -inf and nan of v_tile over the keys that a row sees: ``[TILE_M, HEAD_PAD]``, 0 where none."""
-    seen = visible.to(v_tile.dtype)
-    wide = v_tile.to(tl.float32)
-    positive = tl.dot(seen, (wide == float("inf")).to(v_tile.dtype)) > 0.0
-    negative = tl.dot(seen, (wide == float("-inf")).to(v_tile.dtype)) > 0.0
-    nan = tl.dot(seen, (wide != wide).to(v_tile.dtype)) > 0.0
-    infinite = tl.where(positive, float("inf"), 0.0) + tl.where(negative, float("-inf"), 0.0)
-    return tl.where(nan, float("nan"), infinite)

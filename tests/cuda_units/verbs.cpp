@@ -44,7 +44,7 @@ KERNEL(32, 1) round_floats(PARAMETERS(Arguments) arguments) {
 
 KERNEL(64, 1) vote(PARAMETERS(Arguments) arguments) {
   const float lanes = shuffle_xor(static_cast<float>(thread_index()), 3);
-  arguments.c[thread_index()] = lanes + 100.0f * any_in_warp(thread_index() == 40) + 1000.0f * any_in_block(false);
+  arguments.c[thread_index()] = lanes + 100.0f * any_in_warp(thread_index() == 40);
 }
 
 // ---- mistakes, one each
@@ -58,13 +58,6 @@ KERNEL(32, 1) divergent_lanes(PARAMETERS(Arguments)) {
 
 KERNEL(32, 1) lanes_left_behind(PARAMETERS(Arguments)) {
   if (thread_index() < 16) shuffle_xor(0.0f, 1);
-}
-
-KERNEL(64, 1) divergent_barriers(PARAMETERS(Arguments)) {
-  if (thread_index() < 32)
-    sync_block();
-  else
-    any_in_block(true);
 }
 
 KERNEL(64, 1) deadlock(PARAMETERS(Arguments)) {

@@ -130,20 +130,14 @@ void Block::check_warp(const char* verb) {
   if (warp.arrived) fail(std::string("divergent warp: this lane is in ") + verb + ", another one in " + warp.verb);
 }
 
-bool Block::meet_block(const char* verb, bool vote) {
+void Block::meet_block(const char* verb) {
   check_warp(verb);
-  Barrier& barrier = barriers_[current_->block];
-  barrier.vote |= vote;
-  join(barrier, verb);
-  return barrier.result;
+  join(barriers_[current_->block], verb);
 }
 
 void Block::meet_cluster(const char* verb) { join(cluster_, verb); }
 
 void Block::join(Barrier& barrier, const char* verb) {
-  if (!barrier.arrived) barrier.verb = verb;
-  if (barrier.verb != verb)
-    fail(std::string("divergent block: this thread is in ") + verb + ", another one in " + barrier.verb);
   if (++barrier.arrived < barrier.live)
     wait_for(verb, barrier);
   else
@@ -157,8 +151,6 @@ void Block::count_warp_barrier() {
 }
 
 void Block::release(Barrier& barrier) {
-  barrier.result = barrier.vote;
-  barrier.vote = false;
   barrier.arrived = 0;
   ++barrier.generation;
   ++counters.barriers;

@@ -58,8 +58,6 @@ struct Warp : Condition {
 // A rendezvous of a whole block, or of a cluster.
 struct Barrier : Condition {
   int live = 0, arrived = 0;  // threads that have not returned; that are there
-  bool vote = false, result = false;
-  const char* verb = nullptr;
 };
 
 class Hopper;
@@ -97,8 +95,8 @@ class Block {
   // All live lanes of the warp meet; the last one calls work(lanes), where lanes[i] is lane i's `arguments`.
   template <class Work>
   void meet_warp(const char* verb, void* arguments, Work work);
-  // All live threads of the block meet; whether any came with `vote`.
-  bool meet_block(const char* verb, bool vote);
+  // All live threads of the block meet.
+  void meet_block(const char* verb);
   // All live threads of the cluster meet; of one another they know mbarriers only.
   void meet_cluster(const char* verb);
   void count_warp_barrier();

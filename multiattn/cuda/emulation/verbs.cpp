@@ -175,7 +175,6 @@ void store_chunk(const char* verb, SharedAddress target, const Chunk& value) {
   std::memcpy(block().smem.at(target), &value, CHUNK_BYTES);
 }
 
-bool any_in_block(bool predicate) { return block().meet_block("any_in_block", predicate); }
 
 bool any_in_warp(bool predicate) {
   struct Vote {
@@ -227,7 +226,7 @@ void mma_bf16(float* d, const uint32* a, uint32 b0, uint32 b1) {
 
 using namespace emulation;
 
-void sync_block() { block().meet_block("sync_block", false); }
+void sync_block() { block().meet_block("sync_block"); }
 
 void sync_warp() {
   block().meet_warp("sync_warp", nullptr, [](void* const*) { block().count_warp_barrier(); });

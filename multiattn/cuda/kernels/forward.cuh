@@ -4,7 +4,6 @@
 // keys, TILE_N at a time. One template for the whole ladder; forward_traits.cuh names its axes, docs/ladder.md tells them.
 #pragma once
 #include "forward_products.cuh"
-#include "forward_repair.cuh"
 #include "forward_stream.cuh"
 #include "forward_traits.cuh"
 #include "multiattn/mask.cuh"
@@ -138,8 +137,7 @@ DEVICE void decay_outputs(Outputs<T>& out, const float (&decay)[T::ROW_FRAGMENTS
 }
 
 // One step of the paper's loop: what a block of keys adds to outputs and state. MASKED blocks are visible in part.
-// CAREFUL counts what is not finite in V as zero, as a masked key's 0 * NaN would else reach rows that do not see it.
-template <class T, bool MASKED, bool CAREFUL>
+template <class T, bool MASKED>
 DEVICE void attend_to_block(int block, Outputs<T>& out, RowStates<T>& state, const Walk<T>& it) {
   constexpr int LAG = IS_FP32<typename T::Sum> ? MAX_LAG : 0;  // sums in fp16 have no room for weights above 1
   Scores<T> scores;  // [WARP_ROWS, WARP_KEYS]; then weights
@@ -163,15 +161,15 @@ DEVICE void attend_to_block(int block, Outputs<T>& out, RowStates<T>& state, con
   for (int piece = 0; piece < T::V_PIECES; ++piece) {
     if (T::SPLIT_KV || piece > 0) it.stream.await_v(block, piece);
     if constexpr (IS_FP32<typename T::Sum>)
-      accumulate<T, CAREFUL>(out, weights, it.stream.v(block, piece), piece);
+      accumulate<T>(out, weights, it.stream.v(block, piece), piece);
     else
-      accumulate_in_halves<T, CAREFUL>(out, weights, it.stream.v(block, piece), piece);
+      accumulate_in_halves<T>(out, weights, it.stream.v(block, piece), piece);
   }
 }
 
 // The paper's loop over the blocks of keys: those that all queries see in full, then those with a mask. The stream has
 // been started.
-template <class T, bool CAREFUL>
+template <class T>
 DEVICE void attend(Outputs<T>& out, RowStates<T>& state, const Walk<T>& it) {
 #pragma unroll
   for (int m = 0; m < T::ROW_FRAGMENTS; ++m) {
@@ -181,9 +179,8 @@ DEVICE void attend(Outputs<T>& out, RowStates<T>& state, const Walk<T>& it) {
   }
   const auto blocks = it.mask().template blocks<T::TILE_N>(it.first_query, T::TILE_M);
   int block = 0;
-  if constexpr (!CAREFUL)  // the rare pass masks every block: one copy of the body less
-    for (; block < blocks.first_masked; ++block) attend_to_block<T, false, CAREFUL>(block, out, state, it);
-  for (; block < blocks.end; ++block) attend_to_block<T, true, CAREFUL>(block, out, state, it);
+  for (; block < blocks.first_masked; ++block) attend_to_block<T, false>(block, out, state, it);
+  for (; block < blocks.end; ++block) attend_to_block<T, true>(block, out, state, it);
 }
 
 // out = outputs / sum and lse = log(sum of exp). Quads of lanes gather 16 bytes a lane, so that rows leave in such stores.
@@ -264,17 +261,7 @@ DEVICE void forward(const ForwardParams& params) {
 
   Outputs<T> out;       // [WARP_ROWS, the warp's columns]
   RowStates<T> state;   // of WARP_ROWS rows
-  attend<T, false>(out, state, it);
-
-  if constexpr (T::CAUSAL) {
-    if (any_in_block(has_nonfinite<T>(out))) {  // a barrier too: nobody still reads the ring
-      stream.start();
-      attend<T, true>(out, state, it);
-      sync_block();  // nobody still reads the ring
-      stream.start();
-      add_nonfinite<T>(out, params, stream, work.first_query, end);
-    }
-  }
+  attend<T>(out, state, it);
   store<T>(out, state, it, sequence);
 }
 

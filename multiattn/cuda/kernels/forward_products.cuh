@@ -144,32 +144,30 @@ DEVICE void for_each_value(SharedAddress v, Use use) {
 }
 
 // out[WARP_ROWS, columns] += weights[WARP_ROWS, V_ROWS] V[V_ROWS, columns], of one piece of V
-template <class T, bool CAREFUL>
+template <class T>
 DEVICE void accumulate(Outputs<T>& out, const Weights<T>& weights, SharedAddress v, int piece) {
   using E = typename T::Element;
   constexpr int AHEAD = T::SPLIT_KV ? 1 : 0;  // columns that come from shared memory are read one ahead
   const int first = piece * T::VALUE_FRAGMENTS;
   typename Weights<T>::Column left[AHEAD + 1];
   weights.load(left[0], first);
-  for_each_value<T, false>(v, [&](int n, int d, Fragment value) {
+  for_each_value<T, false>(v, [&](int n, int d, const Fragment& value) {
     if (d == 0 && n + AHEAD < T::VALUE_FRAGMENTS && n + AHEAD > 0)
       weights.load(left[(n + AHEAD) % (AHEAD + 1)], first + n + AHEAD);
-    if constexpr (CAREFUL) value = finite_or_zero<E>(value);
 #pragma unroll
     for (int m = 0; m < T::ROW_FRAGMENTS; ++m) mma_pair<E>(out[m][d], left[n % (AHEAD + 1)][m], value);
   });
 }
 
 // The same with products added up in fp16, of one piece at most: sums of all keys would lose too much, and overflow.
-template <class T, bool CAREFUL>
+template <class T>
 DEVICE void accumulate_in_halves(Outputs<T>& out, const Weights<T>& weights, SharedAddress v, int piece) {
   using E = typename T::Element;
   typename Weights<T>::Column left[T::VALUE_FRAGMENTS];
 #pragma unroll
   for (int n = 0; n < T::VALUE_FRAGMENTS; ++n) weights.load(left[n], piece * T::VALUE_FRAGMENTS + n);
   HalfAccumulator sums[T::ROW_FRAGMENTS][2];
-  for_each_value<T, true>(v, [&](int n, int d, Fragment value) {
-    if constexpr (CAREFUL) value = finite_or_zero<E>(value);
+  for_each_value<T, true>(v, [&](int n, int d, const Fragment& value) {
 #pragma unroll
     for (int m = 0; m < T::ROW_FRAGMENTS; ++m) {
       if (n == 0) sums[m][0] = sums[m][1] = HalfAccumulator{};

@@ -5,8 +5,8 @@
 // while a warpgroup turns scores into weights, the tensor cores add what its earlier weights make of V, and work for the
 // other warpgroups.
 #pragma once
+#include "forward_wgmma_output.cuh"
 #include "forward_wgmma_producer.cuh"
-#include "forward_wgmma_repair.cuh"
 #include "forward_wgmma_softmax.cuh"
 #include "multiattn/special.cuh"
 #include "multiattn/wgmma.cuh"
@@ -264,24 +264,8 @@ class Consumer {
 
   DEVICE void finish(const Rows& rows) {
     if constexpr (T::TMA_STORE) await_warpgroup();  // nobody of it reads Q any more
-    const WarpOutput<T> output = output_of(rows);
-    if (T::CAUSAL && any_in_warp(has_nonfinite()))
-      CarefulWarp<T>(params_.forward, output.batch, output.head, output.first_query).attend(output);
-    else
-      output.template write<T::HEAD_DIM / 8>(out_, 0, inverse_);
+    output_of(rows).write(out_, inverse_);
     if constexpr (T::TMA_STORE) store_staged(rows);
-  }
-
-  // Of the first of a thread's two rows: what is not finite in V reaches all rows of a wgmma, whatever their weights. (A sum
-  // that overflows by itself, of values beyond 2^110 or so, is not looked for: without a mask it is not either.)
-  DEVICE bool has_nonfinite() const {
-    float products[4] = {};  // 0 * x is 0 for every finite x, else NaN: one instruction an element, in four chains
-#pragma unroll
-    for (int i = 0; i < T::HEAD_DIM / 4; ++i) {
-      const float x = out_[i / 2 * 4 + i % 2];
-      products[i % 4] = fmaf(x, 0.0f, products[i % 4]);
-    }
-    return products[0] + products[1] + (products[2] + products[3]) != 0.0f;
   }
 
   DEVICE void store_staged(const Rows& rows) {

@@ -26,6 +26,7 @@ DEVICE float log2_of_sum(float sum) {
 template <class T>
 struct WarpOutput {
   using E = typename T::Element;
+  static constexpr int CHUNKS = T::HEAD_DIM / 8;  // of a row
   const ForwardParams& params;
   int batch, head;       // of the batch entry
   int first_query;       // of the warp's first row
@@ -50,24 +51,21 @@ struct WarpOutput {
     store_global_4_if(half < 2 && is_query(params, query), params.lse + row, half == 0 ? lse[0] : lse[1]);
   }
 
-  // values[16, 8 * CHUNKS] in accumulators, each row times its `inverse`, from chunk `first` of the row on: one of 64 columns.
-  template <int CHUNKS>
-  DEVICE void write(const float (&values)[4 * CHUNKS], int first, const float (&inverse)[2]) const {
+  // values[16, HEAD_DIM] in accumulators, each row times its `inverse`.
+  DEVICE void write(const float (&values)[4 * CHUNKS], const float (&inverse)[2]) const {
     const auto pair = [&](int chunk, int half) {  // a thread's two elements of a row
       const int i = 4 * chunk + 2 * half;
       return pack<E>(values[i] * inverse[half], values[i + 1] * inverse[half]);
     };
     if constexpr (T::TMA_STORE)
-      stage<CHUNKS>(first, pair);
+      stage(pair);
     else
-      store<CHUNKS>(first, pair);
+      store(pair);
   }
 
  private:
-  static constexpr int ALL = T::HEAD_DIM / 8;  // chunks of a row
-
-  template <int CHUNKS, class Pair>
-  DEVICE void stage(int first, Pair pair) const {
+  template <class Pair>
+  DEVICE void stage(Pair pair) const {
     // stmatrix takes two chunks of 16 rows, as ldmatrix has read them from here for Q. The panel has a second chunk also
     // where the tensor ends with an odd one.
     const auto fragments = FragmentReader<PanelQ<T>>::down(recomputed(thread_index()));
@@ -78,28 +76,26 @@ struct WarpOutput {
         matrix[2] = pair(chunk + 1, 0);
         matrix[3] = pair(chunk + 1, 1);
       }
-      if (first + chunk < ALL)
-        stmatrix_x4(fragments.address(staged + (first + chunk) / 8 * T::TileQ::PANEL_BYTES, 0, chunk % 8 * CHUNK_ELEMENTS),
-                    matrix);
+      stmatrix_x4(fragments.address(staged + chunk / 8 * T::TileQ::PANEL_BYTES, 0, chunk % 8 * CHUNK_ELEMENTS), matrix);
     }
   }
 
   // Quads of lanes gather 16 bytes a lane.
-  template <int CHUNKS, class Pair>
-  DEVICE void store(int first, Pair pair) const {
+  template <class Pair>
+  DEVICE void store(Pair pair) const {
     uint16* const out = static_cast<uint16*>(params.out) + batch * params.strides_out.batch + head * params.strides_out.head;
     const int lane = thread_index() % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int query = first_query + accumulator_row(2 * half);
-      uint16* const row = out + query * params.strides_out.seq + (first + lane) * CHUNK_ELEMENTS;
+      uint16* const row = out + query * params.strides_out.seq + lane * CHUNK_ELEMENTS;
 #pragma unroll
       for (int chunk = 0; chunk < CHUNKS; chunk += 4) {
         Chunk mine = {};
 #pragma unroll
         for (int w = 0; w < 4; ++w)
           if (chunk + w < CHUNKS) mine.word[w] = pair(chunk + w, half);
-        const bool is_there = chunk + lane < CHUNKS && first + chunk + lane < ALL;
+        const bool is_there = chunk + lane < CHUNKS;
         store_global_16_if(is_there && is_query(params, query), row + chunk * CHUNK_ELEMENTS, transpose_in_quad(mine));
       }
     }

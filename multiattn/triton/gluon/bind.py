@@ -25,7 +25,7 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str]) -> abi.Bindin
     arguments: list[abi.Argument] = []
     for name, box in zip(list(strides) * pieces, image.boxes, strict=True):
         arguments += describe(problem, name, strides[name], box)
-    arguments += [abi.Pointer(tensor=name) for name in (*strides, "lse")]
+    arguments.append(abi.Pointer(tensor="lse"))
     if plan.workspace_bytes:
         arguments.append(abi.Pointer(tensor=abi.WORKSPACE))
     arguments.append(abi.Number(kind="f32", value=problem.scale_log2))
@@ -38,8 +38,6 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str]) -> abi.Bindin
         "heads": problem.batch * problem.heads_q,
         "together": heads_side_by_side(problem),
     }
-    for name, of_tensor in strides.items():
-        sizes |= {f"{name}_{dim}": it for dim, it in zip(("batch", "head", "row"), of_tensor, strict=True)}
     for name, value in sizes.items():
         arguments += integer(constants, emitted, name, value, specialised=False)
     arguments += [abi.Pointer(tensor=None)] * SCRATCH

@@ -29,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from multiattn.triton.gluon.compat import tma_store
 from multiattn.triton.gluon.producer import end_of_blocks, produce
-from multiattn.triton.gluon.repair import OUT, K, Q, V, repair, write_address
 from multiattn.triton.gluon.ring import await_full, make_barriers, read_word, release, skip, write_word
 from multiattn.triton.gluon.shape import BATCH, BLOCKS, EXACT, FIRST_QUERY, HEAD, NO_TILE, SPOILED
 from multiattn.triton.gluon.softmax import (
@@ -152,16 +151,16 @@ def _next_block(
 
 
 @gluon.jit
-def _is_right(out, narrow, sums, C: gl.constexpr):
-    """Whether all that a tile came to is finite, and no sum[64] of a row's weights too large.
+def _outgrew(out, narrow, sums, C: gl.constexpr):
+    """Whether a row's sum of weights [64] is too large, or anything that a tile came to is not finite.
 
-    Of the whole row: what its four threads have may be finite, and its sum not.
+    Of whole rows: what each of a row's four threads has may be finite, and its sum not.
     """
     spoiled = gl.where(sums < LARGEST_SUM, 0.0, float("nan"))
     product = gl.sum(gl.sum(out * 0.0, 1), 0) + gl.sum(spoiled, 0)  # 0, or nan
     if C.narrow > 0:
         product += gl.sum(gl.sum(narrow * 0.0, 1), 0)
-    return product == 0.0
+    return product != 0.0
 
 
 @gluon.jit
@@ -306,7 +305,7 @@ def _store(
 
 
 @gluon.jit
-def consume(warpgroup: gl.constexpr, out_maps, addresses, lse, scale, sizes, shared, C: gl.constexpr):
+def consume(warpgroup: gl.constexpr, out_maps, lse, scale, sizes, shared, C: gl.constexpr):
     """A warpgroup: its 64 queries of tile after tile."""
     seq_q, seq_kv = sizes[0], sizes[1]
     ring_q, ring_kv, verdicts, turns, words, q_buffers, kv_buffers = shared
@@ -332,20 +331,16 @@ def consume(warpgroup: gl.constexpr, out_maps, addresses, lse, scale, sizes, sha
             ring_q, ring_kv, turns, kv_buffers, warpgroup, C,
         )  # fmt: skip
 
-        # Something is not finite, or too large: the weights outgrew what they are relative to, or it is so in V, where
-        # a masked key's must not be seen; or it is the result.
         sums = gl.convert_layout(gl.sum(row_sum, 1), C.row)  # [64]
         is_good = 1
-        if C.causal or C.lazy_max:
-            if not _is_right(out, narrow, sums, C):
-                if C.lazy_max and exact_tile == 0:
+        if C.lazy_max:
+            # The weights outgrew what they are relative to; or inputs or results are not finite, which takes a tile's
+            # time to find out, once.
+            if exact_tile == 0:
+                if _outgrew(out, narrow, sums, C):
                     write_word(words, at + SPOILED + warpgroup, 1)
                     is_good = 0
-                elif C.causal:
-                    repair(first_query, batch, head, addresses, lse, scale, sizes, queries[0], C)
-                    is_good = 0
-            if C.lazy_max:
-                mbarrier.arrive(verdicts.index(slot))
+            mbarrier.arrive(verdicts.index(slot))
         if is_good > 0:
             _store(
                 queries, out, narrow, row_max, sums, first_query, batch, head, buffer, out_maps, lse, q_buffers,
@@ -371,12 +366,7 @@ def _buffers(number: gl.constexpr, rows: gl.constexpr, maps, C: gl.constexpr):
 
 
 # No integer is specialised on: none is in a loop but the lengths, and every head count would be another kernel.
-@gluon.jit(
-    do_not_specialize=[
-        "seq_q", "seq_kv", "heads_q", "group", "tiles", "heads", "together", "q_batch", "q_head", "q_row", "k_batch",
-        "k_head", "k_row", "v_batch", "v_head", "v_row", "out_batch", "out_head", "out_row",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=["seq_q", "seq_kv", "heads_q", "group", "tiles", "heads", "together"])
 def attention_forward(
     q_map,  # tensor descriptors, [B, H, S, D], with blocks [1, 1, 64 or tile_n, wide]
     k_map,
@@ -386,10 +376,6 @@ def attention_forward(
     k_narrow,
     v_narrow,
     out_narrow,
-    q,  # pointers to the same tensors, for what is done again with care
-    k,
-    v,
-    out,
     lse,  # pointer, fp32 [B, Hq, Sq], contiguous
     counter,  # pointer, int32: 0, and so it is left; None where the scheduler is not dynamic
     scale,  # |scale| * log2(e), positive
@@ -400,29 +386,11 @@ def attention_forward(
     tiles,  # of one head
     heads,  # B * Hq
     together,  # heads that run side by side
-    q_batch,  # strides of (batch, head, row) in elements
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    out_batch,
-    out_head,
-    out_row,
     C: gl.constexpr,  # multiattn.triton.gluon.shape.Shape
 ):
     """One block: a producer, and `C.warpgroups` consumers."""
     q_maps, k_maps, v_maps, out_maps = (q_map, q_narrow), (k_map, k_narrow), (v_map, v_narrow), (out_map, out_narrow)
     sizes = (seq_q, seq_kv, heads_q, group, tiles, heads, together)
-    # What only a repair asks for waits in shared memory: as arguments of the consumers it would be in their registers.
-    addresses = gl.allocate_shared_memory(gl.int64, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    write_address(addresses, Q, q, q_batch, q_head, q_row)
-    write_address(addresses, K, k, k_batch, k_head, k_row)
-    write_address(addresses, V, v, v_batch, v_head, v_row)
-    write_address(addresses, OUT, out, out_batch, out_head, out_row)
     q_buffers = _buffers(C.q_slots * C.warpgroups, 64, q_maps, C)
     kv_buffers = _buffers(C.stages, C.tile_n, k_maps, C)
     words = gl.allocate_shared_memory(gl.int32, [C.q_slots * C.words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -440,8 +408,8 @@ def attention_forward(
     if C.warpgroups == 2:
         gl.warp_specialize(
             [
-                (consume, (0, out_maps, addresses, lse, scale, sizes, shared, C)),
-                (consume, (1, out_maps, addresses, lse, scale, sizes, shared, C)),
+                (consume, (0, out_maps, lse, scale, sizes, shared, C)),
+                (consume, (1, out_maps, lse, scale, sizes, shared, C)),
                 (produce, (q_maps, k_maps, v_maps, counter, sizes, shared, C)),
             ],
             [4, 1], [240, 24],
@@ -449,9 +417,9 @@ def attention_forward(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, out_maps, addresses, lse, scale, sizes, shared, C)),
-                (consume, (1, out_maps, addresses, lse, scale, sizes, shared, C)),
-                (consume, (2, out_maps, addresses, lse, scale, sizes, shared, C)),
+                (consume, (0, out_maps, lse, scale, sizes, shared, C)),
+                (consume, (1, out_maps, lse, scale, sizes, shared, C)),
+                (consume, (2, out_maps, lse, scale, sizes, shared, C)),
                 (produce, (q_maps, k_maps, v_maps, counter, sizes, shared, C)),
             ],
             [4, 4, 1], [160, 160, 24],

@@ -102,7 +102,7 @@ class GluonCall:
             scale_sign=int(constants["scale_sign"]),
             head_dim=int(constants["head_dim"]),
         )
-        return {"q", "k", "v", "out", "lse"} | ({"counter"} if self.shape.is_dynamic else set()), {"C": shape}
+        return {"lse"} | ({"counter"} if self.shape.is_dynamic else set()), {"C": shape}
 
     def arguments(self, q: Any, k: Any, v: Any, out: Any, lse: Any, workspace: Any = None) -> tuple[Any, ...]:
         """Every argument of `forward.attention_forward`, in order; `workspace` is the counter."""
@@ -110,7 +110,8 @@ class GluonCall:
         return (
             *self._maps(self.shape.wide, q, k, v, out),
             *self._maps(self.shape.narrow, q, k, v, out),
-            q, k, v, out, lse, workspace,
+            lse,
+            workspace,
             problem.scale_log2,
             problem.seq_q,
             problem.seq_kv,
@@ -119,12 +120,8 @@ class GluonCall:
             self._query_tiles,
             problem.batch * problem.heads_q,
             heads_side_by_side(problem),
-            *problem.strides_q,
-            *problem.strides_k,
-            *problem.strides_v,
-            *problem.strides_out,
             self.shape,
-        )  # fmt: skip
+        )
 
     def stubs(self) -> tuple[Any, ...]:
         """The same arguments with stand-ins for the tensors: what the kernel is specialised on."""

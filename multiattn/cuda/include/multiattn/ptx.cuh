@@ -34,7 +34,6 @@ DEVICE SharedAddress shared_base() {
 // ---- barriers and votes
 DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
-DEVICE bool any_in_block(bool predicate) { return __syncthreads_or(predicate); }
 DEVICE bool any_in_warp(bool predicate) { return __any_sync(0xffffffffu, predicate); }
 DEVICE float shuffle_xor(float value, int lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
 DEVICE uint32 shuffle_xor(uint32 value, int lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }

@@ -199,20 +199,10 @@ DEVICE Chunk transpose_in_quad(Chunk mine) {
   return mine;
 }
 
-DEVICE bool is_finite(float x) { return (float_bits(x) & 0x7f800000u) != 0x7f800000u; }
-
 // `map` on each 16-bit half of a word.
 template <class Map>
 DEVICE uint32 map_halves(uint32 word, Map map) {
   return map(word & 0xffffu) | map(word >> 16) << 16;
-}
-
-template <class Map>
-DEVICE Fragment map_elements(const Fragment& fragment, Map map) {
-  Fragment result;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) result.reg[i] = map_halves(fragment.reg[i], map);
-  return result;
 }
 
 }  // namespace multiattn

@@ -10,10 +10,10 @@ using uint32 = unsigned int;
 
 // 16-bit floating-point formats. A kernel moves their bits, and makes them with `pack`; the bits that it must know:
 struct fp16 {
-  static constexpr uint32 ONE = 0x3c00, EXPONENT = 0x7c00, QUIET_NAN = 0x7e00;
+  static constexpr uint32 EXPONENT = 0x7c00, QUIET_NAN = 0x7e00;
 };
 struct bf16 {
-  static constexpr uint32 ONE = 0x3f80, EXPONENT = 0x7f80, QUIET_NAN = 0x7fc0;
+  static constexpr uint32 EXPONENT = 0x7f80, QUIET_NAN = 0x7fc0;
 };
 
 // 16 bytes: eight 16-bit elements, the unit of every copy.

@@ -21,7 +21,6 @@ namespace emulation {
 extern int current_thread, current_rank;
 extern SharedAddress current_base;
 extern int64 current_block;
-bool any_in_block(bool predicate);
 bool any_in_warp(bool predicate);
 void cp_async_wait(int groups_left);
 uint32 pack_fp16(float low, float high);
@@ -38,7 +37,6 @@ inline SharedAddress shared_base() { return emulation::current_base; }
 
 void sync_block();
 void sync_warp();
-inline bool any_in_block(bool predicate) { return emulation::any_in_block(predicate); }
 inline bool any_in_warp(bool predicate) { return emulation::any_in_warp(predicate); }
 float shuffle_xor(float value, int lane_mask);
 uint32 shuffle_xor(uint32 value, int lane_mask);
