@@ -254,27 +254,6 @@ def test_the_cache_key_covers_every_header_a_kernel_reaches():
         files_reached('#include "nowhere.h"\n', DEVICE_INCLUDES)
 
 
-def test_a_cache_entry_is_made_once_and_never_half(tmp_path, monkeypatch):
-    monkeypatch.setenv(cache.DIRECTORY_VARIABLE, str(tmp_path))
-    made = []
-
-    def make_entry(path):
-        made.append(path)
-        path.write_text("whole")
-
-    def fail(path):
-        path.write_text("half")
-        raise RuntimeError("compiler died")
-
-    with pytest.raises(RuntimeError, match="compiler died"):
-        cache.fetch("key", ".x", fail)
-    assert list(tmp_path.iterdir()) == []
-    assert cache.fetch("key", ".x", make_entry) == cache.fetch("key", ".x", make_entry)
-    assert (tmp_path / "key.x").read_text() == "whole"
-    assert len(made) == 1
-    assert cache.key_of(["ab", "c"]) != cache.key_of(["a", "bc"])
-
-
 @pytest.mark.parametrize("folder", ["file", "file/below"])
 def test_a_cache_that_cannot_be_written_is_named(folder, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")

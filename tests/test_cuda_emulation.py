@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import math
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from multiattn import cache
 from multiattn.cuda.emulation import host
 from multiattn.cuda.tools import probe_host
 
@@ -108,27 +104,6 @@ def test_shared_memory_starts_as_nan(library):
 def test_bank_conflicts_are_counted(library):
     _, counters = run(library, "bank_conflicts", smem_bytes=4096)
     assert counters.bank_conflicts == 4 * 7
-
-
-@pytest.mark.parametrize("kept", [0, 10, 100, 0.5])  # bytes, or a share: of half a library the process would die
-@pytest.mark.parametrize("suffix", [".so", ".block.o"])
-def test_a_library_that_was_cut_off_is_built_again(kept, suffix, library, tmp_path, monkeypatch):
-    source = KERNELS.read_text()
-    built = host.build_source(source)
-    for path in (built, *map(host._build_runtime, host.RUNTIME)):
-        shutil.copy(path, tmp_path)
-    monkeypatch.setenv(cache.DIRECTORY_VARIABLE, str(tmp_path))
-    (entry,) = tmp_path.glob(f"*{suffix}")
-    whole = entry.read_bytes()
-    entry.write_bytes(whole[: kept if isinstance(kept, int) else int(kept * len(whole))])
-    made = []
-    monkeypatch.setattr(host, "_compile", lambda source, flags, path, objects: made.append(path.write_bytes(whole)))
-    for _ in range(2):
-        found = host.build_source(source)
-    assert found.read_bytes() == built.read_bytes()
-    assert entry.read_bytes() == whole
-    assert len(made) == 1
-    subprocess.run([sys.executable, "-c", f"import ctypes; ctypes.CDLL({str(found)!r}).multiattn_launch"], check=True)
 
 
 def test_what_does_not_compile_is_an_error_with_the_compilers_words():

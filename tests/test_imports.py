@@ -19,6 +19,7 @@ ALLOWED = {
     "config": {"problem", "arch"},
     "abi": set(),
     "cache": set(),
+    "fork": set(),
     "backend": {"problem", "arch", "abi", "support", "config"},
     "toolchain": {"support"},
     "preference": {"problem", "arch", "backend"},
@@ -40,7 +41,7 @@ ALLOWED = {
     **{
         name: {
             *("problem", "arch", "support", "config", "abi", "backend", "toolchain", "cache", "context", "tensor_map"),
-            *("driver_launch", "counters", "schedule", "exp2_fma", "columns", "tuned"),
+            *("driver_launch", "counters", "schedule", "exp2_fma", "columns", "tuned", "fork"),
         }
         for name in multiattn.BACKENDS
     },

@@ -25,7 +25,7 @@ from multiattn.cuda.launches import kernels_of, launches_of, params_of
 from multiattn.cuda.params import ForwardParams, WgmmaParams, map_offset, set_map
 from multiattn.cuda.source import Kernel, files_reached, translation_unit
 from multiattn.cuda.tensor_maps import tensor_maps
-from multiattn.cuda.tools import GXX, gxx_version, probe_host
+from multiattn.cuda.tools import GXX, gxx_version, probe_host, run_compiler
 from multiattn.cuda.variants import SPANNING, WGMMA
 from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.problem import Problem
@@ -150,7 +150,7 @@ def _build(kernels: Sequence[Kernel]) -> Path:
 def _compile(source: str, made: Path) -> None:
     includes = [f"-I{directory}" for directory in INCLUDES]
     command = [GXX, *_FLAGS, *includes, "-o", str(made), *map(str, RUNTIME), "-x", "c++", "-"]
-    subprocess.run(command, input=source, text=True, check=True)
+    run_compiler(command, source, scratch=made.parent).check_returncode()
 
 
 def main() -> int:

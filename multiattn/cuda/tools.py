@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import platform
 import shutil
+import signal
 import subprocess
+from collections.abc import Sequence
+from pathlib import Path
 
 from multiattn.arch import Arch
 from multiattn.support import Reason
@@ -35,7 +39,20 @@ def probe_nvrtc() -> tuple[Reason, ...]:
         pathfinder.load_nvidia_dynamic_lib("nvrtc")
     except pathfinder.DynamicLibNotFoundError as error:
         return (Reason(code="compiler", got=f"no NVRTC: {error}", allowed="libnvrtc", hint=_INSTALL),)
+    try:
+        _try_nvrtc()
+    except Exception as error:  # releases of cuda-core and cuda-bindings that do not fit fail in many ways
+        names = " with ".join(f"{name} {version_of(name)}" for name in ("cuda-core", "cuda-bindings"))
+        got = f"{names}: {type(error).__name__}: {' '.join(str(error).split())}"
+        return (Reason(code="compiler", got=got, allowed="releases that compile together", hint=_INSTALL),)
     return ()
+
+
+def _try_nvrtc() -> None:
+    """Compile an empty kernel as the backend does: raises whatever a call would."""
+    from cuda.core import Program, ProgramOptions
+
+    Program('extern "C" __global__ void nothing() {}', "c++", ProgramOptions(arch="sm_90")).compile("cubin")
 
 
 @functools.cache
@@ -60,6 +77,26 @@ def gxx_version() -> str | None:
         return None
     done = subprocess.run([GXX, "-dumpfullversion"], capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def run_compiler(command: Sequence[str], source: str, *, scratch: Path) -> subprocess.CompletedProcess[str]:
+    """Run g++ on `source`, its temporary files in `scratch`; an interrupt ends it and every process that it started."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(scratch)},
+        start_new_session=True,  # g++ is a driver: killing it alone leaves cc1plus running
+    )
+    try:
+        stdout, stderr = process.communicate(source)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 def versions() -> dict[str, str | None]:

@@ -32,7 +32,7 @@ OLDEST_DRIVER = (13, 0)
 """CUDA version of the oldest driver that loads tileiras' cubins: r580."""
 
 _DRIVER = "libcuda.so.1"
-_HINT = "pip install multiattn[cutile]"
+_HINT = "pip install 'multiattn[cutile]'"
 
 
 def _prepare(plan: Plan) -> Launcher:

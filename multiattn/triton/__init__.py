@@ -62,7 +62,7 @@ def _probe_module() -> tuple[Reason, ...]:
     allowed = f"triton {'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
     version = version_of("triton")
     if version is None or importlib.util.find_spec("triton") is None:
-        return (Reason(code="module", got="no triton", allowed=allowed, hint="pip install multiattn[triton]"),)
+        return (Reason(code="module", got="no triton", allowed=allowed, hint="pip install 'multiattn[triton]'"),)
     if not OLDEST <= tuple(int(part) for part in version.split(".")[:2]) <= NEWEST:
         return (Reason(code="module", got=f"triton {version}", allowed=allowed),)
     return ()

@@ -31,12 +31,15 @@ from triton.runtime import interpreter
 from triton.runtime.jit import KernelInterface, mangle_type
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from multiattn.fork import hold_across_fork
+
 Array = npt.NDArray[Any]
 Extent = tuple[int, int]
 
 exclusive_language = threading.RLock()
 """Held while a kernel is interpreted, as `triton.language` is then patched for the whole process, and while one is
 compiled, which needs it as it is."""
+hold_across_fork(exclusive_language)
 
 
 class OutOfBoundsError(IndexError):

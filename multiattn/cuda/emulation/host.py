@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
-import subprocess
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,8 +31,9 @@ from multiattn.cuda.params import (
 )
 from multiattn.cuda.source import HOST_INCLUDES, ROOT, Kernel, files_reached, translation_unit
 from multiattn.cuda.tensor_maps import tensor_maps
-from multiattn.cuda.tools import GXX, gxx_version
+from multiattn.cuda.tools import GXX, gxx_version, run_compiler
 from multiattn.cuda.wgmma_configs import WgmmaConfig
+from multiattn.fork import hold_across_fork
 
 RUNTIME = tuple(
     ROOT / "emulation" / name for name in ("block.cpp", "verbs.cpp", "hopper.cpp", "warpgroup.cpp", "verbs_sm90.cpp")
@@ -47,7 +46,6 @@ _RUNTIME_FLAGS = (*_FLAGS, "-O2")
 MULTIPROCESSORS = 2
 """Of the emulated GPU, as a persistent grid is told: so each block of it has several tiles."""
 _ERROR_BYTES = 2048
-_ELF_HEADER_BYTES = 64
 _NAN_BYTE = 0xFF  # four of them are a NaN
 
 
@@ -191,6 +189,7 @@ class CpuBackwardLauncher:
 
 
 _one_launch_at_a_time = threading.Lock()  # the emulation's state is global to a library
+hold_across_fork(_one_launch_at_a_time)
 
 
 def run(
@@ -248,32 +247,13 @@ def build_source(source: str) -> Path:
     """A shared library of a C++ translation unit and the emulation; `BuildError` with g++'s words if it cannot be."""
     objects = [_build_runtime(path) for path in RUNTIME]
     key = _key(source, (*_KERNEL_FLAGS, *(path.name for path in objects)))
-    return cache.fetch(
-        key, ".so", lambda path: _compile(source, (*_KERNEL_FLAGS, "-shared"), path, objects), is_whole=_is_whole
-    )
+    return cache.fetch(key, ".so", lambda made: _compile(source, (*_KERNEL_FLAGS, "-shared"), made, objects))
 
 
 def _build_runtime(path: Path) -> Path:
     source = path.read_text()
     key = _key(source, _RUNTIME_FLAGS)
-    return cache.fetch(
-        key, f".{path.stem}.o", lambda made: _compile(source, (*_RUNTIME_FLAGS, "-c"), made, ()), is_whole=_is_whole
-    )
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether an object or library is there with its end: one that was cut off kills the process that loads it.
-
-    The end of what a linker of ELF writes is its table of sections. What is no ELF is left to the loader.
-    """
-    if not path.exists():
-        return False
-    with path.open("rb") as file:
-        header = file.read(_ELF_HEADER_BYTES)
-    if len(header) < _ELF_HEADER_BYTES:
-        return False
-    (begin,), (size, count) = struct.unpack_from("=Q", header, 40), struct.unpack_from("=HH", header, 58)
-    return not header.startswith(b"\x7fELF") or begin + size * count <= path.stat().st_size
+    return cache.fetch(key, f".{path.stem}.o", lambda made: _compile(source, (*_RUNTIME_FLAGS, "-c"), made, ()))
 
 
 def _key(source: str, flags: Sequence[str]) -> str:
@@ -285,6 +265,6 @@ def _key(source: str, flags: Sequence[str]) -> str:
 def _compile(source: str, flags: Sequence[str], made: Path, objects: Sequence[Path]) -> None:
     includes = (f"-I{directory}" for directory in INCLUDES)
     command = [GXX, *flags, *includes, "-o", str(made), "-x", "c++", "-", "-x", "none", *map(str, objects)]
-    done = subprocess.run(command, input=source, capture_output=True, text=True)
+    done = run_compiler(command, source, scratch=made.parent)
     if done.returncode:
         raise BuildError(f"{GXX} exited with {done.returncode}:\n{done.stderr}")

@@ -1,0 +1,315 @@
+"""The cache of compiled code: nothing damaged, foreign or outdated is loaded, and nothing is left behind."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from multiattn import cache
+from multiattn.arch import ARCHS
+from multiattn.backend import make_plan
+from multiattn.cuda import BACKEND, source, tools
+from multiattn.cuda.emulation import host
+from multiattn.cuda.launches import kernels_of
+from multiattn.problem import Problem
+
+ROOT = Path(__file__).parents[1]
+needs_host = pytest.mark.skipif(bool(tools.probe_host()), reason="no g++ for the emulation")
+needs_nvrtc = pytest.mark.skipif(bool(tools.probe_nvrtc()), reason="no NVRTC")
+ADD = '#include "added.h"\nextern "C" int multiattn_add(int x) { return x + ADDED; }\n'
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(cache.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def write_whole(path):
+    path.write_bytes(bytes(range(256)) * 64)
+
+
+def entries(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name != ".locks")
+
+
+def test_an_entry_is_made_once_and_never_half(folder):
+    made = []
+
+    def make(path):
+        made.append(path)
+        write_whole(path)
+
+    def fail(path):
+        path.write_text("half")
+        raise RuntimeError("compiler died")
+
+    with pytest.raises(RuntimeError, match="compiler died"):
+        cache.fetch("key", ".x", fail)
+    assert entries(folder) == []
+    assert cache.fetch("key", ".x", make) == cache.fetch("key", ".x", make) == folder / "key.x"
+    assert entries(folder) == ["key.x", "key.x.sha256"]
+    assert len(made) == 1
+    assert cache.key_of(["ab", "c"]) != cache.key_of(["a", "bc"])
+
+
+@pytest.mark.parametrize("damage", ["empty", "half", "zeros", "zeroed middle", "another digest", "no text"])
+@pytest.mark.parametrize("suffix", [".cubin", ".so"])
+def test_a_damaged_entry_is_made_again_with_one_warning(damage, suffix, folder):
+    entry = cache.fetch("key", suffix, write_whole)
+    whole = entry.read_bytes()
+    digest = folder / f"{entry.name}.sha256"
+    size = len(whole)
+    damaged = {
+        "empty": b"",
+        "half": whole[: size // 2],
+        "zeros": bytes(size),
+        "zeroed middle": whole[: size // 4] + bytes(size // 2) + whole[-(size // 4) :],
+    }
+    if damage in damaged:
+        entry.write_bytes(damaged[damage])
+    else:
+        digest.write_bytes(b"0" * 64 if damage == "another digest" else b"\xff" * 64)
+    with pytest.warns(RuntimeWarning, match="is damaged and is compiled again") as warned:
+        assert cache.fetch("key", suffix, write_whole).read_bytes() == whole
+    assert len(warned) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache.fetch("key", suffix, pytest.fail)
+
+
+def test_an_entry_without_a_digest_was_not_finished(folder):
+    entry = cache.fetch("key", ".x", write_whole)
+    entry.with_name("key.x.sha256").unlink()
+    entry.write_text("half")
+    assert cache.fetch("key", ".x", write_whole).stat().st_size > 4
+
+
+def test_an_entry_reaches_the_disk_before_it_has_its_name(folder, monkeypatch):
+    done = []
+    fsync, rename = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (done.append(Path(new).name), rename(old, new)))
+    cache.fetch("key", ".x", write_whole)
+    assert [Path(it).name for it in done] == ["key.x.sha256", "key.x.sha256", "key.x", "key.x", folder.name]
+
+
+def test_threads_make_one_entry_once(folder):
+    made = []
+
+    def make(path):
+        made.append(path)
+        time.sleep(0.2)
+        write_whole(path)
+
+    threads = [threading.Thread(target=cache.fetch, args=("key", ".x", make)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+
+
+def test_processes_make_one_entry_once(folder):
+    code = (
+        "import sys, time; from multiattn import cache\n"
+        "def make(path): print('made', flush=True); time.sleep(1); path.write_text('x')\n"
+        "cache.fetch('key', '.x', make)"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert "".join(writer.communicate()[0] for writer in writers) == "made\n"
+
+
+def test_abandoned_drafts_are_swept_and_no_others(folder, monkeypatch):
+    cache.fetch("first", ".x", write_whole)
+    for name in (".making-old", ".making-new", ".making-foreign"):
+        (folder / name).mkdir()
+        (folder / name / "half").write_text("half")
+    old = time.time() - 2 * cache._ABANDONED_S
+    os.utime(folder / ".making-old", (old, old))
+    cache.fetch("second", ".x", write_whole)
+    assert [name for name in entries(folder) if name.startswith(".making-")] == [".making-foreign", ".making-new"]
+    os.utime(folder / ".making-foreign", (old, old))
+    with monkeypatch.context() as patched:
+        patched.setattr(cache, "_check_owner", lambda folder: None)
+        patched.setattr(os, "geteuid", lambda: 12345)
+        cache.fetch("third", ".x", write_whole)
+    assert ".making-foreign" in entries(folder)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777, 0o702])
+def test_nothing_is_loaded_from_a_directory_that_others_can_write_to(mode, folder):
+    cache.fetch("key", ".x", write_whole)
+    folder.chmod(mode)
+    for key in ("key", "other"):
+        with pytest.raises(PermissionError, match=r"^MULTIATTN_CACHE_DIR: .* can be written to by other users"):
+            cache.fetch(key, ".x", write_whole)
+
+
+def test_nothing_is_loaded_from_a_directory_of_another_user(folder, monkeypatch):
+    cache.fetch("key", ".x", write_whole)
+    status = os.stat_result((0o40700, 1, 1, 1, 12345, 1, 0, 0, 0, 0))
+    monkeypatch.setattr(Path, "stat", lambda path, **_: status)
+    with pytest.raises(PermissionError, match=r"^MULTIATTN_CACHE_DIR: .* belongs to user 12345, .*; allowed"):
+        cache.fetch("key", ".x", write_whole)
+
+
+def test_a_directory_that_is_made_is_private(folder):
+    before = os.umask(0o002)
+    try:
+        cache.fetch("key", ".x", write_whole)
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_directory_is_the_environments(monkeypatch, tmp_path):
+    monkeypatch.delenv(cache.DIRECTORY_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache.directory() == tmp_path / "multiattn"
+    monkeypatch.setenv(cache.DIRECTORY_VARIABLE, str(tmp_path / "chosen"))
+    assert cache.directory() == tmp_path / "chosen"
+
+
+def test_a_user_without_a_home_has_a_private_directory(tmp_path):
+    """No HOME, and no entry in the password database."""
+    code = (
+        "import os, pwd; pwd.getpwuid = lambda uid: (_ for _ in ()).throw(KeyError(uid)); from multiattn import cache\n"
+        "print(cache.fetch('key', '.x', lambda path: path.write_text('x')))"
+    )
+    unset = ("HOME", "XDG_CACHE_HOME", cache.DIRECTORY_VARIABLE)
+    environment = {name: value for name, value in os.environ.items() if name not in unset} | {"TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=True)
+    found = tmp_path / f"multiattn-{os.getuid()}"
+    assert done.stdout.strip() == str(found / "key.x")
+    assert found.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.fixture
+def header(tmp_path, monkeypatch):
+    """A header that the emulation's builds find, for a test to change."""
+    monkeypatch.setattr(host, "INCLUDES", (tmp_path, *host.INCLUDES))
+    (tmp_path / "added.h").write_text("#define ADDED 1\n")
+    return tmp_path / "added.h"
+
+
+@needs_host
+def test_a_key_of_a_host_build_covers_headers_flags_and_compiler(header, monkeypatch):
+    first = host._key(ADD, ("-O1",))
+    assert host._key(ADD, ("-O1",)) == first
+    assert host._key(ADD, ("-O2",)) != first
+    with monkeypatch.context() as patched:
+        patched.setattr(host, "gxx_version", lambda: "99.1")
+        assert host._key(ADD, ("-O1",)) != first
+    header.write_text("#define ADDED 2\n")
+    assert host._key(ADD, ("-O1",)) != first
+
+
+@needs_nvrtc
+def test_a_key_of_nvrtc_covers_headers_arch_and_compiler(folder, tmp_path, monkeypatch):
+    from multiattn.cuda import nvrtc
+
+    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=64)
+    (kernel,) = kernels_of(make_plan(BACKEND, problem, ARCHS["sm80"], probe=False))
+    monkeypatch.setattr(nvrtc, "_compile", lambda source, target: target.encode())
+    shutil.copytree(source.ROOT / "include", tmp_path / "include")
+    monkeypatch.setattr(nvrtc, "DEVICE_INCLUDES", (tmp_path / "include", source.ROOT / "kernels"))
+    first = nvrtc.cubin_path(kernel, ARCHS["sm80"])
+    assert nvrtc.cubin_path(kernel, ARCHS["sm80"]) == first
+    found = {first, nvrtc.cubin_path(kernel, ARCHS["sm90"])}
+    found.add(nvrtc.cubin_path(replace(kernel, arch_features=True), ARCHS["sm80"]))
+    with monkeypatch.context() as patched:
+        patched.setattr(nvrtc, "_compiler_version", lambda: "nvrtc 99")
+        found.add(nvrtc.cubin_path(kernel, ARCHS["sm80"]))
+    with (tmp_path / "include" / "multiattn" / "mask.cuh").open("a") as header:
+        header.write("// changed\n")
+    found.add(nvrtc.cubin_path(kernel, ARCHS["sm80"]))
+    assert len(found) == 5
+
+
+@needs_host
+def test_an_interrupt_leaves_no_compiler_and_no_file(tmp_path):
+    """SIGINT while cc1plus, a child of g++, works."""
+    code = textwrap.dedent("""
+        import sys
+        from multiattn.cuda.emulation import host
+        limits = ("-fconstexpr-loop-limit=2147483647", "-fconstexpr-ops-limit=9223372036854775807")
+        host.RUNTIME, host._KERNEL_FLAGS = (), (*host._KERNEL_FLAGS, *limits)
+        host.build_source("constexpr long f(long n) { long s = 0; for (long i = 0; i < n; ++i) s += i; return s; }"
+            "static_assert(f(1L << 40) != 0); // " + sys.argv[1])
+    """)
+    token = f"interrupted-{os.getpid()}"
+    folder = tmp_path / "cache"
+    environment = {**os.environ, cache.DIRECTORY_VARIABLE: str(folder), "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, token], env=environment, stderr=subprocess.PIPE, text=True, process_group=0
+    )  # fmt: skip
+    try:
+        wait_for(lambda: compilers(folder), 60)
+        os.kill(process.pid, signal.SIGINT)
+        assert "KeyboardInterrupt" in process.communicate(timeout=30)[1]
+    finally:
+        process.kill()
+    wait_for(lambda: not compilers(folder), 5)
+    assert entries(folder) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def compilers(folder):
+    """Processes of the compiler proper that write below `folder`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes()
+        except OSError:
+            continue
+        if b"cc1plus" in command and str(folder).encode() in command:
+            found.append(command)
+    return found
+
+
+def wait_for(condition, seconds):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.05)
+
+
+FORK = """
+import os, signal, sys, threading, time
+import torch, multiattn
+backend = sys.argv[1]
+q = torch.zeros(1, 1, 8, 16, dtype=torch.float16)
+long = torch.zeros(1, 2, 512, 16, dtype=torch.float16)
+multiattn.fmha(q, q, q, backend=backend)
+busy = threading.Thread(target=lambda: [multiattn.fmha(long, long, long, backend=backend) for _ in range(3)])
+busy.start()
+time.sleep(0.1)
+assert busy.is_alive()
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    out = multiattn.fmha(q, q, q, backend=backend)
+    os._exit(0 if out.abs().max() == 0 else 1)
+status = os.waitpid(child, 0)[1]
+busy.join()
+sys.exit(os.waitstatus_to_exitcode(status) != 0)
+"""
+
+
+@needs_host
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_a_child_forked_while_a_thread_is_in_a_kernel_can_call(backend):
+    pytest.importorskip("triton")
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK, backend], timeout=200, check=False)
+    assert done.returncode == 0
