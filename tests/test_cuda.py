@@ -307,3 +307,17 @@ def test_compiles_without_a_gpu(arch):
     assert compiled.smem_bytes is not None
     assert compiled.smem_bytes <= ARCHS[arch].smem_per_block
     assert compiled.spill_bytes in (0, None)
+
+
+def test_packages_that_do_not_compile_together_are_a_reason(monkeypatch):
+    if tools.probe_nvrtc():
+        pytest.skip("no NVRTC")
+    from cuda import core
+
+    def fail(*_):
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(core, "Program", fail)
+    (reason,) = tools.probe_nvrtc.__wrapped__()
+    assert reason.code == "compiler"
+    assert reason.got.endswith(": RuntimeError: no driver")

@@ -1,0 +1,55 @@
+"""What is installed: multiattn alone, all that it reads, and importable from every directory."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A copy of the checkout in a folder named multiattn, as clones are."""
+    clone = tmp_path_factory.mktemp("parent") / "multiattn"
+    clone.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    for name in ("multiattn", "bench", "parity"):
+        shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    return clone
+
+
+def build(clone, hook, folder):
+    subprocess.run([sys.executable, "-c", BUILD, hook, str(folder)], cwd=clone, capture_output=True, check=True)
+    (wheel,) = folder.glob("*.whl")
+    return zipfile.ZipFile(wheel)
+
+
+def test_the_wheel_holds_multiattn_alone_and_all_of_it(clone, tmp_path):
+    names = set(build(clone, "build_wheel", tmp_path).namelist())
+    (information,) = {name.split("/")[0] for name in names} - {"multiattn"}
+    assert information.endswith(".dist-info")
+    assert f"{information}/licenses/LICENSE" in names
+    files = (path for path in (ROOT / "multiattn").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    assert {path.relative_to(ROOT).as_posix() for path in files} == {it for it in names if it.startswith("multiattn/")}
+
+
+def test_an_editable_install_works_in_the_clones_parent(clone, tmp_path):
+    build(clone, "build_editable", tmp_path).extractall(tmp_path / "site")
+    code = f"import site; site.addsitedir({str(tmp_path / 'site')!r}); import multiattn; print(multiattn.__file__)"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=clone.parent, env=environment, capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()) == clone / "multiattn" / "__init__.py"
+
+
+def test_the_wheel_has_a_console_script(clone, tmp_path):
+    wheel = build(clone, "build_wheel", tmp_path)
+    (entry,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+    assert "multiattn = multiattn.__main__:main" in wheel.read(entry).decode()
