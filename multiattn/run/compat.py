@@ -1,0 +1,126 @@
+"""Everything private to PyTorch that a call uses because the public way costs the host more, with that public way.
+
+A release of PyTorch without one of these hooks is slower by it, and as right. Callers ask for these names when they
+call (``compat.current_stream(device)``) or when they are made, never when they are imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+Guard = Callable[..., bool]
+"""Given three tensors: whether they are like those that the guard was made of."""
+
+
+def _private(*path: str) -> Any:
+    """What PyTorch's extension module has under a name; None for a name that this release does not have."""
+    found: Any = torch._C
+    for name in path:
+        found = getattr(found, name, None)
+    return found
+
+
+# ---------------------------------------------------------------- devices and streams
+
+
+def _public_stream(device: int) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def _public_device() -> int:
+    return int(torch.cuda.current_device())
+
+
+current_stream: Callable[[int], int] = _private("_cuda_getCurrentRawStream") or _public_stream
+"""The driver's handle of the current stream of a device, without a `torch.cuda.Stream` for each launch."""
+
+current_device: Callable[[], int] = _private("_cuda_getDevice") or _public_device
+"""The current device once there are tensors on one, without asking first whether CUDA is initialised."""
+
+
+# ---------------------------------------------------------------- memory
+
+_empty_on_gpu: Any = _private("_dynamo", "guards", "_empty_strided_cuda")
+
+
+def empty_strided(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """An uninitialised tensor on `device`, which is the current one where it is a GPU.
+
+    On a GPU past PyTorch's dispatcher, as in the code that Inductor writes: that costs half as much. Not where PyTorch
+    may have to fill it first (`torch.utils.deterministic.fill_uninitialized_memory`), which the dispatcher's way does.
+    """
+    if _empty_on_gpu is not None and device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
+        made: torch.Tensor = _empty_on_gpu(shape, strides, dtype)
+        return made
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+"""The address of a tensor's first element; public, and here because `map` calls it faster than a method."""
+
+
+# ---------------------------------------------------------------- what like calls share
+
+_TensorGuards: Any = _private("_dynamo", "guards", "TensorGuards")
+
+
+def tensor_guard(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Guard | None:
+    """Tells whether three tensors are like these; None where PyTorch has no such guard, or not of these.
+
+    Dynamo's own guard: Python types, dispatch keys (which kind of device, whether a negated view), dtypes, indices of
+    devices, who requires grad, sizes and strides. It takes no tensor twice, and keeps none.
+    """
+    if _TensorGuards is None or q is k or k is v or q is v:
+        return None
+    try:
+        guards = _TensorGuards(q, k, v, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    except TypeError:  # another release may take other arguments
+        return None
+    check: Guard = guards.check
+    return check
+
+
+# ---------------------------------------------------------------- what else is active while a call is made
+
+
+def _always() -> bool:
+    return True
+
+
+def _public_tracing() -> bool:
+    asked: Any = torch.jit  # is_tracing is public, but neither exported nor typed
+    return bool(asked.is_tracing())
+
+
+transforms_active: Callable[[], bool] = _private("_are_functorch_transforms_active") or _always
+"""Whether `torch.func` transforms this call. Without the hook: yes, and the call goes through the ops."""
+
+dispatch_modes: Callable[[], int] = _private("_len_torch_dispatch_stack") or _always
+"""How many modes intercept the dispatcher. Without the hook: one, and the call goes through the ops."""
+
+is_tracing: Callable[[], bool] = _private("_is_tracing") or _public_tracing
+"""Whether `torch.jit.trace` records this call."""
+
+
+def _public_storage(tensor: torch.Tensor) -> bool:
+    try:
+        tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+has_storage: Callable[[torch.Tensor], bool] = _private("_has_storage") or _public_storage
+"""Whether a tensor has memory of its own; one that `torch.vmap` maps has none."""
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode differentiation is active; without the hook: yes, and the call goes through the ops."""
+    level: int = getattr(forward_ad, "_current_level", 0)
+    return level >= 0

@@ -1,0 +1,101 @@
+"""Private hooks of PyTorch and their public stand-ins: both say the same, and a release without a hook still runs."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from multiattn.run import compat
+
+HOOKS = {
+    "_cuda_getCurrentRawStream": "current_stream",
+    "_cuda_getDevice": "current_device",
+    "_are_functorch_transforms_active": "transforms_active",
+    "_len_torch_dispatch_stack": "dispatch_modes",
+    "_is_tracing": "is_tracing",
+    "_has_storage": "has_storage",
+}
+
+
+@pytest.fixture
+def without_hooks(monkeypatch):
+    """The module as a release of PyTorch without any of them imports it."""
+    with monkeypatch.context() as patch:
+        for name in HOOKS:
+            patch.delattr(torch._C, name, raising=False)
+        patch.delattr(torch._C._dynamo.guards, "_empty_strided_cuda")
+        patch.delattr(torch._C._dynamo.guards, "TensorGuards")
+        importlib.reload(compat)
+    yield compat
+    importlib.reload(compat)
+
+
+@pytest.mark.parametrize(("hook", "name"), HOOKS.items())
+def test_a_hook_is_used_where_there_is_one(hook, name):
+    if hasattr(torch._C, hook):
+        assert getattr(compat, name) is getattr(torch._C, hook)
+
+
+def test_streams_and_devices_are_asked_in_public(without_hooks, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=70 + device))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert (without_hooks.current_stream(2), without_hooks.current_device()) == (72, 3)
+
+
+def test_memory_is_made_in_public(without_hooks):
+    made = without_hooks.empty_strided((2, 3), (1, 2), torch.bfloat16, torch.device("cpu"))
+    assert (made.shape, made.stride(), made.dtype) == ((2, 3), (1, 2), torch.bfloat16)
+
+
+def test_memory_past_the_dispatcher_is_for_a_gpu_that_fills_nothing(monkeypatch):
+    asked = []
+    monkeypatch.setattr(compat, "_empty_on_gpu", lambda *of: asked.append(of) or "past")
+    monkeypatch.setattr(torch, "empty_strided", lambda *of, **how: "public")
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    assert compat.empty_strided((4,), (1,), torch.uint8, gpu) == "past"
+    assert asked == [((4,), (1,), torch.uint8)]
+    assert compat.empty_strided((4,), (1,), torch.uint8, cpu) == "public"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert compat.empty_strided((4,), (1,), torch.uint8, gpu) == "public"
+
+
+def test_a_guard_knows_like_tensors():
+    q, k, v = (torch.zeros(1, 2, 3, 4) for _ in range(3))
+    check = compat.tensor_guard(q, k, v)
+    assert check(q.clone(), k, v)
+    assert not check(q[:, :1], k, v)
+    assert not check(q.half(), k, v)
+    assert compat.tensor_guard(q, k, q) is None
+
+
+def test_without_guards_there_is_none(without_hooks):
+    assert without_hooks.tensor_guard(*(torch.zeros(1) for _ in range(3))) is None
+
+
+def test_a_guard_of_another_release_is_not_used(monkeypatch):
+    monkeypatch.setattr(compat, "_TensorGuards", lambda q, k, v: None)
+    assert compat.tensor_guard(*(torch.zeros(1) for _ in range(3))) is None
+
+
+def test_a_call_is_watched_unless_it_is_known_not_to_be(without_hooks, monkeypatch):
+    assert without_hooks.transforms_active()
+    assert without_hooks.dispatch_modes()
+    assert not without_hooks.is_tracing()
+    assert not without_hooks.in_forward_mode()
+    monkeypatch.setattr(without_hooks, "forward_ad", SimpleNamespace())
+    assert without_hooks.in_forward_mode()
+
+
+def test_a_mapped_tensor_has_no_storage_of_its_own(without_hooks):
+    hook, seen = torch._C._has_storage, []
+
+    def see(mapped):
+        seen.append((without_hooks.has_storage(mapped), hook(mapped)))
+        return mapped
+
+    torch.vmap(see)(torch.ones(2))
+    assert seen == [(False, False)]
+    assert without_hooks.has_storage(torch.ones(2))
