@@ -15,7 +15,7 @@ from bench.timing import Contestant
 from multiattn import backend as registry
 from multiattn.backend import Plan, make_plan
 from multiattn.config import Config
-from multiattn.problem import Strides
+from multiattn.problem import Operands, Strides
 from multiattn.support import Reason, Unsupported
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -83,7 +83,7 @@ class _Forward:
         launcher = registry.get(plan.backend).forward.prepare(plan)
         out = _empty(q, plan.problem.strides_out)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        return cls(launch=lambda: launcher(q, k, v, out, lse), results={"out": out, "lse": lse})
+        return cls(launch=lambda: launcher(Operands(q, k, v, out, lse)), results={"out": out, "lse": lse})
 
 
 def _empty(like: torch.Tensor, strides: Strides) -> torch.Tensor:
@@ -129,7 +129,7 @@ def _backward(plan: Plan, forward: Plan, tensors: Tensors, cell: Cell) -> Conten
     dq, dk, dv = grads.values()
 
     def backward() -> None:
-        launcher(q, k, v, out, lse, dout, None, dq, dk, dv)
+        launcher(Operands(q, k, v, out, lse, dout, None, dq, dk, dv))
 
     def both() -> None:
         ready.launch()

@@ -17,6 +17,7 @@ from bench.errors import InputError
 from bench.results import Environment, read
 from multiattn import aot
 from multiattn.arch import by_name, detect, occupancy
+from multiattn.run.driver import attributes
 from parity.cases import Case, suite
 from parity.launch import forget, prepare_case
 from parity.run import score
@@ -100,7 +101,7 @@ def check(blank: Loaded, folder: Path, entry: Mapping[str, Any], device: torch.d
         raise ValueError("registers: got none in the manifest; allowed a kernel emitted where there is a cuobjdump")
     cubin = aot.read_cubin(folder, entry)
     threads, dynamic = entry["threads"], entry["dynamic_smem_bytes"]
-    told = aot.attributes(cubin, entry["symbol"], threads=threads, dynamic_smem_bytes=dynamic)
+    told = attributes(cubin, entry["symbol"], torch.cuda.current_device(), threads=threads, dynamic_smem_bytes=dynamic)
     found = replace(
         blank,
         cubin=Usage(

@@ -224,16 +224,16 @@ def emulate(plan: Plan) -> Conflicts:
     reasons = (*backend.probe(CPU), *(small if isinstance(small, tuple) else ()))
     if not isinstance(small, Plan) or reasons:
         return Conflicts(why="; ".join(map(str, reasons)))
+    from multiattn.abi import pack
     from multiattn.cuda.emulation import host
-    from multiattn.cuda.launches import launches_of, params_of
-    from multiattn.cuda.params import ForwardParams, set_pointers
+    from multiattn.cuda.launches import launches_of
+    from multiattn.cuda.params import struct_of
 
     (launch,) = launches_of(small)
     library = host.load(host.build([launch.kernel]))
     tensors = _small_tensors(small.problem)
-    params = params_of(small)
-    assert isinstance(params, ForwardParams)
-    set_pointers(params, *tensors)
+    addresses = {name: it.data_ptr() for name, it in zip(("q", "k", "v", "out", "lse"), tensors, strict=True)}
+    params = host.aligned(pack(struct_of(small), addresses, host.encode_map))
     counters = host.run(
         library,
         launch.kernel.name,

@@ -20,7 +20,7 @@ _FORMATS: Mapping[Kind, str] = {"i8": "<b", "i32": "<i", "i64": "<q", "f32": "<f
 TENSORS = ("q", "k", "v", "out", "lse")
 """The names of what a forward launch is given, in its order."""
 WORKSPACE = "workspace"
-"""The name, among those of tensors, of what a Binding's `workspace_bytes` asks for."""
+"""The name of a workspace of one area, which a forward's Binding asks for by `workspace_bytes`."""
 
 POINTER_BYTES = 8
 TENSOR_MAP_BYTES = 128
@@ -32,7 +32,7 @@ L2_128_BYTES, L2_256_BYTES = 2, 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pointer:
-    """The address of a tensor, by name (``q k v out lse``, or `WORKSPACE`); a null pointer for None."""
+    """The address of a tensor, by its name among `Operands` or areas of workspace; a null pointer for None."""
 
     tensor: str | None
 
@@ -108,6 +108,17 @@ class Binding:
     """What the code is specialised on, by name: a launch whose constants differ needs other code."""
     workspace_bytes: int = 0
     """Of device memory that a launch takes, zero when it starts: its address is the tensor `WORKSPACE`."""
+
+
+def names_of(binding: Binding) -> tuple[str, ...]:
+    """The names of all tensors and areas of workspace whose addresses a launch hands over."""
+    found: list[str | None] = []
+    for argument in binding.arguments:
+        if isinstance(argument, Struct):
+            found += [*argument.pointers.values(), *(it.tensor for it in argument.maps.values())]
+        elif isinstance(argument, Pointer | TensorMap):
+            found.append(argument.tensor)
+    return tuple(dict.fromkeys(name for name in found if name is not None))
 
 
 # ---------------------------------------------------------------- what code is specialised on

@@ -1,18 +1,16 @@
 """Kernels compiled ahead of time: a folder of cubins with a manifest, and the loader that runs them.
 
-The loader needs torch, cuda-bindings and NVIDIA's driver: none of the languages, and no compiler. A kernel runs every
+The loader needs torch and NVIDIA's driver: none of the languages, and no compiler. A kernel runs every
 problem of which what its code is specialised on holds; which that is, the manifest tells and `Kernel` checks.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import importlib
 import math
 import platform
 import struct
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -21,17 +19,19 @@ from typing import Any
 
 import torch
 
-from multiattn import abi, context, manifest
+from multiattn import abi, manifest
 from multiattn import backend as registry
 from multiattn.arch import detect
 from multiattn.backend import Exported, Plan, find_variant, plan_variant
-from multiattn.problem import VECTOR_BYTES, Problem
-from multiattn.tensor_map import encode_tensor_map
+from multiattn.counters import counter_lender
+from multiattn.problem import VECTOR_BYTES, Operands, Problem
+from multiattn.run import driver
+from multiattn.run.launch import DriverLauncher, LoadedKernel, Workspace
 from multiattn.toolchain import resource_usage
 
 MANIFEST = manifest.MANIFEST
 
-_KEPT = 256  # bindings of a kernel; a serving loop with ever-changing lengths must not grow for ever
+_KEPT = 256  # launchers of a kernel; a serving loop with ever-changing lengths must not grow for ever
 
 
 # ---------------------------------------------------------------- writing
@@ -202,12 +202,9 @@ class Kernel:
         self._entry = abi.read_entry(cubin, manifest.symbol_of(entry))
         if (host := abi.host_of(cubin)) not in (None, platform.machine()):
             raise ValueError(f"host: got {platform.machine()}; allowed {host}, whose code is in the cubin")
-        self._bindings: dict[Problem, abi.Binding] = {}
-        self._kernels: dict[int, Any] = {}
-        self._lock = threading.Lock()
+        self._launchers: dict[tuple[Problem, int], DriverLauncher] = {}
         if not isinstance(binding := self._try_binding(self.plan.problem), abi.Binding):
             raise ValueError("; ".join(binding))
-        self._bindings[self.plan.problem] = binding
 
     def __repr__(self) -> str:
         return f"Kernel({self.name}: {self.plan})"
@@ -246,9 +243,8 @@ class Kernel:
             return out, lse
         if problem.seq_kv == 0:
             return out.zero_(), lse.fill_(-math.inf)
-        binding = self._bind(problem)
         with _on(q.device):
-            self._launch(binding, q.device, {"q": q, "k": k, "v": v, "out": out, "lse": lse})
+            self._launcher(problem, q.device.index or 0)(Operands(q, k, v, out, lse))
         return out, lse
 
     def problem_of(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None) -> Problem:
@@ -277,18 +273,24 @@ class Kernel:
         if reasons:
             raise ValueError(f"{self.name} cannot run these tensors: {'; '.join(reasons)}")
 
-    def _bind(self, problem: Problem) -> abi.Binding:
-        """How the kernel is launched for a problem; ValueError where its code does not hold for it."""
-        if (known := self._bindings.get(problem)) is not None:
+    def _launcher(self, problem: Problem, device: int) -> DriverLauncher:
+        """The launcher for a problem on a device, the current one; ValueError where the code does not hold for it."""
+        key = (problem, device)
+        if (known := self._launchers.get(key)) is not None:
             return known
         binding = self._try_binding(problem)
         if not isinstance(binding, abi.Binding):
             self._refuse(binding)
             raise AssertionError("a refusal without a reason")
-        if len(self._bindings) >= _KEPT:
-            self._bindings.clear()
-        self._bindings[problem] = binding
-        return binding
+        smem_bytes = self._image.dynamic_smem_bytes
+        function = driver.load_kernel(self._cubin, self._entry.symbol, device, dynamic_smem_bytes=smem_bytes)
+        size = binding.workspace_bytes
+        workspace = Workspace(lend=counter_lender(device, size)) if size else None
+        made = DriverLauncher([LoadedKernel(function=function, binding=binding)], device, workspace)
+        if len(self._launchers) >= _KEPT:
+            self._launchers.clear()
+        self._launchers[key] = made
+        return made
 
     def _try_binding(self, problem: Problem) -> abi.Binding | list[str]:
         """How the kernel is launched for a problem, or every reason why its code does not hold for it."""
@@ -306,46 +308,6 @@ class Kernel:
         abi.check(binding, self._entry)
         return binding
 
-    def _launch(self, binding: abi.Binding, on: torch.device, tensors: Mapping[str, torch.Tensor]) -> None:
-        device = on.index or 0
-        # What torch.cuda.current_stream(device).cuda_stream is, without a Stream object for each launch.
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        if binding.workspace_bytes:  # it goes back to the allocator with this call, for what comes after on the stream
-            workspace = torch.empty(binding.workspace_bytes, dtype=torch.uint8, device=on)
-            addresses[abi.WORKSPACE] = workspace.data_ptr()
-            _ask("cuMemsetD8Async", workspace.data_ptr(), 0, binding.workspace_bytes, stream)
-        values = [abi.pack(argument, addresses, encode_tensor_map) for argument in binding.arguments]
-        buffers = [ctypes.create_string_buffer(value, len(value)) for value in values]
-        pointers = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
-        image = binding.image
-        block = (image.threads, 1, 1)
-        kernel = self._loaded(device)
-        address = ctypes.addressof(pointers)
-        _ask("cuLaunchKernel", kernel, *binding.grid, *block, image.dynamic_smem_bytes, stream, address, 0)
-
-    def _loaded(self, device: int) -> Any:
-        """The kernel on a device, the current one; the first of several threads loads it."""
-        if (known := self._kernels.get(device)) is not None:
-            return known
-        with self._lock:
-            if device not in self._kernels:
-                self._kernels[device] = self._load_on(device)
-            return self._kernels[device]
-
-    def _load_on(self, device: int) -> Any:
-        """The kernel, loaded for the life of the process, allowed its shared memory on a device.
-
-        A CUkernel, which the driver takes for a CUfunction wherever it launches one: cuTile's own launches do the same.
-        """
-        driver = _driver()
-        _, kernel = _load(self._cubin, self._entry.symbol)
-        if self._image.dynamic_smem_bytes:
-            what = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            handle = _ask("cuDeviceGet", device)
-            _ask("cuKernelSetAttribute", what, self._image.dynamic_smem_bytes, kernel, handle)
-        return driver.CUfunction(int(kernel))
-
 
 @contextmanager
 def _on(device: torch.device) -> Iterator[None]:
@@ -354,7 +316,7 @@ def _on(device: torch.device) -> Iterator[None]:
         yield
         return
     with torch.cuda.device(device):
-        context.ensure_context(device.index)
+        driver.ensure_context(device.index)
         yield
 
 
@@ -382,66 +344,3 @@ def _result(
             f"a multiple of {VECTOR_BYTES}, no negated view"
         )
     return given
-
-
-# ---------------------------------------------------------------- the driver
-
-
-def _driver() -> Any:
-    """NVIDIA's driver, by cuda-bindings."""
-    from cuda.bindings import driver
-
-    return driver
-
-
-def _ask(function: str, *arguments: Any) -> Any:
-    """What a call of the driver gives; RuntimeError with the driver's name and words for a failure."""
-    driver = _driver()
-    status, *values = getattr(driver, function)(*arguments)
-    if status != driver.CUresult.CUDA_SUCCESS:
-        _, text = driver.cuGetErrorString(status)
-        raise RuntimeError(f"{function}: {status.name}: {text.decode() if text else 'no description'}")
-    return values[0] if values else None
-
-
-def _load(cubin: bytes, symbol: str) -> tuple[Any, Any]:
-    """The library of a cubin and the kernel in it, loaded by the driver for whichever context is current."""
-    library = _ask("cuLibraryLoadData", cubin, [], [], 0, [], [], 0)
-    try:
-        return library, _ask("cuLibraryGetKernel", library, symbol.encode())
-    except RuntimeError:
-        _driver().cuLibraryUnload(library)
-        raise
-
-
-def attributes(cubin: bytes, symbol: str, *, threads: int | None = None, dynamic_smem_bytes: int = 0) -> dict[str, int]:
-    """What the driver says of a kernel on the current device: sizes in bytes, registers and stack of a thread.
-
-    With `threads` of a block also ``blocks_per_sm``, how many blocks with so much dynamic shared memory an SM holds.
-    """
-    context.make_context_current(torch.cuda.current_device())
-    library, kernel = _load(cubin, symbol)
-    try:
-        return _attributes_of(kernel, threads, dynamic_smem_bytes)
-    finally:
-        _driver().cuLibraryUnload(library)
-
-
-def _attributes_of(kernel: Any, threads: int | None, dynamic_smem_bytes: int) -> dict[str, int]:
-    names = _driver().CUfunction_attribute
-    function = _ask("cuKernelGetFunction", kernel)
-    if dynamic_smem_bytes:
-        limit = names.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _ask("cuFuncSetAttribute", function, limit, dynamic_smem_bytes)
-    asked = {
-        "registers": names.CU_FUNC_ATTRIBUTE_NUM_REGS,
-        "static_smem_bytes": names.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
-        "local_bytes": names.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES,
-        "max_threads": names.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK,
-        "binary_version": names.CU_FUNC_ATTRIBUTE_BINARY_VERSION,
-    }
-    found = {name: int(_ask("cuFuncGetAttribute", attribute, function)) for name, attribute in asked.items()}
-    if threads is not None:
-        blocks = _ask("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, threads, dynamic_smem_bytes)
-        found["blocks_per_sm"] = int(blocks)
-    return found

@@ -10,14 +10,12 @@ import difflib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Literal, Protocol, TypeVar
-
-import torch
+from typing import Any, Literal, Protocol
 
 from multiattn.abi import Binding
 from multiattn.arch import Arch
 from multiattn.config import Config, Rule, select
-from multiattn.problem import Problem
+from multiattn.problem import Operands, Problem
 from multiattn.support import Capability, Reason, Unsupported
 
 BACKENDS: tuple[str, ...] = ("triton", "cutile", "cuda")
@@ -32,47 +30,21 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 class Launcher(Protocol):
-    """A forward kernel ready to launch on tensors of one metadata: no planning, no validation, no synchronisation.
+    """Kernels of one direction, ready to launch on tensors of one metadata: no planning, no validation, no waiting.
 
-    The first launch may compile, where the language compiles for the tensors themselves.
+    q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` as the Plan's Problem describes them; out like q, with the
+    strides of `Problem.strides_out`; lse fp32 ``[B, Hq, Sq]`` contiguous; both at multiples of 16 bytes. The tensors'
+    device is the current one; there is at least one query and at least one key. Launches go to the current stream.
 
-    q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` as described by the Plan's Problem; out like q, with the
-    strides of `Problem.strides_out`; lse fp32 ``[B, Hq, Sq]`` contiguous; both at multiples of 16 bytes. Writes every
-    element of out and lse, on the current stream. The tensors' device is the current one; there is at least one query
-    and at least one key.
+    A forward writes every element of out and lse. A backward reads them, of any backend; dout is like out, with its
+    strides and alignment; dlse like lse and finite, or None where nothing depends on it. It writes every element of dq
+    (strides of `Problem.strides_dq`), dk and dv (`Problem.strides_dk`, `Problem.strides_dv`), in the dtype of q, each
+    at a multiple of 16 bytes. Workspace is the launcher's own: from PyTorch's allocator, as many bytes as its Variant's
+    `workspace` says.
     """
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Launch."""
-
-
-class BackwardLauncher(Protocol):
-    """Backward kernels ready to launch, under the terms of `Launcher`.
-
-    q, k, v, out and lse as there: out and lse may be any backend's. dout like out, with its strides and alignment; dlse
-    like lse and finite, or None where nothing depends on it. Writes every element of dq (strides of
-    `Problem.strides_dq`), dk and dv (`Problem.strides_dk`, `Problem.strides_dv`), in the dtype of q, each at a multiple
-    of 16 bytes. Workspace is its own: from PyTorch's allocator, as many bytes as its Variant's `workspace` says.
-    """
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        dq: torch.Tensor,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-    ) -> None:
-        """Launch."""
-
-
-L = TypeVar("L", covariant=True)
-"""`Launcher` or `BackwardLauncher`."""
+    def __call__(self, operands: Operands, /) -> None:
+        """Launch. The first launch may compile, where the language compiles for the tensors themselves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +142,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Op(Generic[L]):
+class Op:
     """One direction of a backend: its variants, best first, and what can be done with a Plan."""
 
     variants: tuple[Variant, ...]
@@ -181,7 +153,7 @@ class Op(Generic[L]):
 
     Empty: all of them.
     """
-    prepare: Callable[[Plan], L]
+    prepare: Callable[[Plan], Launcher]
     """Everything that can be done once per Plan, compilation included where the DSL allows it."""
     compile: Callable[[Plan], tuple[Compiled, ...]]
     """Compile every kernel of a launch for `plan.arch` with no GPU; the compiler's own error passes through."""
@@ -208,10 +180,10 @@ class Backend:
     """What this machine lacks to compile for any arch, no GPU needed."""
     versions: Callable[[], Mapping[str, str | None]]
     """Versions of the packages and tools it stands on; None for one that is missing."""
-    forward: Op[Launcher]
-    backward: Op[BackwardLauncher]
+    forward: Op
+    backward: Op
 
-    def op(self, direction: Direction) -> Op[Launcher] | Op[BackwardLauncher]:
+    def op(self, direction: Direction) -> Op:
         """The Op of a direction."""
         return self.forward if direction == "forward" else self.backward
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from multiattn import context
+from multiattn.run import driver
 
 SPACING_BYTES = 128
 """From one counter to the next: a cache line each."""
@@ -29,8 +29,8 @@ class Counters:
     def __init__(self) -> None:
         self._known: dict[int, int] = {}
         self._lock = threading.Lock()
-        memory, driver = ctypes.c_uint64(), context.load_driver()
-        has_memory = driver is not None and not driver.cuMemAlloc_v2(
+        memory, library = ctypes.c_uint64(), driver.load_driver()
+        has_memory = library is not None and not library.cuMemAlloc_v2(
             ctypes.byref(memory), ctypes.c_size_t(STREAMS_MAX * SPACING_BYTES)
         )
         self._free = [memory.value + i * SPACING_BYTES for i in range(STREAMS_MAX)] if has_memory else []
@@ -43,7 +43,7 @@ class Counters:
                 handle later, while work of this one is still under way.
         """
         found = ctypes.c_uint64()
-        context.ask("cuStreamGetId", ctypes.c_void_p(stream), ctypes.byref(found))
+        driver.ask("cuStreamGetId", ctypes.c_void_p(stream), ctypes.byref(found))
         address = self._known.get(found.value)
         return self._take(found.value, stream) if address is None else address
 
@@ -51,7 +51,7 @@ class Counters:
         with self._lock:
             if identity not in self._known and self._free:
                 address = self._free.pop()
-                clear(address, SPACING_BYTES, stream)
+                driver.clear(address, SPACING_BYTES, stream)
                 self._known[identity] = address  # whoever finds it launches behind the memset
             return self._known.get(identity)
 
@@ -63,7 +63,7 @@ def counters_of(device: int) -> Counters:
 
 
 def counter_lender(device: int, size: int) -> Callable[[int], tuple[int, object]]:
-    """Gives a launch on a stream its counter: the address, and what must outlive the launch (`driver_launch.Lender`).
+    """Gives a launch on a stream its counter: the address, and what must outlive the launch (`run.launch.Lender`).
 
     Args:
         device: the current one, whose current stream a launch is on.
@@ -82,7 +82,7 @@ def counter_lender(device: int, size: int) -> Callable[[int], tuple[int, object]
         nonlocal of_legacy
         if stream == LEGACY_STREAM and of_legacy is not None:
             return of_legacy
-        context.ensure_context(device)
+        driver.ensure_context(device)
         is_captured = stream != LEGACY_STREAM and torch.cuda.is_current_stream_capturing()
         address = None if is_captured else counters.of_stream(stream)
         if address is None:
@@ -98,14 +98,9 @@ def counter_lender(device: int, size: int) -> Callable[[int], tuple[int, object]
 def _own_counter(device: int, size: int, stream: int) -> tuple[int, object]:
     """Of one launch alone. A captured one needs it: it may be replayed on another stream, beside others."""
     counter = _allocate(size, device)
-    clear(counter.data_ptr(), size, stream)
+    driver.clear(counter.data_ptr(), size, stream)
     return counter.data_ptr(), counter
 
 
 def _allocate(size: int, device: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", device))
-
-
-def clear(address: int, size: int, stream: int) -> None:
-    """Zero bytes of device memory on a stream."""
-    context.ask("cuMemsetD8Async", ctypes.c_uint64(address), 0, ctypes.c_size_t(size), ctypes.c_void_p(stream))

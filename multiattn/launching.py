@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 
 from multiattn.arch import detect
 from multiattn.backend import Direction, Plan
-from multiattn.context import ensure_context
 from multiattn.planning import Ready, ReadyBackward, prepare, prepare_backward
-from multiattn.problem import VECTOR_BYTES, Problem
+from multiattn.problem import VECTOR_BYTES, Operands, Problem
+from multiattn.run import compat
+from multiattn.run.driver import ensure_context
 
 _AS_IT_IS: AbstractContextManager[None] = contextlib.nullcontext()
-_empty_on_gpu: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
 def run_forward(ready: Ready, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,10 +27,9 @@ def run_forward(ready: Ready, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor)
 
 
 def _run_forward(ready: Ready, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    empty = _allocator(q)
-    out = empty(ready.out_shape, ready.out_strides, ready.dtype)
-    lse = empty(ready.lse_shape, ready.lse_strides, torch.float32)
-    ready.launch(q, k, v, out, lse)
+    out = compat.empty_strided(ready.out_shape, ready.out_strides, ready.dtype, ready.device)
+    lse = compat.empty_strided(ready.lse_shape, ready.lse_strides, torch.float32, ready.device)
+    ready.launch(Operands(q, k, v, out, lse))
     return out, lse
 
 
@@ -61,11 +58,10 @@ def run_backward(
             dlse = _conform("dlse", dlse, q.shape[:3], ready.lse_strides, torch.float32, q.device)
             if ready.plan.problem.has_empty_rows:  # whatever came of their -inf, often a NaN, nothing depends on them
                 dlse = dlse.masked_fill(lse == -math.inf, 0.0)
-        empty = _allocator(q)
-        dq = empty(tuple(q.shape), ready.dq_strides, q.dtype)
-        dk = empty(tuple(k.shape), ready.dk_strides, k.dtype)
-        dv = empty(tuple(v.shape), ready.dv_strides, v.dtype)
-        ready.launch(q, k, v, out, lse, dout, dlse, dq, dk, dv)
+        dq = compat.empty_strided(tuple(q.shape), ready.dq_strides, q.dtype, q.device)
+        dk = compat.empty_strided(tuple(k.shape), ready.dk_strides, k.dtype, k.device)
+        dv = compat.empty_strided(tuple(v.shape), ready.dv_strides, v.dtype, v.device)
+        ready.launch(Operands(q, k, v, out, lse, dout, dlse, dq, dk, dv))
     return dq, dk, dv
 
 
@@ -80,7 +76,7 @@ def launch(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: t
     _check_layout("out", out, q.shape, (*problem.strides_out, 1), q.dtype, q.device)
     _check_layout("lse", lse, q.shape[:3], _row_strides(problem), torch.float32, q.device)
     with _on(q.device):
-        prepare(plan, q.device)(q, k, v, out, lse)
+        prepare(plan, q.device)(Operands(q, k, v, out, lse))
 
 
 def launch_backward(
@@ -110,7 +106,7 @@ def launch_backward(
     for name, row in (("lse", lse), ("dlse", lse if dlse is None else dlse)):
         _check_layout(name, row, q.shape[:3], _row_strides(problem), torch.float32, q.device)
     with _on(q.device):
-        prepare_backward(plan, q.device)(q, k, v, out, lse, dout, dlse, dq, dk, dv)
+        prepare_backward(plan, q.device)(Operands(q, k, v, out, lse, dout, dlse, dq, dk, dv))
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
@@ -122,23 +118,10 @@ def _is_here(device: torch.device) -> bool:
     """Whether the tensors' device is the current one; if so, its CUDA context is the thread's from here on."""
     if (index := device.index) is None:  # a CPU
         return True
-    # What torch.cuda.current_device() is once tensors are there, without asking first whether CUDA is initialised.
-    if index != torch._C._cuda_getDevice():
+    if index != compat.current_device():
         return False
     ensure_context(index)
     return True
-
-
-def _allocator(like: torch.Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
-    """Makes a tensor of that shape, strides and dtype on the device of `like`, the current one.
-
-    On a GPU past PyTorch's dispatcher, as in the code that Inductor writes: each costs half as much. Not where PyTorch
-    may have to fill it first (`torch.utils.deterministic.fill_uninitialized_memory`), which is done behind that.
-    """
-    if like.is_cuda and _empty_on_gpu is not None and not torch.are_deterministic_algorithms_enabled():
-        empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor] = _empty_on_gpu
-        return empty
-    return lambda shape, strides, dtype: like.new_empty_strided(shape, strides, dtype=dtype)
 
 
 def _row_strides(problem: Problem) -> tuple[int, int, int]:

@@ -44,7 +44,7 @@ _SEAL = "entry_sha256"
 _DIGITS = 12
 
 _ROOT = Path(__file__).parent
-_HOST_SOURCES = ("abi.py", "columns.py", "problem.py", "schedule.py")  # beside a backend's own
+_HOST_SOURCES = ("abi.py", "columns.py", "problem.py", "run/arguments.py", "schedule.py")  # beside a backend's own
 
 
 # ---------------------------------------------------------------- the file

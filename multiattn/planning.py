@@ -6,16 +6,17 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from multiattn import backend as registry
 from multiattn.arch import Arch, detect
-from multiattn.backend import BACKENDS, REFERENCE, BackwardLauncher, Direction, Launcher, Plan, make_plan
+from multiattn.backend import BACKENDS, REFERENCE, Direction, Launcher, Plan, make_plan
 from multiattn.log import logged
 from multiattn.preference import preferred_order
-from multiattn.problem import VECTOR_BYTES, Problem, strides_like
+from multiattn.problem import VECTOR_BYTES, Operands, Problem, strides_like
+from multiattn.run import compat
 from multiattn.support import Reason, Unsupported
 
 FORWARD: tuple[Direction, ...] = ("forward",)
@@ -151,7 +152,6 @@ def _with_alternatives(
 
 _CallKey = tuple[object, ...]
 _LIMIT = 4096  # distinct call signatures kept; a serving loop with ever-changing lengths must not grow for ever
-_TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 R = TypeVar("R")
 
 
@@ -182,10 +182,10 @@ class ReadyBackward:
     dv_strides: tuple[int, int, int, int]
     lse_strides: tuple[int, int, int]
     device: torch.device
-    prepared: BackwardLauncher | None = None
+    prepared: Launcher | None = None
 
     @property
-    def launch(self) -> BackwardLauncher:
+    def launch(self) -> Launcher:
         """The launcher. Two threads may both prepare the first time; either result will do."""
         if self.prepared is None:
             self.prepared = prepare_backward(self.plan, self.device)
@@ -240,7 +240,7 @@ class _Calls(Generic[R]):
             Problem.of(q, k, v, causal=causal, scale=scale)
             check_names(backend, variant)
             raise
-        if known is not None and (guard := _guard_of(q, k, v)) is not None:
+        if known is not None and (guard := compat.tensor_guard(q, k, v)) is not None:
             self._latest[brief] = (guard, offset, known)
         return key, known
 
@@ -254,22 +254,6 @@ class _Calls(Generic[R]):
         """Forget all."""
         self._latest.clear()
         self.ready.clear()
-
-
-def _guard_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[..., bool] | None:
-    """Tells whether three tensors are like these; None where it cannot be told so.
-
-    Dynamo's own guard: Python types, dispatch keys (which kind of device, whether a negated view), dtypes, indices of
-    devices, who requires grad, sizes and strides. It takes no tensor twice, and keeps none.
-    """
-    if _TensorGuards is None or q is k or k is v or q is v:
-        return None
-    try:
-        guards = _TensorGuards(q, k, v, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    except TypeError:  # private to PyTorch: another release may have another
-        return None
-    are_alike: Callable[..., bool] = guards.check
-    return are_alike
 
 
 _forward: _Calls[Ready] = _Calls()
@@ -368,7 +352,7 @@ def prepare(plan: Plan, device: torch.device) -> Launcher:
         return logged(plan, registry.get(plan.backend).forward.prepare(plan))
 
 
-def prepare_backward(plan: Plan, device: torch.device) -> BackwardLauncher:
+def prepare_backward(plan: Plan, device: torch.device) -> Launcher:
     """The launcher of a backward Plan, as `prepare`."""
     if plan.problem.is_empty or plan.problem.seq_kv == 0:
         return _zero_gradients
@@ -376,28 +360,20 @@ def prepare_backward(plan: Plan, device: torch.device) -> BackwardLauncher:
         return logged(plan, registry.get(plan.backend).backward.prepare(plan))
 
 
-def _launch_nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+def _launch_nothing(operands: Operands) -> None:
     """Launcher of a problem without queries."""
 
 
-def _fill_empty_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+def _fill_empty_rows(operands: Operands) -> None:
     """Launcher of a problem without keys: every row is empty."""
-    out.zero_()
-    lse.fill_(-math.inf)
+    assert operands.out is not None
+    assert operands.lse is not None
+    operands.out.zero_()
+    operands.lse.fill_(-math.inf)
 
 
-def _zero_gradients(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-) -> None:
+def _zero_gradients(operands: Operands) -> None:
     """Launcher of a backward without queries or without keys: nothing depends on anything."""
-    for gradient in (dq, dk, dv):
+    for gradient in (operands.dq, operands.dk, operands.dv):
+        assert gradient is not None
         gradient.zero_()

@@ -7,8 +7,8 @@ import math
 import torch
 
 from multiattn.arch import ARCHS, Arch
-from multiattn.backend import REFERENCE, Backend, BackwardLauncher, Compiled, Launcher, Op, Plan, Variant
-from multiattn.problem import DTYPES, Problem, check_inputs
+from multiattn.backend import REFERENCE, Backend, Compiled, Launcher, Op, Plan, Variant
+from multiattn.problem import DTYPES, Operands, Problem, check_inputs
 from multiattn.support import Capability, Reason
 
 
@@ -159,7 +159,10 @@ def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor)
 def _prepare(plan: Plan) -> Launcher:
     problem = plan.problem
 
-    def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def launch(operands: Operands) -> None:
+        q, k, v, out, lse, *_ = operands
+        assert out is not None
+        assert lse is not None
         compute_dtype = torch.float64 if problem.dtype == "fp64" else torch.float32
         with torch.autocast(q.device.type, enabled=False):  # it would round what the contract computes in fp32
             result = reference(q, k, v, causal=problem.causal, scale=problem.scale, compute_dtype=compute_dtype)
@@ -169,28 +172,22 @@ def _prepare(plan: Plan) -> Launcher:
     return launch
 
 
-def _prepare_backward(plan: Plan) -> BackwardLauncher:
+def _prepare_backward(plan: Plan) -> Launcher:
     problem = plan.problem
 
-    def launch(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        dq: torch.Tensor,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-    ) -> None:
+    def launch(operands: Operands) -> None:
+        q, k, v, out, lse, dout, dlse, *targets = operands
+        assert out is not None
+        assert lse is not None
+        assert dout is not None
         compute_dtype = torch.float64 if problem.dtype == "fp64" else torch.float32
         with torch.autocast(q.device.type, enabled=False):
             grads = reference_backward(
                 q, k, v, out, lse, dout,
                 dlse=dlse, causal=problem.causal, scale=problem.scale, compute_dtype=compute_dtype,
             )  # fmt: skip
-        for target, grad in zip((dq, dk, dv), grads, strict=True):
+        for target, grad in zip(targets, grads, strict=True):
+            assert target is not None
             target.copy_(grad)
 
     return launch

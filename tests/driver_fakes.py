@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from multiattn import context, counters
-from multiattn.driver_launch import CUlaunchConfig
+from multiattn import counters
+from multiattn.run import compat, driver
+from multiattn.run.driver import CUlaunchConfig
 
 INVALID_CONTEXT = 201
 CONTEXT = 0xC0DE
@@ -33,13 +34,14 @@ class Launched:
 class FakeDriver:
     """`did` has the names of what was done on the stream, in order; `encoded` what tensor maps were made of.
 
-    `sizes` are those of the parameters of the kernel. `refuse` is how many launches fail for want of a context.
+    `sizes` are those of the parameters of the kernel, or by function of each, or of each launch in turn. `refuse` is
+    how many launches fail for want of a context.
     """
 
     def __init__(self, sizes=()):
         self.sizes = sizes
         self.launched, self.did, self.cleared, self.encoded, self.loaded, self.attributes = [], [], [], [], [], []
-        self.contexts, self.refuse, self.status = 0, 0, 0
+        self.unloaded, self.resident, self.contexts, self.refuse, self.status = [], [], 0, 0, 0
         self.stream, self.capturing, self.memory = 70, False, 1 << 20
 
     def cuLaunchKernelEx(self, config, function, parameters, extra):  # noqa: N802
@@ -50,7 +52,10 @@ class FakeDriver:
         if self.status:
             return self.status
         config = ctypes.cast(config, ctypes.POINTER(CUlaunchConfig))[0]
-        places = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))[: len(self.sizes)]
+        sizes = self.sizes[function.value] if isinstance(self.sizes, dict) else self.sizes
+        if sizes and isinstance(sizes[0], list):
+            sizes = sizes[len(self.launched)]
+        places = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))[: len(sizes)]
         if config.count:
             attribute = config.attributes[0]
             assert (config.count, attribute.id, attribute.value) == (1, 6, 1)
@@ -62,7 +67,7 @@ class FakeDriver:
                 smem_bytes=config.smem_bytes,
                 stream=config.stream or 0,
                 overlaps=bool(config.count),
-                parameters=tuple(ctypes.string_at(*pair) for pair in zip(places, self.sizes, strict=True)),
+                parameters=tuple(ctypes.string_at(*pair) for pair in zip(places, sizes, strict=True)),
                 places=tuple(places),
             )
         )
@@ -100,8 +105,28 @@ class FakeDriver:
         kernel._obj.value = 0x100 * library.value + len(symbol)
         return 0
 
+    def cuKernelGetFunction(self, function, kernel):  # noqa: N802
+        self.resident.append(kernel.value)
+        return 0
+
     def cuKernelSetAttribute(self, attribute, value, kernel, device):  # noqa: N802
         self.attributes.append((attribute, value, kernel.value, device.value))
+        return 0
+
+    def cuLibraryUnload(self, library):  # noqa: N802
+        self.unloaded.append(library.value)
+        return 0
+
+    def cuFuncSetAttribute(self, function, attribute, value):  # noqa: N802
+        self.attributes.append((attribute, value))
+        return 0
+
+    def cuFuncGetAttribute(self, value, attribute, function):  # noqa: N802
+        value._obj.value = 100 + attribute
+        return 0
+
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, value, function, threads, smem):  # noqa: N802
+        value._obj.value = threads // 32 + smem.value
         return 0
 
     def cuCtxGetCurrent(self, current):  # noqa: N802
@@ -109,7 +134,6 @@ class FakeDriver:
         return 0
 
     def cuDeviceGet(self, handle, ordinal):  # noqa: N802
-        assert ordinal == DEVICE
         handle._obj.value = ordinal
         return 0
 
@@ -130,13 +154,15 @@ class FakeDriver:
         return 0
 
 
-def install(monkeypatch, fake):
-    """`fake` is the driver, and the second of several GPUs the current device, whose current stream it knows."""
-    monkeypatch.setattr(context, "load_driver", lambda: fake)
-    monkeypatch.setattr(context, "_thread", threading.local())
+def install(monkeypatch, fake, device=DEVICE):
+    """`fake` is the driver, and `device` the current GPU, whose current stream it knows."""
+    monkeypatch.setattr(driver, "load_driver", lambda: fake)
+    monkeypatch.setattr(driver, "_thread", threading.local())
+    monkeypatch.setattr(driver, "_libraries", {})
     monkeypatch.setattr(counters, "counters_of", lambda device: counters.Counters())
     monkeypatch.setattr(counters, "_allocate", lambda size, device: torch.empty(size, dtype=torch.uint8))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: fake.stream, raising=False)
+    monkeypatch.setattr(compat, "current_stream", lambda device: fake.stream)
+    monkeypatch.setattr(compat, "empty_strided", lambda shape, strides, dtype, device: torch.empty(shape, dtype=dtype))
     return fake

@@ -6,6 +6,7 @@ import torch
 
 from multiattn import backend as registry
 from multiattn import reference, reference_backward
+from multiattn.problem import Operands
 
 PRECISE = torch.float64
 FP32_NOISE = 1e-5
@@ -30,7 +31,7 @@ def run(plan, q, k, v, dout, dlse=None, *, out=None, lse=None):
 
     out, dout = (empty(q, problem.strides_out).copy_(tensor) for tensor in (out, dout))
     grads = empty(q, problem.strides_dq), empty(k, problem.strides_dk), empty(v, problem.strides_dv)
-    registry.get(plan.backend).backward.prepare(plan)(q, k, v, out, lse.contiguous(), dout, dlse, *grads)
+    registry.get(plan.backend).backward.prepare(plan)(Operands(q, k, v, out, lse.contiguous(), dout, dlse, *grads))
     return grads
 
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import math
 import struct
 import subprocess
 import sys
-import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
 
+import driver_fakes
 import pytest
 import torch
 from aot_fakes import BOX, emit, problem
@@ -23,6 +22,7 @@ from multiattn import abi, aot
 from multiattn.arch import ARCHS
 from multiattn.backend import BACKENDS, get, make_plan
 from multiattn.problem import Problem
+from multiattn.run.driver import Encoder
 
 # ---------------------------------------------------------------- what code holds for
 
@@ -42,7 +42,7 @@ def test_one_kernel_runs_many_problems(name, sizes, tmp_path):
     emit(tmp_path, name, batch=3)
     kernel = aot.load(tmp_path)
     other = problem(**sizes)
-    binding = kernel._bind(other)
+    binding = kernel._try_binding(other)
     assert binding.constants == kernel.entry["launch"]["constants"]
     tiles = math.ceil(other.seq_q / kernel.plan.config.tile_m) * other.batch * other.heads_q
     is_persistent = getattr(kernel.plan.config, "is_persistent", False)
@@ -60,7 +60,7 @@ def test_a_grid_has_as_many_heads_side_by_side_as_the_code(emitted, heads_q, cau
     assert config.heads_together >= 4
     assert config.scheduler == "one_tile"
     together = math.gcd(config.heads_together, emitted)
-    binding = kernel._bind(problem(heads_q=heads_q, **sizes))
+    binding = kernel._try_binding(problem(heads_q=heads_q, **sizes))
     assert binding.grid == (1024 // config.tile_m * together, heads_q // together, 2)
 
 
@@ -104,7 +104,7 @@ def test_code_is_refused_what_it_does_not_hold_for(name, emitted, sizes, message
     emit(tmp_path, name, **emitted)
     kernel = aot.load(tmp_path)
     with pytest.raises(ValueError, match=f"{kernel.name} cannot run these tensors: .*{message}"):
-        kernel._bind(problem(**sizes))
+        kernel._launcher(problem(**sizes), 0)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -164,15 +164,16 @@ def test_arguments_become_bytes():
 
 def test_the_struct_is_that_of_a_launch():
     from multiattn.cuda.bind import bind, image_of
-    from multiattn.cuda.params import make_params, set_pointers
+    from multiattn.cuda.params import params_of
 
     plan = make_plan(get("cuda"), problem(), ARCHS["sm80"], probe=False)
     tensors = [torch.empty(2, dtype=torch.float32) for _ in range(5)]
-    params = make_params(plan.problem, plan.config)
-    set_pointers(params, *tensors)
+    params = params_of(plan)
     addresses = dict(zip(("q", "k", "v", "out", "lse"), (tensor.data_ptr() for tensor in tensors), strict=True))
+    for name, address in addresses.items():
+        setattr(params, name, address)
     (argument,) = bind(plan, image_of(plan)).arguments
-    assert abi.pack(argument, addresses, aot.encode_tensor_map) == bytes(params)
+    assert abi.pack(argument, addresses, abi.pack) == bytes(params)
 
 
 def test_a_tensor_map_is_encoded_innermost_first_at_64_bytes(monkeypatch):
@@ -184,94 +185,23 @@ def test_a_tensor_map_is_encoded_innermost_first_at_64_bytes(monkeypatch):
         seen.append((dtype, rank, address.value, list(shape), list(strides), list(box), list(steps), rest))
         return 0
 
-    monkeypatch.setattr(aot.context, "load_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=encode))
+    monkeypatch.setattr(aot.driver, "load_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=encode))
     tensor_map = abi.TensorMap(tensor="k", shape=(2, 3, 4, 64), strides=(1536, 512, 128), box=BOX)
-    assert aot.encode_tensor_map(tensor_map, 4096) == b"\xab" * 128
+    assert Encoder(tensor_map)(4096) == b"\xab" * 128
     assert seen == [(9, 4, 4096, [64, 4, 3, 2], [128, 512, 1536], [64, 64, 1, 1], [1] * 4, (0, 3, 2, 0))]
     failing = SimpleNamespace(cuTensorMapEncodeTiled=lambda *arguments: 1)
-    monkeypatch.setattr(aot.context, "load_driver", lambda: failing)
+    monkeypatch.setattr(aot.driver, "load_driver", lambda: failing)
     with pytest.raises(RuntimeError, match="cuTensorMapEncodeTiled: CUresult 1"):
-        aot.encode_tensor_map(tensor_map, 4096)
+        Encoder(tensor_map)(4096)
 
 
 # ---------------------------------------------------------------- launching
 
 
-class FakeDriver:
-    """Just what aot.py calls; `launched` holds (arguments, kernel's parameters) of each cuLaunchKernel."""
-
-    CUresult = SimpleNamespace(CUDA_SUCCESS="ok")
-    CUfunction_attribute = SimpleNamespace(
-        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="smem",
-        CU_FUNC_ATTRIBUTE_NUM_REGS=100,
-        CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES=101,
-        CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES=102,
-        CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK=103,
-        CU_FUNC_ATTRIBUTE_BINARY_VERSION=104,
-    )
-
-    def __init__(self):
-        self.sizes, self.launched, self.allowed, self.loaded, self.status = [], [], [], 0, "ok"
-        self.unloaded, self.cleared = [], []
-
-    def CUfunction(self, kernel):  # noqa: N802
-        return ("function", kernel)
-
-    def cuLaunchKernel(self, function, gx, gy, gz, bx, by, bz, smem, stream, params, extra):  # noqa: N802
-        places = ctypes.cast(params, ctypes.POINTER(ctypes.c_void_p))
-        values = [ctypes.string_at(places[index], size) for index, size in enumerate(self.sizes)]
-        self.launched.append(((function, (gx, gy, gz), (bx, by, bz), smem, stream, extra), values))
-        return (self.status,)
-
-    def cuMemsetD8Async(self, address, value, size, stream):  # noqa: N802
-        self.cleared.append((address, value, size, stream))
-        return ("ok",)
-
-    def cuLibraryLoadData(self, *arguments):  # noqa: N802
-        assert arguments[1:] == ([], [], 0, [], [], 0)
-        self.loaded += 1
-        time.sleep(0.02)
-        return "ok", "library"
-
-    def cuLibraryUnload(self, library):  # noqa: N802
-        self.unloaded.append(library)
-        return (self.status,)
-
-    def cuLibraryGetKernel(self, library, name):  # noqa: N802
-        assert (library, name) == ("library", b"entry")
-        return "ok", 7
-
-    def cuKernelGetFunction(self, kernel):  # noqa: N802
-        return "ok", ("function", kernel)
-
-    def cuDeviceGet(self, index):  # noqa: N802
-        return "ok", f"device {index}"
-
-    def cuKernelSetAttribute(self, attribute, value, kernel, device):  # noqa: N802
-        self.allowed.append((attribute, value, kernel, device))
-        return ("ok",)
-
-    def cuFuncSetAttribute(self, function, attribute, value):  # noqa: N802
-        self.allowed.append((attribute, value, function))
-        return ("ok",)
-
-    def cuFuncGetAttribute(self, attribute, function):  # noqa: N802
-        return "ok", attribute + function[1]
-
-    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, function, threads, smem):  # noqa: N802
-        return "ok", threads // 32
-
-    def cuGetErrorString(self, status):  # noqa: N802
-        return "ok", b"in words"
-
-
 @pytest.fixture
 def driver(monkeypatch):
-    fake = FakeDriver()
-    monkeypatch.setattr(aot, "_driver", lambda: fake)
+    fake = driver_fakes.install(monkeypatch, driver_fakes.FakeDriver(), device=0)
     monkeypatch.setattr(aot, "detect", lambda device: ARCHS["sm90"])
-    monkeypatch.setattr(aot, "encode_tensor_map", lambda tensor_map, address: struct.pack("<QQ", address, 1) * 8)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
     return fake
 
 
@@ -286,28 +216,27 @@ def test_a_launch_is_what_the_binding_says(name, driver, tmp_path):
     emit(tmp_path, name)
     kernel = aot.load(tmp_path)
     q, k, v = tensors()
-    binding = kernel._bind(Problem.of(q, k, v))
+    binding = kernel._try_binding(Problem.of(q, k, v))
     driver.sizes = [abi.size_of(argument) for argument in binding.arguments]
     out, lse = kernel(q, k, v)
-    ((function, grid, block, smem, stream, extra), values), = driver.launched  # fmt: skip
-    image = binding.image
-    assert (function, grid, block) == (("function", 7), binding.grid, (image.threads, 1, 1))
-    assert (smem, stream, extra) == (image.dynamic_smem_bytes, 70, 0)
+    (launched,), image = driver.launched, binding.image
+    assert (launched.grid, launched.block) == (binding.grid, (image.threads, 1, 1))
+    assert (launched.smem_bytes, launched.stream) == (image.dynamic_smem_bytes, 70)
     named = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
     addresses = {name: tensor.data_ptr() for name, tensor in named.items()}
+    assert len(driver.cleared) == bool(binding.workspace_bytes)
     for address, *_ in driver.cleared:
         addresses[abi.WORKSPACE] = address
-    assert [(value, size, on) for _, value, size, on in driver.cleared] == (
-        [(0, binding.workspace_bytes, stream)] if binding.workspace_bytes else []
-    )
-    assert values == [abi.pack(argument, addresses, aot.encode_tensor_map) for argument in binding.arguments]
-    assert driver.allowed == ([("smem", smem, 7, "device 0")] if smem else [])
+    encode = lambda of, address: address.to_bytes(8, "little") * 16  # noqa: E731  # as the fake driver
+    assert launched.parameters == tuple(abi.pack(argument, addresses, encode) for argument in binding.arguments)
+    smem = image.dynamic_smem_bytes
+    assert driver.attributes == ([(8, smem, launched.function, 0)] if smem else [])
     assert out.stride() == q.stride()
     assert (lse.shape, lse.dtype, lse.is_contiguous()) == ((2, 4, 101), torch.float32, True)
     again = kernel(q, k, v, scale=0.5, out=out, lse=lse)
     assert again[0] is out
     assert again[1] is lse
-    assert (driver.loaded, len(driver.launched)) == (1, 2)
+    assert (len(driver.loaded), len(driver.launched)) == (1, 2)
 
 
 def test_no_queries_and_no_keys_launch_nothing(driver, tmp_path):
@@ -358,37 +287,18 @@ def test_results_that_no_kernel_can_write(driver, tmp_path):
 
 def test_a_failing_launch_says_what_the_driver_says(driver, tmp_path):
     emit(tmp_path, "cuda")
-    driver.status = SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE")
-    with pytest.raises(RuntimeError, match="cuLaunchKernel: CUDA_ERROR_INVALID_VALUE: in words"):
+    driver.status = 1
+    with pytest.raises(RuntimeError, match="cuLaunchKernelEx: CUDA_ERROR_OTHER: its words"):
         aot.load(tmp_path)(*tensors())
 
 
-def test_two_threads_load_once(driver, tmp_path):
+def test_threads_load_once(driver, tmp_path):
     emit(tmp_path, "cuda")
     kernel = aot.load(tmp_path)
-    start, found = threading.Barrier(4), []
-    threads = [threading.Thread(target=lambda: (start.wait(), found.append(kernel._loaded(0)))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [("function", 7)] * 4
-    assert driver.loaded == 1
-
-
-def test_code_outlives_its_kernel(driver, tmp_path):
-    """A launch may still be under way, and a graph may have it."""
-    emit(tmp_path, "cuda")
-    aot.load(tmp_path)(*tensors())
-    gc.collect()
-    assert driver.unloaded == []
-
-
-def test_a_library_without_the_kernel_is_unloaded(driver, monkeypatch):
-    driver.cuLibraryGetKernel = lambda library, name: (SimpleNamespace(name="CUDA_ERROR_NOT_FOUND"), None)
-    with pytest.raises(RuntimeError, match="cuLibraryGetKernel: CUDA_ERROR_NOT_FOUND"):
-        aot._load(b"cubin", "entry")
-    assert driver.unloaded == ["library"]
+    driver.sizes = [abi.size_of(argument) for argument in kernel._try_binding(kernel.plan.problem).arguments]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: kernel(*tensors()), range(4)))
+    assert (len(driver.loaded), len(driver.launched)) == (1, 4)
 
 
 def test_the_context_is_asked_for_on_the_tensors_own_device(monkeypatch):
@@ -401,28 +311,12 @@ def test_the_context_is_asked_for_on_the_tensors_own_device(monkeypatch):
         seen.append("exit")
 
     monkeypatch.setattr(torch.cuda, "device", guard)
-    monkeypatch.setattr(aot.context, "ensure_context", lambda index: seen.append(f"context {index}"))
+    monkeypatch.setattr(aot.driver, "ensure_context", lambda index: seen.append(f"context {index}"))
     with aot._on(torch.device("cuda", 1)):
         seen.append("body")
     assert seen == ["enter 1", "context 1", "body", "exit"]
     with aot._on(torch.device("cpu")):
         assert len(seen) == 4
-
-
-def test_what_the_driver_says_of_a_kernel(driver, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(aot.context, "make_context_current", lambda device: None)
-    assert aot.attributes(b"cubin", "entry", threads=128, dynamic_smem_bytes=60000) == {
-        "registers": 107,
-        "static_smem_bytes": 108,
-        "local_bytes": 109,
-        "max_threads": 110,
-        "binary_version": 111,
-        "blocks_per_sm": 4,
-    }
-    assert driver.allowed == [("smem", 60000, ("function", 7))]
-    assert "blocks_per_sm" not in aot.attributes(b"cubin", "entry")
-    assert driver.unloaded == ["library"] * driver.loaded
 
 
 def test_the_loader_imports_no_language(tmp_path):

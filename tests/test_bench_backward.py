@@ -44,11 +44,11 @@ def two_variants(monkeypatch, *, spoil=()):
     def prepare(plan):
         launcher = right.backward.prepare(plan)
 
-        def launch(*arguments):
+        def launch(operands):
             launched.append(plan.variant)
-            launcher(*arguments)
+            launcher(operands)
             for name in spoil:
-                arguments[-3:][GRADS.index(name)][0, 0, -1] += 1.0
+                operands[-3:][GRADS.index(name)][0, 0, -1] += 1.0
 
         return launch
 

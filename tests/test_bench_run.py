@@ -66,9 +66,9 @@ def test_ours_is_held_to_parity_before_it_is_timed(tmp_path, monkeypatch):
     def prepare(plan):
         launcher = right.forward.prepare(plan)
 
-        def launch(q, k, v, out, lse):
-            launcher(q, k, v, out, lse)
-            out[0, 0, -1, 0] += 0.5
+        def launch(operands):
+            launcher(operands)
+            operands.out[0, 0, -1, 0] += 0.5
 
         return launch
 

@@ -20,7 +20,7 @@ from multiattn.cuda.emulation.host import CpuLauncher
 from multiattn.cuda.launches import kernels_of
 from multiattn.cuda.source import DEVICE_INCLUDES, files_reached, translation_unit
 from multiattn.cuda.tools import probe_host, probe_nvrtc
-from multiattn.problem import Problem
+from multiattn.problem import Operands, Problem
 from multiattn.reference import reference
 
 on_cpu = pytest.mark.skipif(bool(probe_host()), reason="; ".join(map(str, probe_host())))
@@ -47,7 +47,7 @@ def launch(q, k, v, *, config=None, **how):
     out = torch.empty_strided(q.shape, (*problem.strides_out, 1), dtype=q.dtype).fill_(math.nan)
     lse = torch.full(q.shape[:3], math.nan)
     launcher = CpuLauncher(plan)
-    launcher(q, k, v, out, lse)
+    launcher(Operands(q, k, v, out, lse))
     return out, lse, plan, launcher.counters
 
 

@@ -20,7 +20,7 @@ from multiattn.cuda.launches import forward_traits
 from multiattn.cuda.source import HOST_INCLUDES
 from multiattn.cuda.tools import GXX, probe_host
 from multiattn.cuda.variants import SPANNING, VARIANTS, WGMMA, is_wgmma
-from multiattn.problem import Problem
+from multiattn.problem import Operands, Problem
 from multiattn.support import Unsupported
 from parity.tolerance import Truth
 
@@ -239,7 +239,7 @@ def run_point(
     out = torch.full_like(q, torch.nan)
     lse = torch.full(q.shape[:3], torch.nan)
     launcher = CpuLauncher(plan)
-    launcher(q, k, v, out, lse)
+    launcher(Operands(q, k, v, out, lse))
     for got, expected in zip((out, lse), Truth.of(q, k, v, causal=causal, scale=scale).of_plan(plan), strict=True):
         expected.check(got, plan)
     assert launcher.counters.mma > 0

@@ -15,9 +15,10 @@ from multiattn.arch import ARCHS, CPU
 from multiattn.backend import Plan, find_variant, make_plan, plan_variant
 from multiattn.cuda import BACKEND
 from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig, candidates, dq_smem_bytes, smem_bytes
-from multiattn.cuda.emulation.host import CpuBackwardLauncher
+from multiattn.cuda.emulation.host import CpuLauncher
 from multiattn.cuda.launches import kernels_of
 from multiattn.cuda.tools import probe_host, probe_nvrtc
+from multiattn.problem import Operands
 
 VARIANTS = {variant.name: variant for variant in BACKEND.backward.variants}
 on_cpu = pytest.mark.skipif(bool(probe_host()), reason="; ".join(map(str, probe_host())))
@@ -202,12 +203,12 @@ def test_a_gpus_own_config_runs_emulated(arch, head_dim, variant):
 def test_no_ldmatrix_has_a_bank_conflict(variant):
     q, k, v, dout = make(head_dim=128)
     plan = plan_of(variant, q, k, v, causal=True)
-    launcher = CpuBackwardLauncher(plan)
+    launcher = CpuLauncher(plan)
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
-    launcher(q, k, v, out, lse, dout, None, *map(torch.empty_like, (q, k, v)))
-    assert set(launcher.counters) == {kernel.name for kernel in kernels_of(plan)}
-    assert sum(counters.ldmatrix for counters in launcher.counters.values()) > 0
-    assert all(counters.bank_conflicts == 0 for counters in launcher.counters.values())
+    launcher(Operands(q, k, v, out, lse, dout, None, *map(torch.empty_like, (q, k, v))))
+    assert set(launcher.counters_by_kernel) == {kernel.name for kernel in kernels_of(plan)}
+    assert sum(counters.ldmatrix for counters in launcher.counters_by_kernel.values()) > 0
+    assert all(counters.bank_conflicts == 0 for counters in launcher.counters_by_kernel.values())
 
 
 DQ = QueryConfig(tile_m=16 * 2, tile_n=16, warps=2, stages=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import cuda_fakes
+import driver_fakes
 import pytest
 import torch
 
@@ -12,11 +13,12 @@ from multiattn.arch import ARCHS
 from multiattn.backend import make_plan
 from multiattn.cuda import BACKEND
 from multiattn.cuda.axes import SPLIT_Q
+from multiattn.cuda.backward_configs import dq_sum_bytes
 from multiattn.cuda.configs import smem_bytes
 from multiattn.cuda.launches import launches_of
-from multiattn.cuda.params import ForwardParams, make_params
+from multiattn.cuda.params import BackwardParams, ForwardParams, make_params
 from multiattn.cuda.tools import probe_nvrtc
-from multiattn.problem import Problem
+from multiattn.problem import Operands, Problem
 
 pytestmark = pytest.mark.skipif(bool(probe_nvrtc()), reason="; ".join(map(str, probe_nvrtc())))
 
@@ -39,15 +41,15 @@ def launcher_of(q, k, v):
 def test_a_launch_is_what_the_plan_says(driver):
     q, k, v, out, lse = tensors()
     plan, launch = launcher_of(q, k, v)
-    launch(q, k, v, out, lse)
-    ((launched,), (params,), (kernel,)) = driver.launched, driver.structs, driver.bindings.kernels
+    launch(Operands(q, k, v, out, lse))
+    ((launched,), (params,), (kernel,)) = driver.launched, driver.structs, driver.kernels
     assert kernel.startswith("forward_fp16_d64_causal_")
-    assert launched.function == cuda_fakes.FUNCTION
+    assert [launched.function] == driver.resident
     assert launched.grid == (8 * math.ceil(300 / plan.config.tile_m), 1, 1)
     assert launched.block == (plan.config.threads, 1, 1)
     needed = smem_bytes(SPLIT_Q, plan.config, plan.problem)
     assert (launched.smem_bytes, launched.stream, launched.overlaps) == (needed, 70, False)
-    assert driver.bindings.attributes == [("smem", needed)]
+    assert driver.attributes == [(8, needed, launched.function, driver_fakes.DEVICE)]
     pointers = [params.q, params.k, params.v, params.out, params.lse]
     assert pointers == [tensor.data_ptr() for tensor in (q, k, v, out, lse)]
     assert (params.group, params.seq_q, params.seq_kv, params.heads) == (2, 300, 500, 8)
@@ -58,29 +60,44 @@ def test_a_fresh_thread_gets_the_context_of_the_device(driver):
     q, k, v, out, lse = tensors()
     _, launch = launcher_of(q, k, v)
     made_current, driver.refuse = driver.contexts, 1
-    launch(q, k, v, out, lse)
+    launch(Operands(q, k, v, out, lse))
     assert (driver.contexts, len(driver.launched)) == (made_current + 1, 1)
     driver.refuse = 2
-    with pytest.raises(RuntimeError, match="CUDA driver: CUDA_ERROR_INVALID_CONTEXT: its words"):
-        launch(q, k, v, out, lse)
+    with pytest.raises(RuntimeError, match="CUDA driver: cuLaunchKernelEx: CUDA_ERROR_INVALID_CONTEXT: its words"):
+        launch(Operands(q, k, v, out, lse))
 
 
-def test_a_backward_launches_its_kernels_one_after_another_in_a_fresh_thread_too(driver):
-    q, k, v, out, lse = tensors()
-    plan = make_plan(BACKEND, Problem.of(q, k, v, causal=True), ARCHS["sm90"], direction="backward", probe=False)
+@pytest.mark.parametrize("variant", ["atomic", "two_pass"])
+@pytest.mark.parametrize("has_dlse", [False, True])
+def test_a_backward_launches_its_kernels_in_order_with_one_struct(monkeypatch, tmp_path, variant, has_dlse):
+    """k, v, dk and dv are laid out each in its own way; a fresh thread gets its context."""
+    driver = cuda_fakes.install(monkeypatch, tmp_path, BackwardParams)
+    q = torch.zeros(2, 4, 300, 64, dtype=torch.float16)
+    k, v = (torch.zeros(2, 500, 2, 64, dtype=torch.float16).transpose(1, 2), torch.zeros(2, 2, 500, 64).half())
+    problem = Problem.of(q, k, v, causal=True)
+    plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction="backward", variant=variant, probe=False)
     launch = BACKEND.backward.prepare(plan)
-    made_current, driver.bindings.refuse = driver.contexts, 1
-    gradients = [torch.empty_like(tensor) for tensor in (q, k, v)]
-    launch(q, k, v, out, lse, torch.empty_like(out), None, *gradients)
+    made_current, driver.refuse = driver.contexts, 1
+    out, lse = torch.empty_like(q), torch.empty(2, 4, 300)
+    given = Operands(q, k, v, out, lse, torch.empty_like(out), lse.clone() if has_dlse else None, q.clone(), *(k, v))
+    launch(given)
     assert driver.contexts == made_current + 1
-    launched = driver.bindings.launched
-    assert [each[0] for each in launched] == [cuda_fakes.FUNCTION + index for index in range(len(launched))]
-    assert len(launched) == len(launches_of(plan))
-    assert {each[4] for each in launched} == {70}
-    assert len({each[5] for each in launched}) == 1
-    driver.bindings.refuse = 2
-    with pytest.raises(RuntimeError, match="CUDA driver: invalid context: no context"):
-        launch(q, k, v, out, lse, torch.empty_like(out), None, *gradients)
+    assert driver.kernels[: len(driver.launched)] == [each.kernel.name for each in launches_of(plan)]
+    assert [each.function for each in driver.launched] == driver.resident[-len(driver.launched) :]
+    assert {each.stream for each in driver.launched} == {70}
+    assert len({each.places for each in driver.launched}) == 1
+    params = driver.structs[0]
+    for name, tensor in given._asdict().items():
+        assert getattr(params, name) == (None if tensor is None else tensor.data_ptr()), name
+    for name, strides in (("k", problem.strides_k), ("v", problem.strides_v), ("dk", k.stride()), ("dv", v.stride())):
+        found = getattr(params, f"strides_{name}")
+        assert (found.batch, found.head, found.seq) == strides[:3], name
+    assert (params.delta is not None, params.dq_sum is not None) == (True, variant == "atomic")
+    if variant == "atomic":
+        assert params.delta - params.dq_sum == dq_sum_bytes(problem)
+    driver.refuse = 2
+    with pytest.raises(RuntimeError, match="CUDA driver: cuLaunchKernelEx: CUDA_ERROR_INVALID_CONTEXT: its words"):
+        launch(given)
 
 
 @pytest.mark.parametrize(

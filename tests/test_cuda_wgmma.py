@@ -22,8 +22,9 @@ from multiattn.cuda import BACKEND
 from multiattn.cuda.axes import SPLIT_Q
 from multiattn.cuda.bind import bind, image_of
 from multiattn.cuda.configs import CudaConfig
-from multiattn.cuda.launches import launches_of, params_of, siblings_of
-from multiattn.cuda.params import ForwardParams, WgmmaParams, aligned_wgmma_params, map_offset
+from multiattn.cuda.emulation import host
+from multiattn.cuda.launches import launches_of, siblings_of
+from multiattn.cuda.params import ForwardParams, WgmmaParams, params_of
 from multiattn.cuda.source import HOST_INCLUDES
 from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.tools import GXX, probe_nvrtc
@@ -39,8 +40,8 @@ from multiattn.cuda.wgmma_configs import (
     why_not,
 )
 from multiattn.cuda.wgmma_rules import RULES
-from multiattn.problem import Problem
-from multiattn.tensor_map import Encoder
+from multiattn.problem import Operands, Problem
+from multiattn.run.driver import Encoder
 
 # ---------------------------------------------------------------- configs
 
@@ -239,7 +240,7 @@ def test_parameters_tell_the_tiles_and_an_aligned_copy_is_the_same():
     params = params_of(plan_of(problem_of(scale=-2.0)))
     assert ctypes.sizeof(params) % abi.TENSOR_MAP_ALIGNMENT == 0
     assert (params.forward.tiles, params.forward.heads, params.forward.scale_sign) == (3, 8, -1)
-    copy = aligned_wgmma_params(bytes(params))
+    copy = host.aligned(bytes(params))
     assert ctypes.addressof(copy) % abi.TENSOR_MAP_ALIGNMENT == 0
     assert bytes(copy) == bytes(params)
 
@@ -284,10 +285,10 @@ def map_of(params, name):
 def test_a_launch_is_what_the_plan_says(driver):
     q, k, v, out, lse = tensors()
     plan, launch = launcher_of(CONFIG)
-    launch(q, k, v, out, lse)
-    ((launched,), (params,), (kernel,)) = driver.launched, driver.structs, driver.bindings.kernels
+    launch(Operands(q, k, v, out, lse))
+    ((launched,), (params,), (kernel,)) = driver.launched, driver.structs, driver.kernels
     assert kernel.startswith("forward_wgmma_bf16_d64_full_")
-    assert (launched.function, launched.grid, launched.block) == (cuda_fakes.FUNCTION, (24, 1, 1), (384, 1, 1))
+    assert (launched.function, launched.grid, launched.block) == (driver.resident[0], (24, 1, 1), (384, 1, 1))
     assert (launched.smem_bytes, launched.stream, launched.overlaps) == (smem_bytes(CONFIG, plan.problem), 70, True)
     assert launched.places[0] % abi.TENSOR_MAP_ALIGNMENT == 0
     named = {"q": q, "k": k, "v": v, "out": out}
@@ -309,7 +310,7 @@ def test_tensors_of_before_are_encoded_no_more(driver):
     _, launch = launcher_of(CONFIG)
     other = q.clone()
     for first in (q, q, other, q):
-        launch(first, k, v, out, lse)
+        launch(Operands(first, k, v, out, lse))
     assert [address for address, *_ in driver.encoded] == [it.data_ptr() for it in (q, k, v, out, other)]
     assert [map_of(params, "q")[:8] for params in driver.structs] == [
         it.data_ptr().to_bytes(8, "little") for it in (q, q, other, q)
@@ -327,7 +328,7 @@ def test_what_an_encoder_keeps_is_bounded(driver):
 def test_a_scheduler_has_its_grid_and_its_counter(driver, scheduler, blocks):
     q, k = torch.zeros(20, 4, 300, 64, dtype=torch.bfloat16), torch.zeros(20, 2, 500, 64, dtype=torch.bfloat16)
     plan = plan_of(Problem.of(q, k, k), replace(CONFIG, scheduler=scheduler))
-    BACKEND.forward.prepare(plan)(q, k, k, torch.empty_like(q), torch.empty(20, 4, 300))
+    BACKEND.forward.prepare(plan)(Operands(q, k, k, torch.empty_like(q), torch.empty(20, 4, 300)))
     ((launched,), (params,)) = driver.launched, driver.structs
     assert launched.grid == (blocks, 1, 1)
     assert (params.next_tile is not None) == bool(driver.cleared) == (scheduler == "dynamic")
@@ -344,7 +345,7 @@ def test_launches_on_a_stream_share_a_counter_and_captured_ones_have_their_own(d
         *((70, False, launch), (70, False, other), (80, False, launch)),
         *((80, True, launch), (80, True, launch), (80, False, launch)),
     ):
-        call(*given)
+        call(Operands(*given))
     used = [params.next_tile for params in driver.structs]
     assert used[0] == used[1] != used[2] == used[5]
     assert not {*used[3:5]} & {used[0], used[2]}
@@ -364,7 +365,7 @@ def test_where_there_is_no_counter_left_a_launch_brings_its_own(driver, monkeypa
         monkeypatch.setattr(counters, "STREAMS_MAX", 1)
     _, launch = launcher_of(CONFIG)
     for driver.stream in (70, 80, 70):
-        launch(*tensors())
+        launch(Operands(*tensors()))
     own = [size == 16 for _, _, size, _ in driver.cleared]
     assert own == ([True] * 3 if shortage == "memory" else [False, True])
     assert all(params.next_tile for params in driver.structs)
@@ -374,14 +375,14 @@ def test_a_launcher_keeps_a_bounded_number_of_streams(driver):
     _, launch = launcher_of(CONFIG)
     given = tensors()
     for driver.stream in (*range(2, 202, 2), 2):
-        launch(*given)
+        launch(Operands(*given))
     assert len(launch._configs) <= 64
     assert [launched.stream for launched in driver.launched] == [*range(2, 202, 2), 2]
 
 
 def test_a_kernel_that_stores_from_registers_has_no_map_of_out(driver):
     _, launch = launcher_of(replace(CONFIG, tma_store=False))
-    launch(*tensors())
+    launch(Operands(*tensors()))
     assert len(driver.encoded) == 3
     assert map_of(driver.structs[0], "out") == bytes(128)
 
@@ -392,24 +393,26 @@ def test_a_kernel_that_stores_from_registers_has_no_map_of_out(driver):
 def test_a_binding_has_the_bytes_of_a_launch(driver):
     q, k, v, out, lse = tensors()
     plan, launch = launcher_of(CONFIG)
-    launch(q, k, v, out, lse)
+    launch(Operands(q, k, v, out, lse))
     (params,) = driver.structs
     binding = bind(plan, image_of(plan))
     addresses = {name: it.data_ptr() for name, it in {"q": q, "k": k, "v": v, "out": out, "lse": lse}.items()}
     addresses[abi.WORKSPACE] = params.next_tile
     (argument,) = binding.arguments
-    assert abi.pack(argument, addresses, aot.encode_tensor_map) == bytes(params)
+    assert abi.pack(argument, addresses, lambda of, address: Encoder(of)(address)) == bytes(params)
     assert (binding.grid, binding.workspace_bytes) == ((24, 1, 1), 16)
-    assert dict(argument.maps) == {map_offset(name): it for name, it in tensor_maps(plan.problem, CONFIG).items()}
+    assert dict(argument.maps) == {
+        getattr(WgmmaParams, f"map_{name}").offset: it for name, it in tensor_maps(plan.problem, CONFIG).items()
+    }
 
 
 def test_what_is_emitted_is_loaded_and_refuses_what_tma_cannot_walk(tmp_path):
     plan, binding, _ = aot_fakes.emit(tmp_path, "cuda", variant=WGMMA.name)
     kernel = aot.load(tmp_path)
-    assert (kernel.plan.config, kernel._bind(plan.problem)) == (plan.config, binding)
+    assert (kernel.plan.config, kernel._try_binding(plan.problem)) == (plan.config, binding)
     (reason,) = kernel.why_not(replace(plan.problem, alignment=2), torch.device("cpu"))[-1:]
     assert reason.startswith("arch: got cpu")
     with pytest.raises(
         ValueError, match="alignment: got 2 bytes; allowed base addresses and strides that are multiples"
     ):
-        kernel._bind(replace(plan.problem, alignment=2))
+        kernel._launcher(replace(plan.problem, alignment=2), 0)

@@ -22,7 +22,7 @@ from multiattn.cuda.launches import launches_of
 from multiattn.cuda.variants import WGMMA
 from multiattn.cuda.wgmma_configs import WgmmaConfig, query_tiles, smem_bytes, why_not
 from multiattn.cuda.wgmma_rules import RULES
-from multiattn.problem import Problem
+from multiattn.problem import Operands, Problem
 from multiattn.targets.sass import parse, parted_arrivals
 from multiattn.toolchain import disassemble
 from parity.tolerance import Truth
@@ -146,7 +146,7 @@ def test_a_row_whose_weights_are_all_zero_has_an_lse_of_minus_infinity():
     assert score * scale - float(torch.tensor(score * scale).float()) < -150  # what exp2 is taken of
 
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
-    BACKEND.forward.prepare(plan_of(problem, RULES[-1].config, CPU))(q, k, v, out, lse)
+    BACKEND.forward.prepare(plan_of(problem, RULES[-1].config, CPU))(Operands(q, k, v, out, lse))
     assert (out == 0).all()
     assert (lse == -math.inf).all()
 
@@ -168,7 +168,7 @@ def check_launch(config, sizes):
     out = torch.full_like(q, torch.nan)
     lse = torch.full(q.shape[:3], torch.nan)
     launch = BACKEND.forward.prepare(plan)
-    launch(q, k, v, out, lse)
+    launch(Operands(q, k, v, out, lse))
     for got, expected in zip((out, lse), Truth.of(q, k, v, **how).of_plan(plan), strict=True):
         expected.check(got, plan)
     return plan, launch

@@ -22,12 +22,13 @@ from multiattn.cutile.configs import (
     is_linear,
     together_of,
 )
+from multiattn.problem import Operands
 
 pytest.importorskip("cuda.tile")
 
+
 from multiattn.cutile.forward import forward, forward_64bit
-from multiattn.cutile.launch import get_constants
-from multiattn.cutile.offsets import needs_64bit
+from multiattn.cutile.table import get_constants, needs_64bit
 
 BACKEND = get("cutile")
 
@@ -190,7 +191,7 @@ def test_inputs_are_not_written():
 
 def test_cutile_itself_gets_the_strides_that_were_planned(monkeypatch):
     """PyTorch leaves the stride of a one-element dimension arbitrary, and cuTile would specialise on it."""
-    from multiattn.cutile.launch import prepare_through_cutile
+    from multiattn.cutile.launch import through_cutile
 
     launched = []
     monkeypatch.setattr("cuda.tile.launch", lambda stream, grid, kernel, args: launched.append((stream, args)))
@@ -201,7 +202,8 @@ def test_cutile_itself_gets_the_strides_that_were_planned(monkeypatch):
     assert problem == Problem.of(q, k, v)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
     odd_lse = lse.as_strided(lse.shape, (1, 1, 3))
-    prepare_through_cutile(make_plan(BACKEND, problem, ARCHS["sm90"], probe=False))(odd_q, odd_k, v, out, odd_lse)
+    plan = make_plan(BACKEND, problem, ARCHS["sm90"], probe=False)
+    through_cutile(plan)(Operands(odd_q, odd_k, v, out, odd_lse))
     ((stream, args),) = launched
     assert stream == "stream"
     for got, given in zip(args, (q, k, v, out, lse), strict=False):
@@ -283,7 +285,7 @@ def test_constants_are_in_the_order_of_the_kernels_arguments(kernel):
         BACKEND, Problem.contiguous(batch=1, heads_q=8, seq_q=4096, head_dim=64), ARCHS["sm90"], probe=False
     )
     arguments = list(inspect.signature(kernel._pyfunc).parameters)
-    assert arguments == ["q", "k", "v", "out", "lse", *get_constants(plan)]
+    assert arguments == ["q", "k", "v", "out", "lse", "scale", *get_constants(plan)]
 
 
 @pytest.mark.parametrize("name", GPU_ARCHS)

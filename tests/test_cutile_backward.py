@@ -1,5 +1,6 @@
 """The cuTile backward, interpreted, against the reference; what its launches are made of; what the compiler makes."""
 
+import inspect
 import itertools
 import math
 import re
@@ -16,11 +17,14 @@ from multiattn.arch import ARCHS, GPU_ARCHS
 from multiattn.backend import find_variant, get, make_plan, plan_variant
 from multiattn.config import COMPILED
 from multiattn.cutile.backward_configs import OnePassConfig, TwoPassConfig
+from multiattn.problem import Operands
 
 pytest.importorskip("cuda.tile")
 
-from multiattn.cutile import backward_launch, interpreter
-from multiattn.cutile.backward_launch import get_steps, layouts, needs_64bit_backward
+from multiattn.cutile import backward, interpreter
+from multiattn.cutile import launch as launching
+from multiattn.cutile.table import needs_64bit, steps_of
+from multiattn.run.arguments import layouts
 from multiattn.toolchain import find_cuobjdump
 
 BACKEND = get("cutile")
@@ -205,7 +209,7 @@ def test_workspace_is_what_a_launch_allocates(variant, monkeypatch):
     q, k, v, dout, _ = make_tensors(head_dim=40)
     plan = plan_of(variant, Problem.of(q, k, v))
     out, lse = gradient_checks.saved(plan.problem, q, k, v)
-    monkeypatch.setattr(backward_launch.torch, "empty", counted)
+    monkeypatch.setattr(launching.torch, "empty", counted)
     monkeypatch.setattr(interpreter, "launch", lambda *args: None)
     run(plan, q, k, v, dout, out=out, lse=lse)
     assert sum(allocated) == plan.workspace_bytes == 4 * 2 * 45 * {"two_pass": 1, "atomic": 41}[variant]
@@ -223,24 +227,35 @@ def test_a_gpu_gets_the_strides_that_were_planned(variant, monkeypatch):
     odd_row = dlse.as_strided(dlse.shape, (1, 1, 3))
     grads = [torch.empty_like(tensor) for tensor in (q, k, v)]
     plan = plan_of(variant, problem, config=config_of(variant, tile_m=64, tile_n=64), arch=ARCHS["sm90"])
-    BACKEND.backward.prepare(plan)(*odd, dout, odd_row, dout, odd_row, *grads)
-    steps = get_steps(plan, has_dlse=True)
+    launching.through_cutile(plan)(Operands(*odd, dout, odd_row, dout, odd_row, *grads))
+    steps = steps_of(plan, has_dlse=True)
     arrays = layouts(problem)
     for step, args in zip(steps, launched, strict=True):
-        for name, tensor in zip(step.arrays, args, strict=False):
+        for name, tensor in zip(step.arrays.values(), args, strict=False):
             assert tensor.stride() == arrays[name].strides, name
+
+
+@each_variant
+def test_steps_have_the_parameters_of_their_kernels_in_order(variant):
+    plan = plan_of(variant, Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=32))
+    for has_dlse in (False, True):
+        for step in steps_of(plan, has_dlse=has_dlse):
+            parameters = list(inspect.signature(getattr(backward, step.kernel)).parameters)
+            assert [*step.arrays, *step.scalars, *step.constants] == parameters
 
 
 def test_64_bit_exactly_when_an_offset_needs_it():
     fits = Problem.contiguous(batch=2, heads_q=1, seq_q=2**22, head_dim=256)
-    assert not needs_64bit_backward(fits)
-    assert needs_64bit_backward(Problem.contiguous(batch=2, heads_q=1, seq_q=2**22 + 1, head_dim=256))
-    assert needs_64bit_backward(Problem.contiguous(batch=1, heads_q=1, seq_q=2**23, head_dim=256))  # a stride of 2^31
+    assert not needs_64bit(fits, backward=True)
+    assert needs_64bit(Problem.contiguous(batch=2, heads_q=1, seq_q=2**22 + 1, head_dim=256), backward=True)
+    assert needs_64bit(
+        Problem.contiguous(batch=1, heads_q=1, seq_q=2**23, head_dim=256), backward=True
+    )  # a stride of 2^31
     # One head of keys may stand for all of them: dk is then as large as if it did not.
     broadcast = replace(
         Problem.contiguous(batch=2, heads_q=64, seq_q=1, seq_kv=2**17, head_dim=256), strides_k=(0, 0, 256)
     )
-    assert needs_64bit_backward(replace(broadcast, strides_v=(0, 0, 256)))
+    assert needs_64bit(replace(broadcast, strides_v=(0, 0, 256)), backward=True)
 
 
 @each_variant
@@ -248,7 +263,7 @@ def test_the_64_bit_kernels_are_the_same_kernels(variant, monkeypatch):
     tensors = make_tensors(head_dim=40)
     expected = check(variant, *tensors, causal=True)
     monkeypatch.setattr("multiattn.abi.INT32_MAX", 0)
-    assert needs_64bit_backward(Problem.of(*tensors[:3]))
+    assert needs_64bit(Problem.of(*tensors[:3]), backward=True)
     assert all(map(torch.equal, check(variant, *tensors, causal=True), expected))
 
 

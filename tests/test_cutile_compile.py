@@ -14,6 +14,7 @@ from multiattn.cutile.configs import CutileConfig
 pytest.importorskip("cuda.tile")
 
 from multiattn.cutile.compile import get_signature
+from multiattn.cutile.table import steps_of
 from multiattn.toolchain import find_cuobjdump
 
 BACKEND = get("cutile")
@@ -134,5 +135,5 @@ def test_the_rarer_branches(sizes):
 @needs_compiler
 def test_64_bit_arrays():
     plan = make(config=SMALL, batch=64, heads_q=64, seq_q=65536, causal=True)
-    assert "w" in get_signature(plan).symbol.rsplit("_A", 1)[-1]
+    assert "w" in get_signature(plan, *steps_of(plan)).symbol.rsplit("_A", 1)[-1]
     assert BACKEND.forward.compile(plan)[0].cubin

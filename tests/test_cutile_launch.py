@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import platform
 import warnings
+from types import SimpleNamespace
 
 import driver_fakes
 import pytest
 import torch
 
-from multiattn import Problem, abi, driver_launch
+from multiattn import Problem, abi
 from multiattn.arch import ARCHS
 from multiattn.backend import get, make_plan
-from multiattn.cutile.bind import IMAGE, bind
+from multiattn.cutile.bind import IMAGE, bind, bind_backward
+from multiattn.cutile.table import steps_of
+from multiattn.problem import Operands
+from multiattn.schedule import most_multiprocessors
 
 BACKEND = get("cutile")
 pytestmark = pytest.mark.skipif(
@@ -29,20 +33,21 @@ def tensors(plan):
     problem = plan.problem
     shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim)
     q, k, v = (torch.zeros(shape, dtype=torch.bfloat16) for _ in range(3))
-    return q, k, v, torch.empty_like(q), torch.empty(shape[:3])
+    return Operands(q, k, v, torch.empty_like(q), torch.empty(shape[:3]))
 
 
 @pytest.fixture
 def driver(monkeypatch):
     """A driver of a process that has compiled nothing and launches by cuTile into `by_cutile`."""
-    from multiattn.cutile import gpu_launch
+    from multiattn.cutile import launch as launching
 
     fake = driver_fakes.FakeDriver([abi.size_of(it) for it in bind(plan_of(), IMAGE).arguments])
     fake.by_cutile = []
-    monkeypatch.setattr(gpu_launch, "_known", {})
-    monkeypatch.setattr(gpu_launch, "_warned", set())
-    monkeypatch.setattr(driver_launch, "_libraries", {})
+    monkeypatch.setattr(launching, "_known", {})
+    monkeypatch.setattr(launching, "_warned", set())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream")
+    device = SimpleNamespace(multi_processor_count=most_multiprocessors(ARCHS["sm90"]))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
     monkeypatch.setattr("cuda.tile.launch", lambda stream, grid, kernel, args: fake.by_cutile.append((grid, args)))
     return driver_fakes.install(monkeypatch, fake)
 
@@ -73,10 +78,10 @@ def test_the_driver_is_handed_what_the_binding_says(driver, compiled):
     assert [limit for _, limit in compiled] == [120.0]
     given = tensors(plan)
     for _ in range(2):
-        launch(*given)
+        launch(given)
     assert (driver.by_cutile, len(compiled), len(driver.loaded)) == ([], 1, 1)
     binding = bind(plan, IMAGE)
-    addresses = {name: it.data_ptr() for name, it in zip(("q", "k", "v", "out", "lse"), given, strict=True)}
+    addresses = {name: it.data_ptr() for name, it in zip(("q", "k", "v", "out", "lse"), given, strict=False)}
     wanted = tuple(abi.pack(argument, addresses, abi.pack) for argument in binding.arguments)
     for launched in driver.launched:
         assert launched.parameters == wanted
@@ -87,7 +92,7 @@ def test_the_driver_is_handed_what_the_binding_says(driver, compiled):
 def test_plans_with_one_signature_share_code(driver, compiled):
     launchers = [BACKEND.forward.prepare(plan_of(**sizes)) for sizes in ({}, {"seq_q": 256}, {"batch": 3}, {})]
     assert len(compiled) == len(driver.loaded) == 1
-    assert len({launcher._function.value for launcher in launchers}) == 1
+    assert len({launcher.kernels[0].function for launcher in launchers}) == 1
     BACKEND.forward.prepare(plan_of(causal=True))
     assert len(compiled) == len(driver.loaded) == 2
 
@@ -95,10 +100,11 @@ def test_plans_with_one_signature_share_code(driver, compiled):
 def test_strides_of_one_element_dimensions_are_those_that_were_planned(driver):
     plan = plan_of(heads_q=1)
     launch = BACKEND.forward.prepare(plan)
-    q, k, v, out, lse = tensors(plan)
+    given = tensors(plan)
+    q = given.q
     odd = q.as_strided(q.shape, (5, 64, 32, 1))
-    launch(q, k, v, out, lse)
-    launch(odd, k, v, out, lse)
+    launch(given)
+    launch(given._replace(q=odd))
     assert driver.launched[0].parameters == driver.launched[1].parameters
 
 
@@ -120,24 +126,60 @@ def test_another_machine_is_left_to_cutile(driver, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         launch = BACKEND.forward.prepare(plan)
-    launch(*tensors(plan))
+    launch(tensors(plan))
     ((grid, args),) = driver.by_cutile
     assert grid == bind(plan, IMAGE).grid
     assert (args[0].shape, driver.launched) == ((1, 2, 128, 32), [])
 
 
 def test_a_release_that_is_not_known_is_left_to_cutile_and_says_so_once(driver, monkeypatch):
-    from multiattn.cutile import gpu_launch
 
     def nothing(cubin):
         raise ValueError("cubin: got 0 sections .nv.tileir.debug_txt; allowed one")
 
-    monkeypatch.setattr(gpu_launch, "tile_ir", nothing)
+    monkeypatch.setattr("multiattn.cutile.export.tile_ir", nothing)
     plan = plan_of()
     with pytest.warns(RuntimeWarning, match="got 0 sections .*; ct.launch is used"):
         launch = BACKEND.forward.prepare(plan)
-    launch(*tensors(plan))
+    launch(tensors(plan))
     assert (len(driver.by_cutile), driver.launched) == (1, [])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         BACKEND.forward.prepare(plan)
+
+
+# ---------------------------------------------------------------- backward
+
+
+@pytest.mark.parametrize("variant", ["atomic", "two_pass"])
+def test_a_backward_hands_the_driver_every_tensor_of_each_of_its_kernels(driver, compiled, variant):
+    """k, v, dk and dv are laid out each in its own way, so that none passes for another; with and without dlse."""
+    q = torch.zeros(1, 4, 128, 32, dtype=torch.bfloat16)
+    k, v = torch.zeros(1, 192, 2, 32).bfloat16().transpose(1, 2), torch.zeros(1, 2, 192, 32).bfloat16()
+    problem = Problem.of(q, k, v)
+    plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction="backward", variant=variant, probe=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        launch = BACKEND.backward.prepare(plan)
+        count = len(compiled)
+        row = torch.empty(1, 4, 128)
+        given = Operands(q, k, v, q.clone(), row, q.clone(), None, q.clone(), k, v)._replace(
+            dk=torch.empty_like(k), dv=torch.empty_like(v)
+        )
+        for dlse in (None, row.clone()):
+            driver.launched.clear()
+            steps = steps_of(plan, has_dlse=dlse is not None)
+            bindings = [bind_backward(plan, step) for step in steps]
+            driver.sizes = [[abi.size_of(it) for it in binding.arguments] for binding in bindings]
+            launch(given._replace(dlse=dlse))
+            assert [it.grid for it in driver.launched] == [step.grid for step in steps]
+            operands = given._replace(dlse=dlse)._asdict()
+            known = {name: tensor.data_ptr() for name, tensor in operands.items() if tensor is not None}
+            for launched, binding in zip(driver.launched, bindings, strict=True):
+                for got, argument in zip(launched.parameters, binding.arguments, strict=True):
+                    if isinstance(argument, abi.Pointer) and argument.tensor in ("delta", "dq_sum"):
+                        assert known.setdefault(argument.tensor, got) == got
+                    else:
+                        assert got == abi.pack(argument, known, abi.pack)
+    assert len(compiled) == count + 1  # of the kernel that reads dlse
+    assert driver.by_cutile == []

@@ -20,7 +20,7 @@ from test_cutile import make_inputs
 
 from multiattn.cutile import forward
 from multiattn.cutile.interpreter.machine import as_device_code
-from multiattn.cutile.launch import get_constants, get_grid
+from multiattn.cutile.table import get_constants, steps_of
 
 BACKEND = get("cutile")
 LAZY = CutileConfig(tile_m=32, tile_n=32, lazy_max=True)
@@ -370,7 +370,7 @@ def test_a_static_grid_fills_the_device():
     assert not is_linear(problem, LAZY, one)
     assert [most_multiprocessors(ARCHS[name]) for name in ("sm90", "cpu")] == [132, 1]
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], config=static, probe=False)
-    assert get_grid(plan) == (264, 1, 1)  # of the largest product, as there is no device here
+    assert steps_of(plan)[0].grid == (264, 1, 1)  # of the largest product, as there is no device here
     ways = {"lazy_max": True, "headroom": 16.0, "diagonal_first": False, "pipeline": 0, "static_grid": True}
     assert {**ways, "exp2_fma_sixteenths": 0, "q_in_registers": False}.items() <= get_constants(plan).items()
 

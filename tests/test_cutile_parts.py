@@ -17,7 +17,7 @@ pytest.importorskip("cuda.tile")
 from test_cutile import make_inputs
 from test_cutile_lazy import check, grow
 
-from multiattn.cutile.launch import get_constants
+from multiattn.cutile.table import get_constants
 
 BACKEND = get("cutile")
 ONLINE = CutileConfig(tile_m=32, tile_n=32, split_head_dim=True)

@@ -198,8 +198,9 @@ def test_cutile_gives_the_cubin_of_export_kernel_and_remarks():
 
     buffer = io.BytesIO()
     plan = export.for_most_heads(plan)
-    signature = export.get_signature(plan)
-    export.export_kernel(export.get_kernel(plan), [signature], buffer, gpu_code="sm_90", output_format="cubin")
+    (step,) = export.steps_of(plan)
+    signature = export.get_signature(plan, step)
+    export.export_kernel(export.get_kernel(step), [signature], buffer, gpu_code="sm_90", output_format="cubin")
     assert kernel.cubin == buffer.getvalue()
     assert "!Passed" in kernel.remarks
     assert kernel.kernel == signature.symbol

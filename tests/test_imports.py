@@ -24,24 +24,22 @@ ALLOWED = {
     "toolchain": {"support"},
     "preference": {"problem", "arch", "backend"},
     "log": {"backend", "config"},
-    "planning": {"problem", "arch", "support", "backend", "preference", "log"},
-    "context": set(),
-    "tensor_map": {"abi", "context"},
-    "driver_launch": {"abi", "context", "tensor_map"},
-    "counters": {"context"},
+    "planning": {"problem", "arch", "support", "backend", "preference", "log", "run"},
+    "run": {"problem", "abi", "backend"},
+    "counters": {"run"},
     "schedule": {"problem", "arch"},
     "exp2_fma": set(),
     "columns": set(),
     "tuned": {"arch", "backend", "config"},
-    "launching": {"problem", "arch", "backend", "planning", "context"},
+    "launching": {"problem", "arch", "backend", "planning", "run"},
     "flops": set(),
     "ops": {"problem", "planning", "launching", "flops"},
     "autograd": {"problem", "planning", "launching", "ops"},
     "reference": {"problem", "arch", "support", "config", "backend"},
     **{
         name: {
-            *("problem", "arch", "support", "config", "abi", "backend", "toolchain", "cache", "context", "tensor_map"),
-            *("driver_launch", "counters", "schedule", "exp2_fma", "columns", "tuned", "fork"),
+            *("problem", "arch", "support", "config", "abi", "backend", "toolchain", "cache", "run"),
+            *("counters", "schedule", "exp2_fma", "columns", "tuned", "fork"),
         }
         for name in multiattn.BACKENDS
     },
@@ -51,7 +49,7 @@ ALLOWED = {
     "arguments": {"problem"},
     "manifest": {"problem", "arch", "abi", "support", "config", "backend"},
     "aot": {
-        *("problem", "arch", "abi", "support", "config", "backend", "context", "toolchain", "manifest", "tensor_map"),
+        *("problem", "arch", "abi", "support", "config", "backend", "counters", "toolchain", "manifest", "run"),
     },
     "targets": {
         *(

@@ -34,7 +34,7 @@ def test_what_is_written_is_what_is_loaded(name, tmp_path):
     for path in (files[-1], files[0], files[-1].parent, str(files[0])):
         kernel = aot.load(path)
         assert kernel.plan == replace(plan, why=kernel.plan.why)
-        assert kernel._bind(plan.problem) == binding
+        assert kernel._try_binding(plan.problem) == binding
     assert kernel.entry["versions"] == {name: "1.2"}
     assert str(tmp_path) not in files[-1].read_text()
 
@@ -255,8 +255,8 @@ def test_a_launch_that_is_made_otherwise_is_refused(tmp_path):
                 *("tensor_maps", "wgmma_configs", "wgmma_rules"),
             },
         ),
-        ("triton", {"bind", "configs", "steps", "gluon/bind", "gluon/configs"}),
-        ("cutile", {"bind", "configs", "offsets", "steps"}),
+        ("triton", {"backward_configs", "bind", "configs", "steps", "table", "gluon/configs"}),
+        ("cutile", {"backward_configs", "bind", "configs", "steps", "table"}),
     ],
 )
 def test_host_code_is_what_makes_a_binding(name, modules, monkeypatch):
@@ -266,7 +266,7 @@ def test_host_code_is_what_makes_a_binding(name, modules, monkeypatch):
     assert manifest.host_digest.__wrapped__(name) == manifest.host_digest(name)
     assert {path.relative_to(manifest._ROOT).as_posix() for path in read} == {
         *(f"{name}/{module}.py" for module in modules),
-        *("abi.py", "columns.py", "problem.py", "schedule.py"),
+        *("abi.py", "columns.py", "problem.py", "run/arguments.py", "schedule.py"),
     }
 
 

@@ -165,9 +165,9 @@ def test_a_workspace_that_is_read_before_it_is_written_shows(monkeypatch):
     good = registry.get("reference").backward.prepare
 
     def prepare(plan):
-        def launch(q, k, v, out, lse, dout, dlse, dq, dk, dv):
-            good(plan)(q, k, v, out, lse, dout, dlse, dq, dk, dv)
-            dq.add_(torch.empty(dq.shape))
+        def launch(operands):
+            good(plan)(operands)
+            operands.dq.add_(torch.empty(operands.dq.shape))
 
         return launch
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import multiattn
-from multiattn import launching, planning
+from multiattn import planning
 from multiattn.planning import get_forward
+from multiattn.run import compat
 
 
 def qkv(dtype=torch.float64, seq=9):
@@ -30,7 +31,7 @@ def _guards(request, monkeypatch):
     """A PyTorch with Dynamo's guards, one without, and one whose guards are made in some other way."""
     if request.param != "guards":
         other = None if request.param == "no guards" else (lambda: None)
-        monkeypatch.setattr(planning, "_TensorGuards", other)
+        monkeypatch.setattr(compat, "_TensorGuards", other)
 
 
 @pytest.mark.usefixtures("_guards")
@@ -136,29 +137,9 @@ def test_the_number_of_calls_kept_is_bounded(monkeypatch):
     assert len(planning._forward._latest) <= 3
 
 
-class OnGpu:
-    """What `launching._allocator` asks of a tensor on a GPU."""
-
-    is_cuda = True
-
-    def new_empty_strided(self, shape, strides, *, dtype):
-        return "by PyTorch's operator", shape, strides, dtype
-
-
-def test_memory_on_a_gpu_comes_past_the_dispatcher_unless_it_is_to_be_filled(monkeypatch):
-    asked = ((2, 3), (3, 1), torch.float32)
-    monkeypatch.setattr(launching, "_empty_on_gpu", lambda *asked: ("at once", *asked))
-    assert launching._allocator(OnGpu())(*asked) == ("at once", *asked)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-        assert launching._allocator(OnGpu())(*asked) == ("by PyTorch's operator", *asked)
-    monkeypatch.setattr(launching, "_empty_on_gpu", None)  # another PyTorch
-    assert launching._allocator(OnGpu())(*asked) == ("by PyTorch's operator", *asked)
-
-
 def test_pytorch_has_both_ways_past_its_dispatcher():
     """Private ones: without them a call is slower, and nothing else."""
-    assert launching._empty_on_gpu is not None
-    assert planning._guard_of(*qkv()) is not None
+    assert compat._empty_on_gpu is not None
+    assert compat.tensor_guard(*qkv()) is not None
     made = torch._C._dynamo.guards._empty_strided_cpu((2, 3), (3, 1), torch.bfloat16)
     assert (made.shape, made.stride(), made.dtype) == ((2, 3), (3, 1), torch.bfloat16)

@@ -12,6 +12,7 @@ from bench.rule_table import compiler, is_older
 from multiattn import Plan, Problem
 from multiattn.arch import ARCHS, by_name
 from multiattn.backend import make_plan, plan_variant
+from multiattn.problem import Operands
 from multiattn.toolchain import find_cuobjdump
 from multiattn.triton import BACKEND
 from multiattn.triton.backward_configs import BackwardConfig, candidates
@@ -173,7 +174,7 @@ def test_workspace_is_what_the_variant_says(variant, seq_q, monkeypatch):
 
     out, lse = gradient_checks.saved(plan.problem, q, k, v)
     monkeypatch.setattr(torch.Tensor, "new_empty", spy)
-    BACKEND.backward.prepare(plan)(q, k, v, out, lse, dout, None, *map(torch.empty_like, (q, k, v)))
+    BACKEND.backward.prepare(plan)(Operands(q, k, v, out, lse, dout, None, *map(torch.empty_like, (q, k, v))))
     assert sum(taken) == plan.workspace_bytes > 0
 
 

@@ -16,7 +16,7 @@ from multiattn.triton import BACKEND, TMA_ARCHS
 from multiattn.triton.compile import compile_plan, specialise
 from multiattn.triton.configs import smem_bytes
 from multiattn.triton.forward import attention_forward
-from multiattn.triton.launch import Call
+from multiattn.triton.launch import calls_of
 
 pytestmark = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason=str(BACKEND.probe_compiler()))
 
@@ -69,7 +69,7 @@ def test_memory_is_read_16_bytes_at_a_time(head_dim):
 
 def specialised(arch, **options):
     plan = plan_for(arch, **options)
-    return specialise(Call(plan), plan.arch)
+    return specialise(*calls_of(plan), plan.arch)
 
 
 def test_compiling_never_touches_the_driver_nor_the_jits_cache(monkeypatch):

@@ -159,11 +159,11 @@ def test_it_compiles_with_as_much_shared_memory_as_the_config_says(head_dim, cau
 @needs_compiler
 def test_its_code_is_what_the_config_asks_for():
     from multiattn.triton.compile import specialise
-    from multiattn.triton.gluon.launch import GluonCall
+    from multiattn.triton.launch import calls_of
 
     config = GluonConfig(tile_m=128, tile_n=64, lazy_max=True, exp2_fma_fraction=1 / 4)
     plan = plan_of(96, config, causal=True, dtype="fp16")
-    ptx = specialise(GluonCall(plan), SM90).asm["ptx"]
+    ptx = specialise(*calls_of(plan), SM90).asm["ptx"]
     for verb in (
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16",  # scores, and the wide piece of the output
         "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16",  # its narrow piece
@@ -183,10 +183,10 @@ def test_its_code_is_what_the_config_asks_for():
 def test_no_mbarrier_is_made_that_nobody_waits_for(options):
     """Its memory would be given away while an SM still has its state: bits that differ now and then, and hangs."""
     from multiattn.triton.compile import specialise
-    from multiattn.triton.gluon.launch import GluonCall
+    from multiattn.triton.launch import calls_of
 
     plan = plan_of(64, GluonConfig(tile_m=192, tile_n=64, stages=12, q_slots=2, **options), causal=True)
-    ttgir = specialise(GluonCall(plan), SM90).asm["ttgir"]
+    ttgir = specialise(*calls_of(plan), SM90).asm["ttgir"]
     made = re.findall(r"(%\w+) = ttg\.local_alloc : \(\)", ttgir)
     (used,) = re.findall(r"ttg\.warp_specialize\(([^)]*)\)", ttgir)
     assert len(made) == 7 + sum(options.values())
@@ -212,10 +212,10 @@ def test_a_warpgroup_has_read_a_slot_when_one_of_its_threads_releases_it(options
 def test_a_tile_is_judged_by_the_sums_of_whole_rows():
     """Not of what a row's four threads have: each may be finite where their sum is not. Parity has it as twin_peaks."""
     from multiattn.triton.compile import specialise
-    from multiattn.triton.gluon.launch import GluonCall
+    from multiattn.triton.launch import calls_of
 
     config = GluonConfig(tile_m=192, tile_n=64, stages=12, q_slots=2, lazy_max=True)
-    ptx = specialise(GluonCall(plan_of(64, config)), SM90).asm["ptx"]
+    ptx = specialise(*calls_of(plan_of(64, config)), SM90).asm["ptx"]
     from_others = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%r\d+),", ptx))
     added = re.findall(r"add\.f32\s+(%r\d+), (%r\d+), (%r\d+);", ptx)
     exchanged = {total for total, *parts in added if from_others & set(parts)}
@@ -226,7 +226,7 @@ def test_a_tile_is_judged_by_the_sums_of_whole_rows():
 
 def test_the_polynomial_takes_an_even_share_of_the_exponentials():
     pytest.importorskip("triton")
-    from multiattn.triton.gluon.launch import shape_of
+    from multiattn.triton.gluon.call import shape_of
 
     for sixteenths in range(0, 9, 2):  # others are refused: of 8 pairs they are no whole number
         config = GluonConfig(tile_m=128, tile_n=64, lazy_max=True, exp2_fma_fraction=sixteenths / 16)

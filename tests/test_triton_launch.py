@@ -14,6 +14,7 @@ import torch
 from multiattn import Problem, abi
 from multiattn.arch import ARCHS
 from multiattn.backend import make_plan
+from multiattn.problem import Operands
 from multiattn.triton import BACKEND
 from multiattn.triton.bind import bind
 
@@ -40,10 +41,10 @@ def plan_of(case):
 @functools.cache
 def compiled(case):
     from multiattn.triton.compile import specialise
-    from multiattn.triton.launch import Call
+    from multiattn.triton.launch import calls_of
 
     plan = plan_of(case)
-    return specialise(Call(plan), plan.arch)
+    return specialise(*calls_of(plan), plan.arch)
 
 
 class Kernel:
@@ -77,7 +78,7 @@ def tensors(plan):
     shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim)
     keys = (problem.batch, problem.heads_kv, problem.seq_kv, problem.head_dim)
     q, k, v = (torch.zeros(each, dtype=torch.bfloat16) for each in (shape, keys, keys))
-    return q, k, v, torch.empty_like(q), torch.empty(shape[:3])
+    return Operands(q, k, v, torch.empty_like(q), torch.empty(shape[:3]))
 
 
 @pytest.fixture
@@ -96,8 +97,8 @@ def test_the_driver_is_handed_what_the_binding_says(monkeypatch, case):
         plan, launch, driver, binding = prepare(monkeypatch, case, kernel)
     given = tensors(plan)
     for _ in range(2):
-        launch(*given)
-    addresses = {name: it.data_ptr() for name, it in zip(("q", "k", "v", "out", "lse"), given, strict=True)}
+        launch(given)
+    addresses = {name: it.data_ptr() for name, it in zip(("q", "k", "v", "out", "lse"), given, strict=False)}
     encode = lambda of, address: address.to_bytes(8, "little") * 16  # noqa: E731  # as the fake driver
     wanted = tuple(abi.pack(argument, addresses, encode) for argument in binding.arguments)
     assert [launched.parameters for launched in driver.launched] == [wanted] * 2
@@ -106,14 +107,14 @@ def test_the_driver_is_handed_what_the_binding_says(monkeypatch, case):
     assert (launched.function, launched.grid, launched.block) == (FUNCTION, binding.grid, (threads, 1, 1))
     assert (launched.smem_bytes, launched.stream, launched.overlaps) == (smem_bytes, 70, False)
     assert kernel.launched == []
-    assert launch._keeps is kernel  # which unloads the code when nobody has it
+    assert launch.kernels[0].keeps is kernel  # which unloads the code when nobody has it
 
 
 @pytest.mark.usefixtures("_not_yet_warned")
 def test_a_kernel_that_may_overlap_does(monkeypatch):
     case = "pointers all ones"
     plan, launch, driver, _ = prepare(monkeypatch, case, Kernel(case, launch_pdl=True))
-    launch(*tensors(plan))
+    launch(tensors(plan))
     assert driver.launched[0].overlaps
 
 
@@ -137,10 +138,10 @@ def test_what_needs_more_than_arguments_goes_through_triton(monkeypatch, metadat
         warnings.simplefilter("error")
         plan, launch, driver, _ = prepare(monkeypatch, case, kernel)
     given = tensors(plan)
-    launch(*given)
+    launch(given)
     ((grid, arguments, stream),) = kernel.launched
     assert (grid, stream) == ((2 * 4 * -(-100 // plan.config.tile_m), 1, 1), 70)
-    assert all(got is wanted for got, wanted in zip(arguments, given, strict=False))
+    assert all(got is wanted for got, wanted in zip(arguments, given[:5], strict=False))
     assert driver.launched == []
 
 
@@ -156,7 +157,7 @@ def test_launches_that_somebody_listens_to_go_through_triton(monkeypatch):
             plan, launch, _, _ = prepare(patch, case, kernel)
         with monkeypatch.context() as patch:
             driver_fakes.install(patch, driver_fakes.FakeDriver())
-            launch(*tensors(plan))
+            launch(tensors(plan))
         assert len(kernel.launched) == 1
 
 
@@ -176,42 +177,30 @@ def test_a_release_that_is_not_known_goes_through_triton_and_says_so_once(monkey
         kernel.metadata.tensordesc_meta = None
     with pytest.warns(RuntimeWarning, match="Triton's own launcher is used"):
         plan, launch, driver, _ = prepare(monkeypatch, case, kernel)
-    launch(*tensors(plan))
+    launch(tensors(plan))
     assert (len(kernel.launched), driver.launched) == (1, [])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         prepare(monkeypatch, case, kernel)
 
 
-def test_memory_that_is_lent_goes_through_triton_as_a_pointer(monkeypatch):
-    from multiattn.triton.launch import launcher_of
-
-    driver_fakes.install(monkeypatch, driver_fakes.FakeDriver())
-    kernel = Kernel("pointers causal", num_ctas=2)
-    given = tensors(plan_of("pointers causal"))
-    lenders = {abi.WORKSPACE: lambda stream: (16 * stream, None)}
-    launcher_of(kernel, 3, lambda *arguments: arguments, lenders)(*given)
-    ((grid, (*first, lent), stream),) = kernel.launched
-    assert (grid, stream, lent.data_ptr(), lent.dtype) == ((3, 1, 1), 70, 16 * 70, torch.int32)
-    assert all(got is wanted for got, wanted in zip(first, given, strict=True))
-
-
 def test_a_binding_of_another_grid_is_refused():
-    from multiattn.triton.launch import Call
+    from multiattn.triton.launch import calls_of
     from multiattn.triton.signature import image_of, prove
 
     case = "pointers all ones"
     plan, kernel = plan_of(case), compiled(case)
     binding = bind(plan, image_of(kernel.metadata))
-    prove(binding, Call(plan), kernel)
+    prove(binding, calls_of(plan)[0], kernel)
     with pytest.raises(ValueError, match="grid: got"):
-        prove(replace(binding, grid=(7, 1, 1)), Call(plan), kernel)
+        prove(replace(binding, grid=(7, 1, 1)), calls_of(plan)[0], kernel)
 
 
 @pytest.mark.usefixtures("_not_yet_warned")
 def test_a_gluon_kernel_has_its_maps_its_counter_and_may_overlap(monkeypatch):
-    from multiattn.triton.compile import calls_of, specialise
+    from multiattn.triton.compile import specialise
     from multiattn.triton.gluon import configs, forward
+    from multiattn.triton.launch import calls_of
     from multiattn.triton.signature import image_of
 
     problem = Problem.contiguous(batch=2, heads_q=4, heads_kv=2, seq_q=300, head_dim=96, causal=True)
@@ -230,8 +219,8 @@ def test_a_gluon_kernel_has_its_maps_its_counter_and_may_overlap(monkeypatch):
     launch = BACKEND.forward.prepare(plan)
     given = tensors(plan)
     for driver.stream in (0, 70, 0):
-        launch(*given)
-    addresses = {name: it.data_ptr() for name, it in zip(("q", "k", "v", "out", "lse"), given, strict=True)}
+        launch(given)
+    addresses = {name: it.data_ptr() for name, it in zip(("q", "k", "v", "out", "lse"), given, strict=False)}
     encode = lambda of, address: address.to_bytes(8, "little") * 16  # noqa: E731  # as the fake driver
     counters = [address for address, *_ in driver.cleared]
     for launched, counter in zip(driver.launched, (*counters, counters[0]), strict=True):
@@ -239,3 +228,63 @@ def test_a_gluon_kernel_has_its_maps_its_counter_and_may_overlap(monkeypatch):
         assert launched.parameters == tuple(abi.pack(argument, addresses, encode) for argument in binding.arguments)
         assert (launched.overlaps, launched.grid, launched.block[0]) == (True, (5, 1, 1), binding.image.threads)
     assert sum(isinstance(argument, abi.TensorMap) for argument in binding.arguments) == 8
+
+
+# ---------------------------------------------------------------- backward
+
+
+@pytest.mark.usefixtures("_not_yet_warned")
+@pytest.mark.parametrize("variant", [variant.name for variant in BACKEND.backward.variants])
+def test_a_backward_hands_the_driver_every_tensor_of_each_of_its_kernels(monkeypatch, variant):
+    """k, v, dk and dv are laid out each in its own way, so that none passes for another; with and without dlse."""
+    from multiattn.triton import backward, signature
+    from multiattn.triton.compile import specialise
+    from multiattn.triton.launch import calls_of
+
+    q = torch.zeros(1, 4, 128, 32, dtype=torch.bfloat16)
+    k, v = torch.zeros(1, 192, 2, 32).bfloat16().transpose(1, 2), torch.zeros(1, 2, 192, 32).bfloat16()
+    plan = make_plan(BACKEND, Problem.of(q, k, v), ARCHS["sm90"], direction="backward", variant=variant, probe=False)
+    code = {}
+    for index, call in enumerate(calls_of(plan)):
+        kernel, loaded = specialise(call, plan.arch), Kernel("pointers all ones")
+        loaded.src, loaded.asm, loaded.metadata = kernel.src, kernel.asm, kernel.metadata
+        loaded.function = FUNCTION + index
+        monkeypatch.setattr(getattr(backward, call.table.kernel), "warmup", lambda *args, kernel=loaded, **how: kernel)
+        code[call.table.kernel] = loaded
+    driver = driver_fakes.install(monkeypatch, driver_fakes.FakeDriver({}))
+    row = torch.empty(1, 4, 128)
+    given = Operands(q, k, v, q.clone(), row, q.clone(), None, q.clone(), torch.empty_like(k), torch.empty_like(v))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        launch = BACKEND.backward.prepare(plan)
+        for dlse in (None, row.clone()):
+            driver.launched.clear()
+            calls = calls_of(plan, has_dlse=dlse is not None)
+            bindings = {
+                code[call.table.kernel].function: signature.binding_of(code[call.table.kernel], call) for call in calls
+            }
+            driver.sizes = {it: [abi.size_of(each) for each in of.arguments] for it, of in bindings.items()}
+            launch(given._replace(dlse=dlse))
+            assert [it.function for it in driver.launched] == list(bindings)
+            known = {name: it.data_ptr() for name, it in given._replace(dlse=dlse)._asdict().items() if it is not None}
+            # The kernel that comes before others has delta as a pointer, and with one pass also dq_sum.
+            first, *_ = driver.launched
+            for got, argument in zip(first.parameters, bindings[first.function].arguments, strict=True):
+                if isinstance(argument, abi.Pointer) and argument.tensor in ("delta", "dq_sum"):
+                    known[argument.tensor] = int.from_bytes(got, "little")
+            encode = lambda of, address: address.to_bytes(8, "little") * 16  # noqa: E731  # as the fake driver
+            for launched in driver.launched:
+                arguments = bindings[launched.function].arguments
+                assert launched.parameters == tuple(abi.pack(argument, known, encode) for argument in arguments)
+                assert all(kernel.launched == [] for kernel in code.values())
+
+
+def test_a_table_of_other_names_is_refused():
+    from multiattn.triton.launch import Call
+    from multiattn.triton.table import tables_of
+
+    plan = plan_of("pointers causal")
+    (table,) = tables_of(plan)
+    rows = dict(reversed(table.rows.items()))
+    with pytest.raises(ValueError, match=r"attention_forward: got rows .*; allowed"):
+        Call(plan, replace(table, rows=rows))

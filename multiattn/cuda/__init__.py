@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from multiattn.arch import Arch
-from multiattn.backend import Backend, BackwardLauncher, Compiled, Exported, Launcher, Op, Plan, Variant
+from multiattn.backend import Backend, Compiled, Exported, Launcher, Op, Plan, Variant
 from multiattn.config import Config
 from multiattn.cuda import backward_configs, configs, tools, wgmma_configs
 from multiattn.cuda.variants import BACKWARD_VARIANTS, SPANNING, VARIANTS, is_wgmma
@@ -14,22 +14,12 @@ from multiattn.problem import Problem
 
 def _prepare(plan: Plan) -> Launcher:
     if plan.arch.is_gpu:
-        from multiattn.cuda.launch import GpuLauncher, GpuWgmmaLauncher
+        from multiattn.cuda.launch import prepare
 
-        return GpuWgmmaLauncher(plan) if is_wgmma(plan) else GpuLauncher(plan)
-    from multiattn.cuda.emulation.host import CpuLauncher, CpuWgmmaLauncher
+        return prepare(plan)
+    from multiattn.cuda.emulation.host import CpuLauncher
 
-    return CpuWgmmaLauncher(plan) if is_wgmma(plan) else CpuLauncher(plan)
-
-
-def _prepare_backward(plan: Plan) -> BackwardLauncher:
-    if plan.arch.is_gpu:
-        from multiattn.cuda.launch import GpuBackwardLauncher
-
-        return GpuBackwardLauncher(plan)
-    from multiattn.cuda.emulation.host import CpuBackwardLauncher
-
-    return CpuBackwardLauncher(plan)
+    return CpuLauncher(plan)
 
 
 def _compile(plan: Plan) -> tuple[Compiled, ...]:
@@ -66,7 +56,7 @@ BACKEND = Backend(
     ),
     backward=Op(
         variants=BACKWARD_VARIANTS,
-        prepare=_prepare_backward,
+        prepare=_prepare,
         compile=_compile,
         export=_export,
         candidates=backward_configs.candidates,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass, replace
 
+from multiattn.abi import Image
 from multiattn.backend import Plan
 from multiattn.cuda import backward_configs as backward
 from multiattn.cuda import configs as forward
@@ -12,14 +12,7 @@ from multiattn.cuda import wgmma_configs as wgmma
 from multiattn.cuda.axes import Axes
 from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig
 from multiattn.cuda.configs import CudaConfig
-from multiattn.cuda.params import (
-    BackwardParams,
-    ForwardParams,
-    WgmmaParams,
-    make_backward_params,
-    make_params,
-    make_wgmma_params,
-)
+from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams
 from multiattn.cuda.source import Kernel
 from multiattn.cuda.variants import axes_of, is_wgmma
 from multiattn.cuda.wgmma_configs import WgmmaConfig
@@ -41,9 +34,13 @@ class Launch:
         whole = max(multiprocessors // self.kernel.cluster, 1) * self.kernel.cluster
         return min(self.blocks, whole) if self.is_persistent else self.blocks
 
+    def image(self) -> Image:
+        """How its blocks are started."""
+        return Image(threads=self.kernel.threads, dynamic_smem_bytes=self.kernel.smem_bytes)
+
 
 def launches_of(plan: Plan) -> tuple[Launch, ...]:
-    """What a launcher of `plan` launches. All of it takes one parameter struct, `params_of(plan)`."""
+    """What a launcher of `plan` launches. All of it takes one argument, `params.struct_of(plan)`."""
     if plan.direction == "forward":
         return (_wgmma(plan) if is_wgmma(plan) else _forward(plan),)
     assert isinstance(plan.config, BackwardConfig)
@@ -52,17 +49,6 @@ def launches_of(plan: Plan) -> tuple[Launch, ...]:
     if config.dq is None:
         return prepare, keys, _rows("convert_dq", problem, config)
     return prepare, _queries(problem, config.dq), keys
-
-
-def params_of(plan: Plan) -> ctypes.Structure:
-    """The parameter struct of all kernels of `plan`, but for pointers and tensor maps."""
-    if plan.direction == "forward":
-        assert plan.config is not None
-        if isinstance(plan.config, WgmmaConfig):
-            return make_wgmma_params(plan.problem, plan.config)
-        return make_params(plan.problem, plan.config)
-    assert isinstance(plan.config, BackwardConfig)
-    return make_backward_params(plan.problem, plan.config)
 
 
 def kernels_of(plan: Plan) -> tuple[Kernel, ...]:

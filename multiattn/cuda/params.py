@@ -1,16 +1,21 @@
-"""The kernels' parameter structs of `include/multiattn/params*.h`, filled from a Problem."""
+"""The kernels' parameter structs of `include/multiattn/params*.h`: the tables of their arguments, filled from a Plan.
+
+A field that is a pointer has the name of its operand, or of an area of workspace; one called ``map_q`` is the tensor
+map of q; all others are numbers. What a launch, an emitted kernel and the emulator hand over follows from that.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator, Mapping
 
-import torch
-
-from multiattn.abi import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
+from multiattn.abi import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, WORKSPACE, Struct
+from multiattn.backend import Plan
 from multiattn.config import Config
 from multiattn.cuda import wgmma_configs
-from multiattn.cuda.backward_configs import ROW_TILE, BackwardConfig, tiles
+from multiattn.cuda.backward_configs import ROW_TILE, BackwardConfig, delta_bytes, dq_sum_bytes, tiles
 from multiattn.cuda.configs import ELEMENT_BYTES, query_tiles
+from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.problem import Problem, Strides
 from multiattn.schedule import KV_BYTES_SIDE_BY_SIDE, heads_side_by_side
@@ -51,17 +56,6 @@ def make_params(problem: Problem, config: Config) -> ForwardParams:
     )
 
 
-def set_pointers(
-    params: ForwardParams, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-) -> None:
-    """Point `params` at the tensors."""
-    params.q = q.data_ptr()
-    params.k = k.data_ptr()
-    params.v = v.data_ptr()
-    params.out = out.data_ptr()
-    params.lse = lse.data_ptr()
-
-
 class WgmmaParams(ctypes.Structure):
     """Mirrors `multiattn::WgmmaParams`, which is as aligned as its tensor maps: so its size is a multiple of that."""
 
@@ -78,27 +72,6 @@ def make_wgmma_params(problem: Problem, config: WgmmaConfig) -> WgmmaParams:
     forward = make_params(problem, config)
     forward.tiles = wgmma_configs.query_tiles(config, problem)
     return WgmmaParams(forward=forward)
-
-
-def aligned_wgmma_params(data: bytes) -> WgmmaParams:
-    """A copy of a struct's bytes at an address that its alignment in C++ wants."""
-    memory = bytearray(len(data) + TENSOR_MAP_ALIGNMENT)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    at = -start % TENSOR_MAP_ALIGNMENT
-    memory[at : at + len(data)] = data
-    return WgmmaParams.from_buffer(memory, at)
-
-
-def set_map(params: WgmmaParams, name: str, encoded: bytes) -> None:
-    """Put the encoded map of the tensor called `name` (``q k v out``) into `params`."""
-    at = ctypes.addressof(params) + map_offset(name)
-    ctypes.memmove(at, encoded, TENSOR_MAP_BYTES)
-
-
-def map_offset(name: str) -> int:
-    """Where the map of the tensor called `name` is in a WgmmaParams, in bytes."""
-    offset: int = getattr(WgmmaParams, f"map_{name}").offset
-    return offset
 
 
 class BackwardParams(ctypes.Structure):
@@ -142,37 +115,6 @@ def make_backward_params(problem: Problem, config: BackwardConfig) -> BackwardPa
     )
 
 
-def set_backward_pointers(
-    params: BackwardParams,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    workspace: torch.Tensor,
-    dq_sum_at: int,
-) -> None:
-    """Point `params` at the tensors; `workspace` holds delta, then at byte `dq_sum_at` the sum of dq."""
-    params.q = q.data_ptr()
-    params.k = k.data_ptr()
-    params.v = v.data_ptr()
-    params.out = out.data_ptr()
-    params.lse = lse.data_ptr()
-    params.dout = dout.data_ptr()
-    if dlse is not None:
-        params.dlse = dlse.data_ptr()
-    params.dq = dq.data_ptr()
-    params.dk = dk.data_ptr()
-    params.dv = dv.data_ptr()
-    params.delta = base = workspace.data_ptr()
-    params.dq_sum = base + dq_sum_at
-
-
 def _strides(strides: Strides) -> _Strides:
     return _Strides(*strides)
 
@@ -182,3 +124,59 @@ def _kv_heads_per_section(problem: Problem) -> int:
     row_bytes = problem.head_dim * (2 * ELEMENT_BYTES + 4)
     heads = max(1, KV_BYTES_SIDE_BY_SIDE // (problem.seq_q * row_bytes * problem.group))
     return min(heads, problem.batch * problem.heads_kv)
+
+
+# ---------------------------------------------------------------- as arguments
+
+_MAP = "map_"
+_AREAS = {"next_tile": WORKSPACE}
+"""Names of areas of workspace that are not those of their fields."""
+
+
+def params_of(plan: Plan) -> ctypes.Structure:
+    """The parameter struct of all kernels of a Plan, but for pointers and tensor maps."""
+    problem, config = plan.problem, plan.config
+    if isinstance(config, BackwardConfig):
+        return make_backward_params(problem, config)
+    if isinstance(config, WgmmaConfig):
+        return make_wgmma_params(problem, config)
+    assert config is not None
+    return make_params(problem, config)
+
+
+def struct_of(plan: Plan, *, has_dlse: bool = False) -> Struct:
+    """The one argument of all kernels of a Plan. Pointers to what a launch does not have stay null."""
+    params = params_of(plan)
+    absent = set() if has_dlse else {"dlse"}
+    absent |= {"delta", "dq_sum", WORKSPACE} - set(areas_of(plan))
+    maps = tensor_maps(plan.problem, plan.config) if isinstance(plan.config, WgmmaConfig) else {}
+    fields = dict(_fields_of(type(params)))
+    return Struct(
+        data=bytes(params),
+        pointers={at: name for at, name in fields.items() if not name.startswith(_MAP) and name not in absent},
+        maps={
+            at: maps[tensor]
+            for at, name in fields.items()
+            if (tensor := name.removeprefix(_MAP)) != name and tensor in maps
+        },
+    )
+
+
+def areas_of(plan: Plan) -> Mapping[str, int]:
+    """The areas of a launch's workspace, and the bytes of each."""
+    if not isinstance(plan.config, BackwardConfig):
+        return {WORKSPACE: plan.workspace_bytes} if plan.workspace_bytes else {}
+    sums = {"dq_sum": dq_sum_bytes(plan.problem)} if plan.config.dq is None else {}
+    return {"delta": delta_bytes(plan.problem), **sums}
+
+
+def _fields_of(kind: type[ctypes.Structure], base: int = 0) -> Iterator[tuple[int, str]]:
+    """(byte offset, name) of every pointer and every tensor map of a struct."""
+    for name, field, *_ in kind._fields_:
+        at = base + getattr(kind, name).offset
+        if field is ctypes.c_void_p:
+            yield at, _AREAS.get(name, name)
+        elif name.startswith(_MAP):
+            yield at, name
+        elif issubclass(field, ctypes.Structure):
+            yield from _fields_of(field, at)

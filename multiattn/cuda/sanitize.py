@@ -7,7 +7,6 @@ A few problems run on heap tensors of exactly their size, so that any access bey
 from __future__ import annotations
 
 import argparse
-import ctypes
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,16 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from multiattn import cache
+from multiattn.abi import WORKSPACE, pack
 from multiattn.arch import CPU
 from multiattn.backend import Plan, make_plan
 from multiattn.cuda import BACKEND
-from multiattn.cuda.backward_configs import delta_bytes
 from multiattn.cuda.configs import CudaConfig
 from multiattn.cuda.emulation.host import INCLUDES, MULTIPROCESSORS, RUNTIME, encode_map
-from multiattn.cuda.launches import kernels_of, launches_of, params_of
-from multiattn.cuda.params import ForwardParams, WgmmaParams, map_offset, set_map
+from multiattn.cuda.launches import kernels_of, launches_of
+from multiattn.cuda.params import areas_of, struct_of
 from multiattn.cuda.source import Kernel, files_reached, translation_unit
-from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.tools import GXX, gxx_version, probe_host, run_compiler
 from multiattn.cuda.variants import SPANNING, WGMMA
 from multiattn.cuda.wgmma_configs import WgmmaConfig
@@ -78,11 +76,7 @@ def run(plans: Sequence[Plan], *, missing_elements: int = 0) -> subprocess.Compl
 
 def _line(plan: Plan, kernels: Sequence[Kernel], missing_elements: int) -> str:
     """One line of the program's stdin; emulation/sanitize_main.h says what is in it."""
-    params, launches = params_of(plan), launches_of(plan)
-    maps = tensor_maps(plan.problem, plan.config) if isinstance(plan.config, WgmmaConfig) else {}
-    for name, tensor_map in maps.items():
-        assert isinstance(params, WgmmaParams)
-        set_map(params, name, encode_map(tensor_map, 0))
+    struct, launches = struct_of(plan, has_dlse=True), launches_of(plan)
     numbers: list[int] = [len(launches)]
     for launch in launches:
         kernel = launch.kernel
@@ -96,17 +90,13 @@ def _line(plan: Plan, kernels: Sequence[Kernel], missing_elements: int) -> str:
     tensors = _tensors(plan, missing_elements)
     numbers.append(len(tensors))
     for name, (size, kind) in tensors.items():
-        places = _places(params, name, name in maps)
+        places = [at for at, tensor in struct.pointers.items() if tensor == name]
+        places += [
+            at for at, tensor_map in struct.maps.items() if tensor_map.tensor == name
+        ]  # it starts with the address
         numbers += (size, kind, len(places), *places)
-    return f"{bytes(params).hex()} {' '.join(map(str, numbers))}\n"
-
-
-def _places(params: ctypes.Structure, name: str, is_mapped: bool) -> list[int]:
-    """Where in the parameter struct the address of a tensor is, in bytes; a tensor map (`is_mapped`) starts with it."""
-    if not isinstance(params, WgmmaParams) or name == "next_tile":
-        return [getattr(type(params), name).offset]
-    own = WgmmaParams.forward.offset + getattr(ForwardParams, name).offset
-    return [own, map_offset(name)] if is_mapped else [own]
+    params = pack(struct, dict.fromkeys(struct.pointers.values(), 0), lambda of, address: encode_map(of, 0))
+    return f"{params.hex()} {' '.join(map(str, numbers))}\n"
 
 
 def _tensors(plan: Plan, missing_elements: int) -> dict[str, tuple[int, int]]:
@@ -117,17 +107,15 @@ def _tensors(plan: Plan, missing_elements: int) -> dict[str, tuple[int, int]]:
     q, kv, statistic = rows_q * problem.head_dim * 2, rows_kv * problem.head_dim * 2, rows_q * 4
     inputs = {"q": (q, _HALVES), "k": (kv - 2 * missing_elements, _HALVES), "v": (kv, _HALVES)}
     if plan.direction == "forward":
-        counter = {"next_tile": (plan.workspace_bytes, _ZEROS)} if plan.workspace_bytes else {}
+        counter = {WORKSPACE: (plan.workspace_bytes, _ZEROS)} if plan.workspace_bytes else {}
         return {**inputs, "out": (q, _OUTPUT), "lse": (statistic, _WORKSPACE), **counter}
     tensors = {
         **inputs,
         **dict.fromkeys(("out", "dout"), (q, _HALVES)),
         **dict.fromkeys(("lse", "dlse"), (statistic, _FLOATS)),
         **{name: (size, _OUTPUT) for name, size in (("dq", q), ("dk", kv), ("dv", kv))},
-        "delta": (statistic, _WORKSPACE),
     }
-    dq_sum = plan.workspace_bytes - delta_bytes(problem)
-    return {**tensors, "dq_sum": (dq_sum, _WORKSPACE)} if dq_sum else tensors
+    return tensors | {name: (size, _WORKSPACE) for name, size in areas_of(plan).items()}
 
 
 def _build(kernels: Sequence[Kernel]) -> Path:

@@ -13,7 +13,7 @@ from dataclasses import asdict
 import torch
 
 from multiattn.arch import GPU_ARCHS, Arch
-from multiattn.backend import Backend, BackwardLauncher, Compiled, Exported, Launcher, Op, Plan, Variant
+from multiattn.backend import Backend, Compiled, Exported, Launcher, Op, Plan, Variant
 from multiattn.cutile import backward_configs
 from multiattn.cutile.candidates import candidates
 from multiattn.cutile.configs import why_not_fit
@@ -41,22 +41,10 @@ def _prepare(plan: Plan) -> Launcher:
     return prepare(plan)
 
 
-def _prepare_backward(plan: Plan) -> BackwardLauncher:
-    from multiattn.cutile.backward_launch import prepare_backward
-
-    return prepare_backward(plan)
-
-
 def _compile(plan: Plan) -> tuple[Compiled, ...]:
     from multiattn.cutile.compile import compile_plan
 
     return compile_plan(plan)
-
-
-def _compile_backward(plan: Plan) -> tuple[Compiled, ...]:
-    from multiattn.cutile.compile import compile_backward
-
-    return compile_backward(plan)
 
 
 def _export(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
@@ -188,8 +176,8 @@ BACKEND = Backend(
                 fits=backward_configs.why_not_fit_two_pass,
             ),
         ),
-        prepare=_prepare_backward,
-        compile=_compile_backward,
+        prepare=_prepare,
+        compile=_compile,
         export=_export,
         candidates=backward_configs.candidates,
     ),

@@ -15,9 +15,9 @@ from dataclasses import replace
 from multiattn import abi
 from multiattn.backend import Plan
 from multiattn.cutile.configs import CutileConfig, Together, begins_at_diagonal, grid_of, is_linear, together_of
-from multiattn.cutile.offsets import needs_64bit
-from multiattn.cutile.steps import STEPS
-from multiattn.problem import LOG2_E, Problem
+from multiattn.cutile.table import Step, has_positive_strides, steps_of
+from multiattn.problem import Problem
+from multiattn.run.arguments import Layout, layouts
 from multiattn.schedule import most_multiprocessors
 
 IMAGE = abi.Image(threads=1)
@@ -26,14 +26,13 @@ IMAGE = abi.Image(threads=1)
 ALIGNMENT = 16
 """What a compiler is told, or not: strides and addresses that are multiples of 16 bytes, extents of 16."""
 
-ARRAYS = ("q", "k", "v", "out", "lse")
+GIVEN = ("q", "k", "v")
+"""Arrays of the caller's, which may be less aligned than our own."""
 EXTENTS = ("batch", "heads", "seq")
 STRIDES = ("batch_stride", "head_stride", "row_stride")
 """Names of what a compiler may know multiples of, behind the array's."""
 DIAGONAL = "seq_kv_less_seq_q"
 """Name of the difference of lengths, which a kernel that begins at the diagonal takes for a multiple of tile_m."""
-
-_FP32_BYTES = 4
 
 
 def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None) -> abi.Binding:
@@ -53,13 +52,30 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
     grid = grid_of(problem, config, together, most_multiprocessors(plan.arch), linear=linear)
     if grid is None:
         raise ValueError(f"no grid for {plan}")
-    kind: abi.Kind = "i64" if abi.flag(constants, emitted, "int64", needs_64bit(problem)) else "i32"
+    (step,) = steps_of(plan)
+    is_64bit = abi.flag(constants, emitted, "int64", step.is_64bit)
+    arguments = arguments_of(problem, step, constants, emitted, is_64bit=is_64bit)
+    return abi.Binding(arguments=arguments, grid=grid, image=image, constants=constants)
+
+
+def bind_backward(plan: Plan, step: Step) -> abi.Binding:
+    """The Binding of one launch of a backward Plan, for the tensors at hand."""
+    constants = {"dtype": plan.problem.dtype}
+    arguments = arguments_of(plan.problem, step, constants, {}, is_64bit=step.is_64bit)
+    return abi.Binding(arguments=arguments, grid=step.grid, image=IMAGE, constants=constants)
+
+
+def arguments_of(
+    problem: Problem, step: Step, constants: dict[str, str], emitted: Mapping[str, str], *, is_64bit: bool
+) -> tuple[abi.Argument, ...]:
+    """The arguments of a step; enters what a compiler may know of each into `constants`."""
+    known = layouts(problem)
+    kind: abi.Kind = "i64" if is_64bit else "i32"
     arguments: list[abi.Argument] = []
-    for name in ARRAYS:
-        arguments += _array(constants, emitted, problem, name, kind)
-    scale = problem.scale_log2 if STEPS[plan.variant].step.exp2 else problem.scale_log2 / LOG2_E
-    arguments.append(abi.Number(kind="f32", value=scale))
-    return abi.Binding(arguments=tuple(arguments), grid=grid, image=image, constants=constants)
+    for name in step.arrays.values():
+        alignment = problem.alignment if name in GIVEN else ALIGNMENT
+        arguments += _array(constants, emitted, name, known[name], alignment, kind)
+    return (*arguments, *(abi.Number(kind="f32", value=value) for value in step.scalars.values()))
 
 
 def for_most_heads(plan: Plan) -> Plan:
@@ -95,23 +111,20 @@ def _constants(plan: Plan, config: CutileConfig, emitted: Mapping[str, str]) -> 
     abi.multiple(constants, emitted, "heads_q", heads, problem.heads_q)
     abi.multiple(constants, emitted, "batch_heads", pairs, problem.batch * problem.heads_q)
     abi.flag(constants, emitted, "grouped", problem.heads_q != problem.heads_kv)
-    strides = (*problem.strides_q, *problem.strides_k, *problem.strides_v)
-    abi.flag(constants, emitted, "no_tma", 0 in strides)  # TMA wants positive strides
+    abi.flag(constants, emitted, "no_tma", not has_positive_strides(problem))
     return constants
 
 
 def _array(
-    constants: dict[str, str], emitted: Mapping[str, str], problem: Problem, name: str, kind: abi.Kind
+    constants: dict[str, str], emitted: Mapping[str, str], name: str, layout: Layout, alignment: int, kind: abi.Kind
 ) -> list[abi.Argument]:
-    """An array ``[B, H, S, D]`` or, for lse, ``[B, H, S]``: address, extents, strides in elements."""
-    shape, strides, itemsize = _layout(problem, name)
-    of_caller = name in ("q", "k", "v")  # what is ours is aligned
-    alignment = problem.alignment if of_caller else ALIGNMENT
+    """An array ``[B, H, S, D]`` or ``[B, H, S]``: address, extents, strides in elements."""
+    shape, strides = layout.shape, layout.strides
     abi.multiple(constants, emitted, f"{name}_alignment", alignment, alignment)
     for dim, extent in zip(EXTENTS, shape, strict=False):
         abi.multiple(constants, emitted, f"{name}_{dim}", _divisor(extent, ALIGNMENT), extent)
     for dim, stride in zip(STRIDES, strides[:-1], strict=False):
-        abi.multiple(constants, emitted, f"{name}_{dim}", _divisor(stride, ALIGNMENT // itemsize), stride)
+        abi.multiple(constants, emitted, f"{name}_{dim}", _divisor(stride, ALIGNMENT // layout.dtype.itemsize), stride)
     abi.flag(constants, emitted, f"{name}_overlaps", 0 in strides)
     numbers = (abi.Number(kind=kind, value=value) for value in (*shape, *strides))
     return [abi.Pointer(tensor=name), *numbers]
@@ -120,14 +133,3 @@ def _array(
 def _divisor(value: int, unit: int) -> int:
     """What the compiler is told to divide `value`: the unit or nothing."""
     return unit if value % unit == 0 else 1
-
-
-def _layout(problem: Problem, name: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Extents, strides in elements, and bytes of an element."""
-    rows = (problem.batch, problem.heads_q, problem.seq_q)
-    if name == "lse":
-        return rows, (problem.heads_q * problem.seq_q, problem.seq_q, 1), _FP32_BYTES
-    if name in ("k", "v"):
-        rows = (problem.batch, problem.heads_kv, problem.seq_kv)
-    strides = {"q": problem.strides_q, "k": problem.strides_k, "v": problem.strides_v, "out": problem.strides_out}
-    return (*rows, problem.head_dim), (*strides[name], 1), problem.torch_dtype.itemsize

@@ -18,43 +18,32 @@ from cuda.tile.compilation import (
 
 from multiattn.arch import Arch
 from multiattn.backend import Compiled, Plan
-from multiattn.cutile.backward_launch import Layout, Step, get_steps, layouts, needs_64bit_backward
-from multiattn.cutile.launch import compile_limit, get_constants, get_kernel
-from multiattn.cutile.offsets import needs_64bit
-from multiattn.problem import Problem
+from multiattn.cutile.bind import ALIGNMENT, GIVEN
+from multiattn.cutile.launch import compile_limit, get_kernel
+from multiattn.cutile.table import Step, steps_of
+from multiattn.run.arguments import Layout, layouts
 from multiattn.toolchain import resource_usage
 
-ALIGNMENT = 16
-"""What a launch looks for: bases and strides that are multiples of 16 bytes, lengths that are multiples of 16."""
-
-_SYMBOL = "forward"
 _DTYPES = {torch.float16: ct.float16, torch.bfloat16: ct.bfloat16, torch.float32: ct.float32}
 
 
 def compile_plan(plan: Plan) -> tuple[Compiled, ...]:
-    """Compile with the signature that a launch would derive from the plan's tensors.
+    """Compile each kernel with the signature that a launch would derive from the plan's tensors, without a dlse.
 
     Sizes come from cuobjdump and are None where it is not installed. `spill_bytes` is the stack of a thread. Causal
     kernels have one: the repair, which runs only after a non-finite value, spills so that the hot loops need not.
     """
-    return (_compile(get_kernel(plan), get_signature(plan), _SYMBOL, plan.arch),)
+    return tuple(_compile(plan, step) for step in steps_of(plan))
 
 
-def compile_backward(plan: Plan) -> tuple[Compiled, ...]:
-    """As `compile_plan`, each kernel of a backward without dlse, in the order of their launches."""
-    return tuple(
-        _compile(step.kernel, get_step_signature(plan, step), step.symbol, plan.arch)
-        for step in get_steps(plan, has_dlse=False)
-    )
-
-
-def _compile(kernel: Any, signature: Any, symbol: str, arch: Arch) -> Compiled:
+def _compile(plan: Plan, step: Step) -> Compiled:
+    signature = get_signature(plan, step)
     start = time.perf_counter()
-    cubin = make_cubin(kernel, signature, arch)
+    cubin = make_cubin(get_kernel(step), signature, plan.arch)
     seconds = time.perf_counter() - start
     usage = resource_usage(cubin)
     return Compiled(
-        kernel=symbol,
+        kernel=step.kernel,
         threads=usage.threads if usage else None,
         seconds=seconds,
         cubin=cubin,
@@ -72,40 +61,19 @@ def make_cubin(kernel: Any, signature: Any, arch: Arch) -> bytes:
     return buffer.getvalue()
 
 
-def get_signature(plan: Plan) -> Any:
-    """The parameters of `forward` as a launch would specialise them."""
-    problem = plan.problem
-    arrays = layouts(problem)
-    is_64bit = needs_64bit(problem)
+def get_signature(plan: Plan, step: Step) -> Any:
+    """The parameters of a kernel as a launch would specialise them."""
+    problem, known = plan.problem, layouts(plan.problem)
     parameters = [
-        *(_array(arrays[name], _alignment(problem, name), is_64bit) for name in ("q", "k", "v", "out", "lse")),
-        ScalarConstraint(ct.float32),
-        *(value for name, value in get_constants(plan).items() if name != "scale"),  # which is no constant
-    ]
-    return _signature(parameters, _SYMBOL)
-
-
-def get_step_signature(plan: Plan, step: Step) -> Any:
-    """The parameters of a backward kernel as a launch would specialise them."""
-    problem = plan.problem
-    arrays = layouts(problem)
-    is_64bit = needs_64bit_backward(problem)
-    parameters = [
-        *(_array(arrays[name], _alignment(problem, name), is_64bit) for name in step.arrays),
+        *(
+            _array(known[name], problem.alignment if name in GIVEN else ALIGNMENT, step.is_64bit)
+            for name in step.arrays.values()
+        ),
         *(ScalarConstraint(ct.float32) for _ in step.scalars),
-        *step.constants,
+        *step.constants.values(),
     ]
-    return _signature(parameters, step.symbol)
-
-
-def _signature(parameters: list[Any], symbol: str) -> Any:
     signature = KernelSignature(parameters, CallingConvention.cutile_python_v2())  # v2: a static extent
-    return signature.with_mangled_symbol(symbol)
-
-
-def _alignment(problem: Problem, name: str) -> int:
-    """Bytes that an array's address is a multiple of: what the caller gives may be less aligned than our own."""
-    return problem.alignment if name in ("q", "k", "v") else ALIGNMENT
+    return signature.with_mangled_symbol(step.kernel)
 
 
 def _array(layout: Layout, alignment: int, is_64bit: bool) -> Any:

@@ -11,6 +11,7 @@ import re
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,19 @@ from cuda.tile.compilation import export_kernel
 from multiattn import abi
 from multiattn.arch import Arch
 from multiattn.backend import Exported, Plan
-from multiattn.cutile.backward_launch import get_steps
-from multiattn.cutile.bind import ARRAYS, DIAGONAL, EXTENTS, IMAGE, STRIDES, bind, for_most_heads, told_together
-from multiattn.cutile.compile import get_signature, get_step_signature
-from multiattn.cutile.configs import own_grid
-from multiattn.cutile.launch import compile_limit, get_config, get_constants, get_kernel
-from multiattn.schedule import most_multiprocessors
+from multiattn.cutile.bind import (
+    DIAGONAL,
+    EXTENTS,
+    IMAGE,
+    STRIDES,
+    bind,
+    bind_backward,
+    for_most_heads,
+    told_together,
+)
+from multiattn.cutile.compile import get_signature
+from multiattn.cutile.launch import compile_limit, get_kernel
+from multiattn.cutile.table import Step, steps_of
 
 KINDS = ("tileir", "tileirbc")
 """Tile IR as text, and as the bytecode that tileiras takes."""
@@ -41,22 +49,20 @@ def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
     A backward is one without dlse. ValueError where the Binding of a forward kernel is not what its Tile IR and its
     cubin take.
     """
-    if plan.direction == "forward":
-        plan = for_most_heads(plan)
-        return (_export(get_kernel(plan), get_signature(plan), plan, kinds),)
-    steps = get_steps(plan, has_dlse=False)
-    return tuple(_export(step.kernel, get_step_signature(plan, step), plan, kinds) for step in steps)
+    plan = for_most_heads(plan) if plan.direction == "forward" else plan
+    return tuple(_export(plan, step, kinds) for step in steps_of(plan))
 
 
-def _export(kernel: Any, signature: Any, plan: Plan, kinds: Sequence[str]) -> Exported:
+def _export(plan: Plan, step: Step, kinds: Sequence[str]) -> Exported:
+    signature = get_signature(plan, step)
     begin = time.perf_counter()
-    bytecode, cubin, remarks = compile_with_remarks(kernel, signature, plan.arch)
+    bytecode, cubin, remarks = compile_with_remarks(get_kernel(step), signature, plan.arch)
     seconds = time.perf_counter() - begin
     text = tile_ir(cubin)
     entry = abi.read_entry(cubin, signature.symbol)
     binding = None
     if plan.direction == "forward":
-        binding = bind_proven(plan, signature, text, entry)
+        binding = bind_proven(plan, step, signature, text, entry)
     texts = {"tileir": text.encode(), "tileirbc": bytecode}
     return Exported(
         kernel=signature.symbol,
@@ -108,10 +114,15 @@ _ASSUME = re.compile(r"%(\w+) = assume [^%]*%(\w+) :")
 _VIEW = re.compile(r"make_tensor_view %(\w+), shape = \[([^\]]*)\], strides = \[([^\]]*)\]")
 
 
-def bind_proven(plan: Plan, signature: Any, text: str, entry: abi.Entry) -> abi.Binding:
-    """The Binding of a forward Plan, held against its signature, its Tile IR and its cubin: ValueError for another."""
-    binding = bind(plan, IMAGE)
-    _prove_constants(binding, plan, signature)
+def bind_proven(plan: Plan, step: Step, signature: Any, text: str, entry: abi.Entry) -> abi.Binding:
+    """The Binding of a step, held against its signature, its Tile IR and its cubin: ValueError for another."""
+    if plan.direction == "backward":
+        binding = bind_backward(plan, step)
+    else:
+        binding = bind(plan, IMAGE)
+        _prove_constants(binding, steps_of(plan)[0])
+        binding = replace(binding, grid=step.grid)
+    _prove_overlaps(binding, step, signature)
     prove(binding, text)
     abi.check(binding, entry)
     return binding
@@ -137,36 +148,38 @@ def prove(binding: abi.Binding, text: str) -> None:
         _prove_view(binding, names, *view)
 
 
-def _prove_constants(binding: abi.Binding, plan: Plan, signature: Any) -> None:
-    """ValueError where a launch by cuTile would have another grid or scale, or other constants."""
-    kernel = get_constants(plan)
-    constants, scalar = binding.constants, binding.arguments[-1]
+def _prove_constants(binding: abi.Binding, step: Step) -> None:
+    """ValueError where a launch of a forward by cuTile would have another grid or scale, or other constants."""
+    constants, scalar, kernel = binding.constants, binding.arguments[-1], step.constants
     assert isinstance(scalar, abi.Number)
     together = told_together(constants)
     ours: list[object] = [binding.grid, scalar.value, together.heads, together.spanning]
     ours.append(abi.divisor(constants[DIAGONAL]))
-    theirs: list[object] = [_grid(plan), kernel["scale"], kernel["heads_together"], kernel["spanning"]]
+    theirs: list[object] = [step.grid, step.scalars["scale"], kernel["heads_together"], kernel["spanning"]]
     theirs.append(kernel["tile_m"] if kernel["diagonal_first"] else 1)
     ours += [constants["grouped"], constants["linear_grid"]]
     theirs += [str(kernel["grouped"]), str(kernel["linear_grid"])]
     ours += [constants["causal"], constants["masked"], constants["scale_sign"], constants["no_tma"]]
     theirs += [str(kernel["causal"]), str(kernel["masked"]), str(kernel["sign"]), str(not kernel["tma"])]
-    for name, parameter in zip(ARRAYS, signature.parameters, strict=False):
-        ours.append(constants[f"{name}_overlaps"])
-        theirs.append(str(parameter.may_alias_internally))
     if ours != theirs:
         raise ValueError(f"constants: got {ours}; cuTile has {theirs}")
 
 
-def _grid(plan: Plan) -> tuple[int, int, int] | None:
-    """Of a launch by cuTile; of a static grid on the largest product of the arch, whatever is here."""
-    return own_grid(plan.problem, get_config(plan), most_multiprocessors(plan.arch))
+def _prove_overlaps(binding: abi.Binding, step: Step, signature: Any) -> None:
+    """ValueError where the compiler was told of an array that its elements are apart, and they are not."""
+    for name, parameter in zip(step.arrays.values(), signature.parameters, strict=False):
+        ours, theirs = binding.constants[f"{name}_overlaps"], str(parameter.may_alias_internally)
+        if ours != theirs:
+            raise ValueError(f"constants: {name}_overlaps: got {ours}; cuTile has {theirs}")
+
+
+_FP32 = ("lse", "dlse", "delta", "dq_sum")
 
 
 def _type_of(argument: abi.Argument, dtype: str) -> str:
     """The type of an argument as Tile IR has it."""
     if isinstance(argument, abi.Pointer):
-        return f"ptr<{'f32' if argument.tensor == 'lse' else _TYPES[dtype]}>"
+        return f"ptr<{'f32' if argument.tensor in _FP32 else _TYPES[dtype]}>"
     assert isinstance(argument, abi.Number)
     return argument.kind
 
@@ -177,7 +190,7 @@ def _divisors(binding: abi.Binding) -> set[tuple[int, int]]:
     found = set()
     for place, argument in enumerate(binding.arguments):
         if isinstance(argument, abi.Pointer):
-            name, rank = argument.tensor, 3 if argument.tensor == "lse" else 4
+            name, rank = argument.tensor, 3 if argument.tensor in ("lse", "dlse", "delta") else 4
             known = [f"{name}_alignment", *(f"{name}_{dim}" for dim in EXTENTS)]
             places = [place, *range(place + 1, place + 1 + len(EXTENTS))]
             known += [f"{name}_{dim}" for dim in STRIDES[: rank - 1]]

@@ -1,147 +1,69 @@
-"""From a Plan to a launch: which kernel, its grid and its arguments, on the GPU or in the interpreter."""
+"""From a Plan of either direction to a launcher: compiled by cuTile and launched by the driver, or interpreted.
+
+`ct.launch` looks at every tensor, each time, to find the code for such tensors. All of that is fixed by a Plan, so code
+and arguments are made once: see `multiattn.cutile.bind`, which is held against what cuTile made of the same call.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+import platform
+import warnings
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import cuda.tile as ct
 import torch
 
+from multiattn import abi
 from multiattn.backend import Launcher, Plan
-from multiattn.cutile import interpreter
-from multiattn.cutile.configs import (
-    HEADROOM,
-    PIPELINES,
-    CutileConfig,
-    begins_at_diagonal,
-    is_linear,
-    own_grid,
-    together_of,
-    widths_of,
-)
+from multiattn.cutile import backward, interpreter
 from multiattn.cutile.forward import forward, forward_64bit
-from multiattn.cutile.offsets import needs_64bit
-from multiattn.cutile.steps import STEPS
-from multiattn.problem import LOG2_E, Problem
-from multiattn.schedule import most_multiprocessors
+from multiattn.cutile.table import Step, area_names, steps_of
+from multiattn.problem import Operands
+from multiattn.run import driver
+from multiattn.run.arguments import Layout, layouts, pack_areas
+from multiattn.run.launch import ByPresence, DriverLauncher, LoadedKernel, Workspace, fresh_memory
 
 COMPILE_SECONDS = 120.0
 """Longest compilation: a tile too large for the registers can take tileiras minutes, a good one takes it seconds."""
 
 
 def prepare(plan: Plan) -> Launcher:
-    """The launcher of a plan: compiled for the current device (`gpu_launch.prepare`), or interpreted."""
-    if plan.arch.is_gpu:
-        from multiattn.cutile import gpu_launch  # which compiles what is here
+    """The launcher of a Plan: compiled for the current device, or interpreted when the Plan is for the CPU.
 
-        return gpu_launch.prepare(plan)
-    kernel = get_kernel(plan)
-    grid = get_grid(plan)
-    constants = get_constants(plan).values()
+    By `ct.launch` where a cubin has no host code for this machine, or where cuTile is of a release that compiles to
+    something else than is known here, of which a RuntimeWarning tells, once. Both launch the same code with the same
+    arguments; the driver takes half of the host's time. The code of a backward with dlse, which is another, is compiled
+    by its first launch.
 
-    def interpret(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        interpreter.launch(grid, kernel, (q, k, v, out, lse, *constants))
-
-    return interpret
-
-
-def prepare_through_cutile(plan: Plan) -> Launcher:
-    """A launcher by `ct.launch`, whose first launch compiles: cuTile specialises on the tensors themselves."""
-    kernel = get_kernel(plan)
-    grid = get_grid(plan)
-    constants = get_constants(plan).values()
-    run = run_on_gpu()
-    strides = _canonical_strides(plan.problem)
-
-    def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        run(grid, kernel, (*map(_with_strides, (q, k, v, out, lse), strides), *constants))
-
-    return launch
+    Raises `ct.TileCompilerTimeoutError` after `COMPILE_SECONDS`, unless the environment variable
+    CUDA_TILE_COMPILER_TIMEOUT_SEC says otherwise.
+    """
+    if not plan.arch.is_gpu:
+        return Through(plan, run=lambda step, arguments: interpreter.launch(step.grid, get_kernel(step), arguments))
+    device = torch.cuda.current_device()
+    driver.ensure_context(device)
+    if plan.direction == "backward":
+        return ByPresence(lambda has_dlse: _prepare(plan, device, has_dlse=has_dlse))
+    return _prepare(plan, device)
 
 
-def _canonical_strides(problem: Problem) -> tuple[tuple[int, ...], ...]:
-    """Of q, k, v, out and lse; cuTile reads those of one-element dimensions too, which PyTorch leaves arbitrary."""
-    in_order = problem.strides_q, problem.strides_k, problem.strides_v, problem.strides_out
-    return *((*strides, 1) for strides in in_order), (problem.heads_q * problem.seq_q, problem.seq_q, 1)
-
-
-def _with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
-
-
-def get_config(plan: Plan) -> CutileConfig:
-    """The plan's config, which `plan_variant` always sets for this backend."""
-    assert isinstance(plan.config, CutileConfig)
-    return plan.config
-
-
-def get_kernel(plan: Plan) -> Any:
-    """The kernel with the config's hints; plans that share hints share the kernel, and so what it has compiled."""
-    config = get_config(plan)
-    return _hinted(needs_64bit(plan.problem), config.occupancy, config.num_worker_warps)
+def get_kernel(step: Step) -> Any:
+    """The kernel with the config's hints; steps that share hints share the kernel, and so what it has compiled."""
+    return _hinted(step.kernel, step.is_64bit, step.occupancy, step.num_worker_warps)
 
 
 @functools.cache
-def _hinted(is_64bit: bool, occupancy: int | None, num_worker_warps: int | None) -> Any:
-    kernel = forward_64bit if is_64bit else forward
+def _hinted(name: str, is_64bit: bool, occupancy: int | None, num_worker_warps: int | None) -> Any:
+    if name == "forward":
+        kernel = forward_64bit if is_64bit else forward
+    else:
+        kernel = backward.make_kernel(getattr(backward, name), is_64bit)
     return kernel.replace_hints(occupancy=occupancy, num_worker_warps=num_worker_warps)
-
-
-def get_grid(plan: Plan) -> tuple[int, int, int]:
-    """As `grid_of`; a static grid is made for the current device."""
-    problem, config = plan.problem, get_config(plan)
-    grid = own_grid(problem, config, count_multiprocessors(plan))
-    if grid is None:
-        raise ValueError(f"no grid for {plan}")
-    return grid
-
-
-def count_multiprocessors(plan: Plan) -> int:
-    """Of the current device; where there is none for the plan, as `most_multiprocessors`."""
-    if not (plan.arch.is_gpu and torch.cuda.is_initialized()):
-        return most_multiprocessors(plan.arch)
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-
-
-def get_constants(plan: Plan) -> dict[str, float | int | bool]:
-    """The arguments of `forward` after the tensors, by name, in its order."""
-    problem, config, step = plan.problem, get_config(plan), STEPS[plan.variant].step
-    together = together_of(problem, config)
-    tile_d, tail_d = widths_of(problem, config)
-    return {
-        "scale": problem.scale_log2 if step.exp2 else problem.scale_log2 / LOG2_E,
-        "tile_m": config.tile_m,
-        "tile_n": config.tile_n,
-        "tile_d": tile_d,
-        "tail_d": tail_d,
-        "causal": problem.causal,
-        "masked": problem.causal or problem.seq_kv % config.tile_n != 0,
-        "heads_together": together.heads,
-        "spanning": together.spanning,
-        "grouped": problem.heads_q != problem.heads_kv,
-        "linear_grid": is_linear(problem, config, together),
-        "sign": problem.scale_sign,
-        "k_latency": config.k_latency or 0,
-        "v_latency": config.v_latency or 0,
-        "tma": 0 not in (*problem.strides_q, *problem.strides_k, *problem.strides_v),  # it wants positive strides
-        "exp2": step.exp2,
-        "flush_to_zero": step.flush_to_zero,
-        "scale_after_max": step.scale_after_max,
-        "k_transposed": step.k_transposed,
-        "approximate_division": step.approximate_division,
-        "ln_base": step.ln_base,
-        "lazy_max": config.lazy_max,
-        "headroom": HEADROOM[problem.dtype],
-        "diagonal_first": begins_at_diagonal(problem, config),
-        "pipeline": PIPELINES.index(config.pipeline),
-        "static_grid": config.scheduler == "static",
-        "exp2_fma_sixteenths": config.exp2_fma_sixteenths,
-        "q_in_registers": config.q_in_registers,
-    }
 
 
 def compile_limit() -> AbstractContextManager[None]:
@@ -152,21 +74,123 @@ def compile_limit() -> AbstractContextManager[None]:
     return limit
 
 
-def run_on_gpu() -> Callable[[tuple[int, int, int], Any, tuple[Any, ...]], None]:
-    """`ct.launch` on the current stream, which compiles the first time: within the limit of compilation.
+# ---------------------------------------------------------------- by the driver
 
-    What cuTile specialises on is fixed by the plan, so no later launch compiles.
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Code:
+    """A kernel, loaded for every device, and what its cubin says of it."""
+
+    function: int
+    entry: abi.Entry
+    tile_ir: str
+    host: str | None
+
+
+_known: dict[tuple[object, ...], _Code] = {}
+_warned: set[str] = set()
+
+
+def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if _is_static(plan) else None
+    steps = steps_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors)
+    try:
+        kernels = [_load_step(plan, step, device) for step in steps]
+    except ValueError as error:
+        _warn_once(error)
+        return through_cutile(plan, multiprocessors)
+    if any(kernel is None for kernel in kernels):
+        return through_cutile(plan, multiprocessors)
+    return DriverLauncher([kernel for kernel in kernels if kernel is not None], device, _workspace(plan, device))
+
+
+def _is_static(plan: Plan) -> bool:
+    """Whether a grid is made for the device."""
+    return getattr(plan.config, "scheduler", None) == "static"
+
+
+def _workspace(plan: Plan, device: int) -> Workspace | None:
+    known, names = layouts(plan.problem), area_names(plan)
+    areas, size = pack_areas({name: known[name].size_bytes for name in names})
+    return Workspace(lend=fresh_memory(device, size), areas=areas) if names else None
+
+
+def _load_step(plan: Plan, step: Step, device: int) -> LoadedKernel | None:
+    """A step, compiled now unless its code is known; None where its host code is another machine's.
+
+    ValueError for a cubin that says less, or something else, than those of the releases that are known.
     """
-    is_compiled = False
+    from multiattn.cutile.compile import get_signature, make_cubin  # which compile what is here
+    from multiattn.cutile.export import bind_proven, tile_ir
 
-    def run(grid: tuple[int, int, int], kernel: Any, args: tuple[Any, ...]) -> None:
-        nonlocal is_compiled
-        stream = torch.cuda.current_stream()
-        if is_compiled:
-            ct.launch(stream, grid, kernel, args)
-            return
-        with compile_limit():
-            ct.launch(stream, grid, kernel, args)
-        is_compiled = True
+    signature = get_signature(plan, step)
+    kernel = get_kernel(step)
+    key = (kernel, plan.arch.name, repr(signature))  # Plans of many lengths share code
+    if key not in _known:
+        cubin = make_cubin(kernel, signature, plan.arch)
+        _known[key] = _Code(
+            entry=abi.read_entry(cubin, signature.symbol),
+            tile_ir=tile_ir(cubin),
+            host=abi.host_of(cubin),
+            function=driver.load_kernel(cubin, signature.symbol, device),
+        )
+    code = _known[key]
+    if code.host not in (None, platform.machine()):
+        return None
+    return LoadedKernel(function=code.function, binding=bind_proven(plan, step, signature, code.tile_ir, code.entry))
 
-    return run
+
+def _warn_once(error: ValueError) -> None:
+    release: Any = ct.__version__
+    if release not in _warned:
+        _warned.add(release)
+        warnings.warn(
+            f"cuda-tile {release} compiles kernels to what multiattn does not know ({error}); ct.launch is used, which "
+            "costs the host more",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+# ---------------------------------------------------------------- by cuTile, or its interpreter
+
+
+class Through:
+    """Launches each step with tensors, as cuTile and the interpreter take them."""
+
+    def __init__(self, plan: Plan, *, run: Any, multiprocessors: int | None = None) -> None:
+        """`run` launches a step, given all its arguments."""
+        both = (False, True) if plan.direction == "backward" else (False,)
+        self._steps = {
+            has_dlse: steps_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors) for has_dlse in both
+        }
+        self._layouts: Mapping[str, Layout] = layouts(plan.problem)
+        self._areas = area_names(plan)
+        self._run = run
+
+    def __call__(self, operands: Operands) -> None:
+        """Launch, or run to the end."""
+        given = {name: tensor for name, tensor in operands._asdict().items() if tensor is not None}
+        tensors = {name: _with_strides(tensor, self._layouts[name].strides) for name, tensor in given.items()}
+        for name in self._areas:
+            tensors[name] = torch.empty(self._layouts[name].shape, dtype=torch.float32, device=operands.q.device)
+        for step in self._steps[operands.dlse is not None]:
+            self._run(step, (*(tensors[name] for name in step.arrays.values()), *step.numbers))
+
+
+def _with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """CuTile also reads the strides of one-element dimensions, which PyTorch leaves arbitrary."""
+    return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
+
+
+def through_cutile(plan: Plan, multiprocessors: int | None = None) -> Launcher:
+    """A launcher by `ct.launch`, whose first launch of each step compiles: cuTile specialises on the tensors."""
+    compiled: set[tuple[str, bool]] = set()
+
+    def run(step: Step, arguments: tuple[Any, ...]) -> None:
+        code = (step.kernel, "dlse" in step.arrays.values())
+        with nullcontext() if code in compiled else compile_limit():
+            ct.launch(torch.cuda.current_stream(), step.grid, get_kernel(step), arguments)
+        compiled.add(code)
+
+    return Through(plan, run=run, multiprocessors=multiprocessors)

@@ -14,7 +14,7 @@ from multiattn import backend as registry
 from multiattn.arch import Arch, detect
 from multiattn.backend import DIRECTIONS, Plan, make_plan
 from multiattn.config import Config
-from multiattn.problem import Problem
+from multiattn.problem import Operands, Problem
 from multiattn.support import Unsupported
 
 WARM_UPS = 3
@@ -110,15 +110,15 @@ def launcher(plan: Plan, device: torch.device) -> Callable[[], None]:
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if plan.direction == "forward":
         forward = backend.forward.prepare(plan)
-        return lambda: forward(q, k, v, out, lse)
+        return lambda: forward(Operands(q, k, v, out, lse))
     before = make_plan(backend, problem, plan.arch, probe=False)  # backward needs its results
-    backend.forward.prepare(before)(q, k, v, out, lse)
+    backend.forward.prepare(before)(Operands(q, k, v, out, lse))
     dout = out.new_empty_strided(out.shape, out.stride()).normal_()
     dq = q.new_empty_strided(q.shape, (*problem.strides_dq, 1))
     dk = k.new_empty_strided(k.shape, (*problem.strides_dk, 1))
     dv = v.new_empty_strided(v.shape, (*problem.strides_dv, 1))
     backward = backend.backward.prepare(plan)
-    return lambda: backward(q, k, v, out, lse, dout, None, dq, dk, dv)
+    return lambda: backward(Operands(q, k, v, out, lse, dout, None, dq, dk, dv))
 
 
 if __name__ == "__main__":

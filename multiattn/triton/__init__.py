@@ -10,7 +10,7 @@ from dataclasses import asdict
 import torch
 
 from multiattn.arch import ARCHS, GPU_ARCHS, Arch
-from multiattn.backend import Backend, BackwardLauncher, Compiled, Exported, Launcher, Op, Plan, Variant
+from multiattn.backend import Backend, Compiled, Exported, Launcher, Op, Plan, Variant
 from multiattn.config import Config, Rule
 from multiattn.problem import VECTOR_BYTES, Problem
 from multiattn.support import Capability, Reason
@@ -27,17 +27,7 @@ OLDEST, NEWEST = (3, 6), (3, 9)
 
 
 def _prepare(plan: Plan) -> Launcher:
-    if plan.variant == gluon.VARIANT:
-        from multiattn.triton.gluon.launch import prepare as prepare_gluon
-
-        return prepare_gluon(plan)
     from multiattn.triton.launch import prepare
-
-    return prepare(plan)
-
-
-def _prepare_backward(plan: Plan) -> BackwardLauncher:
-    from multiattn.triton.backward_launch import prepare
 
     return prepare(plan)
 
@@ -164,7 +154,7 @@ BACKEND = Backend(
             _backward_variant(backward_configs.POINTER_TWO_PASS_RULES, one_pass=False, descriptor=False),
             _backward_variant(backward_configs.POINTER_ONE_PASS_RULES, one_pass=True, descriptor=False),
         ),
-        prepare=_prepare_backward,
+        prepare=_prepare,
         compile=_compile,
         export=_export,
         candidates=backward_configs.candidates,

@@ -1,8 +1,8 @@
-"""What a launch of an emitted forward kernel hands to the driver, by Triton's calling convention. Pure Python.
+"""The launch of an emitted forward kernel by the driver, by Triton's calling convention. Pure Python: no Triton.
 
 Arguments in order, without the constants; a pointer is an address; a tensor descriptor is a CUtensorMap by value, its
 extents in 32 bit, its strides in 64 bit; after the kernel's own come two pointers to scratch memory, which is not used.
-An integer that is 1 is a constant, one that is a multiple of 16 is known to be one, but for the two lengths.
+An integer that is 1 is a constant, one that is a multiple of 16 is known to be one, where the kernel specialises on it.
 """
 
 from __future__ import annotations
@@ -11,19 +11,24 @@ from collections.abc import Mapping
 
 from multiattn import abi
 from multiattn.backend import Plan
-from multiattn.problem import LOG2_E, Problem, Strides
-from multiattn.triton.configs import ELEMENT_BYTES, TritonConfig, grid_programs
 from multiattn.triton.gluon.configs import VARIANT as GLUON
-from multiattn.triton.steps import STEPS
-
-OUT_VECTOR = 8
-"""As `multiattn.triton.tiles` has it."""
+from multiattn.triton.table import (
+    FLAGS,
+    Assumed,
+    Constant,
+    Descriptor,
+    Float,
+    Integer,
+    Row,
+    Table,
+    Tensor,
+    assumed_of,
+    tables_of,
+)
 
 ONE, WHOLE = "the constant 1", " multiple of 16"
-SCRATCH = 2
-"""Null pointers behind a kernel's own arguments: global and profile scratch."""
-_WIDE_FROM = 1 << 31
-_UNSPECIALISED = ("seq_q", "seq_kv")
+SCRATCH = (abi.Pointer(tensor=None),) * 2
+"""Behind a kernel's own arguments: global and profile scratch."""
 
 
 def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None) -> abi.Binding:
@@ -34,84 +39,76 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
         image: of the kernel: what its compiler said.
         emitted: what the kernel's code is specialised on; None while it is being emitted.
     """
-    emitted = emitted or {}
-    if plan.variant == GLUON:
-        from multiattn.triton.gluon.bind import bind as bind_gluon  # which takes much of this module
+    constants, table = settle(plan, emitted or {})
+    described_rows = sum(isinstance(row, Descriptor) for row in table.rows.values())
+    if len(image.boxes) != described_rows:
+        raise ValueError(f"boxes: got {len(image.boxes)}; allowed {described_rows}, one for each descriptor")
+    boxes = iter(image.boxes)
+    arguments: list[abi.Argument] = []
+    for name, row in table.rows.items():
+        if isinstance(row, Integer):
+            arguments += _integer(constants, emitted or {}, name, row)
+        elif isinstance(row, Descriptor):
+            arguments += described(row, next(boxes))
+        elif not isinstance(row, Constant):
+            arguments.append(simple(row))
+    return abi.Binding(
+        arguments=(*arguments, *SCRATCH),
+        grid=(table.grid, 1, 1),
+        image=image,
+        constants=constants,
+        workspace_bytes=plan.workspace_bytes,
+    )
 
-        return bind_gluon(plan, image, emitted)
-    problem, config, step = plan.problem, plan.config, STEPS[plan.variant].step
-    assert isinstance(config, TritonConfig)
+
+def settle(plan: Plan, emitted: Mapping[str, str]) -> tuple[dict[str, str], Table]:
+    """The constants of the whole kernel, and its table as code that has those takes it."""
+    problem, own = plan.problem, assumed_of(plan)
     constants: dict[str, str] = {}
     abi.exactly(constants, dtype=problem.dtype, head_dim=problem.head_dim, causal=problem.causal)
     abi.exactly(constants, scale_sign=problem.scale_sign)
-    alignment = abi.multiple(constants, emitted, "alignment", problem.alignment, problem.alignment)
-    row = max(problem.strides_q[2], problem.strides_k[2], problem.strides_v[2], problem.strides_out[2])
-    abi.flag(constants, emitted, "wide", row * max(config.tile_m, config.tile_n) >= _WIDE_FROM)
-    arguments: list[abi.Argument] = [abi.Pointer(tensor="q")]
-    if step.descriptor:
-        for name, strides, box in zip(("k", "v"), (problem.strides_k, problem.strides_v), image.boxes, strict=True):
-            arguments += describe(problem, name, strides, box)
-    else:
-        arguments += [abi.Pointer(tensor="k"), abi.Pointer(tensor="v")]
-    arguments += [abi.Pointer(tensor="out"), abi.Pointer(tensor="lse")]
-    scale = problem.scale_log2 if step.exp2 else problem.scale_log2 / LOG2_E
-    arguments.append(abi.Number(kind="f32", value=scale))
-    for name, value in _integers(problem, alignment // ELEMENT_BYTES, with_kv=not step.descriptor).items():
-        arguments += integer(constants, emitted, name, value, specialised=name not in _UNSPECIALISED)
-    arguments += [abi.Pointer(tensor=None)] * SCRATCH
-    grid = (grid_programs(problem, config), 1, 1)
-    return abi.Binding(arguments=tuple(arguments), grid=grid, image=image, constants=constants)
+    alignment = abi.multiple(constants, emitted, "alignment", own.alignment, own.alignment)
+    flag = abi.flag(constants, emitted, FLAGS[plan.variant == GLUON], own.flag)
+    (table,) = tables_of(plan, assumed=Assumed(alignment=alignment, flag=flag))
+    return constants, table
 
 
-def describe(problem: Problem, name: str, strides: Strides, box: abi.Box) -> list[abi.Argument]:
-    """A tensor descriptor of q or out ``[B, Hq, Sq, D]``, or of k or v ``[B, Hkv, Skv, D]``."""
-    heads, seq = (problem.heads_kv, problem.seq_kv) if name in "kv" else (problem.heads_q, problem.seq_q)
-    shape = (problem.batch, heads, seq, problem.head_dim)
-    in_bytes = tuple(stride * ELEMENT_BYTES for stride in strides)
-    return [
-        abi.TensorMap(tensor=name, shape=shape, strides=in_bytes, box=box),
+def simple(row: Row) -> abi.Argument:
+    """A row that is one argument whatever its value."""
+    if isinstance(row, Tensor):
+        return abi.Pointer(tensor=row.of)
+    assert isinstance(row, Float)
+    return abi.Number(kind="f32", value=row.value)
+
+
+def described(row: Descriptor, box: abi.Box) -> tuple[abi.Argument, ...]:
+    """A tensor descriptor, with the box that the compiler chose."""
+    shape, strides = row.layout.shape, row.layout.strides
+    in_bytes = tuple(stride * row.layout.dtype.itemsize for stride in strides[:-1])
+    return (
+        abi.TensorMap(tensor=row.of, shape=shape, strides=in_bytes, box=box),
         *(abi.Number(kind="i32", value=extent) for extent in shape),
-        *(abi.Number(kind="i64", value=stride) for stride in (*strides, 1)),
-    ]
+        *(abi.Number(kind="i64", value=stride) for stride in strides),
+    )
 
 
-def _integers(problem: Problem, vector: int, *, with_kv: bool) -> dict[str, int]:
-    """The integers of the kernel that are no constants by themselves, in its order; strides of tensors in units."""
-    sizes = {
-        "seq_q": problem.seq_q,
-        "seq_kv": problem.seq_kv,
-        "heads_q": problem.heads_q,
-        "group": problem.group,
-        "batch_heads": problem.batch * problem.heads_q,
-    }
-    units = [("q", problem.strides_q, vector)]
-    if with_kv:
-        units += [("k", problem.strides_k, vector), ("v", problem.strides_v, vector)]
-    units.append(("out", problem.strides_out, OUT_VECTOR))
-    for name, strides, unit in units:
-        for dim, stride in zip(("batch", "head", "row"), strides, strict=True):
-            sizes[f"{name}_{dim}"] = stride // unit
-    return sizes
-
-
-def integer(
-    constants: dict[str, str], emitted: Mapping[str, str], name: str, value: int, *, specialised: bool
-) -> list[abi.Argument]:
-    """An integer as the kernel takes it, not at all where it is a constant; `specialised`: if its value may matter."""
-    known = abi.settle(constants, emitted, name, _known_of(value, specialised), lambda there: _accepts(there, value))
+def _integer(constants: dict[str, str], emitted: Mapping[str, str], name: str, row: Integer) -> list[abi.Argument]:
+    """An integer as the kernel takes it, not at all where it is a constant."""
+    value = row.value
+    known = abi.settle(constants, emitted, name, _known_of(row), lambda there: _accepts(there, value))
     if known == ONE:
         return []
     return [abi.Number(kind="i64" if known.startswith("i64") else "i32", value=value)]
 
 
-def _known_of(value: int, specialised: bool) -> str:
+def _known_of(row: Integer) -> str:
     """What Triton's JIT makes of an integer: its width and, if it may, `ONE` or whether it is a multiple of 16."""
-    width = "i32" if abi.INT32_MIN <= value <= abi.INT32_MAX else "i64"
-    if not specialised:
+    width = "i32" if abi.INT32_MIN <= row.value <= abi.INT32_MAX else "i64"
+    if not row.specialised:
         return width
-    if value == 1:
+    if row.value == 1:
         return ONE
-    return width + WHOLE if value % 16 == 0 else width
+    return width + WHOLE if row.value % 16 == 0 else width
 
 
 def _accepts(there: str, value: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, TypeAlias
+from typing import Any
 
 import triton
 from triton import knobs
@@ -16,13 +16,7 @@ from multiattn.arch import Arch
 from multiattn.backend import Compiled, Plan
 from multiattn.toolchain import resource_usage
 from multiattn.triton import interpreter
-from multiattn.triton.backward_launch import KernelCall, launch_of
-from multiattn.triton.gluon.configs import VARIANT as GLUON
-from multiattn.triton.gluon.launch import GluonCall
-from multiattn.triton.launch import Call
-
-AnyCall: TypeAlias = Call | GluonCall | KernelCall
-"""A kernel, what Triton's compiler is told, and stand-ins for its arguments."""
+from multiattn.triton.launch import Call, calls_of
 
 
 def compile_plan(plan: Plan) -> tuple[Compiled, ...]:
@@ -34,14 +28,7 @@ def compile_plan(plan: Plan) -> tuple[Compiled, ...]:
     return tuple(_compile(call, plan.arch) for call in calls_of(plan))
 
 
-def calls_of(plan: Plan) -> tuple[AnyCall, ...]:
-    """The kernels that a launch of `plan` runs, in order."""
-    if plan.direction == "backward":
-        return launch_of(plan).calls
-    return (GluonCall(plan) if plan.variant == GLUON else Call(plan),)
-
-
-def _compile(call: AnyCall, arch: Arch) -> Compiled:
+def _compile(call: Call, arch: Arch) -> Compiled:
     start = time.perf_counter()
     kernel = specialise(call, arch)
     seconds = time.perf_counter() - start
@@ -58,7 +45,7 @@ def _compile(call: AnyCall, arch: Arch) -> Compiled:
     )
 
 
-def specialise(call: AnyCall, arch: Arch) -> Any:
+def specialise(call: Call, arch: Arch) -> Any:
     """The CompiledKernel of `call` for `arch`, compiled afresh.
 
     These are the steps of `JITFunction.run`, which would take the target from the process-wide active driver.

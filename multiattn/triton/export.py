@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from multiattn import abi
 from multiattn.backend import Exported, Plan
-from multiattn.triton.backward_launch import KernelCall
 from multiattn.triton.bind import bind
-from multiattn.triton.compile import AnyCall, calls_of, specialise
+from multiattn.triton.compile import specialise
+from multiattn.triton.launch import Call, calls_of
 from multiattn.triton.signature import image_of, prove
 
 KINDS = ("ttir", "ttgir", "llir", "ptx")
@@ -27,14 +27,14 @@ def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
     return tuple(_export(call, plan, kinds) for call in calls_of(plan))
 
 
-def _export(call: AnyCall, plan: Plan, kinds: Sequence[str]) -> Exported:
+def _export(call: Call, plan: Plan, kinds: Sequence[str]) -> Exported:
     begin = time.perf_counter()
     kernel = specialise(call, plan.arch)
     seconds = time.perf_counter() - begin
     cubin, name = kernel.asm["cubin"], kernel.metadata.name
     threads = 32 * kernel.metadata.num_warps  # all, those that the compiler adds to specialise warps included
     binding = None
-    if not isinstance(call, KernelCall):
+    if plan.direction == "forward":
         binding = bind(plan, image_of(kernel.metadata))
         prove(binding, call, kernel)
         abi.check(binding, abi.read_entry(cubin, name))

@@ -1,10 +1,10 @@
-"""From a Plan to the arguments of the kernel, and to a launcher: compiled on a GPU, interpreted on CPU tensors."""
+"""From a Plan of either direction to a launcher: compiled on a GPU, interpreted on CPU tensors."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,15 +14,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from multiattn import abi
 from multiattn.backend import Launcher, Plan
-from multiattn.driver_launch import DriverLauncher, Lender
-from multiattn.problem import LOG2_E, VECTOR_BYTES, Problem, Strides
-from multiattn.triton import forward, interpreter, signature
-from multiattn.triton.configs import ELEMENT_BYTES, TritonConfig, grid_programs, head_pad
-from multiattn.triton.steps import STEPS
-from multiattn.triton.tiles import OUT_VECTOR
+from multiattn.counters import counter_lender
+from multiattn.problem import VECTOR_BYTES, Operands
+from multiattn.run import compat
+from multiattn.run.arguments import layouts, pack_areas
+from multiattn.run.launch import ByPresence, DriverLauncher, LoadedKernel, Workspace, fresh_memory
+from multiattn.triton import backward, forward, interpreter, signature
+from multiattn.triton.gluon.configs import VARIANT as GLUON
+from multiattn.triton.table import Constant, Descriptor, Row, Table, Tensor, area_names, tables_of
 
-INT32 = 1 << 31
-"""Offsets from here on need 64 bits."""
+_GIVEN = ("q", "k", "v")
+"""Tensors of the caller's, which may be less aligned than our own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,128 +40,88 @@ class MemoryStub:
 
 
 class Call:
-    """What one Plan asks of the kernel: the grid, the compiler's options, and the arguments beside the tensors."""
+    """A kernel of a launch with its table."""
 
-    def __init__(self, plan: Plan) -> None:
-        config = plan.config
-        assert isinstance(config, TritonConfig)
-        problem = plan.problem
-        self.problem = problem
-        self.step = STEPS[plan.variant].step
-        self.grid = grid_programs(problem, config)
-        self.kernel = forward.attention_forward
-        self.options = compiler_options(config)
-        self._of_k = descriptor_fields(problem, problem.strides_k, config)
-        self._of_v = descriptor_fields(problem, problem.strides_v, config)
-        self._rest = self._arguments(config)
+    def __init__(self, plan: Plan, table: Table) -> None:
+        """ValueError for a table that is not the kernel's."""
+        self._describe: Any = describe
+        if plan.direction == "backward":
+            self.kernel: Any = getattr(backward, table.kernel)
+        elif plan.variant == GLUON:
+            from multiattn.triton.gluon import call as gluon  # which takes Gluon
 
-    def arguments(self, q: Any, k: Any, v: Any, out: Any, lse: Any) -> tuple[Any, ...]:
-        """Every argument of `forward.attention_forward`, in order."""
-        if self.step.descriptor:
-            k, v = describe(k, self._of_k), describe(v, self._of_v)
-        return (q, k, v, out, lse, *self._rest)
+            self.kernel = gluon.kernel
+            self._describe = gluon.describe
+            table = replace(table, rows={**table.rows, "C": Constant(value=gluon.shape_of(plan))})
+        else:
+            self.kernel = getattr(forward, table.kernel)
+        if tuple(self.kernel.arg_names) != tuple(table.rows):
+            raise ValueError(f"{table.kernel}: got rows {list(table.rows)}; allowed {self.kernel.arg_names}")
+        self.table = table
+        self.grid, self.options = table.grid, dict(table.options)
+        self._problem = plan.problem
+
+    def given(self, tensors: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Every argument of the kernel; `tensors` has operands and areas of workspace by name."""
+        return tuple(self._value(row, tensors) for row in self.table.rows.values())
 
     def stubs(self) -> tuple[Any, ...]:
-        """The same arguments with stand-ins for the tensors: what the kernel is specialised on."""
-        dtype = self.problem.torch_dtype
-        given = MemoryStub(dtype=dtype, address=self.problem.alignment)
-        return self.arguments(given, given, given, MemoryStub(dtype=dtype), MemoryStub(dtype=torch.float32))
+        """The same with stand-ins for the tensors: what the kernel is specialised on."""
+        known = {name: MemoryStub(dtype=layout.dtype) for name, layout in layouts(self._problem).items()}
+        dtype, alignment = self._problem.torch_dtype, self._problem.alignment
+        known |= dict.fromkeys(_GIVEN, MemoryStub(dtype=dtype, address=alignment))
+        return self.given({**known, abi.WORKSPACE: MemoryStub(dtype=torch.int32)})
 
-    def specialised_on(self, constants: Mapping[str, str]) -> tuple[set[str], dict[str, Any]]:
-        """What a Binding's constants tell of the kernel: pointers to multiples of 16 bytes, and values by name."""
-        alignment = abi.divisor(constants["alignment"])
-        aligned = {"q"} if self.step.descriptor else {"q", "k", "v"}
-        values = {
-            "CAUSAL": constants["causal"] == "True",
-            "SCALE_SIGN": int(constants["scale_sign"]),
-            "HEAD_DIM": int(constants["head_dim"]),
-            "VECTOR": alignment // self.problem.torch_dtype.itemsize,
-            "WIDE": constants["wide"] == "True",
-        }
-        return {"out", "lse"} | (aligned if alignment == VECTOR_BYTES else set()), values
-
-    def _arguments(self, config: TritonConfig) -> tuple[Any, ...]:
-        problem = self.problem
-        vector = problem.alignment // ELEMENT_BYTES
-        strides_kv: tuple[int | None, ...] = (None,) * 6  # the descriptors have them
-        if not self.step.descriptor:
-            strides_kv = in_units((*problem.strides_k, *problem.strides_v), vector)
-        row = max(problem.strides_q[2], problem.strides_k[2], problem.strides_v[2], problem.strides_out[2])
-        return (
-            problem.scale_log2 if self.step.exp2 else problem.scale_log2 / LOG2_E,
-            problem.seq_q,
-            problem.seq_kv,
-            problem.heads_q,
-            problem.group,
-            problem.batch * problem.heads_q,
-            *in_units(problem.strides_q, vector),
-            *strides_kv,
-            *in_units(problem.strides_out, OUT_VECTOR.value),
-            problem.causal,
-            problem.scale_sign,
-            self.step,
-            problem.head_dim,
-            head_pad(problem.head_dim),
-            config.tile_m,
-            config.tile_n,
-            config.num_stages,
-            config.heads_together,
-            vector,
-            row * max(config.tile_m, config.tile_n) >= INT32,
-        )
+    def _value(self, row: Row, tensors: Mapping[str, Any]) -> Any:
+        if isinstance(row, Tensor):
+            return tensors[row.of]
+        return self._describe(row, tensors[row.of]) if isinstance(row, Descriptor) else row.value
 
 
-def compiler_options(config: TritonConfig) -> dict[str, Any]:
-    """What Triton's compiler is told beside the constexprs."""
-    # Without fusion a score costs a multiply and an add; the default of this option changes in Triton 3.10.
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
-    if config.registers is not None:
-        options["maxnreg"] = config.registers
-    return options
+def calls_of(plan: Plan, *, has_dlse: bool = False, multiprocessors: int | None = None) -> tuple[Call, ...]:
+    """The kernels that a launch of `plan` runs, in order."""
+    return tuple(Call(plan, table) for table in tables_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors))
+
+
+def describe(row: Descriptor, tensor: Any) -> TensorDescriptor:
+    """A TensorDescriptor without its constructor, whose checks are done (they are the variant's capability)."""
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.__dict__.update(
+        base=tensor,
+        shape=list(row.layout.shape),
+        strides=list(row.layout.strides),
+        block_shape=[1, 1, row.rows, row.columns],
+        padding="zero",
+        round_f32_to_tf32=False,
+    )
+    return descriptor
 
 
 def prepare(plan: Plan) -> Launcher:
     """The launcher of a Plan: compiled for the current device, or interpreted when the Plan is for the CPU."""
-    call = Call(plan)
     if not plan.arch.is_gpu:
-        return _Interpreted(call)
-    with interpreter.exclusive_language:
-        kernel = call.kernel.warmup(*call.stubs(), grid=(call.grid,), **call.options)
-    return launcher_of(kernel, call.grid, call.arguments)
+        return _interpreter_of(plan)
+    device = torch.cuda.current_device()
+    if plan.direction == "backward":
+        return ByPresence(lambda has_dlse: _prepare(plan, device, has_dlse=has_dlse))
+    return _prepare(plan, device)
 
 
-class _Interpreted:
-    def __init__(self, call: Call) -> None:
-        self._call = call
+def _interpreter_of(plan: Plan) -> Launcher:
+    calls = {has_dlse: calls_of(plan, has_dlse=has_dlse) for has_dlse in (False, True)}
+    areas = area_names(tables_of(plan))
+    known = layouts(plan.problem)
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        interpreter.run(self._call.kernel, self._call.grid, *self._call.arguments(q, k, v, out, lse))
+    def interpret(operands: Operands) -> None:
+        tensors = operands._asdict()
+        tensors |= {name: torch.empty(known[name].shape, dtype=known[name].dtype) for name in areas}
+        for call in calls[operands.dlse is not None]:
+            interpreter.run(call.kernel, call.grid, *call.given(tensors))
+
+    return interpret
 
 
 # ---------------------------------------------------------------- compiled kernels
-
-
-def launcher_of(
-    kernel: Any, blocks: int, arguments: Callable[..., tuple[Any, ...]], lenders: Mapping[str, Lender] | None = None
-) -> Launcher:
-    """The launcher of a CompiledKernel on the current device: by the driver itself, or by Triton's own code.
-
-    Both launch the same code with the same arguments. The first costs the host half as much, or less. Triton's own is
-    for a kernel that needs more than arguments (`signature.why_not`), for one that takes more shared memory than usual
-    (`USUAL_SMEM_BYTES`), while somebody listens to Triton's launches (`knobs.runtime.launch_enter_hook`, as its
-    profiler does), and for a release of Triton that compiles to another signature than is known here, of which a
-    RuntimeWarning tells, once.
-
-    Args:
-        kernel: the CompiledKernel.
-        blocks: of its grid.
-        arguments: every argument of the kernel's function, of q, k, v, out, lse and what `lenders` lend.
-        lenders: of memory that every launch brings beside the tensors, by name, in the order of `arguments`.
-    """
-    lenders = lenders or {}
-    run = kernel[(blocks, 1, 1)]  # this loads it
-    return _by_driver(kernel, blocks, arguments, lenders) or _ThroughTriton(run, arguments, lenders)
-
 
 USUAL_SMEM_BYTES = 228 * 1024
 """Of a block: for more Triton 3.9 asks the driver for another mode of shared memory."""
@@ -167,24 +129,50 @@ USUAL_SMEM_BYTES = 228 * 1024
 _warned: set[str] = set()
 
 
-def _by_driver(
-    kernel: Any, blocks: int, arguments: Callable[..., tuple[Any, ...]], lenders: Mapping[str, Lender]
-) -> DriverLauncher | None:
-    """The launcher past Triton's, or None. What is handed over is what Triton's signature and the cubin say."""
-    stubs = {name: object() for name in (*abi.TENSORS, *lenders)}
-    names = {id(stub): name for name, stub in stubs.items()}
+def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
+    """By the driver itself, or by Triton's own code.
+
+    Both launch the same code with the same arguments. The first costs the host half as much, or less. Triton's own is
+    for a launch with a kernel that needs more than arguments (`signature.why_not`) or takes more shared memory than
+    usual (`USUAL_SMEM_BYTES`), while somebody listens to Triton's launches (`knobs.runtime.launch_enter_hook`, as its
+    profiler does), and for a release of Triton that compiles to another signature than is known here, of which a
+    RuntimeWarning tells, once.
+    """
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if plan.variant == GLUON else None
+    calls = calls_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors)
+    with interpreter.exclusive_language:
+        compiled = [call.kernel.warmup(*call.stubs(), grid=(call.grid,), **call.options) for call in calls]
+    runs = [kernel[(call.grid, 1, 1)] for kernel, call in zip(compiled, calls, strict=True)]  # this loads them
+    workspace = _workspace(plan, device)
+    kernels = _for_driver(compiled, calls)
+    if kernels is None:
+        return _ThroughTriton(runs, calls, device, workspace)
+    return DriverLauncher(kernels, device, workspace)
+
+
+def _workspace(plan: Plan, device: int) -> Workspace | None:
+    names = area_names(tables_of(plan))
+    if not names:
+        return None
+    if names == (abi.WORKSPACE,):
+        return Workspace(lend=counter_lender(device, plan.workspace_bytes))
+    known = layouts(plan.problem)
+    areas, size = pack_areas({name: known[name].size_bytes for name in names})
+    return Workspace(lend=fresh_memory(device, size), areas=areas)
+
+
+def _for_driver(compiled: Sequence[Any], calls: Sequence[Call]) -> list[LoadedKernel] | None:
+    """The kernels of a launch past Triton's, or None: what is handed over is what Triton and the cubin say."""
+    kernels = []
     try:
-        metadata = kernel.metadata
-        if signature.why_not(metadata, overlap=True) or metadata.shared > USUAL_SMEM_BYTES or _is_watched():
-            return None
-        binding = abi.Binding(
-            arguments=signature.arguments_of(kernel, arguments(*stubs.values()), names),
-            grid=(blocks, 1, 1),
-            image=signature.image_of(metadata),
-            constants={},
-        )
-        abi.check(binding, abi.read_entry(kernel.asm["cubin"], metadata.name))
-        function, overlaps = int(kernel.function), bool(metadata.launch_pdl)
+        for kernel, call in zip(compiled, calls, strict=True):
+            metadata = kernel.metadata
+            if signature.why_not(metadata) or metadata.shared > USUAL_SMEM_BYTES or _is_watched():
+                return None
+            binding, function = signature.binding_of(kernel, call), int(kernel.function)
+            kernels.append(
+                LoadedKernel(function=function, binding=binding, overlaps=bool(metadata.launch_pdl), keeps=kernel)
+            )
     except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:  # private to Triton, all of it
         if triton.__version__ not in _warned:
             _warned.add(triton.__version__)
@@ -195,8 +183,7 @@ def _by_driver(
                 stacklevel=2,
             )
         return None
-    device = torch.cuda.current_device()
-    return DriverLauncher(function, binding, device, overlaps=overlaps, lenders=lenders, keeps=kernel)
+    return kernels
 
 
 def _is_watched() -> bool:
@@ -206,49 +193,24 @@ def _is_watched() -> bool:
 
 
 class _ThroughTriton:
-    """Launches a compiled kernel by Triton, but past its JIT, which looks for arguments that ask for other code.
+    """Launches compiled kernels by Triton, but past its JIT, which looks for arguments that ask for other code.
 
-    All that it looks at is fixed by the Problem, and out and lse are aligned. The stream is named, not left to Triton
-    to ask the driver for.
+    All that it looks at is fixed by the Problem, and our own tensors are aligned. The stream is named, not left to
+    Triton to ask the driver for.
     """
 
-    def __init__(self, run: Any, arguments: Callable[..., tuple[Any, ...]], lenders: Mapping[str, Lender]) -> None:
-        self._run, self._arguments = run, arguments
-        self._lenders = tuple(lenders.values())
-        self._device = torch.cuda.current_device()
+    def __init__(self, runs: Sequence[Any], calls: Sequence[Call], device: int, workspace: Workspace | None) -> None:
+        self._runs = tuple(zip(runs, calls, strict=True))
+        self._device, self._workspace = device, workspace
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        # What torch.cuda.current_stream(device).cuda_stream is, without a Stream object for each launch.
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
-        held = [lend(stream) for lend in self._lenders]
-        lent = (MemoryStub(dtype=torch.int32, address=address) for address, _ in held)
-        self._run(*self._arguments(q, k, v, out, lse, *lent), stream=stream)
-
-
-def in_units(strides: tuple[int, ...], unit: int) -> tuple[int, ...]:
-    """Strides in units of `unit` elements, which divides them all."""
-    assert all(stride % unit == 0 for stride in strides)
-    return tuple(stride // unit for stride in strides)
-
-
-def descriptor_fields(
-    problem: Problem, strides: Strides, config: TritonConfig, *, of_queries: bool = False
-) -> dict[str, Any]:
-    """The fields of the TensorDescriptor of a tensor shaped like k, or like q, but for the tensor itself."""
-    heads, seq, tile = problem.heads_kv, problem.seq_kv, config.tile_n
-    if of_queries:
-        heads, seq, tile = problem.heads_q, problem.seq_q, config.tile_m
-    return {
-        "shape": [problem.batch, heads, seq, problem.head_dim],
-        "strides": [*strides, 1],
-        "block_shape": [1, 1, tile, head_pad(problem.head_dim)],
-        "padding": "zero",
-        "round_f32_to_tf32": False,
-    }
-
-
-def describe(tensor: Any, fields: dict[str, Any]) -> TensorDescriptor:
-    """A TensorDescriptor without its constructor, whose checks are done (they are the variant's capability)."""
-    descriptor = TensorDescriptor.__new__(TensorDescriptor)
-    descriptor.__dict__.update(fields, base=tensor)
-    return descriptor
+    def __call__(self, operands: Operands) -> None:
+        stream = compat.current_stream(self._device)
+        tensors: dict[str, Any] = operands._asdict()
+        held: tuple[int, object] = (0, None)  # until the launch
+        if self._workspace is not None:
+            held = self._workspace.lend(stream)
+            for name, at in self._workspace.areas.items():
+                dtype = torch.int32 if name == abi.WORKSPACE else torch.float32
+                tensors[name] = MemoryStub(dtype=dtype, address=held[0] + at)
+        for run, call in self._runs:
+            run(*call.given(tensors), stream=stream)

@@ -1,116 +1,115 @@
-"""What Triton's launcher hands to the driver for a compiled kernel, read from the signature that Triton compiled.
+"""The arguments of a compiled kernel as Triton's own launcher hands them over, by the signature that Triton compiled.
 
-So an emitted kernel's Binding, made in `multiattn.triton.bind` without Triton, is held against Triton's own, and a
-launcher may go past Triton's.
+So a launcher may go past Triton's, and an emitted kernel's Binding, made in `multiattn.triton.bind` without Triton, is
+held against Triton's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from multiattn import abi
-from multiattn.triton.bind import ONE, WHOLE
+from multiattn.problem import VECTOR_BYTES
+from multiattn.triton.bind import ONE, SCRATCH, WHOLE, described, simple
+from multiattn.triton.table import Constant, Descriptor, Float, Integer, Row, Tensor
 
 if TYPE_CHECKING:
-    from multiattn.triton.gluon.launch import GluonCall
     from multiattn.triton.launch import Call
 
-    AnyForward: TypeAlias = Call | GluonCall
-
-_TENSOR_MAP_DTYPES = {6: 6, 10: 9}
-"""Triton's numbers of fp16 and bf16, which are the hardware's, and CUtensorMapDataType's."""
-_ITEM_BYTES = 2
-_SCRATCH = 2  # pointers behind a kernel's own arguments: global and profile scratch
+_TENSOR_MAP_DTYPES = {6: 6, 7: 7, 10: 9}
+"""Triton's numbers of fp16, fp32 and bf16, which are the hardware's, and CUtensorMapDataType's."""
 _USUAL: Mapping[str, object] = {
     "num_ctas": 1,
     "launch_cooperative_grid": False,
     "global_scratch_size": 0,
     "profile_scratch_size": 0,
 }
-"""What a launch needs no more than its arguments for."""
+"""Properties of a launch that needs no more than its arguments."""
 
 
-def why_not(metadata: Any, *, overlap: bool = False) -> str | None:
-    """What a kernel needs beyond its arguments, None if nothing. With `overlap` a launch can do what its PDL asks."""
-    usual = _USUAL if overlap else {**_USUAL, "launch_pdl": False}
-    for name, value in usual.items():
+def why_not(metadata: Any) -> str | None:
+    """A reason why a launch needs more than its arguments, None if it does not."""
+    for name, value in _USUAL.items():
         if (got := getattr(metadata, name, value)) != value:
             return f"{name}: got {got}; allowed {value}"
     return None
 
 
 def image_of(metadata: Any) -> abi.Image:
-    """What the compiler decided of a launch."""
+    """The compiler's decisions of a launch."""
     threads = 32 * metadata.num_warps  # all, those that the compiler adds to specialise warps included
     return abi.Image(threads=threads, dynamic_smem_bytes=metadata.shared, boxes=tuple(_boxes(metadata)))
 
 
 def _boxes(metadata: Any) -> Iterator[abi.Box]:
-    """What the compiler decided of each tensor descriptor."""
+    """The compiler's decisions of each tensor descriptor."""
     for each in metadata.tensordesc_meta or ():
         extents, dtype = tuple(each["block_size"]), _TENSOR_MAP_DTYPES[each["elem_type"]]
         yield abi.Box(extents=extents, swizzle=each["swizzle"], dtype=dtype)
 
 
-def arguments_of(kernel: Any, given: tuple[Any, ...], names: Mapping[int, str]) -> tuple[abi.Argument, ...]:
-    """What Triton hands over.
+def binding_of(kernel: Any, call: Call) -> abi.Binding:
+    """The Binding of a CompiledKernel by Triton's signature, held against its cubin.
 
-    Args:
-        kernel: a CompiledKernel.
-        given: what its launcher would be given: every argument of the kernel's function.
-        names: the name of each pointer among these, by its `id`; they may be objects of any kind.
+    ValueError where the two differ, or where Triton compiled a parameter to what its row is not.
     """
     boxes = _boxes(kernel.metadata)
-    found: list[abi.Argument] = []
-    for name, value in zip(kernel.src.fn.arg_names, given, strict=True):
-        found += _expand(kernel.src.signature[name], value, names, boxes)
-    return (*found, *(abi.Pointer(tensor=None),) * _SCRATCH)
+    arguments: list[abi.Argument] = []
+    for name in kernel.src.fn.arg_names:
+        arguments += _arguments(kernel.src.signature[name], name, call.table.rows[name], boxes)
+    grid = (call.table.grid, 1, 1)
+    binding = abi.Binding(arguments=(*arguments, *SCRATCH), grid=grid, image=image_of(kernel.metadata), constants={})
+    abi.check(binding, abi.read_entry(kernel.asm["cubin"], kernel.metadata.name))
+    return binding
 
 
-def _expand(kind: str, value: Any, names: Mapping[int, str], boxes: Iterator[abi.Box]) -> list[abi.Argument]:
-    """An argument as Triton's launcher hands it over, by its type in the compiled signature."""
-    if kind == "constexpr":
-        return []
-    if kind.startswith("*"):
-        return [abi.Pointer(tensor=names[id(value)])]
-    if kind.startswith("tensordesc"):
-        strides = tuple(stride * _ITEM_BYTES for stride in value.strides[:-1])
-        return [
-            abi.TensorMap(tensor=names[id(value.base)], shape=tuple(value.shape), strides=strides, box=next(boxes)),
-            *(abi.Number(kind="i32", value=extent) for extent in value.shape),
-            *(abi.Number(kind="i64", value=stride) for stride in value.strides),
-        ]
-    numbers: dict[str, abi.Kind] = {"fp32": "f32", "i32": "i32", "i64": "i64"}
-    return [abi.Number(kind=numbers[kind], value=value)]
+_KINDS: Mapping[type[Row], Mapping[str, abi.Kind]] = {Float: {"fp32": "f32"}, Integer: {"i32": "i32", "i64": "i64"}}
 
 
-def prove(binding: abi.Binding, call: AnyForward, kernel: Any) -> None:
+def _arguments(kind: str, name: str, row: Row, boxes: Iterator[abi.Box]) -> tuple[abi.Argument, ...]:
+    """A row as Triton's launcher hands it over, by its type in the compiled signature."""
+    if kind == "constexpr" and (isinstance(row, Constant) or (isinstance(row, Integer) and row.value == 1)):
+        return ()
+    if kind.startswith("*") and isinstance(row, Tensor):
+        return (simple(row),)
+    if kind.startswith("tensordesc") and isinstance(row, Descriptor):
+        return described(row, next(boxes))
+    if isinstance(row, Float | Integer) and kind in _KINDS[type(row)]:
+        return (abi.Number(kind=_KINDS[type(row)][kind], value=row.value),)
+    raise ValueError(f"{name}: got {row}; Triton has {kind}")
+
+
+def prove(binding: abi.Binding, call: Call, kernel: Any) -> None:
     """ValueError where a Binding is not what Triton's launcher would hand over for the same call."""
     metadata = kernel.metadata
-    if reason := why_not(metadata, overlap=True):  # one that may overlap need not
+    if reason := why_not(metadata):
         raise ValueError(f"{metadata.name}: {reason}, all that the loader can launch")
-    stubs = {name: object() for name in (*abi.TENSORS, *([abi.WORKSPACE] if binding.workspace_bytes else []))}
-    theirs = arguments_of(kernel, call.arguments(**stubs), {id(stub): name for name, stub in stubs.items()})
-    if theirs != binding.arguments:
-        pairs = zip(theirs, binding.arguments, strict=False)
+    theirs = binding_of(kernel, call)
+    if theirs.arguments != binding.arguments:
+        pairs = zip(theirs.arguments, binding.arguments, strict=False)
         different = next((f"got {mine}; Triton has {his}" for his, mine in pairs if his != mine), "of another number")
         raise ValueError(f"{metadata.name}: arguments: {different}")
-    if binding.grid != (call.grid, 1, 1):
-        raise ValueError(f"{metadata.name}: grid: got {binding.grid}; Triton has {call.grid}")
+    if binding.grid != theirs.grid:
+        raise ValueError(f"{metadata.name}: grid: got {binding.grid}; Triton has {theirs.grid}")
     _prove_constants(binding, call, kernel)
 
 
-def _prove_constants(binding: abi.Binding, call: AnyForward, kernel: Any) -> None:
+def _prove_constants(binding: abi.Binding, call: Call, kernel: Any) -> None:
     """ValueError where Triton knows something of an argument that the constants do not tell, or the other way round."""
-    names, constants = kernel.src.fn.arg_names, binding.constants
-    pointers, values = call.specialised_on(constants)
+    names, told, rows = kernel.src.fn.arg_names, binding.constants, call.table.rows
     whole = {names[path[0]] for path, known in kernel.src.attrs.items() if ["tt.divisibility", 16] in known}
-    told = {name for name, text in constants.items() if text.endswith(WHOLE)} | pointers
-    if whole != told:
-        raise ValueError(f"{kernel.metadata.name}: multiples of 16: got {sorted(told)}; Triton has {sorted(whole)}")
+    given = abi.divisor(told["alignment"]) == VECTOR_BYTES
+    ours = {name for name, text in told.items() if text.endswith(WHOLE)}
+    ours |= {name for name, row in rows.items() if isinstance(row, Tensor) and (given or row.of not in ("q", "k", "v"))}
+    if whole != ours:
+        raise ValueError(f"{kernel.metadata.name}: multiples of 16: got {sorted(ours)}; Triton has {sorted(whole)}")
     fixed = {names[path[0]]: value for path, value in kernel.src.constants.items()}
-    ours = {**values, **{name: 1 for name, text in constants.items() if text == ONE and name in names}}
-    for name, value in ours.items():
+    values = {name: row.value for name, row in rows.items() if isinstance(row, Constant)}
+    for name, text in told.items():
+        value = getattr(values.get("C"), name, values.get(name.upper(), text))
+        if str(value) != text:
+            raise ValueError(f"{kernel.metadata.name}: {name.upper()}: got {text}; Triton has {value}")
+    for name, value in {**values, **{name: 1 for name, text in told.items() if text == ONE and name in rows}}.items():
         if fixed.get(name) != value:
             raise ValueError(f"{kernel.metadata.name}: {name}: got {value}; Triton has {fixed.get(name)}")

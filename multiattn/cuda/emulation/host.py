@@ -9,31 +9,24 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from multiattn import cache
-from multiattn.abi import TensorMap
+from multiattn.abi import TENSOR_MAP_ALIGNMENT, WORKSPACE, TensorMap, pack
 from multiattn.backend import Plan, variant_of
-from multiattn.cuda.backward_configs import delta_bytes
 from multiattn.cuda.emulation.tensor_map import encode
-from multiattn.cuda.launches import Launch, kernels_of, launches_of, params_of, siblings_of
-from multiattn.cuda.params import (
-    BackwardParams,
-    ForwardParams,
-    aligned_wgmma_params,
-    set_backward_pointers,
-    set_map,
-    set_pointers,
-)
+from multiattn.cuda.launches import Launch, kernels_of, launches_of, siblings_of
+from multiattn.cuda.params import areas_of, struct_of
 from multiattn.cuda.source import HOST_INCLUDES, ROOT, Kernel, files_reached, translation_unit
-from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.tools import GXX, gxx_version, run_compiler
-from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.fork import hold_across_fork
+from multiattn.problem import Operands
+from multiattn.run.arguments import pack_areas
 
 RUNTIME = tuple(
     ROOT / "emulation" / name for name in ("block.cpp", "verbs.cpp", "hopper.cpp", "warpgroup.cpp", "verbs_sm90.cpp")
@@ -95,11 +88,11 @@ class _Sequence:
         self._library = load(build(kernels_of(plan) if variant_of(plan).only_named else siblings_of(plan)))
         self._launches = launches_of(plan)
 
-    def run(self, params: ctypes.Structure) -> dict[str, Counters]:
+    def run(self, params: Any) -> dict[str, Counters]:
         """Run all to their end, each with `params`; what each did, by its symbol."""
         return {launch.kernel.name: self._run(launch, params) for launch in self._launches}
 
-    def _run(self, launch: Launch, params: ctypes.Structure) -> Counters:
+    def _run(self, launch: Launch, params: Any) -> Counters:
         kernel = launch.kernel
         sizes = {"threads": kernel.threads, "smem_bytes": kernel.smem_bytes, "cluster": kernel.cluster}
         counters = run(self._library, kernel.name, params, blocks=launch.grid(MULTIPROCESSORS), **sizes)
@@ -110,82 +103,46 @@ class _Sequence:
 
 
 class CpuLauncher:
-    """The forward of a Plan on the CPU; see `multiattn.backend.Launcher`. `counters` is of the latest launch."""
+    """A Plan's kernels on the CPU; see `multiattn.backend.Launcher`. A persistent grid has `MULTIPROCESSORS` blocks."""
 
     def __init__(self, plan: Plan) -> None:
         self._sequence = _Sequence(plan)
-        self._template = bytes(params_of(plan))
+        self._plan = plan
+        self._areas: Mapping[str, int] = {}
+        self._workspace_bytes = 0
+        if plan.direction == "backward":
+            self._areas, self._workspace_bytes = pack_areas(areas_of(plan))
+        self.counter = torch.zeros(plan.workspace_bytes if plan.direction == "forward" else 0, dtype=torch.uint8)
+        """Of tiles, which every launch of a forward leaves at zero."""
         self.counters: Counters | None = None
+        """Of the latest launch of a forward."""
+        self.counters_by_kernel: dict[str, Counters] = {}
+        """Of the latest launch."""
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Run to the end; `EmulationError` for what a GPU would punish."""
-        params = ForwardParams.from_buffer_copy(self._template)
-        set_pointers(params, q, k, v, out, lse)
-        (self.counters,) = self._sequence.run(params).values()
+    def __call__(self, operands: Operands) -> None:
+        """Run to the end; `EmulationError` for what a GPU would punish. A backward's workspace starts as NaN."""
+        struct = struct_of(self._plan, has_dlse=operands.dlse is not None)
+        addresses = {name: given.data_ptr() for name, given in operands._asdict().items() if given is not None}
+        workspace = torch.full((self._workspace_bytes,), _NAN_BYTE, dtype=torch.uint8)
+        addresses |= {name: workspace.data_ptr() + at for name, at in self._areas.items()}
+        addresses[WORKSPACE] = self.counter.data_ptr()
+        self.counters_by_kernel = self._sequence.run(aligned(pack(struct, addresses, encode_map)))
+        if self._plan.direction == "forward":
+            (self.counters,) = self.counters_by_kernel.values()
 
 
-class CpuWgmmaLauncher:
-    """The forward of a Plan of the kernel for Hopper on the CPU, as `CpuLauncher`; a persistent grid has two blocks."""
-
-    def __init__(self, plan: Plan) -> None:
-        assert isinstance(plan.config, WgmmaConfig)
-        self._sequence = _Sequence(plan)
-        self._template = bytes(params_of(plan))
-        self._maps = tensor_maps(plan.problem, plan.config)
-        self._workspace_bytes = plan.workspace_bytes
-        self.counter = torch.zeros(plan.workspace_bytes, dtype=torch.uint8)
-        """Of tiles, which every launch leaves at zero."""
-        self.counters: Counters | None = None
-
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Run to the end; `EmulationError` for what a GPU would punish."""
-        params = aligned_wgmma_params(self._template)
-        set_pointers(params.forward, q, k, v, out, lse)
-        tensors = {"q": q, "k": k, "v": v, "out": out}
-        for name, tensor_map in self._maps.items():
-            set_map(params, name, encode_map(tensor_map, tensors[name].data_ptr()))
-        if self._workspace_bytes:
-            params.next_tile = self.counter.data_ptr()
-        (self.counters,) = self._sequence.run(params).values()
+def aligned(data: bytes) -> ctypes.Array[ctypes.c_ubyte]:
+    """A copy of a struct's bytes at an address that its alignment in C++ wants."""
+    memory = (ctypes.c_ubyte * (len(data) + TENSOR_MAP_ALIGNMENT))()
+    at = -ctypes.addressof(memory) % TENSOR_MAP_ALIGNMENT
+    memory[at : at + len(data)] = list(data)
+    return (ctypes.c_ubyte * len(data)).from_buffer(memory, at)
 
 
 def encode_map(tensor_map: TensorMap, address: int) -> bytes:
     """What the emulation's TMA takes for a CUtensorMap of the memory at `address`."""
     *_, rows, _ = tensor_map.box.extents
     return encode(address, tensor_map.shape[::-1], tensor_map.strides[::-1], rows)
-
-
-class CpuBackwardLauncher:
-    """The backward of a Plan on the CPU; see `multiattn.backend.BackwardLauncher`.
-
-    `counters` is of the latest launch, by kernel.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self._sequence = _Sequence(plan)
-        self._template = bytes(params_of(plan))
-        self._workspace_bytes = plan.workspace_bytes
-        self._dq_sum_at = delta_bytes(plan.problem)
-        self.counters: dict[str, Counters] = {}
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        dq: torch.Tensor,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-    ) -> None:
-        """Run to the end; `EmulationError` for what a GPU would punish. The workspace starts as NaN."""
-        workspace = torch.full((self._workspace_bytes,), _NAN_BYTE, dtype=torch.uint8)
-        params = BackwardParams.from_buffer_copy(self._template)
-        set_backward_pointers(params, q, k, v, out, lse, dout, dlse, dq, dk, dv, workspace, self._dq_sum_at)
-        self.counters = self._sequence.run(params)
 
 
 _one_launch_at_a_time = threading.Lock()  # the emulation's state is global to a library
@@ -195,7 +152,7 @@ hold_across_fork(_one_launch_at_a_time)
 def run(
     library: ctypes.CDLL,
     kernel: str,
-    params: ctypes.Structure,
+    params: Any,
     *,
     blocks: int,
     threads: int,

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import driver_fakes
 import pytest
 import torch
 
-from multiattn import abi, counters, driver_launch
-from multiattn.driver_launch import CUlaunchAttribute, CUlaunchConfig, DriverLauncher, load_kernel
+from multiattn import abi, counters
+from multiattn.problem import Operands
+from multiattn.run import compat
+from multiattn.run import driver as driver_module
+from multiattn.run.driver import CUlaunchAttribute, CUlaunchConfig, load_kernel
+from multiattn.run.launch import ByPresence, DriverLauncher, LoadedKernel, Workspace, fresh_memory
 
 BOX = abi.Box(extents=(1, 1, 64, 64), swizzle=3, dtype=9)
 WIDE = abi.Box(extents=(1, 1, 128, 64), swizzle=3, dtype=9)
@@ -70,18 +75,19 @@ def binding_of(arguments, **image):
 def make(monkeypatch, arguments, lender=None, **options):
     """A driver that knows the parameters' sizes, and a launcher."""
     driver = driver_fakes.install(monkeypatch, driver_fakes.FakeDriver([abi.size_of(it) for it in arguments]))
-    text = str(arguments)
-    lenders = {abi.WORKSPACE: lender or (lambda stream: (4242, None))} if f"'{abi.WORKSPACE}'" in text else {}
-    return driver, DriverLauncher(FUNCTION, binding_of(arguments), driver_fakes.DEVICE, lenders=lenders, **options)
+    is_lent = f"'{abi.WORKSPACE}'" in str(arguments)
+    workspace = Workspace(lend=lender or (lambda stream: (4242, None))) if is_lent else None
+    kernel = LoadedKernel(function=FUNCTION, binding=binding_of(arguments), **options)
+    return driver, DriverLauncher([kernel], driver_fakes.DEVICE, workspace)
 
 
 def tensors():
     q, k, v = (torch.zeros(2, 3, 4, 64, dtype=torch.bfloat16) for _ in range(3))
-    return q, k, v, torch.empty_like(q), torch.empty(2, 3, 4)
+    return Operands(q, k, v, torch.empty_like(q), torch.empty(2, 3, 4))
 
 
 def wanted(arguments, given, workspace=4242):
-    addresses = {name: tensor.data_ptr() for name, tensor in zip(abi.TENSORS, given, strict=True)}
+    addresses = {name: tensor.data_ptr() for name, tensor in zip(abi.TENSORS, given, strict=False)}
     addresses[abi.WORKSPACE] = workspace
     encode = lambda of, address: address.to_bytes(8, "little") * 16  # noqa: E731  # as the fake driver
     return tuple(abi.pack(argument, addresses, encode) for argument in arguments)
@@ -92,9 +98,9 @@ def test_parameters_are_the_bytes_of_the_binding(monkeypatch, case):
     arguments = BINDINGS[case]
     driver, launch = make(monkeypatch, arguments)
     one, two = tensors(), tensors()
-    mixed = (one[0], two[1], one[2], two[3], one[4])
+    mixed = Operands(one.q, two.k, one.v, two.out, one.lse)
     for given in (one, one, two, mixed, one):
-        launch(*given)
+        launch(given)
         assert driver.launched[-1].parameters == wanted(arguments, given)
     for launched in driver.launched:
         for place, argument in zip(launched.places, arguments, strict=True):
@@ -105,7 +111,7 @@ def test_a_launch_is_what_the_image_says(monkeypatch):
     for overlaps in (False, True):
         driver, launch = make(monkeypatch, BINDINGS["a struct"], overlaps=overlaps)
         for driver.stream in (0, 1 << 45, 0):
-            launch(*tensors())
+            launch(tensors())
         for launched, stream in zip(driver.launched, (0, 1 << 45, 0), strict=True):
             assert (launched.function, launched.stream, launched.overlaps) == (FUNCTION, stream, overlaps)
             assert (launched.grid, launched.block, launched.smem_bytes) == ((24, 5, 1), (384, 1, 1), 1000)
@@ -115,17 +121,17 @@ def test_structs_are_laid_out_as_in_cuda_h():
     assert (ctypes.sizeof(CUlaunchAttribute), CUlaunchAttribute.value.offset) == (72, 8)
     assert (ctypes.sizeof(CUlaunchConfig), CUlaunchConfig.stream.offset, CUlaunchConfig.count.offset) == (56, 32, 48)
     names = pytest.importorskip("cuda.bindings.driver")
-    assert names.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION == driver_launch._OVERLAP
+    assert names.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION == driver_module._OVERLAP
     limit = names.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    assert limit == driver_launch._DYNAMIC_SMEM
-    assert names.CUresult.CUDA_ERROR_INVALID_CONTEXT == driver_launch._INVALID_CONTEXT
+    assert limit == driver_module._DYNAMIC_SMEM
+    assert names.CUresult.CUDA_ERROR_INVALID_CONTEXT == driver_module.INVALID_CONTEXT
 
 
 def test_only_what_is_new_is_encoded_and_what_is_known_is_not_encoded_again(monkeypatch):
     driver, launch = make(monkeypatch, BINDINGS["tensor maps"])
     one, two = tensors(), tensors()
     for given in (one, one, two, one, two):
-        launch(*given)
+        launch(given)
     assert [address for address, *_ in driver.encoded] == [it.data_ptr() for it in (*one[1:3], *two[1:3])]
 
 
@@ -133,18 +139,18 @@ def test_launches_at_a_time_have_a_slot_each_and_others_share(monkeypatch):
     driver, launch = make(monkeypatch, BINDINGS["eight tensor maps and a counter"])
     given = [tensors() for _ in range(4)]
     for each in given:
-        launch(*each)
+        launch(each)
     assert len(launch._free) == 1
     inner, launched_by_driver = iter(given), driver.cuLaunchKernelEx
 
     def launch_another(*arguments):
         """As another thread would, while the driver has the parameters of this one."""
         if (other := next(inner, None)) is not None:
-            launch(*other)
+            launch(other)
         return launched_by_driver(*arguments)
 
     launch._launch = launch_another
-    launch(*given[0])
+    launch(given[0])
     assert len(launch._free) == 5
     found = [launched.parameters for launched in driver.launched[4:]]
     assert found == [wanted(BINDINGS["eight tensor maps and a counter"], each) for each in (*given[::-1], given[0])]
@@ -157,7 +163,7 @@ def test_threads_never_share_a_slot(monkeypatch):
 
     def many(own):
         for _ in range(200):
-            launch(*own)
+            launch(own)
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(many, given))
@@ -169,29 +175,29 @@ def test_threads_never_share_a_slot(monkeypatch):
 def test_a_fresh_thread_gets_the_context_of_the_device(monkeypatch):
     driver, launch = make(monkeypatch, BINDINGS["a struct"])
     driver.refuse = 1
-    launch(*tensors())
+    launch(tensors())
     assert (driver.contexts, len(driver.launched)) == (1, 1)
     driver.refuse = 2
-    with pytest.raises(RuntimeError, match="CUDA driver: CUDA_ERROR_INVALID_CONTEXT: its words"):
-        launch(*tensors())
+    with pytest.raises(RuntimeError, match="CUDA driver: cuLaunchKernelEx: CUDA_ERROR_INVALID_CONTEXT: its words"):
+        launch(tensors())
     driver.refuse, driver.status = 0, 719
-    with pytest.raises(RuntimeError, match="CUDA driver: CUDA_ERROR_OTHER: its words"):
-        launch(*tensors())
+    with pytest.raises(RuntimeError, match="CUDA driver: cuLaunchKernelEx: CUDA_ERROR_OTHER: its words"):
+        launch(tensors())
     driver.status = 0
-    launch(*tensors())
+    launch(tensors())
     assert len(launch._free) == 1
 
 
 def test_a_tensor_map_that_is_refused_spoils_no_later_launch(monkeypatch):
     driver, launch = make(monkeypatch, BINDINGS["tensor maps"])
     one, two = tensors(), tensors()
-    launch(*one)
+    launch(one)
     with monkeypatch.context() as patch:
         patch.setattr(driver_fakes.FakeDriver, "cuTensorMapEncodeTiled", lambda *arguments: 1)
         with pytest.raises(RuntimeError, match="cuTensorMapEncodeTiled"):
-            launch(*two)
+            launch(two)
     for given in (one, two):
-        launch(*given)
+        launch(given)
         assert driver.launched[-1].parameters == wanted(BINDINGS["tensor maps"], given)
 
 
@@ -199,7 +205,7 @@ def test_streams_that_are_kept_are_bounded(monkeypatch):
     driver, launch = make(monkeypatch, BINDINGS["a struct"])
     streams = (*range(2, 202, 2), 2)
     for driver.stream in streams:
-        launch(*tensors())
+        launch(tensors())
     assert len(launch._configs) <= 64
     assert tuple(launched.stream for launched in driver.launched) == streams
 
@@ -224,44 +230,182 @@ def test_what_is_lent_lives_until_the_launch_and_no_longer(monkeypatch):
 
     launch._launch = launch_it
     for driver.stream in (64, 128):
-        launch(*tensors())
+        launch(tensors())
         assert driver.launched[-1].parameters[0][-16:-8] == (driver.stream + 16).to_bytes(8, "little")
         assert Memory.alive == 0
 
 
 @pytest.mark.parametrize(
-    ("arguments", "lenders", "message"),
+    ("names", "areas", "message"),
     [
-        ([abi.Pointer(tensor=abi.WORKSPACE)], {}, r"memory: got \[\]; allowed \['workspace'\]"),
-        ([abi.Pointer(tensor="q")], {"workspace": None}, r"memory: got \['workspace'\]; allowed \[\]"),
-        ([params(maps=()), params(maps=())], {}, "got two structs with tensors"),
-        (
-            [abi.Struct(data=bytes(80), pointers={0: "q", 8: "v"})],
-            {},
-            "allowed q, k, v, out and lse, one after",
-        ),
+        (["workspace"], None, r"memory: got \[\]; allowed \['workspace'\]"),
+        (["q"], ["workspace"], r"memory: got \['workspace'\]; allowed \[\]"),
+        (["q", "delta"], ["delta", "dq_sum"], r"memory: got \['delta', 'dq_sum'\]; allowed \['delta'\]"),
+        (["bias"], None, r"allowed \['bias'\]"),
     ],
 )
-def test_what_cannot_be_laid_out_is_refused(monkeypatch, arguments, lenders, message):
+def test_a_workspace_has_what_kernels_take_and_no_more(monkeypatch, names, areas, message):
     driver_fakes.install(monkeypatch, driver_fakes.FakeDriver())
+    workspace = areas and Workspace(lend=lambda stream: (0, None), areas=dict.fromkeys(areas, 0))
+    kernel = LoadedKernel(function=FUNCTION, binding=binding_of([abi.Pointer(tensor=name) for name in names]))
     with pytest.raises(ValueError, match=message):
-        DriverLauncher(FUNCTION, binding_of(arguments), driver_fakes.DEVICE, lenders=lenders)
+        DriverLauncher([kernel], driver_fakes.DEVICE, workspace)
 
 
 def test_without_a_driver_there_is_no_launcher(monkeypatch):
     driver_fakes.install(monkeypatch, None)
     with pytest.raises(OSError, match="no NVIDIA driver"):
-        DriverLauncher(FUNCTION, binding_of([]), 0)
+        DriverLauncher([], 0)
 
 
 def test_code_is_loaded_once_and_allowed_its_shared_memory(monkeypatch):
     driver = driver_fakes.install(monkeypatch, driver_fakes.FakeDriver())
-    monkeypatch.setattr(driver_launch, "_libraries", {})
     first = load_kernel(b"code", "name", driver_fakes.DEVICE)
     assert load_kernel(b"code", "name", driver_fakes.DEVICE, dynamic_smem_bytes=70_000) == first
     assert load_kernel(b"other", "name", driver_fakes.DEVICE) != first
     assert driver.loaded == [b"code", b"other"]
     assert driver.attributes == [(8, 70_000, first, driver_fakes.DEVICE)]
+    assert driver.resident == []
+    load_kernel(b"code", "name", driver_fakes.DEVICE, is_resident=True)
+    assert driver.resident == [first]
+
+
+# ---------------------------------------------------------------- several kernels, one workspace
+
+DELTA, DQ_SUM = 0, 256
+SEQUENCE = [
+    [abi.Pointer(tensor=name) for name in ("out", "dout", "lse", "delta", "dq_sum")]
+    + [abi.Number(kind="i32", value=0)],
+    [
+        abi.Pointer(tensor="q"),
+        tensor_map("dout"),
+        tensor_map("dq_sum"),
+        *(abi.Pointer(tensor=it) for it in ("dv", "dk")),
+    ],
+    [abi.Pointer(tensor="dq_sum"), abi.Pointer(tensor="dq"), abi.Number(kind="f32", value=0.5)],
+]
+GAPPED = abi.Struct(data=bytes(64), pointers={0: "q", 8: "dout", 24: "delta", 40: "dk"})
+
+
+def backward_tensors(dlse=None):
+    q, k, v, out, lse, *_ = tensors()
+    return Operands(q, k, v, out, lse, torch.empty_like(out), dlse, *map(torch.empty_like, (q, k, v)))
+
+
+def make_sequence(monkeypatch, sequence=SEQUENCE, lend=None):
+    sizes = {FUNCTION + i: [abi.size_of(it) for it in arguments] for i, arguments in enumerate(sequence)}
+    driver = driver_fakes.install(monkeypatch, driver_fakes.FakeDriver(sizes))
+    kernels = [LoadedKernel(function=FUNCTION + i, binding=binding_of(it)) for i, it in enumerate(sequence)]
+    names = {name for kernel in kernels for name in abi.names_of(kernel.binding)}
+    areas = {name: at for name, at in (("delta", DELTA), ("dq_sum", DQ_SUM)) if name in names}
+    return driver, DriverLauncher(
+        kernels, driver_fakes.DEVICE, Workspace(lend=lend or (lambda it: (4096, None)), areas=areas)
+    )
+
+
+def wanted_of_all(sequence, given, base=4096):
+    addresses = {name: it.data_ptr() for name, it in given._asdict().items() if it is not None}
+    addresses |= {"delta": base + DELTA, "dq_sum": base + DQ_SUM}
+    encode = lambda of, address: address.to_bytes(8, "little") * 16  # noqa: E731  # as the fake driver
+    return [tuple(abi.pack(argument, addresses, encode) for argument in arguments) for arguments in sequence]
+
+
+@pytest.mark.parametrize("sequence", [SEQUENCE, [[GAPPED], [GAPPED, abi.Pointer(tensor="v")]]], ids=["bare", "structs"])
+def test_kernels_run_in_order_each_with_its_arguments(monkeypatch, sequence):
+    bases = iter((4096, 4096, 8192))
+    driver, launch = make_sequence(monkeypatch, sequence, lambda stream: (next(bases), None))
+    one, two = backward_tensors(), backward_tensors()
+    for given, base in ((one, 4096), (two, 4096), (one, 8192)):
+        driver.launched.clear()
+        launch(given)
+        assert [it.function for it in driver.launched] == [FUNCTION + i for i in range(len(sequence))]
+        assert [it.parameters for it in driver.launched] == wanted_of_all(sequence, given, base)
+
+
+def test_kernels_of_one_struct_have_it_once(monkeypatch):
+    driver, launch = make_sequence(monkeypatch, [[GAPPED], [GAPPED]])
+    launch(backward_tensors())
+    assert driver.launched[0].places == driver.launched[1].places
+
+
+def test_memory_is_fresh_for_each_launch_and_held_over_all_of_its_kernels(monkeypatch):
+    driver, launch = make_sequence(monkeypatch)
+    made, held = [], []
+
+    class Memory:
+        def __init__(self, *of):
+            made.append(of)
+            held.append(len(made))
+
+        def data_ptr(self):
+            return 1024 * len(made)
+
+        def __del__(self):
+            held.pop()
+
+    monkeypatch.setattr(compat, "empty_strided", Memory)
+    launch._lend = fresh_memory(driver_fakes.DEVICE, 512)
+    inner = launch._launch
+
+    def launch_it(*of):
+        assert len(held) == 1
+        return inner(*of)
+
+    launch._launch = launch_it
+    given = backward_tensors()
+    for base in (1024, 2048):
+        driver.launched.clear()
+        launch(given)
+        assert held == []
+        assert [it.parameters for it in driver.launched] == wanted_of_all(SEQUENCE, given, base)
+    assert made == [((512,), (1,), torch.uint8, torch.device("cuda", driver_fakes.DEVICE))] * 2
+
+
+def test_a_kernel_that_fails_ends_the_launch_and_spoils_no_later_one(monkeypatch):
+    driver, launch = make_sequence(monkeypatch)
+    inner, left = launch._launch, iter((0, 719))
+    launch._launch = lambda *of: next(left, 0) or inner(*of)
+    given = backward_tensors()
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_OTHER"):
+        launch(given)
+    assert len(driver.launched) == 1
+    driver.launched.clear()
+    launch(given)
+    assert [it.parameters for it in driver.launched] == wanted_of_all(SEQUENCE, given)
+
+
+def test_threads_with_streams_of_their_own_never_mix(monkeypatch):
+    driver, launch = make_sequence(monkeypatch)
+    local = threading.local()
+    launch._stream_of = lambda device: local.stream
+    given = [backward_tensors() for _ in range(4)]
+
+    def many(index):
+        local.stream = 16 * (index + 1)
+        for _ in range(100):
+            launch(given[index])
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(many, range(4)))
+    expected = {16 * (index + 1): wanted_of_all(SEQUENCE, each) for index, each in enumerate(given)}
+    assert len(driver.launched) == 1200
+    for launched in driver.launched:
+        assert launched.parameters == expected[launched.stream][launched.function - FUNCTION]
+
+
+def test_a_launcher_is_made_for_the_operands_that_are_there():
+    made, launched = [], []
+
+    def make_one(has_dlse):
+        made.append(has_dlse)
+        return lambda operands: launched.append(has_dlse)
+
+    launch = ByPresence(make_one)
+    assert made == [False]
+    given = backward_tensors()
+    for dlse in (None, given.lse, None, given.lse):
+        launch(given._replace(dlse=dlse))
+    assert (made, launched) == ([False, True], [False, True, False, True])
 
 
 # ---------------------------------------------------------------- counters
