@@ -198,10 +198,10 @@ def test_no_mbarrier_is_made_that_nobody_waits_for(options):
 def test_a_warpgroup_has_read_a_slot_when_one_of_its_threads_releases_it(options):
     """A barrier stands between what is read of shared memory and the one arrival that lets the producer write there."""
     from multiattn.triton.compile import specialise
-    from multiattn.triton.gluon.launch import GluonCall
+    from multiattn.triton.launch import calls_of
 
     plan = plan_of(64, GluonConfig(tile_m=192, tile_n=64, stages=12, q_slots=2, **options), causal=True)
-    ptx = specialise(GluonCall(plan), SM90).asm["ptx"]
+    ptx = specialise(*calls_of(plan), SM90).asm["ptx"]
     verbs = re.findall(r"ld\.shared|ldmatrix|bar(?:rier)?\.(?:warp\.)?sync|mbarrier\.(?:arrive\.shared|try_wait)", ptx)
     arrivals = [place for place, verb in enumerate(verbs) if verb == "mbarrier.arrive.shared"]
     assert len(arrivals) > 10
