@@ -8,13 +8,12 @@ from typing import Literal, overload
 import torch
 
 from multiattn import backend as registry
-from multiattn.arch import Arch, detect
 from multiattn.arch import by_name as arch_by_name
-from multiattn.autograd import Attention, attend, differentiate, is_plain, needs_grad
+from multiattn.arch import detect
+from multiattn.autograd import attend, differentiate, needs_grad
 from multiattn.backend import BACKENDS, DIRECTIONS, Direction, Plan
-from multiattn.launching import run_forward
-from multiattn.planning import BOTH, choose, get_forward, is_deterministic
-from multiattn.problem import Problem
+from multiattn.planning import BOTH, choose
+from multiattn.problem import Operands, Options, Problem, problem_of
 from multiattn.support import Reason, Unsupported
 from multiattn.toolchain import probe_gpu
 
@@ -72,7 +71,8 @@ def fmha(
         backend: one of `backends()`, ``"reference"``, or ``"auto"``: the fastest by recorded measurements on a GPU,
             the reference on CPU tensors. A named backend runs or raises; nothing falls back. On CPU tensors a named
             backend runs its kernel source on the CPU (Triton plain `triton.language`, as nothing interprets Gluon):
-            exact, and slow. The gradient is the same backend's.
+            exact, and slow. The gradient is the same backend's; ``"auto"`` chooses it by its own
+            measurements.
         variant: a variant of that backend's forward; None is its best that can run the problem.
         return_lse: also return the log-sum-exp.
         deterministic: run only variants that give the same bits each time, at some cost in the backward; None does as
@@ -93,14 +93,8 @@ def fmha(
     `torch.export`, `torch.func` and dispatch modes it is the op ``torch.ops.multiattn.fmha_forward``. Source of the
     algorithm: Dao, "FlashAttention-2" (arXiv 2307.08691), Algorithms 1 and 2.
     """
-    same_bits = is_deterministic(deterministic)
-    if torch.compiler.is_compiling() or not is_plain(q, k, v):
-        out, lse = attend(q, k, v, causal, scale, backend, variant, same_bits)
-    elif needs_grad(q, k, v):
-        ready = get_forward(q, k, v, causal, scale, backend, variant, same_bits, True)
-        out, lse = Attention.apply(q, k, v, ready, causal, scale, same_bits)  # type: ignore[no-untyped-call]
-    else:
-        out, lse = run_forward(get_forward(q, k, v, causal, scale, backend, variant, same_bits, False), q, k, v)
+    options = Options.of(causal=causal, scale=scale, backend=backend, variant=variant, deterministic=deterministic)
+    out, lse = attend(Operands(q, k, v), options)
     return (out, lse) if return_lse else out
 
 
@@ -119,7 +113,7 @@ def fmha_backward(
     variant: str | None = None,
     deterministic: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradient of `fmha` from what a forward saved, for who does without autograd.
+    """The gradient of `fmha` from what a forward saved, for callers without autograd.
 
     Args:
         q, k, v, causal, scale, deterministic: as for `fmha`, and as they were there.
@@ -141,10 +135,11 @@ def fmha_backward(
     lse and dlse contiguous, all from addresses that are multiples of 16 bytes; whatever is laid out otherwise, as an
     expanded or transposed dout is, costs a copy.
     """
-    same_bits = is_deterministic(deterministic)
+    options = Options.of(causal=causal, scale=scale, backend=backend, variant=variant, deterministic=deterministic)
     if not isinstance(dout, torch.Tensor):
         raise TypeError(f"dout must be a torch.Tensor; got {type(dout).__name__}")
-    return differentiate(q, k, v, out, lse, dout, dlse, causal, scale, backend, variant, same_bits)
+    dq, dk, dv = differentiate(Operands(q, k, v, out, lse, dout, dlse), options)
+    return dq, dk, dv
 
 
 def explain(
@@ -172,39 +167,29 @@ def explain(
         arch: explain for this arch (``"sm80"``) instead of the tensors' device. Then only the data is asked, not
             whether this machine has such a GPU.
         direction: ``"backward"``: the Plan of the gradient, from autograd where tensors require grad, else from
-            `fmha_backward`. The two differ where ``"auto"`` chooses: autograd keeps the forward's backend.
+            `fmha_backward`. ``"auto"`` chooses each direction by its own measurements.
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction: got {direction!r}; allowed {', '.join(DIRECTIONS)}")
-    same_bits = is_deterministic(deterministic)
+    options = Options.of(causal=causal, scale=scale, backend=backend, variant=variant, deterministic=deterministic)
+    directions: tuple[Direction, ...] = (direction,)
     if isinstance(q, Problem):
         if arch is None:
             raise ValueError("explain(Problem) needs arch=, as there is no tensor whose device would tell it")
+        target = arch_by_name(arch)
         if k is not None or v is not None or causal or scale is not None:
             raise TypeError("explain(Problem) takes no k, v, causal or scale: the Problem has its own")
-        return _explain(q, arch_by_name(arch), backend, variant, (direction,), direction, same_bits, probe=False)
-    if k is None or v is None:
+        problem = q
+    elif k is None or v is None:
         raise TypeError("explain needs q, k and v, or one Problem")
-    problem = Problem.of(q, k, v, causal=causal, scale=scale)
-    target = detect(q.device) if arch is None else arch_by_name(arch)
-    from_autograd = needs_grad(q, k, v) and (direction == "forward" or variant is None)
-    directions = BOTH if from_autograd else (direction,)
-    return _explain(problem, target, backend, variant, directions, direction, same_bits, probe=arch is None)
-
-
-def _explain(
-    problem: Problem,
-    arch: Arch,
-    backend: str,
-    variant: str | None,
-    directions: tuple[Direction, ...],
-    direction: Direction,
-    deterministic: bool,
-    *,
-    probe: bool,
-) -> Plan | tuple[Reason, ...]:
+    else:
+        operands = Operands(q, k, v)
+        problem = problem_of(operands, options)
+        target = detect(q.device) if arch is None else arch_by_name(arch)
+        from_autograd = needs_grad(operands) and (direction == "forward" or variant is None)
+        directions = BOTH if from_autograd else directions
     try:
-        plans = choose(problem, arch, backend, variant, directions=directions, deterministic=deterministic, probe=probe)
+        plans = choose(problem, target, options, *directions, probe=arch is None)
     except Unsupported as error:
         return error.reasons
     return plans[directions.index(direction)]

@@ -1,8 +1,8 @@
-"""Who differentiates and how: the way of a call, from its tensors and from what is active when it is made.
+"""How a call is differentiated: its way, from its tensors and from what is active when it is made.
 
-A plain eager call (`is_plain`) goes straight to a launcher, with an `autograd.Function` around it where a tensor needs
-grad. Everything else takes the ops of `multiattn.ops`, to the same launchers: under `torch.func`, for which an op's
-gradient is out of reach, with a Function around them again.
+A plain eager call (`_is_plain`) goes straight to a launcher, with an `autograd.Function` around it where a tensor needs
+grad. Every other call takes the ops of `multiattn.ops`, to the same launchers: under `torch.func`, which an op's
+gradient cannot reach, with a Function around them again.
 """
 
 from __future__ import annotations
@@ -10,116 +10,126 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
-from torch.autograd import forward_ad
 
-from multiattn.launching import check_results, run_backward, run_forward
-from multiattn.ops import backward_op, forward_op, refuse_double_backward, save_for_backward
-from multiattn.planning import Ready, check_names, get_backward
-from multiattn.problem import check_causal, check_inputs, check_scale
+from multiattn.launching import check_results, run_backward, run_conforming, run_forward
+from multiattn.ops import backward_op, forward_op, refuse_double_backward, with_dout
+from multiattn.planning import Ready, get_backward, get_forward
+from multiattn.problem import Operands, Options, check_inputs, check_scale
+from multiattn.run import compat
 
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-_transforms_active = torch._C._are_functorch_transforms_active
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_has_storage = torch._C._has_storage
-_is_tracing = torch._C._is_tracing
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 
-def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def _is_plain(inputs: tuple[torch.Tensor | None, ...]) -> bool:
     """Whether this is an ordinary eager call: nobody traces, transforms, fakes or watches it.
 
     `torch.compiler.is_compiling` must have been asked before: these are not for Dynamo to trace.
     """
-    return (
-        type(q) in _PLAIN
-        and type(k) in _PLAIN
-        and type(v) in _PLAIN
-        and not _dispatch_modes()
-        and not _transforms_active()
-        and forward_ad._current_level < 0
-        and not _is_tracing()
+    for tensor in inputs:
+        if type(tensor) not in _PLAIN:
+            return False
+    return _is_unwatched()
+
+
+def _is_unwatched() -> bool:
+    return not (
+        compat.dispatch_modes() or compat.transforms_active() or compat.in_forward_mode() or compat.is_tracing()
     )
 
 
-def needs_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def needs_grad(operands: Operands) -> bool:
     """Whether autograd will want a gradient of this call."""
-    return (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
+    return operands.requires_grad and torch.is_grad_enabled()
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Out and lse of a call that is not plain; `options` are those of `ops.forward_op`, up to `deterministic`."""
-    _check_call(q, k, v, *options)
-    is_function = not torch.compiler.is_compiling() and _needs_function()
-    run: Any = TransformedAttention.apply if is_function else forward_op
-    out, lse = run(q, k, v, *options, needs_grad(q, k, v))
+def attend(operands: Operands, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out and lse, by whichever way the tensors and the moment ask for."""
+    is_compiling = torch.compiler.is_compiling()
+    if is_compiling or not _is_plain(operands.inputs):
+        _check_call(operands, options)
+        asked = (*options, needs_grad(operands))
+        if not is_compiling and _needs_function():
+            out, lse = TransformedAttention.apply(asked, *operands.inputs)  # type: ignore[no-untyped-call]
+        else:
+            out, lse = forward_op(*operands.inputs, *asked)
+    elif needs_grad(operands):
+        ready = get_forward(operands, options, True)
+        out, lse = Attention.apply(ready, *operands.inputs)  # type: ignore[no-untyped-call]
+    else:
+        out, lse = run_forward(get_forward(operands, options), operands)
     return out, lse
 
 
-def _check_call(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    scale: float | None,
-    backend: str,
-    variant: str | None,
-    deterministic: bool,
-) -> None:
-    """What an op would not tell, or not in our words: its schema converts ``causal=1`` and ``scale=True``."""
-    check_causal(causal)
-    check_names(backend, variant)
-    if not torch.compiler.is_compiling():  # else the op's fake checks the inputs: Dynamo could not trace that here
-        check_inputs(q, k, v, strides=not _transforms_active())
-        if scale is not None and not _is_tracing() and not isinstance(scale, (torch.SymFloat, torch.SymInt)):
-            check_scale(scale, q.shape[3])
+def differentiate(operands: Operands, options: Options) -> tuple[torch.Tensor, ...]:
+    """The gradients of the inputs, by whichever way the tensors and the moment ask for; `dout` None is zero."""
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and _is_plain(operands) and all(map(_is_ordinary, operands)):
+        if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in operands):
+            gradients: tuple[torch.Tensor, ...] = AttentionBackward.apply(options, *operands.read)  # type: ignore[no-untyped-call]
+            return gradients
+        return run_backward(get_backward(operands, options), operands)
+    _check_call(operands, options)
+    operands = with_dout(operands)
+    if not is_compiling:
+        check_results(operands)
+    if not is_compiling and _needs_function():
+        return TransformedBackward.apply(options, *operands.read)  # type: ignore[no-any-return, no-untyped-call]
+    dq, dk, dv = backward_op(*operands.read, *options)
+    return dq, dk, dv
+
+
+def _check_call(operands: Operands, options: Options) -> None:
+    """Refuse in our words what an op would refuse late or in other words; the op's fake checks what is compiled."""
+    if torch.compiler.is_compiling():  # Dynamo could not trace these checks
+        return
+    check_inputs(*operands.inputs, strides=not compat.transforms_active())
+    if type(options.scale) is float and not compat.is_tracing():
+        check_scale(options.scale, operands.q.shape[3])
 
 
 def _is_ordinary(given: torch.Tensor | None) -> bool:
     """Whether a result or a gradient is what a launcher reads. One of `is_grads_batched` has no memory of its own."""
-    return given is None or (type(given) in _PLAIN and _has_storage(given))
+    return given is None or compat.has_storage(given)
 
 
 def _needs_function() -> bool:
     """Whether something differentiates that an op's own gradient is out of reach of."""
-    return _transforms_active() or forward_ad._current_level >= 0
+    return compat.transforms_active() or compat.in_forward_mode()
 
 
 class Attention(torch.autograd.Function):
-    """`fmha` of plain tensors that need grad: (q, k, v) -> (out, lse), both differentiable."""
+    """`fmha` of plain tensors that need grad: the inputs give (out, lse), both differentiable."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        ready: Ready,
-        causal: bool,
-        scale: float | None,
-        deterministic: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, ready: Ready, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch, and keep what the backward reads."""
-        out, lse = run_forward(ready, q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = run_forward(ready, Operands(*inputs))
+        ctx.save_for_backward(*inputs, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.options = (causal, scale, ready.plan.backend, None, deterministic)
+        ctx.ready = ready.gradient
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Launch the backward of the forward's backend; hooks on saved tensors may have changed their layout."""
+        """Launch the backward that the forward made ready; if hooks changed saved tensors, another that fits them."""
+        ready: Ready = ctx.ready
+        operands = Operands(*(*ctx.saved_tensors, dout, dlse))
         if dout is None and dlse is None:
-            return (None,) * 7
-        q, k, v, out, lse = ctx.saved_tensors
-        return (*differentiate(q, k, v, out, lse, dout, dlse, *ctx.options), None, None, None, None)
+            return (None, *(None for _ in operands.inputs))
+        is_usual = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and _is_unwatched()
+        if is_usual and dout is not None and ready.fits(operands):
+            return (None, *run_conforming(ready, operands))
+        return (None, *differentiate(operands, ready.options))
 
 
 class AttentionBackward(torch.autograd.Function):
     """The backward where somebody may want to differentiate it (`create_graph`): the error comes when they do."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, options: Options, *read: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Launch."""
-        return _launch(*arguments)
+        operands = Operands(*read)  # type: ignore[arg-type]
+        return run_backward(get_backward(operands, options), operands)
 
     backward = staticmethod(refuse_double_backward)
 
@@ -138,22 +148,23 @@ class TransformedAttention(torch.autograd.Function):
     jvp = staticmethod(_refuse_forward_mode)
 
     @staticmethod
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the op; `options` are its."""
-        out, lse = forward_op(q, k, v, *options)
+    def forward(asked: tuple[Any, ...], *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the op; `asked` is what it takes behind the inputs: all of Options, and whether a gradient is wanted."""
+        out, lse = forward_op(*inputs, *asked)
         return out, lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Keep what the backward reads, as the op does."""
-        save_for_backward(ctx, inputs, output)
+        (*options, _), *tensors = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.set_materialize_grads(False)
+        ctx.options = Options(*options).of_gradient
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Run the backward op."""
-        q, k, v, out, lse = ctx.saved_tensors
-        run: Any = TransformedBackward.apply
-        return (*run(q, k, v, out, lse, dout, dlse, *ctx.options), *(None,) * 6)
+        return (None, *TransformedBackward.apply(ctx.options, *ctx.saved_tensors, dout, dlse))  # type: ignore[no-untyped-call]
 
 
 class TransformedBackward(torch.autograd.Function):
@@ -164,56 +175,10 @@ class TransformedBackward(torch.autograd.Function):
     jvp = staticmethod(_refuse_forward_mode)
 
     @staticmethod
-    def forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(options: Options, *read: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Run the op."""
-        dq, dk, dv = backward_op(*arguments)
-        return dq, dk, dv
+        return backward_op(*read, *options)  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         """Nothing to keep: there is no gradient."""
-
-
-def differentiate(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor | None,
-    dlse: torch.Tensor | None,
-    causal: bool,
-    scale: float | None,
-    backend: str,
-    variant: str | None,
-    deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv, by whichever way the tensors and the moment ask for; `dout` None is zero."""
-    options = (causal, scale, backend, variant, deterministic)
-    rest = (out, lse, dout, dlse)
-    is_compiling = torch.compiler.is_compiling()
-    run: Any = _launch
-    if is_compiling or not (is_plain(q, k, v) and all(map(_is_ordinary, rest))):
-        _check_call(q, k, v, *options)
-        dout = torch.zeros_like(out) if dout is None else dout
-        if not is_compiling:
-            check_results(q, out, lse, dout, dlse)
-        rest = (out, lse, dout, dlse)
-        run = TransformedBackward.apply if not is_compiling and _needs_function() else backward_op
-    elif torch.is_grad_enabled() and any(given is not None and given.requires_grad for given in (q, k, v, *rest)):
-        run = AttentionBackward.apply
-    dq, dk, dv = run(q, k, v, *rest, *options)
-    return dq, dk, dv
-
-
-def _launch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor | None,
-    dlse: torch.Tensor | None,
-    *options: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return run_backward(get_backward(q, k, v, *options), q, k, v, out, lse, dout, dlse)

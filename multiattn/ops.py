@@ -15,7 +15,7 @@ import torch
 from multiattn.flops import register_when_counted
 from multiattn.launching import check_results, run_backward, run_forward
 from multiattn.planning import get_backward, get_forward
-from multiattn.problem import check_inputs, count_visible_pairs, strides_like
+from multiattn.problem import INPUTS, Operands, Options, check_inputs, count_visible_pairs, strides_like
 
 # A gradient may come in any layout, but q, k and v keep theirs: Inductor must not choose another for an op's inputs.
 # Before torch 2.8 there is no such tag, and keeping their order of strides is the default.
@@ -48,8 +48,8 @@ def forward_op(
     needs_grad: bool = False,
 ) -> _Pair:
     """Out and lse of `multiattn.fmha`. With `needs_grad` a problem whose backward cannot run is refused here."""
-    ready = get_forward(q, k, v, causal, scale, backend, variant, deterministic, needs_grad)
-    return run_forward(ready, q, k, v)
+    operands, options = Operands(q, k, v), Options(causal, scale, backend, variant, deterministic)
+    return run_forward(get_forward(operands, options, needs_grad), operands)
 
 
 @torch.library.custom_op(
@@ -57,8 +57,8 @@ def forward_op(
     mutates_args=(),
     schema=(
         "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor? dlse=None, bool causal=False, "
-        'float? scale=None, str backend="auto", str? variant=None, bool deterministic=False, '
-        "bool after_forward=False) -> (Tensor dq, Tensor dk, Tensor dv)"
+        'float? scale=None, str backend="auto", str? variant=None, bool deterministic=False) '
+        "-> (Tensor dq, Tensor dk, Tensor dv)"
     ),
     **_KEEP_STRIDES,
 )
@@ -75,11 +75,12 @@ def backward_op(
     backend: str = "auto",
     variant: str | None = None,
     deterministic: bool = False,
-    after_forward: bool = False,
 ) -> _Triple:
-    """Gradients of `multiattn.fmha_backward`; with `after_forward`, ``"auto"`` is the backend that the forward took."""
-    ready = get_backward(q, k, v, causal, scale, backend, variant, deterministic, after_forward)
-    return run_backward(ready, q, k, v, out, lse, dout, dlse)
+    """Gradients of `multiattn.fmha_backward`."""
+    operands = Operands(q, k, v, out, lse, dout, dlse)
+    options = Options(causal, scale, backend, variant, deterministic)
+    dq, dk, dv = run_backward(get_backward(operands, options), operands)
+    return dq, dk, dv
 
 
 # ---------------------------------------------------------------- fakes
@@ -103,7 +104,7 @@ def _fake_backward(
     *options: object,
 ) -> _Triple:
     check_inputs(q, k, v)
-    check_results(q, out, lse, dout, dlse)
+    check_results(Operands(q, k, v, out, lse, dout, dlse))
     dq, dk, dv = (tensor.new_empty_strided(tensor.shape, strides_like(tensor)) for tensor in (q, k, v))
     return dq, dk, dv
 
@@ -111,20 +112,26 @@ def _fake_backward(
 # ---------------------------------------------------------------- gradients
 
 
-def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: _Pair) -> None:
-    """What the gradient of `forward_op` needs, from the arguments of it and its results."""
-    q, k, v, causal, scale, backend, _, deterministic, _ = inputs
-    ctx.save_for_backward(q, k, v, *output)
+def with_dout(operands: Operands) -> Operands:
+    """The operands of a backward op, which takes no None for a dout of zeros."""
+    return operands if operands.dout is not None else operands._replace(dout=operands.q.new_zeros(operands.q.shape))
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: _Pair) -> None:
+    """Keep what the gradient of `forward_op` needs, from its arguments and its results."""
+    tensors, rest = inputs[:INPUTS], inputs[INPUTS:]
+    ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
-    ctx.options = (causal, scale, backend, None, deterministic, True)
+    *options, _ = rest
+    ctx.options = Options(*options).of_gradient
+    ctx.of_rest = tuple(None for _ in rest)
 
 
 def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    operands = Operands(*(*ctx.saved_tensors, dout, dlse))
     if dout is None and dlse is None:
-        return (None,) * 9
-    q, k, v, out, lse = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else dout
-    return (*backward_op(q, k, v, out, lse, dout, dlse, *ctx.options), *(None,) * 6)
+        return (*(None for _ in operands.inputs), *ctx.of_rest)
+    return (*backward_op(*with_dout(operands).read, *ctx.options), *ctx.of_rest)
 
 
 def refuse_double_backward(ctx: Any, *gradients: torch.Tensor | None) -> NoReturn:
@@ -135,7 +142,7 @@ def refuse_double_backward(ctx: Any, *gradients: torch.Tensor | None) -> NoRetur
     )
 
 
-forward_op.register_autograd(_differentiate, setup_context=save_for_backward)
+forward_op.register_autograd(_differentiate, setup_context=_save_for_backward)
 backward_op.register_autograd(refuse_double_backward)
 
 
@@ -158,17 +165,18 @@ def _unfold(size: int, like: torch.Tensor, dim: int | None, *tensors: torch.Tens
 @forward_op.register_vmap
 def _map_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[_Pair, tuple[int, int]]:
     size = info.batch_size
-    tensors = (_fold(size, *pair) for pair in zip(arguments[:3], in_dims, strict=False))
-    out, lse = _unfold(size, arguments[0], in_dims[0], *forward_op(*tensors, *arguments[3:]))
+    tensors = (_fold(size, *pair) for pair in zip(arguments[:INPUTS], in_dims, strict=False))
+    out, lse = _unfold(size, arguments[0], in_dims[0], *forward_op(*tensors, *arguments[INPUTS:]))
     return (out, lse), (0, 0)
 
 
 @backward_op.register_vmap
 def _map_backward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[_Triple, tuple[int, int, int]]:
     size = info.batch_size
-    pairs = zip(arguments[:7], in_dims, strict=False)  # q, k, v, out, lse, dout and, unless it is not given, dlse
+    read = len(Operands._fields) - INPUTS
+    pairs = zip(arguments[:read], in_dims, strict=False)  # the last, dlse, may not be given
     tensors = (None if tensor is None else _fold(size, tensor, dim) for tensor, dim in pairs)
-    dq, dk, dv = _unfold(size, arguments[0], in_dims[0], *backward_op(*tensors, *arguments[7:]))
+    dq, dk, dv = _unfold(size, arguments[0], in_dims[0], *backward_op(*tensors, *arguments[read:]))
     return (dq, dk, dv), (0, 0, 0)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,6 +44,33 @@ class Options(NamedTuple):
     variant: str | None = None
     deterministic: bool = False
 
+    @classmethod
+    def of(
+        cls, *, causal: bool, scale: float | None, backend: str, variant: str | None, deterministic: bool | None
+    ) -> Options:
+        """Validate the types; TypeError, naming what came. Equal options ask for the same from here on.
+
+        ``True == 1 == 1.0``, so what is not checked here would find the plan of another call. `deterministic` None is
+        what PyTorch is told for all of its own.
+        """
+        check_causal(causal)
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        elif not isinstance(deterministic, bool):
+            raise TypeError(f"deterministic must be a bool or None; got {type(deterministic).__name__}")
+        if not isinstance(backend, str):
+            raise TypeError(f"backend must be a string; got {type(backend).__name__}")
+        if variant is not None and not isinstance(variant, str):
+            raise TypeError(f"variant must be a string; got {type(variant).__name__}")
+        if scale is not None and type(scale) is not float:
+            scale = _as_float(scale)
+        return cls(causal, scale, backend, variant, deterministic)
+
+    @property
+    def of_gradient(self) -> Options:
+        """What autograd asks for: `variant` names one of the forward's."""
+        return self if self.variant is None else self._replace(variant=None)
+
 
 class Operands(NamedTuple):
     """Every tensor of a launch, by name; None where a launch has none.
@@ -51,6 +78,10 @@ class Operands(NamedTuple):
     q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]``; out, dout and dq like q; dk and dv like k and v; lse and dlse
     fp32 ``[B, Hq, Sq]``. A forward reads q, k, v and writes out and lse; a backward reads all of these, dout and
     perhaps dlse, and writes dq, dk and dv.
+
+    The order is that of a call: inputs, results of the forward, their gradients, gradients of the inputs. An optional
+    input goes behind v and its gradient behind dv, both counted by `INPUTS`; autograd, planning and launching take
+    `inputs` and `read` whole.
     """
 
     q: torch.Tensor
@@ -63,6 +94,38 @@ class Operands(NamedTuple):
     dq: torch.Tensor | None = None
     dk: torch.Tensor | None = None
     dv: torch.Tensor | None = None
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that a caller of the forward gives, in the order of their gradients."""
+        return self[:INPUTS]  # type: ignore[return-value]  # the rest may be None
+
+    @property
+    def read(self) -> tuple[Any, ...]:
+        """Every tensor that a backward reads: all but the gradients that it writes."""
+        return self[:-INPUTS]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a gradient of an input is wanted."""
+        for tensor in self[:INPUTS]:  # noqa: SIM110  # a generator would cost every call half a microsecond
+            if tensor is not None and tensor.requires_grad:
+                return True
+        return False
+
+
+INPUTS = 3
+"""How many of the operands a caller of the forward gives: q, k and v. As many gradients does a backward write."""
+FORWARD_RESULTS, GRADIENTS = Operands._fields[INPUTS : INPUTS + 2], Operands._fields[-INPUTS:]
+"""Names of the operands that a forward and a backward write."""
+
+
+class Layout(NamedTuple):
+    """A tensor as the launch contract has it; strides in elements."""
+
+    shape: Shape
+    strides: Shape
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,6 +287,19 @@ class Problem:
         return _dense_strides(self.strides_v, (self.batch, self.heads_kv, self.seq_kv, self.head_dim))
 
     @property
+    def layouts(self) -> Mapping[str, Layout]:
+        """The layout of each operand that is no input, by its name."""
+        shape_q = (self.batch, self.heads_q, self.seq_q, self.head_dim)
+        shape_kv = (self.batch, self.heads_kv, self.seq_kv, self.head_dim)
+        row = max(self.seq_q, 1)
+        like_out = Layout(shape_q, (*self.strides_out, 1), self.torch_dtype)
+        like_lse = Layout(shape_q[:3], (self.heads_q * row, row, 1), torch.float32)
+        dk, dv = (Layout(shape_kv, (*strides, 1), self.torch_dtype) for strides in (self.strides_dk, self.strides_dv))
+        return {
+            "out": like_out, "lse": like_lse, "dout": like_out, "dlse": like_lse, "dq": like_out, "dk": dk, "dv": dv,
+        }  # fmt: skip
+
+    @property
     def causal_offset(self) -> int:
         """Bottom-right alignment: key j is visible to query i when ``j <= i + causal_offset``."""
         return self.seq_kv - self.seq_q
@@ -249,6 +325,11 @@ class Problem:
             f"B={self.batch} Hq={self.heads_q} Hkv={self.heads_kv} Sq={self.seq_q} Skv={self.seq_kv} "
             f"D={self.head_dim} {self.dtype} {mask}"
         )
+
+
+def problem_of(operands: Operands, options: Options) -> Problem:
+    """The problem of a call; TypeError or ValueError as `Problem.of`."""
+    return Problem.of(*operands.inputs, causal=options.causal, scale=options.scale)
 
 
 def count_visible_pairs(seq_q: int, seq_kv: int, *, causal: bool) -> int:
@@ -345,15 +426,22 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     """The scale as a float, None its default; TypeError or ValueError for what fp32 has no finite number for."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    if isinstance(scale, bool) or not isinstance(scale, Real):
-        raise TypeError(f"scale must be a float or None; got {type(scale).__name__}")
-    try:
-        number = float(scale)
-    except OverflowError:  # an int or a fraction beyond every float
-        number = math.inf
+    number = _as_float(scale)
     if not abs(number) <= SCALE_MAX:
         raise ValueError(f"scale must be finite, up to {SCALE_MAX:.4g} (zero and negative are fine); got {number}")
     return number
+
+
+def _as_float(scale: Any) -> float:
+    """A number as a float, infinite beyond every float; TypeError for what is none. A traced one stays what it is."""
+    if isinstance(scale, (torch.SymFloat, torch.SymInt)) or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return scale  # type: ignore[no-any-return]  # stands for a float until the graph runs
+    if isinstance(scale, bool) or not isinstance(scale, Real):
+        raise TypeError(f"scale must be a float or None; got {type(scale).__name__}")
+    try:
+        return float(scale)
+    except OverflowError:  # an int or a fraction beyond every float
+        return math.inf
 
 
 def _strides(tensor: torch.Tensor) -> Strides:

@@ -17,6 +17,7 @@ from multiattn.arch import ARCHS, GPU_ARCHS, Arch, detect
 from multiattn.backend import DIRECTIONS, REFERENCE, make_plan
 from multiattn.config import select
 from multiattn.preference import Cell, preferred_order
+from multiattn.problem import Options
 
 
 def qkv(head_dim=16, dtype=torch.bfloat16, **options):
@@ -122,15 +123,14 @@ def test_a_refusal_has_the_reasons_of_both_directions(monkeypatch):
         multiattn.explain(q, k, v, backend="nope")
 
 
-def test_auto_takes_a_backend_that_can_run_both_directions_where_both_are_needed(monkeypatch):
+def test_auto_chooses_each_direction_by_itself(monkeypatch):
     first, second = "cuda", REFERENCE
     monkeypatch.setattr(planning, "preferred_order", lambda *of: ((first, "fastest"), (second, "next")))
     without_backward(monkeypatch, first)
     problem, arch = contiguous(), ARCHS["sm90"]
-    assert [plan.backend for plan in planning.choose(problem, arch, "auto", None, probe=False)] == [first]
-    plans = planning.choose(problem, arch, "auto", None, directions=planning.BOTH, probe=False)
-    assert [(plan.backend, plan.direction) for plan in plans] == [(second, "forward"), (second, "backward")]
-    assert plans[0].why.startswith("next; ")
+    plans = planning.choose(problem, arch, Options(), *planning.BOTH, probe=False)
+    assert [(plan.backend, plan.direction) for plan in plans] == [(first, "forward"), (second, "backward")]
+    assert [plan.why.partition(";")[0] for plan in plans] == ["fastest", "next"]
 
 
 def test_explain_of_a_direction():

@@ -4,14 +4,17 @@ import copy
 import math
 import pickle
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import multiattn
+from multiattn import api, fmha, fmha_backward, planning, reference
 from multiattn import backend as registry
-from multiattn import fmha, fmha_backward, planning, reference
+from multiattn.arch import ARCHS
 
 
 def random(*shape, seed=0, dtype=torch.float64):
@@ -94,6 +97,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_dout_of_any_layout(name):
     inputs = qkv()
+    for _ in range(2):  # so that a backward is ready for a dout that is laid out as out is
+        gradients(weigh(fmha(*inputs)), inputs)
     close(gradients(LAYOUTS[name](fmha(*inputs)), inputs), gradients(LAYOUTS[name](truth(*inputs)[0]), inputs))
 
 
@@ -284,12 +289,82 @@ def test_many_gradients_at_once():
     close([grad[1] for grad in many], list(one))
 
 
-def test_a_backward_made_ready_is_kept():
+@pytest.fixture
+def launched(monkeypatch):
+    """Plays a GPU whose records prefer one backend forward and another backward; each launch is told here."""
+    eager, told = registry.get("reference"), []
+
+    def play(name):
+        def tell(op):
+            def prepare(plan):
+                launch = op.prepare(plan)
+                return lambda operands: (told.append((name, plan.direction, plan.variant)), launch(operands))[1]
+
+            return prepare
+
+        (variant,) = eager.forward.variants
+        ways = (variant, replace(variant, name="other"))
+        forward = replace(eager.forward, variants=ways, prepare=tell(eager.forward))
+        return replace(
+            eager, name=name, forward=forward, backward=replace(eager.backward, prepare=tell(eager.backward))
+        )
+
+    best = {"forward": "triton", "backward": "cuda"}
+    monkeypatch.setattr(registry, "get", play)
+    for module in (planning, api):
+        monkeypatch.setattr(module, "detect", lambda device: ARCHS["sm90"])
+    monkeypatch.setattr(planning, "preferred_order", lambda *of: ((best[of[-1]], f"best {of[-1]}"),))
+    planning._forward.clear()
+    planning._backward.clear()
+    yield told
+    planning._forward.clear()
+    planning._backward.clear()
+
+
+def by_dispatch_mode(call):
+    with FlopCounterMode(display=False):
+        return call()
+
+
+def by_compiler(call):
+    torch._dynamo.reset()
+    return torch.compile(call, backend="aot_eager", fullgraph=True)()
+
+
+WAYS = {"eager": lambda call: call(), "a dispatch mode": by_dispatch_mode, "compiled": by_compiler}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_auto_chooses_the_backward_by_its_own_record(way, launched):
     inputs = qkv()
-    fmha(*inputs, backend="reference").sum().backward()
-    made = dict(planning._backward.ready)
-    fmha(*inputs, backend="reference", variant="eager").sum().backward()  # another forward of the same backward
-    assert all(planning._backward.ready[key] is ready for key, ready in made.items())
+    out = WAYS[way](lambda: fmha(*inputs))
+    close(gradients(weigh(out), inputs), gradients(weigh(truth(*inputs)[0]), inputs))
+    assert launched == [("triton", "forward", "eager"), ("cuda", "backward", "eager")]
+    for direction, (backend, *_) in zip(("forward", "backward"), launched, strict=True):
+        plan = multiattn.explain(*inputs, direction=direction)
+        assert (plan.backend, plan.direction) == (backend, direction)
+        assert plan.why.startswith(f"best {direction}; ")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_named_backend_keeps_its_backward_whatever_the_variant_of_its_forward(way, launched):
+    inputs = qkv()
+    WAYS[way](lambda: fmha(*inputs, backend="triton", variant="other")).sum().backward()
+    assert launched == [("triton", "forward", "other"), ("triton", "backward", "eager")]
+    kept = dict(planning._backward.ready)
+    assert kept
+    fmha(*inputs, backend="triton").sum().backward()
+    assert planning._backward.ready == kept, "a backward is the same for all variants of the forward"
+
+
+def test_a_warm_backward_looks_up_nothing(monkeypatch):
+    inputs = qkv()
+    dout = random(2, 4, 5, 8, seed=9)
+    for _ in range(2):
+        expected = torch.autograd.grad(fmha(*inputs, causal=True), inputs, dout)
+    with monkeypatch.context() as patch:
+        patch.setattr(planning._backward, "find", None)
+        close(torch.autograd.grad(fmha(*inputs, causal=True), inputs, dout), expected)
 
 
 BAD = {

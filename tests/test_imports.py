@@ -34,7 +34,7 @@ ALLOWED = {
     "launching": {"problem", "arch", "backend", "planning", "run"},
     "flops": set(),
     "ops": {"problem", "planning", "launching", "flops"},
-    "autograd": {"problem", "planning", "launching", "ops"},
+    "autograd": {"problem", "planning", "launching", "ops", "run"},
     "reference": {"problem", "arch", "support", "config", "backend"},
     **{
         name: {

@@ -1,6 +1,7 @@
 """What like calls share: a warm call finds what an earlier one made ready, and only what was made for such tensors."""
 
 import weakref
+from fractions import Fraction
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import multiattn
 from multiattn import planning
 from multiattn.planning import get_forward
+from multiattn.problem import Operands, Options
 from multiattn.run import compat
 
 
@@ -15,8 +17,13 @@ def qkv(dtype=torch.float64, seq=9):
     return tuple(torch.randn(2, 4, seq, 8, dtype=dtype) for _ in range(3))
 
 
-def ready_of(q, k, v, *, causal=False, scale=None, backend="reference", needs_grad=False):
-    return get_forward(q, k, v, causal, scale, backend, None, False, needs_grad)
+def options_of(**given):
+    unset = {"causal": False, "scale": None, "backend": "reference", "variant": None, "deterministic": False}
+    return Options.of(**(unset | given))
+
+
+def ready_of(q, k, v, *, needs_grad=False, **options):
+    return get_forward(Operands(q, k, v), options_of(**options), needs_grad)
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +123,40 @@ def test_a_warm_call_asks_no_tensor_for_its_strides(monkeypatch):
     first = [ready_of(q, k, v) for _ in range(2)][-1]
     monkeypatch.setattr(torch.Tensor, "stride", None)
     assert ready_of(q, k, v) is first
+
+
+class Elsewhere:
+    """A tensor that says it is on some GPU, where this machine may have none."""
+
+    def __init__(self, tensor, device):
+        self._tensor = tensor
+        self.device = torch.device(device)
+
+    def __getattr__(self, name):
+        return getattr(self._tensor, name)
+
+
+@pytest.mark.parametrize("calls", [planning._forward, planning._backward], ids=["forward", "backward"])
+def test_the_same_tensors_on_another_device_are_another_call(calls):
+    tensors = qkv()
+    first, second = (Operands(*(Elsewhere(tensor, device) for tensor in tensors)) for device in ("cuda:0", "cuda:1"))
+    key, _ = calls.find(first, options_of())
+    calls.keep(key, "made for the first device")
+    assert calls.find(first, options_of())[1] == "made for the first device"
+    assert calls.find(second, options_of())[1] is None
+    calls.clear()
+
+
+@pytest.mark.parametrize("same", [{"scale": 2}, {"scale": Fraction(2)}, {"scale": 2.0}])
+def test_options_are_normal_once_they_are_made(same):
+    made = options_of(causal=True, **same)
+    assert (made, type(made.scale)) == (options_of(causal=True, scale=2.0), float)
+
+
+@pytest.mark.parametrize("wrong", [{"causal": 1}, {"scale": True}, {"backend": None}, {"variant": 1}])
+def test_options_that_equal_good_ones_are_not_made(wrong):
+    with pytest.raises(TypeError, match=f"^{next(iter(wrong))} must be"):
+        options_of(**wrong)
 
 
 def test_guards_keep_no_tensor():

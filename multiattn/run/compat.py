@@ -13,7 +13,7 @@ import torch
 from torch.autograd import forward_ad
 
 Guard = Callable[..., bool]
-"""Given three tensors: whether they are like those that the guard was made of."""
+"""Given as many tensors: whether they are like those that the guard was made of."""
 
 
 def _private(*path: str) -> Any:
@@ -70,17 +70,17 @@ data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _TensorGuards: Any = _private("_dynamo", "guards", "TensorGuards")
 
 
-def tensor_guard(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Guard | None:
-    """Tells whether three tensors are like these; None where PyTorch has no such guard, or not of these.
+def tensor_guard(*tensors: torch.Tensor | None) -> Guard | None:
+    """Tells whether tensors are like these; None where PyTorch has no such guard, or not of these.
 
     Dynamo's own guard: Python types, dispatch keys (which kind of device, whether a negated view), dtypes, indices of
-    devices, who requires grad, sizes and strides. It takes no tensor twice, and keeps none.
+    devices, who requires grad, sizes and strides. It takes no None and no tensor twice, and keeps none.
     """
-    if _TensorGuards is None or q is k or k is v or q is v:
+    if _TensorGuards is None or len(set(map(id, tensors))) < len(tensors):
         return None
     try:
-        guards = _TensorGuards(q, k, v, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    except TypeError:  # another release may take other arguments
+        guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    except TypeError:  # it takes no None, and another release may take other arguments
         return None
     check: Guard = guards.check
     return check
