@@ -15,6 +15,7 @@ import multiattn
 from multiattn import api, fmha, fmha_backward, planning, reference
 from multiattn import backend as registry
 from multiattn.arch import ARCHS
+from multiattn.problem import Operands, Options
 
 
 def random(*shape, seed=0, dtype=torch.float64):
@@ -97,9 +98,16 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_dout_of_any_layout(name):
     inputs = qkv()
-    for _ in range(2):  # so that a backward is ready for a dout that is laid out as out is
-        gradients(weigh(fmha(*inputs)), inputs)
+    gradients(weigh(fmha(*inputs)), inputs)  # so that a backward is ready for a dout that is laid out as out is
+    ready = planning.get_forward(Operands(*inputs), Options(), True).gradient
+    launch, seen = ready.launch, []
+    ready.launch = lambda operands: (seen.append(operands), launch(operands))[1]
+    gradients(weigh(fmha(*inputs)), inputs)
     close(gradients(LAYOUTS[name](fmha(*inputs)), inputs), gradients(LAYOUTS[name](truth(*inputs)[0]), inputs))
+    ready.launch = launch
+    assert len(seen) == 2
+    assert {operands.dout.stride() for operands in seen} == {seen[0].out.stride()}
+    assert not any(operands.dout.data_ptr() % 16 for operands in seen)
 
 
 def test_views_of_one_packed_tensor():
