@@ -38,6 +38,7 @@ from parity.tolerance import Truth
         (replace(RULES[-1].config, pingpong=True, q_slots=2), {"seq_q": 500, "seq_kv": 90, "causal": True}),
         (replace(RULES[-1].config, pingpong=True, q_slots=3), {"seq_q": 500, "seq_kv": 90, "causal": True}),
         (replace(CONFIG, q_slots=3, tma_store=False), {"head_dim": 40, "causal": True, "seq_q": 70}),
+        (replace(RULES[-1].config, tma_store=False), {"seq_q": 500, "seq_kv": 90, "causal": True}),
         (replace(CONFIG, stages=3, scheduler="static", q_in_registers=True), {"head_dim": 40, "scale": -0.2}),
         (replace(CONFIG, tile_n=48, scheduler="one_tile", lazy_max=True, tma_store=False), {"seq_q": 70, "scale": 0.0}),
         (replace(CONFIG, cluster=2, scheduler="static", lazy_max=True, pingpong=True), {"seq_q": 500, "causal": True}),
