@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
-# The release that CI runs. Any torch >= 2.10 works: make TORCH='torch==2.11.0' demo
+# The release that CI runs. Any torch >= 2.11 works: make TORCH='torch==2.11.0' demo
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
