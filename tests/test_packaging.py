@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import site
 import subprocess
 import sys
 import zipfile
@@ -42,9 +43,10 @@ def test_the_wheel_holds_multiattn_alone_and_all_of_it(clone, tmp_path):
 
 def test_an_editable_install_works_in_the_clones_parent(clone, tmp_path):
     build(clone, "build_editable", tmp_path).extractall(tmp_path / "site")
-    code = f"import site; site.addsitedir({str(tmp_path / 'site')!r}); import multiattn; print(multiattn.__file__)"
+    folders = [str(tmp_path / "site"), *site.getsitepackages()]  # before an editable install of this interpreter's own
+    code = f"import site; [site.addsitedir(it) for it in {folders}]; import multiattn; print(multiattn.__file__)"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-S", "-c", code]
     done = subprocess.run(command, cwd=clone.parent, env=environment, capture_output=True, text=True, check=True)
     assert Path(done.stdout.strip()) == clone / "multiattn" / "__init__.py"
 
