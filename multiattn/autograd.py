@@ -7,6 +7,7 @@ gradient cannot reach, with a Function around them again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -17,18 +18,15 @@ from multiattn.planning import Ready, get_backward, get_forward
 from multiattn.problem import Operands, Options, check_inputs, check_scale
 from multiattn.run import compat
 
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
-def _is_plain(inputs: tuple[torch.Tensor | None, ...]) -> bool:
+def _is_plain(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether this is an ordinary eager call: nobody traces, transforms, fakes or watches it.
 
     `torch.compiler.is_compiling` must have been asked before: these are not for Dynamo to trace.
     """
-    for tensor in inputs:
-        if type(tensor) not in _PLAIN:
-            return False
-    return _is_unwatched()
+    return _PLAIN.issuperset(map(type, tensors)) and _is_unwatched()
 
 
 def _is_unwatched() -> bool:
@@ -61,10 +59,14 @@ def attend(operands: Operands, options: Options) -> tuple[torch.Tensor, torch.Te
 
 
 def differentiate(operands: Operands, options: Options) -> tuple[torch.Tensor, ...]:
-    """The gradients of the inputs, by whichever way the tensors and the moment ask for; `dout` None is zero."""
+    """The gradients of the inputs, by whichever way the tensors and the moment ask for; `dout` None is zero.
+
+    A gradient of `is_grads_batched` has no memory of its own, so no launcher reads it.
+    """
     is_compiling = torch.compiler.is_compiling()
-    if not is_compiling and _is_plain(operands) and all(map(_is_ordinary, operands)):
-        if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in operands):
+    given = [tensor for tensor in operands if tensor is not None]
+    if not is_compiling and _is_plain(given) and all(map(compat.has_storage, given)):
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
             gradients: tuple[torch.Tensor, ...] = AttentionBackward.apply(options, *operands.read)  # type: ignore[no-untyped-call]
             return gradients
         return run_backward(get_backward(operands, options), operands)
@@ -85,11 +87,6 @@ def _check_call(operands: Operands, options: Options) -> None:
     check_inputs(*operands.inputs, strides=not compat.transforms_active())
     if type(options.scale) is float and not compat.is_tracing():
         check_scale(options.scale, operands.q.shape[3])
-
-
-def _is_ordinary(given: torch.Tensor | None) -> bool:
-    """Whether a result or a gradient is what a launcher reads. One of `is_grads_batched` has no memory of its own."""
-    return given is None or compat.has_storage(given)
 
 
 def _needs_function() -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -195,17 +197,11 @@ class _Calls:
 
 def _offset_of(tensors: Sequence[torch.Tensor]) -> int:
     """How far addresses are from a multiple of the widest access: 0 where all are aligned."""
-    addresses = 0
-    for tensor in tensors:
-        if tensor is not None:
-            addresses |= tensor.data_ptr()
-    return addresses & (VECTOR_BYTES - 1)
+    return functools.reduce(operator.or_, map(compat.data_ptr, tensors)) & (VECTOR_BYTES - 1)
 
 
-def _metadata(tensor: torch.Tensor | None) -> _CallKey | None:
+def _metadata(tensor: torch.Tensor) -> _CallKey:
     """All that a Plan depends on of one tensor, but for its address."""
-    if tensor is None:
-        return None
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_neg()
 
 

@@ -53,7 +53,8 @@ class Options(NamedTuple):
         ``True == 1 == 1.0``, so what is not checked here would find the plan of another call. `deterministic` None is
         what PyTorch is told for all of its own.
         """
-        check_causal(causal)
+        if type(causal) is not bool:
+            check_causal(causal)
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         elif not isinstance(deterministic, bool):
@@ -64,7 +65,7 @@ class Options(NamedTuple):
             raise TypeError(f"variant must be a string; got {type(variant).__name__}")
         if scale is not None and type(scale) is not float:
             scale = _as_float(scale)
-        return cls(causal, scale, backend, variant, deterministic)
+        return tuple.__new__(cls, (causal, scale, backend, variant, deterministic))  # what cls() does, in half the time
 
     @property
     def of_gradient(self) -> Options:
@@ -108,10 +109,7 @@ class Operands(NamedTuple):
     @property
     def requires_grad(self) -> bool:
         """Whether a gradient of an input is wanted."""
-        for tensor in self[:INPUTS]:  # noqa: SIM110  # a generator would cost every call half a microsecond
-            if tensor is not None and tensor.requires_grad:
-                return True
-        return False
+        return self.q.requires_grad or self.k.requires_grad or self.v.requires_grad
 
 
 INPUTS = 3
