@@ -1,13 +1,12 @@
 """How a call is differentiated: its way, from its tensors and from what is active when it is made.
 
-A plain eager call (`_is_plain`) goes straight to a launcher, with an `autograd.Function` around it where a tensor needs
-grad. Every other call takes the ops of `multiattn.ops`, to the same launchers: under `torch.func`, which an op's
-gradient cannot reach, with a Function around them again.
+A plain eager call goes straight to a launcher, with an `autograd.Function` around it where a tensor needs grad. Every
+other call takes the ops of `multiattn.ops`, to the same launchers: under `torch.func`, which an op's gradient cannot
+reach, with a Function around them again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -21,15 +20,11 @@ from multiattn.run import compat
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
-def _is_plain(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether this is an ordinary eager call: nobody traces, transforms, fakes or watches it.
+def _is_unwatched() -> bool:
+    """Whether nobody traces, transforms or watches: an ordinary eager call, if its tensors are of `_PLAIN` types.
 
     `torch.compiler.is_compiling` must have been asked before: these are not for Dynamo to trace.
     """
-    return _PLAIN.issuperset(map(type, tensors)) and _is_unwatched()
-
-
-def _is_unwatched() -> bool:
     return not (
         compat.dispatch_modes() or compat.transforms_active() or compat.in_forward_mode() or compat.is_tracing()
     )
@@ -43,7 +38,7 @@ def needs_grad(operands: Operands) -> bool:
 def attend(operands: Operands, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """Out and lse, by whichever way the tensors and the moment ask for."""
     is_compiling = torch.compiler.is_compiling()
-    if is_compiling or not _is_plain(operands.inputs):
+    if is_compiling or not (operands.inputs_are(_PLAIN) and _is_unwatched()):
         _check_call(operands, options)
         asked = (*options, needs_grad(operands))
         if not is_compiling and _needs_function():
@@ -65,7 +60,8 @@ def differentiate(operands: Operands, options: Options) -> tuple[torch.Tensor, .
     """
     is_compiling = torch.compiler.is_compiling()
     given = [tensor for tensor in operands if tensor is not None]
-    if not is_compiling and _is_plain(given) and all(map(compat.has_storage, given)):
+    is_plain = not is_compiling and _is_unwatched() and _PLAIN.issuperset(map(type, given))
+    if is_plain and all(map(compat.has_storage, given)):
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
             gradients: tuple[torch.Tensor, ...] = AttentionBackward.apply(options, *operands.read)  # type: ignore[no-untyped-call]
             return gradients

@@ -142,12 +142,12 @@ class Ready:
         """Whether a backward may read these operands as they are, told in one step by those that it read before."""
         given = [tensor for tensor in operands if tensor is not None]
         are_alike = self._guards.get(len(given))
-        return are_alike is not None and are_alike(*given) and not _offset_of(given)
+        return are_alike is not None and are_alike(*given) and _are_aligned(given)
 
     def remember(self, operands: Operands) -> None:
         """Let `fits` tell operands like these, which a backward may read as they are."""
         given = [tensor for tensor in operands if tensor is not None]
-        if not _offset_of(given) and (guard := compat.tensor_guard(*given)) is not None:
+        if _are_aligned(given) and (guard := compat.tensor_guard(*given)) is not None:
             self._guards[len(given)] = guard
 
 
@@ -168,7 +168,7 @@ class _Calls:
         inputs = operands.inputs
         try:
             brief = (operands.q.shape, operands.k.shape, options, needs_grad)
-            offset = _offset_of(inputs)
+            offset = operands.address_bits & (VECTOR_BYTES - 1)
             latest = self._latest.get(brief)
             if latest is not None:
                 are_alike, its_offset, ready = latest
@@ -195,9 +195,9 @@ class _Calls:
         self.ready.clear()
 
 
-def _offset_of(tensors: Sequence[torch.Tensor]) -> int:
-    """How far addresses are from a multiple of the widest access: 0 where all are aligned."""
-    return functools.reduce(operator.or_, map(compat.data_ptr, tensors)) & (VECTOR_BYTES - 1)
+def _are_aligned(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all start at a multiple of the widest access."""
+    return not functools.reduce(operator.or_, map(compat.data_ptr, tensors)) & (VECTOR_BYTES - 1)
 
 
 def _metadata(tensor: torch.Tensor) -> _CallKey:

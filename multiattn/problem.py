@@ -107,6 +107,15 @@ class Operands(NamedTuple):
         return self[:-INPUTS]
 
     @property
+    def address_bits(self) -> int:
+        """The bits of all addresses of the inputs: its lowest tell how they are aligned together."""
+        return self.q.data_ptr() | self.k.data_ptr() | self.v.data_ptr()
+
+    def inputs_are(self, types: frozenset[type]) -> bool:
+        """Whether every input is of one of these types, not of one derived from them."""
+        return type(self.q) in types and type(self.k) in types and type(self.v) in types
+
+    @property
     def requires_grad(self) -> bool:
         """Whether a gradient of an input is wanted."""
         return self.q.requires_grad or self.k.requires_grad or self.v.requires_grad
