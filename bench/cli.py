@@ -20,6 +20,7 @@ from bench import (
     languages_docs,
     profile,
     readme,
+    record,
     report,
     rule_page,
     rule_table,
@@ -331,6 +332,7 @@ def update_readme(options: argparse.Namespace) -> int:
 COMMANDS = {
     "run": run_matrix,
     "rules": record_rules,
+    "record": record.run,
     "expected": target_cli.record_expected,
     "targets": target_cli.write_pages,
     "emitted": emitted.run,
@@ -435,6 +437,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--check", action="store_true", help="compile nothing; exit 1 where the record is not right")
     add_jobs(command)
 
+    record.add_arguments(add("record"))
     target_cli.add_expected(add("expected"))
     target_cli.add_pages(add("targets"))
     emitted.add_arguments(add("emitted"))

@@ -1,0 +1,139 @@
+"""The rules that are compiled for the record: each config of each rule, on every arch that the rule names."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from multiattn import backend as registry
+from multiattn.arch import GPU_ARCHS, by_name
+from multiattn.backend import BACKENDS, DIRECTIONS, Direction, Plan, Variant, plan_variant
+from multiattn.config import Rule, has_whole_sectors, select
+from multiattn.problem import DTYPES, Problem
+
+HEAD_DIMS = (64, 128, 256)
+SEQ, BATCH, HEADS = 4096, 4, 16
+RULE_DTYPES = ("bf16", "fp16")  # the first unless a rule is for the other alone
+RUNG_ARCHS = ("sm80", "sm90")
+"""The arches that rules of ``only_named`` variants are compiled for: one with and one without wgmma and TMA."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A rule on one arch, at a head_dim and mask of its range, with a problem for which it is the one chosen."""
+
+    direction: Direction
+    plan: Plan
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Its name in the record; two rules of one config are one case."""
+        plan = self.plan
+        mask = "causal" if plan.problem.causal else "full"
+        where = (plan.backend, self.direction, plan.variant, plan.arch.name, str(plan.problem.head_dim), mask)
+        return (*where, str(plan.config))
+
+    def __str__(self) -> str:
+        return " ".join(self.key[:4]) + f" D={self.key[4]} {self.key[5]} [{self.key[6]}]"
+
+
+def cases(
+    backends: Sequence[str] = BACKENDS,
+    directions: Sequence[Direction] = DIRECTIONS,
+    arches: Sequence[str] = GPU_ARCHS,
+) -> list[Case]:
+    """Every case of every rule that can be chosen without naming its variant; rules of one config share a case.
+
+    Of variants that must be named, only those that span the flags, on `RUNG_ARCHS`: there may be a hundred.
+    """
+    found: dict[tuple[str, ...], Case] = {}
+    for name in backends:
+        for direction in directions:
+            for variant, its_arches in _walked(name, direction, arches):
+                for rule in variant.rules:
+                    for case in _cases_of(name, direction, variant, rule, its_arches):
+                        found.setdefault(case.key, case)
+    return list(found.values())
+
+
+def _walked(backend: str, direction: Direction, arches: Sequence[str]) -> Iterator[tuple[Variant, Sequence[str]]]:
+    """The variants whose rules are compiled, and for which of `arches` each."""
+    op = registry.get(backend).op(direction)
+    for variant in op.variants:
+        if not variant.only_named:
+            yield variant, arches
+        elif not op.spanning or variant.name in op.spanning:
+            yield variant, [arch for arch in arches if arch in RUNG_ARCHS]
+
+
+def dead_rules(backends: Sequence[str] = BACKENDS, directions: Sequence[Direction] = DIRECTIONS) -> list[str]:
+    """One line for each rule that no problem chooses on an arch that the rule names; rules of named variants aside.
+
+    Arches on which its variant does not run do not count.
+    """
+    lines = []
+    for name in backends:
+        for direction in directions:
+            for variant in registry.get(name).op(direction).offered:
+                for rule in variant.rules:
+                    for arch in rule.arches:
+                        if arch not in GPU_ARCHS or arch not in variant.capability.arches:
+                            continue
+                        if not any(_cases_of(name, direction, variant, rule, (arch,))):
+                            lines.append(f"{name} {direction} {variant.name} {arch}: nothing chooses the rule {rule}")
+    return lines
+
+
+def _cases_of(
+    backend: str, direction: Direction, variant: Variant, rule: Rule[Any], arches: Sequence[str]
+) -> Iterator[Case]:
+    for arch in (name for name in arches if name in rule.arches):
+        for head_dim in _head_dims(rule, variant.capability.head_dim_multiple):
+            for causal in (False, True) if rule.causal is None else (rule.causal,):
+                plan = _plan(backend, direction, variant, rule, arch, head_dim, causal)
+                if plan is not None:
+                    yield Case(direction=direction, plan=plan)
+
+
+def _head_dims(rule: Rule[Any], multiple: int) -> list[int]:
+    """Those of `HEAD_DIMS` that a rule is for; and its widest where there is none, or earlier rules may take all."""
+    itemsize = DTYPES[RULE_DTYPES[0]].itemsize  # as of the other
+    allowed = [
+        it
+        for it in range(rule.head_dim_min, rule.head_dim_max + 1)
+        if it % multiple == 0 and rule.whole_sectors in (None, has_whole_sectors(it, itemsize))
+    ]
+    found = [it for it in HEAD_DIMS if it in allowed]
+    return found if found and rule.head_dim_max <= HEAD_DIMS[-1] else [*found, *allowed[-1:]]
+
+
+def _plan(
+    backend: str, direction: Direction, variant: Variant, rule: Rule[Any], arch: str, head_dim: int, causal: bool
+) -> Plan | None:
+    """The Plan of the first problem for which `rule` is chosen, so of lengths that it is for; None if there is none."""
+    target = by_name(arch)
+    for dtype, seq, batch in itertools.product(RULE_DTYPES, _lengths(variant.rules), _batches(variant.rules)):
+        problem = Problem.contiguous(
+            batch=batch, heads_q=HEADS, seq_q=seq, head_dim=head_dim, dtype=dtype, causal=causal
+        )
+        if select(variant.rules, problem, target)[0] is not rule:
+            continue
+        plan = plan_variant(registry.get(backend), variant, problem, target, direction=direction)
+        if isinstance(plan, Plan):
+            return plan
+    return None
+
+
+def _lengths(rules: Sequence[Rule[Any]]) -> list[int]:
+    """Lengths on either side of every limit of the rules, the usual one first."""
+    edges = {rule.seq_min for rule in rules} | {rule.seq_max + 1 for rule in rules if rule.seq_max is not None}
+    near = {length for edge in edges for length in (edge - 1, edge) if length > 0}
+    return list(dict.fromkeys((SEQ, *sorted(near, reverse=True))))
+
+
+def _batches(rules: Sequence[Rule[Any]]) -> list[int]:
+    edges = {rule.batch_max for rule in rules if rule.batch_max is not None}
+    near = {batch for edge in edges for batch in (edge, edge + 1)}
+    return list(dict.fromkeys((BATCH, *sorted(near))))
