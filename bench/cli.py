@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from bench import (
-    compile_times,
     demo,
     emitted,
     hopper_docs,
@@ -22,7 +21,6 @@ from bench import (
     readme,
     record,
     report,
-    rule_page,
     rule_table,
     target_cli,
     tune,
@@ -174,19 +172,16 @@ def measure_host(options: argparse.Namespace) -> int:
 def record_rules(options: argparse.Namespace) -> int:
     """Compile every rule for every arch that it names, unless on record; with --check only say what is wrong."""
     names = our_names(options.backend)
-    path, page = rule_table.record_path(), ROOT / "docs" / "rules.md"
+    path = rule_table.record_path()
     failures = []
     if not options.check:
         if not names:
             raise InputError("--backend none leaves nothing to compile")
         wanted = rule_table.cases(names, kernel_directions(options.direction), tuple(options.arch or GPU_ARCHS))
         failures = rule_table.update(wanted, path, jobs=options.jobs, say=lambda text: print(text, flush=True))
-        page.write_text(rule_page.page(rule_table.load(path)))
-        print(f"Written: {_shown(path)}, {_shown(page)}")
+        print(f"Written: {_shown(path)}")
     recorded = rule_table.load(path)
     failures += rule_table.check(recorded, rule_table.cases()) + rule_table.dead_rules()
-    if not page.exists() or page.read_text() != rule_page.page(recorded):
-        failures.append(f"{_shown(page)} is not what {_shown(path)} gives; run python -m bench rules")
     print("".join(f"{line}\n" for line in failures) + f"{len(recorded)} kernels on record, {len(failures)} failures")
     return int(bool(failures))
 
@@ -343,7 +338,6 @@ COMMANDS = {
     "floors": check_floors,
     "prefer": write_preferences,
     "host": measure_host,
-    "compile-times": compile_times.record,
     "report": write_report,
     "demo": run_demo,
     "readme": update_readme,
@@ -472,8 +466,6 @@ def _parser() -> argparse.ArgumentParser:
 
     command = add("host")
     command.add_argument("--out", type=Path, help="folder of the results; default bench/results/<gpu>")
-
-    add("compile-times")
 
     command = add("demo")
     add_jobs(command)

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from bench import compile_times, expected, host, readme, rule_table, source_lines
-from bench.compile_times import Timed
+from bench import expected, host, readme, rule_table, source_lines
 from bench.environment import ROOT
 from bench.hopper_docs import GPU_FOLDER, PEERS, geometric_mean, table
 from bench.languages import LANGUAGES, NO_TURNS, REGIME, Language, Turns, language_of, rate, turns
@@ -37,7 +36,7 @@ TITLES = tuple(language.title for language in LANGUAGES)
 def blocks(results: Path) -> Mapping[str, Callable[[], str]]:
     """What generates each block of the page; bench/expected lies beside `results`."""
     gpu = results / GPU_FOLDER
-    seconds, rules = compile_times.record_path(results), results / "compiled" / "rules.json"
+    rules = results / "compiled" / "rules.json"
     return {
         "lines": lines_block,
         "forward": lambda: ratios_block(gpu / "standard.json", SUITES["standard"]),
@@ -45,10 +44,9 @@ def blocks(results: Path) -> Mapping[str, Callable[[], str]]:
         "plain_triton": lambda: plain_triton_block(gpu / "standard.json", SUITES["standard"]),
         "backward": lambda: ratios_block(gpu / "backward.json", SUITES["backward"]),
         "backward_by_length": lambda: lengths_block(gpu / "backward.json", SUITES["backward"]),
-        "compile_time": lambda: seconds_block(seconds),
         "host": lambda: host_block(gpu / "host.json"),
         "head_dims": head_dims_block,
-        "machinery": lambda: machinery_block(results.parent / "expected", seconds),
+        "machinery": lambda: machinery_block(results.parent / "expected"),
         "registers": lambda: registers_block(rules),
     }
 
@@ -171,50 +169,7 @@ def _ran(found: Iterable[Turns]) -> str:
     return f"Variants that ran, and in how many cells each was the language's fastest: {'; '.join(told) or NOTHING}."
 
 
-# ---------------------------------------------------------------- compilers and host
-
-
-def seconds_block(path: Path) -> str:
-    """Median and largest of the seconds that a language's compiler takes for a launch, by direction and arch."""
-    record = compile_times.load(path) if path.exists() else None
-    timed = _of_now(record.timed) if record is not None else []
-    rows = [
-        (language.title, direction, *(_spread(_of(timed, language, direction, arch)) for arch in compile_times.ARCHES))
-        for language in LANGUAGES
-        for direction in DIRECTIONS
-    ]
-    told = record.setup if record is not None else _absent(path)
-    return "\n\n".join([table(("language", "direction", *compile_times.ARCHES), rows), told])
-
-
-def _of_now(timed: Iterable[Timed]) -> list[Timed]:
-    """Those of what the rules choose now."""
-    return [it for it in timed if _config_now(it) == it.config]
-
-
-def _config_now(timed: Timed) -> str:
-    """The config of what the language of a compilation would run there; nothing where that is of another variant."""
-    language = language_of(timed.backend, timed.variant)
-    problem = Target(backend=timed.backend, arch=timed.arch, head_dim=timed.head_dim, mask=timed.mask).problem
-    plan = language.plan(problem, timed.arch, timed.direction) if language is not None else None
-    return str(plan.config) if plan is not None and plan.variant == timed.variant else ""
-
-
-def _of(timed: Iterable[Timed], language: Language, direction: str, arch: str) -> list[Timed]:
-    return [
-        it
-        for it in timed
-        if (it.direction, it.arch) == (direction, arch) and language_of(it.backend, it.variant) == language
-    ]
-
-
-def _spread(timed: Sequence[Timed]) -> str:
-    seconds = sorted(it.seconds for it in timed)
-    if not seconds:
-        return NOTHING
-    middle = len(seconds) // 2
-    median = seconds[middle] if len(seconds) % 2 else (seconds[middle - 1] + seconds[middle]) / 2
-    return f"{median:.1f} / {seconds[-1]:.1f}"
+# ---------------------------------------------------------------- host
 
 
 def host_block(path: Path) -> str:
@@ -263,12 +218,9 @@ def _head_dims(language: Language, direction: Direction, arch: str) -> str:
     return readme.ranges(sorted(able)) or NOTHING
 
 
-def machinery_block(folder: Path, seconds: Path) -> str:
+def machinery_block(folder: Path) -> str:
     """What the code that each compiler makes multiplies and loads with, by arch; of one head_dim and mask."""
     found: dict[tuple[Language | None, str, str], tuple[str, ...]] = {}
-    for it in _of_now(compile_times.load(seconds).timed) if seconds.exists() else ():
-        if (it.head_dim, it.mask) == (HEAD_DIM, MASK):
-            found[language_of(it.backend, it.variant), it.direction, it.arch] = it.features
     records = expected.load_all(folder)
     for entry in (entry for record in records.values() for entry in record.entries):
         cell = entry.cell

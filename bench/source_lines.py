@@ -53,7 +53,7 @@ class Count:
 def parts() -> tuple[Part, ...]:
     """Every language's, in the order of the page; of CUDA's the files are those that its kernels include."""
     cutile = ("forward", "parts", "shape", "exp2", "tiles")
-    gluon = ("forward", "producer", "ring", "softmax", "repair", "shape", "compat")
+    gluon = ("forward", "producer", "ring", "softmax", "shape", "compat")
     backward = ("backward.cuh", "backward_q.cuh", "backward_rows.cuh")
     return (
         Part(language="cuTile", what="forward", files=tuple(f"cutile/{name}.py" for name in cutile)),

@@ -10,8 +10,7 @@ import pytest
 import targets_fakes
 import torch
 
-from bench import cli, compile_times, expected, hopper_docs, host, languages_docs, readme, rule_table, source_lines
-from bench.compile_times import Timed
+from bench import cli, expected, hopper_docs, host, languages_docs, readme, rule_table, source_lines
 from bench.environment import results_root
 from bench.errors import InputError
 from bench.languages import CUDA, CUTILE, GLUON_TRITON, LANGUAGES, TL, language_of, language_of_row
@@ -21,7 +20,6 @@ from multiattn import backend as registry
 from multiattn.arch import GPU_ARCHS
 from multiattn.backend import BACKENDS, DIRECTIONS
 from multiattn.support import Reason
-from multiattn.targets import cells as targets_cells
 from multiattn.targets.mix import Counts, Mix
 
 FULL = next(cell for cell in SUITES["standard"] if (cell.head_dim, cell.seq, cell.causal) == (128, 4096, False))
@@ -174,7 +172,6 @@ def test_what_is_not_on_record_is_a_dash(tmp_path):
     for name, wide in (("forward", 4), ("backward", 4), ("forward_by_length", 7), ("backward_by_length", 7)):
         assert cells_of(made[name], 128, "causal")[-wide + 1 :] == ["-"] * (wide - 1)
         assert re.search(r"Not on record yet: `bench/results/h200/\w+\.json` is not there\.$", made[name])
-    assert cells_of(made["compile_time"], "Gluon", "forward") == ["-"] * len(compile_times.ARCHES)
     assert cells_of(made["host"], "cuTile") == ["-"] * len(host.KINDS)
     assert cells_of(made["machinery"], "cuTile", "forward") == [", ".join(GPU_ARCHS), "-"]
     assert cells_of(made["registers"], "plain Triton", "backward") == ["-"] * 6
@@ -187,8 +184,6 @@ def test_what_is_not_on_record_is_a_dash(tmp_path):
         ("results/h200/standard.json", "forward_by_length"),
         ("results/h200/backward.json", "backward"),
         ("results/h200/host.json", "host"),
-        ("results/compiled/seconds.json", "compile_time"),
-        ("results/compiled/seconds.json", "machinery"),
         ("results/compiled/rules.json", "registers"),
         ("expected/sm90.json", "machinery"),
     ],
@@ -267,62 +262,7 @@ def test_the_fastest_variant_speaks_for_a_language_and_rows_of_two_runs_do_not_m
     assert "cuTile `two_pass` (1)." in made["backward"]()
 
 
-# ---------------------------------------------------------------- compilers and host
-
-
-def timed_of(language, arch="sm90", seconds=1.0, **other):
-    """A compilation of what a language runs at D=128 causal."""
-    problem = targets_cells.Cell(backend=language.backend, arch=arch, head_dim=128, mask="causal").problem
-    plan = language.plan(problem, arch, "forward")
-    made = {"backend": plan.backend, "variant": plan.variant, "config": str(plan.config), "head_dim": 128, **other}
-    features = made.pop("features", ("wgmma", "TMA load"))
-    return Timed(**made, arch=arch, direction="forward", mask="causal", seconds=seconds, features=features)
-
-
-def test_seconds_are_told_by_language_and_arch(tmp_path):
-    timed = [
-        *(timed_of(TL, seconds=seconds) for seconds in (4.0, 1.0, 2.0)),
-        *(timed_of(TL, seconds=seconds, arch="sm80") for seconds in (3.0, 1.0)),
-        timed_of(GLUON_TRITON, seconds=7.0),
-        timed_of(CUDA, seconds=9.0, config="of a rule before"),
-        timed_of(CUTILE, seconds=9.0, variant="basic"),
-    ]
-    path = compile_times.record_path(tmp_path)
-    compile_times.save(timed, path)
-    assert compile_times.load(path).timed == tuple(timed)
-    text = languages_docs.seconds_block(path)
-    assert cells_of(text, "plain Triton", "forward") == ["2.0 / 3.0", "2.0 / 4.0", "-"]
-    assert cells_of(text, "Gluon", "forward") == ["-", "7.0 / 7.0", "-"]
-    assert cells_of(text, "CUDA C++", "forward") == cells_of(text, "cuTile", "forward") == ["-"] * 3
-    assert text.endswith(compile_times.load(path).setup)
-
-
-def test_each_language_is_compiled_for_each_arch_that_it_runs_on():
-    plans = list(compile_times.plans())
-    assert len(plans) == len(set(map(str, plans)))
-    found = {}
-    for plan in plans:
-        found.setdefault((language_of(plan.backend, plan.variant), plan.direction), set()).add(plan.arch.name)
-    everywhere = set(compile_times.ARCHES)
-    both = {(language, direction): everywhere for language in (CUTILE, TL, CUDA) for direction in DIRECTIONS}
-    assert found == {**both, (GLUON_TRITON, "forward"): {"sm90"}}
-
-
-def test_the_faster_of_two_compilations_counts_and_the_larger_kernel_speaks(monkeypatch):
-    (plan, *_) = compile_times.plans()
-    readings = iter((0.0, 5.0, 10.0, 12.0))
-    monkeypatch.setattr(compile_times, "processor_seconds", lambda: next(readings))
-    nothing = Counts()
-    small = targets_fakes.facts("small", mix=Mix(code=nothing, hot=nothing, loops=(), code_bytes=8192))
-    made = {"small": small, "large": targets_fakes.facts("large")}
-    backend = registry.get(plan.backend)
-    op = replace(backend.forward, export=lambda plan, kinds: ("small", "large"))
-    monkeypatch.setattr(registry, "get", lambda name: replace(backend, forward=op))
-    monkeypatch.setattr(compile_times, "read_kernel", lambda kernel, plan: made[kernel])
-    timed = compile_times.time_plan(plan)
-    assert timed.seconds == 2.0
-    assert timed.features == made["large"].features
-    assert timed.features != small.features
+# ---------------------------------------------------------------- host
 
 
 def test_host_costs_are_of_a_language_where_the_file_says_which(tmp_path):
@@ -366,20 +306,16 @@ def test_head_dims_are_of_the_capabilities():
     assert cells_of(text, "plain Triton", "forward") == ["8-256"] * (1 + len(GPU_ARCHS))
 
 
-def test_what_code_uses_is_of_the_record_and_else_of_what_was_timed(tmp_path):
+def test_what_code_uses_is_of_the_record(tmp_path):
     entry = targets_fakes.entry("triton", "sm90", direction="forward", head_dim=128, mask="causal")
     gluon = replace(entry, variant="warp_specialized")
     nothing = targets_fakes.facts(mix=Mix(code=Counts(), hot=Counts(), loops=(), code_bytes=16))
     wider = replace(gluon, cell=replace(entry.cell, head_dim=256), kernels=(nothing,))
     expected.save([gluon, wider], tmp_path / "expected")
-    seconds = tmp_path / "results" / "compiled" / "seconds.json"
-    others = (timed_of(GLUON_TRITON), timed_of(TL, head_dim=256, features=("mma.sync",)))
-    compile_times.save([timed_of(TL), *others], seconds)
-    text = languages_docs.machinery_block(tmp_path / "expected", seconds)
+    text = languages_docs.machinery_block(tmp_path / "expected")
     rest = ", ".join(arch for arch in GPU_ARCHS if arch != "sm90")
     assert cells_of(text, "Gluon", "forward", "sm90") == [", ".join(entry.main.features)]
     assert cells_of(text, "Gluon", "forward", rest) == ["-"]
-    assert cells_of(text, "plain Triton", "forward", "sm90") == ["wgmma, TMA load"]
 
 
 def test_registers_are_of_the_rule_that_runs(tmp_path):

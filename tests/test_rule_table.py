@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import bench_ladder_fakes as ladders
 import pytest
 
-from bench import rule_page, rule_table
+from bench import rule_table
 from bench.errors import InputError
 from bench.rule_table import (
     KNOWN_SPILLS,
@@ -429,18 +429,6 @@ def test_a_record_that_is_not_ours_says_so(tmp_path):
     path.write_text('{"schema": 0}')
     with pytest.raises(InputError, match="not a rule table of schema"):
         load(path)
-
-
-def test_the_page_merges_what_is_the_same():
-    wanted = best_cases("sm100", "sm103")
-    text = rule_page.page([row_of(case, hot_spills=case.plan.problem.head_dim // 128) for case in wanted])
-    lines = [line for line in text.splitlines() if "sm100" in line]
-    assert len(lines) == 3  # one a head_dim: both masks, both archs
-    assert all("full and causal" in line and "sm100, sm103" in line for line in lines)
-    assert "**1** + 3" in lines[1]  # forbidden at 128, and shown
-    assert "2 + 3" in lines[2]
-    assert "3, smem" in lines[0]
-    assert "19 %" in lines[0]
 
 
 # ---------------------------------------------------------------- the record against today's compilers
