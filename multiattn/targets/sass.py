@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 Graph = Mapping[int, Sequence[int]]
 """Of each instruction, by its place in the code, the places that may follow it."""
@@ -191,38 +192,11 @@ def successors(code: Sequence[Instruction]) -> Graph:
 
 
 def _knots(places: Iterable[int], follows: Graph) -> list[frozenset[int]]:
-    """Strongly connected components of more than one instruction, or of one that follows itself.
+    """Strongly connected components of more than one instruction, or of one that follows itself."""
+    import networkx
 
-    Tarjan, "Depth-first search and linear graph algorithms" (1972), without recursion.
-    """
-    allowed = set(places)
-    order: dict[int, int] = {}
-    lowest: dict[int, int] = {}
-    stack: list[int] = []
-    open_ones: set[int] = set()
-    knots = []
-    for root in sorted(allowed):
-        path = [] if root in order else [(root, iter(follows[root]))]
-        while path:
-            place, rest = path[-1]
-            if place not in order:
-                order[place] = lowest[place] = len(order)
-                stack.append(place)
-                open_ones.add(place)
-            following = next((it for it in rest if it in allowed and (it not in order or it in open_ones)), None)
-            if following is not None and following in order:
-                lowest[place] = min(lowest[place], order[following])
-            elif following is not None:
-                path.append((following, iter(follows[following])))
-            else:
-                path.pop()
-                if path:
-                    lowest[path[-1][0]] = min(lowest[path[-1][0]], lowest[place])
-                if lowest[place] == order[place]:
-                    start = stack.index(place)
-                    knot = frozenset(stack[start:])
-                    del stack[start:]
-                    open_ones -= knot
-                    if len(knot) > 1 or place in follows[place]:
-                        knots.append(knot)
-    return knots
+    graph: Any = networkx.DiGraph()
+    graph.add_nodes_from(sorted(places))
+    graph.add_edges_from((place, after) for place in graph for after in follows[place] if after in graph)
+    found = map(frozenset, networkx.strongly_connected_components(graph))
+    return [knot for knot in found if len(knot) > 1 or any(place in follows[place] for place in knot)]
