@@ -160,7 +160,7 @@ def _read(kernel: Exported, key: str, plan: Plan, known: Kernel | None) -> Kerne
     digest = digest_of(kernel)
     if known is not None and known.digest == digest:
         return known
-    kept = doors().folder / key / f"facts-{store.readers()[:8]}.json"
+    kept = doors().folder / f"{key}.facts-{store.readers()[:8]}.json"  # Triton takes any in the folder for its own
     try:
         facts = Facts.from_dict(json.loads(kept.read_text()))
     except (OSError, ValueError, KeyError, TypeError):  # not there, or cut off: it is read again
