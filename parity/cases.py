@@ -71,6 +71,8 @@ class Layout:
     """Unused elements after each row of D (`bhsd`) or each token of H * D (`bshd`)."""
     broadcast: Broadcast = "none"
     """A dimension of k and v with stride 0."""
+    v_pad: int | None = None
+    """Not None: v alone is in the other of `bhsd` and `bshd`, with this many unused elements as `row_pad`."""
     stray_strides: bool = False
     """Dimensions of one element have a stride that means nothing, as PyTorch allows."""
 
@@ -260,6 +262,25 @@ def _layouts() -> Iterator[Case]:
     ):
         yield Case(name=name, why=why, layout=Layout(offset=offset, row_pad=row_pad), causal=offset != 0, seq_q=65)
     yield Case(name="odd_rows_d40", why="unaligned, and D is no multiple of 16", layout=Layout(row_pad=1), head_dim=40)
+    apart: tuple[tuple[str, Layout, int, DType, bool], ...] = (
+        ("k_transposed", Layout(order="bshd", v_pad=16), 64, "bf16", True),
+        ("v_transposed", Layout(v_pad=0), 128, "fp16", False),
+        ("k_transposed_odd_v", Layout(order="bshd", v_pad=1), 40, "bf16", True),
+    )
+    for name, layout, head_dim, dtype, causal in apart:
+        yield Case(
+            name=name,
+            why="k and v differ in every stride: neither's, nor those of its gradient, pass for the other's",
+            layout=layout,
+            batch=2,
+            heads_q=6,
+            heads_kv=3,
+            seq_q=70,
+            seq_kv=90,
+            head_dim=head_dim,
+            dtype=dtype,
+            causal=causal,
+        )
     dimensions: tuple[Broadcast, ...] = ("heads", "batch")
     for dimension in dimensions:
         yield Case(

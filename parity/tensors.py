@@ -6,12 +6,12 @@ So whatever a kernel reads beyond a tensor, leaves unwritten or writes beside it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from multiattn.problem import Problem, Strides
-from parity.cases import Case
+from parity.cases import Case, Layout
 
 POISON = 0x7FC5
 """A 16-bit pattern that is NaN as fp16 and as bf16, and twice in a row as fp32."""
@@ -62,7 +62,11 @@ class Inputs(Watched):
             memory, views = _packed_views(case, device)
         else:
             shapes = _shapes(case)
-            memory, views = zip(*(_poisoned_view(case, shape, device) for shape in shapes), strict=True)
+            layouts = (case.layout, case.layout, _layout_of_v(case.layout))
+            memory, views = zip(
+                *(_poisoned_view(case, lay, shape, device) for lay, shape in zip(layouts, shapes, strict=True)),
+                strict=True,
+            )
         values = _draw(case, device)
         for view, value in zip(views, values, strict=True):
             view.copy_(value)
@@ -220,9 +224,17 @@ def _shapes(case: Case) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
     return (case.batch, case.heads_q, case.seq_q, case.head_dim), shape_kv, shape_kv
 
 
-def _poisoned_view(case: Case, shape: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Poisoned memory and the view of `shape` in it that the case's layout asks for."""
-    layout = case.layout
+def _layout_of_v(layout: Layout) -> Layout:
+    """The layout of v, which is that of q and k but where `v_pad` says otherwise."""
+    if layout.v_pad is None:
+        return layout
+    return replace(layout, order="bhsd" if layout.order == "bshd" else "bshd", row_pad=layout.v_pad)
+
+
+def _poisoned_view(
+    case: Case, layout: Layout, shape: Sequence[int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Poisoned memory and the view of `shape` in it that a layout asks for."""
     batch, heads, seq, head_dim = shape
     if layout.order == "bhsd":
         row = head_dim + layout.row_pad

@@ -367,6 +367,16 @@ def test_broadcast_has_stride_zero():
     assert Inputs.of(BY_NAME["broadcast_batch"], CPU).v.stride(0) == 0
 
 
+@pytest.mark.parametrize("name", ["k_transposed", "v_transposed", "k_transposed_odd_v"])
+def test_k_and_v_that_lie_apart_share_no_stride_and_nor_do_their_gradients(name):
+    case = BY_NAME[name]
+    inputs = Inputs.of(case, CPU)
+    problem = Problem.of(inputs.q, inputs.k, inputs.v, causal=case.causal)
+    for k, v in ((problem.strides_k, problem.strides_v), (problem.strides_dk, problem.strides_dv)):
+        assert all(a != b for a, b in zip(k[1:], v[1:], strict=True))  # heads and rows; a dense batch may be alike
+    assert problem.strides_k != problem.strides_v
+
+
 def test_packed_needs_one_length():
     with pytest.raises(ValueError, match="share one sequence"):
         Inputs.of(Case(name="x", why="x", layout=Layout(order="packed"), seq_q=3, seq_kv=4), CPU)
