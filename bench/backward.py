@@ -10,7 +10,6 @@ from tabulate import tabulate
 from bench.flops import rate_text
 from bench.matrix import Cell
 from bench.results import Measured, Row, is_ours, one_run
-from bench.verdicts import judge_memory, mebibytes
 from parity.report import Table
 
 ByName = dict[str, Row]
@@ -129,16 +128,23 @@ def _taken(row: Row | None) -> str:
 
 
 def memory_summary(rows: Sequence[Row]) -> str:
-    """One line: of each of ours the largest share of SDPA flash's extra memory in any cell; empty without figures."""
+    """One line: for each of ours the largest share of SDPA flash's extra memory in any cell; empty if uncounted."""
+    found = [row for row in one_run(rows) if row.regime == "device" and row.cell.direction == "bwd" and row.measured]
+    taken = {(row.cell, row.contender): _measured(row).peak_extra_bytes for row in found}
     worst: dict[str, float] = {}
-    for verdict in judge_memory(rows):
-        if verdict.taken is not None and verdict.bar:
-            name = verdict.row.contender
-            worst[name] = max(verdict.taken / verdict.bar, worst.get(name, 0.0))
+    for (cell, name), size in taken.items():
+        bar = taken.get((cell, "sdpa-flash"))
+        if is_ours(name) and size is not None and bar:
+            worst[name] = max(size / bar, worst.get(name, 0.0))
     if not worst:
         return ""
     shares = ", ".join(f"{name} {ratio:.2f}" for name, ratio in worst.items())
     return f"Device memory of a backward beside inputs and outputs, over SDPA flash's, in the worst cell: {shares}."
+
+
+def mebibytes(size: int) -> str:
+    """MiB, to a tenth."""
+    return f"{size / 2**20:.1f}"
 
 
 _PLACE = ("direction", "D", "mask", "N")

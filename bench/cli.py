@@ -1,4 +1,4 @@
-"""``python -m bench``: the matrix, and beside it rules, expected, ladder, tune, compare, floors, prefer and more."""
+"""``python -m bench``: the matrix, and beside it expected, ladder, tune, compare, prefer, docs and more."""
 
 from __future__ import annotations
 
@@ -12,23 +12,15 @@ import torch
 
 from bench import (
     demo,
+    docs,
     emitted,
-    hopper_docs,
     host,
     ladder,
-    languages_docs,
-    profile,
-    readme,
     record,
     report,
     rule_table,
     target_cli,
     tune,
-    tune_finals,
-    tune_refine,
-    tune_results,
-    tune_rules,
-    verdict_tables,
     verdicts,
 )
 from bench.arguments import (
@@ -39,6 +31,7 @@ from bench.arguments import (
     add_who,
     kernel_directions,
     our_names,
+    positive,
     try_file,
     try_folder,
 )
@@ -51,6 +44,7 @@ from bench.results import Row, Store, is_ours, load
 from bench.run import DeviceLostError, Job, Machine, run
 from bench.timing import REGIMES, Budget
 from multiattn.arch import GPU_ARCHS
+from multiattn.arguments import count
 
 AGAIN = "out/bench/again"
 """Where a stored command writes: what is recorded is not overwritten by whoever tries it."""
@@ -187,12 +181,8 @@ def record_rules(options: argparse.Namespace) -> int:
 
 
 def tune_configs(options: argparse.Namespace) -> int:
-    """Sweep the candidates of each backend and print the ranking of each cell; or write the rules that sweeps give."""
-    if options.rules_from is not None or options.check:
-        return _write_rules(options.rules_from or tune_results.recorded(), check=options.check)
+    """Sweep the candidates of each backend, print the ranking of each cell and keep it as JSON."""
     names = our_names(options.backend)
-    if options.rules and (wrong := [name for name in names if name not in tune_rules.BACKENDS]):
-        raise InputError(f"--rules: got --backend {', '.join(wrong)}; allowed {', '.join(tune_rules.BACKENDS)}")
     options.seq = options.seq or [tune.TUNE_SEQ]
     cells = _cells(options)
     tune.check_variants(names, cells, options.variant or ())
@@ -203,76 +193,39 @@ def tune_configs(options: argparse.Namespace) -> int:
     budget = Budget(
         rounds=options.rounds, sample_ms=options.sample_ms, warmup_ms=tune.TUNE_BUDGET.warmup_ms, seed=options.seed
     )
-    search = tune_refine.Search(
-        machine=machine,
-        jobs=options.jobs,
-        timeout_s=options.timeout,
-        budget=budget,
-        spills=options.spills,
-        say=lambda text: print(text, flush=True),
-    )
-    setup = environment()
-    folder = options.out or (results_dir(setup.gpu) if options.rules else workplace() / "out" / "tune")
+    folder = options.out or workplace() / "out" / "tune"
     for backend in names:
-        path = folder / f"{tune_results.PREFIX}{backend}.json"
-        seconds = options.budget_s if options.refine else 0.0
-        swept = tune_refine.sweep(backend, cells, tuple(options.variant or ()), search, seconds)
-        for cell, trials in tune_finals.with_finals(swept, machine, options.finals, tune_rules.may_be_rule):
-            tune_results.merge(tune_results.sweeps_of(backend, trials, setup), path)
+        path, found = folder / f"{backend}.json", []
+        swept = tune.tune(
+            backend,
+            cells,
+            machine,
+            variants=tuple(options.variant or ()),
+            jobs=options.jobs,
+            timeout_s=options.timeout,
+            budget=budget,
+            spills=options.spills,
+            finals=options.finals,
+        )
+        for cell, trials in swept:
+            found += trials
+            tune.save(path, found, environment())
             print(f"\n{backend}: {cell.key}\n{tune.table(trials, top=options.top)}\n", flush=True)
         print(f"Written: {_shown(path)}", flush=True)
-    if not options.rules:
-        return 0
-    return _write_rules([*tune_results.recorded(), *(folder / f"{tune_results.PREFIX}{name}.json" for name in names)])
-
-
-def _write_rules(files: Sequence[Path], *, check: bool = False) -> int:
-    """The tuned rules of files of sweeps, written or only compared; 1 where that finds them stale."""
-    path = tune_rules.tuned_path()
-    current = tune_rules.update(list(dict.fromkeys(it.resolve() for it in files)), path, check=check)
-    told = (
-        "is current" if current else "is stale; run python -m bench tune --rules-from" if check else "is written anew"
-    )
-    print(f"{_shown(path)} {told}, by {len(files)} files of sweeps")
-    return int(check and not current)
+    return 0
 
 
 # ---------------------------------------------------------------- what results say
 
 
-def profile_cells(options: argparse.Namespace) -> int:
-    """What Nsight Compute counts of one variant in the chosen cells; 1 where there is no GPU."""
-    cells = _cells(options)
-    profile.check(options, cells)
-    machine = Machine.current()
-    if machine is None:
-        print(f"Nothing to count on: {NO_GPU}")
-        return 1
-    return profile.profile(options, cells, machine.arch)
-
-
 def compare_files(options: argparse.Namespace) -> int:
     """Two result files, ratio per cell; 1 where a contender of ours got slower than the spread explains."""
     changes = verdicts.compare(load(options.before), load(options.after))
-    print(verdict_tables.change_table(changes, everything=options.all))
+    print(verdicts.change_table(changes, everything=options.all))
     ours = [change for change in changes if is_ours(change.before.contender)]
     regressions = sum(change.is_regression for change in ours)
     print(f"\n{len(changes)} compared; of ours {regressions} slower or gone. Not shown: what is the same (--all).")
     return int(regressions > 0)
-
-
-def check_floors(options: argparse.Namespace) -> int:
-    """The floors, from each file, or of each GPU and direction from all that is recorded; 1 where one does not hold."""
-    if options.files:
-        found = [(_shown(path), load(path)) for path in options.files]
-    else:
-        found = verdict_tables.recorded_floors(_result_files(options))
-    holds = True
-    for title, rows in found:
-        held, text = verdict_tables.floors_of(rows)
-        holds &= held
-        print(f"{title}\n{text}\n")
-    return int(not holds)
 
 
 def write_preferences(options: argparse.Namespace) -> int:
@@ -304,21 +257,14 @@ def write_report(options: argparse.Namespace) -> int:
     return 0
 
 
-def update_readme(options: argparse.Namespace) -> int:
-    """Make the tables of README and of pages in docs again; with --check only say whether they are current."""
-    blocks = {**readme.blocks(results_root()), "hopper": lambda: hopper_docs.headline(results_root())}
-    pages = {options.readme: readme.update_page(options.readme, blocks, check=options.check)}
-    if options.readme == ROOT / "README.md":
-        for made in (hopper_docs, languages_docs):
-            pages[made.PAGE] = made.update(results_root(), check=options.check)
-    for page, current in pages.items():
-        if current:
-            print(f"{page.name}: its tables are current")
-        elif options.check:
-            print(f"{page.name}: its tables are stale; run python -m bench readme")
-        else:
-            print(f"{page.name}: its tables are written anew")
-    return int(options.check and not all(pages.values()))
+def update_docs(options: argparse.Namespace) -> int:
+    """Make the tables of README.md and docs/ again; with --check only say which are stale."""
+    stale = docs.update_all(check=options.check)
+    for path in stale:
+        print(f"{_shown(path)}: {'stale; run python -m bench docs' if options.check else 'written'}")
+    if not stale:
+        print("every table is current")
+    return int(options.check and bool(stale))
 
 
 # ---------------------------------------------------------------- arguments
@@ -333,14 +279,12 @@ COMMANDS = {
     "emitted": emitted.run,
     "ladder": ladder.climb_ladder,
     "tune": tune_configs,
-    "profile": profile_cells,
     "compare": compare_files,
-    "floors": check_floors,
     "prefer": write_preferences,
     "host": measure_host,
     "report": write_report,
     "demo": run_demo,
-    "readme": update_readme,
+    "docs": update_docs,
 }
 
 
@@ -442,21 +386,20 @@ def _parser() -> argparse.ArgumentParser:
     add_cells(command, default="standard")
     add_who(command)
     command.add_argument("--variant", action="append", help="may be given again; default all")
-    tune_refine.add_arguments(command)
+    command.add_argument("--timeout", type=positive, default=60.0, metavar="S", help="seconds for one (%(default)s)")
+    command.add_argument("--top", type=count, default=12, help="places to print (%(default)s)")
+    command.add_argument("--spills", action="store_true", help="time also what spills in its hot loops")
+    command.add_argument("--finals", type=int, default=0, metavar="N", help="time the N fastest again, long")
     add_jobs(command)
     add_budget(command, tune.TUNE_BUDGET)
-    command.add_argument("--out", type=Path, help="folder of the sweeps; default out/tune, or that of --rules")
-
-    command = add("profile")
-    add_cells(command, default="standard")
-    profile.add_arguments(command)
+    command.add_argument("--out", type=Path, help="folder of the rankings; default out/tune")
 
     command = add("compare")
     command.add_argument("before", type=Path)
     command.add_argument("after", type=Path)
     command.add_argument("--all", action="store_true", help="show also what is the same")
 
-    for name in ("floors", "prefer", "report"):
+    for name in ("prefer", "report"):
         command = add(name)
         command.add_argument("files", type=Path, nargs="*", help="result files; default all under bench/results")
     command.add_argument("--markdown", action="store_true", help="tables as Markdown")
@@ -471,10 +414,7 @@ def _parser() -> argparse.ArgumentParser:
     add_jobs(command)
     command.add_argument("--out", type=Path, default=Path("out"), help="folder of everything (%(default)s)")
 
-    command = add("readme")
-    command.add_argument(
-        "--readme", type=Path, default=ROOT / "README.md", help="alone; default: README.md and the generated pages"
-    )
+    command = add("docs")
     command.add_argument("--check", action="store_true", help="write nothing; exit 1 where a table is stale")
     return parser
 

@@ -165,14 +165,14 @@ def table(costs: list[HostCost], *, form: str = "simple") -> str:
 def save(costs: list[HostCost], environment: Environment, path: Path) -> None:
     """Write them as JSON, with what they were measured on."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = {
-        "schema": SCHEMA,
-        "cell": CELL.as_dict(),
-        "environment": asdict(environment),
-        "command": "python -m bench host",
-        "costs": [asdict(cost) for cost in costs],
+    parts = {
+        "schema": str(SCHEMA),
+        "cell": json.dumps(CELL.as_dict()),
+        "environment": json.dumps(asdict(environment)),
+        "command": '"python -m bench host"',
+        "costs": "[\n  " + ",\n  ".join(json.dumps(asdict(cost)) for cost in costs) + "\n ]",
     }
-    path.write_text(json.dumps(data, indent=1) + "\n")
+    path.write_text("{\n" + ",\n".join(f' "{name}": {text}' for name, text in parts.items()) + "\n}\n")
 
 
 def measured_cell(path: Path) -> Cell:

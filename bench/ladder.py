@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench import ladder_docs, ladder_facts, ladder_list, ladder_ncu, ladder_pages, ladder_tables
+from bench import ladder_facts, ladder_list, ladder_pages, ladder_tables
 from bench.arguments import add_budget, add_jobs
-from bench.environment import NO_GPU, environment, results_dir, results_root, workplace
+from bench.environment import NO_GPU, environment, results_dir, workplace
 from bench.errors import InputError
-from bench.ladder_facts import Conflicts, Record
+from bench.ladder_facts import Record
 from bench.ladder_pages import Log
 from bench.ladder_rungs import (
     CUDNN,
@@ -34,7 +34,6 @@ from bench.timing import Budget
 from multiattn.arch import GPU_ARCHS, Arch, by_name
 from multiattn.arguments import count
 from multiattn.backend import BACKENDS, Backend
-from multiattn.targets.ncu import ProfilerError
 from parity.report import Table
 
 AGAIN = "out/bench/again"
@@ -58,14 +57,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     mask.add_argument("--full", action="store_false", dest="causal")
     command.add_argument("--arch", choices=GPU_ARCHS, help=f"to compile for where there is no GPU ({DEFAULT_ARCH})")
     command.add_argument("--no-emulation", action="store_true", help="leave out bank conflicts counted on the CPU")
-    command.add_argument("--ncu", action="store_true", help="read bank conflicts with ncu, on a GPU")
     command.add_argument("--record", action="store_true", help="keep what was compiled in bench/results/compiled")
     command.add_argument("--fresh", action="store_true", help="measure also what this very setup has measured before")
     add_jobs(command)
     add_budget(command, Budget())
     command.add_argument("--out", type=Path, help="folder of everything; default bench/results/<gpu> and out/bench")
-    command.add_argument("--docs", action="store_true", help="only rewrite the blocks of docs/ladder.md")
-    command.add_argument("--check", action="store_true", help="with --docs: write nothing; exit 1 where one is stale")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,10 +99,6 @@ class Climb:
 
 def climb_ladder(options: argparse.Namespace) -> int:
     """Climb a backend's ladder: time every rung, or without a GPU compile it; 1 where one has an error."""
-    if options.check and not options.docs:
-        raise InputError("--check: only with --docs")
-    if options.docs:
-        return update_docs(check=options.check)
     climb = resolve(options, Machine.current())
     pages = options.out or workplace() / "out" / "bench"
     log = Log.start(pages / f"{climb.name}.log", command_again(options))
@@ -119,22 +111,11 @@ def climb_ladder(options: argparse.Namespace) -> int:
     return export(climb, rows, records, pages, log, record=options.record)
 
 
-def update_docs(*, check: bool) -> int:
-    """Rewrite the blocks of docs/ladder.md from what is committed; with `check` only say whether they are current."""
-    page = ladder_docs.PAGE
-    current = ladder_docs.update(page, results_root(), check=check)
-    stale = "are stale; run python -m bench ladder --docs" if check else "are written anew"
-    print(f"{page.name}: its blocks {'are current' if current else stale}")
-    return int(check and not current)
-
-
 def resolve(options: argparse.Namespace, machine: Machine | None) -> Climb:
     """What the options ask for on this machine; InputError, by name, for what there is not."""
     if options.backend is None:
         raise InputError(f"--backend: got none; allowed {', '.join(BACKENDS)}")
     backend = find_backend(options.backend)
-    if machine is None and options.ncu:
-        raise InputError(f"--ncu: {NO_GPU}")
     if machine is not None and options.arch not in (None, machine.arch.name):
         raise InputError(
             f"--arch: got {options.arch}, but this GPU is {machine.arch.name}; hide it to compile for others"
@@ -185,28 +166,7 @@ def facts(climb: Climb, options: argparse.Namespace, log: Log) -> list[Record]:
         return []
     wanted = ladder_facts.tasks(climb.rungs, climb.cells, climb.arch, emulate=not options.no_emulation)
     log.say(f"{climb.backend.name}: {len(climb.rungs)} rungs, {len(wanted)} to compile for {climb.arch.name}")
-    records = ladder_facts.inspect_all(wanted, jobs=options.jobs, say=log.say)
-    return profiled(records, climb, log) if options.ncu else records
-
-
-def profiled(records: Sequence[Record], climb: Climb, log: Log) -> list[Record]:
-    """Records with what ncu counts of each kernel in the first cell of its head_dim, or why it counts nothing."""
-    made = []
-    gpu = environment().gpu
-    for cell in dict.fromkeys(record.cell for record in records):
-        members = [record for record in records if record.cell == cell]
-        able = [record.rung for record in members if record.kernels]
-        log.say(f"ncu: {len(able)} rungs in {cell}")
-        try:
-            counts, why = dict(ladder_ncu.profile(able, cell)) if able else {}, "not launched under ncu"
-        except ProfilerError as error:
-            counts, why = {}, str(error)
-            log.say(f"ncu: {why}")
-        for record in members:
-            name = record.kernel.name if record.kernel is not None else ""
-            found = Conflicts(count=counts[name], why=f"on {gpu}") if name in counts else Conflicts(why=why)
-            made.append(replace(record, profiled=found))
-    return made
+    return ladder_facts.inspect_all(wanted, jobs=options.jobs, say=log.say)
 
 
 def measure(climb: Climb, options: argparse.Namespace, log: Log) -> list[Row]:
@@ -267,7 +227,6 @@ def command_again(options: argparse.Namespace) -> str:
         for value in given if isinstance(given, list) else [given]:
             words += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
     words += [] if options.causal is None else ["--causal" if options.causal else "--full"]
-    for option in ("no_emulation", "ncu"):
-        words += [f"--{option.replace('_', '-')}"] if getattr(options, option) else []
+    words += ["--no-emulation"] if options.no_emulation else []
     words += ["--rounds", str(options.rounds), "--sample-ms", f"{options.sample_ms:g}", "--seed", str(options.seed)]
     return shlex.join([*words, "--fresh", "--out", AGAIN])

@@ -5,19 +5,33 @@ Made of rows (timed on a GPU) and records (compiled, anywhere); either may be mi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 from bench.ladder_facts import Conflicts, Record
-from bench.ladder_rungs import Rung, baseline
-from bench.ladder_tables import occupancy_text, percent, rate, ratio, setting_text
+from bench.ladder_pages import markdown
+from bench.ladder_rungs import LISTED, SHAPES, Rung, baseline, points_of
+from bench.ladder_tables import (
+    TUNED,
+    boards,
+    occupancy_text,
+    percent,
+    rate,
+    ratio,
+    rungs_table,
+    setting_text,
+    summary_table,
+)
 from bench.matrix import Cell
-from bench.results import Measured, Row
+from bench.results import Measured, Row, load
 from multiattn import backend as registry
 from multiattn.backend import Variant
 from parity.report import Table
 
 _NO_COLUMN = "-"
+NOTHING_TIMED = "Nothing is timed yet: run `python -m bench ladder` on a GPU."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,11 +68,6 @@ class Listing:
         row = self.rows.get(contender)
         return row.measured if row is not None else None
 
-    @property
-    def is_profiled(self) -> bool:
-        """Whether ncu has counted conflicts of some."""
-        return any(record.profiled.count is not None for record in self.records.values())
-
     def refusal(self, variant: str) -> str:
         """Why a variant has neither time nor kernel: reasons or an error; empty for one that has."""
         row, record = self.row(variant), self.records.get(variant)
@@ -81,8 +90,7 @@ def listings(rows: Iterable[Row], records: Iterable[Record], backend: str) -> li
             for seq in record.seqs:
                 cell = replace(record.cell, seq=seq)
                 cells[cell.key] = cell
-                here = record if cell == record.cell else replace(record, profiled=Conflicts())  # it is of one cell
-                compiled.setdefault((record.arch, cell.key), {})[record.rung.variant] = here
+                compiled.setdefault((record.arch, cell.key), {})[record.rung.variant] = record
     given = [row for row in rows if row.regime == "device" and row.cell.direction == "fwd" and row.run]
     newest: dict[tuple[str, Cell], str] = {}
     for row in given:
@@ -149,14 +157,13 @@ def points_table(listing: Listing) -> Table:
 def points_header(listing: Listing) -> tuple[str, ...]:
     """What `point_line` tells of a variant."""
     timed = ("ms", "TFLOPS", "over parent", "over SDPA") if listing.rows else ()
-    profiled = ("conflicts, ncu",) if listing.is_profiled else ()
-    return ("variant", *timed, "smem", "registers", "spills", "warps", "conflicts", *profiled, "config")
+    return ("variant", *timed, "smem", "registers", "spills", "warps", "conflicts", "config")
 
 
 def point_line(listing: Listing, variant: Variant) -> tuple[str, ...]:
     """A variant that runs."""
     times = _times(listing, variant, baseline(listing.cell.head_dim)) if listing.rows else ()
-    return (variant.name, *times, *_facts(listing.records.get(variant.name), listing.is_profiled))
+    return (variant.name, *times, *_facts(listing.records.get(variant.name)))
 
 
 def _times(listing: Listing, variant: Variant, reference: str) -> tuple[str, ...]:
@@ -173,17 +180,16 @@ def _times(listing: Listing, variant: Variant, reference: str) -> tuple[str, ...
     )
 
 
-def _facts(record: Record | None, profiled: bool) -> tuple[str, ...]:
+def _facts(record: Record | None) -> tuple[str, ...]:
     kernel = record.kernel if record is not None else None
     if record is None or kernel is None:
-        return (_NO_COLUMN,) * (7 if profiled else 6)
+        return (_NO_COLUMN,) * 6
     return (
         str(kernel.smem_bytes),
         str(kernel.registers),
         str(kernel.spill_bytes),
         occupancy_text(record),
         conflicts_text(record.emulated),
-        *([conflicts_text(record.profiled)] if profiled else []),
         record.config,
     )
 
@@ -210,10 +216,6 @@ def _facts_note(records: Iterable[Record]) -> str:
         )
     why = dict.fromkeys(record.emulated.why for record in found if record.emulated.count is None)
     parts += [f"No conflicts counted: {text}." for text in why if text]
-    profilers = dict.fromkeys(record.profiled.why for record in found if record.profiled.count is not None)
-    parts += [f"Conflicts, ncu: of a whole launch in this cell, {text}." for text in profilers]
-    missing = dict.fromkeys(record.profiled.why for record in found if record.profiled.count is None)
-    parts += [f"None by ncu: {text}." for text in missing if text]
     return " ".join(parts)
 
 
@@ -234,19 +236,60 @@ def refused_table(listing: Listing) -> Table:
     )
 
 
-def axes_table(backend: str) -> Table:
-    """Each axis of a backend's forward variants with its values, and how many points have each; from the data."""
+def best_of_axes_table(listing: Listing) -> Table:
+    """For each value of each axis: the fastest point that has it, and how many points have it."""
+    best: dict[tuple[str, str], tuple[float, str]] = {}
     counts: dict[tuple[str, str], int] = {}
-    for variant in registry.get(backend).forward.variants:
+    for variant in points_of(registry.get(listing.backend)):
+        measured = listing.measured(str(Rung(backend=listing.backend, variant=variant.name)))
         for axis, value in variant.flags:
             key = axis, str(value) or "none"
             counts[key] = counts.get(key, 0) + 1
-    axes: dict[str, list[str]] = {}
-    for (axis, value), count in counts.items():
-        axes.setdefault(axis, []).append(f"{value} ({count})")
-    return Table(
-        title=f"Axes of {backend}",
-        note="In brackets how many variants have the value.",
-        header=("axis", "values"),
-        rows=tuple((axis, ", ".join(values)) for axis, values in axes.items()),
+            if measured is not None:
+                best[key] = max(best.get(key, (0.0, "")), (measured.tflops, variant.name))
+    rows = (
+        (
+            axis,
+            value,
+            str(count),
+            *(
+                (f"{best[axis, value][0]:.0f}", best[axis, value][1])
+                if (axis, value) in best
+                else (_NO_COLUMN, _NO_COLUMN)
+            ),
+        )
+        for (axis, value), count in counts.items()
     )
+    return Table(
+        title=f"Best of each axis: {listing.title}",
+        note="",
+        header=("axis", "value", "points", "TFLOPS", "fastest point with it"),
+        rows=tuple(rows),
+    )
+
+
+# ---------------------------------------------------------------- docs/ladder.md
+
+
+def blocks(results: Path) -> Mapping[str, Callable[[], str]]:
+    """The tables of docs/ladder.md: the rungs of each chain, their speed by length, and the best of each axis."""
+
+    def rows(backend: str) -> list[Row]:
+        paths = [it for it in sorted(results.glob(f"*/ladder_{backend}.json")) if it.parent.name != "compiled"]
+        return [row for path in paths for row in load(path) if row.run]
+
+    def lengths(backend: str) -> str:
+        return markdown([summary_table(board, TUNED) for board in boards(rows(backend), backend)]) or NOTHING_TIMED
+
+    def axes(backend: str) -> str:
+        found = [it for it in listings(rows(backend), (), backend) if it.gpu]
+        return markdown([best_of_axes_table(it) for it in found]) or NOTHING_TIMED
+
+    made: dict[str, Callable[[], str]] = {}
+    for backend in SHAPES:
+        if backend in LISTED:
+            made[f"{backend}_axes"] = partial(axes, backend)
+        else:
+            made[f"{backend}_rungs"] = partial(markdown, [rungs_table(backend)], titled=False)
+            made[f"{backend}_lengths"] = partial(lengths, backend)
+    return made

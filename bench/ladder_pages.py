@@ -11,7 +11,6 @@ from pathlib import Path
 from tabulate import tabulate
 
 from bench.backward import table_text
-from bench.ladder_docs import markdown
 from bench.report import commands, groups, notes, plot, provenance
 from bench.results import Row
 from parity.report import Table
@@ -64,6 +63,16 @@ def terminal(tables: Sequence[Table]) -> str:
             maxcolwidths=[_WIDEST] * len(table.header),
         )
         parts.append("\n".join(filter(None, (table.title, table.note, "", folded))))
+    return "\n\n".join(parts)
+
+
+def markdown(tables: Sequence[Table], *, titled: bool = True) -> str:
+    """Tables one below the other, each under its title and note."""
+    parts = []
+    for table in tables:
+        parts += [f"**{table.title}**"] if titled else []
+        parts += [table.note] if table.note else []
+        parts.append(table_text(table, "github"))
     return "\n\n".join(parts)
 
 

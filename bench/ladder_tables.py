@@ -1,8 +1,7 @@
-"""Tables of a chain: its rungs by length, the summary, the impact of each step, the configs; made of rows alone."""
+"""Tables of a chain: its rungs by length, and what they compile to."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -119,48 +118,12 @@ def _board(backend: str, top: str, gpu: str, rows: Iterable[Row], cells: tuple[C
 
 
 def board_tables(board: Board) -> list[Table]:
-    """All of a board: a table a length, then the summary and the impact in both modes, then the configs."""
-    modes = [maker(board, mode) for maker in (summary_table, impact_table) for mode in MODES]
-    return [*step_tables(board), *modes, config_table(board)]
-
-
-def step_tables(board: Board) -> list[Table]:
-    """Per length: each step's time and TFLOPS, and how many times as fast as SDPA and as the step before."""
-    return [_step_table(board, cell) for cell in board.cells]
-
-
-def _step_table(board: Board, cell: Cell) -> Table:
-    columns = ("ms", "TFLOPS", "over SDPA", "over previous")
-    rows: list[tuple[str, ...]] = [
-        (name, *_times(board, cell.seq, name, None), *_times(board, cell.seq, name, None))
-        for name in (board.baseline, CUDNN)
-        if board.row(cell.seq, name) is not None
-    ]
-    previous: dict[str, str] = {}
-    for step in board.steps:
-        figures: list[str] = []
-        for mode in MODES:
-            name = board.contender(step, mode)
-            figures += _times(board, cell.seq, name, previous.get(mode))
-            previous[mode] = name
-        rows.append((step, *figures))
-    if board.measured(cell.seq, TILEGYM) is not None:
-        rows.append((TILEGYM, *_times(board, cell.seq, TILEGYM, None), *_times(board, cell.seq, TILEGYM, None)))
-    header = ("step", *(f"{mode} {column}" for mode in MODES for column in columns))
-    note = f"Speed-ups are ratios of times; SDPA is {board.baseline}. " + _modes_text()
-    return Table(title=f"N={cell.seq}: {board.title}", note=note, header=header, rows=tuple(rows))
+    """The rungs by length, in both modes."""
+    return [summary_table(board, mode) for mode in MODES]
 
 
 def _modes_text() -> str:
     return " ".join(f"{mode.capitalize()}: {what}." for mode, what in MODES.items())
-
-
-def _times(board: Board, seq: int, name: str, previous: str | None) -> tuple[str, str, str, str]:
-    row, measured = board.row(seq, name), board.measured(seq, name)
-    if measured is None:
-        return "-", figure(row), "-", "-"
-    before = board.gain(seq, name, previous) if previous is not None else None
-    return f"{measured.time_ms:.3f}", figure(row), ratio(board.gain(seq, name, board.baseline)), ratio(before)
 
 
 def ratio(gain: float | None) -> str:
@@ -196,39 +159,6 @@ def summary_table(board: Board, mode: str) -> Table:
 
 def _ran(board: Board, name: str) -> bool:
     return any(board.measured(cell.seq, name) is not None for cell in board.cells)
-
-
-def impact_table(board: Board, mode: str) -> Table:
-    """What each step gains over the one before, in %, by N."""
-    names = [board.contender(step, mode) for step in board.steps]
-    rows = [
-        (
-            f"{before} -> {step}",
-            *(percent(board.gain(cell.seq, names[place + 1], names[place])) for cell in board.cells),
-        )
-        for place, (before, step) in enumerate(itertools.pairwise(board.steps))
-    ]
-    return Table(
-        title=f"Impact of each step, {mode}: {board.title}",
-        note=f"Gain in speed over the step before. {mode.capitalize()}: {MODES[mode]}.",
-        header=("step", *(f"N={cell.seq}" for cell in board.cells)),
-        rows=tuple(rows),
-    )
-
-
-def config_table(board: Board) -> Table:
-    """The config that each rung ran with, and at which lengths."""
-    seqs: dict[tuple[str, str, str], list[str]] = {}
-    for mode in MODES:
-        for step in board.steps:
-            for cell in board.cells:
-                row = board.row(cell.seq, board.contender(step, mode))
-                if row is not None and row.plan is not None:
-                    config = row.plan["config"] or {}
-                    text = " ".join(f"{name}={value}" for name, value in config.items() if value is not None)
-                    seqs.setdefault((mode, step, text), []).append(str(cell.seq))
-    rows = tuple((mode, step, text or "none", ", ".join(at)) for (mode, step, text), at in seqs.items())
-    return Table(title=f"Configs: {board.title}", note=_modes_text(), header=("mode", "step", "config", "N"), rows=rows)
 
 
 # ---------------------------------------------------------------- compiled

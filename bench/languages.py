@@ -1,4 +1,4 @@
-"""The languages that this project writes kernels in. Triton has two of them, which only the variant tells apart."""
+"""The languages of the kernels. Triton has two, `triton.language` and Gluon; only the variant tells them apart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from bench.hopper_docs import PEERS
 from bench.matrix import Cell
 from bench.results import Row, load, one_run
 from multiattn import backend as registry
@@ -52,8 +51,10 @@ TL = Language(title="plain Triton", backend="triton", others=(GLUON,))
 GLUON_TRITON = Language(title="Gluon", backend="triton", only=(GLUON,))
 CUDA = Language(title="CUDA C++", backend="cuda")
 LANGUAGES = (CUTILE, TL, GLUON_TRITON, CUDA)
+PEERS = ("sdpa-cudnn", "fa4")
+"""The peers that ours are compared with: the fastest two."""
 REGIME = "device"
-"""Of the timings that are set side by side."""
+"""The regime whose timings are compared."""
 
 
 def language_of(backend: str, variant: str) -> Language | None:

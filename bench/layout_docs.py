@@ -1,25 +1,14 @@
-"""docs/swizzle.md and docs/fragments.md: ``python -m bench.layout_docs`` makes their tables and pictures again.
-
-What stands between ``<!-- layout:NAME -->`` and ``<!-- /layout -->`` is generated; ``--check`` only says what is stale.
-"""
+"""Tables and pictures of docs/swizzle.md and docs/fragments.md: banks, and the tensor core's fragments."""
 
 from __future__ import annotations
 
-import argparse
-import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 
-from bench import verb_sass
 from bench.errors import InputError
 from multiattn.cuda import fragments
-from multiattn.cuda.layout import ACCESSES, BANK_GROUPS, PERIOD, Tile, describe, key_formula, traffic
-from multiattn.cuda.layout_svg import draw
+from multiattn.cuda.layout import ACCESSES, BANK_GROUPS, PERIOD, Tile, key_formula, traffic
 
-DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ("swizzle.md", "fragments.md")
 PICTURES: Mapping[str, Tile] = MappingProxyType(
     {
         "swizzle-none.svg": Tile(rows=16, columns=64, swizzle=0),
@@ -27,8 +16,6 @@ PICTURES: Mapping[str, Tile] = MappingProxyType(
     }
 )
 WIDTHS = (16, 32, 48, 64, 80, 96, 128, 192, 256, 512, 1024)
-
-_MARKED = re.compile(r"(<!-- layout:([\w-]+) -->\n).*?(<!-- /layout -->)", re.DOTALL)
 
 
 def markdown(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -38,12 +25,6 @@ def markdown(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 # ---------------------------------------------------------------- swizzle.md
-
-
-def example(swizzle: int) -> str:
-    """What the command prints for the tile of the pictures."""
-    tile = Tile(rows=16, columns=64, swizzle=swizzle)
-    return f"```\n$ python -m multiattn layout --tile 16x64 --swizzle {swizzle}\n{describe(tile)}\n```"
 
 
 def keys_block() -> str:
@@ -174,92 +155,9 @@ def operands_block() -> str:
     return markdown(("read", "register 0", "register 1", "register 2", "register 3"), rows)
 
 
-def sass_block() -> str:
-    """What each verb becomes."""
-    return verb_sass.table(verb_sass.all_instructions())
-
-
-def unlisted_block() -> str:
-    """The verbs that have no row, and why."""
-    return "\n".join(f"- `{name}`: {why}" for name, why in verb_sass.WITHOUT_ROW.items())
-
-
-BLOCKS: Mapping[str, Callable[[], str]] = MappingProxyType(
-    {
-        "groups": groups_block,
-        "keys": keys_block,
-        "conflicts": conflicts_block,
-        "accesses": accesses_block,
-        "example-none": lambda: example(0),
-        "example-xor": lambda: example(3),
-        "a": a_block,
-        "b": b_block,
-        "c": c_block,
-        "ldmatrix": ldmatrix_block,
-        "operands": operands_block,
-        "unlisted": unlisted_block,
-        "sass": sass_block,
-        "compilers": lambda: f"{verb_sass.compilers()}.",
-    }
+SWIZZLE: Mapping[str, Callable[[], str]] = MappingProxyType(
+    {"groups": groups_block, "keys": keys_block, "conflicts": conflicts_block, "accesses": accesses_block}
 )
-COMPILED = ("sass", "compilers")
-"""Blocks that need NVRTC and cuobjdump."""
-NOT_COMPARED = ("compilers",)
-"""A newer compiler that gives the same table leaves it current."""
-
-
-def blocks_of(text: str) -> dict[str, str]:
-    """What stands between the markers of a page, by name."""
-    return {match[2]: match[0][len(match[1]) : -len(match[3])].strip("\n") for match in _MARKED.finditer(text)}
-
-
-def render(text: str, *, compiled: bool) -> str:
-    """`text` with every block made again, those that need a compiler only where `compiled`.
-
-    InputError for a marker that names no block.
-    """
-
-    def replacement(match: re.Match[str]) -> str:
-        name = match[2]
-        if name not in BLOCKS:
-            raise InputError(f"<!-- layout:{name} -->: nothing generates it; there are {', '.join(BLOCKS)}")
-        if name in COMPILED and not compiled:
-            return match[0]
-        return f"{match[1]}\n{BLOCKS[name]()}\n\n{match[3]}"
-
-    return _MARKED.sub(replacement, text)
-
-
-def stale(page: str, *, compiled: bool) -> list[str]:
-    """The blocks of a page that are not what generates them, by name."""
-    text = (DOCS / page).read_text()
-    old, new = blocks_of(text), blocks_of(render(text, compiled=compiled))
-    return [name for name in old if old[name] != new[name] and name not in NOT_COMPARED]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the pages and pictures, or with ``--check`` only compare; 1 where that finds something stale."""
-    parser = argparse.ArgumentParser(prog="python -m bench.layout_docs", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where something is stale")
-    options = parser.parse_args(arguments)
-    missing = verb_sass.why_not()
-    if missing:
-        print(f"the table of SASS is left as it is: {missing}")
-    old = [f"{page}: {name}" for page in PAGES for name in stale(page, compiled=missing is None)]
-    for name, tile in PICTURES.items():
-        path = DOCS / name
-        if not path.exists() or path.read_text() != draw(tile):
-            old.append(name)
-            if not options.check:
-                path.write_text(draw(tile))
-    if not options.check:
-        for page in PAGES:
-            path = DOCS / page
-            if stale(page, compiled=missing is None):
-                path.write_text(render(path.read_text(), compiled=missing is None))
-    print("".join(f"{'stale' if options.check else 'written'}: {name}\n" for name in old) or "all current\n", end="")
-    return int(bool(old) and options.check)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+FRAGMENTS: Mapping[str, Callable[[], str]] = MappingProxyType(
+    {"a": a_block, "b": b_block, "c": c_block, "ldmatrix": ldmatrix_block, "operands": operands_block}
+)

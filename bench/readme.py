@@ -1,21 +1,13 @@
-"""README tables are generated: ``python -m bench readme`` rewrites what stands between their markers, there and in
-docs/hopper.md (bench.hopper_docs) and docs/languages.md (bench.languages_docs).
-
-``<!-- generated:support -->`` ... ``<!-- /generated -->`` holds what each backend supports, from its capabilities and
-rules; ``<!-- generated:results -->`` what was measured, from bench/results; ``<!-- generated:hopper -->`` is of
-bench.hopper_docs.
-"""
+"""The generated tables of README.md: what each backend supports, what was measured, what a call costs the host."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tabulate import tabulate
 
 from bench import backward, host
-from bench.errors import InputError
 from bench.matrix import Direction
 from bench.report import figure, provenance
 from bench.results import Row, load, one_run
@@ -25,7 +17,6 @@ from multiattn.backend import BACKENDS, DIRECTIONS, Backend, Variant, plan_varia
 from multiattn.problem import Problem
 from multiattn.support import Reason
 
-MARKED = re.compile(r"(<!-- generated:(\w+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 HEAD_DIM_STEP = 8
 
 NOTHING_MEASURED = "Nothing is recorded yet: `python -m bench` on a GPU writes bench/results."
@@ -61,7 +52,7 @@ def _more_rungs() -> list[str]:
     for backend in map(registry.get, BACKENDS):
         for direction in DIRECTIONS:
             if more := sum(variant.only_named for variant in backend.op(direction).variants):
-                rungs = f"{more} more rung{'s' if more > 1 else ''}, to be asked for by name"
+                rungs = f"{more} more rung{'s' if more > 1 else ''}, selected only by name"
                 lines.append(f"- {backend.name} {direction} has {rungs}: [docs/ladder.md](docs/ladder.md)")
     return lines
 
@@ -141,40 +132,6 @@ def _results_table(rows: Sequence[Row], direction: Direction) -> str:
     return f"TFLOPS, {what}, 16k tokens, H*D = 2048, back to back:\n\n{text}\n\n" + "\n".join(provenance(measured))
 
 
-def render(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:
-    """`text` with every marked block made again; ValueError for a marker that names no block."""
-
-    def replacement(match: re.Match[str]) -> str:
-        name = match[2]
-        if name not in blocks:
-            raise InputError(f"<!-- generated:{name} -->: nothing generates it; there are {', '.join(blocks)}")
-        return f"{match[1]}\n{blocks[name]()}\n\n{match[3]}"
-
-    return MARKED.sub(replacement, text)
-
-
 def blocks(results: Path) -> dict[str, Callable[[], str]]:
-    """What generates the blocks of a README that are made here."""
+    """What makes each table."""
     return {"support": support_block, "results": lambda: results_block(results)}
-
-
-def update_page(path: Path, blocks: Mapping[str, Callable[[], str]], *, check: bool) -> bool:
-    """Whether the tables of the page were current, by what generates each block; unless `check`, they are afterwards.
-
-    InputError where the file has no marker at all: then nothing would ever be generated; or is none to read or write.
-    """
-    try:
-        old = path.read_text()
-    except FileNotFoundError:
-        raise InputError(f"{path}: there is no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not a page with generated tables: {error}") from None
-    if not MARKED.search(old):
-        raise InputError(f"{path.name} has no <!-- generated:... --> ... <!-- /generated --> block")
-    new = render(old, blocks)
-    if new != old and not check:
-        try:
-            path.write_text(new)
-        except OSError as error:
-            raise InputError(f"{path}: cannot write to it: {error.strerror}") from None
-    return new == old

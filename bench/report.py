@@ -18,7 +18,6 @@ from bench.flops import rate_text
 from bench.matrix import Cell
 from bench.parity_page import Parity, load_parity
 from bench.results import Environment, Row, is_ours, load, one_run
-from bench.verdicts import judge_floors, judge_memory
 from multiattn.targets.build import Entry, ordered
 from multiattn.targets.cli import load as load_table
 from parity.report import Table
@@ -250,23 +249,19 @@ def html_report(
     recorded: Sequence[Row] = (),
     target_pages: str = "",
 ) -> str:
-    """One page of whatever there is: parity's verdict first, then timings, floors and the compile table.
+    """One page of whatever there is: parity's verdict first, then timings and the compile table.
 
     `target_pages` is where the pages of every target are, as a link goes there; empty where they are not.
     `recorded` are rows of bench/results: they stand apart from `rows`, under a title that says whose they are.
     """
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    has_floors = any(verdict.ratio is not None for verdict in judge_floors(rows))
-    memory = judge_memory(rows)
     here = _section("Speed: TFLOPS over N", rows)
     there = [_section(f"Recorded: TFLOPS over N on {title}", members) for title, members in _by_place(recorded).items()]
     return environment.get_template("report.html").render(
         sections=[section for section in (here, *there) if section.groups],
         figure=figure,
         notes=notes(rows),
-        verdicts=judge_floors(rows) if has_floors else [],
-        memory=memory if any(verdict.taken is not None for verdict in memory) else [],
         entries=ordered(entries),
         target_pages=target_pages,
         parity=parity,

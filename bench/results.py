@@ -175,7 +175,7 @@ class Store:
 
 
 def dumps(suite: str, rows: Iterable[Row]) -> str:
-    """The JSON of a results file: one line a row, the environments and the commands once each."""
+    """The JSON of a results file: one line per row, each environment and each command once."""
     environments: list[Environment] = []
     commands: list[str] = []
     lines = []
@@ -204,9 +204,18 @@ def dumps(suite: str, rows: Iterable[Row]) -> str:
         else:
             data["error"] = row.error
         lines.append(json.dumps(data))
-    told = {"schema": SCHEMA, "suite": suite, "environments": [asdict(it) for it in environments], "commands": commands}
-    head = json.dumps(told, indent=1)
-    return head.removesuffix("\n}") + ',\n "rows": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
+
+    def listed(items: Iterable[str]) -> str:
+        return "[\n  " + ",\n  ".join(items) + "\n ]"
+
+    parts = {
+        "schema": str(SCHEMA),
+        "suite": json.dumps(suite),
+        "environments": listed(json.dumps(asdict(it)) for it in environments),
+        "commands": listed(map(json.dumps, commands)),
+        "rows": listed(lines),
+    }
+    return "{\n" + ",\n".join(f' "{name}": {text}' for name, text in parts.items()) + "\n}\n"
 
 
 def load(path: Path) -> list[Row]:

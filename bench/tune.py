@@ -8,18 +8,21 @@ timed. cuDNN runs in the same turns, as a yardstick.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 from tabulate import tabulate
 
-from bench.contenders import Contender, contender_of
+from bench.contenders import Contender, config_data, contender_of
 from bench.environment import device_works
 from bench.errors import InputError
 from bench.flops import cell_flops, rate_text, tflops
 from bench.matrix import Cell
 from bench.peers import find_peers
+from bench.results import Environment
 from bench.run import Machine
 from bench.timing import Budget, Contestant, Timing, measure
 from bench.truth import Truths, check, truth_of
@@ -52,6 +55,7 @@ OUT_OF_MEMORY = ("torch.OutOfMemoryError", "CUDA_ERROR_OUT_OF_MEMORY")
 """What PyTorch and the driver say."""
 
 TUNE_BUDGET = Budget(rounds=5, sample_ms=3.0, warmup_ms=8.0)
+FINAL_BUDGET = Budget(rounds=21, sample_ms=16.0, warmup_ms=30.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +69,6 @@ class Trial:
     plan: Plan | None = None
     """None also where the config does not fit."""
     tflops: float | None = None
-    first_tflops: float | None = None
-    """Where `bench.tune_finals` timed the fastest again: what it had before, in turns with all candidates."""
     spread: float = 0.0
     prepare_s: float = 0.0
     """Seconds to compile and check, in its own process."""
@@ -84,10 +86,6 @@ class Trial:
             prepare_s=prepare_s,
             failure=failure,
         )
-
-    def untimed(self, failure: str = "") -> Trial:
-        """The same without its rate, to be timed again, or never."""
-        return replace(self, tflops=None, spread=0.0, failure=failure)
 
     @property
     def is_rule(self) -> bool:
@@ -230,11 +228,13 @@ def tune(
     timeout_s: float,
     budget: Budget = TUNE_BUDGET,
     spills: bool = False,
+    finals: int = 0,
     say: Callable[[str], None] = print,
 ) -> Iterator[tuple[Cell, list[Trial]]]:
     """Yield the trials of each cell, fastest first, as it is done. All candidates are compiled first, cell by cell.
 
-    `timeout_s` bounds the compilation and the check of each; `spills` times also what spills in its hot loops.
+    `timeout_s` bounds the compilation and the check of each; `spills` times also what spills in its hot loops; the
+    `finals` fastest are timed once more.
     """
     failures: dict[Cell, list[Trial]] = {cell: [] for cell in cells}
     wanted = []
@@ -252,7 +252,42 @@ def tune(
         if done % 20 == 0 or done == len(wanted):
             say(f"{backend}: {done} of {len(wanted)} compiled and checked")
     for cell in cells:
-        yield cell, ranked([*time_cell(cell, ready[cell], machine, budget), *failures[cell]])
+        ranking = ranked([*time_cell(cell, ready[cell], machine, budget), *failures[cell]])
+        yield cell, time_finalists(cell, ranking, machine, finals) if finals else ranking
+
+
+def time_finalists(cell: Cell, ranking: Sequence[Trial], machine: Machine, count: int) -> list[Trial]:
+    """The `count` fastest and the rules' own choice timed once more, in long readings, ahead of the others.
+
+    A sweep has dozens of candidates in the same turns. On a power-limited GPU the slow ones cool it for whoever comes
+    next: the same config lost 2.5 % in one sweep and nothing in another (H200, 2026-11-22, D=256 N=16k).
+    """
+    timed = [trial for trial in ranking if trial.plan is not None and trial.tflops]
+    chosen = [trial for place, trial in enumerate(timed) if place < count or trial.is_rule]
+    if not chosen:
+        return list(ranking)
+    again = {trial.name: trial for trial in time_cell(cell, chosen, machine, FINAL_BUDGET)}
+    return [*ranked(list(again.values())), *(trial for trial in ranking if trial.name not in again)]
+
+
+def save(path: Path, trials: Iterable[Trial], environment: Environment) -> None:
+    """Write trials as JSON, one a line, fastest first."""
+    lines = [
+        json.dumps(
+            {
+                "cell": trial.cell.as_dict(),
+                "name": trial.name,
+                "config": config_data(trial.config),
+                "tflops": trial.tflops,
+                "spread": trial.spread,
+                "failure": trial.failure.partition("\n")[0],
+            }
+        )
+        for trial in trials
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    told = json.dumps(asdict(environment))
+    path.write_text(f'{{"environment": {told},\n "trials": [\n  ' + ",\n  ".join(lines) + "\n ]}\n")
 
 
 def prepare(

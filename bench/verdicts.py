@@ -1,4 +1,4 @@
-"""What results say: two files compared, the floors that the kernels must hold, what `auto` shall prefer."""
+"""Results compared: two files cell by cell, and what `auto` prefers by them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tabulate import tabulate
+
 from bench.errors import InputError
-from bench.matrix import SUITES, Cell, Direction
-from bench.results import Row, is_ours, one_run
+from bench.matrix import SUITES
+from bench.results import Row, one_run
 from multiattn import backend as registry
 from multiattn.arch import by_name
 from multiattn.backend import BACKENDS, make_plan
@@ -63,148 +65,24 @@ def _change(before: Row, after: Row | None) -> Change:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Floor:
-    """`contender` must reach `ratio` of the TFLOPS of `peer` in every cell of the suite `floors`."""
-
-    contender: str
-    peer: str
-    ratio: float
-    direction: Direction = "fwd"
-
-
-FLOORS: tuple[Floor, ...] = (
-    Floor(contender="cutile", peer="sdpa-cudnn", ratio=0.90),
-    Floor(contender="triton", peer="sdpa-cudnn", ratio=0.80),
-    Floor(contender="cuda", peer="sdpa-flash", ratio=0.80),
-    Floor(contender="cutile", peer="sdpa-cudnn", ratio=0.60, direction="bwd"),
-    Floor(contender="triton", peer="sdpa-cudnn", ratio=0.60, direction="bwd"),
-    Floor(contender="cuda", peer="sdpa-flash", ratio=0.80, direction="bwd"),
-)
-"""At D=128, N=4096, bf16, full and causal, on the GPU at hand, device regime."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """A floor in one cell: the ratio reached, or why there is none."""
-
-    floor: Floor
-    cell: Cell
-    ratio: float | None
-    why: str = ""
-    """Of a ratio, which run it is of."""
-
-    @property
-    def holds(self) -> bool:
-        """False also where nothing was measured: a floor that nobody measured is not held."""
-        return self.ratio is not None and self.ratio >= self.floor.ratio
-
-    @property
-    def text(self) -> str:
-        """One line."""
-        if self.ratio is None:
-            return f"no figure: {self.why}"
-        held = "pass" if self.holds else "miss"
-        return f"{self.ratio:.2f} of {self.floor.peer}, floor {self.floor.ratio:.2f}: {held} ({self.why})"
-
-
-def judge_floors(rows: Iterable[Row], floors: Sequence[Floor] = FLOORS) -> list[Verdict]:
-    """Every floor in every cell of the suite `floors`, from rows of the device regime.
-
-    Each by the newest run in which its two contenders took turns, which others may have replaced since; but no run
-    speaks for a contender of ours that failed since. Only floors of directions that there are rows of: a run of forward
-    cells says nothing of backward.
-    """
-    given = [row for row in rows if row.regime == "device"]
-    directions = {row.cell.direction for row in given}
-    return [
-        _judge(floor, cell, [row for row in given if row.cell.key == cell.key])
-        for floor in floors
-        for cell in SUITES["floors"]
-        if cell.direction == floor.direction and floor.direction in directions
+def change_table(changes: Sequence[Change], *, everything: bool) -> str:
+    """A row per change; what is the same only if `everything` is asked for."""
+    rows = [
+        (
+            change.before.contender,
+            change.before.cell.key,
+            change.before.regime,
+            change.before.text,
+            change.after.text if change.after is not None else "no row",
+            f"{change.speedup:.3f}" if change.speedup is not None else "-",
+            f"{100 * change.spread:.0f} %",
+            change.verdict,
+        )
+        for change in changes
+        if everything or change.verdict != "same"
     ]
-
-
-def _judge(floor: Floor, cell: Cell, rows: Sequence[Row]) -> Verdict:
-    ours, peers = ([row for row in rows if row.contender == name] for name in (floor.contender, floor.peer))
-    pairs = [
-        (mine, peer) for mine in ours for peer in peers if mine.run == peer.run and mine.measured and peer.measured
-    ]
-    pair = max(pairs, key=lambda pair: pair[0].run, default=())  # a run's name begins with its time
-    why = _no_figure(floor, ours, peers, pair)
-    if why or not pair:
-        return Verdict(floor=floor, cell=cell, ratio=None, why=why)
-    mine, peer = (row.measured.time_ms for row in pair if row.measured is not None)
-    setup = pair[0].environment
-    return Verdict(floor=floor, cell=cell, ratio=peer / mine, why=f"{setup.date}, commit {setup.commit}")
-
-
-def _no_figure(floor: Floor, ours: Sequence[Row], peers: Sequence[Row], pair: Sequence[Row]) -> str:
-    """Why the rows of a cell do not tell of a floor, `pair` being of the newest run of both; empty where they do."""
-    if failed := [row for row in ours if row.measured is None and (not pair or _is_since(row, pair[0]))]:
-        return f"{floor.contender}: {failed[-1].text}"
-    for row in pair:
-        if row.measured is not None and row.measured.host_bound:
-            return f"host-bound ({row.contender})"
-    if pair:
-        return ""
-    for name, rows in ((floor.contender, ours), (floor.peer, peers)):
-        if not any(row.measured for row in rows):
-            return f"{name}: {rows[-1].text}" if rows else f"no row of {name}"
-    return (
-        f"not one run: there is none of this cell in which {floor.contender} and {floor.peer} took turns; "
-        "run python -m bench --suite floors"
-    )
-
-
-def _is_since(row: Row, other: Row) -> bool:
-    """Whether a row is later than one of a run; in doubt, as it has no run, it is."""
-    return row.run > other.run if row.run else row.environment.date >= other.environment.date
-
-
-MEMORY_BAR = "sdpa-flash"
-"""Whose backward sets how much device memory one of ours may take beside inputs and outputs."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryVerdict:
-    """What a backward of ours took beside inputs and outputs, and what MEMORY_BAR did, in bytes."""
-
-    row: Row
-    taken: int | None
-    bar: int | None
-
-    @property
-    def holds(self) -> bool:
-        """False also where one of the two was not counted."""
-        return self.taken is not None and self.bar is not None and self.taken <= self.bar
-
-    @property
-    def text(self) -> str:
-        """One line."""
-        if self.taken is None or self.bar is None:
-            return f"no figure: {self.row.contender if self.taken is None else MEMORY_BAR} was not counted"
-        return f"{mebibytes(self.taken)} MiB, {MEMORY_BAR} {mebibytes(self.bar)}: {'pass' if self.holds else 'miss'}"
-
-
-def mebibytes(size: int) -> str:
-    """For a table, to a tenth."""
-    return f"{size / 2**20:.1f}"
-
-
-def judge_memory(rows: Iterable[Row]) -> list[MemoryVerdict]:
-    """Every measured backward of ours against MEMORY_BAR in its cell, from rows of the device regime."""
-    found = [row for row in one_run(rows) if row.regime == "device" and row.cell.direction == "bwd"]
-    bars = {(row.environment.gpu, row.cell): _taken(row) for row in found if row.contender == MEMORY_BAR}
-    return [
-        MemoryVerdict(row=row, taken=_taken(row), bar=bars.get((row.environment.gpu, row.cell)))
-        for row in found
-        if is_ours(row.contender) and row.measured is not None
-    ]
-
-
-def _taken(row: Row) -> int | None:
-    return row.measured.peak_extra_bytes if row.measured is not None else None
+    headers = ("contender", "cell", "regime", "before", "after", "speed-up", "spread", "verdict")
+    return tabulate(rows, headers=headers, disable_numparse=True)
 
 
 def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:

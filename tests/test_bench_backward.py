@@ -313,8 +313,7 @@ def test_reports_keep_directions_apart():
     assert "The cost of determinism: deterministic vs atomic, NVIDIA H200" in text
     page = html_report(rows)
     assert page.count("<svg") == 4  # TFLOPS and the ratio to the best peer, for each D and mask
-    assert "Memory of a backward beside inputs and outputs" in page
-    assert "Floors" in page
+    assert "Memory of a backward" in page
 
 
 def test_the_readme_has_a_table_of_backward_once_there_is_one(tmp_path):

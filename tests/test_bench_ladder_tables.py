@@ -7,9 +7,8 @@ import bench_ladder_fakes as ladders
 import pytest
 from bench_ladder_fakes import CELL, record
 
-from bench import ladder_docs, ladder_list, ladder_tables, readme, report
+from bench import ladder_list, ladder_tables, readme, report
 from bench.errors import InputError
-from bench.ladder_docs import ladder_blocks, markdown
 from bench.ladder_facts import Conflicts, load, merge, save
 from bench.ladder_list import conflicts_text, listings, points_table, refused_table
 from bench.ladder_pages import terminal, write_pages
@@ -17,7 +16,7 @@ from bench.ladder_rungs import Rung, baseline
 from bench.ladder_tables import boards, percent, ratio
 from bench.results import Store
 from bench.results import load as load_rows
-from bench.verdicts import judge_floors, preferences
+from bench.verdicts import preferences
 from multiattn.support import Reason
 
 RUN = "2026-11-21T05:00:00+00:00-0a"
@@ -57,27 +56,6 @@ def test_a_rung_has_a_name_and_back():
     assert (baseline(256), baseline(264)) == ("sdpa-flash", "sdpa-efficient")
 
 
-def test_the_steps_of_a_length():
-    (board,) = boards(chain_rows(), "cutile")
-    assert board.steps == ("basic", "math", "full")
-    (table,) = ladder_tables.step_tables(board)
-    assert table.title == "N=48: cutile up to full, B=1 H=2 D=16 fp16 causal, NVIDIA H200"
-    lines = {line[0]: line[1:] for line in table.rows}
-    assert list(lines) == ["sdpa-flash", "sdpa-cudnn", "basic", "math", "full"]
-    assert lines["basic"] == ("4.000", "25", "0.50x", "-", "3.000", "33", "0.67x", "-")
-    assert lines["math"] == ("2.000", "50", "1.00x", "2.00x", "2.500", "40", "0.80x", "1.20x")
-    assert lines["full"] == ("1.000", "100", "2.00x", "2.00x", "1.000", "100", "2.00x", "2.50x")
-    assert lines["sdpa-cudnn"][2] == "4.00x"
-
-
-def test_tilegym_has_a_line_where_it_ran():
-    (board,) = boards([*chain_rows(), timed("tilegym", 0.8)], "cutile")
-    assert ladder_tables.step_tables(board)[0].rows[-1][:4] == ("tilegym", "0.800", "125", "2.50x")
-    missing = refused("tilegym", Reason(code="module", got="none", allowed="tilegym"))
-    (board,) = boards([*chain_rows(), missing], "cutile")
-    assert "tilegym" not in {line[0] for line in ladder_tables.step_tables(board)[0].rows}
-
-
 def test_the_summary_and_the_impact_are_by_length():
     (board,) = boards([*chain_rows(), *chain_rows(LONG, 2.0)], "cutile")
     pinned = ladder_tables.summary_table(board, "pinned")
@@ -85,27 +63,16 @@ def test_the_summary_and_the_impact_are_by_length():
     assert pinned.rows[0] == ("48", "50", "200", "25", "50", "100", "2.00x", "4.00x")
     assert [line[0] for line in pinned.rows] == ["48", "96"]
     assert ladder_tables.summary_table(board, "tuned").rows[0][3:6] == ("33", "40", "100")
-    impact = ladder_tables.impact_table(board, "pinned")
-    assert impact.header == ("step", "N=48", "N=96")
-    assert impact.rows == (("basic -> math", "+100.0 %", "+100.0 %"), ("math -> full", "+100.0 %", "+100.0 %"))
-    assert ladder_tables.impact_table(board, "tuned").rows[0][1] == "+20.0 %"
     assert (percent(None), percent(0.9), ratio(None)) == ("-", "-10.0 %", "-")
-
-
-def test_the_configs_that_ran_are_listed_with_their_lengths():
-    (board,) = boards([*chain_rows(), *chain_rows(LONG)], "cutile")
-    assert ladder_tables.config_table(board).rows[0] == ("pinned", "basic", "tile_m=128 stages=2", "48, 96")
 
 
 def test_a_rung_without_a_time_says_so_and_nobody_gains_on_it():
     rows = [row for row in chain_rows() if row.contender != "cutile/math@full"]
     reason = Reason(code="config", got="tile_m=128", allowed="64")
     (board,) = boards([*rows, refused("cutile/math@full", reason)], "cutile")
-    (table,) = ladder_tables.step_tables(board)
-    assert next(line for line in table.rows if line[0] == "math")[1:5] == ("-", "refused", "-", "-")
-    assert next(line for line in table.rows if line[0] == "full")[4] == "-"
+    assert ladder_tables.summary_table(board, "pinned").rows[0][4] == "refused"
     (board,) = boards([*rows, refused("cutile/math@full", error="RuntimeError: broken")], "cutile")
-    assert next(line for line in ladder_tables.step_tables(board)[0].rows if line[0] == "math")[2] == "error"
+    assert ladder_tables.summary_table(board, "pinned").rows[0][4] == "error"
 
 
 def test_only_rows_of_one_run_stand_in_a_table():
@@ -124,7 +91,6 @@ def test_a_chain_of_one_has_a_board_for_who_names_it():
     assert boards(rows, "cutile") == []
     (board,) = boards(rows, "cutile", "pointer")
     assert ladder_tables.summary_table(board, "tuned").rows == (("48", "50", "100", "2.00x", "1.00x"),)
-    assert ladder_tables.impact_table(board, "tuned").rows == ()
 
 
 def test_rungs_and_axes_are_tables_without_any_result():
@@ -134,10 +100,6 @@ def test_rungs_and_axes_are_tables_without_any_result():
         ("full", "math", "offered"),
         ("pointer", "-", "offered"),
     ]
-    assert ladder_list.axes_table("cuda").rows == (
-        ("warps", "split_q (2), split_kv (2)"),
-        ("swizzle", "q (2), none (2)"),
-    )
 
 
 # ---------------------------------------------------------------- the list
@@ -153,21 +115,19 @@ def test_a_point_has_its_time_its_gains_and_what_it_compiled_to():
     lines = {line[0]: line[1:] for line in table.rows}
     assert table.header == (
         "variant", "ms", "TFLOPS", "over parent", "over SDPA", "smem", "registers", "spills", "warps", "conflicts",
-        "conflicts, ncu", "config",
+        "config",
     )  # fmt: skip
     kernel = ("65536", "168", "0", "19 % (3, smem)")
-    assert lines["split_q"] == ("1.000", "100", "-", "2.00x", *kernel, "96 of 288", "1234", "tile_m=64 tile_n=32")
+    assert lines["split_q"] == ("1.000", "100", "-", "2.00x", *kernel, "96 of 288", "tile_m=64 tile_n=32")
     assert lines["split_q+swizzle_q"][:4] == ("0.800", "125", "+25.0 %", "2.50x")
-    assert lines["split_q+swizzle_q"][8:10] == ("0 of 288", "-")
+    assert lines["split_q+swizzle_q"][8] == "0 of 288"
     assert lines["sdpa-flash"][:4] == ("2.000", "50", "-", "1.00x")
     assert all(len(line) == len(table.header) for line in table.rows)
-    assert "on NVIDIA H200" in table.note
     assert refused_table(listing).rows == ()
-
-
-def test_what_ncu_counts_is_of_one_length():
-    found = listings([], [record("split_q", profiled=7, seqs=(48, 96))], "cuda")
-    assert [(it.cell.seq, "conflicts, ncu" in points_table(it).header) for it in found] == [(48, True), (96, False)]
+    best = {line[:2]: line[3:] for line in ladder_list.best_of_axes_table(listing).rows}
+    assert best["warps", "split_q"] == ("125", "split_q+swizzle_q")
+    assert best["warps", "split_kv"] == ("-", "-")
+    assert best["swizzle", "none"] == ("100", "split_q")
 
 
 def test_points_that_do_not_run_are_grouped_by_reason_and_none_is_dropped():
@@ -235,58 +195,15 @@ def test_records_are_kept_and_merged(tmp_path):
 # ---------------------------------------------------------------- the docs
 
 
-def test_the_blocks_of_the_docs_have_everything_or_say_how_to_get_it():
-    empty = ladder_blocks([], [])
-    assert "`python -m bench ladder --backend cutile` on a GPU" in empty["cutile_summary"]
-    assert "`python -m bench ladder --backend cuda --record`" in empty["cuda_points"]
-    assert "basic" in empty["triton_rungs"]
-    full = ladder_blocks(
-        [*chain_rows(), *POINTS], [record("split_q"), record("split_kv", kernels=(), reasons=(ILLEGAL,))]
-    )
-    assert set(full) == set(empty)
-    assert "+100.0 %" in full["cutile_impact"]
-    assert "tile_m=128 stages=2" in full["cutile_configs"]
-    assert "NVIDIA H200" in full["cutile_provenance"]
-    assert "19 % (3, smem)" in full["cuda_points"]
-    assert "share_qkv with split_kv" in full["cuda_refused"]
-    assert "Nothing is timed yet" in full["triton_steps"]
-
-
-def test_a_page_is_rewritten_checked_and_refused_by_name(tmp_path):
-    page, results = tmp_path / "ladder.md", tmp_path / "results"
-    with pytest.raises(InputError, match="there is no such file"):
-        ladder_docs.update(page, results, check=True)
-    page.write_text("no marker")
-    with pytest.raises(InputError, match="has no <!-- ladder:NAME -->"):
-        ladder_docs.update(page, results, check=True)
-    page.write_text("a\n<!-- ladder:cutile_summary -->\nstale\n<!-- /ladder -->\nb\n")
-    assert not ladder_docs.update(page, results, check=True)
-    assert "stale" in page.read_text()
-    store = Store.open(results / "h200" / "ladder_cutile.json", "ladder_cutile")
-    store.add(chain_rows())
-    save([record("split_q")], results / "compiled" / "ladder_cuda.json")
-    assert not ladder_docs.update(page, results, check=False)
-    assert ladder_docs.update(page, results, check=True)
-    text = page.read_text()
-    assert text.startswith("a\n<!-- ladder:cutile_summary -->\n")
-    assert text.endswith("<!-- /ladder -->\nb\n")
-    assert "2.00x" in text
-    page.write_text("<!-- ladder:cutile_sumary -->\n<!-- /ladder -->")
-    with pytest.raises(InputError, match=r"nothing generates it; there are triton_rungs, .*cuda_points"):
-        ladder_docs.update(page, results, check=True)
-
-
 def test_pages_have_tables_curves_and_no_markup_of_strangers(tmp_path):
     rows = [*chain_rows(), *chain_rows(LONG)]
     (board,) = boards(rows, "cutile")
     tables = ladder_tables.board_tables(board)
     page, html = write_pages("ladder_cutile", tables, ["a <line>"], rows, tmp_path)
-    assert "**Impact of each step, pinned" in page.read_text()
-    assert page.read_text().count("| basic") == markdown(tables).count("| basic")
+    assert "**Summary, pinned" in page.read_text()
     text = html.read_text()
     assert "<svg" in text
     assert "a &lt;line&gt;" in text
-    assert "basic -&gt; math" in text
 
 
 # ---------------------------------------------------------------- who else reads results
@@ -297,7 +214,7 @@ def test_the_readme_offers_what_comes_unasked_and_counts_the_rest():
     forward = [[cell.strip() for cell in line.split("|")[1:4]] for line in lines if "| forward" in line]
     assert ["cutile", "forward", "full"] in forward
     assert ["cutile", "forward", "basic"] not in forward
-    assert "- cutile forward has 2 more rungs, to be asked for by name: [docs/ladder.md](docs/ladder.md)" in lines
+    assert "- cutile forward has 2 more rungs, selected only by name: [docs/ladder.md](docs/ladder.md)" in lines
     assert not any("backward has" in line for line in lines)
 
 
@@ -308,7 +225,6 @@ def test_readers_of_results_neither_choke_on_a_ladder_nor_pick_it_up(tmp_path):
     Store.open(path, "ladder_cutile").add(rows)
     assert load_rows(path) == list(rows)
     assert preferences(rows) == []
-    assert all(verdict.ratio is None for verdict in judge_floors(rows))
     assert "cutile/basic@full" in report.text_report(rows)
     assert "cutile/basic@full" in report.html_report(rows)
     save([record("split_q")], tmp_path / "compiled" / "ladder_cuda.json")

@@ -1,6 +1,5 @@
 """bench.report and bench.readme: what they make of results, and nothing from anywhere else."""
 
-import errno
 import json
 import math
 import re
@@ -11,12 +10,12 @@ import bench_fakes as fakes
 import pytest
 from targets_fakes import entry, failed
 
-from bench import cli
+from bench import cli, docs, readme
 from bench.arguments import try_file
 from bench.errors import InputError
 from bench.matrix import SUITES
 from bench.parity_page import of_json
-from bench.readme import blocks, ranges, render, results_block, support_block, update_page
+from bench.readme import ranges, results_block, support_block
 from bench.report import combined_report, groups, html_report, notes, text_report
 from bench.results import dumps
 from multiattn.backend import BACKENDS
@@ -232,54 +231,42 @@ def test_the_support_table_has_a_word_in_every_cell():
     assert not any(re.search(r"\|\s*\|", line) for line in table)
 
 
-def test_readme_blocks_are_made_again_and_checked(tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text("a\n<!-- generated:results -->\nstale\n<!-- /generated -->\nb\n")
-    assert not update_page(readme, blocks(tmp_path), check=True)
-    assert "stale" in readme.read_text()
-    assert not update_page(readme, blocks(tmp_path), check=False)
-    assert update_page(readme, blocks(tmp_path), check=True)
-    assert "Nothing is recorded yet" in readme.read_text()
+def test_tables_are_made_again_and_checked(tmp_path):
+    page, made = tmp_path / "README.md", readme.blocks(tmp_path)
+    page.write_text("a\n<!-- generated:results -->\nstale\n<!-- /generated -->\nb\n")
+    assert not docs.update(page, made, check=True)
+    assert "stale" in page.read_text()
+    assert not docs.update(page, made, check=False)
+    assert docs.update(page, made, check=True)
+    assert "Nothing is recorded yet" in page.read_text()
     folder = tmp_path / "h200"
     folder.mkdir()
     (folder / "standard.json").write_text(dumps("standard", ROWS))
-    assert not update_page(readme, blocks(tmp_path), check=True)
+    assert not docs.update(page, made, check=True)
     assert re.search(r"128 \| causal \| 4096 +\| 100", results_block(tmp_path))
 
 
-def test_an_unknown_or_missing_marker_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="nothing generates it"):
-        render("<!-- generated:what -->\n<!-- /generated -->", {})
-    readme = tmp_path / "README.md"
-    readme.write_text("no marker")
-    with pytest.raises(ValueError, match="no <!-- generated"):
-        update_page(readme, blocks(tmp_path), check=True)
+def test_every_page_and_picture_is_current():
+    assert docs.update_all(check=True) == [], "run python -m bench docs"
+
+
+def test_every_page_can_be_made_before_anything_is_measured(tmp_path):
+    for blocks in docs.pages(results=tmp_path).values():
+        assert all(make() for make in blocks.values())
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (None, "there is no such file"),
-        ("folder", "not a page with generated tables: [Errno 21] Is a directory"),
-        (b"\xff\xfe\x00", "not a page with generated tables: 'utf-8' codec can't decode"),
+        (None, "No such file"),
+        (b"\xff\xfe\x00", "not text"),
+        (b"no marker", "has no <!-- generated:NAME -->"),
+        (b"<!-- generated:what -->\n<!-- /generated -->", "<!-- generated:what -->: nothing generates it"),
     ],
 )
-def test_a_readme_that_cannot_be_read_is_named(text, why, tmp_path, capsys):
+def test_a_page_without_tables_is_refused_by_name(text, why, tmp_path):
     path = tmp_path / "README.md"
-    if text == "folder":
-        path.mkdir()
-    elif text is not None:
+    if text is not None:
         path.write_bytes(text)
-    assert f"{path}: {why}" in refused(capsys, "readme", "--check", "--readme", path)
-
-
-def test_a_readme_that_cannot_be_written_is_named(tmp_path, monkeypatch):
-    readme = tmp_path / "README.md"
-    readme.write_text("<!-- generated:results -->\n<!-- /generated -->\n")
-
-    def full(path, text):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(InputError, match=r"README.md: cannot write to it: No space left on device"):
-        update_page(readme, blocks(tmp_path), check=False)
+    with pytest.raises(InputError, match=re.escape(why)):
+        docs.update(path, {}, check=True)

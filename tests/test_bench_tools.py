@@ -13,7 +13,7 @@ import pytest
 import torch
 from targets_fakes import entry, failed, refused
 
-from bench import cli, environment, host, tune, tune_results
+from bench import cli, environment, host, tune
 from bench.environment import NO_GPU
 from bench.matrix import SUITES
 from bench.providers import Ours
@@ -21,7 +21,6 @@ from bench.report import load_entries
 from bench.results import dumps, load
 from bench.test_bench import test_forward as bench_forward
 from bench.timing import Sample, Timing
-from bench.verdict_tables import recorded_floors
 from multiattn.arch import ARCHS
 from multiattn.backend import BACKENDS, Plan, get, make_plan
 from multiattn.config import Config
@@ -64,11 +63,13 @@ def test_tuning_ranks_what_ran_and_keeps_what_failed(monkeypatch, tmp_path):
     assert said[0] == "reference: 3 candidates in 1 cells"
     text = tune.table(trials)
     assert "RuntimeError: broken" in text
-    (kept,) = tune_results.sweeps_of("reference", trials, fakes.SETUP)
-    assert tune_results.merge([kept], tmp_path / "tune-reference.json") == [kept]
-    assert tune_results.load(tmp_path / "tune-reference.json") == [kept]
-    assert kept.yardstick_tflops == round(by_name[tune.YARDSTICK].tflops, 1)
-    assert [it.failure for it in kept.tried if it.config and it.config["tile_m"] == 16] == ["RuntimeError: broken"]
+    tune.save(tmp_path / "reference.json", trials, fakes.SETUP)
+    kept = {it["name"]: it for it in json.loads((tmp_path / "reference.json").read_text())["trials"]}
+    assert kept[tune.YARDSTICK]["tflops"] == by_name[tune.YARDSTICK].tflops
+    assert kept["reference/eager tile_m=16 tile_n=16"]["failure"] == "RuntimeError: broken"
+    again = tune.time_finalists(cell, trials, fakes.machine(), 1)
+    assert {it.name for it in again} == set(by_name)
+    assert tune.time_finalists(cell, [it for it in trials if it.failure], fakes.machine(), 1)[0].failure
 
 
 def run_here(function, items, **_):
@@ -150,11 +151,6 @@ def test_the_matrix_without_a_gpu(tmp_path, capsys):
         (["tune", "--direction", "forward"], "--direction: got forward; allowed fwd, bwd, fwdbwd"),
         (["tune", "--backend", "cuda", "--variant", "wgma"], "--variant: got wgma; allowed wgmma, split_q"),
         (["tune", "--timeout", "0"], "argument --timeout: got 0; allowed numbers above 0"),
-        (["tune", "--rules", "--backend", "cutile"], "--rules: got --backend cutile; allowed cuda, triton"),
-        (["tune", "--rules-from", "none.json"], "none.json: there is no such file"),
-        (["profile", "--backend", "nope"], "--backend: got nope; allowed triton, cutile, cuda"),
-        (["profile", "--variant", "nope"], "--variant: got nope; allowed wgmma, split_q"),
-        (["profile", "--direction", "bwd"], "--direction: got bwd; allowed fwd"),
         (["rules", "--backend", "none"], "--backend none leaves nothing to compile"),
         (["--out", "/proc/none"], "--out: cannot write to /proc/none"),
         (["--compare", "a.json", "b.json"], "a.json"),
@@ -343,66 +339,3 @@ def test_the_demo_runs_every_part_and_writes_one_page(tmp_path, monkeypatch):
         "floors.md",
         "floors.html",
     }
-
-
-def test_floors_of_a_file(tmp_path, capsys):
-    path = tmp_path / "floors.json"
-    times = {"cutile": 1.0, "triton": 1.0, "cuda": 1.0, "sdpa-cudnn": 1.0, "sdpa-flash": 1.0}
-    rows = [
-        fakes.row(name, time_ms, cell=cell, extra=1 << 20)
-        for cell in SUITES["floors"]
-        for name, time_ms in times.items()
-    ]
-    path.write_text(dumps("floors", rows))
-    assert cli.main(["floors", str(path)]) == 0
-    said = capsys.readouterr().out
-    assert said.count("pass") == 12
-    assert "6 of 6 within SDPA flash's memory" in said
-    slow = [fakes.row(row.contender, 9.0, cell=row.cell) if row.contender == "cuda" else row for row in rows]
-    path.write_text(dumps("floors", slow))
-    assert cli.main(["floors", str(path)]) == 1
-    assert cli.main(["compare", str(path), str(path), "--all"]) == 0
-    assert "20 compared; of ours 0 slower" in capsys.readouterr().out
-    assert cli.main(["report", str(path), "--html", str(tmp_path / "page.html")]) == 0
-    assert "TFLOPS over N" in (tmp_path / "page.html").read_text()
-
-
-def test_recorded_floors_are_of_every_suite_that_has_them(tmp_path):
-    forward, backward = SUITES["floors"][0], SUITES["floors"][-1]
-
-    def write(name, *rows):
-        (tmp_path / name).write_text(dumps(name, rows))
-        return tmp_path / name
-
-    replayed = replace(fakes.row("cuda", 1.0, cell=forward, run="2026-11-23"), regime="graph")
-    standard = write("standard.json", fakes.row("cuda", 1.0, cell=forward, run="2026-11-20"), replayed)
-    floors = write("floors.json", fakes.row("cuda", 2.0, cell=forward, run="2026-11-21"))
-    seed = write("seed.json", fakes.row("cuda", 3.0, cell=SUITES["seed"][0], run="2026-11-22"))
-    (found, missing) = recorded_floors([floors, seed, standard])
-    timed = [row for path in (floors, standard) for row in load(path) if row.regime == "device"]
-    assert found == (f"{tmp_path.name}: floors.json, standard.json: fwd", timed)
-    assert missing == (f"{tmp_path.name}: nothing recorded: bwd", [])
-    training = write("backward.json", fakes.row("cuda", 1.0, cell=backward, run="2026-11-19"))
-    assert recorded_floors([floors, training])[1] == (f"{tmp_path.name}: backward.json: bwd", load(training))
-
-
-def test_recorded_floors_hold_where_another_suite_has_the_run(tmp_path, monkeypatch, capsys):
-    """The suite standard timed again without one of the peers; the suite floors has an older run with all."""
-    names = ("cutile", "triton", "cuda", "sdpa-cudnn", "sdpa-flash")
-    older = [fakes.row(name, 1.0, cell=cell, run="2026-11-20", extra=1) for name in names for cell in SUITES["floors"]]
-    newer = [
-        fakes.row(name, 2.0 if name == "cutile" else 1.0, cell=row.cell, run="2026-11-22")
-        for name in names[:-1]
-        for row in older
-        if row.contender == name and row.cell.direction == "fwd"
-    ]
-    paths = [tmp_path / "floors.json", tmp_path / "standard.json"]
-    monkeypatch.setattr(cli, "recorded_files", lambda: paths)
-    paths[0].write_text(dumps("floors", older))
-    paths[1].write_text(dumps("standard", [row for row in newer if row.contender != "cutile"]))
-    assert cli.main(["floors"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("pass") == 12
-    paths[1].write_text(dumps("standard", newer))
-    assert cli.main(["floors"]) == 1  # a newer run of both contenders counts, and there cutile is too slow
-    assert capsys.readouterr().out.count("0.50 of sdpa-cudnn, floor 0.90: miss") == 2

@@ -7,8 +7,7 @@ import bench_fakes as fakes
 import pytest
 
 from bench.matrix import SUITES
-from bench.verdict_tables import floors_of
-from bench.verdicts import FLOORS, compare, judge_floors, judge_memory, preferences, write_preferences
+from bench.verdicts import compare, preferences, write_preferences
 from multiattn.preference import Cell as PreferenceCell
 from multiattn.support import Reason
 
@@ -47,62 +46,6 @@ def test_what_is_not_measured_any_more_is_a_regression():
 
 def test_only_what_was_measured_is_compared():
     assert compare([refused(fakes.row("cuda", 1.0))], [fakes.row("cuda", 1.0)]) == []
-
-
-def test_floors_hold_from_their_ratio_on():
-    rows = floor_rows(cutile=1.0, triton=1.26, cuda=1.25, sdpa_cudnn=1.0, sdpa_flash=1.0)
-    verdicts = judge_floors(rows)
-    assert len(verdicts) == len(FLOORS) / 2 * len(FLOOR_CELLS)
-    assert {(it.floor.contender, it.holds) for it in verdicts} == {("cutile", True), ("triton", False), ("cuda", True)}
-    assert "0.79 of sdpa-cudnn, floor 0.80: miss (2026-11-21, commit c0ffee)" in {it.text for it in verdicts}
-
-
-def test_a_floor_that_nobody_measured_is_not_held():
-    rows = [refused(row) if row.contender == "sdpa-cudnn" else row for row in floor_rows(cutile=1.0, sdpa_cudnn=1.0)]
-    verdicts = judge_floors(rows)
-    assert not any(it.holds for it in verdicts)
-    assert verdicts[0].text == "no figure: sdpa-cudnn: module: got none; allowed one"
-    assert {it.why for it in verdicts if it.floor.contender == "cuda"} == {"no row of cuda"}
-
-
-def test_a_floor_is_not_judged_across_builds():
-    rows = [
-        row if row.contender == "cutile" else replace(row, run="2026-11-22")
-        for row in floor_rows(cutile=1.0, sdpa_cudnn=1.0)
-    ]
-    assert judge_floors(rows)[0].text.startswith("no figure: not one run")
-    assert judge_floors(rows)[0].text.endswith("took turns; run python -m bench --suite floors")
-    assert not judge_floors(rows)[0].holds
-
-
-def test_a_floor_is_judged_by_the_newest_run_of_its_two_contenders():
-    others = [replace(row, run="2026-11-22") for row in floor_rows(cutile=9.0, sdpa_flash=1.0)]
-    older = [replace(row, run="2026-11-19") for row in floor_rows(cutile=5.0, sdpa_cudnn=1.0)]
-    verdicts = judge_floors([*floor_rows(cutile=1.0, sdpa_cudnn=1.0), *others, *older])
-    assert verdicts[0].text == "1.00 of sdpa-cudnn, floor 0.90: pass (2026-11-21, commit c0ffee)"
-
-
-@pytest.mark.parametrize(("date", "holds"), [("2026-11-20", True), ("2026-11-21", False), ("2026-11-22", False)])
-def test_no_older_run_hides_that_ours_failed_since(date, holds):
-    failed = [
-        replace(row, measured=None, error="Boom", run="", environment=replace(row.environment, date=date))
-        for row in floor_rows(cutile=1.0)
-    ]
-    verdict = judge_floors([*failed, *floor_rows(cutile=1.0, sdpa_cudnn=1.0)])[0]
-    assert verdict.holds == holds
-    assert ("no figure: cutile: Boom" in verdict.text) == (not holds)
-
-
-def test_a_host_bound_floor_is_no_figure():
-    rows = [
-        fakes.row(name, 1.0, cell=cell, host_bound=name == "cutile")
-        for cell in FLOOR_CELLS
-        for name in ("cutile", "sdpa-cudnn")
-    ]
-    verdict = judge_floors(rows)[0]
-    assert verdict.text == "no figure: host-bound (cutile)"
-    assert not verdict.holds
-    assert preferences(rows) == []
 
 
 def test_preferences_take_one_run_of_a_cell():
@@ -191,39 +134,6 @@ def test_a_run_of_a_variant_that_is_no_longer_chosen_is_not_preferred_by():
 def test_nothing_measured_is_nothing_to_prefer_by(tmp_path):
     with pytest.raises(ValueError, match="nothing to prefer by"):
         write_preferences([refused(fakes.row("cuda", 1.0))], tmp_path / "measured.json")
-
-
-def test_backward_has_floors_of_its_own():
-    rows = floor_rows(BACKWARD_CELLS, cutile=1.6, triton=1.7, cuda=1.2, sdpa_cudnn=1.0, sdpa_flash=1.0)
-    verdicts = judge_floors(rows)
-    assert {(it.floor.contender, it.floor.ratio, it.holds) for it in verdicts} == {
-        ("cutile", 0.60, True),
-        ("triton", 0.60, False),
-        ("cuda", 0.80, True),
-    }
-    assert len(judge_floors([*rows, *floor_rows(cuda=1.0)])) == 12
-    assert floors_of(rows)[0] is False
-    assert floors_of([]) == (False, "no row of a cell that has a floor: those of the suites floors, standard, backward")
-
-
-@pytest.mark.parametrize(("ours", "bar", "holds"), [(100, 100, True), (101, 100, False), (None, 100, False)])
-def test_a_backward_takes_no_more_memory_than_sdpa_flash(ours, bar, holds):
-    sizes = {"cuda": ours, "sdpa-cudnn": 1, "sdpa-flash": bar}
-    rows = [fakes.row(name, 1.0, cell=BACKWARD_CELLS[0], extra=size) for name, size in sizes.items()]
-    (verdict,) = judge_memory(rows)
-    assert verdict.holds == holds
-    assert ("pass" in verdict.text) == holds
-    assert judge_memory(floor_rows(cuda=1.0, sdpa_flash=1.0)) == []  # of forward nobody asks
-
-
-def test_memory_that_nobody_counted_is_not_held():
-    rows = [fakes.row(name, 1.0, cell=BACKWARD_CELLS[0], extra=1) for name in ("cuda", "sdpa-cudnn")]
-    (verdict,) = judge_memory(rows)
-    assert not verdict.holds
-    assert verdict.text == "no figure: sdpa-flash was not counted"
-    held, text = floors_of(floor_rows(BACKWARD_CELLS, cuda=1.0, cutile=1.0, triton=1.0, sdpa_cudnn=1.0, sdpa_flash=1.0))
-    assert not held
-    assert "0 of 6 within SDPA flash's memory" in text
 
 
 def test_backward_is_preferred_by_its_own_cells():

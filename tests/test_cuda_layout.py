@@ -8,7 +8,6 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from bench import layout_docs
 from multiattn import __main__ as cli
 from multiattn.cuda.emulation import host
 from multiattn.cuda.layout import ACCESSES, BANK_GROUPS, Tile, colliding_rows, traffic, wavefronts
@@ -330,10 +329,3 @@ def test_a_picture_has_a_labelled_cell_for_every_chunk(size, swizzle):
         assert float(text.get("y")) < high, text.text
     (outline,) = [box for box in root.iter(f"{space}rect") if box.get("fill") == "none"]
     assert float(outline.get("height")) == 8 * float(root.find(f"{space}rect[@stroke]").get("height"))
-
-
-def test_the_page_and_its_pictures_are_current():
-    assert layout_docs.stale("swizzle.md", compiled=False) == [], "run python -m bench.layout_docs"
-    for name, tile in layout_docs.PICTURES.items():
-        assert (layout_docs.DOCS / name).read_text() == draw(tile), f"{name}: run python -m bench.layout_docs"
-        assert f"({name})" in (layout_docs.DOCS / "swizzle.md").read_text()

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from bench import layout_docs, verb_sass
+from bench import verb_sass
 from multiattn.cuda import fragments
 from multiattn.cuda.emulation import host
 from multiattn.cuda.layout import down, right
@@ -230,16 +230,3 @@ def test_the_tensor_core_path_is_the_instructions_it_should_be(arch):
     }
     assert {name: found[name] for name in expected} == expected
     assert verb_sass.check_ptx(arch) == []
-
-
-@needs_nvrtc
-def test_the_page_is_what_the_compilers_make():
-    assert layout_docs.stale("fragments.md", compiled=True) == [], "run python -m bench.layout_docs"
-
-
-def test_the_page_is_what_the_functions_give():
-    assert layout_docs.stale("fragments.md", compiled=False) == [], "run python -m bench.layout_docs"
-    blocks = layout_docs.blocks_of((layout_docs.DOCS / "fragments.md").read_text())
-    assert set(layout_docs.COMPILED) <= set(blocks)
-    lines = blocks["sass"].splitlines()[2:]
-    assert [line.split(" | ")[0].removeprefix("| ") for line in lines] == [verb.name for verb in verb_sass.VERBS]
