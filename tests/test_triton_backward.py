@@ -62,6 +62,16 @@ def test_head_dims(variant, head_dim, dtype):
     check(*make(seq_q=33, seq_kv=70, head_dim=head_dim, dtype=dtype), variant=variant, causal=True)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("first", ["k", "v"])
+def test_k_and_v_that_lie_apart(variant, first):
+    """One of them is a transposed view: no stride of k, nor of dk, passes for one of v or dv."""
+    q, k, v, dout = make(batch=2, heads_q=4, heads_kv=2, seq_q=20, seq_kv=37, head_dim=16)
+    apart = (k if first == "k" else v).transpose(1, 2).contiguous().transpose(1, 2)
+    k, v = (apart, v) if first == "k" else (k, apart)
+    check(q, k, v, dout, variant=variant, config=small(variant), causal=True)
+
+
 @pytest.mark.parametrize("variant", ["two_pass", "pointer_atomic"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(("seq_q", "seq_kv"), [(1, 1), (1, 70), (70, 1), (37, 61), (61, 37), (64, 64), (33, 31)])
