@@ -1,4 +1,4 @@
-"""Rules that a sweep on a GPU has written: `tuned.json` beside this file, by ``python -m bench tune --rules``."""
+"""Rules that came of sweeps on a GPU: `tuned.json` beside this file."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import itertools
 import pytest
 import torch
 
-from bench import verb_sass
 from multiattn.cuda import fragments
 from multiattn.cuda.emulation import host
 from multiattn.cuda.layout import down, right
@@ -15,7 +14,6 @@ from multiattn.cuda.tools import probe_host
 LANES, HALVES = range(32), range(2)
 
 needs_gxx = pytest.mark.skipif(bool(probe_host()), reason="; ".join(map(str, probe_host())))
-needs_nvrtc = pytest.mark.skipif(verb_sass.why_not() is not None, reason=str(verb_sass.why_not()))
 
 SOURCE = """
 #include "multiattn/ptx.cuh"
@@ -202,31 +200,3 @@ def test_lanes_give_the_addresses_of_the_rows_they_are_said_to():
 
 
 # ---------------------------------------------------------------- the compilers
-
-
-def test_every_verb_has_a_line_or_a_reason():
-    named = {verb.function for verb in verb_sass.VERBS}
-    declared = verb_sass.declared_verbs()
-    missing = declared - named - set(verb_sass.WITHOUT_ROW)
-    assert not missing, f"bench/verb_sass.py: neither VERBS nor WITHOUT_ROW has {missing}"
-    assert set(verb_sass.WITHOUT_ROW) <= declared
-    assert named - declared == {"sign flip of two halves"}
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("arch", verb_sass.ARCHS)
-def test_the_tensor_core_path_is_the_instructions_it_should_be(arch):
-    found = verb_sass.instructions(arch)
-    expected = {
-        "ldmatrix_x4": ("LDSM.16.M88.4",),
-        "ldmatrix_x4_trans": ("LDSM.16.MT88.4",),
-        "mma_m16n8k16<fp16>": ("HMMA.16816.F32",),
-        "mma_m16n8k16<bf16>": ("HMMA.16816.F32.BF16",),
-        "mma_m16n8k16_fp16": ("HMMA.16816.F16",),
-        "cp_async_16": ("LDGSTS.E.BYPASS.LTC128B.128",),
-        "cp_async_commit": ("LDGDEPBAR",),
-        "cp_async_wait<1>": ("DEPBAR.LE",),
-        "exp2_approx": ("MUFU.EX2",),
-    }
-    assert {name: found[name] for name in expected} == expected
-    assert verb_sass.check_ptx(arch) == []

@@ -30,8 +30,7 @@ _DTYPES = {torch.float16: ct.float16, torch.bfloat16: ct.bfloat16, torch.float32
 def compile_plan(plan: Plan) -> tuple[Compiled, ...]:
     """Compile each kernel with the signature that a launch would derive from the plan's tensors, without a dlse.
 
-    Sizes come from cuobjdump and are None where it is not installed. `spill_bytes` is the stack of a thread. Causal
-    kernels have one: the repair, which runs only after a non-finite value, spills so that the hot loops need not.
+    Sizes come from cuobjdump and are None where it is not installed. `spill_bytes` is the stack of a thread.
     """
     return tuple(_compile(plan, step) for step in steps_of(plan))
 

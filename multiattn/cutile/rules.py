@@ -15,7 +15,7 @@ _LAZY = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, of 246 candi
 
 _LANDED = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, of this kernel's candidates: "
 
-_SWEPT = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, finals of bench/results/h200/tune-cutile.json: "
+_SWEPT = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, finals of a sweep: "
 
 _AGAIN = "H200, 2026-11-23, tileiras 13.4, 16k tokens H*D=2048 bf16, best of 10 to 40 (docs/experiments.md): "
 
