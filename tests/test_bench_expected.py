@@ -13,11 +13,10 @@ from bench import cli, emitted, expected, rule_table, target_cli, target_docs
 from bench.emitted import Loaded, Usage
 from bench.environment import ROOT
 from bench.errors import InputError
-from multiattn.arch import ARCHS, GPU_ARCHS
+from multiattn.arch import GPU_ARCHS
 from multiattn.backend import BACKENDS, DIRECTIONS, find_variant, get, plan_variant
 from multiattn.cuda.axes import SPLIT_Q
 from multiattn.cuda.configs import CudaConfig
-from multiattn.support import Unsupported
 from multiattn.targets.build import entry_of
 from multiattn.targets.cells import HEAD_DIMS, MASKS, Cell, cells
 from multiattn.targets.facts import read_kernel
@@ -175,34 +174,6 @@ def test_a_spill_on_purpose_is_a_regression(tmp_path, monkeypatch):
 
 
 class TestRecorded:
-    def test_the_record_is_whole_and_current(self):
-        assert expected.check_recorded(RECORDED) == []
-        assert all(it.ok for record in RECORDED.values() for it in record.entries)
-
-    def test_what_is_not_current_is_named(self, monkeypatch):
-        without = {arch: record for arch, record in RECORDED.items() if arch != "sm86"}
-        assert expected.check_recorded(without) == ["sm86: not on record"]
-        record = RECORDED["sm80"]
-        first, *rest = record.entries
-        torn = {**RECORDED, "sm80": replace(record, entries=tuple(rest))}
-        assert expected.check_recorded(torn) == [f"not on record: {first.cell}"]
-        other = {**RECORDED, "sm80": replace(record, entries=(replace(first, config="tile_m=1"), *rest))}
-        (line,) = expected.check_recorded(other)
-        assert f"recorded as {first.variant} tile_m=1, but planned as" in line
-        strange = replace(first, cell=replace(first.cell, head_dim=72))
-        (line,) = expected.check_recorded({**RECORDED, "sm80": replace(record, entries=(strange, *record.entries))})
-        assert line.startswith("on record, but not in the table")
-        refusal = Unsupported(backend="cuda", arch=ARCHS["sm80"], problem=first.cell.problem, reasons=refused().reasons)
-        monkeypatch.setattr(expected, "find_plan", lambda cell: refusal)
-        assert len(expected.check_recorded(RECORDED)) == len(cells())
-        monkeypatch.undo()
-        refused_all = tuple(replace(it, kernels=(), reasons=refused().reasons) for it in record.entries)
-        lines = expected.check_recorded({**RECORDED, "sm80": replace(record, entries=refused_all)})
-        assert len(lines) == len(refused_all)
-        assert "recorded as arch: got sm86; allowed sm90, but planned as" in lines[0]
-        monkeypatch.setattr(expected, "sources", lambda backend, direction: "edited")
-        assert len(expected.check_recorded(RECORDED)) == len(GPU_ARCHS)
-
     def test_a_cell_of_which_nothing_came_is_a_regression(self):
         cell = Cell(backend="cuda", arch="sm90")
         (found,) = expected.check_compiled([cell], RECORDED, [])

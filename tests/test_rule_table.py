@@ -18,7 +18,6 @@ from bench.rule_table import (
     is_older,
     load,
     outdated,
-    record_path,
     save,
 )
 from multiattn import backend as registry
@@ -446,20 +445,15 @@ SPANNING = (
 
 @needs_cuobjdump
 @pytest.mark.parametrize("which", SPANNING, ids="-".join)
-def test_a_rule_compiles_to_what_is_on_record(which):
+def test_a_rule_spills_no_more_than_is_known(which):
     name, direction, arch = which
     if reasons := registry.get(name).probe_compiler():
         pytest.skip("; ".join(map(str, reasons)))
     if not registry.get(name).op(direction).variants:
         pytest.skip(f"{name} has no kernels for {direction}")
     case = next(it for it in cases((name,), (direction,), (arch,)) if it.key[4:6] == ("64", "full"))
-    recorded = [row for row in load(record_path()) if row.key == case.key]
-    assert recorded, f"{case} is not on record; run python -m bench rules"
     compiled = compile_case(case)
     assert all(row.hot_spills <= KNOWN_SPILLS.get((name, row.variant), 0) for row in compiled)
-    if {row.compiler for row in recorded} == {compiler(name)}:
-        today = [replace(row, digest=known.digest) for row, known in zip(compiled, recorded, strict=True)]
-        assert today == recorded, "run python -m bench rules"
     for row in compiled:
         fits = occupancy(by_name(arch), row.threads, row.registers, row.smem_bytes)
         assert (row.blocks, row.limiter) == (fits.blocks, fits.limiter)
