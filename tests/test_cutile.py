@@ -168,7 +168,7 @@ def test_heads_together_are_of_several_batch_entries_where_one_has_too_few(wante
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_order_of_tiles_covers_every_tile(heads_together, causal, linear, monkeypatch):
     if linear:
-        for module in ("launch", "configs"):
+        for module in ("table", "configs"):
             monkeypatch.setattr(f"multiattn.cutile.{module}.is_linear", lambda *_: True)
     q, k, v = make_inputs(batch=2, heads_q=4, heads_kv=2)
     problem = Problem.of(q, k, v, causal=causal)

@@ -139,22 +139,11 @@ def test_memory_around_the_tensors_never_matters(variant, value):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_reaches_only_rows_that_see_it(variant, name, value):
+def test_a_key_that_is_not_finite_reaches_only_rows_that_see_it(variant, value):
     q, k, v = make(seq_q=70, seq_kv=90, head_dim=16)
-    tensor = {"k": k, "v": v}[name]
-    tensor[0, 0, 50, 3] = value
-    tensor[0, 1, 89, 0] = value
-    check(q, k, v, variant=variant, config=SMALL, causal=True)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_infinities_of_both_signs_in_v_add_up(variant):
-    q, k, v = make(seq_q=64, seq_kv=64, head_dim=16)
-    v[0, 0, 10, :4] = math.inf
-    v[0, 0, 30, 2:6] = -math.inf
-    v[0, 0, 40, 5:7] = math.nan
+    k[0, 0, 50, 3] = value
+    k[0, 1, 89, 0] = value
     check(q, k, v, variant=variant, config=SMALL, causal=True)
 
 

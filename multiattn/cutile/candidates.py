@@ -59,6 +59,7 @@ _LAZY_128: tuple[CutileConfig, ...] = (
     *_lazy(128, 64, 1, 8, "plain", "plain*", "pairs", "pairs*", "apart*"),
     *_lazy(128, 128, 1, 8, "plain", "pairs", "pilot"),
     *(replace(way, q_in_registers=True) for way in _lazy(64, 64, 2, None, "plain*", "pairs*")),
+    *(replace(way, q_in_registers=True) for way in _lazy(128, 128, 1, 8, "plain", "pilot")),
     CutileConfig(tile_m=64, tile_n=128, occupancy=2),
 )  # fmt: skip
 _LAZY_256: tuple[CutileConfig, ...] = (
@@ -71,7 +72,7 @@ _LAZY_96: tuple[CutileConfig, ...] = (
     *_lazy(64, 64, 3, None, "plain", "pilot"), *_lazy(128, 64, 2, 8, "plain"),
 )  # fmt: skip
 """Two parts of 64 and 32 columns, or fewer, leave room for another block an SM; one of 128 columns does not."""
-_LAZY_192: tuple[CutileConfig, ...] = _lazy(128, 128, 1, 8, "plain", "plain*", "pairs", "ahead")
+_LAZY_192: tuple[CutileConfig, ...] = _lazy(128, 128, 1, 8, "plain", "plain*", "pairs", "pilot", "ahead")
 """Two parts of 128 and 64 columns, or fewer, leave these the registers; one of 256 columns does not."""
 _BLACKWELL: tuple[_Shape, ...] = (
     (128, 128, 2, None), (128, 128, 1, None), (256, 128, 1, None), (256, 64, 1, None), (128, 64, 2, None),
