@@ -306,7 +306,7 @@ def test_candidates_are_distinct_and_fit():
         problem = Problem.contiguous(batch=4, heads_q=16, heads_kv=4, seq_q=4096, head_dim=head_dim, causal=True)
         for name in GPU_ARCHS:
             configs = BACKEND.forward.candidates(variant, problem, ARCHS[name])
-            assert 12 <= len(configs) <= (180 if name == "sm90" else 20)
+            assert 12 <= len(configs) <= (190 if name == "sm90" else 20)
             assert len(set(configs)) == len(configs)
 
 

@@ -223,5 +223,5 @@ def test_hopper_saves_ex2_and_moves_nothing(causal):
         assert loop["FFMA"] == plain["FFMA"] + 4 * 2 * sixteenths  # contracted, as the model has it
         assert not [name for name in loop if name.startswith(("SHFL", "LDS", "STS", "FSEL", "SEL"))]
         assert after.registers == before.registers
-        assert after.spill_bytes <= 8  # no rule has a share on the FMA units
+        assert after.spill_bytes <= 24  # no rule has a share on the FMA units
         assert after.smem_bytes <= before.smem_bytes + 64 * 64 * 2  # one more block of keys in flight
