@@ -13,9 +13,9 @@ from types import MappingProxyType
 from bench.errors import InputError
 from bench.matrix import DIRECTIONS, SUITES, Direction
 from bench.timing import Budget
-from multiattn import backend as registry
-from multiattn.arguments import count
-from multiattn.backend import BACKENDS
+from multiattn.inspect.options import count
+from multiattn.plan import backend as registry
+from multiattn.plan.backend import BACKENDS
 
 KERNELS_OF: Mapping[str, tuple[registry.Direction, ...]] = MappingProxyType(
     {"fwd": ("forward",), "bwd": ("backward",), "fwdbwd": registry.DIRECTIONS}

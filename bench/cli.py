@@ -43,8 +43,8 @@ from bench.providers import Provider, our_providers
 from bench.results import Row, Store, is_ours, load
 from bench.run import DeviceLostError, Job, Machine, run
 from bench.timing import REGIMES, Budget
-from multiattn.arch import GPU_ARCHS
-from multiattn.arguments import count
+from multiattn.inspect.options import count
+from multiattn.plan.arch import GPU_ARCHS
 
 AGAIN = "out/bench/again"
 """Where a stored command writes: what is recorded is not overwritten by whoever tries it."""

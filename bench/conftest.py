@@ -15,7 +15,7 @@ from bench.peers import PEERS
 from bench.providers import Provider, our_providers
 from bench.run import Machine, admit, tensors_and_truth
 from bench.timing import Budget, Clock, Contestant, Sample, Timing, warm_up
-from multiattn.support import Reason
+from multiattn.plan.support import Reason
 
 
 class EventClock:

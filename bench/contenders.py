@@ -12,11 +12,11 @@ import torch
 import multiattn
 from bench.matrix import Cell
 from bench.timing import Contestant
-from multiattn import backend as registry
-from multiattn.backend import Plan, make_plan
-from multiattn.config import Config
+from multiattn.plan import backend as registry
+from multiattn.plan.backend import Plan, make_plan
+from multiattn.plan.config import Config
+from multiattn.plan.support import Reason, Unsupported
 from multiattn.problem import Operands, Strides
-from multiattn.support import Reason, Unsupported
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k and v, each ``[B, H, S, D]``; or their gradients."""

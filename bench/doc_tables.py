@@ -17,9 +17,9 @@ from bench.languages import LANGUAGES, NO_TURNS, PEERS, Language, Turns, turns
 from bench.matrix import SUITES, Cell
 from bench.report import describe, figure, provenance
 from bench.results import Row, load, one_run
-from multiattn import backend as registry
-from multiattn.arch import ARCHS, GPU_ARCHS
-from multiattn.backend import DIRECTIONS, Direction
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import ARCHS, GPU_ARCHS
+from multiattn.plan.backend import DIRECTIONS, Direction
 
 GPU_FOLDER = "h200"
 OURS = "cuda"

@@ -16,7 +16,7 @@ from bench.environment import environment, results_dir
 from bench.errors import InputError
 from bench.results import Environment, read
 from multiattn import aot
-from multiattn.arch import by_name, detect, occupancy
+from multiattn.plan.arch import by_name, detect, occupancy
 from multiattn.run.driver import attributes
 from parity.cases import Case, suite
 from parity.launch import forget, prepare_case

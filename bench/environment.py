@@ -17,10 +17,10 @@ from typing import TypeGuard
 import torch
 
 from bench.results import Environment
-from multiattn import backend as registry
-from multiattn.arch import Arch, detect, find_gpu
-from multiattn.backend import BACKENDS
-from multiattn.support import Reason
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import Arch, detect, find_gpu
+from multiattn.plan.backend import BACKENDS
+from multiattn.plan.support import Reason
 
 ROOT = Path(__file__).resolve().parent.parent
 UNKNOWN = "unknown"

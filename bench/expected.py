@@ -13,15 +13,15 @@ from typing import Any, Literal
 from bench.environment import workplace
 from bench.results import read
 from bench.rule_table import compiler, is_older, sources
-from multiattn.arch import GPU_ARCHS
-from multiattn.backend import BACKENDS, DIRECTIONS, Direction
-from multiattn.support import Reason, Unsupported
-from multiattn.targets.build import Entry, build, ordered
-from multiattn.targets.cells import Cell, cells, find_plan
-from multiattn.targets.facts import Facts
-from multiattn.targets.mix import CLASSES, GENERATIONS, Counts, Mix, generations
-from multiattn.targets.remarks import Row as Remarked
-from multiattn.targets.tables import percent
+from multiattn.inspect.build import Entry, build, ordered
+from multiattn.inspect.cells import Cell, cells, find_plan
+from multiattn.inspect.facts import Facts
+from multiattn.inspect.mix import CLASSES, GENERATIONS, Counts, Mix, generations
+from multiattn.inspect.remarks import Row as Remarked
+from multiattn.inspect.tables import percent
+from multiattn.plan.arch import GPU_ARCHS
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction
+from multiattn.plan.support import Reason, Unsupported
 
 SCHEMA = 1
 TIMED = "sm90"

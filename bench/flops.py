@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.matrix import Cell
-from multiattn.arch import Gpu
+from multiattn.plan.arch import Gpu
 from multiattn.problem import Problem
 
 
@@ -34,7 +34,7 @@ def tflops(flops: int, time_ms: float) -> float:
 
 
 def peak_share(rate: float, gpu: Gpu | None) -> float | None:
-    """`rate` (TFLOPS) over the stated dense 16-bit peak; None for a GPU whose peak nobody stated in multiattn.arch."""
+    """`rate` (TFLOPS) over the stated dense 16-bit peak; None for a GPU without a stated peak."""
     return None if gpu is None else rate / gpu.tflops
 
 

@@ -22,11 +22,11 @@ from bench.environment import NO_GPU
 from bench.matrix import Cell
 from bench.results import Environment, read
 from bench.timing import Budget, Call, Clock, Contestant, CudaClock, Timing, host_ms, measure
-from multiattn import backend as registry
-from multiattn.arch import detect
-from multiattn.backend import BACKENDS, make_plan
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import detect
+from multiattn.plan.backend import BACKENDS, make_plan
+from multiattn.plan.support import Reason, Unsupported
 from multiattn.problem import Problem
-from multiattn.support import Reason, Unsupported
 
 CELL = Cell(batch=1, heads=8, seq=128, head_dim=64, dtype="bf16", causal=True, layout="bhsd")
 SDPA = "sdpa"

@@ -31,9 +31,9 @@ from bench.peers import find_peers
 from bench.results import Row, Store
 from bench.run import DeviceLostError, Job, Machine, run, summary
 from bench.timing import Budget
-from multiattn.arch import GPU_ARCHS, Arch, by_name
-from multiattn.arguments import count
-from multiattn.backend import BACKENDS, Backend
+from multiattn.inspect.options import count
+from multiattn.plan.arch import GPU_ARCHS, Arch, by_name
+from multiattn.plan.backend import BACKENDS, Backend
 from parity.report import Table
 
 AGAIN = "out/bench/again"

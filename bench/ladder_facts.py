@@ -15,13 +15,13 @@ from bench.ladder_rungs import Rung, plan_rung
 from bench.matrix import Cell
 from bench.results import read
 from bench.rule_table import compiler
-from multiattn import backend as registry
-from multiattn.arch import CPU, GPU_ARCHS, Arch, by_name, occupancy
-from multiattn.backend import BACKENDS, Compiled, Plan, plan_variant
+from multiattn.inspect.pool import run_isolated
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import CPU, GPU_ARCHS, Arch, by_name, occupancy
+from multiattn.plan.backend import BACKENDS, Compiled, Plan, plan_variant
+from multiattn.plan.support import Reason
+from multiattn.plan.toolchain import resource_usage
 from multiattn.problem import DTYPES, Problem
-from multiattn.support import Reason
-from multiattn.targets.pool import run_isolated
-from multiattn.toolchain import resource_usage
 
 SCHEMA = 1
 TIMEOUT_S = 300.0
@@ -224,10 +224,10 @@ def emulate(plan: Plan) -> Conflicts:
     reasons = (*backend.probe(CPU), *(small if isinstance(small, tuple) else ()))
     if not isinstance(small, Plan) or reasons:
         return Conflicts(why="; ".join(map(str, reasons)))
-    from multiattn.abi import pack
     from multiattn.cuda.emulation import host
     from multiattn.cuda.launches import launches_of
     from multiattn.cuda.params import struct_of
+    from multiattn.plan.abi import pack
 
     (launch,) = launches_of(small)
     library = host.load(host.build([launch.kernel]))

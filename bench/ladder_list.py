@@ -26,8 +26,8 @@ from bench.ladder_tables import (
 )
 from bench.matrix import Cell
 from bench.results import Measured, Row, load
-from multiattn import backend as registry
-from multiattn.backend import Variant
+from multiattn.plan import backend as registry
+from multiattn.plan.backend import Variant
 from parity.report import Table
 
 _NO_COLUMN = "-"

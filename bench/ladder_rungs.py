@@ -1,7 +1,7 @@
 """Which rungs a ladder has, on which cells they run, and what their contenders are called.
 
-Two kinds of ladder: a chain (`ladder` of multiattn.backend: each rung adds one thing to the one before), and a list of
-points on several axes, which is too wide to be one chain.
+Two kinds of ladder: a chain (`multiattn.plan.backend.ladder`: each rung adds one thing to the one before), and a list
+of points on several axes, which is too wide to be one chain.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from types import MappingProxyType
 from bench.errors import InputError
 from bench.matrix import Cell
 from bench.providers import PIN, Ours, pin_plan
-from multiattn import backend as registry
-from multiattn.arch import Arch
-from multiattn.backend import BACKENDS, Backend, Plan, Variant, ladder, make_plan, plan_variant
-from multiattn.support import Reason, Unsupported
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import Arch
+from multiattn.plan.backend import BACKENDS, Backend, Plan, Variant, ladder, make_plan, plan_variant
+from multiattn.plan.support import Reason, Unsupported
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

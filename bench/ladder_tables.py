@@ -11,8 +11,8 @@ from bench.ladder_rungs import CUDNN, TILEGYM, Rung, baseline, chain_rungs
 from bench.matrix import Cell
 from bench.report import figure
 from bench.results import Measured, Row
-from multiattn import backend as registry
-from multiattn.backend import ladder
+from multiattn.plan import backend as registry
+from multiattn.plan.backend import ladder
 from parity.report import Table
 
 PINNED, TUNED = "pinned", "tuned"

@@ -10,9 +10,9 @@ from typing import Any
 
 from bench.matrix import Cell
 from bench.results import Row, load, one_run
-from multiattn import backend as registry
-from multiattn.arch import by_name
-from multiattn.backend import Direction, Plan, Variant, plan_variant
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import by_name
+from multiattn.plan.backend import Direction, Plan, Variant, plan_variant
 from multiattn.problem import Problem
 from multiattn.triton.gluon.configs import VARIANT as GLUON
 

@@ -25,8 +25,8 @@ from bench.contenders import Contender, Results, Tensors, alike, differentiate, 
 from bench.environment import NO_GPU
 from bench.matrix import Cell
 from bench.timing import Call, Contestant
-from multiattn.arch import Arch
-from multiattn.support import Reason
+from multiattn.plan.arch import Arch
+from multiattn.plan.support import Reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

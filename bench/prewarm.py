@@ -16,7 +16,7 @@ from bench.environment import device_works, gpu_arch
 from bench.matrix import Cell
 from bench.peers import PEERS, find_peers
 from bench.providers import Ours, Provider
-from multiattn.targets.pool import run_isolated
+from multiattn.inspect.pool import run_isolated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,11 +13,11 @@ from bench.contenders import Contender, Tensors, contender_of
 from bench.environment import NO_GPU
 from bench.errors import InputError
 from bench.matrix import Cell, Direction
-from multiattn import backend as registry
-from multiattn.arch import Arch
-from multiattn.backend import BACKENDS, Backend, Plan, Variant, make_plan, plan_variant
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import Arch
+from multiattn.plan.backend import BACKENDS, Backend, Plan, Variant, make_plan, plan_variant
+from multiattn.plan.support import Reason, Unsupported
 from multiattn.problem import Problem
-from multiattn.support import Reason, Unsupported
 
 PIN = "@"
 """Between a variant and the one whose config it is pinned to, in a contender's name."""

@@ -11,11 +11,11 @@ from bench import backward, host
 from bench.matrix import Direction
 from bench.report import figure, provenance
 from bench.results import Row, load, one_run
-from multiattn import backend as registry
-from multiattn.arch import ARCHS, GPU_ARCHS, Arch
-from multiattn.backend import BACKENDS, DIRECTIONS, Backend, Variant, plan_variant
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, Backend, Variant, plan_variant
+from multiattn.plan.support import Reason
 from multiattn.problem import Problem
-from multiattn.support import Reason
 
 HEAD_DIM_STEP = 8
 

@@ -17,12 +17,12 @@ from bench.errors import InputError
 from bench.record_cases import Case, cases, dead_rules
 from bench.record_kernels import Job, Kernel, compile_job, promised_without_spills
 from bench.results import read
-from multiattn import backend as registry
-from multiattn.arch import GPU_ARCHS
-from multiattn.backend import BACKENDS, Plan
-from multiattn.targets.mix import GENERATIONS
-from multiattn.targets.pool import run_isolated
-from multiattn.toolchain import find_cuobjdump
+from multiattn.inspect.mix import GENERATIONS
+from multiattn.inspect.pool import run_isolated
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import GPU_ARCHS
+from multiattn.plan.backend import BACKENDS, Plan
+from multiattn.plan.toolchain import find_cuobjdump
 
 SCHEMA = 1
 TIMEOUT_S = 900.0

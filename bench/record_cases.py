@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from multiattn import backend as registry
-from multiattn.arch import GPU_ARCHS, by_name
-from multiattn.backend import BACKENDS, DIRECTIONS, Direction, Plan, Variant, plan_variant
-from multiattn.config import Rule, has_whole_sectors, select
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import GPU_ARCHS, by_name
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan, Variant, plan_variant
+from multiattn.plan.config import Rule, has_whole_sectors, select
 from multiattn.problem import DTYPES, Problem
 
 HEAD_DIMS = (64, 128, 256)

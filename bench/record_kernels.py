@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from bench.record_doors import Doors, open_doors
-from multiattn import backend as registry
-from multiattn import cache
-from multiattn.backend import Direction, Exported, Plan
-from multiattn.targets import store
-from multiattn.targets.facts import Facts, read_kernel
-from multiattn.targets.mix import Counts
+from multiattn.inspect import store
+from multiattn.inspect.facts import Facts, read_kernel
+from multiattn.inspect.mix import Counts
+from multiattn.plan import backend as registry
+from multiattn.plan.backend import Direction, Exported, Plan
+from multiattn.run import cache
 
 NO_SPILLS_UP_TO = 128
 """The head_dim up to which no rule may spill in a loop that every block runs."""

@@ -18,8 +18,8 @@ from bench.flops import rate_text
 from bench.matrix import Cell
 from bench.parity_page import Parity, load_parity
 from bench.results import Environment, Row, is_ours, load, one_run
-from multiattn.targets.build import Entry, ordered
-from multiattn.targets.cli import load as load_table
+from multiattn.inspect.build import Entry, ordered
+from multiattn.inspect.cli import load as load_table
 from parity.report import Table
 
 STYLE = {"svg.hashsalt": "multiattn", "svg.fonttype": "path", "font.size": 9}

@@ -13,8 +13,8 @@ from bench.errors import InputError
 from bench.flops import rate_text
 from bench.matrix import Cell
 from bench.timing import Budget
-from multiattn.backend import BACKENDS
-from multiattn.support import Reason
+from multiattn.plan.backend import BACKENDS
+from multiattn.plan.support import Reason
 
 T = TypeVar("T")
 

@@ -16,15 +16,15 @@ from typing import Any
 from bench.environment import ROOT, results_root
 from bench.errors import InputError
 from bench.results import read
-from multiattn import backend as registry
-from multiattn.arch import GPU_ARCHS, by_name
-from multiattn.backend import BACKENDS, DIRECTIONS, Direction, Plan, Variant, plan_variant
-from multiattn.config import Rule, has_whole_sectors, select
+from multiattn.inspect import store
+from multiattn.inspect.facts import Facts, read_kernel
+from multiattn.inspect.pool import run_isolated
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import GPU_ARCHS, by_name
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan, Variant, plan_variant
+from multiattn.plan.config import Rule, has_whole_sectors, select
+from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.problem import DTYPES, Problem
-from multiattn.targets import store
-from multiattn.targets.facts import Facts, read_kernel
-from multiattn.targets.pool import run_isolated
-from multiattn.toolchain import find_cuobjdump
 
 SCHEMA = 1
 HEAD_DIMS = (64, 128, 256)

@@ -23,8 +23,8 @@ from bench.providers import Provider
 from bench.results import LOST_DEVICE, Environment, Measured, Row, Store
 from bench.timing import Budget, Clock, Contestant, CudaClock, Timing, measure
 from bench.truth import Truths, check, truth_of
-from multiattn.arch import Arch, find_gpu
-from multiattn.support import Reason, Unsupported
+from multiattn.plan.arch import Arch, find_gpu
+from multiattn.plan.support import Reason, Unsupported
 
 ERROR_CHARACTERS = 600
 

@@ -10,11 +10,11 @@ from bench import expected, target_docs
 from bench.arguments import add_jobs
 from bench.environment import ROOT, is_clone, workplace
 from bench.errors import InputError
-from multiattn.targets import cli as table
-from multiattn.targets import tables
-from multiattn.targets.build import build
-from multiattn.targets.cells import cells
-from multiattn.toolchain import find_cuobjdump
+from multiattn.inspect import cli as table
+from multiattn.inspect import tables
+from multiattn.inspect.build import build
+from multiattn.inspect.cells import cells
+from multiattn.plan.toolchain import find_cuobjdump
 
 DOCS = "targets.md"
 

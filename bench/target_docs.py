@@ -10,15 +10,15 @@ from tabulate import tabulate
 
 from bench.environment import results_root
 from bench.expected import Record
-from multiattn.arch import GPU_ARCHS, GPUS
-from multiattn.backend import BACKENDS, DIRECTIONS, Direction
+from multiattn.inspect import tables
+from multiattn.inspect.build import Entry, ordered
+from multiattn.inspect.cells import HEAD_DIMS, MASKS, SEQ
+from multiattn.inspect.facts import Facts
+from multiattn.inspect.roofline import HIDDEN, TOKENS, Measurement, best_measured, bounds, read_results
+from multiattn.inspect.tables import LEGEND, listed, short
+from multiattn.plan.arch import GPU_ARCHS, GPUS
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction
 from multiattn.problem import Problem
-from multiattn.roofline import HIDDEN, TOKENS, Measurement, best_measured, bounds, read_results
-from multiattn.targets import tables
-from multiattn.targets.build import Entry, ordered
-from multiattn.targets.cells import HEAD_DIMS, MASKS, SEQ
-from multiattn.targets.facts import Facts
-from multiattn.targets.tables import LEGEND, listed, short
 
 SEQS = (1024, 4096, 16384)
 """Lengths of the predicted ceilings."""

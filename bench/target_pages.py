@@ -21,13 +21,13 @@ from bench.results import Row as Result
 from bench.results import is_ours, load
 from bench.target_profiles import Profile, Profiled
 from bench.target_views import MAPS, Ceiling, Heat, Line, Note, Row
-from multiattn.arch import ARCHS, GPU_ARCHS, GPUS, Gpu, find_gpu
-from multiattn.backend import BACKENDS, DIRECTIONS, Direction
-from multiattn.roofline import HIDDEN, TOKENS, Measurement
-from multiattn.targets import ncu, remarks
-from multiattn.targets.build import Entry
-from multiattn.targets.cells import SEQ, Cell
-from multiattn.targets.facts import Facts
+from multiattn.inspect import ncu, remarks
+from multiattn.inspect.build import Entry
+from multiattn.inspect.cells import SEQ, Cell
+from multiattn.inspect.facts import Facts
+from multiattn.inspect.roofline import HIDDEN, TOKENS, Measurement
+from multiattn.plan.arch import ARCHS, GPU_ARCHS, GPUS, Gpu, find_gpu
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction
 
 INDEX = "index.html"
 

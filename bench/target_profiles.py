@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from bench.errors import InputError
 from bench.expected import Record
 from bench.target_views import NOT_MEASURED, Slot, percent
-from multiattn.arch import GPU_ARCHS
-from multiattn.targets.cells import Cell
-from multiattn.targets.facts import Facts
-from multiattn.targets.ncu import METRICS, Launch, Measured
+from multiattn.inspect.cells import Cell
+from multiattn.inspect.facts import Facts
+from multiattn.inspect.ncu import METRICS, Launch, Measured
+from multiattn.plan.arch import GPU_ARCHS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from bench.expected import Record, all_cells
 from bench.flops import rate_text
 from bench.target_docs import SEQS, describe_machinery, matrix_problem
-from multiattn.arch import GPU_ARCHS, Gpu
-from multiattn.backend import BACKENDS, Direction
-from multiattn.roofline import Bounds, Measurement, best_measured, bounds
-from multiattn.targets.build import Entry
-from multiattn.targets.cells import HEAD_DIMS, MASKS, Cell
-from multiattn.targets.facts import Facts
-from multiattn.targets.mix import CLASSES, Counts
+from multiattn.inspect.build import Entry
+from multiattn.inspect.cells import HEAD_DIMS, MASKS, Cell
+from multiattn.inspect.facts import Facts
+from multiattn.inspect.mix import CLASSES, Counts
+from multiattn.inspect.roofline import Bounds, Measurement, best_measured, bounds
+from multiattn.plan.arch import GPU_ARCHS, Gpu
+from multiattn.plan.backend import BACKENDS, Direction
 
 NOT_RECORDED = "not on record"
 NOT_MEASURED = "not measured"

@@ -8,7 +8,7 @@ import torch
 
 from bench.contenders import Results, Tensors
 from bench.matrix import Cell
-from multiattn.backend import Plan
+from multiattn.plan.backend import Plan
 from parity.gradients import GradTruth
 from parity.tolerance import Expected, Mismatch, Truth, adds_up_in_fp16, deviate
 

@@ -26,16 +26,16 @@ from bench.results import Environment
 from bench.run import Machine
 from bench.timing import Budget, Contestant, Timing, measure
 from bench.truth import Truths, check, truth_of
-from multiattn import backend as registry
-from multiattn.arch import Arch
-from multiattn.backend import Direction, Plan, make_plan, plan_variant
-from multiattn.config import Config
+from multiattn.inspect import store
+from multiattn.inspect.facts import read_kernel
+from multiattn.inspect.pool import Outcome, run_isolated
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import Arch
+from multiattn.plan.backend import Direction, Plan, make_plan, plan_variant
+from multiattn.plan.config import Config
+from multiattn.plan.support import Reason
+from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.problem import Problem
-from multiattn.support import Reason
-from multiattn.targets import store
-from multiattn.targets.facts import read_kernel
-from multiattn.targets.pool import Outcome, run_isolated
-from multiattn.toolchain import find_cuobjdump
 
 YARDSTICK = "sdpa-cudnn"
 TUNE_SEQ = 4096

@@ -13,10 +13,10 @@ from tabulate import tabulate
 from bench.errors import InputError
 from bench.matrix import SUITES
 from bench.results import Row, one_run
-from multiattn import backend as registry
-from multiattn.arch import by_name
-from multiattn.backend import BACKENDS, make_plan
-from multiattn.support import Unsupported
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import by_name
+from multiattn.plan.backend import BACKENDS, make_plan
+from multiattn.plan.support import Unsupported
 
 NOISE = 0.03
 """Two runs of one kernel on one board differ by this much however quiet each was (H200, 700 W limit, 2026-11)."""
@@ -86,7 +86,7 @@ def change_table(changes: Sequence[Change], *, everything: bool) -> str:
 
 
 def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """The cells of multiattn/measured.json (see multiattn.preference.Cell), from device rows of the best variants.
+    """The cells of multiattn/measured.json (see multiattn.plan.preference.Cell), from device rows of the best variants.
 
     Of each cell only its newest run counts, nothing host-bound, and no run in which a backend ran a variant that is no
     longer its choice there. Where several measured cells share GPU, head_dim, length, mask, heads and how many

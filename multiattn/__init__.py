@@ -4,11 +4,11 @@ Importing this package imports no kernel language and asks no driver; a backend 
 """
 
 from multiattn.api import backends, explain, fmha, fmha_backward
-from multiattn.backend import BACKENDS, Plan
-from multiattn.launching import launch, launch_backward
+from multiattn.plan.backend import BACKENDS, Plan
+from multiattn.plan.support import Reason, Unsupported
 from multiattn.problem import Problem
 from multiattn.reference import reference, reference_backward
-from multiattn.support import Reason, Unsupported
+from multiattn.run.execute import launch, launch_backward
 
 __version__ = "0.1.0"
 __all__ = [

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 
 import multiattn
-from multiattn import backend as registry
-from multiattn import roofline
-from multiattn.arch import ARCHS, Arch, detect
-from multiattn.arguments import add_problem, problem_of
-from multiattn.backend import BACKENDS, DIRECTIONS, Backend, Direction, Plan, make_plan, plan_variant
+from multiattn.inspect import cli, ncu, roofline
+from multiattn.inspect.options import add_problem, problem_of
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import ARCHS, Arch, detect
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, Backend, Direction, Plan, make_plan, plan_variant
+from multiattn.plan.support import Reason, Unsupported
 from multiattn.problem import Problem
-from multiattn.support import Reason, Unsupported
-from multiattn.targets import cli, ncu
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,15 +7,15 @@ from typing import Literal, overload
 
 import torch
 
-from multiattn import backend as registry
-from multiattn.arch import by_name as arch_by_name
-from multiattn.arch import detect
-from multiattn.autograd import attend, differentiate, needs_grad
-from multiattn.backend import BACKENDS, DIRECTIONS, Direction, Plan
-from multiattn.planning import BOTH, choose
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import by_name as arch_by_name
+from multiattn.plan.arch import detect
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan
+from multiattn.plan.choice import BOTH, choose
+from multiattn.plan.support import Reason, Unsupported
+from multiattn.plan.toolchain import probe_gpu
 from multiattn.problem import Operands, Options, Problem, problem_of
-from multiattn.support import Reason, Unsupported
-from multiattn.toolchain import probe_gpu
+from multiattn.run.autograd import attend, differentiate, needs_grad
 
 
 @overload

@@ -6,10 +6,10 @@ import math
 
 import torch
 
-from multiattn.arch import ARCHS, Arch
-from multiattn.backend import REFERENCE, Backend, Compiled, Launcher, Op, Plan, Variant
+from multiattn.plan.arch import ARCHS, Arch
+from multiattn.plan.backend import REFERENCE, Backend, Compiled, Launcher, Op, Plan, Variant
+from multiattn.plan.support import Capability, Reason
 from multiattn.problem import DTYPES, Operands, Problem, check_inputs
-from multiattn.support import Capability, Reason
 
 
 def reference(

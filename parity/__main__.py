@@ -16,7 +16,7 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from multiattn.backend import BACKENDS, DIRECTIONS, REFERENCE, Direction
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, REFERENCE, Direction
 from parity.cases import matching, suite
 from parity.report import Report, describe_environment, feeding_table, summary_table, verdict, write
 from parity.results import CaseReport

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 import multiattn
-from multiattn import backend as registry
-from multiattn.arch import detect
-from multiattn.backend import BACKENDS, DIRECTIONS, Backend, Direction, Plan, Variant, find_variant, plan_variant
-from multiattn.config import Rule, has_whole_sectors
-from multiattn.launching import launch, launch_backward
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import detect
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, Backend, Direction, Plan, Variant, find_variant, plan_variant
+from multiattn.plan.config import Rule, has_whole_sectors
 from multiattn.problem import Problem
+from multiattn.run.execute import launch, launch_backward
 from parity.cases import Case, Layout
 
 WATCHED = (

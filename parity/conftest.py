@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from multiattn.backend import BACKENDS
+from multiattn.plan.backend import BACKENDS
 from parity.cases import Case, suite
 from parity.results import Contender
 from parity.run import VARIANTS, Variants, contenders_of, feeders_of

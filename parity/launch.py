@@ -16,11 +16,11 @@ import torch
 import torch.utils.deterministic
 
 import multiattn
-from multiattn import backend as registry
-from multiattn.arch import detect
-from multiattn.backend import BACKENDS, Plan, make_plan
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import detect
+from multiattn.plan.backend import BACKENDS, Plan, make_plan
+from multiattn.plan.support import Reason, Unsupported
 from multiattn.problem import Problem
-from multiattn.support import Reason, Unsupported
 from parity.cases import Case
 from parity.gradients import GradTruth
 from parity.results import Contender

@@ -17,9 +17,9 @@ import torch
 from tabulate import tabulate
 
 import multiattn
-from multiattn import backend as registry
-from multiattn.arch import detect
-from multiattn.backend import Direction
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import detect
+from multiattn.plan.backend import Direction
 from parity.cases import Case
 from parity.results import TENSORS, CaseReport, Contender, Pair, Result, Score
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from multiattn.backend import Direction
+from multiattn.plan.backend import Direction
 from parity.cases import Case
 
 Status = Literal["passed", "failed", "refused", "excluded", "error"]

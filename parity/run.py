@@ -19,8 +19,8 @@ from typing import Literal, TypeVar
 
 import torch
 
-from multiattn import backend as registry
-from multiattn.backend import DIRECTIONS, Direction, Plan
+from multiattn.plan import backend as registry
+from multiattn.plan.backend import DIRECTIONS, Direction, Plan
 from parity.cases import Case, is_cross_fed
 from parity.launch import (
     forget,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from multiattn.backend import BACKENDS, DIRECTIONS, Direction, Plan
-from multiattn.support import Reason
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan
+from multiattn.plan.support import Reason
 from parity.cases import Case, suite
 from parity.launch import (
     launch_gradients,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from multiattn.backend import Plan, variant_of
+from multiattn.plan.backend import Plan, variant_of
 from multiattn.problem import Problem
 from multiattn.reference import reference
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 from multiattn import fmha, reference
-from multiattn.backend import BACKENDS, REFERENCE
+from multiattn.plan.backend import BACKENDS, REFERENCE
 from multiattn.problem import DTYPES
 from parity.tolerance import NAIVE_FACTOR
 

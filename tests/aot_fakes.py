@@ -6,9 +6,11 @@ import json
 import struct
 from importlib import import_module
 
-from multiattn import abi, aot, manifest
-from multiattn.arch import ARCHS
-from multiattn.backend import Exported, get, make_plan
+from multiattn import aot
+from multiattn.aot import manifest
+from multiattn.plan import abi
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import Exported, get, make_plan
 from multiattn.problem import Problem
 
 BOX = abi.Box(extents=(1, 1, 64, 64), swizzle=3, dtype=9)

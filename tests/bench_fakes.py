@@ -14,7 +14,7 @@ from bench.providers import Ours, Tensors
 from bench.results import Environment, Measured, Row, Store
 from bench.run import Job, Machine
 from bench.timing import Budget, Call, Sample
-from multiattn.arch import ARCHS
+from multiattn.plan.arch import ARCHS
 
 CELL = Cell(batch=1, heads=2, seq=48, head_dim=16, dtype="bf16", causal=True, layout="bshd")
 BUDGET = Budget(rounds=3, sample_ms=1.0, warmup_ms=1.0)

@@ -10,12 +10,12 @@ import pytest
 from bench.ladder_facts import Conflicts, Kernel, Record
 from bench.ladder_rungs import Rung
 from bench.matrix import Cell
-from multiattn import backend as registry
-from multiattn.arch import Arch
-from multiattn.backend import Backend, Variant
-from multiattn.config import Config, Rule
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import Arch
+from multiattn.plan.backend import Backend, Variant
+from multiattn.plan.config import Config, Rule
+from multiattn.plan.support import Capability, Reason
 from multiattn.problem import Problem
-from multiattn.support import Capability, Reason
 
 ARCHES = ("cpu", "sm90")
 CELL = Cell(batch=1, heads=2, seq=48, head_dim=16, dtype="fp16", causal=True, layout="bhsd")

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from multiattn import counters
-from multiattn.run import compat, driver
+from multiattn.run import compat, counters, driver
 from multiattn.run.driver import CUlaunchConfig
 
 INVALID_CONTEXT = 201

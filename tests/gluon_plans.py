@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from multiattn.schedule import SCHEDULERS
+from multiattn.plan.schedule import SCHEDULERS
 from multiattn.triton.gluon.configs import GluonConfig
 
 CONFIGS = {

@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from multiattn import backend as registry
 from multiattn import reference, reference_backward
+from multiattn.plan import backend as registry
 from multiattn.problem import Operands
 
 PRECISE = torch.float64

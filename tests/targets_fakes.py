@@ -1,10 +1,10 @@
 """Compile tables with no compiler: entries of made-up kernels."""
 
-from multiattn.support import Reason
-from multiattn.targets.build import Entry
-from multiattn.targets.cells import Cell
-from multiattn.targets.facts import Facts
-from multiattn.targets.mix import Counts, Mix
+from multiattn.inspect.build import Entry
+from multiattn.inspect.cells import Cell
+from multiattn.inspect.facts import Facts
+from multiattn.inspect.mix import Counts, Mix
+from multiattn.plan.support import Reason
 
 HOT = Counts(
     classes={"HGMMA": 16, "FP32": 160, "INT": 32, "MUFU.EX2": 32, "UTMALDG": 2, "SYNCS": 4},

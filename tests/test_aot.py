@@ -18,9 +18,10 @@ import pytest
 import torch
 from aot_fakes import BOX, emit, problem
 
-from multiattn import abi, aot
-from multiattn.arch import ARCHS
-from multiattn.backend import BACKENDS, get, make_plan
+from multiattn import aot
+from multiattn.plan import abi
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import BACKENDS, get, make_plan
 from multiattn.problem import Problem
 from multiattn.run.driver import Encoder
 

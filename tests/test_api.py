@@ -10,14 +10,16 @@ import pytest
 import torch
 
 import multiattn
-from multiattn import Plan, Problem, Unsupported, planning
-from multiattn import backend as registry
+from multiattn import Plan, Problem, Unsupported
 from multiattn.__main__ import _parser, main
-from multiattn.arch import ARCHS, GPU_ARCHS, Arch, detect
-from multiattn.backend import DIRECTIONS, REFERENCE, make_plan
-from multiattn.config import select
-from multiattn.preference import Cell, preferred_order
+from multiattn.plan import backend as registry
+from multiattn.plan import choice
+from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch, detect
+from multiattn.plan.backend import DIRECTIONS, REFERENCE, make_plan
+from multiattn.plan.config import select
+from multiattn.plan.preference import Cell, preferred_order
 from multiattn.problem import Options
+from multiattn.run import calls
 
 
 def qkv(head_dim=16, dtype=torch.bfloat16, **options):
@@ -91,8 +93,8 @@ def without_backward(monkeypatch, name):
     bare = replace(whole, backward=replace(whole.backward, variants=()))
     get = registry.get
     monkeypatch.setattr(registry, "get", lambda asked: bare if asked == name else get(asked))
-    planning._forward.clear()
-    planning._backward.clear()
+    calls._forward.clear()
+    calls._backward.clear()
 
 
 @pytest.mark.parametrize("which", range(3))
@@ -125,10 +127,10 @@ def test_a_refusal_has_the_reasons_of_both_directions(monkeypatch):
 
 def test_auto_chooses_each_direction_by_itself(monkeypatch):
     first, second = "cuda", REFERENCE
-    monkeypatch.setattr(planning, "preferred_order", lambda *of: ((first, "fastest"), (second, "next")))
+    monkeypatch.setattr(choice, "preferred_order", lambda *of: ((first, "fastest"), (second, "next")))
     without_backward(monkeypatch, first)
     problem, arch = contiguous(), ARCHS["sm90"]
-    plans = planning.choose(problem, arch, Options(), *planning.BOTH, probe=False)
+    plans = choice.choose(problem, arch, Options(), *choice.BOTH, probe=False)
     assert [(plan.backend, plan.direction) for plan in plans] == [(first, "forward"), (second, "backward")]
     assert [plan.why.partition(";")[0] for plan in plans] == ["fastest", "next"]
 
@@ -310,7 +312,7 @@ def test_auto_follows_the_nearest_measured_cell(monkeypatch):
         )  # fmt: skip
 
     cells = [cell(64, triton=3.0, cutile=2.0), cell(256, cutile=3.0, triton=1.0)]
-    monkeypatch.setattr("multiattn.preference.measured_cells", lambda: cells)
+    monkeypatch.setattr("multiattn.plan.preference.measured_cells", lambda: cells)
     order = preferred_order(contiguous(72), ARCHS["sm90"])
     assert [name for name, _ in order] == ["triton", "cutile", "cuda"]
     assert order[0][1] == "3 TFLOPS on H200, 2026-11-21, D=64 N=4096 B*H=8 full forward"

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from bench.timing import L2_FLUSH_BYTES
-from multiattn.arch import ARCHS, CPU, GPU_ARCHS, GPUS, KIB, Arch, find_gpu, gpu_by_name, occupancy
+from multiattn.plan.arch import ARCHS, CPU, GPU_ARCHS, GPUS, KIB, Arch, find_gpu, gpu_by_name, occupancy
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import multiattn
-from multiattn import api, fmha, fmha_backward, planning, reference
-from multiattn import backend as registry
-from multiattn.arch import ARCHS
+from multiattn import api, fmha, fmha_backward, reference
+from multiattn.plan import backend as registry
+from multiattn.plan import choice
+from multiattn.plan.arch import ARCHS
 from multiattn.problem import Operands, Options
+from multiattn.run import calls
 
 
 def random(*shape, seed=0, dtype=torch.float64):
@@ -103,7 +105,7 @@ LAYOUTS = {
 def test_dout_of_any_layout(name):
     inputs = qkv()
     gradients(weigh(fmha(*inputs)), inputs)  # so that a backward is ready for a dout that is laid out as out is
-    ready = planning.get_forward(Operands(*inputs), Options(), True).gradient
+    ready = calls.get_forward(Operands(*inputs), Options(), True).gradient
     launch, seen = ready.launch, []
     ready.launch = lambda operands: (seen.append(operands), launch(operands))[1]
     gradients(weigh(fmha(*inputs)), inputs)
@@ -242,8 +244,8 @@ def test_a_module_that_uses_it_may_be_copied(copied):
 
 
 def test_threads_may_share_it():
-    planning._forward.clear()
-    planning._backward.clear()
+    calls._forward.clear()
+    calls._backward.clear()
     inputs = qkv()
     expected = gradients(weigh(truth(*inputs)[0]), inputs)
     found, barrier = [], threading.Barrier(4)
@@ -323,14 +325,14 @@ def launched(monkeypatch):
 
     best = {"forward": "triton", "backward": "cuda"}
     monkeypatch.setattr(registry, "get", play)
-    for module in (planning, api):
+    for module in (calls, api):
         monkeypatch.setattr(module, "detect", lambda device: ARCHS["sm90"])
-    monkeypatch.setattr(planning, "preferred_order", lambda *of: ((best[of[-1]], f"best {of[-1]}"),))
-    planning._forward.clear()
-    planning._backward.clear()
+    monkeypatch.setattr(choice, "preferred_order", lambda *of: ((best[of[-1]], f"best {of[-1]}"),))
+    calls._forward.clear()
+    calls._backward.clear()
     yield told
-    planning._forward.clear()
-    planning._backward.clear()
+    calls._forward.clear()
+    calls._backward.clear()
 
 
 def by_dispatch_mode(call):
@@ -363,10 +365,10 @@ def test_a_named_backend_keeps_its_backward_whatever_the_variant_of_its_forward(
     inputs = qkv()
     WAYS[way](lambda: fmha(*inputs, backend="triton", variant="other")).sum().backward()
     assert launched == [("triton", "forward", "other"), ("triton", "backward", "eager")]
-    kept = dict(planning._backward.ready)
+    kept = dict(calls._backward.ready)
     assert kept
     fmha(*inputs, backend="triton").sum().backward()
-    assert planning._backward.ready == kept, "a backward is the same for all variants of the forward"
+    assert calls._backward.ready == kept, "a backward is the same for all variants of the forward"
 
 
 def test_a_warm_backward_looks_up_nothing(monkeypatch):
@@ -375,7 +377,7 @@ def test_a_warm_backward_looks_up_nothing(monkeypatch):
     for _ in range(2):
         expected = torch.autograd.grad(fmha(*inputs, causal=True), inputs, dout)
     with monkeypatch.context() as patch:
-        patch.setattr(planning._backward, "find", None)
+        patch.setattr(calls._backward, "find", None)
         close(torch.autograd.grad(fmha(*inputs, causal=True), inputs, dout), expected)
 
 

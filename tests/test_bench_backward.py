@@ -18,10 +18,10 @@ from bench.readme import results_block
 from bench.report import groups, html_report, text_report
 from bench.results import SCHEMA, dumps, load
 from bench.run import run
-from multiattn import backend as registry
-from multiattn.arch import ARCHS, GPU_ARCHS
-from multiattn.backend import BACKENDS, Plan, find_variant, plan_variant
-from multiattn.config import Config
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import ARCHS, GPU_ARCHS
+from multiattn.plan.backend import BACKENDS, Plan, find_variant, plan_variant
+from multiattn.plan.config import Config
 from multiattn.problem import Problem
 
 OURS = Ours(backend="reference")
@@ -54,7 +54,7 @@ def two_variants(monkeypatch, *, spoil=()):
 
     variants = (atomic, replace(eager, name="two_pass"))
     backend = replace(right, backward=replace(right.backward, variants=variants, prepare=prepare))
-    monkeypatch.setattr("multiattn.backend.get", lambda name: backend)
+    monkeypatch.setattr("multiattn.plan.backend.get", lambda name: backend)
     return launched
 
 
@@ -160,7 +160,7 @@ def test_a_call_cannot_time_a_variant_that_nobody_can_ask_for(monkeypatch, tmp_p
     backend = registry.get("reference")
     third = replace(backend.backward.variants[1], name="third")
     more = replace(backend, backward=replace(backend.backward, variants=(*backend.backward.variants, third)))
-    monkeypatch.setattr("multiattn.backend.get", lambda name: more)
+    monkeypatch.setattr("multiattn.plan.backend.get", lambda name: more)
     (row,) = run_once(tmp_path, Ours(backend="reference", variant="third"), regimes=("call",))
     assert str(row.reasons[0]) == "variant: got third; allowed two_pass: fmha cannot be asked for others"
 
@@ -185,7 +185,7 @@ def test_backward_candidates_are_swept(monkeypatch):
     right = registry.get("reference")
     configs = [Config(tile_m=tile_m, tile_n=16) for tile_m in (16, 32)]
     backend = replace(right, backward=replace(right.backward, candidates=lambda *_: configs))
-    monkeypatch.setattr("multiattn.backend.get", lambda name: backend)
+    monkeypatch.setattr("multiattn.plan.backend.get", lambda name: backend)
     monkeypatch.setattr(
         tune, "run_isolated", lambda do, items, **_: (tune.Outcome(item=it, seconds=0.1, result=do(it)) for it in items)
     )

@@ -13,14 +13,14 @@ from bench import cli, emitted, expected, rule_table, target_cli, target_docs
 from bench.emitted import Loaded, Usage
 from bench.environment import ROOT
 from bench.errors import InputError
-from multiattn.arch import GPU_ARCHS
-from multiattn.backend import BACKENDS, DIRECTIONS, find_variant, get, plan_variant
 from multiattn.cuda.axes import SPLIT_Q
 from multiattn.cuda.configs import CudaConfig
-from multiattn.targets.build import entry_of
-from multiattn.targets.cells import HEAD_DIMS, MASKS, Cell, cells
-from multiattn.targets.facts import read_kernel
-from multiattn.targets.mix import Counts, Mix
+from multiattn.inspect.build import entry_of
+from multiattn.inspect.cells import HEAD_DIMS, MASKS, Cell, cells
+from multiattn.inspect.facts import read_kernel
+from multiattn.inspect.mix import Counts, Mix
+from multiattn.plan.arch import GPU_ARCHS
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, find_variant, get, plan_variant
 
 RECORDED = expected.load_all(ROOT / "bench" / "expected")
 

@@ -16,10 +16,10 @@ from bench.ladder_rungs import Rung, chain_rungs, listed_rungs, plan_rung, point
 from bench.providers import Ours, our_providers
 from bench.results import load
 from bench.run import Machine
-from multiattn import backend as registry
-from multiattn.arch import ARCHS, CPU, by_name
-from multiattn.backend import BACKENDS, Plan, plan_variant
-from multiattn.toolchain import find_cuobjdump
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import ARCHS, CPU, by_name
+from multiattn.plan.backend import BACKENDS, Plan, plan_variant
+from multiattn.plan.toolchain import find_cuobjdump
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
 SMALL = ("--batch", "1", "--heads", "2", "--head-dim", "16", "--seq", "48")

@@ -17,7 +17,7 @@ from bench.ladder_tables import boards, percent, ratio
 from bench.results import Store
 from bench.results import load as load_rows
 from bench.verdicts import preferences
-from multiattn.support import Reason
+from multiattn.plan.support import Reason
 
 RUN = "2026-11-21T05:00:00+00:00-0a"
 LATER = "2026-11-21T06:00:00+00:00-0b"

@@ -11,7 +11,7 @@ from bench.flops import cell_flops, forward_flops, peak_share, rate_text, tflops
 from bench.matrix import HIDDEN, SUITES, TOKENS, Cell, Filter, find_suite, in_directions
 from bench.memory import output_bytes
 from bench.truth import truth_of
-from multiattn.arch import find_gpu
+from multiattn.plan.arch import find_gpu
 from multiattn.problem import Problem
 from multiattn.reference import visible_pairs
 

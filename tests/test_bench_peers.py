@@ -13,8 +13,8 @@ import torch.nn.attention.flex_attention as flex
 from bench.matrix import SUITES
 from bench.peers import PEERS, find_peers
 from bench.run import run
-from multiattn.arch import ARCHS
-from multiattn.backend import BACKENDS
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import BACKENDS
 from multiattn.reference import reference
 
 CELL = SUITES["smoke"][1]

@@ -11,9 +11,9 @@ from bench import record, record_doors, record_kernels
 from bench.record import Record, compare, is_older, load, promises, sample, save
 from bench.record_cases import Case, cases, dead_rules
 from bench.record_kernels import Job, Kernel, digest_of
-from multiattn.arch import GPU_ARCHS
-from multiattn.backend import BACKENDS, Exported
-from multiattn.toolchain import version_of
+from multiattn.plan.arch import GPU_ARCHS
+from multiattn.plan.backend import BACKENDS, Exported
+from multiattn.plan.toolchain import version_of
 
 KERNEL = Kernel(
     name="attention_forward",

@@ -18,9 +18,9 @@ from bench.parity_page import of_json
 from bench.readme import ranges, results_block, support_block
 from bench.report import combined_report, groups, html_report, notes, text_report
 from bench.results import dumps
-from multiattn.backend import BACKENDS
-from multiattn.support import Reason
-from multiattn.targets.cli import save
+from multiattn.inspect.cli import save
+from multiattn.plan.backend import BACKENDS
+from multiattn.plan.support import Reason
 from parity.cases import CASES
 from parity.report import Report, to_json
 from parity.results import CaseReport, Contender, Pair, Result, Score

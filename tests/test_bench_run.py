@@ -17,8 +17,8 @@ from bench.prewarm import provider_of, tasks
 from bench.providers import Ours, Plans, our_providers
 from bench.results import LOST_DEVICE, Row, dumps, load, one_run
 from bench.run import DeviceLostError, run
-from multiattn.backend import get
-from multiattn.support import Reason
+from multiattn.plan.backend import get
+from multiattn.plan.support import Reason
 
 OURS = Ours(backend="reference")
 
@@ -73,7 +73,7 @@ def test_ours_is_held_to_parity_before_it_is_timed(tmp_path, monkeypatch):
         return launch
 
     wrong = replace(right, forward=replace(right.forward, prepare=prepare))
-    monkeypatch.setattr("multiattn.backend.get", lambda name: wrong)
+    monkeypatch.setattr("multiattn.plan.backend.get", lambda name: wrong)
     (row,) = run_once(tmp_path, OURS)
     assert row.error.startswith("parity.tolerance.Mismatch: out is off")
     assert row.measured is None

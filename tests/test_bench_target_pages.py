@@ -14,10 +14,10 @@ from bench import expected, target_cli, target_docs, target_pages, target_profil
 from bench.errors import InputError
 from bench.expected import Record, current_sources
 from bench.results import dumps
-from multiattn.arch import GPU_ARCHS
-from multiattn.roofline import Measurement
-from multiattn.targets.ncu import METRICS, Launch, Measured
-from multiattn.targets.remarks import Row as Remarked
+from multiattn.inspect.ncu import METRICS, Launch, Measured
+from multiattn.inspect.remarks import Row as Remarked
+from multiattn.inspect.roofline import Measurement
+from multiattn.plan.arch import GPU_ARCHS
 
 PAGES = ("index.html", *(f"{arch}.html" for arch in GPU_ARCHS))
 NASTY = '<script>alert("&")</script>'

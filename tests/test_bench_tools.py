@@ -21,11 +21,11 @@ from bench.report import load_entries
 from bench.results import dumps, load
 from bench.test_bench import test_forward as bench_forward
 from bench.timing import Sample, Timing
-from multiattn.arch import ARCHS
-from multiattn.backend import BACKENDS, Plan, get, make_plan
-from multiattn.config import Config
-from multiattn.support import Reason
-from multiattn.targets import cli as targets_cli
+from multiattn.inspect import cli as targets_cli
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import BACKENDS, Plan, get, make_plan
+from multiattn.plan.config import Config
+from multiattn.plan.support import Reason
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
 
@@ -46,7 +46,7 @@ def test_tuning_ranks_what_ran_and_keeps_what_failed(monkeypatch, tmp_path):
     variant = replace(eager, fits=fits)
     forward = replace(get("reference").forward, variants=(variant,), candidates=lambda *_: configs)
     backend = replace(get("reference"), forward=forward)
-    monkeypatch.setattr("multiattn.backend.get", lambda name: backend)
+    monkeypatch.setattr("multiattn.plan.backend.get", lambda name: backend)
     monkeypatch.setattr(tune, "run_isolated", run_here)
     monkeypatch.setattr(tune, "find_peers", lambda names: (fakes.peer(tune.YARDSTICK),))
     said = []

@@ -8,8 +8,8 @@ import pytest
 
 from bench.matrix import SUITES
 from bench.verdicts import compare, preferences, write_preferences
-from multiattn.preference import Cell as PreferenceCell
-from multiattn.support import Reason
+from multiattn.plan.preference import Cell as PreferenceCell
+from multiattn.plan.support import Reason
 
 FLOOR_CELLS = [cell for cell in SUITES["floors"] if cell.direction == "fwd"]
 BACKWARD_CELLS = [cell for cell in SUITES["floors"] if cell.direction == "bwd"]

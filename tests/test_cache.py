@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from multiattn import cache
-from multiattn.arch import ARCHS
-from multiattn.backend import make_plan
 from multiattn.cuda import BACKEND, source, tools
 from multiattn.cuda.emulation import host
 from multiattn.cuda.launches import kernels_of
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import make_plan
 from multiattn.problem import Problem
+from multiattn.run import cache
 
 ROOT = Path(__file__).parents[1]
 needs_host = pytest.mark.skipif(bool(tools.probe_host()), reason="no g++ for the emulation")
@@ -121,7 +121,7 @@ def test_threads_make_one_entry_once(folder):
 
 def test_processes_make_one_entry_once(folder):
     code = (
-        "import sys, time; from multiattn import cache\n"
+        "import sys, time; from multiattn.run import cache\n"
         "def make(path): print('made', flush=True); time.sleep(1); path.write_text('x')\n"
         "cache.fetch('key', '.x', make)"
     )
@@ -183,7 +183,8 @@ def test_the_directory_is_the_environments(monkeypatch, tmp_path):
 def test_a_user_without_a_home_has_a_private_directory(tmp_path):
     """No HOME, and no entry in the password database."""
     code = (
-        "import os, pwd; pwd.getpwuid = lambda uid: (_ for _ in ()).throw(KeyError(uid)); from multiattn import cache\n"
+        "import os, pwd; pwd.getpwuid = lambda uid: (_ for _ in ()).throw(KeyError(uid))\n"
+        "from multiattn.run import cache\n"
         "print(cache.fetch('key', '.x', lambda path: path.write_text('x')))"
     )
     unset = ("HOME", "XDG_CACHE_HOME", cache.DIRECTORY_VARIABLE)

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from multiattn import Problem
-from multiattn import backend as registry
-from multiattn.arch import ARCHS
-from multiattn.backend import BACKENDS, DIRECTIONS
-from multiattn.config import COMPILED, Config, Rule, select
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import BACKENDS, DIRECTIONS
+from multiattn.plan.config import COMPILED, Config, Rule, select
 
 
 def problem(batch=2, seq=1000, seq_kv=None, head_dim=64, causal=False):

@@ -11,17 +11,18 @@ import pytest
 import torch
 
 import multiattn
-from multiattn import api, cache, planning
-from multiattn.arch import ARCHS, CPU, GPU_ARCHS, Arch
-from multiattn.backend import Plan, find_variant, make_plan, plan_variant
+from multiattn import api
 from multiattn.cuda import BACKEND, axes, tools
 from multiattn.cuda.configs import CudaConfig, candidates, smem_bytes
 from multiattn.cuda.emulation.host import CpuLauncher
 from multiattn.cuda.launches import kernels_of
 from multiattn.cuda.source import DEVICE_INCLUDES, files_reached, translation_unit
 from multiattn.cuda.tools import probe_host, probe_nvrtc
+from multiattn.plan.arch import ARCHS, CPU, GPU_ARCHS, Arch
+from multiattn.plan.backend import Plan, find_variant, make_plan, plan_variant
 from multiattn.problem import Operands, Problem
 from multiattn.reference import reference
+from multiattn.run import cache, calls
 
 on_cpu = pytest.mark.skipif(bool(probe_host()), reason="; ".join(map(str, probe_host())))
 with_nvrtc = pytest.mark.skipif(bool(probe_nvrtc()), reason="; ".join(map(str, probe_nvrtc())))
@@ -264,7 +265,7 @@ def test_a_cache_that_cannot_be_written_is_named(folder, tmp_path, monkeypatch):
         cache.fetch("key", ".x", None)
     assert f" {tmp_path / folder}: " in str(error.value)
     if not probe_host():
-        planning._forward.clear()
+        calls._forward.clear()
         q = torch.zeros(1, 1, 3, 8, dtype=torch.float16)
         with pytest.raises(OSError, match=r"^MULTIATTN_CACHE_DIR: cannot write to"):
             multiattn.fmha(q, q, q, backend="cuda")

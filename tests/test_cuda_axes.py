@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from multiattn import explain, fmha
-from multiattn.arch import ARCHS, CPU, GPU_ARCHS
-from multiattn.backend import Plan, find_variant, ladder, make_plan, plan_variant
 from multiattn.cuda import BACKEND
 from multiattn.cuda.axes import SPLIT_Q, WIDE, Axes, cross_product
 from multiattn.cuda.configs import CudaConfig, smem_bytes, why_not
@@ -20,8 +18,10 @@ from multiattn.cuda.launches import forward_traits
 from multiattn.cuda.source import HOST_INCLUDES
 from multiattn.cuda.tools import GXX, probe_host
 from multiattn.cuda.variants import SPANNING, VARIANTS, WGMMA, is_wgmma
+from multiattn.plan.arch import ARCHS, CPU, GPU_ARCHS
+from multiattn.plan.backend import Plan, find_variant, ladder, make_plan, plan_variant
+from multiattn.plan.support import Unsupported
 from multiattn.problem import Operands, Problem
-from multiattn.support import Unsupported
 from parity.tolerance import Truth
 
 on_cpu = pytest.mark.skipif(bool(probe_host()), reason="; ".join(map(str, probe_host())))

@@ -11,13 +11,13 @@ import torch
 from gradient_checks import check, run
 
 from multiattn import Problem
-from multiattn.arch import ARCHS, CPU
-from multiattn.backend import Plan, find_variant, make_plan, plan_variant
 from multiattn.cuda import BACKEND
 from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig, candidates, dq_smem_bytes, smem_bytes
 from multiattn.cuda.emulation.host import CpuLauncher
 from multiattn.cuda.launches import kernels_of
 from multiattn.cuda.tools import probe_host, probe_nvrtc
+from multiattn.plan.arch import ARCHS, CPU
+from multiattn.plan.backend import Plan, find_variant, make_plan, plan_variant
 from multiattn.problem import Operands
 
 VARIANTS = {variant.name: variant for variant in BACKEND.backward.variants}

@@ -9,8 +9,6 @@ import driver_fakes
 import pytest
 import torch
 
-from multiattn.arch import ARCHS
-from multiattn.backend import make_plan
 from multiattn.cuda import BACKEND
 from multiattn.cuda.axes import SPLIT_Q
 from multiattn.cuda.backward_configs import dq_sum_bytes
@@ -18,6 +16,8 @@ from multiattn.cuda.configs import smem_bytes
 from multiattn.cuda.launches import launches_of
 from multiattn.cuda.params import BackwardParams, ForwardParams, make_params
 from multiattn.cuda.tools import probe_nvrtc
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import make_plan
 from multiattn.problem import Operands, Problem
 
 pytestmark = pytest.mark.skipif(bool(probe_nvrtc()), reason="; ".join(map(str, probe_nvrtc())))

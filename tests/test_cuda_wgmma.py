@@ -15,9 +15,7 @@ from wgmma_plans import CONFIG, FLIPPED, SM90, on_cpu, plan_of, problem_of, ways
 
 from bench.ladder_rungs import listed_rungs
 from bench.matrix import SUITES
-from multiattn import abi, aot, counters, explain
-from multiattn.arch import CPU
-from multiattn.backend import make_plan, plan_variant
+from multiattn import aot, explain
 from multiattn.cuda import BACKEND
 from multiattn.cuda.axes import SPLIT_Q
 from multiattn.cuda.bind import bind, image_of
@@ -40,7 +38,11 @@ from multiattn.cuda.wgmma_configs import (
     why_not,
 )
 from multiattn.cuda.wgmma_rules import RULES
+from multiattn.plan import abi
+from multiattn.plan.arch import CPU
+from multiattn.plan.backend import make_plan, plan_variant
 from multiattn.problem import Operands, Problem
+from multiattn.run import counters
 from multiattn.run.driver import Encoder
 
 # ---------------------------------------------------------------- configs

@@ -11,9 +11,6 @@ import pytest
 import torch
 from wgmma_plans import CONFIG, FLIPPED, SM90, on_cpu, plan_of, problem_of, with_nvrtc
 
-from multiattn import abi, schedule
-from multiattn.arch import CPU
-from multiattn.backend import Plan, plan_variant
 from multiattn.cuda import BACKEND
 from multiattn.cuda import params as cuda_params
 from multiattn.cuda.bind import bind, image_of
@@ -22,9 +19,12 @@ from multiattn.cuda.launches import launches_of
 from multiattn.cuda.variants import WGMMA
 from multiattn.cuda.wgmma_configs import WgmmaConfig, query_tiles, smem_bytes, why_not
 from multiattn.cuda.wgmma_rules import RULES
+from multiattn.inspect.sass import parse, parted_arrivals
+from multiattn.plan import abi, schedule
+from multiattn.plan.arch import CPU
+from multiattn.plan.backend import Plan, plan_variant
+from multiattn.plan.toolchain import disassemble
 from multiattn.problem import Operands, Problem
-from multiattn.targets.sass import parse, parted_arrivals
-from multiattn.toolchain import disassemble
 from parity.tolerance import Truth
 
 # ---------------------------------------------------------------- run on the CPU

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 import multiattn
-from multiattn import Problem, abi, reference
-from multiattn.arch import ARCHS, GPU_ARCHS, Arch
-from multiattn.backend import get, make_plan, plan_variant
+from multiattn import Problem, reference
 from multiattn.cutile.bind import IMAGE, bind
 from multiattn.cutile.configs import (
     MAX_GRID_X,
@@ -22,6 +20,9 @@ from multiattn.cutile.configs import (
     is_linear,
     together_of,
 )
+from multiattn.plan import abi
+from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch
+from multiattn.plan.backend import get, make_plan, plan_variant
 from multiattn.problem import Operands
 
 pytest.importorskip("cuda.tile")
@@ -243,7 +244,7 @@ def test_64_bit_exactly_when_an_offset_or_a_stride_needs_it(sizes, exceeds):
 def test_the_64_bit_kernel_is_the_same_kernel(monkeypatch):
     q, k, v = make_inputs()
     expected = multiattn.fmha(q, k, v, causal=True, scale=0.11, backend="cutile")
-    monkeypatch.setattr("multiattn.abi.INT32_MAX", 0)
+    monkeypatch.setattr("multiattn.plan.abi.INT32_MAX", 0)
     plan = make_plan(BACKEND, Problem.of(q, k, v, causal=True, scale=0.11), ARCHS["cpu"])
     assert needs_64bit(plan.problem)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])

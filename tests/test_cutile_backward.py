@@ -13,10 +13,10 @@ import torch
 from gradient_checks import run
 
 from multiattn import Problem
-from multiattn.arch import ARCHS, GPU_ARCHS
-from multiattn.backend import find_variant, get, make_plan, plan_variant
-from multiattn.config import COMPILED
 from multiattn.cutile.backward_configs import OnePassConfig, TwoPassConfig
+from multiattn.plan.arch import ARCHS, GPU_ARCHS
+from multiattn.plan.backend import find_variant, get, make_plan, plan_variant
+from multiattn.plan.config import COMPILED
 from multiattn.problem import Operands
 
 pytest.importorskip("cuda.tile")
@@ -24,8 +24,8 @@ pytest.importorskip("cuda.tile")
 from multiattn.cutile import backward, interpreter
 from multiattn.cutile import launch as launching
 from multiattn.cutile.table import needs_64bit, steps_of
+from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.run.arguments import layouts
-from multiattn.toolchain import find_cuobjdump
 
 BACKEND = get("cutile")
 VARIANTS = [variant.name for variant in BACKEND.backward.variants]
@@ -262,7 +262,7 @@ def test_64_bit_exactly_when_an_offset_needs_it():
 def test_the_64_bit_kernels_are_the_same_kernels(variant, monkeypatch):
     tensors = make_tensors(head_dim=40)
     expected = check(variant, *tensors, causal=True)
-    monkeypatch.setattr("multiattn.abi.INT32_MAX", 0)
+    monkeypatch.setattr("multiattn.plan.abi.INT32_MAX", 0)
     assert needs_64bit(Problem.of(*tensors[:3]), backward=True)
     assert all(map(torch.equal, check(variant, *tensors, causal=True), expected))
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from multiattn import Problem
-from multiattn.arch import ARCHS
-from multiattn.backend import get, make_plan
 from multiattn.cutile.configs import CutileConfig
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import get, make_plan
 
 pytest.importorskip("cuda.tile")
 
 from multiattn.cutile.compile import get_signature
 from multiattn.cutile.table import steps_of
-from multiattn.toolchain import find_cuobjdump
+from multiattn.plan.toolchain import find_cuobjdump
 
 BACKEND = get("cutile")
 SMALL = CutileConfig(tile_m=64, tile_n=64)

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from multiattn import Problem
-from multiattn.arch import ARCHS
-from multiattn.backend import get, make_plan, plan_variant
 from multiattn.cuda import exp2
 from multiattn.cutile.candidates import candidates
 from multiattn.cutile.configs import PIPELINES, CutileConfig
 from multiattn.cutile.steps import STEPS
-from multiattn.exp2_fma import is_polynomial
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import get, make_plan, plan_variant
+from multiattn.plan.exp2_fma import is_polynomial
 
 ct = pytest.importorskip("cuda.tile")
 
@@ -28,7 +28,7 @@ from test_cutile_lazy import launch as attend  # noqa: E402 - as above
 
 from multiattn.cutile.exp2 import exp2_fma, exp2_shared, is_on_fma  # noqa: E402 - as above
 from multiattn.cutile.interpreter import launch  # noqa: E402 - as above
-from multiattn.toolchain import find_cuobjdump  # noqa: E402 - as above
+from multiattn.plan.toolchain import find_cuobjdump  # noqa: E402 - as above
 
 BACKEND = get("cutile")
 CONFIG = CutileConfig(tile_m=32, tile_n=32, lazy_max=True, exp2_fma_fraction=1 / 2)

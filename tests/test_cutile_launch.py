@@ -10,13 +10,14 @@ import driver_fakes
 import pytest
 import torch
 
-from multiattn import Problem, abi
-from multiattn.arch import ARCHS
-from multiattn.backend import get, make_plan
+from multiattn import Problem
 from multiattn.cutile.bind import IMAGE, bind, bind_backward
 from multiattn.cutile.table import steps_of
+from multiattn.plan import abi
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import get, make_plan
+from multiattn.plan.schedule import most_multiprocessors
 from multiattn.problem import Operands
-from multiattn.schedule import most_multiprocessors
 
 BACKEND = get("cutile")
 pytestmark = pytest.mark.skipif(

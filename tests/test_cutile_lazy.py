@@ -8,11 +8,11 @@ import torch
 
 import multiattn
 from multiattn import Problem, reference
-from multiattn.arch import ARCHS
-from multiattn.backend import get, make_plan, plan_variant
 from multiattn.cutile.configs import PIPELINES, CutileConfig, Together, begins_at_diagonal, grid_of, is_linear
 from multiattn.cutile.steps import STEPS
-from multiattn.schedule import most_multiprocessors
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import get, make_plan, plan_variant
+from multiattn.plan.schedule import most_multiprocessors
 
 pytest.importorskip("cuda.tile")
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from multiattn import Problem
-from multiattn.arch import ARCHS
-from multiattn.backend import get, make_plan, plan_variant
-from multiattn.columns import two_widths
 from multiattn.cutile.configs import PIPELINES, CutileConfig, widths_of
 from multiattn.cutile.steps import STEPS
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import get, make_plan, plan_variant
+from multiattn.plan.columns import two_widths
 
 pytest.importorskip("cuda.tile")
 

@@ -7,9 +7,9 @@ import driver_fakes
 import pytest
 import torch
 
-from multiattn import launching
 from multiattn.run import compat
 from multiattn.run import driver as module
+from multiattn.run import execute as launching
 
 PRIMARY = 0xC0DE
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from multiattn import abi
-from multiattn.arch import ARCHS
-from multiattn.backend import get, make_plan
+from multiattn.plan import abi
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import get, make_plan
+from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.problem import Problem
-from multiattn.toolchain import find_cuobjdump
 
 BSHD = {"strided": True}
 CASES = {

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import multiattn
-from multiattn import backend as registry
-from multiattn.arch import detect
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import detect
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 

@@ -12,12 +12,12 @@ from gluon_plans import gluon_ways
 from wgmma_plans import SM90, ways
 
 from multiattn import launch
-from multiattn.arch import detect
-from multiattn.backend import Plan, get, make_plan
 from multiattn.cuda.variants import WGMMA
+from multiattn.inspect import store
+from multiattn.inspect.pool import run_isolated
+from multiattn.plan.arch import detect
+from multiattn.plan.backend import Plan, get, make_plan
 from multiattn.problem import Problem
-from multiattn.targets import store
-from multiattn.targets.pool import run_isolated
 from parity.tolerance import Truth
 
 ON_CPU = os.environ.get("MULTIATTN_TEST_HOPPER") == "cpu"  # the same cases emulated, to try this file

@@ -11,62 +11,19 @@ import pytest
 import multiattn
 
 ROOT = Path(multiattn.__file__).parent
-# Who may import whom inside the package; a backend's folder counts as one module.
+# Who may import whom, by the first name below the package; a folder counts as one.
+_LANGUAGE = {"problem", "plan", "run"}
 ALLOWED = {
     "problem": set(),
-    "arch": set(),
-    "support": {"problem", "arch"},
-    "config": {"problem", "arch"},
-    "abi": set(),
-    "cache": set(),
-    "fork": set(),
-    "backend": {"problem", "arch", "abi", "support", "config"},
-    "toolchain": {"support"},
-    "preference": {"problem", "arch", "backend"},
-    "log": {"backend", "config"},
-    "planning": {"problem", "arch", "support", "backend", "preference", "log", "run"},
-    "run": {"problem", "abi", "backend"},
-    "counters": {"run"},
-    "schedule": {"problem", "arch"},
-    "exp2_fma": set(),
-    "columns": set(),
-    "tuned": {"arch", "backend", "config"},
-    "launching": {"problem", "arch", "backend", "planning", "run"},
-    "flops": set(),
-    "ops": {"problem", "planning", "launching", "flops"},
-    "autograd": {"problem", "planning", "launching", "ops", "run"},
-    "reference": {"problem", "arch", "support", "config", "backend"},
-    **{
-        name: {
-            *("problem", "arch", "support", "config", "abi", "backend", "toolchain", "cache", "run"),
-            *("counters", "schedule", "exp2_fma", "columns", "tuned", "fork"),
-        }
-        for name in multiattn.BACKENDS
-    },
-    "api": {"problem", "arch", "support", "backend", "toolchain", "planning", "launching", "autograd"},
-    "__init__": {"problem", "support", "backend", "reference", "launching", "api"},
-    "roofline": {"problem", "arch"},
-    "arguments": {"problem"},
-    "manifest": {"problem", "arch", "abi", "support", "config", "backend"},
-    "aot": {
-        *("problem", "arch", "abi", "support", "config", "backend", "counters", "toolchain", "manifest", "run"),
-    },
-    "targets": {
-        *(
-            "problem",
-            "arch",
-            "support",
-            "config",
-            "abi",
-            "backend",
-            "toolchain",
-            "cache",
-            "roofline",
-            "aot",
-            "arguments",
-        ),
-    },
-    "__main__": {"problem", "arch", "support", "backend", "cuda", "roofline", "arguments", "targets"},  # cuda: layout
+    "plan": {"problem"},
+    "run": {"problem", "plan"},
+    "reference": {"problem", "plan"},
+    **dict.fromkeys(multiattn.BACKENDS, _LANGUAGE),
+    "api": {"problem", "plan", "run"},
+    "aot": {"problem", "plan", "run"},
+    "inspect": {"problem", "plan", "run", "aot"},
+    "__init__": {"problem", "plan", "run", "reference", "api"},
+    "__main__": {"problem", "plan", "inspect", "cuda"},  # cuda: `layout`
 }
 LANGUAGES = ("triton", "cuda", "nvidia", "torch.utils.cpp_extension")
 
@@ -105,7 +62,7 @@ def run(code, *arguments):
 def test_importing_imports_no_language_and_asks_no_driver():
     after, initialised = run(
         "import json, sys, torch, numpy; before = set(sys.modules); import multiattn; "
-        "from multiattn import backend; [backend.get(name) for name in multiattn.BACKENDS]; "
+        "from multiattn.plan import backend; [backend.get(name) for name in multiattn.BACKENDS]; "
         "print(json.dumps([sorted(set(sys.modules) - before), torch.cuda.is_initialized()]))"
     )
     assert not initialised

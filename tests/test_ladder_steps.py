@@ -10,12 +10,12 @@ import torch
 
 import multiattn
 from multiattn import Plan, Problem
-from multiattn.arch import ARCHS, by_name
-from multiattn.backend import find_variant, get, ladder, make_plan, plan_variant
-from multiattn.config import Rule, select
 from multiattn.cutile import configs as cutile_configs
 from multiattn.cutile import rules as cutile_rules
 from multiattn.cutile import steps as cutile_steps
+from multiattn.plan.arch import ARCHS, by_name
+from multiattn.plan.backend import find_variant, get, ladder, make_plan, plan_variant
+from multiattn.plan.config import Rule, select
 from multiattn.triton import configs as triton_configs
 from multiattn.triton import steps as triton_steps
 from parity.cases import CASES, Case

@@ -11,9 +11,9 @@ import driver_fakes
 import pytest
 import torch
 
-from multiattn import abi, counters
+from multiattn.plan import abi
 from multiattn.problem import Operands
-from multiattn.run import compat
+from multiattn.run import compat, counters
 from multiattn.run import driver as driver_module
 from multiattn.run.driver import CUlaunchAttribute, CUlaunchConfig, load_kernel
 from multiattn.run.launch import ByPresence, DriverLauncher, LoadedKernel, Workspace, fresh_memory

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import multiattn
-from multiattn import planning
-from multiattn.log import logged, plan_line
+from multiattn.run import calls
+from multiattn.run.log import logged, plan_line
 
 LINE = (
     r"multiattn launch: backend=reference direction={direction} variant=eager arch=cpu B=1 Hq=4 Hkv=2 Sq=5 Skv=7 D=8 "
@@ -25,8 +25,8 @@ def log(monkeypatch, capsys):
     """Sets the variable for launchers still to be prepared, and reads the lines that came."""
 
     def forget():
-        planning._forward.clear()
-        planning._backward.clear()
+        calls._forward.clear()
+        calls._backward.clear()
 
     monkeypatch.setenv("MULTIATTN_LOG", "plan")
     forget()

@@ -18,9 +18,11 @@ import pytest
 from aot_fakes import edit, emit, fake_cubin, problem
 
 import multiattn
-from multiattn import abi, aot, manifest
-from multiattn.arch import ARCHS
-from multiattn.backend import BACKENDS, Exported, get, make_plan
+from multiattn import aot
+from multiattn.aot import manifest
+from multiattn.plan import abi
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import BACKENDS, Exported, get, make_plan
 
 # ---------------------------------------------------------------- the folder
 
@@ -241,7 +243,7 @@ def test_a_launch_that_is_made_otherwise_is_refused(tmp_path):
         command = [sys.executable, "-c", code, folder]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=copied.parent)
         results.append(done)
-    assert results[0].stdout.strip() == str(copied / "aot.py"), results[0].stderr
+    assert results[0].stdout.strip() == str(copied / "aot" / "__init__.py"), results[0].stderr
     assert "emit it again" in results[1].stderr
 
 
@@ -266,7 +268,7 @@ def test_host_code_is_what_makes_a_binding(name, modules, monkeypatch):
     assert manifest.host_digest.__wrapped__(name) == manifest.host_digest(name)
     assert {path.relative_to(manifest._ROOT).as_posix() for path in read} == {
         *(f"{name}/{module}.py" for module in modules),
-        *("abi.py", "columns.py", "problem.py", "run/arguments.py", "schedule.py"),
+        *("plan/abi.py", "plan/columns.py", "plan/schedule.py", "problem.py", "run/arguments.py"),
     }
 
 

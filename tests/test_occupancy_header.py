@@ -7,7 +7,7 @@ from importlib import metadata
 
 import pytest
 
-from multiattn.arch import ARCHS, GPU_ARCHS, KIB, MAX_THREADS, WARP_THREADS, occupancy
+from multiattn.plan.arch import ARCHS, GPU_ARCHS, KIB, MAX_THREADS, WARP_THREADS, occupancy
 
 CASES = 2500  # of an arch
 FACTORS = {"warps": 1, "registers": 2, "smem": 4, "blocks": 8}  # cudaOccLimitingFactor

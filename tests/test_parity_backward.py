@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import multiattn
-from multiattn import backend as registry
-from multiattn.backend import BACKENDS, DIRECTIONS, Op, Plan
+from multiattn.plan import backend as registry
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, Op, Plan
 from parity.__main__ import main
 from parity.cases import BACKWARD_HEAD_DIM_MAX, CASES, CROSS_FED, PLANTED, Case, suite
 from parity.launch import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from multiattn import reference, reference_backward
-from multiattn.backend import BACKENDS, Plan
+from multiattn.plan.backend import BACKENDS, Plan
 from parity import gradients
 from parity.cases import CASES, Case, suite
 from parity.gradients import by_autograd, differentiate_in_chunks, exactly

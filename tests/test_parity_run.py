@@ -12,7 +12,7 @@ import torch
 
 import multiattn
 from multiattn import Reason
-from multiattn import backend as registry
+from multiattn.plan import backend as registry
 from parity import run
 from parity.__main__ import main
 from parity.cases import CASES, matching, suite

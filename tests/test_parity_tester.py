@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from multiattn import Problem, reference
-from multiattn.backend import BACKENDS, get
+from multiattn.plan.backend import BACKENDS, get
 from parity import tolerance
 from parity.cases import BACKWARD_HEAD_DIM_MAX, CASES, Case, Layout, suite
 from parity.launch import prepare_case

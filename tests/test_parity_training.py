@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from multiattn import backend as registry
 from multiattn import reference, reference_backward
-from multiattn.arch import detect
-from multiattn.backend import BACKENDS
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import detect
+from multiattn.plan.backend import BACKENDS
 from parity import training
 from parity.__main__ import main
 from parity.training import TINY, Baseline, attend_by_reference, attend_with, round_at_random, train

@@ -1,4 +1,4 @@
-"""multiattn.roofline: work counted one by one, bounds worked out by hand, and the command that prints them."""
+"""multiattn.inspect.roofline: work counted one by one, bounds worked out by hand, and the command that prints them."""
 
 import argparse
 import json
@@ -10,11 +10,8 @@ import torch
 
 from bench import matrix, results
 from bench.flops import cell_flops, forward_flops
-from multiattn import roofline
-from multiattn.arch import GPUS, gpu_by_name
-from multiattn.problem import Problem
-from multiattn.reference import visible_pairs
-from multiattn.roofline import (
+from multiattn.inspect import roofline
+from multiattn.inspect.roofline import (
     DIRECTIONS,
     Tile,
     balance,
@@ -25,6 +22,9 @@ from multiattn.roofline import (
     score_cycles,
     work,
 )
+from multiattn.plan.arch import GPUS, gpu_by_name
+from multiattn.problem import Problem
+from multiattn.reference import visible_pairs
 
 H200 = Path(matrix.__file__).parent / "results" / "h200"
 

@@ -20,16 +20,16 @@ from bench.rule_table import (
     outdated,
     save,
 )
-from multiattn import backend as registry
-from multiattn.arch import by_name, occupancy
-from multiattn.backend import BACKENDS, DIRECTIONS, find_variant
-from multiattn.config import Rule
 from multiattn.cuda.axes import SPLIT_Q
 from multiattn.cuda.variants import WGMMA
-from multiattn.targets import facts
-from multiattn.targets.pool import Outcome
-from multiattn.targets.sass import find_loops, find_spills, parse, parted_arrivals
-from multiattn.toolchain import disassemble, find_cuobjdump, resource_usage
+from multiattn.inspect import facts
+from multiattn.inspect.pool import Outcome
+from multiattn.inspect.sass import find_loops, find_spills, parse, parted_arrivals
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import by_name, occupancy
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, find_variant
+from multiattn.plan.config import Rule
+from multiattn.plan.toolchain import disassemble, find_cuobjdump, resource_usage
 
 needs_cuobjdump = pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
 

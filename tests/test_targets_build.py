@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from targets_fakes import entry, facts, failed, refused
 
-from multiattn import cache
 from multiattn.__main__ import main
-from multiattn.arch import GPU_ARCHS
-from multiattn.backend import BACKENDS, Exported, get
-from multiattn.targets import build, cli, store, tables
-from multiattn.targets.build import Entry, compile_cell
-from multiattn.targets.cells import Cell, cells
+from multiattn.inspect import build, cli, store, tables
+from multiattn.inspect.build import Entry, compile_cell
+from multiattn.inspect.cells import Cell, cells
+from multiattn.plan.arch import GPU_ARCHS
+from multiattn.plan.backend import BACKENDS, Exported, get
+from multiattn.run import cache
 
 needs_compilers = pytest.mark.skipif(
     any(get(name).probe_compiler() for name in BACKENDS), reason="a compiler is not installed"
@@ -146,7 +146,7 @@ def test_sources_change_with_what_is_compiled_and_not_with_the_cpus(monkeypatch,
     for path in ("cuda/emulation/fiber.h", "triton/interpreter.py", "cutile/interpreter/tile.py", "parity.py"):
         (copy / path).write_text("edited")
     assert {name: digest(name) for name in BACKENDS} == before
-    for name, path in (("cuda", "cuda/kernels/softmax.cuh"), ("triton", "triton/launch.py"), ("cutile", "abi.py")):
+    for name, path in (("cuda", "cuda/kernels/softmax.cuh"), ("triton", "triton/launch.py"), ("cutile", "plan/abi.py")):
         (copy / path).write_text("edited")
         assert digest(name) != before[name]
 

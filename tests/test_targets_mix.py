@@ -6,14 +6,14 @@ from dataclasses import asdict
 
 import pytest
 
-from multiattn import backend as registry
-from multiattn.arch import by_name
-from multiattn.backend import make_plan
+from multiattn.inspect import mix
+from multiattn.inspect.mix import CLASSES, FEATURES, OTHER, Counts, Mix, features, flop_of, measure, warps_of
+from multiattn.inspect.sass import parse
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import by_name
+from multiattn.plan.backend import make_plan
+from multiattn.plan.toolchain import disassemble, find_cuobjdump
 from multiattn.problem import Problem
-from multiattn.targets import mix
-from multiattn.targets.mix import CLASSES, FEATURES, OTHER, Counts, Mix, features, flop_of, measure, warps_of
-from multiattn.targets.sass import parse
-from multiattn.toolchain import disassemble, find_cuobjdump
 
 
 def sass(*lines):

@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from multiattn import backend as registry
-from multiattn.arch import CPU, by_name
-from multiattn.backend import Compiled, make_plan
+from multiattn.inspect import ncu, ncu_child
+from multiattn.inspect.ncu import METRICS, Measured, Predicted, ProfilerError, command, predict, read_csv, report
+from multiattn.inspect.ncu_child import launcher, override, plan_of
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import CPU, by_name
+from multiattn.plan.backend import Compiled, make_plan
+from multiattn.plan.support import Unsupported
 from multiattn.problem import Problem
-from multiattn.support import Unsupported
-from multiattn.targets import ncu, ncu_child
-from multiattn.targets.ncu import METRICS, Measured, Predicted, ProfilerError, command, predict, read_csv, report
-from multiattn.targets.ncu_child import launcher, override, plan_of
 
 SM90 = by_name("sm90")
 DURATION, REGISTERS, STATIC, DYNAMIC = (METRICS[it] for it in ("duration", "registers", "static smem", "dynamic smem"))

@@ -3,8 +3,8 @@
 import os
 import time
 
-from multiattn.targets import pool
-from multiattn.targets.pool import run_isolated
+from multiattn.inspect import pool
+from multiattn.inspect.pool import run_isolated
 
 
 def misbehave(what):

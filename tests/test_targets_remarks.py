@@ -5,11 +5,11 @@ from dataclasses import asdict
 
 import pytest
 
-from multiattn import backend as registry
-from multiattn.arch import by_name
-from multiattn.backend import make_plan
+from multiattn.inspect.remarks import FormatError, Remark, Row, facts, parse, per_line, text_rows, with_sources
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import by_name
+from multiattn.plan.backend import make_plan
 from multiattn.problem import Problem
-from multiattn.targets.remarks import FormatError, Remark, Row, facts, parse, per_line, text_rows, with_sources
 
 BACKEND = registry.get("cutile")
 

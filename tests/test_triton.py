@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from multiattn import Plan, Problem, backend, explain, fmha, launch, reference
-from multiattn.arch import ARCHS, Arch, by_name
-from multiattn.backend import find_variant, make_plan
+from multiattn import Plan, Problem, explain, fmha, launch, reference
+from multiattn.plan import backend
+from multiattn.plan.arch import ARCHS, Arch, by_name
+from multiattn.plan.backend import find_variant, make_plan
 from multiattn.triton import BACKEND
 from multiattn.triton.configs import GRID_MAX, TritonConfig, head_pad, smem_bytes, why_not_fit
 

@@ -10,10 +10,10 @@ import torch
 from bench import expected
 from bench.rule_table import compiler, is_older
 from multiattn import Plan, Problem
-from multiattn.arch import ARCHS, by_name
-from multiattn.backend import make_plan, plan_variant
+from multiattn.plan.arch import ARCHS, by_name
+from multiattn.plan.backend import make_plan, plan_variant
+from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.problem import Operands
-from multiattn.toolchain import find_cuobjdump
 from multiattn.triton import BACKEND
 from multiattn.triton.backward_configs import BackwardConfig, candidates
 from multiattn.triton.compile import compile_plan

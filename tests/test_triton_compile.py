@@ -9,9 +9,9 @@ import triton
 from triton.runtime.driver import driver
 
 from multiattn import Problem, fmha
-from multiattn.arch import GPU_ARCHS, by_name
-from multiattn.backend import make_plan
-from multiattn.toolchain import find_cuobjdump
+from multiattn.plan.arch import GPU_ARCHS, by_name
+from multiattn.plan.backend import make_plan
+from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.triton import BACKEND, TMA_ARCHS
 from multiattn.triton.compile import compile_plan, specialise
 from multiattn.triton.configs import smem_bytes

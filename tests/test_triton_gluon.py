@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from multiattn import Problem, Unsupported, explain, fmha
-from multiattn.arch import by_name
-from multiattn.backend import Plan, find_variant, plan_variant
 from multiattn.cuda import exp2
-from multiattn.exp2_fma import is_polynomial
+from multiattn.plan.arch import by_name
+from multiattn.plan.backend import Plan, find_variant, plan_variant
+from multiattn.plan.exp2_fma import is_polynomial
 from multiattn.triton import BACKEND
 from multiattn.triton.gluon.configs import (
     BOOKKEEPING_BYTES,

@@ -132,7 +132,7 @@ def test_it_works_whatever_triton_interpret_is(value):
         "q = torch.randn(1, 1, 20, 16).bfloat16()\n"
         "out = multiattn.fmha(q, q, q, backend='triton')\n"
         "torch.testing.assert_close(out.float(), multiattn.reference(q, q, q)[0], atol=2e-2, rtol=2e-2)\n"
-        "print([reason.got for reason in multiattn.backend.get('triton').probe_compiler()])"
+        "print([reason.got for reason in multiattn.plan.backend.get('triton').probe_compiler()])"
     )
     done = subprocess.run([sys.executable, "-c", code.format(value)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ("['TRITON_INTERPRET=1']" if value == "1" else "[]")

@@ -11,9 +11,10 @@ import driver_fakes
 import pytest
 import torch
 
-from multiattn import Problem, abi
-from multiattn.arch import ARCHS
-from multiattn.backend import make_plan
+from multiattn import Problem
+from multiattn.plan import abi
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import make_plan
 from multiattn.problem import Operands
 from multiattn.triton import BACKEND
 from multiattn.triton.bind import bind

@@ -13,9 +13,9 @@ from importlib import metadata
 import torch
 
 import multiattn
-from multiattn import backend as registry
-from multiattn.arch import ARCHS
-from multiattn.backend import make_plan
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import make_plan
 from multiattn.problem import Problem
 
 PACKAGES = ("torch", "triton", "cuda-tile", "cuda-core", "cuda-bindings")

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from multiattn.arch import ARCHS, Arch
-from multiattn.backend import Plan, make_plan
 from multiattn.cuda import BACKEND
 from multiattn.cuda.tools import probe_host, probe_nvrtc
 from multiattn.cuda.variants import WGMMA
 from multiattn.cuda.wgmma_configs import SCHEDULERS, WgmmaConfig
+from multiattn.plan.arch import ARCHS, Arch
+from multiattn.plan.backend import Plan, make_plan
 from multiattn.problem import Problem
 
 on_cpu = pytest.mark.skipif(bool(probe_host()), reason="; ".join(map(str, probe_host())))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from multiattn.arch import Arch
-from multiattn.backend import Backend, Compiled, Exported, Launcher, Op, Plan, Variant
-from multiattn.config import Config
 from multiattn.cuda import backward_configs, configs, tools, wgmma_configs
 from multiattn.cuda.variants import BACKWARD_VARIANTS, SPANNING, VARIANTS, is_wgmma
+from multiattn.plan.arch import Arch
+from multiattn.plan.backend import Backend, Compiled, Exported, Launcher, Op, Plan, Variant
+from multiattn.plan.config import Config
 from multiattn.problem import Problem
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from multiattn.support import Reason
+from multiattn.plan.support import Reason
 
 WARPS = ("split_kv", "split_q")
 SHARE = ("none", "kv", "qkv")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from multiattn.arch import KIB, WARP_THREADS, Arch
-from multiattn.backend import Variant
-from multiattn.config import COMPILED, Config, Rule
 from multiattn.cuda.configs import ELEMENT_BYTES, FRAGMENT_ROWS, padded, too_large
+from multiattn.plan.arch import KIB, WARP_THREADS, Arch
+from multiattn.plan.backend import Variant
+from multiattn.plan.config import COMPILED, Config, Rule
+from multiattn.plan.support import Reason
 from multiattn.problem import Problem
-from multiattn.support import Reason
 
 FP32_BYTES = 4
 ROW_TILE = 64

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from multiattn import abi
-from multiattn.backend import Plan
 from multiattn.cuda.launches import launches_of
 from multiattn.cuda.params import struct_of
 from multiattn.cuda.variants import is_wgmma
+from multiattn.plan import abi
+from multiattn.plan.backend import Plan
+from multiattn.plan.schedule import most_multiprocessors
 from multiattn.problem import VECTOR_BYTES
-from multiattn.schedule import most_multiprocessors
 
 
 def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None) -> abi.Binding:

@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from multiattn.arch import KIB, WARP_THREADS, Arch
-from multiattn.backend import Variant
-from multiattn.config import Config
 from multiattn.cuda.axes import Axes, why_illegal
+from multiattn.plan.arch import KIB, WARP_THREADS, Arch
+from multiattn.plan.backend import Variant
+from multiattn.plan.config import Config
+from multiattn.plan.support import Reason
 from multiattn.problem import Problem
-from multiattn.support import Reason
 
 FRAGMENT_ROWS = 16  # of mma.m16n8k16: queries of one fragment, and what head_dim is padded to a multiple of
 ELEMENT_BYTES = 2

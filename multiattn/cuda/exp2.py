@@ -1,4 +1,4 @@
-"""The polynomial of multiattn.exp2_fma, in include/multiattn/exp2.cuh: a fit of it, a model, and its error.
+"""The polynomial of multiattn.plan.exp2_fma, in include/multiattn/exp2.cuh: a fit of it, a model, and its error.
 
 ``python -m multiattn.cuda.exp2`` prints the tables of errors, and the coefficients as they are fitted anew.
 """
@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from multiattn.exp2_fma import COEFFICIENTS, KERNEL_DEGREE, LOWEST, ROUND
+from multiattn.plan.exp2_fma import COEFFICIENTS, KERNEL_DEGREE, LOWEST, ROUND
 
 Float32: TypeAlias = npt.NDArray[np.float32]
 Float64: TypeAlias = npt.NDArray[np.float64]

@@ -8,12 +8,12 @@ from typing import Any
 
 from cuda.bindings import nvrtc
 
-from multiattn import abi
-from multiattn.backend import Exported, Plan
 from multiattn.cuda import nvrtc as compiler
 from multiattn.cuda.bind import bind, image_of
 from multiattn.cuda.launches import kernels_of
 from multiattn.cuda.source import DEVICE_INCLUDES, Kernel, translation_unit
+from multiattn.plan import abi
+from multiattn.plan.backend import Exported, Plan
 
 
 def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:

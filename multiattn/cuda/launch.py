@@ -6,19 +6,19 @@ import functools
 
 import torch
 
-from multiattn import abi
-from multiattn.backend import Launcher, Plan
-from multiattn.counters import counter_lender
 from multiattn.cuda.launches import launches_of
 from multiattn.cuda.nvrtc import cubin_path
 from multiattn.cuda.params import areas_of, struct_of
+from multiattn.plan import abi
+from multiattn.plan.backend import Launcher, Plan
 from multiattn.run import driver
 from multiattn.run.arguments import pack_areas
+from multiattn.run.counters import counter_lender
 from multiattn.run.launch import ByPresence, DriverLauncher, LoadedKernel, Workspace, fresh_memory
 
 
 def prepare(plan: Plan) -> Launcher:
-    """The launcher of a Plan of either direction for the current device; see `multiattn.backend.Launcher`."""
+    """The launcher of a Plan of either direction for the current device; see `multiattn.plan.backend.Launcher`."""
     device = torch.cuda.current_device()
     driver.make_context_current(device)
     if plan.direction == "backward":

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from multiattn.abi import Image
-from multiattn.backend import Plan
 from multiattn.cuda import backward_configs as backward
 from multiattn.cuda import configs as forward
 from multiattn.cuda import wgmma_configs as wgmma
@@ -16,6 +14,8 @@ from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams
 from multiattn.cuda.source import Kernel
 from multiattn.cuda.variants import axes_of, is_wgmma
 from multiattn.cuda.wgmma_configs import WgmmaConfig
+from multiattn.plan.abi import Image
+from multiattn.plan.backend import Plan
 from multiattn.problem import VECTOR_BYTES, Problem
 
 

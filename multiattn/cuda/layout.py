@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from multiattn.arch import ARCHS
+from multiattn.plan.arch import ARCHS
 
 BANKS = 32
 BANK_BYTES = 4

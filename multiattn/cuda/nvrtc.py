@@ -9,12 +9,12 @@ from pathlib import Path
 from cuda.bindings import nvrtc
 from cuda.core import Program, ProgramOptions
 
-from multiattn import cache
-from multiattn.arch import Arch
-from multiattn.backend import Compiled, Plan
 from multiattn.cuda.launches import kernels_of
 from multiattn.cuda.source import DEVICE_INCLUDES, Kernel, files_reached, translation_unit
-from multiattn.toolchain import resource_usage, version_of
+from multiattn.plan.arch import Arch
+from multiattn.plan.backend import Compiled, Plan
+from multiattn.plan.toolchain import resource_usage, version_of
+from multiattn.run import cache
 
 _FLAGS = {"std": "c++17"}
 

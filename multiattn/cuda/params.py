@@ -9,16 +9,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Mapping
 
-from multiattn.abi import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, WORKSPACE, Struct
-from multiattn.backend import Plan
-from multiattn.config import Config
 from multiattn.cuda import wgmma_configs
 from multiattn.cuda.backward_configs import ROW_TILE, BackwardConfig, delta_bytes, dq_sum_bytes, tiles
 from multiattn.cuda.configs import ELEMENT_BYTES, query_tiles
 from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.wgmma_configs import WgmmaConfig
+from multiattn.plan.abi import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, WORKSPACE, Struct
+from multiattn.plan.backend import Plan
+from multiattn.plan.config import Config
+from multiattn.plan.schedule import KV_BYTES_SIDE_BY_SIDE, heads_side_by_side
 from multiattn.problem import Problem, Strides
-from multiattn.schedule import KV_BYTES_SIDE_BY_SIDE, heads_side_by_side
 
 
 class _Strides(ctypes.Structure):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from multiattn.config import COMPILED, Rule
 from multiattn.cuda.axes import Axes
 from multiattn.cuda.configs import CudaConfig
+from multiattn.plan.config import COMPILED, Rule
 
 _BIG_SMEM = ("sm80", "sm100", "sm103")  # 163 KiB a block and more
 _SMALL_SMEM = ("sm86", "sm89", "sm120", "sm121")  # 99 KiB

@@ -13,10 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from multiattn import cache
-from multiattn.abi import WORKSPACE, pack
-from multiattn.arch import CPU
-from multiattn.backend import Plan, make_plan
 from multiattn.cuda import BACKEND
 from multiattn.cuda.configs import CudaConfig
 from multiattn.cuda.emulation.host import INCLUDES, MULTIPROCESSORS, RUNTIME, encode_map
@@ -26,7 +22,11 @@ from multiattn.cuda.source import Kernel, files_reached, translation_unit
 from multiattn.cuda.tools import GXX, gxx_version, probe_host, run_compiler
 from multiattn.cuda.variants import SPANNING, WGMMA
 from multiattn.cuda.wgmma_configs import WgmmaConfig
+from multiattn.plan.abi import WORKSPACE, pack
+from multiattn.plan.arch import CPU
+from multiattn.plan.backend import Plan, make_plan
 from multiattn.problem import Problem
+from multiattn.run import cache
 
 _FLAGS = ("-std=c++20", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
           "-Wno-unknown-pragmas")  # fmt: skip

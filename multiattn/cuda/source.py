@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from multiattn.arch import Arch
+from multiattn.plan.arch import Arch
 
 ROOT = Path(__file__).parent
 DEVICE_INCLUDES = (ROOT / "include", ROOT / "kernels")

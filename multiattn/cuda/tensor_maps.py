@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from multiattn.abi import L2_256_BYTES, Box, TensorMap
+from multiattn.plan.abi import L2_256_BYTES, Box, TensorMap
+from multiattn.plan.support import Reason
 from multiattn.problem import Problem, Strides
-from multiattn.support import Reason
 
 if TYPE_CHECKING:
     from multiattn.cuda.wgmma_configs import WgmmaConfig

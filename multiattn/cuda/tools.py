@@ -12,9 +12,9 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from multiattn.arch import Arch
-from multiattn.support import Reason
-from multiattn.toolchain import probe_gpu, version_of
+from multiattn.plan.arch import Arch
+from multiattn.plan.support import Reason
+from multiattn.plan.toolchain import probe_gpu, version_of
 
 GXX = "g++"
 _GXX_OLDEST = 10  # the first with -std=c++20

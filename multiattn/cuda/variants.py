@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 
-from multiattn.arch import ARCHS
-from multiattn.backend import Plan, Variant
 from multiattn.cuda import axes as points
 from multiattn.cuda import backward_configs as backward
 from multiattn.cuda import wgmma_configs, wgmma_rules
 from multiattn.cuda.axes import Axes
 from multiattn.cuda.configs import why_not
 from multiattn.cuda.rules import rules_of
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import Plan, Variant
+from multiattn.plan.support import Capability
 from multiattn.problem import VECTOR_BYTES
-from multiattn.support import Capability
 
 _OFFERED = {
     points.SPLIT_Q: "FlashAttention-2: warps split the queries; mma.sync, cp.async, XOR swizzle of q, k and v",

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from multiattn.arch import Arch
-from multiattn.backend import Variant
-from multiattn.config import Config
 from multiattn.cuda import configs
 from multiattn.cuda.configs import padded, too_large, wrong_kind
 from multiattn.cuda.tensor_maps import BOX_COLUMNS, OUT_ROWS, tensor_maps, why_not_mapped
+from multiattn.plan.arch import Arch
+from multiattn.plan.backend import Variant
+from multiattn.plan.config import Config
+from multiattn.plan.schedule import COUNTER_BYTES, SCHEDULERS
+from multiattn.plan.support import Reason
 from multiattn.problem import Problem
-from multiattn.schedule import COUNTER_BYTES, SCHEDULERS
-from multiattn.support import Reason
 
 WARPGROUP_THREADS = 128
 PANEL_ROW_BYTES = 128  # of a panel: 64 columns of head_dim, what the swizzle of wgmma and TMA spans

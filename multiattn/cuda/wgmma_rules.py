@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from multiattn.config import Rule
 from multiattn.cuda.wgmma_configs import WgmmaConfig
-from multiattn.tuned import tuned_rules
+from multiattn.plan.config import Rule
+from multiattn.plan.tuned import tuned_rules
 
 _EMULATED = Rule(
     arches=("cpu",),

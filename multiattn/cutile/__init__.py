@@ -12,15 +12,15 @@ from dataclasses import asdict
 
 import torch
 
-from multiattn.arch import GPU_ARCHS, Arch
-from multiattn.backend import Backend, Compiled, Exported, Launcher, Op, Plan, Variant
 from multiattn.cutile import backward_configs
 from multiattn.cutile.candidates import candidates
 from multiattn.cutile.configs import why_not_fit
 from multiattn.cutile.rules import rules_of
 from multiattn.cutile.steps import STEPS
-from multiattn.support import Capability, Reason
-from multiattn.toolchain import probe_gpu, version_of
+from multiattn.plan.arch import GPU_ARCHS, Arch
+from multiattn.plan.backend import Backend, Compiled, Exported, Launcher, Op, Plan, Variant
+from multiattn.plan.support import Capability, Reason
+from multiattn.plan.toolchain import probe_gpu, version_of
 
 CUDA_TILE = (1, 7)
 """The release of cuda-tile that kernel, signatures and interpreter were run with; all three touch what is private."""

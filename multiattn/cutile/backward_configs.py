@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from multiattn.arch import Arch
-from multiattn.backend import Variant
-from multiattn.config import COMPILED, Config, Rule
 from multiattn.cutile.configs import GRID_ALLOWED, SMALLEST_TILE, factor_grid
+from multiattn.plan.arch import Arch
+from multiattn.plan.backend import Variant
+from multiattn.plan.config import COMPILED, Config, Rule
+from multiattn.plan.support import Reason
 from multiattn.problem import Problem
-from multiattn.support import Reason
 
 ROW_TILE = 16
 """Rows a block takes in the kernels that have rows only, those before and after the one pass. H200, 2026-11-21, 64 Mi

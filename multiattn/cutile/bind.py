@@ -12,13 +12,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from multiattn import abi
-from multiattn.backend import Plan
 from multiattn.cutile.configs import CutileConfig, Together, begins_at_diagonal, grid_of, is_linear, together_of
 from multiattn.cutile.table import Step, has_positive_strides, steps_of
+from multiattn.plan import abi
+from multiattn.plan.backend import Plan
+from multiattn.plan.schedule import most_multiprocessors
 from multiattn.problem import Problem
 from multiattn.run.arguments import Layout, layouts
-from multiattn.schedule import most_multiprocessors
 
 IMAGE = abi.Image(threads=1)
 """How every kernel is started."""

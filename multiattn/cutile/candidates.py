@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from multiattn.arch import GPUS, Arch
-from multiattn.backend import Variant
-from multiattn.columns import saving_widths
 from multiattn.cutile.configs import CutileConfig, why_not_fit
 from multiattn.cutile.steps import STEPS
+from multiattn.plan.arch import GPUS, Arch
+from multiattn.plan.backend import Variant
+from multiattn.plan.columns import saving_widths
 from multiattn.problem import Problem
 
 L2_BYTES = max(gpu.l2_mib or 0 for gpu in GPUS if gpu.arch == "sm90") << 20

@@ -16,13 +16,13 @@ from cuda.tile.compilation import (
     export_kernel,
 )
 
-from multiattn.arch import Arch
-from multiattn.backend import Compiled, Plan
 from multiattn.cutile.bind import ALIGNMENT, GIVEN
 from multiattn.cutile.launch import compile_limit, get_kernel
 from multiattn.cutile.table import Step, steps_of
+from multiattn.plan.arch import Arch
+from multiattn.plan.backend import Compiled, Plan
+from multiattn.plan.toolchain import resource_usage
 from multiattn.run.arguments import Layout, layouts
-from multiattn.toolchain import resource_usage
 
 _DTYPES = {torch.float16: ct.float16, torch.bfloat16: ct.bfloat16, torch.float32: ct.float32}
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from multiattn.arch import Arch
-from multiattn.columns import NARROWEST, one_width, two_widths
-from multiattn.config import Config
 from multiattn.cutile.steps import Step
-from multiattn.exp2_fma import SIXTEENTHS_MAX
+from multiattn.plan.arch import Arch
+from multiattn.plan.columns import NARROWEST, one_width, two_widths
+from multiattn.plan.config import Config
+from multiattn.plan.exp2_fma import SIXTEENTHS_MAX
+from multiattn.plan.support import Reason
 from multiattn.problem import Problem
-from multiattn.support import Reason
 
 SMALLEST_TILE = 16
 """Rows: the smallest m, n and k that every arch's tensor cores take."""
@@ -26,7 +26,7 @@ GRID_ALLOWED = "a grid within 2^24 x 2^16, and fewer than 2^31 blocks"
 
 
 SCHEDULERS = ("one_tile", "static")
-"""Of `multiattn.schedule.SCHEDULERS`: a block has no counter to ask."""
+"""Of `multiattn.plan.schedule.SCHEDULERS`: a block has no counter to ask."""
 PIPELINES = ("plain", "ahead", "pairs", "apart", "pilot", "pilot_pairs")
 """In the order of the kernel's constants."""
 

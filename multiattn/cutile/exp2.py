@@ -1,4 +1,4 @@
-"""2^x in a cuTile kernel, a share of a tile by a polynomial on the FMA units: `multiattn.exp2_fma` has its numbers."""
+"""2^x in a cuTile kernel, a share of a tile by a polynomial on the FMA units: `plan.exp2_fma` has its numbers."""
 
 # cuda.tile is untyped, and so are its decorators:
 # mypy: disable-error-code="untyped-decorator"
@@ -7,7 +7,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.exp2_fma import COEFFICIENTS, KERNEL_DEGREE, LOWEST, ROUND
+from multiattn.plan.exp2_fma import COEFFICIENTS, KERNEL_DEGREE, LOWEST, ROUND
 
 EXP2_1, EXP2_2, EXP2_3, EXP2_4 = COEFFICIENTS[KERNEL_DEGREE]
 
@@ -27,7 +27,7 @@ def exp2_fma(x: Any) -> Any:
 
 @ct.function
 def is_on_fma(shape: Any, sixteenths: Any) -> Any:
-    """Which scores of a tile ``[M, N]`` go to the FMA units: `multiattn.exp2_fma.is_polynomial` of a thread's pairs.
+    """Which scores of a tile ``[M, N]`` go to the FMA units: `plan.exp2_fma.is_polynomial` of a thread's pairs.
 
     In an accumulator of mma.sync or wgmma a thread has, of each 8 columns, two neighbours in a row and two in the row 8
     below: bit 3 of a row and all but the lowest 3 bits of a column belong to the register, whatever the thread. So the

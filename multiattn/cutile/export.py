@@ -19,9 +19,6 @@ from cuda.tile._cext import default_tile_context
 from cuda.tile._compile import compile_cubin
 from cuda.tile.compilation import export_kernel
 
-from multiattn import abi
-from multiattn.arch import Arch
-from multiattn.backend import Exported, Plan
 from multiattn.cutile.bind import (
     DIAGONAL,
     EXTENTS,
@@ -35,6 +32,9 @@ from multiattn.cutile.bind import (
 from multiattn.cutile.compile import get_signature
 from multiattn.cutile.launch import compile_limit, get_kernel
 from multiattn.cutile.table import Step, steps_of
+from multiattn.plan import abi
+from multiattn.plan.arch import Arch
+from multiattn.plan.backend import Exported, Plan
 
 KINDS = ("tileir", "tileirbc")
 """Tile IR as text, and as the bytecode that tileiras takes."""

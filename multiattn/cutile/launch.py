@@ -18,11 +18,11 @@ from typing import Any
 import cuda.tile as ct
 import torch
 
-from multiattn import abi
-from multiattn.backend import Launcher, Plan
 from multiattn.cutile import backward, interpreter
 from multiattn.cutile.forward import forward, forward_64bit
 from multiattn.cutile.table import Step, area_names, steps_of
+from multiattn.plan import abi
+from multiattn.plan.backend import Launcher, Plan
 from multiattn.problem import Operands
 from multiattn.run import driver
 from multiattn.run.arguments import Layout, layouts, pack_areas

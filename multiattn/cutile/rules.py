@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from multiattn.config import COMPILED, Rule, inherit
 from multiattn.cutile.configs import CutileConfig
 from multiattn.cutile.steps import STEPS
+from multiattn.plan.config import COMPILED, Rule, inherit
 
 _H200 = "H200, 2026-11-21, tileiras 13.4, B4 N=4096 H*D=2048 bf16, best of the candidates: "
 

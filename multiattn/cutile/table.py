@@ -10,9 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from multiattn import abi
-from multiattn.backend import Plan
-from multiattn.columns import one_width
 from multiattn.cutile.backward_configs import (
     ROW_OCCUPANCY,
     ROW_TILE,
@@ -34,9 +31,12 @@ from multiattn.cutile.configs import (
     widths_of,
 )
 from multiattn.cutile.steps import STEPS
+from multiattn.plan import abi
+from multiattn.plan.backend import Plan
+from multiattn.plan.columns import one_width
+from multiattn.plan.schedule import most_multiprocessors
 from multiattn.problem import LOG2_E, Problem
 from multiattn.run.arguments import layouts
-from multiattn.schedule import most_multiprocessors
 
 ATOMIC = "atomic"
 AREAS = ("delta", "dq_sum")

@@ -13,7 +13,7 @@ import sys
 import threading
 from typing import Any
 
-from multiattn import abi
+from multiattn.plan import abi
 
 _LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from multiattn import abi
-from multiattn.backend import Launcher
+from multiattn.plan import abi
+from multiattn.plan.backend import Launcher
 from multiattn.problem import Operands
 from multiattn.run import compat, driver
 
@@ -67,7 +67,7 @@ def fresh_memory(device: int, size: int) -> Lender:
 
 
 class DriverLauncher:
-    """The kernels of one Plan, launched in order; see `multiattn.backend.Launcher`.
+    """The kernels of one Plan, launched in order; see `multiattn.plan.backend.Launcher`.
 
     Safe to use from several threads and while a CUDA graph is captured. In a thread new to CUDA the first launch makes
     the device's context current.

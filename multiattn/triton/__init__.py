@@ -9,12 +9,12 @@ from dataclasses import asdict
 
 import torch
 
-from multiattn.arch import ARCHS, GPU_ARCHS, Arch
-from multiattn.backend import Backend, Compiled, Exported, Launcher, Op, Plan, Variant
-from multiattn.config import Config, Rule
+from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch
+from multiattn.plan.backend import Backend, Compiled, Exported, Launcher, Op, Plan, Variant
+from multiattn.plan.config import Config, Rule
+from multiattn.plan.support import Capability, Reason
+from multiattn.plan.toolchain import probe_gpu, version_of
 from multiattn.problem import VECTOR_BYTES, Problem
-from multiattn.support import Capability, Reason
-from multiattn.toolchain import probe_gpu, version_of
 from multiattn.triton import backward_configs
 from multiattn.triton.backward_configs import BackwardConfig
 from multiattn.triton.configs import candidates, rules_of, why_not_fit

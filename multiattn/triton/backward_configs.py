@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from multiattn.arch import Arch
-from multiattn.backend import Variant
-from multiattn.config import COMPILED, Config, Rule
+from multiattn.plan.arch import Arch
+from multiattn.plan.backend import Variant
+from multiattn.plan.config import COMPILED, Config, Rule
+from multiattn.plan.support import Reason
 from multiattn.problem import Problem
-from multiattn.support import Reason
 from multiattn.triton.configs import (
     ASYNCHRONOUS,
     BLACKWELL,

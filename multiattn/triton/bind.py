@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from multiattn import abi
-from multiattn.backend import Plan
+from multiattn.plan import abi
+from multiattn.plan.backend import Plan
 from multiattn.triton.gluon.configs import VARIANT as GLUON
 from multiattn.triton.table import (
     FLAGS,

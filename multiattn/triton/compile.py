@@ -12,9 +12,9 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
-from multiattn.arch import Arch
-from multiattn.backend import Compiled, Plan
-from multiattn.toolchain import resource_usage
+from multiattn.plan.arch import Arch
+from multiattn.plan.backend import Compiled, Plan
+from multiattn.plan.toolchain import resource_usage
 from multiattn.triton import interpreter
 from multiattn.triton.launch import Call, calls_of
 

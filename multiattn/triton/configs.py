@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from multiattn.arch import Arch
-from multiattn.backend import Variant
-from multiattn.columns import one_width
-from multiattn.config import COMPILED, Config, Rule, inherit
+from multiattn.plan.arch import Arch
+from multiattn.plan.backend import Variant
+from multiattn.plan.columns import one_width
+from multiattn.plan.config import COMPILED, Config, Rule, inherit
+from multiattn.plan.support import Reason
 from multiattn.problem import Problem
-from multiattn.support import Reason
 from multiattn.triton.steps import STEPS, Step
 
 ELEMENT_BYTES = 2  # fp16 and bf16

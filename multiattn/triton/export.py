@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from multiattn import abi
-from multiattn.backend import Exported, Plan
+from multiattn.plan import abi
+from multiattn.plan.backend import Exported, Plan
 from multiattn.triton.bind import bind
 from multiattn.triton.compile import specialise
 from multiattn.triton.launch import Call, calls_of

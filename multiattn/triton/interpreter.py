@@ -31,7 +31,7 @@ from triton.runtime import interpreter
 from triton.runtime.jit import KernelInterface, mangle_type
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from multiattn.fork import hold_across_fork
+from multiattn.run.fork import hold_across_fork
 
 Array = npt.NDArray[Any]
 Extent = tuple[int, int]

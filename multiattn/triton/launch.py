@@ -12,12 +12,12 @@ import triton
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from multiattn import abi
-from multiattn.backend import Launcher, Plan
-from multiattn.counters import counter_lender
+from multiattn.plan import abi
+from multiattn.plan.backend import Launcher, Plan
 from multiattn.problem import VECTOR_BYTES, Operands
 from multiattn.run import compat
 from multiattn.run.arguments import layouts, pack_areas
+from multiattn.run.counters import counter_lender
 from multiattn.run.launch import ByPresence, DriverLauncher, LoadedKernel, Workspace, fresh_memory
 from multiattn.triton import backward, forward, interpreter, signature
 from multiattn.triton.gluon.configs import VARIANT as GLUON

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from multiattn import abi
+from multiattn.plan import abi
 from multiattn.problem import VECTOR_BYTES
 from multiattn.triton.bind import ONE, SCRATCH, WHOLE, described, simple
 from multiattn.triton.table import Constant, Descriptor, Float, Integer, Row, Tensor

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from multiattn.backend import Plan, variant_of
+from multiattn.plan.backend import Plan, variant_of
+from multiattn.plan.schedule import heads_side_by_side, most_multiprocessors
 from multiattn.problem import LOG2_E, Problem, Strides
 from multiattn.run.arguments import Layout, layouts
-from multiattn.schedule import heads_side_by_side, most_multiprocessors
 from multiattn.triton.backward_configs import ROWS_BESIDE, BackwardConfig, key_programs, query_programs
 from multiattn.triton.configs import ELEMENT_BYTES, TritonConfig, grid_programs, head_pad
 from multiattn.triton.gluon.configs import VARIANT as GLUON

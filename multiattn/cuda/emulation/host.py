@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 
-from multiattn import cache
-from multiattn.abi import TENSOR_MAP_ALIGNMENT, WORKSPACE, TensorMap, pack
-from multiattn.backend import Plan, variant_of
 from multiattn.cuda.emulation.tensor_map import encode
 from multiattn.cuda.launches import Launch, kernels_of, launches_of, siblings_of
 from multiattn.cuda.params import areas_of, struct_of
 from multiattn.cuda.source import HOST_INCLUDES, ROOT, Kernel, files_reached, translation_unit
 from multiattn.cuda.tools import GXX, gxx_version, run_compiler
-from multiattn.fork import hold_across_fork
+from multiattn.plan.abi import TENSOR_MAP_ALIGNMENT, WORKSPACE, TensorMap, pack
+from multiattn.plan.backend import Plan, variant_of
 from multiattn.problem import Operands
+from multiattn.run import cache
 from multiattn.run.arguments import pack_areas
+from multiattn.run.fork import hold_across_fork
 
 RUNTIME = tuple(
     ROOT / "emulation" / name for name in ("block.cpp", "verbs.cpp", "hopper.cpp", "warpgroup.cpp", "verbs_sm90.cpp")
@@ -103,7 +103,7 @@ class _Sequence:
 
 
 class CpuLauncher:
-    """A Plan's kernels on the CPU; see `multiattn.backend.Launcher`. A persistent grid has `MULTIPROCESSORS` blocks."""
+    """A Plan's kernels on the CPU; see `plan.backend.Launcher`. A persistent grid has `MULTIPROCESSORS` blocks."""
 
     def __init__(self, plan: Plan) -> None:
         self._sequence = _Sequence(plan)

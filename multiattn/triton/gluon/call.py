@@ -10,7 +10,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from multiattn.backend import Plan
+from multiattn.plan.backend import Plan
 from multiattn.triton.gluon import forward
 from multiattn.triton.gluon.configs import GluonConfig, pieces_of
 from multiattn.triton.gluon.shape import Shape

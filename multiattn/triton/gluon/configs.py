@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from multiattn.arch import Arch
-from multiattn.backend import Variant
-from multiattn.columns import one_width, saving_widths
-from multiattn.config import Config
-from multiattn.exp2_fma import SIXTEENTHS_MAX, share_unit
+from multiattn.plan.arch import Arch
+from multiattn.plan.backend import Variant
+from multiattn.plan.columns import one_width, saving_widths
+from multiattn.plan.config import Config
+from multiattn.plan.exp2_fma import SIXTEENTHS_MAX, share_unit
+from multiattn.plan.schedule import COUNTER_BYTES, SCHEDULERS
+from multiattn.plan.support import Reason
 from multiattn.problem import Problem
-from multiattn.schedule import COUNTER_BYTES, SCHEDULERS
-from multiattn.support import Reason
 from multiattn.triton.configs import ELEMENT_BYTES, too_many_programs
 
 VARIANT = "warp_specialized"
@@ -37,7 +37,7 @@ class GluonConfig(Config):
     stages: int = 4
     """Buffers that tiles of K and of V take turns in."""
     scheduler: str = "dynamic"
-    """See `multiattn.schedule.SCHEDULERS`."""
+    """See `multiattn.plan.schedule.SCHEDULERS`."""
     q_slots: int = 1
     """Buffers of Q; with two the next tile is begun before the output of one is stored."""
     pingpong: bool = False

@@ -10,7 +10,7 @@ from typing import Any
 
 from triton.experimental.gluon import language as gl
 
-from multiattn.exp2_fma import COEFFICIENTS, KERNEL_DEGREE, LOWEST, ROUND, is_polynomial
+from multiattn.plan.exp2_fma import COEFFICIENTS, KERNEL_DEGREE, LOWEST, ROUND, is_polynomial
 
 WARPGROUP_ROWS = 64
 """Queries of a warpgroup: the rows of a wgmma."""

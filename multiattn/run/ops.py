@@ -1,7 +1,7 @@
 """``torch.ops.multiattn.fmha_forward`` and ``fmha_backward``: attention as PyTorch's tracers and transforms see it.
 
 `torch.compile`, `torch.export`, `torch.func` and dispatch modes take these; plain eager calls go around them, to the
-same launchers (`multiattn.autograd`). Each op has a fake (its results' exact sizes and strides), a gradient, a rule for
+same launchers (`run.autograd`). Each op has a fake (its results' exact sizes and strides), a gradient, a rule for
 `torch.vmap` and a FLOP count. They plan when they run, on real tensors: a graph compiled for dynamic shapes asks for
 the tiles of each length that it meets.
 """
@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from multiattn.flops import register_when_counted
-from multiattn.launching import check_results, run_backward, run_forward
-from multiattn.planning import get_backward, get_forward
 from multiattn.problem import INPUTS, Operands, Options, check_inputs, count_visible_pairs, strides_like
+from multiattn.run.calls import get_backward, get_forward
+from multiattn.run.execute import check_results, run_backward, run_forward
+from multiattn.run.flops import register_when_counted
 
 # A gradient may come in any layout, but q, k and v keep theirs: Inductor must not choose another for an op's inputs.
 # Before torch 2.8 there is no such tag, and keeping their order of strides is the default.

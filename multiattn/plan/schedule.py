@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from multiattn.arch import GPUS, Arch
+from multiattn.plan.arch import GPUS, Arch
 from multiattn.problem import Problem
 
 SCHEDULERS = ("one_tile", "static", "dynamic")

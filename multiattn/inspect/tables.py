@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from multiattn.arch import GPU_ARCHS
-from multiattn.backend import DIRECTIONS
-from multiattn.targets.build import Entry, ordered
-from multiattn.targets.facts import Facts
-from multiattn.targets.mix import Counts
+from multiattn.inspect.build import Entry, ordered
+from multiattn.inspect.facts import Facts
+from multiattn.inspect.mix import Counts
+from multiattn.plan.arch import GPU_ARCHS
+from multiattn.plan.backend import DIRECTIONS
 
 LEGEND = (
     "Registers a thread and the share of the warps that an SM can hold, of the kernel with most of the work; +spills: "

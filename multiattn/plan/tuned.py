@@ -8,9 +8,9 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from importlib import resources
 from typing import Any, TypeVar
 
-from multiattn.arch import GPU_ARCHS
-from multiattn.backend import DIRECTIONS, Direction
-from multiattn.config import Config, Rule
+from multiattn.plan.arch import GPU_ARCHS
+from multiattn.plan.backend import DIRECTIONS, Direction
+from multiattn.plan.config import Config, Rule
 
 C = TypeVar("C", bound=Config)
 
@@ -24,7 +24,7 @@ HEAD_DIM_MAX = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuned:
-    """One rule as data; its fields are those of `multiattn.config.Rule`. ValueError names each wrong one."""
+    """One rule as data; its fields are those of `multiattn.plan.config.Rule`. ValueError names each wrong one."""
 
     backend: str
     variant: str

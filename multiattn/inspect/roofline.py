@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from multiattn.arch import ARCHS, GPUS, Gpu, find_gpu, gpu_by_name
+from multiattn.plan.arch import ARCHS, GPUS, Gpu, find_gpu, gpu_by_name
 from multiattn.problem import Problem
 
 Direction = Literal["forward", "backward"]

@@ -23,12 +23,12 @@ from types import MappingProxyType
 
 import torch
 
-from multiattn import backend as registry
-from multiattn.arch import ARCHS, GPU_ARCHS, Arch, detect, occupancy
-from multiattn.arguments import add_problem, problem_of
-from multiattn.backend import BACKENDS, DIRECTIONS, Compiled, Plan, make_plan
-from multiattn.support import Unsupported
-from multiattn.targets.ncu_child import check_work
+from multiattn.inspect.ncu_child import check_work
+from multiattn.inspect.options import add_problem, problem_of
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch, detect, occupancy
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, Compiled, Plan, make_plan
+from multiattn.plan.support import Unsupported
 
 METRICS: Mapping[str, str] = MappingProxyType(
     {
@@ -57,7 +57,7 @@ without arrays spill to; conflicts are extra wavefronts of LDSM, which is what l
 TIMEOUT_S = 1200.0
 TOOLKIT = Path("/usr/local/cuda/bin/ncu")
 PRODUCTS = Path("/opt/nvidia/nsight-compute")
-CHILD = "multiattn.targets.ncu_child"
+CHILD = "multiattn.inspect.ncu_child"
 
 _KERNEL, _METRIC, _UNIT, _VALUE = "Kernel Name", "Metric Name", "Metric Unit", "Metric Value"
 _ID, _CC, _GRID, _BLOCK = "ID", "CC", "Grid Size", "Block Size"

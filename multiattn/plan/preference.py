@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 from importlib import resources
 
-from multiattn.arch import Arch
-from multiattn.backend import BACKENDS, Direction
+from multiattn.plan.arch import Arch
+from multiattn.plan.backend import BACKENDS, Direction
 from multiattn.problem import Problem
 
 

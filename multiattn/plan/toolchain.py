@@ -12,7 +12,7 @@ from importlib import metadata
 
 import torch
 
-from multiattn.support import Reason
+from multiattn.plan.support import Reason
 
 _USAGE = re.compile(r"\bREG:(\d+) STACK:(\d+) SHARED:(\d+)")
 _THREADS = re.compile(r"EIATTR_(REQNTID|MAX_THREADS)\n.*\n\s*Value:\s*0x(\w+) 0x(\w+) 0x(\w+)")

@@ -1,4 +1,4 @@
-"""``python -m multiattn.targets.ncu_child JSON``: launch one Plan for ncu to watch (multiattn.targets.ncu)."""
+"""``python -m multiattn.inspect.ncu_child JSON``: launch one Plan for ncu to watch (multiattn.inspect.ncu)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from multiattn import backend as registry
-from multiattn.arch import Arch, detect
-from multiattn.backend import DIRECTIONS, Plan, make_plan
-from multiattn.config import Config
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import Arch, detect
+from multiattn.plan.backend import DIRECTIONS, Plan, make_plan
+from multiattn.plan.config import Config
+from multiattn.plan.support import Unsupported
 from multiattn.problem import Operands, Problem
-from multiattn.support import Unsupported
 
 WARM_UPS = 3
 """Launches before the one that counts: the first may compile."""

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from multiattn import aot
-from multiattn import backend as registry
-from multiattn.backend import Exported
-from multiattn.support import Reason, Unsupported
-from multiattn.targets.cells import Cell, find_plan
-from multiattn.targets.pool import run_isolated
-from multiattn.toolchain import disassemble
+from multiattn.inspect.cells import Cell, find_plan
+from multiattn.inspect.pool import run_isolated
+from multiattn.plan import backend as registry
+from multiattn.plan.backend import Exported
+from multiattn.plan.support import Reason, Unsupported
+from multiattn.plan.toolchain import disassemble
 
 KINDS = ("cubin", "ptx", "sass", "tileir", "ttgir")
 """Code that can be asked for: ``cubin`` and ``sass`` of every backend, the others of those whose compiler has them."""

@@ -11,17 +11,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from multiattn import backend as registry
-from multiattn.arch import GPU_ARCHS
-from multiattn.arguments import count, counts, shape, some_of
-from multiattn.backend import BACKENDS, DIRECTIONS, Direction
+from multiattn.inspect import build, emit, tables
+from multiattn.inspect.build import Entry
+from multiattn.inspect.cells import HEAD_DIMS, MASKS, Cell, cells
+from multiattn.inspect.ncu_child import check_work
+from multiattn.inspect.options import count, counts, shape, some_of
+from multiattn.inspect.remarks import text_rows, with_sources
+from multiattn.inspect.store import ROOT
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import GPU_ARCHS
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction
 from multiattn.problem import DTYPES
-from multiattn.targets import build, emit, tables
-from multiattn.targets.build import Entry
-from multiattn.targets.cells import HEAD_DIMS, MASKS, Cell, cells
-from multiattn.targets.ncu_child import check_work
-from multiattn.targets.remarks import text_rows, with_sources
-from multiattn.targets.store import ROOT
 
 SCHEMA = 1
 VARIANTS = ("offered", "all")

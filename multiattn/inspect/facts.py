@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from multiattn.arch import occupancy
-from multiattn.backend import Exported, Plan
-from multiattn.targets import mix, remarks, sass
-from multiattn.targets.mix import Counts, Mix
-from multiattn.targets.remarks import Row
-from multiattn.toolchain import disassemble, resource_usage
+from multiattn.inspect import mix, remarks, sass
+from multiattn.inspect.mix import Counts, Mix
+from multiattn.inspect.remarks import Row
+from multiattn.plan.arch import occupancy
+from multiattn.plan.backend import Exported, Plan
+from multiattn.plan.toolchain import disassemble, resource_usage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,17 +15,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import multiattn
-from multiattn import backend as registry
-from multiattn import cache
-from multiattn.backend import Exported, Plan
-from multiattn.toolchain import find_cuobjdump, version_of
+from multiattn.plan import backend as registry
+from multiattn.plan.backend import Exported, Plan
+from multiattn.plan.toolchain import find_cuobjdump, version_of
+from multiattn.run import cache
 
 ROOT = Path(multiattn.__file__).parent
-_SHARED = ("abi.py", "arch.py", "backend.py", "config.py", "problem.py", "toolchain.py")
+_SHARED = ("plan/abi.py", "plan/arch.py", "plan/backend.py", "plan/config.py", "plan/toolchain.py", "problem.py")
 """What every backend's compilation goes through."""
 _CPU = ("emulation", "interpreter", "interpreter.py")
 _SOURCES = (".py", ".cuh", ".h")
-_READERS = ("facts.py", "mix.py", "remarks.py", "sass.py")
+_READERS = tuple(f"inspect/{name}.py" for name in ("facts", "mix", "remarks", "sass"))
 _SETTINGS = ("TRITON_", "PTXAS_", "NVPTX_", "DISABLE_", "ENABLE_", "CUDA_TILE_", "NVRTC_", "LLVM_", "MLIR_")
 _FOLDERS = ("_DIR", "_HOME")
 _META = "kernels.json"
@@ -78,8 +78,8 @@ def sources(backend: str) -> str:
 
 @functools.cache
 def readers() -> str:
-    """A digest of the modules that read cubins."""
-    return _digest([*(ROOT / "targets" / name for name in _READERS), ROOT / "arch.py", ROOT / "toolchain.py"])
+    """A digest of the modules that read cubins, and of the arch and tools that they ask."""
+    return _digest([ROOT / name for name in (*_READERS, "plan/arch.py", "plan/toolchain.py")])
 
 
 def _digest(paths: Sequence[Path]) -> str:

@@ -86,7 +86,7 @@ def find_spills(sass: str, *, repairs: bool) -> Spills:
     """Tell spills in the hot loops of a kernel from the others.
 
     Args:
-        sass: of one kernel, as `multiattn.toolchain.disassemble` gives it.
+        sass: of one kernel, as `multiattn.plan.toolchain.disassemble` gives it.
         repairs: whether the kernel has a rare pass of smaller tiles beside its loops, as causal forward kernels have;
             without, every loop on tensor cores is hot.
 

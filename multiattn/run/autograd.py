@@ -1,8 +1,8 @@
 """How a call is differentiated: its way, from its tensors and from what is active when it is made.
 
 A plain eager call goes straight to a launcher, with an `autograd.Function` around it where a tensor needs grad. Every
-other call takes the ops of `multiattn.ops`, to the same launchers: under `torch.func`, which an op's gradient cannot
-reach, with a Function around them again.
+other call takes the ops of `multiattn.run.ops`, to the same launchers: under `torch.func`, which an op's gradient
+cannot reach, with a Function around them again.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from multiattn.launching import check_results, run_backward, run_conforming, run_forward
-from multiattn.ops import backward_op, forward_op, refuse_double_backward, with_dout
-from multiattn.planning import Ready, get_backward, get_forward
 from multiattn.problem import Operands, Options, check_inputs, check_scale
 from multiattn.run import compat
+from multiattn.run.calls import Ready, get_backward, get_forward
+from multiattn.run.execute import check_results, run_backward, run_conforming, run_forward
+from multiattn.run.ops import backward_op, forward_op, refuse_double_backward, with_dout
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 

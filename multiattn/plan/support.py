@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from multiattn.arch import Arch
+from multiattn.plan.arch import Arch
 from multiattn.problem import Problem
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Generic, TypeVar
 
-from multiattn.arch import Arch
+from multiattn.plan.arch import Arch
 from multiattn.problem import Problem
 
 

@@ -19,15 +19,16 @@ from typing import Any
 
 import torch
 
-from multiattn import abi, manifest
-from multiattn import backend as registry
-from multiattn.arch import detect
-from multiattn.backend import Exported, Plan, find_variant, plan_variant
-from multiattn.counters import counter_lender
+from multiattn.aot import manifest
+from multiattn.plan import abi
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import detect
+from multiattn.plan.backend import Exported, Plan, find_variant, plan_variant
+from multiattn.plan.toolchain import resource_usage
 from multiattn.problem import VECTOR_BYTES, Operands, Problem
 from multiattn.run import driver
+from multiattn.run.counters import counter_lender
 from multiattn.run.launch import DriverLauncher, LoadedKernel, Workspace
-from multiattn.toolchain import resource_usage
 
 MANIFEST = manifest.MANIFEST
 

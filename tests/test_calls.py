@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import multiattn
-from multiattn import planning
-from multiattn.planning import get_forward
 from multiattn.problem import Operands, Options
-from multiattn.run import compat
+from multiattn.run import calls, compat
+from multiattn.run.calls import get_forward
 
 
 def qkv(dtype=torch.float64, seq=9):
@@ -28,9 +27,9 @@ def ready_of(q, k, v, *, needs_grad=False, **options):
 
 @pytest.fixture(autouse=True)
 def _nothing_is_ready():
-    planning._forward.clear()
+    calls._forward.clear()
     yield
-    planning._forward.clear()
+    calls._forward.clear()
 
 
 @pytest.fixture(params=["guards", "no guards", "guards of another PyTorch"])
@@ -137,7 +136,7 @@ class Elsewhere(torch.Tensor):
         return made
 
 
-@pytest.mark.parametrize("calls", [planning._forward, planning._backward], ids=["forward", "backward"])
+@pytest.mark.parametrize("calls", [calls._forward, calls._backward], ids=["forward", "backward"])
 def test_the_same_tensors_on_another_device_are_another_call(calls, monkeypatch):
     monkeypatch.setattr(compat, "tensor_guard", lambda *tensors: None)  # it would see through these
     tensors = qkv()
@@ -165,19 +164,19 @@ def test_guards_keep_no_tensor():
     tensors = qkv()
     for _ in range(3):
         ready_of(*tensors)
-    assert planning._forward._latest
+    assert calls._forward._latest
     gone = [weakref.ref(tensor) for tensor in tensors]
     del tensors
     assert [tensor() for tensor in gone] == [None] * 3
 
 
 def test_the_number_of_calls_kept_is_bounded(monkeypatch):
-    monkeypatch.setattr(planning, "_LIMIT", 3)
+    monkeypatch.setattr(calls, "_LIMIT", 3)
     for seq in range(1, 9):
         for _ in range(2):
             ready_of(*qkv(seq=seq))
-    assert len(planning._forward.ready) <= 3
-    assert len(planning._forward._latest) <= 3
+    assert len(calls._forward.ready) <= 3
+    assert len(calls._forward._latest) <= 3
 
 
 def test_pytorch_has_both_ways_past_its_dispatcher():

@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from multiattn import backend as registry
-from multiattn import cache
-from multiattn.backend import Plan
-from multiattn.support import Reason, Unsupported
-from multiattn.targets import store
-from multiattn.targets.cells import Cell, find_plan
-from multiattn.targets.facts import Facts, read_kernel
-from multiattn.targets.pool import Outcome, run_isolated
-from multiattn.toolchain import find_cuobjdump
+from multiattn.inspect import store
+from multiattn.inspect.cells import Cell, find_plan
+from multiattn.inspect.facts import Facts, read_kernel
+from multiattn.inspect.pool import Outcome, run_isolated
+from multiattn.plan import backend as registry
+from multiattn.plan.backend import Plan
+from multiattn.plan.support import Reason, Unsupported
+from multiattn.plan.toolchain import find_cuobjdump
+from multiattn.run import cache
 
 TIMEOUT_S = 300.0
 """For one cell: three kernels of the slowest compiler take a tenth of it."""

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import TypeVar, cast
 
-from multiattn.backend import Plan, variant_of
-from multiattn.config import Config
+from multiattn.plan.backend import Plan, variant_of
+from multiattn.plan.config import Config
 
 VARIABLE = "MULTIATTN_LOG"
 ALLOWED = ("plan",)

@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from multiattn.arch import detect
-from multiattn.backend import Direction, Plan
-from multiattn.planning import Ready, prepare
+from multiattn.plan.arch import detect
+from multiattn.plan.backend import Direction, Plan
 from multiattn.problem import VECTOR_BYTES, Layout, Operands, Options, problem_of
 from multiattn.run import compat
+from multiattn.run.calls import Ready, prepare
 from multiattn.run.driver import ensure_context
 
 _AS_IT_IS: AbstractContextManager[None] = contextlib.nullcontext()

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from multiattn import backend as registry
-from multiattn.arch import GPU_ARCHS, by_name
-from multiattn.backend import BACKENDS, DIRECTIONS, Direction, Plan, make_plan
+from multiattn.inspect.roofline import HIDDEN, TOKENS
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import GPU_ARCHS, by_name
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan, make_plan
+from multiattn.plan.support import Unsupported
 from multiattn.problem import Problem
-from multiattn.roofline import HIDDEN, TOKENS
-from multiattn.support import Unsupported
 
 HEAD_DIMS = (64, 128, 256)
 MASKS = ("full", "causal")

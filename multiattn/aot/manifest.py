@@ -26,11 +26,11 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 import multiattn
-from multiattn import abi
-from multiattn import backend as registry
-from multiattn.arch import Arch, by_name
-from multiattn.backend import Plan, Variant, find_variant, plan_variant
-from multiattn.config import Config
+from multiattn.plan import abi
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import Arch, by_name
+from multiattn.plan.backend import Plan, Variant, find_variant, plan_variant
+from multiattn.plan.config import Config
 from multiattn.problem import DTYPES, VECTOR_BYTES, Problem, Strides
 
 SCHEMA = 2
@@ -43,8 +43,14 @@ _WAIT_S, _RETRY_S = 60.0, 0.005
 _SEAL = "entry_sha256"
 _DIGITS = 12
 
-_ROOT = Path(__file__).parent
-_HOST_SOURCES = ("abi.py", "columns.py", "problem.py", "run/arguments.py", "schedule.py")  # beside a backend's own
+_ROOT = Path(multiattn.__file__).parent
+_HOST_SOURCES = (
+    "plan/abi.py",
+    "plan/columns.py",
+    "plan/schedule.py",
+    "problem.py",
+    "run/arguments.py",
+)  # beside a backend's own
 
 
 # ---------------------------------------------------------------- the file

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from multiattn.arch import WARP_THREADS
-from multiattn.targets import sass
-from multiattn.targets.sass import MMA_SYNC, TCGEN05, WGMMA, Instruction
+from multiattn.inspect import sass
+from multiattn.inspect.sass import MMA_SYNC, TCGEN05, WGMMA, Instruction
+from multiattn.plan.arch import WARP_THREADS
 
 INSTRUCTION_BYTES = 16
 WARPGROUP_WARPS = 4
