@@ -170,7 +170,7 @@ def _cases_of(
 ) -> Iterator[Case]:
     for arch in (name for name in arches if name in rule.arches):
         for head_dim in _head_dims(rule, variant.capability.head_dim_multiple):
-            for causal in (False, True) if rule.causal is None else (rule.causal,):
+            for causal in (False, True) if rule.banded is None else (rule.banded,):
                 plan = _plan(backend, direction, variant, rule, arch, head_dim, causal)
                 if plan is not None:
                     yield Case(direction=direction, plan=plan)

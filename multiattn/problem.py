@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from multiattn.mask import count_visible_pairs
+
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 )
@@ -307,6 +309,11 @@ class Problem:
         }  # fmt: skip
 
     @property
+    def is_banded(self) -> bool:
+        """Whether the mask hides keys: tiles of queries then see different numbers of them."""
+        return self.causal
+
+    @property
     def causal_offset(self) -> int:
         """Bottom-right alignment: key j is visible to query i when ``j <= i + causal_offset``."""
         return self.seq_kv - self.seq_q
@@ -337,17 +344,6 @@ class Problem:
 def problem_of(operands: Operands, options: Options) -> Problem:
     """The problem of a call; TypeError or ValueError as `Problem.of`."""
     return Problem.of(*operands.inputs, causal=options.causal, scale=options.scale)
-
-
-def count_visible_pairs(seq_q: int, seq_kv: int, *, causal: bool) -> int:
-    """(query, key) pairs that count of two sequences, under the bottom-right mask if `causal`."""
-    if not causal:
-        return seq_q * seq_kv
-    offset = seq_kv - seq_q
-    first = max(0, -offset)  # rows before it see no key
-    rows = seq_q - first
-    shortest = max(0, offset) + 1  # what row `first` sees, when there is such a row
-    return rows * shortest + rows * (rows - 1) // 2 if rows > 0 and seq_kv > 0 else 0
 
 
 def strides_like(tensor: torch.Tensor) -> tuple[int, int, int, int]:

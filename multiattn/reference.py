@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from multiattn.mask import visible_pairs
 from multiattn.plan.arch import ARCHS, Arch
 from multiattn.plan.backend import REFERENCE, Backend, Compiled, Launcher, Op, Plan, Variant
 from multiattn.plan.support import Capability, Reason
@@ -47,7 +48,7 @@ def reference(
     q, k, v = (tensor.to(compute_dtype) for tensor in (q, k, v))
     k, v = (repeat(tensor, "b h s d -> b (h group) s d", group=problem.group) for tensor in (k, v))
 
-    visible = visible_pairs(problem, q.device)  # [Sq, Skv]
+    visible = visible_pairs(problem.seq_q, problem.seq_kv, q.device, causal=problem.causal)  # [Sq, Skv]
     scores = torch.einsum("b h i d, b h j d -> b h i j", q, k) * problem.scale
     scores = scores.masked_fill(~visible, -math.inf)
 
@@ -100,7 +101,7 @@ def reference_backward(
     if dlse is not None:
         delta = delta - dlse.to(compute_dtype)
 
-    visible = visible_pairs(problem, q.device)  # [Sq, Skv]
+    visible = visible_pairs(problem.seq_q, problem.seq_kv, q.device, causal=problem.causal)  # [Sq, Skv]
     scores = torch.einsum("b h i d, b h j d -> b h i j", q, k) * problem.scale
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # an empty row has no weight, where -inf would give exp(inf)
     weights = torch.exp(scores - lse[..., None]).masked_fill(~visible, 0.0)
@@ -131,15 +132,6 @@ def _describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, s
         causal=causal,
         scale=scale,
     )
-
-
-def visible_pairs(problem: Problem, device: torch.device) -> torch.Tensor:
-    """Which keys each query sees: bool ``[Sq, Skv]``. The one definition of the mask outside the kernels."""
-    if not problem.causal:
-        return torch.ones(problem.seq_q, problem.seq_kv, dtype=torch.bool, device=device)
-    query = torch.arange(problem.seq_q, device=device)[:, None]
-    key = torch.arange(problem.seq_kv, device=device)[None, :]
-    return key <= query + problem.causal_offset
 
 
 def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:

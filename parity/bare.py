@@ -83,7 +83,7 @@ def rule_plans(backend: str, device: torch.device) -> list[Plan]:
             if variant.only_named and op.spanning and variant.name not in op.spanning:
                 continue
             for rule in variant.rules:
-                for causal in (False, True) if rule.causal is None else (rule.causal,):
+                for causal in (False, True) if rule.banded is None else (rule.banded,):
                     plan = _plan_rule(registered, variant, rule, direction, device, causal=causal)
                     if plan is not None:
                         found[direction, variant.name, plan.problem.head_dim, causal, str(plan.config)] = plan

@@ -24,8 +24,8 @@ CONDITIONS = {
     "arch": ({"arches": ("sm90",)}, "for sm90"),
     "head_dim": ({"head_dim_min": 65}, "for D in 65..256"),
     "sectors": ({"whole_sectors": False}, "for rows other than a whole number of 32-byte sectors"),
-    "causal": ({"causal": True}, "for causal"),
-    "full": ({"causal": False}, "for full"),
+    "causal": ({"banded": True}, "for causal"),
+    "full": ({"banded": False}, "for full"),
     "dtype": ({"dtype": "fp16"}, "for fp16"),
     "long": ({"seq_min": 1001}, "for lengths in 1001.."),
     "short": ({"seq_max": 999}, "for lengths in 0..999"),
@@ -88,7 +88,7 @@ def test_a_rule_covers_what_it_would_shadow():
         arches=("sm90",),
         head_dim_min=65,
         whole_sectors=True,
-        causal=True,
+        banded=True,
         dtype="bf16",
         seq_min=100,
         seq_max=200,
@@ -98,7 +98,7 @@ def test_a_rule_covers_what_it_would_shadow():
     assert rule.covers(narrower)
     for change in (
         {"arches": ("sm100",)}, {"head_dim_max": 256}, {"head_dim_min": 1}, {"whole_sectors": None},
-        {"whole_sectors": False}, {"causal": None}, {"dtype": None}, {"seq_max": None}, {"seq_min": 0},
+        {"whole_sectors": False}, {"banded": None}, {"dtype": None}, {"seq_max": None}, {"seq_min": 0},
         {"batch_max": None},
     ):  # fmt: skip
         assert not narrower.covers(replace(narrower, **change))

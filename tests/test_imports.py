@@ -14,10 +14,11 @@ ROOT = Path(multiattn.__file__).parent
 # Who may import whom, by the first name below the package; a folder counts as one.
 _LANGUAGE = {"problem", "plan", "run"}
 ALLOWED = {
-    "problem": set(),
+    "mask": set(),
+    "problem": {"mask"},
     "plan": {"problem"},
-    "run": {"problem", "plan"},
-    "reference": {"problem", "plan"},
+    "run": {"mask", "problem", "plan"},
+    "reference": {"mask", "problem", "plan"},
     **dict.fromkeys(multiattn.BACKENDS, _LANGUAGE),
     "api": {"problem", "plan", "run"},
     "aot": {"problem", "plan", "run"},

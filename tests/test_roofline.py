@@ -22,9 +22,9 @@ from multiattn.inspect.roofline import (
     score_cycles,
     work,
 )
+from multiattn.mask import visible_pairs
 from multiattn.plan.arch import GPUS, gpu_by_name
 from multiattn.problem import Problem
-from multiattn.reference import visible_pairs
 
 H200 = Path(matrix.__file__).parent / "results" / "h200"
 
@@ -52,7 +52,7 @@ def test_work_is_what_one_would_count(causal, heads, seqs):
     problem = Problem.contiguous(
         batch=2, heads_q=heads[0], heads_kv=heads[1], seq_q=seqs[0], seq_kv=seqs[1], head_dim=8, causal=causal
     )
-    seen = visible_pairs(problem, torch.device("cpu")).expand(*seqs)
+    seen = visible_pairs(problem.seq_q, problem.seq_kv, torch.device("cpu"), causal=problem.causal).expand(*seqs)
     scores, rows, some = 2 * heads[0] * int(seen.sum()), int(seen.any(1).sum()), bool(seen.any())
     forward, backward = (work(problem, direction) for direction in DIRECTIONS)
     assert (forward.flops, backward.flops) == (2 * 2 * 8 * scores, 5 * 2 * 8 * scores)

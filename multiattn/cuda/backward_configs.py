@@ -153,7 +153,7 @@ def _atomic_rules() -> Iterator[Rule[BackwardConfig]]:
         arches=("sm90",),
         head_dim_min=65,
         head_dim_max=128,
-        causal=False,
+        banded=False,
         config=replace(_keys(64, 128, 8, 2), wide=True),
         why=_H200 + "312 TFLOPS (SDPA flash 304); 1 stage 305; 32x64 with 4 warps 300",
     )
@@ -161,7 +161,7 @@ def _atomic_rules() -> Iterator[Rule[BackwardConfig]]:
         arches=("sm90",),
         head_dim_min=65,
         head_dim_max=128,
-        causal=True,
+        banded=True,
         config=replace(_keys(64, 128, 8, 1), wide=True),
         why=_H200 + "288 TFLOPS (SDPA flash 276); 2 stages 297, but they spill; 64x64 with 4 warps 279",
     )

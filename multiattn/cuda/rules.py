@@ -49,7 +49,7 @@ RULES: tuple[Rule[CudaConfig], ...] = (
         arches=("sm80", *_SMALL_SMEM),
         head_dim_min=65,
         head_dim_max=128,
-        causal=False,
+        banded=False,
         config=CudaConfig(tile_m=128, tile_n=64, warps=4, stages=1),
         why=COMPILED + "FlashAttention-2's tile for D=128; two blocks an SM where it has 128 KiB",
     ),

@@ -103,7 +103,7 @@ def grid_blocks(config: WgmmaConfig, problem: Problem) -> int:
 
 def registers_at_least(config: WgmmaConfig, problem: Problem) -> int:
     """32-bit registers a consumer's thread needs for output, scores, weights and kept Q; the rest comes on top."""
-    is_crowded = config.warpgroups == 3 and problem.causal and not config.tma_store
+    is_crowded = config.warpgroups == 3 and problem.is_banded and not config.tma_store
     store = _PLAIN_STORE_REGISTERS if is_crowded else 0
     return _registers_without_q(config, problem) + 4 * kept_steps(config, problem) + store
 
@@ -117,7 +117,7 @@ def kept_steps(config: WgmmaConfig, problem: Problem) -> int:
     """Of a wgmma's 16 columns of Q, from the first on: those whose fragments stay in registers."""
     if not config.q_in_registers:
         return 0
-    room = _ROOM_WITH_Q[config.warpgroups, problem.causal] - _registers_without_q(config, problem)
+    room = _ROOM_WITH_Q[config.warpgroups, problem.is_banded] - _registers_without_q(config, problem)
     return min(max(room // 4, 0), padded(problem.head_dim) // _DEPTH)
 
 
@@ -140,7 +140,7 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
         reasons.append(Reason(code="config", got=got, allowed=allowed))
     if config.q_in_registers and not kept_steps(config, problem):
         got = f"q_in_registers with {_registers_without_q(config, problem)} registers for all else ({config})"
-        allowed = f"up to {_ROOM_WITH_Q[config.warpgroups, problem.causal] - 4}"
+        allowed = f"up to {_ROOM_WITH_Q[config.warpgroups, problem.is_banded] - 4}"
         reasons.append(Reason(code="config", got=got, allowed=allowed))
     reasons += too_large(config, arch, smem_bytes(config, problem), grid_blocks(config, problem))
     return tuple(reasons)
@@ -218,7 +218,7 @@ def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Wgmma
     shapes = SHAPES[widest] if widest else ()
     fits = partial(variant.fits, problem, arch)
     orders: list[dict[str, Any]] = [{"scheduler": "dynamic"}]
-    alone = "one_tile" if problem.causal else "static"  # the third loses in each
+    alone = "one_tile" if problem.is_banded else "static"  # the third loses in each
     orders += ({"scheduler": alone, "cluster": cluster} for cluster in (1, 2))
     found: list[WgmmaConfig | None] = []
     for number, (tile_m, tile_n, q_slots) in enumerate(shapes):

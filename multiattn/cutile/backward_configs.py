@@ -72,7 +72,7 @@ TWO_PASS_RULES: tuple[Rule[TwoPassConfig], ...] = (
     Rule(
         arches=("sm90",),
         head_dim_max=64,
-        causal=False,
+        banded=False,
         config=TwoPassConfig(
             tile_m=64,
             tile_n=128,
@@ -86,7 +86,7 @@ TWO_PASS_RULES: tuple[Rule[TwoPassConfig], ...] = (
     Rule(
         arches=("sm90",),
         head_dim_max=64,
-        causal=True,
+        banded=True,
         seq_max=8191,
         config=TwoPassConfig(
             tile_m=64,
@@ -102,7 +102,7 @@ TWO_PASS_RULES: tuple[Rule[TwoPassConfig], ...] = (
     Rule(
         arches=("sm90",),
         head_dim_max=64,
-        causal=True,
+        banded=True,
         seq_min=8192,
         config=TwoPassConfig(
             tile_m=64,
@@ -120,7 +120,7 @@ TWO_PASS_RULES: tuple[Rule[TwoPassConfig], ...] = (
         arches=("sm90",),
         head_dim_min=65,
         head_dim_max=128,
-        causal=False,
+        banded=False,
         config=TwoPassConfig(
             tile_m=32,
             tile_n=128,
@@ -135,7 +135,7 @@ TWO_PASS_RULES: tuple[Rule[TwoPassConfig], ...] = (
         arches=("sm90",),
         head_dim_min=65,
         head_dim_max=128,
-        causal=True,
+        banded=True,
         config=TwoPassConfig(
             tile_m=32,
             tile_n=128,
@@ -151,7 +151,7 @@ TWO_PASS_RULES: tuple[Rule[TwoPassConfig], ...] = (
     Rule(
         arches=("sm90",),
         head_dim_min=129,
-        causal=False,
+        banded=False,
         config=TwoPassConfig(
             tile_m=64,
             tile_n=64,
@@ -166,7 +166,7 @@ TWO_PASS_RULES: tuple[Rule[TwoPassConfig], ...] = (
     Rule(
         arches=("sm90",),
         head_dim_min=129,
-        causal=True,
+        banded=True,
         config=TwoPassConfig(
             tile_m=64,
             tile_n=64,
@@ -228,7 +228,7 @@ ATOMIC_RULES: tuple[Rule[OnePassConfig], ...] = (
     Rule(
         arches=("sm90",),
         head_dim_max=64,
-        causal=False,
+        banded=False,
         seq_min=2048,
         config=OnePassConfig(tile_m=128, tile_n=128, num_worker_warps=8, heads_together=4),
         why=_H200 + "393 TFLOPS; 64x128 369; two passes 363; at N=1024 two passes are as fast",
@@ -236,7 +236,7 @@ ATOMIC_RULES: tuple[Rule[OnePassConfig], ...] = (
     Rule(
         arches=("sm90",),
         head_dim_min=129,
-        causal=False,
+        banded=False,
         seq_min=2048,
         config=OnePassConfig(tile_m=64, tile_n=64, num_worker_warps=8),
         why=_H200 + "406 TFLOPS; two passes 392; at N=1024 two passes are faster",
@@ -244,7 +244,7 @@ ATOMIC_RULES: tuple[Rule[OnePassConfig], ...] = (
     Rule(
         arches=("sm90",),
         head_dim_min=129,
-        causal=True,
+        banded=True,
         seq_min=2048,
         config=OnePassConfig(tile_m=64, tile_n=64, num_worker_warps=8, heads_together=4),
         why=_H200 + "373 TFLOPS; one head at a time 359; two passes 350; at N=1024 two passes are as fast",

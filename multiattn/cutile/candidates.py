@@ -122,7 +122,7 @@ def _heads_together(problem: Problem, way: CutileConfig) -> dict[int, None]:
     A static grid turns from head to head. Hopper's L2 has two halves, and what both need is in both.
     """
     few, several = (1, 2, 4), (4, 8, 16, 32, problem.heads_q)
-    if not problem.causal:
+    if not problem.is_banded:
         return dict.fromkeys((*few, 8) if way.scheduler == "static" else few)
     if way.scheduler == "static":
         return dict.fromkeys(few)

@@ -153,7 +153,7 @@ def begins_at_diagonal(problem: Problem, config: CutileConfig) -> bool:
     score is a poor guess of the others': only with the range of bf16, and not where attention has sinks in fp16.
     """
     aligned = (problem.seq_kv - problem.seq_q) % config.tile_m == 0 and config.tile_m % config.tile_n == 0
-    return config.lazy_max and problem.causal and problem.dtype == "bf16" and aligned
+    return config.lazy_max and problem.is_banded and problem.dtype == "bf16" and aligned
 
 
 def find_grid(problem: Problem, tile_m: int) -> tuple[int, int] | None:
@@ -176,7 +176,7 @@ def together_of(problem: Problem, config: CutileConfig) -> Together:
     what runs at one time, the last long ones begin late, and most SMs wait for them. Powers of two of entries, so that
     batches of many sizes share code.
     """
-    fit = config.heads_together // problem.heads_q if problem.causal else 0
+    fit = config.heads_together // problem.heads_q if problem.is_banded else 0
     entries = math.gcd(1 << fit.bit_length() >> 1, problem.batch) if fit else 1
     if entries == 1:
         return Together(heads=divisor_near(config.heads_together, problem.heads_q))

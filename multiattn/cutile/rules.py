@@ -52,7 +52,7 @@ def _hopper(
     head_dims: tuple[int, int],
     *,
     whole_sectors: bool | None = None,
-    causal: bool,
+    banded: bool,
     dtype: str | None = None,
     seq_min: int = 0,
     seq_max: int | None = None,
@@ -65,7 +65,7 @@ def _hopper(
         head_dim_min=head_dims[0],
         head_dim_max=head_dims[1],
         whole_sectors=whole_sectors,
-        causal=causal,
+        banded=banded,
         dtype=dtype,
         seq_min=seq_min,
         seq_max=seq_max,
@@ -82,28 +82,28 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     ),
     _hopper(
         (1, 64),
-        causal=False,
+        banded=False,
         seq_max=512,
         config=replace(_LAZY_64X64, occupancy=4, heads_together=8, scheduler="static"),
         why=_IN_TURNS + "N=512: 443 TFLOPS, cuDNN 370; 4 heads together 428, a block a tile 407",
     ),
     _hopper(
         (1, 64),
-        causal=False,
+        banded=False,
         config=replace(_LAZY_64X64, occupancy=4, heads_together=4),
         why=_LAZY
         + "N=1k 457, 4k 501, 16k 521 TFLOPS, cuDNN 384, 391, 397; 128x64 with 8 warps 476 at 4k; static 433 at 1k",
     ),
     _hopper(
         (1, 64),
-        causal=True,
+        banded=True,
         seq_min=8192,
         config=replace(_LAZY_64X64, occupancy=4, heads_together=8),
         why=_LAZY + "N=16k: 542 TFLOPS, cuDNN 394; 32 heads together 525; pairs at occupancy 3 491",
     ),
     _hopper(
         (1, 64),
-        causal=True,
+        banded=True,
         config=replace(_LAZY_64X64, occupancy=4, heads_together=32),
         why=_LAZY
         + "N=512 268, 1k 363, 4k 462 TFLOPS, cuDNN 245, 296, 348; online 266, 332, -; 4 heads together 436 at 4k",
@@ -111,7 +111,7 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     _hopper(
         (65, 96),
         whole_sectors=True,
-        causal=False,
+        banded=False,
         config=replace(_LAZY_64X64, occupancy=3, heads_together=2, split_head_dim=True),
         why=_IN_TURNS
         + "D=80 N=4k 520, 16k 546 TFLOPS, cuDNN 399, 416; 128x64, two blocks an SM, 516, 534; 128x128 421, 445; one "
@@ -120,14 +120,14 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     _hopper(
         (65, 80),
         whole_sectors=False,
-        causal=False,
+        banded=False,
         config=replace(_LAZY_128X64, occupancy=2, heads_together=2, split_head_dim=True),
         why=_IN_TURNS + "D=72 N=8k: 483 TFLOPS, cuDNN 381; 128x128 396, 64x64 302",
     ),
     _hopper(
         (81, 96),
         whole_sectors=False,
-        causal=False,
+        banded=False,
         config=replace(_AHEAD_128X128, heads_together=2),
         why=_IN_TURNS
         + "D=88 N=8k 485 TFLOPS, cuDNN 452; not a block ahead 449; in another run N=16k 472, 128x64, two blocks an SM, "
@@ -136,7 +136,7 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     _hopper(
         (65, 96),
         whole_sectors=True,
-        causal=True,
+        banded=True,
         config=replace(_LAZY_64X64, occupancy=3, heads_together=8, split_head_dim=True),
         why=_IN_TURNS
         + "D=80, of 26 heads 13 together, N=4k 490, 16k 523 TFLOPS, cuDNN 348, 347; 128x64, two blocks an SM, 492, "
@@ -145,7 +145,7 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     _hopper(
         (65, 80),
         whole_sectors=False,
-        causal=True,
+        banded=True,
         config=replace(_LAZY_128X64, occupancy=2, heads_together=8, split_head_dim=True),
         why="a guess, as full problems of D=72; at D=80 causal N=4k 492, 16k 515 TFLOPS, 64x64 490, 523, 128x128 373, "
         "382",
@@ -153,7 +153,7 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     _hopper(
         (81, 96),
         whole_sectors=False,
-        causal=True,
+        banded=True,
         config=replace(_LAZY_128X128, heads_together=8, split_head_dim=True),
         why=_AGAIN
         + "D=88, of 26 heads 2 together, N=4k 382, 16k 426 TFLOPS, cuDNN 396, 427; without latencies 374, 424; one "
@@ -162,21 +162,21 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     _hopper(
         (97, 128),
         whole_sectors=False,
-        causal=False,
+        banded=False,
         config=replace(_LAZY_128X128, heads_together=2),
         why=_IN_TURNS + "D=104 N=8k: 487 TFLOPS, cuDNN 530; 64x64 in pairs 287, 64x128 a block ahead 283",
     ),
     _hopper(
         (97, 128),
         whole_sectors=False,
-        causal=True,
+        banded=True,
         seq_max=4095,
         config=replace(_LAZY_128X128, heads_together=8),
         why=_IN_TURNS + "D=104 N=2k: 381 TFLOPS, cuDNN 414; 64x64 in pairs 252",
     ),
     _hopper(
         (97, 128),
-        causal=False,
+        banded=False,
         dtype="bf16",
         seq_max=724,
         config=replace(_LAZY_64X128, heads_together=8, scheduler="static", pipeline="pilot"),
@@ -184,14 +184,14 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     ),
     _hopper(
         (97, 128),
-        causal=False,
+        banded=False,
         seq_max=724,
         config=replace(_LAZY_64X128, heads_together=4, scheduler="static"),
         why=_IN_TURNS + "N=512: 480 TFLOPS, cuDNN 513; 2 heads together 478; a pilot 476, with 8 heads together 483",
     ),
     _hopper(
         (97, 128),
-        causal=False,
+        banded=False,
         dtype="bf16",
         seq_max=1448,
         config=replace(_LAZY_64X128, heads_together=4, scheduler="static", pipeline="pilot"),
@@ -199,14 +199,14 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     ),
     _hopper(
         (97, 128),
-        causal=False,
+        banded=False,
         config=replace(_LAZY_64X128, pipeline="ahead"),
         why=_LAZY
         + "N=4k 625, 16k 680 TFLOPS, cuDNN 594, 612; 128x128 with 8 warps 615, 663; 2 heads together 610, 647",
     ),
     _hopper(
         (97, 128),
-        causal=True,
+        banded=True,
         seq_max=724,
         config=replace(
             _LAZY_64X64,
@@ -221,7 +221,7 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     ),
     _hopper(
         (97, 128),
-        causal=True,
+        banded=True,
         seq_max=4095,
         config=replace(_LAZY_64X64, heads_together=8, pipeline="pairs", k_latency=1, v_latency=1),
         why=_IN_TURNS
@@ -230,27 +230,27 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     ),
     _hopper(
         (97, 128),
-        causal=True,
+        banded=True,
         seq_max=5792,
         config=replace(_LAZY_128X128, heads_together=4, q_in_registers=True),
         why=_NO_REPAIR + "N=4k: 1.040 of q in shared memory, without latencies 1.017, in pairs 1.001",
     ),
     _hopper(
         (97, 128),
-        causal=True,
+        banded=True,
         dtype="bf16",
         config=_without_latencies(replace(_LAZY_128X128, heads_together=8, pipeline="pilot", q_in_registers=True)),
         why=_NO_REPAIR + "N=8k, 16k: 1.029, 1.027 of q in shared memory; without a pilot 1.039 at 8k alone",
     ),
     _hopper(
         (97, 128),
-        causal=True,
+        banded=True,
         config=_without_latencies(replace(_LAZY_128X128, heads_together=8, pipeline="pairs")),
         why=_AGAIN + "in bf16, N=8k 613, 16k 643 TFLOPS, cuDNN 524, 536; one by one 596, 618",
     ),
     _hopper(
         (161, 192),
-        causal=False,
+        banded=False,
         dtype="bf16",
         seq_max=724,
         config=replace(_AHEAD_128X128, heads_together=2, pipeline="pilot"),
@@ -258,7 +258,7 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     ),
     _hopper(
         (129, 192),
-        causal=False,
+        banded=False,
         config=replace(_AHEAD_128X128, heads_together=2),
         why=_IN_TURNS
         + "N=2k, 8k: D=144 578, 636 TFLOPS, cuDNN 468, 490, not a block ahead 552, 606; D=176 559, 601, cuDNN 550, "
@@ -266,7 +266,7 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     ),
     _hopper(
         (129, 192),
-        causal=True,
+        banded=True,
         dtype="bf16",
         config=replace(_AHEAD_128X128, heads_together=8),
         why=_IN_TURNS
@@ -275,7 +275,7 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     ),
     _hopper(
         (129, 192),
-        causal=True,
+        banded=True,
         config=replace(_LAZY_128X128, heads_together=8, split_head_dim=True),
         why=_AGAIN
         + "in bf16, N=4k, 16k: D=144, of 14 heads 2 together, 521, 594 TFLOPS, cuDNN 441, 464; D=176, of 12 heads 4 "
@@ -283,14 +283,14 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     ),
     _hopper(
         (193, 256),
-        causal=False,
+        banded=False,
         seq_max=512,
         config=CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, heads_together=4),
         why=_LAZY + "N=512: 470 TFLOPS, cuDNN 514; lazy 128x64 in pairs, static 453",
     ),
     _hopper(
         (193, 256),
-        causal=False,
+        banded=False,
         dtype="bf16",
         config=replace(_LAZY_128X64, heads_together=4, pipeline="pilot_pairs"),
         why=_AGAIN
@@ -299,14 +299,14 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     ),
     _hopper(
         (193, 256),
-        causal=False,
+        banded=False,
         config=replace(_LAZY_128X64, heads_together=4, pipeline="pairs"),
         why=_LAZY
         + "N=1k 569, 4k 676, 16k 734 TFLOPS, cuDNN 585, 619, 655; online 128x128 709 of 779 at 4k in a first pass",
     ),
     _hopper(
         (193, 256),
-        causal=True,
+        banded=True,
         dtype="bf16",
         seq_max=724,
         config=replace(_AHEAD_256, heads_together=8),
@@ -316,7 +316,7 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     ),
     _hopper(
         (193, 256),
-        causal=True,
+        banded=True,
         dtype="bf16",
         seq_max=1448,
         config=replace(_AHEAD_256, heads_together=16),
@@ -326,7 +326,7 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     ),
     _hopper(
         (193, 256),
-        causal=True,
+        banded=True,
         dtype="bf16",
         seq_max=2896,
         config=replace(_AHEAD_256, heads_together=8),
@@ -336,7 +336,7 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     ),
     _hopper(
         (193, 256),
-        causal=True,
+        banded=True,
         dtype="bf16",
         seq_max=5792,
         config=replace(_AHEAD_256, heads_together=4),
@@ -346,42 +346,42 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     ),
     _hopper(
         (193, 256),
-        causal=True,
+        banded=True,
         dtype="bf16",
         config=_without_latencies(replace(_LAZY_128X64, heads_together=2, pipeline="pairs")),
         why=_NO_REPAIR + "N=8k, 16k: 1.016, 1.030 of a pilot in pairs, 8 heads; a block ahead 1.019, -",
     ),
     _hopper(
         (193, 256),
-        causal=True,
+        banded=True,
         seq_max=1448,
         config=_without_latencies(replace(_LAZY_128X64, heads_together=8)),
         why=_SWEPT + "in bf16, from the first block as fp16 does, N=1k: 403 TFLOPS, cuDNN 457; a block ahead 402",
     ),
     _hopper(
         (193, 256),
-        causal=True,
+        banded=True,
         seq_max=2896,
         config=CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, heads_together=8),
         why=_LANDED + "in bf16, from the first block as fp16 does, N=2k: 489 TFLOPS, cuDNN 499; lazy 128x64 462",
     ),
     _hopper(
         (193, 256),
-        causal=True,
+        banded=True,
         config=CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, heads_together=4),
         why=_AGAIN + "as fp16 would do it, in bf16, N=8k 634, 16k 654 TFLOPS, cuDNN 544, 557",
     ),
     Rule(
         arches=("sm100", "sm103"),
         head_dim_max=128,
-        causal=True,
+        banded=True,
         config=CutileConfig(tile_m=128, tile_n=64, occupancy=2),
         why=COMPILED + "no spills in its loops; 128x128 spills once there at D=128, 256x128 252 times",
     ),
     Rule(
         arches=("sm100", "sm103"),
         head_dim_max=128,
-        causal=False,
+        banded=False,
         seq_min=4096,
         config=CutileConfig(tile_m=256, tile_n=128, occupancy=1),
         why=COMPILED + "no spills; NVIDIA's own cuTile examples take it; k and v are read half as often as at 128x128",
@@ -389,7 +389,7 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     Rule(
         arches=("sm100", "sm103"),
         head_dim_max=128,
-        causal=False,
+        banded=False,
         config=CutileConfig(tile_m=128, tile_n=128, occupancy=2),
         why=COMPILED + "no spills in its loops; the other tile of NVIDIA's examples, in twice as many blocks",
     ),
@@ -416,14 +416,14 @@ FULL_RULES: tuple[Rule[CutileConfig], ...] = (
     Rule(
         arches=("sm86", "sm89"),
         head_dim_min=129,
-        causal=True,
+        banded=True,
         config=CutileConfig(tile_m=64, tile_n=32, occupancy=1, num_worker_warps=8),
         why=COMPILED + "no spills; with 4 warps 205 in its loops, 64x16 39",
     ),
     Rule(
         arches=("sm120", "sm121"),
         head_dim_min=129,
-        causal=True,
+        banded=True,
         config=CutileConfig(tile_m=128, tile_n=16, occupancy=1, num_worker_warps=8),
         why=COMPILED + "no spills in its loops; 64x32 108, with 8 warps 26",
     ),
@@ -444,7 +444,7 @@ _NO_HINTS = CutileConfig(
 def _causal_128(config: CutileConfig, evidence: str) -> tuple[Rule[CutileConfig], ...]:
     """What was swept for a rung below full: D=128 with the mask, the cell that the ladder is climbed on."""
     why = _H200 + evidence
-    return (Rule(arches=("sm90",), head_dim_min=65, head_dim_max=128, causal=True, config=config, why=why),)
+    return (Rule(arches=("sm90",), head_dim_min=65, head_dim_max=128, banded=True, config=config, why=why),)
 
 
 OWN_RULES: Mapping[str, tuple[Rule[CutileConfig], ...]] = {

@@ -50,7 +50,8 @@ class Rule(Generic[C]):
     head_dim_max: int = 256
     whole_sectors: bool | None = None
     """Whether a row of head_dim elements is a whole number of sectors; else every other one may begin within one."""
-    causal: bool | None = None
+    banded: bool | None = None
+    """For problems whose mask hides keys, which is a band of diagonals, or for those without a mask; None for both."""
     dtype: str | None = None
     seq_min: int = 0
     """Of the longer of Sq and Skv; so is `seq_max`, None for no limit."""
@@ -71,8 +72,8 @@ class Rule(Generic[C]):
             return (
                 f"for rows {'of' if self.whole_sectors else 'other than'} a whole number of {SECTOR_BYTES}-byte sectors"
             )
-        if self.causal not in (None, problem.causal):
-            return "for causal" if self.causal else "for full"
+        if self.banded not in (None, problem.is_banded):
+            return "for causal" if self.banded else "for full"
         if self.dtype not in (None, problem.dtype):
             return f"for {self.dtype}"
         seq = max(problem.seq_q, problem.seq_kv)
@@ -94,7 +95,7 @@ class Rule(Generic[C]):
             and self.head_dim_min <= other.head_dim_min
             and other.head_dim_max <= self.head_dim_max
             and self.whole_sectors in (None, other.whole_sectors)
-            and self.causal in (None, other.causal)
+            and self.banded in (None, other.banded)
             and self.dtype in (None, other.dtype)
             and self.seq_min <= other.seq_min
             and theirs <= longest

@@ -32,7 +32,7 @@ class Tuned:
     arches: tuple[str, ...]
     head_dim_min: int
     head_dim_max: int
-    causal: bool | None
+    banded: bool | None
     seq_min: int
     seq_max: int | None
     config: Mapping[str, Any]
@@ -53,7 +53,7 @@ class Tuned:
             ("arches", bool(self.arches) and known, f"some of {', '.join(GPU_ARCHS)}"),
             ("head_dim_min", _is_count(self.head_dim_min, 1, HEAD_DIM_MAX), f"1 to {HEAD_DIM_MAX}"),
             ("head_dim_max", _is_count(self.head_dim_max, self.head_dim_min, HEAD_DIM_MAX), "from head_dim_min to 256"),
-            ("causal", self.causal in (True, False, None), "true, false, or null for both"),
+            ("banded", self.banded in (True, False, None), "true, false, or null for both"),
             ("seq_min", _is_count(self.seq_min, 0), "a whole number from 0 on"),
             ("seq_max", longest is None or _is_count(longest, self.seq_min), "from seq_min on, or null for no limit"),
             ("config", isinstance(self.config, Mapping) and bool(self.config), "a config's fields by name"),
@@ -140,7 +140,7 @@ def _rule(entry: Tuned, make: Callable[[dict[str, Any]], C]) -> Rule[C]:
         why=entry.why,
         head_dim_min=entry.head_dim_min,
         head_dim_max=entry.head_dim_max,
-        causal=entry.causal,
+        banded=entry.banded,
         seq_min=entry.seq_min,
         seq_max=entry.seq_max,
     )

@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from multiattn.problem import INPUTS, Operands, Options, check_inputs, count_visible_pairs, strides_like
+from multiattn.mask import count_visible_pairs
+from multiattn.problem import INPUTS, Operands, Options, check_inputs, strides_like
 from multiattn.run.calls import get_backward, get_forward
 from multiattn.run.execute import check_results, run_backward, run_forward
 from multiattn.run.flops import register_when_counted

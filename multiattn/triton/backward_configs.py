@@ -159,7 +159,7 @@ def _shapes(
 
 
 def _one_pass_candidates(problem: Problem) -> list[BackwardConfig]:
-    together = 8 if problem.causal else 1
+    together = 8 if problem.is_banded else 1
     return [
         BackwardConfig(tile_m=tile_m, tile_n=tile_n, num_warps=warps, num_stages=stages, heads_together=together)
         for (tile_m, tile_n, warps), stages in itertools.product(_shapes(_SHAPES, problem), (1, 2, 3))
@@ -168,7 +168,7 @@ def _one_pass_candidates(problem: Problem) -> list[BackwardConfig]:
 
 def _two_pass_candidates(problem: Problem) -> list[BackwardConfig]:
     """Each pass with a middling config of the other, as their times add up."""
-    together = 8 if problem.causal else 1
+    together = 8 if problem.is_banded else 1
     shapes, dq_shapes = _shapes(_SHAPES, problem), _shapes(_DQ_SHAPES, problem)
     both = [(shape, stages, dq_shapes[0], 2) for shape, stages in itertools.product(shapes, (1, 2))]
     both += [(shapes[0], 2, shape, stages) for shape, stages in itertools.product(dq_shapes, (1, 2, 3))]
@@ -208,7 +208,7 @@ def _rules(
                 tile_n=tile_n,
                 num_warps=warps,
                 num_stages=stages,
-                heads_together=8 if causal else 1,
+                heads_together=8 if banded else 1,
                 dq_tile_m=dq_tile_m,
                 dq_tile_n=dq_tile_n,
                 dq_num_warps=dq_warps,
@@ -217,9 +217,9 @@ def _rules(
             why=why,
             head_dim_min=head_dims[0],
             head_dim_max=head_dims[1],
-            causal=causal,
+            banded=banded,
         )
-        for causal in masks
+        for banded in masks
     )
 
 

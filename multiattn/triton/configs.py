@@ -140,7 +140,7 @@ def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Trito
             num_warps=num_warps,
             num_stages=num_stages,
             registers=registers,
-            heads_together=8 if problem.causal else 1,
+            heads_together=8 if problem.is_banded else 1,
         )
         for (tile_m, tile_n, num_warps, registers), num_stages in itertools.product(shapes, (1, 2, 3))
     ]
@@ -170,14 +170,14 @@ def _rules(
                 num_warps=num_warps,
                 num_stages=num_stages,
                 registers=registers,
-                heads_together=8 if causal else 1,
+                heads_together=8 if banded else 1,
             ),
             why=why,
             head_dim_min=head_dims[0],
             head_dim_max=head_dims[1],
-            causal=causal,
+            banded=banded,
         )
-        for causal in masks
+        for banded in masks
     )
 
 
@@ -276,13 +276,13 @@ OWN_RULES: Mapping[str, tuple[Rule[TritonConfig], ...]] = {
     "pointer_full": POINTER_RULES,
     "math": (
         Rule(
-            arches=HOPPER, head_dim_min=65, head_dim_max=128, causal=True, config=_NO_LOADS_AHEAD,
+            arches=HOPPER, head_dim_min=65, head_dim_max=128, banded=True, config=_NO_LOADS_AHEAD,
             why=_H200 + "310 TFLOPS; 128x64 299, 64x64 266",
         ),
     ),
     "basic": (
         Rule(
-            arches=HOPPER, head_dim_min=65, head_dim_max=128, causal=True, config=_NO_LOADS_AHEAD,
+            arches=HOPPER, head_dim_min=65, head_dim_max=128, banded=True, config=_NO_LOADS_AHEAD,
             why=_H200 + "239 TFLOPS; 128x128 with 8 warps 223, 64x64 207",
         ),
     ),
