@@ -375,15 +375,6 @@ def test_where_there_is_no_counter_left_a_launch_brings_its_own(driver, monkeypa
     assert all(params.next_tile for params in driver.structs)
 
 
-def test_a_launcher_keeps_a_bounded_number_of_streams(driver):
-    _, launch = launcher_of(CONFIG)
-    given = tensors()
-    for driver.stream in (*range(2, 202, 2), 2):
-        launch(Operands(*given))
-    assert len(launch._configs) <= 64
-    assert [launched.stream for launched in driver.launched] == [*range(2, 202, 2), 2]
-
-
 def test_a_kernel_that_stores_from_registers_has_no_map_of_out(driver):
     _, launch = launcher_of(replace(CONFIG, tma_store=False))
     launch(Operands(*tensors()))

@@ -46,10 +46,9 @@ def attend(operands: Operands, options: Options) -> tuple[torch.Tensor, torch.Te
         else:
             out, lse = forward_op(*operands.inputs, *asked)
     elif needs_grad(operands):
-        ready = get_forward(operands, options, True)
-        out, lse = Attention.apply(ready, *operands.inputs)  # type: ignore[no-untyped-call]
+        out, lse = _attend_with_grad(get_forward(operands, options, True), *operands.inputs)
     else:
-        out, lse = run_forward(get_forward(operands, options), operands)
+        out, lse = run_forward(get_forward(operands, options), operands.inputs)
     return out, lse
 
 
@@ -96,7 +95,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ready: Ready, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch, and keep what the backward reads."""
-        out, lse = run_forward(ready, Operands(*inputs))
+        out, lse = run_forward(ready, inputs)
         ctx.save_for_backward(*inputs, out, lse)
         ctx.set_materialize_grads(False)
         ctx.ready = ready.gradient
@@ -106,13 +105,17 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Launch the backward that the forward made ready; if hooks changed saved tensors, another that fits them."""
         ready: Ready = ctx.ready
-        operands = Operands(*(*ctx.saved_tensors, dout, dlse))
+        read = (*ctx.saved_tensors, dout, dlse)
+        is_usual = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and _is_unwatched()
+        if is_usual and dout is not None and ready.fits(read):
+            return (None, *run_conforming(ready, read))
+        operands = Operands(*read)
         if dout is None and dlse is None:
             return (None, *(None for _ in operands.inputs))
-        is_usual = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and _is_unwatched()
-        if is_usual and dout is not None and ready.fits(operands):
-            return (None, *run_conforming(ready, operands))
         return (None, *differentiate(operands, ready.options))
+
+
+_attend_with_grad = compat.applier(Attention)
 
 
 class AttentionBackward(torch.autograd.Function):

@@ -14,7 +14,7 @@ from multiattn.plan import backend as registry
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import Launcher, Plan
 from multiattn.plan.choice import BOTH, choose
-from multiattn.problem import FORWARD_RESULTS, GRADIENTS, VECTOR_BYTES, Layout, Operands, Options, problem_of
+from multiattn.problem import FORWARD_RESULTS, GRADIENTS, VECTOR_BYTES, Operands, Options, problem_of
 from multiattn.run import compat
 from multiattn.run.log import logged
 
@@ -28,7 +28,7 @@ class Ready:
     That is when a kernel may be compiled: a forward whose gradient nobody asks for does not pay for the backward's.
     """
 
-    __slots__ = ("_guards", "device", "gradient", "launch", "options", "plan", "results")
+    __slots__ = ("_guards", "allocate", "device", "gradient", "launch", "options", "plan")
 
     def __init__(self, plan: Plan, options: Options, device: torch.device, gradient: Ready | None = None) -> None:
         self.plan = plan
@@ -38,7 +38,8 @@ class Ready:
         """The backward of a forward that autograd records."""
         layouts = plan.problem.layouts
         written = FORWARD_RESULTS if plan.direction == "forward" else GRADIENTS
-        self.results: tuple[Layout, ...] = tuple(layouts[name] for name in written)
+        self.allocate = compat.allocator([layouts[name] for name in written], device)
+        """Makes what a launch writes."""
         self.launch: Launcher = self._prepare
         self._guards: dict[int, compat.Guard] = {}
 
@@ -47,15 +48,15 @@ class Ready:
         self.launch = prepare(self.plan, self.device)
         self.launch(operands)
 
-    def fits(self, operands: Operands) -> bool:
-        """Whether a backward may read these operands as they are, told in one step by those that it read before."""
-        given = [tensor for tensor in operands if tensor is not None]
+    def fits(self, read: Sequence[torch.Tensor | None]) -> bool:
+        """Whether a backward may read these tensors as they are, told in one step by those that it read before."""
+        given = [tensor for tensor in read if tensor is not None]
         are_alike = self._guards.get(len(given))
         return are_alike is not None and are_alike(*given) and _are_aligned(given)
 
-    def remember(self, operands: Operands) -> None:
-        """Let `fits` tell operands like these, which a backward may read as they are."""
-        given = [tensor for tensor in operands if tensor is not None]
+    def remember(self, read: Sequence[torch.Tensor | None]) -> None:
+        """Let `fits` tell tensors like these, which a backward may read as they are."""
+        given = [tensor for tensor in read if tensor is not None]
         if _are_aligned(given) and (guard := compat.tensor_guard(*given)) is not None:
             self._guards[len(given)] = guard
 

@@ -6,7 +6,7 @@ call (``compat.current_stream(device)``) or when they are made, never when they 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,15 +50,28 @@ _empty_on_gpu: Any = _private("_dynamo", "guards", "_empty_strided_cuda")
 def empty_strided(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """An uninitialised tensor on `device`, which is the current one where it is a GPU.
+    """An uninitialised tensor on `device`, which is the current one where it is a GPU."""
+    return allocator([(shape, strides, dtype)], device)()[0]
+
+
+def allocator(
+    layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]], device: torch.device
+) -> Callable[[], list[torch.Tensor]]:
+    """Makes uninitialised tensors of these shapes, strides and dtypes on `device`, the current one where it is a GPU.
 
     On a GPU past PyTorch's dispatcher, as in the code that Inductor writes: that costs half as much. Not where PyTorch
-    may have to fill it first (`torch.utils.deterministic.fill_uninitialized_memory`), which the dispatcher's way does.
+    may have to fill them first (`torch.utils.deterministic.fill_uninitialized_memory`): the dispatcher's way does so.
     """
-    if _empty_on_gpu is not None and device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
-        made: torch.Tensor = _empty_on_gpu(shape, strides, dtype)
-        return made
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+    def through_dispatcher() -> list[torch.Tensor]:
+        return [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in layouts]
+
+    def past_dispatcher() -> list[torch.Tensor]:
+        if torch.are_deterministic_algorithms_enabled():
+            return through_dispatcher()
+        return [_empty_on_gpu(*layout) for layout in layouts]
+
+    return through_dispatcher if _empty_on_gpu is None or device.type != "cuda" else past_dispatcher
 
 
 data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
@@ -96,6 +109,17 @@ def _always() -> bool:
 def _public_tracing() -> bool:
     asked: Any = torch.jit  # is_tracing is public, but neither exported nor typed
     return bool(asked.is_tracing())
+
+
+_FunctionBase: Any = _private("_FunctionBase")
+
+
+def applier(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` for callers who know that no `torch.func` transform is active: without asking for one again."""
+    if _FunctionBase is None:
+        return function.apply
+    past_transforms: Any = super(torch.autograd.Function, function)
+    return past_transforms.apply  # type: ignore[no-any-return]
 
 
 transforms_active: Callable[[], bool] = _private("_are_functorch_transforms_active") or _always

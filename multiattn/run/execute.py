@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -18,14 +19,13 @@ from multiattn.run.driver import ensure_context
 _AS_IT_IS: AbstractContextManager[None] = contextlib.nullcontext()
 
 
-def run_forward(ready: Ready, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+def run_forward(ready: Ready, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Out and lse, fresh, on the current stream of the tensors' device."""
     if not _is_here(ready.device):
         with torch.cuda.device(ready.device):
-            return run_forward(ready, operands)
-    device = ready.device
-    out, lse = [compat.empty_strided(*layout, device) for layout in ready.results]
-    ready.launch(Operands(*(*operands.inputs, out, lse)))
+            return run_forward(ready, inputs)
+    out, lse = ready.allocate()
+    ready.launch(Operands(*(*inputs, out, lse)))
     return out, lse
 
 
@@ -37,18 +37,17 @@ def run_backward(ready: Ready, operands: Operands) -> tuple[torch.Tensor, ...]:
     with _on(ready.device):
         conforming = _conform(ready.plan, operands)
     if conforming is operands:
-        ready.remember(operands)
-    return run_conforming(ready, conforming)
+        ready.remember(operands.read)
+    return run_conforming(ready, conforming.read)
 
 
-def run_conforming(ready: Ready, operands: Operands) -> tuple[torch.Tensor, ...]:
-    """`run_backward` of operands that are laid out as the launch contract says: those that `Ready.fits` passes."""
+def run_conforming(ready: Ready, read: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+    """`run_backward` of tensors that are laid out as the launch contract says: those that `Ready.fits` passes."""
     if not _is_here(ready.device):
         with torch.cuda.device(ready.device):
-            return run_conforming(ready, operands)
-    device = ready.device
-    gradients = [compat.empty_strided(*layout, device) for layout in ready.results]
-    ready.launch(Operands(*operands.read, *gradients))
+            return run_conforming(ready, read)
+    gradients = ready.allocate()
+    ready.launch(Operands(*(*read, *gradients)))  # type: ignore[arg-type]  # dlse may be None
     return tuple(gradients)
 
 

@@ -50,7 +50,7 @@ def forward_op(
 ) -> _Pair:
     """Out and lse of `multiattn.fmha`. With `needs_grad` a problem whose backward cannot run is refused here."""
     operands, options = Operands(q, k, v), Options(causal, scale, backend, variant, deterministic)
-    return run_forward(get_forward(operands, options, needs_grad), operands)
+    return run_forward(get_forward(operands, options, needs_grad), operands.inputs)
 
 
 @torch.library.custom_op(
