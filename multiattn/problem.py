@@ -108,11 +108,6 @@ class Operands(NamedTuple):
         """Every tensor that a backward reads: all but the gradients that it writes."""
         return self[:-INPUTS]
 
-    @property
-    def address_bits(self) -> int:
-        """The bits of all addresses of the inputs: its lowest tell how they are aligned together."""
-        return self.q.data_ptr() | self.k.data_ptr() | self.v.data_ptr()
-
     def inputs_are(self, types: frozenset[type]) -> bool:
         """Whether every input is of one of these types, not of one derived from them."""
         return type(self.q) in types and type(self.k) in types and type(self.v) in types

@@ -45,7 +45,7 @@ def attend(operands: Operands, options: Options) -> tuple[torch.Tensor, torch.Te
             out, lse = TransformedAttention.apply(asked, *operands.inputs)  # type: ignore[no-untyped-call]
         else:
             out, lse = forward_op(*operands.inputs, *asked)
-    elif needs_grad(operands):
+    elif torch.is_grad_enabled() and operands.requires_grad:
         out, lse = _attend_with_grad(get_forward(operands, options, True), *operands.inputs)
     else:
         out, lse = run_forward(get_forward(operands, options), operands.inputs)

@@ -73,31 +73,34 @@ class _Calls:
         self.ready: dict[_CallKey, Ready] = {}
         self._latest: dict[_CallKey, tuple[compat.Guard, int, Ready]] = {}
 
-    def find(self, operands: Operands, options: Options, needs_grad: bool = False) -> tuple[_CallKey, Ready | None]:
-        """What an earlier such call made ready, behind the key to keep it under where there is nothing yet."""
-        inputs = operands.inputs
+    def find(self, operands: Operands, options: Options, needs_grad: bool = False) -> Ready | _CallKey:
+        """What an earlier such call made ready, or the key to keep it under where there is nothing yet."""
+        q, k, v = inputs = operands.inputs
         try:
-            brief = (operands.q.shape, operands.k.shape, options, needs_grad)
-            offset = operands.address_bits & (VECTOR_BYTES - 1)
+            brief = (q.shape, k.shape, options, needs_grad)
+            offset = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & (VECTOR_BYTES - 1)
             latest = self._latest.get(brief)
             if latest is not None:
                 are_alike, its_offset, ready = latest
-                if offset == its_offset and are_alike(*inputs):
-                    return brief, ready
+                if offset == its_offset and are_alike(q, k, v):
+                    return ready
             key = (*brief, offset, *map(_metadata, inputs))
             known = self.ready.get(key)
         except (AttributeError, RuntimeError, TypeError):
             problem_of(operands, options)  # say in our words what is wrong; else the error is not about the arguments
             raise
-        if known is not None and (guard := compat.tensor_guard(*inputs)) is not None:
+        if known is None:
+            return key
+        if (guard := compat.tensor_guard(*inputs)) is not None:
             self._latest[brief] = (guard, offset, known)
-        return key, known
+        return known
 
-    def keep(self, key: _CallKey, ready: Ready) -> None:
+    def keep(self, key: _CallKey, ready: Ready) -> Ready:
         """Let calls of the key that `find` gave find `ready`."""
         if len(self.ready) >= _LIMIT:
             self.clear()
         self.ready[key] = ready
+        return ready
 
     def clear(self) -> None:
         """Forget all."""
@@ -120,27 +123,25 @@ _forward, _backward = _Calls(), _Calls()
 
 def get_forward(operands: Operands, options: Options, needs_grad: bool = False) -> Ready:
     """The forward of a call, ready to launch. With `needs_grad` it has its `gradient` too, or the call is refused."""
-    key, ready = _forward.find(operands, options, needs_grad)
-    if ready is None:
-        device = operands.q.device
-        directions = BOTH if needs_grad else BOTH[:1]
-        plan, *backward = choose(problem_of(operands, options), detect(device), options, *directions)
-        gradient = get_backward(operands, options.of_gradient, *backward) if needs_grad else None
-        ready = Ready(plan, options, device, gradient)
-        _forward.keep(key, ready)
-    return ready
+    found = _forward.find(operands, options, needs_grad)
+    if isinstance(found, Ready):
+        return found
+    device = operands.q.device
+    directions = BOTH if needs_grad else BOTH[:1]
+    plan, *backward = choose(problem_of(operands, options), detect(device), options, *directions)
+    gradient = get_backward(operands, options.of_gradient, *backward) if needs_grad else None
+    return _forward.keep(found, Ready(plan, options, device, gradient))
 
 
 def get_backward(operands: Operands, options: Options, plan: Plan | None = None) -> Ready:
     """The backward of a call, ready to launch; `options.variant` is one of the backward's, `plan` what was chosen."""
-    key, ready = _backward.find(operands, options)
-    if ready is None:
-        device = operands.q.device
-        if plan is None:
-            (plan,) = choose(problem_of(operands, options), detect(device), options, "backward")
-        ready = Ready(plan, options, device)
-        _backward.keep(key, ready)
-    return ready
+    found = _backward.find(operands, options)
+    if isinstance(found, Ready):
+        return found
+    device = operands.q.device
+    if plan is None:
+        (plan,) = choose(problem_of(operands, options), detect(device), options, "backward")
+    return _backward.keep(found, Ready(plan, options, device))
 
 
 # ---------------------------------------------------------------- launchers
