@@ -168,7 +168,7 @@ def test_what_tma_cannot_walk_is_refused_with_the_variant_that_can(changed, told
 def test_on_a_cpu_it_must_be_named():
     plan = make_plan(BACKEND, problem_of(), CPU, probe=False)
     assert plan.variant == SPLIT_Q.name
-    assert any("for a caller who names the variant (emulated" in line for line in plan.rejected)
+    assert any("for callers that name the variant (emulated" in line for line in plan.rejected)
     named = make_plan(BACKEND, problem_of(), CPU, variant=WGMMA.name, probe=False)
     assert (named.config, named.config.scheduler) == (RULES[-1].config, "dynamic")
 

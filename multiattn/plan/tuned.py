@@ -107,7 +107,7 @@ def _numbered(number: int, row: Mapping[str, Any]) -> Tuned:
 
 
 def dumps(rules: Sequence[Tuned]) -> str:
-    """What `parse` reads: a rule a line."""
+    """JSON text that `parse` reads: a rule a line."""
     return "[\n" + ",\n".join(json.dumps(rule.as_dict()) for rule in rules) + "\n]\n" if rules else "[]\n"
 
 

@@ -1,4 +1,4 @@
-"""How a call is differentiated: its way, from its tensors and from what is active when it is made.
+"""The way of a call through autograd, from its tensors and from what is active when it is made.
 
 A plain eager call goes straight to a launcher, with an `autograd.Function` around it where a tensor needs grad. Every
 other call takes the ops of `multiattn.run.ops`, to the same launchers: under `torch.func`, which an op's gradient
@@ -21,7 +21,7 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def _is_unwatched() -> bool:
-    """Whether nobody traces, transforms or watches: an ordinary eager call, if its tensors are of `_PLAIN` types.
+    """True for an ordinary eager call, if its tensors are of `_PLAIN` types: nobody traces, transforms or watches it.
 
     `torch.compiler.is_compiling` must have been asked before: these are not for Dynamo to trace.
     """
@@ -31,7 +31,7 @@ def _is_unwatched() -> bool:
 
 
 def needs_grad(operands: Operands) -> bool:
-    """Whether autograd will want a gradient of this call."""
+    """True if autograd will want a gradient of this call."""
     return operands.requires_grad and torch.is_grad_enabled()
 
 
@@ -85,7 +85,7 @@ def _check_call(operands: Operands, options: Options) -> None:
 
 
 def _needs_function() -> bool:
-    """Whether something differentiates that an op's own gradient is out of reach of."""
+    """True if something differentiates this call that cannot reach an op's own gradient."""
     return compat.transforms_active() or compat.in_forward_mode()
 
 

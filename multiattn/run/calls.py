@@ -49,7 +49,7 @@ class Ready:
         self.launch(operands)
 
     def fits(self, read: Sequence[torch.Tensor | None]) -> bool:
-        """Whether a backward may read these tensors as they are, told in one step by those that it read before."""
+        """True if a backward may read these tensors as they are: they are like tensors that it read before."""
         given = [tensor for tensor in read if tensor is not None]
         are_alike = self._guards.get(len(given))
         return are_alike is not None and are_alike(*given) and _are_aligned(given)
@@ -62,7 +62,7 @@ class Ready:
 
 
 class _Calls:
-    """What earlier calls made ready, found again by all that a Plan depends on and that two calls can share.
+    """Earlier calls that were made ready, found again by all that a Plan depends on.
 
     Asking three tensors for all of that takes a host 2 us. So the last call of each pair of shapes and options leaves
     a guard, which looks at the tensors in one step, in half of the time. A call that passes it, and is as aligned, is
@@ -74,7 +74,7 @@ class _Calls:
         self._latest: dict[_CallKey, tuple[compat.Guard, int, Ready]] = {}
 
     def find(self, operands: Operands, options: Options, needs_grad: bool = False) -> Ready | _CallKey:
-        """What an earlier such call made ready, or the key to keep it under where there is nothing yet."""
+        """The `Ready` of an earlier such call, or the key to keep a new one under."""
         q, k, v = inputs = operands.inputs
         try:
             brief = (q.shape, k.shape, options, needs_grad)
@@ -109,7 +109,7 @@ class _Calls:
 
 
 def _are_aligned(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all start at a multiple of the widest access."""
+    """True if all start at a multiple of the widest access."""
     return not functools.reduce(operator.or_, map(compat.data_ptr, tensors)) & (VECTOR_BYTES - 1)
 
 

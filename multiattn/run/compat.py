@@ -1,4 +1,4 @@
-"""Everything private to PyTorch that a call uses because the public way costs the host more, with that public way.
+"""PyTorch's private hooks that a call uses because the public way costs the host more, each with that public way.
 
 A release of PyTorch without one of these hooks is slower by it, and as right. Callers ask for these names when they
 call (``compat.current_stream(device)``) or when they are made, never when they are imported.
@@ -13,11 +13,11 @@ import torch
 from torch.autograd import forward_ad
 
 Guard = Callable[..., bool]
-"""Given as many tensors: whether they are like those that the guard was made of."""
+"""Called with as many tensors: true if they are like those that the guard was made of."""
 
 
 def _private(*path: str) -> Any:
-    """What PyTorch's extension module has under a name; None for a name that this release does not have."""
+    """The object of a name in PyTorch's extension module; None for a name that this release does not have."""
     found: Any = torch._C
     for name in path:
         found = getattr(found, name, None)
@@ -123,13 +123,13 @@ def applier(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 transforms_active: Callable[[], bool] = _private("_are_functorch_transforms_active") or _always
-"""Whether `torch.func` transforms this call. Without the hook: yes, and the call goes through the ops."""
+"""True if `torch.func` transforms this call. Without the hook: always, and calls go through the ops."""
 
 dispatch_modes: Callable[[], int] = _private("_len_torch_dispatch_stack") or _always
-"""How many modes intercept the dispatcher. Without the hook: one, and the call goes through the ops."""
+"""The number of modes that intercept the dispatcher. Without the hook: one, and calls go through the ops."""
 
 is_tracing: Callable[[], bool] = _private("_is_tracing") or _public_tracing
-"""Whether `torch.jit.trace` records this call."""
+"""True if `torch.jit.trace` records this call."""
 
 
 def _public_storage(tensor: torch.Tensor) -> bool:
@@ -141,10 +141,10 @@ def _public_storage(tensor: torch.Tensor) -> bool:
 
 
 has_storage: Callable[[torch.Tensor], bool] = _private("_has_storage") or _public_storage
-"""Whether a tensor has memory of its own; one that `torch.vmap` maps has none."""
+"""True if a tensor has memory of its own; one that `torch.vmap` maps has none."""
 
 
 def in_forward_mode() -> bool:
-    """Whether forward-mode differentiation is active; without the hook: yes, and the call goes through the ops."""
+    """True if forward-mode differentiation is active. Without the hook: always, and calls go through the ops."""
     level: int = getattr(forward_ad, "_current_level", 0)
     return level >= 0

@@ -116,7 +116,7 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _is_here(device: torch.device) -> bool:
-    """Whether the tensors' device is the current one; if so, its CUDA context is the thread's from here on."""
+    """True if the tensors' device is the current one; its CUDA context is then current in this thread, too."""
     if (index := device.index) is None:  # a CPU
         return True
     if index != compat.current_device():
@@ -126,7 +126,7 @@ def _is_here(device: torch.device) -> bool:
 
 
 def check_results(operands: Operands) -> None:
-    """TypeError or ValueError for results of a forward, or gradients of them, that are none; in any layout."""
+    """TypeError or ValueError for tensors that cannot be a forward's results or their gradients; any layout does."""
     q = operands.q
     for name in ("out", "dout"):
         _check_alike(name, getattr(operands, name), q.shape, q.dtype, q.device)
@@ -135,7 +135,7 @@ def check_results(operands: Operands) -> None:
 
 
 def _check_alike(name: str, tensor: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """TypeError or ValueError for what is no tensor of this shape, dtype and device."""
+    """TypeError or ValueError for anything but a tensor of this shape, dtype and device."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
     if tensor.is_nested or tensor.layout != torch.strided:
@@ -149,7 +149,7 @@ def _check_alike(name: str, tensor: object, shape: tuple[int, ...], dtype: torch
 
 
 def _is_laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
-    """Whether a launch may read or write the tensor as it is; a dimension that nobody walks may have any stride."""
+    """True if a launch may read or write the tensor as it is; a dimension of size 1 may have any stride."""
     if tensor.data_ptr() % VECTOR_BYTES or tensor.is_neg():
         return tensor.numel() == 0
     if tensor.stride() == strides:

@@ -39,7 +39,7 @@ class LoadedKernel:
     binding: abi.Binding
     """Its arguments, by the names of `Operands` and of the workspace's areas."""
     overlaps: bool = False
-    """Whether it may begin while the kernel before it on the stream still runs (`driver.launch_config`)."""
+    """It may begin while the kernel before it on the stream still runs (`driver.launch_config`)."""
     keeps: object = None
     """The owner of the function, where its end would unload it."""
 
@@ -206,7 +206,7 @@ class _Layout:
         ]
         self._words = self._run({abi.POINTER_BYTES * i: name for i, name in enumerate(dict.fromkeys(bare))})
         self.parameters = tuple(tuple(self._argument(it) for it in binding.arguments) for binding in bindings)
-        """Of each argument of each kernel."""
+        """Byte offset of each argument of each kernel."""
 
     def _place(self, data: bytes, alignment: int) -> int:
         start = -(-len(self.initial) // alignment) * alignment
@@ -280,4 +280,4 @@ class _Slot:
         )
         self.addresses: tuple[int, ...] | None = None
         self.launches: dict[int, list[Callable[[], int]]] = {}
-        """Of each kernel, by the handle of a stream."""
+        """A call for each kernel, by the handle of a stream."""
