@@ -6,7 +6,7 @@ JOBS ?= 2
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-all expected lint clean
+.PHONY: setup demo test test-all lint clean
 
 setup: $(VENV)/.ready
 
@@ -29,15 +29,11 @@ test: lint
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q
 	$(BIN)/python -m bench docs --check
 
-# Everything that make test runs, and what takes too long for every change: each point of the ladders, each cell of
-# the targets, the slowest gradients.
+# Everything that make test runs, and what takes too long for every change: each point of the ladders, each rule
+# compiled for each arch, the slowest gradients.
 test-all: test
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q -m nightly
-	$(BIN)/python -m bench expected --check --all --jobs $(JOBS)
-
-# What compilers make of every kernel for every target, on record anew; prints what differs from the record before.
-expected: setup
-	$(BIN)/python -m bench expected --jobs $(JOBS)
+	$(BIN)/python -m bench record --check --jobs $(JOBS)
 
 clean:
 	rm -rf $(VENV) out build *.egg-info

@@ -6,27 +6,14 @@ import argparse
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 from bench.errors import InputError
 from bench.matrix import DIRECTIONS, SUITES, Direction
 from bench.timing import Budget
 from multiattn.inspect.options import count
-from multiattn.plan import backend as registry
 from multiattn.plan.backend import BACKENDS
-
-KERNELS_OF: Mapping[str, tuple[registry.Direction, ...]] = MappingProxyType(
-    {"fwd": ("forward",), "bwd": ("backward",), "fwdbwd": registry.DIRECTIONS}
-)
-"""Whose kernels a direction that bench times is made of."""
-
-
-def kernel_directions(timed: Iterable[str]) -> tuple[registry.Direction, ...]:
-    """The directions of kernels behind those that bench times (``fwd``, ``bwd``, ``fwdbwd``), each once."""
-    asked = {direction for name in timed for direction in KERNELS_OF[name]}
-    return tuple(direction for direction in registry.DIRECTIONS if direction in asked)
 
 
 def positive(text: str) -> float:

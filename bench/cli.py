@@ -1,4 +1,4 @@
-"""``python -m bench``: the matrix, and beside it expected, ladder, tune, compare, prefer, docs and more."""
+"""``python -m bench``: the matrix, and beside it record, ladder, tune, compare, prefer, docs and more."""
 
 from __future__ import annotations
 
@@ -13,23 +13,18 @@ import torch
 from bench import (
     demo,
     docs,
-    emitted,
     host,
     ladder,
     record,
     report,
-    rule_table,
-    target_cli,
     tune,
     verdicts,
 )
 from bench.arguments import (
     add_budget,
     add_cells,
-    add_direction,
     add_jobs,
     add_who,
-    kernel_directions,
     our_names,
     positive,
     try_file,
@@ -43,8 +38,8 @@ from bench.providers import Provider, our_providers
 from bench.results import Row, Store, is_ours, load
 from bench.run import DeviceLostError, Job, Machine, run
 from bench.timing import REGIMES, Budget
+from multiattn.__main__ import main as run_multiattn
 from multiattn.inspect.options import count
-from multiattn.plan.arch import GPU_ARCHS
 
 AGAIN = "out/bench/again"
 """Where a stored command writes: what is recorded is not overwritten by whoever tries it."""
@@ -97,7 +92,8 @@ def run_matrix(options: argparse.Namespace) -> int:
         if options.no_compile or not asked:
             return 0
         print("\nCompiled for every target instead:\n")
-        return target_cli.compile_forward(asked, options.jobs, _compile_json())
+        which = ["--backend", ",".join(asked), "--direction", "forward", "--head-dim", "128", "--mask", "causal"]
+        return run_multiattn(["compile", *which, "--jobs", str(options.jobs)])
     ours = [row for row in rows if is_ours(row.contender)]
     idle = idle_backends(ours, asked if options.backend else {row.contender.partition("/")[0] for row in ours})
     print("".join(f"\n{line}" for line in idle))
@@ -161,23 +157,6 @@ def measure_host(options: argparse.Namespace) -> int:
     print(host.table(costs))
     print(f"\n{host.CELL.key}. Written: {_shown(path)}")
     return int(any(cost.error for cost in costs))
-
-
-def record_rules(options: argparse.Namespace) -> int:
-    """Compile every rule for every arch that it names, unless on record; with --check only say what is wrong."""
-    names = our_names(options.backend)
-    path = rule_table.record_path()
-    failures = []
-    if not options.check:
-        if not names:
-            raise InputError("--backend none leaves nothing to compile")
-        wanted = rule_table.cases(names, kernel_directions(options.direction), tuple(options.arch or GPU_ARCHS))
-        failures = rule_table.update(wanted, path, jobs=options.jobs, say=lambda text: print(text, flush=True))
-        print(f"Written: {_shown(path)}")
-    recorded = rule_table.load(path)
-    failures += rule_table.check(recorded, rule_table.cases()) + rule_table.dead_rules()
-    print("".join(f"{line}\n" for line in failures) + f"{len(recorded)} kernels on record, {len(failures)} failures")
-    return int(bool(failures))
 
 
 def tune_configs(options: argparse.Namespace) -> int:
@@ -272,11 +251,7 @@ def update_docs(options: argparse.Namespace) -> int:
 
 COMMANDS = {
     "run": run_matrix,
-    "rules": record_rules,
     "record": record.run,
-    "expected": target_cli.record_expected,
-    "targets": target_cli.write_pages,
-    "emitted": emitted.run,
     "ladder": ladder.climb_ladder,
     "tune": tune_configs,
     "compare": compare_files,
@@ -322,10 +297,6 @@ def recorded_files() -> list[Path]:
     return sorted(path for path in results_root().glob("*/*.json") if path.stem in SUITES)
 
 
-def _compile_json() -> Path:
-    return workplace() / "out" / "bench" / "compile.json"
-
-
 def _try_writing(options: argparse.Namespace) -> None:
     """InputError where --out or --html cannot be written to: said before anything runs, not after."""
     if getattr(options, "out", None) is not None:
@@ -368,18 +339,7 @@ def _parser() -> argparse.ArgumentParser:
     add_budget(command, Budget())
     command.add_argument("--out", type=Path, help="folder of the results; default bench/results/<gpu>")
 
-    command = add("rules")
-    add_who(command)
-    add_direction(command, ("fwdbwd",), "fwdbwd")
-    command.add_argument("--arch", action="append", choices=GPU_ARCHS, help="may be given again; default all")
-    command.add_argument("--check", action="store_true", help="compile nothing; exit 1 where the record is not right")
-    add_jobs(command)
-
     record.add_arguments(add("record"))
-    target_cli.add_expected(add("expected"))
-    target_cli.add_pages(add("targets"))
-    emitted.add_arguments(add("emitted"))
-
     ladder.add_arguments(add("ladder"))
 
     command = add("tune")

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import expected
 from bench.report import combined_report, load_entries
 from multiattn.__main__ import main as run_multiattn
 from parity.__main__ import main as run_parity
@@ -42,8 +41,6 @@ def demo(
         ),
         ("Speed", bench, ["run", "--suite", "floors", "--no-compile", *jobs, "--out", str(out / "bench")]),
     ]
-    if expected.record_folder().exists():  # in a checkout
-        steps.append(("A page for every target", bench, ["targets", "--out", str(out / "targets")]))
     failed = []
     for title, command, arguments in steps:
         print(f"\n=== {title}\n", flush=True)

@@ -13,8 +13,8 @@ import torch
 from bench.environment import results_root
 from bench.ladder_rungs import Rung, plan_rung
 from bench.matrix import Cell
+from bench.record import compiler
 from bench.results import read
-from bench.rule_table import compiler
 from multiattn.inspect.pool import run_isolated
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import CPU, GPU_ARCHS, Arch, by_name, occupancy

@@ -5,14 +5,18 @@ import struct
 from dataclasses import replace
 from pathlib import Path
 
+import bench_ladder_fakes as ladders
 import pytest
 
 from bench import record, record_doors, record_kernels
 from bench.record import Record, compare, is_older, load, promises, sample, save
 from bench.record_cases import Case, cases, dead_rules
-from bench.record_kernels import Job, Kernel, digest_of
+from bench.record_kernels import KNOWN_SPILLS, Job, Kernel, digest_of
+from multiattn.cuda.axes import SPLIT_Q
+from multiattn.plan import backend as registry
 from multiattn.plan.arch import GPU_ARCHS
-from multiattn.plan.backend import BACKENDS, Exported
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, Exported, find_variant
+from multiattn.plan.config import Rule
 from multiattn.plan.toolchain import version_of
 
 KERNEL = Kernel(
@@ -206,8 +210,104 @@ def every():
     return cases()
 
 
-def test_every_rule_is_chosen_by_some_problem():
-    assert not dead_rules()
+def test_every_rule_has_a_case_on_every_arch_that_it_names():
+    assert dead_rules() == []
+    found = cases()
+    assert len({case.key for case in found}) == len(found)
+    assert {(case.plan.backend, case.direction) for case in found} == {
+        (name, direction) for name in BACKENDS for direction in DIRECTIONS if registry.get(name).op(direction).variants
+    }
+    for case in found:
+        assert case.direction == case.plan.direction
+        assert case.plan.why != "given by the caller"  # the rules chose it
+
+
+def test_the_problem_of_a_case_is_one_that_its_rule_is_for(monkeypatch):
+    """Rules of lengths and batches get a problem of such a length and batch; a rule nothing reaches is named."""
+    backend = registry.get("cuda")
+    variant = find_variant(backend, SPLIT_Q.name)
+    sm90 = next(rule.config for rule in variant.rules if "sm90" in rule.arches)
+    limits = ({"seq_max": 512}, {"batch_max": 2}, {"seq_min": 8192}, {}, {"head_dim_max": 64})
+    rules = tuple(
+        Rule(arches=("sm90",), config=replace(sm90, stages=stages), why="", **limit)
+        for stages, limit in enumerate(limits, 1)
+    )
+    variant = replace(variant, rules=rules, fits=lambda problem, arch, config: ())
+    backend = replace(backend, forward=replace(backend.forward, variants=(variant,)))
+    monkeypatch.setattr(registry, "get", lambda name: backend)
+    found = cases(("cuda",), ("forward",))
+    sizes = {case.plan.config.stages: (case.plan.problem.seq_q, case.plan.problem.batch) for case in found}
+    assert sizes == {1: (512, 4), 2: (4096, 2), 3: (8192, 4), 4: (4096, 4)}
+    (line,) = dead_rules(("cuda",), ("forward",))
+    assert line.startswith(f"cuda forward {variant.name} sm90: nothing chooses the rule tile_m=128")
+
+
+def test_a_rule_for_what_earlier_ones_leave_of_the_head_dims_is_not_dead(monkeypatch):
+    """Rules nested by their widest head_dim: the usual head_dims all go to the first."""
+    ladders.install(monkeypatch)
+    backend = registry.get("cutile")
+    rules = tuple(
+        Rule(arches=("sm90",), config=ladders.Tile(tile_m=tile, tile_n=16), why="a guess", head_dim_max=widest)
+        for tile, widest in ((64, 256), (32, 512), (16, 1024))
+    )
+    variant = replace(backend.forward.offered[0], rules=rules)
+    forward = replace(backend.forward, variants=(variant,))
+    monkeypatch.setattr(registry, "get", lambda name: replace(backend, forward=forward))
+    found = {(case.plan.config.tile_m, case.plan.problem.head_dim) for case in cases(("cutile",), ("forward",))}
+    assert found == {(64, 64), (64, 128), (64, 256), (32, 512), (16, 1024)}
+    assert dead_rules(("cutile",), ("forward",)) == []
+
+
+def test_a_rule_for_rows_of_no_whole_number_of_sectors_is_compiled_for_such(monkeypatch):
+    """And one for head_dims of which none has such rows is named."""
+    ladders.install(monkeypatch)
+    backend = registry.get("cutile")
+    rules = tuple(
+        Rule(
+            arches=("sm90",),
+            config=ladders.Tile(tile_m=tile, tile_n=16),
+            why="a guess",
+            head_dim_min=narrowest,
+            head_dim_max=widest,
+            whole_sectors=False,
+        )
+        for tile, narrowest, widest in ((64, 97, 128), (32, 65, 96), (16, 89, 96))
+    )
+    variant = replace(backend.forward.offered[0], rules=rules)
+    forward = replace(backend.forward, variants=(variant,))
+    monkeypatch.setattr(registry, "get", lambda name: replace(backend, forward=forward))
+    found = {(case.plan.config.tile_m, case.plan.problem.head_dim) for case in cases(("cutile",), ("forward",))}
+    assert found == {(64, 120), (32, 88)}
+    (line,) = dead_rules(("cutile",), ("forward",))
+    assert "nothing chooses the rule tile_m=16" in line
+
+
+def test_rungs_that_must_be_named_are_spanned_on_two_archs(monkeypatch):
+    """Of the offered every rule on every arch; of the others those that span the flags, whose rules are never dead."""
+    ladders.install(monkeypatch)
+    backend = registry.get("cutile")
+    rules = tuple(
+        Rule(arches=("sm80", "sm90", "sm120"), config=ladders.Tile(tile_m=16, tile_n=16, stages=stages), why="a guess")
+        for stages in (1, 2)  # nothing ever chooses the second
+    )
+    arches = ("cpu", "sm80", "sm90", "sm120")
+    variants = tuple(
+        replace(it, rules=rules, fits=ladders.variant("x").fits, capability=replace(it.capability, arches=arches))
+        for it in backend.forward.variants
+    )
+
+    def walked(spanning):
+        forward = replace(backend.forward, variants=variants, spanning=spanning)
+        monkeypatch.setattr(registry, "get", lambda name: replace(backend, forward=forward))
+        found = {}
+        for case in cases(("cutile",), ("forward",)):
+            found.setdefault(case.plan.variant, set()).add(case.plan.arch.name)
+        return found
+
+    everywhere, two = {"sm80", "sm90", "sm120"}, {"sm80", "sm90"}
+    assert walked(()) == {"full": everywhere, "pointer": everywhere, "math": two, "basic": two}
+    assert walked(("full", "basic")) == {"full": everywhere, "pointer": everywhere, "basic": two}
+    assert {line.split()[2] for line in dead_rules(("cutile",), ("forward",))} == {"full", "pointer"}
 
 
 def test_the_sample_has_every_backend_on_every_arch_and_both_directions(every):
@@ -217,10 +317,6 @@ def test_the_sample_has_every_backend_on_every_arch_and_both_directions(every):
     assert {(it.plan.backend, it.direction) for it in chosen} == {
         (b, d) for b in BACKENDS for d in ("forward", "backward")
     }
-
-
-def test_names_in_the_record_are_unique(every):
-    assert len({it.key for it in every}) == len(every)
 
 
 # ---------------------------------------------------------------- findings
@@ -259,10 +355,25 @@ def test_only_the_machine_code_counts():
     assert [it.kind for it in compare("case", (), (KERNEL,), "same")] == ["missing"]
 
 
-def test_releases_are_compared_by_number():
-    assert is_older("triton 3.9.0", than="triton 3.10")
-    assert not is_older("triton 3.9.0", than="triton 3.9")
-    assert is_older("cuda-tile 1.7.0, tileiras 13.4.1", than="cuda-tile 1.7.0, tileiras 13.4.92")
+@pytest.mark.parametrize(
+    ("here", "recorded", "older"),
+    [
+        ("triton 3.7.1", "triton 3.9.0", True),
+        ("triton 3.10.0", "triton 3.9.0", False),
+        ("triton 3.9.0", "triton 3.9.0", False),
+        ("nvidia-cuda-nvrtc 13.0.88", "nvidia-cuda-nvrtc 13.5.37", True),
+        ("cuda-tile 1.8.0, tileiras 13.3.90", "cuda-tile 1.7.0, tileiras 13.4.92", True),
+        ("cuda-tile 1.8.0, tileiras missing", "cuda-tile 1.7.0, tileiras 13.4.92", False),
+        ("triton 3.9.0+git12ab", "triton 3.9.0", False),
+        ("triton 3.9.0", "triton 3.9.0+git12ab", False),
+        ("triton 3.9.0", "triton 3.9.0rc1", False),
+        ("nvidia-cuda-nvrtc 13.0", "nvidia-cuda-nvrtc 13.0.0", False),
+        ("triton 3.9.0", "triton 3.9.0.1", True),
+        ("triton 3.7.1", "", False),
+    ],
+)
+def test_releases_are_compared_tool_by_tool(here, recorded, older):
+    assert is_older(here, than=recorded) is older
 
 
 # ---------------------------------------------------------------- the file
@@ -285,6 +396,20 @@ def test_a_broken_promise_is_told():
     assert "3 spills" in promises({key: (replace(KERNEL, hot_spills=3),)})[0]
     assert "not one block" in promises({key: (replace(KERNEL, blocks=0),)})[0]
     assert not promises({(*key[:4], "256", *key[5:]): (replace(KERNEL, hot_spills=3),)})
+
+
+@pytest.mark.parametrize("known", list(KNOWN_SPILLS))
+def test_known_spills_pass_and_no_more(known):
+    name, variant = known
+    key = (name, "forward", variant, "sm90", "128", "causal", "c")
+    assert not promises({key: (replace(KERNEL, hot_spills=KNOWN_SPILLS[known]),)})
+    assert promises({key: (replace(KERNEL, hot_spills=KNOWN_SPILLS[known] + 1),)})
+
+
+def test_a_rung_that_must_be_named_may_spill(monkeypatch):
+    ladders.install(monkeypatch)
+    keys = [("cutile", "forward", name, "sm90", "64", "full", "c") for name in ("full", "pointer", "math", "basic")]
+    assert [bool(promises({key: (replace(KERNEL, hot_spills=9),)})) for key in keys] == [True, True, False, False]
 
 
 def test_a_job_reads_again_only_what_changed(monkeypatch, every, tmp_path):

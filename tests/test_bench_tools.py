@@ -11,13 +11,12 @@ from functools import partial
 import bench_fakes as fakes
 import pytest
 import torch
-from targets_fakes import entry, failed, refused
+from targets_fakes import entry, refused
 
 from bench import cli, environment, host, tune
 from bench.environment import NO_GPU
 from bench.matrix import SUITES
 from bench.providers import Ours
-from bench.report import load_entries
 from bench.results import dumps, load
 from bench.test_bench import test_forward as bench_forward
 from bench.timing import Sample, Timing
@@ -146,12 +145,11 @@ def test_the_matrix_without_a_gpu(tmp_path, capsys):
         (["--backend", "none", "--peer", "none"], "leaves nobody to time"),
         (["--suite", "backward", "--regime", "graph"], "--regime graph: got direction bwd; allowed fwd"),
         (["--rounds", "0"], "argument --rounds: got 0; allowed whole numbers from 1 on"),
-        (["expected", "--jobs", "0"], "argument --jobs: got 0; allowed whole numbers from 1 on"),
+        (["record", "--jobs", "0"], "argument --jobs: got 0; allowed whole numbers from 1 on"),
         (["--sample-ms", "nan"], "argument --sample-ms: got nan; allowed numbers above 0"),
         (["tune", "--direction", "forward"], "--direction: got forward; allowed fwd, bwd, fwdbwd"),
         (["tune", "--backend", "cuda", "--variant", "wgma"], "--variant: got wgma; allowed wgmma, split_q"),
         (["tune", "--timeout", "0"], "argument --timeout: got 0; allowed numbers above 0"),
-        (["rules", "--backend", "none"], "--backend none leaves nothing to compile"),
         (["--out", "/proc/none"], "--out: cannot write to /proc/none"),
         (["--compare", "a.json", "b.json"], "a.json"),
     ],
@@ -161,14 +159,6 @@ def test_wrong_arguments_say_what_is_accepted(arguments, message, capsys):
         cli.main(arguments)
     assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_check_of_rules_refuses_an_unknown_backend_too(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "rule_table", None)  # nothing is read before that is said
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main(["rules", "--check", "--backend", "nope"])
-    assert exit_info.value.code == 2
-    assert "--backend: got nope; allowed none, or some of triton, cutile, cuda" in capsys.readouterr().err
 
 
 def test_help_names_the_default_command_and_compare(capsys):
@@ -193,22 +183,13 @@ def test_the_stored_command_is_whole_and_overwrites_nothing_recorded():
 
 
 @needs_no_gpu
-def test_without_a_gpu_a_run_compiles_instead(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "_compile_json", lambda: tmp_path / "compile.json")
-    monkeypatch.setattr(cli.target_cli, "build", lambda wanted, **_: iter([refused(), entry(), failed()]))
-    arguments = ["--suite", "smoke", "--head-dim", "64", "--out", str(tmp_path), "--peer", "none"]
-    assert cli.main(arguments) == 1  # as a compiler failed
-    assert "Compiled for every target instead" in capsys.readouterr().out
-    assert [it.ok for it in load_entries(tmp_path / "compile.json")] == [False, False, True]
-
-
-@needs_no_gpu
-def test_peers_alone_leave_the_compile_table_as_it_is(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli.target_cli, "compile_forward", None)
-    arguments = ["--suite", "smoke", "--backend", "none", "--peer", "sdpa-flash", "--out", str(tmp_path)]
-    assert cli.main(arguments) == 0
+@pytest.mark.parametrize("backend", ["cuda", "none"])
+def test_without_a_gpu_a_run_compiles_instead(backend, tmp_path, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(cli, "run_multiattn", lambda arguments: asked.append(arguments) or 1)
+    arguments = ["--suite", "smoke", "--head-dim", "64", "--out", str(tmp_path), "--backend", backend]
+    assert cli.main(arguments) == int(backend == "cuda")  # as a compiler failed
+    assert [it[:3] for it in asked] == ([["compile", "--backend", "cuda"]] if backend == "cuda" else [])
 
 
 def test_a_backend_of_which_nothing_was_measured_is_a_failure():
