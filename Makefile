@@ -28,6 +28,7 @@ lint: setup
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q
 	$(BIN)/python -m bench docs --check
+	$(BIN)/python -m bench record --check --sample --jobs $(JOBS)
 
 # Everything that make test runs, and what takes too long for every change: each point of the ladders, each rule
 # compiled for each arch, the slowest gradients.

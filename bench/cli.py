@@ -1,67 +1,45 @@
-"""``python -m bench``: the matrix, and beside it record, ladder, tune, compare, prefer, docs and more."""
+"""``python -m bench``: the matrix, and beside it record, ladder, tune, compare, prefer, report, host, demo and docs."""
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
-from bench import (
-    demo,
-    docs,
-    host,
-    ladder,
-    record,
-    report,
-    tune,
-    verdicts,
-)
-from bench.arguments import (
-    add_budget,
-    add_cells,
-    add_jobs,
-    add_who,
-    our_names,
-    positive,
-    try_file,
-    try_folder,
-)
-from bench.environment import NO_GPU, ROOT, environment, is_clone, results_dir, results_root, workplace
+from bench import demo, docs, host, ladder, record, report, tune, verdicts
+from bench import options as shared
+from bench.environment import NO_GPU, RESULTS, ROOT, environment, results_dir
 from bench.errors import InputError
-from bench.matrix import SUITES, Cell, Direction, Filter, find_suite, in_directions
+from bench.matrix import SUITES, Direction
 from bench.peers import PEERS, find_peers
 from bench.providers import Provider, our_providers
 from bench.results import Row, Store, is_ours, load
 from bench.run import DeviceLostError, Job, Machine, run
-from bench.timing import REGIMES, Budget
+from bench.timing import REGIMES, Budget, CudaClock
 from multiattn.__main__ import main as run_multiattn
-from multiattn.inspect.options import count
 
-AGAIN = "out/bench/again"
-"""Where a stored command writes: what is recorded is not overwritten by whoever tries it."""
-
-EPILOG = """Without a command it is run: python -m bench --suite floors.
-python -m bench --compare A B is python -m bench compare A B. Options of a command: python -m bench run --help"""
+EPILOG = "Without a command it is run: python -m bench --suite floors. Options of a command: python -m bench run --help"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status is 0 when all went well."""
+    """Run one command; the exit status is 0 when all went well, 3 where a contender lost the device."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["--compare"]:
-        given[0] = "compare"
     if not given or (given[0] not in COMMANDS and given[0] not in ("-h", "--help")):
         given.insert(0, "run")
     parser = _parser()
-    options = parser.parse_args(given)
+    options = parser.parse_args(given, argparse.Namespace(given=given))
     try:
-        _try_writing(options)
+        if getattr(options, "out", None) is not None:
+            options.out.mkdir(parents=True, exist_ok=True)
         status: int = COMMANDS[options.command](options)
-    except InputError as error:
+    except (InputError, OSError) as error:
         parser.exit(2, f"python -m bench {options.command}: {error}\n")
+    except DeviceLostError as lost:
+        print(f"The device was lost: {lost}\nWhat is finished is stored; run again to go on without it.")
+        return 3
     return status
 
 
@@ -69,29 +47,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_matrix(options: argparse.Namespace) -> int:
-    """Run the chosen cells; 1 where one of ours has an error, 3 where a contender lost the device."""
-    suite: str = options.suite
-    if suite == "host":
-        return measure_host(options)
+    """Run the chosen cells; 1 where one of ours has an error. Without a GPU, compile for every target instead."""
     machine = Machine.current()
-    asked = our_names(options.backend)
-    folder = options.out or results_dir(torch.cuda.get_device_name() if machine is not None else "none")
+    asked = shared.backends_of(options)
     jobs = _jobs(options)
-    store = Store.open(folder / f"{suite}.json", suite)
+    folder = options.out or results_dir(torch.cuda.get_device_name() if machine is not None else "none")
+    store = Store.open(folder / f"{options.suite}.json", options.suite)
+    rows = [row for job in jobs for row in run(job, machine, store)]
+    print(f"\n{report.text_report(rows)}\n\nWritten: {_shown(store.path)}")
     if machine is None:
-        print(f"No timing: {NO_GPU}\n", flush=True)
-    try:
-        rows = [row for job in jobs for row in run(job, machine, store)]
-    except DeviceLostError as lost:
-        print(f"The device was lost: {lost}\nWhat is finished is in {store.path}; run again to go on without it.")
-        return 3
-    print("\n" + report.text_report(rows))
-    pages = report.write_pages(rows, options.out or workplace() / "out" / "bench", suite)
-    print(f"\nWritten: {', '.join(map(_shown, (store.path, *pages)))}")
-    if machine is None:
+        print(f"\nNo timing: {NO_GPU}")
         if options.no_compile or not asked:
             return 0
-        print("\nCompiled for every target instead:\n")
+        print("\nCompiled for every target instead:\n", flush=True)
         which = ["--backend", ",".join(asked), "--direction", "forward", "--head-dim", "128", "--mask", "causal"]
         return run_multiattn(["compile", *which, "--jobs", str(options.jobs)])
     ours = [row for row in rows if is_ours(row.contender)]
@@ -101,25 +69,33 @@ def run_matrix(options: argparse.Namespace) -> int:
 
 
 def _jobs(options: argparse.Namespace) -> list[Job]:
-    """One for each direction, as each has variants of its own."""
-    cells = _cells(options)
-    if options.regime == "graph" and (others := sorted({it.direction for it in cells} - {"fwd"})):
-        raise InputError(
-            f"--regime graph: got direction {', '.join(others)}; allowed fwd: autograd has its own streams"
-        )
+    """A job for each direction, as each has variants of its own."""
+    cells = shared.cells_of(options, "standard")
+    others = sorted({cell.direction for cell in cells} - {"fwd"})
+    if options.regime == "graph" and others:
+        raise InputError(f"--regime graph: got direction {others[0]}; allowed fwd: autograd has its own streams")
     return [
         Job(
             suite=options.suite,
             cells=tuple(cell for cell in cells if cell.direction == direction),
             providers=_providers(options, direction),
             regimes=("device", "call") if options.regime == "both" else (options.regime,),
-            budget=Budget(rounds=options.rounds, sample_ms=options.sample_ms, seed=options.seed),
+            budget=shared.budget_of(options),
             fresh=options.fresh,
             jobs=options.jobs,
-            command=command_again(options),
+            command=shared.command_again(options),
         )
         for direction in dict.fromkeys(cell.direction for cell in cells)
     ]
+
+
+def _providers(options: argparse.Namespace, direction: Direction) -> tuple[Provider, ...]:
+    names = shared.backends_of(options)
+    ours = our_providers(names, options.variant, direction) if names else ()
+    peers = find_peers(tuple(options.peer or (peer.name for peer in PEERS)))
+    if not ours and not peers:
+        raise InputError("--backend none --peer none leaves nobody to time")
+    return (*ours, *peers)
 
 
 def idle_backends(rows: Sequence[Row], asked: Iterable[str]) -> list[str]:
@@ -133,107 +109,53 @@ def idle_backends(rows: Sequence[Row], asked: Iterable[str]) -> list[str]:
     return lines
 
 
-def command_again(options: argparse.Namespace) -> str:
-    """The run's own command with every option that mattered, written out, into a folder where it overwrites nothing."""
-    words = ["python", "-m", "bench", "run", "--suite", options.suite]
-    words += ["--direction", ",".join(options.direction)] if options.direction else []
-    for option in ("backend", "peer", "head_dim", "seq", "dtype"):
-        for value in dict.fromkeys(getattr(options, option) or ()):
-            words += [f"--{option.replace('_', '-')}", str(value)]
-    words += [] if options.causal is None else ["--causal" if options.causal else "--full"]
-    words += [] if options.variant is None else ["--variant", options.variant]
-    words += ["--regime", options.regime, "--rounds", str(options.rounds), "--sample-ms", f"{options.sample_ms:g}"]
-    return shlex.join([*words, "--seed", str(options.seed), "--fresh", "--out", AGAIN])
-
-
 def measure_host(options: argparse.Namespace) -> int:
-    """The cost of a call on the host, per backend and of SDPA."""
-    has_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else None
-    costs = host.host_costs(device, synchronize=torch.cuda.synchronize)
-    setup = environment()
-    path = (options.out or results_dir(setup.gpu)) / "host.json"
-    host.save(costs, setup, path)
-    print(host.table(costs))
-    print(f"\n{host.CELL.key}. Written: {_shown(path)}")
+    """Measure the cost of a call on the host, per backend and of SDPA."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    costs = host.host_costs(device, CudaClock(), torch.cuda.synchronize)
+    found = host.HostTable(cell=host.CELL, environment=environment(), costs=costs)
+    path = (options.out or results_dir(found.environment.gpu)) / "host.json"
+    found.save(path)
+    print(f"{found.table()}\n\n{found.cell.key}. Written: {_shown(path)}")
     return int(any(cost.error for cost in costs))
 
 
-def tune_configs(options: argparse.Namespace) -> int:
-    """Sweep the candidates of each backend, print the ranking of each cell and keep it as JSON."""
-    names = our_names(options.backend)
-    options.seq = options.seq or [tune.TUNE_SEQ]
-    cells = _cells(options)
-    tune.check_variants(names, cells, options.variant or ())
-    machine = Machine.current()
-    if machine is None:
-        print(f"Nothing to time on: {NO_GPU}")
-        return 1
-    budget = Budget(
-        rounds=options.rounds, sample_ms=options.sample_ms, warmup_ms=tune.TUNE_BUDGET.warmup_ms, seed=options.seed
-    )
-    folder = options.out or workplace() / "out" / "tune"
-    for backend in names:
-        path, found = folder / f"{backend}.json", []
-        swept = tune.tune(
-            backend,
-            cells,
-            machine,
-            variants=tuple(options.variant or ()),
-            jobs=options.jobs,
-            timeout_s=options.timeout,
-            budget=budget,
-            spills=options.spills,
-            finals=options.finals,
-        )
-        for cell, trials in swept:
-            found += trials
-            tune.save(path, found, environment())
-            print(f"\n{backend}: {cell.key}\n{tune.table(trials, top=options.top)}\n", flush=True)
-        print(f"Written: {_shown(path)}", flush=True)
-    return 0
-
-
-# ---------------------------------------------------------------- what results say
+# ---------------------------------------------------------------- stored results
 
 
 def compare_files(options: argparse.Namespace) -> int:
-    """Two result files, ratio per cell; 1 where a contender of ours got slower than the spread explains."""
+    """Compare two result files cell by cell; 1 where a contender of ours got slower than the spread explains."""
     changes = verdicts.compare(load(options.before), load(options.after))
     print(verdicts.change_table(changes, everything=options.all))
-    ours = [change for change in changes if is_ours(change.before.contender)]
-    regressions = sum(change.is_regression for change in ours)
+    regressions = sum(change.is_regression for change in changes if is_ours(change.before.contender))
     print(f"\n{len(changes)} compared; of ours {regressions} slower or gone. Not shown: what is the same (--all).")
     return int(regressions > 0)
 
 
 def write_preferences(options: argparse.Namespace) -> int:
-    """Write multiattn/measured.json from every recorded suite."""
-    path = ROOT / "multiattn" / "measured.json" if is_clone() else Path.cwd() / "measured.json"
+    """Write multiattn/measured.json, which `auto` goes by, from every recorded suite."""
+    path = ROOT / "multiattn" / "measured.json"
     count = verdicts.write_preferences(_rows(options), path)
     print(f"Written: {_shown(path)}, {count} cells")
     return 0
 
 
-def run_demo(options: argparse.Namespace) -> int:
-    """Parity, every target compiled, the floors timed where there is a GPU, and one page of it all."""
-    return demo.demo(options, main, [path for path in recorded_files() if path.stem in ("standard", "backward")])
-
-
 def write_report(options: argparse.Namespace) -> int:
-    """Tables of results on the terminal, or as Markdown; with --html one page of everything there is."""
+    """Print tables of results on the terminal, or as Markdown; with --html write them and their plots to one page."""
     rows = _rows(options)
-    for option, path in (("--parity", options.parity), ("--compile", options.compile)):
-        if path is not None and options.html is None:
-            raise InputError(f"{option}: got it without --html; allowed with it, whose page shows it")
-        if path is not None and not path.exists():
-            raise InputError(f"{path}: there is no such file")
-    if options.html is not None:  # first, so that what is wrong with a file is not said below long tables
-        report.combined_report(options.parity, _result_files(options), options.html, options.compile)
-    print(report.text_report(rows, form="github" if options.markdown else "simple"))
     if options.html is not None:
-        print(f"\nWritten: {_shown(options.html)}")
+        report.write_page(options.html, rows)
+    print(report.text_report(rows, form="github" if options.markdown else "simple"))
     return 0
+
+
+def recorded_files() -> list[Path]:
+    """Every suite on every GPU, as recorded in bench/results."""
+    return sorted(path for path in RESULTS.glob("*/*.json") if path.stem in SUITES)
+
+
+def _rows(options: argparse.Namespace) -> list[Row]:
+    return report.load_all(options.files or recorded_files())
 
 
 def update_docs(options: argparse.Namespace) -> int:
@@ -246,14 +168,24 @@ def update_docs(options: argparse.Namespace) -> int:
     return int(options.check and bool(stale))
 
 
+def run_demo(options: argparse.Namespace) -> int:
+    """Run parity, compile for every target, time the floors where there is a GPU, and write one page of it all."""
+    return demo.demo(options, main, [path for path in recorded_files() if path.stem in ("standard", "backward")])
+
+
+def _shown(path: Path) -> str:
+    """The path, relative to the checkout where it lies in it."""
+    return str(path.resolve().relative_to(ROOT)) if path.resolve().is_relative_to(ROOT) else str(path)
+
+
 # ---------------------------------------------------------------- arguments
 
 
 COMMANDS = {
     "run": run_matrix,
     "record": record.run,
-    "ladder": ladder.climb_ladder,
-    "tune": tune_configs,
+    "ladder": ladder.climb,
+    "tune": tune.run,
     "compare": compare_files,
     "prefer": write_preferences,
     "host": measure_host,
@@ -261,57 +193,6 @@ COMMANDS = {
     "demo": run_demo,
     "docs": update_docs,
 }
-
-
-def _cells(options: argparse.Namespace) -> tuple[Cell, ...]:
-    chosen = Filter(
-        head_dims=tuple(options.head_dim or ()),
-        seqs=tuple(options.seq or ()),
-        dtypes=tuple(options.dtype or ()),
-        causal=options.causal,
-    )
-    return chosen.apply(in_directions(find_suite(options.suite), options.direction))
-
-
-def _providers(options: argparse.Namespace, direction: Direction) -> tuple[Provider, ...]:
-    peers = find_peers(tuple(dict.fromkeys(options.peer or (peer.name for peer in PEERS))))
-    names = our_names(options.backend)
-    ours = our_providers(names, options.variant, direction) if names else ()
-    if not ours and not peers:
-        raise InputError("--backend none --peer none leaves nobody to time")
-    return (*ours, *peers)
-
-
-def _result_files(options: argparse.Namespace) -> list[Path]:
-    """The files that were named, or those of every suite on every GPU. ValueError where there are none."""
-    files = options.files or recorded_files()
-    if not files:
-        raise InputError(
-            f"no results: name files, or run python -m bench on a GPU first ({_shown(results_root())} is empty)"
-        )
-    return files
-
-
-def recorded_files() -> list[Path]:
-    """Every suite on every GPU, as recorded in bench/results."""
-    return sorted(path for path in results_root().glob("*/*.json") if path.stem in SUITES)
-
-
-def _try_writing(options: argparse.Namespace) -> None:
-    """InputError where --out or --html cannot be written to: said before anything runs, not after."""
-    if getattr(options, "out", None) is not None:
-        try_folder("--out", options.out)
-    if getattr(options, "html", None) is not None:
-        try_file("--html", options.html)
-
-
-def _rows(options: argparse.Namespace) -> list[Row]:
-    return [row for path in _result_files(options) for row in load(path)]
-
-
-def _shown(path: Path) -> str:
-    """Relative to the checkout where it lies in it."""
-    return str(path.resolve().relative_to(ROOT)) if path.resolve().is_relative_to(ROOT) else str(path)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -323,36 +204,21 @@ def _parser() -> argparse.ArgumentParser:
         return commands.add_parser(name, help=summary, description=summary)
 
     command = add("run")
-    add_cells(command, default="standard")
-    add_who(command)
-    command.add_argument("--peer", action="append", metavar="NAME", help=f"none, or {_names(PEERS)}; default all")
+    shared.add_cells(command, "standard")
+    shared.add_backends(command)
+    names = ("none", *(peer.name for peer in PEERS))
+    told = f"{', '.join(names)}; may be given again; default all"
+    command.add_argument("--peer", action="append", choices=names, metavar="NAME", help=told)
     command.add_argument("--variant", help="of our backends: all, or one's name; default the best for each cell")
-    command.add_argument(
-        "--regime",
-        choices=(*REGIMES, "both"),
-        default="device",
-        help="graph: forward only; both: device and call; default: %(default)s",
-    )
+    told = "graph: forward only; both: device and call; default: %(default)s"
+    command.add_argument("--regime", choices=(*REGIMES, "both"), default="device", help=told)
     command.add_argument("--fresh", action="store_true", help="measure also what this very setup has measured before")
     command.add_argument("--no-compile", action="store_true", help="without a GPU: leave out the compile table")
-    add_jobs(command)
-    add_budget(command, Budget())
-    command.add_argument("--out", type=Path, help="folder of the results; default bench/results/<gpu>")
+    shared.add_run(command, Budget(), "bench/results/<gpu>")
 
     record.add_arguments(add("record"))
     ladder.add_arguments(add("ladder"))
-
-    command = add("tune")
-    add_cells(command, default="standard")
-    add_who(command)
-    command.add_argument("--variant", action="append", help="may be given again; default all")
-    command.add_argument("--timeout", type=positive, default=60.0, metavar="S", help="seconds for one (%(default)s)")
-    command.add_argument("--top", type=count, default=12, help="places to print (%(default)s)")
-    command.add_argument("--spills", action="store_true", help="time also what spills in its hot loops")
-    command.add_argument("--finals", type=int, default=0, metavar="N", help="time the N fastest again, long")
-    add_jobs(command)
-    add_budget(command, tune.TUNE_BUDGET)
-    command.add_argument("--out", type=Path, help="folder of the rankings; default out/tune")
+    tune.add_arguments(add("tune"))
 
     command = add("compare")
     command.add_argument("before", type=Path)
@@ -364,20 +230,12 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("files", type=Path, nargs="*", help="result files; default all under bench/results")
     command.add_argument("--markdown", action="store_true", help="tables as Markdown")
     command.add_argument("--html", type=Path, metavar="OUT", help="also write one self-contained page")
-    command.add_argument("--parity", type=Path, metavar="JSON", help="parity's results, for the page")
-    command.add_argument("--compile", type=Path, metavar="JSON", help="the compile table, for the page")
 
-    command = add("host")
-    command.add_argument("--out", type=Path, help="folder of the results; default bench/results/<gpu>")
+    add("host").add_argument("--out", type=Path, help="folder of the results; default bench/results/<gpu>")
 
     command = add("demo")
-    add_jobs(command)
+    shared.add_jobs(command)
     command.add_argument("--out", type=Path, default=Path("out"), help="folder of everything (%(default)s)")
 
-    command = add("docs")
-    command.add_argument("--check", action="store_true", help="write nothing; exit 1 where a table is stale")
+    add("docs").add_argument("--check", action="store_true", help="write nothing; exit 1 where a table is stale")
     return parser
-
-
-def _names(named: Sequence[Provider]) -> str:
-    return ", ".join(it.name for it in named)

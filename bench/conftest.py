@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from dataclasses import asdict
+from typing import Any
 
 import pytest
 
@@ -15,11 +16,10 @@ from bench.peers import PEERS
 from bench.providers import Provider, our_providers
 from bench.run import Machine, admit, tensors_and_truth
 from bench.timing import Budget, Clock, Contestant, Sample, Timing, warm_up
-from multiattn.plan.support import Reason
 
 
 class EventClock:
-    """What pytest-benchmark takes for a timer, in seconds: it moves by measured event times and by nothing else."""
+    """A timer for pytest-benchmark, in seconds: it moves by measured event times and by nothing else."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -39,16 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test per cell and contender, those of one cell together: they share its tensors and its truth."""
-    if "backend" not in metafunc.fixturenames:
-        return
-    is_forward = metafunc.definition.name == "test_forward"
-    cells = [
-        cell for cell in SUITES[metafunc.config.getoption("--bench-suite")] if (cell.direction == "fwd") == is_forward
-    ]
-    pairs = [(cell, name) for cell in cells for name in providers(cell.direction)]
-    rows = [(cell.head_dim, cell.seq, cell.causal, cell.direction, name) for cell, name in pairs]
-    ids = [f"D{cell.head_dim}-N{cell.seq}-{cell.mask}-{name}" for cell, name in pairs]
-    metafunc.parametrize(("head_dim", "seq", "causal", "direction", "backend"), rows, ids=ids)
+    if "backend" in metafunc.fixturenames:
+        cells = SUITES[metafunc.config.getoption("--bench-suite")]
+        pairs = [(cell, name) for cell in cells for name in providers(cell.direction)]
+        ids = [f"{cell.direction}-D{cell.head_dim}-N{cell.seq}-{cell.mask}-{name}" for cell, name in pairs]
+        metafunc.parametrize(("cell", "backend"), pairs, ids=ids)
 
 
 @functools.cache
@@ -64,29 +59,18 @@ def machine() -> Machine | None:
 
 
 @pytest.fixture
-def cell(request: pytest.FixtureRequest, head_dim: int, seq: int, causal: bool, direction: Direction) -> Cell:
-    suite = SUITES[request.config.getoption("--bench-suite")]
-    wanted = (head_dim, seq, causal, direction)
-    return next(it for it in suite if (it.head_dim, it.seq, it.causal, it.direction) == wanted)
-
-
-@pytest.fixture
 def contender(cell: Cell, backend: str, machine: Machine | None) -> Contender:
     """Made and checked as for the matrix; a skip says why there is no timing."""
     provider = providers(cell.direction)[backend]
     if machine is None:
-        skip_for(provider.why_not(cell, None))
+        pytest.skip("; ".join(map(str, provider.why_not(cell, None))))
     tensors, truth = tensors_and_truth(cell, machine.device)
     outcome = admit(provider, cell, tensors, machine, truth)
     if isinstance(outcome, tuple):
-        skip_for(outcome)
+        pytest.skip("; ".join(map(str, outcome)))
     if isinstance(outcome, Exception):
         raise outcome
     return outcome.contender
-
-
-def skip_for(reasons: tuple[Reason, ...]) -> NoReturn:
-    pytest.skip("; ".join(map(str, reasons)))
 
 
 @pytest.fixture
@@ -118,11 +102,4 @@ def feed(benchmark: Any, contestant: Contestant, clock: Clock, budget: Budget) -
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    setup = environment()
-    machine_info["gpu"] = {
-        "name": setup.gpu,
-        "arch": setup.arch,
-        "driver": setup.driver,
-        "peak_tflops": setup.peak_tflops,
-        "versions": dict(setup.versions),
-    }
+    machine_info["gpu"] = asdict(environment())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -11,7 +12,7 @@ import torch
 
 import multiattn
 from bench.matrix import Cell
-from bench.timing import Contestant
+from bench.timing import Call, Contestant
 from multiattn.plan import backend as registry
 from multiattn.plan.backend import Plan, make_plan
 from multiattn.plan.config import Config
@@ -22,7 +23,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k and v, each ``[B, H, S, D]``; or their gradients."""
 
 Results = Mapping[str, torch.Tensor]
-"""What a contender computed, by name: of out, lse, dq, dk and dv those that its direction has."""
+"""The results of a contender by name: of out, lse, dq, dk and dv those that its direction has."""
 
 GRADS = ("dq", "dk", "dv")
 
@@ -34,16 +35,16 @@ class Contender:
     launch: Contestant
     """For the regimes device and graph: nothing but the launches."""
     call: Contestant
-    """For the call regime: what a user writes. Returns out, or the gradients of q, k and v."""
+    """For the call regime: the public call. Returns out, or the gradients of q, k and v."""
     output: Callable[[], Results]
-    """Runs `launch` once; what it wrote, where it can be had."""
+    """Runs `launch` once and returns what it wrote."""
     plan: Plan | None = None
-    """Of the timed launch; with a backward in it, the backward's."""
+    """The Plan of the timed launch; of a forward and a backward it is the backward's."""
     detail: str = ""
 
 
 def named(returned: Any) -> Results:
-    """What `Contender.call` returned, by name."""
+    """The results that `Contender.call` returned, by name."""
     return {"out": returned} if isinstance(returned, torch.Tensor) else dict(zip(GRADS, returned, strict=True))
 
 
@@ -62,99 +63,60 @@ def contender_of(plan: Plan, tensors: Tensors, cell: Cell, forward: Plan | None 
     """A contender that launches exactly `plan`, in the direction of `cell`.
 
     Outputs are made once, and poisoned with NaN before a check. A backward needs the Plan of the `forward` whose out
-    and lse it is fed.
+    and lse it is fed; that forward runs once, or before each launch where both are timed.
     """
-    if cell.direction == "fwd":
-        return _forward(plan, tensors)
-    assert forward is not None
-    return _backward(plan, forward, tensors, cell)
+    q, k, v = tensors
+    first = plan if forward is None else forward
+    out, lse = _empty(q, first.problem.strides_out), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    launch_forward = registry.get(first.backend).forward.prepare(first)
+
+    def run_forward() -> None:
+        launch_forward(Operands(q, k, v, out, lse))
+
+    written = {"out": out, "lse": lse}
+    if forward is None:
+        asked = {"causal": plan.problem.causal, "backend": plan.backend, "variant": plan.variant}
+        return _contender(plan, run_forward, functools.partial(multiattn.fmha, q, k, v, **asked), written)
+    problem = plan.problem
+    launch_backward = registry.get(plan.backend).backward.prepare(plan)
+    dout = alike(out, cell.dout(q.device))
+    strides = problem.strides_dq, problem.strides_dk, problem.strides_dv
+    dq, dk, dv = (_empty(tensor, its) for tensor, its in zip(tensors, strides, strict=True))
+    grads = dict(zip(GRADS, (dq, dk, dv), strict=True))
+
+    def run_backward() -> None:
+        launch_backward(Operands(q, k, v, out, lse, dout, None, dq, dk, dv))
+
+    def run_both() -> None:
+        run_forward()
+        run_backward()
+
+    run_forward()
+    user = _call_with_grad(plan, tensors, dout, cell)
+    told = f"forward: {forward.variant} {forward.config or ''}".strip()
+    if cell.direction == "fwdbwd":
+        return _contender(plan, run_both, user, {**written, **grads}, told)
+    return _contender(plan, run_backward, user, grads, told)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Forward:
-    """A forward's Plan with its tensors: `launch` writes out and lse."""
+def _contender(plan: Plan, launch: Call, user: Call, written: Results, detail: str = "") -> Contender:
+    def output() -> Results:
+        for tensor in written.values():
+            tensor.fill_(math.nan)
+        launch()
+        return written
 
-    launch: Callable[[], None]
-    results: Results
-
-    @classmethod
-    def of(cls, plan: Plan, tensors: Tensors) -> _Forward:
-        q, k, v = tensors
-        launcher = registry.get(plan.backend).forward.prepare(plan)
-        out = _empty(q, plan.problem.strides_out)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        return cls(launch=lambda: launcher(Operands(q, k, v, out, lse)), results={"out": out, "lse": lse})
+    return Contender(
+        launch=Contestant(call=launch), call=Contestant(call=user), output=output, plan=plan, detail=detail
+    )
 
 
 def _empty(like: torch.Tensor, strides: Strides) -> torch.Tensor:
     return torch.empty_strided(like.shape, (*strides, 1), dtype=like.dtype, device=like.device)
 
 
-def _poison(results: Results) -> None:
-    for tensor in results.values():
-        tensor.fill_(math.nan)
-
-
-def _forward(plan: Plan, tensors: Tensors) -> Contender:
-    ready = _Forward.of(plan, tensors)
-    q, k, v = tensors
-
-    def launch() -> None:
-        ready.launch()
-
-    def call() -> torch.Tensor:
-        return multiattn.fmha(q, k, v, causal=plan.problem.causal, backend=plan.backend, variant=plan.variant)
-
-    def output() -> Results:
-        _poison(ready.results)
-        launch()
-        return ready.results
-
-    return Contender(launch=Contestant(call=launch), call=Contestant(call=call), output=output, plan=plan)
-
-
-def _backward(plan: Plan, forward: Plan, tensors: Tensors, cell: Cell) -> Contender:
-    """The launcher of a backward, fed by a forward that runs once, or before each launch where both are timed."""
-    q, k, v = tensors
-    problem = plan.problem
-    ready = _Forward.of(forward, tensors)
-    launcher = registry.get(plan.backend).backward.prepare(plan)
-    out, lse = ready.results["out"], ready.results["lse"]
-    dout = alike(out, cell.dout(q.device))
-    grads = {
-        "dq": _empty(q, problem.strides_dq),
-        "dk": _empty(k, problem.strides_dk),
-        "dv": _empty(v, problem.strides_dv),
-    }
-    dq, dk, dv = grads.values()
-
-    def backward() -> None:
-        launcher(Operands(q, k, v, out, lse, dout, None, dq, dk, dv))
-
-    def both() -> None:
-        ready.launch()
-        backward()
-
-    launch = both if cell.direction == "fwdbwd" else backward
-    written = {**ready.results, **grads} if cell.direction == "fwdbwd" else grads
-    ready.launch()
-
-    def output() -> Results:
-        _poison(written)
-        launch()
-        return written
-
-    return Contender(
-        launch=Contestant(call=launch),
-        call=Contestant(call=_call_with_grad(plan, tensors, dout, cell)),
-        output=output,
-        plan=plan,
-        detail=f"forward: {forward.variant} {forward.config or ''}".strip(),
-    )
-
-
 def _call_with_grad(plan: Plan, tensors: Tensors, dout: torch.Tensor, cell: Cell) -> Callable[[], Tensors]:
-    """What a user writes: `multiattn.fmha`, and autograd's gradient of it. Its forward runs at the first call."""
+    """The public call, `multiattn.fmha`, and autograd's gradient of it. Its forward runs at the first call."""
     leaves = require_grad(tensors)
     backend, deterministic = registry.get(plan.backend), registry.variant_of(plan).deterministic
 
@@ -196,7 +158,7 @@ def differentiate(
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
-    """What a row stores of a Plan; problem, arch and backend are in the row already."""
+    """The part of a Plan that a row stores; problem, arch and backend are in the row already."""
     data = {"variant": plan.variant, "config": config_data(plan.config), "why": plan.why}
     if plan.direction == "forward":
         return data

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.report import combined_report, load_entries
+from bench import report
 from multiattn.__main__ import main as run_multiattn
 from parity.__main__ import main as run_parity
 
@@ -16,29 +16,20 @@ BACKWARD_ARCH = "sm90"
 Command = Callable[[list[str]], int]
 
 
-def demo(
-    options: argparse.Namespace,
-    bench: Command,
-    recorded: Sequence[Path] = (),
-    parity: Command = run_parity,
-    compiler: Command = run_multiattn,
-) -> int:
+def demo(options: argparse.Namespace, bench: Command, recorded: Sequence[Path]) -> int:
     """Run all of it and write <out>/report.html; 1 where a part failed. Without a GPU, times are reasons.
 
-    The page also shows the result files `recorded`, as what they are: another run's.
+    The page also shows the result files `recorded`, marked as another run's.
     """
     out: Path = options.out
     jobs = ["--jobs", str(options.jobs)]
-    compiled, gradients = out / "bench" / "compile.json", out / "bench" / "compile_backward.json"
-    compile_one = ["compile", *jobs, "--head-dim", "128", "--mask", "causal"]
+    forward, backward = out / "bench" / "compile.json", out / "bench" / "compile_backward.json"
+    compiled = ["compile", *jobs, "--head-dim", "128", "--mask", "causal", "--direction"]
+    backward_only = [*compiled, "backward", "--arch", BACKWARD_ARCH, "--json", str(backward)]
     steps: list[tuple[str, Command, list[str]]] = [
-        ("Parity", parity, [*jobs, "--out", str(out / "parity")]),
-        ("Compiled for every target", compiler, [*compile_one, "--direction", "forward", "--json", str(compiled)]),
-        (
-            f"Backward compiled for {BACKWARD_ARCH}",
-            compiler,
-            [*compile_one, "--direction", "backward", "--arch", BACKWARD_ARCH, "--json", str(gradients)],
-        ),
+        ("Parity", run_parity, [*jobs, "--out", str(out / "parity")]),
+        ("Compiled for every target", run_multiattn, [*compiled, "forward", "--json", str(forward)]),
+        (f"Backward compiled for {BACKWARD_ARCH}", run_multiattn, backward_only),
         ("Speed", bench, ["run", "--suite", "floors", "--no-compile", *jobs, "--out", str(out / "bench")]),
     ]
     failed = []
@@ -46,11 +37,15 @@ def demo(
         print(f"\n=== {title}\n", flush=True)
         if command(arguments):
             failed.append(title)
-    page = out / "report.html"
-    tables = [compiled, gradients]
-    combined_report(out / "parity" / "parity.json", out / "bench" / "floors.json", page, tables, recorded)
-    entries = [entry for path in tables for entry in load_entries(path)]
-    print(f"\nWritten: {page}: {sum(entry.ok for entry in entries)} of {len(entries)} targets compiled")
+    rows = report.load_all([out / "bench" / "floors.json"])
+    report.write_page(
+        out / "report.html",
+        rows,
+        recorded=report.load_all(recorded),
+        parity=out / "parity" / "parity.json",
+        compiled_tables=(forward, backward),
+    )
+    print(f"\nWritten: {out / 'report.html'}")
     if failed:
         print(f"Failed: {', '.join(failed)}; see above")
     return int(bool(failed))

@@ -6,39 +6,28 @@ A page marks a table with ``<!-- generated:NAME -->`` and ``<!-- /generated -->`
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from bench import doc_tables, ladder_list, layout_docs, readme
-from bench.environment import ROOT, results_root
+from bench import doc_tables, layout_docs
+from bench.doc_tables import Blocks
+from bench.environment import RESULTS, ROOT
 from bench.errors import InputError
 from multiattn.cuda.layout_svg import draw
 
 MARKED = re.compile(r"(<!-- generated:([\w-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 
-Blocks = Mapping[str, Callable[[], str]]
 
-
-def pages(root: Path = ROOT, results: Path | None = None) -> dict[Path, Blocks]:
+def pages(results: Path = RESULTS) -> dict[str, Blocks]:
     """Every page with generated tables, and what makes each of its tables."""
-    found = results or results_root()
     return {
-        root / "README.md": {**readme.blocks(found), "peers": lambda: doc_tables.peers_summary(found)},
-        root / "docs" / "hopper.md": {"peers": lambda: doc_tables.peers_block(found)},
-        root / "docs" / "languages.md": doc_tables.language_blocks(found),
-        root / "docs" / "ladder.md": ladder_list.blocks(found),
-        root / "docs" / "swizzle.md": layout_docs.SWIZZLE,
-        root / "docs" / "fragments.md": layout_docs.FRAGMENTS,
+        **doc_tables.pages(results),
+        "docs/swizzle.md": layout_docs.SWIZZLE,
+        "docs/fragments.md": layout_docs.FRAGMENTS,
     }
 
 
-def pictures(root: Path = ROOT) -> dict[Path, str]:
-    """The generated pictures, with their text."""
-    return {root / "docs" / name: draw(tile) for name, tile in layout_docs.PICTURES.items()}
-
-
 def render(text: str, blocks: Blocks) -> str:
-    """`text` with every marked table made again; InputError for a marker that nothing generates."""
+    """The text with every marked table made again; InputError where no marker is, or nothing generates one."""
 
     def replacement(match: re.Match[str]) -> str:
         name = match[2]
@@ -46,34 +35,18 @@ def render(text: str, blocks: Blocks) -> str:
             raise InputError(f"<!-- generated:{name} -->: nothing generates it; allowed {', '.join(blocks)}")
         return f"{match[1]}\n{blocks[name]()}\n\n{match[3]}"
 
-    return MARKED.sub(replacement, text)
+    new, count = MARKED.subn(replacement, text)
+    if not count:
+        raise InputError("there is no <!-- generated:NAME --> ... <!-- /generated --> table")
+    return new
 
 
-def update(page: Path, blocks: Blocks, *, check: bool) -> bool:
-    """Make a page's tables again; with `check` only compare. Returns whether they were current.
-
-    InputError for a file that is missing, cannot be read or written, or has no marker.
-    """
-    try:
-        old = page.read_text()
-        if not MARKED.search(old):
-            raise InputError(f"{page.name} has no <!-- generated:NAME --> ... <!-- /generated --> table")
-        new = render(old, blocks)
-        if new != old and not check:
-            page.write_text(new)
-    except OSError as error:
-        raise InputError(f"{page}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{page}: not text: {error}") from None
-    return new == old
-
-
-def update_all(*, check: bool, root: Path = ROOT, results: Path | None = None) -> list[Path]:
+def update_all(*, check: bool, root: Path = ROOT, results: Path = RESULTS) -> list[Path]:
     """Write every page and picture, or with `check` only compare. Returns those that were stale."""
-    stale = [page for page, blocks in pages(root, results).items() if not update(page, blocks, check=check)]
-    for path, text in pictures(root).items():
-        if not path.exists() or path.read_text() != text:
-            stale.append(path)
-            if not check:
-                path.write_text(text)
+    texts = {root / name: render((root / name).read_text(), blocks) for name, blocks in pages(results).items()}
+    texts |= {root / "docs" / name: draw(tile) for name, tile in layout_docs.PICTURES.items()}
+    stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
+    if not check:
+        for path in stale:
+            path.write_text(texts[path])
     return stale

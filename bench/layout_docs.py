@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from bench.errors import InputError
+from bench.tables import markdown
 from multiattn.cuda import fragments
 from multiattn.cuda.layout import ACCESSES, BANK_GROUPS, PERIOD, Tile, key_formula, traffic
 
@@ -16,12 +16,6 @@ PICTURES: Mapping[str, Tile] = MappingProxyType(
     }
 )
 WIDTHS = (16, 32, 48, 64, 80, 96, 128, 192, 256, 512, 1024)
-
-
-def markdown(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table."""
-    lines = [headers, ["---"] * len(headers), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 # ---------------------------------------------------------------- swizzle.md
@@ -81,18 +75,12 @@ def accesses_block() -> str:
 
 
 def grid(held: Mapping[fragments.Element, str], rows: int, columns: int, corner: str, *, down: bool = False) -> str:
-    """A matrix with the holder of each pair in its cell; pairs lie along a row, or `down` a column.
-
-    InputError where a pair is not the low and the high half of one register.
-    """
+    """A matrix with the holder of each pair in its cell; pairs lie along a row, or `down` a column."""
     high, wide = (2, 1) if down else (1, 2)
-    body = []
-    for row in range(0, rows, high):
-        holders = [held[row, column] for column in range(0, columns, wide)]
-        seconds = [held[row + high - 1, column + wide - 1] for column in range(0, columns, wide)]
-        if seconds != [f"{holder} high" for holder in holders]:
-            raise InputError(f"row {row}: the pairs of {holders} are split")
-        body.append((f"**{_span(row, high)}**", *holders))
+    body = [
+        (f"**{_span(row, high)}**", *(held[row, column] for column in range(0, columns, wide)))
+        for row in range(0, rows, high)
+    ]
     return markdown((corner, *(_span(column, wide) for column in range(0, columns, wide))), body)
 
 
@@ -112,18 +100,13 @@ def b_block() -> str:
 
 def c_block() -> str:
     """Who holds the accumulator: fp32 first, then fp16."""
+    held = fragments.holders(fragments.accumulator_fp16, 2, "h")
     rows = []
     for row in range(16):
-        cells = []
-        for column in range(0, 8, 2):
-            lane, register = row % 8 * 4 + column // 2, row // 8
-            first, second = (fragments.accumulator(lane, 2 * register + half) for half in (0, 1))
-            pair = [fragments.accumulator_fp16(lane, register, half) for half in (0, 1)]
-            if not [first, second] == pair == [(row, column), (row, column + 1)]:
-                raise InputError(f"accumulator: T{lane} does not hold row {row}, columns {column} and {column + 1}")
-            cells.append(f"T{lane} c{2 * register}, c{2 * register + 1} / h{register}")
-        rows.append((f"**{row}**", *cells))
-    return markdown(("row \\ column", *(f"{column}, {column + 1}" for column in range(0, 8, 2))), rows)
+        names = [held[row, column].split() for column in range(0, 8, 2)]  # lane and register of fp16
+        first = 2 * (row // 8)
+        rows.append((f"**{row}**", *(f"{lane} c{first}, c{first + 1} / {half}" for lane, half in names)))
+    return markdown(("row \\ column", *(_span(column, 2) for column in range(0, 8, 2))), rows)
 
 
 def ldmatrix_block() -> str:

@@ -1,8 +1,8 @@
-"""The matrix as data: a `Cell` is one problem to time, a suite is a named tuple of cells, a `Filter` narrows it."""
+"""The matrix as data: a `Cell` is one problem to time, a suite is a named tuple of cells."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -20,7 +20,7 @@ HIDDEN = 2048
 
 
 Direction = Literal["fwd", "bwd", "fwdbwd"]
-"""What of a training step is timed: the forward, the backward, or one after the other."""
+"""The part of a training step that is timed: the forward, the backward, or one after the other."""
 
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
@@ -121,27 +121,12 @@ class Cell:
 
 
 def _standard() -> tuple[Cell, ...]:
+    plain = Cell(batch=1, heads=1, seq=1, head_dim=64, dtype="bf16", causal=False, layout="bshd")
     return tuple(
-        Cell(
-            batch=TOKENS // seq,
-            heads=HIDDEN // head_dim,
-            seq=seq,
-            head_dim=head_dim,
-            dtype="bf16",
-            causal=causal,
-            layout="bshd",
-        )
+        replace(plain, batch=TOKENS // seq, heads=HIDDEN // head_dim, seq=seq, head_dim=head_dim, causal=causal)
         for head_dim in (64, 128, 256)
         for causal in (False, True)
         for seq in (512, 1024, 2048, 4096, 8192, 16384)
-    )
-
-
-def _seed() -> tuple[Cell, ...]:
-    """The matrix of the cuTile FMHA scaling analysis (DGX Spark playbook)."""
-    return tuple(
-        Cell(batch=4, heads=32, seq=seq, head_dim=128, dtype="fp16", causal=True, layout="bhsd")
-        for seq in (1024, 2048, 4096, 8192, 16384)
     )
 
 
@@ -149,13 +134,8 @@ def _backward() -> tuple[Cell, ...]:
     return tuple(replace(cell, direction="bwd") for cell in _standard() if cell.seq in (1024, 4096, 16384))
 
 
-def _floors() -> tuple[Cell, ...]:
-    everywhere = (*_standard(), *_backward())
-    return tuple(cell for cell in everywhere if cell.head_dim == 128 and cell.seq == 4096)
-
-
 def _heldout() -> tuple[Cell, ...]:
-    """What no sweep of configs has seen: other head_dims and lengths, one sequence at a time, fp16, GQA."""
+    """Cells that no sweep of configs has seen: other head_dims and lengths, one sequence at a time, fp16, GQA."""
     plain = Cell(batch=1, heads=16, seq=4096, head_dim=128, dtype="bf16", causal=False, layout="bshd")
 
     def sized(head_dim: int, seq: int) -> Cell:
@@ -181,71 +161,49 @@ def _between() -> tuple[Cell, ...]:
     )
 
 
-def _smoke() -> tuple[Cell, ...]:
-    return tuple(
-        Cell(batch=1, heads=2, seq=256, head_dim=head_dim, dtype=dtype, causal=causal, layout="bshd")
-        for head_dim, dtype in ((64, "bf16"), (128, "fp16"))
-        for causal in (False, True)
-    )
-
-
 SUITES: Mapping[str, tuple[Cell, ...]] = MappingProxyType(
     {
         "standard": _standard(),
         "between": _between(),
         "heldout": _heldout(),
-        "seed": _seed(),
+        # Of the cuTile FMHA scaling analysis (DGX Spark playbook): what chains of rungs are climbed on.
+        "seed": tuple(
+            Cell(batch=4, heads=32, seq=seq, head_dim=128, dtype="fp16", causal=True, layout="bhsd")
+            for seq in (1024, 2048, 4096, 8192, 16384)
+        ),
+        # Of flash-attn-mma (LeetCUDA): what the points of CUDA's axes are timed on.
+        "points": tuple(
+            Cell(batch=1, heads=heads, seq=8192, head_dim=head_dim, dtype="fp16", causal=False, layout="bhsd")
+            for head_dim, heads in ((64, 8), (128, 8), (512, 48), (1024, 16))
+        ),
         "backward": _backward(),
-        "floors": _floors(),
-        "smoke": _smoke(),
+        "floors": tuple(it for it in (*_standard(), *_backward()) if it.head_dim == 128 and it.seq == 4096),
+        "smoke": tuple(
+            Cell(batch=1, heads=2, seq=256, head_dim=head_dim, dtype=dtype, causal=causal, layout="bshd")
+            for head_dim, dtype in ((64, "bf16"), (128, "fp16"))
+            for causal in (False, True)
+        ),
     }
 )
-"""Every suite by name. `host`, the cost of a call, is no suite of cells: see bench.host."""
+"""Every suite by name."""
 
 
-def find_suite(name: str) -> tuple[Cell, ...]:
-    """The cells of the suite called `name`; ValueError for a name without one."""
-    if name not in SUITES:
-        raise InputError(f"--suite: got {name!r}; allowed {', '.join(SUITES)}")
-    return SUITES[name]
-
-
-def in_directions(cells: tuple[Cell, ...], directions: tuple[Direction, ...]) -> tuple[Cell, ...]:
-    """The problems of `cells` in each of `directions`, one direction after the other; none is as the cells have it."""
-    if not directions:
-        return cells
+def in_directions(cells: tuple[Cell, ...], directions: Sequence[Direction]) -> tuple[Cell, ...]:
+    """The problems of `cells` in each direction, one direction after the other; without any, `cells` as they are."""
     turned = (replace(cell, direction=direction) for direction in directions for cell in cells)
-    return tuple(dict.fromkeys(turned))
+    return tuple(dict.fromkeys(turned)) or cells
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Filter:
-    """Which cells of a suite; an empty tuple or None narrows nothing."""
+def narrowed(cells: tuple[Cell, ...], **wanted: Sequence[Any]) -> tuple[Cell, ...]:
+    """The cells whose fields have one of the wanted values; a field for which none is given is not asked.
 
-    head_dims: tuple[int, ...] = ()
-    seqs: tuple[int, ...] = ()
-    dtypes: tuple[str, ...] = ()
-    causal: bool | None = None
-
-    def apply(self, cells: tuple[Cell, ...]) -> tuple[Cell, ...]:
-        """The cells that pass. ValueError, naming what there is, for a value that no cell has."""
-        _check("--head-dim", self.head_dims, {cell.head_dim for cell in cells})
-        _check("--seq", self.seqs, {cell.seq for cell in cells})
-        _check("--dtype", self.dtypes, {cell.dtype for cell in cells})
-        if self.causal is not None:
-            _check("--causal/--full", (self.causal,), {cell.causal for cell in cells})
-        return tuple(
-            cell
-            for cell in cells
-            if (not self.head_dims or cell.head_dim in self.head_dims)
-            and (not self.seqs or cell.seq in self.seqs)
-            and (not self.dtypes or cell.dtype in self.dtypes)
-            and self.causal in (None, cell.causal)
-        )
-
-
-def _check(option: str, got: tuple[Any, ...], allowed: set[Any]) -> None:
-    wrong = [value for value in got if value not in allowed]
-    if wrong:
-        have = ", ".join(map(str, sorted(allowed)))
-        raise InputError(f"{option}: got {', '.join(map(str, wrong))}; this suite has {have}")
+    InputError, naming what there is, for a value that no cell has.
+    """
+    for name, values in wanted.items():
+        there = {getattr(cell, name) for cell in cells}
+        if wrong := [value for value in values if value not in there]:
+            have = ", ".join(map(str, sorted(there)))
+            raise InputError(f"{name}: got {', '.join(map(str, wrong))}; this suite has {have}")
+    return tuple(
+        cell for cell in cells if all(not values or getattr(cell, name) in values for name, values in wanted.items())
+    )

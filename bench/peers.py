@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from bench.arguments import some_of
 from bench.contenders import Contender, Results, Tensors, alike, differentiate, named, require_grad
 from bench.environment import NO_GPU
 from bench.matrix import Cell
@@ -235,6 +234,5 @@ PEERS: tuple[Peer, ...] = (
 
 
 def find_peers(names: tuple[str, ...]) -> tuple[Peer, ...]:
-    """The peers of these names; ``none`` alone is no peer at all. ValueError for an unknown one."""
-    known = {peer.name: peer for peer in PEERS}
-    return tuple(known[name] for name in some_of("--peer", names, tuple(known)))
+    """The peers of these names, in the order of PEERS."""
+    return tuple(peer for peer in PEERS if peer.name in names)

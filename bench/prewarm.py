@@ -1,12 +1,12 @@
 """Compiling ahead: each contender makes and runs cells in a process of its own, one of each kind or all.
 
-So the disk caches of the compilers (ours, Triton's, cuTile's, Inductor's) are filled by all cores, and the run itself,
-which must be one process, hardly waits for a compiler.
+This fills the disk caches of the compilers (ours, Triton's, cuTile's, Inductor's) with all cores, so that the run
+itself, which must be one process, hardly waits for a compiler.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,14 +14,16 @@ import torch
 from bench.contenders import Contender
 from bench.environment import device_works, gpu_arch
 from bench.matrix import Cell
-from bench.peers import PEERS, find_peers
-from bench.providers import Ours, Provider
+from bench.peers import PEERS
+from bench.providers import PIN, Ours, Provider
 from multiattn.inspect.pool import run_isolated
+
+TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A contender by name, as a provider may hold what cannot travel, and a cell."""
+    """A contender by name, as a provider may hold what cannot be pickled, and a cell."""
 
     contender: str
     cell: Cell
@@ -30,53 +32,41 @@ class Task:
 def tasks(providers: Sequence[Provider], cells: Sequence[Cell]) -> list[Task]:
     """One task per provider and kind of cell: the shortest of those that differ in batch and length only.
 
-    Of a provider that compiles for each of these, one per cell.
+    A provider that compiles for each batch and length has one per cell.
     """
     kinds: dict[tuple[object, ...], Cell] = {}
     for cell in sorted(cells, key=lambda it: it.seq):
         kinds.setdefault((cell.head_dim, cell.dtype, cell.causal, cell.layout, cell.direction), cell)
-    each = [provider for provider in providers if provider.compiles_each_cell]
-    once = [provider for provider in providers if not provider.compiles_each_cell]
-    found = [Task(contender=provider.name, cell=cell) for cell in cells for provider in each]
-    return found + [Task(contender=provider.name, cell=cell) for cell in kinds.values() for provider in once]
+    wanted = [(it, cells if it.compiles_each_cell else kinds.values()) for it in providers]
+    found = [Task(contender=provider.name, cell=cell) for provider, its in wanted for cell in its]
+    return list(dict.fromkeys(found))
 
 
 def provider_of(name: str) -> Provider:
-    """The provider that a run calls so."""
-    if name in {peer.name for peer in PEERS}:
-        return find_peers((name,))[0]
-    backend, _, variant = name.partition("/")
-    return Ours(backend=backend, variant=variant or None)
+    """The provider whose contender has this name."""
+    backend, _, rung = name.partition("/")
+    variant, _, pin = rung.partition(PIN)
+    ours = Ours(backend=backend, variant=variant or None, pinned_to=pin or None)
+    return next((peer for peer in PEERS if peer.name == name), ours)
 
 
-def warm(task: Task) -> bool:
-    """Make and run a contender once; whether there was anything to run."""
-    arch = gpu_arch()
-    provider = provider_of(task.contender)
+def warm(task: Task) -> None:
+    """Make and run a contender once, where there is anything to run."""
+    arch, provider = gpu_arch(), provider_of(task.contender)
     if arch is None or provider.why_not(task.cell, arch):
-        return False
+        return
     contender = provider.prepare(task.cell, task.cell.tensors("cuda"), arch)
-    if not isinstance(contender, Contender):
-        return False
-    contender.output()
-    torch.cuda.synchronize()
-    return True
+    if isinstance(contender, Contender):
+        contender.output()
+        torch.cuda.synchronize()
 
 
-def prewarm(
-    providers: Sequence[Provider],
-    cells: Sequence[Cell],
-    *,
-    jobs: int,
-    timeout_s: float = 120.0,
-    say: Callable[[str], None],
-) -> None:
+def prewarm(providers: Sequence[Provider], cells: Sequence[Cell], *, jobs: int) -> None:
     """Warm every kind; what fails here fails again in the run, where it is an error of its cell."""
-    known = [provider for provider in providers if any(not provider.why_not(cell, gpu_arch()) for cell in cells)]
-    wanted = tasks(known, cells)
-    failed = 0
-    for outcome in run_isolated(warm, wanted, jobs=jobs, timeout_s=timeout_s, keep=device_works):
+    arch = gpu_arch()
+    wanted = tasks([it for it in providers if any(not it.why_not(cell, arch) for cell in cells)], cells)
+    for outcome in run_isolated(warm, wanted, jobs=jobs, timeout_s=TIMEOUT_S, keep=device_works):
         if outcome.error:
-            failed += 1
-            say(f"compiling ahead: {outcome.item.contender}, {outcome.item.cell}: {outcome.error.splitlines()[0]}")
-    say(f"compiled ahead: {len(wanted) - failed} of {len(wanted)} kinds of {len(known)} contenders")
+            text = outcome.error.splitlines()[0]
+            print(f"compiling ahead: {outcome.item.contender}, {outcome.item.cell}: {text}", flush=True)
+    print(f"compiled ahead: {len(wanted)} kinds of cells", flush=True)

@@ -1,4 +1,4 @@
-"""Who competes in a cell. `Ours` is a backend's Plan; the peers are in bench.peers.
+"""The contenders of a cell. `Ours` is a backend's Plan; the peers are in bench.peers.
 
 A `Provider` makes a `Contender` of a cell and its tensors, or says with reasons why it cannot.
 """
@@ -26,19 +26,18 @@ _TILES = ("tile_m", "tile_n")
 
 
 class Provider(Protocol):
-    """Makes contenders. `name` names its rows."""
+    """Makes contenders; `name`, unique in a run, names its rows."""
 
     @property
-    def name(self) -> str:
-        """Unique among the providers of a run."""
+    def name(self) -> str: ...  # noqa: D102
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is one of BACKENDS: then it must be right, and its failure is the run's."""
+        """One of BACKENDS: it must be right, and its failure is the run's."""
 
     @property
     def compiles_each_cell(self) -> bool:
-        """Whether what it compiles is of one batch and length, so that compiling ahead must do every cell."""
+        """It compiles for one batch and length, so compiling ahead must do every cell."""
 
     def why_not(self, cell: Cell, arch: Arch | None) -> tuple[Reason, ...]:
         """Every reason known before there is a tensor; `arch` None is a machine without a GPU."""
@@ -59,7 +58,7 @@ class Ours:
 
     @property
     def compiles_each_cell(self) -> bool:
-        """So does cuTile: its rules differ by length, and its code by whether the batch is a multiple of 16."""
+        """True for cuTile: its rules differ by length, and its code by whether the batch is a multiple of 16."""
         return self.backend == "cutile"
 
     @property
@@ -83,7 +82,7 @@ class Ours:
         return contender_of(plans.timed, tensors, cell, plans.forward)
 
     def plans(self, cell: Cell, problem: Problem, arch: Arch) -> Plans | tuple[Reason, ...]:
-        """What it would launch in a cell, or every reason why it cannot; `variant` is of the direction that counts."""
+        """The Plans to launch in a cell, or every reason why not; `variant` is one of the direction that counts."""
         backend = registry.get(self.backend)
         try:
             if cell.direction == "fwd":

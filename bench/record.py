@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from bench.arguments import add_jobs
-from bench.environment import workplace
+from tabulate import tabulate
+
+from bench.environment import ROOT
 from bench.errors import InputError
-from bench.record_cases import Case, cases, dead_rules
-from bench.record_kernels import Job, Kernel, compile_job, promised_without_spills
-from bench.results import read
+from bench.options import add_jobs
+from bench.record_cases import Key, cases, dead_rules, key_of
+from bench.record_kernels import Kernel, Task, compile_task, promised_without_spills
+from bench.results import dump, read
 from multiattn.inspect.mix import GENERATIONS
 from multiattn.inspect.pool import run_isolated
 from multiattn.plan import backend as registry
@@ -25,14 +27,14 @@ from multiattn.plan.backend import BACKENDS, Plan
 from multiattn.plan.toolchain import find_cuobjdump
 
 SCHEMA = 1
+FOLDER = ROOT / "bench" / "compiled"
 TIMEOUT_S = 900.0
+KINDS = ("same", "note", "changed", "regression", "missing", "failed")
+"""The verdicts on a rule, from good to bad. A note is a difference that another compiler may make."""
 _TOOLS = ("triton", "cuda-tile", "tileiras", "nvidia-cuda-nvrtc")
 _TOOL = re.compile(r"([\w-]+) (\d+(?:\.\d+)*)")
 
 Kernels = tuple[Kernel, ...]
-Key = tuple[str, ...]
-Age = Literal["same", "newer", "older"]
-"""The compiler here beside the one on record; a different one that is not older counts as newer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,19 +46,10 @@ class Record:
 
     def kernels_of(self, plan: Plan) -> Kernels:
         """The kernels of a Plan; none where the record has no such rule."""
-        return self.rows.get(Case(direction=plan.direction, plan=plan).key, ())
+        return self.rows.get(key_of(plan), ())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """One difference from the record: ``regression``, ``changed``, ``missing``, ``failed``, or only a ``note``."""
-
-    kind: str
-    case: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.case}: {self.text}"
+EMPTY = Record(compilers={}, rows={})
 
 
 # ---------------------------------------------------------------- compilers
@@ -69,7 +62,7 @@ def compiler(backend: str) -> str:
 
 
 def is_older(versions: str, than: str) -> bool:
-    """Whether one answer of `compiler` names an older release of a tool than another answer does."""
+    """Tell whether one answer of `compiler` names an older release of a tool than another answer does."""
     ours, theirs = ({name: _numbers(release) for name, release in _TOOL.findall(text)} for text in (versions, than))
     return any(release < theirs[name] for name, release in ours.items() if name in theirs)
 
@@ -79,84 +72,69 @@ def _numbers(release: str) -> list[int]:
     return [int(part) for part in re.sub(r"(\.0+)+$", "", release).split(".")]
 
 
-def age_of(backend: str, recorded: str) -> Age:
-    """The age of a backend's compiler here beside the one on record."""
-    here = compiler(backend)
-    return "same" if here == recorded else "older" if is_older(here, than=recorded) else "newer"
-
-
 # ---------------------------------------------------------------- compared
 
 
-def compare(case: str, before: Kernels, now: Kernels, age: Age) -> list[Finding]:
-    """The differences of one case, what is worse first.
+def compare(before: Kernels, now: Kernels, *, recorded_with: str, made_with: str) -> tuple[str, list[str]]:
+    """The verdict on a rule, one of `KINDS`, and what differs in words.
 
-    With an older compiler what is worse is a note; with any other compiler a change is.
+    A compiler older than the one on record may make anything; a newer one may make other code that is no worse.
     """
     if not before:
-        return [Finding(kind="missing", case=case, text="not on record")]
+        return "missing", ["not on record"]
     if [it.digest for it in before] == [it.digest for it in now]:
-        return []
-    names = [it.name for it in before], [it.name for it in now]
-    texts = [f"kernels {', '.join(names[0])} -> {', '.join(names[1])}"] if len(before) != len(now) else []
+        return "same", []
     pairs = list(zip(before, now, strict=False))
     worse = [f"{new.name}: {text}" for old, new in pairs for text in _worse(old, new)]
+    texts = [f"{len(before)} kernels -> {len(now)}"] if len(before) != len(now) else []
     texts += [f"{new.name}: {_difference(old, new)}" for old, new in pairs if old.digest != new.digest]
-    lost, other = "note" if age == "older" else "regression", "changed" if age == "same" else "note"
-    found = [Finding(kind=lost, case=case, text=text) for text in worse]
-    return [*found, Finding(kind=other, case=case, text="; ".join(texts))]
+    if is_older(made_with, than=recorded_with) or (made_with != recorded_with and not worse):
+        return "note", [*worse, *texts]
+    return ("regression" if worse else "changed"), [*worse, *texts]
 
 
 def _worse(before: Kernel, now: Kernel) -> list[str]:
-    counted = (
+    grown = (
         ("spills in its hot loops", before.hot_spills, now.hot_spills),
         ("spills outside its hot loops", before.other_spills, now.other_spills),
         ("bytes of stack", before.stack_bytes, now.stack_bytes),
     )
-    registers = f" ({before.registers} -> {now.registers} registers)"
-    lines = [f"{old} -> {new} {what}{registers}" for what, old, new in counted if new > old]
+    lines = [f"{old} -> {new} {what}" for what, old, new in grown if new > old]
     if now.blocks < before.blocks or now.share < before.share:
         was, becomes = (f"{it.blocks} blocks, {100 * it.share:g} % of the warps" for it in (before, now))
         lines.append(f"occupancy {was} -> {becomes}, limited by {now.limiter}")
     if before.hot_loops and not now.hot_loops:
         lines.append("no loop on tensor cores is left")
-    newest = [max((place for place, it in GENERATIONS.items() if it in kernel.features), default=-1)
-              for kernel in (before, now)]  # fmt: skip
+    oldest, newest = (max((at for at, name in GENERATIONS.items() if name in it.features), default=-1)
+                      for it in (before, now))  # fmt: skip
     lost = [it for it in before.features if it not in now.features and it not in GENERATIONS.values()]
-    lost += [GENERATIONS[newest[0]]] if newest[1] < newest[0] else []
-    lost += [it for it in before.chosen if it not in now.chosen]
-    return lines + [f"{it} is lost" for it in lost]
+    lost += [GENERATIONS[oldest]] if newest < oldest else []
+    return lines + [f"{it} is lost" for it in (*lost, *(it for it in before.chosen if it not in now.chosen))]
 
 
 def _difference(before: Kernel, now: Kernel) -> str:
-    """The fields that differ, in a few words."""
     old, new = asdict(before), asdict(now)
     names = [name for name in old if old[name] != new[name] and name not in ("key", "digest")]
     return ", ".join(f"{name} {old[name]} -> {new[name]}" for name in names) or "other code of the same counts"
 
 
-def promises(rows: Mapping[Key, Kernels]) -> list[str]:
+def promises(rows: Mapping[Key, Kernels]) -> Iterator[str]:
     """A line for each kernel on record that breaks a promise: no room on an SM, or spills where none may be."""
-    lines = []
     for key, kernels in rows.items():
         allowed = promised_without_spills(key)
         for it in kernels:
             where = f"{' '.join(key)}, kernel {it.name}"
             if it.blocks == 0:
-                lines.append(f"not one block fits an SM ({it.limiter}): {where}")
+                yield f"not one block fits an SM ({it.limiter}): {where}"
             if allowed is not None and it.hot_spills > allowed:
-                lines.append(f"{it.hot_spills} spills in its hot loops: {where}")
-    return lines
+                yield f"{it.hot_spills} spills in its hot loops: {where}"
 
 
-# ---------------------------------------------------------------- which
-
-
-def sample(wanted: Iterable[Case]) -> list[Case]:
-    """One case per backend and arch, the same ones every time: directions take turns, hashes choose."""
-    groups: dict[tuple[str, str], list[Case]] = {}
-    for case in sorted(wanted, key=lambda it: it.key):
-        groups.setdefault((case.plan.backend, case.plan.arch.name), []).append(case)
+def sample(wanted: Iterable[Plan]) -> list[Plan]:
+    """One rule per backend and arch, the same ones every time: directions take turns, hashes choose."""
+    groups: dict[tuple[str, str], list[Plan]] = {}
+    for plan in sorted(wanted, key=key_of):
+        groups.setdefault((plan.backend, plan.arch.name), []).append(plan)
     chosen = []
     for place, (name, members) in enumerate(sorted(groups.items())):
         mine = [it for it in members if it.direction == ("forward", "backward")[place % 2]] or members
@@ -165,11 +143,6 @@ def sample(wanted: Iterable[Case]) -> list[Case]:
 
 
 # ---------------------------------------------------------------- kept
-
-
-def folder() -> Path:
-    """The folder of the record, committed: a file per arch."""
-    return workplace() / "bench" / "compiled"
 
 
 def load(path: Path) -> Record:
@@ -183,28 +156,26 @@ def load(path: Path) -> Record:
             rows[key] = tuple(map(Kernel.from_dict, row["kernels"]))
         return Record(compilers=data["compilers"], rows=rows)
 
-    return read(path, f"a record of schema {SCHEMA} that python -m bench record wrote", SCHEMA, record)
+    return read(path, SCHEMA, record)
 
 
-def load_all(where: Path | None = None) -> dict[str, Record]:
+def load_all() -> dict[str, Record]:
     """The record of every arch that has one, by name."""
-    found = {arch: (where or folder()) / f"{arch}.json" for arch in GPU_ARCHS}
+    found = {arch: FOLDER / f"{arch}.json" for arch in GPU_ARCHS}
     return {arch: load(path) for arch, path in found.items() if path.exists()}
 
 
-def save(record: Record, arch: str, where: Path) -> None:
+def save(record: Record, arch: str, folder: Path) -> None:
     """Write the record of one arch: a line per rule, head_dim and mask."""
-    lines = []
+    rows = []
     for key in sorted(record.rows, key=_place):
         backend, direction, variant, _, head_dim, mask, config = key
         rule = f"{backend} {direction} {variant} D={head_dim} {mask}"
-        kernels = [it.as_dict() for it in record.rows[key]]
-        lines.append(json.dumps({"rule": rule, "config": config, "kernels": kernels}))
-    head = json.dumps({"schema": SCHEMA, "arch": arch, "compilers": dict(record.compilers)}, indent=1)
-    where.mkdir(parents=True, exist_ok=True)
-    draft = where / f"{arch}.json.new"
-    draft.write_text(head.removesuffix("\n}") + ',\n "rows": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n")
-    draft.replace(where / f"{arch}.json")
+        rows.append({"rule": rule, "config": config, "kernels": list(map(asdict, record.rows[key]))})
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = folder / f"{arch}.json.new"
+    draft.write_text(dump({"schema": SCHEMA, "arch": arch, "compilers": dict(record.compilers), "rows": rows}))
+    draft.replace(folder / f"{arch}.json")
 
 
 def _place(key: Key) -> tuple[Any, ...]:
@@ -221,62 +192,70 @@ def run(options: argparse.Namespace) -> int:
         raise InputError("there is no cuobjdump to read cubins with: pip install nvidia-cuda-cuobjdump")
     if options.sample and not options.check:
         raise InputError("--sample: got it without --check; allowed with it")
-    recorded = load_all()
-    everything = cases()
-    wanted = [case for case in everything if _asked(case.key, options)]
-    chosen = sample(wanted) if options.sample else wanted
-    findings, made = _compile(chosen, recorded, jobs=options.jobs, read_all=not options.check)
-    alive = {case.key for case in everything}
-    gone = [key for record in recorded.values() for key in record.rows if key not in alive]
-    print("".join(f"{it}\n" for it in findings), end="")
-    failed = [it for it in findings if it.kind == "failed"]
-    if options.check:
-        lines = [f"no rule has it any more: {' '.join(key)}" for key in gone if _asked(key, options)]
-        lines += [line for record in recorded.values() for line in promises(record.rows)] + dead_rules()
-        print("".join(f"{line}\n" for line in lines), end="")
-        wrong = len(lines) + sum(it.kind != "note" for it in findings)
-        print(f"{len(chosen)} rules compiled, {wrong} failures" + ("; run python -m bench record" if wrong else ""))
-        return int(bool(wrong))
-    write(made, recorded, alive)
-    print(f"Written: {folder().relative_to(workplace())}: {len(made)} rules, {len(findings)} findings")
-    return int(bool(failed))
+    recorded, everything = load_all(), {key_of(plan): plan for plan in cases()}
+    wanted = [plan for key, plan in everything.items() if _asked(key, options)]
+    made, verdicts = _compile(sample(wanted) if options.sample else wanted, recorded, options)
+    print(count_table(verdicts))
+    if not options.check:
+        write(made, recorded, everything)
+        print(f"\nWritten: {FOLDER.relative_to(ROOT)}: {len(made)} rules")
+        return int(any(kind == "failed" for kind, _ in verdicts))
+    rows = {key: kernels for record in recorded.values() for key, kernels in record.rows.items()}
+    lines = [
+        f"no rule has it any more: {' '.join(key)}" for key in rows if key not in everything and _asked(key, options)
+    ]
+    lines += [*promises(rows), *dead_rules()]
+    print("".join(f"\n{line}" for line in lines))
+    wrong = len(lines) + sum(kind not in ("same", "note") for kind, _ in verdicts)
+    print(f"{len(verdicts)} rules compiled, {wrong} failures" + ("; run python -m bench record" if wrong else ""))
+    return int(bool(wrong))
 
 
 def _asked(key: Key, options: argparse.Namespace) -> bool:
     return key[0] in (options.backend or BACKENDS) and key[3] in (options.arch or GPU_ARCHS)
 
 
-def write(made: Mapping[Key, Kernels], recorded: Mapping[str, Record], alive: set[Key]) -> None:
+def _compile(
+    chosen: Sequence[Plan], recorded: Mapping[str, Record], options: argparse.Namespace
+) -> tuple[dict[Key, Kernels], list[tuple[str, Plan]]]:
+    """The kernels of each rule, and the verdict on it against the record; what differs is printed as it is found."""
+
+    def before(plan: Plan) -> Record:
+        return recorded.get(plan.arch.name, EMPTY)
+
+    work = [Task(plan=it, known=before(it).kernels_of(it) if options.check else ()) for it in chosen]
+    made: dict[Key, Kernels] = {}
+    verdicts: list[tuple[str, Plan]] = []
+    for done, outcome in enumerate(run_isolated(compile_task, work, jobs=options.jobs, timeout_s=TIMEOUT_S), 1):
+        plan, kind, texts = outcome.item.plan, "failed", [outcome.error]
+        if outcome.result is not None:
+            made[key_of(plan)] = outcome.result
+            told = before(plan).compilers.get(plan.backend, "")
+            versions = {"recorded_with": told, "made_with": compiler(plan.backend)}
+            kind, texts = compare(before(plan).kernels_of(plan), outcome.result, **versions)
+        verdicts.append((kind, plan))
+        print("".join(f"{kind}: {' '.join(key_of(plan))}: {text}\n" for text in texts), end="")
+        if done % 50 == 0:
+            print(f"[{done}/{len(work)}]", flush=True)
+    return made, verdicts
+
+
+def count_table(verdicts: Iterable[tuple[str, Plan]]) -> str:
+    """How many rules of each backend and direction are the same as on record, and how many of each other kind."""
+    counts = Counter((plan.backend, plan.direction, kind) for kind, plan in verdicts)
+    places = dict.fromkeys(place[:2] for place in sorted(counts))
+    rows = [(*place, *(counts[(*place, kind)] for kind in KINDS)) for place in places]
+    return tabulate(rows, headers=("backend", "direction", *KINDS))
+
+
+def write(made: Mapping[Key, Kernels], recorded: Mapping[str, Record], alive: Container[Key]) -> None:
     """Write the arches of `made` anew: what was not made again stays, unless no rule has it any more."""
     for arch in dict.fromkeys(key[3] for key in made):
-        before = recorded.get(arch, Record(compilers={}, rows={}))
+        before = recorded.get(arch, EMPTY)
         mine = {key: kernels for key, kernels in made.items() if key[3] == arch}
         told = {key[0]: compiler(key[0]) for key in mine}
         rows = {key: kernels for key, kernels in before.rows.items() if key in alive} | mine
-        save(Record(compilers={**before.compilers, **told}, rows=rows), arch, folder())
-
-
-def _compile(
-    chosen: Sequence[Case], recorded: Mapping[str, Record], *, jobs: int, read_all: bool
-) -> tuple[list[Finding], dict[Key, Kernels]]:
-    none = Record(compilers={}, rows={})
-    before = {case.key: recorded.get(case.plan.arch.name, none).rows.get(case.key, ()) for case in chosen}
-    work = [
-        Job(direction=case.direction, plan=case.plan, known=() if read_all else before[case.key]) for case in chosen
-    ]
-    findings: list[Finding] = []
-    made: dict[Key, Kernels] = {}
-    for done, outcome in enumerate(run_isolated(compile_job, work, jobs=jobs, timeout_s=TIMEOUT_S), 1):
-        case = Case(direction=outcome.item.direction, plan=outcome.item.plan)
-        if outcome.result is None:
-            findings.append(Finding(kind="failed", case=str(case), text=outcome.error))
-            continue
-        made[case.key] = outcome.result
-        told = recorded.get(case.plan.arch.name, none).compilers.get(case.plan.backend, "")
-        findings += compare(str(case), before[case.key], outcome.result, age_of(case.plan.backend, told))
-        if done % 50 == 0:
-            print(f"[{done}/{len(work)}]", flush=True)
-    return findings, made
+        save(Record(compilers={**before.compilers, **told}, rows=rows), arch, FOLDER)
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from multiattn.plan import backend as registry
@@ -19,53 +18,37 @@ RULE_DTYPES = ("bf16", "fp16")  # the first unless a rule is for the other alone
 RUNG_ARCHS = ("sm80", "sm90")
 """The arches that rules of ``only_named`` variants are compiled for: one with and one without wgmma and TMA."""
 
+Key = tuple[str, ...]
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """A rule on one arch, at a head_dim and mask of its range, with a problem for which it is the one chosen."""
 
-    direction: Direction
-    plan: Plan
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        """Its name in the record; two rules of one config are one case."""
-        plan = self.plan
-        mask = "causal" if plan.problem.causal else "full"
-        where = (plan.backend, self.direction, plan.variant, plan.arch.name, str(plan.problem.head_dim), mask)
-        return (*where, str(plan.config))
-
-    def __str__(self) -> str:
-        return " ".join(self.key[:4]) + f" D={self.key[4]} {self.key[5]} [{self.key[6]}]"
+def key_of(plan: Plan) -> Key:
+    """A Plan's name in the record: backend, direction, variant, arch, head_dim, mask, config."""
+    mask = "causal" if plan.problem.causal else "full"
+    where = (plan.backend, plan.direction, plan.variant, plan.arch.name, str(plan.problem.head_dim), mask)
+    return (*where, str(plan.config))
 
 
 def cases(
     backends: Sequence[str] = BACKENDS,
     directions: Sequence[Direction] = DIRECTIONS,
     arches: Sequence[str] = GPU_ARCHS,
-) -> list[Case]:
-    """Every case of every rule that can be chosen without naming its variant; rules of one config share a case.
+) -> list[Plan]:
+    """A Plan for every rule, arch, head_dim and mask, with a problem for which the rule is the one chosen.
 
-    Of variants that must be named, only those that span the flags, on `RUNG_ARCHS`: there may be a hundred.
+    Rules of one config share a Plan. Of variants that must be named only those that span the flags are walked, on
+    `RUNG_ARCHS`: there may be a hundred.
     """
-    found: dict[tuple[str, ...], Case] = {}
-    for name in backends:
-        for direction in directions:
-            for variant, its_arches in _walked(name, direction, arches):
-                for rule in variant.rules:
-                    for case in _cases_of(name, direction, variant, rule, its_arches):
-                        found.setdefault(case.key, case)
+    found: dict[Key, Plan] = {}
+    for name, direction in itertools.product(backends, directions):
+        op = registry.get(name).op(direction)
+        for variant in op.variants:
+            if variant.only_named and op.spanning and variant.name not in op.spanning:
+                continue
+            walked = [arch for arch in arches if not variant.only_named or arch in RUNG_ARCHS]
+            for rule in variant.rules:
+                for plan in _plans_of(name, direction, variant, rule, walked):
+                    found.setdefault(key_of(plan), plan)
     return list(found.values())
-
-
-def _walked(backend: str, direction: Direction, arches: Sequence[str]) -> Iterator[tuple[Variant, Sequence[str]]]:
-    """The variants whose rules are compiled, and for which of `arches` each."""
-    op = registry.get(backend).op(direction)
-    for variant in op.variants:
-        if not variant.only_named:
-            yield variant, arches
-        elif not op.spanning or variant.name in op.spanning:
-            yield variant, [arch for arch in arches if arch in RUNG_ARCHS]
 
 
 def dead_rules(backends: Sequence[str] = BACKENDS, directions: Sequence[Direction] = DIRECTIONS) -> list[str]:
@@ -73,32 +56,30 @@ def dead_rules(backends: Sequence[str] = BACKENDS, directions: Sequence[Directio
 
     Arches on which its variant does not run do not count.
     """
-    lines = []
-    for name in backends:
-        for direction in directions:
-            for variant in registry.get(name).op(direction).offered:
-                for rule in variant.rules:
-                    for arch in rule.arches:
-                        if arch not in GPU_ARCHS or arch not in variant.capability.arches:
-                            continue
-                        if not any(_cases_of(name, direction, variant, rule, (arch,))):
-                            lines.append(f"{name} {direction} {variant.name} {arch}: nothing chooses the rule {rule}")
-    return lines
+    return [
+        f"{name} {direction} {variant.name} {arch}: nothing chooses the rule {rule}"
+        for name, direction in itertools.product(backends, directions)
+        for variant in registry.get(name).op(direction).offered
+        for rule in variant.rules
+        for arch in set(rule.arches) & set(GPU_ARCHS) & set(variant.capability.arches)
+        if not any(_plans_of(name, direction, variant, rule, (arch,)))
+    ]
 
 
-def _cases_of(
+def _plans_of(
     backend: str, direction: Direction, variant: Variant, rule: Rule[Any], arches: Sequence[str]
-) -> Iterator[Case]:
-    for arch in (name for name in arches if name in rule.arches):
-        for head_dim in _head_dims(rule, variant.capability.head_dim_multiple):
-            for causal in (False, True) if rule.banded is None else (rule.banded,):
-                plan = _plan(backend, direction, variant, rule, arch, head_dim, causal)
-                if plan is not None:
-                    yield Case(direction=direction, plan=plan)
+) -> Iterator[Plan]:
+    head_dims = _head_dims(rule, variant.capability.head_dim_multiple)
+    masks = (False, True) if rule.banded is None else (rule.banded,)
+    for arch, head_dim, causal in itertools.product(arches, head_dims, masks):
+        if arch in rule.arches:
+            plan = _plan(backend, direction, variant, rule, arch, head_dim, causal)
+            if plan is not None:
+                yield plan
 
 
 def _head_dims(rule: Rule[Any], multiple: int) -> list[int]:
-    """Those of `HEAD_DIMS` that a rule is for; and its widest where there is none, or earlier rules may take all."""
+    """The `HEAD_DIMS` of a rule; and its widest where there is none, or earlier rules may take all."""
     itemsize = DTYPES[RULE_DTYPES[0]].itemsize  # as of the other
     allowed = [
         it
@@ -112,17 +93,16 @@ def _head_dims(rule: Rule[Any], multiple: int) -> list[int]:
 def _plan(
     backend: str, direction: Direction, variant: Variant, rule: Rule[Any], arch: str, head_dim: int, causal: bool
 ) -> Plan | None:
-    """The Plan of the first problem for which `rule` is chosen, so of lengths that it is for; None if there is none."""
+    """The Plan of the first problem for which `rule` is chosen, of lengths that it is for; None if there is none."""
     target = by_name(arch)
     for dtype, seq, batch in itertools.product(RULE_DTYPES, _lengths(variant.rules), _batches(variant.rules)):
         problem = Problem.contiguous(
             batch=batch, heads_q=HEADS, seq_q=seq, head_dim=head_dim, dtype=dtype, causal=causal
         )
-        if select(variant.rules, problem, target)[0] is not rule:
-            continue
-        plan = plan_variant(registry.get(backend), variant, problem, target, direction=direction)
-        if isinstance(plan, Plan):
-            return plan
+        if select(variant.rules, problem, target)[0] is rule:
+            plan = plan_variant(registry.get(backend), variant, problem, target, direction=direction)
+            if isinstance(plan, Plan):
+                return plan
     return None
 
 
@@ -135,5 +115,4 @@ def _lengths(rules: Sequence[Rule[Any]]) -> list[int]:
 
 def _batches(rules: Sequence[Rule[Any]]) -> list[int]:
     edges = {rule.batch_max for rule in rules if rule.batch_max is not None}
-    near = {batch for edge in edges for batch in (edge, edge + 1)}
-    return list(dict.fromkeys((BATCH, *sorted(near))))
+    return list(dict.fromkeys((BATCH, *sorted(batch for edge in edges for batch in (edge, edge + 1)))))

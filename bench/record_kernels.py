@@ -16,7 +16,7 @@ from multiattn.inspect import store
 from multiattn.inspect.facts import Facts, read_kernel
 from multiattn.inspect.mix import Counts
 from multiattn.plan import backend as registry
-from multiattn.plan.backend import Direction, Exported, Plan
+from multiattn.plan.backend import Exported, Plan
 from multiattn.run import cache
 
 NO_SPILLS_UP_TO = 128
@@ -35,20 +35,20 @@ class Kernel:
 
     name: str
     key: str
-    """Of what reached the compiler."""
+    """A digest of the code that reached the compiler."""
     digest: str
-    """Of the machine code."""
+    """A digest of the machine code."""
     threads: int
     registers: int
     stack_bytes: int
     smem_bytes: int
     """Static and dynamic."""
     blocks: int
-    """That an SM holds at one time."""
+    """The number that an SM holds at one time."""
     share: float
-    """Of the warps that an SM can hold, 0 to 1."""
+    """The share of the warps that an SM can hold, 0 to 1."""
     limiter: str
-    """What keeps one more block out: blocks, warps, registers or smem."""
+    """The resource that keeps one more block out: blocks, warps, registers or smem."""
     code_bytes: int
     hot_loops: int
     hot_spills: int
@@ -60,7 +60,7 @@ class Kernel:
     features: tuple[str, ...]
     """Generations of tensor core and ways of moving data that the code uses anywhere."""
     chosen: tuple[str, ...] = ()
-    """What cuTile's compiler says that it chose."""
+    """The choices that cuTile's compiler tells."""
 
     @property
     def counts(self) -> Counts:
@@ -69,17 +69,13 @@ class Kernel:
 
     @classmethod
     def of(cls, facts: Facts, *, key: str, digest: str) -> Kernel:
-        """The kernel of what was read off a cubin."""
+        """The kernel that was read off a cubin."""
         own: dict[str, Any] = {"key": key, "digest": digest, "hot": facts.hot.classes, "mma": facts.hot.tensor_names}
         return cls(**own, **{it.name: getattr(facts, it.name) for it in fields(cls) if it.name not in own})
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data that `from_dict` reads."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Kernel:
-        """A kernel of what `as_dict` gave, through JSON or not."""
+        """The kernel of its own fields, from JSON."""
         return cls(**{**data, "features": tuple(data["features"]), "chosen": tuple(data["chosen"])})
 
 
@@ -133,27 +129,26 @@ def _sections(cubin: bytes) -> Iterator[tuple[str, bytes, int, int]]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """A Plan to compile, with kernels on record that need not be read again while their digest is the same."""
+class Task:
+    """A rule to compile; its kernels on record are not read again while their digest is the same."""
 
-    direction: Direction
     plan: Plan
     known: tuple[Kernel, ...] = ()
 
 
 @functools.cache
 def doors() -> Doors:
-    """Those of this process."""
+    """The doors of this process."""
     return open_doors(cache.directory() / "compiled")
 
 
-def compile_job(job: Job) -> tuple[Kernel, ...]:
+def compile_task(task: Task) -> tuple[Kernel, ...]:
     """Compile the kernels of a Plan, unless the cache has them. The compiler's own exception passes through."""
-    stand = doors()
+    stand, plan = doors(), task.plan
     stand.take()
-    made = registry.get(job.plan.backend).op(job.direction).export(job.plan, ())
-    known = {it.key: it for it in job.known}
-    return tuple(_read(it, key, job.plan, known.get(key)) for it, key in zip(made, stand.take(), strict=True))
+    made = registry.get(plan.backend).op(plan.direction).export(plan, ())
+    known = {it.key: it for it in task.known}
+    return tuple(_read(it, key, plan, known.get(key)) for it, key in zip(made, stand.take(), strict=True))
 
 
 def _read(kernel: Exported, key: str, plan: Plan, known: Kernel | None) -> Kernel:

@@ -19,8 +19,6 @@ from multiattn.plan.support import Reason
 T = TypeVar("T")
 
 SCHEMA = 3
-OLDER = (2,)
-"""Schemas that are read as well: 2 had no directions, all of it is forward, and no memory."""
 LOST_DEVICE = "the device was lost: "
 """Starts the error of a contender after which no other could run in its process; a resumed run leaves it out."""
 
@@ -58,14 +56,10 @@ class Measured:
         """Interquartile range over the median."""
         return (self.high_ms - self.low_ms) / self.time_ms
 
-    def serves(self, budget: Budget) -> bool:
-        """Whether at least as much was spent on it as `budget` asks for."""
-        return self.rounds >= budget.rounds and self.sample_ms >= budget.sample_ms
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """What a row was measured on and with."""
+    """The machine, versions and sources that a row was measured with."""
 
     gpu: str
     arch: str
@@ -78,27 +72,27 @@ class Environment:
     date: str
 
     def same_setup(self, other: Environment) -> bool:
-        """Whether rows of both may be compared: all is equal but the date and the commit, whose part `source` takes."""
+        """Tell whether all is equal but the date and the commit, for which `source` stands."""
         return replace(self, date=other.date, commit=other.commit) == other
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """What came of one contender in one cell: exactly one of `measured`, `reasons` and `error`."""
+    """The outcome of one contender in one cell: exactly one of `measured`, `reasons` and `error`."""
 
     cell: Cell
     contender: str
     regime: str
     environment: Environment
     command: str
-    """Makes the run that this row is of again."""
+    """Makes this row's run again."""
     run: str = ""
-    """Shared by the rows of one cell that took turns: when they began, and a random end. Those of two runs met other
-    clocks and temperatures, so they are never set against each other. Empty where nobody was timed."""
+    """Shared by the rows of one cell that took turns: when they began, and a random end. Rows of two runs met different
+    clocks and temperatures, so they are never compared. Empty where nobody was timed."""
     plan: Mapping[str, Any] | None = None
     """Variant, config and why of the Plan that ran; None for a peer."""
     detail: str = ""
-    """What a reader must know of a peer's call."""
+    """How a peer is called, where that matters."""
     measured: Measured | None = None
     reasons: tuple[Reason, ...] = ()
     error: str = ""
@@ -115,7 +109,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What a later row of the same cell, contender and regime replaces."""
+        """Cell, contender and regime: a later row with the same key replaces this one."""
         return self.cell.key, self.contender, self.regime
 
     @property
@@ -142,27 +136,23 @@ class Store:
             store.rows = {row.key: row for row in load(path)}
         return store
 
-    def finished(
-        self, cell: Cell, contenders: Iterable[str], regime: str, environment: Environment, budget: Budget
-    ) -> bool:
-        """Whether every contender has its row of this cell from this very setup, all of one run.
-
-        Each measured with `budget` or more. An error is tried again, unless it took the device down.
-        """
-        found = [self.rows.get((cell.key, contender, regime)) for contender in contenders]
-        rows = [row for row in found if row is not None and row.environment.same_setup(environment)]
-        measured = [row for row in rows if row.measured is not None]
-        return (
-            len(rows) == len(found)
-            and len({row.run for row in measured}) <= 1
-            and all(row.measured.serves(budget) for row in measured if row.measured is not None)
-            and all(not row.error or row.error.startswith(LOST_DEVICE) for row in rows)
-        )
-
-    def lost_device(self, cell: Cell, contender: str, regime: str, environment: Environment) -> bool:
-        """Whether this contender took the device down in this cell, in this very setup."""
+    def kept(self, cell: Cell, contender: str, regime: str, setup: Environment) -> Row | None:
+        """The row of a contender in a cell, if this very setup made it."""
         row = self.rows.get((cell.key, contender, regime))
-        return row is not None and row.environment.same_setup(environment) and row.error.startswith(LOST_DEVICE)
+        return row if row is not None and row.environment.same_setup(setup) else None
+
+    def finished(self, cell: Cell, contenders: Sequence[str], regime: str, setup: Environment, budget: Budget) -> bool:
+        """Tell whether every contender has its row of this cell from this setup: timed in one run, with `budget` or
+        more, or refused. An error is tried again, unless it took the device down.
+        """
+        rows = [row for name in contenders if (row := self.kept(cell, name, regime, setup)) is not None]
+        timed = [(row.run, row.measured) for row in rows if row.measured is not None]
+        return (
+            len(rows) == len(contenders)
+            and len({run for run, _ in timed}) <= 1
+            and all(not row.error or row.error.startswith(LOST_DEVICE) for row in rows)
+            and all(it.rounds >= budget.rounds and it.sample_ms >= budget.sample_ms for _, it in timed)
+        )
 
     def add(self, rows: Iterable[Row]) -> None:
         """Take rows in place of older ones, and write the file."""
@@ -178,44 +168,46 @@ def dumps(suite: str, rows: Iterable[Row]) -> str:
     """The JSON of a results file: one line per row, each environment and each command once."""
     environments: list[Environment] = []
     commands: list[str] = []
-    lines = []
-    for row in rows:
-        if row.environment not in environments:
-            environments.append(row.environment)
-        if row.command not in commands:
-            commands.append(row.command)
-        data: dict[str, Any] = {
+
+    def place(items: list[T], item: T) -> int:
+        if item not in items:
+            items.append(item)
+        return items.index(item)
+
+    def packed(row: Row) -> dict[str, Any]:
+        data = {
             "cell": row.cell.as_dict(),
             "contender": row.contender,
             "regime": row.regime,
-            "environment": environments.index(row.environment),
-            "command": commands.index(row.command),
+            "environment": place(environments, row.environment),
+            "command": place(commands, row.command),
+            "run": row.run,
+            "plan": row.plan,
+            "detail": row.detail,
+            "measured": row.measured and asdict(row.measured),
+            "reasons": [asdict(reason) for reason in row.reasons],
+            "error": row.error,
         }
-        if row.run:
-            data["run"] = row.run
-        if row.plan is not None:
-            data["plan"] = dict(row.plan)
-        if row.detail:
-            data["detail"] = row.detail
-        if row.measured is not None:
-            data["measured"] = asdict(row.measured)
-        elif row.reasons:
-            data["reasons"] = [asdict(reason) for reason in row.reasons]
-        else:
-            data["error"] = row.error
-        lines.append(json.dumps(data))
+        return {name: value for name, value in data.items() if value not in ("", None, [])}
 
-    def listed(items: Iterable[str]) -> str:
-        return "[\n  " + ",\n  ".join(items) + "\n ]"
-
+    packed_rows = list(map(packed, rows))
     parts = {
-        "schema": str(SCHEMA),
-        "suite": json.dumps(suite),
-        "environments": listed(json.dumps(asdict(it)) for it in environments),
-        "commands": listed(map(json.dumps, commands)),
-        "rows": listed(lines),
+        "schema": SCHEMA,
+        "suite": suite,
+        "environments": list(map(asdict, environments)),
+        "commands": commands,
+        "rows": packed_rows,
     }
-    return "{\n" + ",\n".join(f' "{name}": {text}' for name, text in parts.items()) + "\n}\n"
+    return dump(parts)
+
+
+def dump(parts: Mapping[str, Any]) -> str:
+    """JSON of a line for each value, and for each item of a list."""
+
+    def told(value: Any) -> str:
+        return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]" if isinstance(value, list) else json.dumps(value)
+
+    return "{\n" + ",\n".join(f' "{name}": {told(value)}' for name, value in parts.items()) + "\n}\n"
 
 
 def load(path: Path) -> list[Row]:
@@ -225,56 +217,44 @@ def load(path: Path) -> list[Row]:
         environments = [Environment(**item) for item in data["environments"]]
         return [_row(item, environments, data["commands"]) for item in data["rows"]]
 
-    return read(path, f"a results file of schema {SCHEMA} that python -m bench wrote", SCHEMA, rows, older=OLDER)
+    return read(path, SCHEMA, rows)
 
 
-def read(path: Path, what: str, schema: int, parse: Callable[[dict[str, Any]], T], *, older: Sequence[int] = ()) -> T:
-    """What `parse` makes of a JSON file of ours, of `schema` or one of `older`.
-
-    InputError, naming the file, for another one or none.
-    """
+def read(path: Path, schema: int, parse: Callable[[dict[str, Any]], T]) -> T:
+    """The result of `parse` on a JSON file of ours. InputError, naming the file, for another one or none."""
+    what = f"a file of schema {schema} that python -m bench wrote"
     try:
         data = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise InputError(f"{path}: there is no such file") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"{path}: not {what}: {error}") from None
-    if not isinstance(data, dict) or data.get("schema") not in (schema, *older):
-        other = isinstance(data, dict) and "schema" in data
-        hint = f": its schema is {data['schema']}; move it away and measure again" if other else ""
-        raise InputError(f"{path}: not {what}{hint}")
-    try:
+        if not isinstance(data, dict) or data.get("schema") != schema:
+            raise InputError(f"{path}: not {what}")
         return parse(data)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: not {what}: {type(error).__name__}: {error}") from None
+        raise InputError(f"{path}: not {what}: {error}") from None
 
 
 def _row(data: Mapping[str, Any], environments: Sequence[Environment], commands: Sequence[str]) -> Row:
-    return Row(
-        cell=Cell(**data["cell"]),
-        contender=data["contender"],
-        regime=data["regime"],
-        environment=environments[data["environment"]],
-        command=commands[data["command"]],
-        run=data.get("run", ""),
-        plan=data.get("plan"),
-        detail=data.get("detail", ""),
-        measured=Measured(**data["measured"]) if "measured" in data else None,
-        reasons=tuple(Reason(**reason) for reason in data.get("reasons", ())),
-        error=data.get("error", ""),
-    )
+    given = {
+        "cell": Cell(**data["cell"]),
+        "environment": environments[data["environment"]],
+        "command": commands[data["command"]],
+        "measured": Measured(**data["measured"]) if "measured" in data else None,
+        "reasons": tuple(Reason(**reason) for reason in data.get("reasons", ())),
+    }
+    return Row(**{**data, **given})
 
 
 def is_ours(contender: str) -> bool:
-    """Whether it is a backend, or a variant of one."""
+    """Tell whether a contender is a backend, or a variant of one."""
     return contender.partition("/")[0] in BACKENDS
 
 
 def one_run(rows: Iterable[Row]) -> list[Row]:
-    """Of each GPU, cell and regime only the rows of one run: the newest complete one. What a table may put in a line.
+    """The rows of one run for each GPU, cell and regime, so that a line of a table never mixes runs.
 
-    Complete is a run that set contenders against each other; one of a single contender counts where there is no
-    other. Rows without a run (refused before anybody was timed) stay, unless they are of another setup than the run.
+    The newest run in which several contenders took turns counts, or the newest where no run has several. Rows without
+    a run (refused before anybody was timed) stay, unless they are of another setup than the run.
     """
     places: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:

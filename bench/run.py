@@ -32,6 +32,8 @@ PREWARM_CELLS: Mapping[Direction, int] = MappingProxyType({"fwd": 8, "bwd": 1, "
 """From so many cells on, compiling ahead is worth the start of its processes: about 10 s, which is less than one
 backward of each backend takes to compile (a guess from compiling for sm90 on a CPU)."""
 
+Outcome = Timing | tuple[Reason, ...] | Exception
+
 
 class DeviceLostError(RuntimeError):
     """A contender left the device unusable for this process; its row is stored, the next run goes on without it."""
@@ -39,7 +41,7 @@ class DeviceLostError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What cells run on."""
+    """The device that cells run on."""
 
     arch: Arch
     device: torch.device
@@ -55,18 +57,13 @@ class Machine:
         if arch is None:
             return None
         device = torch.device("cuda", torch.cuda.current_device())
-        return cls(
-            arch=arch,
-            device=device,
-            clock=CudaClock(),
-            synchronize=torch.cuda.synchronize,
-            extra_bytes=extra_bytes,
-        )
+        sync = torch.cuda.synchronize
+        return cls(arch=arch, device=device, clock=CudaClock(), synchronize=sync, extra_bytes=extra_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What to run: cells, who competes, in which regimes, how long."""
+    """The cells to run, who competes, in which regimes, how long."""
 
     suite: str
     cells: tuple[Cell, ...]
@@ -77,7 +74,7 @@ class Job:
     jobs: int = 1
     """Processes that compile ahead of the run; 1 is none."""
     command: str = "python -m bench"
-    """What makes this run again; every row stores it."""
+    """Makes this run again; every row stores it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,75 +97,61 @@ def run(job: Job, machine: Machine | None, store: Store, *, quiet: bool = False)
     setup = environment()
     names = [provider.name for provider in job.providers]
     work = [(cell, regime) for cell in job.cells for regime in job.regimes]
-
-    def is_open(cell: Cell, regime: str) -> bool:
-        return job.fresh or not store.finished(cell, names, regime, setup, job.budget)
-
-    open_cells = [cell for cell, regime in work if is_open(cell, regime)]
-    is_slow = any(len(open_cells) >= PREWARM_CELLS[cell.direction] for cell in open_cells)
+    waiting = [it for it in work if job.fresh or not store.finished(it[0], names, it[1], setup, job.budget)]
+    is_slow = any(len(waiting) >= PREWARM_CELLS[cell.direction] for cell, _ in waiting)
     if machine is not None and job.jobs > 1 and is_slow:
-        prewarm(job.providers, open_cells, jobs=job.jobs, say=_say)
-    with tqdm(work, unit="cell", disable=True if quiet else None) as bar:  # None: silent where there is no terminal
+        prewarm(job.providers, [cell for cell, _ in waiting], jobs=job.jobs)
+    with tqdm(waiting, unit="cell", disable=True if quiet else None) as bar:  # None: silent where there is no terminal
         for cell, regime in bar:
             bar.set_postfix_str(cell.key)
-            if is_open(cell, regime):
-                rows = _run_cell(job, cell, regime, machine, store, setup)
-                store.add(rows)
-                if not quiet:
-                    bar.clear()
-                    _say(summary(cell, regime, rows))
-    keys = [(cell.key, name, regime) for cell, regime in work for name in names]
-    return [store.rows[key] for key in keys]
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
+            rows = _run_cell(job, cell, regime, machine, store, setup)
+            store.add(rows)
+            if not quiet:
+                bar.clear()
+                print(summary(cell, regime, rows), flush=True)
+    return [store.rows[cell.key, name, regime] for cell, regime in work for name in names]
 
 
 def summary(cell: Cell, regime: str, rows: Sequence[Row]) -> str:
-    """One line of a cell: TFLOPS of each, and who has none."""
-    parts = [
-        f"{row.contender} {rate_text(row.measured.tflops)}"
-        if row.measured
-        else f"{row.contender} {'-' if row.reasons else '!'}"
-        for row in rows
-    ]
-    return f"{cell.key} {regime}: " + "  ".join(parts)
+    """One line of a cell: TFLOPS of each; ``-`` for a refusal, ``!`` for an error."""
+    told = ((it.contender, rate_text(it.measured.tflops) if it.measured else "-" if it.reasons else "!") for it in rows)
+    return f"{cell.key} {regime}: " + "  ".join(f"{name} {text}" for name, text in told)
 
 
 def _run_cell(
     job: Job, cell: Cell, regime: str, machine: Machine | None, store: Store, setup: Environment
 ) -> list[Row]:
+    row_of = functools.partial(_row, job, cell, regime, setup)
     if machine is None:
-        return [_row(job, cell, provider, regime, setup, provider.why_not(cell, None)) for provider in job.providers]
+        return [row_of(provider.name, provider.why_not(cell, None)) for provider in job.providers]
     turns = f"{datetime.now(timezone.utc).isoformat(timespec='seconds')}-{secrets.token_hex(4)}"
     tensors, truth = tensors_and_truth(cell, machine.device)
-    outcomes: dict[str, Row] = {}
     admitted: dict[str, Admitted] = {}
+    rows: dict[str, Row] = {}
     for provider in job.providers:
-        if store.lost_device(cell, provider.name, regime, setup) and not job.fresh:
-            outcomes[provider.name] = store.rows[(cell.key, provider.name, regime)]
+        before = store.kept(cell, provider.name, regime, setup)
+        if before is not None and before.error.startswith(LOST_DEVICE) and not job.fresh:
+            rows[provider.name] = before
             continue
         outcome = admit(provider, cell, tensors, machine, truth, regime=regime)
         if isinstance(outcome, Admitted):
             admitted[provider.name] = outcome
         else:
-            outcomes[provider.name] = _row(job, cell, provider, regime, setup, outcome, run=turns)
-            _stop_if_lost(machine, store, outcomes[provider.name])
+            rows[provider.name] = row_of(provider.name, outcome, run=turns)
+            _stop_if_lost(machine, store, rows[provider.name])
     contestants = {
         name: it.contender.call if regime == "call" else it.contender.launch for name, it in admitted.items()
     }
     timings = measure(contestants, machine.clock, regime=regime, budget=job.budget)
-    providers = {provider.name: provider for provider in job.providers}
     for name, timing in timings.items():  # in the order in which they ended: the first error is the one that broke it
-        outcomes[name] = _row(job, cell, providers[name], regime, setup, timing, admitted[name], run=turns)
-        _stop_if_lost(machine, store, outcomes[name])
-    return [outcomes[provider.name] for provider in job.providers]
+        rows[name] = row_of(name, timing, admitted[name], run=turns)
+        _stop_if_lost(machine, store, rows[name])
+    return [rows[provider.name] for provider in job.providers]
 
 
 @functools.lru_cache(maxsize=1)
 def tensors_and_truth(cell: Cell, device: torch.device) -> tuple[Tensors, Truths]:
-    """The inputs of a cell and what its results must be, kept while regimes and contenders take turns on it."""
+    """The inputs of a cell and its true results, kept while regimes and contenders take turns on it."""
     tensors = cell.tensors(device)
     return tensors, truth_of(cell, tensors)
 
@@ -212,50 +195,43 @@ def _stop_if_lost(machine: Machine, store: Store, row: Row) -> None:
 def _row(
     job: Job,
     cell: Cell,
-    provider: Provider,
     regime: str,
     setup: Environment,
-    outcome: Timing | tuple[Reason, ...] | Exception,
+    name: str,
+    outcome: Outcome,
     admitted: Admitted | None = None,
     *,
     run: str = "",
 ) -> Row:
-    contender = admitted.contender if admitted is not None else None
-    plan = contender.plan if contender is not None else None
+    plan = admitted.contender.plan if admitted is not None else None
+    measured = None
+    if isinstance(outcome, Timing):
+        assert admitted is not None
+        rate = tflops(cell_flops(cell), outcome.time_ms)
+        measured = Measured(
+            time_ms=outcome.time_ms,
+            low_ms=outcome.low_ms,
+            high_ms=outcome.high_ms,
+            rounds=outcome.rounds,
+            sample_ms=job.budget.sample_ms,
+            launches=outcome.launches,
+            host_bound=outcome.host_bound,
+            tflops=rate,
+            peak_share=peak_share(rate, find_gpu(setup.gpu)),
+            error_ratio=admitted.error_ratio,
+            peak_extra_bytes=admitted.peak_extra_bytes,
+        )
+    error = "".join(traceback.format_exception_only(outcome)) if isinstance(outcome, Exception) else ""
     return Row(
         cell=cell,
-        contender=provider.name,
+        contender=name,
         regime=regime,
         environment=setup,
         command=job.command,
         run=run,
         plan=plan_data(plan) if plan is not None else None,
-        detail=contender.detail if contender is not None else "",
-        measured=_measured(cell, outcome, setup, job.budget, admitted) if isinstance(outcome, Timing) else None,
+        detail=admitted.contender.detail if admitted is not None else "",
+        measured=measured,
         reasons=outcome if isinstance(outcome, tuple) else (),
-        error=_error_text(outcome) if isinstance(outcome, Exception) else "",
+        error=error.strip()[:ERROR_CHARACTERS],
     )
-
-
-def _measured(cell: Cell, timing: Timing, setup: Environment, budget: Budget, admitted: Admitted | None) -> Measured:
-    assert admitted is not None
-    rate = tflops(cell_flops(cell), timing.time_ms)
-    return Measured(
-        time_ms=timing.time_ms,
-        low_ms=timing.low_ms,
-        high_ms=timing.high_ms,
-        rounds=timing.rounds,
-        sample_ms=budget.sample_ms,
-        launches=timing.launches,
-        host_bound=timing.host_bound,
-        tflops=rate,
-        peak_share=peak_share(rate, find_gpu(setup.gpu)),
-        error_ratio=admitted.error_ratio,
-        peak_extra_bytes=admitted.peak_extra_bytes,
-    )
-
-
-def _error_text(error: Exception) -> str:
-    """The compiler's or the runtime's own words, cut to what a results file can hold."""
-    text = "".join(traceback.format_exception_only(error)).strip()
-    return text if len(text) <= ERROR_CHARACTERS else text[: ERROR_CHARACTERS - 4] + " ..."

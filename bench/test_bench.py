@@ -11,25 +11,11 @@ from bench.flops import cell_flops, tflops
 from bench.matrix import Cell
 from bench.timing import Timing
 
-EventBenchmark = Callable[[Contender], Timing]
-
 
 @pytest.mark.benchmark(timer=CLOCK, disable_gc=True)
-def test_forward(
-    cell: Cell, backend: str, contender: Contender, event_benchmark: EventBenchmark, benchmark: Any
+def test_attention(
+    cell: Cell, backend: str, contender: Contender, event_benchmark: Callable[[Contender], Timing], benchmark: Any
 ) -> None:
-    time_and_tell(cell, contender, event_benchmark, benchmark)
-
-
-@pytest.mark.benchmark(timer=CLOCK, disable_gc=True)
-def test_backward(
-    cell: Cell, backend: str, contender: Contender, event_benchmark: EventBenchmark, benchmark: Any
-) -> None:
-    time_and_tell(cell, contender, event_benchmark, benchmark)
-
-
-def time_and_tell(cell: Cell, contender: Contender, event_benchmark: EventBenchmark, benchmark: Any) -> None:
-    """Time a contender of a cell; what pytest-benchmark cannot know of it goes beside its figures."""
     benchmark.group = cell.key
     timing = event_benchmark(contender)
     benchmark.extra_info["tflops"] = tflops(cell_flops(cell), timing.time_ms)

@@ -7,35 +7,35 @@ timed. cuDNN runs in the same turns, as a yardstick.
 
 from __future__ import annotations
 
+import argparse
 import functools
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from tabulate import tabulate
 
-from bench.contenders import Contender, config_data, contender_of
-from bench.environment import device_works
+from bench import options as shared
+from bench.contenders import Contender, Tensors, config_data, contender_of
+from bench.environment import NO_GPU, ROOT, device_works, environment
 from bench.errors import InputError
 from bench.flops import cell_flops, rate_text, tflops
 from bench.matrix import Cell
 from bench.peers import find_peers
-from bench.results import Environment
+from bench.results import Environment, dump
 from bench.run import Machine
 from bench.timing import Budget, Contestant, Timing, measure
 from bench.truth import Truths, check, truth_of
 from multiattn.inspect import store
 from multiattn.inspect.facts import read_kernel
-from multiattn.inspect.pool import Outcome, run_isolated
+from multiattn.inspect.options import count
+from multiattn.inspect.pool import run_isolated
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Direction, Plan, make_plan, plan_variant
 from multiattn.plan.config import Config
-from multiattn.plan.support import Reason
 from multiattn.plan.toolchain import find_cuobjdump
-from multiattn.problem import Problem
 
 YARDSTICK = "sdpa-cudnn"
 TUNE_SEQ = 4096
@@ -52,101 +52,72 @@ has SMs: a block of a persistent kernel has several.
 """
 
 OUT_OF_MEMORY = ("torch.OutOfMemoryError", "CUDA_ERROR_OUT_OF_MEMORY")
-"""What PyTorch and the driver say."""
-
 TUNE_BUDGET = Budget(rounds=5, sample_ms=3.0, warmup_ms=8.0)
 FINAL_BUDGET = Budget(rounds=21, sample_ms=16.0, warmup_ms=30.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """One candidate in one cell: TFLOPS, or why there are none. Without a variant it is the yardstick."""
+    """One candidate in one cell: TFLOPS, or why there are none. Without a config it is the yardstick."""
 
     cell: Cell
     name: str
-    variant: str = ""
     config: Config | None = None
     plan: Plan | None = None
     """None also where the config does not fit."""
     tflops: float | None = None
     spread: float = 0.0
-    prepare_s: float = 0.0
-    """Seconds to compile and check, in its own process."""
     failure: str = ""
-
-    @classmethod
-    def of(cls, cell: Cell, plan: Plan, *, prepare_s: float = 0.0, failure: str = "") -> Trial:
-        """Of a Plan that is yet to be timed, or never will be."""
-        return cls(
-            cell=cell,
-            name=_name(plan),
-            variant=plan.variant,
-            config=plan.config,
-            plan=plan,
-            prepare_s=prepare_s,
-            failure=failure,
-        )
 
     @property
     def is_rule(self) -> bool:
-        """Whether it is what the rules choose."""
+        """True for the choice of the rules."""
         return self.plan is not None and self.plan.why != GIVEN
 
 
-def candidate_plans(backend_name: str, cell: Cell, arch: Arch, variants: Sequence[str] = ()) -> list[Plan | Trial]:
-    """A Plan per candidate config of each variant (of `variants`, or all offered), the rules' own choice among them.
+def trial_of(cell: Cell, plan: Plan, failure: str = "") -> Trial:
+    """The Trial of a Plan that is yet to be timed, or never will be."""
+    ruled = "" if plan.why == GIVEN else "  (rule)"
+    name = f"{plan.backend}/{plan.variant} {plan.config or ''}{ruled}".strip()
+    return Trial(cell=cell, name=name, config=plan.config, plan=plan, failure=failure)
 
-    A candidate that does not fit is a Trial with the reasons.
+
+def direction_of(cell: Cell) -> Direction:
+    """The direction whose configs are swept: where a backward is timed with its forward, the backward's."""
+    return "forward" if cell.direction == "fwd" else "backward"
+
+
+def candidates(backend_name: str, cell: Cell, arch: Arch, variants: Sequence[str] = ()) -> list[Trial]:
+    """A Trial per candidate config of each variant (of `variants`, or all offered), the rules' own choice among them.
+
+    A candidate that does not fit has the reasons for its failure.
     """
-    backend = registry.get(backend_name)
-    direction = swept(cell)
+    backend, direction = registry.get(backend_name), direction_of(cell)
     op = backend.op(direction)
-    found: list[Plan | Trial] = []
+    found = []
     for variant in op.variants:
         if variant.name not in (variants or [offered.name for offered in op.offered]):
             continue
         chosen = plan_variant(backend, variant, cell.problem, arch, direction=direction)
-        if not isinstance(chosen, Plan):
-            name = f"{backend_name}/{variant.name}"
-            found.append(Trial(cell=cell, name=name, variant=variant.name, failure="; ".join(map(str, chosen))))
-        configs = dict.fromkeys(op.candidates(variant, cell.problem, arch))
-        if isinstance(chosen, Plan):
-            configs.pop(chosen.config, None)  # type: ignore[arg-type]
-            found.append(chosen)
-        for config in configs:
-            plan = plan_variant(backend, variant, cell.problem, arch, config, direction=direction)
-            found.append(plan if isinstance(plan, Plan) else _unfit(cell, backend_name, variant.name, config, plan))
+        own = chosen.config if isinstance(chosen, Plan) else None
+        others = [it for it in dict.fromkeys(op.candidates(variant, cell.problem, arch)) if it != own]
+        for config in (None, *others):
+            plan = chosen
+            if config is not None:
+                plan = plan_variant(backend, variant, cell.problem, arch, config, direction=direction)
+            if isinstance(plan, Plan):
+                found.append(trial_of(cell, plan))
+            else:
+                name, why = f"{backend_name}/{variant.name} {config or ''}".strip(), "; ".join(map(str, plan))
+                found.append(Trial(cell=cell, name=name, config=config, failure=why))
     return found
 
 
-def check_variants(backends: Sequence[str], cells: Sequence[Cell], variants: Sequence[str]) -> None:
-    """InputError for a variant that no backend has in the cells' directions: nothing would be swept."""
-    directions = {swept(cell) for cell in cells}
-    ops = [registry.get(name).op(direction) for name in backends for direction in sorted(directions)]
-    known = {variant.name for op in ops for variant in op.variants}
-    if wrong := [name for name in variants if name not in known]:
-        offered = dict.fromkeys(variant.name for op in ops for variant in op.offered)
-        allowed = f"{', '.join(offered)}, and the rungs of {', '.join(backends)}"
-        raise InputError(f"--variant: got {', '.join(wrong)}; allowed {allowed}")
-
-
-def _unfit(cell: Cell, backend: str, variant: str, config: Config, reasons: Sequence[Reason]) -> Trial:
-    failure = "; ".join(map(str, reasons))
-    return Trial(cell=cell, name=f"{backend}/{variant} {config}", variant=variant, config=config, failure=failure)
-
-
-def swept(cell: Cell) -> Direction:
-    """Whose configs are swept: where a backward is timed with its forward, the backward's."""
-    return "forward" if cell.direction == "fwd" else "backward"
-
-
-def ragged(cell: Cell) -> list[Cell]:
-    """Small cells of the same kernels, for what one of round lengths does not show."""
-    return [replace(cell, seq=seq, batch=batch, heads=6, heads_kv=None) for seq, batch in RAGGED]
+# ---------------------------------------------------------------- checked
 
 
 @functools.lru_cache(maxsize=1 + len(RAGGED))
-def _cell_truth(cell: Cell, device: str) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], Truths]:
+def _cell_truth(cell: Cell, device: str) -> tuple[Tensors, Truths]:
     """Tensors of a cell and the truth of its last batch entry."""
     tensors = cell.tensors(device)
     truth = truth_of(cell, tensors, last_entry=True)
@@ -159,37 +130,36 @@ class SpillsError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Task:
-    cell: Cell
-    plan: Plan
+class Task:
+    """A Trial to check on a device; `spills` allows it to spill."""
+
+    trial: Trial
     device: str
     spills: bool
-    """Whether it may spill."""
 
 
-def check_candidate(task: _Task) -> bool:
-    """Compile and launch one Plan, in its cell and `ragged` ones, and check the last batch entry of each.
+def check_candidate(task: Task) -> bool:
+    """Compile and launch one Plan, in its cell and in `RAGGED` ones, and check the last batch entry of each.
 
     Raises SpillsError, or Mismatch where it is wrong.
     """
-    plan = task.plan
+    plan, its = task.trial.plan, task.trial.cell
+    assert plan is not None
     if not task.spills:
         refuse_spills(plan)
-    for cell in (task.cell, *ragged(task.cell)):
-        there = plan if cell == task.cell else _moved(plan, cell)
-        if not isinstance(there, Plan):
-            continue  # its own cell is what it is a candidate for
+    backend, variant = registry.get(plan.backend), registry.variant_of(plan)
+    ragged = (replace(its, seq=seq, batch=batch, heads=6, heads_kv=None) for seq, batch in RAGGED)
+    for cell in (its, *ragged):
+        there = plan
+        if cell != its:
+            moved = plan_variant(backend, variant, cell.problem, plan.arch, plan.config, direction=plan.direction)
+            if not isinstance(moved, Plan):
+                continue  # its own cell is what it is a candidate for
+            there = moved
         tensors, truth = _cell_truth(cell, task.device)
         results = _contender(there, tensors, cell).output()
         check({name: result[-1:] for name, result in results.items()}, truth, there)
     return True
-
-
-def _moved(plan: Plan, cell: Cell) -> Plan | tuple[Reason, ...]:
-    """The same kernels and config in another cell."""
-    backend = registry.get(plan.backend)
-    variant = registry.variant_of(plan)
-    return plan_variant(backend, variant, cell.problem, plan.arch, plan.config, direction=plan.direction)
 
 
 def refuse_spills(plan: Plan) -> None:
@@ -202,125 +172,34 @@ def refuse_spills(plan: Plan) -> None:
         raise SpillsError(f"spills in its hot loops: {told}")
 
 
-def _contender(plan: Plan, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], cell: Cell) -> Contender:
+def _contender(plan: Plan, tensors: Tensors, cell: Cell) -> Contender:
     """A candidate ready to launch; a backward is fed by its backend's own best forward."""
-    plan = _fitted(plan, tensors)
-    forward = None
-    if plan.direction == "backward":
-        forward = make_plan(registry.get(plan.backend), plan.problem, plan.arch)
+    is_forward = plan.direction == "forward"
+    forward = None if is_forward else make_plan(registry.get(plan.backend), plan.problem, plan.arch)
     return contender_of(plan, tensors, cell, forward)
 
 
-def _fitted(plan: Plan, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Plan:
-    """The Plan for these very tensors: their problem, checked to be the cell's."""
-    problem = Problem.of(*tensors, causal=plan.problem.causal)
-    assert problem == plan.problem, f"the cell's tensors are not its problem: {problem} and {plan.problem}"
-    return plan
-
-
-def tune(
-    backend: str,
-    cells: Sequence[Cell],
-    machine: Machine,
-    *,
-    variants: Sequence[str] = (),
-    jobs: int,
-    timeout_s: float,
-    budget: Budget = TUNE_BUDGET,
-    spills: bool = False,
-    finals: int = 0,
-    say: Callable[[str], None] = print,
-) -> Iterator[tuple[Cell, list[Trial]]]:
-    """Yield the trials of each cell, fastest first, as it is done. All candidates are compiled first, cell by cell.
-
-    `timeout_s` bounds the compilation and the check of each; `spills` times also what spills in its hot loops; the
-    `finals` fastest are timed once more.
-    """
-    failures: dict[Cell, list[Trial]] = {cell: [] for cell in cells}
-    wanted = []
-    for cell in cells:
-        for found in candidate_plans(backend, cell, machine.arch, variants):
-            if isinstance(found, Plan):
-                wanted.append((cell, found))
-            else:
-                failures[cell].append(found)
-    say(f"{backend}: {len(wanted)} candidates in {len(cells)} cells")
-    ready: dict[Cell, list[Trial]] = {cell: [] for cell in cells}
-    prepared = prepare(wanted, machine, jobs=jobs, timeout_s=timeout_s, spills=spills)
-    for done, trial in enumerate(prepared, start=1):
-        (failures if trial.failure else ready)[trial.cell].append(trial)
-        if done % 20 == 0 or done == len(wanted):
-            say(f"{backend}: {done} of {len(wanted)} compiled and checked")
-    for cell in cells:
-        ranking = ranked([*time_cell(cell, ready[cell], machine, budget), *failures[cell]])
-        yield cell, time_finalists(cell, ranking, machine, finals) if finals else ranking
-
-
-def time_finalists(cell: Cell, ranking: Sequence[Trial], machine: Machine, count: int) -> list[Trial]:
-    """The `count` fastest and the rules' own choice timed once more, in long readings, ahead of the others.
-
-    A sweep has dozens of candidates in the same turns. On a power-limited GPU the slow ones cool it for whoever comes
-    next: the same config lost 2.5 % in one sweep and nothing in another (H200, 2026-11-22, D=256 N=16k).
-    """
-    timed = [trial for trial in ranking if trial.plan is not None and trial.tflops]
-    chosen = [trial for place, trial in enumerate(timed) if place < count or trial.is_rule]
-    if not chosen:
-        return list(ranking)
-    again = {trial.name: trial for trial in time_cell(cell, chosen, machine, FINAL_BUDGET)}
-    return [*ranked(list(again.values())), *(trial for trial in ranking if trial.name not in again)]
-
-
-def save(path: Path, trials: Iterable[Trial], environment: Environment) -> None:
-    """Write trials as JSON, one a line, fastest first."""
-    lines = [
-        json.dumps(
-            {
-                "cell": trial.cell.as_dict(),
-                "name": trial.name,
-                "config": config_data(trial.config),
-                "tflops": trial.tflops,
-                "spread": trial.spread,
-                "failure": trial.failure.partition("\n")[0],
-            }
-        )
-        for trial in trials
-    ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    told = json.dumps(asdict(environment))
-    path.write_text(f'{{"environment": {told},\n "trials": [\n  ' + ",\n  ".join(lines) + "\n ]}\n")
-
-
-def prepare(
-    wanted: Sequence[tuple[Cell, Plan]], machine: Machine, *, jobs: int, timeout_s: float, spills: bool
-) -> Iterator[Trial]:
-    """Compile and check Plans in processes of their own; the Trial of each as it ends, with its failure if any.
+def prepare(trials: Sequence[Trial], machine: Machine, *, jobs: int, timeout_s: float, spills: bool) -> Iterator[Trial]:
+    """Compile and check Plans in processes of their own; each Trial as it ends, with its failure if any.
 
     What finds too little memory beside the others is checked once more, alone.
     """
-    device = str(machine.device)
-    tasks = [_Task(cell=cell, plan=plan, device=device, spills=spills) for cell, plan in wanted]
-    crowded = []
-    for outcome in run_isolated(check_candidate, tasks, jobs=jobs, timeout_s=timeout_s, keep=device_works):
-        if jobs > 1 and any(word in outcome.error for word in OUT_OF_MEMORY):
-            crowded.append(outcome.item)
-        else:
-            yield _prepared(outcome)
-    for outcome in run_isolated(check_candidate, crowded, jobs=1, timeout_s=timeout_s, keep=device_works):
-        yield _prepared(outcome)
+    waiting = [Task(trial=trial, device=str(machine.device), spills=spills) for trial in trials]
+    for processes in (jobs, 1):
+        crowded = []
+        for it in run_isolated(check_candidate, waiting, jobs=processes, timeout_s=timeout_s, keep=device_works):
+            if processes > 1 and any(word in it.error for word in OUT_OF_MEMORY):
+                crowded.append(it.item)
+            else:
+                yield replace(it.item.trial, failure=it.error)
+        waiting = crowded
 
 
-def _prepared(outcome: Outcome[_Task, bool]) -> Trial:
-    task = outcome.item
-    return Trial.of(task.cell, task.plan, prepare_s=outcome.seconds, failure=outcome.error)
+# ---------------------------------------------------------------- timed
 
 
-def ranked(trials: Sequence[Trial]) -> list[Trial]:
-    """Fastest first; what has no time last."""
-    return sorted(trials, key=lambda trial: -(trial.tflops or 0.0))
-
-
-def time_cell(cell: Cell, ready: Sequence[Trial], machine: Machine, budget: Budget) -> list[Trial]:
-    """Time prepared candidates and the yardstick in turns; the same Trials with their TFLOPS or failures."""
+def time_trials(cell: Cell, ready: Sequence[Trial], machine: Machine, budget: Budget) -> list[Trial]:
+    """Time checked candidates and the yardstick in turns: the same Trials with TFLOPS or failures, fastest first."""
     tensors = cell.tensors(machine.device)
     trials = {trial.name: trial for trial in ready}
     contestants: dict[str, Contestant] = {}
@@ -337,31 +216,113 @@ def time_cell(cell: Cell, ready: Sequence[Trial], machine: Machine, budget: Budg
         contestants[YARDSTICK] = yardstick.launch
     else:
         trials[YARDSTICK] = replace(trials[YARDSTICK], failure="; ".join(map(str, yardstick)))
-    timings = measure(contestants, machine.clock, budget=budget)
-    for name, timing in timings.items():
-        trials[name] = _timed(trials[name], timing)
-    return list(trials.values())
+    for name, it in measure(contestants, machine.clock, budget=budget).items():
+        if isinstance(it, Timing):
+            rate = tflops(cell_flops(cell), it.time_ms)
+            trials[name] = replace(trials[name], tflops=rate, spread=(it.high_ms - it.low_ms) / it.time_ms)
+        else:
+            trials[name] = replace(trials[name], failure=f"{type(it).__name__}: {it}")
+    return sorted(trials.values(), key=lambda trial: -(trial.tflops or 0.0))
 
 
-def _timed(trial: Trial, timing: Timing | Exception) -> Trial:
-    if isinstance(timing, Exception):
-        return replace(trial, failure=f"{type(timing).__name__}: {timing}")
-    rate = tflops(cell_flops(trial.cell), timing.time_ms)
-    return replace(trial, tflops=rate, spread=(timing.high_ms - timing.low_ms) / timing.time_ms)
+def time_finalists(cell: Cell, ranking: Sequence[Trial], machine: Machine, finals: int) -> list[Trial]:
+    """The `finals` fastest and the rules' own choice timed once more, in long readings, ahead of the others.
+
+    A sweep has dozens of candidates in the same turns. On a power-limited GPU the slow ones cool it for whoever comes
+    next: the same config lost 2.5 % in one sweep and nothing in another (H200, 2026-11-22, D=256 N=16k).
+    """
+    timed = [trial for trial in ranking if trial.plan is not None and trial.tflops]
+    chosen = [trial for place, trial in enumerate(timed) if place < finals or trial.is_rule]
+    if not finals or not chosen:
+        return list(ranking)
+    again = time_trials(cell, chosen, machine, FINAL_BUDGET)
+    return [*again, *(trial for trial in ranking if trial.name not in {it.name for it in again})]
 
 
-def _name(plan: Plan) -> str:
-    ruled = "" if plan.why == GIVEN else "  (rule)"
-    return f"{plan.backend}/{plan.variant} {plan.config or ''}{ruled}".strip()
-
-
-def table(trials: Sequence[Trial], *, top: int = 12) -> str:
+def table(trials: Sequence[Trial], *, top: int) -> str:
     """The ranking: the best `top`, the rule's own choice and the yardstick wherever they stand, and the failures."""
     rows: list[tuple[str, ...]] = []
     for place, trial in enumerate(trials, start=1):
-        marked = not trial.variant or trial.is_rule
-        if trial.tflops is not None and (place <= top or marked):
+        if trial.tflops is not None and (place <= top or trial.is_rule or trial.plan is None):
             rows.append((str(place), trial.name, rate_text(trial.tflops), f"{100 * trial.spread:.1f} %"))
         elif trial.failure:
             rows.append(("-", trial.name, "-", trial.failure.splitlines()[0][:100]))
     return tabulate(rows, headers=("", "candidate", "TFLOPS", "spread"), disable_numparse=True)
+
+
+def save(path: Path, trials: Iterable[Trial], setup: Environment) -> None:
+    """Write trials as JSON, one a line, fastest first."""
+    lines = [
+        {
+            "cell": it.cell.as_dict(),
+            "name": it.name,
+            "config": config_data(it.config),
+            "tflops": it.tflops,
+            "spread": it.spread,
+            "failure": it.failure.partition("\n")[0],
+        }
+        for it in trials
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(dump({"environment": asdict(setup), "trials": lines}))
+
+
+# ---------------------------------------------------------------- the command
+
+
+def run(options: argparse.Namespace) -> int:
+    """Sweep the candidates of each backend, print the ranking of each cell and keep it as JSON."""
+    backends, variants = shared.backends_of(options), tuple(options.variant or ())
+    options.seq = options.seq or [TUNE_SEQ]
+    cells = shared.cells_of(options, "standard")
+    check_variants(backends, cells, variants)
+    machine = Machine.current()
+    if machine is None:
+        print(f"Nothing to time on: {NO_GPU}")
+        return 1
+    budget = shared.budget_of(options, TUNE_BUDGET.warmup_ms)
+    for backend in backends:
+        found = [trial for cell in cells for trial in candidates(backend, cell, machine.arch, variants)]
+        waiting = [trial for trial in found if not trial.failure]
+        done = [trial for trial in found if trial.failure]
+        print(f"{backend}: {len(waiting)} candidates in {len(cells)} cells", flush=True)
+        limits = {"jobs": options.jobs, "timeout_s": options.timeout, "spills": options.spills}
+        for trial in prepare(waiting, machine, **limits):
+            done.append(trial)
+            if len(done) % 20 == 0:
+                print(f"{backend}: {len(done)} of {len(found)} compiled and checked", flush=True)
+        kept: list[Trial] = []
+        path = (options.out or ROOT / "out" / "tune") / f"{backend}.json"
+        for cell in cells:
+            mine = [trial for trial in done if trial.cell == cell]
+            ready = [trial for trial in mine if not trial.failure]
+            ranking = [*time_trials(cell, ready, machine, budget), *(trial for trial in mine if trial.failure)]
+            ranking = time_finalists(cell, ranking, machine, options.finals)
+            kept += ranking
+            save(path, kept, environment())
+            print(f"\n{backend}: {cell.key}\n{table(ranking, top=options.top)}\n\nWritten: {path}", flush=True)
+    return 0
+
+
+def check_variants(backends: Sequence[str], cells: Sequence[Cell], variants: Sequence[str]) -> None:
+    """InputError for a variant that no backend has in the cells' directions: nothing would be swept."""
+    directions = sorted({direction_of(cell) for cell in cells})
+    ops = [registry.get(name).op(direction) for name in backends for direction in directions]
+    known = {variant.name for op in ops for variant in op.variants}
+    if wrong := [name for name in variants if name not in known]:
+        offered = ", ".join(dict.fromkeys(variant.name for op in ops for variant in op.offered))
+        raise InputError(
+            f"--variant: got {', '.join(wrong)}; allowed {offered}, and the rungs of {', '.join(backends)}"
+        )
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    shared.add_cells(command, "standard")
+    shared.add_backends(command)
+    command.add_argument("--variant", action="append", help="may be given again; default all")
+    command.add_argument("--timeout", type=shared.positive, default=60.0, metavar="S", help="for one (%(default)s)")
+    command.add_argument("--top", type=count, default=12, help="places to print (%(default)s)")
+    command.add_argument("--spills", action="store_true", help="time also what spills in its hot loops")
+    command.add_argument("--finals", type=int, default=0, metavar="N", help="time the N fastest again, long")
+    shared.add_run(command, TUNE_BUDGET, "out/tune")

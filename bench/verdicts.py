@@ -1,4 +1,4 @@
-"""Results compared: two files cell by cell, and what `auto` prefers by them."""
+"""Verdicts on results: two files compared cell by cell, and the preferences of `auto`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from tabulate import tabulate
 
 from bench.errors import InputError
-from bench.matrix import SUITES
+from bench.matrix import SUITES, Cell
 from bench.results import Row, one_run
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import by_name
@@ -88,52 +88,42 @@ def change_table(changes: Sequence[Change], *, everything: bool) -> str:
 def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """The cells of multiattn/measured.json (see multiattn.plan.preference.Cell), from device rows of the best variants.
 
-    Of each cell only its newest run counts, nothing host-bound, and no run in which a backend ran a variant that is no
-    longer its choice there. Where several measured cells share GPU, head_dim, length, mask, heads and how many
-    of them share keys, the newest run counts, those of `heldout` last: an older one may be of another config. Cells of
-    backward come last, and say so; forward and backward in one are no choice that `auto` makes.
+    Only the newest run of a cell counts, nothing host-bound, and no run in which a backend ran a variant that is no
+    longer its choice there. Where several measured cells share GPU, head_dim, length, mask, heads and how many of them
+    share keys, the newest run counts, those of `heldout` last: an older one may be of another config. Cells of backward
+    come last, and say so.
     """
     cells: dict[tuple[Any, ...], dict[str, Any]] = {}
-    owners: dict[tuple[Any, ...], str] = {}
-    newest = one_run(rows)
-    outdated = {(row.cell, row.run) for row in newest if row.regime == "device" and not _runs_now(row)}
-    newest_first = sorted(newest, key=lambda row: row.run, reverse=True)
-    for row in sorted(newest_first, key=lambda row: row.cell in SUITES["heldout"]):
-        if row.measured is None or row.measured.host_bound:
-            continue
-        if row.regime != "device" or row.contender not in BACKENDS or row.cell.direction == "fwdbwd":
-            continue
-        setup, cell = row.environment, row.cell
-        if (cell, row.run) in outdated:
-            continue
+    owners: dict[tuple[Any, ...], Cell] = {}
+    found = [row for row in one_run(rows) if _counts(row)]
+    outdated = {(row.cell, row.run) for row in found if not _runs_now(row)}
+    found.sort(key=lambda row: row.run, reverse=True)
+    for row in sorted(found, key=lambda row: row.cell in SUITES["heldout"]):
+        setup, cell, measured = row.environment, row.cell, row.measured
         is_backward = cell.direction == "bwd"
         heads, group = cell.batch * cell.heads, cell.heads // (cell.heads_kv or cell.heads)
         key = (is_backward, setup.gpu, cell.head_dim, cell.seq, cell.causal, heads, group)
-        if owners.setdefault(key, cell.key) != cell.key:
+        if measured is None or measured.host_bound or (cell, row.run) in outdated:
             continue
-        entry = cells.setdefault(
-            key,
-            {
-                "arch": setup.arch,
-                "gpu": setup.gpu,
-                "date": setup.date,
-                "head_dim": cell.head_dim,
-                "seq_kv": cell.seq,
-                "causal": cell.causal,
-                "heads": heads,
-                **({"group": group} if group != 1 else {}),
-                **({"direction": "backward"} if is_backward else {}),
-                "tflops": {},
-            },
-        )
+        if owners.setdefault(key, cell) != cell:
+            continue
+        told = {"arch": setup.arch, "gpu": setup.gpu, "date": setup.date, "head_dim": cell.head_dim}
+        told |= {"seq_kv": cell.seq, "causal": cell.causal, "heads": heads}
+        told |= ({"group": group} if group != 1 else {}) | ({"direction": "backward"} if is_backward else {})
+        entry = cells.setdefault(key, {**told, "tflops": {}})
         entry["date"] = max(entry["date"], setup.date)
-        entry["tflops"][row.contender] = round(row.measured.tflops, 1)
+        entry["tflops"][row.contender] = round(measured.tflops, 1)
     return [cells[key] for key in sorted(cells)]
 
 
+def _counts(row: Row) -> bool:
+    """Tell whether it is a backend's choice in a cell of one direction, back to back."""
+    return row.regime == "device" and row.contender in BACKENDS and row.cell.direction != "fwdbwd"
+
+
 def _runs_now(row: Row) -> bool:
-    """Whether a backend that was asked for its best would run the variant of this row today; True for all others."""
-    if row.contender not in BACKENDS or row.plan is None or row.cell.direction == "fwdbwd":
+    """Tell whether a backend would run the variant of this row today."""
+    if row.plan is None:
         return True
     direction: registry.Direction = "backward" if row.cell.direction == "bwd" else "forward"
     backend, arch = registry.get(row.contender), by_name(row.environment.arch)

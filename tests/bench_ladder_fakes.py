@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from bench.ladder_facts import Conflicts, Kernel, Record
-from bench.ladder_rungs import Rung
 from bench.matrix import Cell
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import Arch
@@ -79,24 +77,3 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every name of a backend mean one of these."""
     found = {"cutile": backend("cutile", CHAIN), "triton": backend("triton", CHAIN), "cuda": backend("cuda", POINTS)}
     monkeypatch.setattr(registry, "get", lambda name: found[name])
-
-
-def record(variant_name: str, *, emulated: int | None = 0, profiled: int | None = None, **changes: Any) -> Record:
-    """A compiled point of the list, on sm90."""
-    kernel = Kernel(
-        name=f"forward_{variant_name}", threads=128, registers=168, spill_bytes=0, smem_bytes=65536, cubin_bytes=9000,
-        blocks=3, share=0.1875, limiter="smem",
-    )  # fmt: skip
-    counted = Conflicts(count=emulated, ldmatrix=288, why="CPU emulation")
-    given: dict[str, Any] = {
-        "rung": Rung(backend="cuda", variant=variant_name),
-        "arch": "sm90",
-        "cell": CELL,
-        "seqs": (CELL.seq,),
-        "config": "tile_m=64 tile_n=32",
-        "kernels": (kernel,),
-        "emulated": counted if emulated is not None else Conflicts(why="left out: --no-emulation"),
-        "profiled": Conflicts(count=profiled, why="on NVIDIA H200") if profiled is not None else Conflicts(),
-        "compiler": "nvidia-cuda-nvrtc 13.5",
-    }
-    return Record(**{**given, **changes})

@@ -7,17 +7,16 @@ import pytest
 import torch
 
 import multiattn
-from bench import backward, tune
-from bench.cli import _jobs, _parser, command_again
+from bench import tune
 from bench.contenders import GRADS, alike, contender_of, differentiate, require_grad
+from bench.doc_tables import results_block
 from bench.matrix import SUITES
 from bench.memory import output_bytes
-from bench.prewarm import tasks
 from bench.providers import Ours, our_providers
-from bench.readme import results_block
-from bench.report import groups, html_report, text_report
-from bench.results import SCHEMA, dumps, load
+from bench.report import text_report
+from bench.results import dumps, load
 from bench.run import run
+from bench.tables import groups, memory_summary, memory_tables
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, GPU_ARCHS
 from multiattn.plan.backend import BACKENDS, Plan, find_variant, plan_variant
@@ -165,43 +164,30 @@ def test_a_call_cannot_time_a_variant_that_nobody_can_ask_for(monkeypatch, tmp_p
     assert str(row.reasons[0]) == "variant: got third; allowed two_pass: fmha cannot be asked for others"
 
 
-def test_each_direction_is_a_job_with_its_own_variants(monkeypatch):
-    given = ["run", "--suite", "smoke", "--direction", "fwdbwd,fwd", "--backend", "cuda", "--peer", "none"]
-    options = _parser().parse_args(given)
-    jobs = _jobs(options)
-    assert [{cell.direction for cell in job.cells} for job in jobs] == [{"fwd"}, {"fwdbwd"}]
-    assert "--direction fwd,fwdbwd" in command_again(options)
-    assert [provider.name for provider in jobs[0].providers] == ["cuda"]
-    assert jobs[1].providers == our_providers(("cuda",), direction="bwd")
-    (job,) = _jobs(_parser().parse_args(["run", "--suite", "backward"]))
-    assert job.cells == CELLS
-    assert {task.cell.direction for task in tasks(job.providers, job.cells)} == {"bwd"}
-    with pytest.raises(SystemExit):
-        _parser().parse_args(["run", "--direction", "forward"])
-
-
 def test_backward_candidates_are_swept(monkeypatch):
     two_variants(monkeypatch)
     right = registry.get("reference")
     configs = [Config(tile_m=tile_m, tile_n=16) for tile_m in (16, 32)]
     backend = replace(right, backward=replace(right.backward, candidates=lambda *_: configs))
     monkeypatch.setattr("multiattn.plan.backend.get", lambda name: backend)
-    monkeypatch.setattr(
-        tune, "run_isolated", lambda do, items, **_: (tune.Outcome(item=it, seconds=0.1, result=do(it)) for it in items)
-    )
     monkeypatch.setattr(tune, "find_peers", lambda names: (fakes.peer(tune.YARDSTICK),))
-    swept = tune.tune(
-        "reference", [BWD], fakes.machine(), variants=("two_pass",), jobs=1, timeout_s=1, budget=fakes.BUDGET, say=str
-    )
-    ((_, trials),) = swept
+    found = tune.candidates("reference", BWD, ARCHS["cpu"], ("two_pass",))
+    assert {trial.plan.direction for trial in found} == {"backward"}
+    assert all(tune.check_candidate(tune.Task(trial=it, device="cpu", spills=False)) for it in found)
+    trials = tune.time_trials(BWD, found, fakes.machine(), fakes.BUDGET)
     assert not any(trial.failure for trial in trials)
-    assert {trial.name for trial in trials} == {
+    assert {trial.name.removesuffix("  (rule)") for trial in trials} == {
         "reference/two_pass",
         "reference/two_pass tile_m=16 tile_n=16",
         "reference/two_pass tile_m=32 tile_n=16",
         tune.YARDSTICK,
     }
-    assert {plan.direction for plan in tune.candidate_plans("reference", BWD, ARCHS["cpu"])} == {"backward"}
+
+
+def test_of_each_backend_both_kinds_compete():
+    for name in BACKENDS:
+        best, beside = (registry.get(name).backward.variants[0], our_providers((name,), direction="bwd")[1].variant)
+        assert find_variant(registry.get(name), beside, "backward").deterministic != best.deterministic
 
 
 # ---------------------------------------------------------------- memory
@@ -251,69 +237,36 @@ def test_no_workspace_grows_with_the_product_of_the_lengths(name, rung):
 # ---------------------------------------------------------------- what is made of rows
 
 
-def plan_of(variant, *, deterministic, workspace_bytes=0):
-    return {"variant": variant, "deterministic": deterministic, "workspace_bytes": workspace_bytes}
-
-
-def cell_rows(cell, *, steady_ms=1.25):
-    atomic = plan_of("atomic", deterministic=False, workspace_bytes=2 << 20)
-    two_pass = plan_of("two_pass", deterministic=True)
+def cell_rows(cell):
+    atomic = {"variant": "atomic", "deterministic": False, "workspace_bytes": 2 << 20}
     return [
         replace(fakes.row("triton", 1.0, cell=cell, extra=2 << 20), plan=atomic),
-        replace(fakes.row("triton/two_pass", steady_ms, cell=cell, extra=1 << 19), plan=two_pass),
+        fakes.row("triton/two_pass", 1.25, cell=cell, extra=1 << 19),
         fakes.row("sdpa-flash", 2.0, cell=cell, extra=3 << 20),
         fakes.row("sdpa-cudnn", 0.8, cell=cell, extra=1 << 20),
-        fakes.row("fa4", 0.1, cell=cell, host_bound=True),
     ]
 
 
 ROWS = [row for cell in CELLS for row in cell_rows(cell)]
 
 
-def test_the_tables_of_backward():
-    ratio, determinism, memory = backward.tables(ROWS)
-    place = ("bwd", "64", "full", "1024")
-    assert ratio.header == ("direction", "D", "mask", "N", "best peer, TFLOPS", "triton", "triton/two_pass")
-    assert ratio.rows[0] == (*place, "sdpa-cudnn 125", "0.80", "0.64")
-    assert determinism.header[4:] == ("triton/two_pass",)
-    assert determinism.rows[0] == (*place, "100 > 80 (+25 %)")
-    assert memory.rows[0] == (*place, "2.0 (2.0)", "0.5 (0.0)", "3.0", "1.0")
-    assert all(len(table.rows) == len(CELLS) for table in (ratio, determinism, memory))
-    assert "triton 0.67, triton/two_pass 0.17" in backward.memory_summary(ROWS)
-    assert backward.memory_summary([]) == ""
-    assert backward.tables([fakes.row("triton", 1.0, cell=SUITES["standard"][0])]) == ()
-
-
-def test_what_is_deterministic_anyway_costs_nothing():
-    first, second, *_ = cell_rows(CELLS[0])
-    determinism = backward.tables([replace(first, plan=second.plan), second])[0]
-    assert determinism.rows[0][4:] == ("100, deterministic anyway",)
-
-
-def test_what_an_atomic_variant_would_save_is_shown_too():
-    atomic, two_pass, *_ = cell_rows(CELLS[0])
-    rows = [replace(two_pass, contender="triton"), replace(atomic, contender="triton/atomic")]
-    determinism = next(table for table in backward.tables(rows) if "determinism" in table.title)
-    assert determinism.header[4:] == ("triton/atomic",)
-    assert determinism.rows[0][4:] == ("100 > 80 (+25 %), the choice",)
-
-
-def test_of_each_backend_both_kinds_compete():
-    for name in BACKENDS:
-        best, beside = (registry.get(name).backward.variants[0], our_providers((name,), direction="bwd")[1].variant)
-        assert find_variant(registry.get(name), beside, "backward").deterministic != best.deterministic
+def test_the_memory_of_a_backward_is_a_table_and_a_line():
+    (table,) = memory_tables(ROWS)
+    assert table.header == ("cell", "triton", "triton/two_pass", "sdpa-flash", "sdpa-cudnn")
+    assert table.rows[0] == (CELLS[0].key, "2.0 (2.0)", "0.5", "3.0", "1.0")
+    assert len(table.rows) == len(CELLS)
+    assert "triton 0.67, triton/two_pass 0.17" in memory_summary(ROWS)
+    assert memory_summary([]) == ""
+    assert memory_tables([fakes.row("triton", 1.0, cell=SUITES["standard"][0])]) == []
 
 
 def test_reports_keep_directions_apart():
     rows = [row for row in ROWS if row.cell.head_dim == 128]
     forward = [fakes.row("triton", 1.0, cell=replace(row.cell, direction="fwd")) for row in rows]
     assert len(groups([*forward, *rows])) == 2 * len(groups(rows)) == 4
-    text = text_report(rows)
-    assert "TFLOPS, backward, D=128 full, H=16, 16384 tokens, bf16 bshd, device regime, NVIDIA H200" in text
-    assert "The cost of determinism: deterministic vs atomic, NVIDIA H200" in text
-    page = html_report(rows)
-    assert page.count("<svg") == 4  # TFLOPS and the ratio to the best peer, for each D and mask
-    assert "Memory of a backward" in page
+    assert "TFLOPS, backward, D=128 full, H=16, 16384 tokens, bf16 bshd, device regime, NVIDIA H200" in text_report(
+        rows
+    )
 
 
 def test_the_readme_has_a_table_of_backward_once_there_is_one(tmp_path):
@@ -326,14 +279,3 @@ def test_the_readme_has_a_table_of_backward_once_there_is_one(tmp_path):
     assert "TFLOPS, backward, 16k tokens" in block
     assert "| triton/two_pass" in block
     assert "Device memory of a backward beside inputs and outputs" in block
-
-
-def test_results_without_directions_are_of_forward(tmp_path):
-    path = tmp_path / "standard.json"
-    new = dumps("standard", [fakes.row("cuda", 1.0, cell=SUITES["standard"][0])])
-    old = new.replace(f'"schema": {SCHEMA}', '"schema": 2').replace(', "direction": "fwd"', "")
-    assert old.count("direction") == 0
-    path.write_text(old.replace(', "peak_extra_bytes": null', ""))
-    (row,) = load(path)
-    assert row.cell == SUITES["standard"][0]
-    assert row.measured.peak_extra_bytes is None

@@ -27,13 +27,6 @@ def test_names_are_unique_and_none_is_a_backend():
     assert not set(names) & set(BACKENDS)
 
 
-def test_peers_are_found_by_name():
-    assert [peer.name for peer in find_peers(("fa4", "flex"))] == ["fa4", "flex"]
-    assert find_peers(("none",)) == ()
-    with pytest.raises(ValueError, match="--peer: got fa9; allowed none, or some of sdpa-flash"):
-        find_peers(("fa9",))
-
-
 @pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-cudnn", "sdpa-efficient"])
 def test_sdpa_kernels_are_forced_and_the_rest_is_put_back(name):
     (peer,) = find_peers((name,))

@@ -1,28 +1,29 @@
-"""bench's processes, compile table, tuning, host table and command line."""
+"""bench's tuning, host table, demo and command line."""
 
 import json
 import os
 import subprocess
 import sys
-import types
 from dataclasses import dataclass, replace
-from functools import partial
+from pathlib import Path
 
 import bench_fakes as fakes
 import pytest
 import torch
 from targets_fakes import entry, refused
 
-from bench import cli, environment, host, tune
+from bench import cli, demo, host, tune
+from bench import options as shared
 from bench.environment import NO_GPU
 from bench.matrix import SUITES
-from bench.providers import Ours
+from bench.prewarm import tasks
+from bench.providers import Ours, our_providers
 from bench.results import dumps, load
-from bench.test_bench import test_forward as bench_forward
-from bench.timing import Sample, Timing
+from bench.timing import Sample
 from multiattn.inspect import cli as targets_cli
+from multiattn.inspect.pool import Outcome
 from multiattn.plan.arch import ARCHS
-from multiattn.plan.backend import BACKENDS, Plan, get, make_plan
+from multiattn.plan.backend import BACKENDS, get, make_plan
 from multiattn.plan.config import Config
 from multiattn.plan.support import Reason
 
@@ -34,7 +35,10 @@ class Choice(Config):
     pass
 
 
-def test_tuning_ranks_what_ran_and_keeps_what_failed(monkeypatch, tmp_path):
+# ---------------------------------------------------------------- tuning
+
+
+def test_tuning_ranks_what_ran_and_keeps_what_failed(monkeypatch, tmp_path, capsys):
     eager = get("reference").forward.variants[0]
     configs = [Choice(tile_m=tile_m, tile_n=16) for tile_m in (16, 32, 64)]
 
@@ -48,36 +52,32 @@ def test_tuning_ranks_what_ran_and_keeps_what_failed(monkeypatch, tmp_path):
     monkeypatch.setattr("multiattn.plan.backend.get", lambda name: backend)
     monkeypatch.setattr(tune, "run_isolated", run_here)
     monkeypatch.setattr(tune, "find_peers", lambda names: (fakes.peer(tune.YARDSTICK),))
-    said = []
-    swept = tune.tune(
-        "reference", [fakes.CELL], fakes.machine(), jobs=1, timeout_s=1, budget=fakes.BUDGET, say=said.append
-    )
-    ((cell, trials),) = swept
-    assert cell == fakes.CELL
-    by_name = {trial.name: trial for trial in trials}
-    assert by_name["reference/eager tile_m=64 tile_n=16"].failure == "config: got tile_m=64; allowed less"
-    assert by_name["reference/eager tile_m=16 tile_n=16"].failure == "RuntimeError: broken"
-    assert by_name["reference/eager tile_m=32 tile_n=16"].tflops
-    assert by_name[tune.YARDSTICK].tflops
-    assert said[0] == "reference: 3 candidates in 1 cells"
-    text = tune.table(trials)
-    assert "RuntimeError: broken" in text
-    tune.save(tmp_path / "reference.json", trials, fakes.SETUP)
-    kept = {it["name"]: it for it in json.loads((tmp_path / "reference.json").read_text())["trials"]}
-    assert kept[tune.YARDSTICK]["tflops"] == by_name[tune.YARDSTICK].tflops
-    assert kept["reference/eager tile_m=16 tile_n=16"]["failure"] == "RuntimeError: broken"
-    again = tune.time_finalists(cell, trials, fakes.machine(), 1)
-    assert {it.name for it in again} == set(by_name)
-    assert tune.time_finalists(cell, [it for it in trials if it.failure], fakes.machine(), 1)[0].failure
+    monkeypatch.setattr(tune.Machine, "current", lambda: fakes.machine())
+    monkeypatch.setattr(shared, "SUITES", {"smoke": (fakes.CELL,)})
+    options = tune_options("--seq", "48", "--out", str(tmp_path), "--suite", "smoke", "--finals", "1")
+    assert tune.run(options) == 0
+    said = capsys.readouterr().out
+    assert "RuntimeError: broken" in said
+    (path,) = tmp_path.iterdir()
+    trials = {it["name"]: it for it in json.loads(path.read_text())["trials"]}
+    assert trials["cuda/eager tile_m=64 tile_n=16"]["failure"] == "config: got tile_m=64; allowed less"
+    assert trials["reference/eager tile_m=16 tile_n=16"]["failure"] == "RuntimeError: broken"
+    assert trials["reference/eager tile_m=32 tile_n=16"]["tflops"]
+    assert trials[tune.YARDSTICK]["tflops"]
+
+
+def tune_options(*given):
+    return cli._parser().parse_args(["tune", "--backend", "cuda", *given])
 
 
 def run_here(function, items, **_):
     """`run_isolated` in this process, with one candidate that breaks."""
     for item in items:
-        if item.plan.config is not None and item.plan.config.tile_m == 16:
-            yield tune.Outcome(item=item, seconds=0.1, error="RuntimeError: broken")
+        config = item.trial.config
+        if config is not None and config.tile_m == 16:
+            yield Outcome(item=item, seconds=0.1, error="RuntimeError: broken")
         else:
-            yield tune.Outcome(item=item, seconds=0.1, result=function(item))
+            yield Outcome(item=item, seconds=0.1, result=function(item))
 
 
 def test_what_finds_no_memory_beside_others_is_checked_alone(monkeypatch):
@@ -87,14 +87,12 @@ def test_what_finds_no_memory_beside_others_is_checked_alone(monkeypatch):
 
     def run(function, items, *, jobs, **_):
         for item in items:
-            fits = needs[item.plan.config.tile_m] * jobs < 9
-            yield tune.Outcome(
-                item=item, seconds=0.1, error="" if fits else "torch.OutOfMemoryError: CUDA out of memory"
-            )
+            fits = needs[item.trial.config.tile_m] * jobs < 9
+            yield Outcome(item=item, seconds=0.1, error="" if fits else "torch.OutOfMemoryError: CUDA out of memory")
 
     monkeypatch.setattr(tune, "run_isolated", run)
-    wanted = [(fakes.CELL, plan) for plan in plans]
-    found = list(tune.prepare(wanted, fakes.machine(), jobs=4, timeout_s=1, spills=True))
+    trials = [tune.trial_of(fakes.CELL, plan) for plan in plans]
+    found = list(tune.prepare(trials, fakes.machine(), jobs=4, timeout_s=1, spills=True))
     assert [(it.config.tile_m, it.failure.partition(":")[0]) for it in found] == [
         (16, ""),
         (32, ""),
@@ -104,54 +102,32 @@ def test_what_finds_no_memory_beside_others_is_checked_alone(monkeypatch):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_offers_candidates_that_plan(backend):
-    cell = SUITES["floors"][0]
-    found = tune.candidate_plans(backend, cell, ARCHS["sm90"])
-    plans = [it for it in found if isinstance(it, Plan)]
-    assert plans
-    assert all(it.failure for it in found if not isinstance(it, Plan))
+    found = tune.candidates(backend, SUITES["floors"][0], ARCHS["sm90"])
+    assert sum(trial.is_rule for trial in found) >= 1
+    assert any(trial.plan is not None and not trial.is_rule for trial in found)
+    assert all(bool(trial.failure) == (trial.plan is None) for trial in found)
 
 
-@needs_no_gpu
-def test_the_host_table_says_why_there_is_none(tmp_path):
-    costs = host.host_costs(None, synchronize=lambda: None)
-    assert [cost.reasons for cost in costs] == [(NO_GPU,)] * len(host.KINDS) * (len(BACKENDS) + 1)
-    host.save(costs, fakes.SETUP, tmp_path / "host.json")
-    assert host.load(tmp_path / "host.json") == (fakes.SETUP, costs)
-    assert host.measured_cell(tmp_path / "host.json") == host.CELL
-
-
-@needs_no_gpu
-def test_the_matrix_without_a_gpu(tmp_path, capsys):
-    arguments = ["--suite", "smoke", "--head-dim", "64", "--no-compile", "--out", str(tmp_path)]
-    assert cli.main(arguments) == 0
-    rows = load(tmp_path / "smoke.json")
-    assert rows
-    assert all(NO_GPU in row.reasons for row in rows)
-    assert "No timing: gpu: got none on this machine" in capsys.readouterr().out
+# ---------------------------------------------------------------- the command line
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--head-dim", "77"], "--head-dim: got 77; this suite has 64, 128, 256"),
-        (["--backend", "cudnn"], "--backend: got cudnn; allowed none, or some of triton, cutile, cuda"),
-        (
-            ["--backend", "none", "--backend", "cuda"],
-            "--backend: got none, cuda; allowed none alone, or some of triton",
-        ),
-        (["--peer", "fa5"], "--peer: got fa5; allowed none, or some of sdpa-flash"),
-        (["--peer", "fa2", "--peer", "none"], "--peer: got fa2, none; allowed none alone, or some of sdpa-flash"),
-        (["--suite", "all"], "--suite: got 'all'; allowed standard, between, heldout, seed, backward, floors, smoke"),
+        (["--head-dim", "77"], "head_dim: got 77; this suite has 64, 128, 256"),
+        (["--backend", "cudnn"], "argument --backend: invalid choice: 'cudnn' (choose from 'none', 'triton'"),
+        (["--peer", "fa5"], "argument --peer: invalid choice: 'fa5' (choose from 'none', 'sdpa-flash'"),
+        (["--suite", "all"], "argument --suite: invalid choice: 'all' (choose from 'standard', 'between'"),
+        (["--variant", "wide"], "--variant: got 'wide'; allowed all, or of fwd one of triton/"),
         (["--backend", "none", "--peer", "none"], "leaves nobody to time"),
         (["--suite", "backward", "--regime", "graph"], "--regime graph: got direction bwd; allowed fwd"),
         (["--rounds", "0"], "argument --rounds: got 0; allowed whole numbers from 1 on"),
-        (["record", "--jobs", "0"], "argument --jobs: got 0; allowed whole numbers from 1 on"),
         (["--sample-ms", "nan"], "argument --sample-ms: got nan; allowed numbers above 0"),
-        (["tune", "--direction", "forward"], "--direction: got forward; allowed fwd, bwd, fwdbwd"),
+        (["tune", "--direction", "forward"], "--direction: got 'forward'; allowed fwd, bwd, fwdbwd"),
         (["tune", "--backend", "cuda", "--variant", "wgma"], "--variant: got wgma; allowed wgmma, split_q"),
-        (["tune", "--timeout", "0"], "argument --timeout: got 0; allowed numbers above 0"),
-        (["--out", "/proc/none"], "--out: cannot write to /proc/none"),
-        (["--compare", "a.json", "b.json"], "a.json"),
+        (["--out", "/proc/none"], "/proc/none"),
+        (["compare", "a.json", "b.json"], "a.json: No such file"),
+        (["record", "--sample"], "--sample: got it without --check; allowed with it"),
     ],
 )
 def test_wrong_arguments_say_what_is_accepted(arguments, message, capsys):
@@ -161,25 +137,26 @@ def test_wrong_arguments_say_what_is_accepted(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_help_names_the_default_command_and_compare(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "Without a command it is run" in said
-    assert "--compare A B" in said
+def test_the_stored_command_is_the_given_one_and_overwrites_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli.Machine, "current", lambda: fakes.machine())
+    monkeypatch.setattr(Ours, "why_not", lambda *_: (Reason(code="arch", got="cpu", allowed="sm90"),))
+    given = ["--suite", "smoke", "--head-dim", "64", "--peer", "none", "--backend", "cuda", "--out", str(tmp_path)]
+    assert cli.main(given) == 1  # cuda was asked for and nothing of it was measured
+    (command,) = {row.command for row in load(tmp_path / "smoke.json")}
+    assert command == f"python -m bench run {' '.join(given)} --fresh --out out/bench/again"
+    again = cli._parser().parse_args(command.split()[3:])
+    assert (again.out, again.fresh, list(again.head_dim)) == (Path(shared.AGAIN), True, [64])
 
 
-def test_the_stored_command_is_whole_and_overwrites_nothing_recorded():
-    given = (
-        "run --suite seed --backend cuda --peer fa2 --peer flex --seq 1024 --causal --regime both --rounds 3 --seed 7"
-    )
-    options = cli._parser().parse_args([*given.split(), "--sample-ms", "2.5", "--jobs", "2"])
-    command = cli.command_again(options)
-    assert command == (
-        "python -m bench run --suite seed --backend cuda --peer fa2 --peer flex --seq 1024 --causal --regime both "
-        "--rounds 3 --sample-ms 2.5 --seed 7 --fresh --out out/bench/again"
-    )
-    assert cli.command_again(cli._parser().parse_args(command.split()[3:])) == command
+def test_each_direction_is_a_job_with_its_own_variants():
+    words = ["run", "--suite", "smoke", "--direction", "fwdbwd,fwd", "--backend", "cuda", "--peer", "none"]
+    options = cli._parser().parse_args(words)
+    options.given = words
+    jobs = cli._jobs(options)
+    assert [{cell.direction for cell in job.cells} for job in jobs] == [{"fwdbwd"}, {"fwd"}]
+    assert jobs[0].providers == our_providers(("cuda",), direction="bwd")
+    assert [provider.name for provider in jobs[1].providers] == ["cuda"]
+    assert {task.cell.direction for task in tasks(jobs[0].providers, jobs[0].cells)} == {"fwdbwd"}
 
 
 @needs_no_gpu
@@ -190,6 +167,8 @@ def test_without_a_gpu_a_run_compiles_instead(backend, tmp_path, monkeypatch, ca
     arguments = ["--suite", "smoke", "--head-dim", "64", "--out", str(tmp_path), "--backend", backend]
     assert cli.main(arguments) == int(backend == "cuda")  # as a compiler failed
     assert [it[:3] for it in asked] == ([["compile", "--backend", "cuda"]] if backend == "cuda" else [])
+    assert all(NO_GPU in row.reasons for row in load(tmp_path / "smoke.json"))
+    assert "No timing: gpu: got none on this machine" in capsys.readouterr().out
 
 
 def test_a_backend_of_which_nothing_was_measured_is_a_failure():
@@ -198,89 +177,6 @@ def test_a_backend_of_which_nothing_was_measured_is_a_failure():
     assert cli.idle_backends(rows, ("triton",)) == []
     (line,) = cli.idle_backends(rows, ("cuda", "triton"))
     assert line.startswith("cuda was asked for and nothing of it was measured: gpu: got none")
-
-
-def test_a_run_on_a_gpu_fails_where_a_backend_measured_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cli.Machine, "current", lambda: fakes.machine())
-    monkeypatch.setattr(Ours, "why_not", lambda *_: (Reason(code="arch", got="cpu", allowed="sm90"),))
-    arguments = ["--suite", "smoke", "--head-dim", "64", "--peer", "none", "--out", str(tmp_path), "--jobs", "1"]
-    assert cli.main([*arguments, "--backend", "cuda"]) == 1
-    assert "cuda was asked for and nothing of it was measured: arch: got cpu" in capsys.readouterr().out
-    (command,) = {row.command for row in load(tmp_path / "smoke.json")}
-    assert command.endswith(
-        "--backend cuda --peer none --head-dim 64 --regime device --rounds 9 --sample-ms 8 --seed 0 "
-        "--fresh --out out/bench/again"
-    )
-
-
-def test_pytest_bench_tells_what_is_host_bound():
-    stand_in = types.SimpleNamespace(extra_info={})
-    contender = types.SimpleNamespace(plan=None, detail="a fake")
-    timing = Timing.of([Sample(time_ms=1.0, host_bound=True)], 1)
-    bench_forward(fakes.CELL, "sdpa", contender, lambda _: timing, stand_in)
-    assert stand_in.extra_info["host_bound"] is True
-
-
-def test_a_host_cost_is_exactly_one_of_three():
-    for outcome in ({}, {"call_us": 1.0, "error": "x"}):
-        with pytest.raises(ValueError, match="a host cost is microseconds, or carries"):
-            host.HostCost(contender="cuda", **outcome)
-    good, bad = ("cuda", host.FORWARD), ("cuda", host.TRAINING)
-    costs = host.time_in_turns({good: lambda: None, bad: lambda: 1 / 0}, lambda: None)
-    assert costs[good].call_us > 0
-    assert costs[bad].error == "ZeroDivisionError: division by zero"
-    assert host.table(list(costs.values())).splitlines()[0].split("  ")[-1].strip() == "forward and backward [us]"
-
-
-def test_a_call_in_a_graph_costs_what_the_device_takes():
-    class Clock:
-        """A device that takes 7 us for a call; its graphs are as long as what they were captured of."""
-
-        def device(self, call, launches):
-            return Sample(time_ms=0.007 * (call() or 1))
-
-        def captured(self, call, launches):
-            call()
-            return lambda: launches
-
-    good, bad = ("cuda", host.GRAPH), ("triton", host.GRAPH)
-    costs = host.time_in_graphs({good: lambda: None, bad: lambda: 1 / 0}, Clock())
-    assert costs[good].call_us == pytest.approx(7.0)
-    assert costs[bad].error == "ZeroDivisionError: division by zero"
-
-
-def test_a_host_table_without_kinds_of_call_is_of_forward(tmp_path):
-    path = tmp_path / "host.json"
-    host.save([host.HostCost(contender="cuda", call_us=1.0)], fakes.SETUP, path)
-    data = json.loads(path.read_text())
-    del data["costs"][0]["kind"]
-    path.write_text(json.dumps({**data, "schema": 1}))
-    (cost,) = host.load(path)[1]
-    assert cost.kind == host.FORWARD
-    assert "grad" not in host.table([cost])
-
-
-def test_the_host_calls_do_what_they_are_called():
-    tensors = host.CELL.tensors("cpu")
-
-    def attention(q, k, v):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    plain, with_grad, training, in_graph = (host.call_of(kind, attention, tensors)() for kind in host.KINDS)
-    assert [plain.requires_grad, in_graph.requires_grad] == [False, False]
-    assert with_grad.requires_grad
-    assert [grad.shape for grad in training] == [tensor.shape for tensor in tensors]
-
-
-def test_without_a_checkout_what_is_written_goes_to_the_current_directory(tmp_path, monkeypatch):
-    assert environment.is_clone()
-    assert environment.workplace() == environment.ROOT
-    monkeypatch.setattr(environment, "ROOT", tmp_path / "site-packages")
-    monkeypatch.delenv("MULTIATTN_COMMIT", raising=False)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(environment.is_clone, "__defaults__", (tmp_path / "site-packages",))
-    assert environment.results_dir("NVIDIA H200") == tmp_path / "bench" / "results" / "h200"
-    assert environment._commit() == "unknown"
 
 
 @needs_no_gpu
@@ -296,27 +192,67 @@ def test_pytest_bench_skips_with_its_reason():
 @needs_no_gpu
 def test_the_demo_runs_every_part_and_writes_one_page(tmp_path, monkeypatch):
     monkeypatch.setattr(targets_cli.build, "build", lambda wanted, **_: iter([entry(), refused()]))
-    asked = []
     recorded = tmp_path / "standard.json"
     recorded.write_text(dumps("standard", [fakes.row(name, 1.0, cell=SUITES["floors"][0]) for name in ("cuda", "fa2")]))
     monkeypatch.setattr(cli, "recorded_files", lambda: [recorded])
+    asked = []
 
     def parity(arguments):
         asked.extend(arguments)
+        folder = Path(arguments[-1])
+        folder.mkdir()
+        told = {"verdict": "FAILED: 1", "failures": ["x"], "tables": [], "command": "c", "environment": {}}
+        (folder / "parity.json").write_text(json.dumps(told))
         return 1
 
-    demo = partial(cli.demo.demo, parity=parity)
-    monkeypatch.setattr(cli.demo, "demo", demo)
+    monkeypatch.setattr(demo, "run_parity", parity)
     assert cli.main(["demo", "--jobs", "1", "--out", str(tmp_path)]) == 1  # as parity says that it failed
     assert asked == ["--jobs", "1", "--out", str(tmp_path / "parity")]
     page = (tmp_path / "report.html").read_text()
-    assert "Compiled for every target" in page
-    assert "Recorded: TFLOPS over N on NVIDIA H200, 2026-11-21, commit c0ffee" in page
+    assert page.count("Compiled for every target") == 2
+    assert "Recorded: TFLOPS by length on NVIDIA H200, 2026-11-21, commit c0ffee" in page
     assert page.count("<svg") == 1
-    assert {path.name for path in (tmp_path / "bench").iterdir()} == {
-        "compile.json",
-        "compile_backward.json",
-        "floors.json",
-        "floors.md",
-        "floors.html",
-    }
+
+
+# ---------------------------------------------------------------- host
+
+
+def test_the_host_table_says_why_there_is_none(tmp_path):
+    costs = host.host_costs(None, fakes.FakeClock(), lambda: None)
+    assert [cost.reasons for cost in costs] == [(NO_GPU,)] * len(host.KINDS) * (len(BACKENDS) + 1)
+    table = host.HostTable(cell=host.CELL, environment=fakes.SETUP, costs=costs)
+    table.save(tmp_path / "host.json")
+    assert host.load(tmp_path / "host.json") == table
+
+
+def test_a_call_costs_what_the_host_takes_and_in_a_graph_what_the_device_takes():
+    class Clock:
+        """A device that takes 7 us for a call; its graphs are as long as what they were captured of."""
+
+        def device(self, call, launches):
+            return Sample(time_ms=0.007 * (call() or 1))
+
+        def captured(self, call, launches):
+            call()
+            return lambda: launches
+
+    kinds = [(name, kind) for kind in (host.FORWARD, host.GRAPH) for name in ("cuda", "triton")]
+    calls = {key: (lambda: None) if key[0] == "cuda" else (lambda: 1 / 0) for key in kinds}
+    found = host.timed(calls, Clock(), lambda: None)
+    costs = [host._cost(*key, "wgmma", outcome) for key, outcome in found.items()]
+    by_key = {(it.contender, it.kind): it for it in costs}
+    assert by_key["cuda", host.FORWARD].call_us > 0
+    assert by_key["cuda", host.GRAPH].call_us == pytest.approx(7.0)
+    assert {by_key["triton", kind].error for _, kind in kinds} == {"ZeroDivisionError: division by zero"}
+
+
+def test_the_host_calls_do_what_they_are_called():
+    tensors = host.CELL.tensors("cpu")
+
+    def attention(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    plain, with_grad, training, in_graph = (host.call_of(kind, attention, tensors)() for kind in host.KINDS)
+    assert [plain.requires_grad, in_graph.requires_grad] == [False, False]
+    assert with_grad.requires_grad
+    assert [grad.shape for grad in training] == [tensor.shape for tensor in tensors]

@@ -102,7 +102,7 @@ def test_a_kernel_whose_warps_part_to_arrive_is_not_read(monkeypatch):
     usage = SimpleNamespace(threads=128, registers=32, smem_bytes=0)
     monkeypatch.setattr(facts, "resource_usage", lambda cubin: usage)
     monkeypatch.setattr(facts, "disassemble", lambda cubin: sass(RAISE, "@P1 BRA 0x30", ARRIVE, "EXIT"))
-    plan = next(case.plan for case in cases(("cuda",), ("forward",), ("sm90",)) if case.plan.variant == WGMMA.name)
+    plan = next(it for it in cases(("cuda",), ("forward",), ("sm90",)) if it.variant == WGMMA.name)
     with pytest.raises(RuntimeError, match="k: lanes leave their warp to arrive at an mbarrier, at 0x20: it may hang"):
         facts.read_kernel(kernel, plan)
 

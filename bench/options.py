@@ -1,0 +1,93 @@
+"""Options that several commands of ``python -m bench`` share, and what they are read as."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shlex
+from pathlib import Path
+
+from bench.matrix import DIRECTIONS, SUITES, Cell, in_directions, narrowed
+from bench.timing import Budget
+from multiattn.inspect.options import count, counts, some_of
+from multiattn.plan.backend import BACKENDS
+from multiattn.problem import DTYPES
+
+AGAIN = "out/bench/again"
+"""Where a stored command writes: repeating it overwrites no recorded result."""
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text}; allowed numbers above 0")
+    return value
+
+
+def add_cells(command: argparse.ArgumentParser, default: str | None, told: str = "%(default)s") -> None:
+    """A suite, and what narrows it."""
+    command.add_argument("--suite", choices=tuple(SUITES), default=default, help=f"cells to time ({told})")
+    for option, read, metavar, told in (
+        ("--direction", some_of(DIRECTIONS), "A,B", f"of {','.join(DIRECTIONS)}; default the suite's"),
+        ("--head-dim", counts, "D,...", "some of the suite's"),
+        ("--seq", counts, "N,...", "some of the suite's"),
+        ("--dtype", some_of(tuple(DTYPES)), "A,B", "some of the suite's"),
+    ):
+        command.add_argument(option, action="extend", type=read, metavar=metavar, default=[], help=told)
+    mask = command.add_mutually_exclusive_group()
+    mask.add_argument("--causal", action="store_const", const=(True,), default=(), help="causal cells only")
+    mask.add_argument("--full", action="store_const", const=(False,), dest="causal", help="full cells only")
+
+
+def cells_of(options: argparse.Namespace, suite: str) -> tuple[Cell, ...]:
+    """The cells that were asked for, of `suite` where none was named."""
+    names = ("head_dim", "seq", "dtype", "causal")
+    cells = in_directions(SUITES[options.suite or suite], options.direction)
+    return narrowed(cells, **{name: getattr(options, name) for name in names})
+
+
+def is_narrowed(options: argparse.Namespace) -> bool:
+    """Tell whether these are not the usual cells: such a run is no record of the whole."""
+    return any(getattr(options, name) for name in ("direction", "head_dim", "seq", "dtype", "causal"))
+
+
+def add_backends(command: argparse.ArgumentParser) -> None:
+    """Some of our backends."""
+    allowed = ("none", *BACKENDS)
+    told = f"{', '.join(allowed)}; may be given again; default all"
+    command.add_argument("--backend", action="append", choices=allowed, metavar="NAME", help=told)
+
+
+def backends_of(options: argparse.Namespace) -> tuple[str, ...]:
+    """The backends that were asked for, all by default."""
+    return tuple(name for name in BACKENDS if name in (options.backend or BACKENDS))
+
+
+def add_run(command: argparse.ArgumentParser, budget: Budget, out: str) -> None:
+    """How to run: processes that compile, the time for each reading, the folder of results."""
+    add_jobs(command)
+    command.add_argument("--rounds", type=count, default=budget.rounds, help="readings of each (%(default)s)")
+    command.add_argument("--sample-ms", type=positive, default=budget.sample_ms, help="ms a reading (%(default)s)")
+    command.add_argument("--seed", type=int, default=budget.seed, help="of the order of turns (%(default)s)")
+    command.add_argument("--out", type=Path, help=f"folder of the results; default {out}")
+
+
+def budget_of(options: argparse.Namespace, warmup_ms: float = Budget().warmup_ms) -> Budget:
+    """The time to spend on each contender."""
+    return Budget(rounds=options.rounds, sample_ms=options.sample_ms, warmup_ms=warmup_ms, seed=options.seed)
+
+
+def add_jobs(command: argparse.ArgumentParser) -> None:
+    """How many processes compile."""
+    jobs = min(12, os.cpu_count() or 1)
+    command.add_argument("--jobs", type=count, default=jobs, help="compiling processes (default here: %(default)s)")
+
+
+def command_again(options: argparse.Namespace) -> str:
+    """The command that was given, for a folder where it overwrites no result."""
+    return shlex.join(["python", "-m", "bench", *options.given, "--fresh", "--out", AGAIN])
