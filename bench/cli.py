@@ -14,8 +14,8 @@ from bench import options as shared
 from bench.environment import NO_GPU, RESULTS, ROOT, environment, results_dir
 from bench.errors import InputError
 from bench.matrix import SUITES, Direction
-from bench.peers import PEERS, find_peers
-from bench.providers import Provider, our_providers
+from bench.peers import PEERS, Provider, find_peers
+from bench.providers import our_providers
 from bench.results import Row, Store, is_ours, load
 from bench.run import DeviceLostError, Job, Machine, run
 from bench.timing import REGIMES, Budget, CudaClock

@@ -12,10 +12,10 @@ import pytest
 from bench.contenders import Contender
 from bench.environment import environment
 from bench.matrix import SUITES, Cell, Direction
-from bench.peers import PEERS
-from bench.providers import Provider, our_providers
+from bench.peers import PEERS, Provider
+from bench.providers import our_providers
 from bench.run import Machine, admit, tensors_and_truth
-from bench.timing import Budget, Clock, Contestant, Sample, Timing, warm_up
+from bench.timing import Budget, Contestant, CudaClock, Sample, Timing, warm_up
 
 
 class EventClock:
@@ -87,7 +87,7 @@ def event_benchmark(
     return run
 
 
-def feed(benchmark: Any, contestant: Contestant, clock: Clock, budget: Budget) -> Timing:
+def feed(benchmark: Any, contestant: Contestant, clock: CudaClock, budget: Budget) -> Timing:
     """Take the readings inside pytest-benchmark's rounds, whose timer is CLOCK."""
     readings: list[Sample] = []
     with contestant.context():

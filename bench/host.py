@@ -20,7 +20,7 @@ from bench.contenders import Tensors, differentiate, require_grad
 from bench.environment import NO_GPU
 from bench.matrix import Cell
 from bench.results import Environment, dump, read
-from bench.timing import Budget, Call, Clock, Contestant, Timing, host_ms, measure
+from bench.timing import Budget, Call, Contestant, CudaClock, Timing, host_ms, measure
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import BACKENDS, make_plan
@@ -96,7 +96,7 @@ def load(path: Path) -> HostTable:
     return read(path, SCHEMA, parse)
 
 
-def host_costs(device: torch.device | None, clock: Clock, synchronize: Callable[[], None]) -> tuple[HostCost, ...]:
+def host_costs(device: torch.device | None, clock: CudaClock, synchronize: Callable[[], None]) -> tuple[HostCost, ...]:
     """One entry per kind of call of each backend and of SDPA; `device` None is a machine without a GPU."""
     wanted = [(name, kind) for name in (*BACKENDS, SDPA) for kind in KINDS]
     if device is None:
@@ -146,7 +146,7 @@ def call_of(kind: str, attention: Attention, tensors: Tensors) -> Call:
     return differentiate(functools.partial(attention, *leaves), leaves, dout, keeps_graph=False)
 
 
-def timed(calls: Mapping[Key, Call], clock: Clock, synchronize: Callable[[], None]) -> dict[Key, float | Exception]:
+def timed(calls: Mapping[Key, Call], clock: CudaClock, synchronize: Callable[[], None]) -> dict[Key, float | Exception]:
     """Milliseconds of each call, or what it raised: of `GRAPH` the device's in a graph, of others the host's."""
     in_graph = {key: Contestant(call=call) for key, call in calls.items() if key[1] == GRAPH}
     others = {key: call for key, call in calls.items() if key[1] != GRAPH}

@@ -1,10 +1,8 @@
-"""Peers to stand beside: SDPA's three kernels, FlexAttention, flash-attn 2, 3 and 4, TileGym.
+"""Peers to compare with: SDPA's three kernels, FlexAttention, flash-attn 2, 3 and 4, TileGym.
 
 Each is optional and imported only when it runs; none is a dependency, and none is an entry of BACKENDS. Cells have
-Sq = Skv, where every peer means the same by `causal`. Fewer key/value heads than query heads all of them take as they
-are, PyTorch's when told so; of SDPA's kernels the one that cannot says so itself.
-
-A peer's backward is its own, through autograd: PyTorch walks the graph of one forward again and again.
+Sq = Skv, where every peer means the same by `causal`. A peer's backward is its own, through autograd: PyTorch walks the
+graph of one forward again and again.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ import torch
 from bench.contenders import Contender, Results, Tensors, alike, differentiate, named, require_grad
 from bench.environment import NO_GPU
 from bench.matrix import Cell
+from bench.providers import Ours
 from bench.timing import Call, Contestant
 from multiattn.plan.arch import Arch
 from multiattn.plan.support import Reason
@@ -30,21 +29,20 @@ from multiattn.plan.support import Reason
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peer:
-    """Somebody else's attention: where it lives, what it accepts, and how it is called."""
+    """Another project's attention: where it lives, what it accepts, and how it is called."""
 
     name: str
     module: str
-    """Imported to find out whether it is there."""
     install: str
     build: Callable[[Cell, Tensors], tuple[Call, str]]
-    """The call of its forward and what a reader must know of it."""
+    """The call of its forward, and a word on how that is made."""
     refuse: Callable[[Cell, Tensors], tuple[Reason, ...]] = lambda cell, tensors: ()
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     compiles_each_cell: bool = False
     is_ours: bool = False
 
     def why_not(self, cell: Cell, arch: Arch | None) -> tuple[Reason, ...]:
-        """See `bench.providers.Provider`."""
+        """Every reason known before there is a tensor; `arch` None is a machine without a GPU."""
         reasons = () if arch is not None else (NO_GPU,)
         problem = _import_problem(self.module)
         if problem:
@@ -52,7 +50,7 @@ class Peer:
         return reasons
 
     def prepare(self, cell: Cell, tensors: Tensors, arch: Arch) -> Contender | tuple[Reason, ...]:
-        """See `bench.providers.Provider`."""
+        """The contender, or the reasons. What its code raises passes through."""
         tensors = tensors if cell.direction == "fwd" else require_grad(tensors)
         reasons = self.why_not(cell, arch) or self.refuse(cell, tensors)
         if reasons:
@@ -79,10 +77,9 @@ class Peer:
 def _import_problem(module: str) -> str:
     """Why `module` cannot be found, or nothing; its parents are imported for that, itself it is not."""
     try:
-        found = importlib.util.find_spec(module)
+        return "" if importlib.util.find_spec(module) is not None else f"no module named {module!r}"
     except ImportError as error:  # a parent is missing, or is there and does not load
         return str(error)
-    return "" if found is not None else f"no module named {module!r}"
 
 
 # ---------------------------------------------------------------- PyTorch
@@ -99,31 +96,20 @@ def _sdpa(name: str, backend: str, can_use: str) -> Peer:
         arguments = torch.backends.cuda.SDPAParams(*tensors, None, 0.0, cell.causal, cell.is_grouped)
         if getattr(torch.backends.cuda, can_use)(arguments):
             return ()
-        said = _what_sdpa_says(build(cell, tensors)[0], context)
-        return (Reason(code="peer", got=said or f"{can_use} is False", allowed=f"what {name} accepts"),)
+        with warnings.catch_warnings(record=True) as said, context():  # SDPA has no other way of saying why
+            warnings.simplefilter("always")
+            with contextlib.suppress(RuntimeError):  # "No available kernel"
+                build(cell, tensors)[0]()
+        told = " ".join(str(warning.message).split(" (Triggered")[0] for warning in said)
+        return (Reason(code="peer", got=told or f"{can_use} is False", allowed=f"what {name} accepts"),)
 
     def context() -> contextlib.AbstractContextManager[Any]:
         attention = importlib.import_module("torch.nn.attention")
         manager: contextlib.AbstractContextManager[Any] = attention.sdpa_kernel(getattr(attention.SDPBackend, backend))
         return manager
 
-    return Peer(
-        name=name, module="torch.nn.attention", install="part of torch", build=build, refuse=refuse, context=context
-    )
-
-
-def _what_sdpa_says(call: Call, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> str:
-    """The warnings in which SDPA explains why a kernel will not do: it has no other way of saying so."""
-    with warnings.catch_warnings(record=True) as said, context():
-        warnings.simplefilter("always")
-        try:
-            call()
-        except RuntimeError as error:  # "No available kernel": what is asked about
-            said_last = str(error)
-        else:
-            said_last = ""
-    texts = [str(warning.message).split(" (Triggered")[0] for warning in said]
-    return " ".join([*texts, said_last]).strip()
+    where = {"module": "torch.nn.attention", "install": "part of torch"}
+    return Peer(name=name, build=build, refuse=refuse, context=context, **where)
 
 
 def _causal_mask(batch: Any, head: Any, query: Any, key: Any) -> Any:
@@ -143,7 +129,7 @@ def _compiled_flex(cell: Cell) -> Callable[..., torch.Tensor]:
 
 
 def _keep_graph() -> contextlib.AbstractContextManager[Any]:
-    """What Flex is compiled under: a backward that does not overwrite what its forward saved can run twice."""
+    """Compiles Flex so that a backward can run twice: it must not overwrite what its forward saved."""
     config = importlib.import_module("torch._functorch.config")
     if not hasattr(config, "donated_buffer"):  # older releases never overwrite
         return contextlib.nullcontext()
@@ -205,32 +191,20 @@ PEERS: tuple[Peer, ...] = (
         context=_keep_graph,
         compiles_each_cell=True,
     ),
-    Peer(
-        name="fa2",
-        module="flash_attn.flash_attn_interface",
-        install="pip install flash-attn",
-        build=_flash_attn("flash_attn.flash_attn_interface"),
+    *(
+        Peer(name=name, module=module, install=install, build=_flash_attn(module))
+        for name, module, install in (
+            ("fa2", "flash_attn.flash_attn_interface", "pip install flash-attn"),
+            ("fa3", "flash_attn_interface", "build flash-attention/hopper"),
+            ("fa4", "flash_attn.cute", "pip install flash-attn-4"),
+        )
     ),
-    Peer(
-        name="fa3",
-        module="flash_attn_interface",
-        install="build flash-attention/hopper",
-        build=_flash_attn("flash_attn_interface"),
-    ),
-    Peer(
-        name="fa4",
-        module="flash_attn.cute",
-        install="pip install flash-attn-4",
-        build=_flash_attn("flash_attn.cute"),
-    ),
-    Peer(
-        name="tilegym",
-        module="tilegym.ops",
-        install="pip install tilegym",
-        build=_build_tilegym,
-    ),
+    Peer(name="tilegym", module="tilegym.ops", install="pip install tilegym", build=_build_tilegym),
 )
 """Every peer. A module that is there but breaks is an error of its cell, never the end of a run."""
+
+Provider = Ours | Peer
+"""Makes contenders; its name, unique in a run, names its rows."""
 
 
 def find_peers(names: tuple[str, ...]) -> tuple[Peer, ...]:

@@ -14,8 +14,8 @@ import torch
 from bench.contenders import Contender
 from bench.environment import device_works, gpu_arch
 from bench.matrix import Cell
-from bench.peers import PEERS
-from bench.providers import PIN, Ours, Provider
+from bench.peers import PEERS, Provider
+from bench.providers import PIN, Ours
 from multiattn.inspect.pool import run_isolated
 
 TIMEOUT_S = 120.0

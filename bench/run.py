@@ -6,7 +6,7 @@ import functools
 import secrets
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from types import MappingProxyType
 
@@ -18,10 +18,10 @@ from bench.environment import environment, gpu_arch
 from bench.flops import cell_flops, peak_share, rate_text, tflops
 from bench.matrix import Cell, Direction
 from bench.memory import extra_bytes
+from bench.peers import Provider
 from bench.prewarm import prewarm
-from bench.providers import Provider
 from bench.results import LOST_DEVICE, Environment, Measured, Row, Store
-from bench.timing import Budget, Clock, Contestant, CudaClock, Timing, measure
+from bench.timing import Budget, Contestant, CudaClock, Timing, measure
 from bench.truth import Truths, check, truth_of
 from multiattn.plan.arch import Arch, find_gpu
 from multiattn.plan.support import Reason, Unsupported
@@ -45,7 +45,7 @@ class Machine:
 
     arch: Arch
     device: torch.device
-    clock: Clock
+    clock: CudaClock
     synchronize: Callable[[], None]
     extra_bytes: Callable[[Contestant, Cell], int] | None = None
     """See bench.memory; None where nobody counts what is allocated."""
@@ -208,19 +208,9 @@ def _row(
     if isinstance(outcome, Timing):
         assert admitted is not None
         rate = tflops(cell_flops(cell), outcome.time_ms)
-        measured = Measured(
-            time_ms=outcome.time_ms,
-            low_ms=outcome.low_ms,
-            high_ms=outcome.high_ms,
-            rounds=outcome.rounds,
-            sample_ms=job.budget.sample_ms,
-            launches=outcome.launches,
-            host_bound=outcome.host_bound,
-            tflops=rate,
-            peak_share=peak_share(rate, find_gpu(setup.gpu)),
-            error_ratio=admitted.error_ratio,
-            peak_extra_bytes=admitted.peak_extra_bytes,
-        )
+        told = {"tflops": rate, "peak_share": peak_share(rate, find_gpu(setup.gpu)), "sample_ms": job.budget.sample_ms}
+        told |= {"error_ratio": admitted.error_ratio, "peak_extra_bytes": admitted.peak_extra_bytes}
+        measured = Measured(**asdict(outcome), **told)
     error = "".join(traceback.format_exception_only(outcome)) if isinstance(outcome, Exception) else ""
     return Row(
         cell=cell,

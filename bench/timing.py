@@ -2,8 +2,8 @@
 
 *device*: launches back to back between two CUDA events, queued behind a kernel that spins, so that the device never
 waits for the host; the board is then power-limited, as in training. *graph*: as many calls in one CUDA graph that is
-replayed; what a call does in a graph only, as to bring memory of its own, counts. *call*: one call at a time on an idle
-device, after an L2 flush, the host's share included, as in a latency-bound service.
+replayed. *call*: one call at a time on an idle device, after an L2 flush, the host's share included, as in a
+latency-bound service.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from bench.errors import InputError
 
 Call = Callable[[], Any]
-"""One launch: no argument, nothing that synchronises; what it returns is dropped."""
+"""One launch: no argument, nothing that synchronises; its result is dropped."""
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
-"""Makes what a contender needs around its calls (`sdpa_kernel`); entered outside the timed region."""
+"""Makes the context of a contender's calls (`sdpa_kernel`); entered outside the timed region."""
 
 REGIMES = ("device", "graph", "call")
 L2_FLUSH_BYTES = 256 << 20  # over twice the largest L2 of arch.GPUS (B200: 126 MB)
@@ -39,7 +39,7 @@ SPIN_LIMIT_MS = 200.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contestant:
-    """What the timer is given of a contender."""
+    """A call to time, and its context."""
 
     call: Call
     context: Context = contextlib.nullcontext
@@ -64,7 +64,7 @@ class Timing:
     launches: int
     """Launches per reading."""
     host_bound: bool
-    """Whether most readings hold the host's share: then this is no device time, and its row says so."""
+    """Most readings hold the host's share: then this is no device time, and its row says so."""
 
     @classmethod
     def of(cls, samples: list[Sample], launches: int) -> Timing:
@@ -82,28 +82,18 @@ class Timing:
         )
 
 
-class Clock(Protocol):
-    """Reads a device's time. The fake one of the tests has the same three methods."""
-
-    def device(self, call: Call, launches: int) -> Sample:
-        """Milliseconds of one of `launches` back-to-back launches."""
-
-    def single(self, call: Call) -> Sample:
-        """Milliseconds from before to after one call on an idle device with a cold L2."""
-
-    def captured(self, call: Call, launches: int) -> Call:
-        """`launches` of it as one graph: what this returns replays it."""
-
-
 class CudaClock:
-    """CUDA events on the current stream of the current device."""
+    """Reads a device's time: CUDA events on the current stream of the current device."""
 
     @functools.cached_property
     def _flushed(self) -> torch.Tensor:
         return torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
     def device(self, call: Call, launches: int) -> Sample:
-        """See `Clock`. Taken again with a longer spin where the host had not queued everything when it ended."""
+        """Milliseconds of one of `launches` back-to-back launches.
+
+        Taken again with a longer spin where the host had not queued everything when it ended.
+        """
         spin_ms = 0.2 + 0.02 * launches
         for _ in range(SPIN_ATTEMPTS):
             sample, host_ms = self._behind_spin(call, launches, spin_ms)
@@ -126,7 +116,10 @@ class CudaClock:
         return Sample(time_ms=start.elapsed_time(end) / launches, host_bound=late), host_ms
 
     def single(self, call: Call) -> Sample:
-        """See `Clock`. The first event is stamped by an idle device at once, so the host's share lies behind it."""
+        """Milliseconds from before to after one call on an idle device with a cold L2.
+
+        The first event is stamped by an idle device at once, so the host's share lies behind it.
+        """
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._flushed.zero_()
         torch.cuda.synchronize()
@@ -137,7 +130,7 @@ class CudaClock:
         return Sample(time_ms=start.elapsed_time(end))
 
     def captured(self, call: Call, launches: int) -> Call:
-        """See `Clock`."""
+        """A call that replays `launches` of it as one graph."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(launches):
@@ -161,15 +154,13 @@ class Budget:
 
 
 def measure(
-    contestants: Mapping[str, Contestant], clock: Clock, *, regime: str = "device", budget: Budget | None = None
+    contestants: Mapping[str, Contestant], clock: CudaClock, *, regime: str = "device", budget: Budget | None = None
 ) -> dict[str, Timing | Exception]:
     """Time every contestant in turns: each round takes one reading of each, in an order of a fixed seed (`Turns`).
 
     So all of them meet the same clocks and temperatures. What a contestant raises ends its own readings and is
-    returned in place of its Timing. ValueError for a regime that is not one of REGIMES.
+    returned in place of its Timing.
     """
-    if regime not in REGIMES:
-        raise ValueError(f"regime: got {regime!r}; allowed {', '.join(REGIMES)}")
     budget = budget or Budget()
     turns = Turns(budget.seed)
     results: dict[str, Timing | Exception] = {}
@@ -178,10 +169,9 @@ def measure(
     samples: dict[str, list[Sample]] = {name: [] for name in contestants}
 
     def attempt(name: str, action: Callable[[str, Call], None]) -> None:
-        contestant = contestants[name]
         try:
-            with contestant.context():
-                action(name, contestant.call)
+            with contestants[name].context():
+                action(name, contestants[name].call)
         except Exception as error:  # broad: a contestant is anybody's code; its error is its result
             results[name] = error
 
@@ -192,13 +182,12 @@ def measure(
 
     def read(name: str, call: Call) -> None:
         if regime == "call":
-            sample = clock.single(call)
+            samples[name].append(clock.single(call))
         elif regime == "graph":
             whole = clock.device(replays[name], 1)
-            sample = replace(whole, time_ms=whole.time_ms / launches[name])
+            samples[name].append(replace(whole, time_ms=whole.time_ms / launches[name]))
         else:
-            sample = clock.device(call, launches[name])
-        samples[name].append(sample)
+            samples[name].append(clock.device(call, launches[name]))
 
     for name in contestants:
         attempt(name, prepare)
@@ -240,7 +229,7 @@ class Turns:
         return sum(one == other for one, other in pairs), sum(self._followed[pair] for pair in pairs)
 
 
-def warm_up(call: Call, clock: Clock, budget: Budget) -> int:
+def warm_up(call: Call, clock: CudaClock, budget: Budget) -> int:
     """Run for about `budget.warmup_ms`; how many launches make one reading last `budget.sample_ms`."""
     clock.device(call, 1)  # compiles, fills caches; its time says nothing
     once_ms = clock.device(call, 3).time_ms
@@ -258,7 +247,7 @@ Key = TypeVar("Key", bound=Hashable)
 def host_ms(
     calls: Mapping[Key, Call], *, each: int = 200, rounds: int = 7, synchronize: Callable[[], None]
 ) -> dict[Key, float | Exception]:
-    """Host milliseconds of one call of each, its launch included, the device not waited for.
+    """Host milliseconds of one call of each, its launch included, without waiting for the device.
 
     They take turns: a round times `each` calls of everybody; the median of the rounds' medians counts. For shapes so
     small that the queue never fills. The device is idle at the start of each turn. What a call raises is its result.
@@ -266,12 +255,10 @@ def host_ms(
     medians: dict[Key, list[float]] = {name: [] for name in calls}
     failed: dict[Key, float | Exception] = {}
     for _ in range(rounds):
-        for name, call in calls.items():
-            if name in failed:
-                continue
+        for name in [name for name in calls if name not in failed]:
+            synchronize()
             try:
-                synchronize()
-                medians[name].append(_host_turn(call, each))
+                medians[name].append(_host_turn(calls[name], each))
             except Exception as error:  # broad: a call is anybody's code; its error is its result
                 failed[name] = error
     synchronize()

@@ -38,15 +38,15 @@ class FakeClock:
         self.log: list[tuple[str, str, int]] = []
 
     def device(self, call: Call, launches: int) -> Sample:
-        """As `bench.timing.Clock`."""
+        """As `bench.timing.CudaClock`."""
         return self._sample("device", call, launches)
 
     def single(self, call: Call) -> Sample:
-        """As `bench.timing.Clock`."""
+        """As `bench.timing.CudaClock`."""
         return self._sample("single", call, 1)
 
     def captured(self, call: Call, launches: int) -> Call:
-        """As `bench.timing.Clock`; named like what it replays."""
+        """As `bench.timing.CudaClock`; named like what it replays."""
 
         def replay() -> None:
             for _ in range(launches):

@@ -41,13 +41,13 @@ def test_a_chain_has_every_rung_pinned_and_tuned_and_its_top_once():
 
 def test_a_pinned_rung_has_the_config_of_the_top_less_what_it_cannot_do():
     math, basic = (
-        Ours(backend="cutile", variant=name, pinned_to="full").plans(CELL, CELL.problem, CPU).timed
+        Ours(backend="cutile", variant=name, pinned_to="full").plans(CELL, CELL.problem, CPU)[0]
         for name in ("math", "basic")
     )
     assert (math.config.tile_m, math.config.stages, math.why) == (128, 2, "the config of full")
     assert (basic.config.tile_m, basic.config.stages) == (128, 1)
     assert basic.why == "the config of full, but for stages, which this variant cannot have"
-    own = Ours(backend="cutile", variant="basic").plans(CELL, CELL.problem, CPU).timed
+    own = Ours(backend="cutile", variant="basic").plans(CELL, CELL.problem, CPU)[0]
     assert own.config.tile_m == 64
     assert Ours(backend="cuda", variant="split_q", pinned_to="split_kv").why_not(CELL, CPU) == (ILLEGAL,)
 

@@ -135,8 +135,6 @@ def test_the_regimes_are_not_mixed():
     timing = measure({"a": contestant("a")}, clock, regime="call", budget=Budget(rounds=4))["a"]
     assert [regime for regime, _, _ in clock.log] == ["device"] * 3 + ["single"] * 4  # warming up, then reading
     assert timing.launches == 1
-    with pytest.raises(ValueError, match="regime: got 'both'; allowed device, graph, call"):
-        measure({}, clock, regime="both")
 
 
 def test_a_graph_holds_the_launches_of_a_reading():
