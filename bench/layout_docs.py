@@ -10,12 +10,10 @@ from multiattn.cuda import fragments
 from multiattn.cuda.layout import ACCESSES, BANK_GROUPS, PERIOD, Tile, key_formula, traffic
 
 PICTURES: Mapping[str, Tile] = MappingProxyType(
-    {
-        "swizzle-none.svg": Tile(rows=16, columns=64, swizzle=0),
-        "swizzle-xor.svg": Tile(rows=16, columns=64, swizzle=3),
-    }
+    {f"swizzle-{name}.svg": Tile(rows=16, columns=64, swizzle=bits) for name, bits in (("none", 0), ("xor", 3))}
 )
 WIDTHS = (16, 32, 48, 64, 80, 96, 128, 192, 256, 512, 1024)
+ROWS = range(PERIOD)
 
 
 # ---------------------------------------------------------------- swizzle.md
@@ -23,51 +21,40 @@ WIDTHS = (16, 32, 48, 64, 80, 96, 128, 192, 256, 512, 1024)
 
 def keys_block() -> str:
     """The key of each row, for each span."""
-    tiles = [Tile.of_kernels(16, columns) for columns in (64, 32, 16)]
-    names = ("multiple of 8", "other multiple of 4", "other even number")
-    rows = [
-        (name, tile.span, f"`{key_formula(tile)}`", " ".join(str(tile.key(row)) for row in range(PERIOD)))
-        for name, tile in zip(names, tiles, strict=True)
-    ]
+    kinds = (("multiple of 8", 64), ("other multiple of 4", 32), ("other even number", 16))
+    tiles = [(name, Tile.of_kernels(16, columns)) for name, columns in kinds]
+    rows = [(name, it.span, f"`{key_formula(it)}`", " ".join(str(it.key(row)) for row in ROWS)) for name, it in tiles]
     return markdown(("chunks of a row", "SPAN", "key(row)", f"rows 0 to {PERIOD - 1}"), rows)
 
 
 def groups_block() -> str:
-    """Where each row starts without a swizzle: what the XOR has to tell apart."""
+    """The start of each row without a swizzle: what the XOR has to tell apart."""
     rows = []
     for columns in (64, 32, 16, 48):
         tile = Tile(rows=16, columns=columns, swizzle=0)
-        starts = [tile.bank_group(row, 0) for row in range(PERIOD)]
-        shared = BANK_GROUPS // len(set(starts))
-        rows.append((columns, tile.chunks, " ".join(map(str, starts)), shared, tile.span))
-    return markdown(
-        ("columns", "chunks", f"bank group of chunk 0, rows 0 to {PERIOD - 1}", "rows a group", "SPAN"), rows
-    )
+        starts = [tile.bank_group(row, 0) for row in ROWS]
+        rows.append((columns, tile.chunks, " ".join(map(str, starts)), BANK_GROUPS // len(set(starts)), tile.span))
+    told = f"bank group of chunk 0, rows 0 to {PERIOD - 1}"
+    return markdown(("columns", "chunks", told, "rows a group", "SPAN"), rows)
 
 
 def conflicts_block() -> str:
     """Wavefronts of one 8x8 matrix by width and swizzle."""
     rows = []
     for columns in WIDTHS:
-        tiles = [
-            Tile(rows=16, columns=columns, swizzle=bits)
-            for bits in range(Tile.of_kernels(16, columns).widest_swizzle + 1)
-        ]
-        counts = []
-        for tile in tiles:
-            reads = [traffic(tile, ACCESSES[name]) for name in ("q", "k", "v")]
-            counts.append(" or ".join(dict.fromkeys(f"{it.wavefronts / it.requests:g}" for it in reads)))
+        widest = Tile.of_kernels(16, columns).widest_swizzle
+        tiles = [Tile(rows=16, columns=columns, swizzle=bits) for bits in range(widest + 1)]
+        reads = [[traffic(tile, ACCESSES[name]) for name in ("q", "k", "v")] for tile in tiles]
+        counts = [" or ".join(dict.fromkeys(f"{it.wavefronts / it.requests:g}" for it in its)) for its in reads]
         rows.append((columns, tiles[0].chunks, tiles[0].span, *counts, *[""] * (4 - len(counts))))
     return markdown(("columns", "chunks", "SPAN", "0 bits", "1 bit", "2 bits", "3 bits"), rows)
 
 
 def accesses_block() -> str:
     """Wavefronts of every access to a 64x64 tile."""
-    plain, xored = Tile(rows=64, columns=64, swizzle=0), Tile(rows=64, columns=64, swizzle=3)
-    rows = []
-    for access in ACCESSES.values():
-        without, with_it = traffic(plain, access), traffic(xored, access)
-        rows.append((access.title, f"`{access.instruction}`", without.requests, without.wavefronts, with_it.wavefronts))
+    plain, xored = (Tile(rows=64, columns=64, swizzle=bits) for bits in (0, 3))
+    found = [(access, traffic(plain, access), traffic(xored, access)) for access in ACCESSES.values()]
+    rows = [(it.title, f"`{it.instruction}`", a.requests, a.wavefronts, b.wavefronts) for it, a, b in found]
     return markdown(("access", "instruction", "requests", "wavefronts without", "with"), rows)
 
 
@@ -77,11 +64,9 @@ def accesses_block() -> str:
 def grid(held: Mapping[fragments.Element, str], rows: int, columns: int, corner: str, *, down: bool = False) -> str:
     """A matrix with the holder of each pair in its cell; pairs lie along a row, or `down` a column."""
     high, wide = (2, 1) if down else (1, 2)
-    body = [
-        (f"**{_span(row, high)}**", *(held[row, column] for column in range(0, columns, wide)))
-        for row in range(0, rows, high)
-    ]
-    return markdown((corner, *(_span(column, wide) for column in range(0, columns, wide))), body)
+    across = range(0, columns, wide)
+    body = [(f"**{_span(row, high)}**", *(held[row, it] for it in across)) for row in range(0, rows, high)]
+    return markdown((corner, *(_span(column, wide) for column in across)), body)
 
 
 def _span(first: int, count: int) -> str:
@@ -89,58 +74,55 @@ def _span(first: int, count: int) -> str:
 
 
 def a_block() -> str:
-    """Who holds operand A."""
+    """The holders of operand A."""
     return grid(fragments.holders(fragments.operand_a, 4, "a"), 16, 16, "row \\ k")
 
 
 def b_block() -> str:
-    """Who holds operand B."""
+    """The holders of operand B."""
     return grid(fragments.holders(fragments.operand_b, 2, "b"), 16, 8, "k \\ column", down=True)
 
 
 def c_block() -> str:
-    """Who holds the accumulator: fp32 first, then fp16."""
+    """The holders of the accumulator: fp32 first, then fp16."""
+
+    def told(row: int, holder: str) -> str:
+        lane, half = holder.split()
+        return f"{lane} c{row // 8 * 2}, c{row // 8 * 2 + 1} / {half}"
+
     held = fragments.holders(fragments.accumulator_fp16, 2, "h")
-    rows = []
-    for row in range(16):
-        names = [held[row, column].split() for column in range(0, 8, 2)]  # lane and register of fp16
-        first = 2 * (row // 8)
-        rows.append((f"**{row}**", *(f"{lane} c{first}, c{first + 1} / {half}" for lane, half in names)))
-    return markdown(("row \\ column", *(_span(column, 2) for column in range(0, 8, 2))), rows)
+    both = {(row, column): told(row, it) for (row, column), it in held.items() if column % 2 == 0}
+    return grid(both, 16, 8, "row \\ column")
 
 
 def ldmatrix_block() -> str:
-    """Per row of an 8x8 matrix in memory: whose address it is, and who gets its elements."""
+    """The lane that gives the address of each row of an 8x8 matrix in memory, and those that get its elements."""
     rows = []
     for row in range(8):
-        plain, transposed = ([""] * 8, [""] * 8)
-        for lane in range(32):
-            for half in range(2):
-                for cells, flag in ((plain, False), (transposed, True)):
-                    at, column = fragments.matrix_element(lane, half, transposed=flag)
-                    if at == row:
-                        cells[column] = f"{lane}{'hi' if half else 'lo'}"
+        getters = []
+        for transposed in (False, True):
+            held = {fragments.matrix_element(lane, half, transposed=transposed): f"{lane}{('lo', 'hi')[half]}"
+                    for lane in range(32) for half in range(2)}  # fmt: skip
+            getters.append(" ".join(held[row, column] for column in range(8)))
         givers = ", ".join(str(lane) for lane in range(32) if fragments.matrix_row(lane)[1] == row)
-        rows.append((f"**{row}**", givers, " ".join(plain), " ".join(transposed)))
+        rows.append((f"**{row}**", givers, *getters))
     headers = ("row", "lanes that give its address (matrix 0, 1, 2, 3)", "lanes that get columns 0 to 7", "with .trans")
     return markdown(headers, rows)
 
 
 def operands_block() -> str:
-    """Which 8x8 part of a 16x16 part of a tile lands in which register, by reader."""
+    """The 8x8 part of a 16x16 part of a tile that lands in each register, by reader."""
     rows = []
     for title, reader, transposed in fragments.READS:
-        places = []
-        for register in range(4):
-            row, column = fragments.loaded(reader, 0, register, 0, transposed=transposed)
-            places.append(f"rows {row}-{row + 7}, columns {column}-{column + 7}")
-        rows.append((title, *places))
-    return markdown(("read", "register 0", "register 1", "register 2", "register 3"), rows)
+        places = (fragments.loaded(reader, 0, register, 0, transposed=transposed) for register in range(4))
+        rows.append((title, *(f"rows {row}-{row + 7}, columns {column}-{column + 7}" for row, column in places)))
+    return markdown(("read", *(f"register {register}" for register in range(4))), rows)
 
 
-SWIZZLE: Mapping[str, Callable[[], str]] = MappingProxyType(
+Blocks = Mapping[str, Callable[[], str]]
+SWIZZLE: Blocks = MappingProxyType(
     {"groups": groups_block, "keys": keys_block, "conflicts": conflicts_block, "accesses": accesses_block}
 )
-FRAGMENTS: Mapping[str, Callable[[], str]] = MappingProxyType(
+FRAGMENTS: Blocks = MappingProxyType(
     {"a": a_block, "b": b_block, "c": c_block, "ldmatrix": ldmatrix_block, "operands": operands_block}
 )

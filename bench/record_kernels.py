@@ -31,36 +31,30 @@ _NOBITS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """One kernel as it was compiled. Registers and stack are a thread's, shared memory a block's, in bytes."""
+    """One kernel as it was compiled: digests of what reached the compiler (`key`) and of the machine code (`digest`).
+
+    The other fields are those of multiattn.inspect.facts.Facts; `hot` and `mma` count the instructions of its hot loops
+    by class, and its matrix multiplications by full name.
+    """
 
     name: str
     key: str
-    """A digest of the code that reached the compiler."""
     digest: str
-    """A digest of the machine code."""
     threads: int
     registers: int
     stack_bytes: int
     smem_bytes: int
-    """Static and dynamic."""
     blocks: int
-    """The number that an SM holds at one time."""
     share: float
-    """The share of the warps that an SM can hold, 0 to 1."""
     limiter: str
-    """The resource that keeps one more block out: blocks, warps, registers or smem."""
     code_bytes: int
     hot_loops: int
     hot_spills: int
     other_spills: int
     hot: Mapping[str, int]
-    """Instructions of the hot loops by class."""
     mma: Mapping[str, int]
-    """Matrix multiplications of the hot loops by full name."""
     features: tuple[str, ...]
-    """Generations of tensor core and ways of moving data that the code uses anywhere."""
     chosen: tuple[str, ...] = ()
-    """The choices that cuTile's compiler tells."""
 
     @property
     def counts(self) -> Counts:

@@ -98,14 +98,10 @@ class Row:
     error: str = ""
 
     def __post_init__(self) -> None:
-        outcomes = (self.measured is not None) + bool(self.reasons) + bool(self.error)
-        if outcomes != 1:
-            raise ValueError(
-                f"a row is measured, or carries reasons, or carries an error; got {outcomes} of the three for "
-                f"{self.contender} in {self.cell}"
-            )
+        if (self.measured is not None) + bool(self.reasons) + bool(self.error) != 1:
+            raise ValueError(f"a row is measured, or carries reasons, or carries an error; got {self}")
         if self.measured is not None and not self.run:
-            raise ValueError(f"a measured row names its run; got none for {self.contender} in {self.cell}")
+            raise ValueError(f"a measured row names its run; got {self}")
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -166,56 +162,63 @@ class Store:
 
 def dumps(suite: str, rows: Iterable[Row]) -> str:
     """The JSON of a results file: one line per row, each environment and each command once."""
-    environments: list[Environment] = []
-    commands: list[str] = []
-
-    def place(items: list[T], item: T) -> int:
-        if item not in items:
-            items.append(item)
-        return items.index(item)
+    rows = list(rows)
+    setups = _distinct(row.environment for row in rows)
+    commands = _distinct(row.command for row in rows)
 
     def packed(row: Row) -> dict[str, Any]:
         data = {
             "cell": row.cell.as_dict(),
             "contender": row.contender,
             "regime": row.regime,
-            "environment": place(environments, row.environment),
-            "command": place(commands, row.command),
+            "environment": setups.index(row.environment),
+            "command": commands.index(row.command),
             "run": row.run,
             "plan": row.plan,
             "detail": row.detail,
             "measured": row.measured and asdict(row.measured),
-            "reasons": [asdict(reason) for reason in row.reasons],
+            "reasons": list(map(asdict, row.reasons)),
             "error": row.error,
         }
         return {name: value for name, value in data.items() if value not in ("", None, [])}
 
-    packed_rows = list(map(packed, rows))
-    parts = {
-        "schema": SCHEMA,
-        "suite": suite,
-        "environments": list(map(asdict, environments)),
-        "commands": commands,
-        "rows": packed_rows,
-    }
-    return dump(parts)
+    told = {"environments": list(map(asdict, setups)), "commands": commands, "rows": list(map(packed, rows))}
+    return dump({"schema": SCHEMA, "suite": suite, **told})
 
 
-def dump(parts: Mapping[str, Any]) -> str:
-    """JSON of a line for each value, and for each item of a list."""
+def _distinct(items: Iterable[T]) -> list[T]:
+    found: list[T] = []
+    for item in items:
+        if item not in found:
+            found.append(item)
+    return found
 
-    def told(value: Any) -> str:
-        return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]" if isinstance(value, list) else json.dumps(value)
 
-    return "{\n" + ",\n".join(f' "{name}": {told(value)}' for name, value in parts.items()) + "\n}\n"
+def dump(data: Mapping[str, Any]) -> str:
+    """JSON with a line for each item of a list, and one for all values that are no lists."""
+    head = ", ".join(f"{json.dumps(name)}: {json.dumps(it)}" for name, it in data.items() if not isinstance(it, list))
+    lists = ((name, ",\n  ".join(map(json.dumps, it))) for name, it in data.items() if isinstance(it, list))
+    return "{" + ",\n ".join([head, *(f'"{name}": [\n  {lines}\n ]' for name, lines in lists)]) + "}\n"
 
 
 def load(path: Path) -> list[Row]:
     """The rows of a results file. InputError, naming the file, for one that is not ours."""
 
     def rows(data: dict[str, Any]) -> list[Row]:
-        environments = [Environment(**item) for item in data["environments"]]
-        return [_row(item, environments, data["commands"]) for item in data["rows"]]
+        setups = [Environment(**item) for item in data["environments"]]
+        return [
+            Row(
+                **{
+                    **row,
+                    "cell": Cell(**row["cell"]),
+                    "environment": setups[row["environment"]],
+                    "command": data["commands"][row["command"]],
+                    "measured": Measured(**row["measured"]) if "measured" in row else None,
+                    "reasons": tuple(Reason(**reason) for reason in row.get("reasons", ())),
+                }
+            )
+            for row in data["rows"]
+        ]
 
     return read(path, SCHEMA, rows)
 
@@ -232,17 +235,6 @@ def read(path: Path, schema: int, parse: Callable[[dict[str, Any]], T]) -> T:
         raise InputError(f"{path}: {error.strerror}") from None
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise InputError(f"{path}: not {what}: {error}") from None
-
-
-def _row(data: Mapping[str, Any], environments: Sequence[Environment], commands: Sequence[str]) -> Row:
-    given = {
-        "cell": Cell(**data["cell"]),
-        "environment": environments[data["environment"]],
-        "command": commands[data["command"]],
-        "measured": Measured(**data["measured"]) if "measured" in data else None,
-        "reasons": tuple(Reason(**reason) for reason in data.get("reasons", ())),
-    }
-    return Row(**{**data, **given})
 
 
 def is_ours(contender: str) -> bool:

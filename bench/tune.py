@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from tabulate import tabulate
+from tqdm import tqdm
 
 from bench import options as shared
 from bench.contenders import Contender, Tensors, config_data, contender_of
@@ -98,17 +99,15 @@ def candidates(backend_name: str, cell: Cell, arch: Arch, variants: Sequence[str
     for variant in op.variants:
         if variant.name not in (variants or [offered.name for offered in op.offered]):
             continue
-        chosen = plan_variant(backend, variant, cell.problem, arch, direction=direction)
+        plan = functools.partial(plan_variant, backend, variant, cell.problem, arch, direction=direction)
+        chosen = plan()
         own = chosen.config if isinstance(chosen, Plan) else None
-        others = [it for it in dict.fromkeys(op.candidates(variant, cell.problem, arch)) if it != own]
-        for config in (None, *others):
-            plan = chosen
-            if config is not None:
-                plan = plan_variant(backend, variant, cell.problem, arch, config, direction=direction)
-            if isinstance(plan, Plan):
-                found.append(trial_of(cell, plan))
+        others = (it for it in dict.fromkeys(op.candidates(variant, cell.problem, arch)) if it != own)
+        for config, made in ((own, chosen), *((config, plan(config)) for config in others)):
+            if isinstance(made, Plan):
+                found.append(trial_of(cell, made))
             else:
-                name, why = f"{backend_name}/{variant.name} {config or ''}".strip(), "; ".join(map(str, plan))
+                name, why = f"{backend_name}/{variant.name} {config or ''}".strip(), "; ".join(map(str, made))
                 found.append(Trial(cell=cell, name=name, config=config, failure=why))
     return found
 
@@ -150,12 +149,9 @@ def check_candidate(task: Task) -> bool:
     backend, variant = registry.get(plan.backend), registry.variant_of(plan)
     ragged = (replace(its, seq=seq, batch=batch, heads=6, heads_kv=None) for seq, batch in RAGGED)
     for cell in (its, *ragged):
-        there = plan
-        if cell != its:
-            moved = plan_variant(backend, variant, cell.problem, plan.arch, plan.config, direction=plan.direction)
-            if not isinstance(moved, Plan):
-                continue  # its own cell is what it is a candidate for
-            there = moved
+        there = plan_variant(backend, variant, cell.problem, plan.arch, plan.config, direction=plan.direction)
+        if not isinstance(there, Plan):
+            continue  # its own cell is what it is a candidate for
         tensors, truth = _cell_truth(cell, task.device)
         results = _contender(there, tensors, cell).output()
         check({name: result[-1:] for name, result in results.items()}, truth, there)
@@ -253,16 +249,10 @@ def table(trials: Sequence[Trial], *, top: int) -> str:
 def save(path: Path, trials: Iterable[Trial], setup: Environment) -> None:
     """Write trials as JSON, one a line, fastest first."""
     lines = [
-        {
-            "cell": it.cell.as_dict(),
-            "name": it.name,
-            "config": config_data(it.config),
-            "tflops": it.tflops,
-            "spread": it.spread,
-            "failure": it.failure.partition("\n")[0],
-        }
+        {"cell": it.cell.as_dict(), "name": it.name, "config": config_data(it.config), "tflops": it.tflops,
+         "spread": it.spread, "failure": it.failure.partition("\n")[0]}
         for it in trials
-    ]
+    ]  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(dump({"environment": asdict(setup), "trials": lines}))
 
@@ -272,48 +262,31 @@ def save(path: Path, trials: Iterable[Trial], setup: Environment) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Sweep the candidates of each backend, print the ranking of each cell and keep it as JSON."""
-    backends, variants = shared.backends_of(options), tuple(options.variant or ())
     options.seq = options.seq or [TUNE_SEQ]
     cells = shared.cells_of(options, "standard")
-    check_variants(backends, cells, variants)
     machine = Machine.current()
     if machine is None:
         print(f"Nothing to time on: {NO_GPU}")
         return 1
-    budget = shared.budget_of(options, TUNE_BUDGET.warmup_ms)
-    for backend in backends:
-        found = [trial for cell in cells for trial in candidates(backend, cell, machine.arch, variants)]
+    for backend in shared.backends_of(options):
+        found = [trial for cell in cells for trial in candidates(backend, cell, machine.arch, options.variant or ())]
+        if not found:
+            raise InputError(f"--variant: got {', '.join(options.variant)}; {backend} has none of them")
         waiting = [trial for trial in found if not trial.failure]
-        done = [trial for trial in found if trial.failure]
-        print(f"{backend}: {len(waiting)} candidates in {len(cells)} cells", flush=True)
         limits = {"jobs": options.jobs, "timeout_s": options.timeout, "spills": options.spills}
-        for trial in prepare(waiting, machine, **limits):
-            done.append(trial)
-            if len(done) % 20 == 0:
-                print(f"{backend}: {len(done)} of {len(found)} compiled and checked", flush=True)
+        checked = tqdm(prepare(waiting, machine, **limits), total=len(waiting), desc=backend, unit="candidate")
+        done = [*checked, *(trial for trial in found if trial.failure)]
         kept: list[Trial] = []
         path = (options.out or ROOT / "out" / "tune") / f"{backend}.json"
         for cell in cells:
             mine = [trial for trial in done if trial.cell == cell]
             ready = [trial for trial in mine if not trial.failure]
-            ranking = [*time_trials(cell, ready, machine, budget), *(trial for trial in mine if trial.failure)]
-            ranking = time_finalists(cell, ranking, machine, options.finals)
+            ranking = time_trials(cell, ready, machine, shared.budget_of(options, TUNE_BUDGET.warmup_ms))
+            ranking = time_finalists(cell, [*ranking, *(it for it in mine if it.failure)], machine, options.finals)
             kept += ranking
             save(path, kept, environment())
             print(f"\n{backend}: {cell.key}\n{table(ranking, top=options.top)}\n\nWritten: {path}", flush=True)
     return 0
-
-
-def check_variants(backends: Sequence[str], cells: Sequence[Cell], variants: Sequence[str]) -> None:
-    """InputError for a variant that no backend has in the cells' directions: nothing would be swept."""
-    directions = sorted({direction_of(cell) for cell in cells})
-    ops = [registry.get(name).op(direction) for name in backends for direction in directions]
-    known = {variant.name for op in ops for variant in op.variants}
-    if wrong := [name for name in variants if name not in known]:
-        offered = ", ".join(dict.fromkeys(variant.name for op in ops for variant in op.offered))
-        raise InputError(
-            f"--variant: got {', '.join(wrong)}; allowed {offered}, and the rungs of {', '.join(backends)}"
-        )
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
