@@ -144,7 +144,7 @@ def write_report(options: argparse.Namespace) -> int:
     """Print tables of results on the terminal, or as Markdown; with --html write them and their plots to one page."""
     rows = _rows(options)
     if options.html is not None:
-        report.write_page(options.html, rows)
+        report.write_page(options.html, [report.speed_section("Speed", rows)])
     print(report.text_report(rows, form="github" if options.markdown else "simple"))
     return 0
 

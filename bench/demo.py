@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import report
+from bench.report import load_all, section, speed_section, write_page
 from multiattn.__main__ import main as run_multiattn
+from multiattn.inspect.cli import load as load_compiled
+from multiattn.inspect.tables import detailed
 from parity.__main__ import main as run_parity
 
 BACKWARD_ARCH = "sm90"
@@ -21,8 +24,7 @@ def demo(options: argparse.Namespace, bench: Command, recorded: Sequence[Path]) 
 
     The page also shows the result files `recorded`, marked as another run's.
     """
-    out: Path = options.out
-    jobs = ["--jobs", str(options.jobs)]
+    out, jobs = options.out, ["--jobs", str(options.jobs)]
     forward, backward = out / "bench" / "compile.json", out / "bench" / "compile_backward.json"
     compiled = ["compile", *jobs, "--head-dim", "128", "--mask", "causal", "--direction"]
     backward_only = [*compiled, "backward", "--arch", BACKWARD_ARCH, "--json", str(backward)]
@@ -37,14 +39,17 @@ def demo(options: argparse.Namespace, bench: Command, recorded: Sequence[Path]) 
         print(f"\n=== {title}\n", flush=True)
         if command(arguments):
             failed.append(title)
-    rows = report.load_all([out / "bench" / "floors.json"])
-    report.write_page(
-        out / "report.html",
-        rows,
-        recorded=report.load_all(recorded),
-        parity=out / "parity" / "parity.json",
-        compiled_tables=(forward, backward),
-    )
+    parity = json.loads((out / "parity" / "parity.json").read_text())
+    sections = [
+        section("Parity", "\n".join((parity["verdict"], *parity["failures"])), "parity/parity.html"),
+        speed_section("Speed", load_all([out / "bench" / "floors.json"])),
+        *(
+            section(title, detailed(load_compiled(path)))
+            for (title, *_), path in zip(steps[1:3], (forward, backward), strict=True)
+        ),
+        *(speed_section(f"Recorded in {path.parent.name}/{path.name}", load_all([path])) for path in recorded),
+    ]
+    write_page(out / "report.html", sections)
     print(f"\nWritten: {out / 'report.html'}")
     if failed:
         print(f"Failed: {', '.join(failed)}; see above")

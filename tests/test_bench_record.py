@@ -377,6 +377,7 @@ def test_a_record_comes_back_from_its_file(tmp_path):
 
 def test_no_rule_on_record_breaks_a_promise():
     found = record.load_all()
+    assert set(found) == set(GPU_ARCHS)
     for arch, its in found.items():
         assert list(promises(its.rows)) == []
         for kernel in (kernel for kernels in its.rows.values() for kernel in kernels):
@@ -391,8 +392,8 @@ def test_a_broken_promise_is_told():
     assert "3 spills" in told(KEY, hot_spills=3)[0]
     assert "not one block" in told(KEY, blocks=0)[0]
     assert not told((*KEY[:4], "256", *KEY[5:]), hot_spills=3)
-    for (backend, variant), spills in KNOWN_SPILLS.items():
-        key = (backend, "forward", variant, *KEY[3:])
+    for (backend, variant, arch), spills in KNOWN_SPILLS.items():
+        key = (backend, "forward", variant, arch, *KEY[4:])
         assert not told(key, hot_spills=spills)
         assert told(key, hot_spills=spills + 1)
 
