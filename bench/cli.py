@@ -11,11 +11,11 @@ import torch
 
 from bench import demo, docs, host, ladder, record, report, tune, verdicts
 from bench import options as shared
+from bench.contenders import our_providers
 from bench.environment import NO_GPU, RESULTS, ROOT, environment, results_dir
 from bench.errors import InputError
 from bench.matrix import SUITES, Direction
 from bench.peers import PEERS, Provider, find_peers
-from bench.providers import our_providers
 from bench.results import Row, Store, is_ours, load
 from bench.run import DeviceLostError, Job, Machine, run
 from bench.timing import REGIMES, Budget, CudaClock

@@ -1,4 +1,4 @@
-"""Contenders made of Plans, ready to be checked and timed: a forward, a backward, or one after the other."""
+"""Contenders, ready to be checked and timed: a forward, a backward, or one after the other. Ours are made of Plans."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from typing import Any
 import torch
 
 import multiattn
-from bench.matrix import Cell
+from bench.environment import NO_GPU
+from bench.errors import InputError
+from bench.matrix import Cell, Direction
 from bench.timing import Call, Contestant
 from multiattn.plan import backend as registry
-from multiattn.plan.backend import Plan, make_plan
+from multiattn.plan.arch import Arch
+from multiattn.plan.backend import BACKENDS, Plan, make_plan
 from multiattn.plan.config import Config
 from multiattn.plan.support import Reason, Unsupported
-from multiattn.problem import Operands, Strides
+from multiattn.problem import Operands, Problem, Strides
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k and v, each ``[B, H, S, D]``; or their gradients."""
@@ -169,3 +172,79 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 def config_data(config: Config | None) -> dict[str, Any] | None:
     """A config's fields by name."""
     return None if config is None else asdict(config)
+
+
+# ---------------------------------------------------------------- ours
+
+Plans = tuple[Plan, Plan | None]
+"""The Plan that a row is of, and where that is a backward the Plan of the forward before it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ours:
+    """One backend; `variant` None is its best that can run the cell."""
+
+    backend: str
+    variant: str | None = None
+    is_ours: bool = True
+
+    @property
+    def compiles_each_cell(self) -> bool:
+        """True for cuTile: its rules differ by length, and its code by whether the batch is a multiple of 16."""
+        return self.backend == "cutile"
+
+    @property
+    def name(self) -> str:
+        """``cuda``, or ``cuda/basic``."""
+        return self.backend if self.variant is None else f"{self.backend}/{self.variant}"
+
+    def why_not(self, cell: Cell, arch: Arch | None) -> tuple[Reason, ...]:
+        """Every reason known before there is a tensor; `arch` None is a machine without a GPU."""
+        if arch is None:
+            return (NO_GPU,)
+        try:
+            self.plans(cell, cell.problem, arch)
+        except Unsupported as error:
+            return error.reasons
+        return ()
+
+    def prepare(self, cell: Cell, tensors: Tensors, arch: Arch) -> Contender:
+        """The contender, with the Plan of these very tensors, as `multiattn.fmha` would make it."""
+        plan, forward = self.plans(cell, Problem.of(*tensors, causal=cell.causal), arch)
+        return contender_of(plan, tensors, cell, forward)
+
+    def plans(self, cell: Cell, problem: Problem, arch: Arch) -> Plans:
+        """The Plans to launch in a cell; Unsupported with every reason. `variant` is of the direction that counts."""
+        backend = registry.get(self.backend)
+        if cell.direction == "fwd":
+            return make_plan(backend, problem, arch, variant=self.variant), None
+        forward = make_plan(backend, problem, arch)
+        return make_plan(backend, problem, arch, direction="backward", variant=self.variant), forward
+
+
+def our_providers(
+    backends: tuple[str, ...] = BACKENDS, variant: str | None = None, direction: Direction = "fwd"
+) -> tuple[Ours, ...]:
+    """One provider per backend; `variant` is None for the best, ``all`` for every one offered, or a name.
+
+    In a backward the best of each backend stands beside one that is deterministic where the best is not, or is not
+    where the best is: so every run says what determinism costs. InputError for a variant that no backend has.
+    """
+    ops = {name: registry.get(name).op("forward" if direction == "fwd" else "backward") for name in backends}
+    found = [
+        Ours(backend=name, variant=rung.name)
+        for name, op in ops.items()
+        for rung in op.variants
+        if rung.name == variant or (variant == "all" and not rung.only_named)
+    ]
+    if variant is None:
+        found = [Ours(backend=name) for name in backends]
+        for name, op in ops.items():
+            others = [it for it in op.offered if it.deterministic != op.offered[0].deterministic]
+            found += [Ours(backend=name, variant=it.name) for it in others[:1]]
+    if not found:
+        have = ", ".join(f"{name}/{rung.name}" for name, op in ops.items() for rung in op.offered)
+        more = sum(rung.only_named for op in ops.values() for rung in op.variants)
+        rungs = f", or one of {more} rungs (python -m bench ladder)" if more else ""
+        raise InputError(f"--variant: got {variant!r}; allowed all, or of {direction} one of {have}{rungs}")
+    return tuple(found)

@@ -1,26 +1,314 @@
 """``python -m bench docs [--check]``: the generated tables of README.md and docs/.
 
-A page marks a table with ``<!-- generated:NAME -->`` and ``<!-- /generated -->``. `pages` says what makes each.
+They are made of bench/results, bench/compiled and the backends' data. A page marks a table with
+``<!-- generated:NAME -->`` and ``<!-- /generated -->``; `pages` says what makes each. A dash stands for what was not
+measured, or for a kernel that does not exist.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 
-from bench import doc_tables, layout_docs
-from bench.doc_tables import Blocks
+from bench import host, ladder, layout_docs, record
 from bench.environment import RESULTS, ROOT
 from bench.errors import InputError
+from bench.matrix import SUITES, Cell
+from bench.record_kernels import main_of
+from bench.report import describe, figure, markdown, memory_summary, provenance, write
+from bench.results import Row, load, one_run
 from multiattn.cuda.layout_svg import draw
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import ARCHS, GPU_ARCHS, by_name
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan, Variant, make_plan, plan_variant
+from multiattn.plan.support import Reason
+from multiattn.problem import Problem
+from multiattn.triton.gluon.configs import VARIANT as GLUON
 
 MARKED = re.compile(r"(<!-- generated:([\w-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 
 
-def pages(results: Path = RESULTS) -> dict[str, Blocks]:
-    """Every page with generated tables, and what makes each of its tables."""
+Blocks = Mapping[str, Callable[[], str]]
+
+GPU_FOLDER = "h200"
+NOTHING = "-"
+NOT_MEASURED = "Not measured yet: `python -m bench` on a GPU writes bench/results."
+SHOWN_SEQS = (1024, 4096, 16384)
+PEERS = ("sdpa-cudnn", "fa4")
+"""The peers that ours are compared with: the fastest two."""
+LADDER_HEAD_DIMS = {"triton": (128,), "cutile": (128,), "cuda": (64, 512)}
+LANGUAGES = ("cuTile", "plain Triton", "Gluon", "CUDA C++")
+
+
+def language_of(backend: str, variant: str) -> str:
+    """The language of a kernel. Triton has two, and only the variant tells them apart."""
+    if backend == "triton":
+        return "Gluon" if variant == GLUON else "plain Triton"
+    return {"cutile": "cuTile", "cuda": "CUDA C++"}[backend]
+
+
+def _rows(path: Path) -> list[Row]:
+    return one_run(load(path)) if path.exists() else []
+
+
+def _place(cell: Cell) -> tuple[int, bool, int]:
+    return cell.head_dim, cell.causal, cell.seq
+
+
+def geometric_mean(ratios: Sequence[float]) -> float | None:
+    """The geometric mean; None without any ratio."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+
+
+# ---------------------------------------------------------------- what runs where
+
+
+def support_block() -> str:
+    """The head_dims that each offered variant takes on each arch, or why none; then the number of named rungs."""
+    rows, more = [], []
+    for name in BACKENDS:
+        for direction in DIRECTIONS:
+            op = registry.get(name).op(direction)
+            for variant in op.offered:
+                cells = (_supported(name, variant, arch, direction) for arch in GPU_ARCHS)
+                rows.append((name, direction, variant.name, ", ".join(variant.capability.dtypes), *cells))
+            if named := len(op.variants) - len(op.offered):
+                rungs = f"{named} more rung{'s' if named > 1 else ''}, selected only by name"
+                more.append(f"- {name} {direction} has {rungs}: [docs/ladder.md](docs/ladder.md)")
+    table = markdown(("backend", "direction", "variant", "dtypes", *GPU_ARCHS), rows)
+    told = "A range is of head_dims, in multiples of 8; a word says what refuses the rest."
+    return "\n\n".join(filter(None, (table, told, "\n".join(more))))
+
+
+def _supported(backend: str, variant: Variant, arch: str, direction: Direction) -> str:
+    able, codes = supported_head_dims(backend, variant, arch, direction)
+    return ranges(able) or "no: " + ", ".join(dict.fromkeys(codes))
+
+
+def supported_head_dims(backend: str, variant: Variant, arch: str, direction: Direction) -> tuple[list[int], list[str]]:
+    """The multiples of 8 that a variant takes on an arch, by the data alone, and the codes of what refuses others."""
+    able, codes = [], []
+    for head_dim in range(8, variant.capability.head_dim_max + 1, 8):
+        problem = Problem.contiguous(batch=4, heads_q=16, seq_q=4096, head_dim=head_dim)
+        plan = plan_variant(registry.get(backend), variant, problem, ARCHS[arch], direction=direction)
+        if isinstance(plan, Plan):
+            able.append(head_dim)
+        else:
+            codes += [reason.code for reason in plan if isinstance(reason, Reason)]
+    return able, codes
+
+
+def ranges(head_dims: Sequence[int]) -> str:
+    """``8-128, 192``: runs of neighbouring multiples of 8."""
+    runs: list[list[int]] = []
+    for head_dim in head_dims:
+        if runs and head_dim == runs[-1][-1] + 8:
+            runs[-1].append(head_dim)
+        else:
+            runs.append([head_dim])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def head_dims_block() -> str:
+    """The head_dims that each language takes on each arch, the CPU included."""
+    able: dict[tuple[str, str, str], set[int]] = {}
+    arches = ("cpu", *GPU_ARCHS)
+    for name in BACKENDS:
+        for direction in DIRECTIONS:
+            for variant in registry.get(name).op(direction).offered:
+                for arch in set(arches) & set(variant.capability.arches):
+                    found = supported_head_dims(name, variant, arch, direction)[0]
+                    able.setdefault((language_of(name, variant.name), direction, arch), set()).update(found)
+    rows = [
+        (
+            language,
+            direction,
+            *(ranges(sorted(able.get((language, direction, arch), ()))) or NOTHING for arch in arches),
+        )
+        for language in LANGUAGES
+        for direction in DIRECTIONS
+    ]
+    return markdown(("language", "direction", *arches), rows)
+
+
+def targets_block() -> str:
+    """Registers, spills in hot loops and occupancy of each backend's best variant, by head_dim and arch."""
+    recorded = record.load_all()
+    rows = [
+        (name, direction, head_dim, *(_compiled(it, name, direction, head_dim, arch) for arch, it in recorded.items()))
+        for direction in DIRECTIONS
+        for name in BACKENDS
+        for head_dim in (64, 128, 256)
+    ]
+    return markdown(("backend", "direction", "D", *recorded), rows)
+
+
+def _compiled(found: record.Record, backend: str, direction: Direction, head_dim: int, arch: str) -> str:
+    problem = Problem.contiguous(batch=4, heads_q=16, seq_q=4096, head_dim=head_dim, causal=True)
+    plan = make_plan(registry.get(backend), problem, by_name(arch), direction=direction, probe=False)
+    kernels = found.kernels_of(plan)
+    if not kernels:
+        return NOTHING
+    main, spills = main_of(kernels), sum(it.hot_spills for it in kernels)
+    return f"{main.registers}{f' +{spills}' if spills else ''} {100 * main.share:.3g}%"
+
+
+# ---------------------------------------------------------------- what was measured
+
+
+def results_block(results: Path) -> str:
+    """Forward at three lengths, backward, its memory, and the cost of a call on the host, for each GPU."""
+    parts = []
+    for folder in sorted(path for path in results.glob("*") if path.is_dir()):
+        forward = [row for row in _rows(folder / "standard.json") if "/" not in row.contender]
+        training = _rows(folder / "backward.json")
+        parts += [_speed_table(forward, "forward"), _speed_table(training, "backward"), memory_summary(training)]
+        if (folder / "host.json").exists():
+            found = host.load(folder / "host.json")
+            parts += [f"Host cost of one warm call, {found.environment.gpu}, {found.cell.key}:", found.table("github")]
+    return "\n\n".join(filter(None, parts)) or NOT_MEASURED
+
+
+def _speed_table(rows: Sequence[Row], what: str) -> str:
+    """TFLOPS back to back at some lengths; nothing where nothing was measured."""
+    chosen = [row for row in rows if row.regime == "device" and row.cell.seq in SHOWN_SEQS]
+    names = list(dict.fromkeys(row.contender for row in chosen if row.measured is not None))
+    names = [name for name in dict.fromkeys(row.contender for row in chosen) if name in names]
+    if not names:
+        return ""
+    found = {(row.cell, row.contender): row for row in chosen}
+    cells = sorted({row.cell for row in chosen}, key=_place)
+    lines = [
+        (cell.head_dim, cell.mask, cell.seq, *(figure(found.get((cell, name))) for name in names)) for cell in cells
+    ]
+    table = markdown(("D", "mask", "N", *names), lines)
+    return f"TFLOPS, {what}, 16k tokens, H*D = 2048, back to back:\n\n{table}\n\n" + "\n".join(provenance(chosen))
+
+
+def _against_peers(rows: Iterable[Row], regime: str) -> dict[Cell, tuple[float, dict[str, Row]]]:
+    """TFLOPS of CUDA over those of the faster peer in the same turns, and the rows, for each cell that has all."""
+    found: dict[Cell, dict[str, Row]] = {}
+    for row in rows:
+        if row.regime == regime and row.contender in ("cuda", *PEERS) and row.measured is not None:
+            found.setdefault(row.cell, {})[row.contender] = row
+    whole = {cell: its for cell, its in found.items() if len(its) == 1 + len(PEERS)}
+    return {cell: (rate(its["cuda"]) / max(rate(its[name]) for name in PEERS), its) for cell, its in whole.items()}
+
+
+def rate(row: Row) -> float:
+    """TFLOPS; 0 where nothing was timed."""
+    return row.measured.tflops if row.measured is not None else 0.0
+
+
+def peers_block(results: Path) -> str:
+    """CUDA beside its peers, a line for each cell of the suite `standard`, back to back."""
+    found = _against_peers(_rows(results / GPU_FOLDER / "peers" / "standard.json"), "device")
+    rows = [
+        (cell.head_dim, cell.mask, cell.seq, *(figure(its[name]) for name in ("cuda", *PEERS)), f"{ratio:.2f}")
+        for cell, (ratio, its) in sorted(found.items(), key=lambda item: _place(item[0]))
+    ]
+    told = provenance(row for _, its in found.values() for row in its.values())
+    return "\n\n".join((markdown(("D", "mask", "N", "cuda", *PEERS, "ratio"), rows), *told)) if rows else NOT_MEASURED
+
+
+def peers_summary(results: Path) -> str:
+    """CUDA over its peers: the geometric mean and the least ratio of each suite and regime."""
+    standard, heldout = (results / GPU_FOLDER / name for name in ("peers/standard.json", "heldout.json"))
+    suites = (
+        ("`standard`, back to back", standard, "device"),
+        ("`standard`, CUDA graph", standard, "graph"),
+        ("`heldout`, back to back", heldout, "device"),
+    )
+    rows = []
+    for title, path, regime in suites:
+        ratios = {cell: ratio for cell, (ratio, _) in _against_peers(_rows(path), regime).items()}
+        least = min(ratios, key=lambda cell: ratios[cell], default=None)
+        worst = f"{ratios[least]:.3f}, {least.key}" if least is not None else NOTHING
+        mean = geometric_mean(list(ratios.values()))
+        rows.append((title, len(ratios), NOTHING if mean is None else f"{mean:.3f}", worst))
+    return markdown(("suite", "cells", "geometric mean", "least ratio, and where"), rows)
+
+
+# ---------------------------------------------------------------- languages
+
+
+def speed_block(path: Path, cells: Sequence[Cell]) -> str:
+    """The geometric mean over lengths of each language's TFLOPS over the fastest peer's, by head_dim and mask."""
+    rows = [row for row in _rows(path) if row.regime == "device" and row.measured is not None]
+    ratios: dict[tuple[Cell, str], float] = {}
+    for cell, members in groupby(sorted(rows, key=lambda row: row.cell.key), lambda row: row.cell):
+        best: dict[str, float] = {}
+        for row in members:
+            backend = row.contender.partition("/")[0]
+            language = language_of(backend, (row.plan or {})["variant"]) if backend in BACKENDS else "peer"
+            if language != "peer" or row.contender in PEERS:
+                best[language] = max(rate(row), best.get(language, 0.0))
+        if peer := best.pop("peer", None):
+            ratios |= {(cell, language): its / peer for language, its in best.items()}
+
+    def line(members: Sequence[Cell]) -> list[str]:
+        found = ([ratios[cell, it] for cell in members if (cell, it) in ratios] for it in LANGUAGES)
+        return [_mean_text(its, len(members)) for its in found]
+
+    by_place = groupby(sorted(cells, key=_place), lambda cell: (cell.head_dim, cell.mask))
+    table = [(head_dim, mask, *line(list(members))) for (head_dim, mask), members in by_place]
+    told = provenance(row for row in rows if row.contender.partition("/")[0] in BACKENDS)
+    return "\n\n".join((markdown(("D", "mask", *LANGUAGES), [*table, ("all", "", *line(cells))]), "\n".join(told)))
+
+
+def _mean_text(ratios: Sequence[float], cells: int) -> str:
+    """The mean, with the number of cells where some have no ratio."""
+    mean = geometric_mean(ratios)
+    if mean is None:
+        return NOTHING
+    return f"{mean:.2f}" if len(ratios) == cells else f"{mean:.2f} ({len(ratios)} of {cells} cells)"
+
+
+def host_block(path: Path) -> str:
+    """Microseconds of each kind of call, by contender."""
+    if not path.exists():
+        return NOT_MEASURED
+    found = host.load(path)
+    return f"{found.table('github')}\n\n{found.cell.key}. {describe(found.environment)}"
+
+
+# ---------------------------------------------------------------- ladders
+
+
+def ladder_block(results: Path, backend: str) -> str:
+    """The rungs of a chain by length, or for CUDA the best point of each axis."""
+    rows = [row for path in sorted(results.glob(f"*/ladder_{backend}.json")) for row in load(path)]
+    rows = [row for row in rows if row.cell.head_dim in LADDER_HEAD_DIMS[backend]]
+    made = ladder.axes_tables(rows) if backend == "cuda" else ladder.length_tables(rows, backend)
+    return "\n\n".join(f"**{it.title}**\n\n{write(it, 'github')}" for it in made) or NOT_MEASURED
+
+
+def pages(results: Path = RESULTS) -> Mapping[str, Blocks]:
+    """The tables of each page, by the names in its markers."""
+    gpu = results / GPU_FOLDER
     return {
-        **doc_tables.pages(results),
+        "README.md": {
+            "support": support_block,
+            "results": partial(results_block, results),
+            "peers": partial(peers_summary, results),
+        },
+        "docs/hopper.md": {"peers": partial(peers_block, results)},
+        "docs/languages.md": {
+            "forward": partial(speed_block, gpu / "standard.json", SUITES["standard"]),
+            "backward": partial(speed_block, gpu / "backward.json", SUITES["backward"]),
+            "host": partial(host_block, gpu / "host.json"),
+            "head_dims": head_dims_block,
+        },
+        "docs/ladder.md": {
+            "triton_lengths": partial(ladder_block, results, "triton"),
+            "cutile_lengths": partial(ladder_block, results, "cutile"),
+            "cuda_axes": partial(ladder_block, results, "cuda"),
+        },
+        "docs/targets.md": {"targets": targets_block},
         "docs/swizzle.md": layout_docs.SWIZZLE,
         "docs/fragments.md": layout_docs.FRAGMENTS,
     }

@@ -27,7 +27,7 @@ NO_GPU = Reason(code="gpu", got="none on this machine", allowed="an NVIDIA GPU",
 """The reason of every timing where there is nothing to time on."""
 
 PEER_PACKAGES = ("flash-attn", "flash-attn-3", "flash-attn-4", "tilegym")
-TIMED_WITH = ("matrix.py", "contenders.py", "providers.py", "peers.py", "timing.py", "flops.py")
+TIMED_WITH = ("matrix.py", "contenders.py", "peers.py", "timing.py", "flops.py")
 
 
 def gpu_arch() -> Arch | None:

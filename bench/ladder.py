@@ -1,50 +1,161 @@
-"""``python -m bench ladder``: what each rung of a backend's ladder gains on a GPU."""
+"""``python -m bench ladder``: the gain of each rung of a backend's ladder on a GPU, and its tables.
+
+Triton and cuTile have chains, in which each rung adds one thing; CUDA's rungs are points on several axes.
+"""
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from bench import options as shared
+from bench.contenders import Ours
 from bench.environment import NO_GPU, ROOT, environment, results_dir
 from bench.errors import InputError
-from bench.ladder_tables import CUDNN, TILEGYM, axes_tables, baseline, length_tables, point_tables, points
 from bench.matrix import Cell
 from bench.peers import find_peers
-from bench.providers import Ours
-from bench.report import text_report
-from bench.results import Store, is_ours
+from bench.report import figure, text_report
+from bench.results import Row, Store, is_ours, one_run
 from bench.run import Job, Machine, run
 from bench.timing import Budget
 from multiattn.plan import backend as registry
-from multiattn.plan.arch import Arch
-from multiattn.plan.backend import BACKENDS, ladder, make_plan
+from multiattn.plan.backend import BACKENDS, Variant, ladder
+from parity.report import Table
 
 LISTED = "cuda"
-"""The backend whose variants are points on several axes; the others have chains, in which each rung adds one thing."""
+CUDNN, TILEGYM = "sdpa-cudnn", "tilegym"
+_FLASH_UP_TO = 256
 
 
-def chain(backend: str, top: str) -> tuple[Ours, ...]:
-    """Every rung with the config of the top, then every rung with its own; the top itself, the same in both, once."""
-    try:
-        names = [variant.name for variant in ladder(registry.get(backend), top)]
-    except ValueError as error:
-        raise InputError(f"--variant: {error}") from None
-    pinned = (Ours(backend=backend, variant=name, pinned_to=top) for name in names[:-1])
-    return (*pinned, *(Ours(backend=backend, variant=name) for name in names))
+def baseline(head_dim: int) -> str:
+    """The peer that speed-ups are over: SDPA's flash kernel where it takes the head_dim, else its efficient one."""
+    return "sdpa-flash" if head_dim <= _FLASH_UP_TO else "sdpa-efficient"
 
 
-def listed(pattern: str = "*") -> tuple[Ours, ...]:
-    """The points that match a glob pattern; InputError for one that matches nothing."""
-    names = fnmatch.filter([variant.name for variant in points()], pattern)
+def points() -> tuple[Variant, ...]:
+    """The variants of CUDA's forward that are points on its axes; a kernel of its own has no flags, and is none."""
+    return tuple(variant for variant in registry.get("cuda").forward.variants if variant.flags)
+
+
+def _settings(rows: Iterable[Row]) -> list[list[Row]]:
+    """Rows by GPU and by cell but for its length, with one run of each cell."""
+    found: dict[tuple[str, Cell], list[Row]] = {}
+    for row in sorted(one_run(rows), key=lambda it: (it.cell.head_dim, it.cell.seq)):
+        found.setdefault((row.environment.gpu, replace(row.cell, seq=1)), []).append(row)
+    return list(found.values())
+
+
+def _setting(row: Row) -> str:
+    cell = row.cell
+    return f"B={cell.batch} H={cell.heads} D={cell.head_dim} {cell.dtype} {cell.mask}, {row.environment.gpu}"
+
+
+def _gain(mine: Row | None, other: Row | None) -> float | None:
+    """How many times as fast one is as another; None where one of the two has no time."""
+    ours, theirs = (row.measured if row is not None else None for row in (mine, other))
+    return theirs.time_ms / ours.time_ms if ours is not None and theirs is not None else None
+
+
+def _times(gain: float | None) -> str:
+    return "-" if gain is None else f"{gain:.2f}x"
+
+
+# ---------------------------------------------------------------- chains
+
+
+def length_tables(rows: Iterable[Row], backend: str) -> list[Table]:
+    """TFLOPS of each rung and peer by length; a chain ends in a rung that no other one builds on."""
+    made = []
+    for members in _settings(rows):
+        timed = {row.contender for row in members if row.measured is not None}
+        chosen = [it for it in registry.get(backend).forward.variants if f"{backend}/{it.name}" in timed]
+        tops = [it.name for it in chosen if it.name not in {other.parent for other in chosen}]
+        made += [_lengths(members, backend, top) for top in tops]
+    return made
+
+
+def _lengths(rows: Sequence[Row], backend: str, top: str) -> Table:
+    steps = [variant.name for variant in ladder(registry.get(backend), top)]
+    found = {(row.cell.seq, row.contender): row for row in rows}
+    first, timed = baseline(rows[0].cell.head_dim), {row.contender for row in rows if row.measured is not None}
+    peers = [name for name in (first, CUDNN, TILEGYM) if name in timed]
+    lines = []
+    for seq in dict.fromkeys(row.cell.seq for row in rows):
+        mine = {name: found.get((seq, name)) for name in (*peers, *(f"{backend}/{step}" for step in steps))}
+        last, lowest = (mine[f"{backend}/{step}"] for step in (top, steps[0]))
+        gains = (_gain(last, mine.get(first)), _gain(last, lowest))
+        lines.append((str(seq), *map(figure, mine.values()), *map(_times, gains)))
+    title = f"TFLOPS, {backend} up to {top}, every rung with the config of its own rule, {_setting(rows[0])}"
+    header = ("N", *peers, *steps, f"{top} over SDPA", f"{top} over {steps[0]}")
+    return Table(title=title, note="", header=header, rows=tuple(lines))
+
+
+# ---------------------------------------------------------------- points
+
+
+def axes_tables(rows: Iterable[Row]) -> list[Table]:
+    """For each value of each axis: how many points have it, and the fastest of them."""
+    made = []
+    for members in _settings(rows):
+        found = {row.contender: row.measured for row in members if row.measured is not None}
+        values: dict[tuple[str, str], list[Variant]] = {}
+        for variant in points():
+            for axis, value in variant.flags:
+                values.setdefault((axis, str(value) or "none"), []).append(variant)
+        lines = []
+        for (axis, value), its in values.items():
+            rates = {it.name: found[name].tflops for it in its if (name := f"cuda/{it.name}") in found}
+            best = max(rates, key=lambda name: rates[name], default="-")
+            lines.append((axis, value, str(len(its)), f"{rates[best]:.0f}" if rates else "-", best))
+        header = ("axis", "value", "points", "TFLOPS", "fastest point with it")
+        title = f"Best of each axis: cuda, N={members[0].cell.seq} {_setting(members[0])}"
+        made.append(Table(title=title, note="", header=header, rows=tuple(lines)))
+    return made
+
+
+def point_tables(rows: Iterable[Row]) -> list[Table]:
+    """Every point that runs, with its time and gains; then the reasons of the others, each with its points."""
+    made = []
+    for members in _settings(rows):
+        found = {row.contender: row for row in members}
+        peer = found.get(baseline(members[0].cell.head_dim))
+        lines, refused = [], dict[str, list[str]]()
+        for variant in points():
+            row = found.get(f"cuda/{variant.name}")
+            if row is not None and row.measured is not None:
+                over = _gain(row, found.get(f"cuda/{variant.parent}"))
+                parent = "-" if over is None else f"{100 * (over - 1):+.1f} %"
+                gains = (parent, _times(_gain(row, peer)))
+                lines.append((variant.name, f"{row.measured.time_ms:.3f}", figure(row), *gains))
+            elif row is not None:
+                refused.setdefault(row.text, []).append(variant.name)
+        title = f"cuda, N={members[0].cell.seq} {_setting(members[0])}"
+        header = ("variant", "ms", "TFLOPS", "over parent", "over SDPA")
+        made.append(Table(title=f"Points: {title}", note="", header=header, rows=tuple(lines)))
+        reasons = tuple((why, str(len(names)), ", ".join(names)) for why, names in refused.items())
+        title = f"Points that do not run: {title}"
+        made.append(Table(title=title, note="", header=("reason", "points", "which"), rows=reasons))
+    return [table for table in made if table.rows]
+
+
+# ---------------------------------------------------------------- the command
+
+
+def rungs_of(backend: str, variant: str | None) -> tuple[Ours, ...]:
+    """The points that match a glob pattern, or the chain that ends in `variant`; InputError where there is none."""
+    if backend == LISTED:
+        names = fnmatch.filter([it.name for it in points()], variant or "*")
+    else:
+        top = variant or next(it.name for it in registry.get(backend).forward.offered if it.parent)
+        try:
+            names = [it.name for it in ladder(registry.get(backend), top)]
+        except ValueError as error:
+            raise InputError(f"--variant: {error}") from None
     if not names:
-        raise InputError(f"--variant: {pattern!r} matches none of the {len(points())} points of {LISTED}")
-    return tuple(Ours(backend=LISTED, variant=name) for name in names)
-
-
-def top_of(backend: str, cell: Cell, arch: Arch) -> str:
-    """The end of a chain: the first offered variant that can run a cell."""
-    return make_plan(registry.get(backend), cell.problem, arch, probe=False).variant
+        raise InputError(f"--variant: {variant!r} matches none of the {len(points())} points of {LISTED}")
+    return tuple(Ours(backend=backend, variant=name) for name in names)
 
 
 def climb(options: argparse.Namespace) -> int:
@@ -56,8 +167,7 @@ def climb(options: argparse.Namespace) -> int:
         compiles = f"python -m multiattn compile --backend {backend} --variant all"
         print(f"Nothing to time on: {NO_GPU}. {compiles} compiles every rung.")
         return 1
-    top = "" if is_list else options.variant or top_of(backend, cells[0], machine.arch)
-    rungs = listed(options.variant or "*") if is_list else chain(backend, top)
+    rungs = rungs_of(backend, options.variant)
     peers = dict.fromkeys(baseline(cell.head_dim) for cell in cells)
     name = f"ladder_{backend}"
     is_part = bool(options.variant or options.suite) or shared.is_narrowed(options)
@@ -73,10 +183,7 @@ def climb(options: argparse.Namespace) -> int:
     )
     store = Store.open(folder / f"{name}.json", name)
     rows = run(job, machine, store)
-    if is_list:
-        made = [*point_tables(rows), *axes_tables(rows)]
-    else:
-        made = [table for pinned in (True, False) for table in length_tables(rows, backend, top, pinned=pinned)]
+    made = [*point_tables(rows), *axes_tables(rows)] if is_list else length_tables(rows, backend)
     told = [row for row in rows if not (is_list and is_ours(row.contender)) or row.measured is not None]
     print(f"\n{text_report(told, made=made)}\n\nWritten: {store.path}")
     return int(any(row.error and is_ours(row.contender) for row in rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from bench.tables import markdown
+from bench.report import markdown
 from multiattn.cuda import fragments
 from multiattn.cuda.layout import ACCESSES, BANK_GROUPS, PERIOD, Tile, key_formula, traffic
 

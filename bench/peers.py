@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from bench.contenders import Contender, Results, Tensors, alike, differentiate, named, require_grad
+from bench.contenders import Contender, Ours, Results, Tensors, alike, differentiate, named, require_grad
 from bench.environment import NO_GPU
 from bench.matrix import Cell
-from bench.providers import Ours
 from bench.timing import Call, Contestant
 from multiattn.plan.arch import Arch
 from multiattn.plan.support import Reason
@@ -108,8 +107,8 @@ def _sdpa(name: str, backend: str, can_use: str) -> Peer:
         manager: contextlib.AbstractContextManager[Any] = attention.sdpa_kernel(getattr(attention.SDPBackend, backend))
         return manager
 
-    where = {"module": "torch.nn.attention", "install": "part of torch"}
-    return Peer(name=name, build=build, refuse=refuse, context=context, **where)
+    module, install = "torch.nn.attention", "part of torch"
+    return Peer(name=name, module=module, install=install, build=build, refuse=refuse, context=context)
 
 
 def _causal_mask(batch: Any, head: Any, query: Any, key: Any) -> Any:

@@ -26,9 +26,9 @@ KNOWN_SPILLS: Mapping[tuple[str, str, str], int] = {
     ("cutile", "full", "sm120"): 2,
     ("cutile", "full", "sm121"): 2,
 }
-"""By backend, variant and arch, the spills in hot loops that pass all the same. The compiler on record makes worse code of
-Gluon's kernel than the one that its rules were measured with (docs/gluon.md, "Newer Tritons"). cuTile's rule for causal
-D=128 has spilled twice since the kernel lost its second pass; nobody has measured it on these arches.
+"""By backend, variant and arch, the spills in hot loops that pass all the same. The compiler on record makes worse code
+of Gluon's kernel than the one that its rules were measured with (docs/gluon.md, "Newer Tritons"). cuTile's rule for
+causal D=128 has spilled twice since the kernel lost its second pass; nobody has measured it on these arches.
 """
 _KEPT = re.compile(r"\.(text|nv\.constant(?!4\b)\d+|nv\.shared)(?=\.|$)")
 _RESERVED = ".nv.shared.reserved"

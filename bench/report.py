@@ -1,16 +1,20 @@
-"""Reports made of stored results: text for the terminal, Markdown, and one self-contained HTML page with plots."""
+"""Reports made of stored rows: tables for the terminal and Markdown, plots, and one self-contained HTML page."""
 
 from __future__ import annotations
 
 import html
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from bench import tables
-from bench.results import Row, load
-from bench.tables import Group, groups
+from tabulate import tabulate
+
+from bench.flops import rate_text
+from bench.matrix import Cell
+from bench.results import Environment, Row, is_ours, load, one_run
 from parity.report import Table
 
 PLOT_STYLE = {"svg.hashsalt": "multiattn", "svg.fonttype": "path", "font.size": 9}
@@ -20,6 +24,120 @@ pre { overflow-x: auto; } svg { max-width: 100%; height: auto; }
 </style></head><body>
 <h1>multiattn: one attention, three kernels</h1>
 """
+TITLES = {"fwd": "", "bwd": "backward, ", "fwdbwd": "forward and backward, "}
+
+
+def write(table: Table, form: str) -> str:
+    """The header and rows as tabulate writes them: ``simple``, ``github`` or ``html``."""
+    return tabulate(table.rows, headers=table.header, tablefmt=form, disable_numparse=True)
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table of a page, whose cells may be anything."""
+    return tabulate([[str(it) for it in row] for row in rows], header, tablefmt="github", disable_numparse=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Rows of one table or plot: they share direction, head_dim, mask, dtype, layout, heads, regime and GPU."""
+
+    title: str
+    cells: tuple[Cell, ...]
+    contenders: tuple[str, ...]
+    rows: Mapping[tuple[str, str], Row]
+
+
+def groups(rows: Iterable[Row]) -> list[Group]:
+    """Rows by all that they share but for the length, with one run of each cell; groups without a time are left out."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in one_run(rows):
+        cell = row.cell
+        sizes = (cell.direction, cell.head_dim, cell.causal, cell.dtype, cell.layout, cell.heads_text)
+        found.setdefault((*sizes, row.regime, row.environment.gpu), []).append(row)
+    return [_group(members) for members in found.values() if any(row.measured is not None for row in members)]
+
+
+def _group(members: Sequence[Row]) -> Group:
+    cell = members[0].cell
+    cells = sorted({row.cell for row in members}, key=lambda it: (it.seq, it.batch))
+    tokens = {it.batch * it.seq for it in cells}
+    batch = f"{tokens.pop()} tokens" if len(tokens) == 1 else f"B={cell.batch}"
+    return Group(
+        title=f"{TITLES[cell.direction]}D={cell.head_dim} {cell.mask}, H={cell.heads_text}, {batch}, "
+        f"{cell.dtype} {cell.layout}, {members[0].regime} regime, {members[0].environment.gpu}",
+        cells=tuple(cells),
+        contenders=tuple(dict.fromkeys(row.contender for row in members if row.measured is not None or row.error)),
+        rows={(row.cell.key, row.contender): row for row in members},
+    )
+
+
+def figure(row: Row | None) -> str:
+    """TFLOPS for a table; ``refused`` or ``error``, whose text is listed below the table."""
+    if row is None:
+        return "not in this run"
+    if row.measured is not None:
+        late = " (host-bound)" if row.measured.host_bound else ""
+        return f"{rate_text(row.measured.tflops)}{late}"
+    return "refused" if row.reasons else "error"
+
+
+def speed_table(group: Group) -> Table:
+    """TFLOPS by length, a column for each contender that could run at all."""
+    rows = tuple(
+        (str(cell.seq), *(figure(group.rows.get((cell.key, name))) for name in group.contenders))
+        for cell in group.cells
+    )
+    return Table(title=f"TFLOPS, {group.title}", note="", header=("N", *group.contenders), rows=rows)
+
+
+def memory_summary(rows: Iterable[Row]) -> str:
+    """One line: for each of ours the largest share of SDPA flash's extra memory in any cell; empty if uncounted."""
+    found = [row for row in one_run(rows) if row.regime == "device" and row.cell.direction == "bwd"]
+    taken = {(row.cell, row.contender): row.measured.peak_extra_bytes for row in found if row.measured is not None}
+    worst: dict[str, float] = {}
+    for (cell, name), size in taken.items():
+        bar = taken.get((cell, "sdpa-flash"))
+        if is_ours(name) and size is not None and bar:
+            worst[name] = max(size / bar, worst.get(name, 0.0))
+    shares = ", ".join(f"{name} {ratio:.2f}" for name, ratio in worst.items())
+    told = "Device memory of a backward beside inputs and outputs, over SDPA flash's, in the worst cell"
+    return f"{told}: {shares}." if worst else ""
+
+
+def notes(rows: Iterable[Row]) -> list[str]:
+    """Each distinct reason or error once, with how many rows carry it."""
+    counts: dict[str, int] = {}
+    for row in rows:
+        if row.measured is None:
+            note = f"{row.contender}: {'error: ' if row.error else ''}{row.text}"
+            counts[note] = counts.get(note, 0) + 1
+    return [f"{note} [{count} row{'s' if count > 1 else ''}]" for note, count in counts.items()]
+
+
+def provenance(rows: Iterable[Row]) -> list[str]:
+    """One line for each environment that rows were measured in."""
+    return list(dict.fromkeys(describe(row.environment) for row in rows if row.measured is not None))
+
+
+def describe(setup: Environment) -> str:
+    """GPU, driver, commit, date and versions in one line."""
+    peak = f"stated peak {setup.peak_tflops:g} TFLOPS" if setup.peak_tflops else "no stated peak"
+    tools = ", ".join(f"{name} {version}" for name, version in setup.versions.items())
+    return (
+        f"{setup.gpu} ({setup.arch}, {peak}), driver {setup.driver}, commit {setup.commit}, source {setup.source}, "
+        f"{setup.date}: {tools}"
+    )
+
+
+def footnotes(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Lists to stand below tables: rows without a time, where the others were measured, and the commands."""
+    measured = [row for row in one_run(rows) if row.measured is not None]
+    commands = list(dict.fromkeys(row.command for row in measured))
+    found = {"Without a time": notes(rows), "Measured on": provenance(measured), "Again with": commands}
+    return {title: lines for title, lines in found.items() if lines}
+
+
+# ---------------------------------------------------------------- reports
 
 
 def load_all(paths: Iterable[Path]) -> list[Row]:
@@ -31,11 +149,11 @@ def text_report(rows: Sequence[Row], *, form: str = "simple", made: Sequence[Tab
     """The tables that rows fill, or those `made` of them, with lists below; `form` ``github`` makes it Markdown."""
     heading = "### " if form == "github" else ""
     if made is None:
-        made = [*map(tables.speed_table, groups(rows)), *tables.memory_tables(rows)]
+        made = list(map(speed_table, groups(rows)))
     parts: list[str] = []
     for table in made:
-        parts += filter(None, (f"{heading}{table.title}", table.note, tables.write(table, form)))
-    for title, lines in tables.footnotes(rows).items():
+        parts += filter(None, (f"{heading}{table.title}", table.note, write(table, form)))
+    for title, lines in footnotes(rows).items():
         parts += [f"{heading}{title}", "\n".join(f"- {line}" for line in lines)]
     return "\n\n".join(parts)
 

@@ -9,20 +9,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from bench.contenders import Contender, Tensors, named, plan_data
-from bench.environment import environment, gpu_arch
+from bench.contenders import Contender, Ours, Tensors, named, plan_data
+from bench.environment import device_works, environment, gpu_arch
 from bench.flops import cell_flops, peak_share, rate_text, tflops
 from bench.matrix import Cell, Direction
-from bench.memory import extra_bytes
-from bench.peers import Provider
-from bench.prewarm import prewarm
+from bench.peers import PEERS, Provider
 from bench.results import LOST_DEVICE, Environment, Measured, Row, Store
 from bench.timing import Budget, Contestant, CudaClock, Timing, measure
 from bench.truth import Truths, check, truth_of
+from multiattn.inspect.pool import run_isolated
 from multiattn.plan.arch import Arch, find_gpu
 from multiattn.plan.support import Reason, Unsupported
 
@@ -48,7 +48,7 @@ class Machine:
     clock: CudaClock
     synchronize: Callable[[], None]
     extra_bytes: Callable[[Contestant, Cell], int] | None = None
-    """See bench.memory; None where nobody counts what is allocated."""
+    """The function below; None where nobody counts what is allocated."""
 
     @classmethod
     def current(cls) -> Machine | None:
@@ -208,7 +208,11 @@ def _row(
     if isinstance(outcome, Timing):
         assert admitted is not None
         rate = tflops(cell_flops(cell), outcome.time_ms)
-        told = {"tflops": rate, "peak_share": peak_share(rate, find_gpu(setup.gpu)), "sample_ms": job.budget.sample_ms}
+        told: dict[str, Any] = {
+            "tflops": rate,
+            "peak_share": peak_share(rate, find_gpu(setup.gpu)),
+            "sample_ms": job.budget.sample_ms,
+        }
         told |= {"error_ratio": admitted.error_ratio, "peak_extra_bytes": admitted.peak_extra_bytes}
         measured = Measured(**asdict(outcome), **told)
     error = "".join(traceback.format_exception_only(outcome)) if isinstance(outcome, Exception) else ""
@@ -225,3 +229,88 @@ def _row(
         reasons=outcome if isinstance(outcome, tuple) else (),
         error=error.strip()[:ERROR_CHARACTERS],
     )
+
+
+# ---------------------------------------------------------------- memory
+
+LSE_BYTES = 4
+
+
+def output_bytes(cell: Cell) -> int:
+    """Bytes of what a cell's direction computes: out and lse, or dq, dk and dv, or all of them."""
+    problem = cell.problem
+    rows, rows_kv = (cell.batch * heads * cell.seq for heads in (problem.heads_q, problem.heads_kv))
+    row = cell.head_dim * problem.torch_dtype.itemsize
+    forward, backward = rows * (row + LSE_BYTES), (rows + 2 * rows_kv) * row
+    return {"fwd": forward, "bwd": backward, "fwdbwd": forward + backward}[cell.direction]
+
+
+def extra_bytes(contestant: Contestant, cell: Cell) -> int:
+    """The peak of what one launch asks the allocator for, without the outputs where it allocates these itself.
+
+    What it is given may be up to 1 MiB more a tensor, by which free block is at hand: no figure to compare by. It has
+    run before, so that nothing is counted that is made once. Synchronises.
+    """
+    torch.cuda.synchronize()
+    before = _requested("current")
+    torch.cuda.reset_peak_memory_stats()
+    with contestant.context():
+        returned = contestant.call()
+    torch.cuda.synchronize()
+    peak = _requested("peak") - before
+    return max(0, peak - (output_bytes(cell) if returned is not None else 0))
+
+
+def _requested(what: str) -> int:
+    size: int = torch.cuda.memory_stats()[f"requested_bytes.all.{what}"]
+    return size
+
+
+# ---------------------------------------------------------------- compiling ahead
+
+PREWARM_TIMEOUT_S = 120.0
+"""For one contender in one cell."""
+
+
+def tasks(providers: Sequence[Provider], cells: Sequence[Cell]) -> list[tuple[str, Cell]]:
+    """A contender's name (as a provider may hold what cannot be pickled) with each cell to compile ahead.
+
+    Of cells that differ in batch and length only the shortest, unless the provider compiles for each.
+    """
+    kinds: dict[tuple[object, ...], Cell] = {}
+    for cell in sorted(cells, key=lambda it: it.seq):
+        kinds.setdefault((cell.head_dim, cell.dtype, cell.causal, cell.layout, cell.direction), cell)
+    wanted = [(it, cells if it.compiles_each_cell else kinds.values()) for it in providers]
+    return list(dict.fromkeys((provider.name, cell) for provider, its in wanted for cell in its))
+
+
+def provider_of(name: str) -> Provider:
+    """The provider whose contender has this name."""
+    backend, _, variant = name.partition("/")
+    return next((peer for peer in PEERS if peer.name == name), Ours(backend=backend, variant=variant or None))
+
+
+def warm(task: tuple[str, Cell]) -> None:
+    """Make and run a contender once, where there is anything to run."""
+    name, cell = task
+    arch, provider = gpu_arch(), provider_of(name)
+    if arch is None or provider.why_not(cell, arch):
+        return
+    contender = provider.prepare(cell, cell.tensors("cuda"), arch)
+    if isinstance(contender, Contender):
+        contender.output()
+        torch.cuda.synchronize()
+
+
+def prewarm(providers: Sequence[Provider], cells: Sequence[Cell], *, jobs: int) -> None:
+    """Make each contender run cells in processes of their own, one cell of each kind or all.
+
+    This fills the disk caches of the compilers (ours, Triton's, cuTile's, Inductor's) with all cores, so that the run
+    itself, which must be one process, hardly waits for a compiler. What fails here fails again there.
+    """
+    arch = gpu_arch()
+    wanted = tasks([it for it in providers if any(not it.why_not(cell, arch) for cell in cells)], cells)
+    for outcome in run_isolated(warm, wanted, jobs=jobs, timeout_s=PREWARM_TIMEOUT_S, keep=device_works):
+        if outcome.error:
+            print(f"compiling ahead: {', '.join(map(str, outcome.item))}: {outcome.error.splitlines()[0]}", flush=True)
+    print(f"compiled ahead: {len(wanted)} kinds of cells", flush=True)

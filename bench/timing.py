@@ -15,13 +15,11 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-
-from bench.errors import InputError
 
 Call = Callable[[], Any]
 """One launch: no argument, nothing that synchronises; its result is dropped."""
@@ -148,56 +146,54 @@ class Budget:
     warmup_ms: float = 20.0
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if self.rounds < 1 or self.sample_ms <= 0 or self.warmup_ms <= 0:
-            raise InputError(f"rounds, sample_ms and warmup_ms must be positive; got {self}")
-
 
 def measure(
-    contestants: Mapping[str, Contestant], clock: CudaClock, *, regime: str = "device", budget: Budget | None = None
+    contestants: Mapping[str, Contestant], clock: CudaClock, *, regime: str = "device", budget: Budget
 ) -> dict[str, Timing | Exception]:
     """Time every contestant in turns: each round takes one reading of each, in an order of a fixed seed (`Turns`).
 
     So all of them meet the same clocks and temperatures. What a contestant raises ends its own readings and is
     returned in place of its Timing.
     """
-    budget = budget or Budget()
     turns = Turns(budget.seed)
     results: dict[str, Timing | Exception] = {}
-    launches: dict[str, int] = {}
-    replays: dict[str, Call] = {}
+    readers: dict[str, tuple[Callable[[], Sample], int]] = {}
     samples: dict[str, list[Sample]] = {name: [] for name in contestants}
 
-    def attempt(name: str, action: Callable[[str, Call], None]) -> None:
+    @contextlib.contextmanager
+    def attempt(name: str) -> Iterator[None]:
         try:
             with contestants[name].context():
-                action(name, contestants[name].call)
+                yield
         except Exception as error:  # broad: a contestant is anybody's code; its error is its result
             results[name] = error
 
-    def prepare(name: str, call: Call) -> None:
-        launches[name] = warm_up(call, clock, budget)
-        if regime == "graph":
-            replays[name] = clock.captured(call, launches[name])
-
-    def read(name: str, call: Call) -> None:
-        if regime == "call":
-            samples[name].append(clock.single(call))
-        elif regime == "graph":
-            whole = clock.device(replays[name], 1)
-            samples[name].append(replace(whole, time_ms=whole.time_ms / launches[name]))
-        else:
-            samples[name].append(clock.device(call, launches[name]))
-
-    for name in contestants:
-        attempt(name, prepare)
+    for name, contestant in contestants.items():
+        with attempt(name):
+            readers[name] = _reader(contestant.call, clock, regime, budget)
     for _ in range(budget.rounds):
         for name in turns.next([name for name in contestants if name not in results]):
-            attempt(name, read)
-    for name, taken in samples.items():
-        if name not in results:
-            results[name] = Timing.of(taken, 1 if regime == "call" else launches[name])
+            with attempt(name):
+                samples[name].append(readers[name][0]())
+    for name in [name for name in contestants if name not in results]:
+        results[name] = Timing.of(samples[name], readers[name][1])
     return results
+
+
+def _reader(call: Call, clock: CudaClock, regime: str, budget: Budget) -> tuple[Callable[[], Sample], int]:
+    """Warm a call up; what takes one reading of it, and how many launches that has."""
+    launches = warm_up(call, clock, budget)
+    if regime == "call":
+        return functools.partial(clock.single, call), 1
+    if regime == "device":
+        return functools.partial(clock.device, call, launches), launches
+    replay = clock.captured(call, launches)
+
+    def read() -> Sample:
+        whole = clock.device(replay, 1)
+        return replace(whole, time_ms=whole.time_ms / launches)
+
+    return read, launches
 
 
 class Turns:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from bench.contenders import Ours, Tensors
 from bench.matrix import Cell
 from bench.peers import Peer
-from bench.providers import Ours, Tensors
 from bench.results import Environment, Measured, Row, Store
 from bench.run import Job, Machine
 from bench.timing import Budget, Call, Sample

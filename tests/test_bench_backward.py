@@ -8,15 +8,12 @@ import torch
 
 import multiattn
 from bench import tune
-from bench.contenders import GRADS, alike, contender_of, differentiate, require_grad
-from bench.doc_tables import results_block
+from bench.contenders import GRADS, Ours, alike, contender_of, differentiate, our_providers, require_grad
+from bench.docs import results_block
 from bench.matrix import SUITES
-from bench.memory import output_bytes
-from bench.providers import Ours, our_providers
-from bench.report import text_report
+from bench.report import groups, memory_summary, text_report
 from bench.results import dumps, load
-from bench.run import run
-from bench.tables import groups, memory_summary, memory_tables
+from bench.run import output_bytes, run
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, GPU_ARCHS
 from multiattn.plan.backend import BACKENDS, Plan, find_variant, plan_variant
@@ -250,14 +247,9 @@ def cell_rows(cell):
 ROWS = [row for cell in CELLS for row in cell_rows(cell)]
 
 
-def test_the_memory_of_a_backward_is_a_table_and_a_line():
-    (table,) = memory_tables(ROWS)
-    assert table.header == ("cell", "triton", "triton/two_pass", "sdpa-flash", "sdpa-cudnn")
-    assert table.rows[0] == (CELLS[0].key, "2.0 (2.0)", "0.5", "3.0", "1.0")
-    assert len(table.rows) == len(CELLS)
+def test_the_memory_of_a_backward_is_told_in_a_line():
     assert "triton 0.67, triton/two_pass 0.17" in memory_summary(ROWS)
     assert memory_summary([]) == ""
-    assert memory_tables([fakes.row("triton", 1.0, cell=SUITES["standard"][0])]) == []
 
 
 def test_reports_keep_directions_apart():

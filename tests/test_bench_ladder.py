@@ -8,16 +8,14 @@ import pytest
 from bench_ladder_fakes import CELL
 
 from bench import cli, ladder
-from bench.doc_tables import support_block
+from bench.contenders import our_providers
+from bench.docs import support_block
 from bench.errors import InputError
-from bench.ladder import chain, listed, top_of
-from bench.ladder_tables import axes_tables, baseline, length_tables, point_tables
+from bench.ladder import axes_tables, baseline, length_tables, point_tables, rungs_of
 from bench.matrix import SUITES
-from bench.providers import Ours, our_providers
 from bench.results import load
 from bench.run import Machine
 from multiattn.plan import backend as registry
-from multiattn.plan.arch import CPU
 from multiattn.plan.support import Reason
 
 ILLEGAL = Reason(code="variant", got="share_qkv with split_kv", allowed="share_qkv with split_q")
@@ -33,32 +31,15 @@ def _ladders(monkeypatch):
 # ---------------------------------------------------------------- which rungs
 
 
-def test_a_chain_has_every_rung_pinned_and_tuned_and_its_top_once():
-    assert top_of("cutile", CELL, CPU) == "full"
-    names = [rung.name for rung in chain("cutile", "full")]
-    assert names == ["cutile/basic@full", "cutile/math@full", "cutile/basic", "cutile/math", "cutile/full"]
-
-
-def test_a_pinned_rung_has_the_config_of_the_top_less_what_it_cannot_do():
-    math, basic = (
-        Ours(backend="cutile", variant=name, pinned_to="full").plans(CELL, CELL.problem, CPU)[0]
-        for name in ("math", "basic")
-    )
-    assert (math.config.tile_m, math.config.stages, math.why) == (128, 2, "the config of full")
-    assert (basic.config.tile_m, basic.config.stages) == (128, 1)
-    assert basic.why == "the config of full, but for stages, which this variant cannot have"
-    own = Ours(backend="cutile", variant="basic").plans(CELL, CELL.problem, CPU)[0]
-    assert own.config.tile_m == 64
-    assert Ours(backend="cuda", variant="split_q", pinned_to="split_kv").why_not(CELL, CPU) == (ILLEGAL,)
-
-
-def test_a_list_is_narrowed_by_a_pattern():
-    assert len(listed()) == 4
-    assert [rung.variant for rung in listed("split_kv*")] == ["split_kv", "split_kv+swizzle_q"]
+def test_rungs_are_a_chain_or_the_points_that_match():
+    assert [rung.name for rung in rungs_of("cutile", None)] == ["cutile/basic", "cutile/math", "cutile/full"]
+    assert [rung.name for rung in rungs_of("cutile", "math")] == ["cutile/basic", "cutile/math"]
+    assert len(rungs_of("cuda", None)) == 4
+    assert [rung.variant for rung in rungs_of("cuda", "split_kv*")] == ["split_kv", "split_kv+swizzle_q"]
     with pytest.raises(InputError, match=r"--variant: 'warp_\*' matches none of the 4 points of cuda"):
-        listed("warp_*")
+        rungs_of("cuda", "warp_*")
     with pytest.raises(InputError, match="--variant: variant: got 'ful'; cutile has full, math, basic, pointer"):
-        chain("cutile", "ful")
+        rungs_of("cutile", "ful")
 
 
 def test_a_run_of_all_variants_leaves_rungs_to_the_ladder():
@@ -101,25 +82,21 @@ def climb(monkeypatch, tmp_path):
 def test_a_chain_is_timed_in_turns(climb, capsys):
     status, rows = climb("cutile")
     assert status == 0
-    assert {row.contender for row in rows} == {
-        "cutile/basic@full", "cutile/math@full", "cutile/basic", "cutile/math", "cutile/full",
-        "sdpa-flash", "sdpa-cudnn", "tilegym",
-    }  # fmt: skip
+    ours = {"cutile/basic", "cutile/math", "cutile/full"}
+    assert {row.contender for row in rows} == {*ours, "sdpa-flash", "sdpa-cudnn", "tilegym"}
     assert all(row.measured is not None and row.regime == "device" for row in rows)
     assert len({row.run for row in rows}) == 2  # one a cell: all took turns
-    basic = next(row for row in rows if row.contender == "cutile/basic@full")
-    assert basic.plan["config"] == {"tile_m": 128, "tile_n": 32, "stages": 1}
+    basic = next(row for row in rows if row.contender == "cutile/basic")
+    assert basic.plan["config"] == {"tile_m": 64, "tile_n": 32, "stages": 1}
     assert basic.command.startswith("python -m bench ladder --backend cutile --rounds 3")
     assert basic.command.endswith("--fresh --out out/bench/again")
-    said = capsys.readouterr().out
-    assert "TFLOPS, cutile up to full, pinned" in said
-    assert "TFLOPS, cutile up to full, tuned" in said
+    assert "TFLOPS, cutile up to full" in capsys.readouterr().out
     assert climb("cutile")[1] == rows  # what this setup has measured is not measured again
 
 
 def test_a_chain_of_one_has_a_table_too(climb, capsys):
     assert climb("cutile", "--variant", "pointer")[0] == 0
-    assert "TFLOPS, cutile up to pointer, tuned" in capsys.readouterr().out
+    assert "TFLOPS, cutile up to pointer" in capsys.readouterr().out
 
 
 def test_a_list_has_every_point_timed_or_refused(climb, capsys):
@@ -146,7 +123,7 @@ def test_a_broken_rung_is_an_error_of_its_row_and_of_the_command(climb, monkeypa
     monkeypatch.setattr(registry, "get", lambda name: broken)
     status, rows = climb("cutile", "--seq", "48")
     assert status == 1
-    assert [row.contender for row in rows if row.error] == ["cutile/math@full", "cutile/math"]
+    assert [row.contender for row in rows if row.error] == ["cutile/math"]
 
 
 def test_without_a_gpu_it_says_how_to_compile(monkeypatch, capsys):
@@ -159,26 +136,18 @@ def test_without_a_gpu_it_says_how_to_compile(monkeypatch, capsys):
 
 
 def chain_rows(cell=CELL, factor=1.0, run="2026-11-21T05:00:00+00:00-0a"):
-    times = {
-        "sdpa-flash": 2.0, "sdpa-cudnn": 0.5,
-        "cutile/basic@full": 4.0, "cutile/math@full": 2.0, "cutile/full": 1.0,
-        "cutile/basic": 3.0, "cutile/math": 2.5,
-    }  # fmt: skip
-    return [fakes.row(name, factor * time, cell=cell, run=run) for name, time in times.items()]
-
-
-def refused(row, *reasons, error=""):
-    return replace(row, measured=None, reasons=reasons, error=error)
+    times = {"sdpa-flash": 2.0, "sdpa-cudnn": 0.5, "cutile/basic": 3.0, "cutile/math": 2.5, "cutile/full": 1.0}
+    others = {"cutile/basic@full": 4.0}  # as of releases that also timed rungs with the config of the top
+    return [fakes.row(name, factor * time, cell=cell, run=run) for name, time in (times | others).items()]
 
 
 def test_rungs_are_told_by_length():
-    rows = [*chain_rows(), *chain_rows(LONG, 2.0)]
-    (pinned,) = length_tables(rows, "cutile", pinned=True)
-    assert pinned.header[:6] == ("N", "sdpa-flash", "sdpa-cudnn", "basic", "math", "full")
-    assert pinned.rows[0] == ("48", "50", "200", "25", "50", "100", "2.00x", "4.00x")
-    assert [line[0] for line in pinned.rows] == ["48", "96"]
-    (tuned,) = length_tables(rows, "cutile")
-    assert tuned.rows[0][3:6] == ("33", "40", "100")
+    (table,) = length_tables([*chain_rows(), *chain_rows(LONG, 2.0)], "cutile")
+    assert table.header == (
+        "N", "sdpa-flash", "sdpa-cudnn", "basic", "math", "full", "full over SDPA", "full over basic"
+    )  # fmt: skip
+    assert table.rows[0] == ("48", "50", "200", "33", "40", "100", "2.00x", "3.00x")
+    assert [line[0] for line in table.rows] == ["48", "96"]
     assert (baseline(256), baseline(264)) == ("sdpa-flash", "sdpa-efficient")
 
 
@@ -186,8 +155,8 @@ def test_rungs_are_told_by_length():
     ("outcome", "word"), [({"error": "RuntimeError: broken"}, "error"), ({"reasons": (ILLEGAL,)}, "refused")]
 )
 def test_a_rung_without_a_time_says_so_and_no_gain_is_over_it(outcome, word):
-    *others, first = sorted(chain_rows(), key=lambda row: row.contender == "cutile/basic@full")
-    (table,) = length_tables([*others, replace(first, measured=None, **outcome)], "cutile", pinned=True)
+    *others, first = sorted(chain_rows(), key=lambda row: row.contender == "cutile/basic")
+    (table,) = length_tables([*others, replace(first, measured=None, **outcome)], "cutile")
     assert (table.rows[0][3], table.rows[0][7]) == (word, "-")
 
 
@@ -203,8 +172,8 @@ POINTS = [fakes.row(name, time, cell=CELL) for name, time in (
 
 
 def test_a_point_has_its_time_and_gains_and_no_point_is_dropped():
-    rows = [*POINTS, *(refused(fakes.row(f"cuda/{name}", 1.0, cell=CELL), ILLEGAL) for name in
-                       ("split_kv", "split_kv+swizzle_q"))]  # fmt: skip
+    illegal = [fakes.row(f"cuda/{name}", 1.0, cell=CELL) for name in ("split_kv", "split_kv+swizzle_q")]
+    rows = [*POINTS, *(replace(row, measured=None, reasons=(ILLEGAL,)) for row in illegal)]
     points, others = point_tables(rows)
     assert points.rows == (
         ("split_q+swizzle_q", "0.800", "125", "+25.0 %", "2.50x"),

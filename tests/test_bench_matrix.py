@@ -10,7 +10,7 @@ import torch
 from bench.errors import InputError
 from bench.flops import cell_flops, forward_flops, peak_share, rate_text, tflops
 from bench.matrix import HIDDEN, SUITES, TOKENS, Cell, in_directions, narrowed
-from bench.memory import output_bytes
+from bench.run import output_bytes
 from bench.truth import truth_of
 from multiattn.mask import visible_pairs
 from multiattn.plan.arch import find_gpu

@@ -7,12 +7,11 @@ import bench_fakes as fakes
 import pytest
 
 from bench import cli, docs
-from bench.doc_tables import NOT_MEASURED, ranges, results_block, support_block
+from bench.docs import NOT_MEASURED, ranges, results_block, support_block
 from bench.errors import InputError
 from bench.matrix import SUITES
-from bench.report import section, speed_section, text_report, write_page
+from bench.report import groups, notes, section, speed_section, text_report, write_page
 from bench.results import dumps
-from bench.tables import groups, notes
 from multiattn.plan.backend import BACKENDS
 from multiattn.plan.support import Reason
 

@@ -8,15 +8,13 @@ import pytest
 import torch
 
 import multiattn
-from bench.contenders import contender_of
+from bench.contenders import Ours, contender_of, our_providers
 from bench.environment import NO_GPU
 from bench.errors import InputError
 from bench.matrix import SUITES
 from bench.peers import PEERS, find_peers
-from bench.prewarm import provider_of, tasks
-from bench.providers import Ours, our_providers
 from bench.results import LOST_DEVICE, Row, dumps, load, one_run
-from bench.run import DeviceLostError, run
+from bench.run import DeviceLostError, provider_of, run, tasks
 from multiattn.plan.backend import get
 from multiattn.plan.support import Reason
 
@@ -251,14 +249,14 @@ def test_one_task_ahead_per_contender_and_kind():
     cells = SUITES["standard"]
     found = tasks([OURS, fakes.peer("sdpa")], cells)
     assert len(found) == len(set(found)) == 2 * 6
-    assert {task.cell.seq for task in found} == {512}
+    assert {cell.seq for _, cell in found} == {512}
     (flex,) = find_peers(("flex",))
     found = tasks([OURS, flex], cells)
-    assert [task.cell for task in found if task.contender == "flex"] == list(cells)
+    assert [cell for name, cell in found if name == "flex"] == list(cells)
     assert len(found) == len(cells) + 6
 
 
 def test_names_lead_back_to_providers():
-    assert provider_of("cuda/split_q@x") == Ours(backend="cuda", variant="split_q", pinned_to="x")
+    assert provider_of("cuda/split_q") == Ours(backend="cuda", variant="split_q")
     assert provider_of("triton") == Ours(backend="triton")
     assert provider_of("fa4") in PEERS

@@ -202,8 +202,3 @@ def test_a_host_call_that_raises_costs_the_others_nothing():
     costs = host_ms({"bad": lambda: 1 / 0, "good": lambda: None}, each=2, rounds=3, synchronize=lambda: None)
     assert isinstance(costs["bad"], ZeroDivisionError)
     assert costs["good"] > 0
-
-
-def test_a_budget_must_be_positive():
-    with pytest.raises(ValueError, match="must be positive"):
-        Budget(rounds=0)

@@ -14,12 +14,12 @@ from targets_fakes import entry, refused
 
 from bench import cli, demo, host, tune
 from bench import options as shared
+from bench.contenders import Ours, our_providers
 from bench.environment import NO_GPU
 from bench.errors import InputError
 from bench.matrix import SUITES
-from bench.prewarm import tasks
-from bench.providers import Ours, our_providers
 from bench.results import dumps, load
+from bench.run import tasks
 from bench.timing import Sample
 from multiattn.inspect import cli as targets_cli
 from multiattn.inspect.pool import Outcome
@@ -159,7 +159,7 @@ def test_each_direction_is_a_job_with_its_own_variants():
     assert [{cell.direction for cell in job.cells} for job in jobs] == [{"fwdbwd"}, {"fwd"}]
     assert jobs[0].providers == our_providers(("cuda",), direction="bwd")
     assert [provider.name for provider in jobs[1].providers] == ["cuda"]
-    assert {task.cell.direction for task in tasks(jobs[0].providers, jobs[0].cells)} == {"fwdbwd"}
+    assert {cell.direction for _, cell in tasks(jobs[0].providers, jobs[0].cells)} == {"fwdbwd"}
 
 
 @needs_no_gpu
