@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -49,11 +50,6 @@ class Cell:
             raise ValueError(f"heads_kv: got {self.heads_kv}; allowed {allowed}")
 
     @property
-    def is_grouped(self) -> bool:
-        """Whether query heads share key/value heads."""
-        return self.heads_kv is not None
-
-    @property
     def heads_text(self) -> str:
         """``16``, or ``16/2`` of 16 query heads on 2 key/value heads."""
         return f"{self.heads}" if self.heads_kv is None else f"{self.heads}/{self.heads_kv}"
@@ -71,46 +67,32 @@ class Cell:
 
     @property
     def problem(self) -> Problem:
-        """The Problem of `tensors`, made without them."""
-        problem = Problem.contiguous(
-            batch=self.batch,
-            heads_q=self.heads,
-            heads_kv=self.heads_kv,
-            seq_q=self.seq,
-            head_dim=self.head_dim,
-            dtype=self.dtype,
-            causal=self.causal,
-        )
-        if self.layout == "bhsd":
-            return problem
-        strides_kv = self._strides(problem.heads_kv)
-        return replace(problem, strides_q=self._strides(self.heads), strides_k=strides_kv, strides_v=strides_kv)
+        """The Problem of `tensors`, made of memory that is reserved and not touched."""
+        q, k, v = (self._shaped(torch.empty, heads, device="cpu") for heads in self._heads)
+        return Problem.of(q, k, v, causal=self.causal)
 
-    def _strides(self, heads: int) -> tuple[int, int, int]:
-        """In elements, of batch, head and position of a tensor in memory as ``bshd``."""
-        return (
-            self.seq * heads * self.head_dim,
-            self.head_dim if heads > 1 else self.seq * self.head_dim,
-            heads * self.head_dim if self.seq > 1 else self.head_dim,
-        )
+    @property
+    def _heads(self) -> tuple[int, int, int]:
+        heads_kv = self.heads if self.heads_kv is None else self.heads_kv
+        return self.heads, heads_kv, heads_kv
 
     def tensors(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q ``[B, H, S, D]``, k and v ``[B, Hkv, S, D]``, normal values of a fixed seed, in memory as `layout` says."""
         generator = torch.Generator(device=device).manual_seed(self.seq * 1000 + self.head_dim)
-        heads_kv = self.heads if self.heads_kv is None else self.heads_kv
-        return tuple(self._draw(generator, heads) for heads in (self.heads, heads_kv, heads_kv))  # type: ignore[return-value]
+        draw = functools.partial(torch.randn, generator=generator)
+        q, k, v = (self._shaped(draw, heads, device=device) for heads in self._heads)
+        return q, k, v
 
     def dout(self, device: torch.device | str) -> torch.Tensor:
         """The gradient of out that a backward is given, made like q; in memory like out, which has the strides of q."""
-        return self._draw(torch.Generator(device=device).manual_seed(self.seq * 1000 + self.head_dim + 1), self.heads)
+        generator = torch.Generator(device=device).manual_seed(self.seq * 1000 + self.head_dim + 1)
+        return self._shaped(functools.partial(torch.randn, generator=generator), self.heads, device=device)
 
-    def _draw(self, generator: torch.Generator, heads: int) -> torch.Tensor:
-        shape = {
-            "bhsd": (self.batch, heads, self.seq, self.head_dim),
-            "bshd": (self.batch, self.seq, heads, self.head_dim),
-        }[self.layout]
-        values = torch.randn(shape, generator=generator, device=generator.device, dtype=DTYPES[self.dtype])
-        return values.transpose(1, 2) if self.layout == "bshd" else values
+    def _shaped(self, make: Callable[..., torch.Tensor], heads: int, device: torch.device | str) -> torch.Tensor:
+        dtype = DTYPES[self.dtype]
+        if self.layout == "bhsd":
+            return make((self.batch, heads, self.seq, self.head_dim), dtype=dtype, device=device)
+        return make((self.batch, self.seq, heads, self.head_dim), dtype=dtype, device=device).transpose(1, 2)
 
     def as_dict(self) -> dict[str, Any]:
         """Fields by name, for JSON; without heads_kv where it is None."""

@@ -89,10 +89,10 @@ def _sdpa(name: str, backend: str, can_use: str) -> Peer:
 
     def build(cell: Cell, tensors: Tensors) -> tuple[Call, str]:
         sdpa = torch.nn.functional.scaled_dot_product_attention
-        return functools.partial(sdpa, *tensors, is_causal=cell.causal, enable_gqa=cell.is_grouped), ""
+        return functools.partial(sdpa, *tensors, is_causal=cell.causal, enable_gqa=cell.heads_kv is not None), ""
 
     def refuse(cell: Cell, tensors: Tensors) -> tuple[Reason, ...]:
-        arguments = torch.backends.cuda.SDPAParams(*tensors, None, 0.0, cell.causal, cell.is_grouped)
+        arguments = torch.backends.cuda.SDPAParams(*tensors, None, 0.0, cell.causal, cell.heads_kv is not None)
         if getattr(torch.backends.cuda, can_use)(arguments):
             return ()
         with warnings.catch_warnings(record=True) as said, context():  # SDPA has no other way of saying why
@@ -147,7 +147,7 @@ def _build_flex(cell: Cell, tensors: Tensors) -> tuple[Call, str]:
     blocks = _causal_blocks(cell.seq, q.device) if cell.causal else None
     flex = _compiled_flex(cell)
     return functools.partial(
-        flex, q, k, v, block_mask=blocks, enable_gqa=cell.is_grouped
+        flex, q, k, v, block_mask=blocks, enable_gqa=cell.heads_kv is not None
     ), "torch.compile(dynamic=False)"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -16,15 +17,16 @@ from tabulate import tabulate
 from bench.environment import ROOT
 from bench.errors import InputError
 from bench.options import add_jobs
-from bench.record_cases import Key, cases, dead_rules, key_of
 from bench.record_kernels import Kernel, Task, compile_task, promised_without_spills
 from bench.results import dump, read
 from multiattn.inspect.mix import GENERATIONS
 from multiattn.inspect.pool import run_isolated
 from multiattn.plan import backend as registry
-from multiattn.plan.arch import GPU_ARCHS
-from multiattn.plan.backend import BACKENDS, Plan
+from multiattn.plan.arch import GPU_ARCHS, by_name
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan, Variant, plan_variant
+from multiattn.plan.config import Rule, has_whole_sectors, select
 from multiattn.plan.toolchain import find_cuobjdump
+from multiattn.problem import DTYPES, Problem
 
 SCHEMA = 1
 FOLDER = ROOT / "bench" / "compiled"
@@ -35,6 +37,117 @@ _TOOLS = ("triton", "cuda-tile", "tileiras", "nvidia-cuda-nvrtc")
 _TOOL = re.compile(r"([\w-]+) (\d+(?:\.\d+)*)")
 
 Kernels = tuple[Kernel, ...]
+Key = tuple[str, ...]
+"""A Plan's name in the record: backend, direction, variant, arch, head_dim, mask, config."""
+
+
+# ---------------------------------------------------------------- rules
+
+HEAD_DIMS = (64, 128, 256)
+SEQ, BATCH, HEADS = 4096, 4, 16
+RULE_DTYPES = ("bf16", "fp16")  # the first unless a rule is for the other alone
+RUNG_ARCHS = ("sm80", "sm90")
+"""The arches that rules of ``only_named`` variants are compiled for: one with and one without wgmma and TMA."""
+
+
+def key_of(plan: Plan) -> Key:
+    """The name of a Plan."""
+    mask = "causal" if plan.problem.causal else "full"
+    where = (plan.backend, plan.direction, plan.variant, plan.arch.name, str(plan.problem.head_dim), mask)
+    return (*where, str(plan.config))
+
+
+def cases(
+    backends: Sequence[str] = BACKENDS,
+    directions: Sequence[Direction] = DIRECTIONS,
+    arches: Sequence[str] = GPU_ARCHS,
+) -> list[Plan]:
+    """A Plan for every rule, arch, head_dim and mask, with a problem for which the rule is the one chosen.
+
+    Rules of one config share a Plan. Of variants that must be named only those that span the flags are walked, on
+    `RUNG_ARCHS`: there may be a hundred.
+    """
+    found: dict[Key, Plan] = {}
+    for name, direction in itertools.product(backends, directions):
+        op = registry.get(name).op(direction)
+        for variant in op.variants:
+            if variant.only_named and op.spanning and variant.name not in op.spanning:
+                continue
+            walked = [arch for arch in arches if not variant.only_named or arch in RUNG_ARCHS]
+            for rule in variant.rules:
+                for plan in _plans_of(name, direction, variant, rule, walked):
+                    found.setdefault(key_of(plan), plan)
+    return list(found.values())
+
+
+def dead_rules(backends: Sequence[str] = BACKENDS, directions: Sequence[Direction] = DIRECTIONS) -> list[str]:
+    """One line for each rule that no problem chooses on an arch that the rule names; rules of named variants aside.
+
+    Arches on which its variant does not run do not count.
+    """
+    return [
+        f"{name} {direction} {variant.name} {arch}: nothing chooses the rule {rule}"
+        for name, direction in itertools.product(backends, directions)
+        for variant in registry.get(name).op(direction).offered
+        for rule in variant.rules
+        for arch in set(rule.arches) & set(GPU_ARCHS) & set(variant.capability.arches)
+        if not any(_plans_of(name, direction, variant, rule, (arch,)))
+    ]
+
+
+def _plans_of(
+    backend: str, direction: Direction, variant: Variant, rule: Rule[Any], arches: Sequence[str]
+) -> Iterator[Plan]:
+    head_dims = _head_dims(rule, variant.capability.head_dim_multiple)
+    masks = (False, True) if rule.banded is None else (rule.banded,)
+    for arch, head_dim, causal in itertools.product(arches, head_dims, masks):
+        if arch in rule.arches:
+            plan = _plan(backend, direction, variant, rule, arch, head_dim, causal)
+            if plan is not None:
+                yield plan
+
+
+def _head_dims(rule: Rule[Any], multiple: int) -> list[int]:
+    """The `HEAD_DIMS` of a rule; and its widest where there is none, or earlier rules may take all."""
+    itemsize = DTYPES[RULE_DTYPES[0]].itemsize  # as of the other
+    allowed = [
+        it
+        for it in range(rule.head_dim_min, rule.head_dim_max + 1)
+        if it % multiple == 0 and rule.whole_sectors in (None, has_whole_sectors(it, itemsize))
+    ]
+    found = [it for it in HEAD_DIMS if it in allowed]
+    return found if found and rule.head_dim_max <= HEAD_DIMS[-1] else [*found, *allowed[-1:]]
+
+
+def _plan(
+    backend: str, direction: Direction, variant: Variant, rule: Rule[Any], arch: str, head_dim: int, causal: bool
+) -> Plan | None:
+    """The Plan of the first problem for which `rule` is chosen, of lengths that it is for; None if there is none."""
+    target = by_name(arch)
+    for dtype, seq, batch in itertools.product(RULE_DTYPES, _lengths(variant.rules), _batches(variant.rules)):
+        problem = Problem.contiguous(
+            batch=batch, heads_q=HEADS, seq_q=seq, head_dim=head_dim, dtype=dtype, causal=causal
+        )
+        if select(variant.rules, problem, target)[0] is rule:
+            plan = plan_variant(registry.get(backend), variant, problem, target, direction=direction)
+            if isinstance(plan, Plan):
+                return plan
+    return None
+
+
+def _lengths(rules: Sequence[Rule[Any]]) -> list[int]:
+    """Lengths on either side of every limit of the rules, the usual one first."""
+    edges = {rule.seq_min for rule in rules} | {rule.seq_max + 1 for rule in rules if rule.seq_max is not None}
+    near = {length for edge in edges for length in (edge - 1, edge) if length > 0}
+    return list(dict.fromkeys((SEQ, *sorted(near, reverse=True))))
+
+
+def _batches(rules: Sequence[Rule[Any]]) -> list[int]:
+    edges = {rule.batch_max for rule in rules if rule.batch_max is not None}
+    return list(dict.fromkeys((BATCH, *sorted(batch for edge in edges for batch in (edge, edge + 1)))))
+
+
+# ---------------------------------------------------------------- compilers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,9 +163,6 @@ class Record:
 
 
 EMPTY = Record(compilers={}, rows={})
-
-
-# ---------------------------------------------------------------- compilers
 
 
 def compiler(backend: str) -> str:
@@ -85,31 +195,24 @@ def compare(before: Kernels, now: Kernels, *, recorded_with: str, made_with: str
     if [it.digest for it in before] == [it.digest for it in now]:
         return "same", []
     pairs = list(zip(before, now, strict=False))
-    worse = [f"{new.name}: {text}" for old, new in pairs for text in _worse(old, new)]
     texts = [f"{len(before)} kernels -> {len(now)}"] if len(before) != len(now) else []
     texts += [f"{new.name}: {_difference(old, new)}" for old, new in pairs if old.digest != new.digest]
+    worse = any(is_worse(*pair) for pair in pairs)
     if is_older(made_with, than=recorded_with) or (made_with != recorded_with and not worse):
-        return "note", [*worse, *texts]
-    return ("regression" if worse else "changed"), [*worse, *texts]
+        return "note", texts
+    return ("regression" if worse else "changed"), texts
 
 
-def _worse(before: Kernel, now: Kernel) -> list[str]:
-    grown = (
-        ("spills in its hot loops", before.hot_spills, now.hot_spills),
-        ("spills outside its hot loops", before.other_spills, now.other_spills),
-        ("bytes of stack", before.stack_bytes, now.stack_bytes),
-    )
-    lines = [f"{old} -> {new} {what}" for what, old, new in grown if new > old]
-    if now.blocks < before.blocks or now.share < before.share:
-        was, becomes = (f"{it.blocks} blocks, {100 * it.share:g} % of the warps" for it in (before, now))
-        lines.append(f"occupancy {was} -> {becomes}, limited by {now.limiter}")
-    if before.hot_loops and not now.hot_loops:
-        lines.append("no loop on tensor cores is left")
+def is_worse(before: Kernel, now: Kernel) -> bool:
+    """More spills or stack, less occupancy, no loop on tensor cores, or a feature or compiler's choice that is lost."""
+    more = any(getattr(now, it) > getattr(before, it) for it in ("hot_spills", "other_spills", "stack_bytes"))
+    less = any(getattr(now, it) < getattr(before, it) for it in ("blocks", "share"))
+    lost = {*before.features, *before.chosen} - {*now.features, *now.chosen}
     oldest, newest = (max((at for at, name in GENERATIONS.items() if name in it.features), default=-1)
                       for it in (before, now))  # fmt: skip
-    lost = [it for it in before.features if it not in now.features and it not in GENERATIONS.values()]
-    lost += [GENERATIONS[oldest]] if newest < oldest else []
-    return lines + [f"{it} is lost" for it in (*lost, *(it for it in before.chosen if it not in now.chosen))]
+    if newest >= oldest:
+        lost -= {*GENERATIONS.values()}
+    return more or less or bool(lost) or (before.hot_loops > 0 and now.hot_loops == 0)
 
 
 def _difference(before: Kernel, now: Kernel) -> str:

@@ -208,13 +208,9 @@ def _row(
     if isinstance(outcome, Timing):
         assert admitted is not None
         rate = tflops(cell_flops(cell), outcome.time_ms)
-        told: dict[str, Any] = {
-            "tflops": rate,
-            "peak_share": peak_share(rate, find_gpu(setup.gpu)),
-            "sample_ms": job.budget.sample_ms,
-        }
+        told: dict[str, Any] = {"tflops": rate, "peak_share": peak_share(rate, find_gpu(setup.gpu))}
         told |= {"error_ratio": admitted.error_ratio, "peak_extra_bytes": admitted.peak_extra_bytes}
-        measured = Measured(**asdict(outcome), **told)
+        measured = Measured(**asdict(outcome), sample_ms=job.budget.sample_ms, **told)
     error = "".join(traceback.format_exception_only(outcome)) if isinstance(outcome, Exception) else ""
     return Row(
         cell=cell,

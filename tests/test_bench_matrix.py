@@ -50,7 +50,7 @@ def test_the_held_out_suite_has_what_no_config_was_tuned_for():
         (2, 8192),
         (1, 32768),
     }
-    assert [(cell.heads_text, cell.seq) for cell in full if cell.is_grouped] == [("16/2", 2048), ("16/2", 8192)]
+    assert [(cell.heads_text, cell.seq) for cell in full if cell.heads_kv] == [("16/2", 2048), ("16/2", 8192)]
     assert [(cell.head_dim, cell.seq) for cell in full if cell.dtype == "fp16"] == [
         (64, 4096),
         (128, 4096),

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.record_cases import cases
+from bench.record import cases
 from multiattn.cuda.variants import WGMMA
 from multiattn.inspect import facts
 from multiattn.inspect.sass import find_loops, find_spills, parse, parted_arrivals
