@@ -126,10 +126,10 @@ def measure_host(options: argparse.Namespace) -> int:
 def compare_files(options: argparse.Namespace) -> int:
     """Compare two result files cell by cell; 1 where a contender of ours got slower than the spread explains."""
     changes = verdicts.compare(load(options.before), load(options.after))
-    print(verdicts.change_table(changes, everything=options.all))
-    regressions = sum(change.is_regression for change in changes if is_ours(change.before.contender))
-    print(f"\n{len(changes)} compared; of ours {regressions} slower or gone. Not shown: what is the same (--all).")
-    return int(regressions > 0)
+    print(verdicts.change_table(it for it in changes if options.all or it.verdict != "same"))
+    worse = sum(it.verdict in ("slower", "gone") for it in changes if is_ours(it.before.contender))
+    print(f"\n{len(changes)} compared; of ours {worse} slower or gone. Not shown: what is the same (--all).")
+    return int(worse > 0)
 
 
 def write_preferences(options: argparse.Namespace) -> int:

@@ -25,7 +25,6 @@ from multiattn.cuda.layout_svg import draw
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, by_name
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan, Variant, make_plan, plan_variant
-from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 from multiattn.triton.gluon.configs import VARIANT as GLUON
 
@@ -59,9 +58,9 @@ def _place(cell: Cell) -> tuple[int, bool, int]:
     return cell.head_dim, cell.causal, cell.seq
 
 
-def geometric_mean(ratios: Sequence[float]) -> float | None:
-    """The geometric mean; None without any ratio."""
-    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+def geometric_mean(ratios: Sequence[float], digits: int) -> str:
+    """The geometric mean for a table."""
+    return f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.{digits}f}" if ratios else NOTHING
 
 
 # ---------------------------------------------------------------- what runs where
@@ -98,7 +97,7 @@ def supported_head_dims(backend: str, variant: Variant, arch: str, direction: Di
         if isinstance(plan, Plan):
             able.append(head_dim)
         else:
-            codes += [reason.code for reason in plan if isinstance(reason, Reason)]
+            codes += [reason.code for reason in plan]
     return able, codes
 
 
@@ -123,15 +122,11 @@ def head_dims_block() -> str:
                 for arch in set(arches) & set(variant.capability.arches):
                     found = supported_head_dims(name, variant, arch, direction)[0]
                     able.setdefault((language_of(name, variant.name), direction, arch), set()).update(found)
-    rows = [
-        (
-            language,
-            direction,
-            *(ranges(sorted(able.get((language, direction, arch), ()))) or NOTHING for arch in arches),
-        )
-        for language in LANGUAGES
-        for direction in DIRECTIONS
-    ]
+    rows = []
+    for language in LANGUAGES:
+        for direction in DIRECTIONS:
+            found = (sorted(able.get((language, direction, arch), ())) for arch in arches)
+            rows.append((language, direction, *(ranges(its) or NOTHING for its in found)))
     return markdown(("language", "direction", *arches), rows)
 
 
@@ -176,96 +171,88 @@ def results_block(results: Path) -> str:
 def _speed_table(rows: Sequence[Row], what: str) -> str:
     """TFLOPS back to back at some lengths; nothing where nothing was measured."""
     chosen = [row for row in rows if row.regime == "device" and row.cell.seq in SHOWN_SEQS]
-    names = list(dict.fromkeys(row.contender for row in chosen if row.measured is not None))
-    names = [name for name in dict.fromkeys(row.contender for row in chosen) if name in names]
-    if not names:
-        return ""
+    timed = {row.contender for row in chosen if row.tflops}
+    names = [name for name in dict.fromkeys(row.contender for row in chosen) if name in timed]
     found = {(row.cell, row.contender): row for row in chosen}
-    cells = sorted({row.cell for row in chosen}, key=_place)
     lines = [
-        (cell.head_dim, cell.mask, cell.seq, *(figure(found.get((cell, name))) for name in names)) for cell in cells
+        (cell.head_dim, cell.mask, cell.seq, *(figure(found.get((cell, name))) for name in names))
+        for cell in sorted({row.cell for row in chosen}, key=_place)
     ]
     table = markdown(("D", "mask", "N", *names), lines)
-    return f"TFLOPS, {what}, 16k tokens, H*D = 2048, back to back:\n\n{table}\n\n" + "\n".join(provenance(chosen))
+    told = f"TFLOPS, {what}, 16k tokens, H*D = 2048, back to back:\n\n{table}\n\n" + "\n".join(provenance(chosen))
+    return told if names else ""
 
 
-def _against_peers(rows: Iterable[Row], regime: str) -> dict[Cell, tuple[float, dict[str, Row]]]:
-    """TFLOPS of CUDA over those of the faster peer in the same turns, and the rows, for each cell that has all."""
-    found: dict[Cell, dict[str, Row]] = {}
+def over_peers(rows: Iterable[Row], name_of: Callable[[Row], str]) -> dict[str, dict[Cell, float]]:
+    """By name and cell, TFLOPS of the best row over those of the fastest of PEERS; rows named "" are left out."""
+    best: dict[str, dict[Cell, float]] = {}
     for row in rows:
-        if row.regime == regime and row.contender in ("cuda", *PEERS) and row.measured is not None:
-            found.setdefault(row.cell, {})[row.contender] = row
-    whole = {cell: its for cell, its in found.items() if len(its) == 1 + len(PEERS)}
-    return {cell: (rate(its["cuda"]) / max(rate(its[name]) for name in PEERS), its) for cell, its in whole.items()}
+        rates = best.setdefault("" if row.contender in PEERS else name_of(row) or "left out", {})
+        rates[row.cell] = max(row.tflops, rates.get(row.cell, 0.0))
+    peers = best.pop("", {})
+    return {name: {cell: it / peers[cell] for cell, it in its.items() if cell in peers} for name, its in best.items()}
 
 
-def rate(row: Row) -> float:
-    """TFLOPS; 0 where nothing was timed."""
-    return row.measured.tflops if row.measured is not None else 0.0
+def _timed(path: Path, regime: str = "device") -> list[Row]:
+    return [row for row in _rows(path) if row.regime == regime and row.tflops]
+
+
+def _cuda_over_peers(rows: Iterable[Row]) -> dict[Cell, float]:
+    return over_peers(rows, lambda row: row.contender if row.contender == "cuda" else "").get("cuda", {})
 
 
 def peers_block(results: Path) -> str:
     """CUDA beside its peers, a line for each cell of the suite `standard`, back to back."""
-    found = _against_peers(_rows(results / GPU_FOLDER / "peers" / "standard.json"), "device")
-    rows = [
-        (cell.head_dim, cell.mask, cell.seq, *(figure(its[name]) for name in ("cuda", *PEERS)), f"{ratio:.2f}")
-        for cell, (ratio, its) in sorted(found.items(), key=lambda item: _place(item[0]))
-    ]
-    told = provenance(row for _, its in found.values() for row in its.values())
-    return "\n\n".join((markdown(("D", "mask", "N", "cuda", *PEERS, "ratio"), rows), *told)) if rows else NOT_MEASURED
+    rows, names = _timed(results / GPU_FOLDER / "peers" / "standard.json"), ("cuda", *PEERS)
+    found, ratios = {(row.cell, row.contender): row for row in rows}, _cuda_over_peers(rows)
+    lines = []
+    for cell in sorted(ratios, key=_place):
+        rates = (figure(found.get((cell, name))) for name in names)
+        lines.append((cell.head_dim, cell.mask, cell.seq, *rates, f"{ratios[cell]:.2f}"))
+    table = markdown(("D", "mask", "N", *names, "ratio"), lines)
+    return "\n\n".join((table, *provenance(rows))) if rows else NOT_MEASURED
 
 
 def peers_summary(results: Path) -> str:
     """CUDA over its peers: the geometric mean and the least ratio of each suite and regime."""
-    standard, heldout = (results / GPU_FOLDER / name for name in ("peers/standard.json", "heldout.json"))
-    suites = (
-        ("`standard`, back to back", standard, "device"),
-        ("`standard`, CUDA graph", standard, "graph"),
-        ("`heldout`, back to back", heldout, "device"),
-    )
     rows = []
-    for title, path, regime in suites:
-        ratios = {cell: ratio for cell, (ratio, _) in _against_peers(_rows(path), regime).items()}
+    for title, name, regime in (
+        ("`standard`, back to back", "peers/standard.json", "device"),
+        ("`standard`, CUDA graph", "peers/standard.json", "graph"),
+        ("`heldout`, back to back", "heldout.json", "device"),
+    ):
+        ratios = _cuda_over_peers(_timed(results / GPU_FOLDER / name, regime))
         least = min(ratios, key=lambda cell: ratios[cell], default=None)
-        worst = f"{ratios[least]:.3f}, {least.key}" if least is not None else NOTHING
-        mean = geometric_mean(list(ratios.values()))
-        rows.append((title, len(ratios), NOTHING if mean is None else f"{mean:.3f}", worst))
+        worst = NOTHING if least is None else f"{ratios[least]:.3f}, {least.key}"
+        rows.append((title, len(ratios), geometric_mean(list(ratios.values()), 3), worst))
     return markdown(("suite", "cells", "geometric mean", "least ratio, and where"), rows)
 
 
 # ---------------------------------------------------------------- languages
 
 
+def _language(row: Row) -> str:
+    backend = row.contender.partition("/")[0]
+    return language_of(backend, (row.plan or {})["variant"]) if backend in BACKENDS else ""
+
+
 def speed_block(path: Path, cells: Sequence[Cell]) -> str:
     """The geometric mean over lengths of each language's TFLOPS over the fastest peer's, by head_dim and mask."""
-    rows = [row for row in _rows(path) if row.regime == "device" and row.measured is not None]
-    ratios: dict[tuple[Cell, str], float] = {}
-    for cell, members in groupby(sorted(rows, key=lambda row: row.cell.key), lambda row: row.cell):
-        best: dict[str, float] = {}
-        for row in members:
-            backend = row.contender.partition("/")[0]
-            language = language_of(backend, (row.plan or {})["variant"]) if backend in BACKENDS else "peer"
-            if language != "peer" or row.contender in PEERS:
-                best[language] = max(rate(row), best.get(language, 0.0))
-        if peer := best.pop("peer", None):
-            ratios |= {(cell, language): its / peer for language, its in best.items()}
+    rows = _timed(path)
+    ratios = over_peers(rows, _language)
 
-    def line(members: Sequence[Cell]) -> list[str]:
-        found = ([ratios[cell, it] for cell in members if (cell, it) in ratios] for it in LANGUAGES)
-        return [_mean_text(its, len(members)) for its in found]
+    def line(*place: object, members: Sequence[Cell]) -> list[object]:
+        parts = list(place)
+        for its in (ratios.get(language, {}) for language in LANGUAGES):
+            found = [its[cell] for cell in members if cell in its]
+            counted = f" ({len(found)} of {len(members)} cells)" if 0 < len(found) < len(members) else ""
+            parts.append(geometric_mean(found, 2) + counted)
+        return parts
 
     by_place = groupby(sorted(cells, key=_place), lambda cell: (cell.head_dim, cell.mask))
-    table = [(head_dim, mask, *line(list(members))) for (head_dim, mask), members in by_place]
-    told = provenance(row for row in rows if row.contender.partition("/")[0] in BACKENDS)
-    return "\n\n".join((markdown(("D", "mask", *LANGUAGES), [*table, ("all", "", *line(cells))]), "\n".join(told)))
-
-
-def _mean_text(ratios: Sequence[float], cells: int) -> str:
-    """The mean, with the number of cells where some have no ratio."""
-    mean = geometric_mean(ratios)
-    if mean is None:
-        return NOTHING
-    return f"{mean:.2f}" if len(ratios) == cells else f"{mean:.2f} ({len(ratios)} of {cells} cells)"
+    table = [line(*place, members=list(members)) for place, members in by_place]
+    told = provenance(row for row in rows if _language(row))
+    return "\n\n".join((markdown(("D", "mask", *LANGUAGES), [*table, line("all", "", members=cells)]), "\n".join(told)))
 
 
 def host_block(path: Path) -> str:

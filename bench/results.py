@@ -109,6 +109,11 @@ class Row:
         return self.cell.key, self.contender, self.regime
 
     @property
+    def tflops(self) -> float:
+        """TFLOPS; 0 where nothing was timed."""
+        return self.measured.tflops if self.measured is not None else 0.0
+
+    @property
     def text(self) -> str:
         """One line: TFLOPS, or why there are none."""
         if self.measured is not None:

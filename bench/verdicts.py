@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,25 +24,20 @@ NOISE = 0.03
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One contender in one cell, before and after. `speedup` is old time over new; None where one has no time."""
+    """One contender in one cell, before and after. `speedup` is old time over new; 0 where it has no time any more."""
 
     before: Row
     after: Row | None
-    speedup: float | None
+    speedup: float
     spread: float
     """The larger interquartile range of the two, over the median, and at least NOISE."""
 
     @property
-    def is_regression(self) -> bool:
-        """Slower than the spread explains, or measured before and not any more."""
-        return self.speedup is None or self.speedup < 1 / (1 + self.spread)
-
-    @property
     def verdict(self) -> str:
-        """A word on it."""
-        if self.speedup is None:
-            return f"not measured any more: {self.after.text if self.after is not None else 'no such row'}"
-        if self.is_regression:
+        """A word: ``slower`` is slower than the spread explains."""
+        if not self.speedup:
+            return "gone"
+        if self.speedup < 1 / (1 + self.spread):
             return "slower"
         return "faster" if self.speedup > 1 + self.spread else "same"
 
@@ -50,37 +45,23 @@ class Change:
 def compare(before: Iterable[Row], after: Iterable[Row]) -> list[Change]:
     """A Change for each row that is measured in `before`, in its order."""
     new = {row.key: row for row in after}
-    return [_change(row, new.get(row.key)) for row in before if row.measured is not None]
+    changes = []
+    for row in before:
+        if (old := row.measured) is not None:
+            now = new.get(row.key)
+            mine = now.measured if now is not None else None
+            speedup, spread = (old.time_ms / mine.time_ms, mine.spread) if mine is not None else (0.0, 0.0)
+            changes.append(Change(before=row, after=now, speedup=speedup, spread=max(NOISE, old.spread, spread)))
+    return changes
 
 
-def _change(before: Row, after: Row | None) -> Change:
-    assert before.measured is not None
-    if after is None or after.measured is None:
-        return Change(before=before, after=after, speedup=None, spread=NOISE)
-    return Change(
-        before=before,
-        after=after,
-        speedup=before.measured.time_ms / after.measured.time_ms,
-        spread=max(NOISE, before.measured.spread, after.measured.spread),
-    )
-
-
-def change_table(changes: Sequence[Change], *, everything: bool) -> str:
-    """A row per change; what is the same only if `everything` is asked for."""
-    rows = [
-        (
-            change.before.contender,
-            change.before.cell.key,
-            change.before.regime,
-            change.before.text,
-            change.after.text if change.after is not None else "no row",
-            f"{change.speedup:.3f}" if change.speedup is not None else "-",
-            f"{100 * change.spread:.0f} %",
-            change.verdict,
-        )
-        for change in changes
-        if everything or change.verdict != "same"
-    ]
+def change_table(changes: Iterable[Change]) -> str:
+    """A row per change."""
+    rows = []
+    for it in changes:
+        texts = it.before.text, it.after.text if it.after is not None else "no row"
+        figures = f"{it.speedup:.3f}", f"{100 * it.spread:.0f} %"
+        rows.append((it.before.contender, it.before.cell.key, it.before.regime, *texts, *figures, it.verdict))
     headers = ("contender", "cell", "regime", "before", "after", "speed-up", "spread", "verdict")
     return tabulate(rows, headers=headers, disable_numparse=True)
 
