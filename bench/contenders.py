@@ -46,6 +46,14 @@ class Contender:
     detail: str = ""
 
 
+class RefusedError(Exception):
+    """A contender cannot run a cell; `reasons` say why."""
+
+    def __init__(self, reasons: tuple[Reason, ...]) -> None:
+        super().__init__("; ".join(map(str, reasons)))
+        self.reasons = reasons
+
+
 def named(returned: Any) -> Results:
     """The results that `Contender.call` returned, by name."""
     return {"out": returned} if isinstance(returned, torch.Tensor) else dict(zip(GRADS, returned, strict=True))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from bench.contenders import Contender, Ours, Results, Tensors, alike, differentiate, named, require_grad
+from bench.contenders import Contender, Ours, RefusedError, Results, Tensors, alike, differentiate, named, require_grad
 from bench.environment import NO_GPU
 from bench.matrix import Cell
 from bench.timing import Call, Contestant
@@ -42,24 +42,23 @@ class Peer:
 
     def why_not(self, cell: Cell, arch: Arch | None) -> tuple[Reason, ...]:
         """Every reason known before there is a tensor; `arch` None is a machine without a GPU."""
-        reasons = () if arch is not None else (NO_GPU,)
         problem = _import_problem(self.module)
-        if problem:
-            return (*reasons, Reason(code="module", got=problem, allowed=self.module, hint=self.install))
-        return reasons
+        missing = (Reason(code="module", got=problem, allowed=self.module, hint=self.install),) if problem else ()
+        return missing if arch is not None else (NO_GPU, *missing)
 
-    def prepare(self, cell: Cell, tensors: Tensors, arch: Arch) -> Contender | tuple[Reason, ...]:
-        """The contender, or the reasons. What its code raises passes through."""
+    def prepare(self, cell: Cell, tensors: Tensors, arch: Arch) -> Contender:
+        """The contender; RefusedError with reasons. What its code raises passes through."""
         tensors = tensors if cell.direction == "fwd" else require_grad(tensors)
         reasons = self.why_not(cell, arch) or self.refuse(cell, tensors)
         if reasons:
-            return reasons
+            raise RefusedError(reasons)
         call, detail = self.build(cell, tensors)
         if cell.direction != "fwd":
             with self.context():
                 out = call()
             if not out.requires_grad:
-                return (Reason(code="direction", got=cell.direction, allowed=f"forward: {self.name} has no gradient"),)
+                allowed = f"forward: {self.name} has no gradient"
+                raise RefusedError((Reason(code="direction", got=cell.direction, allowed=allowed),))
             dout = alike(out, cell.dout(out.device))
             call = differentiate(call, tensors, dout, keeps_graph=cell.direction == "bwd")
             detail = f"{detail}, torch.autograd.grad".removeprefix(", ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import secrets
 import traceback
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bench.contenders import Contender, Ours, Tensors, named, plan_data
+from bench.contenders import Contender, Ours, RefusedError, Tensors, named, plan_data
 from bench.environment import device_works, environment, gpu_arch
 from bench.flops import cell_flops, peak_share, rate_text, tflops
 from bench.matrix import Cell, Direction
@@ -161,12 +162,7 @@ def admit(
 ) -> Admitted | tuple[Reason, ...] | Exception:
     """Make the contender and check the very launch that will be timed; in the regime `call` that call as well."""
     try:
-        reasons = provider.why_not(cell, machine.arch)
-        if reasons:
-            return reasons
         contender = provider.prepare(cell, tensors, machine.arch)
-        if not isinstance(contender, Contender):
-            return contender
         ratio = check(contender.output(), truth, contender.plan, strict=provider.is_ours)
         timed = contender.call if regime == "call" else contender.launch
         if timed is not contender.launch:
@@ -174,7 +170,7 @@ def admit(
                 ratio = max(ratio, check(named(timed.call()), truth, contender.plan))
         extra = machine.extra_bytes(timed, cell) if machine.extra_bytes is not None else None
         machine.synchronize()
-    except Unsupported as refusal:
+    except (Unsupported, RefusedError) as refusal:
         return refusal.reasons
     except Exception as error:  # broad: a contender is anybody's code; its error is its row
         return error
@@ -248,18 +244,13 @@ def extra_bytes(contestant: Contestant, cell: Cell) -> int:
     run before, so that nothing is counted that is made once. Synchronises.
     """
     torch.cuda.synchronize()
-    before = _requested("current")
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats()
     with contestant.context():
         returned = contestant.call()
     torch.cuda.synchronize()
-    peak = _requested("peak") - before
-    return max(0, peak - (output_bytes(cell) if returned is not None else 0))
-
-
-def _requested(what: str) -> int:
-    size: int = torch.cuda.memory_stats()[f"requested_bytes.all.{what}"]
-    return size
+    taken: int = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+    return max(0, taken - (output_bytes(cell) if returned is not None else 0))
 
 
 # ---------------------------------------------------------------- compiling ahead
@@ -292,9 +283,8 @@ def warm(task: tuple[str, Cell]) -> None:
     arch, provider = gpu_arch(), provider_of(name)
     if arch is None or provider.why_not(cell, arch):
         return
-    contender = provider.prepare(cell, cell.tensors("cuda"), arch)
-    if isinstance(contender, Contender):
-        contender.output()
+    with contextlib.suppress(RefusedError):
+        provider.prepare(cell, cell.tensors("cuda"), arch).output()
         torch.cuda.synchronize()
 
 

@@ -18,7 +18,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from bench import options as shared
-from bench.contenders import Contender, Tensors, config_data, contender_of
+from bench.contenders import Contender, RefusedError, Tensors, config_data, contender_of
 from bench.environment import NO_GPU, ROOT, device_works, environment
 from bench.errors import InputError
 from bench.flops import cell_flops, rate_text, tflops
@@ -205,13 +205,11 @@ def time_trials(cell: Cell, ready: Sequence[Trial], machine: Machine, budget: Bu
             contestants[trial.name] = _contender(trial.plan, tensors, cell).launch
         except Exception as error:  # broad: one candidate's failure is its line of the ranking
             trials[trial.name] = replace(trial, failure=f"{type(error).__name__}: {error}")
-    (peer,) = find_peers((YARDSTICK,))
-    yardstick = peer.prepare(cell, tensors, machine.arch)
     trials[YARDSTICK] = Trial(cell=cell, name=YARDSTICK)
-    if isinstance(yardstick, Contender):
-        contestants[YARDSTICK] = yardstick.launch
-    else:
-        trials[YARDSTICK] = replace(trials[YARDSTICK], failure="; ".join(map(str, yardstick)))
+    try:
+        contestants[YARDSTICK] = find_peers((YARDSTICK,))[0].prepare(cell, tensors, machine.arch).launch
+    except RefusedError as refusal:
+        trials[YARDSTICK] = replace(trials[YARDSTICK], failure=str(refusal))
     for name, it in measure(contestants, machine.clock, budget=budget).items():
         if isinstance(it, Timing):
             rate = tflops(cell_flops(cell), it.time_ms)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as flex
 
+from bench.contenders import RefusedError
 from bench.matrix import SUITES
 from bench.peers import PEERS, find_peers
 from bench.run import run
@@ -47,7 +48,9 @@ def test_a_kernel_of_sdpa_that_will_not_do_is_a_reason(monkeypatch):
     if torch.version.cuda and not torch.cuda.is_available():
         monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda _: False)
     (peer,) = find_peers(("sdpa-cudnn",))
-    (reason,) = peer.prepare(CELL, CELL.tensors("cpu"), ARCHS["sm90"])
+    with pytest.raises(RefusedError) as refusal:
+        peer.prepare(CELL, CELL.tensors("cpu"), ARCHS["sm90"])
+    (reason,) = refusal.value.reasons
     assert reason.code == "peer"
     assert reason.got
 

@@ -14,7 +14,7 @@ from targets_fakes import entry, refused
 
 from bench import cli, demo, host, tune
 from bench import options as shared
-from bench.contenders import Ours, our_providers
+from bench.contenders import Ours, RefusedError, our_providers
 from bench.environment import NO_GPU
 from bench.errors import InputError
 from bench.matrix import SUITES
@@ -142,7 +142,12 @@ def test_wrong_arguments_say_what_is_accepted(arguments, message, capsys):
 
 def test_the_stored_command_is_the_given_one_and_overwrites_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(cli.Machine, "current", lambda: fakes.machine())
-    monkeypatch.setattr(Ours, "why_not", lambda *_: (Reason(code="arch", got="cpu", allowed="sm90"),))
+    reasons = (Reason(code="arch", got="cpu", allowed="sm90"),)
+
+    def prepare(*_):
+        raise RefusedError(reasons)
+
+    monkeypatch.setattr(Ours, "prepare", prepare)
     given = ["--suite", "smoke", "--head-dim", "64", "--peer", "none", "--backend", "cuda", "--out", str(tmp_path)]
     assert cli.main(given) == 1  # cuda was asked for and nothing of it was measured
     (command,) = {row.command for row in load(tmp_path / "smoke.json")}
