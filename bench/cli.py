@@ -14,8 +14,8 @@ from bench import options as shared
 from bench.contenders import our_providers
 from bench.environment import NO_GPU, RESULTS, ROOT, environment, results_dir
 from bench.errors import InputError
-from bench.matrix import SUITES, Direction
-from bench.peers import PEERS, Provider, find_peers
+from bench.matrix import SUITES
+from bench.peers import PEERS, find_peers
 from bench.results import Row, Store, is_ours, load
 from bench.run import DeviceLostError, Job, Machine, run
 from bench.timing import REGIMES, Budget, CudaClock
@@ -54,7 +54,7 @@ def run_matrix(options: argparse.Namespace) -> int:
     folder = options.out or results_dir(torch.cuda.get_device_name() if machine is not None else "none")
     store = Store.open(folder / f"{options.suite}.json", options.suite)
     rows = [row for job in jobs for row in run(job, machine, store)]
-    print(f"\n{report.text_report(rows)}\n\nWritten: {_shown(store.path)}")
+    print(f"\n{report.text_report(rows)}\n\nWritten: {store.path}")
     if machine is None:
         print(f"\nNo timing: {NO_GPU}")
         if options.no_compile or not asked:
@@ -74,28 +74,17 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
     others = sorted({cell.direction for cell in cells} - {"fwd"})
     if options.regime == "graph" and others:
         raise InputError(f"--regime graph: got direction {others[0]}; allowed fwd: autograd has its own streams")
-    return [
-        Job(
-            suite=options.suite,
-            cells=tuple(cell for cell in cells if cell.direction == direction),
-            providers=_providers(options, direction),
-            regimes=("device", "call") if options.regime == "both" else (options.regime,),
-            budget=shared.budget_of(options),
-            fresh=options.fresh,
-            jobs=options.jobs,
-            command=shared.command_again(options),
-        )
-        for direction in dict.fromkeys(cell.direction for cell in cells)
-    ]
-
-
-def _providers(options: argparse.Namespace, direction: Direction) -> tuple[Provider, ...]:
-    names = shared.backends_of(options)
-    ours = our_providers(names, options.variant, direction) if names else ()
     peers = find_peers(tuple(options.peer or (peer.name for peer in PEERS)))
-    if not ours and not peers:
-        raise InputError("--backend none --peer none leaves nobody to time")
-    return (*ours, *peers)
+    jobs = []
+    for direction in dict.fromkeys(cell.direction for cell in cells):
+        names = shared.backends_of(options)
+        ours = our_providers(names, options.variant, direction) if names else ()
+        if not ours and not peers:
+            raise InputError("--backend none --peer none leaves nobody to time")
+        mine = tuple(cell for cell in cells if cell.direction == direction)
+        job = Job(suite=options.suite, cells=mine, providers=(*ours, *peers), regime=options.regime)
+        jobs.append(shared.as_asked(job, options))
+    return jobs
 
 
 def idle_backends(rows: Sequence[Row], asked: Iterable[str]) -> list[str]:
@@ -111,12 +100,15 @@ def idle_backends(rows: Sequence[Row], asked: Iterable[str]) -> list[str]:
 
 def measure_host(options: argparse.Namespace) -> int:
     """Measure the cost of a call on the host, per backend and of SDPA."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    if not torch.cuda.is_available():
+        print(f"Nothing to time on: {NO_GPU}")
+        return 1
+    device = torch.device("cuda", torch.cuda.current_device())
     costs = host.host_costs(device, CudaClock(), torch.cuda.synchronize)
     found = host.HostTable(cell=host.CELL, environment=environment(), costs=costs)
     path = (options.out or results_dir(found.environment.gpu)) / "host.json"
     found.save(path)
-    print(f"{found.table()}\n\n{found.cell.key}. Written: {_shown(path)}")
+    print(f"{found.table()}\n\n{found.cell.key}. Written: {path}")
     return int(any(cost.error for cost in costs))
 
 
@@ -136,7 +128,7 @@ def write_preferences(options: argparse.Namespace) -> int:
     """Write multiattn/measured.json, which `auto` goes by, from every recorded suite."""
     path = ROOT / "multiattn" / "measured.json"
     count = verdicts.write_preferences(_rows(options), path)
-    print(f"Written: {_shown(path)}, {count} cells")
+    print(f"Written: {path}, {count} cells")
     return 0
 
 
@@ -162,7 +154,7 @@ def update_docs(options: argparse.Namespace) -> int:
     """Make the tables of README.md and docs/ again; with --check only say which are stale."""
     stale = docs.update_all(check=options.check)
     for path in stale:
-        print(f"{_shown(path)}: {'stale; run python -m bench docs' if options.check else 'written'}")
+        print(f"{path}: {'stale; run python -m bench docs' if options.check else 'written'}")
     if not stale:
         print("every table is current")
     return int(options.check and bool(stale))
@@ -171,11 +163,6 @@ def update_docs(options: argparse.Namespace) -> int:
 def run_demo(options: argparse.Namespace) -> int:
     """Run parity, compile for every target, time the floors where there is a GPU, and write one page of it all."""
     return demo.demo(options, main, [path for path in recorded_files() if path.stem in ("standard", "backward")])
-
-
-def _shown(path: Path) -> str:
-    """The path, relative to the checkout where it lies in it."""
-    return str(path.resolve().relative_to(ROOT)) if path.resolve().is_relative_to(ROOT) else str(path)
 
 
 # ---------------------------------------------------------------- arguments
@@ -210,9 +197,8 @@ def _parser() -> argparse.ArgumentParser:
     told = f"{', '.join(names)}; may be given again; default all"
     command.add_argument("--peer", action="append", choices=names, metavar="NAME", help=told)
     command.add_argument("--variant", help="of our backends: all, or one's name; default the best for each cell")
-    told = "graph: forward only; both: device and call; default: %(default)s"
-    command.add_argument("--regime", choices=(*REGIMES, "both"), default="device", help=told)
-    command.add_argument("--fresh", action="store_true", help="measure also what this very setup has measured before")
+    told = "graph: forward only; default: %(default)s"
+    command.add_argument("--regime", choices=REGIMES, default="device", help=told)
     command.add_argument("--no-compile", action="store_true", help="without a GPU: leave out the compile table")
     shared.add_run(command, Budget(), "bench/results/<gpu>")
 

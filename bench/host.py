@@ -17,7 +17,6 @@ from tabulate import tabulate
 
 import multiattn
 from bench.contenders import Tensors, differentiate, require_grad
-from bench.environment import NO_GPU
 from bench.matrix import Cell
 from bench.results import Environment, dump, read
 from bench.timing import Budget, Call, Contestant, CudaClock, Timing, host_ms, measure
@@ -41,8 +40,6 @@ GRAPH_BUDGET = Budget(sample_ms=0.5, warmup_ms=2.0)
 Key = tuple[str, str]
 """A contender and a kind of call."""
 
-Attention = Callable[..., torch.Tensor]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCost:
@@ -51,15 +48,10 @@ class HostCost:
     contender: str
     kind: str
     variant: str = ""
-    """Of the forward that was called; empty for SDPA."""
+    """The forward's; empty for SDPA."""
     call_us: float | None = None
     reasons: tuple[Reason, ...] = ()
     error: str = ""
-
-    @property
-    def text(self) -> str:
-        """Microseconds, or why there are none."""
-        return f"{self.call_us:.1f}" if self.call_us is not None else "; ".join(map(str, self.reasons)) or self.error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,18 +64,18 @@ class HostTable:
 
     def table(self, form: str = "simple") -> str:
         """A row per contender, a column per kind of call, in microseconds."""
-        found = {(cost.contender, cost.kind): cost.text for cost in self.costs}
-        names = dict.fromkeys(cost.contender for cost in self.costs)
-        rows = [(name, *(found.get((name, kind), "not in this run") for kind in KINDS)) for name in names]
+        rows: dict[str, list[str]] = {}
+        for it in self.costs:
+            text = f"{it.call_us:.1f}" if it.call_us is not None else "; ".join(map(str, it.reasons)) or it.error
+            rows.setdefault(it.contender, [it.contender]).append(text)
         headers = ("contender", *(f"{kind} [us]" for kind in KINDS))
-        return tabulate(rows, headers=headers, tablefmt=form, disable_numparse=True)
+        return tabulate(rows.values(), headers=headers, tablefmt=form, disable_numparse=True)
 
     def save(self, path: Path) -> None:
         """Write them as JSON, a cost a line."""
-        costs = list(map(asdict, self.costs))
         told = {"cell": self.cell.as_dict(), "environment": asdict(self.environment), "command": "python -m bench host"}
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(dump({"schema": SCHEMA, **told, "costs": costs}))
+        path.write_text(dump({"schema": SCHEMA, **told, "costs": list(map(asdict, self.costs))}))
 
 
 def load(path: Path) -> HostTable:
@@ -91,19 +83,18 @@ def load(path: Path) -> HostTable:
 
     def parse(data: dict[str, Any]) -> HostTable:
         costs = (HostCost(**{**it, "reasons": tuple(Reason(**why) for why in it["reasons"])}) for it in data["costs"])
-        return HostTable(cell=Cell(**data["cell"]), environment=Environment(**data["environment"]), costs=tuple(costs))
+        setup = Environment(**data["environment"])
+        return HostTable(cell=Cell(**data["cell"]), environment=setup, costs=tuple(costs))
 
     return read(path, SCHEMA, parse)
 
 
-def host_costs(device: torch.device | None, clock: CudaClock, synchronize: Callable[[], None]) -> tuple[HostCost, ...]:
-    """One entry per kind of call of each backend and of SDPA; `device` None is a machine without a GPU."""
-    wanted = [(name, kind) for name in (*BACKENDS, SDPA) for kind in KINDS]
-    if device is None:
-        return tuple(HostCost(contender=name, kind=kind, reasons=(NO_GPU,)) for name, kind in wanted)
+def host_costs(device: torch.device, clock: CudaClock, synchronize: Callable[[], None]) -> tuple[HostCost, ...]:
+    """One entry per kind of call of each backend and of SDPA."""
     tensors = CELL.tensors(device)
-    planned = {key: _variant(*key, Problem.of(*tensors, causal=True), device) for key in wanted}
-    calls = {key: call_of(key[1], _attention(key[0]), tensors) for key, it in planned.items() if isinstance(it, str)}
+    problem = Problem.of(*tensors, causal=True)
+    planned = {(name, kind): _variant(name, kind, problem, device) for name in (*BACKENDS, SDPA) for kind in KINDS}
+    calls = {key: call_of(*key, tensors) for key, it in planned.items() if isinstance(it, str)}
     outcomes = timed(calls, clock, synchronize)
     return tuple(_cost(*key, its, outcomes.get(key)) for key, its in planned.items())
 
@@ -129,28 +120,24 @@ def _cost(name: str, kind: str, planned: str | tuple[Reason, ...], outcome: floa
     return HostCost(contender=name, kind=kind, variant=planned, call_us=us, error=error)
 
 
-def _attention(name: str) -> Attention:
-    if name == SDPA:
-        return functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=CELL.causal)
-    return functools.partial(multiattn.fmha, causal=CELL.causal, backend=name)
-
-
-def call_of(kind: str, attention: Attention, tensors: Tensors) -> Call:
+def call_of(name: str, kind: str, tensors: Tensors) -> Call:
     """A call of that kind."""
+    attention: Callable[..., torch.Tensor] = functools.partial(multiattn.fmha, causal=CELL.causal, backend=name)
+    if name == SDPA:
+        attention = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=CELL.causal)
     if kind in (FORWARD, GRAPH):
         return functools.partial(attention, *tensors)
     leaves = require_grad(tensors)
-    if kind == WITH_GRAD:
-        return functools.partial(attention, *leaves)
+    forward = functools.partial(attention, *leaves)
     dout = CELL.dout(tensors[0].device)
-    return differentiate(functools.partial(attention, *leaves), leaves, dout, keeps_graph=False)
+    return forward if kind == WITH_GRAD else differentiate(forward, leaves, dout, keeps_graph=False)
 
 
 def timed(calls: Mapping[Key, Call], clock: CudaClock, synchronize: Callable[[], None]) -> dict[Key, float | Exception]:
     """Milliseconds of each call, or what it raised: of `GRAPH` the device's in a graph, of others the host's."""
-    in_graph = {key: Contestant(call=call) for key, call in calls.items() if key[1] == GRAPH}
+    in_graph = {name: Contestant(call=call) for (name, kind), call in calls.items() if kind == GRAPH}
     others = {key: call for key, call in calls.items() if key[1] != GRAPH}
     host_ms(others, each=1, rounds=1, synchronize=synchronize)  # compiles; what fails here fails again
     found = host_ms(others, synchronize=synchronize)
-    graphs = measure({name: it for (name, _), it in in_graph.items()}, clock, regime="graph", budget=GRAPH_BUDGET)
+    graphs = measure(in_graph, clock, regime="graph", budget=GRAPH_BUDGET)
     return found | {(name, GRAPH): it.time_ms if isinstance(it, Timing) else it for name, it in graphs.items()}

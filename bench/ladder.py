@@ -172,15 +172,8 @@ def climb(options: argparse.Namespace) -> int:
     name = f"ladder_{backend}"
     is_part = bool(options.variant or options.suite) or shared.is_narrowed(options)
     folder = options.out or (ROOT / "out" / "bench" if is_part else results_dir(environment().gpu))
-    job = Job(
-        suite=name,
-        cells=cells,
-        providers=(*rungs, *find_peers((*peers,) if is_list else (*peers, CUDNN, TILEGYM))),
-        budget=shared.budget_of(options),
-        fresh=options.fresh,
-        jobs=options.jobs,
-        command=shared.command_again(options),
-    )
+    others = find_peers((*peers,) if is_list else (*peers, CUDNN, TILEGYM))
+    job = shared.as_asked(Job(suite=name, cells=cells, providers=(*rungs, *others)), options)
     store = Store.open(folder / f"{name}.json", name)
     rows = run(job, machine, store)
     made = [*point_tables(rows), *axes_tables(rows)] if is_list else length_tables(rows, backend)
@@ -195,5 +188,4 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     told = f"the end of a chain, default the best; of {LISTED} a glob pattern, as 'split_q*', default all"
     command.add_argument("--variant", metavar="NAME", help=told)
     shared.add_cells(command, None, f"default seed, and points for {LISTED}")
-    command.add_argument("--fresh", action="store_true", help="measure also what this very setup has measured before")
     shared.add_run(command, Budget(), "bench/results/<gpu>; out/bench where less was asked for")

@@ -6,9 +6,11 @@ import argparse
 import math
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from bench.matrix import DIRECTIONS, SUITES, Cell, in_directions, narrowed
+from bench.run import Job
 from bench.timing import Budget
 from multiattn.inspect.options import count, counts, some_of
 from multiattn.plan.backend import BACKENDS
@@ -74,20 +76,23 @@ def add_run(command: argparse.ArgumentParser, budget: Budget, out: str) -> None:
     command.add_argument("--rounds", type=count, default=budget.rounds, help="readings of each (%(default)s)")
     command.add_argument("--sample-ms", type=positive, default=budget.sample_ms, help="ms a reading (%(default)s)")
     command.add_argument("--seed", type=int, default=budget.seed, help="of the order of turns (%(default)s)")
+    command.add_argument("--fresh", action="store_true", help="measure also what this very setup has measured before")
     command.add_argument("--out", type=Path, help=f"folder of the results; default {out}")
 
 
-def budget_of(options: argparse.Namespace, warmup_ms: float = Budget().warmup_ms) -> Budget:
+def budget_of(options: argparse.Namespace, usual: Budget) -> Budget:
     """The time to spend on each contender."""
-    return Budget(rounds=options.rounds, sample_ms=options.sample_ms, warmup_ms=warmup_ms, seed=options.seed)
+    return replace(usual, rounds=options.rounds, sample_ms=options.sample_ms, seed=options.seed)
+
+
+def as_asked(job: Job, options: argparse.Namespace) -> Job:
+    """A job with what `add_run` reads, and the command that was given, for a folder where it overwrites no result."""
+    command = shlex.join(["python", "-m", "bench", *options.given, "--fresh", "--out", AGAIN])
+    budget = budget_of(options, job.budget)
+    return replace(job, budget=budget, fresh=options.fresh, jobs=options.jobs, command=command)
 
 
 def add_jobs(command: argparse.ArgumentParser) -> None:
     """How many processes compile."""
     jobs = min(12, os.cpu_count() or 1)
     command.add_argument("--jobs", type=count, default=jobs, help="compiling processes (default here: %(default)s)")
-
-
-def command_again(options: argparse.Namespace) -> str:
-    """The command that was given, for a folder where it overwrites no result."""
-    return shlex.join(["python", "-m", "bench", *options.given, "--fresh", "--out", AGAIN])

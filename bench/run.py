@@ -64,12 +64,12 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """The cells to run, who competes, in which regimes, how long."""
+    """The cells to run, who competes, in which regime, how long."""
 
     suite: str
     cells: tuple[Cell, ...]
     providers: tuple[Provider, ...]
-    regimes: tuple[str, ...] = ("device",)
+    regime: str = "device"
     budget: Budget = Budget()  # noqa: RUF009 - frozen, so one for all is safe
     fresh: bool = False
     jobs: int = 1
@@ -97,20 +97,18 @@ def run(job: Job, machine: Machine | None, store: Store, *, quiet: bool = False)
     """
     setup = environment()
     names = [provider.name for provider in job.providers]
-    work = [(cell, regime) for cell in job.cells for regime in job.regimes]
-    waiting = [it for it in work if job.fresh or not store.finished(it[0], names, it[1], setup, job.budget)]
-    is_slow = any(len(waiting) >= PREWARM_CELLS[cell.direction] for cell, _ in waiting)
-    if machine is not None and job.jobs > 1 and is_slow:
-        prewarm(job.providers, [cell for cell, _ in waiting], jobs=job.jobs)
+    waiting = [it for it in job.cells if job.fresh or not store.finished(it, names, job.regime, setup, job.budget)]
+    if machine is not None and job.jobs > 1 and any(len(waiting) >= PREWARM_CELLS[it.direction] for it in waiting):
+        prewarm(job.providers, waiting, jobs=job.jobs)
     with tqdm(waiting, unit="cell", disable=True if quiet else None) as bar:  # None: silent where there is no terminal
-        for cell, regime in bar:
+        for cell in bar:
             bar.set_postfix_str(cell.key)
-            rows = _run_cell(job, cell, regime, machine, store, setup)
+            rows = _run_cell(job, cell, machine, store, setup)
             store.add(rows)
             if not quiet:
                 bar.clear()
-                print(summary(cell, regime, rows), flush=True)
-    return [store.rows[cell.key, name, regime] for cell, regime in work for name in names]
+                print(summary(cell, job.regime, rows), flush=True)
+    return [store.rows[cell.key, name, job.regime] for cell in job.cells for name in names]
 
 
 def summary(cell: Cell, regime: str, rows: Sequence[Row]) -> str:
@@ -119,10 +117,8 @@ def summary(cell: Cell, regime: str, rows: Sequence[Row]) -> str:
     return f"{cell.key} {regime}: " + "  ".join(f"{name} {text}" for name, text in told)
 
 
-def _run_cell(
-    job: Job, cell: Cell, regime: str, machine: Machine | None, store: Store, setup: Environment
-) -> list[Row]:
-    row_of = functools.partial(_row, job, cell, regime, setup)
+def _run_cell(job: Job, cell: Cell, machine: Machine | None, store: Store, setup: Environment) -> list[Row]:
+    row_of = functools.partial(_row, job, cell, setup)
     if machine is None:
         return [row_of(provider.name, provider.why_not(cell, None)) for provider in job.providers]
     turns = f"{datetime.now(timezone.utc).isoformat(timespec='seconds')}-{secrets.token_hex(4)}"
@@ -130,20 +126,20 @@ def _run_cell(
     admitted: dict[str, Admitted] = {}
     rows: dict[str, Row] = {}
     for provider in job.providers:
-        before = store.kept(cell, provider.name, regime, setup)
+        before = store.kept(cell, provider.name, job.regime, setup)
         if before is not None and before.error.startswith(LOST_DEVICE) and not job.fresh:
             rows[provider.name] = before
             continue
-        outcome = admit(provider, cell, tensors, machine, truth, regime=regime)
+        outcome = admit(provider, cell, tensors, machine, truth, regime=job.regime)
         if isinstance(outcome, Admitted):
             admitted[provider.name] = outcome
         else:
             rows[provider.name] = row_of(provider.name, outcome, run=turns)
             _stop_if_lost(machine, store, rows[provider.name])
     contestants = {
-        name: it.contender.call if regime == "call" else it.contender.launch for name, it in admitted.items()
+        name: it.contender.call if job.regime == "call" else it.contender.launch for name, it in admitted.items()
     }
-    timings = measure(contestants, machine.clock, regime=regime, budget=job.budget)
+    timings = measure(contestants, machine.clock, regime=job.regime, budget=job.budget)
     for name, timing in timings.items():  # in the order in which they ended: the first error is the one that broke it
         rows[name] = row_of(name, timing, admitted[name], run=turns)
         _stop_if_lost(machine, store, rows[name])
@@ -191,12 +187,10 @@ def _stop_if_lost(machine: Machine, store: Store, row: Row) -> None:
 def _row(
     job: Job,
     cell: Cell,
-    regime: str,
     setup: Environment,
     name: str,
     outcome: Outcome,
     admitted: Admitted | None = None,
-    *,
     run: str = "",
 ) -> Row:
     plan = admitted.contender.plan if admitted is not None else None
@@ -211,7 +205,7 @@ def _row(
     return Row(
         cell=cell,
         contender=name,
-        regime=regime,
+        regime=job.regime,
         environment=setup,
         command=job.command,
         run=run,

@@ -279,7 +279,7 @@ def run(options: argparse.Namespace) -> int:
         for cell in cells:
             mine = [trial for trial in done if trial.cell == cell]
             ready = [trial for trial in mine if not trial.failure]
-            ranking = time_trials(cell, ready, machine, shared.budget_of(options, TUNE_BUDGET.warmup_ms))
+            ranking = time_trials(cell, ready, machine, shared.budget_of(options, TUNE_BUDGET))
             ranking = time_finalists(cell, [*ranking, *(it for it in mine if it.failure)], machine, options.finals)
             kept += ranking
             save(path, kept, environment())

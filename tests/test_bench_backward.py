@@ -25,8 +25,8 @@ BWD, BOTH = (replace(fakes.CELL, direction=direction) for direction in ("bwd", "
 CELLS = SUITES["backward"]
 
 
-def run_once(folder, *providers, cell=BWD, regimes=("device",), machine=None):
-    job = replace(fakes.job(*providers, cells=(cell,)), regimes=regimes)
+def run_once(folder, *providers, cell=BWD, regime="device", machine=None):
+    job = replace(fakes.job(*providers, cells=(cell,)), regime=regime)
     return run(job, machine or fakes.machine(), fakes.store(folder), quiet=True)
 
 
@@ -71,7 +71,7 @@ def test_a_launch_writes_what_its_direction_has(cell, written):
 @pytest.mark.parametrize("cell", [BWD, BOTH])
 @pytest.mark.parametrize("regime", ["device", "call"])
 def test_ours_and_peers_are_measured_in_a_backward(cell, regime, tmp_path):
-    ours, peer = run_once(tmp_path, OURS, fakes.peer("sdpa"), cell=cell, regimes=(regime,))
+    ours, peer = run_once(tmp_path, OURS, fakes.peer("sdpa"), cell=cell, regime=regime)
     flops = {"bwd": 2.5, "fwdbwd": 3.5}[cell.direction] * 4 * 2 * (48 * 49 // 2) * 16
     assert ours.measured.tflops == pytest.approx(flops / 0.5e-3 / 1e12, rel=1e-5)
     assert 0 < ours.measured.error_ratio <= 1
@@ -146,7 +146,7 @@ def test_a_call_asks_for_the_variant_of_its_row(monkeypatch, tmp_path):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
     monkeypatch.setattr(multiattn, "fmha", fmha)
-    rows = run_once(tmp_path, *our_providers(("reference",), direction="bwd"), regimes=("call",))
+    rows = run_once(tmp_path, *our_providers(("reference",), direction="bwd"), regime="call")
     assert all(row.measured for row in rows)
     assert asked == [False, True]
 
@@ -157,7 +157,7 @@ def test_a_call_cannot_time_a_variant_that_nobody_can_ask_for(monkeypatch, tmp_p
     third = replace(backend.backward.variants[1], name="third")
     more = replace(backend, backward=replace(backend.backward, variants=(*backend.backward.variants, third)))
     monkeypatch.setattr("multiattn.plan.backend.get", lambda name: more)
-    (row,) = run_once(tmp_path, Ours(backend="reference", variant="third"), regimes=("call",))
+    (row,) = run_once(tmp_path, Ours(backend="reference", variant="third"), regime="call")
     assert str(row.reasons[0]) == "variant: got third; allowed two_pass: fmha cannot be asked for others"
 
 

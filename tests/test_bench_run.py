@@ -176,7 +176,7 @@ def test_rows_of_two_runs_are_not_finished(tmp_path):
 
 
 def test_in_the_call_regime_the_call_itself_is_checked(tmp_path, monkeypatch):
-    job = replace(fakes.job(OURS), regimes=("call",))
+    job = replace(fakes.job(OURS), regime="call")
     right = multiattn.fmha
     monkeypatch.setattr(multiattn, "fmha", lambda *args, **options: right(*args, **options) * 1.5)
     (row,) = run(job, fakes.machine(), fakes.store(tmp_path), quiet=True)

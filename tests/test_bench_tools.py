@@ -225,12 +225,15 @@ def test_the_demo_runs_every_part_and_writes_one_page(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- host
 
 
-def test_the_host_table_says_why_there_is_none(tmp_path):
-    costs = host.host_costs(None, fakes.FakeClock(), lambda: None)
-    assert [cost.reasons for cost in costs] == [(NO_GPU,)] * len(host.KINDS) * (len(BACKENDS) + 1)
+def test_a_host_table_comes_back_from_its_file(tmp_path):
+    costs = (
+        *(host.HostCost(contender="cuda", kind=kind, variant="wgmma", call_us=12.34) for kind in host.KINDS),
+        *(host.HostCost(contender="triton", kind=kind, reasons=(NO_GPU,)) for kind in host.KINDS),
+    )
     table = host.HostTable(cell=host.CELL, environment=fakes.SETUP, costs=costs)
     table.save(tmp_path / "host.json")
     assert host.load(tmp_path / "host.json") == table
+    assert [line.split()[:2] for line in table.table().splitlines()[2:]] == [["cuda", "12.3"], ["triton", "gpu:"]]
 
 
 def test_a_call_costs_what_the_host_takes_and_in_a_graph_what_the_device_takes():
@@ -256,11 +259,7 @@ def test_a_call_costs_what_the_host_takes_and_in_a_graph_what_the_device_takes()
 
 def test_the_host_calls_do_what_they_are_called():
     tensors = host.CELL.tensors("cpu")
-
-    def attention(q, k, v):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    plain, with_grad, training, in_graph = (host.call_of(kind, attention, tensors)() for kind in host.KINDS)
+    plain, with_grad, training, in_graph = (host.call_of(host.SDPA, kind, tensors)() for kind in host.KINDS)
     assert [plain.requires_grad, in_graph.requires_grad] == [False, False]
     assert with_grad.requires_grad
     assert [grad.shape for grad in training] == [tensor.shape for tensor in tensors]
