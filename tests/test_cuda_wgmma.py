@@ -11,9 +11,9 @@ import aot_fakes
 import cuda_fakes
 import pytest
 import torch
+from bench.ladder_rungs import listed_rungs
 from wgmma_plans import CONFIG, FLIPPED, SM90, on_cpu, plan_of, problem_of, ways
 
-from bench.ladder_rungs import listed_rungs
 from bench.matrix import SUITES
 from multiattn import aot, explain
 from multiattn.cuda import BACKEND

@@ -6,9 +6,9 @@ from dataclasses import replace
 import gradient_checks
 import pytest
 import torch
+from bench.rule_table import compiler, is_older
 
 from bench import expected
-from bench.rule_table import compiler, is_older
 from multiattn import Plan, Problem
 from multiattn.plan.arch import ARCHS, by_name
 from multiattn.plan.backend import make_plan, plan_variant
