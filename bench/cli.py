@@ -172,7 +172,7 @@ COMMANDS = {
     "run": run_matrix,
     "record": record.run,
     "ladder": ladder.climb,
-    "tune": tune.run,
+    "tune": tune.sweep,
     "compare": compare_files,
     "prefer": write_preferences,
     "host": measure_host,

@@ -190,10 +190,11 @@ Plans = tuple[Plan, Plan | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ours:
-    """One backend; `variant` None is its best that can run the cell."""
+    """One backend; `variant` None is its best that can run the cell, `config` None is that of the variant's rule."""
 
     backend: str
     variant: str | None = None
+    config: Config | None = None
     is_ours: bool = True
 
     @property
@@ -203,8 +204,9 @@ class Ours:
 
     @property
     def name(self) -> str:
-        """``cuda``, or ``cuda/basic``."""
-        return self.backend if self.variant is None else f"{self.backend}/{self.variant}"
+        """``cuda``, ``cuda/basic``, or that and a config."""
+        name = self.backend if self.variant is None else f"{self.backend}/{self.variant}"
+        return name if self.config is None else f"{name} {self.config}"
 
     def why_not(self, cell: Cell, arch: Arch | None) -> tuple[Reason, ...]:
         """Every reason known before there is a tensor; `arch` None is a machine without a GPU."""
@@ -224,10 +226,10 @@ class Ours:
     def plans(self, cell: Cell, problem: Problem, arch: Arch) -> Plans:
         """The Plans to launch in a cell; Unsupported with every reason. `variant` is of the direction that counts."""
         backend = registry.get(self.backend)
+        plan = functools.partial(make_plan, backend, problem, arch)
         if cell.direction == "fwd":
-            return make_plan(backend, problem, arch, variant=self.variant), None
-        forward = make_plan(backend, problem, arch)
-        return make_plan(backend, problem, arch, direction="backward", variant=self.variant), forward
+            return plan(variant=self.variant, config=self.config), None
+        return plan(direction="backward", variant=self.variant, config=self.config), plan()
 
 
 def our_providers(

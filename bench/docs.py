@@ -125,8 +125,8 @@ def head_dims_block() -> str:
     rows = []
     for language in LANGUAGES:
         for direction in DIRECTIONS:
-            found = (sorted(able.get((language, direction, arch), ())) for arch in arches)
-            rows.append((language, direction, *(ranges(its) or NOTHING for its in found)))
+            lists = (sorted(able.get((language, direction, arch), ())) for arch in arches)
+            rows.append((language, direction, *(ranges(its) or NOTHING for its in lists)))
     return markdown(("language", "direction", *arches), rows)
 
 

@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
 from bench import options as shared
-from bench.contenders import Contender, RefusedError, Tensors, config_data, contender_of
-from bench.environment import NO_GPU, ROOT, device_works, environment
+from bench.contenders import Ours, RefusedError, Tensors
+from bench.environment import NO_GPU, ROOT, device_works
 from bench.errors import InputError
-from bench.flops import cell_flops, rate_text, tflops
+from bench.flops import rate_text
 from bench.matrix import Cell
-from bench.peers import find_peers
-from bench.results import Environment, dump
-from bench.run import Machine
-from bench.timing import Budget, Contestant, Timing, measure
+from bench.peers import Provider, find_peers
+from bench.results import Row, Store
+from bench.run import Job, Machine, run
+from bench.timing import Budget
 from bench.truth import Truths, check, truth_of
 from multiattn.inspect import store
 from multiattn.inspect.facts import read_kernel
@@ -34,16 +33,13 @@ from multiattn.inspect.options import count
 from multiattn.inspect.pool import run_isolated
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import Arch
-from multiattn.plan.backend import Direction, Plan, make_plan, plan_variant
-from multiattn.plan.config import Config
+from multiattn.plan.backend import Plan, plan_variant
+from multiattn.plan.support import Unsupported
 from multiattn.plan.toolchain import find_cuobjdump
 
 YARDSTICK = "sdpa-cudnn"
 TUNE_SEQ = 4096
 """The length that is swept unless others are asked for: a rule for long sequences is what most users run."""
-
-GIVEN = "given by the caller"
-"""The `why` of a Plan whose config no rule chose."""
 
 RAGGED = ((200, 16), (777, 7))
 """Lengths, and batches of six heads, that candidates are checked at as well.
@@ -58,57 +54,27 @@ FINAL_BUDGET = Budget(rounds=21, sample_ms=16.0, warmup_ms=30.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
-    """One candidate in one cell: TFLOPS, or why there are none. Without a config it is the yardstick."""
+class Candidate:
+    """A config in one cell; without a config it is the rules' own choice."""
 
+    ours: Ours
     cell: Cell
-    name: str
-    config: Config | None = None
-    plan: Plan | None = None
-    """None also where the config does not fit."""
-    tflops: float | None = None
-    spread: float = 0.0
-    failure: str = ""
-
-    @property
-    def is_rule(self) -> bool:
-        """True for the choice of the rules."""
-        return self.plan is not None and self.plan.why != GIVEN
+    arch: Arch
+    device: str
+    may_spill: bool = False
 
 
-def trial_of(cell: Cell, plan: Plan, failure: str = "") -> Trial:
-    """The Trial of a Plan that is yet to be timed, or never will be."""
-    ruled = "" if plan.why == GIVEN else "  (rule)"
-    name = f"{plan.backend}/{plan.variant} {plan.config or ''}{ruled}".strip()
-    return Trial(cell=cell, name=name, config=plan.config, plan=plan, failure=failure)
-
-
-def direction_of(cell: Cell) -> Direction:
-    """The direction whose configs are swept: where a backward is timed with its forward, the backward's."""
-    return "forward" if cell.direction == "fwd" else "backward"
-
-
-def candidates(backend_name: str, cell: Cell, arch: Arch, variants: Sequence[str] = ()) -> list[Trial]:
-    """A Trial per candidate config of each variant (of `variants`, or all offered), the rules' own choice among them.
-
-    A candidate that does not fit has the reasons for its failure.
-    """
-    backend, direction = registry.get(backend_name), direction_of(cell)
-    op = backend.op(direction)
+def candidates(backend: str, cell: Cell, arch: Arch, variants: Sequence[str] = ()) -> list[Ours]:
+    """Each variant (of `variants`, or all offered) with the config of its rule and with every other candidate."""
+    direction: registry.Direction = "forward" if cell.direction == "fwd" else "backward"
+    op = registry.get(backend).op(direction)
     found = []
     for variant in op.variants:
-        if variant.name not in (variants or [offered.name for offered in op.offered]):
-            continue
-        plan = functools.partial(plan_variant, backend, variant, cell.problem, arch, direction=direction)
-        chosen = plan()
-        own = chosen.config if isinstance(chosen, Plan) else None
-        others = (it for it in dict.fromkeys(op.candidates(variant, cell.problem, arch)) if it != own)
-        for config, made in ((own, chosen), *((config, plan(config)) for config in others)):
-            if isinstance(made, Plan):
-                found.append(trial_of(cell, made))
-            else:
-                name, why = f"{backend_name}/{variant.name} {config or ''}".strip(), "; ".join(map(str, made))
-                found.append(Trial(cell=cell, name=name, config=config, failure=why))
+        if variant.name in (variants or [offered.name for offered in op.offered]):
+            own = plan_variant(registry.get(backend), variant, cell.problem, arch, direction=direction)
+            configs = dict.fromkeys(op.candidates(variant, cell.problem, arch))
+            others = (it for it in configs if not isinstance(own, Plan) or it != own.config)
+            found += [Ours(backend=backend, variant=variant.name, config=config) for config in (None, *others)]
     return found
 
 
@@ -124,167 +90,126 @@ def _cell_truth(cell: Cell, device: str) -> tuple[Tensors, Truths]:
     return tensors, truth
 
 
-class SpillsError(RuntimeError):
-    """A candidate loads and stores registers in the loops that every block runs."""
+def check_candidate(it: Candidate) -> bool:
+    """Compile and launch a candidate, in its cell and in `RAGGED` ones, and check the last batch entry of each.
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
-    """A Trial to check on a device; `spills` allows it to spill."""
-
-    trial: Trial
-    device: str
-    spills: bool
-
-
-def check_candidate(task: Task) -> bool:
-    """Compile and launch one Plan, in its cell and in `RAGGED` ones, and check the last batch entry of each.
-
-    Raises SpillsError, or Mismatch where it is wrong.
+    Raises RuntimeError where it spills, Mismatch where it is wrong.
     """
-    plan, its = task.trial.plan, task.trial.cell
-    assert plan is not None
-    if not task.spills:
+    plan, _ = it.ours.plans(it.cell, it.cell.problem, it.arch)
+    if not it.may_spill:
         refuse_spills(plan)
-    backend, variant = registry.get(plan.backend), registry.variant_of(plan)
-    ragged = (replace(its, seq=seq, batch=batch, heads=6, heads_kv=None) for seq, batch in RAGGED)
-    for cell in (its, *ragged):
-        there = plan_variant(backend, variant, cell.problem, plan.arch, plan.config, direction=plan.direction)
-        if not isinstance(there, Plan):
-            continue  # its own cell is what it is a candidate for
-        tensors, truth = _cell_truth(cell, task.device)
-        results = _contender(there, tensors, cell).output()
-        check({name: result[-1:] for name, result in results.items()}, truth, there)
+    ours = replace(it.ours, config=plan.config)
+    ragged = (replace(it.cell, seq=seq, batch=batch, heads=6, heads_kv=None) for seq, batch in RAGGED)
+    for cell in (it.cell, *ragged):
+        tensors, truth = _cell_truth(cell, it.device)
+        try:
+            contender = ours.prepare(cell, tensors, it.arch)
+        except (Unsupported, RefusedError):
+            continue  # its own cell, which was planned above, is what it is a candidate for
+        check({name: result[-1:] for name, result in contender.output().items()}, truth, contender.plan)
     return True
 
 
 def refuse_spills(plan: Plan) -> None:
-    """SpillsError where a kernel of a Plan for a GPU spills in its hot loops; nothing where no cuobjdump can tell."""
-    if not plan.arch.is_gpu or find_cuobjdump() is None:
-        return
-    found = [read_kernel(kernel, plan) for kernel in store.compiled(plan)]
-    if spilling := [kernel for kernel in found if kernel.hot_spills]:
-        told = ", ".join(f"{it.name} {it.hot_spills} times with {it.registers} registers" for it in spilling)
-        raise SpillsError(f"spills in its hot loops: {told}")
+    """RuntimeError where a kernel of a Plan for a GPU spills in its hot loops; nothing where no cuobjdump can tell."""
+    if plan.arch.is_gpu and find_cuobjdump() is not None:
+        found = [read_kernel(kernel, plan) for kernel in store.compiled(plan)]
+        told = [f"{it.name} {it.hot_spills} times with {it.registers} registers" for it in found if it.hot_spills]
+        if told:
+            raise RuntimeError(f"spills in its hot loops: {', '.join(told)}")
 
 
-def _contender(plan: Plan, tensors: Tensors, cell: Cell) -> Contender:
-    """A candidate ready to launch; a backward is fed by its backend's own best forward."""
-    is_forward = plan.direction == "forward"
-    forward = None if is_forward else make_plan(registry.get(plan.backend), plan.problem, plan.arch)
-    return contender_of(plan, tensors, cell, forward)
-
-
-def prepare(trials: Sequence[Trial], machine: Machine, *, jobs: int, timeout_s: float, spills: bool) -> Iterator[Trial]:
-    """Compile and check Plans in processes of their own; each Trial as it ends, with its failure if any.
+def check_all(wanted: Sequence[Candidate], *, jobs: int, timeout_s: float) -> Iterator[tuple[Candidate, str]]:
+    """Check candidates in processes of their own; each as it ends, with its failure if any.
 
     What finds too little memory beside the others is checked once more, alone.
     """
-    waiting = [Task(trial=trial, device=str(machine.device), spills=spills) for trial in trials]
+    waiting = list(wanted)
     for processes in (jobs, 1):
         crowded = []
-        for it in run_isolated(check_candidate, waiting, jobs=processes, timeout_s=timeout_s, keep=device_works):
-            if processes > 1 and any(word in it.error for word in OUT_OF_MEMORY):
-                crowded.append(it.item)
+        for outcome in run_isolated(check_candidate, waiting, jobs=processes, timeout_s=timeout_s, keep=device_works):
+            if processes > 1 and any(word in outcome.error for word in OUT_OF_MEMORY):
+                crowded.append(outcome.item)
             else:
-                yield replace(it.item.trial, failure=it.error)
+                yield outcome.item, outcome.error
         waiting = crowded
 
 
 # ---------------------------------------------------------------- timed
 
 
-def time_trials(cell: Cell, ready: Sequence[Trial], machine: Machine, budget: Budget) -> list[Trial]:
-    """Time checked candidates and the yardstick in turns: the same Trials with TFLOPS or failures, fastest first."""
-    tensors = cell.tensors(machine.device)
-    trials = {trial.name: trial for trial in ready}
-    contestants: dict[str, Contestant] = {}
-    for trial in ready:
-        assert trial.plan is not None
-        try:
-            contestants[trial.name] = _contender(trial.plan, tensors, cell).launch
-        except Exception as error:  # broad: one candidate's failure is its line of the ranking
-            trials[trial.name] = replace(trial, failure=f"{type(error).__name__}: {error}")
-    trials[YARDSTICK] = Trial(cell=cell, name=YARDSTICK)
-    try:
-        contestants[YARDSTICK] = find_peers((YARDSTICK,))[0].prepare(cell, tensors, machine.arch).launch
-    except RefusedError as refusal:
-        trials[YARDSTICK] = replace(trials[YARDSTICK], failure=str(refusal))
-    for name, it in measure(contestants, machine.clock, budget=budget).items():
-        if isinstance(it, Timing):
-            rate = tflops(cell_flops(cell), it.time_ms)
-            trials[name] = replace(trials[name], tflops=rate, spread=(it.high_ms - it.low_ms) / it.time_ms)
-        else:
-            trials[name] = replace(trials[name], failure=f"{type(it).__name__}: {it}")
-    return sorted(trials.values(), key=lambda trial: -(trial.tflops or 0.0))
-
-
-def time_finalists(cell: Cell, ranking: Sequence[Trial], machine: Machine, finals: int) -> list[Trial]:
-    """The `finals` fastest and the rules' own choice timed once more, in long readings, ahead of the others.
-
-    A sweep has dozens of candidates in the same turns. On a power-limited GPU the slow ones cool it for whoever comes
-    next: the same config lost 2.5 % in one sweep and nothing in another (H200, 2026-11-22, D=256 N=16k).
-    """
-    timed = [trial for trial in ranking if trial.plan is not None and trial.tflops]
-    chosen = [trial for place, trial in enumerate(timed) if place < finals or trial.is_rule]
-    if not finals or not chosen:
-        return list(ranking)
-    again = time_trials(cell, chosen, machine, FINAL_BUDGET)
-    return [*again, *(trial for trial in ranking if trial.name not in {it.name for it in again})]
-
-
-def table(trials: Sequence[Trial], *, top: int) -> str:
-    """The ranking: the best `top`, the rule's own choice and the yardstick wherever they stand, and the failures."""
-    rows: list[tuple[str, ...]] = []
-    for place, trial in enumerate(trials, start=1):
-        if trial.tflops is not None and (place <= top or trial.is_rule or trial.plan is None):
-            rows.append((str(place), trial.name, rate_text(trial.tflops), f"{100 * trial.spread:.1f} %"))
-        elif trial.failure:
-            rows.append(("-", trial.name, "-", trial.failure.splitlines()[0][:100]))
-    return tabulate(rows, headers=("", "candidate", "TFLOPS", "spread"), disable_numparse=True)
-
-
-def save(path: Path, trials: Iterable[Trial], setup: Environment) -> None:
-    """Write trials as JSON, one a line, fastest first."""
-    lines = [
-        {"cell": it.cell.as_dict(), "name": it.name, "config": config_data(it.config), "tflops": it.tflops,
-         "spread": it.spread, "failure": it.failure.partition("\n")[0]}
-        for it in trials
-    ]  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(dump({"environment": asdict(setup), "trials": lines}))
-
-
-# ---------------------------------------------------------------- the command
-
-
-def run(options: argparse.Namespace) -> int:
-    """Sweep the candidates of each backend, print the ranking of each cell and keep it as JSON."""
+def sweep(options: argparse.Namespace) -> int:
+    """Sweep the candidates of each backend, print the ranking of each cell and keep it as results."""
     options.seq = options.seq or [TUNE_SEQ]
     cells = shared.cells_of(options, "standard")
     machine = Machine.current()
     if machine is None:
         print(f"Nothing to time on: {NO_GPU}")
         return 1
+    common = {"arch": machine.arch, "device": str(machine.device), "may_spill": options.spills}
     for backend in shared.backends_of(options):
-        found = [trial for cell in cells for trial in candidates(backend, cell, machine.arch, options.variant or ())]
-        if not found:
+        wanted = [
+            Candidate(ours=ours, cell=cell, **common)
+            for cell in cells
+            for ours in candidates(backend, cell, machine.arch, options.variant or ())
+        ]
+        if not wanted:
             raise InputError(f"--variant: got {', '.join(options.variant)}; {backend} has none of them")
-        waiting = [trial for trial in found if not trial.failure]
-        limits = {"jobs": options.jobs, "timeout_s": options.timeout, "spills": options.spills}
-        checked = tqdm(prepare(waiting, machine, **limits), total=len(waiting), desc=backend, unit="candidate")
-        done = [*checked, *(trial for trial in found if trial.failure)]
-        kept: list[Trial] = []
-        path = (options.out or ROOT / "out" / "tune") / f"{backend}.json"
+        checked = check_all(wanted, jobs=options.jobs, timeout_s=options.timeout)
+        failures = dict(tqdm(checked, total=len(wanted), desc=backend, unit="candidate"))
+        name = f"tune_{backend}"
+        kept = Store.open((options.out or ROOT / "out" / "tune") / f"{name}.json", name)
         for cell in cells:
-            mine = [trial for trial in done if trial.cell == cell]
-            ready = [trial for trial in mine if not trial.failure]
-            ranking = time_trials(cell, ready, machine, shared.budget_of(options, TUNE_BUDGET))
-            ranking = time_finalists(cell, [*ranking, *(it for it in mine if it.failure)], machine, options.finals)
-            kept += ranking
-            save(path, kept, environment())
-            print(f"\n{backend}: {cell.key}\n{table(ranking, top=options.top)}\n\nWritten: {path}", flush=True)
+            mine = {it.ours: failure for it, failure in failures.items() if it.cell == cell}
+            ready: tuple[Provider, ...] = (
+                *(ours for ours, failure in mine.items() if not failure),
+                *find_peers((YARDSTICK,)),
+            )
+            job = shared.as_asked(Job(suite=name, cells=(cell,), providers=ready, budget=TUNE_BUDGET), options)
+            ranking = ranked(run(replace(job, jobs=1, fresh=True), machine, kept, quiet=True))
+            if options.finals:
+                ranking = time_finalists(job, ranking, machine, kept, options.finals)
+            told = {ours.name: failure for ours, failure in mine.items() if failure}
+            print(
+                f"\n{backend}: {cell.key}\n{table(ranking, told, top=options.top)}\n\nWritten: {kept.path}", flush=True
+            )
     return 0
+
+
+def ranked(rows: Sequence[Row]) -> list[Row]:
+    """Fastest first."""
+    return sorted(rows, key=lambda row: -row.tflops)
+
+
+def is_marked(name: str) -> bool:
+    """Tell whether it is the rules' own choice or the yardstick, which have no config in their name."""
+    return " " not in name
+
+
+def time_finalists(job: Job, ranking: Sequence[Row], machine: Machine, kept: Store, finals: int) -> list[Row]:
+    """The `finals` fastest, the rules' own choice and the yardstick timed once more, in long readings, ahead of others.
+
+    A sweep has dozens of candidates in the same turns. On a power-limited GPU the slow ones cool it for whoever comes
+    next: the same config lost 2.5 % in one sweep and nothing in another (H200, 2026-11-22, D=256 N=16k).
+    """
+    chosen = {row.contender for place, row in enumerate(ranking) if place < finals or is_marked(row.contender)}
+    again = tuple(provider for provider in job.providers if provider.name in chosen)
+    job = replace(job, providers=again, budget=FINAL_BUDGET, fresh=True, jobs=1)
+    finished = ranked(run(job, machine, kept, quiet=True))
+    return [*finished, *(row for row in ranking if row.contender not in chosen)]
+
+
+def table(ranking: Sequence[Row], failures: Mapping[str, str], *, top: int) -> str:
+    """The best `top`, the rule's own choice and the yardstick wherever they stand, and the failures."""
+    lines: list[tuple[str, ...]] = []
+    for place, row in enumerate(ranking, start=1):
+        name = f"{row.contender} (rule)" if is_marked(row.contender) and row.plan is not None else row.contender
+        if row.measured is None:
+            lines.append(("-", name, "-", row.text[:100]))
+        elif place <= top or is_marked(row.contender):
+            lines.append((str(place), name, rate_text(row.tflops), f"{100 * row.measured.spread:.1f} %"))
+    lines += [("-", name, "-", failure.splitlines()[0][:100]) for name, failure in failures.items()]
+    return tabulate(lines, headers=("", "candidate", "TFLOPS", "spread"), disable_numparse=True)
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:

@@ -16,7 +16,6 @@ from bench import cli, demo, host, tune
 from bench import options as shared
 from bench.contenders import Ours, RefusedError, our_providers
 from bench.environment import NO_GPU
-from bench.errors import InputError
 from bench.matrix import SUITES
 from bench.results import dumps, load
 from bench.run import tasks
@@ -24,9 +23,9 @@ from bench.timing import Sample
 from multiattn.inspect import cli as targets_cli
 from multiattn.inspect.pool import Outcome
 from multiattn.plan.arch import ARCHS
-from multiattn.plan.backend import BACKENDS, get, make_plan
+from multiattn.plan.backend import BACKENDS, Plan, find_variant, get, plan_variant
 from multiattn.plan.config import Config
-from multiattn.plan.support import Reason
+from multiattn.plan.support import Reason, Unsupported
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
 
@@ -39,7 +38,7 @@ class Choice(Config):
 # ---------------------------------------------------------------- tuning
 
 
-def test_tuning_ranks_what_ran_and_keeps_what_failed(monkeypatch, tmp_path, capsys):
+def test_tuning_ranks_what_ran_and_tells_what_failed(monkeypatch, tmp_path, capsys):
     eager = get("reference").forward.variants[0]
     configs = [Choice(tile_m=tile_m, tile_n=16) for tile_m in (16, 32, 64)]
 
@@ -54,50 +53,47 @@ def test_tuning_ranks_what_ran_and_keeps_what_failed(monkeypatch, tmp_path, caps
     monkeypatch.setattr(tune, "run_isolated", run_here)
     monkeypatch.setattr(tune, "find_peers", lambda names: (fakes.peer(tune.YARDSTICK),))
     monkeypatch.setattr(tune.Machine, "current", lambda: fakes.machine())
-    monkeypatch.setattr(shared, "SUITES", {"smoke": (fakes.CELL,)})
-    options = tune_options("--seq", "48", "--out", str(tmp_path), "--suite", "smoke", "--finals", "1")
-    assert tune.run(options) == 0
-    options.variant = ["wgma"]
-    with pytest.raises(InputError, match="--variant: got wgma; cuda has none of them"):
-        tune.run(options)
+    monkeypatch.setattr(shared, "SUITES", {**SUITES, "smoke": (fakes.CELL,)})
+    words = ["tune", "--backend", "cuda", "--seq", "48", "--out", str(tmp_path), "--suite", "smoke", "--finals", "1"]
+    assert cli.main(words) == 0
     said = capsys.readouterr().out
+    assert "config: got tile_m=64; allowed less" in said
     assert "RuntimeError: broken" in said
+    assert "cuda/eager (rule)" in said
     (path,) = tmp_path.iterdir()
-    trials = {it["name"]: it for it in json.loads(path.read_text())["trials"]}
-    assert trials["cuda/eager tile_m=64 tile_n=16"]["failure"] == "config: got tile_m=64; allowed less"
-    assert trials["reference/eager tile_m=16 tile_n=16"]["failure"] == "RuntimeError: broken"
-    assert trials["reference/eager tile_m=32 tile_n=16"]["tflops"]
-    assert trials[tune.YARDSTICK]["tflops"]
-
-
-def tune_options(*given):
-    return cli._parser().parse_args(["tune", "--backend", "cuda", *given])
+    rows = {row.contender: row for row in load(path)}
+    assert set(rows) == {"cuda/eager", "cuda/eager tile_m=32 tile_n=16", tune.YARDSTICK}
+    assert rows["cuda/eager"].measured.rounds == rows[tune.YARDSTICK].measured.rounds == tune.FINAL_BUDGET.rounds
+    assert rows["cuda/eager tile_m=32 tile_n=16"].plan["config"] == {"tile_m": 32, "tile_n": 16}
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--variant", "wgma"])
+    assert "--variant: got wgma; cuda has none of them" in capsys.readouterr().err
 
 
 def run_here(function, items, **_):
     """`run_isolated` in this process, with one candidate that breaks."""
     for item in items:
-        config = item.trial.config
-        if config is not None and config.tile_m == 16:
-            yield Outcome(item=item, seconds=0.1, error="RuntimeError: broken")
-        else:
-            yield Outcome(item=item, seconds=0.1, result=function(item))
+        try:
+            broken = item.ours.config is not None and item.ours.config.tile_m == 16
+            error = "RuntimeError: broken" if broken else "" if function(item) else "?"
+        except Unsupported as refusal:
+            error = str(refusal.reasons[0])
+        yield Outcome(item=item, seconds=0.1, error=error)
 
 
 def test_what_finds_no_memory_beside_others_is_checked_alone(monkeypatch):
-    plan = make_plan(get("reference"), fakes.CELL.problem, ARCHS["cpu"])
-    plans = [replace(plan, config=Choice(tile_m=tile_m, tile_n=16)) for tile_m in (16, 32, 64)]
     needs = {16: 1, 32: 3, 64: 9}  # shares of the memory, of which each of `jobs` processes has its part of 9
 
     def run(function, items, *, jobs, **_):
         for item in items:
-            fits = needs[item.trial.config.tile_m] * jobs < 9
+            fits = needs[item.ours.config.tile_m] * jobs < 9
             yield Outcome(item=item, seconds=0.1, error="" if fits else "torch.OutOfMemoryError: CUDA out of memory")
 
     monkeypatch.setattr(tune, "run_isolated", run)
-    trials = [tune.trial_of(fakes.CELL, plan) for plan in plans]
-    found = list(tune.prepare(trials, fakes.machine(), jobs=4, timeout_s=1, spills=True))
-    assert [(it.config.tile_m, it.failure.partition(":")[0]) for it in found] == [
+    ours = [Ours(backend="cuda", config=Choice(tile_m=tile_m, tile_n=16)) for tile_m in needs]
+    wanted = [tune.Candidate(ours=it, cell=fakes.CELL, arch=ARCHS["cpu"], device="cpu") for it in ours]
+    found = list(tune.check_all(wanted, jobs=4, timeout_s=1))
+    assert [(it.ours.config.tile_m, error.partition(":")[0]) for it, error in found] == [
         (16, ""),
         (32, ""),
         (64, "torch.OutOfMemoryError"),
@@ -106,10 +102,16 @@ def test_what_finds_no_memory_beside_others_is_checked_alone(monkeypatch):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_offers_candidates_that_plan(backend):
-    found = tune.candidates(backend, SUITES["floors"][0], ARCHS["sm90"])
-    assert sum(trial.is_rule for trial in found) >= 1
-    assert any(trial.plan is not None and not trial.is_rule for trial in found)
-    assert all(bool(trial.failure) == (trial.plan is None) for trial in found)
+    cell = SUITES["floors"][0]
+    found = tune.candidates(backend, cell, ARCHS["sm90"])
+    assert len({ours.name for ours in found}) == len(found)
+    assert sum(ours.config is None for ours in found) >= 1
+    plans = [
+        plan_variant(get(backend), find_variant(get(backend), ours.variant), cell.problem, ARCHS["sm90"], ours.config)
+        for ours in found
+        if ours.config is not None
+    ]
+    assert any(isinstance(plan, Plan) for plan in plans)
 
 
 # ---------------------------------------------------------------- the command line
