@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
 
-from bench import demo, docs, host, ladder, record, report, tune, verdicts
+from bench import docs, host, ladder, record, report, tune, verdicts
 from bench import options as shared
 from bench.contenders import our_providers
-from bench.environment import NO_GPU, RESULTS, ROOT, environment, results_dir
 from bench.errors import InputError
 from bench.matrix import SUITES
 from bench.peers import PEERS, find_peers
-from bench.results import Row, Store, is_ours, load
+from bench.results import NO_GPU, RESULTS, ROOT, Row, Store, environment, is_ours, load, results_dir
 from bench.run import DeviceLostError, Job, Machine, run
 from bench.timing import REGIMES, Budget, CudaClock
 from multiattn.__main__ import main as run_multiattn
+from multiattn.inspect.cli import load as load_compiled
+from multiattn.inspect.tables import detailed
+from parity.__main__ import main as run_parity
+
+BACKWARD_ARCH = "sm90"
+"""One arch stands for all in a demo: a backward compiles several times as long as a forward."""
+
+Command = Callable[[list[str]], int]
 
 EPILOG = "Without a command it is run: python -m bench --suite floors. Options of a command: python -m bench run --help"
 
@@ -162,7 +170,34 @@ def update_docs(options: argparse.Namespace) -> int:
 
 def run_demo(options: argparse.Namespace) -> int:
     """Run parity, compile for every target, time the floors where there is a GPU, and write one page of it all."""
-    return demo.demo(options, main, [path for path in recorded_files() if path.stem in ("standard", "backward")])
+    out, jobs = options.out, ["--jobs", str(options.jobs)]
+    forward, backward = out / "bench" / "compile.json", out / "bench" / "compile_backward.json"
+    compiled = ["compile", *jobs, "--head-dim", "128", "--mask", "causal", "--direction"]
+    backward_only = [*compiled, "backward", "--arch", BACKWARD_ARCH, "--json", str(backward)]
+    steps: list[tuple[str, Command, list[str]]] = [
+        ("Parity", run_parity, [*jobs, "--out", str(out / "parity")]),
+        ("Compiled for every target", run_multiattn, [*compiled, "forward", "--json", str(forward)]),
+        (f"Backward compiled for {BACKWARD_ARCH}", run_multiattn, backward_only),
+        ("Speed", main, ["run", "--suite", "floors", "--no-compile", *jobs, "--out", str(out / "bench")]),
+    ]
+    failed = []
+    for title, command, arguments in steps:
+        print(f"\n=== {title}\n", flush=True)
+        if command(arguments):
+            failed.append(title)
+    parity = json.loads((out / "parity" / "parity.json").read_text())
+    sections = [
+        report.section("Parity", "\n".join((parity["verdict"], *parity["failures"])), "parity/parity.html"),
+        report.section("Compiled for every target", detailed([*load_compiled(forward), *load_compiled(backward)])),
+        report.speed_section("Speed", report.load_all([out / "bench" / "floors.json"])),
+    ]
+    recorded = [path for path in recorded_files() if path.stem in ("standard", "backward")]
+    sections += [report.speed_section(f"Recorded: {it.parent.name}, {it.stem}", load(it)) for it in recorded]
+    report.write_page(out / "report.html", sections)
+    print(f"\nWritten: {out / 'report.html'}")
+    if failed:
+        print(f"Failed: {', '.join(failed)}; see above")
+    return int(bool(failed))
 
 
 # ---------------------------------------------------------------- arguments

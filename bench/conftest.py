@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from bench.contenders import Contender, our_providers
-from bench.environment import environment
 from bench.matrix import SUITES, Cell, Direction
 from bench.peers import PEERS, Provider
+from bench.results import environment
 from bench.run import Machine, admit, tensors_and_truth
 from bench.timing import Budget, Contestant, CudaClock, Sample, Timing, warm_up
 

@@ -1,4 +1,7 @@
-"""Contenders, ready to be checked and timed: a forward, a backward, or one after the other. Ours are made of Plans."""
+"""Contenders, ready to be checked and timed: a forward, a backward, or one after the other. Ours are made of Plans.
+
+Their results are held to parity's own budgets.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from typing import Any
 import torch
 
 import multiattn
-from bench.environment import NO_GPU
 from bench.errors import InputError
 from bench.matrix import Cell, Direction
+from bench.results import NO_GPU
 from bench.timing import Call, Contestant
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import Arch
@@ -21,6 +24,8 @@ from multiattn.plan.backend import BACKENDS, Plan, make_plan
 from multiattn.plan.config import Config
 from multiattn.plan.support import Reason, Unsupported
 from multiattn.problem import Operands, Problem, Strides
+from parity.gradients import GradTruth
+from parity.tolerance import Expected, Mismatch, Truth, adds_up_in_fp16, deviate
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k and v, each ``[B, H, S, D]``; or their gradients."""
@@ -134,12 +139,8 @@ def _call_with_grad(plan: Plan, tensors: Tensors, dout: torch.Tensor, cell: Cell
     def forward() -> torch.Tensor:
         chosen = make_plan(backend, plan.problem, plan.arch, direction="backward", deterministic=deterministic)
         if chosen.variant != plan.variant:
-            what = Reason(
-                code="variant", got=plan.variant, allowed=f"{chosen.variant}: fmha cannot be asked for others"
-            )
-            raise Unsupported(
-                backend=plan.backend, arch=plan.arch, problem=plan.problem, reasons=(what,), direction="backward"
-            )
+            allowed = f"{chosen.variant}: fmha cannot be asked for others"
+            raise RefusedError((Reason(code="variant", got=plan.variant, allowed=allowed),))
         return multiattn.fmha(*leaves, causal=plan.problem.causal, backend=plan.backend, deterministic=deterministic)
 
     return differentiate(forward, leaves, dout, keeps_graph=cell.direction == "bwd")
@@ -258,3 +259,62 @@ def our_providers(
         rungs = f", or one of {more} rungs (python -m bench ladder)" if more else ""
         raise InputError(f"--variant: got {variant!r}; allowed all, or of {direction} one of {have}{rungs}")
     return tuple(found)
+
+
+# ---------------------------------------------------------------- the truth
+
+PEER_SLACK = 8.0
+"""A peer's error may pass our budget this far before it counts as another computation than the cell's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truths:
+    """The truth of a cell, of the directions that it has."""
+
+    forward: Truth | None
+    backward: GradTruth | None
+
+    @functools.cached_property
+    def lse_in_halves(self) -> Expected:
+        """lse for Plans that add scores up in fp16; few ask for it."""
+        assert self.forward is not None
+        return self.forward.lse_in_halves()
+
+    def expected(self, name: str, who: object) -> Expected:
+        """The truth of one result, with the budget of a Plan or a peer."""
+        if name == "lse" and isinstance(who, Plan) and who.direction == "forward" and adds_up_in_fp16(who):
+            return self.lse_in_halves
+        found: Expected = getattr(self.backward if name in GRADS else self.forward, name)
+        return found
+
+
+def truth_of(cell: Cell, tensors: Tensors, *, last_entry: bool = False) -> Truths:
+    """The results that contenders in a cell must compute from these tensors.
+
+    With `last_entry` only those of the last batch entry: the one that a wrong decoding of the grid spoils, at a
+    fraction of the work. Its tensors have batch size 1.
+    """
+    dout = cell.dout(tensors[0].device)
+    q, k, v, dout = (tensor[-1:] if last_entry else tensor for tensor in (*tensors, dout))
+    return Truths(
+        forward=Truth.of(q, k, v, causal=cell.causal, scale=None) if cell.direction != "bwd" else None,
+        backward=GradTruth.of(q, k, v, dout, causal=cell.causal, scale=None) if cell.direction != "fwd" else None,
+    )
+
+
+def check(results: Results, truths: Truths, who: object, *, strict: bool = True) -> float:
+    """The share of its budget that the worst of some results uses; Mismatch if it is too much.
+
+    `strict` is parity's own rule. A peer may round as it likes, but must compute the same thing.
+    """
+    ratios = []
+    for name, result in results.items():
+        expected = truths.expected(name, who)
+        deviation = expected.check(result, who) if strict else deviate(result, expected.truth)
+        ratios.append(expected.ratio(deviation))
+        if not strict and (deviation.strangers or ratios[-1] > PEER_SLACK):
+            raise Mismatch(
+                f"computes something else: {name} has an error of {ratios[-1]:.3g} times the budget, "
+                f"{deviation.strangers} elements NaN or inf"
+            )
+    return max(ratios)

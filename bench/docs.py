@@ -15,12 +15,11 @@ from itertools import groupby
 from pathlib import Path
 
 from bench import host, ladder, layout_docs, record
-from bench.environment import RESULTS, ROOT
 from bench.errors import InputError
 from bench.matrix import SUITES, Cell
 from bench.record_kernels import main_of
 from bench.report import describe, figure, markdown, memory_summary, provenance, write
-from bench.results import Row, load, one_run
+from bench.results import RESULTS, ROOT, Row, load, one_run
 from multiattn.cuda.layout_svg import draw
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, by_name

@@ -12,12 +12,11 @@ from dataclasses import replace
 
 from bench import options as shared
 from bench.contenders import Ours
-from bench.environment import NO_GPU, ROOT, environment, results_dir
 from bench.errors import InputError
 from bench.matrix import Cell
 from bench.peers import find_peers
 from bench.report import figure, text_report
-from bench.results import Row, Store, is_ours, one_run
+from bench.results import NO_GPU, ROOT, Row, Store, environment, is_ours, one_run, results_dir
 from bench.run import Job, Machine, run
 from bench.timing import Budget
 from multiattn.plan import backend as registry

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from bench.contenders import Contender, Ours, RefusedError, Results, Tensors, alike, differentiate, named, require_grad
-from bench.environment import NO_GPU
 from bench.matrix import Cell
+from bench.results import NO_GPU
 from bench.timing import Call, Contestant
 from multiattn.plan.arch import Arch
 from multiattn.plan.support import Reason

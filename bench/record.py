@@ -14,11 +14,10 @@ from typing import Any
 
 from tabulate import tabulate
 
-from bench.environment import ROOT
 from bench.errors import InputError
 from bench.options import add_jobs
 from bench.record_kernels import Kernel, Task, compile_task, promised_without_spills
-from bench.results import dump, read
+from bench.results import ROOT, dump, read
 from multiattn.inspect.mix import GENERATIONS
 from multiattn.inspect.pool import run_isolated
 from multiattn.plan import backend as registry
@@ -304,10 +303,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"\nWritten: {FOLDER.relative_to(ROOT)}: {len(made)} rules")
         return int(any(kind == "failed" for kind, _ in verdicts))
     rows = {key: kernels for record in recorded.values() for key, kernels in record.rows.items()}
-    lines = [
-        f"no rule has it any more: {' '.join(key)}" for key in rows if key not in everything and _asked(key, options)
-    ]
-    lines += [*promises(rows), *dead_rules()]
+    gone = (key for key in rows if key not in everything and _asked(key, options))
+    lines = [*(f"no rule has it any more: {' '.join(key)}" for key in gone), *promises(rows), *dead_rules()]
     print("".join(f"\n{line}" for line in lines))
     wrong = len(lines) + sum(kind not in ("same", "note") for kind, _ in verdicts)
     print(f"{len(verdicts)} rules compiled, {wrong} failures" + ("; run python -m bench record" if wrong else ""))

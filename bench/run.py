@@ -15,14 +15,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bench.contenders import Contender, Ours, RefusedError, Tensors, named, plan_data
-from bench.environment import device_works, environment, gpu_arch
+from bench.contenders import Contender, Ours, RefusedError, Tensors, Truths, check, named, plan_data, truth_of
 from bench.flops import cell_flops, peak_share, rate_text, tflops
 from bench.matrix import Cell, Direction
 from bench.peers import PEERS, Provider
-from bench.results import LOST_DEVICE, Environment, Measured, Row, Store
+from bench.results import LOST_DEVICE, Environment, Measured, Row, Store, device_works, environment, gpu_arch
 from bench.timing import Budget, Contestant, CudaClock, Timing, measure
-from bench.truth import Truths, check, truth_of
 from multiattn.inspect.pool import run_isolated
 from multiattn.plan.arch import Arch, find_gpu
 from multiattn.plan.support import Reason, Unsupported

@@ -17,16 +17,14 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from bench import options as shared
-from bench.contenders import Ours, RefusedError, Tensors
-from bench.environment import NO_GPU, ROOT, device_works
+from bench.contenders import Ours, RefusedError, Tensors, Truths, check, truth_of
 from bench.errors import InputError
 from bench.flops import rate_text
 from bench.matrix import Cell
 from bench.peers import Provider, find_peers
-from bench.results import Row, Store
+from bench.results import NO_GPU, ROOT, Row, Store, device_works
 from bench.run import Job, Machine, run
 from bench.timing import Budget
-from bench.truth import Truths, check, truth_of
 from multiattn.inspect import store
 from multiattn.inspect.facts import read_kernel
 from multiattn.inspect.options import count

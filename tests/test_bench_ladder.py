@@ -137,8 +137,7 @@ def test_without_a_gpu_it_says_how_to_compile(monkeypatch, capsys):
 
 def chain_rows(cell=CELL, factor=1.0, run="2026-11-21T05:00:00+00:00-0a"):
     times = {"sdpa-flash": 2.0, "sdpa-cudnn": 0.5, "cutile/basic": 3.0, "cutile/math": 2.5, "cutile/full": 1.0}
-    others = {"cutile/basic@full": 4.0}  # as of releases that also timed rungs with the config of the top
-    return [fakes.row(name, factor * time, cell=cell, run=run) for name, time in (times | others).items()]
+    return [fakes.row(name, factor * time, cell=cell, run=run) for name, time in times.items()]
 
 
 def test_rungs_are_told_by_length():

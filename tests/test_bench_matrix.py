@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bench.contenders import truth_of
 from bench.errors import InputError
 from bench.flops import cell_flops, forward_flops, peak_share, rate_text, tflops
 from bench.matrix import HIDDEN, SUITES, TOKENS, Cell, in_directions, narrowed
 from bench.run import output_bytes
-from bench.truth import truth_of
 from multiattn.mask import visible_pairs
 from multiattn.plan.arch import find_gpu
 from multiattn.problem import Problem

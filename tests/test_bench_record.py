@@ -9,7 +9,7 @@ from pathlib import Path
 import bench_ladder_fakes as ladders
 import pytest
 
-from bench import record, record_doors, record_kernels
+from bench import record, record_kernels
 from bench.record import Record, cases, compare, count_table, dead_rules, is_older, key_of, load, promises, sample, save
 from bench.record_kernels import KNOWN_SPILLS, Kernel, Task, digest_of
 from multiattn.inspect.pool import Outcome
@@ -56,7 +56,7 @@ def doors(tmp_path, monkeypatch):
         import cuda.core
 
         monkeypatch.setattr(cuda.core, "Program", cuda.core.Program)
-    return record_doors.open_doors(tmp_path / "compiled")
+    return record_kernels.open_doors(tmp_path / "compiled")
 
 
 def module_of(path: Path, text: str):
@@ -178,7 +178,7 @@ def test_words_are_not_what_nvrtc_compiles(doors, tmp_path):
 
 
 def test_slashes_in_a_string_are_no_comment():
-    assert record_doors._plain('a = "//x"; // y\n\n  b /* c */ = 1;') == 'a = "//x";\nb = 1;'
+    assert record_kernels._plain('a = "//x"; // y\n\n  b /* c */ = 1;') == 'a = "//x";\nb = 1;'
 
 
 def test_a_digest_is_of_the_launch_too():
@@ -439,7 +439,7 @@ def test_the_command_writes_checks_and_finds_what_is_gone(monkeypatch, tmp_path,
 
 def test_a_task_reads_again_only_what_changed(monkeypatch, every, tmp_path):
     plan = next(it for it in every if it.backend == "cuda")
-    stand = record_doors.Doors(tmp_path)
+    stand = record_kernels.Doors(tmp_path)
     made = (Exported(kernel="k", seconds=0, cubin=b""),)
     forward = replace(registry.get("cuda").forward, export=lambda plan, kinds: stand.keys.append("k") or made)
     backend = replace(registry.get("cuda"), forward=forward)

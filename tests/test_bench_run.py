@@ -9,11 +9,10 @@ import torch
 
 import multiattn
 from bench.contenders import Ours, contender_of, our_providers
-from bench.environment import NO_GPU
 from bench.errors import InputError
 from bench.matrix import SUITES
 from bench.peers import PEERS, find_peers
-from bench.results import LOST_DEVICE, Row, dumps, load, one_run
+from bench.results import LOST_DEVICE, NO_GPU, Row, dumps, load, one_run
 from bench.run import DeviceLostError, provider_of, run, tasks
 from multiattn.plan.backend import get
 from multiattn.plan.support import Reason
@@ -203,7 +202,7 @@ def test_a_new_contender_makes_the_whole_cell_take_turns_again(tmp_path):
 
 def test_rows_of_other_sources_are_not_finished(tmp_path, monkeypatch):
     run_once(tmp_path, OURS)
-    monkeypatch.setattr("bench.environment.source_digest", lambda: "other")
+    monkeypatch.setattr("bench.results.source_digest", lambda: "other")
     clock = fakes.FakeClock()
     run(fakes.job(OURS), fakes.machine(clock), fakes.store(tmp_path), quiet=True)
     assert clock.log

@@ -12,12 +12,11 @@ import pytest
 import torch
 from targets_fakes import entry, refused
 
-from bench import cli, demo, host, tune
+from bench import cli, host, tune
 from bench import options as shared
 from bench.contenders import Ours, RefusedError, our_providers
-from bench.environment import NO_GPU
 from bench.matrix import SUITES
-from bench.results import dumps, load
+from bench.results import NO_GPU, dumps, load
 from bench.run import tasks
 from bench.timing import Sample
 from multiattn.inspect import cli as targets_cli
@@ -214,12 +213,12 @@ def test_the_demo_runs_every_part_and_writes_one_page(tmp_path, monkeypatch):
         (folder / "parity.json").write_text(json.dumps({"verdict": "FAILED: 1", "failures": ["x"]}))
         return 1
 
-    monkeypatch.setattr(demo, "run_parity", parity)
+    monkeypatch.setattr(cli, "run_parity", parity)
     assert cli.main(["demo", "--jobs", "1", "--out", str(tmp_path)]) == 1  # as parity says that it failed
     assert asked == ["--jobs", "1", "--out", str(tmp_path / "parity")]
     page = (tmp_path / "report.html").read_text()
     assert "Compiled for every target" in page
-    assert f"Recorded in {tmp_path.name}/standard.json" in page
+    assert f"Recorded: {tmp_path.name}, standard" in page
     assert "FAILED: 1\nx" in page
     assert page.count("<svg") == 1
 
