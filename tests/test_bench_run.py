@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import multiattn
-from bench.contenders import Ours, contender_of, our_providers
+from bench.contenders import Ours
 from bench.errors import InputError
 from bench.matrix import SUITES
 from bench.peers import PEERS, find_peers
@@ -76,27 +76,10 @@ def test_ours_is_held_to_parity_before_it_is_timed(tmp_path, monkeypatch):
     assert row.measured is None
 
 
-def test_an_element_that_was_not_written_is_found():
-    cell = replace(fakes.CELL, seq=4)
-    tensors = cell.tensors("cpu")
-    plan, _ = OURS.plans(cell, cell.problem, fakes.machine().arch)
-    results = contender_of(plan, tensors, cell).output()
-    assert set(results) == {"out", "lse"}
-    assert not any(result.isnan().any() for result in results.values())
-    assert results["out"].stride() == tensors[0].stride()
-
-
 def test_without_a_gpu_every_row_carries_its_reason(tmp_path):
     rows = run(fakes.job(OURS, fakes.peer("sdpa")), None, fakes.store(tmp_path), quiet=True)
     assert [row.reasons for row in rows] == [(NO_GPU,), (NO_GPU,)]
     assert load(tmp_path / "smoke.json") == rows
-
-
-def test_a_missing_module_is_a_reason(tmp_path):
-    absent = replace(fakes.peer("absent"), module="no_such_module", install="pip install it")
-    (row,) = run_once(tmp_path, absent)
-    assert row.reasons[0].code == "module"
-    assert row.reasons[0].hint == "pip install it"
 
 
 @pytest.mark.parametrize("outcomes", [{}, {"reasons": (NO_GPU,), "error": "x"}])
@@ -167,13 +150,6 @@ def test_an_error_is_tried_again(tmp_path):
     assert again.measured
 
 
-def test_rows_of_two_runs_are_not_finished(tmp_path):
-    run_once(tmp_path, OURS, fakes.peer("sdpa"))
-    run_once(tmp_path, OURS, fresh=True)
-    rows = run_once(tmp_path, OURS, fakes.peer("sdpa"))
-    assert len({row.run for row in rows}) == 1
-
-
 def test_in_the_call_regime_the_call_itself_is_checked(tmp_path, monkeypatch):
     job = replace(fakes.job(OURS), regime="call")
     right = multiattn.fmha
@@ -208,12 +184,6 @@ def test_rows_of_other_sources_are_not_finished(tmp_path, monkeypatch):
     assert clock.log
 
 
-def test_rows_of_other_cells_and_contenders_stay(tmp_path):
-    run_once(tmp_path, OURS, fakes.peer("sdpa"))
-    run_once(tmp_path, OURS, cells=(replace(fakes.CELL, seq=32),))
-    assert len(load(tmp_path / "smoke.json")) == 3
-
-
 def test_one_who_takes_the_device_down_is_left_out_of_the_next_run(tmp_path):
     def synchronize():
         if broken:
@@ -234,14 +204,6 @@ def test_one_who_takes_the_device_down_is_left_out_of_the_next_run(tmp_path):
     bad, ours = run(job, fakes.machine(), fakes.store(tmp_path), quiet=True)
     assert bad == lost
     assert ours.measured
-
-
-def test_providers_by_variant():
-    assert [it.name for it in our_providers(("reference",))] == ["reference"]
-    assert [it.name for it in our_providers(("reference",), "all")] == ["reference/eager"]
-    with pytest.raises(ValueError, match="allowed all, or of fwd one of reference/eager"):
-        our_providers(("reference",), "fast")
-    assert get("reference").forward.variants
 
 
 def test_one_task_ahead_per_contender_and_kind():

@@ -12,6 +12,7 @@ from multiattn.plan.preference import Cell as PreferenceCell
 from multiattn.plan.support import Reason
 
 FLOOR_CELLS = [cell for cell in SUITES["floors"] if cell.direction == "fwd"]
+STANDARD = next(cell for cell in SUITES["standard"] if cell.head_dim == 128 and cell.seq == 4096 and cell.causal)
 BACKWARD_CELLS = [cell for cell in SUITES["floors"] if cell.direction == "bwd"]
 
 
@@ -43,10 +44,6 @@ def test_what_is_not_measured_any_more_is_told():
         assert why in change_table([change])
 
 
-def test_only_what_was_measured_is_compared():
-    assert compare([refused(fakes.row("cuda", 1.0))], [fakes.row("cuda", 1.0)]) == []
-
-
 def test_preferences_take_one_run_of_a_cell():
     old, new = (
         [fakes.row(name, time_ms, cell=FLOOR_CELLS[0], run=run) for name in names]
@@ -76,55 +73,43 @@ def test_preferences_are_what_multiattn_reads(tmp_path):
     assert cells[0].tflops == (("cutile", 100.0), ("triton", 50.0))
 
 
-def test_one_cell_of_several_alike_is_preferred_by():
-    standard = next(cell for cell in SUITES["standard"] if cell.head_dim == 128 and cell.seq == 4096 and cell.causal)
-    seed = replace(standard, dtype="fp16")
-    (cell,) = preferences([fakes.row("cuda", 1.0, cell=standard), fakes.row("triton", 1.0, cell=seed)])
-    assert cell["tflops"] == {"cuda": 100.0}
-
-
 def test_of_cells_alike_the_newest_run_is_preferred_by():
-    standard = next(cell for cell in SUITES["standard"] if cell.head_dim == 128 and cell.seq == 4096 and cell.causal)
-    seed = replace(standard, dtype="fp16")
+    seed = replace(STANDARD, dtype="fp16")
     old = [fakes.row(name, time_ms, cell=seed, run="2026-11-20") for name, time_ms in (("cuda", 2.0), ("cutile", 1.0))]
-    new = [fakes.row("cuda", 1.0, cell=standard, run="2026-11-21")]
+    new = [fakes.row("cuda", 1.0, cell=STANDARD, run="2026-11-21")]
     for rows in ([*old, *new], [*new, *old]):
         (cell,) = preferences(rows)
         assert list(cell["tflops"]) == ["cuda"]
 
 
 def test_a_held_out_cell_is_preferred_by_only_where_there_is_no_other():
-    standard = next(cell for cell in SUITES["standard"] if cell.head_dim == 128 and cell.seq == 4096 and cell.causal)
-    held = next(cell for cell in SUITES["heldout"] if cell == replace(standard, dtype="fp16"))
+    held = next(cell for cell in SUITES["heldout"] if cell == replace(STANDARD, dtype="fp16"))
     alone = [fakes.row("triton", 1.0, cell=held)]
-    (cell,) = preferences([*alone, fakes.row("cuda", 1.0, cell=standard)])
+    (cell,) = preferences([*alone, fakes.row("cuda", 1.0, cell=STANDARD)])
     assert cell["tflops"] == {"cuda": 100.0}
     (cell,) = preferences(alone)
     assert cell["tflops"] == {"triton": 100.0}
 
 
 def test_cells_of_other_counts_of_heads_are_preferred_by_apart():
-    standard = next(cell for cell in SUITES["standard"] if cell.head_dim == 128 and cell.seq == 4096 and cell.causal)
     few, many = preferences(
-        [fakes.row("cuda", 1.0, cell=replace(standard, batch=batch)) for batch in (1, standard.batch)]
+        [fakes.row("cuda", 1.0, cell=replace(STANDARD, batch=batch)) for batch in (1, STANDARD.batch)]
     )
     assert (few["heads"], many["heads"]) == (16, 64)
 
 
 def test_cells_whose_heads_share_keys_are_preferred_by_apart():
-    standard = next(cell for cell in SUITES["standard"] if cell.head_dim == 128 and cell.seq == 4096 and cell.causal)
-    rows = [fakes.row("cuda", 1.0, cell=replace(standard, heads_kv=heads_kv)) for heads_kv in (None, 2)]
+    rows = [fakes.row("cuda", 1.0, cell=replace(STANDARD, heads_kv=heads_kv)) for heads_kv in (None, 2)]
     each, shared = preferences(rows)
     assert "group" not in each
     assert shared == {**each, "group": 8}
 
 
 def test_a_run_of_a_variant_that_is_no_longer_chosen_is_not_preferred_by():
-    standard = next(cell for cell in SUITES["standard"] if cell.head_dim == 128 and cell.seq == 4096 and cell.causal)
 
     def rows(variant):
         plan = {"variant": variant, "config": {}, "why": ""}
-        return [replace(fakes.row("cuda", 1.0, cell=standard), plan=plan), fakes.row("cutile", 2.0, cell=standard)]
+        return [replace(fakes.row("cuda", 1.0, cell=STANDARD), plan=plan), fakes.row("cutile", 2.0, cell=STANDARD)]
 
     assert [cell["tflops"] for cell in preferences(rows("wgmma"))] == [{"cuda": 100.0, "cutile": 50.0}]
     assert preferences(rows("split_q+swizzle_qkv")) == []

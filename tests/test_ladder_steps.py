@@ -18,7 +18,7 @@ from multiattn.plan.backend import find_variant, get, ladder, make_plan, plan_va
 from multiattn.plan.config import Rule, select
 from multiattn.triton import configs as triton_configs
 from multiattn.triton import steps as triton_steps
-from parity.cases import CASES, Case
+from parity.cases import Case
 from parity.launch import launch_plan, plan_case, prepare_case
 from parity.results import Contender
 
@@ -213,11 +213,10 @@ RAGGED = Case(
 )  # fmt: skip
 EMPTY = Case(name="ladder_empty_rows", why="90 rows see no key", causal=True, heads_q=4, seq_q=203, seq_kv=113)
 FULL = Case(name="ladder_scale_zero", why="no mask, uniform weights", scale=0.0, head_dim=16, seq_q=40, seq_kv=150)
-PLANTED = [case for case in CASES if case.name in ("nan_v_causal", "inf_v_causal", "inf_k_blocks_causal")]
 
 
 @each_rung
-@pytest.mark.parametrize("case", [RAGGED, EMPTY, FULL, *PLANTED], ids=str)
+@pytest.mark.parametrize("case", [RAGGED, EMPTY, FULL], ids=str)
 def test_each_rung_alone_is_attention(language, name, case):
     if reasons := get(language).probe(by_name("cpu")):
         pytest.skip("; ".join(map(str, reasons)))
@@ -231,10 +230,12 @@ def test_each_rung_alone_is_attention(language, name, case):
 SMALL = triton_configs.TritonConfig(tile_m=64, tile_n=32, num_warps=4, num_stages=2)  # soon compiled
 
 
-@pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100"])
-@pytest.mark.parametrize(("language", "name"), [rung for rung in RUNGS if not rung[1].endswith("full")])
-def test_each_rung_below_the_top_compiles_without_a_gpu(language, name, arch):
-    """The tops are compiled for every arch in tests of their own."""
+@pytest.mark.parametrize(
+    ("language", "name", "arch"),
+    [("triton", "memory", "sm100"), ("cutile", "memory", "sm100"), ("triton", "memory", "sm80")],
+)
+def test_a_rung_below_the_top_compiles_without_a_gpu(language, name, arch):
+    """`bench record --check` compiles every rung for sm80 and sm90."""
     backend, variant, step = get(language), find_variant(get(language), name), rung_of(language, name).step
     if reasons := backend.probe_compiler():
         pytest.skip("; ".join(map(str, reasons)))
