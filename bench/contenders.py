@@ -171,16 +171,11 @@ def differentiate(
 
 def plan_data(plan: Plan) -> dict[str, Any]:
     """The part of a Plan that a row stores; problem, arch and backend are in the row already."""
-    data = {"variant": plan.variant, "config": config_data(plan.config), "why": plan.why}
+    data = {"variant": plan.variant, "config": plan.config and asdict(plan.config), "why": plan.why}
     if plan.direction == "forward":
         return data
     deterministic = registry.variant_of(plan).deterministic
     return {**data, "deterministic": deterministic, "workspace_bytes": plan.workspace_bytes}
-
-
-def config_data(config: Config | None) -> dict[str, Any] | None:
-    """A config's fields by name."""
-    return None if config is None else asdict(config)
 
 
 # ---------------------------------------------------------------- ours

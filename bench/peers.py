@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.contenders import Contender, Ours, RefusedError, Results, Tensors, alike, differentiate, named, require_grad
 from bench.matrix import Cell
@@ -102,8 +103,7 @@ def _sdpa(name: str, backend: str, can_use: str) -> Peer:
         return (Reason(code="peer", got=told or f"{can_use} is False", allowed=f"what {name} accepts"),)
 
     def context() -> contextlib.AbstractContextManager[Any]:
-        attention = importlib.import_module("torch.nn.attention")
-        manager: contextlib.AbstractContextManager[Any] = attention.sdpa_kernel(getattr(attention.SDPBackend, backend))
+        manager: contextlib.AbstractContextManager[Any] = sdpa_kernel(getattr(SDPBackend, backend))
         return manager
 
     module, install = "torch.nn.attention", "part of torch"
@@ -129,8 +129,6 @@ def _compiled_flex(cell: Cell) -> Callable[..., torch.Tensor]:
 def _keep_graph() -> contextlib.AbstractContextManager[Any]:
     """Compiles Flex so that a backward can run twice: it must not overwrite what its forward saved."""
     config = importlib.import_module("torch._functorch.config")
-    if not hasattr(config, "donated_buffer"):  # older releases never overwrite
-        return contextlib.nullcontext()
     manager: contextlib.AbstractContextManager[Any] = config.patch(donated_buffer=False)
     return manager
 
@@ -144,10 +142,8 @@ def _causal_blocks(seq: int, device: torch.device) -> Any:
 def _build_flex(cell: Cell, tensors: Tensors) -> tuple[Call, str]:
     q, k, v = tensors
     blocks = _causal_blocks(cell.seq, q.device) if cell.causal else None
-    flex = _compiled_flex(cell)
-    return functools.partial(
-        flex, q, k, v, block_mask=blocks, enable_gqa=cell.heads_kv is not None
-    ), "torch.compile(dynamic=False)"
+    call = functools.partial(_compiled_flex(cell), q, k, v, block_mask=blocks, enable_gqa=cell.heads_kv is not None)
+    return call, "torch.compile(dynamic=False)"
 
 
 # ---------------------------------------------------------------- packages

@@ -16,7 +16,7 @@ from tabulate import tabulate
 
 from bench.errors import InputError
 from bench.options import add_jobs
-from bench.record_kernels import Kernel, Task, compile_task, promised_without_spills
+from bench.record_kernels import Kernel, compile_task, promised_without_spills
 from bench.results import ROOT, dump, read
 from multiattn.inspect.mix import GENERATIONS
 from multiattn.inspect.pool import run_isolated
@@ -172,13 +172,12 @@ def compiler(backend: str) -> str:
 
 def is_older(versions: str, than: str) -> bool:
     """Tell whether one answer of `compiler` names an older release of a tool than another answer does."""
-    ours, theirs = ({name: _numbers(release) for name, release in _TOOL.findall(text)} for text in (versions, than))
+
+    def numbers(release: str) -> list[int]:  # 3.9 and 3.9.0 are the same release
+        return [int(part) for part in re.sub(r"(\.0+)+$", "", release).split(".")]
+
+    ours, theirs = ({name: numbers(release) for name, release in _TOOL.findall(text)} for text in (versions, than))
     return any(release < theirs[name] for name, release in ours.items() if name in theirs)
-
-
-def _numbers(release: str) -> list[int]:
-    """``3.9`` and ``3.9.0`` are the same release."""
-    return [int(part) for part in re.sub(r"(\.0+)+$", "", release).split(".")]
 
 
 # ---------------------------------------------------------------- compared
@@ -323,11 +322,11 @@ def _compile(
     def before(plan: Plan) -> Record:
         return recorded.get(plan.arch.name, EMPTY)
 
-    work = [Task(plan=it, known=before(it).kernels_of(it) if options.check else ()) for it in chosen]
+    work = [(it, before(it).kernels_of(it) if options.check else ()) for it in chosen]
     made: dict[Key, Kernels] = {}
     verdicts: list[tuple[str, Plan]] = []
     for done, outcome in enumerate(run_isolated(compile_task, work, jobs=options.jobs, timeout_s=TIMEOUT_S), 1):
-        plan, kind, texts = outcome.item.plan, "failed", [outcome.error]
+        plan, kind, texts = outcome.item[0], "failed", [outcome.error]
         if outcome.result is not None:
             made[key_of(plan)] = outcome.result
             told = before(plan).compilers.get(plan.backend, "")

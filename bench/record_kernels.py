@@ -135,26 +135,21 @@ def _sections(cubin: bytes) -> Iterator[tuple[str, bytes, int, int]]:
 # ---------------------------------------------------------------- compiled
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
-    """A rule to compile; its kernels on record are not read again while their digest is the same."""
-
-    plan: Plan
-    known: tuple[Kernel, ...] = ()
-
-
 @functools.cache
 def doors() -> Doors:
     """The doors of this process."""
     return open_doors(cache.directory() / "compiled")
 
 
-def compile_task(task: Task) -> tuple[Kernel, ...]:
-    """Compile the kernels of a Plan, unless the cache has them. The compiler's own exception passes through."""
-    stand, plan = doors(), task.plan
+def compile_task(task: tuple[Plan, tuple[Kernel, ...]]) -> tuple[Kernel, ...]:
+    """Compile the kernels of a Plan, unless the cache has them. The compiler's own exception passes through.
+
+    Kernels on record, the second part of `task`, are not read again while their digest is the same.
+    """
+    stand, (plan, recorded) = doors(), task
     stand.take()
     made = registry.get(plan.backend).op(plan.direction).export(plan, ())
-    known = {it.key: it for it in task.known}
+    known = {it.key: it for it in recorded}
     return tuple(_read(it, key, plan, known.get(key)) for it, key in zip(made, stand.take(), strict=True))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from bench import record, record_kernels
 from bench.record import Record, cases, compare, count_table, dead_rules, is_older, key_of, load, promises, sample, save
-from bench.record_kernels import KNOWN_SPILLS, Kernel, Task, digest_of
+from bench.record_kernels import KNOWN_SPILLS, Kernel, digest_of
 from multiattn.inspect.pool import Outcome
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import GPU_ARCHS, by_name, occupancy
@@ -419,4 +419,4 @@ def test_a_task_reads_again_only_what_changed(monkeypatch, every, tmp_path):
     monkeypatch.setattr(record_kernels, "doors", lambda: stand)
     monkeypatch.setattr(record_kernels, "digest_of", lambda kernel: "d")
     monkeypatch.setattr(record_kernels.registry, "get", lambda name: backend)
-    assert record_kernels.compile_task(Task(plan=plan, known=(KERNEL,))) == (KERNEL,)
+    assert record_kernels.compile_task((plan, (KERNEL,))) == (KERNEL,)
