@@ -13,8 +13,7 @@ import torch
 from bench import docs, host, ladder, record, report, tune, verdicts
 from bench import options as shared
 from bench.contenders import our_providers
-from bench.errors import InputError
-from bench.matrix import SUITES
+from bench.matrix import SUITES, InputError
 from bench.peers import PEERS, find_peers
 from bench.results import NO_GPU, RESULTS, ROOT, Row, Store, environment, is_ours, load, results_dir
 from bench.run import DeviceLostError, Job, Machine, run

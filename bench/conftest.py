@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -70,20 +69,6 @@ def contender(cell: Cell, backend: str, machine: Machine | None) -> Contender:
     if isinstance(outcome, Exception):
         raise outcome
     return outcome.contender
-
-
-@pytest.fixture
-def event_benchmark(
-    benchmark: Any, request: pytest.FixtureRequest, machine: Machine | None
-) -> Callable[[Contender], Timing]:
-    """Times a contender by the events of the machine's clock."""
-
-    def run(contender: Contender) -> Timing:
-        assert machine is not None
-        budget = Budget(rounds=request.config.getoption("--bench-rounds"))
-        return feed(benchmark, contender.launch, machine.clock, budget)
-
-    return run
 
 
 def feed(benchmark: Any, contestant: Contestant, clock: CudaClock, budget: Budget) -> Timing:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 import multiattn
-from bench.errors import InputError
-from bench.matrix import Cell, Direction
+from bench.matrix import Cell, Direction, InputError
 from bench.results import NO_GPU
 from bench.timing import Call, Contestant
 from multiattn.plan import backend as registry

@@ -15,8 +15,7 @@ from itertools import groupby
 from pathlib import Path
 
 from bench import host, ladder, layout_docs, record
-from bench.errors import InputError
-from bench.matrix import SUITES, Cell
+from bench.matrix import SUITES, Cell, InputError
 from bench.record_kernels import main_of
 from bench.report import describe, figure, markdown, memory_summary, provenance, write
 from bench.results import RESULTS, ROOT, Row, load, one_run
@@ -72,7 +71,8 @@ def support_block() -> str:
         for direction in DIRECTIONS:
             op = registry.get(name).op(direction)
             for variant in op.offered:
-                cells = (_supported(name, variant, arch, direction) for arch in GPU_ARCHS)
+                found = [supported_head_dims(name, variant, arch, direction) for arch in GPU_ARCHS]
+                cells = (ranges(able) or "no: " + ", ".join(dict.fromkeys(codes)) for able, codes in found)
                 rows.append((name, direction, variant.name, ", ".join(variant.capability.dtypes), *cells))
             if named := len(op.variants) - len(op.offered):
                 rungs = f"{named} more rung{'s' if named > 1 else ''}, selected only by name"
@@ -80,11 +80,6 @@ def support_block() -> str:
     table = markdown(("backend", "direction", "variant", "dtypes", *GPU_ARCHS), rows)
     told = "A range is of head_dims, in multiples of 8; a word says what refuses the rest."
     return "\n\n".join(filter(None, (table, told, "\n".join(more))))
-
-
-def _supported(backend: str, variant: Variant, arch: str, direction: Direction) -> str:
-    able, codes = supported_head_dims(backend, variant, arch, direction)
-    return ranges(able) or "no: " + ", ".join(dict.fromkeys(codes))
 
 
 def supported_head_dims(backend: str, variant: Variant, arch: str, direction: Direction) -> tuple[list[int], list[str]]:

@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from bench import options as shared
 from bench.contenders import Ours
-from bench.errors import InputError
-from bench.matrix import Cell
+from bench.matrix import Cell, InputError
 from bench.peers import find_peers
 from bench.report import figure, text_report
 from bench.results import NO_GPU, ROOT, Row, Store, environment, is_ours, one_run, results_dir
@@ -25,12 +24,11 @@ from parity.report import Table
 
 LISTED = "cuda"
 CUDNN, TILEGYM = "sdpa-cudnn", "tilegym"
-_FLASH_UP_TO = 256
 
 
 def baseline(head_dim: int) -> str:
     """The peer that speed-ups are over: SDPA's flash kernel where it takes the head_dim, else its efficient one."""
-    return "sdpa-flash" if head_dim <= _FLASH_UP_TO else "sdpa-efficient"
+    return "sdpa-flash" if head_dim <= 256 else "sdpa-efficient"
 
 
 def points() -> tuple[Variant, ...]:

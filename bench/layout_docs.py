@@ -73,16 +73,6 @@ def _span(first: int, count: int) -> str:
     return ", ".join(map(str, range(first, first + count)))
 
 
-def a_block() -> str:
-    """The holders of operand A."""
-    return grid(fragments.holders(fragments.operand_a, 4, "a"), 16, 16, "row \\ k")
-
-
-def b_block() -> str:
-    """The holders of operand B."""
-    return grid(fragments.holders(fragments.operand_b, 2, "b"), 16, 8, "k \\ column", down=True)
-
-
 def c_block() -> str:
     """The holders of the accumulator: fp32 first, then fp16."""
 
@@ -124,5 +114,11 @@ SWIZZLE: Blocks = MappingProxyType(
     {"groups": groups_block, "keys": keys_block, "conflicts": conflicts_block, "accesses": accesses_block}
 )
 FRAGMENTS: Blocks = MappingProxyType(
-    {"a": a_block, "b": b_block, "c": c_block, "ldmatrix": ldmatrix_block, "operands": operands_block}
+    {
+        "a": lambda: grid(fragments.holders(fragments.operand_a, 4, "a"), 16, 16, "row \\ k"),
+        "b": lambda: grid(fragments.holders(fragments.operand_b, 2, "b"), 16, 8, "k \\ column", down=True),
+        "c": c_block,
+        "ldmatrix": ldmatrix_block,
+        "operands": operands_block,
+    }
 )

@@ -14,7 +14,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from bench.errors import InputError
+from bench.matrix import InputError
 from bench.options import add_jobs
 from bench.record_kernels import Kernel, compile_task, promised_without_spills
 from bench.results import ROOT, dump, read
@@ -250,11 +250,7 @@ def load(path: Path) -> Record:
     """The record of one arch that `save` wrote; InputError for another file."""
 
     def record(data: dict[str, Any]) -> Record:
-        rows: dict[Key, Kernels] = {}
-        for row in data["rows"]:
-            backend, direction, variant, head_dim, mask = row["rule"].split()
-            key = (backend, direction, variant, data["arch"], head_dim.removeprefix("D="), mask, row["config"])
-            rows[key] = tuple(map(Kernel.from_dict, row["kernels"]))
+        rows = {tuple(row["key"]): tuple(map(Kernel.from_dict, row["kernels"])) for row in data["rows"]}
         return Record(compilers=data["compilers"], rows=rows)
 
     return read(path, SCHEMA, record)
@@ -268,20 +264,11 @@ def load_all() -> dict[str, Record]:
 
 def save(record: Record, arch: str, folder: Path) -> None:
     """Write the record of one arch: a line per rule, head_dim and mask."""
-    rows = []
-    for key in sorted(record.rows, key=_place):
-        backend, direction, variant, _, head_dim, mask, config = key
-        rule = f"{backend} {direction} {variant} D={head_dim} {mask}"
-        rows.append({"rule": rule, "config": config, "kernels": list(map(asdict, record.rows[key]))})
+    rows = [{"key": key, "kernels": list(map(asdict, record.rows[key]))} for key in sorted(record.rows)]
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / f"{arch}.json.new"
     draft.write_text(dump({"schema": SCHEMA, "arch": arch, "compilers": dict(record.compilers), "rows": rows}))
     draft.replace(folder / f"{arch}.json")
-
-
-def _place(key: Key) -> tuple[Any, ...]:
-    backend, direction, variant, _, head_dim, mask, config = key
-    return BACKENDS.index(backend), direction != "forward", variant, int(head_dim), mask != "full", config
 
 
 # ---------------------------------------------------------------- the command

@@ -12,7 +12,6 @@ from typing import Any
 
 from tabulate import tabulate
 
-from bench.flops import rate_text
 from bench.matrix import Cell
 from bench.results import Environment, Row, is_ours, load, one_run
 from parity.report import Table
@@ -72,13 +71,8 @@ def _group(members: Sequence[Row]) -> Group:
 
 
 def figure(row: Row | None) -> str:
-    """TFLOPS for a table; ``refused`` or ``error``, whose text is listed below the table."""
-    if row is None:
-        return "not in this run"
-    if row.measured is not None:
-        late = " (host-bound)" if row.measured.host_bound else ""
-        return f"{rate_text(row.measured.tflops)}{late}"
-    return "refused" if row.reasons else "error"
+    """TFLOPS for a table, or a word."""
+    return row.figure if row is not None else "not in this run"
 
 
 def speed_table(group: Group) -> Table:

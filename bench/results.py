@@ -17,9 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from bench.errors import InputError
-from bench.flops import rate_text
-from bench.matrix import Cell
+from bench.matrix import Cell, InputError, rate_text
 from bench.timing import Budget
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import Arch, detect, find_gpu
@@ -123,6 +121,13 @@ class Row:
     def tflops(self) -> float:
         """TFLOPS; 0 where nothing was timed."""
         return self.measured.tflops if self.measured is not None else 0.0
+
+    @property
+    def figure(self) -> str:
+        """TFLOPS for a table; ``refused`` or ``error``, whose text is listed below the table."""
+        if self.measured is None:
+            return "refused" if self.reasons else "error"
+        return rate_text(self.tflops) + (" (host-bound)" if self.measured.host_bound else "")
 
     @property
     def text(self) -> str:
@@ -291,7 +296,7 @@ NO_GPU = Reason(code="gpu", got="none on this machine", allowed="an NVIDIA GPU",
 """The reason of every timing where there is nothing to time on."""
 
 PEER_PACKAGES = ("flash-attn", "flash-attn-3", "flash-attn-4", "tilegym")
-TIMED_WITH = ("matrix.py", "contenders.py", "peers.py", "timing.py", "flops.py")
+TIMED_WITH = ("matrix.py", "contenders.py", "peers.py", "timing.py")
 
 
 def gpu_arch() -> Arch | None:

@@ -16,8 +16,7 @@ import torch
 from tqdm import tqdm
 
 from bench.contenders import Contender, Ours, RefusedError, Tensors, Truths, check, named, plan_data, truth_of
-from bench.flops import cell_flops, peak_share, rate_text, tflops
-from bench.matrix import Cell, Direction
+from bench.matrix import Cell, Direction, cell_flops, peak_share, tflops
 from bench.peers import PEERS, Provider
 from bench.results import LOST_DEVICE, Environment, Measured, Row, Store, device_works, environment, gpu_arch
 from bench.timing import Budget, Contestant, CudaClock, Timing, measure
@@ -105,14 +104,9 @@ def run(job: Job, machine: Machine | None, store: Store, *, quiet: bool = False)
             store.add(rows)
             if not quiet:
                 bar.clear()
-                print(summary(cell, job.regime, rows), flush=True)
+                told = (f"{row.contender} {row.figure}" for row in rows)
+                print(f"{cell.key} {job.regime}: {'  '.join(told)}", flush=True)
     return [store.rows[cell.key, name, job.regime] for cell in job.cells for name in names]
-
-
-def summary(cell: Cell, regime: str, rows: Sequence[Row]) -> str:
-    """One line of a cell: TFLOPS of each; ``-`` for a refusal, ``!`` for an error."""
-    told = ((it.contender, rate_text(it.measured.tflops) if it.measured else "-" if it.reasons else "!") for it in rows)
-    return f"{cell.key} {regime}: " + "  ".join(f"{name} {text}" for name, text in told)
 
 
 def _run_cell(job: Job, cell: Cell, machine: Machine | None, store: Store, setup: Environment) -> list[Row]:

@@ -1,23 +1,23 @@
 """The matrix as benchmarks: ``pytest bench --benchmark-only [--bench-suite standard]``."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from bench.conftest import CLOCK
+from bench.conftest import CLOCK, feed
 from bench.contenders import Contender, plan_data
-from bench.flops import cell_flops, tflops
-from bench.matrix import Cell
-from bench.timing import Timing
+from bench.matrix import Cell, cell_flops, tflops
+from bench.run import Machine
+from bench.timing import Budget
 
 
 @pytest.mark.benchmark(timer=CLOCK, disable_gc=True)
 def test_attention(
-    cell: Cell, backend: str, contender: Contender, event_benchmark: Callable[[Contender], Timing], benchmark: Any
+    cell: Cell, backend: str, contender: Contender, machine: Machine, benchmark: Any, pytestconfig: pytest.Config
 ) -> None:
     benchmark.group = cell.key
-    timing = event_benchmark(contender)
+    budget = Budget(rounds=pytestconfig.getoption("--bench-rounds"))
+    timing = feed(benchmark, contender.launch, machine.clock, budget)
     benchmark.extra_info["tflops"] = tflops(cell_flops(cell), timing.time_ms)
     benchmark.extra_info["host_bound"] = timing.host_bound
     benchmark.extra_info["plan"] = plan_data(contender.plan) if contender.plan is not None else contender.detail

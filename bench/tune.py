@@ -18,9 +18,7 @@ from tqdm import tqdm
 
 from bench import options as shared
 from bench.contenders import Ours, RefusedError, Tensors, Truths, check, truth_of
-from bench.errors import InputError
-from bench.flops import rate_text
-from bench.matrix import Cell
+from bench.matrix import Cell, InputError, rate_text
 from bench.peers import Provider, find_peers
 from bench.results import NO_GPU, ROOT, Row, Store, device_works
 from bench.run import Job, Machine, run

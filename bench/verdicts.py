@@ -10,8 +10,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from bench.errors import InputError
-from bench.matrix import SUITES, Cell
+from bench.matrix import SUITES, Cell, InputError
 from bench.results import Row, one_run
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import by_name

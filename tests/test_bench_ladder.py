@@ -10,9 +10,8 @@ from bench_ladder_fakes import CELL
 from bench import cli, ladder
 from bench.contenders import our_providers
 from bench.docs import support_block
-from bench.errors import InputError
 from bench.ladder import axes_tables, baseline, length_tables, point_tables, rungs_of
-from bench.matrix import SUITES
+from bench.matrix import SUITES, InputError
 from bench.results import load
 from bench.run import Machine
 from multiattn.plan import backend as registry

@@ -8,9 +8,20 @@ import pytest
 import torch
 
 from bench.contenders import truth_of
-from bench.errors import InputError
-from bench.flops import cell_flops, forward_flops, peak_share, rate_text, tflops
-from bench.matrix import HIDDEN, SUITES, TOKENS, Cell, in_directions, narrowed
+from bench.matrix import (
+    HIDDEN,
+    SUITES,
+    TOKENS,
+    Cell,
+    InputError,
+    cell_flops,
+    forward_flops,
+    in_directions,
+    narrowed,
+    peak_share,
+    rate_text,
+    tflops,
+)
 from bench.run import output_bytes
 from multiattn.mask import visible_pairs
 from multiattn.plan.arch import find_gpu

@@ -8,8 +8,7 @@ import pytest
 
 from bench import cli, docs
 from bench.docs import NOT_MEASURED, ranges, results_block, support_block
-from bench.errors import InputError
-from bench.matrix import SUITES
+from bench.matrix import SUITES, InputError
 from bench.report import groups, notes, section, speed_section, text_report, write_page
 from bench.results import dumps
 from multiattn.plan.backend import BACKENDS

@@ -9,8 +9,7 @@ import torch
 
 import multiattn
 from bench.contenders import Ours
-from bench.errors import InputError
-from bench.matrix import SUITES
+from bench.matrix import SUITES, InputError
 from bench.peers import PEERS, find_peers
 from bench.results import LOST_DEVICE, NO_GPU, Row, dumps, load, one_run
 from bench.run import DeviceLostError, provider_of, run, tasks
