@@ -26,8 +26,6 @@ from parity.__main__ import main as run_parity
 BACKWARD_ARCH = "sm90"
 """One arch stands for all in a demo: a backward compiles several times as long as a forward."""
 
-Command = Callable[[list[str]], int]
-
 EPILOG = "Without a command it is run: python -m bench --suite floors. Options of a command: python -m bench run --help"
 
 
@@ -59,7 +57,7 @@ def run_matrix(options: argparse.Namespace) -> int:
     asked = shared.backends_of(options)
     jobs = _jobs(options)
     folder = options.out or results_dir(torch.cuda.get_device_name() if machine is not None else "none")
-    store = Store.open(folder / f"{options.suite}.json", options.suite)
+    store = Store(folder / f"{options.suite}.json", options.suite)
     rows = [row for job in jobs for row in run(job, machine, store)]
     print(f"\n{report.text_report(rows)}\n\nWritten: {store.path}")
     if machine is None:
@@ -160,10 +158,8 @@ def _rows(options: argparse.Namespace) -> list[Row]:
 def update_docs(options: argparse.Namespace) -> int:
     """Make the tables of README.md and docs/ again; with --check only say which are stale."""
     stale = docs.update_all(check=options.check)
-    for path in stale:
-        print(f"{path}: {'stale; run python -m bench docs' if options.check else 'written'}")
-    if not stale:
-        print("every table is current")
+    state = "stale; run python -m bench docs" if options.check else "written"
+    print("\n".join(f"{path}: {state}" for path in stale) or "every table is current")
     return int(options.check and bool(stale))
 
 
@@ -173,7 +169,7 @@ def run_demo(options: argparse.Namespace) -> int:
     forward, backward = out / "bench" / "compile.json", out / "bench" / "compile_backward.json"
     compiled = ["compile", *jobs, "--head-dim", "128", "--mask", "causal", "--direction"]
     backward_only = [*compiled, "backward", "--arch", BACKWARD_ARCH, "--json", str(backward)]
-    steps: list[tuple[str, Command, list[str]]] = [
+    steps: list[tuple[str, Callable[[list[str]], int], list[str]]] = [
         ("Parity", run_parity, [*jobs, "--out", str(out / "parity")]),
         ("Compiled for every target", run_multiattn, [*compiled, "forward", "--json", str(forward)]),
         (f"Backward compiled for {BACKWARD_ARCH}", run_multiattn, backward_only),

@@ -179,9 +179,6 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- ours
 
-Plans = tuple[Plan, Plan | None]
-"""The Plan that a row is of, and where that is a backward the Plan of the forward before it."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ours:
@@ -191,11 +188,6 @@ class Ours:
     variant: str | None = None
     config: Config | None = None
     is_ours: bool = True
-
-    @property
-    def compiles_each_cell(self) -> bool:
-        """True for cuTile: its rules differ by length, and its code by whether the batch is a multiple of 16."""
-        return self.backend == "cutile"
 
     @property
     def name(self) -> str:
@@ -218,8 +210,8 @@ class Ours:
         plan, forward = self.plans(cell, Problem.of(*tensors, causal=cell.causal), arch)
         return contender_of(plan, tensors, cell, forward)
 
-    def plans(self, cell: Cell, problem: Problem, arch: Arch) -> Plans:
-        """The Plans to launch in a cell; Unsupported with every reason. `variant` is of the direction that counts."""
+    def plans(self, cell: Cell, problem: Problem, arch: Arch) -> tuple[Plan, Plan | None]:
+        """The Plan that a row is of, and of a backward also its forward's; Unsupported with every reason."""
         backend = registry.get(self.backend)
         plan = functools.partial(make_plan, backend, problem, arch)
         if cell.direction == "fwd":

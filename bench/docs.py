@@ -15,6 +15,7 @@ from itertools import groupby
 from pathlib import Path
 
 from bench import host, ladder, layout_docs, record
+from bench.layout_docs import Blocks
 from bench.matrix import SUITES, Cell, InputError
 from bench.record_kernels import main_of
 from bench.report import describe, figure, markdown, memory_summary, provenance, write
@@ -29,8 +30,6 @@ from multiattn.triton.gluon.configs import VARIANT as GLUON
 MARKED = re.compile(r"(<!-- generated:([\w-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 
 
-Blocks = Mapping[str, Callable[[], str]]
-
 GPU_FOLDER = "h200"
 NOTHING = "-"
 NOT_MEASURED = "Not measured yet: `python -m bench` on a GPU writes bench/results."
@@ -42,10 +41,14 @@ LANGUAGES = ("cuTile", "plain Triton", "Gluon", "CUDA C++")
 
 
 def language_of(backend: str, variant: str) -> str:
-    """The language of a kernel. Triton has two, and only the variant tells them apart."""
+    """The language of a kernel, empty for a peer's. Triton has two, and only the variant tells them apart."""
     if backend == "triton":
         return "Gluon" if variant == GLUON else "plain Triton"
-    return {"cutile": "cuTile", "cuda": "CUDA C++"}[backend]
+    return {"cutile": "cuTile", "cuda": "CUDA C++"}.get(backend, "")
+
+
+def _language(row: Row) -> str:
+    return language_of(row.contender.partition("/")[0], str((row.plan or {}).get("variant")))
 
 
 def _rows(path: Path) -> list[Row]:
@@ -223,11 +226,6 @@ def peers_summary(results: Path) -> str:
 
 
 # ---------------------------------------------------------------- languages
-
-
-def _language(row: Row) -> str:
-    backend = row.contender.partition("/")[0]
-    return language_of(backend, (row.plan or {})["variant"]) if backend in BACKENDS else ""
 
 
 def speed_block(path: Path, cells: Sequence[Cell]) -> str:

@@ -37,9 +37,6 @@ KINDS = (FORWARD, WITH_GRAD, TRAINING, GRAPH)
 GRAPH_BUDGET = Budget(sample_ms=0.5, warmup_ms=2.0)
 """50 calls to a graph and more, where each takes a device 10 us."""
 
-Key = tuple[str, str]
-"""A contender and a kind of call."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCost:
@@ -133,7 +130,9 @@ def call_of(name: str, kind: str, tensors: Tensors) -> Call:
     return forward if kind == WITH_GRAD else differentiate(forward, leaves, dout, keeps_graph=False)
 
 
-def timed(calls: Mapping[Key, Call], clock: CudaClock, synchronize: Callable[[], None]) -> dict[Key, float | Exception]:
+def timed(
+    calls: Mapping[tuple[str, str], Call], clock: CudaClock, synchronize: Callable[[], None]
+) -> dict[tuple[str, str], float | Exception]:
     """Milliseconds of each call, or what it raised: of `GRAPH` the device's in a graph, of others the host's."""
     in_graph = {name: Contestant(call=call) for (name, kind), call in calls.items() if kind == GRAPH}
     others = {key: call for key, call in calls.items() if key[1] != GRAPH}

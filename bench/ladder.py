@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from bench import options as shared
 from bench.contenders import Ours
-from bench.matrix import Cell, InputError
+from bench.matrix import SUITES, Cell, InputError
 from bench.peers import find_peers
 from bench.report import figure, text_report
 from bench.results import NO_GPU, ROOT, Row, Store, environment, is_ours, one_run, results_dir
@@ -59,9 +59,6 @@ def _times(gain: float | None) -> str:
     return "-" if gain is None else f"{gain:.2f}x"
 
 
-# ---------------------------------------------------------------- chains
-
-
 def length_tables(rows: Iterable[Row], backend: str) -> list[Table]:
     """TFLOPS of each rung and peer by length; a chain ends in a rung that no other one builds on."""
     made = []
@@ -87,9 +84,6 @@ def _lengths(rows: Sequence[Row], backend: str, top: str) -> Table:
     title = f"TFLOPS, {backend} up to {top}, every rung with the config of its own rule, {_setting(rows[0])}"
     header = ("N", *peers, *steps, f"{top} over SDPA", f"{top} over {steps[0]}")
     return Table(title=title, note="", header=header, rows=tuple(lines))
-
-
-# ---------------------------------------------------------------- points
 
 
 def axes_tables(rows: Iterable[Row]) -> list[Table]:
@@ -167,11 +161,11 @@ def climb(options: argparse.Namespace) -> int:
     rungs = rungs_of(backend, options.variant)
     peers = dict.fromkeys(baseline(cell.head_dim) for cell in cells)
     name = f"ladder_{backend}"
-    is_part = bool(options.variant or options.suite) or shared.is_narrowed(options)
-    folder = options.out or (ROOT / "out" / "bench" if is_part else results_dir(environment().gpu))
+    is_whole = cells == SUITES["points" if is_list else "seed"] and not options.variant
+    folder = options.out or (results_dir(environment().gpu) if is_whole else ROOT / "out" / "bench")
     others = find_peers((*peers,) if is_list else (*peers, CUDNN, TILEGYM))
     job = shared.as_asked(Job(suite=name, cells=cells, providers=(*rungs, *others)), options)
-    store = Store.open(folder / f"{name}.json", name)
+    store = Store(folder / f"{name}.json", name)
     rows = run(job, machine, store)
     made = [*point_tables(rows), *axes_tables(rows)] if is_list else length_tables(rows, backend)
     told = [row for row in rows if not (is_list and is_ours(row.contender)) or row.measured is not None]

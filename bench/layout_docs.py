@@ -16,9 +16,6 @@ WIDTHS = (16, 32, 48, 64, 80, 96, 128, 192, 256, 512, 1024)
 ROWS = range(PERIOD)
 
 
-# ---------------------------------------------------------------- swizzle.md
-
-
 def keys_block() -> str:
     """The key of each row, for each span."""
     kinds = (("multiple of 8", 64), ("other multiple of 4", 32), ("other even number", 16))
@@ -56,9 +53,6 @@ def accesses_block() -> str:
     found = [(access, traffic(plain, access), traffic(xored, access)) for access in ACCESSES.values()]
     rows = [(it.title, f"`{it.instruction}`", a.requests, a.wavefronts, b.wavefronts) for it, a, b in found]
     return markdown(("access", "instruction", "requests", "wavefronts without", "with"), rows)
-
-
-# ---------------------------------------------------------------- fragments.md
 
 
 def grid(held: Mapping[fragments.Element, str], rows: int, columns: int, corner: str, *, down: bool = False) -> str:

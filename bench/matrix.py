@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from multiattn.plan.arch import Gpu
 from multiattn.problem import DTYPES, Problem
 
 
@@ -223,11 +222,6 @@ def tflops(flops: int, time_ms: float) -> float:
     if time_ms <= 0:
         raise ValueError(f"time_ms: got {time_ms}; a measured time is positive")
     return flops / time_ms / 1e9
-
-
-def peak_share(rate: float, gpu: Gpu | None) -> float | None:
-    """`rate` (TFLOPS) over the stated dense 16-bit peak; None for a GPU whose peak nobody stated in multiattn.plan.arch."""
-    return None if gpu is None else rate / gpu.tflops
 
 
 def rate_text(rate: float) -> str:

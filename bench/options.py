@@ -34,13 +34,13 @@ def positive(text: str) -> float:
 def add_cells(command: argparse.ArgumentParser, default: str | None, told: str = "%(default)s") -> None:
     """A suite, and what narrows it."""
     command.add_argument("--suite", choices=tuple(SUITES), default=default, help=f"cells to time ({told})")
-    for option, read, metavar, told in (
+    for option, read, metavar, what in (
         ("--direction", some_of(DIRECTIONS), "A,B", f"of {','.join(DIRECTIONS)}; default the suite's"),
         ("--head-dim", counts, "D,...", "some of the suite's"),
         ("--seq", counts, "N,...", "some of the suite's"),
         ("--dtype", some_of(tuple(DTYPES)), "A,B", "some of the suite's"),
     ):
-        command.add_argument(option, action="extend", type=read, metavar=metavar, default=[], help=told)
+        command.add_argument(option, action="extend", type=read, metavar=metavar, default=[], help=what)
     mask = command.add_mutually_exclusive_group()
     mask.add_argument("--causal", action="store_const", const=(True,), default=(), help="causal cells only")
     mask.add_argument("--full", action="store_const", const=(False,), dest="causal", help="full cells only")
@@ -48,14 +48,8 @@ def add_cells(command: argparse.ArgumentParser, default: str | None, told: str =
 
 def cells_of(options: argparse.Namespace, suite: str) -> tuple[Cell, ...]:
     """The cells that were asked for, of `suite` where none was named."""
-    names = ("head_dim", "seq", "dtype", "causal")
-    cells = in_directions(SUITES[options.suite or suite], options.direction)
-    return narrowed(cells, **{name: getattr(options, name) for name in names})
-
-
-def is_narrowed(options: argparse.Namespace) -> bool:
-    """Tell whether these are not the usual cells: such a run is no record of the whole."""
-    return any(getattr(options, name) for name in ("direction", "head_dim", "seq", "dtype", "causal"))
+    narrow = {name: getattr(options, name) for name in ("head_dim", "seq", "dtype", "causal")}
+    return narrowed(in_directions(SUITES[options.suite or suite], options.direction), **narrow)
 
 
 def add_backends(command: argparse.ArgumentParser) -> None:

@@ -38,7 +38,6 @@ class Peer:
     """The call of its forward, and a word on how that is made."""
     refuse: Callable[[Cell, Tensors], tuple[Reason, ...]] = lambda cell, tensors: ()
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    compiles_each_cell: bool = False
     is_ours: bool = False
 
     def why_not(self, cell: Cell, arch: Arch | None) -> tuple[Reason, ...]:
@@ -183,7 +182,6 @@ PEERS: tuple[Peer, ...] = (
         install="part of torch",
         build=_build_flex,
         context=_keep_graph,
-        compiles_each_cell=True,
     ),
     *(
         Peer(name=name, module=module, install=install, build=_flash_attn(module))

@@ -143,15 +143,10 @@ class Store:
 
     path: Path
     suite: str
-    rows: dict[tuple[str, str, str], Row] = field(default_factory=dict)
+    rows: dict[tuple[str, str, str], Row] = field(init=False)
 
-    @classmethod
-    def open(cls, path: Path, suite: str) -> Store:
-        """The store at `path`, empty where there is no file."""
-        store = cls(path, suite)
-        if path.exists():
-            store.rows = {row.key: row for row in load(path)}
-        return store
+    def __post_init__(self) -> None:
+        self.rows = {row.key: row for row in load(self.path)} if self.path.exists() else {}
 
     def kept(self, cell: Cell, contender: str, regime: str, setup: Environment) -> Row | None:
         """The row of a contender in a cell, if this very setup made it."""

@@ -16,12 +16,12 @@ import torch
 from tqdm import tqdm
 
 from bench.contenders import Contender, Ours, RefusedError, Tensors, Truths, check, named, plan_data, truth_of
-from bench.matrix import Cell, Direction, cell_flops, peak_share, tflops
+from bench.matrix import Cell, Direction, cell_flops, tflops
 from bench.peers import PEERS, Provider
 from bench.results import LOST_DEVICE, Environment, Measured, Row, Store, device_works, environment, gpu_arch
 from bench.timing import Budget, Contestant, CudaClock, Timing, measure
 from multiattn.inspect.pool import run_isolated
-from multiattn.plan.arch import Arch, find_gpu
+from multiattn.plan.arch import Arch
 from multiattn.plan.support import Reason, Unsupported
 
 ERROR_CHARACTERS = 600
@@ -190,7 +190,7 @@ def _row(
     if isinstance(outcome, Timing):
         assert admitted is not None
         rate = tflops(cell_flops(cell), outcome.time_ms)
-        told: dict[str, Any] = {"tflops": rate, "peak_share": peak_share(rate, find_gpu(setup.gpu))}
+        told: dict[str, Any] = {"tflops": rate, "peak_share": setup.peak_tflops and rate / setup.peak_tflops}
         told |= {"error_ratio": admitted.error_ratio, "peak_extra_bytes": admitted.peak_extra_bytes}
         measured = Measured(**asdict(outcome), sample_ms=job.budget.sample_ms, **told)
     error = "".join(traceback.format_exception_only(outcome)) if isinstance(outcome, Exception) else ""
@@ -211,15 +211,13 @@ def _row(
 
 # ---------------------------------------------------------------- memory
 
-LSE_BYTES = 4
-
 
 def output_bytes(cell: Cell) -> int:
     """Bytes of what a cell's direction computes: out and lse, or dq, dk and dv, or all of them."""
     problem = cell.problem
     rows, rows_kv = (cell.batch * heads * cell.seq for heads in (problem.heads_q, problem.heads_kv))
     row = cell.head_dim * problem.torch_dtype.itemsize
-    forward, backward = rows * (row + LSE_BYTES), (rows + 2 * rows_kv) * row
+    forward, backward = rows * (row + 4), (rows + 2 * rows_kv) * row
     return {"fwd": forward, "bwd": backward, "fwdbwd": forward + backward}[cell.direction]
 
 
@@ -241,21 +239,6 @@ def extra_bytes(contestant: Contestant, cell: Cell) -> int:
 
 # ---------------------------------------------------------------- compiling ahead
 
-PREWARM_TIMEOUT_S = 120.0
-"""For one contender in one cell."""
-
-
-def tasks(providers: Sequence[Provider], cells: Sequence[Cell]) -> list[tuple[str, Cell]]:
-    """A contender's name (as a provider may hold what cannot be pickled) with each cell to compile ahead.
-
-    Of cells that differ in batch and length only the shortest, unless the provider compiles for each.
-    """
-    kinds: dict[tuple[object, ...], Cell] = {}
-    for cell in sorted(cells, key=lambda it: it.seq):
-        kinds.setdefault((cell.head_dim, cell.dtype, cell.causal, cell.layout, cell.direction), cell)
-    wanted = [(it, cells if it.compiles_each_cell else kinds.values()) for it in providers]
-    return list(dict.fromkeys((provider.name, cell) for provider, its in wanted for cell in its))
-
 
 def provider_of(name: str) -> Provider:
     """The provider whose contender has this name."""
@@ -264,25 +247,22 @@ def provider_of(name: str) -> Provider:
 
 
 def warm(task: tuple[str, Cell]) -> None:
-    """Make and run a contender once, where there is anything to run."""
-    name, cell = task
-    arch, provider = gpu_arch(), provider_of(name)
-    if arch is None or provider.why_not(cell, arch):
-        return
-    with contextlib.suppress(RefusedError):
-        provider.prepare(cell, cell.tensors("cuda"), arch).output()
-        torch.cuda.synchronize()
+    """Make and run a contender once. Providers go by name, as one may hold what cannot be pickled."""
+    (name, cell), arch = task, gpu_arch()
+    if arch is not None:
+        with contextlib.suppress(RefusedError):
+            provider_of(name).prepare(cell, cell.tensors("cuda"), arch).output()
+            torch.cuda.synchronize()
 
 
 def prewarm(providers: Sequence[Provider], cells: Sequence[Cell], *, jobs: int) -> None:
-    """Make each contender run cells in processes of their own, one cell of each kind or all.
+    """Make each contender run each cell in processes of their own.
 
     This fills the disk caches of the compilers (ours, Triton's, cuTile's, Inductor's) with all cores, so that the run
     itself, which must be one process, hardly waits for a compiler. What fails here fails again there.
     """
     arch = gpu_arch()
-    wanted = tasks([it for it in providers if any(not it.why_not(cell, arch) for cell in cells)], cells)
-    for outcome in run_isolated(warm, wanted, jobs=jobs, timeout_s=PREWARM_TIMEOUT_S, keep=device_works):
+    wanted = [(it.name, cell) for it in providers for cell in cells if not it.why_not(cell, arch)]
+    for outcome in run_isolated(warm, wanted, jobs=jobs, timeout_s=120.0, keep=device_works):
         if outcome.error:
             print(f"compiling ahead: {', '.join(map(str, outcome.item))}: {outcome.error.splitlines()[0]}", flush=True)
-    print(f"compiled ahead: {len(wanted)} kinds of cells", flush=True)

@@ -204,9 +204,6 @@ class Turns:
     full, graph). In only random orders of three contestants one came after the slowest 11 times, another 7 of 21.
     """
 
-    TRIED = 64
-    """Random orders of a round, of which the one is taken that balances best."""
-
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._followed: Counter[tuple[str, str]] = Counter()
@@ -214,7 +211,7 @@ class Turns:
 
     def next(self, names: Sequence[str]) -> list[str]:
         """The order of the next round, of the contestants that are left."""
-        orders = [self._random.sample(names, len(names)) for _ in range(self.TRIED)]
+        orders = [self._random.sample(names, len(names)) for _ in range(64)]  # the best balanced is taken
         best = min(orders, key=self._imbalance)
         self._followed.update(itertools.pairwise([self._last, *best]))
         self._last = best[-1] if best else self._last

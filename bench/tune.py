@@ -154,7 +154,7 @@ def sweep(options: argparse.Namespace) -> int:
         checked = check_all(wanted, jobs=options.jobs, timeout_s=options.timeout)
         failures = dict(tqdm(checked, total=len(wanted), desc=backend, unit="candidate"))
         name = f"tune_{backend}"
-        kept = Store.open((options.out or ROOT / "out" / "tune") / f"{name}.json", name)
+        kept = Store((options.out or ROOT / "out" / "tune") / f"{name}.json", name)
         for cell in cells:
             mine = {it.ours: failure for it, failure in failures.items() if it.cell == cell}
             ready: tuple[Provider, ...] = (
@@ -162,7 +162,8 @@ def sweep(options: argparse.Namespace) -> int:
                 *find_peers((YARDSTICK,)),
             )
             job = shared.as_asked(Job(suite=name, cells=(cell,), providers=ready, budget=TUNE_BUDGET), options)
-            ranking = ranked(run(replace(job, jobs=1, fresh=True), machine, kept, quiet=True))
+            rows = run(replace(job, jobs=1, fresh=True), machine, kept, quiet=True)
+            ranking = sorted(rows, key=lambda row: -row.tflops)
             if options.finals:
                 ranking = time_finalists(job, ranking, machine, kept, options.finals)
             told = {ours.name: failure for ours, failure in mine.items() if failure}
@@ -170,11 +171,6 @@ def sweep(options: argparse.Namespace) -> int:
                 f"\n{backend}: {cell.key}\n{table(ranking, told, top=options.top)}\n\nWritten: {kept.path}", flush=True
             )
     return 0
-
-
-def ranked(rows: Sequence[Row]) -> list[Row]:
-    """Fastest first."""
-    return sorted(rows, key=lambda row: -row.tflops)
 
 
 def is_marked(name: str) -> bool:
@@ -191,7 +187,7 @@ def time_finalists(job: Job, ranking: Sequence[Row], machine: Machine, kept: Sto
     chosen = {row.contender for place, row in enumerate(ranking) if place < finals or is_marked(row.contender)}
     again = tuple(provider for provider in job.providers if provider.name in chosen)
     job = replace(job, providers=again, budget=FINAL_BUDGET, fresh=True, jobs=1)
-    finished = ranked(run(job, machine, kept, quiet=True))
+    finished = sorted(run(job, machine, kept, quiet=True), key=lambda row: -row.tflops)
     return [*finished, *(row for row in ranking if row.contender not in chosen)]
 
 

@@ -69,9 +69,8 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """The cells of multiattn/measured.json (see multiattn.plan.preference.Cell), from device rows of the best variants.
 
     Only the newest run of a cell counts, nothing host-bound, and no run in which a backend ran a variant that is no
-    longer its choice there. Where several measured cells share GPU, head_dim, length, mask, heads and how many of them
-    share keys, the newest run counts, those of `heldout` last: an older one may be of another config. Cells of backward
-    come last, and say so.
+    longer its choice there. Of cells that share GPU, head_dim, length, mask, heads and how many of them share keys, the
+    newest run counts, those of `heldout` last: an older one may be of another config. Cells of backward come last.
     """
     cells: dict[tuple[Any, ...], dict[str, Any]] = {}
     owners: dict[tuple[Any, ...], Cell] = {}

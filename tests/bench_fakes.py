@@ -93,7 +93,7 @@ def job(*providers: Ours | Peer, cells: tuple[Cell, ...] = (CELL,), fresh: bool 
 
 def store(folder: Path) -> Store:
     """The store that `run` writes in `folder`."""
-    return Store.open(folder / "smoke.json", "smoke")
+    return Store(folder / "smoke.json", "smoke")
 
 
 def row(

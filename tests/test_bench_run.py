@@ -9,10 +9,10 @@ import torch
 
 import multiattn
 from bench.contenders import Ours
-from bench.matrix import SUITES, InputError
-from bench.peers import PEERS, find_peers
+from bench.matrix import InputError
+from bench.peers import PEERS
 from bench.results import LOST_DEVICE, NO_GPU, Row, dumps, load, one_run
-from bench.run import DeviceLostError, provider_of, run, tasks
+from bench.run import DeviceLostError, provider_of, run
 from multiattn.plan.backend import get
 from multiattn.plan.support import Reason
 
@@ -203,17 +203,6 @@ def test_one_who_takes_the_device_down_is_left_out_of_the_next_run(tmp_path):
     bad, ours = run(job, fakes.machine(), fakes.store(tmp_path), quiet=True)
     assert bad == lost
     assert ours.measured
-
-
-def test_one_task_ahead_per_contender_and_kind():
-    cells = SUITES["standard"]
-    found = tasks([OURS, fakes.peer("sdpa")], cells)
-    assert len(found) == len(set(found)) == 2 * 6
-    assert {cell.seq for _, cell in found} == {512}
-    (flex,) = find_peers(("flex",))
-    found = tasks([OURS, flex], cells)
-    assert [cell for name, cell in found if name == "flex"] == list(cells)
-    assert len(found) == len(cells) + 6
 
 
 def test_names_lead_back_to_providers():
