@@ -85,7 +85,7 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
         names = shared.backends_of(options)
         ours = our_providers(names, options.variant, direction) if names else ()
         if not ours and not peers:
-            raise InputError("--backend none --peer none leaves nobody to time")
+            raise InputError("--backend none --peer none leaves nothing to time")
         mine = tuple(cell for cell in cells if cell.direction == direction)
         job = Job(suite=options.suite, cells=mine, providers=(*ours, *peers), regime=options.regime)
         jobs.append(shared.as_asked(job, options))

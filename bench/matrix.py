@@ -65,7 +65,7 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """What names the cell in results and on the terminal; distinct for distinct cells."""
+        """The name of the cell in results and on the terminal; distinct for distinct cells."""
         sizes = f"B{self.batch} H{self.heads_text} N{self.seq} D{self.head_dim} {self.dtype} {self.mask} {self.layout}"
         return sizes if self.direction == "fwd" else f"{sizes} {self.direction}"
 

@@ -51,7 +51,7 @@ class Measured:
     peak_share: float | None
     error_ratio: float
     peak_extra_bytes: int | None = None
-    """Device memory that one launch took at its peak, beside inputs and outputs; None where nobody counted."""
+    """Device memory that one launch took at its peak, beside inputs and outputs; None where it was not counted."""
 
     def __post_init__(self) -> None:
         """Keep six significant digits: more than a timing has, and what a results file holds."""
@@ -97,7 +97,7 @@ class Row:
     """Makes this row's run again."""
     run: str = ""
     """Shared by the rows of one cell that took turns: when they began, and a random end. Rows of two runs met different
-    clocks and temperatures, so they are never compared. Empty where nobody was timed."""
+    clocks and temperatures, so they are never compared. Empty where nothing was timed."""
     plan: Mapping[str, Any] | None = None
     """Variant, config and why of the Plan that ran; None for a peer."""
     detail: str = ""

@@ -46,7 +46,7 @@ class Machine:
     clock: CudaClock
     synchronize: Callable[[], None]
     extra_bytes: Callable[[Contestant, Cell], int] | None = None
-    """The function below; None where nobody counts what is allocated."""
+    """The function below; None where memory is not counted."""
 
     @classmethod
     def current(cls) -> Machine | None:

@@ -181,8 +181,8 @@ def is_marked(name: str) -> bool:
 def time_finalists(job: Job, ranking: Sequence[Row], machine: Machine, kept: Store, finals: int) -> list[Row]:
     """The `finals` fastest, the rules' own choice and the yardstick timed once more, in long readings, ahead of others.
 
-    A sweep has dozens of candidates in the same turns. On a power-limited GPU the slow ones cool it for whoever comes
-    next: the same config lost 2.5 % in one sweep and nothing in another (H200, 2026-11-22, D=256 N=16k).
+    A sweep has dozens of candidates in the same turns. On a power-limited GPU the slow ones cool it for the
+    next one: the same config lost 2.5 % in one sweep and nothing in another (H200, 2026-11-22, D=256 N=16k).
     """
     chosen = {row.contender for place, row in enumerate(ranking) if place < finals or is_marked(row.contender)}
     again = tuple(provider for provider in job.providers if provider.name in chosen)

@@ -123,7 +123,7 @@ def test_every_backend_offers_candidates_that_plan(backend):
         (["--peer", "fa5"], "argument --peer: invalid choice: 'fa5' (choose from 'none', 'sdpa-flash'"),
         (["--suite", "all"], "argument --suite: invalid choice: 'all' (choose from 'standard', 'between'"),
         (["--variant", "wide"], "--variant: got 'wide'; allowed all, or of fwd one of triton/"),
-        (["--backend", "none", "--peer", "none"], "leaves nobody to time"),
+        (["--backend", "none", "--peer", "none"], "leaves nothing to time"),
         (["--suite", "backward", "--regime", "graph"], "--regime graph: got direction bwd; allowed fwd"),
         (["--rounds", "0"], "argument --rounds: got 0; allowed whole numbers from 1 on"),
         (["--sample-ms", "nan"], "argument --sample-ms: got nan; allowed numbers above 0"),

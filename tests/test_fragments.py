@@ -1,4 +1,4 @@
-"""Who holds what in a fragment, against the PTX ISA and the emulation."""
+"""The holders of a fragment's elements, against the PTX ISA and the emulation."""
 
 import ctypes
 import itertools
@@ -87,7 +87,7 @@ def library():
 
 
 def run(library, kernel, a=None, b=None):
-    """What each lane's registers hold afterwards: int32 [32, 4]."""
+    """The registers of each lane afterwards: int32 [32, 4]."""
     out = torch.zeros(32, 4, dtype=torch.int32)
     arguments = Arguments(*(0 if it is None else it.data_ptr() for it in (a, b)), out.data_ptr())
     host.run(library, kernel, arguments, blocks=1, threads=32, smem_bytes=1024)
@@ -164,7 +164,7 @@ def test_ldmatrix_gives_what_the_functions_say(library, kernel, reader, transpos
 
 
 def test_readers_load_the_operands_of_an_mma():
-    """Of Q, K and V as the forward kernel reads them; K's rows and V's columns are B's columns."""
+    """Q, K and V as the forward kernel reads them; K's rows and V's columns are B's columns."""
     for lane, register, half in itertools.product(LANES, range(4), HALVES):
         q, k, v = (fragments.loaded(how, lane, register, half, transposed=flag) for _, how, flag in fragments.READS)
         assert q == fragments.operand_a(lane, register, half)
