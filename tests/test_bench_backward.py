@@ -167,6 +167,7 @@ def test_backward_candidates_are_swept(monkeypatch):
     configs = [Config(tile_m=tile_m, tile_n=16) for tile_m in (16, 32)]
     backend = replace(right, backward=replace(right.backward, candidates=lambda *_: configs))
     monkeypatch.setattr("multiattn.plan.backend.get", lambda name: backend)
+    monkeypatch.setattr(tune, "RAGGED", ((40, 2),))
     found = tune.candidates("reference", BWD, ARCHS["cpu"], ("two_pass",))
     assert [ours.name for ours in found] == [
         "reference/two_pass",

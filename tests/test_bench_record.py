@@ -248,7 +248,7 @@ def test_a_rule_for_rows_of_no_whole_number_of_sectors_is_compiled_for_such(monk
 
 
 def test_rungs_that_must_be_named_are_spanned_on_two_archs(monkeypatch):
-    """Every rule of offered variants on every arch; of the others those that span the flags, whose rules are never dead."""
+    """Every rule of offered variants on every arch; of the others those that span the flags. Theirs are never dead."""
     ladders.install(monkeypatch)
     backend = registry.get("cutile")
     rules = tuple(

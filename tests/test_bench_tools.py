@@ -49,6 +49,7 @@ def test_tuning_ranks_what_ran_and_tells_what_failed(monkeypatch, tmp_path, caps
     backend = replace(get("reference"), forward=forward)
     monkeypatch.setattr("multiattn.plan.backend.get", lambda name: backend)
     monkeypatch.setattr(tune, "run_isolated", run_here)
+    monkeypatch.setattr(tune, "RAGGED", ((40, 2),))
     monkeypatch.setattr(tune, "find_peers", lambda names: (fakes.peer(tune.YARDSTICK),))
     monkeypatch.setattr(tune.Machine, "current", lambda: fakes.machine())
     monkeypatch.setattr(shared, "SUITES", {**SUITES, "smoke": (fakes.CELL,)})
