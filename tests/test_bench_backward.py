@@ -199,7 +199,7 @@ def test_memory_is_what_a_launch_takes_beside_its_outputs(tmp_path):
 
 
 def flash_bytes(problem: Problem) -> int:
-    """The workspace of SDPA's flash backward: dq in fp32 and one float a row, lengths to 128 and head_dim to 32 or 64."""
+    """The workspace of SDPA's flash backward: dq in fp32 and a float a row, lengths to 128, head_dim to 32 or 64."""
     multiple = 32 if problem.head_dim <= 128 else 64
     seq, head_dim = -(-problem.seq_q // 128) * 128, -(-problem.head_dim // multiple) * multiple
     return problem.batch * problem.heads_q * seq * (head_dim + 1) * 4
