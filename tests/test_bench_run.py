@@ -75,6 +75,27 @@ def test_ours_is_held_to_parity_before_it_is_timed(tmp_path, monkeypatch):
     assert row.measured is None
 
 
+def test_what_an_earlier_launch_wrote_is_no_result(monkeypatch):
+    right, launches = get("reference"), []
+
+    def prepare(plan):
+        launcher = right.forward.prepare(plan)
+
+        def launch(operands):
+            launches.append(1)
+            if len(launches) == 1:
+                launcher(operands)
+
+        return launch
+
+    once = replace(right, forward=replace(right.forward, prepare=prepare))
+    monkeypatch.setattr("multiattn.plan.backend.get", lambda name: once)
+    contender = OURS.prepare(fakes.CELL, fakes.CELL.tensors("cpu"), fakes.machine().arch)
+    first, second = ({name: it.isnan() for name, it in contender.output().items()} for _ in range(2))
+    assert not any(it.any() for it in first.values())
+    assert all(it.all() for it in second.values())
+
+
 def test_without_a_gpu_every_row_carries_its_reason(tmp_path):
     rows = run(fakes.job(OURS, fakes.peer("sdpa")), None, fakes.store(tmp_path), quiet=True)
     assert [row.reasons for row in rows] == [(NO_GPU,), (NO_GPU,)]
@@ -203,6 +224,8 @@ def test_one_who_takes_the_device_down_is_left_out_of_the_next_run(tmp_path):
     bad, ours = run(job, fakes.machine(), fakes.store(tmp_path), quiet=True)
     assert bad == lost
     assert ours.measured
+    bad, _ = run(replace(job, fresh=True), fakes.machine(), fakes.store(tmp_path), quiet=True)
+    assert bad.error == "RuntimeError: illegal memory access"
 
 
 def test_names_lead_back_to_providers():
