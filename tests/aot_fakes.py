@@ -38,7 +38,8 @@ def fake_cubin(symbol, arguments, threads=128, host=None):
     contents[".shstrtab"] = names
     body, headers, at = b"", b"", 64
     for name, content in contents.items():
-        headers += struct.pack("<IIQQQQ24x", names.index(name.encode()), 1, 0, 0, at + len(body), len(content))
+        place = names.index(name.encode()), 1, 0, 0, at + len(body), len(content), 0, 7 << 24
+        headers += struct.pack("<IIQQQQII16x", *place)
         body += content
     front = b"\x7fELF\x02\x01".ljust(0x28, b"\0") + struct.pack("<Q", at + len(body))
     front = front.ljust(0x3A, b"\0") + struct.pack("<HHH", 64, len(contents), 0)

@@ -1,0 +1,68 @@
+"""The launch that multiattn makes of an emitted kernel for a problem, and a digest of many such launches.
+
+How a kernel takes its arguments stands in no cubin: another version of multiattn could hand it the wrong ones. So a
+manifest has a digest of launches for several problems, which must come out the same where the kernel is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from multiattn.plan import abi
+from multiattn.plan import backend as registry
+from multiattn.plan.backend import Plan, find_variant, plan_variant
+from multiattn.problem import Problem
+
+
+def bind(plan: Plan, problem: Problem, image: abi.Image, constants: Mapping[str, str]) -> abi.Binding | list[str]:
+    """The launch of `plan`'s kernel for a problem, or every reason why its code does not hold for it.
+
+    Args:
+        plan: what the kernel was compiled for.
+        problem: of the tensors at hand.
+        image: of the kernel.
+        constants: what its code is specialised on.
+    """
+    backend = registry.get(plan.backend)
+    found = plan_variant(backend, find_variant(backend, plan.variant), problem, plan.arch, plan.config)
+    if not isinstance(found, Plan):
+        return [str(reason) for reason in found]
+    binding: abi.Binding = importlib.import_module(f"multiattn.{plan.backend}.bind").bind(found, image, constants)
+    names = dict.fromkeys((*constants, *binding.constants))
+    pairs = ((name, binding.constants.get(name), constants.get(name)) for name in names)
+    return [f"{name}: got {got}; allowed {allowed}" for name, got, allowed in pairs if got != allowed] or binding
+
+
+def launches_digest(plan: Plan, image: abi.Image, constants: Mapping[str, str]) -> str:
+    """A digest of every byte that launches of a kernel hand to the driver, for its own problem and for others."""
+    digest = hashlib.sha256()
+    for problem in _problems(plan.problem):
+        found = bind(plan, problem, image, constants)
+        digest.update(_launch_bytes(found) if isinstance(found, abi.Binding) else b"refused\0")
+    return digest.hexdigest()
+
+
+def _problems(problem: Problem) -> Iterator[Problem]:
+    """The problem itself, then longer and shorter sequences, more heads and more batch entries, another scale."""
+    yield problem
+    for batch, heads, seq_q, seq_kv in ((1, 1, 1, 1), (3, 2, 1000, 333), (2, 1, 256, 4096), (16, 4, 4096, 4096)):
+        sizes = {"heads_q": heads * problem.heads_q, "heads_kv": problem.heads_kv, "head_dim": problem.head_dim}
+        other = Problem.contiguous(batch=batch, seq_q=seq_q, seq_kv=seq_kv, dtype=problem.dtype, **sizes)
+        yield replace(other, causal=problem.causal, scale=2 * problem.scale)
+
+
+def _launch_bytes(binding: abi.Binding) -> bytes:
+    addresses = {name: int.from_bytes(_sha256(name.encode())[:7], "little") for name in abi.names_of(binding)}
+    packed = [abi.pack(argument, addresses, _tensor_map_bytes) for argument in binding.arguments]
+    return repr((packed, binding.grid, binding.image, binding.workspace_bytes)).encode()
+
+
+def _tensor_map_bytes(tensor_map: abi.TensorMap, address: int) -> bytes:
+    return _sha256(repr((tensor_map, address)).encode()) * (abi.TENSOR_MAP_BYTES // 32)
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
