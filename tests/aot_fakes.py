@@ -63,11 +63,11 @@ def emit(folder, name, *, host=None, arch="sm90", variant=None, **sizes):
         cubin=fake_cubin("entry", binding.arguments, threads=threads, host=host),
         threads=threads,
         dynamic_smem_bytes=binding.image.dynamic_smem_bytes,
-        texts={"ptx": b"// ptx"},
+        texts={"ptx": b"// ptx", "sass": b"EXIT"},
         remarks="--- !Passed" if name == "cutile" else "",
         binding=binding,
     )
-    return plan, binding, aot.write(folder, plan, [kernel], versions={name: "1.2"}, texts={"entry": {"sass": b"EXIT"}})
+    return plan, binding, aot.write(folder, plan, [kernel])
 
 
 def edit(folder, change, *, seal=manifest.seal):

@@ -38,7 +38,7 @@ def test_what_is_written_is_what_is_loaded(name, tmp_path):
         kernel = aot.load(path)
         assert kernel.plan == replace(plan, why=kernel.plan.why)
         assert kernel._try_binding(plan.problem) == binding
-    assert kernel.entry["versions"] == {name: "1.2"}
+    assert kernel.entry["versions"] == dict(get(name).versions())
     assert str(tmp_path) not in files[-1].read_text()
 
 
@@ -46,7 +46,7 @@ def test_a_folder_has_many_kernels_and_names_tell_them_apart(tmp_path):
     emit(tmp_path, "cuda")
     emit(tmp_path, "cuda")  # again: the same name
     emit(tmp_path, "triton")
-    names = [entry["name"] for entry in aot.entries(tmp_path)]
+    names = [entry["name"] for entry in manifest.read(tmp_path)]
     assert len(names) == 2
     assert names[0].startswith("cuda-forward-sm90-bf16-d64-full-")
     with pytest.raises(ValueError, match=f"name: got 2 forward kernels and no name; allowed {', '.join(names)}"):
@@ -61,7 +61,7 @@ def write_backward(folder, numbers):
     plan = make_plan(get("cuda"), problem(), ARCHS["sm90"], direction="backward", probe=False)
     for number in numbers:
         kernel = Exported(kernel=f"kernel{number}", seconds=0.0, cubin=fake_cubin(f"kernel{number}", ()))
-        aot.write(folder, plan, [kernel], versions={})
+        aot.write(folder, plan, [kernel])
 
 
 def test_a_backward_kernel_is_not_loaded(tmp_path):
@@ -155,7 +155,7 @@ def places(value, place=()):
 def test_nothing_but_a_value_error_comes_of_a_wrong_manifest(tmp_path):
     emit(tmp_path, "triton", causal=True)
     path = tmp_path / "manifest.json"
-    (good,) = aot.entries(tmp_path)
+    (good,) = manifest.read(tmp_path)
     refused = set()
     for place in places(good):
         for wrong in (KeyError, None, -1, 0, float("nan"), 2**31 - 1, 2**70, "\ud800\0", [-1], {"x": None}):
@@ -256,7 +256,7 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path):
     command = [sys.executable, "-c", WRITER, Path(__file__).parent, tmp_path]
     writers = [subprocess.Popen([*command, str(first)]) for first in (0, 20)]
     assert [writer.wait(timeout=180) for writer in writers] == [0, 0]
-    assert {entry["symbol"] for entry in aot.entries(tmp_path)} == {f"kernel{number}" for number in range(40)}
+    assert {entry["symbol"] for entry in manifest.read(tmp_path)} == {f"kernel{number}" for number in range(40)}
     assert not list(tmp_path.glob("*.new"))
 
 
@@ -267,7 +267,7 @@ def test_threads_that_write_at_once_lose_nothing(tmp_path, monkeypatch):
         thread.start()
     for thread in threads:
         thread.join()
-    assert {entry["symbol"] for entry in aot.entries(tmp_path)} == {f"kernel{number}" for number in range(40)}
+    assert {entry["symbol"] for entry in manifest.read(tmp_path)} == {f"kernel{number}" for number in range(40)}
 
 
 # ---------------------------------------------------------------- the cubin

@@ -39,34 +39,20 @@ _KEPT = 256  # launchers of a kernel; a serving loop with ever-changing lengths 
 # ---------------------------------------------------------------- writing
 
 
-def write(
-    folder: Path,
-    plan: Plan,
-    exported: Sequence[Exported],
-    *,
-    texts: Mapping[str, Mapping[str, bytes]] | None = None,
-    versions: Mapping[str, str | None] | None = None,
-) -> tuple[Path, ...]:
+def write(folder: Path, plan: Plan, exported: Sequence[Exported]) -> tuple[Path, ...]:
     """Write the kernels of a Plan into a folder, beside those of its manifest; return the files, manifest last.
 
-    Args:
-        folder: made if it is not there.
-        plan: what was exported.
-        exported: all that the plan's `Op.export` gave.
-        texts: more to write, by kernel (`Exported.kernel`), then by kind, which is the file's suffix.
-        versions: of what compiled them; None for the backend's own answer.
-
-    ValueError for a manifest that cannot be read.
+    `exported` is all that the plan's `Op.export` gave. ValueError for a manifest that cannot be read.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / MANIFEST).exists():
         manifest.read(folder)
-    versions = dict(registry.get(plan.backend).versions() if versions is None else versions)
+    versions = dict(registry.get(plan.backend).versions())
     written: list[Path] = []
     entries: list[dict[str, Any]] = []
     for index, kernel in enumerate(exported):
         name = _name(plan, kernel, index if len(exported) > 1 else None)
-        files = {"cubin": kernel.cubin, **kernel.texts, **(texts or {}).get(kernel.kernel, {})}
+        files = {"cubin": kernel.cubin, **kernel.texts}
         if kernel.remarks:
             files["remarks.yaml"] = kernel.remarks.encode()
         for kind, content in files.items():
@@ -149,11 +135,6 @@ def load(path: Path | str, *, name: str | None = None) -> Kernel:
         raise ValueError(f"{where}: no {error}") from None
     except (ArithmeticError, LookupError, TypeError, AttributeError, struct.error) as error:
         raise ValueError(f"{where}: damaged ({error})") from error
-
-
-def entries(folder: Path) -> list[dict[str, Any]]:
-    """The records of a folder's manifest, forward and backward kernels alike; ValueError for a folder without one."""
-    return manifest.read(folder)
 
 
 def _find(entries: Sequence[Mapping[str, Any]], name: str | None) -> Mapping[str, Any]:

@@ -10,11 +10,14 @@ import hashlib
 import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from multiattn.plan import abi
 from multiattn.plan import backend as registry
 from multiattn.plan.backend import Plan, find_variant, plan_variant
 from multiattn.problem import Problem
+
+_SIZES = ("batch", "heads_q", "seq_q", "seq_kv", "strides_q", "strides_k", "strides_v")
 
 
 def bind(plan: Plan, problem: Problem, image: abi.Image, constants: Mapping[str, str]) -> abi.Binding | list[str]:
@@ -49,9 +52,10 @@ def _problems(problem: Problem) -> Iterator[Problem]:
     """The problem itself, then longer and shorter sequences, more heads and more batch entries, another scale."""
     yield problem
     for batch, heads, seq_q, seq_kv in ((1, 1, 1, 1), (3, 2, 1000, 333), (2, 1, 256, 4096), (16, 4, 4096, 4096)):
-        sizes = {"heads_q": heads * problem.heads_q, "heads_kv": problem.heads_kv, "head_dim": problem.head_dim}
-        other = Problem.contiguous(batch=batch, seq_q=seq_q, seq_kv=seq_kv, dtype=problem.dtype, **sizes)
-        yield replace(other, causal=problem.causal, scale=2 * problem.scale)
+        kept = {name: getattr(problem, name) for name in ("heads_kv", "head_dim", "dtype")}
+        plain = Problem.contiguous(batch=batch, heads_q=heads * problem.heads_q, seq_q=seq_q, seq_kv=seq_kv, **kept)
+        changed: dict[str, Any] = {name: getattr(plain, name) for name in _SIZES}
+        yield replace(problem, scale=2 * problem.scale, **changed)
 
 
 def _launch_bytes(binding: abi.Binding) -> bytes:

@@ -10,11 +10,9 @@ import hashlib
 import json
 import os
 import threading
-import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import filelock
 
@@ -24,6 +22,7 @@ from multiattn.plan import backend as registry
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import Plan, Variant, find_variant, plan_variant
 from multiattn.plan.config import Config
+from multiattn.plan.records import check_names, record_of, value_of
 from multiattn.problem import Problem
 
 SCHEMA = 3
@@ -33,9 +32,6 @@ MANIFEST = "manifest.json"
 
 _LOCK = "manifest.lock"
 _SEAL = "entry_sha256"
-_INT64_MAX = 2**63 - 1
-
-Record = TypeVar("Record")
 
 
 # ---------------------------------------------------------------- the file
@@ -114,10 +110,10 @@ def plan_of(entry: Mapping[str, Any]) -> Plan:
     """The Plan that a forward kernel was compiled for; ValueError for one that cannot be."""
     if entry["backend"] not in registry.BACKENDS:
         raise ValueError(f"backend: got {entry['backend']!r}; allowed {', '.join(registry.BACKENDS)}")
-    arch = by_name(_value(str, entry["arch"], "arch"))
+    arch = by_name(value_of(str, entry["arch"], "arch"))
     if not arch.is_gpu:
         raise ValueError(f"arch: got {arch.name}; allowed a GPU's")
-    variant = find_variant(registry.get(entry["backend"]), _value(str, entry["variant"], "variant"))
+    variant = find_variant(registry.get(entry["backend"]), value_of(str, entry["variant"], "variant"))
     problem = record_of(Problem, entry["problem"], "problem")
     plan = plan_variant(registry.get(entry["backend"]), variant, problem, arch, config_of(entry["config"], variant))
     if not isinstance(plan, Plan):
@@ -137,43 +133,6 @@ def config_of(value: object, variant: Variant) -> Config | None:
 
 def launch_of(entry: Mapping[str, Any]) -> tuple[abi.Image, dict[str, str], str]:
     """How a kernel is started, what its code is specialised on, and the digest of its launches."""
-    launch = entry["launch"]
-    _check_names("launch", launch, ("image", "constants", "sha256"))
-    image = record_of(abi.Image, launch["image"], "image")
-    if not isinstance(launch["constants"], dict):
-        raise ValueError(f"constants: got {launch['constants']!r}; allowed a record")
-    constants = {name: _value(str, text, f"constants: {name}") for name, text in launch["constants"].items()}
-    return image, constants, _value(str, launch["sha256"], "sha256")
-
-
-def record_of(kind: type[Record], value: object, what: str) -> Record:
-    """A dataclass from its fields in JSON; ValueError for other names, types or numbers that no field holds."""
-    hints = typing.get_type_hints(kind)
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
-    record = _check_names(what, value, names)
-    return kind(**{name: _value(hints[name], record[name], f"{what}: {name}") for name in names})
-
-
-def _value(hint: Any, value: Any, what: str, largest: int = abi.INT32_MAX) -> Any:
-    if is_dataclass(hint):
-        return record_of(typing.cast("type[Any]", hint), value, what)
-    arguments = typing.get_args(hint)
-    if typing.get_origin(hint) is tuple:
-        if not isinstance(value, list) or (Ellipsis not in arguments and len(value) != len(arguments)):
-            raise ValueError(f"{what}: got {value!r}; allowed {hint}")
-        return tuple(_value(arguments[0], it, what, _INT64_MAX) for it in value)
-    if type(value) not in (arguments or (hint,)):  # a bool is no int
-        raise ValueError(f"{what}: got {value!r}; allowed {hint}")
-    if type(value) is int and not 0 <= value <= largest:
-        raise ValueError(f"{what}: got {value}; allowed 0 to {largest}")
-    return value
-
-
-def _check_names(what: str, record: object, names: Sequence[str]) -> Mapping[str, Any]:
-    if not isinstance(record, dict):
-        raise ValueError(f"{what}: got {record!r}; allowed a record")
-    if absent := sorted(set(names) - set(record)):
-        raise ValueError(f"{what}: got no {', '.join(absent)}; allowed {', '.join(names)}")
-    if more := sorted(set(record) - set(names)):
-        raise ValueError(f"{what}: got {', '.join(more)}; allowed {', '.join(names)}")
-    return record
+    launch = check_names("launch", entry["launch"], ("image", "constants", "sha256"))
+    constants = value_of(Mapping[str, str], launch["constants"], "constants")
+    return record_of(abi.Image, launch["image"], "image"), constants, value_of(str, launch["sha256"], "sha256")

@@ -226,8 +226,13 @@ def check(binding: Binding, entry: Entry) -> None:
         start = -(-end // alignment) * alignment
         slots.append(Slot(offset=start - entry.base, size=size_of(argument)))
         end = start + size_of(argument)
-    if tuple(slots) != entry.slots:
-        raise ValueError(f"{entry.symbol}: {_first_difference(slots, entry.slots)}")
+    if len(slots) != len(entry.slots):
+        counts = f"got {len(slots)} arguments; allowed {len(entry.slots)}"
+        raise ValueError(f"{entry.symbol}: {counts}, as the cubin has it")
+    for index, (ours, its) in enumerate(zip(slots, entry.slots, strict=True)):
+        if ours != its:
+            got, allowed = (f"{it.size} bytes at {it.offset}" for it in (ours, its))
+            raise ValueError(f"{entry.symbol}: argument {index}: got {got}; allowed {allowed}")
     if end - entry.base > entry.param_bytes:
         raise ValueError(f"{entry.symbol}: got {end - entry.base} bytes of arguments; allowed {entry.param_bytes}")
     maps = [argument for argument in binding.arguments if isinstance(argument, TensorMap)]
@@ -237,11 +242,3 @@ def check(binding: Binding, entry: Entry) -> None:
     threads = binding.image.threads
     if threads != 1 and entry.threads is not None and threads > entry.threads:
         raise ValueError(f"{entry.symbol}: got {threads} threads of a block; allowed {entry.threads}")
-
-
-def _first_difference(ours: list[Slot], theirs: tuple[Slot, ...]) -> str:
-    if len(ours) != len(theirs):
-        return f"got {len(ours)} arguments; allowed {len(theirs)}, as the cubin has it"
-    index = next(index for index, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
-    mine, his = ours[index], theirs[index]
-    return f"argument {index}: got {mine.size} bytes at {mine.offset}; allowed {his.size} at {his.offset}"
