@@ -14,7 +14,6 @@ from multiattn.inspect.facts import Facts
 from multiattn.inspect.options import MASKS, layer
 from multiattn.plan.arch import GPU_ARCHS
 from multiattn.plan.backend import BACKENDS, get
-from multiattn.plan.support import Unsupported
 
 needs_compilers = pytest.mark.skipif(
     any(get(name).probe_compiler() for name in BACKENDS), reason="a compiler is not installed"
@@ -35,13 +34,11 @@ def test_the_table_is_the_product():
     assert {it.variant for it in requests(**one, backends=("triton",), variant="offered")} >= {"full", "two_pass"}
 
 
+@needs_compilers
 def test_every_request_has_a_plan_or_every_reason():
-    for wanted in requests(problems(8, 64, 256, 264)):
-        if wanted.problem.head_dim == 264:
-            with pytest.raises(Unsupported, match="head_dim: got 264"):
-                wanted.plan()
-        else:
-            assert wanted.plan().config is not None
+    refusals = [wanted for wanted in requests(problems(8, 64, 256, 264)) if wanted.refused]
+    assert {wanted.problem.head_dim for wanted in refusals} == {264}
+    assert all(any(reason.code == "head_dim" for reason in wanted.refused) for wanted in refusals)
 
 
 def test_an_entry_is_exactly_one_of_three():
@@ -70,7 +67,7 @@ def crash(wanted):
 
 def test_a_crash_is_its_own_requests():
     wanted = requests(problems(128)[:1], backends=("cuda",), arches=("sm80", "sm90"), directions=("forward",))
-    found = {it.request.arch: it for it in build.build(wanted, jobs=1, function=crash)}
+    found = {it.request.arch: it for it in build.build(wanted, jobs=1, timeout_s=300, function=crash)}
     assert found["sm80"].error == "the process died with exit code 3"
     assert found["sm90"].ok
 
@@ -90,7 +87,7 @@ class TestCommand:
         what = "B=4 H=16 N=4096 D=128 bf16 causal"
         assert f"- arch: got sm86; allowed sm90 [cuda forward {what} sm86]" in printed
         assert f"- error: RuntimeError: ptxas: out of luck [cuda forward {what} sm80]" in printed
-        assert "3 plans, 1 kernels: 1 compiled, 1 refused, 1 failed" in printed
+        assert "3 plans: 1 compiled, 1 refused, 1 failed" in printed
         assert cli.load(path) == build.ordered(made)
         main(["compile", "--long"])
         assert "7 + 0" in capsys.readouterr().out
@@ -116,7 +113,7 @@ class TestCommand:
             (("--emit", "cubin", tmp_path / "file"), f"File exists: '{tmp_path / 'file'}'"),
             (("--emit", "cubin", tmp_path), "manifest.json: no JSON"),
             (("--emit", "cubin", tmp_path, "--long"), "--emit: got it with --long; allowed one or the other"),
-            (("--emit", "cubin,elf", tmp_path), "got 'elf'; allowed cubin, ptx"),
+            (("--emit", "cubin,elf", tmp_path), "got elf; allowed cubin, ptx"),
         ]:
             assert main(["compile", *map(str, options)]) == 2
             assert message in capsys.readouterr().err
@@ -132,7 +129,7 @@ class TestCommand:
     def test_a_backend_of_which_nothing_compiled_is_a_failure(self, made, capsys):
         made[:] = [refused()]
         assert main(["compile"]) == 1
-        assert "cuda was asked for and nothing of its forward compiled: arch: got sm86" in capsys.readouterr().out
+        assert "cuda was asked for and nothing of its forward compiled" in capsys.readouterr().out
         made[:] = [refused(), entry()]
         assert main(["compile"]) == 0
 

@@ -74,3 +74,9 @@ def test_a_process_that_never_starts_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(pool, "START_TIMEOUT_S", 1.0)
     (outcome,) = run_isolated(SlowToUnpickle(), ["a"], jobs=1, timeout_s=30)
     assert outcome.error == "its process not ready within 1 s"
+
+
+def test_what_cannot_be_pickled_is_its_own_outcome():
+    outcomes = list(run_isolated(misbehave, [lambda: None, "a"], jobs=1, timeout_s=60))
+    assert "pickle" in outcomes[0].error
+    assert outcomes[1].result == "A"

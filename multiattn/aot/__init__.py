@@ -25,13 +25,11 @@ from multiattn.plan import abi, cubin
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import Exported, Plan
-from multiattn.plan.toolchain import resource_usage
+from multiattn.plan.records import record_of
 from multiattn.problem import VECTOR_BYTES, Operands, Problem
 from multiattn.run import driver
 from multiattn.run.counters import counter_lender
 from multiattn.run.launch import DriverLauncher, LoadedKernel, Workspace
-
-MANIFEST = manifest.MANIFEST
 
 _KEPT = 256  # launchers of a kernel; a serving loop with ever-changing lengths must not grow for ever
 
@@ -45,7 +43,7 @@ def write(folder: Path, plan: Plan, exported: Sequence[Exported]) -> tuple[Path,
     `exported` is all that the plan's `Op.export` gave. ValueError for a manifest that cannot be read.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / MANIFEST).exists():
+    if (folder / manifest.MANIFEST).exists():
         manifest.read(folder)
     versions = dict(registry.get(plan.backend).versions())
     written: list[Path] = []
@@ -76,7 +74,6 @@ def _entry(
     name: str, plan: Plan, kernel: Exported, versions: Mapping[str, str | None], kinds: tuple[str, ...]
 ) -> dict[str, Any]:
     """The record of a kernel in the manifest. Sizes are in bytes."""
-    usage = resource_usage(kernel.cubin)
     entry = {
         "name": name,
         "multiattn": multiattn.__version__,
@@ -92,19 +89,16 @@ def _entry(
         "why": plan.why,
         "versions": dict(versions),
         "threads": kernel.threads,
-        "registers": usage.registers if usage else None,
-        "spill_bytes": usage.stack_bytes if usage else None,
-        "static_smem_bytes": usage.smem_bytes if usage else None,
         "dynamic_smem_bytes": kernel.dynamic_smem_bytes,
         "files": {kind: f"{name}.{kind}" for kind in kinds},
-        "launch": None if kernel.binding is None else _launch(plan, kernel.binding),
+        "launch": None if kernel.binding is None else asdict(_launch(plan, kernel.binding)),
     }
     return manifest.seal(entry)
 
 
-def _launch(plan: Plan, binding: abi.Binding) -> dict[str, Any]:
-    digest = launches_digest(plan, binding.image, binding.constants)
-    return {"image": asdict(binding.image), "constants": dict(binding.constants), "sha256": digest}
+def _launch(plan: Plan, binding: abi.Binding) -> manifest.Launch:
+    image, constants = binding.image, dict(binding.constants)
+    return manifest.Launch(image=image, constants=constants, sha256=launches_digest(plan, image, constants))
 
 
 # ---------------------------------------------------------------- reading
@@ -124,10 +118,11 @@ def load(path: Path | str, *, name: str | None = None) -> Kernel:
     if path.suffix == ".cubin":
         name = path.stem if name is None else name
     entry = _find(manifest.read(folder), name)
-    where = f"{folder / MANIFEST}: {entry['name']}"
+    where = f"{folder / manifest.MANIFEST}: {entry['name']}"
     try:
         code = read_cubin(folder, entry)
-        manifest.check_version(entry)
+        if entry["multiattn"] != (here := multiattn.__version__):
+            raise ValueError(f"emitted by multiattn {entry['multiattn']}; allowed {here}, which is here: emit it again")
         return Kernel(entry, code)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
@@ -183,15 +178,15 @@ class Kernel:
         self.name = str(entry["name"])
         self.plan = manifest.plan_of(entry)
         """What it was compiled for."""
-        self._image, self._constants, digest = manifest.launch_of(entry)
+        launch = record_of(manifest.Launch, entry["launch"], "launch")
+        self._image, self._constants = launch.image, launch.constants
         self._code = code
         self._entry = cubin.read_entry(code, str(entry["symbol"]))
         if (host := cubin.host_of(code)) not in (None, platform.machine()):
             raise ValueError(f"host: got {platform.machine()}; allowed {host}, whose code is in the cubin")
         self._launchers: dict[tuple[Problem, int], DriverLauncher] = {}
-        if not isinstance(binding := self._try_binding(self.plan.problem), abi.Binding):
-            raise ValueError("; ".join(binding))
-        if launches_digest(self.plan, self._image, self._constants) != digest:
+        self._try_binding(self.plan.problem)
+        if launches_digest(self.plan, self._image, self._constants) != launch.sha256:
             raise ValueError(
                 "launch: multiattn hands this kernel other arguments than it was compiled for: emit it again"
             )
@@ -223,7 +218,7 @@ class Kernel:
         is allowed, for tensors that this kernel cannot run.
         """
         problem = Problem.of(q, k, v, causal=self.plan.problem.causal, scale=scale)
-        self._refuse(self._wrong_for(problem, q.device))
+        self._check(problem, q.device)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
             raise ValueError("gradients: got tensors that require them; allowed a call in torch.no_grad()")
         out = _result("out", out, q, q.shape, (*problem.strides_out, 1), q.dtype)
@@ -237,29 +232,26 @@ class Kernel:
             self._launcher(problem, q.device.index or 0)(Operands(q, k, v, out, lse))
         return out, lse
 
-    def _wrong_for(self, problem: Problem, device: torch.device) -> list[str]:
-        """Why no length and no stride could make these tensors fit."""
+    def _check(self, problem: Problem, device: torch.device) -> None:
+        """ValueError where no length and no stride could make these tensors fit."""
         allowed, here = self.plan.problem, detect(device).name
         found = (
             ("arch", here, self.plan.arch.name),
             ("dtype", problem.dtype, allowed.dtype),
             ("head_dim", problem.head_dim, allowed.head_dim),
         )
-        return [f"{what}: got {got}; allowed {ours}" for what, got, ours in found if got != ours]
-
-    def _refuse(self, reasons: Sequence[str]) -> None:
-        if reasons:
-            raise ValueError(f"{self.name} cannot run these tensors: {'; '.join(reasons)}")
+        if wrong := [f"{what}: got {got}; allowed {ours}" for what, got, ours in found if got != ours]:
+            raise ValueError(f"{self.name} cannot run these tensors: {'; '.join(wrong)}")
 
     def _launcher(self, problem: Problem, device: int) -> DriverLauncher:
         """The launcher for a problem on a device, the current one; ValueError where the code does not hold for it."""
         key = (problem, device)
         if (known := self._launchers.get(key)) is not None:
             return known
-        binding = self._try_binding(problem)
-        if not isinstance(binding, abi.Binding):
-            self._refuse(binding)
-            raise AssertionError("a refusal without a reason")
+        try:
+            binding = self._try_binding(problem)
+        except ValueError as error:
+            raise ValueError(f"{self.name} cannot run these tensors: {error}") from None
         smem_bytes = self._image.dynamic_smem_bytes
         function = driver.load_kernel(self._code, self._entry.symbol, device, dynamic_smem_bytes=smem_bytes)
         size = binding.workspace_bytes
@@ -270,11 +262,10 @@ class Kernel:
         self._launchers[key] = made
         return made
 
-    def _try_binding(self, problem: Problem) -> abi.Binding | list[str]:
-        """The launch for a problem, checked against the cubin, or every reason why the code does not hold for it."""
+    def _try_binding(self, problem: Problem) -> abi.Binding:
+        """The launch for a problem, checked against the cubin; ValueError where the code does not hold for it."""
         binding = bind(self.plan, problem, self._image, self._constants)
-        if isinstance(binding, abi.Binding):
-            abi.check(binding, self._entry)
+        abi.check(binding, self._entry)
         return binding
 
 

@@ -20,8 +20,8 @@ from multiattn.problem import Problem
 _SIZES = ("batch", "heads_q", "seq_q", "seq_kv", "strides_q", "strides_k", "strides_v")
 
 
-def bind(plan: Plan, problem: Problem, image: abi.Image, constants: Mapping[str, str]) -> abi.Binding | list[str]:
-    """The launch of `plan`'s kernel for a problem, or every reason why its code does not hold for it.
+def bind(plan: Plan, problem: Problem, image: abi.Image, constants: Mapping[str, str]) -> abi.Binding:
+    """The launch of `plan`'s kernel for a problem; ValueError with every reason why its code does not hold for it.
 
     Args:
         plan: what the kernel was compiled for.
@@ -32,20 +32,19 @@ def bind(plan: Plan, problem: Problem, image: abi.Image, constants: Mapping[str,
     backend = registry.get(plan.backend)
     found = plan_variant(backend, find_variant(backend, plan.variant), problem, plan.arch, plan.config)
     if not isinstance(found, Plan):
-        return [str(reason) for reason in found]
+        raise ValueError("; ".join(map(str, found)))
     binding: abi.Binding = importlib.import_module(f"multiattn.{plan.backend}.bind").bind(found, image, constants)
     names = dict.fromkeys((*constants, *binding.constants))
     pairs = ((name, binding.constants.get(name), constants.get(name)) for name in names)
-    return [f"{name}: got {got}; allowed {allowed}" for name, got, allowed in pairs if got != allowed] or binding
+    if wrong := [f"{name}: got {got}; allowed {allowed}" for name, got, allowed in pairs if got != allowed]:
+        raise ValueError("; ".join(wrong))
+    return binding
 
 
 def launches_digest(plan: Plan, image: abi.Image, constants: Mapping[str, str]) -> str:
     """A digest of every byte that launches of a kernel hand to the driver, for its own problem and for others."""
-    digest = hashlib.sha256()
-    for problem in _problems(plan.problem):
-        found = bind(plan, problem, image, constants)
-        digest.update(_launch_bytes(found) if isinstance(found, abi.Binding) else b"refused\0")
-    return digest.hexdigest()
+    found = [_launch_bytes(plan, problem, image, constants) for problem in _problems(plan.problem)]
+    return hashlib.sha256(b"".join(found)).hexdigest()
 
 
 def _problems(problem: Problem) -> Iterator[Problem]:
@@ -58,7 +57,11 @@ def _problems(problem: Problem) -> Iterator[Problem]:
         yield replace(problem, scale=2 * problem.scale, **changed)
 
 
-def _launch_bytes(binding: abi.Binding) -> bytes:
+def _launch_bytes(plan: Plan, problem: Problem, image: abi.Image, constants: Mapping[str, str]) -> bytes:
+    try:
+        binding = bind(plan, problem, image, constants)
+    except ValueError:  # its code does not hold for this one
+        return b"refused"
     addresses = {name: int.from_bytes(_sha256(name.encode())[:7], "little") for name in abi.names_of(binding)}
     packed = [abi.pack(argument, addresses, _tensor_map_bytes) for argument in binding.arguments]
     return repr((packed, binding.grid, binding.image, binding.workspace_bytes)).encode()

@@ -11,18 +11,18 @@ import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import filelock
 
-import multiattn
 from multiattn.plan import abi
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import Plan, Variant, find_variant, plan_variant
 from multiattn.plan.config import Config
-from multiattn.plan.records import check_names, record_of, value_of
+from multiattn.plan.records import record_of, value_of
 from multiattn.problem import Problem
 
 SCHEMA = 3
@@ -95,15 +95,17 @@ def _digest_of(entry: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def check_version(entry: Mapping[str, Any]) -> None:
-    """ValueError for an entry that another version of multiattn wrote."""
-    if entry["multiattn"] != multiattn.__version__:
-        raise ValueError(
-            f"emitted by multiattn {entry['multiattn']}; allowed {multiattn.__version__}, which is here: emit it again"
-        )
-
-
 # ---------------------------------------------------------------- what an entry says
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """How a kernel is started, and what its code is specialised on."""
+
+    image: abi.Image
+    constants: Mapping[str, str]
+    sha256: str
+    """The digest of its launches (`binding.launches_digest`)."""
 
 
 def plan_of(entry: Mapping[str, Any]) -> Plan:
@@ -129,10 +131,3 @@ def config_of(value: object, variant: Variant) -> Config | None:
     if value is not None:
         raise ValueError(f"config: got {value!r}; allowed null: {variant.name} has none")
     return None
-
-
-def launch_of(entry: Mapping[str, Any]) -> tuple[abi.Image, dict[str, str], str]:
-    """How a kernel is started, what its code is specialised on, and the digest of its launches."""
-    launch = check_names("launch", entry["launch"], ("image", "constants", "sha256"))
-    constants = value_of(Mapping[str, str], launch["constants"], "constants")
-    return record_of(abi.Image, launch["image"], "image"), constants, value_of(str, launch["sha256"], "sha256")

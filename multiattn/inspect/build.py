@@ -16,9 +16,6 @@ from multiattn.plan.support import Reason, Unsupported
 from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.problem import Problem
 
-TIMEOUT_S = 300.0
-"""For the kernels of one plan: three kernels of the slowest compiler take a tenth of it."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
@@ -145,7 +142,7 @@ def build(
     wanted: Sequence[Request],
     *,
     jobs: int,
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: float,
     function: Callable[[Request], Entry] = compile_request,
 ) -> Iterator[Entry]:
     """Compile in `jobs` processes, and yield what came of each request as it ends.
@@ -159,3 +156,12 @@ def build(
 def ordered(entries: Sequence[Entry]) -> list[Entry]:
     """By direction, backend, variant, head_dim, mask and arch, whatever order they ended in."""
     return sorted(entries, key=lambda entry: entry.request.place)
+
+
+def print_idle(wanted: Sequence[Request], made: Sequence[Request]) -> bool:
+    """Print which backend was asked for a direction of which nothing was made; whether there is one."""
+    pairs = dict.fromkeys((it.backend, it.direction) for it in wanted)
+    idle = [pair for pair in pairs if not any((it.backend, it.direction) == pair for it in made)]
+    for backend, direction in idle:
+        print(f"{backend} was asked for and nothing of its {direction} compiled")
+    return bool(idle)

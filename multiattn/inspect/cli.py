@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -45,10 +44,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--kv-heads", type=count, metavar="H", help="heads of k and v (default: those of q)")
     command.add_argument("--kv-len", type=count, metavar="S", help="length of k and v (default: that of q)")
     command.add_argument("--jobs", type=count, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
-    limit = int(build.TIMEOUT_S)
-    command.add_argument(
-        "--timeout", type=count, default=limit, metavar="S", help="for one plan (default: %(default)s)"
-    )
+    command.add_argument("--timeout", type=count, default=300, metavar="S", help="for one plan (default: %(default)s)")
     command.add_argument("--long", action="store_true", help="print a line for every kernel")
     command.add_argument("--remarks", action="store_true", help="print what cuTile's compiler says of each source line")
     command.add_argument("--json", type=Path, metavar="FILE", help="write all that is known of every kernel")
@@ -64,9 +60,11 @@ def run(options: argparse.Namespace) -> int:
             return _compile(wanted, options)
         if idle := [name for name in ("json", "long", "remarks") if getattr(options, name)]:
             raise ValueError(f"--emit: got it with --{' and --'.join(idle)}; allowed one or the other")
-        kinds, folder = some_of(emit.KINDS)(options.emit[0]), Path(options.emit[1])
+        kinds, folder = options.emit[0].split(","), Path(options.emit[1])
+        if wrong := [kind for kind in kinds if kind not in emit.KINDS]:
+            raise ValueError(f"--emit: got {', '.join(wrong)}; allowed {', '.join(emit.KINDS)}")
         return emit.run(wanted, kinds, folder, jobs=options.jobs, timeout_s=options.timeout)
-    except (ValueError, OSError, argparse.ArgumentTypeError) as error:
+    except (ValueError, OSError) as error:
         print(f"python -m multiattn compile: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -79,7 +77,6 @@ def _compile(wanted: Sequence[Request], options: argparse.Namespace) -> int:
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.open("a").close()
-    begin = time.perf_counter()
     entries = []
     for entry in build.build(wanted, jobs=options.jobs, timeout_s=options.timeout):
         entries.append(entry)
@@ -89,10 +86,10 @@ def _compile(wanted: Sequence[Request], options: argparse.Namespace) -> int:
         _print_remarks(entries)
     if options.json is not None:
         save(entries, options.json)
-    print(f"\n{_summary(entries)}, {time.perf_counter() - begin:.0f} s")
-    idle = _idle(entries)
-    print("".join(f"{line}\n" for line in idle), end="")
-    return int(bool(idle) or any(entry.error for entry in entries))
+    made = [entry.request for entry in entries if entry.ok]
+    refused, failed = (sum(map(bool, found)) for found in zip(*((it.reasons, it.error) for it in entries), strict=True))
+    print(f"\n{len(entries)} plans: {len(made)} compiled, {refused} refused, {failed} failed")
+    return int(build.print_idle([entry.request for entry in entries], made) or failed > 0)
 
 
 def wanted_requests(options: argparse.Namespace) -> list[Request]:
@@ -119,28 +116,6 @@ def wanted_requests(options: argparse.Namespace) -> list[Request]:
         allowed = f"{', '.join(VARIANTS)}, or a name that python -m multiattn explain prints"
         raise ValueError(f"--variant: got {options.variant!r}, which none of these backends has; allowed {allowed}")
     return found
-
-
-def _idle(entries: Sequence[Entry]) -> list[str]:
-    """One line for each backend, in each direction, of which nothing was compiled."""
-    lines = []
-    for name, direction in dict.fromkeys((entry.request.backend, entry.request.direction) for entry in entries):
-        mine = [it for it in entries if (it.request.backend, it.request.direction) == (name, direction)]
-        if not any(entry.ok for entry in mine):
-            why = "; ".join(dict.fromkeys(entry.text for entry in mine))
-            lines.append(f"{name} was asked for and nothing of its {direction} compiled: {why}")
-    return lines
-
-
-def _summary(entries: Sequence[Entry]) -> str:
-    kernels = sum(len(entry.kernels) for entry in entries)
-    found = {
-        "compiled": sum(entry.ok for entry in entries),
-        "refused": sum(bool(entry.reasons) for entry in entries),
-        "failed": sum(bool(entry.error) for entry in entries),
-    }
-    said = ", ".join(f"{number} {what}" for what, number in found.items() if number)
-    return f"{len(entries)} plans, {kernels} kernels: {said}"
 
 
 def _print_remarks(entries: Sequence[Entry]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from multiattn import aot
 from multiattn.aot import manifest
-from multiattn.inspect.build import Request
+from multiattn.inspect.build import Request, print_idle
 from multiattn.inspect.pool import run_isolated
 from multiattn.plan import backend as registry
 from multiattn.plan.backend import Exported
@@ -28,11 +28,12 @@ def run(wanted: Sequence[Request], kinds: Sequence[str], folder: Path, *, jobs: 
     """
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
-    if (folder / aot.MANIFEST).exists():
+    if (folder / manifest.MANIFEST).exists():
         manifest.read(folder)
     export = functools.partial(export_request, kinds=tuple(kinds))
-    written, failed, whose = 0, False, set()
+    written, failed = 0, False
     possible = [request for request in wanted if not request.refused]
+    made: list[Request] = []
     for request in wanted:
         if reasons := request.refused:
             print(f"{request}: {'; '.join(map(str, reasons))}")
@@ -43,12 +44,10 @@ def run(wanted: Sequence[Request], kinds: Sequence[str], folder: Path, *, jobs: 
             continue
         *files, _ = aot.write(folder, outcome.item.plan(), outcome.result)
         written += len(files)
-        whose.add(outcome.item.backend)
+        made.append(outcome.item)
         print(f"{outcome.item}: {', '.join(path.name for path in files)}", flush=True)
-    idle = dict.fromkeys(request.backend for request in wanted if request.backend not in whose)
-    print("".join(f"{name} was asked for and nothing of it was written\n" for name in idle), end="")
-    print(f"Written: {folder}: {written} files, {aot.MANIFEST}")
-    return int(failed or bool(idle))
+    print(f"Written: {folder}: {written} files, {manifest.MANIFEST}")
+    return int(print_idle(wanted, made) or failed)
 
 
 def export_request(request: Request, *, kinds: Sequence[str]) -> tuple[Exported, ...]:

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 
@@ -61,11 +60,8 @@ class ProfilerError(RuntimeError):
     """ncu is not there, or says why it did not count."""
 
 
-class Measured(NamedTuple):
-    """One metric of one kernel, in ncu's base units."""
-
-    value: float
-    unit: str
+Measured = Mapping[str, tuple[float, str]]
+"""Metrics of one kernel by Nsight Compute's names: value and base unit."""
 
 
 # ---------------------------------------------------------------- the command line
@@ -124,7 +120,7 @@ def launcher(plan: Plan, device: torch.device) -> Callable[[], None]:
 # ---------------------------------------------------------------- what it prints
 
 
-def read_csv(text: str) -> dict[str, dict[str, Measured]]:
+def read_csv(text: str) -> dict[str, Measured]:
     """What ``ncu --csv --page raw`` printed: the metrics of each kernel, by its name without parameters.
 
     Lines of ncu itself start with ``==``, and the child may print anything. Of a kernel that was launched again, the
@@ -136,13 +132,13 @@ def read_csv(text: str) -> dict[str, dict[str, Measured]]:
     units, *launches = [*csv.DictReader(line for line in lines[head:] if line.startswith('"'))] or [{_KERNEL: "none"}]
     if units[_KERNEL]:  # the first row has the units, and no kernel
         raise ProfilerError(_complaints(text) or "got no table with a row of units; allowed ncu --csv --page raw")
-    found: dict[str, dict[str, Measured]] = {}
+    found: dict[str, dict[str, tuple[float, str]]] = {}
     for row in launches:
-        numbers = {name: Measured(float(it), units[name]) for name, text in row.items() if (it := _number(name, text))}
+        numbers = {name: (float(it), units[name]) for name, text in row.items() if (it := _number(name, text))}
         found.setdefault(row[_KERNEL].partition("(")[0].strip(), {}).update(numbers)
     if not any(found.values()):
         raise ProfilerError(_complaints(text) or "ncu printed no value")
-    return found
+    return dict(found)
 
 
 def _number(name: str, text: str | None) -> str:
@@ -157,19 +153,18 @@ def _complaints(text: str) -> str:
     return " ".join(said[:_ERRORS_SHOWN])
 
 
-def report(measured: Mapping[str, Mapping[str, Measured]], metrics: Iterable[str] = ()) -> str:
+def report(measured: Mapping[str, Measured], metrics: Iterable[str] = ()) -> str:
     """A table for each kernel: METRICS, `metrics`, and what its warps wait for most."""
     names = {**METRICS, **{name: name for name in metrics}}
     return "\n\n".join(f"{kernel}\n{table(_rows(found, names), ())}" for kernel, found in measured.items())
 
 
-def _rows(found: Mapping[str, Measured], names: Mapping[str, str]) -> list[tuple[str, str]]:
-    rows = [
-        (name, f"{found[metric].value:,g} {found[metric].unit}") for name, metric in names.items() if metric in found
-    ]
-    stalls = [(it.value, what[1]) for name, it in found.items() if (what := _STALL.fullmatch(name))]
-    stalls.sort(reverse=True)
-    return [*rows, *((f"waits for {what}", f"{value:.2f} warps") for value, what in stalls[:STALLS_SHOWN])]
+def _rows(found: Measured, names: Mapping[str, str]) -> list[tuple[str, str]]:
+    numbers = [(name, *found[metric]) for name, metric in names.items() if metric in found]
+    named = [(value, what[1]) for name, (value, _) in found.items() if (what := _STALL.fullmatch(name))]
+    stalls = sorted(((value, what) for value, what in named if what != "selected"), reverse=True)  # that one is at work
+    waits = [(f"waits: {what}", f"{value:.2f} warps") for value, what in stalls[:STALLS_SHOWN]]
+    return [*((name, f"{value:,g} {unit}") for name, value, unit in numbers), *waits]
 
 
 # ---------------------------------------------------------------- the command
@@ -213,8 +208,10 @@ def _answer(options: argparse.Namespace) -> str:
     problem, backend, arch = problem_of(options), registry.get(options.backend), ARCHS[options.arch]
     check_work(problem)
     plan = make_plan(backend, problem, arch, direction=options.direction, variant=options.variant, probe=False)
-    if options.here or options.launch:
-        _check_here(plan)
+    if (options.here or options.launch) and not torch.cuda.is_available():
+        raise ProfilerError("there is no GPU here that torch can use")
+    if (options.here or options.launch) and arch != (here := detect(torch.device("cuda"))):
+        raise ValueError(f"--arch: got {arch.name}; allowed here: {here.name}")  # kernels of both may have one name
     if options.launch:
         launch_once(plan, torch.device("cuda", torch.cuda.current_device()))
         return "launched"
@@ -226,14 +223,3 @@ def _answer(options: argparse.Namespace) -> str:
         return shlex.join(line)
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     return report(read_csv(f"{done.stdout}\n{done.stderr}"), options.metric)
-
-
-def _check_here(plan: Plan) -> None:
-    """ProfilerError or ValueError where `plan` cannot run on this machine.
-
-    Kernels for two archs may have the same names: ncu would measure the wrong one and not say so.
-    """
-    if not torch.cuda.is_available():
-        raise ProfilerError("there is no GPU here that torch can use")
-    if plan.arch != (here := detect(torch.device("cuda"))):
-        raise ValueError(f"--arch: got {plan.arch.name}; allowed here: {here.name}")

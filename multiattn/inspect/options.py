@@ -29,7 +29,7 @@ def shape(text: str) -> tuple[int, ...]:
 def count(text: str) -> int:
     """A whole number from 1 on."""
     if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}; allowed whole numbers from 1 on")
+        raise argparse.ArgumentTypeError(f"got {text}; allowed whole numbers from 1 on")
     return int(text)
 
 
@@ -63,18 +63,9 @@ def add_problem(command: argparse.ArgumentParser, *, required: bool) -> None:
 
 def problem_of(options: argparse.Namespace) -> Problem:
     """The contiguous problem that the options ask for; ValueError for sizes that do not go together."""
-    batch, heads_q, seq_q, head_dim = options.shape
-    return Problem.contiguous(
-        batch=batch,
-        heads_q=heads_q,
-        heads_kv=options.kv_heads,
-        seq_q=seq_q,
-        seq_kv=options.kv_len,
-        head_dim=head_dim,
-        dtype=options.dtype,
-        causal=options.causal,
-        scale=options.scale,
-    )
+    batch, heads, seq, head_dim = options.shape
+    sizes = {"batch": batch, "heads": heads, "heads_kv": options.kv_heads, "seq_kv": options.kv_len}
+    return layer(head_dim, seq, MASKS[options.causal], dtype=options.dtype, scale=options.scale, **sizes)
 
 
 def arguments_of(problem: Problem) -> list[str]:

@@ -22,10 +22,6 @@ START_TIMEOUT_S = 300.0
 """For a process to import what it runs, on a machine that has much else to do."""
 
 
-def _always() -> bool:
-    return True
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome(Generic[Item, Result]):
     """What came of one item: a result, or an error's text; and the seconds it took."""
@@ -42,7 +38,7 @@ def run_isolated(
     *,
     jobs: int,
     timeout_s: float,
-    keep: Callable[[], bool] = _always,
+    keep: Callable[[], bool] | None = None,
 ) -> Iterator[Outcome[Item, Result]]:
     """Yield the outcome of `function` (a module's own) for each item as it ends, from `jobs` spawned processes.
 
@@ -51,7 +47,7 @@ def run_isolated(
         items: picklable.
         jobs: processes at a time; each serves many items.
         timeout_s: seconds for one item, without the start of its process; then the process is killed.
-        keep: picklable; asked in the process after an error: whether it may serve another item.
+        keep: picklable; asked in the process after an error: whether it may serve another item. It may if None.
     """
     workers = [_Worker(function, keep) for _ in range(min(jobs, len(items)))]
     waiting: queue.SimpleQueue[Item] = queue.SimpleQueue()
@@ -84,7 +80,7 @@ def run_isolated(
 class _Worker:
     """A process that serves items, started for the first and again after each that it does not survive."""
 
-    def __init__(self, function: Callable[[Any], Any], keep: Callable[[], bool]) -> None:
+    def __init__(self, function: Callable[[Any], Any], keep: Callable[[], bool] | None) -> None:
         self.work = function, keep
         self.process: Any = None
 
@@ -95,16 +91,17 @@ class _Worker:
         try:
             if self.process is None:
                 self._start()
-                self._receive(limit)
             since, what, limit = time.monotonic(), "not done", timeout_s
             self.pipe.send(item)
-            result, error, alive = self._receive(limit)
+            result, error, alive = _receive(self.pipe, limit)
         except TimeoutError:
             error = f"{what} within {limit:g} s"
         except (EOFError, OSError):
             if (process := self.process) is not None:  # else it was killed because nobody waits for the outcome
                 process.join()
                 error = f"the process died with exit code {process.exitcode}"
+        except Exception as failure:  # broad: what cannot be pickled, too, is this item's outcome alone
+            error = _text(failure)
         seconds = time.monotonic() - since
         if not alive:
             self.kill()
@@ -116,11 +113,7 @@ class _Worker:
         self.process = context.Process(target=_serve, args=(theirs, *self.work), daemon=True)
         self.process.start()
         theirs.close()
-
-    def _receive(self, timeout_s: float) -> Any:
-        if not self.pipe.poll(timeout_s):
-            raise TimeoutError
-        return self.pipe.recv()
+        _receive(self.pipe, START_TIMEOUT_S)
 
     def kill(self) -> None:
         """End the process, and with it a compiler that it runs: it leads a process group of its own."""
@@ -132,7 +125,13 @@ class _Worker:
             process.join()
 
 
-def _serve(pipe: Connection, function: Callable[[Any], Any], keep: Callable[[], bool]) -> None:
+def _receive(pipe: Connection, timeout_s: float) -> Any:
+    if not pipe.poll(timeout_s):
+        raise TimeoutError
+    return pipe.recv()
+
+
+def _serve(pipe: Connection, function: Callable[[Any], Any], keep: Callable[[], bool] | None) -> None:
     os.setpgid(0, 0)
     pipe.send("ready")  # all that `function` needs is imported: from here on the time is the item's
     while True:
@@ -143,4 +142,8 @@ def _serve(pipe: Connection, function: Callable[[Any], Any], keep: Callable[[], 
         try:
             pipe.send((function(item), "", True))
         except Exception as error:  # broad: whatever it is, it crosses the pipe as this item's outcome
-            pipe.send((None, "".join(traceback.format_exception_only(error)).strip(), keep()))
+            pipe.send((None, _text(error), keep is None or keep()))
+
+
+def _text(error: Exception) -> str:
+    return "".join(traceback.format_exception_only(error)).strip()

@@ -18,16 +18,13 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any
 
 from multiattn.inspect.options import HIDDEN, MASKS, TOKENS, count, counts, layer, mask_of, sizes_of, table
 from multiattn.plan.arch import ARCHS, GPUS, Gpu, gpu_by_name
 from multiattn.plan.backend import DIRECTIONS, Direction
 from multiattn.problem import Problem
 
-Unit = Literal["tensor", "exp", "memory"]
-
-UNITS: tuple[Unit, ...] = get_args(Unit)
 DTYPES = ("bf16", "fp16")
 """What the tensor rates are stated for."""
 
@@ -61,15 +58,10 @@ class Bounds:
         return max(self.tensor_ms, self.exp_ms, self.memory_ms)
 
     @property
-    def busiest(self) -> tuple[Unit, ...]:
+    def busiest(self) -> tuple[str, ...]:
         """The units that are busy all the time: mostly one, but two at D=64 on sm90."""
-        times = zip(UNITS, (self.tensor_ms, self.exp_ms, self.memory_ms), strict=True)
-        return tuple(unit for unit, time in times if math.isclose(time, self.time_ms))
-
-    @property
-    def bound_by(self) -> Unit:
-        """The first of `busiest`."""
-        return self.busiest[0]
+        times = {"tensor": self.tensor_ms, "exp": self.exp_ms, "memory": self.memory_ms}
+        return tuple(unit for unit, time in times.items() if math.isclose(time, self.time_ms))
 
     @property
     def tflops(self) -> float:
@@ -143,7 +135,7 @@ _HEADERS = ("B", "H", "D", "N", "mask", "FLOP/B", "tensor ms", "exp ms", "memory
 def as_dict(problem: Problem, found: Bounds) -> dict[str, Any]:
     """A problem's sizes and its bounds, for JSON."""
     names = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "dtype")
-    derived = ("time_ms", "bound_by", "busiest", "tflops", "peak_share", "intensity")
+    derived = ("time_ms", "busiest", "tflops", "peak_share", "intensity")
     sizes = {name: getattr(problem, name) for name in names} | {"mask": mask_of(problem)}
     return {**sizes, **asdict(found), **{name: getattr(found, name) for name in derived}}
 

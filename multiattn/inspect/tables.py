@@ -10,7 +10,6 @@ from multiattn.inspect.facts import Facts
 from multiattn.inspect.mix import EX2, Counts
 from multiattn.inspect.options import table
 from multiattn.plan.arch import GPU_ARCHS
-from multiattn.plan.backend import DIRECTIONS
 
 LEGEND = (
     "Registers of a thread and the share of the warps that an SM can hold, for the kernel with most of the work. "
@@ -34,25 +33,16 @@ def percent(share: float) -> str:
 
 
 def text_table(entries: Sequence[Entry]) -> str:
-    """A row per backend, variant and problem, a column per target, a table per direction; then what is missing."""
-    parts = []
-    for direction in DIRECTIONS:
-        mine = [entry for entry in ordered(entries) if entry.request.direction == direction]
-        if mine:
-            parts += [direction.capitalize(), _pivot(mine)]
-    if any(entry.ok for entry in entries):
-        parts.append(LEGEND)
-    return "\n\n".join([*parts, *listed(entries)])
-
-
-def _pivot(entries: Sequence[Entry]) -> str:
+    """A row per direction, backend, variant and problem, a column per target; then what is missing."""
     arches = [arch for arch in GPU_ARCHS if any(entry.request.arch == arch for entry in entries)]
     rows: dict[tuple[str, ...], dict[str, str]] = {}
-    for entry in entries:
+    for entry in ordered(entries):
         it = entry.request
-        rows.setdefault((it.backend, it.variant or "best", it.what), {})[it.arch] = short(entry)
+        rows.setdefault((it.direction, it.backend, it.variant or "best", it.what), {})[it.arch] = short(entry)
     body = [(*key, *(found.get(arch, "-") for arch in arches)) for key, found in rows.items()]
-    return table(body, ("backend", "variant", "problem", *arches))
+    legend = [LEGEND] if any(entry.ok for entry in entries) else []
+    drawn = table(body, ("direction", "backend", "variant", "problem", *arches))
+    return "\n\n".join([drawn, *legend, *listed(entries)])
 
 
 def listed(entries: Sequence[Entry]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -19,8 +19,13 @@ def record_of(kind: type[Record], value: object, what: str) -> Record:
     """
     hints = typing.get_type_hints(kind)
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
-    record = check_names(what, value, names)
-    return kind(**{name: value_of(hints[name], record[name], f"{what}: {name}") for name in names})
+    if not isinstance(value, dict):
+        raise ValueError(f"{what}: got {value!r}; allowed a record")
+    if absent := sorted(set(names) - set(value)):
+        raise ValueError(f"{what}: got no {', '.join(absent)}; allowed {', '.join(names)}")
+    if more := sorted(set(value) - set(names)):
+        raise ValueError(f"{what}: got {', '.join(more)}; allowed {', '.join(names)}")
+    return kind(**{name: value_of(hints[name], value[name], f"{what}: {name}") for name in names})
 
 
 def value_of(hint: Any, value: Any, what: str, largest: int = _INT32_MAX) -> Any:
@@ -42,14 +47,3 @@ def value_of(hint: Any, value: Any, what: str, largest: int = _INT32_MAX) -> Any
     if type(value) is int and not 0 <= value <= largest:
         raise ValueError(f"{what}: got {value}; allowed 0 to {largest}")
     return value
-
-
-def check_names(what: str, record: object, names: Sequence[str]) -> Mapping[str, Any]:
-    """The record itself; ValueError where it is none, lacks a name or has another."""
-    if not isinstance(record, dict):
-        raise ValueError(f"{what}: got {record!r}; allowed a record")
-    if absent := sorted(set(names) - set(record)):
-        raise ValueError(f"{what}: got no {', '.join(absent)}; allowed {', '.join(names)}")
-    if more := sorted(set(record) - set(names)):
-        raise ValueError(f"{what}: got {', '.join(more)}; allowed {', '.join(names)}")
-    return record
