@@ -49,13 +49,9 @@ def test_flops_and_sizes_are_those_of_the_benchmark():
     ("device", "head_dim", "direction", "ratio"),
     [
         ("H100 SXM", 64, "forward", 1.0),  # 4*64 FLOP of 4096 a clock, an exponential of 16 a clock
-        ("H200", 128, "forward", 2.0),
         ("H200", 64, "backward", 2.5),
-        ("A100 SXM 80GB", 64, "forward", 2.0),
         ("RTX 4090", 64, "forward", 8.0),
         ("B200", 64, "forward", 0.5),
-        ("GB300", 128, "forward", 2.0),
-        ("GB10", 64, "forward", 4.0),
     ],
 )
 def test_clocks_of_tensor_cores_over_those_of_exponentials(device, head_dim, direction, ratio):
