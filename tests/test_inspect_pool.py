@@ -46,13 +46,14 @@ def is_running(pid):
 
 def test_a_process_that_raises_dies_or_hangs_costs_nobody_else(tmp_path):
     compiler = tmp_path / "pid"
-    items = ["raise", "die", "a", f"compile {compiler}", "b"]
+    items = ["raise", "die", "a", f"compile {compiler}", lambda: "no pickle", "b"]
     outcomes = {it.item: it for it in run_isolated(misbehave, items, jobs=2, timeout_s=3)}
     assert outcomes["a"].result == "A"
     assert outcomes["b"].result == "B"
     assert outcomes["raise"].error == "ValueError: as asked"
     assert outcomes["die"].error == "the process died with exit code 7"
     assert outcomes[items[3]].error == "not done within 3 s"
+    assert "pickle" in outcomes[items[4]].error
     assert not is_running(compiler.read_text().strip()), "a compiler goes with the process that waits for it"
 
 
@@ -74,9 +75,3 @@ def test_a_process_that_never_starts_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(pool, "START_TIMEOUT_S", 1.0)
     (outcome,) = run_isolated(SlowToUnpickle(), ["a"], jobs=1, timeout_s=30)
     assert outcome.error == "its process not ready within 1 s"
-
-
-def test_what_cannot_be_pickled_is_its_own_outcome():
-    outcomes = list(run_isolated(misbehave, [lambda: None, "a"], jobs=1, timeout_s=60))
-    assert "pickle" in outcomes[0].error
-    assert outcomes[1].result == "A"
