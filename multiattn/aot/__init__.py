@@ -177,7 +177,7 @@ class Kernel:
         """Its record in the manifest."""
         self.name = str(entry["name"])
         self.plan = manifest.plan_of(entry)
-        """What it was compiled for."""
+        """The Plan that it was compiled for."""
         launch = record_of(manifest.Launch, entry["launch"], "launch")
         self._image, self._constants = launch.image, launch.constants
         self._code = code

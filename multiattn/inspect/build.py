@@ -92,13 +92,13 @@ def _variants(backend: str, direction: Direction, asked: str | None) -> tuple[st
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """What came of one request: kernels, or reasons, or an error."""
+    """The outcome of one request: kernels, or reasons, or an error."""
 
     request: Request
     variant: str = ""
     config: str = ""
     why: str = ""
-    """Of the rule that chose the config."""
+    """The reason of the rule that chose the config."""
     kernels: tuple[Facts, ...] = ()
     reasons: tuple[Reason, ...] = ()
     error: str = ""
@@ -109,7 +109,7 @@ class Entry:
 
     @property
     def ok(self) -> bool:
-        """Whether all of it was compiled."""
+        """True where all of it was compiled."""
         return bool(self.kernels)
 
     @property

@@ -93,7 +93,7 @@ def _compile(wanted: Sequence[Request], options: argparse.Namespace) -> int:
 
 
 def wanted_requests(options: argparse.Namespace) -> list[Request]:
-    """What the options ask for; ValueError for an unknown variant, or sizes that contradict or need no kernel."""
+    """The requests of the options; ValueError for an unknown variant, or sizes that contradict or need no kernel."""
     batch, heads, seq, head_dim = options.shape or (None, None, SEQ, None)
     if head_dim is not None and options.head_dim not in (None, [head_dim]):
         asked = ", ".join(map(str, options.head_dim))

@@ -1,4 +1,4 @@
-"""What a cubin says of a kernel: registers, spills, shared memory, occupancy, instructions, remarks."""
+"""Facts that a cubin tells of a kernel: registers, spills, shared memory, occupancy, instructions, remarks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Facts:
 
     kernel: str
     threads: int
-    """Of a block."""
+    """In a block."""
     registers: int
     stack_bytes: int
     static_smem_bytes: int
@@ -32,14 +32,14 @@ class Facts:
     blocks: int
     """That an SM holds at one time."""
     share: float
-    """Of the warps that an SM can hold, 0 to 1."""
+    """Share of the warps that an SM can hold, 0 to 1."""
     limiter: str
-    """What keeps one more block out: blocks, warps, registers or smem."""
+    """The resource that keeps one more block out: blocks, warps, registers or smem."""
     seconds: float
     """That the compiler took."""
     mix: Mix
     remarks: tuple[Choice, ...] = ()
-    """What cuTile's compiler chose for each source line."""
+    """The choices of cuTile's compiler for each source line."""
     chosen: tuple[str, ...] = ()
     """The part of it that a new compiler should still choose somewhere."""
 

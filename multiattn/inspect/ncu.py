@@ -121,7 +121,7 @@ def launcher(plan: Plan, device: torch.device) -> Callable[[], None]:
 
 
 def read_csv(text: str) -> dict[str, Measured]:
-    """What ``ncu --csv --page raw`` printed: the metrics of each kernel, by its name without parameters.
+    """Read the output of ``ncu --csv --page raw``: the metrics of each kernel, by its name without parameters.
 
     Lines of ncu itself start with ``==``, and the child may print anything. Of a kernel that was launched again, the
     latest numbers count; what ncu has no number for is left out. ProfilerError, with ncu's words, for any other text.

@@ -1,4 +1,4 @@
-"""What the commands of ``python -m multiattn`` share: argparse's types, a problem's options, and tables."""
+"""Parts that the commands of ``python -m multiattn`` share: argparse's types, a problem's options, and tables."""
 
 from __future__ import annotations
 

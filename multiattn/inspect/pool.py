@@ -24,7 +24,7 @@ START_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome(Generic[Item, Result]):
-    """What came of one item: a result, or an error's text; and the seconds it took."""
+    """The outcome of one item: a result, or an error's text; and the seconds it took."""
 
     item: Item
     seconds: float

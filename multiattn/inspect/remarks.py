@@ -1,4 +1,4 @@
-"""What cuTile's compiler (tileiras) says it chose for each line of source.
+"""The choices that cuTile's compiler (tileiras) reports for each line of source.
 
 It writes YAML documents, one for each remark, of which this reads the one shape that tileiras writes.
 """
@@ -116,7 +116,7 @@ def table(choices: Iterable[Choice], sources: Mapping[str, Sequence[str]]) -> li
 
 
 def chosen(choices: Iterable[Choice]) -> tuple[str, ...]:
-    """What a new compiler should still choose somewhere: TMA without its shape, multiplications with theirs.
+    """The choices that a new compiler should still make somewhere: TMA without its shape, multiplications with theirs.
 
     Left out are failures, and plain loads and stores, which any compiler can make.
     """

@@ -26,7 +26,7 @@ from multiattn.plan.backend import DIRECTIONS, Direction
 from multiattn.problem import Problem
 
 DTYPES = ("bf16", "fp16")
-"""What the tensor rates are stated for."""
+"""The dtypes that the tensor rates are stated for."""
 
 GEMMS: Mapping[Direction, int] = MappingProxyType({"forward": 2, "backward": 5})
 """Products of ``2*D`` FLOP per visible pair: q k^T and p v; backward q k^T again, dout v^T, then dv, dk and dq."""
@@ -42,7 +42,7 @@ class Bounds:
     gpu: str
     direction: Direction
     flops: int
-    """Of the tensor cores, as multiattn counts them everywhere: ``2*D`` per visible pair and product."""
+    """FLOP of the tensor cores, as multiattn counts them everywhere: ``2*D`` per visible pair and product."""
     exponentials: int
     """One per visible pair: in the forward, and again in the backward, which recomputes p."""
     bytes: int
@@ -154,7 +154,7 @@ def _short(value: float) -> str:
 
 
 def describe(gpu: Gpu, direction: Direction, head_dims: Iterable[int]) -> str:
-    """What holds for every problem on `gpu`: its peaks, and what a score costs."""
+    """Describe a GPU for every problem: its peaks, and the cost of a score."""
     lines = [
         f"{gpu.name} {direction}: {gpu.arch}, {gpu.sms} SMs at {gpu.clock_ghz:.3f} GHz, {gpu.computed_tflops:.4g} "
         f"TFLOPS, {gpu.gbps:.0f} GB/s ({gpu.source})"

@@ -30,7 +30,7 @@ class Instruction:
 
     address: int
     guarded: bool
-    """Whether a predicate may switch it off."""
+    """True where a predicate may switch it off."""
     name: str
     operands: str
 

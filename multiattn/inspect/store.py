@@ -1,4 +1,4 @@
-"""What was read of cubins may be kept under this digest of the code that reads them."""
+"""A digest of the code that reads cubins, under which readings may be kept."""
 
 from __future__ import annotations
 

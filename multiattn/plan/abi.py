@@ -30,7 +30,7 @@ TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
 """Bytes that the address of a CUtensorMap must be a multiple of, on the host to encode it and among the parameters."""
 L2_128_BYTES, L2_256_BYTES = 2, 3
-"""Of CUtensorMapL2promotion: what an access of less fetches into L2."""
+"""Values of CUtensorMapL2promotion: the bytes that a smaller access fetches into L2."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,9 +50,9 @@ class Number:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
-    """What a compiler decided of a tensor map. `swizzle` is CUtensorMapSwizzle's value, `dtype` CUtensorMapDataType's.
+    """The part of a tensor map that a compiler decides.
 
-    `extents` are in elements, outermost first.
+    `extents` are in elements, outermost first; `swizzle` is CUtensorMapSwizzle's value, `dtype` CUtensorMapDataType's.
     """
 
     extents: tuple[int, ...]
@@ -91,26 +91,26 @@ Argument = Pointer | Number | Struct | TensorMap
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Image:
-    """What only the compiler knows of a launch: how its code is to be started, and what it made of tensor maps."""
+    """The part of a launch that only the compiler knows: how its code is started, and the boxes of tensor maps."""
 
     threads: int
-    """Of a block, as the driver is told: 1 where it finds the number in the cubin (cuTile)."""
+    """In a block, as the driver is told: 1 where it finds the number in the cubin (cuTile)."""
     dynamic_smem_bytes: int = 0
     boxes: tuple[Box, ...] = ()
-    """Of each TensorMap that is an argument of its own, in order."""
+    """For each TensorMap that is an argument of its own, in order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Binding:
-    """What one launch of a kernel hands to the driver beside the code."""
+    """Everything that one launch of a kernel hands to the driver beside the code."""
 
     arguments: tuple[Argument, ...]
     grid: tuple[int, int, int]
     image: Image
     constants: Mapping[str, str]
-    """What the code is specialised on, by name: a launch whose constants differ needs other code."""
+    """The values that the code is specialised on, by name: a launch whose constants differ needs other code."""
     workspace_bytes: int = 0
-    """Of device memory that a launch takes, zero when it starts: its address is the tensor `WORKSPACE`."""
+    """Device memory that a launch takes, zero when it starts: its address is the tensor `WORKSPACE`."""
 
 
 def names_of(binding: Binding) -> tuple[str, ...]:

@@ -78,9 +78,9 @@ class Entry:
     base: int
     """Where the parameters start in their constant bank, in bytes. Alignment counts from the start of the bank."""
     param_bytes: int
-    """Of all parameters, including tensor maps that cuTile's host code makes and no caller hands over."""
+    """Bytes of all parameters, including tensor maps that cuTile's host code makes and no caller hands over."""
     threads: int | None = None
-    """Of a block, where the kernel was compiled for one number of threads, or for at most so many."""
+    """In a block, where the kernel was compiled for one number of threads, or for at most so many."""
 
 
 # NVIDIA does not document these numbers. cuobjdump prints their names, and a test compares with what it prints.
