@@ -1,4 +1,4 @@
-"""``python -m multiattn {doctor,explain,compile,roofline,ncu,layout}``: what works, what would run, what to expect."""
+"""``python -m multiattn``: what works here, what would run, what to expect of it, and what it waits for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 import multiattn
 from multiattn.inspect import cli, ncu, roofline
-from multiattn.inspect.options import add_problem, problem_of
+from multiattn.inspect.options import add_problem, default_arch, problem_of
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, Arch, detect
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, Backend, Direction, Plan, make_plan, plan_variant
@@ -24,7 +24,7 @@ from multiattn.problem import Problem
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status is 0 when something works, 1 when nothing does."""
+    """Run one command; the exit status is 0 when something works, 1 when nothing does, 2 for wrong options."""
     options = _parser().parse_args(arguments)
     status: int = options.run(options)
     return status
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """What each backend can do on this machine, and every reason why not, with versions."""
+    """Print what each backend can do on this machine, and every reason why not, with versions."""
     report = diagnose()
     if options.json:
         print(json.dumps(report, indent=2))
@@ -47,8 +47,7 @@ def doctor(options: argparse.Namespace) -> int:
         print("  " + ", ".join(f"{package} {version or 'missing'}" for package, version in entry["versions"].items()))
         for what, reasons in entry["can"].items():
             print(f"  {what}: {'yes' if not reasons else 'no'}")
-            for reason in reasons:
-                print(f"    {reason}")
+            _print_reasons(reasons)
     works = any(not reasons for entry in report["backends"].values() for reasons in entry["can"].values())
     return 0 if works else 1
 
@@ -81,11 +80,14 @@ def _diagnose_backend(backend: Backend, devices: Iterable[torch.device]) -> dict
 
 
 def explain(options: argparse.Namespace) -> int:
-    """Per direction and backend: the plan of each variant, with what was passed over, or every reason why not."""
-    problem = _problem(options)
+    """Print the plan of each variant, by direction and backend, with what was passed over; or why there is none."""
+    try:
+        problem = problem_of(options)
+    except ValueError as error:
+        sys.exit(f"python -m multiattn explain: {error}")
     arch = ARCHS[options.arch]
     able = 0
-    for direction in _directions(options):
+    for direction in DIRECTIONS if options.direction == "both" else (options.direction,):
         print(f"{problem} {direction} on {arch.name} ({arch.title})")
         for name in options.backend or BACKENDS:
             backend = registry.get(name)
@@ -104,7 +106,7 @@ def explain(options: argparse.Namespace) -> int:
 
 
 def _print_default(backend: Backend, problem: Problem, arch: Arch, direction: Direction) -> None:
-    """Which variants run where the caller names none; some are only for who names them."""
+    """Print the variants that run where the caller names none."""
     chosen = []
     for deterministic in (False, True):
         with contextlib.suppress(Unsupported):
@@ -115,11 +117,16 @@ def _print_default(backend: Backend, problem: Problem, arch: Arch, direction: Di
         print(f"{backend.name} {direction} takes {chosen[0]}{also}")
 
 
+def _print_reasons(reasons: Iterable[Reason | str]) -> None:
+    for reason in reasons:
+        print(f"    {reason}")
+
+
 # ---------------------------------------------------------------- layout
 
 
 def layout(options: argparse.Namespace) -> int:
-    """Which banks a tile of the CUDA kernels falls in, and what collides; 2 for a tile that there cannot be."""
+    """Print the banks that a tile of the CUDA kernels falls in, and its conflicts; 2 for a wrong tile."""
     from multiattn.cuda import layout as model
     from multiattn.cuda import layout_svg
 
@@ -140,24 +147,9 @@ def layout(options: argparse.Namespace) -> int:
 # ---------------------------------------------------------------- arguments
 
 
-def _print_reasons(reasons: Iterable[Reason]) -> None:
-    for reason in reasons:
-        print(f"    {reason}")
-
-
-def _directions(options: argparse.Namespace) -> tuple[Direction, ...]:
-    return DIRECTIONS if options.direction == "both" else (options.direction,)
-
-
-def _problem(options: argparse.Namespace) -> Problem:
-    try:
-        return problem_of(options)
-    except ValueError as error:
-        sys.exit(f"python -m multiattn: {error}")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m multiattn", description=__doc__)
+    what = "What works here, what would run, what to expect of it, and what it waits for."
+    parser = argparse.ArgumentParser(prog="python -m multiattn", description=what)
     commands = parser.add_subparsers(required=True, metavar="{doctor,explain,compile,roofline,ncu,layout}")
 
     command = commands.add_parser("doctor", help="what works on this machine, what does not and why")
@@ -166,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("explain", help="the plan for a problem, or why there is none")
     add_problem(command, required=True)
-    command.add_argument("--arch", choices=tuple(ARCHS), default=_default_arch(), help="default: %(default)s")
+    command.add_argument("--arch", choices=tuple(ARCHS), default=default_arch(), help="default: %(default)s")
     command.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="forward", help="default: %(default)s")
     command.add_argument("--backend", action="append", choices=BACKENDS, help="may be given again; default: all")
     command.set_defaults(run=explain)
@@ -179,27 +171,19 @@ def _parser() -> argparse.ArgumentParser:
     roofline.add_arguments(command)
     command.set_defaults(run=roofline.run)
 
-    command = commands.add_parser("ncu", help="the profiler's command line for a plan, or what it measured")
+    command = commands.add_parser("ncu", help="profile a plan with Nsight Compute: what its kernels wait for")
     ncu.add_arguments(command)
     command.set_defaults(run=ncu.run)
 
-    command = commands.add_parser("layout", help="banks of shared memory that a CUDA kernel's tile falls in")
+    command = commands.add_parser("layout", help="the banks of shared memory that a CUDA kernel's tile falls in")
     command.add_argument("--tile", required=True, help="ROWSxCOLUMNS of 16-bit elements, as in 64x64")
-    command.add_argument(
-        "--swizzle",
-        default="auto",
-        help="bits of the chunk index that are XORed: 0 to 3, or auto, what the kernels take",
-    )
+    swizzle = "bits of the chunk index that are XORed: 0 to 3, or auto: as the kernels do (default)"
+    command.add_argument("--swizzle", default="auto", help=swizzle)
     command.add_argument("--elements", action="store_true", help="a bank for each pair of elements, not for each chunk")
     command.add_argument("--svg", type=Path, help="a file to draw it in as well")
     command.add_argument("--json", action="store_true", help="print it as JSON, every row")
     command.set_defaults(run=layout)
     return parser
-
-
-def _default_arch() -> str:
-    here = detect(torch.device("cuda")).name if torch.cuda.is_available() else "cpu"
-    return here if here in ARCHS else "sm90"
 
 
 if __name__ == "__main__":

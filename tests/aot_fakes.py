@@ -38,7 +38,8 @@ def fake_cubin(symbol, arguments, threads=128, host=None):
     contents[".shstrtab"] = names
     body, headers, at = b"", b"", 64
     for name, content in contents.items():
-        headers += struct.pack("<IIQQQQ24x", names.index(name.encode()), 1, 0, 0, at + len(body), len(content))
+        place = names.index(name.encode()), 1, 0, 0, at + len(body), len(content), 0, 7 << 24
+        headers += struct.pack("<IIQQQQII16x", *place)
         body += content
     front = b"\x7fELF\x02\x01".ljust(0x28, b"\0") + struct.pack("<Q", at + len(body))
     front = front.ljust(0x3A, b"\0") + struct.pack("<HHH", 64, len(contents), 0)
@@ -62,11 +63,11 @@ def emit(folder, name, *, host=None, arch="sm90", variant=None, **sizes):
         cubin=fake_cubin("entry", binding.arguments, threads=threads, host=host),
         threads=threads,
         dynamic_smem_bytes=binding.image.dynamic_smem_bytes,
-        texts={"ptx": b"// ptx"},
+        texts={"ptx": b"// ptx", "sass": b"EXIT"},
         remarks="--- !Passed" if name == "cutile" else "",
         binding=binding,
     )
-    return plan, binding, aot.write(folder, plan, [kernel], versions={name: "1.2"}, texts={"entry": {"sass": b"EXIT"}})
+    return plan, binding, aot.write(folder, plan, [kernel])
 
 
 def edit(folder, change, *, seal=manifest.seal):

@@ -1,9 +1,9 @@
 """Compile tables with no compiler: entries of made-up kernels."""
 
-from multiattn.inspect.build import Entry
-from multiattn.inspect.cells import Cell
+from multiattn.inspect.build import Entry, Request
 from multiattn.inspect.facts import Facts
 from multiattn.inspect.mix import Counts, Mix
+from multiattn.inspect.options import layer
 from multiattn.plan.support import Reason
 
 HOT = Counts(
@@ -12,8 +12,9 @@ HOT = Counts(
 )
 
 
-def facts(kernel="attention", **changes):
-    """A Hopper kernel without a fault."""
+def facts(kernel="attention", *, spills=0, **changes):
+    """A Hopper kernel without a fault, or with some spills in its hot loops."""
+    hot = Counts(classes={**HOT.classes, "LDL": spills}, tensor_names=HOT.tensor_names)
     values = {
         "threads": 128,
         "registers": 168,
@@ -23,30 +24,31 @@ def facts(kernel="attention", **changes):
         "blocks": 3,
         "share": 0.1875,
         "limiter": "registers",
-        "hot_loops": 2,
-        "hot_spills": 0,
-        "other_spills": 0,
-        "cubin_bytes": 20000,
         "seconds": 1.5,
-        "mix": Mix(code=HOT, hot=HOT, loops=(HOT,), code_bytes=4096),
+        "mix": Mix(code=hot, hot=hot, hot_loops=2, code_bytes=4096),
     }
     return Facts(kernel=kernel, **{**values, **changes})
 
 
-def entry(backend="cuda", arch="sm90", *, kernels=None, **cell):
-    """What came of a cell: a kernel without a fault, where nothing else is said."""
+def request(backend="cuda", arch="sm90", *, direction="forward", head_dim=128, mask="causal", variant=None):
+    """A request at 4k tokens."""
+    problem = layer(head_dim, 4096, mask)
+    return Request(backend=backend, arch=arch, direction=direction, problem=problem, variant=variant)
+
+
+def entry(backend="cuda", arch="sm90", *, kernels=None, **asked):
+    """What came of a request: a kernel without a fault, where nothing else is said."""
     kernels = (facts(),) if kernels is None else tuple(kernels)
-    return Entry(
-        cell=Cell(backend=backend, arch=arch, **cell), variant="full", config="tile_m=64", why="", kernels=kernels
-    )
+    wanted = request(backend, arch, **asked)
+    return Entry(request=wanted, variant="full", config="tile_m=64", why="", kernels=kernels)
 
 
-def refused(backend="cuda", arch="sm86", **cell):
-    """A cell that a backend refuses."""
+def refused(backend="cuda", arch="sm86", **asked):
+    """A request that a backend refuses."""
     reason = Reason(code="arch", got=arch, allowed="sm90")
-    return Entry(cell=Cell(backend=backend, arch=arch, **cell), reasons=(reason,))
+    return Entry(request=request(backend, arch, **asked), reasons=(reason,))
 
 
-def failed(backend="cuda", arch="sm80", **cell):
-    """A cell whose compiler failed."""
-    return Entry(cell=Cell(backend=backend, arch=arch, **cell), error="RuntimeError: ptxas: out of luck")
+def failed(backend="cuda", arch="sm80", **asked):
+    """A request whose compiler failed."""
+    return Entry(request=request(backend, arch, **asked), error="RuntimeError: ptxas: out of luck")

@@ -1,13 +1,12 @@
 """Kernels compiled ahead of time: a folder of cubins with a manifest, and the loader that runs them.
 
-The loader needs torch and NVIDIA's driver: none of the languages, and no compiler. A kernel runs every
-problem of which what its code is specialised on holds; which that is, the manifest tells and `Kernel` checks.
+The loader needs torch and NVIDIA's driver, but no kernel language and no compiler. A kernel runs every problem that its
+code holds for; the manifest says what the code is specialised on, and `Kernel` checks it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import math
 import platform
 import struct
@@ -19,18 +18,18 @@ from typing import Any
 
 import torch
 
+import multiattn
 from multiattn.aot import manifest
-from multiattn.plan import abi
+from multiattn.aot.binding import bind, launches_digest
+from multiattn.plan import abi, cubin
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import detect
-from multiattn.plan.backend import Exported, Plan, find_variant, plan_variant
-from multiattn.plan.toolchain import resource_usage
+from multiattn.plan.backend import Exported, Plan
+from multiattn.plan.records import record_of
 from multiattn.problem import VECTOR_BYTES, Operands, Problem
 from multiattn.run import driver
 from multiattn.run.counters import counter_lender
 from multiattn.run.launch import DriverLauncher, LoadedKernel, Workspace
-
-MANIFEST = manifest.MANIFEST
 
 _KEPT = 256  # launchers of a kernel; a serving loop with ever-changing lengths must not grow for ever
 
@@ -38,34 +37,20 @@ _KEPT = 256  # launchers of a kernel; a serving loop with ever-changing lengths 
 # ---------------------------------------------------------------- writing
 
 
-def write(
-    folder: Path,
-    plan: Plan,
-    exported: Sequence[Exported],
-    *,
-    texts: Mapping[str, Mapping[str, bytes]] | None = None,
-    versions: Mapping[str, str | None] | None = None,
-) -> tuple[Path, ...]:
-    """Write the kernels of a Plan into a folder, beside those that its manifest has; the files, manifest last.
+def write(folder: Path, plan: Plan, exported: Sequence[Exported]) -> tuple[Path, ...]:
+    """Write the kernels of a Plan into a folder, beside those of its manifest; return the files, manifest last.
 
-    Args:
-        folder: made if it is not there.
-        plan: what was exported.
-        exported: all that the plan's `Op.export` gave.
-        texts: more to be written, by kernel (`Exported.kernel`), then by kind, which is the file's suffix.
-        versions: of what compiled them; None for the backend's own answer.
-
-    ValueError for a manifest that cannot be read.
+    `exported` is all that the plan's `Op.export` gave. ValueError for a manifest that cannot be read.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / MANIFEST).exists():
+    if (folder / manifest.MANIFEST).exists():
         manifest.read(folder)
-    versions = dict(registry.get(plan.backend).versions() if versions is None else versions)
+    versions = dict(registry.get(plan.backend).versions())
     written: list[Path] = []
     entries: list[dict[str, Any]] = []
     for index, kernel in enumerate(exported):
         name = _name(plan, kernel, index if len(exported) > 1 else None)
-        files = {"cubin": kernel.cubin, **kernel.texts, **(texts or {}).get(kernel.kernel, {})}
+        files = {"cubin": kernel.cubin, **kernel.texts}
         if kernel.remarks:
             files["remarks.yaml"] = kernel.remarks.encode()
         for kind, content in files.items():
@@ -77,7 +62,7 @@ def write(
 
 
 def _name(plan: Plan, kernel: Exported, index: int | None) -> str:
-    """Of a kernel in its folder: what it is for, and a part of its hash, as one problem has many kernels."""
+    """A kernel's name in its folder: what it is for, and a part of its hash, as one problem has many kernels."""
     problem = plan.problem
     mask = "causal" if problem.causal else "full"
     parts = [plan.backend, plan.direction, plan.arch.name, problem.dtype, f"d{problem.head_dim}", mask]
@@ -88,12 +73,10 @@ def _name(plan: Plan, kernel: Exported, index: int | None) -> str:
 def _entry(
     name: str, plan: Plan, kernel: Exported, versions: Mapping[str, str | None], kinds: tuple[str, ...]
 ) -> dict[str, Any]:
-    """What the manifest says of a kernel. Sizes are in bytes."""
-    usage = resource_usage(kernel.cubin)
-    binding = kernel.binding
+    """The record of a kernel in the manifest. Sizes are in bytes."""
     entry = {
         "name": name,
-        **manifest.origin(plan.backend),
+        "multiattn": multiattn.__version__,
         "file": f"{name}.cubin",
         "sha256": hashlib.sha256(kernel.cubin).hexdigest(),
         "symbol": kernel.kernel,
@@ -106,21 +89,23 @@ def _entry(
         "why": plan.why,
         "versions": dict(versions),
         "threads": kernel.threads,
-        "registers": usage.registers if usage else None,
-        "spill_bytes": usage.stack_bytes if usage else None,
-        "static_smem_bytes": usage.smem_bytes if usage else None,
         "dynamic_smem_bytes": kernel.dynamic_smem_bytes,
         "files": {kind: f"{name}.{kind}" for kind in kinds},
-        "launch": None if binding is None else {**asdict(binding.image), "constants": dict(binding.constants)},
+        "launch": None if kernel.binding is None else asdict(_launch(plan, kernel.binding)),
     }
     return manifest.seal(entry)
+
+
+def _launch(plan: Plan, binding: abi.Binding) -> manifest.Launch:
+    image, constants = binding.image, dict(binding.constants)
+    return manifest.Launch(image=image, constants=constants, sha256=launches_digest(plan, image, constants))
 
 
 # ---------------------------------------------------------------- reading
 
 
 def load(path: Path | str, *, name: str | None = None) -> Kernel:
-    """A kernel of a folder that was written ahead of time, to be called on tensors of any problem that it can run.
+    """Load a kernel that was written ahead of time, to be called on tensors of any problem that it can run.
 
     Args:
         path: the folder, its manifest, or the kernel's cubin.
@@ -133,22 +118,18 @@ def load(path: Path | str, *, name: str | None = None) -> Kernel:
     if path.suffix == ".cubin":
         name = path.stem if name is None else name
     entry = _find(manifest.read(folder), name)
-    where = f"{folder / MANIFEST}: {entry['name']}"
+    where = f"{folder / manifest.MANIFEST}: {entry['name']}"
     try:
-        cubin = read_cubin(folder, entry)
-        manifest.check_origin(entry)
-        return Kernel(entry, cubin)
+        code = read_cubin(folder, entry)
+        if entry["multiattn"] != (here := multiattn.__version__):
+            raise ValueError(f"emitted by multiattn {entry['multiattn']}; allowed {here}, which is here: emit it again")
+        return Kernel(entry, code)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     except KeyError as error:
         raise ValueError(f"{where}: no {error}") from None
     except (ArithmeticError, LookupError, TypeError, AttributeError, struct.error) as error:
         raise ValueError(f"{where}: damaged ({error})") from error
-
-
-def entries(folder: Path) -> list[dict[str, Any]]:
-    """The records of a folder's manifest, forward and backward kernels alike; ValueError for a folder without one."""
-    return manifest.read(folder)
 
 
 def _find(entries: Sequence[Mapping[str, Any]], name: str | None) -> Mapping[str, Any]:
@@ -158,8 +139,8 @@ def _find(entries: Sequence[Mapping[str, Any]], name: str | None) -> Mapping[str
     if len(found) != 1:
         got = f"{len(found)} forward kernels and no name" if name is None else repr(name)
         raise ValueError(f"name: got {got}; allowed {names}")
-    if found[0].get("launch") is None:
-        raise ValueError(f"name: got {name!r}, a {found[0].get('direction')} kernel; allowed forward ones: {names}")
+    if found[0].get("launch") is None or found[0].get("direction") != "forward":
+        raise ValueError(f"name: got {found[0]['name']!r}, a {found[0].get('direction')} kernel; allowed {names}")
     return found[0]
 
 
@@ -171,13 +152,13 @@ def read_cubin(folder: Path, entry: Mapping[str, Any]) -> bytes:
     if not isinstance(file, str) or Path(file).name != file or path.resolve().parent != folder.resolve():
         raise ValueError(f"file: got {file!r}; allowed a file in the manifest's own folder")
     try:
-        cubin = path.read_bytes()
+        code = path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
-    digest = hashlib.sha256(cubin).hexdigest()
+    digest = hashlib.sha256(code).hexdigest()
     if digest != entry["sha256"]:
         raise ValueError(f"{path}: sha256: got {digest}; allowed {entry['sha256']}, as the manifest has it")
-    return cubin
+    return code
 
 
 # ---------------------------------------------------------------- running
@@ -186,26 +167,29 @@ def read_cubin(folder: Path, entry: Mapping[str, Any]) -> bytes:
 class Kernel:
     """A forward kernel that was compiled ahead of time.
 
-    Safe to use from several threads, on any stream and device of its arch; in CUDA graph capture once it has run on the
-    device: the first call loads the code, which stays for the life of the process, as a launch or a graph may have it.
+    It can be used from several threads, on any stream and device of its arch. The first call on a device loads the
+    code; after that, calls can be captured in a CUDA graph. The code stays loaded for the life of the process, as a
+    launch or a graph may use it.
     """
 
-    def __init__(self, entry: Mapping[str, Any], cubin: bytes) -> None:
+    def __init__(self, entry: Mapping[str, Any], code: bytes) -> None:
         self.entry = entry
         """Its record in the manifest."""
         self.name = str(entry["name"])
         self.plan = manifest.plan_of(entry)
-        """What it was compiled for."""
-        launch = manifest.launch_of(entry)
-        self._cubin = cubin
-        self._image = manifest.image_of(launch, self.plan.backend, self.plan.arch)
-        self._constants = manifest.constants_of(launch)
-        self._entry = abi.read_entry(cubin, manifest.symbol_of(entry))
-        if (host := abi.host_of(cubin)) not in (None, platform.machine()):
+        """The Plan that it was compiled for."""
+        launch = record_of(manifest.Launch, entry["launch"], "launch")
+        self._image, self._constants = launch.image, launch.constants
+        self._code = code
+        self._entry = cubin.read_entry(code, str(entry["symbol"]))
+        if (host := cubin.host_of(code)) not in (None, platform.machine()):
             raise ValueError(f"host: got {platform.machine()}; allowed {host}, whose code is in the cubin")
         self._launchers: dict[tuple[Problem, int], DriverLauncher] = {}
-        if not isinstance(binding := self._try_binding(self.plan.problem), abi.Binding):
-            raise ValueError("; ".join(binding))
+        self._try_binding(self.plan.problem)
+        if launches_digest(self.plan, self._image, self._constants) != launch.sha256:
+            raise ValueError(
+                "launch: multiattn hands this kernel other arguments than it was compiled for: emit it again"
+            )
 
     def __repr__(self) -> str:
         return f"Kernel({self.name}: {self.plan})"
@@ -233,8 +217,8 @@ class Kernel:
         Returns (out, lse) as `multiattn.fmha` does; without gradients. ValueError or TypeError, with what came and what
         is allowed, for tensors that this kernel cannot run.
         """
-        problem = self.problem_of(q, k, v, scale=scale)
-        self._refuse(self._wrong_for(problem, q.device))
+        problem = Problem.of(q, k, v, causal=self.plan.problem.causal, scale=scale)
+        self._check(problem, q.device)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
             raise ValueError("gradients: got tensors that require them; allowed a call in torch.no_grad()")
         out = _result("out", out, q, q.shape, (*problem.strides_out, 1), q.dtype)
@@ -248,43 +232,28 @@ class Kernel:
             self._launcher(problem, q.device.index or 0)(Operands(q, k, v, out, lse))
         return out, lse
 
-    def problem_of(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None) -> Problem:
-        """What a call with these tensors asks for; ValueError or TypeError for what nobody can run."""
-        return Problem.of(q, k, v, causal=self.plan.problem.causal, scale=scale)
-
-    def why_not(self, problem: Problem, device: torch.device) -> tuple[str, ...]:
-        """Every reason why a call would be refused, with what came and what is allowed; nothing where it would run."""
-        wrong = self._wrong_for(problem, device)
-        if wrong or problem.is_empty or problem.seq_kv == 0:
-            return tuple(wrong)
-        bound = self._try_binding(problem)
-        return () if isinstance(bound, abi.Binding) else tuple(bound)
-
-    def _wrong_for(self, problem: Problem, device: torch.device) -> list[str]:
-        """What no length or stride can mend."""
+    def _check(self, problem: Problem, device: torch.device) -> None:
+        """ValueError where no length and no stride could make these tensors fit."""
         allowed, here = self.plan.problem, detect(device).name
         found = (
-            ("arch", here, self.plan.arch.name, here == self.plan.arch.name),
-            ("dtype", problem.dtype, allowed.dtype, problem.dtype == allowed.dtype),
-            ("head_dim", problem.head_dim, allowed.head_dim, problem.head_dim == allowed.head_dim),
+            ("arch", here, self.plan.arch.name),
+            ("dtype", problem.dtype, allowed.dtype),
+            ("head_dim", problem.head_dim, allowed.head_dim),
         )
-        return [f"{what}: got {got}; allowed {ours}" for what, got, ours, holds in found if not holds]
-
-    def _refuse(self, reasons: Sequence[str]) -> None:
-        if reasons:
-            raise ValueError(f"{self.name} cannot run these tensors: {'; '.join(reasons)}")
+        if wrong := [f"{what}: got {got}; allowed {ours}" for what, got, ours in found if got != ours]:
+            raise ValueError(f"{self.name} cannot run these tensors: {'; '.join(wrong)}")
 
     def _launcher(self, problem: Problem, device: int) -> DriverLauncher:
         """The launcher for a problem on a device, the current one; ValueError where the code does not hold for it."""
         key = (problem, device)
         if (known := self._launchers.get(key)) is not None:
             return known
-        binding = self._try_binding(problem)
-        if not isinstance(binding, abi.Binding):
-            self._refuse(binding)
-            raise AssertionError("a refusal without a reason")
+        try:
+            binding = self._try_binding(problem)
+        except ValueError as error:
+            raise ValueError(f"{self.name} cannot run these tensors: {error}") from None
         smem_bytes = self._image.dynamic_smem_bytes
-        function = driver.load_kernel(self._cubin, self._entry.symbol, device, dynamic_smem_bytes=smem_bytes)
+        function = driver.load_kernel(self._code, self._entry.symbol, device, dynamic_smem_bytes=smem_bytes)
         size = binding.workspace_bytes
         workspace = Workspace(lend=counter_lender(device, size)) if size else None
         made = DriverLauncher([LoadedKernel(function=function, binding=binding)], device, workspace)
@@ -293,26 +262,16 @@ class Kernel:
         self._launchers[key] = made
         return made
 
-    def _try_binding(self, problem: Problem) -> abi.Binding | list[str]:
-        """How the kernel is launched for a problem, or every reason why its code does not hold for it."""
-        backend, variant = registry.get(self.plan.backend), self.plan.variant
-        plan = plan_variant(backend, find_variant(backend, variant), problem, self.plan.arch, self.plan.config)
-        if not isinstance(plan, Plan):
-            return [str(reason) for reason in plan]
-        module = importlib.import_module(f"multiattn.{self.plan.backend}.bind")
-        binding: abi.Binding = module.bind(plan, self._image, self._constants)
-        names = dict.fromkeys((*self._constants, *binding.constants))
-        pairs = ((name, binding.constants.get(name), self._constants.get(name)) for name in names)
-        wrong = [f"{name}: got {got}; allowed {allowed}" for name, got, allowed in pairs if got != allowed]
-        if wrong:
-            return wrong
+    def _try_binding(self, problem: Problem) -> abi.Binding:
+        """The launch for a problem, checked against the cubin; ValueError where the code does not hold for it."""
+        binding = bind(self.plan, problem, self._image, self._constants)
         abi.check(binding, self._entry)
         return binding
 
 
 @contextmanager
 def _on(device: torch.device) -> Iterator[None]:
-    """The tensors' device is the current one in here, as is its CUDA context in this thread."""
+    """Make the tensors' device the current one, and its CUDA context that of this thread."""
     if device.index is None:
         yield
         return

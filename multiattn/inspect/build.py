@@ -1,42 +1,107 @@
-"""Compile cells in parallel processes, with no GPU: what the compilers made of each, or why there is nothing."""
+"""Compile plans in parallel processes, with no GPU: what the compilers made of each, or why there is nothing."""
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from multiattn.inspect import store
-from multiattn.inspect.cells import Cell, find_plan
-from multiattn.inspect.facts import Facts, read_kernel
-from multiattn.inspect.pool import Outcome, run_isolated
+from multiattn.inspect.facts import Facts, read_plan
+from multiattn.inspect.options import mask_of, sizes_of
+from multiattn.inspect.pool import run_isolated
 from multiattn.plan import backend as registry
-from multiattn.plan.backend import Plan
+from multiattn.plan.arch import GPU_ARCHS, by_name
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan, make_plan
 from multiattn.plan.support import Reason, Unsupported
 from multiattn.plan.toolchain import find_cuobjdump
-from multiattn.run import cache
+from multiattn.problem import Problem
 
-TIMEOUT_S = 300.0
-"""For one cell: three kernels of the slowest compiler take a tenth of it."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A backend's best variant, or the named one, of a direction, to be compiled for a problem on an arch."""
+
+    backend: str
+    arch: str
+    direction: Direction
+    problem: Problem
+    variant: str | None = None
+
+    def plan(self) -> Plan:
+        """The Plan, asking only data; Unsupported with every reason where there is none."""
+        backend, arch = registry.get(self.backend), by_name(self.arch)
+        return make_plan(backend, self.problem, arch, direction=self.direction, variant=self.variant, probe=False)
+
+    @property
+    def refused(self) -> tuple[Reason, ...]:
+        """Every reason why it cannot be compiled here."""
+        try:
+            self.plan()
+        except Unsupported as error:
+            return error.reasons
+        return registry.get(self.backend).probe_compiler()
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """Its place among others: by direction, backend, variant, head_dim, mask and arch."""
+        which = DIRECTIONS.index(self.direction), BACKENDS.index(self.backend), self.variant or ""
+        return (*which, self.problem.head_dim, mask_of(self.problem) != "full", GPU_ARCHS.index(self.arch))
+
+    @property
+    def what(self) -> str:
+        """Its problem in short."""
+        it = self.problem
+        heads, length = sizes_of(it)
+        return f"B={it.batch} H={heads} N={length} D={it.head_dim} {it.dtype} {mask_of(it)}"
+
+    def __str__(self) -> str:
+        variant = "" if self.variant is None else f"/{self.variant}"
+        return f"{self.backend}{variant} {self.direction} {self.what} {self.arch}"
+
+
+def requests(
+    problems: Sequence[Problem],
+    *,
+    backends: Sequence[str] = BACKENDS,
+    arches: Sequence[str] = GPU_ARCHS,
+    directions: Sequence[Direction] = DIRECTIONS,
+    variant: str | None = None,
+) -> list[Request]:
+    """The product of what is given, in the order of a table.
+
+    `variant` None is a backend's best for the problem, ``offered`` all that a caller may get without naming one,
+    ``all`` also those that must be named, and anything else a name: backends without it make no request.
+    """
+    found = [
+        Request(backend=backend, arch=arch, direction=direction, problem=problem, variant=name)
+        for direction in directions
+        for backend in backends
+        for name in _variants(backend, direction, variant)
+        for problem in problems
+        for arch in arches
+    ]
+    return sorted(dict.fromkeys(found), key=lambda request: request.place)
+
+
+def _variants(backend: str, direction: Direction, asked: str | None) -> tuple[str | None, ...]:
+    op = registry.get(backend).op(direction)
+    if asked in ("all", "offered"):
+        return tuple(variant.name for variant in (op.variants if asked == "all" else op.offered))
+    return (asked,) if asked is None or any(variant.name == asked for variant in op.variants) else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """What came of one cell: kernels, or reasons, or an error."""
+    """The outcome of one request: kernels, or reasons, or an error."""
 
-    cell: Cell
+    request: Request
     variant: str = ""
     config: str = ""
     why: str = ""
-    """Of the rule that chose the config."""
+    """The reason of the rule that chose the config."""
     kernels: tuple[Facts, ...] = ()
     reasons: tuple[Reason, ...] = ()
     error: str = ""
-    cached: bool = False
-    """Whether nothing was compiled for this."""
 
     def __post_init__(self) -> None:
         if bool(self.kernels) + bool(self.reasons) + bool(self.error) != 1:
@@ -44,13 +109,8 @@ class Entry:
 
     @property
     def ok(self) -> bool:
-        """Whether all of it was compiled."""
+        """True where all of it was compiled."""
         return bool(self.kernels)
-
-    @property
-    def seconds(self) -> float:
-        """That the compilers took, when they did."""
-        return sum(kernel.seconds for kernel in self.kernels)
 
     @property
     def main(self) -> Facts:
@@ -64,96 +124,44 @@ class Entry:
             return "; ".join(map(str, self.kernels))
         return "; ".join(map(str, self.reasons)) or self.error.strip().splitlines()[0]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data that `from_dict` reads."""
-        return asdict(self)
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Entry:
-        """An entry of what `as_dict` gave, through JSON or not."""
-        given = {
-            "cell": Cell.from_dict(data["cell"]),
-            "kernels": tuple(map(Facts.from_dict, data["kernels"])),
-            "reasons": tuple(Reason(**reason) for reason in data["reasons"]),
-        }
-        return cls(**{**data, **given})
-
-
-def compile_cell(cell: Cell, *, fresh: bool = False) -> Entry:
-    """Compile one cell here, or find what was read of it before. The compiler's own exception passes through."""
-    plan = find_plan(cell)
-    if isinstance(plan, Unsupported):
-        return Entry(cell=cell, reasons=plan.reasons)
-    known = None if fresh else find_kept(cell, plan)
-    if known is not None:
-        return known
-    if lacking := _lacking(plan):
-        return Entry(cell=cell, reasons=lacking)
-    kernels = store.compiled(plan, fresh=fresh)
-    entry = entry_of(cell, plan, tuple(read_kernel(kernel, plan) for kernel in kernels))
-    store.put(kept_at(plan), json.dumps([asdict(kernel) for kernel in entry.kernels]).encode())
-    return entry
-
-
-def entry_of(cell: Cell, plan: Plan, kernels: tuple[Facts, ...], *, cached: bool = False) -> Entry:
-    """What came of a cell that has a plan."""
-    return Entry(cell=cell, variant=plan.variant, config=str(plan.config), why=plan.why, kernels=kernels, cached=cached)
-
-
-def find_kept(cell: Cell, plan: Plan) -> Entry | None:
-    """What the cache has of a cell; None where it has nothing, or nothing that can be read."""
-    try:
-        kernels = tuple(map(Facts.from_dict, json.loads(kept_at(plan).read_text())))
-    except (OSError, ValueError, KeyError, TypeError):  # not there, or cut off by a full disk: it is made again
-        return None
-    return entry_of(cell, plan, kernels, cached=True) if kernels else None
-
-
-def kept_at(plan: Plan) -> Path:
-    """Where the cache has what was read of a plan's cubins."""
-    return cache.directory() / f"{store.reading_key(store.compile_key(plan))}.json"
-
-
-def _lacking(plan: Plan) -> tuple[Reason, ...]:
-    reasons = registry.get(plan.backend).probe_compiler()
-    if find_cuobjdump() is None:
+def compile_request(request: Request) -> Entry:
+    """Compile one request here. The compiler's own exception passes through."""
+    reasons = request.refused
+    if not reasons and find_cuobjdump() is None:
         hint = "pip install nvidia-cuda-cuobjdump"
-        reasons += (Reason(code="cuobjdump", got="none", allowed="one that reads cubins", hint=hint),)
-    return reasons
+        reasons = (Reason(code="cuobjdump", got="none", allowed="one that reads cubins", hint=hint),)
+    if reasons:
+        return Entry(request=request, reasons=reasons)
+    plan = request.plan()
+    config = str(plan.config)
+    return Entry(request=request, variant=plan.variant, config=config, why=plan.why, kernels=read_plan(plan))
 
 
 def build(
-    wanted: Sequence[Cell],
+    wanted: Sequence[Request],
     *,
     jobs: int,
-    timeout_s: float = TIMEOUT_S,
-    fresh: bool = False,
-    function: Callable[..., Entry] = compile_cell,
+    timeout_s: float,
+    function: Callable[[Request], Entry] = compile_request,
 ) -> Iterator[Entry]:
-    """Yield what came of each cell as it ends, what the cache has first; the rest is compiled in `jobs` processes.
+    """Compile in `jobs` processes, and yield what came of each request as it ends.
 
-    Nothing hangs, and a crash is its own cell's. With `fresh` all of it is compiled again. ValueError for a cache that
-    cannot be written to.
+    Nothing hangs, and a crash costs no other request.
     """
-    if problem := store.why_unusable():
-        raise ValueError(problem)
-    missing = []
-    for cell in wanted:
-        plan = find_plan(cell)
-        known = None if fresh or isinstance(plan, Unsupported) else find_kept(cell, plan)
-        if known is None:
-            missing.append(cell)
-        else:
-            yield known
-    work = functools.partial(function, fresh=True) if fresh else function
-    for outcome in run_isolated(work, missing, jobs=min(jobs, max(1, len(missing))), timeout_s=timeout_s):
-        yield _entry(outcome)
-
-
-def _entry(outcome: Outcome[Cell, Entry]) -> Entry:
-    return outcome.result if outcome.result is not None else Entry(cell=outcome.item, error=outcome.error or "no word")
+    for outcome in run_isolated(function, wanted, jobs=jobs, timeout_s=timeout_s):
+        yield outcome.result or Entry(request=outcome.item, error=outcome.error)
 
 
 def ordered(entries: Sequence[Entry]) -> list[Entry]:
     """By direction, backend, variant, head_dim, mask and arch, whatever order they ended in."""
-    return sorted(entries, key=lambda entry: entry.cell.place)
+    return sorted(entries, key=lambda entry: entry.request.place)
+
+
+def print_idle(wanted: Sequence[Request], made: Sequence[Request]) -> bool:
+    """Print which backend was asked for a direction of which nothing was made; whether there is one."""
+    pairs = dict.fromkeys((it.backend, it.direction) for it in wanted)
+    idle = [pair for pair in pairs if not any((it.backend, it.direction) == pair for it in made)]
+    for backend, direction in idle:
+        print(f"{backend} was asked for and nothing of its {direction} compiled")
+    return bool(idle)

@@ -1,4 +1,4 @@
-"""What a kernel's machine code (SASS) is made of: instructions by class, in all of it and in its hot loops."""
+"""The instructions of a kernel's machine code (SASS) by class: in all of it, and in its hot loops."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from multiattn.inspect import sass
 from multiattn.inspect.sass import MMA_SYNC, TCGEN05, WGMMA, Instruction
-from multiattn.plan.arch import WARP_THREADS
 
 INSTRUCTION_BYTES = 16
-WARPGROUP_WARPS = 4
 
 TENSOR = ("HMMA", "HGMMA", "UTCHMMA", "other tensor")
-"""Classes of matrix multiplications."""
+"""The classes of matrix multiplications."""
 SPILLS = ("LDL", "STL")
 OTHER = "other"
 
@@ -90,17 +87,17 @@ _FEATURES: Mapping[str, tuple[str, ...]] = {
     "mbarrier": ("SYNCS",),
 }
 GENERATIONS = {MMA_SYNC: "mma.sync", WGMMA: "wgmma", TCGEN05: "tcgen05"}
-"""Of tensor cores, oldest first."""
+"""Generations of tensor cores, oldest first."""
 FEATURES = (*GENERATIONS.values(), *_FEATURES)
-"""What `features` may say."""
+"""All that `features` may find."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """How many instructions of each class a stretch of code has; plain data, so that it goes through JSON."""
+    """The number of instructions of each class in a stretch of code; plain data, so that it goes through JSON."""
 
     classes: Mapping[str, int] = field(default_factory=dict)
-    """Those of CLASSES that there are."""
+    """Only those of CLASSES that occur."""
     tensor_names: Mapping[str, int] = field(default_factory=dict)
     """Matrix multiplications by their full name, which has the shape, except for tcgen05."""
     unknown: Mapping[str, int] = field(default_factory=dict)
@@ -114,12 +111,12 @@ class Counts:
 
     @property
     def instructions(self) -> int:
-        """All of them."""
+        """All instructions."""
         return sum(self.classes.values())
 
     @property
     def tensor(self) -> int:
-        """Matrix multiplications, of whatever size."""
+        """Matrix multiplications of any size."""
         return sum(self[name] for name in TENSOR)
 
     @property
@@ -127,42 +124,18 @@ class Counts:
         """Loads and stores of local memory."""
         return sum(self[name] for name in SPILLS)
 
-    @property
-    def others_per_tensor(self) -> float | None:
-        """Instructions of any other kind for each matrix multiplication; None where there is none, as below."""
-        return _ratio(self.instructions - self.tensor, self.tensor)
-
-    @property
-    def alu_per_tensor(self) -> float | None:
-        """Arithmetic in FP32 and INT for each matrix multiplication."""
-        return _ratio(self["FP32"] + self["INT"], self.tensor)
-
-    @property
-    def ex2_per_tensor(self) -> float | None:
-        """MUFU.EX2 for each matrix multiplication."""
-        return _ratio(self[EX2], self.tensor)
-
-    @property
-    def warp_flop(self) -> float | None:
-        """FLOP of one pass, a warp's share of them; None where there are none, or one is of unknown shape."""
-        if not self.tensor_names or any(flop_of(name) is None for name in self.tensor_names):
-            return None
-        return sum(count * (flop_of(name) or 0) / warps_of(name) for name, count in self.tensor_names.items())
+    def per_tensor(self, *classes: str) -> float | None:
+        """Instructions of these classes for each matrix multiplication, or all others; None where there is none."""
+        some = sum(self[name] for name in classes) if classes else self.instructions - self.tensor
+        return some / self.tensor if self.tensor else None
 
     @property
     def flop_per_tensor(self) -> float | None:
-        """FLOP of the mean matrix multiplication, whichever number of warps works on it; None as `warp_flop`."""
-        if self.warp_flop is None:
+        """FLOP of the mean matrix multiplication; None where there is none, or one is of unknown shape."""
+        flops = [(flop_of(name), count) for name, count in self.tensor_names.items()]
+        if not flops or any(flop is None for flop, _ in flops):
             return None
-        return _ratio(sum(count * (flop_of(name) or 0) for name, count in self.tensor_names.items()), self.tensor)
-
-    @property
-    def ex2_per_flop(self) -> float | None:
-        """Exponentials, each lane's counted, for each FLOP of the tensor cores; None as `warp_flop`.
-
-        Attention needs ``1 / (4 D)`` forward, as each score costs 4 D FLOP, and a little for the running maximum.
-        """
-        return None if self.warp_flop is None else self[EX2] * WARP_THREADS / self.warp_flop
+        return sum(count * (flop or 0) for flop, count in flops) / self.tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,49 +143,35 @@ class Mix:
     """The instructions of one kernel."""
 
     code: Counts
-    """All of it, rare passes and padding included."""
+    """All of its code."""
     hot: Counts
-    """The hot loops together; all of the code where it has none, as for `sass.Spills`."""
-    loops: tuple[Counts, ...]
-    """Each hot loop. Where warps have roles, one loop issues the multiplications and another the exponentials."""
+    """Its hot loops together; all of its code where it has none."""
+    hot_loops: int
+    """The number of hot loops. Where warps have roles, one multiplies and another computes the exponentials."""
     code_bytes: int
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Mix:
-        """A Mix of what `dataclasses.asdict` made of one, through JSON or not."""
-        return cls(
-            code=Counts(**data["code"]),
-            hot=Counts(**data["hot"]),
-            loops=tuple(Counts(**loop) for loop in data["loops"]),
-            code_bytes=data["code_bytes"],
-        )
 
+def measure(code: Sequence[Instruction]) -> Mix:
+    """The mix of the instructions of one kernel, as `sass.parse` gives them.
 
-def measure(code: Sequence[Instruction], *, repairs: bool) -> Mix:
-    """The mix of a kernel's instructions.
-
-    Args:
-        code: what `sass.parse` gives for one kernel.
-        repairs: as `sass.find_spills` takes it.
-
-    Raises ValueError for no code, or for more than one kernel's.
+    ValueError for no code, or for more than one kernel's.
     """
     if not code:
         raise ValueError("code: got no instruction; allowed those of one kernel")
     if any(later.address <= sooner.address for sooner, later in itertools.pairwise(code)):
         raise ValueError("code: got addresses that start again, so more than one kernel; allowed those of one")
-    loops = sass.hot_loops(code, repairs=repairs)
+    loops = sass.hot_loops(code)
     places = frozenset().union(*(loop.body for loop in loops)) if loops else range(len(code))
     return Mix(
         code=count(code),
         hot=count(code[place] for place in places),
-        loops=tuple(count(code[place] for place in loop.body) for loop in loops),
+        hot_loops=len(loops),
         code_bytes=code[-1].address - code[0].address + INSTRUCTION_BYTES,
     )
 
 
 def count(code: Iterable[Instruction]) -> Counts:
-    """The instructions by class."""
+    """Count instructions by class."""
     classes: Counter[str] = Counter()
     tensor_names: Counter[str] = Counter()
     unknown: Counter[str] = Counter()
@@ -229,8 +188,8 @@ def count(code: Iterable[Instruction]) -> Counts:
 def class_of(it: Instruction) -> str:
     """The one class of an instruction.
 
-    An opcode alone does not say what IMAD.MOV and ``HFMA2 R, -RZ, RZ, constant`` are for: to move. Nor does HADD2.F32,
-    which widens a half.
+    IMAD.MOV and ``HFMA2 R, -RZ, RZ, constant`` only move a value, and HADD2.F32 only widens a half: the opcode alone
+    does not say so.
     """
     base, _, modifiers = it.name.partition(".")
     if base == "MUFU" and modifiers.partition(".")[0] == "EX2":
@@ -246,37 +205,18 @@ def class_of(it: Instruction) -> str:
 
 def flop_of(name: str) -> int | None:
     """FLOP of one matrix multiplication by its full name; None where that has no shape, or leaves out zeros (SP)."""
-    if ".SP." in name:
-        return None
     found = _SHAPE_OF_WARPGROUP.search(name) or _SHAPE_OF_WARP.search(name)
-    if found is None:
+    if found is None or ".SP." in name:
         return None
     m, n, k = map(int, found.groups())
     return 2 * m * n * k
 
 
-def warps_of(name: str) -> int:
-    """Warps that issue one matrix multiplication together: each of a warpgroup has the instruction in its code."""
-    return WARPGROUP_WARPS if _unit(name) == WGMMA else 1
-
-
-def features(mix: Mix) -> frozenset[str]:
-    """Which of FEATURES the code has anywhere, rare passes included: what a new compiler must not lose."""
-    used = {GENERATIONS[unit] for unit in generations(mix.code)}
-    return frozenset(used | {name for name, classes in _FEATURES.items() if any(mix.code[it] for it in classes)})
-
-
-def generations(counts: Counts) -> frozenset[int]:
-    """Which of GENERATIONS a stretch of code multiplies with, by number; newer ones have higher ones."""
-    return frozenset(unit for name in counts.tensor_names if (unit := _unit(name)) is not None)
-
-
-def _unit(name: str) -> int | None:
-    return Instruction(address=0, guarded=False, name=name, operands="").unit
-
-
-def _ratio(some: float, others: float) -> float | None:
-    return some / others if others else None
+def features(code: Counts) -> frozenset[str]:
+    """The members of FEATURES that some code has."""
+    units = {unit for name in code.tensor_names if (unit := sass.unit_of(name)) is not None}
+    moves = {name for name, classes in _FEATURES.items() if any(code[it] for it in classes)}
+    return frozenset({GENERATIONS[unit] for unit in units} | moves)
 
 
 def _sorted(counter: Counter[str]) -> dict[str, int]:

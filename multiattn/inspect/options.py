@@ -1,11 +1,21 @@
-"""What the commands of ``python -m multiattn`` are given: argparse's types, and a problem's options."""
+"""Parts that the commands of ``python -m multiattn`` share: argparse's types, a problem's options, and tables."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import torch
+from tabulate import tabulate
+
+from multiattn.plan.arch import ARCHS, detect
 from multiattn.problem import DTYPES, Problem
+
+MASKS = ("full", "causal")
+
+TOKENS, HIDDEN = 16384, 2048
+"""Batch times length, and heads times head_dim, where the options say nothing else: those of `python -m bench`."""
 
 
 def shape(text: str) -> tuple[int, ...]:
@@ -17,8 +27,8 @@ def shape(text: str) -> tuple[int, ...]:
 
 
 def count(text: str) -> int:
-    """What is counted."""
-    if not text.isdecimal() or int(text) < 1:
+    """A whole number from 1 on."""
+    if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text}; allowed whole numbers from 1 on")
     return int(text)
 
@@ -42,7 +52,7 @@ def some_of(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def add_problem(command: argparse.ArgumentParser, *, required: bool) -> None:
-    """The options that `problem_of` reads."""
+    """Add the options that `problem_of` reads."""
     command.add_argument("--shape", type=shape, required=required, metavar="B,H,S,D", help="of q")
     command.add_argument("--kv-heads", type=int, metavar="H", help="heads of k and v (default: those of q)")
     command.add_argument("--kv-len", type=int, metavar="S", help="sequence length of k and v (default: that of q)")
@@ -52,16 +62,61 @@ def add_problem(command: argparse.ArgumentParser, *, required: bool) -> None:
 
 
 def problem_of(options: argparse.Namespace) -> Problem:
-    """The problem that was asked for, contiguous; ValueError for sizes that do not go together."""
-    batch, heads_q, seq_q, head_dim = options.shape
+    """The contiguous problem that the options ask for; ValueError for sizes that do not go together."""
+    batch, heads, seq, head_dim = options.shape
+    sizes = {"batch": batch, "heads": heads, "heads_kv": options.kv_heads, "seq_kv": options.kv_len}
+    return layer(head_dim, seq, MASKS[options.causal], dtype=options.dtype, scale=options.scale, **sizes)
+
+
+def arguments_of(problem: Problem) -> list[str]:
+    """The options that make `problem_of` give this contiguous problem."""
+    q = f"{problem.batch},{problem.heads_q},{problem.seq_q},{problem.head_dim}"
+    sizes = ["--shape", q, "--kv-heads", str(problem.heads_kv), "--kv-len", str(problem.seq_kv)]
+    mask = ["--causal"] if problem.causal else []
+    return [*sizes, "--dtype", problem.dtype, f"--scale={problem.scale!r}", *mask]
+
+
+def layer(
+    head_dim: int, seq: int, mask: str, *, batch: int | None = None, heads: int | None = None, **sizes: Any
+) -> Problem:
+    """Attention over `TOKENS` tokens with `HIDDEN` channels, where batch and heads are not given.
+
+    `sizes` are more of `Problem.contiguous`. ValueError for sizes that do not go together.
+    """
     return Problem.contiguous(
-        batch=batch,
-        heads_q=heads_q,
-        heads_kv=options.kv_heads,
-        seq_q=seq_q,
-        seq_kv=options.kv_len,
+        batch=TOKENS // seq if batch is None else batch,
+        heads_q=max(1, HIDDEN // head_dim) if heads is None else heads,
+        seq_q=seq,
         head_dim=head_dim,
-        dtype=options.dtype,
-        causal=options.causal,
-        scale=options.scale,
+        causal=mask == MASKS[1],
+        **sizes,
     )
+
+
+def mask_of(problem: Problem) -> str:
+    """The name of a problem's mask, one of `MASKS`."""
+    return MASKS[problem.causal]
+
+
+def sizes_of(problem: Problem) -> tuple[str, str]:
+    """Heads and lengths: ``16`` and ``4096``, or of q and of k and v where they differ: ``16/4``, ``1/4096``."""
+    pairs = (problem.heads_q, problem.heads_kv), (problem.seq_q, problem.seq_kv)
+    heads, length = ("/".join(map(str, dict.fromkeys(pair))) for pair in pairs)
+    return heads, length
+
+
+def check_work(problem: Problem) -> None:
+    """ValueError for a problem that no kernel is launched for."""
+    if problem.is_empty or problem.seq_kv == 0:
+        raise ValueError(f"shape: got {problem}; allowed one that needs a kernel")
+
+
+def default_arch() -> str:
+    """The name of this machine's arch; of sm90 where there is no GPU that kernels are for."""
+    here = detect(torch.device("cuda")).name if torch.cuda.is_available() else "cpu"
+    return here if here in ARCHS and here != "cpu" else "sm90"
+
+
+def table(rows: Iterable[Sequence[Any]], headers: Sequence[str]) -> str:
+    """Rows as a table for a terminal."""
+    return tabulate(rows, headers=headers, disable_numparse=True)

@@ -1,7 +1,4 @@
-"""Where a kernel spills, and where a warp parts: its machine code (SASS) as a graph, with the loops on tensor cores.
-
-A stack alone says little: forward kernels have a rare repair that spills so that the loops every block runs need not.
-"""
+"""A kernel's machine code (SASS) as a graph: its loops on tensor cores, and the places where a warp parts."""
 
 from __future__ import annotations
 
@@ -11,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 Graph = Mapping[int, Sequence[int]]
-"""Of each instruction, by its place in the code, the places that may follow it."""
+"""For each place in the code, the places that may follow it."""
 
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;\n]*)", re.MULTILINE)
 _ADDRESS = re.compile(r"0x([0-9a-f]+)")
 _CONDITION = re.compile(r"\bU?P\d")
-_SPILLS = ("LDL", "STL")
 _RAISES_REGISTERS = "USETMAXREG.TRY_ALLOC"
 _ENDS = ("EXIT", "RET", "BRX", "BRXU")
 
@@ -27,12 +23,6 @@ _TENSOR_CORE = (
     (MMA_SYNC, re.compile(r"\w?MMA")),
 )
 
-REPAIR_DENSITY = 0.5
-"""A loop of mma.sync with less than this share of the densest loop's MMAs an instruction is a repair: it looks at
-each value, on smaller tiles. Compiled for sm80 to sm121, D=64 to 256: loops with a mask have 0.74 and more, repairs
-0.47 and less.
-"""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Instruction:
@@ -40,25 +30,19 @@ class Instruction:
 
     address: int
     guarded: bool
-    """Whether a predicate may switch it off."""
+    """True where a predicate may switch it off."""
     name: str
     operands: str
 
     @property
     def unit(self) -> int | None:
         """The generation of tensor core that it is for, or None."""
-        base = self.name.partition(".")[0]
-        return next((unit for unit, pattern in _TENSOR_CORE if pattern.fullmatch(base)), None)
-
-    @property
-    def spills(self) -> bool:
-        """Whether it touches local memory."""
-        return self.name.startswith(_SPILLS)
+        return unit_of(self.name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loop:
-    """A loop of the code: where its instructions are, and the tensor core's among them."""
+    """A loop: its instructions, by their places in the code, and the matrix multiplications among them."""
 
     body: frozenset[int]
     own: tuple[int, ...]
@@ -66,52 +50,18 @@ class Loop:
     nested: int
     """MMAs in loops within it."""
 
-    @property
-    def density(self) -> float:
-        """MMAs an instruction."""
-        return len(self.own) / len(self.body)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spills:
-    """Loads and stores of local memory in a kernel's code."""
-
-    hot_loops: int
-    """Loops that run on tensor cores for every block; 0 for a kernel that has none, all of which counts as hot."""
-    hot: int
-    elsewhere: int
-
-
-def find_spills(sass: str, *, repairs: bool) -> Spills:
-    """Tell spills in the hot loops of a kernel from the others.
-
-    Args:
-        sass: of one kernel, as `multiattn.plan.toolchain.disassemble` gives it.
-        repairs: whether the kernel has a rare pass of smaller tiles beside its loops, as causal forward kernels have;
-            without, every loop on tensor cores is hot.
-
-    Raises ValueError for text without code.
-    """
-    code = parse(sass)
-    if not code:
-        raise ValueError("sass: got text without an instruction; allowed what cuobjdump -sass prints of a kernel")
-    hot = hot_loops(code, repairs=repairs)
-    places = frozenset().union(*(loop.body for loop in hot)) if hot else frozenset(range(len(code)))
-    spills = {place for place, it in enumerate(code) if it.spills}
-    return Spills(hot_loops=len(hot), hot=len(spills & places), elsewhere=len(spills - places))
-
 
 def parted_arrivals(code: Sequence[Instruction]) -> list[int]:
     """Addresses where some lanes of a warp that computes branch off to arrive at an mbarrier.
 
-    `mbarrier_arrive_if` has a predicate, so that the warp stays whole. ptxas may make a jump of one that ends a branch,
-    and nothing brings the warp together again: whichever lanes come to the next named barrier first are counted as all
-    of it, and the kernel hangs or computes nonsense. It is told by an arrival without a predicate that warps come to
-    once they have raised their registers (`setmaxnreg`); the one thread that loads, which lowers them, has no other
-    lanes to part from. Nothing is said of a kernel whose warps are all alike.
+    `mbarrier_arrive_if` has a predicate, so that the warp stays whole. ptxas may turn one at the end of a branch into a
+    jump, and nothing brings the warp together again: the lanes that come to the next named barrier first are counted as
+    the whole warp, and the kernel hangs or computes nonsense. The sign of it is an arrival without a predicate after
+    the warp has raised its registers (`setmaxnreg`). The thread that loads lowers them, and has no other lanes to part
+    from. Kernels whose warps are all alike have neither.
 
-    It holds for kernels whose arrivals are all of chosen lanes, as this package's CUDA kernels are. Of a branch that
-    the compiler knows to part a warp, and brings it together after, it would be a false alarm; none has been seen.
+    This holds for kernels in which only chosen lanes arrive, as in this package's CUDA kernels. It would be a false
+    alarm for a branch after which the compiler brings the warp together again; none has been seen.
     """
     follows = successors(code)
     reached: set[int] = set()
@@ -133,28 +83,28 @@ def parse(sass: str) -> list[Instruction]:
     ]
 
 
-def hot_loops(code: Sequence[Instruction], *, repairs: bool) -> list[Loop]:
-    """The loops that keep the tensor cores busy: those with MMAs of their own, repairs left out.
+def unit_of(name: str) -> int | None:
+    """The generation of tensor core that an instruction is for, by its name; None for any other."""
+    base = name.partition(".")[0]
+    return next((unit for unit, pattern in _TENSOR_CORE if pattern.fullmatch(base)), None)
 
-    A repair's tiles have 16 rows, for which only mma.sync will do. So where the kernel has wgmma or tcgen05, its hot
-    loops are those that use them; where it has not, they are told by their density.
+
+def hot_loops(code: Sequence[Instruction]) -> list[Loop]:
+    """The loops that keep the tensor cores busy: those with matrix multiplications of their own.
+
+    Where a kernel has wgmma or tcgen05, its loops of mma.sync are left out: they compute a tile again, which is rare
+    (`lazy_max`).
     """
     loops = [loop for loop in find_loops(code) if loop.own and len(loop.own) >= loop.nested]
-    if not repairs or not loops:
-        return loops
-    newest = max(max(loop.own) for loop in loops)
-    loops = [loop for loop in loops if max(loop.own) == newest]
-    if newest > MMA_SYNC:
-        return loops
-    densest = max(loop.density for loop in loops)
-    return [loop for loop in loops if loop.density >= REPAIR_DENSITY * densest]
+    newest = max((max(loop.own) for loop in loops), default=MMA_SYNC)
+    return [loop for loop in loops if max(loop.own) == newest]
 
 
 def find_loops(code: Sequence[Instruction]) -> list[Loop]:
     """Every loop, outer ones before those within.
 
-    A loop is a set of instructions that all reach each other; what is within it shows when its entries are cut off.
-    Going by address would not do: compilers put the slow path of a wait at the end, from where it jumps back.
+    A loop is a set of instructions that all reach each other. The loops within it are found by cutting off its entries.
+    Addresses do not show loops: compilers put the slow path of a wait at the end of the code, and it jumps back.
     """
     units = {place: unit for place, it in enumerate(code) if (unit := it.unit) is not None}
     loops: list[Loop] = []
@@ -174,7 +124,7 @@ def find_loops(code: Sequence[Instruction]) -> list[Loop]:
 
 
 def successors(code: Sequence[Instruction]) -> Graph:
-    """What may follow each instruction. A call comes back; where an indirect jump goes is not known, nor needed."""
+    """The places that may follow each instruction. A call comes back; targets of indirect jumps are left out."""
     place_of = {it.address: place for place, it in enumerate(code)}
     graph: dict[int, Sequence[int]] = {}
     for place, it in enumerate(code):

@@ -1,7 +1,4 @@
-"""What a compiled kernel takes from the driver, as data: its arguments in order, its grid, its shared memory.
-
-Pure Python: what a cubin says of its parameters is read from its ELF sections, with no tool and no driver.
-"""
+"""One launch of a compiled kernel, as data: its arguments in order, its grid, its shared memory."""
 
 from __future__ import annotations
 
@@ -10,6 +7,12 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+from multiattn.plan.cubin import Entry as Entry
+from multiattn.plan.cubin import Slot
+from multiattn.plan.cubin import host_of as host_of
+from multiattn.plan.cubin import read_entry as read_entry
+from multiattn.plan.cubin import sections as sections
 
 Kind = Literal["i8", "i32", "i64", "f32"]
 
@@ -27,7 +30,7 @@ TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
 """Bytes that the address of a CUtensorMap must be a multiple of, on the host to encode it and among the parameters."""
 L2_128_BYTES, L2_256_BYTES = 2, 3
-"""Of CUtensorMapL2promotion: what an access of less fetches into L2."""
+"""Values of CUtensorMapL2promotion: the bytes that a smaller access fetches into L2."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,9 +50,9 @@ class Number:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
-    """What a compiler decided of a tensor map. `swizzle` is CUtensorMapSwizzle's value, `dtype` CUtensorMapDataType's.
+    """The part of a tensor map that a compiler decides.
 
-    `extents` are in elements, outermost first.
+    `extents` are in elements, outermost first; `swizzle` is CUtensorMapSwizzle's value, `dtype` CUtensorMapDataType's.
     """
 
     extents: tuple[int, ...]
@@ -88,26 +91,26 @@ Argument = Pointer | Number | Struct | TensorMap
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Image:
-    """What only the compiler knows of a launch: how its code is to be started, and what it made of tensor maps."""
+    """The part of a launch that only the compiler knows: how its code is started, and the boxes of tensor maps."""
 
     threads: int
-    """Of a block, as the driver is told: 1 where it finds the number in the cubin (cuTile)."""
+    """In a block, as the driver is told: 1 where it finds the number in the cubin (cuTile)."""
     dynamic_smem_bytes: int = 0
     boxes: tuple[Box, ...] = ()
-    """Of each TensorMap that is an argument of its own, in order."""
+    """For each TensorMap that is an argument of its own, in order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Binding:
-    """What one launch of a kernel hands to the driver beside the code."""
+    """Everything that one launch of a kernel hands to the driver beside the code."""
 
     arguments: tuple[Argument, ...]
     grid: tuple[int, int, int]
     image: Image
     constants: Mapping[str, str]
-    """What the code is specialised on, by name: a launch whose constants differ needs other code."""
+    """The values that the code is specialised on, by name: a launch whose constants differ needs other code."""
     workspace_bytes: int = 0
-    """Of device memory that a launch takes, zero when it starts: its address is the tensor `WORKSPACE`."""
+    """Device memory that a launch takes, zero when it starts: its address is the tensor `WORKSPACE`."""
 
 
 def names_of(binding: Binding) -> tuple[str, ...]:
@@ -211,128 +214,7 @@ def pack(argument: Argument, addresses: Mapping[str, int], encode: Callable[[Ten
     return bytes(data)
 
 
-# ---------------------------------------------------------------- what a cubin says
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Slot:
-    """One parameter of a kernel: where it is among all of them, and how large it is; in bytes."""
-
-    offset: int
-    size: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """What a cubin says of one of its kernels."""
-
-    symbol: str
-    slots: tuple[Slot, ...]
-    base: int
-    """Where the parameters start in their constant bank: their alignment counts from the bank's start. In bytes."""
-    param_bytes: int
-    """Of all parameters, with those that no caller hands over: tensor maps that cuTile's host code makes."""
-    threads: int | None = None
-    """Of a block, where the kernel was compiled for one number of threads, or for at most so many."""
-
-
-# NVIDIA documents none of these; they are what cuobjdump prints names for, and a test compares with it.
-_FORMAT_SIZED = 4
-_MAX_THREADS, _PARAM_CBANK, _REQNTID, _KPARAM_INFO, _KPARAM_INFO_V2 = 0x05, 0x0A, 0x10, 0x17, 0x45
-_SIZE_SHIFT, _SIZE_MASK = 18, 0xFFFF  # of the size in the flags of a parameter, of the first version and the second
-_NOBITS = 8
-
-
-def read_entry(cubin: bytes, symbol: str) -> Entry:
-    """What `cubin` says of the kernel called `symbol`; ValueError where it is no cubin or has no such kernel."""
-    found = sections(cubin)
-    if (info := found.get(f".nv.info.{symbol}")) is None:
-        names = [name.removeprefix(".nv.info.") for name in found if name.startswith(".nv.info.")]
-        raise ValueError(f"kernel: got {symbol!r}; allowed what the cubin has: {', '.join(names) or 'none'}")
-    try:
-        return _read_info(symbol, info)
-    except struct.error as error:
-        raise ValueError(f"kernel: {symbol}: what the cubin says of it is damaged ({error})") from None
-
-
-def _read_info(symbol: str, info: bytes) -> Entry:
-    """What a section of kernel information says; struct.error for a damaged one."""
-    slots: dict[int, Slot] = {}
-    sizes: dict[int, int] = {}
-    base = param_bytes = 0
-    for attribute, value in _attributes(info):
-        if attribute in (_KPARAM_INFO, _KPARAM_INFO_V2):
-            _, ordinal, offset, flags = struct.unpack("<IHHI", value)
-            size = flags >> _SIZE_SHIFT if attribute == _KPARAM_INFO else flags & _SIZE_MASK
-            slots[ordinal] = Slot(offset=offset, size=size)
-        elif attribute == _PARAM_CBANK:
-            _, base, param_bytes = struct.unpack("<IHH", value)
-        elif attribute in (_REQNTID, _MAX_THREADS):
-            x, y, z = struct.unpack("<III", value)
-            sizes[attribute] = x * y * z
-    return Entry(
-        symbol=symbol,
-        slots=tuple(slots[ordinal] for ordinal in sorted(slots)),
-        base=base,
-        param_bytes=param_bytes,
-        threads=sizes.get(_REQNTID, sizes.get(_MAX_THREADS)),
-    )
-
-
-def _attributes(info: bytes) -> list[tuple[int, bytes]]:
-    """(attribute, value) of a section of kernel information; those without a sized value are left out."""
-    found, at = [], 0
-    while at + 4 <= len(info):
-        form, attribute, size = struct.unpack_from("<BBH", info, at)
-        at += 4
-        if form == _FORMAT_SIZED:
-            found.append((attribute, info[at : at + size]))
-            at += size
-    return found
-
-
-def sections(cubin: bytes) -> dict[str, bytes]:
-    """The sections of a 64-bit little-endian ELF file by name, empty where they only reserve memory.
-
-    ValueError for what is no such file.
-    """
-    if not cubin.startswith(b"\x7fELF\x02\x01"):
-        raise ValueError(f"cubin: got {len(cubin)} bytes that are no 64-bit ELF file")
-    try:
-        (table,) = struct.unpack_from("<Q", cubin, 0x28)
-        each, count, of_names = struct.unpack_from("<HHH", cubin, 0x3A)
-        headers = [struct.unpack_from("<IIQQQQ", cubin, table + each * index) for index in range(count)]
-        names = _content(cubin, headers[of_names])
-        return {
-            names[header[0] : names.index(b"\0", header[0])].decode(): _content(cubin, header) for header in headers
-        }
-    except (struct.error, IndexError, ValueError) as error:
-        raise ValueError(f"cubin: got an ELF file of {len(cubin)} bytes that is cut off or damaged ({error})") from None
-
-
-def _content(cubin: bytes, header: tuple[int, ...]) -> bytes:
-    _, kind, _, _, offset, size = header
-    if kind == _NOBITS:
-        return b""
-    if offset + size > len(cubin):
-        raise ValueError(f"a section ends at byte {offset + size}")
-    return cubin[offset : offset + size]
-
-
-_HOST_SECTION = ".nv.host"
-_HOST_BYTES = 20  # up to the machine in the header of its ELF file, that included
-_MACHINES = {62: "x86_64", 183: "aarch64"}  # of ELF, as platform.machine() calls them
-
-
-def host_of(cubin: bytes) -> str | None:
-    """The machine whose code a cubin of cuTile has for the driver to run; None for a cubin without."""
-    code = sections(cubin).get(_HOST_SECTION)
-    if code is None:
-        return None
-    if len(code) < _HOST_BYTES:
-        raise ValueError(f"cubin: got host code of {len(code)} bytes; allowed an ELF file")
-    (machine,) = struct.unpack_from("<H", code, 18)
-    return _MACHINES.get(machine, f"ELF machine {machine}")
+# ---------------------------------------------------------------- held against the cubin
 
 
 def check(binding: Binding, entry: Entry) -> None:
@@ -344,8 +226,13 @@ def check(binding: Binding, entry: Entry) -> None:
         start = -(-end // alignment) * alignment
         slots.append(Slot(offset=start - entry.base, size=size_of(argument)))
         end = start + size_of(argument)
-    if tuple(slots) != entry.slots:
-        raise ValueError(f"{entry.symbol}: {_first_difference(slots, entry.slots)}")
+    if len(slots) != len(entry.slots):
+        counts = f"got {len(slots)} arguments; allowed {len(entry.slots)}"
+        raise ValueError(f"{entry.symbol}: {counts}, as the cubin has it")
+    for index, (ours, its) in enumerate(zip(slots, entry.slots, strict=True)):
+        if ours != its:
+            got, allowed = (f"{it.size} bytes at {it.offset}" for it in (ours, its))
+            raise ValueError(f"{entry.symbol}: argument {index}: got {got}; allowed {allowed}")
     if end - entry.base > entry.param_bytes:
         raise ValueError(f"{entry.symbol}: got {end - entry.base} bytes of arguments; allowed {entry.param_bytes}")
     maps = [argument for argument in binding.arguments if isinstance(argument, TensorMap)]
@@ -355,11 +242,3 @@ def check(binding: Binding, entry: Entry) -> None:
     threads = binding.image.threads
     if threads != 1 and entry.threads is not None and threads > entry.threads:
         raise ValueError(f"{entry.symbol}: got {threads} threads of a block; allowed {entry.threads}")
-
-
-def _first_difference(ours: list[Slot], theirs: tuple[Slot, ...]) -> str:
-    if len(ours) != len(theirs):
-        return f"got {len(ours)} arguments; allowed {len(theirs)}, as the cubin has it"
-    index = next(index for index, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
-    mine, his = ours[index], theirs[index]
-    return f"argument {index}: got {mine.size} bytes at {mine.offset}; allowed {his.size} at {his.offset}"

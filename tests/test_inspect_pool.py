@@ -1,0 +1,77 @@
+"""inspect.pool: nothing hangs. This module is what the processes import, so it imports nothing heavy."""
+
+import os
+import subprocess
+import time
+
+from multiattn.inspect import pool
+from multiattn.inspect.pool import run_isolated
+
+
+def misbehave(what):
+    if what == "raise":
+        raise ValueError("as asked")
+    if what == "die":
+        os._exit(7)
+    if what == "hang":
+        time.sleep(60)
+    if what.startswith("compile"):
+        with subprocess.Popen(["sleep", "60"]) as compiler, open(what.partition(" ")[2], "w") as file:
+            print(compiler.pid, file=file, flush=True)
+    return what.upper()
+
+
+class SlowToUnpickle:
+    """An item's function whose process takes long to be ready, as one that imports torch on a busy machine."""
+
+    def __reduce__(self):
+        return start_slowly, ()
+
+
+def start_slowly():
+    time.sleep(3)
+    return misbehave
+
+
+def never():
+    return False
+
+
+def is_running(pid):
+    try:
+        return open(f"/proc/{pid}/stat").read().split()[2] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_process_that_raises_dies_or_hangs_costs_nobody_else(tmp_path):
+    compiler = tmp_path / "pid"
+    items = ["raise", "die", "a", f"compile {compiler}", lambda: "no pickle", "b"]
+    outcomes = {it.item: it for it in run_isolated(misbehave, items, jobs=2, timeout_s=3)}
+    assert outcomes["a"].result == "A"
+    assert outcomes["b"].result == "B"
+    assert outcomes["raise"].error == "ValueError: as asked"
+    assert outcomes["die"].error == "the process died with exit code 7"
+    assert outcomes[items[3]].error == "not done within 3 s"
+    assert "pickle" in outcomes[items[4]].error
+    assert not is_running(compiler.read_text().strip()), "a compiler goes with the process that waits for it"
+
+
+def test_nobody_waits_for_what_nobody_wants(tmp_path):
+    outcomes = run_isolated(misbehave, ["a", "hang", "hang"], jobs=1, timeout_s=60)
+    assert next(outcomes).result == "A"
+    since = time.monotonic()
+    outcomes.close()
+    assert time.monotonic() - since < 30
+
+
+def test_a_process_that_must_not_go_on_is_replaced_and_its_start_is_not_the_items_time():
+    outcomes = list(run_isolated(SlowToUnpickle(), ["raise", "a"], jobs=1, timeout_s=2, keep=never))
+    assert [it.result for it in outcomes] == [None, "A"]
+    assert outcomes[1].seconds < 2
+
+
+def test_a_process_that_never_starts_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(pool, "START_TIMEOUT_S", 1.0)
+    (outcome,) = run_isolated(SlowToUnpickle(), ["a"], jobs=1, timeout_s=30)
+    assert outcome.error == "its process not ready within 1 s"

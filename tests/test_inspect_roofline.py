@@ -1,0 +1,168 @@
+"""multiattn.inspect.roofline: work counted one by one, bounds worked out by hand, and the command that prints them."""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from bench import matrix
+from bench.flops import cell_flops
+from multiattn.__main__ import main
+from multiattn.inspect.options import HIDDEN, MASKS, TOKENS, layer
+from multiattn.inspect.roofline import bounds, score_cycles
+from multiattn.mask import visible_pairs
+from multiattn.plan.arch import GPUS, gpu_by_name
+from multiattn.plan.backend import DIRECTIONS
+from multiattn.problem import Problem
+
+H200 = gpu_by_name("H200")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2)])
+@pytest.mark.parametrize("seqs", [(1, 1), (5, 9), (9, 5), (4, 0), (0, 4)])
+def test_work_is_what_one_would_count(causal, heads, seqs):
+    """Pair by pair, and row by row, from the mask that the reference uses."""
+    problem = Problem.contiguous(
+        batch=2, heads_q=heads[0], heads_kv=heads[1], seq_q=seqs[0], seq_kv=seqs[1], head_dim=8, causal=causal
+    )
+    seen = visible_pairs(problem.seq_q, problem.seq_kv, torch.device("cpu"), causal=problem.causal).expand(*seqs)
+    scores, rows, some = 2 * heads[0] * int(seen.sum()), int(seen.any(1).sum()), bool(seen.any())
+    forward, backward = (bounds(problem, H200, direction) for direction in DIRECTIONS)
+    assert (forward.flops, backward.flops) == (2 * 2 * 8 * scores, 5 * 2 * 8 * scores)
+    assert forward.exponentials == backward.exponentials == scores
+    q, kv, row = 2 * heads[0], 2 * heads[1], 8 * 2  # rows of all heads, and bytes of one
+    k_and_v, lse = 2 * kv * seqs[1] * row, 4
+    assert forward.bytes == q * rows * row + some * k_and_v + q * seqs[0] * (row + lse)
+    assert backward.bytes == q * rows * (3 * row + lse) + some * k_and_v + q * seqs[0] * row + k_and_v
+
+
+def test_flops_and_sizes_are_those_of_the_benchmark():
+    assert (TOKENS, HIDDEN) == (matrix.TOKENS, matrix.HIDDEN)
+    for cell in [*matrix.SUITES["standard"], *matrix.SUITES["backward"]]:
+        direction = {"fwd": "forward", "bwd": "backward"}[cell.direction]
+        assert bounds(cell.problem, H200, direction).flops == cell_flops(cell)
+
+
+@pytest.mark.parametrize(
+    ("device", "head_dim", "direction", "ratio"),
+    [
+        ("H100 SXM", 64, "forward", 1.0),  # 4*64 FLOP of 4096 a clock, an exponential of 16 a clock
+        ("H200", 64, "backward", 2.5),
+        ("RTX 4090", 64, "forward", 8.0),
+        ("B200", 64, "forward", 0.5),
+    ],
+)
+def test_clocks_of_tensor_cores_over_those_of_exponentials(device, head_dim, direction, ratio):
+    gpu = gpu_by_name(device)
+    tensor, exp = score_cycles(gpu, head_dim, direction)
+    assert tensor / exp == ratio
+    found = bounds(layer(head_dim, 16384, "full"), gpu, direction)
+    assert found.tensor_ms / found.exp_ms == pytest.approx(ratio)
+    assert found.busiest == (("tensor",) if ratio > 1 else ("exp",) if ratio < 1 else ("tensor", "exp"))
+    assert found.peak_share == pytest.approx(min(ratio, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("device", "problem", "direction", "bound_by", "time_ms", "tflops"),
+    [
+        # 4 * 128 * 16 heads * 16384^2 / 989.43 TFLOPS
+        ("H200", layer(128, 16384, "full"), "forward", "tensor", 2.2225, 989.43),
+        ("H200", layer(128, 16384, "full"), "backward", "tensor", 5.5563, 989.43),
+        # 32 heads * 16384^2 exponentials, 148 * 16 of them a clock of 1.856 GHz
+        ("B200", layer(64, 16384, "full"), "forward", "exp", 1.9545, 1125.1),
+        # q, k, v and out of 64 MiB, lse of 1 MiB, at 4.8 TB/s
+        ("H200", layer(128, 512, "causal"), "forward", "memory", 0.056143, 613.2),
+        # 8 tensors of 64 MiB, 1 MiB of lse
+        ("H200", layer(128, 512, "causal"), "backward", "memory", 0.11207, 768.0),
+        # One query: k and v of 32 heads, 32768 long, are all that counts; 4 FLOP for 4 bytes, so 1 FLOP a byte.
+        (
+            "A100 SXM 80GB",
+            layer(128, 1, "causal", batch=1, heads=32, seq_kv=32768),
+            "forward",
+            "memory",
+            0.2633,
+            2.0389,
+        ),
+    ],
+)
+def test_known_bounds(device, problem, direction, bound_by, time_ms, tflops):
+    found = bounds(problem, gpu_by_name(device), direction)
+    assert found.busiest[0] == bound_by
+    assert found.time_ms == pytest.approx(time_ms, rel=1e-4)
+    assert found.tflops == pytest.approx(tflops, rel=1e-4)
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_bounds_on_every_device(gpu):
+    """What each unit needs holds by itself; twice the keys need no less time; a long problem is not memory's."""
+    for direction in DIRECTIONS:
+        for head_dim in (64, 96, 256):
+            for mask in MASKS:
+                series = [bounds(layer(head_dim, seq, mask), gpu, direction) for seq in (64, 512, 4096, 16384)]
+                for found in series:
+                    assert found.time_ms == max(found.tensor_ms, found.exp_ms, found.memory_ms) > 0
+                    assert found.peak_share <= 1 + 1e-12
+                    assert found.tflops <= 1.01 * gpu.tflops
+                    memory_free = found.intensity >= gpu.computed_tflops * 1e3 / gpu.gbps
+                    assert (found.memory_ms <= found.tensor_ms) == memory_free
+                rates = [found.tflops for found in series]
+                assert all(later >= sooner * (1 - 1e-9) for sooner, later in itertools.pairwise(rates))
+                assert series[-1].busiest[0] in ("tensor", "exp")
+
+
+def test_bounds_say_what_they_accept():
+    single = Problem.contiguous(batch=1, heads_q=1, seq_q=4, head_dim=8, dtype="fp32")
+    with pytest.raises(ValueError, match="dtype: got fp32; allowed bf16, fp16"):
+        bounds(single, H200)
+    with pytest.raises(ValueError, match="direction: got 'fwd'; allowed forward, backward"):
+        bounds(layer(64, 512, "full"), H200, "fwd")
+    found = bounds(Problem.contiguous(batch=0, heads_q=1, seq_q=4, head_dim=8), H200)
+    assert (found.time_ms, found.tflops, found.intensity) == (0, 0, 0)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def command(*arguments):
+    return main(["roofline", *arguments])
+
+
+def test_the_command_prints_a_row_of_each_problem(capsys):
+    assert command("--device", "h200", "--device", "B200", "--direction", "both") == 0
+    text = capsys.readouterr().out
+    for device in ("H200", "B200"):
+        for direction in DIRECTIONS:
+            assert text.count(f"{device} {direction}: sm") == 1
+    cells = [line.split() for line in text.splitlines()]
+    rows = [row for row in cells if len(row) > 4 and row[4] in MASKS]
+    assert len(rows) == 2 * 2 * 3 * 2 * 6
+    (row,) = (row for row in rows[:36] if row[:5] == ["16", "16", "128", "1024", "full"])
+    assert row[5:] == ["510", "0.139", "0.0695", "0.0561", "tensor", "989", "100%"]
+    assert "a score at D=64: 0.0625 clocks of tensor cores, 0.0625 of exponentials" in text
+
+
+def test_the_command_takes_any_problem_on_all_devices_as_json(capsys):
+    shape = "--head-dim 40 --seq 100,300 --kv-len 700 --heads 6 --kv-heads 2 --batch 3 --dtype fp16 --causal"
+    assert command("--device", "all", "--device", "H200", *shape.split(), "--json") == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["gpu"] for row in rows] == [gpu.name for gpu in GPUS for _ in range(2)]
+    sizes = {"heads_kv": 2, "seq_kv": 700, "dtype": "fp16"}
+    found = bounds(layer(40, 300, "causal", batch=3, heads=6, **sizes), GPUS[0])
+    assert (rows[1]["flops"], tuple(rows[1]["busiest"]), rows[1]["mask"]) == (found.flops, found.busiest, "causal")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--device H300", "device: got 'H300'; allowed A100 SXM 80GB, RTX 3090"),
+        ("--device H200 --seq 32768", "--seq: got 32768; allowed up to 16384 tokens, or a --batch"),
+        ("--device H200 --heads 3 --kv-heads 2", "query heads must be a multiple"),
+    ],
+)
+def test_the_command_says_what_it_accepts(arguments, message, capsys):
+    assert command(*arguments.split()) == 2
+    told = capsys.readouterr()
+    assert message in told.err
+    assert told.out == ""
