@@ -12,7 +12,7 @@ from pathlib import Path
 from bench import doc_tables, ladder_list, layout_docs, readme
 from bench.environment import ROOT, results_root
 from bench.errors import InputError
-from multiattn.cuda.layout_svg import draw
+from multiattn.inspect.layout_svg import draw
 
 MARKED = re.compile(r"(<!-- generated:([\w-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 

@@ -168,8 +168,8 @@ def compiled(plan: Plan) -> tuple[Compiled, ...]:
     """A Plan's kernels; those of CUDA from the disk cache where they are, which a run that follows then finds there."""
     if plan.backend != "cuda":
         return registry.get(plan.backend).forward.compile(plan)
-    from multiattn.cuda.launches import launches_of
-    from multiattn.cuda.nvrtc import cubin_path
+    from multiattn.cuda.compile import cubin_path
+    from multiattn.cuda.instances import launches_of
 
     made = []
     for kernel in (launch.kernel for launch in launches_of(plan)):
@@ -224,9 +224,9 @@ def emulate(plan: Plan) -> Conflicts:
     reasons = (*backend.probe(CPU), *(small if isinstance(small, tuple) else ()))
     if not isinstance(small, Plan) or reasons:
         return Conflicts(why="; ".join(map(str, reasons)))
-    from multiattn.cuda.emulation import host
-    from multiattn.cuda.launches import launches_of
-    from multiattn.cuda.params import struct_of
+    from multiattn.cuda.bind import struct_of
+    from multiattn.cuda.cpu import host
+    from multiattn.cuda.instances import launches_of
     from multiattn.plan.abi import pack
 
     (launch,) = launches_of(small)

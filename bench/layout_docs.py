@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from bench.errors import InputError
-from multiattn.cuda import fragments
-from multiattn.cuda.layout import ACCESSES, BANK_GROUPS, PERIOD, Tile, key_formula, traffic
+from multiattn.inspect import fragments
+from multiattn.inspect.layout import ACCESSES, BANK_GROUPS, PERIOD, Tile, key_formula, traffic
 
 PICTURES: Mapping[str, Tile] = MappingProxyType(
     {

@@ -120,8 +120,8 @@ def _print_default(backend: Backend, problem: Problem, arch: Arch, direction: Di
 
 def layout(options: argparse.Namespace) -> int:
     """Which banks a tile of the CUDA kernels falls in, and what collides; 2 for a tile that there cannot be."""
-    from multiattn.cuda import layout as model
-    from multiattn.cuda import layout_svg
+    from multiattn.inspect import layout as model
+    from multiattn.inspect import layout_svg
 
     try:
         tile = model.Tile.parse(options.tile, options.swizzle)

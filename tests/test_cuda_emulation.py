@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from multiattn.cuda.emulation import host
+from multiattn.cuda.cpu import host
 from multiattn.cuda.tools import probe_host
 
 pytestmark = pytest.mark.skipif(bool(probe_host()), reason="; ".join(map(str, probe_host())))

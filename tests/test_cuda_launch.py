@@ -13,8 +13,8 @@ from multiattn.cuda import BACKEND
 from multiattn.cuda.axes import SPLIT_Q
 from multiattn.cuda.backward_configs import dq_sum_bytes
 from multiattn.cuda.configs import smem_bytes
-from multiattn.cuda.launches import launches_of
-from multiattn.cuda.params import BackwardParams, ForwardParams, make_params
+from multiattn.cuda.instances import launches_of
+from multiattn.cuda.params import BackwardParams, ForwardParams, params_of
 from multiattn.cuda.tools import probe_nvrtc
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import make_plan
@@ -56,32 +56,19 @@ def test_a_launch_is_what_the_plan_says(driver):
     assert (params.scale_sign, params.scale_log2) == (1, pytest.approx(math.log2(math.e) / 8))
 
 
-def test_a_fresh_thread_gets_the_context_of_the_device(driver):
-    q, k, v, out, lse = tensors()
-    _, launch = launcher_of(q, k, v)
-    made_current, driver.refuse = driver.contexts, 1
-    launch(Operands(q, k, v, out, lse))
-    assert (driver.contexts, len(driver.launched)) == (made_current + 1, 1)
-    driver.refuse = 2
-    with pytest.raises(RuntimeError, match="CUDA driver: cuLaunchKernelEx: CUDA_ERROR_INVALID_CONTEXT: its words"):
-        launch(Operands(q, k, v, out, lse))
-
-
 @pytest.mark.parametrize("variant", ["atomic", "two_pass"])
 @pytest.mark.parametrize("has_dlse", [False, True])
 def test_a_backward_launches_its_kernels_in_order_with_one_struct(monkeypatch, tmp_path, variant, has_dlse):
-    """k, v, dk and dv are laid out each in its own way; a fresh thread gets its context."""
+    """k, v, dk and dv are laid out each in its own way."""
     driver = cuda_fakes.install(monkeypatch, tmp_path, BackwardParams)
     q = torch.zeros(2, 4, 300, 64, dtype=torch.float16)
     k, v = (torch.zeros(2, 500, 2, 64, dtype=torch.float16).transpose(1, 2), torch.zeros(2, 2, 500, 64).half())
     problem = Problem.of(q, k, v, causal=True)
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction="backward", variant=variant, probe=False)
     launch = BACKEND.backward.prepare(plan)
-    made_current, driver.refuse = driver.contexts, 1
     out, lse = torch.empty_like(q), torch.empty(2, 4, 300)
     given = Operands(q, k, v, out, lse, torch.empty_like(out), lse.clone() if has_dlse else None, q.clone(), *(k, v))
     launch(given)
-    assert driver.contexts == made_current + 1
     assert driver.kernels[: len(driver.launched)] == [each.kernel.name for each in launches_of(plan)]
     assert [each.function for each in driver.launched] == driver.resident[-len(driver.launched) :]
     assert {each.stream for each in driver.launched} == {70}
@@ -95,9 +82,6 @@ def test_a_backward_launches_its_kernels_in_order_with_one_struct(monkeypatch, t
     assert (params.delta is not None, params.dq_sum is not None) == (True, variant == "atomic")
     if variant == "atomic":
         assert params.delta - params.dq_sum == dq_sum_bytes(problem)
-    driver.refuse = 2
-    with pytest.raises(RuntimeError, match="CUDA driver: cuLaunchKernelEx: CUDA_ERROR_INVALID_CONTEXT: its words"):
-        launch(given)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +89,8 @@ def test_a_backward_launches_its_kernels_in_order_with_one_struct(monkeypatch, t
 )
 def test_the_sign_of_the_scale_is_apart(scale, sign):
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=4, head_dim=8, scale=scale)
-    plan = make_plan(BACKEND, problem, ARCHS["sm90"], probe=False)
-    params = make_params(problem, plan.config)
+    plan = make_plan(BACKEND, problem, ARCHS["sm90"], variant=SPLIT_Q.name, probe=False)
+    params = params_of(plan)
     assert (params.scale_sign, params.scale_log2) == (sign, pytest.approx(problem.scale_log2))
     assert params.scale_log2 >= torch.finfo(torch.float32).tiny
 
@@ -115,5 +99,5 @@ def test_heads_share_l2_in_whole_groups():
     for seq_kv, heads_kv, expected in ((1 << 10, 4, 8), (1 << 16, 4, 2), (1 << 12, 64, 16)):
         problem = Problem.contiguous(batch=1, heads_q=2 * heads_kv, heads_kv=heads_kv, seq_q=4, seq_kv=seq_kv,
                                      head_dim=128)  # fmt: skip
-        plan = make_plan(BACKEND, problem, ARCHS["sm90"], probe=False)
-        assert make_params(problem, plan.config).heads_per_section == expected
+        plan = make_plan(BACKEND, problem, ARCHS["sm90"], variant=SPLIT_Q.name, probe=False)
+        assert params_of(plan).heads_per_section == expected

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from multiattn import __main__ as cli
-from multiattn.cuda.emulation import host
-from multiattn.cuda.layout import ACCESSES, BANK_GROUPS, Tile, colliding_rows, traffic, wavefronts
-from multiattn.cuda.layout_svg import FILLS, GROUND, INK, draw
+from multiattn.cuda.cpu import host
 from multiattn.cuda.tools import probe_host
+from multiattn.inspect.layout import ACCESSES, BANK_GROUPS, Tile, colliding_rows, traffic, wavefronts
+from multiattn.inspect.layout_svg import FILLS, GROUND, INK, draw
 
 HEAD_DIMS = range(8, 1025, 8)
 READS = ("q", "k", "v")

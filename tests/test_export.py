@@ -216,7 +216,7 @@ def test_texts_are_those_that_were_asked_for():
 
 def test_cuda_says_what_nvrtc_says():
     exported("cuda d40 unaligned")
-    from multiattn.cuda.export import make_ptx
+    from multiattn.cuda.compile import make_ptx
 
     with pytest.raises(RuntimeError, match=r"NVRTC: NVRTC_ERROR_COMPILATION: (.|\n)*nonsense"):
         make_ptx("nonsense;", "sm_90")

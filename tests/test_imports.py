@@ -24,7 +24,7 @@ ALLOWED = {
     "aot": {"problem", "plan", "run"},
     "inspect": {"problem", "plan", "run", "aot"},
     "__init__": {"problem", "plan", "run", "reference", "api"},
-    "__main__": {"problem", "plan", "inspect", "cuda"},  # cuda: `layout`
+    "__main__": {"problem", "plan", "inspect"},
 }
 LANGUAGES = ("triton", "cuda", "nvidia", "torch.utils.cpp_extension")
 

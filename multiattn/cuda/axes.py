@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from multiattn.plan.support import Reason
 
@@ -52,11 +51,6 @@ class Axes:
     tiling: str = "none"
     swizzle: str = ""
     accumulator: str = "fp32"
-
-    @classmethod
-    def of(cls, flags: dict[str, Any]) -> Axes:
-        """The point whose `flags` these are."""
-        return cls(**flags)
 
     @property
     def flags(self) -> tuple[tuple[str, str], ...]:
@@ -135,5 +129,5 @@ def cross_product() -> Iterator[Axes]:
 SPLIT_Q = Axes(warps="split_q", swizzle="qkv")
 """The best up to D=256."""
 
-WIDE = Axes(warps="split_kv", share="kv", tiling="qkv", swizzle="qkv")
+TILED = Axes(warps="split_kv", share="kv", tiling="qkv", swizzle="qkv")
 """The best of those that take more: the ring of slices leaves room for Q whole and for a tile of keys."""

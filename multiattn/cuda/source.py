@@ -1,4 +1,4 @@
-"""The kernels' source: what one is (`Kernel`), the translation unit that makes them, the files it reaches."""
+"""The source of kernels: the translation unit that makes them, and the files that it reaches."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from multiattn.plan.arch import Arch
 
 ROOT = Path(__file__).parent
 DEVICE_INCLUDES = (ROOT / "include", ROOT / "kernels")
-HOST_INCLUDES = (ROOT / "emulation" / "include", *DEVICE_INCLUDES)
-"""The emulation's `multiattn/ptx.cuh` comes first: a kernel never says which of the two it runs on."""
+HOST_INCLUDES = (ROOT / "cpu" / "include", *DEVICE_INCLUDES)
+"""The CPU's `multiattn/ptx.cuh` comes first: a kernel never says which of the two it runs on."""
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
@@ -40,9 +40,9 @@ class Kernel:
     cluster: int = 1
     """Blocks that run together and reach one another's shared memory."""
     overlaps: bool = False
-    """Whether it waits by itself for what is before it on the stream, so that it may begin while that ends."""
+    """It waits by itself for what is before it on the stream, so that it may begin while that ends."""
     arch_features: bool = False
-    """Whether it has instructions of one arch alone (wgmma), whose code runs on no later one."""
+    """It has instructions of one arch alone (wgmma), whose code runs on no later one."""
 
     def target(self, arch: Arch) -> str:
         """What NVRTC calls the target: ``sm_90``, or ``sm_90a`` with the features of that arch."""

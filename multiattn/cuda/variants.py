@@ -6,10 +6,11 @@ from functools import partial
 
 from multiattn.cuda import axes as points
 from multiattn.cuda import backward_configs as backward
-from multiattn.cuda import wgmma_configs, wgmma_rules
+from multiattn.cuda import wgmma_configs
 from multiattn.cuda.axes import Axes
 from multiattn.cuda.configs import why_not
-from multiattn.cuda.rules import rules_of
+from multiattn.cuda.rules.ampere import ATOMIC_RULES, TWO_PASS_RULES, rules_of
+from multiattn.cuda.rules.hopper import WGMMA_RULES
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import Plan, Variant
 from multiattn.plan.support import Capability
@@ -17,7 +18,7 @@ from multiattn.problem import VECTOR_BYTES
 
 _OFFERED = {
     points.SPLIT_Q: "FlashAttention-2: warps split the queries; mma.sync, cp.async, XOR swizzle of q, k and v",
-    points.WIDE: "head_dim in slices: warps share keys and head_dim; one ring for K and V, XOR swizzle of all",
+    points.TILED: "head_dim in slices: warps share keys and head_dim; one ring for K and V, XOR swizzle of all",
 }
 
 
@@ -38,7 +39,7 @@ WGMMA = Variant(
     name="wgmma",
     summary="Hopper: a warpgroup loads by TMA, others multiply by wgmma; FlashAttention-3",
     capability=Capability(arches=("sm90", "cpu"), alignment=VECTOR_BYTES),
-    rules=wgmma_rules.RULES,
+    rules=WGMMA_RULES,
     workspace=wgmma_configs.workspace,
     fits=wgmma_configs.why_not,
 )
@@ -77,7 +78,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
         name="atomic",
         summary="FlashAttention-2: one pass over the keys; dq is added up in fp32 by atomics, in any order",
         capability=Capability(arches=tuple(ARCHS)),
-        rules=backward.ATOMIC_RULES,
+        rules=ATOMIC_RULES,
         flags=(("dq", "atomic"),),
         deterministic=False,
         workspace=backward.workspace,
@@ -87,7 +88,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
         name="two_pass",
         summary="a pass over the queries for dq, then one over the keys for dk and dv: the same bits each time",
         capability=Capability(arches=tuple(ARCHS)),
-        rules=backward.TWO_PASS_RULES,
+        rules=TWO_PASS_RULES,
         flags=(("dq", "own_kernel"),),
         workspace=backward.workspace,
         fits=partial(backward.why_not, False),

@@ -10,28 +10,27 @@ import ctypes
 import functools
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from multiattn.cuda.emulation.tensor_map import encode
-from multiattn.cuda.launches import Launch, kernels_of, launches_of, siblings_of
+from multiattn.cuda.instances import Launch, kernels_of, launches_of, siblings_of
 from multiattn.cuda.params import areas_of, struct_of
 from multiattn.cuda.source import HOST_INCLUDES, ROOT, Kernel, files_reached, translation_unit
+from multiattn.cuda.structs import read_structs
+from multiattn.cuda.tensor_maps import BOX_COLUMNS
 from multiattn.cuda.tools import GXX, gxx_version, run_compiler
-from multiattn.plan.abi import TENSOR_MAP_ALIGNMENT, WORKSPACE, TensorMap, pack
+from multiattn.plan.abi import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, WORKSPACE, TensorMap, pack
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.problem import Operands
 from multiattn.run import cache
 from multiattn.run.arguments import pack_areas
 from multiattn.run.fork import hold_across_fork
 
-RUNTIME = tuple(
-    ROOT / "emulation" / name for name in ("block.cpp", "verbs.cpp", "hopper.cpp", "warpgroup.cpp", "verbs_sm90.cpp")
-)
-INCLUDES = (ROOT / "emulation", *HOST_INCLUDES)
+_HERE = ROOT / "cpu"
+RUNTIME = tuple(_HERE / f"{name}.cpp" for name in ("block", "verbs", "hopper", "warpgroup", "verbs_sm90"))
+INCLUDES = (_HERE, *HOST_INCLUDES)
 # No -march=native: a cache directory may be shared by machines; the emulated mma picks its instructions at load time.
 _FLAGS = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
 _KERNEL_FLAGS = (*_FLAGS, "-O1")
@@ -40,6 +39,9 @@ MULTIPROCESSORS = 2
 """Of the emulated GPU, as a persistent grid is told: so each block of it has several tiles."""
 _ERROR_BYTES = 2048
 _NAN_BYTE = 0xFF  # four of them are a NaN
+
+_RECORDS = read_structs(_HERE / "records.h")
+LaunchCounts, _EncodedMap = _RECORDS["LaunchCounts"], _RECORDS["EncodedMap"]
 
 
 class EmulationError(RuntimeError):
@@ -50,63 +52,17 @@ class BuildError(RuntimeError):
     """g++ refused a kernel."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Counters:
-    """What one launch did.
-
-    Counts are of warps (mma, ldmatrix), warpgroups (wgmma), chunks (cp_async), boxes (tma) and blocks (barriers).
-    `bank_conflicts` is how many more wavefronts the ldmatrix took than one per 8x8 matrix.
-    """
-
-    blocks: int
-    mma: int
-    ldmatrix: int
-    bank_conflicts: int
-    cp_async: int
-    barriers: int
-    switches: int
-    wgmma: int
-    tma_loads: int
-    tma_stores: int
-    grid_waits: int
-    """For earlier grids, of which each block of a kernel that overlaps them has one."""
-
-
-class _Counters(ctypes.Structure):
-    """Mirrors emulation/block.h."""
-
-    _fields_ = tuple((name, ctypes.c_int64) for name in Counters.__slots__)
-
-
-class _Sequence:
-    """The kernels of a Plan built for the CPU, to be run one after another.
-
-    With those of the same head_dim and config that a next call may want; of a rung, which few ask for, without.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self._library = load(build(kernels_of(plan) if variant_of(plan).only_named else siblings_of(plan)))
-        self._launches = launches_of(plan)
-
-    def run(self, params: Any) -> dict[str, Counters]:
-        """Run all to their end, each with `params`; what each did, by its symbol."""
-        return {launch.kernel.name: self._run(launch, params) for launch in self._launches}
-
-    def _run(self, launch: Launch, params: Any) -> Counters:
-        kernel = launch.kernel
-        sizes = {"threads": kernel.threads, "smem_bytes": kernel.smem_bytes, "cluster": kernel.cluster}
-        counters = run(self._library, kernel.name, params, blocks=launch.grid(MULTIPROCESSORS), **sizes)
-        if kernel.overlaps and counters.grid_waits != counters.blocks:
-            waiting = f"{counters.grid_waits} of {counters.blocks} blocks wait for earlier grids"
-            raise EmulationError(f"{kernel.name}: it is launched to overlap, but {waiting}")
-        return counters
-
-
 class CpuLauncher:
-    """A Plan's kernels on the CPU; see `plan.backend.Launcher`. A persistent grid has `MULTIPROCESSORS` blocks."""
+    """A Plan's kernels on the CPU; see `plan.backend.Launcher`. A persistent grid has `MULTIPROCESSORS` blocks.
 
-    def __init__(self, plan: Plan) -> None:
-        self._sequence = _Sequence(plan)
+    They are built with those of the same head_dim and config that a next call may want; a variant that callers must
+    name, which few do, without. Another `library` may have them, too.
+    """
+
+    def __init__(self, plan: Plan, library: ctypes.CDLL | None = None) -> None:
+        wanted = kernels_of if variant_of(plan).only_named else siblings_of
+        self._library = library or load(build(wanted(plan)))
+        self._launches = launches_of(plan)
         self._plan = plan
         self._areas: Mapping[str, int] = {}
         self._workspace_bytes = 0
@@ -114,10 +70,8 @@ class CpuLauncher:
             self._areas, self._workspace_bytes = pack_areas(areas_of(plan))
         self.counter = torch.zeros(plan.workspace_bytes if plan.direction == "forward" else 0, dtype=torch.uint8)
         """Of tiles, which every launch of a forward leaves at zero."""
-        self.counters: Counters | None = None
-        """Of the latest launch of a forward."""
-        self.counters_by_kernel: dict[str, Counters] = {}
-        """Of the latest launch."""
+        self.counts: dict[str, Any] = {}
+        """What each kernel of the latest launch did, by its symbol: `LaunchCounts`."""
 
     def __call__(self, operands: Operands) -> None:
         """Run to the end; `EmulationError` for what a GPU would punish. A backward's workspace starts as NaN."""
@@ -126,9 +80,26 @@ class CpuLauncher:
         workspace = torch.full((self._workspace_bytes,), _NAN_BYTE, dtype=torch.uint8)
         addresses |= {name: workspace.data_ptr() + at for name, at in self._areas.items()}
         addresses[WORKSPACE] = self.counter.data_ptr()
-        self.counters_by_kernel = self._sequence.run(aligned(pack(struct, addresses, encode_map)))
-        if self._plan.direction == "forward":
-            (self.counters,) = self.counters_by_kernel.values()
+        params = aligned(pack(struct, addresses, encode_map))
+        self.counts = {launch.kernel.name: run_launch(self._library, launch, params) for launch in self._launches}
+
+
+def run_launch(library: ctypes.CDLL, launch: Launch, params: Any) -> Any:
+    """Run one kernel of a Plan over its grid; its `LaunchCounts`."""
+    kernel = launch.kernel
+    counts = run(
+        library,
+        kernel.name,
+        params,
+        blocks=launch.grid(MULTIPROCESSORS),
+        threads=kernel.threads,
+        smem_bytes=kernel.smem_bytes,
+        cluster=kernel.cluster,
+    )
+    if kernel.overlaps and counts.grid_waits != counts.blocks:
+        waiting = f"{counts.grid_waits} of {counts.blocks} blocks wait for earlier grids"
+        raise EmulationError(f"{kernel.name}: it is launched to overlap, but {waiting}")
+    return counts
 
 
 def aligned(data: bytes) -> ctypes.Array[ctypes.c_ubyte]:
@@ -145,42 +116,38 @@ def encode_map(tensor_map: TensorMap, address: int) -> bytes:
     return encode(address, tensor_map.shape[::-1], tensor_map.strides[::-1], rows)
 
 
+def encode(address: int, shape: tuple[int, ...], strides_bytes: tuple[int, ...], box_rows: int) -> bytes:
+    """The map of the 16-bit tensor at `address`, which its first 8 bytes hold.
+
+    `shape` is of D, S, H and B, in elements; `strides_bytes` of S, H and B; D is contiguous. Boxes are 64 columns of
+    `box_rows` rows, 128-byte swizzled; zeros outside.
+    """
+    encoded = _EncodedMap(address, strides_bytes, shape, (BOX_COLUMNS, box_rows, 1, 1))
+    return bytes(encoded).ljust(TENSOR_MAP_BYTES, b"\0")
+
+
 _one_launch_at_a_time = threading.Lock()  # the emulation's state is global to a library
 hold_across_fork(_one_launch_at_a_time)
 
 
 def run(
-    library: ctypes.CDLL,
-    kernel: str,
-    params: Any,
-    *,
-    blocks: int,
-    threads: int,
-    smem_bytes: int,
-    cluster: int = 1,
-) -> Counters:
+    library: ctypes.CDLL, kernel: str, params: Any, *, blocks: int, threads: int, smem_bytes: int, cluster: int = 1
+) -> Any:
     """Run the kernel of that name over a grid of `blocks`, with `threads` and `smem_bytes` (bytes) each.
 
-    `cluster` of them run together.
+    `cluster` of them run together. What they did, as `LaunchCounts`.
     """
-    counters = _Counters()
+    counts = LaunchCounts()
     error = ctypes.create_string_buffer(_ERROR_BYTES)
     entry = ctypes.cast(getattr(library, kernel), ctypes.c_void_p)
+    sizes = blocks, threads, smem_bytes, cluster
     with _one_launch_at_a_time:
         failed = library.multiattn_launch(
-            entry,
-            ctypes.byref(params),
-            blocks,
-            threads,
-            smem_bytes,
-            cluster,
-            ctypes.byref(counters),
-            error,
-            _ERROR_BYTES,
+            entry, ctypes.byref(params), *sizes, ctypes.byref(counts), error, _ERROR_BYTES
         )
     if failed:
         raise EmulationError(f"{kernel}: {error.value.decode()}")
-    return Counters(**{name: getattr(counters, name) for name in Counters.__slots__})
+    return counts
 
 
 @functools.cache

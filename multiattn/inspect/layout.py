@@ -1,6 +1,6 @@
 """Where a tile's elements lie in shared memory, and how many wavefronts it takes to read and to write them.
 
-A model of include/multiattn/{swizzle,tile}.cuh in plain Python; tests/test_cuda_layout.py compares it with the C++.
+A model of cuda/include/multiattn/{swizzle,tile}.cuh in plain Python; tests/test_cuda_layout.py holds it to the C++.
 Shared memory has 32 banks of 4 bytes and serves each of them once a wavefront (CUDA C++ Programming Guide, "Shared
 Memory"). What goes together: the 8 rows of one 8x8 matrix of ldmatrix; 8 neighbouring threads, where each moves 16
 bytes; the whole warp, where each moves 4. docs/swizzle.md explains it.

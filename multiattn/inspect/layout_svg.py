@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.sax.saxutils import escape
 
-from multiattn.cuda.layout import (
+from multiattn.inspect.layout import (
     BANK_GROUPS,
     PERIOD,
     Tile,

@@ -13,5 +13,8 @@ _EMULATED = Rule(
     only_named=True,
 )
 
-RULES: tuple[Rule[WgmmaConfig], ...] = (*tuned_rules("cuda", "wgmma", lambda given: WgmmaConfig(**given)), _EMULATED)
+WGMMA_RULES: tuple[Rule[WgmmaConfig], ...] = (
+    *tuned_rules("cuda", "wgmma", lambda given: WgmmaConfig(**given)),
+    _EMULATED,
+)
 """First match wins."""

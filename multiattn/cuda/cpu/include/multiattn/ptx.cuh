@@ -1,5 +1,5 @@
 // The verbs of include/multiattn/ptx.cuh on the CPU. A kernel built against this header runs one fiber per CUDA thread;
-// the work is done in emulation/verbs.cpp, built once, so that kernels build fast.
+// the work is done in cpu/verbs.cpp, built once, so that kernels build fast.
 #pragma once
 #include <algorithm>
 #include <cmath>

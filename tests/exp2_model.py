@@ -1,12 +1,8 @@
-"""The polynomial of multiattn.plan.exp2_fma, in include/multiattn/exp2.cuh: a fit of it, a model, and its error.
-
-``python -m multiattn.cuda.exp2`` prints the tables of errors, and the coefficients as they are fitted anew.
-"""
+"""The polynomial of multiattn.plan.exp2_fma: a fit of its coefficients, a model of the kernels' code, and its error."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -23,8 +19,6 @@ MAX_ERROR: Mapping[int, float] = MappingProxyType({3: 1.02e-4, 4: 2.95e-6, 5: 2e
 
 _GRID = 100_001
 _EXCHANGES = 20
-BANDS = (-126, -64, -32, -16, -8, -4, -2, -1, 0, 1, 2, 4, 8, 16)
-"""Of x: the table has a row from each to the next."""
 _SAMPLES = 1 << 18
 FP32, BF16, FP16 = (24, -126), (8, -126), (11, -14)
 """Bits of precision, and the exponent of the smallest normal number."""
@@ -115,51 +109,3 @@ def ulps(x: Float32, form: str, degree: int = KERNEL_DEGREE) -> Float64:
 def samples(low: float, high: float, count: int = _SAMPLES) -> Float32:
     """Evenly spread, both ends with them."""
     return np.linspace(low, high, count).astype(np.float32)
-
-
-def largest_and_mean(errors: Float64) -> tuple[float, float]:
-    """Of what has no sign."""
-    return float(errors.max()), float(errors.mean())
-
-
-def table() -> str:
-    """Markdown: by band of x, the largest and the mean error in units in the last place of the result's format."""
-    columns = [("fp32", degree) for degree in COEFFICIENTS] + [("bf16", KERNEL_DEGREE), ("fp16", KERNEL_DEGREE)]
-    lines = [["x", *(f"{form}, degree {degree}" for form, degree in columns)], ["---"] * (1 + len(columns))]
-    for low, high in itertools.pairwise(BANDS):
-        x = samples(low, np.nextafter(np.float32(high), np.float32(low)))
-        found = [largest_and_mean(ulps(x, form, degree)) for form, degree in columns]
-        lines.append([f"{low} to {high}", *(f"{_short(largest)} ({_short(mean)})" for largest, mean in found)])
-    return _markdown(lines)
-
-
-def degrees_table() -> str:
-    """Markdown: what each degree costs and gives, from x = -126 to 16."""
-    lines = [["degree", "FMAs", "largest relative error", "mean", "bias", "bf16, of its rounding", "fp16"], ["---"] * 7]
-    x = samples(BANDS[0], BANDS[-1])
-    for degree in COEFFICIENTS:
-        errors = relative_error(x, degree)
-        rounding = (f"{100 * np.abs(errors).max() * 2**precision:.2g} %" for precision, _ in (BF16, FP16))
-        sizes = (*largest_and_mean(np.abs(errors)), errors.mean())
-        lines.append([f"{degree}", f"{degree}", *(f"{size:.2g}" for size in sizes), *rounding])
-    return _markdown(lines)
-
-
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
-
-
-def _markdown(lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def main() -> None:
-    """Print both tables, and the coefficients as they come out now."""
-    print(f"{degrees_table()}\n\n{table()}\n")
-    for degree in COEFFICIENTS:
-        coefficients, _ = fit(degree)
-        print(f"degree {degree}: {', '.join(str(it) for it in coefficients.astype(np.float32))}")
-
-
-if __name__ == "__main__":
-    main()

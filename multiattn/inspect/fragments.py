@@ -2,7 +2,7 @@
 
 PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type" and "ldmatrix"; lane / 4 is its groupID,
 lane % 4 its threadID_in_group. A register holds two elements, `half` 0 the low one; only an fp32 accumulator holds one.
-tests/test_fragments.py compares each function with the ISA's formulas and with emulation/verbs.cpp; docs/fragments.md
+tests/test_fragments.py compares each function with the ISA's formulas and with cuda/cpu/verbs.cpp; docs/fragments.md
 shows them as tables.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from multiattn.cuda.layout import CHUNK_ELEMENTS, WARP, Place, down, right
+from multiattn.inspect.layout import CHUNK_ELEMENTS, WARP, Place, down, right
 
 Element = tuple[int, int]
 """Row and column of a matrix."""

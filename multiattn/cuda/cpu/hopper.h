@@ -13,7 +13,7 @@
 #include "async_lines.h"
 #include "block.h"
 #include "clocks.h"
-#include "tensor_map.h"
+#include "records.h"
 #include "warpgroup.h"
 
 namespace multiattn::emulation {

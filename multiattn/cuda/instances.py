@@ -1,4 +1,4 @@
-"""Which kernels a Plan launches, in order, and over how many blocks each."""
+"""Which instances of the kernels' templates a Plan launches, in order, and over how many blocks each."""
 
 from __future__ import annotations
 
@@ -69,6 +69,9 @@ def siblings_of(plan: Plan) -> tuple[Kernel, ...]:
     return tuple(dict.fromkeys(kernels))
 
 
+# ---------------------------------------------------------------- the forward
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardTraits:
     """C++ types of `kernels/forward_traits.cuh` that a point of the axes, a config and a problem come to."""
@@ -86,16 +89,14 @@ def forward_traits(axes: Axes, config: CudaConfig, problem: Problem) -> ForwardT
     flags += [str(tensor in axes.swizzle).lower() for tensor in "qkv"]
     flags += [f"multiattn::{'Accumulator' if axes.accumulator == 'fp32' else 'HalfAccumulator'}"]
     tiles = f"{config.tile_m}, {config.tile_n}, {config.warps}, {config.column_warps}, {config.stages}"
-    slices = f"multiattn::QPlace::{_q_place(config).upper()}, {config.dim_slice}, {config.key_slice}"
-    element = f"multiattn::{problem.dtype}"
+    slices = f"multiattn::QPlace::{config.q_place.upper()}, {config.dim_slice}, {config.key_slice}"
     axes_type, shape = f"multiattn::Axes<{', '.join(flags)}>", f"multiattn::Shape<{tiles}, {slices}>"
-    what = f"{element}, {problem.head_dim}, {str(problem.causal).lower()}, {str(_is_aligned(problem)).lower()}"
-    name = f"multiattn::ForwardTraits<{what}, {axes_type}, {shape}>"
-    return ForwardTraits(element=element, axes=axes_type, shape=shape, name=name)
-
-
-def _q_place(config: CudaConfig) -> str:
-    return "registers" if config.q_in_registers else "streamed" if config.q_streamed else "shared"
+    return ForwardTraits(
+        element=f"multiattn::{problem.dtype}",
+        axes=axes_type,
+        shape=shape,
+        name=_traits("ForwardTraits", problem, *_masked(problem), axes_type, shape),
+    )
 
 
 def _forward(plan: Plan) -> Launch:
@@ -103,7 +104,7 @@ def _forward(plan: Plan) -> Launch:
     assert isinstance(config, CudaConfig)
     columns = f"c{config.column_warps}" if config.column_warps > 1 else ""
     slices = f"_{config.dim_slice}d{config.key_slice}k" if axes.tiling != "none" else ""
-    tiles = f"{config.tile_m}x{config.tile_n}_w{config.warps}{columns}_s{config.stages}_q{_q_place(config)}"
+    tiles = f"{config.tile_m}x{config.tile_n}_w{config.warps}{columns}_s{config.stages}_q{config.q_place}"
     name = f"forward_{_what(problem)}_{axes.name.replace('+', '_')}_{tiles}{slices}_o{config.occupancy}"
     kernel = Kernel(
         name=f"{name}{_unaligned(problem)}",
@@ -125,7 +126,7 @@ def _wgmma(plan: Plan) -> Launch:
         name=f"forward_wgmma_{_what(problem)}_{_wgmma_name(config)}",
         header="forward_wgmma.cuh",
         entry="forward_wgmma",
-        traits=_traits("WgmmaTraits", problem, problem.head_dim, problem.causal, _wgmma_shape(config, problem)),
+        traits=_traits("WgmmaTraits", problem, problem.head_dim, problem.is_banded, _wgmma_shape(config, problem)),
         params=WgmmaParams,
         threads=config.threads,
         occupancy=1,
@@ -158,6 +159,9 @@ def _wgmma_name(config: WgmmaConfig) -> str:
     return "_".join((*parts, config.scheduler.replace("_", "")))
 
 
+# ---------------------------------------------------------------- the backward
+
+
 def _rows(entry: str, problem: Problem, config: BackwardConfig) -> Launch:
     """The kernel before, or after, the products of a backward."""
     adds_dq = config.dq is None
@@ -173,58 +177,64 @@ def _rows(entry: str, problem: Problem, config: BackwardConfig) -> Launch:
         occupancy=1,
         smem_bytes=0,
     )
-    blocks = backward.tiles(problem.seq_q, backward.ROW_TILE) * problem.heads_q * problem.batch
-    return Launch(kernel=kernel, blocks=blocks)
+    return Launch(kernel=kernel, blocks=backward.query_blocks(problem, backward.ROW_TILE))
 
 
 def _keys(problem: Problem, config: BackwardConfig) -> Launch:
     """The kernel of dk and dv, and on demand of dq."""
     adds_dq = config.dq is None
-    dq = ("_dqwide" if config.wide else "_dq") if adds_dq else ""
-    tiles = f"{config.tile_m}x{config.tile_n}_w{config.warps}_s{config.stages}_o{config.occupancy}{dq}"
-    how = (config.tile_m, config.tile_n, config.warps, config.stages, adds_dq, config.wide)
     kernel = Kernel(
-        name=f"backward_keys_{_what(problem)}_{tiles}{_unaligned(problem)}",
+        name=f"backward_keys_{_tiles(problem, config)}{('_dqwide' if config.wide else '_dq') if adds_dq else ''}"
+        f"{_unaligned(problem)}",
         header="backward.cuh",
         entry="backward_keys",
-        traits=_traits("BackwardTraits", problem, problem.head_dim, problem.causal, _is_aligned(problem), *how),
+        traits=_traits("BackwardTraits", problem, *_masked(problem), *_sizes(config), adds_dq, config.wide),
         params=BackwardParams,
         threads=config.threads,
         occupancy=config.occupancy,
         smem_bytes=backward.smem_bytes(config, problem),
     )
-    return Launch(
-        kernel=kernel, blocks=backward.tiles(problem.seq_kv, config.tile_n) * problem.heads_kv * problem.batch
-    )
+    return Launch(kernel=kernel, blocks=backward.key_blocks(problem, config.tile_n))
 
 
 def _queries(problem: Problem, config: QueryConfig) -> Launch:
     """The kernel of dq alone."""
-    tiles = f"{config.tile_m}x{config.tile_n}_w{config.warps}_s{config.stages}_o{config.occupancy}"
-    how = (config.tile_m, config.tile_n, config.warps, config.stages)
     kernel = Kernel(
-        name=f"backward_queries_{_what(problem)}_{tiles}{_unaligned(problem)}",
+        name=f"backward_queries_{_tiles(problem, config)}{_unaligned(problem)}",
         header="backward_q.cuh",
         entry="backward_queries",
-        traits=_traits("QueryTraits", problem, problem.head_dim, problem.causal, _is_aligned(problem), *how),
+        traits=_traits("QueryTraits", problem, *_masked(problem), *_sizes(config)),
         params=BackwardParams,
         threads=config.threads,
         occupancy=config.occupancy,
         smem_bytes=backward.dq_smem_bytes(config, problem),
     )
-    return Launch(kernel=kernel, blocks=backward.tiles(problem.seq_q, config.tile_m) * problem.heads_q * problem.batch)
+    return Launch(kernel=kernel, blocks=backward.query_blocks(problem, config.tile_m))
+
+
+def _tiles(problem: Problem, config: BackwardConfig | QueryConfig) -> str:
+    tile_m, tile_n, warps, stages = _sizes(config)
+    return f"{_what(problem)}_{tile_m}x{tile_n}_w{warps}_s{stages}_o{config.occupancy}"
+
+
+def _sizes(config: BackwardConfig | QueryConfig) -> tuple[int, int, int, int]:
+    return config.tile_m, config.tile_n, config.warps, config.stages
+
+
+# ---------------------------------------------------------------- names and types
 
 
 def _what(problem: Problem) -> str:
-    return f"{problem.dtype}_d{problem.head_dim}_{'causal' if problem.causal else 'full'}"
+    return f"{problem.dtype}_d{problem.head_dim}_{'causal' if problem.is_banded else 'full'}"
 
 
-def _is_aligned(problem: Problem) -> bool:
-    return problem.alignment % VECTOR_BYTES == 0
+def _masked(problem: Problem) -> tuple[int, bool, bool]:
+    """The first constants of a kernel that walks over scores: head_dim, its mask, whether rows are aligned."""
+    return problem.head_dim, problem.is_banded, not _unaligned(problem)
 
 
 def _unaligned(problem: Problem) -> str:
-    return "" if _is_aligned(problem) else "_unaligned"
+    return "_unaligned" if problem.alignment % VECTOR_BYTES else ""
 
 
 def _traits(template: str, problem: Problem, *arguments: int | bool | str) -> str:

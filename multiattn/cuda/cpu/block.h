@@ -9,16 +9,12 @@
 #include <vector>
 
 #include "fiber.h"
+#include "records.h"
 #include "shared_memory.h"
 
 namespace multiattn::emulation {
 
 constexpr int WARP_SIZE = 32;
-
-// What a launch did; host.py has the same record.
-struct Counters {
-  std::int64_t blocks, mma, ldmatrix, bank_conflicts, cp_async, barriers, switches, wgmma, tma_loads, tma_stores, grid_waits;
-};
 
 // What a thread may wait for: that the generation moves on.
 struct Condition {
@@ -108,7 +104,7 @@ class Block {
   Hopper& hopper() { return hopper_ ? *hopper_ : start_hopper(); }
 
   SharedMemory smem;
-  Counters counters{};
+  LaunchCounts counters{};
   std::string error;
 
  private:

@@ -309,7 +309,7 @@ void ldmatrix_x4_trans(uint32 (&matrix)[4], SharedAddress row) { ldmatrix<true>(
 // its end).
 extern "C" int multiattn_launch(multiattn::emulation::Kernel kernel, const void* parameters, long long blocks,
                                 int threads, long long smem_bytes, int cluster,
-                                multiattn::emulation::Counters* counters, char* error, long long error_bytes) {
+                                multiattn::emulation::LaunchCounts* counts, char* error, long long error_bytes) {
   std::string message;
   if (blocks % cluster)
     message = "a grid of " + std::to_string(blocks) + " blocks, which are no whole clusters of " + std::to_string(cluster);
@@ -318,7 +318,7 @@ extern "C" int multiattn_launch(multiattn::emulation::Kernel kernel, const void*
     multiattn::emulation::current_blocks = blocks;
     for (long long index = 0; index < blocks && message.empty(); index += cluster)
       if (!block.run(kernel, parameters, index)) message = block.error;
-    *counters = block.counters;
+    *counts = block.counters;
   } catch (const std::bad_alloc&) {
     message = "out of memory for the stacks of " + std::to_string(threads) + " threads";
   }
