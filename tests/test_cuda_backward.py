@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from dataclasses import replace
 
@@ -105,6 +106,38 @@ def test_a_head_does_not_depend_on_what_runs_beside_it(variant):
 
 def test_which_variants_promise_the_same_bits():
     assert {name: variant.deterministic for name, variant in VARIANTS.items()} == {"atomic": False, "two_pass": True}
+
+
+OFFSETS = """
+#include "backward_common.cuh"
+#include "forward_stream.cuh"
+
+using namespace multiattn;
+
+// In elements from the start: of the sum of dq, of delta, of the forward's lse.
+extern "C" void offsets(int head, int seq_q, int first_query, long long* out) {
+  static float start[1];
+  BackwardParams backward{};
+  backward.dq_sum = backward.delta = start;
+  backward.seq_q = seq_q;
+  out[0] = DqSum<16, true>::rows(backward, head, first_query) - start;
+  out[1] = QuerySequence{backward, head}.delta() - start;
+  ForwardParams forward{};
+  forward.lse = start;
+  forward.seq_q = seq_q;
+  forward.heads_q = 1;
+  out[2] = Sequence{forward, Work{head, 0, 0, 0}}.lse() - start;
+}
+"""
+
+
+@on_cpu
+def test_sums_and_statistics_past_2_to_31_elements():
+    """No workspace of that size can be filled here, so that the addresses are asked for themselves."""
+    head, seq_q, first_query = 70_000, 65_520, 48
+    found = (ctypes.c_longlong * 3)()
+    host.load(host.build_source(OFFSETS)).offsets(head, seq_q, first_query, found)
+    assert list(found) == [(head * seq_q + first_query) * 256, head * seq_q, head * seq_q]
 
 
 # ---------------------------------------------------------------- configs
