@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from multiattn.cuda import BACKEND
 from multiattn.cuda.cpu import host
 from multiattn.cuda.cpu.host import CpuLauncher
 from multiattn.cuda.instances import kernels_of
-from multiattn.cuda.tools import probe_host, probe_nvrtc
+from multiattn.cuda.source import HOST_INCLUDES
+from multiattn.cuda.tools import GXX, probe_host, probe_nvrtc
 from multiattn.plan.arch import CPU
 from multiattn.plan.backend import Plan, make_plan
 from multiattn.plan.config import Config
@@ -60,3 +62,16 @@ def run_forward(
         expected.check(got, plan)
     (counts,) = launcher.counts.values()
     return plan, launcher, counts
+
+
+def check_refused(header: str, refused: Mapping[str, str]) -> None:
+    """The compiler refuses each of the types, by a static_assert with the message that is its key.
+
+    All of them in one translation unit: g++ goes on after a static_assert.
+    """
+    source = f'#include "{header}"\n' + "".join(f"template struct {name};\n" for name in refused.values())
+    includes = [f"-I{directory}" for directory in HOST_INCLUDES]
+    command = [GXX, "-std=c++20", "-fsyntax-only", "-w", *includes, "-x", "c++", "-"]
+    done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert [message for message in refused if message not in done.stderr] == []

@@ -13,7 +13,7 @@ from gradient_checks import check, run
 
 from multiattn import Problem
 from multiattn.cuda import BACKEND
-from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig, dq_smem_bytes, smem_bytes
+from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig
 from multiattn.cuda.candidates import backward_candidates
 from multiattn.cuda.cpu import host
 from multiattn.cuda.cpu.host import CpuLauncher
@@ -219,14 +219,6 @@ def test_a_config_that_cannot_run_is_refused_with_what_can(variant, config, arch
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=128)
     reasons = VARIANTS[variant].fits(problem, ARCHS[arch], config)
     assert any(allowed in reason.allowed for reason in reasons), reasons
-
-
-def test_shared_memory_by_formula():
-    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=72)  # 80 in shared memory
-    both, weights, statistics = 2 * 128 * 160, 64 * 128 * 2, 2 * 64 * 4
-    assert smem_bytes(KEYS, problem) == both + 2 * weights + 2 * (2 * 64 * 160 + statistics)
-    assert smem_bytes(replace(KEYS, stages=1, dq=DQ), problem) == both + weights + 2 * 64 * 160 + statistics
-    assert dq_smem_bytes(DQ, problem) == 2 * (32 + 16) * 160
 
 
 def test_workspace_is_delta_and_with_atomics_a_sum_of_dq():

@@ -21,8 +21,7 @@ from multiattn.cuda.axes import SPLIT_Q
 from multiattn.cuda.bind import bind, image_of
 from multiattn.cuda.candidates import SHAPES, wgmma_candidates
 from multiattn.cuda.configs import CudaConfig
-from multiattn.cuda.cpu import host
-from multiattn.cuda.instances import launches_of, siblings_of
+from multiattn.cuda.instances import launches_of
 from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams, params_of
 from multiattn.cuda.source import HOST_INCLUDES
 from multiattn.cuda.tensor_maps import tensor_maps
@@ -91,14 +90,6 @@ def test_a_config_of_another_kernel_is_a_reason():
     assert make_plan(BACKEND, problem_of(), SM90, config=other, probe=False).variant == SPLIT_Q.name
     (reason,) = plan_variant(BACKEND, BACKEND.forward.variants[1], problem_of(), SM90, CONFIG)
     assert (reason.got, reason.allowed) == ("a WgmmaConfig", "a CudaConfig")
-
-
-def test_shared_memory_is_slots_of_q_and_stages_of_k_and_v_in_panels():
-    panel_row, barriers = 128, 512
-    assert smem_bytes(CONFIG, problem_of(8)) == (128 + 4 * 64) * panel_row + barriers
-    assert smem_bytes(CONFIG, problem_of(72)) == 2 * (128 + 4 * 64) * panel_row + barriers
-    more = replace(CONFIG, q_slots=2, stages=3)
-    assert smem_bytes(more, problem_of(256)) == 4 * (2 * 128 + 3 * 64) * panel_row + barriers
 
 
 def test_registers_are_output_scores_weights_and_kept_q():
@@ -177,13 +168,6 @@ def test_kernels_of_different_configs_have_different_names_and_types():
     assert (kernels[-1].target(SM90), launches_of(plan_of(problem_of()))[0].is_persistent) == ("sm_90a", True)
 
 
-def test_siblings_are_dtypes_and_masks():
-    kernels = siblings_of(plan_of(problem_of()))
-    assert sorted(kernel.name.split("_")[2:5:2] for kernel in kernels) == [
-        [dtype, mask] for dtype in ("bf16", "fp16") for mask in ("causal", "full")
-    ]
-
-
 def test_a_persistent_grid_is_as_large_as_the_device_and_of_whole_clusters():
     """Three tiles of queries are two clusters a head, of which the last has a block with nothing to do."""
     (launch,) = launches_of(plan_of(problem_of()))
@@ -212,15 +196,6 @@ def test_parameters_lie_where_the_compiler_puts_them(kind):
     command = [GXX, "-std=c++20", "-fsyntax-only", *includes, "-x", "c++", "-"]
     done = subprocess.run(command, input=source, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_parameters_tell_the_tiles_and_an_aligned_copy_is_the_same():
-    params = params_of(plan_of(problem_of(scale=-2.0)))
-    assert ctypes.sizeof(params) % abi.TENSOR_MAP_ALIGNMENT == 0
-    assert (params.forward.tiles, params.forward.heads, params.forward.scale_sign) == (3, 8, -1)
-    copy = host.aligned(bytes(params))
-    assert ctypes.addressof(copy) % abi.TENSOR_MAP_ALIGNMENT == 0
-    assert bytes(copy) == bytes(params)
 
 
 def test_tensor_maps_are_those_of_the_tensors():

@@ -33,6 +33,22 @@ void check_global(const char* verb, const void* address, int bytes) {
     block().fail(std::string(verb) + ": the global address is not aligned to " + std::to_string(bytes) + " bytes");
 }
 
+template <class T>
+T load_shared(const char* verb, SharedAddress source) {
+  check_address(verb, source, sizeof(T));
+  check(verb, block().smem.read(source, sizeof(T), block().now()));
+  T value;
+  std::memcpy(&value, block().smem.at(source), sizeof value);
+  return value;
+}
+
+template <class T>
+void store_shared(const char* verb, SharedAddress target, const T& value) {
+  check_address(verb, target, sizeof(T));
+  check(verb, block().smem.write(target, sizeof(T), block().now(), SharedMemory::Pending::NONE));
+  std::memcpy(block().smem.at(target), &value, sizeof value);
+}
+
 void copy_async(const char* verb, SharedAddress target, const void* source, bool valid, int bytes) {
   check_address(verb, target, bytes);
   if (valid) check_global(verb, source, bytes);
@@ -83,11 +99,12 @@ void ldmatrix(uint32* matrix, SharedAddress row) {
   block().meet_warp(verb, &arguments, [](void* const* lanes) { read_matrices<TRANSPOSED>(lanes); });
 }
 
+// D is float (&)[4], or uint32 (&)[2] of halves.
+template <class D>
 struct MmaArguments {
-  float* d;
-  const uint32* a;
+  D& d;
+  const uint32 (&a)[4];
   uint32 b[2];
-  uint32* d_fp16 = nullptr;  // in place of d
 };
 
 // c[16x8] += a[16x16] * b[16x8]
@@ -97,56 +114,49 @@ VECTOR_CLONES void multiply(float (&c)[16][8], const float (&a)[16][16], const f
       for (int column = 0; column < 8; ++column) c[row][column] += a[row][k] * b[k][column];
 }
 
-// Operands of one mma.m16n8k16: PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type".
-struct Operands {
-  float a[16][16], b[16][8];
-
-  Operands(void* const* lanes, const float* widen) {
-    for (int lane = 0; lane < WARP_SIZE; ++lane) {
-      const auto& mine = *static_cast<MmaArguments*>(lanes[lane]);
-      const int group = lane / 4, pair = lane % 4 * 2;
-      for (int i = 0; i < 4; ++i) {
-        float* target = &a[group + i % 2 * 8][pair + i / 2 * 8];
-        target[0] = widen[mine.a[i] & 0xffff];
-        target[1] = widen[mine.a[i] >> 16];
-      }
-      for (int i = 0; i < 2; ++i) {
-        b[pair + i * 8][group] = widen[mine.b[i] & 0xffff];
-        b[pair + i * 8 + 1][group] = widen[mine.b[i] >> 16];
-      }
+// One mma.m16n8k16 (PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type"). With an fp16 accumulator:
+// products and their sum of 16 in fp32, rounded once.
+template <class D>
+void multiply_fragments(void* const* lanes, const float* widen) {
+  constexpr bool HALVES = sizeof(D) == 8;
+  ++block().counters.mma;
+  float a[16][16], b[16][8], c[16][8];
+  const auto arguments = [&](int lane) -> MmaArguments<D>& { return *static_cast<MmaArguments<D>*>(lanes[lane]); };
+  const auto widen_pair = [&](uint32 pair, float& low, float& high) {
+    low = widen[pair & 0xffff];
+    high = widen[pair >> 16];
+  };
+  for (int lane = 0; lane < WARP_SIZE; ++lane) {
+    const auto& mine = arguments(lane);
+    const int group = lane / 4, column = lane % 4 * 2;
+    for (int i = 0; i < 4; ++i) {
+      float* target = &a[group + i % 2 * 8][column + i / 2 * 8];
+      widen_pair(mine.a[i], target[0], target[1]);
+    }
+    for (int i = 0; i < 2; ++i) {
+      widen_pair(mine.b[i], b[column + i * 8][group], b[column + i * 8 + 1][group]);
+      float* sum = &c[group + i * 8][column];
+      if constexpr (HALVES)
+        widen_pair(mine.d[i], sum[0], sum[1]);
+      else
+        std::memcpy(sum, &mine.d[2 * i], 8);
     }
   }
-};
-
-void multiply_fragments(void* const* lanes, const float* widen) {
-  ++block().counters.mma;
-  const Operands operands(lanes, widen);
-  float c[16][8];
-  const auto element = [&](int lane, int i) -> float& { return c[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2]; };
-  for (int lane = 0; lane < WARP_SIZE; ++lane)
-    for (int i = 0; i < 4; ++i) element(lane, i) = static_cast<MmaArguments*>(lanes[lane])->d[i];
-  multiply(c, operands.a, operands.b);
-  for (int lane = 0; lane < WARP_SIZE; ++lane)
-    for (int i = 0; i < 4; ++i) static_cast<MmaArguments*>(lanes[lane])->d[i] = element(lane, i);
-}
-
-// With an fp16 accumulator: products and their sum of 16 in fp32, rounded once.
-void multiply_fragments_fp16(void* const* lanes) {
-  ++block().counters.mma;
-  const float* widen = widening_table<widen_fp16>();
-  const Operands operands(lanes, widen);
-  float c[16][8];
-  for (int lane = 0; lane < WARP_SIZE; ++lane)
-    for (int i = 0; i < 4; ++i) {
-      const uint32 pair = static_cast<MmaArguments*>(lanes[lane])->d_fp16[i / 2];
-      c[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2] = widen[i % 2 ? pair >> 16 : pair & 0xffff];
-    }
-  multiply(c, operands.a, operands.b);
+  multiply(c, a, b);
   for (int lane = 0; lane < WARP_SIZE; ++lane)
     for (int half = 0; half < 2; ++half) {
-      const float* row = &c[lane / 4 + half * 8][lane % 4 * 2];
-      static_cast<MmaArguments*>(lanes[lane])->d_fp16[half] = narrow_fp16(row[0]) | uint32(narrow_fp16(row[1])) << 16;
+      const float* sum = &c[lane / 4 + half * 8][lane % 4 * 2];
+      if constexpr (HALVES)
+        arguments(lane).d[half] = narrow_fp16(sum[0]) | uint32(narrow_fp16(sum[1])) << 16;
+      else
+        std::memcpy(&arguments(lane).d[2 * half], sum, 8);
     }
+}
+
+template <class D>
+void mma(const char* verb, D& d, const uint32 (&a)[4], uint32 b0, uint32 b1, const float* widen) {
+  MmaArguments<D> arguments{d, a, {b0, b1}};
+  block().meet_warp(verb, &arguments, [=](void* const* lanes) { multiply_fragments<D>(lanes, widen); });
 }
 
 template <class T>
@@ -169,24 +179,7 @@ T shuffle(T value, int lane_mask) {
 
 }  // namespace
 
-void store_chunk(const char* verb, SharedAddress target, const Chunk& value) {
-  check_address(verb, target, CHUNK_BYTES);
-  check(verb, block().smem.write(target, CHUNK_BYTES, block().now(), SharedMemory::Pending::NONE));
-  std::memcpy(block().smem.at(target), &value, CHUNK_BYTES);
-}
-
-
-bool any_in_warp(bool predicate) {
-  struct Vote {
-    bool mine, any;
-  } vote{predicate, false};
-  block().meet_warp("any_in_warp", &vote, [](void* const* lanes) {
-    bool any = false;
-    for (int lane = 0; lane < WARP_SIZE; ++lane) any |= static_cast<Vote*>(lanes[lane])->mine;
-    for (int lane = 0; lane < WARP_SIZE; ++lane) static_cast<Vote*>(lanes[lane])->any = any;
-  });
-  return vote.any;
-}
+void store_chunk(const char* verb, SharedAddress target, const Chunk& value) { store_shared(verb, target, value); }
 
 void cp_async_wait(int groups_left) {
   Thread& me = block().current();
@@ -206,22 +199,6 @@ void cp_async_wait(int groups_left) {
   me.copies.resize(kept);
 }
 
-float unpack_fp16(uint32 half) { return widening_table<widen_fp16>()[half]; }
-uint32 pack_fp16(float low, float high) { return narrow_fp16(low) | uint32(narrow_fp16(high)) << 16; }
-uint32 pack_bf16(float low, float high) { return narrow_bf16(low) | uint32(narrow_bf16(high)) << 16; }
-
-void mma_fp16(float* d, const uint32* a, uint32 b0, uint32 b1) {
-  MmaArguments arguments{d, a, {b0, b1}};
-  block().meet_warp("mma_m16n8k16<fp16>", &arguments,
-                    [](void* const* lanes) { multiply_fragments(lanes, widening_table<widen_fp16>()); });
-}
-
-void mma_bf16(float* d, const uint32* a, uint32 b0, uint32 b1) {
-  MmaArguments arguments{d, a, {b0, b1}};
-  block().meet_warp("mma_m16n8k16<bf16>", &arguments,
-                    [](void* const* lanes) { multiply_fragments(lanes, widening_table<widen_bf16>()); });
-}
-
 }  // namespace emulation
 
 using namespace emulation;
@@ -230,6 +207,18 @@ void sync_block() { block().meet_block("sync_block"); }
 
 void sync_warp() {
   block().meet_warp("sync_warp", nullptr, [](void* const*) { block().count_warp_barrier(); });
+}
+
+bool any_in_warp(bool predicate) {
+  struct Vote {
+    bool mine, any;
+  } vote{predicate, false};
+  block().meet_warp("any_in_warp", &vote, [](void* const* lanes) {
+    bool any = false;
+    for (int lane = 0; lane < WARP_SIZE; ++lane) any |= static_cast<Vote*>(lanes[lane])->mine;
+    for (int lane = 0; lane < WARP_SIZE; ++lane) static_cast<Vote*>(lanes[lane])->any = any;
+  });
+  return vote.any;
 }
 
 float shuffle_xor(float value, int lane_mask) { return shuffle(value, lane_mask); }
@@ -257,35 +246,14 @@ void store_global_16(void* target, const Chunk& value) {
   std::memcpy(target, &value, CHUNK_BYTES);
 }
 
-Chunk load_shared_16(SharedAddress source) {
-  check_address("load_shared_16", source, CHUNK_BYTES);
-  check("load_shared_16", block().smem.read(source, CHUNK_BYTES, block().now()));
-  Chunk value;
-  std::memcpy(&value, block().smem.at(source), CHUNK_BYTES);
-  return value;
-}
-
-float load_shared_4(SharedAddress source) {
-  check_address("load_shared_4", source, 4);
-  check("load_shared_4", block().smem.read(source, 4, block().now()));
-  float value;
-  std::memcpy(&value, block().smem.at(source), 4);
-  return value;
-}
-
+Chunk load_shared_16(SharedAddress source) { return load_shared<Chunk>("load_shared_16", source); }
+float load_shared_4(SharedAddress source) { return load_shared<float>("load_shared_4", source); }
 void load_shared_8(float (&value)[2], SharedAddress source) {
-  check_address("load_shared_8", source, 8);
-  check("load_shared_8", block().smem.read(source, 8, block().now()));
-  std::memcpy(value, block().smem.at(source), 8);
+  const auto pair = load_shared<std::uint64_t>("load_shared_8", source);
+  std::memcpy(value, &pair, sizeof value);
 }
-
 void store_shared_16(SharedAddress target, const Chunk& value) { store_chunk("store_shared_16", target, value); }
-
-void store_shared_4(SharedAddress target, uint32 value) {
-  check_address("store_shared_4", target, 4);
-  check("store_shared_4", block().smem.write(target, 4, block().now(), SharedMemory::Pending::NONE));
-  std::memcpy(block().smem.at(target), &value, 4);
-}
+void store_shared_4(SharedAddress target, uint32 value) { store_shared("store_shared_4", target, value); }
 
 void cp_async_16(SharedAddress target, const void* source, bool valid) {
   copy_async("cp_async_16", target, source, valid, CHUNK_BYTES);
@@ -295,9 +263,17 @@ void cp_async_4(SharedAddress target, const void* source, bool valid) {
 }
 void cp_async_commit() { ++block().current().groups; }
 
+#define OF_FORMAT(E)                                                                                             \
+  template <> uint32 pack<E>(float low, float high) { return narrow_##E(low) | uint32(narrow_##E(high)) << 16; } \
+  template <> float unpack_low<E>(uint32 pair) { return widening_table<widen_##E>()[pair & 0xffff]; }            \
+  template <> float unpack_high<E>(uint32 pair) { return widening_table<widen_##E>()[pair >> 16]; }              \
+  template <> void mma_m16n8k16<E>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {                  \
+    mma("mma_m16n8k16<" #E ">", d, a, b0, b1, widening_table<widen_##E>());                                      \
+  }
+OF_FORMAT(fp16)
+OF_FORMAT(bf16)
 void mma_m16n8k16_fp16(uint32 (&d)[2], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-  MmaArguments arguments{nullptr, a, {b0, b1}, d};
-  block().meet_warp("mma_m16n8k16_fp16", &arguments, [](void* const* lanes) { multiply_fragments_fp16(lanes); });
+  mma("mma_m16n8k16_fp16", d, a, b0, b1, widening_table<widen_fp16>());
 }
 
 void ldmatrix_x4(uint32 (&matrix)[4], SharedAddress row) { ldmatrix<false>(matrix, row); }

@@ -21,13 +21,7 @@ namespace emulation {
 extern int current_thread, current_rank;
 extern SharedAddress current_base;
 extern int64 current_block;
-bool any_in_warp(bool predicate);
 void cp_async_wait(int groups_left);
-uint32 pack_fp16(float low, float high);
-uint32 pack_bf16(float low, float high);
-float unpack_fp16(uint32 half);
-void mma_fp16(float* d, const uint32* a, uint32 b0, uint32 b1);
-void mma_bf16(float* d, const uint32* a, uint32 b0, uint32 b1);
 }  // namespace emulation
 
 inline int thread_index() { return emulation::current_thread; }
@@ -37,58 +31,36 @@ inline SharedAddress shared_base() { return emulation::current_base; }
 
 void sync_block();
 void sync_warp();
-inline bool any_in_warp(bool predicate) { return emulation::any_in_warp(predicate); }
+bool any_in_warp(bool predicate);
 float shuffle_xor(float value, int lane_mask);
 uint32 shuffle_xor(uint32 value, int lane_mask);
 
-namespace emulation {
-inline float float_of_bits(uint32 bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
+template <class To, class From>
+inline To bits_as(From from) {
+  To to;
+  static_assert(sizeof to == sizeof from);
+  std::memcpy(&to, &from, sizeof to);
+  return to;
 }
-}  // namespace emulation
-
 inline float infinity() { return HUGE_VALF; }
-inline uint32 float_bits(float x) {
-  uint32 bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
+inline uint32 float_bits(float x) { return bits_as<uint32>(x); }
 inline float exp2_approx(float x) { return exp2f(x); }
 inline float log2_exact(float x) { return log2f(x); }
 
-template <class E>
-uint32 pack(float low, float high);
-template <>
-inline uint32 pack<fp16>(float low, float high) {
-  return emulation::pack_fp16(low, high);
-}
-template <>
-inline uint32 pack<bf16>(float low, float high) {
-  return emulation::pack_bf16(low, high);
-}
-
-template <class E>
-float unpack_low(uint32 pair);
-template <class E>
-float unpack_high(uint32 pair);
-template <>
-inline float unpack_low<fp16>(uint32 pair) {
-  return emulation::unpack_fp16(pair & 0xffffu);
-}
-template <>
-inline float unpack_high<fp16>(uint32 pair) {
-  return emulation::unpack_fp16(pair >> 16);
-}
-template <>
-inline float unpack_low<bf16>(uint32 pair) {
-  return emulation::float_of_bits(pair << 16);
-}
-template <>
-inline float unpack_high<bf16>(uint32 pair) {
-  return emulation::float_of_bits(pair & 0xffff0000u);
-}
+// Of fp16 and bf16, which verbs.cpp has.
+template <class E> uint32 pack(float low, float high);
+template <class E> float unpack_low(uint32 pair);
+template <class E> float unpack_high(uint32 pair);
+template <class E> void mma_m16n8k16(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
+#define OF_FORMAT(E)                                  \
+  template <> uint32 pack<E>(float low, float high);  \
+  template <> float unpack_low<E>(uint32 pair);       \
+  template <> float unpack_high<E>(uint32 pair);      \
+  template <> void mma_m16n8k16<E>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
+OF_FORMAT(fp16)
+OF_FORMAT(bf16)
+#undef OF_FORMAT
+void mma_m16n8k16_fp16(uint32 (&d)[2], const uint32 (&a)[4], uint32 b0, uint32 b1);
 
 inline uint16 load_global_2(const uint16* source) { return *source; }
 inline float load_global_4(const float* source) { return *source; }
@@ -114,18 +86,5 @@ inline void cp_async_wait() {
 
 void ldmatrix_x4(uint32 (&matrix)[4], SharedAddress row);
 void ldmatrix_x4_trans(uint32 (&matrix)[4], SharedAddress row);
-
-template <class E>
-void mma_m16n8k16(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
-template <>
-inline void mma_m16n8k16<fp16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-  emulation::mma_fp16(d, a, b0, b1);
-}
-template <>
-inline void mma_m16n8k16<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-  emulation::mma_bf16(d, a, b0, b1);
-}
-
-void mma_m16n8k16_fp16(uint32 (&d)[2], const uint32 (&a)[4], uint32 b0, uint32 b1);
 
 }  // namespace multiattn

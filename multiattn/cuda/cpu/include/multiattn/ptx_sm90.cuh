@@ -15,8 +15,7 @@ void set_registers(int count, bool raise);
 void wgmma_wait(int groups_left);
 }  // namespace emulation
 
-using emulation::float_of_bits;
-
+inline float float_of_bits(uint32 bits) { return bits_as<float>(bits); }
 inline int64 block_count() { return emulation::current_blocks; }
 uint32 uniform(uint32 value);
 inline float reciprocal_approx(float x) { return 1.0f / x; }
