@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_runs import on_cpu
 
 from multiattn.cuda.cpu import host
-from multiattn.cuda.tools import probe_host
 from multiattn.plan.abi import TENSOR_MAP_BYTES
 
-pytestmark = pytest.mark.skipif(bool(probe_host()), reason="; ".join(map(str, probe_host())))
+pytestmark = on_cpu
 
 UNITS = Path(__file__).parent / "cuda_units"
 ALIGNMENT = 64

@@ -72,31 +72,16 @@ def siblings_of(plan: Plan) -> tuple[Kernel, ...]:
 # ---------------------------------------------------------------- the forward
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ForwardTraits:
-    """C++ types of `kernels/forward_traits.cuh` that a point of the axes, a config and a problem come to."""
-
-    element: str
-    axes: str
-    shape: str
-    name: str
-
-
-def forward_traits(axes: Axes, config: CudaConfig, problem: Problem) -> ForwardTraits:
-    """The constants of a forward kernel, legal or not."""
+def forward_traits(axes: Axes, config: CudaConfig, problem: Problem) -> str:
+    """The C++ type of a forward kernel's constants, legal or not: what point, config and problem come to."""
     steps = (("Warps", axes.warps), ("Share", axes.share), ("Tiling", axes.tiling))
     flags = [f"multiattn::{axis}::{step.upper()}" for axis, step in steps]
     flags += [str(tensor in axes.swizzle).lower() for tensor in "qkv"]
     flags += [f"multiattn::{'Accumulator' if axes.accumulator == 'fp32' else 'HalfAccumulator'}"]
     tiles = f"{config.tile_m}, {config.tile_n}, {config.warps}, {config.column_warps}, {config.stages}"
     slices = f"multiattn::QPlace::{config.q_place.upper()}, {config.dim_slice}, {config.key_slice}"
-    axes_type, shape = f"multiattn::Axes<{', '.join(flags)}>", f"multiattn::Shape<{tiles}, {slices}>"
-    return ForwardTraits(
-        element=f"multiattn::{problem.dtype}",
-        axes=axes_type,
-        shape=shape,
-        name=_traits("ForwardTraits", problem, *_masked(problem), axes_type, shape),
-    )
+    types = f"multiattn::Axes<{', '.join(flags)}>", f"multiattn::Shape<{tiles}, {slices}>"
+    return _traits("ForwardTraits", problem, *_masked(problem), *types)
 
 
 def _forward(plan: Plan) -> Launch:
@@ -110,7 +95,7 @@ def _forward(plan: Plan) -> Launch:
         name=f"{name}{_unaligned(problem)}",
         header="forward.cuh",
         entry="forward",
-        traits=forward_traits(axes, config, problem).name,
+        traits=forward_traits(axes, config, problem),
         params=ForwardParams,
         threads=config.threads,
         occupancy=config.occupancy,

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "clocks.h"
-#include "moment.h"
 
 namespace multiattn::emulation {
 

@@ -88,6 +88,10 @@ class Block {
   }
   // Ends the run. Never returns.
   [[noreturn]] void fail(const std::string& what);
+  [[noreturn]] void fail(const char* verb, const std::string& what) { fail(std::string(verb) + ": " + what); }
+  void require(const char* verb, const std::string& problem) {
+    if (!problem.empty()) fail(verb, problem);
+  }
   // All live lanes of the warp meet; the last one calls work(lanes), where lanes[i] is lane i's `arguments`.
   template <class Work>
   void meet_warp(const char* verb, void* arguments, Work work);

@@ -1,10 +1,23 @@
-// 16-bit floating point on any x86-64: tables to read it, rounding to nearest even to write it.
+// 16-bit floating point on any x86-64: tables to read it, rounding to nearest even to write it. And eight numbers at a time.
 #pragma once
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
+// A function with VECTOR_CLONES is compiled for AVX2, too; loading the library picks one of them.
+#if defined(__SANITIZE_ADDRESS__)
+#define VECTOR_CLONES
+#else
+#define VECTOR_CLONES __attribute__((target_clones("avx2", "default")))
+#endif
+
 namespace multiattn::emulation {
+
+constexpr int VECTOR = 8;
+
+// Wherever they lie in memory. Name them: `auto` forgets that.
+typedef float Floats __attribute__((vector_size(4 * VECTOR), may_alias, aligned(4)));
+typedef int Ints __attribute__((vector_size(4 * VECTOR), may_alias, aligned(4)));
 
 inline float float_of(std::uint32_t bits) {
   float value;

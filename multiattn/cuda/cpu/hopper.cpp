@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "vectors.h"
+#include "formats.h"
 
 namespace multiattn::emulation {
 
@@ -64,11 +64,9 @@ void Hopper::finish() {
       block_.fail("returns, the last thread of the block, with TMA loads under way");
 }
 
-void Hopper::fail(const char* verb, const std::string& what) { block_.fail(std::string(verb) + ": " + what); }
-
 Warpgroup& Hopper::warpgroup(const char* verb) {
   const std::size_t group = block_.current().index / WARPGROUP_SIZE;
-  if (group >= warpgroups_.size()) fail(verb, "the thread is in no whole warpgroup of 128");
+  if (group >= warpgroups_.size()) block_.fail(verb, "the thread is in no whole warpgroup of 128");
   return *warpgroups_[group];
 }
 
@@ -81,11 +79,11 @@ std::string Mbarrier::state() const {
 
 void Hopper::init_mbarrier(std::uint32_t address, int arrivals) {
   constexpr const char* VERB = "mbarrier_init";
-  if (const std::string problem = block_.smem.check_address(address, 8, 8, rank()); !problem.empty()) fail(VERB, problem);
-  if (arrivals < 1 || arrivals >= 1 << 20) fail(VERB, "a count of " + std::to_string(arrivals));
+  block_.require(VERB, block_.smem.check_address(address, 8, 8, rank()));
+  if (arrivals < 1 || arrivals >= 1 << 20) block_.fail(VERB, "a count of " + std::to_string(arrivals));
   for (const auto& barrier : mbarriers_)
-    if (barrier->address == address) fail(VERB, "the mbarrier at " + std::to_string(address) + " exists already");
-  if (mbarriers_.size() == MBARRIERS_MAX) fail(VERB, "the emulation has no more than 64 mbarriers");
+    if (barrier->address == address) block_.fail(VERB, "the mbarrier at " + std::to_string(address) + " exists already");
+  if (mbarriers_.size() == MBARRIERS_MAX) block_.fail(VERB, "the emulation has no more than 64 mbarriers");
   auto barrier = std::make_unique<Mbarrier>();
   barrier->address = address;
   barrier->actor = clocks.tma(static_cast<int>(mbarriers_.size()));
@@ -109,16 +107,16 @@ Mbarrier& Hopper::mbarrier(const char* verb, std::uint32_t address) {
   for (auto& barrier : mbarriers_) {
     if (barrier->address != address) continue;
     if (!block_.now().follows(barrier->made))
-      fail(verb, "no barrier follows the mbarrier_init of " + std::to_string(address));
+      block_.fail(verb, "no barrier follows the mbarrier_init of " + std::to_string(address));
     return *barrier;
   }
-  fail(verb, "there is no mbarrier at " + std::to_string(address) + ": mbarrier_init is missing");
+  block_.fail(verb, "there is no mbarrier at " + std::to_string(address) + ": mbarrier_init is missing");
 }
 
 void Hopper::arrive(const char* verb, std::uint32_t address, int bytes) {
   Mbarrier& barrier = mbarrier(verb, address);
   if (!barrier.missing)
-    fail(verb, "more arrivals than the " + std::to_string(barrier.arrivals) + " of a phase at the mbarrier" +
+    block_.fail(verb, "more arrivals than the " + std::to_string(barrier.arrivals) + " of a phase at the mbarrier" +
                    barrier.state());
   barrier.bytes += bytes;
   --barrier.missing;
@@ -128,8 +126,8 @@ void Hopper::arrive(const char* verb, std::uint32_t address, int bytes) {
 
 std::uint32_t Hopper::in_block(const char* verb, std::uint32_t address, int other) {
   if (other < 0 || other >= block_.blocks())
-    fail(verb, "a rank of " + std::to_string(other) + " in a cluster of " + std::to_string(block_.blocks()));
-  if (block_.ended(other)) fail(verb, "block " + std::to_string(other) + " of the cluster has ended");
+    block_.fail(verb, "a rank of " + std::to_string(other) + " in a cluster of " + std::to_string(block_.blocks()));
+  if (block_.ended(other)) block_.fail(verb, "block " + std::to_string(other) + " of the cluster has ended");
   return address + (other - rank()) * WINDOW_BYTES;
 }
 
@@ -139,7 +137,7 @@ void Hopper::arrive_at(const char* verb, std::uint32_t address, int other) {
 
 void Hopper::complete_if_due(const char* verb, Mbarrier& barrier) {
   if (barrier.missing || barrier.bytes > 0) return;
-  if (barrier.bytes < 0) fail(verb, "more bytes than expected came to the mbarrier" + barrier.state());
+  if (barrier.bytes < 0) block_.fail(verb, "more bytes than expected came to the mbarrier" + barrier.state());
   ++barrier.generation;
   barrier.missing = barrier.arrivals;
   barrier.arrived[barrier.actor] = time_of_phase(barrier.generation - 1);
@@ -149,12 +147,12 @@ void Hopper::complete_if_due(const char* verb, Mbarrier& barrier) {
 void Hopper::wait(std::uint32_t address, int parity) {
   constexpr const char* VERB = "mbarrier_wait";
   Mbarrier& barrier = mbarrier(VERB, address);
-  if (parity != 0 && parity != 1) fail(VERB, "a parity of " + std::to_string(parity));
+  if (parity != 0 && parity != 1) block_.fail(VERB, "a parity of " + std::to_string(parity));
   if (barrier.generation % 2 == parity) {  // that phase is not complete
     const std::int64_t phase = barrier.generation;
     block_.wait_for(VERB, barrier);
     if (barrier.generation > phase + 1)
-      fail(VERB, "the phase after the one waited for has gone by, too: mbarrier" + barrier.state());
+      block_.fail(VERB, "the phase after the one waited for has gone by, too: mbarrier" + barrier.state());
   }
   clocks.acquire(block_.current().index, barrier.released);
 }
@@ -163,7 +161,7 @@ void Hopper::wait(std::uint32_t address, int parity) {
 const EncodedMap& Hopper::check_map(const char* verb, const void* address) {
   const auto& map = *static_cast<const EncodedMap*>(address);
   const auto broken = [&](const std::string& what) {
-    running_block->fail(std::string(verb) + ": the tensor map " + what);
+    running_block->fail(verb, "the tensor map " + what);
   };
   if (reinterpret_cast<std::uintptr_t>(address) % 64) broken("is not aligned to 64 bytes");
   if (reinterpret_cast<std::uintptr_t>(map.base) % 16) broken("has an address that is not aligned to 16 bytes");
@@ -191,23 +189,17 @@ struct BoxRow {
   }
 };
 
-void check_tile(Block& block, const char* verb, std::uint32_t address, int bytes) {
-  const int rank = block.current().block;
-  if (const std::string problem = block.smem.check_address(address, bytes, TILE_ALIGNMENT, rank); !problem.empty())
-    block.fail(std::string(verb) + ": " + problem);
-}
-
 }  // namespace
 
 void Hopper::load(const char* verb, int first, int last, std::uint32_t target, const void* map_address,
                   std::uint32_t barrier_address, int column, int row, int head, int batch) {
   const EncodedMap& map = check_map(verb, map_address);
   const int bytes = map.box[1] * LINE_BYTES;
-  check_tile(block_, verb, target, bytes);
+  block_.require(verb, block_.smem.check_address(target, bytes, TILE_ALIGNMENT, rank()));
   for (int rank = first; rank <= last; ++rank) {
     Mbarrier& barrier = mbarrier(verb, in_block(verb, barrier_address, rank));
     if (!barrier.fenced)
-      fail(verb, "no fence_mbarrier_init follows the mbarrier_init of " + std::to_string(barrier_address));
+      block_.fail(verb, "no fence_mbarrier_init follows the mbarrier_init of " + std::to_string(barrier_address));
     const std::uint32_t there = in_block(verb, target, rank);
     take_lines(verb, there, bytes);
     loads_.push_back({map, there, column, row, head, batch, &barrier});
@@ -220,10 +212,10 @@ void Hopper::load(const char* verb, int first, int last, std::uint32_t target, c
 void Hopper::take_lines(const char* verb, std::uint32_t target, int bytes) {
   for (const auto& other : mbarriers_)
     if (other->address >= target && other->address < target + bytes)
-      fail(verb, "overwrites the mbarrier at " + std::to_string(other->address));
+      block_.fail(verb, "overwrites the mbarrier at " + std::to_string(other->address));
   const Moment now = block_.now();
   for (std::uint32_t line = target; line < target + bytes; line += LINE_BYTES) {
-    if (const std::string problem = block_.smem.take_line(line, now); !problem.empty()) fail(verb, problem);
+    block_.require(verb, block_.smem.take_line(line, now));
     lines.of(line) = Line{};
     lines.of(line).loading = true;
   }
@@ -255,9 +247,9 @@ void Hopper::store(const void* map_address, std::uint32_t source, int column, in
   constexpr const char* VERB = "tma_store";
   const EncodedMap& map = check_map(VERB, map_address);
   const int bytes = map.box[1] * LINE_BYTES;
-  check_tile(block_, VERB, source, bytes);
+  block_.require(VERB, block_.smem.check_address(source, bytes, TILE_ALIGNMENT, rank()));
   if (std::min({column, row, head, batch}) < 0)  // a load may, as multiattn/ptx_sm90.cuh says
-    block_.fail(std::string(VERB) + ": begins before the tensor, which is an illegal instruction");
+    block_.fail(VERB, "begins before the tensor, which is an illegal instruction");
   Needs needs;
   for (std::uint32_t line = source; line < source + bytes; line += LINE_BYTES) {
     need_line(VERB, line, needs);
@@ -303,7 +295,7 @@ void Hopper::fence_writes() {
 void Hopper::need_line(const char* verb, std::uint32_t address, Needs& needs) {
   const Line& line = lines.of(address);
   const auto at = [&] { return " at shared address " + std::to_string(address); };
-  if (line.loading) fail(verb, "reads a TMA load under way" + at());
+  if (line.loading) block_.fail(verb, "reads a TMA load under way" + at());
   const auto need = [&](int actor, Time time, const auto& reason) {
     for (Need& known : needs)
       if (known.actor == actor && known.time >= time) return;
@@ -317,7 +309,7 @@ void Hopper::need_line(const char* verb, std::uint32_t address, Needs& needs) {
     const std::vector<Time>& fences = threads_[writer.thread].fences;
     const auto fence = std::lower_bound(fences.begin(), fences.end(), writer.time);
     if (fence == fences.end())
-      fail(verb, "reads, with no fence_async_shared after it, what " + writer.who() + " wrote" + at());
+      block_.fail(verb, "reads, with no fence_async_shared after it, what " + writer.who() + " wrote" + at());
     need(writer.thread, *fence + 1,
          [&] { return "reads, with no barrier after its fence_async_shared, what " + writer.who() + " wrote"; });
   });
@@ -326,11 +318,11 @@ void Hopper::need_line(const char* verb, std::uint32_t address, Needs& needs) {
 void Hopper::check_needs(const char* verb, const Needs& needs) {
   const Time* known = clocks.of(block_.current().index);
   for (const Need& need : needs)
-    if (known[need.actor] < need.time) fail(verb, need.reason);
+    if (known[need.actor] < need.time) block_.fail(verb, need.reason);
 }
 
 void Hopper::await_earlier_grids() {
-  if (touched_[rank()]) fail("await_earlier_grids", "global memory was touched before it");
+  if (touched_[rank()]) block_.fail("await_earlier_grids", "global memory was touched before it");
   ++block_.counters.grid_waits;
 }
 
@@ -342,22 +334,22 @@ std::string NamedBarrier::state() const {
 void Hopper::named_barrier(const char* verb, int id, int threads, bool wait) {
   const Thread& me = block_.current();
   if (wait) block_.check_warp(verb);
-  if (id < 1 || id >= NAMED_BARRIERS) fail(verb, "a barrier " + std::to_string(id) + ", there are 1 to 15");
+  if (id < 1 || id >= NAMED_BARRIERS) block_.fail(verb, "a barrier " + std::to_string(id) + ", there are 1 to 15");
   if (threads < WARP_SIZE || threads % WARP_SIZE || threads > block_.threads_of_block())
-    fail(verb, std::to_string(threads) + " threads: a multiple of 32, as many as the block has at most");
+    block_.fail(verb, std::to_string(threads) + " threads: a multiple of 32, as many as the block has at most");
   NamedBarrier& barrier = named_[me.block * NAMED_BARRIERS + id];
   const std::string name = "barrier " + std::to_string(id);
   if (!barrier.arrived) barrier.threads = threads;
   if (barrier.joined.empty()) barrier.joined = clocks.nothing();
   if (barrier.threads != threads)
-    fail(verb, name + " is of " + std::to_string(threads) + " threads here, of " + std::to_string(barrier.threads) +
+    block_.fail(verb, name + " is of " + std::to_string(threads) + " threads here, of " + std::to_string(barrier.threads) +
                    " elsewhere");
   if (++barrier.lanes[me.warp] > WARP_SIZE)
-    fail(verb, name + " is not complete, and the warp comes to it once more");
+    block_.fail(verb, name + " is not complete, and the warp comes to it once more");
   clocks.release(me.index, barrier.joined);
   if (++barrier.arrived == threads) {
     for (std::uint8_t& lanes : barrier.lanes) {
-      if (lanes % WARP_SIZE) fail(verb, name + " got " + std::to_string(lanes) + " lanes of a warp");
+      if (lanes % WARP_SIZE) block_.fail(verb, name + " got " + std::to_string(lanes) + " lanes of a warp");
       lanes = 0;
     }
     barrier.released = barrier.joined;
@@ -371,7 +363,7 @@ void Hopper::named_barrier(const char* verb, int id, int threads, bool wait) {
 
 void Hopper::set_registers(const char* verb, int count, bool raise) {
   if (count < 24 || count > REGISTERS_OF_THREAD || count % REGISTER_UNIT)
-    fail(verb, std::to_string(count) + " registers: a multiple of 8 from 24 to 256");
+    block_.fail(verb, std::to_string(count) + " registers: a multiple of 8 from 24 to 256");
   warpgroup(verb).set_registers(verb, count, raise, registers_[rank()]);
 }
 

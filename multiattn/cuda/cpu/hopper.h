@@ -107,7 +107,6 @@ class Hopper {
     Mbarrier* barrier;
   };
 
-  [[noreturn]] void fail(const char* verb, const std::string& what);
   int rank() const { return block_.current().block; }
   // An address of the current thread's block in the one of another rank, which must be there.
   std::uint32_t in_block(const char* verb, std::uint32_t address, int rank);

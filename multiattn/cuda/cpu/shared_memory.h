@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "async_lines.h"
-#include "moment.h"
 
 namespace multiattn::emulation {
 

@@ -7,7 +7,6 @@
 #include "block.h"
 #include "formats.h"
 #include "multiattn/ptx.cuh"
-#include "vectors.h"
 
 namespace multiattn {
 
@@ -20,23 +19,19 @@ namespace {
 
 Block& block() { return *running_block; }
 
-void check(const char* verb, const std::string& problem) {
-  if (!problem.empty()) block().fail(std::string(verb) + ": " + problem);
-}
-
 void check_address(const char* verb, SharedAddress address, int bytes) {
-  check(verb, block().smem.check_address(address, bytes, bytes, block().current().block));
+  block().require(verb, block().smem.check_address(address, bytes, bytes, block().current().block));
 }
 
 void check_global(const char* verb, const void* address, int bytes) {
   if (reinterpret_cast<std::uintptr_t>(address) % bytes != 0)
-    block().fail(std::string(verb) + ": the global address is not aligned to " + std::to_string(bytes) + " bytes");
+    block().fail(verb, "the global address is not aligned to " + std::to_string(bytes) + " bytes");
 }
 
 template <class T>
 T load_shared(const char* verb, SharedAddress source) {
   check_address(verb, source, sizeof(T));
-  check(verb, block().smem.read(source, sizeof(T), block().now()));
+  block().require(verb, block().smem.read(source, sizeof(T), block().now()));
   T value;
   std::memcpy(&value, block().smem.at(source), sizeof value);
   return value;
@@ -45,7 +40,7 @@ T load_shared(const char* verb, SharedAddress source) {
 template <class T>
 void store_shared(const char* verb, SharedAddress target, const T& value) {
   check_address(verb, target, sizeof(T));
-  check(verb, block().smem.write(target, sizeof(T), block().now(), SharedMemory::Pending::NONE));
+  block().require(verb, block().smem.write(target, sizeof(T), block().now(), SharedMemory::Pending::NONE));
   std::memcpy(block().smem.at(target), &value, sizeof value);
 }
 
@@ -53,7 +48,7 @@ void copy_async(const char* verb, SharedAddress target, const void* source, bool
   check_address(verb, target, bytes);
   if (valid) check_global(verb, source, bytes);
   const auto pending = bytes == CHUNK_BYTES ? SharedMemory::Pending::WHOLE : SharedMemory::Pending::PART;
-  check(verb, block().smem.write(target, bytes, block().now(), pending));
+  block().require(verb, block().smem.write(target, bytes, block().now(), pending));
   std::memset(block().smem.at(target), POISON, bytes);
   ++block().counters.cp_async;
   block().current().copies.push_back({target, valid ? source : nullptr, bytes, block().current().groups});
@@ -94,7 +89,7 @@ void ldmatrix(uint32* matrix, SharedAddress row) {
   const char* verb = TRANSPOSED ? "ldmatrix_x4_trans" : "ldmatrix_x4";
   check_address(verb, row, 16);
   // A lane reads, for the warp, the row whose address it gives.
-  check(verb, block().smem.read(row, CHUNK_BYTES, block().now()));
+  block().require(verb, block().smem.read(row, CHUNK_BYTES, block().now()));
   MatrixArguments arguments{row, matrix};
   block().meet_warp(verb, &arguments, [](void* const* lanes) { read_matrices<TRANSPOSED>(lanes); });
 }

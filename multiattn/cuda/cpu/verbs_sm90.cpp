@@ -47,14 +47,9 @@ void set_registers(int count, bool raise) {
 
 void wgmma_wait(int groups_left) { warpgroup("wgmma_wait").wait(groups_left); }
 
-void wgmma_ss(bool is_bf16, int columns, float* d, uint64 a, uint64 b, bool add) {
-  warpgroup("wgmma_ss").issue({"wgmma_ss", is_bf16, columns, d, nullptr, a, b, false, add});
-}
-void wgmma_rs(bool is_bf16, int columns, float* d, const uint32* a, uint64 b, bool add) {
-  warpgroup("wgmma_rs").issue({"wgmma_rs", is_bf16, columns, d, a, 0, b, false, add});
-}
-void wgmma_rs_mn(bool is_bf16, int columns, float* d, const uint32* a, uint64 b, bool add) {
-  warpgroup("wgmma_rs_mn").issue({"wgmma_rs_mn", is_bf16, columns, d, a, 0, b, true, add});
+void wgmma(const char* verb, bool is_bf16, int columns, float* d, const uint32* a_registers, uint64 a, uint64 b,
+           bool b_mn_major, bool add) {
+  warpgroup(verb).issue({verb, is_bf16, columns, d, a_registers, a, b, b_mn_major, add});
 }
 
 }  // namespace emulation

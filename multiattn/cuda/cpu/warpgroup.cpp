@@ -5,7 +5,6 @@
 
 #include "formats.h"
 #include "hopper.h"
-#include "vectors.h"
 
 namespace multiattn::emulation {
 
@@ -132,8 +131,6 @@ void Warpgroup::start(int registers) {
   sums_.clear();
 }
 
-void Warpgroup::fail(const char* verb, const std::string& what) const { block_.fail(std::string(verb) + ": " + what); }
-
 void Warpgroup::finish() {
   --live_;
   if (arrived_) block_.fail(std::string("returns while its warpgroup waits in ") + verb_);
@@ -142,14 +139,14 @@ void Warpgroup::finish() {
 
 Warpgroup::Step& Warpgroup::take_step(const Step& step, bool& is_new) {
   if (live_ < WARPGROUP_SIZE)
-    fail(step.verb, "needs all 128 threads of the warpgroup; " + std::to_string(WARPGROUP_SIZE - live_) + " returned");
+    block_.fail(step.verb, "needs all 128 threads of the warpgroup; " + std::to_string(WARPGROUP_SIZE - live_) + " returned");
   std::size_t& cursor = cursor_[lane()];
   is_new = cursor == steps_.size();
   if (is_new) steps_.push_back(step);
   Step& mine = steps_[cursor++];
   if (std::strcmp(mine.verb, step.verb) != 0)
     block_.fail(std::string("divergent warpgroup: this thread is in ") + step.verb + ", another one in " + mine.verb);
-  if (!(mine == step)) fail(step.verb, "the threads of the warpgroup differ in its descriptors or constants");
+  if (!(mine == step)) block_.fail(step.verb, "the threads of the warpgroup differ in its descriptors or constants");
   return mine;
 }
 
@@ -199,7 +196,7 @@ void Warpgroup::set_registers(const char* verb, int count, bool raise, RegisterP
   take_step({verb, count}, is_new);
   meet(verb, [&] {
     if (raise ? count < registers_ : count > registers_)
-      fail(verb, std::to_string(count) + " registers a thread, where the warpgroup has " + std::to_string(registers_));
+      block_.fail(verb, std::to_string(count) + " registers a thread, where the warpgroup has " + std::to_string(registers_));
     while (pool.free < count - registers_) block_.wait_for(verb, pool);
     pool.free -= count - registers_;
     registers_ = count;
@@ -223,7 +220,7 @@ void Warpgroup::issue(const WgmmaCall& call) {
 
 Warpgroup::Operation* Warpgroup::begin(const WgmmaCall& call) {
   if (call.columns < 8 || call.columns > WGMMA_COLUMNS_MAX || call.columns % 8)
-    fail(call.verb, std::to_string(call.columns) + " columns: a multiple of 8 up to 256");
+    block_.fail(call.verb, std::to_string(call.columns) + " columns: a multiple of 8 up to 256");
   if (spare_operations_.empty()) spare_operations_.push_back(std::make_unique<Operation>());
   flying_.push_back(std::move(spare_operations_.back()));
   spare_operations_.pop_back();
@@ -242,12 +239,11 @@ Warpgroup::Operation* Warpgroup::begin(const WgmmaCall& call) {
 
 // The lines that hold a K-major [rows, 16], or an MN-major [16, rows].
 void Warpgroup::add_operand(Operation& operation, std::uint64_t descriptor, int rows, bool mn_major) {
-  if (const char* problem = Matrix::problem(descriptor)) fail(operation.call.verb, problem);
+  if (const char* problem = Matrix::problem(descriptor)) block_.fail(operation.call.verb, problem);
   const Matrix matrix(descriptor, base());
   std::uint32_t latest = ~0u;
   const auto add = [&](std::uint32_t chunk) {
-    const std::string problem = block_.smem.check_address(chunk, CHUNK_BYTES, CHUNK_BYTES, rank());
-    if (!problem.empty()) fail(operation.call.verb, problem);
+    block_.require(operation.call.verb, block_.smem.check_address(chunk, CHUNK_BYTES, CHUNK_BYTES, rank()));
     const std::uint32_t line = chunk / LINE_BYTES * LINE_BYTES;
     if (line == latest) return;
     latest = line;
@@ -270,7 +266,7 @@ Warpgroup::Sum& Warpgroup::sum_of(const WgmmaCall& call) {
   for (auto& sum : sums_) {
     if (sum->d[mine] == call.d && sum->columns == call.columns) return *sum;
     if (sum->d[mine] < call.d + call.columns / 2 && call.d < sum->d[mine] + sum->columns / 2)
-      fail(call.verb, "accumulators that are a part of another wgmma's under way");
+      block_.fail(call.verb, "accumulators that are a part of another wgmma's under way");
   }
   if (spare_sums_.empty()) spare_sums_.push_back(std::make_unique<Sum>());
   sums_.push_back(std::move(spare_sums_.back()));
@@ -286,7 +282,7 @@ Warpgroup::Sum& Warpgroup::sum_of(const WgmmaCall& call) {
 void Warpgroup::take_accumulators(Sum& sum, const WgmmaCall& call) {
   const int mine = lane();
   if (sum.d[mine] == call.d) return;
-  if (sum.d[mine]) fail(call.verb, "accumulators at another place than in the warpgroup's other threads");
+  if (sum.d[mine]) block_.fail(call.verb, "accumulators at another place than in the warpgroup's other threads");
   sum.d[mine] = call.d;
   const int row = first_row(mine);
   for (int group = 0; group < sum.columns / 8; ++group) {
@@ -304,7 +300,7 @@ void Warpgroup::give_accumulators(Sum& sum) {
     const int row = first_row(lane);
     for (int i = 0; i < sum.columns / 2; ++i)
       if (bits_of(d[i]) != POISONED_WORD)
-        fail("wgmma_wait", "thread " + std::to_string(index_ * WARPGROUP_SIZE + lane) +
+        block_.fail("wgmma_wait", "thread " + std::to_string(index_ * WARPGROUP_SIZE + lane) +
                                " wrote accumulators of a wgmma under way");
     for (int group = 0; group < sum.columns / 8; ++group) {
       const int column = first_column(lane, group);
@@ -347,7 +343,7 @@ void Warpgroup::compute(Operation& operation) {
 void Warpgroup::check_registers(const Operation& operation) const {
   for (int i = 0; i < WARPGROUP_SIZE; ++i)
     if (std::memcmp(operation.a[i], operation.a_at_issue[i], sizeof operation.a_at_issue[i]) != 0)
-      fail("wgmma_wait", "thread " + std::to_string(index_ * WARPGROUP_SIZE + i) + " changed operand A of a " +
+      block_.fail("wgmma_wait", "thread " + std::to_string(index_ * WARPGROUP_SIZE + i) + " changed operand A of a " +
                              operation.call.verb + " under way");
 }
 

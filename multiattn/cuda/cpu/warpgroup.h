@@ -89,7 +89,6 @@ class Warpgroup : public Condition {
     std::uint32_t a_at_issue[WARPGROUP_SIZE][4];
   };
 
-  [[noreturn]] void fail(const char* verb, const std::string& what) const;
   int rank() const { return index_ * WARPGROUP_SIZE / block_.threads_of_block(); }
   std::uint32_t base() const { return rank() * WINDOW_BYTES; }
   int lane() const { return block_.current().index % WARPGROUP_SIZE; }

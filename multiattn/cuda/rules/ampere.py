@@ -18,7 +18,8 @@ _CPU = ("cpu",)
 _SM90 = ("sm90",)
 _BIG = ("sm80", "sm100", "sm103")  # 163 KiB a block and more
 _SMALL = ("sm86", "sm89", "sm120", "sm121")  # 99 KiB
-_GPUS = (*_BIG, *_SM90, *_SMALL)
+_OTHERS = (*_BIG, *_SMALL)
+_GPUS = (*_SM90, *_OTHERS)
 
 _H200 = "H200 2026-11-21: "
 _UNSWEPT = "a guess, never swept: "
@@ -26,6 +27,7 @@ _EMULATED = "emulated: the smallest tile with two blocks of keys, every kind of 
 _ONE_STAGE = _UNSWEPT + "a whole tile of V takes most of what a block can have"
 _OUTPUT = "the output of 64 rows, or 32 from D=513 on, takes 128 registers of eight warps"
 _Q_WHOLE = COMPILED + "Q whole, and slices of K and of V of one size in one ring"
+_ONE_BUFFER = _UNSWEPT + "the tiles of share none, with one buffer in place of two"
 _TWO_WARPS = _UNSWEPT + "two warps share 32 rows"
 
 ForwardRules: TypeAlias = tuple[Rule[CudaConfig], ...]
@@ -55,11 +57,6 @@ def _tile(
     )
 
 
-def _three(why: str, *configs: CudaConfig) -> ForwardRules:
-    """Rules of all GPUs up to D = 64, 128 and 256."""
-    return tuple(_forward(_GPUS, most, it, _UNSWEPT + why) for most, it in zip((64, 128, 256), configs, strict=True))
-
-
 # ---------------------------------------------------------------- split_q
 
 _SPLIT_Q: ForwardRules = (
@@ -67,79 +64,46 @@ _SPLIT_Q: ForwardRules = (
     _forward(_SM90, 64, _tile(128, 64, 4, 3, q="registers"), _H200 + "320 TFLOPS; 2 stages 314"),
     _forward(_SM90, 128, _tile(128, 64, 4, 1), _H200 + "387 TFLOPS; 2 stages 384"),
     _forward(_SM90, 256, _tile(64, 32, 4, 2, q="registers"), _H200 + "327 TFLOPS; 64x64 with 1 stage 322"),
+    _forward(_OTHERS, 64, _tile(128, 64, 4, 2, q="registers"), COMPILED + "32 rows a warp read K and V half as often"),
     _forward(
-        (*_BIG, *_SMALL),
-        64,
-        _tile(128, 64, 4, 2, q="registers"),
-        COMPILED + "32 rows a warp read K and V half as often; 160 registers",
+        ("sm80", *_SMALL), 128, _tile(128, 64, 4, 1), COMPILED + "FlashAttention-2's tile for D=128", banded=False
     ),
-    _forward(
-        ("sm80", *_SMALL),
-        128,
-        _tile(128, 64, 4, 1),
-        COMPILED + "FlashAttention-2's tile for D=128; two blocks an SM where it has 128 KiB",
-        banded=False,
-    ),
-    _forward(
-        (*_BIG, *_SMALL),
-        128,
-        _tile(128, 32, 4, 2),
-        COMPILED + "as many bytes as 128x64 with 1 stage, which spills under a mask, and on sm100 always",
-    ),
+    _forward(_OTHERS, 128, _tile(128, 32, 4, 2), COMPILED + "128x64 spills under a mask, and on sm100 always"),
     _forward(_BIG, 256, _tile(128, 64, 8, 1), COMPILED + "the output leaves registers for 16 rows a warp"),
     _forward(_SMALL, 256, _tile(64, 64, 4, 1), COMPILED + "96 KiB at D=256 is what a block can have"),
 )
 
 _SHARE_KV = (
     _forward(_CPU, 256, _tile(64, 32, 4, 1), _EMULATED),
-    *_three(
-        "the tiles of share none, with one buffer in place of two",
-        _tile(128, 64, 4, 1, q="registers"),
-        _tile(128, 64, 4, 1),
-        _tile(64, 32, 4, 1),
-    ),
+    _forward(_GPUS, 64, _tile(128, 64, 4, 1, q="registers"), _ONE_BUFFER),
+    _forward(_GPUS, 128, _tile(128, 64, 4, 1), _ONE_BUFFER),
+    _forward(_GPUS, 256, _tile(64, 32, 4, 1), _ONE_BUFFER),
 )
 
 _SHARE_QKV = (
     _forward(_CPU, 256, _tile(64, 32, 4, 1, q="registers"), _EMULATED),
-    *_three(
-        "Q takes registers, too: 16 rows a warp from D=65 on",
-        _tile(128, 64, 4, 1, q="registers"),
-        _tile(64, 64, 4, 1, q="registers"),
-        _tile(64, 32, 4, 1, q="registers"),
-    ),
+    _forward(_GPUS, 64, _tile(128, 64, 4, 1, q="registers"), _UNSWEPT + "32 rows a warp"),
+    _forward(_GPUS, 128, _tile(64, 64, 4, 1, q="registers"), _UNSWEPT + "Q takes registers, too: 16 rows a warp"),
+    _forward(_GPUS, 256, _tile(64, 32, 4, 1, q="registers"), _UNSWEPT + "Q takes registers, too: 16 rows a warp"),
 )
 
 _SPLIT_Q_SLICED = (
     _forward(_CPU, 256, _tile(64, 32, 4, 2, q="streamed"), _EMULATED),
-    _forward(
-        _GPUS,
-        256,
-        _tile(64, 64, 4, 2, q="streamed", slices="64 32"),
-        _UNSWEPT + "16 rows a warp leave registers for the output up to D=256",
-    ),
+    _forward(_GPUS, 256, _tile(64, 64, 4, 2, q="streamed", slices="64 32"), _UNSWEPT + "16 rows a warp"),
 )
 
 # ---------------------------------------------------------------- split_kv
 
 _SPLIT_KV = (
     _forward(_CPU, 256, _tile(32, 32, 4, 1, columns=2), _EMULATED),
-    *_three(
-        "two warps share 32 rows",
-        _tile(64, 64, 4, 1, columns=2),
-        _tile(64, 64, 4, 1, columns=2),
-        _tile(64, 32, 4, 1, columns=2),
-    ),
+    _forward(_GPUS, 128, _tile(64, 64, 4, 1, columns=2), _TWO_WARPS),
+    _forward(_GPUS, 256, _tile(64, 32, 4, 1, columns=2), _TWO_WARPS),
 )
 
 _SPLIT_KV_SHARE_QKV = (
     _forward(_CPU, 256, _tile(32, 32, 4, 1, q="registers", columns=2), _EMULATED),
-    *_three(
-        "two warps share 32 rows, and hold the same Q",
-        _tile(64, 64, 4, 1, q="registers", columns=2),
-        _tile(64, 64, 4, 1, q="registers", columns=2),
-        _tile(32, 64, 4, 1, q="registers", columns=2),
-    ),
+    _forward(_GPUS, 128, _tile(64, 64, 4, 1, q="registers", columns=2), _TWO_WARPS + ", and hold the same Q"),
+    _forward(_GPUS, 256, _tile(32, 64, 4, 1, q="registers", columns=2), _TWO_WARPS + ", and hold the same Q"),
 )
 
 _FOUR_COLUMNS = _tile(64, 64, 8, 2, q="streamed", columns=4)
@@ -238,8 +202,8 @@ ATOMIC_RULES: tuple[Rule[BackwardConfig], ...] = (
     _backward(_SM90, 128, _keys(64, 128, 8, 2, wide=True), _H200 + "312 TFLOPS; 1 stage 305", banded=False),
     _backward(_SM90, 128, _keys(64, 128, 8, 1, wide=True), _H200 + "288 TFLOPS; 2 stages 297, but they spill"),
     _backward(_SM90, 256, _keys(64, 64, 8, 2, wide=True), _H200 + "244 TFLOPS; 1 stage 239"),
-    *_atomic_of((*_BIG, *_SMALL), wide=True),
-    *_atomic_of((*_BIG, *_SMALL), wide=False),
+    *_atomic_of(_OTHERS, wide=True),
+    *_atomic_of(_OTHERS, wide=False),
 )
 
 TWO_PASS_RULES: tuple[Rule[BackwardConfig], ...] = (
@@ -247,7 +211,7 @@ TWO_PASS_RULES: tuple[Rule[BackwardConfig], ...] = (
     _backward(_SM90, 64, _both(_keys(64, 128, 8, 2), 128, 64, 4, 2), _H200 + "218 TFLOPS; dq with 128x32 215"),
     _backward(_SM90, 128, _both(_keys(64, 128, 8, 2), 128, 32, 4, 2), _H200 + "255 TFLOPS; dq with 1 stage 249"),
     _backward(_SM90, 256, _both(_keys(64, 64, 8, 2), 128, 64, 8, 1), _H200 + "205 TFLOPS; dq with 64x32 202"),
-    _backward((*_BIG, *_SMALL), 64, _both(_keys(64, 64, 4, 2), 64, 64, 4, 2), COMPILED + "close to the best of H200"),
+    _backward(_OTHERS, 64, _both(_keys(64, 64, 4, 2), 64, 64, 4, 2), COMPILED + "close to the best of H200"),
     _backward(_BIG, 128, _both(_keys(64, 128, 8, 1), 64, 64, 4, 1), COMPILED + "fits and spills nothing"),
     _backward(_SMALL, 128, _both(_keys(32, 64, 4, 2), 64, 64, 4, 1), COMPILED + "fits and spills nothing"),
     _backward(_BIG, 256, _both(_keys(64, 64, 8, 1), 64, 32, 4, 1), COMPILED + "what fits"),
