@@ -118,6 +118,7 @@ def _wgmma(plan: Plan) -> Launch:
         smem_bytes=wgmma.smem_bytes(config, problem),
         cluster=config.cluster,
         overlaps=True,
+        wgmma_columns=(config.tile_n, problem.head_dim),
         arch_features=True,
     )
     return Launch(kernel=kernel, blocks=wgmma.grid_blocks(config, problem), is_persistent=config.is_persistent)

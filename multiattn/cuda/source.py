@@ -41,6 +41,8 @@ class Kernel:
     """Blocks that run together and reach one another's shared memory."""
     overlaps: bool = False
     """It waits by itself for what is before it on the stream, so that it may begin while that ends."""
+    wgmma_columns: tuple[int, ...] = ()
+    """The widths of its wgmmas: multiples of 8."""
     arch_features: bool = False
     """It has instructions of one arch alone (wgmma), whose code runs on no later one."""
 
@@ -53,6 +55,7 @@ class Kernel:
 def translation_unit(kernels: Sequence[Kernel]) -> str:
     """C++ that defines `kernels`, and asserts what Python believes about each."""
     parts = [f'#include "{header}"\n' for header in dict.fromkeys(kernel.header for kernel in kernels)]
+    parts += [_wgmma(it) for it in sorted({it for kernel in kernels for it in kernel.wgmma_columns})]
     for params in dict.fromkeys(kernel.params for kernel in kernels):
         name, size = params.__name__, ctypes.sizeof(params)
         parts.append(f'static_assert(sizeof(multiattn::{name}) == {size}, "params.{name}");\n')
@@ -68,6 +71,14 @@ def translation_unit(kernels: Sequence[Kernel]) -> str:
             "}\n"
         )
     return "\n".join(parts)
+
+
+def _wgmma(columns: int) -> str:
+    """The instructions of `multiattn/wgmma.cuh` for so many columns: a thread holds half of them."""
+    count = columns // 2
+    places = ", ".join(f'"%{place}"' for place in range(count, count + 6))
+    accumulators = ", ".join(f'"+f"(d[{index}])' for index in range(count))
+    return f'WGMMA({columns}, "{", ".join(f"%{index}" for index in range(count))}", {places}, {accumulators})\n'
 
 
 def _entry(kernel: Kernel) -> str:

@@ -3,6 +3,8 @@
 #pragma once
 #include "multiattn/ptx_sm90.cuh"
 
+#define WGMMA(N, ...)  // any number of columns will do
+
 namespace multiattn {
 
 namespace emulation {
