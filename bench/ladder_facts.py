@@ -224,9 +224,9 @@ def emulate(plan: Plan) -> Conflicts:
     reasons = (*backend.probe(CPU), *(small if isinstance(small, tuple) else ()))
     if not isinstance(small, Plan) or reasons:
         return Conflicts(why="; ".join(map(str, reasons)))
-    from multiattn.cuda.bind import struct_of
     from multiattn.cuda.cpu import host
     from multiattn.cuda.instances import launches_of
+    from multiattn.cuda.params import struct_of
     from multiattn.plan.abi import pack
 
     (launch,) = launches_of(small)

@@ -174,7 +174,8 @@ def wgmma_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence
     widest = next((it for it in SHAPES if problem.head_dim <= it), None)
     fits = partial(variant.fits, problem, arch)
     alone = "one_tile" if problem.is_banded else "static"  # the third loses in each
-    orders = [{"scheduler": "dynamic"}, *({"scheduler": alone, "cluster": cluster} for cluster in (1, 2))]
+    orders: list[dict[str, Any]] = [{"scheduler": "dynamic"}]
+    orders += [{"scheduler": alone, "cluster": cluster} for cluster in (1, 2)]
     found: list[WgmmaConfig | None] = []
     for number, (tile_m, tile_n, q_slots) in enumerate(SHAPES[widest] if widest else ()):
         config = WgmmaConfig(tile_m=tile_m, tile_n=tile_n, q_slots=q_slots, pingpong=True, lazy_max=True)

@@ -153,7 +153,6 @@ void Block::count_warp_barrier() {
 void Block::release(Barrier& barrier) {
   barrier.arrived = 0;
   ++barrier.generation;
-  ++counters.barriers;
   if (&barrier == &cluster_)
     hopper_->publish_mbarriers();
   else if (hopper_)
@@ -174,7 +173,6 @@ void Block::wait_for(const char* verb, const Condition& condition) {
   me.generation = condition.generation;
   Thread& next = next_thread();
   if (&next != &me) {
-    ++counters.switches;
     run_as(next);
     switch_fiber(me.fiber, next.fiber);
   }

@@ -33,8 +33,8 @@ RUNTIME = tuple(_HERE / f"{name}.cpp" for name in ("block", "verbs", "hopper", "
 INCLUDES = (_HERE, *HOST_INCLUDES)
 # No -march=native: a cache directory may be shared by machines; the emulated mma picks its instructions at load time.
 _FLAGS = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
-_KERNEL_FLAGS = (*_FLAGS, "-O1")
-_RUNTIME_FLAGS = (*_FLAGS, "-O2")
+_KERNEL_FLAGS: tuple[str, ...] = (*_FLAGS, "-O1")
+_RUNTIME_FLAGS: tuple[str, ...] = (*_FLAGS, "-O2")
 MULTIPROCESSORS = 2
 """Of the emulated GPU, as a persistent grid is told: so each block of it has several tiles."""
 _ERROR_BYTES = 2048

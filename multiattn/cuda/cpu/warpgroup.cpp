@@ -181,7 +181,6 @@ void Warpgroup::wait(int groups_left) {
     if (due()) ++time_;
     while (due()) {
       compute(*flying_.front());
-      spare_operations_.push_back(std::move(flying_.front()));
       flying_.pop_front();
     }
     for (int i = 0; i < WARPGROUP_SIZE; ++i) {
@@ -221,14 +220,9 @@ void Warpgroup::issue(const WgmmaCall& call) {
 Warpgroup::Operation* Warpgroup::begin(const WgmmaCall& call) {
   if (call.columns < 8 || call.columns > WGMMA_COLUMNS_MAX || call.columns % 8)
     block_.fail(call.verb, std::to_string(call.columns) + " columns: a multiple of 8 up to 256");
-  if (spare_operations_.empty()) spare_operations_.push_back(std::make_unique<Operation>());
-  flying_.push_back(std::move(spare_operations_.back()));
-  spare_operations_.pop_back();
-  Operation& operation = *flying_.back();
+  Operation& operation = *flying_.emplace_back(new Operation);
   operation.call = call;
   operation.group = groups_;
-  operation.needs.clear();
-  operation.lines.clear();
   if (!call.a_registers) add_operand(operation, call.a, WGMMA_ROWS, false);
   add_operand(operation, call.b, call.columns, call.b_mn_major);
   operation.sum = &sum_of(call);
@@ -268,13 +262,8 @@ Warpgroup::Sum& Warpgroup::sum_of(const WgmmaCall& call) {
     if (sum->d[mine] < call.d + call.columns / 2 && call.d < sum->d[mine] + sum->columns / 2)
       block_.fail(call.verb, "accumulators that are a part of another wgmma's under way");
   }
-  if (spare_sums_.empty()) spare_sums_.push_back(std::make_unique<Sum>());
-  sums_.push_back(std::move(spare_sums_.back()));
-  spare_sums_.pop_back();
-  Sum& sum = *sums_.back();
+  Sum& sum = *sums_.emplace_back(new Sum);  // which leaves its values as they are
   sum.columns = call.columns;
-  sum.operations = 0;
-  std::fill(std::begin(sum.d), std::end(sum.d), nullptr);
   return sum;
 }
 
@@ -335,9 +324,7 @@ void Warpgroup::compute(Operation& operation) {
   }
   if (--sum.operations) return;
   give_accumulators(sum);
-  const auto place = std::find_if(sums_.begin(), sums_.end(), [&](const auto& other) { return other.get() == &sum; });
-  spare_sums_.push_back(std::move(*place));
-  sums_.erase(place);
+  sums_.erase(std::find_if(sums_.begin(), sums_.end(), [&](const auto& other) { return other.get() == &sum; }));
 }
 
 void Warpgroup::check_registers(const Operation& operation) const {

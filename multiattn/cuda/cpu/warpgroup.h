@@ -115,8 +115,7 @@ class Warpgroup : public Condition {
   std::size_t cursor_[WARPGROUP_SIZE];  // of each thread in them
   std::int64_t groups_ = 0;     // committed
   std::deque<std::unique_ptr<Operation>> flying_;
-  std::vector<std::unique_ptr<Operation>> spare_operations_;
-  std::vector<std::unique_ptr<Sum>> sums_, spare_sums_;
+  std::vector<std::unique_ptr<Sum>> sums_;
   Time time_ = 0;  // of its wgmmas
 };
 
