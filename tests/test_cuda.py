@@ -57,7 +57,7 @@ def test_other_configs(config):
 @pytest.mark.xdist_group("sanitizers")  # one build for both
 @pytest.mark.parametrize(("broken", "returncode"), [(False, 0), (True, 1)], ids=["clean", "out of bounds"])
 def test_sanitizers(broken, returncode):
-    command = [sys.executable, "-m", "multiattn.cuda.cpu.sanitize", *(["--break-bounds"] if broken else [])]
+    command = [sys.executable, "-m", "multiattn.inspect.sanitize", *(["--break-bounds"] if broken else [])]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == returncode, done.stderr
     assert ("heap-buffer-overflow" in done.stderr) == broken

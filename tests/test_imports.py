@@ -22,7 +22,7 @@ ALLOWED = {
     **dict.fromkeys(multiattn.BACKENDS, _LANGUAGE),
     "api": {"problem", "plan", "run"},
     "aot": {"problem", "plan", "run"},
-    "inspect": {"problem", "plan", "run", "aot"},
+    "inspect": {"problem", "plan", "run", "aot", "cuda"},  # cuda: `sanitize`
     "__init__": {"problem", "plan", "run", "reference", "api"},
     "__main__": {"problem", "plan", "inspect"},
 }

@@ -1,4 +1,4 @@
-"""``python -m multiattn.cuda.cpu.sanitize``: the kernels on the CPU under AddressSanitizer and UBSan.
+"""``python -m multiattn.inspect.sanitize``: the kernels on the CPU under AddressSanitizer and UBSan.
 
 A few problems run on tensors of exactly their size, so that any access beyond one is an error. With ``--break-bounds``
 K is allocated 8 elements too small, which must be found.
@@ -88,7 +88,7 @@ def _build(plans: Sequence[Plan]) -> Path:
 
 def main() -> int:
     """Run, report, and return the exit status: 0 when all is clean, 1 for a finding, 2 where this cannot be built."""
-    parser = argparse.ArgumentParser(prog="python -m multiattn.cuda.cpu.sanitize", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m multiattn.inspect.sanitize", description=__doc__)
     parser.add_argument("--break-bounds", action="store_true", help="allocate K 8 elements too small: must be found")
     options = parser.parse_args()
     if reasons := probe_host():
@@ -107,7 +107,7 @@ def main() -> int:
         for name in ("libasan.so", "libstdc++.so")
     ]
     ours = {"LD_PRELOAD": ":".join(libraries), "ASAN_OPTIONS": "detect_leaks=0", _PRELOADED: "1"}
-    command = [sys.executable, "-m", "multiattn.cuda.cpu.sanitize", *sys.argv[1:]]
+    command = [sys.executable, "-m", "multiattn.inspect.sanitize", *sys.argv[1:]]
     return int(subprocess.run(command, env={**os.environ, **ours}).returncode != 0)
 
 
