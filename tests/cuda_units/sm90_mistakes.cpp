@@ -56,13 +56,9 @@ KERNEL(128, 1) nothing(PARAMETERS(Arguments)) {}
 KERNEL(128, 1) checked_map(PARAMETERS(Arguments) arguments) { prefetch_map(arguments.b); }  // which the test spoils
 
 // ---- mbarriers
-MISTAKE(arrival_without_init, "mbarrier_arrive: there is no mbarrier at 16384: mbarrier_init is missing") {
-  mbarrier_arrive(BARRIER);
-}
+MISTAKE(arrival_without_init, "mbarrier_arrive: there is no mbarrier at 16384: mbarrier_init") { mbarrier_arrive(BARRIER); }
 MISTAKE(wait_without_init, "mbarrier_wait: there is no mbarrier at 16384") { mbarrier_wait(BARRIER, 0); }
-MISTAKE(expectation_without_init, "mbarrier_arrive_expect: there is no mbarrier at 16384") {
-  mbarrier_arrive_expect(BARRIER, 16);
-}
+MISTAKE(expectation_without_init, "mbarrier_arrive_expect: there is no mbarrier") { mbarrier_arrive_expect(BARRIER, 16); }
 MISTAKE(init_not_seen, "thread 64: mbarrier_arrive: no barrier follows the mbarrier_init of 16384") {
   if (first_thread()) mbarrier_init(BARRIER, 1);
   if (is_thread(64)) mbarrier_arrive(BARRIER);
@@ -79,12 +75,8 @@ MISTAKE(too_many_arrivals, "more arrivals than the 1 of a phase at the mbarrier(
   if (first_thread()) mbarrier_arrive_expect(BARRIER, BOX);
   if (is_thread(32)) mbarrier_arrive(BARRIER);
 }
-MISTAKE(bytes_never_come, "in mbarrier_wait(16384, phase 0: 1 of 1 arrivals, 8192 bytes missing);") {
-  load_and_wait(arguments, 2 * BOX);
-}
-MISTAKE(too_many_bytes, "tma_load: more bytes than expected came to the mbarrier(16384, phase 0: ") {
-  load_and_wait(arguments, BOX / 2);
-}
+MISTAKE(bytes_never_come, "in mbarrier_wait(16384, phase 0: 1 of 1 arrivals, 8192 by") { load_and_wait(arguments, 2 * BOX); }
+MISTAKE(too_many_bytes, "tma_load: more bytes than expected came to the mbarrier") { load_and_wait(arguments, BOX / 2); }
 MISTAKE(wait_for_nobody, "deadlock: threads 0-127 in mbarrier_wait(16384, phase 0: 1 of 2 arrivals, 0 bytes missing);") {
   make_barriers(BARRIER, 1, 2);
   if (first_thread()) mbarrier_arrive(BARRIER);
@@ -101,9 +93,7 @@ MISTAKE(phase_missed, "mbarrier_wait: the phase after the one waited for has gon
 }
 
 // ---- stmatrix
-MISTAKE_OF(32, matrix_outside, "stmatrix_x4: address 49152 is outside the 49152 bytes of shared memory") {
-  stmatrix_x4(49152, {});
-}
+MISTAKE_OF(32, matrix_outside, "stmatrix_x4: address 49152 is outside the 49152 bytes") { stmatrix_x4(49152, {}); }
 MISTAKE_OF(32, matrix_of_half_a_warp, "thread 16: returns while its warp waits in stmatrix_x4") {
   if (thread_index() < 16) stmatrix_x4(16 * thread_index(), {});
 }
@@ -225,7 +215,7 @@ MISTAKE(stored_memory_overwritten_by_others, "overwrites, with no barrier betwee
   if (first_thread()) tma_store_wait_read<0>();
   if (is_thread(32)) store_shared_4(TILE, 0);
 }
-MISTAKE(store_not_waited_for, "returns without a wait for its TMA stores to read shared memory") {
+MISTAKE(store_not_waited_for, "returns without a wait for its TMA stores") {
   if (first_thread()) store_and_commit(arguments);
 }
 MISTAKE(store_not_committed, "returns without a wait for its TMA stores to read shared memory") {
@@ -274,10 +264,10 @@ MISTAKE(wgmma_missing_in_a_warp, "divergent warpgroup: this thread is in wgmma_w
 MISTAKE(wgmma_descriptors_differ, "wgmma_ss: the threads of the warpgroup differ in its descriptors or constants") {
   multiply_and_wait(TILE, TILE + thread_index() / 32 * 1024);
 }
-MISTAKE(wgmma_threads_missing, "wgmma_fence: needs all 128 threads of the warpgroup; 32 returned") {
+MISTAKE(wgmma_threads_missing, "wgmma_fence: needs all 128 threads of the warpgroup; 32") {
   if (thread_index() >= 32) wgmma_fence();
 }
-MISTAKE(wgmma_left_by_a_thread, "thread 127: returns while its warpgroup waits in wgmma_wait") {
+MISTAKE(wgmma_left_by_a_thread, "127: returns while its warpgroup waits in wgmma_wait") {
   if (!is_thread(127)) wgmma_wait<0>();
 }
 MISTAKE_OF(64, wgmma_of_half_a_warpgroup, "wgmma_fence: the thread is in no whole warpgroup of 128") { wgmma_fence(); }
@@ -298,9 +288,7 @@ MISTAKE(wgmma_diverges_from_a_warps_collective, "this lane is in wgmma_wait, ano
   else
     wgmma_wait<0>();
 }
-MISTAKE(wgmma_outside, "wgmma_ss: address 49152 is outside the 49152 bytes of shared memory") {
-  multiply_and_wait(TILE, 40960 + 8192);
-}
+MISTAKE(wgmma_outside, "wgmma_ss: address 49152 is outside the 49152 bytes") { multiply_and_wait(TILE, 40960 + 8192); }
 MISTAKE(wgmma_without_swizzle, "wgmma_ss: a descriptor without the 128-byte swizzle") {
   float d[4] = {};
   wgmma_ss<fp16, 8>(d, descriptor(TILE), descriptor(TILE) & ~(uint64(3) << 62), true);
@@ -365,9 +353,7 @@ MISTAKE_OF(256, load_before_all_warps_are_done, "tma_load: overwrites, with no b
 MISTAKE(barrier_zero, "named_barrier_sync: a barrier 0, there are 1 to 15") { named_barrier_sync(0, 128); }
 MISTAKE(barrier_sixteen, "named_barrier_arrive: a barrier 16, there are 1 to 15") { named_barrier_arrive(16, 128); }
 MISTAKE(barrier_of_48, "named_barrier_sync: 48 threads: a multiple of 32") { named_barrier_sync(1, 48); }
-MISTAKE(barrier_of_more_than_there_are, "named_barrier_sync: 160 threads: a multiple of 32, as many as the block has") {
-  named_barrier_sync(1, 160);
-}
+MISTAKE(barrier_of_more_than_there_are, "named_barrier_sync: 160 threads: a multiple of 32") { named_barrier_sync(1, 160); }
 MISTAKE(barrier_counts_differ, "named_barrier_sync: barrier 1 is of 96 threads here, of 128 elsewhere") {
   named_barrier_sync(1, thread_index() < 64 ? 128 : 96);
 }
@@ -391,12 +377,8 @@ MISTAKE(barrier_against_a_warps_collective, "this lane is in named_barrier_sync,
 MISTAKE_OF(384, registers_of_no_unit, "lower_registers: 25 registers: a multiple of 8 from 24 to 256") { lower_registers<25>(); }
 MISTAKE_OF(384, too_few_registers, "lower_registers: 16 registers: a multiple of 8 from 24 to 256") { lower_registers<16>(); }
 MISTAKE_OF(384, too_many_registers, "raise_registers: 264 registers: a multiple of 8 from 24 to 256") { raise_registers<264>(); }
-MISTAKE_OF(384, lowered_upwards, "lower_registers: 176 registers a thread, where the warpgroup has 168") {
-  lower_registers<176>();
-}
-MISTAKE_OF(384, raised_downwards, "raise_registers: 160 registers a thread, where the warpgroup has 168") {
-  raise_registers<160>();
-}
+MISTAKE_OF(384, lowered_upwards, "lower_registers: 176 registers a thread, where the warpgroup") { lower_registers<176>(); }
+MISTAKE_OF(384, raised_downwards, "raise_registers: 160 registers a thread, where the warpgroup") { raise_registers<160>(); }
 MISTAKE_OF(384, registers_differ, "lower_registers: the threads of the warpgroup differ in its descriptors or constants") {
   if (thread_index() < 64)
     lower_registers<24>();

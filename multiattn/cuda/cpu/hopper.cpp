@@ -60,7 +60,7 @@ void Hopper::finish() {
   if (const std::size_t group = me.index / WARPGROUP_SIZE; group < warpgroups_.size()) warpgroups_[group]->finish();
   if (!block_.ended(me.block)) return;
   for (const Load& load : loads_)
-    if (static_cast<int>(load.target / WINDOW_BYTES) == me.block)
+    if (static_cast<int>(load.box.tile / WINDOW_BYTES) == me.block)
       block_.fail("returns, the last thread of the block, with TMA loads under way");
 }
 
@@ -131,10 +131,6 @@ std::uint32_t Hopper::in_block(const char* verb, std::uint32_t address, int othe
   return address + (other - rank()) * WINDOW_BYTES;
 }
 
-void Hopper::arrive_at(const char* verb, std::uint32_t address, int other) {
-  arrive(verb, in_block(verb, address, other), 0);
-}
-
 void Hopper::complete_if_due(const char* verb, Mbarrier& barrier) {
   if (barrier.missing || barrier.bytes > 0) return;
   if (barrier.bytes < 0) block_.fail(verb, "more bytes than expected came to the mbarrier" + barrier.state());
@@ -180,7 +176,10 @@ struct BoxRow {
   int first = 0, count = 0;         // columns of the box that the tensor has
   unsigned char* memory = nullptr;  // of the first of them
 
-  BoxRow(const EncodedMap& map, int column, int row, int head, int batch) {
+  // Row `i` of the box.
+  BoxRow(const Transfer& box, int i) {
+    const auto& [map, tile, column, first_row, head, batch] = box;
+    const int row = first_row + i;
     if (row < 0 || row >= map.sizes[1] || head < 0 || head >= map.sizes[2] || batch < 0 || batch >= map.sizes[3]) return;
     first = std::clamp(-column, 0, BOX_COLUMNS);
     count = std::clamp(map.sizes[0] - column, first, BOX_COLUMNS) - first;
@@ -202,7 +201,7 @@ void Hopper::load(const char* verb, int first, int last, std::uint32_t target, c
       block_.fail(verb, "no fence_mbarrier_init follows the mbarrier_init of " + std::to_string(barrier_address));
     const std::uint32_t there = in_block(verb, target, rank);
     take_lines(verb, there, bytes);
-    loads_.push_back({map, there, column, row, head, batch, &barrier});
+    loads_.push_back({{map, there, column, row, head, batch}, &barrier});
   }
   ++block_.counters.tma_loads;
   touch_global();
@@ -224,22 +223,22 @@ void Hopper::take_lines(const char* verb, std::uint32_t target, int bytes) {
 
 bool Hopper::land_oldest() {
   if (loads_.empty()) return false;
-  const Load load = loads_.front();
+  const auto [box, barrier] = loads_.front();
   loads_.pop_front();
-  for (int i = 0; i < load.map.box[1]; ++i) {
-    const std::uint32_t address = load.target + i * LINE_BYTES;
-    const BoxRow part(load.map, load.column, load.row + i, load.head, load.batch);
+  for (int i = 0; i < box.map.box[1]; ++i) {
+    const std::uint32_t address = box.tile + i * LINE_BYTES;
+    const BoxRow part(box, i);
     unsigned char row[LINE_BYTES] = {};
     if (part.count) std::memcpy(row + 2 * part.first, part.memory, 2 * part.count);
     for (int at = 0; at < LINE_BYTES; at += CHUNK_BYTES)
       std::memcpy(block_.smem.at(swizzled(address + at)), row + at, CHUNK_BYTES);
     Line& line = lines.of(address);
     line.loading = false;
-    line.load_actor = load.barrier->actor;
-    line.loaded = time_of_phase(load.barrier->generation);
+    line.load_actor = barrier->actor;
+    line.loaded = time_of_phase(barrier->generation);
   }
-  load.barrier->bytes -= load.map.box[1] * LINE_BYTES;
-  complete_if_due("tma_load", *load.barrier);
+  barrier->bytes -= box.map.box[1] * LINE_BYTES;
+  complete_if_due("tma_load", *barrier);
   return true;
 }
 
@@ -258,27 +257,25 @@ void Hopper::store(const void* map_address, std::uint32_t source, int column, in
   check_needs(VERB, needs);
   ++block_.counters.tma_stores;
   AsyncThread& me = threads_[block_.current().index];
-  me.stores.push_back({map, source, column, row, head, batch, me.groups});
+  me.stores.push_back({{map, source, column, row, head, batch}, me.groups});
 }
-
-void Hopper::commit_stores() { ++threads_[block_.current().index].groups; }
 
 void Hopper::wait_stores(int groups_left) {
   AsyncThread& me = threads_[block_.current().index];
   const auto due = [&](const AsyncThread::Store& store) { return store.group < me.groups - groups_left; };
   for (const AsyncThread::Store& store : me.stores)
-    if (due(store)) write_out(store);
+    if (due(store)) write_out(store.box);
   me.stores.erase(std::remove_if(me.stores.begin(), me.stores.end(), due), me.stores.end());
 }
 
-void Hopper::write_out(const AsyncThread::Store& store) {
+void Hopper::write_out(const Transfer& box) {
   const Moment now = block_.now();
-  for (int i = 0; i < store.map.box[1]; ++i) {
-    const std::uint32_t address = store.source + i * LINE_BYTES;
+  for (int i = 0; i < box.map.box[1]; ++i) {
+    const std::uint32_t address = box.tile + i * LINE_BYTES;
     unsigned char row[LINE_BYTES];
     for (int at = 0; at < LINE_BYTES; at += CHUNK_BYTES)
       std::memcpy(row + at, block_.smem.at(swizzled(address + at)), CHUNK_BYTES);
-    const BoxRow part(store.map, store.column, store.row + i, store.head, store.batch);
+    const BoxRow part(box, i);
     if (part.count) std::memcpy(part.memory, row + 2 * part.first, 2 * part.count);
     --lines.of(address).stores;
     block_.smem.note_line_read(address, now);

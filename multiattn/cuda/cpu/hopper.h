@@ -39,12 +39,17 @@ struct NamedBarrier : Condition {
   std::string state() const override;
 };
 
+// A box that TMA moves: which of the tensor, and where it is in shared memory.
+struct Transfer {
+  EncodedMap map;
+  std::uint32_t tile;
+  int column, row, head, batch;
+};
+
 // What a thread's async stores and fences did.
 struct AsyncThread {
   struct Store {
-    EncodedMap map;
-    std::uint32_t source;
-    int column, row, head, batch;
+    Transfer box;
     std::int64_t group;
   };
   std::vector<Store> stores;
@@ -70,14 +75,14 @@ class Hopper {
   void publish_mbarriers();
   void arrive(const char* verb, std::uint32_t address, int bytes);
   // At the same place in the shared memory of the cluster's block of that rank.
-  void arrive_at(const char* verb, std::uint32_t address, int rank);
+  void arrive_at(const char* verb, std::uint32_t address, int rank) { arrive(verb, in_block(verb, address, rank), 0); }
   void wait(std::uint32_t address, int parity);
 
   // To the blocks of ranks `first` to `last`.
   void load(const char* verb, int first, int last, std::uint32_t target, const void* map, std::uint32_t barrier, int column,
             int row, int head, int batch);
   void store(const void* map, std::uint32_t source, int column, int row, int head, int batch);
-  void commit_stores();
+  void commit_stores() { ++threads_[block_.current().index].groups; }
   void wait_stores(int groups_left);
   void fence_writes();
   static const EncodedMap& check_map(const char* verb, const void* map);
@@ -101,9 +106,7 @@ class Hopper {
 
  private:
   struct Load {
-    EncodedMap map;
-    std::uint32_t target;
-    int column, row, head, batch;
+    Transfer box;
     Mbarrier* barrier;
   };
 
@@ -113,7 +116,7 @@ class Hopper {
   void take_lines(const char* verb, std::uint32_t target, int bytes);
   Mbarrier& mbarrier(const char* verb, std::uint32_t address);
   void complete_if_due(const char* verb, Mbarrier& barrier);
-  void write_out(const AsyncThread::Store& store);
+  void write_out(const Transfer& box);
 
   Block& block_;
   std::vector<std::unique_ptr<Mbarrier>> mbarriers_;

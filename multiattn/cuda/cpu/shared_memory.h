@@ -110,17 +110,13 @@ class SharedMemory {
   // ---- for the async proxy, whole lines at a time
   // A TMA load will overwrite the line: what threads did with it is over, and forgotten, or an error.
   std::string take_line(std::uint32_t address, const Moment& now) {
-    if (const std::string problem = lines_->write(address, now); !problem.empty()) return at_address(problem, address);
-    for (Piece& piece : pieces(address, LINE_BYTES)) {
-      if (piece.pending) return by("overwrites a cp.async under way", address, piece.writer);
-      if (piece.writer.any() && !now.follows(piece.writer))
+    for (Piece& piece : pieces(address, LINE_BYTES))
+      if (!piece.pending && piece.writer.any() && !now.follows(piece.writer))
         return by("overwrites, with no barrier between, what was written", address, piece.writer);
-      if (const Epoch* reader = unknown_reader(piece, now))
-        return by("overwrites, with no barrier between, what was read", address, *reader);
-      piece = Piece{};
-    }
+    std::string problem = write(address, LINE_BYTES, now, Pending::NONE);
+    for (Piece& piece : pieces(address, LINE_BYTES)) piece = Piece{};
     lines_->of(address).generic = false;
-    return {};
+    return problem;
   }
   // Calls visit(writer) for every write of threads in the line.
   template <class Visit>
