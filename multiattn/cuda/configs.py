@@ -128,15 +128,21 @@ def why_not(axes: Axes, problem: Problem, arch: Arch, config: Config) -> tuple[R
         return (wrong_kind(config, CudaConfig),)
     if wrong := _wrong_shape(axes, config):
         return tuple(wrong)
-    reasons = _wrong_place(axes, config)
-    pieces = Pieces.of(axes, config, problem)
+    pieces, places = Pieces.of(axes, config, problem), _places_of_q(axes)
+    registers = registers_at_least(axes, config, problem)
+    reasons = failed(
+        (
+            (config.q_place in places, f"q: {config.q_place} with {axes.name}", " or ".join(places)),
+            (
+                registers <= REGISTERS_MAX,
+                f"{registers} registers for scores, output and Q ({config})",
+                f"up to {REGISTERS_MAX} of a thread's 255",
+            ),
+        )
+    )
     if axes.share == "none" and axes.tiling == "qk" and config.stages - 1 > pieces.k_pieces:
         got = f"stages={config.stages} with {pieces.k_pieces} slices of K"
         reasons.append(Reason(code="config", got=got, allowed=f"up to {pieces.k_pieces + 1}", hint="V has one buffer"))
-    registers = registers_at_least(axes, config, problem)
-    if registers > REGISTERS_MAX:
-        got = f"{registers} registers for scores, output and Q ({config})"
-        reasons.append(Reason(code="config", got=got, allowed=f"up to {REGISTERS_MAX} of a thread's 255"))
     reasons += too_large(config, arch, smem_bytes(axes, config, problem), grid_blocks(config, problem))
     return tuple(reasons)
 
@@ -192,14 +198,10 @@ def _wrong_shape(axes: Axes, config: CudaConfig) -> list[Reason]:
     return []
 
 
-def _wrong_place(axes: Axes, config: CudaConfig) -> list[Reason]:
-    """Whether Q is where the point leaves room for it."""
-    allowed = ("registers",) if axes.share == "qkv" else ("shared", "registers")
+def _places_of_q(axes: Axes) -> tuple[str, ...]:
     if axes.tiling != "none":
-        allowed = ("shared", "streamed")
-    if config.q_place in allowed:
-        return []
-    return [Reason(code="config", got=f"q: {config.q_place} with {axes.name}", allowed=" or ".join(allowed))]
+        return "shared", "streamed"
+    return ("registers",) if axes.share == "qkv" else ("shared", "registers")
 
 
 def query_tiles(config: Config, problem: Problem) -> int:

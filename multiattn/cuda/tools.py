@@ -1,4 +1,4 @@
-"""What the backend needs of a machine: Python modules, NVRTC, g++. Looks, imports nothing heavy, launches nothing."""
+"""The needs of the backend: Python modules, NVRTC, g++. Looks, imports nothing heavy, launches nothing."""
 
 from __future__ import annotations
 
@@ -40,19 +40,15 @@ def probe_nvrtc() -> tuple[Reason, ...]:
     except pathfinder.DynamicLibNotFoundError as error:
         return (Reason(code="compiler", got=f"no NVRTC: {error}", allowed="libnvrtc", hint=_INSTALL),)
     try:
-        _try_nvrtc()
+        from cuda.core import Program, ProgramOptions
+
+        # An empty kernel, compiled as the backend does: raises whatever a call would.
+        Program('extern "C" __global__ void nothing() {}', "c++", ProgramOptions(arch="sm_90")).compile("cubin")
     except Exception as error:  # releases of cuda-core and cuda-bindings that do not fit fail in many ways
         names = " with ".join(f"{name} {version_of(name)}" for name in ("cuda-core", "cuda-bindings"))
         got = f"{names}: {type(error).__name__}: {' '.join(str(error).split())}"
         return (Reason(code="compiler", got=got, allowed="releases that compile together", hint=_INSTALL),)
     return ()
-
-
-def _try_nvrtc() -> None:
-    """Compile an empty kernel as the backend does: raises whatever a call would."""
-    from cuda.core import Program, ProgramOptions
-
-    Program('extern "C" __global__ void nothing() {}', "c++", ProgramOptions(arch="sm_90")).compile("cubin")
 
 
 @functools.cache

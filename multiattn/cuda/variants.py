@@ -53,21 +53,16 @@ VARIANTS: tuple[Variant, ...] = (
 """What is offered, best first; then the rest of the cross product, illegal points with their reasons included."""
 
 SPANNING: tuple[str, ...] = (
-    *(
-        Axes(warps=warps, share=share, tiling=tiling, swizzle=swizzle).name
-        for warps, share, tiling, swizzle in (
-            ("split_q", "none", "none", "qkv"),
-            ("split_kv", "kv", "qkv", "qkv"),
-            ("split_kv", "none", "none", ""),
-            ("split_q", "kv", "none", "qk"),
-            ("split_q", "qkv", "none", "k"),
-            ("split_q", "none", "qk", "qv"),
-            ("split_q", "kv", "qkv", "q"),
-            ("split_kv", "qkv", "none", "v"),
-            ("split_kv", "kv", "qk", "kv"),
-            ("split_kv", "none", "qkv", "qk"),
-        )
-    ),
+    points.SPLIT_Q.name,
+    points.TILED.name,
+    "split_kv",
+    "split_q+share_kv+swizzle_qk",
+    "split_q+share_qkv+swizzle_k",
+    "split_q+tiling_qk+swizzle_qv",
+    "split_q+share_kv+tiling_qkv+swizzle_q",
+    "split_kv+share_qkv+swizzle_v",
+    "split_kv+share_kv+tiling_qk+swizzle_kv",
+    "split_kv+tiling_qkv+swizzle_qk",
     WGMMA.name,
 )
 """Of what keeps the contract (sums in fp32): Hopper's kernel, and points that have between them every swizzle and every

@@ -34,9 +34,9 @@ Chunk gather_row(const uint32* matrix) {
 
 void mbarrier_arrive_at(SharedAddress barrier, int rank) { hopper().arrive_at("mbarrier_arrive_if", barrier, rank); }
 
-void tma_load_to_all(int cluster, SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row,
-                     int head, int batch) {
-  hopper().load("tma_load_to_all", 0, cluster - 1, target, &map, barrier, column, row, head, batch);
+void tma_load(const char* verb, int first, int last, SharedAddress target, const TensorMap& map, SharedAddress barrier,
+              int column, int row, int head, int batch) {
+  hopper().load(verb, first, last, target, &map, barrier, column, row, head, batch);
 }
 
 void tma_store_wait(int groups_left) { hopper().wait_stores(groups_left); }
@@ -87,10 +87,6 @@ void fence_mbarrier_init() { hopper().fence_mbarriers(); }
 void fence_async_shared() { hopper().fence_writes(); }
 
 void prefetch_map(const TensorMap& map) { Hopper::check_map("prefetch_map", &map); }
-void tma_load(SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row, int head, int batch) {
-  const int rank = running_block->current().block;
-  hopper().load("tma_load", rank, rank, target, &map, barrier, column, row, head, batch);
-}
 void tma_store(const TensorMap& map, SharedAddress source, int column, int row, int head, int batch) {
   hopper().store(&map, source, column, row, head, batch);
 }

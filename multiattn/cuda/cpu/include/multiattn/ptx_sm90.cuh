@@ -8,8 +8,9 @@ namespace multiattn {
 namespace emulation {
 extern int64 current_blocks;
 void mbarrier_arrive_at(SharedAddress barrier, int rank);
-void tma_load_to_all(int cluster, SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row,
-                     int head, int batch);
+// To the blocks of ranks `first` to `last`.
+void tma_load(const char* verb, int first, int last, SharedAddress target, const TensorMap& map, SharedAddress barrier,
+              int column, int row, int head, int batch);
 void tma_store_wait(int groups_left);
 void set_registers(int count, bool raise);
 void wgmma_wait(int groups_left);
@@ -53,11 +54,15 @@ void fence_mbarrier_init();
 void fence_async_shared();
 
 void prefetch_map(const TensorMap& map);
-void tma_load(SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row, int head, int batch);
+inline void tma_load(SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row, int head,
+                     int batch) {
+  const int rank = emulation::current_rank;
+  emulation::tma_load("tma_load", rank, rank, target, map, barrier, column, row, head, batch);
+}
 template <int CLUSTER>
 inline void tma_load_to_all(SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row, int head,
                             int batch) {
-  emulation::tma_load_to_all(CLUSTER, target, map, barrier, column, row, head, batch);
+  emulation::tma_load("tma_load_to_all", 0, CLUSTER - 1, target, map, barrier, column, row, head, batch);
 }
 void tma_store(const TensorMap& map, SharedAddress source, int column, int row, int head, int batch);
 void tma_store_commit();

@@ -8,11 +8,6 @@
 namespace multiattn {
 
 namespace emulation {
-template <class E>
-constexpr bool IS_BF16 = false;
-template <>
-inline constexpr bool IS_BF16<bf16> = true;
-
 // `a_registers` is null where A is in shared memory.
 void wgmma(const char* verb, bool is_bf16, int columns, float* d, const uint32* a_registers, uint64 a, uint64 b,
            bool b_mn_major, bool add);
@@ -20,15 +15,15 @@ void wgmma(const char* verb, bool is_bf16, int columns, float* d, const uint32* 
 
 template <class E, int N>
 inline void wgmma_ss(float (&d)[N / 2], uint64 a, uint64 b, bool add) {
-  emulation::wgmma("wgmma_ss", emulation::IS_BF16<E>, N, d, nullptr, a, b, false, add);
+  emulation::wgmma("wgmma_ss", E::EXPONENT == bf16::EXPONENT, N, d, nullptr, a, b, false, add);
 }
 template <class E, int N>
 inline void wgmma_rs(float (&d)[N / 2], const uint32 (&a)[4], uint64 b, bool add) {
-  emulation::wgmma("wgmma_rs", emulation::IS_BF16<E>, N, d, a, 0, b, false, add);
+  emulation::wgmma("wgmma_rs", E::EXPONENT == bf16::EXPONENT, N, d, a, 0, b, false, add);
 }
 template <class E, int N>
 inline void wgmma_rs_mn(float (&d)[N / 2], const uint32 (&a)[4], uint64 b, bool add) {
-  emulation::wgmma("wgmma_rs_mn", emulation::IS_BF16<E>, N, d, a, 0, b, true, add);
+  emulation::wgmma("wgmma_rs_mn", E::EXPONENT == bf16::EXPONENT, N, d, a, 0, b, true, add);
 }
 
 }  // namespace multiattn
