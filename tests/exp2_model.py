@@ -65,7 +65,7 @@ def _peaks(grid: Float64, error: Float64) -> Float64:
 
 
 def exp2_fma(x: Float32, degree: int = KERNEL_DEGREE) -> Float32:
-    """What `exp2_fma` of the header gives, bit for bit; with another degree, what it would give."""
+    """The result of the header's `exp2_fma`, bit for bit; with another degree, what it would be."""
     x = np.where(x < np.float32(LOWEST), np.float32(LOWEST), x)
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         shifted = x + np.float32(ROUND)
@@ -94,7 +94,7 @@ def _fma(a: Float32, b: Float32, c: np.float32) -> Float32:
 
 
 def relative_error(x: Float32, degree: int = KERNEL_DEGREE) -> Float64:
-    """Of the model against 2^x in fp64, with its sign."""
+    """The model's error against 2^x in fp64, with its sign."""
     return np.asarray(exp2_fma(x, degree) / np.exp2(x.astype(np.float64)) - 1)
 
 

@@ -192,7 +192,7 @@ def test_a_kernel_of_an_illegal_point_does_not_compile():
 
 
 def test_shared_memory_is_what_the_ladder_promises():
-    """What each step does to it, in bytes, at D=128 with 64x64 tiles: the formulas of docs/ladder.md."""
+    """The bytes of each step at D=128 with 64x64 tiles: the formulas of docs/ladder.md."""
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=128)
     tile = 64 * 128 * 2
     config = CudaConfig(tile_m=64, tile_n=64, warps=4, stages=1)
@@ -216,7 +216,7 @@ PARITYS = {*SPANNING, *(variant.name for variant in VARIANTS if not variant.only
 
 
 def plant(q, k, v):
-    """Of one key, which few rows see."""
+    """Spoil one key, which few rows see."""
     v[:, :, v.shape[2] // 2] = torch.nan
     v[:, :, v.shape[2] // 3, 5] = torch.inf
 

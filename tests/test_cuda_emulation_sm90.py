@@ -1,4 +1,4 @@
-"""What sm90 adds to the emulation: wgmma, TMA and barriers against plain arithmetic, and every mistake it finds."""
+"""The emulation of sm90: wgmma, TMA and barriers against plain arithmetic, and every mistake it finds."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def source(name):
 
 
 def encode(tensor, rows):
-    """Of `tensor` [B, H, S, D]."""
+    """The map of `tensor` [B, H, S, D]."""
     strides = tuple(2 * stride for stride in tensor.stride()[2::-1])
     return host.encode(tensor.data_ptr(), tuple(tensor.shape[::-1]), strides, rows)
 

@@ -76,7 +76,7 @@ def test_what_is_short_of_a_tile_is_the_first_which_sees_the_fewest_keys(cluster
 @on_cpu
 @pytest.mark.parametrize(("causal", "cluster", "scheduler"), [(False, 1, "dynamic"), (True, 2, "static")])
 def test_heads_run_in_sections(monkeypatch, causal, cluster, scheduler):
-    """Of two heads of eight each; under a causal mask the last of them has four."""
+    """Two of the eight heads are a section; under a causal mask the last section has four."""
     monkeypatch.setattr(schedule, "KV_BYTES_SIDE_BY_SIDE", 1)
     plan, *_ = run_wgmma(replace(CONFIG, cluster=cluster, scheduler=scheduler), seq_q=500, causal=causal)
     assert params_of(plan).forward.heads_per_section == 2
@@ -133,7 +133,7 @@ def test_the_logarithm_of_a_sum_has_its_exponent_apart():
 @on_cpu
 @pytest.mark.parametrize("tma_store", [True, False])
 def test_one_column_that_is_not_finite_is_found_wherever_it_is(tma_store):
-    """Of one key, which few rows see: of each head's V another column, of every place that a lane has some in."""
+    """The key is one that few rows see; each head's V has it in another column, one for each place of a lane."""
 
     def plant(q, k, v):
         for head, column in enumerate((1, 22, 43, 60)):
@@ -144,7 +144,7 @@ def test_one_column_that_is_not_finite_is_found_wherever_it_is(tma_store):
 
 @on_cpu
 def test_a_row_whose_weights_are_all_zero_has_an_lse_of_minus_infinity():
-    """Of scores so large that rounding their maximum alone makes exp2 of them 0: out and lse must tell the same."""
+    """Rounding the maximum of such large scores alone makes exp2 of them 0: out and lse must tell the same."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.full((1, 1, 70, 64), 60000.0 + 32 * i, dtype=torch.float16) for i in (0, 12))
     v = torch.randn(1, 1, 70, 64, generator=generator).to(torch.float16)

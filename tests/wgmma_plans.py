@@ -30,7 +30,7 @@ def problem_of(head_dim: int = 64, **sizes: Any) -> Problem:
 
 
 def plan_of(problem: Problem, config: WgmmaConfig = CONFIG, arch: Arch = SM90) -> Plan:
-    """Of the variant, with `config`."""
+    """A Plan of the variant, with `config`."""
     return make_plan(BACKEND, problem, arch, variant=WGMMA.name, config=config, probe=False)
 
 

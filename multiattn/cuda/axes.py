@@ -54,7 +54,7 @@ class Axes:
 
     @property
     def flags(self) -> tuple[tuple[str, str], ...]:
-        """What a Variant carries."""
+        """The flags of its Variant."""
         return tuple(asdict(self).items())
 
     @property
@@ -82,7 +82,7 @@ class Axes:
 
     @property
     def summary(self) -> str:
-        """What the point does, in words."""
+        """The point in words."""
         parts = [_WARPS[self.warps], _SHARE[self.share], _TILING[self.tiling]]
         parts.append(f"{', '.join(self.swizzle)} swizzled" if self.swizzle else "nothing swizzled")
         parts.append("" if self.accumulator == "fp32" else "sums in fp16, outside the contract")
@@ -90,12 +90,12 @@ class Axes:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """Of q, k and v: mma.m16n8k16 adds up in fp16 only what is fp16."""
+        """The dtypes of q, k and v: mma.m16n8k16 adds up in fp16 only what is fp16."""
         return ("fp16", "bf16") if self.accumulator == "fp32" else ("fp16",)
 
     @property
     def is_legal(self) -> bool:
-        """Whether there is a kernel for it; `why_illegal` says why not."""
+        """True where there is a kernel for it; `why_illegal` says why not."""
         return self.share != "qkv" or self.tiling == "none"
 
     @property

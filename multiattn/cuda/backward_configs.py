@@ -30,7 +30,7 @@ class QueryConfig(Config):
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return self.warps * WARP_THREADS
 
 
@@ -41,7 +41,7 @@ class BackwardConfig(QueryConfig):
     wide: bool = False
     """dq is added up 16 bytes at a time instead of 4; sm90 and later."""
     dq: QueryConfig | None = None
-    """Of the kernel of dq; None where dq is added up beside dk and dv."""
+    """The config of the kernel of dq; None where dq is added up beside dk and dv."""
 
 
 def smem_bytes(config: BackwardConfig, problem: Problem) -> int:

@@ -1,4 +1,4 @@
-"""What a launch of an emitted forward kernel hands to the driver: one struct. Pure Python: no compiler."""
+"""The Binding of an emitted forward kernel: one struct. Pure Python: no compiler."""
 
 from __future__ import annotations
 

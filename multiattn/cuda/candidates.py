@@ -64,7 +64,7 @@ def _may_win_forward(axes: Axes, problem: Problem, arch: Arch, config: CudaConfi
 
 
 def _of_rungs(axes: Axes, problem: Problem) -> Iterator[CudaConfig]:
-    """Of points that are not split_q without tiling. Slices of K and of V that are of one size share a ring best."""
+    """Configs of all points but split_q without tiling. Slices of K and V of one size share a ring best."""
     is_sliced = axes.tiling != "none"
     for tile_m, warps, column_warps in _COLUMNS if axes.warps == "split_kv" else _ROWS:
         for tile_n, stages in itertools.product((64, 128, 256), (1, 2)):
@@ -165,7 +165,7 @@ _OPEN: tuple[Mapping[str, Any], ...] = (
     *({"pingpong": True, "tma_store": tma_store} for tma_store in (True, False)),
     *({"q_in_registers": True, "tma_store": tma_store} for tma_store in (True, False)),
 )
-"""What has gone either way in sweeps, from head_dim 129 on; fewer of them are tried with each shape but the first."""
+"""Choices that sweeps take either way, from head_dim 129 on; each shape but the first is tried with fewer of them."""
 _STAGES_MAX = 16
 
 

@@ -15,7 +15,7 @@ FRAGMENT_ROWS = 16  # of mma.m16n8k16: queries of one fragment, and what head_di
 ELEMENT_BYTES = 2
 STATISTIC_BYTES = 4  # fp32
 REGISTERS_MAX = 224
-"""Of a thread's 255, for what `registers_at_least` counts."""
+"""The registers of a thread, of its 255, that `registers_at_least` may count."""
 GRID_MAX = 2**31 - 1
 
 
@@ -24,7 +24,7 @@ class CudaConfig(Config):
     """Launch parameters of the forward kernel; `kernels/forward_traits.cuh` says what each does."""
 
     warps: int
-    """Of a block; they split the tile's queries, whole fragments of 16 each."""
+    """Warps of a block; they split the tile's queries, whole fragments of 16 each."""
     stages: int
     """Buffers of K and of V, or of both where they share. One: loaded in turns. More: `stages - 1` ahead."""
     q_in_registers: bool = False
@@ -42,7 +42,7 @@ class CudaConfig(Config):
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return self.warps * WARP_THREADS
 
     @property
@@ -70,7 +70,7 @@ def padded(head_dim: int, unit: int = FRAGMENT_ROWS) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pieces:
-    """What of Q, K and V lies in shared memory at a time: rows and widths in elements, counts of a block of keys."""
+    """The parts of Q, K and V in shared memory at one time: rows and widths in elements, counts per block of keys."""
 
     q_width: int
     k_width: int
@@ -153,7 +153,7 @@ def failed(checks: Iterable[tuple[bool, str, str]]) -> list[Reason]:
 
 
 def too_large(config: Config, arch: Arch, smem_bytes: int, blocks: int) -> list[Reason]:
-    """What of a launch is more than an arch has: shared memory of a block, blocks of a grid."""
+    """A Reason where a launch asks for more than an arch has: shared memory of a block, blocks of a grid."""
     most = arch.smem_per_block
     return failed(
         (
@@ -173,7 +173,7 @@ def wrong_kind(config: Config, kind: type[Config]) -> Reason:
 
 
 def _wrong_shape(axes: Axes, config: CudaConfig) -> list[Reason]:
-    """What of a config has no meaning: sizes that are no whole fragments."""
+    """Reasons why a config has no meaning: sizes that are no whole fragments."""
     has_columns = config.column_warps != 1
     checks = (
         (config.warps in (2, 4, 8, 16), f"warps={config.warps}", "2, 4, 8, 16"),

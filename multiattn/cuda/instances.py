@@ -27,7 +27,7 @@ class Launch:
     blocks: int
     """As many as there is work for."""
     is_persistent: bool = False
-    """Whether a block takes one piece of work after another: then a block per SM will do."""
+    """True where a block takes one piece of work after another: then a block per SM will do."""
 
     def grid(self, multiprocessors: int) -> int:
         """Blocks to launch on a device of so many SMs: whole clusters."""
@@ -40,7 +40,7 @@ class Launch:
 
 
 def launches_of(plan: Plan) -> tuple[Launch, ...]:
-    """What a launcher of `plan` launches. All of it takes one argument, `params.struct_of(plan)`."""
+    """The launches of `plan`, in order. Each kernel takes one argument, `params.struct_of(plan)`."""
     if plan.direction == "forward":
         return (_wgmma(plan) if is_wgmma(plan) else _forward(plan),)
     assert isinstance(plan.config, BackwardConfig)

@@ -66,7 +66,7 @@ def numbers_of(plan: Plan) -> dict[str, Any]:
 
 
 def _kv_heads_per_section(problem: Problem) -> int:
-    """Of a block of keys what is shared is Q, dO and the fp32 sum of dq of its group."""
+    """Heads of keys side by side: the blocks of one share Q, dO and the fp32 sum of dq of its group."""
     row_bytes = problem.head_dim * (2 * ELEMENT_BYTES + 4)
     heads = max(1, KV_BYTES_SIDE_BY_SIDE // (problem.seq_q * row_bytes * problem.group))
     return min(heads, problem.batch * problem.heads_kv)

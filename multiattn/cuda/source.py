@@ -32,7 +32,7 @@ class Kernel:
     params: type[ctypes.Structure]
     """The parameter struct that it takes, of the same name in C++."""
     threads: int
-    """Of a block."""
+    """Threads of a block."""
     occupancy: int
     """Blocks on an SM that the compiler must leave registers for."""
     smem_bytes: int
@@ -47,7 +47,7 @@ class Kernel:
     """It has instructions of one arch alone (wgmma), whose code runs on no later one."""
 
     def target(self, arch: Arch) -> str:
-        """What NVRTC calls the target: ``sm_90``, or ``sm_90a`` with the features of that arch."""
+        """NVRTC's name of the target: ``sm_90``, or ``sm_90a`` with the features of that arch."""
         major, minor = arch.capability
         return f"sm_{major}{minor}{'a' if self.arch_features else ''}"
 

@@ -23,13 +23,13 @@ _INSTALL = "pip install 'multiattn[cuda]'"
 
 
 def probe(arch: Arch) -> tuple[Reason, ...]:
-    """What this machine lacks to run on `arch`."""
+    """Reasons why this machine cannot run on `arch`."""
     return (*probe_nvrtc(), *probe_gpu()) if arch.is_gpu else probe_host()
 
 
 @functools.cache
 def probe_nvrtc() -> tuple[Reason, ...]:
-    """What this machine lacks to compile for a GPU and to launch."""
+    """Reasons why this machine cannot compile for a GPU and launch."""
     missing = [name for name in ("cuda.core", "cuda.bindings", "cuda.pathfinder") if not _is_installed(name)]
     if missing:
         return tuple(Reason(code="module", got=f"no {name}", allowed=name, hint=_INSTALL) for name in missing)
@@ -53,7 +53,7 @@ def probe_nvrtc() -> tuple[Reason, ...]:
 
 @functools.cache
 def probe_host() -> tuple[Reason, ...]:
-    """What this machine lacks to build kernels for its CPU."""
+    """Reasons why this machine cannot build kernels for its CPU."""
     reasons = []
     system = f"{platform.system()} {platform.machine()}"
     if system != "Linux x86_64":

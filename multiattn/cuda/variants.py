@@ -43,14 +43,14 @@ WGMMA = Variant(
     workspace=wgmma_configs.workspace,
     fits=wgmma_configs.why_not,
 )
-"""Of no ladder: it has no flags and no parent."""
+"""It is on no ladder: it has no flags and no parent."""
 
 VARIANTS: tuple[Variant, ...] = (
     WGMMA,
     *(_variant(axes, summary, only_named=False) for axes, summary in _OFFERED.items()),
     *(_variant(axes, axes.summary, only_named=True) for axes in points.cross_product() if axes not in _OFFERED),
 )
-"""What is offered, best first; then the rest of the cross product, illegal points with their reasons included."""
+"""Those that are offered, best first; then the rest of the cross product, illegal points included."""
 
 SPANNING: tuple[str, ...] = (
     points.SPLIT_Q.name,
@@ -65,8 +65,8 @@ SPANNING: tuple[str, ...] = (
     "split_kv+tiling_qkv+swizzle_qk",
     WGMMA.name,
 )
-"""Of what keeps the contract (sums in fp32): Hopper's kernel, and points that have between them every swizzle and every
-legal pair of warps, share and tiling."""
+"""Variants that keep the contract (sums in fp32): Hopper's kernel, and points that together have every swizzle and all
+legal pairs of warps, share and tiling."""
 
 BACKWARD_VARIANTS: tuple[Variant, ...] = (
     Variant(
@@ -92,7 +92,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
 
 
 def is_wgmma(made: Plan | Variant) -> bool:
-    """Whether a forward Plan or Variant is of the kernel for Hopper; all others are points of the axes."""
+    """True for a forward Plan or Variant of the kernel for Hopper; all others are points of the axes."""
     return (made.variant if isinstance(made, Plan) else made.name) == WGMMA.name
 
 

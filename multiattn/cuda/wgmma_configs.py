@@ -65,7 +65,7 @@ class WgmmaConfig(Config):
 
     @property
     def threads(self) -> int:
-        """Of a block: its consumers, and the producer's warpgroup."""
+        """Threads of a block: its consumers, and the producer's warpgroup."""
         return WARPGROUP_THREADS * (self.warpgroups + 1)
 
     @property
@@ -81,7 +81,7 @@ class WgmmaConfig(Config):
 
     @property
     def is_persistent(self) -> bool:
-        """Whether a block takes one tile after another."""
+        """True where a block takes one tile after another."""
         return self.scheduler != "one_tile"
 
 
@@ -118,7 +118,7 @@ def _registers_without_q(config: WgmmaConfig, problem: Problem) -> int:
 
 
 def kept_steps(config: WgmmaConfig, problem: Problem) -> int:
-    """Of a wgmma's 16 columns of Q, from the first on: those whose fragments stay in registers."""
+    """How many of Q's parts of 16 columns, from the first on, stay in registers."""
     if not config.q_in_registers:
         return 0
     room = _ROOM_WITH_Q[config.warpgroups, problem.is_banded] - _registers_without_q(config, problem)
@@ -158,7 +158,7 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
 
 
 def _wrong_shape(config: WgmmaConfig) -> tuple[Reason, ...]:
-    """What of a config no kernel is made for."""
+    """Reasons why no kernel is made for a config."""
     sixteenths, pairs = 16 * config.exp2_fma_fraction, config.tile_n // 8
     checks = (
         (config.tile_m in (128, 192), f"tile_m={config.tile_m}", "128, 192"),

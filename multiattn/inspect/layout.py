@@ -24,7 +24,7 @@ CHUNK_BYTES = 16
 CHUNK_ELEMENTS = CHUNK_BYTES // ELEMENT_BYTES
 BANKS_OF_CHUNK = CHUNK_BYTES // BANK_BYTES
 BANK_GROUPS = BANKS // BANKS_OF_CHUNK
-"""Of 4 neighbouring banks, as many as a chunk fills."""
+"""Groups of 4 neighbouring banks, as many as a chunk fills."""
 PERIOD = 8
 """Rows after which the pattern of banks repeats: 8 rows are a multiple of 128 bytes at any width."""
 WARP = 32
@@ -86,7 +86,7 @@ class Tile:
 
     @property
     def chunks(self) -> int:
-        """Of a row, padding included: an even number."""
+        """Chunks of a row, padding included: an even number."""
         return -(-self.columns // 16) * 2
 
     @property
@@ -110,7 +110,7 @@ class Tile:
         return self.span.bit_length() - 1
 
     def key(self, row: int) -> int:
-        """What is XORed into the chunk indices of a row."""
+        """The bits that are XORed into the chunk indices of a row."""
         return row // (BANK_GROUPS // self.span) % (1 << self.swizzle)
 
     def address(self, row: int, chunk: int) -> int:
@@ -129,7 +129,7 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Touch:
-    """What one thread of a request reads or writes."""
+    """One thread's part of a request."""
 
     row: int
     address: int
@@ -139,7 +139,7 @@ class Touch:
 
 
 Request = Sequence[Touch]
-"""What shared memory serves in one wavefront if no two rows collide."""
+"""Touches that shared memory serves in one wavefront if no two rows collide."""
 Place = tuple[int, int]
 """A row and a chunk of it."""
 
@@ -236,7 +236,7 @@ ACCESSES: Mapping[str, Access] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """What it takes to touch every element of a tile once."""
+    """The cost of touching every element of a tile once."""
 
     instructions: int
     """Fragments for ldmatrix; for stores, those of one request: 8 threads of 16 bytes, or a warp of 4."""

@@ -16,7 +16,7 @@ from multiattn.inspect.layout import (
 )
 
 FILLS = ("#f4a6a6", "#f7c99a", "#f5e79a", "#bfe3a0", "#9fdcc8", "#a3cdf0", "#c3b4ee", "#eeb2dc")
-"""Of the bank groups: pale, so that dark ink reads on each. The page has a ground of its own, for dark mode."""
+"""Colours of the bank groups: pale, so that dark ink reads on each. The page has a ground of its own, for dark mode."""
 INK = "#1a1a1a"
 GROUND = "#ffffff"
 SHOWN_ROWS = 16

@@ -36,7 +36,7 @@ _FLAGS = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werr
 _KERNEL_FLAGS: tuple[str, ...] = (*_FLAGS, "-O1")
 _RUNTIME_FLAGS: tuple[str, ...] = (*_FLAGS, "-O2")
 MULTIPROCESSORS = 2
-"""Of the emulated GPU, as a persistent grid is told: so each block of it has several tiles."""
+"""SMs of the emulated GPU: so few that each block of a persistent grid has several tiles."""
 _ERROR_BYTES = 2048
 _NAN_BYTE = 0xFF  # four of them are a NaN
 
@@ -69,9 +69,9 @@ class CpuLauncher:
         if plan.direction == "backward":
             self._areas, self._workspace_bytes = pack_areas(areas_of(plan))
         self.counter = torch.zeros(plan.workspace_bytes if plan.direction == "forward" else 0, dtype=torch.uint8)
-        """Of tiles, which every launch of a forward leaves at zero."""
+        """The counter of tiles, which every launch of a forward leaves at zero."""
         self.counts: dict[str, Any] = {}
-        """What each kernel of the latest launch did, by its symbol: `LaunchCounts`."""
+        """`LaunchCounts` of each kernel of the latest launch, by its symbol."""
 
     def __call__(self, operands: Operands) -> None:
         """Run to the end; `EmulationError` for what a GPU would punish. A backward's workspace starts as NaN."""
@@ -111,7 +111,7 @@ def aligned(data: bytes) -> ctypes.Array[ctypes.c_ubyte]:
 
 
 def encode_map(tensor_map: TensorMap, address: int) -> bytes:
-    """What the emulation's TMA takes for a CUtensorMap of the memory at `address`."""
+    """The emulation's CUtensorMap of the memory at `address`."""
     *_, rows, _ = tensor_map.box.extents
     return encode(address, tensor_map.shape[::-1], tensor_map.strides[::-1], rows)
 
