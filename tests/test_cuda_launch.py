@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import aot_fakes
 import cuda_fakes
 import driver_fakes
 import pytest
 import torch
+from wgmma_plans import CONFIG, plan_of
 
-from multiattn.cuda import BACKEND
+from multiattn import aot
+from multiattn.cuda import BACKEND, wgmma_configs
 from multiattn.cuda.axes import SPLIT_Q
 from multiattn.cuda.backward_configs import dq_sum_bytes
+from multiattn.cuda.bind import bind, image_of
 from multiattn.cuda.configs import smem_bytes
 from multiattn.cuda.instances import launches_of
-from multiattn.cuda.params import BackwardParams, ForwardParams, params_of
+from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams, params_of
+from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.tools import probe_nvrtc
+from multiattn.cuda.variants import WGMMA
+from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import make_plan
 from multiattn.problem import Operands, Problem
+from multiattn.run.driver import Encoder
 
 pytestmark = pytest.mark.skipif(bool(probe_nvrtc()), reason="; ".join(map(str, probe_nvrtc())))
 
@@ -28,19 +37,25 @@ def driver(monkeypatch, tmp_path):
     return cuda_fakes.install(monkeypatch, tmp_path, ForwardParams)
 
 
-def tensors():
-    q, k = torch.zeros(2, 4, 300, 64, dtype=torch.float16), torch.zeros(2, 2, 500, 64, dtype=torch.float16)
+@pytest.fixture
+def hopper(monkeypatch, tmp_path):
+    return cuda_fakes.install(monkeypatch, tmp_path, WgmmaParams)
+
+
+def tensors(dtype=torch.float16):
+    q, k = torch.zeros(2, 4, 300, 64, dtype=dtype), torch.zeros(2, 2, 500, 64, dtype=dtype)
     return q, k, k.clone(), torch.empty_like(q), torch.empty(2, 4, 300)
 
 
-def launcher_of(q, k, v):
-    plan = make_plan(BACKEND, Problem.of(q, k, v, causal=True), ARCHS["sm90"], variant=SPLIT_Q.name, probe=False)
+def launcher_of(q, k, v, variant, config=None):
+    problem = Problem.of(q, k, v, causal=True)
+    plan = make_plan(BACKEND, problem, ARCHS["sm90"], variant=variant, config=config, probe=False)
     return plan, BACKEND.forward.prepare(plan)
 
 
 def test_a_launch_is_what_the_plan_says(driver):
     q, k, v, out, lse = tensors()
-    plan, launch = launcher_of(q, k, v)
+    plan, launch = launcher_of(q, k, v, SPLIT_Q.name)
     launch(Operands(q, k, v, out, lse))
     ((launched,), (params,), (kernel,)) = driver.launched, driver.structs, driver.kernels
     assert kernel.startswith("forward_fp16_d64_causal_")
@@ -54,6 +69,69 @@ def test_a_launch_is_what_the_plan_says(driver):
     assert pointers == [tensor.data_ptr() for tensor in (q, k, v, out, lse)]
     assert (params.group, params.seq_q, params.seq_kv, params.heads) == (2, 300, 500, 8)
     assert (params.scale_sign, params.scale_log2) == (1, pytest.approx(math.log2(math.e) / 8))
+
+
+def test_a_launch_on_hopper_has_tensor_maps_and_a_counter(hopper):
+    q, k, v, out, lse = tensors(torch.bfloat16)
+    plan, launch = launcher_of(q, k, v, WGMMA.name, CONFIG)
+    launch(Operands(q, k, v, out, lse))
+    ((launched,), (params,), (kernel,)) = hopper.launched, hopper.structs, hopper.kernels
+    assert kernel.startswith("forward_wgmma_bf16_d64_causal_")
+    needed = wgmma_configs.smem_bytes(CONFIG, plan.problem)
+    assert (launched.function, launched.grid, launched.block) == (hopper.resident[0], (24, 1, 1), (384, 1, 1))
+    assert (launched.smem_bytes, launched.stream, launched.overlaps) == (needed, 70, True)
+    assert launched.places[0] % abi.TENSOR_MAP_ALIGNMENT == 0
+    named = {"q": q, "k": k, "v": v, "out": out}
+    for name, tensor in named.items():
+        assert bytes(getattr(params, f"map_{name}")) == tensor.data_ptr().to_bytes(8, "little") * 16
+        assert getattr(params.forward, name) == tensor.data_ptr()
+    assert params.forward.lse == lse.data_ptr()
+    assert hopper.did == ["id", "clear", "launch"]
+    row = 64 * 2  # bytes
+    assert hopper.encoded[0] == (
+        *(q.data_ptr(), 9, 4),
+        [[64, 300, 4, 2], [row, 300 * row, 4 * 300 * row], [64, 128, 1, 1], [1, 1, 1, 1]],
+        (0, 3, 3, 0),
+    )
+
+
+@pytest.mark.parametrize(("scheduler", "blocks"), [("one_tile", 240), ("static", 132), ("dynamic", 132)])
+def test_a_scheduler_has_its_grid_and_its_counter(hopper, scheduler, blocks):
+    q, k = torch.zeros(20, 4, 300, 64, dtype=torch.bfloat16), torch.zeros(20, 2, 500, 64, dtype=torch.bfloat16)
+    plan = plan_of(Problem.of(q, k, k), replace(CONFIG, scheduler=scheduler))
+    BACKEND.forward.prepare(plan)(Operands(q, k, k, torch.empty_like(q), torch.empty(20, 4, 300)))
+    ((launched,), (params,)) = hopper.launched, hopper.structs
+    assert launched.grid == (blocks, 1, 1)
+    assert (params.next_tile is not None) == bool(hopper.cleared) == (scheduler == "dynamic")
+
+
+def test_a_binding_has_the_bytes_of_a_launch(hopper):
+    q, k, v, out, lse = tensors(torch.bfloat16)
+    plan, launch = launcher_of(q, k, v, WGMMA.name, CONFIG)
+    launch(Operands(q, k, v, out, lse))
+    (params,) = hopper.structs
+    binding = bind(plan, image_of(plan))
+    addresses = {name: it.data_ptr() for name, it in {"q": q, "k": k, "v": v, "out": out, "lse": lse}.items()}
+    addresses[abi.WORKSPACE] = params.next_tile
+    (argument,) = binding.arguments
+    assert abi.pack(argument, addresses, lambda of, address: Encoder(of)(address)) == bytes(params)
+    assert (binding.grid, binding.workspace_bytes) == ((24, 1, 1), 16)
+    assert dict(argument.maps) == {
+        getattr(WgmmaParams, f"map_{name}").offset: it
+        for name, it in tensor_maps(plan.problem, CONFIG.box_rows).items()
+    }
+
+
+def test_what_is_emitted_is_loaded_and_refuses_what_tma_cannot_walk(tmp_path):
+    plan, binding, _ = aot_fakes.emit(tmp_path, "cuda", variant=WGMMA.name)
+    kernel = aot.load(tmp_path)
+    assert (kernel.plan.config, kernel._try_binding(plan.problem)) == (plan.config, binding)
+    (reason,) = kernel.why_not(replace(plan.problem, alignment=2), torch.device("cpu"))[-1:]
+    assert reason.startswith("arch: got cpu")
+    with pytest.raises(
+        ValueError, match="alignment: got 2 bytes; allowed base addresses and strides that are multiples"
+    ):
+        kernel._launcher(replace(plan.problem, alignment=2), 0)
 
 
 @pytest.mark.parametrize("variant", ["atomic", "two_pass"])

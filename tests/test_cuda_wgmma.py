@@ -7,37 +7,31 @@ import itertools
 import subprocess
 from dataclasses import replace
 
-import aot_fakes
-import cuda_fakes
 import pytest
 import torch
 from cuda_runs import on_cpu
 from wgmma_plans import CONFIG, FLIPPED, SM90, plan_of, problem_of, ways
 
 from bench.matrix import SUITES
-from multiattn import aot, explain
+from multiattn import explain
 from multiattn.cuda import BACKEND
 from multiattn.cuda.axes import SPLIT_Q
-from multiattn.cuda.bind import bind, image_of
 from multiattn.cuda.candidates import SHAPES, wgmma_candidates
 from multiattn.cuda.configs import CudaConfig
 from multiattn.cuda.instances import launches_of
 from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams, params_of
 from multiattn.cuda.source import HOST_INCLUDES
 from multiattn.cuda.tensor_maps import tensor_maps
-from multiattn.cuda.tools import GXX, probe_nvrtc
+from multiattn.cuda.tools import GXX
 from multiattn.cuda.variants import SPANNING, WGMMA
 from multiattn.cuda.wgmma_configs import (
     WgmmaConfig,
     kept_steps,
     registers_at_least,
-    smem_bytes,
     why_not,
 )
-from multiattn.plan import abi
 from multiattn.plan.backend import make_plan, plan_variant
-from multiattn.problem import Operands, Problem
-from multiattn.run.driver import Encoder
+from multiattn.problem import Problem
 
 # ---------------------------------------------------------------- configs
 
@@ -210,93 +204,3 @@ def test_tensor_maps_are_those_of_the_tensors():
     assert [it.box.extents for it in maps.values()] == [(1, 1, rows, 64) for rows in (128, 80, 80, 64)]
     assert {(it.box.swizzle, it.box.dtype, it.l2_promotion) for it in maps.values()} == {(3, 6, 3)}
     assert list(tensor_maps(problem_of(), replace(CONFIG, tma_store=False).box_rows)) == ["q", "k", "v"]
-
-
-# ---------------------------------------------------------------- launching
-
-
-@pytest.fixture
-def driver(monkeypatch, tmp_path):
-    if reasons := probe_nvrtc():
-        pytest.skip("; ".join(map(str, reasons)))
-    return cuda_fakes.install(monkeypatch, tmp_path, WgmmaParams)
-
-
-def tensors():
-    q, k = torch.zeros(2, 4, 300, 64, dtype=torch.bfloat16), torch.zeros(2, 2, 500, 64, dtype=torch.bfloat16)
-    return q, k, k.clone(), torch.empty_like(q), torch.empty(2, 4, 300)
-
-
-def launcher_of(config):
-    q, k, v, *_ = tensors()
-    plan = plan_of(Problem.of(q, k, v), config)
-    return plan, BACKEND.forward.prepare(plan)
-
-
-def map_of(params, name):
-    return bytes(getattr(params, f"map_{name}"))
-
-
-def test_a_launch_is_what_the_plan_says(driver):
-    q, k, v, out, lse = tensors()
-    plan, launch = launcher_of(CONFIG)
-    launch(Operands(q, k, v, out, lse))
-    ((launched,), (params,), (kernel,)) = driver.launched, driver.structs, driver.kernels
-    assert kernel.startswith("forward_wgmma_bf16_d64_full_")
-    assert (launched.function, launched.grid, launched.block) == (driver.resident[0], (24, 1, 1), (384, 1, 1))
-    assert (launched.smem_bytes, launched.stream, launched.overlaps) == (smem_bytes(CONFIG, plan.problem), 70, True)
-    assert launched.places[0] % abi.TENSOR_MAP_ALIGNMENT == 0
-    named = {"q": q, "k": k, "v": v, "out": out}
-    for name, tensor in named.items():
-        assert map_of(params, name) == tensor.data_ptr().to_bytes(8, "little") * 16
-        assert getattr(params.forward, name) == tensor.data_ptr()
-    assert params.forward.lse == lse.data_ptr()
-    assert driver.did == ["id", "clear", "launch"]
-    row = 64 * 2  # bytes
-    assert driver.encoded[0] == (
-        *(q.data_ptr(), 9, 4),
-        [[64, 300, 4, 2], [row, 300 * row, 4 * 300 * row], [64, 128, 1, 1], [1, 1, 1, 1]],
-        (0, 3, 3, 0),
-    )
-
-
-@pytest.mark.parametrize(("scheduler", "blocks"), [("one_tile", 240), ("static", 132), ("dynamic", 132)])
-def test_a_scheduler_has_its_grid_and_its_counter(driver, scheduler, blocks):
-    q, k = torch.zeros(20, 4, 300, 64, dtype=torch.bfloat16), torch.zeros(20, 2, 500, 64, dtype=torch.bfloat16)
-    plan = plan_of(Problem.of(q, k, k), replace(CONFIG, scheduler=scheduler))
-    BACKEND.forward.prepare(plan)(Operands(q, k, k, torch.empty_like(q), torch.empty(20, 4, 300)))
-    ((launched,), (params,)) = driver.launched, driver.structs
-    assert launched.grid == (blocks, 1, 1)
-    assert (params.next_tile is not None) == bool(driver.cleared) == (scheduler == "dynamic")
-
-
-# ---------------------------------------------------------------- ahead of time
-
-
-def test_a_binding_has_the_bytes_of_a_launch(driver):
-    q, k, v, out, lse = tensors()
-    plan, launch = launcher_of(CONFIG)
-    launch(Operands(q, k, v, out, lse))
-    (params,) = driver.structs
-    binding = bind(plan, image_of(plan))
-    addresses = {name: it.data_ptr() for name, it in {"q": q, "k": k, "v": v, "out": out, "lse": lse}.items()}
-    addresses[abi.WORKSPACE] = params.next_tile
-    (argument,) = binding.arguments
-    assert abi.pack(argument, addresses, lambda of, address: Encoder(of)(address)) == bytes(params)
-    assert (binding.grid, binding.workspace_bytes) == ((24, 1, 1), 16)
-    assert dict(argument.maps) == {
-        getattr(WgmmaParams, f"map_{name}").offset: it
-        for name, it in tensor_maps(plan.problem, CONFIG.box_rows).items()
-    }
-
-
-def test_what_is_emitted_is_loaded_and_refuses_what_tma_cannot_walk(tmp_path):
-    plan, binding, _ = aot_fakes.emit(tmp_path, "cuda", variant=WGMMA.name)
-    kernel = aot.load(tmp_path)
-    assert (kernel.plan.config, kernel._try_binding(plan.problem)) == (plan.config, binding)
-    (reason,) = kernel.why_not(replace(plan.problem, alignment=2), torch.device("cpu"))[-1:]
-    assert reason.startswith("arch: got cpu")
-    with pytest.raises(
-        ValueError, match="alignment: got 2 bytes; allowed base addresses and strides that are multiples"
-    ):
-        kernel._launcher(replace(plan.problem, alignment=2), 0)
