@@ -18,7 +18,7 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
 
     Args:
         plan: for the tensors at hand, with variant and config of the kernel.
-        image: of the kernel, as `Launch.image` has it.
+        image: of the kernel, as `PlannedLaunch.image` has it.
         emitted: what the kernel's code is specialised on; None while it is being emitted.
     """
     problem = plan.problem

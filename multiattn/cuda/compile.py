@@ -13,7 +13,7 @@ from cuda.core import Program, ProgramOptions
 
 from multiattn.cuda.bind import bind, image_of
 from multiattn.cuda.instances import kernels_of
-from multiattn.cuda.source import DEVICE_INCLUDES, Kernel, files_reached, translation_unit
+from multiattn.cuda.source import DEVICE_INCLUDES, Instance, files_reached, translation_unit
 from multiattn.plan import abi
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Compiled, Exported, Plan
@@ -23,7 +23,7 @@ from multiattn.run import cache
 _STANDARD = "c++17"
 
 
-def cubin_path(kernel: Kernel, arch: Arch) -> Path:
+def cubin_path(kernel: Instance, arch: Arch) -> Path:
     """The compiled kernel in the disk cache, compiled now if it is not there. NVRTC's own error passes through."""
     source, target = translation_unit([kernel]), kernel.target(arch)
     reached = files_reached(source, DEVICE_INCLUDES)
@@ -80,7 +80,7 @@ def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
     return tuple(made)
 
 
-def _timed(kernel: Kernel, arch: Arch) -> tuple[bytes, float]:
+def _timed(kernel: Instance, arch: Arch) -> tuple[bytes, float]:
     begin = time.perf_counter()
     cubin = _compile(translation_unit([kernel]), kernel.target(arch))
     return cubin, time.perf_counter() - begin

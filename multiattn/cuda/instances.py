@@ -11,7 +11,7 @@ from multiattn.cuda.axes import Axes
 from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig
 from multiattn.cuda.configs import CudaConfig
 from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams
-from multiattn.cuda.source import Kernel
+from multiattn.cuda.source import Instance
 from multiattn.cuda.variants import axes_of, is_wgmma
 from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.plan.abi import Image
@@ -20,10 +20,10 @@ from multiattn.problem import VECTOR_BYTES, Problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
+class PlannedLaunch:
     """A kernel and the size of its grid."""
 
-    kernel: Kernel
+    kernel: Instance
     blocks: int
     """As many as there is work for."""
     is_persistent: bool = False
@@ -39,7 +39,7 @@ class Launch:
         return Image(threads=self.kernel.threads, dynamic_smem_bytes=self.kernel.smem_bytes)
 
 
-def launches_of(plan: Plan) -> tuple[Launch, ...]:
+def launches_of(plan: Plan) -> tuple[PlannedLaunch, ...]:
     """The launches of `plan`, in order. Each kernel takes one argument, `params.struct_of(plan)`."""
     if plan.direction == "forward":
         return (_wgmma(plan) if is_wgmma(plan) else _forward(plan),)
@@ -51,12 +51,12 @@ def launches_of(plan: Plan) -> tuple[Launch, ...]:
     return prepare, _queries(problem, config.dq), keys
 
 
-def kernels_of(plan: Plan) -> tuple[Kernel, ...]:
+def kernels_of(plan: Plan) -> tuple[Instance, ...]:
     """The kernels that `plan` launches."""
     return tuple(launch.kernel for launch in launches_of(plan))
 
 
-def siblings_of(plan: Plan) -> tuple[Kernel, ...]:
+def siblings_of(plan: Plan) -> tuple[Instance, ...]:
     """The kernels of one head_dim and config, for every dtype that it takes, mask and alignment."""
     only_fp16 = plan.direction == "forward" and not is_wgmma(plan) and axes_of(plan).accumulator == "fp16"
     problems = (
@@ -84,14 +84,14 @@ def forward_traits(axes: Axes, config: CudaConfig, problem: Problem) -> str:
     return _traits("ForwardTraits", problem, *_masked(problem), *types)
 
 
-def _forward(plan: Plan) -> Launch:
+def _forward(plan: Plan) -> PlannedLaunch:
     config, problem, axes = plan.config, plan.problem, axes_of(plan)
     assert isinstance(config, CudaConfig)
     columns = f"c{config.column_warps}" if config.column_warps > 1 else ""
     slices = f"_{config.dim_slice}d{config.key_slice}k" if axes.tiling != "none" else ""
     tiles = f"{config.tile_m}x{config.tile_n}_w{config.warps}{columns}_s{config.stages}_q{config.q_place}"
     name = f"forward_{_what(problem)}_{axes.name.replace('+', '_')}_{tiles}{slices}_o{config.occupancy}"
-    kernel = Kernel(
+    kernel = Instance(
         name=f"{name}{_unaligned(problem)}",
         header="forward.cuh",
         entry="forward",
@@ -101,13 +101,13 @@ def _forward(plan: Plan) -> Launch:
         occupancy=config.occupancy,
         smem_bytes=forward.smem_bytes(axes, config, problem),
     )
-    return Launch(kernel=kernel, blocks=forward.grid_blocks(config, problem))
+    return PlannedLaunch(kernel=kernel, blocks=forward.grid_blocks(config, problem))
 
 
-def _wgmma(plan: Plan) -> Launch:
+def _wgmma(plan: Plan) -> PlannedLaunch:
     config, problem = plan.config, plan.problem
     assert isinstance(config, WgmmaConfig)
-    kernel = Kernel(
+    kernel = Instance(
         name=f"forward_wgmma_{_what(problem)}_{_wgmma_name(config)}",
         header="forward_wgmma.cuh",
         entry="forward_wgmma",
@@ -121,7 +121,7 @@ def _wgmma(plan: Plan) -> Launch:
         wgmma_columns=(config.tile_n, problem.head_dim),
         arch_features=True,
     )
-    return Launch(kernel=kernel, blocks=wgmma.grid_blocks(config, problem), is_persistent=config.is_persistent)
+    return PlannedLaunch(kernel=kernel, blocks=wgmma.grid_blocks(config, problem), is_persistent=config.is_persistent)
 
 
 def _wgmma_shape(config: WgmmaConfig, problem: Problem) -> str:
@@ -148,12 +148,12 @@ def _wgmma_name(config: WgmmaConfig) -> str:
 # ---------------------------------------------------------------- the backward
 
 
-def _rows(entry: str, problem: Problem, config: BackwardConfig) -> Launch:
+def _rows(entry: str, problem: Problem, config: BackwardConfig) -> PlannedLaunch:
     """The kernel before, or after, the products of a backward."""
     adds_dq = config.dq is None
     what = (problem.head_dim, backward.ROW_TILE, backward.ROW_THREADS, adds_dq, config.wide)
     order = ("_wide" if config.wide else "_narrow") if adds_dq else ""
-    kernel = Kernel(
+    kernel = Instance(
         name=f"{entry}_{problem.dtype}_d{problem.head_dim}{order}",
         header="backward_rows.cuh",
         entry=entry,
@@ -163,13 +163,13 @@ def _rows(entry: str, problem: Problem, config: BackwardConfig) -> Launch:
         occupancy=1,
         smem_bytes=0,
     )
-    return Launch(kernel=kernel, blocks=backward.query_blocks(problem, backward.ROW_TILE))
+    return PlannedLaunch(kernel=kernel, blocks=backward.query_blocks(problem, backward.ROW_TILE))
 
 
-def _keys(problem: Problem, config: BackwardConfig) -> Launch:
+def _keys(problem: Problem, config: BackwardConfig) -> PlannedLaunch:
     """The kernel of dk and dv, and on demand of dq."""
     adds_dq = config.dq is None
-    kernel = Kernel(
+    kernel = Instance(
         name=f"backward_keys_{_tiles(problem, config)}{('_dqwide' if config.wide else '_dq') if adds_dq else ''}"
         f"{_unaligned(problem)}",
         header="backward.cuh",
@@ -180,12 +180,12 @@ def _keys(problem: Problem, config: BackwardConfig) -> Launch:
         occupancy=config.occupancy,
         smem_bytes=backward.smem_bytes(config, problem),
     )
-    return Launch(kernel=kernel, blocks=backward.key_blocks(problem, config.tile_n))
+    return PlannedLaunch(kernel=kernel, blocks=backward.key_blocks(problem, config.tile_n))
 
 
-def _queries(problem: Problem, config: QueryConfig) -> Launch:
+def _queries(problem: Problem, config: QueryConfig) -> PlannedLaunch:
     """The kernel of dq alone."""
-    kernel = Kernel(
+    kernel = Instance(
         name=f"backward_queries_{_tiles(problem, config)}{_unaligned(problem)}",
         header="backward_q.cuh",
         entry="backward_queries",
@@ -195,7 +195,7 @@ def _queries(problem: Problem, config: QueryConfig) -> Launch:
         occupancy=config.occupancy,
         smem_bytes=backward.dq_smem_bytes(config, problem),
     )
-    return Launch(kernel=kernel, blocks=backward.query_blocks(problem, config.tile_m))
+    return PlannedLaunch(kernel=kernel, blocks=backward.query_blocks(problem, config.tile_m))
 
 
 def _tiles(problem: Problem, config: BackwardConfig | QueryConfig) -> str:

@@ -19,7 +19,7 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kernel:
+class Instance:
     """One kernel: an instance of a template of `kernels/`, with what Python believes about it."""
 
     name: str
@@ -52,7 +52,7 @@ class Kernel:
         return f"sm_{major}{minor}{'a' if self.arch_features else ''}"
 
 
-def translation_unit(kernels: Sequence[Kernel]) -> str:
+def translation_unit(kernels: Sequence[Instance]) -> str:
     """C++ that defines `kernels`, and asserts what Python believes about each."""
     parts = [f'#include "{header}"\n' for header in dict.fromkeys(kernel.header for kernel in kernels)]
     parts += [_wgmma(it) for it in sorted({it for kernel in kernels for it in kernel.wgmma_columns})]
@@ -81,7 +81,7 @@ def _wgmma(columns: int) -> str:
     return f'WGMMA({columns}, "{", ".join(f"%{index}" for index in range(count))}", {places}, {accumulators})\n'
 
 
-def _entry(kernel: Kernel) -> str:
+def _entry(kernel: Instance) -> str:
     bounds = f"{kernel.threads}, {kernel.occupancy}"
     return f"KERNEL({bounds})" if kernel.cluster == 1 else f"CLUSTER_KERNEL({bounds}, {kernel.cluster})"
 

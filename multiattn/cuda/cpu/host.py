@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from multiattn.cuda.instances import Launch, kernels_of, launches_of, siblings_of
+from multiattn.cuda.instances import PlannedLaunch, kernels_of, launches_of, siblings_of
 from multiattn.cuda.params import areas_of, struct_of
-from multiattn.cuda.source import HOST_INCLUDES, ROOT, Kernel, files_reached, translation_unit
+from multiattn.cuda.source import HOST_INCLUDES, ROOT, Instance, files_reached, translation_unit
 from multiattn.cuda.structs import read_structs
 from multiattn.cuda.tensor_maps import BOX_COLUMNS
 from multiattn.cuda.tools import GXX, gxx_version, run_compiler
@@ -84,7 +84,7 @@ class CpuLauncher:
         self.counts = {launch.kernel.name: run_launch(self._library, launch, params) for launch in self._launches}
 
 
-def run_launch(library: ctypes.CDLL, launch: Launch, params: Any) -> Any:
+def run_launch(library: ctypes.CDLL, launch: PlannedLaunch, params: Any) -> Any:
     """Run one kernel of a Plan over its grid; its `LaunchCounts`."""
     kernel = launch.kernel
     counts = run(
@@ -162,7 +162,7 @@ def load(path: Path) -> ctypes.CDLL:
     return library
 
 
-def build(kernels: Sequence[Kernel]) -> Path:
+def build(kernels: Sequence[Instance]) -> Path:
     """A shared library with these kernels, from the disk cache or built now."""
     return build_source(translation_unit(kernels))
 
