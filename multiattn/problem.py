@@ -1,4 +1,4 @@
-"""What is asked of a kernel, without the tensors: the `Problem` record, and the only tensor validation.
+"""A call without its tensors (`Problem`, `Options`), its tensors by name (`Operands`), and their only validation.
 
 Layout everywhere is ``[B, H, S, D]`` (batch, heads, sequence, head_dim), any strides with unit stride on D.
 """
@@ -38,7 +38,7 @@ VECTOR_BYTES = 16
 
 
 class Options(NamedTuple):
-    """What a call asks for beside its tensors. A tuple, because it is made and hashed in every call."""
+    """The options of a call. A tuple, because it is made and hashed in every call."""
 
     causal: bool = False
     scale: float | None = None
@@ -52,8 +52,8 @@ class Options(NamedTuple):
     ) -> Options:
         """Validate the types; TypeError, naming what came. Equal options ask for the same from here on.
 
-        ``True == 1 == 1.0``, so what is not checked here would find the plan of another call. `deterministic` None is
-        what PyTorch is told for all of its own.
+        ``True == 1 == 1.0``, so an unchecked value would find the plan of another call. `deterministic` None follows
+        `torch.use_deterministic_algorithms`.
         """
         if type(causal) is not bool:
             check_causal(causal)
@@ -71,7 +71,7 @@ class Options(NamedTuple):
 
     @property
     def of_gradient(self) -> Options:
-        """What autograd asks for: `variant` names one of the forward's."""
+        """The options of the backward that autograd runs: `variant` names one of the forward's."""
         return self if self.variant is None else self._replace(variant=None)
 
 
@@ -108,18 +108,13 @@ class Operands(NamedTuple):
         """Every tensor that a backward reads: all but the gradients that it writes."""
         return self[:-INPUTS]
 
-    @property
-    def address_bits(self) -> int:
-        """The bits of all addresses of the inputs: its lowest tell how they are aligned together."""
-        return self.q.data_ptr() | self.k.data_ptr() | self.v.data_ptr()
-
     def inputs_are(self, types: frozenset[type]) -> bool:
-        """Whether every input is of one of these types, not of one derived from them."""
+        """True if every input is of exactly one of these types, not of a subclass."""
         return type(self.q) in types and type(self.k) in types and type(self.v) in types
 
     @property
     def requires_grad(self) -> bool:
-        """Whether a gradient of an input is wanted."""
+        """True if a gradient of an input is wanted."""
         return self.q.requires_grad or self.k.requires_grad or self.v.requires_grad
 
 
@@ -310,7 +305,7 @@ class Problem:
 
     @property
     def is_banded(self) -> bool:
-        """Whether the mask hides keys: tiles of queries then see different numbers of them."""
+        """True if the mask hides keys: tiles of queries then see different numbers of them."""
         return self.causal
 
     @property
@@ -320,12 +315,12 @@ class Problem:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to launch for: no query at all."""
+        """True if there is nothing to launch for: no query at all."""
         return self.batch == 0 or self.seq_q == 0
 
     @property
     def has_empty_rows(self) -> bool:
-        """Whether there are queries that see no key."""
+        """True if there are queries that see no key."""
         return self.seq_q > 0 and (self.seq_kv == 0 or (self.causal and self.causal_offset < 0))
 
     @property
@@ -355,7 +350,7 @@ def strides_like(tensor: torch.Tensor) -> tuple[int, int, int, int]:
 
 
 def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, strides: bool = True) -> None:
-    """TypeError or ValueError for tensors that are wrong for every backend; they may be fake ones.
+    """TypeError or ValueError for tensors that are wrong for every backend; fake tensors are fine.
 
     Without `strides` those are not asked: a tensor that `torch.vmap` maps may be laid out anew before it runs.
     """

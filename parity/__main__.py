@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(options: argparse.Namespace) -> str:
-    """What runs the same cases again, anywhere: no folder and no number of processes."""
+    """The command that runs the same cases again, anywhere: no folder and no number of processes."""
     backends = [part for name in options.backend or () for part in ("--backend", name)]
     cases = [part for glob in options.case or () for part in ("--case", glob)]
     directions = ",".join(options.direction)

@@ -70,7 +70,7 @@ def _launch_backwards(case: Case, backend: str, q: torch.Tensor, k: torch.Tensor
 # ---------------------------------------------------------------- every rule
 
 LENGTH, HEADS_Q, HEADS_KV = 200, 4, 2
-"""Of the tensors that rules are launched on: ragged tiles, heads that share keys."""
+"""Sizes of the tensors that rules are launched on: ragged tiles, heads that share keys."""
 
 
 def rule_plans(backend: str, device: torch.device) -> list[Plan]:

@@ -103,7 +103,7 @@ class Case:
 
     @property
     def has_dlse(self) -> bool:
-        """Whether backward gets a gradient of lse, too: by the seed every second case."""
+        """True if backward gets a gradient of lse, too: about every second case, by the seed."""
         return self.seed % 2 == 0
 
     @property
@@ -537,7 +537,7 @@ def suite(device: torch.device) -> tuple[Case, ...]:
 
 
 def is_cross_fed(case: Case, device: torch.device) -> bool:
-    """Whether each backward takes this case's out and lse from every forward, not from its own backend's only."""
+    """True if each backward takes this case's out and lse from every forward, not only from its own backend's."""
     return device.type == "cuda" or case.name in CROSS_FED
 
 

@@ -1,4 +1,4 @@
-"""What dq, dk and dv must be: the truth in fp64, and how far from it a backward may be.
+"""The truth of dq, dk and dv in fp64, and how far from it a backward may be.
 
 The rule is that of `parity.tolerance`. Its naive error is the larger of two, both against fp64:
 
@@ -34,7 +34,7 @@ Differentiate = Callable[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradTruth:
-    """What a problem's dq, dk and dv must be, for a gradient of out and perhaps one of lse."""
+    """The truth of a problem's dq, dk and dv, for a gradient of out and perhaps one of lse."""
 
     dq: Expected
     dk: Expected

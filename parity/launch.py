@@ -37,7 +37,7 @@ def prepare_case(case: Case, device: torch.device) -> tuple[Inputs, Truth]:
 
 @functools.lru_cache(maxsize=1)
 def prepare_gradients(case: Case, device: torch.device) -> tuple[Upstream, GradTruth]:
-    """What the backwards of a case are given and what they must give, kept as `prepare_case` keeps."""
+    """The inputs of the backwards of a case and their truth, kept as `prepare_case` keeps."""
     inputs, _ = prepare_case(case, device)
     upstream = Upstream.of(case, problem_of(case, inputs), device)
     tensors = inputs.q, inputs.k, inputs.v, upstream.dout, upstream.dlse
@@ -130,7 +130,7 @@ def differing_runs(plan: Plan, inputs: Inputs, saved: Saved, upstream: Upstream,
 
 
 def have_the_same_bits(left: Gradients, right: Gradients) -> bool:
-    """Whether two runs wrote the same dq, dk and dv, signs of zero and payloads of NaN included."""
+    """True if two runs wrote the same dq, dk and dv, signs of zero and payloads of NaN included."""
     pairs = zip(left.memory, right.memory, strict=True)
     return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs)
 

@@ -133,7 +133,7 @@ def make_tables(report: Report) -> tuple[Table, ...]:
 
 
 def short_tables(report: Report) -> tuple[Table, ...]:
-    """What a page on more than parity shows of it: the summary, the pairs, and what was not run and why."""
+    """The part of the report for a page on more than parity: the summary, the pairs, and the refusals."""
     return summary_table(report), feeding_table(report), _pair_summary(report.pairs), _skips(report.results)
 
 
@@ -377,7 +377,7 @@ def _pack_result(result: Result) -> dict[str, object]:
 
 
 def _backward(direction: Direction) -> dict[str, str]:
-    """What tells a row of backward from one of forward, which says nothing."""
+    """The word for a row of backward; empty for forward."""
     return {} if direction == "forward" else {"direction": direction}
 
 

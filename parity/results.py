@@ -1,4 +1,4 @@
-"""What a run leaves: of each case on each contender a `Result`, of each two backends a `Pair`; plain data."""
+"""The records of a run: a `Result` for each case and contender, a `Pair` for each two backends; plain data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Status = Literal["passed", "failed", "refused", "excluded", "error"]
 `error`: something was raised."""
 
 TENSORS: dict[Direction, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
-"""What each direction writes and is judged by."""
+"""The tensors that each direction writes and is judged by."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,7 @@ class Contender:
     variant: str | None = None
     direction: Direction = "forward"
     in_turn: bool = False
-    """Of the variants that can run a case not the best, but the one whose turn it is: each has its share of cases."""
+    """Run each case on the variant whose turn it is, not on the best one: each variant has its share of cases."""
 
     def __str__(self) -> str:
         name = self.backend if self.variant is None else f"{self.backend}-{self.variant}"
@@ -47,7 +47,7 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What became of one case on one contender; of a backward, with the out and lse of `fed_by`'s forward."""
+    """The outcome of one case on one contender; a backward took out and lse from `fed_by`'s forward."""
 
     case: str
     contender: Contender
@@ -62,7 +62,7 @@ class Result:
 
     @property
     def ran(self) -> bool:
-        """Whether there was a Plan to run."""
+        """True if there was a Plan to run."""
         return self.status not in ("refused", "excluded")
 
     @property
@@ -94,7 +94,7 @@ class Pair:
 
     @property
     def passed(self) -> bool:
-        """Whether they agree on every tensor."""
+        """True if they agree on every tensor."""
         return self.ratio <= 1.0
 
 

@@ -38,7 +38,7 @@ T = TypeVar("T", Outputs, Gradients)
 
 Variants = Literal["best", "turns", "all", "every"]
 VARIANTS: tuple[Variants, ...] = ("best", "turns", "all", "every")
-"""Of each backend: the best for each case, each case on one of those that can run it, or each case on all of them.
+"""The variants of each backend that run: the best for each case, one whose turn it is, or all that can run the case.
 
 In turns takes no longer than the best alone. Where a backend has a hundred variants, turns and all go through those
 that span them (`Op.spanning`), and only `every` through every one: hours on a CPU.
@@ -151,7 +151,7 @@ def _attempt(
     launch: Callable[[Plan], T],
     truth_of: Callable[[Plan], Sequence[Expected]],
 ) -> tuple[Result, T | None]:
-    """What becomes of `blank` when its contender is launched, and what that has written."""
+    """The outcome of launching `blank`'s contender, and the tensors that it wrote."""
     started = time.perf_counter()
     result, written = blank, None
     try:

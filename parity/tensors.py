@@ -37,7 +37,7 @@ class Watched:
 
     @property
     def were_written(self) -> bool:
-        """Whether any bit of them, or of the memory around them, has changed."""
+        """True if any bit of them, or of the memory around them, has changed."""
         pairs = zip(self.memory, self.memory_before, strict=True)
         return not all(torch.equal(now, before) for now, before in pairs)
 
@@ -100,7 +100,7 @@ class Outputs:
 
     @property
     def guards_were_written(self) -> bool:
-        """Whether anything was written just before or after out or lse."""
+        """True if anything was written just before or after out or lse."""
         return _guards_were_written(self.memory)
 
 
@@ -113,7 +113,7 @@ class Saved(Watched):
 
     @classmethod
     def of(cls, outputs: Outputs) -> Saved:
-        """What a forward has written, where it wrote it."""
+        """The results of a forward, where it wrote them."""
         bits, copies = _watch(outputs.memory)
         return cls(out=outputs.out, lse=outputs.lse, memory=bits, memory_before=copies)
 
@@ -127,7 +127,7 @@ class Upstream(Watched):
 
     @classmethod
     def of(cls, case: Case, problem: Problem, device: torch.device) -> Upstream:
-        """Those of `case`, drawn by its seed; the same for every call."""
+        """The inputs of `case`, drawn by its seed; the same for every call."""
         shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim)
         generator = _generator(case.seed + 1, torch.Size(shape).numel(), device)
         dout_memory, dout = _poisoned_output(shape, problem.strides_out, problem.torch_dtype, device)
@@ -175,7 +175,7 @@ class Gradients:
 
     @property
     def guards_were_written(self) -> bool:
-        """Whether anything was written just before or after one of them."""
+        """True if anything was written just before or after one of them."""
         return _guards_were_written(self.memory)
 
 

@@ -60,7 +60,7 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expected:
-    """What one result must be: the truth in fp64 and how far from it a kernel may be."""
+    """The truth of one result in fp64, and how far from it a kernel may be."""
 
     name: str
     truth: torch.Tensor
@@ -83,7 +83,7 @@ class Expected:
         return deviation
 
     def complaint(self, got: torch.Tensor, deviation: Deviation) -> str:
-        """What is wrong with `got`, given its deviation from the truth: the worst place, both values, the budget."""
+        """The fault of `got`, given its deviation from the truth: the worst place, both values, the budget."""
         if deviation.strangers:
             hint = "NaN is also what an element reads that was never written"
             return (
@@ -107,7 +107,7 @@ class Expected:
         return _divide(error, allowed)
 
     def tighter(self, deviation: Deviation) -> tuple[str, float, float]:
-        """Which of max and rms uses more of its budget, with the error and what is allowed."""
+        """The one of max and rms that uses more of its budget, with the error and its limit."""
         pairs = ("max", deviation.max, self.budget.max), ("rms", deviation.rms, self.budget.rms)
         return max(pairs, key=lambda pair: _divide(pair[1], pair[2]))
 
@@ -118,7 +118,7 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Truth:
-    """What a case's out and lse must be."""
+    """The truth of a case's out and lse."""
 
     out: Expected
     lse: Expected
@@ -179,7 +179,7 @@ def _columns_of_nonfinite(v: torch.Tensor, problem: Problem) -> torch.Tensor | N
 
 
 def adds_up_in_fp16(plan: Plan) -> bool:
-    """Whether a Plan's variant has the tensor core add up in fp16."""
+    """True if a Plan's variant has the tensor core add up in fp16."""
     return dict(variant_of(plan).flags).get("accumulator") == "fp16"
 
 
@@ -194,7 +194,7 @@ def probe_rounding(truth: torch.Tensor, dtype: torch.dtype) -> float:
 
 
 def truncation(truth: torch.Tensor, terms: int) -> float:
-    """What tensor cores lose of a sum of `terms` products, half an ulp of fp32 each time they add to it.
+    """The loss of tensor cores in a sum of `terms` products: half an ulp of fp32 each time they add to it.
 
     They add `PRODUCTS_AT_ONCE` products at a time and round toward zero, so losses do not cancel (Fasi, Higham,
     Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ CS 2021). Nothing beside a rounding of the
@@ -217,7 +217,7 @@ def _lse_atol(truth: torch.Tensor, head_dim: int) -> float:
 
 
 def derive_budget(naives: Sequence[torch.Tensor], truth: torch.Tensor, *, atol: float) -> Budget:
-    """What the worst of some naive results' errors allows.
+    """The budget that follows from the worst error of some naive results.
 
     Where one has NaN and the truth has not it says nothing, which only tightens this: PyTorch 2.13's bf16 matmul on x86
     was seen to carry NaN of one row of the left matrix into the row above it.

@@ -163,5 +163,7 @@ def install(monkeypatch, fake, device=DEVICE):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
     monkeypatch.setattr(compat, "current_stream", lambda device: fake.stream)
-    monkeypatch.setattr(compat, "empty_strided", lambda shape, strides, dtype, device: torch.empty(shape, dtype=dtype))
+    monkeypatch.setattr(
+        compat, "allocator", lambda layouts, device: lambda: [torch.empty(it[0], dtype=it[2]) for it in layouts]
+    )
     return fake

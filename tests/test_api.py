@@ -344,7 +344,7 @@ def test_a_variant_without_a_rule_tells_those_of_this_arch():
     long = Problem.contiguous(batch=1, heads_q=2, seq_q=4096, head_dim=128)
     plan = multiattn.explain(long, arch="sm90", backend="cutile", direction="backward")
     (atomic,) = (line for line in plan.rejected if line.startswith("variant atomic: "))
-    assert atomic.count("for a caller who names the variant") == 1
+    assert atomic.count("for callers that name the variant") == 1
     assert "for D in 129..256" in atomic
     assert "for sm100" not in atomic
 

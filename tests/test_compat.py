@@ -62,6 +62,28 @@ def test_memory_past_the_dispatcher_is_for_a_gpu_that_fills_nothing(monkeypatch)
     assert compat.empty_strided((4,), (1,), torch.uint8, gpu) == "public"
 
 
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def test_a_function_is_applied_without_asking_for_transforms(monkeypatch):
+    apply, x = compat.applier(Double), torch.ones(3, requires_grad=True)
+    monkeypatch.setattr(torch._functorch.utils, "unwrap_dead_wrappers", None)  # calling it would raise
+    apply(x).sum().backward()
+    assert x.grad.tolist() == [2.0] * 3
+
+
+def test_a_function_is_applied_in_public(monkeypatch):
+    monkeypatch.setattr(compat, "_FunctionBase", None)
+    assert compat.applier(Double) == Double.apply
+
+
 def test_a_guard_knows_like_tensors():
     q, k, v = (torch.zeros(1, 2, 3, 4) for _ in range(3))
     check = compat.tensor_guard(q, k, v)

@@ -50,7 +50,7 @@ def test_a_rule_for_those_who_name_the_variant():
     assert select((rule,), problem(), SM80) == (rule, ())
     assert select((rule,), problem(), SM80, named=False) == (
         None,
-        ("rule tile_m=64 tile_n=64: for a caller who names the variant (a guess)",),
+        ("rule tile_m=64 tile_n=64: for callers that name the variant (a guess)",),
     )
 
 

@@ -20,6 +20,7 @@ from multiattn.cuda.candidates import SHAPES, wgmma_candidates
 from multiattn.cuda.configs import CudaConfig
 from multiattn.cuda.instances import launches_of
 from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams, params_of
+from multiattn.cuda.rules.hopper import WGMMA_RULES
 from multiattn.cuda.source import HOST_INCLUDES
 from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.tools import GXX
@@ -30,6 +31,7 @@ from multiattn.cuda.wgmma_configs import (
     registers_at_least,
     why_not,
 )
+from multiattn.plan.arch import CPU
 from multiattn.plan.backend import make_plan, plan_variant
 from multiattn.problem import Problem
 
@@ -143,6 +145,13 @@ def test_what_tma_cannot_walk_is_refused_with_the_variant_that_can(changed, told
     (reason,) = explain(problem, backend="cuda", variant=WGMMA.name, arch="sm90")
     assert told in str(reason)
     assert explain(problem, backend="cuda", arch="sm90").variant == SPLIT_Q.name
+
+
+def test_on_a_cpu_it_must_be_named():
+    plan = make_plan(BACKEND, problem_of(), CPU, probe=False)
+    assert plan.variant == SPLIT_Q.name
+    assert any("for callers that name the variant (emulated" in line for line in plan.rejected)
+    assert make_plan(BACKEND, problem_of(), CPU, variant=WGMMA.name, probe=False).config == WGMMA_RULES[-1].config
 
 
 # ---------------------------------------------------------------- kernels and parameters

@@ -1,6 +1,8 @@
 """What only a GPU can show: streams, graph capture, device indices, no synchronisation. Skipped without one."""
 
 import gc
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -292,6 +294,43 @@ def test_a_warm_call_in_a_thread_without_a_context(backend, variant):
     torch.cuda.synchronize()
     close(out, *given[:3], causal=True)
     close_gradients(grads, *given)
+
+
+@backward_backends
+def test_eight_threads_launch_1000_times_each(backend):
+    """Both directions, each thread on a stream and on tensors of its own, all with the same bits every time."""
+
+    def work(seed):
+        torch.manual_seed(seed)
+        given = saved(seq=100 + seed)
+        options = {"causal": True, "backend": backend, "deterministic": True}
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+            known = (multiattn.fmha(*given[:3], **options), *multiattn.fmha_backward(*given, **options))
+            differ = torch.zeros((), dtype=torch.int64, device="cuda")
+            for _ in range(500):
+                again = (multiattn.fmha(*given[:3], **options), *multiattn.fmha_backward(*given, **options))
+                differ += torch.stack([(one != two).any() for one, two in zip(again, known, strict=True)]).any()
+            return differ.item()
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(work, range(8))) == [0] * 8
+
+
+def test_a_child_that_is_forked_after_the_import_runs_on_the_gpu():
+    code = (
+        "import os, sys, torch, multiattn\n"
+        "if (child := os.fork()) == 0:\n"
+        "    q = torch.randn(1, 2, 64, 64, device='cuda', dtype=torch.bfloat16)\n"
+        "    for backend in sys.argv[1:]:\n"
+        "        out = multiattn.fmha(q, q, q, causal=True, backend=backend).float()\n"
+        "        expected, _ = multiattn.reference(q, q, q, causal=True)\n"
+        "        torch.testing.assert_close(out, expected.float(), atol=2e-2, rtol=2e-2)\n"
+        "    os._exit(0)\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    able = [name for name, reasons in multiattn.backends("cuda").items() if not reasons]
+    subprocess.run([sys.executable, "-c", code, *able], check=True)
 
 
 @backward_variants

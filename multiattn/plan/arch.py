@@ -111,9 +111,9 @@ class Occupancy:
     blocks: int
     warps: int
     share: float
-    """Of the warps that the SM can hold, 0 to 1."""
+    """Resident warps over the most that the SM can hold, 0 to 1."""
     limiter: str
-    """What keeps one more block out: blocks, warps, registers or smem."""
+    """The resource that keeps one more block out: blocks, warps, registers or smem."""
 
 
 def occupancy(arch: Arch, threads: int, registers: int, smem_bytes: int) -> Occupancy:
@@ -147,7 +147,7 @@ def occupancy(arch: Arch, threads: int, registers: int, smem_bytes: int) -> Occu
 
 
 def _blocks_by_registers(arch: Arch, warps: int, registers: int) -> int:
-    """Blocks whose warps the register files hold: a warp lives in one partition, whole."""
+    """Blocks that the register files have room for; all of a warp lives in one partition."""
     of_warp = _round_up(registers * WARP_THREADS, REGISTERS_UNIT)
     warps_of_partition = arch.registers_per_sm // WARPS_UNIT // of_warp
     return WARPS_UNIT * warps_of_partition // warps
@@ -163,7 +163,7 @@ class Gpu:
 
     name: str
     driver_names: tuple[str, ...]
-    """What the driver calls it, whole."""
+    """The full names that the driver has for it."""
     arch: str
     """Name of its row in `ARCHS`."""
     sms: int

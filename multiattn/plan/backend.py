@@ -1,4 +1,4 @@
-"""What a backend is (`Backend`, `Op`, `Variant`), which there are (`BACKENDS`), and how a `Plan` is made of one.
+"""Backends as data (`Backend`, `Op`, `Variant`), their names (`BACKENDS`), and how one makes a `Plan`.
 
 A backend is a folder of this package whose ``__init__`` names a `BACKEND`. That module must be light: it holds the
 data (capabilities, rules) and imports its DSL only inside `probe`, `prepare` and `compile`.
@@ -49,12 +49,12 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compiled:
-    """What the compiler said of one kernel, made for a Plan's arch with no GPU needed. Sizes in bytes, per block."""
+    """One kernel as it was compiled for a Plan's arch, with no GPU. Sizes in bytes, per block."""
 
     kernel: str
     """Its symbol, what a profiler shows."""
     threads: int | None = None
-    """Of a block."""
+    """Threads of a block."""
     seconds: float
     cubin: bytes
     smem_bytes: int | None = None
@@ -71,15 +71,15 @@ class Exported:
     seconds: float
     cubin: bytes
     threads: int | None = None
-    """Of a block; None where only the cubin says."""
+    """Threads of a block; None where only the cubin says."""
     dynamic_smem_bytes: int = 0
     """That a launch asks for, beside the static part that the cubin has."""
     texts: Mapping[str, bytes] = field(default_factory=dict)
     """Intermediate code that was asked for, by kind: ``ptx``, ``ttgir``, ``tileir``."""
     remarks: str = ""
-    """What cuTile's compiler says of its choices, in YAML."""
+    """Remarks of cuTile's compiler on its choices, in YAML."""
     binding: Binding | None = None
-    """What a launch hands to the driver; None where the loader cannot run the kernel."""
+    """The arguments, grid and shared memory of a launch; None where the loader cannot run the kernel."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,9 +94,9 @@ class Variant:
     parent: str | None = None
     """The rung below: the variant whose flags differ from these in one group; None for the first of a ladder."""
     only_named: bool = False
-    """Whether nobody gets it who does not ask for it by name: a rung of a ladder, to learn from or to compare with."""
+    """Selected only by name: a rung of a ladder, to learn from or to compare with."""
     deterministic: bool = True
-    """Whether two runs give the same bits, whatever the order in which blocks run."""
+    """Two runs give the same bits, whatever the order in which blocks run."""
     workspace: Callable[[Problem, Config | None], int] = lambda problem, config: 0
     """Bytes of device memory that a launch takes beside its arguments."""
     fits: Callable[[Problem, Arch, Config], tuple[Reason, ...]] = lambda problem, arch, config: ()
@@ -117,7 +117,7 @@ class Plan:
     workspace_bytes: int = 0
     """Device memory that a launch takes beside its arguments."""
     rejected: tuple[str, ...] = field(default=(), compare=False)
-    """What was passed over for this, variants and rules, each with why."""
+    """Variants and rules that were passed over, each with the reason."""
 
     def because(self, why: str) -> Plan:
         """The same Plan, with the reason why this backend was picked in front."""
@@ -147,14 +147,12 @@ class Op:
 
     variants: tuple[Variant, ...]
     spanning: tuple[str, ...] = ()
-    """Names of variants that keep the contract and have between them every value of each flag that does.
+    """Names of the variants to run where all of them would take too long: together they have every value of each flag.
 
-    What is run where all take too long.
-
-    Empty: all of them.
+    Empty: all variants.
     """
     prepare: Callable[[Plan], Launcher]
-    """Everything that can be done once per Plan, compilation included where the DSL allows it."""
+    """Do all that is needed once per Plan, compilation included where the language allows it."""
     compile: Callable[[Plan], tuple[Compiled, ...]]
     """Compile every kernel of a launch for `plan.arch` with no GPU; the compiler's own error passes through."""
     export: Callable[[Plan, Sequence[str]], tuple[Exported, ...]] = lambda plan, kinds: ()
@@ -175,9 +173,9 @@ class Backend:
     name: str
     summary: str
     probe: Callable[[Arch], tuple[Reason, ...]]
-    """What this machine lacks to run on `arch` (``cpu``: to run the kernel source on the CPU)."""
+    """Reasons why this machine cannot run on `arch` (``cpu``: run the kernel source on the CPU)."""
     probe_compiler: Callable[[], tuple[Reason, ...]]
-    """What this machine lacks to compile for any arch, no GPU needed."""
+    """Reasons why this machine cannot compile for any arch, which needs no GPU."""
     versions: Callable[[], Mapping[str, str | None]]
     """Versions of the packages and tools it stands on; None for one that is missing."""
     forward: Op
@@ -189,7 +187,7 @@ class Backend:
 
 
 def get(name: str) -> Backend:
-    """The backend called `name`; ValueError for a name that nobody has."""
+    """The backend called `name`; ValueError for an unknown name."""
     if name != REFERENCE and name not in BACKENDS:
         raise ValueError(f"backend: got {name!r}; allowed auto, {REFERENCE}, {', '.join(BACKENDS)}")
     backend: Backend = importlib.import_module(f"multiattn.{name}").BACKEND
@@ -220,7 +218,7 @@ def _name_some(variants: Sequence[Variant], wanted: str) -> str:
 
 
 def ladder(backend: Backend, top: str, direction: Direction = "forward") -> tuple[Variant, ...]:
-    """The rungs up to the variant called `top`, first to last; ValueError for a variant that nobody has."""
+    """The rungs up to the variant called `top`, first to last; ValueError for an unknown variant."""
     rungs = [find_variant(backend, top, direction)]
     while (parent := rungs[-1].parent) is not None:
         rungs.append(find_variant(backend, parent, direction))
@@ -244,7 +242,7 @@ def plan_variant(
 ) -> Plan | tuple[Reason, ...]:
     """The Plan of one variant, or every reason why there is none. `config` overrides the rules (for tuning).
 
-    `named`: whether the variant was asked for, and is not one of several that would do.
+    `named`: the caller asked for this variant by name.
     """
     reasons = variant.capability.why_not(problem, arch)
     if reasons:
@@ -310,7 +308,7 @@ def make_plan(
         passed_over = (f"variant {name}: {reason}" for name, why in refusals.items() for reason in why)
         return replace(found, rejected=(*passed_over, *found.rejected))
     if found is None:
-        # What a variant for another arch says tells nobody what to change; where all are, that is what to say.
+        # The reasons of variants for other arches help nobody, unless every variant is for another arch.
         here = [refusals[it.name] for it in named if arch.name in it.capability.arches]
         refused = here or [it.capability.why_not(problem, arch) for it in named]
         reasons += list(dict.fromkeys(reason for refusal in refused for reason in refusal))

@@ -33,7 +33,7 @@ class Config:
 C = TypeVar("C", bound=Config)
 
 SECTOR_BYTES = 32
-"""What memory is read in, at the least."""
+"""The least that one access reads from device memory."""
 
 COMPILED = "compiled, not measured: "
 """Starts the `why` of a rule for GPUs that nobody timed it on: what is known of it is what the compilers say."""
@@ -49,18 +49,18 @@ class Rule(Generic[C]):
     head_dim_min: int = 1
     head_dim_max: int = 256
     whole_sectors: bool | None = None
-    """Whether a row of head_dim elements is a whole number of sectors; else every other one may begin within one."""
+    """True for rows of head_dim elements that are whole sectors, False for the others, None for both."""
     banded: bool | None = None
     """For problems whose mask hides keys, which is a band of diagonals, or for those without a mask; None for both."""
     dtype: str | None = None
     seq_min: int = 0
-    """Of the longer of Sq and Skv; so is `seq_max`, None for no limit."""
+    """The least of the longer of Sq and Skv, as `seq_max` is the most; None is no limit."""
     seq_max: int | None = None
     batch_max: int | None = None
     smem_min: int = 0
     """Bytes of shared memory that a block must be able to have."""
     only_named: bool = False
-    """Whether the variant must be asked for by its name, as another one is as good or better."""
+    """Applies only where the caller names the variant, as another variant is as good or better."""
 
     def reject(self, problem: Problem, arch: Arch, *, named: bool = True) -> str | None:
         """Why this rule does not apply to `problem` on `arch`, or None when it does."""
@@ -84,11 +84,11 @@ class Rule(Generic[C]):
         if arch.is_gpu and arch.smem_per_block < self.smem_min:
             return f"for {self.smem_min} bytes of shared memory a block and more"
         if self.only_named and not named:  # last: its evidence is told only where it would be the rule
-            return f"for a caller who names the variant ({self.why})"
+            return f"for callers that name the variant ({self.why})"
         return None
 
     def covers(self, other: Rule[C]) -> bool:
-        """Whether it applies wherever `other` does, so that `other` after it would never be chosen."""
+        """True if it applies wherever `other` does, so that `other` after it would never be chosen."""
         longest, theirs = (rule.seq_max if rule.seq_max is not None else sys.maxsize for rule in (self, other))
         return (
             set(other.arches) <= set(self.arches)
@@ -109,7 +109,7 @@ class Rule(Generic[C]):
 
 
 def has_whole_sectors(head_dim: int, itemsize: int) -> bool:
-    """Whether a row of head_dim elements, of `itemsize` bytes each, is a whole number of sectors."""
+    """True if a row of head_dim elements, of `itemsize` bytes each, is a whole number of sectors."""
     return head_dim * itemsize % SECTOR_BYTES == 0
 
 
@@ -127,7 +127,7 @@ def select(
 ) -> tuple[Rule[C] | None, tuple[str, ...]]:
     """The first rule that applies, or None; and those for this arch that were passed over before it, with why.
 
-    `named`: whether the variant that the rules are of was asked for by its name.
+    `named`: the caller asked for the variant of these rules by its name.
     """
     rejected: list[str] = []
     for rule in rules:

@@ -24,14 +24,14 @@ LOWEST = -127.0
 ROUND = 1.5 * 2**23 + 127
 """Added to x it leaves round(x) + 127 in the low bits."""
 SIXTEENTHS_MAX = 8
-"""Of the exponentials: more than half of them on the FMA units is never worth it."""
+"""Sixteenths of the exponentials: more than half of them on the FMA units is never worth it."""
 
 
 def is_polynomial(pair: int, sixteenths: int) -> bool:
-    """Whether a thread's pair of scores goes to the FMA units: an even share of all pairs."""
+    """True for a thread's pair of scores that goes to the FMA units: an even share of all pairs."""
     return (pair + 1) * sixteenths // 16 > pair * sixteenths // 16
 
 
 def share_unit(pairs: int) -> int:
-    """What the sixteenths must be a multiple of, so that of so many pairs a whole number goes there."""
+    """The number that sixteenths must be a multiple of, so that a whole number of the pairs goes there."""
     return 16 // math.gcd(16, pairs)

@@ -1,4 +1,4 @@
-"""What ``backend="auto"`` picks on a GPU: the order of the nearest measured cell of the benchmark matrix.
+"""The choice of ``backend="auto"`` on a GPU: the order of the nearest measured cell of the benchmark matrix.
 
 The cells are `measured.json` beside this file, written from bench/results by ``python -m bench prefer``.
 """
@@ -27,7 +27,7 @@ class Cell:
     seq_kv: int
     causal: bool
     heads: int
-    """Of q, over the whole batch."""
+    """Query heads over the whole batch."""
     tflops: tuple[tuple[str, float], ...]
     group: int = 1
     """Heads of q that share one of k and v."""
@@ -36,8 +36,8 @@ class Cell:
     def distance(self, problem: Problem) -> float:
         """How far a problem is from this cell, in doublings of head_dim, length and heads, each of which matters less.
 
-        Heads decide how full the last wave of blocks is: of few tiles one backend's grid may be the better fit. Heads
-        that share keys and values are loaded less of, which helps most what waits most for loads.
+        Heads decide how full the last wave of blocks is. Heads that share keys and values need fewer loads, which helps
+        the backend that waits most for loads.
         """
         head_dim = abs(math.log2(problem.head_dim / self.head_dim))
         seq_kv = abs(math.log2(max(problem.seq_kv, 1) / self.seq_kv))

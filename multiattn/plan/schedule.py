@@ -9,7 +9,7 @@ SCHEDULERS = ("one_tile", "static", "dynamic")
 """``one_tile``: a block per tile of queries. ``static``, ``dynamic``: a block per SM, which takes every n-th tile, or
 the next one that a counter in device memory gives it."""
 COUNTER_BYTES = 16
-"""Of the tile counter of a dynamic scheduler, one int32, as an allocator rounds it."""
+"""Size of the tile counter of a dynamic scheduler: one int32, rounded as an allocator rounds it."""
 KV_BYTES_SIDE_BY_SIDE = 16 << 20
 """K and V of heads whose tiles run side by side: a part of L2 (40 MB on A100, 50 on H100). A guess, not measured."""
 
@@ -22,5 +22,5 @@ def heads_side_by_side(problem: Problem) -> int:
 
 
 def most_multiprocessors(arch: Arch) -> int:
-    """Of the largest product of an arch: so many blocks that take tile after tile fill every one; the host has one."""
+    """The most SMs that a product of an arch has: so many persistent blocks fill any of them. The CPU has one."""
     return max((gpu.sms for gpu in GPUS if gpu.arch == arch.name), default=1)

@@ -34,11 +34,11 @@ class Reason:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capability:
-    """What one kernel variant accepts. Each field is a constraint; `why_not` compares a Problem with all of them."""
+    """Problems that a kernel variant accepts. Each field is a constraint; `why_not` checks a Problem against all."""
 
     arches: tuple[str, ...]
     arch_hint: str = ""
-    """What to tell on another arch."""
+    """The hint for callers on another arch."""
     dtypes: tuple[str, ...] = ("fp16", "bf16")
     head_dim_multiple: int = 8
     head_dim_max: int = 256
@@ -47,7 +47,7 @@ class Capability:
     alignment: int = 2
     """Bytes that every base address and stride must be a multiple of."""
     zero_strides: bool = True
-    """Whether a dimension may be broadcast (stride 0, as `expand` makes it)."""
+    """A dimension may be broadcast (stride 0, as `expand` makes it)."""
 
     def why_not(self, problem: Problem, arch: Arch) -> tuple[Reason, ...]:
         """All reasons why this variant cannot run `problem` on `arch`; empty when it can."""

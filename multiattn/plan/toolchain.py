@@ -1,4 +1,4 @@
-"""What every backend asks of the machine it runs on: installed packages, a GPU, and what a cubin uses of an SM."""
+"""The machine that a backend runs on: installed packages, the GPU, and cuobjdump, which reads cubins."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _RESERVED_SMEM_BYTES = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """What one compiled kernel uses: registers and bytes of stack a thread, bytes of static shared memory a block."""
+    """One compiled kernel's resources: registers and bytes of stack a thread, bytes of static shared memory a block."""
 
     registers: int
     stack_bytes: int
     smem_bytes: int
     """Without the KiB that the system keeps in every block."""
     threads: int | None = None
-    """Of a block, where the kernel was compiled for one number of threads, or for at most so many."""
+    """Threads of a block, where the kernel was compiled for one number of threads, or for at most so many."""
 
 
 def version_of(distribution: str) -> str | None:
@@ -59,7 +59,7 @@ def find_cuobjdump() -> str | None:
 
 
 def resource_usage(cubin: bytes) -> Usage | None:
-    """What the one kernel of a cubin uses; None without cuobjdump, or with one too old for the cubin's target.
+    """Resources of the one kernel of a cubin; None without cuobjdump, or with one too old for the cubin's target.
 
     None of the kernels indexes an array at run time, so their stack is what the compiler spilled.
     """
@@ -88,7 +88,7 @@ def _threads(printed: str) -> int | None:
 
 
 def _cuobjdump(cubin: bytes, *options: str) -> str:
-    """What cuobjdump prints of a cubin; nothing where there is no cuobjdump, or it cannot read the cubin."""
+    """The output of cuobjdump for a cubin; empty where there is no cuobjdump, or it cannot read the cubin."""
     tool = find_cuobjdump()
     if tool is None:
         return ""

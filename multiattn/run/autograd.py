@@ -1,4 +1,4 @@
-"""How a call is differentiated: its way, from its tensors and from what is active when it is made.
+"""The way of a call through autograd, from its tensors and from what is active when it is made.
 
 A plain eager call goes straight to a launcher, with an `autograd.Function` around it where a tensor needs grad. Every
 other call takes the ops of `multiattn.run.ops`, to the same launchers: under `torch.func`, which an op's gradient
@@ -21,7 +21,7 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def _is_unwatched() -> bool:
-    """Whether nobody traces, transforms or watches: an ordinary eager call, if its tensors are of `_PLAIN` types.
+    """True for an ordinary eager call, if its tensors are of `_PLAIN` types: nobody traces, transforms or watches it.
 
     `torch.compiler.is_compiling` must have been asked before: these are not for Dynamo to trace.
     """
@@ -31,7 +31,7 @@ def _is_unwatched() -> bool:
 
 
 def needs_grad(operands: Operands) -> bool:
-    """Whether autograd will want a gradient of this call."""
+    """True if autograd will want a gradient of this call."""
     return operands.requires_grad and torch.is_grad_enabled()
 
 
@@ -45,11 +45,10 @@ def attend(operands: Operands, options: Options) -> tuple[torch.Tensor, torch.Te
             out, lse = TransformedAttention.apply(asked, *operands.inputs)  # type: ignore[no-untyped-call]
         else:
             out, lse = forward_op(*operands.inputs, *asked)
-    elif needs_grad(operands):
-        ready = get_forward(operands, options, True)
-        out, lse = Attention.apply(ready, *operands.inputs)  # type: ignore[no-untyped-call]
+    elif torch.is_grad_enabled() and operands.requires_grad:
+        out, lse = _attend_with_grad(get_forward(operands, options, True), *operands.inputs)
     else:
-        out, lse = run_forward(get_forward(operands, options), operands)
+        out, lse = run_forward(get_forward(operands, options), operands.inputs)
     return out, lse
 
 
@@ -86,7 +85,7 @@ def _check_call(operands: Operands, options: Options) -> None:
 
 
 def _needs_function() -> bool:
-    """Whether something differentiates that an op's own gradient is out of reach of."""
+    """True if something differentiates this call that cannot reach an op's own gradient."""
     return compat.transforms_active() or compat.in_forward_mode()
 
 
@@ -96,7 +95,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ready: Ready, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch, and keep what the backward reads."""
-        out, lse = run_forward(ready, Operands(*inputs))
+        out, lse = run_forward(ready, inputs)
         ctx.save_for_backward(*inputs, out, lse)
         ctx.set_materialize_grads(False)
         ctx.ready = ready.gradient
@@ -106,13 +105,17 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Launch the backward that the forward made ready; if hooks changed saved tensors, another that fits them."""
         ready: Ready = ctx.ready
-        operands = Operands(*(*ctx.saved_tensors, dout, dlse))
+        read = (*ctx.saved_tensors, dout, dlse)
+        is_usual = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and _is_unwatched()
+        if is_usual and dout is not None and ready.fits(read):
+            return (None, *run_conforming(ready, read))
+        operands = Operands(*read)
         if dout is None and dlse is None:
             return (None, *(None for _ in operands.inputs))
-        is_usual = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and _is_unwatched()
-        if is_usual and dout is not None and ready.fits(operands):
-            return (None, *run_conforming(ready, operands))
         return (None, *differentiate(operands, ready.options))
+
+
+_attend_with_grad = compat.applier(Attention)
 
 
 class AttentionBackward(torch.autograd.Function):

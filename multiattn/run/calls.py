@@ -14,7 +14,7 @@ from multiattn.plan import backend as registry
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import Launcher, Plan
 from multiattn.plan.choice import BOTH, choose
-from multiattn.problem import FORWARD_RESULTS, GRADIENTS, VECTOR_BYTES, Layout, Operands, Options, problem_of
+from multiattn.problem import FORWARD_RESULTS, GRADIENTS, VECTOR_BYTES, Operands, Options, problem_of
 from multiattn.run import compat
 from multiattn.run.log import logged
 
@@ -28,7 +28,7 @@ class Ready:
     That is when a kernel may be compiled: a forward whose gradient nobody asks for does not pay for the backward's.
     """
 
-    __slots__ = ("_guards", "device", "gradient", "launch", "options", "plan", "results")
+    __slots__ = ("_guards", "allocate", "device", "gradient", "launch", "options", "plan")
 
     def __init__(self, plan: Plan, options: Options, device: torch.device, gradient: Ready | None = None) -> None:
         self.plan = plan
@@ -38,7 +38,8 @@ class Ready:
         """The backward of a forward that autograd records."""
         layouts = plan.problem.layouts
         written = FORWARD_RESULTS if plan.direction == "forward" else GRADIENTS
-        self.results: tuple[Layout, ...] = tuple(layouts[name] for name in written)
+        self.allocate = compat.allocator([layouts[name] for name in written], device)
+        """Makes what a launch writes."""
         self.launch: Launcher = self._prepare
         self._guards: dict[int, compat.Guard] = {}
 
@@ -47,21 +48,21 @@ class Ready:
         self.launch = prepare(self.plan, self.device)
         self.launch(operands)
 
-    def fits(self, operands: Operands) -> bool:
-        """Whether a backward may read these operands as they are, told in one step by those that it read before."""
-        given = [tensor for tensor in operands if tensor is not None]
+    def fits(self, read: Sequence[torch.Tensor | None]) -> bool:
+        """True if a backward may read these tensors as they are: they are like tensors that it read before."""
+        given = [tensor for tensor in read if tensor is not None]
         are_alike = self._guards.get(len(given))
         return are_alike is not None and are_alike(*given) and _are_aligned(given)
 
-    def remember(self, operands: Operands) -> None:
-        """Let `fits` tell operands like these, which a backward may read as they are."""
-        given = [tensor for tensor in operands if tensor is not None]
+    def remember(self, read: Sequence[torch.Tensor | None]) -> None:
+        """Let `fits` tell tensors like these, which a backward may read as they are."""
+        given = [tensor for tensor in read if tensor is not None]
         if _are_aligned(given) and (guard := compat.tensor_guard(*given)) is not None:
             self._guards[len(given)] = guard
 
 
 class _Calls:
-    """What earlier calls made ready, found again by all that a Plan depends on and that two calls can share.
+    """Earlier calls that were made ready, found again by all that a Plan depends on.
 
     Asking three tensors for all of that takes a host 2 us. So the last call of each pair of shapes and options leaves
     a guard, which looks at the tensors in one step, in half of the time. A call that passes it, and is as aligned, is
@@ -72,31 +73,34 @@ class _Calls:
         self.ready: dict[_CallKey, Ready] = {}
         self._latest: dict[_CallKey, tuple[compat.Guard, int, Ready]] = {}
 
-    def find(self, operands: Operands, options: Options, needs_grad: bool = False) -> tuple[_CallKey, Ready | None]:
-        """What an earlier such call made ready, behind the key to keep it under where there is nothing yet."""
-        inputs = operands.inputs
+    def find(self, operands: Operands, options: Options, needs_grad: bool = False) -> Ready | _CallKey:
+        """The `Ready` of an earlier such call, or the key to keep a new one under."""
+        q, k, v = inputs = operands.inputs
         try:
-            brief = (operands.q.shape, operands.k.shape, options, needs_grad)
-            offset = operands.address_bits & (VECTOR_BYTES - 1)
+            brief = (q.shape, k.shape, options, needs_grad)
+            offset = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & (VECTOR_BYTES - 1)
             latest = self._latest.get(brief)
             if latest is not None:
                 are_alike, its_offset, ready = latest
-                if offset == its_offset and are_alike(*inputs):
-                    return brief, ready
+                if offset == its_offset and are_alike(q, k, v):
+                    return ready
             key = (*brief, offset, *map(_metadata, inputs))
             known = self.ready.get(key)
         except (AttributeError, RuntimeError, TypeError):
             problem_of(operands, options)  # say in our words what is wrong; else the error is not about the arguments
             raise
-        if known is not None and (guard := compat.tensor_guard(*inputs)) is not None:
+        if known is None:
+            return key
+        if (guard := compat.tensor_guard(*inputs)) is not None:
             self._latest[brief] = (guard, offset, known)
-        return key, known
+        return known
 
-    def keep(self, key: _CallKey, ready: Ready) -> None:
+    def keep(self, key: _CallKey, ready: Ready) -> Ready:
         """Let calls of the key that `find` gave find `ready`."""
         if len(self.ready) >= _LIMIT:
             self.clear()
         self.ready[key] = ready
+        return ready
 
     def clear(self) -> None:
         """Forget all."""
@@ -105,7 +109,7 @@ class _Calls:
 
 
 def _are_aligned(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all start at a multiple of the widest access."""
+    """True if all start at a multiple of the widest access."""
     return not functools.reduce(operator.or_, map(compat.data_ptr, tensors)) & (VECTOR_BYTES - 1)
 
 
@@ -119,27 +123,25 @@ _forward, _backward = _Calls(), _Calls()
 
 def get_forward(operands: Operands, options: Options, needs_grad: bool = False) -> Ready:
     """The forward of a call, ready to launch. With `needs_grad` it has its `gradient` too, or the call is refused."""
-    key, ready = _forward.find(operands, options, needs_grad)
-    if ready is None:
-        device = operands.q.device
-        directions = BOTH if needs_grad else BOTH[:1]
-        plan, *backward = choose(problem_of(operands, options), detect(device), options, *directions)
-        gradient = get_backward(operands, options.of_gradient, *backward) if needs_grad else None
-        ready = Ready(plan, options, device, gradient)
-        _forward.keep(key, ready)
-    return ready
+    found = _forward.find(operands, options, needs_grad)
+    if isinstance(found, Ready):
+        return found
+    device = operands.q.device
+    directions = BOTH if needs_grad else BOTH[:1]
+    plan, *backward = choose(problem_of(operands, options), detect(device), options, *directions)
+    gradient = get_backward(operands, options.of_gradient, *backward) if needs_grad else None
+    return _forward.keep(found, Ready(plan, options, device, gradient))
 
 
 def get_backward(operands: Operands, options: Options, plan: Plan | None = None) -> Ready:
     """The backward of a call, ready to launch; `options.variant` is one of the backward's, `plan` what was chosen."""
-    key, ready = _backward.find(operands, options)
-    if ready is None:
-        device = operands.q.device
-        if plan is None:
-            (plan,) = choose(problem_of(operands, options), detect(device), options, "backward")
-        ready = Ready(plan, options, device)
-        _backward.keep(key, ready)
-    return ready
+    found = _backward.find(operands, options)
+    if isinstance(found, Ready):
+        return found
+    device = operands.q.device
+    if plan is None:
+        (plan,) = choose(problem_of(operands, options), detect(device), options, "backward")
+    return _backward.keep(found, Ready(plan, options, device))
 
 
 # ---------------------------------------------------------------- launchers

@@ -1,4 +1,4 @@
-"""Everything private to PyTorch that a call uses because the public way costs the host more, with that public way.
+"""PyTorch's private hooks that a call uses because the public way costs the host more, each with that public way.
 
 A release of PyTorch without one of these hooks is slower by it, and as right. Callers ask for these names when they
 call (``compat.current_stream(device)``) or when they are made, never when they are imported.
@@ -6,18 +6,18 @@ call (``compat.current_stream(device)``) or when they are made, never when they 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 Guard = Callable[..., bool]
-"""Given as many tensors: whether they are like those that the guard was made of."""
+"""Called with as many tensors: true if they are like those that the guard was made of."""
 
 
 def _private(*path: str) -> Any:
-    """What PyTorch's extension module has under a name; None for a name that this release does not have."""
+    """The object of a name in PyTorch's extension module; None for a name that this release does not have."""
     found: Any = torch._C
     for name in path:
         found = getattr(found, name, None)
@@ -50,15 +50,28 @@ _empty_on_gpu: Any = _private("_dynamo", "guards", "_empty_strided_cuda")
 def empty_strided(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """An uninitialised tensor on `device`, which is the current one where it is a GPU.
+    """An uninitialised tensor on `device`, which is the current one where it is a GPU."""
+    return allocator([(shape, strides, dtype)], device)()[0]
+
+
+def allocator(
+    layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]], device: torch.device
+) -> Callable[[], list[torch.Tensor]]:
+    """Makes uninitialised tensors of these shapes, strides and dtypes on `device`, the current one where it is a GPU.
 
     On a GPU past PyTorch's dispatcher, as in the code that Inductor writes: that costs half as much. Not where PyTorch
-    may have to fill it first (`torch.utils.deterministic.fill_uninitialized_memory`), which the dispatcher's way does.
+    may have to fill them first (`torch.utils.deterministic.fill_uninitialized_memory`): the dispatcher's way does so.
     """
-    if _empty_on_gpu is not None and device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
-        made: torch.Tensor = _empty_on_gpu(shape, strides, dtype)
-        return made
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+    def through_dispatcher() -> list[torch.Tensor]:
+        return [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in layouts]
+
+    def past_dispatcher() -> list[torch.Tensor]:
+        if torch.are_deterministic_algorithms_enabled():
+            return through_dispatcher()
+        return [_empty_on_gpu(*layout) for layout in layouts]
+
+    return through_dispatcher if _empty_on_gpu is None or device.type != "cuda" else past_dispatcher
 
 
 data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
@@ -98,14 +111,25 @@ def _public_tracing() -> bool:
     return bool(asked.is_tracing())
 
 
+_FunctionBase: Any = _private("_FunctionBase")
+
+
+def applier(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` for callers who know that no `torch.func` transform is active: without asking for one again."""
+    if _FunctionBase is None:
+        return function.apply
+    past_transforms: Any = super(torch.autograd.Function, function)
+    return past_transforms.apply  # type: ignore[no-any-return]
+
+
 transforms_active: Callable[[], bool] = _private("_are_functorch_transforms_active") or _always
-"""Whether `torch.func` transforms this call. Without the hook: yes, and the call goes through the ops."""
+"""True if `torch.func` transforms this call. Without the hook: always, and calls go through the ops."""
 
 dispatch_modes: Callable[[], int] = _private("_len_torch_dispatch_stack") or _always
-"""How many modes intercept the dispatcher. Without the hook: one, and the call goes through the ops."""
+"""The number of modes that intercept the dispatcher. Without the hook: one, and calls go through the ops."""
 
 is_tracing: Callable[[], bool] = _private("_is_tracing") or _public_tracing
-"""Whether `torch.jit.trace` records this call."""
+"""True if `torch.jit.trace` records this call."""
 
 
 def _public_storage(tensor: torch.Tensor) -> bool:
@@ -117,10 +141,10 @@ def _public_storage(tensor: torch.Tensor) -> bool:
 
 
 has_storage: Callable[[torch.Tensor], bool] = _private("_has_storage") or _public_storage
-"""Whether a tensor has memory of its own; one that `torch.vmap` maps has none."""
+"""True if a tensor has memory of its own; one that `torch.vmap` maps has none."""
 
 
 def in_forward_mode() -> bool:
-    """Whether forward-mode differentiation is active; without the hook: yes, and the call goes through the ops."""
+    """True if forward-mode differentiation is active. Without the hook: always, and calls go through the ops."""
     level: int = getattr(forward_ad, "_current_level", 0)
     return level >= 0

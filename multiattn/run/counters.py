@@ -24,7 +24,7 @@ LEGACY_STREAM = 0
 
 
 class Counters:
-    """Of one device, whose context is current when this is made and asked."""
+    """The counters of one device, whose context is current when this is made and asked."""
 
     def __init__(self) -> None:
         self._known: dict[int, int] = {}
@@ -58,7 +58,7 @@ class Counters:
 
 @functools.cache
 def counters_of(device: int) -> Counters:
-    """Those of a device, the current one. Made with the first launcher that counts: a capture forbids allocation."""
+    """The counters of the current device. Made with the first launcher that counts: a capture forbids allocation."""
     return Counters()
 
 
@@ -96,7 +96,7 @@ def counter_lender(device: int, size: int) -> Callable[[int], tuple[int, object]
 
 
 def _own_counter(device: int, size: int, stream: int) -> tuple[int, object]:
-    """Of one launch alone. A captured one needs it: it may be replayed on another stream, beside others."""
+    """A counter for one launch alone. A captured launch needs it: it may be replayed beside others, on any stream."""
     counter = _allocate(size, device)
     driver.clear(counter.data_ptr(), size, stream)
     return counter.data_ptr(), counter

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -18,14 +19,13 @@ from multiattn.run.driver import ensure_context
 _AS_IT_IS: AbstractContextManager[None] = contextlib.nullcontext()
 
 
-def run_forward(ready: Ready, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+def run_forward(ready: Ready, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Out and lse, fresh, on the current stream of the tensors' device."""
     if not _is_here(ready.device):
         with torch.cuda.device(ready.device):
-            return run_forward(ready, operands)
-    device = ready.device
-    out, lse = [compat.empty_strided(*layout, device) for layout in ready.results]
-    ready.launch(Operands(*(*operands.inputs, out, lse)))
+            return run_forward(ready, inputs)
+    out, lse = ready.allocate()
+    ready.launch(Operands(*(*inputs, out, lse)))
     return out, lse
 
 
@@ -37,18 +37,17 @@ def run_backward(ready: Ready, operands: Operands) -> tuple[torch.Tensor, ...]:
     with _on(ready.device):
         conforming = _conform(ready.plan, operands)
     if conforming is operands:
-        ready.remember(operands)
-    return run_conforming(ready, conforming)
+        ready.remember(operands.read)
+    return run_conforming(ready, conforming.read)
 
 
-def run_conforming(ready: Ready, operands: Operands) -> tuple[torch.Tensor, ...]:
-    """`run_backward` of operands that are laid out as the launch contract says: those that `Ready.fits` passes."""
+def run_conforming(ready: Ready, read: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+    """`run_backward` of tensors that are laid out as the launch contract says: those that `Ready.fits` passes."""
     if not _is_here(ready.device):
         with torch.cuda.device(ready.device):
-            return run_conforming(ready, operands)
-    device = ready.device
-    gradients = [compat.empty_strided(*layout, device) for layout in ready.results]
-    ready.launch(Operands(*operands.read, *gradients))
+            return run_conforming(ready, read)
+    gradients = ready.allocate()
+    ready.launch(Operands(*(*read, *gradients)))  # type: ignore[arg-type]  # dlse may be None
     return tuple(gradients)
 
 
@@ -117,7 +116,7 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _is_here(device: torch.device) -> bool:
-    """Whether the tensors' device is the current one; if so, its CUDA context is the thread's from here on."""
+    """True if the tensors' device is the current one; its CUDA context is then current in this thread, too."""
     if (index := device.index) is None:  # a CPU
         return True
     if index != compat.current_device():
@@ -127,7 +126,7 @@ def _is_here(device: torch.device) -> bool:
 
 
 def check_results(operands: Operands) -> None:
-    """TypeError or ValueError for results of a forward, or gradients of them, that are none; in any layout."""
+    """TypeError or ValueError for tensors that cannot be a forward's results or their gradients; any layout does."""
     q = operands.q
     for name in ("out", "dout"):
         _check_alike(name, getattr(operands, name), q.shape, q.dtype, q.device)
@@ -136,7 +135,7 @@ def check_results(operands: Operands) -> None:
 
 
 def _check_alike(name: str, tensor: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """TypeError or ValueError for what is no tensor of this shape, dtype and device."""
+    """TypeError or ValueError for anything but a tensor of this shape, dtype and device."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
     if tensor.is_nested or tensor.layout != torch.strided:
@@ -150,7 +149,7 @@ def _check_alike(name: str, tensor: object, shape: tuple[int, ...], dtype: torch
 
 
 def _is_laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
-    """Whether a launch may read or write the tensor as it is; a dimension that nobody walks may have any stride."""
+    """True if a launch may read or write the tensor as it is; a dimension of size 1 may have any stride."""
     if tensor.data_ptr() % VECTOR_BYTES or tensor.is_neg():
         return tensor.numel() == 0
     if tensor.stride() == strides:

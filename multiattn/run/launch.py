@@ -9,6 +9,7 @@ share a slot, and there are as many as there were launches at a time.
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ Lender = Callable[[int], tuple[int, object]]
 """Given the handle of a launch's stream: the address of memory that this launch may use, and what must outlive it."""
 
 _STREAMS_KEPT = 64
-"""Handles of streams that a launcher knows at a time."""
+"""Handles of streams that a slot knows at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +39,7 @@ class LoadedKernel:
     binding: abi.Binding
     """Its arguments, by the names of `Operands` and of the workspace's areas."""
     overlaps: bool = False
-    """Whether it may begin while the kernel before it on the stream still runs (`driver.launch_config`)."""
+    """It may begin while the kernel before it on the stream still runs (`driver.launch_config`)."""
     keeps: object = None
     """The owner of the function, where its end would unload it."""
 
@@ -57,10 +58,10 @@ def fresh_memory(device: int, size: int) -> Lender:
 
     In the capture of a CUDA graph they are of the graph's own pool. `device` is the current one in every launch.
     """
-    on = torch.device("cuda", device)
+    allocate = compat.allocator([((size,), (1,), torch.uint8)], torch.device("cuda", device))
 
     def lend(stream: int) -> tuple[int, object]:
-        memory = compat.empty_strided((size,), (1,), torch.uint8, on)
+        (memory,) = allocate()
         return memory.data_ptr(), memory
 
     return lend
@@ -85,13 +86,11 @@ class DriverLauncher:
         self._areas = layout.areas
         self._maps = layout.maps
         self._runs = layout.runs
-        self._configs: dict[int, tuple[tuple[Any, ctypes.c_void_p], ...]] = {}
         self._free: list[_Slot] = []
 
     def __call__(self, operands: Operands) -> None:
         """Launch on the current stream of the device."""
         stream = self._stream_of(self._device)
-        configs = self._configs.get(stream) or self._configure(stream)
         addresses = tuple(map(compat.data_ptr, self._operands(operands)))
         if self._lend is not None:
             lent = self._lend(stream)  # held until the launch: from then on others may be given it
@@ -102,16 +101,18 @@ class DriverLauncher:
             slot = _Slot(self._layout)
         if slot.addresses != addresses:
             self._point(slot, addresses)
-        launch = self._launch
-        for (config, function), parameters in zip(configs, slot.parameters, strict=True):
-            status = launch(config, function, parameters, None)
-            if status == driver.INVALID_CONTEXT:  # the first use of CUDA in a fresh thread
-                driver.make_context_current(self._device)
-                status = launch(config, function, parameters, None)
-            if status:
+        for launch in slot.launches.get(stream) or self._configure(slot, stream):
+            if (status := launch()) and (status := self._retry(launch, status)):
                 self._free.append(slot)
                 raise driver.error_of(status, "cuLaunchKernelEx")
         self._free.append(slot)
+
+    def _retry(self, launch: Callable[[], int], status: int) -> int:
+        """A status of the driver's, or the next one after the first use of CUDA in a fresh thread."""
+        if status != driver.INVALID_CONTEXT:
+            return status
+        driver.make_context_current(self._device)
+        return launch()
 
     def _point(self, slot: _Slot, addresses: tuple[int, ...]) -> None:
         """Point a slot at other tensors. One whose tensor map the driver refuses is used no more."""
@@ -125,19 +126,21 @@ class DriverLauncher:
             pack(slot.view, at, *pick(addresses))
         slot.addresses = addresses
 
-    def _configure(self, stream: int) -> tuple[tuple[Any, ctypes.c_void_p], ...]:
-        """The launches on a stream, made once for each handle."""
-        made = tuple(
-            (
+    def _configure(self, slot: _Slot, stream: int) -> list[Callable[[], int]]:
+        """The launches of a slot on a stream, made once for each handle."""
+        if len(slot.launches) >= _STREAMS_KEPT:
+            slot.launches.clear()
+        slot.launches[stream] = [
+            functools.partial(
+                self._launch,
                 driver.launch_config(kernel.binding.grid, kernel.binding.image, stream, overlaps=kernel.overlaps),
                 ctypes.c_void_p(kernel.function),
+                parameters,
+                None,
             )
-            for kernel in self.kernels
-        )
-        if len(self._configs) >= _STREAMS_KEPT:
-            self._configs.clear()
-        self._configs[stream] = made
-        return made
+            for kernel, parameters in zip(self.kernels, slot.parameters, strict=True)
+        ]
+        return slot.launches[stream]
 
 
 class ByPresence:
@@ -203,7 +206,7 @@ class _Layout:
         ]
         self._words = self._run({abi.POINTER_BYTES * i: name for i, name in enumerate(dict.fromkeys(bare))})
         self.parameters = tuple(tuple(self._argument(it) for it in binding.arguments) for binding in bindings)
-        """Of each argument of each kernel."""
+        """Byte offset of each argument of each kernel."""
 
     def _place(self, data: bytes, alignment: int) -> int:
         start = -(-len(self.initial) // alignment) * alignment
@@ -263,7 +266,7 @@ def _refuse(tensor_map: abi.TensorMap, address: int) -> bytes:
 class _Slot:
     """The parameters of a launch."""
 
-    __slots__ = ("addresses", "parameters", "view")
+    __slots__ = ("addresses", "launches", "parameters", "view")
 
     def __init__(self, layout: _Layout) -> None:
         size = len(layout.initial)
@@ -276,3 +279,5 @@ class _Slot:
             (ctypes.c_void_p * len(places))(*(start + at for at in places)) for places in layout.parameters
         )
         self.addresses: tuple[int, ...] | None = None
+        self.launches: dict[int, list[Callable[[], int]]] = {}
+        """A call for each kernel, by the handle of a stream."""

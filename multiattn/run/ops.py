@@ -50,7 +50,7 @@ def forward_op(
 ) -> _Pair:
     """Out and lse of `multiattn.fmha`. With `needs_grad` a problem whose backward cannot run is refused here."""
     operands, options = Operands(q, k, v), Options(causal, scale, backend, variant, deterministic)
-    return run_forward(get_forward(operands, options, needs_grad), operands)
+    return run_forward(get_forward(operands, options, needs_grad), operands.inputs)
 
 
 @torch.library.custom_op(
@@ -158,7 +158,7 @@ def _fold(size: int, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
 
 
 def _unfold(size: int, like: torch.Tensor, dim: int | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What `_fold` undone makes of results; the batch of each entry is that of the argument `like`, mapped by `dim`."""
+    """Undo `_fold` on results; the batch of each entry is that of the argument `like`, mapped by `dim`."""
     batch = like.shape[0] if dim is None else like.movedim(dim, 0).shape[1]  # of 0 entries no result has it any more
     return tuple(tensor.view(size, batch, *tensor.shape[1:]) for tensor in tensors)
 

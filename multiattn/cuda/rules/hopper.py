@@ -13,8 +13,5 @@ _EMULATED = Rule(
     only_named=True,
 )
 
-WGMMA_RULES: tuple[Rule[WgmmaConfig], ...] = (
-    *tuned_rules("cuda", "wgmma", lambda given: WgmmaConfig(**given)),
-    _EMULATED,
-)
+WGMMA_RULES: tuple[Rule[WgmmaConfig], ...] = (*tuned_rules("cuda", "wgmma", WgmmaConfig), _EMULATED)
 """First match wins."""

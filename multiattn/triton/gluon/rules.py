@@ -6,5 +6,5 @@ from multiattn.plan.config import Rule
 from multiattn.plan.tuned import tuned_rules
 from multiattn.triton.gluon.configs import VARIANT, GluonConfig
 
-RULES: tuple[Rule[GluonConfig], ...] = tuned_rules("triton", VARIANT, lambda given: GluonConfig(**given))
+RULES: tuple[Rule[GluonConfig], ...] = tuned_rules("triton", VARIANT, GluonConfig)
 """First match wins."""
