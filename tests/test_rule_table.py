@@ -395,7 +395,7 @@ def test_a_change_of_kernel_or_config_is_seen(monkeypatch):
 def test_sources_are_those_of_the_direction(tmp_path, monkeypatch):
     monkeypatch.setattr(rule_table, "ROOT", tmp_path)
     folder = tmp_path / "multiattn" / "cuda"
-    (folder / "emulation").mkdir(parents=True)
+    (folder / "cpu").mkdir(parents=True)
     include = '#include "multiattn/mask.cuh"\n'
 
     def digests(name, text):
@@ -419,7 +419,7 @@ def test_sources_are_those_of_the_direction(tmp_path, monkeypatch):
     assert after[0] == before[0]
     assert after[1] != before[1]
     # rules count by their configs, no cubin is made of the CPU's side, and nothing reaches the drawing of a layout
-    for name in ("configs.py", "emulation/block.h", "layout_svg.py"):
+    for name in ("configs.py", "cpu/block.h", "layout_svg.py"):
         assert digests(name, "") == after
 
 
