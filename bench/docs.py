@@ -20,7 +20,7 @@ from bench.matrix import SUITES, Cell, InputError
 from bench.record_kernels import main_of
 from bench.report import describe, figure, markdown, memory_summary, provenance, write
 from bench.results import RESULTS, ROOT, Row, load, one_run
-from multiattn.cuda.layout_svg import draw
+from multiattn.inspect.layout_svg import draw
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, by_name
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan, Variant, make_plan, plan_variant

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from bench.report import markdown
-from multiattn.cuda import fragments
-from multiattn.cuda.layout import ACCESSES, BANK_GROUPS, PERIOD, Tile, key_formula, traffic
+from multiattn.inspect import fragments
+from multiattn.inspect.layout import ACCESSES, BANK_GROUPS, PERIOD, Tile, key_formula, traffic
 
 PICTURES: Mapping[str, Tile] = MappingProxyType(
     {f"swizzle-{name}.svg": Tile(rows=16, columns=64, swizzle=bits) for name, bits in (("none", 0), ("xor", 3))}

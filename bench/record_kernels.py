@@ -12,8 +12,7 @@ import hashlib
 import json
 import re
 import shutil
-import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from multiattn.inspect.facts import Facts, read_kernel
 from multiattn.inspect.mix import Counts
 from multiattn.plan import backend as registry
 from multiattn.plan.backend import Exported, Plan
+from multiattn.plan.cubin import read_sections
 from multiattn.plan.toolchain import version_of
 from multiattn.run import cache
 
@@ -39,7 +39,6 @@ causal D=128 has spilled twice since the kernel lost its second pass; nobody has
 """
 _KEPT = re.compile(r"\.(text|nv\.constant(?!4\b)\d+|nv\.shared)(?=\.|$)")
 _RESERVED = ".nv.shared.reserved"
-_NOBITS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,24 +111,13 @@ def digest_of(kernel: Exported) -> str:
     addresses: no kernel here reads any, but the compiler keeps constants there that a header names.
     """
     found = []
-    for name, data, size, info in _sections(kernel.cubin):
-        kind = _KEPT.match(name)
-        if kind is not None and not name.startswith(_RESERVED):
-            registers = info >> 24 if kind[1] == "text" else 0
-            found.append((kind[1], size, registers, hashlib.sha256(data).hexdigest()))
+    for section in read_sections(kernel.cubin):
+        kind = _KEPT.match(section.name)
+        if kind is not None and not section.name.startswith(_RESERVED):
+            registers = section.info >> 24 if kind[1] == "text" else 0
+            found.append((kind[1], section.size, registers, hashlib.sha256(section.content).hexdigest()))
     launch = (found, kernel.threads, kernel.dynamic_smem_bytes)
     return hashlib.sha256(repr(launch).encode()).hexdigest()[:16]
-
-
-def _sections(cubin: bytes) -> Iterator[tuple[str, bytes, int, int]]:
-    """Name, content, size and ``sh_info`` of each section of a 64-bit ELF file."""
-    (table,) = struct.unpack_from("<Q", cubin, 0x28)
-    each, count, of_names = struct.unpack_from("<HHH", cubin, 0x3A)
-    heads = [struct.unpack_from("<IIQQQQII", cubin, table + each * place) for place in range(count)]
-    names = cubin[heads[of_names][4] : heads[of_names][4] + heads[of_names][5]]
-    for name, kind, _, _, offset, size, _, info in heads:
-        content = b"" if kind == _NOBITS else cubin[offset : offset + size]
-        yield names[name : names.index(b"\0", name)].decode(), content, size, info
 
 
 # ---------------------------------------------------------------- compiled

@@ -23,8 +23,7 @@ from bench.peers import Provider, find_peers
 from bench.results import NO_GPU, ROOT, Row, Store, device_works
 from bench.run import Job, Machine, run
 from bench.timing import Budget
-from multiattn.inspect import store
-from multiattn.inspect.facts import read_kernel
+from multiattn.inspect.facts import read_plan
 from multiattn.inspect.options import count
 from multiattn.inspect.pool import run_isolated
 from multiattn.plan import backend as registry
@@ -109,7 +108,7 @@ def check_candidate(it: Candidate) -> bool:
 def refuse_spills(plan: Plan) -> None:
     """RuntimeError where a kernel of a Plan for a GPU spills in its hot loops; nothing where no cuobjdump can tell."""
     if plan.arch.is_gpu and find_cuobjdump() is not None:
-        found = [read_kernel(kernel, plan) for kernel in store.compiled(plan)]
+        found = read_plan(plan)
         told = [f"{it.name} {it.hot_spills} times with {it.registers} registers" for it in found if it.hot_spills]
         if told:
             raise RuntimeError(f"spills in its hot loops: {', '.join(told)}")

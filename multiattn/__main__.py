@@ -127,8 +127,8 @@ def _print_reasons(reasons: Iterable[Reason | str]) -> None:
 
 def layout(options: argparse.Namespace) -> int:
     """Print the banks that a tile of the CUDA kernels falls in, and its conflicts; 2 for a wrong tile."""
-    from multiattn.cuda import layout as model
-    from multiattn.cuda import layout_svg
+    from multiattn.inspect import layout as model
+    from multiattn.inspect import layout_svg
 
     try:
         tile = model.Tile.parse(options.tile, options.swizzle)

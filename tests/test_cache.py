@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from multiattn.cuda import BACKEND, source, tools
-from multiattn.cuda.emulation import host
-from multiattn.cuda.launches import kernels_of
+from multiattn.cuda.cpu import host
+from multiattn.cuda.instances import kernels_of
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import make_plan
 from multiattn.problem import Problem
@@ -218,7 +218,7 @@ def test_a_key_of_a_host_build_covers_headers_flags_and_compiler(header, monkeyp
 
 @needs_nvrtc
 def test_a_key_of_nvrtc_covers_headers_arch_and_compiler(folder, tmp_path, monkeypatch):
-    from multiattn.cuda import nvrtc
+    from multiattn.cuda import compile as nvrtc
 
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=64)
     (kernel,) = kernels_of(make_plan(BACKEND, problem, ARCHS["sm80"], probe=False))
@@ -243,7 +243,7 @@ def test_an_interrupt_leaves_no_compiler_and_no_file(tmp_path):
     """SIGINT while cc1plus, a child of g++, works."""
     code = textwrap.dedent("""
         import sys
-        from multiattn.cuda.emulation import host
+        from multiattn.cuda.cpu import host
         limits = ("-fconstexpr-loop-limit=2147483647", "-fconstexpr-ops-limit=9223372036854775807")
         host.RUNTIME, host._KERNEL_FLAGS = (), (*host._KERNEL_FLAGS, *limits)
         host.build_source("constexpr long f(long n) { long s = 0; for (long i = 0; i < n; ++i) s += i; return s; }"

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 from dataclasses import replace
 
 import pytest
 import torch
+from cuda_runs import check_refused, on_cpu, run_forward
 
 from multiattn import explain, fmha
 from multiattn.cuda import BACKEND
-from multiattn.cuda.axes import SPLIT_Q, WIDE, Axes, cross_product
+from multiattn.cuda.axes import SPLIT_Q, TILED, Axes, cross_product
 from multiattn.cuda.configs import CudaConfig, smem_bytes, why_not
-from multiattn.cuda.emulation.host import CpuLauncher
-from multiattn.cuda.launches import forward_traits
+from multiattn.cuda.instances import forward_traits
 from multiattn.cuda.source import HOST_INCLUDES
-from multiattn.cuda.tools import GXX, probe_host
+from multiattn.cuda.tools import GXX
 from multiattn.cuda.variants import SPANNING, VARIANTS, WGMMA, is_wgmma
 from multiattn.plan.arch import ARCHS, CPU, GPU_ARCHS
 from multiattn.plan.backend import Plan, find_variant, ladder, make_plan, plan_variant
 from multiattn.plan.support import Unsupported
-from multiattn.problem import Operands, Problem
-from parity.tolerance import Truth
+from multiattn.problem import Problem
 
-on_cpu = pytest.mark.skipif(bool(probe_host()), reason="; ".join(map(str, probe_host())))
-
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 POINTS = tuple(cross_product())
 LEGAL = tuple(axes for axes in POINTS if axes.is_legal)
 
@@ -38,18 +35,18 @@ def test_every_point_is_a_variant_and_only_the_best_are_offered():
     assert len(POINTS) == len(set(POINTS)) == 288
     rungs = [variant for variant in VARIANTS if not is_wgmma(variant)]
     assert {variant.name for variant in rungs} == {axes.name for axes in POINTS}
-    assert [variant.name for variant in rungs if not variant.only_named] == [SPLIT_Q.name, WIDE.name]
+    assert [variant.name for variant in rungs if not variant.only_named] == [SPLIT_Q.name, TILED.name]
     assert find_variant(BACKEND, "split_q+share_kv+swizzle_qk").flags == (
         ("warps", "split_q"), ("share", "kv"), ("tiling", "none"), ("swizzle", "qk"), ("accumulator", "fp32")
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("axes", POINTS, ids=str)
-def test_a_rung_differs_from_its_parent_in_one_axis(axes):
-    *_, variant = rungs = ladder(BACKEND, axes.name)
-    assert (variant.name, rungs[0].name) == (axes.name, "split_kv")
-    for below, above in itertools.pairwise(rungs):
-        assert sum(one != other for one, other in zip(below.flags, above.flags, strict=True)) == 1
+def test_a_rung_differs_from_its_parent_in_one_axis():
+    for axes in POINTS:
+        *_, variant = rungs = ladder(BACKEND, axes.name)
+        assert (variant.name, rungs[0].name) == (axes.name, "split_kv")
+        for below, above in itertools.pairwise(rungs):
+            assert sum(one != other for one, other in zip(below.flags, above.flags, strict=True)) == 1
 
 
 def test_the_spanning_points_hold_every_value_of_every_axis_and_every_legal_loop():
@@ -79,7 +76,7 @@ def test_every_legal_point_has_a_config_for_every_head_dim_or_says_what_is_missi
 
 def test_wide_heads_run_without_naming_a_variant_forward_only():
     problem = Problem.contiguous(batch=1, heads_q=2, seq_q=100, head_dim=512)
-    assert explain(problem, backend="cuda", arch="sm90").variant == WIDE.name
+    assert explain(problem, backend="cuda", arch="sm90").variant == TILED.name
     with pytest.raises(Unsupported, match="head_dim: got 512; allowed multiples of 8 up to 256"):
         make_plan(BACKEND, problem, CPU, direction="backward")
     q = torch.randn(1, 1, 16, 512).to(torch.bfloat16)
@@ -98,7 +95,7 @@ def test_an_illegal_point_says_what_does_not_go_together(head_dim):
 def test_sums_in_fp16_are_for_fp16_and_heads_that_hold_their_budget():
     for dtype, head_dim, code in (("bf16", 64, "dtype"), ("fp16", 520, "head_dim"), ("fp16", 512, None)):
         problem = Problem.contiguous(batch=1, heads_q=2, seq_q=100, head_dim=head_dim, dtype=dtype)
-        plan = plan_variant(BACKEND, find_variant(BACKEND, f"{WIDE}+acc_fp16"), problem, CPU)
+        plan = plan_variant(BACKEND, find_variant(BACKEND, f"{TILED}+acc_fp16"), problem, CPU)
         assert isinstance(plan, Plan) if code is None else [reason.code for reason in plan] == [code]
 
 
@@ -112,23 +109,19 @@ def test_a_name_that_no_point_has_is_told_what_is_near():
 # ---------------------------------------------------------------- legality, twice
 
 
+def shape(tile_m, tile_n, warps, columns, stages, place="shared", dim_slice=64, key_slice=16):
+    return CudaConfig(
+        tile_m=tile_m, tile_n=tile_n, warps=warps, column_warps=columns, stages=stages, dim_slice=dim_slice,
+        key_slice=key_slice, q_in_registers=place == "registers", q_streamed=place == "streamed",
+    )  # fmt: skip
+
+
 CONFIGS = (
     *(
-        CudaConfig(
-            tile_m=tile_m,
-            tile_n=tile_n,
-            warps=4,
-            column_warps=columns,
-            stages=stages,
-            q_in_registers=place == "registers",
-            q_streamed=place == "streamed",
-            dim_slice=dim_slice,
-            key_slice=key_slice,
-        )
+        shape(tile_m, tile_n, 4, columns, stages, place, dim_slice, key_slice)
         for tile_m, tile_n, columns in ((64, 32, 1), (32, 32, 2), (48, 64, 1), (64, 48, 2), (16, 64, 4))
-        for stages in (1, 4)
         for place in ("registers", "shared", "streamed")
-        for dim_slice, key_slice in ((64, 16), (96, 16), (128, 24))
+        for stages, dim_slice, key_slice in ((1, 64, 16), (4, 64, 16), (1, 96, 16), (4, 128, 24))
     ),
     CudaConfig(tile_m=96, tile_n=32, warps=6, stages=2),
     CudaConfig(tile_m=64, tile_n=32, warps=4, stages=5),
@@ -137,14 +130,19 @@ CONFIGS = (
 
 @on_cpu
 def test_python_and_static_asserts_agree_on_every_point_and_config(tmp_path):
-    """The whole cross product, swizzles aside: they go with everything, in both."""
-    points = [axes for axes in POINTS if axes.swizzle == ""]
-    asked = list(itertools.product(points, CONFIGS, (("fp16", 64), ("bf16", 136), ("fp16", 520))))
+    """The whole cross product, swizzles aside: they go with everything, in both. Sums in fp16 matter to D alone."""
+    asked = [
+        (axes, config, problem)
+        for axes in POINTS
+        for config in (CONFIGS if axes.accumulator == "fp32" else CONFIGS[:12])
+        for problem in (("fp16", 64), ("bf16", 136), ("fp16", 520))
+        if axes.swizzle == ""
+    ]
     lines = []
     for axes, config, (dtype, head_dim) in asked:
         problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=head_dim, dtype=dtype)
-        traits = forward_traits(axes, config, problem)
-        lines.append(f"multiattn::Legality<{traits.element}, {head_dim}, {traits.axes}, {traits.shape}>::ALL")
+        traits = forward_traits(axes, config, problem)  # a mask and alignment go with everything
+        lines.append(re.sub(r"ForwardTraits<(\S+, \d+), \w+, \w+, (.*)", r"Legality<\1, \2::ALL", traits))
     source = '#include "forward_traits.cuh"\n#include <cstdio>\nconst bool legal[] = {' + ",\n".join(lines) + "};\n"
     source += "int main() { for (bool it : legal) std::putchar(it ? '1' : '0'); }\n"
     program = tmp_path / "legality"
@@ -171,38 +169,30 @@ def _is_legal(axes: Axes, config: CudaConfig, dtype: str, head_dim: int) -> bool
 
 
 @on_cpu
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"share": "qkv", "tiling": "qk"}, "share_qkv"),
-        ({"accumulator": "fp16"}, "fp16 accumulators"),
-        ({"stages": 5}, "stages"),
-        ({"column_warps": 2}, "column_warps"),
-        ({"q_streamed": True}, "q: registers with share_qkv"),
-        ({"tile_n": 24}, "tile_n"),
-        ({"tile_m": 256, "tile_n": 128, "head_dim": 256}, "a thread's registers"),
-    ],
-    ids=lambda it: "+".join(it) if isinstance(it, dict) else "",
-)
-def test_a_kernel_of_an_illegal_point_does_not_compile(changed, message):
-    axes = replace(SPLIT_Q, **{name: value for name, value in changed.items() if name in Axes.__slots__})
-    config = CudaConfig(tile_m=64, tile_n=32, warps=4, stages=2)
-    config = replace(config, **{name: value for name, value in changed.items() if name in CudaConfig.__slots__})
-    config = replace(config, **{name: changed[name] for name in ("tile_m", "tile_n") if name in changed})
-    head_dim = changed.get("head_dim", 64)
-    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=head_dim, dtype="bf16")
-    assert why_not(axes, problem, CPU, config) or problem.dtype not in axes.dtypes
-    traits = forward_traits(axes, config, problem)
-    source = f'#include "forward_traits.cuh"\ntemplate struct {traits.name};\n'
-    includes = [f"-I{directory}" for directory in HOST_INCLUDES]
-    command = [GXX, "-std=c++20", "-fsyntax-only", "-w", *includes, "-x", "c++", "-"]
-    done = subprocess.run(command, input=source, capture_output=True, text=True)
-    assert done.returncode != 0
-    assert message in done.stderr
+def test_a_kernel_of_an_illegal_point_does_not_compile():
+    cases = {
+        "share_qkv: Q is whole": {"share": "qkv", "tiling": "qk"},
+        "fp16 accumulators take fp16 elements": {"accumulator": "fp16"},
+        "stages: 1 to 4": {"stages": 5},
+        "column_warps: 1 with split_q": {"column_warps": 2},
+        "q: registers with share_qkv": {"q_streamed": True},
+        "tile_n: 16 keys a warp": {"tile_n": 24},
+        "a thread's registers for": {"tile_m": 256, "tile_n": 128},
+    }
+    refused = {}
+    for message, changed in cases.items():
+        axes = replace(SPLIT_Q, **{name: value for name, value in changed.items() if name in Axes.__slots__})
+        changed = {name: value for name, value in changed.items() if name not in Axes.__slots__}
+        config = replace(CudaConfig(tile_m=64, tile_n=32, warps=4, stages=2), **changed)
+        head_dim = 256 if "registers for" in message else 64
+        problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=head_dim, dtype="bf16")
+        assert why_not(axes, problem, CPU, config) or problem.dtype not in axes.dtypes
+        refused[message] = forward_traits(axes, config, problem)
+    check_refused("forward_traits.cuh", refused)
 
 
 def test_shared_memory_is_what_the_ladder_promises():
-    """What each step does to it, in bytes, at D=128 with 64x64 tiles: the formulas of docs/ladder.md."""
+    """The bytes of each step at D=128 with 64x64 tiles: the formulas of docs/ladder.md."""
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=128)
     tile = 64 * 128 * 2
     config = CudaConfig(tile_m=64, tile_n=64, warps=4, stages=1)
@@ -220,73 +210,49 @@ def test_shared_memory_is_what_the_ladder_promises():
 
 # ---------------------------------------------------------------- points, run
 
+IN_HALVES = tuple(f"{name}+acc_fp16" for name in (SPLIT_Q, TILED, "split_q+share_qkv"))
+PARITYS = {*SPANNING, *(variant.name for variant in VARIANTS if not variant.only_named)}
+"""Its suite runs these on every case."""
 
-def run_point(
-    name, *, head_dim=64, dtype="fp16", causal=False, seq_q=37, seq_kv=101, scale=None, values=None, config=None
-):
-    """A point's kernel, emulated, on one problem of two heads that share a key head; judged as parity judges."""
-    generator = torch.Generator().manual_seed(head_dim)
 
-    def tensor(heads, seq):
-        return torch.randn(1, heads, seq, head_dim, generator=generator).to(DTYPES[dtype])
-
-    q, k, v = tensor(2, seq_q), tensor(1, seq_kv), tensor(1, seq_kv)
-    if values == "nan_v":
-        v[:, :, seq_kv // 2] = torch.nan
-        v[:, :, seq_kv // 3, 5] = torch.inf
-    problem = Problem.of(q, k, v, causal=causal, scale=scale)
-    plan = make_plan(BACKEND, problem, CPU, variant=name, config=config)
-    out = torch.full_like(q, torch.nan)
-    lse = torch.full(q.shape[:3], torch.nan)
-    launcher = CpuLauncher(plan)
-    launcher(Operands(q, k, v, out, lse))
-    for got, expected in zip((out, lse), Truth.of(q, k, v, causal=causal, scale=scale).of_plan(plan), strict=True):
-        expected.check(got, plan)
-    assert launcher.counters.mma > 0
-    return launcher.counters
+def plant(q, k, v):
+    """Spoil one key, which few rows see."""
+    v[:, :, v.shape[2] // 2] = torch.nan
+    v[:, :, v.shape[2] // 3, 5] = torch.inf
 
 
 PROBLEMS = (
-    {"causal": True},
     {"head_dim": 40, "seq_q": 113, "seq_kv": 70, "causal": True, "scale": -0.2},  # rows that see nothing
     {"head_dim": 136, "scale": 0.0},
-    {"head_dim": 72, "causal": True, "values": "nan_v"},
+    {"head_dim": 72, "causal": True, "change": plant},
 )
-
-HALVES = (f"{SPLIT_Q}+acc_fp16", f"{WIDE}+acc_fp16", "split_q+share_qkv+acc_fp16")
-IN_EVERY_RUN = (*(name for name in SPANNING if name != WGMMA.name), *HALVES)
 
 
 @on_cpu
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-@pytest.mark.parametrize("name", IN_EVERY_RUN)
-def test_a_point_computes_attention(name, problem):
-    conflicts = run_point(name, **problem).bank_conflicts
-    if "swizzle_qkv" in name:
-        assert conflicts == 0
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda it: f"D={it['head_dim']}")
+@pytest.mark.parametrize("name", IN_HALVES)
+def test_a_point_that_sums_in_fp16_computes_attention(name, problem):
+    """The others are parity's."""
+    run_forward(variant=name, **problem)
 
 
 @on_cpu
 @pytest.mark.nightly
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-@pytest.mark.parametrize("axes", [axes for axes in LEGAL if axes.name not in IN_EVERY_RUN], ids=str)
-def test_every_point_computes_attention(axes, problem):
-    run_point(axes.name, **problem)
+@pytest.mark.parametrize("axes", [axes for axes in LEGAL if axes.name not in {*PARITYS, *IN_HALVES}], ids=str)
+def test_every_point_computes_attention(axes):
+    for problem in PROBLEMS:
+        run_forward(variant=axes.name, **problem)
 
 
 @on_cpu
-@pytest.mark.parametrize("name", [axes.name for axes in LEGAL if axes.head_dim_max == 1024 and axes.swizzle == "qkv"])
-@pytest.mark.parametrize(("head_dim", "dtype"), [(264, "bf16"), (1024, "fp16")])
-def test_a_wide_head(name, head_dim, dtype):
-    counters = run_point(name, head_dim=head_dim, dtype=dtype, causal=True, scale=-0.04, values="nan_v")
-    assert counters.bank_conflicts == 0
-
-
-def shape(tile_m, tile_n, warps, columns, stages, place="shared", dim_slice=64, key_slice=16):
-    return CudaConfig(
-        tile_m=tile_m, tile_n=tile_n, warps=warps, column_warps=columns, stages=stages, dim_slice=dim_slice,
-        key_slice=key_slice, q_in_registers=place == "registers", q_streamed=place == "streamed",
-    )  # fmt: skip
+@pytest.mark.nightly
+@pytest.mark.parametrize("head_dim", [264, 328, 512, 520, 768, 1000, 1024])
+@pytest.mark.parametrize("axes", [axes for axes in LEGAL if axes.head_dim_max > 256 and axes.swizzle == "qkv"], ids=str)
+def test_every_wide_head(axes, head_dim):
+    if head_dim > axes.head_dim_max:
+        return
+    *_, counts = run_forward(variant=axes.name, head_dim=head_dim, causal=head_dim % 16 == 0, change=plant)
+    assert counts.bank_conflicts == 0
 
 
 @on_cpu
@@ -294,7 +260,6 @@ def shape(tile_m, tile_n, warps, columns, stages, place="shared", dim_slice=64, 
     ("name", "config", "head_dim"),
     [
         # K and V joint, and weights exchanged: a barrier of its own
-        ("split_kv+swizzle_qkv", shape(32, 32, 4, 2, 2), 72),
         ("split_kv+swizzle_qkv", shape(32, 64, 4, 4, 4, "registers"), 64),
         # a shared ring that is ahead
         ("split_q+share_kv+swizzle_qkv", shape(64, 32, 4, 1, 3), 72),
@@ -304,33 +269,19 @@ def shape(tile_m, tile_n, warps, columns, stages, place="shared", dim_slice=64, 
         ("split_kv+tiling_qk+swizzle_qkv", shape(32, 64, 8, 4, 4, "streamed"), 264),
         ("split_q+share_kv+tiling_qkv+swizzle_qkv", shape(64, 32, 4, 1, 4), 136),
         # what D up to 512 and up to 1024 run on the H200
-        (WIDE.name, shape(64, 256, 8, 4, 2, "shared", 128, 64), 328),
-        (WIDE.name, shape(32, 256, 8, 8, 2, "shared", 128, 32), 1000),
+        (TILED.name, shape(64, 256, 8, 4, 2, "shared", 128, 64), 328),
+        (TILED.name, shape(32, 256, 8, 8, 2, "shared", 128, 32), 1000),
     ],
     ids=str,
 )
 def test_configs_that_no_rule_of_the_cpu_has(name, config, head_dim):
-    problem = {"causal": True, "seq_q": 113, "seq_kv": 150, "scale": -0.1, "values": "nan_v"}
-    assert run_point(name, config=config, head_dim=head_dim, **problem).bank_conflicts == 0
-
-
-@on_cpu
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("axes", "head_dim"),
-    [
-        (axes, head_dim)
-        for axes in LEGAL
-        for head_dim in (328, 512, 520, 768, 1000)
-        if head_dim <= axes.head_dim_max and axes.swizzle == "qkv"
-    ],
-    ids=str,
-)
-def test_every_wide_head(axes, head_dim):
-    assert run_point(axes.name, head_dim=head_dim, causal=head_dim % 16 == 0).bank_conflicts == 0
+    problem = {"causal": True, "seq_q": 113, "seq_kv": 150, "scale": -0.1, "change": plant}
+    *_, counts = run_forward(variant=name, config=config, head_dim=head_dim, **problem)
+    assert counts.bank_conflicts == 0
 
 
 @on_cpu
 def test_a_tile_that_is_not_swizzled_conflicts():
-    swizzled = {name: run_point(f"split_q{name}").bank_conflicts for name in ("", "+swizzle_q", "+swizzle_qk")}
-    assert swizzled[""] > swizzled["+swizzle_q"] > swizzled["+swizzle_qk"] > 0
+    names = ("split_q", "split_q+swizzle_q", "split_q+swizzle_qk")
+    none, of_q, of_qk = (run_forward(variant=name)[2].bank_conflicts for name in names)
+    assert none > of_q > of_qk > 0

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from cuda_runs import on_cpu
 
-from multiattn.cuda.emulation import host
-from multiattn.cuda.tools import probe_host
+from multiattn.cuda.cpu import host
 
-pytestmark = pytest.mark.skipif(bool(probe_host()), reason="; ".join(map(str, probe_host())))
+pytestmark = on_cpu
 
 KERNELS = Path(__file__).parent / "cuda_units" / "verbs.cpp"
+MISTAKE = r'^MISTAKE_OF\((\d+), (\w+), "(.*)"\) \{'
 
 
 class Arguments(ctypes.Structure):
@@ -70,30 +72,12 @@ def test_votes_and_shuffles(library):
     assert torch.equal(c.flatten()[:64], expected.float())
 
 
-@pytest.mark.parametrize(
-    ("kernel", "threads", "message"),
-    [
-        ("divergent_lanes", 32, "divergent warp: this lane is in ldmatrix_x4, another one in shuffle_xor"),
-        ("lanes_left_behind", 32, "returns while its warp waits in shuffle_xor"),
-        ("deadlock", 64, "deadlock: thread 0 in sync_block; threads 1-31 in shuffle_xor; threads 32-63 in sync_block;"),
-        ("missing_wait", 32, "reads a cp.async that has not been waited for"),
-        ("missing_barrier", 64, "reads, with no barrier between, what was written"),
-        (
-            "missing_warp_barrier",
-            32,
-            "thread 1: load_shared_16: reads, with no barrier between, what was written by thread 0",
-        ),
-        ("overwritten_too_early", 64, "overwrites, with no barrier between, what was read"),
-        ("outside_shared_memory", 32, "store_shared_4: address 1024 is outside the 1024 bytes of shared memory"),
-        ("misaligned_matrix", 32, "ldmatrix_x4: address 8 is not aligned to 16 bytes"),
-        ("misaligned_copy", 32, "cp_async_16: the global address is not aligned to 16 bytes"),
-    ],
-)
-def test_a_mistake_is_an_error_that_says_where(library, kernel, threads, message):
+@pytest.mark.parametrize(("threads", "kernel", "error"), re.findall(MISTAKE, KERNELS.read_text(), re.MULTILINE))
+def test_a_mistake_is_an_error_that_says_where(library, kernel, threads, error):
     with pytest.raises(host.EmulationError, match=rf"{kernel}: block 0, thread \d+: ") as raised:
-        run(library, kernel, threads=threads)
-    assert message in str(raised.value)
-    run(library, "nothing", threads=threads)  # and nothing is broken by it
+        run(library, kernel, threads=int(threads))
+    assert error in str(raised.value)
+    run(library, "nothing", threads=int(threads))  # and nothing is broken by it
 
 
 def test_shared_memory_starts_as_nan(library):

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import aot_fakes
 import cuda_fakes
 import driver_fakes
 import pytest
 import torch
+from wgmma_plans import CONFIG, plan_of
 
-from multiattn.cuda import BACKEND
+from multiattn import aot
+from multiattn.cuda import BACKEND, wgmma_configs
 from multiattn.cuda.axes import SPLIT_Q
 from multiattn.cuda.backward_configs import dq_sum_bytes
+from multiattn.cuda.bind import bind, image_of
 from multiattn.cuda.configs import smem_bytes
-from multiattn.cuda.launches import launches_of
-from multiattn.cuda.params import BackwardParams, ForwardParams, make_params
+from multiattn.cuda.instances import launches_of
+from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams, params_of
+from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.tools import probe_nvrtc
+from multiattn.cuda.variants import WGMMA
+from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import make_plan
 from multiattn.problem import Operands, Problem
+from multiattn.run.driver import Encoder
 
 pytestmark = pytest.mark.skipif(bool(probe_nvrtc()), reason="; ".join(map(str, probe_nvrtc())))
 
@@ -28,19 +37,25 @@ def driver(monkeypatch, tmp_path):
     return cuda_fakes.install(monkeypatch, tmp_path, ForwardParams)
 
 
-def tensors():
-    q, k = torch.zeros(2, 4, 300, 64, dtype=torch.float16), torch.zeros(2, 2, 500, 64, dtype=torch.float16)
+@pytest.fixture
+def hopper(monkeypatch, tmp_path):
+    return cuda_fakes.install(monkeypatch, tmp_path, WgmmaParams)
+
+
+def tensors(dtype=torch.float16):
+    q, k = torch.zeros(2, 4, 300, 64, dtype=dtype), torch.zeros(2, 2, 500, 64, dtype=dtype)
     return q, k, k.clone(), torch.empty_like(q), torch.empty(2, 4, 300)
 
 
-def launcher_of(q, k, v):
-    plan = make_plan(BACKEND, Problem.of(q, k, v, causal=True), ARCHS["sm90"], variant=SPLIT_Q.name, probe=False)
+def launcher_of(q, k, v, variant, config=None):
+    problem = Problem.of(q, k, v, causal=True)
+    plan = make_plan(BACKEND, problem, ARCHS["sm90"], variant=variant, config=config, probe=False)
     return plan, BACKEND.forward.prepare(plan)
 
 
 def test_a_launch_is_what_the_plan_says(driver):
     q, k, v, out, lse = tensors()
-    plan, launch = launcher_of(q, k, v)
+    plan, launch = launcher_of(q, k, v, SPLIT_Q.name)
     launch(Operands(q, k, v, out, lse))
     ((launched,), (params,), (kernel,)) = driver.launched, driver.structs, driver.kernels
     assert kernel.startswith("forward_fp16_d64_causal_")
@@ -56,32 +71,82 @@ def test_a_launch_is_what_the_plan_says(driver):
     assert (params.scale_sign, params.scale_log2) == (1, pytest.approx(math.log2(math.e) / 8))
 
 
-def test_a_fresh_thread_gets_the_context_of_the_device(driver):
-    q, k, v, out, lse = tensors()
-    _, launch = launcher_of(q, k, v)
-    made_current, driver.refuse = driver.contexts, 1
+def test_a_launch_on_hopper_has_tensor_maps_and_a_counter(hopper):
+    q, k, v, out, lse = tensors(torch.bfloat16)
+    plan, launch = launcher_of(q, k, v, WGMMA.name, CONFIG)
     launch(Operands(q, k, v, out, lse))
-    assert (driver.contexts, len(driver.launched)) == (made_current + 1, 1)
-    driver.refuse = 2
-    with pytest.raises(RuntimeError, match="CUDA driver: cuLaunchKernelEx: CUDA_ERROR_INVALID_CONTEXT: its words"):
-        launch(Operands(q, k, v, out, lse))
+    ((launched,), (params,), (kernel,)) = hopper.launched, hopper.structs, hopper.kernels
+    assert kernel.startswith("forward_wgmma_bf16_d64_causal_")
+    needed = wgmma_configs.smem_bytes(CONFIG, plan.problem)
+    assert (launched.function, launched.grid, launched.block) == (hopper.resident[0], (24, 1, 1), (384, 1, 1))
+    assert (launched.smem_bytes, launched.stream, launched.overlaps) == (needed, 70, True)
+    assert launched.places[0] % abi.TENSOR_MAP_ALIGNMENT == 0
+    named = {"q": q, "k": k, "v": v, "out": out}
+    for name, tensor in named.items():
+        assert bytes(getattr(params, f"map_{name}")) == tensor.data_ptr().to_bytes(8, "little") * 16
+        assert getattr(params.forward, name) == tensor.data_ptr()
+    assert params.forward.lse == lse.data_ptr()
+    assert hopper.did == ["id", "clear", "launch"]
+    row = 64 * 2  # bytes
+    assert hopper.encoded[0] == (
+        *(q.data_ptr(), 9, 4),
+        [[64, 300, 4, 2], [row, 300 * row, 4 * 300 * row], [64, 128, 1, 1], [1, 1, 1, 1]],
+        (0, 3, 3, 0),
+    )
+
+
+@pytest.mark.parametrize(("scheduler", "blocks"), [("one_tile", 240), ("static", 132), ("dynamic", 132)])
+def test_a_scheduler_has_its_grid_and_its_counter(hopper, scheduler, blocks):
+    q, k = torch.zeros(20, 4, 300, 64, dtype=torch.bfloat16), torch.zeros(20, 2, 500, 64, dtype=torch.bfloat16)
+    plan = plan_of(Problem.of(q, k, k), replace(CONFIG, scheduler=scheduler))
+    BACKEND.forward.prepare(plan)(Operands(q, k, k, torch.empty_like(q), torch.empty(20, 4, 300)))
+    ((launched,), (params,)) = hopper.launched, hopper.structs
+    assert launched.grid == (blocks, 1, 1)
+    assert (params.next_tile is not None) == bool(hopper.cleared) == (scheduler == "dynamic")
+
+
+def test_a_binding_has_the_bytes_of_a_launch(hopper):
+    q, k, v, out, lse = tensors(torch.bfloat16)
+    plan, launch = launcher_of(q, k, v, WGMMA.name, CONFIG)
+    launch(Operands(q, k, v, out, lse))
+    (params,) = hopper.structs
+    binding = bind(plan, image_of(plan))
+    addresses = {name: it.data_ptr() for name, it in {"q": q, "k": k, "v": v, "out": out, "lse": lse}.items()}
+    addresses[abi.WORKSPACE] = params.next_tile
+    (argument,) = binding.arguments
+    assert abi.pack(argument, addresses, lambda of, address: Encoder(of)(address)) == bytes(params)
+    assert (binding.grid, binding.workspace_bytes) == ((24, 1, 1), 16)
+    assert dict(argument.maps) == {
+        getattr(WgmmaParams, f"map_{name}").offset: it
+        for name, it in tensor_maps(plan.problem, CONFIG.box_rows).items()
+    }
+
+
+def test_what_is_emitted_is_loaded_and_refuses_what_tma_cannot_walk(tmp_path):
+    plan, binding, _ = aot_fakes.emit(tmp_path, "cuda", variant=WGMMA.name)
+    kernel = aot.load(tmp_path)
+    assert (kernel.plan.config, kernel._try_binding(plan.problem)) == (plan.config, binding)
+    (reason,) = kernel.why_not(replace(plan.problem, alignment=2), torch.device("cpu"))[-1:]
+    assert reason.startswith("arch: got cpu")
+    with pytest.raises(
+        ValueError, match="alignment: got 2 bytes; allowed base addresses and strides that are multiples"
+    ):
+        kernel._launcher(replace(plan.problem, alignment=2), 0)
 
 
 @pytest.mark.parametrize("variant", ["atomic", "two_pass"])
 @pytest.mark.parametrize("has_dlse", [False, True])
 def test_a_backward_launches_its_kernels_in_order_with_one_struct(monkeypatch, tmp_path, variant, has_dlse):
-    """k, v, dk and dv are laid out each in its own way; a fresh thread gets its context."""
+    """k, v, dk and dv are laid out each in its own way."""
     driver = cuda_fakes.install(monkeypatch, tmp_path, BackwardParams)
     q = torch.zeros(2, 4, 300, 64, dtype=torch.float16)
     k, v = (torch.zeros(2, 500, 2, 64, dtype=torch.float16).transpose(1, 2), torch.zeros(2, 2, 500, 64).half())
     problem = Problem.of(q, k, v, causal=True)
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction="backward", variant=variant, probe=False)
     launch = BACKEND.backward.prepare(plan)
-    made_current, driver.refuse = driver.contexts, 1
     out, lse = torch.empty_like(q), torch.empty(2, 4, 300)
     given = Operands(q, k, v, out, lse, torch.empty_like(out), lse.clone() if has_dlse else None, q.clone(), *(k, v))
     launch(given)
-    assert driver.contexts == made_current + 1
     assert driver.kernels[: len(driver.launched)] == [each.kernel.name for each in launches_of(plan)]
     assert [each.function for each in driver.launched] == driver.resident[-len(driver.launched) :]
     assert {each.stream for each in driver.launched} == {70}
@@ -95,9 +160,6 @@ def test_a_backward_launches_its_kernels_in_order_with_one_struct(monkeypatch, t
     assert (params.delta is not None, params.dq_sum is not None) == (True, variant == "atomic")
     if variant == "atomic":
         assert params.delta - params.dq_sum == dq_sum_bytes(problem)
-    driver.refuse = 2
-    with pytest.raises(RuntimeError, match="CUDA driver: cuLaunchKernelEx: CUDA_ERROR_INVALID_CONTEXT: its words"):
-        launch(given)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +167,8 @@ def test_a_backward_launches_its_kernels_in_order_with_one_struct(monkeypatch, t
 )
 def test_the_sign_of_the_scale_is_apart(scale, sign):
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=4, head_dim=8, scale=scale)
-    plan = make_plan(BACKEND, problem, ARCHS["sm90"], probe=False)
-    params = make_params(problem, plan.config)
+    plan = make_plan(BACKEND, problem, ARCHS["sm90"], variant=SPLIT_Q.name, probe=False)
+    params = params_of(plan)
     assert (params.scale_sign, params.scale_log2) == (sign, pytest.approx(problem.scale_log2))
     assert params.scale_log2 >= torch.finfo(torch.float32).tiny
 
@@ -115,5 +177,5 @@ def test_heads_share_l2_in_whole_groups():
     for seq_kv, heads_kv, expected in ((1 << 10, 4, 8), (1 << 16, 4, 2), (1 << 12, 64, 16)):
         problem = Problem.contiguous(batch=1, heads_q=2 * heads_kv, heads_kv=heads_kv, seq_q=4, seq_kv=seq_kv,
                                      head_dim=128)  # fmt: skip
-        plan = make_plan(BACKEND, problem, ARCHS["sm90"], probe=False)
-        assert make_params(problem, plan.config).heads_per_section == expected
+        plan = make_plan(BACKEND, problem, ARCHS["sm90"], variant=SPLIT_Q.name, probe=False)
+        assert params_of(plan).heads_per_section == expected

@@ -7,43 +7,33 @@ import itertools
 import subprocess
 from dataclasses import replace
 
-import aot_fakes
-import cuda_fakes
 import pytest
 import torch
-from bench.ladder_rungs import listed_rungs
-from wgmma_plans import CONFIG, FLIPPED, SM90, on_cpu, plan_of, problem_of, ways
+from cuda_runs import on_cpu
+from wgmma_plans import CONFIG, FLIPPED, SM90, plan_of, problem_of, ways
 
 from bench.matrix import SUITES
-from multiattn import aot, explain
+from multiattn import explain
 from multiattn.cuda import BACKEND
 from multiattn.cuda.axes import SPLIT_Q
-from multiattn.cuda.bind import bind, image_of
+from multiattn.cuda.candidates import SHAPES, wgmma_candidates
 from multiattn.cuda.configs import CudaConfig
-from multiattn.cuda.emulation import host
-from multiattn.cuda.launches import launches_of, siblings_of
-from multiattn.cuda.params import ForwardParams, WgmmaParams, params_of
+from multiattn.cuda.instances import launches_of
+from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams, params_of
+from multiattn.cuda.rules.hopper import WGMMA_RULES
 from multiattn.cuda.source import HOST_INCLUDES
 from multiattn.cuda.tensor_maps import tensor_maps
-from multiattn.cuda.tools import GXX, probe_nvrtc
+from multiattn.cuda.tools import GXX
 from multiattn.cuda.variants import SPANNING, WGMMA
 from multiattn.cuda.wgmma_configs import (
-    SHAPES,
     WgmmaConfig,
-    candidates,
-    class_of,
     kept_steps,
     registers_at_least,
-    smem_bytes,
     why_not,
 )
-from multiattn.cuda.wgmma_rules import RULES
-from multiattn.plan import abi
 from multiattn.plan.arch import CPU
 from multiattn.plan.backend import make_plan, plan_variant
-from multiattn.problem import Operands, Problem
-from multiattn.run import counters
-from multiattn.run.driver import Encoder
+from multiattn.problem import Problem
 
 # ---------------------------------------------------------------- configs
 
@@ -98,14 +88,6 @@ def test_a_config_of_another_kernel_is_a_reason():
     assert (reason.got, reason.allowed) == ("a WgmmaConfig", "a CudaConfig")
 
 
-def test_shared_memory_is_slots_of_q_and_stages_of_k_and_v_in_panels():
-    panel_row, barriers = 128, 512
-    assert smem_bytes(CONFIG, problem_of(8)) == (128 + 4 * 64) * panel_row + barriers
-    assert smem_bytes(CONFIG, problem_of(72)) == 2 * (128 + 4 * 64) * panel_row + barriers
-    more = replace(CONFIG, q_slots=2, stages=3)
-    assert smem_bytes(more, problem_of(256)) == 4 * (2 * 128 + 3 * 64) * panel_row + barriers
-
-
 def test_registers_are_output_scores_weights_and_kept_q():
     assert registers_at_least(CONFIG, problem_of(128)) == 64 + 32 + 16
     assert registers_at_least(replace(CONFIG, tile_n=176), problem_of(128)) == 64 + 88 + 44
@@ -120,7 +102,7 @@ def test_registers_are_output_scores_weights_and_kept_q():
 
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 160, 192, 256])
 def test_a_sweep_is_short_and_fits(head_dim):
-    configs = candidates(WGMMA, problem_of(head_dim), SM90)
+    configs = wgmma_candidates(WGMMA, problem_of(head_dim), SM90)
     assert 10 <= len(configs) <= 40
     assert len(set(configs)) == len(configs)
     assert not any(why_not(problem_of(head_dim), SM90, config) for config in configs)
@@ -134,7 +116,7 @@ def test_every_way_that_a_gpu_tries_is_legal():
 
 def test_the_suites_that_are_swept_have_a_head_dim_of_each_class():
     head_dims = {cell.head_dim for cell in (*SUITES["standard"], *SUITES["between"])}
-    assert [class_of(it) for it in sorted(head_dims)] == list(SHAPES)
+    assert [min(widest for widest in SHAPES if it <= widest) for it in sorted(head_dims)] == list(SHAPES)
 
 
 # ---------------------------------------------------------------- choice
@@ -169,13 +151,7 @@ def test_on_a_cpu_it_must_be_named():
     plan = make_plan(BACKEND, problem_of(), CPU, probe=False)
     assert plan.variant == SPLIT_Q.name
     assert any("for callers that name the variant (emulated" in line for line in plan.rejected)
-    named = make_plan(BACKEND, problem_of(), CPU, variant=WGMMA.name, probe=False)
-    assert (named.config, named.config.scheduler) == (RULES[-1].config, "dynamic")
-
-
-def test_it_is_no_point_of_the_ladder():
-    assert (WGMMA.parent, WGMMA.flags) == (None, ())
-    assert WGMMA.name not in [rung.variant for rung in listed_rungs(BACKEND)]
+    assert make_plan(BACKEND, problem_of(), CPU, variant=WGMMA.name, probe=False).config == WGMMA_RULES[-1].config
 
 
 # ---------------------------------------------------------------- kernels and parameters
@@ -195,41 +171,28 @@ def test_kernels_of_different_configs_have_different_names_and_types():
     assert (kernels[-1].target(SM90), launches_of(plan_of(problem_of()))[0].is_persistent) == ("sm_90a", True)
 
 
-def test_siblings_are_dtypes_and_masks():
-    kernels = siblings_of(plan_of(problem_of()))
-    assert sorted(kernel.name.split("_")[2:5:2] for kernel in kernels) == [
-        [dtype, mask] for dtype in ("bf16", "fp16") for mask in ("causal", "full")
-    ]
-
-
-def test_a_persistent_grid_is_as_large_as_the_device():
+def test_a_persistent_grid_is_as_large_as_the_device_and_of_whole_clusters():
+    """Three tiles of queries are two clusters a head, of which the last has a block with nothing to do."""
     (launch,) = launches_of(plan_of(problem_of()))
     assert [launch.grid(it) for it in (4, 132)] == [4, 3 * 2 * 4]
     (launch,) = launches_of(plan_of(problem_of(), replace(CONFIG, scheduler="one_tile")))
     assert launch.grid(4) == 3 * 2 * 4
-
-
-def test_clusters_have_whole_grids_and_parts_of_tiles():
-    """Three tiles of queries are two clusters a head, of which the last has a block with nothing to do."""
     plan = plan_of(problem_of(), replace(CONFIG, scheduler="static", cluster=2))
     (launch,) = launches_of(plan)
     assert [launch.grid(it) for it in (5, 132)] == [4, 4 * 2 * 4]
-    assert params_of(plan).forward.tiles == 4
-    assert launch.kernel.cluster == 2
-    maps = tensor_maps(plan.problem, plan.config)
+    assert (params_of(plan).forward.tiles, launch.kernel.cluster) == (4, 2)
+    maps = tensor_maps(plan.problem, plan.config.box_rows)
     assert [it.box.extents[2] for it in maps.values()] == [128, 32, 32, 64]
 
 
 @on_cpu
-def test_parameters_are_laid_out_as_in_the_header():
-    names = ("map_q", "map_k", "map_v", "map_out", "forward", "next_tile")
-    own = "multiattn::WgmmaParams"
-    checks = [f"sizeof({own}) == {ctypes.sizeof(WgmmaParams)}"]
-    checks += [f"offsetof({own}, {name}) == {getattr(WgmmaParams, name).offset}" for name in names]
-    checks += [
-        f"offsetof(multiattn::ForwardParams, {name}) == {getattr(ForwardParams, name).offset}"
-        for name, *_ in ForwardParams._fields_
-    ]
+@pytest.mark.parametrize("kind", [ForwardParams, BackwardParams, WgmmaParams], ids=lambda kind: kind.__name__)
+def test_parameters_lie_where_the_compiler_puts_them(kind):
+    """Python reads their names and types from the header; how they are laid out it must know itself."""
+    own = f"multiattn::{kind.__name__}"
+    checks = [f"sizeof({own}) == {ctypes.sizeof(kind)}"]
+    fields = [name for name, *_ in kind._fields_ if name != "_padding"]
+    checks += [f"offsetof({own}, {name}) == {getattr(kind, name).offset}" for name in fields]
     source = '#include <cstddef>\n#include "multiattn/params_sm90.h"\n'
     source += "".join(f'static_assert({check}, "");\n' for check in checks)
     includes = [f"-I{directory}" for directory in HOST_INCLUDES]
@@ -238,174 +201,15 @@ def test_parameters_are_laid_out_as_in_the_header():
     assert done.returncode == 0, done.stderr
 
 
-def test_parameters_tell_the_tiles_and_an_aligned_copy_is_the_same():
-    params = params_of(plan_of(problem_of(scale=-2.0)))
-    assert ctypes.sizeof(params) % abi.TENSOR_MAP_ALIGNMENT == 0
-    assert (params.forward.tiles, params.forward.heads, params.forward.scale_sign) == (3, 8, -1)
-    copy = host.aligned(bytes(params))
-    assert ctypes.addressof(copy) % abi.TENSOR_MAP_ALIGNMENT == 0
-    assert bytes(copy) == bytes(params)
-
-
 def test_tensor_maps_are_those_of_the_tensors():
     q = torch.zeros(2, 300, 4, 72, dtype=torch.float16).transpose(1, 2)
     k = torch.zeros(2, 1, 500, 72, dtype=torch.float16).expand(2, 2, 500, 72)
     v = torch.zeros(2, 500, 2, 72, dtype=torch.float16).transpose(1, 2)
-    maps = tensor_maps(Problem.of(q, k, v), replace(CONFIG, tile_n=80))
+    maps = tensor_maps(Problem.of(q, k, v), replace(CONFIG, tile_n=80).box_rows)
     assert list(maps) == ["q", "k", "v", "out"]
     assert (maps["q"].shape, maps["q"].strides) == ((2, 4, 300, 72), (300 * 4 * 144, 144, 4 * 144))
     assert (maps["k"].shape, maps["k"].strides) == ((2, 2, 500, 72), (500 * 144, 0, 144))
     assert (maps["v"].shape, maps["v"].strides) == ((2, 2, 500, 72), (500 * 288, 144, 288))
     assert [it.box.extents for it in maps.values()] == [(1, 1, rows, 64) for rows in (128, 80, 80, 64)]
     assert {(it.box.swizzle, it.box.dtype, it.l2_promotion) for it in maps.values()} == {(3, 6, 3)}
-    assert list(tensor_maps(problem_of(), replace(CONFIG, tma_store=False))) == ["q", "k", "v"]
-
-
-# ---------------------------------------------------------------- launching
-
-
-@pytest.fixture
-def driver(monkeypatch, tmp_path):
-    if reasons := probe_nvrtc():
-        pytest.skip("; ".join(map(str, reasons)))
-    return cuda_fakes.install(monkeypatch, tmp_path, WgmmaParams)
-
-
-def tensors():
-    q, k = torch.zeros(2, 4, 300, 64, dtype=torch.bfloat16), torch.zeros(2, 2, 500, 64, dtype=torch.bfloat16)
-    return q, k, k.clone(), torch.empty_like(q), torch.empty(2, 4, 300)
-
-
-def launcher_of(config):
-    q, k, v, *_ = tensors()
-    plan = plan_of(Problem.of(q, k, v), config)
-    return plan, BACKEND.forward.prepare(plan)
-
-
-def map_of(params, name):
-    return bytes(getattr(params, f"map_{name}"))
-
-
-def test_a_launch_is_what_the_plan_says(driver):
-    q, k, v, out, lse = tensors()
-    plan, launch = launcher_of(CONFIG)
-    launch(Operands(q, k, v, out, lse))
-    ((launched,), (params,), (kernel,)) = driver.launched, driver.structs, driver.kernels
-    assert kernel.startswith("forward_wgmma_bf16_d64_full_")
-    assert (launched.function, launched.grid, launched.block) == (driver.resident[0], (24, 1, 1), (384, 1, 1))
-    assert (launched.smem_bytes, launched.stream, launched.overlaps) == (smem_bytes(CONFIG, plan.problem), 70, True)
-    assert launched.places[0] % abi.TENSOR_MAP_ALIGNMENT == 0
-    named = {"q": q, "k": k, "v": v, "out": out}
-    for name, tensor in named.items():
-        assert map_of(params, name) == tensor.data_ptr().to_bytes(8, "little") * 16
-        assert getattr(params.forward, name) == tensor.data_ptr()
-    assert params.forward.lse == lse.data_ptr()
-    assert driver.did == ["id", "clear", "launch"]
-    row = 64 * 2  # bytes
-    assert driver.encoded[0] == (
-        *(q.data_ptr(), 9, 4),
-        [[64, 300, 4, 2], [row, 300 * row, 4 * 300 * row], [64, 128, 1, 1], [1, 1, 1, 1]],
-        (0, 3, 3, 0),
-    )
-
-
-def test_tensors_of_before_are_encoded_no_more(driver):
-    q, k, v, out, lse = tensors()
-    _, launch = launcher_of(CONFIG)
-    other = q.clone()
-    for first in (q, q, other, q):
-        launch(Operands(first, k, v, out, lse))
-    assert [address for address, *_ in driver.encoded] == [it.data_ptr() for it in (q, k, v, out, other)]
-    assert [map_of(params, "q")[:8] for params in driver.structs] == [
-        it.data_ptr().to_bytes(8, "little") for it in (q, q, other, q)
-    ]
-
-
-def test_what_an_encoder_keeps_is_bounded(driver):
-    encode = Encoder(tensor_maps(problem_of(), CONFIG)["q"])
-    for address in range(16, 16 * 1000, 16):
-        assert encode(address)[:8] == address.to_bytes(8, "little")
-    assert len(encode._known) <= 64
-
-
-@pytest.mark.parametrize(("scheduler", "blocks"), [("one_tile", 240), ("static", 132), ("dynamic", 132)])
-def test_a_scheduler_has_its_grid_and_its_counter(driver, scheduler, blocks):
-    q, k = torch.zeros(20, 4, 300, 64, dtype=torch.bfloat16), torch.zeros(20, 2, 500, 64, dtype=torch.bfloat16)
-    plan = plan_of(Problem.of(q, k, k), replace(CONFIG, scheduler=scheduler))
-    BACKEND.forward.prepare(plan)(Operands(q, k, k, torch.empty_like(q), torch.empty(20, 4, 300)))
-    ((launched,), (params,)) = driver.launched, driver.structs
-    assert launched.grid == (blocks, 1, 1)
-    assert (params.next_tile is not None) == bool(driver.cleared) == (scheduler == "dynamic")
-
-
-def test_launches_on_a_stream_share_a_counter_and_captured_ones_have_their_own(driver, monkeypatch):
-    """Kernels leave it at zero; but a graph may be replayed beside others."""
-    shared = counters.Counters()
-    monkeypatch.setattr(counters, "counters_of", lambda device: shared)
-    _, launch = launcher_of(CONFIG)
-    _, other = launcher_of(replace(CONFIG, tile_n=80))
-    given = tensors()
-    for driver.stream, driver.capturing, call in (
-        *((70, False, launch), (70, False, other), (80, False, launch)),
-        *((80, True, launch), (80, True, launch), (80, False, launch)),
-    ):
-        call(Operands(*given))
-    used = [params.next_tile for params in driver.structs]
-    assert used[0] == used[1] != used[2] == used[5]
-    assert not {*used[3:5]} & {used[0], used[2]}
-    assert driver.cleared == [
-        *((used[0], 0, 128, 70), (used[2], 0, 128, 80)),
-        *((used[3], 0, 16, 80), (used[4], 0, 16, 80)),
-    ]
-    done = [what for what in driver.did if what != "id"]
-    assert done == [*("clear", "launch", "launch"), *("clear", "launch") * 3, "launch"]
-
-
-@pytest.mark.parametrize("shortage", ["memory", "streams"])
-def test_where_there_is_no_counter_left_a_launch_brings_its_own(driver, monkeypatch, shortage):
-    if shortage == "memory":
-        driver.memory = None
-    else:
-        monkeypatch.setattr(counters, "STREAMS_MAX", 1)
-    _, launch = launcher_of(CONFIG)
-    for driver.stream in (70, 80, 70):
-        launch(Operands(*tensors()))
-    own = [size == 16 for _, _, size, _ in driver.cleared]
-    assert own == ([True] * 3 if shortage == "memory" else [False, True])
-    assert all(params.next_tile for params in driver.structs)
-
-
-def test_a_kernel_that_stores_from_registers_has_no_map_of_out(driver):
-    _, launch = launcher_of(replace(CONFIG, tma_store=False))
-    launch(Operands(*tensors()))
-    assert len(driver.encoded) == 3
-    assert map_of(driver.structs[0], "out") == bytes(128)
-
-
-# ---------------------------------------------------------------- ahead of time
-
-
-def test_a_binding_has_the_bytes_of_a_launch(driver):
-    q, k, v, out, lse = tensors()
-    plan, launch = launcher_of(CONFIG)
-    launch(Operands(q, k, v, out, lse))
-    (params,) = driver.structs
-    binding = bind(plan, image_of(plan))
-    addresses = {name: it.data_ptr() for name, it in {"q": q, "k": k, "v": v, "out": out, "lse": lse}.items()}
-    addresses[abi.WORKSPACE] = params.next_tile
-    (argument,) = binding.arguments
-    assert abi.pack(argument, addresses, lambda of, address: Encoder(of)(address)) == bytes(params)
-    assert (binding.grid, binding.workspace_bytes) == ((24, 1, 1), 16)
-    assert dict(argument.maps) == {
-        getattr(WgmmaParams, f"map_{name}").offset: it for name, it in tensor_maps(plan.problem, CONFIG).items()
-    }
-
-
-def test_what_is_emitted_is_loaded_and_refuses_what_tma_cannot_walk(tmp_path):
-    plan, binding, _ = aot_fakes.emit(tmp_path, "cuda", variant=WGMMA.name)
-    kernel = aot.load(tmp_path)
-    assert (kernel.plan.config, kernel._try_binding(plan.problem)) == (plan.config, binding)
-    with pytest.raises(
-        ValueError, match="alignment: got 2 bytes; allowed base addresses and strides that are multiples"
-    ):
-        kernel._launcher(replace(plan.problem, alignment=2), 0)
+    assert list(tensor_maps(problem_of(), replace(CONFIG, tma_store=False).box_rows)) == ["q", "k", "v"]

@@ -9,36 +9,41 @@ from dataclasses import replace
 
 import pytest
 import torch
-from wgmma_plans import CONFIG, FLIPPED, SM90, on_cpu, plan_of, problem_of, with_nvrtc
+from cuda_runs import check_refused, on_cpu, run_forward, with_nvrtc
+from wgmma_plans import CONFIG, FLIPPED, SM90, plan_of, problem_of
 
 from multiattn.cuda import BACKEND
-from multiattn.cuda import params as cuda_params
 from multiattn.cuda.bind import bind, image_of
-from multiattn.cuda.emulation import host
-from multiattn.cuda.launches import launches_of
+from multiattn.cuda.cpu import host
+from multiattn.cuda.instances import launches_of
+from multiattn.cuda.params import params_of
+from multiattn.cuda.rules.hopper import WGMMA_RULES
 from multiattn.cuda.variants import WGMMA
 from multiattn.cuda.wgmma_configs import WgmmaConfig, query_tiles, smem_bytes, why_not
-from multiattn.cuda.wgmma_rules import RULES
 from multiattn.inspect.sass import parse, parted_arrivals
 from multiattn.plan import abi, schedule
 from multiattn.plan.arch import CPU
 from multiattn.plan.backend import Plan, plan_variant
 from multiattn.plan.toolchain import disassemble
 from multiattn.problem import Operands, Problem
-from parity.tolerance import Truth
+
+EMULATED = WGMMA_RULES[-1].config
 
 # ---------------------------------------------------------------- run on the CPU
+
+
+def run_wgmma(config, **sizes):
+    """Two sequences of four heads, two of keys."""
+    given = {"batch": 2, "heads_q": 4, "heads_kv": 2, "seq_q": 300, "seq_kv": 150, "dtype": "bf16", **sizes}
+    return run_forward(variant=WGMMA.name, config=config, **given)
 
 
 @on_cpu
 @pytest.mark.parametrize(
     ("config", "sizes"),
     [
-        (RULES[-1].config, {"head_dim": 72, "causal": True}),
-        (replace(RULES[-1].config, pingpong=True, q_slots=2), {"seq_q": 500, "seq_kv": 90, "causal": True}),
-        (replace(RULES[-1].config, pingpong=True, q_slots=3), {"seq_q": 500, "seq_kv": 90, "causal": True}),
-        (replace(CONFIG, q_slots=3, tma_store=False), {"head_dim": 40, "causal": True, "seq_q": 70}),
-        (replace(RULES[-1].config, tma_store=False), {"seq_q": 500, "seq_kv": 90, "causal": True}),
+        (replace(EMULATED, pingpong=True, q_slots=3), {"seq_q": 500, "seq_kv": 90, "causal": True}),
+        (replace(CONFIG, q_slots=2, tma_store=False), {"head_dim": 40, "causal": True, "seq_q": 70}),
         (replace(CONFIG, stages=3, scheduler="static", q_in_registers=True), {"head_dim": 40, "scale": -0.2}),
         (replace(CONFIG, tile_n=48, scheduler="one_tile", lazy_max=True, tma_store=False), {"seq_q": 70, "scale": 0.0}),
         (replace(CONFIG, cluster=2, scheduler="static", lazy_max=True, pingpong=True), {"seq_q": 500, "causal": True}),
@@ -52,10 +57,10 @@ from parity.tolerance import Truth
 )
 def test_a_launcher_computes_attention(config, sizes):
     """Its maps, its counter and its grid: what the kernel does with them, parity asks of every problem."""
-    plan, launch = check_launch(config, sizes)
+    plan, launch, counts = run_wgmma(config, **sizes)
     assert not launch.counter.any()  # as the next launch on a stream wants it
     tiles = query_tiles(config, plan.problem) * 2 * 4
-    assert launch.counters.blocks == (2 if config.is_persistent else tiles)
+    assert counts.blocks == (2 if config.is_persistent else tiles)
 
 
 @on_cpu
@@ -63,20 +68,18 @@ def test_a_launcher_computes_attention(config, sizes):
 def test_what_is_short_of_a_tile_is_the_first_which_sees_the_fewest_keys(cluster, blocks):
     """512 queries in tiles of 192: these end at 128, 320 and 512. A cluster loads for the last of its two."""
     config = replace(CONFIG, tile_m=192, tile_n=128, cluster=cluster, scheduler="one_tile")
-    plan, launch = check_launch(config, {"seq_q": 512, "seq_kv": 512, "causal": True})
+    plan, _, counts = run_wgmma(config, seq_q=512, seq_kv=512, causal=True)
     tiles = query_tiles(config, plan.problem)
-    assert launch.counters.tma_loads == (tiles + 2 * blocks) * 2 * 4
+    assert counts.tma_loads == (tiles + 2 * blocks) * 2 * 4
 
 
 @on_cpu
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(("cluster", "scheduler"), [(1, "dynamic"), (2, "static")])
+@pytest.mark.parametrize(("causal", "cluster", "scheduler"), [(False, 1, "dynamic"), (True, 2, "static")])
 def test_heads_run_in_sections(monkeypatch, causal, cluster, scheduler):
-    """Of two heads of eight each; under a causal mask the last of them has four."""
+    """Two of the eight heads are a section; under a causal mask the last section has four."""
     monkeypatch.setattr(schedule, "KV_BYTES_SIDE_BY_SIDE", 1)
-    config = replace(CONFIG, cluster=cluster, scheduler=scheduler)
-    plan, _ = check_launch(config, {"seq_q": 500, "causal": causal})
-    assert cuda_params.make_wgmma_params(plan.problem, config).forward.heads_per_section == 2
+    plan, *_ = run_wgmma(replace(CONFIG, cluster=cluster, scheduler=scheduler), seq_q=500, causal=causal)
+    assert params_of(plan).forward.heads_per_section == 2
 
 
 PLACES = """
@@ -130,14 +133,18 @@ def test_the_logarithm_of_a_sum_has_its_exponent_apart():
 @on_cpu
 @pytest.mark.parametrize("tma_store", [True, False])
 def test_one_column_that_is_not_finite_is_found_wherever_it_is(tma_store):
-    """Of one key, which few rows see: of each head's V another column, of every place that a lane has some in."""
-    config = replace(RULES[-1].config, tma_store=tma_store)
-    check_launch(config, {"causal": True, "seq_q": 150, "nan_columns": (1, 22, 43, 60)})
+    """The key is one that few rows see; each head's V has it in another column, one for each place of a lane."""
+
+    def plant(q, k, v):
+        for head, column in enumerate((1, 22, 43, 60)):
+            v[head // 2, head % 2, 100, column] = torch.nan
+
+    run_wgmma(replace(EMULATED, tma_store=tma_store), causal=True, seq_q=150, change=plant)
 
 
 @on_cpu
 def test_a_row_whose_weights_are_all_zero_has_an_lse_of_minus_infinity():
-    """Of scores so large that rounding their maximum alone makes exp2 of them 0: out and lse must tell the same."""
+    """Rounding the maximum of such large scores alone makes exp2 of them 0: out and lse must tell the same."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.full((1, 1, 70, 64), 60000.0 + 32 * i, dtype=torch.float16) for i in (0, 12))
     v = torch.randn(1, 1, 70, 64, generator=generator).to(torch.float16)
@@ -147,61 +154,32 @@ def test_a_row_whose_weights_are_all_zero_has_an_lse_of_minus_infinity():
     assert score * scale - float(torch.tensor(score * scale).float()) < -150  # what exp2 is taken of
 
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
-    BACKEND.forward.prepare(plan_of(problem, RULES[-1].config, CPU))(Operands(q, k, v, out, lse))
+    BACKEND.forward.prepare(plan_of(problem, EMULATED, CPU))(Operands(q, k, v, out, lse))
     assert (out == 0).all()
     assert (lse == -math.inf).all()
-
-
-def check_launch(config, sizes):
-    """Two sequences of four heads, two of keys: held to the reference."""
-    given = {"nan_columns": (), "head_dim": 64, "seq_q": 300, "seq_kv": 150, "causal": False, "scale": None, **sizes}
-    generator = torch.Generator().manual_seed(0)
-
-    def make(heads, seq):
-        packed = torch.randn(2, seq, heads, given["head_dim"], generator=generator).to(torch.bfloat16)
-        return packed.transpose(1, 2)
-
-    q, k, v = make(4, given["seq_q"]), make(2, given["seq_kv"]), make(2, given["seq_kv"])
-    for head, column in enumerate(given["nan_columns"]):
-        v[head // 2, head % 2, 100, column] = torch.nan
-    how = {"causal": given["causal"], "scale": given["scale"]}
-    plan = plan_of(Problem.of(q, k, v, **how), config, CPU)
-    out = torch.full_like(q, torch.nan)
-    lse = torch.full(q.shape[:3], torch.nan)
-    launch = BACKEND.forward.prepare(plan)
-    launch(Operands(q, k, v, out, lse))
-    for got, expected in zip((out, lse), Truth.of(q, k, v, **how).of_plan(plan), strict=True):
-        expected.check(got, plan)
-    return plan, launch
 
 
 # ---------------------------------------------------------------- compiled
 
 
-@with_nvrtc
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"tile_n": 72}, "tile_n"),
-        ({"cluster": 3, "scheduler": "static"}, "cluster"),
-        ({"cluster": 2}, "a cluster's blocks take their tiles together"),
-        ({"stages": 2}, "stages"),
-        ({"q_slots": 4}, "q_slots"),
-        ({"tile_m": 64}, "tile_m"),
-        ({"tile_m": 256}, "tile_m"),
-        ({"exp2_fma_fraction": 0.75}, "exp2_fma_fraction"),
-    ],
-    ids=str,
-)
-def test_a_kernel_of_an_illegal_config_does_not_compile(changed, message):
-    from multiattn.cuda.nvrtc import _compile
-
-    config = replace(CONFIG, **changed)
-    assert why_not(problem_of(), CPU, config)
-    (launch,) = launches_of(replace(plan_of(problem_of()), config=config))
-    source = f'#include "forward_wgmma_traits.cuh"\ntemplate struct {launch.kernel.traits};\n'
-    with pytest.raises(Exception, match=message):
-        _compile(source, "sm_90a")
+@on_cpu
+def test_a_kernel_of_an_illegal_config_does_not_compile():
+    cases = {
+        "tile_n: multiples of 16": {"tile_n": 72},
+        "cluster: 1, 2": {"cluster": 3, "scheduler": "static"},
+        "a cluster's blocks take their tiles together": {"cluster": 2},
+        "stages: 3 to 16": {"stages": 2},
+        "q_slots: 1 to 3": {"q_slots": 4},
+        "tile_m: 128, 192": {"tile_m": 64},
+        "exp2_fma_fraction: up to a half": {"exp2_fma_fraction": 0.75},
+    }
+    refused = {}
+    for message, changed in cases.items():
+        config = replace(CONFIG, **changed)
+        assert why_not(problem_of(), CPU, config)
+        (launch,) = launches_of(replace(plan_of(problem_of()), config=config))
+        refused[message] = launch.kernel.traits
+    check_refused("forward_wgmma_traits.cuh", refused)
 
 
 @with_nvrtc
@@ -210,7 +188,6 @@ def test_a_kernel_of_an_illegal_config_does_not_compile(changed, message):
     [
         (40, "fp16", replace(CONFIG, scheduler="one_tile", tma_store=False)),
         (128, "bf16", replace(CONFIG, **{**FLIPPED, "tile_m": 128, "tile_n": 48, "q_in_registers": False})),
-        (64, "fp16", WgmmaConfig(tile_m=192, tile_n=64, stages=16, q_slots=3, pingpong=True, lazy_max=True)),
         (64, "bf16", WgmmaConfig(tile_m=192, tile_n=128, stages=8, q_slots=2, pingpong=True, lazy_max=True)),
     ],
     ids=str,
@@ -236,7 +213,7 @@ def test_no_warp_parts_in_a_kernel_of_the_rules(head_dim):
     """As tuned kernels are read one by one: whatever head_dim and dtype, an arrival that has become a jump may hang."""
     for dtype, causal in itertools.product(("fp16", "bf16"), (False, True)):
         plans = {}
-        for seq in sorted({rule.seq_min for rule in RULES} | {512, 16384}):
+        for seq in sorted({rule.seq_min for rule in WGMMA_RULES} | {512, 16384}):
             problem = problem_of(head_dim, dtype=dtype, causal=causal, seq_q=seq, seq_kv=seq)
             plan = plan_variant(BACKEND, WGMMA, problem, SM90)
             plans[plan.config] = plan

@@ -7,12 +7,12 @@ import tempfile
 from collections import Counter
 from dataclasses import replace
 
+import exp2_model as exp2
 import numpy as np
 import pytest
 import torch
 
 from multiattn import Problem
-from multiattn.cuda import exp2
 from multiattn.cutile.candidates import candidates
 from multiattn.cutile.configs import PIPELINES, CutileConfig
 from multiattn.cutile.steps import STEPS

@@ -6,10 +6,10 @@ import itertools
 import pytest
 import torch
 
-from multiattn.cuda import fragments
-from multiattn.cuda.emulation import host
-from multiattn.cuda.layout import down, right
+from multiattn.cuda.cpu import host
 from multiattn.cuda.tools import probe_host
+from multiattn.inspect import fragments
+from multiattn.inspect.layout import down, right
 
 LANES, HALVES = range(32), range(2)
 

@@ -22,9 +22,9 @@ ALLOWED = {
     **dict.fromkeys(multiattn.BACKENDS, _LANGUAGE),
     "api": {"problem", "plan", "run"},
     "aot": {"problem", "plan", "run"},
-    "inspect": {"problem", "plan", "run", "aot"},
+    "inspect": {"problem", "plan", "run", "aot", "cuda"},  # cuda: `sanitize`
     "__init__": {"problem", "plan", "run", "reference", "api"},
-    "__main__": {"problem", "plan", "inspect", "cuda"},  # cuda: `layout`
+    "__main__": {"problem", "plan", "inspect"},
 }
 LANGUAGES = ("triton", "cuda", "nvidia", "torch.utils.cpp_extension")
 

@@ -6,11 +6,11 @@ Nothing runs Gluon on a CPU: what it computes is shown on a GPU, by parity and `
 import re
 from dataclasses import replace
 
+import exp2_model as exp2
 import numpy as np
 import pytest
 
 from multiattn import Problem, Unsupported, explain, fmha
-from multiattn.cuda import exp2
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import Plan, find_variant, plan_variant
 from multiattn.plan.exp2_fma import is_polynomial

@@ -1,4 +1,4 @@
-"""Problems and Plans of the Hopper forward that its tests share, and what they need of the machine."""
+"""Problems and Plans of the Hopper forward that its tests share."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from multiattn.cuda import BACKEND
-from multiattn.cuda.tools import probe_host, probe_nvrtc
 from multiattn.cuda.variants import WGMMA
-from multiattn.cuda.wgmma_configs import SCHEDULERS, WgmmaConfig
+from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.plan.arch import ARCHS, Arch
 from multiattn.plan.backend import Plan, make_plan
+from multiattn.plan.schedule import SCHEDULERS
 from multiattn.problem import Problem
-
-on_cpu = pytest.mark.skipif(bool(probe_host()), reason="; ".join(map(str, probe_host())))
-with_nvrtc = pytest.mark.skipif(bool(probe_nvrtc()), reason="; ".join(map(str, probe_nvrtc())))
 
 SM90 = ARCHS["sm90"]
 CONFIG = WgmmaConfig(tile_m=128, tile_n=64)
@@ -35,7 +30,7 @@ def problem_of(head_dim: int = 64, **sizes: Any) -> Problem:
 
 
 def plan_of(problem: Problem, config: WgmmaConfig = CONFIG, arch: Arch = SM90) -> Plan:
-    """Of the variant, with `config`."""
+    """A Plan of the variant, with `config`."""
     return make_plan(BACKEND, problem, arch, variant=WGMMA.name, config=config, probe=False)
 
 

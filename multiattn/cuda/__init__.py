@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from multiattn.cuda import backward_configs, configs, tools, wgmma_configs
+from multiattn.cuda import tools
+from multiattn.cuda.candidates import backward_candidates, forward_candidates, wgmma_candidates
 from multiattn.cuda.variants import BACKWARD_VARIANTS, SPANNING, VARIANTS, is_wgmma
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Backend, Compiled, Exported, Launcher, Op, Plan, Variant
@@ -17,27 +18,25 @@ def _prepare(plan: Plan) -> Launcher:
         from multiattn.cuda.launch import prepare
 
         return prepare(plan)
-    from multiattn.cuda.emulation.host import CpuLauncher
+    from multiattn.cuda.cpu.host import CpuLauncher
 
     return CpuLauncher(plan)
 
 
 def _compile(plan: Plan) -> tuple[Compiled, ...]:
-    from multiattn.cuda.nvrtc import compile_plan
+    from multiattn.cuda.compile import compile_plan
 
     return compile_plan(plan)
 
 
 def _export(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
-    from multiattn.cuda.export import export_plan
+    from multiattn.cuda.compile import export_plan
 
     return export_plan(plan, kinds)
 
 
 def _candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Config]:
-    if is_wgmma(variant):
-        return wgmma_configs.candidates(variant, problem, arch)
-    return configs.candidates(variant, problem, arch)
+    return (wgmma_candidates if is_wgmma(variant) else forward_candidates)(variant, problem, arch)
 
 
 BACKEND = Backend(
@@ -59,6 +58,6 @@ BACKEND = Backend(
         prepare=_prepare,
         compile=_compile,
         export=_export,
-        candidates=backward_configs.candidates,
+        candidates=backward_candidates,
     ),
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from multiattn.plan.support import Reason
 
@@ -53,14 +52,9 @@ class Axes:
     swizzle: str = ""
     accumulator: str = "fp32"
 
-    @classmethod
-    def of(cls, flags: dict[str, Any]) -> Axes:
-        """The point whose `flags` these are."""
-        return cls(**flags)
-
     @property
     def flags(self) -> tuple[tuple[str, str], ...]:
-        """What a Variant carries."""
+        """The flags of its Variant."""
         return tuple(asdict(self).items())
 
     @property
@@ -88,7 +82,7 @@ class Axes:
 
     @property
     def summary(self) -> str:
-        """What the point does, in words."""
+        """The point in words."""
         parts = [_WARPS[self.warps], _SHARE[self.share], _TILING[self.tiling]]
         parts.append(f"{', '.join(self.swizzle)} swizzled" if self.swizzle else "nothing swizzled")
         parts.append("" if self.accumulator == "fp32" else "sums in fp16, outside the contract")
@@ -96,12 +90,12 @@ class Axes:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """Of q, k and v: mma.m16n8k16 adds up in fp16 only what is fp16."""
+        """The dtypes of q, k and v: mma.m16n8k16 adds up in fp16 only what is fp16."""
         return ("fp16", "bf16") if self.accumulator == "fp32" else ("fp16",)
 
     @property
     def is_legal(self) -> bool:
-        """Whether there is a kernel for it; `why_illegal` says why not."""
+        """True where there is a kernel for it; `why_illegal` says why not."""
         return self.share != "qkv" or self.tiling == "none"
 
     @property
@@ -135,5 +129,5 @@ def cross_product() -> Iterator[Axes]:
 SPLIT_Q = Axes(warps="split_q", swizzle="qkv")
 """The best up to D=256."""
 
-WIDE = Axes(warps="split_kv", share="kv", tiling="qkv", swizzle="qkv")
+TILED = Axes(warps="split_kv", share="kv", tiling="qkv", swizzle="qkv")
 """The best of those that take more: the ring of slices leaves room for Q whole and for a tile of keys."""

@@ -1,10 +1,10 @@
-"""What a launch of an emitted forward kernel hands to the driver: one struct. Pure Python: no compiler."""
+"""The Binding of an emitted forward kernel: one struct. Pure Python: no compiler."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from multiattn.cuda.launches import launches_of
+from multiattn.cuda.instances import launches_of
 from multiattn.cuda.params import struct_of
 from multiattn.cuda.variants import is_wgmma
 from multiattn.plan import abi
@@ -18,7 +18,7 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
 
     Args:
         plan: for the tensors at hand, with variant and config of the kernel.
-        image: of the kernel, as `image_of` has it.
+        image: of the kernel, as `PlannedLaunch.image` has it.
         emitted: what the kernel's code is specialised on; None while it is being emitted.
     """
     problem = plan.problem

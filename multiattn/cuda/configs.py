@@ -1,14 +1,12 @@
-"""Tiles of the CUDA backend as data: `CudaConfig`, what of it fits a GPU, the rules, and what a sweep tries."""
+"""Tiles of the forward with mma.sync as data: `CudaConfig`, its shared memory and registers, and what fits a GPU."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from multiattn.cuda.axes import Axes, why_illegal
-from multiattn.plan.arch import KIB, WARP_THREADS, Arch
-from multiattn.plan.backend import Variant
+from multiattn.plan.arch import WARP_THREADS, Arch
 from multiattn.plan.config import Config
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
@@ -17,7 +15,7 @@ FRAGMENT_ROWS = 16  # of mma.m16n8k16: queries of one fragment, and what head_di
 ELEMENT_BYTES = 2
 STATISTIC_BYTES = 4  # fp32
 REGISTERS_MAX = 224
-"""Of a thread's 255, for what `registers_at_least` counts."""
+"""The registers of a thread, of its 255, that `registers_at_least` may count."""
 GRID_MAX = 2**31 - 1
 
 
@@ -26,7 +24,7 @@ class CudaConfig(Config):
     """Launch parameters of the forward kernel; `kernels/forward_traits.cuh` says what each does."""
 
     warps: int
-    """Of a block; they split the tile's queries, whole fragments of 16 each."""
+    """Warps of a block; they split the tile's queries, whole fragments of 16 each."""
     stages: int
     """Buffers of K and of V, or of both where they share. One: loaded in turns. More: `stages - 1` ahead."""
     q_in_registers: bool = False
@@ -44,8 +42,15 @@ class CudaConfig(Config):
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return self.warps * WARP_THREADS
+
+    @property
+    def q_place(self) -> str:
+        """``registers``, ``streamed``, ``shared``; ``both`` is nowhere."""
+        if self.q_in_registers and self.q_streamed:
+            return "both"
+        return "registers" if self.q_in_registers else "streamed" if self.q_streamed else "shared"
 
     @property
     def row_warps(self) -> int:
@@ -65,7 +70,7 @@ def padded(head_dim: int, unit: int = FRAGMENT_ROWS) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pieces:
-    """What of Q, K and V lies in shared memory at a time: rows and widths in elements, counts of a block of keys."""
+    """The parts of Q, K and V in shared memory at one time: rows and widths in elements, counts per block of keys."""
 
     q_width: int
     k_width: int
@@ -123,28 +128,43 @@ def why_not(axes: Axes, problem: Problem, arch: Arch, config: Config) -> tuple[R
         return (wrong_kind(config, CudaConfig),)
     if wrong := _wrong_shape(axes, config):
         return tuple(wrong)
-    reasons = _wrong_place(axes, config)
-    pieces = Pieces.of(axes, config, problem)
+    pieces, places = Pieces.of(axes, config, problem), _places_of_q(axes)
+    registers = registers_at_least(axes, config, problem)
+    reasons = failed(
+        (
+            (config.q_place in places, f"q: {config.q_place} with {axes.name}", " or ".join(places)),
+            (
+                registers <= REGISTERS_MAX,
+                f"{registers} registers for scores, output and Q ({config})",
+                f"up to {REGISTERS_MAX} of a thread's 255",
+            ),
+        )
+    )
     if axes.share == "none" and axes.tiling == "qk" and config.stages - 1 > pieces.k_pieces:
         got = f"stages={config.stages} with {pieces.k_pieces} slices of K"
         reasons.append(Reason(code="config", got=got, allowed=f"up to {pieces.k_pieces + 1}", hint="V has one buffer"))
-    registers = registers_at_least(axes, config, problem)
-    if registers > REGISTERS_MAX:
-        got = f"{registers} registers for scores, output and Q ({config})"
-        reasons.append(Reason(code="config", got=got, allowed=f"up to {REGISTERS_MAX} of a thread's 255"))
     reasons += too_large(config, arch, smem_bytes(axes, config, problem), grid_blocks(config, problem))
     return tuple(reasons)
 
 
+def failed(checks: Iterable[tuple[bool, str, str]]) -> list[Reason]:
+    """A Reason for each of (holds, got, allowed) that does not hold."""
+    return [Reason(code="config", got=got, allowed=allowed) for holds, got, allowed in checks if not holds]
+
+
 def too_large(config: Config, arch: Arch, smem_bytes: int, blocks: int) -> list[Reason]:
-    """What of a launch is more than an arch has: shared memory of a block, blocks of a grid."""
-    reasons = []
-    if arch.is_gpu and smem_bytes > arch.smem_per_block:
-        got = f"{smem_bytes} bytes of shared memory ({config})"
-        reasons.append(Reason(code="config", got=got, allowed=f"{arch.smem_per_block} bytes a block on {arch.name}"))
-    if blocks > GRID_MAX:
-        reasons.append(Reason(code="config", got=f"{blocks} blocks", allowed=f"a grid of up to {GRID_MAX}"))
-    return reasons
+    """A Reason where a launch asks for more than an arch has: shared memory of a block, blocks of a grid."""
+    most = arch.smem_per_block
+    return failed(
+        (
+            (
+                not arch.is_gpu or smem_bytes <= most,
+                f"{smem_bytes} bytes of shared memory ({config})",
+                f"{most} bytes a block on {arch.name}",
+            ),
+            (blocks <= GRID_MAX, f"{blocks} blocks", f"a grid of up to {GRID_MAX}"),
+        )
+    )
 
 
 def wrong_kind(config: Config, kind: type[Config]) -> Reason:
@@ -153,7 +173,7 @@ def wrong_kind(config: Config, kind: type[Config]) -> Reason:
 
 
 def _wrong_shape(axes: Axes, config: CudaConfig) -> list[Reason]:
-    """What of a config has no meaning: sizes that are no whole fragments."""
+    """Reasons why a config has no meaning: sizes that are no whole fragments."""
     has_columns = config.column_warps != 1
     checks = (
         (config.warps in (2, 4, 8, 16), f"warps={config.warps}", "2, 4, 8, 16"),
@@ -165,8 +185,7 @@ def _wrong_shape(axes: Axes, config: CudaConfig) -> list[Reason]:
         (1 <= config.stages <= 4, f"stages={config.stages}", "1 to 4"),
         (config.dim_slice in (64, 128, 256), f"dim_slice={config.dim_slice}", "64, 128, 256"),
     )
-    wrong = [Reason(code="config", got=got, allowed=allowed) for holds, got, allowed in checks if not holds]
-    if wrong:
+    if wrong := failed(checks):
         return wrong
     rows, keys = FRAGMENT_ROWS * config.row_warps, FRAGMENT_ROWS * config.column_warps
     if config.tile_m < rows or config.tile_m % rows or config.tile_n < keys or config.tile_n % keys:
@@ -179,16 +198,10 @@ def _wrong_shape(axes: Axes, config: CudaConfig) -> list[Reason]:
     return []
 
 
-def _wrong_place(axes: Axes, config: CudaConfig) -> list[Reason]:
-    """Whether Q is where the point leaves room for it."""
-    both = config.q_in_registers and config.q_streamed
-    place = "both" if both else "registers" if config.q_in_registers else "streamed" if config.q_streamed else "shared"
-    allowed = ("registers",) if axes.share == "qkv" else ("shared", "registers")
+def _places_of_q(axes: Axes) -> tuple[str, ...]:
     if axes.tiling != "none":
-        allowed = ("shared", "streamed")
-    if place in allowed:
-        return []
-    return [Reason(code="config", got=f"q: {place} with {axes.name}", allowed=" or ".join(allowed))]
+        return "shared", "streamed"
+    return ("registers",) if axes.share == "qkv" else ("shared", "registers")
 
 
 def query_tiles(config: Config, problem: Problem) -> int:
@@ -204,82 +217,3 @@ def grid_blocks(config: Config, problem: Problem) -> int:
 def blocks_of(tiles: int, problem: Problem) -> int:
     """Blocks of a launch with one for each of a head's `tiles`, in each head and batch entry."""
     return tiles * problem.heads_q * problem.batch
-
-
-_SHAPES = ((64, 4), (128, 4), (128, 8))  # (tile_m, warps)
-_REGISTERS_MAX = 208  # of 255: the rest is addresses, read-ahead and the softmax state
-_REGISTERS_OF_THREE = 128  # of 168, which three blocks of four warps on an SM leave a thread
-_ROOM_FOR_Q = 176  # up to here Q in registers costs nothing
-
-
-_ROWS = ((64, 4, 1), (128, 8, 1))  # (tile_m, warps, column_warps) of split_q with tiling
-_COLUMNS = ((32, 8, 8), (32, 8, 4), (64, 8, 4), (64, 8, 2), (64, 4, 2))  # and of split_kv
-
-
-def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[CudaConfig]:
-    """Configs worth timing: those that fit shared memory and, by a lower bound, the registers."""
-    axes = Axes.of(dict(variant.flags))
-    if axes.tiling != "none" or axes.warps == "split_kv":
-        return tuple(config for config in _rung_candidates(axes, problem) if not variant.fits(problem, arch, config))
-    tried = (
-        CudaConfig(
-            tile_m=tile_m,
-            tile_n=tile_n,
-            warps=warps,
-            stages=stages,
-            q_in_registers=q_in_registers,
-            occupancy=occupancy,
-        )
-        for tile_m, warps in _SHAPES
-        for tile_n in (32, 64, 128)
-        for stages in (1, 2, 3)
-        for q_in_registers in (True, False)
-        for occupancy in (1, 3)
-    )
-    return tuple(config for config in tried if _is_worth_timing(variant, problem, arch, config))
-
-
-def _is_worth_timing(variant: Variant, problem: Problem, arch: Arch, config: CudaConfig) -> bool:
-    """Whether nothing else beats `config` on paper: a sweep is some twenty configs, not a hundred."""
-    axes = Axes.of(dict(variant.flags))
-    registers = registers_at_least(axes, config, problem)
-    blocks = max(config.occupancy, 2 if config.warps == 4 else 1)  # four warps alone on an SM starve it
-    registers_max = _REGISTERS_MAX if config.occupancy == 1 else _REGISTERS_OF_THREE
-    if variant.fits(problem, arch, config) or registers > registers_max:
-        return False
-    if blocks * (smem_bytes(axes, config, problem) + KIB) > arch.smem_per_sm:
-        return False
-    if config.occupancy > 1 and (config.warps == 8 or config.tile_n == 32):
-        return False
-    if config.tile_n == 32 and (config.stages != 2 or problem.head_dim <= 64):
-        return False  # a barrier every 32 keys is for where registers leave no choice
-    if config.tile_n == 128 and config.stages == 3:
-        return False  # 128 keys ahead are ahead enough
-    with_q = registers_at_least(axes, replace(config, q_in_registers=True), problem)
-    return config.q_in_registers or with_q > _ROOM_FOR_Q
-
-
-def _rung_candidates(axes: Axes, problem: Problem) -> Iterator[CudaConfig]:
-    """Of points that are not split_q without tiling. Slices of K and of V that are of one size share a ring best."""
-    is_sliced = axes.tiling != "none"
-    for tile_m, warps, column_warps in _COLUMNS if axes.warps == "split_kv" else _ROWS:
-        for tile_n, stages in itertools.product((64, 128, 256), (1, 2)):
-            for dim_slice, key_slice in _slices(axes, problem, tile_n) if is_sliced else ((64, 16),):
-                for other_place in (False, True):
-                    yield CudaConfig(
-                        tile_m=tile_m,
-                        tile_n=tile_n,
-                        warps=warps,
-                        column_warps=column_warps,
-                        stages=stages,
-                        q_in_registers=other_place and not is_sliced,
-                        q_streamed=other_place and is_sliced,
-                        dim_slice=dim_slice,
-                        key_slice=key_slice,
-                    )
-
-
-def _slices(axes: Axes, problem: Problem, tile_n: int) -> Iterator[tuple[int, int]]:
-    for dim_slice in (64, 128):
-        key_slice = tile_n * dim_slice // padded(problem.head_dim, dim_slice) // FRAGMENT_ROWS * FRAGMENT_ROWS
-        yield dim_slice, min(max(key_slice, FRAGMENT_ROWS), tile_n) if axes.tiling == "qkv" else FRAGMENT_ROWS

@@ -6,8 +6,8 @@ import functools
 
 import torch
 
-from multiattn.cuda.launches import launches_of
-from multiattn.cuda.nvrtc import cubin_path
+from multiattn.cuda.compile import cubin_path
+from multiattn.cuda.instances import launches_of
 from multiattn.cuda.params import areas_of, struct_of
 from multiattn.plan import abi
 from multiattn.plan.backend import Launcher, Plan

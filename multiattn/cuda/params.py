@@ -1,4 +1,4 @@
-"""The kernels' parameter structs of `include/multiattn/params*.h`: the tables of their arguments, filled from a Plan.
+"""The kernels' parameter structs, which `include/multiattn/params*.h` describe, filled with the numbers of a Plan.
 
 A field that is a pointer has the name of its operand, or of an area of workspace; one called ``map_q`` is the tensor
 map of q; all others are numbers. What a launch, an emitted kernel and the emulator hand over follows from that.
@@ -8,157 +8,97 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
-from multiattn.cuda import wgmma_configs
+from multiattn.cuda import wgmma_configs as wgmma
 from multiattn.cuda.backward_configs import ROW_TILE, BackwardConfig, delta_bytes, dq_sum_bytes, tiles
 from multiattn.cuda.configs import ELEMENT_BYTES, query_tiles
+from multiattn.cuda.structs import TENSOR_MAP, read_structs
 from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.wgmma_configs import WgmmaConfig
-from multiattn.plan.abi import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, WORKSPACE, Struct
+from multiattn.plan.abi import WORKSPACE, Struct
 from multiattn.plan.backend import Plan
-from multiattn.plan.config import Config
 from multiattn.plan.schedule import KV_BYTES_SIDE_BY_SIDE, heads_side_by_side
-from multiattn.problem import Problem, Strides
+from multiattn.problem import Problem
+
+_HEADERS = Path(__file__).parent / "include" / "multiattn"
+_STRUCTS = read_structs(_HEADERS / "params.h", _HEADERS / "params_sm90.h")
+_STRIDES = _STRUCTS["Strides"]
+ForwardParams, BackwardParams, WgmmaParams = (_STRUCTS[f"{it}Params"] for it in ("Forward", "Backward", "Wgmma"))
+
+_AREAS = {"next_tile": WORKSPACE}
+"""Names of areas of workspace that are not those of their fields."""
 
 
-class _Strides(ctypes.Structure):
-    _fields_ = (("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("seq", ctypes.c_int64))
-
-
-class ForwardParams(ctypes.Structure):
-    """Mirrors `multiattn::ForwardParams`; every compiled kernel asserts its size."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse")),
-        *((name, _Strides) for name in ("strides_q", "strides_k", "strides_v", "strides_out")),
-        *((name, ctypes.c_int32) for name in ("heads_q", "group", "seq_q", "seq_kv")),
-        *((name, ctypes.c_int32) for name in ("tiles", "heads", "heads_per_section", "scale_sign")),
-        ("scale_log2", ctypes.c_float),
-    )
-
-
-def make_params(problem: Problem, config: Config) -> ForwardParams:
-    """Everything but the pointers."""
-    return ForwardParams(
-        strides_q=_strides(problem.strides_q),
-        strides_k=_strides(problem.strides_k),
-        strides_v=_strides(problem.strides_v),
-        strides_out=_strides(problem.strides_out),
-        heads_q=problem.heads_q,
-        group=problem.group,
-        seq_q=problem.seq_q,
-        seq_kv=problem.seq_kv,
-        tiles=query_tiles(config, problem),
-        heads=problem.batch * problem.heads_q,
-        heads_per_section=heads_side_by_side(problem),
-        scale_sign=problem.scale_sign,
-        scale_log2=problem.scale_log2,
-    )
-
-
-class WgmmaParams(ctypes.Structure):
-    """Mirrors `multiattn::WgmmaParams`, which is as aligned as its tensor maps: so its size is a multiple of that."""
-
-    _fields_ = (
-        *((f"map_{name}", ctypes.c_ubyte * TENSOR_MAP_BYTES) for name in ("q", "k", "v", "out")),
-        ("forward", ForwardParams),
-        ("next_tile", ctypes.c_void_p),
-        ("_padding", ctypes.c_ubyte * (-(ctypes.sizeof(ForwardParams) + 8) % TENSOR_MAP_ALIGNMENT)),
-    )
-
-
-def make_wgmma_params(problem: Problem, config: WgmmaConfig) -> WgmmaParams:
-    """Everything but the tensor maps and the pointers."""
-    forward = make_params(problem, config)
-    forward.tiles = wgmma_configs.query_tiles(config, problem)
-    return WgmmaParams(forward=forward)
-
-
-class BackwardParams(ctypes.Structure):
-    """Mirrors `multiattn::BackwardParams`; every compiled kernel asserts its size."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "dout", "lse", "dlse", "dq", "dk", "dv")),
-        *((name, ctypes.c_void_p) for name in ("delta", "dq_sum")),
-        *((f"strides_{name}", _Strides) for name in ("q", "k", "v", "out", "dk", "dv")),
-        *((name, ctypes.c_int32) for name in ("heads_q", "group", "seq_q", "seq_kv", "heads_q_all", "heads_kv_all")),
-        *((name, ctypes.c_int32) for name in ("tiles_rows", "tiles_q", "tiles_kv", "tiles_q_own")),
-        *((name, ctypes.c_int32) for name in ("sections_q", "sections_kv")),
-        *((name, ctypes.c_float) for name in ("score_factor", "grad_factor")),
-    )
-
-
-def make_backward_params(problem: Problem, config: BackwardConfig) -> BackwardParams:
-    """Everything but the pointers."""
-    sections_q = heads_side_by_side(problem)
-    return BackwardParams(
-        strides_q=_strides(problem.strides_q),
-        strides_k=_strides(problem.strides_k),
-        strides_v=_strides(problem.strides_v),
-        strides_out=_strides(problem.strides_out),
-        strides_dk=_strides(problem.strides_dk),
-        strides_dv=_strides(problem.strides_dv),
-        heads_q=problem.heads_q,
-        group=problem.group,
-        seq_q=problem.seq_q,
-        seq_kv=problem.seq_kv,
-        heads_q_all=problem.batch * problem.heads_q,
-        heads_kv_all=problem.batch * problem.heads_kv,
-        tiles_rows=tiles(problem.seq_q, ROW_TILE),
-        tiles_q=tiles(problem.seq_q, config.tile_m),
-        tiles_kv=tiles(problem.seq_kv, config.tile_n),
-        tiles_q_own=tiles(problem.seq_q, config.dq.tile_m) if config.dq else 0,
-        sections_q=sections_q,
-        sections_kv=_kv_heads_per_section(problem),
-        score_factor=problem.score_factor,
-        grad_factor=problem.grad_factor,
-    )
-
-
-def _strides(strides: Strides) -> _Strides:
-    return _Strides(*strides)
+def numbers_of(plan: Plan) -> dict[str, Any]:
+    """Every number that a kernel of the Plan is told, by the name of its field."""
+    problem, config = plan.problem, plan.config
+    assert config is not None
+    common = {
+        **{f"strides_{name}": _STRIDES(*getattr(problem, f"strides_{name}")) for name in ("q", "k", "v", "out")},
+        **{name: getattr(problem, name) for name in ("heads_q", "group", "seq_q", "seq_kv")},
+    }
+    if isinstance(config, BackwardConfig):
+        return {
+            **common,
+            **{f"strides_{name}": _STRIDES(*getattr(problem, f"strides_{name}")) for name in ("dk", "dv")},
+            "heads_q_all": problem.batch * problem.heads_q,
+            "heads_kv_all": problem.batch * problem.heads_kv,
+            "tiles_rows": tiles(problem.seq_q, ROW_TILE),
+            "tiles_q": tiles(problem.seq_q, config.tile_m),
+            "tiles_kv": tiles(problem.seq_kv, config.tile_n),
+            "tiles_q_own": tiles(problem.seq_q, config.dq.tile_m) if config.dq else 0,
+            "sections_q": heads_side_by_side(problem),
+            "sections_kv": _kv_heads_per_section(problem),
+            "score_factor": problem.score_factor,
+            "grad_factor": problem.grad_factor,
+        }
+    count = wgmma.query_tiles(config, problem) if isinstance(config, WgmmaConfig) else query_tiles(config, problem)
+    return {
+        **common,
+        "tiles": count,
+        "heads": problem.batch * problem.heads_q,
+        "heads_per_section": heads_side_by_side(problem),
+        "scale_sign": problem.scale_sign,
+        "scale_log2": problem.scale_log2,
+    }
 
 
 def _kv_heads_per_section(problem: Problem) -> int:
-    """Of a block of keys what is shared is Q, dO and the fp32 sum of dq of its group."""
+    """Heads of keys side by side: the blocks of one share Q, dO and the fp32 sum of dq of its group."""
     row_bytes = problem.head_dim * (2 * ELEMENT_BYTES + 4)
     heads = max(1, KV_BYTES_SIDE_BY_SIDE // (problem.seq_q * row_bytes * problem.group))
     return min(heads, problem.batch * problem.heads_kv)
 
 
-# ---------------------------------------------------------------- as arguments
-
-_MAP = "map_"
-_AREAS = {"next_tile": WORKSPACE}
-"""Names of areas of workspace that are not those of their fields."""
-
-
 def params_of(plan: Plan) -> ctypes.Structure:
     """The parameter struct of all kernels of a Plan, but for pointers and tensor maps."""
-    problem, config = plan.problem, plan.config
-    if isinstance(config, BackwardConfig):
-        return make_backward_params(problem, config)
-    if isinstance(config, WgmmaConfig):
-        return make_wgmma_params(problem, config)
-    assert config is not None
-    return make_params(problem, config)
+    if isinstance(plan.config, BackwardConfig):
+        return _filled(BackwardParams, numbers_of(plan))
+    return _filled(WgmmaParams if isinstance(plan.config, WgmmaConfig) else ForwardParams, numbers_of(plan))
+
+
+def _filled(kind: type[ctypes.Structure], numbers: Mapping[str, Any]) -> ctypes.Structure:
+    params = kind()
+    for name, field, *_ in kind._fields_:
+        if field in (ctypes.c_int32, ctypes.c_float, _STRIDES):
+            setattr(params, name, numbers[name])
+        elif issubclass(field, ctypes.Structure):
+            setattr(params, name, _filled(field, numbers))
+    return params
 
 
 def struct_of(plan: Plan, *, has_dlse: bool = False) -> Struct:
     """The one argument of all kernels of a Plan. Pointers to what a launch does not have stay null."""
     params = params_of(plan)
-    absent = set() if has_dlse else {"dlse"}
-    absent |= {"delta", "dq_sum", WORKSPACE} - set(areas_of(plan))
-    maps = tensor_maps(plan.problem, plan.config) if isinstance(plan.config, WgmmaConfig) else {}
-    fields = dict(_fields_of(type(params)))
+    absent = {"delta", "dq_sum", WORKSPACE} - set(areas_of(plan)) | (set() if has_dlse else {"dlse"})
+    maps = tensor_maps(plan.problem, plan.config.box_rows) if isinstance(plan.config, WgmmaConfig) else {}
+    places = list(_places(type(params)))
     return Struct(
         data=bytes(params),
-        pointers={at: name for at, name in fields.items() if not name.startswith(_MAP) and name not in absent},
-        maps={
-            at: maps[tensor]
-            for at, name in fields.items()
-            if (tensor := name.removeprefix(_MAP)) != name and tensor in maps
-        },
+        pointers={at: name for at, name, is_map in places if not is_map and name not in absent},
+        maps={at: maps[name] for at, name, is_map in places if is_map and name in maps},
     )
 
 
@@ -170,13 +110,13 @@ def areas_of(plan: Plan) -> Mapping[str, int]:
     return {"delta": delta_bytes(plan.problem), **sums}
 
 
-def _fields_of(kind: type[ctypes.Structure], base: int = 0) -> Iterator[tuple[int, str]]:
-    """(byte offset, name) of every pointer and every tensor map of a struct."""
+def _places(kind: type[ctypes.Structure], base: int = 0) -> Iterator[tuple[int, str, bool]]:
+    """Byte offset and name of every pointer and every tensor map of a struct, and whether it is a map."""
     for name, field, *_ in kind._fields_:
         at = base + getattr(kind, name).offset
         if field is ctypes.c_void_p:
-            yield at, _AREAS.get(name, name)
-        elif name.startswith(_MAP):
-            yield at, name
+            yield at, _AREAS.get(name, name), False
+        elif field is TENSOR_MAP:
+            yield at, name.removeprefix("map_"), True
         elif issubclass(field, ctypes.Structure):
-            yield from _fields_of(field, at)
+            yield from _places(field, at)

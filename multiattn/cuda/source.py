@@ -1,4 +1,4 @@
-"""The kernels' source: what one is (`Kernel`), the translation unit that makes them, the files it reaches."""
+"""The source of kernels: the translation unit that makes them, and the files that it reaches."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from multiattn.plan.arch import Arch
 
 ROOT = Path(__file__).parent
 DEVICE_INCLUDES = (ROOT / "include", ROOT / "kernels")
-HOST_INCLUDES = (ROOT / "emulation" / "include", *DEVICE_INCLUDES)
-"""The emulation's `multiattn/ptx.cuh` comes first: a kernel never says which of the two it runs on."""
+HOST_INCLUDES = (ROOT / "cpu" / "include", *DEVICE_INCLUDES)
+"""The CPU's `multiattn/ptx.cuh` comes first: a kernel never says which of the two it runs on."""
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kernel:
+class Instance:
     """One kernel: an instance of a template of `kernels/`, with what Python believes about it."""
 
     name: str
@@ -32,7 +32,7 @@ class Kernel:
     params: type[ctypes.Structure]
     """The parameter struct that it takes, of the same name in C++."""
     threads: int
-    """Of a block."""
+    """Threads of a block."""
     occupancy: int
     """Blocks on an SM that the compiler must leave registers for."""
     smem_bytes: int
@@ -40,19 +40,22 @@ class Kernel:
     cluster: int = 1
     """Blocks that run together and reach one another's shared memory."""
     overlaps: bool = False
-    """Whether it waits by itself for what is before it on the stream, so that it may begin while that ends."""
+    """It waits by itself for what is before it on the stream, so that it may begin while that ends."""
+    wgmma_columns: tuple[int, ...] = ()
+    """The widths of its wgmmas: multiples of 8."""
     arch_features: bool = False
-    """Whether it has instructions of one arch alone (wgmma), whose code runs on no later one."""
+    """It has instructions of one arch alone (wgmma), whose code runs on no later one."""
 
     def target(self, arch: Arch) -> str:
-        """What NVRTC calls the target: ``sm_90``, or ``sm_90a`` with the features of that arch."""
+        """NVRTC's name of the target: ``sm_90``, or ``sm_90a`` with the features of that arch."""
         major, minor = arch.capability
         return f"sm_{major}{minor}{'a' if self.arch_features else ''}"
 
 
-def translation_unit(kernels: Sequence[Kernel]) -> str:
+def translation_unit(kernels: Sequence[Instance]) -> str:
     """C++ that defines `kernels`, and asserts what Python believes about each."""
     parts = [f'#include "{header}"\n' for header in dict.fromkeys(kernel.header for kernel in kernels)]
+    parts += [_wgmma(it) for it in sorted({it for kernel in kernels for it in kernel.wgmma_columns})]
     for params in dict.fromkeys(kernel.params for kernel in kernels):
         name, size = params.__name__, ctypes.sizeof(params)
         parts.append(f'static_assert(sizeof(multiattn::{name}) == {size}, "params.{name}");\n')
@@ -70,7 +73,15 @@ def translation_unit(kernels: Sequence[Kernel]) -> str:
     return "\n".join(parts)
 
 
-def _entry(kernel: Kernel) -> str:
+def _wgmma(columns: int) -> str:
+    """The instructions of `multiattn/wgmma.cuh` for so many columns: a thread holds half of them."""
+    count = columns // 2
+    places = ", ".join(f'"%{place}"' for place in range(count, count + 6))
+    accumulators = ", ".join(f'"+f"(d[{index}])' for index in range(count))
+    return f'WGMMA({columns}, "{", ".join(f"%{index}" for index in range(count))}", {places}, {accumulators})\n'
+
+
+def _entry(kernel: Instance) -> str:
     bounds = f"{kernel.threads}, {kernel.occupancy}"
     return f"KERNEL({bounds})" if kernel.cluster == 1 else f"CLUSTER_KERNEL({bounds}, {kernel.cluster})"
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from multiattn.plan.abi import L2_256_BYTES, Box, TensorMap
 from multiattn.plan.support import Reason
-from multiattn.problem import Problem, Strides
-
-if TYPE_CHECKING:
-    from multiattn.cuda.wgmma_configs import WgmmaConfig
+from multiattn.problem import Problem
 
 BOX_COLUMNS = 64
 """Elements of head_dim of a box: 128 bytes, as wide as the swizzle."""
-OUT_ROWS = 64
-"""Of a box of out: what one warpgroup stores."""
 
 _SWIZZLE_128B = 3  # of CUtensorMapSwizzle
 _DTYPES = {"fp16": 6, "bf16": 9}  # of CUtensorMapDataType
@@ -22,32 +17,26 @@ _EXTENT_MAX = 2**32 - 1
 _STRIDE_UNIT, _STRIDE_MAX = 16, 2**40 - 1  # bytes; of cuTensorMapEncodeTiled, as are the extents
 
 
-def tensor_maps(problem: Problem, config: WgmmaConfig) -> dict[str, TensorMap]:
-    """The map of each tensor, by its name; of out only where TMA stores it."""
-    q_shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim)
-    kv_shape = (problem.batch, problem.heads_kv, problem.seq_kv, problem.head_dim)
-    tensors = (
-        ("q", q_shape, problem.strides_q, config.tile_m),
-        ("k", kv_shape, problem.strides_k, config.tile_n // config.cluster),
-        ("v", kv_shape, problem.strides_v, config.tile_n // config.cluster),
-        *((("out", q_shape, problem.strides_out, OUT_ROWS),) if config.tma_store else ()),
-    )
-    return {name: _map(name, problem, shape, strides, rows) for name, shape, strides, rows in tensors}
-
-
-def _map(name: str, problem: Problem, shape: tuple[int, int, int, int], strides: Strides, rows: int) -> TensorMap:
-    return TensorMap(
-        tensor=name,
-        shape=shape,
-        strides=_byte_strides(shape, strides, problem.torch_dtype.itemsize),
-        box=Box(extents=(1, 1, rows, BOX_COLUMNS), swizzle=_SWIZZLE_128B, dtype=_DTYPES[problem.dtype]),
-        l2_promotion=L2_256_BYTES,
-    )
-
-
-def _byte_strides(shape: tuple[int, ...], strides: Strides, itemsize: int) -> tuple[int, ...]:
-    """Strides of B, H and S as TMA is told. A broadcast dimension keeps its extent, with a stride of zero."""
-    return tuple(stride * itemsize for stride in strides)
+def tensor_maps(problem: Problem, box_rows: Mapping[str, int]) -> dict[str, TensorMap]:
+    """The map of each tensor that has boxes of so many rows. A broadcast dimension keeps its extent, with stride 0."""
+    of_q = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim)
+    of_kv = (problem.batch, problem.heads_kv, problem.seq_kv, problem.head_dim)
+    tensors = {
+        "q": (of_q, problem.strides_q),
+        "k": (of_kv, problem.strides_k),
+        "v": (of_kv, problem.strides_v),
+        "out": (of_q, problem.strides_out),
+    }
+    return {
+        name: TensorMap(
+            tensor=name,
+            shape=tensors[name][0],
+            strides=tuple(stride * problem.torch_dtype.itemsize for stride in tensors[name][1]),
+            box=Box(extents=(1, 1, rows, BOX_COLUMNS), swizzle=_SWIZZLE_128B, dtype=_DTYPES[problem.dtype]),
+            l2_promotion=L2_256_BYTES,
+        )
+        for name, rows in box_rows.items()
+    }
 
 
 def why_not_mapped(tensor_map: TensorMap) -> tuple[Reason, ...]:

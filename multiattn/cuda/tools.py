@@ -1,4 +1,4 @@
-"""What the backend needs of a machine: Python modules, NVRTC, g++. Looks, imports nothing heavy, launches nothing."""
+"""The needs of the backend: Python modules, NVRTC, g++. Looks, imports nothing heavy, launches nothing."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _INSTALL = "pip install 'multiattn[cuda]'"
 
 
 def probe(arch: Arch) -> tuple[Reason, ...]:
-    """What this machine lacks to run on `arch`."""
+    """Reasons why this machine cannot run on `arch`."""
     return (*probe_nvrtc(), *probe_gpu()) if arch.is_gpu else probe_host()
 
 
 @functools.cache
 def probe_nvrtc() -> tuple[Reason, ...]:
-    """What this machine lacks to compile for a GPU and to launch."""
+    """Reasons why this machine cannot compile for a GPU and launch."""
     missing = [name for name in ("cuda.core", "cuda.bindings", "cuda.pathfinder") if not _is_installed(name)]
     if missing:
         return tuple(Reason(code="module", got=f"no {name}", allowed=name, hint=_INSTALL) for name in missing)
@@ -40,7 +40,10 @@ def probe_nvrtc() -> tuple[Reason, ...]:
     except pathfinder.DynamicLibNotFoundError as error:
         return (Reason(code="compiler", got=f"no NVRTC: {error}", allowed="libnvrtc", hint=_INSTALL),)
     try:
-        _try_nvrtc()
+        from cuda.core import Program, ProgramOptions
+
+        # An empty kernel, compiled as the backend does: raises whatever a call would.
+        Program('extern "C" __global__ void nothing() {}', "c++", ProgramOptions(arch="sm_90")).compile("cubin")
     except Exception as error:  # releases of cuda-core and cuda-bindings that do not fit fail in many ways
         names = " with ".join(f"{name} {version_of(name)}" for name in ("cuda-core", "cuda-bindings"))
         got = f"{names}: {type(error).__name__}: {' '.join(str(error).split())}"
@@ -48,16 +51,9 @@ def probe_nvrtc() -> tuple[Reason, ...]:
     return ()
 
 
-def _try_nvrtc() -> None:
-    """Compile an empty kernel as the backend does: raises whatever a call would."""
-    from cuda.core import Program, ProgramOptions
-
-    Program('extern "C" __global__ void nothing() {}', "c++", ProgramOptions(arch="sm_90")).compile("cubin")
-
-
 @functools.cache
 def probe_host() -> tuple[Reason, ...]:
-    """What this machine lacks to build kernels for its CPU."""
+    """Reasons why this machine cannot build kernels for its CPU."""
     reasons = []
     system = f"{platform.system()} {platform.machine()}"
     if system != "Linux x86_64":

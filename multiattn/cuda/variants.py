@@ -6,10 +6,11 @@ from functools import partial
 
 from multiattn.cuda import axes as points
 from multiattn.cuda import backward_configs as backward
-from multiattn.cuda import wgmma_configs, wgmma_rules
+from multiattn.cuda import wgmma_configs
 from multiattn.cuda.axes import Axes
 from multiattn.cuda.configs import why_not
-from multiattn.cuda.rules import rules_of
+from multiattn.cuda.rules.ampere import ATOMIC_RULES, TWO_PASS_RULES, rules_of
+from multiattn.cuda.rules.hopper import WGMMA_RULES
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import Plan, Variant
 from multiattn.plan.support import Capability
@@ -17,7 +18,7 @@ from multiattn.problem import VECTOR_BYTES
 
 _OFFERED = {
     points.SPLIT_Q: "FlashAttention-2: warps split the queries; mma.sync, cp.async, XOR swizzle of q, k and v",
-    points.WIDE: "head_dim in slices: warps share keys and head_dim; one ring for K and V, XOR swizzle of all",
+    points.TILED: "head_dim in slices: warps share keys and head_dim; one ring for K and V, XOR swizzle of all",
 }
 
 
@@ -38,46 +39,41 @@ WGMMA = Variant(
     name="wgmma",
     summary="Hopper: a warpgroup loads by TMA, others multiply by wgmma; FlashAttention-3",
     capability=Capability(arches=("sm90", "cpu"), alignment=VECTOR_BYTES),
-    rules=wgmma_rules.RULES,
+    rules=WGMMA_RULES,
     workspace=wgmma_configs.workspace,
     fits=wgmma_configs.why_not,
 )
-"""Of no ladder: it has no flags and no parent."""
+"""It is on no ladder: it has no flags and no parent."""
 
 VARIANTS: tuple[Variant, ...] = (
     WGMMA,
     *(_variant(axes, summary, only_named=False) for axes, summary in _OFFERED.items()),
     *(_variant(axes, axes.summary, only_named=True) for axes in points.cross_product() if axes not in _OFFERED),
 )
-"""What is offered, best first; then the rest of the cross product, illegal points with their reasons included."""
+"""Those that are offered, best first; then the rest of the cross product, illegal points included."""
 
 SPANNING: tuple[str, ...] = (
-    *(
-        Axes(warps=warps, share=share, tiling=tiling, swizzle=swizzle).name
-        for warps, share, tiling, swizzle in (
-            ("split_q", "none", "none", "qkv"),
-            ("split_kv", "kv", "qkv", "qkv"),
-            ("split_kv", "none", "none", ""),
-            ("split_q", "kv", "none", "qk"),
-            ("split_q", "qkv", "none", "k"),
-            ("split_q", "none", "qk", "qv"),
-            ("split_q", "kv", "qkv", "q"),
-            ("split_kv", "qkv", "none", "v"),
-            ("split_kv", "kv", "qk", "kv"),
-            ("split_kv", "none", "qkv", "qk"),
-        )
-    ),
+    points.SPLIT_Q.name,
+    points.TILED.name,
+    "split_kv",
+    "split_q+share_kv+swizzle_qk",
+    "split_q+share_qkv+swizzle_k",
+    "split_q+tiling_qk+swizzle_qv",
+    "split_q+share_kv+tiling_qkv+swizzle_q",
+    "split_kv+share_qkv+swizzle_v",
+    "split_kv+share_kv+tiling_qk+swizzle_kv",
+    "split_kv+tiling_qkv+swizzle_qk",
     WGMMA.name,
 )
-"""Of what keeps the contract (sums in fp32): Hopper's kernel, and points that have between them every swizzle and every
-legal pair of warps, share and tiling."""
+"""Variants that keep the contract (sums in fp32): Hopper's kernel, and points that together have every swizzle and all
+legal pairs of warps, share and tiling."""
 
 BACKWARD_VARIANTS: tuple[Variant, ...] = (
     Variant(
         name="atomic",
         summary="FlashAttention-2: one pass over the keys; dq is added up in fp32 by atomics, in any order",
         capability=Capability(arches=tuple(ARCHS)),
-        rules=backward.ATOMIC_RULES,
+        rules=ATOMIC_RULES,
         flags=(("dq", "atomic"),),
         deterministic=False,
         workspace=backward.workspace,
@@ -87,7 +83,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
         name="two_pass",
         summary="a pass over the queries for dq, then one over the keys for dk and dv: the same bits each time",
         capability=Capability(arches=tuple(ARCHS)),
-        rules=backward.TWO_PASS_RULES,
+        rules=TWO_PASS_RULES,
         flags=(("dq", "own_kernel"),),
         workspace=backward.workspace,
         fits=partial(backward.why_not, False),
@@ -96,7 +92,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
 
 
 def is_wgmma(made: Plan | Variant) -> bool:
-    """Whether a forward Plan or Variant is of the kernel for Hopper; all others are points of the axes."""
+    """True for a forward Plan or Variant of the kernel for Hopper; all others are points of the axes."""
     return (made.variant if isinstance(made, Plan) else made.name) == WGMMA.name
 
 

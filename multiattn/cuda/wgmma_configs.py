@@ -1,33 +1,31 @@
-"""Tiles of the forward kernel for Hopper as data: `WgmmaConfig`, what of it fits, and what a sweep tries."""
+"""Tiles of the forward kernel for Hopper as data: `WgmmaConfig`, its shared memory and registers, and what fits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from multiattn.cuda import configs
-from multiattn.cuda.configs import padded, too_large, wrong_kind
-from multiattn.cuda.tensor_maps import BOX_COLUMNS, OUT_ROWS, tensor_maps, why_not_mapped
+from multiattn.cuda.configs import failed, padded, too_large, wrong_kind
+from multiattn.cuda.tensor_maps import BOX_COLUMNS, tensor_maps, why_not_mapped
 from multiattn.plan.arch import Arch
-from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config
 from multiattn.plan.schedule import COUNTER_BYTES, SCHEDULERS
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 
-WARPGROUP_THREADS = 128
+WARPGROUP_THREADS, WARPGROUP_ROWS = 128, 64
 PANEL_ROW_BYTES = 128  # of a panel: 64 columns of head_dim, what the swizzle of wgmma and TMA spans
 BARRIER_BYTES = 512
 _DEPTH = 16  # columns of Q that a wgmma multiplies: a fragment of 4 registers
 _ROOM_WITH_Q = {(2, False): 196, (2, True): 192, (3, False): 128, (3, True): 128}
-"""Registers up to which Q may fill them, by warpgroups and causal: where ptxas spills nothing in the loops."""
+"""Registers up to which Q may fill them, by warpgroups and whether the mask is a band: ptxas then spills nothing."""
 REGISTERS_MAX: Mapping[int, int] = {2: 208, 3: 144}
 """By consumer warpgroups, for what `registers_at_least` counts: setmaxnreg gives a thread 232, or 160 with three."""
 _PLAIN_STORE_REGISTERS = 20
-"""More that three warpgroups want under a causal mask to store from registers: with 128 in use ptxas 13 spills in the
-loops; at D=128 with 112, which sweeps find out."""
+"""More that three warpgroups want under a mask to store from registers: with 128 in use ptxas 13 spills in the loops.
+
+At D=128 it does with 112, which sweeps find out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,11 +61,11 @@ class WgmmaConfig(Config):
     @property
     def warpgroups(self) -> int:
         """That compute: consumers."""
-        return self.tile_m // OUT_ROWS
+        return self.tile_m // WARPGROUP_ROWS
 
     @property
     def threads(self) -> int:
-        """Of a block: its consumers, and the producer's warpgroup."""
+        """Threads of a block: its consumers, and the producer's warpgroup."""
         return WARPGROUP_THREADS * (self.warpgroups + 1)
 
     @property
@@ -76,8 +74,14 @@ class WgmmaConfig(Config):
         return int(16 * self.exp2_fma_fraction)
 
     @property
+    def box_rows(self) -> dict[str, int]:
+        """Rows of a box of each tensor that goes by TMA."""
+        kv = self.tile_n // self.cluster
+        return {"q": self.tile_m, "k": kv, "v": kv, **({"out": WARPGROUP_ROWS} if self.tma_store else {})}
+
+    @property
     def is_persistent(self) -> bool:
-        """Whether a block takes one tile after another."""
+        """True where a block takes one tile after another."""
         return self.scheduler != "one_tile"
 
 
@@ -114,7 +118,7 @@ def _registers_without_q(config: WgmmaConfig, problem: Problem) -> int:
 
 
 def kept_steps(config: WgmmaConfig, problem: Problem) -> int:
-    """Of a wgmma's 16 columns of Q, from the first on: those whose fragments stay in registers."""
+    """How many of Q's parts of 16 columns, from the first on, stay in registers."""
     if not config.q_in_registers:
         return 0
     room = _ROOM_WITH_Q[config.warpgroups, problem.is_banded] - _registers_without_q(config, problem)
@@ -132,22 +136,29 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
         return (wrong_kind(config, WgmmaConfig),)
     if wrong := _wrong_shape(config):
         return wrong
-    reasons = [reason for it in tensor_maps(problem, config).values() for reason in why_not_mapped(it)]
+    reasons = [reason for it in tensor_maps(problem, config.box_rows).values() for reason in why_not_mapped(it)]
     registers, most = registers_at_least(config, problem), REGISTERS_MAX[config.warpgroups]
-    if registers > most:
-        got = f"{registers} registers for output, scores, weights, Q and stores ({config})"
-        allowed = f"up to {most} with {config.warpgroups} warpgroups"
-        reasons.append(Reason(code="config", got=got, allowed=allowed))
-    if config.q_in_registers and not kept_steps(config, problem):
-        got = f"q_in_registers with {_registers_without_q(config, problem)} registers for all else ({config})"
-        allowed = f"up to {_ROOM_WITH_Q[config.warpgroups, problem.is_banded] - 4}"
-        reasons.append(Reason(code="config", got=got, allowed=allowed))
+    beside, room = _registers_without_q(config, problem), _ROOM_WITH_Q[config.warpgroups, problem.is_banded]
+    reasons += failed(
+        (
+            (
+                registers <= most,
+                f"{registers} registers for output, scores, weights, Q and stores ({config})",
+                f"up to {most} with {config.warpgroups} warpgroups",
+            ),
+            (
+                not config.q_in_registers or kept_steps(config, problem) > 0,
+                f"q_in_registers with {beside} registers for all else ({config})",
+                f"up to {room - 4}",
+            ),
+        )
+    )
     reasons += too_large(config, arch, smem_bytes(config, problem), grid_blocks(config, problem))
     return tuple(reasons)
 
 
 def _wrong_shape(config: WgmmaConfig) -> tuple[Reason, ...]:
-    """What of a config no kernel is made for."""
+    """Reasons why no kernel is made for a config."""
     sixteenths, pairs = 16 * config.exp2_fma_fraction, config.tile_n // 8
     checks = (
         (config.tile_m in (128, 192), f"tile_m={config.tile_m}", "128, 192"),
@@ -176,60 +187,4 @@ def _wrong_shape(config: WgmmaConfig) -> tuple[Reason, ...]:
             f"0, or from {-(-16 // max(1, pairs))}/16 on",
         ),
     )
-    return tuple(Reason(code="config", got=got, allowed=allowed) for holds, got, allowed in checks if not holds)
-
-
-SHAPES: Mapping[int, tuple[tuple[int, int, int], ...]] = {
-    64: ((192, 128, 3), (192, 64, 3), (192, 96, 3), (192, 128, 2), (192, 64, 2)),
-    96: ((192, 96, 2), (192, 64, 2), (192, 80, 2), (192, 80, 1), (128, 128, 2)),
-    128: ((192, 64, 2), (192, 80, 2), (192, 80, 1), (128, 128, 2), (128, 160, 2)),
-    160: ((192, 64, 1), (192, 48, 1), (128, 96, 1), (128, 80, 2)),
-    192: ((128, 96, 1), (128, 128, 1), (128, 80, 2), (128, 64, 2)),
-    256: ((128, 64, 1), (128, 80, 1)),
-}
-"""(tile_m, tile_n, q_slots) by the widest head_dim of a class: one that has as many panels, and registers for as wide a
-tile of keys. The first is tried in the most ways."""
-_ALONE: tuple[Mapping[str, Any], ...] = (
-    {"pingpong": False},
-    {"tma_store": False},
-    {"lazy_max": False},
-    {"q_slots": 1},
-    {"q_in_registers": True},
-    {"exp2_fma_fraction": 2 / 16},
-)
-"""Tried with the first shape only: what a technique is worth, rather than what may win."""
-_OPEN: tuple[Mapping[str, Any], ...] = (
-    *({"pingpong": False, "tma_store": tma_store} for tma_store in (True, False)),
-    *({"pingpong": True, "tma_store": tma_store} for tma_store in (True, False)),
-    *({"q_in_registers": True, "tma_store": tma_store} for tma_store in (True, False)),
-)
-"""What has gone either way in sweeps, from head_dim 129 on; fewer of them are tried with each shape but the first."""
-_STAGES_MAX = 16
-
-
-def class_of(head_dim: int) -> int | None:
-    """The widest head_dim of those that are tuned together with this one; None beyond all."""
-    return next((widest for widest in SHAPES if head_dim <= widest), None)
-
-
-def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[WgmmaConfig]:
-    """Configs worth timing, some twenty: shapes, each with ways to run it, then single changes of the first."""
-    widest = class_of(problem.head_dim)
-    shapes = SHAPES[widest] if widest else ()
-    fits = partial(variant.fits, problem, arch)
-    orders: list[dict[str, Any]] = [{"scheduler": "dynamic"}]
-    alone = "one_tile" if problem.is_banded else "static"  # the third loses in each
-    orders += ({"scheduler": alone, "cluster": cluster} for cluster in (1, 2))
-    found: list[WgmmaConfig | None] = []
-    for number, (tile_m, tile_n, q_slots) in enumerate(shapes):
-        config = WgmmaConfig(tile_m=tile_m, tile_n=tile_n, q_slots=q_slots, pingpong=True, lazy_max=True)
-        choices = _OPEN[: (6, 2, 1, 1)[number]] if problem.head_dim > 128 else ({},)
-        tried = [{**choice, **order} for choice in choices for order in orders]
-        found += (_deepest(fits, replace(config, **way)) for way in (*tried, *(_ALONE if number == 0 else ())))
-    return tuple(dict.fromkeys(config for config in found if config is not None))
-
-
-def _deepest(fits: Callable[[Config], tuple[Reason, ...]], config: WgmmaConfig) -> WgmmaConfig | None:
-    """`config` with as many stages as fit; None where three are too many."""
-    tried = (replace(config, stages=stages) for stages in range(_STAGES_MAX, 2, -1))
-    return next((it for it in tried if not fits(it)), None)
+    return tuple(failed(checks))

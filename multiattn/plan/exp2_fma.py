@@ -1,6 +1,6 @@
 """2^x as a polynomial, for where the units of ex2 are the bottleneck: the numbers that every kernel's version shares.
 
-`multiattn.cuda.exp2` fits them, models the result bit for bit, and has the errors.
+`tests/exp2_model.py` fits them, models the result bit for bit, and has the errors.
 """
 
 from __future__ import annotations

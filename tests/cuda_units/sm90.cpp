@@ -1,4 +1,5 @@
-// Kernels for tests/test_cuda_emulation_sm90.py: what the verbs of sm90 do. Mistakes are in sm90_mistakes.cpp.
+// Kernels for tests/test_cuda_emulation_sm90.py: verbs of sm90 whose results numbers tell. Barriers, turns and clusters are
+// what the forward for Hopper shows; mistakes are in sm90_mistakes.cpp.
 #include "sm90.h"
 
 // c[64, N] = c + a[64, DEPTH] * b, with zeros for what is beyond the tensors; one warpgroup. What c holds comes along as the
@@ -117,68 +118,6 @@ KERNEL(128, 1) write_box(PARAMETERS(Arguments) arguments) {
   tma_store_wait_read<0>();
 }
 
-// A ring of two slots: warp 4 loads boxes of a, the warpgroup adds up each thread's first element of a row; the number of a
-// box goes along in shared memory.
-KERNEL(160, 1) ring(PARAMETERS(Arguments) arguments) {
-  constexpr int BOXES = 7;
-  constexpr SharedAddress TILES = 0, FULL = 16384, EMPTY = FULL + 16, NUMBERS = FULL + 32;
-  if (thread_index() == 0) {
-    for (int slot = 0; slot < 2; ++slot) {
-      mbarrier_init(FULL + 8 * slot, 1);
-      mbarrier_init(EMPTY + 8 * slot, 4);
-    }
-    fence_mbarrier_init();
-  }
-  sync_block();
-  if (thread_index() >= 128) {
-    for (int i = 0; i < BOXES && thread_index() == 128; ++i) {
-      mbarrier_wait(EMPTY + i % 2 * 8, i / 2 % 2 ^ 1);
-      store_shared_4(NUMBERS + i % 2 * 4, i);
-      mbarrier_arrive_expect(FULL + i % 2 * 8, 8192);
-      tma_load(TILES + i % 2 * 8192, arguments.a, FULL + i % 2 * 8, 0, i, 0, 0);
-    }
-    return;
-  }
-  float sum = 0;
-  for (int i = 0; i < BOXES; ++i) {
-    mbarrier_wait(FULL + i % 2 * 8, i / 2 % 2);
-    const int row = thread_index() % 64;
-    const Chunk chunk = load_shared_16(PanelTile<64, 64>::chunk(TILES + i % 2 * 8192, row, 0));
-    sum += unpack_low<fp16>(chunk.word[0]) + 1000.0f * float_bits(load_shared_4(NUMBERS + i % 2 * 4));
-    sync_warp();
-    if (thread_index() % WARP == 0) mbarrier_arrive(EMPTY + i % 2 * 8);
-  }
-  arguments.c[thread_index()] = sum;
-}
-
-// Turns: each warpgroup appends to a list in shared memory that has no lock but the barriers.
-KERNEL(256, 1) turns(PARAMETERS(Arguments) arguments) {
-  const int group = static_cast<int>(uniform(thread_index() / 128));
-  if (group == 1) named_barrier_arrive(1, 256);
-  for (int i = 0; i < 4; ++i) {
-    named_barrier_sync(1 + group, 256);
-    if (thread_index() % 128 == 0) {
-      const int length = i || group ? static_cast<int>(load_shared_4(0)) : 0;
-      arguments.c[length] = static_cast<float>(group);
-      const float next = static_cast<float>(length + 1);
-      store_shared_4(0, float_bits(next));
-    }
-    sync_warp();
-    named_barrier_arrive(2 - group, 256);
-  }
-  if (group == 0) named_barrier_sync(1, 256);
-}
-
-// Raising waits until another warpgroup has lowered: 168 registers a thread at launch.
-KERNEL(384, 1) registers(PARAMETERS(Arguments) arguments) {
-  if (thread_index() < 256) {
-    raise_registers<240>();
-  } else {
-    lower_registers<24>();
-  }
-  arguments.c[thread_index()] = static_cast<float>(uniform(thread_index()));
-}
-
 // What stmatrix writes, ldmatrix reads; row 5 of the second chunk as it lies there.
 KERNEL(32, 1) matrices(PARAMETERS(Arguments) arguments) {
   using T = Tile<16, 16>;
@@ -200,39 +139,4 @@ KERNEL(32, 1) matrices(PARAMETERS(Arguments) arguments) {
 KERNEL(128, 1) tickets(PARAMETERS(Arguments) arguments) {
   arguments.c[thread_index()] = static_cast<float>(atomic_add_global(arguments.counter, 2) + block_count());
   arguments.c[128 + thread_index()] = static_cast<float>(max_of_halves(0x00020001u * thread_index(), 0x00030002u));
-}
-
-// A ring of two slots, which two blocks fill together: boxes of 64 rows, half of which each loads for both.
-CLUSTER_KERNEL(160, 1, 2) cluster_ring(PARAMETERS(Arguments) arguments) {
-  constexpr int BOXES = 5, HALF = 4096;
-  const SharedAddress tiles = shared_base(), full = tiles + 16384, empty = full + 16;
-  const int rank = cluster_rank();
-  if (thread_index() == 0) {
-    for (int slot = 0; slot < 2; ++slot) {
-      mbarrier_init(full + 8 * slot, 1);
-      mbarrier_init(empty + 8 * slot, 2 * 4);
-    }
-    fence_mbarrier_init();
-  }
-  meet_cluster();
-  if (thread_index() >= 128) {
-    if (thread_index() > 128) return;
-    for (int i = 0; i < BOXES; ++i) {
-      mbarrier_wait(empty + i % 2 * 8, i / 2 % 2 ^ 1);
-      mbarrier_arrive_expect(full + i % 2 * 8, 2 * HALF);
-      tma_load_to_all<2>(tiles + i % 2 * 8192 + rank * HALF, arguments.b, full + i % 2 * 8, 0, 32 * rank + i, 0, 0);
-    }
-    for (int i = BOXES; i < BOXES + 2; ++i) mbarrier_wait(empty + i % 2 * 8, i / 2 % 2 ^ 1);
-    return;
-  }
-  float sum = 0;
-  for (int i = 0; i < BOXES; ++i) {
-    mbarrier_wait(full + i % 2 * 8, i / 2 % 2);
-    const Chunk chunk = load_shared_16(PanelTile<64, 64>::chunk(tiles + i % 2 * 8192, thread_index() % 64, 0));
-    sum += unpack_low<fp16>(chunk.word[0]);
-    sync_warp();
-    const int lane = thread_index() % WARP;
-    mbarrier_arrive_if(lane < 2, empty + i % 2 * 8, lane);
-  }
-  arguments.c[128 * block_index() + thread_index()] = sum + 1000.0f * rank;
 }

@@ -1,411 +1,372 @@
-// Kernels for tests/test_cuda_emulation_sm90.py with one mistake each. Tiles are of 8 KiB: one box of 64 rows.
+// Kernels for tests/test_cuda_emulation_sm90.py with one mistake each, and how the error begins that it must be. Tiles are
+// of 8 KiB: one box of 64 rows.
 #include "sm90.h"
 
 constexpr SharedAddress TILE = 0, OTHER = 8192, BARRIER = 16384;  // of shared memory, where a kernel does not say otherwise
 constexpr int BOX = 8192;
 
-#define MISTAKE(name, threads) KERNEL(threads, 1) name([[maybe_unused]] PARAMETERS(Arguments) arguments)
+#define MISTAKE_OF(threads, name, error) KERNEL(threads, 1) name([[maybe_unused]] PARAMETERS(Arguments) arguments)
+#define MISTAKE(name, error) MISTAKE_OF(128, name, error)
+// In a grid of one cluster of two blocks.
+#define CLUSTER_MISTAKE(threads, name, error) \
+  CLUSTER_KERNEL(threads, 1, 2) name([[maybe_unused]] PARAMETERS(Arguments) arguments)
 
-inline bool first_thread() { return thread_index() == 0; }
+inline bool is_thread(int index) { return thread_index() == index; }
+inline bool first_thread() { return is_thread(0); }
+// After a barrier whoever came last to it goes on first, the next one by number then: this thread after thread 0.
+inline bool late_thread() { return is_thread(64); }
+
 inline void load_box(SharedAddress tile, const Arguments& arguments, SharedAddress barrier) {
   tma_load(tile, arguments.a, barrier, 0, 0, 0, 0);
 }
+inline void load_expected(SharedAddress tile, const Arguments& arguments, SharedAddress barrier, int bytes) {
+  mbarrier_arrive_expect(barrier, bytes);
+  load_box(tile, arguments, barrier);
+}
+// Thread 0 loads a box into TILE and all wait.
+inline void load_and_wait(const Arguments& arguments, int bytes) {
+  make_barriers(BARRIER, 1, 1);
+  if (first_thread()) load_expected(TILE, arguments, BARRIER, bytes);
+  mbarrier_wait(BARRIER, 0);
+}
+// A load has landed in TILE; but the threads have waited for another one, which comes later.
+inline void wait_for_another_load(const Arguments& arguments) {
+  make_barriers(BARRIER, 2, 1);
+  for (int i = 0; i < 2 && first_thread(); ++i) load_expected(TILE + 8192 * i, arguments, BARRIER + 8 * i, BOX);
+  mbarrier_wait(BARRIER + 8, 0);
+}
 inline void store_box(const Arguments& arguments, SharedAddress tile) { tma_store(arguments.out, tile, 0, 0, 0, 0); }
+inline void store_and_commit(const Arguments& arguments) {
+  store_box(arguments, TILE);
+  tma_store_commit();
+}
 // By all 128 threads.
 inline void write_tile(SharedAddress tile) {
   for (int i = 0; i < 4; ++i) store_shared_16(tile + 64 * thread_index() + 16 * i, Chunk{});
 }
-
-// A load has landed in TILE; but the threads have waited for another one, which comes later.
-inline void wait_for_another_load(const Arguments& arguments) {
-  make_barriers(BARRIER, 2, 1);
-  if (first_thread()) {
-    for (int i = 0; i < 2; ++i) {
-      mbarrier_arrive_expect(BARRIER + 8 * i, BOX);
-      load_box(TILE + 8192 * i, arguments, BARRIER + 8 * i);
-    }
-  }
-  mbarrier_wait(BARRIER + 8, 0);
+inline uint64 descriptor(SharedAddress tile) { return Descriptor(tile, 16).at(0); }
+inline void multiply_and_wait(SharedAddress a, SharedAddress b) {
+  float d[4] = {};
+  multiply_tile(d, a, b);
+  wgmma_commit();
+  wgmma_wait<0>();
 }
-// After a barrier whoever came last to it goes on first, the next one by number then: this thread after thread 0.
-inline bool late_thread() { return thread_index() == 64; }
 
-MISTAKE(nothing, 128) {}
+KERNEL(128, 1) nothing(PARAMETERS(Arguments)) {}
+KERNEL(128, 1) checked_map(PARAMETERS(Arguments) arguments) { prefetch_map(arguments.b); }  // which the test spoils
 
 // ---- mbarriers
-MISTAKE(arrival_without_init, 128) { mbarrier_arrive(BARRIER); }
-MISTAKE(wait_without_init, 128) { mbarrier_wait(BARRIER, 0); }
-MISTAKE(expectation_without_init, 128) { mbarrier_arrive_expect(BARRIER, 16); }
-MISTAKE(init_not_seen, 128) {
+MISTAKE(arrival_without_init, "mbarrier_arrive: there is no mbarrier at 16384: mbarrier_init") { mbarrier_arrive(BARRIER); }
+MISTAKE(wait_without_init, "mbarrier_wait: there is no mbarrier at 16384") { mbarrier_wait(BARRIER, 0); }
+MISTAKE(expectation_without_init, "mbarrier_arrive_expect: there is no mbarrier") { mbarrier_arrive_expect(BARRIER, 16); }
+MISTAKE(init_not_seen, "thread 64: mbarrier_arrive: no barrier follows the mbarrier_init of 16384") {
   if (first_thread()) mbarrier_init(BARRIER, 1);
-  if (thread_index() == 64) mbarrier_arrive(BARRIER);
+  if (is_thread(64)) mbarrier_arrive(BARRIER);
 }
-MISTAKE(init_twice, 128) {
+MISTAKE(init_twice, "mbarrier_init: the mbarrier at 16384 exists already") {
   make_barriers(BARRIER, 1, 1);
   make_barriers(BARRIER, 1, 1);
 }
-MISTAKE(misaligned_mbarrier, 128) { mbarrier_init(BARRIER + 4, 1); }
-MISTAKE(mbarrier_of_nobody, 128) { mbarrier_init(BARRIER, 0); }
-MISTAKE(too_many_mbarriers, 128) { make_barriers(BARRIER, 65, 1); }
-MISTAKE(too_many_arrivals, 128) {
+MISTAKE(misaligned_mbarrier, "mbarrier_init: address 16388 is not aligned to 8 bytes") { mbarrier_init(BARRIER + 4, 1); }
+MISTAKE(mbarrier_of_nobody, "mbarrier_init: a count of 0") { mbarrier_init(BARRIER, 0); }
+MISTAKE(too_many_mbarriers, "mbarrier_init: the emulation has no more than 64 mbarriers") { make_barriers(BARRIER, 65, 1); }
+MISTAKE(too_many_arrivals, "more arrivals than the 1 of a phase at the mbarrier(16384, phase 0: 1 of 1 arrivals, ") {
   make_barriers(BARRIER, 1, 1);
   if (first_thread()) mbarrier_arrive_expect(BARRIER, BOX);
-  if (thread_index() == 32) mbarrier_arrive(BARRIER);
+  if (is_thread(32)) mbarrier_arrive(BARRIER);
 }
-MISTAKE(bytes_never_come, 128) {
-  make_barriers(BARRIER, 1, 1);
-  if (first_thread()) {
-    mbarrier_arrive_expect(BARRIER, 2 * BOX);
-    load_box(TILE, arguments, BARRIER);
-  }
-  mbarrier_wait(BARRIER, 0);
-}
-MISTAKE(too_many_bytes, 128) {
-  make_barriers(BARRIER, 1, 1);
-  if (first_thread()) {
-    mbarrier_arrive_expect(BARRIER, BOX / 2);
-    load_box(TILE, arguments, BARRIER);
-  }
-  mbarrier_wait(BARRIER, 0);
-}
-MISTAKE(wait_for_nobody, 128) {
+MISTAKE(bytes_never_come, "in mbarrier_wait(16384, phase 0: 1 of 1 arrivals, 8192 by") { load_and_wait(arguments, 2 * BOX); }
+MISTAKE(too_many_bytes, "tma_load: more bytes than expected came to the mbarrier") { load_and_wait(arguments, BOX / 2); }
+MISTAKE(wait_for_nobody, "deadlock: threads 0-127 in mbarrier_wait(16384, phase 0: 1 of 2 arrivals, 0 bytes missing);") {
   make_barriers(BARRIER, 1, 2);
   if (first_thread()) mbarrier_arrive(BARRIER);
   mbarrier_wait(BARRIER, 0);
 }
-MISTAKE(odd_parity, 128) {
+MISTAKE(odd_parity, "mbarrier_wait: a parity of 2") {
   make_barriers(BARRIER, 1, 1);
   mbarrier_wait(BARRIER, 2);
 }
-MISTAKE(phase_missed, 128) {
+MISTAKE(phase_missed, "mbarrier_wait: the phase after the one waited for has gone by, too: mbarrier(16384, phase 2") {
   make_barriers(BARRIER, 1, 1);
   if (first_thread()) mbarrier_wait(BARRIER, 0);
-  if (thread_index() == 1)
-    for (int i = 0; i < 2; ++i) mbarrier_arrive(BARRIER);
+  for (int i = 0; i < 2 && is_thread(1); ++i) mbarrier_arrive(BARRIER);
 }
 
 // ---- stmatrix
-MISTAKE(matrix_outside, 32) {
-  const uint32 matrix[4] = {};
-  stmatrix_x4(49152, matrix);
-}
-MISTAKE(matrix_of_half_a_warp, 32) {
-  const uint32 matrix[4] = {};
-  if (thread_index() < 16) stmatrix_x4(16 * thread_index(), matrix);
+MISTAKE_OF(32, matrix_outside, "stmatrix_x4: address 49152 is outside the 49152 bytes") { stmatrix_x4(49152, {}); }
+MISTAKE_OF(32, matrix_of_half_a_warp, "thread 16: returns while its warp waits in stmatrix_x4") {
+  if (thread_index() < 16) stmatrix_x4(16 * thread_index(), {});
 }
 
 // ---- TMA
-MISTAKE(misaligned_tile, 128) {
+MISTAKE(misaligned_tile, "tma_load: address 512 is not aligned to 1024 bytes") {
   make_barriers(BARRIER, 1, 1);
   load_box(TILE + 512, arguments, BARRIER);
 }
-MISTAKE(tile_outside, 128) {
+MISTAKE(tile_outside, "tma_load: address 41984 is outside the 49152 bytes of shared memory") {
   make_barriers(BARRIER, 1, 1);
   load_box(40960 + 1024, arguments, BARRIER);
 }
-MISTAKE(mbarrier_not_fenced, 128) {
+MISTAKE(mbarrier_not_fenced, "tma_load: no fence_mbarrier_init follows the mbarrier_init of 16384") {
   if (first_thread()) mbarrier_init(BARRIER, 1);
   sync_block();
   load_box(TILE, arguments, BARRIER);
 }
-MISTAKE(load_without_mbarrier, 128) { load_box(TILE, arguments, BARRIER); }
-MISTAKE(mbarrier_overwritten, 128) {
+MISTAKE(load_without_mbarrier, "tma_load: there is no mbarrier at 16384") { load_box(TILE, arguments, BARRIER); }
+MISTAKE(mbarrier_overwritten, "tma_load: overwrites the mbarrier at 16384") {
   make_barriers(BARRIER, 1, 1);
   load_box(BARRIER, arguments, BARRIER);
 }
-MISTAKE(no_map, 128) {
-  const TensorMap map{};
-  prefetch_map(map);
+MISTAKE(no_map, "prefetch_map: the tensor map has a box that is not of 64 columns of one head") { prefetch_map(TensorMap{}); }
+MISTAKE(misaligned_map, "prefetch_map: the tensor map is not aligned to 64 bytes") {
+  alignas(64) const unsigned char memory[32 + sizeof(TensorMap)] = {};
+  prefetch_map(*static_cast<const TensorMap*>(static_cast<const void*>(memory + 32)));
 }
-MISTAKE(misaligned_map, 128) {
-  struct Unaligned {
-    unsigned char before[32];
-    unsigned char map[128];
-  };
-  alignas(64) const Unaligned memory{};
-  prefetch_map(*static_cast<const TensorMap*>(static_cast<const void*>(memory.map)));
-}
-MISTAKE(checked_map, 128) { prefetch_map(arguments.b); }  // which the test spoils
-MISTAKE(load_read_too_early, 128) {
+MISTAKE(load_read_too_early, "reads a TMA load under way at shared address 256") {
   make_barriers(BARRIER, 1, 1);
-  if (first_thread()) {
-    mbarrier_arrive_expect(BARRIER, BOX);
-    load_box(TILE, arguments, BARRIER);
-    load_shared_4(TILE + 256);
-  }
+  if (!first_thread()) return;
+  load_expected(TILE, arguments, BARRIER, BOX);
+  load_shared_4(TILE + 256);
 }
-MISTAKE(load_read_after_another_wait, 128) {
+MISTAKE(load_read_after_another_wait, "reads, without a wait on its mbarrier, what a TMA load wrote at shared") {
   wait_for_another_load(arguments);
   load_shared_4(TILE);
 }
-MISTAKE(load_overwritten_too_early, 128) {
+MISTAKE(load_overwritten_too_early, "overwrites a TMA load under way at shared address 128") {
   make_barriers(BARRIER, 1, 1);
-  if (first_thread()) {
-    load_box(TILE, arguments, BARRIER);
-    store_shared_4(TILE + 128, 0);
-  }
+  if (!first_thread()) return;
+  load_box(TILE, arguments, BARRIER);
+  store_shared_4(TILE + 128, 0);
 }
-MISTAKE(load_over_a_load, 128) {
+MISTAKE(load_over_a_load, "tma_load: overwrites a TMA load under way at shared address 0") {
   make_barriers(BARRIER, 1, 1);
   for (int i = 0; i < 2; ++i) load_box(TILE, arguments, BARRIER);
 }
-MISTAKE(load_over_what_is_read, 128) {
+MISTAKE(load_over_what_is_read, "tma_load: overwrites, with no barrier between, what was read by thread 0 at") {
   make_barriers(BARRIER, 1, 1);
   if (thread_index() < 64) load_shared_4(TILE + 1024);
-  if (thread_index() == 64) load_box(TILE, arguments, BARRIER);
+  if (late_thread()) load_box(TILE, arguments, BARRIER);
 }
 // Lane 0 lets know that the warp has read, without having met the others.
-MISTAKE(load_after_a_lonely_arrival, 128) {
+MISTAKE(load_after_a_lonely_arrival, "tma_load: overwrites, with no barrier between, what was read by thread 1 at") {
   make_barriers(BARRIER, 2, 1);
-  if (thread_index() < 32) {
-    load_shared_4(TILE + 128 * thread_index());
-    if (first_thread()) mbarrier_arrive(BARRIER);
-  }
-  if (thread_index() == 32) {
-    mbarrier_wait(BARRIER, 0);
-    load_box(TILE, arguments, BARRIER + 8);
-  }
+  if (thread_index() < 32) load_shared_4(TILE + 128 * thread_index());
+  if (first_thread()) mbarrier_arrive(BARRIER);
+  if (!is_thread(32)) return;
+  mbarrier_wait(BARRIER, 0);
+  load_box(TILE, arguments, BARRIER + 8);
 }
-MISTAKE(load_over_what_is_written, 128) {
+MISTAKE(load_over_what_is_written, "tma_load: overwrites, with no barrier between, what was written by thread 0") {
   make_barriers(BARRIER, 1, 1);
   if (first_thread()) store_shared_4(TILE + 1024, 0);
-  if (thread_index() == 64) load_box(TILE, arguments, BARRIER);
+  if (late_thread()) load_box(TILE, arguments, BARRIER);
 }
-MISTAKE(load_left_behind, 128) {
+MISTAKE(load_left_behind, "returns, the last thread of the block, with TMA loads under way") {
   make_barriers(BARRIER, 1, 1);
   if (first_thread()) load_box(TILE, arguments, BARRIER);
 }
-MISTAKE(store_not_fenced, 128) {
+MISTAKE(store_not_fenced, "tma_store: reads, with no fence_async_shared after it, what thread 0 wrote") {
   write_tile(TILE);
   named_barrier_sync(1, 128);
   store_box(arguments, TILE);
 }
-MISTAKE(store_fenced_too_late, 128) {
+MISTAKE(store_fenced_too_late, "tma_store: reads, with no barrier after its fence_async_shared, what thread 0 wrote") {
   make_barriers(BARRIER, 1, 1);
   if (first_thread()) store_shared_4(TILE, 0);
   named_barrier_sync(1, 128);
   fence_async_shared();
   if (late_thread()) store_box(arguments, TILE);
 }
-MISTAKE(store_without_barrier, 128) {
+MISTAKE(store_without_barrier, "tma_store: reads, with no barrier after its fence_async_shared, what thread 0 wrote") {
   make_barriers(BARRIER, 1, 1);
   write_tile(TILE);
   fence_async_shared();
   if (late_thread()) store_box(arguments, TILE);
 }
-MISTAKE(store_of_a_load_under_way, 128) {
+MISTAKE(store_of_a_load_under_way, "tma_store: reads a TMA load under way") {
   make_barriers(BARRIER, 1, 1);
-  if (first_thread()) {
-    load_box(TILE, arguments, BARRIER);
-    store_box(arguments, TILE);
-  }
+  if (!first_thread()) return;
+  load_box(TILE, arguments, BARRIER);
+  store_box(arguments, TILE);
 }
-MISTAKE(store_of_a_load_not_waited_for, 128) {
+MISTAKE(store_of_a_load_not_waited_for, "tma_store: reads, without a wait on its mbarrier, what a TMA load wrote") {
   wait_for_another_load(arguments);
   store_box(arguments, TILE);
 }
-MISTAKE(store_before_the_tensor, 128) {
+MISTAKE(store_before_the_tensor, "tma_store: begins before the tensor, which is an illegal instruction") {
   if (first_thread()) tma_store(arguments.out, TILE, 0, -64, 0, 0);
 }
-MISTAKE(stored_memory_overwritten, 128) {
-  if (first_thread()) {
-    fence_async_shared();
-    store_box(arguments, TILE);
-    tma_store_commit();
-    store_shared_4(TILE + 4096, 0);
-  }
+MISTAKE(stored_memory_overwritten, "overwrites what a TMA store under way reads at shared address 4096") {
+  if (!first_thread()) return;
+  fence_async_shared();
+  store_and_commit(arguments);
+  store_shared_4(TILE + 4096, 0);
 }
-MISTAKE(load_over_stored_memory, 128) {
+MISTAKE(load_over_stored_memory, "tma_load: overwrites what a TMA store under way reads") {
   make_barriers(BARRIER, 1, 1);
-  if (first_thread()) {
-    store_box(arguments, TILE);
-    tma_store_commit();
-    tma_store_wait_read<1>();
-    load_box(TILE, arguments, BARRIER);
-  }
+  if (!first_thread()) return;
+  store_and_commit(arguments);
+  tma_store_wait_read<1>();
+  load_box(TILE, arguments, BARRIER);
 }
-MISTAKE(stored_memory_overwritten_by_others, 128) {
+MISTAKE(stored_memory_overwritten_by_others, "overwrites, with no barrier between, what was read by thread 0") {
   make_barriers(BARRIER, 1, 1);
-  if (first_thread()) {
-    store_box(arguments, TILE);
-    tma_store_commit();
-    tma_store_wait_read<0>();
-  }
-  if (thread_index() == 32) store_shared_4(TILE, 0);
+  if (first_thread()) store_and_commit(arguments);
+  if (first_thread()) tma_store_wait_read<0>();
+  if (is_thread(32)) store_shared_4(TILE, 0);
 }
-MISTAKE(store_not_waited_for, 128) {
-  if (first_thread()) {
-    store_box(arguments, TILE);
-    tma_store_commit();
-  }
+MISTAKE(store_not_waited_for, "returns without a wait for its TMA stores") {
+  if (first_thread()) store_and_commit(arguments);
 }
-MISTAKE(store_not_committed, 128) {
-  if (first_thread()) {
-    store_box(arguments, TILE);
-    tma_store_wait_all();
-  }
+MISTAKE(store_not_committed, "returns without a wait for its TMA stores to read shared memory") {
+  if (!first_thread()) return;
+  store_box(arguments, TILE);
+  tma_store_wait_all();
 }
 
 // ---- wgmma
-MISTAKE(wgmma_of_a_load_under_way, 128) {
+MISTAKE(wgmma_of_a_load_under_way, "wgmma_ss: reads a TMA load under way") {
   make_barriers(BARRIER, 1, 1);
   if (first_thread()) load_box(TILE, arguments, BARRIER);
   sync_block();
-  float d[4] = {};
-  multiply_tile(d, TILE, TILE);
+  multiply_and_wait(TILE, TILE);
 }
-MISTAKE(wgmma_without_wait_on_mbarrier, 128) {
+MISTAKE(wgmma_without_wait_on_mbarrier, "wgmma_ss: reads, without a wait on its mbarrier, what a TMA load wrote") {
   wait_for_another_load(arguments);
-  float d[4] = {};
-  multiply_tile(d, TILE, TILE);
+  multiply_and_wait(TILE, TILE);
 }
-MISTAKE(wgmma_of_writes_not_fenced, 128) {
+MISTAKE(wgmma_of_writes_not_fenced, "wgmma_ss: reads, with no fence_async_shared after it, what thread 0 wrote") {
   write_tile(TILE);
   sync_block();
-  float d[4] = {};
-  multiply_tile(d, TILE, TILE);
+  multiply_and_wait(TILE, TILE);
 }
-MISTAKE(wgmma_of_writes_without_barrier, 128) {
+MISTAKE(wgmma_of_writes_without_barrier, "wgmma_ss: reads, with no barrier after its fence_async_shared, what thread") {
   make_barriers(BARRIER, 1, 1);
   write_tile(TILE);
   fence_async_shared();
   sync_warp();
-  float d[4] = {};
-  multiply_tile(d, TILE, TILE);
-  wgmma_commit();
-  wgmma_wait<0>();
+  multiply_and_wait(TILE, TILE);
 }
-MISTAKE(wgmma_diverges, 128) {
+MISTAKE(wgmma_diverges, "divergent warpgroup: this thread is in wgmma_ss, another one in wgmma_commit") {
   float d[4] = {};
   wgmma_fence();
   if (thread_index() < 64)
     wgmma_commit();
   else
-    wgmma_ss<fp16, 8>(d, Descriptor(TILE, 16).at(0), Descriptor(TILE, 16).at(0), true);
+    wgmma_ss<fp16, 8>(d, descriptor(TILE), descriptor(TILE), true);
   wgmma_wait<0>();
 }
-MISTAKE(wgmma_missing_in_a_warp, 128) {
+MISTAKE(wgmma_missing_in_a_warp, "divergent warpgroup: this thread is in wgmma_wait, another one in wgmma_fence") {
   float d[4] = {};
   if (thread_index() < 96) multiply_tile(d, TILE, TILE);
   wgmma_wait<0>();
 }
-MISTAKE(wgmma_descriptors_differ, 128) {
-  float d[4] = {};
-  multiply_tile(d, TILE, TILE + thread_index() / 32 * 1024);
-  wgmma_wait<0>();
+MISTAKE(wgmma_descriptors_differ, "wgmma_ss: the threads of the warpgroup differ in its descriptors or constants") {
+  multiply_and_wait(TILE, TILE + thread_index() / 32 * 1024);
 }
-MISTAKE(wgmma_threads_missing, 128) {
-  if (thread_index() < 32) return;
-  wgmma_fence();
+MISTAKE(wgmma_threads_missing, "wgmma_fence: needs all 128 threads of the warpgroup; 32") {
+  if (thread_index() >= 32) wgmma_fence();
 }
-MISTAKE(wgmma_left_by_a_thread, 128) {
-  if (thread_index() == 127) return;
-  wgmma_wait<0>();
+MISTAKE(wgmma_left_by_a_thread, "127: returns while its warpgroup waits in wgmma_wait") {
+  if (!is_thread(127)) wgmma_wait<0>();
 }
-MISTAKE(wgmma_of_half_a_warpgroup, 64) { wgmma_fence(); }
-MISTAKE(wgmma_not_waited_for, 128) {
+MISTAKE_OF(64, wgmma_of_half_a_warpgroup, "wgmma_fence: the thread is in no whole warpgroup of 128") { wgmma_fence(); }
+MISTAKE(wgmma_not_waited_for, "returns with wgmmas under way") {
   float d[4] = {};
   multiply_tile(d, TILE, TILE);
   wgmma_commit();
   wgmma_wait<1>();
 }
-MISTAKE(wgmma_not_committed, 128) {
+MISTAKE(wgmma_not_committed, "returns with wgmmas under way") {
   float d[4] = {};
   multiply_tile(d, TILE, TILE);
   wgmma_wait<0>();
 }
-MISTAKE(wgmma_diverges_from_a_warps_collective, 128) {
+MISTAKE(wgmma_diverges_from_a_warps_collective, "this lane is in wgmma_wait, another one in sync_warp") {
   if (first_thread())
     sync_warp();
   else
     wgmma_wait<0>();
 }
-MISTAKE(wgmma_outside, 128) {
+MISTAKE(wgmma_outside, "wgmma_ss: address 49152 is outside the 49152 bytes") { multiply_and_wait(TILE, 40960 + 8192); }
+MISTAKE(wgmma_without_swizzle, "wgmma_ss: a descriptor without the 128-byte swizzle") {
   float d[4] = {};
-  multiply_tile(d, TILE, 40960 + 8192);
+  wgmma_ss<fp16, 8>(d, descriptor(TILE), descriptor(TILE) & ~(uint64(3) << 62), true);
 }
-MISTAKE(wgmma_without_swizzle, 128) {
+MISTAKE(wgmma_with_base_offset, "wgmma_ss: a descriptor with a base offset") {
   float d[4] = {};
-  wgmma_ss<fp16, 8>(d, Descriptor(TILE, 16).at(0), Descriptor(TILE, 16).at(0) & ~(uint64(3) << 62), true);
+  wgmma_ss<fp16, 8>(d, descriptor(TILE) | uint64(1) << 49, descriptor(TILE), true);
 }
-MISTAKE(wgmma_with_base_offset, 128) {
-  float d[4] = {};
-  wgmma_ss<fp16, 8>(d, Descriptor(TILE, 16).at(0) | uint64(1) << 49, Descriptor(TILE, 16).at(0), true);
-}
-MISTAKE(weights_changed_under_way, 128) {
+MISTAKE(weights_changed_under_way, "wgmma_wait: thread 100 changed operand A of a wgmma_rs under way") {
   float d[4] = {};
   uint32 a[4] = {};
-  wgmma_rs<fp16, 8>(d, a, Descriptor(TILE, 16).at(0), true);
+  wgmma_rs<fp16, 8>(d, a, descriptor(TILE), true);
   wgmma_commit();
-  if (thread_index() == 100) a[3] = 1;
+  if (is_thread(100)) a[3] = 1;
   wgmma_wait<0>();
 }
-MISTAKE(sums_changed_under_way, 128) {
+MISTAKE(sums_changed_under_way, "wgmma_wait: thread 100 wrote accumulators of a wgmma under way") {
   float d[4] = {};
   multiply_tile(d, TILE, TILE);
   wgmma_commit();
-  if (thread_index() == 100) d[1] = 0.0f;
+  if (is_thread(100)) d[1] = 0.0f;
   wgmma_wait<0>();
 }
-MISTAKE(sums_overlap, 128) {
+MISTAKE(sums_overlap, "wgmma_ss: accumulators that are a part of another wgmma's under way") {
   float d[8] = {};
-  wgmma_ss<fp16, 16>(d, Descriptor(TILE, 16).at(0), Descriptor(TILE, 16).at(0), true);
+  wgmma_ss<fp16, 16>(d, descriptor(TILE), descriptor(TILE), true);
   multiply_tile(*reinterpret_cast<float(*)[4]>(&d[4]), TILE, TILE);
 }
-MISTAKE(sums_elsewhere, 128) {
+MISTAKE(sums_elsewhere, "wgmma_ss: accumulators at another place than in the warpgroup's other threads") {
   float d[2][4] = {};
   multiply_tile(d[0], TILE, TILE);
   multiply_tile(d[thread_index() / 64], TILE, TILE);
   wgmma_wait<0>();
 }
-MISTAKE(load_over_what_wgmma_reads, 128) {
+MISTAKE(load_over_what_wgmma_reads, "tma_load: overwrites what a wgmma under way reads") {
   make_barriers(BARRIER, 2, 1);
   fill_tile(TILE, arguments, BARRIER);
   float d[4] = {};
   multiply_tile(d, OTHER, TILE);
   wgmma_commit();
-  if (thread_index() == 127) load_box(TILE, arguments, BARRIER + 8);
+  if (is_thread(127)) load_box(TILE, arguments, BARRIER + 8);
   wgmma_wait<0>();
 }
-MISTAKE(write_over_what_wgmma_reads, 128) {
+MISTAKE(write_over_what_wgmma_reads, "store_shared_4: overwrites what a wgmma under way reads") {
   float d[4] = {};
   multiply_tile(d, OTHER, TILE);
   wgmma_commit();
-  if (thread_index() == 127) store_shared_4(TILE, 0);
+  if (is_thread(127)) store_shared_4(TILE, 0);
   wgmma_wait<0>();
 }
 // One warp of the warpgroup tells that it is done, the others might not be.
-MISTAKE(load_before_all_warps_are_done, 256) {
+MISTAKE_OF(256, load_before_all_warps_are_done, "tma_load: overwrites, with no barrier between, what a wgmma of warpgroup 0") {
   make_barriers(BARRIER, 2, 1);
-  if (thread_index() < 128) {
-    float d[4] = {};
-    multiply_tile(d, OTHER, TILE);
-    wgmma_commit();
-    wgmma_wait<0>();
-    if (first_thread()) mbarrier_arrive(BARRIER);
-  } else if (thread_index() == 128) {
-    mbarrier_wait(BARRIER, 0);
-    load_box(TILE, arguments, BARRIER + 8);
-  }
+  if (thread_index() < 128) multiply_and_wait(OTHER, TILE);
+  if (first_thread()) mbarrier_arrive(BARRIER);
+  if (!is_thread(128)) return;
+  mbarrier_wait(BARRIER, 0);
+  load_box(TILE, arguments, BARRIER + 8);
 }
 
 // ---- named barriers
-MISTAKE(barrier_zero, 128) { named_barrier_sync(0, 128); }
-MISTAKE(barrier_sixteen, 128) { named_barrier_arrive(16, 128); }
-MISTAKE(barrier_of_48, 128) { named_barrier_sync(1, 48); }
-MISTAKE(barrier_of_more_than_there_are, 128) { named_barrier_sync(1, 160); }
-MISTAKE(barrier_counts_differ, 128) { named_barrier_sync(1, thread_index() < 64 ? 128 : 96); }
-MISTAKE(barrier_met_twice, 128) {
-  named_barrier_arrive(1, 128);
-  named_barrier_arrive(1, 128);
+MISTAKE(barrier_zero, "named_barrier_sync: a barrier 0, there are 1 to 15") { named_barrier_sync(0, 128); }
+MISTAKE(barrier_sixteen, "named_barrier_arrive: a barrier 16, there are 1 to 15") { named_barrier_arrive(16, 128); }
+MISTAKE(barrier_of_48, "named_barrier_sync: 48 threads: a multiple of 32") { named_barrier_sync(1, 48); }
+MISTAKE(barrier_of_more_than_there_are, "named_barrier_sync: 160 threads: a multiple of 32") { named_barrier_sync(1, 160); }
+MISTAKE(barrier_counts_differ, "named_barrier_sync: barrier 1 is of 96 threads here, of 128 elsewhere") {
+  named_barrier_sync(1, thread_index() < 64 ? 128 : 96);
 }
-MISTAKE(barrier_of_parts_of_warps, 128) {
+MISTAKE(barrier_met_twice, "named_barrier_arrive: barrier 1 is not complete, and the warp comes to it once more") {
+  for (int i = 0; i < 2; ++i) named_barrier_arrive(1, 128);
+}
+MISTAKE(barrier_of_parts_of_warps, "named_barrier_sync: barrier 1 got 16 lanes of a warp") {
   if (thread_index() < 48 || thread_index() >= 112) named_barrier_sync(1, 64);
 }
-MISTAKE(barrier_incomplete, 128) {
+MISTAKE(barrier_incomplete, "deadlock: threads 0-63 in named_barrier_sync(64 of 128 threads are there);") {
   if (thread_index() < 64) named_barrier_sync(3, 128);
 }
-MISTAKE(barrier_against_a_warps_collective, 128) {
+MISTAKE(barrier_against_a_warps_collective, "this lane is in named_barrier_sync, another one in sync_warp") {
   if (first_thread())
     sync_warp();
   else
@@ -413,18 +374,18 @@ MISTAKE(barrier_against_a_warps_collective, 128) {
 }
 
 // ---- registers
-MISTAKE(registers_of_no_unit, 384) { lower_registers<25>(); }
-MISTAKE(too_few_registers, 384) { lower_registers<16>(); }
-MISTAKE(too_many_registers, 384) { raise_registers<264>(); }
-MISTAKE(lowered_upwards, 384) { lower_registers<176>(); }
-MISTAKE(raised_downwards, 384) { raise_registers<160>(); }
-MISTAKE(registers_differ, 384) {
+MISTAKE_OF(384, registers_of_no_unit, "lower_registers: 25 registers: a multiple of 8 from 24 to 256") { lower_registers<25>(); }
+MISTAKE_OF(384, too_few_registers, "lower_registers: 16 registers: a multiple of 8 from 24 to 256") { lower_registers<16>(); }
+MISTAKE_OF(384, too_many_registers, "raise_registers: 264 registers: a multiple of 8 from 24 to 256") { raise_registers<264>(); }
+MISTAKE_OF(384, lowered_upwards, "lower_registers: 176 registers a thread, where the warpgroup") { lower_registers<176>(); }
+MISTAKE_OF(384, raised_downwards, "raise_registers: 160 registers a thread, where the warpgroup") { raise_registers<160>(); }
+MISTAKE_OF(384, registers_differ, "lower_registers: the threads of the warpgroup differ in its descriptors or constants") {
   if (thread_index() < 64)
     lower_registers<24>();
   else
     lower_registers<32>();
 }
-MISTAKE(registers_nobody_has, 384) {
+MISTAKE_OF(384, registers_nobody_has, "in raise_registers(64 a thread are free)") {
   if (thread_index() < 256)
     raise_registers<240>();
   else
@@ -432,34 +393,28 @@ MISTAKE(registers_nobody_has, 384) {
 }
 
 // ---- threads among themselves, where mbarriers and named barriers order them
-MISTAKE(read_across_barriers_of_others, 128) {
+MISTAKE(read_across_barriers_of_others, "reads, with no barrier between, what was written by thread 0") {
   make_barriers(BARRIER, 1, 1);
   if (first_thread()) store_shared_4(TILE, 0);
   named_barrier_sync(thread_index() < 64 ? 1 : 2, 64);
-  if (thread_index() == 64) load_shared_4(TILE);
+  if (late_thread()) load_shared_4(TILE);
 }
-MISTAKE(read_of_a_late_write, 128) {
+MISTAKE(read_of_a_late_write, "reads, with no barrier between, what was written by thread 0") {
   make_barriers(BARRIER, 1, 1);
-  if (first_thread()) {
-    mbarrier_arrive(BARRIER);
-    store_shared_4(TILE, 0);
-  }
-  if (thread_index() == 32) {
-    mbarrier_wait(BARRIER, 0);
-    load_shared_4(TILE);
-  }
+  if (first_thread()) mbarrier_arrive(BARRIER);
+  if (first_thread()) store_shared_4(TILE, 0);
+  if (!is_thread(32)) return;
+  mbarrier_wait(BARRIER, 0);
+  load_shared_4(TILE);
 }
-MISTAKE(overwritten_before_all_have_read, 128) {
+MISTAKE(overwritten_before_all_have_read, "overwrites, with no barrier between, what was read by thread 0") {
   make_barriers(BARRIER, 1, 1);
   if (thread_index() < 96) load_shared_4(TILE);
   if (thread_index() >= 32) named_barrier_sync(1, 96);
-  if (thread_index() == 96) store_shared_4(TILE, 0);
+  if (is_thread(96)) store_shared_4(TILE, 0);
 }
 
 // ---- clusters of two blocks
-#define CLUSTER_MISTAKE(name, threads) \
-  CLUSTER_KERNEL(threads, 1, 2) name([[maybe_unused]] PARAMETERS(Arguments) arguments)
-
 // `arrivals` at the mbarrier of each block, which all of them know.
 inline SharedAddress make_barriers_of_cluster(int arrivals) {
   make_barriers(shared_base() + BARRIER, 1, arrivals);
@@ -467,61 +422,57 @@ inline SharedAddress make_barriers_of_cluster(int arrivals) {
   return shared_base() + BARRIER;
 }
 
-CLUSTER_MISTAKE(arrival_before_the_other_block_has_begun, 32) {
+CLUSTER_MISTAKE(32, arrival_before_the_other_block_has_begun, "thread 0: mbarrier_arrive_if: no barrier follows the mb") {
   make_barriers(shared_base() + BARRIER, 1, 1);
   mbarrier_arrive_if(first_thread(), shared_base() + BARRIER, 1 - cluster_rank());
 }
-CLUSTER_MISTAKE(arrival_at_no_block, 32) { mbarrier_arrive_if(first_thread(), make_barriers_of_cluster(1), 2); }
-CLUSTER_MISTAKE(arrival_at_a_block_that_has_ended, 32) {
+CLUSTER_MISTAKE(32, arrival_at_no_block, "mbarrier_arrive_if: a rank of 2 in a cluster of 2") {
+  mbarrier_arrive_if(first_thread(), make_barriers_of_cluster(1), 2);
+}
+CLUSTER_MISTAKE(32, arrival_at_a_block_that_has_ended, "0, thread 0: mbarrier_arrive_if: block 1 of the cluster has ended") {
   const SharedAddress barrier = make_barriers_of_cluster(32);
   if (cluster_rank() == 1) return mbarrier_arrive_if(true, barrier, 0);
   mbarrier_wait(barrier, 0);
   mbarrier_arrive_if(first_thread(), barrier, 1);
 }
-CLUSTER_MISTAKE(load_over_what_the_other_block_reads, 32) {
+CLUSTER_MISTAKE(32, load_over_what_the_other_block_reads, "0, thread 0: tma_load_to_all: overwrites a TMA load under way") {
   const SharedAddress barrier = make_barriers_of_cluster(1);
   for (int i = 0; i < 2; ++i) {
-    if (first_thread()) {
-      mbarrier_arrive_expect(barrier, BOX);
-      if (cluster_rank() == 0) tma_load_to_all<2>(TILE, arguments.a, barrier, 0, 0, 0, 0);
-    }
+    if (first_thread()) mbarrier_arrive_expect(barrier, BOX);
+    if (first_thread() && cluster_rank() == 0) tma_load_to_all<2>(TILE, arguments.a, barrier, 0, 0, 0, 0);
     mbarrier_wait(barrier, i);
     load_shared_16(shared_base() + TILE);
     sync_block();
   }
 }
-CLUSTER_MISTAKE(address_of_the_other_block, 32) {
+CLUSTER_MISTAKE(32, address_of_the_other_block, "block 1, thread 0: store_shared_4: address 0 is outside the 49152 bytes") {
   if (cluster_rank() == 1) store_shared_4(0, 0);
   meet_cluster();
 }
-CLUSTER_MISTAKE(cluster_incomplete, 32) {
-  if (cluster_rank() == 1) {
-    make_barriers(shared_base() + BARRIER, 1, 1);
-    mbarrier_wait(shared_base() + BARRIER, 0);
-  }
+CLUSTER_MISTAKE(32, cluster_incomplete, "threads 0-31 in meet_cluster; threads 32-63 in mbarrier_wait(278528, ") {
+  if (cluster_rank() == 1) make_barriers(shared_base() + BARRIER, 1, 1);
+  if (cluster_rank() == 1) mbarrier_wait(shared_base() + BARRIER, 0);
   meet_cluster();
 }
-CLUSTER_MISTAKE(mbarrier_of_a_cluster_not_fenced, 32) {
+CLUSTER_MISTAKE(32, mbarrier_of_a_cluster_not_fenced, "mbarrier_arrive_if: no barrier follows the mbarrier_init of") {
   if (first_thread()) mbarrier_init(shared_base() + BARRIER, 1);
   meet_cluster();
   mbarrier_arrive_if(first_thread(), shared_base() + BARRIER, 1 - cluster_rank());
 }
-CLUSTER_MISTAKE(memory_read_after_meeting_the_cluster, 64) {
+CLUSTER_MISTAKE(64, memory_read_after_meeting_the_cluster, "load_shared_4: reads, with no barrier between, what was") {
   if (first_thread()) store_shared_4(shared_base(), 0);
   meet_cluster();
   load_shared_4(shared_base());
 }
 
 // ---- grids
-MISTAKE(load_before_earlier_grids_have_ended, 32) {
+MISTAKE_OF(32, load_before_earlier_grids_have_ended, "await_earlier_grids: global memory was touched before it") {
   make_barriers(BARRIER, 1, 1);
-  if (first_thread()) {
-    mbarrier_arrive_expect(BARRIER, BOX);
-    load_box(TILE, arguments, BARRIER);
-    await_earlier_grids();
-  }
+  if (!first_thread()) return;
+  load_expected(TILE, arguments, BARRIER, BOX);
+  await_earlier_grids();
 }
-MISTAKE(ticket_before_earlier_grids_have_ended, 32) {
+MISTAKE_OF(32, ticket_before_earlier_grids_have_ended, "await_earlier_grids: global memory was touched before it") {
   atomic_add_global(arguments.counter, 1);
   await_earlier_grids();
 }

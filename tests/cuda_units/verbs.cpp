@@ -47,8 +47,10 @@ KERNEL(64, 1) vote(PARAMETERS(Arguments) arguments) {
   arguments.c[thread_index()] = lanes + 100.0f * any_in_warp(thread_index() == 40);
 }
 
-// ---- mistakes, one each
-KERNEL(32, 1) divergent_lanes(PARAMETERS(Arguments)) {
+// ---- mistakes, one each, and how the error begins that it must be
+#define MISTAKE_OF(threads, name, error) KERNEL(threads, 1) name([[maybe_unused]] PARAMETERS(Arguments) arguments)
+
+MISTAKE_OF(32, divergent_lanes, "divergent warp: this lane is in ldmatrix_x4, another one in shuffle_xor") {
   uint32 matrix[4];
   if (thread_index() < 16)
     shuffle_xor(0.0f, 1);
@@ -56,35 +58,35 @@ KERNEL(32, 1) divergent_lanes(PARAMETERS(Arguments)) {
     ldmatrix_x4(matrix, shared_base());
 }
 
-KERNEL(32, 1) lanes_left_behind(PARAMETERS(Arguments)) {
+MISTAKE_OF(32, lanes_left_behind, "returns while its warp waits in shuffle_xor") {
   if (thread_index() < 16) shuffle_xor(0.0f, 1);
 }
 
-KERNEL(64, 1) deadlock(PARAMETERS(Arguments)) {
+MISTAKE_OF(64, deadlock, "deadlock: thread 0 in sync_block; threads 1-31 in shuffle_xor; threads 32-63 in sync_block;") {
   if (thread_index() == 0) sync_block();
   if (thread_index() > 0 && thread_index() < 32) shuffle_xor(0.0f, 1);
   sync_block();
 }
 
-KERNEL(32, 1) missing_wait(PARAMETERS(Arguments) arguments) {
+MISTAKE_OF(32, missing_wait, "reads a cp.async that has not been waited for") {
   cp_async_16(shared_base() + thread_index() * 16, arguments.a, true);
   cp_async_commit();
   sync_block();
   load_shared_16(shared_base() + thread_index() * 16);
 }
 
-KERNEL(64, 1) missing_barrier(PARAMETERS(Arguments)) {
+MISTAKE_OF(64, missing_barrier, "reads, with no barrier between, what was written") {
   store_shared_16(shared_base() + thread_index() * 16, Chunk{});
   sync_warp();
   load_shared_16(shared_base() + thread_index() % 32 * 16);  // warp 1 reads what warp 0 wrote
 }
 
-KERNEL(32, 1) missing_warp_barrier(PARAMETERS(Arguments)) {
+MISTAKE_OF(32, missing_warp_barrier, "thread 1: load_shared_16: reads, with no barrier between, what was written by thread 0") {
   store_shared_16(shared_base() + thread_index() * 16, Chunk{});
   load_shared_16(shared_base());
 }
 
-KERNEL(64, 1) overwritten_too_early(PARAMETERS(Arguments)) {
+MISTAKE_OF(64, overwritten_too_early, "overwrites, with no barrier between, what was read") {
   store_shared_16(shared_base() + thread_index() * 16, Chunk{});
   sync_block();
   if (thread_index() >= 32)
@@ -93,14 +95,14 @@ KERNEL(64, 1) overwritten_too_early(PARAMETERS(Arguments)) {
     store_shared_16(shared_base() + thread_index() * 16, Chunk{});
 }
 
-KERNEL(32, 1) outside_shared_memory(PARAMETERS(Arguments)) { store_shared_4(shared_base() + 1024, 0); }
+MISTAKE_OF(32, outside_shared_memory, "store_shared_4: address 1024 is outside the 1024 bytes of shared memory") { store_shared_4(shared_base() + 1024, 0); }
 
-KERNEL(32, 1) misaligned_matrix(PARAMETERS(Arguments)) {
+MISTAKE_OF(32, misaligned_matrix, "ldmatrix_x4: address 8 is not aligned to 16 bytes") {
   uint32 matrix[4];
   ldmatrix_x4(matrix, shared_base() + 8);
 }
 
-KERNEL(32, 1) misaligned_copy(PARAMETERS(Arguments) arguments) { cp_async_16(shared_base(), arguments.a + 1, true); }
+MISTAKE_OF(32, misaligned_copy, "cp_async_16: the global address is not aligned to 16 bytes") { cp_async_16(shared_base(), arguments.a + 1, true); }
 
 // c[0] is NaN: shared memory starts poisoned.
 KERNEL(32, 1) read_unwritten(PARAMETERS(Arguments) arguments) {

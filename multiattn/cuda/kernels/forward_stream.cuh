@@ -6,7 +6,7 @@
 
 namespace multiattn {
 
-// Which queries of which head a block owns: longest causal tiles first.
+// Which queries of which head a block owns: tiles that see the most keys first.
 struct Work {
   int batch, head, head_kv, first_query;
 

@@ -141,7 +141,7 @@ struct ForwardTraits : Axes_, Shape_ {
       WARP_ROWS * (WARP_KEYS + OUT_FRAGMENTS * 16) / WARP +
       (S::Q_PLACE == QPlace::REGISTERS ? WARP_ROWS * DOT_WIDTH / (2 * WARP) : 0);
 
-  // Where registers are scarce addresses are made anew for every block of keys. sm90, D=128, causal, 128x64: without it
+  // Where registers are scarce addresses are made anew for every block of keys. sm90, D=128, masked, 128x64: without it
   // ten spills in the loops.
   static constexpr bool CROWDED = REGISTERS >= 192;
   static DEVICE uint32 address_thread() { return CROWDED ? recomputed(thread_index()) : thread_index(); }

@@ -39,7 +39,7 @@ struct TileSchedule<Scheduler::DYNAMIC> {
 
 // As Place::of, but the last section has the heads of two. Each begins with its longest tiles; where it is the last and has
 // about as many as there are SMs, all of them begin one and the longest end alone. The short ones of twice as many fill that
-// up. H200, 2026-11-22, N=8192 causal, beside FlashAttention-4: 22 heads of D=192 in 11 sections 0.93, 16 of D=256 in 8 1.03.
+// up. H200, 2026-11-22, N=8192 masked, beside FlashAttention-4: 22 heads of D=192 in 11 sections 0.93, 16 of D=256 in 8 1.03.
 template <bool CAUSAL>
 DEVICE Place scheduled_place(int block, int tiles, int heads, int heads_per_section) {
   constexpr int ENOUGH = 256;  // tiles of one head: twice the SMs of an H200. K and V of two such may be more than L2 holds
@@ -86,9 +86,9 @@ DEVICE void load_panels(SharedAddress tile, const TensorMap& map, SharedAddress 
 }
 
 // Tiles of Q, and for each its blocks of keys from the last to the first, in the order in which they are used: K of a block
-// before V of the block before it. Longest causal tiles come first, heads that share an L2 side by side. Blocks of a cluster
+// before V of the block before it. Tiles that see the most keys come first, heads that share an L2 side by side. Blocks of a cluster
 // have tiles next to one another. The last tile ends where the queries do, so that what is short of a tile is the first, which
-// begins before query 0: under a causal mask it is the one that sees the fewest keys.
+// begins before query 0: under a mask it is the one that sees the fewest keys.
 template <class T>
 DEVICE void produce(const WgmmaParams& params) {
   using Shared = SharedLayout<T>;
@@ -109,7 +109,7 @@ DEVICE void produce(const WgmmaParams& params) {
   admit_next_grid();
   await_earlier_grids();  // whoever touches a tensor, or the counter, does so after this
   // A counter is asked when all of a tile is under way, not before: a tile that waits for its block is one that another
-  // could have begun. H200, 2026-11-22, D=256 N=8192 causal: asked at a tile's start, 668 TFLOPS for ONE_TILE's 765.
+  // could have begun. H200, 2026-11-22, D=256 N=8192 masked: asked at a tile's start, 668 TFLOPS for ONE_TILE's 765.
   int tile = static_cast<int>(block_index());
   for (; tile != NO_TILE; tile = TileSchedule<T::SCHEDULER>::after(tile, params)) {
     const auto [any_head, place] =

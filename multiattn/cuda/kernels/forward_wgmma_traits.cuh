@@ -110,7 +110,7 @@ struct Ring {
   }
   // The same where none is, as after the loop over keys, and a branch may end. ptxas 13 has made a jump of a predicated arrival
   // that ended one, and taken the warp for whole all the same, sync_warp or not; of a warp that the source parts it knows.
-  // See multiattn.targets.sass.parted_arrivals.
+  // See multiattn.inspect.sass.parted_arrivals.
   DEVICE void release_apart(int slot) const {
     sync_warp();
     const int lane = thread_index() % WARP;

@@ -1,5 +1,5 @@
-// 2^x on the FMA units, for where the units of ex2 are the bottleneck (FlashAttention-4). multiattn/cuda/exp2.py makes
-// the coefficients and tabulates the error.
+// 2^x on the FMA units, for where the units of ex2 are the bottleneck (FlashAttention-4). tests/exp2_model.py fits the
+// coefficients and models the error.
 #pragma once
 #include "multiattn/ptx_sm90.cuh"
 

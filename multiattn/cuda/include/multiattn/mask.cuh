@@ -8,7 +8,7 @@ template <bool CAUSAL>
 struct Mask {
   int32 seq_q, seq_kv;
 
-  // Bottom-right aligned when causal, which keeps every query below seq_q from keys at seq_kv and beyond.
+  // The band is aligned bottom-right, which keeps every query below seq_q from keys at seq_kv and beyond.
   DEVICE bool visible(int query, int key) const {
     if constexpr (CAUSAL) return key <= query + (seq_kv - seq_q);
     return key < seq_kv;

@@ -1,5 +1,5 @@
 // The parameter structs of the kernels: one of the forward, one that all kernels of a backward launch take.
-// multiattn/cuda/params.py mirrors it; every translation unit asserts that both have one size.
+// multiattn/cuda/params.py reads them from here; every translation unit asserts that both have one size.
 #pragma once
 #include "multiattn/types.h"
 

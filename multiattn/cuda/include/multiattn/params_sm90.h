@@ -1,4 +1,4 @@
-// The parameter struct of the forward kernel for sm90. multiattn/cuda/params.py mirrors it.
+// The parameter struct of the forward kernel for sm90; multiattn/cuda/params.py reads it from here.
 #pragma once
 #include "multiattn/params.h"
 #include "multiattn/tensor_map.h"

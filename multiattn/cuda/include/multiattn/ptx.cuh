@@ -1,5 +1,5 @@
 // The verbs a kernel is written in, each one instruction (or one intrinsic) of the GPU. The only inline assembly.
-// emulation/include/multiattn/ptx.cuh has the same verbs on the CPU; whoever compiles chooses by include path.
+// cpu/include/multiattn/ptx.cuh has the same verbs on the CPU; the include path chooses.
 #pragma once
 #include "multiattn/types.h"
 

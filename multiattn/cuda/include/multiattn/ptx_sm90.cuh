@@ -1,5 +1,5 @@
 // The verbs of sm90 and later, as in ptx.cuh: each one instruction of the GPU. Those of wgmma are in wgmma.cuh.
-// emulation/include/multiattn/ptx_sm90.cuh has the same verbs on the CPU.
+// cpu/include/multiattn/ptx_sm90.cuh has the same verbs on the CPU.
 #pragma once
 #include "multiattn/ptx.cuh"
 #include "multiattn/tensor_map.h"

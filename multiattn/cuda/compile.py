@@ -1,0 +1,129 @@
+"""CUDA C++ to cubin with NVRTC, through cuda.core: no host compiler, no Torch header, no GPU, no header but ours."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cuda.bindings import nvrtc
+from cuda.core import Program, ProgramOptions
+
+from multiattn.cuda.bind import bind, image_of
+from multiattn.cuda.instances import kernels_of
+from multiattn.cuda.source import DEVICE_INCLUDES, Instance, files_reached, translation_unit
+from multiattn.plan import abi
+from multiattn.plan.arch import Arch
+from multiattn.plan.backend import Compiled, Exported, Plan
+from multiattn.plan.toolchain import resource_usage, version_of
+from multiattn.run import cache
+
+_STANDARD = "c++17"
+
+
+def cubin_path(kernel: Instance, arch: Arch) -> Path:
+    """The compiled kernel in the disk cache, compiled now if it is not there. NVRTC's own error passes through."""
+    source, target = translation_unit([kernel]), kernel.target(arch)
+    reached = files_reached(source, DEVICE_INCLUDES)
+    parts = (source, target, _STANDARD, _compiler_version())
+    key = cache.key_of((*parts, *(text for name in sorted(reached) for text in (name, reached[name]))))
+    return cache.fetch(key, ".cubin", lambda path: _write(path, source, target))
+
+
+def _write(path: Path, source: str, target: str) -> None:
+    path.write_bytes(_compile(source, target))
+
+
+def compile_plan(plan: Plan) -> tuple[Compiled, ...]:
+    """Compile a Plan's kernels for its arch, afresh; registers and spills are None where cuobjdump is not installed."""
+    made = []
+    for kernel in kernels_of(plan):
+        cubin, seconds = _timed(kernel, plan.arch)
+        usage = resource_usage(cubin)
+        compiled = Compiled(
+            kernel=kernel.name,
+            threads=kernel.threads,
+            seconds=seconds,
+            cubin=cubin,
+            smem_bytes=kernel.smem_bytes,
+            registers=usage.registers if usage else None,
+            spill_bytes=usage.stack_bytes if usage else None,
+        )
+        made.append(compiled)
+    return tuple(made)
+
+
+def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
+    """A Plan's kernels as a launch has them, compiled afresh to run elsewhere; of `kinds` there is ``ptx``.
+
+    NVRTC's own error passes through. ValueError where the Binding of a forward kernel is not what its cubin takes.
+    """
+    made = []
+    for kernel in kernels_of(plan):
+        cubin, seconds = _timed(kernel, plan.arch)
+        binding = None
+        if plan.direction == "forward":
+            binding = bind(plan, image_of(plan))
+            abi.check(binding, abi.read_entry(cubin, kernel.name))
+        exported = Exported(
+            kernel=kernel.name,
+            seconds=seconds,
+            cubin=cubin,
+            threads=kernel.threads,
+            dynamic_smem_bytes=kernel.smem_bytes,
+            texts={"ptx": make_ptx(translation_unit([kernel]), kernel.target(plan.arch))} if "ptx" in kinds else {},
+            binding=binding,
+        )
+        made.append(exported)
+    return tuple(made)
+
+
+def _timed(kernel: Instance, arch: Arch) -> tuple[bytes, float]:
+    begin = time.perf_counter()
+    cubin = _compile(translation_unit([kernel]), kernel.target(arch))
+    return cubin, time.perf_counter() - begin
+
+
+def _compile(source: str, target: str) -> bytes:
+    options = ProgramOptions(arch=target, include_path=list(map(str, DEVICE_INCLUDES)), std=_STANDARD)
+    return bytes(Program(source, "c++", options).compile("cubin").code)
+
+
+@functools.cache
+def _compiler_version() -> str:
+    """NVRTC's own version, and that of its wheel, which also tells updates apart."""
+    _, major, minor = nvrtc.nvrtcVersion()
+    return f"nvrtc {major}.{minor} {version_of('nvidia-cuda-nvrtc') or 'no wheel'}"
+
+
+def make_ptx(source: str, target: str) -> bytes:
+    """The PTX that NVRTC makes of a translation unit on its way to a cubin for a target (``sm_90``).
+
+    By NVRTC itself: cuda.core asks the driver before it gives PTX, and here there may be none.
+    """
+    options = [f"--gpu-architecture={target}", f"--std={_STANDARD}"]
+    options += [f"--include-path={directory}" for directory in DEVICE_INCLUDES]
+    program = _ask(None, nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
+    try:
+        encoded = [option.encode() for option in options]
+        _ask(program, nvrtc.nvrtcCompileProgram(program, len(encoded), encoded))
+        ptx = bytearray(_ask(program, nvrtc.nvrtcGetPTXSize(program)))
+        _ask(program, nvrtc.nvrtcGetPTX(program, ptx))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return bytes(ptx).rstrip(b"\0")
+
+
+def _ask(program: Any, answer: tuple[Any, ...]) -> Any:
+    """The answer of NVRTC; RuntimeError with its log for a failure."""
+    status, *rest = answer
+    if status == nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        return rest[0] if rest else None
+    log = b""
+    if program is not None:
+        text = bytearray(nvrtc.nvrtcGetProgramLogSize(program)[1])
+        nvrtc.nvrtcGetProgramLog(program, text)
+        log = bytes(text).rstrip(b"\0")
+    raise RuntimeError(f"NVRTC: {status.name}: {log.decode()}")

@@ -1,0 +1,367 @@
+#include "hopper.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "formats.h"
+
+namespace multiattn::emulation {
+
+extern Block* running_block;
+
+namespace {
+
+constexpr int NAMED_BARRIERS = 16, REGISTERS = 65536, REGISTERS_OF_THREAD = 256, REGISTER_UNIT = 8;
+constexpr int BOX_COLUMNS = LINE_BYTES / 2, BOX_MAX = 256, TILE_ALIGNMENT = 1024;
+
+// Of the loads that are part of a phase.
+Time time_of_phase(std::int64_t phase) { return Clocks::BEFORE + 1 + static_cast<Time>(phase); }
+
+}  // namespace
+
+// ---- clocks
+VECTOR_CLONES void Clocks::join(Time* into, const Time* from, int actors) {
+  for (int i = 0; i < actors; i += VECTOR) {
+    const Ints left = *reinterpret_cast<const Ints*>(into + i), right = *reinterpret_cast<const Ints*>(from + i);
+    *reinterpret_cast<Ints*>(into + i) = left > right ? left : right;
+  }
+}
+
+void Clocks::meet(int first, int count) {
+  Clock all = nothing();
+  for (int thread = first; thread < first + count; ++thread) release(thread, all);
+  for (int thread = first; thread < first + count; ++thread) acquire(thread, all);
+}
+
+// ---- the block
+Hopper::Hopper(Block& block)
+    : clocks(block.threads()), lines(block.smem.bytes(), clocks), block_(block), named_(NAMED_BARRIERS * block.blocks()) {
+  block.smem.share_with(lines);
+  for (int i = 0; i < block.threads() / WARPGROUP_SIZE; ++i)
+    warpgroups_.push_back(std::make_unique<Warpgroup>(block, *this, i));
+}
+
+void Hopper::start(bool late) {
+  clocks.start();
+  lines.reset(late);
+  mbarriers_.clear();
+  for (NamedBarrier& barrier : named_) barrier = NamedBarrier{};
+  threads_.assign(block_.threads(), AsyncThread{});
+  loads_.clear();
+  touched_.assign(block_.blocks(), false);
+  registers_.assign(block_.blocks(), RegisterPool{});
+  const int registers = REGISTERS / block_.threads_of_block() / REGISTER_UNIT * REGISTER_UNIT;
+  for (auto& warpgroup : warpgroups_) warpgroup->start(std::min(registers, REGISTERS_OF_THREAD));
+}
+
+void Hopper::finish() {
+  const Thread& me = block_.current();
+  if (!threads_[me.index].stores.empty()) block_.fail("returns without a wait for its TMA stores to read shared memory");
+  if (const std::size_t group = me.index / WARPGROUP_SIZE; group < warpgroups_.size()) warpgroups_[group]->finish();
+  if (!block_.ended(me.block)) return;
+  for (const Load& load : loads_)
+    if (static_cast<int>(load.box.tile / WINDOW_BYTES) == me.block)
+      block_.fail("returns, the last thread of the block, with TMA loads under way");
+}
+
+Warpgroup& Hopper::warpgroup(const char* verb) {
+  const std::size_t group = block_.current().index / WARPGROUP_SIZE;
+  if (group >= warpgroups_.size()) block_.fail(verb, "the thread is in no whole warpgroup of 128");
+  return *warpgroups_[group];
+}
+
+// ---- mbarriers
+std::string Mbarrier::state() const {
+  return "(" + std::to_string(address) + ", phase " + std::to_string(generation) + ": " +
+         std::to_string(arrivals - missing) + " of " + std::to_string(arrivals) + " arrivals, " + std::to_string(bytes) +
+         " bytes missing)";
+}
+
+void Hopper::init_mbarrier(std::uint32_t address, int arrivals) {
+  constexpr const char* VERB = "mbarrier_init";
+  block_.require(VERB, block_.smem.check_address(address, 8, 8, rank()));
+  if (arrivals < 1 || arrivals >= 1 << 20) block_.fail(VERB, "a count of " + std::to_string(arrivals));
+  for (const auto& barrier : mbarriers_)
+    if (barrier->address == address) block_.fail(VERB, "the mbarrier at " + std::to_string(address) + " exists already");
+  if (mbarriers_.size() == MBARRIERS_MAX) block_.fail(VERB, "the emulation has no more than 64 mbarriers");
+  auto barrier = std::make_unique<Mbarrier>();
+  barrier->address = address;
+  barrier->actor = clocks.tma(static_cast<int>(mbarriers_.size()));
+  barrier->arrivals = barrier->missing = arrivals;
+  barrier->made = block_.now();
+  barrier->arrived = barrier->released = clocks.nothing();
+  mbarriers_.push_back(std::move(barrier));
+}
+
+void Hopper::fence_mbarriers() {
+  for (auto& barrier : mbarriers_)
+    if (barrier->made.thread == block_.current().index) barrier->fenced = true;
+}
+
+void Hopper::publish_mbarriers() {
+  for (auto& barrier : mbarriers_)
+    if (barrier->fenced) barrier->made.time = Clocks::BEFORE;
+}
+
+Mbarrier& Hopper::mbarrier(const char* verb, std::uint32_t address) {
+  for (auto& barrier : mbarriers_) {
+    if (barrier->address != address) continue;
+    if (!block_.now().follows(barrier->made))
+      block_.fail(verb, "no barrier follows the mbarrier_init of " + std::to_string(address));
+    return *barrier;
+  }
+  block_.fail(verb, "there is no mbarrier at " + std::to_string(address) + ": mbarrier_init is missing");
+}
+
+void Hopper::arrive(const char* verb, std::uint32_t address, int bytes) {
+  Mbarrier& barrier = mbarrier(verb, address);
+  if (!barrier.missing)
+    block_.fail(verb, "more arrivals than the " + std::to_string(barrier.arrivals) + " of a phase at the mbarrier" +
+                   barrier.state());
+  barrier.bytes += bytes;
+  --barrier.missing;
+  clocks.release(block_.current().index, barrier.arrived);
+  complete_if_due(verb, barrier);
+}
+
+std::uint32_t Hopper::in_block(const char* verb, std::uint32_t address, int other) {
+  if (other < 0 || other >= block_.blocks())
+    block_.fail(verb, "a rank of " + std::to_string(other) + " in a cluster of " + std::to_string(block_.blocks()));
+  if (block_.ended(other)) block_.fail(verb, "block " + std::to_string(other) + " of the cluster has ended");
+  return address + (other - rank()) * WINDOW_BYTES;
+}
+
+void Hopper::complete_if_due(const char* verb, Mbarrier& barrier) {
+  if (barrier.missing || barrier.bytes > 0) return;
+  if (barrier.bytes < 0) block_.fail(verb, "more bytes than expected came to the mbarrier" + barrier.state());
+  ++barrier.generation;
+  barrier.missing = barrier.arrivals;
+  barrier.arrived[barrier.actor] = time_of_phase(barrier.generation - 1);
+  barrier.released = barrier.arrived;
+}
+
+void Hopper::wait(std::uint32_t address, int parity) {
+  constexpr const char* VERB = "mbarrier_wait";
+  Mbarrier& barrier = mbarrier(VERB, address);
+  if (parity != 0 && parity != 1) block_.fail(VERB, "a parity of " + std::to_string(parity));
+  if (barrier.generation % 2 == parity) {  // that phase is not complete
+    const std::int64_t phase = barrier.generation;
+    block_.wait_for(VERB, barrier);
+    if (barrier.generation > phase + 1)
+      block_.fail(VERB, "the phase after the one waited for has gone by, too: mbarrier" + barrier.state());
+  }
+  clocks.acquire(block_.current().index, barrier.released);
+}
+
+// ---- TMA
+const EncodedMap& Hopper::check_map(const char* verb, const void* address) {
+  const auto& map = *static_cast<const EncodedMap*>(address);
+  const auto broken = [&](const std::string& what) {
+    running_block->fail(verb, "the tensor map " + what);
+  };
+  if (reinterpret_cast<std::uintptr_t>(address) % 64) broken("is not aligned to 64 bytes");
+  if (reinterpret_cast<std::uintptr_t>(map.base) % 16) broken("has an address that is not aligned to 16 bytes");
+  for (const std::int64_t stride : map.strides)
+    if (stride % 16) broken("has a stride of " + std::to_string(stride) + " bytes, no multiple of 16");
+  if (map.box[0] != BOX_COLUMNS || map.box[2] != 1 || map.box[3] != 1)
+    broken("has a box that is not of 64 columns of one head");
+  if (map.box[1] < 1 || map.box[1] > BOX_MAX) broken("has a box of " + std::to_string(map.box[1]) + " rows, beyond 256");
+  return map;
+}
+
+namespace {
+
+// The tensor's part of one row of a box.
+struct BoxRow {
+  int first = 0, count = 0;         // columns of the box that the tensor has
+  unsigned char* memory = nullptr;  // of the first of them
+
+  // Row `i` of the box.
+  BoxRow(const Transfer& box, int i) {
+    const auto& [map, tile, column, first_row, head, batch] = box;
+    const int row = first_row + i;
+    if (row < 0 || row >= map.sizes[1] || head < 0 || head >= map.sizes[2] || batch < 0 || batch >= map.sizes[3]) return;
+    first = std::clamp(-column, 0, BOX_COLUMNS);
+    count = std::clamp(map.sizes[0] - column, first, BOX_COLUMNS) - first;
+    if (count)
+      memory = map.base + row * map.strides[0] + head * map.strides[1] + batch * map.strides[2] + (column + first) * 2ll;
+  }
+};
+
+}  // namespace
+
+void Hopper::load(const char* verb, int first, int last, std::uint32_t target, const void* map_address,
+                  std::uint32_t barrier_address, int column, int row, int head, int batch) {
+  const EncodedMap& map = check_map(verb, map_address);
+  const int bytes = map.box[1] * LINE_BYTES;
+  block_.require(verb, block_.smem.check_address(target, bytes, TILE_ALIGNMENT, rank()));
+  for (int rank = first; rank <= last; ++rank) {
+    Mbarrier& barrier = mbarrier(verb, in_block(verb, barrier_address, rank));
+    if (!barrier.fenced)
+      block_.fail(verb, "no fence_mbarrier_init follows the mbarrier_init of " + std::to_string(barrier_address));
+    const std::uint32_t there = in_block(verb, target, rank);
+    take_lines(verb, there, bytes);
+    loads_.push_back({{map, there, column, row, head, batch}, &barrier});
+  }
+  ++block_.counters.tma_loads;
+  touch_global();
+}
+
+// A load will write them, for the current thread.
+void Hopper::take_lines(const char* verb, std::uint32_t target, int bytes) {
+  for (const auto& other : mbarriers_)
+    if (other->address >= target && other->address < target + bytes)
+      block_.fail(verb, "overwrites the mbarrier at " + std::to_string(other->address));
+  const Moment now = block_.now();
+  for (std::uint32_t line = target; line < target + bytes; line += LINE_BYTES) {
+    block_.require(verb, block_.smem.take_line(line, now));
+    lines.of(line) = Line{};
+    lines.of(line).loading = true;
+  }
+  std::memset(block_.smem.at(target), POISON, bytes);
+}
+
+bool Hopper::land_oldest() {
+  if (loads_.empty()) return false;
+  const auto [box, barrier] = loads_.front();
+  loads_.pop_front();
+  for (int i = 0; i < box.map.box[1]; ++i) {
+    const std::uint32_t address = box.tile + i * LINE_BYTES;
+    const BoxRow part(box, i);
+    unsigned char row[LINE_BYTES] = {};
+    if (part.count) std::memcpy(row + 2 * part.first, part.memory, 2 * part.count);
+    for (int at = 0; at < LINE_BYTES; at += CHUNK_BYTES)
+      std::memcpy(block_.smem.at(swizzled(address + at)), row + at, CHUNK_BYTES);
+    Line& line = lines.of(address);
+    line.loading = false;
+    line.load_actor = barrier->actor;
+    line.loaded = time_of_phase(barrier->generation);
+  }
+  barrier->bytes -= box.map.box[1] * LINE_BYTES;
+  complete_if_due("tma_load", *barrier);
+  return true;
+}
+
+void Hopper::store(const void* map_address, std::uint32_t source, int column, int row, int head, int batch) {
+  constexpr const char* VERB = "tma_store";
+  const EncodedMap& map = check_map(VERB, map_address);
+  const int bytes = map.box[1] * LINE_BYTES;
+  block_.require(VERB, block_.smem.check_address(source, bytes, TILE_ALIGNMENT, rank()));
+  if (std::min({column, row, head, batch}) < 0)  // a load may, as multiattn/ptx_sm90.cuh says
+    block_.fail(VERB, "begins before the tensor, which is an illegal instruction");
+  Needs needs;
+  for (std::uint32_t line = source; line < source + bytes; line += LINE_BYTES) {
+    need_line(VERB, line, needs);
+    ++lines.of(line).stores;
+  }
+  check_needs(VERB, needs);
+  ++block_.counters.tma_stores;
+  AsyncThread& me = threads_[block_.current().index];
+  me.stores.push_back({{map, source, column, row, head, batch}, me.groups});
+}
+
+void Hopper::wait_stores(int groups_left) {
+  AsyncThread& me = threads_[block_.current().index];
+  const auto due = [&](const AsyncThread::Store& store) { return store.group < me.groups - groups_left; };
+  for (const AsyncThread::Store& store : me.stores)
+    if (due(store)) write_out(store.box);
+  me.stores.erase(std::remove_if(me.stores.begin(), me.stores.end(), due), me.stores.end());
+}
+
+void Hopper::write_out(const Transfer& box) {
+  const Moment now = block_.now();
+  for (int i = 0; i < box.map.box[1]; ++i) {
+    const std::uint32_t address = box.tile + i * LINE_BYTES;
+    unsigned char row[LINE_BYTES];
+    for (int at = 0; at < LINE_BYTES; at += CHUNK_BYTES)
+      std::memcpy(row + at, block_.smem.at(swizzled(address + at)), CHUNK_BYTES);
+    const BoxRow part(box, i);
+    if (part.count) std::memcpy(part.memory, row + 2 * part.first, 2 * part.count);
+    --lines.of(address).stores;
+    block_.smem.note_line_read(address, now);
+  }
+}
+
+// ---- what the async proxy reads
+void Hopper::fence_writes() {
+  const int thread = block_.current().index;
+  threads_[thread].fences.push_back(clocks.now(thread));
+  clocks.tick(thread);
+}
+
+void Hopper::need_line(const char* verb, std::uint32_t address, Needs& needs) {
+  const Line& line = lines.of(address);
+  const auto at = [&] { return " at shared address " + std::to_string(address); };
+  if (line.loading) block_.fail(verb, "reads a TMA load under way" + at());
+  const auto need = [&](int actor, Time time, const auto& reason) {
+    for (Need& known : needs)
+      if (known.actor == actor && known.time >= time) return;
+    needs.push_back({actor, time, reason() + at()});
+  };
+  if (line.load_actor >= 0)
+    need(line.load_actor, line.loaded,
+         [] { return std::string("reads, without a wait on its mbarrier, what a TMA load wrote"); });
+  if (!line.generic) return;
+  block_.smem.writers_of_line(address, [&](const Epoch& writer) {
+    const std::vector<Time>& fences = threads_[writer.thread].fences;
+    const auto fence = std::lower_bound(fences.begin(), fences.end(), writer.time);
+    if (fence == fences.end())
+      block_.fail(verb, "reads, with no fence_async_shared after it, what " + writer.who() + " wrote" + at());
+    need(writer.thread, *fence + 1,
+         [&] { return "reads, with no barrier after its fence_async_shared, what " + writer.who() + " wrote"; });
+  });
+}
+
+void Hopper::check_needs(const char* verb, const Needs& needs) {
+  const Time* known = clocks.of(block_.current().index);
+  for (const Need& need : needs)
+    if (known[need.actor] < need.time) block_.fail(verb, need.reason);
+}
+
+void Hopper::await_earlier_grids() {
+  if (touched_[rank()]) block_.fail("await_earlier_grids", "global memory was touched before it");
+  ++block_.counters.grid_waits;
+}
+
+// ---- named barriers
+std::string NamedBarrier::state() const {
+  return "(" + std::to_string(arrived) + " of " + std::to_string(threads) + " threads are there)";
+}
+
+void Hopper::named_barrier(const char* verb, int id, int threads, bool wait) {
+  const Thread& me = block_.current();
+  if (wait) block_.check_warp(verb);
+  if (id < 1 || id >= NAMED_BARRIERS) block_.fail(verb, "a barrier " + std::to_string(id) + ", there are 1 to 15");
+  if (threads < WARP_SIZE || threads % WARP_SIZE || threads > block_.threads_of_block())
+    block_.fail(verb, std::to_string(threads) + " threads: a multiple of 32, as many as the block has at most");
+  NamedBarrier& barrier = named_[me.block * NAMED_BARRIERS + id];
+  const std::string name = "barrier " + std::to_string(id);
+  if (!barrier.arrived) barrier.threads = threads;
+  if (barrier.joined.empty()) barrier.joined = clocks.nothing();
+  if (barrier.threads != threads)
+    block_.fail(verb, name + " is of " + std::to_string(threads) + " threads here, of " + std::to_string(barrier.threads) +
+                   " elsewhere");
+  if (++barrier.lanes[me.warp] > WARP_SIZE)
+    block_.fail(verb, name + " is not complete, and the warp comes to it once more");
+  clocks.release(me.index, barrier.joined);
+  if (++barrier.arrived == threads) {
+    for (std::uint8_t& lanes : barrier.lanes) {
+      if (lanes % WARP_SIZE) block_.fail(verb, name + " got " + std::to_string(lanes) + " lanes of a warp");
+      lanes = 0;
+    }
+    barrier.released = barrier.joined;
+    barrier.arrived = 0;
+    ++barrier.generation;
+  } else if (wait) {
+    block_.wait_for(verb, barrier);
+  }
+  if (wait) clocks.acquire(me.index, barrier.released);
+}
+
+void Hopper::set_registers(const char* verb, int count, bool raise) {
+  if (count < 24 || count > REGISTERS_OF_THREAD || count % REGISTER_UNIT)
+    block_.fail(verb, std::to_string(count) + " registers: a multiple of 8 from 24 to 256");
+  warpgroup(verb).set_registers(verb, count, raise, registers_[rank()]);
+}
+
+}  // namespace multiattn::emulation

@@ -1,0 +1,131 @@
+// What sm90 adds to a Block: mbarriers, TMA, named barriers, registers that warpgroups trade, and (warpgroup.h) wgmma.
+//
+// All that is asynchronous happens as late as the rules allow: a load lands when no thread can go on without it, in the
+// order of issue; a store reads shared memory when its thread waits for that; a wgmma runs when its warpgroup waits for it.
+// Until then their targets are NaN, and what they still have to read may not be overwritten.
+#pragma once
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "async_lines.h"
+#include "block.h"
+#include "clocks.h"
+#include "records.h"
+#include "warpgroup.h"
+
+namespace multiattn::emulation {
+
+// Its generation counts the phases that are complete.
+struct Mbarrier : Condition {
+  std::uint32_t address = 0;
+  int actor = 0;                          // of the TMA loads that it counts
+  int arrivals = 0, missing = 0;          // of a phase, and of this one
+  std::int64_t bytes = 0;                 // that this phase still expects
+  Epoch made{};
+  bool fenced = false;                    // visible to the async proxy
+  Clock arrived, released;                // of those who came; of the phases that are complete
+
+  std::string state() const override;
+};
+
+struct NamedBarrier : Condition {
+  int threads = 0, arrived = 0;           // that make it up, 0 while nobody is there; that are there
+  std::uint8_t lanes[32] = {};            // that are there, of each warp
+  Clock joined, released;
+
+  std::string state() const override;
+};
+
+// A box that TMA moves: which of the tensor, and where it is in shared memory.
+struct Transfer {
+  EncodedMap map;
+  std::uint32_t tile;
+  int column, row, head, batch;
+};
+
+// What a thread's async stores and fences did.
+struct AsyncThread {
+  struct Store {
+    Transfer box;
+    std::int64_t group;
+  };
+  std::vector<Store> stores;
+  std::int64_t groups = 0;                // of stores committed
+  std::vector<Time> fences;               // when it made its writes visible to the async proxy
+};
+
+class Hopper {
+ public:
+  explicit Hopper(Block& block);
+
+  // A block begins; `late`: it has begun already.
+  void start(bool late);
+  // The current thread returns.
+  void finish();
+  // Lands the oldest load under way; false where there is none.
+  bool land_oldest();
+
+  // ---- the verbs, for the current thread
+  void init_mbarrier(std::uint32_t address, int arrivals);
+  void fence_mbarriers();
+  // All threads see those that were fenced.
+  void publish_mbarriers();
+  void arrive(const char* verb, std::uint32_t address, int bytes);
+  // At the same place in the shared memory of the cluster's block of that rank.
+  void arrive_at(const char* verb, std::uint32_t address, int rank) { arrive(verb, in_block(verb, address, rank), 0); }
+  void wait(std::uint32_t address, int parity);
+
+  // To the blocks of ranks `first` to `last`.
+  void load(const char* verb, int first, int last, std::uint32_t target, const void* map, std::uint32_t barrier, int column,
+            int row, int head, int batch);
+  void store(const void* map, std::uint32_t source, int column, int row, int head, int batch);
+  void commit_stores() { ++threads_[block_.current().index].groups; }
+  void wait_stores(int groups_left);
+  void fence_writes();
+  static const EncodedMap& check_map(const char* verb, const void* map);
+
+  // A grid that waits for earlier ones touches no global memory before.
+  void touch_global() { touched_[rank()] = true; }
+  void await_earlier_grids();
+
+  void named_barrier(const char* verb, int id, int threads, bool wait);
+  void set_registers(const char* verb, int count, bool raise);
+  Warpgroup& warpgroup(const char* verb);
+
+  // ---- for reads of the async proxy
+  // A line may be read by whoever knows all that is added to `needs`; else an error.
+  void need_line(const char* verb, std::uint32_t address, Needs& needs);
+  // That the current thread knows it all.
+  void check_needs(const char* verb, const Needs& needs);
+
+  Clocks clocks;
+  AsyncLines lines;
+
+ private:
+  struct Load {
+    Transfer box;
+    Mbarrier* barrier;
+  };
+
+  int rank() const { return block_.current().block; }
+  // An address of the current thread's block in the one of another rank, which must be there.
+  std::uint32_t in_block(const char* verb, std::uint32_t address, int rank);
+  void take_lines(const char* verb, std::uint32_t target, int bytes);
+  Mbarrier& mbarrier(const char* verb, std::uint32_t address);
+  void complete_if_due(const char* verb, Mbarrier& barrier);
+  void write_out(const Transfer& box);
+
+  Block& block_;
+  std::vector<std::unique_ptr<Mbarrier>> mbarriers_;
+  std::vector<NamedBarrier> named_;  // of each block
+  std::vector<AsyncThread> threads_;
+  std::vector<std::unique_ptr<Warpgroup>> warpgroups_;
+  std::deque<Load> loads_;
+  std::vector<bool> touched_;  // by each block: global memory
+  std::vector<RegisterPool> registers_;  // of each block
+};
+
+}  // namespace multiattn::emulation

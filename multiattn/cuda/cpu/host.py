@@ -1,0 +1,194 @@
+"""Builds kernels for the CPU with g++ and runs them: exact and slow, for truth and debugging.
+
+Every breach that the emulation finds (divergence, deadlock, a missing wait or barrier, an access outside shared memory
+or a misaligned one) raises `EmulationError`, which says in which block and thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from multiattn.cuda.instances import PlannedLaunch, kernels_of, launches_of, siblings_of
+from multiattn.cuda.params import areas_of, struct_of
+from multiattn.cuda.source import HOST_INCLUDES, ROOT, Instance, files_reached, translation_unit
+from multiattn.cuda.structs import read_structs
+from multiattn.cuda.tensor_maps import BOX_COLUMNS
+from multiattn.cuda.tools import GXX, gxx_version, run_compiler
+from multiattn.plan.abi import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, WORKSPACE, TensorMap, pack
+from multiattn.plan.backend import Plan, variant_of
+from multiattn.problem import Operands
+from multiattn.run import cache
+from multiattn.run.arguments import pack_areas
+from multiattn.run.fork import hold_across_fork
+
+_HERE = ROOT / "cpu"
+RUNTIME = tuple(_HERE / f"{name}.cpp" for name in ("block", "verbs", "hopper", "warpgroup", "verbs_sm90"))
+INCLUDES = (_HERE, *HOST_INCLUDES)
+# No -march=native: a cache directory may be shared by machines; the emulated mma picks its instructions at load time.
+_FLAGS = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
+_KERNEL_FLAGS: tuple[str, ...] = (*_FLAGS, "-O1")
+_RUNTIME_FLAGS: tuple[str, ...] = (*_FLAGS, "-O2")
+MULTIPROCESSORS = 2
+"""SMs of the emulated GPU: so few that each block of a persistent grid has several tiles."""
+_ERROR_BYTES = 2048
+_NAN_BYTE = 0xFF  # four of them are a NaN
+
+_RECORDS = read_structs(_HERE / "records.h")
+LaunchCounts, _EncodedMap = _RECORDS["LaunchCounts"], _RECORDS["EncodedMap"]
+
+
+class EmulationError(RuntimeError):
+    """A kernel did on the emulated GPU what a GPU would punish with garbage, a fault or a hang."""
+
+
+class BuildError(RuntimeError):
+    """g++ refused a kernel."""
+
+
+class CpuLauncher:
+    """A Plan's kernels on the CPU; see `plan.backend.Launcher`. A persistent grid has `MULTIPROCESSORS` blocks.
+
+    They are built with those of the same head_dim and config that a next call may want; a variant that callers must
+    name, which few do, without. Another `library` may have them, too.
+    """
+
+    def __init__(self, plan: Plan, library: ctypes.CDLL | None = None) -> None:
+        wanted = kernels_of if variant_of(plan).only_named else siblings_of
+        self._library = library or load(build(wanted(plan)))
+        self._launches = launches_of(plan)
+        self._plan = plan
+        self._areas: Mapping[str, int] = {}
+        self._workspace_bytes = 0
+        if plan.direction == "backward":
+            self._areas, self._workspace_bytes = pack_areas(areas_of(plan))
+        self.counter = torch.zeros(plan.workspace_bytes if plan.direction == "forward" else 0, dtype=torch.uint8)
+        """The counter of tiles, which every launch of a forward leaves at zero."""
+        self.counts: dict[str, Any] = {}
+        """`LaunchCounts` of each kernel of the latest launch, by its symbol."""
+
+    def __call__(self, operands: Operands) -> None:
+        """Run to the end; `EmulationError` for what a GPU would punish. A backward's workspace starts as NaN."""
+        struct = struct_of(self._plan, has_dlse=operands.dlse is not None)
+        addresses = {name: given.data_ptr() for name, given in operands._asdict().items() if given is not None}
+        workspace = torch.full((self._workspace_bytes,), _NAN_BYTE, dtype=torch.uint8)
+        addresses |= {name: workspace.data_ptr() + at for name, at in self._areas.items()}
+        addresses[WORKSPACE] = self.counter.data_ptr()
+        params = aligned(pack(struct, addresses, encode_map))
+        self.counts = {launch.kernel.name: run_launch(self._library, launch, params) for launch in self._launches}
+
+
+def run_launch(library: ctypes.CDLL, launch: PlannedLaunch, params: Any) -> Any:
+    """Run one kernel of a Plan over its grid; its `LaunchCounts`."""
+    kernel = launch.kernel
+    counts = run(
+        library,
+        kernel.name,
+        params,
+        blocks=launch.grid(MULTIPROCESSORS),
+        threads=kernel.threads,
+        smem_bytes=kernel.smem_bytes,
+        cluster=kernel.cluster,
+    )
+    if kernel.overlaps and counts.grid_waits != counts.blocks:
+        waiting = f"{counts.grid_waits} of {counts.blocks} blocks wait for earlier grids"
+        raise EmulationError(f"{kernel.name}: it is launched to overlap, but {waiting}")
+    return counts
+
+
+def aligned(data: bytes) -> ctypes.Array[ctypes.c_ubyte]:
+    """A copy of a struct's bytes at an address that its alignment in C++ wants."""
+    memory = (ctypes.c_ubyte * (len(data) + TENSOR_MAP_ALIGNMENT))()
+    at = -ctypes.addressof(memory) % TENSOR_MAP_ALIGNMENT
+    memory[at : at + len(data)] = list(data)
+    return (ctypes.c_ubyte * len(data)).from_buffer(memory, at)
+
+
+def encode_map(tensor_map: TensorMap, address: int) -> bytes:
+    """The emulation's CUtensorMap of the memory at `address`."""
+    *_, rows, _ = tensor_map.box.extents
+    return encode(address, tensor_map.shape[::-1], tensor_map.strides[::-1], rows)
+
+
+def encode(address: int, shape: tuple[int, ...], strides_bytes: tuple[int, ...], box_rows: int) -> bytes:
+    """The map of the 16-bit tensor at `address`, which its first 8 bytes hold.
+
+    `shape` is of D, S, H and B, in elements; `strides_bytes` of S, H and B; D is contiguous. Boxes are 64 columns of
+    `box_rows` rows, 128-byte swizzled; zeros outside.
+    """
+    encoded = _EncodedMap(address, strides_bytes, shape, (BOX_COLUMNS, box_rows, 1, 1))
+    return bytes(encoded).ljust(TENSOR_MAP_BYTES, b"\0")
+
+
+_one_launch_at_a_time = threading.Lock()  # the emulation's state is global to a library
+hold_across_fork(_one_launch_at_a_time)
+
+
+def run(
+    library: ctypes.CDLL, kernel: str, params: Any, *, blocks: int, threads: int, smem_bytes: int, cluster: int = 1
+) -> Any:
+    """Run the kernel of that name over a grid of `blocks`, with `threads` and `smem_bytes` (bytes) each.
+
+    `cluster` of them run together. What they did, as `LaunchCounts`.
+    """
+    counts = LaunchCounts()
+    error = ctypes.create_string_buffer(_ERROR_BYTES)
+    entry = ctypes.cast(getattr(library, kernel), ctypes.c_void_p)
+    sizes = blocks, threads, smem_bytes, cluster
+    with _one_launch_at_a_time:
+        failed = library.multiattn_launch(
+            entry, ctypes.byref(params), *sizes, ctypes.byref(counts), error, _ERROR_BYTES
+        )
+    if failed:
+        raise EmulationError(f"{kernel}: {error.value.decode()}")
+    return counts
+
+
+@functools.cache
+def load(path: Path) -> ctypes.CDLL:
+    """A library made by `build` or `build_source`."""
+    library = ctypes.CDLL(str(path))
+    library.multiattn_launch.restype = ctypes.c_int
+    library.multiattn_launch.argtypes = (
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int64, ctypes.c_int,
+        ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64,
+    )  # fmt: skip
+    return library
+
+
+def build(kernels: Sequence[Instance]) -> Path:
+    """A shared library with these kernels, from the disk cache or built now."""
+    return build_source(translation_unit(kernels))
+
+
+def build_source(source: str) -> Path:
+    """A shared library of a C++ translation unit and the emulation; `BuildError` with g++'s words if it cannot be."""
+    objects = [_build_runtime(path) for path in RUNTIME]
+    key = _key(source, (*_KERNEL_FLAGS, *(path.name for path in objects)))
+    return cache.fetch(key, ".so", lambda made: _compile(source, (*_KERNEL_FLAGS, "-shared"), made, objects))
+
+
+def _build_runtime(path: Path) -> Path:
+    source = path.read_text()
+    key = _key(source, _RUNTIME_FLAGS)
+    return cache.fetch(key, f".{path.stem}.o", lambda made: _compile(source, (*_RUNTIME_FLAGS, "-c"), made, ()))
+
+
+def _key(source: str, flags: Sequence[str]) -> str:
+    reached = files_reached(source, INCLUDES)
+    contents = (text for name in sorted(reached) for text in (name, reached[name]))
+    return cache.key_of((source, *flags, f"{GXX} {gxx_version()}", *contents))
+
+
+def _compile(source: str, flags: Sequence[str], made: Path, objects: Sequence[Path]) -> None:
+    includes = (f"-I{directory}" for directory in INCLUDES)
+    command = [GXX, *flags, *includes, "-o", str(made), "-x", "c++", "-", "-x", "none", *map(str, objects)]
+    done = run_compiler(command, source, scratch=made.parent)
+    if done.returncode:
+        raise BuildError(f"{GXX} exited with {done.returncode}:\n{done.stderr}")

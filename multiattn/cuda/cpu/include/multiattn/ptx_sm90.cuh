@@ -1,0 +1,94 @@
+// The verbs of include/multiattn/ptx_sm90.cuh on the CPU; the work is done in cpu/verbs_sm90.cpp.
+#pragma once
+#include "multiattn/ptx.cuh"
+#include "multiattn/tensor_map.h"
+
+namespace multiattn {
+
+namespace emulation {
+extern int64 current_blocks;
+void mbarrier_arrive_at(SharedAddress barrier, int rank);
+// To the blocks of ranks `first` to `last`.
+void tma_load(const char* verb, int first, int last, SharedAddress target, const TensorMap& map, SharedAddress barrier,
+              int column, int row, int head, int batch);
+void tma_store_wait(int groups_left);
+void set_registers(int count, bool raise);
+void wgmma_wait(int groups_left);
+}  // namespace emulation
+
+inline float float_of_bits(uint32 bits) { return bits_as<float>(bits); }
+inline int64 block_count() { return emulation::current_blocks; }
+uint32 uniform(uint32 value);
+inline float reciprocal_approx(float x) { return 1.0f / x; }
+inline float log2_approx(float x) { return log2f(x); }
+inline void store_global_4_if(bool predicate, float* target, float value) {
+  if (predicate) *target = value;
+}
+inline void store_global_16_if(bool predicate, void* target, const Chunk& value) {
+  if (predicate) store_global_16(target, value);
+}
+void stmatrix_x4(SharedAddress row, const uint32 (&matrix)[4]);
+inline uint32 max_of_halves(uint32 a, uint32 b) {
+  return max(a & 0xffffu, b & 0xffffu) | max(a & 0xffff0000u, b & 0xffff0000u);
+}
+int32 atomic_add_global(int32* target, int32 value);
+
+void mbarrier_init(SharedAddress barrier, int arrivals);
+void mbarrier_arrive(SharedAddress barrier);
+inline void mbarrier_arrive_if(bool predicate, SharedAddress barrier) {
+  if (predicate) mbarrier_arrive(barrier);
+}
+void mbarrier_arrive_expect(SharedAddress barrier, int bytes);
+void mbarrier_wait(SharedAddress barrier, int parity);
+
+inline int cluster_rank() { return emulation::current_rank; }
+void meet_cluster();
+inline void mbarrier_arrive_if(bool predicate, SharedAddress barrier, int rank) {
+  if (predicate) emulation::mbarrier_arrive_at(barrier, rank);
+}
+
+void await_earlier_grids();
+inline void admit_next_grid() {}
+
+void fence_mbarrier_init();
+void fence_async_shared();
+
+void prefetch_map(const TensorMap& map);
+inline void tma_load(SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row, int head,
+                     int batch) {
+  const int rank = emulation::current_rank;
+  emulation::tma_load("tma_load", rank, rank, target, map, barrier, column, row, head, batch);
+}
+template <int CLUSTER>
+inline void tma_load_to_all(SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row, int head,
+                            int batch) {
+  emulation::tma_load("tma_load_to_all", 0, CLUSTER - 1, target, map, barrier, column, row, head, batch);
+}
+void tma_store(const TensorMap& map, SharedAddress source, int column, int row, int head, int batch);
+void tma_store_commit();
+template <int N>
+inline void tma_store_wait_read() {
+  emulation::tma_store_wait(N);
+}
+inline void tma_store_wait_all() { emulation::tma_store_wait(0); }
+
+void named_barrier_sync(int id, int threads);
+void named_barrier_arrive(int id, int threads);
+
+template <int N>
+inline void lower_registers() {
+  emulation::set_registers(N, false);
+}
+template <int N>
+inline void raise_registers() {
+  emulation::set_registers(N, true);
+}
+
+void wgmma_fence();
+void wgmma_commit();
+template <int N>
+inline void wgmma_wait() {
+  emulation::wgmma_wait(N);
+}
+
+}  // namespace multiattn

@@ -1,0 +1,23 @@
+// Plain structs that Python fills and reads: host.py has them from here.
+#pragma once
+#include <cstdint>
+
+namespace multiattn::emulation {
+
+// What one launch did. mma, ldmatrix: warps. wgmma: warpgroups. cp_async: chunks. tma: boxes.
+// bank_conflicts: how many more wavefronts the ldmatrix took than one per 8x8 matrix. grid_waits: for earlier grids, of
+// which each block of a kernel that overlaps them has one.
+struct LaunchCounts {
+  std::int64_t blocks, mma, ldmatrix, bank_conflicts, cp_async, wgmma, tma_loads, tma_stores, grid_waits;
+};
+
+// What TensorMap::opaque holds under emulation.
+struct EncodedMap {
+  std::uint8_t* base;         // first byte of the tensor; first in the struct: who moves the tensor writes it here
+  std::int64_t strides[3];    // bytes, of S, H and B
+  std::int32_t sizes[4];      // elements, of D, S, H and B
+  std::int32_t box[4];        // elements of each
+};
+static_assert(sizeof(EncodedMap) == 64);
+
+}  // namespace multiattn::emulation

@@ -1,0 +1,298 @@
+// The verbs of ptx.cuh, on a Block of fibers; and `multiattn_launch`, which host.py calls.
+#include <cstdio>
+#include <cstring>
+#include <new>
+#include <string>
+
+#include "block.h"
+#include "formats.h"
+#include "multiattn/ptx.cuh"
+
+namespace multiattn {
+
+namespace emulation {
+
+extern Block* running_block;
+extern long long current_blocks;
+
+namespace {
+
+Block& block() { return *running_block; }
+
+void check_address(const char* verb, SharedAddress address, int bytes) {
+  block().require(verb, block().smem.check_address(address, bytes, bytes, block().current().block));
+}
+
+void check_global(const char* verb, const void* address, int bytes) {
+  if (reinterpret_cast<std::uintptr_t>(address) % bytes != 0)
+    block().fail(verb, "the global address is not aligned to " + std::to_string(bytes) + " bytes");
+}
+
+template <class T>
+T load_shared(const char* verb, SharedAddress source) {
+  check_address(verb, source, sizeof(T));
+  block().require(verb, block().smem.read(source, sizeof(T), block().now()));
+  T value;
+  std::memcpy(&value, block().smem.at(source), sizeof value);
+  return value;
+}
+
+template <class T>
+void store_shared(const char* verb, SharedAddress target, const T& value) {
+  check_address(verb, target, sizeof(T));
+  block().require(verb, block().smem.write(target, sizeof(T), block().now(), SharedMemory::Pending::NONE));
+  std::memcpy(block().smem.at(target), &value, sizeof value);
+}
+
+void copy_async(const char* verb, SharedAddress target, const void* source, bool valid, int bytes) {
+  check_address(verb, target, bytes);
+  if (valid) check_global(verb, source, bytes);
+  const auto pending = bytes == CHUNK_BYTES ? SharedMemory::Pending::WHOLE : SharedMemory::Pending::PART;
+  block().require(verb, block().smem.write(target, bytes, block().now(), pending));
+  std::memset(block().smem.at(target), POISON, bytes);
+  ++block().counters.cp_async;
+  block().current().copies.push_back({target, valid ? source : nullptr, bytes, block().current().groups});
+}
+
+struct MatrixArguments {
+  SharedAddress row;
+  uint32* matrix;
+};
+
+// Rows of one 8x8 matrix are read in one wavefront: each of the 8 groups of 4 banks serves one row at a time.
+int bank_conflicts(void* const* lanes, int first_lane) {
+  int rows_of_bank[8] = {}, most = 0;
+  for (int lane = first_lane; lane < first_lane + 8; ++lane)
+    most = max(most, ++rows_of_bank[static_cast<MatrixArguments*>(lanes[lane])->row / 16 % 8]);
+  return most - 1;
+}
+
+template <bool TRANSPOSED>
+void read_matrices(void* const* lanes) {
+  ++block().counters.ldmatrix;
+  for (int i = 0; i < 4; ++i) {
+    uint16 element[8][8];
+    for (int row = 0; row < 8; ++row)
+      std::memcpy(element[row], block().smem.at(static_cast<MatrixArguments*>(lanes[8 * i + row])->row), 16);
+    block().counters.bank_conflicts += bank_conflicts(lanes, 8 * i);
+    for (int lane = 0; lane < WARP_SIZE; ++lane) {
+      const int row = lane / 4, column = lane % 4 * 2;
+      const uint32 low = TRANSPOSED ? element[column][row] : element[row][column];
+      const uint32 high = TRANSPOSED ? element[column + 1][row] : element[row][column + 1];
+      static_cast<MatrixArguments*>(lanes[lane])->matrix[i] = low | high << 16;
+    }
+  }
+}
+
+template <bool TRANSPOSED>
+void ldmatrix(uint32* matrix, SharedAddress row) {
+  const char* verb = TRANSPOSED ? "ldmatrix_x4_trans" : "ldmatrix_x4";
+  check_address(verb, row, 16);
+  // A lane reads, for the warp, the row whose address it gives.
+  block().require(verb, block().smem.read(row, CHUNK_BYTES, block().now()));
+  MatrixArguments arguments{row, matrix};
+  block().meet_warp(verb, &arguments, [](void* const* lanes) { read_matrices<TRANSPOSED>(lanes); });
+}
+
+// D is float (&)[4], or uint32 (&)[2] of halves.
+template <class D>
+struct MmaArguments {
+  D& d;
+  const uint32 (&a)[4];
+  uint32 b[2];
+};
+
+// c[16x8] += a[16x16] * b[16x8]
+VECTOR_CLONES void multiply(float (&c)[16][8], const float (&a)[16][16], const float (&b)[16][8]) {
+  for (int row = 0; row < 16; ++row)
+    for (int k = 0; k < 16; ++k)
+      for (int column = 0; column < 8; ++column) c[row][column] += a[row][k] * b[k][column];
+}
+
+// One mma.m16n8k16 (PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type"). With an fp16 accumulator:
+// products and their sum of 16 in fp32, rounded once.
+template <class D>
+void multiply_fragments(void* const* lanes, const float* widen) {
+  constexpr bool HALVES = sizeof(D) == 8;
+  ++block().counters.mma;
+  float a[16][16], b[16][8], c[16][8];
+  const auto arguments = [&](int lane) -> MmaArguments<D>& { return *static_cast<MmaArguments<D>*>(lanes[lane]); };
+  const auto widen_pair = [&](uint32 pair, float& low, float& high) {
+    low = widen[pair & 0xffff];
+    high = widen[pair >> 16];
+  };
+  for (int lane = 0; lane < WARP_SIZE; ++lane) {
+    const auto& mine = arguments(lane);
+    const int group = lane / 4, column = lane % 4 * 2;
+    for (int i = 0; i < 4; ++i) {
+      float* target = &a[group + i % 2 * 8][column + i / 2 * 8];
+      widen_pair(mine.a[i], target[0], target[1]);
+    }
+    for (int i = 0; i < 2; ++i) {
+      widen_pair(mine.b[i], b[column + i * 8][group], b[column + i * 8 + 1][group]);
+      float* sum = &c[group + i * 8][column];
+      if constexpr (HALVES)
+        widen_pair(mine.d[i], sum[0], sum[1]);
+      else
+        std::memcpy(sum, &mine.d[2 * i], 8);
+    }
+  }
+  multiply(c, a, b);
+  for (int lane = 0; lane < WARP_SIZE; ++lane)
+    for (int half = 0; half < 2; ++half) {
+      const float* sum = &c[lane / 4 + half * 8][lane % 4 * 2];
+      if constexpr (HALVES)
+        arguments(lane).d[half] = narrow_fp16(sum[0]) | uint32(narrow_fp16(sum[1])) << 16;
+      else
+        std::memcpy(&arguments(lane).d[2 * half], sum, 8);
+    }
+}
+
+template <class D>
+void mma(const char* verb, D& d, const uint32 (&a)[4], uint32 b0, uint32 b1, const float* widen) {
+  MmaArguments<D> arguments{d, a, {b0, b1}};
+  block().meet_warp(verb, &arguments, [=](void* const* lanes) { multiply_fragments<D>(lanes, widen); });
+}
+
+template <class T>
+struct ShuffleArguments {
+  T value, result;
+  int lane_mask;
+};
+
+template <class T>
+T shuffle(T value, int lane_mask) {
+  ShuffleArguments<T> arguments{value, T{}, lane_mask};
+  block().meet_warp("shuffle_xor", &arguments, [](void* const* lanes) {
+    for (int lane = 0; lane < WARP_SIZE; ++lane) {
+      auto& mine = *static_cast<ShuffleArguments<T>*>(lanes[lane]);
+      mine.result = static_cast<ShuffleArguments<T>*>(lanes[(lane ^ mine.lane_mask) % WARP_SIZE])->value;
+    }
+  });
+  return arguments.result;
+}
+
+}  // namespace
+
+void store_chunk(const char* verb, SharedAddress target, const Chunk& value) { store_shared(verb, target, value); }
+
+void cp_async_wait(int groups_left) {
+  Thread& me = block().current();
+  std::size_t kept = 0;
+  for (const PendingCopy& copy : me.copies) {
+    if (copy.group >= me.groups - groups_left) {
+      me.copies[kept++] = copy;
+      continue;
+    }
+    unsigned char* target = block().smem.at(copy.target);
+    if (copy.source)
+      std::memcpy(target, copy.source, copy.bytes);
+    else
+      std::memset(target, 0, copy.bytes);
+    block().smem.land(copy.target, copy.bytes, block().now());
+  }
+  me.copies.resize(kept);
+}
+
+}  // namespace emulation
+
+using namespace emulation;
+
+void sync_block() { block().meet_block("sync_block"); }
+
+void sync_warp() {
+  block().meet_warp("sync_warp", nullptr, [](void* const*) { block().count_warp_barrier(); });
+}
+
+bool any_in_warp(bool predicate) {
+  struct Vote {
+    bool mine, any;
+  } vote{predicate, false};
+  block().meet_warp("any_in_warp", &vote, [](void* const* lanes) {
+    bool any = false;
+    for (int lane = 0; lane < WARP_SIZE; ++lane) any |= static_cast<Vote*>(lanes[lane])->mine;
+    for (int lane = 0; lane < WARP_SIZE; ++lane) static_cast<Vote*>(lanes[lane])->any = any;
+  });
+  return vote.any;
+}
+
+float shuffle_xor(float value, int lane_mask) { return shuffle(value, lane_mask); }
+uint32 shuffle_xor(uint32 value, int lane_mask) { return shuffle(value, lane_mask); }
+
+Chunk load_global_16(const void* source) {
+  check_global("load_global_16", source, CHUNK_BYTES);
+  Chunk value;
+  std::memcpy(&value, source, CHUNK_BYTES);
+  return value;
+}
+
+// Blocks run one after another, so that adding needs no care; whoever comes first is what a GPU would leave open.
+void add_global_4(float* target, float value) {
+  check_global("add_global_4", target, 4);
+  *target += value;
+}
+void add_global_16(float* target, const float (&value)[4]) {
+  check_global("add_global_16", target, CHUNK_BYTES);
+  for (int i = 0; i < 4; ++i) target[i] += value[i];
+}
+
+void store_global_16(void* target, const Chunk& value) {
+  check_global("store_global_16", target, CHUNK_BYTES);
+  std::memcpy(target, &value, CHUNK_BYTES);
+}
+
+Chunk load_shared_16(SharedAddress source) { return load_shared<Chunk>("load_shared_16", source); }
+float load_shared_4(SharedAddress source) { return load_shared<float>("load_shared_4", source); }
+void load_shared_8(float (&value)[2], SharedAddress source) {
+  const auto pair = load_shared<std::uint64_t>("load_shared_8", source);
+  std::memcpy(value, &pair, sizeof value);
+}
+void store_shared_16(SharedAddress target, const Chunk& value) { store_chunk("store_shared_16", target, value); }
+void store_shared_4(SharedAddress target, uint32 value) { store_shared("store_shared_4", target, value); }
+
+void cp_async_16(SharedAddress target, const void* source, bool valid) {
+  copy_async("cp_async_16", target, source, valid, CHUNK_BYTES);
+}
+void cp_async_4(SharedAddress target, const void* source, bool valid) {
+  copy_async("cp_async_4", target, source, valid, 4);
+}
+void cp_async_commit() { ++block().current().groups; }
+
+#define OF_FORMAT(E)                                                                                             \
+  template <> uint32 pack<E>(float low, float high) { return narrow_##E(low) | uint32(narrow_##E(high)) << 16; } \
+  template <> float unpack_low<E>(uint32 pair) { return widening_table<widen_##E>()[pair & 0xffff]; }            \
+  template <> float unpack_high<E>(uint32 pair) { return widening_table<widen_##E>()[pair >> 16]; }              \
+  template <> void mma_m16n8k16<E>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {                  \
+    mma("mma_m16n8k16<" #E ">", d, a, b0, b1, widening_table<widen_##E>());                                      \
+  }
+OF_FORMAT(fp16)
+OF_FORMAT(bf16)
+void mma_m16n8k16_fp16(uint32 (&d)[2], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  mma("mma_m16n8k16_fp16", d, a, b0, b1, widening_table<widen_fp16>());
+}
+
+void ldmatrix_x4(uint32 (&matrix)[4], SharedAddress row) { ldmatrix<false>(matrix, row); }
+void ldmatrix_x4_trans(uint32 (&matrix)[4], SharedAddress row) { ldmatrix<true>(matrix, row); }
+
+}  // namespace multiattn
+
+// Runs a kernel's whole grid, in clusters of so many blocks. 0, or 1 with a message in `error` (at most `error_bytes` with
+// its end).
+extern "C" int multiattn_launch(multiattn::emulation::Kernel kernel, const void* parameters, long long blocks,
+                                int threads, long long smem_bytes, int cluster,
+                                multiattn::emulation::LaunchCounts* counts, char* error, long long error_bytes) {
+  std::string message;
+  if (blocks % cluster)
+    message = "a grid of " + std::to_string(blocks) + " blocks, which are no whole clusters of " + std::to_string(cluster);
+  try {
+    multiattn::emulation::Block block(threads, smem_bytes, cluster);
+    multiattn::emulation::current_blocks = blocks;
+    for (long long index = 0; index < blocks && message.empty(); index += cluster)
+      if (!block.run(kernel, parameters, index)) message = block.error;
+    *counts = block.counters;
+  } catch (const std::bad_alloc&) {
+    message = "out of memory for the stacks of " + std::to_string(threads) + " threads";
+  }
+  std::snprintf(error, error_bytes, "%s", message.c_str());
+  return message.empty() ? 0 : 1;
+}

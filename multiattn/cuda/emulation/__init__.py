@@ -1,1 +1,0 @@
-"""The CUDA kernels' source on the CPU: C++ that emulates a thread block, and `host`, which builds and calls it."""

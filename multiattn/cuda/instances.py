@@ -1,0 +1,232 @@
+"""Which instances of the kernels' templates a Plan launches, in order, and over how many blocks each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from multiattn.cuda import backward_configs as backward
+from multiattn.cuda import configs as forward
+from multiattn.cuda import wgmma_configs as wgmma
+from multiattn.cuda.axes import Axes
+from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig
+from multiattn.cuda.configs import CudaConfig
+from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams
+from multiattn.cuda.source import Instance
+from multiattn.cuda.variants import axes_of, is_wgmma
+from multiattn.cuda.wgmma_configs import WgmmaConfig
+from multiattn.plan.abi import Image
+from multiattn.plan.backend import Plan
+from multiattn.problem import VECTOR_BYTES, Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedLaunch:
+    """A kernel and the size of its grid."""
+
+    kernel: Instance
+    blocks: int
+    """As many as there is work for."""
+    is_persistent: bool = False
+    """True where a block takes one piece of work after another: then a block per SM will do."""
+
+    def grid(self, multiprocessors: int) -> int:
+        """Blocks to launch on a device of so many SMs: whole clusters."""
+        whole = max(multiprocessors // self.kernel.cluster, 1) * self.kernel.cluster
+        return min(self.blocks, whole) if self.is_persistent else self.blocks
+
+    def image(self) -> Image:
+        """How its blocks are started."""
+        return Image(threads=self.kernel.threads, dynamic_smem_bytes=self.kernel.smem_bytes)
+
+
+def launches_of(plan: Plan) -> tuple[PlannedLaunch, ...]:
+    """The launches of `plan`, in order. Each kernel takes one argument, `params.struct_of(plan)`."""
+    if plan.direction == "forward":
+        return (_wgmma(plan) if is_wgmma(plan) else _forward(plan),)
+    assert isinstance(plan.config, BackwardConfig)
+    problem, config = plan.problem, plan.config
+    prepare, keys = _rows("prepare_rows", problem, config), _keys(problem, config)
+    if config.dq is None:
+        return prepare, keys, _rows("convert_dq", problem, config)
+    return prepare, _queries(problem, config.dq), keys
+
+
+def kernels_of(plan: Plan) -> tuple[Instance, ...]:
+    """The kernels that `plan` launches."""
+    return tuple(launch.kernel for launch in launches_of(plan))
+
+
+def siblings_of(plan: Plan) -> tuple[Instance, ...]:
+    """The kernels of one head_dim and config, for every dtype that it takes, mask and alignment."""
+    only_fp16 = plan.direction == "forward" and not is_wgmma(plan) and axes_of(plan).accumulator == "fp16"
+    problems = (
+        replace(plan.problem, dtype=dtype, causal=causal, alignment=alignment)
+        for dtype in (("fp16",) if only_fp16 else ("fp16", "bf16"))
+        for causal in (False, True)
+        for alignment in ((VECTOR_BYTES,) if is_wgmma(plan) else (2, VECTOR_BYTES))
+    )
+    kernels = (kernel for problem in problems for kernel in kernels_of(replace(plan, problem=problem)))
+    return tuple(dict.fromkeys(kernels))
+
+
+# ---------------------------------------------------------------- the forward
+
+
+def forward_traits(axes: Axes, config: CudaConfig, problem: Problem) -> str:
+    """The C++ type of a forward kernel's constants, legal or not: what point, config and problem come to."""
+    steps = (("Warps", axes.warps), ("Share", axes.share), ("Tiling", axes.tiling))
+    flags = [f"multiattn::{axis}::{step.upper()}" for axis, step in steps]
+    flags += [str(tensor in axes.swizzle).lower() for tensor in "qkv"]
+    flags += [f"multiattn::{'Accumulator' if axes.accumulator == 'fp32' else 'HalfAccumulator'}"]
+    tiles = f"{config.tile_m}, {config.tile_n}, {config.warps}, {config.column_warps}, {config.stages}"
+    slices = f"multiattn::QPlace::{config.q_place.upper()}, {config.dim_slice}, {config.key_slice}"
+    types = f"multiattn::Axes<{', '.join(flags)}>", f"multiattn::Shape<{tiles}, {slices}>"
+    return _traits("ForwardTraits", problem, *_masked(problem), *types)
+
+
+def _forward(plan: Plan) -> PlannedLaunch:
+    config, problem, axes = plan.config, plan.problem, axes_of(plan)
+    assert isinstance(config, CudaConfig)
+    columns = f"c{config.column_warps}" if config.column_warps > 1 else ""
+    slices = f"_{config.dim_slice}d{config.key_slice}k" if axes.tiling != "none" else ""
+    tiles = f"{config.tile_m}x{config.tile_n}_w{config.warps}{columns}_s{config.stages}_q{config.q_place}"
+    name = f"forward_{_what(problem)}_{axes.name.replace('+', '_')}_{tiles}{slices}_o{config.occupancy}"
+    kernel = Instance(
+        name=f"{name}{_unaligned(problem)}",
+        header="forward.cuh",
+        entry="forward",
+        traits=forward_traits(axes, config, problem),
+        params=ForwardParams,
+        threads=config.threads,
+        occupancy=config.occupancy,
+        smem_bytes=forward.smem_bytes(axes, config, problem),
+    )
+    return PlannedLaunch(kernel=kernel, blocks=forward.grid_blocks(config, problem))
+
+
+def _wgmma(plan: Plan) -> PlannedLaunch:
+    config, problem = plan.config, plan.problem
+    assert isinstance(config, WgmmaConfig)
+    kernel = Instance(
+        name=f"forward_wgmma_{_what(problem)}_{_wgmma_name(config)}",
+        header="forward_wgmma.cuh",
+        entry="forward_wgmma",
+        traits=_traits("WgmmaTraits", problem, problem.head_dim, problem.is_banded, _wgmma_shape(config, problem)),
+        params=WgmmaParams,
+        threads=config.threads,
+        occupancy=1,
+        smem_bytes=wgmma.smem_bytes(config, problem),
+        cluster=config.cluster,
+        overlaps=True,
+        wgmma_columns=(config.tile_n, problem.head_dim),
+        arch_features=True,
+    )
+    return PlannedLaunch(kernel=kernel, blocks=wgmma.grid_blocks(config, problem), is_persistent=config.is_persistent)
+
+
+def _wgmma_shape(config: WgmmaConfig, problem: Problem) -> str:
+    """The C++ type of what of the kernel's constants is the config's."""
+    numbers = (config.warpgroups, config.cluster, config.tile_n, config.stages, config.q_slots)
+    kept = wgmma.kept_steps(config, problem)
+    flags = (config.pingpong, config.lazy_max)
+    rest = (config.exp2_fma_sixteenths, config.tma_store, f"multiattn::Scheduler::{config.scheduler.upper()}")
+    return f"multiattn::WgmmaShape<{_cpp_list(*numbers, kept, *flags, *rest)}>"
+
+
+def _wgmma_name(config: WgmmaConfig) -> str:
+    """Every field of the config, those that are off left out."""
+    parts = [f"{config.tile_m}x{config.tile_n}", f"s{config.stages}", f"q{config.q_slots}"]
+    parts += [f"cluster{config.cluster}"] if config.cluster > 1 else []
+    parts += ["qregisters"] if config.q_in_registers else []
+    parts += ["pingpong"] if config.pingpong else []
+    parts += ["lazymax"] if config.lazy_max else []
+    parts += [f"fma{config.exp2_fma_sixteenths}"] if config.exp2_fma_sixteenths else []
+    parts += [] if config.tma_store else ["plainstore"]
+    return "_".join((*parts, config.scheduler.replace("_", "")))
+
+
+# ---------------------------------------------------------------- the backward
+
+
+def _rows(entry: str, problem: Problem, config: BackwardConfig) -> PlannedLaunch:
+    """The kernel before, or after, the products of a backward."""
+    adds_dq = config.dq is None
+    what = (problem.head_dim, backward.ROW_TILE, backward.ROW_THREADS, adds_dq, config.wide)
+    order = ("_wide" if config.wide else "_narrow") if adds_dq else ""
+    kernel = Instance(
+        name=f"{entry}_{problem.dtype}_d{problem.head_dim}{order}",
+        header="backward_rows.cuh",
+        entry=entry,
+        traits=_traits("RowTraits", problem, *what),
+        params=BackwardParams,
+        threads=backward.ROW_THREADS,
+        occupancy=1,
+        smem_bytes=0,
+    )
+    return PlannedLaunch(kernel=kernel, blocks=backward.query_blocks(problem, backward.ROW_TILE))
+
+
+def _keys(problem: Problem, config: BackwardConfig) -> PlannedLaunch:
+    """The kernel of dk and dv, and on demand of dq."""
+    adds_dq = config.dq is None
+    kernel = Instance(
+        name=f"backward_keys_{_tiles(problem, config)}{('_dqwide' if config.wide else '_dq') if adds_dq else ''}"
+        f"{_unaligned(problem)}",
+        header="backward.cuh",
+        entry="backward_keys",
+        traits=_traits("BackwardTraits", problem, *_masked(problem), *_sizes(config), adds_dq, config.wide),
+        params=BackwardParams,
+        threads=config.threads,
+        occupancy=config.occupancy,
+        smem_bytes=backward.smem_bytes(config, problem),
+    )
+    return PlannedLaunch(kernel=kernel, blocks=backward.key_blocks(problem, config.tile_n))
+
+
+def _queries(problem: Problem, config: QueryConfig) -> PlannedLaunch:
+    """The kernel of dq alone."""
+    kernel = Instance(
+        name=f"backward_queries_{_tiles(problem, config)}{_unaligned(problem)}",
+        header="backward_q.cuh",
+        entry="backward_queries",
+        traits=_traits("QueryTraits", problem, *_masked(problem), *_sizes(config)),
+        params=BackwardParams,
+        threads=config.threads,
+        occupancy=config.occupancy,
+        smem_bytes=backward.dq_smem_bytes(config, problem),
+    )
+    return PlannedLaunch(kernel=kernel, blocks=backward.query_blocks(problem, config.tile_m))
+
+
+def _tiles(problem: Problem, config: BackwardConfig | QueryConfig) -> str:
+    tile_m, tile_n, warps, stages = _sizes(config)
+    return f"{_what(problem)}_{tile_m}x{tile_n}_w{warps}_s{stages}_o{config.occupancy}"
+
+
+def _sizes(config: BackwardConfig | QueryConfig) -> tuple[int, int, int, int]:
+    return config.tile_m, config.tile_n, config.warps, config.stages
+
+
+# ---------------------------------------------------------------- names and types
+
+
+def _what(problem: Problem) -> str:
+    return f"{problem.dtype}_d{problem.head_dim}_{'causal' if problem.is_banded else 'full'}"
+
+
+def _masked(problem: Problem) -> tuple[int, bool, bool]:
+    """The first constants of a kernel that walks over scores: head_dim, its mask, whether rows are aligned."""
+    return problem.head_dim, problem.is_banded, not _unaligned(problem)
+
+
+def _unaligned(problem: Problem) -> str:
+    return "_unaligned" if problem.alignment % VECTOR_BYTES else ""
+
+
+def _traits(template: str, problem: Problem, *arguments: int | bool | str) -> str:
+    return f"multiattn::{template}<multiattn::{problem.dtype}, {_cpp_list(*arguments)}>"
+
+
+def _cpp_list(*arguments: int | bool | str) -> str:
+    """Template arguments: True is true in C++, a string what it says."""
+    return ", ".join(str(it).lower() if isinstance(it, bool) else str(it) for it in arguments)

@@ -1,0 +1,115 @@
+"""``python -m multiattn.inspect.sanitize``: the kernels on the CPU under AddressSanitizer and UBSan.
+
+A few problems run on tensors of exactly their size, so that any access beyond one is an error. With ``--break-bounds``
+K is allocated 8 elements too small, which must be found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from multiattn.cuda import BACKEND
+from multiattn.cuda.configs import CudaConfig
+from multiattn.cuda.cpu import host
+from multiattn.cuda.instances import kernels_of
+from multiattn.cuda.tools import GXX, probe_host
+from multiattn.cuda.variants import SPANNING, WGMMA
+from multiattn.cuda.wgmma_configs import WgmmaConfig
+from multiattn.plan.arch import CPU
+from multiattn.plan.backend import Plan, make_plan
+from multiattn.problem import Operands, Problem
+
+_PRELOADED = "MULTIATTN_SANITIZERS_PRELOADED"
+"""Set where Python runs with the sanitizers' library, as code that is built with them wants."""
+_FLAGS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+_SINGLE_STAGE = CudaConfig(tile_m=64, tile_n=32, warps=2, stages=1, q_in_registers=True)
+_HOPPER = (
+    WgmmaConfig(tile_m=128, tile_n=32, pingpong=True, q_slots=2),
+    WgmmaConfig(tile_m=128, tile_n=48, stages=3, scheduler="static", q_in_registers=True, exp2_fma_fraction=0.25),
+    WgmmaConfig(tile_m=128, tile_n=16, cluster=2, scheduler="one_tile", lazy_max=True, tma_store=False),
+)
+
+
+def sanitized_plans() -> Iterator[Plan]:
+    """Ragged lengths, padded and unpadded head_dim, both masks, GQA, element loads, one stage and two, scale signs.
+
+    And points of the forward's ladder whose buffers are shared, on a head_dim whose last slice is not whole; and the
+    kernel for Hopper with each scheduler, in a cluster, and with the output from shared memory and from registers.
+    """
+    make = Problem.contiguous
+    masked = make(batch=2, heads_q=2, heads_kv=1, seq_q=37, seq_kv=101, head_dim=64, dtype="fp16", causal=True)
+    padded = make(batch=1, heads_q=2, seq_q=70, seq_kv=33, head_dim=72, dtype="bf16", scale=-0.1)
+    empty_rows = make(batch=1, heads_q=1, seq_q=90, seq_kv=50, head_dim=40, dtype="fp16", causal=True, scale=0.0)
+    unaligned = replace(padded, alignment=2)
+    for problem in (masked, padded, empty_rows, unaligned):
+        yield make_plan(BACKEND, problem, CPU)
+    yield make_plan(BACKEND, masked, CPU, config=_SINGLE_STAGE)
+    sliced = make(batch=1, heads_q=1, seq_q=37, seq_kv=70, head_dim=136, dtype="fp16", causal=True, scale=-0.1)
+    wide = make(batch=1, heads_q=1, seq_q=20, seq_kv=90, head_dim=328, dtype="bf16")
+    for name in SPANNING:
+        if "share" in name:
+            yield make_plan(BACKEND, sliced, CPU, variant=name)
+    yield make_plan(BACKEND, wide, CPU)
+    yield make_plan(BACKEND, replace(wide, alignment=2), CPU)
+    for problem, config in zip((masked, padded, empty_rows), _HOPPER, strict=True):
+        yield make_plan(BACKEND, problem, CPU, variant=WGMMA.name, config=config)
+    for variant in BACKEND.backward.variants:
+        for problem in (masked, unaligned, empty_rows):
+            yield make_plan(BACKEND, problem, CPU, direction="backward", variant=variant.name)
+
+
+def operands_of(plan: Plan, missing_elements: int) -> Operands:
+    """Tensors of a launch, each an allocation of its own; K of too few elements."""
+    problem = plan.problem
+    of_q = problem.batch * problem.heads_q * problem.seq_q
+    of_kv = problem.batch * problem.heads_kv * problem.seq_kv
+    sizes = dict.fromkeys(("q", "out", "dout", "dq"), of_q * problem.head_dim)
+    sizes |= dict.fromkeys(("k", "v", "dk", "dv"), of_kv * problem.head_dim)
+    sizes["k"] -= missing_elements
+    given: dict[str, Any] = {name: torch.ones(size, dtype=problem.torch_dtype) for name, size in sizes.items()}
+    given |= {name: torch.full((of_q,), 4.0) for name in ("lse", "dlse")}
+    return Operands(**{name: given[name] for name in Operands._fields})
+
+
+def _build(plans: Sequence[Plan]) -> Path:
+    """The kernels of all plans in one library, with the sanitizers in."""
+    host._KERNEL_FLAGS, host._RUNTIME_FLAGS = ((*it, *_FLAGS) for it in (host._KERNEL_FLAGS, host._RUNTIME_FLAGS))
+    return host.build(list(dict.fromkeys(kernel for plan in plans for kernel in kernels_of(plan))))
+
+
+def main() -> int:
+    """Run, report, and return the exit status: 0 when all is clean, 1 for a finding, 2 where this cannot be built."""
+    parser = argparse.ArgumentParser(prog="python -m multiattn.inspect.sanitize", description=__doc__)
+    parser.add_argument("--break-bounds", action="store_true", help="allocate K 8 elements too small: must be found")
+    options = parser.parse_args()
+    if reasons := probe_host():
+        print("\n".join(map(str, reasons)), file=sys.stderr)
+        return 2
+    plans = tuple(sanitized_plans())
+    path = _build(plans)
+    if _PRELOADED in os.environ:
+        library = host.load(path)
+        for plan in plans:
+            host.CpuLauncher(plan, library)(operands_of(plan, 8 if options.break_bounds else 0))
+            print(f"clean: {plan}", flush=True)
+        return 0
+    libraries = [
+        subprocess.run([GXX, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("libasan.so", "libstdc++.so")
+    ]
+    ours = {"LD_PRELOAD": ":".join(libraries), "ASAN_OPTIONS": "detect_leaks=0", _PRELOADED: "1"}
+    command = [sys.executable, "-m", "multiattn.inspect.sanitize", *sys.argv[1:]]
+    return int(subprocess.run(command, env={**os.environ, **ours}).returncode != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

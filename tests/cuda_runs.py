@@ -1,0 +1,77 @@
+"""Runs of the CUDA kernels on the CPU that their tests share, and what they need of the machine."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from multiattn.cuda import BACKEND
+from multiattn.cuda.cpu import host
+from multiattn.cuda.cpu.host import CpuLauncher
+from multiattn.cuda.instances import kernels_of
+from multiattn.cuda.source import HOST_INCLUDES
+from multiattn.cuda.tools import GXX, probe_host, probe_nvrtc
+from multiattn.plan.arch import CPU
+from multiattn.plan.backend import Plan, make_plan
+from multiattn.plan.config import Config
+from multiattn.problem import Operands, Problem
+from parity.tolerance import Truth
+
+on_cpu = pytest.mark.skipif(bool(probe_host()), reason="; ".join(map(str, probe_host())))
+with_nvrtc = pytest.mark.skipif(bool(probe_nvrtc()), reason="; ".join(map(str, probe_nvrtc())))
+
+Change = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def run_forward(
+    *,
+    variant: str | None = None,
+    config: Config | None = None,
+    change: Change | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    **sizes: Any,
+) -> tuple[Plan, CpuLauncher, Any]:
+    """A forward kernel, emulated, held to the reference as parity does; its Plan, launcher and counts.
+
+    Unless `sizes` say otherwise: one sequence of 37 queries and 101 keys, two heads that share one of keys, D=64, fp16.
+    `change` may write into q, k and v before.
+    """
+    given = {"batch": 1, "heads_q": 2, "heads_kv": 1, "seq_q": 37, "seq_kv": 101, "head_dim": 64, "dtype": "fp16"}
+    given |= sizes
+    generator = torch.Generator().manual_seed(given["head_dim"])
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[given["dtype"]]
+
+    def make(heads: int, seq: int) -> torch.Tensor:
+        packed = torch.randn(given["batch"], seq, heads, given["head_dim"], generator=generator)
+        return packed.to(dtype).transpose(1, 2)
+
+    q, k, v = (make(given[f"heads_{it}"], given[f"seq_{it}"]) for it in ("q", "kv", "kv"))
+    if change is not None:
+        change(q, k, v)
+    problem = Problem.of(q, k, v, causal=causal, scale=scale)
+    plan = make_plan(BACKEND, problem, CPU, variant=variant, config=config, probe=False)
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
+    launcher = CpuLauncher(plan, host.load(host.build(kernels_of(plan))))  # without siblings: it is the only problem
+    launcher(Operands(q, k, v, out, lse))
+    for got, expected in zip((out, lse), Truth.of(q, k, v, causal=causal, scale=scale).of_plan(plan), strict=True):
+        expected.check(got, plan)
+    (counts,) = launcher.counts.values()
+    return plan, launcher, counts
+
+
+def check_refused(header: str, refused: Mapping[str, str]) -> None:
+    """The compiler refuses each of the types, by a static_assert with the message that is its key.
+
+    All of them in one translation unit: g++ goes on after a static_assert.
+    """
+    source = f'#include "{header}"\n' + "".join(f"template struct {name};\n" for name in refused.values())
+    includes = [f"-I{directory}" for directory in HOST_INCLUDES]
+    command = [GXX, "-std=c++20", "-fsyntax-only", "-w", *includes, "-x", "c++", "-"]
+    done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert [message for message in refused if message not in done.stderr] == []
