@@ -40,7 +40,7 @@ RUNG_ARCHS = ("sm80", "sm90")
 """What rules of variants that must be named are compiled for: with and without wgmma and TMA."""
 
 _SOURCES = {".py", ".cuh", ".h"}
-_CPU = ("emulation", "interpreter")
+_CPU = ("cpu", "emulation")
 _DATA = ("config", "rules", "variants", "__init__")
 _OF_FORWARD = ("steps", "axes")
 """Modules of the forward's ladder that shared modules import, though no backward is made of them."""

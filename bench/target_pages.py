@@ -265,5 +265,5 @@ def _sources(record: Record | None) -> dict[Direction, dict[str, str]]:
         return {}
     now = current_sources()
     current = [it for it in DIRECTIONS if record.sources.get(f"cutile {it}") == now[f"cutile {it}"]]
-    files = sorted((ROOT / "multiattn" / "cutile").glob("*.py"))
+    files = sorted((ROOT / "multiattn" / "cutile" / "kernels").glob("*.py"))
     return {direction: {path.name: path.read_text() for path in files} for direction in current}

@@ -208,7 +208,7 @@ def test_remarks_show_their_line_only_of_the_sources_that_were_compiled(monkeypa
     entry = fakes.entry("cutile", "sm90", kernels=(fakes.facts(remarks=(remark,)),))
     sources = current_sources() if current else {"cutile forward": "of another day"}
     text = drawn(monkeypatch, tmp_path, recorded([entry], sources))["sm90.html"]
-    first = (target_pages.ROOT / "multiattn" / "cutile" / "forward.py").read_text().splitlines()[0]
+    first = (target_pages.ROOT / "multiattn" / "cutile" / "kernels" / "forward.py").read_text().splitlines()[0]
     assert "forward.py:1" in text
     assert "failed:</strong> TMA load 64x64" in text
     assert (str(markupsafe.escape(first)) in text) is current

@@ -28,7 +28,7 @@ from multiattn.problem import Operands
 pytest.importorskip("cuda.tile")
 
 
-from multiattn.cutile.forward import forward, forward_64bit
+from multiattn.cutile.kernels.forward import forward, forward_64bit
 from multiattn.cutile.table import get_constants, needs_64bit
 
 BACKEND = get("cutile")

@@ -21,8 +21,9 @@ from multiattn.problem import Operands
 
 pytest.importorskip("cuda.tile")
 
-from multiattn.cutile import backward, interpreter
+from multiattn.cutile import cpu as interpreter
 from multiattn.cutile import launch as launching
+from multiattn.cutile.kernels import backward
 from multiattn.cutile.table import needs_64bit, steps_of
 from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.run.arguments import layouts

@@ -26,8 +26,8 @@ from test_cutile import make_inputs  # noqa: E402 - needs cuda.tile
 from test_cutile_lazy import check, grow  # noqa: E402 - as above
 from test_cutile_lazy import launch as attend  # noqa: E402 - as above
 
-from multiattn.cutile.exp2 import exp2_fma, exp2_shared, is_on_fma  # noqa: E402 - as above
-from multiattn.cutile.interpreter import launch  # noqa: E402 - as above
+from multiattn.cutile.cpu import launch  # noqa: E402 - as above
+from multiattn.cutile.kernels.exp2 import exp2_fma, exp2_shared, is_on_fma  # noqa: E402 - as above
 from multiattn.plan.toolchain import find_cuobjdump  # noqa: E402 - as above
 
 BACKEND = get("cutile")

@@ -18,8 +18,8 @@ pytest.importorskip("cuda.tile")
 
 from test_cutile import make_inputs
 
-from multiattn.cutile import forward
-from multiattn.cutile.interpreter.machine import as_device_code
+from multiattn.cutile.cpu.machine import as_device_code
+from multiattn.cutile.kernels import forward
 from multiattn.cutile.table import get_constants, steps_of
 
 BACKEND = get("cutile")

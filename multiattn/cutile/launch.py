@@ -18,8 +18,9 @@ from typing import Any
 import cuda.tile as ct
 import torch
 
-from multiattn.cutile import backward, interpreter
-from multiattn.cutile.forward import forward, forward_64bit
+from multiattn.cutile import cpu as interpreter
+from multiattn.cutile.kernels import backward
+from multiattn.cutile.kernels.forward import forward, forward_64bit
 from multiattn.cutile.table import Step, area_names, steps_of
 from multiattn.plan import abi
 from multiattn.plan.backend import Launcher, Plan

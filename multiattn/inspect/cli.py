@@ -203,7 +203,7 @@ def _summary(entries: Sequence[Entry]) -> str:
 
 
 def _print_remarks(entries: Sequence[Entry]) -> None:
-    sources = {path.name: path.read_text() for path in (ROOT / "cutile").glob("*.py")}
+    sources = {path.name: path.read_text() for path in (ROOT / "cutile" / "kernels").glob("*.py")}
     for entry in build.ordered(entries):
         for kernel in entry.kernels:
             if kernel.remarks:

@@ -23,7 +23,7 @@ from multiattn.run import cache
 ROOT = Path(multiattn.__file__).parent
 _SHARED = ("plan/abi.py", "plan/arch.py", "plan/backend.py", "plan/config.py", "plan/toolchain.py", "problem.py")
 """What every backend's compilation goes through."""
-_CPU = ("emulation", "interpreter", "interpreter.py")
+_CPU = ("cpu", "emulation", "interpreter.py")
 _SOURCES = (".py", ".cuh", ".h")
 _READERS = tuple(f"inspect/{name}.py" for name in ("facts", "mix", "remarks", "sass"))
 _SETTINGS = ("TRITON_", "PTXAS_", "NVPTX_", "DISABLE_", "ENABLE_", "CUDA_TILE_", "NVRTC_", "LLVM_", "MLIR_")

@@ -9,8 +9,8 @@ import cuda.tile as ct
 import torch
 from cuda.tile._datatype import _mma_supported_dtypes as accumulators_of
 
-from multiattn.cutile.interpreter.arithmetic import round_to_tf32
-from multiattn.cutile.interpreter.tile import Tile, as_tile, require, tile_dtype, tile_shape, torch_dtype
+from multiattn.cutile.cpu.arithmetic import round_to_tf32
+from multiattn.cutile.cpu.tile import Tile, as_tile, require, tile_dtype, tile_shape, torch_dtype
 
 
 def _full(shape: Any, value: Any, dtype: Any) -> Tile:

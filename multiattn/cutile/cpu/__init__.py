@@ -1,6 +1,6 @@
 """Run an unmodified ``@ct.kernel`` on CPU tensors, op by op in PyTorch: for truth and debugging, not for speed.
 
-    from multiattn.cutile.interpreter import launch
+    from multiattn.cutile.cpu import launch
     launch(grid, kernel, args)   # the arguments of ct.launch, without the stream
 
 A kernel runs as plain Python, so `breakpoint()` and `print` work in it, and it is held to what cuTile leaves undefined
@@ -24,9 +24,9 @@ It needs `cuda.tile` to import, no driver and no compiler, and stands on the pri
 
 from __future__ import annotations
 
-from multiattn.cutile.interpreter.errors import DataRaceError, OutOfBoundsError
-from multiattn.cutile.interpreter.machine import launch
-from multiattn.cutile.interpreter.memory import Array
-from multiattn.cutile.interpreter.tile import Tile
+from multiattn.cutile.cpu.errors import DataRaceError, OutOfBoundsError
+from multiattn.cutile.cpu.machine import launch
+from multiattn.cutile.cpu.memory import Array
+from multiattn.cutile.cpu.tile import Tile
 
 __all__ = ["Array", "DataRaceError", "OutOfBoundsError", "Tile", "launch"]

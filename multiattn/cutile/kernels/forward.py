@@ -20,19 +20,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.exp2 import exp2_shared
-from multiattn.cutile.parts import (
-    SUMS,
-    add_values,
-    added_up,
-    load_q,
-    multiply_keys,
-    partial_sums,
-    scaled,
-    store_out,
-    zeros,
-)
-from multiattn.cutile.shape import (
+from multiattn.cutile.kernels.constants import (
     AHEAD,
     APART,
     PAIRS,
@@ -43,7 +31,19 @@ from multiattn.cutile.shape import (
     Shape,
     pilot_of,
 )
-from multiattn.cutile.tiles import (
+from multiattn.cutile.kernels.exp2 import exp2_shared
+from multiattn.cutile.kernels.parts import (
+    SUMS,
+    add_values,
+    added_up,
+    load_q,
+    multiply_keys,
+    partial_sums,
+    scaled,
+    store_out,
+    zeros,
+)
+from multiattn.cutile.kernels.tiles import (
     Array32,
     Array64,
     ConstBool,

@@ -13,7 +13,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.tiles import ZERO, ConstBool
+from multiattn.cutile.kernels.tiles import ZERO, ConstBool
 
 APPROX = ct.RoundingMode.APPROX
 

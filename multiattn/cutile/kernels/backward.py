@@ -23,7 +23,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.tiles import (
+from multiattn.cutile.kernels.tiles import (
     ZERO,
     Array32,
     Array64,

@@ -16,9 +16,9 @@ import torch
 from cuda.tile._dispatch_mode import DispatchMode
 from cuda.tile._execution import is_stub
 
-from multiattn.cutile.interpreter import arithmetic, memory, shaping
-from multiattn.cutile.interpreter.memory import Array, Ledger, Run
-from multiattn.cutile.interpreter.tile import Tile, as_tile
+from multiattn.cutile.cpu import arithmetic, memory, shaping
+from multiattn.cutile.cpu.memory import Array, Ledger, Run
+from multiattn.cutile.cpu.tile import Tile, as_tile
 
 
 def _assert(condition: Any, message: str | None = None) -> None:

@@ -11,8 +11,8 @@ import cuda.tile as ct
 import torch
 from cuda.tile._datatype import promote_dtypes
 
-from multiattn.cutile.interpreter.errors import DataRaceError, OutOfBoundsError
-from multiattn.cutile.interpreter.tile import Tile, as_tile, require, tile_dtype, tile_shape
+from multiattn.cutile.cpu.errors import DataRaceError, OutOfBoundsError
+from multiattn.cutile.cpu.tile import Tile, as_tile, require, tile_dtype, tile_shape
 
 _PADDING = {
     ct.PaddingMode.ZERO: 0.0,

@@ -7,7 +7,7 @@ import torch
 
 ct = pytest.importorskip("cuda.tile")
 
-from multiattn.cutile.interpreter import DataRaceError, OutOfBoundsError, launch  # noqa: E402 - needs cuda.tile
+from multiattn.cutile.cpu import DataRaceError, OutOfBoundsError, launch  # noqa: E402 - needs cuda.tile
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]

@@ -9,7 +9,7 @@ from typing import Any
 import cuda.tile as ct
 import torch
 
-from multiattn.cutile.interpreter.tile import Tile, as_tile, promote, tile_dtype, torch_dtype, widen
+from multiattn.cutile.cpu.tile import Tile, as_tile, promote, tile_dtype, torch_dtype, widen
 
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 _Rule = Callable[..., Any]
