@@ -13,18 +13,15 @@ import torch
 
 from multiattn import Problem
 from multiattn.cuda import exp2
-from multiattn.cutile.candidates import candidates
 from multiattn.cutile.configs import PIPELINES, CutileConfig
-from multiattn.cutile.steps import STEPS
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import get, make_plan, plan_variant
 from multiattn.plan.exp2_fma import is_polynomial
 
 ct = pytest.importorskip("cuda.tile")
 
-from test_cutile import make_inputs  # noqa: E402 - needs cuda.tile
-from test_cutile_lazy import check, grow  # noqa: E402 - as above
-from test_cutile_lazy import launch as attend  # noqa: E402 - as above
+from cutile_checks import check, grow, make_inputs  # noqa: E402 - needs cuda.tile
+from cutile_checks import launch as attend  # noqa: E402 - as above
 
 from multiattn.cutile.cpu import launch  # noqa: E402 - as above
 from multiattn.cutile.kernels.exp2 import exp2_fma, exp2_shared, is_on_fma  # noqa: E402 - as above
@@ -102,19 +99,15 @@ def test_a_thread_has_the_share_that_is_asked_for(tile_n, sixteenths):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize(("seq_q", "seq_kv"), [(1, 203), (64, 128), (203, 113), (150, 17)])
-def test_attention(seq_q, seq_kv, pipeline, causal):
-    check(replace(CONFIG, pipeline=pipeline), *make_inputs(seq_q=seq_q, seq_kv=seq_kv, head_dim=40), causal=causal)
+def test_attention(pipeline, causal):
+    check(replace(CONFIG, pipeline=pipeline), *make_inputs(seq_q=64, seq_kv=113, head_dim=40), causal=causal)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("start", [40, 100, 180])
+@pytest.mark.parametrize(("dtype", "start"), [(torch.bfloat16, 40), (torch.float16, 100), (torch.bfloat16, 180)])
 def test_scores_that_grow_by_hundreds_are_caught(start, dtype):
     """Beyond the exponent of fp32 a polynomial that did not saturate would give any weight, and none too large."""
     q, k, v = make_inputs(dtype=dtype, spread=4.0)
-    k = grow(k, start=start, factor=20.0)
-    for causal in (False, True):
-        check(CONFIG, q, k, v, causal=causal)
+    check(CONFIG, q, grow(k, start=start, factor=20.0), v, causal=True)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -145,7 +138,6 @@ def test_the_kernel_has_the_share_of_its_config():
     ("change", "got", "allowed"),
     [
         ({"exp2_fma_fraction": 0.1}, "exp2_fma_fraction=0.1 with tile_n=64", "multiples of 1/16 from 0 to 0.5"),
-        ({"exp2_fma_fraction": 0.75}, "exp2_fma_fraction=0.75 with tile_n=64", "multiples of 1/16 from 0 to 0.5"),
         ({"exp2_fma_fraction": -0.25}, "exp2_fma_fraction=-0.25 with tile_n=64", "multiples of 1/16 from 0 to 0.5"),
         ({"tile_n": 32}, "exp2_fma_fraction=0.1875 with tile_n=32", "multiples of 2/16 from 0 to 0.5"),
         ({"tile_n": 16}, "exp2_fma_fraction=0.1875 with tile_n=16", "multiples of 4/16 from 0 to 0.5"),
@@ -169,26 +161,21 @@ def test_an_arch_that_would_make_both_kinds_of_every_score(name):
     assert (f"exp2_fma_fraction=0.5 on {name}", "0.0") in [(reason.got, reason.allowed) for reason in reasons]
 
 
-def test_rungs_below_full_take_ex2_alone():
-    for name, rung in STEPS.items():
-        assert rung.step.limit(CONFIG).exp2_fma_fraction == (0.5 if name == "full" else 0.0)
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_sweep_tries_it_where_ex2_is_scarce(causal):
     (variant,) = BACKEND.forward.offered
     for head_dim in (64, 128):
         problem = Problem.contiguous(batch=4, heads_q=8, seq_q=4096, head_dim=head_dim, causal=causal)
-        found = {config.exp2_fma_sixteenths for config in candidates(variant, problem, ARCHS["sm90"])}
+        found = {config.exp2_fma_sixteenths for config in BACKEND.forward.candidates(variant, problem, ARCHS["sm90"])}
         assert found == ({0, 1, 2} if head_dim == 64 else {0})
 
 
 # ---------------------------------------------------------------- what the compiler makes of it
 
 
-def hot_loop(config, *, causal):
+def hot_loop(config):
     """How often each instruction stands in the loop over unmasked blocks: the first with tensor cores, and no other."""
-    problem = Problem.contiguous(batch=4, heads_q=32, seq_q=4096, head_dim=64, causal=causal)
+    problem = Problem.contiguous(batch=4, heads_q=32, seq_q=4096, head_dim=64, causal=True)
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], config=config, probe=False)
     (compiled,) = BACKEND.forward.compile(plan)
     return Counter(_first_loop(compiled.cubin)), compiled
@@ -212,13 +199,12 @@ def _first_loop(cubin):
 
 
 @needs_compiler
-@pytest.mark.parametrize("causal", [False, True])
-def test_hopper_saves_ex2_and_moves_nothing(causal):
+def test_hopper_saves_ex2_and_moves_nothing():
     config = CutileConfig(tile_m=64, tile_n=64, occupancy=4, heads_together=4, lazy_max=True)
-    plain, before = hot_loop(config, causal=causal)
+    plain, before = hot_loop(config)
     assert plain["MUFU.EX2"] == 32
-    for sixteenths in (1, 2, 3):
-        loop, after = hot_loop(replace(config, exp2_fma_fraction=sixteenths / 16), causal=causal)
+    for sixteenths in (1, 3):
+        loop, after = hot_loop(replace(config, exp2_fma_fraction=sixteenths / 16))
         assert loop["MUFU.EX2"] == 32 - 2 * sixteenths
         assert loop["FFMA"] == plain["FFMA"] + 4 * 2 * sixteenths  # contracted, as the model has it
         assert not [name for name in loop if name.startswith(("SHFL", "LDS", "STS", "FSEL", "SEL"))]

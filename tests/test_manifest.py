@@ -258,7 +258,7 @@ def test_a_launch_that_is_made_otherwise_is_refused(tmp_path):
             },
         ),
         ("triton", {"backward_configs", "bind", "configs", "steps", "table", "gluon/configs"}),
-        ("cutile", {"backward_configs", "bind", "configs", "steps", "table"}),
+        ("cutile", {"bind", "configs", "grid", "kernels/constants", "steps", "table"}),
     ],
 )
 def test_host_code_is_what_makes_a_binding(name, modules, monkeypatch):

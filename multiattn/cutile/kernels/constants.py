@@ -1,101 +1,100 @@
-"""What is fixed when the forward kernel is compiled, and what its loops carry."""
+"""What a kernel is compiled for: records that it captures. A changed field is other code. Pure Python: no cuTile."""
 
-# cuda.tile is untyped, and so are its decorators:
-# mypy: disable-error-code="untyped-decorator"
+from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import cuda.tile as ct
-
-from multiattn.cutile.configs import SMALLEST_TILE
-
-PLAIN, AHEAD, PAIRS, APART, PILOT, PILOT_PAIRS = 0, 1, 2, 3, 4, 5
-"""Pipelines, as `PIPELINES` of the configs has them."""
+SMALLEST_TILE = 16
+"""Rows: the smallest m, n and k that every arch's tensor cores take."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What is fixed when the kernel is compiled."""
+class ForwardConstants:
+    """Of the forward kernel. The rung's flags are those of `CutileStep`, the ways to run those of `CutileConfig`."""
 
-    tile_m: Any
-    tile_n: Any
-    tile_d: Any
+    tile_m: int
+    tile_n: int
+    tile_d: int
     """head_dim rounded up to a power of two, with `tail_d` half of that; loads fill up with zeros, stores clip it."""
-    tail_d: Any
+    tail_d: int
     """What is left of head_dim, rounded up to a power of two, where it is a part of its own (`parts`); else 0."""
-    causal: Any
-    masked: Any
-    """Whether any block of keys needs a mask: causal, or the last one is not full."""
-    heads_together: Any
-    spanning: Any
+    banded: bool
+    masked: bool
+    """Whether any block of keys needs a mask: banded, or the last one is not full."""
+    heads_together: int
+    spanning: bool
     """Whether those are heads of several batch entries."""
-    grouped: Any
+    grouped: bool
     """Whether heads of q share those of k."""
-    linear_grid: Any
+    linear_grid: bool
     """Whether tiles are numbered, as they must be of a static grid, or a block's place is its place in the grid."""
-    sign: Any
+    sign: int
     """Of the scale: 1, -1 or 0."""
-    k_latency: Any  # or None, as v_latency
-    v_latency: Any
-    tma: Any
-    exp2: Any  # from here on as in `Step`
-    flush_to_zero: Any
-    scale_after_max: Any
-    k_transposed: Any
-    approximate_division: Any
-    ln_base: Any
-    lazy_max: Any
-    headroom: Any
+    k_latency: int | None
+    v_latency: int | None
+    tma: bool
+    exp2: bool
+    flush_to_zero: bool
+    scale_after_max: bool
+    k_transposed: bool
+    approximate_division: bool
+    ln_base: float
+    lazy_max: bool
+    headroom: float
     """log2 of how much less than one the largest weight of the keys that set the maxima is, with `lazy_max`."""
-    diagonal_first: Any
+    diagonal_first: bool
     """Whether `lazy_max` takes the maxima of the first block that needs a mask, of which each row sees some key."""
-    pipeline: Any
-    static_grid: Any
+    pipeline: str
+    static_grid: bool
     """Whether a block takes every n-th tile of n blocks, not one."""
-    exp2_fma_sixteenths: Any
+    exp2_fma_sixteenths: int
     """Of the weights of `lazy_max`: what share of them is a polynomial on the FMA units."""
-    q_in_registers: Any
+    q_in_registers: bool
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
-    """Running softmax of the tile's rows, fp32."""
+class BackwardConstants:
+    """Of a backward kernel with products."""
 
-    acc: Any  # [tile_m, head_dim]
-    m: Any  # [tile_m, 1], in the domain of the step; with lazy_max of one block's keys, or of some
-    l: Any  # [tile_m, SUMS]  # noqa: E741 - the paper's name
+    tile_m: int
+    tile_n: int
+    tile_d: int
+    """head_dim rounded up to a power of two; loads fill the rest with zeros, stores clip it."""
+    banded: bool
+    ragged: bool
+    """Whether the last block of keys is not full."""
+    heads_together: int
+    latency: int
+    """Of the loads in the loop."""
+    tma: bool
+    tma_columns: bool
+    """Whether what the fp32 arrays ``[B, Hq, Sq]`` hold of a row ends at a multiple of 16 bytes, as TMA would clip."""
+    spanning = False
 
 
-@ct.function
-def pilot_of(shape: Any) -> Any:
-    """The same tile of queries with as few keys as a tile can have."""
-    return Shape(
-        tile_m=shape.tile_m,
-        tile_n=SMALLEST_TILE,
-        tile_d=shape.tile_d,
-        tail_d=shape.tail_d,
-        causal=shape.causal,
-        masked=True,
-        heads_together=1,
-        spanning=False,
-        grouped=shape.grouped,
-        linear_grid=shape.linear_grid,
-        sign=shape.sign,
-        k_latency=None,
-        v_latency=None,
-        tma=shape.tma,
-        exp2=shape.exp2,
-        flush_to_zero=shape.flush_to_zero,
-        scale_after_max=shape.scale_after_max,
-        k_transposed=shape.k_transposed,
-        approximate_division=shape.approximate_division,
-        ln_base=shape.ln_base,
-        lazy_max=False,
-        headroom=0.0,
-        diagonal_first=False,
-        pipeline=PLAIN,
-        static_grid=False,
-        exp2_fma_sixteenths=0,
-        q_in_registers=False,
-    )
+@dataclass(frozen=True, kw_only=True)
+class QueryGradsConstants(BackwardConstants):
+    """Of the first of two passes."""
+
+    has_dlse: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowConstants:
+    """Of a kernel that has rows only, before or after the one pass."""
+
+    tile_m: int
+    tile_d: int
+    latency = 2
+    tma = True
+    tma_columns = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowDeltaConstants(RowConstants):
+    """Of the one before."""
+
+    has_dlse: bool
+
+
+KernelConstants = ForwardConstants | BackwardConstants | RowConstants
