@@ -148,8 +148,8 @@ def test_the_64_bit_kernels_are_the_same_kernels(variant, monkeypatch):
     # One head of keys may stand for all of them: dk is then as large as if it did not.
     sizes = {"batch": 2, "heads_q": 64, "seq_q": 1, "seq_kv": 2**17, "head_dim": 256}
     broadcast = replace(Problem.contiguous(**sizes), strides_k=(0, 0, 256), strides_v=(0, 0, 256))
-    assert needs_64bit(broadcast, backward=True)
     assert not needs_64bit(broadcast)
+    assert all(launch.is_64bit for launch in launches_of(plan_of(variant, broadcast, arch=ARCHS["sm90"])))
     monkeypatch.setattr("multiattn.plan.abi.INT32_MAX", 0)
     assert needs_64bit(Problem.of(*tensors[:3]), backward=True)
     assert all(map(torch.equal, check(variant, *tensors, causal=True), expected))

@@ -131,6 +131,11 @@ def _forward_variant(name: str) -> Variant:
     )
 
 
+def _backward_variant(name: str, summary: str, **rest: Any) -> Variant:
+    workspace = functools.partial(workspace_bytes, name)
+    return Variant(name=name, summary=summary, capability=_EVERYWHERE, workspace=workspace, **rest)
+
+
 _EVERYWHERE = Capability(arches=("cpu", *GPU_ARCHS))
 _OPERATIONS: dict[str, Any] = {
     "prepare": _later("launch", "prepare"),
@@ -147,21 +152,17 @@ BACKEND = Backend(
     forward=Op(variants=tuple(_forward_variant(name) for name in STEPS), candidates=forward_candidates, **_OPERATIONS),
     backward=Op(
         variants=(
-            Variant(
-                name="atomic",
-                summary="one pass over the keys, dq added up in fp32 by atomics (TMA reductions where there are)",
-                capability=_EVERYWHERE,
+            _backward_variant(
+                "atomic",
+                "one pass over the keys, dq added up in fp32 by atomics (TMA reductions where there are)",
                 rules=rules.ATOMIC_RULES,
-                deterministic=False,
-                workspace=lambda problem, config: workspace_bytes("atomic", problem),
                 fits=fits.why_not_one_pass,
+                deterministic=False,
             ),
-            Variant(
-                name="two_pass",
-                summary="a pass over the queries for dq, one over the keys for dk and dv",
-                capability=_EVERYWHERE,
+            _backward_variant(
+                "two_pass",
+                "a pass over the queries for dq, one over the keys for dk and dv",
                 rules=rules.TWO_PASS_RULES,
-                workspace=lambda problem, config: workspace_bytes("two_pass", problem),
                 fits=fits.why_not_two_pass,
             ),
         ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from multiattn.cutile.configs import (
     HEADROOM,
@@ -43,6 +44,7 @@ from multiattn.cutile.steps import STEPS
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
 from multiattn.plan.columns import one_width
+from multiattn.plan.config import Config
 from multiattn.plan.schedule import most_multiprocessors
 from multiattn.problem import LOG2_E, Problem
 from multiattn.run.arguments import Layout, layouts
@@ -144,8 +146,8 @@ def launches_of(
     return _one_pass(plan, has_dlse) if "dq_sum" in AREAS[plan.variant] else _two_passes(plan, has_dlse)
 
 
-def workspace_bytes(variant: str, problem: Problem) -> int:
-    """Of a backward's areas."""
+def workspace_bytes(variant: str, problem: Problem, config: Config | None = None) -> int:
+    """Of a backward's areas, whatever its config."""
     known = layouts(problem)
     return sum(known[name].size_bytes for name in AREAS[variant])
 
@@ -200,6 +202,13 @@ def has_positive_strides(problem: Problem) -> bool:
 # ---------------------------------------------------------------- forward
 
 
+_OF_STEP = ("exp2", "flush_to_zero", "scale_after_max", "k_transposed", "approximate_division", "ln_base")
+_OF_CONFIG = (
+    "tile_m", "tile_n", "k_latency", "v_latency", "lazy_max", "pipeline", "exp2_fma_sixteenths", "q_in_registers",
+)  # fmt: skip
+"""Constants of the kernel that a rung and a config have by the same name; a rung's others limit the config."""
+
+
 def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> KernelLaunch:
     problem, config, step = plan.problem, plan.config, STEPS[plan.variant].step
     assert isinstance(config, CutileConfig)
@@ -226,8 +235,6 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> Ke
         arrays=_arrays(assumed, emitted, problem, _same(*_FORWARD)),
         scalars={"scale": problem.scale_log2 if step.exp2 else problem.scale_log2 / LOG2_E},
         constants=ForwardConstants(
-            tile_m=config.tile_m,
-            tile_n=config.tile_n,
             tile_d=tile_d,
             tail_d=tail_d,
             banded=problem.is_banded,
@@ -237,22 +244,12 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> Ke
             grouped=grouped,
             linear_grid=linear,
             sign=problem.scale_sign,
-            k_latency=config.k_latency,
-            v_latency=config.v_latency,
             tma=tma,
-            exp2=step.exp2,
-            flush_to_zero=step.flush_to_zero,
-            scale_after_max=step.scale_after_max,
-            k_transposed=step.k_transposed,
-            approximate_division=step.approximate_division,
-            ln_base=step.ln_base,
-            lazy_max=config.lazy_max,
+            **{name: getattr(step, name) for name in _OF_STEP},
+            **{name: getattr(config, name) for name in _OF_CONFIG},
             headroom=HEADROOM[problem.dtype],
             diagonal_first=diagonal > 1,
-            pipeline=config.pipeline,
             static_grid=config.scheduler == "static",
-            exp2_fma_sixteenths=config.exp2_fma_sixteenths,
-            q_in_registers=config.q_in_registers,
         ),
         assumed=assumed,
     )
@@ -273,21 +270,14 @@ def _together(assumed: dict[str, str], emitted: Mapping[str, str], problem: Prob
 def _two_passes(plan: Plan, has_dlse: bool) -> tuple[KernelLaunch, ...]:
     problem, config = plan.problem, plan.config
     assert isinstance(config, TwoPassConfig)
-    tiles = count_query_tiles(problem, config.dq_tile_m)
     tensors = {**_same("q", "k", "v", "out", "lse", "dout"), **_dlse(has_dlse), **_same("delta", "dq")}
     constants = QueryGradsConstants(
-        tile_m=config.dq_tile_m,
-        tile_n=config.dq_tile_n,
-        tile_d=one_width(problem.head_dim),
-        banded=problem.is_banded,
-        ragged=problem.seq_kv % config.dq_tile_n != 0,
+        **_products(problem, config.dq_tile_m, config.dq_tile_n),
         heads_together=divisor_near(config.dq_heads_together, problem.heads_q),
         latency=config.dq_latency,
-        tma=has_positive_strides(problem),
-        tma_columns=problem.seq_q % 4 == 0,
         has_dlse=has_dlse,
     )
-    hints = (config.dq_occupancy, config.dq_num_worker_warps)
+    tiles, hints = count_query_tiles(problem, config.dq_tile_m), (config.dq_occupancy, config.dq_num_worker_warps)
     query_grads = _backward(problem, "query_grads", tiles, tensors, constants, *hints)
     return query_grads, _key_launch(plan, "key_grads", ("q", "k", "v", "lse", "dout", "delta", "dk", "dv"))
 
@@ -309,18 +299,25 @@ def _key_launch(plan: Plan, kernel: str, arrays: tuple[str, ...]) -> KernelLaunc
     problem, config = plan.problem, plan.config
     assert isinstance(config, OnePassConfig)
     constants = BackwardConstants(
-        tile_m=config.tile_m,
-        tile_n=config.tile_n,
-        tile_d=one_width(problem.head_dim),
-        banded=problem.is_banded,
-        ragged=problem.seq_kv % config.tile_n != 0,
+        **_products(problem, config.tile_m, config.tile_n),
         heads_together=divisor_near(config.heads_together, problem.heads_kv),
         latency=config.latency,
-        tma=has_positive_strides(problem),
-        tma_columns=problem.seq_q % 4 == 0,
     )
     tiles = count_key_tiles(problem, config.tile_n)
     return _backward(problem, kernel, tiles, _same(*arrays), constants, config.occupancy, config.num_worker_warps)
+
+
+def _products(problem: Problem, tile_m: int, tile_n: int) -> dict[str, Any]:
+    """The constants of a kernel with products that follow from its tile."""
+    return {
+        "tile_m": tile_m,
+        "tile_n": tile_n,
+        "tile_d": one_width(problem.head_dim),
+        "banded": problem.is_banded,
+        "ragged": problem.seq_kv % tile_n != 0,
+        "tma": has_positive_strides(problem),
+        "tma_columns": problem.seq_q % 4 == 0,
+    }
 
 
 _FACTORS: Mapping[str, tuple[str, ...]] = {"row_deltas": (), "round_query_grads": ("grad_factor",)}

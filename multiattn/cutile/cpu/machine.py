@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
+import cuda.tile as ct
 import torch
 from cuda.tile._dispatch_mode import DispatchMode
 from cuda.tile._execution import is_stub
 
 from multiattn.cutile.cpu import arithmetic, memory, shaping
-from multiattn.cutile.cpu.memory import Array, Ledger, Run
+from multiattn.cutile.cpu.memory import Array, Ledger, OutOfBoundsError, Run
 from multiattn.cutile.cpu.tile import Tile, as_tile
 
 
@@ -29,13 +30,8 @@ def _assert(condition: Any, message: str | None = None) -> None:
 _STATIC: dict[str, Callable[..., Any]] = {
     "assert_": _assert,
     "static_assert": _assert,
-    "static_eval": lambda value: value,
-    "ensure_constant": lambda value: value,
-    "assume_divisible_by": lambda value, divisor: value,
     "print": builtins.print,
     "printf": lambda text, *values: builtins.print(text % values, end=""),
-    "grid_dependency_control_wait": lambda: None,
-    "grid_dependency_control_launch_dependents": lambda: None,
 }
 
 RULES: dict[str, Callable[..., Any]] = {**arithmetic.RULES, **shaping.RULES, **memory.RULES, **_STATIC}
@@ -142,6 +138,7 @@ def _one_thread() -> Iterator[None]:
 
 
 _Memory = tuple[int, torch.dtype]
+_INT32_MAX = 2**31 - 1
 
 
 def _memory_of(tensor: torch.Tensor) -> _Memory:
@@ -162,6 +159,10 @@ def _ledgers(args: Sequence[Any], run: Run) -> dict[_Memory, Ledger]:
 
 def _device_value(value: Any, annotation: Any, ledgers: dict[_Memory, Ledger]) -> Any:
     if isinstance(value, torch.Tensor):
+        index_dtype = annotation.array.index_dtype if annotation.array else ct.int32
+        last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+        if index_dtype != ct.int64 and max((last, *value.stride())) > _INT32_MAX:
+            raise OutOfBoundsError(f"offsets up to {last}, in an array that is indexed with 32 bits")
         return Array(value, ledgers[_memory_of(value)])
     is_constant = getattr(annotation, "constant", False)
     return as_tile(value) if isinstance(value, float) and not is_constant else value

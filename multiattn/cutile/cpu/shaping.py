@@ -9,7 +9,6 @@ import cuda.tile as ct
 import torch
 from cuda.tile._datatype import _mma_supported_dtypes as accumulators_of
 
-from multiattn.cutile.cpu.arithmetic import round_to_tf32
 from multiattn.cutile.cpu.tile import Tile, as_tile, require, tile_dtype, tile_shape, torch_dtype
 
 
@@ -52,38 +51,13 @@ def _transpose(x: Tile, axis0: int | None = None, axis1: int | None = None) -> T
     return Tile(x.data.transpose(axis0, axis1), x.dtype)
 
 
-def _cat(tiles: Any, axis: int) -> Tile:
-    require(len({tile.dtype for tile in tiles}) == 1, "cat needs tiles of one dtype")
-    data = torch.cat([tile.data for tile in tiles], axis)
-    tile_shape(tuple(data.shape))
-    return Tile(data, tiles[0].dtype)
-
-
-def _extract(x: Tile, index: Any, shape: Any) -> Tile:
-    extents = tile_shape(shape)
-    indices = index if isinstance(index, tuple | list) else (index,)
-    parts = [slice(int(i) * extent, (int(i) + 1) * extent) for i, extent in zip(indices, extents, strict=True)]
-    inside = all(part.start >= 0 and part.stop <= limit for part, limit in zip(parts, x.shape, strict=True))
-    require(inside, f"extract {index} of {extents} leaves the tile {x.shape}")
-    return Tile(x.data[tuple(parts)], x.dtype)
-
-
 def _mma(x: Tile, y: Tile, acc: Tile, *, use_fast_acc: bool = False) -> Tile:
     pair = {x.dtype, y.dtype}
     require(len(pair) == 1 or pair == {ct.int8, ct.uint8}, f"mma of {x.dtype} and {y.dtype}")
     require(acc.dtype in accumulators_of.get(x.dtype, ()), f"mma of {x.dtype} into {acc.dtype}")
     dtype = torch.float32 if acc.dtype == ct.float16 else acc.data.dtype
     a, b = x.data.to(dtype), y.data.to(dtype)
-    if x.dtype == ct.tfloat32:
-        a, b = round_to_tf32(a), round_to_tf32(b)
     return Tile((a @ b + acc.data.to(dtype)).to(acc.data.dtype), acc.dtype)
-
-
-def _matmul(x: Tile, y: Tile) -> Tile:
-    require(x.ndim >= 2 and y.ndim >= 2, "matmul of vectors is not modelled")
-    require(x.dtype in accumulators_of, f"matmul of {x.dtype}")
-    dtype = accumulators_of[x.dtype][0]
-    return _mma(x, y, _full((*x.shape[:-1], y.shape[-1]), 0, dtype))
 
 
 RULES: dict[str, Callable[..., Any]] = {
@@ -96,9 +70,6 @@ RULES: dict[str, Callable[..., Any]] = {
     "expand_dims": _expand_dims,
     "permute": _permute,
     "transpose": _transpose,
-    "cat": _cat,
-    "extract": _extract,
     "mma": _mma,
-    "matmul": _matmul,
 }
 """Rules of shaping ops and matrix products, by the op's name in `cuda.tile`."""

@@ -18,7 +18,7 @@ left operand of the next. The factor of dq and dk comes last, once an element.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cuda.tile as ct
@@ -31,11 +31,23 @@ from multiattn.cutile.kernels.tiles import (
     Place,
     Vectors32,
     find_place,
+    is_key,
     is_visible,
     key_blocks,
     query_blocks,
 )
 from multiattn.problem import LOG2_E
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """The arrays that blocks of queries are read from, and the factor of their scores."""
+
+    q: Any
+    lse: Any
+    dout: Any
+    delta: Any
+    score_factor: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +137,7 @@ def query_grads_block(
 
 @ct.function
 def find_key_tile(const: Any, q: Any, k: Any) -> Any:
-    """(batch, head of keys, tile) of a block that takes a tile of keys.
+    """Where the tile of keys lives that a block takes; it has no head of queries of its own.
 
     `heads_together` heads (a divisor of the heads of k) advance together. Banded: the first tiles, which most queries
     see, go first.
@@ -136,37 +148,36 @@ def find_key_tile(const: Any, q: Any, k: Any) -> Any:
     section = block // (tiles * const.heads_together)
     rest = block % (tiles * const.heads_together)
     batch_head = section * const.heads_together + rest % const.heads_together
-    return batch_head // heads, batch_head % heads, rest // const.heads_together
+    batch, head = batch_head // heads, batch_head % heads
+    tile = rest // const.heads_together
+    return Place(batch=batch, head=head, head_kv=head, tile=tile, seq_q=q.shape[2], seq_kv=k.shape[2])
 
 
 @ct.function
 def add_queries(
-    const: Any, place: Any, key_tile: Any, keys: Any, values: Any, q: Any, lse: Any, dout: Any, delta: Any,
-    score_factor: Any, dq_sum: Any, sums: Any, masked: ConstBool,
-) -> Any:  # fmt: skip
+    const: Any, place: Any, key_tile: Any, keys: Any, values: Any, given: Any, dq_sum: Any, sums: Any, masked: ConstBool
+) -> Any:
     """Take one block of queries into a tile of dk and dv; keys and values are tiles ``[tile_n, tile_d]``.
 
     With `dq_sum`, an fp32 view of such tiles, also add the block's share of dq to it.
     """
     none = ct.full((const.tile_n, const.tile_m), 0.0, dtype=ct.float32)
     rows = (place.batch, place.head, place.tile)
-    m = load_lse(const, lse, rows)[None, :]
-    d = load_column(const, delta, rows)[None, :]
-    queries = load_rows(const, q, (*rows, 0), const.tile_m, const.latency)
-    douts = load_rows(const, dout, (*rows, 0), const.tile_m, const.latency)
+    m = load_lse(const, given.lse, rows)[None, :]
+    d = load_column(const, given.delta, rows)[None, :]
+    queries = load_rows(const, given.q, (*rows, 0), const.tile_m, const.latency)
+    douts = load_rows(const, given.dout, (*rows, 0), const.tile_m, const.latency)
     s = ct.mma(keys, queries.transpose(), none)  # [tile_n, tile_m]
-    p = ct.exp2(s * score_factor - m, flush_to_zero=True)
+    p = ct.exp2(s * given.score_factor - m, flush_to_zero=True)
     if masked:
         visible = is_visible(const, place, key_tile).transpose()
         p = ct.where(visible, p, 0.0)
-    dv = ct.mma(p.astype(q.dtype), douts, sums.dv)
+    dv = ct.mma(p.astype(keys.dtype), douts, sums.dv)
     dp = ct.mma(values, douts.transpose(), none)  # [tile_n, tile_m]
     ds = p * (dp - d)
     if const.ragged and dq_sum is not None:  # a key beyond the end: its own rows are not stored, but dq sums over it
-        ds = ct.where(
-            (key_tile * const.tile_n + ct.arange(const.tile_n, dtype=ct.int32) < place.seq_kv)[:, None], ds, 0.0
-        )
-    ds = ds.astype(q.dtype)
+        ds = ct.where(is_key(const, place, key_tile), ds, 0.0)
+    ds = ds.astype(keys.dtype)
     dk = ct.mma(ds, queries, sums.dk)
     if dq_sum is not None:
         share = ct.mma(ds.transpose(), keys, ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32))
@@ -175,36 +186,27 @@ def add_queries(
 
 
 @ct.function
-def key_grads_block(
-    const: Any, q: Any, k: Any, v: Any, lse: Any, dout: Any, delta: Any, dq_sum: Any, dk: Any, dv: Any,
-    score_factor: Any, grad_factor: Any,
-) -> None:  # fmt: skip
+def key_grads_block(const: Any, k: Any, v: Any, given: Any, dq_sum: Any, dk: Any, dv: Any, grad_factor: Any) -> None:
     """One block: a tile of dk and of dv, summed over the queries of the group's heads."""
-    batch, head_kv, tile = find_key_tile(const, q, k)
-    index = (batch, head_kv, tile, 0)
+    q = given.q
+    mine = find_key_tile(const, q, k)
+    index = (mine.batch, mine.head_kv, mine.tile, 0)
     keys = load_rows(const, k, index, const.tile_n, 2)
     values = load_rows(const, v, index, const.tile_n, 2)
-    seq_q, seq_kv = q.shape[2], k.shape[2]
     group = q.shape[1] // k.shape[1]
     zeros = ct.full((const.tile_n, const.tile_d), 0.0, dtype=ct.float32)
     sums = KeyGradSums(dk=zeros, dv=zeros)
-    first, first_full, end = query_blocks(const, tile, seq_q, seq_kv)
+    first, first_full, end = query_blocks(const, mine.tile, mine.seq_q, mine.seq_kv)
     # The heads of the group and their blocks in one loop: one pipeline of loads, and no registers for a second counter.
     if const.banded:
         masked = max(0, first_full - first)
         for step in range(0, group * masked):
-            place = Place(
-                batch=batch, head=head_kv * group + step // masked, head_kv=head_kv, tile=first + step % masked,
-                seq_q=seq_q, seq_kv=seq_kv,
-            )  # fmt: skip
-            sums = add_queries(const, place, tile, keys, values, q, lse, dout, delta, score_factor, dq_sum, sums, True)
+            place = replace(mine, head=mine.head_kv * group + step // masked, tile=first + step % masked)
+            sums = add_queries(const, place, mine.tile, keys, values, given, dq_sum, sums, True)
     full = max(0, end - first_full)
     for step in range(0, group * full):
-        place = Place(
-            batch=batch, head=head_kv * group + step // full, head_kv=head_kv, tile=first_full + step % full,
-            seq_q=seq_q, seq_kv=seq_kv,
-        )  # fmt: skip
-        sums = add_queries(const, place, tile, keys, values, q, lse, dout, delta, score_factor, dq_sum, sums, False)
+        place = replace(mine, head=mine.head_kv * group + step // full, tile=first_full + step % full)
+        sums = add_queries(const, place, mine.tile, keys, values, given, dq_sum, sums, False)
     dk_tile = (sums.dk * grad_factor).astype(dk.dtype).reshape((1, 1, const.tile_n, const.tile_d))
     dv_tile = sums.dv.astype(dv.dtype).reshape((1, 1, const.tile_n, const.tile_d))
     ct.store(dk, index, dk_tile, allow_tma=const.tma)
@@ -242,7 +244,8 @@ def key_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
         q: Array32, k: Array32, v: Array32, lse: Vectors32, dout: Array32, delta: Vectors32, dk: Array32, dv: Array32,
         score_factor: float, grad_factor: float,
     ) -> None:  # fmt: skip
-        key_grads_block(const, q, k, v, lse, dout, delta, None, dk, dv, score_factor, grad_factor)
+        given = Given(q=q, lse=lse, dout=dout, delta=delta, score_factor=score_factor)
+        key_grads_block(const, k, v, given, None, dk, dv, grad_factor)
 
     return key_grads
 
@@ -254,8 +257,9 @@ def all_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
         q: Array32, k: Array32, v: Array32, lse: Vectors32, dout: Array32, delta: Vectors32, dq_sum: Array32,
         dk: Array32, dv: Array32, score_factor: float, grad_factor: float,
     ) -> None:  # fmt: skip
+        given = Given(q=q, lse=lse, dout=dout, delta=delta, score_factor=score_factor)
         view = dq_sum.tiled_view((1, 1, const.tile_m, const.tile_d))
-        key_grads_block(const, q, k, v, lse, dout, delta, view, dk, dv, score_factor, grad_factor)
+        key_grads_block(const, k, v, given, view, dk, dv, grad_factor)
 
     return all_grads
 

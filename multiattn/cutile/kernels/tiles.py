@@ -126,14 +126,8 @@ def place_tile(const: Any, q: Any, k: Any, number: Any, static_grid: ConstBool, 
         batch, head = batch_and_head(q, number.batch * const.heads_together + number_in_section)
     else:
         batch, head = number.batch, number.section * const.heads_together + number_in_section
-    return Place(
-        batch=batch,
-        head=head,
-        head_kv=shared_head(q, k, head, grouped),
-        tile=tile,
-        seq_q=q.shape[2],
-        seq_kv=k.shape[2],
-    )
+    head_kv = shared_head(q, k, head, grouped)
+    return Place(batch=batch, head=head, head_kv=head_kv, tile=tile, seq_q=q.shape[2], seq_kv=k.shape[2])
 
 
 @ct.function
@@ -152,14 +146,8 @@ def place_in_grid(const: Any, q: Any, k: Any) -> Any:
         batch, head = batch_and_head(q, number)
     else:
         batch, head = ct.bid(2), number
-    return Place(
-        batch=batch,
-        head=head,
-        head_kv=shared_head(q, k, head, const.grouped),
-        tile=tile,
-        seq_q=q.shape[2],
-        seq_kv=k.shape[2],
-    )
+    head_kv = shared_head(q, k, head, const.grouped)
+    return Place(batch=batch, head=head, head_kv=head_kv, tile=tile, seq_q=q.shape[2], seq_kv=k.shape[2])
 
 
 @ct.function
@@ -199,3 +187,9 @@ def is_visible(const: Any, place: Any, block: Any) -> Any:
     if const.banded:
         return col <= row + (place.seq_kv - place.seq_q)
     return col < place.seq_kv
+
+
+@ct.function
+def is_key(const: Any, place: Any, block: Any) -> Any:
+    """Which rows of a block of keys there are, bool ``[tile_n, 1]``."""
+    return (block * const.tile_n + ct.arange(const.tile_n, dtype=ct.int32) < place.seq_kv)[:, None]

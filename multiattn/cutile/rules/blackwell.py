@@ -22,33 +22,15 @@ _WARPGROUPS = COMPILED + "two warpgroups share the accumulators, as on sm90"
 _AS_HOPPER = COMPILED + "the tiles of sm90"
 
 TWO_PASS: tuple[Rule[TwoPassConfig], ...] = (
-    Rule(
-        arches=_ARCHES,
-        head_dim_max=128,
-        config=TwoPassConfig(tile_m=64, tile_n=128, num_worker_warps=8, dq_tile_m=128, dq_num_worker_warps=8),
-        why=_WARPGROUPS,
-    ),
-    Rule(
-        arches=_ARCHES,
-        head_dim_min=129,
-        config=TwoPassConfig(tile_m=64, tile_n=64, num_worker_warps=8, dq_num_worker_warps=8),
-        why=_AS_HOPPER,
-    ),
-)
+    Rule(arches=_ARCHES, head_dim_max=128, why=_WARPGROUPS,
+         config=TwoPassConfig(tile_m=64, tile_n=128, num_worker_warps=8, dq_tile_m=128, dq_num_worker_warps=8)),
+    Rule(arches=_ARCHES, head_dim_min=129, why=_AS_HOPPER,
+         config=TwoPassConfig(tile_m=64, tile_n=64, num_worker_warps=8, dq_num_worker_warps=8)),
+)  # fmt: skip
 
 ATOMIC: tuple[Rule[OnePassConfig], ...] = (
-    Rule(
-        arches=_ARCHES,
-        head_dim_max=128,
-        config=OnePassConfig(tile_m=64, tile_n=128, num_worker_warps=8),
-        why=_WARPGROUPS,
-        only_named=True,
-    ),
-    Rule(
-        arches=_ARCHES,
-        head_dim_min=129,
-        config=OnePassConfig(tile_m=64, tile_n=64, num_worker_warps=8),
-        why=_AS_HOPPER,
-        only_named=True,
-    ),
-)
+    Rule(arches=_ARCHES, head_dim_max=128, why=_WARPGROUPS, only_named=True,
+         config=OnePassConfig(tile_m=64, tile_n=128, num_worker_warps=8)),
+    Rule(arches=_ARCHES, head_dim_min=129, why=_AS_HOPPER, only_named=True,
+         config=OnePassConfig(tile_m=64, tile_n=64, num_worker_warps=8)),
+)  # fmt: skip
