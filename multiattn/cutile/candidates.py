@@ -25,18 +25,15 @@ def _fields(hints: _Hints, prefix: str = "") -> dict[str, Any]:
     return {prefix + name: value for name, value in zip(names, hints, strict=True)}
 
 
-_HOPPER_64: tuple[_Hints, ...] = (
-    (64, 64, 4, None), (128, 64, 2, 8), (64, 128, 3, None), (64, 64, 3, None), (64, 64, 2, None), (64, 128, 2, None),
-    (64, 128, 2, 8), (128, 64, 3, 8), (128, 128, 2, 8), (128, 128, 1, 8),
+_HOPPER: tuple[tuple[_Hints, ...], ...] = (
+    ((64, 64, 4, None), (128, 64, 2, 8), (64, 128, 3, None), (64, 64, 3, None), (64, 64, 2, None), (64, 128, 2, None),
+     (64, 128, 2, 8), (128, 64, 3, 8), (128, 128, 2, 8), (128, 128, 1, 8)),
+    ((64, 128, 2, None), (64, 128, 3, None), (64, 128, 1, None), (64, 128, 2, 8), (64, 64, 3, None), (64, 64, 2, None),
+     (128, 128, 1, 8), (128, 128, 2, 8), (128, 64, 2, 8), (128, 64, 1, 8)),
+    ((128, 128, 1, 8), (128, 64, 1, 8), (128, 32, 1, 8), (64, 128, 1, None), (64, 128, 1, 8), (64, 64, 2, None),
+     (64, 64, 1, None), (64, 32, 2, None)),
 )  # fmt: skip
-_HOPPER_128: tuple[_Hints, ...] = (
-    (64, 128, 2, None), (64, 128, 3, None), (64, 128, 1, None), (64, 128, 2, 8), (64, 64, 3, None), (64, 64, 2, None),
-    (128, 128, 1, 8), (128, 128, 2, 8), (128, 64, 2, 8), (128, 64, 1, 8),
-)  # fmt: skip
-_HOPPER_256: tuple[_Hints, ...] = (
-    (128, 128, 1, 8), (128, 64, 1, 8), (128, 32, 1, 8), (64, 128, 1, None), (64, 128, 1, 8), (64, 64, 2, None),
-    (64, 64, 1, None), (64, 32, 2, None),
-)  # fmt: skip
+"""For D up to 64, up to 128 and beyond; so are the other tables of as many rows."""
 
 
 def _lazy(tile_m: int, tile_n: int, occupancy: int, warps: int | None, *hows: str) -> tuple[CutileConfig, ...]:
@@ -47,12 +44,11 @@ def _lazy(tile_m: int, tile_n: int, occupancy: int, warps: int | None, *hows: st
     )
 
 
-_LAZY_64: tuple[CutileConfig, ...] = (
+_LAZY: tuple[tuple[CutileConfig, ...], ...] = ((
     *_lazy(64, 64, 4, None, "plain", "plain*"), *_lazy(64, 64, 3, None, "pairs", "pairs*", "plain"),
     *_lazy(128, 64, 2, 8, "plain", "plain*"), *_lazy(64, 128, 2, None, "plain", "plain*", "ahead"),
     CutileConfig(tile_m=64, tile_n=64, occupancy=4),
-)  # fmt: skip
-_LAZY_128: tuple[CutileConfig, ...] = (
+), (
     *_lazy(64, 128, 2, None, "ahead", "plain*", "plain", "pilot*"),
     *_lazy(64, 64, 2, None, "plain", "plain*", "pairs", "pairs*", "apart", "apart*"),
     *_lazy(128, 64, 1, 8, "plain", "plain*", "pairs", "pairs*", "apart*"),
@@ -60,16 +56,13 @@ _LAZY_128: tuple[CutileConfig, ...] = (
     *(replace(way, q_in_registers=True) for way in _lazy(64, 64, 2, None, "plain*", "pairs*")),
     *(replace(way, q_in_registers=True) for way in _lazy(128, 128, 1, 8, "plain", "pilot")),
     CutileConfig(tile_m=64, tile_n=128, occupancy=2),
-)  # fmt: skip
-_LAZY_256: tuple[CutileConfig, ...] = (
+), (
     *_lazy(128, 64, 1, 8, "plain", "plain*", "pairs", "pairs*", "ahead", "apart", "apart*", "pilot_pairs"),
     *_lazy(128, 32, 1, 8, "plain*", "pairs*", "ahead"), *_lazy(64, 64, 1, None, "ahead", "pairs"),
     CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8),
     CutileConfig(tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8),
-)  # fmt: skip
-_LAZY_96: tuple[CutileConfig, ...] = (
-    *_lazy(64, 64, 3, None, "plain", "pilot"), *_lazy(128, 64, 2, 8, "plain"),
-)  # fmt: skip
+))  # fmt: skip
+_LAZY_96 = (*_lazy(64, 64, 3, None, "plain", "pilot"), *_lazy(128, 64, 2, 8, "plain"))
 """Two parts of 64 and 32 columns, or fewer, leave room for another block an SM; one of 128 columns does not."""
 _LAZY_192: tuple[CutileConfig, ...] = _lazy(128, 128, 1, 8, "plain", "plain*", "pairs", "pilot", "ahead")
 """Two parts of 128 and 64 columns, or fewer, leave these the registers; one of 256 columns does not."""
@@ -83,15 +76,19 @@ _SMALL: tuple[_Hints, ...] = (
 )  # fmt: skip
 
 
+def _row(problem: Problem) -> int:
+    return 0 if problem.head_dim <= 64 else 1 if problem.head_dim <= 128 else 2
+
+
 def _forward_tiles(problem: Problem, arch: Arch) -> tuple[_Hints, ...]:
     if arch.name == "sm90":
-        return _HOPPER_64 if problem.head_dim <= 64 else _HOPPER_128 if problem.head_dim <= 128 else _HOPPER_256
+        return _HOPPER[_row(problem)]
     return _BLACKWELL if arch.name in ("sm100", "sm103") else _SMALL
 
 
 def _lazy_candidates(problem: Problem) -> list[CutileConfig]:
     """Tiles in several ways, with several latencies; heads side by side where tiles are not of one length."""
-    ways = _LAZY_64 if problem.head_dim <= 64 else _LAZY_128 if problem.head_dim <= 128 else _LAZY_256
+    ways = _LAZY[_row(problem)]
     if saving_widths(problem.head_dim) is not None:
         more = _LAZY_192 if problem.head_dim > 128 else _LAZY_96
         split = [replace(way, split_head_dim=True) for way in (*ways, *more)]
@@ -157,7 +154,6 @@ _HOPPER_KEYS: tuple[tuple[_Hints, ...], ...] = (
     ((32, 128, 1, 8), (64, 128, 1, 8), (128, 64, 1, 8), (64, 64, 1, 8)),
     ((64, 64, 1, 8), (32, 64, 1, 8)),
 )
-"""For D up to 64, up to 128 and beyond."""
 _HOPPER_QUERIES: tuple[tuple[_Hints, ...], ...] = (
     ((64, 64, 2, None), (64, 64, 3, None), (128, 64, 1, 8), (64, 128, 2, None)),
     ((128, 64, 1, 8), (64, 64, 2, None), (128, 128, 1, 8)),
@@ -172,8 +168,7 @@ _SMALL_QUERIES: tuple[_Hints, ...] = ((64, 32, 1, 8), (32, 32, 1, None), (64, 64
 def _backward_tiles(problem: Problem, arch: Arch) -> tuple[tuple[_Hints, ...], tuple[_Hints, ...]]:
     """Of the kernel that owns keys and of the one that owns queries."""
     if arch.name == "sm90":
-        row = 0 if problem.head_dim <= 64 else 1 if problem.head_dim <= 128 else 2
-        return _HOPPER_KEYS[row], _HOPPER_QUERIES[row]
+        return _HOPPER_KEYS[_row(problem)], _HOPPER_QUERIES[_row(problem)]
     if arch.name in ("sm100", "sm103"):
         return _BLACKWELL_KEYS, _BLACKWELL_QUERIES
     return _SMALL_KEYS, _SMALL_QUERIES

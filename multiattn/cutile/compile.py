@@ -12,13 +12,7 @@ from typing import Any
 
 import cuda.tile as ct
 import torch
-from cuda.tile.compilation import (
-    ArrayConstraint,
-    CallingConvention,
-    KernelSignature,
-    ScalarConstraint,
-    export_kernel,
-)
+from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature, ScalarConstraint, export_kernel
 
 from multiattn.cutile.configs import PIPELINES
 from multiattn.cutile.kernels import backward, forward

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from typing import Any
 
 from multiattn.cutile.configs import PIPELINES, ROW_TILE, SCHEDULERS, CutileConfig, OnePassConfig, TwoPassConfig
 from multiattn.cutile.grid import GRID_ALLOWED, count_key_tiles, count_query_tiles, factor_grid
@@ -30,16 +31,10 @@ def why_not_forward(
     """Every reason why `config` cannot be compiled or launched for `problem`; with a step also what it does not do."""
     if not isinstance(config, CutileConfig):
         return (Reason(code="config", got=type(config).__name__, allowed="CutileConfig"),)
-    tiles = f"tile_m={config.tile_m} tile_n={config.tile_n}"
     fraction, sixteenths = f"exp2_fma_fraction={config.exp2_fma_fraction}", 16 * config.exp2_fma_fraction
     unit, blackwell = max(1, 64 // max(1, config.tile_n)), arch.name in _TCGEN05
     checks: list[_Check] = [
-        (_is_tile(config.tile_m) and _is_tile(config.tile_n), tiles, f"powers of two from {SMALLEST_TILE}"),
-        (config.occupancy is None or 1 <= config.occupancy <= 32, f"occupancy={config.occupancy}", "1 to 32"),
-        _warps("num_worker_warps", config.num_worker_warps),
-        _latency("k_latency", config.k_latency),
-        _latency("v_latency", config.v_latency),
-        (config.heads_together >= 1, f"heads_together={config.heads_together}", "1 or more"),
+        *_fields(config, "", "k_latency", "v_latency"),
         (config.pipeline in PIPELINES, f"pipeline={config.pipeline}", ", ".join(PIPELINES)),
         (config.lazy_max or config.pipeline == "plain", f"pipeline={config.pipeline} without lazy_max", "plain"),
         (config.scheduler in SCHEDULERS, f"scheduler={config.scheduler}", ", ".join(SCHEDULERS)),
@@ -56,7 +51,7 @@ def why_not_forward(
             f"{fraction} with tile_n={config.tile_n}",
             f"multiples of {unit}/16 from 0 to 0.5",
         ),
-        _grid(tiles, count_query_tiles(problem, config.tile_m), problem),
+        _grid(f"tile_m={config.tile_m}", count_query_tiles(problem, config.tile_m), problem),
     ]
     return (*_refusals(checks), *(_beyond(step, config) if step is not None else ()))
 
@@ -75,7 +70,7 @@ def why_not_one_pass(problem: Problem, arch: Arch, config: Config) -> tuple[Reas
     """Every reason why `config` cannot be compiled or launched for `problem` in one pass."""
     if not isinstance(config, OnePassConfig) or isinstance(config, TwoPassConfig):
         return (Reason(code="config", got=type(config).__name__, allowed="OnePassConfig"),)
-    return _refusals([*_fields(config, ""), *_grids(problem, config)])
+    return _refusals([*_fields(config), *_grids(problem, config)])
 
 
 def why_not_two_pass(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
@@ -83,25 +78,26 @@ def why_not_two_pass(problem: Problem, arch: Arch, config: Config) -> tuple[Reas
     if not isinstance(config, TwoPassConfig):
         return (Reason(code="config", got=type(config).__name__, allowed="TwoPassConfig"),)
     queries = _grid(f"dq_tile_m={config.dq_tile_m}", count_query_tiles(problem, config.dq_tile_m), problem)
-    return _refusals([*_fields(config, ""), *_fields(config, "dq_"), *_grids(problem, config), queries])
+    return _refusals([*_fields(config), *_fields(config, "dq_"), *_grids(problem, config), queries])
 
 
 def _refusals(checks: Sequence[_Check]) -> tuple[Reason, ...]:
     return tuple(Reason(code="config", got=got, allowed=allowed) for holds, got, allowed in checks if not holds)
 
 
-def _fields(config: OnePassConfig, prefix: str) -> list[_Check]:
+def _fields(config: Config, prefix: str = "", *latencies: str) -> list[_Check]:
     """Of the fields of one kernel."""
-    names = ("tile_m", "tile_n", "occupancy", "num_worker_warps", "latency", "heads_together")
-    tile_m, tile_n, occupancy, warps, latency, heads = (getattr(config, prefix + name) for name in names)
-    powers = f"powers of two from {SMALLEST_TILE}"
+
+    def told(name: str, holds: Callable[[Any], bool], allowed: str) -> _Check:
+        value = getattr(config, prefix + name)
+        return holds(value), f"{prefix}{name}={value}", allowed
+
     return [
-        (_is_tile(tile_m), f"{prefix}tile_m={tile_m}", powers),
-        (_is_tile(tile_n), f"{prefix}tile_n={tile_n}", powers),
-        (1 <= occupancy <= 32, f"{prefix}occupancy={occupancy}", "1 to 32"),
-        _warps(f"{prefix}num_worker_warps", warps),
-        _latency(f"{prefix}latency", latency),
-        (heads >= 1, f"{prefix}heads_together={heads}", "1 or more"),
+        *(told(name, _is_tile, f"powers of two from {SMALLEST_TILE}") for name in ("tile_m", "tile_n")),
+        told("occupancy", lambda it: it is None or 1 <= it <= 32, "1 to 32"),
+        told("num_worker_warps", lambda it: it in (None, 4, 8), "None, 4 or 8 (others need tileiras 13.5)"),
+        *(told(name, lambda it: it is None or 1 <= it <= 10, "1 to 10") for name in latencies or ("latency",)),
+        told("heads_together", lambda it: it >= 1, "1 or more"),
     ]
 
 
@@ -114,14 +110,6 @@ def _grids(problem: Problem, config: OnePassConfig) -> list[_Check]:
 
 def _grid(what: str, blocks: int, problem: Problem) -> _Check:
     return factor_grid(blocks) is not None, f"{what} for {problem}", GRID_ALLOWED
-
-
-def _warps(name: str, warps: int | None) -> _Check:
-    return warps in (None, 4, 8), f"{name}={warps}", "None, 4 or 8 (others need tileiras 13.5)"
-
-
-def _latency(name: str, latency: int | None) -> _Check:
-    return latency is None or 1 <= latency <= 10, f"{name}={latency}", "1 to 10"
 
 
 def _is_tile(extent: int) -> bool:

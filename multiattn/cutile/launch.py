@@ -125,16 +125,14 @@ def _warn_once(error: ValueError) -> None:
 # ---------------------------------------------------------------- by cuTile, or on the CPU
 
 
+_Run = Callable[[KernelLaunch, tuple[Any, ...]], None]
+"""Launches a kernel, given all its arguments."""
+
+
 class TensorLauncher:
     """Launches each kernel with tensors, as cuTile and the CPU's interpreter take them."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        run: Callable[[KernelLaunch, tuple[Any, ...]], None],
-        multiprocessors: int | None = None,
-    ) -> None:
-        """`run` launches a kernel, given all its arguments."""
+    def __init__(self, plan: Plan, run: _Run, multiprocessors: int | None = None) -> None:
         self._launches = {
             has_dlse: launches_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors)
             for has_dlse in {False, plan.direction == "backward"}

@@ -70,32 +70,32 @@ class CutileRung:
     step: CutileStep
 
 
+_MATH = CutileStep(exp2=True, flush_to_zero=True, scale_after_max=True)
+_MEMORY = replace(_MATH, k_transposed=True, latency_hints=True)
+_FULL = replace(
+    _MEMORY, approximate_division=True, occupancy_hint=True, lazy_max=True, static_grid=True, q_in_registers=True
+)
+
 STEPS: Mapping[str, CutileRung] = {
     "full": CutileRung(
         parent="memory",
         summary="approximate division, lazy maxima, grid and blocks per SM as measured; tileiras picks how to load",
-        step=CutileStep(
-            exp2=True, flush_to_zero=True, scale_after_max=True, k_transposed=True, latency_hints=True,
-            approximate_division=True, occupancy_hint=True, lazy_max=True, static_grid=True,
-            q_in_registers=True,
-        ),
+        step=_FULL,
     ),
     "memory": CutileRung(
         parent="math",
         summary="K loaded transposed, k and v as far ahead as their latencies say: loads hide behind the products",
-        step=CutileStep(
-            exp2=True, flush_to_zero=True, scale_after_max=True, k_transposed=True, latency_hints=True,
-        ),
+        step=_MEMORY,
     ),
     "math": CutileRung(
         parent="basic",
         summary="exp2 of one multiply-add a score: log2(e) is in the scale, which is applied after the row's maximum",
-        step=CutileStep(exp2=True, flush_to_zero=True, scale_after_max=True),
+        step=_MATH,
     ),
     "basic": CutileRung(
         parent=None,
         summary="FlashAttention-2 as written: natural exp, K transposed in registers, IEEE division, no hints",
         step=CutileStep(),
     ),
-}  # fmt: skip
+}
 """Every rung, by name. Those come first that a caller gets unasked: the ones that are no other's parent."""

@@ -127,11 +127,7 @@ class KernelLaunch:
 
 
 def launches_of(
-    plan: Plan,
-    *,
-    has_dlse: bool = False,
-    multiprocessors: int | None = None,
-    emitted: Mapping[str, str] | None = None,
+    plan: Plan, *, has_dlse: bool = False, multiprocessors: int | None = None, emitted: Mapping[str, str] | None = None
 ) -> tuple[KernelLaunch, ...]:
     """The launches of a plan, in order; ValueError where there is no grid of so many blocks.
 
@@ -152,25 +148,20 @@ def workspace_bytes(variant: str, problem: Problem, config: Config | None = None
     return sum(known[name].size_bytes for name in AREAS[variant])
 
 
-def exceeds_32bit(layout: Layout) -> bool:
-    """Whether the last element, or a step along some dimension, is 2^31 or more elements away from the first.
+def needs_64bit(problem: Problem, *, backward: bool = False) -> bool:
+    """Whether an element of some tensor, or a step along a dimension, is 2^31 or more elements away from its first.
 
     A step counts where nobody takes it, too: the stride of a dimension of one element is an argument like any other.
     """
-    last = sum((size - 1) * stride for size, stride in zip(layout.shape, layout.strides, strict=True))
-    return max(last, *layout.strides) > abi.INT32_MAX
-
-
-def needs_64bit(problem: Problem, *, backward: bool = False) -> bool:
-    """Whether some tensor of a forward, or of a backward, `exceeds_32bit`."""
     known = layouts(problem)
-    return any(exceeds_32bit(known[name]) for name in (known if backward else _FORWARD))
+    tensors = [known[name] for name in (known if backward else _FORWARD)]
+    lasts = [sum((size - 1) * step for size, step in zip(it.shape, it.strides, strict=True)) for it in tensors]
+    return max(*lasts, *(step for it in tensors for step in it.strides)) > abi.INT32_MAX
 
 
-def _array(
-    assumed: dict[str, str], emitted: Mapping[str, str], problem: Problem, tensor: str, layout: Layout
-) -> ArrayArgument:
+def _array(assumed: dict[str, str], emitted: Mapping[str, str], problem: Problem, tensor: str) -> ArrayArgument:
     """An array; enters what is assumed of it."""
+    layout = layouts(problem)[tensor]
 
     def divisor(name: str, value: int, unit: int) -> int:
         return abi.multiple(assumed, emitted, f"{tensor}_{name}", unit if value % unit == 0 else 1, value)
@@ -185,13 +176,6 @@ def _array(
         strides=tuple(divisor(name, it, in_elements) for name, it in zip(STRIDES, layout.strides[:-1], strict=False)),
         overlaps=abi.flag(assumed, emitted, f"{tensor}_overlaps", 0 in layout.strides),
     )
-
-
-def _arrays(
-    assumed: dict[str, str], emitted: Mapping[str, str], problem: Problem, tensors: Mapping[str, str]
-) -> dict[str, ArrayArgument]:
-    known = layouts(problem)
-    return {name: _array(assumed, emitted, problem, tensor, known[tensor]) for name, tensor in tensors.items()}
 
 
 def has_positive_strides(problem: Problem) -> bool:
@@ -232,7 +216,7 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> Ke
         occupancy=config.occupancy,
         num_worker_warps=config.num_worker_warps,
         grid=grid,
-        arrays=_arrays(assumed, emitted, problem, _same(*_FORWARD)),
+        arrays={name: _array(assumed, emitted, problem, name) for name in _FORWARD},
         scalars={"scale": problem.scale_log2 if step.exp2 else problem.scale_log2 / LOG2_E},
         constants=ForwardConstants(
             tile_d=tile_d,
@@ -343,7 +327,7 @@ def _backward(
         occupancy=occupancy,
         num_worker_warps=num_worker_warps,
         grid=grid,
-        arrays=_arrays(assumed, {}, problem, tensors),
+        arrays={name: _array(assumed, {}, problem, tensor) for name, tensor in tensors.items()},
         scalars={name: getattr(problem, name) for name in _FACTORS.get(kernel, ("score_factor", "grad_factor"))},
         constants=constants,
         assumed=assumed,

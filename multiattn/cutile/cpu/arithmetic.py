@@ -73,13 +73,7 @@ def _reduce(function: _Rule, *, instead_of_nan: float | None = None) -> _Rule:
     """`instead_of_nan`: what a NaN counts as where it is not propagated (maximum and minimum ignore it)."""
 
     def rule(
-        x: Tile,
-        axis: Any = None,
-        *,
-        keepdims: bool = False,
-        rounding_mode: Any = None,
-        flush_to_zero: bool = False,
-        propagate_nan: bool = False,
+        x: Tile, axis: Any = None, *, keepdims: bool = False, flush_to_zero: bool = False, propagate_nan: bool = False
     ) -> Tile:
         data = widen(_flush(x.data, flush_to_zero))
         if instead_of_nan is not None and not propagate_nan and data.is_floating_point():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
-import inspect
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -99,25 +98,15 @@ def launch(grid: Sequence[int], kernel: Any, args: Sequence[Any], *, seed: int =
         TypeError: a tensor that is not on the CPU.
         cuda.tile.TileTypeError: what cuTile's type checker refuses, as far as it is modelled.
     """
-    with _on_cpu():
-        _launch(grid, kernel, args, seed)
-
-
-def _launch(grid: Sequence[int], kernel: Any, args: Sequence[Any], seed: int) -> None:
-    counts = (*map(int, grid), 1, 1, 1)[:3]
-    run = Run(grid=(counts[0], counts[1], counts[2]))
+    run = Run(grid=(*map(int, grid), 1, 1, 1)[:3])
     annotated = kernel._annotated_function
-    ledgers = _ledgers(args, run)
-    values = [
-        _device_value(value, node, ledgers) for value, node in zip(args, annotated.parameter_annotations, strict=True)
-    ]
-    function = as_device_code(annotated.pyfunc)
-    inspect.signature(function).bind(*values)
     blocks = list(enumerate(itertools.product(*map(range, run.grid)), start=1))
     random.Random(seed).shuffle(blocks)
-    with Interpreter(run).as_current(), torch.no_grad(), _one_thread():
-        for run.number, block in blocks:
-            run.block = (block[0], block[1], block[2])
+    with _on_cpu(), Interpreter(run).as_current(), torch.no_grad(), _one_thread():
+        ledgers, nodes = _ledgers(args, run), annotated.parameter_annotations
+        values = [_device_value(value, node, ledgers) for value, node in zip(args, nodes, strict=True)]
+        function = as_device_code(annotated.pyfunc)
+        for run.number, run.block in blocks:
             function(*values)
 
 

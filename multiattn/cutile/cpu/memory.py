@@ -35,8 +35,8 @@ class DataRaceError(RuntimeError):
 class Run:
     """The block that runs now; `number` counts blocks from 1, so that 0 can mean nobody."""
 
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int] = (0, 0, 0)
+    grid: tuple[int, ...]
+    block: tuple[int, ...] = (0, 0, 0)
     number: int = 1
 
 
@@ -74,6 +74,11 @@ class Ledger:
             did = "atomics of any block update" if other == _ADDED else f"block number {other} stored"
             raise DataRaceError(f"block {self.run.block} {verb} what {did}")
 
+    def own(self, owner: torch.Tensor, number: int) -> None:
+        """Enter who stored these elements."""
+        self.is_written = True
+        owner.fill_(number)
+
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Where in its storage a tensor's elements begin and end."""
@@ -101,13 +106,9 @@ class Array:
         """Rank."""
         return self.data.ndim
 
-    def tiled_view(
-        self, tile_shape: Any, *, padding_mode: Any = ct.PaddingMode.UNDETERMINED, traversal_steps: Any = None
-    ) -> TiledView:
-        """The array in tiles; overlapping tiles are not modelled."""
-        if traversal_steps is not None:
-            raise NotImplementedError("traversal_steps has no rule in the interpreter")
-        return TiledView(self, tile_shape, padding_mode)
+    def tiled_view(self, tile_shape: Any) -> TiledView:
+        """The array in tiles; overlapping tiles and padding are not modelled."""
+        return TiledView(self, tile_shape)
 
     def __getattr__(self, name: str) -> Any:
         raise NotImplementedError(f"Array.{name} has no rule in the interpreter")
@@ -116,27 +117,21 @@ class Array:
 class TiledView:
     """What `Array.tiled_view` gives a kernel."""
 
-    def __init__(self, array: Array, shape: Any, padding_mode: Any) -> None:
+    def __init__(self, array: Array, shape: Any) -> None:
         self.array = array
         self.tile_shape = tile_shape(shape)
-        self.padding_mode = padding_mode
-        self.dtype = array.dtype
 
     def atomic_store_add(self, index: Any, update: Any) -> None:
         """Add to the part of a tile that is inside the array."""
-        window = _window(self.array, index, self.tile_shape, "C")
-        self.array.ledger.check(torch.where(window.owner == _ADDED, 0, window.owner), "updates")
-        self.array.ledger.is_written = True
-        window.owner.fill_(_ADDED)
-        change = as_tile(update, self.dtype).data.to(self.array.data.dtype).expand(self.tile_shape)
+        array = self.array
+        window = _window(array, index, self.tile_shape)
+        array.ledger.check(torch.where(window.owner == _ADDED, 0, window.owner), "updates")
+        array.ledger.own(window.owner, _ADDED)
+        change = as_tile(update, array.dtype).data.to(array.data.dtype).expand(self.tile_shape)
         window.data.add_(change[window.inside])
 
     def __getattr__(self, name: str) -> Any:
         raise NotImplementedError(f"TiledView.{name} has no rule in the interpreter")
-
-
-def _axis_order(order: Any, ndim: int) -> Sequence[int]:
-    return range(ndim) if order == "C" else order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,11 +143,11 @@ class _Window:
     inside: tuple[slice, ...]
 
 
-def _window(array: Array, index: Any, shape: tuple[int, ...], order: Any) -> _Window:
+def _window(array: Array, index: Any, shape: tuple[int, ...], order: Sequence[int] | None = None) -> _Window:
     indices = index if isinstance(index, tuple | list) else (index,)
     same_rank = len(indices) == len(shape) == array.ndim
     require(same_rank, f"index {indices}, tile {shape} and array {array.shape} differ in rank")
-    axes = tuple(_axis_order(order, array.ndim))
+    axes = tuple(order or range(array.ndim))
     limits = [array.shape[axis] for axis in axes]
     starts = [int(i) * extent for i, extent in zip(indices, shape, strict=True)]
     extents = [min(extent, limit - start) for extent, limit, start in zip(shape, limits, starts, strict=True)]
@@ -171,10 +166,10 @@ def _load(
     index: Any,
     shape: Any,
     *,
-    order: Any = "C",
+    order: Any = None,
     padding_mode: Any = ct.PaddingMode.UNDETERMINED,
     latency: int | None = None,
-    **hints: Any,
+    allow_tma: bool | None = None,
 ) -> Tile:
     require(latency is None or 1 <= latency <= 10, f"latency {latency} is not in 1..10")
     extents = tile_shape(shape) if shape != () else (1,) * array.ndim
@@ -187,29 +182,16 @@ def _load(
     return Tile(data if shape != () else data.reshape(()), array.dtype)
 
 
-def _store(
-    array: Array,
-    index: Any,
-    tile: Any,
-    *,
-    order: Any = "C",
-    latency: int | None = None,
-    **hints: Any,
-) -> None:
-    require(latency is None or 1 <= latency <= 10, f"latency {latency} is not in 1..10")
+def _store(array: Array, index: Any, tile: Any, *, allow_tma: bool | None = None) -> None:
     tile = as_tile(tile, array.dtype)
     extents = tile_shape(tile.shape) if tile.ndim else (1,) * array.ndim
     wanted = promote_dtypes(tile.dtype, array.dtype)
     require(wanted == array.dtype, f"a store of {tile.dtype} into {array.dtype} needs astype")
-    window = _window(array, index, extents, order)
+    window = _window(array, index, extents)
     array.ledger.check(window.owner, "overwrites")
-    array.ledger.is_written = True
-    window.owner.fill_(array.ledger.run.number)
+    array.ledger.own(window.owner, array.ledger.run.number)
     window.data.copy_(tile.data.reshape(extents)[window.inside])
 
 
-RULES: dict[str, Callable[..., Any]] = {
-    "load": _load,
-    "store": _store,
-}
+RULES: dict[str, Callable[..., Any]] = {"load": _load, "store": _store}
 """Rules of memory ops, by the op's name in `cuda.tile`."""

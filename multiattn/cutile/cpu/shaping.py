@@ -31,19 +31,6 @@ def _reshape(x: Any, shape: Any) -> Tile:
     return Tile(tile.data.reshape(extents if -1 in extents else tile_shape(extents)), tile.dtype)
 
 
-def _broadcast_to(x: Any, shape: Any) -> Tile:
-    tile = as_tile(x)
-    return Tile(tile.data.broadcast_to(tile_shape(shape)), tile.dtype)
-
-
-def _expand_dims(x: Tile, axis: int) -> Tile:
-    return Tile(x.data.unsqueeze(axis), x.dtype)
-
-
-def _permute(x: Tile, axes: Any) -> Tile:
-    return Tile(x.data.permute(tuple(axes)), x.dtype)
-
-
 def _transpose(x: Tile, axis0: int | None = None, axis1: int | None = None) -> Tile:
     if axis0 is None or axis1 is None:
         require(x.ndim == 2 and axis0 is None and axis1 is None, "transpose needs both axes unless the tile is 2-d")
@@ -66,9 +53,9 @@ RULES: dict[str, Callable[..., Any]] = {
     "ones": lambda shape, dtype: _full(shape, 1, dtype),
     "arange": _arange,
     "reshape": _reshape,
-    "broadcast_to": _broadcast_to,
-    "expand_dims": _expand_dims,
-    "permute": _permute,
+    "broadcast_to": lambda x, shape: Tile(as_tile(x).data.broadcast_to(tile_shape(shape)), as_tile(x).dtype),
+    "expand_dims": lambda x, axis: Tile(x.data.unsqueeze(axis), x.dtype),
+    "permute": lambda x, axes: Tile(x.data.permute(tuple(axes)), x.dtype),
     "transpose": _transpose,
     "mma": _mma,
 }

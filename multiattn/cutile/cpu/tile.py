@@ -65,10 +65,6 @@ class Tile:
         """Rank."""
         return self.data.ndim
 
-    def item(self) -> Tile:
-        """The only element, as a 0-d tile."""
-        return Tile(self.data.reshape(()), self.dtype)
-
     def __getitem__(self, index: Any) -> Tile:
         parts = index if isinstance(index, tuple) else (index,)
         allowed = all(part is None or part is Ellipsis or part == slice(None) for part in parts)

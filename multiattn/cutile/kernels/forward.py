@@ -187,7 +187,8 @@ def lazy_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any
     """The softmax of the tile's rows relative to the maxima of one block of keys, right unless `any_too_large`.
 
     A query that sees any key sees one of that block. So m is at most the row's maximum and `headroom`, and of the
-    weights only those underflow that are next to nothing. The first block is such a one; with `diagonal_first` so is
+    weights only those underflow that are next to nothing. Values near 3e38 overflow their weighted sum to inf here, as
+    they do in an online kernel. The first block is such a one; with `diagonal_first` so is
     the first that needs a mask, from which the walk goes down: a tile is then masked once, not twice. A tile that sees
     no key has a block all the same: all of it is masked, and its weights are 0.
     """
