@@ -1,6 +1,7 @@
 """cuTile's forward: grids, orders of tiles, 64 bits, rules, candidates, and what it refuses. Parity has the numbers."""
 
 import inspect
+import itertools
 import math
 from dataclasses import replace
 
@@ -11,12 +12,13 @@ import multiattn
 from multiattn import Problem, reference
 from multiattn.cutile import grid, table
 from multiattn.cutile.bind import bind
-from multiattn.cutile.configs import CutileConfig
+from multiattn.cutile.configs import PIPELINES, CutileConfig
 from multiattn.cutile.grid import Together
 from multiattn.plan import abi
-from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch
+from multiattn.plan.arch import ARCHS, Arch
 from multiattn.plan.backend import get, make_plan, plan_variant
 from multiattn.problem import Operands
+from multiattn.run.arguments import layouts
 
 ct = pytest.importorskip("cuda.tile")
 
@@ -25,6 +27,7 @@ from cutile_checks import make_inputs  # noqa: E402 - needs cuda.tile
 from multiattn.cutile.compile import get_kernel  # noqa: E402 - as above
 
 BACKEND = get("cutile")
+WAYS = [("forward", "full"), ("backward", "two_pass"), ("backward", "atomic")]
 SMALL = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=64)
 
 
@@ -111,17 +114,6 @@ def test_64_bit_exactly_when_an_offset_or_a_stride_needs_it(sizes, exceeds):
     assert all(value <= abi.INT32_MAX for value in narrow)
 
 
-def test_the_64_bit_kernel_is_the_same_kernel(monkeypatch):
-    q, k, v = make_inputs()
-    expected = multiattn.fmha(q, k, v, causal=True, scale=0.11, backend="cutile")
-    monkeypatch.setattr("multiattn.plan.abi.INT32_MAX", 0)
-    plan = make_plan(BACKEND, Problem.of(q, k, v, causal=True, scale=0.11), ARCHS["cpu"])
-    assert table.needs_64bit(plan.problem)
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
-    multiattn.launch(plan, q, k, v, out, lse)
-    assert torch.equal(out, expected)
-
-
 # ---------------------------------------------------------------- launches
 
 
@@ -129,8 +121,7 @@ def test_the_64_bit_kernel_is_the_same_kernel(monkeypatch):
 def test_a_launch_has_the_parameters_of_its_kernel_in_order(is_64bit, monkeypatch):
     if is_64bit:
         monkeypatch.setattr("multiattn.plan.abi.INT32_MAX", 0)
-    ways = [("forward", "full"), ("backward", "two_pass"), ("backward", "atomic")]
-    for (direction, variant), has_dlse in ((way, has_dlse) for way in ways for has_dlse in (False, True)):
+    for (direction, variant), has_dlse in itertools.product(WAYS, (False, True)):
         plan = make_plan(BACKEND, SMALL, ARCHS["sm90"], direction=direction, variant=variant, probe=False)
         for launch in table.launches_of(plan, has_dlse=has_dlse):
             kernel = get_kernel(launch)
@@ -142,7 +133,8 @@ def test_a_launch_has_the_parameters_of_its_kernel_in_order(is_64bit, monkeypatc
                 assert known.static_shape_dims == ((3,) if len(array.layout.shape) == 4 else ())
 
 
-def test_cutile_itself_gets_the_strides_that_were_planned(monkeypatch):
+@pytest.mark.parametrize(("direction", "variant"), WAYS)
+def test_cutile_itself_gets_the_strides_that_were_planned(direction, variant, monkeypatch):
     """PyTorch leaves the stride of a one-element dimension arbitrary, and cuTile would specialise on it."""
     from multiattn.cutile.launch import through_cutile
 
@@ -150,18 +142,18 @@ def test_cutile_itself_gets_the_strides_that_were_planned(monkeypatch):
     monkeypatch.setattr("cuda.tile.launch", lambda stream, grid, kernel, args: launched.append((stream, args)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream")
     q, k, v = make_inputs(seq_q=1)
-    odd_q, odd_k = q.as_strided(q.shape, (5, 64, 3, 1)), k.as_strided(k.shape, (7, 9, 64, 1))
-    problem = Problem.of(odd_q, odd_k, v)
-    assert problem == Problem.of(q, k, v)
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
-    plan = make_plan(BACKEND, problem, ARCHS["sm90"], probe=False)
-    through_cutile(plan)(Operands(odd_q, odd_k, v, out, lse.as_strided(lse.shape, (1, 1, 3))))
-    ((stream, args),) = launched
-    assert stream == "stream"
-    for got, given in zip(args, (q, k, v, out, lse), strict=False):
-        assert got.stride() == given.stride()
-        assert got.data_ptr() == given.data_ptr()
-    assert args[2] is v
+    problem = Problem.of(q, k, v)
+    odd = [q.as_strided(q.shape, (5, 64, 3, 1)), k.as_strided(k.shape, (7, 9, 64, 1)), v]
+    row = torch.empty(q.shape[:3]).as_strided(q.shape[:3], (1, 1, 3))
+    rest = (q, row, *map(torch.empty_like, (q, k, v))) if direction == "backward" else ()
+    plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction=direction, variant=variant, probe=False)
+    through_cutile(plan)(Operands(*odd, q, row, *rest))
+    known = layouts(problem)
+    for launch, (stream, args) in zip(table.launches_of(plan, has_dlse=bool(rest)), launched, strict=True):
+        assert stream == "stream"
+        for name, tensor in zip(launch.tensors, args, strict=False):
+            assert tensor.stride() == known[name].strides, name
+            assert name not in "qkv" or tensor.data_ptr() == odd["qkv".index(name)].data_ptr()
 
 
 def test_the_default_device_does_not_matter():
@@ -176,33 +168,13 @@ def test_the_default_device_does_not_matter():
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
-def test_every_arch_has_a_rule_for_every_head_dim(head_dim):
-    problem = Problem.contiguous(batch=1, heads_q=8, seq_q=4096, head_dim=head_dim)
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_arch_has_a_rule_for_every_head_dim(head_dim, causal):
+    problem = Problem.contiguous(batch=1, heads_q=8, seq_q=4096, head_dim=head_dim, causal=causal)
     for arch in ARCHS.values():
-        plan = make_plan(BACKEND, problem, arch, probe=False)
-        assert isinstance(plan.config, CutileConfig)
-        assert plan.why
-
-
-@pytest.mark.parametrize("name", GPU_ARCHS)
-def test_queries_are_in_registers_where_products_take_any_from_there(name):
-    (variant,) = BACKEND.forward.offered
-    config = CutileConfig(tile_m=64, tile_n=64, q_in_registers=True)
-    found = plan_variant(BACKEND, variant, SMALL, ARCHS[name], config)
-    if name in ("sm100", "sm103"):
-        assert [(it.got, it.allowed) for it in found] == [(f"q_in_registers=True on {name}", "False")]
-    else:
-        assert found.config == config
-
-
-def test_candidates_are_distinct_and_fit():
-    (variant,) = BACKEND.forward.offered
-    for head_dim in (64, 128, 256):
-        problem = Problem.contiguous(batch=4, heads_q=16, heads_kv=4, seq_q=4096, head_dim=head_dim, causal=True)
-        for name in GPU_ARCHS:
-            configs = BACKEND.forward.candidates(variant, problem, ARCHS[name])
-            assert 12 <= len(configs) <= (190 if name == "sm90" else 20)
-            assert len(set(configs)) == len(configs)
+        assert isinstance(make_plan(BACKEND, problem, arch, probe=False).config, CutileConfig)
+        backward = make_plan(BACKEND, problem, arch, direction="backward", deterministic=True, probe=False)
+        assert backward.variant == "two_pass"
 
 
 @pytest.mark.parametrize(("head_dim", "seq", "few"), [(256, 4096, False), (256, 8192, True), (128, 16384, True)])
@@ -229,27 +201,39 @@ def test_a_sweep_tries_what_the_rules_have(head_dim, causal):
 # ---------------------------------------------------------------- refused
 
 
+UNITS = "multiples of {}/16 from 0 to 0.5"
+
+
 @pytest.mark.parametrize(
-    ("change", "got"),
+    ("change", "got", "allowed"),
     [
-        ({"tile_m": 48}, "tile_m=48"),
-        ({"tile_n": 8}, "tile_n=8"),
-        ({"occupancy": 0}, "occupancy=0"),
-        ({"num_worker_warps": 16}, "num_worker_warps=16"),
-        ({"k_latency": 11}, "k_latency=11"),
-        ({"v_latency": 0}, "v_latency=0"),
-        ({"heads_together": 0}, "heads_together=0"),
-        ({"lazy_max": True, "pipeline": "pears"}, "pipeline=pears"),
-        ({"pipeline": "pairs"}, "pipeline=pairs without lazy_max"),
-        ({"scheduler": "dynamic"}, "scheduler=dynamic"),
+        ({"tile_m": 48}, "tile_m=48", "powers of two from 16"),
+        ({"tile_n": 8}, "tile_n=8", "powers of two from 16"),
+        ({"occupancy": 0}, "occupancy=0", "1 to 32"),
+        ({"num_worker_warps": 16}, "num_worker_warps=16", "None, 4 or 8 (others need tileiras 13.5)"),
+        ({"k_latency": 11}, "k_latency=11", "1 to 10"),
+        ({"v_latency": 0}, "v_latency=0", "1 to 10"),
+        ({"heads_together": 0}, "heads_together=0", "1 or more"),
+        ({"pipeline": "pears"}, "pipeline=pears", ", ".join(PIPELINES)),
+        ({"lazy_max": False, "pipeline": "pairs"}, "pipeline=pairs without lazy_max", "plain"),
+        ({"scheduler": "dynamic"}, "scheduler=dynamic", "one_tile, static"),
+        ({"exp2_fma_fraction": 0.1}, "exp2_fma_fraction=0.1 with tile_n=64", UNITS.format(1)),
+        ({"exp2_fma_fraction": 0.75}, "exp2_fma_fraction=0.75 with tile_n=64", UNITS.format(1)),
+        ({"exp2_fma_fraction": 3 / 16, "tile_n": 32}, "exp2_fma_fraction=0.1875 with tile_n=32", UNITS.format(2)),
+        ({"exp2_fma_fraction": 3 / 16, "tile_n": 16}, "exp2_fma_fraction=0.1875 with tile_n=16", UNITS.format(4)),
+        ({"exp2_fma_fraction": 0.5, "lazy_max": False}, "exp2_fma_fraction=0.5 without lazy_max", "0.0"),
+        ({"exp2_fma_fraction": 0.5, "arch": "sm100"}, "exp2_fma_fraction=0.5 on sm100", "0.0"),
+        ({"q_in_registers": True, "arch": "sm103"}, "q_in_registers=True on sm103", "False"),
+        ({"split_head_dim": True, "head_dim": 16}, "split_head_dim=True at head_dim=16", "more than 16"),
     ],
 )
-def test_configs_that_cannot_be(change, got):
+def test_configs_that_cannot_be(change, got, allowed):
     (variant,) = BACKEND.forward.offered
-    config = CutileConfig(**{"tile_m": 64, "tile_n": 64, **change})
-    (reason,) = plan_variant(BACKEND, variant, SMALL, ARCHS["sm90"], config)
-    assert reason.code == "config"
-    assert got in reason.got
+    problem = replace(SMALL, head_dim=change.pop("head_dim", 64))
+    arch = ARCHS[change.pop("arch", "sm90")]
+    config = CutileConfig(**{"tile_m": 64, "tile_n": 64, "lazy_max": True, **change})
+    reasons = plan_variant(BACKEND, variant, problem, arch, config)
+    assert [(reason.code, reason.got, reason.allowed) for reason in reasons] == [("config", got, allowed)]
 
 
 @pytest.mark.parametrize(("installed", "got"), [(None, "no cuda-tile"), ("1.2.0", "cuda-tile 1.2.0")])

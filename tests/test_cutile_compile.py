@@ -37,14 +37,14 @@ ONLINE_64X128 = CutileConfig(tile_m=64, tile_n=128, occupancy=2)
 
 
 @needs_compiler
-@pytest.mark.parametrize("arch", ["sm80", "sm100"])  # the record has every rule of every arch
-def test_an_arch_that_is_not_here(arch):
-    (compiled,) = BACKEND.forward.compile(make(arch=arch))
+def test_an_arch_that_is_not_here():
+    """The record has every rule of every arch."""
+    (compiled,) = BACKEND.forward.compile(make(arch="sm100"))
     assert compiled.cubin.startswith(b"\x7fELF")
     assert compiled.seconds > 0
     if find_cuobjdump() is not None:
         assert 0 < compiled.registers <= 255
-        assert 0 < compiled.smem_bytes <= ARCHS[arch].smem_per_block
+        assert 0 < compiled.smem_bytes <= ARCHS["sm100"].smem_per_block
         assert compiled.threads in (128, 256, 384)
 
 
@@ -76,20 +76,6 @@ def test_products_with_keys_take_queries_from_where_they_are_asked_to(q_in_regis
 @needs_cuobjdump
 def test_ampere_loads_an_odd_head_dim_asynchronously(tmp_path):
     assert "LDGSTS" in instructions(make(arch="sm80", head_dim=40), tmp_path)
-
-
-@needs_compiler
-@needs_cuobjdump
-@pytest.mark.parametrize(
-    ("head_dim", "seq", "causal"), [(64, 4096, True), (128, 4096, False), (160, 4096, True), (256, 4096, False)]
-)
-def test_what_is_done_again_costs_the_loops_neither_registers_nor_their_pipeline(head_dim, seq, causal):
-    plan = make(head_dim=head_dim, seq_q=seq, causal=causal)
-    (compiled,) = BACKEND.forward.compile(plan)
-    assert plan.config.lazy_max
-    assert compiled.spill_bytes == 0
-    assert compiled.threads == 128 * (1 + (plan.config.num_worker_warps or 4) // 4)  # a warpgroup that loads
-    assert plan.config.occupancy * (compiled.smem_bytes + 1024) <= ARCHS["sm90"].smem_per_sm
 
 
 @needs_compiler

@@ -98,17 +98,6 @@ def test_plans_with_one_signature_share_code(driver, compiled):
     assert len(compiled) == len(driver.loaded) == 2
 
 
-def test_strides_of_one_element_dimensions_are_those_that_were_planned(driver):
-    plan = plan_of(heads_q=1)
-    launch = BACKEND.forward.prepare(plan)
-    given = tensors(plan)
-    q = given.q
-    odd = q.as_strided(q.shape, (5, 64, 32, 1))
-    launch(given)
-    launch(given._replace(q=odd))
-    assert driver.launched[0].parameters == driver.launched[1].parameters
-
-
 def test_a_compiler_that_takes_too_long_is_an_error(driver, monkeypatch):
     from multiattn.cutile import compile as compiling
 

@@ -10,7 +10,7 @@ from multiattn.cutile.configs import PIPELINES, CutileConfig, widths_of
 from multiattn.cutile.steps import STEPS
 from multiattn.cutile.table import launches_of
 from multiattn.plan.arch import ARCHS
-from multiattn.plan.backend import get, make_plan, plan_variant
+from multiattn.plan.backend import get, make_plan
 from multiattn.plan.columns import two_widths
 
 pytest.importorskip("cuda.tile")
@@ -57,13 +57,6 @@ def test_every_rung_can(variant):
     plan = make_plan(BACKEND, problem(96), ARCHS["sm90"], variant=variant, config=config, probe=False)
     (launch,) = launches_of(plan)
     assert (launch.constants.tile_d, launch.constants.tail_d) == (64, 32)
-
-
-@pytest.mark.parametrize("head_dim", [8, 16])
-def test_what_is_no_two_tiles_is_refused(head_dim):
-    (variant,) = BACKEND.forward.offered
-    reasons = plan_variant(BACKEND, variant, problem(head_dim), ARCHS["sm90"], replace(LAZY, tile_m=64, tile_n=64))
-    assert [reason.got for reason in reasons] == [f"split_head_dim=True at head_dim={head_dim}"]
 
 
 @pytest.mark.parametrize(
