@@ -1,4 +1,4 @@
-"""What the loader of emitted kernels asks of cuTile: the Binding of a forward, for the tensors at hand. Pure Python."""
+"""The Binding of a forward for the tensors at hand, as the loader of emitted kernels asks for it. Pure Python."""
 
 from __future__ import annotations
 

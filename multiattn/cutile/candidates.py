@@ -107,7 +107,7 @@ def _lazy_candidates(problem: Problem) -> list[CutileConfig]:
 
 
 def _latencies(way: CutileConfig) -> tuple[tuple[int | None, int | None], ...]:
-    """Of keys and values: the way's own, none, and the least where scores come ahead, which is a distance itself."""
+    """Latencies of k and v: the way's own, none, and the least where scores come ahead, which is a distance itself."""
     found = ((way.k_latency, way.v_latency), (None, None))
     return (*found, (1, 1)) if way.pipeline in ("ahead", "pairs") else found
 
@@ -166,7 +166,7 @@ _SMALL_QUERIES: tuple[_Hints, ...] = ((64, 32, 1, 8), (32, 32, 1, None), (64, 64
 
 
 def _backward_tiles(problem: Problem, arch: Arch) -> tuple[tuple[_Hints, ...], tuple[_Hints, ...]]:
-    """Of the kernel that owns keys and of the one that owns queries."""
+    """Tiles of the kernel that owns keys and of the one that owns queries."""
     if arch.name == "sm90":
         return _HOPPER_KEYS[_row(problem)], _HOPPER_QUERIES[_row(problem)]
     if arch.name in ("sm100", "sm103"):

@@ -12,7 +12,7 @@ from multiattn.plan.config import Config
 from multiattn.problem import Problem
 
 SCHEDULERS = ("one_tile", "static")
-"""Of `multiattn.plan.schedule.SCHEDULERS`: a block has no counter to ask."""
+"""Those of `multiattn.plan.schedule.SCHEDULERS` that need no counter, as a block has none to ask."""
 PIPELINES = ("plain", "ahead", "pairs", "apart", "pilot", "pilot_pairs")
 
 HEADROOM = {"bf16": 16.0, "fp16": 0.0}
@@ -71,7 +71,7 @@ class CutileConfig(Config):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnePassConfig(Config):
-    """Of the backward's kernel that owns `tile_n` keys and walks over the queries, `tile_m` at a time; hints as above.
+    """Tiles of the backward's kernel that owns `tile_n` keys and walks over the queries, `tile_m` at a time; and hints.
 
     At most `heads_together` heads of keys advance together.
     """
@@ -101,7 +101,7 @@ def widths_of(problem: Problem, config: CutileConfig) -> tuple[int, int]:
 
 
 def begins_at_diagonal(problem: Problem, config: CutileConfig) -> bool:
-    """Whether a tile's maxima are those of the first block that needs a mask, not of the first of all.
+    """True where a tile's maxima are those of the first block that needs a mask, not of the first of all.
 
     The walk of its keys begins there, too, but not with a pilot.
 

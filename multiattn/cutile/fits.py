@@ -22,7 +22,7 @@ _TCGEN05 = ("sm100", "sm103")
 both kinds of exponentials of every score there."""
 
 _Check = tuple[bool, str, str]
-"""Whether it holds, what came, what is allowed."""
+"""True if it holds; what came; what is allowed."""
 
 
 def why_not_forward(
@@ -86,7 +86,7 @@ def _refusals(checks: Sequence[_Check]) -> tuple[Reason, ...]:
 
 
 def _fields(config: Config, prefix: str = "", *latencies: str) -> list[_Check]:
-    """Of the fields of one kernel."""
+    """Checks of one kernel's fields."""
 
     def told(name: str, holds: Callable[[Any], bool], allowed: str) -> _Check:
         value = getattr(config, prefix + name)

@@ -74,7 +74,7 @@ def together_of(problem: Problem, config: CutileConfig) -> Together:
 
 
 def is_linear(problem: Problem, config: CutileConfig, together: Together) -> bool:
-    """Whether the grid numbers the tiles of all heads: one whose blocks take several, or too large in y or z."""
+    """True if the grid numbers the tiles of all heads: its blocks take several, or it is too large in y or z."""
     x, y, z = _grid_by_head(problem, config, together)
     return config.scheduler == "static" or x > MAX_GRID_X or max(y, z) > MAX_GRID_Y
 

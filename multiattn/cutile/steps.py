@@ -18,7 +18,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutileStep:
-    """What a rung does. What the kernel needs of it are constants of the same name; the rest limits the config."""
+    """A rung's flags. Some are constants of the kernel, by the same name; the rest limit the config."""
 
     exp2: bool = False
     """Weights are powers of two, log2(e) being part of the scale: one multiplication a score less than with e."""

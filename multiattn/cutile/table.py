@@ -58,7 +58,7 @@ driver) that knows how many threads it has and makes the tensor maps of TMA from
 static, whatever the size, and needs no permission."""
 
 ALIGNMENT = 16
-"""What a compiler is told, or not: strides and addresses that are multiples of 16 bytes, extents of 16."""
+"""A compiler is told of strides and addresses that are multiples of 16 bytes, and of extents that are of 16."""
 _GIVEN = ("q", "k", "v")
 """Arrays of the caller's, which may be less aligned than our own."""
 _FORWARD = ("q", "k", "v", "out", "lse")
@@ -80,11 +80,11 @@ class ArrayArgument:
     alignment: int
     """Bytes that its address is a multiple of."""
     extents: tuple[int, ...]
-    """What each of B, H and S is a multiple of."""
+    """A divisor of each of B, H and S."""
     strides: tuple[int, ...]
-    """What each stride in front of the last is a multiple of."""
+    """A divisor of each stride in front of the last."""
     overlaps: bool
-    """Whether elements may share memory."""
+    """Elements may share memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class KernelLaunch:
     kernel: str
     """Its function's name, from which its symbol is made."""
     is_64bit: bool
-    """Whether shapes, strides and offsets take 64 bits."""
+    """Shapes, strides and offsets take 64 bits."""
     occupancy: int | None = None
     num_worker_warps: int | None = None
     grid: Grid
@@ -112,7 +112,7 @@ class KernelLaunch:
 
     @property
     def binding(self) -> abi.Binding:
-        """What the driver is handed, by cuTile's convention ``cutile_python_v2``.
+        """The driver's arguments, by cuTile's convention ``cutile_python_v2``.
 
         An array is its address, its extents and its strides, all of them integers of one width, constant ones included.
         """
@@ -143,13 +143,13 @@ def launches_of(
 
 
 def workspace_bytes(variant: str, problem: Problem, config: Config | None = None) -> int:
-    """Of a backward's areas, whatever its config."""
+    """Bytes of a backward's areas, whatever its config."""
     known = layouts(problem)
     return sum(known[name].size_bytes for name in AREAS[variant])
 
 
 def needs_64bit(problem: Problem, *, backward: bool = False) -> bool:
-    """Whether an element of some tensor, or a step along a dimension, is 2^31 or more elements away from its first.
+    """True if an element of some tensor, or a step along a dimension, is 2^31 or more elements away from its first.
 
     A step counts where nobody takes it, too: the stride of a dimension of one element is an argument like any other.
     """
@@ -179,7 +179,7 @@ def _array(assumed: dict[str, str], emitted: Mapping[str, str], problem: Problem
 
 
 def has_positive_strides(problem: Problem) -> bool:
-    """Whether TMA can read q, k and v: it wants positive strides."""
+    """True if TMA can read q, k and v: it wants positive strides."""
     return 0 not in (*problem.strides_q, *problem.strides_k, *problem.strides_v)
 
 

@@ -48,7 +48,7 @@ class Interpreter(DispatchMode):  # type: ignore[misc] # cuda.tile is untyped
         }
 
     def call_tile_function_from_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What cuda.tile asks of a dispatch mode."""
+        """Run a rule or a body: the method that cuda.tile asks of a dispatch mode."""
         if not is_stub(func):
             return as_device_code(func.__wrapped__)(*args, **kwargs)
         rule = self.rules.get(func.__name__)

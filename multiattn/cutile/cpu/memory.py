@@ -88,7 +88,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class Array:
-    """What a kernel sees of a tensor argument."""
+    """A tensor argument, as a kernel sees it."""
 
     def __init__(self, data: torch.Tensor, ledger: Ledger) -> None:
         self.data = data
@@ -115,7 +115,7 @@ class Array:
 
 
 class TiledView:
-    """What `Array.tiled_view` gives a kernel."""
+    """An array in tiles, as `Array.tiled_view` gives it."""
 
     def __init__(self, array: Array, shape: Any) -> None:
         self.array = array

@@ -67,7 +67,7 @@ def load_rows(const: Any, array: Any, index: Any, rows: Any, latency: Any) -> An
 
 @ct.function
 def load_column(const: Any, array: Any, index: Any) -> Any:
-    """What an fp32 array ``[B, Hq, Sq]`` holds of a tile's queries, ``[tile_m]``, with zeros beyond the end."""
+    """A tile of queries' part of an fp32 array ``[B, Hq, Sq]``: ``[tile_m]``, with zeros beyond the end."""
     tile = ct.load(
         array, index, (1, 1, const.tile_m), padding_mode=ZERO, latency=const.latency, allow_tma=const.tma_columns
     )

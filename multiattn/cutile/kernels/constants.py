@@ -1,4 +1,4 @@
-"""What a kernel is compiled for: records that it captures. A changed field is other code. Pure Python: no cuTile."""
+"""The records that kernels capture when they are made. A changed field is other code. Pure Python: no cuTile."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ SMALLEST_TILE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardConstants:
-    """Of the forward kernel. The rung's flags are those of `CutileStep`, the ways to run those of `CutileConfig`."""
+    """The forward kernel's constants. Its flags are those of `CutileStep`, its ways to run those of `CutileConfig`."""
 
     tile_m: int
     tile_n: int
     tile_d: int
     """head_dim rounded up to a power of two, with `tail_d` half of that; loads fill up with zeros, stores clip it."""
     tail_d: int
-    """What is left of head_dim, rounded up to a power of two, where it is a part of its own (`parts`); else 0."""
+    """The rest of head_dim, rounded up to a power of two, where it is a part of its own (`parts`); else 0."""
     banded: bool
     masked: bool
-    """Whether any block of keys needs a mask: banded, or the last one is not full."""
+    """Some block of keys needs a mask: the problem is banded, or the last block is not full."""
     heads_together: int
     spanning: bool
-    """Whether those are heads of several batch entries."""
+    """Those are heads of several batch entries."""
     grouped: bool
-    """Whether heads of q share those of k."""
+    """Heads of q share those of k."""
     linear_grid: bool
-    """Whether tiles are numbered, as they must be of a static grid, or a block's place is its place in the grid."""
+    """Tiles are numbered, as a static grid needs it; else a block's place is its place in the grid."""
     sign: int
-    """Of the scale: 1, -1 or 0."""
+    """The scale's sign: 1, -1 or 0."""
     k_latency: int | None
     v_latency: int | None
     tma: bool
@@ -43,18 +43,18 @@ class ForwardConstants:
     headroom: float
     """log2 of how much less than one the largest weight of the keys that set the maxima is, with `lazy_max`."""
     diagonal_first: bool
-    """Whether `lazy_max` takes the maxima of the first block that needs a mask, of which each row sees some key."""
+    """`lazy_max` takes the maxima of the first block that needs a mask, of which each row sees some key."""
     pipeline: str
     static_grid: bool
-    """Whether a block takes every n-th tile of n blocks, not one."""
+    """A block takes every n-th tile of n blocks, not one."""
     exp2_fma_sixteenths: int
-    """Of the weights of `lazy_max`: what share of them is a polynomial on the FMA units."""
+    """The share of `lazy_max`'s weights that are a polynomial on the FMA units."""
     q_in_registers: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardConstants:
-    """Of a backward kernel with products."""
+    """Constants of a backward kernel with products."""
 
     tile_m: int
     tile_n: int
@@ -62,26 +62,26 @@ class BackwardConstants:
     """head_dim rounded up to a power of two; loads fill the rest with zeros, stores clip it."""
     banded: bool
     ragged: bool
-    """Whether the last block of keys is not full."""
+    """The last block of keys is not full."""
     heads_together: int
     latency: int
-    """Of the loads in the loop."""
+    """How far ahead the loop's loads are issued."""
     tma: bool
     tma_columns: bool
-    """Whether what the fp32 arrays ``[B, Hq, Sq]`` hold of a row ends at a multiple of 16 bytes, as TMA would clip."""
+    """Rows of the fp32 arrays ``[B, Hq, Sq]`` end at multiples of 16 bytes, where TMA clips."""
     spanning = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueryGradsConstants(BackwardConstants):
-    """Of the first of two passes."""
+    """Constants of the first of two passes."""
 
     has_dlse: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowConstants:
-    """Of a kernel that has rows only, before or after the one pass."""
+    """Constants of a kernel that has rows only, before or after the one pass."""
 
     tile_m: int
     tile_d: int
@@ -92,7 +92,7 @@ class RowConstants:
 
 @dataclass(frozen=True, kw_only=True)
 class RowDeltaConstants(RowConstants):
-    """Of the one before."""
+    """Constants of the one before."""
 
     has_dlse: bool
 

@@ -52,13 +52,13 @@ LOWEST = -3.4028234663852886e38
 """Row maximum before any key: finite, so that a row of -inf scores computes ``exp2(-inf)`` and never ``inf - inf``."""
 
 LARGEST_SUM = 1e30
-"""Of a row's weights, with `lazy_max`: far from overflow, and its reciprocal from underflow. Where the largest weight
-of the block that comes first is 2^-16, others may be 2^115 times that."""
+"""The largest sum of a row's weights, with `lazy_max`: far from overflow, its reciprocal from underflow. Where the
+largest weight of the block that comes first is 2^-16, others may be 2^115 times that."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunningSoftmax:
-    """Of the tile's rows, fp32."""
+    """The tile's rows so far, fp32."""
 
     acc: Any  # [tile_m, head_dim]
     m: Any  # [tile_m, 1], in the domain of the rung; with lazy_max of one block's keys, or of some
@@ -286,7 +286,7 @@ def row_sum_or_nan(const: Any, rows: Any) -> Any:
 
 @ct.function
 def any_too_large(l: Any) -> Any:  # noqa: E741
-    """Whether any row's sum of weights ``[tile_m, 1]`` is near overflow, or NaN."""
+    """True if any row's sum of weights ``[tile_m, 1]`` is near overflow, or NaN."""
     return not ct.max(l, propagate_nan=True) < LARGEST_SUM
 
 

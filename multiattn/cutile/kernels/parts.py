@@ -149,7 +149,7 @@ def scaled(const: Any, acc: Any, alpha: Any) -> Any:
 
 @ct.function
 def partial_sums(const: Any, tile: Any) -> Any:
-    """Of the rows of a tile, ``[tile_m, SUMS]``."""
+    """Partial sums of a tile's rows, ``[tile_m, SUMS]``."""
     return ct.sum(tile.reshape((const.tile_m, tile.shape[1] // SUMS, SUMS)), axis=1)
 
 

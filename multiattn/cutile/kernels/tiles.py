@@ -1,4 +1,4 @@
-"""What the forward and the backward kernels share: annotations, where a tile lives, and which keys its rows see."""
+"""Shared by the forward and the backward kernels: annotations, where a tile lives, and which keys its rows see."""
 
 # cuda.tile is untyped, and so are its decorators and aliases:
 # mypy: disable-error-code="untyped-decorator, valid-type"
@@ -70,7 +70,7 @@ def shared_head(q: Any, k: Any, head: Any, grouped: ConstBool) -> Any:
 
 @ct.function
 def find_place(const: Any, q: Any, k: Any) -> Any:
-    """What a block owns that takes one tile of queries, of a grid that numbers the tiles of all heads."""
+    """The tile of queries that a block owns, in a grid that numbers the tiles of all heads."""
     return place_tile(const, q, k, digits_of(const, q, ct.bid(1) * ct.num_blocks(0) + ct.bid(0)), False, True)
 
 
@@ -132,7 +132,7 @@ def place_tile(const: Any, q: Any, k: Any, number: Any, static_grid: ConstBool, 
 
 @ct.function
 def place_in_grid(const: Any, q: Any, k: Any) -> Any:
-    """What a block owns of a grid in the order of `place_tile`: the tiles of a section in x, sections in y, batch in z.
+    """The tile that a block owns, in the order of `place_tile`: the tiles of a section in x, sections in y, batch in z.
 
     A division by a number that only a launch knows takes 40 instructions that wait for each other, and no load begins
     before the place is known. Here the only ones are those for heads that share keys, and for sections that span batch

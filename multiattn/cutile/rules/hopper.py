@@ -133,12 +133,12 @@ RUNGS: dict[str, tuple[Rule[CutileConfig], ...]] = {
 
 
 def _keys(tile_m: int, tile_n: int, **hints: Any) -> OnePassConfig:
-    """Of one pass, with 8 warps."""
+    """A config of one pass, with 8 warps."""
     return OnePassConfig(tile_m=tile_m, tile_n=tile_n, num_worker_warps=8, **hints)
 
 
 def _both(keys: tuple[int, int], queries: tuple[int, int], **hints: Any) -> TwoPassConfig:
-    """Of two passes, with 8 warps for the keys."""
+    """A config of two passes, with 8 warps for the keys."""
     (tile_m, tile_n), (dq_tile_m, dq_tile_n) = keys, queries
     return TwoPassConfig(
         tile_m=tile_m, tile_n=tile_n, dq_tile_m=dq_tile_m, dq_tile_n=dq_tile_n, num_worker_warps=8, **hints
