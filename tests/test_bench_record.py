@@ -169,7 +169,7 @@ def test_a_digest_is_of_the_launch_too():
         struct.pack("<IIQQQQIIQQ", 1, 3, 0, 0, 64, len(names), 0, 0, 1, 0),
         struct.pack("<IIQQQQIIQQ", 11, 1, 0, 0, at_code, len(code), 0, 40 << 24, 1, 0),
     ]
-    elf = bytearray(64) + names + code + b"".join(heads)
+    elf = bytearray(b"\x7fELF\x02\x01".ljust(64, b"\0")) + names + code + b"".join(heads)
     struct.pack_into("<Q", elf, 0x28, table)
     struct.pack_into("<HHH", elf, 0x3A, 64, 3, 1)
     base = Exported(kernel="kernel", seconds=0, cubin=bytes(elf), threads=128, dynamic_smem_bytes=1024)

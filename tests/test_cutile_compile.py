@@ -14,7 +14,7 @@ from multiattn.plan.backend import get, make_plan
 pytest.importorskip("cuda.tile")
 
 from multiattn.cutile.compile import get_signature
-from multiattn.cutile.table import steps_of
+from multiattn.cutile.table import launches_of
 from multiattn.plan.toolchain import find_cuobjdump
 
 BACKEND = get("cutile")
@@ -37,24 +37,15 @@ ONLINE_64X128 = CutileConfig(tile_m=64, tile_n=128, occupancy=2)
 
 
 @needs_compiler
-@pytest.mark.parametrize("arch", ["sm80", "sm100"])  # of the others `bench expected --check` compiles some each time
-def test_an_arch_that_is_not_here(arch):
-    (compiled,) = BACKEND.forward.compile(make(arch=arch))
+def test_an_arch_that_is_not_here():
+    """The record has every rule of every arch."""
+    (compiled,) = BACKEND.forward.compile(make(arch="sm100"))
     assert compiled.cubin.startswith(b"\x7fELF")
     assert compiled.seconds > 0
     if find_cuobjdump() is not None:
         assert 0 < compiled.registers <= 255
-        assert 0 < compiled.smem_bytes <= ARCHS[arch].smem_per_block
+        assert 0 < compiled.smem_bytes <= ARCHS["sm100"].smem_per_block
         assert compiled.threads in (128, 256, 384)
-
-
-@needs_compiler
-@needs_cuobjdump
-@pytest.mark.parametrize(("head_dim", "registers"), [(64, 80), (128, 128), (256, 168)])
-def test_hopper_does_not_spill(head_dim, registers):
-    (compiled,) = BACKEND.forward.compile(make(head_dim=head_dim, seq_q=4096))
-    assert compiled.spill_bytes == 0
-    assert compiled.registers <= registers
 
 
 def instructions(plan, tmp_path):
@@ -65,23 +56,19 @@ def instructions(plan, tmp_path):
 
 @needs_compiler
 @needs_cuobjdump
-@pytest.mark.parametrize("head_dim", [40, 128])
-def test_hopper_uses_its_tensor_cores_and_tma(head_dim, tmp_path):
-    sass = instructions(make(head_dim=head_dim), tmp_path)
+def test_hopper_uses_its_tensor_cores_and_tma_at_an_odd_head_dim(tmp_path):
+    sass = instructions(make(head_dim=40), tmp_path)
     assert "HGMMA" in sass
     assert "UTMALDG" in sass
 
 
 @needs_compiler
 @needs_cuobjdump
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("config", [LAZY_64X64, ONLINE_64X128], ids=["lazy", "online"])
 @pytest.mark.parametrize("q_in_registers", [False, True])
-def test_products_with_keys_take_queries_from_where_they_are_asked_to(q_in_registers, config, causal, tmp_path):
-    config = replace(config, q_in_registers=q_in_registers)
-    products = re.findall(
-        r"HGMMA\.\S+ R\d+, (\w+)", instructions(make(head_dim=128, causal=causal, config=config), tmp_path)
-    )
+def test_products_with_keys_take_queries_from_where_they_are_asked_to(q_in_registers, config, tmp_path):
+    plan = make(head_dim=128, causal=True, config=replace(config, q_in_registers=q_in_registers))
+    products = re.findall(r"HGMMA\.\S+ R\d+, (\w+)", instructions(plan, tmp_path))
     assert {"R"} | ({"gdesc"} if not q_in_registers else set()) == {it.rstrip("0123456789") for it in products}
 
 
@@ -93,34 +80,9 @@ def test_ampere_loads_an_odd_head_dim_asynchronously(tmp_path):
 
 @needs_compiler
 @needs_cuobjdump
-@pytest.mark.parametrize(
-    ("head_dim", "seq", "causal"),
-    [
-        *(
-            (head_dim, seq, causal)
-            for head_dim, seq in ((64, 4096), (128, 1024), (128, 4096), (136, 1024), (160, 4096), (192, 4096))
-            for causal in (False, True)
-        ),
-        (256, 4096, False),
-        (256, 1024, True),
-    ],
-)
-def test_what_is_done_again_costs_the_loops_neither_registers_nor_their_pipeline(head_dim, seq, causal):
-    plan = make(head_dim=head_dim, seq_q=seq, causal=causal)
-    (compiled,) = BACKEND.forward.compile(plan)
-    assert plan.config.lazy_max
-    # At D=192 a block ahead spills a little, with or without what is done again, and is 2 to 4 % faster than none.
-    assert compiled.spill_bytes <= (32 if head_dim == 192 else 0)
-    assert compiled.threads == 128 * (1 + (plan.config.num_worker_warps or 4) // 4)  # a warpgroup that loads
-    assert plan.config.occupancy * (compiled.smem_bytes + 1024) <= ARCHS["sm90"].smem_per_sm
-
-
-@needs_compiler
-@needs_cuobjdump
-@pytest.mark.parametrize("pipeline", ["plain", "pairs", "apart"])
-def test_what_is_done_again_costs_the_loops_no_block_of_keys_in_flight(pipeline):
+def test_what_is_done_again_costs_the_loops_no_block_of_keys_in_flight():
     """Beside the queries five blocks of keys and values fit; for want of 4 KB it once was three or four."""
-    config = CutileConfig(tile_m=128, tile_n=64, num_worker_warps=8, lazy_max=True, pipeline=pipeline)
+    config = CutileConfig(tile_m=128, tile_n=64, num_worker_warps=8, lazy_max=True, pipeline="pairs")
     (compiled,) = BACKEND.forward.compile(make(head_dim=256, seq_q=4096, causal=True, config=config))
     row = 256 * 2  # bytes
     assert compiled.smem_bytes >= (128 + 5 * 64) * row
@@ -135,5 +97,6 @@ def test_the_rarer_branches(sizes):
 @needs_compiler
 def test_64_bit_arrays():
     plan = make(config=SMALL, batch=64, heads_q=64, seq_q=65536, causal=True)
-    assert "w" in get_signature(plan, *steps_of(plan)).symbol.rsplit("_A", 1)[-1]
+    (launch,) = launches_of(plan)
+    assert "w" in get_signature(launch).symbol.rsplit("_A", 1)[-1]
     assert BACKEND.forward.compile(plan)[0].cubin

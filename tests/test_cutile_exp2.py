@@ -13,21 +13,18 @@ import pytest
 import torch
 
 from multiattn import Problem
-from multiattn.cutile.candidates import candidates
 from multiattn.cutile.configs import PIPELINES, CutileConfig
-from multiattn.cutile.steps import STEPS
 from multiattn.plan.arch import ARCHS
-from multiattn.plan.backend import get, make_plan, plan_variant
+from multiattn.plan.backend import get, make_plan
 from multiattn.plan.exp2_fma import is_polynomial
 
 ct = pytest.importorskip("cuda.tile")
 
-from test_cutile import make_inputs  # noqa: E402 - needs cuda.tile
-from test_cutile_lazy import check, grow  # noqa: E402 - as above
-from test_cutile_lazy import launch as attend  # noqa: E402 - as above
+from cutile_checks import check, grow, make_inputs  # noqa: E402 - needs cuda.tile
+from cutile_checks import launch as attend  # noqa: E402 - as above
 
-from multiattn.cutile.exp2 import exp2_fma, exp2_shared, is_on_fma  # noqa: E402 - as above
-from multiattn.cutile.interpreter import launch  # noqa: E402 - as above
+from multiattn.cutile.cpu import launch  # noqa: E402 - as above
+from multiattn.cutile.kernels.exp2 import exp2_fma, exp2_shared, is_on_fma  # noqa: E402 - as above
 from multiattn.plan.toolchain import find_cuobjdump  # noqa: E402 - as above
 
 BACKEND = get("cutile")
@@ -102,19 +99,15 @@ def test_a_thread_has_the_share_that_is_asked_for(tile_n, sixteenths):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize(("seq_q", "seq_kv"), [(1, 203), (64, 128), (203, 113), (150, 17)])
-def test_attention(seq_q, seq_kv, pipeline, causal):
-    check(replace(CONFIG, pipeline=pipeline), *make_inputs(seq_q=seq_q, seq_kv=seq_kv, head_dim=40), causal=causal)
+def test_attention(pipeline, causal):
+    check(replace(CONFIG, pipeline=pipeline), *make_inputs(seq_q=64, seq_kv=113, head_dim=40), causal=causal)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("start", [40, 100, 180])
+@pytest.mark.parametrize(("dtype", "start"), [(torch.bfloat16, 40), (torch.float16, 100), (torch.bfloat16, 180)])
 def test_scores_that_grow_by_hundreds_are_caught(start, dtype):
     """Beyond the exponent of fp32 a polynomial that did not saturate would give any weight, and none too large."""
     q, k, v = make_inputs(dtype=dtype, spread=4.0)
-    k = grow(k, start=start, factor=20.0)
-    for causal in (False, True):
-        check(CONFIG, q, k, v, causal=causal)
+    check(CONFIG, q, grow(k, start=start, factor=20.0), v, causal=True)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -141,87 +134,45 @@ def test_the_kernel_has_the_share_of_its_config():
     assert ((lse - exact).abs() <= bound + exact.abs() * 2**-23).all()
 
 
-@pytest.mark.parametrize(
-    ("change", "got", "allowed"),
-    [
-        ({"exp2_fma_fraction": 0.1}, "exp2_fma_fraction=0.1 with tile_n=64", "multiples of 1/16 from 0 to 0.5"),
-        ({"exp2_fma_fraction": 0.75}, "exp2_fma_fraction=0.75 with tile_n=64", "multiples of 1/16 from 0 to 0.5"),
-        ({"exp2_fma_fraction": -0.25}, "exp2_fma_fraction=-0.25 with tile_n=64", "multiples of 1/16 from 0 to 0.5"),
-        ({"tile_n": 32}, "exp2_fma_fraction=0.1875 with tile_n=32", "multiples of 2/16 from 0 to 0.5"),
-        ({"tile_n": 16}, "exp2_fma_fraction=0.1875 with tile_n=16", "multiples of 4/16 from 0 to 0.5"),
-        ({"lazy_max": False}, "exp2_fma_fraction=0.1875 without lazy_max", "0.0"),
-    ],
-)
-def test_configs_that_cannot_be(change, got, allowed):
-    (variant,) = BACKEND.forward.offered
-    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=64)
-    config = CutileConfig(tile_m=64, tile_n=64, lazy_max=True, exp2_fma_fraction=3 / 16)
-    assert plan_variant(BACKEND, variant, problem, ARCHS["cpu"], config).config == config
-    reasons = plan_variant(BACKEND, variant, problem, ARCHS["cpu"], replace(config, **change))
-    assert (got, allowed) in [(reason.got, reason.allowed) for reason in reasons]
-
-
-@pytest.mark.parametrize("name", ["sm100", "sm103"])
-def test_an_arch_that_would_make_both_kinds_of_every_score(name):
-    (variant,) = BACKEND.forward.offered
-    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=64)
-    reasons = plan_variant(BACKEND, variant, problem, ARCHS[name], CONFIG)
-    assert (f"exp2_fma_fraction=0.5 on {name}", "0.0") in [(reason.got, reason.allowed) for reason in reasons]
-
-
-def test_rungs_below_full_take_ex2_alone():
-    for name, rung in STEPS.items():
-        assert rung.step.limit(CONFIG).exp2_fma_fraction == (0.5 if name == "full" else 0.0)
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_sweep_tries_it_where_ex2_is_scarce(causal):
     (variant,) = BACKEND.forward.offered
     for head_dim in (64, 128):
         problem = Problem.contiguous(batch=4, heads_q=8, seq_q=4096, head_dim=head_dim, causal=causal)
-        found = {config.exp2_fma_sixteenths for config in candidates(variant, problem, ARCHS["sm90"])}
+        found = {config.exp2_fma_sixteenths for config in BACKEND.forward.candidates(variant, problem, ARCHS["sm90"])}
         assert found == ({0, 1, 2} if head_dim == 64 else {0})
 
 
 # ---------------------------------------------------------------- what the compiler makes of it
 
 
-def hot_loop(config, *, causal):
-    """How often each instruction stands in the loop over unmasked blocks: the first with tensor cores, and no other."""
-    problem = Problem.contiguous(batch=4, heads_q=32, seq_q=4096, head_dim=64, causal=causal)
+def compile_one(config):
+    """A rule's kernel at D=64, and how often each instruction stands in it."""
+    problem = Problem.contiguous(batch=4, heads_q=32, seq_q=4096, head_dim=64)
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], config=config, probe=False)
     (compiled,) = BACKEND.forward.compile(plan)
-    return Counter(_first_loop(compiled.cubin)), compiled
-
-
-def _first_loop(cubin):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(compiled.cubin)
         file.flush()
         command = [find_cuobjdump(), "-sass", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    code = [(int(at, 16), line) for at, line in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@\S+ )?\s*(.*?) ;", text)]
-    back = ((at, int(m[1], 16)) for at, line in code if (m := re.match(r"BRA.*?(0x[0-9a-f]+)", line)))
-    loops = sorted((to, at) for at, to in back if to < at)
-    for first, last in loops:
-        names = [line.split()[0] for at, line in code if first <= at <= last]
-        is_innermost = not any((first, last) != other and first <= other[0] and other[1] <= last for other in loops)
-        if is_innermost and any(name.startswith("HGMMA") for name in names):
-            return names
-    raise AssertionError("no loop with HGMMA")
+    return Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@\S+ )?\s*(\S+)", text)), compiled
 
 
 @needs_compiler
-@pytest.mark.parametrize("causal", [False, True])
-def test_hopper_saves_ex2_and_moves_nothing(causal):
+def test_hopper_saves_ex2_and_moves_nothing():
+    """In each of two loops, over blocks of keys and over those of what is done again, which has all of ex2."""
     config = CutileConfig(tile_m=64, tile_n=64, occupancy=4, heads_together=4, lazy_max=True)
-    plain, before = hot_loop(config, causal=causal)
-    assert plain["MUFU.EX2"] == 32
-    for sixteenths in (1, 2, 3):
-        loop, after = hot_loop(replace(config, exp2_fma_fraction=sixteenths / 16), causal=causal)
-        assert loop["MUFU.EX2"] == 32 - 2 * sixteenths
-        assert loop["FFMA"] == plain["FFMA"] + 4 * 2 * sixteenths  # contracted, as the model has it
-        assert not [name for name in loop if name.startswith(("SHFL", "LDS", "STS", "FSEL", "SEL"))]
-        assert after.registers == before.registers
-        assert after.spill_bytes <= 24  # no rule has a share on the FMA units
-        assert after.smem_bytes <= before.smem_bytes + 64 * 64 * 2  # one more block of keys in flight
+    plain, before = compile_one(config)
+    shared, after = compile_one(replace(config, exp2_fma_fraction=3 / 16))
+    saved = plain["MUFU.EX2"] - shared["MUFU.EX2"]
+    assert saved > 0
+    assert saved % 6 == 0
+    assert shared["FFMA"] == plain["FFMA"] + 4 * saved  # contracted, as the model has it
+    moves = [
+        sum(count for name, count in it.items() if name.startswith(("SHFL", "LDS", "STS"))) for it in (plain, shared)
+    ]
+    assert moves[0] == moves[1]
+    assert after.registers == before.registers
+    assert after.spill_bytes <= 24  # no rule has a share on the FMA units
+    assert after.smem_bytes <= before.smem_bytes + 64 * 64 * 2  # one more block of keys in flight

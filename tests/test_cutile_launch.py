@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from multiattn import Problem
-from multiattn.cutile.bind import IMAGE, bind, bind_backward
-from multiattn.cutile.table import steps_of
+from multiattn.cutile.bind import bind
+from multiattn.cutile.table import launches_of
 from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import get, make_plan
@@ -42,7 +42,7 @@ def driver(monkeypatch):
     """A driver of a process that has compiled nothing and launches by cuTile into `by_cutile`."""
     from multiattn.cutile import launch as launching
 
-    fake = driver_fakes.FakeDriver([abi.size_of(it) for it in bind(plan_of(), IMAGE).arguments])
+    fake = driver_fakes.FakeDriver([abi.size_of(it) for it in bind(plan_of()).arguments])
     fake.by_cutile = []
     monkeypatch.setattr(launching, "_known", {})
     monkeypatch.setattr(launching, "_warned", set())
@@ -81,7 +81,7 @@ def test_the_driver_is_handed_what_the_binding_says(driver, compiled):
     for _ in range(2):
         launch(given)
     assert (driver.by_cutile, len(compiled), len(driver.loaded)) == ([], 1, 1)
-    binding = bind(plan, IMAGE)
+    binding = bind(plan)
     addresses = {name: it.data_ptr() for name, it in zip(("q", "k", "v", "out", "lse"), given, strict=False)}
     wanted = tuple(abi.pack(argument, addresses, abi.pack) for argument in binding.arguments)
     for launched in driver.launched:
@@ -96,17 +96,6 @@ def test_plans_with_one_signature_share_code(driver, compiled):
     assert len({launcher.kernels[0].function for launcher in launchers}) == 1
     BACKEND.forward.prepare(plan_of(causal=True))
     assert len(compiled) == len(driver.loaded) == 2
-
-
-def test_strides_of_one_element_dimensions_are_those_that_were_planned(driver):
-    plan = plan_of(heads_q=1)
-    launch = BACKEND.forward.prepare(plan)
-    given = tensors(plan)
-    q = given.q
-    odd = q.as_strided(q.shape, (5, 64, 32, 1))
-    launch(given)
-    launch(given._replace(q=odd))
-    assert driver.launched[0].parameters == driver.launched[1].parameters
 
 
 def test_a_compiler_that_takes_too_long_is_an_error(driver, monkeypatch):
@@ -129,7 +118,7 @@ def test_another_machine_is_left_to_cutile(driver, monkeypatch):
         launch = BACKEND.forward.prepare(plan)
     launch(tensors(plan))
     ((grid, args),) = driver.by_cutile
-    assert grid == bind(plan, IMAGE).grid
+    assert grid == bind(plan).grid
     assert (args[0].shape, driver.launched) == ((1, 2, 128, 32), [])
 
 
@@ -138,7 +127,7 @@ def test_a_release_that_is_not_known_is_left_to_cutile_and_says_so_once(driver, 
     def nothing(cubin):
         raise ValueError("cubin: got 0 sections .nv.tileir.debug_txt; allowed one")
 
-    monkeypatch.setattr("multiattn.cutile.export.tile_ir", nothing)
+    monkeypatch.setattr("multiattn.cutile.launch.tile_ir", nothing)
     plan = plan_of()
     with pytest.warns(RuntimeWarning, match="got 0 sections .*; ct.launch is used"):
         launch = BACKEND.forward.prepare(plan)
@@ -169,11 +158,10 @@ def test_a_backward_hands_the_driver_every_tensor_of_each_of_its_kernels(driver,
         )
         for dlse in (None, row.clone()):
             driver.launched.clear()
-            steps = steps_of(plan, has_dlse=dlse is not None)
-            bindings = [bind_backward(plan, step) for step in steps]
+            bindings = [it.binding for it in launches_of(plan, has_dlse=dlse is not None)]
             driver.sizes = [[abi.size_of(it) for it in binding.arguments] for binding in bindings]
             launch(given._replace(dlse=dlse))
-            assert [it.grid for it in driver.launched] == [step.grid for step in steps]
+            assert [it.grid for it in driver.launched] == [binding.grid for binding in bindings]
             operands = given._replace(dlse=dlse)._asdict()
             known = {name: tensor.data_ptr() for name, tensor in operands.items() if tensor is not None}
             for launched, binding in zip(driver.launched, bindings, strict=True):

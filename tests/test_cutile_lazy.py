@@ -6,28 +6,27 @@ from dataclasses import replace
 import pytest
 import torch
 
-import multiattn
-from multiattn import Problem, reference
-from multiattn.cutile.configs import PIPELINES, CutileConfig, Together, begins_at_diagonal, grid_of, is_linear
+from multiattn import Problem
+from multiattn.cutile.configs import PIPELINES, CutileConfig, begins_at_diagonal
+from multiattn.cutile.grid import Together, grid_of, is_linear
 from multiattn.cutile.steps import STEPS
+from multiattn.cutile.table import launches_of
 from multiattn.plan.arch import ARCHS
-from multiattn.plan.backend import get, make_plan, plan_variant
+from multiattn.plan.backend import get, make_plan
 from multiattn.plan.schedule import most_multiprocessors
 
 pytest.importorskip("cuda.tile")
 
-from test_cutile import make_inputs
+from cutile_checks import check, grow, launch, make_inputs
 
-from multiattn.cutile import forward
-from multiattn.cutile.interpreter.machine import as_device_code
-from multiattn.cutile.table import get_constants, steps_of
+from multiattn.cutile.cpu.machine import as_device_code
+from multiattn.cutile.kernels import forward
 
 BACKEND = get("cutile")
 LAZY = CutileConfig(tile_m=32, tile_n=32, lazy_max=True)
 PILOTS = ("pilot", "pilot_pairs")
 each_pipeline = pytest.mark.parametrize("pipeline", PIPELINES)
 each_mask = pytest.mark.parametrize("causal", [False, True])
-each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 each_length = pytest.mark.parametrize("lengths", [{}, {"seq_q": 96, "seq_kv": 192}], ids=["ragged", "aligned"])
 """Causal: from the first block down to the diagonal, and from the diagonal on."""
 
@@ -49,56 +48,21 @@ def redone(patch_kernel):
     """The tiles that were done again, as they are."""
     found = []
 
-    def note(shape, place, *rest):
+    def note(const, place, *rest):
         found.append((place.batch, place.head, place.tile))
-        return rows(shape, place, *rest)
+        return rows(const, place, *rest)
 
     rows = forward.redone_rows
     patch_kernel("redone_rows", note)
     return found
 
 
-def launch(config, q, k, v, **options):
-    plan = make_plan(BACKEND, Problem.of(q, k, v, **options), ARCHS["cpu"], config=config)
-    out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:3], math.nan)
-    multiattn.launch(plan, q, k, v, out, lse)
-    return out, lse
-
-
-def check(config, q, k, v, **options):
-    """Positions of NaN and inf as the reference's, and an error of at most twice the naive one's, plus one rounding."""
-    out, lse = launch(config, q, k, v, **options)
-    truth, truth_lse = reference(q, k, v, compute_dtype=torch.float64, **options)
-    # In fp32, with one rounding of the weights to come: in the 16 bit dtypes naive scores of this size are any numbers.
-    naive, _ = reference(q, k, v, compute_dtype=torch.float32, **options)
-    for got, want in ((out, truth), (lse, truth_lse)):
-        torch.testing.assert_close(got.isnan(), want.isnan())
-        torch.testing.assert_close(got.isinf() * got.sign(), (want.isinf() * want.sign()).to(got.dtype), equal_nan=True)
-    finite = truth.isfinite()
-    truth, out, naive = (tensor.double()[finite] for tensor in (truth, out, naive))
-    if truth.numel():
-        rounding = (v[v.isfinite()].abs().max() * torch.finfo(q.dtype).eps).item()
-        naive_error = (naive - truth)[naive.isfinite()].abs().max().item()
-        assert (out - truth).abs().max().item() <= 2 * naive_error + rounding
-    finite = truth_lse.isfinite()
-    torch.testing.assert_close(lse[finite].double(), truth_lse[finite], rtol=1e-5, atol=1e-5)
-
-
-def grow(k, *, start, factor):
-    """Keys from `start` on that many times as long: scores grow by hundreds in log2."""
-    k[:, :, start:] *= factor
-    return k
-
-
 @each_mask
 @each_pipeline
-@pytest.mark.parametrize(
-    ("seq_q", "seq_kv"), [(1, 1), (1, 203), (113, 1), (32, 32), (64, 128), (65, 63), (203, 113), (150, 17), (5, 160)]
-)
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(1, 203), (113, 1), (64, 128), (203, 113), (150, 17)])
 def test_lengths(seq_q, seq_kv, pipeline, causal, redone):
-    config = replace(LAZY, pipeline=pipeline)
-    for way in (config, replace(config, q_in_registers=True)):
-        check(way, *make_inputs(seq_q=seq_q, seq_kv=seq_kv, head_dim=40), causal=causal)
+    config = replace(LAZY, pipeline=pipeline, q_in_registers=seq_q % 2 == 0)
+    check(config, *make_inputs(seq_q=seq_q, seq_kv=seq_kv, head_dim=40), causal=causal)
     assert not redone
 
 
@@ -107,7 +71,6 @@ def test_lengths(seq_q, seq_kv, pipeline, causal, redone):
 def test_tiles(tile_m, tile_n, pipeline, redone):
     config = replace(LAZY, tile_m=tile_m, tile_n=tile_n, pipeline=pipeline, scheduler="static")
     check(config, *make_inputs(head_dim=16), causal=True)
-    check(config, *make_inputs(head_dim=16))
     assert not redone
 
 
@@ -127,15 +90,14 @@ def test_what_begins_at_the_diagonal(begins, change):
 
 
 @pytest.mark.parametrize("pipeline", [it for it in PIPELINES if it not in PILOTS])
-@pytest.mark.parametrize("scheduler", ["one_tile", "static"])
-@pytest.mark.parametrize("tile_n", [16, 32])
-@pytest.mark.parametrize(("seq_q", "seq_kv"), [(32, 32), (160, 160), (96, 160), (160, 96), (72, 136), (41, 41)])
+@pytest.mark.parametrize(("scheduler", "tile_n"), [("one_tile", 16), ("static", 32)])
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(32, 32), (96, 160), (160, 96), (72, 136)])
 def test_from_the_diagonal_down_every_block_once(seq_q, seq_kv, tile_n, scheduler, pipeline, patch_kernel):
     """Of a tile ``tile_m / tile_n`` blocks with the mask, and all before them without."""
 
-    def note(shape, place, q, k, block, masked):
+    def note(const, place, q, k, block, masked):
         found.append((place.tile, block, masked))
-        return score(shape, place, q, k, block, masked)
+        return score(const, place, q, k, block, masked)
 
     found, score = [], forward.score
     patch_kernel("score", note)
@@ -157,13 +119,13 @@ def test_from_the_diagonal_down_every_block_once(seq_q, seq_kv, tile_n, schedule
 @each_mask
 @pytest.mark.parametrize("pipeline", PILOTS)
 @pytest.mark.parametrize("tile_n", [16, 32])
-@pytest.mark.parametrize(("seq_q", "seq_kv"), [(32, 32), (160, 160), (96, 160), (160, 96), (72, 136), (41, 41)])
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(32, 32), (96, 160), (160, 96), (72, 136)])
 def test_a_pilot_and_then_every_block_once(seq_q, seq_kv, tile_n, pipeline, causal, patch_kernel):
     """The pilot is of 16 keys of the first block, or of the one on the diagonal; a mask is where one is needed."""
 
-    def note(shape, place, q, k, block, masked):
-        found.setdefault(place.tile, []).append((block * shape.tile_n, shape.tile_n, masked))
-        return score(shape, place, q, k, block, masked)
+    def note(const, place, q, k, block, masked):
+        found.setdefault(place.tile, []).append((block * const.tile_n, const.tile_n, masked))
+        return score(const, place, q, k, block, masked)
 
     found, score = {}, forward.score
     patch_kernel("score", note)
@@ -183,20 +145,19 @@ def test_a_pilot_and_then_every_block_once(seq_q, seq_kv, tile_n, pipeline, caus
         assert needless == (pipeline == "pilot_pairs" and masks and not whole_pairs)
 
 
-def test_a_first_row_that_sees_one_key_of_little_weight(redone):
-    """By 2^100 less than the others, which bf16's weights hold."""
-    q, k, v = make_inputs(heads_q=1, seq_q=128, seq_kv=128, spread=0.01)
-    q[..., 0] = 8.0
-    k[..., :96, 0], k[..., 96, 0] = 50 / math.log2(math.e), -50 / math.log2(math.e)  # at a scale of 1/8
-    check(LAZY, q, k, v, causal=True)
-    assert not redone
+# ---------------------------------------------------------------- done again
 
 
 @each_mask
-@each_dtype
 @each_pipeline
-@each_length
-@pytest.mark.parametrize("start", [40, 100, 180])
+@pytest.mark.parametrize(
+    ("dtype", "lengths", "start"),
+    [
+        (torch.bfloat16, {}, 100),
+        (torch.float16, {"seq_q": 96, "seq_kv": 192}, 40),
+        (torch.bfloat16, {"seq_q": 96, "seq_kv": 192}, 180),
+    ],
+)
 def test_scores_that_grow_by_hundreds(start, lengths, pipeline, dtype, causal, redone):
     q, k, v = make_inputs(dtype=dtype, spread=4.0, **lengths)
     k = grow(k, start=start, factor=20.0)
@@ -217,23 +178,24 @@ def test_only_tiles_whose_scores_grow_are_done_again(pipeline, causal, redone):
     assert redone == [(0, 0, 2)]
 
 
-@each_dtype
-def test_growth_that_the_weights_hold_is_not_done_again(dtype, redone):
-    """By 2^14: fp16 holds 2^16, bf16 much more."""
-    q, k, v = make_inputs(dtype=dtype, heads_q=1, seq_q=64, seq_kv=64, spread=0.01)
-    q[..., 0], k[..., 40, 0] = 8.0, 14 / math.log2(math.e)  # at a scale of 1/8
-    check(LAZY, q, k, v)
+def test_a_first_row_that_sees_one_key_of_little_weight(redone):
+    """By 2^100 less than the others, which bf16's weights hold."""
+    q, k, v = make_inputs(heads_q=1, seq_q=128, seq_kv=128, spread=0.01)
+    q[..., 0] = 8.0
+    k[..., :96, 0], k[..., 96, 0] = 50 / math.log2(math.e), -50 / math.log2(math.e)  # at a scale of 1/8
+    check(LAZY, q, k, v, causal=True)
     assert not redone
 
 
-def test_weights_that_overflow_fp16_are_caught_and_in_bf16_are_none(redone):
-    """By 2^20; v = 0 in most columns, as infinity times zero must not get lost either."""
-    for dtype in (torch.bfloat16, torch.float16):
-        q, k, v = make_inputs(dtype=dtype, heads_q=1, seq_q=64, seq_kv=64, spread=0.01)
-        q[..., 0], k[..., 40, 0] = 8.0, 20 / math.log2(math.e)
-        v[..., 1:] = 0.0
-        check(LAZY, q, k, v)
-        assert bool(redone) == (dtype is torch.float16)
+@pytest.mark.parametrize("growth", [14, 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_growth_that_the_weights_hold_is_not_done_again(dtype, growth, redone):
+    """fp16 holds 2^16, bf16 much more; v = 0 in most columns, as infinity times zero must not get lost either."""
+    q, k, v = make_inputs(dtype=dtype, heads_q=1, seq_q=64, seq_kv=64, spread=0.01)
+    q[..., 0], k[..., 40, 0] = 8.0, growth / math.log2(math.e)  # at a scale of 1/8
+    v[..., 1:] = 0.0
+    check(LAZY, q, k, v)
+    assert bool(redone) == (dtype is torch.float16 and growth > 16)
 
 
 def test_small_weights_of_many_keys_count(redone):
@@ -246,21 +208,20 @@ def test_small_weights_of_many_keys_count(redone):
     assert not redone
 
 
-@each_mask
 @each_pipeline
-@each_length
+@pytest.mark.parametrize(("causal", "lengths"), [(False, {}), (True, {"seq_q": 96, "seq_kv": 192})])
 def test_huge_values(lengths, pipeline, causal, redone):
-    q, k, v = make_inputs(spread=2.0, **lengths)
+    q, k, v = make_inputs(spread=2.0, heads_q=1, head_dim=40, **lengths)
     check(replace(LAZY, pipeline=pipeline), q, k, v * 1e30, causal=causal)
-    check(replace(LAZY, pipeline=pipeline), q, grow(k, start=100, factor=4.0), v * 1e30, causal=causal)
+    check(replace(LAZY, pipeline=pipeline), q, grow(k, start=100, factor=5.0), v * 1e30, causal=causal)
     assert redone  # the sums were fine, the output overflowed
 
 
-@pytest.mark.parametrize("exponent", range(-128, -96, 4))
+@pytest.mark.parametrize("exponent", [-128, -112, -100])
 @each_pipeline
 def test_an_infinite_value_of_little_weight_is_infinite(exponent, pipeline):
     """By as many powers of two less than the others: what fp32 holds must not be lost to the headroom."""
-    q, k, v = make_inputs(heads_q=1, seq_q=32, seq_kv=96, spread=0.0)
+    q, k, v = make_inputs(heads_q=1, seq_q=32, seq_kv=96, head_dim=64, spread=0.0)
     q[..., 0], k[..., 70, 0] = 8.0, exponent / math.log2(math.e)  # at a scale of 1/8
     v[:, :, 70] = math.inf
     online = launch(CutileConfig(tile_m=32, tile_n=32), q, k, v)
@@ -270,16 +231,16 @@ def test_an_infinite_value_of_little_weight_is_infinite(exponent, pipeline):
 
 @each_mask
 @each_length
-@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-44, 1.0])
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-44])
 def test_scales(scale, lengths, causal):
-    q, k, v = make_inputs(**lengths)
+    q, k, v = make_inputs(head_dim=16, **lengths)
     check(replace(LAZY, pipeline="ahead"), q, k, v, causal=causal, scale=scale)
     check(LAZY, q, grow(k, start=70, factor=80.0), v, causal=causal, scale=scale)
 
 
 @each_pipeline
 def test_rows_that_see_no_key(pipeline):
-    q, k, v = make_inputs(seq_q=203, seq_kv=113)
+    q, k, v = make_inputs(heads_q=1, seq_q=203, seq_kv=113)
     for keys in (k, grow(k.clone(), start=50, factor=100.0)):
         out, lse = launch(replace(LAZY, pipeline=pipeline), q, keys, v, causal=True)
         assert (out[:, :, :90] == 0).all()
@@ -288,22 +249,12 @@ def test_rows_that_see_no_key(pipeline):
         assert out.isfinite().all()
 
 
-@each_mask
-@pytest.mark.parametrize("scheduler", ["one_tile", "static"])
-@pytest.mark.parametrize(("heads_q", "heads_kv"), [(1, 1), (3, 3), (6, 2), (8, 1)])
-def test_heads_that_share_keys(heads_q, heads_kv, scheduler, causal):
-    config = replace(LAZY, scheduler=scheduler, heads_together=2)
-    check(config, *make_inputs(batch=2, heads_q=heads_q, heads_kv=heads_kv, head_dim=16), causal=causal)
-
-
-@each_mask
 @each_pipeline
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["q", "k"])
-@pytest.mark.parametrize("at", [0, 80, 95])
-@each_length
+@pytest.mark.parametrize(("at", "causal", "lengths"), [(0, False, {}), (95, True, {"seq_q": 96, "seq_kv": 192})])
 def test_nonfinite_queries_and_keys_do_what_they_do_online(lengths, at, name, value, pipeline, causal):
-    q, k, v = make_inputs(head_dim=16, **lengths)
+    q, k, v = make_inputs(heads_q=1, head_dim=16, **lengths)
     {"q": q, "k": k}[name][:, :, at, 5] = value
     online = launch(CutileConfig(tile_m=32, tile_n=32), q, k, v, causal=causal)
     lazy = launch(replace(LAZY, pipeline=pipeline), q, k, v, causal=causal)
@@ -316,7 +267,7 @@ def test_a_check_that_misses_something_is_noticed(change, patch_kernel):
     """Without the check at all, and without its look at the output."""
     name, broken = {
         "never": ("any_too_large", lambda l: False),  # noqa: E741
-        "sums only": ("row_sum_or_nan", lambda shape, rows: forward.row_sum(rows.l)),
+        "sums only": ("row_sum_or_nan", lambda const, rows: forward.row_sum(rows.l)),
     }[change]
     q, k, v = make_inputs(seq_q=64, seq_kv=96, spread=2.0)
     if change == "sums only":
@@ -330,15 +281,17 @@ def test_a_check_that_misses_something_is_noticed(change, patch_kernel):
         check(LAZY, q, k, v)
 
 
-@each_mask
-@pytest.mark.parametrize("heads_together", [2, 12])
-@pytest.mark.parametrize("blocks", [1, 3, 7, 12, 31])
+# ---------------------------------------------------------------- static grids
+
+
+@pytest.mark.parametrize(("heads_together", "causal"), [(2, False), (2, True), (12, True)])
+@pytest.mark.parametrize("blocks", [1, 7, 31])
 def test_a_static_grid_takes_every_tile_once(blocks, heads_together, causal, patch_kernel):
     """Every n-th of 48 tiles: 2 of each of 6 heads of 4 batch entries, in sections of 2 heads, or of 2 entries."""
 
-    def note(shape, place, *rest):
+    def note(const, place, *rest):
         found.append((place.batch, place.head, place.tile))
-        forward_tile(shape, place, *rest)
+        forward_tile(const, place, *rest)
 
     found, forward_tile = [], forward.forward_tile
     patch_kernel("forward_tile", note)
@@ -360,31 +313,17 @@ def test_a_static_grid_fills_the_device():
     assert not is_linear(problem, LAZY, one)
     assert [most_multiprocessors(ARCHS[name]) for name in ("sm90", "cpu")] == [132, 1]
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], config=static, probe=False)
-    assert steps_of(plan)[0].grid == (264, 1, 1)  # of the largest product, as there is no device here
-    ways = {"lazy_max": True, "headroom": 16.0, "diagonal_first": False, "pipeline": 0, "static_grid": True}
-    assert {**ways, "exp2_fma_sixteenths": 0, "q_in_registers": False}.items() <= get_constants(plan).items()
-
-
-@pytest.mark.parametrize(
-    ("change", "got"),
-    [
-        ({"pipeline": "pears"}, "pipeline=pears"),
-        ({"lazy_max": False, "pipeline": "pairs"}, "pipeline=pairs without lazy_max"),
-        ({"scheduler": "dynamic"}, "scheduler=dynamic"),
-    ],
-)
-def test_configs_that_cannot_be(change, got):
-    (variant,) = BACKEND.forward.offered
-    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=64)
-    reasons = plan_variant(BACKEND, variant, problem, ARCHS["sm90"], replace(LAZY, **change))
-    assert got in [reason.got for reason in reasons]
+    (launch,) = launches_of(plan)
+    assert launch.grid == (264, 1, 1)  # of the largest product, as there is no device here
+    assert (launch.constants.static_grid, launch.constants.linear_grid, launch.constants.headroom) == (True, True, 16.0)
 
 
 def test_rungs_below_full_have_neither():
-    config = replace(LAZY, pipeline="pairs", scheduler="static")
+    config = replace(LAZY, pipeline="pairs", scheduler="static", exp2_fma_fraction=0.5)
     for name, rung in STEPS.items():
         limited = rung.step.limit(config)
         if name != "full":
             assert (limited.lazy_max, limited.pipeline, limited.scheduler) == (False, "plain", "one_tile")
+            assert limited.exp2_fma_fraction == 0.0
         else:
             assert limited == config

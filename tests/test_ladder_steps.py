@@ -40,6 +40,16 @@ def rung_of(language, name):
     return LANGUAGES[language].STEPS[name]
 
 
+def step_class(language):
+    return type(rung_of(language, "full").step)
+
+
+def kernel_source(language, *names):
+    folder = Path(multiattn.__file__).with_name(language)
+    folder = folder / "kernels" if (folder / "kernels").is_dir() else folder
+    return "".join((folder / name).read_text() for name in names if (folder / name).exists())
+
+
 @pytest.mark.parametrize(("language", "names"), LADDERS)
 def test_ladders(language, names):
     assert tuple(variant.name for variant in ladder(get(language), names[-1])) == names
@@ -55,7 +65,7 @@ def test_nobody_gets_a_rung_that_leads_to_another_unasked(language):
 @each_language
 def test_every_field_is_of_one_group(language):
     grouped = [name for group in LANGUAGES[language].GROUPS.values() for name in group]
-    assert sorted(grouped) == sorted(field.name for field in fields(LANGUAGES[language].Step))
+    assert sorted(grouped) == sorted(field.name for field in fields(step_class(language)))
 
 
 @each_rung
@@ -123,8 +133,8 @@ def conditions_on(source: str, names: set[str]) -> Counter[str]:
 @each_language
 def test_the_kernel_tests_each_field_once(language):
     """A rung is a row of the table and, if it brings a field, one constant condition in the kernel."""
-    source = Path(multiattn.__file__).with_name(language).joinpath("forward.py").read_text()
-    names = {field.name for field in fields(LANGUAGES[language].Step)}
+    source = kernel_source(language, "forward.py")
+    names = {field.name for field in fields(step_class(language))}
     count = conditions_on(source, names)
     assert {"exp2", "scale_after_max"} <= count.keys()
     assert set(count.values()) == {1}
@@ -147,9 +157,9 @@ def test_a_field_that_is_tested_twice_is_noticed(kernel):
 
 @each_language
 def test_every_field_is_in_the_kernel_or_limits_the_config(language):
-    steps, folder = LANGUAGES[language], Path(multiattn.__file__).with_name(language)
-    names = [field.name for field in fields(steps.Step)]
-    everything = steps.Step(**dict.fromkeys(names, True))
+    step = step_class(language)
+    names = [field.name for field in fields(step)]
+    everything = step(**dict.fromkeys(names, True))
     config = {
         "triton": triton_configs.TritonConfig(
             tile_m=64, tile_n=64, num_warps=4, num_stages=3, heads_together=8, registers=128
@@ -157,7 +167,7 @@ def test_every_field_is_in_the_kernel_or_limits_the_config(language):
         "cutile": cutile_configs.CutileConfig(tile_m=64, tile_n=64),
     }[language]
     assert everything.limit(config) == config
-    kernel = "".join(path.read_text() for path in (folder / "forward.py", folder / "parts.py") if path.exists())
+    kernel = kernel_source(language, "forward.py", "parts.py")
     for name in names:
         limits = replace(everything, **{name: False}).limit(config) != config
         assert limits != (f".{name}" in kernel), name

@@ -6,7 +6,7 @@ import torch
 import multiattn
 from multiattn import reference
 
-BACKENDS = ("triton", "cuda")  # cuTile has the compiler count, which test_cutile_compile.py looks at
+BACKENDS = ("triton", "cutile", "cuda")
 HEADS, SEQ, HEAD_DIM = 3, 20, 16
 APART = (1 << 30) + 65
 """Elements from head to head: the third head begins past 2^31, and a stride by itself fits 32 bits.

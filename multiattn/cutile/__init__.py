@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import importlib.util
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
-from multiattn.cutile import backward_configs
-from multiattn.cutile.candidates import candidates
-from multiattn.cutile.configs import why_not_fit
-from multiattn.cutile.rules import rules_of
+from multiattn.cutile import fits, rules
+from multiattn.cutile.candidates import backward_candidates, forward_candidates
 from multiattn.cutile.steps import STEPS
+from multiattn.cutile.table import workspace_bytes
 from multiattn.plan.arch import GPU_ARCHS, Arch
-from multiattn.plan.backend import Backend, Compiled, Exported, Launcher, Op, Plan, Variant
+from multiattn.plan.backend import Backend, Op, Variant
 from multiattn.plan.support import Capability, Reason
 from multiattn.plan.toolchain import probe_gpu, version_of
 
@@ -33,24 +34,6 @@ OLDEST_DRIVER = (13, 0)
 
 _DRIVER = "libcuda.so.1"
 _HINT = "pip install 'multiattn[cutile]'"
-
-
-def _prepare(plan: Plan) -> Launcher:
-    from multiattn.cutile.launch import prepare
-
-    return prepare(plan)
-
-
-def _compile(plan: Plan) -> tuple[Compiled, ...]:
-    from multiattn.cutile.compile import compile_plan
-
-    return compile_plan(plan)
-
-
-def _export(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
-    from multiattn.cutile.export import export_plan
-
-    return export_plan(plan, kinds)
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -128,20 +111,37 @@ def _probe(arch: Arch) -> tuple[Reason, ...]:
     return (*_probe_compiler(), *_probe_gpu()) if arch.is_gpu else _probe_module()
 
 
+def _later(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module that imports cuTile, imported by its first call."""
+    return lambda *arguments: getattr(importlib.import_module(f"multiattn.cutile.{module}"), name)(*arguments)
+
+
 def _forward_variant(name: str) -> Variant:
-    """A rung of the ladder; one that leads to another is for those who name it."""
+    """A rung of the ladder; one that leads to another is selected only by name."""
     rung = STEPS[name]
     return Variant(
         name=name,
         summary=rung.summary,
-        capability=Capability(arches=("cpu", *GPU_ARCHS)),
-        rules=rules_of(name),
+        capability=_EVERYWHERE,
+        rules=rules.rules_of(name),
         flags=tuple(asdict(rung.step).items()),
         parent=rung.parent,
         only_named=any(other.parent == name for other in STEPS.values()),
-        fits=functools.partial(why_not_fit, step=rung.step),
+        fits=functools.partial(fits.why_not_forward, step=rung.step),
     )
 
+
+def _backward_variant(name: str, summary: str, **rest: Any) -> Variant:
+    workspace = functools.partial(workspace_bytes, name)
+    return Variant(name=name, summary=summary, capability=_EVERYWHERE, workspace=workspace, **rest)
+
+
+_EVERYWHERE = Capability(arches=("cpu", *GPU_ARCHS))
+_OPERATIONS: dict[str, Any] = {
+    "prepare": _later("launch", "prepare"),
+    "compile": _later("compile", "compile_plan"),
+    "export": _later("export", "export_plan"),
+}
 
 BACKEND = Backend(
     name="cutile",
@@ -149,36 +149,24 @@ BACKEND = Backend(
     probe=_probe,
     probe_compiler=_probe_compiler,
     versions=_versions,
-    forward=Op(
-        variants=tuple(_forward_variant(name) for name in STEPS),
-        prepare=_prepare,
-        compile=_compile,
-        export=_export,
-        candidates=candidates,
-    ),
+    forward=Op(variants=tuple(_forward_variant(name) for name in STEPS), candidates=forward_candidates, **_OPERATIONS),
     backward=Op(
         variants=(
-            Variant(
-                name="atomic",
-                summary="one pass over the keys, dq added up in fp32 by atomics (TMA reductions where there are)",
-                capability=Capability(arches=("cpu", *GPU_ARCHS)),
-                rules=backward_configs.ATOMIC_RULES,
+            _backward_variant(
+                "atomic",
+                "one pass over the keys, dq added up in fp32 by atomics (TMA reductions where there are)",
+                rules=rules.ATOMIC_RULES,
+                fits=fits.why_not_one_pass,
                 deterministic=False,
-                workspace=lambda problem, config: backward_configs.one_pass_bytes(problem),
-                fits=backward_configs.why_not_fit_one_pass,
             ),
-            Variant(
-                name="two_pass",
-                summary="a pass over the queries for dq, one over the keys for dk and dv",
-                capability=Capability(arches=("cpu", *GPU_ARCHS)),
-                rules=backward_configs.TWO_PASS_RULES,
-                workspace=lambda problem, config: backward_configs.delta_bytes(problem),
-                fits=backward_configs.why_not_fit_two_pass,
+            _backward_variant(
+                "two_pass",
+                "a pass over the queries for dq, one over the keys for dk and dv",
+                rules=rules.TWO_PASS_RULES,
+                fits=fits.why_not_two_pass,
             ),
         ),
-        prepare=_prepare,
-        compile=_compile,
-        export=_export,
-        candidates=backward_configs.candidates,
+        candidates=backward_candidates,
+        **_OPERATIONS,
     ),
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from multiattn.cutile.configs import CutileConfig, why_not_fit
+from multiattn.cutile.configs import CutileConfig, OnePassConfig, TwoPassConfig
 from multiattn.cutile.steps import STEPS
 from multiattn.plan.arch import GPUS, Arch
 from multiattn.plan.backend import Variant
@@ -15,45 +16,39 @@ from multiattn.problem import Problem
 L2_BYTES = max(gpu.l2_mib or 0 for gpu in GPUS if gpu.arch == "sm90") << 20
 """The largest of Hopper's products, which are what ways are listed for."""
 
-# (tile_m, tile_n, occupancy, num_worker_warps)
-_Shape = tuple[int, int, int, int | None]
+_Hints = tuple[int, int, int, int | None]
+"""tile_m, tile_n, occupancy and num_worker_warps."""
 
-_HOPPER_64: tuple[_Shape, ...] = (
-    (64, 64, 4, None), (128, 64, 2, 8), (64, 128, 3, None), (64, 64, 3, None), (64, 64, 2, None), (64, 128, 2, None),
-    (64, 128, 2, 8), (128, 64, 3, 8), (128, 128, 2, 8), (128, 128, 1, 8),
+
+def _fields(hints: _Hints, prefix: str = "") -> dict[str, Any]:
+    names = ("tile_m", "tile_n", "occupancy", "num_worker_warps")
+    return {prefix + name: value for name, value in zip(names, hints, strict=True)}
+
+
+_HOPPER: tuple[tuple[_Hints, ...], ...] = (
+    ((64, 64, 4, None), (128, 64, 2, 8), (64, 128, 3, None), (64, 64, 3, None), (64, 64, 2, None), (64, 128, 2, None),
+     (64, 128, 2, 8), (128, 64, 3, 8), (128, 128, 2, 8), (128, 128, 1, 8)),
+    ((64, 128, 2, None), (64, 128, 3, None), (64, 128, 1, None), (64, 128, 2, 8), (64, 64, 3, None), (64, 64, 2, None),
+     (128, 128, 1, 8), (128, 128, 2, 8), (128, 64, 2, 8), (128, 64, 1, 8)),
+    ((128, 128, 1, 8), (128, 64, 1, 8), (128, 32, 1, 8), (64, 128, 1, None), (64, 128, 1, 8), (64, 64, 2, None),
+     (64, 64, 1, None), (64, 32, 2, None)),
 )  # fmt: skip
-_HOPPER_128: tuple[_Shape, ...] = (
-    (64, 128, 2, None), (64, 128, 3, None), (64, 128, 1, None), (64, 128, 2, 8), (64, 64, 3, None), (64, 64, 2, None),
-    (128, 128, 1, 8), (128, 128, 2, 8), (128, 64, 2, 8), (128, 64, 1, 8),
-)  # fmt: skip
-_HOPPER_256: tuple[_Shape, ...] = (
-    (128, 128, 1, 8), (128, 64, 1, 8), (128, 32, 1, 8), (64, 128, 1, None), (64, 128, 1, 8), (64, 64, 2, None),
-    (64, 64, 1, None), (64, 32, 2, None),
-)  # fmt: skip
+"""For D up to 64, up to 128 and beyond; so are the other tables of as many rows."""
 
 
 def _lazy(tile_m: int, tile_n: int, occupancy: int, warps: int | None, *hows: str) -> tuple[CutileConfig, ...]:
     """A tile in several ways: a pipeline each, static where the name ends in a star."""
+    tile = CutileConfig(**_fields((tile_m, tile_n, occupancy, warps)), lazy_max=True)
     return tuple(
-        CutileConfig(
-            tile_m=tile_m,
-            tile_n=tile_n,
-            occupancy=occupancy,
-            num_worker_warps=warps,
-            lazy_max=True,
-            pipeline=how.rstrip("*"),
-            scheduler="static" if how.endswith("*") else "one_tile",
-        )
-        for how in hows
+        replace(tile, pipeline=how.rstrip("*"), scheduler="static" if how.endswith("*") else "one_tile") for how in hows
     )
 
 
-_LAZY_64: tuple[CutileConfig, ...] = (
+_LAZY: tuple[tuple[CutileConfig, ...], ...] = ((
     *_lazy(64, 64, 4, None, "plain", "plain*"), *_lazy(64, 64, 3, None, "pairs", "pairs*", "plain"),
     *_lazy(128, 64, 2, 8, "plain", "plain*"), *_lazy(64, 128, 2, None, "plain", "plain*", "ahead"),
     CutileConfig(tile_m=64, tile_n=64, occupancy=4),
-)  # fmt: skip
-_LAZY_128: tuple[CutileConfig, ...] = (
+), (
     *_lazy(64, 128, 2, None, "ahead", "plain*", "plain", "pilot*"),
     *_lazy(64, 64, 2, None, "plain", "plain*", "pairs", "pairs*", "apart", "apart*"),
     *_lazy(128, 64, 1, 8, "plain", "plain*", "pairs", "pairs*", "apart*"),
@@ -61,38 +56,39 @@ _LAZY_128: tuple[CutileConfig, ...] = (
     *(replace(way, q_in_registers=True) for way in _lazy(64, 64, 2, None, "plain*", "pairs*")),
     *(replace(way, q_in_registers=True) for way in _lazy(128, 128, 1, 8, "plain", "pilot")),
     CutileConfig(tile_m=64, tile_n=128, occupancy=2),
-)  # fmt: skip
-_LAZY_256: tuple[CutileConfig, ...] = (
+), (
     *_lazy(128, 64, 1, 8, "plain", "plain*", "pairs", "pairs*", "ahead", "apart", "apart*", "pilot_pairs"),
     *_lazy(128, 32, 1, 8, "plain*", "pairs*", "ahead"), *_lazy(64, 64, 1, None, "ahead", "pairs"),
     CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8),
     CutileConfig(tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8),
-)  # fmt: skip
-_LAZY_96: tuple[CutileConfig, ...] = (
-    *_lazy(64, 64, 3, None, "plain", "pilot"), *_lazy(128, 64, 2, 8, "plain"),
-)  # fmt: skip
+))  # fmt: skip
+_LAZY_96 = (*_lazy(64, 64, 3, None, "plain", "pilot"), *_lazy(128, 64, 2, 8, "plain"))
 """Two parts of 64 and 32 columns, or fewer, leave room for another block an SM; one of 128 columns does not."""
 _LAZY_192: tuple[CutileConfig, ...] = _lazy(128, 128, 1, 8, "plain", "plain*", "pairs", "pilot", "ahead")
 """Two parts of 128 and 64 columns, or fewer, leave these the registers; one of 256 columns does not."""
-_BLACKWELL: tuple[_Shape, ...] = (
+_BLACKWELL: tuple[_Hints, ...] = (
     (128, 128, 2, None), (128, 128, 1, None), (256, 128, 1, None), (256, 64, 1, None), (128, 64, 2, None),
     (64, 128, 2, None), (64, 64, 4, None), (256, 128, 1, 8), (128, 128, 1, 8),
 )  # fmt: skip
-_SMALL: tuple[_Shape, ...] = (
+_SMALL: tuple[_Hints, ...] = (
     (64, 64, 2, None), (64, 64, 1, None), (64, 32, 2, None), (64, 32, 1, None), (64, 64, 3, None), (128, 64, 1, None),
     (128, 32, 1, None), (128, 64, 1, 8), (32, 64, 2, None),
 )  # fmt: skip
 
 
-def _shapes(problem: Problem, arch: Arch) -> tuple[_Shape, ...]:
+def _row(problem: Problem) -> int:
+    return 0 if problem.head_dim <= 64 else 1 if problem.head_dim <= 128 else 2
+
+
+def _forward_tiles(problem: Problem, arch: Arch) -> tuple[_Hints, ...]:
     if arch.name == "sm90":
-        return _HOPPER_64 if problem.head_dim <= 64 else _HOPPER_128 if problem.head_dim <= 128 else _HOPPER_256
+        return _HOPPER[_row(problem)]
     return _BLACKWELL if arch.name in ("sm100", "sm103") else _SMALL
 
 
 def _lazy_candidates(problem: Problem) -> list[CutileConfig]:
     """Tiles in several ways, with several latencies; heads side by side where tiles are not of one length."""
-    ways = _LAZY_64 if problem.head_dim <= 64 else _LAZY_128 if problem.head_dim <= 128 else _LAZY_256
+    ways = _LAZY[_row(problem)]
     if saving_widths(problem.head_dim) is not None:
         more = _LAZY_192 if problem.head_dim > 128 else _LAZY_96
         split = [replace(way, split_head_dim=True) for way in (*ways, *more)]
@@ -111,13 +107,13 @@ def _lazy_candidates(problem: Problem) -> list[CutileConfig]:
 
 
 def _latencies(way: CutileConfig) -> tuple[tuple[int | None, int | None], ...]:
-    """Of keys and values: the way's own, none, and the least where scores come ahead, which is a distance itself."""
+    """Latencies of k and v: the way's own, none, and the least where scores come ahead, which is a distance itself."""
     found = ((way.k_latency, way.v_latency), (None, None))
     return (*found, (1, 1)) if way.pipeline in ("ahead", "pairs") else found
 
 
 def _heads_together(problem: Problem, way: CutileConfig) -> dict[int, None]:
-    """Distinct counts: small ones, but in causal grids of a block a tile only where four heads' keys exceed half of L2.
+    """Distinct counts: small ones, but in banded grids of a block a tile only where four heads' keys exceed half of L2.
 
     A static grid turns from head to head. Hopper's L2 has two halves, and what both need is in both.
     """
@@ -130,7 +126,7 @@ def _heads_together(problem: Problem, way: CutileConfig) -> dict[int, None]:
     return dict.fromkeys((*few, *several) if 8 * keys > L2_BYTES else several)
 
 
-def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[CutileConfig]:
+def forward_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[CutileConfig]:
     """Configs worth timing: tiles with the occupancies and warps that may suit them.
 
     On sm90 in every way to run them, elsewhere with variations of the first.
@@ -141,13 +137,59 @@ def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Cutil
     if arch.name == "sm90" and step.lazy_max:
         configs = _lazy_candidates(problem)
     else:
-        configs = [
-            CutileConfig(tile_m=tile_m, tile_n=tile_n, occupancy=occupancy, num_worker_warps=warps)
-            for tile_m, tile_n, occupancy, warps in _shapes(problem, arch)
-        ]
+        configs = [CutileConfig(**_fields(hints)) for hints in _forward_tiles(problem, arch)]
         best = configs[0]
         configs += [replace(best, k_latency=k, v_latency=v) for k, v in ((1, 1), (4, 6))]
         configs += [replace(config, heads_together=4) for config in configs[:4]]
         configs += [replace(best, heads_together=heads) for heads in (problem.group, problem.heads_q)]
     limited = dict.fromkeys(map(step.limit, configs))
-    return tuple(config for config in limited if not why_not_fit(problem, arch, config))
+    return tuple(config for config in limited if not variant.fits(problem, arch, config))
+
+
+# ---------------------------------------------------------------- backward
+
+
+_HOPPER_KEYS: tuple[tuple[_Hints, ...], ...] = (
+    ((64, 128, 1, 8), (128, 128, 1, 8), (128, 64, 2, None), (64, 64, 2, None)),
+    ((32, 128, 1, 8), (64, 128, 1, 8), (128, 64, 1, 8), (64, 64, 1, 8)),
+    ((64, 64, 1, 8), (32, 64, 1, 8)),
+)
+_HOPPER_QUERIES: tuple[tuple[_Hints, ...], ...] = (
+    ((64, 64, 2, None), (64, 64, 3, None), (128, 64, 1, 8), (64, 128, 2, None)),
+    ((128, 64, 1, 8), (64, 64, 2, None), (128, 128, 1, 8)),
+    ((64, 64, 1, 8), (64, 32, 1, None), (128, 32, 1, 8)),
+)
+_BLACKWELL_KEYS: tuple[_Hints, ...] = ((64, 128, 1, 8), (128, 128, 1, 8), (64, 64, 1, None), (64, 64, 1, 8))
+_BLACKWELL_QUERIES: tuple[_Hints, ...] = ((128, 64, 1, 8), (128, 128, 1, 8), (64, 64, 1, None))
+_SMALL_KEYS: tuple[_Hints, ...] = ((64, 32, 1, 8), (32, 32, 1, 8), (32, 64, 1, 8), (16, 32, 1, 8))
+_SMALL_QUERIES: tuple[_Hints, ...] = ((64, 32, 1, 8), (32, 32, 1, None), (64, 64, 1, None))
+
+
+def _backward_tiles(problem: Problem, arch: Arch) -> tuple[tuple[_Hints, ...], tuple[_Hints, ...]]:
+    """Tiles of the kernel that owns keys and of the one that owns queries."""
+    if arch.name == "sm90":
+        return _HOPPER_KEYS[_row(problem)], _HOPPER_QUERIES[_row(problem)]
+    if arch.name in ("sm100", "sm103"):
+        return _BLACKWELL_KEYS, _BLACKWELL_QUERIES
+    return _SMALL_KEYS, _SMALL_QUERIES
+
+
+def backward_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[OnePassConfig]:
+    """Configs worth timing: tiles with the occupancies and warps that suit them, each with two orders of heads."""
+    if not arch.is_gpu:
+        return ()
+    keys, queries = _backward_tiles(problem, arch)
+    ways = [{**_fields(tile), "latency": it} for tile in keys for it in ((4, 2) if arch.name == "sm90" else (4, 1))]
+    if variant.deterministic:  # two passes: each way to own keys with the first to own queries, then the others
+        pairs = [(way, queries[0]) for way in ways] + [(ways[0], tile) for tile in queries[1:]]
+        configs: list[OnePassConfig] = [TwoPassConfig(**way, **_fields(tile, "dq_")) for way, tile in pairs]
+    else:
+        configs = [OnePassConfig(**way) for way in ways]
+    configs += [_together(config, 4) for config in configs]
+    return tuple(dict.fromkeys(config for config in configs if not variant.fits(problem, arch, config)))[:24]
+
+
+def _together(config: OnePassConfig, heads: int) -> OnePassConfig:
+    if isinstance(config, TwoPassConfig):
+        return replace(config, heads_together=heads, dq_heads_together=heads)
+    return replace(config, heads_together=heads)

@@ -1,30 +1,105 @@
-"""Compile a Plan for any arch with no GPU and no driver, and read from the cubin what the compiler made of it."""
+"""A launch's kernel and signature as cuTile has them, and a Plan compiled for any arch with no GPU and no driver."""
 
 from __future__ import annotations
 
+import functools
 import io
+import os
 import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import cuda.tile as ct
 import torch
-from cuda.tile.compilation import (
-    ArrayConstraint,
-    CallingConvention,
-    KernelSignature,
-    ScalarConstraint,
-    export_kernel,
-)
+from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature, ScalarConstraint, export_kernel
 
-from multiattn.cutile.bind import ALIGNMENT, GIVEN
-from multiattn.cutile.launch import compile_limit, get_kernel
-from multiattn.cutile.table import Step, steps_of
+from multiattn.cutile.configs import PIPELINES
+from multiattn.cutile.kernels import backward, forward
+from multiattn.cutile.kernels.constants import KernelConstants
+from multiattn.cutile.kernels.tiles import IN_64_BITS
+from multiattn.cutile.table import ArrayArgument, KernelLaunch, launches_of
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Compiled, Plan
 from multiattn.plan.toolchain import resource_usage
-from multiattn.run.arguments import Layout, layouts
+
+COMPILE_SECONDS = 120.0
+"""Longest compilation: a tile too large for the registers can take tileiras minutes, a good one takes it seconds."""
 
 _DTYPES = {torch.float16: ct.float16, torch.bfloat16: ct.bfloat16, torch.float32: ct.float32}
+
+
+def get_kernel(launch: KernelLaunch) -> Any:
+    """The kernel with its constants and hints; launches that share them share the kernel, and what it has compiled."""
+    return _kernel(launch.kernel, launch.constants, launch.is_64bit, launch.occupancy, launch.num_worker_warps)
+
+
+@functools.cache
+def _kernel(
+    name: str, constants: KernelConstants, is_64bit: bool, occupancy: int | None, num_worker_warps: int | None
+) -> Any:
+    module: Any = forward if name == "forward" else backward
+    function = getattr(module, f"{name}_kernel")(constants)
+    if is_64bit:
+        annotations = function.__annotations__
+        function.__annotations__ = {it: IN_64_BITS.get(kind, kind) for it, kind in annotations.items()}
+    return ct.kernel(function, occupancy=occupancy, num_worker_warps=num_worker_warps)
+
+
+def get_signature(launch: KernelLaunch) -> Any:
+    """The parameters of a kernel as a launch would specialise them; its symbol tells the constants, too."""
+    dtype = ct.int64 if launch.is_64bit else ct.int32
+    parameters = [
+        *(_array(array, dtype) for array in launch.arrays.values()),
+        *(ScalarConstraint(ct.float32) for _ in launch.scalars),
+    ]
+    convention = CallingConvention.cutile_python_v2()  # v2: a static extent
+    constants = map(_number, asdict(launch.constants).values())
+    named = KernelSignature([*parameters, *constants], convention).with_mangled_symbol(launch.kernel)
+    return KernelSignature(parameters, convention, named.symbol)
+
+
+def _number(constant: float | str | None) -> float:
+    """A constant as a symbol can have it."""
+    if constant is None:
+        return 0
+    return PIPELINES.index(constant) if isinstance(constant, str) else constant
+
+
+def _array(array: ArrayArgument, index_dtype: Any) -> Any:
+    """With a static D, where it has one."""
+    shape = array.layout.shape
+    tail = [1] * (len(shape) - 3)
+    static_dim = {"shape_constant": (None, None, None, shape[3])} if tail else {}
+    return ArrayConstraint(
+        _DTYPES[array.layout.dtype],
+        len(shape),
+        index_dtype=index_dtype,
+        stride_lower_bound_incl=0,
+        alias_groups=(),
+        may_alias_internally=array.overlaps,
+        shape_divisible_by=(*array.extents, *tail),
+        stride_constant=(*(None for _ in array.strides), 1),
+        stride_divisible_by=(*array.strides, 1),
+        base_addr_divisible_by=array.alignment,
+        **static_dim,
+    )
+
+
+def compile_limit() -> AbstractContextManager[None]:
+    """Bounds compilation to `COMPILE_SECONDS`, unless the environment has its own limit."""
+    if "CUDA_TILE_COMPILER_TIMEOUT_SEC" in os.environ:
+        return nullcontext()
+    limit: AbstractContextManager[None] = ct.compiler_timeout(COMPILE_SECONDS)
+    return limit
+
+
+def make_cubin(launch: KernelLaunch, signature: Any, arch: Arch) -> bytes:
+    """Compile within the limit of compilation, or find it in cuTile's cache on disk, as `ct.launch` would."""
+    buffer, gpu_code = io.BytesIO(), arch.name.replace("sm", "sm_")
+    with compile_limit():
+        export_kernel(get_kernel(launch), [signature], buffer, gpu_code=gpu_code, output_format="cubin")
+    return buffer.getvalue()
 
 
 def compile_plan(plan: Plan) -> tuple[Compiled, ...]:
@@ -32,65 +107,21 @@ def compile_plan(plan: Plan) -> tuple[Compiled, ...]:
 
     Sizes come from cuobjdump and are None where it is not installed. `spill_bytes` is the stack of a thread.
     """
-    return tuple(_compile(plan, step) for step in steps_of(plan))
+    return tuple(_compile(plan, launch) for launch in launches_of(plan))
 
 
-def _compile(plan: Plan, step: Step) -> Compiled:
-    signature = get_signature(plan, step)
+def _compile(plan: Plan, launch: KernelLaunch) -> Compiled:
+    signature = get_signature(launch)
     start = time.perf_counter()
-    cubin = make_cubin(get_kernel(step), signature, plan.arch)
+    cubin = make_cubin(launch, signature, plan.arch)
     seconds = time.perf_counter() - start
     usage = resource_usage(cubin)
     return Compiled(
-        kernel=step.kernel,
+        kernel=launch.kernel,
         threads=usage.threads if usage else None,
         seconds=seconds,
         cubin=cubin,
         smem_bytes=usage.smem_bytes if usage else None,
         registers=usage.registers if usage else None,
         spill_bytes=usage.stack_bytes if usage else None,
-    )
-
-
-def make_cubin(kernel: Any, signature: Any, arch: Arch) -> bytes:
-    """Compile within the limit of compilation, or find it in cuTile's cache on disk, as `ct.launch` would."""
-    buffer = io.BytesIO()
-    with compile_limit():
-        export_kernel(kernel, [signature], buffer, gpu_code=arch.name.replace("sm", "sm_"), output_format="cubin")
-    return buffer.getvalue()
-
-
-def get_signature(plan: Plan, step: Step) -> Any:
-    """The parameters of a kernel as a launch would specialise them."""
-    problem, known = plan.problem, layouts(plan.problem)
-    parameters = [
-        *(
-            _array(known[name], problem.alignment if name in GIVEN else ALIGNMENT, step.is_64bit)
-            for name in step.arrays.values()
-        ),
-        *(ScalarConstraint(ct.float32) for _ in step.scalars),
-        *step.constants.values(),
-    ]
-    signature = KernelSignature(parameters, CallingConvention.cutile_python_v2())  # v2: a static extent
-    return signature.with_mangled_symbol(step.kernel)
-
-
-def _array(layout: Layout, alignment: int, is_64bit: bool) -> Any:
-    """An array ``[B, H, S, D]`` with static D, or ``[B, H, S]``."""
-    has_dim = len(layout.shape) == 4
-    sizes, strides = layout.shape[:3], layout.strides[:-1]
-    in_elements = ALIGNMENT // layout.dtype.itemsize
-    static_dim = {"shape_constant": (None, None, None, layout.shape[3])} if has_dim else {}
-    return ArrayConstraint(
-        _DTYPES[layout.dtype],
-        len(layout.shape),
-        index_dtype=ct.int64 if is_64bit else ct.int32,
-        stride_lower_bound_incl=0,
-        alias_groups=(),
-        may_alias_internally=0 in strides,
-        shape_divisible_by=(*(ALIGNMENT if size % ALIGNMENT == 0 else 1 for size in sizes), *([1] if has_dim else [])),
-        stride_constant=(*(None for _ in strides), 1),
-        stride_divisible_by=(*(in_elements if stride % in_elements == 0 else 1 for stride in strides), 1),
-        base_addr_divisible_by=alignment,
-        **static_dim,
     )

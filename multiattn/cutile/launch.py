@@ -1,35 +1,31 @@
-"""From a Plan of either direction to a launcher: compiled by cuTile and launched by the driver, or interpreted.
+"""From a Plan of either direction to a launcher: compiled by cuTile and launched by the driver, or run on the CPU.
 
 `ct.launch` looks at every tensor, each time, to find the code for such tensors. All of that is fixed by a Plan, so code
-and arguments are made once: see `multiattn.cutile.bind`, which is held against what cuTile made of the same call.
+and arguments are made once, of the launch's description (`table`), which is held against what cuTile made (`proof`).
 """
 
 from __future__ import annotations
 
-import functools
-import os
 import platform
 import warnings
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import cuda.tile as ct
 import torch
 
-from multiattn.cutile import backward, interpreter
-from multiattn.cutile.forward import forward, forward_64bit
-from multiattn.cutile.table import Step, area_names, steps_of
+from multiattn.cutile import cpu
+from multiattn.cutile.compile import compile_limit, get_kernel, get_signature, make_cubin
+from multiattn.cutile.proof import bind_proven, tile_ir
+from multiattn.cutile.table import AREAS, KernelLaunch, launches_of
 from multiattn.plan import abi
 from multiattn.plan.backend import Launcher, Plan
 from multiattn.problem import Operands
 from multiattn.run import driver
-from multiattn.run.arguments import Layout, layouts, pack_areas
+from multiattn.run.arguments import layouts, pack_areas
 from multiattn.run.launch import ByPresence, DriverLauncher, LoadedKernel, Workspace, fresh_memory
-
-COMPILE_SECONDS = 120.0
-"""Longest compilation: a tile too large for the registers can take tileiras minutes, a good one takes it seconds."""
 
 
 def prepare(plan: Plan) -> Launcher:
@@ -40,38 +36,16 @@ def prepare(plan: Plan) -> Launcher:
     arguments; the driver takes half of the host's time. The code of a backward with dlse, which is another, is compiled
     by its first launch.
 
-    Raises `ct.TileCompilerTimeoutError` after `COMPILE_SECONDS`, unless the environment variable
+    Raises `ct.TileCompilerTimeoutError` after `compile.COMPILE_SECONDS`, unless the environment variable
     CUDA_TILE_COMPILER_TIMEOUT_SEC says otherwise.
     """
     if not plan.arch.is_gpu:
-        return Through(plan, run=lambda step, arguments: interpreter.launch(step.grid, get_kernel(step), arguments))
+        return TensorLauncher(plan, lambda launch, arguments: cpu.launch(launch.grid, get_kernel(launch), arguments))
     device = torch.cuda.current_device()
     driver.ensure_context(device)
     if plan.direction == "backward":
         return ByPresence(lambda has_dlse: _prepare(plan, device, has_dlse=has_dlse))
     return _prepare(plan, device)
-
-
-def get_kernel(step: Step) -> Any:
-    """The kernel with the config's hints; steps that share hints share the kernel, and so what it has compiled."""
-    return _hinted(step.kernel, step.is_64bit, step.occupancy, step.num_worker_warps)
-
-
-@functools.cache
-def _hinted(name: str, is_64bit: bool, occupancy: int | None, num_worker_warps: int | None) -> Any:
-    if name == "forward":
-        kernel = forward_64bit if is_64bit else forward
-    else:
-        kernel = backward.make_kernel(getattr(backward, name), is_64bit)
-    return kernel.replace_hints(occupancy=occupancy, num_worker_warps=num_worker_warps)
-
-
-def compile_limit() -> AbstractContextManager[None]:
-    """Bounds compilation to `COMPILE_SECONDS`, unless the environment has its own limit."""
-    if "CUDA_TILE_COMPILER_TIMEOUT_SEC" in os.environ:
-        return nullcontext()
-    limit: AbstractContextManager[None] = ct.compiler_timeout(COMPILE_SECONDS)
-    return limit
 
 
 # ---------------------------------------------------------------- by the driver
@@ -92,42 +66,38 @@ _warned: set[str] = set()
 
 
 def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if _is_static(plan) else None
-    steps = steps_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors)
+    is_static = getattr(plan.config, "scheduler", None) == "static"  # a grid that is made for the device
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if is_static else None
+    launches = launches_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors)
     try:
-        kernels = [_load_step(plan, step, device) for step in steps]
+        kernels = [_load(plan, launch, device) for launch in launches]
     except ValueError as error:
         _warn_once(error)
         return through_cutile(plan, multiprocessors)
-    if any(kernel is None for kernel in kernels):
+    loaded = [kernel for kernel in kernels if kernel is not None]
+    if len(loaded) < len(launches):
         return through_cutile(plan, multiprocessors)
-    return DriverLauncher([kernel for kernel in kernels if kernel is not None], device, _workspace(plan, device))
-
-
-def _is_static(plan: Plan) -> bool:
-    """Whether a grid is made for the device."""
-    return getattr(plan.config, "scheduler", None) == "static"
+    return DriverLauncher(loaded, device, _workspace(plan, device))
 
 
 def _workspace(plan: Plan, device: int) -> Workspace | None:
-    known, names = layouts(plan.problem), area_names(plan)
-    areas, size = pack_areas({name: known[name].size_bytes for name in names})
-    return Workspace(lend=fresh_memory(device, size), areas=areas) if names else None
+    if plan.direction == "forward":
+        return None
+    known = layouts(plan.problem)
+    areas, size = pack_areas({name: known[name].size_bytes for name in AREAS[plan.variant]})
+    return Workspace(lend=fresh_memory(device, size), areas=areas)
 
 
-def _load_step(plan: Plan, step: Step, device: int) -> LoadedKernel | None:
-    """A step, compiled now unless its code is known; None where its host code is another machine's.
+def _load(plan: Plan, launch: KernelLaunch, device: int) -> LoadedKernel | None:
+    """A kernel, compiled now unless its code is known; None where its host code is another machine's.
 
     ValueError for a cubin that says less, or something else, than those of the releases that are known.
     """
-    from multiattn.cutile.compile import get_signature, make_cubin  # which compile what is here
-    from multiattn.cutile.export import bind_proven, tile_ir
-
-    signature = get_signature(plan, step)
-    kernel = get_kernel(step)
-    key = (kernel, plan.arch.name, repr(signature))  # Plans of many lengths share code
+    signature = get_signature(launch)
+    # Plans of many lengths share code.
+    key = (plan.arch.name, repr(signature), launch.occupancy, launch.num_worker_warps)
     if key not in _known:
-        cubin = make_cubin(kernel, signature, plan.arch)
+        cubin = make_cubin(launch, signature, plan.arch)
         _known[key] = _Code(
             entry=abi.read_entry(cubin, signature.symbol),
             tile_ir=tile_ir(cubin),
@@ -137,7 +107,7 @@ def _load_step(plan: Plan, step: Step, device: int) -> LoadedKernel | None:
     code = _known[key]
     if code.host not in (None, platform.machine()):
         return None
-    return LoadedKernel(function=code.function, binding=bind_proven(plan, step, signature, code.tile_ir, code.entry))
+    return LoadedKernel(function=code.function, binding=bind_proven(launch, code.tile_ir, code.entry))
 
 
 def _warn_once(error: ValueError) -> None:
@@ -152,20 +122,23 @@ def _warn_once(error: ValueError) -> None:
         )
 
 
-# ---------------------------------------------------------------- by cuTile, or its interpreter
+# ---------------------------------------------------------------- by cuTile, or on the CPU
 
 
-class Through:
-    """Launches each step with tensors, as cuTile and the interpreter take them."""
+_Run = Callable[[KernelLaunch, tuple[Any, ...]], None]
+"""Launches a kernel, given all its arguments."""
 
-    def __init__(self, plan: Plan, *, run: Any, multiprocessors: int | None = None) -> None:
-        """`run` launches a step, given all its arguments."""
-        both = (False, True) if plan.direction == "backward" else (False,)
-        self._steps = {
-            has_dlse: steps_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors) for has_dlse in both
+
+class TensorLauncher:
+    """Launches each kernel with tensors, as cuTile and the CPU's interpreter take them."""
+
+    def __init__(self, plan: Plan, run: _Run, multiprocessors: int | None = None) -> None:
+        self._launches = {
+            has_dlse: launches_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors)
+            for has_dlse in {False, plan.direction == "backward"}
         }
-        self._layouts: Mapping[str, Layout] = layouts(plan.problem)
-        self._areas = area_names(plan)
+        self._layouts = layouts(plan.problem)
+        self._areas = AREAS[plan.variant] if plan.direction == "backward" else ()
         self._run = run
 
     def __call__(self, operands: Operands) -> None:
@@ -174,8 +147,8 @@ class Through:
         tensors = {name: _with_strides(tensor, self._layouts[name].strides) for name, tensor in given.items()}
         for name in self._areas:
             tensors[name] = torch.empty(self._layouts[name].shape, dtype=torch.float32, device=operands.q.device)
-        for step in self._steps[operands.dlse is not None]:
-            self._run(step, (*(tensors[name] for name in step.arrays.values()), *step.numbers))
+        for launch in self._launches[operands.dlse is not None]:
+            self._run(launch, (*(tensors[name] for name in launch.tensors), *launch.scalars.values()))
 
 
 def _with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
@@ -184,13 +157,13 @@ def _with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tenso
 
 
 def through_cutile(plan: Plan, multiprocessors: int | None = None) -> Launcher:
-    """A launcher by `ct.launch`, whose first launch of each step compiles: cuTile specialises on the tensors."""
-    compiled: set[tuple[str, bool]] = set()
+    """A launcher by `ct.launch`, whose first launch of each kernel compiles: cuTile specialises on the tensors."""
+    compiled: set[Any] = set()
 
-    def run(step: Step, arguments: tuple[Any, ...]) -> None:
-        code = (step.kernel, "dlse" in step.arrays.values())
-        with nullcontext() if code in compiled else compile_limit():
-            ct.launch(torch.cuda.current_stream(), step.grid, get_kernel(step), arguments)
-        compiled.add(code)
+    def run(launch: KernelLaunch, arguments: tuple[Any, ...]) -> None:
+        kernel = get_kernel(launch)
+        with nullcontext() if kernel in compiled else compile_limit():
+            ct.launch(torch.cuda.current_stream(), launch.grid, kernel, arguments)
+        compiled.add(kernel)
 
-    return Through(plan, run=run, multiprocessors=multiprocessors)
+    return TensorLauncher(plan, run, multiprocessors)

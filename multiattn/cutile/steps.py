@@ -5,22 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from multiattn.cutile.configs import CutileConfig
+from multiattn.cutile.configs import CutileConfig
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "math": ("exp2", "flush_to_zero", "scale_after_max"),
     "memory": ("k_transposed", "latency_hints"),
     "finish": ("approximate_division", "occupancy_hint", "lazy_max", "static_grid", "q_in_registers"),
 }
-"""Fields of `Step` by what they save: between a rung and its parent, fields of one group differ."""
+"""Fields of `CutileStep` by what they save: between a rung and its parent, fields of one group differ."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """What a rung does. What the kernel needs of it are constants of the same name; the rest limits the config."""
+class CutileStep:
+    """A rung's flags. Some are constants of the kernel, by the same name; the rest limit the config."""
 
     exp2: bool = False
     """Weights are powers of two, log2(e) being part of the scale: one multiplication a score less than with e."""
@@ -64,40 +62,40 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rung:
+class CutileRung:
     """A row of the table: a step, and where in the ladder it stands."""
 
     parent: str | None
     summary: str
-    step: Step
+    step: CutileStep
 
 
-STEPS: Mapping[str, Rung] = {
-    "full": Rung(
+_MATH = CutileStep(exp2=True, flush_to_zero=True, scale_after_max=True)
+_MEMORY = replace(_MATH, k_transposed=True, latency_hints=True)
+_FULL = replace(
+    _MEMORY, approximate_division=True, occupancy_hint=True, lazy_max=True, static_grid=True, q_in_registers=True
+)
+
+STEPS: Mapping[str, CutileRung] = {
+    "full": CutileRung(
         parent="memory",
         summary="approximate division, lazy maxima, grid and blocks per SM as measured; tileiras picks how to load",
-        step=Step(
-            exp2=True, flush_to_zero=True, scale_after_max=True, k_transposed=True, latency_hints=True,
-            approximate_division=True, occupancy_hint=True, lazy_max=True, static_grid=True,
-            q_in_registers=True,
-        ),
+        step=_FULL,
     ),
-    "memory": Rung(
+    "memory": CutileRung(
         parent="math",
         summary="K loaded transposed, k and v as far ahead as their latencies say: loads hide behind the products",
-        step=Step(
-            exp2=True, flush_to_zero=True, scale_after_max=True, k_transposed=True, latency_hints=True,
-        ),
+        step=_MEMORY,
     ),
-    "math": Rung(
+    "math": CutileRung(
         parent="basic",
         summary="exp2 of one multiply-add a score: log2(e) is in the scale, which is applied after the row's maximum",
-        step=Step(exp2=True, flush_to_zero=True, scale_after_max=True),
+        step=_MATH,
     ),
-    "basic": Rung(
+    "basic": CutileRung(
         parent=None,
         summary="FlashAttention-2 as written: natural exp, K transposed in registers, IEEE division, no hints",
-        step=Step(),
+        step=CutileStep(),
     ),
-}  # fmt: skip
-"""Every rung, by name, those first that a caller gets unasked: who is nobody's parent. A rung is a row here."""
+}
+"""Every rung, by name. Those come first that a caller gets unasked: the ones that are no other's parent."""

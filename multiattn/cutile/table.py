@@ -1,246 +1,336 @@
-"""The launches of every cuTile kernel: one table each, from which all else follows. Pure Python: no cuTile.
+"""The launches of every cuTile kernel, each described once. Pure Python: no cuTile.
 
-A `Step` has the arrays, numbers and constants of a kernel by the names of its parameters, in their order. Its signature
-(`multiattn.cutile.compile`), the driver's launch and an emitted kernel's Binding (`.bind`), their proof (`.export`),
-cuTile's own launch and the interpreter's (`.launch`) derive from it.
+A `KernelLaunch` has a kernel's arrays and numbers by the names of its parameters, in their order, what its code assumes
+of them, and the constants that it is compiled for. The kernel, its signature and cuTile's own launch (`compile`), the
+driver's arguments and an emitted kernel's Binding (`bind`) and the CPU's call (`launch`) derive from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from multiattn.cutile.backward_configs import (
-    ROW_OCCUPANCY,
-    ROW_TILE,
-    OnePassConfig,
-    TwoPassConfig,
-    count_key_tiles,
-    count_query_tiles,
-)
 from multiattn.cutile.configs import (
     HEADROOM,
-    PIPELINES,
+    ROW_OCCUPANCY,
+    ROW_TILE,
     CutileConfig,
+    OnePassConfig,
+    TwoPassConfig,
     begins_at_diagonal,
+    widths_of,
+)
+from multiattn.cutile.grid import (
+    Grid,
+    Together,
+    count_key_tiles,
+    count_query_tiles,
     divisor_near,
     factor_grid,
+    grid_of,
     is_linear,
-    own_grid,
     together_of,
-    widths_of,
+)
+from multiattn.cutile.kernels.constants import (
+    BackwardConstants,
+    ForwardConstants,
+    KernelConstants,
+    QueryGradsConstants,
+    RowConstants,
+    RowDeltaConstants,
 )
 from multiattn.cutile.steps import STEPS
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
 from multiattn.plan.columns import one_width
+from multiattn.plan.config import Config
 from multiattn.plan.schedule import most_multiprocessors
 from multiattn.problem import LOG2_E, Problem
-from multiattn.run.arguments import layouts
+from multiattn.run.arguments import Layout, layouts
 
-ATOMIC = "atomic"
-AREAS = ("delta", "dq_sum")
-"""Arrays that are workspace."""
+AREAS: Mapping[str, tuple[str, ...]] = {"atomic": ("delta", "dq_sum"), "two_pass": ("delta",)}
+"""Arrays that are workspace, by variant."""
+
+IMAGE = abi.Image(threads=1)
+"""How every kernel is started. A block is one thread to the caller: the cubin holds host code (x86-64, run by the
+driver) that knows how many threads it has and makes the tensor maps of TMA from the arguments. Its shared memory is
+static, whatever the size, and needs no permission."""
+
+ALIGNMENT = 16
+"""A compiler is told of strides and addresses that are multiples of 16 bytes, and of extents that are of 16."""
+_GIVEN = ("q", "k", "v")
+"""Arrays of the caller's, which may be less aligned than our own."""
 _FORWARD = ("q", "k", "v", "out", "lse")
 
-Grid = tuple[int, int, int]
+EXTENTS = ("batch", "heads", "seq")
+STRIDES = ("batch_stride", "head_stride", "row_stride")
+"""Names of what a compiler may know multiples of, behind the array's."""
+DIAGONAL = "seq_kv_less_seq_q"
+"""Name of the difference of lengths, which a kernel that begins at the diagonal takes for a multiple of tile_m."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class ArrayArgument:
+    """An array ``[B, H, S, D]`` or ``[B, H, S]``, and what its kernel assumes of it."""
+
+    tensor: str
+    """Operand or area of workspace."""
+    layout: Layout
+    alignment: int
+    """Bytes that its address is a multiple of."""
+    extents: tuple[int, ...]
+    """A divisor of each of B, H and S."""
+    strides: tuple[int, ...]
+    """A divisor of each stride in front of the last."""
+    overlaps: bool
+    """Elements may share memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelLaunch:
     """One launch."""
 
     kernel: str
-    """Its function's name, and its symbol."""
+    """Its function's name, from which its symbol is made."""
     is_64bit: bool
-    """Whether shapes, strides and offsets take 64 bits."""
-    occupancy: int | None
-    num_worker_warps: int | None
+    """Shapes, strides and offsets take 64 bits."""
+    occupancy: int | None = None
+    num_worker_warps: int | None = None
     grid: Grid
-    arrays: Mapping[str, str]
-    """Parameter to operand or area of workspace."""
-    scalars: Mapping[str, float]
-    constants: Mapping[str, float | int | bool]
+    arrays: Mapping[str, ArrayArgument]
+    """By parameter."""
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    constants: KernelConstants
+    assumed: Mapping[str, str]
+    """By name, all that the code is specialised on beside variant and config (`abi.Binding.constants`)."""
 
     @property
-    def numbers(self) -> tuple[float | int | bool, ...]:
-        """Every argument behind the arrays."""
-        return *self.scalars.values(), *self.constants.values()
+    def tensors(self) -> tuple[str, ...]:
+        """The names of the operands and areas of workspace, by parameter."""
+        return tuple(array.tensor for array in self.arrays.values())
+
+    @property
+    def binding(self) -> abi.Binding:
+        """The driver's arguments, by cuTile's convention ``cutile_python_v2``.
+
+        An array is its address, its extents and its strides, all of them integers of one width, constant ones included.
+        """
+        kind: abi.Kind = "i64" if self.is_64bit else "i32"
+        arguments: list[abi.Argument] = []
+        for array in self.arrays.values():
+            arguments.append(abi.Pointer(tensor=array.tensor))
+            numbers = (*array.layout.shape, *array.layout.strides)
+            arguments += [abi.Number(kind=kind, value=number) for number in numbers]
+        arguments += [abi.Number(kind="f32", value=value) for value in self.scalars.values()]
+        return abi.Binding(arguments=tuple(arguments), grid=self.grid, image=IMAGE, constants=self.assumed)
 
 
-def steps_of(plan: Plan, *, has_dlse: bool = False, multiprocessors: int | None = None) -> tuple[Step, ...]:
+def launches_of(
+    plan: Plan, *, has_dlse: bool = False, multiprocessors: int | None = None, emitted: Mapping[str, str] | None = None
+) -> tuple[KernelLaunch, ...]:
     """The launches of a plan, in order; ValueError where there is no grid of so many blocks.
 
     Args:
         plan: of either direction.
         has_dlse: whether a backward has a dlse.
         multiprocessors: of the device; None for the largest product of the arch.
+        emitted: of a forward, what code that is there assumes; None for code that is made for the plan.
     """
     if plan.direction == "forward":
-        return (_forward(plan, multiprocessors or most_multiprocessors(plan.arch)),)
-    return _one_pass(plan, has_dlse) if plan.variant == ATOMIC else _two_passes(plan, has_dlse)
+        return (_forward(plan, multiprocessors or most_multiprocessors(plan.arch), emitted or {}),)
+    return _one_pass(plan, has_dlse) if "dq_sum" in AREAS[plan.variant] else _two_passes(plan, has_dlse)
 
 
-def area_names(plan: Plan) -> tuple[str, ...]:
-    """The areas of workspace that a launch takes."""
-    found = {name for step in steps_of(plan) for name in step.arrays.values()}
-    return tuple(name for name in AREAS if name in found)
-
-
-def exceeds_32bit(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether the last element, or a step along some dimension, is 2^31 or more elements away from the first.
-
-    A step counts where nobody takes it, too: the stride of a dimension of one element is an argument like any other.
-    """
-    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return max(last, *strides) > abi.INT32_MAX
+def workspace_bytes(variant: str, problem: Problem, config: Config | None = None) -> int:
+    """Bytes of a backward's areas, whatever its config."""
+    known = layouts(problem)
+    return sum(known[name].size_bytes for name in AREAS[variant])
 
 
 def needs_64bit(problem: Problem, *, backward: bool = False) -> bool:
-    """Whether some tensor of a forward, or of a backward, `exceeds_32bit`."""
+    """True if an element of some tensor, or a step along a dimension, is 2^31 or more elements away from its first.
+
+    A step counts where nobody takes it, too: the stride of a dimension of one element is an argument like any other.
+    """
     known = layouts(problem)
-    names = known if backward else _FORWARD
-    return any(exceeds_32bit(known[name].shape, known[name].strides) for name in names)
+    tensors = [known[name] for name in (known if backward else _FORWARD)]
+    lasts = [sum((size - 1) * step for size, step in zip(it.shape, it.strides, strict=True)) for it in tensors]
+    return max(*lasts, *(step for it in tensors for step in it.strides)) > abi.INT32_MAX
 
 
-def get_config(plan: Plan) -> CutileConfig:
-    """The plan's config, which `plan_variant` always sets for this backend."""
-    assert isinstance(plan.config, CutileConfig)
-    return plan.config
+def _array(assumed: dict[str, str], emitted: Mapping[str, str], problem: Problem, tensor: str) -> ArrayArgument:
+    """An array; enters what is assumed of it."""
+    layout = layouts(problem)[tensor]
+
+    def divisor(name: str, value: int, unit: int) -> int:
+        return abi.multiple(assumed, emitted, f"{tensor}_{name}", unit if value % unit == 0 else 1, value)
+
+    alignment = problem.alignment if tensor in _GIVEN else ALIGNMENT
+    in_elements = ALIGNMENT // layout.dtype.itemsize
+    return ArrayArgument(
+        tensor=tensor,
+        layout=layout,
+        alignment=divisor("alignment", alignment, alignment),
+        extents=tuple(divisor(name, it, ALIGNMENT) for name, it in zip(EXTENTS, layout.shape, strict=False)),
+        strides=tuple(divisor(name, it, in_elements) for name, it in zip(STRIDES, layout.strides[:-1], strict=False)),
+        overlaps=abi.flag(assumed, emitted, f"{tensor}_overlaps", 0 in layout.strides),
+    )
 
 
-def _same(*names: str) -> dict[str, str]:
-    return {name: name for name in names}
+def has_positive_strides(problem: Problem) -> bool:
+    """True if TMA can read q, k and v: it wants positive strides."""
+    return 0 not in (*problem.strides_q, *problem.strides_k, *problem.strides_v)
 
 
 # ---------------------------------------------------------------- forward
 
 
-def _forward(plan: Plan, multiprocessors: int) -> Step:
-    problem, config = plan.problem, get_config(plan)
-    grid = own_grid(problem, config, multiprocessors)
+_OF_STEP = ("exp2", "flush_to_zero", "scale_after_max", "k_transposed", "approximate_division", "ln_base")
+_OF_CONFIG = (
+    "tile_m", "tile_n", "k_latency", "v_latency", "lazy_max", "pipeline", "exp2_fma_sixteenths", "q_in_registers",
+)  # fmt: skip
+"""Constants of the kernel that a rung and a config have by the same name; a rung's others limit the config."""
+
+
+def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> KernelLaunch:
+    problem, config, step = plan.problem, plan.config, STEPS[plan.variant].step
+    assert isinstance(config, CutileConfig)
+    assumed: dict[str, str] = {}
+    abi.exactly(assumed, dtype=problem.dtype, head_dim=problem.head_dim, banded=problem.is_banded)
+    abi.exactly(assumed, scale_sign=problem.scale_sign)
+    masked = abi.flag(assumed, emitted, "masked", problem.is_banded or problem.seq_kv % config.tile_n != 0)
+    aligned_to = config.tile_m if begins_at_diagonal(problem, config) else 1
+    diagonal = abi.multiple(assumed, emitted, DIAGONAL, aligned_to, problem.seq_kv - problem.seq_q)
+    together = _together(assumed, emitted, problem, together_of(problem, config))
+    grouped = abi.flag(assumed, emitted, "grouped", problem.heads_q != problem.heads_kv)
+    tma = not abi.flag(assumed, emitted, "no_tma", not has_positive_strides(problem))
+    linear = abi.flag(assumed, emitted, "linear_grid", is_linear(problem, config, together))
+    grid = grid_of(problem, config, together, multiprocessors, linear=linear)
     if grid is None:
         raise ValueError(f"no grid for {plan}")
-    step = STEPS[plan.variant].step
-    return Step(
+    tile_d, tail_d = widths_of(problem, config)
+    return KernelLaunch(
         kernel="forward",
-        is_64bit=needs_64bit(problem),
+        is_64bit=abi.flag(assumed, emitted, "int64", needs_64bit(problem)),
         occupancy=config.occupancy,
         num_worker_warps=config.num_worker_warps,
         grid=grid,
-        arrays=_same(*_FORWARD),
+        arrays={name: _array(assumed, emitted, problem, name) for name in _FORWARD},
         scalars={"scale": problem.scale_log2 if step.exp2 else problem.scale_log2 / LOG2_E},
-        constants=get_constants(plan),
+        constants=ForwardConstants(
+            tile_d=tile_d,
+            tail_d=tail_d,
+            banded=problem.is_banded,
+            masked=masked,
+            heads_together=together.heads,
+            spanning=together.spanning,
+            grouped=grouped,
+            linear_grid=linear,
+            sign=problem.scale_sign,
+            tma=tma,
+            **{name: getattr(step, name) for name in _OF_STEP},
+            **{name: getattr(config, name) for name in _OF_CONFIG},
+            headroom=HEADROOM[problem.dtype],
+            diagonal_first=diagonal > 1,
+            static_grid=config.scheduler == "static",
+        ),
+        assumed=assumed,
     )
 
 
-def get_constants(plan: Plan) -> dict[str, float | int | bool]:
-    """The constants of `forward`, by name, in its order."""
-    problem, config, step = plan.problem, get_config(plan), STEPS[plan.variant].step
-    together = together_of(problem, config)
-    tile_d, tail_d = widths_of(problem, config)
-    return {
-        "tile_m": config.tile_m,
-        "tile_n": config.tile_n,
-        "tile_d": tile_d,
-        "tail_d": tail_d,
-        "causal": problem.causal,
-        "masked": problem.causal or problem.seq_kv % config.tile_n != 0,
-        "heads_together": together.heads,
-        "spanning": together.spanning,
-        "grouped": problem.heads_q != problem.heads_kv,
-        "linear_grid": is_linear(problem, config, together),
-        "sign": problem.scale_sign,
-        "k_latency": config.k_latency or 0,
-        "v_latency": config.v_latency or 0,
-        "tma": has_positive_strides(problem),
-        "exp2": step.exp2,
-        "flush_to_zero": step.flush_to_zero,
-        "scale_after_max": step.scale_after_max,
-        "k_transposed": step.k_transposed,
-        "approximate_division": step.approximate_division,
-        "ln_base": step.ln_base,
-        "lazy_max": config.lazy_max,
-        "headroom": HEADROOM[problem.dtype],
-        "diagonal_first": begins_at_diagonal(problem, config),
-        "pipeline": PIPELINES.index(config.pipeline),
-        "static_grid": config.scheduler == "static",
-        "exp2_fma_sixteenths": config.exp2_fma_sixteenths,
-        "q_in_registers": config.q_in_registers,
-    }
-
-
-def has_positive_strides(problem: Problem) -> bool:
-    """Whether TMA can read q, k and v: it wants positive strides."""
-    return 0 not in (*problem.strides_q, *problem.strides_k, *problem.strides_v)
+def _together(assumed: dict[str, str], emitted: Mapping[str, str], problem: Problem, wanted: Together) -> Together:
+    """As many heads together as the code has, whatever these tensors would ask for: both numbers must divide theirs."""
+    heads, pairs = (1, wanted.heads) if wanted.spanning else (wanted.heads, 1)
+    spanning = abi.settle(assumed, emitted, "spanning", str(wanted.spanning), lambda there: True) == "True"
+    heads = abi.multiple(assumed, emitted, "heads_q", heads, problem.heads_q)
+    pairs = abi.multiple(assumed, emitted, "batch_heads", pairs, problem.batch * problem.heads_q)
+    return Together(heads=pairs if spanning else heads, spanning=spanning)
 
 
 # ---------------------------------------------------------------- backward
 
 
-def _two_passes(plan: Plan, has_dlse: bool) -> tuple[Step, ...]:
+def _two_passes(plan: Plan, has_dlse: bool) -> tuple[KernelLaunch, ...]:
     problem, config = plan.problem, plan.config
     assert isinstance(config, TwoPassConfig)
-    together = divisor_near(config.dq_heads_together, problem.heads_q)
-    query_grads = Step(
-        kernel="query_grads",
-        is_64bit=needs_64bit(problem, backward=True),
-        occupancy=config.dq_occupancy,
-        num_worker_warps=config.dq_num_worker_warps,
-        grid=_grid(count_query_tiles(problem, config.dq_tile_m)),
-        arrays={**_same("q", "k", "v", "out", "lse", "dout"), **_dlse(has_dlse), **_same("delta", "dq")},
-        scalars=_factors(problem),
-        constants={
-            **_constants(problem, (config.dq_tile_m, config.dq_tile_n), together, config.dq_latency),
-            "has_dlse": has_dlse,
-        },
+    tensors = {**_same("q", "k", "v", "out", "lse", "dout"), **_dlse(has_dlse), **_same("delta", "dq")}
+    constants = QueryGradsConstants(
+        **_products(problem, config.dq_tile_m, config.dq_tile_n),
+        heads_together=divisor_near(config.dq_heads_together, problem.heads_q),
+        latency=config.dq_latency,
+        has_dlse=has_dlse,
     )
-    return query_grads, _key_step(plan, "key_grads", ("q", "k", "v", "lse", "dout", "delta", "dk", "dv"))
+    tiles, hints = count_query_tiles(problem, config.dq_tile_m), (config.dq_occupancy, config.dq_num_worker_warps)
+    query_grads = _backward(problem, "query_grads", tiles, tensors, constants, *hints)
+    return query_grads, _key_launch(plan, "key_grads", ("q", "k", "v", "lse", "dout", "delta", "dk", "dv"))
 
 
-def _one_pass(plan: Plan, has_dlse: bool) -> tuple[Step, ...]:
+def _one_pass(plan: Plan, has_dlse: bool) -> tuple[KernelLaunch, ...]:
     problem = plan.problem
-    is_64bit = needs_64bit(problem, backward=True)
-    grid = _grid(count_query_tiles(problem, ROW_TILE))
-    tiles: dict[str, int | bool] = {"tile_m": ROW_TILE, "tile_d": one_width(problem.head_dim)}
-    row_deltas = Step(
-        kernel="row_deltas",
-        is_64bit=is_64bit,
-        occupancy=ROW_OCCUPANCY,
-        num_worker_warps=None,
-        grid=grid,
-        arrays={**_same("out", "dout"), **_dlse(has_dlse), **_same("delta", "dq_sum")},
-        scalars={},
-        constants={**tiles, "has_dlse": has_dlse},
-    )
-    round_query_grads = Step(
-        kernel="round_query_grads",
-        is_64bit=is_64bit,
-        occupancy=None,
-        num_worker_warps=None,
-        grid=grid,
-        arrays=_same("dq_sum", "dq"),
-        scalars={"grad_factor": problem.grad_factor},
-        constants=tiles,
-    )
+    tiles, tile_d = count_query_tiles(problem, ROW_TILE), one_width(problem.head_dim)
+    tensors = {**_same("out", "dout"), **_dlse(has_dlse), **_same("delta", "dq_sum")}
+    delta = RowDeltaConstants(tile_m=ROW_TILE, tile_d=tile_d, has_dlse=has_dlse)
+    row_deltas = _backward(problem, "row_deltas", tiles, tensors, delta, ROW_OCCUPANCY)
+    rows = RowConstants(tile_m=ROW_TILE, tile_d=tile_d)
+    round_query_grads = _backward(problem, "round_query_grads", tiles, _same("dq_sum", "dq"), rows)
     arrays = ("q", "k", "v", "lse", "dout", "delta", "dq_sum", "dk", "dv")
-    return row_deltas, _key_step(plan, "all_grads", arrays), round_query_grads
+    return row_deltas, _key_launch(plan, "all_grads", arrays), round_query_grads
 
 
-def _key_step(plan: Plan, kernel: str, arrays: tuple[str, ...]) -> Step:
+def _key_launch(plan: Plan, kernel: str, arrays: tuple[str, ...]) -> KernelLaunch:
     """The launch in which a block owns a tile of keys."""
     problem, config = plan.problem, plan.config
     assert isinstance(config, OnePassConfig)
-    together = divisor_near(config.heads_together, problem.heads_kv)
-    return Step(
+    constants = BackwardConstants(
+        **_products(problem, config.tile_m, config.tile_n),
+        heads_together=divisor_near(config.heads_together, problem.heads_kv),
+        latency=config.latency,
+    )
+    tiles = count_key_tiles(problem, config.tile_n)
+    return _backward(problem, kernel, tiles, _same(*arrays), constants, config.occupancy, config.num_worker_warps)
+
+
+def _products(problem: Problem, tile_m: int, tile_n: int) -> dict[str, Any]:
+    """The constants of a kernel with products that follow from its tile."""
+    return {
+        "tile_m": tile_m,
+        "tile_n": tile_n,
+        "tile_d": one_width(problem.head_dim),
+        "banded": problem.is_banded,
+        "ragged": problem.seq_kv % tile_n != 0,
+        "tma": has_positive_strides(problem),
+        "tma_columns": problem.seq_q % 4 == 0,
+    }
+
+
+_FACTORS: Mapping[str, tuple[str, ...]] = {"row_deltas": (), "round_query_grads": ("grad_factor",)}
+"""The numbers of a kernel, which are those of a Problem: of all others both."""
+
+
+def _backward(
+    problem: Problem,
+    kernel: str,
+    tiles: int,
+    tensors: Mapping[str, str],
+    constants: KernelConstants,
+    occupancy: int | None = None,
+    num_worker_warps: int | None = None,
+) -> KernelLaunch:
+    grid = factor_grid(tiles)
+    if grid is None:
+        raise ValueError(f"no grid of {tiles} blocks")
+    assumed = {"dtype": problem.dtype}
+    return KernelLaunch(
         kernel=kernel,
         is_64bit=needs_64bit(problem, backward=True),
-        occupancy=config.occupancy,
-        num_worker_warps=config.num_worker_warps,
-        grid=_grid(count_key_tiles(problem, config.tile_n)),
-        arrays=_same(*arrays),
-        scalars=_factors(problem),
-        constants=_constants(problem, (config.tile_m, config.tile_n), together, config.latency),
+        occupancy=occupancy,
+        num_worker_warps=num_worker_warps,
+        grid=grid,
+        arrays={name: _array(assumed, {}, problem, tensor) for name, tensor in tensors.items()},
+        scalars={name: getattr(problem, name) for name in _FACTORS.get(kernel, ("score_factor", "grad_factor"))},
+        constants=constants,
+        assumed=assumed,
     )
 
 
@@ -249,27 +339,5 @@ def _dlse(has_dlse: bool) -> dict[str, str]:
     return {"dlse": "dlse" if has_dlse else "lse"}
 
 
-def _factors(problem: Problem) -> dict[str, float]:
-    return {"score_factor": problem.score_factor, "grad_factor": problem.grad_factor}
-
-
-def _constants(problem: Problem, tiles: tuple[int, int], together: int, latency: int) -> dict[str, int | bool]:
-    """The fields of `backward.Shape`."""
-    return {
-        "tile_m": tiles[0],
-        "tile_n": tiles[1],
-        "tile_d": one_width(problem.head_dim),
-        "causal": problem.causal,
-        "ragged": problem.seq_kv % tiles[1] != 0,
-        "heads_together": together,
-        "latency": latency,
-        "tma": has_positive_strides(problem),
-        "tma_columns": problem.seq_q % 4 == 0,
-    }
-
-
-def _grid(blocks: int) -> Grid:
-    grid = factor_grid(blocks)
-    if grid is None:
-        raise ValueError(f"no grid of {blocks} blocks")
-    return *grid, 1
+def _same(*names: str) -> dict[str, str]:
+    return {name: name for name in names}

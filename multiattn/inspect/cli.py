@@ -119,7 +119,7 @@ def wanted_requests(options: argparse.Namespace) -> list[Request]:
 
 
 def _print_remarks(entries: Sequence[Entry]) -> None:
-    folder = Path(multiattn.__file__).parent / "cutile"
+    folder = Path(multiattn.__file__).parent / "cutile" / "kernels"
     sources = {path.name: path.read_text().splitlines() for path in folder.rglob("*.py")}
     for entry in build.ordered(entries):
         for kernel in entry.kernels:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
-import inspect
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
+import cuda.tile as ct
 import torch
 from cuda.tile._dispatch_mode import DispatchMode
 from cuda.tile._execution import is_stub
 
-from multiattn.cutile.interpreter import arithmetic, memory, shaping
-from multiattn.cutile.interpreter.memory import Array, Ledger, Run
-from multiattn.cutile.interpreter.tile import Tile, as_tile
+from multiattn.cutile.cpu import arithmetic, memory, shaping
+from multiattn.cutile.cpu.memory import Array, Ledger, OutOfBoundsError, Run
+from multiattn.cutile.cpu.tile import Tile, as_tile
 
 
 def _assert(condition: Any, message: str | None = None) -> None:
@@ -29,13 +29,8 @@ def _assert(condition: Any, message: str | None = None) -> None:
 _STATIC: dict[str, Callable[..., Any]] = {
     "assert_": _assert,
     "static_assert": _assert,
-    "static_eval": lambda value: value,
-    "ensure_constant": lambda value: value,
-    "assume_divisible_by": lambda value, divisor: value,
     "print": builtins.print,
     "printf": lambda text, *values: builtins.print(text % values, end=""),
-    "grid_dependency_control_wait": lambda: None,
-    "grid_dependency_control_launch_dependents": lambda: None,
 }
 
 RULES: dict[str, Callable[..., Any]] = {**arithmetic.RULES, **shaping.RULES, **memory.RULES, **_STATIC}
@@ -53,7 +48,7 @@ class Interpreter(DispatchMode):  # type: ignore[misc] # cuda.tile is untyped
         }
 
     def call_tile_function_from_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What cuda.tile asks of a dispatch mode."""
+        """Run a rule or a body: the method that cuda.tile asks of a dispatch mode."""
         if not is_stub(func):
             return as_device_code(func.__wrapped__)(*args, **kwargs)
         rule = self.rules.get(func.__name__)
@@ -103,25 +98,15 @@ def launch(grid: Sequence[int], kernel: Any, args: Sequence[Any], *, seed: int =
         TypeError: a tensor that is not on the CPU.
         cuda.tile.TileTypeError: what cuTile's type checker refuses, as far as it is modelled.
     """
-    with _on_cpu():
-        _launch(grid, kernel, args, seed)
-
-
-def _launch(grid: Sequence[int], kernel: Any, args: Sequence[Any], seed: int) -> None:
-    counts = (*map(int, grid), 1, 1, 1)[:3]
-    run = Run(grid=(counts[0], counts[1], counts[2]))
+    run = Run(grid=(*map(int, grid), 1, 1, 1)[:3])
     annotated = kernel._annotated_function
-    ledgers = _ledgers(args, run)
-    values = [
-        _device_value(value, node, ledgers) for value, node in zip(args, annotated.parameter_annotations, strict=True)
-    ]
-    function = as_device_code(annotated.pyfunc)
-    inspect.signature(function).bind(*values)
     blocks = list(enumerate(itertools.product(*map(range, run.grid)), start=1))
     random.Random(seed).shuffle(blocks)
-    with Interpreter(run).as_current(), torch.no_grad(), _one_thread():
-        for run.number, block in blocks:
-            run.block = (block[0], block[1], block[2])
+    with _on_cpu(), Interpreter(run).as_current(), torch.no_grad(), _one_thread():
+        ledgers, nodes = _ledgers(args, run), annotated.parameter_annotations
+        values = [_device_value(value, node, ledgers) for value, node in zip(args, nodes, strict=True)]
+        function = as_device_code(annotated.pyfunc)
+        for run.number, run.block in blocks:
             function(*values)
 
 
@@ -142,6 +127,7 @@ def _one_thread() -> Iterator[None]:
 
 
 _Memory = tuple[int, torch.dtype]
+_INT32_MAX = 2**31 - 1
 
 
 def _memory_of(tensor: torch.Tensor) -> _Memory:
@@ -162,6 +148,10 @@ def _ledgers(args: Sequence[Any], run: Run) -> dict[_Memory, Ledger]:
 
 def _device_value(value: Any, annotation: Any, ledgers: dict[_Memory, Ledger]) -> Any:
     if isinstance(value, torch.Tensor):
+        index_dtype = annotation.array.index_dtype if annotation.array else ct.int32
+        last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+        if index_dtype != ct.int64 and max((last, *value.stride())) > _INT32_MAX:
+            raise OutOfBoundsError(f"offsets up to {last}, in an array that is indexed with 32 bits")
         return Array(value, ledgers[_memory_of(value)])
     is_constant = getattr(annotation, "constant", False)
     return as_tile(value) if isinstance(value, float) and not is_constant else value

@@ -14,7 +14,6 @@ _NAMES = (
 )
 _TORCH: dict[Any, torch.dtype] = {getattr(ct, name): getattr(torch, name.rstrip("_")) for name in _NAMES.split()}
 _TILE: dict[torch.dtype, Any] = {dtype: name for name, dtype in _TORCH.items()}
-_TORCH[ct.tfloat32] = torch.float32  # a float32 whose low 13 bits are zero
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
@@ -66,30 +65,6 @@ class Tile:
         """Rank."""
         return self.data.ndim
 
-    def item(self) -> Tile:
-        """The only element, as a 0-d tile."""
-        return Tile(self.data.reshape(()), self.dtype)
-
-    def astype(self, dtype: Any, **options: Any) -> Any:
-        """As `ct.astype`."""
-        return ct.astype(self, dtype, **options)
-
-    def reshape(self, shape: Any) -> Any:
-        """As `ct.reshape`."""
-        return ct.reshape(self, shape)
-
-    def permute(self, axes: Any) -> Any:
-        """As `ct.permute`."""
-        return ct.permute(self, axes)
-
-    def transpose(self, axis0: int | None = None, axis1: int | None = None) -> Any:
-        """As `ct.transpose`."""
-        return ct.transpose(self, axis0, axis1)
-
-    def extract(self, index: Any, shape: Any) -> Any:
-        """As `ct.extract`."""
-        return ct.extract(self, index, shape)
-
     def __getitem__(self, index: Any) -> Tile:
         parts = index if isinstance(index, tuple) else (index,)
         allowed = all(part is None or part is Ellipsis or part == slice(None) for part in parts)
@@ -109,30 +84,31 @@ class Tile:
         return f"Tile{self.shape}:{self.dtype}\n{self.data}"
 
 
-def _binary(name: str, *, reflected: bool = False) -> Callable[[Tile, Any], Any]:
-    # Through the public function, so that the operator and the function have one rule.
-    def operate(self: Tile, other: Any) -> Any:
-        operation = getattr(ct, name)
-        return operation(other, self) if reflected else operation(self, other)
+# Methods and operators go through the public function, so that they have its rule.
 
-    return operate
+
+def _method(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **options: getattr(ct, name)(self, *args, **options)
+
+
+def _reflected(name: str) -> Callable[[Tile, Any], Any]:
+    return lambda self, other: getattr(ct, name)(other, self)
 
 
 _ARITHMETIC = {
-    "add": "add", "sub": "sub", "mul": "mul", "truediv": "truediv", "floordiv": "floordiv", "mod": "mod", "pow": "pow",
+    "add": "add", "sub": "sub", "mul": "mul", "truediv": "truediv", "floordiv": "floordiv", "mod": "mod",
     "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "lshift": "bitwise_lshift",
-    "rshift": "bitwise_rshift", "matmul": "matmul",
+    "rshift": "bitwise_rshift",
 }  # fmt: skip
 _COMPARISON = {
     "gt": "greater", "ge": "greater_equal", "lt": "less", "le": "less_equal", "eq": "equal", "ne": "not_equal",
 }  # fmt: skip
 for _operator, _name in _ARITHMETIC.items():
-    setattr(Tile, f"__{_operator}__", _binary(_name))
-    setattr(Tile, f"__r{_operator}__", _binary(_name, reflected=True))
-for _operator, _name in _COMPARISON.items():
-    setattr(Tile, f"__{_operator}__", _binary(_name))
-for _operator, _name in {"neg": "negative", "invert": "bitwise_not"}.items():
-    setattr(Tile, f"__{_operator}__", lambda self, _name=_name: getattr(ct, _name)(self))
+    setattr(Tile, f"__r{_operator}__", _reflected(_name))
+for _operator, _name in {**_ARITHMETIC, **_COMPARISON, "neg": "negative", "invert": "bitwise_not"}.items():
+    setattr(Tile, f"__{_operator}__", _method(_name))
+for _name in ("astype", "reshape", "permute", "transpose"):
+    setattr(Tile, _name, _method(_name))
 
 
 def as_tile(value: Any, like: Any = None) -> Tile:

@@ -12,7 +12,7 @@ from multiattn.plan.exp2_fma import COEFFICIENTS, KERNEL_DEGREE, LOWEST, ROUND
 EXP2_1, EXP2_2, EXP2_3, EXP2_4 = COEFFICIENTS[KERNEL_DEGREE]
 
 HIGHEST = 127.0
-"""What is larger counts as this. Else it would leave the exponent's bits, and could come out as any number."""
+"""Larger numbers count as this. Else they would leave the exponent's bits, and could come out as any number."""
 
 
 @ct.function

@@ -1,7 +1,8 @@
-"""Elementwise ops, reductions and scans: name -> rule."""
+"""Elementwise ops and reductions: name -> rule."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import cuda.tile as ct
 import torch
 
-from multiattn.cutile.interpreter.tile import Tile, as_tile, promote, tile_dtype, torch_dtype, widen
+from multiattn.cutile.cpu.tile import Tile, as_tile, promote, tile_dtype, torch_dtype, widen
 
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 _Rule = Callable[..., Any]
@@ -72,44 +73,12 @@ def _reduce(function: _Rule, *, instead_of_nan: float | None = None) -> _Rule:
     """`instead_of_nan`: what a NaN counts as where it is not propagated (maximum and minimum ignore it)."""
 
     def rule(
-        x: Tile,
-        axis: Any = None,
-        *,
-        keepdims: bool = False,
-        rounding_mode: Any = None,
-        flush_to_zero: bool = False,
-        propagate_nan: bool = False,
+        x: Tile, axis: Any = None, *, keepdims: bool = False, flush_to_zero: bool = False, propagate_nan: bool = False
     ) -> Tile:
         data = widen(_flush(x.data, flush_to_zero))
         if instead_of_nan is not None and not propagate_nan and data.is_floating_point():
             data = torch.where(data.isnan(), torch.full_like(data, instead_of_nan), data)
         result = function(data, _axes(x, axis), keepdims)
-        return Tile(_flush(result.to(x.data.dtype), flush_to_zero), x.dtype)
-
-    return rule
-
-
-def _product(data: torch.Tensor, axes: list[int], keepdims: bool) -> torch.Tensor:
-    for axis in sorted((axis % data.ndim for axis in axes), reverse=True):
-        data = torch.prod(data, axis, keepdim=keepdims)
-    return data
-
-
-def _index_of(function: _Rule) -> _Rule:
-    def rule(x: Tile, axis: int | None = None, *, keepdims: bool = False, propagate_nan: bool = False) -> Tile:
-        if bool(widen(x.data).isnan().any()):
-            raise NotImplementedError("argmax and argmin of NaN have no rule in the interpreter")
-        return Tile(function(x.data, axis, keepdim=keepdims).to(torch.int32))
-
-    return rule
-
-
-def _scan(function: _Rule) -> _Rule:
-    def rule(
-        x: Tile, axis: int = 0, *, reverse: bool = False, rounding_mode: Any = None, flush_to_zero: bool = False
-    ) -> Tile:
-        data = widen(x.data)
-        result = function(data.flip(axis), axis).flip(axis) if reverse else function(data, axis)
         return Tile(_flush(result.to(x.data.dtype), flush_to_zero), x.dtype)
 
     return rule
@@ -123,10 +92,6 @@ def _minimum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.fmin(a, b) if a.is_floating_point() else torch.minimum(a, b)
 
 
-def _floor_divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.div(a, b, rounding_mode="floor")
-
-
 def _where(condition: Any, x: Any, y: Any) -> Tile:
     a, b, dtype = promote(x, y)
     return Tile(torch.where(as_tile(condition).data, a, b), dtype)
@@ -136,14 +101,7 @@ def _astype(x: Any, dtype: Any, *, rounding_mode: Any = None) -> Tile:
     if rounding_mode not in (None, ct.RoundingMode.RN):
         raise NotImplementedError(f"astype with {rounding_mode} has no rule in the interpreter")
     tile = as_tile(x)
-    if dtype == ct.tfloat32:
-        return Tile(round_to_tf32(tile.data.float()), dtype)
     return Tile(tile.data.to(torch_dtype(dtype)), tile_dtype(dtype))
-
-
-def round_to_tf32(data: torch.Tensor) -> torch.Tensor:
-    """Nearest with 10 bits of mantissa, kept in fp32."""
-    return ((data.contiguous().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
 
 
 def _bitcast(x: Tile, dtype: Any) -> Tile:
@@ -155,10 +113,8 @@ RULES: dict[str, _Rule] = {
     "sub": _binary(torch.sub),
     "mul": _binary(torch.mul),
     "truediv": _binary(torch.div, force_float=True),
-    "floordiv": _binary(_floor_divide),
+    "floordiv": _binary(functools.partial(torch.div, rounding_mode="floor")),
     "mod": _binary(torch.remainder),
-    "pow": _binary(torch.pow),
-    "atan2": _binary(torch.atan2, force_float=True),
     "maximum": _binary(_maximum),
     "minimum": _binary(_minimum),
     "bitwise_and": _binary(torch.bitwise_and),
@@ -176,19 +132,13 @@ RULES: dict[str, _Rule] = {
     "less_equal": _compare(torch.le),
     "equal": _compare(torch.eq),
     "not_equal": _compare(torch.ne),
-    **{name: _unary(getattr(torch, name)) for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "floor", "ceil")},
-    **{name: _unary(getattr(torch, name)) for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")},
+    **{name: _unary(getattr(torch, name)) for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh")},
     "sum": _reduce(torch.sum),
-    "prod": _reduce(_product),
     "max": _reduce(torch.amax, instead_of_nan=-math.inf),
     "min": _reduce(torch.amin, instead_of_nan=math.inf),
-    "argmax": _index_of(torch.argmax),
-    "argmin": _index_of(torch.argmin),
-    "cumsum": _scan(torch.cumsum),
-    "cumprod": _scan(torch.cumprod),
     "where": _where,
     "astype": _astype,
     "astile": lambda value, *, dtype: _astype(value, dtype),
     "bitcast": _bitcast,
 }
-"""Rules of elementwise ops, reductions and scans, by the op's name in `cuda.tile`."""
+"""Rules of elementwise ops and reductions, by the op's name in `cuda.tile`."""

@@ -1,4 +1,4 @@
-"""What the forward and the backward kernels share: annotations, where a tile lives, and which keys its rows see."""
+"""Shared by the forward and the backward kernels: annotations, where a tile lives, and which keys its rows see."""
 
 # cuda.tile is untyped, and so are its decorators and aliases:
 # mypy: disable-error-code="untyped-decorator, valid-type"
@@ -8,14 +8,15 @@ from typing import Annotated, Any
 
 import cuda.tile as ct
 
-ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
-ConstFloat = ct.Constant[float]
 # head_dim is static: else a D that is no multiple of 16 is loaded element by element on sm80 to sm89 (seen in the SASS
 # at D=40: 288 LDG; static: 24 LDGSTS).
 Array32 = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,))]
 Array64 = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,), index_dtype=ct.int64)]
-Rows64 = ct.IndexedWithInt64[ct.Array]
+Vectors32 = ct.Array
+Vectors64 = ct.IndexedWithInt64[ct.Array]
+IN_64_BITS = {Array32: Array64, Vectors32: Vectors64}
+"""Each annotation of an array with its counterpart whose shape, strides and offsets take 64 bits."""
 
 ZERO = ct.PaddingMode.ZERO
 
@@ -45,11 +46,11 @@ class Digits:
 
 
 @ct.function
-def count_sections(shape: Any, q: Any) -> Any:
+def count_sections(const: Any, q: Any) -> Any:
     """Sections of an entry."""
-    if shape.spanning:
+    if const.spanning:
         return 1
-    return q.shape[1] // shape.heads_together
+    return q.shape[1] // const.heads_together
 
 
 @ct.function
@@ -68,16 +69,16 @@ def shared_head(q: Any, k: Any, head: Any, grouped: ConstBool) -> Any:
 
 
 @ct.function
-def find_place(shape: Any, q: Any, k: Any) -> Any:
-    """What a block owns that takes one tile of queries, of a grid that numbers the tiles of all heads."""
-    return place_tile(shape, q, k, digits_of(shape, q, ct.bid(1) * ct.num_blocks(0) + ct.bid(0)), False, True)
+def find_place(const: Any, q: Any, k: Any) -> Any:
+    """The tile of queries that a block owns, in a grid that numbers the tiles of all heads."""
+    return place_tile(const, q, k, digits_of(const, q, ct.bid(1) * ct.num_blocks(0) + ct.bid(0)), False, True)
 
 
 @ct.function
-def digits_of(shape: Any, q: Any, number: Any) -> Any:
+def digits_of(const: Any, q: Any, number: Any) -> Any:
     """The digits of a tile's number; those of all heads count on from 0."""
-    tiles = ct.cdiv(q.shape[2], shape.tile_m) * shape.heads_together
-    sections = count_sections(shape, q)
+    tiles = ct.cdiv(q.shape[2], const.tile_m) * const.heads_together
+    sections = count_sections(const, q)
     section = number // tiles
     batch = section // sections
     return Digits(tile=number - section * tiles, section=section - batch * sections, batch=batch)
@@ -90,10 +91,10 @@ def carry_of(digit: Any, base: Any) -> Any:
 
 
 @ct.function
-def add_digits(shape: Any, q: Any, number: Any, step: Any) -> Any:
+def add_digits(const: Any, q: Any, number: Any, step: Any) -> Any:
     """The digits of a sum, without dividing: of two numbers that both have theirs."""
-    tiles = ct.cdiv(q.shape[2], shape.tile_m) * shape.heads_together
-    sections = count_sections(shape, q)
+    tiles = ct.cdiv(q.shape[2], const.tile_m) * const.heads_together
+    sections = count_sections(const, q)
     tile = number.tile + step.tile
     carry = carry_of(tile, tiles)
     section = number.section + step.section + carry
@@ -106,81 +107,89 @@ def add_digits(shape: Any, q: Any, number: Any, step: Any) -> Any:
 
 
 @ct.function
-def place_tile(shape: Any, q: Any, k: Any, number: Any, static_grid: ConstBool, grouped: ConstBool) -> Any:
+def place_tile(const: Any, q: Any, k: Any, number: Any, static_grid: ConstBool, grouped: ConstBool) -> Any:
     """Where the tile of queries of a number, in digits, lives.
 
     `heads_together` heads (a divisor of the heads of q, or a multiple) advance together, so that blocks that run at one
-    time share keys in L2. Causal: the last tiles, which see most keys, go first, and the short ones fill the tail. Of a
+    time share keys in L2. Banded: the last tiles, which see most keys, go first, and the short ones fill the tail. Of a
     static grid each section of heads begins one tile further than the one before: a block takes every n-th tile, and
     where n is a multiple of a section's tiles all of a block's would else be of one length.
     """
-    tiles = ct.cdiv(q.shape[2], shape.tile_m)
-    tile = number.tile // shape.heads_together
-    if shape.causal:
+    tiles = ct.cdiv(q.shape[2], const.tile_m)
+    tile = number.tile // const.heads_together
+    if const.banded:
         if static_grid:
-            tile = (tile + number.batch * count_sections(shape, q) + number.section) % tiles
+            tile = (tile + number.batch * count_sections(const, q) + number.section) % tiles
         tile = tiles - 1 - tile
-    number_in_section = number.tile % shape.heads_together
-    if shape.spanning:
-        batch, head = batch_and_head(q, number.batch * shape.heads_together + number_in_section)
+    number_in_section = number.tile % const.heads_together
+    if const.spanning:
+        batch, head = batch_and_head(q, number.batch * const.heads_together + number_in_section)
     else:
-        batch, head = number.batch, number.section * shape.heads_together + number_in_section
-    return Place(
-        batch=batch,
-        head=head,
-        head_kv=shared_head(q, k, head, grouped),
-        tile=tile,
-        seq_q=q.shape[2],
-        seq_kv=k.shape[2],
-    )
+        batch, head = number.batch, number.section * const.heads_together + number_in_section
+    head_kv = shared_head(q, k, head, grouped)
+    return Place(batch=batch, head=head, head_kv=head_kv, tile=tile, seq_q=q.shape[2], seq_kv=k.shape[2])
 
 
 @ct.function
-def place_in_grid(shape: Any, q: Any, k: Any) -> Any:
-    """What a block owns of a grid in the order of `place_tile`: the tiles of a section in x, sections in y, batch in z.
+def place_in_grid(const: Any, q: Any, k: Any) -> Any:
+    """The tile that a block owns, in the order of `place_tile`: the tiles of a section in x, sections in y, batch in z.
 
     A division by a number that only a launch knows takes 40 instructions that wait for each other, and no load begins
     before the place is known. Here the only ones are those for heads that share keys, and for sections that span batch
     entries: these are y, and z is 1.
     """
-    tile = ct.bid(0) // shape.heads_together
-    if shape.causal:
-        tile = ct.cdiv(q.shape[2], shape.tile_m) - 1 - tile
-    number = ct.bid(1) * shape.heads_together + ct.bid(0) % shape.heads_together
-    if shape.spanning:
+    tile = ct.bid(0) // const.heads_together
+    if const.banded:
+        tile = ct.cdiv(q.shape[2], const.tile_m) - 1 - tile
+    number = ct.bid(1) * const.heads_together + ct.bid(0) % const.heads_together
+    if const.spanning:
         batch, head = batch_and_head(q, number)
     else:
         batch, head = ct.bid(2), number
-    return Place(
-        batch=batch,
-        head=head,
-        head_kv=shared_head(q, k, head, shape.grouped),
-        tile=tile,
-        seq_q=q.shape[2],
-        seq_kv=k.shape[2],
-    )
+    head_kv = shared_head(q, k, head, const.grouped)
+    return Place(batch=batch, head=head, head_kv=head_kv, tile=tile, seq_q=q.shape[2], seq_kv=k.shape[2])
 
 
 @ct.function
-def key_blocks(shape: Any, place: Any) -> Any:
+def key_blocks(const: Any, place: Any) -> Any:
     """(first, first_masked, end): every row sees all of blocks ``first..first_masked``; the rest needs the mask."""
-    if shape.causal:
+    if const.banded:
         offset = place.seq_kv - place.seq_q
-        first_row = place.tile * shape.tile_m
+        first_row = place.tile * const.tile_m
         seen_by_first_row = max(0, min(first_row + offset + 1, place.seq_kv))
-        seen_by_last_row = max(0, min(first_row + offset + shape.tile_m, place.seq_kv))
-        return 0, seen_by_first_row // shape.tile_n, ct.cdiv(seen_by_last_row, shape.tile_n)
-    return 0, place.seq_kv // shape.tile_n, ct.cdiv(place.seq_kv, shape.tile_n)
+        seen_by_last_row = max(0, min(first_row + offset + const.tile_m, place.seq_kv))
+        return 0, seen_by_first_row // const.tile_n, ct.cdiv(seen_by_last_row, const.tile_n)
+    return 0, place.seq_kv // const.tile_n, ct.cdiv(place.seq_kv, const.tile_n)
 
 
 @ct.function
-def is_visible(shape: Any, place: Any, block: Any) -> Any:
+def query_blocks(const: Any, tile: Any, seq_q: Any, seq_kv: Any) -> Any:
+    """(first, first_full, end): blocks before `first_full` need a mask; from there on every row sees every key.
+
+    A key beyond the end needs none: what it gets is not stored.
+    """
+    end = ct.cdiv(seq_q, const.tile_m)
+    if const.banded:
+        first_row = max(0, tile * const.tile_n - (seq_kv - seq_q))
+        first_full_row = max(0, tile * const.tile_n + (const.tile_n - 1) - (seq_kv - seq_q))
+        return first_row // const.tile_m, min(ct.cdiv(first_full_row, const.tile_m), end), end
+    return 0, 0, end
+
+
+@ct.function
+def is_visible(const: Any, place: Any, block: Any) -> Any:
     """Which keys of a block each query sees, bool ``[tile_m, tile_n]``; causal is bottom-right aligned.
 
     Causal needs no look at the end: the last query sees the last key, and of rows beyond it nothing is kept.
     """
-    row = place.tile * shape.tile_m + ct.arange(shape.tile_m, dtype=ct.int32)[:, None]
-    col = block * shape.tile_n + ct.arange(shape.tile_n, dtype=ct.int32)[None, :]
-    if shape.causal:
+    row = place.tile * const.tile_m + ct.arange(const.tile_m, dtype=ct.int32)[:, None]
+    col = block * const.tile_n + ct.arange(const.tile_n, dtype=ct.int32)[None, :]
+    if const.banded:
         return col <= row + (place.seq_kv - place.seq_q)
     return col < place.seq_kv
+
+
+@ct.function
+def is_key(const: Any, place: Any, block: Any) -> Any:
+    """Which rows of a block of keys there are, bool ``[tile_n, 1]``."""
+    return (block * const.tile_n + ct.arange(const.tile_n, dtype=ct.int32) < place.seq_kv)[:, None]

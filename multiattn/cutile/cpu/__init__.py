@@ -1,13 +1,13 @@
 """Run an unmodified ``@ct.kernel`` on CPU tensors, op by op in PyTorch: for truth and debugging, not for speed.
 
-    from multiattn.cutile.interpreter import launch
+    from multiattn.cutile.cpu import launch
     launch(grid, kernel, args)   # the arguments of ct.launch, without the stream
 
 A kernel runs as plain Python, so `breakpoint()` and `print` work in it, and it is held to what cuTile leaves undefined
 more strictly than a GPU would hold it:
 
 - undetermined padding is NaN (0x55 bytes for integers);
-- a load or store wholly outside its array raises, and so does one that ``check_bounds=False`` promised to stay inside;
+- a load or store wholly outside its array raises, and so does an array of 2^31 elements that is indexed in 32 bits;
 - two blocks that store to one element raise, and so does a block that loads what another one stored;
 - blocks run in a random order, the same for the same `seed`;
 - tile shapes must be powers of two, dtypes promote by cuTile's own table, a store never narrows by itself;
@@ -24,9 +24,8 @@ It needs `cuda.tile` to import, no driver and no compiler, and stands on the pri
 
 from __future__ import annotations
 
-from multiattn.cutile.interpreter.errors import DataRaceError, OutOfBoundsError
-from multiattn.cutile.interpreter.machine import launch
-from multiattn.cutile.interpreter.memory import Array
-from multiattn.cutile.interpreter.tile import Tile
+from multiattn.cutile.cpu.machine import launch
+from multiattn.cutile.cpu.memory import Array, DataRaceError, OutOfBoundsError
+from multiattn.cutile.cpu.tile import Tile
 
 __all__ = ["Array", "DataRaceError", "OutOfBoundsError", "Tile", "launch"]

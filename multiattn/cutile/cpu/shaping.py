@@ -9,8 +9,7 @@ import cuda.tile as ct
 import torch
 from cuda.tile._datatype import _mma_supported_dtypes as accumulators_of
 
-from multiattn.cutile.interpreter.arithmetic import round_to_tf32
-from multiattn.cutile.interpreter.tile import Tile, as_tile, require, tile_dtype, tile_shape, torch_dtype
+from multiattn.cutile.cpu.tile import Tile, as_tile, require, tile_dtype, tile_shape, torch_dtype
 
 
 def _full(shape: Any, value: Any, dtype: Any) -> Tile:
@@ -32,40 +31,11 @@ def _reshape(x: Any, shape: Any) -> Tile:
     return Tile(tile.data.reshape(extents if -1 in extents else tile_shape(extents)), tile.dtype)
 
 
-def _broadcast_to(x: Any, shape: Any) -> Tile:
-    tile = as_tile(x)
-    return Tile(tile.data.broadcast_to(tile_shape(shape)), tile.dtype)
-
-
-def _expand_dims(x: Tile, axis: int) -> Tile:
-    return Tile(x.data.unsqueeze(axis), x.dtype)
-
-
-def _permute(x: Tile, axes: Any) -> Tile:
-    return Tile(x.data.permute(tuple(axes)), x.dtype)
-
-
 def _transpose(x: Tile, axis0: int | None = None, axis1: int | None = None) -> Tile:
     if axis0 is None or axis1 is None:
         require(x.ndim == 2 and axis0 is None and axis1 is None, "transpose needs both axes unless the tile is 2-d")
         axis0, axis1 = 0, 1
     return Tile(x.data.transpose(axis0, axis1), x.dtype)
-
-
-def _cat(tiles: Any, axis: int) -> Tile:
-    require(len({tile.dtype for tile in tiles}) == 1, "cat needs tiles of one dtype")
-    data = torch.cat([tile.data for tile in tiles], axis)
-    tile_shape(tuple(data.shape))
-    return Tile(data, tiles[0].dtype)
-
-
-def _extract(x: Tile, index: Any, shape: Any) -> Tile:
-    extents = tile_shape(shape)
-    indices = index if isinstance(index, tuple | list) else (index,)
-    parts = [slice(int(i) * extent, (int(i) + 1) * extent) for i, extent in zip(indices, extents, strict=True)]
-    inside = all(part.start >= 0 and part.stop <= limit for part, limit in zip(parts, x.shape, strict=True))
-    require(inside, f"extract {index} of {extents} leaves the tile {x.shape}")
-    return Tile(x.data[tuple(parts)], x.dtype)
 
 
 def _mma(x: Tile, y: Tile, acc: Tile, *, use_fast_acc: bool = False) -> Tile:
@@ -74,16 +44,7 @@ def _mma(x: Tile, y: Tile, acc: Tile, *, use_fast_acc: bool = False) -> Tile:
     require(acc.dtype in accumulators_of.get(x.dtype, ()), f"mma of {x.dtype} into {acc.dtype}")
     dtype = torch.float32 if acc.dtype == ct.float16 else acc.data.dtype
     a, b = x.data.to(dtype), y.data.to(dtype)
-    if x.dtype == ct.tfloat32:
-        a, b = round_to_tf32(a), round_to_tf32(b)
     return Tile((a @ b + acc.data.to(dtype)).to(acc.data.dtype), acc.dtype)
-
-
-def _matmul(x: Tile, y: Tile) -> Tile:
-    require(x.ndim >= 2 and y.ndim >= 2, "matmul of vectors is not modelled")
-    require(x.dtype in accumulators_of, f"matmul of {x.dtype}")
-    dtype = accumulators_of[x.dtype][0]
-    return _mma(x, y, _full((*x.shape[:-1], y.shape[-1]), 0, dtype))
 
 
 RULES: dict[str, Callable[..., Any]] = {
@@ -92,13 +53,10 @@ RULES: dict[str, Callable[..., Any]] = {
     "ones": lambda shape, dtype: _full(shape, 1, dtype),
     "arange": _arange,
     "reshape": _reshape,
-    "broadcast_to": _broadcast_to,
-    "expand_dims": _expand_dims,
-    "permute": _permute,
+    "broadcast_to": lambda x, shape: Tile(as_tile(x).data.broadcast_to(tile_shape(shape)), as_tile(x).dtype),
+    "expand_dims": lambda x, axis: Tile(x.data.unsqueeze(axis), x.dtype),
+    "permute": lambda x, axes: Tile(x.data.permute(tuple(axes)), x.dtype),
     "transpose": _transpose,
-    "cat": _cat,
-    "extract": _extract,
     "mma": _mma,
-    "matmul": _matmul,
 }
 """Rules of shaping ops and matrix products, by the op's name in `cuda.tile`."""

@@ -1,0 +1,197 @@
+"""Arrays, and the ops that load from and store to them: name -> rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.tile as ct
+import torch
+from cuda.tile._datatype import promote_dtypes
+
+from multiattn.cutile.cpu.tile import Tile, as_tile, require, tile_dtype, tile_shape
+
+_PADDING = {
+    ct.PaddingMode.ZERO: 0.0,
+    ct.PaddingMode.NEG_ZERO: -0.0,
+    ct.PaddingMode.NAN: math.nan,
+    ct.PaddingMode.POS_INF: math.inf,
+    ct.PaddingMode.NEG_INF: -math.inf,
+}
+_UNDETERMINED_INTEGER = 0x55
+
+
+class OutOfBoundsError(IndexError):
+    """A tile leaves its array where cuTile leaves the outcome undefined."""
+
+
+class DataRaceError(RuntimeError):
+    """Two blocks touch one element and one of them writes it, so the outcome depends on their order."""
+
+
+@dataclass(kw_only=True)
+class Run:
+    """The block that runs now; `number` counts blocks from 1, so that 0 can mean nobody."""
+
+    grid: tuple[int, ...]
+    block: tuple[int, ...] = (0, 0, 0)
+    number: int = 1
+
+
+_ADDED = -1
+
+
+class Ledger:
+    """Which block last stored each element of one storage: finds what depends on the order of blocks.
+
+    All views that a launch has of a storage share a ledger, as they may overlap. It goes from the first element of any
+    to the last one, and not over all of a cache that they are a part of.
+
+    An element that blocks updated atomically is everybody's and nobody's: any block may update it again, none may load
+    or store it.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], run: Run) -> None:
+        self.run = run
+        self.is_written = False
+        extents = [_extent(tensor) for tensor in tensors]
+        self._begin = min(begin for begin, _ in extents)
+        self.owner = torch.empty(max(end for _, end in extents) - self._begin, dtype=torch.int32)
+        for tensor in tensors:  # and not what lies between them, which may be gigabytes that nobody has touched
+            self.of(tensor).zero_()
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The owners of a tensor's elements, as a view of its shape."""
+        return self.owner.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - self._begin)
+
+    def check(self, owner: torch.Tensor, verb: str) -> None:
+        """DataRaceError if another block stored one of these elements."""
+        others = (owner != 0) & (owner != self.run.number)
+        if bool(others.any()):
+            other = int(owner[others][0])
+            did = "atomics of any block update" if other == _ADDED else f"block number {other} stored"
+            raise DataRaceError(f"block {self.run.block} {verb} what {did}")
+
+    def own(self, owner: torch.Tensor, number: int) -> None:
+        """Enter who stored these elements."""
+        self.is_written = True
+        owner.fill_(number)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where in its storage a tensor's elements begin and end."""
+    begin = int(tensor.storage_offset())
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + last + 1 if tensor.numel() else begin
+
+
+class Array:
+    """A tensor argument, as a kernel sees it."""
+
+    def __init__(self, data: torch.Tensor, ledger: Ledger) -> None:
+        self.data = data
+        self.ledger = ledger
+        self.owner = ledger.of(data)
+        self.dtype = tile_dtype(data.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extents."""
+        return tuple(self.data.shape)
+
+    @property
+    def ndim(self) -> int:
+        """Rank."""
+        return self.data.ndim
+
+    def tiled_view(self, tile_shape: Any) -> TiledView:
+        """The array in tiles; overlapping tiles and padding are not modelled."""
+        return TiledView(self, tile_shape)
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(f"Array.{name} has no rule in the interpreter")
+
+
+class TiledView:
+    """An array in tiles, as `Array.tiled_view` gives it."""
+
+    def __init__(self, array: Array, shape: Any) -> None:
+        self.array = array
+        self.tile_shape = tile_shape(shape)
+
+    def atomic_store_add(self, index: Any, update: Any) -> None:
+        """Add to the part of a tile that is inside the array."""
+        array = self.array
+        window = _window(array, index, self.tile_shape)
+        array.ledger.check(torch.where(window.owner == _ADDED, 0, window.owner), "updates")
+        array.ledger.own(window.owner, _ADDED)
+        change = as_tile(update, array.dtype).data.to(array.data.dtype).expand(self.tile_shape)
+        window.data.add_(change[window.inside])
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(f"TiledView.{name} has no rule in the interpreter")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Window:
+    """A tile's place in an array: the part inside it, and that part's extents."""
+
+    data: torch.Tensor
+    owner: torch.Tensor
+    inside: tuple[slice, ...]
+
+
+def _window(array: Array, index: Any, shape: tuple[int, ...], order: Sequence[int] | None = None) -> _Window:
+    indices = index if isinstance(index, tuple | list) else (index,)
+    same_rank = len(indices) == len(shape) == array.ndim
+    require(same_rank, f"index {indices}, tile {shape} and array {array.shape} differ in rank")
+    axes = tuple(order or range(array.ndim))
+    limits = [array.shape[axis] for axis in axes]
+    starts = [int(i) * extent for i, extent in zip(indices, shape, strict=True)]
+    extents = [min(extent, limit - start) for extent, limit, start in zip(shape, limits, starts, strict=True)]
+    if any(start < 0 or extent <= 0 for start, extent in zip(starts, extents, strict=True)):
+        raise OutOfBoundsError(f"tile {tuple(map(int, indices))} of {shape} lies wholly outside the array {limits}")
+    part = tuple(slice(start, start + extent) for start, extent in zip(starts, extents, strict=True))
+    return _Window(
+        data=array.data.permute(axes)[part],
+        owner=array.owner.permute(axes)[part],
+        inside=tuple(slice(extent) for extent in extents),
+    )
+
+
+def _load(
+    array: Array,
+    index: Any,
+    shape: Any,
+    *,
+    order: Any = None,
+    padding_mode: Any = ct.PaddingMode.UNDETERMINED,
+    latency: int | None = None,
+    allow_tma: bool | None = None,
+) -> Tile:
+    require(latency is None or 1 <= latency <= 10, f"latency {latency} is not in 1..10")
+    extents = tile_shape(shape) if shape != () else (1,) * array.ndim
+    window = _window(array, index, extents, order)
+    if array.ledger.is_written:
+        array.ledger.check(window.owner, "loads")
+    undetermined = math.nan if array.data.is_floating_point() else _UNDETERMINED_INTEGER
+    data = torch.full(extents, _PADDING.get(padding_mode, undetermined), dtype=array.data.dtype)
+    data[window.inside] = window.data
+    return Tile(data if shape != () else data.reshape(()), array.dtype)
+
+
+def _store(array: Array, index: Any, tile: Any, *, allow_tma: bool | None = None) -> None:
+    tile = as_tile(tile, array.dtype)
+    extents = tile_shape(tile.shape) if tile.ndim else (1,) * array.ndim
+    wanted = promote_dtypes(tile.dtype, array.dtype)
+    require(wanted == array.dtype, f"a store of {tile.dtype} into {array.dtype} needs astype")
+    window = _window(array, index, extents)
+    array.ledger.check(window.owner, "overwrites")
+    array.ledger.own(window.owner, array.ledger.run.number)
+    window.data.copy_(tile.data.reshape(extents)[window.inside])
+
+
+RULES: dict[str, Callable[..., Any]] = {"load": _load, "store": _store}
+"""Rules of memory ops, by the op's name in `cuda.tile`."""

@@ -1,0 +1,1 @@
+"""The kernels, forward and backward, and what they are made of."""

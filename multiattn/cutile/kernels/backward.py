@@ -1,0 +1,286 @@
+"""The backward kernels in cuTile: Dao, "FlashAttention-2" (arXiv 2307.08691), Algorithm 2, and that in two passes.
+
+Both start from what a forward saved, ``p = exp2(s * score_factor - lse * log2(e))``, with ``ds = p * (dp - delta)``,
+where ``dp = dout @ v^T`` and ``delta = rowsum(dout * out) - dlse``.
+
+- Two passes: `query_grads` owns a tile of queries and walks over the keys that they see, ``dq += ds @ k``; it also
+  leaves delta. Then `key_grads` owns a tile of keys and walks over the queries that see them, ``dv += p^T @ dout`` and
+  ``dk += ds^T @ q``. Every sum has one order.
+- One pass: `row_deltas` leaves delta and clears an fp32 sum of dq; `all_grads` is `key_grads` that also adds each
+  block's ``ds @ k`` to that sum, in any order; `round_query_grads` makes dq of it.
+
+A block of keys computes everything transposed, ``s^T = k @ q^T``, so that p^T and ds^T come out of one product as the
+left operand of the next. The factor of dq and dk comes last, once an element.
+"""
+
+# cuda.tile is untyped, and so are its decorators and aliases:
+# mypy: disable-error-code="untyped-decorator, valid-type"
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cuda.tile as ct
+
+from multiattn.cutile.kernels.constants import BackwardConstants, QueryGradsConstants, RowConstants, RowDeltaConstants
+from multiattn.cutile.kernels.tiles import (
+    ZERO,
+    Array32,
+    ConstBool,
+    Place,
+    Vectors32,
+    find_place,
+    is_key,
+    is_visible,
+    key_blocks,
+    query_blocks,
+)
+from multiattn.problem import LOG2_E
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """The arrays that blocks of queries are read from, and the factor of their scores."""
+
+    q: Any
+    lse: Any
+    dout: Any
+    delta: Any
+    score_factor: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyGradSums:
+    """The gradients of a tile of keys so far, fp32 ``[tile_n, tile_d]``; dk without its factor."""
+
+    dk: Any
+    dv: Any
+
+
+@ct.function
+def load_rows(const: Any, array: Any, index: Any, rows: Any, latency: Any) -> Any:
+    """A tile of one head's rows, ``[rows, tile_d]``, with zeros beyond the ends."""
+    tile = ct.load(array, index, (1, 1, rows, const.tile_d), padding_mode=ZERO, latency=latency, allow_tma=const.tma)
+    return tile.reshape((rows, const.tile_d))
+
+
+@ct.function
+def load_column(const: Any, array: Any, index: Any) -> Any:
+    """A tile of queries' part of an fp32 array ``[B, Hq, Sq]``: ``[tile_m]``, with zeros beyond the end."""
+    tile = ct.load(
+        array, index, (1, 1, const.tile_m), padding_mode=ZERO, latency=const.latency, allow_tma=const.tma_columns
+    )
+    return tile.reshape((const.tile_m,))
+
+
+@ct.function
+def load_lse(const: Any, lse: Any, index: Any) -> Any:
+    """The lse of a tile's queries in the log2 domain, ``[tile_m]``; +inf, no weight, for one that sees no key."""
+    values = load_column(const, lse, index)
+    return ct.where(values == -math.inf, math.inf, values * LOG2_E)
+
+
+@ct.function
+def row_delta(const: Any, out: Any, dout: Any, dlse: Any, delta: Any, index: Any) -> Any:
+    """Compute and store ``rowsum(dout * out) - dlse`` of a tile of queries: out as an array, dout as a tile."""
+    o = load_rows(const, out, (*index, 0), const.tile_m, 2)
+    value = ct.sum(o.astype(ct.float32) * dout.astype(ct.float32), axis=-1)  # [tile_m]
+    if const.has_dlse:
+        value = value - load_column(const, dlse, index)
+    # Without TMA: of a single row (B = Hq = 1) its store clips at 16 bytes, and so writes past the end.
+    ct.store(delta, index, value.reshape((1, 1, const.tile_m)), allow_tma=False)
+    return value
+
+
+@ct.function
+def add_keys(
+    const: Any, place: Any, q: Any, dout: Any, k: Any, v: Any, lse: Any, delta: Any, score_factor: Any,
+    acc: Any, block: Any, masked: ConstBool,
+) -> Any:  # fmt: skip
+    """Take one block of keys into a tile of dq; q and dout are tiles ``[tile_m, tile_d]``, lse and delta columns."""
+    none = ct.full((const.tile_m, const.tile_n), 0.0, dtype=ct.float32)
+    index = (place.batch, place.head_kv, block, 0)
+    keys = load_rows(const, k, index, const.tile_n, const.latency)
+    values = load_rows(const, v, index, const.tile_n, const.latency)
+    s = ct.mma(q, keys.transpose(), none)  # [tile_m, tile_n]
+    dp = ct.mma(dout, values.transpose(), none)
+    p = ct.exp2(s * score_factor - lse, flush_to_zero=True)
+    ds = p * (dp - delta)
+    if masked:  # by selection: of a key beyond the end, p may be inf
+        ds = ct.where(is_visible(const, place, block), ds, 0.0)
+    return ct.mma(ds.astype(k.dtype), keys, acc)
+
+
+@ct.function
+def query_grads_block(
+    const: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, delta: Any, dq: Any,
+    score_factor: Any, grad_factor: Any,
+) -> None:  # fmt: skip
+    """One block: a tile of dq and of delta."""
+    place = find_place(const, q, k)
+    rows = (place.batch, place.head, place.tile)
+    queries = load_rows(const, q, (*rows, 0), const.tile_m, 2)
+    douts = load_rows(const, dout, (*rows, 0), const.tile_m, 2)
+    d = row_delta(const, out, douts, dlse, delta, rows)[:, None]
+    m = load_lse(const, lse, rows)[:, None]
+    acc = ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32)
+    first, first_masked, end = key_blocks(const, place)
+    for block in range(first, first_masked):
+        acc = add_keys(const, place, queries, douts, k, v, m, d, score_factor, acc, block, False)
+    if const.banded or const.ragged:
+        for block in range(first_masked, end):
+            acc = add_keys(const, place, queries, douts, k, v, m, d, score_factor, acc, block, True)
+    grads = (acc * grad_factor).astype(dq.dtype).reshape((1, 1, const.tile_m, const.tile_d))
+    ct.store(dq, (*rows, 0), grads, allow_tma=const.tma)
+
+
+@ct.function
+def find_key_tile(const: Any, q: Any, k: Any) -> Any:
+    """Where the tile of keys lives that a block takes; it has no head of queries of its own.
+
+    `heads_together` heads (a divisor of the heads of k) advance together. Banded: the first tiles, which most queries
+    see, go first.
+    """
+    heads = k.shape[1]
+    tiles = ct.cdiv(k.shape[2], const.tile_n)
+    block = ct.bid(1) * ct.num_blocks(0) + ct.bid(0)
+    section = block // (tiles * const.heads_together)
+    rest = block % (tiles * const.heads_together)
+    batch_head = section * const.heads_together + rest % const.heads_together
+    batch, head = batch_head // heads, batch_head % heads
+    tile = rest // const.heads_together
+    return Place(batch=batch, head=head, head_kv=head, tile=tile, seq_q=q.shape[2], seq_kv=k.shape[2])
+
+
+@ct.function
+def add_queries(
+    const: Any, place: Any, key_tile: Any, keys: Any, values: Any, given: Any, dq_sum: Any, sums: Any, masked: ConstBool
+) -> Any:
+    """Take one block of queries into a tile of dk and dv; keys and values are tiles ``[tile_n, tile_d]``.
+
+    With `dq_sum`, an fp32 view of such tiles, also add the block's share of dq to it.
+    """
+    none = ct.full((const.tile_n, const.tile_m), 0.0, dtype=ct.float32)
+    rows = (place.batch, place.head, place.tile)
+    m = load_lse(const, given.lse, rows)[None, :]
+    d = load_column(const, given.delta, rows)[None, :]
+    queries = load_rows(const, given.q, (*rows, 0), const.tile_m, const.latency)
+    douts = load_rows(const, given.dout, (*rows, 0), const.tile_m, const.latency)
+    s = ct.mma(keys, queries.transpose(), none)  # [tile_n, tile_m]
+    p = ct.exp2(s * given.score_factor - m, flush_to_zero=True)
+    if masked:
+        visible = is_visible(const, place, key_tile).transpose()
+        p = ct.where(visible, p, 0.0)
+    dv = ct.mma(p.astype(keys.dtype), douts, sums.dv)
+    dp = ct.mma(values, douts.transpose(), none)  # [tile_n, tile_m]
+    ds = p * (dp - d)
+    if const.ragged and dq_sum is not None:  # a key beyond the end: its own rows are not stored, but dq sums over it
+        ds = ct.where(is_key(const, place, key_tile), ds, 0.0)
+    ds = ds.astype(keys.dtype)
+    dk = ct.mma(ds, queries, sums.dk)
+    if dq_sum is not None:
+        share = ct.mma(ds.transpose(), keys, ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32))
+        dq_sum.atomic_store_add((*rows, 0), share.reshape((1, 1, const.tile_m, const.tile_d)))
+    return KeyGradSums(dk=dk, dv=dv)
+
+
+@ct.function
+def key_grads_block(const: Any, k: Any, v: Any, given: Any, dq_sum: Any, dk: Any, dv: Any, grad_factor: Any) -> None:
+    """One block: a tile of dk and of dv, summed over the queries of the group's heads."""
+    q = given.q
+    mine = find_key_tile(const, q, k)
+    index = (mine.batch, mine.head_kv, mine.tile, 0)
+    keys = load_rows(const, k, index, const.tile_n, 2)
+    values = load_rows(const, v, index, const.tile_n, 2)
+    group = q.shape[1] // k.shape[1]
+    zeros = ct.full((const.tile_n, const.tile_d), 0.0, dtype=ct.float32)
+    sums = KeyGradSums(dk=zeros, dv=zeros)
+    first, first_full, end = query_blocks(const, mine.tile, mine.seq_q, mine.seq_kv)
+    # The heads of the group and their blocks in one loop: one pipeline of loads, and no registers for a second counter.
+    if const.banded:
+        masked = max(0, first_full - first)
+        for step in range(0, group * masked):
+            place = replace(mine, head=mine.head_kv * group + step // masked, tile=first + step % masked)
+            sums = add_queries(const, place, mine.tile, keys, values, given, dq_sum, sums, True)
+    full = max(0, end - first_full)
+    for step in range(0, group * full):
+        place = replace(mine, head=mine.head_kv * group + step // full, tile=first_full + step % full)
+        sums = add_queries(const, place, mine.tile, keys, values, given, dq_sum, sums, False)
+    dk_tile = (sums.dk * grad_factor).astype(dk.dtype).reshape((1, 1, const.tile_n, const.tile_d))
+    dv_tile = sums.dv.astype(dv.dtype).reshape((1, 1, const.tile_n, const.tile_d))
+    ct.store(dk, index, dk_tile, allow_tma=const.tma)
+    ct.store(dv, index, dv_tile, allow_tma=const.tma)
+
+
+@ct.function
+def find_rows(const: Any, array: Any) -> Any:
+    """(batch, head, tile) of a block that takes `tile_m` rows."""
+    tiles = ct.cdiv(array.shape[2], const.tile_m)
+    block = ct.bid(1) * ct.num_blocks(0) + ct.bid(0)
+    batch_head = block // tiles
+    return batch_head // array.shape[1], batch_head % array.shape[1], block % tiles
+
+
+# ---------------------------------------------------------------- kernels
+
+
+def query_grads_kernel(const: QueryGradsConstants) -> Callable[..., None]:
+    """First of two passes: dq and delta."""
+
+    def query_grads(
+        q: Array32, k: Array32, v: Array32, out: Array32, lse: Vectors32, dout: Array32, dlse: Vectors32,
+        delta: Vectors32, dq: Array32, score_factor: float, grad_factor: float,
+    ) -> None:  # fmt: skip
+        query_grads_block(const, q, k, v, out, lse, dout, dlse, delta, dq, score_factor, grad_factor)
+
+    return query_grads
+
+
+def key_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
+    """Second of two passes: dk and dv."""
+
+    def key_grads(
+        q: Array32, k: Array32, v: Array32, lse: Vectors32, dout: Array32, delta: Vectors32, dk: Array32, dv: Array32,
+        score_factor: float, grad_factor: float,
+    ) -> None:  # fmt: skip
+        given = Given(q=q, lse=lse, dout=dout, delta=delta, score_factor=score_factor)
+        key_grads_block(const, k, v, given, None, dk, dv, grad_factor)
+
+    return key_grads
+
+
+def all_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
+    """One pass: dk, dv, and dq added up in any order in `dq_sum`, fp32 like dq, without its factor."""
+
+    def all_grads(
+        q: Array32, k: Array32, v: Array32, lse: Vectors32, dout: Array32, delta: Vectors32, dq_sum: Array32,
+        dk: Array32, dv: Array32, score_factor: float, grad_factor: float,
+    ) -> None:  # fmt: skip
+        given = Given(q=q, lse=lse, dout=dout, delta=delta, score_factor=score_factor)
+        view = dq_sum.tiled_view((1, 1, const.tile_m, const.tile_d))
+        key_grads_block(const, k, v, given, view, dk, dv, grad_factor)
+
+    return all_grads
+
+
+def row_deltas_kernel(const: RowDeltaConstants) -> Callable[..., None]:
+    """Before one pass: delta, and zeros in `dq_sum`."""
+
+    def row_deltas(out: Array32, dout: Array32, dlse: Vectors32, delta: Vectors32, dq_sum: Array32) -> None:
+        rows = find_rows(const, out)
+        row_delta(const, out, load_rows(const, dout, (*rows, 0), const.tile_m, 2), dlse, delta, rows)
+        ct.store(dq_sum, (*rows, 0), ct.full((1, 1, const.tile_m, const.tile_d), 0.0, dtype=ct.float32))
+
+    return row_deltas
+
+
+def round_query_grads_kernel(const: RowConstants) -> Callable[..., None]:
+    """After one pass: dq of its sum."""
+
+    def round_query_grads(dq_sum: Array32, dq: Array32, grad_factor: float) -> None:
+        rows = find_rows(const, dq)
+        grads = load_rows(const, dq_sum, (*rows, 0), const.tile_m, 2) * grad_factor
+        ct.store(dq, (*rows, 0), grads.astype(dq.dtype).reshape((1, 1, const.tile_m, const.tile_d)))
+
+    return round_query_grads

@@ -1,0 +1,100 @@
+"""The records that kernels capture when they are made. A changed field is other code. Pure Python: no cuTile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SMALLEST_TILE = 16
+"""Rows: the smallest m, n and k that every arch's tensor cores take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardConstants:
+    """The forward kernel's constants. Its flags are those of `CutileStep`, its ways to run those of `CutileConfig`."""
+
+    tile_m: int
+    tile_n: int
+    tile_d: int
+    """head_dim rounded up to a power of two, with `tail_d` half of that; loads fill up with zeros, stores clip it."""
+    tail_d: int
+    """The rest of head_dim, rounded up to a power of two, where it is a part of its own (`parts`); else 0."""
+    banded: bool
+    masked: bool
+    """Some block of keys needs a mask: the problem is banded, or the last block is not full."""
+    heads_together: int
+    spanning: bool
+    """Those are heads of several batch entries."""
+    grouped: bool
+    """Heads of q share those of k."""
+    linear_grid: bool
+    """Tiles are numbered, as a static grid needs it; else a block's place is its place in the grid."""
+    sign: int
+    """The scale's sign: 1, -1 or 0."""
+    k_latency: int | None
+    v_latency: int | None
+    tma: bool
+    exp2: bool
+    flush_to_zero: bool
+    scale_after_max: bool
+    k_transposed: bool
+    approximate_division: bool
+    ln_base: float
+    lazy_max: bool
+    headroom: float
+    """log2 of how much less than one the largest weight of the keys that set the maxima is, with `lazy_max`."""
+    diagonal_first: bool
+    """`lazy_max` takes the maxima of the first block that needs a mask, of which each row sees some key."""
+    pipeline: str
+    static_grid: bool
+    """A block takes every n-th tile of n blocks, not one."""
+    exp2_fma_sixteenths: int
+    """The share of `lazy_max`'s weights that are a polynomial on the FMA units."""
+    q_in_registers: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardConstants:
+    """Constants of a backward kernel with products."""
+
+    tile_m: int
+    tile_n: int
+    tile_d: int
+    """head_dim rounded up to a power of two; loads fill the rest with zeros, stores clip it."""
+    banded: bool
+    ragged: bool
+    """The last block of keys is not full."""
+    heads_together: int
+    latency: int
+    """How far ahead the loop's loads are issued."""
+    tma: bool
+    tma_columns: bool
+    """Rows of the fp32 arrays ``[B, Hq, Sq]`` end at multiples of 16 bytes, where TMA clips."""
+    spanning = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryGradsConstants(BackwardConstants):
+    """Constants of the first of two passes."""
+
+    has_dlse: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowConstants:
+    """Constants of a kernel that has rows only, before or after the one pass."""
+
+    tile_m: int
+    tile_d: int
+    latency = 2
+    tma = True
+    tma_columns = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowDeltaConstants(RowConstants):
+    """Constants of the one before."""
+
+    has_dlse: bool
+
+
+KernelConstants = ForwardConstants | BackwardConstants | RowConstants

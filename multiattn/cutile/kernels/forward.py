@@ -1,0 +1,349 @@
+"""The forward kernel in cuTile: Dao, "FlashAttention-2" (arXiv 2307.08691), Algorithm 1.
+
+One block owns `tile_m` queries of one head and walks over the keys they see, `tile_n` at a time: first the blocks that
+every row of the tile sees entirely, with no mask at all, then the masked ones. From the second rung of the ladder
+(`multiattn.cutile.steps`) scores live in the log2 domain, ``p = exp2(s * scale - m)``: one multiply-add and one exp2 a
+score. The sign of the scale is in q, so that m, the running maximum of ``s * scale``, is right for every scale.
+
+With `lazy_max` m is the maximum of the block of keys that comes first, and stays: softmax is the same relative to any
+m, as long as nothing overflows. That saves each block its maxima, their exchange between threads and the scaling of the
+output, a third of its instructions. One look at the sums tells afterwards whether all went well; else the tile is done
+again. Where banded tiles start with blocks of keys the first of the masked ones comes first, so that one mask does. Or
+a pilot of 16 keys is scored before all blocks, for no more than the maxima, and blocks come in their order.
+"""
+
+# cuda.tile is untyped, and so are its decorators and aliases:
+# mypy: disable-error-code="untyped-decorator, valid-type"
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cuda.tile as ct
+
+from multiattn.cutile.kernels.constants import SMALLEST_TILE, ForwardConstants
+from multiattn.cutile.kernels.exp2 import exp2_shared
+from multiattn.cutile.kernels.parts import (
+    SUMS,
+    add_values,
+    added_up,
+    load_q,
+    multiply_keys,
+    partial_sums,
+    scaled,
+    store_out,
+    zeros,
+)
+from multiattn.cutile.kernels.tiles import (
+    Array32,
+    ConstBool,
+    Vectors32,
+    add_digits,
+    digits_of,
+    find_place,
+    is_visible,
+    key_blocks,
+    place_in_grid,
+    place_tile,
+)
+
+LOWEST = -3.4028234663852886e38
+"""Row maximum before any key: finite, so that a row of -inf scores computes ``exp2(-inf)`` and never ``inf - inf``."""
+
+LARGEST_SUM = 1e30
+"""The largest sum of a row's weights, with `lazy_max`: far from overflow, its reciprocal from underflow. Where the
+largest weight of the block that comes first is 2^-16, others may be 2^115 times that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningSoftmax:
+    """The tile's rows so far, fp32."""
+
+    acc: Any  # [tile_m, head_dim]
+    m: Any  # [tile_m, 1], in the domain of the rung; with lazy_max of one block's keys, or of some
+    l: Any  # [tile_m, SUMS]  # noqa: E741 - the paper's name
+
+
+@ct.function
+def row_sum(l: Any) -> Any:  # noqa: E741
+    """The sum of a row's weights, ``[tile_m, 1]``."""
+    return ct.sum(l, axis=-1, keepdims=True)
+
+
+@ct.function
+def power(const: Any, x: Any, inverse: ConstBool) -> Any:
+    """2 or e, as the step has it, to the power of x; inverse: the logarithm of x to that base."""
+    if const.exp2:
+        return ct.log2(x) if inverse else ct.exp2(x, flush_to_zero=const.flush_to_zero)
+    return ct.log(x) if inverse else ct.exp(x)
+
+
+@ct.function
+def shift(const: Any, s: Any, m: Any, scale: Any) -> Any:
+    """The maximum ``[tile_m, 1]`` of m and the scaled scores s, and these less it ``[tile_m, tile_n]``."""
+    if const.scale_after_max:
+        m = ct.maximum(m, ct.max(s, axis=-1, keepdims=True) * scale)
+        return m, s * scale - m
+    s = s * scale
+    m = ct.maximum(m, ct.max(s, axis=-1, keepdims=True))
+    return m, s - m
+
+
+@ct.function
+def score(const: Any, place: Any, q: Any, k: Any, block: Any, masked: ConstBool) -> Any:
+    """Scores of one block of keys, without their scale, ``[tile_m, tile_n]``; -inf where a query does not see a key."""
+    s = multiply_keys(const, place, q, k, block)
+    if masked:
+        s = ct.where(is_visible(const, place, block), s, -math.inf)
+    return s
+
+
+@ct.function
+def weigh(const: Any, place: Any, q: Any, k: Any, scale: Any, rows: Any, block: Any, masked: ConstBool) -> Any:
+    """Weights of one block of keys, 16-bit ``[tile_m, tile_n]``, and the rows rescaled to the new maximum."""
+    s = score(const, place, q, k, block, masked)
+    m, shifted = shift(const, s, rows.m, scale)
+    p = power(const, shifted, False)  # [tile_m, tile_n]
+    alpha = power(const, rows.m - m, False)  # [tile_m, 1]
+    l = rows.l * alpha + partial_sums(const, p)  # noqa: E741
+    return p.astype(k.dtype), RunningSoftmax(acc=scaled(const, rows.acc, alpha), m=m, l=l)
+
+
+@ct.function
+def attend(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any, rows: Any, block: Any, masked: ConstBool) -> Any:
+    """Take one block of keys into the running softmax."""
+    p, rows = weigh(const, place, q, k, scale, rows, block, masked)
+    return RunningSoftmax(acc=add_values(const, place, v, p, rows.acc, block), m=rows.m, l=rows.l)
+
+
+@ct.function
+def no_rows(const: Any) -> Any:
+    """The running softmax before any key."""
+    return RunningSoftmax(
+        acc=zeros(const),
+        m=ct.full((const.tile_m, 1), LOWEST, dtype=ct.float32),
+        l=ct.full((const.tile_m, SUMS), 0.0, dtype=ct.float32),
+    )
+
+
+@ct.function
+def online_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
+    """The softmax of the tile's rows, each block of keys with a maximum of its own."""
+    rows = no_rows(const)
+    first, first_masked, end = key_blocks(const, place)
+    for block in range(first, first_masked):
+        rows = attend(const, place, q, k, v, scale, rows, block, False)
+    if const.masked:
+        for block in range(first_masked, end):
+            rows = attend(const, place, q, k, v, scale, rows, block, True)
+    return rows
+
+
+# ---------------------------------------------------------------- lazy_max
+
+
+@ct.function
+def take(const: Any, place: Any, v: Any, s: Any, scale: Any, rows: Any, block: Any) -> Any:
+    """Take one block's scores ``[tile_m, tile_n]`` into rows whose maximum stays."""
+    shifted = s * scale - rows.m
+    if const.exp2_fma_sixteenths > 0:
+        p = exp2_shared(shifted, const.exp2_fma_sixteenths, const.flush_to_zero)
+    else:
+        p = power(const, shifted, False)
+    acc = add_values(const, place, v, p.astype(v.dtype), rows.acc, block)
+    return RunningSoftmax(acc=acc, m=rows.m, l=rows.l + partial_sums(const, p))
+
+
+@ct.function
+def take_pair(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any, rows: Any, block: Any, step: Any) -> Any:
+    """Take a block and the one `step` further, unmasked: the second one's scores come while the first is weighed."""
+    s = score(const, place, q, k, block, False)
+    ahead = score(const, place, q, k, block + step, False)
+    rows = take(const, place, v, s, scale, rows, block)
+    return take(const, place, v, ahead, scale, rows, block + step)
+
+
+@ct.function
+def take_ahead(
+    const: Any, place: Any, q: Any, k: Any, v: Any, s: Any, scale: Any, rows: Any, block: Any, more: Any, step: Any
+) -> Any:
+    """Take a block, whose scores are s, and `more` unmasked ones: the next one's scores come while one is weighed."""
+    for number in range(0, more):
+        ahead = score(const, place, q, k, block + step * (number + 1), False)
+        rows = take(const, place, v, s, scale, rows, block + step * number)
+        s = ahead
+    return take(const, place, v, s, scale, rows, block + step * more)
+
+
+@ct.function
+def guess(const: Any, s: Any, scale: Any) -> Any:
+    """The maxima ``[tile_m, 1]`` of some scores, and `headroom`: what weights are relative to."""
+    return ct.maximum(ct.max(s, axis=-1, keepdims=True) * scale + const.headroom, LOWEST)
+
+
+@ct.function
+def lazy_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
+    """The softmax of the tile's rows relative to the maxima of one block of keys, right unless `any_too_large`.
+
+    A query that sees any key sees one of that block. So m is at most the row's maximum and `headroom`, and of the
+    weights only those underflow that are next to nothing. Values near 3e38 overflow their weighted sum to inf here, as
+    they do in an online kernel. The first block is such a one; with `diagonal_first` so is
+    the first that needs a mask, from which the walk goes down: a tile is then masked once, not twice. A tile that sees
+    no key has a block all the same: all of it is masked, and its weights are 0.
+    """
+    first, first_masked, end = key_blocks(const, place)
+    if const.diagonal_first:
+        start, step, unmasked = first_masked, -1, first_masked - first
+    else:
+        start, step, unmasked = first, 1, max(first_masked - first - 1, 0)
+    s = score(const, place, q, k, start, const.masked)
+    none = no_rows(const)
+    rows = RunningSoftmax(acc=none.acc, m=guess(const, s, scale), l=none.l)
+    taken = 1 + unmasked
+    if const.pipeline == "ahead":
+        rows = take_ahead(const, place, q, k, v, s, scale, rows, start, unmasked, step)
+    elif const.pipeline == "apart":
+        rows = take(const, place, v, s, scale, rows, start)
+        if unmasked > 0:
+            s = score(const, place, q, k, start + step, False)
+            rows = take_ahead(const, place, q, k, v, s, scale, rows, start + step, unmasked - 1, step)
+    else:
+        rows = take(const, place, v, s, scale, rows, start)
+        taken = 1
+        if const.pipeline == "pairs":
+            pairs = unmasked // 2
+            for pair in range(0, pairs):
+                rows = take_pair(const, place, q, k, v, scale, rows, start + step * (1 + 2 * pair), step)
+            taken = 1 + 2 * pairs
+        if const.pipeline == "plain" or const.diagonal_first or not const.masked:
+            for number in range(taken, 1 + unmasked):
+                block = start + step * number
+                rows = take(const, place, v, score(const, place, q, k, block, False), scale, rows, block)
+            taken = 1 + unmasked
+    if const.masked and (const.tile_m > const.tile_n or not const.diagonal_first):
+        for block in range(start + 1 if const.diagonal_first else start + taken, end):
+            rows = take(const, place, v, score(const, place, q, k, block, True), scale, rows, block)
+    return rows
+
+
+@ct.function
+def pilot_of(const: Any) -> Any:
+    """The same tile of queries with as few keys as a tile can have."""
+    return replace(const, tile_n=SMALLEST_TILE, masked=True, k_latency=None)
+
+
+@ct.function
+def piloted_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
+    """As `lazy_rows`, relative to the maxima of the first keys of that block, which are scored once more for them.
+
+    The block itself then goes through the loops with all others. Where it is taken before them, tileiras gives it one
+    buffer of its own for its keys, then its values, then the output: each is loaded only when the one before is used,
+    and the loops have less shared memory for loads ahead.
+    """
+    first, first_masked, end = key_blocks(const, place)
+    pilot = pilot_of(const)
+    start = first_masked if const.diagonal_first else first
+    s = score(pilot, place, q, k, start * (const.tile_n // pilot.tile_n), const.masked)
+    m = guess(const, s, scale)
+    none = no_rows(const)
+    # 0 times the maxima, and not zeros: what it knows to be zero tileiras sets in the loop, register by register, for
+    # its first round, and so selects between that and the sum in every round.
+    rows = RunningSoftmax(acc=scaled(const, none.acc, ct.abs(m)), m=m, l=none.l)
+    begin = first
+    if const.pipeline == "pilot_pairs":
+        pairs = (first_masked - first) // 2
+        for pair in range(0, pairs):
+            rows = take_pair(const, place, q, k, v, scale, rows, first + 2 * pair, 1)
+        begin = first + 2 * pairs
+    if const.pipeline == "pilot" or not const.masked:
+        for block in range(begin, first_masked):
+            rows = take(const, place, v, score(const, place, q, k, block, False), scale, rows, block)
+        begin = first_masked
+    if const.masked:
+        for block in range(begin, end):
+            rows = take(const, place, v, score(const, place, q, k, block, True), scale, rows, block)
+    return rows
+
+
+@ct.function
+def redone_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
+    """As `online_rows`, in one loop: it is rare, and code for it alone."""
+    rows = no_rows(const)
+    first, _, end = key_blocks(const, place)
+    for block in range(first, end):
+        rows = attend(const, place, q, k, v, scale, rows, block, const.masked)
+    return rows
+
+
+@ct.function
+def row_sum_or_nan(const: Any, rows: Any) -> Any:
+    """`row_sum`, but NaN for a row whose outputs do not add up to a number."""
+    # 0 times a sum that is not finite is NaN. To add is twice as fast as to compare, and one sum across threads serves
+    # both. Of partial ones a thread has four, each a chain of additions; one a row would be two chains, twice as long.
+    return row_sum(rows.l + 0.0 * added_up(const, rows.acc))
+
+
+@ct.function
+def any_too_large(l: Any) -> Any:  # noqa: E741
+    """True if any row's sum of weights ``[tile_m, 1]`` is near overflow, or NaN."""
+    return not ct.max(l, propagate_nan=True) < LARGEST_SUM
+
+
+# ---------------------------------------------------------------- results
+
+
+@ct.function
+def store_rows(const: Any, place: Any, out: Any, lse: Any, rows: Any, l: Any) -> None:  # noqa: E741
+    """Store what the rows come to, out and lse; l is their sum of weights, ``[tile_m, 1]``."""
+    store_out(const, place, out, rows.acc, l)
+    log_sum = ct.where(l == 0.0, -math.inf, (rows.m + power(const, l, True)) * const.ln_base)
+    log_sum = log_sum.reshape((1, 1, const.tile_m))
+    # Without TMA: of a single row (B = Hq = 1) its store clips at 16 bytes, and so writes past the end of lse.
+    ct.store(lse, (place.batch, place.head, place.tile), log_sum, allow_tma=False)
+
+
+@ct.function
+def forward_tile(const: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale: Any) -> None:
+    """q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` -> one tile of out and of lse."""
+    queries = load_q(const, place, q)
+    if const.lazy_max:
+        if const.pipeline in ("pilot", "pilot_pairs"):
+            rows = piloted_rows(const, place, queries, k, v, scale)
+        else:
+            rows = lazy_rows(const, place, queries, k, v, scale)
+        l = row_sum_or_nan(const, rows)  # noqa: E741
+        # Before the store: after it, what the branch reads would keep shared memory from the loops.
+        if any_too_large(l):
+            rows = redone_rows(const, place, queries, k, v, scale)
+            l = row_sum(rows.l)  # noqa: E741
+        store_rows(const, place, out, lse, rows, l)
+    else:
+        rows = online_rows(const, place, queries, k, v, scale)
+        store_rows(const, place, out, lse, rows, row_sum(rows.l))
+
+
+@ct.function
+def forward_tiles(const: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale: Any) -> None:
+    """All that one block does."""
+    if const.static_grid:
+        tiles = ct.cdiv(q.shape[2], const.tile_m) * q.shape[1] * q.shape[0]
+        # Divided once, not for each tile: each of the three roles that warps take would, and its next load wait for it.
+        number = digits_of(const, q, ct.bid(0))
+        step = digits_of(const, q, ct.num_blocks(0))
+        for _ in range(ct.bid(0), tiles, ct.num_blocks(0)):
+            forward_tile(const, place_tile(const, q, k, number, True, const.grouped), q, k, v, out, lse, scale)
+            number = add_digits(const, q, number, step)
+    elif const.linear_grid:
+        forward_tile(const, find_place(const, q, k), q, k, v, out, lse, scale)
+    else:
+        forward_tile(const, place_in_grid(const, q, k), q, k, v, out, lse, scale)
+
+
+def forward_kernel(const: ForwardConstants) -> Callable[..., None]:
+    """out and lse of attention; arguments as in `forward_tile`."""
+
+    def forward(q: Array32, k: Array32, v: Array32, out: Array32, lse: Vectors32, scale: float) -> None:
+        forward_tiles(const, q, k, v, out, lse, scale)
+
+    return forward

@@ -1,0 +1,43 @@
+"""Tiles and compiler hints, with what each is based on: a module per family of arches, both directions side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from multiattn.cutile.configs import CutileConfig, OnePassConfig, TwoPassConfig
+from multiattn.cutile.rules import ampere, blackwell, hopper
+from multiattn.cutile.steps import STEPS
+from multiattn.plan.config import Rule, inherit
+
+_INTERPRETED = "interpreted: small enough that a short sequence still has several blocks of keys and a ragged one"
+
+OWN_RULES: Mapping[str, tuple[Rule[CutileConfig], ...]] = {
+    "full": (
+        Rule(arches=("cpu",), config=CutileConfig(tile_m=64, tile_n=64), why=_INTERPRETED),
+        *(*hopper.FORWARD, *blackwell.FORWARD, *ampere.FORWARD),
+    ),
+    **hopper.RUNGS,
+}
+"""Rules made for a rung, by its name. Where it has none, it goes by those of the rung that it leads to."""
+
+TWO_PASS_RULES: tuple[Rule[TwoPassConfig], ...] = (
+    Rule(
+        arches=("cpu",),
+        config=TwoPassConfig(tile_m=32, tile_n=32, dq_tile_m=32, dq_tile_n=32),
+        why=_INTERPRETED,
+    ),
+    *(*hopper.TWO_PASS, *blackwell.TWO_PASS, *ampere.TWO_PASS),
+)
+
+ATOMIC_RULES: tuple[Rule[OnePassConfig], ...] = (
+    Rule(arches=("cpu",), config=OnePassConfig(tile_m=32, tile_n=32), why=_INTERPRETED),
+    *(*hopper.ATOMIC, *blackwell.ATOMIC, *ampere.ATOMIC),
+)
+
+
+def rules_of(name: str) -> tuple[Rule[CutileConfig], ...]:
+    """The rules of a rung, by its name."""
+    own = OWN_RULES.get(name, ())
+    if name == "full":
+        return own
+    return inherit(own, OWN_RULES["full"], top="full", limit=STEPS[name].step.limit)

@@ -1,0 +1,179 @@
+"""Hopper (sm90): tiles and compiler hints of both directions, each with the best alternative on an H200.
+
+Measured with tileiras 13.4 in bf16, with H*D=2048: forward 16k tokens in all, backward B=4 N=4096 where a rule says
+nothing else. docs/experiments.md has the long story.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from multiattn.cutile.configs import CutileConfig, OnePassConfig, TwoPassConfig
+from multiattn.plan.config import Rule
+
+FULL, BANDED = False, True
+
+_21, _23, _24 = "H200 2026-11-21, ", "H200 2026-11-23, ", "H200 2026-11-24, "
+
+_64X64 = CutileConfig(tile_m=64, tile_n=64, occupancy=2, lazy_max=True)
+"""For short tiles, two to four blocks an SM, but for the order of tiles and blocks."""
+_64X128 = CutileConfig(tile_m=64, tile_n=128, occupancy=2, lazy_max=True)
+"""For full problems of 128 columns, but for the order of tiles and blocks."""
+_128X64 = CutileConfig(tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8, lazy_max=True)
+"""For the widest head_dims, and split, two blocks an SM, for D=72; but for the order of tiles and blocks."""
+_128X128 = CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, lazy_max=True)
+"""For long banded problems, D=104 and 120, and split for others between powers of two, but for the order of tiles."""
+_ONLINE_128X128 = replace(_128X128, lazy_max=False)
+_LEAST: dict[str, Any] = {"k_latency": 1, "v_latency": 1}
+_NO_LATENCIES: dict[str, Any] = {"k_latency": None, "v_latency": None}
+_AHEAD_256 = replace(_128X64, split_head_dim=True, pipeline="ahead", **_LEAST)
+"""For short banded problems of D=193 to 256, but for the order of tiles: from N=1k as many heads as have 16k keys."""
+_AHEAD_128X128 = replace(_128X128, split_head_dim=True, pipeline="ahead", **_LEAST)
+"""For D=88 and 129 to 192, but for the order of tiles."""
+
+
+def _rule(head_dims: tuple[int, int], banded: bool | None, config: Any, *, why: str, **conditions: Any) -> Rule[Any]:
+    """A rule for head_dims from one to another."""
+    low, high = head_dims
+    return Rule(
+        arches=("sm90",), head_dim_min=low, head_dim_max=high, banded=banded, config=config, why=why, **conditions
+    )
+
+
+FORWARD: tuple[Rule[CutileConfig], ...] = (
+    _rule((1, 64), FULL, replace(_64X64, occupancy=4, heads_together=8, scheduler="static"), seq_max=512,
+          why=_23 + "N=512: 443 TFLOPS; 4 heads together 428"),
+    _rule((1, 64), FULL, replace(_64X64, occupancy=4, heads_together=4),
+          why=_23 + "N=4k: 501 TFLOPS; 128x64 with 8 warps 476"),
+    _rule((1, 64), BANDED, replace(_64X64, occupancy=4, heads_together=8), seq_min=8192,
+          why=_23 + "N=16k: 542 TFLOPS; 32 heads together 525"),
+    _rule((1, 64), BANDED, replace(_64X64, occupancy=4, heads_together=32),
+          why=_23 + "N=4k: 462 TFLOPS; 4 heads together 436"),
+    _rule((65, 96), FULL, replace(_64X64, occupancy=3, heads_together=2, split_head_dim=True), whole_sectors=True,
+          why=_23 + "D=80 N=4k: 520 TFLOPS; 128x64, two blocks an SM, 516"),
+    _rule((65, 80), FULL, replace(_128X64, occupancy=2, heads_together=2, split_head_dim=True), whole_sectors=False,
+          why=_23 + "D=72 N=8k: 483 TFLOPS; 128x128 396"),
+    _rule((81, 96), FULL, replace(_AHEAD_128X128, heads_together=2), whole_sectors=False,
+          why=_23 + "D=88 N=8k: 485 TFLOPS; not a block ahead 449"),
+    _rule((65, 96), BANDED, replace(_64X64, occupancy=3, heads_together=8, split_head_dim=True), whole_sectors=True,
+          why=_23 + "D=80 N=16k: 523 TFLOPS; 128x64, two blocks an SM, 515"),
+    _rule((65, 80), BANDED, replace(_128X64, occupancy=2, heads_together=8, split_head_dim=True), whole_sectors=False,
+          why="a guess, as full problems of D=72"),
+    _rule((81, 96), BANDED, replace(_128X128, heads_together=8, split_head_dim=True), whole_sectors=False,
+          why=_23 + "D=88 N=4k: 382 TFLOPS; without latencies 374"),
+    _rule((97, 128), FULL, replace(_128X128, heads_together=2), whole_sectors=False,
+          why=_23 + "D=104 N=8k: 487 TFLOPS; 64x64 in pairs 287"),
+    _rule((97, 128), BANDED, replace(_128X128, heads_together=8), whole_sectors=False, seq_max=4095,
+          why=_23 + "D=104 N=2k: 381 TFLOPS; 64x64 in pairs 252"),
+    _rule((97, 128), FULL, replace(_64X128, heads_together=8, scheduler="static", pipeline="pilot"), dtype="bf16",
+          seq_max=724, why=_23 + "N=512: 491 TFLOPS; 4 heads together 488"),
+    _rule((97, 128), FULL, replace(_64X128, heads_together=4, scheduler="static"), seq_max=724,
+          why=_23 + "N=512: 480 TFLOPS; 2 heads together 478, a pilot with 8 heads 483"),
+    _rule((97, 128), FULL, replace(_64X128, heads_together=4, scheduler="static", pipeline="pilot"), dtype="bf16",
+          seq_max=1448, why=_23 + "N=1k: 566 TFLOPS; without a pilot 547"),
+    _rule((97, 128), FULL, replace(_64X128, pipeline="ahead"), why=_23 + "N=4k: 625 TFLOPS; 128x128 with 8 warps 615"),
+    _rule((97, 128), BANDED,
+          replace(_64X64, heads_together=2, scheduler="static", pipeline="pairs", **_LEAST, q_in_registers=True),
+          seq_max=724, why=_24 + "N=512: 1.077 of one by one, which had 324 TFLOPS; apart 0.99"),
+    _rule((97, 128), BANDED, replace(_64X64, heads_together=8, pipeline="pairs", **_LEAST), seq_max=4095,
+          why=_23 + "N=2k: 502 TFLOPS; without latencies 490"),
+    _rule((97, 128), BANDED, replace(_128X128, heads_together=4, q_in_registers=True), seq_max=5792,
+          why=_24 + "N=4k: 1.040 of q in shared memory; without latencies 1.017"),
+    _rule((97, 128), BANDED,
+          replace(_128X128, heads_together=8, pipeline="pilot", q_in_registers=True, **_NO_LATENCIES), dtype="bf16",
+          why=_24 + "N=16k: 1.027 of q in shared memory"),
+    _rule((97, 128), BANDED, replace(_128X128, heads_together=8, pipeline="pairs", **_NO_LATENCIES),
+          why=_23 + "bf16 N=16k: 643 TFLOPS; one by one 618"),
+    _rule((161, 192), FULL, replace(_AHEAD_128X128, heads_together=2, pipeline="pilot"), dtype="bf16", seq_max=724,
+          why=_24 + "D=192 N=512: 1.080 of a block ahead, which with 8 heads has 1.049"),
+    _rule((129, 192), FULL, replace(_AHEAD_128X128, heads_together=2),
+          why=_23 + "D=144 N=8k: 636 TFLOPS; not a block ahead 606"),
+    _rule((129, 192), BANDED, replace(_AHEAD_128X128, heads_together=8), dtype="bf16",
+          why=_23 + "D=144 N=8k: 607 TFLOPS; not a block ahead 569"),
+    _rule((129, 192), BANDED, replace(_128X128, heads_together=8, split_head_dim=True),
+          why=_23 + "bf16 D=144 N=16k: 594 TFLOPS, of 14 heads 2 together; a block ahead spills in fp16"),
+    _rule((193, 256), FULL, replace(_ONLINE_128X128, heads_together=4), seq_max=512,
+          why=_23 + "N=512: 470 TFLOPS; lazy 128x64 in pairs, static 453"),
+    _rule((193, 256), FULL, replace(_128X64, heads_together=4, pipeline="pilot_pairs"), dtype="bf16",
+          why=_23 + "N=4k: 724 TFLOPS; 128x128 699"),
+    _rule((193, 256), FULL, replace(_128X64, heads_together=4, pipeline="pairs"),
+          why=_23 + "N=4k: 676 TFLOPS; in a first pass 779, online 128x128 709"),
+    _rule((193, 256), BANDED, replace(_AHEAD_256, heads_together=8), dtype="bf16", seq_max=724,
+          why=_23 + "N=512: 338 TFLOPS; latencies of 2 and 4 331"),
+    _rule((193, 256), BANDED, replace(_AHEAD_256, heads_together=16), dtype="bf16", seq_max=1448,
+          why=_23 + "N=1k: 465 TFLOPS; 8 heads together 459"),
+    _rule((193, 256), BANDED, replace(_AHEAD_256, heads_together=8), dtype="bf16", seq_max=2896,
+          why=_23 + "N=2k: 584 TFLOPS; one tile, a pilot in pairs, 563"),
+    _rule((193, 256), BANDED, replace(_AHEAD_256, heads_together=4), dtype="bf16", seq_max=5792,
+          why=_23 + "N=4k: 654 TFLOPS; one tile, a pilot in pairs, 647"),
+    _rule((193, 256), BANDED, replace(_128X64, heads_together=2, pipeline="pairs", **_NO_LATENCIES), dtype="bf16",
+          why=_24 + "N=16k: 1.030 of a pilot in pairs with 8 heads; a block ahead 1.019 at 8k"),
+    _rule((193, 256), BANDED, replace(_128X64, heads_together=8, **_NO_LATENCIES), seq_max=1448,
+          why=_23 + "bf16 as fp16 does it, N=1k: 403 TFLOPS; a block ahead 402"),
+    _rule((193, 256), BANDED, replace(_ONLINE_128X128, heads_together=8), seq_max=2896,
+          why=_23 + "bf16 as fp16 does it, N=2k: 489 TFLOPS; lazy 128x64 462"),
+    _rule((193, 256), BANDED, replace(_ONLINE_128X128, heads_together=4),
+          why=_23 + "bf16 as fp16 does it, N=8k 634, 16k 654 TFLOPS; cuDNN 544, 557"),
+)  # fmt: skip
+
+_NO_HINTS = CutileConfig(tile_m=128, tile_n=128, occupancy=None, num_worker_warps=8, **_NO_LATENCIES)
+
+RUNGS: dict[str, tuple[Rule[CutileConfig], ...]] = {
+    "memory": (
+        _rule((65, 128), BANDED, CutileConfig(tile_m=128, tile_n=64, occupancy=None, num_worker_warps=8),
+              why=_21 + "483 TFLOPS; 128x128 479"),
+    ),
+    "math": (_rule((65, 128), BANDED, _NO_HINTS, why=_21 + "481 TFLOPS; 128x64 472"),),
+    "basic": (_rule((65, 128), BANDED, _NO_HINTS, why=_21 + "384 TFLOPS; 128x64 349"),),
+}  # fmt: skip
+"""Rules of rungs below full, swept for the cell that the ladder is climbed on: D=128 with the mask."""
+
+# ---------------------------------------------------------------- backward
+
+
+def _keys(tile_m: int, tile_n: int, **hints: Any) -> OnePassConfig:
+    """A config of one pass, with 8 warps."""
+    return OnePassConfig(tile_m=tile_m, tile_n=tile_n, num_worker_warps=8, **hints)
+
+
+def _both(keys: tuple[int, int], queries: tuple[int, int], **hints: Any) -> TwoPassConfig:
+    """A config of two passes, with 8 warps for the keys."""
+    (tile_m, tile_n), (dq_tile_m, dq_tile_n) = keys, queries
+    return TwoPassConfig(
+        tile_m=tile_m, tile_n=tile_n, dq_tile_m=dq_tile_m, dq_tile_n=dq_tile_n, num_worker_warps=8, **hints
+    )
+
+
+_WARPS_8: dict[str, Any] = {"dq_num_worker_warps": 8}
+_FOURS: dict[str, Any] = {"heads_together": 4, "dq_heads_together": 4}
+
+TWO_PASS: tuple[Rule[TwoPassConfig], ...] = (
+    _rule((1, 64), FULL, _both((64, 128), (64, 64), dq_occupancy=2),
+          why=_21 + "363 TFLOPS, 2.32 ms for the keys; in 128x64 2.18, but it spills"),
+    _rule((1, 64), BANDED, _both((64, 128), (64, 64), dq_occupancy=3, dq_heads_together=16), seq_max=8191,
+          why=_21 + "337 TFLOPS, 0.81 ms for the queries; in 128x64 0.84"),
+    _rule((1, 64), BANDED, _both((64, 128), (128, 64), **_WARPS_8, **_FOURS), seq_min=8192,
+          why=_21 + "B=1 N=16k: 379 TFLOPS, 2.81 ms for the queries; in 64x64 2.98"),
+    _rule((65, 128), FULL, _both((32, 128), (128, 64), **_WARPS_8), why=_21 + "430 TFLOPS; one pass 415"),
+    _rule((65, 128), BANDED, _both((32, 128), (128, 64), **_WARPS_8, **_FOURS),
+          why=_21 + "402 TFLOPS, 1.08 and 0.63 ms; one head at a time 1.14 and 0.67"),
+    _rule((129, 256), FULL, _both((64, 64), (64, 64), latency=2, **_WARPS_8),
+          why=_21 + "392 TFLOPS, 1.86 ms for the keys; with a latency of 4 1.90"),
+    _rule((129, 256), BANDED, _both((64, 64), (64, 32), dq_heads_together=4),
+          why=_21 + "350 TFLOPS, 0.90 ms for the queries; in 64x64 0.98"),
+)  # fmt: skip
+
+ATOMIC: tuple[Rule[OnePassConfig], ...] = (
+    _rule((1, 64), FULL, _keys(128, 128, heads_together=4), seq_min=2048, why=_21 + "393 TFLOPS; 64x128 369"),
+    _rule((129, 256), FULL, _keys(64, 64), seq_min=2048, why=_21 + "406 TFLOPS; two passes 392"),
+    _rule((129, 256), BANDED, _keys(64, 64, heads_together=4), seq_min=2048,
+          why=_21 + "373 TFLOPS; one head at a time 359"),
+    # From here on two passes, which give the same bits each time, are as fast or faster, or nobody has measured.
+    _rule((1, 64), None, _keys(128, 128, heads_together=4), only_named=True,
+          why=_21 + "330 TFLOPS with the mask; two passes 337"),
+    _rule((65, 128), None, _keys(64, 128, heads_together=4), only_named=True,
+          why=_21 + "415 TFLOPS full, 375 with the mask; two passes 430 and 402"),
+    _rule((129, 256), None, _keys(64, 64, heads_together=4), only_named=True,
+          why=_21 + "N=1024: two passes are faster full and as fast with the mask"),
+)  # fmt: skip
