@@ -14,7 +14,7 @@ from multiattn.plan import backend as registry
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import Direction, Plan, Variant, plan_variant
 from multiattn.problem import Problem
-from multiattn.triton.gluon.configs import VARIANT as GLUON
+from multiattn.triton.gluon_configs import VARIANT as GLUON
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

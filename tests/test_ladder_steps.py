@@ -17,13 +17,16 @@ from multiattn.plan.arch import ARCHS, by_name
 from multiattn.plan.backend import find_variant, get, ladder, make_plan, plan_variant
 from multiattn.plan.config import Rule, select
 from multiattn.triton import configs as triton_configs
-from multiattn.triton import steps as triton_steps
+from multiattn.triton import ladder as triton_ladder
+from multiattn.triton import rules as triton_rules
 from parity.cases import CASES, Case
 from parity.launch import launch_plan, plan_case, prepare_case
 from parity.results import Contender
 
-LANGUAGES = {"triton": triton_steps, "cutile": cutile_steps}
-RULES = {"triton": triton_configs, "cutile": cutile_rules}
+LANGUAGES = {"triton": triton_ladder, "cutile": cutile_steps}
+STEP_TYPES = {"triton": triton_ladder.TritonStep, "cutile": cutile_steps.Step}
+KERNELS = {"triton": "triton/kernels/forward.py", "cutile": "cutile/forward.py"}
+RULES = {"triton": triton_rules, "cutile": cutile_rules}
 RUNGS = [(language, name) for language, steps in LANGUAGES.items() for name in steps.STEPS]
 LADDERS = [
     ("triton", ("basic", "math", "memory", "full")),
@@ -55,7 +58,7 @@ def test_nobody_gets_a_rung_that_leads_to_another_unasked(language):
 @each_language
 def test_every_field_is_of_one_group(language):
     grouped = [name for group in LANGUAGES[language].GROUPS.values() for name in group]
-    assert sorted(grouped) == sorted(field.name for field in fields(LANGUAGES[language].Step))
+    assert sorted(grouped) == sorted(field.name for field in fields(STEP_TYPES[language]))
 
 
 @each_rung
@@ -123,8 +126,8 @@ def conditions_on(source: str, names: set[str]) -> Counter[str]:
 @each_language
 def test_the_kernel_tests_each_field_once(language):
     """A rung is a row of the table and, if it brings a field, one constant condition in the kernel."""
-    source = Path(multiattn.__file__).with_name(language).joinpath("forward.py").read_text()
-    names = {field.name for field in fields(LANGUAGES[language].Step)}
+    source = Path(multiattn.__file__).parent.joinpath(KERNELS[language]).read_text()
+    names = {field.name for field in fields(STEP_TYPES[language])}
     count = conditions_on(source, names)
     assert {"exp2", "scale_after_max"} <= count.keys()
     assert set(count.values()) == {1}
@@ -147,9 +150,9 @@ def test_a_field_that_is_tested_twice_is_noticed(kernel):
 
 @each_language
 def test_every_field_is_in_the_kernel_or_limits_the_config(language):
-    steps, folder = LANGUAGES[language], Path(multiattn.__file__).with_name(language)
-    names = [field.name for field in fields(steps.Step)]
-    everything = steps.Step(**dict.fromkeys(names, True))
+    step, folder = STEP_TYPES[language], Path(multiattn.__file__).parent.joinpath(KERNELS[language]).parent
+    names = [field.name for field in fields(step)]
+    everything = step(**dict.fromkeys(names, True))
     config = {
         "triton": triton_configs.TritonConfig(
             tile_m=64, tile_n=64, num_warps=4, num_stages=3, heads_together=8, registers=128

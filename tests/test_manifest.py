@@ -257,7 +257,7 @@ def test_a_launch_that_is_made_otherwise_is_refused(tmp_path):
                 *("tensor_maps", "wgmma_configs", "wgmma_rules"),
             },
         ),
-        ("triton", {"backward_configs", "bind", "configs", "steps", "table", "gluon/configs"}),
+        ("triton", {"bind", "configs", "gluon_configs", "ladder", "parameters"}),
         ("cutile", {"backward_configs", "bind", "configs", "steps", "table"}),
     ],
 )

@@ -143,7 +143,7 @@ def test_sources_change_with_what_is_compiled_and_not_with_the_cpus(monkeypatch,
     monkeypatch.setattr(store, "ROOT", copy)
     digest = store.sources.__wrapped__
     before = {name: digest(name) for name in BACKENDS}
-    for path in ("cuda/emulation/fiber.h", "triton/interpreter.py", "cutile/interpreter/tile.py", "parity.py"):
+    for path in ("cuda/emulation/fiber.h", "triton/cpu/interpreter.py", "cutile/interpreter/tile.py", "parity.py"):
         (copy / path).write_text("edited")
     assert {name: digest(name) for name in BACKENDS} == before
     for name, path in (("cuda", "cuda/kernels/softmax.cuh"), ("triton", "triton/launch.py"), ("cutile", "plan/abi.py")):

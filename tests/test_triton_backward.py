@@ -15,8 +15,9 @@ from multiattn.plan.backend import make_plan, plan_variant
 from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.problem import Operands
 from multiattn.triton import BACKEND
-from multiattn.triton.backward_configs import BackwardConfig, candidates
+from multiattn.triton.candidates import candidates
 from multiattn.triton.compile import compile_plan
+from multiattn.triton.configs import BackwardConfig
 
 VARIANTS = {variant.name: variant for variant in BACKEND.backward.variants}
 POINTERS = ("pointer_atomic", "pointer_two_pass")

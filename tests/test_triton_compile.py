@@ -15,7 +15,7 @@ from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.triton import BACKEND, TMA_ARCHS
 from multiattn.triton.compile import compile_plan, specialise
 from multiattn.triton.configs import smem_bytes
-from multiattn.triton.forward import attention_forward
+from multiattn.triton.kernels.forward import attention_forward
 from multiattn.triton.launch import calls_of
 
 pytestmark = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason=str(BACKEND.probe_compiler()))

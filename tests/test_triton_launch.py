@@ -63,7 +63,7 @@ class Kernel:
 
 def prepare(monkeypatch, case, kernel):
     """The Plan, its launcher and the driver, of the kernel that the JIT gives."""
-    from multiattn.triton import forward
+    from multiattn.triton.kernels import forward
     from multiattn.triton.signature import image_of
 
     plan = plan_of(case)
@@ -200,12 +200,13 @@ def test_a_binding_of_another_grid_is_refused():
 @pytest.mark.usefixtures("_not_yet_warned")
 def test_a_gluon_kernel_has_its_maps_its_counter_and_may_overlap(monkeypatch):
     from multiattn.triton.compile import specialise
-    from multiattn.triton.gluon import configs, forward
+    from multiattn.triton.gluon_configs import VARIANT
+    from multiattn.triton.kernels.gluon import forward
     from multiattn.triton.launch import calls_of
     from multiattn.triton.signature import image_of
 
     problem = Problem.contiguous(batch=2, heads_q=4, heads_kv=2, seq_q=300, head_dim=96, causal=True)
-    plan = make_plan(BACKEND, problem, ARCHS["sm90"], variant=configs.VARIANT, probe=False)
+    plan = make_plan(BACKEND, problem, ARCHS["sm90"], variant=VARIANT, probe=False)
     plan = replace(plan, config=replace(plan.config, scheduler="dynamic"))
     (call,) = calls_of(plan)
     kernel = specialise(call, plan.arch)
@@ -238,8 +239,9 @@ def test_a_gluon_kernel_has_its_maps_its_counter_and_may_overlap(monkeypatch):
 @pytest.mark.parametrize("variant", [variant.name for variant in BACKEND.backward.variants])
 def test_a_backward_hands_the_driver_every_tensor_of_each_of_its_kernels(monkeypatch, variant):
     """k, v, dk and dv are laid out each in its own way, so that none passes for another; with and without dlse."""
-    from multiattn.triton import backward, signature
+    from multiattn.triton import signature
     from multiattn.triton.compile import specialise
+    from multiattn.triton.kernels import backward
     from multiattn.triton.launch import calls_of
 
     q = torch.zeros(1, 4, 128, 32, dtype=torch.bfloat16)
@@ -282,7 +284,7 @@ def test_a_backward_hands_the_driver_every_tensor_of_each_of_its_kernels(monkeyp
 
 def test_a_table_of_other_names_is_refused():
     from multiattn.triton.launch import Call
-    from multiattn.triton.table import tables_of
+    from multiattn.triton.parameters import tables_of
 
     plan = plan_of("pointers causal")
     (table,) = tables_of(plan)

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
-from multiattn.triton.gluon.configs import VARIANT as GLUON
-from multiattn.triton.table import (
+from multiattn.triton.gluon_configs import VARIANT as GLUON
+from multiattn.triton.parameters import (
     FLAGS,
     Assumed,
     Constant,

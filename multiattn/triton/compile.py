@@ -15,7 +15,7 @@ from triton.runtime.jit import create_function_from_signature
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Compiled, Plan
 from multiattn.plan.toolchain import resource_usage
-from multiattn.triton import interpreter
+from multiattn.triton.cpu import interpreter
 from multiattn.triton.launch import Call, calls_of
 
 

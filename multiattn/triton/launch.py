@@ -19,9 +19,11 @@ from multiattn.run import compat
 from multiattn.run.arguments import layouts, pack_areas
 from multiattn.run.counters import counter_lender
 from multiattn.run.launch import ByPresence, DriverLauncher, LoadedKernel, Workspace, fresh_memory
-from multiattn.triton import backward, forward, interpreter, signature
-from multiattn.triton.gluon.configs import VARIANT as GLUON
-from multiattn.triton.table import Constant, Descriptor, Row, Table, Tensor, area_names, tables_of
+from multiattn.triton import signature
+from multiattn.triton.cpu import interpreter
+from multiattn.triton.gluon_configs import VARIANT as GLUON
+from multiattn.triton.kernels import backward, forward
+from multiattn.triton.parameters import Constant, Descriptor, Row, Table, Tensor, area_names, tables_of
 
 _GIVEN = ("q", "k", "v")
 """Tensors of the caller's, which may be less aligned than our own."""
@@ -48,7 +50,7 @@ class Call:
         if plan.direction == "backward":
             self.kernel: Any = getattr(backward, table.kernel)
         elif plan.variant == GLUON:
-            from multiattn.triton.gluon import call as gluon  # which takes Gluon
+            from multiattn.triton.kernels.gluon import call as gluon  # which takes Gluon
 
             self.kernel = gluon.kernel
             self._describe = gluon.describe

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from multiattn.plan import abi
 from multiattn.problem import VECTOR_BYTES
 from multiattn.triton.bind import ONE, SCRATCH, WHOLE, described, simple
-from multiattn.triton.table import Constant, Descriptor, Float, Integer, Row, Tensor
+from multiattn.triton.parameters import Constant, Descriptor, Float, Integer, Row, Tensor
 
 if TYPE_CHECKING:
     from multiattn.triton.launch import Call

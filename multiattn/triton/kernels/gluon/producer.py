@@ -10,9 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from multiattn.triton.gluon.compat import tma_load
-from multiattn.triton.gluon.ring import await_empty, read_word, write_word
-from multiattn.triton.gluon.shape import BATCH, BLOCKS, EXACT, FIRST_QUERY, HEAD, NO_TILE, SPOILED, TILE
+from multiattn.triton.kernels.gluon.compat import tma_load
+from multiattn.triton.kernels.gluon.constants import BATCH, BLOCKS, EXACT, FIRST_QUERY, HEAD, NO_TILE, SPOILED, TILE
+from multiattn.triton.kernels.gluon.ring import await_empty, read_word, write_word
 
 ENOUGH_TILES = gl.constexpr(256)
 """Of one head: twice the SMs of an H200."""

@@ -11,10 +11,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from multiattn.plan.backend import Plan
-from multiattn.triton.gluon import forward
-from multiattn.triton.gluon.configs import GluonConfig, pieces_of
-from multiattn.triton.gluon.shape import Shape
-from multiattn.triton.table import Descriptor
+from multiattn.triton.gluon_configs import GluonConfig, pieces_of
+from multiattn.triton.kernels.gluon import forward
+from multiattn.triton.kernels.gluon.constants import Shape
+from multiattn.triton.parameters import Descriptor
 
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from multiattn.triton.tiles import OUT_VECTOR, key_range, load_rows, my_tile, seek, tile_offsets, visible_keys
+from multiattn.triton.kernels.tiles import OUT_VECTOR, key_range, load_rows, my_tile, seek, tile_offsets, visible_keys
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 """Where a row's maximum starts: the lowest finite fp32. With -inf a row that sees nothing would need guards."""
@@ -50,7 +50,7 @@ def attention_forward(
     out_row,
     CAUSAL: tl.constexpr,
     SCALE_SIGN: tl.constexpr,  # -1, 0 or 1: the sign of the scale goes into q
-    STEP: tl.constexpr,  # multiattn.triton.steps.Step
+    STEP: tl.constexpr,  # multiattn.triton.ladder.Step
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,  # HEAD_DIM rounded up to a power of two that tl.dot accepts; the padding is zero
     TILE_M: tl.constexpr,

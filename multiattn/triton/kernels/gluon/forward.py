@@ -27,11 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from multiattn.triton.gluon.compat import tma_store
-from multiattn.triton.gluon.producer import end_of_blocks, produce
-from multiattn.triton.gluon.ring import await_full, make_barriers, read_word, release, skip, write_word
-from multiattn.triton.gluon.shape import BATCH, BLOCKS, EXACT, FIRST_QUERY, HEAD, NO_TILE, SPOILED
-from multiattn.triton.gluon.softmax import (
+from multiattn.triton.kernels.gluon.compat import tma_store
+from multiattn.triton.kernels.gluon.constants import BATCH, BLOCKS, EXACT, FIRST_QUERY, HEAD, NO_TILE, SPOILED
+from multiattn.triton.kernels.gluon.producer import end_of_blocks, produce
+from multiattn.triton.kernels.gluon.ring import await_full, make_barriers, read_word, release, skip, write_word
+from multiattn.triton.kernels.gluon.softmax import (
     LARGEST_SUM,
     LN_2,
     LOWEST,
@@ -386,7 +386,7 @@ def attention_forward(
     tiles,  # of one head
     heads,  # B * Hq
     together,  # heads that run side by side
-    C: gl.constexpr,  # multiattn.triton.gluon.shape.Shape
+    C: gl.constexpr,  # multiattn.triton.kernels.gluon.constants.Shape
 ):
     """One block: a producer, and `C.warpgroups` consumers."""
     q_maps, k_maps, v_maps, out_maps = (q_map, q_narrow), (k_map, k_narrow), (v_map, v_narrow), (out_map, out_narrow)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from multiattn.triton.tiles import (
+from multiattn.triton.kernels.tiles import (
     OUT_VECTOR,
     key_range,
     load_rows,

@@ -15,14 +15,21 @@ from multiattn.plan.backend import Plan, variant_of
 from multiattn.plan.schedule import heads_side_by_side, most_multiprocessors
 from multiattn.problem import LOG2_E, Problem, Strides
 from multiattn.run.arguments import Layout, layouts
-from multiattn.triton.backward_configs import ROWS_BESIDE, BackwardConfig, key_programs, query_programs
-from multiattn.triton.configs import ELEMENT_BYTES, TritonConfig, grid_programs, head_pad
-from multiattn.triton.gluon.configs import VARIANT as GLUON
-from multiattn.triton.gluon.configs import GluonConfig, grid_blocks, pieces_of, query_tiles
-from multiattn.triton.steps import STEPS
+from multiattn.triton.configs import (
+    ELEMENT_BYTES,
+    ROWS_BESIDE,
+    BackwardConfig,
+    TritonConfig,
+    head_pad,
+    key_programs,
+    query_programs,
+)
+from multiattn.triton.gluon_configs import VARIANT as GLUON
+from multiattn.triton.gluon_configs import GluonConfig, grid_blocks, pieces_of, query_tiles
+from multiattn.triton.ladder import STEPS
 
 OUT_VECTOR = 8
-"""As `multiattn.triton.tiles` has it."""
+"""As `multiattn.triton.kernels.tiles` has it."""
 WORKSPACE = {"delta": "delta", "dq_sum": "dq_sum", "counter": "workspace"}
 """Parameters that are areas of workspace, and the names of those."""
 INT32 = 1 << 31
@@ -221,12 +228,12 @@ def _forward(plan: Plan, assumed: Assumed) -> Table:
         **_constants(CAUSAL=problem.causal, SCALE_SIGN=problem.scale_sign, STEP=step),
         **_tiles(problem, config, assumed),
     }
-    grid = grid_programs(problem, config)
+    grid = query_programs(problem, config.tile_m)
     return Table(kernel="attention_forward", grid=grid, options=compiler_options(config), rows=rows)
 
 
 def _gluon(plan: Plan, multiprocessors: int) -> Table:
-    """The constants of the kernel are made by `multiattn.triton.gluon.call`, which takes Triton."""
+    """The constants of the kernel are made by `multiattn.triton.kernels.gluon.call`, which takes Triton."""
     problem, config = plan.problem, plan.config
     assert isinstance(config, GluonConfig)
     known = layouts(problem)
@@ -377,5 +384,5 @@ def _gradients_of_keys(plan: Plan, *, one_pass: bool, descriptor: bool) -> Table
         **_constants(ONE_PASS=one_pass, CAUSAL=problem.causal, DESCRIPTOR=descriptor),
         **_tiles(problem, config, assumed),
     }
-    grid = key_programs(problem, config)
+    grid = key_programs(problem, config.tile_n)
     return Table(kernel="gradients_of_keys", grid=grid, options=compiler_options(config), rows=rows)
