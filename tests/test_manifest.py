@@ -257,7 +257,13 @@ def test_a_launch_that_is_made_otherwise_is_refused(tmp_path):
                 *("tensor_maps", "wgmma_configs", "wgmma_rules"),
             },
         ),
-        ("triton", {"bind", "configs", "gluon_configs", "ladder", "parameters"}),
+        (
+            "triton",
+            {
+                *("bind", "configs", "gluon_configs", "ladder", "parameters"),
+                *("kernels/constants", "kernels/gluon/constants"),
+            },
+        ),
         ("cutile", {"backward_configs", "bind", "configs", "steps", "table"}),
     ],
 )

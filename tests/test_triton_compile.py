@@ -13,10 +13,10 @@ from multiattn.plan.arch import GPU_ARCHS, by_name
 from multiattn.plan.backend import make_plan
 from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.triton import BACKEND, TMA_ARCHS
+from multiattn.triton.calls import calls_of
 from multiattn.triton.compile import compile_plan, specialise
 from multiattn.triton.configs import smem_bytes
 from multiattn.triton.kernels.forward import attention_forward
-from multiattn.triton.launch import calls_of
 
 pytestmark = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason=str(BACKEND.probe_compiler()))
 

@@ -25,6 +25,7 @@ from multiattn.triton.gluon_configs import (
     smem_bytes,
     why_not_fit,
 )
+from multiattn.triton.kernels.gluon.constants import GluonConstants, exp2_polynomial
 
 SM90 = by_name("sm90")
 VARIANT = find_variant(BACKEND, "warp_specialized")
@@ -157,8 +158,8 @@ def test_it_compiles_with_as_much_shared_memory_as_the_config_says(head_dim, cau
 
 @needs_compiler
 def test_its_code_is_what_the_config_asks_for():
+    from multiattn.triton.calls import calls_of
     from multiattn.triton.compile import specialise
-    from multiattn.triton.launch import calls_of
 
     config = GluonConfig(tile_m=128, tile_n=64, lazy_max=True, exp2_fma_fraction=1 / 4)
     plan = plan_of(96, config, causal=True, dtype="fp16")
@@ -181,8 +182,8 @@ def test_its_code_is_what_the_config_asks_for():
 @pytest.mark.parametrize("options", [{}, {"lazy_max": True}, {"pingpong": True}, {"lazy_max": True, "pingpong": True}])
 def test_no_mbarrier_is_made_that_nobody_waits_for(options):
     """Its memory would be given away while an SM still has its state: bits that differ now and then, and hangs."""
+    from multiattn.triton.calls import calls_of
     from multiattn.triton.compile import specialise
-    from multiattn.triton.launch import calls_of
 
     plan = plan_of(64, GluonConfig(tile_m=192, tile_n=64, stages=12, q_slots=2, **options), causal=True)
     ttgir = specialise(*calls_of(plan), SM90).asm["ttgir"]
@@ -196,8 +197,8 @@ def test_no_mbarrier_is_made_that_nobody_waits_for(options):
 @pytest.mark.parametrize("options", [{}, {"lazy_max": True, "pingpong": True}])
 def test_a_warpgroup_has_read_a_slot_when_one_of_its_threads_releases_it(options):
     """A barrier stands between what is read of shared memory and the one arrival that lets the producer write there."""
+    from multiattn.triton.calls import calls_of
     from multiattn.triton.compile import specialise
-    from multiattn.triton.launch import calls_of
 
     plan = plan_of(64, GluonConfig(tile_m=192, tile_n=64, stages=12, q_slots=2, **options), causal=True)
     ptx = specialise(*calls_of(plan), SM90).asm["ptx"]
@@ -210,8 +211,8 @@ def test_a_warpgroup_has_read_a_slot_when_one_of_its_threads_releases_it(options
 @needs_compiler
 def test_a_tile_is_judged_by_the_sums_of_whole_rows():
     """Not of what a row's four threads have: each may be finite where their sum is not. Parity has it as twin_peaks."""
+    from multiattn.triton.calls import calls_of
     from multiattn.triton.compile import specialise
-    from multiattn.triton.launch import calls_of
 
     config = GluonConfig(tile_m=192, tile_n=64, stages=12, q_slots=2, lazy_max=True)
     ptx = specialise(*calls_of(plan_of(64, config)), SM90).asm["ptx"]
@@ -224,12 +225,9 @@ def test_a_tile_is_judged_by_the_sums_of_whole_rows():
 
 
 def test_the_polynomial_takes_an_even_share_of_the_exponentials():
-    pytest.importorskip("triton")
-    from multiattn.triton.kernels.gluon.call import shape_of
-
     for sixteenths in range(0, 9, 2):  # others are refused: of 8 pairs they are no whole number
         config = GluonConfig(tile_m=128, tile_n=64, lazy_max=True, exp2_fma_fraction=sixteenths / 16)
-        text = shape_of(plan_of(config=config)).exponential
+        text = GluonConstants.of(problem(), config, ragged=True).exponential
         assert text.count("shl.b32") == sixteenths
         assert text.count("ex2.approx.ftz.f32") == 16 - sixteenths
         written = re.findall(r"(?:ex2\.approx\.ftz\.f32|mul\.rn\.f32) (\$\d+),", text)
@@ -266,9 +264,6 @@ def run_ptx(text, x):
 
 @pytest.mark.parametrize("clamp", [False, True])
 def test_the_polynomial_in_ptx_is_the_model_bit_for_bit(clamp):
-    pytest.importorskip("triton")
-    from multiattn.triton.kernels.gluon.constants import exp2_polynomial
-
     x = np.concatenate([exp2.samples(-140, 127), np.array([-np.inf, -3e38, 127, np.nan], dtype=np.float32)])
     if clamp:
         x = np.append(x, np.array([127.5, 1e6, np.inf], dtype=np.float32))

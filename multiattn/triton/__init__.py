@@ -37,7 +37,7 @@ def _compile(plan: Plan) -> tuple[Compiled, ...]:
 
 
 def _export(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
-    from multiattn.triton.export import export_plan
+    from multiattn.triton.compile import export_plan
 
     return export_plan(plan, kinds)
 

@@ -1,19 +1,19 @@
-"""The arguments of every Triton kernel: one table each, from which all else follows. Pure Python: no Triton.
+"""The parameters of every Triton kernel: one table each, from which all else follows. Pure Python: no Triton.
 
-A table has a row for each parameter, by its name. The kernel's call, what the JIT specialises on, the interpreter's
-call, the driver's launch and an emitted kernel's Binding derive from it (`multiattn.triton.launch`, `.signature`,
-`.bind`), and each checks that the names are the kernel's.
+A table has a row for each parameter, by its name. The kernel's call, the interpreter's, the stand-ins that Triton
+specialises on (`multiattn.triton.calls`), the driver's launch and an emitted kernel's (`.bind`) derive from it, and
+what Triton made of a call is held against it (`.compiled`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.plan.schedule import heads_side_by_side, most_multiprocessors
-from multiattn.problem import LOG2_E, Problem, Strides
+from multiattn.problem import LOG2_E, VECTOR_BYTES, Problem, Strides
 from multiattn.run.arguments import Layout, layouts
 from multiattn.triton.configs import (
     ELEMENT_BYTES,
@@ -26,10 +26,10 @@ from multiattn.triton.configs import (
 )
 from multiattn.triton.gluon_configs import VARIANT as GLUON
 from multiattn.triton.gluon_configs import GluonConfig, grid_blocks, pieces_of, query_tiles
+from multiattn.triton.kernels.constants import OUT_VECTOR, TileConstants
+from multiattn.triton.kernels.gluon.constants import GluonConstants
 from multiattn.triton.ladder import STEPS
 
-OUT_VECTOR = 8
-"""As `multiattn.triton.kernels.tiles` has it."""
 WORKSPACE = {"delta": "delta", "dq_sum": "dq_sum", "counter": "workspace"}
 """Parameters that are areas of workspace, and the names of those."""
 INT32 = 1 << 31
@@ -44,6 +44,8 @@ class Tensor:
     """The address of an operand or of an area of workspace."""
 
     of: str
+    is_aligned: bool = True
+    """Whether code may rely on a multiple of 16 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,20 +80,34 @@ class Constant:
     value: Any
 
 
-Row = Tensor | Descriptor | Float | Integer | Constant
+Scalar = Tensor | Descriptor | Float | Integer | Constant
+Parameter = Scalar | tuple[Integer, Integer, Integer]
+"""One parameter; a tuple has the strides of a tensor."""
+_DIMS = ("batch", "head", "row")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class KernelTable:
     """One kernel of a launch."""
 
     kernel: str
     """Its function's name."""
     grid: int
     options: Mapping[str, Any]
-    """For Triton's compiler, beside the constexprs."""
-    rows: Mapping[str, Row]
-    """Of each parameter, in order."""
+    """For Triton's compiler, beside the constants."""
+    rows: Mapping[str, Parameter]
+    """Each parameter, in order."""
+
+    def leaves(self) -> Iterator[tuple[str, tuple[int, ...], Scalar]]:
+        """Name, place and row of everything that is handed over by itself: of ``q_strides`` ``q_batch`` and so on."""
+        for index, (name, row) in enumerate(self.rows.items()):
+            if isinstance(row, tuple):
+                yield from (
+                    (name.replace("strides", dim), (index, place), each)
+                    for place, (dim, each) in enumerate(zip(_DIMS, row, strict=True))
+                )
+            else:
+                yield name, (index,), row
 
 
 class Assumed(NamedTuple):
@@ -113,10 +129,10 @@ def assumed_of(plan: Plan) -> Assumed:
     if isinstance(config, GluonConfig):
         return Assumed(alignment=problem.alignment, flag=problem.seq_kv % config.tile_n != 0)
     assert isinstance(config, TritonConfig)
-    return Assumed(alignment=problem.alignment, flag=_is_wide(problem, config, plan.direction == "backward"))
+    return Assumed(alignment=problem.alignment, flag=_is_far(problem, config, plan.direction == "backward"))
 
 
-def _is_wide(problem: Problem, config: TritonConfig, is_backward: bool) -> bool:
+def _is_far(problem: Problem, config: TritonConfig, is_backward: bool) -> bool:
     strides = [problem.strides_q, problem.strides_k, problem.strides_v, problem.strides_out]
     strides += [problem.strides_dk, problem.strides_dv] if is_backward else []
     return max(of_tensor[2] for of_tensor in strides) * max(config.tile_m, config.tile_n) >= INT32
@@ -124,7 +140,7 @@ def _is_wide(problem: Problem, config: TritonConfig, is_backward: bool) -> bool:
 
 def tables_of(
     plan: Plan, *, has_dlse: bool = False, assumed: Assumed | None = None, multiprocessors: int | None = None
-) -> tuple[Table, ...]:
+) -> tuple[KernelTable, ...]:
     """The kernels of a launch, in order.
 
     Args:
@@ -133,15 +149,18 @@ def tables_of(
         assumed: by code that is there; None for what the tensors ask for.
         multiprocessors: of the device; None for the largest product of the arch.
     """
-    assumed = assumed or assumed_of(plan)
-    if plan.direction == "backward":
-        return _backward(plan, has_dlse)
     if plan.variant == GLUON:
-        return (_gluon(plan, multiprocessors or most_multiprocessors(plan.arch)),)
-    return (_forward(plan, assumed),)
+        return (_gluon(plan, assumed or assumed_of(plan), multiprocessors or most_multiprocessors(plan.arch)),)
+    if plan.direction == "forward":
+        return (_forward(plan, assumed or assumed_of(plan)),)
+    flags = dict(variant_of(plan).flags)
+    keys = _gradients_of_keys(plan, **flags)
+    if flags["one_pass"]:
+        return _prepare_rows(plan.problem, has_dlse), keys, _finish_dq(plan.problem)
+    return _gradient_of_queries(plan, has_dlse, flags["descriptor"]), keys
 
 
-def area_names(tables: tuple[Table, ...]) -> tuple[str, ...]:
+def area_names(tables: Iterable[KernelTable]) -> tuple[str, ...]:
     """The areas of workspace that a launch takes."""
     found = [row.of for table in tables for row in table.rows.values() if isinstance(row, Tensor | Descriptor)]
     return tuple(name for name in dict.fromkeys(WORKSPACE.values()) if name in found)
@@ -150,39 +169,61 @@ def area_names(tables: tuple[Table, ...]) -> tuple[str, ...]:
 # ---------------------------------------------------------------- what tables have in common
 
 
-def _strides(
-    name: str, strides: Strides | None, unit: int = 1, *, specialised: bool = True
-) -> Iterator[tuple[str, Row]]:
-    """Strides of a tensor in units of so many elements; none where a descriptor has them."""
-    for index, dim in enumerate(("batch", "head", "row")):
-        if strides is None:
-            yield f"{name}_{dim}", Constant(value=None)
-            continue
-        if strides[index] % unit:
-            raise ValueError(f"strides_{name}: got {strides}; allowed multiples of {unit} elements, as is assumed")
-        yield f"{name}_{dim}", Integer(value=strides[index] // unit, specialised=specialised)
+def _strides(name: str, strides: Strides, unit: int) -> tuple[Integer, Integer, Integer]:
+    """Strides of a tensor, in units of so many elements."""
+    if any(stride % unit for stride in strides):
+        raise ValueError(f"strides_{name}: got {strides}; allowed multiples of {unit} elements, as is assumed")
+    batch, head, row = (Integer(value=stride // unit) for stride in strides)
+    return batch, head, row
 
 
-def _lengths(problem: Problem, *names: str) -> Iterator[tuple[str, Row]]:
-    for name in names:
-        yield name, Integer(value=getattr(problem, name), specialised=False)
+def _strides_of(problem: Problem, alignment: int, *names: str, unless: bool = False) -> dict[str, Parameter]:
+    """The strides of tensors as kernels take them; none where descriptors have them (`unless`)."""
+    units = dict.fromkeys(("q", "k", "v"), alignment // ELEMENT_BYTES)
+    return {
+        f"{name}_strides": Constant(value=None)
+        if unless
+        else _strides(name, layouts(problem)[name].strides[:3], units.get(name, OUT_VECTOR))
+        for name in names
+    }
 
 
-def _tensors(*names: str) -> dict[str, Row]:
+def _inputs(alignment: int, *names: str) -> dict[str, Parameter]:
+    """Pointers to tensors of the caller's, which may be less aligned than our own."""
+    return {name: Tensor(of=name, is_aligned=alignment == VECTOR_BYTES) for name in names}
+
+
+def _tensors(*names: str) -> dict[str, Parameter]:
     return {name: Tensor(of=WORKSPACE.get(name, name)) for name in names}
 
 
-def _constants(**values: Any) -> dict[str, Row]:
-    return {name: Constant(value=value) for name, value in values.items()}
-
-
-def _described(problem: Problem, rows: int, *names: str) -> dict[str, Row]:
+def _described(problem: Problem, rows: int, *names: str) -> dict[str, Parameter]:
     known, columns = layouts(problem), head_pad(problem.head_dim)
     return {name: Descriptor(of=name, layout=known[name], rows=rows, columns=columns) for name in names}
 
 
+def _sizes(problem: Problem, heads: int) -> dict[str, Parameter]:
+    """`heads` are those that a launch has programs for, of one entry of the batch."""
+    return {
+        **{name: Integer(value=getattr(problem, name), specialised=False) for name in ("seq_q", "seq_kv")},
+        "heads_q": Integer(value=problem.heads_q),
+        "group": Integer(value=problem.group),
+        "batch_heads": Integer(value=problem.batch * heads),
+    }
+
+
+def _dlse(problem: Problem, has_dlse: bool) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
+    """A dlse, or any pointer to no rows; and how many rows it has."""
+    rows = Integer(value=problem.seq_q if has_dlse else 0, specialised=False)
+    return {"dlse": Tensor(of="dlse" if has_dlse else "lse")}, {"dlse_rows": rows}
+
+
+def _factors(problem: Problem) -> dict[str, Parameter]:
+    return {"score_factor": Float(value=problem.score_factor), "grad_factor": Float(value=problem.grad_factor)}
+
+
 def compiler_options(config: TritonConfig) -> dict[str, Any]:
-    """For Triton's compiler, beside the constexprs."""
+    """For Triton's compiler, beside the constants."""
     # Without fusion a score costs a multiply and an add; the default of this option changes in Triton 3.10.
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
     if config.registers is not None:
@@ -190,54 +231,49 @@ def compiler_options(config: TritonConfig) -> dict[str, Any]:
     return options
 
 
-def _tiles(problem: Problem, config: TritonConfig, assumed: Assumed) -> dict[str, Row]:
-    """The last constexprs of the kernels that walk over tiles."""
-    return _constants(
-        HEAD_DIM=problem.head_dim,
-        HEAD_PAD=head_pad(problem.head_dim),
-        TILE_M=config.tile_m,
-        TILE_N=config.tile_n,
-        STAGES=config.num_stages,
-        HEADS_TOGETHER=config.heads_together,
-        VECTOR=assumed.alignment // ELEMENT_BYTES,
-        WIDE=assumed.flag,
+def _tiles(problem: Problem, config: TritonConfig, assumed: Assumed, **own: Any) -> dict[str, Parameter]:
+    """The constants of a kernel that walks over tiles."""
+    constants = TileConstants(
+        head_dim=problem.head_dim,
+        head_pad=head_pad(problem.head_dim),
+        tile_m=config.tile_m,
+        tile_n=config.tile_n,
+        stages=config.num_stages,
+        heads_together=config.heads_together,
+        vector=assumed.alignment // ELEMENT_BYTES,
+        far_rows=assumed.flag,
+        banded=problem.is_banded,
+        **own,
     )
+    return {"C": Constant(value=constants)}
 
 
 # ---------------------------------------------------------------- forward
 
 
-def _forward(plan: Plan, assumed: Assumed) -> Table:
+def _forward(plan: Plan, assumed: Assumed) -> KernelTable:
     problem, config, step = plan.problem, plan.config, STEPS[plan.variant].step
     assert isinstance(config, TritonConfig)
-    vector = assumed.alignment // ELEMENT_BYTES
-    kv = _described(problem, config.tile_n, "k", "v") if step.descriptor else _tensors("k", "v")
-    rows: dict[str, Row] = {
-        **_tensors("q"),
-        **kv,
+    pointers = _inputs(assumed.alignment, "q", "k", "v")
+    rows: dict[str, Parameter] = {
+        **(pointers | _described(problem, config.tile_n, "k", "v") if step.descriptor else pointers),
         **_tensors("out", "lse"),
         "scale": Float(value=problem.scale_log2 if step.exp2 else problem.scale_log2 / LOG2_E),
-        **dict(_lengths(problem, "seq_q", "seq_kv")),
-        "heads_q": Integer(value=problem.heads_q),
-        "group": Integer(value=problem.group),
-        "batch_heads": Integer(value=problem.batch * problem.heads_q),
-        **dict(_strides("q", problem.strides_q, vector)),
-        **dict(_strides("k", None if step.descriptor else problem.strides_k, vector)),
-        **dict(_strides("v", None if step.descriptor else problem.strides_v, vector)),
-        **dict(_strides("out", problem.strides_out, OUT_VECTOR)),
-        **_constants(CAUSAL=problem.causal, SCALE_SIGN=problem.scale_sign, STEP=step),
-        **_tiles(problem, config, assumed),
+        **_sizes(problem, problem.heads_q),
+        **_strides_of(problem, assumed.alignment, "q"),
+        **_strides_of(problem, assumed.alignment, "k", "v", unless=step.descriptor),
+        **_strides_of(problem, assumed.alignment, "out"),
+        **_tiles(problem, config, assumed, descriptor=step.descriptor, scale_sign=problem.scale_sign, step=step),
     }
     grid = query_programs(problem, config.tile_m)
-    return Table(kernel="attention_forward", grid=grid, options=compiler_options(config), rows=rows)
+    return KernelTable(kernel="attention_forward", grid=grid, options=compiler_options(config), rows=rows)
 
 
-def _gluon(plan: Plan, multiprocessors: int) -> Table:
-    """The constants of the kernel are made by `multiattn.triton.kernels.gluon.call`, which takes Triton."""
+def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
     problem, config = plan.problem, plan.config
     assert isinstance(config, GluonConfig)
     known = layouts(problem)
-    rows: dict[str, Row] = {}
+    rows: dict[str, Parameter] = {}
     for piece, columns in zip(("map", "narrow"), pieces_of(problem.head_dim), strict=True):
         for name in ("q", "k", "v", "out"):
             tile = config.tile_n if name in ("k", "v") else 64
@@ -257,9 +293,9 @@ def _gluon(plan: Plan, multiprocessors: int) -> Table:
         "together": heads_side_by_side(problem),
     }
     rows |= {name: Integer(value=value, specialised=False) for name, value in sizes.items()}
-    rows |= _constants(C=None)
+    rows["C"] = Constant(value=GluonConstants.of(problem, config, ragged=assumed.flag))
     blocks = grid_blocks(config, problem)
-    return Table(
+    return KernelTable(
         kernel="attention_forward",
         grid=blocks if config.scheduler == "one_tile" else min(blocks, multiprocessors),
         # Four warps are the first consumer's; the compiler adds those of the other partitions.
@@ -270,119 +306,82 @@ def _gluon(plan: Plan, multiprocessors: int) -> Table:
 
 # ---------------------------------------------------------------- backward
 
-_BESIDE_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
-
-def _backward(plan: Plan, has_dlse: bool) -> tuple[Table, ...]:
-    flags = dict(variant_of(plan).flags)
-    keys = _gradients_of_keys(plan, one_pass=flags["one_pass"], descriptor=flags["descriptor"])
-    if flags["one_pass"]:
-        return _prepare_rows(plan.problem, has_dlse), keys, _finish_dq(plan.problem)
-    return _gradient_of_queries(plan, has_dlse, descriptor=flags["descriptor"]), keys
-
-
-def _dlse(problem: Problem, has_dlse: bool) -> dict[str, Row]:
-    """A dlse, or any pointer to no rows."""
-    return {
-        "dlse": Tensor(of="dlse" if has_dlse else "lse"),
-        "dlse_rows": Integer(value=problem.seq_q if has_dlse else 0, specialised=False),
-    }
-
-
-def _beside(kernel: str, problem: Problem, tensors: dict[str, Row], strides_of: str) -> Table:
+def _beside(kernel: str, problem: Problem, tensors: dict[str, Parameter], strides_of: str) -> KernelTable:
     """A kernel before or after the one pass: a program for `ROWS_BESIDE` rows."""
-    rows: dict[str, Row] = {
+    sizes = _sizes(problem, problem.heads_q)
+    constants = TileConstants(
+        head_dim=problem.head_dim,
+        head_pad=head_pad(problem.head_dim),
+        tile_m=ROWS_BESIDE,
+        far_rows=problem.strides_out[2] * ROWS_BESIDE >= INT32,
+    )
+    rows: dict[str, Parameter] = {
         **tensors,
-        **dict(_lengths(problem, "seq_q")),
-        "heads_q": Integer(value=problem.heads_q),
-        "batch_heads": Integer(value=problem.batch * problem.heads_q),
-        **dict(_strides(strides_of, problem.strides_out, OUT_VECTOR)),
-        **_constants(
-            HEAD_DIM=problem.head_dim,
-            HEAD_PAD=head_pad(problem.head_dim),
-            TILE_M=ROWS_BESIDE,
-            WIDE=problem.strides_out[2] * ROWS_BESIDE >= INT32,
-        ),
+        **{name: sizes[name] for name in ("seq_q", "heads_q", "batch_heads")},
+        **_strides_of(problem, problem.alignment, strides_of),
+        "C": Constant(value=constants),
     }
-    return Table(kernel=kernel, grid=query_programs(problem, ROWS_BESIDE), options=_BESIDE_OPTIONS, rows=rows)
+    options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+    return KernelTable(kernel=kernel, grid=query_programs(problem, ROWS_BESIDE), options=options, rows=rows)
 
 
-def _prepare_rows(problem: Problem, has_dlse: bool) -> Table:
-    dlse = _dlse(problem, has_dlse)
-    tensors = {
-        **_tensors("out", "dout"),
-        "dlse": dlse["dlse"],
-        **_tensors("delta", "dq_sum"),
-        "dlse_rows": dlse["dlse_rows"],
-    }
+def _prepare_rows(problem: Problem, has_dlse: bool) -> KernelTable:
+    dlse, dlse_rows = _dlse(problem, has_dlse)
+    tensors = {**_tensors("out", "dout"), **dlse, **_tensors("delta", "dq_sum"), **dlse_rows}
     return _beside("prepare_rows", problem, tensors, "out")
 
 
-def _finish_dq(problem: Problem) -> Table:
+def _finish_dq(problem: Problem) -> KernelTable:
     tensors = {**_tensors("dq_sum", "dq"), "grad_factor": Float(value=problem.grad_factor)}
     return _beside("finish_dq", problem, tensors, "dq")
 
 
-def _gradient_of_queries(plan: Plan, has_dlse: bool, *, descriptor: bool) -> Table:
+def _gradient_of_queries(plan: Plan, has_dlse: bool, descriptor: bool) -> KernelTable:
     problem = plan.problem
     assert isinstance(plan.config, BackwardConfig)
-    config, dlse = plan.config.of_dq, _dlse(problem, has_dlse)
-    assumed = Assumed(alignment=problem.alignment, flag=_is_wide(problem, config, True))
-    vector = assumed.alignment // ELEMENT_BYTES
-    kv = _described(problem, config.tile_n, "k", "v") if descriptor else _tensors("k", "v")
-    rows: dict[str, Row] = {
-        **_tensors("q"),
-        **kv,
+    config, (dlse, dlse_rows) = plan.config.of_dq, _dlse(problem, has_dlse)
+    assumed = Assumed(alignment=problem.alignment, flag=_is_far(problem, config, True))
+    pointers = _inputs(problem.alignment, "q", "k", "v")
+    rows: dict[str, Parameter] = {
+        **(pointers | _described(problem, config.tile_n, "k", "v") if descriptor else pointers),
         **_tensors("out", "lse", "dout"),
-        "dlse": dlse["dlse"],
+        **dlse,
         **_tensors("dq", "delta"),
-        "score_factor": Float(value=problem.score_factor),
-        "grad_factor": Float(value=problem.grad_factor),
-        "dlse_rows": dlse["dlse_rows"],
-        **dict(_lengths(problem, "seq_q", "seq_kv")),
-        "heads_q": Integer(value=problem.heads_q),
-        "group": Integer(value=problem.group),
-        "batch_heads": Integer(value=problem.batch * problem.heads_q),
-        **dict(_strides("q", problem.strides_q, vector)),
-        **dict(_strides("k", None if descriptor else problem.strides_k, vector)),
-        **dict(_strides("v", None if descriptor else problem.strides_v, vector)),
-        **dict(_strides("out", problem.strides_out, OUT_VECTOR)),
-        **_constants(CAUSAL=problem.causal, DESCRIPTOR=descriptor),
-        **_tiles(problem, config, assumed),
+        **_factors(problem),
+        **dlse_rows,
+        **_sizes(problem, problem.heads_q),
+        **_strides_of(problem, problem.alignment, "q"),
+        **_strides_of(problem, problem.alignment, "k", "v", unless=descriptor),
+        **_strides_of(problem, problem.alignment, "out"),
+        **_tiles(problem, config, assumed, descriptor=descriptor),
     }
     grid = query_programs(problem, config.tile_m)
-    return Table(kernel="gradient_of_queries", grid=grid, options=compiler_options(config), rows=rows)
+    return KernelTable(kernel="gradient_of_queries", grid=grid, options=compiler_options(config), rows=rows)
 
 
-def _gradients_of_keys(plan: Plan, *, one_pass: bool, descriptor: bool) -> Table:
+def _gradients_of_keys(plan: Plan, *, one_pass: bool, descriptor: bool) -> KernelTable:
     problem, config = plan.problem, plan.config
     assert isinstance(config, BackwardConfig)
-    assumed = assumed_of(plan)
-    vector = assumed.alignment // ELEMENT_BYTES
-    streamed = (
-        _described(problem, config.tile_m, "q", "dout", "dq_sum") if descriptor else _tensors("q", "dout", "dq_sum")
-    )
-    rows: dict[str, Row] = {
+    alignment = problem.alignment
+    streamed = {**_inputs(alignment, "q"), **_tensors("dout", "dq_sum")}
+    if descriptor:
+        streamed = _described(problem, config.tile_m, *streamed)
+    rows: dict[str, Parameter] = {
         "q": streamed["q"],
-        **_tensors("k", "v", "lse"),
+        **_inputs(alignment, "k", "v"),
+        **_tensors("lse"),
         "dout": streamed["dout"],
         **_tensors("delta"),
         "dq_sum": streamed["dq_sum"] if one_pass else Constant(value=None),
         **_tensors("dk", "dv"),
-        "score_factor": Float(value=problem.score_factor),
-        "grad_factor": Float(value=problem.grad_factor),
-        **dict(_lengths(problem, "seq_q", "seq_kv")),
-        "heads_q": Integer(value=problem.heads_q),
-        "group": Integer(value=problem.group),
-        "batch_heads": Integer(value=problem.batch * problem.heads_kv),
-        **dict(_strides("q", None if descriptor else problem.strides_q, vector)),
-        **dict(_strides("k", problem.strides_k, vector)),
-        **dict(_strides("v", problem.strides_v, vector)),
-        **dict(_strides("dout", None if descriptor else problem.strides_out, OUT_VECTOR)),
-        **dict(_strides("dk", problem.strides_dk, OUT_VECTOR)),
-        **dict(_strides("dv", problem.strides_dv, OUT_VECTOR)),
-        **_constants(ONE_PASS=one_pass, CAUSAL=problem.causal, DESCRIPTOR=descriptor),
-        **_tiles(problem, config, assumed),
+        **_factors(problem),
+        **_sizes(problem, problem.heads_kv),
+        **_strides_of(problem, alignment, "q", unless=descriptor),
+        **_strides_of(problem, alignment, "k", "v"),
+        **_strides_of(problem, alignment, "dout", unless=descriptor),
+        **_strides_of(problem, alignment, "dk", "dv"),
+        **_tiles(problem, config, assumed_of(plan), one_pass=one_pass, descriptor=descriptor),
     }
     grid = key_programs(problem, config.tile_n)
-    return Table(kernel="gradients_of_keys", grid=grid, options=compiler_options(config), rows=rows)
+    return KernelTable(kernel="gradients_of_keys", grid=grid, options=compiler_options(config), rows=rows)

@@ -1,4 +1,4 @@
-"""The forward kernel: one template for every rung of the ladder, whose `Step` it gets as a constant.
+"""The forward kernel: one template for every rung of the ladder, whose `TritonStep` is among its constants.
 
 FlashAttention-2 (Dao, arXiv 2307.08691, Algorithm 1), from the second rung on in the log2 domain. A program owns one
 tile of queries of one head. It first walks the key blocks that all its rows see, with no mask, then the few that need
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from multiattn.triton.kernels.tiles import OUT_VECTOR, key_range, load_rows, my_tile, seek, tile_offsets, visible_keys
+from multiattn.triton.kernels.tiles import key_range, load_rows, my_tile, seek, store_rows, visible_keys
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 """Where a row's maximum starts: the lowest finite fp32. With -inf a row that sees nothing would need guards."""
@@ -26,7 +26,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 @triton.jit(do_not_specialize=["seq_q", "seq_kv"])
 def attention_forward(
     q,  # pointer, [B, Hq, Sq, D]
-    k,  # [B, Hkv, Skv, D]; a pointer, or a tensor descriptor with block [1, 1, TILE_N, HEAD_PAD]
+    k,  # [B, Hkv, Skv, D]; a pointer, or a tensor descriptor with block [1, 1, tile_n, head_pad]
     v,  # like k
     out,  # pointer, like q
     lse,  # pointer, fp32 [B, Hq, Sq], contiguous
@@ -36,162 +36,107 @@ def attention_forward(
     heads_q,
     group,  # query heads that share one key/value head
     batch_heads,  # B * Hq
-    q_batch,  # strides of (batch, head, row): in units of VECTOR elements; None where a descriptor has them
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    out_batch,  # strides of out, in units of OUT_VECTOR elements
-    out_head,
-    out_row,
-    CAUSAL: tl.constexpr,
-    SCALE_SIGN: tl.constexpr,  # -1, 0 or 1: the sign of the scale goes into q
-    STEP: tl.constexpr,  # multiattn.triton.ladder.Step
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,  # HEAD_DIM rounded up to a power of two that tl.dot accepts; the padding is zero
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    STAGES: tl.constexpr,  # key blocks in flight
-    HEADS_TOGETHER: tl.constexpr,  # heads whose tiles alternate in launch order
-    VECTOR: tl.constexpr,  # elements that divide every address and stride of q, k and v
-    WIDE: tl.constexpr,  # whether offsets inside one tile can pass 2^31 elements
+    q_strides,  # of (batch, head, row), in units of C.vector elements
+    k_strides,  # the same; None where a descriptor has them
+    v_strides,
+    out_strides,  # in units of C.out_vector elements
+    C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
 ):
-    """Attention of one tile of TILE_M queries: writes out ``[TILE_M, HEAD_DIM]`` and lse ``[TILE_M]``."""
-    tile, batch_head = my_tile(seq_q, batch_heads, CAUSAL, TILE_M, HEADS_TOGETHER)
+    """Attention of one tile of tile_m queries: writes out ``[tile_m, head_dim]`` and lse ``[tile_m]``."""
+    tile, batch_head = my_tile(seq_q, batch_heads, C.banded, C.tile_m, C.heads_together)
     batch = batch_head // heads_q
     head = batch_head % heads_q
     head_kv = head // group
-    first_row = tile * TILE_M
-    q = seek(q, batch, head, q_batch, q_head, False, VECTOR)
-    k = seek(k, batch, head_kv, k_batch, k_head, STEP.descriptor, VECTOR)
-    v = seek(v, batch, head_kv, v_batch, v_head, STEP.descriptor, VECTOR)
-    out = seek(out, batch, head, out_batch, out_head, False, OUT_VECTOR)
+    first_row = tile * C.tile_m
+    q = seek(q, q_strides, batch, head, False, C.vector)
+    k = seek(k, k_strides, batch, head_kv, C.descriptor, C.vector)
+    v = seek(v, v_strides, batch, head_kv, C.descriptor, C.vector)
+    out = seek(out, out_strides, batch, head, False, C.out_vector)
     lse += batch_head.to(tl.int64) * seq_q
 
     acc, row_sum, row_max = _attend(
-        q, k, v, first_row, batch, head_kv, seq_q, seq_kv, q_row, k_row, v_row, scale,
-        CAUSAL, SCALE_SIGN, STEP, HEAD_DIM, HEAD_PAD, TILE_M, TILE_N, STAGES, VECTOR, WIDE,
-    )  # fmt: skip
-    _store(out, lse, acc, row_sum, row_max, first_row, seq_q, out_row, STEP, HEAD_DIM, HEAD_PAD, TILE_M, WIDE)
+        q, k, v, q_strides, k_strides, v_strides, first_row, batch, head_kv, seq_q, seq_kv, scale, C
+    )
+    _store(out, out_strides, lse, acc, row_sum, row_max, first_row, seq_q, C)
 
 
 @triton.jit
-def _attend(
-    q,
-    k,
-    v,
-    first_row,
-    batch,
-    head_kv,
-    seq_q,
-    seq_kv,
-    q_row,
-    k_row,
-    v_row,
-    scale,
-    CAUSAL: tl.constexpr,
-    SCALE_SIGN: tl.constexpr,
-    STEP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    VECTOR: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """TILE_M queries over all keys they see: acc ``[TILE_M, HEAD_PAD]``, row_sum and row_max ``[TILE_M]``."""
-    q_tile = load_rows(  # [TILE_M, HEAD_PAD]
-        q, batch, 0, first_row, seq_q, q_row, TILE_M, True, False, HEAD_DIM, HEAD_PAD, VECTOR, WIDE
-    )
-    if SCALE_SIGN < 0:
+def _attend(q, k, v, q_strides, k_strides, v_strides, first_row, batch, head_kv, seq_q, seq_kv, scale, C: tl.constexpr):
+    """tile_m queries over all keys they see: acc ``[tile_m, head_pad]``, row_sum and row_max ``[tile_m]``."""
+    q_tile = load_rows(q, q_strides, batch, 0, first_row, seq_q, C.tile_m, True, False, C.vector, C)
+    if C.scale_sign < 0:
         q_tile = -q_tile
-    if SCALE_SIGN == 0:
+    if C.scale_sign == 0:
         q_tile = (q_tile * 0.0).to(q_tile.dtype)  # not zeros: inf * 0 must stay nan
 
-    rows = first_row + tl.arange(0, TILE_M)
-    acc = tl.full([TILE_M, HEAD_PAD], 0.0, tl.float32)
-    row_sum = tl.full([TILE_M], 0.0, tl.float32)
-    row_max = tl.full([TILE_M], LOWEST, tl.float32)
-    begin, masked_begin, end = key_range(first_row, seq_q, seq_kv, CAUSAL, TILE_M, TILE_N)
+    rows = first_row + tl.arange(0, C.tile_m)
+    acc = tl.full([C.tile_m, C.head_pad], 0.0, tl.float32)
+    row_sum = tl.full([C.tile_m], 0.0, tl.float32)
+    row_max = tl.full([C.tile_m], LOWEST, tl.float32)
+    begin, masked_begin, end = key_range(first_row, seq_q, seq_kv, C)
     acc, row_sum, row_max = _walk(
-        acc, row_sum, row_max, q_tile, k, v, begin, masked_begin, rows, batch, head_kv, seq_q, seq_kv,
-        k_row, v_row, scale,
-        CAUSAL, False, STEP, HEAD_DIM, HEAD_PAD, TILE_N, STAGES, VECTOR, WIDE,
+        acc, row_sum, row_max, q_tile, k, v, k_strides, v_strides, begin, masked_begin, rows, batch, head_kv,
+        seq_q, seq_kv, scale, False, C,
     )  # fmt: skip
     # Skipped where there is nothing to mask: of an empty loop Triton still sets up the pipeline, and takes it down.
-    if CAUSAL or masked_begin < end:
+    if C.banded or masked_begin < end:
         acc, row_sum, row_max = _walk(
-            acc, row_sum, row_max, q_tile, k, v, masked_begin, end, rows, batch, head_kv, seq_q, seq_kv,
-            k_row, v_row, scale,
-            CAUSAL, True, STEP, HEAD_DIM, HEAD_PAD, TILE_N, STAGES, VECTOR, WIDE,
+            acc, row_sum, row_max, q_tile, k, v, k_strides, v_strides, masked_begin, end, rows, batch, head_kv,
+            seq_q, seq_kv, scale, True, C,
         )  # fmt: skip
     return acc, row_sum, row_max
 
 
 @triton.jit
 def _walk(
-    acc,  # [TILE_M, HEAD_PAD] fp32, not yet divided by row_sum
-    row_sum,  # [TILE_M]
-    row_max,  # [TILE_M], of scores in the domain of the step
-    q_tile,  # [TILE_M, HEAD_PAD]
+    acc,  # [tile_m, head_pad] fp32, not yet divided by row_sum
+    row_sum,  # [tile_m]
+    row_max,  # [tile_m], of scores in the domain of the step
+    q_tile,  # [tile_m, head_pad]
     k,
     v,
+    k_strides,
+    v_strides,
     begin,
     end,
-    rows,  # [TILE_M]
+    rows,  # [tile_m]
     batch,
     head_kv,
     seq_q,
     seq_kv,
-    k_row,
-    v_row,
     scale,
-    CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
-    STEP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    TILE_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    VECTOR: tl.constexpr,
-    WIDE: tl.constexpr,
+    C: tl.constexpr,
 ):
-    """Online softmax over the keys [begin, end), in blocks of TILE_N."""
-    for first_key in tl.range(begin, end, TILE_N, num_stages=STAGES):
-        k_tile = load_rows(  # [TILE_N, HEAD_PAD]
-            k, batch, head_kv, first_key, seq_kv, k_row,
-            TILE_N, MASKED, STEP.descriptor, HEAD_DIM, HEAD_PAD, VECTOR, WIDE,
-        )  # fmt: skip
-        scores = tl.dot(q_tile, tl.trans(k_tile))  # [TILE_M, TILE_N] fp32
+    """Online softmax over the keys [begin, end), in blocks of tile_n."""
+    for first_key in tl.range(begin, end, C.tile_n, num_stages=C.stages):
+        k_tile = load_rows(  # [tile_n, head_pad]
+            k, k_strides, batch, head_kv, first_key, seq_kv, C.tile_n, MASKED, C.descriptor, C.vector, C
+        )
+        scores = tl.dot(q_tile, tl.trans(k_tile))  # [tile_m, tile_n] fp32
         if MASKED:
-            keys = first_key + tl.arange(0, TILE_N)
-            visible = visible_keys(rows[:, None], keys[None, :], seq_q, seq_kv, CAUSAL)
+            keys = first_key + tl.arange(0, C.tile_n)
+            visible = visible_keys(rows[:, None], keys[None, :], seq_q, seq_kv, C)
             scores = tl.where(visible, scores, float("-inf"))
 
-        new_max, shifted = _shift(scores, row_max, scale, STEP)
-        weights = _power(shifted, False, STEP)
-        decay = _power(row_max - new_max, False, STEP)
+        new_max, shifted = _shift(scores, row_max, scale, C)
+        weights = _power(shifted, False, C)
+        decay = _power(row_max - new_max, False, C)
         row_sum = row_sum * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
         row_max = new_max
 
-        v_tile = load_rows(  # [TILE_N, HEAD_PAD]
-            v, batch, head_kv, first_key, seq_kv, v_row,
-            TILE_N, MASKED, STEP.descriptor, HEAD_DIM, HEAD_PAD, VECTOR, WIDE,
-        )  # fmt: skip
+        v_tile = load_rows(  # [tile_n, head_pad]
+            v, v_strides, batch, head_kv, first_key, seq_kv, C.tile_n, MASKED, C.descriptor, C.vector, C
+        )
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc)
     return acc, row_sum, row_max
 
 
 @triton.jit
-def _shift(scores, row_max, scale, STEP: tl.constexpr):
-    """The new maximum of each row ``[TILE_M]``, and the scaled scores less it ``[TILE_M, TILE_N]``."""
-    if STEP.scale_after_max:
+def _shift(scores, row_max, scale, C: tl.constexpr):
+    """The new maximum of each row ``[tile_m]``, and the scaled scores less it ``[tile_m, tile_n]``."""
+    if C.step.scale_after_max:
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
         shifted = scores * scale - new_max[:, None]
     else:
@@ -202,9 +147,9 @@ def _shift(scores, row_max, scale, STEP: tl.constexpr):
 
 
 @triton.jit
-def _power(x, INVERSE: tl.constexpr, STEP: tl.constexpr):
+def _power(x, INVERSE: tl.constexpr, C: tl.constexpr):
     """2 or e, as the step has it, to the power of x; INVERSE: the logarithm of x to that base."""
-    if STEP.exp2:
+    if C.step.exp2:
         if INVERSE:
             y = tl.math.log2(x)
         else:
@@ -218,33 +163,14 @@ def _power(x, INVERSE: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
-def _store(
-    out,
-    lse,
-    acc,
-    row_sum,
-    row_max,
-    first_row,
-    seq_q,
-    out_row,
-    STEP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    TILE_M: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+def _store(out, out_strides, lse, acc, row_sum, row_max, first_row, seq_q, C: tl.constexpr):
     """The epilogue. A row that saw no key has row_sum 0: its out is 0 / 1, its lse LOWEST + log(0) = -inf."""
-    in_range = first_row + tl.arange(0, TILE_M) < seq_q
-    lse_row = (row_max + _power(row_sum, True, STEP)) * STEP.ln_base  # [TILE_M]
-    tl.store(lse + first_row + tl.arange(0, TILE_M), lse_row, mask=in_range)
+    in_range = first_row + tl.arange(0, C.tile_m) < seq_q
+    lse_row = (row_max + _power(row_sum, True, C)) * C.step.ln_base  # [tile_m]
+    tl.store(lse + first_row + tl.arange(0, C.tile_m), lse_row, mask=in_range)
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
-    if STEP.reciprocal:
-        out_tile = acc * (1.0 / row_sum)[:, None]  # [TILE_M, HEAD_PAD]
+    if C.step.reciprocal:
+        out_tile = acc * (1.0 / row_sum)[:, None]  # [tile_m, head_pad]
     else:
         out_tile = tl.math.div_rn(acc, row_sum[:, None])
-    out += tl.cast(first_row, tl.int64) * out_row * OUT_VECTOR
-    tl.store(
-        out + tile_offsets(out_row, TILE_M, HEAD_PAD, OUT_VECTOR, WIDE),
-        out_tile.to(out.dtype.element_ty),
-        mask=in_range[:, None] & (tl.arange(0, HEAD_PAD) < HEAD_DIM)[None, :],
-    )
+    store_rows(out, out_strides, out_tile, first_row, seq_q, C.tile_m, C)

@@ -1,6 +1,7 @@
 """What every kernel needs of a tile: which one a program owns, where it lives, how it is read, what it sees.
 
-Plain `triton.language`, as the kernels.
+Plain `triton.language`, as the kernels. `C` is their `TileConstants`. Strides are (batch, head, row), in units of
+VECTOR elements. The mask is in here alone: a causal query i sees the keys up to ``i + seq_kv - seq_q``.
 """
 
 # ruff: noqa: ANN001, ANN201, N803 - Triton's own annotations and its upper-case constexprs
@@ -12,9 +13,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-OUT_VECTOR = tl.constexpr(8)
-"""Elements that divide every stride of out and of the gradients: dense, so they are multiples of head_dim."""
-
 LAST = tl.constexpr(2**31 - 1)
 """Beyond every position."""
 
@@ -23,7 +21,7 @@ LAST = tl.constexpr(2**31 - 1)
 def my_tile(seq, batch_heads, LAST_FIRST: tl.constexpr, TILE: tl.constexpr, HEADS_TOGETHER: tl.constexpr):
     """Which tile of a sequence of which (batch, head) this program owns.
 
-    Heads go in groups that share the L2 cache; within a group causal runs its longest tiles first, so that the last
+    Heads go in groups that share the L2 cache; within a group a mask runs its longest tiles first, so that the last
     programs of the grid are short ones: the last queries see the most keys (LAST_FIRST), the first keys the most
     queries. The grid is one-dimensional: only its x extent passes 65535.
     """
@@ -41,74 +39,96 @@ def my_tile(seq, batch_heads, LAST_FIRST: tl.constexpr, TILE: tl.constexpr, HEAD
     return tile, batch_head
 
 
+# ---------------------------------------------------------------- the mask
+
+
 @triton.jit
-def key_range(first_row, seq_q, seq_kv, CAUSAL: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+def key_range(first_row, seq_q, seq_kv, C: tl.constexpr):
     """(begin, masked_begin, end): all rows see every key of [begin, masked_begin); none sees a key from end on."""
     begin = 0
     seen_by_all = seq_kv
     end = seq_kv
-    if CAUSAL:
+    if C.banded:
         seen_by_first = first_row + 1 + seq_kv - seq_q
         seen_by_all = tl.minimum(tl.maximum(seen_by_first, 0), seq_kv)
-        end = tl.minimum(tl.maximum(seen_by_first + TILE_M - 1, 0), seq_kv)
-    return begin, seen_by_all // TILE_N * TILE_N, end
+        end = tl.minimum(tl.maximum(seen_by_first + C.tile_m - 1, 0), seq_kv)
+    return begin, seen_by_all // C.tile_n * C.tile_n, end
 
 
 @triton.jit
-def visible_keys(rows, keys, seq_q, seq_kv, CAUSAL: tl.constexpr):
+def query_range(first_key, seq_q, seq_kv, C: tl.constexpr):
+    """(begin, masked_end): no query before begin sees a key of the tile; from masked_end on all see all of them.
+
+    Both are multiples of tile_m, or seq_q. Keys beyond the end need the mask with every query.
+    """
+    begin = 0
+    masked_end = 0
+    if C.banded:
+        first_seeing = tl.minimum(tl.maximum(first_key + seq_q - seq_kv, 0), seq_q)
+        all_seeing = tl.minimum(tl.maximum(first_key + C.tile_n - 1 + seq_q - seq_kv, 0), seq_q)
+        begin = first_seeing // C.tile_m * C.tile_m
+        masked_end = (all_seeing + C.tile_m - 1) // C.tile_m * C.tile_m
+    if first_key + C.tile_n > seq_kv:
+        masked_end = seq_q
+    return begin, masked_end
+
+
+@triton.jit
+def visible_keys(rows, keys, seq_q, seq_kv, C: tl.constexpr):
     """Which keys each query sees: bool, of rows and keys broadcast. One comparison a score: the lower of two ends."""
     end = tl.full(rows.shape, seq_kv, tl.int32)
-    if CAUSAL:
+    if C.banded:
         end = tl.minimum(rows + 1 + (seq_kv - seq_q), seq_kv)
     return keys < end
 
 
 @triton.jit
-def seeing_rows(rows, keys, seq_q, seq_kv, CAUSAL: tl.constexpr):
+def seeing_rows(rows, keys, seq_q, seq_kv, C: tl.constexpr):
     """The same from the side of the keys, for tiles ``[keys, rows]`` whose threads hold few keys and many rows."""
     begin = tl.full(keys.shape, 0, tl.int32)
-    if CAUSAL:
+    if C.banded:
         begin = keys - (seq_kv - seq_q)
     return rows >= tl.where(keys < seq_kv, begin, LAST)
 
 
+# ---------------------------------------------------------------- memory
+
+
 @triton.jit
-def seek(source, batch, head, stride_batch, stride_head, DESCRIPTOR: tl.constexpr, VECTOR: tl.constexpr):
+def seek(source, strides, batch, head, DESCRIPTOR: tl.constexpr, VECTOR: tl.constexpr):
     """Where one head's sequence starts. A descriptor stays as it is: it takes (batch, head) with each load."""
     if not DESCRIPTOR:
-        source += (batch.to(tl.int64) * stride_batch + head.to(tl.int64) * stride_head) * VECTOR
+        source += (batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]) * VECTOR
     return source
 
 
 @triton.jit
 def load_rows(
     source,
+    strides,  # None of a descriptor
     batch,
     head,
     first_row,
     seq,
-    stride_row,
     TILE: tl.constexpr,
     RAGGED: tl.constexpr,
     DESCRIPTOR: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
     VECTOR: tl.constexpr,
-    WIDE: tl.constexpr,
+    C: tl.constexpr,
 ):
-    """Rows [first_row, first_row + TILE) of one head: ``[TILE, HEAD_PAD]``, zero beyond HEAD_DIM.
+    """Rows [first_row, first_row + TILE) of one head: ``[TILE, head_pad]``, zero beyond head_dim.
 
     RAGGED: rows from seq on are zero. Without it there are none; a descriptor gives zeros for them anyway.
     """
     if DESCRIPTOR:
-        tile = tl.reshape(source.load([batch, head, first_row, 0]), [TILE, HEAD_PAD])
+        tile = tl.reshape(source.load([batch, head, first_row, 0]), [TILE, C.head_pad])
     else:
-        pointers = source + tl.cast(first_row, tl.int64) * stride_row * VECTOR
-        pointers += tile_offsets(stride_row, TILE, HEAD_PAD, VECTOR, WIDE)
-        in_range = (tl.arange(0, HEAD_PAD) < HEAD_DIM)[None, :]
+        pointers = source + tl.cast(first_row, tl.int64) * strides[2] * VECTOR
+        pointers += tile_offsets(strides[2], TILE, VECTOR, C.far_rows, C)
+        in_range = (tl.arange(0, C.head_pad) < C.head_dim)[None, :]
         if RAGGED:
             in_range = in_range & (first_row + tl.arange(0, TILE) < seq)[:, None]
-        if RAGGED or HEAD_PAD != HEAD_DIM:
+        if RAGGED or C.head_pad != C.head_dim:
             tile = tl.load(pointers, mask=in_range, other=0.0)
         else:
             tile = tl.load(pointers)
@@ -116,9 +136,26 @@ def load_rows(
 
 
 @triton.jit
-def tile_offsets(stride_row, TILE: tl.constexpr, HEAD_PAD: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr):
-    """Element offsets ``[TILE, HEAD_PAD]`` of a tile from its first element."""
+def store_rows(target, strides, tile, first_row, seq, TILE: tl.constexpr, C: tl.constexpr):
+    """Write fp32 ``[TILE, head_pad]`` to rows of one head of out or a gradient, in its dtype."""
+    target += tl.cast(first_row, tl.int64) * strides[2] * C.out_vector
+    tl.store(
+        target + tile_offsets(strides[2], TILE, C.out_vector, C.far_rows, C),
+        tile.to(target.dtype.element_ty),
+        mask=inside(first_row, seq, TILE, C),
+    )
+
+
+@triton.jit
+def inside(first_row, seq, TILE: tl.constexpr, C: tl.constexpr):
+    """Which elements of a tile exist: bool ``[TILE, head_pad]``."""
+    return (first_row + tl.arange(0, TILE) < seq)[:, None] & (tl.arange(0, C.head_pad) < C.head_dim)[None, :]
+
+
+@triton.jit
+def tile_offsets(stride_row, TILE: tl.constexpr, VECTOR: tl.constexpr, FAR: tl.constexpr, C: tl.constexpr):
+    """Element offsets ``[TILE, head_pad]`` of a tile from its first element."""
     rows = tl.arange(0, TILE)
-    if WIDE:
+    if FAR:
         rows = rows.to(tl.int64)
-    return rows[:, None] * stride_row * VECTOR + tl.arange(0, HEAD_PAD)[None, :]
+    return rows[:, None] * stride_row * VECTOR + tl.arange(0, C.head_pad)[None, :]

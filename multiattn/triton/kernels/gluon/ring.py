@@ -16,6 +16,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from multiattn.triton.kernels.gluon.constants import TILE_WORDS
+
+NO_TILE = gl.constexpr(-1)
+"""In place of a number of blocks: there are no more tiles."""
+
+# Words of shared memory for each slot of Q: what its tile is, and from SPOILED on one for each warpgroup.
+FIRST_QUERY, HEAD, BATCH, BLOCKS, EXACT, TILE, SPOILED = (gl.constexpr(i) for i in range(TILE_WORDS + 1))
+
 
 @gluon.jit
 def make_barriers(number: gl.constexpr, arrivals: gl.constexpr):
