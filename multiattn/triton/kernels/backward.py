@@ -19,7 +19,8 @@ import triton.language as tl
 from multiattn.triton.kernels.tiles import (
     inside,
     key_range,
-    load_rows,
+    load_own,
+    load_streamed,
     my_tile,
     query_range,
     seeing_rows,
@@ -48,14 +49,11 @@ def prepare_rows(
 ):
     """Before the pass: delta of tile_m rows, and zero in their part of dq_sum."""
     tile, batch_head = my_tile(seq_q, batch_heads, False, C.tile_m, 1)
-    batch = batch_head // heads_q
-    head = batch_head % heads_q
-    out = seek(out, out_strides, batch, head, False, C.out_vector)
-    dout = seek(dout, out_strides, batch, head, False, C.out_vector)
+    at = (batch_head // heads_q, batch_head % heads_q)
+    out = seek(out, out_strides, at, False, C.out_vector)
+    dout = seek(dout, out_strides, at, False, C.out_vector)
     first_row = tile * C.tile_m
-    dout_tile = load_rows(  # [tile_m, head_pad]
-        dout, out_strides, batch, head, first_row, seq_q, C.tile_m, True, False, C.out_vector, C
-    )
+    dout_tile = load_own(dout, out_strides, first_row, seq_q, C.tile_m, C.out_vector, C)  # [tile_m, head_pad]
     _delta_of_rows(out, out_strides, dout_tile, dlse, delta, dlse_rows, batch_head, first_row, seq_q, C)
     dq_sum += (batch_head.to(tl.int64) * seq_q + first_row) * C.head_dim
     tl.store(
@@ -79,7 +77,7 @@ def finish_dq(
     """After the pass: dq of tile_m rows from their sum."""
     tile, batch_head = my_tile(seq_q, batch_heads, False, C.tile_m, 1)
     first_row = tile * C.tile_m
-    dq = seek(dq, dq_strides, batch_head // heads_q, batch_head % heads_q, False, C.out_vector)
+    dq = seek(dq, dq_strides, (batch_head // heads_q, batch_head % heads_q), False, C.out_vector)
     dq_sum += (batch_head.to(tl.int64) * seq_q + first_row) * C.head_dim
     total = tl.load(  # [tile_m, head_pad]
         dq_sum + tile_offsets(C.head_dim, C.tile_m, 1, False, C), mask=inside(first_row, seq_q, C.tile_m, C)
@@ -119,69 +117,51 @@ def gradient_of_queries(
     tile, batch_head = my_tile(seq_q, batch_heads, C.banded, C.tile_m, C.heads_together)
     batch = batch_head // heads_q
     head = batch_head % heads_q
-    head_kv = head // group
+    at, at_kv, lengths = (batch, head), (batch, head // group), (seq_q, seq_kv)
     first_row = tile * C.tile_m
-    q = seek(q, q_strides, batch, head, False, C.vector)
-    k = seek(k, k_strides, batch, head_kv, C.descriptor, C.vector)
-    v = seek(v, v_strides, batch, head_kv, C.descriptor, C.vector)
-    out = seek(out, out_strides, batch, head, False, C.out_vector)
-    dout = seek(dout, out_strides, batch, head, False, C.out_vector)
-    dq = seek(dq, out_strides, batch, head, False, C.out_vector)
+    q = seek(q, q_strides, at, False, C.vector)
+    k = seek(k, k_strides, at_kv, C.descriptor, C.vector)
+    v = seek(v, v_strides, at_kv, C.descriptor, C.vector)
+    out = seek(out, out_strides, at, False, C.out_vector)
+    dout = seek(dout, out_strides, at, False, C.out_vector)
+    dq = seek(dq, out_strides, at, False, C.out_vector)
 
-    q_tile = load_rows(  # [tile_m, head_pad]
-        q, q_strides, batch, head, first_row, seq_q, C.tile_m, True, False, C.vector, C
-    )
-    dout_tile = load_rows(  # [tile_m, head_pad]
-        dout, out_strides, batch, head, first_row, seq_q, C.tile_m, True, False, C.out_vector, C
-    )
+    q_tile = load_own(q, q_strides, first_row, seq_q, C.tile_m, C.vector, C)  # [tile_m, head_pad]
+    dout_tile = load_own(dout, out_strides, first_row, seq_q, C.tile_m, C.out_vector, C)  # [tile_m, head_pad]
     row_delta = _delta_of_rows(  # [tile_m]
         out, out_strides, dout_tile, dlse, delta, dlse_rows, batch_head, first_row, seq_q, C
     )
     row_lse = _lse_of_rows(lse + batch_head.to(tl.int64) * seq_q, first_row, seq_q, C)  # [tile_m]
 
+    own, kv = (q_tile, dout_tile, row_lse, row_delta), (k, v, k_strides, v_strides)
     acc = tl.full([C.tile_m, C.head_pad], 0.0, tl.float32)
-    begin, masked_begin, end = key_range(first_row, seq_q, seq_kv, C)
-    acc = _walk_keys(
-        acc, q_tile, dout_tile, row_lse, row_delta, k, v, k_strides, v_strides, begin, masked_begin, first_row,
-        batch, head_kv, seq_q, seq_kv, score_factor, False, C,
-    )  # fmt: skip
-    acc = _walk_keys(
-        acc, q_tile, dout_tile, row_lse, row_delta, k, v, k_strides, v_strides, masked_begin, end, first_row,
-        batch, head_kv, seq_q, seq_kv, score_factor, True, C,
-    )  # fmt: skip
+    begin, masked_begin, end = key_range(first_row, lengths, C)
+    acc = _walk_keys(acc, own, kv, begin, masked_begin, first_row, at_kv, lengths, score_factor, False, C)
+    acc = _walk_keys(acc, own, kv, masked_begin, end, first_row, at_kv, lengths, score_factor, True, C)
     store_rows(dq, out_strides, acc * grad_factor, first_row, seq_q, C.tile_m, C)
 
 
 @triton.jit
 def _walk_keys(
     acc,  # [tile_m, head_pad] fp32, dq but for its factor
-    q_tile,  # [tile_m, head_pad]
-    dout_tile,  # [tile_m, head_pad]
-    row_lse,  # [tile_m]
-    row_delta,  # [tile_m]
-    k,
-    v,
-    k_strides,
-    v_strides,
+    own,
+    kv,
     begin,
     end,
     first_row,
-    batch,
-    head_kv,
-    seq_q,
-    seq_kv,
+    at_kv,
+    lengths,
     score_factor,
     MASKED: tl.constexpr,
     C: tl.constexpr,
 ):
     """What the keys [begin, end) add to dq of tile_m queries, in blocks of tile_n."""
+    q_tile, dout_tile, row_lse, row_delta = own
+    k, v, k_strides, v_strides = kv
+    seq_kv = lengths[1]
     for first_key in tl.range(begin, end, C.tile_n, num_stages=C.stages):
-        k_tile = load_rows(  # [tile_n, head_pad]
-            k, k_strides, batch, head_kv, first_key, seq_kv, C.tile_n, MASKED, C.descriptor, C.vector, C
-        )
-        v_tile = load_rows(  # [tile_n, head_pad]
-            v, v_strides, batch, head_kv, first_key, seq_kv, C.tile_n, MASKED, C.descriptor, C.vector, C
-        )
+        k_tile = load_streamed(k, k_strides, at_kv, first_key, seq_kv, C.tile_n, MASKED, C.vector, C)
+        v_tile = load_streamed(v, v_strides, at_kv, first_key, seq_kv, C.tile_n, MASKED, C.vector, C)
         scores = tl.dot(q_tile, tl.trans(k_tile))  # [tile_m, tile_n] fp32
         dweights = tl.dot(dout_tile, tl.trans(v_tile))  # [tile_m, tile_n] fp32
         weights = tl.math.exp2(scores * score_factor - row_lse[:, None])
@@ -189,7 +169,7 @@ def _walk_keys(
         if MASKED:  # selected, not multiplied: a masked weight may be inf
             rows = first_row + tl.arange(0, C.tile_m)
             keys = first_key + tl.arange(0, C.tile_n)
-            visible = visible_keys(rows[:, None], keys[None, :], seq_q, seq_kv, C)
+            visible = visible_keys(rows[:, None], keys[None, :], lengths, C)
             dscores = tl.where(visible, dscores, 0.0)
         acc = tl.dot(dscores.to(k_tile.dtype), k_tile, acc)
     return acc
@@ -229,32 +209,30 @@ def gradients_of_keys(
     heads_kv = heads_q // group
     batch = batch_head // heads_kv
     head_kv = batch_head % heads_kv
+    at_kv, lengths = (batch, head_kv), (seq_q, seq_kv)
     first_key = tile * C.tile_n
-    k = seek(k, k_strides, batch, head_kv, False, C.vector)
-    v = seek(v, v_strides, batch, head_kv, False, C.vector)
+    k = seek(k, k_strides, at_kv, False, C.vector)
+    v = seek(v, v_strides, at_kv, False, C.vector)
 
-    k_tile = load_rows(  # [tile_n, head_pad]
-        k, k_strides, batch, head_kv, first_key, seq_kv, C.tile_n, True, False, C.vector, C
-    )
-    v_tile = load_rows(  # [tile_n, head_pad]
-        v, v_strides, batch, head_kv, first_key, seq_kv, C.tile_n, True, False, C.vector, C
-    )
+    k_tile = load_own(k, k_strides, first_key, seq_kv, C.tile_n, C.vector, C)  # [tile_n, head_pad]
+    v_tile = load_own(v, v_strides, first_key, seq_kv, C.tile_n, C.vector, C)  # [tile_n, head_pad]
     dk_acc = tl.full([C.tile_n, C.head_pad], 0.0, tl.float32)
     dv_acc = tl.full([C.tile_n, C.head_pad], 0.0, tl.float32)
-    begin, masked_end = query_range(first_key, seq_q, seq_kv, C)
+    begin, masked_end = query_range(first_key, lengths, C)
+    streamed = (q, dout, q_strides, dout_strides, lse, delta, dq_sum)
     for member in range(group):
-        head = head_kv * group + member
+        at = (batch, head_kv * group + member)
         dk_acc, dv_acc = _walk_queries(
-            dk_acc, dv_acc, k_tile, v_tile, q, dout, q_strides, dout_strides, lse, delta, dq_sum, begin, masked_end,
-            first_key, batch, head, heads_q, seq_q, seq_kv, score_factor, True, C,
+            dk_acc, dv_acc, k_tile, v_tile, streamed, begin, masked_end, first_key, at, heads_q, lengths, score_factor,
+            True, C,
         )  # fmt: skip
         dk_acc, dv_acc = _walk_queries(
-            dk_acc, dv_acc, k_tile, v_tile, q, dout, q_strides, dout_strides, lse, delta, dq_sum, masked_end, seq_q,
-            first_key, batch, head, heads_q, seq_q, seq_kv, score_factor, False, C,
+            dk_acc, dv_acc, k_tile, v_tile, streamed, masked_end, seq_q, first_key, at, heads_q, lengths, score_factor,
+            False, C,
         )  # fmt: skip
     # Only now, as their addresses would take registers from the loops.
-    dk = seek(dk, dk_strides, batch, head_kv, False, C.out_vector)
-    dv = seek(dv, dv_strides, batch, head_kv, False, C.out_vector)
+    dk = seek(dk, dk_strides, at_kv, False, C.out_vector)
+    dv = seek(dv, dv_strides, at_kv, False, C.out_vector)
     store_rows(dv, dv_strides, dv_acc, first_key, seq_kv, C.tile_n, C)
     store_rows(dk, dk_strides, dk_acc * grad_factor, first_key, seq_kv, C.tile_n, C)
 
@@ -265,21 +243,13 @@ def _walk_queries(
     dv_acc,  # [tile_n, head_pad] fp32
     k_tile,  # [tile_n, head_pad]
     v_tile,  # [tile_n, head_pad]
-    q,
-    dout,
-    q_strides,
-    dout_strides,
-    lse,
-    delta,
-    dq_sum,
+    streamed,
     begin,
     end,
     first_key,
-    batch,
-    head,
+    at,
     heads_q,
-    seq_q,
-    seq_kv,
+    lengths,
     score_factor,
     MASKED: tl.constexpr,
     C: tl.constexpr,
@@ -288,17 +258,17 @@ def _walk_queries(
 
     Scores are made transposed, so that weights and dscores are left operands as they come from the tensor core.
     """
-    sequence = (batch * heads_q + head).to(tl.int64) * seq_q
-    q = seek(q, q_strides, batch, head, C.descriptor, C.vector)
-    dout = seek(dout, dout_strides, batch, head, C.descriptor, C.out_vector)
+    q, dout, q_strides, dout_strides, lse, delta, dq_sum = streamed
+    seq_q = lengths[0]
+    sequence = (at[0] * heads_q + at[1]).to(tl.int64) * seq_q
+    q = seek(q, q_strides, at, C.descriptor, C.vector)
+    dout = seek(dout, dout_strides, at, C.descriptor, C.out_vector)
     if C.one_pass and not C.descriptor:
         dq_sum += sequence * C.head_dim
     for first_row in tl.range(begin, end, C.tile_m, num_stages=C.stages):
-        q_tile = load_rows(  # [tile_m, head_pad]
-            q, q_strides, batch, head, first_row, seq_q, C.tile_m, True, C.descriptor, C.vector, C
-        )
-        dout_tile = load_rows(  # [tile_m, head_pad]
-            dout, dout_strides, batch, head, first_row, seq_q, C.tile_m, True, C.descriptor, C.out_vector, C
+        q_tile = load_streamed(q, q_strides, at, first_row, seq_q, C.tile_m, True, C.vector, C)  # [tile_m, head_pad]
+        dout_tile = load_streamed(  # [tile_m, head_pad]
+            dout, dout_strides, at, first_row, seq_q, C.tile_m, True, C.out_vector, C
         )
         rows = first_row + tl.arange(0, C.tile_m)
         row_lse = _lse_of_rows(lse + sequence, first_row, seq_q, C)  # [tile_m]
@@ -307,7 +277,7 @@ def _walk_queries(
         weights = tl.math.exp2(scores * score_factor - row_lse[None, :])
         if MASKED:  # selected, not multiplied: a masked weight may be inf
             keys = first_key + tl.arange(0, C.tile_n)
-            visible = seeing_rows(rows[None, :], keys[:, None], seq_q, seq_kv, C)
+            visible = seeing_rows(rows[None, :], keys[:, None], lengths, C)
             weights = tl.where(visible, weights, 0.0)
         dv_acc = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv_acc)
 
@@ -318,15 +288,15 @@ def _walk_queries(
         dk_acc = tl.dot(dscores, q_tile, dk_acc)
         if C.one_pass:
             dq_tile = tl.dot(tl.trans(dscores), k_tile)  # [tile_m, head_pad] fp32
-            _add_to_dq(dq_sum, dq_tile, batch, head, first_row, seq_q, C)
+            _add_to_dq(dq_sum, dq_tile, at, first_row, seq_q, C)
     return dk_acc, dv_acc
 
 
 @triton.jit
-def _add_to_dq(dq_sum, dq_tile, batch, head, first_row, seq_q, C: tl.constexpr):
+def _add_to_dq(dq_sum, dq_tile, at, first_row, seq_q, C: tl.constexpr):
     """Add dq_tile ``[tile_m, head_pad]`` to rows of dq_sum. No order: the sums are read by a later kernel only."""
     if C.descriptor:
-        dq_sum.atomic_add([batch, head, first_row, 0], tl.reshape(dq_tile, [1, 1, C.tile_m, C.head_pad]))
+        dq_sum.atomic_add([at[0], at[1], first_row, 0], tl.reshape(dq_tile, [1, 1, C.tile_m, C.head_pad]))
     else:
         tl.atomic_add(
             dq_sum + tl.cast(first_row, tl.int64) * C.head_dim + tile_offsets(C.head_dim, C.tile_m, 1, False, C),
@@ -342,9 +312,7 @@ def _add_to_dq(dq_sum, dq_tile, batch, head, first_row, seq_q, C: tl.constexpr):
 @triton.jit
 def _delta_of_rows(out, out_strides, dout_tile, dlse, delta, dlse_rows, batch_head, first_row, seq_q, C: tl.constexpr):
     """``rowsum(dout * out) - dlse``: written, and returned as ``[tile_m]``. dout_tile is ``[tile_m, head_pad]``."""
-    out_tile = load_rows(  # [tile_m, head_pad]
-        out, out_strides, 0, 0, first_row, seq_q, C.tile_m, True, False, C.out_vector, C
-    )
+    out_tile = load_own(out, out_strides, first_row, seq_q, C.tile_m, C.out_vector, C)  # [tile_m, head_pad]
     rows = first_row + tl.arange(0, C.tile_m)
     at = batch_head.to(tl.int64) * seq_q + rows
     row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)

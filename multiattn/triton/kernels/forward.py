@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from multiattn.triton.kernels.tiles import key_range, load_rows, my_tile, seek, store_rows, visible_keys
+from multiattn.triton.kernels.tiles import key_range, load_own, load_streamed, my_tile, seek, store_rows, visible_keys
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 """Where a row's maximum starts: the lowest finite fp32. With -inf a row that sees nothing would need guards."""
@@ -46,24 +46,23 @@ def attention_forward(
     tile, batch_head = my_tile(seq_q, batch_heads, C.banded, C.tile_m, C.heads_together)
     batch = batch_head // heads_q
     head = batch_head % heads_q
-    head_kv = head // group
+    at, at_kv, lengths = (batch, head), (batch, head // group), (seq_q, seq_kv)
     first_row = tile * C.tile_m
-    q = seek(q, q_strides, batch, head, False, C.vector)
-    k = seek(k, k_strides, batch, head_kv, C.descriptor, C.vector)
-    v = seek(v, v_strides, batch, head_kv, C.descriptor, C.vector)
-    out = seek(out, out_strides, batch, head, False, C.out_vector)
+    q = seek(q, q_strides, at, False, C.vector)
+    k = seek(k, k_strides, at_kv, C.descriptor, C.vector)
+    v = seek(v, v_strides, at_kv, C.descriptor, C.vector)
+    out = seek(out, out_strides, at, False, C.out_vector)
     lse += batch_head.to(tl.int64) * seq_q
 
-    acc, row_sum, row_max = _attend(
-        q, k, v, q_strides, k_strides, v_strides, first_row, batch, head_kv, seq_q, seq_kv, scale, C
-    )
+    kv = (k, v, k_strides, v_strides)
+    acc, row_sum, row_max = _attend(q, q_strides, kv, first_row, at_kv, lengths, scale, C)
     _store(out, out_strides, lse, acc, row_sum, row_max, first_row, seq_q, C)
 
 
 @triton.jit
-def _attend(q, k, v, q_strides, k_strides, v_strides, first_row, batch, head_kv, seq_q, seq_kv, scale, C: tl.constexpr):
+def _attend(q, q_strides, kv, first_row, at_kv, lengths, scale, C: tl.constexpr):
     """tile_m queries over all keys they see: acc ``[tile_m, head_pad]``, row_sum and row_max ``[tile_m]``."""
-    q_tile = load_rows(q, q_strides, batch, 0, first_row, seq_q, C.tile_m, True, False, C.vector, C)
+    q_tile = load_own(q, q_strides, first_row, lengths[0], C.tile_m, C.vector, C)  # [tile_m, head_pad]
     if C.scale_sign < 0:
         q_tile = -q_tile
     if C.scale_sign == 0:
@@ -73,17 +72,15 @@ def _attend(q, k, v, q_strides, k_strides, v_strides, first_row, batch, head_kv,
     acc = tl.full([C.tile_m, C.head_pad], 0.0, tl.float32)
     row_sum = tl.full([C.tile_m], 0.0, tl.float32)
     row_max = tl.full([C.tile_m], LOWEST, tl.float32)
-    begin, masked_begin, end = key_range(first_row, seq_q, seq_kv, C)
+    begin, masked_begin, end = key_range(first_row, lengths, C)
     acc, row_sum, row_max = _walk(
-        acc, row_sum, row_max, q_tile, k, v, k_strides, v_strides, begin, masked_begin, rows, batch, head_kv,
-        seq_q, seq_kv, scale, False, C,
-    )  # fmt: skip
+        acc, row_sum, row_max, q_tile, kv, begin, masked_begin, rows, at_kv, lengths, scale, False, C
+    )
     # Skipped where there is nothing to mask: of an empty loop Triton still sets up the pipeline, and takes it down.
     if C.banded or masked_begin < end:
         acc, row_sum, row_max = _walk(
-            acc, row_sum, row_max, q_tile, k, v, k_strides, v_strides, masked_begin, end, rows, batch, head_kv,
-            seq_q, seq_kv, scale, True, C,
-        )  # fmt: skip
+            acc, row_sum, row_max, q_tile, kv, masked_begin, end, rows, at_kv, lengths, scale, True, C
+        )
     return acc, row_sum, row_max
 
 
@@ -93,30 +90,25 @@ def _walk(
     row_sum,  # [tile_m]
     row_max,  # [tile_m], of scores in the domain of the step
     q_tile,  # [tile_m, head_pad]
-    k,
-    v,
-    k_strides,
-    v_strides,
+    kv,
     begin,
     end,
     rows,  # [tile_m]
-    batch,
-    head_kv,
-    seq_q,
-    seq_kv,
+    at_kv,
+    lengths,
     scale,
     MASKED: tl.constexpr,
     C: tl.constexpr,
 ):
     """Online softmax over the keys [begin, end), in blocks of tile_n."""
+    k, v, k_strides, v_strides = kv
+    seq_kv = lengths[1]
     for first_key in tl.range(begin, end, C.tile_n, num_stages=C.stages):
-        k_tile = load_rows(  # [tile_n, head_pad]
-            k, k_strides, batch, head_kv, first_key, seq_kv, C.tile_n, MASKED, C.descriptor, C.vector, C
-        )
+        k_tile = load_streamed(k, k_strides, at_kv, first_key, seq_kv, C.tile_n, MASKED, C.vector, C)
         scores = tl.dot(q_tile, tl.trans(k_tile))  # [tile_m, tile_n] fp32
         if MASKED:
             keys = first_key + tl.arange(0, C.tile_n)
-            visible = visible_keys(rows[:, None], keys[None, :], seq_q, seq_kv, C)
+            visible = visible_keys(rows[:, None], keys[None, :], lengths, C)
             scores = tl.where(visible, scores, float("-inf"))
 
         new_max, shifted = _shift(scores, row_max, scale, C)
@@ -126,9 +118,7 @@ def _walk(
         acc = acc * decay[:, None]
         row_max = new_max
 
-        v_tile = load_rows(  # [tile_n, head_pad]
-            v, v_strides, batch, head_kv, first_key, seq_kv, C.tile_n, MASKED, C.descriptor, C.vector, C
-        )
+        v_tile = load_streamed(v, v_strides, at_kv, first_key, seq_kv, C.tile_n, MASKED, C.vector, C)
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc)
     return acc, row_sum, row_max
 

@@ -1,10 +1,11 @@
 """What every kernel needs of a tile: which one a program owns, where it lives, how it is read, what it sees.
 
-Plain `triton.language`, as the kernels. `C` is their `TileConstants`. Strides are (batch, head, row), in units of
-VECTOR elements. The mask is in here alone: a causal query i sees the keys up to ``i + seq_kv - seq_q``.
+Plain `triton.language`, as the kernels. `C` is their `TileConstants`, `lengths` is (seq_q, seq_kv), `at` is (batch,
+head); strides are of (batch, head, row), in units of VECTOR elements. The mask is in here alone: a causal query i sees
+the keys up to ``i + seq_kv - seq_q``.
 """
 
-# ruff: noqa: ANN001, ANN201, N803 - Triton's own annotations and its upper-case constexprs
+# ruff: noqa: ANN001, ANN201, ANN202, N803 - Triton's own annotations and its upper-case constexprs
 # ruff: noqa: SIM108 - Triton compiles an if; a conditional expression it takes for a run-time select
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -43,8 +44,9 @@ def my_tile(seq, batch_heads, LAST_FIRST: tl.constexpr, TILE: tl.constexpr, HEAD
 
 
 @triton.jit
-def key_range(first_row, seq_q, seq_kv, C: tl.constexpr):
+def key_range(first_row, lengths, C: tl.constexpr):
     """(begin, masked_begin, end): all rows see every key of [begin, masked_begin); none sees a key from end on."""
+    seq_q, seq_kv = lengths
     begin = 0
     seen_by_all = seq_kv
     end = seq_kv
@@ -56,11 +58,12 @@ def key_range(first_row, seq_q, seq_kv, C: tl.constexpr):
 
 
 @triton.jit
-def query_range(first_key, seq_q, seq_kv, C: tl.constexpr):
+def query_range(first_key, lengths, C: tl.constexpr):
     """(begin, masked_end): no query before begin sees a key of the tile; from masked_end on all see all of them.
 
     Both are multiples of tile_m, or seq_q. Keys beyond the end need the mask with every query.
     """
+    seq_q, seq_kv = lengths
     begin = 0
     masked_end = 0
     if C.banded:
@@ -74,8 +77,9 @@ def query_range(first_key, seq_q, seq_kv, C: tl.constexpr):
 
 
 @triton.jit
-def visible_keys(rows, keys, seq_q, seq_kv, C: tl.constexpr):
+def visible_keys(rows, keys, lengths, C: tl.constexpr):
     """Which keys each query sees: bool, of rows and keys broadcast. One comparison a score: the lower of two ends."""
+    seq_q, seq_kv = lengths
     end = tl.full(rows.shape, seq_kv, tl.int32)
     if C.banded:
         end = tl.minimum(rows + 1 + (seq_kv - seq_q), seq_kv)
@@ -83,8 +87,9 @@ def visible_keys(rows, keys, seq_q, seq_kv, C: tl.constexpr):
 
 
 @triton.jit
-def seeing_rows(rows, keys, seq_q, seq_kv, C: tl.constexpr):
+def seeing_rows(rows, keys, lengths, C: tl.constexpr):
     """The same from the side of the keys, for tiles ``[keys, rows]`` whose threads hold few keys and many rows."""
+    seq_q, seq_kv = lengths
     begin = tl.full(keys.shape, 0, tl.int32)
     if C.banded:
         begin = keys - (seq_kv - seq_q)
@@ -95,43 +100,48 @@ def seeing_rows(rows, keys, seq_q, seq_kv, C: tl.constexpr):
 
 
 @triton.jit
-def seek(source, strides, batch, head, DESCRIPTOR: tl.constexpr, VECTOR: tl.constexpr):
-    """Where one head's sequence starts. A descriptor stays as it is: it takes (batch, head) with each load."""
+def seek(source, strides, at, DESCRIPTOR: tl.constexpr, VECTOR: tl.constexpr):
+    """Where the sequence of one (batch, head) starts. A descriptor stays as it is: it takes `at` with each load."""
     if not DESCRIPTOR:
-        source += (batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]) * VECTOR
+        source += (at[0].to(tl.int64) * strides[0] + at[1].to(tl.int64) * strides[1]) * VECTOR
     return source
 
 
 @triton.jit
-def load_rows(
-    source,
-    strides,  # None of a descriptor
-    batch,
-    head,
-    first_row,
-    seq,
-    TILE: tl.constexpr,
-    RAGGED: tl.constexpr,
-    DESCRIPTOR: tl.constexpr,
-    VECTOR: tl.constexpr,
-    C: tl.constexpr,
+def load_own(source, strides, first_row, seq, TILE: tl.constexpr, VECTOR: tl.constexpr, C: tl.constexpr):
+    """A program's own tile ``[TILE, head_pad]``, through a pointer to the start of its sequence; zero beyond that."""
+    return _load(source, strides, first_row, seq, TILE, True, VECTOR, C)
+
+
+@triton.jit
+def load_streamed(
+    source, strides, at, first_row, seq, TILE: tl.constexpr, RAGGED: tl.constexpr, VECTOR: tl.constexpr, C: tl.constexpr
 ):
-    """Rows [first_row, first_row + TILE) of one head: ``[TILE, head_pad]``, zero beyond head_dim.
+    """A tile ``[TILE, head_pad]`` of those that a program walks over, through a descriptor or as its own.
 
     RAGGED: rows from seq on are zero. Without it there are none; a descriptor gives zeros for them anyway.
     """
-    if DESCRIPTOR:
-        tile = tl.reshape(source.load([batch, head, first_row, 0]), [TILE, C.head_pad])
+    if C.descriptor:
+        tile = tl.reshape(source.load([at[0], at[1], first_row, 0]), [TILE, C.head_pad])
     else:
-        pointers = source + tl.cast(first_row, tl.int64) * strides[2] * VECTOR
-        pointers += tile_offsets(strides[2], TILE, VECTOR, C.far_rows, C)
-        in_range = (tl.arange(0, C.head_pad) < C.head_dim)[None, :]
-        if RAGGED:
-            in_range = in_range & (first_row + tl.arange(0, TILE) < seq)[:, None]
-        if RAGGED or C.head_pad != C.head_dim:
-            tile = tl.load(pointers, mask=in_range, other=0.0)
-        else:
-            tile = tl.load(pointers)
+        tile = _load(source, strides, first_row, seq, TILE, RAGGED, VECTOR, C)
+    return tile
+
+
+@triton.jit
+def _load(
+    source, strides, first_row, seq, TILE: tl.constexpr, RAGGED: tl.constexpr, VECTOR: tl.constexpr, C: tl.constexpr
+):
+    """Zero beyond head_dim."""
+    pointers = source + tl.cast(first_row, tl.int64) * strides[2] * VECTOR
+    pointers += tile_offsets(strides[2], TILE, VECTOR, C.far_rows, C)
+    in_range = (tl.arange(0, C.head_pad) < C.head_dim)[None, :]
+    if RAGGED:
+        in_range = in_range & (first_row + tl.arange(0, TILE) < seq)[:, None]
+    if RAGGED or C.head_pad != C.head_dim:
+        tile = tl.load(pointers, mask=in_range, other=0.0)
+    else:
+        tile = tl.load(pointers)
     return tile
 
 
