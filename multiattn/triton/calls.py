@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from multiattn.plan import abi
 from multiattn.plan.backend import Plan
 from multiattn.problem import VECTOR_BYTES
 from multiattn.run.arguments import layouts
 from multiattn.triton.configs import ELEMENT_BYTES
 from multiattn.triton.gluon_configs import VARIANT as GLUON
 from multiattn.triton.kernels import backward, forward
-from multiattn.triton.parameters import WORKSPACE, Descriptor, KernelTable, Parameter, Tensor, tables_of
+from multiattn.triton.parameters import Descriptor, KernelTable, Parameter, Tensor, tables_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +47,7 @@ class Call:
         self.table = table
         self.grid, self.options = table.grid, dict(table.options)
         self._dtypes = {name: layout.dtype for name, layout in layouts(plan.problem).items()}
-        self._dtypes[WORKSPACE["counter"]] = torch.int32
+        self._dtypes[abi.WORKSPACE] = torch.int32
 
     def given(self, tensors: Mapping[str, Any]) -> tuple[Any, ...]:
         """Every argument of the kernel; `tensors` has operands and areas of workspace by name."""

@@ -40,9 +40,7 @@ def compile_plan(plan: Plan) -> tuple[Compiled, ...]:
 
 
 def _compile(call: Call, arch: Arch) -> Compiled:
-    start = time.perf_counter()
-    kernel = specialise(call, arch)
-    seconds = time.perf_counter() - start
+    kernel, seconds = _timed(call, arch)
     cubin = kernel.asm["cubin"]
     usage = resource_usage(cubin)
     return Compiled(
@@ -65,9 +63,7 @@ def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
 
 
 def _export(call: Call, plan: Plan, kinds: Sequence[str]) -> Exported:
-    start = time.perf_counter()
-    kernel = specialise(call, plan.arch)
-    seconds = time.perf_counter() - start
+    kernel, seconds = _timed(call, plan.arch)
     metadata = kernel.metadata
     return Exported(
         kernel=metadata.name,
@@ -89,6 +85,11 @@ def _emitted_binding(kernel: Any, call: Call, plan: Plan) -> abi.Binding:
     if (got := replace(binding, constants=theirs.constants, workspace_bytes=0)) != theirs:
         raise ValueError(f"{kernel.metadata.name}: got {got}; Triton has {theirs}")
     return binding
+
+
+def _timed(call: Call, arch: Arch) -> tuple[Any, float]:
+    start = time.perf_counter()
+    return specialise(call, arch), time.perf_counter() - start
 
 
 def specialise(call: Call, arch: Arch) -> Any:

@@ -69,42 +69,43 @@ class TritonRung:
     step: TritonStep
 
 
+_MATH = TritonStep(exp2=True, scale_after_max=True)
+_POINTER_MEMORY = replace(_MATH, pipelined=True)
+_MEMORY = replace(_POINTER_MEMORY, descriptor=True)
+_POINTER_FULL, _FULL = (
+    replace(step, reciprocal=True, heads_together=True, registers=True) for step in (_POINTER_MEMORY, _MEMORY)
+)
+
 STEPS: Mapping[str, TritonRung] = {
     "full": TritonRung(
         parent="memory",
         summary="TMA descriptors; one reciprocal a row, heads share the L2 cache, more blocks by a cap on registers",
-        step=TritonStep(
-            exp2=True, scale_after_max=True, descriptor=True, pipelined=True,
-            reciprocal=True, heads_together=True, registers=True,
-        ),
+        step=_FULL,
     ),
     "pointer_full": TritonRung(
         parent="pointer_memory",
         summary="pointers (any stride, any alignment); one reciprocal a row, heads share the L2 cache",
-        step=TritonStep(
-            exp2=True, scale_after_max=True, pipelined=True,
-            reciprocal=True, heads_together=True, registers=True,
-        ),
+        step=_POINTER_FULL,
     ),
     "memory": TritonRung(
         parent="math",
         summary="k and v through TMA descriptors, pipelined: loads hide behind products and need no address registers",
-        step=TritonStep(exp2=True, scale_after_max=True, descriptor=True, pipelined=True),
+        step=_MEMORY,
     ),
     "pointer_memory": TritonRung(
         parent="math",
         summary="k and v through pointers, pipelined: loads hide behind the products",
-        step=TritonStep(exp2=True, scale_after_max=True, pipelined=True),
+        step=_POINTER_MEMORY,
     ),
     "math": TritonRung(
         parent="basic",
         summary="exp2 of one multiply-add a score: log2(e) is in the scale, which is applied after the row's maximum",
-        step=TritonStep(exp2=True, scale_after_max=True),
+        step=_MATH,
     ),
     "basic": TritonRung(
         parent=None,
         summary="FlashAttention-2 as written: natural exp, no loads in flight, IEEE division",
         step=TritonStep(),
     ),
-}  # fmt: skip
+}
 """Every rung by name. First come those that a caller gets without naming one: they are nobody's parent."""

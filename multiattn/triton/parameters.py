@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from multiattn.plan import abi
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.plan.schedule import heads_side_by_side, most_multiprocessors
-from multiattn.problem import LOG2_E, VECTOR_BYTES, Problem, Strides
+from multiattn.problem import LOG2_E, VECTOR_BYTES, Problem
 from multiattn.run.arguments import Layout, layouts
 from multiattn.triton.configs import (
     ELEMENT_BYTES,
@@ -30,8 +31,10 @@ from multiattn.triton.kernels.constants import OUT_VECTOR, TileConstants
 from multiattn.triton.kernels.gluon.constants import GluonConstants
 from multiattn.triton.ladder import STEPS
 
-WORKSPACE = {"delta": "delta", "dq_sum": "dq_sum", "counter": "workspace"}
-"""Parameters that are areas of workspace, and the names of those."""
+_AREAS = ("delta", "dq_sum", abi.WORKSPACE)
+"""Areas of workspace that a launch may take."""
+_GIVEN = ("q", "k", "v")
+"""Tensors of the caller's, which may be less aligned than our own."""
 INT32 = 1 << 31
 """Offsets from here on need 64 bits."""
 
@@ -149,27 +152,79 @@ def tables_of(
         assumed: by code that is there; None for what the tensors ask for.
         multiprocessors: of the device; None for the largest product of the arch.
     """
+    assumed = assumed or assumed_of(plan)
     if plan.variant == GLUON:
-        return (_gluon(plan, assumed or assumed_of(plan), multiprocessors or most_multiprocessors(plan.arch)),)
-    if plan.direction == "forward":
-        return (_forward(plan, assumed or assumed_of(plan)),)
-    flags = dict(variant_of(plan).flags)
-    keys = _gradients_of_keys(plan, **flags)
-    if flags["one_pass"]:
-        return _prepare_rows(plan.problem, has_dlse), keys, _finish_dq(plan.problem)
-    return _gradient_of_queries(plan, has_dlse, flags["descriptor"]), keys
+        return (_gluon(plan, assumed, multiprocessors or most_multiprocessors(plan.arch)),)
+    return _forward(plan, assumed) if plan.direction == "forward" else _backward(plan, assumed, has_dlse)
 
 
 def area_names(tables: Iterable[KernelTable]) -> tuple[str, ...]:
     """The areas of workspace that a launch takes."""
     found = [row.of for table in tables for row in table.rows.values() if isinstance(row, Tensor | Descriptor)]
-    return tuple(name for name in dict.fromkeys(WORKSPACE.values()) if name in found)
+    return tuple(name for name in _AREAS if name in found)
 
 
-# ---------------------------------------------------------------- what tables have in common
+# ---------------------------------------------------------------- plain kernels
 
 
-def _strides(name: str, strides: Strides, unit: int) -> tuple[Integer, Integer, Integer]:
+_NAMES: Mapping[str, str] = {
+    "attention_forward": """
+        q k v out lse scale seq_q seq_kv heads_q group batch_heads q_strides k_strides v_strides out_strides C""",
+    "prepare_rows": "out dout dlse delta dq_sum dlse_rows seq_q heads_q batch_heads out_strides C",
+    "finish_dq": "dq_sum dq grad_factor seq_q heads_q batch_heads dq_strides C",
+    "gradient_of_queries": """
+        q k v out lse dout dlse dq delta score_factor grad_factor dlse_rows seq_q seq_kv heads_q group batch_heads
+        q_strides k_strides v_strides out_strides C""",
+    "gradients_of_keys": """
+        q k v lse dout delta dq_sum dk dv score_factor grad_factor seq_q seq_kv heads_q group batch_heads
+        q_strides k_strides v_strides dout_strides dk_strides dv_strides C""",
+}
+"""The parameters of each plain kernel, in order."""
+_OF_KEYS, _OF_QUERIES = ("k", "v"), ("q", "dout", "dq_sum")
+"""What a program walks over that owns queries, or keys: through descriptors where the variant has them."""
+
+
+def _table(
+    kernel: str, problem: Problem, constants: TileConstants, options: Mapping[str, Any], *, has_dlse: bool = False
+) -> KernelTable:
+    """The table of a plain kernel. Without a dlse it is given any pointer, to no rows."""
+    known, by_keys = layouts(problem), kernel == "gradients_of_keys"
+    described = (_OF_QUERIES if by_keys else _OF_KEYS) if constants.descriptor else ()
+    alignment = constants.vector * ELEMENT_BYTES
+    fixed: dict[str, Parameter] = {
+        "scale": Float(value=problem.scale_log2 if constants.step.exp2 else problem.scale_log2 / LOG2_E),
+        "score_factor": Float(value=problem.score_factor),
+        "grad_factor": Float(value=problem.grad_factor),
+        "seq_q": Integer(value=problem.seq_q, specialised=False),
+        "seq_kv": Integer(value=problem.seq_kv, specialised=False),
+        "heads_q": Integer(value=problem.heads_q),
+        "group": Integer(value=problem.group),
+        "batch_heads": Integer(value=problem.batch * (problem.heads_kv if by_keys else problem.heads_q)),
+        "dlse": Tensor(of="dlse" if has_dlse else "lse"),
+        "dlse_rows": Integer(value=problem.seq_q if has_dlse else 0, specialised=False),
+        "C": Constant(value=constants),
+    }
+    if not constants.one_pass:
+        fixed["dq_sum"] = Constant(value=None)
+
+    def row(name: str) -> Parameter:
+        of = name.removesuffix("_strides")
+        if name in fixed:
+            return fixed[name]
+        if of != name:
+            unit = constants.vector if of in _GIVEN else OUT_VECTOR
+            return Constant(value=None) if of in described else _strides(of, known[of].strides[:3], unit)
+        if name in described:
+            rows = constants.tile_n if name in _OF_KEYS else constants.tile_m
+            return Descriptor(of=name, layout=known[name], rows=rows, columns=constants.head_pad)
+        return Tensor(of=name, is_aligned=name not in _GIVEN or alignment == VECTOR_BYTES)
+
+    grid = key_programs(problem, constants.tile_n) if by_keys else query_programs(problem, constants.tile_m)
+    rows = {name: row(name) for name in _NAMES[kernel].split()}
+    return KernelTable(kernel=kernel, grid=grid, options=options, rows=rows)
+
+
+def _strides(name: str, strides: tuple[int, ...], unit: int) -> tuple[Integer, Integer, Integer]:
     """Strides of a tensor, in units of so many elements."""
     if any(stride % unit for stride in strides):
         raise ValueError(f"strides_{name}: got {strides}; allowed multiples of {unit} elements, as is assumed")
@@ -177,63 +232,9 @@ def _strides(name: str, strides: Strides, unit: int) -> tuple[Integer, Integer, 
     return batch, head, row
 
 
-def _strides_of(problem: Problem, alignment: int, *names: str, unless: bool = False) -> dict[str, Parameter]:
-    """The strides of tensors as kernels take them; none where descriptors have them (`unless`)."""
-    units = dict.fromkeys(("q", "k", "v"), alignment // ELEMENT_BYTES)
-    return {
-        f"{name}_strides": Constant(value=None)
-        if unless
-        else _strides(name, layouts(problem)[name].strides[:3], units.get(name, OUT_VECTOR))
-        for name in names
-    }
-
-
-def _inputs(alignment: int, *names: str) -> dict[str, Parameter]:
-    """Pointers to tensors of the caller's, which may be less aligned than our own."""
-    return {name: Tensor(of=name, is_aligned=alignment == VECTOR_BYTES) for name in names}
-
-
-def _tensors(*names: str) -> dict[str, Parameter]:
-    return {name: Tensor(of=WORKSPACE.get(name, name)) for name in names}
-
-
-def _described(problem: Problem, rows: int, *names: str) -> dict[str, Parameter]:
-    known, columns = layouts(problem), head_pad(problem.head_dim)
-    return {name: Descriptor(of=name, layout=known[name], rows=rows, columns=columns) for name in names}
-
-
-def _sizes(problem: Problem, heads: int) -> dict[str, Parameter]:
-    """`heads` are those that a launch has programs for, of one entry of the batch."""
-    return {
-        **{name: Integer(value=getattr(problem, name), specialised=False) for name in ("seq_q", "seq_kv")},
-        "heads_q": Integer(value=problem.heads_q),
-        "group": Integer(value=problem.group),
-        "batch_heads": Integer(value=problem.batch * heads),
-    }
-
-
-def _dlse(problem: Problem, has_dlse: bool) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
-    """A dlse, or any pointer to no rows; and how many rows it has."""
-    rows = Integer(value=problem.seq_q if has_dlse else 0, specialised=False)
-    return {"dlse": Tensor(of="dlse" if has_dlse else "lse")}, {"dlse_rows": rows}
-
-
-def _factors(problem: Problem) -> dict[str, Parameter]:
-    return {"score_factor": Float(value=problem.score_factor), "grad_factor": Float(value=problem.grad_factor)}
-
-
-def compiler_options(config: TritonConfig) -> dict[str, Any]:
-    """For Triton's compiler, beside the constants."""
-    # Without fusion a score costs a multiply and an add; the default of this option changes in Triton 3.10.
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
-    if config.registers is not None:
-        options["maxnreg"] = config.registers
-    return options
-
-
-def _tiles(problem: Problem, config: TritonConfig, assumed: Assumed, **own: Any) -> dict[str, Parameter]:
+def _constants(problem: Problem, config: TritonConfig, assumed: Assumed, **own: Any) -> TileConstants:
     """The constants of a kernel that walks over tiles."""
-    constants = TileConstants(
+    return TileConstants(
         head_dim=problem.head_dim,
         head_pad=head_pad(problem.head_dim),
         tile_m=config.tile_m,
@@ -245,28 +246,46 @@ def _tiles(problem: Problem, config: TritonConfig, assumed: Assumed, **own: Any)
         banded=problem.is_banded,
         **own,
     )
-    return {"C": Constant(value=constants)}
 
 
-# ---------------------------------------------------------------- forward
+def _options(config: TritonConfig) -> dict[str, Any]:
+    """For Triton's compiler, beside the constants."""
+    # Without fusion a score costs a multiply and an add; the default of this option changes in Triton 3.10.
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
+    return options if config.registers is None else {**options, "maxnreg": config.registers}
 
 
-def _forward(plan: Plan, assumed: Assumed) -> KernelTable:
+def _forward(plan: Plan, assumed: Assumed) -> tuple[KernelTable, ...]:
     problem, config, step = plan.problem, plan.config, STEPS[plan.variant].step
     assert isinstance(config, TritonConfig)
-    pointers = _inputs(assumed.alignment, "q", "k", "v")
-    rows: dict[str, Parameter] = {
-        **(pointers | _described(problem, config.tile_n, "k", "v") if step.descriptor else pointers),
-        **_tensors("out", "lse"),
-        "scale": Float(value=problem.scale_log2 if step.exp2 else problem.scale_log2 / LOG2_E),
-        **_sizes(problem, problem.heads_q),
-        **_strides_of(problem, assumed.alignment, "q"),
-        **_strides_of(problem, assumed.alignment, "k", "v", unless=step.descriptor),
-        **_strides_of(problem, assumed.alignment, "out"),
-        **_tiles(problem, config, assumed, descriptor=step.descriptor, scale_sign=problem.scale_sign, step=step),
-    }
-    grid = query_programs(problem, config.tile_m)
-    return KernelTable(kernel="attention_forward", grid=grid, options=compiler_options(config), rows=rows)
+    own = {"descriptor": step.descriptor, "scale_sign": problem.scale_sign, "step": step}
+    constants = _constants(problem, config, assumed, **own)
+    return (_table("attention_forward", problem, constants, _options(config)),)
+
+
+def _backward(plan: Plan, assumed: Assumed, has_dlse: bool) -> tuple[KernelTable, ...]:
+    problem, config, flags = plan.problem, plan.config, dict(variant_of(plan).flags)
+    assert isinstance(config, BackwardConfig)
+    constants = _constants(problem, config, assumed, **flags)
+    keys = _table("gradients_of_keys", problem, constants, _options(config))
+    if not flags["one_pass"]:
+        of_dq = config.of_dq
+        assumed = assumed._replace(flag=_is_far(problem, of_dq, True))
+        constants = _constants(problem, of_dq, assumed, **flags)
+        return _table("gradient_of_queries", problem, constants, _options(of_dq), has_dlse=has_dlse), keys
+    beside = TileConstants(
+        head_dim=problem.head_dim,
+        head_pad=head_pad(problem.head_dim),
+        tile_m=ROWS_BESIDE,
+        far_rows=problem.strides_out[2] * ROWS_BESIDE >= INT32,
+        one_pass=True,
+    )
+    options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+    before = _table("prepare_rows", problem, beside, options, has_dlse=has_dlse)
+    return before, keys, _table("finish_dq", problem, beside, options)
+
+
+# ---------------------------------------------------------------- Gluon
 
 
 def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
@@ -279,9 +298,8 @@ def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
             tile = config.tile_n if name in ("k", "v") else 64
             described = Descriptor(of=name, layout=known[name], rows=tile, columns=columns)
             rows[f"{name}_{piece}"] = described if columns else Constant(value=None)
-    rows |= _tensors("lse", "counter")
-    if not plan.workspace_bytes:
-        rows["counter"] = Constant(value=None)
+    rows["lse"] = Tensor(of="lse")
+    rows["counter"] = Tensor(of=abi.WORKSPACE) if plan.workspace_bytes else Constant(value=None)
     rows["scale"] = Float(value=problem.scale_log2)
     sizes = {
         "seq_q": problem.seq_q,
@@ -302,86 +320,3 @@ def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
         options={"num_warps": 4, "maxnreg": config.registers, "launch_pdl": True, "enable_fp_fusion": True},
         rows=rows,
     )
-
-
-# ---------------------------------------------------------------- backward
-
-
-def _beside(kernel: str, problem: Problem, tensors: dict[str, Parameter], strides_of: str) -> KernelTable:
-    """A kernel before or after the one pass: a program for `ROWS_BESIDE` rows."""
-    sizes = _sizes(problem, problem.heads_q)
-    constants = TileConstants(
-        head_dim=problem.head_dim,
-        head_pad=head_pad(problem.head_dim),
-        tile_m=ROWS_BESIDE,
-        far_rows=problem.strides_out[2] * ROWS_BESIDE >= INT32,
-    )
-    rows: dict[str, Parameter] = {
-        **tensors,
-        **{name: sizes[name] for name in ("seq_q", "heads_q", "batch_heads")},
-        **_strides_of(problem, problem.alignment, strides_of),
-        "C": Constant(value=constants),
-    }
-    options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
-    return KernelTable(kernel=kernel, grid=query_programs(problem, ROWS_BESIDE), options=options, rows=rows)
-
-
-def _prepare_rows(problem: Problem, has_dlse: bool) -> KernelTable:
-    dlse, dlse_rows = _dlse(problem, has_dlse)
-    tensors = {**_tensors("out", "dout"), **dlse, **_tensors("delta", "dq_sum"), **dlse_rows}
-    return _beside("prepare_rows", problem, tensors, "out")
-
-
-def _finish_dq(problem: Problem) -> KernelTable:
-    tensors = {**_tensors("dq_sum", "dq"), "grad_factor": Float(value=problem.grad_factor)}
-    return _beside("finish_dq", problem, tensors, "dq")
-
-
-def _gradient_of_queries(plan: Plan, has_dlse: bool, descriptor: bool) -> KernelTable:
-    problem = plan.problem
-    assert isinstance(plan.config, BackwardConfig)
-    config, (dlse, dlse_rows) = plan.config.of_dq, _dlse(problem, has_dlse)
-    assumed = Assumed(alignment=problem.alignment, flag=_is_far(problem, config, True))
-    pointers = _inputs(problem.alignment, "q", "k", "v")
-    rows: dict[str, Parameter] = {
-        **(pointers | _described(problem, config.tile_n, "k", "v") if descriptor else pointers),
-        **_tensors("out", "lse", "dout"),
-        **dlse,
-        **_tensors("dq", "delta"),
-        **_factors(problem),
-        **dlse_rows,
-        **_sizes(problem, problem.heads_q),
-        **_strides_of(problem, problem.alignment, "q"),
-        **_strides_of(problem, problem.alignment, "k", "v", unless=descriptor),
-        **_strides_of(problem, problem.alignment, "out"),
-        **_tiles(problem, config, assumed, descriptor=descriptor),
-    }
-    grid = query_programs(problem, config.tile_m)
-    return KernelTable(kernel="gradient_of_queries", grid=grid, options=compiler_options(config), rows=rows)
-
-
-def _gradients_of_keys(plan: Plan, *, one_pass: bool, descriptor: bool) -> KernelTable:
-    problem, config = plan.problem, plan.config
-    assert isinstance(config, BackwardConfig)
-    alignment = problem.alignment
-    streamed = {**_inputs(alignment, "q"), **_tensors("dout", "dq_sum")}
-    if descriptor:
-        streamed = _described(problem, config.tile_m, *streamed)
-    rows: dict[str, Parameter] = {
-        "q": streamed["q"],
-        **_inputs(alignment, "k", "v"),
-        **_tensors("lse"),
-        "dout": streamed["dout"],
-        **_tensors("delta"),
-        "dq_sum": streamed["dq_sum"] if one_pass else Constant(value=None),
-        **_tensors("dk", "dv"),
-        **_factors(problem),
-        **_sizes(problem, problem.heads_kv),
-        **_strides_of(problem, alignment, "q", unless=descriptor),
-        **_strides_of(problem, alignment, "k", "v"),
-        **_strides_of(problem, alignment, "dout", unless=descriptor),
-        **_strides_of(problem, alignment, "dk", "dv"),
-        **_tiles(problem, config, assumed_of(plan), one_pass=one_pass, descriptor=descriptor),
-    }
-    grid = key_programs(problem, config.tile_n)
-    return KernelTable(kernel="gradients_of_keys", grid=grid, options=compiler_options(config), rows=rows)
