@@ -143,19 +143,9 @@ def gradient_of_queries(
 
 @triton.jit
 def _walk_keys(
-    acc,  # [tile_m, head_pad] fp32, dq but for its factor
-    own,
-    kv,
-    begin,
-    end,
-    first_row,
-    at_kv,
-    lengths,
-    score_factor,
-    MASKED: tl.constexpr,
-    C: tl.constexpr,
+    acc, own, kv, begin, end, first_row, at_kv, lengths, score_factor, MASKED: tl.constexpr, C: tl.constexpr
 ):
-    """What the keys [begin, end) add to dq of tile_m queries, in blocks of tile_n."""
+    """Add to acc, which is dq ``[tile_m, head_pad]`` but for its factor, the keys [begin, end), in blocks of tile_n."""
     q_tile, dout_tile, row_lse, row_delta = own
     k, v, k_strides, v_strides = kv
     seq_kv = lengths[1]
@@ -239,24 +229,13 @@ def gradients_of_keys(
 
 @triton.jit
 def _walk_queries(
-    dk_acc,  # [tile_n, head_pad] fp32, dk but for its factor
-    dv_acc,  # [tile_n, head_pad] fp32
-    k_tile,  # [tile_n, head_pad]
-    v_tile,  # [tile_n, head_pad]
-    streamed,
-    begin,
-    end,
-    first_key,
-    at,
-    heads_q,
-    lengths,
-    score_factor,
-    MASKED: tl.constexpr,
-    C: tl.constexpr,
-):
-    """What the queries [begin, end) of one head add to dk and dv of tile_n keys, in blocks of tile_m.
+    dk_acc, dv_acc, k_tile, v_tile, streamed, begin, end, first_key, at, heads_q, lengths, score_factor,
+    MASKED: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Add to dk, but for its factor, and dv the queries [begin, end) of one head, in blocks of tile_m.
 
-    Scores are made transposed, so that weights and dscores are left operands as they come from the tensor core.
+    dk_acc, dv_acc, k_tile and v_tile are ``[tile_n, head_pad]``. Scores are made transposed, so that weights and
+    dscores are left operands as they come from the tensor core.
     """
     q, dout, q_strides, dout_strides, lse, delta, dq_sum = streamed
     seq_q = lengths[0]

@@ -86,21 +86,12 @@ def _attend(q, q_strides, kv, first_row, at_kv, lengths, scale, C: tl.constexpr)
 
 @triton.jit
 def _walk(
-    acc,  # [tile_m, head_pad] fp32, not yet divided by row_sum
-    row_sum,  # [tile_m]
-    row_max,  # [tile_m], of scores in the domain of the step
-    q_tile,  # [tile_m, head_pad]
-    kv,
-    begin,
-    end,
-    rows,  # [tile_m]
-    at_kv,
-    lengths,
-    scale,
-    MASKED: tl.constexpr,
-    C: tl.constexpr,
+    acc, row_sum, row_max, q_tile, kv, begin, end, rows, at_kv, lengths, scale, MASKED: tl.constexpr, C: tl.constexpr
 ):
-    """Online softmax over the keys [begin, end), in blocks of tile_n."""
+    """Online softmax over the keys [begin, end), in blocks of tile_n.
+
+    acc ``[tile_m, head_pad]`` is not yet divided by row_sum ``[tile_m]``; row_max and rows are ``[tile_m]``.
+    """
     k, v, k_strides, v_strides = kv
     seq_kv = lengths[1]
     for first_key in tl.range(begin, end, C.tile_n, num_stages=C.stages):

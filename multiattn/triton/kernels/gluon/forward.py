@@ -27,7 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from multiattn.triton.kernels.gluon.compat import tma_store
 from multiattn.triton.kernels.gluon.mask import blocks_to_see, mask_scores
 from multiattn.triton.kernels.gluon.producer import produce
 from multiattn.triton.kernels.gluon.ring import (
@@ -43,6 +42,7 @@ from multiattn.triton.kernels.gluon.ring import (
     read_word,
     release,
     skip,
+    tma_store,
     write_word,
 )
 from multiattn.triton.kernels.gluon.softmax import (

@@ -10,7 +10,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from multiattn.triton.kernels.gluon.compat import tma_load
 from multiattn.triton.kernels.gluon.mask import end_of_blocks
 from multiattn.triton.kernels.gluon.ring import (
     BATCH,
@@ -23,6 +22,7 @@ from multiattn.triton.kernels.gluon.ring import (
     TILE,
     await_empty,
     read_word,
+    tma_load,
     write_word,
 )
 
