@@ -30,7 +30,7 @@ def make(*, heads_q=2, heads_kv=2, seq_q=40, seq_kv=40, head_dim=64):
 def config_of(variant, keys, dq=(32, 16, 4, 1)):
     """Tiles of the test's choice, whose heads take turns: of 4 heads 3, then 1."""
     one_pass = dict(VARIANTS[variant].flags)["one_pass"]
-    return BackwardConfig.of(Tiles(*keys), None if one_pass else Tiles(*dq), 3)
+    return BackwardConfig.of(Tiles(*keys), None if one_pass else Tiles(*dq), heads_together=3)
 
 
 def plan_of(q, k, v, *, variant, config=None, **options):

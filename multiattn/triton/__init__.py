@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -128,8 +129,8 @@ def _backward_variant(*, one_pass: bool, descriptor: bool) -> Variant:
         rules=rules_of(name),
         flags=(("one_pass", one_pass), ("descriptor", descriptor)),
         deterministic=not one_pass,
-        workspace=configs.workspace_one_pass if one_pass else configs.workspace_two_pass,
-        fits=configs.why_not_fit_one_pass if one_pass else configs.why_not_fit_two_pass,
+        workspace=functools.partial(configs.workspace, one_pass=one_pass),
+        fits=functools.partial(configs.why_not_fit_backward, one_pass=one_pass),
     )
 
 

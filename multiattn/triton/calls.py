@@ -66,8 +66,8 @@ class Call:
         return self.stub_of(row.of, VECTOR_BYTES if is_aligned else ELEMENT_BYTES)
 
     def _value(self, row: Parameter, tensor_of: Callable[[Any], Any]) -> Any:
-        if isinstance(row, tuple):
-            return tuple(each.value for each in row)
+        if isinstance(row, Mapping):
+            return tuple(each.value for each in row.values())
         if isinstance(row, Tensor):
             return tensor_of(row)
         return self._describe(row, tensor_of(row)) if isinstance(row, Descriptor) else row.value

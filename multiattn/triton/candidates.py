@@ -81,11 +81,11 @@ def _backward(variant: Variant, problem: Problem) -> list[BackwardConfig]:
     shapes, together = _up_to(_SHAPES, problem), _together(problem)
     if dict(variant.flags)["one_pass"]:
         every = (Tiles(*shape, stages) for shape, stages in itertools.product(shapes, (1, 2, 3)))
-        return [BackwardConfig.of(tiles, None, together) for tiles in every]
+        return [BackwardConfig.of(tiles, heads_together=together) for tiles in every]
     dq_shapes = _up_to(_DQ_SHAPES, problem)
     both = [(Tiles(*shape, stages), Tiles(*dq_shapes[0], 2)) for shape, stages in itertools.product(shapes, (1, 2))]
     both += [(Tiles(*shapes[0], 2), Tiles(*dq, stages)) for dq, stages in itertools.product(dq_shapes, (1, 2, 3))]
-    return [BackwardConfig.of(keys, dq, together) for keys, dq in both]
+    return [BackwardConfig.of(keys, dq, heads_together=together) for keys, dq in both]
 
 
 # ---------------------------------------------------------------- Gluon

@@ -53,7 +53,7 @@ class BackwardConfig(TritonConfig):
     dq_num_stages: int | None = None
 
     @classmethod
-    def of(cls, keys: Tiles, dq: Tiles | None, heads_together: int) -> BackwardConfig:
+    def of(cls, keys: Tiles, dq: Tiles | None = None, *, heads_together: int = 1) -> BackwardConfig:
         """A config with `keys` for the pass over the queries and `dq` for the one over the keys, if there is one."""
         of_dq = {} if dq is None else {f"dq_{name}": value for name, value in dq._asdict().items()}
         return cls(**keys._asdict(), **of_dq, heads_together=heads_together)
@@ -115,14 +115,10 @@ def smem_bytes_of_keys(problem: Problem, arch: Arch, config: TritonConfig) -> in
     return rows * head_pad(problem.head_dim) * ELEMENT_BYTES
 
 
-def workspace_one_pass(problem: Problem, config: Config | None) -> int:
-    """Bytes of delta and of the sum of dq, both fp32."""
-    return problem.batch * problem.heads_q * problem.seq_q * (problem.head_dim + 1) * SUM_BYTES
-
-
-def workspace_two_pass(problem: Problem, config: Config | None) -> int:
-    """Bytes of delta, in fp32."""
-    return problem.batch * problem.heads_q * problem.seq_q * SUM_BYTES
+def workspace(problem: Problem, config: Config | None, *, one_pass: bool) -> int:
+    """Bytes of a backward's delta, and in one pass of its sum of dq, both fp32."""
+    columns = 1 + (problem.head_dim if one_pass else 0)
+    return problem.batch * problem.heads_q * problem.seq_q * columns * SUM_BYTES
 
 
 # ---------------------------------------------------------------- what fits
@@ -132,44 +128,31 @@ def why_not_fit(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, .
     """Every reason why a forward with `config` cannot run `problem` on `arch`."""
     if not isinstance(config, TritonConfig):
         return (Reason(code="config", got=type(config).__name__, allowed="TritonConfig"),)
-    return tuple(_wrong_pass_over_keys(problem, arch, config, smem_bytes(problem, arch, config)))
+    return _wrong_pass_over_keys(problem, arch, config, smem_bytes(problem, arch, config))
 
 
-def why_not_fit_one_pass(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
-    """Every reason why a backward with `config` cannot run `problem` on `arch` in one pass."""
+def why_not_fit_backward(problem: Problem, arch: Arch, config: Config, *, one_pass: bool) -> tuple[Reason, ...]:
+    """Every reason why a backward with `config` cannot run `problem` on `arch` in one pass, or in two."""
     if not isinstance(config, BackwardConfig):
         return (Reason(code="config", got=type(config).__name__, allowed="BackwardConfig"),)
-    reasons = _wrong_pass_over_queries(problem, arch, config)
-    if config.dq_fields != (None,) * 4:
-        reasons.append(Reason(code="config", got=str(config), allowed="no dq_*: there is no pass over the keys"))
-    return (*reasons, *too_many_programs(query_programs(problem, ROWS_BESIDE)))
-
-
-def why_not_fit_two_pass(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
-    """Every reason why a backward with `config` cannot run `problem` on `arch` in two passes."""
-    if not isinstance(config, BackwardConfig):
-        return (Reason(code="config", got=type(config).__name__, allowed="BackwardConfig"),)
-    reasons = _wrong_pass_over_queries(problem, arch, config)
+    reasons = [*_wrong_fields(config)]
+    reasons += too_much_smem(problem, arch, config, smem_bytes_of_keys(problem, arch, config))
+    reasons += too_many_programs(key_programs(problem, max(config.tile_n, 1)))
+    if one_pass:
+        if config.dq_fields != (None,) * 4:
+            reasons.append(Reason(code="config", got=str(config), allowed="no dq_*: there is no pass over the keys"))
+        return (*reasons, *too_many_programs(query_programs(problem, ROWS_BESIDE)))
     if None in config.dq_fields:
-        return (
-            *reasons,
-            Reason(code="config", got=str(config), allowed="all of dq_*, for the pass over the keys"),
-        )
+        return (*reasons, Reason(code="config", got=str(config), allowed="all of dq_*, for the pass over the keys"))
     needed = smem_bytes(problem, arch, config.of_dq)
     if arch.name in ASYNCHRONOUS:
         needed += config.of_dq.tile_m * head_pad(problem.head_dim) * ELEMENT_BYTES  # dout, beside q
     return (*reasons, *_wrong_pass_over_keys(problem, arch, config.of_dq, needed))
 
 
-def _wrong_pass_over_keys(problem: Problem, arch: Arch, config: TritonConfig, needed: int) -> list[Reason]:
-    reasons = [*_wrong_fields(config), *too_much_smem(problem, arch, config, needed)]
-    return reasons + (too_many_programs(query_programs(problem, config.tile_m)) if config.tile_m > 0 else [])
-
-
-def _wrong_pass_over_queries(problem: Problem, arch: Arch, config: BackwardConfig) -> list[Reason]:
-    reasons = _wrong_fields(config)
-    reasons += too_much_smem(problem, arch, config, smem_bytes_of_keys(problem, arch, config))
-    return reasons + (too_many_programs(key_programs(problem, config.tile_n)) if config.tile_n > 0 else [])
+def _wrong_pass_over_keys(problem: Problem, arch: Arch, config: TritonConfig, needed: int) -> tuple[Reason, ...]:
+    programs = query_programs(problem, max(config.tile_m, 1))
+    return (*_wrong_fields(config), *too_much_smem(problem, arch, config, needed), *too_many_programs(programs))
 
 
 def _wrong_fields(config: TritonConfig) -> list[Reason]:

@@ -84,9 +84,8 @@ class Constant:
 
 
 Scalar = Tensor | Descriptor | Float | Integer | Constant
-Parameter = Scalar | tuple[Integer, Integer, Integer]
-"""One parameter; a tuple has the strides of a tensor."""
-_DIMS = ("batch", "head", "row")
+Parameter = Scalar | Mapping[str, Integer]
+"""One parameter; integers that travel as a tuple by their names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,13 +101,10 @@ class KernelTable:
     """Each parameter, in order."""
 
     def leaves(self) -> Iterator[tuple[str, tuple[int, ...], Scalar]]:
-        """Name, place and row of everything that is handed over by itself: of ``q_strides`` ``q_batch`` and so on."""
+        """Name, place and row of everything that is handed over by itself: of a tuple each integer."""
         for index, (name, row) in enumerate(self.rows.items()):
-            if isinstance(row, tuple):
-                yield from (
-                    (name.replace("strides", dim), (index, place), each)
-                    for place, (dim, each) in enumerate(zip(_DIMS, row, strict=True))
-                )
+            if isinstance(row, Mapping):
+                yield from ((part, (index, place), each) for place, (part, each) in enumerate(row.items()))
             else:
                 yield name, (index,), row
 
@@ -169,14 +165,14 @@ def area_names(tables: Iterable[KernelTable]) -> tuple[str, ...]:
 
 _NAMES: Mapping[str, str] = {
     "attention_forward": """
-        q k v out lse scale seq_q seq_kv heads_q group batch_heads q_strides k_strides v_strides out_strides C""",
+        q k v out lse scale seq_q seq_kv heads q_strides k_strides v_strides out_strides C""",
     "prepare_rows": "out dout dlse delta dq_sum dlse_rows seq_q heads_q batch_heads out_strides C",
     "finish_dq": "dq_sum dq grad_factor seq_q heads_q batch_heads dq_strides C",
     "gradient_of_queries": """
-        q k v out lse dout dlse dq delta score_factor grad_factor dlse_rows seq_q seq_kv heads_q group batch_heads
+        q k v out lse dout dlse dq delta score_factor grad_factor dlse_rows seq_q seq_kv heads
         q_strides k_strides v_strides out_strides C""",
     "gradients_of_keys": """
-        q k v lse dout delta dq_sum dk dv score_factor grad_factor seq_q seq_kv heads_q group batch_heads
+        q k v lse dout delta dq_sum dk dv score_factor grad_factor seq_q seq_kv heads
         q_strides k_strides v_strides dout_strides dk_strides dv_strides C""",
 }
 """The parameters of each plain kernel, in order."""
@@ -191,15 +187,19 @@ def _table(
     known, by_keys = layouts(problem), kernel == "gradients_of_keys"
     described = (_OF_QUERIES if by_keys else _OF_KEYS) if constants.descriptor else ()
     alignment = constants.vector * ELEMENT_BYTES
-    fixed: dict[str, Parameter] = {
-        "scale": Float(value=problem.scale_log2 if constants.step.exp2 else problem.scale_log2 / LOG2_E),
-        "score_factor": Float(value=problem.score_factor),
-        "grad_factor": Float(value=problem.grad_factor),
-        "seq_q": Integer(value=problem.seq_q, specialised=False),
-        "seq_kv": Integer(value=problem.seq_kv, specialised=False),
+    heads = {
         "heads_q": Integer(value=problem.heads_q),
         "group": Integer(value=problem.group),
         "batch_heads": Integer(value=problem.batch * (problem.heads_kv if by_keys else problem.heads_q)),
+    }
+    fixed: dict[str, Parameter] = {
+        **heads,
+        "heads": heads,
+        "seq_q": Integer(value=problem.seq_q, specialised=False),
+        "seq_kv": Integer(value=problem.seq_kv, specialised=False),
+        "scale": Float(value=problem.scale_log2 if constants.step.exp2 else problem.scale_log2 / LOG2_E),
+        "score_factor": Float(value=problem.score_factor),
+        "grad_factor": Float(value=problem.grad_factor),
         "dlse": Tensor(of="dlse" if has_dlse else "lse"),
         "dlse_rows": Integer(value=problem.seq_q if has_dlse else 0, specialised=False),
         "C": Constant(value=constants),
@@ -224,12 +224,12 @@ def _table(
     return KernelTable(kernel=kernel, grid=grid, options=options, rows=rows)
 
 
-def _strides(name: str, strides: tuple[int, ...], unit: int) -> tuple[Integer, Integer, Integer]:
+def _strides(name: str, strides: tuple[int, ...], unit: int) -> dict[str, Integer]:
     """Strides of a tensor, in units of so many elements."""
     if any(stride % unit for stride in strides):
         raise ValueError(f"strides_{name}: got {strides}; allowed multiples of {unit} elements, as is assumed")
-    batch, head, row = (Integer(value=stride // unit) for stride in strides)
-    return batch, head, row
+    pairs = zip(("batch", "head", "row"), strides, strict=True)
+    return {f"{name}_{dim}": Integer(value=stride // unit) for dim, stride in pairs}
 
 
 def _constants(problem: Problem, config: TritonConfig, assumed: Assumed, **own: Any) -> TileConstants:

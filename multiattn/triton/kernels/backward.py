@@ -104,9 +104,7 @@ def gradient_of_queries(
     dlse_rows,  # seq_q, or 0 where there is no dlse
     seq_q,
     seq_kv,
-    heads_q,
-    group,  # query heads that share one key/value head
-    batch_heads,  # B * Hq
+    heads,  # (Hq, query heads that share one key/value head, B * Hq)
     q_strides,
     k_strides,  # None where a descriptor has them
     v_strides,
@@ -114,6 +112,7 @@ def gradient_of_queries(
     C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
 ):
     """First of two passes: dq ``[tile_m, head_dim]`` and delta ``[tile_m]`` of one tile of queries."""
+    heads_q, group, batch_heads = heads
     tile, batch_head = my_tile(seq_q, batch_heads, C.banded, C.tile_m, C.heads_together)
     batch = batch_head // heads_q
     head = batch_head % heads_q
@@ -183,9 +182,7 @@ def gradients_of_keys(
     grad_factor,  # scale, with its sign
     seq_q,
     seq_kv,
-    heads_q,
-    group,  # query heads that share one key/value head
-    batch_heads,  # B * Hkv
+    heads,  # (Hq, query heads that share one key/value head, B * Hkv)
     q_strides,  # None where a descriptor has them
     k_strides,
     v_strides,
@@ -195,6 +192,7 @@ def gradients_of_keys(
     C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
 ):
     """dk and dv ``[tile_n, head_dim]`` of one tile of keys, and in one pass what these keys add to dq."""
+    heads_q, group, batch_heads = heads
     tile, batch_head = my_tile(seq_kv, batch_heads, False, C.tile_n, C.heads_together)
     heads_kv = heads_q // group
     batch = batch_head // heads_kv

@@ -23,6 +23,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 # Lengths of 1 as constants crash the assembler of Triton 3.6.0 (with a descriptor and a register cap), and buy nothing.
+# They are no tuple, as Triton 3.6 and 3.9 specialise on what is in one whatever they are told.
 @triton.jit(do_not_specialize=["seq_q", "seq_kv"])
 def attention_forward(
     q,  # pointer, [B, Hq, Sq, D]
@@ -33,9 +34,7 @@ def attention_forward(
     scale,  # |scale| in the domain of the step (times log2(e) for exp2), positive
     seq_q,
     seq_kv,
-    heads_q,
-    group,  # query heads that share one key/value head
-    batch_heads,  # B * Hq
+    heads,  # (Hq, query heads that share one key/value head, B * Hq)
     q_strides,  # of (batch, head, row), in units of C.vector elements
     k_strides,  # the same; None where a descriptor has them
     v_strides,
@@ -43,6 +42,7 @@ def attention_forward(
     C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
 ):
     """Attention of one tile of tile_m queries: writes out ``[tile_m, head_dim]`` and lse ``[tile_m]``."""
+    heads_q, group, batch_heads = heads
     tile, batch_head = my_tile(seq_q, batch_heads, C.banded, C.tile_m, C.heads_together)
     batch = batch_head // heads_q
     head = batch_head % heads_q

@@ -2,58 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from multiattn.plan.config import Rule
 from multiattn.triton.configs import BackwardConfig, Tiles, TritonConfig
 
+Names, Range, Numbers = tuple[str, ...], tuple[int, int], tuple[int, int, int, int]
+
 FULL, BANDED, BOTH = (False,), (True,), (False, True)
 """Masks that a rule is for: `Rule.banded`."""
-HEADS_TOGETHER = 8
-"""Heads that take turns under a mask, where tiles differ in length. Without one there is nothing to even out."""
 
 
 def forward(
-    arches: tuple[str, ...],
-    head_dims: tuple[int, int],
-    why: str,
-    tiles: tuple[int, int, int, int],
-    *,
-    registers: int | None = None,
-    masks: tuple[bool, ...] = BOTH,
-    heads_together: int = HEADS_TOGETHER,
-) -> tuple[Rule[TritonConfig], ...]:
-    """A rule for each mask, which differ in the launch order only. `tiles` as `Tiles` has them."""
-    return tuple(
-        _rule(arches, head_dims, why, TritonConfig(**_named(tiles), heads_together=together, registers=registers), mask)
-        for mask, together in _masks(masks, heads_together)
-    )
+    arches: Names, head_dims: Range, why: str, tiles: Numbers, *, masks: tuple[bool, ...] = BOTH, **more: Any
+) -> tuple[Rule[Any], ...]:
+    """A rule for each mask, with `Tiles` of so many queries and keys, warps and stages."""
+    return _rules(arches, head_dims, why, TritonConfig(**Tiles(*tiles)._asdict()), masks, **more)
 
 
 def backward(
-    arches: tuple[str, ...],
-    head_dims: tuple[int, int],
+    arches: Names,
+    head_dims: Range,
     why: str,
-    keys: tuple[int, int, int, int],
-    dq: tuple[int, int, int, int] | None = None,
+    keys: Numbers,
+    dq: Numbers | None = None,
     *,
     masks: tuple[bool, ...] = BOTH,
-) -> tuple[Rule[BackwardConfig], ...]:
+) -> tuple[Rule[Any], ...]:
     """The same of a backward: tiles of the pass over the queries, and of the pass over the keys if there is one."""
-    return tuple(
-        _rule(arches, head_dims, why, BackwardConfig.of(Tiles(*keys), dq and Tiles(*dq), together), mask)
-        for mask, together in _masks(masks, HEADS_TOGETHER)
-    )
+    return _rules(arches, head_dims, why, BackwardConfig.of(Tiles(*keys), dq and Tiles(*dq)), masks)
 
 
-def _masks(masks: tuple[bool, ...], heads_together: int) -> list[tuple[bool, int]]:
-    return [(banded, heads_together if banded else 1) for banded in masks]
-
-
-def _named(tiles: tuple[int, int, int, int]) -> dict[str, int]:
-    return Tiles(*tiles)._asdict()
-
-
-def _rule(arches: tuple[str, ...], head_dims: tuple[int, int], why: str, config: Any, banded: bool) -> Rule[Any]:
+def _rules(
+    arches: Names, head_dims: Range, why: str, config: TritonConfig, masks: tuple[bool, ...], **more: Any
+) -> tuple[Rule[Any], ...]:
+    """Under a mask tiles differ in length, and heads take turns; without one there is nothing to even out."""
     low, high = head_dims
-    return Rule(arches=arches, config=config, why=why, head_dim_min=low, head_dim_max=high, banded=banded)
+    return tuple(
+        Rule(
+            arches=arches,
+            config=replace(config, **{"heads_together": 8 if banded else 1, **more}),
+            why=why,
+            head_dim_min=low,
+            head_dim_max=high,
+            banded=banded,
+        )
+        for banded in masks
+    )
