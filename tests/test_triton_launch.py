@@ -148,7 +148,7 @@ def test_what_needs_more_than_arguments_goes_through_triton(monkeypatch, metadat
         launcher, driver, (kernel,) = prepare(monkeypatch, "pointers", **metadata)
     launcher(given)
     ((grid, arguments, stream),) = kernel.launched
-    assert (grid, stream) == ((calls_of(plan)[0].grid, 1, 1), 70)
+    assert (grid, stream) == ((calls_of(plan)[0].table.grid, 1, 1), 70)
     assert all(got is wanted for got, wanted in zip(arguments, given[:5], strict=False))
     assert driver.launched == []
 

@@ -7,6 +7,7 @@ An integer that is 1 is a constant, one that is a multiple of 16 is known to be 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -67,9 +68,8 @@ def binding_of(table: KernelTable, image: abi.Image, emitted: Mapping[str, str] 
             arguments += _described(row, next(boxes))
         elif isinstance(row, Integer):
             value = row.value
-            known = abi.settle(
-                constants, emitted or {}, name, known_of(row), lambda there, it=value: _accepts(there, it)
-            )
+            accepts = functools.partial(_accepts, value=value)
+            known = abi.settle(constants, emitted or {}, name, known_of(row), accepts)
             if known != ONE:
                 arguments.append(abi.Number(kind="i64" if known.startswith("i64") else "i32", value=value))
     grid = (table.grid, 1, 1)

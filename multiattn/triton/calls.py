@@ -36,16 +36,15 @@ class Call:
 
     def __init__(self, plan: Plan, table: KernelTable) -> None:
         """ValueError for a table that is not the kernel's."""
-        self._describe: Any = _describe
+        self._is_gluon = plan.variant == GLUON
         self.kernel: Any = getattr(forward if plan.direction == "forward" else backward, table.kernel)
-        if plan.variant == GLUON:
+        if self._is_gluon:
             from multiattn.triton.kernels.gluon.forward import attention_forward  # which takes Gluon
 
-            self.kernel, self._describe = attention_forward, _describe_for_gluon
+            self.kernel = attention_forward
         if tuple(self.kernel.arg_names) != tuple(table.rows):
             raise ValueError(f"{table.kernel}: got rows {list(table.rows)}; allowed {self.kernel.arg_names}")
         self.table = table
-        self.grid, self.options = table.grid, dict(table.options)
         self._dtypes = {name: layout.dtype for name, layout in layouts(plan.problem).items()}
         self._dtypes[abi.WORKSPACE] = torch.int32
 
@@ -70,7 +69,7 @@ class Call:
             return tuple(each.value for each in row.values())
         if isinstance(row, Tensor):
             return tensor_of(row)
-        return self._describe(row, tensor_of(row)) if isinstance(row, Descriptor) else row.value
+        return _describe(row, tensor_of(row), self._is_gluon) if isinstance(row, Descriptor) else row.value
 
 
 def calls_of(plan: Plan, *, has_dlse: bool = False, multiprocessors: int | None = None) -> tuple[Call, ...]:
@@ -78,26 +77,18 @@ def calls_of(plan: Plan, *, has_dlse: bool = False, multiprocessors: int | None 
     return tuple(Call(plan, table) for table in tables_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors))
 
 
-def _describe(row: Descriptor, tensor: Any, kind: type = TensorDescriptor, **more: Any) -> Any:
+def _describe(row: Descriptor, tensor: Any, is_gluon: bool) -> Any:
     """A TensorDescriptor without its constructor, whose checks are done (they are the variant's capability)."""
+    kind: Any = TensorDescriptor
+    block, more = [1, 1, row.rows, row.columns], {}
+    if is_gluon:  # which wants to know the layout in shared memory
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia import hopper
+
+        kind, dtype = hopper.TensorDescriptor, {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+        more = {"layout": gl.NVMMASharedLayout.get_default_for(block, dtype[row.layout.dtype])}
     descriptor = kind.__new__(kind)
-    descriptor.__dict__.update(
-        base=tensor,
-        shape=list(row.layout.shape),
-        strides=list(row.layout.strides),
-        block_shape=[1, 1, row.rows, row.columns],
-        padding="zero",
-        round_f32_to_tf32=False,
-        **more,
-    )
+    shape, strides = list(row.layout.shape), list(row.layout.strides)
+    more |= {"padding": "zero", "round_f32_to_tf32": False}
+    descriptor.__dict__.update(base=tensor, shape=shape, strides=strides, block_shape=block, **more)
     return descriptor
-
-
-def _describe_for_gluon(row: Descriptor, tensor: Any) -> Any:
-    """The same with its layout in shared memory."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as WithLayout
-
-    dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[row.layout.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for([1, 1, row.rows, row.columns], dtype)
-    return _describe(row, tensor, WithLayout, layout=layout)

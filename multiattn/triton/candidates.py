@@ -71,8 +71,8 @@ def _forward(variant: Variant, problem: Problem) -> list[TritonConfig]:
         shapes += [(64, 64, 4, 128)]  # 128 registers: four blocks of four warps share an SM
     together, step = _together(problem), STEPS[variant.name].step
     return [
-        step.limit(TritonConfig(**Tiles(*tiles, stages)._asdict(), registers=registers, heads_together=together))
-        for (*tiles, registers), stages in itertools.product(shapes, (1, 2, 3))
+        step.limit(TritonConfig(**Tiles(m, n, warps, stages)._asdict(), registers=registers, heads_together=together))
+        for (m, n, warps, registers), stages in itertools.product(shapes, (1, 2, 3))
     ]
 
 

@@ -104,9 +104,9 @@ def specialise(call: Call, arch: Arch) -> Any:
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     with interpreter.exclusive_language, knobs.compilation.scope():
         knobs.compilation.always_compile = True
-        bound, specialization, _ = bind(*call.stubs(), **call.options)
+        bound, specialization, _ = bind(*call.stubs(), **call.table.options)
         options, signature, constexprs, attributes = kernel._pack_args(
-            backend, call.options, bound, specialization, None
+            backend, call.table.options, bound, specialization, None
         )
         make_source = GluonASTSource if kernel.is_gluon() else ASTSource
         source = make_source(kernel, signature, constexprs, attributes)

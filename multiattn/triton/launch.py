@@ -43,7 +43,7 @@ def _interpreter_of(plan: Plan) -> Launcher:
         tensors = operands._asdict()
         tensors |= {name: torch.empty(known[name].shape, dtype=known[name].dtype) for name in areas}
         for call in calls[operands.dlse is not None]:
-            interpreter.run(call.kernel, call.grid, *call.given(tensors))
+            interpreter.run(call.kernel, call.table.grid, *call.given(tensors))
 
     return interpret
 
@@ -68,8 +68,8 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if plan.variant == GLUON else None
     calls = calls_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors)
     with interpreter.exclusive_language:
-        compiled = [call.kernel.warmup(*call.stubs(), grid=(call.grid,), **call.options) for call in calls]
-    runs = [kernel[(call.grid, 1, 1)] for kernel, call in zip(compiled, calls, strict=True)]  # this loads them
+        compiled = [call.kernel.warmup(*call.stubs(), grid=(call.table.grid,), **call.table.options) for call in calls]
+    runs = [kernel[(call.table.grid, 1, 1)] for kernel, call in zip(compiled, calls, strict=True)]  # this loads them
     workspace = _workspace(plan, area_names([call.table for call in calls]), device)
     kernels = _for_driver(compiled, calls)
     if kernels is None:
@@ -99,7 +99,7 @@ def _for_driver(compiled: Sequence[Any], calls: Sequence[Call]) -> list[LoadedKe
             kernels.append(
                 LoadedKernel(function=function, binding=binding, overlaps=bool(metadata.launch_pdl), keeps=kernel)
             )
-    except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:  # private to Triton, all of it
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # private to Triton, all of it
         if triton.__version__ not in _warned:
             _warned.add(triton.__version__)
             warnings.warn(

@@ -8,7 +8,9 @@ from typing import Any
 from multiattn.plan.config import Rule
 from multiattn.triton.configs import BackwardConfig, Tiles, TritonConfig
 
-Names, Range, Numbers = tuple[str, ...], tuple[int, int], tuple[int, int, int, int]
+Names = tuple[str, ...]
+Range = tuple[int, int]
+Numbers = tuple[int, int, int, int]
 
 FULL, BANDED, BOTH = (False,), (True,), (False, True)
 """Masks that a rule is for: `Rule.banded`."""
