@@ -240,7 +240,7 @@ def _constants(problem: Problem, config: TritonConfig, assumed: Assumed, **own: 
         tile_m=config.tile_m,
         tile_n=config.tile_n,
         stages=config.num_stages,
-        heads_together=config.heads_together,
+        heads_in_turn=config.heads_together,
         vector=assumed.alignment // ELEMENT_BYTES,
         far_rows=assumed.flag,
         banded=problem.is_banded,

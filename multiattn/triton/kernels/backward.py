@@ -113,7 +113,7 @@ def gradient_of_queries(
 ):
     """First of two passes: dq ``[tile_m, head_dim]`` and delta ``[tile_m]`` of one tile of queries."""
     heads_q, group, batch_heads = heads
-    tile, batch_head = my_tile(seq_q, batch_heads, C.banded, C.tile_m, C.heads_together)
+    tile, batch_head = my_tile(seq_q, batch_heads, C.banded, C.tile_m, C.heads_in_turn)
     batch = batch_head // heads_q
     head = batch_head % heads_q
     at, at_kv, lengths = (batch, head), (batch, head // group), (seq_q, seq_kv)
@@ -193,7 +193,7 @@ def gradients_of_keys(
 ):
     """dk and dv ``[tile_n, head_dim]`` of one tile of keys, and in one pass what these keys add to dq."""
     heads_q, group, batch_heads = heads
-    tile, batch_head = my_tile(seq_kv, batch_heads, False, C.tile_n, C.heads_together)
+    tile, batch_head = my_tile(seq_kv, batch_heads, False, C.tile_n, C.heads_in_turn)
     heads_kv = heads_q // group
     batch = batch_head // heads_kv
     head_kv = batch_head % heads_kv

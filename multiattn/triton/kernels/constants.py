@@ -23,7 +23,7 @@ class TileConstants:
     tile_n: int = 0
     stages: int = 1
     """Blocks in flight of what a program streams."""
-    heads_together: int = 1
+    heads_in_turn: int = 1
     """Heads whose tiles alternate in launch order."""
     vector: int = OUT_VECTOR
     """Elements that divide every address and stride of q, k and v."""

@@ -43,7 +43,7 @@ def attention_forward(
 ):
     """Attention of one tile of tile_m queries: writes out ``[tile_m, head_dim]`` and lse ``[tile_m]``."""
     heads_q, group, batch_heads = heads
-    tile, batch_head = my_tile(seq_q, batch_heads, C.banded, C.tile_m, C.heads_together)
+    tile, batch_head = my_tile(seq_q, batch_heads, C.banded, C.tile_m, C.heads_in_turn)
     batch = batch_head // heads_q
     head = batch_head % heads_q
     at, at_kv, lengths = (batch, head), (batch, head // group), (seq_q, seq_kv)
