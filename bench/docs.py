@@ -25,7 +25,7 @@ from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, by_name
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan, Variant, make_plan, plan_variant
 from multiattn.problem import Problem
-from multiattn.triton.gluon.configs import VARIANT as GLUON
+from multiattn.triton.gluon_configs import VARIANT as GLUON
 
 MARKED = re.compile(r"(<!-- generated:([\w-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from multiattn.plan.schedule import SCHEDULERS
-from multiattn.triton.gluon.configs import GluonConfig
+from multiattn.triton.gluon_configs import GluonConfig
 
 CONFIGS = {
     64: GluonConfig(tile_m=192, tile_n=128, stages=6, q_slots=2, pingpong=True, lazy_max=True),

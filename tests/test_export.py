@@ -116,26 +116,6 @@ def test_triton_leaves_out_what_is_one():
     assert kernel.binding.constants["seq_q"] == "i32"  # not specialised, whatever its value
 
 
-def test_triton_refuses_what_its_launcher_would_not_hand_over():
-    from multiattn.triton import export, signature
-
-    plan, kernel = exported("triton d40 causal pointers")
-    (call,) = export.calls_of(plan)
-    compiled = export.specialise(call, plan.arch)
-    signature.prove(kernel.binding, call, compiled)
-    first, *rest = kernel.binding.arguments
-    swapped = replace(kernel.binding, arguments=(rest[0], first, *rest[1:]))
-    with pytest.raises(ValueError, match=r"arguments: got .*'k'.*; Triton has .*'q'"):
-        signature.prove(swapped, call, compiled)
-    constants = {**kernel.binding.constants, "q_row": "i32 multiple of 16"}
-    with pytest.raises(ValueError, match=r"multiples of 16: got .*q_row"):
-        signature.prove(replace(kernel.binding, constants=constants), call, compiled)
-    with pytest.raises(ValueError, match="SCALE_SIGN: got 1; Triton has -1"):
-        signature.prove(
-            replace(kernel.binding, constants={**kernel.binding.constants, "scale_sign": "1"}), call, compiled
-        )
-
-
 def test_cutile_hands_over_address_extents_and_strides_of_each_array():
     _, kernel = exported("cutile d64 BSHD")
     q = kernel.binding.arguments[:9]

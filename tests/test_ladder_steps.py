@@ -17,13 +17,14 @@ from multiattn.plan.arch import ARCHS, by_name
 from multiattn.plan.backend import find_variant, get, ladder, make_plan, plan_variant
 from multiattn.plan.config import Rule, select
 from multiattn.triton import configs as triton_configs
-from multiattn.triton import steps as triton_steps
+from multiattn.triton import ladder as triton_ladder
+from multiattn.triton import rules as triton_rules
 from parity.cases import Case
 from parity.launch import launch_plan, plan_case, prepare_case
 from parity.results import Contender
 
-LANGUAGES = {"triton": triton_steps, "cutile": cutile_steps}
-RULES = {"triton": triton_configs, "cutile": cutile_rules}
+LANGUAGES = {"triton": triton_ladder, "cutile": cutile_steps}
+RULES = {"triton": triton_rules, "cutile": cutile_rules}
 RUNGS = [(language, name) for language, steps in LANGUAGES.items() for name in steps.STEPS]
 LADDERS = [
     ("triton", ("basic", "math", "memory", "full")),
@@ -45,8 +46,7 @@ def step_class(language):
 
 
 def kernel_source(language, *names):
-    folder = Path(multiattn.__file__).with_name(language)
-    folder = folder / "kernels" if (folder / "kernels").is_dir() else folder
+    folder = Path(multiattn.__file__).parent / language / "kernels"
     return "".join((folder / name).read_text() for name in names if (folder / name).exists())
 
 

@@ -1,31 +1,37 @@
 """The Gluon kernel for Hopper as far as it goes with no GPU: what is planned, what fits, what the compiler makes of it.
 
-Nothing runs Gluon on a CPU: what it computes is shown on a GPU, by parity and `test_gpu_hopper.py`.
+Nothing runs Gluon on a CPU: what it computes is shown on a GPU, by parity and `test_gpu_hopper.py`, and its arithmetic
+by `test_triton_gluon_consumer.py`.
 """
 
+import functools
 import re
 from dataclasses import replace
 
 import exp2_model as exp2
 import numpy as np
 import pytest
+import torch
 
 from multiattn import Problem, Unsupported, explain, fmha
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import Plan, find_variant, plan_variant
 from multiattn.plan.exp2_fma import is_polynomial
 from multiattn.triton import BACKEND
-from multiattn.triton.gluon.configs import (
+from multiattn.triton.calls import calls_of
+from multiattn.triton.candidates import candidates, class_of
+from multiattn.triton.compile import specialise
+from multiattn.triton.compiled import image_of
+from multiattn.triton.gluon_configs import (
     BOOKKEEPING_BYTES,
     GluonConfig,
-    candidates,
-    class_of,
     grid_blocks,
     pieces_of,
     query_tiles,
     smem_bytes,
     why_not_fit,
 )
+from multiattn.triton.kernels.gluon.constants import GluonConstants, exp2_polynomial
 
 SM90 = by_name("sm90")
 VARIANT = find_variant(BACKEND, "warp_specialized")
@@ -60,28 +66,19 @@ def test_what_tma_cannot_read_goes_to_pointers():
     assert (reason.code, reason.got) == ("alignment", "8 bytes")
 
 
-def test_a_cpu_says_that_triton_interprets_no_gluon(qkv):
+def test_a_cpu_says_that_triton_interprets_no_gluon():
+    q = torch.zeros(1, 1, 16, 64, dtype=torch.bfloat16)
     with pytest.raises(Unsupported, match=r"arch: got cpu; allowed sm90 \(.*Triton interprets no Gluon"):
-        fmha(*qkv, backend="triton", variant=VARIANT.name)
+        fmha(q, q, q, backend="triton", variant=VARIANT.name)
 
 
-@pytest.fixture
-def qkv():
-    import torch
-
-    return tuple(torch.zeros(1, 1, 16, 64, dtype=torch.bfloat16) for _ in range(3))
-
-
-@pytest.mark.parametrize("head_dim", range(8, 257, 8))
-def test_pieces_cover_head_dim_with_few_columns_to_spare(head_dim):
-    wide, narrow = pieces_of(head_dim)
-    for columns in (wide, narrow) if narrow else (wide,):
-        assert columns >= 16
-        assert columns & (columns - 1) == 0
-    whole = max(16, 1 << (head_dim - 1).bit_length())
-    assert head_dim <= wide + narrow <= whole
-    assert narrow < wide or not narrow
-    assert wide + narrow - head_dim < max(16, head_dim / 3)
+def test_pieces_cover_head_dim_with_few_columns_to_spare():
+    for head_dim in range(8, 257, 8):
+        wide, narrow = pieces_of(head_dim)
+        assert all(columns >= 16 and columns.bit_count() == 1 for columns in (wide, narrow) if columns)
+        assert head_dim <= wide + narrow <= max(16, 1 << (head_dim - 1).bit_length())
+        assert narrow < wide or not narrow
+        assert wide + narrow - head_dim < max(16, head_dim / 3)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +96,7 @@ def test_pieces_cover_head_dim_with_few_columns_to_spare(head_dim):
             {"exp2_fma_fraction": 1 / 8, "tile_n": 16},
             "exp2_fma_fraction=0.125 with tile_n=16; allowed multiples of 4/16",
         ),
-        ({"stages": 9}, "bytes of shared memory; allowed 232448 bytes on sm90"),
+        ({"stages": 9}, "bytes of shared memory or more; allowed 232448 bytes on sm90"),
         ({"tile_m": 192, "tile_n": 128}, "160 registers for output, scores and weights"),
     ],
 )
@@ -135,35 +132,35 @@ def test_a_sweep_tries_as_many_stages_as_all_of_a_class_has_room_for(head_dim, w
     found = candidates(VARIANT, problem(head_dim, causal=True), SM90)
     assert found == candidates(VARIANT, problem(widest, causal=True), SM90)
     assert all(why_not_fit(problem(widest), SM90, replace(it, stages=it.stages + 1)) for it in found)
-
-
-def test_no_class_is_beyond_256():
     assert class_of(264) is None
 
 
 # ---------------------------------------------------------------- what the compiler makes of it
 
 
-@needs_compiler
-@pytest.mark.parametrize(("head_dim", "causal"), [(64, True), (96, False), (160, True), (256, False)])
-def test_it_compiles_with_as_much_shared_memory_as_the_config_says(head_dim, causal):
-    from multiattn.triton.compile import compile_plan
+@functools.cache
+def compiled(head_dim=64, config=None, **options):
+    """A CompiledKernel and its config, the rule's where none is given."""
+    plan = plan_of(head_dim, config, **options)
+    return specialise(*calls_of(plan), SM90), plan
 
-    plan = plan_of(head_dim, causal=causal)
-    (compiled,) = compile_plan(plan)
-    assert compiled.threads == 128 * (plan.config.warpgroups + 1)
-    spare = smem_bytes(plan.config, plan.problem) - compiled.smem_bytes
-    assert 0 <= spare < BOOKKEEPING_BYTES
+
+def deep(**options):
+    return GluonConfig(tile_m=192, tile_n=64, stages=12, q_slots=2, **options)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("head_dim", "causal"), [(64, True), (160, True), (256, False)])
+def test_it_compiles_with_as_much_shared_memory_as_the_config_says(head_dim, causal):
+    kernel, plan = compiled(head_dim, causal=causal)
+    assert image_of(kernel.metadata).threads == 128 * (plan.config.warpgroups + 1)
+    assert 0 <= smem_bytes(plan.config, plan.problem) - kernel.metadata.shared < BOOKKEEPING_BYTES
 
 
 @needs_compiler
 def test_its_code_is_what_the_config_asks_for():
-    from multiattn.triton.compile import specialise
-    from multiattn.triton.launch import calls_of
-
     config = GluonConfig(tile_m=128, tile_n=64, lazy_max=True, exp2_fma_fraction=1 / 4)
-    plan = plan_of(96, config, causal=True, dtype="fp16")
-    ptx = specialise(*calls_of(plan), SM90).asm["ptx"]
+    ptx = compiled(96, config, causal=True, dtype="fp16")[0].asm["ptx"]
     for verb in (
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16",  # scores, and the wide piece of the output
         "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16",  # its narrow piece
@@ -180,29 +177,18 @@ def test_its_code_is_what_the_config_asks_for():
 
 @needs_compiler
 @pytest.mark.parametrize("options", [{}, {"lazy_max": True}, {"pingpong": True}, {"lazy_max": True, "pingpong": True}])
-def test_no_mbarrier_is_made_that_nobody_waits_for(options):
-    """Its memory would be given away while an SM still has its state: bits that differ now and then, and hangs."""
-    from multiattn.triton.compile import specialise
-    from multiattn.triton.launch import calls_of
+def test_barriers_are_waited_for_and_come_after_what_they_order(options):
+    """An mbarrier that nobody waits for would give its memory away while an SM still has its state there.
 
-    plan = plan_of(64, GluonConfig(tile_m=192, tile_n=64, stages=12, q_slots=2, **options), causal=True)
-    ttgir = specialise(*calls_of(plan), SM90).asm["ttgir"]
-    made = re.findall(r"(%\w+) = ttg\.local_alloc : \(\)", ttgir)
-    (used,) = re.findall(r"ttg\.warp_specialize\(([^)]*)\)", ttgir)
+    And between what a warpgroup reads of a slot and the one arrival that lets the producer write there is a barrier.
+    """
+    kernel, _ = compiled(config=deep(**options), causal=True)
+    made = re.findall(r"(%\w+) = ttg\.local_alloc : \(\)", kernel.asm["ttgir"])
+    (used,) = re.findall(r"ttg\.warp_specialize\(([^)]*)\)", kernel.asm["ttgir"])
     assert len(made) == 7 + sum(options.values())
     assert set(made) <= set(used.split(", "))
-
-
-@needs_compiler
-@pytest.mark.parametrize("options", [{}, {"lazy_max": True, "pingpong": True}])
-def test_a_warpgroup_has_read_a_slot_when_one_of_its_threads_releases_it(options):
-    """A barrier stands between what is read of shared memory and the one arrival that lets the producer write there."""
-    from multiattn.triton.compile import specialise
-    from multiattn.triton.launch import calls_of
-
-    plan = plan_of(64, GluonConfig(tile_m=192, tile_n=64, stages=12, q_slots=2, **options), causal=True)
-    ptx = specialise(*calls_of(plan), SM90).asm["ptx"]
-    verbs = re.findall(r"ld\.shared|ldmatrix|bar(?:rier)?\.(?:warp\.)?sync|mbarrier\.(?:arrive\.shared|try_wait)", ptx)
+    verb = r"ld\.shared|ldmatrix|bar(?:rier)?\.(?:warp\.)?sync|mbarrier\.(?:arrive\.shared|try_wait)"
+    verbs = re.findall(verb, kernel.asm["ptx"])
     arrivals = [place for place, verb in enumerate(verbs) if verb == "mbarrier.arrive.shared"]
     assert len(arrivals) > 10
     assert {verbs[place - 1] for place in arrivals} <= {"bar.sync", "barrier.sync", "bar.warp.sync"}
@@ -211,11 +197,8 @@ def test_a_warpgroup_has_read_a_slot_when_one_of_its_threads_releases_it(options
 @needs_compiler
 def test_a_tile_is_judged_by_the_sums_of_whole_rows():
     """Not of what a row's four threads have: each may be finite where their sum is not. Parity has it as twin_peaks."""
-    from multiattn.triton.compile import specialise
-    from multiattn.triton.launch import calls_of
-
-    config = GluonConfig(tile_m=192, tile_n=64, stages=12, q_slots=2, lazy_max=True)
-    ptx = specialise(*calls_of(plan_of(64, config)), SM90).asm["ptx"]
+    config = deep(lazy_max=True)
+    ptx = compiled(config=config, causal=True)[0].asm["ptx"]
     from_others = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%r\d+),", ptx))
     added = re.findall(r"add\.f32\s+(%r\d+), (%r\d+), (%r\d+);", ptx)
     exchanged = {total for total, *parts in added if from_others & set(parts)}
@@ -225,12 +208,9 @@ def test_a_tile_is_judged_by_the_sums_of_whole_rows():
 
 
 def test_the_polynomial_takes_an_even_share_of_the_exponentials():
-    pytest.importorskip("triton")
-    from multiattn.triton.gluon.call import shape_of
-
     for sixteenths in range(0, 9, 2):  # others are refused: of 8 pairs they are no whole number
         config = GluonConfig(tile_m=128, tile_n=64, lazy_max=True, exp2_fma_fraction=sixteenths / 16)
-        text = shape_of(plan_of(config=config)).exponential
+        text = GluonConstants.of(problem(), config, ragged=True).exponential
         assert text.count("shl.b32") == sixteenths
         assert text.count("ex2.approx.ftz.f32") == 16 - sixteenths
         written = re.findall(r"(?:ex2\.approx\.ftz\.f32|mul\.rn\.f32) (\$\d+),", text)
@@ -267,9 +247,6 @@ def run_ptx(text, x):
 
 @pytest.mark.parametrize("clamp", [False, True])
 def test_the_polynomial_in_ptx_is_the_model_bit_for_bit(clamp):
-    pytest.importorskip("triton")
-    from multiattn.triton.gluon.shape import exp2_polynomial
-
     x = np.concatenate([exp2.samples(-140, 127), np.array([-np.inf, -3e38, 127, np.nan], dtype=np.float32)])
     if clamp:
         x = np.append(x, np.array([127.5, 1e6, np.inf], dtype=np.float32))

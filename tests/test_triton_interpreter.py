@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from multiattn.triton import interpreter
+from multiattn.triton.cpu import interpreter
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The launcher of a compiled Triton kernel: the driver's launch is what Triton's would be, or Triton's own is used."""
+"""The launcher of compiled Triton kernels: the driver's launch is what Triton's would be, or Triton's own is used."""
 
 from __future__ import annotations
 
@@ -10,50 +10,59 @@ from types import SimpleNamespace
 import driver_fakes
 import pytest
 import torch
+from triton import knobs
 
 from multiattn import Problem
 from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import make_plan
 from multiattn.problem import Operands
-from multiattn.triton import BACKEND
+from multiattn.triton import BACKEND, launch
 from multiattn.triton.bind import bind
+from multiattn.triton.calls import Call, calls_of
+from multiattn.triton.compile import specialise
+from multiattn.triton.compiled import checked_binding
+from multiattn.triton.parameters import Constant, Float, Integer, Tensor
 
 pytestmark = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason="; ".join(map(str, BACKEND.probe_compiler())))
 
 FUNCTION = 1 << 40
+MULTIPROCESSORS = 3
 CASES = {
-    "descriptors GQA": ("full", "sm90", {"batch": 2, "heads_q": 4, "heads_kv": 2, "seq_q": 100, "seq_kv": 130}),
-    "pointers causal": (
-        "pointer_full",
-        "sm80",
-        {"batch": 2, "heads_q": 4, "seq_q": 100, "causal": True, "scale": -1.0},
-    ),
-    "pointers all ones": ("pointer_full", "sm120", {"batch": 1, "heads_q": 1, "seq_q": 1}),
+    "descriptors": ("forward", "full", "sm90", {}),
+    "pointers": ("forward", "pointer_full", "sm80", {"causal": True, "scale": -1.0}),
+    "all ones": ("forward", "pointer_full", "sm120", {"heads_q": 1, "heads_kv": 1, "seq_q": 1}),
+    "gluon": ("forward", "warp_specialized", "sm90", {"head_dim": 48, "causal": True}),
+    **{variant.name: ("backward", variant.name, "sm90", {}) for variant in BACKEND.backward.variants},
 }
 
 
 def plan_of(case):
-    variant, arch, sizes = CASES[case]
-    problem = Problem.contiguous(head_dim=64, **sizes)
-    return make_plan(BACKEND, problem, ARCHS[arch], variant=variant, probe=False)
+    """k, v, dk and dv are laid out each in its own way, so that none passes for another."""
+    direction, variant, arch, options = CASES[case]
+    sizes = {"heads_q": 4, "heads_kv": 2, "seq_q": 128, "head_dim": 32}
+    sizes |= {name: value for name, value in options.items() if name in sizes}
+    q = torch.zeros(1, sizes["heads_q"], sizes["seq_q"], sizes["head_dim"], dtype=torch.bfloat16)
+    v = torch.zeros(1, sizes["heads_kv"], 192, sizes["head_dim"], dtype=torch.bfloat16)
+    k = v.transpose(1, 2).contiguous().transpose(1, 2)
+    problem = Problem.of(q, k, v, **{name: value for name, value in options.items() if name not in sizes})
+    plan = make_plan(BACKEND, problem, ARCHS[arch], direction=direction, variant=variant, probe=False)
+    if case == "gluon":
+        plan = replace(plan, config=replace(plan.config, scheduler="dynamic"))
+    return plan, Operands(q, k, v, q.clone(), torch.empty(q.shape[:3]))
 
 
 @functools.cache
 def compiled(case):
-    from multiattn.triton.compile import specialise
-    from multiattn.triton.launch import calls_of
-
-    plan = plan_of(case)
-    return specialise(*calls_of(plan), plan.arch)
+    plan, _ = plan_of(case)
+    return tuple(specialise(call, plan.arch) for call in calls_of(plan))
 
 
 class Kernel:
     """A CompiledKernel as on a GPU, where `launched` has what goes through Triton: (grid, arguments, stream)."""
 
-    def __init__(self, case, **metadata):
-        kernel = compiled(case)
-        self.src, self.asm, self.function = kernel.src, kernel.asm, FUNCTION
+    def __init__(self, kernel, function, **metadata):
+        self.src, self.asm, self.function = kernel.src, kernel.asm, function
         self.metadata = SimpleNamespace(**{**kernel.metadata._asdict(), **metadata})
         self.launched = []
 
@@ -61,65 +70,65 @@ class Kernel:
         return lambda *arguments, stream: self.launched.append((grid, arguments, stream))
 
 
-def prepare(monkeypatch, case, kernel):
-    """The Plan, its launcher and the driver, of the kernel that the JIT gives."""
-    from multiattn.triton import forward
-    from multiattn.triton.signature import image_of
-
-    plan = plan_of(case)
-    binding = bind(plan, image_of(compiled(case).metadata))
-    fake = driver_fakes.FakeDriver([abi.size_of(argument) for argument in binding.arguments])
-    driver = driver_fakes.install(monkeypatch, fake)
-    monkeypatch.setattr(forward.attention_forward, "warmup", lambda *arguments, **options: kernel)
-    return plan, BACKEND.forward.prepare(plan), driver, binding
+def prepare(monkeypatch, case, **metadata):
+    """The launcher of a case and the driver; the kernels are those that the JIT gives."""
+    plan, _ = plan_of(case)
+    kernels = [Kernel(kernel, FUNCTION + index, **metadata) for index, kernel in enumerate(compiled(case))]
+    return prepare_with(monkeypatch, plan, kernels)
 
 
-def tensors(plan):
-    problem = plan.problem
-    shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim)
-    keys = (problem.batch, problem.heads_kv, problem.seq_kv, problem.head_dim)
-    q, k, v = (torch.zeros(each, dtype=torch.bfloat16) for each in (shape, keys, keys))
-    return Operands(q, k, v, torch.empty_like(q), torch.empty(shape[:3]))
-
-
-@pytest.fixture
-def _not_yet_warned(monkeypatch):
-    from multiattn.triton import launch
-
+def prepare_with(monkeypatch, plan, kernels):
+    driver = driver_fakes.install(monkeypatch, driver_fakes.FakeDriver({}))
     monkeypatch.setattr(launch, "_warned", set())
+    properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for call, kernel in zip(calls_of(plan), kernels, strict=True):
+        monkeypatch.setattr(call.kernel, "warmup", lambda *arguments, kernel=kernel, **options: kernel)
+    return BACKEND.op(plan.direction).prepare(plan), driver, kernels
+
+
+def expect(bindings, launched, known):
+    """Every parameter is what the Binding of its kernel says; areas of workspace are where their first pointer is."""
+    encode = lambda of, address: address.to_bytes(8, "little") * 16  # noqa: E731  # as the fake driver
+    assert [it.function for it in launched] == list(bindings)
+    for it in launched:
+        binding = bindings[it.function]
+        assert (it.grid, it.block, it.stream) == (binding.grid, (binding.image.threads, 1, 1), 70)
+        assert it.smem_bytes == binding.image.dynamic_smem_bytes
+        for got, argument in zip(it.parameters, binding.arguments, strict=True):
+            if isinstance(argument, abi.Pointer) and argument.tensor is not None:
+                known.setdefault(argument.tensor, int.from_bytes(got, "little"))
+            assert got == abi.pack(argument, known, encode)
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.usefixtures("_not_yet_warned")
-def test_the_driver_is_handed_what_the_binding_says(monkeypatch, case):
-    kernel = Kernel(case)
+def test_the_driver_is_handed_every_tensor_of_each_kernel(monkeypatch, case):
+    plan, given = plan_of(case)
+    if plan.direction == "backward":
+        q, k, v, out, lse, *_ = given
+        given = Operands(q, k, v, out, lse, q.clone(), None, q.clone(), torch.empty_like(k), torch.empty_like(v))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plan, launch, driver, binding = prepare(monkeypatch, case, kernel)
-    given = tensors(plan)
-    for _ in range(2):
-        launch(given)
-    addresses = {name: it.data_ptr() for name, it in zip(("q", "k", "v", "out", "lse"), given, strict=False)}
-    encode = lambda of, address: address.to_bytes(8, "little") * 16  # noqa: E731  # as the fake driver
-    wanted = tuple(abi.pack(argument, addresses, encode) for argument in binding.arguments)
-    assert [launched.parameters for launched in driver.launched] == [wanted] * 2
-    launched = driver.launched[0]
-    threads, smem_bytes = 32 * kernel.metadata.num_warps, kernel.metadata.shared
-    assert (launched.function, launched.grid, launched.block) == (FUNCTION, binding.grid, (threads, 1, 1))
-    assert (launched.smem_bytes, launched.stream, launched.overlaps) == (smem_bytes, 70, False)
-    assert kernel.launched == []
-    assert launch.kernels[0].keeps is kernel  # which unloads the code when nobody has it
+        launcher, driver, kernels = prepare(monkeypatch, case)
+        for dlse in (None, None, given.lse.clone())[: 3 if plan.direction == "backward" else 2]:
+            calls = calls_of(plan, has_dlse=dlse is not None, multiprocessors=MULTIPROCESSORS)
+            pairs = zip(kernels, calls, strict=True)
+            bindings = {kernel.function: checked_binding(kernel, call.table) for kernel, call in pairs}
+            driver.sizes = {it: [abi.size_of(each) for each in of.arguments] for it, of in bindings.items()}
+            driver.launched.clear()
+            launcher(given._replace(dlse=dlse))
+            known = {name: it.data_ptr() for name, it in given._replace(dlse=dlse)._asdict().items() if it is not None}
+            expect(bindings, driver.launched, known)
+    assert all(kernel.launched == [] for kernel in kernels)
+    assert {it.overlaps for it in driver.launched} == {case == "gluon"}
+    if plan.direction == "forward":
+        assert launcher.kernels[0].keeps is kernels[0]  # which unloads the code when nobody has it
+    if case == "gluon":
+        assert known[abi.WORKSPACE] == driver.cleared[0][0]
+        assert driver.launched[0].grid == (MULTIPROCESSORS, 1, 1)
+        assert sum(isinstance(it, abi.TensorMap) for it in bindings[FUNCTION].arguments) == 8
 
 
-@pytest.mark.usefixtures("_not_yet_warned")
-def test_a_kernel_that_may_overlap_does(monkeypatch):
-    case = "pointers all ones"
-    plan, launch, driver, _ = prepare(monkeypatch, case, Kernel(case, launch_pdl=True))
-    launch(tensors(plan))
-    assert driver.launched[0].overlaps
-
-
-@pytest.mark.usefixtures("_not_yet_warned")
 @pytest.mark.parametrize(
     "metadata",
     [
@@ -133,159 +142,72 @@ def test_a_kernel_that_may_overlap_does(monkeypatch):
 )
 def test_what_needs_more_than_arguments_goes_through_triton(monkeypatch, metadata):
     """By name of its stream: else Triton asks its process-wide driver, which another thread may have set to any."""
-    case = "pointers causal"
-    kernel = Kernel(case, **metadata)
+    plan, given = plan_of("pointers")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plan, launch, driver, _ = prepare(monkeypatch, case, kernel)
-    given = tensors(plan)
-    launch(given)
+        launcher, driver, (kernel,) = prepare(monkeypatch, "pointers", **metadata)
+    launcher(given)
     ((grid, arguments, stream),) = kernel.launched
-    assert (grid, stream) == ((2 * 4 * -(-100 // plan.config.tile_m), 1, 1), 70)
+    assert (grid, stream) == ((calls_of(plan)[0].table.grid, 1, 1), 70)
     assert all(got is wanted for got, wanted in zip(arguments, given[:5], strict=False))
     assert driver.launched == []
 
 
-@pytest.mark.usefixtures("_not_yet_warned")
-def test_launches_that_somebody_listens_to_go_through_triton(monkeypatch):
-    from triton import knobs
-
-    case = "pointers causal"
-    for listens in (lambda metadata: None, SimpleNamespace(calls=[print])):
-        kernel = Kernel(case)
-        with monkeypatch.context() as patch:
-            patch.setattr(knobs.runtime, "launch_exit_hook", listens)
-            plan, launch, _, _ = prepare(patch, case, kernel)
-        with monkeypatch.context() as patch:
-            driver_fakes.install(patch, driver_fakes.FakeDriver())
-            launch(tensors(plan))
-        assert len(kernel.launched) == 1
+@pytest.mark.parametrize("listens", [lambda metadata: None, SimpleNamespace(calls=[print])], ids=["one", "chain"])
+def test_launches_that_somebody_listens_to_go_through_triton(monkeypatch, listens):
+    with monkeypatch.context() as patch:
+        patch.setattr(knobs.runtime, "launch_exit_hook", listens)
+        launcher, _, (kernel,) = prepare(monkeypatch, "pointers")
+    launcher(plan_of("pointers")[1])
+    assert len(kernel.launched) == 1
 
 
-@pytest.mark.usefixtures("_not_yet_warned")
 @pytest.mark.parametrize("other", ["another signature", "another cubin", "no metadata", "less metadata"])
 def test_a_release_that_is_not_known_goes_through_triton_and_says_so_once(monkeypatch, other):
-    case = "descriptors GQA"
-    kernel = Kernel(case)
+    plan, given = plan_of("descriptors")
+    kernel = Kernel(compiled("descriptors")[0], FUNCTION)
     if other == "another signature":
         names = {name: kind if kind != "fp32" else "fp64" for name, kind in kernel.src.signature.items()}
-        kernel.src = SimpleNamespace(fn=kernel.src.fn, signature=names)
+        kernel.src = SimpleNamespace(**{**vars(kernel.src), "signature": names})
     elif other == "another cubin":
-        kernel.asm = {"cubin": compiled("pointers causal").asm["cubin"]}
+        kernel.asm = {"cubin": compiled("pointers")[0].asm["cubin"]}
     elif other == "no metadata":
         del kernel.metadata
     else:
         kernel.metadata.tensordesc_meta = None
     with pytest.warns(RuntimeWarning, match="Triton's own launcher is used"):
-        plan, launch, driver, _ = prepare(monkeypatch, case, kernel)
-    launch(tensors(plan))
+        launcher, driver, _ = prepare_with(monkeypatch, plan, [kernel])
+    launcher(given)
     assert (len(kernel.launched), driver.launched) == (1, [])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        prepare(monkeypatch, case, kernel)
+        BACKEND.forward.prepare(plan)
 
 
-def test_a_binding_of_another_grid_is_refused():
-    from multiattn.triton.launch import calls_of
-    from multiattn.triton.signature import image_of, prove
-
-    case = "pointers all ones"
-    plan, kernel = plan_of(case), compiled(case)
-    binding = bind(plan, image_of(kernel.metadata))
-    prove(binding, calls_of(plan)[0], kernel)
-    with pytest.raises(ValueError, match="grid: got"):
-        prove(replace(binding, grid=(7, 1, 1)), calls_of(plan)[0], kernel)
-
-
-@pytest.mark.usefixtures("_not_yet_warned")
-def test_a_gluon_kernel_has_its_maps_its_counter_and_may_overlap(monkeypatch):
-    from multiattn.triton.compile import specialise
-    from multiattn.triton.gluon import configs, forward
-    from multiattn.triton.launch import calls_of
-    from multiattn.triton.signature import image_of
-
-    problem = Problem.contiguous(batch=2, heads_q=4, heads_kv=2, seq_q=300, head_dim=96, causal=True)
-    plan = make_plan(BACKEND, problem, ARCHS["sm90"], variant=configs.VARIANT, probe=False)
-    plan = replace(plan, config=replace(plan.config, scheduler="dynamic"))
-    (call,) = calls_of(plan)
-    kernel = specialise(call, plan.arch)
-    loaded = Kernel("pointers all ones")
-    loaded.src, loaded.asm, loaded.metadata = kernel.src, kernel.asm, kernel.metadata
-    binding = bind(plan, image_of(kernel.metadata))
-    driver = driver_fakes.install(
-        monkeypatch, driver_fakes.FakeDriver([abi.size_of(argument) for argument in binding.arguments])
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=5))
-    monkeypatch.setattr(forward.attention_forward, "warmup", lambda *arguments, **options: loaded)
-    launch = BACKEND.forward.prepare(plan)
-    given = tensors(plan)
-    for driver.stream in (0, 70, 0):
-        launch(given)
-    addresses = {name: it.data_ptr() for name, it in zip(("q", "k", "v", "out", "lse"), given, strict=False)}
-    encode = lambda of, address: address.to_bytes(8, "little") * 16  # noqa: E731  # as the fake driver
-    counters = [address for address, *_ in driver.cleared]
-    for launched, counter in zip(driver.launched, (*counters, counters[0]), strict=True):
-        addresses[abi.WORKSPACE] = counter
-        assert launched.parameters == tuple(abi.pack(argument, addresses, encode) for argument in binding.arguments)
-        assert (launched.overlaps, launched.grid, launched.block[0]) == (True, (5, 1, 1), binding.image.threads)
-    assert sum(isinstance(argument, abi.TensorMap) for argument in binding.arguments) == 8
-
-
-# ---------------------------------------------------------------- backward
-
-
-@pytest.mark.usefixtures("_not_yet_warned")
-@pytest.mark.parametrize("variant", [variant.name for variant in BACKEND.backward.variants])
-def test_a_backward_hands_the_driver_every_tensor_of_each_of_its_kernels(monkeypatch, variant):
-    """k, v, dk and dv are laid out each in its own way, so that none passes for another; with and without dlse."""
-    from multiattn.triton import backward, signature
-    from multiattn.triton.compile import specialise
-    from multiattn.triton.launch import calls_of
-
-    q = torch.zeros(1, 4, 128, 32, dtype=torch.bfloat16)
-    k, v = torch.zeros(1, 192, 2, 32).bfloat16().transpose(1, 2), torch.zeros(1, 2, 192, 32).bfloat16()
-    plan = make_plan(BACKEND, Problem.of(q, k, v), ARCHS["sm90"], direction="backward", variant=variant, probe=False)
-    code = {}
-    for index, call in enumerate(calls_of(plan)):
-        kernel, loaded = specialise(call, plan.arch), Kernel("pointers all ones")
-        loaded.src, loaded.asm, loaded.metadata = kernel.src, kernel.asm, kernel.metadata
-        loaded.function = FUNCTION + index
-        monkeypatch.setattr(getattr(backward, call.table.kernel), "warmup", lambda *args, kernel=loaded, **how: kernel)
-        code[call.table.kernel] = loaded
-    driver = driver_fakes.install(monkeypatch, driver_fakes.FakeDriver({}))
-    row = torch.empty(1, 4, 128)
-    given = Operands(q, k, v, q.clone(), row, q.clone(), None, q.clone(), torch.empty_like(k), torch.empty_like(v))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        launch = BACKEND.backward.prepare(plan)
-        for dlse in (None, row.clone()):
-            driver.launched.clear()
-            calls = calls_of(plan, has_dlse=dlse is not None)
-            bindings = {
-                code[call.table.kernel].function: signature.binding_of(code[call.table.kernel], call) for call in calls
-            }
-            driver.sizes = {it: [abi.size_of(each) for each in of.arguments] for it, of in bindings.items()}
-            launch(given._replace(dlse=dlse))
-            assert [it.function for it in driver.launched] == list(bindings)
-            known = {name: it.data_ptr() for name, it in given._replace(dlse=dlse)._asdict().items() if it is not None}
-            # The kernel that comes before others has delta as a pointer, and with one pass also dq_sum.
-            first, *_ = driver.launched
-            for got, argument in zip(first.parameters, bindings[first.function].arguments, strict=True):
-                if isinstance(argument, abi.Pointer) and argument.tensor in ("delta", "dq_sum"):
-                    known[argument.tensor] = int.from_bytes(got, "little")
-            encode = lambda of, address: address.to_bytes(8, "little") * 16  # noqa: E731  # as the fake driver
-            for launched in driver.launched:
-                arguments = bindings[launched.function].arguments
-                assert launched.parameters == tuple(abi.pack(argument, known, encode) for argument in arguments)
-                assert all(kernel.launched == [] for kernel in code.values())
+@pytest.mark.parametrize(
+    ("name", "row", "error"),
+    [
+        ("q", Float(value=1.0), r"q: got Float.*; Triton has \*bf16 multiple of 16"),
+        ("q", Tensor(of="q", is_aligned=False), r"q: got .*; Triton has \*bf16 multiple of 16"),
+        ("scale", Integer(value=3), r"scale: got Integer.*; Triton has fp32"),
+        ("seq_q", Integer(value=128), r"seq_q: got .*; Triton has i32$"),
+        ("q_strides", {"q_batch": Integer(value=7)}, r"q_batch: got .*; Triton has i32 multiple of 16"),
+        ("heads", {"heads_q": Integer(value=1)}, r"heads_q: got .*; Triton has i32"),
+        ("C", Constant(value="another"), r"C: got .*; Triton has constexpr TileConstants"),
+    ],
+    ids=lambda it: it if isinstance(it, str) and it.isidentifier() else "",
+)
+def test_a_row_that_is_not_what_triton_compiled_is_refused(name, row, error):
+    plan, _ = plan_of("pointers")
+    (kernel,), (call,) = compiled("pointers"), calls_of(plan)
+    binding = checked_binding(kernel, call.table)
+    assert bind(plan, binding.image).arguments == binding.arguments
+    with pytest.raises(ValueError, match=error):
+        checked_binding(kernel, replace(call.table, rows={**call.table.rows, name: row}))
 
 
 def test_a_table_of_other_names_is_refused():
-    from multiattn.triton.launch import Call
-    from multiattn.triton.table import tables_of
-
-    plan = plan_of("pointers causal")
-    (table,) = tables_of(plan)
-    rows = dict(reversed(table.rows.items()))
+    plan, _ = plan_of("pointers")
+    (call,) = calls_of(plan)
     with pytest.raises(ValueError, match=r"attention_forward: got rows .*; allowed"):
-        Call(plan, replace(table, rows=rows))
+        Call(plan, replace(call.table, rows=dict(reversed(call.table.rows.items()))))

@@ -11,16 +11,15 @@ import torch
 
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch
 from multiattn.plan.backend import Backend, Compiled, Exported, Launcher, Op, Plan, Variant
-from multiattn.plan.config import Config, Rule
+from multiattn.plan.config import Config
 from multiattn.plan.support import Capability, Reason
 from multiattn.plan.toolchain import probe_gpu, version_of
 from multiattn.problem import VECTOR_BYTES, Problem
-from multiattn.triton import backward_configs
-from multiattn.triton.backward_configs import BackwardConfig
-from multiattn.triton.configs import candidates, rules_of, why_not_fit
-from multiattn.triton.gluon import configs as gluon
-from multiattn.triton.gluon.rules import RULES as GLUON_RULES
-from multiattn.triton.steps import STEPS
+from multiattn.triton import configs, gluon_configs
+from multiattn.triton.candidates import candidates
+from multiattn.triton.configs import TritonConfig
+from multiattn.triton.ladder import STEPS, TritonRung
+from multiattn.triton.rules import rules_of
 
 OLDEST, NEWEST = (3, 6), (3, 9)
 """Triton versions that this was run with; the interpreter and the descriptors differ outside of them."""
@@ -39,7 +38,7 @@ def _compile(plan: Plan) -> tuple[Compiled, ...]:
 
 
 def _export(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
-    from multiattn.triton.export import export_plan
+    from multiattn.triton.compile import export_plan
 
     return export_plan(plan, kinds)
 
@@ -83,9 +82,29 @@ _THROUGH_DESCRIPTORS = Capability(arches=("cpu", *TMA_ARCHS), alignment=VECTOR_B
 _THROUGH_POINTERS = Capability(arches=("cpu", *GPU_ARCHS))
 
 
-def _forward_variant(name: str) -> Variant:
-    """A rung of the ladder; one that leads to another is for those who name it."""
-    rung = STEPS[name]
+def _gluon_variant() -> Variant:
+    return Variant(
+        name=gluon_configs.VARIANT,
+        summary="Gluon for Hopper: a warp that loads by TMA, warpgroups that compute by wgmma",
+        capability=Capability(
+            arches=gluon_configs.ARCHES,
+            alignment=VECTOR_BYTES,
+            zero_strides=False,
+            arch_hint="for this arch's wgmma and TMA, and Triton interprets no Gluon; other variants run elsewhere",
+        ),
+        rules=rules_of(gluon_configs.VARIANT),
+        workspace=gluon_configs.workspace,
+        fits=gluon_configs.why_not_fit,
+    )
+
+
+def _forward_variant(name: str, rung: TritonRung) -> Variant:
+    """A rung of the ladder. One that leads to another is selected only by name."""
+
+    def fits(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
+        wrong = rung.step.why_not(config) if isinstance(config, TritonConfig) else ()
+        return (*configs.why_not_fit(problem, arch, config), *wrong)
+
     return Variant(
         name=name,
         summary=rung.summary,
@@ -94,43 +113,29 @@ def _forward_variant(name: str) -> Variant:
         flags=tuple(asdict(rung.step).items()),
         parent=rung.parent,
         only_named=any(other.parent == name for other in STEPS.values()),
-        fits=functools.partial(why_not_fit, step=rung.step),
+        fits=fits,
     )
 
 
-_GLUON = Variant(
-    name=gluon.VARIANT,
-    summary="Gluon for Hopper: a warp that loads by TMA, warpgroups that compute by wgmma",
-    capability=Capability(
-        arches=gluon.ARCHES,
-        alignment=VECTOR_BYTES,
-        zero_strides=False,
-        arch_hint="made for this arch's wgmma and TMA, and Triton interprets no Gluon; other variants run elsewhere",
-    ),
-    rules=GLUON_RULES,
-    workspace=gluon.workspace,
-    fits=gluon.why_not_fit,
-)
-
-
-def _candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Config]:
-    return (gluon.candidates if variant.name == gluon.VARIANT else candidates)(variant, problem, arch)
-
-
-def _backward_variant(rules: tuple[Rule[BackwardConfig], ...], *, one_pass: bool, descriptor: bool) -> Variant:
-    """`atomic` or `two_pass`, what streams by read through TMA descriptors or through pointers."""
+def _backward_variant(*, one_pass: bool, descriptor: bool) -> Variant:
+    """`atomic` or `two_pass`, which read what they stream through TMA descriptors or through pointers."""
+    name = ("" if descriptor else "pointer_") + ("atomic" if one_pass else "two_pass")
     access = "TMA descriptors" if descriptor else "pointers: any stride, any alignment"
     return Variant(
-        name=("" if descriptor else "pointer_") + ("atomic" if one_pass else "two_pass"),
+        name=name,
         summary=("one pass over the keys, dq summed up in any order" if one_pass else "dq, then dk and dv")
         + f"; through {access}",
         capability=_THROUGH_DESCRIPTORS if descriptor else _THROUGH_POINTERS,
-        rules=rules,
+        rules=rules_of(name),
         flags=(("one_pass", one_pass), ("descriptor", descriptor)),
         deterministic=not one_pass,
-        workspace=backward_configs.workspace_one_pass if one_pass else backward_configs.workspace_two_pass,
-        fits=backward_configs.why_not_fit_one_pass if one_pass else backward_configs.why_not_fit_two_pass,
+        workspace=functools.partial(configs.workspace, one_pass=one_pass),
+        fits=functools.partial(configs.why_not_fit_backward, one_pass=one_pass),
     )
+
+
+def _op(*variants: Variant) -> Op:
+    return Op(variants=variants, prepare=_prepare, compile=_compile, export=_export, candidates=candidates)
 
 
 BACKEND = Backend(
@@ -139,24 +144,11 @@ BACKEND = Backend(
     probe=_probe,
     probe_compiler=_probe_jit,
     versions=_versions,
-    forward=Op(
-        variants=(_GLUON, *(_forward_variant(name) for name in STEPS)),
-        prepare=_prepare,
-        compile=_compile,
-        export=_export,
-        candidates=_candidates,
-    ),
-    backward=Op(
-        variants=(
-            # Two passes first: the faster ones where both were measured.
-            _backward_variant(backward_configs.DESCRIPTOR_TWO_PASS_RULES, one_pass=False, descriptor=True),
-            _backward_variant(backward_configs.DESCRIPTOR_ONE_PASS_RULES, one_pass=True, descriptor=True),
-            _backward_variant(backward_configs.POINTER_TWO_PASS_RULES, one_pass=False, descriptor=False),
-            _backward_variant(backward_configs.POINTER_ONE_PASS_RULES, one_pass=True, descriptor=False),
-        ),
-        prepare=_prepare,
-        compile=_compile,
-        export=_export,
-        candidates=backward_configs.candidates,
+    forward=_op(_gluon_variant(), *(_forward_variant(name, rung) for name, rung in STEPS.items())),
+    backward=_op(  # two passes first: the faster ones where both were measured
+        _backward_variant(one_pass=False, descriptor=True),
+        _backward_variant(one_pass=True, descriptor=True),
+        _backward_variant(one_pass=False, descriptor=False),
+        _backward_variant(one_pass=True, descriptor=False),
     ),
 )

@@ -1,4 +1,4 @@
-"""The launch of an emitted forward kernel by the driver, by Triton's calling convention. Pure Python: no Triton.
+"""The launch of a kernel by the driver, by Triton's calling convention. Pure Python: no Triton.
 
 Arguments in order, without the constants; a pointer is an address; a tensor descriptor is a CUtensorMap by value, its
 extents in 32 bit, its strides in 64 bit; after the kernel's own come two pointers to scratch memory, which is not used.
@@ -7,27 +7,27 @@ An integer that is 1 is a constant, one that is a multiple of 16 is known to be 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from dataclasses import replace
 
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
-from multiattn.triton.gluon.configs import VARIANT as GLUON
-from multiattn.triton.table import (
+from multiattn.triton.gluon_configs import VARIANT as GLUON
+from multiattn.triton.parameters import (
     FLAGS,
     Assumed,
-    Constant,
     Descriptor,
     Float,
     Integer,
-    Row,
-    Table,
+    KernelTable,
     Tensor,
     assumed_of,
     tables_of,
 )
 
 ONE, WHOLE = "the constant 1", " multiple of 16"
-SCRATCH = (abi.Pointer(tensor=None),) * 2
+_SCRATCH = (abi.Pointer(tensor=None),) * 2
 """Behind a kernel's own arguments: global and profile scratch."""
 
 
@@ -39,49 +39,44 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
         image: of the kernel: what its compiler said.
         emitted: what the kernel's code is specialised on; None while it is being emitted.
     """
-    constants, table = settle(plan, emitted or {})
-    described_rows = sum(isinstance(row, Descriptor) for row in table.rows.values())
-    if len(image.boxes) != described_rows:
-        raise ValueError(f"boxes: got {len(image.boxes)}; allowed {described_rows}, one for each descriptor")
-    boxes = iter(image.boxes)
-    arguments: list[abi.Argument] = []
-    for name, row in table.rows.items():
-        if isinstance(row, Integer):
-            arguments += _integer(constants, emitted or {}, name, row)
-        elif isinstance(row, Descriptor):
-            arguments += described(row, next(boxes))
-        elif not isinstance(row, Constant):
-            arguments.append(simple(row))
-    return abi.Binding(
-        arguments=(*arguments, *SCRATCH),
-        grid=(table.grid, 1, 1),
-        image=image,
-        constants=constants,
-        workspace_bytes=plan.workspace_bytes,
-    )
-
-
-def settle(plan: Plan, emitted: Mapping[str, str]) -> tuple[dict[str, str], Table]:
-    """The constants of the whole kernel, and its table as code that has those takes it."""
-    problem, own = plan.problem, assumed_of(plan)
+    problem, own, there = plan.problem, assumed_of(plan), emitted or {}
     constants: dict[str, str] = {}
     abi.exactly(constants, dtype=problem.dtype, head_dim=problem.head_dim, causal=problem.causal)
     abi.exactly(constants, scale_sign=problem.scale_sign)
-    alignment = abi.multiple(constants, emitted, "alignment", own.alignment, own.alignment)
-    flag = abi.flag(constants, emitted, FLAGS[plan.variant == GLUON], own.flag)
+    alignment = abi.multiple(constants, there, "alignment", own.alignment, own.alignment)
+    flag = abi.flag(constants, there, FLAGS[plan.variant == GLUON], own.flag)
     (table,) = tables_of(plan, assumed=Assumed(alignment=alignment, flag=flag))
-    return constants, table
+    binding = binding_of(table, image, there)
+    constants.update(binding.constants)
+    return replace(binding, constants=constants, workspace_bytes=plan.workspace_bytes)
 
 
-def simple(row: Row) -> abi.Argument:
-    """A row that is one argument whatever its value."""
-    if isinstance(row, Tensor):
-        return abi.Pointer(tensor=row.of)
-    assert isinstance(row, Float)
-    return abi.Number(kind="f32", value=row.value)
+def binding_of(table: KernelTable, image: abi.Image, emitted: Mapping[str, str] | None = None) -> abi.Binding:
+    """The Binding of one kernel of a launch; its constants are those of integers alone."""
+    described = sum(isinstance(row, Descriptor) for row in table.rows.values())
+    if len(image.boxes) != described:
+        raise ValueError(f"boxes: got {len(image.boxes)}; allowed {described}, one for each descriptor")
+    boxes = iter(image.boxes)
+    constants: dict[str, str] = {}
+    arguments: list[abi.Argument] = []
+    for name, _, row in table.leaves():
+        if isinstance(row, Tensor):
+            arguments.append(abi.Pointer(tensor=row.of))
+        elif isinstance(row, Float):
+            arguments.append(abi.Number(kind="f32", value=row.value))
+        elif isinstance(row, Descriptor):
+            arguments += _described(row, next(boxes))
+        elif isinstance(row, Integer):
+            value = row.value
+            accepts = functools.partial(_accepts, value=value)
+            known = abi.settle(constants, emitted or {}, name, known_of(row), accepts)
+            if known != ONE:
+                arguments.append(abi.Number(kind="i64" if known.startswith("i64") else "i32", value=value))
+    grid = (table.grid, 1, 1)
+    return abi.Binding(arguments=(*arguments, *_SCRATCH), grid=grid, image=image, constants=constants)
 
 
-def described(row: Descriptor, box: abi.Box) -> tuple[abi.Argument, ...]:
+def _described(row: Descriptor, box: abi.Box) -> tuple[abi.Argument, ...]:
     """A tensor descriptor, with the box that the compiler chose."""
     shape, strides = row.layout.shape, row.layout.strides
     in_bytes = tuple(stride * row.layout.dtype.itemsize for stride in strides[:-1])
@@ -92,16 +87,7 @@ def described(row: Descriptor, box: abi.Box) -> tuple[abi.Argument, ...]:
     )
 
 
-def _integer(constants: dict[str, str], emitted: Mapping[str, str], name: str, row: Integer) -> list[abi.Argument]:
-    """An integer as the kernel takes it, not at all where it is a constant."""
-    value = row.value
-    known = abi.settle(constants, emitted, name, _known_of(row), lambda there: _accepts(there, value))
-    if known == ONE:
-        return []
-    return [abi.Number(kind="i64" if known.startswith("i64") else "i32", value=value)]
-
-
-def _known_of(row: Integer) -> str:
+def known_of(row: Integer) -> str:
     """What Triton's JIT makes of an integer: its width and, if it may, `ONE` or whether it is a multiple of 16."""
     width = "i32" if abi.INT32_MIN <= row.value <= abi.INT32_MAX else "i64"
     if not row.specialised:

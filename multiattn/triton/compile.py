@@ -1,8 +1,13 @@
-"""Compile a Plan for its arch with no GPU: as Triton's JIT does it, but for a target that is named, not detected."""
+"""Compile a Plan for its arch with no GPU, to be read or to be run elsewhere.
+
+It is done as Triton's JIT does it, but for a target that is named, not detected.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import triton
@@ -12,11 +17,17 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
+from multiattn.plan import abi
 from multiattn.plan.arch import Arch
-from multiattn.plan.backend import Compiled, Plan
+from multiattn.plan.backend import Compiled, Exported, Plan
 from multiattn.plan.toolchain import resource_usage
-from multiattn.triton import interpreter
-from multiattn.triton.launch import Call, calls_of
+from multiattn.triton.bind import bind
+from multiattn.triton.calls import Call, calls_of
+from multiattn.triton.compiled import checked_binding, why_not
+from multiattn.triton.cpu import interpreter
+
+KINDS = ("ttir", "ttgir", "llir", "ptx")
+"""Intermediate code that can be asked for."""
 
 
 def compile_plan(plan: Plan) -> tuple[Compiled, ...]:
@@ -29,9 +40,7 @@ def compile_plan(plan: Plan) -> tuple[Compiled, ...]:
 
 
 def _compile(call: Call, arch: Arch) -> Compiled:
-    start = time.perf_counter()
-    kernel = specialise(call, arch)
-    seconds = time.perf_counter() - start
+    kernel, seconds = _timed(call, arch)
     cubin = kernel.asm["cubin"]
     usage = resource_usage(cubin)
     return Compiled(
@@ -43,6 +52,44 @@ def _compile(call: Call, arch: Arch) -> Compiled:
         registers=usage.registers if usage else None,
         spill_bytes=usage.stack_bytes if usage else None,
     )
+
+
+def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
+    """Every kernel of a Plan, compiled afresh; of `kinds` it has `KINDS`. The compiler's own error passes through.
+
+    ValueError where the Binding of a forward kernel is not what Triton would launch, or not what its cubin takes.
+    """
+    return tuple(_export(call, plan, kinds) for call in calls_of(plan))
+
+
+def _export(call: Call, plan: Plan, kinds: Sequence[str]) -> Exported:
+    kernel, seconds = _timed(call, plan.arch)
+    metadata = kernel.metadata
+    return Exported(
+        kernel=metadata.name,
+        seconds=seconds,
+        cubin=kernel.asm["cubin"],
+        threads=32 * metadata.num_warps,  # all, those that the compiler adds to specialise warps included
+        dynamic_smem_bytes=metadata.shared,
+        texts={kind: kernel.asm[kind].encode() for kind in KINDS if kind in kinds},
+        binding=_emitted_binding(kernel, call, plan) if plan.direction == "forward" else None,
+    )
+
+
+def _emitted_binding(kernel: Any, call: Call, plan: Plan) -> abi.Binding:
+    """How an emitted kernel is launched where there is no Triton; held against what Triton made of the call."""
+    if reason := why_not(kernel.metadata):
+        raise ValueError(f"{kernel.metadata.name}: {reason}, all that the loader can launch")
+    theirs = checked_binding(kernel, call.table)
+    binding = bind(plan, theirs.image)
+    if (got := replace(binding, constants=theirs.constants, workspace_bytes=0)) != theirs:
+        raise ValueError(f"{kernel.metadata.name}: got {got}; Triton has {theirs}")
+    return binding
+
+
+def _timed(call: Call, arch: Arch) -> tuple[Any, float]:
+    start = time.perf_counter()
+    return specialise(call, arch), time.perf_counter() - start
 
 
 def specialise(call: Call, arch: Arch) -> Any:
@@ -57,9 +104,9 @@ def specialise(call: Call, arch: Arch) -> Any:
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     with interpreter.exclusive_language, knobs.compilation.scope():
         knobs.compilation.always_compile = True
-        bound, specialization, _ = bind(*call.stubs(), **call.options)
+        bound, specialization, _ = bind(*call.stubs(), **call.table.options)
         options, signature, constexprs, attributes = kernel._pack_args(
-            backend, call.options, bound, specialization, None
+            backend, call.table.options, bound, specialization, None
         )
         make_source = GluonASTSource if kernel.is_gluon() else ASTSource
         source = make_source(kernel, signature, constexprs, attributes)

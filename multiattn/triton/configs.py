@@ -1,29 +1,33 @@
-"""Tiles of the forward kernel per arch: the rules, what fits, and what a tuning sweep should try."""
+"""The config records of the plain Triton kernels, of both directions, and what fits a problem and an arch."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from multiattn.plan.arch import Arch
-from multiattn.plan.backend import Variant
 from multiattn.plan.columns import one_width
-from multiattn.plan.config import COMPILED, Config, Rule, inherit
+from multiattn.plan.config import Config
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
-from multiattn.triton.steps import STEPS, Step
 
 ELEMENT_BYTES = 2  # fp16 and bf16
+SUM_BYTES = 4  # fp32
 GRID_MAX = 2**31 - 1
 """Most programs of a launch: CUDA's limit in x."""
-
-HOPPER = ("sm90",)  # wgmma
-BLACKWELL = ("sm100", "sm103")  # tcgen05
-LARGE = ("sm80",)  # mma.sync, 163 KiB of shared memory a block
-SMALL = ("sm86", "sm89", "sm120", "sm121")  # mma.sync, 99 KiB
-ASYNCHRONOUS = (*HOPPER, *BLACKWELL)
+ROWS_BESIDE = 64
+"""Rows of a program of the small kernels before and after a backward's one pass."""
+ASYNCHRONOUS = ("sm90", "sm100", "sm103")
 """Arches whose tensor cores read shared memory in the background."""
+
+
+class Tiles(NamedTuple):
+    """The tiles of one kernel in short: queries and keys of a block, warps, blocks in flight."""
+
+    tile_m: int
+    tile_n: int
+    num_warps: int
+    num_stages: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,9 +38,42 @@ class TritonConfig(Config):
     num_stages: int
     """Blocks of keys in flight; 1 switches the pipeline off."""
     heads_together: int = 1
-    """Heads whose tiles alternate in launch order: 1 walks one head after the other, more suits causal."""
+    """Heads whose tiles alternate in launch order: 1 walks one head after the other, more suits a mask."""
     registers: int | None = None
     """Most registers per thread; None leaves it to the compiler."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackwardConfig(TritonConfig):
+    """Tiles of the pass over the queries, and with two passes also those of the pass over the keys: dq_*."""
+
+    dq_tile_m: int | None = None
+    dq_tile_n: int | None = None
+    dq_num_warps: int | None = None
+    dq_num_stages: int | None = None
+
+    @classmethod
+    def of(cls, keys: Tiles, dq: Tiles | None = None, *, heads_together: int = 1) -> BackwardConfig:
+        """A config with `keys` for the pass over the queries and `dq` for the one over the keys, if there is one."""
+        of_dq = {} if dq is None else {f"dq_{name}": value for name, value in dq._asdict().items()}
+        return cls(**keys._asdict(), **of_dq, heads_together=heads_together)
+
+    @property
+    def of_dq(self) -> TritonConfig:
+        """Tiles of the pass over the keys; ValueError without one."""
+        tile_m, tile_n, num_warps, num_stages = self.dq_fields
+        if tile_m is None or tile_n is None or num_warps is None or num_stages is None:
+            raise ValueError(f"config: got {self}; allowed one with all of dq_tile_m, dq_tile_n, dq_num_*")
+        tiles = Tiles(tile_m, tile_n, num_warps, num_stages)
+        return TritonConfig(**tiles._asdict(), heads_together=self.heads_together)
+
+    @property
+    def dq_fields(self) -> tuple[int | None, int | None, int | None, int | None]:
+        """What the pass over the keys needs; all None without one."""
+        return self.dq_tile_m, self.dq_tile_n, self.dq_num_warps, self.dq_num_stages
+
+
+# ---------------------------------------------------------------- what a launch takes
 
 
 def head_pad(head_dim: int) -> int:
@@ -44,9 +81,14 @@ def head_pad(head_dim: int) -> int:
     return one_width(head_dim)
 
 
-def grid_programs(problem: Problem, config: TritonConfig) -> int:
-    """Programs of a launch: one per tile of queries, head and batch entry."""
-    return -(-problem.seq_q // config.tile_m) * problem.batch * problem.heads_q
+def query_programs(problem: Problem, rows: int) -> int:
+    """Programs of a kernel that gives each a tile of `rows` queries of one head."""
+    return -(-problem.seq_q // rows) * problem.batch * problem.heads_q
+
+
+def key_programs(problem: Problem, rows: int) -> int:
+    """Programs of a kernel that gives each a tile of `rows` keys of one key/value head."""
+    return -(-problem.seq_kv // rows) * problem.batch * problem.heads_kv
 
 
 def smem_bytes(problem: Problem, arch: Arch, config: TritonConfig) -> int:
@@ -62,40 +104,74 @@ def smem_bytes(problem: Problem, arch: Arch, config: TritonConfig) -> int:
     return rows * head_pad(problem.head_dim) * ELEMENT_BYTES
 
 
-def why_not_fit(problem: Problem, arch: Arch, config: Config, *, step: Step | None = None) -> tuple[Reason, ...]:
-    """Every reason why `config` cannot run `problem` on `arch`; with a step also what it does not do."""
+def smem_bytes_of_keys(problem: Problem, arch: Arch, config: TritonConfig) -> int:
+    """Shared memory that a backward's pass over the queries takes at least: the blocks of q and dout in flight.
+
+    Where the tensor cores read it in the background, also the tiles of k and v.
+    """
+    rows = 2 * config.tile_m * max(1, config.num_stages - 1)
+    if arch.name in ASYNCHRONOUS:
+        rows = 2 * config.tile_n + 2 * config.tile_m * config.num_stages
+    return rows * head_pad(problem.head_dim) * ELEMENT_BYTES
+
+
+def workspace(problem: Problem, config: Config | None, *, one_pass: bool) -> int:
+    """Bytes of a backward's delta, and in one pass of its sum of dq, both fp32."""
+    columns = 1 + (problem.head_dim if one_pass else 0)
+    return problem.batch * problem.heads_q * problem.seq_q * columns * SUM_BYTES
+
+
+# ---------------------------------------------------------------- what fits
+
+
+def why_not_fit(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
+    """Every reason why a forward with `config` cannot run `problem` on `arch`."""
     if not isinstance(config, TritonConfig):
         return (Reason(code="config", got=type(config).__name__, allowed="TritonConfig"),)
-    reasons = [*wrong_fields(config), *too_much_smem(problem, arch, config, smem_bytes(problem, arch, config))]
-    if step is not None:
-        reasons += beyond_step(step, config)
-    if config.tile_m > 0:
-        reasons += too_many_programs(grid_programs(problem, config))
-    return tuple(reasons)
+    return _wrong_pass_over_keys(problem, arch, config, smem_bytes(problem, arch, config))
 
 
-def wrong_fields(config: TritonConfig) -> list[Reason]:
+def why_not_fit_backward(problem: Problem, arch: Arch, config: Config, *, one_pass: bool) -> tuple[Reason, ...]:
+    """Every reason why a backward with `config` cannot run `problem` on `arch` in one pass, or in two."""
+    if not isinstance(config, BackwardConfig):
+        return (Reason(code="config", got=type(config).__name__, allowed="BackwardConfig"),)
+    reasons = [*_wrong_fields(config)]
+    reasons += too_much_smem(problem, arch, config, smem_bytes_of_keys(problem, arch, config))
+    reasons += too_many_programs(key_programs(problem, max(config.tile_n, 1)))
+    if one_pass:
+        if config.dq_fields != (None,) * 4:
+            reasons.append(Reason(code="config", got=str(config), allowed="no dq_*: there is no pass over the keys"))
+        return (*reasons, *too_many_programs(query_programs(problem, ROWS_BESIDE)))
+    if None in config.dq_fields:
+        return (*reasons, Reason(code="config", got=str(config), allowed="all of dq_*, for the pass over the keys"))
+    needed = smem_bytes(problem, arch, config.of_dq)
+    if arch.name in ASYNCHRONOUS:
+        needed += config.of_dq.tile_m * head_pad(problem.head_dim) * ELEMENT_BYTES  # dout, beside q
+    return (*reasons, *_wrong_pass_over_keys(problem, arch, config.of_dq, needed))
+
+
+def _wrong_pass_over_keys(problem: Problem, arch: Arch, config: TritonConfig, needed: int) -> tuple[Reason, ...]:
+    programs = query_programs(problem, max(config.tile_m, 1))
+    return (*_wrong_fields(config), *too_much_smem(problem, arch, config, needed), *too_many_programs(programs))
+
+
+def _wrong_fields(config: TritonConfig) -> list[Reason]:
     """A reason for every field of a config that no kernel accepts."""
-    wrong: list[tuple[str, str]] = []
-    wrong += [
-        (name, "powers of two") for name in ("tile_m", "tile_n", "num_warps") if not _is_power_of_two(config, name)
-    ]
-    wrong += [(name, "16 to 256") for name in ("tile_m", "tile_n") if getattr(config, name) not in range(16, 257)]
-    wrong += [(name, "at least 1") for name in ("num_stages", "heads_together") if getattr(config, name) < 1]
-    return [Reason(code="config", got=f"{name}={getattr(config, name)}", allowed=allowed) for name, allowed in wrong]
+
+    def refuse(allowed: str, *names: str) -> list[Reason]:
+        return [Reason(code="config", got=f"{name}={getattr(config, name)}", allowed=allowed) for name in names]
+
+    powers = [name for name in ("tile_m", "tile_n", "num_warps") if not _is_power_of_two(getattr(config, name))]
+    tiles = [name for name in ("tile_m", "tile_n") if getattr(config, name) not in range(16, 257)]
+    counts = [name for name in ("num_stages", "heads_together") if getattr(config, name) < 1]
+    return [*refuse("powers of two", *powers), *refuse("16 to 256", *tiles), *refuse("at least 1", *counts)]
 
 
-def beyond_step(step: Step, config: TritonConfig) -> list[Reason]:
-    """A reason for every field of a config that asks for what a step does not do: what is planned is what runs."""
-    limited = step.limit(config)
-    return [
-        Reason(code="config", got=f"{name}={asked}", allowed=f"{name}={done} in this variant")
-        for name in (field.name for field in fields(config))
-        if (asked := getattr(config, name)) != (done := getattr(limited, name))
-    ]
+def _is_power_of_two(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
 
 
-def too_much_smem(problem: Problem, arch: Arch, config: TritonConfig, needed: int) -> list[Reason]:
+def too_much_smem(problem: Problem, arch: Arch, config: Config, needed: int) -> list[Reason]:
     """A reason if a block of `arch` cannot have the bytes of shared memory that are needed."""
     if not arch.is_gpu or needed <= arch.smem_per_block:
         return []
@@ -109,192 +185,3 @@ def too_many_programs(programs: int) -> list[Reason]:
     if programs <= GRID_MAX:
         return []
     return [Reason(code="config", got=f"{programs} programs", allowed=f"a grid of up to {GRID_MAX}")]
-
-
-def _is_power_of_two(config: TritonConfig, name: str) -> bool:
-    value: int = getattr(config, name)
-    return value > 0 and value & (value - 1) == 0
-
-
-def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[TritonConfig]:
-    """Configs worth timing for a problem on an arch; what cannot fit is left out."""
-    if not arch.is_gpu:
-        return ()
-    pad = head_pad(problem.head_dim)
-    shapes: list[tuple[int, int, int, int | None]] = [
-        (64, 32, 4, None),
-        (64, 64, 4, None),
-        (64, 128, 4, None),
-        (128, 64, 8, None),
-        (128, 128, 8, None),
-    ]
-    if pad <= 128:
-        shapes += [(128, 64, 4, None)]
-    if pad <= 64:
-        shapes += [(64, 64, 4, 128)]  # 128 registers: four blocks of four warps share an SM
-    step = STEPS[variant.name].step
-    configs = [
-        TritonConfig(
-            tile_m=tile_m,
-            tile_n=tile_n,
-            num_warps=num_warps,
-            num_stages=num_stages,
-            registers=registers,
-            heads_together=8 if problem.is_banded else 1,
-        )
-        for (tile_m, tile_n, num_warps, registers), num_stages in itertools.product(shapes, (1, 2, 3))
-    ]
-    limited = dict.fromkeys(map(step.limit, configs))
-    return tuple(config for config in limited if not why_not_fit(problem, arch, config))
-
-
-def _rules(
-    arches: tuple[str, ...],
-    head_dims: tuple[int, int],
-    why: str,
-    *,
-    tile_m: int,
-    tile_n: int,
-    num_warps: int,
-    num_stages: int,
-    registers: int | None = None,
-    masks: tuple[bool, ...] = (False, True),
-) -> tuple[Rule[TritonConfig], ...]:
-    """A rule for full and one for causal attention, which differ in the launch order only; or one of the two."""
-    return tuple(
-        Rule(
-            arches=arches,
-            config=TritonConfig(
-                tile_m=tile_m,
-                tile_n=tile_n,
-                num_warps=num_warps,
-                num_stages=num_stages,
-                registers=registers,
-                heads_together=8 if banded else 1,
-            ),
-            why=why,
-            head_dim_min=head_dims[0],
-            head_dim_max=head_dims[1],
-            banded=banded,
-        )
-        for banded in masks
-    )
-
-
-_FULL = (False,)
-_CAUSAL = (True,)
-_H200 = "H200, 2026-11-21, Triton 3.6.0, B4 N=4096 H*D=2048 bf16, best of the candidates: "
-
-_WITHIN_A_WARP = COMPILED + "from tile_m = D on a row of scores stays in a warp, without shared memory: "
-
-_ANY_ACCESS: tuple[Rule[TritonConfig], ...] = (
-    Rule(
-        arches=("cpu",),
-        config=TritonConfig(tile_m=64, tile_n=64, num_warps=4, num_stages=1, heads_together=2),
-        why="interpreted, 2 cores, 2026-11: time goes by the number of operations, so few and large tiles",
-    ),
-    *_rules(
-        BLACKWELL, (65, 128), COMPILED + "one 128-row tile of tensor memory; compiled: 4 warps spill in the loop",
-        tile_m=128, tile_n=64, num_warps=8, num_stages=3,
-    ),
-    *_rules(
-        BLACKWELL, (129, 256), COMPILED + "8 warps share the accumulator",
-        tile_m=128, tile_n=64, num_warps=8, num_stages=2,
-    ),
-    *_rules(
-        SMALL, (1, 64), COMPILED + "no other tile promises more",
-        tile_m=64, tile_n=64, num_warps=4, num_stages=2,
-    ),
-    *_rules(
-        SMALL, (65, 128), _WITHIN_A_WARP + "5 instructions an mma.sync, at 64x32 7 to 8; 128x64 takes one stage",
-        tile_m=128, tile_n=32, num_warps=8, num_stages=3,
-    ),
-    *_rules(
-        (*LARGE, *SMALL), (129, 256), COMPILED + "what fits 99 KiB; on sm80 128x32 spills four times as often",
-        tile_m=64, tile_n=32, num_warps=4, num_stages=2,
-    ),
-)  # fmt: skip
-"""For a descriptor and for pointers alike."""
-
-DESCRIPTOR_RULES: tuple[Rule[TritonConfig], ...] = (
-    *_rules(
-        HOPPER, (1, 64), _H200 + "469 TFLOPS; 64x64 with 3 stages 435",
-        tile_m=64, tile_n=128, num_warps=4, num_stages=2, masks=_FULL,
-    ),
-    *_rules(
-        HOPPER, (1, 64), _H200 + "409 TFLOPS; 64x128 with 3 stages 406. What spills at 128 registers is the redo",
-        tile_m=64, tile_n=64, num_warps=4, num_stages=3, registers=128, masks=_CAUSAL,
-    ),
-    *_rules(
-        HOPPER, (65, 128), _H200 + "565 TFLOPS; 128x64 with 2 stages 528. Blocks on one SM hide each other's loads",
-        tile_m=64, tile_n=128, num_warps=4, num_stages=1, masks=_FULL,
-    ),
-    *_rules(
-        HOPPER, (65, 128), _H200 + "503 TFLOPS; 128x64 with 2 stages 471, 64x128 with 1 stage 436",
-        tile_m=64, tile_n=64, num_warps=4, num_stages=3, masks=_CAUSAL,
-    ),
-    *_rules(
-        HOPPER, (129, 256), _H200 + "653 TFLOPS full, 529 causal; 128x64, 8 warps, 2 stages 520 and 496",
-        tile_m=64, tile_n=128, num_warps=4, num_stages=1,
-    ),
-    *_rules(
-        BLACKWELL, (1, 64), COMPILED + "one 128-row tile of tensor memory",
-        tile_m=128, tile_n=64, num_warps=4, num_stages=3,
-    ),
-    *_ANY_ACCESS,
-)  # fmt: skip
-
-POINTER_RULES: tuple[Rule[TritonConfig], ...] = (
-    *_rules(
-        HOPPER, (1, 128), COMPILED + "at 64x128 pointers spill 56 bytes",
-        tile_m=64, tile_n=64, num_warps=4, num_stages=2,
-    ),
-    *_rules(
-        HOPPER, (129, 256), COMPILED + "8 warps share the accumulator and hardly spill",
-        tile_m=128, tile_n=64, num_warps=8, num_stages=2,
-    ),
-    *_rules(
-        BLACKWELL, (1, 64), COMPILED + "4 warps, which descriptors leave registers for, spill",
-        tile_m=128, tile_n=64, num_warps=8, num_stages=3,
-    ),
-    *_rules(
-        LARGE, (1, 64), COMPILED + "FlashAttention-2's rows; compiled: 128x64 spills",
-        tile_m=128, tile_n=32, num_warps=4, num_stages=3,
-    ),
-    *_rules(
-        LARGE, (65, 128), _WITHIN_A_WARP + "3.2 to 3.5 instructions an mma.sync, at 64x32 7.6; 4 warps spill",
-        tile_m=128, tile_n=64, num_warps=8, num_stages=2,
-    ),
-    *_ANY_ACCESS,
-)  # fmt: skip
-"""On sm90 the addresses that pointers need leave no registers for the tile of a descriptor."""
-
-_NO_LOADS_AHEAD = TritonConfig(tile_m=64, tile_n=128, num_warps=4, num_stages=1)
-
-OWN_RULES: Mapping[str, tuple[Rule[TritonConfig], ...]] = {
-    "full": DESCRIPTOR_RULES,
-    "pointer_full": POINTER_RULES,
-    "math": (
-        Rule(
-            arches=HOPPER, head_dim_min=65, head_dim_max=128, banded=True, config=_NO_LOADS_AHEAD,
-            why=_H200 + "310 TFLOPS; 128x64 299, 64x64 266",
-        ),
-    ),
-    "basic": (
-        Rule(
-            arches=HOPPER, head_dim_min=65, head_dim_max=128, banded=True, config=_NO_LOADS_AHEAD,
-            why=_H200 + "239 TFLOPS; 128x128 with 8 warps 223, 64x64 207",
-        ),
-    ),
-}  # fmt: skip
-"""Rules made for a rung, by its name. Where it has none, it goes by those of the rung that it leads to."""
-
-
-def rules_of(name: str) -> tuple[Rule[TritonConfig], ...]:
-    """The rules of a rung, by its name."""
-    step = STEPS[name].step
-    top = "full" if step.descriptor else "pointer_full"
-    own = OWN_RULES.get(name, ())
-    if name == top:
-        return own
-    return inherit(own, OWN_RULES[top], top=top, limit=step.limit)

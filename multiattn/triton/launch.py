@@ -3,98 +3,25 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 from triton import knobs
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from multiattn.plan import abi
 from multiattn.plan.backend import Launcher, Plan
-from multiattn.problem import VECTOR_BYTES, Operands
+from multiattn.problem import Operands
 from multiattn.run import compat
 from multiattn.run.arguments import layouts, pack_areas
 from multiattn.run.counters import counter_lender
 from multiattn.run.launch import ByPresence, DriverLauncher, LoadedKernel, Workspace, fresh_memory
-from multiattn.triton import backward, forward, interpreter, signature
-from multiattn.triton.gluon.configs import VARIANT as GLUON
-from multiattn.triton.table import Constant, Descriptor, Row, Table, Tensor, area_names, tables_of
-
-_GIVEN = ("q", "k", "v")
-"""Tensors of the caller's, which may be less aligned than our own."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryStub:
-    """Stands for memory where only its type and address are asked, or how aligned that is: while compiling."""
-
-    dtype: torch.dtype
-    address: int = VECTOR_BYTES
-
-    def data_ptr(self) -> int:
-        """Its address, or one that is as aligned."""
-        return self.address
-
-
-class Call:
-    """A kernel of a launch with its table."""
-
-    def __init__(self, plan: Plan, table: Table) -> None:
-        """ValueError for a table that is not the kernel's."""
-        self._describe: Any = describe
-        if plan.direction == "backward":
-            self.kernel: Any = getattr(backward, table.kernel)
-        elif plan.variant == GLUON:
-            from multiattn.triton.gluon import call as gluon  # which takes Gluon
-
-            self.kernel = gluon.kernel
-            self._describe = gluon.describe
-            table = replace(table, rows={**table.rows, "C": Constant(value=gluon.shape_of(plan))})
-        else:
-            self.kernel = getattr(forward, table.kernel)
-        if tuple(self.kernel.arg_names) != tuple(table.rows):
-            raise ValueError(f"{table.kernel}: got rows {list(table.rows)}; allowed {self.kernel.arg_names}")
-        self.table = table
-        self.grid, self.options = table.grid, dict(table.options)
-        self._problem = plan.problem
-
-    def given(self, tensors: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Every argument of the kernel; `tensors` has operands and areas of workspace by name."""
-        return tuple(self._value(row, tensors) for row in self.table.rows.values())
-
-    def stubs(self) -> tuple[Any, ...]:
-        """The same with stand-ins for the tensors: what the kernel is specialised on."""
-        known = {name: MemoryStub(dtype=layout.dtype) for name, layout in layouts(self._problem).items()}
-        dtype, alignment = self._problem.torch_dtype, self._problem.alignment
-        known |= dict.fromkeys(_GIVEN, MemoryStub(dtype=dtype, address=alignment))
-        return self.given({**known, abi.WORKSPACE: MemoryStub(dtype=torch.int32)})
-
-    def _value(self, row: Row, tensors: Mapping[str, Any]) -> Any:
-        if isinstance(row, Tensor):
-            return tensors[row.of]
-        return self._describe(row, tensors[row.of]) if isinstance(row, Descriptor) else row.value
-
-
-def calls_of(plan: Plan, *, has_dlse: bool = False, multiprocessors: int | None = None) -> tuple[Call, ...]:
-    """The kernels that a launch of `plan` runs, in order."""
-    return tuple(Call(plan, table) for table in tables_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors))
-
-
-def describe(row: Descriptor, tensor: Any) -> TensorDescriptor:
-    """A TensorDescriptor without its constructor, whose checks are done (they are the variant's capability)."""
-    descriptor = TensorDescriptor.__new__(TensorDescriptor)
-    descriptor.__dict__.update(
-        base=tensor,
-        shape=list(row.layout.shape),
-        strides=list(row.layout.strides),
-        block_shape=[1, 1, row.rows, row.columns],
-        padding="zero",
-        round_f32_to_tf32=False,
-    )
-    return descriptor
+from multiattn.triton.calls import Call, calls_of
+from multiattn.triton.compiled import checked_binding, why_not
+from multiattn.triton.cpu import interpreter
+from multiattn.triton.gluon_configs import VARIANT as GLUON
+from multiattn.triton.parameters import area_names
 
 
 def prepare(plan: Plan) -> Launcher:
@@ -109,14 +36,14 @@ def prepare(plan: Plan) -> Launcher:
 
 def _interpreter_of(plan: Plan) -> Launcher:
     calls = {has_dlse: calls_of(plan, has_dlse=has_dlse) for has_dlse in (False, True)}
-    areas = area_names(tables_of(plan))
+    areas = area_names([call.table for call in calls[False]])
     known = layouts(plan.problem)
 
     def interpret(operands: Operands) -> None:
         tensors = operands._asdict()
         tensors |= {name: torch.empty(known[name].shape, dtype=known[name].dtype) for name in areas}
         for call in calls[operands.dlse is not None]:
-            interpreter.run(call.kernel, call.grid, *call.given(tensors))
+            interpreter.run(call.kernel, call.table.grid, *call.given(tensors))
 
     return interpret
 
@@ -133,7 +60,7 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
     """By the driver itself, or by Triton's own code.
 
     Both launch the same code with the same arguments. The first costs the host half as much, or less. Triton's own is
-    for a launch with a kernel that needs more than arguments (`signature.why_not`) or takes more shared memory than
+    for a launch with a kernel that needs more than arguments (`compiled.why_not`) or takes more shared memory than
     usual (`USUAL_SMEM_BYTES`), while somebody listens to Triton's launches (`knobs.runtime.launch_enter_hook`, as its
     profiler does), and for a release of Triton that compiles to another signature than is known here, of which a
     RuntimeWarning tells, once.
@@ -141,20 +68,19 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if plan.variant == GLUON else None
     calls = calls_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors)
     with interpreter.exclusive_language:
-        compiled = [call.kernel.warmup(*call.stubs(), grid=(call.grid,), **call.options) for call in calls]
-    runs = [kernel[(call.grid, 1, 1)] for kernel, call in zip(compiled, calls, strict=True)]  # this loads them
-    workspace = _workspace(plan, device)
+        compiled = [call.kernel.warmup(*call.stubs(), grid=(call.table.grid,), **call.table.options) for call in calls]
+    runs = [kernel[(call.table.grid, 1, 1)] for kernel, call in zip(compiled, calls, strict=True)]  # this loads them
+    workspace = _workspace(plan, area_names([call.table for call in calls]), device)
     kernels = _for_driver(compiled, calls)
     if kernels is None:
         return _ThroughTriton(runs, calls, device, workspace)
     return DriverLauncher(kernels, device, workspace)
 
 
-def _workspace(plan: Plan, device: int) -> Workspace | None:
-    names = area_names(tables_of(plan))
+def _workspace(plan: Plan, names: Sequence[str], device: int) -> Workspace | None:
     if not names:
         return None
-    if names == (abi.WORKSPACE,):
+    if abi.WORKSPACE in names:
         return Workspace(lend=counter_lender(device, plan.workspace_bytes))
     known = layouts(plan.problem)
     areas, size = pack_areas({name: known[name].size_bytes for name in names})
@@ -167,13 +93,13 @@ def _for_driver(compiled: Sequence[Any], calls: Sequence[Call]) -> list[LoadedKe
     try:
         for kernel, call in zip(compiled, calls, strict=True):
             metadata = kernel.metadata
-            if signature.why_not(metadata) or metadata.shared > USUAL_SMEM_BYTES or _is_watched():
+            if why_not(metadata) or metadata.shared > USUAL_SMEM_BYTES or _is_watched():
                 return None
-            binding, function = signature.binding_of(kernel, call), int(kernel.function)
+            binding, function = checked_binding(kernel, call.table), int(kernel.function)
             kernels.append(
                 LoadedKernel(function=function, binding=binding, overlaps=bool(metadata.launch_pdl), keeps=kernel)
             )
-    except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:  # private to Triton, all of it
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # private to Triton, all of it
         if triton.__version__ not in _warned:
             _warned.add(triton.__version__)
             warnings.warn(
@@ -210,7 +136,6 @@ class _ThroughTriton:
         if self._workspace is not None:
             held = self._workspace.lend(stream)
             for name, at in self._workspace.areas.items():
-                dtype = torch.int32 if name == abi.WORKSPACE else torch.float32
-                tensors[name] = MemoryStub(dtype=dtype, address=held[0] + at)
+                tensors[name] = self._runs[0][1].stub_of(name, held[0] + at)
         for run, call in self._runs:
             run(*call.given(tensors), stream=stream)

@@ -1,20 +1,17 @@
-"""Tiles of the Gluon kernel for Hopper as data: `GluonConfig`, its rules, what of it fits, and what a sweep tries."""
+"""The config record of the Gluon kernel for Hopper, and what fits a problem."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from multiattn.plan.arch import Arch
-from multiattn.plan.backend import Variant
 from multiattn.plan.columns import one_width, saving_widths
 from multiattn.plan.config import Config
 from multiattn.plan.exp2_fma import SIXTEENTHS_MAX, share_unit
 from multiattn.plan.schedule import COUNTER_BYTES, SCHEDULERS
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
-from multiattn.triton.configs import ELEMENT_BYTES, too_many_programs
+from multiattn.triton.configs import ELEMENT_BYTES, too_many_programs, too_much_smem
 
 VARIANT = "warp_specialized"
 ARCHES = ("sm90",)
@@ -107,11 +104,7 @@ def why_not_fit(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, .
         got = f"{registers} registers for output, scores and weights ({config})"
         allowed = f"up to {most} with {config.warpgroups} warpgroups"
         reasons.append(Reason(code="config", got=got, allowed=allowed, hint="take fewer keys a tile"))
-    needed = smem_bytes(config, problem)
-    if arch.is_gpu and needed > arch.smem_per_block:
-        got = f"{config} with D={problem.head_dim}: {needed} bytes of shared memory"
-        allowed = f"{arch.smem_per_block} bytes on {arch.name}"
-        reasons.append(Reason(code="config", got=got, allowed=allowed, hint="take smaller tiles or fewer stages"))
+    reasons += too_much_smem(problem, arch, config, smem_bytes(config, problem))
     return (*reasons, *too_many_programs(grid_blocks(config, problem)))
 
 
@@ -130,48 +123,3 @@ def _wrong_fields(config: GluonConfig) -> tuple[Reason, ...]:
         ),
     )
     return tuple(Reason(code="config", got=got, allowed=allowed) for holds, got, allowed in checks if not holds)
-
-
-# ---------------------------------------------------------------- what a sweep tries
-
-# (tile_m, tile_n, q_slots)
-_Tiles = tuple[int, int, int]
-_TILES: dict[int, tuple[_Tiles, ...]] = {
-    64: ((192, 128, 2), (192, 64, 2), (192, 64, 3), (128, 128, 2)),
-    96: ((192, 64, 2), (128, 128, 2), (128, 64, 2)),
-    128: ((192, 64, 2), (128, 128, 2), (128, 64, 2)),
-    192: ((128, 64, 2), (128, 64, 1), (128, 128, 1)),
-    256: ((128, 64, 1), (128, 32, 2)),
-}
-"""By the widest head_dim of a class: one that has as many columns, and registers for as many keys."""
-
-
-def class_of(head_dim: int) -> int | None:
-    """The widest head_dim of those that are tuned together with this one; None beyond all."""
-    return next((widest for widest in _TILES if head_dim <= widest), None)
-
-
-def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[GluonConfig]:
-    """Configs worth timing: tiles with and without turns, then single changes of the first.
-
-    They have as many stages as the widest head_dim of the class has room for: a rule is for all of it.
-    """
-    widest = class_of(problem.head_dim)
-    if not arch.is_gpu or widest is None:
-        return ()
-    tiles = _TILES[widest]
-    problem = replace(problem, head_dim=widest)
-    found: list[GluonConfig | None] = []
-    for (tile_m, tile_n, q_slots), pingpong in itertools.product(tiles, (False, True)):
-        config = GluonConfig(tile_m=tile_m, tile_n=tile_n, q_slots=q_slots, pingpong=pingpong, lazy_max=True)
-        found.append(_deepest(config, problem, arch))
-    if (first := found[0]) is not None:
-        found += (replace(first, scheduler=scheduler) for scheduler in SCHEDULERS if scheduler != first.scheduler)
-        found += (replace(first, lazy_max=False), replace(first, exp2_fma_fraction=2 / 16))
-    return tuple(dict.fromkeys(it for it in found if it is not None and not why_not_fit(problem, arch, it)))
-
-
-def _deepest(config: GluonConfig, problem: Problem, arch: Arch) -> GluonConfig | None:
-    """`config` with as many stages as fit; None where two are too many."""
-    tried = (replace(config, stages=stages) for stages in range(STAGES_MAX, 1, -1))
-    return next((it for it in tried if not why_not_fit(problem, arch, it)), None)

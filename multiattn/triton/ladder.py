@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields, replace
 
-if TYPE_CHECKING:
-    from multiattn.triton.configs import TritonConfig
+from multiattn.plan.support import Reason
+from multiattn.triton.configs import TritonConfig
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "math": ("exp2", "scale_after_max"),
     "memory": ("descriptor", "pipelined"),
     "finish": ("reciprocal", "heads_together", "registers"),
 }
-"""Fields of `Step` by what they save: between a rung and its parent, fields of one group differ."""
+"""Fields of `TritonStep` by what they save: between a rung and its parent, fields of one group differ."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class TritonStep:
     """What a rung does. The kernel gets it whole, as a constant; what no kernel tests is a limit to the config."""
 
     exp2: bool = False
@@ -33,7 +32,7 @@ class Step:
     reciprocal: bool = False
     """One approximate reciprocal a row, and a product an element; else an IEEE division an element."""
     heads_together: bool = False
-    """Tiles of the config's number of heads alternate in launch order: short causal ones fill the tail."""
+    """Tiles of the config's number of heads alternate in launch order: short masked ones fill the tail."""
     registers: bool = False
     """The config's limit to the registers of a thread: more blocks on an SM."""
 
@@ -51,52 +50,62 @@ class Step:
             registers=config.registers if self.registers else None,
         )
 
+    def why_not(self, config: TritonConfig) -> list[Reason]:
+        """A reason for every field of a config that asks for what this step does not do: what is planned is run."""
+        limited = self.limit(config)
+        return [
+            Reason(code="config", got=f"{name}={asked}", allowed=f"{name}={done} in this variant")
+            for name in (field.name for field in fields(config))
+            if (asked := getattr(config, name)) != (done := getattr(limited, name))
+        ]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rung:
-    """A row of the table: a step, and where in the ladder it stands."""
+class TritonRung:
+    """A step, and where in the ladder it stands."""
 
     parent: str | None
     summary: str
-    step: Step
+    step: TritonStep
 
 
-STEPS: Mapping[str, Rung] = {
-    "full": Rung(
+_MATH = TritonStep(exp2=True, scale_after_max=True)
+_POINTER_MEMORY = replace(_MATH, pipelined=True)
+_MEMORY = replace(_POINTER_MEMORY, descriptor=True)
+_POINTER_FULL, _FULL = (
+    replace(step, reciprocal=True, heads_together=True, registers=True) for step in (_POINTER_MEMORY, _MEMORY)
+)
+
+STEPS: Mapping[str, TritonRung] = {
+    "full": TritonRung(
         parent="memory",
         summary="TMA descriptors; one reciprocal a row, heads share the L2 cache, more blocks by a cap on registers",
-        step=Step(
-            exp2=True, scale_after_max=True, descriptor=True, pipelined=True,
-            reciprocal=True, heads_together=True, registers=True,
-        ),
+        step=_FULL,
     ),
-    "pointer_full": Rung(
+    "pointer_full": TritonRung(
         parent="pointer_memory",
         summary="pointers (any stride, any alignment); one reciprocal a row, heads share the L2 cache",
-        step=Step(
-            exp2=True, scale_after_max=True, pipelined=True,
-            reciprocal=True, heads_together=True, registers=True,
-        ),
+        step=_POINTER_FULL,
     ),
-    "memory": Rung(
+    "memory": TritonRung(
         parent="math",
         summary="k and v through TMA descriptors, pipelined: loads hide behind products and need no address registers",
-        step=Step(exp2=True, scale_after_max=True, descriptor=True, pipelined=True),
+        step=_MEMORY,
     ),
-    "pointer_memory": Rung(
+    "pointer_memory": TritonRung(
         parent="math",
         summary="k and v through pointers, pipelined: loads hide behind the products",
-        step=Step(exp2=True, scale_after_max=True, pipelined=True),
+        step=_POINTER_MEMORY,
     ),
-    "math": Rung(
+    "math": TritonRung(
         parent="basic",
         summary="exp2 of one multiply-add a score: log2(e) is in the scale, which is applied after the row's maximum",
-        step=Step(exp2=True, scale_after_max=True),
+        step=_MATH,
     ),
-    "basic": Rung(
+    "basic": TritonRung(
         parent=None,
         summary="FlashAttention-2 as written: natural exp, no loads in flight, IEEE division",
-        step=Step(),
+        step=TritonStep(),
     ),
-}  # fmt: skip
-"""Every rung, by name, those first that a caller gets unasked: who is nobody's parent. A rung is a row here."""
+}
+"""Every rung by name. First come those that a caller gets without naming one: they are nobody's parent."""

@@ -14,7 +14,19 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from multiattn.triton.kernels.gluon.constants import TILE_WORDS
+
+# Triton 3.6 has the long names, 3.9 the short ones; between them both.
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+NO_TILE = gl.constexpr(-1)
+"""In place of a number of blocks: there are no more tiles."""
+
+# Words of shared memory for each slot of Q: what its tile is, and from SPOILED on one for each warpgroup.
+FIRST_QUERY, HEAD, BATCH, BLOCKS, EXACT, TILE, SPOILED = (gl.constexpr(i) for i in range(TILE_WORDS + 1))
 
 
 @gluon.jit

@@ -102,7 +102,8 @@ class _HonestBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]  # T
         addresses, active = np.broadcast_arrays(ptrs.data, mask.data)
         addresses = addresses[active.astype(bool)]
         size = np.uint64(max(1, ptrs.get_element_ty().primitive_bitwidth // 8))
-        if not addresses.size or self._in_one_extent(int(addresses.min()), int(addresses.max() + size)):
+        lowest, end = (int(addresses.min()), int(addresses.max() + size)) if addresses.size else (0, 0)
+        if not addresses.size or any(first <= lowest and end <= last for first, last in self.extents):
             return
         inside = np.zeros(addresses.shape, dtype=bool)
         for first, last in self.extents:
@@ -112,9 +113,6 @@ class _HonestBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]  # T
                 f"{what} in program {self.grid_idx}: {np.count_nonzero(~inside)} of {inside.size} active lanes "
                 f"are outside every tensor argument"
             )
-
-    def _in_one_extent(self, lowest: int, end: int) -> bool:
-        return any(first <= lowest and end <= last for first, last in self.extents)
 
     def binary_op(self, lhs: Any, rhs: Any, op: Any) -> Any:
         return self._in_fp32(super().binary_op, lhs, rhs, op)
@@ -257,12 +255,8 @@ def _patched_language() -> Iterator[_HonestBuilder]:
             yield semantic.builder
     finally:
         for owner, attributes in before:
-            _restore(owner, attributes)
-
-
-def _restore(owner: Any, attributes: dict[str, Any]) -> None:
-    for name in vars(owner).keys() - attributes.keys():
-        delattr(owner, name)
-    for name, value in attributes.items():
-        if vars(owner)[name] is not value:
-            setattr(owner, name, value)
+            for name in vars(owner).keys() - attributes.keys():
+                delattr(owner, name)
+            for name, value in attributes.items():
+                if vars(owner)[name] is not value:
+                    setattr(owner, name, value)

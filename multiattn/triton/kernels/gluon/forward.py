@@ -27,17 +27,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from multiattn.triton.gluon.compat import tma_store
-from multiattn.triton.gluon.producer import end_of_blocks, produce
-from multiattn.triton.gluon.ring import await_full, make_barriers, read_word, release, skip, write_word
-from multiattn.triton.gluon.shape import BATCH, BLOCKS, EXACT, FIRST_QUERY, HEAD, NO_TILE, SPOILED
-from multiattn.triton.gluon.softmax import (
+from multiattn.triton.kernels.gluon.mask import blocks_to_see, mask_scores
+from multiattn.triton.kernels.gluon.producer import produce
+from multiattn.triton.kernels.gluon.ring import (
+    BATCH,
+    BLOCKS,
+    EXACT,
+    FIRST_QUERY,
+    HEAD,
+    NO_TILE,
+    SPOILED,
+    await_full,
+    make_barriers,
+    read_word,
+    release,
+    skip,
+    tma_store,
+    write_word,
+)
+from multiattn.triton.kernels.gluon.softmax import (
     LARGEST_SUM,
     LN_2,
     LOWEST,
     exponentiate,
     keep_packed,
-    mask_scores,
     pack_weights,
     sum_of_thread,
     take_sign,
@@ -183,34 +196,12 @@ def _queries(q_buffers, at, C: gl.constexpr):
 
 
 @gluon.jit
-def _blocks_to_see(first_query, blocks, exact_tile, seq_q, seq_kv, C: gl.constexpr):
-    """Of the blocks of a tile how many the warpgroup sees, and from which of these on maxima are exact.
-
-    Exact are those that are seen in part, and of a lazy maximum also the one with the last key of the first query, so
-    that every row's maximum is that of a real score; all, where a tile is done again.
-    """
-    seen = blocks
-    all_see = seq_kv
-    if C.causal:
-        seen = gl.minimum(end_of_blocks(first_query, 64, seq_q, seq_kv, C), blocks)
-        all_see = gl.minimum(gl.maximum(first_query + 1 + seq_kv - seq_q, 0), seq_kv)
-    if first_query < 0:
-        seen = 0
-    first_exact = all_see // C.tile_n
-    if C.lazy_max:
-        first_exact = gl.maximum(all_see - 1, 0) // C.tile_n
-        if exact_tile > 0:
-            first_exact = 0
-    return seen, first_exact
-
-
-@gluon.jit
 def _attend(
     queries, q_place, place, turn, blocks, seen, first_exact, first_query, scale, seq_q, seq_kv,
     ring_q, ring_kv, turns, kv_buffers, warpgroup: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """The paper's loop: maxima ``[64]``, sums ``[64, 4]`` and outputs of the rows; where ring and turns are then."""
-    masked: gl.constexpr = C.causal or C.ragged
+    masked: gl.constexpr = C.banded or C.ragged
     row_max = gl.full([64], LOWEST, gl.float32, C.row)
     row_sum = sum_of_thread(gl.full([64, C.tile_n], 0.0, gl.float32, C.scores), C)  # [64, 4]
     out = gl.full([64, C.wide], 0.0, gl.float32, C.out)
@@ -325,7 +316,7 @@ def consume(warpgroup: gl.constexpr, out_maps, lse, scale, sizes, shared, C: gl.
         exact_tile = read_word(words, at + EXACT)
         buffer = slot * C.warpgroups + warpgroup
         queries = _queries(q_buffers, buffer, C)
-        seen, first_exact = _blocks_to_see(first_query, blocks, exact_tile, seq_q, seq_kv, C)
+        seen, first_exact = blocks_to_see(first_query, blocks, exact_tile, seq_q, seq_kv, C)
         row_max, row_sum, out, narrow, place, turn = _attend(
             queries, q_place, place, turn, blocks, seen, first_exact, first_query, scale, seq_q, seq_kv,
             ring_q, ring_kv, turns, kv_buffers, warpgroup, C,
@@ -386,7 +377,7 @@ def attention_forward(
     tiles,  # of one head
     heads,  # B * Hq
     together,  # heads that run side by side
-    C: gl.constexpr,  # multiattn.triton.gluon.shape.Shape
+    C: gl.constexpr,  # multiattn.triton.kernels.gluon.constants.GluonConstants
 ):
     """One block: a producer, and `C.warpgroups` consumers."""
     q_maps, k_maps, v_maps, out_maps = (q_map, q_narrow), (k_map, k_narrow), (v_map, v_narrow), (out_map, out_narrow)

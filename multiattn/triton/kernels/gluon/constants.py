@@ -1,4 +1,4 @@
-"""What is fixed when the Gluon kernel is compiled, and the layouts that follow from it."""
+"""What is fixed when the Gluon kernel is compiled, and the layouts that follow from it. Only those take Triton."""
 
 # mypy: disable-error-code="no-untyped-call"
 
@@ -8,17 +8,12 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from triton.experimental.gluon import language as gl
-
 from multiattn.plan.exp2_fma import COEFFICIENTS, KERNEL_DEGREE, LOWEST, ROUND, is_polynomial
+from multiattn.problem import Problem
+from multiattn.triton.gluon_configs import WARPGROUP_ROWS, GluonConfig, pieces_of
 
-WARPGROUP_ROWS = 64
-"""Queries of a warpgroup: the rows of a wgmma."""
-NO_TILE = gl.constexpr(-1)
-"""In place of a number of blocks: there are no more tiles."""
-
-# Words of shared memory for each slot of Q: what its tile is, and from SPOILED on one for each warpgroup.
-FIRST_QUERY, HEAD, BATCH, BLOCKS, EXACT, TILE, SPOILED = (gl.constexpr(i) for i in range(7))
+TILE_WORDS = 6
+"""Words of shared memory that say what the tile of a slot of Q is."""
 
 
 def exp2_polynomial(i: int, *, clamp: bool) -> str:
@@ -47,10 +42,11 @@ def _bits(value: float) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
+class GluonConstants:
     """Constants of a kernel; it gets them whole, as one constexpr."""
 
-    causal: bool
+    banded: bool
+    """Whether the mask hides keys."""
     ragged: bool
     """Whether the last block of keys is not full."""
     scale_sign: int
@@ -70,6 +66,28 @@ class Shape:
     lazy_max: bool
     exp2_fma_sixteenths: int
 
+    @classmethod
+    def of(cls, problem: Problem, config: GluonConfig, *, ragged: bool) -> GluonConstants:
+        """The constants of a launch."""
+        wide, narrow = pieces_of(problem.head_dim)
+        return cls(
+            banded=problem.is_banded,
+            ragged=ragged,
+            scale_sign=problem.scale_sign,
+            head_dim=problem.head_dim,
+            wide=wide,
+            narrow=narrow,
+            tile_n=config.tile_n,
+            warpgroups=config.warpgroups,
+            stages=config.stages,
+            q_slots=config.q_slots,
+            is_persistent=config.scheduler != "one_tile",
+            is_dynamic=config.scheduler == "dynamic",
+            pingpong=config.pingpong,
+            lazy_max=config.lazy_max,
+            exp2_fma_sixteenths=config.exp2_fma_sixteenths,
+        )
+
     @property
     def tile_m(self) -> int:
         """Queries of a tile."""
@@ -78,7 +96,7 @@ class Shape:
     @property
     def words(self) -> int:
         """Of a slot of Q: what its tile is, and whether each warpgroup found it spoiled."""
-        return int(SPOILED.value) + self.warpgroups
+        return TILE_WORDS + self.warpgroups
 
     @property
     def exponential(self) -> str:
@@ -93,19 +111,28 @@ class Shape:
     @property
     def scores(self) -> Any:
         """Layout of scores and weights, ``[64, tile_n]``."""
-        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.tile_n, 16])
+        return _accumulator(self.tile_n)
 
     @property
     def out(self) -> Any:
         """Layout of the wide piece of the output, ``[64, wide]``."""
-        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.wide, 16])
+        return _accumulator(self.wide)
 
     @property
     def out_narrow(self) -> Any:
         """Layout of the narrow one."""
-        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.narrow, 16])
+        return _accumulator(self.narrow)
 
     @property
     def row(self) -> Any:
         """Layout of a number for each row."""
+        from triton.experimental.gluon import language as gl
+
         return gl.SliceLayout(1, self.scores)
+
+
+def _accumulator(columns: int) -> Any:
+    """Layout of what wgmma adds to."""
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])

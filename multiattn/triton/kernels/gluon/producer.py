@@ -10,35 +10,38 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from multiattn.triton.gluon.compat import tma_load
-from multiattn.triton.gluon.ring import await_empty, read_word, write_word
-from multiattn.triton.gluon.shape import BATCH, BLOCKS, EXACT, FIRST_QUERY, HEAD, NO_TILE, SPOILED, TILE
+from multiattn.triton.kernels.gluon.mask import end_of_blocks
+from multiattn.triton.kernels.gluon.ring import (
+    BATCH,
+    BLOCKS,
+    EXACT,
+    FIRST_QUERY,
+    HEAD,
+    NO_TILE,
+    SPOILED,
+    TILE,
+    await_empty,
+    read_word,
+    tma_load,
+    write_word,
+)
 
 ENOUGH_TILES = gl.constexpr(256)
 """Of one head: twice the SMs of an H200."""
 
 
 @gluon.jit
-def end_of_blocks(first_query, queries, seq_q, seq_kv, C: gl.constexpr):
-    """Blocks of keys from the first on that any of `queries` queries from `first_query` on sees."""
-    end = seq_kv
-    if C.causal:
-        end = gl.minimum(gl.maximum(gl.minimum(first_query + queries, seq_q) + seq_kv - seq_q, 0), seq_kv)
-    return (end + C.tile_n - 1) // C.tile_n
-
-
-@gluon.jit
 def _find(tile, sizes, C: gl.constexpr):
     """Head of all entries of the batch, and first query, of the tile that is begun as number `tile`.
 
-    Heads go in sections that share the L2 cache, and in a section causal runs its longest tiles first. The last section
+    Heads go in sections that share the L2 cache, and under a mask a section runs its longest tiles first. The last one
     has the heads of two where a head has few tiles: alone, with about as many tiles as there are SMs, its longest ones
     would end last. The last tile of a head ends where its queries do, so that the one that is not whole is the first,
-    which begins before query 0 and under a causal mask sees the fewest keys.
+    which begins before query 0 and under a mask sees the fewest keys.
     """
     seq_q, _seq_kv, _heads_q, _group, tiles, heads, together = sizes
     before = 0
-    if C.causal:
+    if C.banded:
         ahead = gl.maximum((heads - 1) // together - 1, 0) * together  # heads in the sections before the last two
         if (tiles < ENOUGH_TILES) & (tile >= ahead * tiles):
             before = ahead

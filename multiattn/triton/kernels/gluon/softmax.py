@@ -31,26 +31,6 @@ def take_sign(scores, C: gl.constexpr):
 
 
 @gluon.jit
-def end_of_keys(queries, seq_q, seq_kv, C: gl.constexpr):
-    """The first key that a query does not see, nor any after it: bottom-right aligned where causal."""
-    end = 0 * queries + seq_kv
-    if C.causal:
-        end = gl.minimum(queries + 1 + (seq_kv - seq_q), seq_kv)
-    return end
-
-
-@gluon.jit
-def mask_scores(scores, first_query, first_key, seq_q, seq_kv, C: gl.constexpr):
-    """Scores, -inf where a query does not see a key. With gl.where, whose conditions are packed, twice as slow."""
-    end = end_of_keys(first_query + gl.arange(0, 64, C.row), seq_q, seq_kv, C)  # [64]
-    keys = first_key + gl.arange(0, C.tile_n, gl.SliceLayout(0, C.scores))  # [tile_n]
-    return gl.inline_asm_elementwise(
-        "{.reg .pred p; setp.gt.s32 p, $2, 0; selp.f32 $0, $1, 0fFF800000, p;}", "=f,f,r",
-        [scores, end[:, None] - keys[None, :]], gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def exponentiate(scores, base, scale, EMULATED: gl.constexpr, C: gl.constexpr):
     """Weights ``2^(scores * scale - base)``. EMULATED: a share of them by a polynomial, which wants finite scores."""
     shifted = scores * scale - base[:, None]

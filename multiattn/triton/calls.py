@@ -1,0 +1,94 @@
+"""A kernel of a launch with its arguments, as Triton takes them: for a launch, for compiling and for interpreting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from multiattn.plan import abi
+from multiattn.plan.backend import Plan
+from multiattn.problem import VECTOR_BYTES
+from multiattn.run.arguments import layouts
+from multiattn.triton.configs import ELEMENT_BYTES
+from multiattn.triton.gluon_configs import VARIANT as GLUON
+from multiattn.triton.kernels import backward, forward
+from multiattn.triton.parameters import Descriptor, KernelTable, Parameter, Tensor, tables_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryStub:
+    """Stands for memory where only its type and address are asked, or how aligned that is: while compiling."""
+
+    dtype: torch.dtype
+    address: int
+
+    def data_ptr(self) -> int:
+        """Its address, or one that is as aligned."""
+        return self.address
+
+
+class Call:
+    """A kernel of a launch with its table."""
+
+    def __init__(self, plan: Plan, table: KernelTable) -> None:
+        """ValueError for a table that is not the kernel's."""
+        self._is_gluon = plan.variant == GLUON
+        self.kernel: Any = getattr(forward if plan.direction == "forward" else backward, table.kernel)
+        if self._is_gluon:
+            from multiattn.triton.kernels.gluon.forward import attention_forward  # which takes Gluon
+
+            self.kernel = attention_forward
+        if tuple(self.kernel.arg_names) != tuple(table.rows):
+            raise ValueError(f"{table.kernel}: got rows {list(table.rows)}; allowed {self.kernel.arg_names}")
+        self.table = table
+        self._dtypes = {name: layout.dtype for name, layout in layouts(plan.problem).items()}
+        self._dtypes[abi.WORKSPACE] = torch.int32
+
+    def given(self, tensors: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Every argument of the kernel; `tensors` has operands and areas of workspace by name."""
+        return tuple(self._value(row, lambda of: tensors[of.of]) for row in self.table.rows.values())
+
+    def stubs(self) -> tuple[Any, ...]:
+        """The same with stand-ins for the tensors: what the kernel is specialised on."""
+        return tuple(self._value(row, self._stub) for row in self.table.rows.values())
+
+    def stub_of(self, name: str, address: int) -> MemoryStub:
+        """A tensor or an area of workspace that is at this address."""
+        return MemoryStub(dtype=self._dtypes[name], address=address)
+
+    def _stub(self, row: Tensor | Descriptor) -> MemoryStub:
+        is_aligned = isinstance(row, Descriptor) or row.is_aligned
+        return self.stub_of(row.of, VECTOR_BYTES if is_aligned else ELEMENT_BYTES)
+
+    def _value(self, row: Parameter, tensor_of: Callable[[Any], Any]) -> Any:
+        if isinstance(row, Mapping):
+            return tuple(each.value for each in row.values())
+        if isinstance(row, Tensor):
+            return tensor_of(row)
+        return _describe(row, tensor_of(row), self._is_gluon) if isinstance(row, Descriptor) else row.value
+
+
+def calls_of(plan: Plan, *, has_dlse: bool = False, multiprocessors: int | None = None) -> tuple[Call, ...]:
+    """The kernels that a launch of `plan` runs, in order."""
+    return tuple(Call(plan, table) for table in tables_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors))
+
+
+def _describe(row: Descriptor, tensor: Any, is_gluon: bool) -> Any:
+    """A TensorDescriptor without its constructor, whose checks are done (they are the variant's capability)."""
+    kind: Any = TensorDescriptor
+    block, more = [1, 1, row.rows, row.columns], {}
+    if is_gluon:  # which wants to know the layout in shared memory
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia import hopper
+
+        kind, dtype = hopper.TensorDescriptor, {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+        more = {"layout": gl.NVMMASharedLayout.get_default_for(block, dtype[row.layout.dtype])}
+    descriptor = kind.__new__(kind)
+    shape, strides = list(row.layout.shape), list(row.layout.strides)
+    more |= {"padding": "zero", "round_f32_to_tf32": False}
+    descriptor.__dict__.update(base=tensor, shape=shape, strides=strides, block_shape=block, **more)
+    return descriptor

@@ -1,0 +1,121 @@
+"""Configs that a tuning sweep times: tiles worth a try, in every combination that fits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from multiattn.plan.arch import Arch
+from multiattn.plan.backend import Variant
+from multiattn.plan.config import Config
+from multiattn.plan.schedule import SCHEDULERS
+from multiattn.problem import Problem
+from multiattn.triton.configs import BackwardConfig, Tiles, TritonConfig, head_pad
+from multiattn.triton.gluon_configs import STAGES_MAX, VARIANT, GluonConfig, why_not_fit
+from multiattn.triton.ladder import STEPS
+
+_Shapes = tuple[tuple[int, int, int], ...]
+_SHAPES: Mapping[int, _Shapes] = {
+    64: ((64, 128, 8), (128, 128, 8), (64, 64, 4), (128, 64, 4), (64, 128, 4), (128, 64, 8)),
+    128: ((64, 128, 8), (64, 64, 4), (32, 128, 8), (64, 64, 8), (128, 64, 8), (32, 64, 4)),
+    256: ((64, 64, 8), (32, 64, 8), (32, 128, 8), (64, 128, 8), (16, 64, 4), (16, 128, 8)),
+}
+"""(tile_m, tile_n, num_warps) of a backward's pass over the queries, by the largest padded head_dim to try them at."""
+_DQ_SHAPES: Mapping[int, _Shapes] = {
+    64: ((128, 64, 4), (128, 64, 8), (128, 128, 8), (64, 64, 4)),
+    128: ((64, 64, 4), (128, 64, 8), (128, 128, 8), (64, 32, 4)),
+    256: ((64, 64, 8), (128, 64, 8), (64, 32, 4), (128, 32, 8)),
+}
+"""The same of the pass over the keys."""
+_GLUON_TILES: Mapping[int, _Shapes] = {
+    64: ((192, 128, 2), (192, 64, 2), (192, 64, 3), (128, 128, 2)),
+    96: ((192, 64, 2), (128, 128, 2), (128, 64, 2)),
+    128: ((192, 64, 2), (128, 128, 2), (128, 64, 2)),
+    192: ((128, 64, 2), (128, 64, 1), (128, 128, 1)),
+    256: ((128, 64, 1), (128, 32, 2)),
+}
+"""(tile_m, tile_n, q_slots) by the widest head_dim of a class: one that has as many columns, and registers for as many
+keys."""
+
+
+def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Config]:
+    """Configs worth timing for a problem on an arch; what cannot fit is left out."""
+    if not arch.is_gpu:
+        return ()
+    if variant.name == VARIANT:
+        return _gluon(problem, arch)
+    found = _forward(variant, problem) if variant.name in STEPS else _backward(variant, problem)
+    return tuple(config for config in dict.fromkeys(found) if not variant.fits(problem, arch, config))
+
+
+def _together(problem: Problem) -> int:
+    return 8 if problem.is_banded else 1
+
+
+def _up_to(table: Mapping[int, _Shapes], problem: Problem) -> _Shapes:
+    return next(shapes for limit, shapes in table.items() if head_pad(problem.head_dim) <= limit)
+
+
+def _forward(variant: Variant, problem: Problem) -> list[TritonConfig]:
+    shapes: list[tuple[int, int, int, int | None]] = [
+        (64, 32, 4, None),
+        (64, 64, 4, None),
+        (64, 128, 4, None),
+        (128, 64, 8, None),
+        (128, 128, 8, None),
+    ]
+    if head_pad(problem.head_dim) <= 128:
+        shapes += [(128, 64, 4, None)]
+    if head_pad(problem.head_dim) <= 64:
+        shapes += [(64, 64, 4, 128)]  # 128 registers: four blocks of four warps share an SM
+    together, step = _together(problem), STEPS[variant.name].step
+    return [
+        step.limit(TritonConfig(**Tiles(m, n, warps, stages)._asdict(), registers=registers, heads_together=together))
+        for (m, n, warps, registers), stages in itertools.product(shapes, (1, 2, 3))
+    ]
+
+
+def _backward(variant: Variant, problem: Problem) -> list[BackwardConfig]:
+    """With two passes each with a middling config of the other, as their times add up."""
+    shapes, together = _up_to(_SHAPES, problem), _together(problem)
+    if dict(variant.flags)["one_pass"]:
+        every = (Tiles(*shape, stages) for shape, stages in itertools.product(shapes, (1, 2, 3)))
+        return [BackwardConfig.of(tiles, heads_together=together) for tiles in every]
+    dq_shapes = _up_to(_DQ_SHAPES, problem)
+    both = [(Tiles(*shape, stages), Tiles(*dq_shapes[0], 2)) for shape, stages in itertools.product(shapes, (1, 2))]
+    both += [(Tiles(*shapes[0], 2), Tiles(*dq, stages)) for dq, stages in itertools.product(dq_shapes, (1, 2, 3))]
+    return [BackwardConfig.of(keys, dq, heads_together=together) for keys, dq in both]
+
+
+# ---------------------------------------------------------------- Gluon
+
+
+def class_of(head_dim: int) -> int | None:
+    """The widest head_dim of those that are tuned together with this one; None beyond all."""
+    return next((widest for widest in _GLUON_TILES if head_dim <= widest), None)
+
+
+def _gluon(problem: Problem, arch: Arch) -> Sequence[GluonConfig]:
+    """Tiles with and without turns, then single changes of the first.
+
+    They have as many stages as the widest head_dim of the class has room for: a rule is for all of it.
+    """
+    widest = class_of(problem.head_dim)
+    if widest is None:
+        return ()
+    problem = replace(problem, head_dim=widest)
+    found: list[GluonConfig | None] = []
+    for (tile_m, tile_n, q_slots), pingpong in itertools.product(_GLUON_TILES[widest], (False, True)):
+        config = GluonConfig(tile_m=tile_m, tile_n=tile_n, q_slots=q_slots, pingpong=pingpong, lazy_max=True)
+        found.append(_deepest(config, problem, arch))
+    if (first := found[0]) is not None:
+        found += (replace(first, scheduler=scheduler) for scheduler in SCHEDULERS if scheduler != first.scheduler)
+        found += (replace(first, lazy_max=False), replace(first, exp2_fma_fraction=2 / 16))
+    return tuple(dict.fromkeys(it for it in found if it is not None and not why_not_fit(problem, arch, it)))
+
+
+def _deepest(config: GluonConfig, problem: Problem, arch: Arch) -> GluonConfig | None:
+    """`config` with as many stages as fit; None where two are too many."""
+    tried = (replace(config, stages=stages) for stages in range(STAGES_MAX, 1, -1))
+    return next((it for it in tried if not why_not_fit(problem, arch, it)), None)

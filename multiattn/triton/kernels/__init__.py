@@ -1,0 +1,1 @@
+"""The kernels, as the compilers get them."""

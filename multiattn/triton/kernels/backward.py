@@ -1,0 +1,306 @@
+"""The backward kernels: gradients of q, k and v from what a forward saved.
+
+FlashAttention-2 (Dao, arXiv 2307.08691, Algorithm 2) in the log2 domain. Weights are made again from the scores and
+the saved lse. In one pass over the keys (`prepare_rows`, `gradients_of_keys`, `finish_dq`) every block of keys adds its
+share to an fp32 sum of dq, in any order; in two passes (`gradient_of_queries`, `gradients_of_keys`) dq comes from a
+walk over the keys, as out did, and the bits are the same each time. Plain `triton.language` only, as forward.
+
+Strides are of (batch, head, row): of q, k and v in units of C.vector elements, of the others in units of C.out_vector.
+"""
+
+# ruff: noqa: ANN001, ANN201, ANN202, N803 - Triton's own annotations and its upper-case constexprs
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from multiattn.triton.kernels.tiles import (
+    inside,
+    key_range,
+    load_own,
+    load_streamed,
+    my_tile,
+    query_range,
+    seeing_rows,
+    seek,
+    store_rows,
+    tile_offsets,
+    visible_keys,
+)
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit(do_not_specialize=["dlse_rows", "seq_q"])
+def prepare_rows(
+    out,  # pointer, [B, Hq, Sq, D]
+    dout,  # pointer, like out
+    dlse,  # pointer, fp32 [B, Hq, Sq], contiguous; any pointer where dlse_rows is 0
+    delta,  # pointer, fp32 [B, Hq, Sq], contiguous
+    dq_sum,  # pointer, fp32 [B, Hq, Sq, D], contiguous
+    dlse_rows,  # seq_q, or 0 where there is no dlse
+    seq_q,
+    heads_q,
+    batch_heads,  # B * Hq
+    out_strides,  # of out and dout
+    C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
+):
+    """Before the pass: delta of tile_m rows, and zero in their part of dq_sum."""
+    tile, batch_head = my_tile(seq_q, batch_heads, False, C.tile_m, 1)
+    at = (batch_head // heads_q, batch_head % heads_q)
+    out = seek(out, out_strides, at, False, C.out_vector)
+    dout = seek(dout, out_strides, at, False, C.out_vector)
+    first_row = tile * C.tile_m
+    dout_tile = load_own(dout, out_strides, first_row, seq_q, C.tile_m, C.out_vector, C)  # [tile_m, head_pad]
+    _delta_of_rows(out, out_strides, dout_tile, dlse, delta, dlse_rows, batch_head, first_row, seq_q, C)
+    dq_sum += (batch_head.to(tl.int64) * seq_q + first_row) * C.head_dim
+    tl.store(
+        dq_sum + tile_offsets(C.head_dim, C.tile_m, 1, False, C),
+        tl.full([C.tile_m, C.head_pad], 0.0, tl.float32),
+        mask=inside(first_row, seq_q, C.tile_m, C),
+    )
+
+
+@triton.jit(do_not_specialize=["seq_q"])
+def finish_dq(
+    dq_sum,  # pointer, fp32 [B, Hq, Sq, D], contiguous
+    dq,  # pointer, [B, Hq, Sq, D]
+    grad_factor,  # scale, with its sign
+    seq_q,
+    heads_q,
+    batch_heads,  # B * Hq
+    dq_strides,
+    C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
+):
+    """After the pass: dq of tile_m rows from their sum."""
+    tile, batch_head = my_tile(seq_q, batch_heads, False, C.tile_m, 1)
+    first_row = tile * C.tile_m
+    dq = seek(dq, dq_strides, (batch_head // heads_q, batch_head % heads_q), False, C.out_vector)
+    dq_sum += (batch_head.to(tl.int64) * seq_q + first_row) * C.head_dim
+    total = tl.load(  # [tile_m, head_pad]
+        dq_sum + tile_offsets(C.head_dim, C.tile_m, 1, False, C), mask=inside(first_row, seq_q, C.tile_m, C)
+    )
+    store_rows(dq, dq_strides, total * grad_factor, first_row, seq_q, C.tile_m, C)
+
+
+# ---------------------------------------------------------------- the pass over the keys
+
+
+@triton.jit(do_not_specialize=["dlse_rows", "seq_q", "seq_kv"])
+def gradient_of_queries(
+    q,  # pointer, [B, Hq, Sq, D]
+    k,  # [B, Hkv, Skv, D]; a pointer, or a tensor descriptor with block [1, 1, tile_n, head_pad]
+    v,  # like k
+    out,  # pointer, like q
+    lse,  # pointer, fp32 [B, Hq, Sq], contiguous
+    dout,  # pointer, like out
+    dlse,  # pointer, like lse; any pointer where dlse_rows is 0
+    dq,  # pointer, like out
+    delta,  # pointer, like lse: written, for the pass over the queries
+    score_factor,  # scale * log2(e), with its sign
+    grad_factor,  # scale, with its sign
+    dlse_rows,  # seq_q, or 0 where there is no dlse
+    seq_q,
+    seq_kv,
+    heads,  # (Hq, query heads that share one key/value head, B * Hq)
+    q_strides,
+    k_strides,  # None where a descriptor has them
+    v_strides,
+    out_strides,  # of out, dout and dq
+    C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
+):
+    """First of two passes: dq ``[tile_m, head_dim]`` and delta ``[tile_m]`` of one tile of queries."""
+    heads_q, group, batch_heads = heads
+    tile, batch_head = my_tile(seq_q, batch_heads, C.banded, C.tile_m, C.heads_in_turn)
+    batch = batch_head // heads_q
+    head = batch_head % heads_q
+    at, at_kv, lengths = (batch, head), (batch, head // group), (seq_q, seq_kv)
+    first_row = tile * C.tile_m
+    q = seek(q, q_strides, at, False, C.vector)
+    k = seek(k, k_strides, at_kv, C.descriptor, C.vector)
+    v = seek(v, v_strides, at_kv, C.descriptor, C.vector)
+    out = seek(out, out_strides, at, False, C.out_vector)
+    dout = seek(dout, out_strides, at, False, C.out_vector)
+    dq = seek(dq, out_strides, at, False, C.out_vector)
+
+    q_tile = load_own(q, q_strides, first_row, seq_q, C.tile_m, C.vector, C)  # [tile_m, head_pad]
+    dout_tile = load_own(dout, out_strides, first_row, seq_q, C.tile_m, C.out_vector, C)  # [tile_m, head_pad]
+    row_delta = _delta_of_rows(  # [tile_m]
+        out, out_strides, dout_tile, dlse, delta, dlse_rows, batch_head, first_row, seq_q, C
+    )
+    row_lse = _lse_of_rows(lse + batch_head.to(tl.int64) * seq_q, first_row, seq_q, C)  # [tile_m]
+
+    own, kv = (q_tile, dout_tile, row_lse, row_delta), (k, v, k_strides, v_strides)
+    acc = tl.full([C.tile_m, C.head_pad], 0.0, tl.float32)
+    begin, masked_begin, end = key_range(first_row, lengths, C)
+    acc = _walk_keys(acc, own, kv, begin, masked_begin, first_row, at_kv, lengths, score_factor, False, C)
+    acc = _walk_keys(acc, own, kv, masked_begin, end, first_row, at_kv, lengths, score_factor, True, C)
+    store_rows(dq, out_strides, acc * grad_factor, first_row, seq_q, C.tile_m, C)
+
+
+@triton.jit
+def _walk_keys(
+    acc, own, kv, begin, end, first_row, at_kv, lengths, score_factor, MASKED: tl.constexpr, C: tl.constexpr
+):
+    """Add to acc, which is dq ``[tile_m, head_pad]`` but for its factor, the keys [begin, end), in blocks of tile_n."""
+    q_tile, dout_tile, row_lse, row_delta = own
+    k, v, k_strides, v_strides = kv
+    seq_kv = lengths[1]
+    for first_key in tl.range(begin, end, C.tile_n, num_stages=C.stages):
+        k_tile = load_streamed(k, k_strides, at_kv, first_key, seq_kv, C.tile_n, MASKED, C.vector, C)
+        v_tile = load_streamed(v, v_strides, at_kv, first_key, seq_kv, C.tile_n, MASKED, C.vector, C)
+        scores = tl.dot(q_tile, tl.trans(k_tile))  # [tile_m, tile_n] fp32
+        dweights = tl.dot(dout_tile, tl.trans(v_tile))  # [tile_m, tile_n] fp32
+        weights = tl.math.exp2(scores * score_factor - row_lse[:, None])
+        dscores = weights * (dweights - row_delta[:, None])
+        if MASKED:  # selected, not multiplied: a masked weight may be inf
+            rows = first_row + tl.arange(0, C.tile_m)
+            keys = first_key + tl.arange(0, C.tile_n)
+            visible = visible_keys(rows[:, None], keys[None, :], lengths, C)
+            dscores = tl.where(visible, dscores, 0.0)
+        acc = tl.dot(dscores.to(k_tile.dtype), k_tile, acc)
+    return acc
+
+
+# ---------------------------------------------------------------- the pass over the queries
+
+
+@triton.jit(do_not_specialize=["seq_q", "seq_kv"])
+def gradients_of_keys(
+    q,  # [B, Hq, Sq, D]; a pointer, or a tensor descriptor with block [1, 1, tile_m, head_pad]
+    k,  # pointer, [B, Hkv, Skv, D]
+    v,  # pointer, like k
+    lse,  # pointer, fp32 [B, Hq, Sq], contiguous
+    dout,  # like q
+    delta,  # pointer, like lse
+    dq_sum,  # fp32 [B, Hq, Sq, D], contiguous; like q. None where dq is not summed up here
+    dk,  # pointer, [B, Hkv, Skv, D]
+    dv,  # pointer, [B, Hkv, Skv, D]
+    score_factor,  # scale * log2(e), with its sign
+    grad_factor,  # scale, with its sign
+    seq_q,
+    seq_kv,
+    heads,  # (Hq, query heads that share one key/value head, B * Hkv)
+    q_strides,  # None where a descriptor has them
+    k_strides,
+    v_strides,
+    dout_strides,  # None where a descriptor has them
+    dk_strides,
+    dv_strides,
+    C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
+):
+    """dk and dv ``[tile_n, head_dim]`` of one tile of keys, and in one pass what these keys add to dq."""
+    heads_q, group, batch_heads = heads
+    tile, batch_head = my_tile(seq_kv, batch_heads, False, C.tile_n, C.heads_in_turn)
+    heads_kv = heads_q // group
+    batch = batch_head // heads_kv
+    head_kv = batch_head % heads_kv
+    at_kv, lengths = (batch, head_kv), (seq_q, seq_kv)
+    first_key = tile * C.tile_n
+    k = seek(k, k_strides, at_kv, False, C.vector)
+    v = seek(v, v_strides, at_kv, False, C.vector)
+
+    k_tile = load_own(k, k_strides, first_key, seq_kv, C.tile_n, C.vector, C)  # [tile_n, head_pad]
+    v_tile = load_own(v, v_strides, first_key, seq_kv, C.tile_n, C.vector, C)  # [tile_n, head_pad]
+    dk_acc = tl.full([C.tile_n, C.head_pad], 0.0, tl.float32)
+    dv_acc = tl.full([C.tile_n, C.head_pad], 0.0, tl.float32)
+    begin, masked_end = query_range(first_key, lengths, C)
+    streamed = (q, dout, q_strides, dout_strides, lse, delta, dq_sum)
+    for member in range(group):
+        at = (batch, head_kv * group + member)
+        dk_acc, dv_acc = _walk_queries(
+            dk_acc, dv_acc, k_tile, v_tile, streamed, begin, masked_end, first_key, at, heads_q, lengths, score_factor,
+            True, C,
+        )  # fmt: skip
+        dk_acc, dv_acc = _walk_queries(
+            dk_acc, dv_acc, k_tile, v_tile, streamed, masked_end, seq_q, first_key, at, heads_q, lengths, score_factor,
+            False, C,
+        )  # fmt: skip
+    # Only now, as their addresses would take registers from the loops.
+    dk = seek(dk, dk_strides, at_kv, False, C.out_vector)
+    dv = seek(dv, dv_strides, at_kv, False, C.out_vector)
+    store_rows(dv, dv_strides, dv_acc, first_key, seq_kv, C.tile_n, C)
+    store_rows(dk, dk_strides, dk_acc * grad_factor, first_key, seq_kv, C.tile_n, C)
+
+
+@triton.jit
+def _walk_queries(
+    dk_acc, dv_acc, k_tile, v_tile, streamed, begin, end, first_key, at, heads_q, lengths, score_factor,
+    MASKED: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Add to dk, but for its factor, and dv the queries [begin, end) of one head, in blocks of tile_m.
+
+    dk_acc, dv_acc, k_tile and v_tile are ``[tile_n, head_pad]``. Scores are made transposed, so that weights and
+    dscores are left operands as they come from the tensor core.
+    """
+    q, dout, q_strides, dout_strides, lse, delta, dq_sum = streamed
+    seq_q = lengths[0]
+    sequence = (at[0] * heads_q + at[1]).to(tl.int64) * seq_q
+    q = seek(q, q_strides, at, C.descriptor, C.vector)
+    dout = seek(dout, dout_strides, at, C.descriptor, C.out_vector)
+    if C.one_pass and not C.descriptor:
+        dq_sum += sequence * C.head_dim
+    for first_row in tl.range(begin, end, C.tile_m, num_stages=C.stages):
+        q_tile = load_streamed(q, q_strides, at, first_row, seq_q, C.tile_m, True, C.vector, C)  # [tile_m, head_pad]
+        dout_tile = load_streamed(  # [tile_m, head_pad]
+            dout, dout_strides, at, first_row, seq_q, C.tile_m, True, C.out_vector, C
+        )
+        rows = first_row + tl.arange(0, C.tile_m)
+        row_lse = _lse_of_rows(lse + sequence, first_row, seq_q, C)  # [tile_m]
+
+        scores = tl.dot(k_tile, tl.trans(q_tile))  # [tile_n, tile_m] fp32
+        weights = tl.math.exp2(scores * score_factor - row_lse[None, :])
+        if MASKED:  # selected, not multiplied: a masked weight may be inf
+            keys = first_key + tl.arange(0, C.tile_n)
+            visible = seeing_rows(rows[None, :], keys[:, None], lengths, C)
+            weights = tl.where(visible, weights, 0.0)
+        dv_acc = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv_acc)
+
+        dweights = tl.dot(v_tile, tl.trans(dout_tile))  # [tile_n, tile_m] fp32
+        row_delta = tl.load(delta + sequence + rows, mask=rows < seq_q, other=0.0)  # [tile_m]
+        dscores = weights * (dweights - row_delta[None, :])  # 0 where a weight is: the rest is finite
+        dscores = dscores.to(q_tile.dtype)
+        dk_acc = tl.dot(dscores, q_tile, dk_acc)
+        if C.one_pass:
+            dq_tile = tl.dot(tl.trans(dscores), k_tile)  # [tile_m, head_pad] fp32
+            _add_to_dq(dq_sum, dq_tile, at, first_row, seq_q, C)
+    return dk_acc, dv_acc
+
+
+@triton.jit
+def _add_to_dq(dq_sum, dq_tile, at, first_row, seq_q, C: tl.constexpr):
+    """Add dq_tile ``[tile_m, head_pad]`` to rows of dq_sum. No order: the sums are read by a later kernel only."""
+    if C.descriptor:
+        dq_sum.atomic_add([at[0], at[1], first_row, 0], tl.reshape(dq_tile, [1, 1, C.tile_m, C.head_pad]))
+    else:
+        tl.atomic_add(
+            dq_sum + tl.cast(first_row, tl.int64) * C.head_dim + tile_offsets(C.head_dim, C.tile_m, 1, False, C),
+            dq_tile,
+            mask=inside(first_row, seq_q, C.tile_m, C),
+            sem="relaxed",
+        )
+
+
+# ---------------------------------------------------------------- a number for each row
+
+
+@triton.jit
+def _delta_of_rows(out, out_strides, dout_tile, dlse, delta, dlse_rows, batch_head, first_row, seq_q, C: tl.constexpr):
+    """``rowsum(dout * out) - dlse``: written, and returned as ``[tile_m]``. dout_tile is ``[tile_m, head_pad]``."""
+    out_tile = load_own(out, out_strides, first_row, seq_q, C.tile_m, C.out_vector, C)  # [tile_m, head_pad]
+    rows = first_row + tl.arange(0, C.tile_m)
+    at = batch_head.to(tl.int64) * seq_q + rows
+    row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    row_delta -= tl.load(dlse + at, mask=rows < dlse_rows, other=0.0)
+    tl.store(delta + at, row_delta, mask=rows < seq_q)
+    return row_delta
+
+
+@triton.jit
+def _lse_of_rows(lse, first_row, seq_q, C: tl.constexpr):
+    """lse ``[tile_m]`` in log2 units; +inf, which leaves no weight, for a row that sees no key or does not exist."""
+    rows = first_row + tl.arange(0, C.tile_m)
+    row_lse = tl.load(lse + rows, mask=rows < seq_q, other=float("inf"))
+    return tl.where(row_lse == float("-inf"), float("inf"), row_lse) * LOG2_E

@@ -1,0 +1,44 @@
+"""The constants of the plain Triton kernels, and what tensors must be like for them. Imports no Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from multiattn.triton.ladder import TritonStep
+
+OUT_VECTOR = 8
+"""Elements that divide every stride of out and of the gradients: dense, so they are multiples of head_dim."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TileConstants:
+    """Constants of a kernel; it gets them whole, as one constexpr."""
+
+    head_dim: int
+    head_pad: int
+    """head_dim rounded up to a power of two that tl.dot accepts; the padding is zero."""
+    tile_m: int
+    far_rows: bool
+    """Whether offsets inside one tile can pass 2^31 elements."""
+    tile_n: int = 0
+    stages: int = 1
+    """Blocks in flight of what a program streams."""
+    heads_in_turn: int = 1
+    """Heads whose tiles alternate in launch order."""
+    vector: int = OUT_VECTOR
+    """Elements that divide every address and stride of q, k and v."""
+    banded: bool = False
+    """Whether the mask hides keys."""
+    descriptor: bool = False
+    """Whether what a program streams comes through TMA descriptors."""
+    one_pass: bool = False
+    """Whether the pass over the queries of a backward sums up dq."""
+    scale_sign: int = 1
+    """-1, 0 or 1: the sign of the scale goes into q. A backward has it in its factors."""
+    step: TritonStep = field(default_factory=TritonStep)
+    """What a rung of the forward does."""
+
+    @property
+    def out_vector(self) -> int:
+        """As `OUT_VECTOR`."""
+        return OUT_VECTOR

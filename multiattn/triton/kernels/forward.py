@@ -1,0 +1,157 @@
+"""The forward kernel: one template for every rung of the ladder, whose `TritonStep` is among its constants.
+
+FlashAttention-2 (Dao, arXiv 2307.08691, Algorithm 1), from the second rung on in the log2 domain. A program owns one
+tile of queries of one head. It first walks the key blocks that all its rows see, with no mask, then the few that need
+one: the diagonal and the ragged end. Plain `triton.language` only, so that the same source compiles for every arch and
+is interpreted.
+"""
+
+# ruff: noqa: SIM108 - Triton compiles an if; a conditional expression it takes for a run-time select
+# ruff: noqa: ANN001, ANN201, ANN202, N803 - Triton's own annotations and its upper-case constexprs
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from multiattn.triton.kernels.tiles import key_range, load_own, load_streamed, my_tile, seek, store_rows, visible_keys
+
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+"""Where a row's maximum starts: the lowest finite fp32. With -inf a row that sees nothing would need guards."""
+
+
+# Lengths of 1 as constants crash the assembler of Triton 3.6.0 (with a descriptor and a register cap), and buy nothing.
+# They are no tuple, as Triton 3.6 and 3.9 specialise on what is in one whatever they are told.
+@triton.jit(do_not_specialize=["seq_q", "seq_kv"])
+def attention_forward(
+    q,  # pointer, [B, Hq, Sq, D]
+    k,  # [B, Hkv, Skv, D]; a pointer, or a tensor descriptor with block [1, 1, tile_n, head_pad]
+    v,  # like k
+    out,  # pointer, like q
+    lse,  # pointer, fp32 [B, Hq, Sq], contiguous
+    scale,  # |scale| in the domain of the step (times log2(e) for exp2), positive
+    seq_q,
+    seq_kv,
+    heads,  # (Hq, query heads that share one key/value head, B * Hq)
+    q_strides,  # of (batch, head, row), in units of C.vector elements
+    k_strides,  # the same; None where a descriptor has them
+    v_strides,
+    out_strides,  # in units of C.out_vector elements
+    C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
+):
+    """Attention of one tile of tile_m queries: writes out ``[tile_m, head_dim]`` and lse ``[tile_m]``."""
+    heads_q, group, batch_heads = heads
+    tile, batch_head = my_tile(seq_q, batch_heads, C.banded, C.tile_m, C.heads_in_turn)
+    batch = batch_head // heads_q
+    head = batch_head % heads_q
+    at, at_kv, lengths = (batch, head), (batch, head // group), (seq_q, seq_kv)
+    first_row = tile * C.tile_m
+    q = seek(q, q_strides, at, False, C.vector)
+    k = seek(k, k_strides, at_kv, C.descriptor, C.vector)
+    v = seek(v, v_strides, at_kv, C.descriptor, C.vector)
+    out = seek(out, out_strides, at, False, C.out_vector)
+    lse += batch_head.to(tl.int64) * seq_q
+
+    kv = (k, v, k_strides, v_strides)
+    acc, row_sum, row_max = _attend(q, q_strides, kv, first_row, at_kv, lengths, scale, C)
+    _store(out, out_strides, lse, acc, row_sum, row_max, first_row, seq_q, C)
+
+
+@triton.jit
+def _attend(q, q_strides, kv, first_row, at_kv, lengths, scale, C: tl.constexpr):
+    """tile_m queries over all keys they see: acc ``[tile_m, head_pad]``, row_sum and row_max ``[tile_m]``."""
+    q_tile = load_own(q, q_strides, first_row, lengths[0], C.tile_m, C.vector, C)  # [tile_m, head_pad]
+    if C.scale_sign < 0:
+        q_tile = -q_tile
+    if C.scale_sign == 0:
+        q_tile = (q_tile * 0.0).to(q_tile.dtype)  # not zeros: inf * 0 must stay nan
+
+    rows = first_row + tl.arange(0, C.tile_m)
+    acc = tl.full([C.tile_m, C.head_pad], 0.0, tl.float32)
+    row_sum = tl.full([C.tile_m], 0.0, tl.float32)
+    row_max = tl.full([C.tile_m], LOWEST, tl.float32)
+    begin, masked_begin, end = key_range(first_row, lengths, C)
+    acc, row_sum, row_max = _walk(
+        acc, row_sum, row_max, q_tile, kv, begin, masked_begin, rows, at_kv, lengths, scale, False, C
+    )
+    # Skipped where there is nothing to mask: of an empty loop Triton still sets up the pipeline, and takes it down.
+    if C.banded or masked_begin < end:
+        acc, row_sum, row_max = _walk(
+            acc, row_sum, row_max, q_tile, kv, masked_begin, end, rows, at_kv, lengths, scale, True, C
+        )
+    return acc, row_sum, row_max
+
+
+@triton.jit
+def _walk(
+    acc, row_sum, row_max, q_tile, kv, begin, end, rows, at_kv, lengths, scale, MASKED: tl.constexpr, C: tl.constexpr
+):
+    """Online softmax over the keys [begin, end), in blocks of tile_n.
+
+    acc ``[tile_m, head_pad]`` is not yet divided by row_sum ``[tile_m]``; row_max and rows are ``[tile_m]``.
+    """
+    k, v, k_strides, v_strides = kv
+    seq_kv = lengths[1]
+    for first_key in tl.range(begin, end, C.tile_n, num_stages=C.stages):
+        k_tile = load_streamed(k, k_strides, at_kv, first_key, seq_kv, C.tile_n, MASKED, C.vector, C)
+        scores = tl.dot(q_tile, tl.trans(k_tile))  # [tile_m, tile_n] fp32
+        if MASKED:
+            keys = first_key + tl.arange(0, C.tile_n)
+            visible = visible_keys(rows[:, None], keys[None, :], lengths, C)
+            scores = tl.where(visible, scores, float("-inf"))
+
+        new_max, shifted = _shift(scores, row_max, scale, C)
+        weights = _power(shifted, False, C)
+        decay = _power(row_max - new_max, False, C)
+        row_sum = row_sum * decay + tl.sum(weights, 1)
+        acc = acc * decay[:, None]
+        row_max = new_max
+
+        v_tile = load_streamed(v, v_strides, at_kv, first_key, seq_kv, C.tile_n, MASKED, C.vector, C)
+        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc)
+    return acc, row_sum, row_max
+
+
+@triton.jit
+def _shift(scores, row_max, scale, C: tl.constexpr):
+    """The new maximum of each row ``[tile_m]``, and the scaled scores less it ``[tile_m, tile_n]``."""
+    if C.step.scale_after_max:
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+        shifted = scores * scale - new_max[:, None]
+    else:
+        scores = scores * scale
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        shifted = scores - new_max[:, None]
+    return new_max, shifted
+
+
+@triton.jit
+def _power(x, INVERSE: tl.constexpr, C: tl.constexpr):
+    """2 or e, as the step has it, to the power of x; INVERSE: the logarithm of x to that base."""
+    if C.step.exp2:
+        if INVERSE:
+            y = tl.math.log2(x)
+        else:
+            y = tl.math.exp2(x)
+    else:
+        if INVERSE:
+            y = tl.math.log(x)
+        else:
+            y = tl.math.exp(x)
+    return y
+
+
+@triton.jit
+def _store(out, out_strides, lse, acc, row_sum, row_max, first_row, seq_q, C: tl.constexpr):
+    """The epilogue. A row that saw no key has row_sum 0: its out is 0 / 1, its lse LOWEST + log(0) = -inf."""
+    in_range = first_row + tl.arange(0, C.tile_m) < seq_q
+    lse_row = (row_max + _power(row_sum, True, C)) * C.step.ln_base  # [tile_m]
+    tl.store(lse + first_row + tl.arange(0, C.tile_m), lse_row, mask=in_range)
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+    if C.step.reciprocal:
+        out_tile = acc * (1.0 / row_sum)[:, None]  # [tile_m, head_pad]
+    else:
+        out_tile = tl.math.div_rn(acc, row_sum[:, None])
+    store_rows(out, out_strides, out_tile, first_row, seq_q, C.tile_m, C)

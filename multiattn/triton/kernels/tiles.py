@@ -1,0 +1,171 @@
+"""What every kernel needs of a tile: which one a program owns, where it lives, how it is read, what it sees.
+
+Plain `triton.language`, as the kernels. `C` is their `TileConstants`, `lengths` is (seq_q, seq_kv), `at` is (batch,
+head); strides are of (batch, head, row), in units of VECTOR elements. The mask is in here alone: a causal query i sees
+the keys up to ``i + seq_kv - seq_q``.
+"""
+
+# ruff: noqa: ANN001, ANN201, ANN202, N803 - Triton's own annotations and its upper-case constexprs
+# ruff: noqa: SIM108 - Triton compiles an if; a conditional expression it takes for a run-time select
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LAST = tl.constexpr(2**31 - 1)
+"""Beyond every position."""
+
+
+@triton.jit
+def my_tile(seq, batch_heads, LAST_FIRST: tl.constexpr, TILE: tl.constexpr, HEADS_TOGETHER: tl.constexpr):
+    """Which tile of a sequence of which (batch, head) this program owns.
+
+    Heads go in groups that share the L2 cache; within a group a mask runs its longest tiles first, so that the last
+    programs of the grid are short ones: the last queries see the most keys (LAST_FIRST), the first keys the most
+    queries. The grid is one-dimensional: only its x extent passes 65535.
+    """
+    program = tl.program_id(0)
+    tiles = (seq + TILE - 1) // TILE
+    first_head = program // (tiles * HEADS_TOGETHER) * HEADS_TOGETHER
+    tile = program - first_head * tiles
+    batch_head = first_head
+    if HEADS_TOGETHER > 1:  # else a group is a head, and there is nothing to divide by
+        heads = tl.minimum(HEADS_TOGETHER, batch_heads - first_head)
+        batch_head += tile % heads
+        tile = tile // heads
+    if LAST_FIRST:
+        tile = tiles - 1 - tile
+    return tile, batch_head
+
+
+# ---------------------------------------------------------------- the mask
+
+
+@triton.jit
+def key_range(first_row, lengths, C: tl.constexpr):
+    """(begin, masked_begin, end): all rows see every key of [begin, masked_begin); none sees a key from end on."""
+    seq_q, seq_kv = lengths
+    begin = 0
+    seen_by_all = seq_kv
+    end = seq_kv
+    if C.banded:
+        seen_by_first = first_row + 1 + seq_kv - seq_q
+        seen_by_all = tl.minimum(tl.maximum(seen_by_first, 0), seq_kv)
+        end = tl.minimum(tl.maximum(seen_by_first + C.tile_m - 1, 0), seq_kv)
+    return begin, seen_by_all // C.tile_n * C.tile_n, end
+
+
+@triton.jit
+def query_range(first_key, lengths, C: tl.constexpr):
+    """(begin, masked_end): no query before begin sees a key of the tile; from masked_end on all see all of them.
+
+    Both are multiples of tile_m, or seq_q. Keys beyond the end need the mask with every query.
+    """
+    seq_q, seq_kv = lengths
+    begin = 0
+    masked_end = 0
+    if C.banded:
+        first_seeing = tl.minimum(tl.maximum(first_key + seq_q - seq_kv, 0), seq_q)
+        all_seeing = tl.minimum(tl.maximum(first_key + C.tile_n - 1 + seq_q - seq_kv, 0), seq_q)
+        begin = first_seeing // C.tile_m * C.tile_m
+        masked_end = (all_seeing + C.tile_m - 1) // C.tile_m * C.tile_m
+    if first_key + C.tile_n > seq_kv:
+        masked_end = seq_q
+    return begin, masked_end
+
+
+@triton.jit
+def visible_keys(rows, keys, lengths, C: tl.constexpr):
+    """Which keys each query sees: bool, of rows and keys broadcast. One comparison a score: the lower of two ends."""
+    seq_q, seq_kv = lengths
+    end = tl.full(rows.shape, seq_kv, tl.int32)
+    if C.banded:
+        end = tl.minimum(rows + 1 + (seq_kv - seq_q), seq_kv)
+    return keys < end
+
+
+@triton.jit
+def seeing_rows(rows, keys, lengths, C: tl.constexpr):
+    """The same from the side of the keys, for tiles ``[keys, rows]`` whose threads hold few keys and many rows."""
+    seq_q, seq_kv = lengths
+    begin = tl.full(keys.shape, 0, tl.int32)
+    if C.banded:
+        begin = keys - (seq_kv - seq_q)
+    return rows >= tl.where(keys < seq_kv, begin, LAST)
+
+
+# ---------------------------------------------------------------- memory
+
+
+@triton.jit
+def seek(source, strides, at, DESCRIPTOR: tl.constexpr, VECTOR: tl.constexpr):
+    """Where the sequence of one (batch, head) starts. A descriptor stays as it is: it takes `at` with each load."""
+    if not DESCRIPTOR:
+        source += (at[0].to(tl.int64) * strides[0] + at[1].to(tl.int64) * strides[1]) * VECTOR
+    return source
+
+
+@triton.jit
+def load_own(source, strides, first_row, seq, TILE: tl.constexpr, VECTOR: tl.constexpr, C: tl.constexpr):
+    """A program's own tile ``[TILE, head_pad]``, through a pointer to the start of its sequence; zero beyond that."""
+    return _load(source, strides, first_row, seq, TILE, True, VECTOR, C)
+
+
+@triton.jit
+def load_streamed(
+    source, strides, at, first_row, seq, TILE: tl.constexpr, RAGGED: tl.constexpr, VECTOR: tl.constexpr, C: tl.constexpr
+):
+    """A tile ``[TILE, head_pad]`` of those that a program walks over, through a descriptor or as its own.
+
+    RAGGED: rows from seq on are zero. Without it there are none; a descriptor gives zeros for them anyway.
+    """
+    if C.descriptor:
+        tile = tl.reshape(source.load([at[0], at[1], first_row, 0]), [TILE, C.head_pad])
+    else:
+        tile = _load(source, strides, first_row, seq, TILE, RAGGED, VECTOR, C)
+    return tile
+
+
+@triton.jit
+def _load(
+    source, strides, first_row, seq, TILE: tl.constexpr, RAGGED: tl.constexpr, VECTOR: tl.constexpr, C: tl.constexpr
+):
+    """Zero beyond head_dim."""
+    pointers = source + tl.cast(first_row, tl.int64) * strides[2] * VECTOR
+    pointers += tile_offsets(strides[2], TILE, VECTOR, C.far_rows, C)
+    in_range = (tl.arange(0, C.head_pad) < C.head_dim)[None, :]
+    if RAGGED:
+        in_range = in_range & (first_row + tl.arange(0, TILE) < seq)[:, None]
+    if RAGGED or C.head_pad != C.head_dim:
+        tile = tl.load(pointers, mask=in_range, other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def store_rows(target, strides, tile, first_row, seq, TILE: tl.constexpr, C: tl.constexpr):
+    """Write fp32 ``[TILE, head_pad]`` to rows of one head of out or a gradient, in its dtype."""
+    target += tl.cast(first_row, tl.int64) * strides[2] * C.out_vector
+    tl.store(
+        target + tile_offsets(strides[2], TILE, C.out_vector, C.far_rows, C),
+        tile.to(target.dtype.element_ty),
+        mask=inside(first_row, seq, TILE, C),
+    )
+
+
+@triton.jit
+def inside(first_row, seq, TILE: tl.constexpr, C: tl.constexpr):
+    """Which elements of a tile exist: bool ``[TILE, head_pad]``."""
+    return (first_row + tl.arange(0, TILE) < seq)[:, None] & (tl.arange(0, C.head_pad) < C.head_dim)[None, :]
+
+
+@triton.jit
+def tile_offsets(stride_row, TILE: tl.constexpr, VECTOR: tl.constexpr, FAR: tl.constexpr, C: tl.constexpr):
+    """Element offsets ``[TILE, head_pad]`` of a tile from its first element."""
+    rows = tl.arange(0, TILE)
+    if FAR:
+        rows = rows.to(tl.int64)
+    return rows[:, None] * stride_row * VECTOR + tl.arange(0, C.head_pad)[None, :]

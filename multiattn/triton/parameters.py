@@ -1,0 +1,322 @@
+"""The parameters of every Triton kernel: one table each, from which all else follows. Pure Python: no Triton.
+
+A table has a row for each parameter, by its name. The kernel's call, the interpreter's, the stand-ins that Triton
+specialises on (`multiattn.triton.calls`), the driver's launch and an emitted kernel's (`.bind`) derive from it, and
+what Triton made of a call is held against it (`.compiled`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from multiattn.plan import abi
+from multiattn.plan.backend import Plan, variant_of
+from multiattn.plan.schedule import heads_side_by_side, most_multiprocessors
+from multiattn.problem import LOG2_E, VECTOR_BYTES, Problem
+from multiattn.run.arguments import Layout, layouts
+from multiattn.triton.configs import (
+    ELEMENT_BYTES,
+    ROWS_BESIDE,
+    BackwardConfig,
+    TritonConfig,
+    head_pad,
+    key_programs,
+    query_programs,
+)
+from multiattn.triton.gluon_configs import VARIANT as GLUON
+from multiattn.triton.gluon_configs import GluonConfig, grid_blocks, pieces_of, query_tiles
+from multiattn.triton.kernels.constants import OUT_VECTOR, TileConstants
+from multiattn.triton.kernels.gluon.constants import GluonConstants
+from multiattn.triton.ladder import STEPS
+
+_AREAS = ("delta", "dq_sum", abi.WORKSPACE)
+"""Areas of workspace that a launch may take."""
+_GIVEN = ("q", "k", "v")
+"""Tensors of the caller's, which may be less aligned than our own."""
+INT32 = 1 << 31
+"""Offsets from here on need 64 bits."""
+
+
+# ---------------------------------------------------------------- rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor:
+    """The address of an operand or of an area of workspace."""
+
+    of: str
+    is_aligned: bool = True
+    """Whether code may rely on a multiple of 16 bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Descriptor:
+    """A TensorDescriptor of an operand or an area ``[B, H, S, D]``, with blocks of `rows` of one head."""
+
+    of: str
+    layout: Layout
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Float:
+    """An fp32 number."""
+
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Integer:
+    """An integer, in 32 bits where they hold it. `specialised`: whether code may depend on its value."""
+
+    value: int
+    specialised: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Constant:
+    """A constexpr, or None for what a kernel is not given."""
+
+    value: Any
+
+
+Scalar = Tensor | Descriptor | Float | Integer | Constant
+Parameter = Scalar | Mapping[str, Integer]
+"""One parameter; integers that travel as a tuple by their names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTable:
+    """One kernel of a launch."""
+
+    kernel: str
+    """Its function's name."""
+    grid: int
+    options: Mapping[str, Any]
+    """For Triton's compiler, beside the constants."""
+    rows: Mapping[str, Parameter]
+    """Each parameter, in order."""
+
+    def leaves(self) -> Iterator[tuple[str, tuple[int, ...], Scalar]]:
+        """Name, place and row of everything that is handed over by itself: of a tuple each integer."""
+        for index, (name, row) in enumerate(self.rows.items()):
+            if isinstance(row, Mapping):
+                yield from ((part, (index, place), each) for place, (part, each) in enumerate(row.items()))
+            else:
+                yield name, (index,), row
+
+
+class Assumed(NamedTuple):
+    """What code assumes of tensors beyond their Problem's own constants."""
+
+    alignment: int
+    """Bytes that divide every address and stride of q, k and v."""
+    flag: bool
+    """Whether offsets inside a tile may pass 2^31 elements; for Gluon, whether the last block of keys is not full."""
+
+
+FLAGS = {False: "wide", True: "ragged"}
+"""The name of `Assumed.flag` among a Binding's constants, of a plain kernel and of Gluon's."""
+
+
+def assumed_of(plan: Plan) -> Assumed:
+    """What code must assume for the tensors of a Plan, and no less."""
+    problem, config = plan.problem, plan.config
+    if isinstance(config, GluonConfig):
+        return Assumed(alignment=problem.alignment, flag=problem.seq_kv % config.tile_n != 0)
+    assert isinstance(config, TritonConfig)
+    return Assumed(alignment=problem.alignment, flag=_is_far(problem, config, plan.direction == "backward"))
+
+
+def _is_far(problem: Problem, config: TritonConfig, is_backward: bool) -> bool:
+    strides = [problem.strides_q, problem.strides_k, problem.strides_v, problem.strides_out]
+    strides += [problem.strides_dk, problem.strides_dv] if is_backward else []
+    return max(of_tensor[2] for of_tensor in strides) * max(config.tile_m, config.tile_n) >= INT32
+
+
+def tables_of(
+    plan: Plan, *, has_dlse: bool = False, assumed: Assumed | None = None, multiprocessors: int | None = None
+) -> tuple[KernelTable, ...]:
+    """The kernels of a launch, in order.
+
+    Args:
+        plan: of either direction.
+        has_dlse: whether a backward has a dlse.
+        assumed: by code that is there; None for what the tensors ask for.
+        multiprocessors: of the device; None for the largest product of the arch.
+    """
+    assumed = assumed or assumed_of(plan)
+    if plan.variant == GLUON:
+        return (_gluon(plan, assumed, multiprocessors or most_multiprocessors(plan.arch)),)
+    return _forward(plan, assumed) if plan.direction == "forward" else _backward(plan, assumed, has_dlse)
+
+
+def area_names(tables: Iterable[KernelTable]) -> tuple[str, ...]:
+    """The areas of workspace that a launch takes."""
+    found = [row.of for table in tables for row in table.rows.values() if isinstance(row, Tensor | Descriptor)]
+    return tuple(name for name in _AREAS if name in found)
+
+
+# ---------------------------------------------------------------- plain kernels
+
+
+_NAMES: Mapping[str, str] = {
+    "attention_forward": """
+        q k v out lse scale seq_q seq_kv heads q_strides k_strides v_strides out_strides C""",
+    "prepare_rows": "out dout dlse delta dq_sum dlse_rows seq_q heads_q batch_heads out_strides C",
+    "finish_dq": "dq_sum dq grad_factor seq_q heads_q batch_heads dq_strides C",
+    "gradient_of_queries": """
+        q k v out lse dout dlse dq delta score_factor grad_factor dlse_rows seq_q seq_kv heads
+        q_strides k_strides v_strides out_strides C""",
+    "gradients_of_keys": """
+        q k v lse dout delta dq_sum dk dv score_factor grad_factor seq_q seq_kv heads
+        q_strides k_strides v_strides dout_strides dk_strides dv_strides C""",
+}
+"""The parameters of each plain kernel, in order."""
+_OF_KEYS, _OF_QUERIES = ("k", "v"), ("q", "dout", "dq_sum")
+"""What a program walks over that owns queries, or keys: through descriptors where the variant has them."""
+
+
+def _table(
+    kernel: str, problem: Problem, constants: TileConstants, options: Mapping[str, Any], *, has_dlse: bool = False
+) -> KernelTable:
+    """The table of a plain kernel. Without a dlse it is given any pointer, to no rows."""
+    known, by_keys = layouts(problem), kernel == "gradients_of_keys"
+    described = (_OF_QUERIES if by_keys else _OF_KEYS) if constants.descriptor else ()
+    alignment = constants.vector * ELEMENT_BYTES
+    heads = {
+        "heads_q": Integer(value=problem.heads_q),
+        "group": Integer(value=problem.group),
+        "batch_heads": Integer(value=problem.batch * (problem.heads_kv if by_keys else problem.heads_q)),
+    }
+    fixed: dict[str, Parameter] = {
+        **heads,
+        "heads": heads,
+        "seq_q": Integer(value=problem.seq_q, specialised=False),
+        "seq_kv": Integer(value=problem.seq_kv, specialised=False),
+        "scale": Float(value=problem.scale_log2 if constants.step.exp2 else problem.scale_log2 / LOG2_E),
+        "score_factor": Float(value=problem.score_factor),
+        "grad_factor": Float(value=problem.grad_factor),
+        "dlse": Tensor(of="dlse" if has_dlse else "lse"),
+        "dlse_rows": Integer(value=problem.seq_q if has_dlse else 0, specialised=False),
+        "C": Constant(value=constants),
+    }
+    if not constants.one_pass:
+        fixed["dq_sum"] = Constant(value=None)
+
+    def row(name: str) -> Parameter:
+        of = name.removesuffix("_strides")
+        if name in fixed:
+            return fixed[name]
+        if of != name:
+            unit = constants.vector if of in _GIVEN else OUT_VECTOR
+            return Constant(value=None) if of in described else _strides(of, known[of].strides[:3], unit)
+        if name in described:
+            rows = constants.tile_n if name in _OF_KEYS else constants.tile_m
+            return Descriptor(of=name, layout=known[name], rows=rows, columns=constants.head_pad)
+        return Tensor(of=name, is_aligned=name not in _GIVEN or alignment == VECTOR_BYTES)
+
+    grid = key_programs(problem, constants.tile_n) if by_keys else query_programs(problem, constants.tile_m)
+    rows = {name: row(name) for name in _NAMES[kernel].split()}
+    return KernelTable(kernel=kernel, grid=grid, options=options, rows=rows)
+
+
+def _strides(name: str, strides: tuple[int, ...], unit: int) -> dict[str, Integer]:
+    """Strides of a tensor, in units of so many elements."""
+    if any(stride % unit for stride in strides):
+        raise ValueError(f"strides_{name}: got {strides}; allowed multiples of {unit} elements, as is assumed")
+    pairs = zip(("batch", "head", "row"), strides, strict=True)
+    return {f"{name}_{dim}": Integer(value=stride // unit) for dim, stride in pairs}
+
+
+def _constants(problem: Problem, config: TritonConfig, assumed: Assumed, **own: Any) -> TileConstants:
+    """The constants of a kernel that walks over tiles."""
+    return TileConstants(
+        head_dim=problem.head_dim,
+        head_pad=head_pad(problem.head_dim),
+        tile_m=config.tile_m,
+        tile_n=config.tile_n,
+        stages=config.num_stages,
+        heads_in_turn=config.heads_together,
+        vector=assumed.alignment // ELEMENT_BYTES,
+        far_rows=assumed.flag,
+        banded=problem.is_banded,
+        **own,
+    )
+
+
+def _options(config: TritonConfig) -> dict[str, Any]:
+    """For Triton's compiler, beside the constants."""
+    # Without fusion a score costs a multiply and an add; the default of this option changes in Triton 3.10.
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
+    return options if config.registers is None else {**options, "maxnreg": config.registers}
+
+
+def _forward(plan: Plan, assumed: Assumed) -> tuple[KernelTable, ...]:
+    problem, config, step = plan.problem, plan.config, STEPS[plan.variant].step
+    assert isinstance(config, TritonConfig)
+    own = {"descriptor": step.descriptor, "scale_sign": problem.scale_sign, "step": step}
+    constants = _constants(problem, config, assumed, **own)
+    return (_table("attention_forward", problem, constants, _options(config)),)
+
+
+def _backward(plan: Plan, assumed: Assumed, has_dlse: bool) -> tuple[KernelTable, ...]:
+    problem, config, flags = plan.problem, plan.config, dict(variant_of(plan).flags)
+    assert isinstance(config, BackwardConfig)
+    constants = _constants(problem, config, assumed, **flags)
+    keys = _table("gradients_of_keys", problem, constants, _options(config))
+    if not flags["one_pass"]:
+        of_dq = config.of_dq
+        assumed = assumed._replace(flag=_is_far(problem, of_dq, True))
+        constants = _constants(problem, of_dq, assumed, **flags)
+        return _table("gradient_of_queries", problem, constants, _options(of_dq), has_dlse=has_dlse), keys
+    beside = TileConstants(
+        head_dim=problem.head_dim,
+        head_pad=head_pad(problem.head_dim),
+        tile_m=ROWS_BESIDE,
+        far_rows=problem.strides_out[2] * ROWS_BESIDE >= INT32,
+        one_pass=True,
+    )
+    options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+    before = _table("prepare_rows", problem, beside, options, has_dlse=has_dlse)
+    return before, keys, _table("finish_dq", problem, beside, options)
+
+
+# ---------------------------------------------------------------- Gluon
+
+
+def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
+    problem, config = plan.problem, plan.config
+    assert isinstance(config, GluonConfig)
+    known = layouts(problem)
+    rows: dict[str, Parameter] = {}
+    for piece, columns in zip(("map", "narrow"), pieces_of(problem.head_dim), strict=True):
+        for name in ("q", "k", "v", "out"):
+            tile = config.tile_n if name in ("k", "v") else 64
+            described = Descriptor(of=name, layout=known[name], rows=tile, columns=columns)
+            rows[f"{name}_{piece}"] = described if columns else Constant(value=None)
+    rows["lse"] = Tensor(of="lse")
+    rows["counter"] = Tensor(of=abi.WORKSPACE) if plan.workspace_bytes else Constant(value=None)
+    rows["scale"] = Float(value=problem.scale_log2)
+    sizes = {
+        "seq_q": problem.seq_q,
+        "seq_kv": problem.seq_kv,
+        "heads_q": problem.heads_q,
+        "group": problem.group,
+        "tiles": query_tiles(config, problem),
+        "heads": problem.batch * problem.heads_q,
+        "together": heads_side_by_side(problem),
+    }
+    rows |= {name: Integer(value=value, specialised=False) for name, value in sizes.items()}
+    rows["C"] = Constant(value=GluonConstants.of(problem, config, ragged=assumed.flag))
+    blocks = grid_blocks(config, problem)
+    return KernelTable(
+        kernel="attention_forward",
+        grid=blocks if config.scheduler == "one_tile" else min(blocks, multiprocessors),
+        # Four warps are the first consumer's; the compiler adds those of the other partitions.
+        options={"num_warps": 4, "maxnreg": config.registers, "launch_pdl": True, "enable_fp_fusion": True},
+        rows=rows,
+    )

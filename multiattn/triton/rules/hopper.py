@@ -1,0 +1,77 @@
+"""Rules for sm90: wgmma, TMA, and the only arch of the Gluon kernel.
+
+Two passes of a backward beat one at D=64 and 128, though they do 7 GEMMs to its 5: no fp32 sums go through memory, and
+a block of four warps, of which two share an SM, holds its accumulators. Addresses that pointers need leave no registers
+for the tiles of descriptors. Measured with Triton 3.6.0, bf16, B=4 N=4096 H*D=2048, beside the candidates of a sweep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from multiattn.plan.config import COMPILED, Rule
+from multiattn.plan.tuned import tuned_rules
+from multiattn.triton.gluon_configs import VARIANT, GluonConfig
+from multiattn.triton.rules.shorthand import BANDED, FULL, backward, forward
+
+_SM90 = ("sm90",)
+_H200 = "H200 2026-11-21: "
+
+_ONE_PASS = (
+    *backward(_SM90, (1, 64), _H200 + "287 TFLOPS full, 272 causal; 64x128, 8 warps 255 and 233", (64, 64, 4, 2)),
+    *backward(_SM90, (65, 128), _H200 + "271 TFLOPS full, 255 causal; 64x128 spills, 306 and 294", (32, 128, 8, 3)),
+    *backward(_SM90, (129, 256), COMPILED + "two passes were measured, and come first", (64, 64, 8, 1)),
+)
+_WIDE_TWO_PASS = backward(
+    _SM90, (129, 256), _H200 + "243 TFLOPS full, 233 causal; 32x64 199 and 203", (64, 64, 8, 2), (128, 32, 8, 3)
+)
+
+RULES: Mapping[str, tuple[Rule[Any], ...]] = {
+    VARIANT: tuned_rules("triton", VARIANT, lambda given: GluonConfig(**given)),
+    "full": (
+        *forward(_SM90, (1, 64), _H200 + "469 TFLOPS; 64x64, 3 stages 435", (64, 128, 4, 2), masks=FULL),
+        *forward(
+            _SM90, (1, 64), _H200 + "409 TFLOPS; 64x128, 3 stages 406", (64, 64, 4, 3), registers=128, masks=BANDED
+        ),
+        *forward(_SM90, (65, 128), _H200 + "565 TFLOPS; 128x64, 2 stages 528", (64, 128, 4, 1), masks=FULL),
+        *forward(_SM90, (65, 128), _H200 + "503 TFLOPS; 128x64, 2 stages 471", (64, 64, 4, 3), masks=BANDED),
+        *forward(
+            _SM90, (129, 256), _H200 + "653 TFLOPS full, 529 causal; 128x64, 8 warps 520 and 496", (64, 128, 4, 1)
+        ),
+    ),
+    "pointer_full": (
+        *forward(_SM90, (1, 128), COMPILED + "at 64x128 pointers spill 56 bytes", (64, 64, 4, 2)),
+        *forward(_SM90, (129, 256), COMPILED + "8 warps share the accumulator and hardly spill", (128, 64, 8, 2)),
+    ),
+    "math": forward(
+        _SM90, (65, 128), _H200 + "310 TFLOPS; 128x64 299", (64, 128, 4, 1), masks=BANDED, heads_together=1
+    ),
+    "basic": forward(
+        _SM90, (65, 128), _H200 + "239 TFLOPS; 128x128, 8 warps 223", (64, 128, 4, 1), masks=BANDED, heads_together=1
+    ),
+    "atomic": _ONE_PASS,
+    "pointer_atomic": _ONE_PASS,
+    "two_pass": (
+        *backward(
+            _SM90, (1, 64), _H200 + "400 TFLOPS; one pass 287, 64x64 275",
+            (128, 64, 4, 2), (128, 64, 4, 3), masks=FULL,
+        ),
+        *backward(
+            _SM90, (1, 64), _H200 + "335 TFLOPS; one pass 272, 64x64 257",
+            (128, 64, 4, 2), (128, 64, 4, 2), masks=BANDED,
+        ),
+        *backward(
+            _SM90, (65, 128), _H200 + "373 TFLOPS full, 354 causal; one pass 306 and 294",
+            (64, 64, 4, 2), (128, 64, 8, 3),
+        ),
+        *_WIDE_TWO_PASS,
+    ),
+    "pointer_two_pass": (
+        *backward(
+            _SM90, (1, 128), COMPILED + "at 64x64 with 4 warps pointers spill 112 bytes",
+            (32, 64, 8, 2), (128, 64, 8, 3),
+        ),
+        *_WIDE_TWO_PASS,
+    ),
+}  # fmt: skip

@@ -1,0 +1,54 @@
+"""A rule in two lines: what the rules of all arches are written with. Every rule has its evidence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from multiattn.plan.config import Rule
+from multiattn.triton.configs import BackwardConfig, Tiles, TritonConfig
+
+Names = tuple[str, ...]
+Range = tuple[int, int]
+Numbers = tuple[int, int, int, int]
+
+FULL, BANDED, BOTH = (False,), (True,), (False, True)
+"""Masks that a rule is for: `Rule.banded`."""
+
+
+def forward(
+    arches: Names, head_dims: Range, why: str, tiles: Numbers, *, masks: tuple[bool, ...] = BOTH, **more: Any
+) -> tuple[Rule[Any], ...]:
+    """A rule for each mask, with `Tiles` of so many queries and keys, warps and stages."""
+    return _rules(arches, head_dims, why, TritonConfig(**Tiles(*tiles)._asdict()), masks, **more)
+
+
+def backward(
+    arches: Names,
+    head_dims: Range,
+    why: str,
+    keys: Numbers,
+    dq: Numbers | None = None,
+    *,
+    masks: tuple[bool, ...] = BOTH,
+) -> tuple[Rule[Any], ...]:
+    """The same of a backward: tiles of the pass over the queries, and of the pass over the keys if there is one."""
+    return _rules(arches, head_dims, why, BackwardConfig.of(Tiles(*keys), dq and Tiles(*dq)), masks)
+
+
+def _rules(
+    arches: Names, head_dims: Range, why: str, config: TritonConfig, masks: tuple[bool, ...], **more: Any
+) -> tuple[Rule[Any], ...]:
+    """Under a mask tiles differ in length, and heads take turns; without one there is nothing to even out."""
+    low, high = head_dims
+    return tuple(
+        Rule(
+            arches=arches,
+            config=replace(config, **{"heads_together": 8 if banded else 1, **more}),
+            why=why,
+            head_dim_min=low,
+            head_dim_max=high,
+            banded=banded,
+        )
+        for banded in masks
+    )
