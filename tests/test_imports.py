@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import networkx
 import pytest
 
 import multiattn
@@ -53,6 +54,24 @@ def test_imports_go_one_way(path):
         assert top not in ("parity", "bench", "tests"), f"{path} imports {name}"
         if top == "multiattn" and rest and (ROOT / rest[0]).with_suffix(".py").exists() | (ROOT / rest[0]).is_dir():
             assert rest[0] in ALLOWED[me] | {me}, f"{me} must not import {rest[0]}"
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@pytest.mark.parametrize("package", ["multiattn", "parity", "bench"])
+def test_no_imports_go_in_a_circle(package):
+    """Between files, those inside functions included; importing a module of a package is not importing the package."""
+    paths = {module_name(path): path for path in sorted((ROOT.parent / package).rglob("*.py"))}
+    graph = networkx.DiGraph()
+    for module, path in paths.items():
+        for name in imported_modules(path):
+            target = name if name in paths else name.rpartition(".")[0]
+            if target in paths and target != module:
+                graph.add_edge(module, target)
+    assert list(networkx.simple_cycles(graph)) == []
 
 
 def run(code, *arguments):

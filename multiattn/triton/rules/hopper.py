@@ -28,7 +28,7 @@ _WIDE_TWO_PASS = backward(
 )
 
 RULES: Mapping[str, tuple[Rule[Any], ...]] = {
-    VARIANT: tuned_rules("triton", VARIANT, lambda given: GluonConfig(**given)),
+    VARIANT: tuned_rules("triton", VARIANT, GluonConfig),
     "full": (
         *forward(_SM90, (1, 64), _H200 + "469 TFLOPS; 64x64, 3 stages 435", (64, 128, 4, 2), masks=FULL),
         *forward(
