@@ -226,7 +226,7 @@ def operand(text, registers):
 
 
 def run_ptx(text, x):
-    """What the PTX of `exp2_polynomial` makes of x."""
+    """The PTX of `exp2_polynomial`, run on x."""
     verbs = {
         "max.NaN.f32": np.maximum,  # of both, NaN where either is
         "min.NaN.f32": np.minimum,

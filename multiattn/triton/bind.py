@@ -88,7 +88,7 @@ def _described(row: Descriptor, box: abi.Box) -> tuple[abi.Argument, ...]:
 
 
 def known_of(row: Integer) -> str:
-    """What Triton's JIT makes of an integer: its width and, if it may, `ONE` or whether it is a multiple of 16."""
+    """The specialisation of an integer by Triton's JIT: its width and, if allowed, `ONE` or that 16 divides it."""
     width = "i32" if abi.INT32_MIN <= row.value <= abi.INT32_MAX else "i64"
     if not row.specialised:
         return width
@@ -98,7 +98,7 @@ def known_of(row: Integer) -> str:
 
 
 def _accepts(there: str, value: int) -> bool:
-    """Whether code that was specialised on `there` takes a value."""
+    """True where code that was specialised on `there` takes a value."""
     if there == ONE:
         return value == 1
     if there.startswith("i32") and not abi.INT32_MIN <= value <= abi.INT32_MAX:

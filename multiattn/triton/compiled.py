@@ -1,4 +1,4 @@
-"""What Triton made of a call, held against the table of its kernel: so a launch may go past Triton's own launcher."""
+"""Compiled kernels held against their tables, so that a launch may go past Triton's own launcher."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def checked_binding(kernel: Any, table: KernelTable) -> abi.Binding:
 
 
 def _specialised(row: Scalar) -> tuple[str, bool, object]:
-    """What Triton must make of a row: how its type begins, whether it is known to be a multiple of 16, its value."""
+    """The specialisation of a row: how its type begins, whether it is known to be a multiple of 16, its value."""
     if isinstance(row, Tensor):
         return "*", row.is_aligned, _VARIABLE
     if isinstance(row, Descriptor):

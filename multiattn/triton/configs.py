@@ -69,7 +69,7 @@ class BackwardConfig(TritonConfig):
 
     @property
     def dq_fields(self) -> tuple[int | None, int | None, int | None, int | None]:
-        """What the pass over the keys needs; all None without one."""
+        """The tiles of the pass over the keys; all None without one."""
         return self.dq_tile_m, self.dq_tile_n, self.dq_num_warps, self.dq_num_stages
 
 

@@ -18,7 +18,7 @@ ARCHES = ("sm90",)
 
 WARPGROUP_ROWS = 64
 BOOKKEEPING_BYTES = 1536
-"""Of shared memory beside the tiles: barriers, words, what the compiler keeps for partitions and reductions. An upper
+"""Shared memory beside the tiles: barriers, words, what the compiler keeps for partitions and reductions. An upper
 bound; a test holds compiled kernels against it."""
 REGISTERS_MAX = {2: 208, 3: 128}
 """By consumer warpgroups, of what `registers_at_least` counts: a thread has 240, or 160 with three."""

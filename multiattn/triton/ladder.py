@@ -19,7 +19,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TritonStep:
-    """What a rung does. The kernel gets it whole, as a constant; what no kernel tests is a limit to the config."""
+    """The features of a rung. The kernel gets them whole, as a constant; those it does not test limit the config."""
 
     exp2: bool = False
     """Weights are powers of two, log2(e) being part of the scale: one multiplication a score less than with e."""

@@ -51,7 +51,7 @@ def _interpreter_of(plan: Plan) -> Launcher:
 # ---------------------------------------------------------------- compiled kernels
 
 USUAL_SMEM_BYTES = 228 * 1024
-"""Of a block: for more Triton 3.9 asks the driver for another mode of shared memory."""
+"""Shared memory of a block: for more Triton 3.9 asks the driver for another mode of it."""
 
 _warned: set[str] = set()
 
@@ -113,7 +113,7 @@ def _for_driver(compiled: Sequence[Any], calls: Sequence[Call]) -> list[LoadedKe
 
 
 def _is_watched() -> bool:
-    """Whether somebody listens to Triton's launches."""
+    """True while somebody listens to Triton's launches."""
     hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
     return any(getattr(hook, "calls", hook) for hook in hooks)  # a chain of hooks, or one, or None
 

@@ -48,7 +48,7 @@ class Tensor:
 
     of: str
     is_aligned: bool = True
-    """Whether code may rely on a multiple of 16 bytes."""
+    """Code may rely on a multiple of 16 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,12 +110,12 @@ class KernelTable:
 
 
 class Assumed(NamedTuple):
-    """What code assumes of tensors beyond their Problem's own constants."""
+    """The assumptions of code about tensors, beyond their Problem's own constants."""
 
     alignment: int
     """Bytes that divide every address and stride of q, k and v."""
     flag: bool
-    """Whether offsets inside a tile may pass 2^31 elements; for Gluon, whether the last block of keys is not full."""
+    """Offsets inside a tile may pass 2^31 elements; for Gluon, the last block of keys is not full."""
 
 
 FLAGS = {False: "wide", True: "ragged"}
@@ -123,7 +123,7 @@ FLAGS = {False: "wide", True: "ragged"}
 
 
 def assumed_of(plan: Plan) -> Assumed:
-    """What code must assume for the tensors of a Plan, and no less."""
+    """The least that code must assume for the tensors of a Plan."""
     problem, config = plan.problem, plan.config
     if isinstance(config, GluonConfig):
         return Assumed(alignment=problem.alignment, flag=problem.seq_kv % config.tile_n != 0)
@@ -177,7 +177,7 @@ _NAMES: Mapping[str, str] = {
 }
 """The parameters of each plain kernel, in order."""
 _OF_KEYS, _OF_QUERIES = ("k", "v"), ("q", "dout", "dq_sum")
-"""What a program walks over that owns queries, or keys: through descriptors where the variant has them."""
+"""The tensors that a program walks over which owns queries, or keys: through descriptors where the variant has them."""
 
 
 def _table(

@@ -1,1 +1,1 @@
-"""What runs the kernels' own source on CPU tensors."""
+"""The kernels' own source on CPU tensors."""

@@ -91,7 +91,7 @@ class _HonestBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]  # T
         return super().create_atomic_rmw(kind, ptr, val, mask, *args)
 
     def create_descriptor_reduce(self, kind: Any, descriptor: Any, value: Any, offsets: Any) -> None:
-        """What Triton's interpreter lacks: an atomic on a descriptor's block, of which what is outside is left out."""
+        """An atomic on a descriptor's block, which Triton's interpreter lacks. Elements outside are left out."""
         if kind != ir.DESCRIPTOR_REDUCE_KIND.ADD or value.dtype.scalar != tl.float32:
             raise NotImplementedError(f"descriptor reduction: got {kind} of {value.dtype}; allowed an fp32 addition")
         pointers, inside = descriptor.materialize_pointers(offsets)
@@ -173,7 +173,7 @@ def _widen(handle: Any) -> Any:
 
 
 def _to_argument(value: Any) -> Any:
-    """What the kernel gets for an argument: a number as a scalar of the type it has when compiled."""
+    """The value that the kernel gets for an argument: a number as a scalar of the type it has when compiled."""
     if isinstance(value, float):  # Triton's interpreter leaves it a Python float, which takes any type it meets
         handle = interpreter.TensorHandle(np.array([value], dtype=np.float32), tl.float32)
         return tl.tensor(handle, tl.float32)

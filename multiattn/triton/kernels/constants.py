@@ -19,7 +19,7 @@ class TileConstants:
     """head_dim rounded up to a power of two that tl.dot accepts; the padding is zero."""
     tile_m: int
     far_rows: bool
-    """Whether offsets inside one tile can pass 2^31 elements."""
+    """Offsets inside one tile can pass 2^31 elements."""
     tile_n: int = 0
     stages: int = 1
     """Blocks in flight of what a program streams."""
@@ -28,15 +28,15 @@ class TileConstants:
     vector: int = OUT_VECTOR
     """Elements that divide every address and stride of q, k and v."""
     banded: bool = False
-    """Whether the mask hides keys."""
+    """The mask hides keys."""
     descriptor: bool = False
-    """Whether what a program streams comes through TMA descriptors."""
+    """Tensors that a program walks over come through TMA descriptors."""
     one_pass: bool = False
-    """Whether the pass over the queries of a backward sums up dq."""
+    """The pass over the queries of a backward sums up dq."""
     scale_sign: int = 1
     """-1, 0 or 1: the sign of the scale goes into q. A backward has it in its factors."""
     step: TritonStep = field(default_factory=TritonStep)
-    """What a rung of the forward does."""
+    """The rung of a forward."""
 
     @property
     def out_vector(self) -> int:

@@ -1,4 +1,4 @@
-"""What every kernel needs of a tile: which one a program owns, where it lives, how it is read, what it sees.
+"""Tiles of every kernel: which one a program owns, where it lives, how it is read, what it sees.
 
 Plain `triton.language`, as the kernels. `C` is their `TileConstants`, `lengths` is (seq_q, seq_kv), `at` is (batch,
 head); strides are of (batch, head, row), in units of VECTOR elements. The mask is in here alone: a causal query i sees

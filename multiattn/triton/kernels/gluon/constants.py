@@ -1,4 +1,4 @@
-"""What is fixed when the Gluon kernel is compiled, and the layouts that follow from it. Only those take Triton."""
+"""The constants of the Gluon kernel, and the layouts that follow from them. Only the layouts take Triton."""
 
 # mypy: disable-error-code="no-untyped-call"
 
@@ -46,11 +46,11 @@ class GluonConstants:
     """Constants of a kernel; it gets them whole, as one constexpr."""
 
     banded: bool
-    """Whether the mask hides keys."""
+    """The mask hides keys."""
     ragged: bool
-    """Whether the last block of keys is not full."""
+    """The last block of keys is not full."""
     scale_sign: int
-    """Of the scale: 1, -1 or 0."""
+    """1, -1 or 0: the sign of the scale."""
     head_dim: int
     wide: int
     """Columns of head_dim in the first of its pieces, a power of two."""
@@ -95,7 +95,7 @@ class GluonConstants:
 
     @property
     def words(self) -> int:
-        """Of a slot of Q: what its tile is, and whether each warpgroup found it spoiled."""
+        """Words of a slot of Q: they say which tile it has, and whether each warpgroup found it spoiled."""
         return TILE_WORDS + self.warpgroups
 
     @property

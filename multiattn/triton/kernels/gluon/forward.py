@@ -165,7 +165,7 @@ def _next_block(
 
 @gluon.jit
 def _outgrew(out, narrow, sums, C: gl.constexpr):
-    """Whether a row's sum of weights [64] is too large, or anything that a tile came to is not finite.
+    """True where a row's sum of weights [64] is too large, or anything that a tile came to is not finite.
 
     Of whole rows: what each of a row's four threads has may be finite, and its sum not.
     """

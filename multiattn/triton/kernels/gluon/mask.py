@@ -23,7 +23,7 @@ def end_of_blocks(first_query, queries, seq_q, seq_kv, C: gl.constexpr):
 
 @gluon.jit
 def blocks_to_see(first_query, blocks, exact_tile, seq_q, seq_kv, C: gl.constexpr):
-    """Of the blocks of a tile how many the warpgroup sees, and from which of these on maxima are exact.
+    """The number of a tile's blocks that the warpgroup sees, and the first of these from which on maxima are exact.
 
     Exact are those that are seen in part, and of a lazy maximum also the one with the last key of the first query, so
     that every row's maximum is that of a real score; all, where a tile is done again.

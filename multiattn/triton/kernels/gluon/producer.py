@@ -27,7 +27,7 @@ from multiattn.triton.kernels.gluon.ring import (
 )
 
 ENOUGH_TILES = gl.constexpr(256)
-"""Of one head: twice the SMs of an H200."""
+"""Tiles of one head: twice the SMs of an H200."""
 
 
 @gluon.jit

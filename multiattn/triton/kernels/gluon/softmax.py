@@ -16,8 +16,8 @@ LN_2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-3.4028234663852886e38)
 """Where a row's maximum starts: the lowest finite fp32. With -inf a row that sees nothing would need guards."""
 LARGEST_SUM = gl.constexpr(1e30)
-"""Of a row's weights: of more they outgrew what they are relative to. Far from overflow, and so is its reciprocal; a
-weight of a polynomial ends at 2^127, which is more than this, too."""
+"""The largest sum of a row's weights: with more they outgrew what they are relative to. It is far from overflow, and
+so is its reciprocal; a weight of a polynomial ends at 2^127, which is more than this, too."""
 
 
 @gluon.jit
