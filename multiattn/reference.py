@@ -8,7 +8,7 @@ import torch
 
 from multiattn.mask import visible_pairs
 from multiattn.plan.arch import ARCHS, Arch
-from multiattn.plan.backend import REFERENCE, Backend, Compiled, Launcher, Op, Plan, Variant
+from multiattn.plan.backend import REFERENCE, Backend, Launcher, Op, Plan, Variant
 from multiattn.plan.support import Capability, Reason
 from multiattn.problem import DTYPES, Operands, Problem, check_inputs
 
@@ -185,10 +185,6 @@ def _prepare_backward(plan: Plan) -> Launcher:
     return launch
 
 
-def _compile(plan: Plan) -> tuple[Compiled, ...]:
-    raise NotImplementedError("the reference is eager PyTorch: there is nothing to compile")
-
-
 def _probe(arch: Arch) -> tuple[Reason, ...]:
     return ()
 
@@ -215,6 +211,6 @@ BACKEND = Backend(
     probe=_probe,
     probe_compiler=_probe_compiler,
     versions=lambda: {"torch": torch.__version__},
-    forward=Op(variants=(_VARIANT,), prepare=_prepare, compile=_compile),
-    backward=Op(variants=(_VARIANT,), prepare=_prepare_backward, compile=_compile),
+    forward=Op(variants=(_VARIANT,), prepare=_prepare),
+    backward=Op(variants=(_VARIANT,), prepare=_prepare_backward),
 )

@@ -18,6 +18,7 @@ from multiattn.cuda.instances import kernels_of
 from multiattn.cuda.source import DEVICE_INCLUDES, files_reached, translation_unit
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch
 from multiattn.plan.backend import Plan, find_variant, make_plan, plan_variant
+from multiattn.plan.toolchain import resource_usage
 from multiattn.problem import Problem
 from multiattn.run import cache, calls
 
@@ -158,12 +159,12 @@ def test_compiles_without_a_gpu(arch, variant):
     direction = "backward" if variant else "forward"
     problem = problem_of(32, heads_q=2, seq_q=512, dtype="fp16")
     plan = make_plan(BACKEND, problem, ARCHS[arch], direction=direction, variant=variant, probe=False)
-    kernels = BACKEND.op(direction).compile(plan)
+    kernels = BACKEND.op(direction).export(plan, ())
     assert len(kernels) == (3 if variant else 1)
     for kernel in kernels:
         assert kernel.cubin[:4] == b"\x7fELF"
-        assert kernel.smem_bytes <= ARCHS[arch].smem_per_block
-        assert kernel.spill_bytes in (0, None)
+        assert kernel.dynamic_smem_bytes <= ARCHS[arch].smem_per_block
+        assert (usage := resource_usage(kernel.cubin)) is None or usage.stack_bytes == 0
 
 
 @with_nvrtc

@@ -126,8 +126,6 @@ def test_what_is_emitted_is_loaded_and_refuses_what_tma_cannot_walk(tmp_path):
     plan, binding, _ = aot_fakes.emit(tmp_path, "cuda", variant=WGMMA.name)
     kernel = aot.load(tmp_path)
     assert (kernel.plan.config, kernel._try_binding(plan.problem)) == (plan.config, binding)
-    (reason,) = kernel.why_not(replace(plan.problem, alignment=2), torch.device("cpu"))[-1:]
-    assert reason.startswith("arch: got cpu")
     with pytest.raises(
         ValueError, match="alignment: got 2 bytes; allowed base addresses and strides that are multiples"
     ):

@@ -24,7 +24,7 @@ from multiattn.inspect.sass import parse, parted_arrivals
 from multiattn.plan import abi, schedule
 from multiattn.plan.arch import CPU
 from multiattn.plan.backend import Plan, plan_variant
-from multiattn.plan.toolchain import disassemble
+from multiattn.plan.toolchain import disassemble, resource_usage
 from multiattn.problem import Operands, Problem
 
 EMULATED = WGMMA_RULES[-1].config
@@ -196,12 +196,12 @@ def test_compiles_without_a_gpu(head_dim, dtype, config):
     """With the registers that its warpgroups have, and shared memory as Python says."""
     plan = plan_of(problem_of(head_dim, dtype=dtype, causal=True), config)
     assert isinstance(plan, Plan)
-    (compiled,) = BACKEND.forward.compile(plan)
+    (compiled,) = BACKEND.forward.export(plan, ())
     assert compiled.cubin[:4] == b"\x7fELF"
-    assert compiled.smem_bytes == smem_bytes(config, plan.problem)
+    assert compiled.dynamic_smem_bytes == smem_bytes(config, plan.problem)
     abi.check(bind(plan, image_of(plan)), abi.read_entry(compiled.cubin, compiled.kernel))
-    if compiled.registers is not None:
-        assert compiled.registers <= 65536 // config.threads
+    if (usage := resource_usage(compiled.cubin)) is not None:
+        assert usage.registers <= 65536 // config.threads
     if (code := disassemble(compiled.cubin)) is not None:
         assert not parted_arrivals(parse(code))  # the last of these configs hung
 
@@ -218,7 +218,7 @@ def test_no_warp_parts_in_a_kernel_of_the_rules(head_dim):
             plan = plan_variant(BACKEND, WGMMA, problem, SM90)
             plans[plan.config] = plan
         for plan in plans.values():
-            (compiled,) = BACKEND.forward.compile(plan)
+            (compiled,) = BACKEND.forward.export(plan, ())
             code = disassemble(compiled.cubin)
             if code is None:
                 pytest.skip("no cuobjdump")

@@ -25,7 +25,7 @@ from cutile_checks import launch as attend  # noqa: E402 - as above
 
 from multiattn.cutile.cpu import launch  # noqa: E402 - as above
 from multiattn.cutile.kernels.exp2 import exp2_fma, exp2_shared, is_on_fma  # noqa: E402 - as above
-from multiattn.plan.toolchain import find_cuobjdump  # noqa: E402 - as above
+from multiattn.plan.toolchain import find_cuobjdump, resource_usage  # noqa: E402 - as above
 
 BACKEND = get("cutile")
 CONFIG = CutileConfig(tile_m=32, tile_n=32, lazy_max=True, exp2_fma_fraction=1 / 2)
@@ -150,13 +150,13 @@ def compile_one(config):
     """A rule's kernel at D=64, and how often each instruction stands in it."""
     problem = Problem.contiguous(batch=4, heads_q=32, seq_q=4096, head_dim=64)
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], config=config, probe=False)
-    (compiled,) = BACKEND.forward.compile(plan)
+    (compiled,) = BACKEND.forward.export(plan, ())
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.cubin)
         file.flush()
         command = [find_cuobjdump(), "-sass", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@\S+ )?\s*(\S+)", text)), compiled
+    return Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@\S+ )?\s*(\S+)", text)), resource_usage(compiled.cubin)
 
 
 @needs_compiler
@@ -174,5 +174,5 @@ def test_hopper_saves_ex2_and_moves_nothing():
     ]
     assert moves[0] == moves[1]
     assert after.registers == before.registers
-    assert after.spill_bytes <= 24  # no rule has a share on the FMA units
+    assert after.stack_bytes <= 24  # no rule has a share on the FMA units
     assert after.smem_bytes <= before.smem_bytes + 64 * 64 * 2  # one more block of keys in flight

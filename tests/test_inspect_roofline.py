@@ -5,9 +5,9 @@ import json
 
 import pytest
 import torch
-from bench.flops import cell_flops
 
 from bench import matrix
+from bench.matrix import cell_flops
 from multiattn.__main__ import main
 from multiattn.inspect.options import HIDDEN, MASKS, TOKENS, layer
 from multiattn.inspect.roofline import bounds, score_cycles

@@ -11,10 +11,10 @@ from triton.runtime.driver import driver
 from multiattn import Problem, fmha
 from multiattn.plan.arch import GPU_ARCHS, by_name
 from multiattn.plan.backend import make_plan
-from multiattn.plan.toolchain import find_cuobjdump
+from multiattn.plan.toolchain import resource_usage
 from multiattn.triton import BACKEND, TMA_ARCHS
 from multiattn.triton.calls import calls_of
-from multiattn.triton.compile import compile_plan, specialise
+from multiattn.triton.compile import export_plan, specialise
 from multiattn.triton.configs import smem_bytes
 from multiattn.triton.kernels.forward import attention_forward
 
@@ -41,12 +41,12 @@ def test_compiles_for_an_arch_that_is_not_here(arch, variant):
     Tensor memory holds more on sm100. What rules spill is on record.
     """
     plan = plan_for(arch, variant=variant, head_dim=128, causal=True)
-    (compiled,) = compile_plan(plan)
+    (compiled,) = export_plan(plan, ())
     assert compiled.cubin.startswith(b"\x7fELF")
-    assert 0 < compiled.smem_bytes <= plan.arch.smem_per_block
-    spare = compiled.smem_bytes - smem_bytes(plan.problem, plan.arch, plan.config)
+    assert 0 < compiled.dynamic_smem_bytes <= plan.arch.smem_per_block
+    spare = compiled.dynamic_smem_bytes - smem_bytes(plan.problem, plan.arch, plan.config)
     assert arch == "sm100" or 0 <= spare <= 8192 + 1024
-    assert find_cuobjdump() is None or 0 < compiled.registers <= 255
+    assert (usage := resource_usage(compiled.cubin)) is None or 0 < usage.registers <= 255
 
 
 def test_memory_is_read_16_bytes_at_a_time():
@@ -73,7 +73,7 @@ def test_compiling_leaves_the_process_as_it_was(monkeypatch):
         return compile_in_triton(*args, **how)
 
     monkeypatch.setattr(triton, "compile", spy)
-    (first,), (second,) = (compile_plan(plan_for("sm80")) for _ in range(2))
+    (first,), (second,) = (export_plan(plan_for("sm80"), ()) for _ in range(2))
     assert [*seen, driver._active] == [active] * 3
     assert set(attention_forward.device_caches) == devices
     assert first.cubin == second.cubin
@@ -86,7 +86,7 @@ def test_interpreting_and_compiling_in_two_threads():
     """The interpreter patches `triton.language` for the whole process: neither may begin in the midst of the other."""
     q = torch.randn(1, 1, 150, 16).bfloat16()
     first = fmha(q, q, q, backend="triton")
-    expected = compile_plan(plan_for("sm80"))[0].cubin
+    expected = export_plan(plan_for("sm80"), ())[0].cubin
     enough, outs, errors = threading.Event(), [], []
 
     def interpret():
@@ -99,7 +99,7 @@ def test_interpreting_and_compiling_in_two_threads():
     thread = threading.Thread(target=interpret)
     thread.start()
     try:
-        cubins = [compile_plan(plan_for("sm80"))[0].cubin for _ in range(5)]
+        cubins = [export_plan(plan_for("sm80"), ())[0].cubin for _ in range(5)]
     finally:
         enough.set()
         thread.join()

@@ -8,7 +8,7 @@ from multiattn.cuda import tools
 from multiattn.cuda.candidates import backward_candidates, forward_candidates, wgmma_candidates
 from multiattn.cuda.variants import BACKWARD_VARIANTS, SPANNING, VARIANTS, is_wgmma
 from multiattn.plan.arch import Arch
-from multiattn.plan.backend import Backend, Compiled, Exported, Launcher, Op, Plan, Variant
+from multiattn.plan.backend import Backend, Launcher, Op, Plan, Variant, later
 from multiattn.plan.config import Config
 from multiattn.problem import Problem
 
@@ -23,21 +23,11 @@ def _prepare(plan: Plan) -> Launcher:
     return CpuLauncher(plan)
 
 
-def _compile(plan: Plan) -> tuple[Compiled, ...]:
-    from multiattn.cuda.compile import compile_plan
-
-    return compile_plan(plan)
-
-
-def _export(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
-    from multiattn.cuda.compile import export_plan
-
-    return export_plan(plan, kinds)
-
-
 def _candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Config]:
     return (wgmma_candidates if is_wgmma(variant) else forward_candidates)(variant, problem, arch)
 
+
+_EXPORT = later("multiattn.cuda.compile", "export_plan")
 
 BACKEND = Backend(
     name="cuda",
@@ -49,15 +39,13 @@ BACKEND = Backend(
         variants=VARIANTS,
         spanning=SPANNING,
         prepare=_prepare,
-        compile=_compile,
-        export=_export,
+        export=_EXPORT,
         candidates=_candidates,
     ),
     backward=Op(
         variants=BACKWARD_VARIANTS,
         prepare=_prepare,
-        compile=_compile,
-        export=_export,
+        export=_EXPORT,
         candidates=backward_candidates,
     ),
 )

@@ -16,8 +16,8 @@ from multiattn.cuda.instances import kernels_of
 from multiattn.cuda.source import DEVICE_INCLUDES, Instance, files_reached, translation_unit
 from multiattn.plan import abi
 from multiattn.plan.arch import Arch
-from multiattn.plan.backend import Compiled, Exported, Plan
-from multiattn.plan.toolchain import resource_usage, version_of
+from multiattn.plan.backend import Exported, Plan
+from multiattn.plan.toolchain import version_of
 from multiattn.run import cache
 
 _STANDARD = "c++17"
@@ -36,25 +36,6 @@ def _write(path: Path, source: str, target: str) -> None:
     path.write_bytes(_compile(source, target))
 
 
-def compile_plan(plan: Plan) -> tuple[Compiled, ...]:
-    """Compile a Plan's kernels for its arch, afresh; registers and spills are None where cuobjdump is not installed."""
-    made = []
-    for kernel in kernels_of(plan):
-        cubin, seconds = _timed(kernel, plan.arch)
-        usage = resource_usage(cubin)
-        compiled = Compiled(
-            kernel=kernel.name,
-            threads=kernel.threads,
-            seconds=seconds,
-            cubin=cubin,
-            smem_bytes=kernel.smem_bytes,
-            registers=usage.registers if usage else None,
-            spill_bytes=usage.stack_bytes if usage else None,
-        )
-        made.append(compiled)
-    return tuple(made)
-
-
 def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
     """A Plan's kernels as a launch has them, compiled afresh to run elsewhere; of `kinds` there is ``ptx``.
 
@@ -62,7 +43,9 @@ def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
     """
     made = []
     for kernel in kernels_of(plan):
-        cubin, seconds = _timed(kernel, plan.arch)
+        begin = time.perf_counter()
+        cubin = _compile(translation_unit([kernel]), kernel.target(plan.arch))
+        seconds = time.perf_counter() - begin
         binding = None
         if plan.direction == "forward":
             binding = bind(plan, image_of(plan))
@@ -78,12 +61,6 @@ def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
         )
         made.append(exported)
     return tuple(made)
-
-
-def _timed(kernel: Instance, arch: Arch) -> tuple[bytes, float]:
-    begin = time.perf_counter()
-    cubin = _compile(translation_unit([kernel]), kernel.target(arch))
-    return cubin, time.perf_counter() - begin
 
 
 def _compile(source: str, target: str) -> bytes:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib
 import importlib.util
 import re
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -19,7 +18,7 @@ from multiattn.cutile.candidates import backward_candidates, forward_candidates
 from multiattn.cutile.steps import STEPS
 from multiattn.cutile.table import workspace_bytes
 from multiattn.plan.arch import GPU_ARCHS, Arch
-from multiattn.plan.backend import Backend, Op, Variant
+from multiattn.plan.backend import Backend, Op, Variant, later
 from multiattn.plan.support import Capability, Reason
 from multiattn.plan.toolchain import probe_gpu, version_of
 
@@ -111,11 +110,6 @@ def _probe(arch: Arch) -> tuple[Reason, ...]:
     return (*_probe_compiler(), *_probe_gpu()) if arch.is_gpu else _probe_module()
 
 
-def _later(module: str, name: str) -> Callable[..., Any]:
-    """A function of a module that imports cuTile, imported by its first call."""
-    return lambda *arguments: getattr(importlib.import_module(f"multiattn.cutile.{module}"), name)(*arguments)
-
-
 def _forward_variant(name: str) -> Variant:
     """A rung of the ladder; one that leads to another is selected only by name."""
     rung = STEPS[name]
@@ -138,9 +132,8 @@ def _backward_variant(name: str, summary: str, **rest: Any) -> Variant:
 
 _EVERYWHERE = Capability(arches=("cpu", *GPU_ARCHS))
 _OPERATIONS: dict[str, Any] = {
-    "prepare": _later("launch", "prepare"),
-    "compile": _later("compile", "compile_plan"),
-    "export": _later("export", "export_plan"),
+    "prepare": later("multiattn.cutile.launch", "prepare"),
+    "export": later("multiattn.cutile.export", "export_plan"),
 }
 
 BACKEND = Backend(

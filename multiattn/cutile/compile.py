@@ -1,11 +1,10 @@
-"""A launch's kernel and signature as cuTile has them, and a Plan compiled for any arch with no GPU and no driver."""
+"""A launch's kernel and signature as cuTile has them, compiled for any arch with no GPU and no driver."""
 
 from __future__ import annotations
 
 import functools
 import io
 import os
-import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -18,10 +17,8 @@ from multiattn.cutile.configs import PIPELINES
 from multiattn.cutile.kernels import backward, forward
 from multiattn.cutile.kernels.constants import KernelConstants
 from multiattn.cutile.kernels.tiles import IN_64_BITS
-from multiattn.cutile.table import ArrayArgument, KernelLaunch, launches_of
+from multiattn.cutile.table import ArrayArgument, KernelLaunch
 from multiattn.plan.arch import Arch
-from multiattn.plan.backend import Compiled, Plan
-from multiattn.plan.toolchain import resource_usage
 
 COMPILE_SECONDS = 120.0
 """Longest compilation: a tile too large for the registers can take tileiras minutes, a good one takes it seconds."""
@@ -100,28 +97,3 @@ def make_cubin(launch: KernelLaunch, signature: Any, arch: Arch) -> bytes:
     with compile_limit():
         export_kernel(get_kernel(launch), [signature], buffer, gpu_code=gpu_code, output_format="cubin")
     return buffer.getvalue()
-
-
-def compile_plan(plan: Plan) -> tuple[Compiled, ...]:
-    """Compile each kernel with the signature that a launch would derive from the plan's tensors, without a dlse.
-
-    Sizes come from cuobjdump and are None where it is not installed. `spill_bytes` is the stack of a thread.
-    """
-    return tuple(_compile(plan, launch) for launch in launches_of(plan))
-
-
-def _compile(plan: Plan, launch: KernelLaunch) -> Compiled:
-    signature = get_signature(launch)
-    start = time.perf_counter()
-    cubin = make_cubin(launch, signature, plan.arch)
-    seconds = time.perf_counter() - start
-    usage = resource_usage(cubin)
-    return Compiled(
-        kernel=launch.kernel,
-        threads=usage.threads if usage else None,
-        seconds=seconds,
-        cubin=cubin,
-        smem_bytes=usage.smem_bytes if usage else None,
-        registers=usage.registers if usage else None,
-        spill_bytes=usage.stack_bytes if usage else None,
-    )

@@ -1,7 +1,7 @@
 """Backends as data (`Backend`, `Op`, `Variant`), their names (`BACKENDS`), and how one makes a `Plan`.
 
 A backend is a folder of this package whose ``__init__`` names a `BACKEND`. That module must be light: it holds the
-data (capabilities, rules) and imports its DSL only inside `probe`, `prepare` and `compile`.
+data (capabilities, rules) and imports its language only inside `probe`, `prepare` and `export`.
 """
 
 from __future__ import annotations
@@ -45,21 +45,6 @@ class Launcher(Protocol):
 
     def __call__(self, operands: Operands, /) -> None:
         """Launch. The first launch may compile, where the language compiles for the tensors themselves."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Compiled:
-    """One kernel as it was compiled for a Plan's arch, with no GPU. Sizes in bytes, per block."""
-
-    kernel: str
-    """Its symbol, what a profiler shows."""
-    threads: int | None = None
-    """Threads of a block."""
-    seconds: float
-    cubin: bytes
-    smem_bytes: int | None = None
-    registers: int | None = None
-    spill_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,10 +138,12 @@ class Op:
     """
     prepare: Callable[[Plan], Launcher]
     """Do all that is needed once per Plan, compilation included where the language allows it."""
-    compile: Callable[[Plan], tuple[Compiled, ...]]
-    """Compile every kernel of a launch for `plan.arch` with no GPU; the compiler's own error passes through."""
     export: Callable[[Plan, Sequence[str]], tuple[Exported, ...]] = lambda plan, kinds: ()
-    """As `compile`, to be read or run elsewhere, with intermediate code of the kinds that are asked for and it has."""
+    """Compile every kernel of a launch for `plan.arch` with no GPU, to be read or run elsewhere.
+
+    With intermediate code of the kinds that are asked for and that the language has. The compiler's own error passes
+    through.
+    """
     candidates: Callable[[Variant, Problem, Arch], Sequence[Config]] = lambda variant, problem, arch: ()
     """Configs worth timing for a problem: what a tuning sweep walks through."""
 
@@ -201,6 +188,11 @@ def find_variant(backend: Backend, name: str, direction: Direction = "forward") 
         if variant.name == name:
             return variant
     raise ValueError(f"variant: got {name!r}; {backend.name} has {_name_some(variants, name)} for {direction}")
+
+
+def later(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module that imports a kernel language: imported by its first call."""
+    return lambda *arguments: getattr(importlib.import_module(module), name)(*arguments)
 
 
 _NAMED_AT_MOST = 12  # in an error; a backend may have a hundred rungs

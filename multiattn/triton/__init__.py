@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 
 import torch
 
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch
-from multiattn.plan.backend import Backend, Compiled, Exported, Launcher, Op, Plan, Variant
+from multiattn.plan.backend import Backend, Op, Variant, later
 from multiattn.plan.config import Config
 from multiattn.plan.support import Capability, Reason
 from multiattn.plan.toolchain import probe_gpu, version_of
@@ -23,24 +23,6 @@ from multiattn.triton.rules import rules_of
 
 OLDEST, NEWEST = (3, 6), (3, 9)
 """Triton versions that this was run with; the interpreter and the descriptors differ outside of them."""
-
-
-def _prepare(plan: Plan) -> Launcher:
-    from multiattn.triton.launch import prepare
-
-    return prepare(plan)
-
-
-def _compile(plan: Plan) -> tuple[Compiled, ...]:
-    from multiattn.triton.compile import compile_plan
-
-    return compile_plan(plan)
-
-
-def _export(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
-    from multiattn.triton.compile import export_plan
-
-    return export_plan(plan, kinds)
 
 
 def _versions() -> Mapping[str, str | None]:
@@ -135,7 +117,12 @@ def _backward_variant(*, one_pass: bool, descriptor: bool) -> Variant:
 
 
 def _op(*variants: Variant) -> Op:
-    return Op(variants=variants, prepare=_prepare, compile=_compile, export=_export, candidates=candidates)
+    return Op(
+        variants=variants,
+        prepare=later("multiattn.triton.launch", "prepare"),
+        export=later("multiattn.triton.compile", "export_plan"),
+        candidates=candidates,
+    )
 
 
 BACKEND = Backend(

@@ -19,8 +19,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from multiattn.plan import abi
 from multiattn.plan.arch import Arch
-from multiattn.plan.backend import Compiled, Exported, Plan
-from multiattn.plan.toolchain import resource_usage
+from multiattn.plan.backend import Exported, Plan
 from multiattn.triton.bind import bind
 from multiattn.triton.calls import Call, calls_of
 from multiattn.triton.compiled import checked_binding, why_not
@@ -30,32 +29,11 @@ KINDS = ("ttir", "ttgir", "llir", "ptx")
 """Intermediate code that can be asked for."""
 
 
-def compile_plan(plan: Plan) -> tuple[Compiled, ...]:
-    """Compile every kernel of a launch of `plan` for `plan.arch`; where cuobjdump is, registers and spills are known.
+def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
+    """Every kernel of a Plan, compiled afresh; of `kinds` it has `KINDS`. The compiler's own error passes through.
 
     Triton's cache is written but not read, so `seconds` is the compiler's own time. Triton's driver is not touched: a
     launch in another thread of this process is not disturbed.
-    """
-    return tuple(_compile(call, plan.arch) for call in calls_of(plan))
-
-
-def _compile(call: Call, arch: Arch) -> Compiled:
-    kernel, seconds = _timed(call, arch)
-    cubin = kernel.asm["cubin"]
-    usage = resource_usage(cubin)
-    return Compiled(
-        kernel=kernel.metadata.name,
-        threads=32 * kernel.metadata.num_warps,
-        seconds=seconds,
-        cubin=cubin,
-        smem_bytes=kernel.metadata.shared,
-        registers=usage.registers if usage else None,
-        spill_bytes=usage.stack_bytes if usage else None,
-    )
-
-
-def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
-    """Every kernel of a Plan, compiled afresh; of `kinds` it has `KINDS`. The compiler's own error passes through.
 
     ValueError where the Binding of a forward kernel is not what Triton would launch, or not what its cubin takes.
     """
@@ -63,7 +41,9 @@ def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
 
 
 def _export(call: Call, plan: Plan, kinds: Sequence[str]) -> Exported:
-    kernel, seconds = _timed(call, plan.arch)
+    start = time.perf_counter()
+    kernel = specialise(call, plan.arch)
+    seconds = time.perf_counter() - start
     metadata = kernel.metadata
     return Exported(
         kernel=metadata.name,
@@ -85,11 +65,6 @@ def _emitted_binding(kernel: Any, call: Call, plan: Plan) -> abi.Binding:
     if (got := replace(binding, constants=theirs.constants, workspace_bytes=0)) != theirs:
         raise ValueError(f"{kernel.metadata.name}: got {got}; Triton has {theirs}")
     return binding
-
-
-def _timed(call: Call, arch: Arch) -> tuple[Any, float]:
-    start = time.perf_counter()
-    return specialise(call, arch), time.perf_counter() - start
 
 
 def specialise(call: Call, arch: Arch) -> Any:
