@@ -17,12 +17,11 @@ CONFIGS = {
 
 
 def gluon_ways() -> Iterator[tuple[int, bool, GluonConfig]]:
-    """Head_dim, mask and config: schedulers, slots, turns, maxima, exponentials, every number of pieces."""
+    """Head_dim, mask and config: schedulers, slots, turns, maxima, every number of pieces."""
     for causal, (head_dim, config) in itertools.product((False, True), CONFIGS.items()):
         for scheduler in SCHEDULERS:
             yield head_dim, causal, replace(config, scheduler=scheduler)
         yield head_dim, causal, replace(config, lazy_max=False)
-        yield head_dim, causal, replace(config, exp2_fma_fraction=1 / 4)
         yield head_dim, causal, replace(config, pingpong=not config.pingpong)
     yield 64, True, GluonConfig(tile_m=192, tile_n=64, stages=12, q_slots=2, lazy_max=True)
     for q_slots in (1, 3):

@@ -42,7 +42,6 @@ def test_a_config_has_a_warpgroup_for_each_64_queries_and_one_that_loads():
     for tile_m, warpgroups, threads in ((64, 1, 256), (128, 2, 384), (192, 3, 512)):
         config = WgmmaConfig(tile_m=tile_m, tile_n=64)
         assert (config.warpgroups, config.threads) == (warpgroups, threads)
-    assert replace(CONFIG, exp2_fma_fraction=0.1875).exp2_fma_sixteenths == 3
     assert [replace(CONFIG, scheduler=it).is_persistent for it in ("one_tile", "static", "dynamic")] == [0, 1, 1]
 
 
@@ -57,13 +56,6 @@ def test_a_config_has_a_warpgroup_for_each_64_queries_and_one_that_loads():
         ({"stages": 2}, "stages=2", "3 to 16"),
         ({"scheduler": "random"}, "scheduler=random", "one_tile, static, dynamic"),
         ({"q_slots": 4}, "q_slots=4", "1, 2, 3"),
-        ({"exp2_fma_fraction": 0.1}, "exp2_fma_fraction=0.1", "sixteenths"),
-        ({"exp2_fma_fraction": 0.75}, "exp2_fma_fraction=0.75", "0 to 0.5"),
-        (
-            {"exp2_fma_fraction": 0.0625},
-            "exp2_fma_fraction=0.0625 with tile_n=64, of 8 pairs none",
-            "0, or from 2/16 on",
-        ),
         ({"tile_m": 64}, "tile_m=64", "128, 192"),
         ({"tile_n": 256}, "224 registers", "up to 208 with 2 warpgroups"),
         ({"tile_n": 224, "q_in_registers": True}, "q_in_registers with 200 registers for all else", "up to 192"),

@@ -171,7 +171,6 @@ def test_a_kernel_of_an_illegal_config_does_not_compile():
         "stages: 3 to 16": {"stages": 2},
         "q_slots: 1 to 3": {"q_slots": 4},
         "tile_m: 128, 192": {"tile_m": 64},
-        "exp2_fma_fraction: up to a half": {"exp2_fma_fraction": 0.75},
     }
     refused = {}
     for message, changed in cases.items():

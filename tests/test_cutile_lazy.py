@@ -319,11 +319,10 @@ def test_a_static_grid_fills_the_device():
 
 
 def test_rungs_below_full_have_neither():
-    config = replace(LAZY, pipeline="pairs", scheduler="static", exp2_fma_fraction=0.5)
+    config = replace(LAZY, pipeline="pairs", scheduler="static")
     for name, rung in STEPS.items():
         limited = rung.step.limit(config)
         if name != "full":
             assert (limited.lazy_max, limited.pipeline, limited.scheduler) == (False, "plain", "one_tile")
-            assert limited.exp2_fma_fraction == 0.0
         else:
             assert limited == config

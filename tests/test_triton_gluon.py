@@ -8,15 +8,12 @@ import functools
 import re
 from dataclasses import replace
 
-import exp2_model as exp2
-import numpy as np
 import pytest
 import torch
 
 from multiattn import Problem, Unsupported, explain, fmha
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import Plan, find_variant, plan_variant
-from multiattn.plan.exp2_fma import is_polynomial
 from multiattn.triton import BACKEND
 from multiattn.triton.calls import calls_of
 from multiattn.triton.candidates import candidates, class_of
@@ -31,7 +28,6 @@ from multiattn.triton.gluon_configs import (
     smem_bytes,
     why_not_fit,
 )
-from multiattn.triton.kernels.gluon.constants import GluonConstants, exp2_polynomial
 
 SM90 = by_name("sm90")
 VARIANT = find_variant(BACKEND, "warp_specialized")
@@ -89,13 +85,6 @@ def test_pieces_cover_head_dim_with_few_columns_to_spare():
         ({"stages": 1}, "stages=1; allowed 2 to 16"),
         ({"scheduler": "lpt"}, "scheduler=lpt; allowed one_tile, static, dynamic"),
         ({"q_slots": 0}, "q_slots=0; allowed 1, 2, 3"),
-        ({"exp2_fma_fraction": 0.6}, "exp2_fma_fraction=0.6 with tile_n=128; allowed multiples of 2/16 from 0 to 0.5"),
-        ({"exp2_fma_fraction": 0.625}, "exp2_fma_fraction=0.625 with tile_n=128; allowed multiples of 2/16"),
-        ({"exp2_fma_fraction": 1 / 16}, "exp2_fma_fraction=0.0625 with tile_n=128; allowed multiples of 2/16"),
-        (
-            {"exp2_fma_fraction": 1 / 8, "tile_n": 16},
-            "exp2_fma_fraction=0.125 with tile_n=16; allowed multiples of 4/16",
-        ),
         ({"stages": 9}, "bytes of shared memory or more; allowed 232448 bytes on sm90"),
         ({"tile_m": 192, "tile_n": 128}, "160 registers for output, scores and weights"),
     ],
@@ -123,7 +112,6 @@ def test_a_sweep_tries_the_schedulers_and_what_may_not_pay(head_dim):
     found = candidates(VARIANT, problem(head_dim, causal=True), SM90)
     assert {config.scheduler for config in found} == {"one_tile", "static", "dynamic"}
     assert {config.pingpong for config in found} == {config.lazy_max for config in found} == {True, False}
-    assert any(config.exp2_fma_fraction for config in found)
 
 
 @pytest.mark.parametrize(("head_dim", "widest"), [(8, 64), (80, 96), (97, 128), (144, 192), (176, 192), (200, 256)])
@@ -159,7 +147,7 @@ def test_it_compiles_with_as_much_shared_memory_as_the_config_says(head_dim, cau
 
 @needs_compiler
 def test_its_code_is_what_the_config_asks_for():
-    config = GluonConfig(tile_m=128, tile_n=64, lazy_max=True, exp2_fma_fraction=1 / 4)
+    config = GluonConfig(tile_m=128, tile_n=64, lazy_max=True)
     ptx = compiled(96, config, causal=True, dtype="fp16")[0].asm["ptx"]
     for verb in (
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16",  # scores, and the wide piece of the output
@@ -168,7 +156,6 @@ def test_its_code_is_what_the_config_asks_for():
         "griddepcontrol.wait",
         "setmaxnreg",
         "cvt.rn.f16x2.f32",
-        "max.NaN.f32",  # of the polynomial
     ):
         assert verb in ptx, verb
     assert "mma.sync.aligned.m16n8k16" not in ptx
@@ -205,52 +192,3 @@ def test_a_tile_is_judged_by_the_sums_of_whole_rows():
     judged = re.findall(r"setp\.lt\.f32\s+%p\d+, (%r\d+), 0f7149F2CA;", ptx)  # 1e30
     assert len(judged) == 2 * config.warpgroups  # a thread has parts of two rows
     assert set(judged) <= exchanged
-
-
-def test_the_polynomial_takes_an_even_share_of_the_exponentials():
-    for sixteenths in range(0, 9, 2):  # others are refused: of 8 pairs they are no whole number
-        config = GluonConfig(tile_m=128, tile_n=64, lazy_max=True, exp2_fma_fraction=sixteenths / 16)
-        text = GluonConstants.of(problem(), config, ragged=True).exponential
-        assert text.count("shl.b32") == sixteenths
-        assert text.count("ex2.approx.ftz.f32") == 16 - sixteenths
-        written = re.findall(r"(?:ex2\.approx\.ftz\.f32|mul\.rn\.f32) (\$\d+),", text)
-        assert written == [f"${i}" for i in range(16)]
-    assert sum(is_polynomial(pair, 4) for pair in range(16)) == 4
-
-
-def operand(text, registers):
-    """A register's values, or a literal: fp32 in hexadecimal, or an integer."""
-    if text.startswith("0f"):
-        return np.uint32(int(text[2:], 16)).view(np.float32)
-    return registers[text] if text in registers else np.uint32(int(text))
-
-
-def run_ptx(text, x):
-    """The PTX of `exp2_polynomial`, run on x."""
-    verbs = {
-        "max.NaN.f32": np.maximum,  # of both, NaN where either is
-        "min.NaN.f32": np.minimum,
-        "add.rn.f32": np.add,
-        "sub.rn.f32": np.subtract,
-        "mul.rn.f32": np.multiply,
-        "fma.rn.f32": lambda a, b, c: exp2._fma(np.broadcast_to(a, x.shape), b, c),
-        "shl.b32": lambda a, b: (a.view(np.uint32) << b).view(np.float32),
-    }
-    registers = {"$16": x}
-    with np.errstate(all="ignore"):
-        for line in re.findall(r"[a-z][\w.]* [^;{}]*(?=;)", text.split(";", 1)[1]):
-            verb, operands = line.split(" ", 1)
-            to, *given = (part.strip() for part in operands.split(","))
-            registers[to] = np.asarray(verbs[verb](*(operand(each, registers) for each in given)), dtype=np.float32)
-    return registers["$0"]
-
-
-@pytest.mark.parametrize("clamp", [False, True])
-def test_the_polynomial_in_ptx_is_the_model_bit_for_bit(clamp):
-    x = np.concatenate([exp2.samples(-140, 127), np.array([-np.inf, -3e38, 127, np.nan], dtype=np.float32)])
-    if clamp:
-        x = np.append(x, np.array([127.5, 1e6, np.inf], dtype=np.float32))
-    expected = exp2.exp2_fma(np.minimum(x, np.float32(127)) if clamp else x)
-    got = run_ptx(exp2_polynomial(0, clamp=clamp), x)
-    np.testing.assert_array_equal(got.view(np.uint32)[~np.isnan(x)], expected.view(np.uint32)[~np.isnan(x)])
-    assert np.isnan(got[np.isnan(x)]).all()

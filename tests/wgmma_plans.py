@@ -19,7 +19,7 @@ SM90 = ARCHS["sm90"]
 CONFIG = WgmmaConfig(tile_m=128, tile_n=64)
 FLIPPED = {
     **{"tile_m": 192, "cluster": 2, "tile_n": 80, "stages": 3, "scheduler": "static", "q_slots": 2},
-    **{"q_in_registers": True, "pingpong": True, "lazy_max": True, "exp2_fma_fraction": 0.25, "tma_store": False},
+    **{"q_in_registers": True, "pingpong": True, "lazy_max": True, "tma_store": False},
 }
 
 
@@ -53,7 +53,7 @@ def ways() -> Iterator[tuple[int, bool, WgmmaConfig]]:
         config = WgmmaConfig(tile_m=128, tile_n=64, stages=3, scheduler="static", q_in_registers=True, lazy_max=True)
         yield 256, causal, replace(config, cluster=cluster, tma_store=tma_store)
     for head_dim, causal in itertools.product((40, 96, 192), (False, True)):
-        config = WgmmaConfig(tile_m=128, tile_n=48, stages=3, q_slots=1, exp2_fma_fraction=0.25)
+        config = WgmmaConfig(tile_m=128, tile_n=48, stages=3, q_slots=1)
         yield head_dim, causal, config
         yield head_dim, causal, replace(config, scheduler="one_tile", cluster=2, lazy_max=True, pingpong=True)
     for head_dim, causal in itertools.product((96, 128, 160), (False, True)):

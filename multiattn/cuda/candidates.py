@@ -157,7 +157,6 @@ _ALONE: tuple[Mapping[str, Any], ...] = (
     {"lazy_max": False},
     {"q_slots": 1},
     {"q_in_registers": True},
-    {"exp2_fma_fraction": 2 / 16},
 )
 """Tried with the first shape only: what a technique is worth, rather than what may win."""
 _OPEN: tuple[Mapping[str, Any], ...] = (

@@ -129,7 +129,7 @@ def _wgmma_shape(config: WgmmaConfig, problem: Problem) -> str:
     numbers = (config.warpgroups, config.cluster, config.tile_n, config.stages, config.q_slots)
     kept = wgmma.kept_steps(config, problem)
     flags = (config.pingpong, config.lazy_max)
-    rest = (config.exp2_fma_sixteenths, config.tma_store, f"multiattn::Scheduler::{config.scheduler.upper()}")
+    rest = (config.tma_store, f"multiattn::Scheduler::{config.scheduler.upper()}")
     return f"multiattn::WgmmaShape<{_cpp_list(*numbers, kept, *flags, *rest)}>"
 
 
@@ -140,7 +140,6 @@ def _wgmma_name(config: WgmmaConfig) -> str:
     parts += ["qregisters"] if config.q_in_registers else []
     parts += ["pingpong"] if config.pingpong else []
     parts += ["lazymax"] if config.lazy_max else []
-    parts += [f"fma{config.exp2_fma_sixteenths}"] if config.exp2_fma_sixteenths else []
     parts += [] if config.tma_store else ["plainstore"]
     return "_".join((*parts, config.scheduler.replace("_", "")))
 

@@ -52,9 +52,6 @@ class WgmmaConfig(Config):
     lazy_max: bool = False
     """Weights are made relative to the maxima of earlier blocks, and the output is rescaled only where one has outgrown
     them."""
-    exp2_fma_fraction: float = 0.0
-    """Share of the exponentials that are a polynomial on the FMA units: sixteenths from 0 to 0.5, rounded down to whole
-    pairs of the `tile_n` / 8 that a thread has of a row. What comes to none is refused."""
     tma_store: bool = True
     """The output leaves through shared memory and TMA, or from registers."""
 
@@ -67,11 +64,6 @@ class WgmmaConfig(Config):
     def threads(self) -> int:
         """Threads of a block: its consumers, and the producer's warpgroup."""
         return WARPGROUP_THREADS * (self.warpgroups + 1)
-
-    @property
-    def exp2_fma_sixteenths(self) -> int:
-        """`exp2_fma_fraction` in the kernel's unit."""
-        return int(16 * self.exp2_fma_fraction)
 
     @property
     def box_rows(self) -> dict[str, int]:
@@ -159,7 +151,6 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
 
 def _wrong_shape(config: WgmmaConfig) -> tuple[Reason, ...]:
     """Reasons why no kernel is made for a config."""
-    sixteenths, pairs = 16 * config.exp2_fma_fraction, config.tile_n // 8
     checks = (
         (config.tile_m in (128, 192), f"tile_m={config.tile_m}", "128, 192"),
         (
@@ -176,15 +167,5 @@ def _wrong_shape(config: WgmmaConfig) -> tuple[Reason, ...]:
         (3 <= config.stages <= 16, f"stages={config.stages}", "3 to 16"),
         (config.scheduler in SCHEDULERS, f"scheduler={config.scheduler}", ", ".join(SCHEDULERS)),
         (config.q_slots in (1, 2, 3), f"q_slots={config.q_slots}", "1, 2, 3"),
-        (
-            0 <= sixteenths <= 8 and sixteenths == int(sixteenths),
-            f"exp2_fma_fraction={config.exp2_fma_fraction}",
-            "sixteenths from 0 to 0.5",
-        ),
-        (
-            sixteenths != int(sixteenths) or not 0 < sixteenths * pairs < 16,
-            f"exp2_fma_fraction={config.exp2_fma_fraction} with tile_n={config.tile_n}, of {pairs} pairs none",
-            f"0, or from {-(-16 // max(1, pairs))}/16 on",
-        ),
     )
     return tuple(failed(checks))

@@ -95,15 +95,12 @@ def _lazy_candidates(problem: Problem) -> list[CutileConfig]:
         ways = (*ways[:3], *split)
     elif problem.head_dim > 128:
         ways = (*ways, *(replace(way, split_head_dim=True) for way in ways if way.pipeline == "ahead"))
-    found = [
+    return [
         replace(way, k_latency=k_latency, v_latency=v_latency, heads_together=heads)
         for way in ways
         for heads in _heads_together(problem, way)
         for k_latency, v_latency in _latencies(way)
     ]
-    if problem.head_dim <= 64:  # where ex2 is as scarce as the tensor cores
-        found += [replace(found[0], exp2_fma_fraction=sixteenths / 16) for sixteenths in (1, 2)]
-    return found
 
 
 def _latencies(way: CutileConfig) -> tuple[tuple[int | None, int | None], ...]:

@@ -59,14 +59,6 @@ class CutileConfig(Config):
     q_in_registers: bool = False
     """Products with keys take q from registers, in tiles of 64 rows head_dim / 4 of each thread, and read keys alone
     from shared memory. tcgen05 has no such products."""
-    exp2_fma_fraction: float = 0.0
-    """Share of the exponentials that are a polynomial on the FMA units, in sixteenths, 0 to 0.5. Needs `lazy_max`, and
-    tile_n=32 takes eighths, tile_n=16 quarters."""
-
-    @property
-    def exp2_fma_sixteenths(self) -> int:
-        """`exp2_fma_fraction` in the kernel's unit."""
-        return int(16 * self.exp2_fma_fraction)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,13 +13,11 @@ from multiattn.cutile.steps import CutileStep
 from multiattn.plan.arch import Arch
 from multiattn.plan.columns import NARROWEST, two_widths
 from multiattn.plan.config import Config
-from multiattn.plan.exp2_fma import SIXTEENTHS_MAX
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 
 _TCGEN05 = ("sm100", "sm103")
-"""Where products take nothing from registers, and where a thread has whole rows of an accumulator: it would compute
-both kinds of exponentials of every score there."""
+"""Arches whose products take nothing from registers."""
 
 _Check = tuple[bool, str, str]
 """True if it holds; what came; what is allowed."""
@@ -31,8 +29,6 @@ def why_not_forward(
     """Every reason why `config` cannot be compiled or launched for `problem`; with a step also what it does not do."""
     if not isinstance(config, CutileConfig):
         return (Reason(code="config", got=type(config).__name__, allowed="CutileConfig"),)
-    fraction, sixteenths = f"exp2_fma_fraction={config.exp2_fma_fraction}", 16 * config.exp2_fma_fraction
-    unit, blackwell = max(1, 64 // max(1, config.tile_n)), arch.name in _TCGEN05
     checks: list[_Check] = [
         *_fields(config, "", "k_latency", "v_latency"),
         (config.pipeline in PIPELINES, f"pipeline={config.pipeline}", ", ".join(PIPELINES)),
@@ -43,14 +39,7 @@ def why_not_forward(
             f"split_head_dim=True at head_dim={problem.head_dim}",
             f"more than {NARROWEST}",
         ),
-        (config.lazy_max or not sixteenths, f"{fraction} without lazy_max", "0.0"),
-        (not (sixteenths and blackwell), f"{fraction} on {arch.name}", "0.0"),
-        (not (config.q_in_registers and blackwell), f"q_in_registers=True on {arch.name}", "False"),
-        (
-            0 <= sixteenths <= SIXTEENTHS_MAX and sixteenths % unit == 0,
-            f"{fraction} with tile_n={config.tile_n}",
-            f"multiples of {unit}/16 from 0 to 0.5",
-        ),
+        (not (config.q_in_registers and arch.name in _TCGEN05), f"q_in_registers=True on {arch.name}", "False"),
         _grid(f"tile_m={config.tile_m}", count_query_tiles(problem, config.tile_m), problem),
     ]
     return (*_refusals(checks), *(_beyond(step, config) if step is not None else ()))

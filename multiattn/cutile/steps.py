@@ -35,7 +35,7 @@ class CutileStep:
     occupancy_hint: bool = False
     """The config's blocks per SM, for which the compiler saves registers and shared memory."""
     lazy_max: bool = False
-    """The config's lazy_max, and its pipeline and exp2_fma_fraction, which need that."""
+    """The config's lazy_max, and its pipeline, which needs that."""
     static_grid: bool = False
     """The config's scheduler: blocks may take tile after tile."""
     q_in_registers: bool = False
@@ -57,7 +57,6 @@ class CutileStep:
             pipeline=config.pipeline if self.lazy_max else "plain",
             scheduler=config.scheduler if self.static_grid else "one_tile",
             q_in_registers=config.q_in_registers and self.q_in_registers,
-            exp2_fma_fraction=config.exp2_fma_fraction if self.lazy_max else 0.0,
         )
 
 

@@ -188,7 +188,7 @@ def has_positive_strides(problem: Problem) -> bool:
 
 _OF_STEP = ("exp2", "flush_to_zero", "scale_after_max", "k_transposed", "approximate_division", "ln_base")
 _OF_CONFIG = (
-    "tile_m", "tile_n", "k_latency", "v_latency", "lazy_max", "pipeline", "exp2_fma_sixteenths", "q_in_registers",
+    "tile_m", "tile_n", "k_latency", "v_latency", "lazy_max", "pipeline", "q_in_registers",
 )  # fmt: skip
 """Constants of the kernel that a rung and a config have by the same name; a rung's others limit the config."""
 

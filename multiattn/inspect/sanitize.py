@@ -34,7 +34,7 @@ _FLAGS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 _SINGLE_STAGE = CudaConfig(tile_m=64, tile_n=32, warps=2, stages=1, q_in_registers=True)
 _HOPPER = (
     WgmmaConfig(tile_m=128, tile_n=32, pingpong=True, q_slots=2),
-    WgmmaConfig(tile_m=128, tile_n=48, stages=3, scheduler="static", q_in_registers=True, exp2_fma_fraction=0.25),
+    WgmmaConfig(tile_m=128, tile_n=48, stages=3, scheduler="static", q_in_registers=True),
     WgmmaConfig(tile_m=128, tile_n=16, cluster=2, scheduler="one_tile", lazy_max=True, tma_store=False),
 )
 

@@ -111,7 +111,7 @@ def _gluon(problem: Problem, arch: Arch) -> Sequence[GluonConfig]:
         found.append(_deepest(config, problem, arch))
     if (first := found[0]) is not None:
         found += (replace(first, scheduler=scheduler) for scheduler in SCHEDULERS if scheduler != first.scheduler)
-        found += (replace(first, lazy_max=False), replace(first, exp2_fma_fraction=2 / 16))
+        found.append(replace(first, lazy_max=False))
     return tuple(dict.fromkeys(it for it in found if it is not None and not why_not_fit(problem, arch, it)))
 
 

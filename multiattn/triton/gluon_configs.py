@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from multiattn.plan.arch import Arch
 from multiattn.plan.columns import one_width, saving_widths
 from multiattn.plan.config import Config
-from multiattn.plan.exp2_fma import SIXTEENTHS_MAX, share_unit
 from multiattn.plan.schedule import COUNTER_BYTES, SCHEDULERS
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
@@ -23,8 +22,6 @@ bound; a test holds compiled kernels against it."""
 REGISTERS_MAX = {2: 208, 3: 128}
 """By consumer warpgroups, of what `registers_at_least` counts: a thread has 240, or 160 with three."""
 STAGES_MAX = 16
-PAIRS_AT_ONCE = 8
-"""Pairs of a thread's scores that one piece of PTX makes weights of."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,18 +38,11 @@ class GluonConfig(Config):
     """Warpgroups take turns: one has the tensor cores while another has the softmax."""
     lazy_max: bool = False
     """Weights are made relative to the maxima of a tile's first blocks; where those are outgrown it is done again."""
-    exp2_fma_fraction: float = 0.0
-    """Share of the exponentials that are a polynomial on the FMA units: eighths (tile_n=16: quarters) from 0 to 0.5."""
 
     @property
     def warpgroups(self) -> int:
         """That compute: consumers."""
         return self.tile_m // WARPGROUP_ROWS
-
-    @property
-    def exp2_fma_sixteenths(self) -> int:
-        """`exp2_fma_fraction` in the kernel's unit."""
-        return int(16 * self.exp2_fma_fraction)
 
     @property
     def registers(self) -> int:
@@ -109,17 +99,11 @@ def why_not_fit(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, .
 
 
 def _wrong_fields(config: GluonConfig) -> tuple[Reason, ...]:
-    sixteenths, unit = 16 * config.exp2_fma_fraction, share_unit(min(config.tile_n // 4, PAIRS_AT_ONCE))
     checks = (
         (config.tile_m in (128, 192), f"tile_m={config.tile_m}", "128, 192"),
         (config.tile_n in (16, 32, 64, 128, 256), f"tile_n={config.tile_n}", "16, 32, 64, 128, 256"),
         (2 <= config.stages <= STAGES_MAX, f"stages={config.stages}", f"2 to {STAGES_MAX}"),
         (config.scheduler in SCHEDULERS, f"scheduler={config.scheduler}", ", ".join(SCHEDULERS)),
         (config.q_slots in (1, 2, 3), f"q_slots={config.q_slots}", "1, 2, 3"),
-        (
-            0 <= sixteenths <= SIXTEENTHS_MAX and sixteenths % unit == 0,
-            f"exp2_fma_fraction={config.exp2_fma_fraction} with tile_n={config.tile_n}",
-            f"multiples of {unit}/16 from 0 to 0.5",
-        ),
     )
     return tuple(Reason(code="config", got=got, allowed=allowed) for holds, got, allowed in checks if not holds)

@@ -160,7 +160,7 @@ class Consumer {
       base[0] = state_.max[0];
       base[1] = state_.max[1];
     }
-    exponentiate<T, !EXACT>(scores_, base, params_.forward.scale_log2, sum);
+    exponentiate<T>(scores_, base, params_.forward.scale_log2, sum);
     if constexpr (HAS_VALUES) {
       wgmma_wait<0>();
       release_v();
@@ -212,7 +212,7 @@ class Consumer {
     }
     float base[2];
     settle_max(decay, base);
-    exponentiate<T, false>(scores_, base, params_.forward.scale_log2, sum);
+    exponentiate<T>(scores_, base, params_.forward.scale_log2, sum);
     pack_weights<T>(weights_, scores_);
     decay_output(decay);
   }

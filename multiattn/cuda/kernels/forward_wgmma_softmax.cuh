@@ -4,7 +4,7 @@
 // value[4 * i + 2 * half] and the next are of keys 8 * i + 2 * (lane % 4) and the next.
 #pragma once
 #include "forward_wgmma_traits.cuh"
-#include "multiattn/exp2.cuh"
+#include "multiattn/ptx_sm90.cuh"
 #include "multiattn/mask.cuh"
 #include "multiattn/softmax.cuh"
 
@@ -57,15 +57,8 @@ DEVICE void find_tops(const WarpgroupScores<T>& scores, float (&top)[2], float s
   }
 }
 
-// Whether the exponential of a thread's pair of scores goes to the FMA units: an even share of all pairs.
+// Scores to weights, `exp2(score * scale_log2 - base)`, and each row's sum of this thread's.
 template <class T>
-DEVICE constexpr bool by_polynomial(int pair) {
-  return (pair + 1) * T::EXP2_FMA_SIXTEENTHS / 16 > pair * T::EXP2_FMA_SIXTEENTHS / 16;
-}
-
-// Scores to weights, `exp2(score * scale_log2 - base)`, and each row's sum of this thread's. POLYNOMIAL: some of them on
-// the FMA units, where no score is -inf.
-template <class T, bool POLYNOMIAL>
 DEVICE void exponentiate(WarpgroupScores<T>& scores, const float (&base)[2], float scale_log2, float (&sum)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -75,13 +68,8 @@ DEVICE void exponentiate(WarpgroupScores<T>& scores, const float (&base)[2], flo
       float &first = scores[i], &second = scores[i + 1];
       first = fmaf(first, scale_log2, -base[half]);
       second = fmaf(second, scale_log2, -base[half]);
-      if (POLYNOMIAL && by_polynomial<T>(i / 4)) {
-        first = exp2_fma(T::LAZY_MAX ? fminf(first, 127.0f) : first);  // what has outgrown its maximum must look so
-        second = exp2_fma(T::LAZY_MAX ? fminf(second, 127.0f) : second);
-      } else {
-        first = exp2_approx(first);
-        second = exp2_approx(second);
-      }
+      first = exp2_approx(first);
+      second = exp2_approx(second);
       even += first;
       odd += second;
     }

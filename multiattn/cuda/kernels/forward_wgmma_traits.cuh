@@ -14,7 +14,7 @@ enum class Scheduler {
 };
 
 template <int WARPGROUPS_, int CLUSTER_, int TILE_N_, int STAGES_, int Q_SLOTS_, int KEPT_STEPS_, bool PINGPONG_,
-          bool LAZY_MAX_, int EXP2_FMA_SIXTEENTHS_, bool TMA_STORE_, Scheduler SCHEDULER_>
+          bool LAZY_MAX_, bool TMA_STORE_, Scheduler SCHEDULER_>
 struct WgmmaShape {
   static constexpr int WARPGROUPS = WARPGROUPS_;  // that compute; one more loads
   static constexpr int CLUSTER = CLUSTER_;        // blocks that share tiles of K and V, each loads a part
@@ -24,8 +24,7 @@ struct WgmmaShape {
   static constexpr int KEPT_STEPS = KEPT_STEPS_;  // of a wgmma's 16 columns of Q, from the first on: read into registers once
   static constexpr bool PINGPONG = PINGPONG_;  // warpgroups take turns at the tensor cores
   static constexpr bool LAZY_MAX = LAZY_MAX_;  // weights before the maximum is known; see forward_wgmma_softmax.cuh
-  static constexpr int EXP2_FMA_SIXTEENTHS = EXP2_FMA_SIXTEENTHS_;  // of exponentials, by a polynomial
-  static constexpr bool TMA_STORE = TMA_STORE_;                     // the output leaves through Q's tile
+  static constexpr bool TMA_STORE = TMA_STORE_;  // the output leaves through Q's tile
   static constexpr Scheduler SCHEDULER = SCHEDULER_;
 };
 
@@ -59,7 +58,6 @@ struct WgmmaTraits : S {
   static_assert(S::STAGES >= 3 && S::STAGES <= 16, "stages: 3 to 16");
   static_assert(S::Q_SLOTS >= 1 && S::Q_SLOTS <= 3, "q_slots: 1 to 3");
   static_assert(S::KEPT_STEPS >= 0 && S::KEPT_STEPS <= DOT_STEPS, "q_in_registers: up to all of Q");
-  static_assert(S::EXP2_FMA_SIXTEENTHS >= 0 && S::EXP2_FMA_SIXTEENTHS <= 8, "exp2_fma_fraction: up to a half");
 };
 
 // Where a role is in a ring: the slot, and the parity of the phase that it waits for.

@@ -47,8 +47,6 @@ class ForwardConstants:
     pipeline: str
     static_grid: bool
     """A block takes every n-th tile of n blocks, not one."""
-    exp2_fma_sixteenths: int
-    """The share of `lazy_max`'s weights that are a polynomial on the FMA units."""
     q_in_registers: bool
 
 

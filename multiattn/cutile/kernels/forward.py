@@ -23,7 +23,6 @@ from typing import Any
 import cuda.tile as ct
 
 from multiattn.cutile.kernels.constants import SMALLEST_TILE, ForwardConstants
-from multiattn.cutile.kernels.exp2 import exp2_shared
 from multiattn.cutile.kernels.parts import (
     SUMS,
     add_values,
@@ -146,11 +145,7 @@ def online_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> A
 @ct.function
 def take(const: Any, place: Any, v: Any, s: Any, scale: Any, rows: Any, block: Any) -> Any:
     """Take one block's scores ``[tile_m, tile_n]`` into rows whose maximum stays."""
-    shifted = s * scale - rows.m
-    if const.exp2_fma_sixteenths > 0:
-        p = exp2_shared(shifted, const.exp2_fma_sixteenths, const.flush_to_zero)
-    else:
-        p = power(const, shifted, False)
+    p = power(const, s * scale - rows.m, False)
     acc = add_values(const, place, v, p.astype(v.dtype), rows.acc, block)
     return RunningSoftmax(acc=acc, m=rows.m, l=rows.l + partial_sums(const, p))
 

@@ -4,41 +4,14 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from typing import Any
 
-from multiattn.plan.exp2_fma import COEFFICIENTS, KERNEL_DEGREE, LOWEST, ROUND, is_polynomial
 from multiattn.problem import Problem
 from multiattn.triton.gluon_configs import WARPGROUP_ROWS, GluonConfig, pieces_of
 
 TILE_WORDS = 6
 """Words of shared memory that say what the tile of a slot of Q is."""
-
-
-def exp2_polynomial(i: int, *, clamp: bool) -> str:
-    """PTX of ``$i = 2^$(16+i)`` without ex2, as `exp2_fma` of cuda/include/multiattn/exp2.cuh.
-
-    clamp: a weight that is too large stays large, and does not become anything.
-    """
-    *inner, first = (_bits(it) for it in COEFFICIENTS[KERNEL_DEGREE][::-1])
-    lines = [
-        "{.reg .f32 x, s, f, p;",
-        f"max.NaN.f32 x, ${16 + i}, {_bits(LOWEST)};",
-        *([f"min.NaN.f32 x, x, {_bits(127.0)};"] if clamp else []),
-        f"add.rn.f32 s, x, {_bits(ROUND)};",
-        f"sub.rn.f32 f, s, {_bits(ROUND)};",
-        "sub.rn.f32 f, x, f;",
-        f"fma.rn.f32 p, {inner[0]}, f, {inner[1]};",
-        *(f"fma.rn.f32 p, p, f, {it};" for it in (*inner[2:], first, _bits(1.0))),
-        "shl.b32 s, s, 23;",
-        f"mul.rn.f32 ${i}, p, s;}}",
-    ]
-    return " ".join(lines)
-
-
-def _bits(value: float) -> str:
-    return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +37,6 @@ class GluonConstants:
     is_dynamic: bool
     pingpong: bool
     lazy_max: bool
-    exp2_fma_sixteenths: int
 
     @classmethod
     def of(cls, problem: Problem, config: GluonConfig, *, ragged: bool) -> GluonConstants:
@@ -85,7 +57,6 @@ class GluonConstants:
             is_dynamic=config.scheduler == "dynamic",
             pingpong=config.pingpong,
             lazy_max=config.lazy_max,
-            exp2_fma_sixteenths=config.exp2_fma_sixteenths,
         )
 
     @property
@@ -97,16 +68,6 @@ class GluonConstants:
     def words(self) -> int:
         """Words of a slot of Q: they say which tile it has, and whether each warpgroup found it spoiled."""
         return TILE_WORDS + self.warpgroups
-
-    @property
-    def exponential(self) -> str:
-        """PTX of 16 weights ``$0`` to ``$15`` from 16 scores, `exp2_fma_sixteenths` of them on the FMA units."""
-        return "\n".join(
-            exp2_polynomial(i, clamp=self.lazy_max)
-            if is_polynomial(i // 2, self.exp2_fma_sixteenths)
-            else f"ex2.approx.ftz.f32 ${i}, ${16 + i};"
-            for i in range(16)
-        )
 
     @property
     def scores(self) -> Any:

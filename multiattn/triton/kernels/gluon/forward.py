@@ -149,7 +149,7 @@ def _next_block(
         scores = mask_scores(scores, first_query, block * C.tile_n, seq_q, seq_kv, C)
     if EXACT_MAX:
         row_max, decay = _raise_max(scores, row_max, scale)
-    new_weights = exponentiate(scores, row_max, scale, not MASKED, C)
+    new_weights = exponentiate(scores, row_max, scale)
     if EXACT_MAX:
         row_sum = row_sum * gl.convert_layout(decay, gl.SliceLayout(1, row_sum.type.layout))[:, None]
     row_sum += sum_of_thread(new_weights, C)
@@ -240,7 +240,7 @@ def _attend(
         if masked:
             scores = mask_scores(scores, first_query, (seen - 1) * C.tile_n, seq_q, seq_kv, C)
         row_max, _decay = _raise_max(scores, row_max, scale)
-        scores = exponentiate(scores, row_max, scale, False, C)
+        scores = exponentiate(scores, row_max, scale)
         row_sum = sum_of_thread(scores, C)
         weights = pack_weights(scores, queries[0])
         _await_stored(q_place, ring_q, C)

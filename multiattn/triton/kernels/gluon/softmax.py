@@ -17,7 +17,7 @@ LOWEST = gl.constexpr(-3.4028234663852886e38)
 """Where a row's maximum starts: the lowest finite fp32. With -inf a row that sees nothing would need guards."""
 LARGEST_SUM = gl.constexpr(1e30)
 """The largest sum of a row's weights: with more they outgrew what they are relative to. It is far from overflow, and
-so is its reciprocal; a weight of a polynomial ends at 2^127, which is more than this, too."""
+so is its reciprocal."""
 
 
 @gluon.jit
@@ -31,17 +31,9 @@ def take_sign(scores, C: gl.constexpr):
 
 
 @gluon.jit
-def exponentiate(scores, base, scale, EMULATED: gl.constexpr, C: gl.constexpr):
-    """Weights ``2^(scores * scale - base)``. EMULATED: a share of them by a polynomial, which wants finite scores."""
-    shifted = scores * scale - base[:, None]
-    if EMULATED and C.exp2_fma_sixteenths > 0:
-        weights = gl.inline_asm_elementwise(
-            C.exponential, "=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f",
-            [shifted], gl.float32, is_pure=True, pack=16,
-        )  # fmt: skip
-    else:
-        weights = gl.exp2(shifted)
-    return weights
+def exponentiate(scores, base, scale):
+    """Weights ``2^(scores * scale - base)``."""
+    return gl.exp2(scores * scale - base[:, None])
 
 
 @gluon.jit
