@@ -131,6 +131,11 @@ class Layout(NamedTuple):
     strides: Shape
     dtype: torch.dtype
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of a dense tensor of this shape."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
@@ -292,16 +297,22 @@ class Problem:
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
-        """The layout of each operand that is no input, by its name."""
+        """Every tensor of a launch by its name in `Operands`, and the areas of a backward's workspace.
+
+        Those are fp32 and contiguous: ``delta`` ``[B, Hq, Sq]``, and ``dq_sum`` ``[B, Hq, Sq, D]``.
+        """
         shape_q = (self.batch, self.heads_q, self.seq_q, self.head_dim)
         shape_kv = (self.batch, self.heads_kv, self.seq_kv, self.head_dim)
+        like_q = {"q": self.strides_q} | dict.fromkeys(("out", "dout", "dq"), self.strides_out)
+        like_kv = {"k": self.strides_k, "v": self.strides_v, "dk": self.strides_dk, "dv": self.strides_dv}
         row = max(self.seq_q, 1)
-        like_out = Layout(shape_q, (*self.strides_out, 1), self.torch_dtype)
-        like_lse = Layout(shape_q[:3], (self.heads_q * row, row, 1), torch.float32)
-        dk, dv = (Layout(shape_kv, (*strides, 1), self.torch_dtype) for strides in (self.strides_dk, self.strides_dv))
+        sums = _contiguous_strides(shape_q)
         return {
-            "out": like_out, "lse": like_lse, "dout": like_out, "dlse": like_lse, "dq": like_out, "dk": dk, "dv": dv,
-        }  # fmt: skip
+            **{name: Layout(shape_q, (*strides, 1), self.torch_dtype) for name, strides in like_q.items()},
+            **{name: Layout(shape_kv, (*strides, 1), self.torch_dtype) for name, strides in like_kv.items()},
+            **dict.fromkeys(("lse", "dlse", "delta"), Layout(shape_q[:3], (self.heads_q * row, row, 1), torch.float32)),
+            "dq_sum": Layout(shape_q, (*sums, 1), torch.float32),
+        }
 
     @property
     def is_banded(self) -> bool:

@@ -18,7 +18,6 @@ from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS, Arch
 from multiattn.plan.backend import get, make_plan, plan_variant
 from multiattn.problem import Operands
-from multiattn.run.arguments import layouts
 
 ct = pytest.importorskip("cuda.tile")
 
@@ -148,7 +147,7 @@ def test_cutile_itself_gets_the_strides_that_were_planned(direction, variant, mo
     rest = (q, row, *map(torch.empty_like, (q, k, v))) if direction == "backward" else ()
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction=direction, variant=variant, probe=False)
     through_cutile(plan)(Operands(*odd, q, row, *rest))
-    known = layouts(problem)
+    known = problem.layouts
     for launch, (stream, args) in zip(table.launches_of(plan, has_dlse=bool(rest)), launched, strict=True):
         assert stream == "stream"
         for name, tensor in zip(launch.tensors, args, strict=False):

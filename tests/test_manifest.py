@@ -212,7 +212,7 @@ def test_code_that_says_the_same_in_other_words_makes_nothing_stale(tmp_path):
     folder, copied = tmp_path / "kernels", tmp_path / "other" / "multiattn"
     emit(folder, "cuda")
     shutil.copytree(Path(multiattn.__file__).parent, copied, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("cuda/params.py", "cuda/bind.py", "plan/abi.py", "problem.py", "run/arguments.py"):
+    for name in ("cuda/params.py", "cuda/bind.py", "plan/abi.py", "problem.py", "run/launch.py"):
         text = (copied / name).read_text()
         (copied / name).write_text('"""In other words.\n' + text.removeprefix('"""') + "\n\n# a comment\n")
     done = subprocess.run(

@@ -12,9 +12,8 @@ from multiattn.cuda.params import areas_of, struct_of
 from multiattn.plan import abi
 from multiattn.plan.backend import Launcher, Plan
 from multiattn.run import driver
-from multiattn.run.arguments import pack_areas
 from multiattn.run.counters import counter_lender
-from multiattn.run.launch import ByPresence, DriverLauncher, LoadedKernel, Workspace, fresh_memory
+from multiattn.run.launch import ByPresence, DriverLauncher, LoadedKernel, Workspace, fresh_memory, pack_areas
 
 
 def prepare(plan: Plan) -> Launcher:

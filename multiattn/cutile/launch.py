@@ -24,8 +24,7 @@ from multiattn.plan import abi
 from multiattn.plan.backend import Launcher, Plan
 from multiattn.problem import Operands
 from multiattn.run import driver
-from multiattn.run.arguments import layouts, pack_areas
-from multiattn.run.launch import ByPresence, DriverLauncher, LoadedKernel, Workspace, fresh_memory
+from multiattn.run.launch import ByPresence, DriverLauncher, LoadedKernel, Workspace, fresh_memory, pack_areas
 
 
 def prepare(plan: Plan) -> Launcher:
@@ -83,7 +82,7 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
 def _workspace(plan: Plan, device: int) -> Workspace | None:
     if plan.direction == "forward":
         return None
-    known = layouts(plan.problem)
+    known = plan.problem.layouts
     areas, size = pack_areas({name: known[name].size_bytes for name in AREAS[plan.variant]})
     return Workspace(lend=fresh_memory(device, size), areas=areas)
 
@@ -137,7 +136,7 @@ class TensorLauncher:
             has_dlse: launches_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors)
             for has_dlse in {False, plan.direction == "backward"}
         }
-        self._layouts = layouts(plan.problem)
+        self._layouts = plan.problem.layouts
         self._areas = AREAS[plan.variant] if plan.direction == "backward" else ()
         self._run = run
 

@@ -46,8 +46,7 @@ from multiattn.plan.backend import Plan
 from multiattn.plan.columns import one_width
 from multiattn.plan.config import Config
 from multiattn.plan.schedule import most_multiprocessors
-from multiattn.problem import LOG2_E, Problem
-from multiattn.run.arguments import Layout, layouts
+from multiattn.problem import LOG2_E, Layout, Problem
 
 AREAS: Mapping[str, tuple[str, ...]] = {"atomic": ("delta", "dq_sum"), "two_pass": ("delta",)}
 """Arrays that are workspace, by variant."""
@@ -144,7 +143,7 @@ def launches_of(
 
 def workspace_bytes(variant: str, problem: Problem, config: Config | None = None) -> int:
     """Bytes of a backward's areas, whatever its config."""
-    known = layouts(problem)
+    known = problem.layouts
     return sum(known[name].size_bytes for name in AREAS[variant])
 
 
@@ -153,7 +152,7 @@ def needs_64bit(problem: Problem, *, backward: bool = False) -> bool:
 
     A step counts where nobody takes it, too: the stride of a dimension of one element is an argument like any other.
     """
-    known = layouts(problem)
+    known = problem.layouts
     tensors = [known[name] for name in (known if backward else _FORWARD)]
     lasts = [sum((size - 1) * step for size, step in zip(it.shape, it.strides, strict=True)) for it in tensors]
     return max(*lasts, *(step for it in tensors for step in it.strides)) > abi.INT32_MAX
@@ -161,7 +160,7 @@ def needs_64bit(problem: Problem, *, backward: bool = False) -> bool:
 
 def _array(assumed: dict[str, str], emitted: Mapping[str, str], problem: Problem, tensor: str) -> ArrayArgument:
     """An array; enters what is assumed of it."""
-    layout = layouts(problem)[tensor]
+    layout = problem.layouts[tensor]
 
     def divisor(name: str, value: int, unit: int) -> int:
         return abi.multiple(assumed, emitted, f"{tensor}_{name}", unit if value % unit == 0 else 1, value)

@@ -26,6 +26,8 @@ from multiattn.run import compat, driver
 Lender = Callable[[int], tuple[int, object]]
 """Given the handle of a launch's stream: the address of memory that this launch may use, and what must outlive it."""
 
+_AREA_ALIGNMENT = 16
+"""Bytes that an area of workspace starts at a multiple of."""
 _STREAMS_KEPT = 64
 """Handles of streams that a slot knows at a time."""
 
@@ -51,6 +53,19 @@ class Workspace:
     lend: Lender
     areas: Mapping[str, int] = field(default_factory=lambda: {abi.WORKSPACE: 0})
     """Where each area starts, in bytes, by the name that bindings have for it."""
+
+
+def pack_areas(sizes: Mapping[str, int]) -> tuple[Mapping[str, int], int]:
+    """Where each area of a workspace starts, by the bytes of each, and the bytes of all.
+
+    The largest come first, so that they are as aligned as the allocator makes them.
+    """
+    areas: dict[str, int] = {}
+    end = 0
+    for name, size in sorted(sizes.items(), key=lambda area: -area[1]):
+        areas[name] = -(-end // _AREA_ALIGNMENT) * _AREA_ALIGNMENT
+        end = areas[name] + size
+    return areas, end
 
 
 def fresh_memory(device: int, size: int) -> Lender:

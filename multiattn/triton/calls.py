@@ -12,7 +12,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
 from multiattn.problem import VECTOR_BYTES
-from multiattn.run.arguments import layouts
 from multiattn.triton.configs import ELEMENT_BYTES
 from multiattn.triton.gluon_configs import VARIANT as GLUON
 from multiattn.triton.kernels import backward, forward
@@ -45,7 +44,7 @@ class Call:
         if tuple(self.kernel.arg_names) != tuple(table.rows):
             raise ValueError(f"{table.kernel}: got rows {list(table.rows)}; allowed {self.kernel.arg_names}")
         self.table = table
-        self._dtypes = {name: layout.dtype for name, layout in layouts(plan.problem).items()}
+        self._dtypes = {name: layout.dtype for name, layout in plan.problem.layouts.items()}
         self._dtypes[abi.WORKSPACE] = torch.int32
 
     def given(self, tensors: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -14,9 +14,8 @@ from multiattn.plan import abi
 from multiattn.plan.backend import Launcher, Plan
 from multiattn.problem import Operands
 from multiattn.run import compat
-from multiattn.run.arguments import layouts, pack_areas
 from multiattn.run.counters import counter_lender
-from multiattn.run.launch import ByPresence, DriverLauncher, LoadedKernel, Workspace, fresh_memory
+from multiattn.run.launch import ByPresence, DriverLauncher, LoadedKernel, Workspace, fresh_memory, pack_areas
 from multiattn.triton.calls import Call, calls_of
 from multiattn.triton.compiled import checked_binding, why_not
 from multiattn.triton.cpu import interpreter
@@ -37,7 +36,7 @@ def prepare(plan: Plan) -> Launcher:
 def _interpreter_of(plan: Plan) -> Launcher:
     calls = {has_dlse: calls_of(plan, has_dlse=has_dlse) for has_dlse in (False, True)}
     areas = area_names([call.table for call in calls[False]])
-    known = layouts(plan.problem)
+    known = plan.problem.layouts
 
     def interpret(operands: Operands) -> None:
         tensors = operands._asdict()
@@ -82,7 +81,7 @@ def _workspace(plan: Plan, names: Sequence[str], device: int) -> Workspace | Non
         return None
     if abi.WORKSPACE in names:
         return Workspace(lend=counter_lender(device, plan.workspace_bytes))
-    known = layouts(plan.problem)
+    known = plan.problem.layouts
     areas, size = pack_areas({name: known[name].size_bytes for name in names})
     return Workspace(lend=fresh_memory(device, size), areas=areas)
 

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.plan.schedule import heads_side_by_side, most_multiprocessors
-from multiattn.problem import LOG2_E, VECTOR_BYTES, Problem
-from multiattn.run.arguments import Layout, layouts
+from multiattn.problem import LOG2_E, VECTOR_BYTES, Layout, Problem
 from multiattn.triton.configs import (
     ELEMENT_BYTES,
     ROWS_BESIDE,
@@ -184,7 +183,7 @@ def _table(
     kernel: str, problem: Problem, constants: TileConstants, options: Mapping[str, Any], *, has_dlse: bool = False
 ) -> KernelTable:
     """The table of a plain kernel. Without a dlse it is given any pointer, to no rows."""
-    known, by_keys = layouts(problem), kernel == "gradients_of_keys"
+    known, by_keys = problem.layouts, kernel == "gradients_of_keys"
     described = (_OF_QUERIES if by_keys else _OF_KEYS) if constants.descriptor else ()
     alignment = constants.vector * ELEMENT_BYTES
     heads = {
@@ -291,7 +290,7 @@ def _backward(plan: Plan, assumed: Assumed, has_dlse: bool) -> tuple[KernelTable
 def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
     problem, config = plan.problem, plan.config
     assert isinstance(config, GluonConfig)
-    known = layouts(problem)
+    known = problem.layouts
     rows: dict[str, Parameter] = {}
     for piece, columns in zip(("map", "narrow"), pieces_of(problem.head_dim), strict=True):
         for name in ("q", "k", "v", "out"):

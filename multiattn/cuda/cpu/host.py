@@ -25,8 +25,8 @@ from multiattn.plan.abi import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, WORKSPACE
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.problem import Operands
 from multiattn.run import cache
-from multiattn.run.arguments import pack_areas
 from multiattn.run.fork import hold_across_fork
+from multiattn.run.launch import pack_areas
 
 _HERE = ROOT / "cpu"
 RUNTIME = tuple(_HERE / f"{name}.cpp" for name in ("block", "verbs", "hopper", "warpgroup", "verbs_sm90"))
