@@ -5,41 +5,16 @@
 using namespace multiattn;
 
 struct Arguments {
-  const uint16* a;  // [16, 16]
-  const uint16* b;  // [8, 16] (n, k), or [16, 8] (k, n) for the transposed kernel
-  float* c;         // [16, 8]
+  const uint16* a;
+  const float* b;  // [32]
+  float* c;        // [128]
 };
-
-// c = 1 + a * b through shared memory, ldmatrix and mma; one warp.
-template <class E, bool TRANSPOSED>
-void multiply(const Arguments& arguments) {
-  const int lane = thread_index();
-  const SharedAddress a_rows = shared_base(), b_rows = a_rows + 512;
-  cp_async_16(a_rows + lane * 16, arguments.a + lane * 8, true);
-  cp_async_16(b_rows + lane * 16, arguments.b + lane * 8, lane < 16);
-  cp_async_commit();
-  cp_async_wait<0>();
-  sync_block();
-  uint32 a[4], b[4];
-  ldmatrix_x4(a, a_rows + lane % 16 * 32 + lane / 16 * 16);
-  if (TRANSPOSED)
-    ldmatrix_x4_trans(b, b_rows + lane % 16 * 16);
-  else
-    ldmatrix_x4(b, b_rows + lane % 8 * 32 + lane / 8 % 2 * 16);
-  Accumulator c{{1.0f, 1.0f, 1.0f, 1.0f}};
-  mma_m16n8k16<E>(c.value, a, b[0], b[1]);
-  for (int e = 0; e < 4; ++e) arguments.c[accumulator_row(e) * 8 + accumulator_column(e)] = c.value[e];
-}
-
-KERNEL(32, 1) multiply_fp16(PARAMETERS(Arguments) arguments) { multiply<fp16, false>(arguments); }
-KERNEL(32, 1) multiply_bf16(PARAMETERS(Arguments) arguments) { multiply<bf16, false>(arguments); }
-KERNEL(32, 1) multiply_transposed(PARAMETERS(Arguments) arguments) { multiply<fp16, true>(arguments); }
 
 // c[lane] and c[32 + lane]: the two halves of pack(a float of `b`'s bits, its negative), as floats of their bits.
 KERNEL(32, 1) round_floats(PARAMETERS(Arguments) arguments) {
-  const auto* values = reinterpret_cast<const float*>(arguments.b);
-  arguments.c[thread_index()] = static_cast<float>(pack<fp16>(values[thread_index()], 0.0f));
-  arguments.c[32 + thread_index()] = static_cast<float>(pack<bf16>(values[thread_index()], 0.0f));
+  const float value = arguments.b[thread_index()];
+  arguments.c[thread_index()] = static_cast<float>(pack<fp16>(value, 0.0f));
+  arguments.c[32 + thread_index()] = static_cast<float>(pack<bf16>(value, 0.0f));
 }
 
 KERNEL(64, 1) vote(PARAMETERS(Arguments) arguments) {
@@ -108,12 +83,6 @@ MISTAKE_OF(32, misaligned_copy, "cp_async_16: the global address is not aligned 
 KERNEL(32, 1) read_unwritten(PARAMETERS(Arguments) arguments) {
   const uint32 word = load_shared_16(shared_base()).word[0];
   std::memcpy(&arguments.c[thread_index()], &word, sizeof word);
-}
-
-// All rows of a matrix in one bank group: 7 conflicts for each of the 4 matrices.
-KERNEL(32, 1) bank_conflicts(PARAMETERS(Arguments)) {
-  uint32 matrix[4];
-  ldmatrix_x4(matrix, shared_base() + thread_index() * 128);
 }
 
 KERNEL(32, 1) nothing(PARAMETERS(Arguments)) {}
