@@ -14,21 +14,18 @@ from multiattn.plan.exp2_fma import COEFFICIENTS, KERNEL_DEGREE, LOWEST, ROUND
 Float32: TypeAlias = npt.NDArray[np.float32]
 Float64: TypeAlias = npt.NDArray[np.float64]
 
-MAX_ERROR: Mapping[int, float] = MappingProxyType({3: 1.02e-4, 4: 2.95e-6, 5: 2e-7})
+MAX_ERROR: Mapping[int, float] = MappingProxyType({KERNEL_DEGREE: 2.95e-6})
 """By degree: from x = -126 on no relative error is larger, the rounding of fp32 included."""
 
 _GRID = 100_001
 _EXCHANGES = 20
 _SAMPLES = 1 << 18
-FP32, BF16, FP16 = (24, -126), (8, -126), (11, -14)
-"""Bits of precision, and the exponent of the smallest normal number."""
-_FORMATS = MappingProxyType({"fp32": FP32, "bf16": BF16, "fp16": FP16})
 
 
 # ---------------------------------------------------------------- coefficients
 
 
-def fit(degree: int) -> tuple[Float64, Float64]:
+def fit(degree: int = KERNEL_DEGREE) -> tuple[Float64, Float64]:
     """The coefficients of f, f^2, ... with the least largest relative error on [-0.5, 0.5], and where it is reached.
 
     Remez: ``1 + f q(f)`` approximates 2^f to a relative error that is |f| 2^-f times that of q against (2^f - 1) / f,
@@ -64,13 +61,13 @@ def _peaks(grid: Float64, error: Float64) -> Float64:
 # ---------------------------------------------------------------- model
 
 
-def exp2_fma(x: Float32, degree: int = KERNEL_DEGREE) -> Float32:
-    """The result of the header's `exp2_fma`, bit for bit; with another degree, what it would be."""
+def exp2_fma(x: Float32) -> Float32:
+    """The result of the header's `exp2_fma`, bit for bit."""
     x = np.where(x < np.float32(LOWEST), np.float32(LOWEST), x)
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         shifted = x + np.float32(ROUND)
         f = x - (shifted - np.float32(ROUND))
-        *inner, last = (*(np.float32(it) for it in COEFFICIENTS[degree][::-1]), np.float32(1))
+        *inner, last = (*(np.float32(it) for it in COEFFICIENTS[KERNEL_DEGREE][::-1]), np.float32(1))
         power = np.full_like(f, inner[0])
         for coefficient in (*inner[1:], last):
             power = _fma(power, f, coefficient)
@@ -88,22 +85,6 @@ def _fma(a: Float32, b: Float32, c: np.float32) -> Float32:
     towards = np.where(rest > 0, np.inf, -np.inf)
     odd = np.where((rest != 0) & np.isfinite(total) & is_even, np.nextafter(total, towards), total)
     return np.asarray(odd, dtype=np.float32)
-
-
-# ---------------------------------------------------------------- error
-
-
-def relative_error(x: Float32, degree: int = KERNEL_DEGREE) -> Float64:
-    """The model's error against 2^x in fp64, with its sign."""
-    return np.asarray(exp2_fma(x, degree) / np.exp2(x.astype(np.float64)) - 1)
-
-
-def ulps(x: Float32, form: str, degree: int = KERNEL_DEGREE) -> Float64:
-    """|error| in units in the last place that 2^x has in "fp32", "bf16" or "fp16"; rounding to it adds up to 0.5."""
-    precision, lowest = _FORMATS[form]
-    truth = np.exp2(x.astype(np.float64))
-    exponent = np.maximum(np.floor(x.astype(np.float64)), lowest)
-    return np.asarray(np.abs(exp2_fma(x, degree) - truth) / np.exp2(exponent - (precision - 1)))
 
 
 def samples(low: float, high: float, count: int = _SAMPLES) -> Float32:
