@@ -1,4 +1,4 @@
-"""Which instances of the kernels' templates a Plan launches, in order, and over how many blocks each."""
+"""The instances of the kernels' templates that a Plan launches, in order, and the blocks of each."""
 
 from __future__ import annotations
 

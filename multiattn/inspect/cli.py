@@ -20,7 +20,7 @@ from multiattn.plan.backend import BACKENDS, DIRECTIONS
 from multiattn.plan.records import record_of
 from multiattn.problem import DTYPES
 
-SCHEMA = 2
+SCHEMA = 3
 HEAD_DIMS = (64, 128, 256)
 SEQ = 4096
 VARIANTS = ("offered", "all")
