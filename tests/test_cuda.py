@@ -39,20 +39,6 @@ def test_a_gpus_own_config_runs_emulated(arch, head_dim):
 
 
 @on_cpu
-@pytest.mark.parametrize(
-    "config",
-    [
-        CudaConfig(tile_m=64, tile_n=32, warps=2, stages=1, q_in_registers=True),
-        CudaConfig(tile_m=32, tile_n=16, warps=2, stages=3),
-        CudaConfig(tile_m=128, tile_n=48, warps=4, stages=4, q_in_registers=True),
-    ],
-    ids=str,
-)
-def test_other_configs(config):
-    run_forward(config=config, head_dim=72, seq_q=100, seq_kv=150, causal=True)
-
-
-@on_cpu
 @pytest.mark.xdist_group("sanitizers")  # one build for both
 @pytest.mark.parametrize(("broken", "returncode"), [(False, 0), (True, 1)], ids=["clean", "out of bounds"])
 def test_sanitizers(broken, returncode):

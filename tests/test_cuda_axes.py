@@ -235,6 +235,9 @@ def test_every_wide_head(axes, head_dim):
 @pytest.mark.parametrize(
     ("name", "config", "head_dim"),
     [
+        (SPLIT_Q.name, CudaConfig(tile_m=64, tile_n=32, warps=2, stages=1, q_in_registers=True), 72),
+        (SPLIT_Q.name, CudaConfig(tile_m=32, tile_n=16, warps=2, stages=3), 72),
+        (SPLIT_Q.name, CudaConfig(tile_m=128, tile_n=48, warps=4, stages=4, q_in_registers=True), 72),
         # K and V joint, and weights exchanged: a barrier of its own
         ("split_kv+swizzle_qkv", shape(32, 64, 4, 4, 4, "registers"), 64),
         # a shared ring that is ahead

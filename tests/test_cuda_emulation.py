@@ -12,7 +12,7 @@ import torch
 from cuda_runs import on_cpu
 
 from multiattn.cuda.cpu import host
-from multiattn.plan.abi import TENSOR_MAP_BYTES
+from multiattn.plan.abi import TENSOR_MAP_BYTES, Box, TensorMap
 
 pytestmark = on_cpu
 
@@ -49,10 +49,12 @@ def source(name):
     return text.replace(header, (UNITS / "shared.h").read_text().replace("#pragma once\n", ""))
 
 
-def encode(tensor, rows):
-    """The map of `tensor` [B, H, S, D]."""
-    strides = tuple(2 * stride for stride in tensor.stride()[2::-1])
-    return host.encode(tensor.data_ptr(), tuple(tensor.shape[::-1]), strides, rows)
+def encode(tensor, rows, *, strides=None, address=None):
+    """The map of `tensor` [B, H, S, D], or of one that is laid out otherwise."""
+    strides = tuple(2 * stride for stride in tensor.stride()[:3]) if strides is None else strides
+    box = Box(extents=(1, 1, rows, 64), swizzle=3, dtype=6)
+    made = TensorMap(tensor="q", shape=tuple(tensor.shape), strides=strides, box=box)
+    return host.encode_map(made, tensor.data_ptr() if address is None else address)
 
 
 def run(
@@ -202,15 +204,16 @@ def test_a_mistake_is_an_error_that_says_where(mistakes, kernel, threads, cluste
 @pytest.mark.parametrize(
     ("strides", "offset", "rows", "message"),
     [
-        ((120, 128, 128), 0, 64, "has a stride of 120 bytes, no multiple of 16"),
+        ((128, 128, 120), 0, 64, "has a stride of 120 bytes, no multiple of 16"),
         ((128, 128, 128), 8, 64, "has an address that is not aligned to 16 bytes"),
         ((128, 128, 128), 0, 264, "has a box of 264 rows, beyond 256"),
     ],
 )
 def test_a_map_that_the_driver_would_refuse_is_an_error(mistakes, monkeypatch, strides, offset, rows, message):
     def spoilt(tensor, _):
-        return host.encode(tensor.data_ptr() // 16 * 16 + offset, tuple(tensor.shape[::-1]), strides, rows)
+        return made(tensor, rows, strides=strides, address=tensor.data_ptr() // 16 * 16 + offset)
 
+    made = encode
     monkeypatch.setitem(globals(), "encode", spoilt)
     with pytest.raises(host.EmulationError, match=message):
         run(mistakes, "checked_map")

@@ -139,19 +139,11 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
     reasons = [reason for it in tensor_maps(problem, config.box_rows).values() for reason in why_not_mapped(it)]
     registers, most = registers_at_least(config, problem), REGISTERS_MAX[config.warpgroups]
     beside, room = _registers_without_q(config, problem), _ROOM_WITH_Q[config.warpgroups, problem.is_banded]
+    needed = f"{registers} registers for output, scores, weights, Q and stores ({config})"
+    kept, got = kept_steps(config, problem), f"q_in_registers with {beside} registers for all else ({config})"
     reasons += failed(
-        (
-            (
-                registers <= most,
-                f"{registers} registers for output, scores, weights, Q and stores ({config})",
-                f"up to {most} with {config.warpgroups} warpgroups",
-            ),
-            (
-                not config.q_in_registers or kept_steps(config, problem) > 0,
-                f"q_in_registers with {beside} registers for all else ({config})",
-                f"up to {room - 4}",
-            ),
-        )
+        (registers <= most, needed, f"up to {most} with {config.warpgroups} warpgroups"),
+        (not config.q_in_registers or kept > 0, got, f"up to {room - 4}"),
     )
     reasons += too_large(config, arch, smem_bytes(config, problem), grid_blocks(config, problem))
     return tuple(reasons)
@@ -159,14 +151,11 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
 
 def _wrong_shape(config: WgmmaConfig) -> tuple[Reason, ...]:
     """Reasons why no kernel is made for a config."""
-    sixteenths, pairs = 16 * config.exp2_fma_fraction, config.tile_n // 8
-    checks = (
+    sixteenths, pairs, fraction = 16 * config.exp2_fma_fraction, config.tile_n // 8, f"{config.exp2_fma_fraction}"
+    is_whole, is_tile_n = sixteenths == int(sixteenths), config.tile_n in range(16, 257, 16)
+    wrong = failed(
         (config.tile_m in (128, 192), f"tile_m={config.tile_m}", "128, 192"),
-        (
-            16 <= config.tile_n <= 256 and config.tile_n % 16 == 0,
-            f"tile_n={config.tile_n}",
-            "multiples of 16 from 16 to 256",
-        ),
+        (is_tile_n, f"tile_n={config.tile_n}", "multiples of 16 from 16 to 256"),
         (config.cluster in (1, 2), f"cluster={config.cluster}", "1, 2"),
         (
             config.cluster == 1 or config.scheduler != "dynamic",
@@ -176,15 +165,11 @@ def _wrong_shape(config: WgmmaConfig) -> tuple[Reason, ...]:
         (3 <= config.stages <= 16, f"stages={config.stages}", "3 to 16"),
         (config.scheduler in SCHEDULERS, f"scheduler={config.scheduler}", ", ".join(SCHEDULERS)),
         (config.q_slots in (1, 2, 3), f"q_slots={config.q_slots}", "1, 2, 3"),
+        (0 <= sixteenths <= 8 and is_whole, f"exp2_fma_fraction={fraction}", "sixteenths from 0 to 0.5"),
         (
-            0 <= sixteenths <= 8 and sixteenths == int(sixteenths),
-            f"exp2_fma_fraction={config.exp2_fma_fraction}",
-            "sixteenths from 0 to 0.5",
-        ),
-        (
-            sixteenths != int(sixteenths) or not 0 < sixteenths * pairs < 16,
-            f"exp2_fma_fraction={config.exp2_fma_fraction} with tile_n={config.tile_n}, of {pairs} pairs none",
+            not is_whole or not 0 < sixteenths * pairs < 16,
+            f"exp2_fma_fraction={fraction} with tile_n={config.tile_n}, of {pairs} pairs none",
             f"0, or from {-(-16 // max(1, pairs))}/16 on",
         ),
     )
-    return tuple(failed(checks))
+    return tuple(wrong)
