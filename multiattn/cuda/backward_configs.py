@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from multiattn.cuda.configs import ELEMENT_BYTES, FRAGMENT_ROWS, failed, padded, too_large
+from multiattn.cuda.configs import (
+    ELEMENT_BYTES,
+    FRAGMENT_ROWS,
+    failed,
+    key_blocks,
+    padded,
+    query_blocks,
+    tiles,
+    too_large,
+)
 from multiattn.plan.arch import WARP_THREADS, Arch
 from multiattn.plan.config import Config
 from multiattn.plan.support import Reason
@@ -56,21 +65,6 @@ def smem_bytes(config: BackwardConfig, problem: Problem) -> int:
 def dq_smem_bytes(config: QueryConfig, problem: Problem) -> int:
     """The same for the kernel of dq."""
     return 2 * (config.tile_m + config.stages * config.tile_n) * padded(problem.head_dim) * ELEMENT_BYTES
-
-
-def tiles(seq: int, tile: int) -> int:
-    """Tiles that cover a sequence."""
-    return -(-seq // tile)
-
-
-def query_blocks(problem: Problem, tile: int) -> int:
-    """Blocks of a kernel that has one for each tile of queries, head and batch entry."""
-    return tiles(problem.seq_q, tile) * problem.heads_q * problem.batch
-
-
-def key_blocks(problem: Problem, tile: int) -> int:
-    """The same for tiles of keys."""
-    return tiles(problem.seq_kv, tile) * problem.heads_kv * problem.batch
 
 
 def dq_sum_bytes(problem: Problem) -> int:

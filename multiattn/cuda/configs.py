@@ -143,7 +143,7 @@ def why_not(axes: Axes, problem: Problem, arch: Arch, config: Config) -> tuple[R
             f"up to {pieces.k_pieces + 1}",
         ),
     )
-    reasons += too_large(config, arch, smem_bytes(axes, config, problem), grid_blocks(config, problem))
+    reasons += too_large(config, arch, smem_bytes(axes, config, problem), query_blocks(problem, config.tile_m))
     return tuple(reasons)
 
 
@@ -200,16 +200,16 @@ def _places_of_q(axes: Axes) -> tuple[str, ...]:
     return ("registers",) if axes.share == "qkv" else ("shared", "registers")
 
 
-def query_tiles(config: Config, problem: Problem) -> int:
-    """Tiles of queries of one head."""
-    return -(-problem.seq_q // config.tile_m)
+def tiles(seq: int, tile: int) -> int:
+    """Tiles that cover a sequence."""
+    return -(-seq // tile)
 
 
-def grid_blocks(config: Config, problem: Problem) -> int:
-    """Blocks of a launch that has one per tile of queries, head and batch entry."""
-    return blocks_of(query_tiles(config, problem), problem)
+def query_blocks(problem: Problem, tile: int) -> int:
+    """Blocks of a launch that has one for each tile of queries, head and batch entry."""
+    return tiles(problem.seq_q, tile) * problem.heads_q * problem.batch
 
 
-def blocks_of(tiles: int, problem: Problem) -> int:
-    """Blocks of a launch with one for each of a head's `tiles`, in each head and batch entry."""
-    return tiles * problem.heads_q * problem.batch
+def key_blocks(problem: Problem, tile: int) -> int:
+    """The same for tiles of keys."""
+    return tiles(problem.seq_kv, tile) * problem.heads_kv * problem.batch

@@ -101,7 +101,7 @@ def _forward(plan: Plan) -> PlannedLaunch:
         occupancy=config.occupancy,
         smem_bytes=forward.smem_bytes(axes, config, problem),
     )
-    return PlannedLaunch(kernel=kernel, blocks=forward.grid_blocks(config, problem))
+    return PlannedLaunch(kernel=kernel, blocks=forward.query_blocks(problem, config.tile_m))
 
 
 def _wgmma(plan: Plan) -> PlannedLaunch:
@@ -163,7 +163,7 @@ def _rows(entry: str, problem: Problem, config: BackwardConfig) -> PlannedLaunch
         occupancy=1,
         smem_bytes=0,
     )
-    return PlannedLaunch(kernel=kernel, blocks=backward.query_blocks(problem, backward.ROW_TILE))
+    return PlannedLaunch(kernel=kernel, blocks=forward.query_blocks(problem, backward.ROW_TILE))
 
 
 def _keys(problem: Problem, config: BackwardConfig) -> PlannedLaunch:
@@ -180,7 +180,7 @@ def _keys(problem: Problem, config: BackwardConfig) -> PlannedLaunch:
         occupancy=config.occupancy,
         smem_bytes=backward.smem_bytes(config, problem),
     )
-    return PlannedLaunch(kernel=kernel, blocks=backward.key_blocks(problem, config.tile_n))
+    return PlannedLaunch(kernel=kernel, blocks=forward.key_blocks(problem, config.tile_n))
 
 
 def _queries(problem: Problem, config: QueryConfig) -> PlannedLaunch:
@@ -195,7 +195,7 @@ def _queries(problem: Problem, config: QueryConfig) -> PlannedLaunch:
         occupancy=config.occupancy,
         smem_bytes=backward.dq_smem_bytes(config, problem),
     )
-    return PlannedLaunch(kernel=kernel, blocks=backward.query_blocks(problem, config.tile_m))
+    return PlannedLaunch(kernel=kernel, blocks=forward.query_blocks(problem, config.tile_m))
 
 
 def _tiles(problem: Problem, config: BackwardConfig | QueryConfig) -> str:

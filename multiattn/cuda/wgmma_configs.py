@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from multiattn.cuda import configs
-from multiattn.cuda.configs import failed, padded, too_large, wrong_kind
+from multiattn.cuda.configs import failed, padded, tiles, too_large, wrong_kind
 from multiattn.cuda.tensor_maps import BOX_COLUMNS, tensor_maps, why_not_mapped
 from multiattn.plan.arch import Arch
 from multiattn.plan.config import Config
@@ -97,12 +96,12 @@ def smem_bytes(config: WgmmaConfig, problem: Problem) -> int:
 
 def query_tiles(config: WgmmaConfig, problem: Problem) -> int:
     """Tiles of queries of one head, with those that only make clusters whole."""
-    return padded(configs.query_tiles(config, problem), config.cluster)
+    return padded(tiles(problem.seq_q, config.tile_m), config.cluster)
 
 
 def grid_blocks(config: WgmmaConfig, problem: Problem) -> int:
     """Blocks of a launch that has one per tile of queries, head and batch entry."""
-    return configs.blocks_of(query_tiles(config, problem), problem)
+    return query_tiles(config, problem) * problem.heads_q * problem.batch
 
 
 def registers_at_least(config: WgmmaConfig, problem: Problem) -> int:
