@@ -8,7 +8,7 @@ from targets_fakes import entry, facts, failed, refused, request
 
 from multiattn.__main__ import main
 from multiattn.inspect import build, cli
-from multiattn.inspect.build import Entry, compile_request, requests
+from multiattn.inspect.build import Compilation, compile_request, requests
 from multiattn.inspect.facts import Facts
 from multiattn.inspect.options import MASKS, layer
 from multiattn.inspect.pool import Outcome
@@ -44,7 +44,7 @@ def test_every_request_has_a_plan_or_every_reason():
 def test_an_entry_is_exactly_one_of_three():
     for outcome in ({}, {"kernels": (facts(),), "error": "x"}):
         with pytest.raises(ValueError, match="an entry has kernels, or carries reasons, or carries an error"):
-            Entry(request=request(), **outcome)
+            Compilation(request=request(), **outcome)
 
 
 def test_facts_survive_json():
@@ -56,7 +56,7 @@ def test_facts_survive_json():
 def test_a_crash_is_its_own_requests(monkeypatch):
     def run_isolated(function, items, **_):
         yield Outcome(item=items[0], seconds=1.0, error="the process died with exit code 3")
-        yield Outcome(item=items[1], seconds=1.0, result=Entry(request=items[1], kernels=(facts(),)))
+        yield Outcome(item=items[1], seconds=1.0, result=Compilation(request=items[1], kernels=(facts(),)))
 
     monkeypatch.setattr(build, "run_isolated", run_isolated)
     wanted = [request(arch="sm80"), request(arch="sm90")]
