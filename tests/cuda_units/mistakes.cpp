@@ -63,35 +63,29 @@ MISTAKE_OF(32, divergent_lanes, "divergent warp: this lane is in ldmatrix_x4, an
   else
     ldmatrix_x4(matrix, 0);
 }
-
 MISTAKE_OF(32, lanes_left_behind, "returns while its warp waits in shuffle_xor") {
   if (thread_index() < 16) shuffle_xor(0.0f, 1);
 }
-
 MISTAKE_OF(64, deadlock, "deadlock: thread 0 in sync_block; threads 1-31 in shuffle_xor; threads 32-63 in sync_block;") {
   if (thread_index() == 0) sync_block();
   if (thread_index() > 0 && thread_index() < 32) shuffle_xor(0.0f, 1);
   sync_block();
 }
-
 MISTAKE_OF(32, missing_wait, "reads a cp.async that has not been waited for") {
   cp_async_16(thread_index() * 16, arguments.c, true);
   cp_async_commit();
   sync_block();
   load_shared_16(thread_index() * 16);
 }
-
 MISTAKE_OF(64, missing_barrier, "reads, with no barrier between, what was written") {
   store_shared_16(thread_index() * 16, Chunk{});
   sync_warp();
   load_shared_16(thread_index() % 32 * 16);  // warp 1 reads what warp 0 wrote
 }
-
 MISTAKE_OF(32, missing_warp_barrier, "thread 1: load_shared_16: reads, with no barrier between, what was written by thread 0") {
   store_shared_16(thread_index() * 16, Chunk{});
   load_shared_16(0);
 }
-
 MISTAKE_OF(64, overwritten_too_early, "overwrites, with no barrier between, what was read") {
   store_shared_16(thread_index() * 16, Chunk{});
   sync_block();
@@ -100,14 +94,11 @@ MISTAKE_OF(64, overwritten_too_early, "overwrites, with no barrier between, what
   else
     store_shared_16(thread_index() * 16, Chunk{});
 }
-
 MISTAKE_OF(32, outside_shared_memory, "store_shared_4: address 49152 is outside the 49152 bytes of shared memory") { store_shared_4(49152, 0); }
-
 MISTAKE_OF(32, misaligned_matrix, "ldmatrix_x4: address 8 is not aligned to 16 bytes") {
   uint32 matrix[4];
   ldmatrix_x4(matrix, 8);
 }
-
 MISTAKE_OF(32, misaligned_copy, "cp_async_16: the global address is not aligned to 16 bytes") { cp_async_16(0, arguments.c + 1, true); }
 
 // ---- mbarriers
