@@ -138,7 +138,7 @@ def layout(options: argparse.Namespace) -> int:
         print(f"python -m multiattn layout: {error}", file=sys.stderr)
         return 2
     if options.json:
-        print(json.dumps(model.as_data(tile, elements=options.elements)))
+        print(json.dumps(model.as_data(tile)))
     else:
         print(model.describe(tile, elements=options.elements))
     return 0

@@ -19,7 +19,7 @@ IMAGES = {
     "cutile": abi.Image(threads=1),
 }
 VARIANTS = {"triton": "full"}
-"""Of which IMAGES is one; else the best."""
+"""The variants that IMAGES are of; else the best."""
 BASE = 0x210  # of parameters in the constant bank, as on sm90
 
 

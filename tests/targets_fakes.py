@@ -1,8 +1,8 @@
 """Compile tables with no compiler: entries of made-up kernels."""
 
-from multiattn.inspect.build import Entry, Request
+from multiattn.inspect.build import Compilation, Request
 from multiattn.inspect.facts import Facts
-from multiattn.inspect.mix import Counts, Mix
+from multiattn.inspect.mix import Counts
 from multiattn.inspect.options import layer
 from multiattn.plan.support import Reason
 
@@ -25,7 +25,7 @@ def facts(kernel="attention", *, spills=0, **changes):
         "share": 0.1875,
         "limiter": "registers",
         "seconds": 1.5,
-        "mix": Mix(code=hot, hot=hot, hot_loops=2, code_bytes=4096),
+        **{"code": hot, "hot": hot, "hot_loops": 2, "code_bytes": 4096},
     }
     return Facts(kernel=kernel, **{**values, **changes})
 
@@ -37,18 +37,18 @@ def request(backend="cuda", arch="sm90", *, direction="forward", head_dim=128, m
 
 
 def entry(backend="cuda", arch="sm90", *, kernels=None, **asked):
-    """What came of a request: a kernel without a fault, where nothing else is said."""
+    """The outcome of a request: a kernel without a fault, where nothing else is said."""
     kernels = (facts(),) if kernels is None else tuple(kernels)
     wanted = request(backend, arch, **asked)
-    return Entry(request=wanted, variant="full", config="tile_m=64", why="", kernels=kernels)
+    return Compilation(request=wanted, variant="full", config="tile_m=64", why="", kernels=kernels)
 
 
 def refused(backend="cuda", arch="sm86", **asked):
     """A request that a backend refuses."""
     reason = Reason(code="arch", got=arch, allowed="sm90")
-    return Entry(request=request(backend, arch, **asked), reasons=(reason,))
+    return Compilation(request=request(backend, arch, **asked), reasons=(reason,))
 
 
 def failed(backend="cuda", arch="sm80", **asked):
     """A request whose compiler failed."""
-    return Entry(request=request(backend, arch, **asked), error="RuntimeError: ptxas: out of luck")
+    return Compilation(request=request(backend, arch, **asked), error="RuntimeError: ptxas: out of luck")

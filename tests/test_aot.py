@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import struct
 import subprocess
@@ -11,7 +10,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
-from types import SimpleNamespace
 
 import driver_fakes
 import pytest
@@ -23,7 +21,6 @@ from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import BACKENDS, get, make_plan
 from multiattn.problem import Problem
-from multiattn.run.driver import Encoder
 
 # ---------------------------------------------------------------- what code holds for
 
@@ -125,11 +122,18 @@ def test_strides_beyond_31_bits_need_code_for_them():
 
     plan = make_plan(get("cutile"), problem(), ARCHS["sm90"], probe=False)
     long = replace(plan, problem=replace(problem(), strides_q=(2**33, 64 * 101, 64)))
-    wide = bind(long, IMAGE)
-    assert wide.constants["int64"] == "True"
+    wide, narrow = bind(long, IMAGE), bind(plan, IMAGE)
     assert {number.kind for number in wide.arguments[1:9]} == {"i64"}
-    assert bind(plan, IMAGE, wide.constants).constants["int64"] == "True"
-    assert bind(long, IMAGE, bind(plan, IMAGE).constants).constants["int64"] == "True"
+    for made, emitted in ((long, None), (plan, wide.constants), (long, narrow.constants)):
+        assert bind(made, IMAGE, emitted).constants["int64"] == "True"
+
+
+def test_tensors_that_tma_cannot_walk_are_refused(tmp_path):
+    emit(tmp_path, "cuda")
+    kernel = aot.load(tmp_path)
+    unaligned = replace(problem(), alignment=2)
+    with pytest.raises(ValueError, match="alignment: got 2 bytes; allowed base addresses and strides that are mult"):
+        kernel._launcher(unaligned, 0)
 
 
 # ---------------------------------------------------------------- bytes
@@ -158,25 +162,6 @@ def test_arguments_become_bytes():
     rest = bytes(8) + struct.pack("<Q", addresses["q"]) + bytes(48)
     assert pack(mapped, addresses, encode) == bytes([3, 16]) * 64 + rest
     assert (abi.size_of(mapped), abi.alignment_of(mapped)) == (192, 64)
-
-
-def test_a_tensor_map_is_encoded_innermost_first_at_64_bytes(monkeypatch):
-    seen = []
-
-    def encode(place, dtype, rank, address, shape, strides, box, steps, *rest):
-        assert place.value % 64 == 0
-        ctypes.memset(place, 0xAB, 128)
-        seen.append((dtype, rank, address.value, list(shape), list(strides), list(box), list(steps), rest))
-        return 0
-
-    monkeypatch.setattr(aot.driver, "load_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=encode))
-    tensor_map = abi.TensorMap(tensor="k", shape=(2, 3, 4, 64), strides=(1536, 512, 128), box=BOX)
-    assert Encoder(tensor_map)(4096) == b"\xab" * 128
-    assert seen == [(9, 4, 4096, [64, 4, 3, 2], [128, 512, 1536], [64, 64, 1, 1], [1] * 4, (0, 3, 2, 0))]
-    failing = SimpleNamespace(cuTensorMapEncodeTiled=lambda *arguments: 1)
-    monkeypatch.setattr(aot.driver, "load_driver", lambda: failing)
-    with pytest.raises(RuntimeError, match="cuTensorMapEncodeTiled: CUresult 1"):
-        Encoder(tensor_map)(4096)
 
 
 # ---------------------------------------------------------------- launching

@@ -1,4 +1,4 @@
-"""The emulation of a thread block: its arithmetic against double, and every mistake it promises to find."""
+"""The emulation of a GPU: its verbs against plain arithmetic, and every mistake that it finds."""
 
 from __future__ import annotations
 
@@ -12,45 +12,137 @@ import torch
 from cuda_runs import on_cpu
 
 from multiattn.cuda.cpu import host
+from multiattn.plan.abi import TENSOR_MAP_BYTES, Box, TensorMap
 
 pytestmark = on_cpu
 
-KERNELS = Path(__file__).parent / "cuda_units" / "verbs.cpp"
-MISTAKE = r'^MISTAKE_OF\((\d+), (\w+), "(.*)"\) \{'
+UNITS = Path(__file__).parent / "cuda_units"
+ALIGNMENT = 64
+DEPTH = 72
+COLUMNS = (8, 40, 64, 80, 128, 256)
 
 
 class Arguments(ctypes.Structure):
-    _fields_ = (("a", ctypes.c_void_p), ("b", ctypes.c_void_p), ("c", ctypes.c_void_p))
+    _fields_ = (
+        *((name, ctypes.c_ubyte * TENSOR_MAP_BYTES) for name in ("a", "b", "out")),
+        ("c", ctypes.c_void_p),
+        ("counter", ctypes.c_void_p),
+        ("row", ctypes.c_int32),
+        ("column", ctypes.c_int32),
+    )
 
 
 @pytest.fixture(scope="module")
 def library():
-    return host.load(host.build_source(KERNELS.read_text()))
+    return host.load(host.build_source(source("verbs.cpp")))
 
 
-def run(library, kernel, *, a=None, b=None, threads=32, smem_bytes=1024, blocks=1):
-    a = torch.zeros(512, dtype=torch.float16) if a is None else a
-    b = torch.zeros(512, dtype=torch.float16) if b is None else b
-    c = torch.full((16, 8), math.nan)
-    arguments = Arguments(a.data_ptr(), b.data_ptr(), c.data_ptr())
-    return c, host.run(library, kernel, arguments, blocks=blocks, threads=threads, smem_bytes=smem_bytes)
+@pytest.fixture(scope="module")
+def mistakes():
+    return host.load(host.build_source(source("mistakes.cpp")))
 
 
-@pytest.mark.parametrize(
-    ("kernel", "dtype", "transposed"),
-    [
-        ("multiply_fp16", torch.float16, False),
-        ("multiply_bf16", torch.bfloat16, False),
-        ("multiply_transposed", torch.float16, True),
-    ],
-)
-def test_ldmatrix_and_mma_multiply_matrices(library, kernel, dtype, transposed):
+def source(name):
+    header = '#include "shared.h"\n'
+    text = (UNITS / name).read_text()
+    assert header in text
+    return text.replace(header, (UNITS / "shared.h").read_text().replace("#pragma once\n", ""))
+
+
+def encode(tensor, rows, *, strides=None, address=None):
+    """The map of `tensor` [B, H, S, D], or of one that is laid out otherwise."""
+    strides = tuple(2 * stride for stride in tensor.stride()[:3]) if strides is None else strides
+    box = Box(extents=(1, 1, rows, 64), swizzle=3, dtype=6)
+    made = TensorMap(tensor="q", shape=tuple(tensor.shape), strides=strides, box=box)
+    return host.encode_map(made, tensor.data_ptr() if address is None else address)
+
+
+def run(
+    library, kernel, *, a=None, b=None, out=None, c=None, rows_b=64, row=0, column=0, threads=128, smem_bytes=49152,
+    blocks=1, cluster=1,
+):  # fmt: skip
+    a, b, out = (torch.zeros(2, 2, 64, 64, dtype=torch.float16) if tensor is None else tensor for tensor in (a, b, out))
+    c = torch.zeros(512) if c is None else c
+    counter = torch.zeros(1, dtype=torch.int32)
+    memory = ctypes.create_string_buffer(ctypes.sizeof(Arguments) + ALIGNMENT)
+    arguments = Arguments.from_buffer(memory, -ctypes.addressof(memory) % ALIGNMENT)
+    for name, tensor, rows in (("a", a, 64), ("b", b, rows_b), ("out", out, 64)):
+        getattr(arguments, name)[:] = encode(tensor, rows)
+    arguments.c, arguments.counter, arguments.row, arguments.column = c.data_ptr(), counter.data_ptr(), row, column
+    sizes = {"blocks": blocks, "threads": threads, "smem_bytes": smem_bytes, "cluster": cluster}
+    return c, host.run(library, kernel, arguments, **sizes)
+
+
+def strided(*shape, dtype):
+    """Random [B, H, S, D] in memory [S + 1, H, B, D + 8], where what is between is NaN."""
+    batch, heads, rows, depth = shape
+    memory = torch.full((rows + 1, heads, batch, depth + 8), math.nan, dtype=dtype)
+    tensor = memory[:rows, ..., :depth].permute(2, 1, 0, 3)
+    return tensor.copy_(torch.randn(shape))
+
+
+def padded(matrix, rows, columns):
+    return torch.nn.functional.pad(matrix.double(), (0, columns - matrix.shape[1], 0, rows - matrix.shape[0]))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("kind", ["ss", "rs", "rs_mn"])
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_wgmma_multiplies_what_tma_loads(library, columns, kind, dtype):
+    torch.manual_seed(columns)
+    torch_dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    a = strided(2, 2, 50, DEPTH, dtype=torch_dtype)
+    rows_b, depth_b = (DEPTH, columns) if kind == "rs_mn" else (max(columns - 3, 1), DEPTH)
+    b = strided(2, 2, rows_b, depth_b, dtype=torch_dtype)
+    c = torch.randn(64, columns)
+    added = (kind, dtype) in {("ss", "fp16"), ("rs", "bf16"), ("rs_mn", "fp16")}
+    left, right = padded(a[1, 1], 64, DEPTH), b[1, 1].double() if kind == "rs_mn" else b[1, 1].double().T
+    expected = left @ padded(right, DEPTH, columns) + (c.double() if added else 0)
+    box_rows = 80 if kind == "rs_mn" else columns
+    result, counters = run(library, f"{kind}_{dtype}_{columns}", a=a, b=b, c=c, rows_b=box_rows, smem_bytes=120_000)
+    torch.testing.assert_close(result.double(), expected, atol=3e-5, rtol=1e-5)
+    panels = math.ceil(columns / 64) if kind == "rs_mn" else 2
+    assert counters.tma_loads == 2 + panels
+
+
+def test_a_wait_for_some_groups_completes_the_oldest(library):
+    a = torch.ones(2, 2, 64, 64, dtype=torch.float16)
+    c, _ = run(library, "two_groups", a=a)
+    assert (c[:128] == 16).all()
+
+
+@pytest.mark.parametrize(("row", "column"), [(0, 0), (10, 24), (-5, -8), (40, 64), (70, 0), (0, 200)])
+def test_tma_leaves_out_what_is_beyond_the_tensor(library, row, column):
     torch.manual_seed(0)
-    a = torch.randn(16, 16).to(dtype)
-    b = torch.randn(16, 8).to(dtype)
-    c, counters = run(library, kernel, a=a, b=b if transposed else b.T.contiguous())
-    torch.testing.assert_close(c.double(), 1 + a.double() @ b.double(), atol=1e-5, rtol=1e-6)
-    assert (counters.mma, counters.ldmatrix, counters.cp_async) == (1, 2, 64)
+    a = strided(2, 2, 60, 88, dtype=torch.float16)
+    out = strided(2, 2, 70, 72, dtype=torch.float16)
+    expected = out.clone()
+    into = (slice(max(at, 0), max(at, 0) + 64) for at in (row, column))
+    place = expected[1, 1][tuple(into)]
+    around = torch.nn.functional.pad(a[1, 1], (64, 300, 64, 200))  # zeros around it
+    place[:] = around[64 + row :, 64 + column :][: place.shape[0], : place.shape[1]]
+    run(library, "copy_box", a=a, out=out, row=row, column=column)
+    assert torch.equal(out, expected)
+
+
+def test_tma_stores_what_threads_wrote(library):
+    out = torch.full((1, 2, 61, 56), math.nan, dtype=torch.float16)
+    run(library, "write_box", out=out, a=out)
+    row, column = torch.arange(61)[:, None], torch.arange(56)[None]
+    expected = torch.where(column % 2 == 0, row, column - 1).half()
+    assert torch.equal(out, expected.expand(1, 2, 61, 56))
+
+
+def test_a_grid_is_of_whole_clusters(mistakes):
+    with pytest.raises(host.EmulationError, match="a grid of 3 blocks, which are no whole clusters of 2"):
+        run(mistakes, "nothing", blocks=3, cluster=2)
+
+
+def test_stmatrix_writes_what_ldmatrix_reads_and_a_predicate_chooses_who_stores(library):
+    c, _ = run(library, "matrices", threads=32)
+    assert c[:128].tolist() == list(range(128))
+    assert c[128:132].tolist() == [4 * lane + 2 for lane in range(20, 24)]  # matrix 2: rows 0 to 7 of the next chunk
+    assert c[132:137].tolist() == [1.0, 2.0, 3.0, 4.0, 3.25]
 
 
 def test_rounding_is_to_nearest_even_and_keeps_what_is_not_finite(library):
@@ -59,9 +151,8 @@ def test_rounding_is_to_nearest_even_and_keeps_what_is_not_finite(library):
          2.0**-14 - 2.0**-26, -3.14159, 1e-30, 3.3e38, math.inf, -math.inf, 1e38, 1 + 2**-8, 1 + 3 * 2**-9,
          6.1e-5, 0.1, 1 / 3, -2.5e-7, 12345.678, -1e-8, 5e-8, 100.0, 1000.0, 2049.0, 2051.0, 0.5]
     )  # fmt: skip
-    c, _ = run(library, "round_floats", b=values)
-    rounded = c.flatten()[:64].to(torch.int64)
-    for half, dtype in ((rounded[:32], torch.float16), (rounded[32:], torch.bfloat16)):
+    c, _ = run(library, "round_floats", c=torch.cat([values, torch.zeros(32)]), threads=32)
+    for half, dtype in zip(c.to(torch.int64).split(32), (torch.float16, torch.bfloat16), strict=True):
         assert torch.equal(half, values.to(dtype).view(torch.int16).to(torch.int64) & 0xFFFF)
 
 
@@ -69,27 +160,60 @@ def test_votes_and_shuffles(library):
     c, _ = run(library, "vote", threads=64)
     expected = torch.arange(64) ^ 3
     expected[32:] += 100
-    assert torch.equal(c.flatten()[:64], expected.float())
-
-
-@pytest.mark.parametrize(("threads", "kernel", "error"), re.findall(MISTAKE, KERNELS.read_text(), re.MULTILINE))
-def test_a_mistake_is_an_error_that_says_where(library, kernel, threads, error):
-    with pytest.raises(host.EmulationError, match=rf"{kernel}: block 0, thread \d+: ") as raised:
-        run(library, kernel, threads=int(threads))
-    assert error in str(raised.value)
-    run(library, "nothing", threads=int(threads))  # and nothing is broken by it
+    assert torch.equal(c[:64], expected.float())
 
 
 def test_shared_memory_starts_as_nan(library):
-    c, _ = run(library, "read_unwritten")
-    assert c.flatten()[:32].isnan().all()
-
-
-def test_bank_conflicts_are_counted(library):
-    _, counters = run(library, "bank_conflicts", smem_bytes=4096)
-    assert counters.bank_conflicts == 4 * 7
+    c, _ = run(library, "read_unwritten", threads=32)
+    assert c[:32].isnan().all()
 
 
 def test_what_does_not_compile_is_an_error_with_the_compilers_words():
     with pytest.raises(host.BuildError, match="no_such_verb"):
         host.build_source('#include "multiattn/ptx.cuh"\nint x = no_such_verb();\n')
+
+
+def test_tickets_are_unique(library):
+    c, _ = run(library, "tickets")
+    assert c[:128].tolist() == [2 * i + 1 for i in range(128)]
+    threads = range(128)
+    assert c[128:256].tolist() == [max(2 * i, 3) << 16 | max(i, 2) for i in threads]
+
+
+# The kernel, its threads where they are not 128, and the error; of a cluster where it says so.
+MISTAKES = [
+    (name, int(threads or 128), bool(cluster), error)
+    for cluster, threads, name, error in re.findall(
+        r'^(CLUSTER_)?MISTAKE(?:_OF)?\((?:(\d+), )?(\w+), "(.*)"\) \{', source("mistakes.cpp"), re.MULTILINE
+    )
+]
+
+
+def test_no_mistake_is_left_out():
+    assert len(MISTAKES) == len(re.findall(r"^(?:CLUSTER_)?MISTAKE", source("mistakes.cpp"), re.MULTILINE)) == 95
+
+
+@pytest.mark.parametrize(("kernel", "threads", "cluster", "error"), MISTAKES, ids=[name for name, *_ in MISTAKES])
+def test_a_mistake_is_an_error_that_says_where(mistakes, kernel, threads, cluster, error):
+    with pytest.raises(host.EmulationError, match=rf"{kernel}: block \d, thread \d+: ") as raised:
+        run(mistakes, kernel, threads=threads, blocks=1 + cluster, cluster=1 + cluster)
+    assert error in str(raised.value)
+    run(mistakes, "nothing", threads=threads)  # and nothing is broken by it
+
+
+@pytest.mark.parametrize(
+    ("strides", "offset", "rows", "message"),
+    [
+        ((128, 128, 120), 0, 64, "has a stride of 120 bytes, no multiple of 16"),
+        ((128, 128, 128), 8, 64, "has an address that is not aligned to 16 bytes"),
+        ((128, 128, 128), 0, 264, "has a box of 264 rows, beyond 256"),
+    ],
+)
+def test_a_map_that_the_driver_would_refuse_is_an_error(mistakes, monkeypatch, strides, offset, rows, message):
+    def spoilt(tensor, _):
+        return made(tensor, rows, strides=strides, address=tensor.data_ptr() // 16 * 16 + offset)
+
+    made = encode
+    monkeypatch.setitem(globals(), "encode", spoilt)
+    with pytest.raises(host.EmulationError, match=message):
+        run(mistakes, "checked_map")

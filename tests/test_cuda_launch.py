@@ -5,29 +5,24 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import aot_fakes
 import cuda_fakes
 import driver_fakes
 import pytest
 import torch
 from wgmma_plans import CONFIG, plan_of
 
-from multiattn import aot
 from multiattn.cuda import BACKEND, wgmma_configs
 from multiattn.cuda.axes import SPLIT_Q
 from multiattn.cuda.backward_configs import dq_sum_bytes
-from multiattn.cuda.bind import bind, image_of
 from multiattn.cuda.configs import smem_bytes
 from multiattn.cuda.instances import launches_of
 from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams, params_of
-from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.tools import probe_nvrtc
 from multiattn.cuda.variants import WGMMA
 from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import make_plan
 from multiattn.problem import Operands, Problem
-from multiattn.run.driver import Encoder
 
 pytestmark = pytest.mark.skipif(bool(probe_nvrtc()), reason="; ".join(map(str, probe_nvrtc())))
 
@@ -103,33 +98,6 @@ def test_a_scheduler_has_its_grid_and_its_counter(hopper, scheduler, blocks):
     ((launched,), (params,)) = hopper.launched, hopper.structs
     assert launched.grid == (blocks, 1, 1)
     assert (params.next_tile is not None) == bool(hopper.cleared) == (scheduler == "dynamic")
-
-
-def test_a_binding_has_the_bytes_of_a_launch(hopper):
-    q, k, v, out, lse = tensors(torch.bfloat16)
-    plan, launch = launcher_of(q, k, v, WGMMA.name, CONFIG)
-    launch(Operands(q, k, v, out, lse))
-    (params,) = hopper.structs
-    binding = bind(plan, image_of(plan))
-    addresses = {name: it.data_ptr() for name, it in {"q": q, "k": k, "v": v, "out": out, "lse": lse}.items()}
-    addresses[abi.WORKSPACE] = params.next_tile
-    (argument,) = binding.arguments
-    assert abi.pack(argument, addresses, lambda of, address: Encoder(of)(address)) == bytes(params)
-    assert (binding.grid, binding.workspace_bytes) == ((24, 1, 1), 16)
-    assert dict(argument.maps) == {
-        getattr(WgmmaParams, f"map_{name}").offset: it
-        for name, it in tensor_maps(plan.problem, CONFIG.box_rows).items()
-    }
-
-
-def test_what_is_emitted_is_loaded_and_refuses_what_tma_cannot_walk(tmp_path):
-    plan, binding, _ = aot_fakes.emit(tmp_path, "cuda", variant=WGMMA.name)
-    kernel = aot.load(tmp_path)
-    assert (kernel.plan.config, kernel._try_binding(plan.problem)) == (plan.config, binding)
-    with pytest.raises(
-        ValueError, match="alignment: got 2 bytes; allowed base addresses and strides that are multiples"
-    ):
-        kernel._launcher(replace(plan.problem, alignment=2), 0)
 
 
 @pytest.mark.parametrize("variant", ["atomic", "two_pass"])

@@ -1,4 +1,4 @@
-"""The model of tiles in shared memory: against the C++, against CuTe's formula, and what the command says of it."""
+"""Models of tiles and fragments: against the C++, against CuTe's formula, and what the command says of them."""
 
 import ctypes
 import itertools
@@ -7,25 +7,23 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from cuda_runs import on_cpu
 
 from multiattn import __main__ as cli
 from multiattn.cuda.cpu import host
-from multiattn.cuda.tools import probe_host
-from multiattn.inspect.layout import ACCESSES, BANK_GROUPS, Tile, colliding_rows, traffic, wavefronts
+from multiattn.inspect import fragments
+from multiattn.inspect.layout import ACCESSES, BANK_GROUPS, Tile, down, right, traffic
 from multiattn.inspect.layout_svg import FILLS, draw
 
 HEAD_DIMS = range(8, 1025, 8)
-READS = ("q", "k", "v")
+READS = dict(zip(("q", "k", "v"), fragments.READS, strict=True))
 ROWS = 64
-WIDTHS = (*range(16, 273, 16), 320, 512, 768, 1024)
-
-needs_gxx = pytest.mark.skipif(bool(probe_host()), reason="; ".join(map(str, probe_host())))
+WIDTHS = (8, 72, 136, 328, *range(16, 273, 16), 320, 512, 768, 1024)
 
 CONSTANTS = f"""
 #include <utility>
 
 constexpr int TILE_ROWS = {ROWS};
-using HeadDims = std::integer_sequence<int, {", ".join(map(str, HEAD_DIMS))}>;
 using Widths = std::integer_sequence<int, {", ".join(map(str, WIDTHS))}>;
 """
 SOURCE = """
@@ -42,49 +40,38 @@ template <bool SWIZZLED, class Use, int... COLUMNS>
 void with_tile(int columns, Use use, std::integer_sequence<int, COLUMNS...>) {
   ((columns == COLUMNS ? use(Type<Tile<TILE_ROWS, COLUMNS, SWIZZLED>>{}) : void()), ...);
 }
-template <class Widths, class Use>
-void dispatch(int columns, int swizzled, Use use) {
-  if (swizzled)
-    with_tile<true>(columns, use, Widths{});
-  else
-    with_tile<false>(columns, use, Widths{});
-}
-
-// out: [TILE_ROWS, CHUNKS]; the number of chunks
-extern "C" int addresses(int columns, int swizzled, uint32* out) {
-  int chunks = 0;
-  dispatch<HeadDims>(columns, swizzled, [&]<class T>(Type<T>) {
-    chunks = T::CHUNKS;
-    for (int row = 0; row < T::ROWS; ++row)
-      for (int chunk = 0; chunk < chunks; ++chunk) *out++ = T::chunk(0, row, chunk);
-  });
-  return chunks;
-}
-
 struct Arguments {
   int columns, swizzled;
-  const uint16* ids;  // [threads, 1024], each row full of its index
-  uint32* out;        // [TILE_ROWS * width / 2], the words of the tile
+  const uint16* given;
+  uint32* out;
 };
+template <class Use>
+void dispatch(const Arguments& arguments, Use use) {
+  if (arguments.swizzled)
+    with_tile<true>(arguments.columns, use, Widths{});
+  else
+    with_tile<false>(arguments.columns, use, Widths{});
+}
 
-template <class Load>
-void read_tile(const Arguments& arguments, Load load) {
-  dispatch<Widths>(arguments.columns, arguments.swizzled, [&]<class T>(Type<T>) {
-    for (int row = 0; row < T::ROWS; row += 16)
-      for (int column = 0; column < T::WIDTH; column += 16) load(Type<T>{}, row, column);
-  });
-}
-KERNEL(32, 1) read_q(PARAMETERS(Arguments) arguments) {
-  read_tile(arguments, []<class T>(Type<T>, int row, int column) { FragmentReader<T>::down().load(0, row, column); });
-}
-KERNEL(32, 1) read_k(PARAMETERS(Arguments) arguments) {
-  read_tile(arguments, []<class T>(Type<T>, int row, int column) { FragmentReader<T>::right().load(0, row, column); });
-}
-KERNEL(32, 1) read_v(PARAMETERS(Arguments) arguments) {
-  read_tile(arguments, []<class T>(Type<T>, int row, int column) {
-    FragmentReader<T>::down().load_transposed(0, row, column);
-  });
-}
+// given: [TILE_ROWS, 1024], what the tile is filled with; out: the registers of every fragment of it, [.., 32, 4].
+#define READ(NAME, READER, LOAD)                                                                          \\
+  KERNEL(32, 1) NAME(PARAMETERS(Arguments) arguments) {                                                   \\
+    uint32* out = arguments.out + 4 * thread_index();                                                     \\
+    dispatch(arguments, [&]<class T>(Type<T>) {                                                           \\
+      for (int row = 0; row < T::ROWS; ++row)                                                             \\
+        for (int chunk = thread_index(); chunk < T::CHUNKS; chunk += 32)                                  \\
+          store_shared_16(T::chunk(0, row, chunk), load_global_16(arguments.given + 1024 * row + 8 * chunk));\\
+      sync_block();                                                                                       \\
+      for (int row = 0; row < T::ROWS; row += 16)                                                         \\
+        for (int column = 0; column < T::WIDTH; column += 16, out += 128) {                               \\
+          const Fragment found = FragmentReader<T>::READER().LOAD(0, row, column);                        \\
+          for (int i = 0; i < 4; ++i) out[i] = found.reg[i];                                              \\
+        }                                                                                                 \\
+    });                                                                                                   \\
+  }
+READ(read_q, down, load)
+READ(read_k, right, load)
+READ(read_v, down, load_transposed)
 
 // Copies the words of the tile to `out` in the order of their addresses.
 template <class T>
@@ -95,22 +82,41 @@ void show(const Arguments& arguments, int threads) {
     for (int i = 0; i < 4; ++i) arguments.out[word + i] = chunk.word[i];
   }
 }
+// given: [threads, 1024], each row full of its index
 KERNEL(128, 1) copy(PARAMETERS(Arguments) arguments) {
-  dispatch<Widths>(arguments.columns, arguments.swizzled, [&]<class T>(Type<T>) {
-    load_tile<T, 128, true>(0, arguments.ids + 1024 * thread_index(), 0, T::ROWS);
+  dispatch(arguments, [&]<class T>(Type<T>) {
+    load_tile<T, 128, true>(0, arguments.given + 1024 * thread_index(), 0, T::ROWS);
     cp_async_commit();
     cp_async_wait<0>();
     show<T>(arguments, 128);
   });
 }
 KERNEL(32, 1) pair(PARAMETERS(Arguments) arguments) {
-  dispatch<Widths>(arguments.columns, arguments.swizzled, [&]<class T>(Type<T>) {
+  dispatch(arguments, [&]<class T>(Type<T>) {
     const PairWriter<T> writer;
     for (int row = 0; row < T::ROWS; row += 8)
       for (int chunk = 0; chunk < T::CHUNKS; ++chunk)
         writer.store(0, row, chunk, (row / 8 * T::CHUNKS + chunk) * 32 + thread_index());
     show<T>(arguments, 32);
   });
+}
+
+// given: a of each lane [32, 4], then b [32, 2]; out: 1 + a * b of each lane.
+template <int REGISTERS, class D, class Multiply>
+void multiply(const Arguments& arguments, D one, Multiply mma) {
+  const int lane = thread_index();
+  const uint32* const given = reinterpret_cast<const uint32*>(arguments.given);
+  uint32 a[4];
+  D d[REGISTERS];
+  for (int i = 0; i < 4; ++i) a[i] = given[4 * lane + i];
+  for (D& it : d) it = one;
+  mma(d, a, given[128 + 2 * lane], given[128 + 2 * lane + 1]);
+  std::memcpy(arguments.out + REGISTERS * lane, d, sizeof d);
+}
+KERNEL(32, 1) multiply_fp16(PARAMETERS(Arguments) arguments) { multiply<4>(arguments, 1.0f, mma_m16n8k16<fp16>); }
+KERNEL(32, 1) multiply_bf16(PARAMETERS(Arguments) arguments) { multiply<4>(arguments, 1.0f, mma_m16n8k16<bf16>); }
+KERNEL(32, 1) multiply_to_fp16(PARAMETERS(Arguments) arguments) {
+  multiply<2>(arguments, pack<fp16>(1.0f, 1.0f), mma_m16n8k16_fp16);
 }
 """
 
@@ -119,7 +125,7 @@ class Arguments(ctypes.Structure):
     _fields_ = (
         ("columns", ctypes.c_int),
         ("swizzled", ctypes.c_int),
-        ("ids", ctypes.c_void_p),
+        ("given", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
     )
 
@@ -133,79 +139,110 @@ def tile_of(columns, swizzled, rows=ROWS):
     return Tile.of_kernels(rows, columns) if swizzled else Tile(rows=rows, columns=columns, swizzle=0)
 
 
-def run(library, kernel, columns, swizzled, *, threads=32, ids=None):
+def run(library, kernel, columns=16, swizzled=0, *, threads=32, given=None):
     tile = tile_of(columns, swizzled)
     out = torch.zeros(tile.rows * tile.pitch // 4, dtype=torch.int32)
-    arguments = Arguments(columns, swizzled, ids.data_ptr() if ids is not None else 0, out.data_ptr())
+    arguments = Arguments(columns, swizzled, 0 if given is None else given.data_ptr(), out.data_ptr())
     counters = host.run(library, kernel, arguments, blocks=1, threads=threads, smem_bytes=tile.rows * tile.pitch)
-    return out.tolist(), counters
+    return out, counters
 
 
-# ---------------------------------------------------------------- against the C++
+def spread(place, *shape):
+    """Rows and columns of what `place` says of each lane, register and half: tensors of `shape`, as an index."""
+    places = itertools.product(*map(range, shape))
+    rows, columns = torch.tensor([place(*it) for it in places]).T.reshape(2, *shape)
+    return rows, columns
 
 
-@needs_gxx
-@pytest.mark.parametrize("swizzled", [0, 1])
-def test_addresses_are_those_of_the_header(library, swizzled):
-    found = (ctypes.c_uint32 * (ROWS * 128))()
-    for columns in HEAD_DIMS:
-        tile = tile_of(columns, swizzled)
-        assert library.addresses(columns, swizzled, found) == tile.chunks, columns
-        places = itertools.product(range(ROWS), range(tile.chunks))
-        expected = [tile.address(row, chunk) for row, chunk in places]
-        assert expected == found[: len(expected)], columns
+# ---------------------------------------------------------------- tiles against the C++
 
 
-@needs_gxx
+@on_cpu
 @pytest.mark.parametrize("swizzled", [0, 1])
 @pytest.mark.parametrize("name", READS)
-def test_conflicts_are_those_that_the_emulation_counts(library, name, swizzled):
-    for columns in WIDTHS:
-        _, counters = run(library, f"read_{name}", columns, swizzled)
-        expected = traffic(tile_of(columns, swizzled), ACCESSES[name])
-        assert (counters.ldmatrix, counters.bank_conflicts) == (expected.instructions, expected.conflicts), columns
+def test_fragments_and_conflicts_are_those_of_the_emulation(library, name, swizzled):
+    elements = torch.arange(ROWS * 1024).to(torch.int16).reshape(ROWS, 1024)
+    _, reader, transposed = READS[name]
+    rows, columns = spread(lambda *it: fragments.loaded(reader, *it, transposed=transposed), fragments.WARP, 4, 2)
+    for width in WIDTHS:
+        tile = tile_of(width, swizzled)
+        registers, counters = run(library, f"read_{name}", width, swizzled, given=elements)
+        cost = traffic(tile, ACCESSES[name])
+        assert (4 * counters.ldmatrix, counters.bank_conflicts) == (cost.requests, cost.wavefronts - cost.requests)
+        starts = itertools.product(range(0, ROWS, 16), range(0, width, 16))
+        expected = torch.stack([elements[row + rows, column + columns] for row, column in starts])
+        assert torch.equal(registers.view(torch.int16).reshape(expected.shape), expected), width
 
 
-@needs_gxx
+@on_cpu
 @pytest.mark.parametrize("swizzled", [0, 1])
-def test_copies_are_stored_by_the_threads_that_the_model_says(library, swizzled):
+def test_stores_are_made_by_the_threads_that_the_model_says(library, swizzled):
     ids = torch.arange(128, dtype=torch.int16)[:, None].repeat(1, 1024)
     for columns in WIDTHS:
-        words, _ = run(library, "copy", columns, swizzled, threads=128, ids=ids)
-        for (request,) in ACCESSES["copy"].batches(tile_of(columns, swizzled)):
-            threads = [words[touch.address // 4] & 0xFFFF for touch in request]
+        tile = tile_of(columns, swizzled)
+        words = run(library, "copy", columns, swizzled, threads=128, given=ids)[0].tolist()
+        for request in ACCESSES["copy"].requests(tile) if columns == tile.width else ():  # padding is zeroed
+            threads = [words[address // 4] & 0xFFFF for _, address in request]
             assert threads[0] % 8 == 0, columns
             assert threads == list(range(threads[0], threads[0] + 8)), columns
+        words = run(library, "pair", columns, swizzled)[0].tolist()
+        touched = [address for request in ACCESSES["pair"].requests(tile) for _, address in request]
+        assert [words[address // 4] for address in touched] == list(range(len(touched))), columns
 
 
-@needs_gxx
-@pytest.mark.parametrize("swizzled", [0, 1])
-def test_pairs_are_stored_where_the_model_says(library, swizzled):
-    for columns in WIDTHS:
-        words, _ = run(library, "pair", columns, swizzled)
-        touched = [touch for (request,) in ACCESSES["pair"].batches(tile_of(columns, swizzled)) for touch in request]
-        assert [words[touch.address // 4] for touch in touched] == list(range(len(touched))), columns
+# ---------------------------------------------------------------- fragments against the emulation
 
 
-# ---------------------------------------------------------------- what it says
+@on_cpu
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [("multiply_fp16", torch.float16), ("multiply_bf16", torch.bfloat16), ("multiply_to_fp16", torch.float16)],
+)
+def test_mma_takes_and_gives_what_the_functions_say(library, kernel, dtype):
+    torch.manual_seed(0)
+    a, b = (torch.randint(-4, 5, (16, columns)).to(dtype) for columns in (16, 8))  # small integers: every sum is exact
+    of_a, of_b = spread(fragments.operand_a, 32, 4, 2), spread(fragments.operand_b, 32, 2, 2)
+    out, _ = run(library, kernel, given=torch.cat([a[of_a].flatten(), b[of_b].flatten()]))
+    found = torch.full((16, 8), torch.nan)
+    if kernel == "multiply_to_fp16":
+        found[spread(fragments.accumulator_fp16, 32, 2, 2)] = out.view(torch.float16)[:128].reshape(32, 2, 2).float()
+    else:
+        found[spread(fragments.accumulator, 32, 4)] = out.view(torch.float32)[:128].reshape(32, 4)
+    assert torch.equal(found, 1 + a.float() @ b.float())
+
+
+def test_readers_load_the_operands_of_an_mma_and_two_accumulators_are_one():
+    """Q, K and V as the forward kernel reads them; K's rows and V's columns are B's columns."""
+    for lane, register, half in itertools.product(range(32), range(4), range(2)):
+        q, k, v = (fragments.loaded(how, lane, register, half, transposed=flag) for _, how, flag in fragments.READS)
+        assert q == fragments.operand_a(lane, register, half)
+        along_k, column = fragments.operand_b(lane, register % 2, half)
+        assert k == (column + register // 2 * 8, along_k)
+        assert v == (along_k, column + register // 2 * 8)
+        row, column = fragments.accumulator(lane, register % 2 * 2 + half)  # `as_operand` puts two beside each other
+        assert q == (row, column + register // 2 * 8)
+
+
+def test_lanes_give_the_addresses_of_the_rows_they_are_said_to():
+    for lane, reader in itertools.product(range(32), (down, right)):
+        matrix, row = fragments.matrix_row(lane)
+        first_row, chunk = reader(8 * matrix)
+        assert reader(lane) == (first_row + row, chunk)
+
+
+# ---------------------------------------------------------------- what the model says
 
 
 def test_the_kernels_swizzle_leaves_no_conflict_at_any_head_dim():
-    seen = {}  # a head_dim is padded to a multiple of 16: every second one is laid out as the one before it
-    for head_dim in HEAD_DIMS:
-        tile = Tile.of_kernels(16, head_dim)
-        layout = tuple(tile.address(row, chunk) for row in range(16) for chunk in range(tile.chunks))
-        if layout not in seen:
-            seen[layout] = [traffic(tile, access) for access in ACCESSES.values()]
-        assert all((it.conflicts, it.worst, dict(it.collisions)) == (0, 0, {}) for it in seen[layout]), head_dim
-    assert len(seen) == len(HEAD_DIMS) / 2
+    for head_dim in HEAD_DIMS[1::2]:  # padded to a multiple of 16: every other one is laid out as the next
+        costs = [traffic(Tile.of_kernels(16, head_dim), access) for access in ACCESSES.values()]
+        assert all((it.wavefronts, dict(it.collisions)) == (it.requests, {}) for it in costs), head_dim
 
 
 @pytest.mark.parametrize(
     ("columns", "swizzle", "of_a_matrix", "rows"),
     [
         (64, 0, 8, ((0, 1, 2, 3, 4, 5, 6, 7),)),
-        (128, 0, 8, ((0, 1, 2, 3, 4, 5, 6, 7),)),
         (64, 1, 4, ((0, 2, 4, 6), (1, 3, 5, 7))),
         (64, 2, 2, ((0, 4), (1, 5), (2, 6), (3, 7))),
         (32, 0, 4, ((0, 2, 4, 6), (1, 3, 5, 7))),
@@ -214,16 +251,11 @@ def test_the_kernels_swizzle_leaves_no_conflict_at_any_head_dim():
 )
 def test_rows_that_collide_are_named(columns, swizzle, of_a_matrix, rows):
     tile = Tile(rows=32, columns=columns, swizzle=swizzle)
-    fragments = 2 * tile.width // 16
     for name in READS:
         found = traffic(tile, ACCESSES[name])
-        assert (found.instructions, found.requests) == (fragments, 4 * fragments)
+        assert found.requests == 8 * tile.width // 16
         assert found.wavefronts == of_a_matrix * found.requests
-        assert found.worst == 4 * (of_a_matrix - 1)
         assert dict(found.collisions) == {rows: found.requests}
-        for batch in ACCESSES[name].batches(tile):
-            assert all(wavefronts(request) == of_a_matrix for request in batch)
-            assert all(len(colliding_rows(request)) == len(rows) for request in batch)
 
 
 @pytest.mark.parametrize("columns", [16, 32, 64])
@@ -234,15 +266,6 @@ def test_up_to_64_columns_it_is_the_swizzle_of_cute(columns):
         for row, chunk in itertools.product(range(16), range(tile.chunks)):
             index = row * columns + chunk * 8
             assert tile.address(row, chunk) == 2 * (index ^ (index & ((1 << bits) - 1) << 6) >> 3)
-
-
-def test_every_element_has_a_bank_and_pairs_share_one():
-    tile = Tile.of_kernels(16, 48)
-    for row in range(16):
-        banks = [tile.bank(row, column) for column in range(tile.width)]
-        assert banks[::2] == banks[1::2]
-        assert [bank // 4 for bank in banks[::8]] == [tile.bank_group(row, chunk) for chunk in range(tile.chunks)]
-        assert banks[:8:2] == list(range(banks[0], banks[0] + 4))
 
 
 # ---------------------------------------------------------------- the command
@@ -256,12 +279,10 @@ def command(capsys, *arguments):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--tile", "64"], ["'64'", "ROWSxCOLUMNS"]),
         (["--tile", "64x"], ["'64x'", "ROWSxCOLUMNS"]),
-        (["--tile", "64x60"], ["columns: got 60", "multiples of 8"]),
-        (["--tile", "60x63"], ["rows: got 60", "multiples of 16", "columns: got 63"]),
+        (["--tile", "60x63"], ["rows: got 60", "multiples of 16", "columns: got 63", "multiples of 8"]),
         (["--tile", "0x0"], ["rows: got 0", "columns: got 0"]),
-        (["--tile", "64x48", "--swizzle", "3"], ["swizzle: got 3 for 48 columns", "allowed 0 or 1"]),
+        (["--tile", "64x48", "--swizzle", "3"], ["swizzle: got 3 for 48 columns", "allowed 0 to 1"]),
         (["--tile", "64x64", "--swizzle", "4"], ["swizzle: got '4'", "auto, 0, 1, 2, 3"]),
         (["--tile", "1024x1024"], ["1024x1024", "232448 bytes"]),
         (["--tile", "64x64", "--svg", "/no/such/folder/x.svg"], ["/no/such/folder/x.svg"]),
@@ -275,28 +296,25 @@ def test_what_cannot_be_is_refused_with_what_can(capsys, arguments, words):
 
 def test_text_json_and_picture_agree(capsys, tmp_path):
     path = tmp_path / "tile.svg"
-    status, said = command(capsys, "--tile", "32x80", "--swizzle", "0", "--json", "--elements", "--svg", str(path))
+    status, said = command(capsys, "--tile", "32x80", "--swizzle", "0", "--json", "--svg", str(path))
     assert status == 0
     data = json.loads(said.out)
     tile = Tile(rows=32, columns=80, swizzle=0)
     assert data["bank_groups"] == [[tile.bank_group(row, chunk) for chunk in range(10)] for row in range(32)]
     assert data["banks"][5][:5] == [8, 9, 10, 11, 12]
-    assert data["accesses"]["k"]["conflicts"] == 40
-    assert data["accesses"]["k"]["collisions"] == [{"rows": [[0, 4], [1, 5], [2, 6], [3, 7]], "requests": 40}]
+    collisions = [{"rows": [[0, 4], [1, 5], [2, 6], [3, 7]], "requests": 40}]
+    assert data["accesses"]["k"] == {"requests": 40, "wavefronts": 80, "collisions": collisions}
     assert path.read_text() == draw(tile)
     status, said = command(capsys, "--tile", "32x80", "--swizzle", "0")
-    assert "rows 0 4, 1 5, 2 6, 3 7 meet in a bank, in 40 of 40 requests" in said.out
+    assert "read K as operand B (right): 0 4, 1 5, 2 6, 3 7, in 40 of 40 requests" in said.out
     status, said = command(capsys, "--tile", "32x80", "--elements")
-    assert "no two rows of a request meet in a bank" in said.out
+    assert said.out.endswith("first:\nnone\n")
     (line,) = [line for line in said.out.splitlines() if line.startswith("row 4")]
     swizzled = Tile.of_kernels(32, 80)
     assert line.split()[2:] == [str(swizzled.bank(4, column)) for column in range(0, 80, 2)]
 
 
-# ---------------------------------------------------------------- pictures and pages
-
-
-@pytest.mark.parametrize("size", ["16x64", "64x8", "32x256"])
+@pytest.mark.parametrize("size", ["16x64", "64x8"])
 @pytest.mark.parametrize("swizzle", ["0", "auto"])
 def test_a_picture_has_a_labelled_cell_for_every_chunk(size, swizzle):
     tile = Tile.parse(size, swizzle)

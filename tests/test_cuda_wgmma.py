@@ -16,7 +16,7 @@ from bench.matrix import SUITES
 from multiattn import explain
 from multiattn.cuda import BACKEND
 from multiattn.cuda.axes import SPLIT_Q
-from multiattn.cuda.candidates import SHAPES, wgmma_candidates
+from multiattn.cuda.candidates import SHAPES
 from multiattn.cuda.configs import CudaConfig
 from multiattn.cuda.instances import launches_of
 from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams, params_of
@@ -26,7 +26,6 @@ from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.tools import GXX
 from multiattn.cuda.variants import SPANNING, WGMMA
 from multiattn.cuda.wgmma_configs import (
-    WgmmaConfig,
     kept_steps,
     registers_at_least,
     why_not,
@@ -36,13 +35,6 @@ from multiattn.plan.backend import make_plan, plan_variant
 from multiattn.problem import Problem
 
 # ---------------------------------------------------------------- configs
-
-
-def test_a_config_has_a_warpgroup_for_each_64_queries_and_one_that_loads():
-    for tile_m, warpgroups, threads in ((64, 1, 256), (128, 2, 384), (192, 3, 512)):
-        config = WgmmaConfig(tile_m=tile_m, tile_n=64)
-        assert (config.warpgroups, config.threads) == (warpgroups, threads)
-    assert [replace(CONFIG, scheduler=it).is_persistent for it in ("one_tile", "static", "dynamic")] == [0, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -90,15 +82,6 @@ def test_registers_are_output_scores_weights_and_kept_q():
     assert kept_steps(CONFIG, problem_of(72)) == 0
     three = replace(CONFIG, tile_m=192, tma_store=False)
     assert [registers_at_least(three, problem_of(144, causal=it)) for it in (False, True)] == [120, 140]
-
-
-@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 160, 192, 256])
-def test_a_sweep_is_short_and_fits(head_dim):
-    configs = wgmma_candidates(WGMMA, problem_of(head_dim), SM90)
-    assert 10 <= len(configs) <= 40
-    assert len(set(configs)) == len(configs)
-    assert not any(why_not(problem_of(head_dim), SM90, config) for config in configs)
-    assert BACKEND.forward.candidates(WGMMA, problem_of(head_dim), SM90) == configs
 
 
 def test_every_way_that_a_gpu_tries_is_legal():

@@ -1,4 +1,4 @@
-"""What cuTile's compiler says of its choices: read, folded, told by the line."""
+"""The remarks of cuTile's compiler: read, folded, told by the line."""
 
 import pytest
 

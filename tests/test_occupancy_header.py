@@ -73,7 +73,7 @@ def calculator(tmp_path_factory):
 
 
 def ask(program, arch, questions):
-    """What the header says of each (threads, registers, static, dynamic): status, blocks, bits of limiting factors."""
+    """The header's words on each (threads, registers, static, dynamic): status, blocks, bits of limiting factors."""
     threads_per_sm = arch.warps_per_sm * WARP_THREADS
     limits = (*arch.capability, MAX_THREADS, threads_per_sm, arch.registers_per_sm, WARP_THREADS)
     smem = (arch.smem_per_sm, arch.smem_per_block, 48 * KIB)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from multiattn.cuda.configs import ELEMENT_BYTES, FRAGMENT_ROWS, failed, padded, too_large
+from multiattn.cuda.configs import (
+    ELEMENT_BYTES,
+    FRAGMENT_ROWS,
+    failed,
+    key_blocks,
+    padded,
+    query_blocks,
+    tiles,
+    too_large,
+)
 from multiattn.plan.arch import WARP_THREADS, Arch
 from multiattn.plan.config import Config
 from multiattn.plan.support import Reason
@@ -58,21 +67,6 @@ def dq_smem_bytes(config: QueryConfig, problem: Problem) -> int:
     return 2 * (config.tile_m + config.stages * config.tile_n) * padded(problem.head_dim) * ELEMENT_BYTES
 
 
-def tiles(seq: int, tile: int) -> int:
-    """Tiles that cover a sequence."""
-    return -(-seq // tile)
-
-
-def query_blocks(problem: Problem, tile: int) -> int:
-    """Blocks of a kernel that has one for each tile of queries, head and batch entry."""
-    return tiles(problem.seq_q, tile) * problem.heads_q * problem.batch
-
-
-def key_blocks(problem: Problem, tile: int) -> int:
-    """The same for tiles of keys."""
-    return tiles(problem.seq_kv, tile) * problem.heads_kv * problem.batch
-
-
 def dq_sum_bytes(problem: Problem) -> int:
     """Workspace in which dq is added up: fp32, in whole fragments of 16 queries and 16 columns."""
     rows = tiles(problem.seq_q, FRAGMENT_ROWS) * FRAGMENT_ROWS
@@ -96,37 +90,25 @@ def why_not(adds_dq: bool, problem: Problem, arch: Arch, config: Config) -> tupl
     if adds_dq != (config.dq is None):
         allowed = "dq=None, as dq is added up beside dk and dv" if adds_dq else "a QueryConfig as dq"
         return (Reason(code="config", got=str(config), allowed=allowed),)
-    pair = FRAGMENT_ROWS * (config.warps // 2)
-    needed, blocks = (
-        [smem_bytes(config, problem)],
-        [key_blocks(problem, config.tile_n), query_blocks(problem, ROW_TILE)],
-    )
+    unit, pair = FRAGMENT_ROWS, FRAGMENT_ROWS * (config.warps // 2)
+    needed = [smem_bytes(config, problem)]
+    blocks = [key_blocks(problem, config.tile_n), query_blocks(problem, ROW_TILE)]
+    has_wide = not arch.is_gpu or arch.capability >= WIDE_SINCE
+    keys_fit = pair > 0 and config.tile_n % pair == 0 and config.tile_n > 0
     checks = [
-        (
-            config.tile_m % FRAGMENT_ROWS == 0 and config.tile_m > 0,
-            str(config),
-            f"tile_m in multiples of {FRAGMENT_ROWS}",
-        ),
-        (
-            pair > 0 and config.tile_n % pair == 0 and config.tile_n > 0,
-            str(config),
-            f"tile_n in multiples of {FRAGMENT_ROWS} per pair of warps",
-        ),
-        (
-            not config.wide or not arch.is_gpu or arch.capability >= WIDE_SINCE,
-            f"wide on {arch.name}",
-            "wide on sm90 and later",
-        ),
+        (config.tile_m % unit == 0 and config.tile_m > 0, str(config), f"tile_m in multiples of {unit}"),
+        (keys_fit, str(config), f"tile_n in multiples of {unit} per pair of warps"),
+        (not config.wide or has_wide, f"wide on {arch.name}", "wide on sm90 and later"),
     ]
     if (dq := config.dq) is not None:
-        allowed = f"dq: tile_m in multiples of {FRAGMENT_ROWS} per warp, tile_n in multiples of {FRAGMENT_ROWS}"
-        checks.append((dq.tile_m % (FRAGMENT_ROWS * dq.warps) == dq.tile_n % FRAGMENT_ROWS == 0, str(config), allowed))
+        allowed = f"dq: tile_m in multiples of {unit} per warp, tile_n in multiples of {unit}"
+        checks.append((dq.tile_m % (unit * dq.warps) == dq.tile_n % unit == 0, str(config), allowed))
         needed.append(dq_smem_bytes(dq, problem))
         blocks.append(query_blocks(problem, dq.tile_m))
     for kernel in (config, *([] if dq is None else [dq])):
         checks.append((kernel.warps in (2, 4, 8, 16), f"warps={kernel.warps}", "2, 4, 8, 16"))
         checks.append((kernel.stages in (1, 2), f"stages={kernel.stages}", "1, 2"))
-    return (*failed(checks), *too_large(config, arch, max(needed), max(blocks)))
+    return (*failed(*checks), *too_large(config, arch, max(needed), max(blocks)))
 
 
 def registers_at_least(config: QueryConfig, problem: Problem) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from multiattn.cuda.axes import Axes, why_illegal
@@ -130,40 +129,35 @@ def why_not(axes: Axes, problem: Problem, arch: Arch, config: Config) -> tuple[R
         return tuple(wrong)
     pieces, places = Pieces.of(axes, config, problem), _places_of_q(axes)
     registers = registers_at_least(axes, config, problem)
-    reasons = failed(
-        (
-            (config.q_place in places, f"q: {config.q_place} with {axes.name}", " or ".join(places)),
-            (
-                registers <= REGISTERS_MAX,
-                f"{registers} registers for scores, output and Q ({config})",
-                f"up to {REGISTERS_MAX} of a thread's 255",
-            ),
-        )
+    needed, most = (
+        f"{registers} registers for scores, output and Q ({config})",
+        f"up to {REGISTERS_MAX} of a thread's 255",
     )
-    if axes.share == "none" and axes.tiling == "qk" and config.stages - 1 > pieces.k_pieces:
-        got = f"stages={config.stages} with {pieces.k_pieces} slices of K"
-        reasons.append(Reason(code="config", got=got, allowed=f"up to {pieces.k_pieces + 1}", hint="V has one buffer"))
-    reasons += too_large(config, arch, smem_bytes(axes, config, problem), grid_blocks(config, problem))
+    has_one_v = axes.share == "none" and axes.tiling == "qk"
+    reasons = failed(
+        (config.q_place in places, f"q: {config.q_place} with {axes.name}", " or ".join(places)),
+        (registers <= REGISTERS_MAX, needed, most),
+        (
+            not has_one_v or config.stages - 1 <= pieces.k_pieces,
+            f"stages={config.stages} with {pieces.k_pieces} slices of K, and one buffer of V",
+            f"up to {pieces.k_pieces + 1}",
+        ),
+    )
+    reasons += too_large(config, arch, smem_bytes(axes, config, problem), query_blocks(problem, config.tile_m))
     return tuple(reasons)
 
 
-def failed(checks: Iterable[tuple[bool, str, str]]) -> list[Reason]:
+def failed(*checks: tuple[bool, str, str]) -> list[Reason]:
     """A Reason for each of (holds, got, allowed) that does not hold."""
     return [Reason(code="config", got=got, allowed=allowed) for holds, got, allowed in checks if not holds]
 
 
 def too_large(config: Config, arch: Arch, smem_bytes: int, blocks: int) -> list[Reason]:
     """A Reason where a launch asks for more than an arch has: shared memory of a block, blocks of a grid."""
-    most = arch.smem_per_block
+    got, most = f"{smem_bytes} bytes of shared memory ({config})", arch.smem_per_block
     return failed(
-        (
-            (
-                not arch.is_gpu or smem_bytes <= most,
-                f"{smem_bytes} bytes of shared memory ({config})",
-                f"{most} bytes a block on {arch.name}",
-            ),
-            (blocks <= GRID_MAX, f"{blocks} blocks", f"a grid of up to {GRID_MAX}"),
-        )
+        (not arch.is_gpu or smem_bytes <= most, got, f"{most} bytes a block on {arch.name}"),
+        (blocks <= GRID_MAX, f"{blocks} blocks", f"a grid of up to {GRID_MAX}"),
     )
 
 
@@ -175,7 +169,7 @@ def wrong_kind(config: Config, kind: type[Config]) -> Reason:
 def _wrong_shape(axes: Axes, config: CudaConfig) -> list[Reason]:
     """Reasons why a config has no meaning: sizes that are no whole fragments."""
     has_columns = config.column_warps != 1
-    checks = (
+    if wrong := failed(
         (config.warps in (2, 4, 8, 16), f"warps={config.warps}", "2, 4, 8, 16"),
         (
             has_columns == (axes.warps == "split_kv") and config.warps % max(1, config.column_warps) == 0,
@@ -184,18 +178,20 @@ def _wrong_shape(axes: Axes, config: CudaConfig) -> list[Reason]:
         ),
         (1 <= config.stages <= 4, f"stages={config.stages}", "1 to 4"),
         (config.dim_slice in (64, 128, 256), f"dim_slice={config.dim_slice}", "64, 128, 256"),
-    )
-    if wrong := failed(checks):
+    ):
         return wrong
     rows, keys = FRAGMENT_ROWS * config.row_warps, FRAGMENT_ROWS * config.column_warps
-    if config.tile_m < rows or config.tile_m % rows or config.tile_n < keys or config.tile_n % keys:
-        allowed = f"tile_m in multiples of {rows}, tile_n in multiples of {keys}: {FRAGMENT_ROWS} a warp"
-        return [Reason(code="config", got=str(config), allowed=allowed)]
+    is_whole = (
+        config.tile_m >= rows and config.tile_m % rows == 0 and config.tile_n >= keys and config.tile_n % keys == 0
+    )
     is_slice = config.key_slice >= FRAGMENT_ROWS and config.key_slice % FRAGMENT_ROWS == 0
-    if axes.tiling == "qkv" and not (is_slice and config.tile_n % config.key_slice == 0):
-        allowed = f"multiples of {FRAGMENT_ROWS} that divide tile_n={config.tile_n}"
-        return [Reason(code="config", got=f"key_slice={config.key_slice}", allowed=allowed)]
-    return []
+    divides = is_slice and config.tile_n % config.key_slice == 0
+    per_warp = f"tile_m in multiples of {rows}, tile_n in multiples of {keys}: {FRAGMENT_ROWS} a warp"
+    slices = f"multiples of {FRAGMENT_ROWS} that divide tile_n={config.tile_n}"
+    return failed(
+        (is_whole, str(config), per_warp),
+        (axes.tiling != "qkv" or divides, f"key_slice={config.key_slice}", slices),
+    )
 
 
 def _places_of_q(axes: Axes) -> tuple[str, ...]:
@@ -204,16 +200,16 @@ def _places_of_q(axes: Axes) -> tuple[str, ...]:
     return ("registers",) if axes.share == "qkv" else ("shared", "registers")
 
 
-def query_tiles(config: Config, problem: Problem) -> int:
-    """Tiles of queries of one head."""
-    return -(-problem.seq_q // config.tile_m)
+def tiles(seq: int, tile: int) -> int:
+    """Tiles that cover a sequence."""
+    return -(-seq // tile)
 
 
-def grid_blocks(config: Config, problem: Problem) -> int:
-    """Blocks of a launch that has one per tile of queries, head and batch entry."""
-    return blocks_of(query_tiles(config, problem), problem)
+def query_blocks(problem: Problem, tile: int) -> int:
+    """Blocks of a launch that has one for each tile of queries, head and batch entry."""
+    return tiles(problem.seq_q, tile) * problem.heads_q * problem.batch
 
 
-def blocks_of(tiles: int, problem: Problem) -> int:
-    """Blocks of a launch with one for each of a head's `tiles`, in each head and batch entry."""
-    return tiles * problem.heads_q * problem.batch
+def key_blocks(problem: Problem, tile: int) -> int:
+    """The same for tiles of keys."""
+    return tiles(problem.seq_kv, tile) * problem.heads_kv * problem.batch

@@ -1,4 +1,4 @@
-"""Which instances of the kernels' templates a Plan launches, in order, and over how many blocks each."""
+"""The instances of the kernels' templates that a Plan launches, in order, and the blocks of each."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _forward(plan: Plan) -> PlannedLaunch:
         occupancy=config.occupancy,
         smem_bytes=forward.smem_bytes(axes, config, problem),
     )
-    return PlannedLaunch(kernel=kernel, blocks=forward.grid_blocks(config, problem))
+    return PlannedLaunch(kernel=kernel, blocks=forward.query_blocks(problem, config.tile_m))
 
 
 def _wgmma(plan: Plan) -> PlannedLaunch:
@@ -162,7 +162,7 @@ def _rows(entry: str, problem: Problem, config: BackwardConfig) -> PlannedLaunch
         occupancy=1,
         smem_bytes=0,
     )
-    return PlannedLaunch(kernel=kernel, blocks=backward.query_blocks(problem, backward.ROW_TILE))
+    return PlannedLaunch(kernel=kernel, blocks=forward.query_blocks(problem, backward.ROW_TILE))
 
 
 def _keys(problem: Problem, config: BackwardConfig) -> PlannedLaunch:
@@ -179,7 +179,7 @@ def _keys(problem: Problem, config: BackwardConfig) -> PlannedLaunch:
         occupancy=config.occupancy,
         smem_bytes=backward.smem_bytes(config, problem),
     )
-    return PlannedLaunch(kernel=kernel, blocks=backward.key_blocks(problem, config.tile_n))
+    return PlannedLaunch(kernel=kernel, blocks=forward.key_blocks(problem, config.tile_n))
 
 
 def _queries(problem: Problem, config: QueryConfig) -> PlannedLaunch:
@@ -194,7 +194,7 @@ def _queries(problem: Problem, config: QueryConfig) -> PlannedLaunch:
         occupancy=config.occupancy,
         smem_bytes=backward.dq_smem_bytes(config, problem),
     )
-    return PlannedLaunch(kernel=kernel, blocks=backward.query_blocks(problem, config.tile_m))
+    return PlannedLaunch(kernel=kernel, blocks=forward.query_blocks(problem, config.tile_m))
 
 
 def _tiles(problem: Problem, config: BackwardConfig | QueryConfig) -> str:

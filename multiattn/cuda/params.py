@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from multiattn.cuda import wgmma_configs as wgmma
-from multiattn.cuda.backward_configs import ROW_TILE, BackwardConfig, delta_bytes, dq_sum_bytes, tiles
-from multiattn.cuda.configs import ELEMENT_BYTES, query_tiles
+from multiattn.cuda.backward_configs import ROW_TILE, BackwardConfig, delta_bytes, dq_sum_bytes
+from multiattn.cuda.configs import ELEMENT_BYTES, tiles
 from multiattn.cuda.structs import TENSOR_MAP, read_structs
 from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.wgmma_configs import WgmmaConfig
@@ -54,7 +54,9 @@ def numbers_of(plan: Plan) -> dict[str, Any]:
             "score_factor": problem.score_factor,
             "grad_factor": problem.grad_factor,
         }
-    count = wgmma.query_tiles(config, problem) if isinstance(config, WgmmaConfig) else query_tiles(config, problem)
+    count = tiles(problem.seq_q, config.tile_m)
+    if isinstance(config, WgmmaConfig):
+        count = wgmma.query_tiles(config, problem)
     return {
         **common,
         "tiles": count,

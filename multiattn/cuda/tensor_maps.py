@@ -1,4 +1,4 @@
-"""Which tensor maps the Hopper kernel takes: q, k, v and out as TMA sees them. Pure Python: nothing is encoded here."""
+"""The tensor maps of the Hopper kernel: q, k, v and out as TMA sees them. Pure Python: nothing is encoded here."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from multiattn.cuda import configs
-from multiattn.cuda.configs import failed, padded, too_large, wrong_kind
+from multiattn.cuda.configs import failed, padded, tiles, too_large, wrong_kind
 from multiattn.cuda.tensor_maps import BOX_COLUMNS, tensor_maps, why_not_mapped
 from multiattn.plan.arch import Arch
 from multiattn.plan.config import Config
@@ -89,12 +88,12 @@ def smem_bytes(config: WgmmaConfig, problem: Problem) -> int:
 
 def query_tiles(config: WgmmaConfig, problem: Problem) -> int:
     """Tiles of queries of one head, with those that only make clusters whole."""
-    return padded(configs.query_tiles(config, problem), config.cluster)
+    return padded(tiles(problem.seq_q, config.tile_m), config.cluster)
 
 
 def grid_blocks(config: WgmmaConfig, problem: Problem) -> int:
     """Blocks of a launch that has one per tile of queries, head and batch entry."""
-    return configs.blocks_of(query_tiles(config, problem), problem)
+    return query_tiles(config, problem) * problem.heads_q * problem.batch
 
 
 def registers_at_least(config: WgmmaConfig, problem: Problem) -> int:
@@ -131,19 +130,11 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
     reasons = [reason for it in tensor_maps(problem, config.box_rows).values() for reason in why_not_mapped(it)]
     registers, most = registers_at_least(config, problem), REGISTERS_MAX[config.warpgroups]
     beside, room = _registers_without_q(config, problem), _ROOM_WITH_Q[config.warpgroups, problem.is_banded]
+    needed = f"{registers} registers for output, scores, weights, Q and stores ({config})"
+    kept, got = kept_steps(config, problem), f"q_in_registers with {beside} registers for all else ({config})"
     reasons += failed(
-        (
-            (
-                registers <= most,
-                f"{registers} registers for output, scores, weights, Q and stores ({config})",
-                f"up to {most} with {config.warpgroups} warpgroups",
-            ),
-            (
-                not config.q_in_registers or kept_steps(config, problem) > 0,
-                f"q_in_registers with {beside} registers for all else ({config})",
-                f"up to {room - 4}",
-            ),
-        )
+        (registers <= most, needed, f"up to {most} with {config.warpgroups} warpgroups"),
+        (not config.q_in_registers or kept > 0, got, f"up to {room - 4}"),
     )
     reasons += too_large(config, arch, smem_bytes(config, problem), grid_blocks(config, problem))
     return tuple(reasons)
@@ -151,13 +142,9 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
 
 def _wrong_shape(config: WgmmaConfig) -> tuple[Reason, ...]:
     """Reasons why no kernel is made for a config."""
-    checks = (
+    wrong = failed(
         (config.tile_m in (128, 192), f"tile_m={config.tile_m}", "128, 192"),
-        (
-            16 <= config.tile_n <= 256 and config.tile_n % 16 == 0,
-            f"tile_n={config.tile_n}",
-            "multiples of 16 from 16 to 256",
-        ),
+        (config.tile_n in range(16, 257, 16), f"tile_n={config.tile_n}", "multiples of 16 from 16 to 256"),
         (config.cluster in (1, 2), f"cluster={config.cluster}", "1, 2"),
         (
             config.cluster == 1 or config.scheduler != "dynamic",
@@ -168,4 +155,4 @@ def _wrong_shape(config: WgmmaConfig) -> tuple[Reason, ...]:
         (config.scheduler in SCHEDULERS, f"scheduler={config.scheduler}", ", ".join(SCHEDULERS)),
         (config.q_slots in (1, 2, 3), f"q_slots={config.q_slots}", "1, 2, 3"),
     )
-    return tuple(failed(checks))
+    return tuple(wrong)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +91,7 @@ def _variants(backend: str, direction: Direction, asked: str | None) -> tuple[st
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class Compilation:
     """The outcome of one request: kernels, or reasons, or an error."""
 
     request: Request
@@ -125,35 +125,29 @@ class Entry:
         return "; ".join(map(str, self.reasons)) or self.error.strip().splitlines()[0]
 
 
-def compile_request(request: Request) -> Entry:
+def compile_request(request: Request) -> Compilation:
     """Compile one request here. The compiler's own exception passes through."""
     reasons = request.refused
     if not reasons and find_cuobjdump() is None:
         hint = "pip install nvidia-cuda-cuobjdump"
         reasons = (Reason(code="cuobjdump", got="none", allowed="one that reads cubins", hint=hint),)
     if reasons:
-        return Entry(request=request, reasons=reasons)
+        return Compilation(request=request, reasons=reasons)
     plan = request.plan()
     config = str(plan.config)
-    return Entry(request=request, variant=plan.variant, config=config, why=plan.why, kernels=read_plan(plan))
+    return Compilation(request=request, variant=plan.variant, config=config, why=plan.why, kernels=read_plan(plan))
 
 
-def build(
-    wanted: Sequence[Request],
-    *,
-    jobs: int,
-    timeout_s: float,
-    function: Callable[[Request], Entry] = compile_request,
-) -> Iterator[Entry]:
+def build(wanted: Sequence[Request], *, jobs: int, timeout_s: float) -> Iterator[Compilation]:
     """Compile in `jobs` processes, and yield what came of each request as it ends.
 
     Nothing hangs, and a crash costs no other request.
     """
-    for outcome in run_isolated(function, wanted, jobs=jobs, timeout_s=timeout_s):
-        yield outcome.result or Entry(request=outcome.item, error=outcome.error)
+    for outcome in run_isolated(compile_request, wanted, jobs=jobs, timeout_s=timeout_s):
+        yield outcome.result or Compilation(request=outcome.item, error=outcome.error)
 
 
-def ordered(entries: Sequence[Entry]) -> list[Entry]:
+def ordered(entries: Sequence[Compilation]) -> list[Compilation]:
     """By direction, backend, variant, head_dim, mask and arch, whatever order they ended in."""
     return sorted(entries, key=lambda entry: entry.request.place)
 

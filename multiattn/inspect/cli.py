@@ -12,7 +12,7 @@ from pathlib import Path
 
 import multiattn
 from multiattn.inspect import build, emit, remarks, tables
-from multiattn.inspect.build import Entry, Request
+from multiattn.inspect.build import Compilation, Request
 from multiattn.inspect.options import MASKS, check_work, count, counts, layer, shape, some_of, table
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import GPU_ARCHS
@@ -20,7 +20,7 @@ from multiattn.plan.backend import BACKENDS, DIRECTIONS
 from multiattn.plan.records import record_of
 from multiattn.problem import DTYPES
 
-SCHEMA = 2
+SCHEMA = 3
 HEAD_DIMS = (64, 128, 256)
 SEQ = 4096
 VARIANTS = ("offered", "all")
@@ -118,7 +118,7 @@ def wanted_requests(options: argparse.Namespace) -> list[Request]:
     return found
 
 
-def _print_remarks(entries: Sequence[Entry]) -> None:
+def _print_remarks(entries: Sequence[Compilation]) -> None:
     folder = Path(multiattn.__file__).parent / "cutile" / "kernels"
     sources = {path.name: path.read_text().splitlines() for path in folder.rglob("*.py")}
     for entry in build.ordered(entries):
@@ -128,19 +128,19 @@ def _print_remarks(entries: Sequence[Entry]) -> None:
                 print(table(remarks.table(kernel.remarks, sources), ("line", "chosen", "source")))
 
 
-def save(entries: Sequence[Entry], path: Path) -> None:
+def save(entries: Sequence[Compilation], path: Path) -> None:
     """Write entries as JSON."""
     data = {"schema": SCHEMA, "entries": [asdict(entry) for entry in build.ordered(entries)]}
     path.write_text(json.dumps(data, indent=1) + "\n")
 
 
-def load(path: Path) -> list[Entry]:
+def load(path: Path) -> list[Compilation]:
     """Read the entries that `save` wrote; ValueError for another file."""
     try:
         data = json.loads(path.read_text())
         if data["schema"] != SCHEMA:
             raise ValueError(f"schema {data['schema']!r}")
-        return [record_of(Entry, entry, "entry") for entry in data["entries"]]
+        return [record_of(Compilation, entry, "entry") for entry in data["entries"]]
     except (KeyError, TypeError, ValueError) as error:
         allowed = f"a compile table of schema {SCHEMA} that python -m multiattn compile --json wrote"
         raise ValueError(f"{path}: got {error}; allowed {allowed}") from None

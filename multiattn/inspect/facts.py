@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from multiattn.inspect import mix, remarks, sass
-from multiattn.inspect.mix import Counts, Mix
+from multiattn.inspect.mix import Counts
 from multiattn.inspect.remarks import Choice
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import occupancy
@@ -37,7 +37,12 @@ class Facts:
     """The resource that keeps one more block out: blocks, warps, registers or smem."""
     seconds: float
     """That the compiler took."""
-    mix: Mix
+    code: Counts
+    """All instructions."""
+    hot: Counts
+    """Instructions of the hot loops, the loops on tensor cores; of all code where there are none."""
+    hot_loops: int
+    code_bytes: int
     remarks: tuple[Choice, ...] = ()
     """The choices of cuTile's compiler for each source line."""
     chosen: tuple[str, ...] = ()
@@ -49,16 +54,6 @@ class Facts:
         return self.kernel.partition("_Kt")[0]
 
     @property
-    def hot(self) -> Counts:
-        """Instructions of the hot loops, the loops on tensor cores; of all code where there are none."""
-        return self.mix.hot
-
-    @property
-    def hot_loops(self) -> int:
-        """The number of hot loops."""
-        return self.mix.hot_loops
-
-    @property
     def hot_spills(self) -> int:
         """Loads and stores of local memory in the hot loops."""
         return self.hot.spills
@@ -66,12 +61,7 @@ class Facts:
     @property
     def other_spills(self) -> int:
         """Loads and stores of local memory elsewhere."""
-        return self.mix.code.spills - self.hot.spills
-
-    @property
-    def code_bytes(self) -> int:
-        """Bytes of instructions."""
-        return self.mix.code_bytes
+        return self.code.spills - self.hot.spills
 
     @property
     def smem_bytes(self) -> int:
@@ -81,7 +71,7 @@ class Facts:
     @property
     def features(self) -> tuple[str, ...]:
         """The generations of tensor core and the ways of moving data that the code uses."""
-        found = mix.features(self.mix.code)
+        found = mix.features(self.code)
         return tuple(name for name in mix.FEATURES if name in found)
 
     @property
@@ -124,7 +114,7 @@ def read_kernel(kernel: Exported, plan: Plan) -> Facts:
         raise RuntimeError(
             f"{kernel.kernel}: lanes leave their warp to arrive at an mbarrier, at {places}: it may hang"
         )
-    said = remarks.parse(kernel.remarks)
+    found, said = mix.measure(code), remarks.parse(kernel.remarks)
     return Facts(
         kernel=kernel.kernel,
         threads=threads,
@@ -136,7 +126,10 @@ def read_kernel(kernel: Exported, plan: Plan) -> Facts:
         share=round(fits.share, 4),
         limiter=fits.limiter,
         seconds=round(kernel.seconds, 2),
-        mix=mix.measure(code),
+        code=found.code,
+        hot=found.hot,
+        hot_loops=found.hot_loops,
+        code_bytes=found.code_bytes,
         remarks=said,
         chosen=remarks.chosen(said),
     )

@@ -1,14 +1,14 @@
-"""Which lane holds which element of a matrix in which register, for mma.m16n8k16 and ldmatrix with 16-bit elements.
+"""The lane and register that hold each element of a matrix, for mma.m16n8k16 and ldmatrix with 16-bit elements.
 
 PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type" and "ldmatrix"; lane / 4 is its groupID,
 lane % 4 its threadID_in_group. A register holds two elements, `half` 0 the low one; only an fp32 accumulator holds one.
-tests/test_fragments.py compares each function with the ISA's formulas and with cuda/cpu/verbs.cpp; docs/fragments.md
-shows them as tables.
+tests/test_cuda_layout.py holds each function to cuda/cpu/verbs.cpp; docs/fragments.md shows them as tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable
 
 from multiattn.inspect.layout import CHUNK_ELEMENTS, WARP, Place, down, right
 
@@ -37,7 +37,7 @@ def accumulator_fp16(lane: int, register: int, half: int) -> Element:
 
 
 def matrix_row(lane: int) -> tuple[int, int]:
-    """Which 8x8 matrix of ldmatrix.x4, and which row of it in memory, starts at the address that a lane gives."""
+    """The 8x8 matrix of ldmatrix.x4, and the row of it in memory, that start at the address a lane gives."""
     return lane // 8, lane % 8
 
 
@@ -64,11 +64,5 @@ READS: tuple[tuple[str, Callable[[int], Place], bool], ...] = (
 
 def holders(place: Callable[[int, int, int], Element], registers: int, name: str) -> dict[Element, str]:
     """Per element, who holds it, as in ``T5 a2``, with `` high`` for the high half of a register."""
-    return {
-        place(lane, register, half): f"T{lane} {name}{register}" + (" high" if half else "")
-        for lane, register, half in _all(registers)
-    }
-
-
-def _all(registers: int) -> Iterable[tuple[int, int, int]]:
-    return ((lane, register, half) for lane in range(WARP) for register in range(registers) for half in range(2))
+    places = itertools.product(range(WARP), range(registers), range(2))
+    return {place(*it): f"T{it[0]} {name}{it[1]}" + (" high" if it[2] else "") for it in places}

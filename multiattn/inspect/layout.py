@@ -8,22 +8,22 @@ bytes; the whole warp, where each moves 4. docs/swizzle.md explains it.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from multiattn.inspect.options import table
 from multiattn.plan.arch import ARCHS
 
-BANKS = 32
-BANK_BYTES = 4
-ELEMENT_BYTES = 2
-CHUNK_BYTES = 16
+BANK_BYTES, ELEMENT_BYTES, CHUNK_BYTES = 4, 2, 16
+LINE_BYTES = 128
+"""Bytes after which the 32 banks repeat."""
 CHUNK_ELEMENTS = CHUNK_BYTES // ELEMENT_BYTES
-BANKS_OF_CHUNK = CHUNK_BYTES // BANK_BYTES
-BANK_GROUPS = BANKS // BANKS_OF_CHUNK
+BANK_GROUPS = LINE_BYTES // CHUNK_BYTES
 """Groups of 4 neighbouring banks, as many as a chunk fills."""
 PERIOD = 8
 """Rows after which the pattern of banks repeats: 8 rows are a multiple of 128 bytes at any width."""
@@ -51,17 +51,12 @@ class Tile:
             problems.append(f"rows: got {self.rows}; allowed multiples of 16, as a fragment has 16 rows")
         if self.columns < 8 or self.columns % 8:
             problems.append(f"columns: got {self.columns}; allowed multiples of 8, as a chunk has 8 elements")
-        if not problems and self.rows * self.pitch > SMEM_LIMIT:
-            what = f"{self.rows}x{self.columns}, {self.rows * self.pitch} bytes with its padding"
-            problems.append(
-                f"tile: got {what}; allowed up to {SMEM_LIMIT} bytes, the most that a block has on any arch"
-            )
+        if not problems and (size := self.rows * self.pitch) > SMEM_LIMIT:
+            got = f"{self.rows}x{self.columns}, {size} bytes with its padding"
+            problems.append(f"tile: got {got}; allowed up to {SMEM_LIMIT} bytes, the most that a block has on any arch")
         if not problems and self.swizzle not in range(self.widest_swizzle + 1):
-            allowed = " or ".join(map(str, range(self.widest_swizzle + 1)))
-            problems.append(
-                f"swizzle: got {self.swizzle} for {self.columns} columns, {self.chunks} chunks a row; allowed "
-                f"{allowed}, as an XOR must stay within {1 << self.widest_swizzle} neighbouring chunks of the row"
-            )
+            allowed = f"0 to {self.widest_swizzle}, as an XOR must stay within {self.span} neighbouring chunks of a row"
+            problems.append(f"swizzle: got {self.swizzle} for {self.columns} columns; allowed {allowed}")
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -118,50 +113,19 @@ class Tile:
         return row * self.pitch + (chunk ^ self.key(row)) * CHUNK_BYTES
 
     def bank_group(self, row: int, chunk: int) -> int:
-        """Which of the 8 groups of 4 banks a chunk fills."""
-        return self.address(row, chunk) // CHUNK_BYTES % BANK_GROUPS
+        """The one of the 8 groups of 4 banks that a chunk fills."""
+        return self.address(row, chunk) % LINE_BYTES // CHUNK_BYTES
 
     def bank(self, row: int, column: int) -> int:
-        """Which bank an element falls in; elements 2i and 2i + 1 share one."""
+        """The bank that an element falls in; elements 2i and 2i + 1 share one."""
         within = column % CHUNK_ELEMENTS * ELEMENT_BYTES
-        return (self.address(row, column // CHUNK_ELEMENTS) + within) // BANK_BYTES % BANKS
+        return (self.address(row, column // CHUNK_ELEMENTS) + within) % LINE_BYTES // BANK_BYTES
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Touch:
-    """One thread's part of a request."""
-
-    row: int
-    address: int
-    """A multiple of `bytes`."""
-    bytes: int
-    """The same all over a request."""
-
-
-Request = Sequence[Touch]
-"""Touches that shared memory serves in one wavefront if no two rows collide."""
 Place = tuple[int, int]
 """A row and a chunk of it."""
-
-
-def wavefronts(request: Request) -> int:
-    """The most different words that one bank must give or take for a request."""
-    return max(map(len, _rows_of_banks(request).values()))
-
-
-def colliding_rows(request: Request) -> tuple[tuple[int, ...], ...]:
-    """The sets of rows that meet in a bank at different words, in order; nothing where there is no conflict."""
-    found = {tuple(sorted(rows.values())) for rows in _rows_of_banks(request).values() if len(rows) > 1}
-    return tuple(sorted(found))
-
-
-def _rows_of_banks(request: Request) -> Mapping[int, Mapping[int, int]]:
-    """Per bank, or group of banks that one thread fills: the row of each different address that is wanted there."""
-    rows: dict[int, dict[int, int]] = {}
-    for touch in request:
-        place = touch.address // touch.bytes
-        rows.setdefault(place % (BANKS * BANK_BYTES // touch.bytes), {})[place] = touch.row
-    return rows
+Request = Sequence[tuple[int, int]]
+"""Row and address that each thread touches of what goes together: one wavefront, if no two rows collide."""
 
 
 # ---------------------------------------------------------------- who touches what at one time
@@ -177,58 +141,49 @@ def right(lane: int) -> Place:
     return lane // 16 * 8 + lane % 8, lane // 8 % 2
 
 
-def fragment_requests(tile: Tile, reader: Callable[[int], Place], row: int, column: int) -> list[Request]:
-    """The four 8x8 matrices that one ldmatrix.x4 reads of the fragment at `row` and `column` (elements)."""
-    touches = []
-    for lane in range(WARP):
-        lane_row, lane_chunk = reader(lane)
-        touches.append(_touch(tile, row + lane_row, column // CHUNK_ELEMENTS + lane_chunk))
-    return [touches[first : first + 8] for first in range(0, WARP, 8)]
+def _reads(reader: Callable[[int], Place]) -> Callable[[Tile], Iterator[Request]]:
+    """ldmatrix.x4 of each 16x16 fragment: four 8x8 matrices, 8 lanes give the rows of each."""
 
-
-def _reads(reader: Callable[[int], Place]) -> Callable[[Tile], Iterable[list[Request]]]:
-    def of_tile(tile: Tile) -> Iterable[list[Request]]:
-        for row in range(0, tile.rows, 16):
-            for column in range(0, tile.width, 16):
-                yield fragment_requests(tile, reader, row, column)
+    def of_tile(tile: Tile) -> Iterator[Request]:
+        for row, chunk, lane in itertools.product(range(0, tile.rows, 16), range(0, tile.chunks, 2), range(0, WARP, 8)):
+            places = [(row + below, chunk + beside) for below, beside in map(reader, range(lane, lane + 8))]
+            yield [(place[0], tile.address(*place)) for place in places]
 
     return of_tile
 
 
-def _copies(tile: Tile) -> Iterable[list[Request]]:
+def _copies(tile: Tile) -> Iterator[Request]:
     """`load_tile`: `span` neighbouring threads share a row, 8 of them store at one time."""
-    for row in range(0, tile.rows, BANK_GROUPS // tile.span):
-        for chunk in range(0, tile.chunks, tile.span):
-            yield [[_touch(tile, row + thread // tile.span, chunk + thread % tile.span) for thread in range(8)]]
+    for row, chunk in itertools.product(range(0, tile.rows, 8 // tile.span), range(0, tile.chunks, tile.span)):
+        places = [(row + thread // tile.span, chunk + thread % tile.span) for thread in range(8)]
+        yield [(place[0], tile.address(*place)) for place in places]
 
 
-def _pairs(tile: Tile) -> Iterable[list[Request]]:
+def _pairs(tile: Tile) -> Iterator[Request]:
     """`PairWriter`: the lanes hold 8 rows of one chunk, 4 bytes each."""
-    for row in range(0, tile.rows, 8):
-        for chunk in range(tile.chunks):
-            yield [[_touch(tile, row + lane // 4, chunk, lane % 4 * 4, 4) for lane in range(WARP)]]
-
-
-def _touch(tile: Tile, row: int, chunk: int, offset: int = 0, size: int = CHUNK_BYTES) -> Touch:
-    return Touch(row=row, address=tile.address(row, chunk) + offset, bytes=size)
+    for row, chunk in itertools.product(range(0, tile.rows, 8), range(tile.chunks)):
+        rows = [row + lane // 4 for lane in range(WARP)]
+        yield [(it, tile.address(it, chunk) + lane % 4 * 4) for lane, it in enumerate(rows)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Access:
-    """One way in which the kernels touch a whole tile: batches of requests, each batch one instruction's."""
+    """One way in which the kernels touch a whole tile."""
 
     title: str
     instruction: str
-    batches: Callable[[Tile], Iterable[list[Request]]]
+    requests: Callable[[Tile], Iterator[Request]]
+    bytes: int = CHUNK_BYTES
+    """Bytes that a thread moves."""
 
 
 ACCESSES: Mapping[str, Access] = MappingProxyType(
     {
-        "q": Access(title="read Q as operand A (down)", instruction="ldmatrix.x4", batches=_reads(down)),
-        "k": Access(title="read K as operand B (right)", instruction="ldmatrix.x4", batches=_reads(right)),
-        "v": Access(title="read V as operand B (down)", instruction="ldmatrix.x4.trans", batches=_reads(down)),
-        "copy": Access(title="load_tile, 8 threads", instruction="cp.async 16", batches=_copies),
-        "pair": Access(title="PairWriter, a warp", instruction="st.shared.b32", batches=_pairs),
+        "q": Access(title="read Q as operand A (down)", instruction="ldmatrix.x4", requests=_reads(down)),
+        "k": Access(title="read K as operand B (right)", instruction="ldmatrix.x4", requests=_reads(right)),
+        "v": Access(title="read V as operand B (down)", instruction="ldmatrix.x4.trans", requests=_reads(down)),
+        "copy": Access(title="load_tile, 8 threads", instruction="cp.async 16", requests=_copies),
+        "pair": Access(title="PairWriter, a warp", instruction="st.shared.b32", requests=_pairs, bytes=BANK_BYTES),
     }
 )
 """By a short name; the first three are the ways in which ldmatrix reads a tile."""
@@ -238,42 +193,28 @@ ACCESSES: Mapping[str, Access] = MappingProxyType(
 class Traffic:
     """The cost of touching every element of a tile once."""
 
-    instructions: int
-    """Fragments for ldmatrix; for stores, those of one request: 8 threads of 16 bytes, or a warp of 4."""
     requests: int
+    """8x8 matrices, 8 threads of 16 bytes, or warps of 4 bytes a thread."""
     wavefronts: int
-    worst: int
-    """Wavefronts beyond one a request, of the instruction that has most."""
+    """As many, if nothing collides."""
     collisions: Mapping[tuple[tuple[int, ...], ...], int]
     """Rows that meet in a bank, counted from the first of the request's; and in how many requests."""
-
-    @property
-    def conflicts(self) -> int:
-        """Wavefronts beyond one a request."""
-        return self.wavefronts - self.requests
 
 
 def traffic(tile: Tile, access: Access) -> Traffic:
     """Count the wavefronts of one access to a whole tile."""
-    instructions = requests = total = worst = 0
+    requests = total = 0
     collisions: Counter[tuple[tuple[int, ...], ...]] = Counter()
-    for batch in access.batches(tile):
-        needed = [wavefronts(request) for request in batch]
-        instructions += 1
-        requests += len(batch)
-        total += sum(needed)
-        worst = max(worst, sum(needed) - len(batch))
-        for request in batch:
-            if found := colliding_rows(request):
-                first = min(touch.row for touch in request)
-                collisions[tuple(tuple(row - first for row in rows) for rows in found)] += 1
-    return Traffic(
-        instructions=instructions,
-        requests=requests,
-        wavefronts=total,
-        worst=worst,
-        collisions=MappingProxyType(dict(collisions)),
-    )
+    for request in access.requests(tile):
+        banks: dict[int, dict[int, int]] = {}  # or groups that one thread fills: the row of each address wanted there
+        first, _ = min(request)
+        for row, address in request:
+            banks.setdefault(address % LINE_BYTES // access.bytes, {})[address] = row - first
+        requests += 1
+        total += max(map(len, banks.values()))
+        if met := {tuple(sorted(rows.values())) for rows in banks.values() if len(rows) > 1}:
+            collisions[tuple(sorted(met))] += 1
+    return Traffic(requests=requests, wavefronts=total, collisions=MappingProxyType(dict(collisions)))
 
 
 # ---------------------------------------------------------------- for people and programs
@@ -281,36 +222,53 @@ def traffic(tile: Tile, access: Access) -> Traffic:
 
 def describe(tile: Tile, *, elements: bool = False) -> str:
     """The tile's banks and conflicts as text; with `elements` a number per pair of elements, not one per chunk."""
-    return "\n".join([_headline(tile), "", *_grid(tile, elements), "", *_traffic_lines(tile)])
-
-
-def as_data(tile: Tile, *, elements: bool = False) -> dict[str, Any]:
-    """The same as plain data: bank groups of every row, or with `elements` the bank of every pair of elements too."""
-    data: dict[str, Any] = {
-        "tile": {"rows": tile.rows, "columns": tile.columns, "swizzle": tile.swizzle},
-        "width": tile.width,
-        "pitch": tile.pitch,
-        "chunks": tile.chunks,
-        "kernels_swizzle": tile.widest_swizzle,
-        "keys": [tile.key(row) for row in range(tile.rows)],
-        "bank_groups": [[tile.bank_group(row, chunk) for chunk in range(tile.chunks)] for row in range(tile.rows)],
-    }
+    padded = f" padded to {tile.width}" if tile.width != tile.columns else ""
+    is_theirs = tile.swizzle == tile.widest_swizzle
+    whose = "as the kernels have it" if is_theirs else f"the kernels take {tile.widest_swizzle}"
     if elements:
-        data["banks"] = [[tile.bank(row, pair) for pair in range(0, tile.width, 2)] for row in range(tile.rows)]
-    data["accesses"] = {}
-    for name, access in ACCESSES.items():
-        found = traffic(tile, access)
-        data["accesses"][name] = {
-            "title": access.title,
-            "instruction": access.instruction,
-            "instructions": found.instructions,
-            "requests": found.requests,
-            "wavefronts": found.wavefronts,
-            "conflicts": found.conflicts,
-            "most_conflicts_of_an_instruction": found.worst,
-            "collisions": [{"rows": rows, "requests": count} for rows, count in found.collisions.items()],
-        }
-    return data
+        title, heads = "bank of the elements at each even column and the next", range(0, tile.width, 2)
+        cells = [[str(tile.bank(row, column)) for column in heads] for row in range(PERIOD)]
+    else:
+        title, heads = "banks of each chunk", range(tile.chunks)
+        cells = [[banks_of_group(tile.bank_group(row, chunk)) for chunk in heads] for row in range(PERIOD)]
+    found = {access: traffic(tile, access) for access in ACCESSES.values()}
+    costs = [(it.title, it.instruction, cost.requests, cost.wavefronts) for it, cost in found.items()]
+    lines = [
+        f"{tile.rows}x{tile.columns}{padded}: {tile.chunks} chunks of 16 bytes a row, pitch {tile.pitch} bytes",
+        f"bits of the chunk index that are XORed: {tile.swizzle}, key(row) = {key_formula(tile)} ({whose})",
+        f"\n{title}; the same in every {PERIOD} rows",
+        table([(f"row {row}", *line) for row, line in enumerate(cells)], ("", *map(str, heads))),
+        "\nrequests: an 8x8 matrix, 8 threads of 16 bytes, or a warp of 4 bytes",
+        table(costs, ("access", "instruction", "requests", "wavefronts")),
+        "\nrows that meet in a bank, counted from a request's first:",
+    ]
+    for access, cost in found.items():
+        for rows, count in cost.collisions.items():
+            sets = ", ".join(" ".join(map(str, members)) for members in rows)
+            lines.append(f"{access.title}: {sets}, in {count} of {cost.requests} requests")
+    return "\n".join(lines if any(it.collisions for it in found.values()) else [*lines, "none"])
+
+
+def as_data(tile: Tile) -> dict[str, Any]:
+    """The same as plain data: the bank group of each chunk, and the bank of each pair of elements, of every row."""
+    costs = {name: traffic(tile, access) for name, access in ACCESSES.items()}
+    rows = range(tile.rows)
+    return {
+        "tile": {"rows": tile.rows, "columns": tile.columns, "swizzle": tile.swizzle},
+        **{name: getattr(tile, name) for name in ("width", "pitch", "chunks")},
+        "kernels_swizzle": tile.widest_swizzle,
+        "keys": [tile.key(row) for row in rows],
+        "bank_groups": [[tile.bank_group(row, chunk) for chunk in range(tile.chunks)] for row in rows],
+        "banks": [[tile.bank(row, column) for column in range(0, tile.width, 2)] for row in rows],
+        "accesses": {
+            name: {
+                "requests": cost.requests,
+                "wavefronts": cost.wavefronts,
+                "collisions": [{"rows": met, "requests": count} for met, count in cost.collisions.items()],
+            }
+            for name, cost in costs.items()
+        },
+    }
 
 
 def key_formula(tile: Tile) -> str:
@@ -323,59 +281,4 @@ def key_formula(tile: Tile) -> str:
 
 def banks_of_group(group: int) -> str:
     """The banks of a group, as in ``4-7``."""
-    return f"{group * BANKS_OF_CHUNK}-{group * BANKS_OF_CHUNK + BANKS_OF_CHUNK - 1}"
-
-
-def _headline(tile: Tile) -> str:
-    padded = f" padded to {tile.width}" if tile.width != tile.columns else ""
-    whose = (
-        "as the kernels have it" if tile.swizzle == tile.widest_swizzle else f"the kernels take {tile.widest_swizzle}"
-    )
-    bits = "1 bit" if tile.swizzle == 1 else f"{tile.swizzle} bits"
-    return (
-        f"{tile.rows}x{tile.columns}{padded}: {tile.chunks} chunks of 16 bytes a row, pitch {tile.pitch} bytes\n"
-        f"swizzle: {bits} of the chunk index, key(row) = {key_formula(tile)} ({whose})"
-    )
-
-
-def _grid(tile: Tile, elements: bool) -> list[str]:
-    """One line per row of the pattern."""
-    if elements:
-        heads = [str(column) for column in range(0, tile.width, 2)]
-        cells = [[str(tile.bank(row, column)) for column in range(0, tile.width, 2)] for row in range(PERIOD)]
-        title = "bank of the elements at each even column and the next"
-    else:
-        heads = [str(chunk) for chunk in range(tile.chunks)]
-        cells = [[banks_of_group(tile.bank_group(row, chunk)) for chunk in range(tile.chunks)] for row in range(PERIOD)]
-        title = "banks of each chunk"
-    size = max(len(cell) for line in (heads, *cells) for cell in line)
-    lines = [f"{title}; the same in every {PERIOD} rows"]
-    lines.append("       " + "  ".join(head.rjust(size) for head in heads))
-    lines += [f"row {row}  " + "  ".join(cell.rjust(size) for cell in line) for row, line in enumerate(cells)]
-    return lines
-
-
-def _traffic_lines(tile: Tile) -> list[str]:
-    """A table of the accesses, then the rows that collide."""
-    found = {name: traffic(tile, access) for name, access in ACCESSES.items()}
-    lines = [f"{'':28}{'instruction':19}{'count':>7}{'requests':>10}{'wavefronts':>12}{'conflicts':>11}{'worst':>7}"]
-    for name, access in ACCESSES.items():
-        it = found[name]
-        lines.append(
-            f"{access.title:28}{access.instruction:19}{it.instructions:>7}{it.requests:>10}{it.wavefronts:>12}"
-            f"{it.conflicts:>11}{it.worst:>7}"
-        )
-    lines += [
-        "requests: an 8x8 matrix, 8 threads of 16 bytes, or a warp of 4 bytes; conflicts: wavefronts beyond one a",
-        "request, all over the tile; worst: those of one instruction, for ldmatrix of one 16x16 fragment",
-        "",
-    ]
-    if any(it.collisions for it in found.values()):
-        lines.append("rows counted from a request's first:")
-    for name, access in ACCESSES.items():
-        for rows, count in found[name].collisions.items():
-            sets = ", ".join(" ".join(map(str, members)) for members in rows)
-            lines.append(f"{access.title}: rows {sets} meet in a bank, in {count} of {found[name].requests} requests")
-    if not any(it.collisions for it in found.values()):
-        lines.append("no two rows of a request meet in a bank")
-    return lines
+    return f"{4 * group}-{4 * group + 3}"

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from xml.sax.saxutils import escape
 
-from multiattn.inspect.layout import (
-    BANK_GROUPS,
-    PERIOD,
-    Tile,
-    banks_of_group,
-    down,
-    fragment_requests,
-    key_formula,
-    wavefronts,
-)
+from multiattn.inspect.layout import ACCESSES, BANK_GROUPS, PERIOD, Tile, banks_of_group, key_formula, traffic
 
 FILLS = ("#f4a6a6", "#f7c99a", "#f5e79a", "#bfe3a0", "#9fdcc8", "#a3cdf0", "#c3b4ee", "#eeb2dc")
 """Colours of the bank groups: pale, so that dark ink reads on each. The page has a ground of its own, for dark mode."""
@@ -32,8 +23,8 @@ def draw(tile: Tile) -> str:
     grid_width, grid_height = tile.chunks * _CELL_WIDTH, rows * _CELL_HEIGHT
     width = max(_LEFT + grid_width + _MARGIN, _LEFT + BANK_GROUPS * _CELL_WIDTH + _MARGIN)
     height = _TOP + grid_height + _LEGEND_HEIGHT + _MARGIN
-    first = fragment_requests(tile, down, 0, 0)[0]
-    needed = wavefronts(first)
+    reads = traffic(tile, ACCESSES["q"])
+    needed = reads.wavefronts // reads.requests
     count = "1 wavefront" if needed == 1 else f"{needed} wavefronts"
     title = f"{tile.rows}x{tile.columns}, key(row) = {key_formula(tile)}: banks of each chunk"
     parts = [

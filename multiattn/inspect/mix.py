@@ -100,8 +100,6 @@ class Counts:
     """Only those of CLASSES that occur."""
     tensor_names: Mapping[str, int] = field(default_factory=dict)
     """Matrix multiplications by their full name, which has the shape, except for tcgen05."""
-    unknown: Mapping[str, int] = field(default_factory=dict)
-    """Opcodes that are in no class but `other`."""
 
     def __getitem__(self, name: str) -> int:
         """Instructions of a class; KeyError for none of CLASSES."""
@@ -174,15 +172,12 @@ def count(code: Iterable[Instruction]) -> Counts:
     """Count instructions by class."""
     classes: Counter[str] = Counter()
     tensor_names: Counter[str] = Counter()
-    unknown: Counter[str] = Counter()
     for it in code:
         name = class_of(it)
         classes[name] += 1
         if name in TENSOR:
             tensor_names[it.name] += 1
-        elif name == OTHER:
-            unknown[it.name.partition(".")[0]] += 1
-    return Counts(classes=_sorted(classes), tensor_names=_sorted(tensor_names), unknown=_sorted(unknown))
+    return Counts(classes=dict(sorted(classes.items())), tensor_names=dict(sorted(tensor_names.items())))
 
 
 def class_of(it: Instruction) -> str:
@@ -217,7 +212,3 @@ def features(code: Counts) -> frozenset[str]:
     units = {unit for name in code.tensor_names if (unit := sass.unit_of(name)) is not None}
     moves = {name for name, classes in _FEATURES.items() if any(code[it] for it in classes)}
     return frozenset({GENERATIONS[unit] for unit in units} | moves)
-
-
-def _sorted(counter: Counter[str]) -> dict[str, int]:
-    return dict(sorted(counter.items()))

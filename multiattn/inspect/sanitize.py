@@ -10,10 +10,8 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -49,17 +47,15 @@ def sanitized_plans() -> Iterator[Plan]:
     masked = make(batch=2, heads_q=2, heads_kv=1, seq_q=37, seq_kv=101, head_dim=64, dtype="fp16", causal=True)
     padded = make(batch=1, heads_q=2, seq_q=70, seq_kv=33, head_dim=72, dtype="bf16", scale=-0.1)
     empty_rows = make(batch=1, heads_q=1, seq_q=90, seq_kv=50, head_dim=40, dtype="fp16", causal=True, scale=0.0)
-    unaligned = replace(padded, alignment=2)
-    for problem in (masked, padded, empty_rows, unaligned):
-        yield make_plan(BACKEND, problem, CPU)
-    yield make_plan(BACKEND, masked, CPU, config=_SINGLE_STAGE)
     sliced = make(batch=1, heads_q=1, seq_q=37, seq_kv=70, head_dim=136, dtype="fp16", causal=True, scale=-0.1)
     wide = make(batch=1, heads_q=1, seq_q=20, seq_kv=90, head_dim=328, dtype="bf16")
+    unaligned = replace(padded, alignment=2)
+    for problem in (masked, padded, empty_rows, unaligned, wide, replace(wide, alignment=2)):
+        yield make_plan(BACKEND, problem, CPU)
+    yield make_plan(BACKEND, masked, CPU, config=_SINGLE_STAGE)
     for name in SPANNING:
         if "share" in name:
             yield make_plan(BACKEND, sliced, CPU, variant=name)
-    yield make_plan(BACKEND, wide, CPU)
-    yield make_plan(BACKEND, replace(wide, alignment=2), CPU)
     for problem, config in zip((masked, padded, empty_rows), _HOPPER, strict=True):
         yield make_plan(BACKEND, problem, CPU, variant=WGMMA.name, config=config)
     for variant in BACKEND.backward.variants:
@@ -75,15 +71,8 @@ def operands_of(plan: Plan, missing_elements: int) -> Operands:
     sizes = dict.fromkeys(("q", "out", "dout", "dq"), of_q * problem.head_dim)
     sizes |= dict.fromkeys(("k", "v", "dk", "dv"), of_kv * problem.head_dim)
     sizes["k"] -= missing_elements
-    given: dict[str, Any] = {name: torch.ones(size, dtype=problem.torch_dtype) for name, size in sizes.items()}
-    given |= {name: torch.full((of_q,), 4.0) for name in ("lse", "dlse")}
-    return Operands(**{name: given[name] for name in Operands._fields})
-
-
-def _build(plans: Sequence[Plan]) -> Path:
-    """The kernels of all plans in one library, with the sanitizers in."""
-    host._KERNEL_FLAGS, host._RUNTIME_FLAGS = ((*it, *_FLAGS) for it in (host._KERNEL_FLAGS, host._RUNTIME_FLAGS))
-    return host.build(list(dict.fromkeys(kernel for plan in plans for kernel in kernels_of(plan))))
+    given = {name: torch.ones(size, dtype=problem.torch_dtype) for name, size in sizes.items()}
+    return Operands(**given, **{name: torch.full((of_q,), 4.0) for name in ("lse", "dlse")})
 
 
 def main() -> int:
@@ -95,7 +84,8 @@ def main() -> int:
         print("\n".join(map(str, reasons)), file=sys.stderr)
         return 2
     plans = tuple(sanitized_plans())
-    path = _build(plans)
+    host._KERNEL_FLAGS, host._RUNTIME_FLAGS = ((*it, *_FLAGS) for it in (host._KERNEL_FLAGS, host._RUNTIME_FLAGS))
+    path = host.build(list(dict.fromkeys(kernel for plan in plans for kernel in kernels_of(plan))))
     if _PRELOADED in os.environ:
         library = host.load(path)
         for plan in plans:

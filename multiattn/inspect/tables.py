@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from multiattn.inspect.build import Entry, ordered
+from multiattn.inspect.build import Compilation, ordered
 from multiattn.inspect.facts import Facts
 from multiattn.inspect.mix import EX2, Counts
 from multiattn.inspect.options import table
@@ -18,7 +18,7 @@ LEGEND = (
 )
 
 
-def short(entry: Entry) -> str:
+def short(entry: Compilation) -> str:
     """The text of a table's cell."""
     if not entry.ok:
         return "r" if entry.reasons else "e"
@@ -32,7 +32,7 @@ def percent(share: float) -> str:
     return f"{round(100 * share, 1):g}%"
 
 
-def text_table(entries: Sequence[Entry]) -> str:
+def text_table(entries: Sequence[Compilation]) -> str:
     """A row per direction, backend, variant and problem, a column per target; then what is missing."""
     arches = [arch for arch in GPU_ARCHS if any(entry.request.arch == arch for entry in entries)]
     rows: dict[tuple[str, ...], dict[str, str]] = {}
@@ -45,7 +45,7 @@ def text_table(entries: Sequence[Entry]) -> str:
     return "\n\n".join([drawn, *legend, *listed(entries)])
 
 
-def listed(entries: Sequence[Entry]) -> list[str]:
+def listed(entries: Sequence[Compilation]) -> list[str]:
     """Each distinct reason or error, with the requests that it refused."""
     found: dict[str, list[str]] = {}
     for entry in ordered(entries):
@@ -54,13 +54,13 @@ def listed(entries: Sequence[Entry]) -> list[str]:
     return ["\n".join(f"- {text} [{', '.join(whose)}]" for text, whose in found.items())] if found else []
 
 
-def detailed(entries: Sequence[Entry]) -> str:
+def detailed(entries: Sequence[Compilation]) -> str:
     """A line per kernel."""
     rows = [_details(entry, kernel) for entry in ordered(entries) for kernel in entry.kernels]
     return "\n\n".join([table([tuple(row.values()) for row in rows], tuple(rows[0])) if rows else "", *listed(entries)])
 
 
-def _details(entry: Entry, kernel: Facts) -> dict[str, Any]:
+def _details(entry: Compilation, kernel: Facts) -> dict[str, Any]:
     return {
         "backend": entry.request.backend,
         "arch": entry.request.arch,

@@ -1,45 +1,151 @@
-// Kernels for tests/test_cuda_emulation.py: one verb or one mistake each. The emulation is what is tested.
-#include "multiattn/ptx.cuh"
-#include "multiattn/tile.cuh"
+// Kernels for tests/test_cuda_emulation.py: verbs whose results numbers tell. Barriers, turns and clusters are what the
+// forward for Hopper shows; ldmatrix and mma are in tests/test_cuda_layout.py, mistakes in mistakes.cpp.
+#include "shared.h"
 
-using namespace multiattn;
+// c[64, N] = c + a[64, DEPTH] * b, with zeros for what is beyond the tensors; one warpgroup. What c holds comes along as the
+// first wgmma's sum, or does not where ADD is false.
+enum class Kind { SS, RS, RS_MN };
+constexpr int DEPTH = 72, STEPS = (DEPTH + 15) / 16;
 
-struct Arguments {
-  const uint16* a;  // [16, 16]
-  const uint16* b;  // [8, 16] (n, k), or [16, 8] (k, n) for the transposed kernel
-  float* c;         // [16, 8]
-};
-
-// c = 1 + a * b through shared memory, ldmatrix and mma; one warp.
-template <class E, bool TRANSPOSED>
+template <class E, int N, Kind KIND, bool ADD>
 void multiply(const Arguments& arguments) {
-  const int lane = thread_index();
-  const SharedAddress a_rows = shared_base(), b_rows = a_rows + 512;
-  cp_async_16(a_rows + lane * 16, arguments.a + lane * 8, true);
-  cp_async_16(b_rows + lane * 16, arguments.b + lane * 8, lane < 16);
-  cp_async_commit();
-  cp_async_wait<0>();
-  sync_block();
-  uint32 a[4], b[4];
-  ldmatrix_x4(a, a_rows + lane % 16 * 32 + lane / 16 * 16);
-  if (TRANSPOSED)
-    ldmatrix_x4_trans(b, b_rows + lane % 16 * 16);
-  else
-    ldmatrix_x4(b, b_rows + lane % 8 * 32 + lane / 8 % 2 * 16);
-  Accumulator c{{1.0f, 1.0f, 1.0f, 1.0f}};
-  mma_m16n8k16<E>(c.value, a, b[0], b[1]);
-  for (int e = 0; e < 4; ++e) arguments.c[accumulator_row(e) * 8 + accumulator_column(e)] = c.value[e];
+  constexpr bool MN = KIND == Kind::RS_MN;
+  using TileA = PanelTile<64, DEPTH>;
+  using TileB = std::conditional_t<MN, PanelTile<16 * STEPS, N>, PanelTile<N, DEPTH>>;
+  constexpr SharedAddress A = 0, B = TileA::BYTES, BARRIER = B + (TileB::BYTES + 1023) / 1024 * 1024;
+  make_barriers(BARRIER, 1, 1);
+  if (thread_index() == 0) {
+    mbarrier_arrive_expect(BARRIER, TileA::BYTES + TileB::BYTES);
+    load_boxes<TileA>(A, arguments.a, BARRIER);
+    load_boxes<TileB>(B, arguments.b, BARRIER);
+  }
+  mbarrier_wait(BARRIER, 0);
+
+  const int warp = thread_index() / WARP;
+  uint32 fragment[STEPS][4];
+  if (KIND != Kind::SS) {
+    const auto reader = FragmentReader<Tile<64, 64>>::down();
+    for (int step = 0; step < STEPS; ++step) {
+      const Fragment loaded = reader.load(A + step / 4 * TileA::PANEL_BYTES, 16 * warp, step % 4 * 16);
+      for (int i = 0; i < 4; ++i) fragment[step][i] = loaded.reg[i];
+    }
+  }
+  float d[N / 2];
+  const auto place = [&](int i) -> float& {
+    return arguments.c[(16 * warp + accumulator_row(i % 4)) * N + i / 4 * 8 + accumulator_column(i % 4)];
+  };
+  for (int i = 0; i < N / 2; ++i) d[i] = place(i);
+  const Descriptor a(A, 16), b(B, TileB::PANEL_BYTES);
+  wgmma_fence();
+  for (int step = 0; step < STEPS; ++step) {
+    const bool add = ADD || step > 0;
+    const uint64 right = b.at(MN ? step * 16 * TileB::ROW_BYTES : step / 4 * TileB::PANEL_BYTES + step % 4 * 32);
+    if constexpr (KIND == Kind::SS)
+      wgmma_ss<E, N>(d, a.at(step / 4 * TileA::PANEL_BYTES + step % 4 * 32), right, add);
+    else if constexpr (KIND == Kind::RS)
+      wgmma_rs<E, N>(d, fragment[step], right, add);
+    else
+      wgmma_rs_mn<E, N>(d, fragment[step], right, add);
+    if (step % 2) wgmma_commit();
+  }
+  wgmma_commit();
+  const bool under_way = std::isnan(d[0]) && std::isnan(d[N / 2 - 1]);
+  wgmma_wait<0>();
+  for (int i = 0; i < N / 2; ++i) place(i) = under_way ? d[i] : infinity();
 }
 
-KERNEL(32, 1) multiply_fp16(PARAMETERS(Arguments) arguments) { multiply<fp16, false>(arguments); }
-KERNEL(32, 1) multiply_bf16(PARAMETERS(Arguments) arguments) { multiply<bf16, false>(arguments); }
-KERNEL(32, 1) multiply_transposed(PARAMETERS(Arguments) arguments) { multiply<fp16, true>(arguments); }
+#define MULTIPLY(N)                                                                                                      \
+  KERNEL(128, 1) ss_fp16_##N(PARAMETERS(Arguments) arguments) { multiply<fp16, N, Kind::SS, true>(arguments); }          \
+  KERNEL(128, 1) rs_fp16_##N(PARAMETERS(Arguments) arguments) { multiply<fp16, N, Kind::RS, false>(arguments); }         \
+  KERNEL(128, 1) rs_mn_fp16_##N(PARAMETERS(Arguments) arguments) { multiply<fp16, N, Kind::RS_MN, true>(arguments); }    \
+  KERNEL(128, 1) ss_bf16_##N(PARAMETERS(Arguments) arguments) { multiply<bf16, N, Kind::SS, false>(arguments); }         \
+  KERNEL(128, 1) rs_bf16_##N(PARAMETERS(Arguments) arguments) { multiply<bf16, N, Kind::RS, true>(arguments); }          \
+  KERNEL(128, 1) rs_mn_bf16_##N(PARAMETERS(Arguments) arguments) { multiply<bf16, N, Kind::RS_MN, false>(arguments); }
+MULTIPLY(8)
+MULTIPLY(40)
+MULTIPLY(64)
+MULTIPLY(80)
+MULTIPLY(128)
+MULTIPLY(256)
 
-// c[lane] and c[32 + lane]: the two halves of pack(a float of `b`'s bits, its negative), as floats of their bits.
+// Two groups on different sums: the first may be used while the second is under way.
+KERNEL(128, 1) two_groups(PARAMETERS(Arguments) arguments) {
+  constexpr SharedAddress A = 0, BARRIER = 8192;
+  make_barriers(BARRIER, 1, 1);
+  fill_tile(A, arguments, BARRIER);
+  float first[4] = {}, second[4] = {};
+  multiply_tile(first, A, A);
+  wgmma_commit();
+  multiply_tile(second, A, A);
+  wgmma_commit();
+  wgmma_wait<1>();
+  const bool right = !std::isnan(first[0]) && std::isnan(second[0]);
+  wgmma_wait<0>();
+  arguments.c[thread_index()] = right && first[0] == second[0] ? first[0] : infinity();
+}
+
+// out's box from (row, column) on = a's box from there on; what is beyond either end is left out. Where a's begins before
+// the tensor, out's begins with it.
+KERNEL(128, 1) copy_box(PARAMETERS(Arguments) arguments) {
+  constexpr SharedAddress TILE = 1024, BARRIER = 0;
+  make_barriers(BARRIER, 1, 1);
+  if (thread_index() == 0) {
+    mbarrier_arrive_expect(BARRIER, 8192);
+    tma_load(TILE, arguments.a, BARRIER, arguments.column, arguments.row, 1, 1);
+    mbarrier_wait(BARRIER, 0);
+    tma_store(arguments.out, TILE, max(arguments.column, 0), max(arguments.row, 0), 1, 1);
+    tma_store_commit();
+    tma_store_wait_all();
+  }
+}
+
+// The threads' own numbers through shared memory.
+KERNEL(128, 1) write_box(PARAMETERS(Arguments) arguments) {
+  const int row = thread_index() / 2, half = thread_index() % 2;
+  for (int chunk = 4 * half; chunk < 4 * half + 4; ++chunk) {
+    Chunk value;
+    for (int i = 0; i < 4; ++i) value.word[i] = pack<fp16>(row, 8 * chunk + 2 * i);
+    store_shared_16(PanelTile<64, 64>::chunk(0, row, chunk), value);
+  }
+  fence_async_shared();
+  named_barrier_sync(1, 128);
+  if (thread_index() != 0) return;
+  tma_store(arguments.out, 0, 0, 0, 0, 0);
+  tma_store_commit();
+  tma_store(arguments.out, 0, 0, 0, 1, 0);
+  tma_store_commit();
+  tma_store_wait_read<1>();
+  tma_store_wait_read<0>();
+}
+
+// What stmatrix writes, ldmatrix reads; row 5 of the second chunk as it lies there.
+KERNEL(32, 1) matrices(PARAMETERS(Arguments) arguments) {
+  using T = Tile<16, 16>;
+  const int lane = thread_index();
+  uint32 given[4], found[4];
+  for (int i = 0; i < 4; ++i) given[i] = 4 * lane + i;
+  const SharedAddress row = T::chunk(shared_base(), lane % 16, lane / 16);
+  stmatrix_x4(row, given);
+  sync_warp();
+  ldmatrix_x4(found, row);
+  for (int i = 0; i < 4; ++i) arguments.c[4 * lane + i] = static_cast<float>(found[i]);
+  const Chunk chunk = load_shared_16(T::chunk(shared_base(), 5, 1));
+  for (int i = 0; i < 4; ++i) arguments.c[128 + i] = static_cast<float>(chunk.word[i]);
+  const Chunk pair{{float_bits(1.0f), float_bits(2.0f), float_bits(3.0f), float_bits(4.0f)}};
+  store_global_16_if(lane == 1, arguments.c + 132, pair);
+  store_global_4_if(lane == 2, arguments.c + 136, reciprocal_approx(4.0f) + log2_approx(8.0f));
+}
+
+KERNEL(128, 1) tickets(PARAMETERS(Arguments) arguments) {
+  arguments.c[thread_index()] = static_cast<float>(atomic_add_global(arguments.counter, 2) + block_count());
+  arguments.c[128 + thread_index()] = static_cast<float>(max_of_halves(0x00020001u * thread_index(), 0x00030002u));
+}
+
+// c[lane] and c[32 + lane]: the two halves of pack(c[lane], 0), as floats of their bits.
 KERNEL(32, 1) round_floats(PARAMETERS(Arguments) arguments) {
-  const auto* values = reinterpret_cast<const float*>(arguments.b);
-  arguments.c[thread_index()] = static_cast<float>(pack<fp16>(values[thread_index()], 0.0f));
-  arguments.c[32 + thread_index()] = static_cast<float>(pack<bf16>(values[thread_index()], 0.0f));
+  const float value = arguments.c[thread_index()];
+  arguments.c[thread_index()] = static_cast<float>(pack<fp16>(value, 0.0f));
+  arguments.c[32 + thread_index()] = static_cast<float>(pack<bf16>(value, 0.0f));
 }
 
 KERNEL(64, 1) vote(PARAMETERS(Arguments) arguments) {
@@ -47,73 +153,5 @@ KERNEL(64, 1) vote(PARAMETERS(Arguments) arguments) {
   arguments.c[thread_index()] = lanes + 100.0f * any_in_warp(thread_index() == 40);
 }
 
-// ---- mistakes, one each, and how the error begins that it must be
-#define MISTAKE_OF(threads, name, error) KERNEL(threads, 1) name([[maybe_unused]] PARAMETERS(Arguments) arguments)
-
-MISTAKE_OF(32, divergent_lanes, "divergent warp: this lane is in ldmatrix_x4, another one in shuffle_xor") {
-  uint32 matrix[4];
-  if (thread_index() < 16)
-    shuffle_xor(0.0f, 1);
-  else
-    ldmatrix_x4(matrix, shared_base());
-}
-
-MISTAKE_OF(32, lanes_left_behind, "returns while its warp waits in shuffle_xor") {
-  if (thread_index() < 16) shuffle_xor(0.0f, 1);
-}
-
-MISTAKE_OF(64, deadlock, "deadlock: thread 0 in sync_block; threads 1-31 in shuffle_xor; threads 32-63 in sync_block;") {
-  if (thread_index() == 0) sync_block();
-  if (thread_index() > 0 && thread_index() < 32) shuffle_xor(0.0f, 1);
-  sync_block();
-}
-
-MISTAKE_OF(32, missing_wait, "reads a cp.async that has not been waited for") {
-  cp_async_16(shared_base() + thread_index() * 16, arguments.a, true);
-  cp_async_commit();
-  sync_block();
-  load_shared_16(shared_base() + thread_index() * 16);
-}
-
-MISTAKE_OF(64, missing_barrier, "reads, with no barrier between, what was written") {
-  store_shared_16(shared_base() + thread_index() * 16, Chunk{});
-  sync_warp();
-  load_shared_16(shared_base() + thread_index() % 32 * 16);  // warp 1 reads what warp 0 wrote
-}
-
-MISTAKE_OF(32, missing_warp_barrier, "thread 1: load_shared_16: reads, with no barrier between, what was written by thread 0") {
-  store_shared_16(shared_base() + thread_index() * 16, Chunk{});
-  load_shared_16(shared_base());
-}
-
-MISTAKE_OF(64, overwritten_too_early, "overwrites, with no barrier between, what was read") {
-  store_shared_16(shared_base() + thread_index() * 16, Chunk{});
-  sync_block();
-  if (thread_index() >= 32)
-    load_shared_16(shared_base() + (thread_index() - 32) * 16);
-  else
-    store_shared_16(shared_base() + thread_index() * 16, Chunk{});
-}
-
-MISTAKE_OF(32, outside_shared_memory, "store_shared_4: address 1024 is outside the 1024 bytes of shared memory") { store_shared_4(shared_base() + 1024, 0); }
-
-MISTAKE_OF(32, misaligned_matrix, "ldmatrix_x4: address 8 is not aligned to 16 bytes") {
-  uint32 matrix[4];
-  ldmatrix_x4(matrix, shared_base() + 8);
-}
-
-MISTAKE_OF(32, misaligned_copy, "cp_async_16: the global address is not aligned to 16 bytes") { cp_async_16(shared_base(), arguments.a + 1, true); }
-
-// c[0] is NaN: shared memory starts poisoned.
-KERNEL(32, 1) read_unwritten(PARAMETERS(Arguments) arguments) {
-  const uint32 word = load_shared_16(shared_base()).word[0];
-  std::memcpy(&arguments.c[thread_index()], &word, sizeof word);
-}
-
-// All rows of a matrix in one bank group: 7 conflicts for each of the 4 matrices.
-KERNEL(32, 1) bank_conflicts(PARAMETERS(Arguments)) {
-  uint32 matrix[4];
-  ldmatrix_x4(matrix, shared_base() + thread_index() * 128);
-}
-
-KERNEL(32, 1) nothing(PARAMETERS(Arguments)) {}
+// c is NaN: shared memory starts poisoned.
+KERNEL(32, 1) read_unwritten(PARAMETERS(Arguments) arguments) { arguments.c[thread_index()] = load_shared_4(0); }

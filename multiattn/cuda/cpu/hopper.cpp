@@ -255,7 +255,6 @@ void Hopper::store(const void* map_address, std::uint32_t source, int column, in
     ++lines.of(line).stores;
   }
   check_needs(VERB, needs);
-  ++block_.counters.tma_stores;
   AsyncThread& me = threads_[block_.current().index];
   me.stores.push_back({{map, source, column, row, head, batch}, me.groups});
 }

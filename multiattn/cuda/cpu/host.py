@@ -19,7 +19,6 @@ from multiattn.cuda.instances import PlannedLaunch, kernels_of, launches_of, sib
 from multiattn.cuda.params import areas_of, struct_of
 from multiattn.cuda.source import HOST_INCLUDES, ROOT, Instance, files_reached, translation_unit
 from multiattn.cuda.structs import read_structs
-from multiattn.cuda.tensor_maps import BOX_COLUMNS
 from multiattn.cuda.tools import GXX, gxx_version, run_compiler
 from multiattn.plan.abi import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, WORKSPACE, TensorMap, pack
 from multiattn.plan.backend import Plan, variant_of
@@ -111,19 +110,10 @@ def aligned(data: bytes) -> ctypes.Array[ctypes.c_ubyte]:
 
 
 def encode_map(tensor_map: TensorMap, address: int) -> bytes:
-    """The emulation's CUtensorMap of the memory at `address`."""
-    *_, rows, _ = tensor_map.box.extents
-    return encode(address, tensor_map.shape[::-1], tensor_map.strides[::-1], rows)
-
-
-def encode(address: int, shape: tuple[int, ...], strides_bytes: tuple[int, ...], box_rows: int) -> bytes:
-    """The map of the 16-bit tensor at `address`, which its first 8 bytes hold.
-
-    `shape` is of D, S, H and B, in elements; `strides_bytes` of S, H and B; D is contiguous. Boxes are 64 columns of
-    `box_rows` rows, 128-byte swizzled; zeros outside.
-    """
-    encoded = _EncodedMap(address, strides_bytes, shape, (BOX_COLUMNS, box_rows, 1, 1))
-    return bytes(encoded).ljust(TENSOR_MAP_BYTES, b"\0")
+    """The emulation's CUtensorMap of the memory at `address`, which its first 8 bytes hold; zeros outside."""
+    *_, rows, columns = tensor_map.box.extents
+    sizes, strides = tensor_map.shape[::-1], tensor_map.strides[::-1]
+    return bytes(_EncodedMap(address, strides, sizes, (columns, rows, 1, 1))).ljust(TENSOR_MAP_BYTES, b"\0")
 
 
 _one_launch_at_a_time = threading.Lock()  # the emulation's state is global to a library

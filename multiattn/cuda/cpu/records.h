@@ -4,11 +4,10 @@
 
 namespace multiattn::emulation {
 
-// What one launch did. mma, ldmatrix: warps. wgmma: warpgroups. cp_async: chunks. tma: boxes.
-// bank_conflicts: how many more wavefronts the ldmatrix took than one per 8x8 matrix. grid_waits: for earlier grids, of
-// which each block of a kernel that overlaps them has one.
+// What one launch did. bank_conflicts: how many more wavefronts the ldmatrix of its warps took than one per 8x8 matrix.
+// tma_loads: boxes. grid_waits: for earlier grids, of which each block of a kernel that overlaps them has one.
 struct LaunchCounts {
-  std::int64_t blocks, mma, ldmatrix, bank_conflicts, cp_async, wgmma, tma_loads, tma_stores, grid_waits;
+  std::int64_t blocks, ldmatrix, bank_conflicts, tma_loads, grid_waits;
 };
 
 // What TensorMap::opaque holds under emulation.

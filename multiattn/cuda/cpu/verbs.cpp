@@ -50,7 +50,6 @@ void copy_async(const char* verb, SharedAddress target, const void* source, bool
   const auto pending = bytes == CHUNK_BYTES ? SharedMemory::Pending::WHOLE : SharedMemory::Pending::PART;
   block().require(verb, block().smem.write(target, bytes, block().now(), pending));
   std::memset(block().smem.at(target), POISON, bytes);
-  ++block().counters.cp_async;
   block().current().copies.push_back({target, valid ? source : nullptr, bytes, block().current().groups});
 }
 
@@ -114,7 +113,6 @@ VECTOR_CLONES void multiply(float (&c)[16][8], const float (&a)[16][16], const f
 template <class D>
 void multiply_fragments(void* const* lanes, const float* widen) {
   constexpr bool HALVES = sizeof(D) == 8;
-  ++block().counters.mma;
   float a[16][16], b[16][8], c[16][8];
   const auto arguments = [&](int lane) -> MmaArguments<D>& { return *static_cast<MmaArguments<D>*>(lanes[lane]); };
   const auto widen_pair = [&](uint32 pair, float& low, float& high) {

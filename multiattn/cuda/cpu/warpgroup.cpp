@@ -227,7 +227,6 @@ Warpgroup::Operation* Warpgroup::begin(const WgmmaCall& call) {
   add_operand(operation, call.b, call.columns, call.b_mn_major);
   operation.sum = &sum_of(call);
   ++operation.sum->operations;
-  ++block_.counters.wgmma;
   return &operation;
 }
 

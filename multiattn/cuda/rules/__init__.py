@@ -1,1 +1,1 @@
-"""Which config each kernel takes, with the evidence: `hopper` for wgmma and TMA, `ampere` for mma.sync on every GPU."""
+"""The configs that kernels take, with the evidence: `hopper` for wgmma and TMA, `ampere` for mma.sync on every GPU."""

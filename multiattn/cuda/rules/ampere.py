@@ -1,4 +1,4 @@
-"""Which config the kernels with mma.sync take, on every arch: the forward's points and both backwards.
+"""The configs that the kernels with mma.sync take, on every arch: the forward's points and both backwards.
 
 A row holds arches, the widest head_dim, config and evidence; the first row that fits a problem wins. Measured rows are
 of an H200 with NVRTC 13.0, N=4096, B=4 and H*D=2048 in bf16, where they name no other shape.

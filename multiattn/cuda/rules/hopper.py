@@ -1,4 +1,4 @@
-"""Which config Hopper's forward kernel takes; every rule with its evidence."""
+"""The configs that Hopper's forward kernel takes; every rule with its evidence."""
 
 from __future__ import annotations
 

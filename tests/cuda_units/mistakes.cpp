@@ -1,6 +1,6 @@
-// Kernels for tests/test_cuda_emulation_sm90.py with one mistake each, and how the error begins that it must be. Tiles are
+// Kernels for tests/test_cuda_emulation.py with one mistake each, and how the error begins that it must be. Tiles are
 // of 8 KiB: one box of 64 rows.
-#include "sm90.h"
+#include "shared.h"
 
 constexpr SharedAddress TILE = 0, OTHER = 8192, BARRIER = 16384;  // of shared memory, where a kernel does not say otherwise
 constexpr int BOX = 8192;
@@ -55,10 +55,54 @@ inline void multiply_and_wait(SharedAddress a, SharedAddress b) {
 KERNEL(128, 1) nothing(PARAMETERS(Arguments)) {}
 KERNEL(128, 1) checked_map(PARAMETERS(Arguments) arguments) { prefetch_map(arguments.b); }  // which the test spoils
 
+// ---- warps and blocks, with nothing of sm90
+MISTAKE_OF(32, divergent_lanes, "divergent warp: this lane is in ldmatrix_x4, another one in shuffle_xor") {
+  uint32 matrix[4];
+  if (thread_index() < 16)
+    shuffle_xor(0.0f, 1);
+  else
+    ldmatrix_x4(matrix, 0);
+}
+MISTAKE_OF(32, lanes_left_behind, "returns while its warp waits in shuffle_xor") {
+  if (thread_index() < 16) shuffle_xor(0.0f, 1);
+}
+MISTAKE_OF(64, deadlock, "deadlock: thread 0 in sync_block; threads 1-31 in shuffle_xor; threads 32-63 in sync_block;") {
+  if (thread_index() == 0) sync_block();
+  if (thread_index() > 0 && thread_index() < 32) shuffle_xor(0.0f, 1);
+  sync_block();
+}
+MISTAKE_OF(32, missing_wait, "reads a cp.async that has not been waited for") {
+  cp_async_16(thread_index() * 16, arguments.c, true);
+  cp_async_commit();
+  sync_block();
+  load_shared_16(thread_index() * 16);
+}
+MISTAKE_OF(64, missing_barrier, "reads, with no barrier between, what was written") {
+  store_shared_16(thread_index() * 16, Chunk{});
+  sync_warp();
+  load_shared_16(thread_index() % 32 * 16);  // warp 1 reads what warp 0 wrote
+}
+MISTAKE_OF(32, missing_warp_barrier, "thread 1: load_shared_16: reads, with no barrier between, what was written by thread 0") {
+  store_shared_16(thread_index() * 16, Chunk{});
+  load_shared_16(0);
+}
+MISTAKE_OF(64, overwritten_too_early, "overwrites, with no barrier between, what was read") {
+  store_shared_16(thread_index() * 16, Chunk{});
+  sync_block();
+  if (thread_index() >= 32)
+    load_shared_16((thread_index() - 32) * 16);
+  else
+    store_shared_16(thread_index() * 16, Chunk{});
+}
+MISTAKE_OF(32, outside_shared_memory, "store_shared_4: address 49152 is outside the 49152 bytes of shared memory") { store_shared_4(49152, 0); }
+MISTAKE_OF(32, misaligned_matrix, "ldmatrix_x4: address 8 is not aligned to 16 bytes") {
+  uint32 matrix[4];
+  ldmatrix_x4(matrix, 8);
+}
+MISTAKE_OF(32, misaligned_copy, "cp_async_16: the global address is not aligned to 16 bytes") { cp_async_16(0, arguments.c + 1, true); }
+
 // ---- mbarriers
 MISTAKE(arrival_without_init, "mbarrier_arrive: there is no mbarrier at 16384: mbarrier_init") { mbarrier_arrive(BARRIER); }
-MISTAKE(wait_without_init, "mbarrier_wait: there is no mbarrier at 16384") { mbarrier_wait(BARRIER, 0); }
-MISTAKE(expectation_without_init, "mbarrier_arrive_expect: there is no mbarrier") { mbarrier_arrive_expect(BARRIER, 16); }
 MISTAKE(init_not_seen, "thread 64: mbarrier_arrive: no barrier follows the mbarrier_init of 16384") {
   if (first_thread()) mbarrier_init(BARRIER, 1);
   if (is_thread(64)) mbarrier_arrive(BARRIER);
@@ -112,7 +156,6 @@ MISTAKE(mbarrier_not_fenced, "tma_load: no fence_mbarrier_init follows the mbarr
   sync_block();
   load_box(TILE, arguments, BARRIER);
 }
-MISTAKE(load_without_mbarrier, "tma_load: there is no mbarrier at 16384") { load_box(TILE, arguments, BARRIER); }
 MISTAKE(mbarrier_overwritten, "tma_load: overwrites the mbarrier at 16384") {
   make_barriers(BARRIER, 1, 1);
   load_box(BARRIER, arguments, BARRIER);
@@ -137,10 +180,6 @@ MISTAKE(load_overwritten_too_early, "overwrites a TMA load under way at shared a
   if (!first_thread()) return;
   load_box(TILE, arguments, BARRIER);
   store_shared_4(TILE + 128, 0);
-}
-MISTAKE(load_over_a_load, "tma_load: overwrites a TMA load under way at shared address 0") {
-  make_barriers(BARRIER, 1, 1);
-  for (int i = 0; i < 2; ++i) load_box(TILE, arguments, BARRIER);
 }
 MISTAKE(load_over_what_is_read, "tma_load: overwrites, with no barrier between, what was read by thread 0 at") {
   make_barriers(BARRIER, 1, 1);
@@ -174,12 +213,6 @@ MISTAKE(store_fenced_too_late, "tma_store: reads, with no barrier after its fenc
   make_barriers(BARRIER, 1, 1);
   if (first_thread()) store_shared_4(TILE, 0);
   named_barrier_sync(1, 128);
-  fence_async_shared();
-  if (late_thread()) store_box(arguments, TILE);
-}
-MISTAKE(store_without_barrier, "tma_store: reads, with no barrier after its fence_async_shared, what thread 0 wrote") {
-  make_barriers(BARRIER, 1, 1);
-  write_tile(TILE);
   fence_async_shared();
   if (late_thread()) store_box(arguments, TILE);
 }
@@ -225,26 +258,8 @@ MISTAKE(store_not_committed, "returns without a wait for its TMA stores to read 
 }
 
 // ---- wgmma
-MISTAKE(wgmma_of_a_load_under_way, "wgmma_ss: reads a TMA load under way") {
-  make_barriers(BARRIER, 1, 1);
-  if (first_thread()) load_box(TILE, arguments, BARRIER);
-  sync_block();
-  multiply_and_wait(TILE, TILE);
-}
 MISTAKE(wgmma_without_wait_on_mbarrier, "wgmma_ss: reads, without a wait on its mbarrier, what a TMA load wrote") {
   wait_for_another_load(arguments);
-  multiply_and_wait(TILE, TILE);
-}
-MISTAKE(wgmma_of_writes_not_fenced, "wgmma_ss: reads, with no fence_async_shared after it, what thread 0 wrote") {
-  write_tile(TILE);
-  sync_block();
-  multiply_and_wait(TILE, TILE);
-}
-MISTAKE(wgmma_of_writes_without_barrier, "wgmma_ss: reads, with no barrier after its fence_async_shared, what thread") {
-  make_barriers(BARRIER, 1, 1);
-  write_tile(TILE);
-  fence_async_shared();
-  sync_warp();
   multiply_and_wait(TILE, TILE);
 }
 MISTAKE(wgmma_diverges, "divergent warpgroup: this thread is in wgmma_ss, another one in wgmma_commit") {
@@ -330,13 +345,6 @@ MISTAKE(load_over_what_wgmma_reads, "tma_load: overwrites what a wgmma under way
   multiply_tile(d, OTHER, TILE);
   wgmma_commit();
   if (is_thread(127)) load_box(TILE, arguments, BARRIER + 8);
-  wgmma_wait<0>();
-}
-MISTAKE(write_over_what_wgmma_reads, "store_shared_4: overwrites what a wgmma under way reads") {
-  float d[4] = {};
-  multiply_tile(d, OTHER, TILE);
-  wgmma_commit();
-  if (is_thread(127)) store_shared_4(TILE, 0);
   wgmma_wait<0>();
 }
 // One warp of the warpgroup tells that it is done, the others might not be.

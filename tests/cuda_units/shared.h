@@ -1,4 +1,4 @@
-// What the kernels of sm90.cpp and sm90_mistakes.cpp share.
+// What the kernels of verbs.cpp and mistakes.cpp share.
 #pragma once
 #include <type_traits>
 
