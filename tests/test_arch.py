@@ -1,7 +1,5 @@
 """Occupancy: known values, and what must hold for every arch; and the products, found by name, with sound peaks."""
 
-import random
-
 import pytest
 
 from bench.timing import L2_FLUSH_BYTES
@@ -33,31 +31,6 @@ def test_known_occupancy(arch, threads, registers, smem_kib, blocks, limiter):
     assert (found.blocks, found.limiter) == (blocks, limiter)
     assert found.warps == blocks * -(-threads // 32)
     assert found.share == found.warps / ARCHS[arch].warps_per_sm
-
-
-def test_occupancy_by_its_limits():
-    """Never more than an SM has, never fewer blocks than a unit less of everything would leave room for."""
-    chance = random.Random(3)
-    for _ in range(4000):
-        arch = ARCHS[chance.choice(GPU_ARCHS)]
-        threads, registers = chance.randrange(1, 1025), chance.randrange(1, 256)
-        smem = chance.choice((0, chance.randrange(arch.smem_per_block + 2048)))
-        found = occupancy(arch, threads, registers, smem)
-        asked = f"{arch.name} {threads} threads {registers} registers {smem} bytes: {found}"
-        warps = -(-threads // 32)
-        assert found.warps <= arch.warps_per_sm, asked
-        assert found.blocks <= arch.blocks_per_sm, asked
-        assert found.blocks * (smem + KIB) <= arch.smem_per_sm, asked
-        assert found.blocks * warps * 32 * registers <= arch.registers_per_sm, asked
-        assert (found.blocks == 0) == (smem > arch.smem_per_block or _too_many_registers(warps, registers)), asked
-        more = occupancy(arch, min(threads + 32, 1024), min(registers + 8, 255), smem + 128)
-        assert more.blocks <= found.blocks, asked
-        if found.limiter == "smem":
-            assert (found.blocks + 1) * (smem + KIB + 127) > arch.smem_per_sm, asked
-
-
-def _too_many_registers(warps, registers):
-    return -(-warps // 4) * 4 * -(-registers * 32 // 256) * 256 > 65536
 
 
 @pytest.mark.parametrize(

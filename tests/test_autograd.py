@@ -1,8 +1,6 @@
 """Gradients of plain eager calls: autograd of the reference in fp64 is the truth, for every way that training takes."""
 
-import copy
 import math
-import pickle
 import threading
 from dataclasses import replace
 
@@ -221,26 +219,6 @@ def test_autocast_changes_nothing():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual = gradients(fmha(*inputs).float().square().sum(), inputs)
     assert all(torch.equal(grad, known) for grad, known in zip(actual, expected, strict=True))
-
-
-class Layer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.project = torch.nn.Linear(16, 48, dtype=torch.float64)
-
-    def forward(self, x):
-        q, k, v = self.project(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind()
-        return fmha(q, k, v, causal=True).transpose(1, 2).flatten(2)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
-def test_a_module_that_uses_it_may_be_copied(copied):
-    layer, x = Layer(), random(2, 5, 16)
-    layer(x).sum().backward()
-    twin = copied(layer)
-    twin.zero_grad()
-    twin(x).sum().backward()
-    close(twin.project.weight.grad, layer.project.weight.grad)
 
 
 def test_threads_may_share_it():

@@ -1,7 +1,5 @@
 """The ladders of Triton's and cuTile's forward: what a rung is, and that each keeps the whole contract alone."""
 
-import ast
-from collections import Counter
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -78,81 +76,6 @@ def test_a_rung_differs_from_its_parent_in_one_group(language, name):
     ours, theirs = asdict(rung.step), asdict(rung_of(language, rung.parent).step)
     groups = LANGUAGES[language].GROUPS.items()
     assert len([group for group, names in groups if any(ours[each] != theirs[each] for each in names)]) == 1
-
-
-def conditions_on(source: str, names: set[str]) -> Counter[str]:
-    """How many conditions of a module's source hang on each name: a variable, an attribute, or what was made of one.
-
-    A name goes on into variables that it is assigned to and parameters of the module's functions that it is given to,
-    but not through calls: what a function returns is a value, no constant of the rung.
-    """
-    tree = ast.parse(source)
-    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    known: dict[str, dict[str, set[str]]] = {function: {} for function in functions}
-
-    def mentioned(node: ast.AST, function: str) -> set[str]:
-        if isinstance(node, ast.Call):
-            return set()
-        found: set[str] = set()
-        if isinstance(node, ast.Attribute):
-            found = {node.attr} & names
-        if isinstance(node, ast.Name):
-            found = ({node.id} & names) | known[function].get(node.id, set())
-        return found.union(*(mentioned(child, function) for child in ast.iter_child_nodes(node)))
-
-    def learn(function: str, variable: str, value: ast.expr, where: str) -> bool:
-        new = mentioned(value, where) - known[function].get(variable, set())
-        known[function].setdefault(variable, set()).update(new)
-        return bool(new)
-
-    def walk(function: str) -> bool:
-        changed = False
-        for node in ast.walk(functions[function]):
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                changed |= learn(function, node.targets[0].id, node.value, function)
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions:
-                callee = node.func.id
-                parameters = [argument.arg for argument in functions[callee].args.args]
-                given = [*zip(parameters, node.args, strict=False), *((word.arg, word.value) for word in node.keywords)]
-                for parameter, value in given:
-                    changed |= learn(callee, parameter, value, function)
-        return changed
-
-    while sum(walk(function) for function in functions):  # each in turn, until none learns anything
-        pass
-    count: Counter[str] = Counter()
-    for function, body in functions.items():
-        for node in ast.walk(body):
-            tests = [node.test] if isinstance(node, (ast.If, ast.IfExp, ast.While, ast.Assert)) else []
-            tests += node.ifs if isinstance(node, ast.comprehension) else []
-            for test in tests:
-                count.update(mentioned(test, function))
-    return count
-
-
-@each_language
-def test_the_kernel_tests_each_field_once(language):
-    """A rung is a row of the table and, if it brings a field, one constant condition in the kernel."""
-    source = kernel_source(language, "forward.py")
-    names = {field.name for field in fields(step_class(language))}
-    count = conditions_on(source, names)
-    assert {"exp2", "scale_after_max"} <= count.keys()
-    assert set(count.values()) == {1}
-
-
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        "if STEP.exp2: pass\n    y = 1 if shape.exp2 else 2",
-        "if exp2: pass\n    twice(exp2)",
-        "if exp2: pass\n    twice(flag=STEP.exp2)",
-        "if exp2: pass\n    same = not exp2\n    if same and y: pass",
-    ],
-)
-def test_a_field_that_is_tested_twice_is_noticed(kernel):
-    helper = "def twice(flag):\n    if flag: pass\n"
-    assert conditions_on(f"{helper}def kernel():\n    {kernel}\n", {"exp2"}) == {"exp2": 2}
-    assert conditions_on(f"{helper}def kernel():\n    if exp2: pass\n    if f(exp2): pass\n", {"exp2"}) == {"exp2": 1}
 
 
 @each_language

@@ -157,22 +157,6 @@ def test_launches_at_a_time_have_a_slot_each_and_others_share(monkeypatch):
     assert found == [wanted(BINDINGS["eight tensor maps and a counter"], each) for each in (*given[::-1], given[0])]
 
 
-def test_threads_never_share_a_slot(monkeypatch):
-    arguments = BINDINGS["eight tensor maps and a counter"]
-    driver, launch = make(monkeypatch, arguments)
-    given = [tensors() for _ in range(4)]
-
-    def many(own):
-        for _ in range(200):
-            launch(own)
-
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(many, given))
-    expected = [wanted(arguments, each) for each in given]
-    assert len(driver.launched) == 800
-    assert all(launched.parameters in expected for launched in driver.launched)
-
-
 def test_a_fresh_thread_gets_the_context_of_the_device(monkeypatch):
     driver, launch = make(monkeypatch, BINDINGS["a struct"])
     driver.refuse = 1
@@ -209,31 +193,6 @@ def test_streams_that_are_kept_are_bounded(monkeypatch):
         launch(tensors())
     assert [len(slot.launches) <= 64 for slot in launch._free] == [True]
     assert tuple(launched.stream for launched in driver.launched) == streams
-
-
-def test_what_is_lent_lives_until_the_launch_and_no_longer(monkeypatch):
-    class Memory:
-        alive = 0
-
-        def __init__(self):
-            Memory.alive += 1
-
-        def __del__(self):
-            Memory.alive -= 1
-
-    arguments = BINDINGS["a struct with maps and a counter"]
-    driver, launch = make(monkeypatch, arguments, lender=lambda stream: (stream + 16, Memory()))
-    inner = launch._launch
-
-    def launch_it(*of):
-        assert Memory.alive == 1
-        return inner(*of)
-
-    launch._launch = launch_it
-    for driver.stream in (64, 128):
-        launch(tensors())
-        assert driver.launched[-1].parameters[0][-16:-8] == (driver.stream + 16).to_bytes(8, "little")
-        assert Memory.alive == 0
 
 
 @pytest.mark.parametrize(
@@ -321,12 +280,6 @@ def test_kernels_run_in_order_each_with_its_arguments(monkeypatch, sequence):
         launch(given)
         assert [it.function for it in driver.launched] == [FUNCTION + i for i in range(len(sequence))]
         assert [it.parameters for it in driver.launched] == wanted_of_all(sequence, given, base)
-
-
-def test_kernels_of_one_struct_have_it_once(monkeypatch):
-    driver, launch = make_sequence(monkeypatch, [[GAPPED], [GAPPED]])
-    launch(backward_tensors())
-    assert driver.launched[0].places == driver.launched[1].places
 
 
 def test_memory_is_fresh_for_each_launch_and_held_over_all_of_its_kernels(monkeypatch):
