@@ -11,7 +11,7 @@ from bench import tune
 from bench.contenders import GRADS, Ours, alike, contender_of, differentiate, our_providers, require_grad
 from bench.docs import results_block
 from bench.matrix import SUITES
-from bench.report import groups, memory_summary, text_report
+from bench.report import groups, text_report
 from bench.results import dumps, load
 from bench.run import output_bytes, run
 from multiattn.plan import backend as registry
@@ -137,8 +137,12 @@ def test_the_deterministic_variant_stands_beside_the_fastest(monkeypatch, tmp_pa
     assert set(launched) == {"atomic", "two_pass"}
 
 
-def test_a_call_asks_for_the_variant_of_its_row(monkeypatch, tmp_path):
+def test_a_call_asks_for_the_variant_of_its_row_or_cannot_time_it(monkeypatch, tmp_path):
     two_variants(monkeypatch)
+    backend = registry.get("reference")
+    third = replace(backend.backward.variants[1], name="third")
+    more = replace(backend, backward=replace(backend.backward, variants=(*backend.backward.variants, third)))
+    monkeypatch.setattr("multiattn.plan.backend.get", lambda name: more)
     asked = []
 
     def fmha(q, k, v, *, causal, backend, deterministic):
@@ -146,18 +150,10 @@ def test_a_call_asks_for_the_variant_of_its_row(monkeypatch, tmp_path):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
     monkeypatch.setattr(multiattn, "fmha", fmha)
-    rows = run_once(tmp_path, *our_providers(("reference",), direction="bwd"), regime="call")
+    providers = (*our_providers(("reference",), direction="bwd"), Ours(backend="reference", variant="third"))
+    *rows, row = run_once(tmp_path, *providers, regime="call")
     assert all(row.measured for row in rows)
     assert asked == [False, True]
-
-
-def test_a_call_cannot_time_a_variant_that_nobody_can_ask_for(monkeypatch, tmp_path):
-    two_variants(monkeypatch)
-    backend = registry.get("reference")
-    third = replace(backend.backward.variants[1], name="third")
-    more = replace(backend, backward=replace(backend.backward, variants=(*backend.backward.variants, third)))
-    monkeypatch.setattr("multiattn.plan.backend.get", lambda name: more)
-    (row,) = run_once(tmp_path, Ours(backend="reference", variant="third"), regime="call")
     assert str(row.reasons[0]) == "variant: got third; allowed two_pass: fmha cannot be asked for others"
 
 
@@ -245,11 +241,6 @@ def cell_rows(cell):
 ROWS = [row for cell in CELLS for row in cell_rows(cell)]
 
 
-def test_the_memory_of_a_backward_is_told_in_a_line():
-    assert "triton 0.67, triton/two_pass 0.17" in memory_summary(ROWS)
-    assert memory_summary([]) == ""
-
-
 def test_reports_keep_directions_apart():
     rows = [row for row in ROWS if row.cell.head_dim == 128]
     forward = [fakes.row("triton", 1.0, cell=replace(row.cell, direction="fwd")) for row in rows]
@@ -269,3 +260,4 @@ def test_the_readme_has_a_table_of_backward_once_there_is_one(tmp_path):
     assert "TFLOPS, backward, 16k tokens" in block
     assert "| triton/two_pass" in block
     assert "Device memory of a backward beside inputs and outputs" in block
+    assert "triton 0.67, triton/two_pass 0.17" in block

@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import networkx
@@ -54,6 +55,24 @@ def test_imports_go_one_way(path):
         assert top not in ("parity", "bench", "tests"), f"{path} imports {name}"
         if top == "multiattn" and rest and (ROOT / rest[0]).with_suffix(".py").exists() | (ROOT / rest[0]).is_dir():
             assert rest[0] in ALLOWED[me] | {me}, f"{me} must not import {rest[0]}"
+
+
+SAME_IN_EACH_LANGUAGE = {"BackwardConfig", "OutOfBoundsError"}
+"""Classes that mean one thing in several languages' folders: tiles of a backward, and a kernel on the CPU that strays."""
+
+
+def test_no_two_classes_have_one_name():
+    places = defaultdict(list)
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(path.relative_to(ROOT))
+    twice = {name: its for name, its in places.items() if len(its) > 1}
+    for name in SAME_IN_EACH_LANGUAGE:
+        folders = [path.parts[0] for path in twice.pop(name)]
+        assert len(set(folders)) == len(folders)
+        assert set(folders) <= set(multiattn.BACKENDS)
+    assert twice == {}
 
 
 def module_name(path):

@@ -7,7 +7,7 @@ import torch
 
 import multiattn
 from multiattn.run import calls
-from multiattn.run.log import logged, plan_line
+from multiattn.run.log import logged
 
 LINE = (
     r"multiattn launch: backend=reference direction={direction} variant=eager arch=cpu B=1 Hq=4 Hkv=2 Sq=5 Skv=7 D=8 "
@@ -64,29 +64,13 @@ def test_launches_of_a_plan_and_of_a_compiled_graph(inputs, log):
     assert [is_line(line, way) for line, way in zip(log(), ("forward", "backward"), strict=True)] == [True, True]
 
 
-def test_tiles_and_stages_are_told_at_their_defaults_too():
-    problem = multiattn.Problem.contiguous(batch=4, heads_q=16, seq_q=4096, head_dim=128)
-    for backend, words in (
-        ("triton", "tile_m= tile_n= num_warps= num_stages= heads_together= dq_tile_m= dq_tile_n= dq_num_stages="),
-        ("cutile", "tile_m= tile_n= occupancy= latency= dq_tile_m= dq_tile_n= dq_latency="),
-        ("cuda", "tile_m= tile_n= stages= occupancy= dq_tile_m= dq_tile_n= dq_stages="),
-    ):
-        plan = multiattn.explain(problem, arch="sm90", backend=backend, variant="two_pass", direction="backward")
-        config = re.search(r" config\[(.+?)\] ", plan_line(plan)).group(1)
-        told = [word.partition("=")[0] + "=" for word in config.split()]
-        assert len(set(told)) == len(told)
-        assert set(words.split()) <= set(told)
-        assert "None" not in config
-
-
 def test_off_is_the_launcher_itself(inputs, monkeypatch):
     plan = multiattn.explain(*inputs)
     launcher = object()
-    for value in (None, ""):
-        monkeypatch.delenv("MULTIATTN_LOG", raising=False) if value is None else monkeypatch.setenv(
-            "MULTIATTN_LOG", value
-        )
-        assert logged(plan, launcher) is launcher
+    monkeypatch.delenv("MULTIATTN_LOG", raising=False)
+    assert logged(plan, launcher) is launcher
+    monkeypatch.setenv("MULTIATTN_LOG", "")
+    assert logged(plan, launcher) is launcher
 
 
 def test_a_wrong_value_is_told_with_the_right_one(inputs, log, monkeypatch):

@@ -30,14 +30,6 @@ CPU_CASES = [case for case in suite(CPU) if not case.no_backward]
 REFERENCE = Contender(backend="reference", direction="backward")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # ---------------------------------------------------------------- tensors and launches
 
 

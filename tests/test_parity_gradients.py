@@ -2,27 +2,20 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from multiattn import reference, reference_backward
-from multiattn.plan.backend import BACKENDS, Plan
 from parity import gradients
 from parity.cases import CASES, Case, suite
 from parity.gradients import by_autograd, differentiate_in_chunks, exactly
 from parity.launch import (
-    launch_gradients,
-    plan_case,
     prepare_case,
     prepare_gradients,
     problem_of,
-    save_forward,
 )
-from parity.results import Contender
-from parity.tensors import Inputs, Upstream
 from parity.tolerance import PRODUCTS_AT_ONCE, Mismatch, truncation
 
 CPU = torch.device("cpu")
@@ -31,14 +24,6 @@ CPU_CASES = [case for case in suite(CPU) if not case.no_backward]
 
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Break = Callable[[Case], Tensors3]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def differentiate(case: Case, **changes: object) -> Tensors3:
@@ -268,68 +253,7 @@ def test_the_truth_is_the_same_in_chunks(name, monkeypatch):
     torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
 
 
-# ---------------------------------------------------------------- finite differences
-
-
-TINY = [
-    Case(name=f"tiny_{dtype}_{mask}", why="x", heads_q=4, seq_q=seq_q, seq_kv=7, head_dim=8, dtype=dtype, causal=mask)
-    for dtype, mask, seq_q in (("fp16", False, 5), ("bf16", True, 5), ("fp16", True, 10))
-]
-STEP = 1e-5
-"""Step of central differences in fp64: their error is STEP^2, and 1e-16 / STEP of rounding."""
-
-
-def loss_of(case: Case, tensors: list[torch.Tensor], upstream: Upstream) -> float:
-    """``<dout, out> + <dlse, lse>`` in fp64: the function whose gradient a backward computes."""
-    out, lse = reference(*tensors, causal=case.causal, compute_dtype=torch.float64)
-    loss = (out * upstream.dout.double()).sum()
-    if upstream.dlse is not None:
-        loss = loss + (lse * upstream.dlse.double())[lse.isfinite()].sum()
-    return float(loss)
-
-
-def directional_derivatives(case: Case, inputs: Inputs, upstream: Upstream, which: int, count: int = 6):
-    """(direction, central difference along it) for some random directions of q, k or v."""
-    tensors = [tensor.double() for tensor in (inputs.q, inputs.k, inputs.v)]
-    generator = torch.Generator().manual_seed(which)
-    for _ in range(count):
-        direction = torch.randn(tensors[which].shape, generator=generator, dtype=torch.float64)
-        losses = []
-        for step in (STEP, -STEP):
-            moved = list(tensors)
-            moved[which] = tensors[which] + step * direction
-            losses.append(loss_of(case, moved, upstream))
-        yield direction, (losses[0] - losses[1]) / (2 * STEP)
-
-
-@pytest.mark.parametrize("with_dlse", [False, True])
-@pytest.mark.parametrize("case", TINY, ids=str)
-def test_reference_backward_agrees_with_finite_differences(case, with_dlse):
-    inputs, _ = prepare_case(case, CPU)
-    upstream = Upstream.of(case, problem_of(case, inputs), CPU)
-    dlse = torch.randn(upstream.dout.shape[:3], generator=torch.Generator().manual_seed(1)) if with_dlse else None
-    upstream = replace(upstream, dlse=dlse)
-    grads = exactly(problem_of(case, inputs), inputs.q, inputs.k, inputs.v, upstream.dout, dlse)
-    for which, grad in enumerate(grads):
-        for direction, slope in directional_derivatives(case, inputs, upstream, which):
-            assert float((grad * direction).sum()) == pytest.approx(slope, rel=1e-7, abs=1e-7)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", TINY, ids=str)
-def test_each_backend_agrees_with_finite_differences(case, backend):
-    """Elements that are each off by their RMS budget, of random signs: six sigma of their sum along a direction."""
-    inputs, _ = prepare_case(case, CPU)
-    upstream, truth = prepare_gradients(case, CPU)
-    plan = plan_case(case, Contender(backend=backend, direction="backward"), inputs)
-    if not isinstance(plan, Plan):
-        pytest.skip("; ".join(map(str, plan)))
-    saved = save_forward(case, backend, CPU)
-    grads = launch_gradients(plan, inputs, saved, upstream).all
-    for which, (grad, expected) in enumerate(zip(grads, truth.all, strict=True)):
-        for direction, slope in directional_derivatives(case, inputs, upstream, which):
-            allowed = 6 * expected.budget.rms * float(direction.norm())
-            assert float((grad.double() * direction).sum()) == pytest.approx(slope, abs=allowed)
+# ---------------------------------------------------------------- sums of a tensor core
 
 
 def test_truncation_is_what_sums_rounded_toward_zero_lose():

@@ -32,14 +32,6 @@ Result = tuple[torch.Tensor, torch.Tensor]
 Break = Callable[[Case, Inputs], Result]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def attend(case: Case, inputs: Inputs, *, scale: float | None = None, causal: bool | None = None) -> Result:
     """A good kernel's result: fp32 inside, rounded once."""
     out, lse = reference(

@@ -18,14 +18,6 @@ from parity.training import TINY, Baseline, attend_by_reference, attend_with, ro
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 SHORT = replace(TINY, steps=12)
 """Steps enough for a kernel on the CPU: parity holds its gradients."""
 
