@@ -23,10 +23,8 @@ def test_every_link_to_a_file_leads_to_one(page):
 def docstrings(path):
     """Every docstring of a file, those of attributes included, with its line."""
     for node in ast.walk(ast.parse(path.read_text())):
-        for statement in getattr(node, "body", None) or ():
-            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                if isinstance(statement.value.value, str):
-                    yield statement.lineno, statement.value.value.strip()
+        if isinstance(node, ast.Expr) and isinstance(text := getattr(node.value, "value", None), str):
+            yield node.lineno, text.strip()
 
 
 @pytest.mark.parametrize("folder", ["multiattn", "parity", "bench", "tests"])

@@ -58,7 +58,7 @@ def test_imports_go_one_way(path):
 
 
 SAME_IN_EACH_LANGUAGE = {"BackwardConfig", "OutOfBoundsError"}
-"""Classes that mean one thing in several languages' folders: tiles of a backward, and a kernel on the CPU that strays."""
+"""These mean one thing in several languages' folders: the tiles of a backward, and memory that a kernel strays to."""
 
 
 def test_no_two_classes_have_one_name():
