@@ -13,12 +13,10 @@ import multiattn
 from multiattn import Plan, Problem, Unsupported
 from multiattn.__main__ import main
 from multiattn.plan import backend as registry
-from multiattn.plan import choice
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch, detect
 from multiattn.plan.backend import DIRECTIONS, REFERENCE, make_plan
 from multiattn.plan.config import select
 from multiattn.plan.preference import Cell, preferred_order
-from multiattn.problem import Options
 from multiattn.run import calls
 
 
@@ -106,16 +104,6 @@ def test_a_refusal_has_the_reasons_of_both_directions(monkeypatch):
     codes = list(dict.fromkeys(reason.code for reason in caught.value.reasons))
     assert codes == ["head_dim", "alignment", "direction"]  # rows of 24 bytes, which TMA does not walk
     assert caught.value.direction == "forward and backward"
-
-
-def test_auto_chooses_each_direction_by_itself(monkeypatch):
-    first, second = "cuda", REFERENCE
-    monkeypatch.setattr(choice, "preferred_order", lambda *of: ((first, "fastest"), (second, "next")))
-    without_backward(monkeypatch, first)
-    problem, arch = contiguous(), ARCHS["sm90"]
-    plans = choice.choose(problem, arch, Options(), *choice.BOTH, probe=False)
-    assert [(plan.backend, plan.direction) for plan in plans] == [(first, "forward"), (second, "backward")]
-    assert [plan.why.partition(";")[0] for plan in plans] == ["fastest", "next"]
 
 
 def test_explain_of_a_direction():

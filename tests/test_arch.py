@@ -65,15 +65,6 @@ def test_names_of_products_are_distinct_and_their_l2_is_flushed():
     assert 2 * max(gpu.l2_mib or 0 for gpu in GPUS) * KIB**2 <= L2_FLUSH_BYTES
 
 
-def test_every_gpu_arch_has_rates():
-    """Four partitions of 32 FP32 lanes, or 16 in A100; four special-function units each, eight in Blackwell Ultra."""
-    assert {name: (ARCHS[name].fp32_rate, ARCHS[name].ex2_rate) for name in GPU_ARCHS} == {
-        **dict.fromkeys(GPU_ARCHS, (256, 16)),
-        "sm80": (128, 16),
-        "sm103": (256, 32),
-    }
-
-
 FOUND = {
     "A100 SXM 80GB": "NVIDIA A100-SXM4-80GB",
     "RTX 3090": "NVIDIA GeForce RTX 3090",

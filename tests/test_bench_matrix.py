@@ -102,10 +102,11 @@ def test_tensors_are_the_same_every_time_and_differ_among_themselves():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("seq_q", "seq_kv"), [(1, 1), (7, 7), (5, 9), (9, 5), (1, 30)])
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(1, 1), (7, 7), (5, 9), (9, 5), (1, 30), (4, 0), (0, 4)])
 def test_flops_are_those_of_the_visible_pairs(seq_q, seq_kv, causal):
     problem = Problem.contiguous(batch=2, heads_q=6, heads_kv=3, seq_q=seq_q, seq_kv=seq_kv, head_dim=8, causal=causal)
     pairs = int(visible_pairs(seq_q, seq_kv, torch.device("cpu"), causal=causal).sum())
+    assert problem.visible_pairs == pairs
     assert forward_flops(problem) == 2 * 6 * pairs * (2 * 8 + 2 * 8)  # a dot product of q and k, a row of v added
 
 

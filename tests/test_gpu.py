@@ -248,23 +248,7 @@ def test_a_training_step_can_be_captured(backend):
     graph.replay()
     expected_out, expected = step(q, k, v, dout, backend, deterministic=True)
     torch.testing.assert_close(out, expected_out)
-    for grad, known in zip(grads, expected, strict=True):
-        torch.testing.assert_close(grad, known, atol=5e-2, rtol=5e-2)
-
-
-@each_backend
-def test_make_graphed_callables(backend):
-    class Attend(torch.nn.Module):
-        def forward(self, q, k, v):
-            return multiattn.fmha(q, k, v, causal=True, backend=backend)
-
-    inputs = with_grad(qkv())
-    graphed = torch.cuda.make_graphed_callables(Attend(), tuple(with_grad(inputs)))
-    dout = torch.randn_like(inputs[0])
-    grads = torch.autograd.grad(graphed(*inputs), inputs, dout)
-    _, expected = step(*inputs, dout, backend)
-    for grad, known in zip(grads, expected, strict=True):
-        torch.testing.assert_close(grad, known, atol=5e-2, rtol=5e-2)
+    torch.testing.assert_close(grads, expected, atol=5e-2, rtol=5e-2)
 
 
 @each_backend
@@ -278,8 +262,7 @@ def test_autograd_runs_backward_on_the_stream_of_the_forward(backend):
         torch.cuda._sleep(50_000_000)
         _, grads = step(q, k, v, dout, backend)
     stream.synchronize()
-    for grad, known in zip(grads, expected, strict=True):
-        torch.testing.assert_close(grad, known, atol=5e-2, rtol=5e-2)
+    torch.testing.assert_close(grads, expected, atol=5e-2, rtol=5e-2)
 
 
 @each_backend
@@ -329,21 +312,6 @@ def test_autograd_runs_on_the_tensors_device_whatever_the_current_one(backend):
     assert torch.cuda.current_device() == 0
 
 
-@each_backend
-def test_deterministic_algorithms_are_followed_and_give_the_same_bits(backend):
-    q, k, v = with_grad(qkv(seq=1000))
-    dout = torch.randn_like(q)
-    torch.use_deterministic_algorithms(True)
-    try:
-        _, first = step(q, k, v, dout, backend)
-        _, again = step(q, k, v, dout, backend)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert all(torch.equal(grad, known) for grad, known in zip(again, first, strict=True))
-    plan = multiattn.explain(q, k, v, causal=True, backend=backend, direction="backward", deterministic=True)
-    assert registry.variant_of(plan).deterministic
-
-
 @pytest.mark.parametrize("head_dim", [64, 72, 128])
 @pytest.mark.parametrize("way", BACKWARD, ids=str)
 def test_workspace_is_what_the_plan_says(way, head_dim):
@@ -379,8 +347,7 @@ def test_compiles_whole_with_inductor(backend):
         inputs = with_grad(tensor[:, :, :seq].detach() for tensor in (q, k, v))
         grads = torch.autograd.grad(compiled(*inputs), inputs, dout[:, :, :seq])
         expected = torch.autograd.grad(attend(*inputs), inputs, dout[:, :, :seq])
-        for grad, known in zip(grads, expected, strict=True):
-            torch.testing.assert_close(grad, known, atol=5e-2, rtol=5e-2)
+        torch.testing.assert_close(grads, expected, atol=5e-2, rtol=5e-2)
 
 
 @pytest.mark.parametrize("way", FORWARD, ids=str)

@@ -16,7 +16,7 @@ from multiattn.plan import backend as registry
 from parity import run
 from parity.__main__ import main
 from parity.cases import CASES, matching, suite
-from parity.report import Report, describe_case, make_tables, to_html, to_json, to_markdown
+from parity.report import Report, make_tables, to_html, to_json, to_markdown
 from parity.results import CaseReport, Contender, Pair, Result, Score
 from parity.run import contenders_of, run_case, run_cases, spread
 
@@ -212,14 +212,6 @@ def test_the_report_says_the_same_in_three_formats():
     assert (forward.get("direction"), backward["direction"], backward["fed_by"]) == (None, "backward", "reference")
     assert [len(backward[tensor]) for tensor in ("dq", "dk", "dv")] == [4, 4, 4]
     assert "http" not in page  # no resource but itself
-
-
-def test_a_case_is_described_by_what_is_special_about_it():
-    case = next(case for case in CASES if case.name == "odd_all")
-    text = describe_case(case)
-    assert "offset=3" in text
-    assert "row_pad=5" in text
-    assert "order" not in text
 
 
 # ---------------------------------------------------------------- the command

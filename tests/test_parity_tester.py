@@ -128,110 +128,103 @@ def wrong_where_nan_may_be(out: torch.Tensor, lse: torch.Tensor) -> Result:
     return out, lse
 
 
-BROKEN: dict[str, tuple[Break, tuple[str, ...]]] = {
+BROKEN: dict[str, tuple[Break, str]] = {
     "scale off by 1 %": (
         scale_off_by_1_percent,
-        ("d64_fp16_full", "d64_bf16_causal", "d256_bf16_causal", "len_1x300_full", "scale_one"),
+        "d64_fp16_full d64_bf16_causal d256_bf16_causal len_1x300_full scale_one",
     ),
     "scale ignored": (
         lambda case, inputs: attend(case, inputs, scale=1.0),
-        ("d8_bf16_full", "scale_zero", "scale_tiny", "scale_negative"),
+        "d8_bf16_full scale_zero scale_tiny scale_negative",
     ),
     "sign of the scale lost": (
         lambda case, inputs: attend(case, inputs, scale=-case.scale),
-        ("scale_one", "scale_negative", "scale_negative_causal"),
+        "scale_one scale_negative scale_negative_causal",
     ),
     "mask ignored": (
         lambda case, inputs: attend(case, inputs, causal=False),
-        ("d64_bf16_causal", "len_128x128_causal", "len_3x300_causal"),
+        "d64_bf16_causal len_128x128_causal len_3x300_causal",
     ),
     "sees one key more": (
         lambda case, inputs: with_offset(case, inputs, 1),
-        ("d64_bf16_causal", "len_127x128_causal", "len_203x113_causal", "len_3x300_causal"),
+        "d64_bf16_causal len_127x128_causal len_203x113_causal len_3x300_causal",
     ),
     "sees one key less": (
         lambda case, inputs: with_offset(case, inputs, -1),
-        ("d64_bf16_causal", "len_128x128_causal", "len_300x3_causal", "len_1x1_causal"),
+        "d64_bf16_causal len_128x128_causal len_300x3_causal len_1x1_causal",
     ),
     "top left": (
         lambda case, inputs: with_offset(case, inputs, case.seq_q - case.seq_kv),
-        ("d64_bf16_causal", "len_127x128_causal", "len_128x127_causal", "len_1x300_causal"),
+        "d64_bf16_causal len_127x128_causal len_128x127_causal len_1x300_causal",
     ),
     "last tile dropped": (
         with_keys(lambda tensor: tensor[:, :, : (tensor.shape[2] - 1) // 64 * 64]),
-        ("d64_bf16_full", "len_1x300_full", "len_128x128_full", "len_129x257_full", "ascending_full"),
+        "d64_bf16_full len_1x300_full len_128x128_full len_129x257_full ascending_full",
     ),
-    "last key dropped": (
-        with_keys(lambda tensor: tensor[:, :, :-1]),
-        ("d64_bf16_full", "len_129x257_full", "gqa4_b1"),
-    ),
+    "last key dropped": (with_keys(lambda tensor: tensor[:, :, :-1]), "d64_bf16_full len_129x257_full gqa4_b1"),
     "zero-filled keys of the ragged tile counted": (
         with_keys(lambda tensor: torch.nn.functional.pad(tensor, (0, 0, 0, 5))),
-        ("d64_bf16_full", "d128_fp16_full", "len_1x300_full", "len_129x257_full"),
+        "d64_bf16_full d128_fp16_full len_1x300_full len_129x257_full",
     ),
     "heads swapped": (
         then(lambda out, lse: (out.flip(1), lse.flip(1))),
-        ("d64_bf16_full", "len_1x1_full", "gqa4_b1", "len_300x1_full"),
+        "d64_bf16_full len_1x1_full gqa4_b1 len_300x1_full",
     ),
     "v of the next group": (
         lambda case, inputs: attend(case, replace(inputs, v=inputs.v.roll(1, dims=1))),
-        ("d64_bf16_full", "gqa4_b1", "gqa8_b1", "gqa3_b2"),
+        "d64_bf16_full gqa4_b1 gqa8_b1 gqa3_b2",
     ),
-    "heads interleaved": (heads_interleaved, ("gqa4_b1", "gqa8_b1", "gqa3_b2")),
-    "batches swapped": (with_keys(lambda tensor: tensor.flip(0)), ("mha_b2", "mqa5_b2", "gqa3_b2", "bshd")),
-    "last columns dropped": (last_columns_dropped, ("d40_fp16_full", "d72_fp16_full")),
+    "heads interleaved": (heads_interleaved, "gqa4_b1 gqa8_b1 gqa3_b2"),
+    "batches swapped": (with_keys(lambda tensor: tensor.flip(0)), "mha_b2 mqa5_b2 gqa3_b2 bshd"),
+    "last columns dropped": (last_columns_dropped, "d40_fp16_full d72_fp16_full"),
     "lse in log2": (
         then(lambda out, lse: (out, lse / math.log(2))),
-        ("d64_bf16_full", "len_1x1_full", "scale_zero", "large_bf16"),
+        "d64_bf16_full len_1x1_full scale_zero large_bf16",
     ),
-    "lse without the maximum": (lse_without_maximum, ("d64_bf16_full", "scale_one", "large_bf16")),
+    "lse without the maximum": (lse_without_maximum, "d64_bf16_full scale_one large_bf16"),
     "lse rounded to 16 bits": (
         then(lambda out, lse: (out, lse.to(out.dtype).float())),
-        ("d64_bf16_full", "d64_fp16_full", "scale_one"),
+        "d64_bf16_full d64_fp16_full scale_one",
     ),
-    "one NaN": (written((-1, -1, 0, 3), math.nan), ("d64_bf16_full", "d64_fp16_causal", "nan_v_full")),
+    "one NaN": (written((-1, -1, 0, 3), math.nan), "d64_bf16_full d64_fp16_causal nan_v_full"),
     "one element unwritten": (
         then(lambda out, lse: left_as_it_was(out, lse, (0, 0, -1, -1))),
-        ("d64_bf16_full", "d64_fp16_causal"),
+        "d64_bf16_full d64_fp16_causal",
     ),
     "one lse unwritten": (
         then(lambda out, lse: left_as_it_was(out, lse, (0, -1, -1))),
-        ("d64_bf16_full", "d64_fp16_causal"),
+        "d64_bf16_full d64_fp16_causal",
     ),
-    "a row of zeros": (
-        written((0, 0, -1), 0.0),
-        ("d64_bf16_full", "d64_fp16_causal", "len_1x300_full", "scale_zero"),
-    ),
+    "a row of zeros": (written((0, 0, -1), 0.0), "d64_bf16_full d64_fp16_causal len_1x300_full scale_zero"),
     "not normalised": (
         then(lambda out, lse: (out * 1.05, lse)),
-        ("d64_bf16_full", "d64_fp16_causal", "len_300x1_full", "len_256x256_causal"),
+        "d64_bf16_full d64_fp16_causal len_300x1_full len_256x256_causal",
     ),
     "NaN swallowed": (
         then(lambda out, lse: (out.nan_to_num(0.0, 0.0, 0.0), lse.nan_to_num(0.0))),
-        ("nan_k_causal", "nan_v_causal", "nan_v_full", "inf_k_full", "inf_v_causal"),
+        "nan_k_causal nan_v_causal nan_v_full inf_k_full inf_v_causal",
     ),
-    "NaN reaches another column": (written((slice(None), 0, -1, 1), math.nan), ("nan_v_causal", "nan_v_prefix")),
+    "NaN reaches another column": (written((slice(None), 0, -1, 1), math.nan), "nan_v_causal nan_v_prefix"),
     "NaN reaches another head": (
         written((slice(None), -1, slice(None), slice(None, None, 3)), math.nan),
-        ("nan_v_causal", "nan_v_prefix"),
+        "nan_v_causal nan_v_prefix",
     ),
-    "wrong where NaN may be": (then(wrong_where_nan_may_be), ("nan_v_causal", "nan_v_prefix")),
+    "wrong where NaN may be": (then(wrong_where_nan_may_be), "nan_v_causal nan_v_prefix"),
     "infinities made finite": (
         then(lambda out, lse: (out.masked_fill(out.isinf(), 65504.0), lse)),
-        ("inf_v_causal", "inf_v_full"),
+        "inf_v_causal inf_v_full",
     ),
-    "empty rows average": (
-        empty_rows_average,
-        ("len_203x113_causal", "len_300x3_causal", "len_128x127_causal", "empty_keys"),
-    ),
+    "empty rows average": (empty_rows_average, "len_203x113_causal len_300x3_causal len_128x127_causal empty_keys"),
     "lse of empty rows is 0": (
         then(lambda out, lse: (out, lse.masked_fill(lse.isinf(), 0.0))),
-        ("len_203x113_causal", "len_200x1_causal", "empty_keys"),
+        "len_203x113_causal len_200x1_causal empty_keys",
     ),
 }
 
 
-@pytest.mark.parametrize(("broken", "name"), [(broken, name) for broken, it in BROKEN.items() for name in it[1]])
+@pytest.mark.parametrize(
+    ("broken", "name"), [(broken, name) for broken, it in BROKEN.items() for name in it[1].split()]
+)
 def test_a_broken_result_fails(broken, name):
     case = BY_NAME[name]
     inputs, _ = prepare_case(case, CPU)

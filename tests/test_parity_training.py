@@ -107,15 +107,12 @@ def test_rounding_at_random_is_right_on_average(dtype):
     assert torch.equal(leaf.grad, torch.ones(3))
 
 
-def test_the_command_prints_the_curves(monkeypatch, capsys):
+def test_the_command_prints_the_curves_and_fails_for_one_that_leaves(monkeypatch, capsys):
     monkeypatch.setattr(training, "TINY", replace(TINY, steps=5))
     assert main(["train", "--backend", "reference", "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     assert "follows" in printed
     assert "allowed" in printed
-
-
-def test_the_command_fails_for_a_curve_that_leaves(monkeypatch, capsys):
     monkeypatch.setattr(training, "TINY", replace(TINY, steps=10))
     monkeypatch.setattr(training, "attend_with", lambda name, dtype: attend_through(lambda q, k, v: (q, v, k), dtype))
     assert main(["train", "--backend", "reference", "--device", "cpu"]) == 1

@@ -77,15 +77,6 @@ def test_the_scale_splits_into_a_sign_and_a_positive_factor():
     assert of(0.0)[1] > 0
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("seq_q", "seq_kv"), [(1, 1), (5, 5), (3, 7), (7, 3), (1, 9), (9, 1), (4, 0), (0, 4)])
-def test_visible_pairs_agrees_with_the_mask(seq_q, seq_kv, causal):
-    from multiattn.mask import visible_pairs
-
-    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=seq_q, seq_kv=seq_kv, head_dim=8, causal=causal)
-    assert problem.visible_pairs == int(visible_pairs(seq_q, seq_kv, torch.device("cpu"), causal=causal).sum())
-
-
 def test_a_problem_of_tensors_is_that_of_their_sizes():
     q, k, v = tensors()
     made = Problem.contiguous(batch=1, heads_q=4, heads_kv=2, seq_q=5, seq_kv=7, head_dim=16)
