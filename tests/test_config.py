@@ -104,5 +104,6 @@ def test_a_rule_for_gpus_that_nobody_timed_says_so(name, direction):
     rules = [rule for variant in registry.get(name).op(direction).offered for rule in variant.rules]
     untimed = [rule for rule in rules if not TIMED & set(rule.arches)]
     assert untimed
+    assert all(rule.why for rule in rules)
     assert [rule.why for rule in untimed if not rule.why.startswith(COMPILED)] == []
     assert all(len(rule.why) > len(COMPILED) for rule in untimed)
