@@ -149,26 +149,21 @@ AGAIN = {
     "a budget as good": (budget(rounds=2, sample_ms=0.5), False),
     "more rounds": (budget(rounds=4), True),
     "longer samples": (budget(sample_ms=2.0), True),
+    "other sources": (lambda job: job, True),
     "a new contender": (lambda job: replace(job, providers=(*job.providers, fakes.peer("new"))), True),
 }
 
 
 @pytest.mark.parametrize("case", AGAIN)
-def test_a_cell_takes_its_turns_again_only_for_a_reason(tmp_path, case):
+def test_a_cell_takes_its_turns_again_only_for_a_reason(tmp_path, monkeypatch, case):
     change, runs = AGAIN[case]
     first, clock = run_once(tmp_path, OURS, fakes.peer("sdpa")), fakes.FakeClock()
+    if case == "other sources":
+        monkeypatch.setattr("bench.results.source_digest", lambda: "other")
     job = change(fakes.job(OURS, fakes.peer("sdpa")))
     again = run(job, fakes.machine(clock), fakes.store(tmp_path), quiet=True)
     assert {name for _, name, _ in clock.log} == ({"run_forward", "partial"} if runs else set())
     assert runs or again == first
-
-
-def test_rows_of_other_sources_are_not_finished(tmp_path, monkeypatch):
-    run_once(tmp_path, OURS)
-    monkeypatch.setattr("bench.results.source_digest", lambda: "other")
-    clock = fakes.FakeClock()
-    run(fakes.job(OURS), fakes.machine(clock), fakes.store(tmp_path), quiet=True)
-    assert clock.log
 
 
 def test_an_error_is_tried_again(tmp_path):

@@ -50,6 +50,8 @@ def imported_modules(path):
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_one_way(path):
     me = module_of(path)
+    # A script's folder goes on sys.path: run by its path, multiattn/x.py would see our `triton` as the real one.
+    assert path.name == "__main__.py" or not path.read_text().startswith("#!"), f"{path} is a runnable script"
     for name in imported_modules(path):
         top, *rest = name.split(".")
         assert top not in ("parity", "bench", "tests"), f"{path} imports {name}"
@@ -137,10 +139,3 @@ def test_importing_costs_nothing_and_shadows_nothing(importing):
         # 15 visible pairs; backward counts 2.5 times forward. Whichever of the two modules is imported first.
         assert it["flops"] == 4 * 2 * 4 * 15 * 8 * 7 // 2
     assert found[1]["seconds"] < 0.050 or any(importing("json")["seconds"] < 0.050 for _ in range(10))
-
-
-def test_no_runnable_script_inside_the_package():
-    """A script's folder goes on sys.path: run by its path, multiattn/x.py would see our `triton` as the real one."""
-    for path in ROOT.rglob("*.py"):
-        if path.name != "__main__.py":
-            assert not path.read_text().startswith("#!"), path

@@ -178,19 +178,6 @@ def test_a_fresh_thread_gets_the_context_of_the_device(monkeypatch):
     assert len(launch._free) == 1
 
 
-def test_a_tensor_map_that_is_refused_spoils_no_later_launch(monkeypatch):
-    driver, launch = make(monkeypatch, BINDINGS["tensor maps"])
-    one, two = tensors(), tensors()
-    launch(one)
-    with monkeypatch.context() as patch:
-        patch.setattr(driver_fakes.FakeDriver, "cuTensorMapEncodeTiled", lambda *arguments: 1)
-        with pytest.raises(RuntimeError, match="cuTensorMapEncodeTiled"):
-            launch(two)
-    for given in (one, two):
-        launch(given)
-        assert driver.launched[-1].parameters == wanted(BINDINGS["tensor maps"], given)
-
-
 def test_streams_that_are_kept_are_bounded(monkeypatch):
     driver, launch = make(monkeypatch, BINDINGS["a struct"])
     streams = (*range(2, 202, 2), 2)
@@ -295,7 +282,7 @@ def test_memory_is_fresh_for_each_launch_and_held_over_all_of_its_kernels(monkey
     assert made == [((512,), (1,), torch.uint8, torch.device("cuda", driver_fakes.DEVICE))] * 2
 
 
-def test_a_kernel_that_fails_ends_the_launch_and_spoils_no_later_one(monkeypatch):
+def test_a_kernel_or_a_tensor_map_that_fails_ends_the_launch_and_spoils_no_later_one(monkeypatch):
     driver, launch = make(monkeypatch, *SEQUENCE)
     inner, left = launch._launch, iter((0, 719))
     launch._launch = lambda *of: next(left, 0) or inner(*of)
@@ -303,9 +290,15 @@ def test_a_kernel_that_fails_ends_the_launch_and_spoils_no_later_one(monkeypatch
     with pytest.raises(RuntimeError, match="CUDA_ERROR_OTHER"):
         launch(given)
     assert len(driver.launched) == 1
-    driver.launched.clear()
-    launch(given)
-    assert [it.parameters for it in driver.launched] == [wanted(it, given) for it in SEQUENCE]
+    other = backward_tensors()
+    with monkeypatch.context() as patch:
+        patch.setattr(driver_fakes.FakeDriver, "cuTensorMapEncodeTiled", lambda *arguments: 1)
+        with pytest.raises(RuntimeError, match="cuTensorMapEncodeTiled"):
+            launch(other)
+    for each in (given, other):
+        driver.launched.clear()
+        launch(each)
+        assert [it.parameters for it in driver.launched] == [wanted(it, each) for it in SEQUENCE]
 
 
 def test_threads_with_streams_of_their_own_never_mix(monkeypatch):
