@@ -10,8 +10,8 @@ from multiattn.run import calls
 from multiattn.run.log import logged
 
 LINE = (
-    r"multiattn launch: backend=reference direction=(?P<direction>\w+) variant=eager arch=cpu B=1 Hq=4 Hkv=2 Sq=5 Skv=7 D=8 "
-    r"dtype=fp64 mask=causal deterministic=yes workspace=0 config\[\] rule\[.+\]"
+    r"multiattn launch: backend=reference direction=(?P<direction>\w+) variant=eager arch=cpu B=1 Hq=4 Hkv=2 Sq=5 "
+    r"Skv=7 D=8 dtype=fp64 mask=causal deterministic=yes workspace=0 config\[\] rule\[.+\]"
 )
 
 
