@@ -29,19 +29,15 @@ KERNEL = Kernel(
 @pytest.fixture
 def doors(tmp_path, monkeypatch):
     """Doors in front of the compilers of this process, gone after the test."""
-    if version_of("triton") is not None:
-        import triton
-
-        monkeypatch.setattr(triton, "compile", triton.compile)
-    if version_of("cuda-tile") is not None:
-        from cuda.tile import _compile
-
-        monkeypatch.setattr(_compile, "_get_bytecode", _compile._get_bytecode)
-        monkeypatch.setattr(_compile, "compile_cubin", _compile.compile_cubin)
-    if version_of("cuda-core") is not None:
-        import cuda.core
-
-        monkeypatch.setattr(cuda.core, "Program", cuda.core.Program)
+    for tool, module, name in (
+        ("triton", "triton", "compile"),
+        ("cuda-tile", "cuda.tile._compile", "_get_bytecode"),
+        ("cuda-tile", "cuda.tile._compile", "compile_cubin"),
+        ("cuda-core", "cuda.core", "Program"),
+    ):
+        if version_of(tool) is not None:
+            owner = importlib.import_module(module)
+            monkeypatch.setattr(owner, name, getattr(owner, name))
     return record_kernels.open_doors(tmp_path / "compiled")
 
 

@@ -1,5 +1,6 @@
 """The cache of compiled code: nothing damaged, foreign or outdated is loaded, and nothing is left behind."""
 
+import contextlib
 import os
 import pwd
 import shutil
@@ -138,6 +139,8 @@ def in_child(work):
     if child := os.fork():
         return child
     status = 1
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    signal.alarm(60)
     try:
         work()
         status = 0
@@ -264,10 +267,12 @@ def test_an_interrupt_leaves_no_compiler_and_no_file(folder, tmp_path, monkeypat
     child = in_child(lambda: host.build_source(code))
     try:
         wait_for(lambda: compilers(folder), 60)
-    finally:
         os.kill(child, signal.SIGINT)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
-    wait_for(lambda: not compilers(folder), 5)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+        wait_for(lambda: not compilers(folder), 5)
+    finally:
+        for compiler in compilers(folder):
+            os.kill(compiler, signal.SIGKILL)
     assert entries(folder) == []
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
@@ -276,12 +281,10 @@ def compilers(folder):
     """Processes of the compiler proper that write below `folder`."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
+        with contextlib.suppress(OSError):
             command = path.read_bytes()
-        except OSError:
-            continue
-        if b"cc1plus" in command and str(folder).encode() in command:
-            found.append(command)
+            if b"cc1plus" in command and str(folder).encode() in command:
+                found.append(int(path.parent.name))
     return found
 
 
