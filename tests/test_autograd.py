@@ -182,6 +182,14 @@ def test_differentiating_twice_is_refused_when_it_is_done():
         dq.sum().backward()
 
 
+def test_forward_mode_is_refused():
+    q, k, v = qkv(requires_grad=False)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match=r"no forward-mode derivative.*multiattn\.reference"):
+            fmha(dual, k, v)
+
+
 @pytest.mark.parametrize(("batch", "seq_q", "seq_kv"), [(0, 5, 7), (2, 0, 7), (2, 5, 0), (0, 0, 0)])
 @pytest.mark.parametrize("backend", ["auto", *multiattn.BACKENDS])
 def test_empty_problems_have_zero_gradients(batch, seq_q, seq_kv, backend):
