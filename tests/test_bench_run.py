@@ -150,6 +150,7 @@ AGAIN = {
     "more rounds": (budget(rounds=4), True),
     "longer samples": (budget(sample_ms=2.0), True),
     "other sources": (lambda job: job, True),
+    "rows of two runs": (lambda job: job, True),
     "a new contender": (lambda job: replace(job, providers=(*job.providers, fakes.peer("new"))), True),
 }
 
@@ -160,6 +161,8 @@ def test_a_cell_takes_its_turns_again_only_for_a_reason(tmp_path, monkeypatch, c
     first, clock = run_once(tmp_path, OURS, fakes.peer("sdpa")), fakes.FakeClock()
     if case == "other sources":
         monkeypatch.setattr("bench.results.source_digest", lambda: "other")
+    if case == "rows of two runs":
+        run_once(tmp_path, fakes.peer("sdpa"), fresh=True)
     job = change(fakes.job(OURS, fakes.peer("sdpa")))
     again = run(job, fakes.machine(clock), fakes.store(tmp_path), quiet=True)
     assert {name for _, name, _ in clock.log} == ({"run_forward", "partial"} if runs else set())

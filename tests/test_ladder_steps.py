@@ -11,9 +11,9 @@ from multiattn import Plan, Problem
 from multiattn.cutile import configs as cutile_configs
 from multiattn.cutile import rules as cutile_rules
 from multiattn.cutile import steps as cutile_steps
-from multiattn.plan.arch import ARCHS, by_name
+from multiattn.plan.arch import by_name
 from multiattn.plan.backend import find_variant, get, ladder, make_plan, plan_variant
-from multiattn.plan.config import Rule, select
+from multiattn.plan.config import select
 from multiattn.triton import configs as triton_configs
 from multiattn.triton import ladder as triton_ladder
 from multiattn.triton import rules as triton_rules
@@ -118,22 +118,6 @@ def ladder_top(language, name):
     if language == "cutile":
         return "full"
     return "full" if rung_of(language, name).step.descriptor else "pointer_full"
-
-
-@each_language
-def test_rules_of_its_own_come_first(language, monkeypatch):
-    config = {
-        "triton": triton_configs.TritonConfig(tile_m=16, tile_n=16, num_warps=4, num_stages=1),
-        "cutile": cutile_configs.CutileConfig(tile_m=16, tile_n=16, occupancy=None, k_latency=None, v_latency=None),
-    }[language]
-    own = Rule(arches=("sm90",), config=config, why="measured", head_dim_max=128)
-    module = RULES[language]
-    monkeypatch.setattr(module, "OWN_RULES", {**module.OWN_RULES, "math": (own,)})
-    rules = module.rules_of("math")
-    assert rules[0] == own
-    assert {arch for rule in rules[1:] for arch in rule.arches} == set(ARCHS)
-    assert not any(own.covers(rule) for rule in rules[1:])
-    assert any("sm90" in rule.arches and rule.head_dim_max > 128 for rule in rules[1:])
 
 
 RAGGED = Case(
