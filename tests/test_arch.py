@@ -23,6 +23,7 @@ from multiattn.plan.arch import ARCHS, CPU, GPU_ARCHS, GPUS, KIB, Arch, find_gpu
         ("sm90", 256, 128, 227, 1, "smem"),
         ("sm120", 128, 128, 40, 2, "smem"),
         ("sm90", 160, 64, 0, 6, "registers"),  # 5 warps: each partition holds 8 of 8 KiB, so 32 warps, so 6 blocks
+        ("sm90", 32, 80, 0, 24, "registers"),  # each partition holds 6 warps of 10 KiB: no 25th lives across two
         ("sm90", 1024, 128, 0, 0, "registers"),
     ],
 )
