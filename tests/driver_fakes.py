@@ -33,6 +33,7 @@ class Launched:
 class FakeDriver:
     """`did` has the names of what was done on the stream, in order; `encoded` what tensor maps were made of.
 
+    `contexts` has the devices whose contexts were made current, and when a thread's was asked for; `current` is it.
     `sizes` are those of the parameters of the kernel, or by function of each, or of each launch in turn. `refuse` is
     how many launches fail for want of a context.
     """
@@ -40,7 +41,8 @@ class FakeDriver:
     def __init__(self, sizes=()):
         self.sizes = sizes
         self.launched, self.did, self.cleared, self.encoded, self.loaded, self.attributes = [], [], [], [], [], []
-        self.unloaded, self.resident, self.contexts, self.refuse, self.status = [], [], 0, 0, 0
+        self.unloaded, self.resident, self.contexts, self.refuse, self.status = [], [], [], 0, 0
+        self.current, self.context_status = CONTEXT, 0
         self.stream, self.capturing, self.memory = 70, False, 1 << 20
 
     def cuLaunchKernelEx(self, config, function, parameters, extra):  # noqa: N802
@@ -129,8 +131,9 @@ class FakeDriver:
         return 0
 
     def cuCtxGetCurrent(self, current):  # noqa: N802
-        current._obj.value = CONTEXT
-        return 0
+        self.contexts.append("current?")
+        current._obj.value = self.current
+        return self.context_status
 
     def cuDeviceGet(self, handle, ordinal):  # noqa: N802
         handle._obj.value = ordinal
@@ -141,7 +144,7 @@ class FakeDriver:
         return 0
 
     def cuCtxSetCurrent(self, chosen):  # noqa: N802
-        self.contexts += 1
+        self.contexts.append(chosen.value - CONTEXT)
         return 0
 
     def cuGetErrorName(self, status, name):  # noqa: N802

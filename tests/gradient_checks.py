@@ -1,4 +1,4 @@
-"""What the backward tests of every backend share: a launch in poisoned memory, and its error against the formulas."""
+"""Shared by the backward tests of every backend: a launch in poisoned memory, its error against the formulas."""
 
 import math
 
@@ -10,12 +10,12 @@ from multiattn.problem import Operands
 
 PRECISE = torch.float64
 FP32_NOISE = 1e-5
-"""Of ``dp - delta``, two fp32 sums of some hundred products of about 1, which cancel where a row sees one key only."""
+"""Noise of ``dp - delta``: two fp32 sums of some hundred products of about 1 cancel where a row sees one key only."""
 NAMES = ("dq", "dk", "dv")
 
 
 def saved(problem, q, k, v):
-    """What a forward saves, exact but for its roundings: out in the dtype of q, lse in fp32."""
+    """Results of a forward, exact but for their roundings: out in the dtype of q, lse in fp32."""
     out, lse = reference(q, k, v, causal=problem.causal, scale=problem.scale, compute_dtype=PRECISE)
     return out.to(q.dtype), lse.float()
 

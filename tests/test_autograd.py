@@ -1,8 +1,6 @@
 """Gradients of plain eager calls: autograd of the reference in fp64 is the truth, for every way that training takes."""
 
-import copy
 import math
-import pickle
 import threading
 from dataclasses import replace
 
@@ -72,21 +70,15 @@ def test_agrees_with_autograd_of_the_reference(name, return_lse):
     close(gradients(loss, inputs), gradients(weigh(*expected[: 1 + return_lse]), inputs))
 
 
-def test_only_lse_may_be_used():
+def test_only_lse_may_be_used_and_only_one_input_may_require_grad():
     inputs = qkv()
     q_k = inputs[:2]
     _, lse = fmha(*inputs, causal=True, return_lse=True)
     close(gradients(lse.sin().sum(), q_k), gradients(truth(*inputs, causal=True)[1].sin().sum(), q_k))
-
-
-@pytest.mark.parametrize("which", range(3))
-def test_only_one_input_may_require_grad(which):
-    inputs = qkv(requires_grad=False)
-    inputs[which].requires_grad_()
-    out = fmha(*inputs)
-    assert out.requires_grad
-    close(gradients(weigh(out), inputs[which]), gradients(weigh(truth(*inputs)[0]), inputs[which]))
-    assert all((tensor.grad is None) for tensor in inputs)
+    for which in range(3):
+        inputs = qkv(requires_grad=False)
+        inputs[which].requires_grad_()
+        close(gradients(weigh(fmha(*inputs)), inputs[which]), gradients(weigh(truth(*inputs)[0]), inputs[which]))
 
 
 def misaligned(grad):
@@ -116,14 +108,11 @@ def test_dout_of_any_layout(name):
     assert not any(operands.dout.data_ptr() % 16 for operands in seen)
 
 
-def test_views_of_one_packed_tensor():
+def test_views_of_one_packed_tensor_and_transposed_inputs_get_their_layout_back():
     packed = random(2, 6, 3, 4, 8).requires_grad_()  # [B, S, 3, H, D]
     q, k, v = packed.permute(2, 0, 3, 1, 4).unbind()
     out = fmha(q, k, v, causal=True)
     close(gradients(weigh(out), packed), gradients(weigh(truth(q, k, v, causal=True)[0]), packed))
-
-
-def test_transposed_inputs_get_their_layout_back():
     tensors = [random(2, 6, 4, 8, seed=seed).transpose(1, 2).requires_grad_() for seed in range(3)]
     out, lse = fmha(*tensors, return_lse=True)
     assert out.stride() == tensors[0].stride()
@@ -206,41 +195,14 @@ def test_forward_mode_is_refused():
 def test_empty_problems_have_zero_gradients(batch, seq_q, seq_kv, backend):
     q = torch.ones(batch, 2, seq_q, 16, dtype=torch.bfloat16, requires_grad=True)
     k, v = (torch.ones(batch, 2, seq_kv, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-    if backend != "auto" and not registry.get(backend).backward.variants:
-        pytest.skip(f"{backend} has no backward")
     out, lse = fmha(q, k, v, backend=backend, return_lse=True)
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
     grads = torch.autograd.grad(out.float().sum() + lse.clamp(min=-1.0).sum(), (q, k, v))
     for tensor, grad in zip((q, k, v), grads, strict=True):
         assert grad.shape == tensor.shape
         assert (grad == 0).all()
-
-
-def test_autocast_changes_nothing():
-    inputs = qkv(dtype=torch.bfloat16)
-    expected = gradients(fmha(*inputs).float().square().sum(), inputs)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual = gradients(fmha(*inputs).float().square().sum(), inputs)
-    assert all(torch.equal(grad, known) for grad, known in zip(actual, expected, strict=True))
-
-
-class Layer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.project = torch.nn.Linear(16, 48, dtype=torch.float64)
-
-    def forward(self, x):
-        q, k, v = self.project(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind()
-        return fmha(q, k, v, causal=True).transpose(1, 2).flatten(2)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
-def test_a_module_that_uses_it_may_be_copied(copied):
-    layer, x = Layer(), random(2, 5, 16)
-    layer(x).sum().backward()
-    twin = copied(layer)
-    twin.zero_grad()
-    twin(x).sum().backward()
-    close(twin.project.weight.grad, layer.project.weight.grad)
 
 
 def test_threads_may_share_it():
@@ -267,8 +229,6 @@ def test_threads_may_share_it():
 
 @pytest.mark.parametrize("backend", multiattn.BACKENDS)
 def test_a_named_backend_runs_its_backward_on_cpu_tensors(backend):
-    if not registry.get(backend).backward.variants:
-        pytest.skip(f"{backend} has no backward")
     inputs = qkv(seq_q=6, seq_kv=9, head_dim=16, dtype=torch.bfloat16)
     out, lse = fmha(*inputs, causal=True, backend=backend, return_lse=True)
     actual = gradients(weigh(out.double(), lse), inputs)
@@ -381,35 +341,24 @@ def test_a_warm_backward_looks_up_nothing(monkeypatch):
         close(torch.autograd.grad(fmha(*inputs, causal=True), inputs, dout), expected)
 
 
+DENSE = "must be a dense strided tensor; got "
+OUT, LSE = random(2, 4, 5, 8), random(2, 4, 5).float()
 BAD = {
     "q is a list": ({"q": [1.0]}, TypeError, "q must be a torch.Tensor; got list"),
     "out is missing": ({"out": None}, TypeError, "out must be a torch.Tensor; got NoneType"),
     "dout is missing": ({"dout": None}, TypeError, "dout must be a torch.Tensor; got NoneType"),
-    "dout is short": (
-        {"dout": random(2, 4, 4, 8)},
-        ValueError,
-        r"dout: got \(2, 4, 4, 8\).*allowed \(2, 4, 5, 8\)",
-    ),
-    "out is fp32": ({"out": random(2, 4, 5, 8).float()}, ValueError, "out: got .*float32.*allowed .*float64"),
-    "lse is fp64": ({"lse": random(2, 4, 5)}, ValueError, "lse: got .*float64.*allowed .*float32"),
-    "out is a list": ({"out": [1.0]}, TypeError, "out must be a torch.Tensor; got list"),
-    "dlse is short": ({"dlse": random(2, 4, 1).float()}, ValueError, "dlse: got"),
-    "lse is elsewhere": ({"lse": torch.empty(2, 4, 5, device="meta")}, ValueError, "on meta; allowed .* on cpu"),
-    "out is sparse": (
-        {"out": random(2, 4, 5, 8).to_sparse()},
-        TypeError,
-        "out must be a dense strided tensor; got layout torch.sparse_coo",
-    ),
-    "lse is sparse": (
-        {"lse": random(2, 4, 5).float().to_sparse()},
-        TypeError,
-        "lse must be a dense strided tensor; got layout torch.sparse_coo",
-    ),
-    "dout is sparse": ({"dout": random(2, 4, 5, 8).to_sparse()}, TypeError, "dout must be a dense strided tensor; got"),
+    "dout is short": ({"dout": OUT[:, :, :4]}, ValueError, r"dout: got \(2, 4, 4, 8\).*allowed \(2, 4, 5, 8\)"),
+    "out is fp32": ({"out": OUT.float()}, ValueError, "out: got .*float32.*allowed .*float64"),
+    "lse is fp64": ({"lse": LSE.double()}, ValueError, "lse: got .*float64.*allowed .*float32"),
+    "dlse is short": ({"dlse": LSE[..., :1]}, ValueError, "dlse: got"),
+    "lse is elsewhere": ({"lse": LSE.to("meta")}, ValueError, "on meta; allowed .* on cpu"),
+    "out is sparse": ({"out": OUT.to_sparse()}, TypeError, f"out {DENSE}layout torch.sparse_coo"),
+    "lse is sparse": ({"lse": LSE.to_sparse()}, TypeError, f"lse {DENSE}layout torch.sparse_coo"),
+    "dout is sparse": ({"dout": OUT.to_sparse()}, TypeError, f"dout {DENSE}layout torch.sparse_coo"),
     "dlse is nested": (
         {"dlse": torch.nested.nested_tensor([random(4, 5).float()] * 2, layout=torch.jagged)},
         TypeError,
-        "dlse must be a dense strided tensor; got a nested tensor",
+        f"dlse {DENSE}a nested tensor",
     ),
     "causal is 1": ({"causal": 1}, TypeError, "causal must be a bool; got int"),
     "no such backend": ({"backend": "nope"}, ValueError, "got 'nope'"),

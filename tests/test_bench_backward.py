@@ -11,7 +11,7 @@ from bench import tune
 from bench.contenders import GRADS, Ours, alike, contender_of, differentiate, our_providers, require_grad
 from bench.docs import results_block
 from bench.matrix import SUITES
-from bench.report import groups, memory_summary, text_report
+from bench.report import groups, text_report
 from bench.results import dumps, load
 from bench.run import output_bytes, run
 from multiattn.plan import backend as registry
@@ -123,6 +123,9 @@ def test_the_graph_is_walked_again_or_made_anew():
 
 
 def test_the_deterministic_variant_stands_beside_the_fastest(monkeypatch, tmp_path):
+    for name in BACKENDS:
+        best, beside = (registry.get(name).backward.variants[0], our_providers((name,), direction="bwd")[1].variant)
+        assert find_variant(registry.get(name), beside, "backward").deterministic != best.deterministic
     launched = two_variants(monkeypatch)
     providers = our_providers(("reference",), direction="bwd")
     assert [it.name for it in providers] == ["reference", "reference/two_pass"]
@@ -137,8 +140,12 @@ def test_the_deterministic_variant_stands_beside_the_fastest(monkeypatch, tmp_pa
     assert set(launched) == {"atomic", "two_pass"}
 
 
-def test_a_call_asks_for_the_variant_of_its_row(monkeypatch, tmp_path):
+def test_a_call_asks_for_the_variant_of_its_row_or_cannot_time_it(monkeypatch, tmp_path):
     two_variants(monkeypatch)
+    backend = registry.get("reference")
+    third = replace(backend.backward.variants[1], name="third")
+    more = replace(backend, backward=replace(backend.backward, variants=(*backend.backward.variants, third)))
+    monkeypatch.setattr("multiattn.plan.backend.get", lambda name: more)
     asked = []
 
     def fmha(q, k, v, *, causal, backend, deterministic):
@@ -146,18 +153,10 @@ def test_a_call_asks_for_the_variant_of_its_row(monkeypatch, tmp_path):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
     monkeypatch.setattr(multiattn, "fmha", fmha)
-    rows = run_once(tmp_path, *our_providers(("reference",), direction="bwd"), regime="call")
+    providers = (*our_providers(("reference",), direction="bwd"), Ours(backend="reference", variant="third"))
+    *rows, row = run_once(tmp_path, *providers, regime="call")
     assert all(row.measured for row in rows)
     assert asked == [False, True]
-
-
-def test_a_call_cannot_time_a_variant_that_nobody_can_ask_for(monkeypatch, tmp_path):
-    two_variants(monkeypatch)
-    backend = registry.get("reference")
-    third = replace(backend.backward.variants[1], name="third")
-    more = replace(backend, backward=replace(backend.backward, variants=(*backend.backward.variants, third)))
-    monkeypatch.setattr("multiattn.plan.backend.get", lambda name: more)
-    (row,) = run_once(tmp_path, Ours(backend="reference", variant="third"), regime="call")
     assert str(row.reasons[0]) == "variant: got third; allowed two_pass: fmha cannot be asked for others"
 
 
@@ -177,12 +176,6 @@ def test_backward_candidates_are_swept(monkeypatch):
     for ours in found:
         assert tune.check_candidate(tune.Candidate(ours=ours, cell=BWD, arch=ARCHS["cpu"], device="cpu"))
         assert ours.plans(BWD, BWD.problem, ARCHS["cpu"])[0].direction == "backward"
-
-
-def test_of_each_backend_both_kinds_compete():
-    for name in BACKENDS:
-        best, beside = (registry.get(name).backward.variants[0], our_providers((name,), direction="bwd")[1].variant)
-        assert find_variant(registry.get(name), beside, "backward").deterministic != best.deterministic
 
 
 # ---------------------------------------------------------------- memory
@@ -205,17 +198,14 @@ def flash_bytes(problem: Problem) -> int:
     return problem.batch * problem.heads_q * seq * (head_dim + 1) * 4
 
 
-VARIANTS = [(name, variant.name) for name in BACKENDS for variant in registry.get(name).backward.variants]
-
-
 LENGTHS = ((1000, 1), (1000, 1000), (1000, 1 << 20), (1 << 20, 1000), (1 << 20, 1 << 20))
 
 
-@pytest.mark.parametrize(("name", "rung"), VARIANTS)
-def test_no_workspace_grows_with_the_product_of_the_lengths(name, rung):
-    variant = find_variant(registry.get(name), rung, "backward")
+@pytest.mark.parametrize("name", BACKENDS)
+def test_no_workspace_grows_with_the_product_of_the_lengths(name):
     plans = [
         plan_variant(registry.get(name), variant, problem, ARCHS[arch], direction="backward")
+        for variant in registry.get(name).backward.variants
         for arch in GPU_ARCHS
         for head_dim in (40, 64, 128, 256)
         for seq_q, seq_kv in LENGTHS
@@ -224,7 +214,7 @@ def test_no_workspace_grows_with_the_product_of_the_lengths(name, rung):
         ]
     ]
     made = [plan for plan in plans if isinstance(plan, Plan)]
-    assert made
+    assert {plan.variant for plan in made} == {variant.name for variant in registry.get(name).backward.variants}
     for plan in made:
         assert plan.workspace_bytes <= flash_bytes(plan.problem), plan
 
@@ -243,11 +233,6 @@ def cell_rows(cell):
 
 
 ROWS = [row for cell in CELLS for row in cell_rows(cell)]
-
-
-def test_the_memory_of_a_backward_is_told_in_a_line():
-    assert "triton 0.67, triton/two_pass 0.17" in memory_summary(ROWS)
-    assert memory_summary([]) == ""
 
 
 def test_reports_keep_directions_apart():
@@ -269,3 +254,4 @@ def test_the_readme_has_a_table_of_backward_once_there_is_one(tmp_path):
     assert "TFLOPS, backward, 16k tokens" in block
     assert "| triton/two_pass" in block
     assert "Device memory of a backward beside inputs and outputs" in block
+    assert "triton 0.67, triton/two_pass 0.17" in block

@@ -93,11 +93,6 @@ def test_a_chain_is_timed_in_turns(climb, capsys):
     assert climb("cutile")[1] == rows  # what this setup has measured is not measured again
 
 
-def test_a_chain_of_one_has_a_table_too(climb, capsys):
-    assert climb("cutile", "--variant", "pointer")[0] == 0
-    assert "TFLOPS, cutile up to pointer" in capsys.readouterr().out
-
-
 def test_a_list_has_every_point_timed_or_refused(climb, capsys):
     status, found = climb("cuda")
     rows = {row.contender: row for row in found}

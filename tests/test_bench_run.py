@@ -56,40 +56,38 @@ def test_a_failing_peer_is_a_row_and_the_run_goes_on(tmp_path):
     assert ours.measured
 
 
-def test_ours_is_held_to_parity_before_it_is_timed(tmp_path, monkeypatch):
+def launching(monkeypatch, forward):
+    """Let the reference's forward be `forward(launcher, operands)`, which is given the right launcher."""
     right = get("reference")
 
     def prepare(plan):
         launcher = right.forward.prepare(plan)
-
-        def launch(operands):
-            launcher(operands)
-            operands.out[0, 0, -1, 0] += 0.5
-
-        return launch
+        return lambda operands: forward(launcher, operands)
 
     wrong = replace(right, forward=replace(right.forward, prepare=prepare))
     monkeypatch.setattr("multiattn.plan.backend.get", lambda name: wrong)
+
+
+def test_ours_is_held_to_parity_before_it_is_timed(tmp_path, monkeypatch):
+    def wrong(launcher, operands):
+        launcher(operands)
+        operands.out[0, 0, -1, 0] += 0.5
+
+    launching(monkeypatch, wrong)
     (row,) = run_once(tmp_path, OURS)
     assert row.error.startswith("parity.tolerance.Mismatch: out is off")
     assert row.measured is None
 
 
 def test_what_an_earlier_launch_wrote_is_no_result(monkeypatch):
-    right, launches = get("reference"), []
+    launches = []
 
-    def prepare(plan):
-        launcher = right.forward.prepare(plan)
+    def once(launcher, operands):
+        launches.append(1)
+        if len(launches) == 1:
+            launcher(operands)
 
-        def launch(operands):
-            launches.append(1)
-            if len(launches) == 1:
-                launcher(operands)
-
-        return launch
-
-    once = replace(right, forward=replace(right.forward, prepare=prepare))
-    monkeypatch.setattr("multiattn.plan.backend.get", lambda name: once)
+    launching(monkeypatch, once)
     contender = OURS.prepare(fakes.CELL, fakes.CELL.tensors("cpu"), fakes.machine().arch)
     first, second = ({name: it.isnan() for name, it in contender.output().items()} for _ in range(2))
     assert not any(it.any() for it in first.values())
@@ -118,17 +116,6 @@ def test_the_json_keeps_the_three_apart_and_says_each_environment_once():
         assert {"measured", "reasons", "error"} & set(row) == {kind}
 
 
-def test_finished_cells_are_not_run_again(tmp_path):
-    first = run_once(tmp_path, OURS, fakes.peer("sdpa"))
-    clock = fakes.FakeClock()
-    again = run(fakes.job(OURS, fakes.peer("sdpa")), fakes.machine(clock), fakes.store(tmp_path), quiet=True)
-    assert again == first
-    assert not clock.log
-    fresh = fakes.job(OURS, fakes.peer("sdpa"), fresh=True)
-    run(fresh, fakes.machine(clock), fakes.store(tmp_path), quiet=True)
-    assert clock.log
-
-
 def test_rows_timed_together_carry_one_run(tmp_path):
     cells = (fakes.CELL, replace(fakes.CELL, seq=32))
     rows = run_once(tmp_path, OURS, fakes.peer("sdpa"), fakes.peer("broken", raises), cells=cells)
@@ -152,15 +139,34 @@ def test_a_line_is_of_the_newest_complete_run():
     assert one_run([*new, refused, other]) == [*new, refused]
 
 
-@pytest.mark.parametrize(
-    ("rounds", "sample_ms", "runs"), [(3, 1.0, False), (2, 0.5, False), (4, 1.0, True), (3, 2.0, True)]
-)
-def test_a_better_budget_is_measured_again(tmp_path, rounds, sample_ms, runs):
-    run_once(tmp_path, OURS)
-    clock = fakes.FakeClock()
-    job = replace(fakes.job(OURS), budget=replace(fakes.BUDGET, rounds=rounds, sample_ms=sample_ms))
-    run(job, fakes.machine(clock), fakes.store(tmp_path), quiet=True)
-    assert bool(clock.log) == runs
+def budget(**changes):
+    return lambda job: replace(job, budget=replace(fakes.BUDGET, **changes))
+
+
+AGAIN = {
+    "nothing new": (lambda job: job, False),
+    "as it is asked for": (lambda job: replace(job, fresh=True), True),
+    "a budget as good": (budget(rounds=2, sample_ms=0.5), False),
+    "more rounds": (budget(rounds=4), True),
+    "longer samples": (budget(sample_ms=2.0), True),
+    "other sources": (lambda job: job, True),
+    "rows of two runs": (lambda job: job, True),
+    "a new contender": (lambda job: replace(job, providers=(*job.providers, fakes.peer("new"))), True),
+}
+
+
+@pytest.mark.parametrize("case", AGAIN)
+def test_a_cell_takes_its_turns_again_only_for_a_reason(tmp_path, monkeypatch, case):
+    change, runs = AGAIN[case]
+    first, clock = run_once(tmp_path, OURS, fakes.peer("sdpa")), fakes.FakeClock()
+    if case == "other sources":
+        monkeypatch.setattr("bench.results.source_digest", lambda: "other")
+    if case == "rows of two runs":
+        run_once(tmp_path, fakes.peer("sdpa"), fresh=True)
+    job = change(fakes.job(OURS, fakes.peer("sdpa")))
+    again = run(job, fakes.machine(clock), fakes.store(tmp_path), quiet=True)
+    assert {name for _, name, _ in clock.log} == ({"run_forward", "partial"} if runs else set())
+    assert runs or again == first
 
 
 def test_an_error_is_tried_again(tmp_path):
@@ -187,21 +193,6 @@ def test_a_file_that_is_not_ours_is_named(tmp_path, text):
     path.write_text(text)
     with pytest.raises(InputError, match=r"x\.json: not a file of schema 3"):
         load(path)
-
-
-def test_a_new_contender_makes_the_whole_cell_take_turns_again(tmp_path):
-    run_once(tmp_path, OURS)
-    clock = fakes.FakeClock()
-    run(fakes.job(OURS, fakes.peer("sdpa")), fakes.machine(clock), fakes.store(tmp_path), quiet=True)
-    assert {name for _, name, _ in clock.log} == {"run_forward", "partial"}
-
-
-def test_rows_of_other_sources_are_not_finished(tmp_path, monkeypatch):
-    run_once(tmp_path, OURS)
-    monkeypatch.setattr("bench.results.source_digest", lambda: "other")
-    clock = fakes.FakeClock()
-    run(fakes.job(OURS), fakes.machine(clock), fakes.store(tmp_path), quiet=True)
-    assert clock.log
 
 
 def test_one_who_takes_the_device_down_is_left_out_of_the_next_run(tmp_path):

@@ -34,13 +34,10 @@ def contestant(name, log=None):
     return Contestant(call=call)
 
 
-def test_median_and_quartiles():
+def test_median_quartiles_and_whether_most_readings_were_host_bound():
     timing = Timing.of([Sample(time_ms=time) for time in (5.0, 1.0, 2.0, 4.0, 3.0)], launches=7)
     assert (timing.low_ms, timing.time_ms, timing.high_ms) == (2.0, 3.0, 4.0)
     assert (timing.rounds, timing.launches, timing.host_bound) == (5, 7, False)
-
-
-def test_host_bound_is_the_majority_of_readings():
     late, early = Sample(time_ms=1.0, host_bound=True), Sample(time_ms=1.0)
     assert Timing.of([late, late, early], 1).host_bound
     assert not Timing.of([late, early], 1).host_bound
@@ -125,18 +122,20 @@ def test_the_context_is_entered_around_a_reading_and_not_in_it():
     assert log == ["enter", "call", "call", "call", "exit", *["enter", "call", "exit"] * 2]
 
 
-def test_the_regimes_are_not_mixed():
-    clock = FakeClock()
-    timing = measure({"a": contestant("a")}, clock, regime="call", budget=Budget(rounds=4))["a"]
-    assert [regime for regime, _, _ in clock.log] == ["device"] * 3 + ["single"] * 4  # warming up, then reading
-    assert timing.launches == 1
-
-
-def test_a_graph_holds_the_launches_of_a_reading():
-    clock = FakeClock({"a": 0.25, "16 x a": 8.0})
-    timing = measure({"a": contestant("a")}, clock, regime="graph", budget=Budget(rounds=2, sample_ms=4.0))["a"]
-    assert [(name, launches) for _, name, launches in clock.log[3:]] == [("16 x a", 1)] * 2
-    assert (timing.launches, timing.time_ms) == (16, 0.5)
+@pytest.mark.parametrize(
+    ("regime", "read", "launches"),
+    [
+        ("device", ("device", "a", 16), 16),
+        ("call", ("single", "a", 1), 1),
+        ("graph", ("device", "16 x a", 1), 16),
+    ],
+)
+def test_the_regimes_are_not_mixed(regime, read, launches):
+    clock = FakeClock({"a": 0.25, "16 x a": 4.0})
+    timing = measure({"a": contestant("a")}, clock, regime=regime, budget=Budget(rounds=2, sample_ms=4.0))["a"]
+    assert {way for way, _, _ in clock.log[:3]} == {"device"}  # warming up
+    assert clock.log[3:] == [read] * 2
+    assert (timing.launches, timing.time_ms) == (launches, 0.25)
 
 
 class FakeEvent:
@@ -191,9 +190,6 @@ def test_host_cost_waits_for_the_device_between_repeats_only():
     costs = host_ms(calls, each=2, rounds=2, synchronize=lambda: log.append("wait"))
     assert log == ["wait", "a", "a", "wait", "b", "b"] * 2 + ["wait"]
     assert all(0 < cost < 10 for cost in costs.values())
-
-
-def test_a_host_call_that_raises_costs_the_others_nothing():
     costs = host_ms({"bad": lambda: 1 / 0, "good": lambda: None}, each=2, rounds=3, synchronize=lambda: None)
     assert isinstance(costs["bad"], ZeroDivisionError)
     assert costs["good"] > 0

@@ -64,6 +64,8 @@ def test_another_day_or_commit_alone_is_no_other_setup():
 def test_preferences_are_what_multiattn_reads(tmp_path):
     rows = [*floor_rows(cutile=1.0, triton=2.0, sdpa_cudnn=0.5), refused(floor_rows(cuda=1.0)[0])]
     path = tmp_path / "measured.json"
+    with pytest.raises(ValueError, match="nothing to prefer by"):
+        write_preferences(rows[-1:], path)
     assert write_preferences(rows, path) == 2
     cells = [
         PreferenceCell(**{**cell, "tflops": tuple(sorted(cell["tflops"].items()))})
@@ -73,51 +75,38 @@ def test_preferences_are_what_multiattn_reads(tmp_path):
     assert cells[0].tflops == (("cutile", 100.0), ("triton", 50.0))
 
 
-def test_of_cells_alike_the_newest_run_is_preferred_by():
-    seed = replace(STANDARD, dtype="fp16")
-    old = [fakes.row(name, time_ms, cell=seed, run="2026-11-20") for name, time_ms in (("cuda", 2.0), ("cutile", 1.0))]
+def test_of_cells_alike_the_newest_run_is_preferred_by_and_a_held_out_one_only_alone():
+    half = replace(STANDARD, dtype="fp16")
+    assert half in SUITES["heldout"]
+    alike = replace(STANDARD, layout="bhsd")
+    old = [fakes.row(name, time_ms, cell=alike, run="2026-11-20") for name, time_ms in (("cuda", 2.0), ("cutile", 1.0))]
     new = [fakes.row("cuda", 1.0, cell=STANDARD, run="2026-11-21")]
-    for rows in ([*old, *new], [*new, *old]):
+    held = [fakes.row("triton", 1.0, cell=half, run="2026-11-22")]
+    for rows, tflops in (
+        ([*old, *new], {"cuda": 100.0}),
+        ([*new, *old], {"cuda": 100.0}),
+        ([*held, *new], {"cuda": 100.0}),
+        (held, {"triton": 100.0}),
+    ):
         (cell,) = preferences(rows)
-        assert list(cell["tflops"]) == ["cuda"]
+        assert cell["tflops"] == tflops
 
 
-def test_a_held_out_cell_is_preferred_by_only_where_there_is_no_other():
-    held = next(cell for cell in SUITES["heldout"] if cell == replace(STANDARD, dtype="fp16"))
-    alone = [fakes.row("triton", 1.0, cell=held)]
-    (cell,) = preferences([*alone, fakes.row("cuda", 1.0, cell=STANDARD)])
-    assert cell["tflops"] == {"cuda": 100.0}
-    (cell,) = preferences(alone)
-    assert cell["tflops"] == {"triton": 100.0}
-
-
-def test_cells_of_other_counts_of_heads_are_preferred_by_apart():
-    few, many = preferences(
-        [fakes.row("cuda", 1.0, cell=replace(STANDARD, batch=batch)) for batch in (1, STANDARD.batch)]
-    )
+def test_cells_of_other_counts_of_heads_and_of_shared_keys_are_preferred_by_apart():
+    cells = (replace(STANDARD, batch=1), STANDARD, replace(STANDARD, heads_kv=2))
+    few, many, shared = preferences([fakes.row("cuda", 1.0, cell=cell) for cell in cells])
     assert (few["heads"], many["heads"]) == (16, 64)
-
-
-def test_cells_whose_heads_share_keys_are_preferred_by_apart():
-    rows = [fakes.row("cuda", 1.0, cell=replace(STANDARD, heads_kv=heads_kv)) for heads_kv in (None, 2)]
-    each, shared = preferences(rows)
-    assert "group" not in each
-    assert shared == {**each, "group": 8}
+    assert "group" not in many
+    assert shared == {**many, "group": 8}
 
 
 def test_a_run_of_a_variant_that_is_no_longer_chosen_is_not_preferred_by():
-
     def rows(variant):
         plan = {"variant": variant, "config": {}, "why": ""}
         return [replace(fakes.row("cuda", 1.0, cell=STANDARD), plan=plan), fakes.row("cutile", 2.0, cell=STANDARD)]
 
     assert [cell["tflops"] for cell in preferences(rows("wgmma"))] == [{"cuda": 100.0, "cutile": 50.0}]
     assert preferences(rows("split_q+swizzle_qkv")) == []
-
-
-def test_nothing_measured_is_nothing_to_prefer_by(tmp_path):
-    with pytest.raises(ValueError, match="nothing to prefer by"):
-        write_preferences([refused(fakes.row("cuda", 1.0))], tmp_path / "measured.json")
 
 
 def test_backward_is_preferred_by_its_own_cells():

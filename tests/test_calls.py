@@ -1,4 +1,4 @@
-"""What like calls share: a warm call finds what an earlier one made ready, and only what was made for such tensors."""
+"""Like calls share: a warm call finds what an earlier one made ready, and only what was made for such tensors."""
 
 import weakref
 from fractions import Fraction
@@ -61,14 +61,9 @@ def test_like_calls_share_and_others_do_not():
             ready_of(q, k, v, needs_grad=True),
         ]
         assert len({id(ready) for ready in (first, *others)}) == 1 + len(others)
-
-
-@pytest.mark.usefixtures("_guards")
-def test_a_tensor_may_be_given_twice():
-    q, k, _ = qkv()
-    first = ready_of(q, k, k)
-    assert ready_of(q, k, k) is first
-    assert ready_of(q, q, q) is first
+    twice = ready_of(q, k, k)
+    assert ready_of(q, k, k) is twice
+    assert ready_of(q, q, q) is twice
 
 
 @pytest.mark.usefixtures("_guards")
@@ -147,16 +142,10 @@ def test_the_same_tensors_on_another_device_are_another_call(calls, monkeypatch)
     calls.clear()
 
 
-@pytest.mark.parametrize("same", [{"scale": 2}, {"scale": Fraction(2)}, {"scale": 2.0}])
-def test_options_are_normal_once_they_are_made(same):
-    made = options_of(causal=True, **same)
-    assert (made, type(made.scale)) == (options_of(causal=True, scale=2.0), float)
-
-
-@pytest.mark.parametrize("wrong", [{"causal": 1}, {"scale": True}, {"backend": None}, {"variant": 1}])
-def test_options_that_equal_good_ones_are_not_made(wrong):
-    with pytest.raises(TypeError, match=f"^{next(iter(wrong))} must be"):
-        options_of(**wrong)
+def test_options_are_normal_once_they_are_made():
+    for scale in (2, Fraction(2), 2.0):
+        made = options_of(causal=True, scale=scale)
+        assert (made, type(made.scale)) == (options_of(causal=True, scale=2.0), float)
 
 
 def test_guards_keep_no_tensor():
@@ -176,11 +165,3 @@ def test_the_number_of_calls_kept_is_bounded(monkeypatch):
             ready_of(*qkv(seq=seq))
     assert len(calls._forward.ready) <= 3
     assert len(calls._forward._latest) <= 3
-
-
-def test_pytorch_has_both_ways_past_its_dispatcher():
-    """Private ones: without them a call is slower, and nothing else."""
-    assert compat._empty_on_gpu is not None
-    assert compat.tensor_guard(*qkv()) is not None
-    made = torch._C._dynamo.guards._empty_strided_cpu((2, 3), (3, 1), torch.bfloat16)
-    assert (made.shape, made.stride(), made.dtype) == ((2, 3), (3, 1), torch.bfloat16)

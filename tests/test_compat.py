@@ -33,19 +33,20 @@ def without_hooks(monkeypatch):
     importlib.reload(compat)
 
 
-@pytest.mark.parametrize(("hook", "name"), HOOKS.items())
-def test_a_hook_is_used_where_there_is_one(hook, name):
-    if hasattr(torch._C, hook):
-        assert getattr(compat, name) is getattr(torch._C, hook)
+def test_hooks_are_used_where_there_are_any():
+    """Private ones: without them a call is slower, and nothing else."""
+    for hook, name in HOOKS.items():
+        if hasattr(torch._C, hook):
+            assert getattr(compat, name) is getattr(torch._C, hook)
+    assert compat._empty_on_gpu is not None
+    made = torch._C._dynamo.guards._empty_strided_cpu((2, 3), (3, 1), torch.bfloat16)  # as the GPU's
+    assert (made.shape, made.stride(), made.dtype) == ((2, 3), (3, 1), torch.bfloat16)
 
 
-def test_streams_and_devices_are_asked_in_public(without_hooks, monkeypatch):
+def test_streams_devices_and_memory_are_asked_for_in_public(without_hooks, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=70 + device))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert (without_hooks.current_stream(2), without_hooks.current_device()) == (72, 3)
-
-
-def test_memory_is_made_in_public(without_hooks):
     made = without_hooks.empty_strided((2, 3), (1, 2), torch.bfloat16, torch.device("cpu"))
     assert (made.shape, made.stride(), made.dtype) == ((2, 3), (1, 2), torch.bfloat16)
 
@@ -93,13 +94,11 @@ def test_a_guard_knows_like_tensors():
     assert compat.tensor_guard(q, k, q) is None
 
 
-def test_without_guards_there_is_none(without_hooks):
-    assert without_hooks.tensor_guard(*(torch.zeros(1) for _ in range(3))) is None
-
-
-def test_a_guard_of_another_release_is_not_used(monkeypatch):
-    monkeypatch.setattr(compat, "_TensorGuards", lambda q, k, v: None)
-    assert compat.tensor_guard(*(torch.zeros(1) for _ in range(3))) is None
+def test_no_guard_or_that_of_another_release_is_not_used(without_hooks, monkeypatch):
+    tensors = [torch.zeros(1) for _ in range(3)]
+    assert without_hooks.tensor_guard(*tensors) is None
+    monkeypatch.setattr(without_hooks, "_TensorGuards", lambda q, k, v: None)
+    assert without_hooks.tensor_guard(*tensors) is None
 
 
 def test_a_call_is_watched_unless_it_is_known_not_to_be(without_hooks, monkeypatch):

@@ -1,7 +1,8 @@
-"""What the pages link to is there."""
+"""Pages and docstrings: links lead somewhere, and sentences begin in plain English."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -19,5 +20,20 @@ def test_every_link_to_a_file_leads_to_one(page):
     assert not missing, f"{page.name}: no such file: {', '.join(missing)}"
 
 
-def test_pages_are_linked_to_each_other():
-    assert any(_LINK.findall(page.read_text()) for page in PAGES)
+def docstrings(path):
+    """Every docstring of a file, those of attributes included, with its line."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Expr) and isinstance(text := getattr(node.value, "value", None), str):
+            yield node.lineno, text.strip()
+
+
+@pytest.mark.parametrize("folder", ["multiattn", "parity", "bench", "tests"])
+def test_docstrings_begin_in_plain_english(folder):
+    """A sentence has a subject: it does not begin with a question word, or with what it is a part of."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, text in docstrings(path)
+        if re.match(r"(What|Of|Whether|Which|Who)\b", text)
+    ]
+    assert found == []

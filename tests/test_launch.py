@@ -72,13 +72,18 @@ def binding_of(arguments, **image):
     return abi.Binding(arguments=tuple(arguments), grid=(24, 5, 1), image=image, constants={})
 
 
-def make(monkeypatch, arguments, lender=None, **options):
-    """A driver that knows the parameters' sizes, and a launcher."""
-    driver = driver_fakes.install(monkeypatch, driver_fakes.FakeDriver([abi.size_of(it) for it in arguments]))
-    is_lent = f"'{abi.WORKSPACE}'" in str(arguments)
-    workspace = Workspace(lend=lender or (lambda stream: (4242, None))) if is_lent else None
-    kernel = LoadedKernel(function=FUNCTION, binding=binding_of(arguments), **options)
-    return driver, DriverLauncher([kernel], driver_fakes.DEVICE, workspace)
+AREAS = {abi.WORKSPACE: 0, "delta": 0, "dq_sum": 256}
+LENT = 4096
+
+
+def make(monkeypatch, *sequence, lend=lambda stream: (LENT, None), **options):
+    """A driver that knows the sizes of each kernel's parameters, and a launcher of these kernels, one after another."""
+    sizes = {FUNCTION + i: [abi.size_of(it) for it in arguments] for i, arguments in enumerate(sequence)}
+    driver = driver_fakes.install(monkeypatch, driver_fakes.FakeDriver(sizes))
+    kernels = [LoadedKernel(function=FUNCTION + i, binding=binding_of(it), **options) for i, it in enumerate(sequence)]
+    areas = {name: AREAS[name] for it in kernels for name in abi.names_of(it.binding) if name in AREAS}
+    workspace = Workspace(lend=lend, areas=areas) if areas else None
+    return driver, DriverLauncher(kernels, driver_fakes.DEVICE, workspace)
 
 
 def tensors():
@@ -86,9 +91,9 @@ def tensors():
     return Operands(q, k, v, torch.empty_like(q), torch.empty(2, 3, 4))
 
 
-def wanted(arguments, given, workspace=4242):
-    addresses = {name: tensor.data_ptr() for name, tensor in zip(abi.TENSORS, given, strict=False)}
-    addresses[abi.WORKSPACE] = workspace
+def wanted(arguments, given, base=LENT):
+    addresses = {name: it.data_ptr() for name, it in given._asdict().items() if it is not None}
+    addresses |= {name: base + at for name, at in AREAS.items()}
     encode = lambda of, address: address.to_bytes(8, "little") * 16  # noqa: E731  # as the fake driver
     return tuple(abi.pack(argument, addresses, encode) for argument in arguments)
 
@@ -157,27 +162,11 @@ def test_launches_at_a_time_have_a_slot_each_and_others_share(monkeypatch):
     assert found == [wanted(BINDINGS["eight tensor maps and a counter"], each) for each in (*given[::-1], given[0])]
 
 
-def test_threads_never_share_a_slot(monkeypatch):
-    arguments = BINDINGS["eight tensor maps and a counter"]
-    driver, launch = make(monkeypatch, arguments)
-    given = [tensors() for _ in range(4)]
-
-    def many(own):
-        for _ in range(200):
-            launch(own)
-
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(many, given))
-    expected = [wanted(arguments, each) for each in given]
-    assert len(driver.launched) == 800
-    assert all(launched.parameters in expected for launched in driver.launched)
-
-
 def test_a_fresh_thread_gets_the_context_of_the_device(monkeypatch):
     driver, launch = make(monkeypatch, BINDINGS["a struct"])
     driver.refuse = 1
     launch(tensors())
-    assert (driver.contexts, len(driver.launched)) == (1, 1)
+    assert (driver.contexts[-1], len(driver.launched)) == (driver_fakes.DEVICE, 1)
     driver.refuse = 2
     with pytest.raises(RuntimeError, match="CUDA driver: cuLaunchKernelEx: CUDA_ERROR_INVALID_CONTEXT: its words"):
         launch(tensors())
@@ -189,19 +178,6 @@ def test_a_fresh_thread_gets_the_context_of_the_device(monkeypatch):
     assert len(launch._free) == 1
 
 
-def test_a_tensor_map_that_is_refused_spoils_no_later_launch(monkeypatch):
-    driver, launch = make(monkeypatch, BINDINGS["tensor maps"])
-    one, two = tensors(), tensors()
-    launch(one)
-    with monkeypatch.context() as patch:
-        patch.setattr(driver_fakes.FakeDriver, "cuTensorMapEncodeTiled", lambda *arguments: 1)
-        with pytest.raises(RuntimeError, match="cuTensorMapEncodeTiled"):
-            launch(two)
-    for given in (one, two):
-        launch(given)
-        assert driver.launched[-1].parameters == wanted(BINDINGS["tensor maps"], given)
-
-
 def test_streams_that_are_kept_are_bounded(monkeypatch):
     driver, launch = make(monkeypatch, BINDINGS["a struct"])
     streams = (*range(2, 202, 2), 2)
@@ -209,31 +185,6 @@ def test_streams_that_are_kept_are_bounded(monkeypatch):
         launch(tensors())
     assert [len(slot.launches) <= 64 for slot in launch._free] == [True]
     assert tuple(launched.stream for launched in driver.launched) == streams
-
-
-def test_what_is_lent_lives_until_the_launch_and_no_longer(monkeypatch):
-    class Memory:
-        alive = 0
-
-        def __init__(self):
-            Memory.alive += 1
-
-        def __del__(self):
-            Memory.alive -= 1
-
-    arguments = BINDINGS["a struct with maps and a counter"]
-    driver, launch = make(monkeypatch, arguments, lender=lambda stream: (stream + 16, Memory()))
-    inner = launch._launch
-
-    def launch_it(*of):
-        assert Memory.alive == 1
-        return inner(*of)
-
-    launch._launch = launch_it
-    for driver.stream in (64, 128):
-        launch(tensors())
-        assert driver.launched[-1].parameters[0][-16:-8] == (driver.stream + 16).to_bytes(8, "little")
-        assert Memory.alive == 0
 
 
 @pytest.mark.parametrize(
@@ -253,12 +204,6 @@ def test_a_workspace_has_what_kernels_take_and_no_more(monkeypatch, names, areas
         DriverLauncher([kernel], driver_fakes.DEVICE, workspace)
 
 
-def test_without_a_driver_there_is_no_launcher(monkeypatch):
-    driver_fakes.install(monkeypatch, None)
-    with pytest.raises(OSError, match="no NVIDIA driver"):
-        DriverLauncher([], 0)
-
-
 def test_code_is_loaded_once_and_allowed_its_shared_memory(monkeypatch):
     driver = driver_fakes.install(monkeypatch, driver_fakes.FakeDriver())
     first = load_kernel(b"code", "name", driver_fakes.DEVICE)
@@ -273,7 +218,6 @@ def test_code_is_loaded_once_and_allowed_its_shared_memory(monkeypatch):
 
 # ---------------------------------------------------------------- several kernels, one workspace
 
-DELTA, DQ_SUM = 0, 256
 SEQUENCE = [
     [abi.Pointer(tensor=name) for name in ("out", "dout", "lse", "delta", "dq_sum")]
     + [abi.Number(kind="i32", value=0)],
@@ -293,44 +237,20 @@ def backward_tensors(dlse=None):
     return Operands(q, k, v, out, lse, torch.empty_like(out), dlse, *map(torch.empty_like, (q, k, v)))
 
 
-def make_sequence(monkeypatch, sequence=SEQUENCE, lend=None):
-    sizes = {FUNCTION + i: [abi.size_of(it) for it in arguments] for i, arguments in enumerate(sequence)}
-    driver = driver_fakes.install(monkeypatch, driver_fakes.FakeDriver(sizes))
-    kernels = [LoadedKernel(function=FUNCTION + i, binding=binding_of(it)) for i, it in enumerate(sequence)]
-    names = {name for kernel in kernels for name in abi.names_of(kernel.binding)}
-    areas = {name: at for name, at in (("delta", DELTA), ("dq_sum", DQ_SUM)) if name in names}
-    return driver, DriverLauncher(
-        kernels, driver_fakes.DEVICE, Workspace(lend=lend or (lambda it: (4096, None)), areas=areas)
-    )
-
-
-def wanted_of_all(sequence, given, base=4096):
-    addresses = {name: it.data_ptr() for name, it in given._asdict().items() if it is not None}
-    addresses |= {"delta": base + DELTA, "dq_sum": base + DQ_SUM}
-    encode = lambda of, address: address.to_bytes(8, "little") * 16  # noqa: E731  # as the fake driver
-    return [tuple(abi.pack(argument, addresses, encode) for argument in arguments) for arguments in sequence]
-
-
 @pytest.mark.parametrize("sequence", [SEQUENCE, [[GAPPED], [GAPPED, abi.Pointer(tensor="v")]]], ids=["bare", "structs"])
 def test_kernels_run_in_order_each_with_its_arguments(monkeypatch, sequence):
     bases = iter((4096, 4096, 8192))
-    driver, launch = make_sequence(monkeypatch, sequence, lambda stream: (next(bases), None))
+    driver, launch = make(monkeypatch, *sequence, lend=lambda stream: (next(bases), None))
     one, two = backward_tensors(), backward_tensors()
     for given, base in ((one, 4096), (two, 4096), (one, 8192)):
         driver.launched.clear()
         launch(given)
         assert [it.function for it in driver.launched] == [FUNCTION + i for i in range(len(sequence))]
-        assert [it.parameters for it in driver.launched] == wanted_of_all(sequence, given, base)
-
-
-def test_kernels_of_one_struct_have_it_once(monkeypatch):
-    driver, launch = make_sequence(monkeypatch, [[GAPPED], [GAPPED]])
-    launch(backward_tensors())
-    assert driver.launched[0].places == driver.launched[1].places
+        assert [it.parameters for it in driver.launched] == [wanted(it, given, base) for it in sequence]
 
 
 def test_memory_is_fresh_for_each_launch_and_held_over_all_of_its_kernels(monkeypatch):
-    driver, launch = make_sequence(monkeypatch)
+    driver, launch = make(monkeypatch, *SEQUENCE)
     made, held = [], []
 
     class Memory:
@@ -358,25 +278,31 @@ def test_memory_is_fresh_for_each_launch_and_held_over_all_of_its_kernels(monkey
         driver.launched.clear()
         launch(given)
         assert held == []
-        assert [it.parameters for it in driver.launched] == wanted_of_all(SEQUENCE, given, base)
+        assert [it.parameters for it in driver.launched] == [wanted(it, given, base) for it in SEQUENCE]
     assert made == [((512,), (1,), torch.uint8, torch.device("cuda", driver_fakes.DEVICE))] * 2
 
 
-def test_a_kernel_that_fails_ends_the_launch_and_spoils_no_later_one(monkeypatch):
-    driver, launch = make_sequence(monkeypatch)
+def test_a_kernel_or_a_tensor_map_that_fails_ends_the_launch_and_spoils_no_later_one(monkeypatch):
+    driver, launch = make(monkeypatch, *SEQUENCE)
     inner, left = launch._launch, iter((0, 719))
     launch._launch = lambda *of: next(left, 0) or inner(*of)
     given = backward_tensors()
     with pytest.raises(RuntimeError, match="CUDA_ERROR_OTHER"):
         launch(given)
     assert len(driver.launched) == 1
-    driver.launched.clear()
-    launch(given)
-    assert [it.parameters for it in driver.launched] == wanted_of_all(SEQUENCE, given)
+    other = backward_tensors()
+    with monkeypatch.context() as patch:
+        patch.setattr(driver_fakes.FakeDriver, "cuTensorMapEncodeTiled", lambda *arguments: 1)
+        with pytest.raises(RuntimeError, match="cuTensorMapEncodeTiled"):
+            launch(other)
+    for each in (given, other):
+        driver.launched.clear()
+        launch(each)
+        assert [it.parameters for it in driver.launched] == [wanted(it, each) for it in SEQUENCE]
 
 
 def test_threads_with_streams_of_their_own_never_mix(monkeypatch):
-    driver, launch = make_sequence(monkeypatch)
+    driver, launch = make(monkeypatch, *SEQUENCE)
     local = threading.local()
     launch._stream_of = lambda device: local.stream
     given = [backward_tensors() for _ in range(4)]
@@ -388,7 +314,7 @@ def test_threads_with_streams_of_their_own_never_mix(monkeypatch):
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(many, range(4)))
-    expected = {16 * (index + 1): wanted_of_all(SEQUENCE, each) for index, each in enumerate(given)}
+    expected = {16 * (index + 1): [wanted(it, each) for it in SEQUENCE] for index, each in enumerate(given)}
     assert len(driver.launched) == 1200
     for launched in driver.launched:
         assert launched.parameters == expected[launched.stream][launched.function - FUNCTION]
@@ -417,21 +343,17 @@ def driver(monkeypatch):
     return driver_fakes.install(monkeypatch, driver_fakes.FakeDriver())
 
 
-def test_the_default_stream_is_asked_once_and_others_each_time(driver):
+def test_the_default_stream_is_asked_once_and_others_each_time(driver, monkeypatch):
     lend = counters.counter_lender(driver_fakes.DEVICE, 16)
-    first = lend(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", None)
+        first = lend(0)
     driver.did.clear()
     assert lend(0) is first
     assert driver.did == []
     (other, _), (again, _) = lend(80), lend(80)
     assert other == again != first[0]
     assert driver.did == ["id", "clear", "id"]
-
-
-def test_the_default_stream_is_not_asked_whether_it_is_captured(driver, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", None)
-    lend = counters.counter_lender(driver_fakes.DEVICE, 16)
-    assert lend(0) == lend(0)
 
 
 def test_a_captured_launch_has_a_counter_of_its_own(driver):

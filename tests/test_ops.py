@@ -1,13 +1,10 @@
 """The ops that tracers and transforms see: compiled, exported, mapped and faked calls agree with eager ones."""
 
-import math
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from multiattn import fmha, fmha_backward, reference
+from multiattn import fmha, fmha_backward
 
 
 def random(*shape, seed=0):
@@ -74,7 +71,7 @@ def test_compiles_whole_for_every_length():
 
     compiled = torch.compile(loss_of, fullgraph=True, dynamic=True, backend=count)
     whole = torch.compile(loss_of, fullgraph=True, dynamic=True, backend="aot_eager")
-    for lengths in ((5, 7), (9, 11), (12, 6)):
+    for lengths in ((5, 7), (9, 11), (12, 6)):  # in the last some rows see no key
         inputs = qkv(*lengths, requires_grad=True, transposed=True)
         expected = torch.autograd.grad(loss_of(*inputs, causal=True), inputs)
         torch.testing.assert_close(torch.autograd.grad(compiled(*inputs, causal=True), inputs), expected)
@@ -175,20 +172,6 @@ def test_func_grad_and_its_limits():
         torch.func.jvp(lambda q: fmha(q, k, v), (q,), (q,))
 
 
-def test_a_dispatch_mode_sees_the_ops():
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, arguments=(), options=None):
-            names.append(str(function))
-            return function(*arguments, **(options or {}))
-
-    names = []
-    inputs = qkv(requires_grad=True)
-    with Seen():
-        fmha(*inputs).sum().backward()
-    assert "multiattn.fmha_forward.default" in names
-    assert "multiattn.fmha_backward.default" in names
-
-
 def test_a_tensor_subclass_goes_through_the_ops():
     class Tagged(torch.Tensor):
         pass
@@ -209,14 +192,9 @@ def test_bad_input_is_named_by_the_ops_too():
             fmha(*fakes[:2], fakes[2][:, :, :3])
         with pytest.raises(ValueError, match="dout: got"):
             fmha_backward(*fakes, fakes[0], fakes[0][..., 0].float(), fakes[0][:, :, :1])
-    with pytest.raises(TypeError, match="causal must be a bool; got int"):
-        torch.vmap(lambda q: fmha(q, k, v, causal=1))(q[None])
-    with pytest.raises(ValueError, match="got 'nope'"):
-        torch.vmap(lambda q: fmha(q, k, v, backend="nope"))(q[None])
     out, lse = fmha(q, k, v, return_lse=True)
     for options, message in (
         ({"causal": 1}, "causal must be a bool; got int"),
-        ({"scale": True}, "scale must be a float or None; got bool"),
         ({"scale": "x"}, "scale must be a float or None; got str"),
         ({"variant": 4}, "variant must be a string; got int"),
     ):
@@ -224,17 +202,3 @@ def test_bad_input_is_named_by_the_ops_too():
             torch.vmap(lambda q, options=options: fmha(q, k, v, **options))(q[None])
         with pytest.raises(TypeError, match=message):
             torch.vmap(lambda d, options=options: fmha_backward(q, k, v, out, lse, d, **options))(out[None])
-
-
-def test_empty_rows_through_a_compiled_graph():
-    torch._dynamo.reset()
-    inputs = qkv(7, 3, requires_grad=True)
-    compiled = torch.compile(lambda *of: fmha(*of, causal=True, return_lse=True), backend="aot_eager", fullgraph=True)
-    out, lse = compiled(*inputs)
-    assert (lse[:, :, :4] == -math.inf).all()
-    grads = torch.autograd.grad(out.square().sum(), inputs)
-    expected = torch.autograd.grad(
-        reference(*inputs, causal=True, compute_dtype=torch.float64)[0].square().sum(), inputs
-    )
-    torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-5)
-    assert (grads[0][:, :, :4] == 0).all()

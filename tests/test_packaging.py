@@ -1,4 +1,4 @@
-"""What is installed: multiattn alone, all that it reads, and importable from every directory."""
+"""The wheel: multiattn alone, all that it reads, importable from every directory, with a console script."""
 
 import os
 import shutil
@@ -33,12 +33,14 @@ def build(clone, hook, folder):
 
 
 def test_the_wheel_holds_multiattn_alone_and_all_of_it(clone, tmp_path):
-    names = set(build(clone, "build_wheel", tmp_path).namelist())
+    wheel = build(clone, "build_wheel", tmp_path)
+    names = set(wheel.namelist())
     (information,) = {name.split("/")[0] for name in names} - {"multiattn"}
     assert information.endswith(".dist-info")
     assert f"{information}/licenses/LICENSE" in names
     files = (path for path in (ROOT / "multiattn").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     assert {path.relative_to(ROOT).as_posix() for path in files} == {it for it in names if it.startswith("multiattn/")}
+    assert "multiattn = multiattn.__main__:main" in wheel.read(f"{information}/entry_points.txt").decode()
 
 
 def test_an_editable_install_works_in_the_clones_parent(clone, tmp_path):
@@ -49,9 +51,3 @@ def test_an_editable_install_works_in_the_clones_parent(clone, tmp_path):
     command = [sys.executable, "-S", "-c", code]
     done = subprocess.run(command, cwd=clone.parent, env=environment, capture_output=True, text=True, check=True)
     assert Path(done.stdout.strip()) == clone / "multiattn" / "__init__.py"
-
-
-def test_the_wheel_has_a_console_script(clone, tmp_path):
-    wheel = build(clone, "build_wheel", tmp_path)
-    (entry,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
-    assert "multiattn = multiattn.__main__:main" in wheel.read(entry).decode()

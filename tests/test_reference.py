@@ -51,29 +51,18 @@ def test_only_rows_that_see_a_key_meet_its_value(value):
     torch.testing.assert_close(out[0, 0, 3:, 5], expected, equal_nan=True)
     others = [column for column in range(8) if column != 5]
     assert out[0, 0][:, others].isfinite().all()
-
-
-def test_a_masked_key_may_be_nan():
-    q, k, v = (random(1, 1, 4, 8, seed=seed) for seed in range(3))
-    clean = reference(q, k, v, causal=True)
-    k[0, 0, 3] = math.nan
+    k[0, 0, 4] = math.nan
     out, lse = reference(q, k, v, causal=True)
-    torch.testing.assert_close(out[:, :, :3], clean[0][:, :, :3])
-    assert out[0, 0, 3].isnan().all()
-    assert lse[0, 0, 3].isnan()
+    assert out[0, 0, :3].isfinite().all()
+    assert out[0, 0, 4:].isnan().all()
+    assert lse[0, 0, 4:].isnan().all()
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 3, 8), (1, 2, 0, 8)])
-def test_nothing_to_do(shape):
-    q, k = torch.zeros(shape), torch.zeros(shape[0], 2, 5, 8)
-    out, lse = reference(q, k, k)
-    assert out.shape == shape
-    assert lse.shape == shape[:3]
-
-
-def test_no_keys_at_all_is_empty_rows():
-    q, k = torch.ones(1, 2, 3, 8), torch.ones(1, 2, 0, 8)
-    out, lse = reference(q, k, k)
+def test_nothing_to_do_and_no_keys_at_all():
+    for shape in ((0, 2, 3, 8), (1, 2, 0, 8)):
+        out, lse = reference(torch.zeros(shape), *[torch.zeros(shape[0], 2, 5, 8)] * 2)
+        assert (out.shape, lse.shape) == (shape, shape[:3])
+    out, lse = reference(torch.ones(1, 2, 3, 8), *[torch.ones(1, 2, 0, 8)] * 2)
     assert (out == 0).all()
     assert (lse == -math.inf).all()
 
