@@ -7,10 +7,10 @@ from types import MappingProxyType
 
 from bench.report import markdown
 from multiattn.inspect import fragments
-from multiattn.inspect.layout import ACCESSES, BANK_GROUPS, PERIOD, Tile, key_formula, traffic
+from multiattn.inspect.layout import ACCESSES, BANK_GROUPS, PERIOD, SharedTile, key_formula, traffic
 
-PICTURES: Mapping[str, Tile] = MappingProxyType(
-    {f"swizzle-{name}.svg": Tile(rows=16, columns=64, swizzle=bits) for name, bits in (("none", 0), ("xor", 3))}
+PICTURES: Mapping[str, SharedTile] = MappingProxyType(
+    {f"swizzle-{name}.svg": SharedTile(rows=16, columns=64, swizzle=bits) for name, bits in (("none", 0), ("xor", 3))}
 )
 WIDTHS = (16, 32, 48, 64, 80, 96, 128, 192, 256, 512, 1024)
 ROWS = range(PERIOD)
@@ -19,7 +19,7 @@ ROWS = range(PERIOD)
 def keys_block() -> str:
     """The key of each row, for each span."""
     kinds = (("multiple of 8", 64), ("other multiple of 4", 32), ("other even number", 16))
-    tiles = [(name, Tile.of_kernels(16, columns)) for name, columns in kinds]
+    tiles = [(name, SharedTile.of_kernels(16, columns)) for name, columns in kinds]
     rows = [(name, it.span, f"`{key_formula(it)}`", " ".join(str(it.key(row)) for row in ROWS)) for name, it in tiles]
     return markdown(("chunks of a row", "SPAN", "key(row)", f"rows 0 to {PERIOD - 1}"), rows)
 
@@ -28,7 +28,7 @@ def groups_block() -> str:
     """The start of each row without a swizzle: what the XOR has to tell apart."""
     rows = []
     for columns in (64, 32, 16, 48):
-        tile = Tile(rows=16, columns=columns, swizzle=0)
+        tile = SharedTile(rows=16, columns=columns, swizzle=0)
         starts = [tile.bank_group(row, 0) for row in ROWS]
         rows.append((columns, tile.chunks, " ".join(map(str, starts)), BANK_GROUPS // len(set(starts)), tile.span))
     told = f"bank group of chunk 0, rows 0 to {PERIOD - 1}"
@@ -39,8 +39,8 @@ def conflicts_block() -> str:
     """Wavefronts of one 8x8 matrix by width and swizzle."""
     rows = []
     for columns in WIDTHS:
-        widest = Tile.of_kernels(16, columns).widest_swizzle
-        tiles = [Tile(rows=16, columns=columns, swizzle=bits) for bits in range(widest + 1)]
+        widest = SharedTile.of_kernels(16, columns).widest_swizzle
+        tiles = [SharedTile(rows=16, columns=columns, swizzle=bits) for bits in range(widest + 1)]
         reads = [[traffic(tile, ACCESSES[name]) for name in ("q", "k", "v")] for tile in tiles]
         counts = [" or ".join(dict.fromkeys(f"{it.wavefronts / it.requests:g}" for it in its)) for its in reads]
         rows.append((columns, tiles[0].chunks, tiles[0].span, *counts, *[""] * (4 - len(counts))))
@@ -49,7 +49,7 @@ def conflicts_block() -> str:
 
 def accesses_block() -> str:
     """Wavefronts of every access to a 64x64 tile."""
-    plain, xored = (Tile(rows=64, columns=64, swizzle=bits) for bits in (0, 3))
+    plain, xored = (SharedTile(rows=64, columns=64, swizzle=bits) for bits in (0, 3))
     found = [(access, traffic(plain, access), traffic(xored, access)) for access in ACCESSES.values()]
     rows = [(it.title, f"`{it.instruction}`", a.requests, a.wavefronts, b.wavefronts) for it, a, b in found]
     return markdown(("access", "instruction", "requests", "wavefronts without", "with"), rows)

@@ -131,7 +131,7 @@ def layout(options: argparse.Namespace) -> int:
     from multiattn.inspect import layout_svg
 
     try:
-        tile = model.Tile.parse(options.tile, options.swizzle)
+        tile = model.SharedTile.parse(options.tile, options.swizzle)
         if options.svg is not None:
             options.svg.write_text(layout_svg.draw(tile))
     except (ValueError, OSError) as error:

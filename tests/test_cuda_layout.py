@@ -12,7 +12,7 @@ from cuda_runs import on_cpu
 from multiattn import __main__ as cli
 from multiattn.cuda.cpu import host
 from multiattn.inspect import fragments
-from multiattn.inspect.layout import ACCESSES, BANK_GROUPS, Tile, down, right, traffic
+from multiattn.inspect.layout import ACCESSES, BANK_GROUPS, SharedTile, down, right, traffic
 from multiattn.inspect.layout_svg import FILLS, draw
 
 HEAD_DIMS = range(8, 1025, 8)
@@ -136,7 +136,7 @@ def library():
 
 
 def tile_of(columns, swizzled, rows=ROWS):
-    return Tile.of_kernels(rows, columns) if swizzled else Tile(rows=rows, columns=columns, swizzle=0)
+    return SharedTile.of_kernels(rows, columns) if swizzled else SharedTile(rows=rows, columns=columns, swizzle=0)
 
 
 def run(library, kernel, columns=16, swizzled=0, *, threads=32, given=None):
@@ -235,7 +235,7 @@ def test_lanes_give_the_addresses_of_the_rows_they_are_said_to():
 
 def test_the_kernels_swizzle_leaves_no_conflict_at_any_head_dim():
     for head_dim in HEAD_DIMS[1::2]:  # padded to a multiple of 16: every other one is laid out as the next
-        costs = [traffic(Tile.of_kernels(16, head_dim), access) for access in ACCESSES.values()]
+        costs = [traffic(SharedTile.of_kernels(16, head_dim), access) for access in ACCESSES.values()]
         assert all((it.wavefronts, dict(it.collisions)) == (it.requests, {}) for it in costs), head_dim
 
 
@@ -250,7 +250,7 @@ def test_the_kernels_swizzle_leaves_no_conflict_at_any_head_dim():
     ],
 )
 def test_rows_that_collide_are_named(columns, swizzle, of_a_matrix, rows):
-    tile = Tile(rows=32, columns=columns, swizzle=swizzle)
+    tile = SharedTile(rows=32, columns=columns, swizzle=swizzle)
     for name in READS:
         found = traffic(tile, ACCESSES[name])
         assert found.requests == 8 * tile.width // 16
@@ -261,8 +261,8 @@ def test_rows_that_collide_are_named(columns, swizzle, of_a_matrix, rows):
 @pytest.mark.parametrize("columns", [16, 32, 64])
 def test_up_to_64_columns_it_is_the_swizzle_of_cute(columns):
     """Swizzle<B, 3, 3>: bits 6 to 6 + B of the element's index are XORed into bits 3 to 3 + B."""
-    for bits in range(Tile.of_kernels(16, columns).widest_swizzle + 1):
-        tile = Tile(rows=16, columns=columns, swizzle=bits)
+    for bits in range(SharedTile.of_kernels(16, columns).widest_swizzle + 1):
+        tile = SharedTile(rows=16, columns=columns, swizzle=bits)
         for row, chunk in itertools.product(range(16), range(tile.chunks)):
             index = row * columns + chunk * 8
             assert tile.address(row, chunk) == 2 * (index ^ (index & ((1 << bits) - 1) << 6) >> 3)
@@ -299,7 +299,7 @@ def test_text_json_and_picture_agree(capsys, tmp_path):
     status, said = command(capsys, "--tile", "32x80", "--swizzle", "0", "--json", "--svg", str(path))
     assert status == 0
     data = json.loads(said.out)
-    tile = Tile(rows=32, columns=80, swizzle=0)
+    tile = SharedTile(rows=32, columns=80, swizzle=0)
     assert data["bank_groups"] == [[tile.bank_group(row, chunk) for chunk in range(10)] for row in range(32)]
     assert data["banks"][5][:5] == [8, 9, 10, 11, 12]
     collisions = [{"rows": [[0, 4], [1, 5], [2, 6], [3, 7]], "requests": 40}]
@@ -310,14 +310,14 @@ def test_text_json_and_picture_agree(capsys, tmp_path):
     status, said = command(capsys, "--tile", "32x80", "--elements")
     assert said.out.endswith("first:\nnone\n")
     (line,) = [line for line in said.out.splitlines() if line.startswith("row 4")]
-    swizzled = Tile.of_kernels(32, 80)
+    swizzled = SharedTile.of_kernels(32, 80)
     assert line.split()[2:] == [str(swizzled.bank(4, column)) for column in range(0, 80, 2)]
 
 
 @pytest.mark.parametrize("size", ["16x64", "64x8"])
 @pytest.mark.parametrize("swizzle", ["0", "auto"])
 def test_a_picture_has_a_labelled_cell_for_every_chunk(size, swizzle):
-    tile = Tile.parse(size, swizzle)
+    tile = SharedTile.parse(size, swizzle)
     root = ElementTree.fromstring(draw(tile))
     space = "{http://www.w3.org/2000/svg}"
     fills = [box.get("fill") for box in root.iter(f"{space}rect") if box.get("fill") in FILLS]

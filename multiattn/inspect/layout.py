@@ -34,7 +34,7 @@ _TILE = re.compile(r"(\d{1,9})\s*[x,]\s*(\d{1,9})")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tile:
+class SharedTile:
     """A tile of 16-bit elements in shared memory, with `swizzle` low bits of a row's chunk index XORed.
 
     ValueError names every field that is not accepted.
@@ -61,13 +61,13 @@ class Tile:
             raise ValueError("; ".join(problems))
 
     @classmethod
-    def of_kernels(cls, rows: int, columns: int) -> Tile:
+    def of_kernels(cls, rows: int, columns: int) -> SharedTile:
         """The tile as the kernels lay it out where they swizzle."""
         plain = cls(rows=rows, columns=columns, swizzle=0)
         return cls(rows=rows, columns=columns, swizzle=plain.widest_swizzle)
 
     @classmethod
-    def parse(cls, tile: str, swizzle: str = "auto") -> Tile:
+    def parse(cls, tile: str, swizzle: str = "auto") -> SharedTile:
         """From text such as ``64x64`` and ``auto``, ``0``, ``1``, ``2``, ``3``; ValueError for any other."""
         size = _TILE.fullmatch(tile.strip())
         if size is None:
@@ -141,10 +141,10 @@ def right(lane: int) -> Place:
     return lane // 16 * 8 + lane % 8, lane // 8 % 2
 
 
-def _reads(reader: Callable[[int], Place]) -> Callable[[Tile], Iterator[Request]]:
+def _reads(reader: Callable[[int], Place]) -> Callable[[SharedTile], Iterator[Request]]:
     """ldmatrix.x4 of each 16x16 fragment: four 8x8 matrices, 8 lanes give the rows of each."""
 
-    def of_tile(tile: Tile) -> Iterator[Request]:
+    def of_tile(tile: SharedTile) -> Iterator[Request]:
         for row, chunk, lane in itertools.product(range(0, tile.rows, 16), range(0, tile.chunks, 2), range(0, WARP, 8)):
             places = [(row + below, chunk + beside) for below, beside in map(reader, range(lane, lane + 8))]
             yield [(place[0], tile.address(*place)) for place in places]
@@ -152,14 +152,14 @@ def _reads(reader: Callable[[int], Place]) -> Callable[[Tile], Iterator[Request]
     return of_tile
 
 
-def _copies(tile: Tile) -> Iterator[Request]:
+def _copies(tile: SharedTile) -> Iterator[Request]:
     """`load_tile`: `span` neighbouring threads share a row, 8 of them store at one time."""
     for row, chunk in itertools.product(range(0, tile.rows, 8 // tile.span), range(0, tile.chunks, tile.span)):
         places = [(row + thread // tile.span, chunk + thread % tile.span) for thread in range(8)]
         yield [(place[0], tile.address(*place)) for place in places]
 
 
-def _pairs(tile: Tile) -> Iterator[Request]:
+def _pairs(tile: SharedTile) -> Iterator[Request]:
     """`PairWriter`: the lanes hold 8 rows of one chunk, 4 bytes each."""
     for row, chunk in itertools.product(range(0, tile.rows, 8), range(tile.chunks)):
         rows = [row + lane // 4 for lane in range(WARP)]
@@ -172,7 +172,7 @@ class Access:
 
     title: str
     instruction: str
-    requests: Callable[[Tile], Iterator[Request]]
+    requests: Callable[[SharedTile], Iterator[Request]]
     bytes: int = CHUNK_BYTES
     """Bytes that a thread moves."""
 
@@ -201,7 +201,7 @@ class Traffic:
     """Rows that meet in a bank, counted from the first of the request's; and in how many requests."""
 
 
-def traffic(tile: Tile, access: Access) -> Traffic:
+def traffic(tile: SharedTile, access: Access) -> Traffic:
     """Count the wavefronts of one access to a whole tile."""
     requests = total = 0
     collisions: Counter[tuple[tuple[int, ...], ...]] = Counter()
@@ -220,7 +220,7 @@ def traffic(tile: Tile, access: Access) -> Traffic:
 # ---------------------------------------------------------------- for people and programs
 
 
-def describe(tile: Tile, *, elements: bool = False) -> str:
+def describe(tile: SharedTile, *, elements: bool = False) -> str:
     """The tile's banks and conflicts as text; with `elements` a number per pair of elements, not one per chunk."""
     padded = f" padded to {tile.width}" if tile.width != tile.columns else ""
     is_theirs = tile.swizzle == tile.widest_swizzle
@@ -249,7 +249,7 @@ def describe(tile: Tile, *, elements: bool = False) -> str:
     return "\n".join(lines if any(it.collisions for it in found.values()) else [*lines, "none"])
 
 
-def as_data(tile: Tile) -> dict[str, Any]:
+def as_data(tile: SharedTile) -> dict[str, Any]:
     """The same as plain data: the bank group of each chunk, and the bank of each pair of elements, of every row."""
     costs = {name: traffic(tile, access) for name, access in ACCESSES.items()}
     rows = range(tile.rows)
@@ -271,7 +271,7 @@ def as_data(tile: Tile) -> dict[str, Any]:
     }
 
 
-def key_formula(tile: Tile) -> str:
+def key_formula(tile: SharedTile) -> str:
     """The key of a row as an expression, for people."""
     rows = BANK_GROUPS // tile.span
     if tile.swizzle == 0:

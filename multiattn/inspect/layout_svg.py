@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.sax.saxutils import escape
 
-from multiattn.inspect.layout import ACCESSES, BANK_GROUPS, PERIOD, Tile, banks_of_group, key_formula, traffic
+from multiattn.inspect.layout import ACCESSES, BANK_GROUPS, PERIOD, SharedTile, banks_of_group, key_formula, traffic
 
 FILLS = ("#f4a6a6", "#f7c99a", "#f5e79a", "#bfe3a0", "#9fdcc8", "#a3cdf0", "#c3b4ee", "#eeb2dc")
 """Colours of the bank groups: pale, so that dark ink reads on each. The page has a ground of its own, for dark mode."""
@@ -17,7 +17,7 @@ _LEFT, _TOP, _MARGIN = 64, 84, 16
 _LEGEND_HEIGHT = 60
 
 
-def draw(tile: Tile) -> str:
+def draw(tile: SharedTile) -> str:
     """SVG of the first 16 rows: a cell per chunk, coloured by bank group; the rows of one ldmatrix are outlined."""
     rows = min(tile.rows, SHOWN_ROWS)
     grid_width, grid_height = tile.chunks * _CELL_WIDTH, rows * _CELL_HEIGHT
