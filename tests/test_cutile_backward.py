@@ -173,7 +173,8 @@ def test_a_config_of_the_other_variant_is_a_reason():
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=64)
     for variant, other in (("atomic", "two_pass"), ("two_pass", "atomic")):
         wrong, right = (config_of(it, tile_m=64, tile_n=64) for it in (other, variant))
-        (reason,) = find_variant(BACKEND, variant, "backward").fits(problem, ARCHS["sm90"], wrong)
+        made = find_variant(BACKEND, variant, "backward")
+        (reason,) = plan_variant(BACKEND, made, problem, ARCHS["sm90"], wrong, direction="backward")
         assert reason.allowed == type(right).__name__
 
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from multiattn import Problem
-from multiattn.cutile.configs import PIPELINES, CutileConfig, begins_at_diagonal
-from multiattn.cutile.grid import Together, grid_of, is_linear
-from multiattn.cutile.steps import STEPS
+from multiattn.cutile.configs import PIPELINES, CutileConfig, Together, begins_at_diagonal, grid_of, is_linear
+from multiattn.cutile.ladder import STEPS
 from multiattn.cutile.table import launches_of
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import get, make_plan

@@ -7,7 +7,7 @@ import torch
 
 from multiattn import Problem
 from multiattn.cutile.configs import PIPELINES, CutileConfig, widths_of
-from multiattn.cutile.steps import STEPS
+from multiattn.cutile.ladder import STEPS
 from multiattn.cutile.table import launches_of
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import get, make_plan

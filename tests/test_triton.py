@@ -11,10 +11,10 @@ import torch
 
 from multiattn import Plan, Problem, explain, fmha
 from multiattn.plan import backend
-from multiattn.plan.arch import ARCHS, Arch, by_name
+from multiattn.plan.arch import ARCHS, GRID_MAX, Arch, by_name
 from multiattn.plan.backend import find_variant, make_plan
 from multiattn.triton import BACKEND
-from multiattn.triton.configs import GRID_MAX, TritonConfig, smem_bytes, why_not_fit
+from multiattn.triton.configs import TritonConfig, smem_bytes, why_not_fit
 from parity.cases import Case
 from parity.launch import launch_plan, plan_case, prepare_case
 from parity.results import Contender
@@ -100,7 +100,7 @@ def test_a_config_that_does_not_fit_is_a_reason():
     assert [reason.code for reason in why_not_fit(problem, SM90, large)] == ["config"]
     odd = TritonConfig(tile_m=48, tile_n=8, num_warps=3, num_stages=0)
     got = [reason.got for reason in why_not_fit(problem, SM90, odd)]
-    assert got == ["tile_m=48", "num_warps=3", "tile_n=8", "num_stages=0"]
+    assert got == ["tile_m=48", "tile_n=8", "num_warps=3", "num_stages=0"]
 
 
 def test_a_grid_that_is_too_large_is_a_reason():
@@ -108,7 +108,7 @@ def test_a_grid_that_is_too_large_is_a_reason():
     assert why_not_fit(problem_of(head_dim=8), SM90, config) == ()
     large = problem_of(batch=1 << 20, heads_q=1 << 11, heads_kv=1, head_dim=8)
     (reason,) = why_not_fit(large, SM90, config)
-    assert (reason.code, reason.got) == ("config", f"{GRID_MAX + 1} programs")
+    assert (reason.code, reason.got) == ("config", f"{GRID_MAX + 1} blocks")
 
 
 def test_probing_beside_an_amd_gpu_raises_nothing(monkeypatch):

@@ -17,11 +17,10 @@ from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import make_plan
 from multiattn.problem import Operands
-from multiattn.triton import BACKEND, launch
-from multiattn.triton.bind import bind
+from multiattn.triton import BACKEND
+from multiattn.triton.bind import bind, checked_binding
 from multiattn.triton.calls import Call, calls_of
 from multiattn.triton.compile import specialise
-from multiattn.triton.compiled import checked_binding
 from multiattn.triton.parameters import Constant, Float, Integer, Tensor
 
 pytestmark = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason="; ".join(map(str, BACKEND.probe_compiler())))
@@ -79,7 +78,7 @@ def prepare(monkeypatch, case, **metadata):
 
 def prepare_with(monkeypatch, plan, kernels):
     driver = driver_fakes.install(monkeypatch, driver_fakes.FakeDriver({}))
-    monkeypatch.setattr(launch, "_warned", set())
+    monkeypatch.setattr("multiattn.run.launch._warned", set())
     properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     for call, kernel in zip(calls_of(plan), kernels, strict=True):

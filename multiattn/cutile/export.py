@@ -13,9 +13,8 @@ from cuda.tile._cext import default_tile_context
 from cuda.tile._compile import compile_cubin
 from cuda.tile.compilation import export_kernel
 
-from multiattn.cutile.bind import for_most_heads
+from multiattn.cutile.bind import bind_proven, for_most_heads, tile_ir
 from multiattn.cutile.compile import compile_limit, get_kernel, get_signature
-from multiattn.cutile.proof import bind_proven, tile_ir
 from multiattn.cutile.table import KernelLaunch, launches_of
 from multiattn.plan import abi
 from multiattn.plan.arch import Arch

@@ -1,4 +1,4 @@
-"""In which order tiles of queries run: what the launches of more than one backend are told."""
+"""How many tiles there are, and in which order they run: what the launches of more than one backend are told."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ COUNTER_BYTES = 16
 """Size of the tile counter of a dynamic scheduler: one int32, rounded as an allocator rounds it."""
 KV_BYTES_SIDE_BY_SIDE = 16 << 20
 """K and V of heads whose tiles run side by side: a part of L2 (40 MB on A100, 50 on H100). A guess, not measured."""
+
+
+def query_tiles(problem: Problem, rows: int) -> int:
+    """Tiles of so many queries, of all heads: the blocks of a launch that has one for each."""
+    return -(-problem.seq_q // rows) * problem.heads_q * problem.batch
+
+
+def key_tiles(problem: Problem, rows: int) -> int:
+    """The same of keys, of all heads of keys."""
+    return -(-problem.seq_kv // rows) * problem.heads_kv * problem.batch
 
 
 def heads_side_by_side(problem: Problem) -> int:

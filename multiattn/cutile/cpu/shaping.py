@@ -53,9 +53,6 @@ RULES: dict[str, Callable[..., Any]] = {
     "ones": lambda shape, dtype: _full(shape, 1, dtype),
     "arange": _arange,
     "reshape": _reshape,
-    "broadcast_to": lambda x, shape: Tile(as_tile(x).data.broadcast_to(tile_shape(shape)), as_tile(x).dtype),
-    "expand_dims": lambda x, axis: Tile(x.data.unsqueeze(axis), x.dtype),
-    "permute": lambda x, axes: Tile(x.data.permute(tuple(axes)), x.dtype),
     "transpose": _transpose,
     "mma": _mma,
 }

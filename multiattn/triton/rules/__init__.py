@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from multiattn.plan.config import Rule, inherit
+from multiattn.plan.config import Rule
+from multiattn.plan.ladder import rung_rules
 from multiattn.triton.ladder import STEPS
 from multiattn.triton.rules import ampere, blackwell, cpu, hopper
 
@@ -19,9 +20,7 @@ OWN_RULES: Mapping[str, tuple[Rule[Any], ...]] = {
 
 def rules_of(name: str) -> tuple[Rule[Any], ...]:
     """The rules of a variant: its own, and for a rung then those of the top of its ladder, as far as it goes."""
-    own = OWN_RULES.get(name, ())
     if name not in STEPS:
-        return own
+        return OWN_RULES.get(name, ())
     step = STEPS[name].step
-    top = "full" if step.descriptor else "pointer_full"
-    return own if name == top else inherit(own, OWN_RULES[top], top=top, limit=step.limit)
+    return rung_rules(OWN_RULES, name, step, top="full" if step.descriptor else "pointer_full")
