@@ -95,12 +95,6 @@ def test_a_config_that_does_not_fit_is_a_reason(config, reason):
     assert any(reason in str(it) for it in why_not_fit(problem(), SM90, replace(fine, **config)))
 
 
-def test_another_kind_of_config_is_a_reason():
-    config = explain(problem(), arch="sm80", backend="triton").config
-    (reason,) = plan_variant(BACKEND, VARIANT, problem(), SM90, config)
-    assert (reason.got, reason.allowed) == ("TritonConfig", "GluonConfig")
-
-
 def test_tiles_cover_the_queries_and_no_warpgroup_more():
     config = GluonConfig(tile_m=192, tile_n=64)
     for seq_q, tiles in ((1, 1), (64, 1), (192, 1), (193, 2), (512, 3), (1000, 6)):

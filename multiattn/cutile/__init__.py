@@ -104,7 +104,7 @@ def _backward_variant(name: str, summary: str, **rest: Any) -> Variant:
 _EVERYWHERE = Capability(arches=("cpu", *GPU_ARCHS))
 _OPERATIONS: dict[str, Any] = {
     "prepare": later("multiattn.cutile.launch", "prepare"),
-    "export": later("multiattn.cutile.export", "export_plan"),
+    "export": later("multiattn.cutile.compile", "export_plan"),
 }
 
 BACKEND = Backend(

@@ -26,7 +26,6 @@ from multiattn.run.launch import (
     ByPresence,
     DriverLauncher,
     LoadedKernel,
-    Workspace,
     by_tensors,
     fresh_areas,
     warn_of_release,
@@ -81,12 +80,7 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
     loaded = [kernel for kernel in kernels if kernel is not None]
     if len(loaded) < len(launches):
         return through_cutile(plan, multiprocessors)
-    return DriverLauncher(loaded, device, _workspace(plan, device))
-
-
-def _workspace(plan: Plan, device: int) -> Workspace | None:
-    known = plan.problem.layouts
-    return fresh_areas({name: known[name].size_bytes for name in AREAS[plan.variant]}, device)
+    return DriverLauncher(loaded, device, fresh_areas(plan.problem, AREAS[plan.variant], device))
 
 
 def _load(plan: Plan, launch: KernelLaunch, device: int) -> LoadedKernel | None:

@@ -83,9 +83,10 @@ def fresh_memory(device: int, size: int) -> Lender:
     return lend
 
 
-def fresh_areas(sizes: Mapping[str, int], device: int) -> Workspace | None:
-    """A workspace of areas, by the bytes of each, from PyTorch's allocator; None for no areas."""
-    areas, size = pack_areas(sizes)
+def fresh_areas(problem: Problem, names: Sequence[str], device: int) -> Workspace | None:
+    """A workspace of areas, by their names among a Problem's layouts, from PyTorch's allocator; None for no areas."""
+    known = problem.layouts
+    areas, size = pack_areas({name: known[name].size_bytes for name in names})
     return Workspace(lend=fresh_memory(device, size), areas=areas) if areas else None
 
 

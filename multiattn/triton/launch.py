@@ -73,14 +73,9 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
     kernels = _for_driver(compiled, calls)
     if kernels is None:
         return _through_triton(plan, runs, calls, areas, device)
-    return DriverLauncher(kernels, device, _workspace(plan, areas, device))
-
-
-def _workspace(plan: Plan, areas: Sequence[str], device: int) -> Workspace | None:
     if abi.WORKSPACE in areas:
-        return Workspace(lend=counter_lender(device, plan.workspace_bytes))
-    known = plan.problem.layouts
-    return fresh_areas({name: known[name].size_bytes for name in areas}, device)
+        return DriverLauncher(kernels, device, Workspace(lend=counter_lender(device, plan.workspace_bytes)))
+    return DriverLauncher(kernels, device, fresh_areas(plan.problem, areas, device))
 
 
 def _for_driver(compiled: Sequence[Any], calls: Sequence[Call]) -> list[LoadedKernel] | None:

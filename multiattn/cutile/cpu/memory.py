@@ -13,13 +13,6 @@ from cuda.tile._datatype import promote_dtypes
 
 from multiattn.cutile.cpu.tile import Tile, as_tile, require, tile_dtype, tile_shape
 
-_PADDING = {
-    ct.PaddingMode.ZERO: 0.0,
-    ct.PaddingMode.NEG_ZERO: -0.0,
-    ct.PaddingMode.NAN: math.nan,
-    ct.PaddingMode.POS_INF: math.inf,
-    ct.PaddingMode.NEG_INF: -math.inf,
-}
 _UNDETERMINED_INTEGER = 0x55
 
 
@@ -176,8 +169,10 @@ def _load(
     window = _window(array, index, extents, order)
     if array.ledger.is_written:
         array.ledger.check(window.owner, "loads")
+    require(padding_mode in (ct.PaddingMode.UNDETERMINED, ct.PaddingMode.ZERO), f"{padding_mode} has no rule here")
     undetermined = math.nan if array.data.is_floating_point() else _UNDETERMINED_INTEGER
-    data = torch.full(extents, _PADDING.get(padding_mode, undetermined), dtype=array.data.dtype)
+    padding = 0 if padding_mode == ct.PaddingMode.ZERO else undetermined
+    data = torch.full(extents, padding, dtype=array.data.dtype)
     data[window.inside] = window.data
     return Tile(data if shape != () else data.reshape(()), array.dtype)
 
