@@ -57,7 +57,7 @@ def tile_ir(cubin: bytes) -> str:
     return found[0].rstrip(b"\0").decode()
 
 
-def bind_proven(launch: KernelLaunch, text: str, entry: abi.Entry) -> abi.Binding:
+def bind_proven(launch: KernelLaunch, text: str, entry: abi.KernelEntry) -> abi.Binding:
     """The Binding of a launch, held against its Tile IR and its cubin: ValueError for another."""
     binding = launch.binding
     prove(binding, text)

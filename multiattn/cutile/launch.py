@@ -60,7 +60,7 @@ class _Code:
     """A kernel, loaded for every device, and what its cubin says of it."""
 
     function: int
-    entry: abi.Entry
+    entry: abi.KernelEntry
     tile_ir: str
     host: str | None
 

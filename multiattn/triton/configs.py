@@ -44,7 +44,7 @@ class TritonConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BackwardConfig(TritonConfig):
+class TritonBackwardConfig(TritonConfig):
     """Tiles of the pass over the queries, and with two passes also those of the pass over the keys: dq_*."""
 
     dq_tile_m: int | None = None
@@ -53,7 +53,7 @@ class BackwardConfig(TritonConfig):
     dq_num_stages: int | None = None
 
     @classmethod
-    def of(cls, keys: Tiles, dq: Tiles | None = None, *, heads_together: int = 1) -> BackwardConfig:
+    def of(cls, keys: Tiles, dq: Tiles | None = None, *, heads_together: int = 1) -> TritonBackwardConfig:
         """A config with `keys` for the pass over the queries and `dq` for the one over the keys, if there is one."""
         of_dq = {} if dq is None else {f"dq_{name}": value for name, value in dq._asdict().items()}
         return cls(**keys._asdict(), **of_dq, heads_together=heads_together)
@@ -120,7 +120,9 @@ def why_not_fit(problem: Problem, arch: Arch, config: TritonConfig) -> tuple[Rea
     return limits.failed(_checks_by_queries(problem, arch, config, smem_bytes(problem, arch, config)))
 
 
-def why_not_fit_backward(problem: Problem, arch: Arch, config: BackwardConfig, *, one_pass: bool) -> tuple[Reason, ...]:
+def why_not_fit_backward(
+    problem: Problem, arch: Arch, config: TritonBackwardConfig, *, one_pass: bool
+) -> tuple[Reason, ...]:
     """Every reason why a backward with `config` cannot run `problem` on `arch` in one pass, or in two."""
     checks = [
         *limits.field_checks(config, _FIELDS),

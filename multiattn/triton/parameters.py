@@ -18,7 +18,7 @@ from multiattn.problem import LOG2_E, VECTOR_BYTES, Layout, Problem
 from multiattn.triton.configs import (
     ELEMENT_BYTES,
     ROWS_BESIDE,
-    BackwardConfig,
+    TritonBackwardConfig,
     TritonConfig,
     head_pad,
 )
@@ -262,7 +262,7 @@ def _forward(plan: Plan, assumed: Assumed) -> tuple[KernelTable, ...]:
 
 def _backward(plan: Plan, assumed: Assumed, has_dlse: bool) -> tuple[KernelTable, ...]:
     problem, config, flags = plan.problem, plan.config, dict(variant_of(plan).flags)
-    assert isinstance(config, BackwardConfig)
+    assert isinstance(config, TritonBackwardConfig)
     constants = _constants(problem, config, assumed, **flags)
     keys = _table("gradients_of_keys", problem, constants, _options(config))
     if not flags["one_pass"]:

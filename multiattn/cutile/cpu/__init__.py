@@ -25,7 +25,8 @@ It needs `cuda.tile` to import, no driver and no compiler, and stands on the pri
 from __future__ import annotations
 
 from multiattn.cutile.cpu.machine import launch
-from multiattn.cutile.cpu.memory import Array, DataRaceError, OutOfBoundsError
+from multiattn.cutile.cpu.memory import Array, DataRaceError
 from multiattn.cutile.cpu.tile import Tile
+from multiattn.plan.support import OutOfBoundsError
 
 __all__ = ["Array", "DataRaceError", "OutOfBoundsError", "Tile", "launch"]

@@ -14,8 +14,9 @@ from cuda.tile._dispatch_mode import DispatchMode
 from cuda.tile._execution import is_stub
 
 from multiattn.cutile.cpu import arithmetic, memory, shaping
-from multiattn.cutile.cpu.memory import Array, Ledger, OutOfBoundsError, Run
+from multiattn.cutile.cpu.memory import Array, Ledger, Run
 from multiattn.cutile.cpu.tile import as_tile
+from multiattn.plan.support import OutOfBoundsError
 
 RULES: dict[str, Callable[..., Any]] = {**arithmetic.RULES, **shaping.RULES, **memory.RULES}
 """Every op the interpreter has a rule for, by its name in `cuda.tile`; `bid` and `num_blocks` come with a launch."""
@@ -88,7 +89,7 @@ _INT32_MAX = 2**31 - 1
 
 
 def _memory_of(tensor: torch.Tensor) -> _Memory:
-    """Which storage a tensor is a view of, and as what; TypeError for one that is not on the CPU."""
+    """The storage that a tensor is a view of, and its dtype; TypeError for one that is not on the CPU."""
     if tensor.device.type != "cpu":
         raise TypeError(f"the interpreter runs on CPU tensors; got one on {tensor.device}")
     return tensor.untyped_storage().data_ptr(), tensor.dtype

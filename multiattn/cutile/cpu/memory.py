@@ -12,12 +12,9 @@ import torch
 from cuda.tile._datatype import promote_dtypes
 
 from multiattn.cutile.cpu.tile import Tile, as_tile, require, tile_dtype, tile_shape
+from multiattn.plan.support import OutOfBoundsError
 
 _UNDETERMINED_INTEGER = 0x55
-
-
-class OutOfBoundsError(IndexError):
-    """A tile leaves its array where cuTile leaves the outcome undefined."""
 
 
 class DataRaceError(RuntimeError):
@@ -37,7 +34,7 @@ _ADDED = -1
 
 
 class Ledger:
-    """Which block last stored each element of one storage: finds what depends on the order of blocks.
+    """The block that last stored each element of one storage: finds what depends on the order of blocks.
 
     All views that a launch has of a storage share a ledger, as they may overlap. It goes from the first element of any
     to the last one, and not over all of a cache that they are a part of.
