@@ -10,7 +10,7 @@ from multiattn.cutile.configs import CutileConfig, OnePassConfig, TwoPassConfig
 from multiattn.cutile.ladder import STEPS
 from multiattn.plan.arch import GPUS, Arch
 from multiattn.plan.backend import Variant
-from multiattn.plan.columns import saving_widths
+from multiattn.plan.schedule import saving_widths
 from multiattn.problem import Problem
 
 L2_BYTES = max(gpu.l2_mib or 0 for gpu in GPUS if gpu.arch == "sm90") << 20

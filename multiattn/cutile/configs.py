@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from multiattn.cutile.kernels.constants import SMALLEST_TILE
 from multiattn.plan import limits
 from multiattn.plan.arch import Arch
-from multiattn.plan.columns import NARROWEST, one_width, two_widths
 from multiattn.plan.config import Config
-from multiattn.plan.schedule import key_tiles, query_tiles
+from multiattn.plan.schedule import NARROWEST, key_tiles, one_width, query_tiles, two_widths
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 

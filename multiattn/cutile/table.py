@@ -39,8 +39,7 @@ from multiattn.cutile.kernels.constants import (
 from multiattn.cutile.ladder import STEPS
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
-from multiattn.plan.columns import one_width
-from multiattn.plan.schedule import key_tiles, most_multiprocessors, query_tiles
+from multiattn.plan.schedule import key_tiles, most_multiprocessors, one_width, query_tiles
 from multiattn.problem import LOG2_E, Layout, Problem
 
 AREAS: Mapping[str, tuple[str, ...]] = {

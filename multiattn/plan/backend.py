@@ -299,7 +299,9 @@ def make_plan(
     found = None
     for candidate in named:
         if deterministic and not candidate.deterministic:
-            refusals[candidate.name] = (_not_deterministic(candidate),)
+            got = f"variant {candidate.name}, which adds in any order"
+            allowed = "variants that give the same bits each time"
+            refusals[candidate.name] = (Reason(code="deterministic", got=got, allowed=allowed),)
             continue
         plan = plan_variant(backend, candidate, problem, arch, config, direction=direction, named=variant is not None)
         if isinstance(plan, Plan):
@@ -315,11 +317,3 @@ def make_plan(
         refused = here or [it.capability.why_not(problem, arch) for it in named]
         reasons += list(dict.fromkeys(reason for refusal in refused for reason in refusal))
     raise Unsupported(backend=backend.name, arch=arch, problem=problem, reasons=reasons, direction=direction)
-
-
-def _not_deterministic(variant: Variant) -> Reason:
-    return Reason(
-        code="deterministic",
-        got=f"variant {variant.name}, which adds in any order",
-        allowed="variants that give the same bits each time",
-    )

@@ -1,4 +1,4 @@
-"""How many tiles there are, and in which order they run: what the launches of more than one backend are told."""
+"""Tiles: how wide and how many they are, and in which order they run. For the launches of more than one backend."""
 
 from __future__ import annotations
 
@@ -34,3 +34,26 @@ def heads_side_by_side(problem: Problem) -> int:
 def most_multiprocessors(arch: Arch) -> int:
     """The most SMs that a product of an arch has: so many persistent blocks fill any of them. The CPU has one."""
     return max((gpu.sms for gpu in GPUS if gpu.arch == arch.name), default=1)
+
+
+# ---------------------------------------------------------------- columns, where tiles are powers of two
+
+NARROWEST = 16
+"""Columns: the smallest depth of a product that every arch's tensor cores take."""
+
+
+def one_width(head_dim: int) -> int:
+    """The power of two that holds head_dim."""
+    return max(NARROWEST, 1 << (head_dim - 1).bit_length())
+
+
+def two_widths(head_dim: int) -> tuple[int, int] | None:
+    """Half of `one_width`, and the power of two that holds the rest; None if half is too narrow."""
+    first = one_width(head_dim) // 2
+    return (first, one_width(head_dim - first)) if first >= NARROWEST else None
+
+
+def saving_widths(head_dim: int) -> tuple[int, int] | None:
+    """`two_widths` where they are fewer columns than one tile; else None. Of D=96 64 and 32 are a quarter less."""
+    widths = two_widths(head_dim)
+    return widths if widths is not None and sum(widths) < one_width(head_dim) else None

@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from multiattn.plan import limits
 from multiattn.plan.arch import Arch
-from multiattn.plan.columns import one_width
 from multiattn.plan.config import Config
-from multiattn.plan.schedule import key_tiles, query_tiles
+from multiattn.plan.schedule import key_tiles, one_width, query_tiles
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 

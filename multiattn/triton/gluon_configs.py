@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from multiattn.plan import limits
 from multiattn.plan.arch import Arch
-from multiattn.plan.columns import one_width, saving_widths
 from multiattn.plan.config import Config
-from multiattn.plan.schedule import COUNTER_BYTES, SCHEDULERS
+from multiattn.plan.schedule import COUNTER_BYTES, SCHEDULERS, one_width, saving_widths
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 from multiattn.triton.configs import ELEMENT_BYTES
