@@ -106,10 +106,6 @@ class Plan:
     rejected: tuple[str, ...] = field(default=(), compare=False)
     """Variants and rules that were passed over, each with the reason."""
 
-    def because(self, why: str) -> Plan:
-        """The same Plan, with the reason why this backend was picked in front."""
-        return replace(self, why=f"{why}; {self.why}")
-
     def describe(self) -> str:
         """The decision in lines: the rule that was chosen and why, what it costs, what was passed over and why."""
         variant = variant_of(self)

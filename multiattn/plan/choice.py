@@ -10,7 +10,7 @@ import functools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 
 from multiattn.plan import backend as registry
@@ -70,7 +70,8 @@ def _choose(problem: Problem, arch: Arch, options: Options, direction: Direction
     reasons: list[Reason] = []
     for name, why in preferred_order(problem, arch, direction):
         try:
-            return plan(name).because(why)
+            found = plan(name)
+            return replace(found, why=f"{why}; {found.why}")
         except Unsupported as refusal:  # noqa: PERF203  # a refusal is what the loop is for
             reasons += refusal.reasons
     raise Unsupported(backend="auto", arch=arch, problem=problem, reasons=dict.fromkeys(reasons), direction=direction)
