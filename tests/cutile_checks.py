@@ -1,4 +1,4 @@
-"""What the tests of cuTile's forward share: tensors, a launch of one config on the CPU, and its error."""
+"""Shared by the tests of cuTile's forward: tensors, a launch of one config on the CPU, and its error."""
 
 import math
 

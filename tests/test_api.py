@@ -14,7 +14,7 @@ from multiattn.__main__ import main
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch, detect
 from multiattn.plan.backend import REFERENCE, make_plan
-from multiattn.plan.preference import Cell, preferred_order
+from multiattn.plan.choice import Cell, preferred_order
 from multiattn.run import calls
 
 
@@ -251,7 +251,7 @@ def test_auto_follows_the_nearest_measured_cell(monkeypatch):
         )  # fmt: skip
 
     cells = [cell(64, triton=3.0, cutile=2.0), cell(256, cutile=3.0, triton=1.0)]
-    monkeypatch.setattr("multiattn.plan.preference.measured_cells", lambda: cells)
+    monkeypatch.setattr("multiattn.plan.choice.measured_cells", lambda: cells)
     order = preferred_order(contiguous(72), ARCHS["sm90"])
     assert [name for name, _ in order] == ["triton", "cutile", "cuda"]
     assert order[0][1] == "3 TFLOPS on H200, 2026-11-21, D=64 N=4096 B*H=8 full forward"

@@ -8,7 +8,7 @@ import pytest
 
 from bench.matrix import SUITES
 from bench.verdicts import change_table, compare, preferences, write_preferences
-from multiattn.plan.preference import Cell as PreferenceCell
+from multiattn.plan.choice import Cell as PreferenceCell
 from multiattn.plan.support import Reason
 
 FLOOR_CELLS = [cell for cell in SUITES["floors"] if cell.direction == "fwd"]

@@ -238,24 +238,6 @@ def test_dtypes_promote_by_cutiles_table():
     run(check, 1, torch.zeros(4))
 
 
-def test_builtins_of_tiles():
-    @ct.function
-    def clamp(x, low, high):
-        return max(low, min(x, high))
-
-    @ct.kernel
-    def builtins_(x, y):
-        tile = clamp(ct.load(x, (0,), (8,)), -1.0, 1.0)
-        count = ct.load(x, (7,), ()).astype(ct.int32)
-        for _ in range(0, count):
-            tile = tile + 1.0
-        ct.store(y, (0,), tile)
-
-    x, y = torch.tensor([-3.0, -0.5, 0.5, 3.0, 0.0, 0.0, 0.0, 2.0]), torch.zeros(8)
-    run(builtins_, 1, x, y)
-    torch.testing.assert_close(y, x.clamp(-1, 1) + 2)
-
-
 def test_nan_in_maxima():
     @ct.kernel
     def maxima(x, y):

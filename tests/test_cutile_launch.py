@@ -45,7 +45,7 @@ def driver(monkeypatch):
     fake = driver_fakes.FakeDriver([abi.size_of(it) for it in bind(plan_of()).arguments])
     fake.by_cutile = []
     monkeypatch.setattr(launching, "_known", {})
-    monkeypatch.setattr(launching, "_warned", set())
+    monkeypatch.setattr("multiattn.run.launch._warned", set())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream")
     device = SimpleNamespace(multi_processor_count=most_multiprocessors(ARCHS["sm90"]))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
@@ -55,7 +55,7 @@ def driver(monkeypatch):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """What is compiled: (signature, the limit of time)."""
+    """Compilations: (signature, the limit of time)."""
     from cuda.tile._cext import default_tile_context
 
     from multiattn.cutile import compile as compiling

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from multiattn import Problem
-from multiattn.cutile.configs import PIPELINES, CutileConfig, begins_at_diagonal
-from multiattn.cutile.grid import Together, grid_of, is_linear
-from multiattn.cutile.steps import STEPS
+from multiattn.cutile.configs import PIPELINES, CutileConfig, Together, begins_at_diagonal, grid_of, is_linear
+from multiattn.cutile.ladder import STEPS
 from multiattn.cutile.table import launches_of
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import get, make_plan
@@ -19,7 +18,6 @@ pytest.importorskip("cuda.tile")
 
 from cutile_checks import check, grow, launch, make_inputs
 
-from multiattn.cutile.cpu.machine import as_device_code
 from multiattn.cutile.kernels import forward
 
 BACKEND = get("cutile")
@@ -32,19 +30,7 @@ each_length = pytest.mark.parametrize("lengths", [{}, {"seq_q": 96, "seq_kv": 19
 
 
 @pytest.fixture
-def patch_kernel(monkeypatch):
-    """Put something in the place of a function of the kernel; the interpreter keeps copies of what calls it."""
-
-    def patch(name, function):
-        monkeypatch.setattr(forward, name, function)
-        as_device_code.cache_clear()
-
-    yield patch
-    as_device_code.cache_clear()
-
-
-@pytest.fixture
-def redone(patch_kernel):
+def redone(monkeypatch):
     """The tiles that were done again, as they are."""
     found = []
 
@@ -53,7 +39,7 @@ def redone(patch_kernel):
         return rows(const, place, *rest)
 
     rows = forward.redone_rows
-    patch_kernel("redone_rows", note)
+    monkeypatch.setattr(forward, "redone_rows", note)
     return found
 
 
@@ -92,15 +78,15 @@ def test_what_begins_at_the_diagonal(begins, change):
 @pytest.mark.parametrize("pipeline", [it for it in PIPELINES if it not in PILOTS])
 @pytest.mark.parametrize(("scheduler", "tile_n"), [("one_tile", 16), ("static", 32)])
 @pytest.mark.parametrize(("seq_q", "seq_kv"), [(32, 32), (96, 160), (160, 96), (72, 136)])
-def test_from_the_diagonal_down_every_block_once(seq_q, seq_kv, tile_n, scheduler, pipeline, patch_kernel):
-    """Of a tile ``tile_m / tile_n`` blocks with the mask, and all before them without."""
+def test_from_the_diagonal_down_every_block_once(seq_q, seq_kv, tile_n, scheduler, pipeline, monkeypatch):
+    """A tile has ``tile_m / tile_n`` blocks with the mask, and all before them without."""
 
     def note(const, place, q, k, block, masked):
         found.append((place.tile, block, masked))
         return score(const, place, q, k, block, masked)
 
     found, score = [], forward.score
-    patch_kernel("score", note)
+    monkeypatch.setattr(forward, "score", note)
     config = replace(LAZY, tile_n=tile_n, pipeline=pipeline, scheduler=scheduler, heads_together=2)
     check(config, *make_inputs(heads_q=2, heads_kv=1, seq_q=seq_q, seq_kv=seq_kv, head_dim=16), causal=True)
     blocks = 32 // tile_n
@@ -120,7 +106,7 @@ def test_from_the_diagonal_down_every_block_once(seq_q, seq_kv, tile_n, schedule
 @pytest.mark.parametrize("pipeline", PILOTS)
 @pytest.mark.parametrize("tile_n", [16, 32])
 @pytest.mark.parametrize(("seq_q", "seq_kv"), [(32, 32), (96, 160), (160, 96), (72, 136)])
-def test_a_pilot_and_then_every_block_once(seq_q, seq_kv, tile_n, pipeline, causal, patch_kernel):
+def test_a_pilot_and_then_every_block_once(seq_q, seq_kv, tile_n, pipeline, causal, monkeypatch):
     """The pilot is of 16 keys of the first block, or of the one on the diagonal; a mask is where one is needed."""
 
     def note(const, place, q, k, block, masked):
@@ -128,7 +114,7 @@ def test_a_pilot_and_then_every_block_once(seq_q, seq_kv, tile_n, pipeline, caus
         return score(const, place, q, k, block, masked)
 
     found, score = {}, forward.score
-    patch_kernel("score", note)
+    monkeypatch.setattr(forward, "score", note)
     q, k, v = make_inputs(heads_q=1, batch=1, seq_q=seq_q, seq_kv=seq_kv, head_dim=16)
     check(replace(LAZY, tile_n=tile_n, pipeline=pipeline), q, k, v, causal=causal)
     for tile, (pilot, *walked) in found.items():
@@ -263,7 +249,7 @@ def test_nonfinite_queries_and_keys_do_what_they_do_online(lengths, at, name, va
 
 
 @pytest.mark.parametrize("change", ["never", "sums only"])
-def test_a_check_that_misses_something_is_noticed(change, patch_kernel):
+def test_a_check_that_misses_something_is_noticed(change, monkeypatch):
     """Without the check at all, and without its look at the output."""
     name, broken = {
         "never": ("any_too_large", lambda l: False),  # noqa: E741
@@ -276,7 +262,7 @@ def test_a_check_that_misses_something_is_noticed(change, patch_kernel):
     else:
         k = grow(k, start=50, factor=60.0)
     check(LAZY, q, k, v)
-    patch_kernel(name, broken)
+    monkeypatch.setattr(forward, name, broken)
     with pytest.raises(AssertionError):
         check(LAZY, q, k, v)
 
@@ -286,7 +272,7 @@ def test_a_check_that_misses_something_is_noticed(change, patch_kernel):
 
 @pytest.mark.parametrize(("heads_together", "causal"), [(2, False), (2, True), (12, True)])
 @pytest.mark.parametrize("blocks", [1, 7, 31])
-def test_a_static_grid_takes_every_tile_once(blocks, heads_together, causal, patch_kernel):
+def test_a_static_grid_takes_every_tile_once(blocks, heads_together, causal, monkeypatch):
     """Every n-th of 48 tiles: 2 of each of 6 heads of 4 batch entries, in sections of 2 heads, or of 2 entries."""
 
     def note(const, place, *rest):
@@ -294,7 +280,7 @@ def test_a_static_grid_takes_every_tile_once(blocks, heads_together, causal, pat
         forward_tile(const, place, *rest)
 
     found, forward_tile = [], forward.forward_tile
-    patch_kernel("forward_tile", note)
+    monkeypatch.setattr(forward, "forward_tile", note)
     config = replace(LAZY, scheduler="static", occupancy=blocks, heads_together=heads_together)
     check(config, *make_inputs(batch=4, heads_q=6, heads_kv=3, seq_q=49, head_dim=16), causal=causal)
     assert sorted(found) == [(batch, head, tile) for batch in range(4) for head in range(6) for tile in range(2)]

@@ -7,11 +7,11 @@ import torch
 
 from multiattn import Problem
 from multiattn.cutile.configs import PIPELINES, CutileConfig, widths_of
-from multiattn.cutile.steps import STEPS
+from multiattn.cutile.ladder import STEPS
 from multiattn.cutile.table import launches_of
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import get, make_plan
-from multiattn.plan.columns import two_widths
+from multiattn.plan.schedule import two_widths
 
 pytest.importorskip("cuda.tile")
 

@@ -128,25 +128,25 @@ def test_cutile_hands_over_address_extents_and_strides_of_each_array():
 
 
 def test_cutile_refuses_what_its_tile_ir_does_not_take():
-    from multiattn.cutile import proof
+    from multiattn.cutile import bind
 
     _, kernel = exported("cutile d64 BSHD")
     text = kernel.texts["tileir"].decode()
     assert set(kernel.texts) == {"tileir"}
     assert text.startswith("entry @forward")
     binding = kernel.binding
-    proof.prove(binding, text)
+    bind.prove(binding, text)
     changed = list(binding.arguments)
     changed[4] = abi.Number(kind="i32", value=128)  # head_dim, a constant of the Tile IR
     with pytest.raises(ValueError, match=r"arrays: argument 4 is .*128.*; the Tile IR has 64"):
-        proof.prove(replace(binding, arguments=tuple(changed)), text)
+        bind.prove(replace(binding, arguments=tuple(changed)), text)
     with pytest.raises(ValueError, match=r"the Tile IR assumes .*which nothing tells"):
-        proof.prove(replace(binding, constants={**binding.constants, "q_seq": "any"}), text)
+        bind.prove(replace(binding, constants={**binding.constants, "q_seq": "any"}), text)
     with pytest.raises(ValueError, match="parameters: got "):
-        proof.prove(replace(binding, arguments=binding.arguments[:-1]), text)
+        bind.prove(replace(binding, arguments=binding.arguments[:-1]), text)
     swapped = re.sub(r"shape = \[(%\w+), (%\w+)", r"shape = [\2, \1", text, count=1)
     with pytest.raises(ValueError, match="arrays: argument 1 is"):
-        proof.prove(binding, swapped)
+        bind.prove(binding, swapped)
 
 
 def test_texts_are_those_that_were_asked_for():

@@ -59,22 +59,13 @@ def test_imports_go_one_way(path):
             assert rest[0] in ALLOWED[me] | {me}, f"{me} must not import {rest[0]}"
 
 
-SAME_IN_EACH_LANGUAGE = {"BackwardConfig", "OutOfBoundsError"}
-"""These mean one thing in several languages' folders: the tiles of a backward, and memory that a kernel strays to."""
-
-
 def test_no_two_classes_have_one_name():
     places = defaultdict(list)
     for path in sorted(ROOT.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(path.relative_to(ROOT))
-    twice = {name: its for name, its in places.items() if len(its) > 1}
-    for name in SAME_IN_EACH_LANGUAGE:
-        folders = [path.parts[0] for path in twice.pop(name)]
-        assert len(set(folders)) == len(folders)
-        assert set(folders) <= set(multiattn.BACKENDS)
-    assert twice == {}
+    assert {name: its for name, its in places.items() if len(its) > 1} == {}
 
 
 def module_name(path):

@@ -9,8 +9,8 @@ import torch
 import multiattn
 from multiattn import Plan, Problem
 from multiattn.cutile import configs as cutile_configs
+from multiattn.cutile import ladder as cutile_ladder
 from multiattn.cutile import rules as cutile_rules
-from multiattn.cutile import steps as cutile_steps
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import find_variant, get, ladder, make_plan, plan_variant
 from multiattn.plan.config import select
@@ -21,7 +21,7 @@ from parity.cases import Case
 from parity.launch import launch_plan, plan_case, prepare_case
 from parity.results import Contender
 
-LANGUAGES = {"triton": triton_ladder, "cutile": cutile_steps}
+LANGUAGES = {"triton": triton_ladder, "cutile": cutile_ladder}
 RULES = {"triton": triton_rules, "cutile": cutile_rules}
 RUNGS = [(language, name) for language, steps in LANGUAGES.items() for name in steps.STEPS]
 LADDERS = [

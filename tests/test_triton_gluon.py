@@ -15,17 +15,17 @@ from multiattn import Problem, Unsupported, explain, fmha
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import Plan, find_variant, plan_variant
 from multiattn.triton import BACKEND
+from multiattn.triton.bind import image_of
 from multiattn.triton.calls import calls_of
 from multiattn.triton.candidates import candidates, class_of
 from multiattn.triton.compile import specialise
-from multiattn.triton.compiled import image_of
 from multiattn.triton.gluon_configs import (
     BOOKKEEPING_BYTES,
     GluonConfig,
     grid_blocks,
     pieces_of,
-    query_tiles,
     smem_bytes,
+    tiles_of_head,
     why_not_fit,
 )
 
@@ -85,7 +85,7 @@ def test_pieces_cover_head_dim_with_few_columns_to_spare():
         ({"stages": 1}, "stages=1; allowed 2 to 16"),
         ({"scheduler": "lpt"}, "scheduler=lpt; allowed one_tile, static, dynamic"),
         ({"q_slots": 0}, "q_slots=0; allowed 1, 2, 3"),
-        ({"stages": 9}, "bytes of shared memory or more; allowed 232448 bytes on sm90"),
+        ({"stages": 9}, "; allowed 232448 bytes a block on sm90"),
         ({"tile_m": 192, "tile_n": 128}, "160 registers for output, scores and weights"),
     ],
 )
@@ -95,15 +95,10 @@ def test_a_config_that_does_not_fit_is_a_reason(config, reason):
     assert any(reason in str(it) for it in why_not_fit(problem(), SM90, replace(fine, **config)))
 
 
-def test_another_kind_of_config_is_a_reason():
-    (reason,) = why_not_fit(problem(), SM90, explain(problem(), arch="sm80", backend="triton").config)
-    assert (reason.got, reason.allowed) == ("TritonConfig", "GluonConfig")
-
-
 def test_tiles_cover_the_queries_and_no_warpgroup_more():
     config = GluonConfig(tile_m=192, tile_n=64)
     for seq_q, tiles in ((1, 1), (64, 1), (192, 1), (193, 2), (512, 3), (1000, 6)):
-        assert query_tiles(config, problem(seq_q=seq_q)) == tiles
+        assert tiles_of_head(config, problem(seq_q=seq_q)) == tiles
     assert grid_blocks(config, problem()) == 6 * 2 * 8
 
 

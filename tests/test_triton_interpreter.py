@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from multiattn.plan.support import OutOfBoundsError
 from multiattn.triton.cpu import interpreter
 
 
@@ -83,13 +84,13 @@ def test_tritons_own_library_of_jitted_functions():
 def test_a_pointer_out_of_bounds_is_caught(what):
     short, long = random(90), random(100)
     x, y, out = (short, long, long.clone()) if what == "load" else (long, long, short)
-    with pytest.raises(interpreter.OutOfBoundsError, match=rf"{what} in program \(2, 0, 0\): 6 of 32 active lanes"):
+    with pytest.raises(OutOfBoundsError, match=rf"{what} in program \(2, 0, 0\): 6 of 32 active lanes"):
         interpreter.run(axpy, 4, x, y, out, 3.0, 100, TILE=32)
 
 
 def test_bounds_are_those_of_the_view_not_of_its_memory():
     memory = random(200)
-    with pytest.raises(interpreter.OutOfBoundsError):
+    with pytest.raises(OutOfBoundsError):
         interpreter.run(axpy, 4, memory[:90], random(100), random(100), 3.0, 100, TILE=32)
 
 
@@ -107,7 +108,7 @@ def test_a_descriptor_that_claims_too_much_is_caught(what):
         return TensorDescriptor(random(20, 16), [rows, 16], [16, 1], [8, 16])
 
     source, target = (claim(24), claim(20)) if what == "load" else (claim(20), claim(24))
-    with pytest.raises(interpreter.OutOfBoundsError, match=f"{what} in program .* 64 of 128 active lanes"):
+    with pytest.raises(OutOfBoundsError, match=f"{what} in program .* 64 of 128 active lanes"):
         interpreter.run(copy_rows, 1, source, target, 20, TILE=8, SHIFT=0)
 
 
@@ -119,7 +120,7 @@ def test_a_bug_in_the_kernel_passes_through():
 def test_the_language_is_left_as_it_was():
     owners = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype)
     before = [dict(vars(owner)) for owner in owners]
-    with pytest.raises(interpreter.OutOfBoundsError):
+    with pytest.raises(OutOfBoundsError):
         interpreter.run(axpy, 4, random(9), random(9), random(9), 3.0, 100, TILE=32)
     assert before == [dict(vars(owner)) for owner in owners]
     assert isinstance(axpy, triton.JITFunction)

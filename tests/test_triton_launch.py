@@ -17,11 +17,10 @@ from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import make_plan
 from multiattn.problem import Operands
-from multiattn.triton import BACKEND, launch
-from multiattn.triton.bind import bind
+from multiattn.triton import BACKEND
+from multiattn.triton.bind import bind, checked_binding
 from multiattn.triton.calls import Call, calls_of
 from multiattn.triton.compile import specialise
-from multiattn.triton.compiled import checked_binding
 from multiattn.triton.parameters import Constant, Float, Integer, Tensor
 
 pytestmark = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason="; ".join(map(str, BACKEND.probe_compiler())))
@@ -79,7 +78,7 @@ def prepare(monkeypatch, case, **metadata):
 
 def prepare_with(monkeypatch, plan, kernels):
     driver = driver_fakes.install(monkeypatch, driver_fakes.FakeDriver({}))
-    monkeypatch.setattr(launch, "_warned", set())
+    monkeypatch.setattr("multiattn.run.launch._warned", set())
     properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     for call, kernel in zip(calls_of(plan), kernels, strict=True):
@@ -154,12 +153,26 @@ def test_what_needs_more_than_arguments_goes_through_triton(monkeypatch, metadat
 
 
 @pytest.mark.parametrize("listens", [lambda metadata: None, SimpleNamespace(calls=[print])], ids=["one", "chain"])
-def test_launches_that_somebody_listens_to_go_through_triton(monkeypatch, listens):
+@pytest.mark.parametrize("case", ["pointers", "gluon", "atomic"])
+def test_launches_that_somebody_listens_to_go_through_triton(monkeypatch, listens, case):
+    """With memory of PyTorch's for areas of workspace, and for a counter of tiles, which is zero."""
+    plan, given = plan_of(case)
+    if case == "atomic":
+        q, k, v, out, lse, *_ = given
+        given = Operands(q, k, v, out, lse, q.clone(), None, q.clone(), torch.empty_like(k), torch.empty_like(v))
     with monkeypatch.context() as patch:
         patch.setattr(knobs.runtime, "launch_exit_hook", listens)
-        launcher, _, (kernel,) = prepare(monkeypatch, "pointers")
-    launcher(plan_of("pointers")[1])
-    assert len(kernel.launched) == 1
+        launcher, driver, kernels = prepare(monkeypatch, case)
+        if plan.direction == "backward":
+            launcher(given)  # which is when it is made
+    if plan.direction == "forward":
+        launcher(given)
+    assert driver.launched == []
+    for call, kernel in zip(calls_of(plan), kernels, strict=True):
+        ((_, arguments, _),) = kernel.launched
+        named = dict(zip(call.table.rows, arguments, strict=True))
+        assert case != "gluon" or named["counter"].tolist() == [0] * 4
+        assert "delta" not in named or named["delta"].shape == given.lse.shape
 
 
 @pytest.mark.parametrize("other", ["another signature", "another cubin", "no metadata", "less metadata"])

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from multiattn.cutile.configs import CutileConfig, OnePassConfig, TwoPassConfig
-from multiattn.cutile.steps import STEPS
+from multiattn.cutile.ladder import STEPS
 from multiattn.plan.arch import GPUS, Arch
 from multiattn.plan.backend import Variant
-from multiattn.plan.columns import saving_widths
+from multiattn.plan.schedule import saving_widths
 from multiattn.problem import Problem
 
 L2_BYTES = max(gpu.l2_mib or 0 for gpu in GPUS if gpu.arch == "sm90") << 20
@@ -25,17 +25,6 @@ def _fields(hints: _Hints, prefix: str = "") -> dict[str, Any]:
     return {prefix + name: value for name, value in zip(names, hints, strict=True)}
 
 
-_HOPPER: tuple[tuple[_Hints, ...], ...] = (
-    ((64, 64, 4, None), (128, 64, 2, 8), (64, 128, 3, None), (64, 64, 3, None), (64, 64, 2, None), (64, 128, 2, None),
-     (64, 128, 2, 8), (128, 64, 3, 8), (128, 128, 2, 8), (128, 128, 1, 8)),
-    ((64, 128, 2, None), (64, 128, 3, None), (64, 128, 1, None), (64, 128, 2, 8), (64, 64, 3, None), (64, 64, 2, None),
-     (128, 128, 1, 8), (128, 128, 2, 8), (128, 64, 2, 8), (128, 64, 1, 8)),
-    ((128, 128, 1, 8), (128, 64, 1, 8), (128, 32, 1, 8), (64, 128, 1, None), (64, 128, 1, 8), (64, 64, 2, None),
-     (64, 64, 1, None), (64, 32, 2, None)),
-)  # fmt: skip
-"""For D up to 64, up to 128 and beyond; so are the other tables of as many rows."""
-
-
 def _lazy(tile_m: int, tile_n: int, occupancy: int, warps: int | None, *hows: str) -> tuple[CutileConfig, ...]:
     """A tile in several ways: a pipeline each, static where the name ends in a star."""
     tile = CutileConfig(**_fields((tile_m, tile_n, occupancy, warps)), lazy_max=True)
@@ -44,6 +33,7 @@ def _lazy(tile_m: int, tile_n: int, occupancy: int, warps: int | None, *hows: st
     )
 
 
+# For D up to 64, up to 128 and beyond; so are the other tables of as many rows.
 _LAZY: tuple[tuple[CutileConfig, ...], ...] = ((
     *_lazy(64, 64, 4, None, "plain", "plain*"), *_lazy(64, 64, 3, None, "pairs", "pairs*", "plain"),
     *_lazy(128, 64, 2, 8, "plain", "plain*"), *_lazy(64, 128, 2, None, "plain", "plain*", "ahead"),
@@ -78,12 +68,6 @@ _SMALL: tuple[_Hints, ...] = (
 
 def _row(problem: Problem) -> int:
     return 0 if problem.head_dim <= 64 else 1 if problem.head_dim <= 128 else 2
-
-
-def _forward_tiles(problem: Problem, arch: Arch) -> tuple[_Hints, ...]:
-    if arch.name == "sm90":
-        return _HOPPER[_row(problem)]
-    return _BLACKWELL if arch.name in ("sm100", "sm103") else _SMALL
 
 
 def _lazy_candidates(problem: Problem) -> list[CutileConfig]:
@@ -130,16 +114,16 @@ def forward_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequen
     """
     if not arch.is_gpu:
         return ()
-    step = STEPS[variant.name].step
-    if arch.name == "sm90" and step.lazy_max:
+    if arch.name == "sm90":
         configs = _lazy_candidates(problem)
     else:
-        configs = [CutileConfig(**_fields(hints)) for hints in _forward_tiles(problem, arch)]
+        tiles = _BLACKWELL if arch.name in ("sm100", "sm103") else _SMALL
+        configs = [CutileConfig(**_fields(hints)) for hints in tiles]
         best = configs[0]
         configs += [replace(best, k_latency=k, v_latency=v) for k, v in ((1, 1), (4, 6))]
         configs += [replace(config, heads_together=4) for config in configs[:4]]
         configs += [replace(best, heads_together=heads) for heads in (problem.group, problem.heads_q)]
-    limited = dict.fromkeys(map(step.limit, configs))
+    limited = dict.fromkeys(map(STEPS[variant.name].step.limit, configs))
     return tuple(config for config in limited if not variant.fits(problem, arch, config))
 
 

@@ -1,14 +1,20 @@
-"""Tiles and compiler hints: the records of both directions. What may be asked for: `fits`; what is chosen: `rules`.
+"""Tiles and compiler hints: the records of both directions, the grids that follow, and what fits. Imports no cuTile.
 
 Shared memory is tileiras' own choice (it fits its pipeline to the occupancy asked for), so nothing here computes it.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from multiattn.plan.columns import one_width, two_widths
+from multiattn.cutile.kernels.constants import SMALLEST_TILE
+from multiattn.plan import limits
+from multiattn.plan.arch import Arch
 from multiattn.plan.config import Config
+from multiattn.plan.schedule import NARROWEST, key_tiles, one_width, query_tiles, two_widths
+from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 
 SCHEDULERS = ("one_tile", "static")
@@ -102,3 +108,138 @@ def begins_at_diagonal(problem: Problem, config: CutileConfig) -> bool:
     """
     aligned = (problem.seq_kv - problem.seq_q) % config.tile_m == 0 and config.tile_m % config.tile_n == 0
     return config.lazy_max and problem.is_banded and problem.dtype == "bf16" and aligned
+
+
+# ---------------------------------------------------------------- grids
+
+
+Grid = tuple[int, int, int]
+
+MAX_GRID_X = 2**24 - 1  # cuda.tile's own limit for each dimension
+MAX_GRID_Y = 2**16 - 1  # CUDA's
+MAX_BLOCKS = 2**31 - 1
+GRID_ALLOWED = "a grid within 2^24 x 2^16, and fewer than 2^31 blocks"
+
+
+def factor_grid(blocks: int) -> Grid | None:
+    """A grid of exactly so many blocks, in x and y; None if there is none.
+
+    Nor is there one of more than 2^31 - 1: a kernel numbers them in 32 bits.
+    """
+    if blocks > MAX_BLOCKS:
+        return None
+    for y in range(max(1, -(-blocks // MAX_GRID_X)), MAX_GRID_Y + 1):
+        if blocks % y == 0:
+            return blocks // y, y, 1
+    return None
+
+
+def divisor_near(wanted: int, heads: int) -> int:
+    """The number of heads that advance together: of those that divide `heads` the nearest by ratio, else the smaller.
+
+    Of 11 heads it is 11, not 1, where 8 are wanted: one head at a time costs masked problems up to a tenth.
+    """
+    divisors = (it for low in range(1, math.isqrt(heads) + 1) if heads % low == 0 for it in (low, heads // low))
+    return min(divisors, key=lambda count: (max(wanted / count, count / wanted), count))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Together:
+    """Heads that advance together; `spanning`: counted over batch entries, whose heads are then a divisor of them."""
+
+    heads: int
+    spanning: bool = False
+
+
+def together_of(problem: Problem, config: CutileConfig) -> Together:
+    """As many heads as the config wants, or nearly: where it wants more than a batch entry has, of several of them.
+
+    A banded section ends with its short tiles, and the next begins with long ones. Where a section is a fraction of
+    what runs at one time, the last long ones begin late, and most SMs wait for them. Powers of two of entries, so that
+    batches of many sizes share code.
+    """
+    fit = config.heads_together // problem.heads_q if problem.is_banded else 0
+    entries = math.gcd(1 << fit.bit_length() >> 1, problem.batch) if fit else 1
+    if entries == 1:
+        return Together(heads=divisor_near(config.heads_together, problem.heads_q))
+    return Together(heads=entries * problem.heads_q, spanning=True)
+
+
+def is_linear(problem: Problem, config: CutileConfig, together: Together) -> bool:
+    """True if the grid numbers the tiles of all heads: its blocks take several, or it is too large in y or z."""
+    x, y, z = _grid_by_head(problem, config, together)
+    return config.scheduler == "static" or x > MAX_GRID_X or max(y, z) > MAX_GRID_Y
+
+
+def _grid_by_head(problem: Problem, config: CutileConfig, together: Together) -> Grid:
+    x = -(-problem.seq_q // config.tile_m) * together.heads
+    if together.spanning:
+        return x, problem.batch * problem.heads_q // together.heads, 1
+    return x, problem.heads_q // together.heads, problem.batch
+
+
+def grid_of(
+    problem: Problem, config: CutileConfig, together: Together, multiprocessors: int, *, linear: bool
+) -> Grid | None:
+    """Blocks in x, y and z on a device of so many SMs; None if there are too many. `linear`: of code that numbers."""
+    if not linear:
+        return _grid_by_head(problem, config, together)
+    tiles = query_tiles(problem, config.tile_m)
+    grid = factor_grid(tiles)
+    if grid is not None and config.scheduler == "static":
+        return min(tiles, multiprocessors * (config.occupancy or 1)), 1, 1
+    return grid
+
+
+# ---------------------------------------------------------------- what fits
+
+
+_TCGEN05 = ("sm100", "sm103")
+"""Arches whose products take nothing from registers."""
+_LATENCY = limits.between(1, 10, None)
+_FIELDS: Mapping[str, limits.FieldRule] = {
+    **dict.fromkeys(("tile_m", "tile_n"), limits.powers_of_two(SMALLEST_TILE)),
+    "occupancy": limits.between(1, 32, None),
+    "num_worker_warps": (lambda it: it in (None, 4, 8), "None, 4 or 8 (others need tileiras 13.5)"),
+    "heads_together": limits.AT_LEAST_1,
+}
+_BACKWARD_FIELDS = {**_FIELDS, "latency": _LATENCY}
+_FORWARD_FIELDS = {
+    **_FIELDS,
+    **dict.fromkeys(("k_latency", "v_latency"), _LATENCY),
+    "pipeline": limits.one_of(*PIPELINES),
+    "scheduler": limits.one_of(*SCHEDULERS),
+}
+
+
+def why_not_forward(problem: Problem, arch: Arch, config: CutileConfig) -> tuple[Reason, ...]:
+    """Every reason why `config` cannot be compiled or launched for `problem`."""
+    checks: list[limits.Check] = [
+        *limits.field_checks(config, _FORWARD_FIELDS),
+        (config.lazy_max or config.pipeline == "plain", f"pipeline={config.pipeline} without lazy_max", "plain"),
+        (
+            not config.split_head_dim or two_widths(problem.head_dim) is not None,
+            f"split_head_dim=True at head_dim={problem.head_dim}",
+            f"more than {NARROWEST}",
+        ),
+        (not (config.q_in_registers and arch.name in _TCGEN05), f"q_in_registers=True on {arch.name}", "False"),
+        _grid(f"tile_m={config.tile_m}", query_tiles(problem, config.tile_m), problem),
+    ]
+    return limits.failed(checks)
+
+
+def why_not_backward(problem: Problem, arch: Arch, config: OnePassConfig) -> tuple[Reason, ...]:
+    """Every reason why `config` cannot be compiled or launched for `problem`, in one pass or in two."""
+    checks = [
+        *limits.field_checks(config, _BACKWARD_FIELDS),
+        _grid(f"tile_n={config.tile_n}", key_tiles(problem, config.tile_n), problem),
+        _grid(f"rows in tiles of {ROW_TILE}", query_tiles(problem, ROW_TILE), problem),
+    ]
+    if isinstance(config, TwoPassConfig):
+        checks += limits.field_checks(config, _BACKWARD_FIELDS, "dq_")
+        checks.append(_grid(f"dq_tile_m={config.dq_tile_m}", query_tiles(problem, config.dq_tile_m), problem))
+    return limits.failed(checks)
+
+
+def _grid(what: str, blocks: int, problem: Problem) -> limits.Check:
+    return factor_grid(blocks) is not None, f"{what} for {problem}", GRID_ALLOWED

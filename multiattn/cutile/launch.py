@@ -1,13 +1,12 @@
 """From a Plan of either direction to a launcher: compiled by cuTile and launched by the driver, or run on the CPU.
 
 `ct.launch` looks at every tensor, each time, to find the code for such tensors. All of that is fixed by a Plan, so code
-and arguments are made once, of the launch's description (`table`), which is held against what cuTile made (`proof`).
+and arguments are made once, of the launch's description (`table`), which is held against what cuTile made (`bind`).
 """
 
 from __future__ import annotations
 
 import platform
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,14 +16,20 @@ import cuda.tile as ct
 import torch
 
 from multiattn.cutile import cpu
+from multiattn.cutile.bind import bind_proven, tile_ir
 from multiattn.cutile.compile import compile_limit, get_kernel, get_signature, make_cubin
-from multiattn.cutile.proof import bind_proven, tile_ir
 from multiattn.cutile.table import AREAS, KernelLaunch, launches_of
 from multiattn.plan import abi
 from multiattn.plan.backend import Launcher, Plan
-from multiattn.problem import Operands
 from multiattn.run import driver
-from multiattn.run.launch import ByPresence, DriverLauncher, LoadedKernel, Workspace, fresh_memory, pack_areas
+from multiattn.run.launch import (
+    ByPresence,
+    DriverLauncher,
+    LoadedKernel,
+    by_tensors,
+    fresh_areas,
+    warn_of_release,
+)
 
 
 def prepare(plan: Plan) -> Launcher:
@@ -39,7 +44,7 @@ def prepare(plan: Plan) -> Launcher:
     CUDA_TILE_COMPILER_TIMEOUT_SEC says otherwise.
     """
     if not plan.arch.is_gpu:
-        return TensorLauncher(plan, lambda launch, arguments: cpu.launch(launch.grid, get_kernel(launch), arguments))
+        return _with_tensors(plan, lambda launch, arguments: cpu.launch(launch.grid, get_kernel(launch), arguments))
     device = torch.cuda.current_device()
     driver.ensure_context(device)
     if plan.direction == "backward":
@@ -55,13 +60,12 @@ class _Code:
     """A kernel, loaded for every device, and what its cubin says of it."""
 
     function: int
-    entry: abi.Entry
+    entry: abi.KernelEntry
     tile_ir: str
     host: str | None
 
 
 _known: dict[tuple[object, ...], _Code] = {}
-_warned: set[str] = set()
 
 
 def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
@@ -71,20 +75,12 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
     try:
         kernels = [_load(plan, launch, device) for launch in launches]
     except ValueError as error:
-        _warn_once(error)
+        warn_of_release(f"cuda-tile {ct.__version__}", error, "ct.launch")
         return through_cutile(plan, multiprocessors)
     loaded = [kernel for kernel in kernels if kernel is not None]
     if len(loaded) < len(launches):
         return through_cutile(plan, multiprocessors)
-    return DriverLauncher(loaded, device, _workspace(plan, device))
-
-
-def _workspace(plan: Plan, device: int) -> Workspace | None:
-    if plan.direction == "forward":
-        return None
-    known = plan.problem.layouts
-    areas, size = pack_areas({name: known[name].size_bytes for name in AREAS[plan.variant]})
-    return Workspace(lend=fresh_memory(device, size), areas=areas)
+    return DriverLauncher(loaded, device, fresh_areas(plan.problem, AREAS[plan.variant], device))
 
 
 def _load(plan: Plan, launch: KernelLaunch, device: int) -> LoadedKernel | None:
@@ -109,18 +105,6 @@ def _load(plan: Plan, launch: KernelLaunch, device: int) -> LoadedKernel | None:
     return LoadedKernel(function=code.function, binding=bind_proven(launch, code.tile_ir, code.entry))
 
 
-def _warn_once(error: ValueError) -> None:
-    release: Any = ct.__version__
-    if release not in _warned:
-        _warned.add(release)
-        warnings.warn(
-            f"cuda-tile {release} compiles kernels to what multiattn does not know ({error}); ct.launch is used, which "
-            "costs the host more",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-
-
 # ---------------------------------------------------------------- by cuTile, or on the CPU
 
 
@@ -128,26 +112,20 @@ _Run = Callable[[KernelLaunch, tuple[Any, ...]], None]
 """Launches a kernel, given all its arguments."""
 
 
-class TensorLauncher:
-    """Launches each kernel with tensors, as cuTile and the CPU's interpreter take them."""
+def _with_tensors(plan: Plan, run: _Run, multiprocessors: int | None = None) -> Launcher:
+    """A launcher of each kernel with tensors, as cuTile and the CPU's interpreter take them."""
+    launches = {
+        has_dlse: launches_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors)
+        for has_dlse in {False, plan.direction == "backward"}
+    }
+    known = plan.problem.layouts
 
-    def __init__(self, plan: Plan, run: _Run, multiprocessors: int | None = None) -> None:
-        self._launches = {
-            has_dlse: launches_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors)
-            for has_dlse in {False, plan.direction == "backward"}
-        }
-        self._layouts = plan.problem.layouts
-        self._areas = AREAS[plan.variant] if plan.direction == "backward" else ()
-        self._run = run
+    def run_all(tensors: dict[str, torch.Tensor]) -> None:
+        for launch in launches["dlse" in tensors]:
+            arrays = (_with_strides(tensors[name], known[name].strides) for name in launch.tensors)
+            run(launch, (*arrays, *launch.scalars.values()))
 
-    def __call__(self, operands: Operands) -> None:
-        """Launch, or run to the end."""
-        given = {name: tensor for name, tensor in operands._asdict().items() if tensor is not None}
-        tensors = {name: _with_strides(tensor, self._layouts[name].strides) for name, tensor in given.items()}
-        for name in self._areas:
-            tensors[name] = torch.empty(self._layouts[name].shape, dtype=torch.float32, device=operands.q.device)
-        for launch in self._launches[operands.dlse is not None]:
-            self._run(launch, (*(tensors[name] for name in launch.tensors), *launch.scalars.values()))
+    return by_tensors(plan.problem, AREAS[plan.variant], run_all)
 
 
 def _with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
@@ -165,4 +143,4 @@ def through_cutile(plan: Plan, multiprocessors: int | None = None) -> Launcher:
             ct.launch(torch.cuda.current_stream(), launch.grid, kernel, arguments)
         compiled.add(kernel)
 
-    return TensorLauncher(plan, run, multiprocessors)
+    return _with_tensors(plan, run, multiprocessors)

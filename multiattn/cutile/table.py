@@ -16,21 +16,17 @@ from multiattn.cutile.configs import (
     ROW_OCCUPANCY,
     ROW_TILE,
     CutileConfig,
+    Grid,
     OnePassConfig,
+    Together,
     TwoPassConfig,
     begins_at_diagonal,
-    widths_of,
-)
-from multiattn.cutile.grid import (
-    Grid,
-    Together,
-    count_key_tiles,
-    count_query_tiles,
     divisor_near,
     factor_grid,
     grid_of,
     is_linear,
     together_of,
+    widths_of,
 )
 from multiattn.cutile.kernels.constants import (
     BackwardConstants,
@@ -40,15 +36,17 @@ from multiattn.cutile.kernels.constants import (
     RowConstants,
     RowDeltaConstants,
 )
-from multiattn.cutile.steps import STEPS
+from multiattn.cutile.ladder import STEPS
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
-from multiattn.plan.columns import one_width
-from multiattn.plan.config import Config
-from multiattn.plan.schedule import most_multiprocessors
+from multiattn.plan.schedule import key_tiles, most_multiprocessors, one_width, query_tiles
 from multiattn.problem import LOG2_E, Layout, Problem
 
-AREAS: Mapping[str, tuple[str, ...]] = {"atomic": ("delta", "dq_sum"), "two_pass": ("delta",)}
+AREAS: Mapping[str, tuple[str, ...]] = {
+    "atomic": ("delta", "dq_sum"),
+    "two_pass": ("delta",),
+    **dict.fromkeys(STEPS, ()),
+}
 """Arrays that are workspace, by variant."""
 
 IMAGE = abi.Image(threads=1)
@@ -139,12 +137,6 @@ def launches_of(
     if plan.direction == "forward":
         return (_forward(plan, multiprocessors or most_multiprocessors(plan.arch), emitted or {}),)
     return _one_pass(plan, has_dlse) if "dq_sum" in AREAS[plan.variant] else _two_passes(plan, has_dlse)
-
-
-def workspace_bytes(variant: str, problem: Problem, config: Config | None = None) -> int:
-    """Bytes of a backward's areas, whatever its config."""
-    known = problem.layouts
-    return sum(known[name].size_bytes for name in AREAS[variant])
 
 
 def needs_64bit(problem: Problem, *, backward: bool = False) -> bool:
@@ -260,14 +252,14 @@ def _two_passes(plan: Plan, has_dlse: bool) -> tuple[KernelLaunch, ...]:
         latency=config.dq_latency,
         has_dlse=has_dlse,
     )
-    tiles, hints = count_query_tiles(problem, config.dq_tile_m), (config.dq_occupancy, config.dq_num_worker_warps)
+    tiles, hints = query_tiles(problem, config.dq_tile_m), (config.dq_occupancy, config.dq_num_worker_warps)
     query_grads = _backward(problem, "query_grads", tiles, tensors, constants, *hints)
     return query_grads, _key_launch(plan, "key_grads", ("q", "k", "v", "lse", "dout", "delta", "dk", "dv"))
 
 
 def _one_pass(plan: Plan, has_dlse: bool) -> tuple[KernelLaunch, ...]:
     problem = plan.problem
-    tiles, tile_d = count_query_tiles(problem, ROW_TILE), one_width(problem.head_dim)
+    tiles, tile_d = query_tiles(problem, ROW_TILE), one_width(problem.head_dim)
     tensors = {**_same("out", "dout"), **_dlse(has_dlse), **_same("delta", "dq_sum")}
     delta = RowDeltaConstants(tile_m=ROW_TILE, tile_d=tile_d, has_dlse=has_dlse)
     row_deltas = _backward(problem, "row_deltas", tiles, tensors, delta, ROW_OCCUPANCY)
@@ -286,7 +278,7 @@ def _key_launch(plan: Plan, kernel: str, arrays: tuple[str, ...]) -> KernelLaunc
         heads_together=divisor_near(config.heads_together, problem.heads_kv),
         latency=config.latency,
     )
-    tiles = count_key_tiles(problem, config.tile_n)
+    tiles = key_tiles(problem, config.tile_n)
     return _backward(problem, kernel, tiles, _same(*arrays), constants, config.occupancy, config.num_worker_warps)
 
 

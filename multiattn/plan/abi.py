@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from multiattn.plan.cubin import Entry as Entry
+from multiattn.plan.cubin import KernelEntry as KernelEntry
 from multiattn.plan.cubin import Slot
 from multiattn.plan.cubin import host_of as host_of
 from multiattn.plan.cubin import read_entry as read_entry
@@ -217,7 +217,7 @@ def pack(argument: Argument, addresses: Mapping[str, int], encode: Callable[[Ten
 # ---------------------------------------------------------------- held against the cubin
 
 
-def check(binding: Binding, entry: Entry) -> None:
+def check(binding: Binding, entry: KernelEntry) -> None:
     """ValueError where a Binding is not what a kernel takes: number, sizes and places of parameters, boxes, threads."""
     slots: list[Slot] = []
     end = entry.base

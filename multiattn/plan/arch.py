@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -102,6 +103,7 @@ REGISTERS_UNIT = 256  # of a warp
 SMEM_UNIT = 128  # bytes
 MAX_THREADS = 1024  # of a block
 MAX_REGISTERS = 255  # of a thread
+GRID_MAX = 2**31 - 1  # blocks of a launch, in x
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,8 +164,6 @@ class Gpu:
     """One product: what its SMs do per clock, and its stated peak, dense, fp16 and bf16 with fp32 accumulation."""
 
     name: str
-    driver_names: tuple[str, ...]
-    """The full names that the driver has for it."""
     arch: str
     """Name of its row in `ARCHS`."""
     sms: int
@@ -177,6 +177,8 @@ class Gpu:
     """None where NVIDIA says nothing that we know of."""
     tflops: float
     """As `source` has it: 10^12 FLOP per second."""
+    driver_names: tuple[str, ...]
+    """The full names that the driver has for it."""
     source: str
 
     @property
@@ -185,64 +187,37 @@ class Gpu:
         return self.sms * self.tensor_rate * self.clock_ghz / 1e3
 
 
-def _product(
-    name: str,
-    arch: str,
-    sms: int,
-    clock_ghz: float,
-    tensor_rate: int,
-    gbps: float,
-    l2_mib: int | None,
-    tflops: float,
-    driver_names: str | tuple[str, ...],
-    source: str,
-) -> Gpu:
-    return Gpu(
-        name=name,
-        driver_names=(driver_names,) if isinstance(driver_names, str) else driver_names,
-        arch=arch,
-        sms=sms,
-        clock_ghz=clock_ghz,
-        tensor_rate=tensor_rate,
-        gbps=gbps,
-        l2_mib=l2_mib,
-        tflops=tflops,
-        source=f"NVIDIA {source}",
-    )
-
-
 _HALVED = "sparse figure halved"
 _B300 = ("NVIDIA B300", "NVIDIA B300 SXM6 AC")  # AC: air-cooled
 # GeForce cards, and the L20, do half as much with fp32 accumulation as with fp16.
-# fmt: off
-GPUS: tuple[Gpu, ...] = (
+_ROWS: tuple[tuple[Any, ...], ...] = (
     # name, arch, SMs, GHz, FLOP/clock/SM, GB/s, L2 MiB, TFLOPS, the driver's name, source
-    _product("A100 SXM 80GB", "sm80", 108, 1.410, 2048, 2039, 40, 312.0, "NVIDIA A100-SXM4-80GB",
-             "A100 80GB datasheet; A100 architecture whitepaper"),
-    _product("RTX 3090", "sm86", 82, 1.695, 512, 936, 6, 71.0, "NVIDIA GeForce RTX 3090",
-             "Ampere GA102 architecture whitepaper, appendix A"),
-    _product("RTX 4090", "sm89", 128, 2.520, 512, 1008, 72, 165.2, "NVIDIA GeForce RTX 4090",
-             "Ada GPU architecture whitepaper, appendix A"),
-    _product("RTX 5090", "sm120", 170, 2.407, 512, 1792, 96, 209.5, "NVIDIA GeForce RTX 5090",
-             "RTX Blackwell GPU architecture whitepaper, appendix A"),
-    _product("L20", "sm89", 92, 2.537, 512, 864, 96, 119.5, "NVIDIA L20",
-             "L20 product sheet, as resellers and published measurements quote it"),
-    _product("L40S", "sm89", 142, 2.490, 1024, 864, 96, 362.05, "NVIDIA L40S",
-             "L40S datasheet; SMs and L2: Ada GPU architecture whitepaper"),
-    _product("H100 SXM", "sm90", 132, 1.830, 4096, 3350, 50, 989.4, "NVIDIA H100 80GB HBM3",
-             f"H100 datasheet, SXM, {_HALVED}; H100 architecture whitepaper"),
-    _product("H200", "sm90", 132, 1.830, 4096, 4800, None, 989.4, "NVIDIA H200",
-             f"H200 datasheet, SXM, {_HALVED}"),
-    _product("B200", "sm100", 148, 1.856, 8192, 7700, 126, 2250.0, "NVIDIA B200",
-             f"HGX B200 datasheet, {_HALVED}; L2: Blackwell tuning guide; SMs as devices report them"),
-    _product("B300", "sm103", 148, 1.856, 8192, 7700, None, 2250.0, _B300,
-             f"HGX B300 datasheet, {_HALVED}; SMs as devices report them"),
-    _product("GB300", "sm103", 152, 2.008, 8192, 8000, None, 2500.0, "NVIDIA GB300",
-             f"GB300 NVL72 datasheet, a 72nd, {_HALVED}; SMs as devices report them"),
-    _product("GB10", "sm121", 48, 2.543, 1024, 273, 24, 125.0, "NVIDIA GB10",
-             "DGX Spark datasheet: an eighth of its sparse FP4 figure, as it states no 16-bit one"),
-)
-# fmt: on
+    ("A100 SXM 80GB", "sm80", 108, 1.410, 2048, 2039, 40, 312.0, ("NVIDIA A100-SXM4-80GB",),
+     "NVIDIA A100 80GB datasheet; A100 architecture whitepaper"),
+    ("RTX 3090", "sm86", 82, 1.695, 512, 936, 6, 71.0, ("NVIDIA GeForce RTX 3090",),
+     "NVIDIA Ampere GA102 architecture whitepaper, appendix A"),
+    ("RTX 4090", "sm89", 128, 2.520, 512, 1008, 72, 165.2, ("NVIDIA GeForce RTX 4090",),
+     "NVIDIA Ada GPU architecture whitepaper, appendix A"),
+    ("RTX 5090", "sm120", 170, 2.407, 512, 1792, 96, 209.5, ("NVIDIA GeForce RTX 5090",),
+     "NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A"),
+    ("L20", "sm89", 92, 2.537, 512, 864, 96, 119.5, ("NVIDIA L20",),
+     "NVIDIA L20 product sheet, as resellers and published measurements quote it"),
+    ("L40S", "sm89", 142, 2.490, 1024, 864, 96, 362.05, ("NVIDIA L40S",),
+     "NVIDIA L40S datasheet; SMs and L2: Ada GPU architecture whitepaper"),
+    ("H100 SXM", "sm90", 132, 1.830, 4096, 3350, 50, 989.4, ("NVIDIA H100 80GB HBM3",),
+     f"NVIDIA H100 datasheet, SXM, {_HALVED}; H100 architecture whitepaper"),
+    ("H200", "sm90", 132, 1.830, 4096, 4800, None, 989.4, ("NVIDIA H200",),
+     f"NVIDIA H200 datasheet, SXM, {_HALVED}"),
+    ("B200", "sm100", 148, 1.856, 8192, 7700, 126, 2250.0, ("NVIDIA B200",),
+     f"NVIDIA HGX B200 datasheet, {_HALVED}; L2: Blackwell tuning guide; SMs as devices report them"),
+    ("B300", "sm103", 148, 1.856, 8192, 7700, None, 2250.0, _B300,
+     f"NVIDIA HGX B300 datasheet, {_HALVED}; SMs as devices report them"),
+    ("GB300", "sm103", 152, 2.008, 8192, 8000, None, 2500.0, ("NVIDIA GB300",),
+     f"NVIDIA GB300 NVL72 datasheet, a 72nd, {_HALVED}; SMs as devices report them"),
+    ("GB10", "sm121", 48, 2.543, 1024, 273, 24, 125.0, ("NVIDIA GB10",),
+     "NVIDIA DGX Spark datasheet: an eighth of its sparse FP4 figure, as it states no 16-bit one"),
+)  # fmt: skip
+GPUS = tuple(Gpu(**dict(zip((column.name for column in fields(Gpu)), row, strict=True))) for row in _ROWS)
 """Products with a row, by the table's short names ("H100 SXM", "GB10": DGX Spark)."""
 
 

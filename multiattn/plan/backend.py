@@ -75,6 +75,8 @@ class Variant:
     summary: str
     capability: Capability
     rules: tuple[Rule[Any], ...]
+    config_type: type[Config] | None = None
+    """The class of its configs, which `fits` is given; None where `fits` looks at it."""
     flags: tuple[tuple[str, Any], ...] = ()
     parent: str | None = None
     """The rung below: the variant whose flags differ from these in one group; None for the first of a ladder."""
@@ -84,7 +86,7 @@ class Variant:
     """Two runs give the same bits, whatever the order in which blocks run."""
     workspace: Callable[[Problem, Config | None], int] = lambda problem, config: 0
     """Bytes of device memory that a launch takes beside its arguments."""
-    fits: Callable[[Problem, Arch, Config], tuple[Reason, ...]] = lambda problem, arch, config: ()
+    fits: Callable[[Problem, Arch, Any], tuple[Reason, ...]] = lambda problem, arch, config: ()
     """Reasons why a config does not fit an arch (shared memory, an illegal combination)."""
 
 
@@ -103,10 +105,6 @@ class Plan:
     """Device memory that a launch takes beside its arguments."""
     rejected: tuple[str, ...] = field(default=(), compare=False)
     """Variants and rules that were passed over, each with the reason."""
-
-    def because(self, why: str) -> Plan:
-        """The same Plan, with the reason why this backend was picked in front."""
-        return replace(self, why=f"{why}; {self.why}")
 
     def describe(self) -> str:
         """The decision in lines: the rule that was chosen and why, what it costs, what was passed over and why."""
@@ -195,6 +193,11 @@ def later(module: str, name: str) -> Callable[..., Any]:
     return lambda *arguments: getattr(importlib.import_module(module), name)(*arguments)
 
 
+def bytes_of_areas(names: Sequence[str]) -> Callable[[Problem, Config | None], int]:
+    """`Variant.workspace` of a variant whose workspace is areas, by their names among `Problem.layouts`."""
+    return lambda problem, config: sum(problem.layouts[name].size_bytes for name in names)
+
+
 _NAMED_AT_MOST = 12  # in an error; a backend may have a hundred rungs
 
 
@@ -248,8 +251,11 @@ def plan_variant(
             allowed = "; ".join(sorted({str(rule.reject(problem, arch, named=named)) for rule in near}))
             return (Reason(code="config", got=f"no rule of {variant.name} for {arch.name}", allowed=allowed),)
         config, why = rule.config, rule.why
-    if config is not None and (reasons := variant.fits(problem, arch, config)):
-        return reasons
+    if config is not None:
+        if (kind := variant.config_type) not in (None, type(config)):
+            return (Reason(code="config", got=type(config).__name__, allowed=kind.__name__),)
+        if reasons := variant.fits(problem, arch, config):
+            return reasons
     return Plan(
         problem=problem,
         arch=arch,
@@ -289,7 +295,9 @@ def make_plan(
     found = None
     for candidate in named:
         if deterministic and not candidate.deterministic:
-            refusals[candidate.name] = (_not_deterministic(candidate),)
+            got = f"variant {candidate.name}, which adds in any order"
+            allowed = "variants that give the same bits each time"
+            refusals[candidate.name] = (Reason(code="deterministic", got=got, allowed=allowed),)
             continue
         plan = plan_variant(backend, candidate, problem, arch, config, direction=direction, named=variant is not None)
         if isinstance(plan, Plan):
@@ -305,11 +313,3 @@ def make_plan(
         refused = here or [it.capability.why_not(problem, arch) for it in named]
         reasons += list(dict.fromkeys(reason for refusal in refused for reason in refusal))
     raise Unsupported(backend=backend.name, arch=arch, problem=problem, reasons=reasons, direction=direction)
-
-
-def _not_deterministic(variant: Variant) -> Reason:
-    return Reason(
-        code="deterministic",
-        got=f"variant {variant.name}, which adds in any order",
-        allowed="variants that give the same bits each time",
-    )

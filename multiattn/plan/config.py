@@ -6,8 +6,8 @@ A rule carries its evidence. There is no catch-all row: an arch without a rule i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Generic, TypeVar
 
 from multiattn.plan.arch import Arch
@@ -111,15 +111,6 @@ class Rule(Generic[C]):
 def has_whole_sectors(head_dim: int, itemsize: int) -> bool:
     """True if a row of head_dim elements, of `itemsize` bytes each, is a whole number of sectors."""
     return head_dim * itemsize % SECTOR_BYTES == 0
-
-
-def inherit(
-    own: Sequence[Rule[C]], above: Sequence[Rule[C]], *, top: str, limit: Callable[[C], C]
-) -> tuple[Rule[C], ...]:
-    """The rules of a rung: its own, then those of the `top` of its ladder, less what it does not do (`limit`)."""
-    rest = (rule for rule in above if not any(mine.covers(rule) for mine in own))
-    more = (replace(rule, config=limit(rule.config), why=f"not swept, as {top}: {rule.why}") for rule in rest)
-    return (*own, *more)
 
 
 def select(

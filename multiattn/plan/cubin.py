@@ -70,7 +70,7 @@ class Slot:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class KernelEntry:
     """One kernel of a cubin."""
 
     symbol: str
@@ -90,7 +90,7 @@ _SIZE_SHIFT, _SIZE_MASK = 18, 0xFFFF  # where the flags of a parameter have its 
 _INFO = ".nv.info."
 
 
-def read_entry(cubin: bytes, symbol: str) -> Entry:
+def read_entry(cubin: bytes, symbol: str) -> KernelEntry:
     """The kernel called `symbol`; ValueError where `cubin` is no cubin or has no such kernel."""
     found = sections(cubin)
     if (info := found.get(f"{_INFO}{symbol}")) is None:
@@ -102,7 +102,7 @@ def read_entry(cubin: bytes, symbol: str) -> Entry:
         raise ValueError(f"kernel: {symbol}: what the cubin says of it is damaged ({error})") from None
 
 
-def _read_info(symbol: str, info: bytes) -> Entry:
+def _read_info(symbol: str, info: bytes) -> KernelEntry:
     """Read a section of kernel information; struct.error for a damaged one."""
     slots: dict[int, Slot] = {}
     sizes: dict[int, int] = {}
@@ -122,7 +122,7 @@ def _read_info(symbol: str, info: bytes) -> Entry:
         elif attribute in (_REQNTID, _MAX_THREADS):
             x, y, z = struct.unpack("<III", value)
             sizes[attribute] = x * y * z
-    return Entry(
+    return KernelEntry(
         symbol=symbol,
         slots=tuple(slots[ordinal] for ordinal in sorted(slots)),
         base=base,

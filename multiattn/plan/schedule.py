@@ -1,4 +1,4 @@
-"""In which order tiles of queries run: what the launches of more than one backend are told."""
+"""Tiles: how wide and how many they are, and in which order they run. For the launches of more than one backend."""
 
 from __future__ import annotations
 
@@ -14,6 +14,16 @@ KV_BYTES_SIDE_BY_SIDE = 16 << 20
 """K and V of heads whose tiles run side by side: a part of L2 (40 MB on A100, 50 on H100). A guess, not measured."""
 
 
+def query_tiles(problem: Problem, rows: int) -> int:
+    """Tiles of so many queries, of all heads: the blocks of a launch that has one for each."""
+    return -(-problem.seq_q // rows) * problem.heads_q * problem.batch
+
+
+def key_tiles(problem: Problem, rows: int) -> int:
+    """The same of keys, of all heads of keys."""
+    return -(-problem.seq_kv // rows) * problem.heads_kv * problem.batch
+
+
 def heads_side_by_side(problem: Problem) -> int:
     """Query heads whose tiles run at one time, so that what they share stays in L2: whole groups."""
     kv_bytes = 2 * problem.seq_kv * problem.head_dim * problem.torch_dtype.itemsize
@@ -24,3 +34,26 @@ def heads_side_by_side(problem: Problem) -> int:
 def most_multiprocessors(arch: Arch) -> int:
     """The most SMs that a product of an arch has: so many persistent blocks fill any of them. The CPU has one."""
     return max((gpu.sms for gpu in GPUS if gpu.arch == arch.name), default=1)
+
+
+# ---------------------------------------------------------------- columns, where tiles are powers of two
+
+NARROWEST = 16
+"""Columns: the smallest depth of a product that every arch's tensor cores take."""
+
+
+def one_width(head_dim: int) -> int:
+    """The power of two that holds head_dim."""
+    return max(NARROWEST, 1 << (head_dim - 1).bit_length())
+
+
+def two_widths(head_dim: int) -> tuple[int, int] | None:
+    """Half of `one_width`, and the power of two that holds the rest; None if half is too narrow."""
+    first = one_width(head_dim) // 2
+    return (first, one_width(head_dim - first)) if first >= NARROWEST else None
+
+
+def saving_widths(head_dim: int) -> tuple[int, int] | None:
+    """`two_widths` where they are fewer columns than one tile; else None. Of D=96 64 and 32 are a quarter less."""
+    widths = two_widths(head_dim)
+    return widths if widths is not None and sum(widths) < one_width(head_dim) else None

@@ -113,3 +113,7 @@ def _merged(reasons: Iterable[Reason]) -> Iterator[Reason]:
         allowed.setdefault((reason.code, reason.got, reason.hint), []).append(reason.allowed)
     for (code, got, hint), each in allowed.items():
         yield Reason(code=code, got=got, allowed=" or, in another variant, ".join(dict.fromkeys(each)), hint=hint)
+
+
+class OutOfBoundsError(IndexError):
+    """A kernel that runs on the CPU touched memory outside of its tensors."""

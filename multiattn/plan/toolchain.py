@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -38,6 +39,31 @@ def version_of(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """(major, minor) of a version."""
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def dotted(release: tuple[int, ...]) -> str:
+    """A release as one writes it."""
+    return ".".join(map(str, release))
+
+
+def probe_release(
+    distribution: str, module: str, oldest: tuple[int, int], newest: tuple[int, int], hint: str
+) -> tuple[Reason, ...]:
+    """A reason unless a module is there, of a distribution from the oldest release to the newest."""
+    allowed = " to ".join(dict.fromkeys((dotted(oldest), dotted(newest))))
+    version = version_of(distribution)
+    if version is None or importlib.util.find_spec(module) is None:
+        got = f"no {distribution}"
+    elif not oldest <= release_of(version) <= newest:
+        got = f"{distribution} {version}"
+    else:
+        return ()
+    return (Reason(code="module", got=got, allowed=f"{distribution} {allowed}", hint=hint),)
 
 
 def probe_gpu() -> tuple[Reason, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -20,7 +21,7 @@ import torch
 
 from multiattn.plan import abi
 from multiattn.plan.backend import Launcher
-from multiattn.problem import Operands
+from multiattn.problem import Operands, Problem
 from multiattn.run import compat, driver
 
 Lender = Callable[[int], tuple[int, object]]
@@ -80,6 +81,41 @@ def fresh_memory(device: int, size: int) -> Lender:
         return memory.data_ptr(), memory
 
     return lend
+
+
+def fresh_areas(problem: Problem, names: Sequence[str], device: int) -> Workspace | None:
+    """A workspace of areas, by their names among a Problem's layouts, from PyTorch's allocator; None for no areas."""
+    known = problem.layouts
+    areas, size = pack_areas({name: known[name].size_bytes for name in names})
+    return Workspace(lend=fresh_memory(device, size), areas=areas) if areas else None
+
+
+def by_tensors(problem: Problem, areas: Sequence[str], run: Callable[[dict[str, Any]], None]) -> Launcher:
+    """A launcher that runs kernels with tensors by name: operands and areas of workspace, of PyTorch's allocator."""
+    known = problem.layouts
+
+    def launch(operands: Operands) -> None:
+        tensors = {name: tensor for name, tensor in operands._asdict().items() if tensor is not None}
+        for name in areas:
+            tensors[name] = torch.empty(known[name].shape, dtype=known[name].dtype, device=operands.q.device)
+        run(tensors)
+
+    return launch
+
+
+_warned: set[str] = set()
+
+
+def warn_of_release(release: str, error: Exception, instead: str) -> None:
+    """Tell, once for a release, that it compiles to what is not known here, and is launched in another way."""
+    if release not in _warned:
+        _warned.add(release)
+        warnings.warn(
+            f"{release} compiles kernels to what multiattn does not know ({type(error).__name__}: {error}); {instead} "
+            "is used, which costs the host more",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 class DriverLauncher:

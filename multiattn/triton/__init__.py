@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Mapping
-from dataclasses import asdict
 
 import torch
 
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch
-from multiattn.plan.backend import Backend, Op, Variant, later
-from multiattn.plan.config import Config
+from multiattn.plan.backend import Backend, Op, Variant, bytes_of_areas, later
+from multiattn.plan.ladder import rung_variants
 from multiattn.plan.support import Capability, Reason
-from multiattn.plan.toolchain import probe_gpu, version_of
-from multiattn.problem import VECTOR_BYTES, Problem
+from multiattn.plan.toolchain import probe_gpu, probe_release, version_of
+from multiattn.problem import VECTOR_BYTES
 from multiattn.triton import configs, gluon_configs
 from multiattn.triton.candidates import candidates
-from multiattn.triton.configs import TritonConfig
-from multiattn.triton.ladder import STEPS, TritonRung
+from multiattn.triton.configs import TritonBackwardConfig, TritonConfig
+from multiattn.triton.ladder import STEPS
 from multiattn.triton.rules import rules_of
 
 OLDEST, NEWEST = (3, 6), (3, 9)
@@ -30,13 +28,7 @@ def _versions() -> Mapping[str, str | None]:
 
 
 def _probe_module() -> tuple[Reason, ...]:
-    allowed = f"triton {'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
-    version = version_of("triton")
-    if version is None or importlib.util.find_spec("triton") is None:
-        return (Reason(code="module", got="no triton", allowed=allowed, hint="pip install 'multiattn[triton]'"),)
-    if not OLDEST <= tuple(int(part) for part in version.split(".")[:2]) <= NEWEST:
-        return (Reason(code="module", got=f"triton {version}", allowed=allowed),)
-    return ()
+    return probe_release("triton", "triton", OLDEST, NEWEST, "pip install 'multiattn[triton]'")
 
 
 def _probe_jit() -> tuple[Reason, ...]:
@@ -74,28 +66,10 @@ def _gluon_variant() -> Variant:
             zero_strides=False,
             arch_hint="for this arch's wgmma and TMA, and Triton interprets no Gluon; other variants run elsewhere",
         ),
+        config_type=gluon_configs.GluonConfig,
         rules=rules_of(gluon_configs.VARIANT),
         workspace=gluon_configs.workspace,
         fits=gluon_configs.why_not_fit,
-    )
-
-
-def _forward_variant(name: str, rung: TritonRung) -> Variant:
-    """A rung of the ladder. One that leads to another is selected only by name."""
-
-    def fits(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
-        wrong = rung.step.why_not(config) if isinstance(config, TritonConfig) else ()
-        return (*configs.why_not_fit(problem, arch, config), *wrong)
-
-    return Variant(
-        name=name,
-        summary=rung.summary,
-        capability=_THROUGH_DESCRIPTORS if rung.step.descriptor else _THROUGH_POINTERS,
-        rules=rules_of(name),
-        flags=tuple(asdict(rung.step).items()),
-        parent=rung.parent,
-        only_named=any(other.parent == name for other in STEPS.values()),
-        fits=fits,
     )
 
 
@@ -108,10 +82,11 @@ def _backward_variant(*, one_pass: bool, descriptor: bool) -> Variant:
         summary=("one pass over the keys, dq summed up in any order" if one_pass else "dq, then dk and dv")
         + f"; through {access}",
         capability=_THROUGH_DESCRIPTORS if descriptor else _THROUGH_POINTERS,
+        config_type=TritonBackwardConfig,
         rules=rules_of(name),
         flags=(("one_pass", one_pass), ("descriptor", descriptor)),
         deterministic=not one_pass,
-        workspace=functools.partial(configs.workspace, one_pass=one_pass),
+        workspace=bytes_of_areas(("delta", "dq_sum") if one_pass else ("delta",)),
         fits=functools.partial(configs.why_not_fit_backward, one_pass=one_pass),
     )
 
@@ -131,7 +106,16 @@ BACKEND = Backend(
     probe=_probe,
     probe_compiler=_probe_jit,
     versions=_versions,
-    forward=_op(_gluon_variant(), *(_forward_variant(name, rung) for name, rung in STEPS.items())),
+    forward=_op(
+        _gluon_variant(),
+        *rung_variants(
+            STEPS,
+            TritonConfig,
+            capability_of=lambda step: _THROUGH_DESCRIPTORS if step.descriptor else _THROUGH_POINTERS,
+            rules_of=rules_of,
+            fits=configs.why_not_fit,
+        ),
+    ),
     backward=_op(  # two passes first: the faster ones where both were measured
         _backward_variant(one_pass=False, descriptor=True),
         _backward_variant(one_pass=True, descriptor=True),

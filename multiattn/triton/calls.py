@@ -55,13 +55,9 @@ class Call:
         """The same with stand-ins for the tensors: what the kernel is specialised on."""
         return tuple(self._value(row, self._stub) for row in self.table.rows.values())
 
-    def stub_of(self, name: str, address: int) -> MemoryStub:
-        """A tensor or an area of workspace that is at this address."""
-        return MemoryStub(dtype=self._dtypes[name], address=address)
-
     def _stub(self, row: Tensor | Descriptor) -> MemoryStub:
         is_aligned = isinstance(row, Descriptor) or row.is_aligned
-        return self.stub_of(row.of, VECTOR_BYTES if is_aligned else ELEMENT_BYTES)
+        return MemoryStub(dtype=self._dtypes[row.of], address=VECTOR_BYTES if is_aligned else ELEMENT_BYTES)
 
     def _value(self, row: Parameter, tensor_of: Callable[[Any], Any]) -> Any:
         if isinstance(row, Mapping):

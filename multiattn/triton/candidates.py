@@ -11,7 +11,7 @@ from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config
 from multiattn.plan.schedule import SCHEDULERS
 from multiattn.problem import Problem
-from multiattn.triton.configs import BackwardConfig, Tiles, TritonConfig, head_pad
+from multiattn.triton.configs import Tiles, TritonBackwardConfig, TritonConfig, head_pad
 from multiattn.triton.gluon_configs import STAGES_MAX, VARIANT, GluonConfig, why_not_fit
 from multiattn.triton.ladder import STEPS
 
@@ -76,16 +76,16 @@ def _forward(variant: Variant, problem: Problem) -> list[TritonConfig]:
     ]
 
 
-def _backward(variant: Variant, problem: Problem) -> list[BackwardConfig]:
+def _backward(variant: Variant, problem: Problem) -> list[TritonBackwardConfig]:
     """With two passes each with a middling config of the other, as their times add up."""
     shapes, together = _up_to(_SHAPES, problem), _together(problem)
     if dict(variant.flags)["one_pass"]:
         every = (Tiles(*shape, stages) for shape, stages in itertools.product(shapes, (1, 2, 3)))
-        return [BackwardConfig.of(tiles, heads_together=together) for tiles in every]
+        return [TritonBackwardConfig.of(tiles, heads_together=together) for tiles in every]
     dq_shapes = _up_to(_DQ_SHAPES, problem)
     both = [(Tiles(*shape, stages), Tiles(*dq_shapes[0], 2)) for shape, stages in itertools.product(shapes, (1, 2))]
     both += [(Tiles(*shapes[0], 2), Tiles(*dq, stages)) for dq, stages in itertools.product(dq_shapes, (1, 2, 3))]
-    return [BackwardConfig.of(keys, dq, heads_together=together) for keys, dq in both]
+    return [TritonBackwardConfig.of(keys, dq, heads_together=together) for keys, dq in both]
 
 
 # ---------------------------------------------------------------- Gluon

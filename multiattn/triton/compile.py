@@ -20,9 +20,8 @@ from triton.runtime.jit import create_function_from_signature
 from multiattn.plan import abi
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Exported, Plan
-from multiattn.triton.bind import bind
+from multiattn.triton.bind import bind, checked_binding, why_not
 from multiattn.triton.calls import Call, calls_of
-from multiattn.triton.compiled import checked_binding, why_not
 from multiattn.triton.cpu import interpreter
 
 KINDS = ("ttir", "ttgir", "llir", "ptx")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from multiattn.plan import limits
 from multiattn.plan.arch import Arch
-from multiattn.plan.columns import one_width, saving_widths
 from multiattn.plan.config import Config
-from multiattn.plan.schedule import COUNTER_BYTES, SCHEDULERS
+from multiattn.plan.schedule import COUNTER_BYTES, SCHEDULERS, one_width, saving_widths
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
-from multiattn.triton.configs import ELEMENT_BYTES, too_many_programs, too_much_smem
+from multiattn.triton.configs import ELEMENT_BYTES
 
 VARIANT = "warp_specialized"
 ARCHES = ("sm90",)
@@ -55,7 +56,7 @@ def pieces_of(head_dim: int) -> tuple[int, int]:
     return saving_widths(head_dim) or (one_width(head_dim), 0)
 
 
-def query_tiles(config: GluonConfig, problem: Problem) -> int:
+def tiles_of_head(config: GluonConfig, problem: Problem) -> int:
     """Tiles of queries of one head."""
     warpgroups = -(-problem.seq_q // WARPGROUP_ROWS)
     return -(-warpgroups // config.warpgroups)
@@ -63,7 +64,7 @@ def query_tiles(config: GluonConfig, problem: Problem) -> int:
 
 def grid_blocks(config: GluonConfig, problem: Problem) -> int:
     """Tiles of queries of all heads: the blocks of a launch, or more than these where a block takes several."""
-    return query_tiles(config, problem) * problem.batch * problem.heads_q
+    return tiles_of_head(config, problem) * problem.batch * problem.heads_q
 
 
 def smem_bytes(config: GluonConfig, problem: Problem) -> int:
@@ -82,28 +83,21 @@ def workspace(problem: Problem, config: Config | None) -> int:
     return COUNTER_BYTES if isinstance(config, GluonConfig) and config.scheduler == "dynamic" else 0
 
 
-def why_not_fit(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
+_FIELDS: Mapping[str, limits.FieldRule] = {
+    "tile_m": limits.one_of(128, 192),
+    "tile_n": limits.one_of(16, 32, 64, 128, 256),
+    "stages": limits.between(2, STAGES_MAX),
+    "scheduler": limits.one_of(*SCHEDULERS),
+    "q_slots": limits.one_of(1, 2, 3),
+}
+
+
+def why_not_fit(problem: Problem, arch: Arch, config: GluonConfig) -> tuple[Reason, ...]:
     """Every reason why `config` cannot run `problem` on `arch`; dtype, head_dim and alignment are the capability's."""
-    if not isinstance(config, GluonConfig):
-        return (Reason(code="config", got=type(config).__name__, allowed=GluonConfig.__name__),)
-    if wrong := _wrong_fields(config):
+    if wrong := limits.failed(limits.field_checks(config, _FIELDS)):
         return wrong
-    reasons = []
     registers, most = registers_at_least(config, problem), REGISTERS_MAX[config.warpgroups]
-    if registers > most:
-        got = f"{registers} registers for output, scores and weights ({config})"
-        allowed = f"up to {most} with {config.warpgroups} warpgroups"
-        reasons.append(Reason(code="config", got=got, allowed=allowed, hint="take fewer keys a tile"))
-    reasons += too_much_smem(problem, arch, config, smem_bytes(config, problem))
-    return (*reasons, *too_many_programs(grid_blocks(config, problem)))
-
-
-def _wrong_fields(config: GluonConfig) -> tuple[Reason, ...]:
-    checks = (
-        (config.tile_m in (128, 192), f"tile_m={config.tile_m}", "128, 192"),
-        (config.tile_n in (16, 32, 64, 128, 256), f"tile_n={config.tile_n}", "16, 32, 64, 128, 256"),
-        (2 <= config.stages <= STAGES_MAX, f"stages={config.stages}", f"2 to {STAGES_MAX}"),
-        (config.scheduler in SCHEDULERS, f"scheduler={config.scheduler}", ", ".join(SCHEDULERS)),
-        (config.q_slots in (1, 2, 3), f"q_slots={config.q_slots}", "1, 2, 3"),
-    )
-    return tuple(Reason(code="config", got=got, allowed=allowed) for holds, got, allowed in checks if not holds)
+    got = f"{registers} registers for output, scores and weights ({config})"
+    allowed = f"up to {most} with {config.warpgroups} warpgroups"
+    sizes = limits.size_checks(config, arch, smem_bytes(config, problem), grid_blocks(config, problem))
+    return limits.failed(((registers <= most, got, allowed), *sizes))

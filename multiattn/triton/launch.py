@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +11,19 @@ from triton import knobs
 
 from multiattn.plan import abi
 from multiattn.plan.backend import Launcher, Plan
-from multiattn.problem import Operands
 from multiattn.run import compat
 from multiattn.run.counters import counter_lender
-from multiattn.run.launch import ByPresence, DriverLauncher, LoadedKernel, Workspace, fresh_memory, pack_areas
+from multiattn.run.launch import (
+    ByPresence,
+    DriverLauncher,
+    LoadedKernel,
+    Workspace,
+    by_tensors,
+    fresh_areas,
+    warn_of_release,
+)
+from multiattn.triton.bind import checked_binding, why_not
 from multiattn.triton.calls import Call, calls_of
-from multiattn.triton.compiled import checked_binding, why_not
 from multiattn.triton.cpu import interpreter
 from multiattn.triton.gluon_configs import VARIANT as GLUON
 from multiattn.triton.parameters import area_names
@@ -35,16 +41,12 @@ def prepare(plan: Plan) -> Launcher:
 
 def _interpreter_of(plan: Plan) -> Launcher:
     calls = {has_dlse: calls_of(plan, has_dlse=has_dlse) for has_dlse in (False, True)}
-    areas = area_names([call.table for call in calls[False]])
-    known = plan.problem.layouts
 
-    def interpret(operands: Operands) -> None:
-        tensors = operands._asdict()
-        tensors |= {name: torch.empty(known[name].shape, dtype=known[name].dtype) for name in areas}
-        for call in calls[operands.dlse is not None]:
+    def interpret(tensors: dict[str, Any]) -> None:
+        for call in calls["dlse" in tensors]:
             interpreter.run(call.kernel, call.table.grid, *call.given(tensors))
 
-    return interpret
+    return by_tensors(plan.problem, area_names([call.table for call in calls[False]]), interpret)
 
 
 # ---------------------------------------------------------------- compiled kernels
@@ -52,14 +54,12 @@ def _interpreter_of(plan: Plan) -> Launcher:
 USUAL_SMEM_BYTES = 228 * 1024
 """Shared memory of a block: for more Triton 3.9 asks the driver for another mode of it."""
 
-_warned: set[str] = set()
-
 
 def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
     """By the driver itself, or by Triton's own code.
 
     Both launch the same code with the same arguments. The first costs the host half as much, or less. Triton's own is
-    for a launch with a kernel that needs more than arguments (`compiled.why_not`) or takes more shared memory than
+    for a launch with a kernel that needs more than arguments (`bind.why_not`) or takes more shared memory than
     usual (`USUAL_SMEM_BYTES`), while somebody listens to Triton's launches (`knobs.runtime.launch_enter_hook`, as its
     profiler does), and for a release of Triton that compiles to another signature than is known here, of which a
     RuntimeWarning tells, once.
@@ -69,21 +69,13 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
     with interpreter.exclusive_language:
         compiled = [call.kernel.warmup(*call.stubs(), grid=(call.table.grid,), **call.table.options) for call in calls]
     runs = [kernel[(call.table.grid, 1, 1)] for kernel, call in zip(compiled, calls, strict=True)]  # this loads them
-    workspace = _workspace(plan, area_names([call.table for call in calls]), device)
+    areas = area_names([call.table for call in calls])
     kernels = _for_driver(compiled, calls)
     if kernels is None:
-        return _ThroughTriton(runs, calls, device, workspace)
-    return DriverLauncher(kernels, device, workspace)
-
-
-def _workspace(plan: Plan, names: Sequence[str], device: int) -> Workspace | None:
-    if not names:
-        return None
-    if abi.WORKSPACE in names:
-        return Workspace(lend=counter_lender(device, plan.workspace_bytes))
-    known = plan.problem.layouts
-    areas, size = pack_areas({name: known[name].size_bytes for name in names})
-    return Workspace(lend=fresh_memory(device, size), areas=areas)
+        return _through_triton(plan, runs, calls, areas, device)
+    if abi.WORKSPACE in areas:
+        return DriverLauncher(kernels, device, Workspace(lend=counter_lender(device, plan.workspace_bytes)))
+    return DriverLauncher(kernels, device, fresh_areas(plan.problem, areas, device))
 
 
 def _for_driver(compiled: Sequence[Any], calls: Sequence[Call]) -> list[LoadedKernel] | None:
@@ -99,14 +91,7 @@ def _for_driver(compiled: Sequence[Any], calls: Sequence[Call]) -> list[LoadedKe
                 LoadedKernel(function=function, binding=binding, overlaps=bool(metadata.launch_pdl), keeps=kernel)
             )
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # private to Triton, all of it
-        if triton.__version__ not in _warned:
-            _warned.add(triton.__version__)
-            warnings.warn(
-                f"Triton {triton.__version__} compiles kernels to a signature that multiattn does not know "
-                f"({type(error).__name__}: {error}); Triton's own launcher is used, which costs the host more",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        warn_of_release(f"Triton {triton.__version__}", error, "Triton's own launcher")
         return None
     return kernels
 
@@ -117,24 +102,21 @@ def _is_watched() -> bool:
     return any(getattr(hook, "calls", hook) for hook in hooks)  # a chain of hooks, or one, or None
 
 
-class _ThroughTriton:
+def _through_triton(
+    plan: Plan, runs: Sequence[Any], calls: Sequence[Call], areas: Sequence[str], device: int
+) -> Launcher:
     """Launches compiled kernels by Triton, but past its JIT, which looks for arguments that ask for other code.
 
     All that it looks at is fixed by the Problem, and our own tensors are aligned. The stream is named, not left to
     Triton to ask the driver for.
     """
+    counters = [name for name in areas if name == abi.WORKSPACE]
 
-    def __init__(self, runs: Sequence[Any], calls: Sequence[Call], device: int, workspace: Workspace | None) -> None:
-        self._runs = tuple(zip(runs, calls, strict=True))
-        self._device, self._workspace = device, workspace
-
-    def __call__(self, operands: Operands) -> None:
-        stream = compat.current_stream(self._device)
-        tensors: dict[str, Any] = operands._asdict()
-        held: tuple[int, object] = (0, None)  # until the launch
-        if self._workspace is not None:
-            held = self._workspace.lend(stream)
-            for name, at in self._workspace.areas.items():
-                tensors[name] = self._runs[0][1].stub_of(name, held[0] + at)
-        for run, call in self._runs:
+    def launch(tensors: dict[str, Any]) -> None:
+        stream = compat.current_stream(device)
+        for name in counters:
+            tensors[name] = torch.zeros(plan.workspace_bytes // 4, dtype=torch.int32, device=tensors["q"].device)
+        for run, call in zip(runs, calls, strict=True):
             run(*call.given(tensors), stream=stream)
+
+    return by_tensors(plan.problem, [name for name in areas if name not in counters], launch)

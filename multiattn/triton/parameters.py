@@ -2,7 +2,7 @@
 
 A table has a row for each parameter, by its name. The kernel's call, the interpreter's, the stand-ins that Triton
 specialises on (`multiattn.triton.calls`), the driver's launch and an emitted kernel's (`.bind`) derive from it, and
-what Triton made of a call is held against it (`.compiled`).
+what Triton made of a call is held against it there.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ from typing import Any, NamedTuple
 
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan, variant_of
-from multiattn.plan.schedule import heads_side_by_side, most_multiprocessors
+from multiattn.plan.schedule import heads_side_by_side, key_tiles, most_multiprocessors, query_tiles
 from multiattn.problem import LOG2_E, VECTOR_BYTES, Layout, Problem
 from multiattn.triton.configs import (
     ELEMENT_BYTES,
     ROWS_BESIDE,
-    BackwardConfig,
+    TritonBackwardConfig,
     TritonConfig,
     head_pad,
-    key_programs,
-    query_programs,
 )
 from multiattn.triton.gluon_configs import VARIANT as GLUON
-from multiattn.triton.gluon_configs import GluonConfig, grid_blocks, pieces_of, query_tiles
+from multiattn.triton.gluon_configs import GluonConfig, grid_blocks, pieces_of, tiles_of_head
 from multiattn.triton.kernels.constants import OUT_VECTOR, TileConstants
 from multiattn.triton.kernels.gluon.constants import GluonConstants
 from multiattn.triton.ladder import STEPS
@@ -218,7 +216,7 @@ def _table(
             return Descriptor(of=name, layout=known[name], rows=rows, columns=constants.head_pad)
         return Tensor(of=name, is_aligned=name not in _GIVEN or alignment == VECTOR_BYTES)
 
-    grid = key_programs(problem, constants.tile_n) if by_keys else query_programs(problem, constants.tile_m)
+    grid = key_tiles(problem, constants.tile_n) if by_keys else query_tiles(problem, constants.tile_m)
     rows = {name: row(name) for name in _NAMES[kernel].split()}
     return KernelTable(kernel=kernel, grid=grid, options=options, rows=rows)
 
@@ -264,7 +262,7 @@ def _forward(plan: Plan, assumed: Assumed) -> tuple[KernelTable, ...]:
 
 def _backward(plan: Plan, assumed: Assumed, has_dlse: bool) -> tuple[KernelTable, ...]:
     problem, config, flags = plan.problem, plan.config, dict(variant_of(plan).flags)
-    assert isinstance(config, BackwardConfig)
+    assert isinstance(config, TritonBackwardConfig)
     constants = _constants(problem, config, assumed, **flags)
     keys = _table("gradients_of_keys", problem, constants, _options(config))
     if not flags["one_pass"]:
@@ -305,7 +303,7 @@ def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
         "seq_kv": problem.seq_kv,
         "heads_q": problem.heads_q,
         "group": problem.group,
-        "tiles": query_tiles(config, problem),
+        "tiles": tiles_of_head(config, problem),
         "heads": problem.batch * problem.heads_q,
         "together": heads_side_by_side(problem),
     }

@@ -11,8 +11,8 @@ more strictly than a GPU would hold it:
 - two blocks that store to one element raise, and so does a block that loads what another one stored;
 - blocks run in a random order, the same for the same `seed`;
 - tile shapes must be powers of two, dtypes promote by cuTile's own table, a store never narrows by itself;
-- `min`, `max`, `if`, `while` and `range` take 0-d tiles as the compiler does, and reject others;
-- an op without a rule here raises NotImplementedError with its name.
+- `if`, `while` and `range` take 0-d tiles as the compiler does, and reject others;
+- an op without a rule here raises NotImplementedError with its name: there are rules for those that our kernels use.
 
 Rounding is cuTile's: fp16 and bf16 arithmetic in fp32 with one rounding, `mma` in its accumulator's dtype, flush to
 zero where asked. What is not modelled: integers outside tiles (block ids, shapes, loop counters) are Python's and do
@@ -25,7 +25,8 @@ It needs `cuda.tile` to import, no driver and no compiler, and stands on the pri
 from __future__ import annotations
 
 from multiattn.cutile.cpu.machine import launch
-from multiattn.cutile.cpu.memory import Array, DataRaceError, OutOfBoundsError
+from multiattn.cutile.cpu.memory import Array, DataRaceError
 from multiattn.cutile.cpu.tile import Tile
+from multiattn.plan.support import OutOfBoundsError
 
 __all__ = ["Array", "DataRaceError", "OutOfBoundsError", "Tile", "launch"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -70,7 +69,7 @@ def _axes(x: Tile, axis: Any) -> list[int]:
 
 
 def _reduce(function: _Rule, *, instead_of_nan: float | None = None) -> _Rule:
-    """`instead_of_nan`: what a NaN counts as where it is not propagated (maximum and minimum ignore it)."""
+    """`instead_of_nan`: what a NaN counts as where it is not propagated (a maximum ignores it)."""
 
     def rule(
         x: Tile, axis: Any = None, *, keepdims: bool = False, flush_to_zero: bool = False, propagate_nan: bool = False
@@ -88,10 +87,6 @@ def _maximum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.fmax(a, b) if a.is_floating_point() else torch.maximum(a, b)
 
 
-def _minimum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.fmin(a, b) if a.is_floating_point() else torch.minimum(a, b)
-
-
 def _where(condition: Any, x: Any, y: Any) -> Tile:
     a, b, dtype = promote(x, y)
     return Tile(torch.where(as_tile(condition).data, a, b), dtype)
@@ -104,41 +99,24 @@ def _astype(x: Any, dtype: Any, *, rounding_mode: Any = None) -> Tile:
     return Tile(tile.data.to(torch_dtype(dtype)), tile_dtype(dtype))
 
 
-def _bitcast(x: Tile, dtype: Any) -> Tile:
-    return Tile(x.data.view(torch_dtype(dtype)), tile_dtype(dtype))
-
-
 RULES: dict[str, _Rule] = {
     "add": _binary(torch.add),
     "sub": _binary(torch.sub),
     "mul": _binary(torch.mul),
     "truediv": _binary(torch.div, force_float=True),
-    "floordiv": _binary(functools.partial(torch.div, rounding_mode="floor")),
-    "mod": _binary(torch.remainder),
     "maximum": _binary(_maximum),
-    "minimum": _binary(_minimum),
-    "bitwise_and": _binary(torch.bitwise_and),
-    "bitwise_or": _binary(torch.bitwise_or),
-    "bitwise_xor": _binary(torch.bitwise_xor),
-    "bitwise_lshift": _binary(torch.bitwise_left_shift),
-    "bitwise_rshift": _binary(torch.bitwise_right_shift),
-    "bitwise_not": _same(torch.bitwise_not),
     "negative": _same(torch.neg),
     "abs": _same(torch.abs),
-    "isnan": lambda x: Tile(as_tile(x).data.isnan()),
     "greater": _compare(torch.gt),
     "greater_equal": _compare(torch.ge),
     "less": _compare(torch.lt),
     "less_equal": _compare(torch.le),
     "equal": _compare(torch.eq),
     "not_equal": _compare(torch.ne),
-    **{name: _unary(getattr(torch, name)) for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh")},
+    **{name: _unary(getattr(torch, name)) for name in ("exp", "exp2", "log", "log2")},
     "sum": _reduce(torch.sum),
     "max": _reduce(torch.amax, instead_of_nan=-math.inf),
-    "min": _reduce(torch.amin, instead_of_nan=math.inf),
     "where": _where,
     "astype": _astype,
-    "astile": lambda value, *, dtype: _astype(value, dtype),
-    "bitcast": _bitcast,
 }
 """Rules of elementwise ops and reductions, by the op's name in `cuda.tile`."""

@@ -1,14 +1,11 @@
-"""`launch`: the grid, the dispatch of `cuda.tile`'s functions to their rules, and Python's builtins in a kernel."""
+"""`launch`: the grid, and the dispatch of `cuda.tile`'s functions to their rules."""
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType
 from typing import Any
 
 import cuda.tile as ct
@@ -17,23 +14,11 @@ from cuda.tile._dispatch_mode import DispatchMode
 from cuda.tile._execution import is_stub
 
 from multiattn.cutile.cpu import arithmetic, memory, shaping
-from multiattn.cutile.cpu.memory import Array, Ledger, OutOfBoundsError, Run
-from multiattn.cutile.cpu.tile import Tile, as_tile
+from multiattn.cutile.cpu.memory import Array, Ledger, Run
+from multiattn.cutile.cpu.tile import as_tile
+from multiattn.plan.support import OutOfBoundsError
 
-
-def _assert(condition: Any, message: str | None = None) -> None:
-    if not bool(as_tile(condition).data.all()):
-        raise AssertionError(message)
-
-
-_STATIC: dict[str, Callable[..., Any]] = {
-    "assert_": _assert,
-    "static_assert": _assert,
-    "print": builtins.print,
-    "printf": lambda text, *values: builtins.print(text % values, end=""),
-}
-
-RULES: dict[str, Callable[..., Any]] = {**arithmetic.RULES, **shaping.RULES, **memory.RULES, **_STATIC}
+RULES: dict[str, Callable[..., Any]] = {**arithmetic.RULES, **shaping.RULES, **memory.RULES}
 """Every op the interpreter has a rule for, by its name in `cuda.tile`; `bid` and `num_blocks` come with a launch."""
 
 
@@ -50,37 +35,11 @@ class Interpreter(DispatchMode):  # type: ignore[misc] # cuda.tile is untyped
     def call_tile_function_from_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a rule or a body: the method that cuda.tile asks of a dispatch mode."""
         if not is_stub(func):
-            return as_device_code(func.__wrapped__)(*args, **kwargs)
+            return func.__wrapped__(*args, **kwargs)
         rule = self.rules.get(func.__name__)
         if rule is None:
             raise NotImplementedError(f"ct.{func.__qualname__} has no rule in the interpreter")
         return rule(*args, **kwargs)
-
-
-def _device_extremum(name: str) -> Callable[..., Any]:
-    """In device code, `min` and `max` of tiles are elementwise ops."""
-    host = getattr(builtins, name)
-    tiles = {"min": arithmetic.RULES["minimum"], "max": arithmetic.RULES["maximum"]}[name]
-
-    def extremum(*values: Any, **options: Any) -> Any:
-        if any(isinstance(value, Tile) for value in values):
-            return functools.reduce(tiles, values)
-        return host(*values, **options)
-
-    return extremum
-
-
-_DEVICE_BUILTINS = {name: _device_extremum(name) for name in ("min", "max")}
-
-
-@functools.lru_cache(maxsize=1024)
-def as_device_code(function: FunctionType) -> Callable[..., Any]:
-    """The same function, in which Python's builtins mean what they mean in device code."""
-    shadowed = {name: value for name, value in _DEVICE_BUILTINS.items() if name not in function.__globals__}
-    names = {**function.__globals__, **shadowed}
-    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
 
 
 def launch(grid: Sequence[int], kernel: Any, args: Sequence[Any], *, seed: int = 0) -> None:
@@ -105,9 +64,8 @@ def launch(grid: Sequence[int], kernel: Any, args: Sequence[Any], *, seed: int =
     with _on_cpu(), Interpreter(run).as_current(), torch.no_grad(), _one_thread():
         ledgers, nodes = _ledgers(args, run), annotated.parameter_annotations
         values = [_device_value(value, node, ledgers) for value, node in zip(args, nodes, strict=True)]
-        function = as_device_code(annotated.pyfunc)
         for run.number, run.block in blocks:
-            function(*values)
+            annotated.pyfunc(*values)
 
 
 def _on_cpu() -> contextlib.AbstractContextManager[Any]:
@@ -131,7 +89,7 @@ _INT32_MAX = 2**31 - 1
 
 
 def _memory_of(tensor: torch.Tensor) -> _Memory:
-    """Which storage a tensor is a view of, and as what; TypeError for one that is not on the CPU."""
+    """The storage that a tensor is a view of, and its dtype; TypeError for one that is not on the CPU."""
     if tensor.device.type != "cpu":
         raise TypeError(f"the interpreter runs on CPU tensors; got one on {tensor.device}")
     return tensor.untyped_storage().data_ptr(), tensor.dtype

@@ -12,19 +12,9 @@ import torch
 from cuda.tile._datatype import promote_dtypes
 
 from multiattn.cutile.cpu.tile import Tile, as_tile, require, tile_dtype, tile_shape
+from multiattn.plan.support import OutOfBoundsError
 
-_PADDING = {
-    ct.PaddingMode.ZERO: 0.0,
-    ct.PaddingMode.NEG_ZERO: -0.0,
-    ct.PaddingMode.NAN: math.nan,
-    ct.PaddingMode.POS_INF: math.inf,
-    ct.PaddingMode.NEG_INF: -math.inf,
-}
 _UNDETERMINED_INTEGER = 0x55
-
-
-class OutOfBoundsError(IndexError):
-    """A tile leaves its array where cuTile leaves the outcome undefined."""
 
 
 class DataRaceError(RuntimeError):
@@ -44,7 +34,7 @@ _ADDED = -1
 
 
 class Ledger:
-    """Which block last stored each element of one storage: finds what depends on the order of blocks.
+    """The block that last stored each element of one storage: finds what depends on the order of blocks.
 
     All views that a launch has of a storage share a ledger, as they may overlap. It goes from the first element of any
     to the last one, and not over all of a cache that they are a part of.
@@ -176,8 +166,10 @@ def _load(
     window = _window(array, index, extents, order)
     if array.ledger.is_written:
         array.ledger.check(window.owner, "loads")
+    require(padding_mode in (ct.PaddingMode.UNDETERMINED, ct.PaddingMode.ZERO), f"{padding_mode} has no rule here")
     undetermined = math.nan if array.data.is_floating_point() else _UNDETERMINED_INTEGER
-    data = torch.full(extents, _PADDING.get(padding_mode, undetermined), dtype=array.data.dtype)
+    padding = 0 if padding_mode == ct.PaddingMode.ZERO else undetermined
+    data = torch.full(extents, padding, dtype=array.data.dtype)
     data[window.inside] = window.data
     return Tile(data if shape != () else data.reshape(()), array.dtype)
 

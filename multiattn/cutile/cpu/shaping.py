@@ -19,10 +19,9 @@ def _full(shape: Any, value: Any, dtype: Any) -> Tile:
     return Tile(torch.full(tile_shape(shape), number, dtype=target), tile_dtype(dtype))
 
 
-def _arange(size: int, *, dtype: Any, start: Any = 0, step: Any = 1) -> Tile:
+def _arange(size: int, *, dtype: Any) -> Tile:
     (extent,) = tile_shape(size)
-    steps = torch.arange(extent, dtype=torch_dtype(dtype))
-    return Tile(as_tile(start, dtype).data + as_tile(step, dtype).data * steps, tile_dtype(dtype))
+    return Tile(torch.arange(extent, dtype=torch_dtype(dtype)), tile_dtype(dtype))
 
 
 def _reshape(x: Any, shape: Any) -> Tile:
@@ -31,16 +30,13 @@ def _reshape(x: Any, shape: Any) -> Tile:
     return Tile(tile.data.reshape(extents if -1 in extents else tile_shape(extents)), tile.dtype)
 
 
-def _transpose(x: Tile, axis0: int | None = None, axis1: int | None = None) -> Tile:
-    if axis0 is None or axis1 is None:
-        require(x.ndim == 2 and axis0 is None and axis1 is None, "transpose needs both axes unless the tile is 2-d")
-        axis0, axis1 = 0, 1
-    return Tile(x.data.transpose(axis0, axis1), x.dtype)
+def _transpose(x: Tile) -> Tile:
+    require(x.ndim == 2, "transpose without axes needs a 2-d tile")
+    return Tile(x.data.transpose(0, 1), x.dtype)
 
 
 def _mma(x: Tile, y: Tile, acc: Tile, *, use_fast_acc: bool = False) -> Tile:
-    pair = {x.dtype, y.dtype}
-    require(len(pair) == 1 or pair == {ct.int8, ct.uint8}, f"mma of {x.dtype} and {y.dtype}")
+    require(x.dtype == y.dtype, f"mma of {x.dtype} and {y.dtype}")
     require(acc.dtype in accumulators_of.get(x.dtype, ()), f"mma of {x.dtype} into {acc.dtype}")
     dtype = torch.float32 if acc.dtype == ct.float16 else acc.data.dtype
     a, b = x.data.to(dtype), y.data.to(dtype)
@@ -53,9 +49,6 @@ RULES: dict[str, Callable[..., Any]] = {
     "ones": lambda shape, dtype: _full(shape, 1, dtype),
     "arange": _arange,
     "reshape": _reshape,
-    "broadcast_to": lambda x, shape: Tile(as_tile(x).data.broadcast_to(tile_shape(shape)), as_tile(x).dtype),
-    "expand_dims": lambda x, axis: Tile(x.data.unsqueeze(axis), x.dtype),
-    "permute": lambda x, axes: Tile(x.data.permute(tuple(axes)), x.dtype),
     "transpose": _transpose,
     "mma": _mma,
 }

@@ -95,19 +95,15 @@ def _reflected(name: str) -> Callable[[Tile, Any], Any]:
     return lambda self, other: getattr(ct, name)(other, self)
 
 
-_ARITHMETIC = {
-    "add": "add", "sub": "sub", "mul": "mul", "truediv": "truediv", "floordiv": "floordiv", "mod": "mod",
-    "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "lshift": "bitwise_lshift",
-    "rshift": "bitwise_rshift",
-}  # fmt: skip
-_COMPARISON = {
+_OPERATORS = {
+    "add": "add", "sub": "sub", "mul": "mul", "truediv": "truediv", "neg": "negative",
     "gt": "greater", "ge": "greater_equal", "lt": "less", "le": "less_equal", "eq": "equal", "ne": "not_equal",
 }  # fmt: skip
-for _operator, _name in _ARITHMETIC.items():
-    setattr(Tile, f"__r{_operator}__", _reflected(_name))
-for _operator, _name in {**_ARITHMETIC, **_COMPARISON, "neg": "negative", "invert": "bitwise_not"}.items():
+for _operator, _name in _OPERATORS.items():
     setattr(Tile, f"__{_operator}__", _method(_name))
-for _name in ("astype", "reshape", "permute", "transpose"):
+for _name in ("add", "sub", "mul", "truediv"):
+    setattr(Tile, f"__r{_name}__", _reflected(_name))
+for _name in ("astype", "reshape", "transpose"):
     setattr(Tile, _name, _method(_name))
 
 

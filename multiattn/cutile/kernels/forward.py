@@ -2,7 +2,7 @@
 
 One block owns `tile_m` queries of one head and walks over the keys they see, `tile_n` at a time: first the blocks that
 every row of the tile sees entirely, with no mask at all, then the masked ones. From the second rung of the ladder
-(`multiattn.cutile.steps`) scores live in the log2 domain, ``p = exp2(s * scale - m)``: one multiply-add and one exp2 a
+(`multiattn.cutile.ladder`) scores live in the log2 domain, ``p = exp2(s * scale - m)``: one multiply-add and one exp2 a
 score. The sign of the scale is in q, so that m, the running maximum of ``s * scale``, is right for every scale.
 
 With `lazy_max` m is the maximum of the block of keys that comes first, and stays: softmax is the same relative to any

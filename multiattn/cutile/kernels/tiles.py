@@ -178,7 +178,7 @@ def query_blocks(const: Any, tile: Any, seq_q: Any, seq_kv: Any) -> Any:
 
 @ct.function
 def is_visible(const: Any, place: Any, block: Any) -> Any:
-    """Which keys of a block each query sees, bool ``[tile_m, tile_n]``; causal is bottom-right aligned.
+    """The keys of a block that each query sees, bool ``[tile_m, tile_n]``; causal is bottom-right aligned.
 
     Causal needs no look at the end: the last query sees the last key, and of rows beyond it nothing is kept.
     """
@@ -191,5 +191,5 @@ def is_visible(const: Any, place: Any, block: Any) -> Any:
 
 @ct.function
 def is_key(const: Any, place: Any, block: Any) -> Any:
-    """Which rows of a block of keys there are, bool ``[tile_n, 1]``."""
+    """The rows of a block of keys that there are, bool ``[tile_n, 1]``."""
     return (block * const.tile_n + ct.arange(const.tile_n, dtype=ct.int32) < place.seq_kv)[:, None]

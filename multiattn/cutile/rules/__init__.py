@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from multiattn.cutile.configs import CutileConfig, OnePassConfig, TwoPassConfig
+from multiattn.cutile.ladder import STEPS
 from multiattn.cutile.rules import ampere, blackwell, hopper
-from multiattn.cutile.steps import STEPS
-from multiattn.plan.config import Rule, inherit
+from multiattn.plan.config import Rule
+from multiattn.plan.ladder import rung_rules
 
 _INTERPRETED = "interpreted: small enough that a short sequence still has several blocks of keys and a ragged one"
 
@@ -37,7 +38,4 @@ ATOMIC_RULES: tuple[Rule[OnePassConfig], ...] = (
 
 def rules_of(name: str) -> tuple[Rule[CutileConfig], ...]:
     """The rules of a rung, by its name."""
-    own = OWN_RULES.get(name, ())
-    if name == "full":
-        return own
-    return inherit(own, OWN_RULES["full"], top="full", limit=STEPS[name].step.limit)
+    return rung_rules(OWN_RULES, name, STEPS[name].step, top="full")

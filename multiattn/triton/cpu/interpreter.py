@@ -31,6 +31,7 @@ from triton.runtime import interpreter
 from triton.runtime.jit import KernelInterface, mangle_type
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from multiattn.plan.support import OutOfBoundsError
 from multiattn.run.fork import hold_across_fork
 
 Array = npt.NDArray[Any]
@@ -40,10 +41,6 @@ exclusive_language = threading.RLock()
 """Held while a kernel is interpreted, as `triton.language` is then patched for the whole process, and while one is
 compiled, which needs it as it is."""
 hold_across_fork(exclusive_language)
-
-
-class OutOfBoundsError(IndexError):
-    """A kernel touched memory that belongs to none of its tensor arguments."""
 
 
 def run(kernel: KernelInterface[Any], grid: int, *args: Any, **kwargs: Any) -> None:

@@ -20,7 +20,7 @@ LAST = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def my_tile(seq, batch_heads, LAST_FIRST: tl.constexpr, TILE: tl.constexpr, HEADS_TOGETHER: tl.constexpr):
-    """Which tile of a sequence of which (batch, head) this program owns.
+    """The tile of a sequence, and its (batch, head), that this program owns.
 
     Heads go in groups that share the L2 cache; within a group a mask runs its longest tiles first, so that the last
     programs of the grid are short ones: the last queries see the most keys (LAST_FIRST), the first keys the most
@@ -78,7 +78,7 @@ def query_range(first_key, lengths, C: tl.constexpr):
 
 @triton.jit
 def visible_keys(rows, keys, lengths, C: tl.constexpr):
-    """Which keys each query sees: bool, of rows and keys broadcast. One comparison a score: the lower of two ends."""
+    """The keys that each query sees: bool, rows and keys broadcast. One comparison a score: the lower of two ends."""
     seq_q, seq_kv = lengths
     end = tl.full(rows.shape, seq_kv, tl.int32)
     if C.banded:
@@ -158,7 +158,7 @@ def store_rows(target, strides, tile, first_row, seq, TILE: tl.constexpr, C: tl.
 
 @triton.jit
 def inside(first_row, seq, TILE: tl.constexpr, C: tl.constexpr):
-    """Which elements of a tile exist: bool ``[TILE, head_pad]``."""
+    """The elements of a tile that exist: bool ``[TILE, head_pad]``."""
     return (first_row + tl.arange(0, TILE) < seq)[:, None] & (tl.arange(0, C.head_pad) < C.head_dim)[None, :]
 
 

@@ -1,15 +1,24 @@
-"""Which config a problem takes on an arch: a module for each family of arches. Of a variant's rules the first wins."""
+"""The config of a problem on an arch: a module for each family of arches. Of a variant's rules the first wins."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from multiattn.plan.config import Rule, inherit
+from multiattn.plan.config import Rule
+from multiattn.plan.ladder import rung_rules
 from multiattn.triton.ladder import STEPS
-from multiattn.triton.rules import ampere, blackwell, cpu, hopper
+from multiattn.triton.rules import ampere, blackwell, hopper
+from multiattn.triton.rules.shorthand import backward, forward
 
-_FAMILIES = (cpu.RULES, hopper.RULES, blackwell.RULES, ampere.RULES)
+_INTERPRETED = "interpreted, 2 cores, 2026-11: few and large tiles take the fewest operations"
+_TILES = (64, 64, 4, 1)
+_CPU: Mapping[str, tuple[Rule[Any], ...]] = {
+    **dict.fromkeys(("full", "pointer_full"), forward(("cpu",), (1, 256), _INTERPRETED, _TILES, heads_together=2)),
+    **dict.fromkeys(("atomic", "pointer_atomic"), backward(("cpu",), (1, 256), _INTERPRETED, _TILES)),
+    **dict.fromkeys(("two_pass", "pointer_two_pass"), backward(("cpu",), (1, 256), _INTERPRETED, _TILES, _TILES)),
+}
+_FAMILIES = (_CPU, hopper.RULES, blackwell.RULES, ampere.RULES)
 
 OWN_RULES: Mapping[str, tuple[Rule[Any], ...]] = {
     name: tuple(rule for rules in _FAMILIES for rule in rules.get(name, ())) for name in hopper.RULES
@@ -19,9 +28,7 @@ OWN_RULES: Mapping[str, tuple[Rule[Any], ...]] = {
 
 def rules_of(name: str) -> tuple[Rule[Any], ...]:
     """The rules of a variant: its own, and for a rung then those of the top of its ladder, as far as it goes."""
-    own = OWN_RULES.get(name, ())
     if name not in STEPS:
-        return own
+        return OWN_RULES.get(name, ())
     step = STEPS[name].step
-    top = "full" if step.descriptor else "pointer_full"
-    return own if name == top else inherit(own, OWN_RULES[top], top=top, limit=step.limit)
+    return rung_rules(OWN_RULES, name, step, top="full" if step.descriptor else "pointer_full")

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from multiattn.plan.config import Rule
-from multiattn.triton.configs import BackwardConfig, Tiles, TritonConfig
+from multiattn.triton.configs import Tiles, TritonBackwardConfig, TritonConfig
 
 Names = tuple[str, ...]
 Range = tuple[int, int]
@@ -33,7 +33,7 @@ def backward(
     masks: tuple[bool, ...] = BOTH,
 ) -> tuple[Rule[Any], ...]:
     """The same of a backward: tiles of the pass over the queries, and of the pass over the keys if there is one."""
-    return _rules(arches, head_dims, why, BackwardConfig.of(Tiles(*keys), dq and Tiles(*dq)), masks)
+    return _rules(arches, head_dims, why, TritonBackwardConfig.of(Tiles(*keys), dq and Tiles(*dq)), masks)
 
 
 def _rules(

@@ -12,6 +12,8 @@ from multiattn.triton.gluon_configs import WARPGROUP_ROWS, GluonConfig, pieces_o
 
 TILE_WORDS = 6
 """Words of shared memory that say what the tile of a slot of Q is."""
+_OF_CONFIG = ("tile_n", "warpgroups", "stages", "q_slots", "pingpong", "lazy_max")
+"""Constants that a config has by the same name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,14 +51,9 @@ class GluonConstants:
             head_dim=problem.head_dim,
             wide=wide,
             narrow=narrow,
-            tile_n=config.tile_n,
-            warpgroups=config.warpgroups,
-            stages=config.stages,
-            q_slots=config.q_slots,
             is_persistent=config.scheduler != "one_tile",
             is_dynamic=config.scheduler == "dynamic",
-            pingpong=config.pingpong,
-            lazy_max=config.lazy_max,
+            **{name: getattr(config, name) for name in _OF_CONFIG},
         )
 
     @property

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from multiattn.cutile.configs import CutileConfig
+from multiattn.plan.ladder import LadderStep, Rung
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "math": ("exp2", "flush_to_zero", "scale_after_max"),
@@ -17,15 +17,11 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CutileStep:
+class CutileStep(LadderStep):
     """A rung's flags. Some are constants of the kernel, by the same name; the rest limit the config."""
 
-    exp2: bool = False
-    """Weights are powers of two, log2(e) being part of the scale: one multiplication a score less than with e."""
     flush_to_zero: bool = False
     """exp2 takes a subnormal number for zero: one instruction, with no scaling around it."""
-    scale_after_max: bool = False
-    """Scale and subtraction of the maximum are one fused multiply-add a score, not a product and a difference."""
     k_transposed: bool = False
     """K comes transposed out of memory, by the order of its load: no tile is turned around in registers."""
     latency_hints: bool = False
@@ -41,11 +37,6 @@ class CutileStep:
     q_in_registers: bool = False
     """The config's q_in_registers."""
 
-    @property
-    def ln_base(self) -> float:
-        """The natural logarithm of what weights are powers of, 2 or e."""
-        return math.log(2.0) if self.exp2 else 1.0
-
     def limit(self, config: CutileConfig) -> CutileConfig:
         """The config less what this step does not do."""
         return replace(
@@ -60,38 +51,29 @@ class CutileStep:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CutileRung:
-    """A row of the table: a step, and where in the ladder it stands."""
-
-    parent: str | None
-    summary: str
-    step: CutileStep
-
-
 _MATH = CutileStep(exp2=True, flush_to_zero=True, scale_after_max=True)
 _MEMORY = replace(_MATH, k_transposed=True, latency_hints=True)
 _FULL = replace(
     _MEMORY, approximate_division=True, occupancy_hint=True, lazy_max=True, static_grid=True, q_in_registers=True
 )
 
-STEPS: Mapping[str, CutileRung] = {
-    "full": CutileRung(
+STEPS: Mapping[str, Rung[CutileStep]] = {
+    "full": Rung(
         parent="memory",
         summary="approximate division, lazy maxima, grid and blocks per SM as measured; tileiras picks how to load",
         step=_FULL,
     ),
-    "memory": CutileRung(
+    "memory": Rung(
         parent="math",
         summary="K loaded transposed, k and v as far ahead as their latencies say: loads hide behind the products",
         step=_MEMORY,
     ),
-    "math": CutileRung(
+    "math": Rung(
         parent="basic",
         summary="exp2 of one multiply-add a score: log2(e) is in the scale, which is applied after the row's maximum",
         step=_MATH,
     ),
-    "basic": CutileRung(
+    "basic": Rung(
         parent=None,
         summary="FlashAttention-2 as written: natural exp, K transposed in registers, IEEE division, no hints",
         step=CutileStep(),

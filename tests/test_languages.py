@@ -1,0 +1,94 @@
+"""Triton and cuTile alike: a plan that fits for each head_dim, sweeps, workspaces, configs of its own."""
+
+import itertools
+
+import gradient_checks
+import pytest
+import torch
+
+from multiattn import Plan, Problem
+from multiattn.plan.arch import ARCHS, GPU_ARCHS
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, get, make_plan, plan_variant
+from multiattn.problem import Operands
+
+LANGUAGES = ("triton", "cutile")
+each_direction = pytest.mark.parametrize("direction", DIRECTIONS)
+each_language = pytest.mark.parametrize("language", LANGUAGES)
+
+
+def problem_of(**options):
+    return Problem.contiguous(**{"batch": 1, "heads_q": 8, "seq_q": 4096, "head_dim": 64, **options})
+
+
+def variants_of(language, direction):
+    op = get(language).op(direction)
+    return op.offered if direction == "forward" else op.variants
+
+
+@each_language
+@each_direction
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS.keys())
+def test_every_head_dim_has_a_plan_that_fits(language, direction, arch):
+    backend = get(language)
+    for head_dim, causal in itertools.product(range(8, 257, 8), (False, True)):
+        problem = problem_of(head_dim=head_dim, causal=causal)
+        best = make_plan(backend, problem, arch, direction=direction, deterministic=True, probe=False)
+        assert direction == "forward" or best.variant.endswith("two_pass")
+        for variant in backend.op(direction).variants if direction == "backward" else ():
+            if arch.name in variant.capability.arches:
+                plan = plan_variant(backend, variant, problem, arch, direction=direction)
+                assert isinstance(plan, Plan), (variant.name, plan)
+                assert variant.fits(problem, arch, plan.config) == ()
+
+
+@each_language
+@each_direction
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_sweep_tries_what_fits_and_nothing_twice(language, direction, head_dim):
+    candidates = get(language).op(direction).candidates
+    problem = problem_of(heads_q=16, heads_kv=4, head_dim=head_dim, causal=True)
+    for variant, name in itertools.product(variants_of(language, direction), GPU_ARCHS):
+        if name not in variant.capability.arches:
+            continue
+        found = candidates(variant, problem, ARCHS[name])
+        assert len(found) == len(set(found)) >= 4
+        assert direction == "forward" or len(found) <= 24
+        assert not any(variant.fits(problem, ARCHS[name], config) for config in found)
+        assert candidates(variant, problem, ARCHS["cpu"]) == ()
+
+
+@each_language
+@pytest.mark.parametrize("variant", ["atomic", "two_pass"])
+def test_a_workspace_is_what_the_variant_says(language, variant, monkeypatch):
+    backend, (heads, seq, head_dim) = get(language), (2, 70, 40)
+    if reasons := backend.probe(ARCHS["cpu"]):
+        pytest.skip("; ".join(map(str, reasons)))
+    q, k, v, dout = (torch.randn(1, heads, seq, head_dim).bfloat16() for _ in range(4))
+    plan = make_plan(backend, Problem.of(q, k, v), ARCHS["cpu"], direction="backward", variant=variant)
+    out, lse = gradient_checks.saved(plan.problem, q, k, v)
+    launch, allocate, taken = backend.backward.prepare(plan), torch.empty, []
+    grads = [torch.empty_like(it) for it in (q, k, v)]
+
+    def spy(shape, *args, **options):
+        made = allocate(shape, *args, **options)
+        if made.ndim >= 3:  # and not what an interpreter keeps for itself
+            taken.append(made.nbytes)
+        return made
+
+    monkeypatch.setattr(torch, "empty", spy)
+    launch(Operands(q, k, v, out, lse, dout, None, *grads))
+    columns = {"two_pass": 1, "atomic": 1 + head_dim}[variant]
+    assert sum(taken) == plan.workspace_bytes == 4 * heads * seq * columns
+
+
+@each_language
+@each_direction
+def test_a_config_of_another_variant_is_a_reason(language, direction):
+    backend, problem, arch = get(language), problem_of(), ARCHS["sm90"]
+    every = [it for name in BACKENDS for it in get(name).op(direction).variants if it.config_type]
+    kinds = {it.config_type: it.rules[0].config for it in every}
+    for variant in backend.op(direction).variants:
+        for kind, config in kinds.items():
+            if kind is not variant.config_type:
+                (reason,) = plan_variant(backend, variant, problem, arch, config, direction=direction)
+                assert (reason.got, reason.allowed) == (kind.__name__, variant.config_type.__name__)
