@@ -66,10 +66,9 @@ def test_a_config_that_no_kernel_is_made_for_says_why(changed, got, allowed):
 
 def test_a_config_of_another_kernel_is_a_reason():
     other = CudaConfig(tile_m=64, tile_n=32, warps=4, stages=2)
-    assert [reason.got for reason in why_not(problem_of(), SM90, other)] == ["a CudaConfig"]
     assert make_plan(BACKEND, problem_of(), SM90, config=other, probe=False).variant == SPLIT_Q.name
     (reason,) = plan_variant(BACKEND, BACKEND.forward.variants[1], problem_of(), SM90, CONFIG)
-    assert (reason.got, reason.allowed) == ("a WgmmaConfig", "a CudaConfig")
+    assert (reason.got, reason.allowed) == ("WgmmaConfig", "CudaConfig")
 
 
 def test_registers_are_output_scores_weights_and_kept_q():

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from multiattn.cuda.configs import (
-    ELEMENT_BYTES,
-    FRAGMENT_ROWS,
-    failed,
-    key_blocks,
-    padded,
-    query_blocks,
-    tiles,
-    too_large,
-)
+from multiattn.cuda.configs import ELEMENT_BYTES, FRAGMENT_ROWS, padded, tiles
 from multiattn.plan.arch import WARP_THREADS, Arch
 from multiattn.plan.config import Config
+from multiattn.plan.limits import failed, size_checks
+from multiattn.plan.schedule import key_tiles, query_tiles
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 
@@ -92,7 +85,7 @@ def why_not(adds_dq: bool, problem: Problem, arch: Arch, config: Config) -> tupl
         return (Reason(code="config", got=str(config), allowed=allowed),)
     unit, pair = FRAGMENT_ROWS, FRAGMENT_ROWS * (config.warps // 2)
     needed = [smem_bytes(config, problem)]
-    blocks = [key_blocks(problem, config.tile_n), query_blocks(problem, ROW_TILE)]
+    blocks = [key_tiles(problem, config.tile_n), query_tiles(problem, ROW_TILE)]
     has_wide = not arch.is_gpu or arch.capability >= WIDE_SINCE
     keys_fit = pair > 0 and config.tile_n % pair == 0 and config.tile_n > 0
     checks = [
@@ -104,11 +97,11 @@ def why_not(adds_dq: bool, problem: Problem, arch: Arch, config: Config) -> tupl
         allowed = f"dq: tile_m in multiples of {unit} per warp, tile_n in multiples of {unit}"
         checks.append((dq.tile_m % (unit * dq.warps) == dq.tile_n % unit == 0, str(config), allowed))
         needed.append(dq_smem_bytes(dq, problem))
-        blocks.append(query_blocks(problem, dq.tile_m))
+        blocks.append(query_tiles(problem, dq.tile_m))
     for kernel in (config, *([] if dq is None else [dq])):
         checks.append((kernel.warps in (2, 4, 8, 16), f"warps={kernel.warps}", "2, 4, 8, 16"))
         checks.append((kernel.stages in (1, 2), f"stages={kernel.stages}", "1, 2"))
-    return (*failed(*checks), *too_large(config, arch, max(needed), max(blocks)))
+    return failed((*checks, *size_checks(config, arch, max(needed), max(blocks))))
 
 
 def registers_at_least(config: QueryConfig, problem: Problem) -> int:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from multiattn.cuda.axes import Axes, why_illegal
 from multiattn.plan.arch import WARP_THREADS, Arch
 from multiattn.plan.config import Config
+from multiattn.plan.limits import Check, failed, size_checks
+from multiattn.plan.schedule import query_tiles
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 
@@ -15,7 +17,6 @@ ELEMENT_BYTES = 2
 STATISTIC_BYTES = 4  # fp32
 REGISTERS_MAX = 224
 """The registers of a thread, of its 255, that `registers_at_least` may count."""
-GRID_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,10 +124,9 @@ def why_not(axes: Axes, problem: Problem, arch: Arch, config: Config) -> tuple[R
     """Every reason why `config` cannot run `problem` on `arch` at a point of the axes."""
     if illegal := why_illegal(axes):
         return illegal  # whatever the config
-    if not isinstance(config, CudaConfig):
-        return (wrong_kind(config, CudaConfig),)
+    assert isinstance(config, CudaConfig)
     if wrong := _wrong_shape(axes, config):
-        return tuple(wrong)
+        return wrong
     pieces, places = Pieces.of(axes, config, problem), _places_of_q(axes)
     registers = registers_at_least(axes, config, problem)
     needed, most = (
@@ -134,7 +134,7 @@ def why_not(axes: Axes, problem: Problem, arch: Arch, config: Config) -> tuple[R
         f"up to {REGISTERS_MAX} of a thread's 255",
     )
     has_one_v = axes.share == "none" and axes.tiling == "qk"
-    reasons = failed(
+    checks = (
         (config.q_place in places, f"q: {config.q_place} with {axes.name}", " or ".join(places)),
         (registers <= REGISTERS_MAX, needed, most),
         (
@@ -143,33 +143,14 @@ def why_not(axes: Axes, problem: Problem, arch: Arch, config: Config) -> tuple[R
             f"up to {pieces.k_pieces + 1}",
         ),
     )
-    reasons += too_large(config, arch, smem_bytes(axes, config, problem), query_blocks(problem, config.tile_m))
-    return tuple(reasons)
+    blocks = query_tiles(problem, config.tile_m)
+    return failed((*checks, *size_checks(config, arch, smem_bytes(axes, config, problem), blocks)))
 
 
-def failed(*checks: tuple[bool, str, str]) -> list[Reason]:
-    """A Reason for each of (holds, got, allowed) that does not hold."""
-    return [Reason(code="config", got=got, allowed=allowed) for holds, got, allowed in checks if not holds]
-
-
-def too_large(config: Config, arch: Arch, smem_bytes: int, blocks: int) -> list[Reason]:
-    """A Reason where a launch asks for more than an arch has: shared memory of a block, blocks of a grid."""
-    got, most = f"{smem_bytes} bytes of shared memory ({config})", arch.smem_per_block
-    return failed(
-        (not arch.is_gpu or smem_bytes <= most, got, f"{most} bytes a block on {arch.name}"),
-        (blocks <= GRID_MAX, f"{blocks} blocks", f"a grid of up to {GRID_MAX}"),
-    )
-
-
-def wrong_kind(config: Config, kind: type[Config]) -> Reason:
-    """Why a config of another kernel will not do."""
-    return Reason(code="config", got=f"a {type(config).__name__}", allowed=f"a {kind.__name__}")
-
-
-def _wrong_shape(axes: Axes, config: CudaConfig) -> list[Reason]:
+def _wrong_shape(axes: Axes, config: CudaConfig) -> tuple[Reason, ...]:
     """Reasons why a config has no meaning: sizes that are no whole fragments."""
     has_columns = config.column_warps != 1
-    if wrong := failed(
+    checks: tuple[Check, ...] = (
         (config.warps in (2, 4, 8, 16), f"warps={config.warps}", "2, 4, 8, 16"),
         (
             has_columns == (axes.warps == "split_kv") and config.warps % max(1, config.column_warps) == 0,
@@ -178,7 +159,8 @@ def _wrong_shape(axes: Axes, config: CudaConfig) -> list[Reason]:
         ),
         (1 <= config.stages <= 4, f"stages={config.stages}", "1 to 4"),
         (config.dim_slice in (64, 128, 256), f"dim_slice={config.dim_slice}", "64, 128, 256"),
-    ):
+    )
+    if wrong := failed(checks):
         return wrong
     rows, keys = FRAGMENT_ROWS * config.row_warps, FRAGMENT_ROWS * config.column_warps
     is_whole = (
@@ -188,10 +170,11 @@ def _wrong_shape(axes: Axes, config: CudaConfig) -> list[Reason]:
     divides = is_slice and config.tile_n % config.key_slice == 0
     per_warp = f"tile_m in multiples of {rows}, tile_n in multiples of {keys}: {FRAGMENT_ROWS} a warp"
     slices = f"multiples of {FRAGMENT_ROWS} that divide tile_n={config.tile_n}"
-    return failed(
+    checks = (
         (is_whole, str(config), per_warp),
         (axes.tiling != "qkv" or divides, f"key_slice={config.key_slice}", slices),
     )
+    return failed(checks)
 
 
 def _places_of_q(axes: Axes) -> tuple[str, ...]:
@@ -203,13 +186,3 @@ def _places_of_q(axes: Axes) -> tuple[str, ...]:
 def tiles(seq: int, tile: int) -> int:
     """Tiles that cover a sequence."""
     return -(-seq // tile)
-
-
-def query_blocks(problem: Problem, tile: int) -> int:
-    """Blocks of a launch that has one for each tile of queries, head and batch entry."""
-    return tiles(problem.seq_q, tile) * problem.heads_q * problem.batch
-
-
-def key_blocks(problem: Problem, tile: int) -> int:
-    """The same for tiles of keys."""
-    return tiles(problem.seq_kv, tile) * problem.heads_kv * problem.batch

@@ -16,6 +16,7 @@ from multiattn.cuda.variants import axes_of, is_wgmma
 from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.plan.abi import Image
 from multiattn.plan.backend import Plan
+from multiattn.plan.schedule import key_tiles, query_tiles
 from multiattn.problem import VECTOR_BYTES, Problem
 
 
@@ -101,7 +102,7 @@ def _forward(plan: Plan) -> PlannedLaunch:
         occupancy=config.occupancy,
         smem_bytes=forward.smem_bytes(axes, config, problem),
     )
-    return PlannedLaunch(kernel=kernel, blocks=forward.query_blocks(problem, config.tile_m))
+    return PlannedLaunch(kernel=kernel, blocks=query_tiles(problem, config.tile_m))
 
 
 def _wgmma(plan: Plan) -> PlannedLaunch:
@@ -162,7 +163,7 @@ def _rows(entry: str, problem: Problem, config: BackwardConfig) -> PlannedLaunch
         occupancy=1,
         smem_bytes=0,
     )
-    return PlannedLaunch(kernel=kernel, blocks=forward.query_blocks(problem, backward.ROW_TILE))
+    return PlannedLaunch(kernel=kernel, blocks=query_tiles(problem, backward.ROW_TILE))
 
 
 def _keys(problem: Problem, config: BackwardConfig) -> PlannedLaunch:
@@ -179,7 +180,7 @@ def _keys(problem: Problem, config: BackwardConfig) -> PlannedLaunch:
         occupancy=config.occupancy,
         smem_bytes=backward.smem_bytes(config, problem),
     )
-    return PlannedLaunch(kernel=kernel, blocks=forward.key_blocks(problem, config.tile_n))
+    return PlannedLaunch(kernel=kernel, blocks=key_tiles(problem, config.tile_n))
 
 
 def _queries(problem: Problem, config: QueryConfig) -> PlannedLaunch:
@@ -194,7 +195,7 @@ def _queries(problem: Problem, config: QueryConfig) -> PlannedLaunch:
         occupancy=config.occupancy,
         smem_bytes=backward.dq_smem_bytes(config, problem),
     )
-    return PlannedLaunch(kernel=kernel, blocks=forward.query_blocks(problem, config.tile_m))
+    return PlannedLaunch(kernel=kernel, blocks=query_tiles(problem, config.tile_m))
 
 
 def _tiles(problem: Problem, config: BackwardConfig | QueryConfig) -> str:

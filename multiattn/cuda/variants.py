@@ -8,7 +8,7 @@ from multiattn.cuda import axes as points
 from multiattn.cuda import backward_configs as backward
 from multiattn.cuda import wgmma_configs
 from multiattn.cuda.axes import Axes
-from multiattn.cuda.configs import why_not
+from multiattn.cuda.configs import CudaConfig, why_not
 from multiattn.cuda.rules.ampere import ATOMIC_RULES, TWO_PASS_RULES, rules_of
 from multiattn.cuda.rules.hopper import WGMMA_RULES
 from multiattn.plan.arch import ARCHS
@@ -31,6 +31,7 @@ def _variant(axes: Axes, summary: str, *, only_named: bool) -> Variant:
         flags=axes.flags,
         parent=axes.parent.name if axes.parent else None,
         only_named=only_named,
+        config_type=CudaConfig,
         fits=partial(why_not, axes),
     )
 
@@ -41,6 +42,7 @@ WGMMA = Variant(
     capability=Capability(arches=("sm90", "cpu"), alignment=VECTOR_BYTES),
     rules=WGMMA_RULES,
     workspace=wgmma_configs.workspace,
+    config_type=wgmma_configs.WgmmaConfig,
     fits=wgmma_configs.why_not,
 )
 """It is on no ladder: it has no flags and no parent."""
@@ -77,6 +79,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
         flags=(("dq", "atomic"),),
         deterministic=False,
         workspace=backward.workspace,
+        config_type=backward.BackwardConfig,
         fits=partial(backward.why_not, True),
     ),
     Variant(
@@ -86,6 +89,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
         rules=TWO_PASS_RULES,
         flags=(("dq", "own_kernel"),),
         workspace=backward.workspace,
+        config_type=backward.BackwardConfig,
         fits=partial(backward.why_not, False),
     ),
 )

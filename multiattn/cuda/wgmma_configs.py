@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from multiattn.cuda.configs import failed, padded, tiles, too_large, wrong_kind
+from multiattn.cuda.configs import padded, tiles
 from multiattn.cuda.tensor_maps import BOX_COLUMNS, tensor_maps, why_not_mapped
 from multiattn.plan.arch import Arch
 from multiattn.plan.config import Config
+from multiattn.plan.limits import failed, size_checks
 from multiattn.plan.schedule import COUNTER_BYTES, SCHEDULERS
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
@@ -123,8 +124,7 @@ def workspace(problem: Problem, config: Config | None) -> int:
 
 def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
     """Every reason why `config` cannot run `problem` on `arch`; dtype, head_dim and alignment are the capability's."""
-    if not isinstance(config, WgmmaConfig):
-        return (wrong_kind(config, WgmmaConfig),)
+    assert isinstance(config, WgmmaConfig)
     if wrong := _wrong_shape(config):
         return wrong
     reasons = [reason for it in tensor_maps(problem, config.box_rows).values() for reason in why_not_mapped(it)]
@@ -132,17 +132,17 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
     beside, room = _registers_without_q(config, problem), _ROOM_WITH_Q[config.warpgroups, problem.is_banded]
     needed = f"{registers} registers for output, scores, weights, Q and stores ({config})"
     kept, got = kept_steps(config, problem), f"q_in_registers with {beside} registers for all else ({config})"
-    reasons += failed(
+    checks = (
         (registers <= most, needed, f"up to {most} with {config.warpgroups} warpgroups"),
         (not config.q_in_registers or kept > 0, got, f"up to {room - 4}"),
     )
-    reasons += too_large(config, arch, smem_bytes(config, problem), grid_blocks(config, problem))
-    return tuple(reasons)
+    sizes = size_checks(config, arch, smem_bytes(config, problem), grid_blocks(config, problem))
+    return (*reasons, *failed((*checks, *sizes)))
 
 
 def _wrong_shape(config: WgmmaConfig) -> tuple[Reason, ...]:
     """Reasons why no kernel is made for a config."""
-    wrong = failed(
+    checks = (
         (config.tile_m in (128, 192), f"tile_m={config.tile_m}", "128, 192"),
         (config.tile_n in range(16, 257, 16), f"tile_n={config.tile_n}", "multiples of 16 from 16 to 256"),
         (config.cluster in (1, 2), f"cluster={config.cluster}", "1, 2"),
@@ -155,4 +155,4 @@ def _wrong_shape(config: WgmmaConfig) -> tuple[Reason, ...]:
         (config.scheduler in SCHEDULERS, f"scheduler={config.scheduler}", ", ".join(SCHEDULERS)),
         (config.q_slots in (1, 2, 3), f"q_slots={config.q_slots}", "1, 2, 3"),
     )
-    return tuple(wrong)
+    return failed(checks)

@@ -111,8 +111,8 @@ def warn_of_release(release: str, error: Exception, instead: str) -> None:
     if release not in _warned:
         _warned.add(release)
         warnings.warn(
-            f"{release} compiles kernels to what multiattn does not know ({type(error).__name__}: {error}); {instead} "
-            "is used, which costs the host more",
+            f"{release} compiles kernels to code that multiattn does not know ({type(error).__name__}: {error}); "
+            f"{instead} is used, which costs the host more",
             RuntimeWarning,
             stacklevel=4,
         )
