@@ -186,7 +186,8 @@ def is_older(versions: str, than: str) -> bool:
 def compare(before: Kernels, now: Kernels, *, recorded_with: str, made_with: str) -> tuple[str, list[str]]:
     """The verdict on a rule, one of `KINDS`, and what differs in words.
 
-    A compiler older than the one on record may make anything; a newer one may make other code that is no worse.
+    A compiler older than the one on record may make anything; a newer one may make other code that is no worse. So may
+    one that was given the same: of one kernel for sm103 (cuTile, D=128, 256x128) tileiras 13.4 makes four codes.
     """
     if not before:
         return "missing", ["not on record"]
@@ -196,7 +197,8 @@ def compare(before: Kernels, now: Kernels, *, recorded_with: str, made_with: str
     texts = [f"{len(before)} kernels -> {len(now)}"] if len(before) != len(now) else []
     texts += [f"{new.name}: {_difference(old, new)}" for old, new in pairs if old.digest != new.digest]
     worse = any(is_worse(*pair) for pair in pairs)
-    if is_older(made_with, than=recorded_with) or (made_with != recorded_with and not worse):
+    is_compilers_own = made_with != recorded_with or [it.key for it in before] == [it.key for it in now]
+    if is_older(made_with, than=recorded_with) or (is_compilers_own and not worse):
         return "note", texts
     return ("regression" if worse else "changed"), texts
 

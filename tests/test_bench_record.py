@@ -302,10 +302,11 @@ def test_what_is_worse_is_a_regression(change, words):
 
 
 def test_only_the_machine_code_counts():
-    other = (replace(KERNEL, digest="e"),)
+    other = (replace(KERNEL, key="another", digest="e"),)
     assert judged((KERNEL,), (replace(KERNEL, key="another", name="renamed"),)) == ("same", [])
     for change in ({"blocks": 4}, {"features": ("tcgen05", "TMA load", "mbarrier")}, {"hot_loops": 1}):
-        assert judged((KERNEL,), (replace(KERNEL, digest="e", **change),))[0] == "changed"
+        assert judged((KERNEL,), (replace(KERNEL, key="another", digest="e", **change),))[0] == "changed"
+        assert judged((KERNEL,), (replace(KERNEL, digest="e", **change),))[0] == "note"  # of the same input
     assert judged((KERNEL,), other) == ("changed", ["attention_forward: other code of the same counts"])
     assert judged((KERNEL,), other, here="triton 3.10.0")[0] == "note"
     assert judged((KERNEL,), (KERNEL, KERNEL)) == ("changed", ["1 kernels -> 2"])
@@ -369,14 +370,14 @@ def test_a_rung_that_must_be_named_may_spill(monkeypatch):
     assert [any(promises({key: (replace(KERNEL, hot_spills=9),)})) for key in keys] == [True, True, False, False]
 
 
-def command(monkeypatch, tmp_path, plans, *words, digest="d"):
+def command(monkeypatch, tmp_path, plans, *words, **made):
     """The command over some Plans, of which each compiles to one kernel; the record is in `tmp_path`."""
     monkeypatch.setattr(record, "FOLDER", tmp_path)
     monkeypatch.setattr(record, "ROOT", tmp_path)
     monkeypatch.setattr(record, "cases", lambda: plans)
 
     def run_isolated(function, items, **_):
-        return (Outcome(item=it, seconds=0.0, result=(replace(KERNEL, digest=digest),)) for it in items)
+        return (Outcome(item=it, seconds=0.0, result=(replace(KERNEL, **made),)) for it in items)
 
     monkeypatch.setattr(record, "run_isolated", run_isolated)
     parser = argparse.ArgumentParser()
@@ -391,7 +392,7 @@ def test_the_command_writes_checks_and_finds_what_is_gone(monkeypatch, tmp_path,
     assert record.load_all()["sm80"].kernels_of(plans[0]) == (KERNEL,)
     assert command(monkeypatch, tmp_path, plans, "--check") == 0
     capsys.readouterr()
-    assert command(monkeypatch, tmp_path, plans, "--check", digest="e") == 1
+    assert command(monkeypatch, tmp_path, plans, "--check", key="another", digest="e") == 1
     assert ["cuda", "forward", "0", "0", "3"] in [it.split()[:5] for it in capsys.readouterr().out.splitlines()]
     assert command(monkeypatch, tmp_path, plans[:2], "--check") == 1
     assert "no rule has it any more: cuda forward" in capsys.readouterr().out
