@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo import compiled_autograd
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -188,6 +190,30 @@ def test_forward_mode_is_refused():
         dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
         with pytest.raises(NotImplementedError, match=r"no forward-mode derivative.*multiattn\.reference"):
             fmha(dual, k, v)
+
+
+def test_who_watches_or_transforms_only_the_backward_is_seen():
+    """A warm backward asks the tensors' guard, which knows nothing of these."""
+    inputs, dout = qkv(), random(2, 4, 5, 8, seed=9)
+    gradients(weigh(fmha(*inputs)), inputs)
+    out = fmha(*inputs)
+
+    def differentiate(dout):
+        return torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+    expected = differentiate(dout)
+    traced = make_fx(differentiate)(dout)
+    assert "fmha_backward" in traced.code
+    close(traced(dout), expected)
+    with FlopCounterMode(display=False) as counter:
+        differentiate(dout)
+    assert counter.get_total_flops() > 0
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        close(differentiate(dout), expected)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(dout, torch.ones_like(dout))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            differentiate(dual)
 
 
 @pytest.mark.parametrize(("batch", "seq_q", "seq_kv"), [(0, 5, 7), (2, 0, 7), (2, 5, 0), (0, 0, 0)])

@@ -85,6 +85,14 @@ def test_a_function_is_applied_in_public(monkeypatch):
     assert compat.applier(Double) == Double.apply
 
 
+def test_autograd_calls_a_backward_itself(monkeypatch):
+    x, direct = torch.ones(3, requires_grad=True), compat.direct_backward(type("Direct", (Double,), {}))
+    monkeypatch.setattr(torch.autograd.function.BackwardCFunction, "apply", None)  # calling it would raise
+    direct.apply(x).sum().backward()
+    assert x.grad.tolist() == [2.0] * 3
+    assert compat.direct_backward(SimpleNamespace) is SimpleNamespace  # a release without that class
+
+
 def test_a_guard_knows_like_tensors():
     q, k, v = (torch.zeros(1, 2, 3, 4) for _ in range(3))
     check = compat.tensor_guard(q, k, v)
@@ -92,6 +100,22 @@ def test_a_guard_knows_like_tensors():
     assert not check(q[:, :1], k, v)
     assert not check(q.half(), k, v)
     assert compat.tensor_guard(q, k, q) is None
+
+
+def test_a_guard_tells_a_transform_and_a_trace():
+    """`Ready.fits` asks nobody else for them."""
+    tensors = [torch.zeros(2, 3) for _ in range(2)]
+    check, told = compat.tensor_guard(*tensors), []
+
+    def ask(x):
+        told.append(check(*tensors))
+        return x.sum()
+
+    torch.func.grad(ask)(torch.ones(3))
+    torch.vmap(ask)(torch.ones(2, 3))
+    torch.jit.trace(ask, torch.ones(3), check_trace=False)
+    ask(torch.ones(3))
+    assert told == [False, False, False, True]
 
 
 def test_no_guard_or_that_of_another_release_is_not_used(without_hooks, monkeypatch):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
+from torch.compiler import is_compiling
 
 from multiattn.problem import Operands, Options, check_inputs, check_scale
 from multiattn.run import compat
@@ -23,7 +24,7 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 def _is_unwatched() -> bool:
     """True for an ordinary eager call, if its tensors are of `_PLAIN` types: nobody traces, transforms or watches it.
 
-    `torch.compiler.is_compiling` must have been asked before: these are not for Dynamo to trace.
+    `is_compiling` must have been asked before: these are not for Dynamo to trace.
     """
     return not (
         compat.dispatch_modes() or compat.transforms_active() or compat.in_forward_mode() or compat.is_tracing()
@@ -37,11 +38,11 @@ def needs_grad(operands: Operands) -> bool:
 
 def attend(operands: Operands, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """Out and lse, by whichever way the tensors and the moment ask for."""
-    is_compiling = torch.compiler.is_compiling()
-    if is_compiling or not (operands.inputs_are(_PLAIN) and _is_unwatched()):
+    compiling = is_compiling()
+    if compiling or not (operands.inputs_are(_PLAIN) and _is_unwatched()):
         _check_call(operands, options)
         asked = (*options, needs_grad(operands))
-        if not is_compiling and _needs_function():
+        if not compiling and _needs_function():
             out, lse = TransformedAttention.apply(asked, *operands.inputs)  # type: ignore[no-untyped-call]
         else:
             out, lse = forward_op(*operands.inputs, *asked)
@@ -57,9 +58,9 @@ def differentiate(operands: Operands, options: Options) -> tuple[torch.Tensor, .
 
     A gradient of `is_grads_batched` has no memory of its own, so no launcher reads it.
     """
-    is_compiling = torch.compiler.is_compiling()
+    compiling = is_compiling()
     given = [tensor for tensor in operands if tensor is not None]
-    is_plain = not is_compiling and _is_unwatched() and _PLAIN.issuperset(map(type, given))
+    is_plain = not compiling and _is_unwatched() and _PLAIN.issuperset(map(type, given))
     if is_plain and all(map(compat.has_storage, given)):
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
             gradients: tuple[torch.Tensor, ...] = AttentionBackward.apply(options, *operands.read)  # type: ignore[no-untyped-call]
@@ -67,9 +68,9 @@ def differentiate(operands: Operands, options: Options) -> tuple[torch.Tensor, .
         return run_backward(get_backward(operands, options), operands)
     _check_call(operands, options)
     operands = with_dout(operands)
-    if not is_compiling:
+    if not compiling:
         check_results(operands)
-    if not is_compiling and _needs_function():
+    if not compiling and _needs_function():
         return TransformedBackward.apply(options, *operands.read)  # type: ignore[no-any-return, no-untyped-call]
     dq, dk, dv = backward_op(*operands.read, *options)
     return dq, dk, dv
@@ -77,7 +78,7 @@ def differentiate(operands: Operands, options: Options) -> tuple[torch.Tensor, .
 
 def _check_call(operands: Operands, options: Options) -> None:
     """Refuse in our words what an op would refuse late or in other words; the op's fake checks what is compiled."""
-    if torch.compiler.is_compiling():  # Dynamo could not trace these checks
+    if is_compiling():  # Dynamo could not trace these checks
         return
     check_inputs(*operands.inputs, strides=not compat.transforms_active())
     if type(options.scale) is float and not compat.is_tracing():
@@ -89,6 +90,7 @@ def _needs_function() -> bool:
     return compat.transforms_active() or compat.in_forward_mode()
 
 
+@compat.direct_backward
 class Attention(torch.autograd.Function):
     """`fmha` of plain tensors that need grad: the inputs give (out, lse), both differentiable."""
 
@@ -103,11 +105,14 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Launch the backward that the forward made ready; if hooks changed saved tensors, another that fits them."""
+        """Launch the backward that the forward made ready; if hooks changed saved tensors, another that fits them.
+
+        Autograd runs this in a thread that it has just woken, where nothing is in a cache: a line costs a host more
+        than a microsecond. So what `Ready.fits` tells is not asked again.
+        """
         ready: Ready = ctx.ready
         read = (*ctx.saved_tensors, dout, dlse)
-        is_usual = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and _is_unwatched()
-        if is_usual and dout is not None and ready.fits(read):
+        if dout is not None and not is_compiling() and not torch.is_grad_enabled() and ready.fits(read):
             return (None, *run_conforming(ready, read))
         operands = Operands(*read)
         if dout is None and dlse is None:

@@ -7,6 +7,7 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -48,15 +49,20 @@ class Ready:
         self.launch = prepare(self.plan, self.device)
         self.launch(operands)
 
-    def fits(self, read: Sequence[torch.Tensor | None]) -> bool:
-        """True if a backward may read these tensors as they are: they are like tensors that it read before."""
-        given = [tensor for tensor in read if tensor is not None]
-        are_alike = self._guards.get(len(given))
-        return are_alike is not None and are_alike(*given) and _are_aligned(given)
+    def fits(self, read: Sequence[Any]) -> bool:
+        """True if a backward may read these tensors as they are, and nobody watches or transforms this call.
 
-    def remember(self, read: Sequence[torch.Tensor | None]) -> None:
+        They are like tensors that it read before; all but dlse, the last, must be there.
+        """
+        given = read if read[-1] is not None else read[:-1]
+        are_alike = self._guards.get(len(given))
+        if are_alike is None or not are_alike(*given) or compat.dispatch_modes() or compat.in_forward_mode():
+            return False
+        return _are_aligned(given)
+
+    def remember(self, read: Sequence[Any]) -> None:
         """Let `fits` tell tensors like these, which a backward may read as they are."""
-        given = [tensor for tensor in read if tensor is not None]
+        given = read if read[-1] is not None else read[:-1]
         if _are_aligned(given) and (guard := compat.tensor_guard(*given)) is not None:
             self._guards[len(given)] = guard
 

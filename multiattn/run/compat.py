@@ -87,7 +87,9 @@ def tensor_guard(*tensors: torch.Tensor | None) -> Guard | None:
     """Tells whether tensors are like these; None where PyTorch has no such guard, or not of these.
 
     Dynamo's own guard: Python types, dispatch keys (which kind of device, whether a negated view), dtypes, indices of
-    devices, who requires grad, sizes and strides. It takes no None and no tensor twice, and keeps none.
+    devices, who requires grad, sizes and strides. The keys are those of the moment: no tensor is like itself under a
+    `torch.func` transform or in a trace that it was not under before. A guard tells nothing of `dispatch_modes` and
+    `in_forward_mode`, takes no None and no tensor twice, and keeps none.
     """
     if _TensorGuards is None or len(set(map(id, tensors))) < len(tensors):
         return None
@@ -120,6 +122,13 @@ def applier(function: type[torch.autograd.Function]) -> Callable[..., Any]:
         return function.apply
     past_transforms: Any = super(torch.autograd.Function, function)
     return past_transforms.apply  # type: ignore[no-any-return]
+
+
+def direct_backward(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """Have autograd call `function.backward` itself, where PyTorch would look on each call which method that is."""
+    if (node := getattr(function, "_backward_cls", None)) is not None:
+        node.apply = function.backward
+    return function
 
 
 transforms_active: Callable[[], bool] = _private("_are_functorch_transforms_active") or _always
