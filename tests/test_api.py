@@ -243,6 +243,13 @@ def test_backends_says_what_lacks_here():
     assert detect(torch.device("cpu")).name == "cpu"
 
 
+@pytest.mark.parametrize("backend", multiattn.BACKENDS)
+def test_probing_beside_an_amd_gpu_raises_nothing(backend, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert isinstance(registry.get(backend).probe(Arch(name="gfx942", title="AMD GPU")), tuple)
+
+
 def test_auto_follows_the_nearest_measured_cell(monkeypatch):
     def cell(head_dim, heads=8, **tflops):
         return Cell(

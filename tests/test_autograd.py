@@ -2,6 +2,7 @@
 
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -120,17 +121,13 @@ def test_views_of_one_packed_tensor_and_transposed_inputs_get_their_layout_back(
         assert grad.stride() == tensors[0].stride()
 
 
-def test_a_graph_may_be_kept_and_is_freed_else():
+def test_a_graph_may_be_kept_is_freed_else_and_tells_what_was_written_over():
     inputs = qkv()
     loss = weigh(fmha(*inputs))
     first = torch.autograd.grad(loss, inputs, retain_graph=True)
     close(torch.autograd.grad(loss, inputs), first)
     with pytest.raises(RuntimeError, match="a second time"):
         torch.autograd.grad(loss, inputs)
-
-
-def test_writing_over_what_backward_reads_is_told():
-    inputs = qkv()
     out = fmha(*inputs)
     out.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -210,21 +207,16 @@ def test_threads_may_share_it():
     calls._backward.clear()
     inputs = qkv()
     expected = gradients(weigh(truth(*inputs)[0]), inputs)
-    found, barrier = [], threading.Barrier(4)
+    barrier = threading.Barrier(4)
 
-    def work():
+    def work(_):
         mine = [tensor.detach().clone().requires_grad_() for tensor in inputs]
         barrier.wait()
-        found.append(gradients(weigh(fmha(*mine)), mine))
+        return gradients(weigh(fmha(*mine)), mine)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    for grads in found:
-        close(grads, expected)
+    with ThreadPoolExecutor(4) as threads:
+        for grads in threads.map(work, range(4)):
+            close(grads, expected)
 
 
 @pytest.mark.parametrize("backend", multiattn.BACKENDS)
@@ -362,8 +354,8 @@ BAD = {
     ),
     "causal is 1": ({"causal": 1}, TypeError, "causal must be a bool; got int"),
     "no such backend": ({"backend": "nope"}, ValueError, "got 'nope'"),
-    "no such variant": ({"backend": "reference", "variant": "x"}, ValueError, "reference has eager for backward"),
     "deterministic is 1": ({"deterministic": 1}, TypeError, "deterministic must be a bool or None; got int"),
+    "no such variant": ({"backend": "reference", "variant": "x"}, ValueError, "reference has eager for backward"),
 }
 
 

@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,11 +112,8 @@ def test_threads_make_one_entry_once(folder):
         time.sleep(0.2)
         write_whole(path)
 
-    threads = [threading.Thread(target=cache.fetch, args=("key", ".x", make)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: cache.fetch("key", ".x", make), range(4)))
     assert len(made) == 1
 
 

@@ -25,11 +25,7 @@ from multiattn.cuda.source import HOST_INCLUDES
 from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.tools import GXX
 from multiattn.cuda.variants import SPANNING, WGMMA
-from multiattn.cuda.wgmma_configs import (
-    kept_steps,
-    registers_at_least,
-    why_not,
-)
+from multiattn.cuda.wgmma_configs import kept_steps, registers_at_least, why_not
 from multiattn.plan.arch import CPU
 from multiattn.plan.backend import make_plan, plan_variant
 from multiattn.problem import Problem
