@@ -202,9 +202,7 @@ def test_empty_problems_have_zero_gradients(batch, seq_q, seq_kv, backend):
         assert (grad == 0).all()
 
 
-def test_threads_may_share_it():
-    calls._forward.clear()
-    calls._backward.clear()
+def test_threads_may_share_it(fresh_calls):
     inputs = qkv()
     expected = gradients(weigh(truth(*inputs)[0]), inputs)
     barrier = threading.Barrier(4)
@@ -256,7 +254,7 @@ def test_many_gradients_at_once():
 
 
 @pytest.fixture
-def launched(monkeypatch):
+def launched(fresh_calls, monkeypatch):
     """Plays a GPU whose records prefer one backend forward and another backward; each launch is told here."""
     eager, told = registry.get("reference"), []
 
@@ -280,11 +278,7 @@ def launched(monkeypatch):
     for module in (calls, api):
         monkeypatch.setattr(module, "detect", lambda device: ARCHS["sm90"])
     monkeypatch.setattr(choice, "preferred_order", lambda *of: ((best[of[-1]], f"best {of[-1]}"),))
-    calls._forward.clear()
-    calls._backward.clear()
-    yield told
-    calls._forward.clear()
-    calls._backward.clear()
+    return told
 
 
 def by_dispatch_mode(call):

@@ -11,6 +11,8 @@ from multiattn.problem import Operands, Options
 from multiattn.run import calls, compat
 from multiattn.run.calls import get_forward
 
+pytestmark = pytest.mark.usefixtures("fresh_calls")
+
 
 def qkv(dtype=torch.float64, seq=9):
     return tuple(torch.randn(2, 4, seq, 8, dtype=dtype) for _ in range(3))
@@ -23,13 +25,6 @@ def options_of(**given):
 
 def ready_of(q, k, v, *, needs_grad=False, **options):
     return get_forward(Operands(q, k, v), options_of(**options), needs_grad)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_ready():
-    calls._forward.clear()
-    yield
-    calls._forward.clear()
 
 
 @pytest.fixture(params=["guards", "no guards", "guards of another PyTorch"])

@@ -19,7 +19,7 @@ from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import find_variant, make_plan, plan_variant
 from multiattn.plan.toolchain import resource_usage
 from multiattn.problem import Problem
-from multiattn.run import cache, calls
+from multiattn.run import cache
 
 SPLIT_Q = find_variant(BACKEND, axes.SPLIT_Q.name)
 
@@ -100,13 +100,12 @@ def test_the_cache_key_covers_every_header_a_kernel_reaches():
 
 
 @pytest.mark.parametrize("folder", ["file", "file/below"])
-def test_a_cache_that_cannot_be_written_is_named(folder, tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_named(folder, fresh_calls, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(cache.DIRECTORY_VARIABLE, str(tmp_path / folder))
     with pytest.raises(OSError, match=rf"^MULTIATTN_CACHE_DIR: cannot write to {tmp_path / folder}: .*; allowed a fol"):
         cache.fetch("key", ".x", None)
     if not tools.probe_host():
-        calls._forward.clear()
         q = torch.zeros(1, 1, 3, 8, dtype=torch.float16)
         with pytest.raises(OSError, match=r"^MULTIATTN_CACHE_DIR: cannot write to"):
             multiattn.fmha(q, q, q, backend="cuda")

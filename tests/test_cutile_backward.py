@@ -2,7 +2,6 @@
 
 import itertools
 import re
-import subprocess
 from dataclasses import replace
 
 import gradient_checks
@@ -20,7 +19,7 @@ pytest.importorskip("cuda.tile")
 
 from multiattn.cutile import cpu
 from multiattn.cutile.table import launches_of, needs_64bit
-from multiattn.plan.toolchain import find_cuobjdump, resource_usage
+from multiattn.plan.toolchain import disassemble, find_cuobjdump, resource_usage
 
 BACKEND = get("cutile")
 VARIANTS = [variant.name for variant in BACKEND.backward.variants]
@@ -159,14 +158,12 @@ def are(kernels, *names):
 
 
 @needs_compiler
-def test_hopper_adds_to_dq_by_tma_and_keeps_p_in_registers(tmp_path):
+def test_hopper_adds_to_dq_by_tma_and_keeps_p_in_registers():
     compiled = compile_all("atomic", "sm90", head_dim=64)
     assert are(compiled, "row_deltas", "all_grads", "round_query_grads")
     assert all(usage.stack_bytes == 0 for _, usage in compiled)
     keys, _ = compiled[1]
-    file = tmp_path / "kernel.cubin"
-    file.write_bytes(keys.cubin)
-    text = subprocess.run([find_cuobjdump(), "-sass", file], capture_output=True, text=True, check=True).stdout
+    text = disassemble(keys.cubin)
     assert "UTMAREDG" in text
     assert re.search(r"HGMMA\S+ R\d+, R\d+, gdesc", text)  # the left operand in registers: p^T, ds^T
 
