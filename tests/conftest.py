@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import driver_fakes
 import pytest
 import torch
 
@@ -19,3 +20,9 @@ def fresh_calls():
     forget_calls()
     yield
     forget_calls()
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """A driver that only remembers what it was asked."""
+    return driver_fakes.install(monkeypatch, driver_fakes.FakeDriver())

@@ -52,11 +52,12 @@ def test_an_entry_is_made_once_and_never_half(folder):
 
     def fail(path):
         path.write_text("half")
-        raise RuntimeError("compiler died")
+        raise error
 
-    with pytest.raises(RuntimeError, match="compiler died"):
-        cache.fetch("key", ".x", fail)
-    assert entries(folder) == []
+    for error in (RuntimeError("compiler died"), OSError("No space left on device")):  # the maker's own
+        with pytest.raises(type(error), match=f"^{error}"):
+            cache.fetch("key", ".x", fail)
+        assert entries(folder) == []
     assert cache.fetch("key", ".x", make) == cache.fetch("key", ".x", make) == folder / "key.x"
     assert entries(folder) == ["key.x", "key.x.sha256"]
     assert len(made) == 1

@@ -111,16 +111,6 @@ def test_a_cache_that_cannot_be_written_is_named(folder, fresh_calls, tmp_path, 
             multiattn.fmha(q, q, q, backend="cuda")
 
 
-def test_a_full_disk_while_an_entry_is_made_is_the_makers_error(tmp_path, monkeypatch):
-    monkeypatch.setenv(cache.DIRECTORY_VARIABLE, str(tmp_path))
-
-    def fail(path):
-        raise OSError("No space left on device")
-
-    with pytest.raises(OSError, match=r"^No space"):
-        cache.fetch("key", ".x", fail)
-
-
 def test_a_clang_called_gxx_is_a_reason(monkeypatch, tmp_path):
     clang = tmp_path / "g++"
     clang.write_text("#!/bin/sh\necho \"clang: error: unknown argument: '$1'\" >&2\nexit 1\n")

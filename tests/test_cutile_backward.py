@@ -42,17 +42,10 @@ def config_of(variant, **fields):
 
 @each_variant
 @both_masks
-@pytest.mark.parametrize("heads_together", [2, 3, 100])
-def test_every_order_of_tiles_covers_every_tile(heads_together, causal, variant):
-    config = config_of(
-        variant,
-        tile_m=16,
-        tile_n=32,
-        heads_together=heads_together,
-        dq_tile_m=32,
-        dq_tile_n=16,
-        dq_heads_together=heads_together,
-    )
+@pytest.mark.parametrize("together", [2, 3, 100])
+def test_every_order_of_tiles_covers_every_tile(together, causal, variant):
+    dq = {"dq_tile_m": 32, "dq_tile_n": 16, "dq_heads_together": together}
+    config = config_of(variant, tile_m=16, tile_n=32, heads_together=together, **dq)
     q, k, v, dout = make_tensors(batch=2, heads_q=4, heads_kv=2, head_dim=16)
     plan = plan_of(variant, Problem.of(q, k, v, causal=causal), config)
     check(plan, q, k, v, dout)  # the interpreter raises if two blocks own one tile

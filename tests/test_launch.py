@@ -337,11 +337,6 @@ def test_a_launcher_is_made_for_the_operands_that_are_there():
 # ---------------------------------------------------------------- counters
 
 
-@pytest.fixture
-def driver(monkeypatch):
-    return driver_fakes.install(monkeypatch, driver_fakes.FakeDriver())
-
-
 def test_the_default_stream_is_asked_once_and_others_each_time(driver, monkeypatch):
     lend = counters.counter_lender(driver_fakes.DEVICE, 16)
     with monkeypatch.context() as patch:
