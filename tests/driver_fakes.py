@@ -179,7 +179,7 @@ def install(monkeypatch, fake, device=DEVICE):
 
 
 def operands(*, batch=1, heads_q=4, heads_kv=2, seq_q=128, seq_kv=192, head_dim=32, dtype=torch.bfloat16):
-    """Of both directions, but for dlse: k, v, dk and dv lie each in its own way, so that none passes for another."""
+    """Operands of both directions without dlse. k, v, dk and dv each have their own layout: none passes for another."""
     q = torch.zeros(batch, heads_q, seq_q, head_dim, dtype=dtype)
     k = torch.zeros(batch, seq_kv, heads_kv, head_dim, dtype=dtype).transpose(1, 2)
     v = torch.zeros(batch, heads_kv, seq_kv, head_dim, dtype=dtype)

@@ -131,9 +131,8 @@ def test_strides_beyond_31_bits_need_code_for_them():
 def test_tensors_that_tma_cannot_walk_are_refused(tmp_path):
     emit(tmp_path, "cuda")
     kernel = aot.load(tmp_path)
-    unaligned = replace(problem(), alignment=2)
     with pytest.raises(ValueError, match="alignment: got 2 bytes; allowed base addresses and strides that are mult"):
-        kernel._launcher(unaligned, 0)
+        kernel._launcher(replace(problem(), alignment=2), 0)
 
 
 # ---------------------------------------------------------------- bytes

@@ -137,7 +137,6 @@ def test_a_graph_may_be_kept_is_freed_else_and_tells_what_was_written_over():
 def test_hooks_see_gradients_and_saved_tensors_may_come_back_in_another_layout():
     inputs = [tensor.detach().mT.contiguous().mT.contiguous().requires_grad_() for tensor in qkv()]
     seen = []
-    out = None
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: tensor.detach().clone(), lambda kept: kept.transpose(1, 2).contiguous().transpose(1, 2)
     ):

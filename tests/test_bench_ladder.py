@@ -44,9 +44,8 @@ def test_a_run_of_all_variants_leaves_rungs_to_the_ladder():
     names = {provider.name for provider in our_providers(("cutile", "cuda"), "all")}
     assert names == {"cutile/full", "cutile/pointer", "cuda/split_q+swizzle_q"}
     assert [provider.name for provider in our_providers(("cutile",), "basic")] == ["cutile/basic"]
-    with pytest.raises(
-        InputError, match=r"one of cutile/full, cutile/pointer, or one of 2 rungs \(python -m bench lad"
-    ):
+    told = r"one of cutile/full, cutile/pointer, or one of 2 rungs \(python -m bench lad"
+    with pytest.raises(InputError, match=told):
         our_providers(("cutile",), "wide")
 
 
