@@ -14,10 +14,7 @@ from multiattn.plan.backend import Exported, get, make_plan
 from multiattn.problem import Problem
 
 BOX = abi.Box(extents=(1, 1, 64, 64), swizzle=3, dtype=9)
-IMAGES = {
-    "triton": abi.Image(threads=128, dynamic_smem_bytes=70000, boxes=(BOX, BOX)),
-    "cutile": abi.Image(threads=1),
-}
+IMAGES = {"triton": abi.Image(threads=128, dynamic_smem_bytes=70000, boxes=(BOX, BOX)), "cutile": abi.Image(threads=1)}
 VARIANTS = {"triton": "full"}
 """The variants that IMAGES are of; else the best."""
 BASE = 0x210  # of parameters in the constant bank, as on sm90

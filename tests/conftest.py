@@ -1,5 +1,28 @@
 """Settings of all tests."""
 
+import driver_fakes
+import pytest
 import torch
 
+from multiattn.run import calls
+
 torch.set_num_threads(1)  # `make test` runs a process on each core
+
+
+def forget_calls():
+    calls._forward.clear()
+    calls._backward.clear()
+
+
+@pytest.fixture
+def fresh_calls():
+    """No call finds what one before the test made ready, nor one after it what the test did."""
+    forget_calls()
+    yield
+    forget_calls()
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """A driver that only remembers what it was asked."""
+    return driver_fakes.install(monkeypatch, driver_fakes.FakeDriver())

@@ -64,14 +64,19 @@ def run_forward(
     return plan, launcher, counts
 
 
+def run_gxx(source: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """The compiler's run over a source that may include the headers of the emulation; it warns of nothing."""
+    includes = [f"-I{directory}" for directory in HOST_INCLUDES]
+    command = [GXX, "-std=c++20", "-w", *includes, *options, "-x", "c++", "-"]
+    return subprocess.run(command, input=source, capture_output=True, text=True, check=False)
+
+
 def check_refused(header: str, refused: Mapping[str, str]) -> None:
     """The compiler refuses each of the types, by a static_assert with the message that is its key.
 
     All of them in one translation unit: g++ goes on after a static_assert.
     """
     source = f'#include "{header}"\n' + "".join(f"template struct {name};\n" for name in refused.values())
-    includes = [f"-I{directory}" for directory in HOST_INCLUDES]
-    command = [GXX, "-std=c++20", "-fsyntax-only", "-w", *includes, "-x", "c++", "-"]
-    done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
+    done = run_gxx(source, "-fsyntax-only")
     assert done.returncode != 0
     assert [message for message in refused if message not in done.stderr] == []

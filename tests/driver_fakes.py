@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from multiattn.plan import abi
+from multiattn.problem import Operands
 from multiattn.run import compat, counters, driver
 from multiattn.run.driver import CUlaunchConfig
 
@@ -28,6 +30,11 @@ class Launched:
     overlaps: bool
     parameters: tuple[bytes, ...]
     places: tuple[int, ...]
+
+
+def encode(of, address):
+    """A tensor map as this driver makes it: the address, over and over."""
+    return address.to_bytes(8, "little") * 16
 
 
 class FakeDriver:
@@ -76,9 +83,8 @@ class FakeDriver:
         return 0
 
     def cuTensorMapEncodeTiled(self, place, dtype, rank, address, *layout):  # noqa: N802
-        """The map is the address, over and over."""
         assert place.value % 64 == 0
-        ctypes.memmove(place, address.value.to_bytes(8, "little") * 16, 128)
+        ctypes.memmove(place, encode(None, address.value), 128)
         self.encoded.append((address.value, dtype, rank, [list(it) for it in layout[:4]], layout[4:]))
         return 0
 
@@ -170,3 +176,29 @@ def install(monkeypatch, fake, device=DEVICE):
         compat, "allocator", lambda layouts, device: lambda: [torch.empty(it[0], dtype=it[2]) for it in layouts]
     )
     return fake
+
+
+def operands(*, batch=1, heads_q=4, heads_kv=2, seq_q=128, seq_kv=192, head_dim=32, dtype=torch.bfloat16):
+    """Operands of both directions without dlse. k, v, dk and dv each have their own layout: none passes for another."""
+    q = torch.zeros(batch, heads_q, seq_q, head_dim, dtype=dtype)
+    k = torch.zeros(batch, seq_kv, heads_kv, head_dim, dtype=dtype).transpose(1, 2)
+    v = torch.zeros(batch, heads_kv, seq_kv, head_dim, dtype=dtype)
+    out, lse, dout, dq = q.clone(), torch.empty(q.shape[:3]), q.clone(), q.clone()
+    return Operands(q, k, v, out, lse, dout, None, dq, torch.empty_like(k), torch.empty_like(v))
+
+
+def check_launches(launched, bindings, tensors, **areas):
+    """Every parameter is what the Binding of its kernel says; areas of workspace are where their first pointer is,
+    if `areas` has none. Returns the addresses by name.
+    """
+    known = {name: tensor.data_ptr() for name, tensor in tensors._asdict().items() if tensor is not None}
+    known |= areas
+    for it, binding in zip(launched, bindings, strict=True):
+        image = binding.image
+        assert (it.grid, it.block, it.stream) == (binding.grid, (image.threads, 1, 1), 70)
+        assert it.smem_bytes == image.dynamic_smem_bytes
+        for got, argument in zip(it.parameters, binding.arguments, strict=True):
+            if isinstance(argument, abi.Pointer) and argument.tensor not in (None, *Operands._fields):
+                known.setdefault(argument.tensor, int.from_bytes(got, "little"))
+            assert got == abi.pack(argument, known, encode)
+    return known

@@ -14,6 +14,13 @@ FP32_NOISE = 1e-5
 NAMES = ("dq", "dk", "dv")
 
 
+def make_tensors(*, batch=1, heads_q=2, heads_kv=1, seq_q=37, seq_kv=75, head_dim=64):
+    """q, k, v and dout."""
+    generator = torch.Generator().manual_seed(seq_q * 1000 + seq_kv + head_dim)
+    queries, keys = (batch, heads_q, seq_q, head_dim), (batch, heads_kv, seq_kv, head_dim)
+    return [torch.randn(shape, generator=generator).bfloat16() for shape in (queries, keys, keys, queries)]
+
+
 def saved(problem, q, k, v):
     """Results of a forward, exact but for their roundings: out in the dtype of q, lse in fp32."""
     out, lse = reference(q, k, v, causal=problem.causal, scale=problem.scale, compute_dtype=PRECISE)

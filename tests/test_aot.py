@@ -20,7 +20,7 @@ from multiattn import aot
 from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import BACKENDS, get, make_plan
-from multiattn.problem import Problem
+from multiattn.problem import Operands, Problem
 
 # ---------------------------------------------------------------- what code holds for
 
@@ -131,9 +131,8 @@ def test_strides_beyond_31_bits_need_code_for_them():
 def test_tensors_that_tma_cannot_walk_are_refused(tmp_path):
     emit(tmp_path, "cuda")
     kernel = aot.load(tmp_path)
-    unaligned = replace(problem(), alignment=2)
     with pytest.raises(ValueError, match="alignment: got 2 bytes; allowed base addresses and strides that are mult"):
-        kernel._launcher(unaligned, 0)
+        kernel._launcher(replace(problem(), alignment=2), 0)
 
 
 # ---------------------------------------------------------------- bytes
@@ -188,17 +187,11 @@ def test_a_launch_is_what_the_binding_says(name, driver, tmp_path):
     binding = kernel._try_binding(Problem.of(q, k, v))
     driver.sizes = [abi.size_of(argument) for argument in binding.arguments]
     out, lse = kernel(q, k, v)
-    (launched,), image = driver.launched, binding.image
-    assert (launched.grid, launched.block) == (binding.grid, (image.threads, 1, 1))
-    assert (launched.smem_bytes, launched.stream) == (image.dynamic_smem_bytes, 70)
-    named = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
-    addresses = {name: tensor.data_ptr() for name, tensor in named.items()}
+    (launched,) = driver.launched
     assert len(driver.cleared) == bool(binding.workspace_bytes)
-    for address, *_ in driver.cleared:
-        addresses[abi.WORKSPACE] = address
-    encode = lambda of, address: address.to_bytes(8, "little") * 16  # noqa: E731  # as the fake driver
-    assert launched.parameters == tuple(abi.pack(argument, addresses, encode) for argument in binding.arguments)
-    smem = image.dynamic_smem_bytes
+    areas = dict(zip([abi.WORKSPACE], [address for address, *_ in driver.cleared], strict=False))
+    driver_fakes.check_launches([launched], [binding], Operands(q, k, v, out, lse), **areas)
+    smem = binding.image.dynamic_smem_bytes
     assert driver.attributes == ([(8, smem, launched.function, 0)] if smem else [])
     assert out.stride() == q.stride()
     assert (lse.shape, lse.dtype, lse.is_contiguous()) == ((2, 4, 101), torch.float32, True)

@@ -15,7 +15,6 @@ from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch, detect
 from multiattn.plan.backend import REFERENCE, make_plan
 from multiattn.plan.choice import Cell, preferred_order
-from multiattn.run import calls
 
 
 def qkv(head_dim=16, dtype=torch.bfloat16, **options):
@@ -76,12 +75,10 @@ def without_backward(monkeypatch, name):
     bare = replace(whole, backward=replace(whole.backward, variants=()))
     get = registry.get
     monkeypatch.setattr(registry, "get", lambda asked: bare if asked == name else get(asked))
-    calls._forward.clear()
-    calls._backward.clear()
 
 
 @pytest.mark.parametrize("which", range(3))
-def test_what_backward_refuses_is_told_at_forward_time(which, monkeypatch):
+def test_what_backward_refuses_is_told_at_forward_time(which, fresh_calls, monkeypatch):
     without_backward(monkeypatch, "cuda")
     inputs = qkv(requires_grad=False)
     inputs[which].requires_grad_()
@@ -94,7 +91,7 @@ def test_what_backward_refuses_is_told_at_forward_time(which, monkeypatch):
         assert isinstance(multiattn.explain(*inputs, backend="cuda"), Plan)
 
 
-def test_a_refusal_has_the_reasons_of_both_directions(monkeypatch):
+def test_a_refusal_has_the_reasons_of_both_directions(fresh_calls, monkeypatch):
     without_backward(monkeypatch, "cuda")
     q, k, v = qkv(head_dim=12, requires_grad=True)
     with pytest.raises(Unsupported) as caught:
@@ -241,6 +238,13 @@ def test_backends_says_what_lacks_here():
         multiattn.backends("meta")
     assert set(multiattn.backends("cpu")) == set(multiattn.BACKENDS)
     assert detect(torch.device("cpu")).name == "cpu"
+
+
+@pytest.mark.parametrize("backend", multiattn.BACKENDS)
+def test_probing_beside_an_amd_gpu_raises_nothing(backend, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert isinstance(registry.get(backend).probe(Arch(name="gfx942", title="AMD GPU")), tuple)
 
 
 def test_auto_follows_the_nearest_measured_cell(monkeypatch):

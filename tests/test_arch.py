@@ -15,11 +15,9 @@ from multiattn.plan.arch import ARCHS, CPU, GPU_ARCHS, GPUS, KIB, Arch, find_gpu
         ("sm80", 128, 128, 48, 3, "smem"),  # 164 KiB hold 3 blocks of 48 KiB and the system's
         ("sm80", 128, 255, 0, 2, "registers"),  # 255 are handed out as 256
         ("sm80", 256, 255, 96, 1, "registers"),
-        ("sm86", 128, 32, 0, 12, "warps"),
         ("sm86", 1024, 64, 0, 1, "warps"),  # 48 warps hold no second block of 32
         ("sm89", 128, 40, 99, 1, "smem"),
         ("sm90", 384, 168, 98, 1, "registers"),  # FlashAttention-3's block of three warpgroups
-        ("sm90", 128, 168, 64, 3, "registers"),
         ("sm90", 256, 128, 227, 1, "smem"),
         ("sm120", 128, 128, 40, 2, "smem"),
         ("sm90", 160, 64, 0, 6, "registers"),  # 5 warps: each partition holds 8 of 8 KiB, so 32 warps, so 6 blocks

@@ -2,6 +2,7 @@
 
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -122,17 +123,13 @@ def test_views_of_one_packed_tensor_and_transposed_inputs_get_their_layout_back(
         assert grad.stride() == tensors[0].stride()
 
 
-def test_a_graph_may_be_kept_and_is_freed_else():
+def test_a_graph_may_be_kept_is_freed_else_and_tells_what_was_written_over():
     inputs = qkv()
     loss = weigh(fmha(*inputs))
     first = torch.autograd.grad(loss, inputs, retain_graph=True)
     close(torch.autograd.grad(loss, inputs), first)
     with pytest.raises(RuntimeError, match="a second time"):
         torch.autograd.grad(loss, inputs)
-
-
-def test_writing_over_what_backward_reads_is_told():
-    inputs = qkv()
     out = fmha(*inputs)
     out.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -142,7 +139,6 @@ def test_writing_over_what_backward_reads_is_told():
 def test_hooks_see_gradients_and_saved_tensors_may_come_back_in_another_layout():
     inputs = [tensor.detach().mT.contiguous().mT.contiguous().requires_grad_() for tensor in qkv()]
     seen = []
-    out = None
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: tensor.detach().clone(), lambda kept: kept.transpose(1, 2).contiguous().transpose(1, 2)
     ):
@@ -231,26 +227,19 @@ def test_empty_problems_have_zero_gradients(batch, seq_q, seq_kv, backend):
         assert (grad == 0).all()
 
 
-def test_threads_may_share_it():
-    calls._forward.clear()
-    calls._backward.clear()
+def test_threads_may_share_it(fresh_calls):
     inputs = qkv()
     expected = gradients(weigh(truth(*inputs)[0]), inputs)
-    found, barrier = [], threading.Barrier(4)
+    barrier = threading.Barrier(4)
 
-    def work():
+    def work(_):
         mine = [tensor.detach().clone().requires_grad_() for tensor in inputs]
         barrier.wait()
-        found.append(gradients(weigh(fmha(*mine)), mine))
+        return gradients(weigh(fmha(*mine)), mine)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    for grads in found:
-        close(grads, expected)
+    with ThreadPoolExecutor(4) as threads:
+        for grads in threads.map(work, range(4)):
+            close(grads, expected)
 
 
 @pytest.mark.parametrize("backend", multiattn.BACKENDS)
@@ -290,7 +279,7 @@ def test_many_gradients_at_once():
 
 
 @pytest.fixture
-def launched(monkeypatch):
+def launched(fresh_calls, monkeypatch):
     """Plays a GPU whose records prefer one backend forward and another backward; each launch is told here."""
     eager, told = registry.get("reference"), []
 
@@ -314,11 +303,7 @@ def launched(monkeypatch):
     for module in (calls, api):
         monkeypatch.setattr(module, "detect", lambda device: ARCHS["sm90"])
     monkeypatch.setattr(choice, "preferred_order", lambda *of: ((best[of[-1]], f"best {of[-1]}"),))
-    calls._forward.clear()
-    calls._backward.clear()
-    yield told
-    calls._forward.clear()
-    calls._backward.clear()
+    return told
 
 
 def by_dispatch_mode(call):
@@ -388,8 +373,8 @@ BAD = {
     ),
     "causal is 1": ({"causal": 1}, TypeError, "causal must be a bool; got int"),
     "no such backend": ({"backend": "nope"}, ValueError, "got 'nope'"),
-    "no such variant": ({"backend": "reference", "variant": "x"}, ValueError, "reference has eager for backward"),
     "deterministic is 1": ({"deterministic": 1}, TypeError, "deterministic must be a bool or None; got int"),
+    "no such variant": ({"backend": "reference", "variant": "x"}, ValueError, "reference has eager for backward"),
 }
 
 

@@ -9,7 +9,6 @@ from bench_ladder_fakes import CELL
 
 from bench import cli, ladder
 from bench.contenders import our_providers
-from bench.docs import support_block
 from bench.ladder import axes_tables, baseline, length_tables, point_tables, rungs_of
 from bench.matrix import SUITES, InputError
 from bench.results import load
@@ -45,18 +44,9 @@ def test_a_run_of_all_variants_leaves_rungs_to_the_ladder():
     names = {provider.name for provider in our_providers(("cutile", "cuda"), "all")}
     assert names == {"cutile/full", "cutile/pointer", "cuda/split_q+swizzle_q"}
     assert [provider.name for provider in our_providers(("cutile",), "basic")] == ["cutile/basic"]
-    with pytest.raises(
-        InputError, match=r"one of cutile/full, cutile/pointer, or one of 2 rungs \(python -m bench lad"
-    ):
+    told = r"one of cutile/full, cutile/pointer, or one of 2 rungs \(python -m bench lad"
+    with pytest.raises(InputError, match=told):
         our_providers(("cutile",), "wide")
-
-
-def test_the_support_table_counts_the_rungs_that_must_be_named():
-    lines = support_block().splitlines()
-    forward = [[cell.strip() for cell in line.split("|")[1:4]] for line in lines if "| forward" in line]
-    assert ["cutile", "forward", "full"] in forward
-    assert ["cutile", "forward", "basic"] not in forward
-    assert "- cutile forward has 2 more rungs, selected only by name: [docs/ladder.md](docs/ladder.md)" in lines
 
 
 # ---------------------------------------------------------------- on a device

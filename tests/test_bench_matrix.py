@@ -22,7 +22,6 @@ from bench.matrix import (
     tflops,
 )
 from bench.run import output_bytes
-from multiattn.mask import visible_pairs
 from multiattn.problem import Problem
 
 
@@ -99,15 +98,6 @@ def test_tensors_are_the_same_every_time_and_differ_among_themselves():
     first, again = ((*cell.tensors("cpu"), cell.dout("cpu")) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(first, 2))
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("seq_q", "seq_kv"), [(1, 1), (7, 7), (5, 9), (9, 5), (1, 30), (4, 0), (0, 4)])
-def test_flops_are_those_of_the_visible_pairs(seq_q, seq_kv, causal):
-    problem = Problem.contiguous(batch=2, heads_q=6, heads_kv=3, seq_q=seq_q, seq_kv=seq_kv, head_dim=8, causal=causal)
-    pairs = int(visible_pairs(seq_q, seq_kv, torch.device("cpu"), causal=causal).sum())
-    assert problem.visible_pairs == pairs
-    assert forward_flops(problem) == 2 * 6 * pairs * (2 * 8 + 2 * 8)  # a dot product of q and k, a row of v added
 
 
 def test_tflops_and_how_they_are_told():

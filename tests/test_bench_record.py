@@ -68,25 +68,28 @@ WORDED = {"doc": '"""Double x."""\n    # in blocks', "comment": "# at: [BLOCK]"}
 PLAIN = {"doc": "pass", "comment": ""}
 
 
+def check_words(doors, key):
+    """Other words have the same key and digest, and compile nothing; another factor has neither."""
+    first = key(factor="2.0", **PLAIN)
+    assert key(factor="2.0", **WORDED) == first
+    assert doors.compiled == 1, "a comment was compiled"
+    other = key(factor="3.0", **PLAIN)
+    assert (other[0] != first[0], other[1] != first[1], doors.compiled) == (True, True, 2)
+
+
 @pytest.mark.skipif(version_of("triton") is None, reason="no Triton")
 def test_words_are_not_what_triton_compiles(doors, tmp_path):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    def key(name, **texts):
-        kernel = module_of(tmp_path / f"{name}.py", TRITON.format(**texts)).double
+    def key(**texts):
+        kernel = module_of(tmp_path / "double.py", TRITON.format(**texts)).double
         source = ASTSource(kernel, {"x": "*fp32", "n": "i32", "BLOCK": "constexpr"}, {"BLOCK": 128})
         cubin = triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["cubin"]
         return doors.take(), digest_of(Exported(kernel="double", seconds=0, cubin=cubin))
 
-    first = key("one", factor="2.0", **PLAIN)
-    assert key("one", factor="2.0", **WORDED) == first
-    assert doors.compiled == 1, "a comment made Triton compile again"
-    other = key("one", factor="3.0", **PLAIN)
-    assert other[0] != first[0]
-    assert other[1] != first[1]
-    assert doors.compiled == 2
+    check_words(doors, key)
 
 
 CUTILE = """
@@ -125,11 +128,7 @@ def test_words_are_not_what_cutile_compiles(doors, tmp_path):
         cubin = _compile.compile_cubin(str(source), options, "sm_80", timeout_sec=None, remarks_output_file=remarks)
         return doors.take(), digest_of(Exported(kernel="double", seconds=0, cubin=Path(cubin).read_bytes()))
 
-    first = key(factor="2.0", **PLAIN)
-    assert key(factor="2.0", **WORDED) == first
-    assert doors.compiled == 1, "a comment made cuTile compile again"
-    assert key(factor="3.0", **PLAIN) != first
-    assert doors.compiled == 2
+    check_words(doors, key)
 
 
 @pytest.mark.skipif(version_of("cuda-core") is None, reason="no cuda.core")

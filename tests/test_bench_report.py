@@ -86,7 +86,8 @@ def test_tables_are_made_again(tmp_path):
     assert page == f"a\n<!-- generated:results -->\n\n{NOT_MEASURED}\n\n<!-- /generated -->\nb\n"
     (tmp_path / "h200").mkdir()
     (tmp_path / "h200" / "standard.json").write_text(dumps("standard", ROWS))
-    assert re.search(r"128 \| causal \| 4096 +\| 100", docs.render(page, made))
+    assert re.search(r"128 \| causal \| 4096 +\| 100", page := docs.render(page, made))
+    assert "backward" not in page
     for text, why in (
         ("no marker", "there is no <!-- gen"),
         ("<!-- generated:x -->\n<!-- /generated -->", "nothing gen"),

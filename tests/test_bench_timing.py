@@ -124,11 +124,7 @@ def test_the_context_is_entered_around_a_reading_and_not_in_it():
 
 @pytest.mark.parametrize(
     ("regime", "read", "launches"),
-    [
-        ("device", ("device", "a", 16), 16),
-        ("call", ("single", "a", 1), 1),
-        ("graph", ("device", "16 x a", 1), 16),
-    ],
+    [("device", ("device", "a", 16), 16), ("call", ("single", "a", 1), 1), ("graph", ("device", "16 x a", 1), 16)],
 )
 def test_the_regimes_are_not_mixed(regime, read, launches):
     clock = FakeClock({"a": 0.25, "16 x a": 4.0})

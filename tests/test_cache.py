@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,11 +52,12 @@ def test_an_entry_is_made_once_and_never_half(folder):
 
     def fail(path):
         path.write_text("half")
-        raise RuntimeError("compiler died")
+        raise error
 
-    with pytest.raises(RuntimeError, match="compiler died"):
-        cache.fetch("key", ".x", fail)
-    assert entries(folder) == []
+    for error in (RuntimeError("compiler died"), OSError("No space left on device")):  # the maker's own
+        with pytest.raises(type(error), match=f"^{error}"):
+            cache.fetch("key", ".x", fail)
+        assert entries(folder) == []
     assert cache.fetch("key", ".x", make) == cache.fetch("key", ".x", make) == folder / "key.x"
     assert entries(folder) == ["key.x", "key.x.sha256"]
     assert len(made) == 1
@@ -112,11 +113,8 @@ def test_threads_make_one_entry_once(folder):
         time.sleep(0.2)
         write_whole(path)
 
-    threads = [threading.Thread(target=cache.fetch, args=("key", ".x", make)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: cache.fetch("key", ".x", make), range(4)))
     assert len(made) == 1
 
 

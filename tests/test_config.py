@@ -96,6 +96,7 @@ def test_a_rule_covers_what_it_would_shadow():
 
 TIMED = {"cpu", "sm90"}
 """Archs that somebody ran a sweep on."""
+EVIDENCE = ("H200", COMPILED, "interpreted", "emulated", "a guess")
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -104,6 +105,6 @@ def test_a_rule_for_gpus_that_nobody_timed_says_so(name, direction):
     rules = [rule for variant in registry.get(name).op(direction).offered for rule in variant.rules]
     untimed = [rule for rule in rules if not TIMED & set(rule.arches)]
     assert untimed
-    assert all(rule.why for rule in rules)
+    assert [rule.why for rule in rules if not rule.why.startswith(EVIDENCE)] == []
     assert [rule.why for rule in untimed if not rule.why.startswith(COMPILED)] == []
     assert all(len(rule.why) > len(COMPILED) for rule in untimed)

@@ -9,15 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cuda_runs import check_refused, on_cpu, run_forward
+from cuda_runs import check_refused, on_cpu, run_forward, run_gxx
 
 from multiattn import explain, fmha
 from multiattn.cuda import BACKEND
 from multiattn.cuda.axes import SPLIT_Q, TILED, Axes, cross_product
 from multiattn.cuda.configs import CudaConfig, why_not
 from multiattn.cuda.instances import forward_traits
-from multiattn.cuda.source import HOST_INCLUDES
-from multiattn.cuda.tools import GXX
 from multiattn.cuda.variants import SPANNING, VARIANTS, WGMMA, is_wgmma
 from multiattn.plan.arch import ARCHS, CPU, GPU_ARCHS
 from multiattn.plan.backend import Plan, find_variant, ladder, make_plan, plan_variant
@@ -139,9 +137,7 @@ def test_python_and_static_asserts_agree_on_every_point_and_config(tmp_path):
     source = '#include "forward_traits.cuh"\n#include <cstdio>\nconst bool legal[] = {' + ",\n".join(lines) + "};\n"
     source += "int main() { for (bool it : legal) std::putchar(it ? '1' : '0'); }\n"
     program = tmp_path / "legality"
-    includes = [f"-I{directory}" for directory in HOST_INCLUDES]
-    command = [GXX, "-std=c++20", "-O0", *includes, "-x", "c++", "-", "-o", str(program)]
-    subprocess.run([*command, "-Wno-unknown-pragmas", "-w"], input=source, text=True, check=True)
+    run_gxx(source, "-o", str(program)).check_returncode()
     told = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
     assert len(told) == len(asked)
     assert 0 < told.count("1") < len(asked)

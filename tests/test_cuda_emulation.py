@@ -184,7 +184,7 @@ def test_tickets_are_unique(library):
 MISTAKES = [
     (name, int(threads or 128), bool(cluster), error)
     for cluster, threads, name, error in re.findall(
-        r'^(CLUSTER_)?MISTAKE(?:_OF)?\((?:(\d+), )?(\w+), "(.*)"\) \{', source("mistakes.cpp"), re.MULTILINE
+        r'^(CLUSTER_)?MISTAKE(?:_OF|_AT_BARRIER)?\((?:(\d+), )?(\w+), "(.*)"\) \{', source("mistakes.cpp"), re.MULTILINE
     )
 ]
 

@@ -103,15 +103,12 @@ def test_a_scheduler_has_its_grid_and_its_counter(hopper, scheduler, blocks):
 @pytest.mark.parametrize("variant", ["atomic", "two_pass"])
 @pytest.mark.parametrize("has_dlse", [False, True])
 def test_a_backward_launches_its_kernels_in_order_with_one_struct(monkeypatch, tmp_path, variant, has_dlse):
-    """k, v, dk and dv are laid out each in its own way."""
     driver = cuda_fakes.install(monkeypatch, tmp_path, BackwardParams)
-    q = torch.zeros(2, 4, 300, 64, dtype=torch.float16)
-    k, v = (torch.zeros(2, 500, 2, 64, dtype=torch.float16).transpose(1, 2), torch.zeros(2, 2, 500, 64).half())
-    problem = Problem.of(q, k, v, causal=True)
+    given = driver_fakes.operands(batch=2, seq_q=300, seq_kv=500, head_dim=64, dtype=torch.float16)
+    given = given._replace(dlse=given.lse.clone() if has_dlse else None)
+    problem = Problem.of(given.q, given.k, given.v, causal=True)
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction="backward", variant=variant, probe=False)
     launch = BACKEND.backward.prepare(plan)
-    out, lse = torch.empty_like(q), torch.empty(2, 4, 300)
-    given = Operands(q, k, v, out, lse, torch.empty_like(out), lse.clone() if has_dlse else None, q.clone(), *(k, v))
     launch(given)
     assert driver.kernels[: len(driver.launched)] == [each.kernel.name for each in launches_of(plan)]
     assert [each.function for each in driver.launched] == driver.resident[-len(driver.launched) :]
@@ -120,9 +117,9 @@ def test_a_backward_launches_its_kernels_in_order_with_one_struct(monkeypatch, t
     params = driver.structs[0]
     for name, tensor in given._asdict().items():
         assert getattr(params, name) == (None if tensor is None else tensor.data_ptr()), name
-    for name, strides in (("k", problem.strides_k), ("v", problem.strides_v), ("dk", k.stride()), ("dv", v.stride())):
+    for name in ("k", "v", "dk", "dv"):
         found = getattr(params, f"strides_{name}")
-        assert (found.batch, found.head, found.seq) == strides[:3], name
+        assert (found.batch, found.head, found.seq) == getattr(given, name).stride()[:3], name
     assert (params.delta is not None, params.dq_sum is not None) == (True, variant == "atomic")
     if variant == "atomic":
         assert params.delta - params.dq_sum == dq_sum_bytes(problem)

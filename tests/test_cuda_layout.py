@@ -3,7 +3,6 @@
 import ctypes
 import itertools
 import json
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ from cuda_runs import on_cpu
 from multiattn import __main__ as cli
 from multiattn.cuda.cpu import host
 from multiattn.inspect import fragments
-from multiattn.inspect.layout import ACCESSES, BANK_GROUPS, SharedTile, down, right, traffic
-from multiattn.inspect.layout_svg import FILLS, draw
+from multiattn.inspect.layout import ACCESSES, SharedTile, traffic
+from multiattn.inspect.layout_svg import draw
 
 HEAD_DIMS = range(8, 1025, 8)
 READS = dict(zip(("q", "k", "v"), fragments.READS, strict=True))
@@ -223,13 +222,6 @@ def test_readers_load_the_operands_of_an_mma_and_two_accumulators_are_one():
         assert q == (row, column + register // 2 * 8)
 
 
-def test_lanes_give_the_addresses_of_the_rows_they_are_said_to():
-    for lane, reader in itertools.product(range(32), (down, right)):
-        matrix, row = fragments.matrix_row(lane)
-        first_row, chunk = reader(8 * matrix)
-        assert reader(lane) == (first_row + row, chunk)
-
-
 # ---------------------------------------------------------------- what the model says
 
 
@@ -312,16 +304,3 @@ def test_text_json_and_picture_agree(capsys, tmp_path):
     (line,) = [line for line in said.out.splitlines() if line.startswith("row 4")]
     swizzled = SharedTile.of_kernels(32, 80)
     assert line.split()[2:] == [str(swizzled.bank(4, column)) for column in range(0, 80, 2)]
-
-
-@pytest.mark.parametrize("size", ["16x64", "64x8"])
-@pytest.mark.parametrize("swizzle", ["0", "auto"])
-def test_a_picture_has_a_labelled_cell_for_every_chunk(size, swizzle):
-    tile = SharedTile.parse(size, swizzle)
-    root = ElementTree.fromstring(draw(tile))
-    space = "{http://www.w3.org/2000/svg}"
-    fills = [box.get("fill") for box in root.iter(f"{space}rect") if box.get("fill") in FILLS]
-    groups = [tile.bank_group(row, chunk) for row in range(16) for chunk in range(tile.chunks)]
-    assert fills == [FILLS[group] for group in (*groups, *range(BANK_GROUPS))]
-    labels = [text.text for text in root.iter(f"{space}text")]
-    assert sum("-" in label and label.replace("-", "").isdigit() for label in labels) == len(groups)

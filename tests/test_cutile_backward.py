@@ -2,25 +2,22 @@
 
 import itertools
 import re
-import subprocess
 from dataclasses import replace
 
-import gradient_checks
 import pytest
 import torch
-from gradient_checks import run
+from gradient_checks import check, make_tensors, run
 
 from multiattn import Problem
 from multiattn.cutile.configs import OnePassConfig, TwoPassConfig
 from multiattn.plan.arch import ARCHS
-from multiattn.plan.backend import find_variant, get, make_plan, plan_variant
-from multiattn.plan.config import COMPILED
+from multiattn.plan.backend import find_variant, get, make_plan
 
 pytest.importorskip("cuda.tile")
 
 from multiattn.cutile import cpu
 from multiattn.cutile.table import launches_of, needs_64bit
-from multiattn.plan.toolchain import find_cuobjdump, resource_usage
+from multiattn.plan.toolchain import disassemble, find_cuobjdump, resource_usage
 
 BACKEND = get("cutile")
 VARIANTS = [variant.name for variant in BACKEND.backward.variants]
@@ -28,17 +25,6 @@ CPU = ARCHS["cpu"]
 
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
 both_masks = pytest.mark.parametrize("causal", [False, True])
-
-
-def make_tensors(*, batch=1, heads_q=2, heads_kv=1, seq_q=45, seq_kv=70, head_dim=16, has_dlse=False):
-    """q, k, v, dout and dlse."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(heads, seq):
-        return torch.randn(batch, heads, seq, head_dim, generator=generator).bfloat16()
-
-    dlse = torch.randn(batch, heads_q, seq_q, generator=generator) if has_dlse else None
-    return normal(heads_q, seq_q), normal(heads_kv, seq_kv), normal(heads_kv, seq_kv), normal(heads_q, seq_q), dlse
 
 
 def plan_of(variant, problem, config=None, arch=CPU):
@@ -54,39 +40,21 @@ def config_of(variant, **fields):
     return OnePassConfig(**{name: value for name, value in fields.items() if not name.startswith("dq_")})
 
 
-def check(variant, q, k, v, dout, dlse, *, config=None, **options):
-    """dq, dk and dv of one variant, which are as right as they must be."""
-    return gradient_checks.check(plan_of(variant, Problem.of(q, k, v, **options), config), q, k, v, dout, dlse)
-
-
 @each_variant
 @both_masks
-def test_very_small_lse_makes_no_nan(causal, variant):
-    """``exp2(0 - lse)`` of keys beyond the end overflows: scores of about -300 make it infinite in fp32."""
-    q, k, v, dout, _ = make_tensors(seq_kv=40)
-    check(variant, torch.full_like(q, 8.75), torch.full_like(k, -8.75), v, dout, None, causal=causal, scale=0.25)
-
-
-@each_variant
-@both_masks
-@pytest.mark.parametrize("heads_together", [2, 3, 100])
-def test_every_order_of_tiles_covers_every_tile(heads_together, causal, variant):
-    config = config_of(
-        variant,
-        tile_m=16,
-        tile_n=32,
-        heads_together=heads_together,
-        dq_tile_m=32,
-        dq_tile_n=16,
-        dq_heads_together=heads_together,
-    )
-    tensors = make_tensors(batch=2, heads_q=4, heads_kv=2)
-    check(variant, *tensors, causal=causal, config=config)  # the interpreter raises if two blocks own one tile
+@pytest.mark.parametrize("together", [2, 3, 100])
+def test_every_order_of_tiles_covers_every_tile(together, causal, variant):
+    dq = {"dq_tile_m": 32, "dq_tile_n": 16, "dq_heads_together": together}
+    config = config_of(variant, tile_m=16, tile_n=32, heads_together=together, **dq)
+    q, k, v, dout = make_tensors(batch=2, heads_q=4, heads_kv=2, head_dim=16)
+    plan = plan_of(variant, Problem.of(q, k, v, causal=causal), config)
+    check(plan, q, k, v, dout)  # the interpreter raises if two blocks own one tile
 
 
 @both_masks
 def test_two_passes_give_the_same_bits_in_every_order_of_blocks(causal, monkeypatch):
-    q, k, v, dout, dlse = make_tensors(heads_q=4, heads_kv=2, seq_q=100, seq_kv=130, has_dlse=True)
+    q, k, v, dout = make_tensors(heads_q=4, heads_kv=2, seq_q=100, seq_kv=130, head_dim=16)
+    dlse = torch.randn(q.shape[:3], generator=torch.Generator().manual_seed(1))
     plan = plan_of("two_pass", Problem.of(q, k, v, causal=causal))
     launch, seed = cpu.launch, itertools.count()
     monkeypatch.setattr(cpu, "launch", lambda *args: launch(*args, seed=next(seed)))
@@ -109,18 +77,6 @@ def test_64_bits_where_a_gradient_needs_them(variant):
 
 
 # ---------------------------------------------------------------- rules
-
-
-def test_every_rule_is_reached_and_says_why():
-    for variant in BACKEND.backward.variants:
-        sizes = itertools.product(ARCHS.values(), range(8, 257, 8), (False, True), (256, 1024, 2048, 4096, 16384))
-        reached = set()
-        for arch, head_dim, causal, seq in sizes:
-            problem = Problem.contiguous(batch=1, heads_q=8, seq_q=seq, head_dim=head_dim, causal=causal)
-            reached.add(getattr(plan_variant(BACKEND, variant, problem, arch, direction="backward"), "why", None))
-        for rule in variant.rules:
-            assert rule.why in reached
-            assert rule.why.startswith(("interpreted", COMPILED, "H200"))
 
 
 WRONG_FIELDS = ("tile_m=48", "occupancy=0", "latency=11")
@@ -159,14 +115,12 @@ def are(kernels, *names):
 
 
 @needs_compiler
-def test_hopper_adds_to_dq_by_tma_and_keeps_p_in_registers(tmp_path):
+def test_hopper_adds_to_dq_by_tma_and_keeps_p_in_registers():
     compiled = compile_all("atomic", "sm90", head_dim=64)
     assert are(compiled, "row_deltas", "all_grads", "round_query_grads")
     assert all(usage.stack_bytes == 0 for _, usage in compiled)
     keys, _ = compiled[1]
-    file = tmp_path / "kernel.cubin"
-    file.write_bytes(keys.cubin)
-    text = subprocess.run([find_cuobjdump(), "-sass", file], capture_output=True, text=True, check=True).stdout
+    text = disassemble(keys.cubin)
     assert "UTMAREDG" in text
     assert re.search(r"HGMMA\S+ R\d+, R\d+, gdesc", text)  # the left operand in registers: p^T, ds^T
 

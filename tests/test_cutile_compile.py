@@ -1,7 +1,6 @@
 """The cuTile kernel through tileiras, for every arch, with no GPU."""
 
 import re
-import subprocess
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,7 @@ pytest.importorskip("cuda.tile")
 
 from multiattn.cutile.compile import get_signature
 from multiattn.cutile.table import launches_of
-from multiattn.plan.toolchain import find_cuobjdump, resource_usage
+from multiattn.plan.toolchain import disassemble, find_cuobjdump, resource_usage
 
 BACKEND = get("cutile")
 SMALL = CutileConfig(tile_m=64, tile_n=64)
@@ -36,16 +35,14 @@ LAZY_64X64 = CutileConfig(tile_m=64, tile_n=64, occupancy=2, lazy_max=True)
 ONLINE_64X128 = CutileConfig(tile_m=64, tile_n=128, occupancy=2)
 
 
-def instructions(plan, tmp_path):
-    file = tmp_path / "kernel.cubin"
-    file.write_bytes(BACKEND.forward.export(plan, ())[0].cubin)
-    return subprocess.run([find_cuobjdump(), "-sass", file], capture_output=True, text=True, check=True).stdout
+def instructions(plan):
+    return disassemble(BACKEND.forward.export(plan, ())[0].cubin)
 
 
 @needs_compiler
 @needs_cuobjdump
-def test_hopper_uses_its_tensor_cores_and_tma_at_an_odd_head_dim(tmp_path):
-    sass = instructions(make(head_dim=40), tmp_path)
+def test_hopper_uses_its_tensor_cores_and_tma_at_an_odd_head_dim():
+    sass = instructions(make(head_dim=40))
     assert "HGMMA" in sass
     assert "UTMALDG" in sass
 
@@ -54,16 +51,16 @@ def test_hopper_uses_its_tensor_cores_and_tma_at_an_odd_head_dim(tmp_path):
 @needs_cuobjdump
 @pytest.mark.parametrize("config", [LAZY_64X64, ONLINE_64X128], ids=["lazy", "online"])
 @pytest.mark.parametrize("q_in_registers", [False, True])
-def test_products_with_keys_take_queries_from_where_they_are_asked_to(q_in_registers, config, tmp_path):
+def test_products_with_keys_take_queries_from_where_they_are_asked_to(q_in_registers, config):
     plan = make(head_dim=128, causal=True, config=replace(config, q_in_registers=q_in_registers))
-    products = re.findall(r"HGMMA\.\S+ R\d+, (\w+)", instructions(plan, tmp_path))
+    products = re.findall(r"HGMMA\.\S+ R\d+, (\w+)", instructions(plan))
     assert {"R"} | ({"gdesc"} if not q_in_registers else set()) == {it.rstrip("0123456789") for it in products}
 
 
 @needs_compiler
 @needs_cuobjdump
-def test_ampere_loads_an_odd_head_dim_asynchronously(tmp_path):
-    assert "LDGSTS" in instructions(make(arch="sm80", head_dim=40), tmp_path)
+def test_ampere_loads_an_odd_head_dim_asynchronously():
+    assert "LDGSTS" in instructions(make(arch="sm80", head_dim=40))
 
 
 @needs_compiler

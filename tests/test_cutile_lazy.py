@@ -29,18 +29,17 @@ each_length = pytest.mark.parametrize("lengths", [{}, {"seq_q": 96, "seq_kv": 19
 """Causal: from the first block down to the diagonal, and from the diagonal on."""
 
 
+def watch(monkeypatch, name, what=lambda const, place, *rest: (place.batch, place.head, place.tile)):
+    """The tiles of each call of one of the kernel's functions, as they come; or `what` else of its arguments."""
+    found, function = [], getattr(forward, name)
+    monkeypatch.setattr(forward, name, lambda *of: (found.append(what(*of)), function(*of))[1])
+    return found
+
+
 @pytest.fixture
 def redone(monkeypatch):
-    """The tiles that were done again, as they are."""
-    found = []
-
-    def note(const, place, *rest):
-        found.append((place.batch, place.head, place.tile))
-        return rows(const, place, *rest)
-
-    rows = forward.redone_rows
-    monkeypatch.setattr(forward, "redone_rows", note)
-    return found
+    """The tiles that were done again."""
+    return watch(monkeypatch, "redone_rows")
 
 
 @each_mask
@@ -80,13 +79,7 @@ def test_what_begins_at_the_diagonal(begins, change):
 @pytest.mark.parametrize(("seq_q", "seq_kv"), [(32, 32), (96, 160), (160, 96), (72, 136)])
 def test_from_the_diagonal_down_every_block_once(seq_q, seq_kv, tile_n, scheduler, pipeline, monkeypatch):
     """A tile has ``tile_m / tile_n`` blocks with the mask, and all before them without."""
-
-    def note(const, place, q, k, block, masked):
-        found.append((place.tile, block, masked))
-        return score(const, place, q, k, block, masked)
-
-    found, score = [], forward.score
-    monkeypatch.setattr(forward, "score", note)
+    found = watch(monkeypatch, "score", lambda const, place, q, k, block, masked: (place.tile, block, masked))
     config = replace(LAZY, tile_n=tile_n, pipeline=pipeline, scheduler=scheduler, heads_together=2)
     check(config, *make_inputs(heads_q=2, heads_kv=1, seq_q=seq_q, seq_kv=seq_kv, head_dim=16), causal=True)
     blocks = 32 // tile_n
@@ -109,15 +102,14 @@ def test_from_the_diagonal_down_every_block_once(seq_q, seq_kv, tile_n, schedule
 def test_a_pilot_and_then_every_block_once(seq_q, seq_kv, tile_n, pipeline, causal, monkeypatch):
     """The pilot is of 16 keys of the first block, or of the one on the diagonal; a mask is where one is needed."""
 
-    def note(const, place, q, k, block, masked):
-        found.setdefault(place.tile, []).append((block * const.tile_n, const.tile_n, masked))
-        return score(const, place, q, k, block, masked)
+    def part_of(const, place, q, k, block, masked):
+        return place.tile, (block * const.tile_n, const.tile_n, masked)
 
-    found, score = {}, forward.score
-    monkeypatch.setattr(forward, "score", note)
+    found = watch(monkeypatch, "score", part_of)
     q, k, v = make_inputs(heads_q=1, batch=1, seq_q=seq_q, seq_kv=seq_kv, head_dim=16)
     check(replace(LAZY, tile_n=tile_n, pipeline=pipeline), q, k, v, causal=causal)
-    for tile, (pilot, *walked) in found.items():
+    for tile in {tile for tile, _ in found}:
+        pilot, *walked = [part for of, part in found if of == tile]
         seen_by_first = seq_kv if not causal else max(0, min(tile * 32 + seq_kv - seq_q + 1, seq_kv))
         seen_by_last = seq_kv if not causal else max(0, min(tile * 32 + seq_kv - seq_q + 32, seq_kv))
         first_masked = seen_by_first // tile_n * tile_n
@@ -274,13 +266,7 @@ def test_a_check_that_misses_something_is_noticed(change, monkeypatch):
 @pytest.mark.parametrize("blocks", [1, 7, 31])
 def test_a_static_grid_takes_every_tile_once(blocks, heads_together, causal, monkeypatch):
     """Every n-th of 48 tiles: 2 of each of 6 heads of 4 batch entries, in sections of 2 heads, or of 2 entries."""
-
-    def note(const, place, *rest):
-        found.append((place.batch, place.head, place.tile))
-        forward_tile(const, place, *rest)
-
-    found, forward_tile = [], forward.forward_tile
-    monkeypatch.setattr(forward, "forward_tile", note)
+    found = watch(monkeypatch, "forward_tile")
     config = replace(LAZY, scheduler="static", occupancy=blocks, heads_together=heads_together)
     check(config, *make_inputs(batch=4, heads_q=6, heads_kv=3, seq_q=49, head_dim=16), causal=causal)
     assert sorted(found) == [(batch, head, tile) for batch in range(4) for head in range(6) for tile in range(2)]

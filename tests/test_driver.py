@@ -11,11 +11,6 @@ from multiattn.run import driver as module
 from multiattn.run import execute as launching
 
 
-@pytest.fixture
-def driver(monkeypatch):
-    return driver_fakes.install(monkeypatch, driver_fakes.FakeDriver())
-
-
 def test_a_thread_without_a_context_gets_that_of_pytorch_once(driver):
     driver.current = 0
     for _ in range(3):

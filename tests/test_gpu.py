@@ -46,30 +46,42 @@ def close_gradients(grads, q, k, v, out, lse, dout):
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A variant of one direction: how its tensors are drawn, it is called, and its results are judged."""
+    """A variant of one direction, or a training step: how tensors are drawn, it is called, and results are judged."""
 
     backend: str
     direction: str
-    variant: str
+    variant: str | None
     same_bits: bool = True
 
     def __str__(self):
         return f"{self.backend}-{self.direction}-{self.variant}"
 
     def draw(self, device="cuda", **sizes):
+        if self.direction == "training":
+            q, k, v = with_grad(qkv(device, **sizes))
+            return q, k, v, torch.randn_like(q)
         return qkv(device, **sizes) if self.direction == "forward" else saved(device, **sizes)
 
     def call(self, *given, causal=True):
         options = {"causal": causal, "backend": self.backend, "variant": self.variant}
         if self.direction == "forward":
             return multiattn.fmha(*given, **options, return_lse=True)
+        if self.direction == "training":
+            *inputs, dout = given
+            out = multiattn.fmha(*inputs, **options)
+            return out, *torch.autograd.grad(out, inputs, dout)
         return multiattn.fmha_backward(*given, **options)
 
     def check(self, results, *given):
         if self.direction == "forward":
             close(results[0], *given)
-        else:
+        elif self.direction == "backward":
             close_gradients(results, *given)
+        else:
+            q, k, v, dout = (it.detach() for it in given)
+            close(results[0], q, k, v)
+            out, lse = multiattn.reference(q, k, v, causal=True)
+            close_gradients(results[1:], q, k, v, out.to(q.dtype), lse, dout)
 
 
 def ways():
@@ -79,6 +91,7 @@ def ways():
             yield Way(backend=backend, direction="forward", variant=name)
         for it in backward.variants:
             yield Way(backend=backend, direction="backward", variant=it.name, same_bits=it.deterministic)
+        yield Way(backend=backend, direction="training", variant=None, same_bits=False)
 
 
 WAYS = list(ways())
@@ -97,10 +110,11 @@ def test_can_be_captured_and_replayed_on_new_values(way):
     with torch.cuda.graph(graph):
         results = way.call(*given)
     fresh = way.draw()
-    for old, new in zip(given, fresh, strict=True):
-        old.copy_(new)
-    for result in results:
-        result.fill_(float("nan"))
+    with torch.no_grad():
+        for old, new in zip(given, fresh, strict=True):
+            old.copy_(new)
+        for result in results:
+            result.fill_(float("nan"))
     for _ in range(2):  # a workspace that only the capture zeroed would show the second time
         graph.replay()
     way.check(results, *fresh)
@@ -114,8 +128,9 @@ def test_runs_on_the_current_stream(way):
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)  # tens of milliseconds: a launch elsewhere would read the old values
-        for old, new in zip(given, fresh, strict=True):
-            old.copy_(new)
+        with torch.no_grad():
+            for old, new in zip(given, fresh, strict=True):
+                old.copy_(new)
         results = way.call(*given)
     stream.synchronize()
     way.check(results, *fresh)
@@ -223,48 +238,6 @@ def test_cpu_tensors_run_beside_a_gpu(backend):
 # ---------------------------------------------------------------- backward
 
 
-def step(q, k, v, dout, backend, **options):
-    """Forward and backward of one training step: out and the gradients."""
-    out = multiattn.fmha(q, k, v, causal=True, backend=backend, **options)
-    return out, torch.autograd.grad(out, (q, k, v), dout)
-
-
-@each_backend
-def test_a_training_step_can_be_captured(backend):
-    q, k, v = with_grad(qkv())
-    dout = torch.randn_like(q)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # as PyTorch asks for: warm up on a side stream
-        for _ in range(3):
-            step(q, k, v, dout, backend)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, grads = step(q, k, v, dout, backend)
-    with torch.no_grad():
-        for tensor in (q, k, v, dout):
-            tensor.normal_()
-    graph.replay()
-    expected_out, expected = step(q, k, v, dout, backend, deterministic=True)
-    torch.testing.assert_close(out, expected_out)
-    torch.testing.assert_close(grads, expected, atol=5e-2, rtol=5e-2)
-
-
-@each_backend
-def test_autograd_runs_backward_on_the_stream_of_the_forward(backend):
-    q, k, v = with_grad(qkv())
-    dout = torch.randn_like(q)
-    _, expected = step(q, k, v, dout, backend)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        _, grads = step(q, k, v, dout, backend)
-    stream.synchronize()
-    torch.testing.assert_close(grads, expected, atol=5e-2, rtol=5e-2)
-
-
 @each_backend
 def test_eight_threads_launch_1000_times_each(backend):
     """Both directions, each thread on a stream and on tensors of its own, all with the same bits every time."""
@@ -300,16 +273,6 @@ def test_a_child_that_is_forked_after_the_import_runs_on_the_gpu():
     )
     able = [name for name, reasons in multiattn.backends("cuda").items() if not reasons]
     subprocess.run([sys.executable, "-c", code, *able], check=True)
-
-
-@needs_two_gpus
-@each_backend
-def test_autograd_runs_on_the_tensors_device_whatever_the_current_one(backend):
-    for device in ("cuda:1", "cuda:0", "cuda:1"):
-        q, k, v = with_grad(qkv(device))
-        _, grads = step(q, k, v, torch.randn_like(q), backend)
-        assert all(grad.device == q.device for grad in grads)
-    assert torch.cuda.current_device() == 0
 
 
 @pytest.mark.parametrize("head_dim", [64, 72, 128])

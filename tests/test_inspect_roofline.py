@@ -15,17 +15,19 @@ from multiattn.plan.backend import DIRECTIONS
 from multiattn.problem import Problem
 
 H200 = gpu_by_name("H200")
+ONE_QUERY = layer(128, 1, "causal", batch=1, heads=32, seq_kv=32768)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2)])
-@pytest.mark.parametrize("seqs", [(1, 1), (5, 9), (9, 5), (4, 0), (0, 4)])
+@pytest.mark.parametrize("seqs", [(1, 1), (7, 7), (5, 9), (9, 5), (1, 30), (4, 0), (0, 4)])
 def test_work_is_what_one_would_count(causal, heads, seqs):
     """Pair by pair, and row by row, from the mask that the reference uses."""
     problem = Problem.contiguous(
         batch=2, heads_q=heads[0], heads_kv=heads[1], seq_q=seqs[0], seq_kv=seqs[1], head_dim=8, causal=causal
     )
     seen = visible_pairs(problem.seq_q, problem.seq_kv, torch.device("cpu"), causal=problem.causal).expand(*seqs)
+    assert problem.visible_pairs == int(seen.sum())
     scores, rows, some = 2 * heads[0] * int(seen.sum()), int(seen.any(1).sum()), bool(seen.any())
     forward, backward = (bounds(problem, H200, direction) for direction in DIRECTIONS)
     assert (forward.flops, backward.flops) == (2 * 2 * 8 * scores, 5 * 2 * 8 * scores)
@@ -75,14 +77,7 @@ def test_clocks_of_tensor_cores_over_those_of_exponentials(device, head_dim, dir
         # 8 tensors of 64 MiB, 1 MiB of lse
         ("H200", layer(128, 512, "causal"), "backward", "memory", 0.11207, 768.0),
         # One query: k and v of 32 heads, 32768 long, are all that counts; 4 FLOP for 4 bytes, so 1 FLOP a byte.
-        (
-            "A100 SXM 80GB",
-            layer(128, 1, "causal", batch=1, heads=32, seq_kv=32768),
-            "forward",
-            "memory",
-            0.2633,
-            2.0389,
-        ),
+        ("A100 SXM 80GB", ONE_QUERY, "forward", "memory", 0.2633, 2.0389),
     ],
 )
 def test_known_bounds(device, problem, direction, bound_by, time_ms, tflops):

@@ -125,12 +125,8 @@ def test_it_is_the_code_of_one_kernel(text, message):
         ((WORK, HMMA, f"@!P3 {LOAD}", "@!UP0 BRA.U 0x10", STORE, "EXIT"), 1, 1, 1),
         # A wait that fails goes to the end of the code and comes back: it is of the loop, the code between is not.
         ((HMMA, "@P0 BRA 0x50", "@P1 BRA 0x0", STORE, "EXIT", LOAD, "BRA 0x20"), 1, 1, 1),
-        (
-            (STORE, HMMA, HMMA, WORK, "@P0 BRA 0x10", LOAD, "@P1 BRA 0x0", "EXIT"),
-            1,
-            0,
-            2,
-        ),  # a loop over heads around it
+        # A loop over heads around it.
+        ((STORE, HMMA, HMMA, WORK, "@P0 BRA 0x10", LOAD, "@P1 BRA 0x0", "EXIT"), 1, 0, 2),
         ((HMMA, WORK, LOAD, "@P0 BRA 0x10", "@P1 BRA 0x0", "EXIT"), 1, 1, 0),  # a loop within it
         ((HMMA, HMMA, WORK, "@P0 BRA 0x0", HMMA, *[WORK] * 6, STORE, "@P0 BRA 0x40", "EXIT"), 2, 1, 0),
         # Where there is wgmma, mma.sync computes a tile again: rare, however dense the loop.

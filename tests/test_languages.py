@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from multiattn import Plan, Problem
+from multiattn.cuda.cpu import host
 from multiattn.plan.arch import ARCHS, GPU_ARCHS
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, get, make_plan, plan_variant
 from multiattn.problem import Operands
@@ -25,7 +26,7 @@ def variants_of(language, direction):
     return op.offered if direction == "forward" else op.variants
 
 
-@each_language
+@pytest.mark.parametrize("language", BACKENDS)
 @each_direction
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS.keys())
 def test_every_head_dim_has_a_plan_that_fits(language, direction, arch):
@@ -55,6 +56,28 @@ def test_a_sweep_tries_what_fits_and_nothing_twice(language, direction, head_dim
         assert direction == "forward" or len(found) <= 24
         assert not any(variant.fits(problem, ARCHS[name], config) for config in found)
         assert candidates(variant, problem, ARCHS["cpu"]) == ()
+
+
+@pytest.mark.parametrize(
+    ("language", "variant"), [(name, it.name) for name in BACKENDS for it in get(name).backward.variants]
+)
+def test_weights_that_would_be_infinite_are_zero(language, variant, monkeypatch):
+    """Masked ones, whose scores are 2^14 above their row's lse, and, as ``exp2(0 - lse)``, those beyond the ends."""
+    if reasons := get(language).probe(ARCHS["cpu"]):
+        pytest.skip("; ".join(map(str, reasons)))
+    monkeypatch.setattr(host, "siblings_of", host.kernels_of)
+    q, k, v, dout = gradient_checks.make_tensors(heads_q=1, seq_q=20, seq_kv=20, head_dim=16)
+    k[0, 0, 1:] = 32 * q[0, 0, :1]
+
+    def plan_of(**options):
+        problem = Problem.of(q, k, v, **options)
+        return make_plan(get(language), problem, ARCHS["cpu"], direction="backward", variant=variant)
+
+    grads = gradient_checks.run(plan_of(causal=True, scale=64.0), q, k, v, dout)
+    assert all(grad.isfinite().all() for grad in grads)
+    low, high = torch.full_like(q, 8.75), torch.full_like(k, -8.75)
+    for causal in (False, True):
+        gradient_checks.check(plan_of(causal=causal, scale=1.0), low, high, v, dout)
 
 
 @each_language

@@ -94,8 +94,7 @@ def tensors():
 def wanted(arguments, given, base=LENT):
     addresses = {name: it.data_ptr() for name, it in given._asdict().items() if it is not None}
     addresses |= {name: base + at for name, at in AREAS.items()}
-    encode = lambda of, address: address.to_bytes(8, "little") * 16  # noqa: E731  # as the fake driver
-    return tuple(abi.pack(argument, addresses, encode) for argument in arguments)
+    return tuple(abi.pack(argument, addresses, driver_fakes.encode) for argument in arguments)
 
 
 @pytest.mark.parametrize("case", BINDINGS)
@@ -336,11 +335,6 @@ def test_a_launcher_is_made_for_the_operands_that_are_there():
 
 
 # ---------------------------------------------------------------- counters
-
-
-@pytest.fixture
-def driver(monkeypatch):
-    return driver_fakes.install(monkeypatch, driver_fakes.FakeDriver())
 
 
 def test_the_default_stream_is_asked_once_and_others_each_time(driver, monkeypatch):

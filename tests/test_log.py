@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import multiattn
-from multiattn.run import calls
 from multiattn.run.log import logged
 
 LINE = (
@@ -21,20 +20,14 @@ def inputs():
 
 
 @pytest.fixture
-def log(monkeypatch, capsys):
+def log(fresh_calls, monkeypatch, capsys):
     """Sets the variable for launchers still to be prepared, and reads the directions of the lines that came."""
-
-    def forget():
-        calls._forward.clear()
-        calls._backward.clear()
 
     def directions():
         return [re.fullmatch(LINE, line)["direction"] for line in capsys.readouterr().err.splitlines()]
 
     monkeypatch.setenv("MULTIATTN_LOG", "plan")
-    forget()
-    yield directions
-    forget()
+    return directions
 
 
 def test_one_line_for_each_launch(inputs, log):

@@ -8,8 +8,8 @@ import json
 import struct
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -216,11 +216,8 @@ def test_processes_and_threads_that_write_at_once_lose_nothing(tmp_path):
     writer = subprocess.Popen([sys.executable, "-c", WRITER, Path(__file__).parent, tmp_path])
     while not (tmp_path / "ready").exists():
         time.sleep(0.001)
-    threads = [threading.Thread(target=write_backward, args=(tmp_path, range(first, first + 20))) for first in (20, 40)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(write_backward, [tmp_path] * 2, (range(20, 40), range(40, 60))))
     assert writer.wait(timeout=180) == 0
     assert {entry["symbol"] for entry in manifest.read(tmp_path)} == {f"kernel{number}" for number in range(60)}
     assert not list(tmp_path.glob("*.new"))

@@ -109,13 +109,8 @@ def test_vmap_maps_any_mix_of_inputs(in_dims):
         tensor if dim is None else torch.stack([tensor, 2 * tensor, tensor.cos()], dim)
         for tensor, dim in zip(qkv(), in_dims, strict=True)
     ]
-    each = [
-        [
-            tensor if dim is None else tensor.select(dim, i).contiguous()
-            for tensor, dim in zip(inputs, in_dims, strict=True)
-        ]
-        for i in range(3)
-    ]
+    pairs = list(zip(inputs, in_dims, strict=True))
+    each = [[it if dim is None else it.select(dim, i).contiguous() for it, dim in pairs] for i in range(3)]
     out, lse = torch.vmap(lambda *of: fmha(*of, causal=True, return_lse=True), in_dims)(*inputs)
     torch.testing.assert_close(out, torch.stack([fmha(*of, causal=True) for of in each]))
     torch.testing.assert_close(lse, torch.stack([fmha(*of, causal=True, return_lse=True)[1] for of in each]))

@@ -196,9 +196,7 @@ def test_every_forward_feeds_every_backward(monkeypatch):
     (pair,) = report.pairs
     assert (pair.direction, [score.tensor for score in pair.scores]) == ("backward", ["dq", "dk", "dv"])
     alone = run_case(BY_NAME["gqa3_b2"], who, CPU)
-    assert [(result.contender.backend, result.fed_by) for result in alone.results] == [
-        (n, n) for n in ("triton", "cuda")
-    ]
+    assert [(it.contender.backend, it.fed_by) for it in alone.results] == [(name, name) for name in ("triton", "cuda")]
 
 
 def test_a_backend_without_backward_fails_the_command(tmp_path, monkeypatch, capsys):

@@ -16,8 +16,6 @@ from parity.__main__ import main
 from parity.training import TINY, Baseline, attend_by_reference, attend_with, round_at_random, train
 
 CPU = torch.device("cpu")
-
-
 SHORT = replace(TINY, steps=12)
 """Steps enough for a kernel on the CPU: parity holds its gradients."""
 

@@ -2,6 +2,7 @@
 
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -87,23 +88,19 @@ def test_interpreting_and_compiling_in_two_threads():
     q = torch.randn(1, 1, 150, 16).bfloat16()
     first = fmha(q, q, q, backend="triton")
     expected = export_plan(plan_for("sm80"), ())[0].cubin
-    enough, outs, errors = threading.Event(), [], []
+    enough, outs = threading.Event(), []
 
     def interpret():
-        try:
-            while not enough.is_set():
-                outs.append(fmha(q, q, q, backend="triton"))
-        except Exception as error:
-            errors.append(error)
+        while not enough.is_set():
+            outs.append(fmha(q, q, q, backend="triton"))
 
-    thread = threading.Thread(target=interpret)
-    thread.start()
-    try:
-        cubins = [export_plan(plan_for("sm80"), ())[0].cubin for _ in range(5)]
-    finally:
-        enough.set()
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(1) as thread:
+        interpreting = thread.submit(interpret)
+        try:
+            cubins = [export_plan(plan_for("sm80"), ())[0].cubin for _ in range(5)]
+        finally:
+            enough.set()
+    interpreting.result()
     assert cubins == [expected] * 5
     assert outs
     assert all(torch.equal(out, first) for out in outs)

@@ -7,6 +7,14 @@ constexpr int BOX = 8192;
 
 #define MISTAKE_OF(threads, name, error) KERNEL(threads, 1) name([[maybe_unused]] PARAMETERS(Arguments) arguments)
 #define MISTAKE(name, error) MISTAKE_OF(128, name, error)
+// Where BARRIER is an mbarrier of one arrival.
+#define MISTAKE_AT_BARRIER(name, error)                                       \
+  inline void name##_at_barrier(const Arguments& arguments);                  \
+  KERNEL(128, 1) name(PARAMETERS(Arguments) arguments) {                      \
+    make_barriers(BARRIER, 1, 1);                                             \
+    name##_at_barrier(arguments);                                             \
+  }                                                                           \
+  inline void name##_at_barrier([[maybe_unused]] const Arguments& arguments)
 // In a grid of one cluster of two blocks.
 #define CLUSTER_MISTAKE(threads, name, error) \
   CLUSTER_KERNEL(threads, 1, 2) name([[maybe_unused]] PARAMETERS(Arguments) arguments)
@@ -107,15 +115,11 @@ MISTAKE(init_not_seen, "thread 64: mbarrier_arrive: no barrier follows the mbarr
   if (first_thread()) mbarrier_init(BARRIER, 1);
   if (is_thread(64)) mbarrier_arrive(BARRIER);
 }
-MISTAKE(init_twice, "mbarrier_init: the mbarrier at 16384 exists already") {
-  make_barriers(BARRIER, 1, 1);
-  make_barriers(BARRIER, 1, 1);
-}
+MISTAKE_AT_BARRIER(init_twice, "mbarrier_init: the mbarrier at 16384 exists already") { make_barriers(BARRIER, 1, 1); }
 MISTAKE(misaligned_mbarrier, "mbarrier_init: address 16388 is not aligned to 8 bytes") { mbarrier_init(BARRIER + 4, 1); }
 MISTAKE(mbarrier_of_nobody, "mbarrier_init: a count of 0") { mbarrier_init(BARRIER, 0); }
 MISTAKE(too_many_mbarriers, "mbarrier_init: the emulation has no more than 64 mbarriers") { make_barriers(BARRIER, 65, 1); }
-MISTAKE(too_many_arrivals, "more arrivals than the 1 of a phase at the mbarrier(16384, phase 0: 1 of 1 arrivals, ") {
-  make_barriers(BARRIER, 1, 1);
+MISTAKE_AT_BARRIER(too_many_arrivals, "more arrivals than the 1 of a phase at the mbarrier(16384, phase 0: 1 of 1 arrivals, ") {
   if (first_thread()) mbarrier_arrive_expect(BARRIER, BOX);
   if (is_thread(32)) mbarrier_arrive(BARRIER);
 }
@@ -126,12 +130,8 @@ MISTAKE(wait_for_nobody, "deadlock: threads 0-127 in mbarrier_wait(16384, phase 
   if (first_thread()) mbarrier_arrive(BARRIER);
   mbarrier_wait(BARRIER, 0);
 }
-MISTAKE(odd_parity, "mbarrier_wait: a parity of 2") {
-  make_barriers(BARRIER, 1, 1);
-  mbarrier_wait(BARRIER, 2);
-}
-MISTAKE(phase_missed, "mbarrier_wait: the phase after the one waited for has gone by, too: mbarrier(16384, phase 2") {
-  make_barriers(BARRIER, 1, 1);
+MISTAKE_AT_BARRIER(odd_parity, "mbarrier_wait: a parity of 2") { mbarrier_wait(BARRIER, 2); }
+MISTAKE_AT_BARRIER(phase_missed, "mbarrier_wait: the phase after the one waited for has gone by, too: mbarrier(16384, phase 2") {
   if (first_thread()) mbarrier_wait(BARRIER, 0);
   for (int i = 0; i < 2 && is_thread(1); ++i) mbarrier_arrive(BARRIER);
 }
@@ -143,12 +143,10 @@ MISTAKE_OF(32, matrix_of_half_a_warp, "thread 16: returns while its warp waits i
 }
 
 // ---- TMA
-MISTAKE(misaligned_tile, "tma_load: address 512 is not aligned to 1024 bytes") {
-  make_barriers(BARRIER, 1, 1);
+MISTAKE_AT_BARRIER(misaligned_tile, "tma_load: address 512 is not aligned to 1024 bytes") {
   load_box(TILE + 512, arguments, BARRIER);
 }
-MISTAKE(tile_outside, "tma_load: address 41984 is outside the 49152 bytes of shared memory") {
-  make_barriers(BARRIER, 1, 1);
+MISTAKE_AT_BARRIER(tile_outside, "tma_load: address 41984 is outside the 49152 bytes of shared memory") {
   load_box(40960 + 1024, arguments, BARRIER);
 }
 MISTAKE(mbarrier_not_fenced, "tma_load: no fence_mbarrier_init follows the mbarrier_init of 16384") {
@@ -156,8 +154,7 @@ MISTAKE(mbarrier_not_fenced, "tma_load: no fence_mbarrier_init follows the mbarr
   sync_block();
   load_box(TILE, arguments, BARRIER);
 }
-MISTAKE(mbarrier_overwritten, "tma_load: overwrites the mbarrier at 16384") {
-  make_barriers(BARRIER, 1, 1);
+MISTAKE_AT_BARRIER(mbarrier_overwritten, "tma_load: overwrites the mbarrier at 16384") {
   load_box(BARRIER, arguments, BARRIER);
 }
 MISTAKE(no_map, "prefetch_map: the tensor map has a box that is not of 64 columns of one head") { prefetch_map(TensorMap{}); }
@@ -165,8 +162,7 @@ MISTAKE(misaligned_map, "prefetch_map: the tensor map is not aligned to 64 bytes
   alignas(64) const unsigned char memory[32 + sizeof(TensorMap)] = {};
   prefetch_map(*static_cast<const TensorMap*>(static_cast<const void*>(memory + 32)));
 }
-MISTAKE(load_read_too_early, "reads a TMA load under way at shared address 256") {
-  make_barriers(BARRIER, 1, 1);
+MISTAKE_AT_BARRIER(load_read_too_early, "reads a TMA load under way at shared address 256") {
   if (!first_thread()) return;
   load_expected(TILE, arguments, BARRIER, BOX);
   load_shared_4(TILE + 256);
@@ -175,14 +171,12 @@ MISTAKE(load_read_after_another_wait, "reads, without a wait on its mbarrier, wh
   wait_for_another_load(arguments);
   load_shared_4(TILE);
 }
-MISTAKE(load_overwritten_too_early, "overwrites a TMA load under way at shared address 128") {
-  make_barriers(BARRIER, 1, 1);
+MISTAKE_AT_BARRIER(load_overwritten_too_early, "overwrites a TMA load under way at shared address 128") {
   if (!first_thread()) return;
   load_box(TILE, arguments, BARRIER);
   store_shared_4(TILE + 128, 0);
 }
-MISTAKE(load_over_what_is_read, "tma_load: overwrites, with no barrier between, what was read by thread 0 at") {
-  make_barriers(BARRIER, 1, 1);
+MISTAKE_AT_BARRIER(load_over_what_is_read, "tma_load: overwrites, with no barrier between, what was read by thread 0 at") {
   if (thread_index() < 64) load_shared_4(TILE + 1024);
   if (late_thread()) load_box(TILE, arguments, BARRIER);
 }
@@ -195,13 +189,11 @@ MISTAKE(load_after_a_lonely_arrival, "tma_load: overwrites, with no barrier betw
   mbarrier_wait(BARRIER, 0);
   load_box(TILE, arguments, BARRIER + 8);
 }
-MISTAKE(load_over_what_is_written, "tma_load: overwrites, with no barrier between, what was written by thread 0") {
-  make_barriers(BARRIER, 1, 1);
+MISTAKE_AT_BARRIER(load_over_what_is_written, "tma_load: overwrites, with no barrier between, what was written by thread 0") {
   if (first_thread()) store_shared_4(TILE + 1024, 0);
   if (late_thread()) load_box(TILE, arguments, BARRIER);
 }
-MISTAKE(load_left_behind, "returns, the last thread of the block, with TMA loads under way") {
-  make_barriers(BARRIER, 1, 1);
+MISTAKE_AT_BARRIER(load_left_behind, "returns, the last thread of the block, with TMA loads under way") {
   if (first_thread()) load_box(TILE, arguments, BARRIER);
 }
 MISTAKE(store_not_fenced, "tma_store: reads, with no fence_async_shared after it, what thread 0 wrote") {
@@ -209,15 +201,13 @@ MISTAKE(store_not_fenced, "tma_store: reads, with no fence_async_shared after it
   named_barrier_sync(1, 128);
   store_box(arguments, TILE);
 }
-MISTAKE(store_fenced_too_late, "tma_store: reads, with no barrier after its fence_async_shared, what thread 0 wrote") {
-  make_barriers(BARRIER, 1, 1);
+MISTAKE_AT_BARRIER(store_fenced_too_late, "tma_store: reads, with no barrier after its fence_async_shared, what thread 0 wrote") {
   if (first_thread()) store_shared_4(TILE, 0);
   named_barrier_sync(1, 128);
   fence_async_shared();
   if (late_thread()) store_box(arguments, TILE);
 }
-MISTAKE(store_of_a_load_under_way, "tma_store: reads a TMA load under way") {
-  make_barriers(BARRIER, 1, 1);
+MISTAKE_AT_BARRIER(store_of_a_load_under_way, "tma_store: reads a TMA load under way") {
   if (!first_thread()) return;
   load_box(TILE, arguments, BARRIER);
   store_box(arguments, TILE);
@@ -235,15 +225,13 @@ MISTAKE(stored_memory_overwritten, "overwrites what a TMA store under way reads 
   store_and_commit(arguments);
   store_shared_4(TILE + 4096, 0);
 }
-MISTAKE(load_over_stored_memory, "tma_load: overwrites what a TMA store under way reads") {
-  make_barriers(BARRIER, 1, 1);
+MISTAKE_AT_BARRIER(load_over_stored_memory, "tma_load: overwrites what a TMA store under way reads") {
   if (!first_thread()) return;
   store_and_commit(arguments);
   tma_store_wait_read<1>();
   load_box(TILE, arguments, BARRIER);
 }
-MISTAKE(stored_memory_overwritten_by_others, "overwrites, with no barrier between, what was read by thread 0") {
-  make_barriers(BARRIER, 1, 1);
+MISTAKE_AT_BARRIER(stored_memory_overwritten_by_others, "overwrites, with no barrier between, what was read by thread 0") {
   if (first_thread()) store_and_commit(arguments);
   if (first_thread()) tma_store_wait_read<0>();
   if (is_thread(32)) store_shared_4(TILE, 0);
@@ -401,22 +389,19 @@ MISTAKE_OF(384, registers_nobody_has, "in raise_registers(64 a thread are free)"
 }
 
 // ---- threads among themselves, where mbarriers and named barriers order them
-MISTAKE(read_across_barriers_of_others, "reads, with no barrier between, what was written by thread 0") {
-  make_barriers(BARRIER, 1, 1);
+MISTAKE_AT_BARRIER(read_across_barriers_of_others, "reads, with no barrier between, what was written by thread 0") {
   if (first_thread()) store_shared_4(TILE, 0);
   named_barrier_sync(thread_index() < 64 ? 1 : 2, 64);
   if (late_thread()) load_shared_4(TILE);
 }
-MISTAKE(read_of_a_late_write, "reads, with no barrier between, what was written by thread 0") {
-  make_barriers(BARRIER, 1, 1);
+MISTAKE_AT_BARRIER(read_of_a_late_write, "reads, with no barrier between, what was written by thread 0") {
   if (first_thread()) mbarrier_arrive(BARRIER);
   if (first_thread()) store_shared_4(TILE, 0);
   if (!is_thread(32)) return;
   mbarrier_wait(BARRIER, 0);
   load_shared_4(TILE);
 }
-MISTAKE(overwritten_before_all_have_read, "overwrites, with no barrier between, what was read by thread 0") {
-  make_barriers(BARRIER, 1, 1);
+MISTAKE_AT_BARRIER(overwritten_before_all_have_read, "overwrites, with no barrier between, what was read by thread 0") {
   if (thread_index() < 96) load_shared_4(TILE);
   if (thread_index() >= 32) named_barrier_sync(1, 96);
   if (is_thread(96)) store_shared_4(TILE, 0);
