@@ -19,8 +19,10 @@ from bench.results import NO_GPU, RESULTS, ROOT, Row, Store, environment, is_our
 from bench.run import DeviceLostError, Job, Machine, run
 from bench.timing import REGIMES, Budget, CudaClock
 from multiattn.__main__ import main as run_multiattn
-from multiattn.inspect.cli import load as load_compiled
-from multiattn.inspect.tables import detailed
+from multiattn.inspect.build import Compilation, requests
+from multiattn.inspect.cli import compile_all, verdict
+from multiattn.inspect.options import layer
+from multiattn.inspect.tables import detailed, text_table
 from parity.__main__ import main as run_parity
 
 BACKWARD_ARCH = "sm90"
@@ -166,13 +168,19 @@ def update_docs(options: argparse.Namespace) -> int:
 def run_demo(options: argparse.Namespace) -> int:
     """Run parity, compile for every target, time the floors where there is a GPU, and write one page of it all."""
     out, jobs = options.out, ["--jobs", str(options.jobs)]
-    forward, backward = out / "bench" / "compile.json", out / "bench" / "compile_backward.json"
-    compiled = ["compile", *jobs, "--head-dim", "128", "--mask", "causal", "--direction"]
-    backward_only = [*compiled, "backward", "--arch", BACKWARD_ARCH, "--json", str(backward)]
+    problems = [layer(128, 4096, "causal")]
+    wanted = requests(problems, directions=("forward",))
+    wanted += requests(problems, directions=("backward",), arches=(BACKWARD_ARCH,))
+    compiled: list[Compilation] = []
+
+    def compile_kernels(_: list[str]) -> int:
+        compiled.extend(compile_all(wanted, jobs=options.jobs))
+        print(text_table(compiled))
+        return verdict(compiled)
+
     steps: list[tuple[str, Callable[[list[str]], int], list[str]]] = [
         ("Parity", run_parity, [*jobs, "--out", str(out / "parity")]),
-        ("Compiled for every target", run_multiattn, [*compiled, "forward", "--json", str(forward)]),
-        (f"Backward compiled for {BACKWARD_ARCH}", run_multiattn, backward_only),
+        (f"Compiled for every target, the backward for {BACKWARD_ARCH}", compile_kernels, []),
         ("Speed", main, ["run", "--suite", "floors", "--no-compile", *jobs, "--out", str(out / "bench")]),
     ]
     failed = []
@@ -183,7 +191,7 @@ def run_demo(options: argparse.Namespace) -> int:
     parity = json.loads((out / "parity" / "parity.json").read_text())
     sections = [
         report.section("Parity", "\n".join((parity["verdict"], *parity["failures"])), "parity/parity.html"),
-        report.section("Compiled for every target", detailed([*load_compiled(forward), *load_compiled(backward)])),
+        report.section("Compiled for every target", detailed(compiled)),
         report.speed_section("Speed", report.load_all([out / "bench" / "floors.json"])),
     ]
     recorded = [path for path in recorded_files() if path.stem in ("standard", "backward")]

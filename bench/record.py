@@ -311,7 +311,7 @@ def _compile(
     def before(plan: Plan) -> Record:
         return recorded.get(plan.arch.name, EMPTY)
 
-    work = [(it, before(it).kernels_of(it) if options.check else ()) for it in chosen]
+    work = [(it, before(it).kernels_of(it)) for it in chosen]
     made: dict[Key, Kernels] = {}
     verdicts: list[tuple[str, Plan]] = []
     for done, outcome in enumerate(run_isolated(compile_task, work, jobs=options.jobs, timeout_s=TIMEOUT_S), 1):

@@ -243,7 +243,8 @@ def test_what_is_no_cubin(content):
 
 def test_a_cubin_whose_sections_are_damaged(monkeypatch):
     broken = {".nv.info.entry": struct.pack("<BBHI", 4, 0x17, 4, 0), ".nv.host": bytes(19)}
-    monkeypatch.setattr(cubin, "sections", lambda code: broken)
+    found = [cubin.Section(name=name, content=content, size=0, info=0) for name, content in broken.items()]
+    monkeypatch.setattr(cubin, "read_sections", lambda code: found)
     with pytest.raises(ValueError, match="kernel: entry: what the cubin says of it is damaged"):
         cubin.read_entry(b"", "entry")
     with pytest.raises(ValueError, match="cubin: got host code of 19 bytes; allowed an ELF file"):

@@ -17,12 +17,12 @@ from multiattn.inspect.options import MASKS, check_work, count, counts, layer, s
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import GPU_ARCHS
 from multiattn.plan.backend import BACKENDS, DIRECTIONS
-from multiattn.plan.records import record_of
 from multiattn.problem import DTYPES
 
-SCHEMA = 3
+SCHEMA = 4
 HEAD_DIMS = (64, 128, 256)
 SEQ = 4096
+TIMEOUT_S = 300
 VARIANTS = ("offered", "all")
 
 
@@ -44,7 +44,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--kv-heads", type=count, metavar="H", help="heads of k and v (default: those of q)")
     command.add_argument("--kv-len", type=count, metavar="S", help="length of k and v (default: that of q)")
     command.add_argument("--jobs", type=count, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
-    command.add_argument("--timeout", type=count, default=300, metavar="S", help="for one plan (default: %(default)s)")
+    command.add_argument(
+        "--timeout", type=count, default=TIMEOUT_S, metavar="S", help="for one plan (default: %(default)s)"
+    )
     command.add_argument("--long", action="store_true", help="print a line for every kernel")
     command.add_argument("--remarks", action="store_true", help="print what cuTile's compiler says of each source line")
     command.add_argument("--json", type=Path, metavar="FILE", help="write all that is known of every kernel")
@@ -77,15 +79,26 @@ def _compile(wanted: Sequence[Request], options: argparse.Namespace) -> int:
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.open("a").close()
-    entries = []
-    for entry in build.build(wanted, jobs=options.jobs, timeout_s=options.timeout):
-        entries.append(entry)
-        print(f"[{len(entries)}/{len(wanted)}] {entry.request}: {entry.text}", flush=True)
+    entries = compile_all(wanted, jobs=options.jobs, timeout_s=options.timeout)
     print(tables.detailed(entries) if options.long else tables.text_table(entries))
     if options.remarks:
         _print_remarks(entries)
     if options.json is not None:
         save(entries, options.json)
+    return verdict(entries)
+
+
+def compile_all(wanted: Sequence[Request], *, jobs: int, timeout_s: float = TIMEOUT_S) -> list[Compilation]:
+    """Compile requests, and print a line for each as it ends."""
+    entries = []
+    for entry in build.build(wanted, jobs=jobs, timeout_s=timeout_s):
+        entries.append(entry)
+        print(f"[{len(entries)}/{len(wanted)}] {entry.request}: {entry.text}", flush=True)
+    return entries
+
+
+def verdict(entries: Sequence[Compilation]) -> int:
+    """Print how many requests compiled; 1 where a compiler failed or nothing of a backend was compiled."""
     made = [entry.request for entry in entries if entry.ok]
     refused, failed = (sum(map(bool, found)) for found in zip(*((it.reasons, it.error) for it in entries), strict=True))
     print(f"\n{len(entries)} plans: {len(made)} compiled, {refused} refused, {failed} failed")
@@ -132,15 +145,3 @@ def save(entries: Sequence[Compilation], path: Path) -> None:
     """Write entries as JSON."""
     data = {"schema": SCHEMA, "entries": [asdict(entry) for entry in build.ordered(entries)]}
     path.write_text(json.dumps(data, indent=1) + "\n")
-
-
-def load(path: Path) -> list[Compilation]:
-    """Read the entries that `save` wrote; ValueError for another file."""
-    try:
-        data = json.loads(path.read_text())
-        if data["schema"] != SCHEMA:
-            raise ValueError(f"schema {data['schema']!r}")
-        return [record_of(Compilation, entry, "entry") for entry in data["entries"]]
-    except (KeyError, TypeError, ValueError) as error:
-        allowed = f"a compile table of schema {SCHEMA} that python -m multiattn compile --json wrote"
-        raise ValueError(f"{path}: got {error}; allowed {allowed}") from None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from multiattn.inspect import mix, remarks, sass
 from multiattn.inspect.mix import Counts
@@ -12,8 +10,8 @@ from multiattn.inspect.remarks import Choice
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import occupancy
 from multiattn.plan.backend import Exported, Plan
-from multiattn.plan.records import record_of
-from multiattn.plan.toolchain import disassemble, resource_usage
+from multiattn.plan.cubin import read_entry
+from multiattn.plan.toolchain import disassemble
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,11 +78,6 @@ class Facts:
         names = self.hot.tensor_names
         return max(names, key=lambda name: (names[name] * (mix.flop_of(name) or 1), name), default="")
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Facts:
-        """Read what `dataclasses.asdict` gave and JSON kept; ValueError for anything else."""
-        return record_of(cls, data, "facts")
-
     def __str__(self) -> str:
         spills = f"{self.hot_spills} + {self.other_spills}"
         return f"{self.name}: {self.registers} registers, {spills} spills, {self.smem_bytes} B, {self.blocks} blocks"
@@ -101,13 +94,13 @@ def read_kernel(kernel: Exported, plan: Plan) -> Facts:
     Raises RuntimeError where cuobjdump cannot read it, where neither backend nor cubin knows the threads of a block, or
     where the kernel may hang: see `sass.parted_arrivals`.
     """
-    usage, text = resource_usage(kernel.cubin), disassemble(kernel.cubin)
-    if usage is None or text is None:
+    entry, text = read_entry(kernel.cubin, kernel.kernel), disassemble(kernel.cubin)
+    if text is None:
         raise RuntimeError(f"cuobjdump cannot read a cubin for {plan.arch.name}: is it older than the compiler?")
-    threads = kernel.threads or usage.threads
+    threads = kernel.threads or entry.threads
     if threads is None:
         raise RuntimeError(f"{kernel.kernel}: neither its backend nor its cubin says how many threads a block has")
-    fits = occupancy(plan.arch, threads, usage.registers, usage.smem_bytes + kernel.dynamic_smem_bytes)
+    fits = occupancy(plan.arch, threads, entry.registers, entry.smem_bytes + kernel.dynamic_smem_bytes)
     code = sass.parse(text)
     if plan.backend == "cuda" and (parted := sass.parted_arrivals(code)):
         places = ", ".join(map(hex, parted))
@@ -118,9 +111,9 @@ def read_kernel(kernel: Exported, plan: Plan) -> Facts:
     return Facts(
         kernel=kernel.kernel,
         threads=threads,
-        registers=usage.registers,
-        stack_bytes=usage.stack_bytes,
-        static_smem_bytes=usage.smem_bytes,
+        registers=entry.registers,
+        stack_bytes=entry.stack_bytes,
+        static_smem_bytes=entry.smem_bytes,
         dynamic_smem_bytes=kernel.dynamic_smem_bytes,
         blocks=fits.blocks,
         share=round(fits.share, 4),
