@@ -51,8 +51,8 @@ RUNG_ARCHS = ("sm80", "sm90")
 
 def key_of(plan: Plan) -> Key:
     """The name of a Plan."""
-    mask = "causal" if plan.problem.causal else "full"
-    where = (plan.backend, plan.direction, plan.variant, plan.arch.name, str(plan.problem.head_dim), mask)
+    problem = plan.problem
+    where = (plan.backend, plan.direction, plan.variant, plan.arch.name, str(problem.head_dim), problem.mask)
     return (*where, str(plan.config))
 
 

@@ -10,7 +10,7 @@ from multiattn.mask import visible_pairs
 from multiattn.plan.arch import ARCHS, Arch
 from multiattn.plan.backend import REFERENCE, Backend, Launcher, Op, Plan, Variant
 from multiattn.plan.support import Capability, Reason
-from multiattn.problem import DTYPES, Operands, Problem, check_inputs
+from multiattn.problem import Operands, Problem
 
 
 def reference(
@@ -44,7 +44,7 @@ def reference(
     """
     from einops import rearrange, repeat  # here and below: a sixth of the time that importing the package takes
 
-    problem = _describe(q, k, v, causal, scale)
+    problem = Problem.as_if_contiguous(q, k, v, causal=causal, scale=scale)
     q, k, v = (tensor.to(compute_dtype) for tensor in (q, k, v))
     k, v = (repeat(tensor, "b h s d -> b (h group) s d", group=problem.group) for tensor in (k, v))
 
@@ -94,7 +94,7 @@ def reference_backward(
     """
     from einops import reduce, repeat
 
-    problem = _describe(q, k, v, causal, scale)
+    problem = Problem.as_if_contiguous(q, k, v, causal=causal, scale=scale)
     q, k, v, out, lse, dout = (tensor.to(compute_dtype) for tensor in (q, k, v, out, lse, dout))
     k, v = (repeat(tensor, "b h s d -> b (h group) s d", group=problem.group) for tensor in (k, v))
     delta = torch.einsum("b h i d, b h i d -> b h i", dout, out)
@@ -113,25 +113,6 @@ def reference_backward(
     dv = torch.einsum("b h i j, b h i d -> b h j d", weights, dout)
     dk, dv = (reduce(grad, "b (h group) s d -> b h s d", "sum", group=problem.group) for grad in (dk, dv))
     return dq, dk, dv
-
-
-def _describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None) -> Problem:
-    """The problem of tensors that may have no memory of their own, as under `torch.func`: as if contiguous."""
-    check_inputs(q, k, v)
-    _, heads_kv, seq_kv, _ = k.shape
-    batch, heads_q, seq_q, head_dim = q.shape
-    dtype = next(name for name, dtype in DTYPES.items() if dtype == q.dtype)
-    return Problem.contiguous(
-        batch=batch,
-        heads_q=heads_q,
-        heads_kv=heads_kv,
-        seq_q=seq_q,
-        seq_kv=seq_kv,
-        head_dim=head_dim,
-        dtype=dtype,
-        causal=causal,
-        scale=scale,
-    )
 
 
 def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:

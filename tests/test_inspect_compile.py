@@ -8,10 +8,11 @@ from targets_fakes import entry, facts, failed, refused, request
 from multiattn.__main__ import main
 from multiattn.inspect import build, cli
 from multiattn.inspect.build import Compilation, compile_request, requests
-from multiattn.inspect.options import MASKS, layer
+from multiattn.inspect.options import layer
 from multiattn.inspect.pool import Outcome
 from multiattn.plan.arch import GPU_ARCHS
 from multiattn.plan.backend import BACKENDS, get
+from multiattn.problem import MASKS
 
 needs_compilers = pytest.mark.skipif(
     any(get(name).probe_compiler() for name in BACKENDS), reason="a compiler is not installed"

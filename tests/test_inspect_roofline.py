@@ -7,12 +7,12 @@ import torch
 
 from bench import matrix
 from multiattn.__main__ import main
-from multiattn.inspect.options import HIDDEN, MASKS, TOKENS, layer
+from multiattn.inspect.options import HIDDEN, TOKENS, layer
 from multiattn.inspect.roofline import bounds, score_cycles
 from multiattn.mask import visible_pairs
 from multiattn.plan.arch import GPUS, gpu_by_name
 from multiattn.plan.backend import DIRECTIONS
-from multiattn.problem import Problem
+from multiattn.problem import MASKS, Problem
 
 H200 = gpu_by_name("H200")
 

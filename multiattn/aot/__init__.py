@@ -26,7 +26,7 @@ from multiattn.plan import backend as registry
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import Exported, Plan
 from multiattn.plan.records import record_of
-from multiattn.problem import VECTOR_BYTES, Operands, Problem
+from multiattn.problem import VECTOR_BYTES, Layout, Operands, Problem
 from multiattn.run import driver
 from multiattn.run.counters import counter_lender
 from multiattn.run.launch import DriverLauncher, LoadedKernel, Workspace
@@ -43,8 +43,6 @@ def write(folder: Path, plan: Plan, exported: Sequence[Exported]) -> tuple[Path,
     `exported` is all that the plan's `Op.export` gave. ValueError for a manifest that cannot be read.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / manifest.MANIFEST).exists():
-        manifest.read(folder)
     versions = dict(registry.get(plan.backend).versions())
     written: list[Path] = []
     entries: list[dict[str, Any]] = []
@@ -64,8 +62,7 @@ def write(folder: Path, plan: Plan, exported: Sequence[Exported]) -> tuple[Path,
 def _name(plan: Plan, kernel: Exported, index: int | None) -> str:
     """A kernel's name in its folder: what it is for, and a part of its hash, as one problem has many kernels."""
     problem = plan.problem
-    mask = "causal" if problem.causal else "full"
-    parts = [plan.backend, plan.direction, plan.arch.name, problem.dtype, f"d{problem.head_dim}", mask]
+    parts = [plan.backend, plan.direction, plan.arch.name, problem.dtype, f"d{problem.head_dim}", problem.mask]
     parts += [] if index is None else [str(index)]
     return "-".join((*parts, hashlib.sha256(kernel.cubin).hexdigest()[:8]))
 
@@ -74,7 +71,7 @@ def _entry(
     name: str, plan: Plan, kernel: Exported, versions: Mapping[str, str | None], kinds: tuple[str, ...]
 ) -> dict[str, Any]:
     """The record of a kernel in the manifest. Sizes are in bytes."""
-    entry = {
+    return {
         "name": name,
         "multiattn": multiattn.__version__,
         "file": f"{name}.cubin",
@@ -93,7 +90,6 @@ def _entry(
         "files": {kind: f"{name}.{kind}" for kind in kinds},
         "launch": None if kernel.binding is None else asdict(_launch(plan, kernel.binding)),
     }
-    return manifest.seal(entry)
 
 
 def _launch(plan: Plan, binding: abi.Binding) -> manifest.Launch:
@@ -146,7 +142,6 @@ def _find(entries: Sequence[Mapping[str, Any]], name: str | None) -> Mapping[str
 
 def read_cubin(folder: Path, entry: Mapping[str, Any]) -> bytes:
     """The cubin of an entry: a file of the folder itself; ValueError where either is not as it was written."""
-    manifest.check_seal(entry)
     file = entry["file"]
     path = folder / str(file)
     if not isinstance(file, str) or Path(file).name != file or path.resolve().parent != folder.resolve():
@@ -221,9 +216,8 @@ class Kernel:
         self._check(problem, q.device)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
             raise ValueError("gradients: got tensors that require them; allowed a call in torch.no_grad()")
-        out = _result("out", out, q, q.shape, (*problem.strides_out, 1), q.dtype)
-        rows = (problem.heads_q * problem.seq_q, problem.seq_q, 1)
-        lse = _result("lse", lse, q, q.shape[:3], rows, torch.float32)
+        layouts = problem.layouts
+        out, lse = (_result(name, it, layouts[name], q.device) for name, it in (("out", out), ("lse", lse)))
         if problem.is_empty:
             return out, lse
         if problem.seq_kv == 0:
@@ -280,22 +274,16 @@ def _on(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _result(
-    name: str,
-    given: torch.Tensor | None,
-    q: torch.Tensor,
-    shape: torch.Size,
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def _result(name: str, given: torch.Tensor | None, layout: Layout, device: torch.device) -> torch.Tensor:
     """A fresh result, or the caller's own if a kernel can write it; TypeError or ValueError if not."""
+    shape, strides, dtype = layout
     if given is None:
-        return q.new_empty_strided(shape, strides, dtype=dtype)
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
     if not isinstance(given, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor; got {type(given).__name__}")
     got = f"{tuple(given.shape)}, {given.dtype} on {given.device}"
-    if (given.shape, given.dtype, given.device) != (shape, dtype, q.device):
-        raise ValueError(f"{name}: got {got}; allowed {tuple(shape)}, {dtype} on {q.device}")
+    if (given.shape, given.dtype, given.device) != (shape, dtype, device):
+        raise ValueError(f"{name}: got {got}; allowed {shape}, {dtype} on {device}")
     walked = [index for index, size in enumerate(shape) if size > 1] if given.numel() else []
     laid_out = all(given.stride(index) == strides[index] for index in walked)
     if not laid_out or given.is_neg() or (given.numel() and given.data_ptr() % VECTOR_BYTES):

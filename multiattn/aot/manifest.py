@@ -1,12 +1,10 @@
 """The manifest of a folder of kernels: one process writes it at a time, and readers check what they take from it.
 
-Each entry carries a digest of itself, one of its cubin, and one of the launches that multiattn makes of it
-(`multiattn.aot.binding`).
+Each entry carries a digest of its cubin, and one of the launches that multiattn makes of it (`multiattn.aot.binding`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import threading
@@ -31,7 +29,6 @@ SCHEMA = 3
 MANIFEST = "manifest.json"
 
 _LOCK = "manifest.lock"
-_SEAL = "entry_sha256"
 
 
 # ---------------------------------------------------------------- the file
@@ -74,25 +71,6 @@ def update(folder: Path, entries: Sequence[Mapping[str, Any]]) -> Path:
         finally:
             draft.unlink(missing_ok=True)
     return path
-
-
-# ---------------------------------------------------------------- what an entry vouches for
-
-
-def seal(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Add its own digest to an entry."""
-    return {**entry, _SEAL: _digest_of(entry)}
-
-
-def check_seal(entry: Mapping[str, Any]) -> None:
-    """ValueError for an entry that is not as it was written."""
-    if (digest := _digest_of(entry)) != entry.get(_SEAL):
-        raise ValueError(f"{_SEAL}: got {entry.get(_SEAL)!r}; allowed {digest}: the entry was changed by hand")
-
-
-def _digest_of(entry: Mapping[str, Any]) -> str:
-    rest = {name: value for name, value in entry.items() if name != _SEAL}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 # ---------------------------------------------------------------- what an entry says

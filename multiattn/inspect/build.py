@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from multiattn.inspect.facts import Facts, read_plan
-from multiattn.inspect.options import mask_of, sizes_of
+from multiattn.inspect.options import sizes_of
 from multiattn.inspect.pool import run_isolated
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import GPU_ARCHS, by_name
@@ -45,14 +45,14 @@ class Request:
     def place(self) -> tuple[Any, ...]:
         """Its place among others: by direction, backend, variant, head_dim, mask and arch."""
         which = DIRECTIONS.index(self.direction), BACKENDS.index(self.backend), self.variant or ""
-        return (*which, self.problem.head_dim, mask_of(self.problem) != "full", GPU_ARCHS.index(self.arch))
+        return (*which, self.problem.head_dim, self.problem.causal, GPU_ARCHS.index(self.arch))
 
     @property
     def what(self) -> str:
         """Its problem in short."""
         it = self.problem
         heads, length = sizes_of(it)
-        return f"B={it.batch} H={heads} N={length} D={it.head_dim} {it.dtype} {mask_of(it)}"
+        return f"B={it.batch} H={heads} N={length} D={it.head_dim} {it.dtype} {it.mask}"
 
     def __str__(self) -> str:
         variant = "" if self.variant is None else f"/{self.variant}"

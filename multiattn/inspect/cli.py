@@ -13,11 +13,11 @@ from pathlib import Path
 import multiattn
 from multiattn.inspect import build, emit, remarks, tables
 from multiattn.inspect.build import Compilation, Request
-from multiattn.inspect.options import MASKS, check_work, count, counts, layer, shape, some_of, table
+from multiattn.inspect.options import check_work, count, counts, layer, shape, some_of, table
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import GPU_ARCHS
 from multiattn.plan.backend import BACKENDS, DIRECTIONS
-from multiattn.problem import DTYPES
+from multiattn.problem import DTYPES, MASKS
 
 SCHEMA = 4
 HEAD_DIMS = (64, 128, 256)

@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from multiattn.inspect.options import HIDDEN, MASKS, TOKENS, count, counts, layer, mask_of, sizes_of, table
+from multiattn.inspect.options import HIDDEN, TOKENS, count, counts, layer, sizes_of, table
 from multiattn.plan.arch import ARCHS, GPUS, Gpu, gpu_by_name
 from multiattn.plan.backend import DIRECTIONS, Direction
-from multiattn.problem import Problem
+from multiattn.problem import MASKS, Problem
 
 DTYPES = ("bf16", "fp16")
 """The dtypes that the tensor rates are stated for."""
@@ -136,14 +136,14 @@ def as_dict(problem: Problem, found: Bounds) -> dict[str, Any]:
     """A problem's sizes and its bounds, for JSON."""
     names = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "dtype")
     derived = ("time_ms", "busiest", "tflops", "peak_share", "intensity")
-    sizes = {name: getattr(problem, name) for name in names} | {"mask": mask_of(problem)}
+    sizes = {name: getattr(problem, name) for name in names} | {"mask": problem.mask}
     return {**sizes, **asdict(found), **{name: getattr(found, name) for name in derived}}
 
 
 def _cells(problem: Problem, found: Bounds) -> list[str]:
     """The row of a table."""
     heads, length = sizes_of(problem)
-    sizes = [f"{problem.batch}", heads, f"{problem.head_dim}", length, mask_of(problem)]
+    sizes = [f"{problem.batch}", heads, f"{problem.head_dim}", length, problem.mask]
     times = [f"{time:.3g}" for time in (found.tensor_ms, found.exp_ms, found.memory_ms)]
     rates = [_short(found.tflops), f"{found.peak_share:.0%}"]
     return [*sizes, _short(found.intensity), *times, " = ".join(found.busiest), *rates]

@@ -56,7 +56,7 @@ def plan_line(plan: Plan) -> str:
         "Skv": problem.seq_kv,
         "D": problem.head_dim,
         "dtype": problem.dtype,
-        "mask": "causal" if problem.causal else "full",
+        "mask": problem.mask,
         "deterministic": "yes" if variant_of(plan).deterministic else "no",
         "workspace": plan.workspace_bytes,
     }
