@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -55,23 +54,16 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compile; 1 where a compiler failed or nothing of a backend was compiled, 2 for options that cannot be."""
-    try:
-        wanted = wanted_requests(options)
-        if options.emit is None:
-            return _compile(wanted, options)
-        if idle := [name for name in ("json", "long", "remarks") if getattr(options, name)]:
-            raise ValueError(f"--emit: got it with --{' and --'.join(idle)}; allowed one or the other")
-        kinds, folder = options.emit[0].split(","), Path(options.emit[1])
-        if wrong := [kind for kind in kinds if kind not in emit.KINDS]:
-            raise ValueError(f"--emit: got {', '.join(wrong)}; allowed {', '.join(emit.KINDS)}")
-        return emit.run(wanted, kinds, folder, jobs=options.jobs, timeout_s=options.timeout)
-    except (ValueError, OSError) as error:
-        print(f"python -m multiattn compile: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nInterrupted", file=sys.stderr)
-        return 130
+    """Compile; 1 where a compiler failed or nothing of a backend was compiled."""
+    wanted = wanted_requests(options)
+    if options.emit is None:
+        return _compile(wanted, options)
+    if idle := [name for name in ("json", "long", "remarks") if getattr(options, name)]:
+        raise ValueError(f"--emit: got it with --{' and --'.join(idle)}; allowed one or the other")
+    kinds, folder = options.emit[0].split(","), Path(options.emit[1])
+    if wrong := [kind for kind in kinds if kind not in emit.KINDS]:
+        raise ValueError(f"--emit: got {', '.join(wrong)}; allowed {', '.join(emit.KINDS)}")
+    return emit.run(wanted, kinds, folder, jobs=options.jobs, timeout_s=options.timeout)
 
 
 def _compile(wanted: Sequence[Request], options: argparse.Namespace) -> int:
