@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -10,7 +12,7 @@ from multiattn.mask import visible_pairs
 from multiattn.plan.arch import ARCHS, Arch
 from multiattn.plan.backend import REFERENCE, Backend, Launcher, Op, Plan, Variant
 from multiattn.plan.support import Capability, Reason
-from multiattn.problem import Operands, Problem
+from multiattn.problem import FORWARD_RESULTS, GRADIENTS, Operands, Problem
 
 
 def reference(
@@ -130,38 +132,19 @@ def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor)
 
 
 def _prepare(plan: Plan) -> Launcher:
-    problem = plan.problem
+    problem, is_forward = plan.problem, plan.direction == "forward"
+    compute_dtype = torch.float64 if problem.dtype == "fp64" else torch.float32
+    options: Any = {"causal": problem.causal, "scale": problem.scale, "compute_dtype": compute_dtype}
 
     def launch(operands: Operands) -> None:
-        q, k, v, out, lse, *_ = operands
-        assert out is not None
-        assert lse is not None
-        compute_dtype = torch.float64 if problem.dtype == "fp64" else torch.float32
-        with torch.autocast(q.device.type, enabled=False):  # it would round what the contract computes in fp32
-            result = reference(q, k, v, causal=problem.causal, scale=problem.scale, compute_dtype=compute_dtype)
-        out.copy_(result[0])
-        lse.copy_(result[1])
-
-    return launch
-
-
-def _prepare_backward(plan: Plan) -> Launcher:
-    problem = plan.problem
-
-    def launch(operands: Operands) -> None:
-        q, k, v, out, lse, dout, dlse, *targets = operands
-        assert out is not None
-        assert lse is not None
-        assert dout is not None
-        compute_dtype = torch.float64 if problem.dtype == "fp64" else torch.float32
-        with torch.autocast(q.device.type, enabled=False):
-            grads = reference_backward(
-                q, k, v, out, lse, dout,
-                dlse=dlse, causal=problem.causal, scale=problem.scale, compute_dtype=compute_dtype,
-            )  # fmt: skip
-        for target, grad in zip(targets, grads, strict=True):
-            assert target is not None
-            target.copy_(grad)
+        *saved, dlse = operands.read
+        with torch.autocast(operands.q.device.type, enabled=False):  # it would round what the contract has in fp32
+            if is_forward:
+                results: Sequence[torch.Tensor] = reference(*operands.inputs, **options)
+            else:
+                results = reference_backward(*saved, dlse=dlse, **options)
+        for name, result in zip(FORWARD_RESULTS if is_forward else GRADIENTS, results, strict=True):
+            getattr(operands, name).copy_(result)
 
     return launch
 
@@ -193,5 +176,5 @@ BACKEND = Backend(
     probe_compiler=_probe_compiler,
     versions=lambda: {"torch": torch.__version__},
     forward=Op(variants=(_VARIANT,), prepare=_prepare),
-    backward=Op(variants=(_VARIANT,), prepare=_prepare_backward),
+    backward=Op(variants=(_VARIANT,), prepare=_prepare),
 )

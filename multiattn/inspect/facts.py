@@ -69,8 +69,7 @@ class Facts:
     @property
     def features(self) -> tuple[str, ...]:
         """The generations of tensor core and the ways of moving data that the code uses."""
-        found = mix.features(self.code)
-        return tuple(name for name in mix.FEATURES if name in found)
+        return mix.features(self.code)
 
     @property
     def main_mma(self) -> str:

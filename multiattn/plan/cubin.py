@@ -6,6 +6,8 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from multiattn.plan.arch import SMEM_RESERVED
+
 _NOBITS = 8  # type of a section that only reserves memory
 _HEADER = "<IIQQQQII"
 
@@ -96,7 +98,6 @@ _MIN_STACK_SIZE, _REGCOUNT = 0x12, 0x2F
 _SIZE_SHIFT, _SIZE_MASK = 18, 0xFFFF  # where the flags of a parameter have its size: first version, second version
 _INFO = ".nv.info."
 _RESERVED_SMEM = ".nv.shared.reserved.0"  # in the cubins, sm90 and later, that count what the system keeps
-_RESERVED_SMEM_BYTES = 1024
 
 
 def read_entry(cubin: bytes, symbol: str) -> KernelEntry:
@@ -131,7 +132,7 @@ def _read_entry(symbol: str, found: Mapping[str, Section]) -> KernelEntry:
         if attribute in resources:
             resources[attribute] = max(resources[attribute], struct.unpack("<II", value)[1])
     smem = found.get(f".nv.shared.{symbol}")
-    smem_bytes = (smem.size if smem else 0) - (_RESERVED_SMEM_BYTES if _RESERVED_SMEM in found else 0)
+    smem_bytes = (smem.size if smem else 0) - (SMEM_RESERVED if _RESERVED_SMEM in found else 0)
     return KernelEntry(
         symbol=symbol,
         slots=tuple(slots[ordinal] for ordinal in sorted(slots)),
