@@ -10,18 +10,12 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from multiattn.inspect.options import HIDDEN, TOKENS
 from multiattn.problem import DTYPES, Problem
 
 
 class InputError(ValueError):
     """An argument or a file that was given is not what is accepted; the message names both."""
-
-
-TOKENS = 16384
-"""Tokens (batch times length) of every cell of `standard`: the work of a layer stays, its shape changes."""
-
-HIDDEN = 2048
-"""Heads times head_dim of every cell of `standard`."""
 
 
 Direction = Literal["fwd", "bwd", "fwdbwd"]

@@ -15,7 +15,7 @@ import torch
 
 import multiattn
 from multiattn.inspect import cli, ncu, roofline
-from multiattn.inspect.layout import SharedTile, as_data, describe
+from multiattn.inspect.layout import SharedTile, describe
 from multiattn.inspect.layout_svg import draw
 from multiattn.inspect.options import add_problem, default_arch, problem_of
 from multiattn.plan import backend as registry
@@ -135,7 +135,7 @@ def layout(options: argparse.Namespace) -> int:
     tile = SharedTile.parse(options.tile, options.swizzle)
     if options.svg is not None:
         options.svg.write_text(draw(tile))
-    print(json.dumps(as_data(tile)) if options.json else describe(tile, elements=options.elements))
+    print(describe(tile, elements=options.elements))
     return 0
 
 
@@ -171,12 +171,11 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=ncu.run)
 
     command = commands.add_parser("layout", help="the banks of shared memory that a CUDA kernel's tile falls in")
-    command.add_argument("--tile", required=True, help="ROWSxCOLUMNS of 16-bit elements, as in 64x64")
-    swizzle = "bits of the chunk index that are XORed: 0 to 3, or auto: as the kernels do (default)"
-    command.add_argument("--swizzle", default="auto", help=swizzle)
+    command.add_argument("--tile", required=True, metavar="ROWSxCOLUMNS", help="of 16-bit elements, as in 64x64")
+    swizzle = "of the chunk index that are XORed: 0 to 3, or auto, as the kernels do; default: %(default)s"
+    command.add_argument("--swizzle", default="auto", metavar="BITS", help=swizzle)
     command.add_argument("--elements", action="store_true", help="a bank for each pair of elements, not for each chunk")
-    command.add_argument("--svg", type=Path, help="a file to draw it in as well")
-    command.add_argument("--json", action="store_true", help="print it as JSON, every row")
+    command.add_argument("--svg", type=Path, metavar="FILE", help="draw it there as well")
     command.set_defaults(run=layout)
     return parser
 

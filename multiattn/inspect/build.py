@@ -97,8 +97,6 @@ class Compilation:
     request: Request
     variant: str = ""
     config: str = ""
-    why: str = ""
-    """The reason of the rule that chose the config."""
     kernels: tuple[Facts, ...] = ()
     reasons: tuple[Reason, ...] = ()
     error: str = ""
@@ -134,8 +132,7 @@ def compile_request(request: Request) -> Compilation:
     if reasons:
         return Compilation(request=request, reasons=reasons)
     plan = request.plan()
-    config = str(plan.config)
-    return Compilation(request=request, variant=plan.variant, config=config, why=plan.why, kernels=read_plan(plan))
+    return Compilation(request=request, variant=plan.variant, config=str(plan.config), kernels=read_plan(plan))
 
 
 def build(wanted: Sequence[Request], *, jobs: int, timeout_s: float) -> Iterator[Compilation]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from multiattn.inspect import mix, remarks, sass
-from multiattn.inspect.mix import Counts
+from multiattn.inspect.mix import Mix
 from multiattn.inspect.remarks import Choice
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import occupancy
@@ -15,7 +15,7 @@ from multiattn.plan.toolchain import disassemble
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
+class Facts(Mix):
     """One kernel as it was compiled. Registers and stack are a thread's, shared memory a block's, in bytes."""
 
     kernel: str
@@ -35,12 +35,6 @@ class Facts:
     """The resource that keeps one more block out: blocks, warps, registers or smem."""
     seconds: float
     """That the compiler took."""
-    code: Counts
-    """All instructions."""
-    hot: Counts
-    """Instructions of the hot loops, the loops on tensor cores; of all code where there are none."""
-    hot_loops: int
-    code_bytes: int
     remarks: tuple[Choice, ...] = ()
     """The choices of cuTile's compiler for each source line."""
     chosen: tuple[str, ...] = ()
@@ -118,10 +112,7 @@ def read_kernel(kernel: Exported, plan: Plan) -> Facts:
         share=round(fits.share, 4),
         limiter=fits.limiter,
         seconds=round(kernel.seconds, 2),
-        code=found.code,
-        hot=found.hot,
-        hot_loops=found.hot_loops,
-        code_bytes=found.code_bytes,
         remarks=said,
         chosen=remarks.chosen(said),
+        **{it.name: getattr(found, it.name) for it in fields(found)},
     )

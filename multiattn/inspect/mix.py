@@ -124,7 +124,7 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mix:
-    """The instructions of one kernel."""
+    """The instructions of one kernel, by class."""
 
     code: Counts
     """All of its code."""

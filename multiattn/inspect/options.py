@@ -13,7 +13,8 @@ from multiattn.plan.arch import ARCHS, detect
 from multiattn.problem import DTYPES, MASKS, Problem
 
 TOKENS, HIDDEN = 16384, 2048
-"""Batch times length, and heads times head_dim, where the options say nothing else: those of `python -m bench`."""
+"""Batch times length, and heads times head_dim, where the options say nothing else; those of every cell of
+`python -m bench --suite standard`: the work of a layer stays, its shape changes."""
 
 
 def shape(text: str) -> tuple[int, ...]:

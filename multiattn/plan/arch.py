@@ -136,22 +136,17 @@ def occupancy(arch: Arch, threads: int, registers: int, smem_bytes: int) -> Occu
     if smem_bytes < 0:
         raise ValueError(f"smem_bytes: got {smem_bytes}; allowed 0 and more")
     warps = -(-threads // WARP_THREADS)
+    of_warp = _round_up(registers * WARP_THREADS, REGISTERS_UNIT)
+    warps_of_partition = arch.registers_per_sm // WARPS_UNIT // of_warp  # all of a warp lives in one partition
     fitting = {
         "blocks": arch.blocks_per_sm,
         "warps": arch.warps_per_sm // warps,
-        "registers": _blocks_by_registers(arch, warps, registers),
+        "registers": WARPS_UNIT * warps_of_partition // warps,
         "smem": arch.smem_per_sm // _round_up(smem_bytes + SMEM_RESERVED, SMEM_UNIT),
     }
     limiter = min(fitting, key=lambda name: fitting[name])  # the first of equals
     blocks = fitting[limiter]
     return Occupancy(blocks=blocks, warps=blocks * warps, share=blocks * warps / arch.warps_per_sm, limiter=limiter)
-
-
-def _blocks_by_registers(arch: Arch, warps: int, registers: int) -> int:
-    """Blocks that the register files have room for; all of a warp lives in one partition."""
-    of_warp = _round_up(registers * WARP_THREADS, REGISTERS_UNIT)
-    warps_of_partition = arch.registers_per_sm // WARPS_UNIT // of_warp
-    return WARPS_UNIT * warps_of_partition // warps
 
 
 def _round_up(value: int, unit: int) -> int:

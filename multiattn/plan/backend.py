@@ -290,16 +290,15 @@ def make_plan(
     reasons = list(backend.probe(arch)) if probe else []
     if not backend.op(direction).variants:
         reasons.append(Reason(code="direction", got=direction, allowed=f"what {backend.name} has kernels for"))
-    named = backend.op(direction).offered if variant is None else (find_variant(backend, variant, direction),)
+    named = variant is not None
+    asked = backend.op(direction).offered if variant is None else (find_variant(backend, variant, direction),)
     refusals: dict[str, tuple[Reason, ...]] = {}
     found = None
-    for candidate in named:
+    for candidate in asked:
+        plan = plan_variant(backend, candidate, problem, arch, config, direction=direction, named=named)
         if deterministic and not candidate.deterministic:
             got = f"variant {candidate.name}, which adds in any order"
-            allowed = "variants that give the same bits each time"
-            refusals[candidate.name] = (Reason(code="deterministic", got=got, allowed=allowed),)
-            continue
-        plan = plan_variant(backend, candidate, problem, arch, config, direction=direction, named=variant is not None)
+            plan = (Reason(code="deterministic", got=got, allowed="variants that give the same bits each time"),)
         if isinstance(plan, Plan):
             found = plan
             break
@@ -309,7 +308,7 @@ def make_plan(
         return replace(found, rejected=(*passed_over, *found.rejected))
     if found is None:
         # The reasons of variants for other arches help nobody, unless every variant is for another arch.
-        here = [refusals[it.name] for it in named if arch.name in it.capability.arches]
-        refused = here or [it.capability.why_not(problem, arch) for it in named]
+        here = [refusals[it.name] for it in asked if arch.name in it.capability.arches]
+        refused = here or [it.capability.why_not(problem, arch) for it in asked]
         reasons += list(dict.fromkeys(reason for refusal in refused for reason in refusal))
     raise Unsupported(backend=backend.name, arch=arch, problem=problem, reasons=reasons, direction=direction)
