@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from multiattn.mask import visible_pairs
-from multiattn.plan.arch import ARCHS, Arch
+from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import REFERENCE, Backend, Launcher, Op, Plan, Variant
 from multiattn.plan.support import Capability, Reason
 from multiattn.problem import FORWARD_RESULTS, GRADIENTS, Operands, Problem
@@ -149,14 +149,6 @@ def _prepare(plan: Plan) -> Launcher:
     return launch
 
 
-def _probe(arch: Arch) -> tuple[Reason, ...]:
-    return ()
-
-
-def _probe_compiler() -> tuple[Reason, ...]:
-    return (Reason(code="compiler", got=REFERENCE, allowed="a backend with kernels"),)
-
-
 _VARIANT = Variant(
     name="eager",
     summary="the semantics in fp32, O(Sq * Skv) memory",
@@ -172,8 +164,8 @@ _VARIANT = Variant(
 BACKEND = Backend(
     name=REFERENCE,
     summary="eager PyTorch, for truth",
-    probe=_probe,
-    probe_compiler=_probe_compiler,
+    probe=lambda arch: (),
+    probe_compiler=lambda: (Reason(code="compiler", got=REFERENCE, allowed="a backend with kernels"),),
     versions=lambda: {"torch": torch.__version__},
     forward=Op(variants=(_VARIANT,), prepare=_prepare),
     backward=Op(variants=(_VARIANT,), prepare=_prepare),

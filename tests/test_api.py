@@ -14,7 +14,7 @@ from multiattn.__main__ import main
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch, detect
 from multiattn.plan.backend import REFERENCE, make_plan
-from multiattn.plan.choice import Cell, preferred_order
+from multiattn.plan.choice import MeasuredCell, preferred_order
 from multiattn.run import calls
 
 
@@ -245,7 +245,7 @@ def test_backends_says_what_lacks_here():
 
 def test_auto_follows_the_nearest_measured_cell(monkeypatch):
     def cell(head_dim, heads=8, **tflops):
-        return Cell(
+        return MeasuredCell(
             arch="sm90", gpu="H200", date="2026-11-21", head_dim=head_dim, seq_kv=4096, causal=False,
             heads=heads, tflops=tuple(tflops.items()),
         )  # fmt: skip

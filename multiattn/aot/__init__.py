@@ -10,7 +10,7 @@ import hashlib
 import math
 import platform
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -42,7 +42,6 @@ def write(folder: Path, plan: Plan, exported: Sequence[Exported]) -> tuple[Path,
     `exported` is all that the plan's `Op.export` gave. ValueError for a manifest that cannot be read.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    versions = dict(registry.get(plan.backend).versions())
     written: list[Path] = []
     entries: list[dict[str, Any]] = []
     for index, kernel in enumerate(exported):
@@ -54,7 +53,7 @@ def write(folder: Path, plan: Plan, exported: Sequence[Exported]) -> tuple[Path,
             path = folder / f"{name}.{kind}"
             path.write_bytes(content)
             written.append(path)
-        entries.append(_entry(name, plan, kernel, versions, tuple(files)))
+        entries.append(_entry(name, plan, kernel, files))
     return *written, manifest.update(folder, entries)
 
 
@@ -66,10 +65,12 @@ def _name(plan: Plan, kernel: Exported, index: int | None) -> str:
     return "-".join((*parts, hashlib.sha256(kernel.cubin).hexdigest()[:8]))
 
 
-def _entry(
-    name: str, plan: Plan, kernel: Exported, versions: Mapping[str, str | None], kinds: tuple[str, ...]
-) -> dict[str, Any]:
+def _entry(name: str, plan: Plan, kernel: Exported, kinds: Iterable[str]) -> dict[str, Any]:
     """The record of a kernel in the manifest. Sizes are in bytes."""
+    launch = None
+    if (binding := kernel.binding) is not None:
+        digest = launches_digest(plan, binding.image, binding.constants)
+        launch = manifest.Launch(image=binding.image, constants=dict(binding.constants), sha256=digest)
     return {
         "name": name,
         "multiattn": multiattn.__version__,
@@ -83,17 +84,12 @@ def _entry(
         "problem": asdict(plan.problem),
         "config": None if plan.config is None else asdict(plan.config),
         "why": plan.why,
-        "versions": dict(versions),
+        "versions": dict(registry.get(plan.backend).versions()),
         "threads": kernel.threads,
         "dynamic_smem_bytes": kernel.dynamic_smem_bytes,
         "files": {kind: f"{name}.{kind}" for kind in kinds},
-        "launch": None if kernel.binding is None else asdict(_launch(plan, kernel.binding)),
+        "launch": launch and asdict(launch),
     }
-
-
-def _launch(plan: Plan, binding: abi.Binding) -> manifest.Launch:
-    image, constants = binding.image, dict(binding.constants)
-    return manifest.Launch(image=image, constants=constants, sha256=launches_digest(plan, image, constants))
 
 
 # ---------------------------------------------------------------- reading

@@ -18,7 +18,6 @@ from multiattn.plan.arch import GPU_ARCHS
 from multiattn.plan.backend import BACKENDS, DIRECTIONS
 from multiattn.problem import DTYPES, MASKS
 
-SCHEMA = 4
 HEAD_DIMS = (64, 128, 256)
 SEQ = 4096
 TIMEOUT_S = 300
@@ -76,7 +75,7 @@ def _compile(wanted: Sequence[Request], options: argparse.Namespace) -> int:
     if options.remarks:
         _print_remarks(entries)
     if options.json is not None:
-        save(entries, options.json)
+        options.json.write_text(json.dumps(list(map(asdict, build.ordered(entries))), indent=1) + "\n")
     return verdict(entries)
 
 
@@ -131,9 +130,3 @@ def _print_remarks(entries: Sequence[Compilation]) -> None:
             if kernel.remarks:
                 print(f"\n{entry.request}, {kernel.name}")
                 print(table(remarks.table(kernel.remarks, sources), ("line", "chosen", "source")))
-
-
-def save(entries: Sequence[Compilation], path: Path) -> None:
-    """Write entries as JSON."""
-    data = {"schema": SCHEMA, "entries": [asdict(entry) for entry in build.ordered(entries)]}
-    path.write_text(json.dumps(data, indent=1) + "\n")

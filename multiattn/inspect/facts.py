@@ -96,10 +96,8 @@ def read_kernel(kernel: Exported, plan: Plan) -> Facts:
     fits = occupancy(plan.arch, threads, entry.registers, entry.smem_bytes + kernel.dynamic_smem_bytes)
     code = sass.parse(text)
     if plan.backend == "cuda" and (parted := sass.parted_arrivals(code)):
-        places = ", ".join(map(hex, parted))
-        raise RuntimeError(
-            f"{kernel.kernel}: lanes leave their warp to arrive at an mbarrier, at {places}: it may hang"
-        )
+        at = ", ".join(map(hex, parted))
+        raise RuntimeError(f"{kernel.kernel}: lanes leave their warp to arrive at an mbarrier, at {at}: it may hang")
     found, said = mix.measure(code), remarks.parse(kernel.remarks)
     return Facts(
         kernel=kernel.kernel,

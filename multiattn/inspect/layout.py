@@ -12,7 +12,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from multiattn.inspect.options import table
@@ -63,7 +63,7 @@ class SharedTile:
     def of_kernels(cls, rows: int, columns: int) -> SharedTile:
         """The tile as the kernels lay it out where they swizzle."""
         plain = cls(rows=rows, columns=columns, swizzle=0)
-        return cls(rows=rows, columns=columns, swizzle=plain.widest_swizzle)
+        return replace(plain, swizzle=plain.widest_swizzle)
 
     @classmethod
     def parse(cls, tile: str, swizzle: str = "auto") -> SharedTile:
@@ -74,9 +74,8 @@ class SharedTile:
         if not re.fullmatch("auto|[0-3]", swizzle):
             raise ValueError(f"swizzle: got {swizzle!r}; allowed auto, 0, 1, 2, 3: how many bits are XORed")
         rows, columns = int(size[1]), int(size[2])
-        if swizzle == "auto":
-            return cls.of_kernels(rows, columns)
-        return cls(rows=rows, columns=columns, swizzle=int(swizzle))
+        found = cls.of_kernels(rows, columns)
+        return found if swizzle == "auto" else replace(found, swizzle=int(swizzle))
 
     @property
     def chunks(self) -> int:

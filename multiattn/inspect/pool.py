@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import queue
 import signal
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
@@ -24,10 +23,9 @@ START_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome(Generic[Item, Result]):
-    """The outcome of one item: a result, or an error's text; and the seconds it took."""
+    """The outcome of one item: a result, or an error's text."""
 
     item: Item
-    seconds: float
     result: Result | None = None
     error: str = ""
 
@@ -84,11 +82,11 @@ class _Worker:
     def run(self, item: Any, timeout_s: float) -> Outcome[Any, Any]:
         """The outcome of one item."""
         result, error, alive = None, "", False
-        since, what, limit = time.monotonic(), "its process not ready", START_TIMEOUT_S
+        what, limit = "its process not ready", START_TIMEOUT_S
         try:
             if self.process is None:
                 self._start()
-            since, what, limit = time.monotonic(), "not done", timeout_s
+            what, limit = "not done", timeout_s
             self.pipe.send(item)
             result, error, alive = _receive(self.pipe, limit)
         except TimeoutError:
@@ -99,10 +97,9 @@ class _Worker:
                 error = f"the process died with exit code {process.exitcode}"
         except Exception as failure:  # broad: what cannot be pickled, too, is this item's outcome alone
             error = _text(failure)
-        seconds = time.monotonic() - since
         if not alive:
             self.kill()
-        return Outcome(item=item, seconds=seconds, result=result, error=error)
+        return Outcome(item=item, result=result, error=error)
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")

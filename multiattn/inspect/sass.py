@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import networkx
+
 Graph = Mapping[int, Sequence[int]]
 """For each place in the code, the places that may follow it."""
 
@@ -62,8 +64,6 @@ def parted_arrivals(code: Sequence[Instruction]) -> list[int]:
     This holds for kernels in which only chosen lanes arrive, as in this package's CUDA kernels. It would be a false
     alarm for a branch after which the compiler brings the warp together again; none has been seen.
     """
-    import networkx
-
     graph = networkx.DiGraph(successors(code))
     raising = (place for place, it in enumerate(code) if it.name.startswith(_RAISES_REGISTERS))
     reached = {after for place in raising for after in networkx.descendants(graph, place)}
@@ -140,7 +140,5 @@ def successors(code: Sequence[Instruction]) -> Graph:
 
 def _knots(follows: Graph) -> list[frozenset[int]]:
     """Strongly connected components of more than one instruction, or of one that follows itself."""
-    import networkx
-
     found = map(frozenset, networkx.strongly_connected_components(networkx.DiGraph(follows)))
     return [knot for knot in found if len(knot) > 1 or any(place in follows[place] for place in knot)]

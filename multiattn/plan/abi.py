@@ -20,8 +20,6 @@ INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 _FORMATS: Mapping[Kind, str] = {"i8": "<b", "i32": "<i", "i64": "<q", "f32": "<f"}
 
-TENSORS = ("q", "k", "v", "out", "lse")
-"""The names of what a forward launch is given, in its order."""
 WORKSPACE = "workspace"
 """The name of a workspace of one area, which a forward's Binding asks for by `workspace_bytes`."""
 

@@ -24,7 +24,6 @@ BACKENDS: tuple[str, ...] = ("triton", "cutile", "cuda")
 REFERENCE = "reference"
 """The eager implementation: what `auto` is on CPU tensors, and the truth; never an entry of BACKENDS."""
 
-
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
@@ -130,10 +129,7 @@ class Op:
 
     variants: tuple[Variant, ...]
     spanning: tuple[str, ...] = ()
-    """Names of the variants to run where all of them would take too long: together they have every value of each flag.
-
-    Empty: all variants.
-    """
+    """Variants to run where all would take too long: together they have every value of each flag. Empty: all."""
     prepare: Callable[[Plan], Launcher]
     """Do all that is needed once per Plan, compilation included where the language allows it."""
     export: Callable[[Plan, Sequence[str]], tuple[Exported, ...]] = lambda plan, kinds: ()
