@@ -1,4 +1,4 @@
-"""``python -m bench``: the matrix, and beside it record, ladder, tune, compare, prefer, report, host, demo and docs."""
+"""Benchmarks: the matrix of backends and peers, and what is made of its results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from parity.__main__ import main as run_parity
 BACKWARD_ARCH = "sm90"
 """One arch stands for all in a demo: a backward compiles several times as long as a forward."""
 
-EPILOG = "Without a command it is run: python -m bench --suite floors. Options of a command: python -m bench run --help"
+MEASURED = ROOT / "multiattn" / "plan" / "measured.json"
+
+EPILOG = "Without a command: run, as in python -m bench --suite floors. Its options: python -m bench run --help"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -132,10 +134,9 @@ def compare_files(options: argparse.Namespace) -> int:
 
 
 def write_preferences(options: argparse.Namespace) -> int:
-    """Write multiattn/measured.json, which `auto` goes by, from every recorded suite."""
-    path = ROOT / "multiattn" / "measured.json"
-    count = verdicts.write_preferences(_rows(options), path)
-    print(f"Written: {path}, {count} cells")
+    """Write multiattn/plan/measured.json, which `auto` goes by, from every recorded suite."""
+    count = verdicts.write_preferences(_rows(options), MEASURED)
+    print(f"Written: {MEASURED}, {count} cells")
     return 0
 
 

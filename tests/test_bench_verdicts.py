@@ -2,12 +2,15 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import bench_fakes as fakes
 import pytest
 
+from bench import cli
 from bench.matrix import SUITES
 from bench.verdicts import change_table, compare, preferences, write_preferences
+from multiattn.plan import choice
 from multiattn.plan.choice import MeasuredCell
 from multiattn.plan.support import Reason
 
@@ -67,6 +70,7 @@ def test_preferences_are_what_multiattn_reads(tmp_path):
     with pytest.raises(ValueError, match="nothing to prefer by"):
         write_preferences(rows[-1:], path)
     assert write_preferences(rows, path) == 2
+    assert Path(choice.__file__).with_name("measured.json") == cli.MEASURED
     cells = [
         MeasuredCell(**{**cell, "tflops": tuple(sorted(cell["tflops"].items()))})
         for cell in json.loads(path.read_text())
