@@ -145,12 +145,12 @@ def build(wanted: Sequence[Request], *, jobs: int, timeout_s: float) -> Iterator
 
 
 def ordered(entries: Sequence[Compilation]) -> list[Compilation]:
-    """By direction, backend, variant, head_dim, mask and arch, whatever order they ended in."""
+    """Sort entries by direction, backend, variant, head_dim, mask and arch."""
     return sorted(entries, key=lambda entry: entry.request.place)
 
 
 def print_idle(wanted: Sequence[Request], made: Sequence[Request]) -> bool:
-    """Print which backend was asked for a direction of which nothing was made; whether there is one."""
+    """Print each backend and direction that was asked for and of which nothing was made; True if there is one."""
     pairs = dict.fromkeys((it.backend, it.direction) for it in wanted)
     idle = [pair for pair in pairs if not any((it.backend, it.direction) == pair for it in made)]
     for backend, direction in idle:

@@ -20,25 +20,25 @@ class Facts(Mix):
 
     kernel: str
     threads: int
-    """In a block."""
+    """Threads of a block."""
     registers: int
     stack_bytes: int
     static_smem_bytes: int
     """As the cubin has it, without the KiB that the system keeps in every block."""
     dynamic_smem_bytes: int
-    """That a launch asks for."""
+    """Bytes that a launch asks for."""
     blocks: int
-    """That an SM holds at one time."""
+    """Blocks that an SM holds at one time."""
     share: float
     """Share of the warps that an SM can hold, 0 to 1."""
     limiter: str
     """The resource that keeps one more block out: blocks, warps, registers or smem."""
     seconds: float
-    """That the compiler took."""
+    """Time that the compiler took."""
     remarks: tuple[Choice, ...] = ()
     """The choices of cuTile's compiler for each source line."""
     chosen: tuple[str, ...] = ()
-    """The part of it that a new compiler should still choose somewhere."""
+    """The part of `remarks` that a new compiler should still choose somewhere."""
 
     @property
     def name(self) -> str:

@@ -18,7 +18,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 START_TIMEOUT_S = 300.0
-"""For a process to import what it runs, on a machine that has much else to do."""
+"""Time for a process to import what it runs, on a machine that is busy with other work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

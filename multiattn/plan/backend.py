@@ -57,7 +57,7 @@ class Exported:
     threads: int | None = None
     """Threads of a block; None where only the cubin says."""
     dynamic_smem_bytes: int = 0
-    """That a launch asks for, beside the static part that the cubin has."""
+    """Shared memory that a launch asks for, beside the static part that the cubin has."""
     texts: Mapping[str, bytes] = field(default_factory=dict)
     """Intermediate code that was asked for, by kind: ``ptx``, ``ttgir``, ``tileir``."""
     remarks: str = ""
@@ -303,7 +303,7 @@ def make_plan(
         passed_over = (f"variant {name}: {reason}" for name, why in refusals.items() for reason in why)
         return replace(found, rejected=(*passed_over, *found.rejected))
     if found is None:
-        # The reasons of variants for other arches help nobody, unless every variant is for another arch.
+        # The reasons of variants for other arches do not help, unless every variant is for another arch.
         here = [refusals[it.name] for it in asked if arch.name in it.capability.arches]
         refused = here or [it.capability.why_not(problem, arch) for it in asked]
         reasons += list(dict.fromkeys(reason for refusal in refused for reason in refusal))

@@ -36,7 +36,7 @@ SECTOR_BYTES = 32
 """The least that one access reads from device memory."""
 
 COMPILED = "compiled, not measured: "
-"""Starts the `why` of a rule for GPUs that nobody timed it on: what is known of it is what the compilers say."""
+"""Starts the `why` of a rule that was never timed on its GPUs: only what the compilers say of it is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -97,7 +97,7 @@ class Unsupported(RuntimeError):  # noqa: N818 - the contract's name: `except mu
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For pickle and copy: not made anew, as an exception's `args` would have it, but with all that it has."""
+        """Let pickle and copy keep all attributes, where an exception would be made anew from its `args`."""
         return type(self).__new__, (type(self), *self.args), self.__dict__
 
 

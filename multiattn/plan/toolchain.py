@@ -28,7 +28,7 @@ def release_of(version: str) -> tuple[int, ...]:
 
 
 def dotted(release: tuple[int, ...]) -> str:
-    """A release as one writes it."""
+    """A release as text, as in ``3.6``."""
     return ".".join(map(str, release))
 
 

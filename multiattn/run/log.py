@@ -1,8 +1,7 @@
 """``MULTIATTN_LOG=plan``: one line on stderr for each launch, with the Plan that ran.
 
 The variable is read when a launcher is prepared, once per Plan: set it before the first call. Off, a launch goes
-through none of this. Lines go to stderr itself rather than through `logging`, whose default drops them: who sets the
-variable wants to see them.
+through none of this. Lines go to stderr itself rather than through `logging`, whose default would drop them.
 """
 
 from __future__ import annotations
