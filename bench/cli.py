@@ -1,4 +1,4 @@
-"""``python -m bench``: the matrix, and beside it record, ladder, tune, compare, prefer, report, host, demo and docs."""
+"""Benchmarks: the matrix of backends and peers, and what is made of its results."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ from bench.results import NO_GPU, RESULTS, ROOT, Row, Store, environment, is_our
 from bench.run import DeviceLostError, Job, Machine, run
 from bench.timing import REGIMES, Budget, CudaClock
 from multiattn.__main__ import main as run_multiattn
-from multiattn.inspect.cli import load as load_compiled
-from multiattn.inspect.tables import detailed
+from multiattn.inspect.build import Compilation, requests
+from multiattn.inspect.cli import compile_all, verdict
+from multiattn.inspect.options import layer
+from multiattn.inspect.tables import detailed, text_table
 from parity.__main__ import main as run_parity
 
 BACKWARD_ARCH = "sm90"
 """One arch stands for all in a demo: a backward compiles several times as long as a forward."""
 
-EPILOG = "Without a command it is run: python -m bench --suite floors. Options of a command: python -m bench run --help"
+MEASURED = ROOT / "multiattn" / "plan" / "measured.json"
+
+EPILOG = "Without a command: run, as in python -m bench --suite floors. Its options: python -m bench run --help"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -130,10 +134,9 @@ def compare_files(options: argparse.Namespace) -> int:
 
 
 def write_preferences(options: argparse.Namespace) -> int:
-    """Write multiattn/measured.json, which `auto` goes by, from every recorded suite."""
-    path = ROOT / "multiattn" / "measured.json"
-    count = verdicts.write_preferences(_rows(options), path)
-    print(f"Written: {path}, {count} cells")
+    """Write multiattn/plan/measured.json, which `auto` goes by, from every recorded suite."""
+    count = verdicts.write_preferences(_rows(options), MEASURED)
+    print(f"Written: {MEASURED}, {count} cells")
     return 0
 
 
@@ -166,13 +169,19 @@ def update_docs(options: argparse.Namespace) -> int:
 def run_demo(options: argparse.Namespace) -> int:
     """Run parity, compile for every target, time the floors where there is a GPU, and write one page of it all."""
     out, jobs = options.out, ["--jobs", str(options.jobs)]
-    forward, backward = out / "bench" / "compile.json", out / "bench" / "compile_backward.json"
-    compiled = ["compile", *jobs, "--head-dim", "128", "--mask", "causal", "--direction"]
-    backward_only = [*compiled, "backward", "--arch", BACKWARD_ARCH, "--json", str(backward)]
+    problems = [layer(128, 4096, "causal")]
+    wanted = requests(problems, directions=("forward",))
+    wanted += requests(problems, directions=("backward",), arches=(BACKWARD_ARCH,))
+    compiled: list[Compilation] = []
+
+    def compile_kernels(_: list[str]) -> int:
+        compiled.extend(compile_all(wanted, jobs=options.jobs))
+        print(text_table(compiled))
+        return verdict(compiled)
+
     steps: list[tuple[str, Callable[[list[str]], int], list[str]]] = [
         ("Parity", run_parity, [*jobs, "--out", str(out / "parity")]),
-        ("Compiled for every target", run_multiattn, [*compiled, "forward", "--json", str(forward)]),
-        (f"Backward compiled for {BACKWARD_ARCH}", run_multiattn, backward_only),
+        (f"Compiled for every target, the backward for {BACKWARD_ARCH}", compile_kernels, []),
         ("Speed", main, ["run", "--suite", "floors", "--no-compile", *jobs, "--out", str(out / "bench")]),
     ]
     failed = []
@@ -183,7 +192,7 @@ def run_demo(options: argparse.Namespace) -> int:
     parity = json.loads((out / "parity" / "parity.json").read_text())
     sections = [
         report.section("Parity", "\n".join((parity["verdict"], *parity["failures"])), "parity/parity.html"),
-        report.section("Compiled for every target", detailed([*load_compiled(forward), *load_compiled(backward)])),
+        report.section("Compiled for every target", detailed(compiled)),
         report.speed_section("Speed", report.load_all([out / "bench" / "floors.json"])),
     ]
     recorded = [path for path in recorded_files() if path.stem in ("standard", "backward")]

@@ -10,18 +10,12 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from multiattn.inspect.options import HIDDEN, TOKENS
 from multiattn.problem import DTYPES, Problem
 
 
 class InputError(ValueError):
     """An argument or a file that was given is not what is accepted; the message names both."""
-
-
-TOKENS = 16384
-"""Tokens (batch times length) of every cell of `standard`: the work of a layer stays, its shape changes."""
-
-HIDDEN = 2048
-"""Heads times head_dim of every cell of `standard`."""
 
 
 Direction = Literal["fwd", "bwd", "fwdbwd"]
@@ -206,15 +200,13 @@ def forward_flops(problem: Problem) -> int:
     return 4 * problem.batch * problem.heads_q * problem.visible_pairs * problem.head_dim
 
 
-BACKWARD_FACTOR = 2.5
-"""A backward's products over a forward's: scores again, dv, dp, dk and dq, so five for two. By convention also of one
-that computes scores and dp twice, so that rates compare times (Dao, "FlashAttention-2", section 4.1)."""
-
-
 def cell_flops(cell: Cell) -> int:
-    """FLOP of a cell in its direction."""
-    factor = {"fwd": 1.0, "bwd": BACKWARD_FACTOR, "fwdbwd": 1.0 + BACKWARD_FACTOR}[cell.direction]
-    return round(factor * forward_flops(cell.problem))
+    """FLOP of a cell in its direction. A backward has five products: scores again, dv, dp, dk and dq.
+
+    A backward that computes scores and dp twice gets no credit for it, so that rates compare times (Dao,
+    "FlashAttention-2", section 4.1).
+    """
+    return {"fwd": 2, "bwd": 5, "fwdbwd": 7}[cell.direction] * forward_flops(cell.problem) // 2
 
 
 def tflops(flops: int, time_ms: float) -> float:

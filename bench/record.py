@@ -51,8 +51,8 @@ RUNG_ARCHS = ("sm80", "sm90")
 
 def key_of(plan: Plan) -> Key:
     """The name of a Plan."""
-    mask = "causal" if plan.problem.causal else "full"
-    where = (plan.backend, plan.direction, plan.variant, plan.arch.name, str(plan.problem.head_dim), mask)
+    problem = plan.problem
+    where = (plan.backend, plan.direction, plan.variant, plan.arch.name, str(problem.head_dim), problem.mask)
     return (*where, str(plan.config))
 
 
@@ -311,7 +311,7 @@ def _compile(
     def before(plan: Plan) -> Record:
         return recorded.get(plan.arch.name, EMPTY)
 
-    work = [(it, before(it).kernels_of(it) if options.check else ()) for it in chosen]
+    work = [(it, before(it).kernels_of(it)) for it in chosen]
     made: dict[Key, Kernels] = {}
     verdicts: list[tuple[str, Plan]] = []
     for done, outcome in enumerate(run_isolated(compile_task, work, jobs=options.jobs, timeout_s=TIMEOUT_S), 1):

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from multiattn.inspect import store
 from multiattn.inspect.facts import Facts, read_kernel
 from multiattn.inspect.mix import Counts
 from multiattn.plan import backend as registry
@@ -132,7 +130,7 @@ def doors() -> Doors:
 def compile_task(task: tuple[Plan, tuple[Kernel, ...]]) -> tuple[Kernel, ...]:
     """Compile the kernels of a Plan, unless the cache has them. The compiler's own exception passes through.
 
-    Kernels on record, the second part of `task`, are not read again while their digest is the same.
+    Kernels on record, the second part of `task`, are not read again while their key and digest are the same.
     """
     stand, (plan, recorded) = doors(), task
     stand.take()
@@ -145,15 +143,7 @@ def _read(kernel: Exported, key: str, plan: Plan, known: Kernel | None) -> Kerne
     digest = digest_of(kernel)
     if known is not None and known.digest == digest:
         return known
-    kept = doors().folder / f"{key}.facts-{store.readers()[:8]}.json"  # Triton takes any in the folder for its own
-    try:
-        facts = Facts.from_dict(json.loads(kept.read_text()))
-    except (OSError, ValueError, KeyError, TypeError):  # not there, or cut off: it is read again
-        facts = read_kernel(kernel, plan)
-        draft = kept.with_suffix(".new")
-        draft.write_text(json.dumps(asdict(facts)))
-        draft.replace(kept)
-    return Kernel.of(facts, key=key, digest=digest)
+    return Kernel.of(read_kernel(kernel, plan), key=key, digest=digest)
 
 
 # ---------------------------------------------------------------- doors

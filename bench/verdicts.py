@@ -66,7 +66,7 @@ def change_table(changes: Iterable[Change]) -> str:
 
 
 def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """The cells of multiattn/measured.json (see multiattn.plan.choice.Cell), from device rows of the best variants.
+    """Each `multiattn.plan.choice.MeasuredCell`, for measured.json beside it, from device rows of the best variants.
 
     Only the newest run of a cell counts, nothing host-bound, and no run in which a backend ran a variant that is no
     longer its choice there. Of cells that share GPU, head_dim, length, mask, heads and how many of them share keys, the

@@ -15,6 +15,8 @@ import torch
 
 import multiattn
 from multiattn.inspect import cli, ncu, roofline
+from multiattn.inspect.layout import SharedTile, describe
+from multiattn.inspect.layout_svg import draw
 from multiattn.inspect.options import add_problem, default_arch, problem_of
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, Arch, detect
@@ -26,8 +28,15 @@ from multiattn.problem import Problem
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is 0 when something works, 1 when nothing does, 2 for wrong options."""
     options = _parser().parse_args(arguments)
-    status: int = options.run(options)
-    return status
+    try:
+        status: int = options.run(options)
+        return status
+    except (ValueError, OSError, Unsupported) as error:
+        print(f"python -m multiattn {options.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nInterrupted", file=sys.stderr)
+        return 130
 
 
 # ---------------------------------------------------------------- doctor
@@ -81,11 +90,7 @@ def _diagnose_backend(backend: Backend, devices: Iterable[torch.device]) -> dict
 
 def explain(options: argparse.Namespace) -> int:
     """Print the plan of each variant, by direction and backend, with what was passed over; or why there is none."""
-    try:
-        problem = problem_of(options)
-    except ValueError as error:
-        sys.exit(f"python -m multiattn explain: {error}")
-    arch = ARCHS[options.arch]
+    problem, arch = problem_of(options), ARCHS[options.arch]
     able = 0
     for direction in DIRECTIONS if options.direction == "both" else (options.direction,):
         print(f"{problem} {direction} on {arch.name} ({arch.title})")
@@ -126,21 +131,11 @@ def _print_reasons(reasons: Iterable[Reason | str]) -> None:
 
 
 def layout(options: argparse.Namespace) -> int:
-    """Print the banks that a tile of the CUDA kernels falls in, and its conflicts; 2 for a wrong tile."""
-    from multiattn.inspect import layout as model
-    from multiattn.inspect import layout_svg
-
-    try:
-        tile = model.SharedTile.parse(options.tile, options.swizzle)
-        if options.svg is not None:
-            options.svg.write_text(layout_svg.draw(tile))
-    except (ValueError, OSError) as error:
-        print(f"python -m multiattn layout: {error}", file=sys.stderr)
-        return 2
-    if options.json:
-        print(json.dumps(model.as_data(tile)))
-    else:
-        print(model.describe(tile, elements=options.elements))
+    """Print the banks that a tile of the CUDA kernels falls in, and its conflicts."""
+    tile = SharedTile.parse(options.tile, options.swizzle)
+    if options.svg is not None:
+        options.svg.write_text(draw(tile))
+    print(describe(tile, elements=options.elements))
     return 0
 
 
@@ -150,7 +145,7 @@ def layout(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     what = "What works here, what would run, what to expect of it, and what it waits for."
     parser = argparse.ArgumentParser(prog="python -m multiattn", description=what)
-    commands = parser.add_subparsers(required=True, metavar="{doctor,explain,compile,roofline,ncu,layout}")
+    commands = parser.add_subparsers(required=True, dest="command")
 
     command = commands.add_parser("doctor", help="what works on this machine, what does not and why")
     command.add_argument("--json", action="store_true", help="print the findings as JSON")
@@ -176,12 +171,11 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=ncu.run)
 
     command = commands.add_parser("layout", help="the banks of shared memory that a CUDA kernel's tile falls in")
-    command.add_argument("--tile", required=True, help="ROWSxCOLUMNS of 16-bit elements, as in 64x64")
-    swizzle = "bits of the chunk index that are XORed: 0 to 3, or auto: as the kernels do (default)"
-    command.add_argument("--swizzle", default="auto", help=swizzle)
+    command.add_argument("--tile", required=True, metavar="ROWSxCOLUMNS", help="of 16-bit elements, as in 64x64")
+    swizzle = "of the chunk index that are XORed: 0 to 3, or auto, as the kernels do; default: %(default)s"
+    command.add_argument("--swizzle", default="auto", metavar="BITS", help=swizzle)
     command.add_argument("--elements", action="store_true", help="a bank for each pair of elements, not for each chunk")
-    command.add_argument("--svg", type=Path, help="a file to draw it in as well")
-    command.add_argument("--json", action="store_true", help="print it as JSON, every row")
+    command.add_argument("--svg", type=Path, metavar="FILE", help="draw it there as well")
     command.set_defaults(run=layout)
     return parser
 

@@ -157,8 +157,8 @@ def explain(
 ) -> Plan | tuple[Reason, ...]:
     """The Plan that `fmha` would launch for these arguments, or every reason why it would refuse.
 
-    A problem without queries or without keys has a Plan like any other, but its launch is no kernel: there is nothing
-    to do, or every row is empty. `Plan.describe` says all of it in lines.
+    A problem without queries or without keys has a Plan like any other, but launches no kernel: there is nothing to do,
+    or every row is empty. `Plan.describe` prints a Plan in lines.
 
     Args:
         q, k, v: as for `fmha`; or one `Problem` in place of all three, with `arch`. Tensors that require grad are
@@ -196,7 +196,7 @@ def explain(
 
 
 def backends(device: torch.device | str | None = None) -> Mapping[str, tuple[Reason, ...]]:
-    """Every backend and what this machine lacks to run it on `device`: no reason, no lack.
+    """Every backend, with the reasons why this machine cannot run it on `device`; none if it can.
 
     `device` None is the current GPU where there is one, else the CPU.
     """

@@ -10,7 +10,7 @@ import torch
 
 
 def count_visible_pairs(seq_q: int, seq_kv: int, *, causal: bool) -> int:
-    """(query, key) pairs that count of two sequences, under the bottom-right mask if `causal`."""
+    """The number of (query, key) pairs of two sequences that the mask leaves, bottom-right aligned if `causal`."""
     if not causal:
         return seq_q * seq_kv
     offset = seq_kv - seq_q

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -22,6 +22,8 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 """Short names of the dtypes a Problem can carry; which of them a backend takes is its capability."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+MASKS = ("full", "causal")
 
 Strides = tuple[int, int, int]
 """Element strides of (batch, head, sequence); the stride of D is 1 by contract."""
@@ -174,28 +176,33 @@ class Problem:
         Raises TypeError or ValueError, naming what came and what is accepted, for whatever is wrong for
         every backend; what only some backends refuse is left to their capability.
         """
-        check_inputs(q, k, v)
-        check_causal(causal)
-        batch, heads_q, seq_q, head_dim = q.shape
-        _, heads_kv, seq_kv, _ = k.shape
-        tensors = (q, k, v)
-        strides_q, strides_k, strides_v = (_strides(tensor) for tensor in tensors)
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        plain = cls.as_if_contiguous(q, k, v, causal=causal, scale=scale)
+        strides_q, strides_k, strides_v = map(_strides, (q, k, v))
+        addresses = [tensor.data_ptr() for tensor in (q, k, v)]
         offsets = [stride * q.element_size() for stride in (*strides_q, *strides_k, *strides_v)]
-        return cls(
+        alignment = math.gcd(VECTOR_BYTES, *addresses, *offsets)
+        return replace(plain, strides_q=strides_q, strides_k=strides_k, strides_v=strides_v, alignment=alignment)
+
+    @classmethod
+    def as_if_contiguous(
+        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None
+    ) -> Problem:
+        """The problem of contiguous tensors like these, which may have no memory, as under `torch.func`.
+
+        Raises as `of`.
+        """
+        check_inputs(q, k, v)
+        batch, heads_q, seq_q, head_dim = q.shape
+        return cls.contiguous(
             batch=batch,
             heads_q=heads_q,
-            heads_kv=heads_kv,
+            heads_kv=k.shape[1],
             seq_q=seq_q,
-            seq_kv=seq_kv,
+            seq_kv=k.shape[2],
             head_dim=head_dim,
             dtype=_NAMES[q.dtype],
             causal=causal,
-            scale=check_scale(scale, head_dim),
-            strides_q=strides_q,
-            strides_k=strides_k,
-            strides_v=strides_v,
-            alignment=math.gcd(VECTOR_BYTES, *addresses, *offsets),
+            scale=scale,
         )
 
     @classmethod
@@ -320,6 +327,11 @@ class Problem:
         return self.causal
 
     @property
+    def mask(self) -> str:
+        """The name of the mask, one of `MASKS`."""
+        return MASKS[self.causal]
+
+    @property
     def causal_offset(self) -> int:
         """Bottom-right alignment: key j is visible to query i when ``j <= i + causal_offset``."""
         return self.seq_kv - self.seq_q
@@ -340,11 +352,8 @@ class Problem:
         return count_visible_pairs(self.seq_q, self.seq_kv, causal=self.causal)
 
     def __str__(self) -> str:
-        mask = "causal" if self.causal else "full"
-        return (
-            f"B={self.batch} Hq={self.heads_q} Hkv={self.heads_kv} Sq={self.seq_q} Skv={self.seq_kv} "
-            f"D={self.head_dim} {self.dtype} {mask}"
-        )
+        heads, lengths = f"Hq={self.heads_q} Hkv={self.heads_kv}", f"Sq={self.seq_q} Skv={self.seq_kv}"
+        return f"B={self.batch} {heads} {lengths} D={self.head_dim} {self.dtype} {self.mask}"
 
 
 def problem_of(operands: Operands, options: Options) -> Problem:

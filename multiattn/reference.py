@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from multiattn.mask import visible_pairs
-from multiattn.plan.arch import ARCHS, Arch
+from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import REFERENCE, Backend, Launcher, Op, Plan, Variant
 from multiattn.plan.support import Capability, Reason
-from multiattn.problem import DTYPES, Operands, Problem, check_inputs
+from multiattn.problem import FORWARD_RESULTS, GRADIENTS, Operands, Problem
 
 
 def reference(
@@ -44,7 +46,7 @@ def reference(
     """
     from einops import rearrange, repeat  # here and below: a sixth of the time that importing the package takes
 
-    problem = _describe(q, k, v, causal, scale)
+    problem = Problem.as_if_contiguous(q, k, v, causal=causal, scale=scale)
     q, k, v = (tensor.to(compute_dtype) for tensor in (q, k, v))
     k, v = (repeat(tensor, "b h s d -> b (h group) s d", group=problem.group) for tensor in (k, v))
 
@@ -94,7 +96,7 @@ def reference_backward(
     """
     from einops import reduce, repeat
 
-    problem = _describe(q, k, v, causal, scale)
+    problem = Problem.as_if_contiguous(q, k, v, causal=causal, scale=scale)
     q, k, v, out, lse, dout = (tensor.to(compute_dtype) for tensor in (q, k, v, out, lse, dout))
     k, v = (repeat(tensor, "b h s d -> b (h group) s d", group=problem.group) for tensor in (k, v))
     delta = torch.einsum("b h i d, b h i d -> b h i", dout, out)
@@ -115,25 +117,6 @@ def reference_backward(
     return dq, dk, dv
 
 
-def _describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None) -> Problem:
-    """The problem of tensors that may have no memory of their own, as under `torch.func`: as if contiguous."""
-    check_inputs(q, k, v)
-    _, heads_kv, seq_kv, _ = k.shape
-    batch, heads_q, seq_q, head_dim = q.shape
-    dtype = next(name for name, dtype in DTYPES.items() if dtype == q.dtype)
-    return Problem.contiguous(
-        batch=batch,
-        heads_q=heads_q,
-        heads_kv=heads_kv,
-        seq_q=seq_q,
-        seq_kv=seq_kv,
-        head_dim=head_dim,
-        dtype=dtype,
-        causal=causal,
-        scale=scale,
-    )
-
-
 def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     """``weights @ v`` in which a masked key contributes nothing, where IEEE has ``0 * nan = 0 * inf = nan``."""
     finite = torch.isfinite(v)
@@ -149,48 +132,21 @@ def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor)
 
 
 def _prepare(plan: Plan) -> Launcher:
-    problem = plan.problem
+    problem, is_forward = plan.problem, plan.direction == "forward"
+    compute_dtype = torch.float64 if problem.dtype == "fp64" else torch.float32
+    options: Any = {"causal": problem.causal, "scale": problem.scale, "compute_dtype": compute_dtype}
 
     def launch(operands: Operands) -> None:
-        q, k, v, out, lse, *_ = operands
-        assert out is not None
-        assert lse is not None
-        compute_dtype = torch.float64 if problem.dtype == "fp64" else torch.float32
-        with torch.autocast(q.device.type, enabled=False):  # it would round what the contract computes in fp32
-            result = reference(q, k, v, causal=problem.causal, scale=problem.scale, compute_dtype=compute_dtype)
-        out.copy_(result[0])
-        lse.copy_(result[1])
+        *saved, dlse = operands.read
+        with torch.autocast(operands.q.device.type, enabled=False):  # it would round what the contract has in fp32
+            if is_forward:
+                results: Sequence[torch.Tensor] = reference(*operands.inputs, **options)
+            else:
+                results = reference_backward(*saved, dlse=dlse, **options)
+        for name, result in zip(FORWARD_RESULTS if is_forward else GRADIENTS, results, strict=True):
+            getattr(operands, name).copy_(result)
 
     return launch
-
-
-def _prepare_backward(plan: Plan) -> Launcher:
-    problem = plan.problem
-
-    def launch(operands: Operands) -> None:
-        q, k, v, out, lse, dout, dlse, *targets = operands
-        assert out is not None
-        assert lse is not None
-        assert dout is not None
-        compute_dtype = torch.float64 if problem.dtype == "fp64" else torch.float32
-        with torch.autocast(q.device.type, enabled=False):
-            grads = reference_backward(
-                q, k, v, out, lse, dout,
-                dlse=dlse, causal=problem.causal, scale=problem.scale, compute_dtype=compute_dtype,
-            )  # fmt: skip
-        for target, grad in zip(targets, grads, strict=True):
-            assert target is not None
-            target.copy_(grad)
-
-    return launch
-
-
-def _probe(arch: Arch) -> tuple[Reason, ...]:
-    return ()
-
-
-def _probe_compiler() -> tuple[Reason, ...]:
-    return (Reason(code="compiler", got=REFERENCE, allowed="a backend with kernels"),)
 
 
 _VARIANT = Variant(
@@ -208,9 +164,9 @@ _VARIANT = Variant(
 BACKEND = Backend(
     name=REFERENCE,
     summary="eager PyTorch, for truth",
-    probe=_probe,
-    probe_compiler=_probe_compiler,
+    probe=lambda arch: (),
+    probe_compiler=lambda: (Reason(code="compiler", got=REFERENCE, allowed="a backend with kernels"),),
     versions=lambda: {"torch": torch.__version__},
     forward=Op(variants=(_VARIANT,), prepare=_prepare),
-    backward=Op(variants=(_VARIANT,), prepare=_prepare_backward),
+    backward=Op(variants=(_VARIANT,), prepare=_prepare),
 )

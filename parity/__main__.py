@@ -1,6 +1,6 @@
-"""``python -m parity``: run the cases on the backends asked for and write the cross-backend report.
+"""Run the parity cases on the backends that are asked for, and write the cross-backend report.
 
-``python -m parity train`` trains a small GPT with each backend instead (`parity.training`).
+python -m parity train trains a small GPT with each backend instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from multiattn.plan.backend import BACKENDS, DIRECTIONS, REFERENCE, Direction
+from multiattn.inspect.options import count, some_of
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, REFERENCE
 from parity.cases import matching, suite
 from parity.report import Report, describe_environment, feeding_table, summary_table, verdict, write
 from parity.results import CaseReport
@@ -36,8 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: got cuda, but torch finds no GPU here")
-    if options.jobs < 1:
-        parser.error(f"--jobs: got {options.jobs}; allowed 1 and more")
     device = torch.device(options.device)
     try:
         cases = matching(suite(device), options.case or ["*"])
@@ -49,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--out: {error}")
     torch.set_num_threads(1)  # the cases are small; the workers are the parallelism
     backends = tuple(dict.fromkeys(options.backend or BACKENDS))
-    contenders = contenders_of(backends, options.variants, options.direction)
+    contenders = contenders_of(backends, options.variants, [it for it in DIRECTIONS if it in options.direction])
     environment = describe_environment(device, contenders)
     order = {case.name: index for index, case in enumerate(cases)}
     reports: list[CaseReport] = []
@@ -96,14 +95,6 @@ def _print(report: Report) -> None:
     print(verdict(report))
 
 
-def _directions(text: str) -> tuple[Direction, ...]:
-    asked = text.split(",")
-    for name in asked:
-        if name not in DIRECTIONS:
-            raise argparse.ArgumentTypeError(f"got {name!r}; allowed {', '.join(DIRECTIONS)}")
-    return tuple(direction for direction in DIRECTIONS if direction in asked)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m parity", description=__doc__)
     parser.add_argument(
@@ -116,14 +107,15 @@ def _parser() -> argparse.ArgumentParser:
         "--variants",
         choices=VARIANTS,
         default="best",
-        help="of each backend: the best for each case (default), in turns, each case on all that span it, or on every",
+        help="of each backend. best (default): the best for each case; turns: one for each case, in turns; "
+        "all: those that together have every value of each flag; every: every one",
     )
     parser.add_argument(
         "--direction",
-        type=_directions,
+        type=some_of(DIRECTIONS),
         default=DIRECTIONS,
-        metavar="NAMES",
-        help="forward, backward or both, with a comma; default both",
+        metavar="A,B",
+        help=f"of {','.join(DIRECTIONS)}; default both",
     )
     parser.add_argument(
         "--device",
@@ -134,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--case", action="append", metavar="GLOB", help="names to run; may be given again; default all")
     parser.add_argument("--out", type=Path, default=Path("out/parity"), help="folder of the report (%(default)s)")
     jobs = min(MOST_JOBS, os.cpu_count() or 1)
-    parser.add_argument("--jobs", type=int, default=jobs, help="worker processes (default here: %(default)s)")
+    parser.add_argument("--jobs", type=count, default=jobs, help="worker processes (default here: %(default)s)")
     return parser
 
 

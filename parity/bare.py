@@ -24,14 +24,14 @@ from multiattn.plan.backend import BACKENDS, DIRECTIONS, Backend, Direction, Pla
 from multiattn.plan.config import Rule, has_whole_sectors
 from multiattn.problem import Problem
 from multiattn.run.execute import launch, launch_backward
-from parity.cases import Case, Layout
+from parity.cases import Case, Memory
 
 WATCHED = (
     Case(name="ragged", why="ragged tiles of queries and keys; padded head_dim", head_dim=72, causal=True),
     Case(name="gqa", why="heads that share keys; rows that see no key", heads_q=4, seq_q=203, seq_kv=113, causal=True),
     Case(name="wide", why="the tiles of D=128, whole and ragged", seq_q=256, seq_kv=300, head_dim=128, dtype="fp16"),
     Case(name="sliced", why="head_dim in slices, the last one not whole", head_dim=328, causal=True),
-    Case(name="unaligned", why="element loads", head_dim=40, layout=Layout(row_pad=1)),
+    Case(name="unaligned", why="element loads", head_dim=40, layout=Memory(row_pad=1)),
 )
 
 

@@ -58,7 +58,7 @@ CROSS_FED = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class Memory:
     """Where q, k and v lie in memory. The default: three contiguous ``[B, H, S, D]`` tensors, 16-byte aligned.
 
     `packed` is one ``[B, S, Hq + 2 * Hkv, D]`` tensor, as a fused projection makes it.
@@ -92,7 +92,7 @@ class Case:
     dtype: DType = "bf16"
     causal: bool = False
     scale: float | None = None
-    layout: Layout = Layout()
+    layout: Memory = Memory()
     values: Values = "normal"
     size: Size = "any"
 
@@ -227,7 +227,7 @@ def _heads() -> Iterator[Case]:
 
 
 def _layouts() -> Iterator[Case]:
-    transposed = Layout(order="bshd")
+    transposed = Memory(order="bshd")
     square = 77
     yield Case(name="bshd", why="a layer's transposed view; out comes back in that layout", layout=transposed, batch=2)
     yield Case(
@@ -246,7 +246,7 @@ def _layouts() -> Iterator[Case]:
         yield Case(
             name=f"packed_{'causal' if causal else 'full'}",
             why="slices of one fused projection: a key row's neighbours are other tensors",
-            layout=Layout(order="packed"),
+            layout=Memory(order="packed"),
             batch=2,
             heads_q=4,
             seq_q=square,
@@ -260,12 +260,12 @@ def _layouts() -> Iterator[Case]:
         ("odd_all", 3, 5, "nothing is aligned beyond 2 bytes"),
         ("aligned_8_bytes", 4, 4, "aligned to 8 bytes but not to 16"),
     ):
-        yield Case(name=name, why=why, layout=Layout(offset=offset, row_pad=row_pad), causal=offset != 0, seq_q=65)
-    yield Case(name="odd_rows_d40", why="unaligned, and D is no multiple of 16", layout=Layout(row_pad=1), head_dim=40)
-    apart: tuple[tuple[str, Layout, int, DType, bool], ...] = (
-        ("k_transposed", Layout(order="bshd", v_pad=16), 64, "bf16", True),
-        ("v_transposed", Layout(v_pad=0), 128, "fp16", False),
-        ("k_transposed_odd_v", Layout(order="bshd", v_pad=1), 40, "bf16", True),
+        yield Case(name=name, why=why, layout=Memory(offset=offset, row_pad=row_pad), causal=offset != 0, seq_q=65)
+    yield Case(name="odd_rows_d40", why="unaligned, and D is no multiple of 16", layout=Memory(row_pad=1), head_dim=40)
+    apart: tuple[tuple[str, Memory, int, DType, bool], ...] = (
+        ("k_transposed", Memory(order="bshd", v_pad=16), 64, "bf16", True),
+        ("v_transposed", Memory(v_pad=0), 128, "fp16", False),
+        ("k_transposed_odd_v", Memory(order="bshd", v_pad=1), 40, "bf16", True),
     )
     for name, layout, head_dim, dtype, causal in apart:
         yield Case(
@@ -286,7 +286,7 @@ def _layouts() -> Iterator[Case]:
         yield Case(
             name=f"broadcast_{dimension}",
             why="k and v expanded with stride 0",
-            layout=Layout(broadcast=dimension),
+            layout=Memory(broadcast=dimension),
             batch=2,
             seq_q=33,
             seq_kv=65,
@@ -295,7 +295,7 @@ def _layouts() -> Iterator[Case]:
     yield Case(
         name="stray_strides",
         why="strides of one-element dimensions mean nothing and must not be taken for misalignment",
-        layout=Layout(stray_strides=True),
+        layout=Memory(stray_strides=True),
         heads_q=1,
         heads_kv=1,
         seq_q=65,
@@ -303,7 +303,7 @@ def _layouts() -> Iterator[Case]:
     yield Case(
         name="stray_strides_decode",
         why="the same where Sq, too, is one",
-        layout=Layout(stray_strides=True),
+        layout=Memory(stray_strides=True),
         heads_q=1,
         heads_kv=1,
         seq_q=1,
@@ -425,7 +425,7 @@ def _long() -> Iterator[Case]:
     yield Case(
         name="long_fp16_bshd_gqa_causal",
         why="what a decoder layer asks for",
-        layout=Layout(order="bshd"),
+        layout=Memory(order="bshd"),
         batch=2,
         heads_q=8,
         seq_q=2048,
@@ -492,7 +492,7 @@ def _huge() -> Iterator[Case]:
         yield Case(
             name=f"huge_kv_{'causal' if causal else 'full'}",
             why="offsets within one sequence of k and v pass 2^31 elements",
-            layout=Layout(row_pad=(1 << 20) - 128),
+            layout=Memory(row_pad=(1 << 20) - 128),
             heads_q=1,
             heads_kv=1,
             seq_q=5,

@@ -23,7 +23,7 @@ from multiattn.plan.backend import Direction
 from parity.cases import Case
 from parity.results import TENSORS, CaseReport, Contender, Pair, Result, Score
 
-Row = tuple[str, ...]
+TableRow = tuple[str, ...]
 
 ALL_TENSORS = tuple(tensor for tensors in TENSORS.values() for tensor in tensors)
 """Everything that is scored: out, lse, dq, dk, dv."""
@@ -82,8 +82,8 @@ class Table:
 
     title: str
     note: str
-    header: Row
-    rows: tuple[Row, ...]
+    header: TableRow
+    rows: tuple[TableRow, ...]
 
 
 def describe_environment(device: torch.device, contenders: Iterable[Contender]) -> dict[str, str]:
@@ -286,16 +286,16 @@ def describe_case(case: Case) -> str:
     return " ".join(parts)
 
 
-def _headings(direction: Direction, what: Sequence[str]) -> Row:
+def _headings(direction: Direction, what: Sequence[str]) -> TableRow:
     return tuple(f"{tensor} {each}" for tensor in TENSORS[direction] for each in what)
 
 
-def _cells(scores: Sequence[Score], direction: Direction) -> Row:
+def _cells(scores: Sequence[Score], direction: Direction) -> TableRow:
     found = {score.tensor: score for score in scores}
     return tuple(cell for tensor in TENSORS[direction] for cell in _score(found.get(tensor)))
 
 
-def _score(score: Score | None) -> Row:
+def _score(score: Score | None) -> TableRow:
     if score is None:
         return "", "", ""
     return f"{score.error:.2e} {score.of}", f"{score.budget:.2e}", f"{score.ratio:.3f}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from multiattn.problem import Problem, Strides
-from parity.cases import Case, Layout
+from parity.cases import Case, Memory
 
 POISON = 0x7FC5
 """A 16-bit pattern that is NaN as fp16 and as bf16, and twice in a row as fp32."""
@@ -224,7 +224,7 @@ def _shapes(case: Case) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
     return (case.batch, case.heads_q, case.seq_q, case.head_dim), shape_kv, shape_kv
 
 
-def _layout_of_v(layout: Layout) -> Layout:
+def _layout_of_v(layout: Memory) -> Memory:
     """The layout of v, which is that of q and k but where `v_pad` says otherwise."""
     if layout.v_pad is None:
         return layout
@@ -232,7 +232,7 @@ def _layout_of_v(layout: Layout) -> Layout:
 
 
 def _poisoned_view(
-    case: Case, layout: Layout, shape: Sequence[int], device: torch.device
+    case: Case, layout: Memory, shape: Sequence[int], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Poisoned memory and the view of `shape` in it that a layout asks for."""
     batch, heads, seq, head_dim = shape

@@ -40,7 +40,7 @@ def entry(backend="cuda", arch="sm90", *, kernels=None, **asked):
     """The outcome of a request: a kernel without a fault, where nothing else is said."""
     kernels = (facts(),) if kernels is None else tuple(kernels)
     wanted = request(backend, arch, **asked)
-    return Compilation(request=wanted, variant="full", config="tile_m=64", why="", kernels=kernels)
+    return Compilation(request=wanted, variant="full", config="tile_m=64", kernels=kernels)
 
 
 def refused(backend="cuda", arch="sm86", **asked):

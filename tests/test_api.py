@@ -14,7 +14,7 @@ from multiattn.__main__ import main
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch, detect
 from multiattn.plan.backend import REFERENCE, make_plan
-from multiattn.plan.choice import Cell, preferred_order
+from multiattn.plan.choice import MeasuredCell, preferred_order
 
 
 def qkv(head_dim=16, dtype=torch.bfloat16, **options):
@@ -249,7 +249,7 @@ def test_probing_beside_an_amd_gpu_raises_nothing(backend, monkeypatch):
 
 def test_auto_follows_the_nearest_measured_cell(monkeypatch):
     def cell(head_dim, heads=8, **tflops):
-        return Cell(
+        return MeasuredCell(
             arch="sm90", gpu="H200", date="2026-11-21", head_dim=head_dim, seq_kv=4096, causal=False,
             heads=heads, tflops=tuple(tflops.items()),
         )  # fmt: skip

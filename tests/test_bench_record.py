@@ -376,7 +376,7 @@ def command(monkeypatch, tmp_path, plans, *words, **made):
     monkeypatch.setattr(record, "cases", lambda: plans)
 
     def run_isolated(function, items, **_):
-        return (Outcome(item=it, seconds=0.0, result=(replace(KERNEL, **made),)) for it in items)
+        return (Outcome(item=it, result=(replace(KERNEL, **made),)) for it in items)
 
     monkeypatch.setattr(record, "run_isolated", run_isolated)
     parser = argparse.ArgumentParser()

@@ -77,7 +77,7 @@ def run_here(function, items, **_):
             error = "RuntimeError: broken" if broken else "" if function(item) else "?"
         except Unsupported as refusal:
             error = str(refusal.reasons[0])
-        yield Outcome(item=item, seconds=0.1, error=error)
+        yield Outcome(item=item, error=error)
 
 
 def test_what_finds_no_memory_beside_others_is_checked_alone(monkeypatch):
@@ -86,7 +86,7 @@ def test_what_finds_no_memory_beside_others_is_checked_alone(monkeypatch):
     def run(function, items, *, jobs, **_):
         for item in items:
             fits = needs[item.ours.config.tile_m] * jobs < 9
-            yield Outcome(item=item, seconds=0.1, error="" if fits else "torch.OutOfMemoryError: CUDA out of memory")
+            yield Outcome(item=item, error="" if fits else "torch.OutOfMemoryError: CUDA out of memory")
 
     monkeypatch.setattr(tune, "run_isolated", run)
     ours = [Ours(backend="cuda", config=Choice(tile_m=tile_m, tile_n=16)) for tile_m in needs]

@@ -2,13 +2,16 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import bench_fakes as fakes
 import pytest
 
+from bench import cli
 from bench.matrix import SUITES
 from bench.verdicts import change_table, compare, preferences, write_preferences
-from multiattn.plan.choice import Cell as PreferenceCell
+from multiattn.plan import choice
+from multiattn.plan.choice import MeasuredCell
 from multiattn.plan.support import Reason
 
 FLOOR_CELLS = [cell for cell in SUITES["floors"] if cell.direction == "fwd"]
@@ -67,8 +70,9 @@ def test_preferences_are_what_multiattn_reads(tmp_path):
     with pytest.raises(ValueError, match="nothing to prefer by"):
         write_preferences(rows[-1:], path)
     assert write_preferences(rows, path) == 2
+    assert Path(choice.__file__).with_name("measured.json") == cli.MEASURED
     cells = [
-        PreferenceCell(**{**cell, "tflops": tuple(sorted(cell["tflops"].items()))})
+        MeasuredCell(**{**cell, "tflops": tuple(sorted(cell["tflops"].items()))})
         for cell in json.loads(path.read_text())
     ]
     assert {(cell.arch, cell.head_dim, cell.seq_kv) for cell in cells} == {("sm90", 128, 4096)}
@@ -117,5 +121,5 @@ def test_backward_is_preferred_by_its_own_cells():
     assert "direction" not in forward
     assert backward["direction"] == "backward"
     assert backward["tflops"] == {"cuda": 100.0}
-    read = [PreferenceCell(**{**cell, "tflops": tuple(cell["tflops"].items())}) for cell in (forward, backward)]
+    read = [MeasuredCell(**{**cell, "tflops": tuple(cell["tflops"].items())}) for cell in (forward, backward)]
     assert [cell.direction for cell in read] == ["forward", "backward"]

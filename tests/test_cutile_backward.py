@@ -17,7 +17,8 @@ pytest.importorskip("cuda.tile")
 
 from multiattn.cutile import cpu
 from multiattn.cutile.table import launches_of, needs_64bit
-from multiattn.plan.toolchain import disassemble, find_cuobjdump, resource_usage
+from multiattn.plan.cubin import read_entry
+from multiattn.plan.toolchain import disassemble, find_cuobjdump
 
 BACKEND = get("cutile")
 VARIANTS = [variant.name for variant in BACKEND.backward.variants]
@@ -107,7 +108,7 @@ needs_compiler = pytest.mark.skipif(
 def compile_all(variant, arch, **sizes):
     problem = Problem.contiguous(**{"batch": 1, "heads_q": 2, "seq_q": 4096, "head_dim": 64, **sizes})
     kernels = BACKEND.backward.export(plan_of(variant, problem, arch=ARCHS[arch]), ())
-    return [(one, resource_usage(one.cubin)) for one in kernels]
+    return [(one, read_entry(one.cubin, one.kernel)) for one in kernels]
 
 
 def are(kernels, *names):
@@ -118,7 +119,7 @@ def are(kernels, *names):
 def test_hopper_adds_to_dq_by_tma_and_keeps_p_in_registers():
     compiled = compile_all("atomic", "sm90", head_dim=64)
     assert are(compiled, "row_deltas", "all_grads", "round_query_grads")
-    assert all(usage.stack_bytes == 0 for _, usage in compiled)
+    assert all(entry.stack_bytes == 0 for _, entry in compiled)
     keys, _ = compiled[1]
     text = disassemble(keys.cubin)
     assert "UTMAREDG" in text

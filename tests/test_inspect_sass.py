@@ -9,7 +9,8 @@ from targets_fakes import request
 from multiattn.inspect import facts, mix
 from multiattn.inspect.mix import CLASSES, FEATURES, OTHER, Counts, features, flop_of, measure
 from multiattn.inspect.sass import find_loops, parse, parted_arrivals
-from multiattn.plan.toolchain import disassemble, find_cuobjdump, resource_usage
+from multiattn.plan.cubin import read_entry
+from multiattn.plan.toolchain import disassemble, find_cuobjdump
 
 
 def sass(*lines):
@@ -106,7 +107,7 @@ def test_what_is_not_known_is_none():
     ],
 )
 def test_features_are_what_a_new_compiler_must_not_lose(lines, found):
-    assert features(measure(parse(sass(*lines))).code) == found <= set(FEATURES)
+    assert set(features(measure(parse(sass(*lines))).code)) == found <= set(FEATURES)
 
 
 @pytest.mark.parametrize(("text", "message"), [("", "got no instruction"), (sass(WORK) * 2, "more than one kernel")])
@@ -166,8 +167,8 @@ def test_a_warp_that_parts_to_arrive_is_found(lines, parted):
 
 def test_a_kernel_whose_warps_part_to_arrive_is_not_read(monkeypatch):
     kernel = SimpleNamespace(kernel="k", cubin=b"", threads=128, dynamic_smem_bytes=0)
-    usage = SimpleNamespace(threads=128, registers=32, smem_bytes=0)
-    monkeypatch.setattr(facts, "resource_usage", lambda cubin: usage)
+    entry = SimpleNamespace(threads=128, registers=32, smem_bytes=0)
+    monkeypatch.setattr(facts, "read_entry", lambda *_: entry)
     monkeypatch.setattr(facts, "disassemble", lambda cubin: sass(RAISE, "@P1 BRA 0x30", ARRIVE, "EXIT"))
     with pytest.raises(RuntimeError, match="k: lanes leave their warp to arrive at an mbarrier, at 0x20: it may hang"):
         facts.read_kernel(kernel, request().plan())
@@ -185,9 +186,8 @@ def test_what_a_cubin_says_of_itself(arch):
         out[threadIdx.x] = kept[95 - threadIdx.x];
     }"""
     cubin = bytes(core.Program(source, "c++", core.ProgramOptions(arch=arch)).compile("cubin").code)
-    usage = resource_usage(cubin)
-    assert (usage.threads, usage.smem_bytes, usage.stack_bytes) == (96, 2048, 0)
-    assert 1 <= usage.registers <= 32
+    entry = read_entry(cubin, "kernel")
+    assert (entry.threads, entry.smem_bytes, entry.stack_bytes) == (96, 2048, 0)
+    assert 1 <= entry.registers <= 32
     assert measure(parse(disassemble(cubin))).hot_loops == 0
-    assert resource_usage(b"no cubin") is None
     assert disassemble(b"no cubin") is None

@@ -18,6 +18,7 @@ from multiattn.run import driver as driver_module
 from multiattn.run.driver import CUlaunchAttribute, CUlaunchConfig, load_kernel
 from multiattn.run.launch import ByPresence, DriverLauncher, LoadedKernel, Workspace, fresh_memory
 
+TENSORS = ("q", "k", "v", "out", "lse")
 BOX = abi.Box(extents=(1, 1, 64, 64), swizzle=3, dtype=9)
 WIDE = abi.Box(extents=(1, 1, 128, 64), swizzle=3, dtype=9)
 FUNCTION = (1 << 40) + 7  # wider than an int
@@ -31,7 +32,7 @@ def params(*, maps=("q", "k"), pointers=True, workspace=False):
     """A struct of which `maps` are at the front, the addresses behind, then a number and the workspace's address."""
     at = 128 * len(maps)
     data = bytes(at + 40) + struct.pack("<qQ", -5, 0) + bytes(8)
-    places = {at + 8 * index: name for index, name in enumerate(abi.TENSORS)} if pointers else {}
+    places = {at + 8 * index: name for index, name in enumerate(TENSORS)} if pointers else {}
     if workspace:
         places[at + 48] = abi.WORKSPACE
     return abi.Struct(data=data, pointers=places, maps={128 * i: tensor_map(name) for i, name in enumerate(maps)})
@@ -39,7 +40,7 @@ def params(*, maps=("q", "k"), pointers=True, workspace=False):
 
 BINDINGS = {
     "pointers and numbers": [
-        *(abi.Pointer(tensor=name) for name in abi.TENSORS),
+        *(abi.Pointer(tensor=name) for name in TENSORS),
         abi.Number(kind="f32", value=0.125),
         abi.Number(kind="i32", value=-3),
         abi.Number(kind="i8", value=1),
@@ -56,7 +57,7 @@ BINDINGS = {
     ],
     "eight tensor maps and a counter": [
         *(tensor_map(name, box) for box in (BOX, WIDE) for name in ("q", "k", "v", "out")),
-        *(abi.Pointer(tensor=name) for name in abi.TENSORS),
+        *(abi.Pointer(tensor=name) for name in TENSORS),
         abi.Pointer(tensor=abi.WORKSPACE),
         abi.Number(kind="f32", value=1.5),
     ],

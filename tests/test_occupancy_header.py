@@ -7,7 +7,7 @@ from importlib import metadata
 
 import pytest
 
-from multiattn.plan.arch import ARCHS, GPU_ARCHS, KIB, MAX_THREADS, WARP_THREADS, occupancy
+from multiattn.plan.arch import ARCHS, GPU_ARCHS, KIB, MAX_THREADS, SMEM_RESERVED, WARP_THREADS, occupancy
 
 CASES = 2500  # of an arch
 FACTORS = {"warps": 1, "registers": 2, "smem": 4, "blocks": 8}  # cudaOccLimitingFactor
@@ -90,7 +90,7 @@ def draw(chance, arch):
     registers = chance.choice((chance.randint(1, 255), 8 * chance.randint(1, 31)))
     most = arch.smem_per_block + 2 * KIB
     smem = chance.choice((0, chance.randint(0, 8 * KIB), chance.randint(0, most), 128 * chance.randint(0, most // 128)))
-    near = arch.smem_per_sm // chance.randint(1, arch.blocks_per_sm) - arch.smem_reserved + chance.randint(-129, 129)
+    near = arch.smem_per_sm // chance.randint(1, arch.blocks_per_sm) - SMEM_RESERVED + chance.randint(-129, 129)
     smem = chance.choice((smem, max(near, 0)))  # where one more block just fits, or just not
     fixed = chance.choice((0, chance.randint(0, min(smem, 48 * KIB))))
     return threads, registers, fixed, smem - fixed

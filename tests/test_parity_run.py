@@ -229,7 +229,7 @@ def test_the_command_writes_the_report_and_exits_zero(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--device", "cpu", "--case", "no_such_case"], "got 'no_such_case'"),
-        (["--jobs", "0"], "allowed 1 and more"),
+        (["--jobs", "0"], "allowed whole numbers from 1 on"),
         (["--direction", "sideways"], "got 'sideways'; allowed forward, backward"),
         (["--device", "cuda"], "torch finds no GPU"),
     ],

@@ -10,7 +10,7 @@ import torch
 from multiattn import Problem, reference
 from multiattn.plan.backend import BACKENDS, get
 from parity import tolerance
-from parity.cases import BACKWARD_HEAD_DIM_MAX, CASES, Case, Layout, suite
+from parity.cases import BACKWARD_HEAD_DIM_MAX, CASES, Case, Memory, suite
 from parity.launch import prepare_case
 from parity.tensors import GUARD, POISON, Inputs, Outputs, poisoned
 from parity.tolerance import Budget, Expected, Mismatch, Truth, deviate, probe_rounding, reference_in_chunks, truncation
@@ -279,7 +279,7 @@ def test_k_and_v_that_lie_apart_share_no_stride_and_nor_do_their_gradients(name)
 
 def test_packed_needs_one_length():
     with pytest.raises(ValueError, match="share one sequence"):
-        Inputs.of(Case(name="x", why="x", layout=Layout(order="packed"), seq_q=3, seq_kv=4), CPU)
+        Inputs.of(Case(name="x", why="x", layout=Memory(order="packed"), seq_q=3, seq_kv=4), CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -10,7 +10,7 @@ import hashlib
 import math
 import platform
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -25,8 +25,7 @@ from multiattn.plan import abi, cubin
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import Exported, Plan
-from multiattn.plan.records import record_of
-from multiattn.problem import VECTOR_BYTES, Operands, Problem
+from multiattn.problem import VECTOR_BYTES, Layout, Operands, Problem
 from multiattn.run import driver
 from multiattn.run.counters import counter_lender
 from multiattn.run.launch import DriverLauncher, LoadedKernel, Workspace
@@ -43,9 +42,6 @@ def write(folder: Path, plan: Plan, exported: Sequence[Exported]) -> tuple[Path,
     `exported` is all that the plan's `Op.export` gave. ValueError for a manifest that cannot be read.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / manifest.MANIFEST).exists():
-        manifest.read(folder)
-    versions = dict(registry.get(plan.backend).versions())
     written: list[Path] = []
     entries: list[dict[str, Any]] = []
     for index, kernel in enumerate(exported):
@@ -57,24 +53,25 @@ def write(folder: Path, plan: Plan, exported: Sequence[Exported]) -> tuple[Path,
             path = folder / f"{name}.{kind}"
             path.write_bytes(content)
             written.append(path)
-        entries.append(_entry(name, plan, kernel, versions, tuple(files)))
+        entries.append(_entry(name, plan, kernel, files))
     return *written, manifest.update(folder, entries)
 
 
 def _name(plan: Plan, kernel: Exported, index: int | None) -> str:
     """A kernel's name in its folder: what it is for, and a part of its hash, as one problem has many kernels."""
     problem = plan.problem
-    mask = "causal" if problem.causal else "full"
-    parts = [plan.backend, plan.direction, plan.arch.name, problem.dtype, f"d{problem.head_dim}", mask]
+    parts = [plan.backend, plan.direction, plan.arch.name, problem.dtype, f"d{problem.head_dim}", problem.mask]
     parts += [] if index is None else [str(index)]
     return "-".join((*parts, hashlib.sha256(kernel.cubin).hexdigest()[:8]))
 
 
-def _entry(
-    name: str, plan: Plan, kernel: Exported, versions: Mapping[str, str | None], kinds: tuple[str, ...]
-) -> dict[str, Any]:
+def _entry(name: str, plan: Plan, kernel: Exported, kinds: Iterable[str]) -> dict[str, Any]:
     """The record of a kernel in the manifest. Sizes are in bytes."""
-    entry = {
+    launch = None
+    if (binding := kernel.binding) is not None:
+        digest = launches_digest(plan, binding.image, binding.constants)
+        launch = manifest.Launch(image=binding.image, constants=dict(binding.constants), sha256=digest)
+    return {
         "name": name,
         "multiattn": multiattn.__version__,
         "file": f"{name}.cubin",
@@ -87,18 +84,12 @@ def _entry(
         "problem": asdict(plan.problem),
         "config": None if plan.config is None else asdict(plan.config),
         "why": plan.why,
-        "versions": dict(versions),
+        "versions": dict(registry.get(plan.backend).versions()),
         "threads": kernel.threads,
         "dynamic_smem_bytes": kernel.dynamic_smem_bytes,
         "files": {kind: f"{name}.{kind}" for kind in kinds},
-        "launch": None if kernel.binding is None else asdict(_launch(plan, kernel.binding)),
+        "launch": launch and asdict(launch),
     }
-    return manifest.seal(entry)
-
-
-def _launch(plan: Plan, binding: abi.Binding) -> manifest.Launch:
-    image, constants = binding.image, dict(binding.constants)
-    return manifest.Launch(image=image, constants=constants, sha256=launches_digest(plan, image, constants))
 
 
 # ---------------------------------------------------------------- reading
@@ -146,7 +137,6 @@ def _find(entries: Sequence[Mapping[str, Any]], name: str | None) -> Mapping[str
 
 def read_cubin(folder: Path, entry: Mapping[str, Any]) -> bytes:
     """The cubin of an entry: a file of the folder itself; ValueError where either is not as it was written."""
-    manifest.check_seal(entry)
     file = entry["file"]
     path = folder / str(file)
     if not isinstance(file, str) or Path(file).name != file or path.resolve().parent != folder.resolve():
@@ -178,7 +168,7 @@ class Kernel:
         self.name = str(entry["name"])
         self.plan = manifest.plan_of(entry)
         """The Plan that it was compiled for."""
-        launch = record_of(manifest.Launch, entry["launch"], "launch")
+        launch = manifest.record_of(manifest.Launch, entry["launch"], "launch")
         self._image, self._constants = launch.image, launch.constants
         self._code = code
         self._entry = cubin.read_entry(code, str(entry["symbol"]))
@@ -221,9 +211,8 @@ class Kernel:
         self._check(problem, q.device)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
             raise ValueError("gradients: got tensors that require them; allowed a call in torch.no_grad()")
-        out = _result("out", out, q, q.shape, (*problem.strides_out, 1), q.dtype)
-        rows = (problem.heads_q * problem.seq_q, problem.seq_q, 1)
-        lse = _result("lse", lse, q, q.shape[:3], rows, torch.float32)
+        layouts = problem.layouts
+        out, lse = (_result(name, it, layouts[name], q.device) for name, it in (("out", out), ("lse", lse)))
         if problem.is_empty:
             return out, lse
         if problem.seq_kv == 0:
@@ -280,22 +269,16 @@ def _on(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _result(
-    name: str,
-    given: torch.Tensor | None,
-    q: torch.Tensor,
-    shape: torch.Size,
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def _result(name: str, given: torch.Tensor | None, layout: Layout, device: torch.device) -> torch.Tensor:
     """A fresh result, or the caller's own if a kernel can write it; TypeError or ValueError if not."""
+    shape, strides, dtype = layout
     if given is None:
-        return q.new_empty_strided(shape, strides, dtype=dtype)
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
     if not isinstance(given, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor; got {type(given).__name__}")
     got = f"{tuple(given.shape)}, {given.dtype} on {given.device}"
-    if (given.shape, given.dtype, given.device) != (shape, dtype, q.device):
-        raise ValueError(f"{name}: got {got}; allowed {tuple(shape)}, {dtype} on {q.device}")
+    if (given.shape, given.dtype, given.device) != (shape, dtype, device):
+        raise ValueError(f"{name}: got {got}; allowed {shape}, {dtype} on {device}")
     walked = [index for index, size in enumerate(shape) if size > 1] if given.numel() else []
     laid_out = all(given.stride(index) == strides[index] for index in walked)
     if not laid_out or given.is_neg() or (given.numel() and given.data_ptr() % VECTOR_BYTES):

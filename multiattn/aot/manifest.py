@@ -1,19 +1,18 @@
 """The manifest of a folder of kernels: one process writes it at a time, and readers check what they take from it.
 
-Each entry carries a digest of itself, one of its cubin, and one of the launches that multiattn makes of it
-(`multiattn.aot.binding`).
+Each entry carries a digest of its cubin, and one of the launches that multiattn makes of it (`multiattn.aot.binding`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import threading
+import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import filelock
 
@@ -22,7 +21,6 @@ from multiattn.plan import backend as registry
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import Plan, Variant, find_variant, plan_variant
 from multiattn.plan.config import Config
-from multiattn.plan.records import record_of, value_of
 from multiattn.problem import Problem
 
 SCHEMA = 3
@@ -31,7 +29,9 @@ SCHEMA = 3
 MANIFEST = "manifest.json"
 
 _LOCK = "manifest.lock"
-_SEAL = "entry_sha256"
+_INT32_MAX, _INT64_MAX = 2**31 - 1, 2**63 - 1
+
+Record = TypeVar("Record")
 
 
 # ---------------------------------------------------------------- the file
@@ -76,25 +76,6 @@ def update(folder: Path, entries: Sequence[Mapping[str, Any]]) -> Path:
     return path
 
 
-# ---------------------------------------------------------------- what an entry vouches for
-
-
-def seal(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Add its own digest to an entry."""
-    return {**entry, _SEAL: _digest_of(entry)}
-
-
-def check_seal(entry: Mapping[str, Any]) -> None:
-    """ValueError for an entry that is not as it was written."""
-    if (digest := _digest_of(entry)) != entry.get(_SEAL):
-        raise ValueError(f"{_SEAL}: got {entry.get(_SEAL)!r}; allowed {digest}: the entry was changed by hand")
-
-
-def _digest_of(entry: Mapping[str, Any]) -> str:
-    rest = {name: value for name, value in entry.items() if name != _SEAL}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
 # ---------------------------------------------------------------- what an entry says
 
 
@@ -131,3 +112,43 @@ def config_of(value: object, variant: Variant) -> Config | None:
     if value is not None:
         raise ValueError(f"config: got {value!r}; allowed null: {variant.name} has none")
     return None
+
+
+# ---------------------------------------------------------------- dataclasses from JSON
+
+
+def record_of(kind: type[Record], value: object, what: str) -> Record:
+    """A dataclass from its fields by name; ValueError for other names, types, or numbers that no field holds.
+
+    `what` names the value in errors. Whole numbers are from 0 on, of 31 bits, and of 63 bits in a tuple.
+    """
+    hints = typing.get_type_hints(kind)
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
+    if not isinstance(value, dict):
+        raise ValueError(f"{what}: got {value!r}; allowed a record")
+    if absent := sorted(set(names) - set(value)):
+        raise ValueError(f"{what}: got no {', '.join(absent)}; allowed {', '.join(names)}")
+    if more := sorted(set(value) - set(names)):
+        raise ValueError(f"{what}: got {', '.join(more)}; allowed {', '.join(names)}")
+    return kind(**{name: value_of(hints[name], value[name], f"{what}: {name}") for name in names})
+
+
+def value_of(hint: Any, value: Any, what: str, largest: int = _INT32_MAX) -> Any:
+    """A value of a type; ValueError as `record_of`."""
+    if is_dataclass(hint):
+        return record_of(typing.cast("type[Any]", hint), value, what)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        if not isinstance(value, list) or (Ellipsis not in arguments and len(value) != len(arguments)):
+            raise ValueError(f"{what}: got {value!r}; allowed {hint}")
+        return tuple(value_of(arguments[0], it, what, _INT64_MAX) for it in value)
+    if origin is Mapping:
+        if not isinstance(value, dict):
+            raise ValueError(f"{what}: got {value!r}; allowed a record")
+        return {name: value_of(arguments[1], it, f"{what}: {name}") for name, it in value.items()}
+    fits = value in arguments if origin is typing.Literal else type(value) in (arguments or (hint,))  # a bool is no int
+    if not fits:
+        raise ValueError(f"{what}: got {value!r}; allowed {hint}")
+    if type(value) is int and not 0 <= value <= largest:
+        raise ValueError(f"{what}: got {value}; allowed 0 to {largest}")
+    return value

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from multiattn.inspect.facts import Facts, read_plan
-from multiattn.inspect.options import mask_of, sizes_of
+from multiattn.inspect.options import sizes_of
 from multiattn.inspect.pool import run_isolated
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import GPU_ARCHS, by_name
@@ -45,14 +45,14 @@ class Request:
     def place(self) -> tuple[Any, ...]:
         """Its place among others: by direction, backend, variant, head_dim, mask and arch."""
         which = DIRECTIONS.index(self.direction), BACKENDS.index(self.backend), self.variant or ""
-        return (*which, self.problem.head_dim, mask_of(self.problem) != "full", GPU_ARCHS.index(self.arch))
+        return (*which, self.problem.head_dim, self.problem.causal, GPU_ARCHS.index(self.arch))
 
     @property
     def what(self) -> str:
         """Its problem in short."""
         it = self.problem
         heads, length = sizes_of(it)
-        return f"B={it.batch} H={heads} N={length} D={it.head_dim} {it.dtype} {mask_of(it)}"
+        return f"B={it.batch} H={heads} N={length} D={it.head_dim} {it.dtype} {it.mask}"
 
     def __str__(self) -> str:
         variant = "" if self.variant is None else f"/{self.variant}"
@@ -97,8 +97,6 @@ class Compilation:
     request: Request
     variant: str = ""
     config: str = ""
-    why: str = ""
-    """The reason of the rule that chose the config."""
     kernels: tuple[Facts, ...] = ()
     reasons: tuple[Reason, ...] = ()
     error: str = ""
@@ -134,8 +132,7 @@ def compile_request(request: Request) -> Compilation:
     if reasons:
         return Compilation(request=request, reasons=reasons)
     plan = request.plan()
-    config = str(plan.config)
-    return Compilation(request=request, variant=plan.variant, config=config, why=plan.why, kernels=read_plan(plan))
+    return Compilation(request=request, variant=plan.variant, config=str(plan.config), kernels=read_plan(plan))
 
 
 def build(wanted: Sequence[Request], *, jobs: int, timeout_s: float) -> Iterator[Compilation]:
@@ -148,12 +145,12 @@ def build(wanted: Sequence[Request], *, jobs: int, timeout_s: float) -> Iterator
 
 
 def ordered(entries: Sequence[Compilation]) -> list[Compilation]:
-    """By direction, backend, variant, head_dim, mask and arch, whatever order they ended in."""
+    """Sort entries by direction, backend, variant, head_dim, mask and arch."""
     return sorted(entries, key=lambda entry: entry.request.place)
 
 
 def print_idle(wanted: Sequence[Request], made: Sequence[Request]) -> bool:
-    """Print which backend was asked for a direction of which nothing was made; whether there is one."""
+    """Print each backend and direction that was asked for and of which nothing was made; True if there is one."""
     pairs = dict.fromkeys((it.backend, it.direction) for it in wanted)
     idle = [pair for pair in pairs if not any((it.backend, it.direction) == pair for it in made)]
     for backend, direction in idle:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,16 +12,15 @@ from pathlib import Path
 import multiattn
 from multiattn.inspect import build, emit, remarks, tables
 from multiattn.inspect.build import Compilation, Request
-from multiattn.inspect.options import MASKS, check_work, count, counts, layer, shape, some_of, table
+from multiattn.inspect.options import check_work, count, counts, layer, shape, some_of, table
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import GPU_ARCHS
 from multiattn.plan.backend import BACKENDS, DIRECTIONS
-from multiattn.plan.records import record_of
-from multiattn.problem import DTYPES
+from multiattn.problem import DTYPES, MASKS
 
-SCHEMA = 3
 HEAD_DIMS = (64, 128, 256)
 SEQ = 4096
+TIMEOUT_S = 300
 VARIANTS = ("offered", "all")
 
 
@@ -44,7 +42,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--kv-heads", type=count, metavar="H", help="heads of k and v (default: those of q)")
     command.add_argument("--kv-len", type=count, metavar="S", help="length of k and v (default: that of q)")
     command.add_argument("--jobs", type=count, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
-    command.add_argument("--timeout", type=count, default=300, metavar="S", help="for one plan (default: %(default)s)")
+    command.add_argument(
+        "--timeout", type=count, default=TIMEOUT_S, metavar="S", help="for one plan (default: %(default)s)"
+    )
     command.add_argument("--long", action="store_true", help="print a line for every kernel")
     command.add_argument("--remarks", action="store_true", help="print what cuTile's compiler says of each source line")
     command.add_argument("--json", type=Path, metavar="FILE", help="write all that is known of every kernel")
@@ -53,23 +53,16 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compile; 1 where a compiler failed or nothing of a backend was compiled, 2 for options that cannot be."""
-    try:
-        wanted = wanted_requests(options)
-        if options.emit is None:
-            return _compile(wanted, options)
-        if idle := [name for name in ("json", "long", "remarks") if getattr(options, name)]:
-            raise ValueError(f"--emit: got it with --{' and --'.join(idle)}; allowed one or the other")
-        kinds, folder = options.emit[0].split(","), Path(options.emit[1])
-        if wrong := [kind for kind in kinds if kind not in emit.KINDS]:
-            raise ValueError(f"--emit: got {', '.join(wrong)}; allowed {', '.join(emit.KINDS)}")
-        return emit.run(wanted, kinds, folder, jobs=options.jobs, timeout_s=options.timeout)
-    except (ValueError, OSError) as error:
-        print(f"python -m multiattn compile: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nInterrupted", file=sys.stderr)
-        return 130
+    """Compile; 1 where a compiler failed or nothing of a backend was compiled."""
+    wanted = wanted_requests(options)
+    if options.emit is None:
+        return _compile(wanted, options)
+    if idle := [name for name in ("json", "long", "remarks") if getattr(options, name)]:
+        raise ValueError(f"--emit: got it with --{' and --'.join(idle)}; allowed one or the other")
+    kinds, folder = options.emit[0].split(","), Path(options.emit[1])
+    if wrong := [kind for kind in kinds if kind not in emit.KINDS]:
+        raise ValueError(f"--emit: got {', '.join(wrong)}; allowed {', '.join(emit.KINDS)}")
+    return emit.run(wanted, kinds, folder, jobs=options.jobs, timeout_s=options.timeout)
 
 
 def _compile(wanted: Sequence[Request], options: argparse.Namespace) -> int:
@@ -77,15 +70,26 @@ def _compile(wanted: Sequence[Request], options: argparse.Namespace) -> int:
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.open("a").close()
-    entries = []
-    for entry in build.build(wanted, jobs=options.jobs, timeout_s=options.timeout):
-        entries.append(entry)
-        print(f"[{len(entries)}/{len(wanted)}] {entry.request}: {entry.text}", flush=True)
+    entries = compile_all(wanted, jobs=options.jobs, timeout_s=options.timeout)
     print(tables.detailed(entries) if options.long else tables.text_table(entries))
     if options.remarks:
         _print_remarks(entries)
     if options.json is not None:
-        save(entries, options.json)
+        options.json.write_text(json.dumps(list(map(asdict, build.ordered(entries))), indent=1) + "\n")
+    return verdict(entries)
+
+
+def compile_all(wanted: Sequence[Request], *, jobs: int, timeout_s: float = TIMEOUT_S) -> list[Compilation]:
+    """Compile requests, and print a line for each as it ends."""
+    entries = []
+    for entry in build.build(wanted, jobs=jobs, timeout_s=timeout_s):
+        entries.append(entry)
+        print(f"[{len(entries)}/{len(wanted)}] {entry.request}: {entry.text}", flush=True)
+    return entries
+
+
+def verdict(entries: Sequence[Compilation]) -> int:
+    """Print how many requests compiled; 1 where a compiler failed or nothing of a backend was compiled."""
     made = [entry.request for entry in entries if entry.ok]
     refused, failed = (sum(map(bool, found)) for found in zip(*((it.reasons, it.error) for it in entries), strict=True))
     print(f"\n{len(entries)} plans: {len(made)} compiled, {refused} refused, {failed} failed")
@@ -126,21 +130,3 @@ def _print_remarks(entries: Sequence[Compilation]) -> None:
             if kernel.remarks:
                 print(f"\n{entry.request}, {kernel.name}")
                 print(table(remarks.table(kernel.remarks, sources), ("line", "chosen", "source")))
-
-
-def save(entries: Sequence[Compilation], path: Path) -> None:
-    """Write entries as JSON."""
-    data = {"schema": SCHEMA, "entries": [asdict(entry) for entry in build.ordered(entries)]}
-    path.write_text(json.dumps(data, indent=1) + "\n")
-
-
-def load(path: Path) -> list[Compilation]:
-    """Read the entries that `save` wrote; ValueError for another file."""
-    try:
-        data = json.loads(path.read_text())
-        if data["schema"] != SCHEMA:
-            raise ValueError(f"schema {data['schema']!r}")
-        return [record_of(Compilation, entry, "entry") for entry in data["entries"]]
-    except (KeyError, TypeError, ValueError) as error:
-        allowed = f"a compile table of schema {SCHEMA} that python -m multiattn compile --json wrote"
-        raise ValueError(f"{path}: got {error}; allowed {allowed}") from None

@@ -2,51 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
 
 from multiattn.inspect import mix, remarks, sass
-from multiattn.inspect.mix import Counts
+from multiattn.inspect.mix import Mix
 from multiattn.inspect.remarks import Choice
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import occupancy
 from multiattn.plan.backend import Exported, Plan
-from multiattn.plan.records import record_of
-from multiattn.plan.toolchain import disassemble, resource_usage
+from multiattn.plan.cubin import read_entry
+from multiattn.plan.toolchain import disassemble
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
+class Facts(Mix):
     """One kernel as it was compiled. Registers and stack are a thread's, shared memory a block's, in bytes."""
 
     kernel: str
     threads: int
-    """In a block."""
+    """Threads of a block."""
     registers: int
     stack_bytes: int
     static_smem_bytes: int
     """As the cubin has it, without the KiB that the system keeps in every block."""
     dynamic_smem_bytes: int
-    """That a launch asks for."""
+    """Bytes that a launch asks for."""
     blocks: int
-    """That an SM holds at one time."""
+    """Blocks that an SM holds at one time."""
     share: float
     """Share of the warps that an SM can hold, 0 to 1."""
     limiter: str
     """The resource that keeps one more block out: blocks, warps, registers or smem."""
     seconds: float
-    """That the compiler took."""
-    code: Counts
-    """All instructions."""
-    hot: Counts
-    """Instructions of the hot loops, the loops on tensor cores; of all code where there are none."""
-    hot_loops: int
-    code_bytes: int
+    """Time that the compiler took."""
     remarks: tuple[Choice, ...] = ()
     """The choices of cuTile's compiler for each source line."""
     chosen: tuple[str, ...] = ()
-    """The part of it that a new compiler should still choose somewhere."""
+    """The part of `remarks` that a new compiler should still choose somewhere."""
 
     @property
     def name(self) -> str:
@@ -71,19 +63,13 @@ class Facts:
     @property
     def features(self) -> tuple[str, ...]:
         """The generations of tensor core and the ways of moving data that the code uses."""
-        found = mix.features(self.code)
-        return tuple(name for name in mix.FEATURES if name in found)
+        return mix.features(self.code)
 
     @property
     def main_mma(self) -> str:
         """The matrix multiplication that the hot loops have most of, by FLOP where the shape is known; or nothing."""
         names = self.hot.tensor_names
         return max(names, key=lambda name: (names[name] * (mix.flop_of(name) or 1), name), default="")
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Facts:
-        """Read what `dataclasses.asdict` gave and JSON kept; ValueError for anything else."""
-        return record_of(cls, data, "facts")
 
     def __str__(self) -> str:
         spills = f"{self.hot_spills} + {self.other_spills}"
@@ -101,35 +87,30 @@ def read_kernel(kernel: Exported, plan: Plan) -> Facts:
     Raises RuntimeError where cuobjdump cannot read it, where neither backend nor cubin knows the threads of a block, or
     where the kernel may hang: see `sass.parted_arrivals`.
     """
-    usage, text = resource_usage(kernel.cubin), disassemble(kernel.cubin)
-    if usage is None or text is None:
+    entry, text = read_entry(kernel.cubin, kernel.kernel), disassemble(kernel.cubin)
+    if text is None:
         raise RuntimeError(f"cuobjdump cannot read a cubin for {plan.arch.name}: is it older than the compiler?")
-    threads = kernel.threads or usage.threads
+    threads = kernel.threads or entry.threads
     if threads is None:
         raise RuntimeError(f"{kernel.kernel}: neither its backend nor its cubin says how many threads a block has")
-    fits = occupancy(plan.arch, threads, usage.registers, usage.smem_bytes + kernel.dynamic_smem_bytes)
+    fits = occupancy(plan.arch, threads, entry.registers, entry.smem_bytes + kernel.dynamic_smem_bytes)
     code = sass.parse(text)
     if plan.backend == "cuda" and (parted := sass.parted_arrivals(code)):
-        places = ", ".join(map(hex, parted))
-        raise RuntimeError(
-            f"{kernel.kernel}: lanes leave their warp to arrive at an mbarrier, at {places}: it may hang"
-        )
+        at = ", ".join(map(hex, parted))
+        raise RuntimeError(f"{kernel.kernel}: lanes leave their warp to arrive at an mbarrier, at {at}: it may hang")
     found, said = mix.measure(code), remarks.parse(kernel.remarks)
     return Facts(
         kernel=kernel.kernel,
         threads=threads,
-        registers=usage.registers,
-        stack_bytes=usage.stack_bytes,
-        static_smem_bytes=usage.smem_bytes,
+        registers=entry.registers,
+        stack_bytes=entry.stack_bytes,
+        static_smem_bytes=entry.smem_bytes,
         dynamic_smem_bytes=kernel.dynamic_smem_bytes,
         blocks=fits.blocks,
         share=round(fits.share, 4),
         limiter=fits.limiter,
         seconds=round(kernel.seconds, 2),
-        code=found.code,
-        hot=found.hot,
-        hot_loops=found.hot_loops,
-        code_bytes=found.code_bytes,
         remarks=said,
         chosen=remarks.chosen(said),
+        **{it.name: getattr(found, it.name) for it in fields(found)},
     )

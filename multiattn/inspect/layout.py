@@ -12,9 +12,8 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 from multiattn.inspect.options import table
 from multiattn.plan.arch import ARCHS
@@ -64,7 +63,7 @@ class SharedTile:
     def of_kernels(cls, rows: int, columns: int) -> SharedTile:
         """The tile as the kernels lay it out where they swizzle."""
         plain = cls(rows=rows, columns=columns, swizzle=0)
-        return cls(rows=rows, columns=columns, swizzle=plain.widest_swizzle)
+        return replace(plain, swizzle=plain.widest_swizzle)
 
     @classmethod
     def parse(cls, tile: str, swizzle: str = "auto") -> SharedTile:
@@ -75,9 +74,8 @@ class SharedTile:
         if not re.fullmatch("auto|[0-3]", swizzle):
             raise ValueError(f"swizzle: got {swizzle!r}; allowed auto, 0, 1, 2, 3: how many bits are XORed")
         rows, columns = int(size[1]), int(size[2])
-        if swizzle == "auto":
-            return cls.of_kernels(rows, columns)
-        return cls(rows=rows, columns=columns, swizzle=int(swizzle))
+        found = cls.of_kernels(rows, columns)
+        return found if swizzle == "auto" else replace(found, swizzle=int(swizzle))
 
     @property
     def chunks(self) -> int:
@@ -124,7 +122,7 @@ class SharedTile:
 
 Place = tuple[int, int]
 """A row and a chunk of it."""
-Request = Sequence[tuple[int, int]]
+Touches = Sequence[tuple[int, int]]
 """Row and address that each thread touches of what goes together: one wavefront, if no two rows collide."""
 
 
@@ -141,10 +139,10 @@ def right(lane: int) -> Place:
     return lane // 16 * 8 + lane % 8, lane // 8 % 2
 
 
-def _reads(reader: Callable[[int], Place]) -> Callable[[SharedTile], Iterator[Request]]:
+def _reads(reader: Callable[[int], Place]) -> Callable[[SharedTile], Iterator[Touches]]:
     """ldmatrix.x4 of each 16x16 fragment: four 8x8 matrices, 8 lanes give the rows of each."""
 
-    def of_tile(tile: SharedTile) -> Iterator[Request]:
+    def of_tile(tile: SharedTile) -> Iterator[Touches]:
         for row, chunk, lane in itertools.product(range(0, tile.rows, 16), range(0, tile.chunks, 2), range(0, WARP, 8)):
             places = [(row + below, chunk + beside) for below, beside in map(reader, range(lane, lane + 8))]
             yield [(place[0], tile.address(*place)) for place in places]
@@ -152,14 +150,14 @@ def _reads(reader: Callable[[int], Place]) -> Callable[[SharedTile], Iterator[Re
     return of_tile
 
 
-def _copies(tile: SharedTile) -> Iterator[Request]:
+def _copies(tile: SharedTile) -> Iterator[Touches]:
     """`load_tile`: `span` neighbouring threads share a row, 8 of them store at one time."""
     for row, chunk in itertools.product(range(0, tile.rows, 8 // tile.span), range(0, tile.chunks, tile.span)):
         places = [(row + thread // tile.span, chunk + thread % tile.span) for thread in range(8)]
         yield [(place[0], tile.address(*place)) for place in places]
 
 
-def _pairs(tile: SharedTile) -> Iterator[Request]:
+def _pairs(tile: SharedTile) -> Iterator[Touches]:
     """`PairWriter`: the lanes hold 8 rows of one chunk, 4 bytes each."""
     for row, chunk in itertools.product(range(0, tile.rows, 8), range(tile.chunks)):
         rows = [row + lane // 4 for lane in range(WARP)]
@@ -172,7 +170,7 @@ class Access:
 
     title: str
     instruction: str
-    requests: Callable[[SharedTile], Iterator[Request]]
+    requests: Callable[[SharedTile], Iterator[Touches]]
     bytes: int = CHUNK_BYTES
     """Bytes that a thread moves."""
 
@@ -217,7 +215,7 @@ def traffic(tile: SharedTile, access: Access) -> Traffic:
     return Traffic(requests=requests, wavefronts=total, collisions=MappingProxyType(dict(collisions)))
 
 
-# ---------------------------------------------------------------- for people and programs
+# ---------------------------------------------------------------- for people
 
 
 def describe(tile: SharedTile, *, elements: bool = False) -> str:
@@ -247,28 +245,6 @@ def describe(tile: SharedTile, *, elements: bool = False) -> str:
             sets = ", ".join(" ".join(map(str, members)) for members in rows)
             lines.append(f"{access.title}: {sets}, in {count} of {cost.requests} requests")
     return "\n".join(lines if any(it.collisions for it in found.values()) else [*lines, "none"])
-
-
-def as_data(tile: SharedTile) -> dict[str, Any]:
-    """The same as plain data: the bank group of each chunk, and the bank of each pair of elements, of every row."""
-    costs = {name: traffic(tile, access) for name, access in ACCESSES.items()}
-    rows = range(tile.rows)
-    return {
-        "tile": {"rows": tile.rows, "columns": tile.columns, "swizzle": tile.swizzle},
-        **{name: getattr(tile, name) for name in ("width", "pitch", "chunks")},
-        "kernels_swizzle": tile.widest_swizzle,
-        "keys": [tile.key(row) for row in rows],
-        "bank_groups": [[tile.bank_group(row, chunk) for chunk in range(tile.chunks)] for row in rows],
-        "banks": [[tile.bank(row, column) for column in range(0, tile.width, 2)] for row in rows],
-        "accesses": {
-            name: {
-                "requests": cost.requests,
-                "wavefronts": cost.wavefronts,
-                "collisions": [{"rows": met, "requests": count} for met, count in cost.collisions.items()],
-            }
-            for name, cost in costs.items()
-        },
-    }
 
 
 def key_formula(tile: SharedTile) -> str:

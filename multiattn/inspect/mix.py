@@ -18,30 +18,17 @@ TENSOR = ("HMMA", "HGMMA", "UTCHMMA", "other tensor")
 SPILLS = ("LDL", "STL")
 OTHER = "other"
 
+_ALONE = "HMMA HGMMA UTCHMMA LDSM STSM LDGSTS UTMALDG UTMASTG UTMAREDG LDS STS LDL STL LDTM STTM MUFU SHFL"
+"""Opcodes that are a class each; MUFU but for EX2."""
 _OPCODES: Mapping[str, str] = {
-    "HMMA": "HMMA",
-    "HGMMA": "HGMMA",
-    "UTCHMMA": "UTCHMMA",
-    "LDSM": "LDSM",
-    "STSM": "STSM",
-    "LDGSTS": "LDGSTS",
-    "UTMALDG": "UTMALDG",
-    "UTMASTG": "UTMASTG",
-    "UTMAREDG": "UTMAREDG",
+    **{opcode: opcode for opcode in _ALONE.split()},
     "UTMA other": "UTMAPF UTMACCTL UTMACMDFLUSH",
     "UBLKCP": "UBLKCP UBLKRED UBLKPF",
     "LDG": "LDG LD",
     "STG": "STG ST",
     "RED/ATOM": "RED REDG REDAS ATOM ATOMG ATOMS",
-    "LDS": "LDS",
-    "STS": "STS",
-    "LDL": "LDL",
-    "STL": "STL",
     "LDC": "LDC LDCU ULDC",
-    "LDTM": "LDTM",
-    "STTM": "STTM",
     "tcgen05 other": "UTCBAR UTCATOMSWS UTCCP UTCSHIFT UVIRTCOUNT",
-    "MUFU": "MUFU",  # but EX2
     "FP32": "FFMA FMUL FADD FMNMX FMNMX3 FSETP FSET FSEL FCHK FSWZADD FFMA2 FMUL2 FADD2 FFMA32I FMUL32I FADD32I",
     "FP64": "DFMA DMUL DADD DSETP DMNMX",
     "FP16": "HFMA2 HMUL2 HADD2 HSETP2 HSET2 HMNMX2 HFMA2_32I HMUL2_32I HADD2_32I VHMNMX",
@@ -56,7 +43,6 @@ _OPCODES: Mapping[str, str] = {
         "USGXT USHF USHL USHR UBMSK UBREV UFLO UPOPC UVIADD UVIMNMX UVIMNMX3 UCLEA ULEPC UGETNEXTWORKID "
         "UFADD UFMUL UFFMA UFSETP UFSEL UFMNMX UFRND UF2I UF2F UF2FP UF2IP UI2F UI2FP UI2I UI2IP"
     ),
-    "SHFL": "SHFL",
     "vote": "VOTE VOTEU MATCH ELECT REDUX CREDUX MOVM",
     "BAR": "BAR B2R UCGABAR_ARV UCGABAR_WAIT",
     "SYNCS": "SYNCS ARRIVES",
@@ -138,7 +124,7 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mix:
-    """The instructions of one kernel."""
+    """The instructions of one kernel, by class."""
 
     code: Counts
     """All of its code."""
@@ -207,8 +193,8 @@ def flop_of(name: str) -> int | None:
     return 2 * m * n * k
 
 
-def features(code: Counts) -> frozenset[str]:
-    """The members of FEATURES that some code has."""
+def features(code: Counts) -> tuple[str, ...]:
+    """The members of FEATURES that some code has, in their order."""
     units = {unit for name in code.tensor_names if (unit := sass.unit_of(name)) is not None}
     moves = {name for name, classes in _FEATURES.items() if any(code[it] for it in classes)}
-    return frozenset({GENERATIONS[unit] for unit in units} | moves)
+    return tuple(name for name in FEATURES if name in {GENERATIONS[unit] for unit in units} | moves)

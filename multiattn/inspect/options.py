@@ -10,12 +10,11 @@ import torch
 from tabulate import tabulate
 
 from multiattn.plan.arch import ARCHS, detect
-from multiattn.problem import DTYPES, Problem
-
-MASKS = ("full", "causal")
+from multiattn.problem import DTYPES, MASKS, Problem
 
 TOKENS, HIDDEN = 16384, 2048
-"""Batch times length, and heads times head_dim, where the options say nothing else: those of `python -m bench`."""
+"""Batch times length, and heads times head_dim, where the options say nothing else; those of every cell of
+`python -m bench --suite standard`: the work of a layer stays, its shape changes."""
 
 
 def shape(text: str) -> tuple[int, ...]:
@@ -91,11 +90,6 @@ def layer(
         causal=mask == MASKS[1],
         **sizes,
     )
-
-
-def mask_of(problem: Problem) -> str:
-    """The name of a problem's mask, one of `MASKS`."""
-    return MASKS[problem.causal]
 
 
 def sizes_of(problem: Problem) -> tuple[str, str]:

@@ -7,10 +7,9 @@ import multiprocessing
 import os
 import queue
 import signal
-import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
@@ -19,15 +18,14 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 START_TIMEOUT_S = 300.0
-"""For a process to import what it runs, on a machine that has much else to do."""
+"""Time for a process to import what it runs, on a machine that is busy with other work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome(Generic[Item, Result]):
-    """The outcome of one item: a result, or an error's text; and the seconds it took."""
+    """The outcome of one item: a result, or an error's text."""
 
     item: Item
-    seconds: float
     result: Result | None = None
     error: str = ""
 
@@ -50,31 +48,28 @@ def run_isolated(
         keep: picklable; asked in the process after an error: whether it may serve another item. It may if None.
     """
     workers = [_Worker(function, keep) for _ in range(min(jobs, len(items)))]
-    waiting: queue.SimpleQueue[Item] = queue.SimpleQueue()
-    done: queue.SimpleQueue[Outcome[Item, Result]] = queue.SimpleQueue()
+    free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    for worker in workers:
+        free.put(worker)
 
-    def serve(worker: _Worker) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                done.put(worker.run(waiting.get_nowait(), timeout_s))
+    def serve(item: Item) -> Outcome[Item, Result]:
+        worker = free.get()  # there is one, as there are as many as threads
+        outcome = worker.run(item, timeout_s)
+        free.put(worker)
+        return outcome
 
-    for item in items:
-        waiting.put(item)
-    threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in workers]
-    try:
-        for thread in threads:
-            thread.start()
-        for _ in items:
-            yield done.get()
-    finally:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                waiting.get_nowait()
-        for worker, thread in zip(workers, threads, strict=True):
-            while thread.is_alive():  # it may be about to start a process
+    with ThreadPoolExecutor(max(1, len(workers))) as threads:
+        served = [threads.submit(serve, item) for item in items]
+        try:
+            for done in as_completed(served):
+                yield done.result()
+        finally:
+            running = [it for it in served if not it.cancel()]
+            while wait(running, timeout=0.1).not_done:  # one may be about to start a process
+                for worker in workers:
+                    worker.kill()
+            for worker in workers:
                 worker.kill()
-                thread.join(timeout=0.1)
-            worker.kill()
 
 
 class _Worker:
@@ -87,11 +82,11 @@ class _Worker:
     def run(self, item: Any, timeout_s: float) -> Outcome[Any, Any]:
         """The outcome of one item."""
         result, error, alive = None, "", False
-        since, what, limit = time.monotonic(), "its process not ready", START_TIMEOUT_S
+        what, limit = "its process not ready", START_TIMEOUT_S
         try:
             if self.process is None:
                 self._start()
-            since, what, limit = time.monotonic(), "not done", timeout_s
+            what, limit = "not done", timeout_s
             self.pipe.send(item)
             result, error, alive = _receive(self.pipe, limit)
         except TimeoutError:
@@ -102,10 +97,9 @@ class _Worker:
                 error = f"the process died with exit code {process.exitcode}"
         except Exception as failure:  # broad: what cannot be pickled, too, is this item's outcome alone
             error = _text(failure)
-        seconds = time.monotonic() - since
         if not alive:
             self.kill()
-        return Outcome(item=item, seconds=seconds, result=result, error=error)
+        return Outcome(item=item, result=result, error=error)
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")

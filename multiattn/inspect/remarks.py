@@ -54,11 +54,8 @@ class Choice:
 
 def parse(text: str) -> tuple[Choice, ...]:
     """The choices in the order of the source; ValueError for text that is not what tileiras writes."""
-    rest = _DOCUMENT.sub("", text)
-    if rest.strip():
-        raise ValueError(
-            f"remarks: got {rest.strip().splitlines()[0]!r}; allowed documents of --- !Passed and its like"
-        )
+    if rest := _DOCUMENT.sub("", text).strip():
+        raise ValueError(f"remarks: got {rest.splitlines()[0]!r}; allowed documents of --- !Passed and its like")
     found: Counter[tuple[str, int, str, bool, bool]] = Counter()
     for kind, body in _DOCUMENT.findall(text):
         fields = {name: _unquoted(value) for name, value in _FIELD.findall(body)}

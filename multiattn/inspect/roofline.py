@@ -12,18 +12,15 @@ launches back to back whose operands stay in L2.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
-from multiattn.inspect.options import HIDDEN, MASKS, TOKENS, count, counts, layer, mask_of, sizes_of, table
+from multiattn.inspect.options import HIDDEN, TOKENS, count, counts, layer, sizes_of, table
 from multiattn.plan.arch import ARCHS, GPUS, Gpu, gpu_by_name
 from multiattn.plan.backend import DIRECTIONS, Direction
-from multiattn.problem import Problem
+from multiattn.problem import FORWARD_RESULTS, GRADIENTS, MASKS, Problem
 
 DTYPES = ("bf16", "fp16")
 """The dtypes that the tensor rates are stated for."""
@@ -39,12 +36,8 @@ GEMMS: Mapping[Direction, int] = MappingProxyType({"forward": 2, "backward": 5})
 class Bounds:
     """The least time of a problem on a GPU, in ms, unit by unit as if each worked alone and at its peak."""
 
-    gpu: str
-    direction: Direction
     flops: int
     """FLOP of the tensor cores, as multiattn counts them everywhere: ``2*D`` per visible pair and product."""
-    exponentials: int
-    """One per visible pair: in the forward, and again in the backward, which recomputes p."""
     bytes: int
     """From and to device memory, each element once, as if caches held everything in between."""
     tensor_ms: float
@@ -84,16 +77,13 @@ def _bytes(problem: Problem, direction: Direction) -> int:
 
     A query that sees no key is not read, but its results are written. k and v are not read where no query sees a key.
     """
-    seeing = min(problem.seq_q, problem.seq_kv) if problem.causal else problem.seq_q
-    if problem.seq_kv == 0:
-        seeing = 0
-    element, lse = problem.torch_dtype.itemsize * problem.head_dim, 4
-    rows_q, rows_kv = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
-    read_kv = 2 * rows_kv * problem.seq_kv * element if seeing else 0
-    if direction == "forward":
-        return rows_q * (seeing * element + problem.seq_q * (element + lse)) + read_kv
-    written_kv = 2 * rows_kv * problem.seq_kv * element
-    return rows_q * (seeing * (3 * element + lse) + problem.seq_q * element) + read_kv + written_kv
+    seeing = min(problem.seq_q, problem.seq_kv) if problem.is_banded else problem.seq_q * (problem.seq_kv > 0)
+    size = {name: layout.size_bytes for name, layout in problem.layouts.items()}
+    forward = direction == "forward"
+    of_queries, written = (("q",), FORWARD_RESULTS) if forward else (("q", "out", "dout", "lse"), GRADIENTS)
+    read = sum(size[name] for name in of_queries) * seeing // max(problem.seq_q, 1)
+    read += size["k"] + size["v"] if seeing else 0
+    return read + sum(size[name] for name in written)
 
 
 def bounds(problem: Problem, gpu: Gpu, direction: Direction = "forward") -> Bounds:
@@ -106,14 +96,12 @@ def bounds(problem: Problem, gpu: Gpu, direction: Direction = "forward") -> Boun
         raise ValueError(f"dtype: got {problem.dtype}; allowed {', '.join(DTYPES)}")
     if direction not in DIRECTIONS:
         raise ValueError(f"direction: got {direction!r}; allowed {', '.join(DIRECTIONS)}")
+    # One exponential per visible pair: in the forward, and again in the backward, which recomputes p.
     scores, moved = problem.batch * problem.heads_q * problem.visible_pairs, _bytes(problem, direction)
     flops = 2 * GEMMS[direction] * problem.head_dim * scores
     per_ms = gpu.sms * gpu.clock_ghz * 1e6  # clocks of all SMs in a millisecond
     return Bounds(
-        gpu=gpu.name,
-        direction=direction,
         flops=flops,
-        exponentials=scores,
         bytes=moved,
         tensor_ms=flops / (gpu.tensor_rate * per_ms),
         exp_ms=scores / (ARCHS[gpu.arch].ex2_rate * per_ms),
@@ -132,18 +120,10 @@ def score_cycles(gpu: Gpu, head_dim: int, direction: Direction = "forward") -> t
 _HEADERS = ("B", "H", "D", "N", "mask", "FLOP/B", "tensor ms", "exp ms", "memory ms", "bound by", "TFLOPS", "of peak")
 
 
-def as_dict(problem: Problem, found: Bounds) -> dict[str, Any]:
-    """A problem's sizes and its bounds, for JSON."""
-    names = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "dtype")
-    derived = ("time_ms", "busiest", "tflops", "peak_share", "intensity")
-    sizes = {name: getattr(problem, name) for name in names} | {"mask": mask_of(problem)}
-    return {**sizes, **asdict(found), **{name: getattr(found, name) for name in derived}}
-
-
 def _cells(problem: Problem, found: Bounds) -> list[str]:
     """The row of a table."""
     heads, length = sizes_of(problem)
-    sizes = [f"{problem.batch}", heads, f"{problem.head_dim}", length, mask_of(problem)]
+    sizes = [f"{problem.batch}", heads, f"{problem.head_dim}", length, problem.mask]
     times = [f"{time:.3g}" for time in (found.tensor_ms, found.exp_ms, found.memory_ms)]
     rates = [_short(found.tflops), f"{found.peak_share:.0%}"]
     return [*sizes, _short(found.intensity), *times, " = ".join(found.busiest), *rates]
@@ -182,27 +162,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, help=f"of q (default: {HIDDEN} over D)")
     parser.add_argument("--kv-heads", type=int, help="of k and v (default: those of q)")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="default: %(default)s")
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the roofs of every problem that the options name; 2 for options that make no sense."""
-    try:
-        gpus = [gpu for name in options.device for gpu in (GPUS if name == "all" else (gpu_by_name(name),))]
-        problems = _problems(options)
-    except ValueError as error:
-        print(f"python -m multiattn roofline: {error}", file=sys.stderr)
-        return 2
-    told: list[Any] = []
+    """Print the roofs of every problem that the options name."""
+    gpus = [gpu for name in options.device for gpu in (GPUS if name == "all" else (gpu_by_name(name),))]
+    problems = _problems(options)
     for gpu in dict.fromkeys(gpus):
         for direction in DIRECTIONS if options.direction == "both" else (options.direction,):
-            found = [(problem, bounds(problem, gpu, direction)) for problem in problems]
-            if options.json:
-                told += [as_dict(*it) for it in found]
-            else:
-                drawn = table([_cells(*it) for it in found], _HEADERS)
-                told.append(f"{describe(gpu, direction, options.head_dim)}\n\n{drawn}\n")
-    print(json.dumps(told, indent=1) if options.json else "\n".join([*told, "H q/kv, N q/kv where they differ"]))
+            rows = [_cells(problem, bounds(problem, gpu, direction)) for problem in problems]
+            print(f"{describe(gpu, direction, options.head_dim)}\n\n{table(rows, _HEADERS)}\n")
+    print("H q/kv, N q/kv where they differ")
     return 0
 
 

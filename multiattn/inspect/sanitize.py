@@ -7,6 +7,7 @@ K is allocated 8 elements too small, which must be found.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -65,14 +66,11 @@ def sanitized_plans() -> Iterator[Plan]:
 
 def operands_of(plan: Plan, missing_elements: int) -> Operands:
     """Tensors of a launch, each an allocation of its own; K of too few elements."""
-    problem = plan.problem
-    of_q = problem.batch * problem.heads_q * problem.seq_q
-    of_kv = problem.batch * problem.heads_kv * problem.seq_kv
-    sizes = dict.fromkeys(("q", "out", "dout", "dq"), of_q * problem.head_dim)
-    sizes |= dict.fromkeys(("k", "v", "dk", "dv"), of_kv * problem.head_dim)
+    layouts = plan.problem.layouts
+    sizes = {name: math.prod(layouts[name].shape) for name in Operands._fields}
     sizes["k"] -= missing_elements
-    given = {name: torch.ones(size, dtype=problem.torch_dtype) for name, size in sizes.items()}
-    return Operands(**given, **{name: torch.full((of_q,), 4.0) for name in ("lse", "dlse")})
+    values = dict.fromkeys(Operands._fields, 1.0) | {"lse": 4.0, "dlse": 4.0}
+    return Operands(**{name: torch.full((sizes[name],), values[name], dtype=layouts[name].dtype) for name in sizes})
 
 
 def main() -> int:

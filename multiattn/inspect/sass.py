@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+import networkx
 
 Graph = Mapping[int, Sequence[int]]
 """For each place in the code, the places that may follow it."""
@@ -63,14 +64,9 @@ def parted_arrivals(code: Sequence[Instruction]) -> list[int]:
     This holds for kernels in which only chosen lanes arrive, as in this package's CUDA kernels. It would be a false
     alarm for a branch after which the compiler brings the warp together again; none has been seen.
     """
-    follows = successors(code)
-    reached: set[int] = set()
-    waiting = [place for place, it in enumerate(code) if it.name.startswith(_RAISES_REGISTERS)]
-    while waiting:
-        place = waiting.pop()
-        if place not in reached:
-            reached.add(place)
-            waiting += follows[place]
+    graph = networkx.DiGraph(successors(code))
+    raising = (place for place, it in enumerate(code) if it.name.startswith(_RAISES_REGISTERS))
+    reached = {after for place in raising for after in networkx.descendants(graph, place)}
     found = (code[place] for place in sorted(reached))
     return [it.address for it in found if it.name.startswith("SYNCS.ARRIVE") and not it.guarded]
 
@@ -108,15 +104,16 @@ def find_loops(code: Sequence[Instruction]) -> list[Loop]:
     """
     units = {place: unit for place, it in enumerate(code) if (unit := it.unit) is not None}
     loops: list[Loop] = []
-    waiting = [(frozenset(range(len(code))), successors(code))]
+    waiting = [successors(code)]
     while waiting:
-        places, follows = waiting.pop()
-        for body in _knots(sorted(places), follows):
-            entries = {after for place in places - body for after in follows[place] if after in body} or {min(body)}
+        follows = waiting.pop()
+        for body in _knots(follows):
+            outside = follows.keys() - body
+            entries = {after for place in outside for after in follows[place] if after in body} or {min(body)}
             kept = body - entries
-            inside = {place: [after for after in follows[place] if after in kept] for place in body}
-            waiting.append((body, inside))
-            nested = frozenset().union(*_knots(sorted(body), inside))
+            inside = {place: [after for after in follows[place] if after in kept] for place in sorted(body)}
+            waiting.append(inside)
+            nested = frozenset().union(*_knots(inside))
             own = tuple(unit for place, unit in units.items() if place in body - nested)
             within = sum(place in nested for place in units)
             loops.append(Loop(body=body, own=own, nested=within))
@@ -141,12 +138,7 @@ def successors(code: Sequence[Instruction]) -> Graph:
     return graph
 
 
-def _knots(places: Iterable[int], follows: Graph) -> list[frozenset[int]]:
+def _knots(follows: Graph) -> list[frozenset[int]]:
     """Strongly connected components of more than one instruction, or of one that follows itself."""
-    import networkx
-
-    graph: Any = networkx.DiGraph()
-    graph.add_nodes_from(sorted(places))
-    graph.add_edges_from((place, after) for place in graph for after in follows[place] if after in graph)
-    found = map(frozenset, networkx.strongly_connected_components(graph))
+    found = map(frozenset, networkx.strongly_connected_components(networkx.DiGraph(follows)))
     return [knot for knot in found if len(knot) > 1 or any(place in follows[place] for place in knot)]

@@ -20,8 +20,6 @@ INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 _FORMATS: Mapping[Kind, str] = {"i8": "<b", "i32": "<i", "i64": "<q", "f32": "<f"}
 
-TENSORS = ("q", "k", "v", "out", "lse")
-"""The names of what a forward launch is given, in its order."""
 WORKSPACE = "workspace"
 """The name of a workspace of one area, which a forward's Binding asks for by `workspace_bytes`."""
 
@@ -151,15 +149,11 @@ def flag(constants: dict[str, str], emitted: Mapping[str, str], name: str, neede
 
 def multiple(constants: dict[str, str], emitted: Mapping[str, str], name: str, own: int, value: int) -> int:
     """Enter what `value` must be a multiple of, `own` where the tensors may decide; returns what was entered."""
-    text = settle(constants, emitted, name, _multiple_of(own), lambda there: value % divisor(there) == 0)
-    return divisor(text)
+    needed = _ANY if own == 1 else f"{_MULTIPLE}{own}"
+    return divisor(settle(constants, emitted, name, needed, lambda there: value % divisor(there) == 0))
 
 
 _MULTIPLE, _ANY = "multiple of ", "any"
-
-
-def _multiple_of(number: int) -> str:
-    return _ANY if number == 1 else f"{_MULTIPLE}{number}"
 
 
 def divisor(text: str) -> int:

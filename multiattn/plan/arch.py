@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 KIB = 1024
+SMEM_RESERVED = KIB
+"""Bytes of an SM's shared memory that the system keeps for itself in every block (CUDA C++ Programming Guide)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,8 +25,6 @@ class Arch:
     name: str
     title: str
     smem_per_sm: int = 0
-    smem_per_block: int = 0
-    """Most dynamic shared memory one block can opt in to."""
     warps_per_sm: int = 0
     blocks_per_sm: int = 0
     registers_per_sm: int = 0
@@ -34,9 +34,9 @@ class Arch:
     """Results per clock of an SM's special-function units: ex2, and rcp, rsqrt, sin and the like."""
 
     @property
-    def smem_reserved(self) -> int:
-        """Bytes of shared memory that the system keeps for itself in every block."""
-        return self.smem_per_sm - self.smem_per_block
+    def smem_per_block(self) -> int:
+        """Most dynamic shared memory one block can opt in to."""
+        return max(0, self.smem_per_sm - SMEM_RESERVED)
 
     @property
     def is_gpu(self) -> bool:
@@ -55,14 +55,13 @@ class Arch:
 def _gpu(
     name: str, title: str, smem_kib: int, warps: int, blocks: int, *, fp32_rate: int = 256, ex2_rate: int = 16
 ) -> Arch:
-    # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": a block can have what the
-    # SM has less 1 KiB that the system keeps; every one of these has 65536 registers. The rates are those of its table
-    # of arithmetic throughput, where a multiply-add is one result; for sm103 NVIDIA's articles on Blackwell Ultra.
+    # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": every one of these has 65536
+    # registers. The rates are those of its table of arithmetic throughput, where a multiply-add is one result; for
+    # sm103 NVIDIA's articles on Blackwell Ultra.
     return Arch(
         name=name,
         title=title,
         smem_per_sm=smem_kib * KIB,
-        smem_per_block=(smem_kib - 1) * KIB,
         warps_per_sm=warps,
         blocks_per_sm=blocks,
         registers_per_sm=65536,
@@ -137,22 +136,17 @@ def occupancy(arch: Arch, threads: int, registers: int, smem_bytes: int) -> Occu
     if smem_bytes < 0:
         raise ValueError(f"smem_bytes: got {smem_bytes}; allowed 0 and more")
     warps = -(-threads // WARP_THREADS)
+    of_warp = _round_up(registers * WARP_THREADS, REGISTERS_UNIT)
+    warps_of_partition = arch.registers_per_sm // WARPS_UNIT // of_warp  # all of a warp lives in one partition
     fitting = {
         "blocks": arch.blocks_per_sm,
         "warps": arch.warps_per_sm // warps,
-        "registers": _blocks_by_registers(arch, warps, registers),
-        "smem": arch.smem_per_sm // _round_up(smem_bytes + arch.smem_reserved, SMEM_UNIT),
+        "registers": WARPS_UNIT * warps_of_partition // warps,
+        "smem": arch.smem_per_sm // _round_up(smem_bytes + SMEM_RESERVED, SMEM_UNIT),
     }
     limiter = min(fitting, key=lambda name: fitting[name])  # the first of equals
     blocks = fitting[limiter]
     return Occupancy(blocks=blocks, warps=blocks * warps, share=blocks * warps / arch.warps_per_sm, limiter=limiter)
-
-
-def _blocks_by_registers(arch: Arch, warps: int, registers: int) -> int:
-    """Blocks that the register files have room for; all of a warp lives in one partition."""
-    of_warp = _round_up(registers * WARP_THREADS, REGISTERS_UNIT)
-    warps_of_partition = arch.registers_per_sm // WARPS_UNIT // of_warp
-    return WARPS_UNIT * warps_of_partition // warps
 
 
 def _round_up(value: int, unit: int) -> int:
@@ -221,20 +215,22 @@ GPUS = tuple(Gpu(**dict(zip((column.name for column in fields(Gpu)), row, strict
 """Products with a row, by the table's short names ("H100 SXM", "GB10": DGX Spark)."""
 
 
-def find_gpu(device_name: str) -> Gpu | None:
-    """The row of a product by its short name or by all that the driver calls it; None for a product without a row.
+_GPU_OF = {name.casefold(): gpu for gpu in GPUS for name in (gpu.name, *gpu.driver_names)}
+
+
+def find_gpu(name: str) -> Gpu | None:
+    """The row of a product by its short name or by all that the driver calls it, in any case; None without a row.
 
     No part of a name will do: a B300 is no GB300, and PCIe boards, laptops and MIG slices are slower than their like.
     """
-    return next((gpu for gpu in GPUS if device_name in (gpu.name, *gpu.driver_names)), None)
+    return _GPU_OF.get(name.casefold())
 
 
 def gpu_by_name(name: str) -> Gpu:
-    """The row that `find_gpu` finds, in whatever case the name is given; ValueError for a product without one."""
-    folded = {known.casefold(): gpu for gpu in GPUS for known in (gpu.name, *gpu.driver_names)}
-    if name.casefold() not in folded:
+    """The row that `find_gpu` finds; ValueError for a product without one."""
+    if (gpu := find_gpu(name)) is None:
         raise ValueError(f"device: got {name!r}; allowed {', '.join(gpu.name for gpu in GPUS)}")
-    return folded[name.casefold()]
+    return gpu
 
 
 def by_name(name: str) -> Arch:

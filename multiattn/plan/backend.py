@@ -24,7 +24,6 @@ BACKENDS: tuple[str, ...] = ("triton", "cutile", "cuda")
 REFERENCE = "reference"
 """The eager implementation: what `auto` is on CPU tensors, and the truth; never an entry of BACKENDS."""
 
-
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
@@ -58,7 +57,7 @@ class Exported:
     threads: int | None = None
     """Threads of a block; None where only the cubin says."""
     dynamic_smem_bytes: int = 0
-    """That a launch asks for, beside the static part that the cubin has."""
+    """Shared memory that a launch asks for, beside the static part that the cubin has."""
     texts: Mapping[str, bytes] = field(default_factory=dict)
     """Intermediate code that was asked for, by kind: ``ptx``, ``ttgir``, ``tileir``."""
     remarks: str = ""
@@ -130,10 +129,7 @@ class Op:
 
     variants: tuple[Variant, ...]
     spanning: tuple[str, ...] = ()
-    """Names of the variants to run where all of them would take too long: together they have every value of each flag.
-
-    Empty: all variants.
-    """
+    """Variants to run where all would take too long: together they have every value of each flag. Empty: all."""
     prepare: Callable[[Plan], Launcher]
     """Do all that is needed once per Plan, compilation included where the language allows it."""
     export: Callable[[Plan, Sequence[str]], tuple[Exported, ...]] = lambda plan, kinds: ()
@@ -290,16 +286,15 @@ def make_plan(
     reasons = list(backend.probe(arch)) if probe else []
     if not backend.op(direction).variants:
         reasons.append(Reason(code="direction", got=direction, allowed=f"what {backend.name} has kernels for"))
-    named = backend.op(direction).offered if variant is None else (find_variant(backend, variant, direction),)
+    named = variant is not None
+    asked = backend.op(direction).offered if variant is None else (find_variant(backend, variant, direction),)
     refusals: dict[str, tuple[Reason, ...]] = {}
     found = None
-    for candidate in named:
+    for candidate in asked:
+        plan = plan_variant(backend, candidate, problem, arch, config, direction=direction, named=named)
         if deterministic and not candidate.deterministic:
             got = f"variant {candidate.name}, which adds in any order"
-            allowed = "variants that give the same bits each time"
-            refusals[candidate.name] = (Reason(code="deterministic", got=got, allowed=allowed),)
-            continue
-        plan = plan_variant(backend, candidate, problem, arch, config, direction=direction, named=variant is not None)
+            plan = (Reason(code="deterministic", got=got, allowed="variants that give the same bits each time"),)
         if isinstance(plan, Plan):
             found = plan
             break
@@ -308,8 +303,8 @@ def make_plan(
         passed_over = (f"variant {name}: {reason}" for name, why in refusals.items() for reason in why)
         return replace(found, rejected=(*passed_over, *found.rejected))
     if found is None:
-        # The reasons of variants for other arches help nobody, unless every variant is for another arch.
-        here = [refusals[it.name] for it in named if arch.name in it.capability.arches]
-        refused = here or [it.capability.why_not(problem, arch) for it in named]
+        # The reasons of variants for other arches do not help, unless every variant is for another arch.
+        here = [refusals[it.name] for it in asked if arch.name in it.capability.arches]
+        refused = here or [it.capability.why_not(problem, arch) for it in asked]
         reasons += list(dict.fromkeys(reason for refusal in refused for reason in refusal))
     raise Unsupported(backend=backend.name, arch=arch, problem=problem, reasons=reasons, direction=direction)

@@ -100,7 +100,7 @@ def _alternatives(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
+class MeasuredCell:
     """One measured problem: TFLOPS of each backend on one GPU."""
 
     arch: str
@@ -130,10 +130,10 @@ class Cell:
 
 
 @functools.cache
-def measured_cells() -> tuple[Cell, ...]:
+def measured_cells() -> tuple[MeasuredCell, ...]:
     """Every recorded cell."""
     rows = json.loads(resources.files(__package__).joinpath("measured.json").read_text())
-    return tuple(Cell(**{**row, "tflops": tuple(sorted(row["tflops"].items()))}) for row in rows)
+    return tuple(MeasuredCell(**{**row, "tflops": tuple(sorted(row["tflops"].items()))}) for row in rows)
 
 
 def preferred_order(problem: Problem, arch: Arch, direction: Direction = "forward") -> tuple[tuple[str, str], ...]:

@@ -36,7 +36,7 @@ SECTOR_BYTES = 32
 """The least that one access reads from device memory."""
 
 COMPILED = "compiled, not measured: "
-"""Starts the `why` of a rule for GPUs that nobody timed it on: what is known of it is what the compilers say."""
+"""Starts the `why` of a rule that was never timed on its GPUs: only what the compilers say of it is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,9 +69,8 @@ class Rule(Generic[C]):
         if not self.head_dim_min <= problem.head_dim <= self.head_dim_max:
             return f"for D in {self.head_dim_min}..{self.head_dim_max}"
         if self.whole_sectors not in (None, has_whole_sectors(problem.head_dim, problem.torch_dtype.itemsize)):
-            return (
-                f"for rows {'of' if self.whole_sectors else 'other than'} a whole number of {SECTOR_BYTES}-byte sectors"
-            )
+            which = "of" if self.whole_sectors else "other than"
+            return f"for rows {which} a whole number of {SECTOR_BYTES}-byte sectors"
         if self.banded not in (None, problem.is_banded):
             return "for causal" if self.banded else "for full"
         if self.dtype not in (None, problem.dtype):
@@ -90,18 +89,16 @@ class Rule(Generic[C]):
     def covers(self, other: Rule[C]) -> bool:
         """True if it applies wherever `other` does, so that `other` after it would never be chosen."""
         longest, theirs = (rule.seq_max if rule.seq_max is not None else sys.maxsize for rule in (self, other))
+        optional = ("whole_sectors", "banded", "dtype", "batch_max")
         return (
             set(other.arches) <= set(self.arches)
             and self.head_dim_min <= other.head_dim_min
             and other.head_dim_max <= self.head_dim_max
-            and self.whole_sectors in (None, other.whole_sectors)
-            and self.banded in (None, other.banded)
-            and self.dtype in (None, other.dtype)
             and self.seq_min <= other.seq_min
             and theirs <= longest
-            and self.batch_max in (None, other.batch_max)
             and self.smem_min <= other.smem_min
             and not self.only_named
+            and all(getattr(self, name) in (None, getattr(other, name)) for name in optional)
         )
 
     def __str__(self) -> str:

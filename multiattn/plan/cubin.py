@@ -1,9 +1,12 @@
-"""Read cubins with no tool and no driver: their ELF sections, and what they say of a kernel's parameters."""
+"""Read cubins with no tool and no driver: their ELF sections, and a kernel's parameters and resources."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+from multiattn.plan.arch import SMEM_RESERVED
 
 _NOBITS = 8  # type of a section that only reserves memory
 _HEADER = "<IIQQQQII"
@@ -81,38 +84,40 @@ class KernelEntry:
     """Bytes of all parameters, including tensor maps that cuTile's host code makes and no caller hands over."""
     threads: int | None = None
     """In a block, where the kernel was compiled for one number of threads, or for at most so many."""
+    registers: int = 0
+    stack_bytes: int = 0
+    """A thread's. None of our kernels indexes an array at run time, so this is what the compiler spilled."""
+    smem_bytes: int = 0
+    """Static shared memory of a block, without the KiB that the system keeps in every block."""
 
 
 # NVIDIA does not document these numbers. cuobjdump prints their names, and a test compares with what it prints.
 _FORMAT_SIZED = 4
 _MAX_THREADS, _PARAM_CBANK, _REQNTID, _KPARAM_INFO, _KPARAM_INFO_V2 = 0x05, 0x0A, 0x10, 0x17, 0x45
+_MIN_STACK_SIZE, _REGCOUNT = 0x12, 0x2F
 _SIZE_SHIFT, _SIZE_MASK = 18, 0xFFFF  # where the flags of a parameter have its size: first version, second version
 _INFO = ".nv.info."
+_RESERVED_SMEM = ".nv.shared.reserved.0"  # in the cubins, sm90 and later, that count what the system keeps
 
 
 def read_entry(cubin: bytes, symbol: str) -> KernelEntry:
     """The kernel called `symbol`; ValueError where `cubin` is no cubin or has no such kernel."""
-    found = sections(cubin)
-    if (info := found.get(f"{_INFO}{symbol}")) is None:
+    found = {section.name: section for section in read_sections(cubin)}
+    if f"{_INFO}{symbol}" not in found:
         names = [name.removeprefix(_INFO) for name in found if name.startswith(_INFO)]
         raise ValueError(f"kernel: got {symbol!r}; allowed what the cubin has: {', '.join(names) or 'none'}")
     try:
-        return _read_info(symbol, info)
+        return _read_entry(symbol, found)
     except struct.error as error:
         raise ValueError(f"kernel: {symbol}: what the cubin says of it is damaged ({error})") from None
 
 
-def _read_info(symbol: str, info: bytes) -> KernelEntry:
-    """Read a section of kernel information; struct.error for a damaged one."""
+def _read_entry(symbol: str, found: Mapping[str, Section]) -> KernelEntry:
+    """Read what the sections say of a kernel; struct.error for a damaged one."""
     slots: dict[int, Slot] = {}
     sizes: dict[int, int] = {}
-    base = param_bytes = at = 0
-    while at + 4 <= len(info):
-        form, attribute, size = struct.unpack_from("<BBH", info, at)
-        at += 4
-        if form != _FORMAT_SIZED:
-            continue
-        value, at = info[at : at + size], at + size
+    base = param_bytes = 0
+    for attribute, value in _attributes(found[f"{_INFO}{symbol}"]):
         if attribute in (_KPARAM_INFO, _KPARAM_INFO_V2):
             _, ordinal, offset, flags = struct.unpack("<IHHI", value)
             width = flags >> _SIZE_SHIFT if attribute == _KPARAM_INFO else flags & _SIZE_MASK
@@ -122,13 +127,33 @@ def _read_info(symbol: str, info: bytes) -> KernelEntry:
         elif attribute in (_REQNTID, _MAX_THREADS):
             x, y, z = struct.unpack("<III", value)
             sizes[attribute] = x * y * z
+    resources = dict.fromkeys((_REGCOUNT, _MIN_STACK_SIZE), 0)  # of all functions: a cubin has one kernel
+    for attribute, value in _attributes(found.get(_INFO.removesuffix("."))):
+        if attribute in resources:
+            resources[attribute] = max(resources[attribute], struct.unpack("<II", value)[1])
+    smem = found.get(f".nv.shared.{symbol}")
+    smem_bytes = (smem.size if smem else 0) - (SMEM_RESERVED if _RESERVED_SMEM in found else 0)
     return KernelEntry(
         symbol=symbol,
         slots=tuple(slots[ordinal] for ordinal in sorted(slots)),
         base=base,
         param_bytes=param_bytes,
         threads=sizes.get(_REQNTID, sizes.get(_MAX_THREADS)),
+        registers=resources[_REGCOUNT],
+        stack_bytes=resources[_MIN_STACK_SIZE],
+        smem_bytes=max(0, smem_bytes),
     )
+
+
+def _attributes(section: Section | None) -> Iterator[tuple[int, bytes]]:
+    """The attributes that have a size, of a section of information; none where there is no section."""
+    info, at = section.content if section else b"", 0
+    while at + 4 <= len(info):
+        form, attribute, size = struct.unpack_from("<BBH", info, at)
+        at += 4
+        if form == _FORMAT_SIZED:
+            yield attribute, info[at : at + size]
+            at += size
 
 
 # ---------------------------------------------------------------- host code

@@ -63,13 +63,8 @@ class Capability:
             got = f"Sq={problem.seq_q} Skv={problem.seq_kv}"
             reasons.append(Reason(code="seq", got=got, allowed=f"lengths up to {self.seq_max}"))
         if problem.alignment % self.alignment:
-            reasons.append(
-                Reason(
-                    code="alignment",
-                    got=f"{problem.alignment} bytes",
-                    allowed=f"base addresses and strides that are multiples of {self.alignment} bytes",
-                )
-            )
+            allowed = f"base addresses and strides that are multiples of {self.alignment} bytes"
+            reasons.append(Reason(code="alignment", got=f"{problem.alignment} bytes", allowed=allowed))
         strides = (*problem.strides_q, *problem.strides_k, *problem.strides_v)
         if not self.zero_strides and 0 in strides:
             reasons.append(Reason(code="strides", got="a broadcast dimension (stride 0)", allowed="positive strides"))
@@ -102,7 +97,7 @@ class Unsupported(RuntimeError):  # noqa: N818 - the contract's name: `except mu
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For pickle and copy: not made anew, as an exception's `args` would have it, but with all that it has."""
+        """Let pickle and copy keep all attributes, where an exception would be made anew from its `args`."""
         return type(self).__new__, (type(self), *self.args), self.__dict__
 
 

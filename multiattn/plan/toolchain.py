@@ -4,33 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import re
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
 from importlib import metadata
 
 import torch
 
 from multiattn.plan.support import Reason
-
-_USAGE = re.compile(r"\bREG:(\d+) STACK:(\d+) SHARED:(\d+)")
-_THREADS = re.compile(r"EIATTR_(REQNTID|MAX_THREADS)\n.*\n\s*Value:\s*0x(\w+) 0x(\w+) 0x(\w+)")
-_RESERVED_SMEM = ".nv.shared.reserved.0"  # a section of the cubins, sm90 and later, that count what the system keeps
-_RESERVED_SMEM_BYTES = 1024
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Usage:
-    """One compiled kernel's resources: registers and bytes of stack a thread, bytes of static shared memory a block."""
-
-    registers: int
-    stack_bytes: int
-    smem_bytes: int
-    """Without the KiB that the system keeps in every block."""
-    threads: int | None = None
-    """Threads of a block, where the kernel was compiled for one number of threads, or for at most so many."""
 
 
 def version_of(distribution: str) -> str | None:
@@ -47,7 +28,7 @@ def release_of(version: str) -> tuple[int, ...]:
 
 
 def dotted(release: tuple[int, ...]) -> str:
-    """A release as one writes it."""
+    """A release as text, as in ``3.6``."""
     return ".".join(map(str, release))
 
 
@@ -84,41 +65,12 @@ def find_cuobjdump() -> str | None:
     return found or shutil.which("cuobjdump")
 
 
-def resource_usage(cubin: bytes) -> Usage | None:
-    """Resources of the one kernel of a cubin; None without cuobjdump, or with one too old for the cubin's target.
-
-    None of the kernels indexes an array at run time, so their stack is what the compiler spilled.
-    """
-    printed = _cuobjdump(cubin, "-elf", "-res-usage")
-    found = _USAGE.search(printed)
-    if found is None:
-        return None
-    registers, stack_bytes, smem_bytes = map(int, found.groups())
-    return Usage(
-        registers=registers,
-        stack_bytes=stack_bytes,
-        smem_bytes=max(0, smem_bytes - (_RESERVED_SMEM_BYTES if _RESERVED_SMEM in printed else 0)),
-        threads=_threads(printed),
-    )
-
-
 def disassemble(cubin: bytes) -> str | None:
-    """The SASS of a cubin as cuobjdump prints it; None where `resource_usage` is."""
-    return _cuobjdump(cubin, "-sass") or None
-
-
-def _threads(printed: str) -> int | None:
-    """Threads of a block: those that were required, else the most that were allowed for."""
-    sizes = {name: int(x, 16) * int(y, 16) * int(z, 16) for name, x, y, z in _THREADS.findall(printed)}
-    return sizes.get("REQNTID", sizes.get("MAX_THREADS"))
-
-
-def _cuobjdump(cubin: bytes, *options: str) -> str:
-    """The output of cuobjdump for a cubin; empty where there is no cuobjdump, or it cannot read the cubin."""
+    """The SASS of a cubin as cuobjdump prints it; None without cuobjdump, or where it is too old for the target."""
     tool = find_cuobjdump()
     if tool is None:
-        return ""
+        return None
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=False).stdout
+        return subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=False).stdout or None

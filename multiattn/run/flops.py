@@ -1,4 +1,4 @@
-"""FLOP formulas for `torch.utils.flop_counter`, registered when that module is first imported, by whomever.
+"""FLOP formulas for `torch.utils.flop_counter`, registered when anyone first imports that module.
 
 Importing it here would import Triton where there is one, which importing multiattn promises not to do; and a counter
 copies the formulas when it is made, so that registering at the first call would be too late for it.
@@ -34,7 +34,7 @@ def _register(module: ModuleType, formulas: dict[Any, Callable[..., int]]) -> No
 
 
 class _Watch(MetaPathFinder):
-    """Where the counter's module is looked for, adds the formulas to what loads it, and leaves; finds nothing else."""
+    """Adds the formulas to the loader of the counter's module when it is imported, then removes itself."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,8 +1,7 @@
 """``MULTIATTN_LOG=plan``: one line on stderr for each launch, with the Plan that ran.
 
 The variable is read when a launcher is prepared, once per Plan: set it before the first call. Off, a launch goes
-through none of this. Lines go to stderr itself rather than through `logging`, whose default drops them: who sets the
-variable wants to see them.
+through none of this. Lines go to stderr itself rather than through `logging`, whose default would drop them.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def plan_line(plan: Plan) -> str:
         "Skv": problem.seq_kv,
         "D": problem.head_dim,
         "dtype": problem.dtype,
-        "mask": "causal" if problem.causal else "full",
+        "mask": problem.mask,
         "deterministic": "yes" if variant_of(plan).deterministic else "no",
         "workspace": plan.workspace_bytes,
     }

@@ -136,7 +136,7 @@ def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | Non
 
 
 def refuse_double_backward(ctx: Any, *gradients: torch.Tensor | None) -> NoReturn:
-    """The gradient of a gradient: an error that says who has one."""
+    """NotImplementedError for the gradient of a gradient, with what has one."""
     raise NotImplementedError(
         "multiattn.fmha can be differentiated once: its backward kernels have no gradient of their own; "
         "multiattn.reference is plain PyTorch and can be differentiated any number of times"
@@ -204,7 +204,7 @@ def _backward_flops(
     *options: object,
     **kwargs: object,
 ) -> int:
-    """Five products where forward has two; a variant that recomputes some has no more to its credit."""
+    """Five products where forward has two; a variant that recomputes some gets no credit for it."""
     return _forward_flops(q, k, v, causal) * 5 // 2
 
 
