@@ -13,9 +13,6 @@ A block of keys computes everything transposed, ``s^T = k @ q^T``, so that p^T a
 left operand of the next. The factor of dq and dk comes last, once an element.
 """
 
-# cuda.tile is untyped, and so are its decorators and aliases:
-# mypy: disable-error-code="untyped-decorator, valid-type"
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -12,9 +12,6 @@ again. Where banded tiles start with blocks of keys the first of the masked ones
 a pilot of 16 keys is scored before all blocks, for no more than the maxima, and blocks come in their order.
 """
 
-# cuda.tile is untyped, and so are its decorators and aliases:
-# mypy: disable-error-code="untyped-decorator, valid-type"
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -61,11 +58,11 @@ class RunningSoftmax:
 
     acc: Any  # [tile_m, head_dim]
     m: Any  # [tile_m, 1], in the domain of the rung; with lazy_max of one block's keys, or of some
-    l: Any  # [tile_m, SUMS]  # noqa: E741 - the paper's name
+    l: Any  # [tile_m, SUMS]
 
 
 @ct.function
-def row_sum(l: Any) -> Any:  # noqa: E741
+def row_sum(l: Any) -> Any:
     """The sum of a row's weights, ``[tile_m, 1]``."""
     return ct.sum(l, axis=-1, keepdims=True)
 
@@ -105,7 +102,7 @@ def weigh(const: Any, place: Any, q: Any, k: Any, scale: Any, rows: Any, block: 
     m, shifted = shift(const, s, rows.m, scale)
     p = power(const, shifted, False)  # [tile_m, tile_n]
     alpha = power(const, rows.m - m, False)  # [tile_m, 1]
-    l = rows.l * alpha + partial_sums(const, p)  # noqa: E741
+    l = rows.l * alpha + partial_sums(const, p)
     return p.astype(k.dtype), RunningSoftmax(acc=scaled(const, rows.acc, alpha), m=m, l=l)
 
 
@@ -280,7 +277,7 @@ def row_sum_or_nan(const: Any, rows: Any) -> Any:
 
 
 @ct.function
-def any_too_large(l: Any) -> Any:  # noqa: E741
+def any_too_large(l: Any) -> Any:
     """True if any row's sum of weights ``[tile_m, 1]`` is near overflow, or NaN."""
     return not ct.max(l, propagate_nan=True) < LARGEST_SUM
 
@@ -289,7 +286,7 @@ def any_too_large(l: Any) -> Any:  # noqa: E741
 
 
 @ct.function
-def store_rows(const: Any, place: Any, out: Any, lse: Any, rows: Any, l: Any) -> None:  # noqa: E741
+def store_rows(const: Any, place: Any, out: Any, lse: Any, rows: Any, l: Any) -> None:
     """Store what the rows come to, out and lse; l is their sum of weights, ``[tile_m, 1]``."""
     store_out(const, place, out, rows.acc, l)
     log_sum = ct.where(l == 0.0, -math.inf, (rows.m + power(const, l, True)) * const.ln_base)
@@ -307,11 +304,11 @@ def forward_tile(const: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: 
             rows = piloted_rows(const, place, queries, k, v, scale)
         else:
             rows = lazy_rows(const, place, queries, k, v, scale)
-        l = row_sum_or_nan(const, rows)  # noqa: E741
+        l = row_sum_or_nan(const, rows)
         # Before the store: after it, what the branch reads would keep shared memory from the loops.
         if any_too_large(l):
             rows = redone_rows(const, place, queries, k, v, scale)
-            l = row_sum(rows.l)  # noqa: E741
+            l = row_sum(rows.l)
         store_rows(const, place, out, lse, rows, l)
     else:
         rows = online_rows(const, place, queries, k, v, scale)

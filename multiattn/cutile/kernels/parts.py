@@ -5,9 +5,6 @@ At D=96 a tile of 128 columns is a quarter zeros, at D=160 one of 256 three eigh
 ``const.tail_d`` what has head_dim columns is `Parts`, else one tile.
 """
 
-# cuda.tile is untyped, and so are its decorators and aliases:
-# mypy: disable-error-code="untyped-decorator, valid-type"
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,7 +159,7 @@ def added_up(const: Any, acc: Any) -> Any:
 
 
 @ct.function
-def store_part(const: Any, place: Any, out: Any, acc: Any, l: Any, tail: ConstBool) -> None:  # noqa: E741
+def store_part(const: Any, place: Any, out: Any, acc: Any, l: Any, tail: ConstBool) -> None:
     """Normalise a part by l ``[tile_m, 1]``, and store it."""
     if const.approximate_division:
         o = ct.truediv(acc, l, flush_to_zero=True, rounding_mode=APPROX)
@@ -173,9 +170,9 @@ def store_part(const: Any, place: Any, out: Any, acc: Any, l: Any, tail: ConstBo
 
 
 @ct.function
-def store_out(const: Any, place: Any, out: Any, acc: Any, l: Any) -> None:  # noqa: E741
+def store_out(const: Any, place: Any, out: Any, acc: Any, l: Any) -> None:
     """Normalise and store; a row that saw no key has ``l = 0`` and ``acc = 0``."""
-    l = ct.where(l == 0.0, 1.0, l)  # noqa: E741
+    l = ct.where(l == 0.0, 1.0, l)
     if const.tail_d > 0:
         store_part(const, place, out, acc.first, l, False)
         store_part(const, place, out, acc.tail, l, True)

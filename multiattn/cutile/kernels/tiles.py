@@ -1,8 +1,5 @@
 """Shared by the forward and the backward kernels: annotations, where a tile lives, and which keys its rows see."""
 
-# cuda.tile is untyped, and so are its decorators and aliases:
-# mypy: disable-error-code="untyped-decorator, valid-type"
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 

@@ -11,10 +11,6 @@ as long as nothing overflows, for numerator and denominator have the same factor
 at its end, and is done again with the maxima of all blocks.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202, N803 - Triton's own annotations and its upper-case constexprs
-# ruff: noqa: SIM102 - some conditions are for the compiler, some for run time; and Triton compiles an if
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-
 from __future__ import annotations
 
 from triton.experimental import gluon

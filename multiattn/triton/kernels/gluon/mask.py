@@ -3,9 +3,6 @@
 A causal query i sees the keys up to ``i + seq_kv - seq_q``. `C` is the kernel's `GluonConstants`.
 """
 
-# ruff: noqa: ANN001, ANN201, N803 - Triton's own annotations and its upper-case constexprs
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-
 from __future__ import annotations
 
 from triton.experimental import gluon

@@ -1,9 +1,5 @@
 """One warp that loads: it decides which tiles of queries the block does, in which order, and keeps the rings full."""
 
-# ruff: noqa: ANN001, ANN201, ANN202, N803 - Triton's own annotations and its upper-case constexprs
-# ruff: noqa: SIM102 - one condition is for the compiler, the next one for run time
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-
 from __future__ import annotations
 
 from triton.experimental import gluon

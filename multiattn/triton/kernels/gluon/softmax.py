@@ -3,10 +3,6 @@
 What is here runs once a score. Inline PTX stands where Gluon's own lowering takes more instructions.
 """
 
-# ruff: noqa: ANN001, ANN201, N803 - Triton's own annotations and its upper-case constexprs
-
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-
 from __future__ import annotations
 
 from triton.experimental import gluon
