@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 
 import torch
@@ -15,7 +14,7 @@ from multiattn.plan.toolchain import probe_gpu, probe_release, version_of
 from multiattn.problem import VECTOR_BYTES
 from multiattn.triton import configs, gluon_configs
 from multiattn.triton.candidates import candidates
-from multiattn.triton.configs import TritonBackwardConfig, TritonConfig
+from multiattn.triton.configs import TritonConfig, TwoPassConfig
 from multiattn.triton.ladder import STEPS
 from multiattn.triton.rules import rules_of
 
@@ -82,12 +81,12 @@ def _backward_variant(*, one_pass: bool, descriptor: bool) -> Variant:
         summary=("one pass over the keys, dq summed up in any order" if one_pass else "dq, then dk and dv")
         + f"; through {access}",
         capability=_THROUGH_DESCRIPTORS if descriptor else _THROUGH_POINTERS,
-        config_type=TritonBackwardConfig,
+        config_type=TritonConfig if one_pass else TwoPassConfig,
         rules=rules_of(name),
         flags=(("one_pass", one_pass), ("descriptor", descriptor)),
         deterministic=not one_pass,
         workspace=bytes_of_areas(("delta", "dq_sum") if one_pass else ("delta",)),
-        fits=functools.partial(configs.why_not_fit_backward, one_pass=one_pass),
+        fits=configs.why_not_fit_backward,
     )
 
 

@@ -18,8 +18,8 @@ from multiattn.problem import LOG2_E, VECTOR_BYTES, Layout, Problem
 from multiattn.triton.configs import (
     ELEMENT_BYTES,
     ROWS_BESIDE,
-    TritonBackwardConfig,
     TritonConfig,
+    TwoPassConfig,
     head_pad,
 )
 from multiattn.triton.gluon_configs import VARIANT as GLUON
@@ -262,10 +262,9 @@ def _forward(plan: Plan, assumed: Assumed) -> tuple[KernelTable, ...]:
 
 def _backward(plan: Plan, assumed: Assumed, has_dlse: bool) -> tuple[KernelTable, ...]:
     problem, config, flags = plan.problem, plan.config, dict(variant_of(plan).flags)
-    assert isinstance(config, TritonBackwardConfig)
-    constants = _constants(problem, config, assumed, **flags)
-    keys = _table("gradients_of_keys", problem, constants, _options(config))
-    if not flags["one_pass"]:
+    assert isinstance(config, TritonConfig)
+    keys = _table("gradients_of_keys", problem, _constants(problem, config, assumed, **flags), _options(config))
+    if isinstance(config, TwoPassConfig):
         of_dq = config.of_dq
         assumed = assumed._replace(flag=_is_far(problem, of_dq, True))
         constants = _constants(problem, of_dq, assumed, **flags)
