@@ -127,13 +127,14 @@ def _raise_max(scores, row_max, scale):
 
 @gluon.jit
 def _next_block(
-    block, place, turn, queries, weights, row_max, row_sum, out, narrow, first_query, scale, seq_q, seq_kv,
-    ring_kv, turns, kv_buffers, warpgroup: gl.constexpr, EXACT_MAX: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr,
+    block, place, turn, queries, weights, row_max, row_sum, out, narrow, first_query, scale, sizes, shared,
+    warpgroup: gl.constexpr, EXACT_MAX: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """A block of keys, K at `place` of the ring; meanwhile weights of the one before are multiplied by V at the next.
 
     EXACT_MAX: its scores may raise the maxima; else its weights are relative to those of earlier blocks.
     """
+    _ring_q, ring_kv, _verdicts, turns, _words, _q_buffers, kv_buffers = shared
     _await_turn(warpgroup, turn, turns, C)
     scores = _make_scores(queries, place, ring_kv, kv_buffers, C)  # [64, tile_n]
     out, narrow = _add_values(weights, out, narrow, place + 1, ring_kv, kv_buffers, C)
@@ -142,7 +143,7 @@ def _next_block(
     release(ring_kv, place, C.stages)
     scores = take_sign(scores, C)
     if MASKED:
-        scores = mask_scores(scores, first_query, block * C.tile_n, seq_q, seq_kv, C)
+        scores = mask_scores(scores, first_query, block * C.tile_n, sizes[0], sizes[1], C)
     if EXACT_MAX:
         row_max, decay = _raise_max(scores, row_max, scale)
     new_weights = exponentiate(scores, row_max, scale)
@@ -193,10 +194,13 @@ def _queries(q_buffers, at, C: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    queries, q_place, place, turn, blocks, seen, first_exact, first_query, scale, seq_q, seq_kv,
-    ring_q, ring_kv, turns, kv_buffers, warpgroup: gl.constexpr, C: gl.constexpr,
+    queries, q_place, place, turn, blocks, exact_tile, first_query, scale, sizes, shared,
+    warpgroup: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """The paper's loop: maxima ``[64]``, sums ``[64, 4]`` and outputs of the rows; where ring and turns are then."""
+    seq_q, seq_kv = sizes[0], sizes[1]
+    ring_q, ring_kv, _verdicts, turns, _words, _q_buffers, kv_buffers = shared
+    seen, first_exact = blocks_to_see(first_query, blocks, exact_tile, seq_q, seq_kv, C)
     masked: gl.constexpr = C.banded or C.ragged
     row_max = gl.full([64], LOWEST, gl.float32, C.row)
     row_sum = sum_of_thread(gl.full([64, C.tile_n], 0.0, gl.float32, C.scores), C)  # [64, 4]
@@ -245,7 +249,7 @@ def _attend(
         for i in range(exact):
             weights, row_max, row_sum, out, narrow = _next_block(
                 seen - 2 - i, place, turn, queries, weights, row_max, row_sum, out, narrow, first_query, scale,
-                seq_q, seq_kv, ring_kv, turns, kv_buffers, warpgroup, True, masked, C,
+                sizes, shared, warpgroup, True, masked, C,
             )  # fmt: skip
             place += 2
             turn += 1
@@ -253,7 +257,7 @@ def _attend(
         for i in range(seen - 1 - exact):
             weights, row_max, row_sum, out, narrow = _next_block(
                 seen - 2 - exact - i, place, turn, queries, weights, row_max, row_sum, out, narrow, first_query, scale,
-                seq_q, seq_kv, ring_kv, turns, kv_buffers, warpgroup, not C.lazy_max, False, C,
+                sizes, shared, warpgroup, not C.lazy_max, False, C,
             )  # fmt: skip
             place += 2
             turn += 1
@@ -270,11 +274,9 @@ def _attend(
 
 
 @gluon.jit
-def _store(
-    queries, out, narrow, row_max, sums, first_query, batch, head, at, out_maps, lse, q_buffers, sizes,
-    C: gl.constexpr,
-):  # fmt: skip
+def _store(queries, out, narrow, row_max, sums, origin, at, out_maps, lse, q_buffers, sizes, C: gl.constexpr):
     """out = outputs / sum, through the warpgroup's own rows of Q, which it is done with; lse = log(sum of exp)."""
+    first_query, head, batch = origin
     seq_q, heads_q = sizes[0], sizes[2]
     rows = first_query + gl.arange(0, 64, C.row)
     lse_head = lse + (batch * heads_q + head).to(gl.int64) * seq_q
@@ -294,8 +296,7 @@ def _store(
 @gluon.jit
 def consume(warpgroup: gl.constexpr, out_maps, lse, scale, sizes, shared, C: gl.constexpr):
     """A warpgroup: its 64 queries of tile after tile."""
-    seq_q, seq_kv = sizes[0], sizes[1]
-    ring_q, ring_kv, verdicts, turns, words, q_buffers, kv_buffers = shared
+    ring_q, _ring_kv, verdicts, turns, words, q_buffers, _kv_buffers = shared
     q_place = 0
     place = 0  # in the ring of keys
     turn = 0
@@ -312,11 +313,9 @@ def consume(warpgroup: gl.constexpr, out_maps, lse, scale, sizes, shared, C: gl.
         exact_tile = read_word(words, at + EXACT)
         buffer = slot * C.warpgroups + warpgroup
         queries = _queries(q_buffers, buffer, C)
-        seen, first_exact = blocks_to_see(first_query, blocks, exact_tile, seq_q, seq_kv, C)
         row_max, row_sum, out, narrow, place, turn = _attend(
-            queries, q_place, place, turn, blocks, seen, first_exact, first_query, scale, seq_q, seq_kv,
-            ring_q, ring_kv, turns, kv_buffers, warpgroup, C,
-        )  # fmt: skip
+            queries, q_place, place, turn, blocks, exact_tile, first_query, scale, sizes, shared, warpgroup, C
+        )
 
         sums = gl.convert_layout(gl.sum(row_sum, 1), C.row)  # [64]
         is_good = 1
@@ -329,10 +328,8 @@ def consume(warpgroup: gl.constexpr, out_maps, lse, scale, sizes, shared, C: gl.
                     is_good = 0
             mbarrier.arrive(verdicts.index(slot))
         if is_good > 0:
-            _store(
-                queries, out, narrow, row_max, sums, first_query, batch, head, buffer, out_maps, lse, q_buffers,
-                sizes, C,
-            )  # fmt: skip
+            origin = (first_query, head, batch)
+            _store(queries, out, narrow, row_max, sums, origin, buffer, out_maps, lse, q_buffers, sizes, C)
         if C.q_slots == 1:
             tma.store_wait(0)
             release(ring_q, q_place, C.q_slots)

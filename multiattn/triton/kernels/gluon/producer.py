@@ -103,12 +103,10 @@ def _spoiled_tile(place, verdicts, words, C: gl.constexpr):
 
 
 @gluon.jit
-def _send(
-    tile, exact, q_place, place, q_maps, k_maps, v_maps, sizes, ring_q, ring_kv, words, q_buffers, kv_buffers,
-    C: gl.constexpr,
-):  # fmt: skip
+def _send(tile, exact, q_place, place, q_maps, k_maps, v_maps, sizes, shared, C: gl.constexpr):
     """All of a tile: Q, and blocks of keys from the last to the first. Returns the next place in the ring of these."""
     seq_q, seq_kv, heads_q, group, _tiles, _heads, _together = sizes
+    ring_q, ring_kv, _verdicts, _turns, words, q_buffers, kv_buffers = shared
     any_head, first_query = _find(tile, sizes, C)
     batch = any_head // heads_q
     head = any_head % heads_q
@@ -152,7 +150,7 @@ def produce(q_maps, k_maps, v_maps, counter, sizes, shared, C: gl.constexpr):
     The next one is asked for when all of a tile is under way, not before: a tile that waits for its block is one that
     another block could have begun.
     """
-    ring_q, ring_kv, verdicts, _turns, words, q_buffers, kv_buffers = shared
+    ring_q, _ring_kv, verdicts, _turns, words, _q_buffers, _kv_buffers = shared
     # The launch after this one may begin, and what the one before it wrote is there: "Programmatic Dependent Launch".
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
@@ -171,10 +169,7 @@ def produce(q_maps, k_maps, v_maps, counter, sizes, shared, C: gl.constexpr):
         exact = gl.where(again != NO_TILE, 1, 0)
         if (exact > 0) | (tile < total):
             sent = gl.where(exact > 0, again, tile)
-            place = _send(
-                sent, exact, q_place, place, q_maps, k_maps, v_maps, sizes, ring_q, ring_kv, words,
-                q_buffers, kv_buffers, C,
-            )  # fmt: skip
+            place = _send(sent, exact, q_place, place, q_maps, k_maps, v_maps, sizes, shared, C)
             q_place += 1
             if exact == 0:
                 tile = _tile_after(tile, counter, total, C)
