@@ -31,6 +31,7 @@ from multiattn.cutile.kernels.tiles import (
     is_key,
     is_visible,
     key_blocks,
+    load_tile,
     query_blocks,
 )
 from multiattn.problem import LOG2_E
@@ -56,13 +57,6 @@ class KeyGradSums:
 
 
 @ct.function
-def load_rows(const: Any, array: Any, index: Any, rows: Any, latency: Any) -> Any:
-    """A tile of one head's rows, ``[rows, tile_d]``, with zeros beyond the ends."""
-    tile = ct.load(array, index, (1, 1, rows, const.tile_d), padding_mode=ZERO, latency=latency, allow_tma=const.tma)
-    return tile.reshape((rows, const.tile_d))
-
-
-@ct.function
 def load_column(const: Any, array: Any, index: Any) -> Any:
     """A tile of queries' part of an fp32 array ``[B, Hq, Sq]``: ``[tile_m]``, with zeros beyond the end."""
     tile = ct.load(
@@ -81,7 +75,7 @@ def load_lse(const: Any, lse: Any, index: Any) -> Any:
 @ct.function
 def row_delta(const: Any, out: Any, dout: Any, dlse: Any, delta: Any, index: Any) -> Any:
     """Compute and store ``rowsum(dout * out) - dlse`` of a tile of queries: out as an array, dout as a tile."""
-    o = load_rows(const, out, (*index, 0), const.tile_m, 2)
+    o = load_tile(const, out, (*index, 0), const.tile_m, 2)
     value = ct.sum(o.astype(ct.float32) * dout.astype(ct.float32), axis=-1)  # [tile_m]
     if const.has_dlse:
         value = value - load_column(const, dlse, index)
@@ -98,8 +92,8 @@ def add_keys(
     """Take one block of keys into a tile of dq; q and dout are tiles ``[tile_m, tile_d]``, lse and delta columns."""
     none = ct.full((const.tile_m, const.tile_n), 0.0, dtype=ct.float32)
     index = (place.batch, place.head_kv, block, 0)
-    keys = load_rows(const, k, index, const.tile_n, const.latency)
-    values = load_rows(const, v, index, const.tile_n, const.latency)
+    keys = load_tile(const, k, index, const.tile_n, const.latency)
+    values = load_tile(const, v, index, const.tile_n, const.latency)
     s = ct.mma(q, keys.transpose(), none)  # [tile_m, tile_n]
     dp = ct.mma(dout, values.transpose(), none)
     p = ct.exp2(s * score_factor - lse, flush_to_zero=True)
@@ -107,29 +101,6 @@ def add_keys(
     if masked:  # by selection: of a key beyond the end, p may be inf
         ds = ct.where(is_visible(const, place, block), ds, 0.0)
     return ct.mma(ds.astype(k.dtype), keys, acc)
-
-
-@ct.function
-def query_grads_block(
-    const: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, delta: Any, dq: Any,
-    score_factor: Any, grad_factor: Any,
-) -> None:  # fmt: skip
-    """One block: a tile of dq and of delta."""
-    place = find_place(const, q, k)
-    rows = (place.batch, place.head, place.tile)
-    queries = load_rows(const, q, (*rows, 0), const.tile_m, 2)
-    douts = load_rows(const, dout, (*rows, 0), const.tile_m, 2)
-    d = row_delta(const, out, douts, dlse, delta, rows)[:, None]
-    m = load_lse(const, lse, rows)[:, None]
-    acc = ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32)
-    first, first_masked, end = key_blocks(const, place)
-    for block in range(first, first_masked):
-        acc = add_keys(const, place, queries, douts, k, v, m, d, score_factor, acc, block, False)
-    if const.banded or const.ragged:
-        for block in range(first_masked, end):
-            acc = add_keys(const, place, queries, douts, k, v, m, d, score_factor, acc, block, True)
-    grads = (acc * grad_factor).astype(dq.dtype).reshape((1, 1, const.tile_m, const.tile_d))
-    ct.store(dq, (*rows, 0), grads, allow_tma=const.tma)
 
 
 @ct.function
@@ -162,8 +133,8 @@ def add_queries(
     rows = (place.batch, place.head, place.tile)
     m = load_lse(const, given.lse, rows)[None, :]
     d = load_column(const, given.delta, rows)[None, :]
-    queries = load_rows(const, given.q, (*rows, 0), const.tile_m, const.latency)
-    douts = load_rows(const, given.dout, (*rows, 0), const.tile_m, const.latency)
+    queries = load_tile(const, given.q, (*rows, 0), const.tile_m, const.latency)
+    douts = load_tile(const, given.dout, (*rows, 0), const.tile_m, const.latency)
     s = ct.mma(keys, queries.transpose(), none)  # [tile_n, tile_m]
     p = ct.exp2(s * given.score_factor - m, flush_to_zero=True)
     if masked:
@@ -188,8 +159,8 @@ def key_grads_block(const: Any, k: Any, v: Any, given: Any, dq_sum: Any, dk: Any
     q = given.q
     mine = find_key_tile(const, q, k)
     index = (mine.batch, mine.head_kv, mine.tile, 0)
-    keys = load_rows(const, k, index, const.tile_n, 2)
-    values = load_rows(const, v, index, const.tile_n, 2)
+    keys = load_tile(const, k, index, const.tile_n, 2)
+    values = load_tile(const, v, index, const.tile_n, 2)
     group = q.shape[1] // k.shape[1]
     zeros = ct.full((const.tile_n, const.tile_d), 0.0, dtype=ct.float32)
     sums = KeyGradSums(dk=zeros, dv=zeros)
@@ -229,7 +200,21 @@ def query_grads_kernel(const: QueryGradsConstants) -> Callable[..., None]:
         q: Array32, k: Array32, v: Array32, out: Array32, lse: Vectors32, dout: Array32, dlse: Vectors32,
         delta: Vectors32, dq: Array32, score_factor: float, grad_factor: float,
     ) -> None:  # fmt: skip
-        query_grads_block(const, q, k, v, out, lse, dout, dlse, delta, dq, score_factor, grad_factor)
+        place = find_place(const, q, k)
+        rows = (place.batch, place.head, place.tile)
+        queries = load_tile(const, q, (*rows, 0), const.tile_m, 2)
+        douts = load_tile(const, dout, (*rows, 0), const.tile_m, 2)
+        d = row_delta(const, out, douts, dlse, delta, rows)[:, None]
+        m = load_lse(const, lse, rows)[:, None]
+        acc = ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32)
+        first, first_masked, end = key_blocks(const, place)
+        for block in range(first, first_masked):
+            acc = add_keys(const, place, queries, douts, k, v, m, d, score_factor, acc, block, False)
+        if const.banded or const.ragged:
+            for block in range(first_masked, end):
+                acc = add_keys(const, place, queries, douts, k, v, m, d, score_factor, acc, block, True)
+        grads = (acc * grad_factor).astype(dq.dtype).reshape((1, 1, const.tile_m, const.tile_d))
+        ct.store(dq, (*rows, 0), grads, allow_tma=const.tma)
 
     return query_grads
 
@@ -266,7 +251,7 @@ def row_deltas_kernel(const: RowDeltaConstants) -> Callable[..., None]:
 
     def row_deltas(out: Array32, dout: Array32, dlse: Vectors32, delta: Vectors32, dq_sum: Array32) -> None:
         rows = find_rows(const, out)
-        row_delta(const, out, load_rows(const, dout, (*rows, 0), const.tile_m, 2), dlse, delta, rows)
+        row_delta(const, out, load_tile(const, dout, (*rows, 0), const.tile_m, 2), dlse, delta, rows)
         ct.store(dq_sum, (*rows, 0), ct.full((1, 1, const.tile_m, const.tile_d), 0.0, dtype=ct.float32))
 
     return row_deltas
@@ -277,7 +262,7 @@ def round_query_grads_kernel(const: RowConstants) -> Callable[..., None]:
 
     def round_query_grads(dq_sum: Array32, dq: Array32, grad_factor: float) -> None:
         rows = find_rows(const, dq)
-        grads = load_rows(const, dq_sum, (*rows, 0), const.tile_m, 2) * grad_factor
+        grads = load_tile(const, dq_sum, (*rows, 0), const.tile_m, 2) * grad_factor
         ct.store(dq, (*rows, 0), grads.astype(dq.dtype).reshape((1, 1, const.tile_m, const.tile_d)))
 
     return round_query_grads

@@ -315,27 +315,22 @@ def forward_tile(const: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: 
         store_rows(const, place, out, lse, rows, row_sum(rows.l))
 
 
-@ct.function
-def forward_tiles(const: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale: Any) -> None:
-    """All that one block does."""
-    if const.static_grid:
-        tiles = ct.cdiv(q.shape[2], const.tile_m) * q.shape[1] * q.shape[0]
-        # Divided once, not for each tile: each of the three roles that warps take would, and its next load wait for it.
-        number = digits_of(const, q, ct.bid(0))
-        step = digits_of(const, q, ct.num_blocks(0))
-        for _ in range(ct.bid(0), tiles, ct.num_blocks(0)):
-            forward_tile(const, place_tile(const, q, k, number, True, const.grouped), q, k, v, out, lse, scale)
-            number = add_digits(const, q, number, step)
-    elif const.linear_grid:
-        forward_tile(const, find_place(const, q, k), q, k, v, out, lse, scale)
-    else:
-        forward_tile(const, place_in_grid(const, q, k), q, k, v, out, lse, scale)
-
-
 def forward_kernel(const: ForwardConstants) -> Callable[..., None]:
     """out and lse of attention; arguments as in `forward_tile`."""
 
     def forward(q: Array32, k: Array32, v: Array32, out: Array32, lse: Vectors32, scale: float) -> None:
-        forward_tiles(const, q, k, v, out, lse, scale)
+        if const.static_grid:
+            tiles = ct.cdiv(q.shape[2], const.tile_m) * q.shape[1] * q.shape[0]
+            # Divided once: else each of the three roles that warps take would divide for each tile, and its next load
+            # would wait for that.
+            number = digits_of(const, q, ct.bid(0))
+            step = digits_of(const, q, ct.num_blocks(0))
+            for _ in range(ct.bid(0), tiles, ct.num_blocks(0)):
+                forward_tile(const, place_tile(const, q, k, number, True, const.grouped), q, k, v, out, lse, scale)
+                number = add_digits(const, q, number, step)
+        elif const.linear_grid:
+            forward_tile(const, find_place(const, q, k), q, k, v, out, lse, scale)
+        else:
+            forward_tile(const, place_in_grid(const, q, k), q, k, v, out, lse, scale)
 
     return forward

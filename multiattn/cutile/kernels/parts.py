@@ -10,7 +10,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.kernels.tiles import ZERO, ConstBool
+from multiattn.cutile.kernels.tiles import ZERO, ConstBool, load_part
 
 APPROX = ct.RoundingMode.APPROX
 
@@ -50,8 +50,7 @@ def column(const: Any, tail: ConstBool) -> Any:
 def load_q_part(const: Any, place: Any, q: Any, tail: ConstBool) -> Any:
     """A part of the tile's queries ``[tile_m, width]``, with the sign of the scale."""
     index = (place.batch, place.head, place.tile, column(const, tail))
-    tile = ct.load(q, index, (1, 1, const.tile_m, width(const, tail)), padding_mode=ZERO, allow_tma=const.tma)
-    tile = tile.reshape((const.tile_m, width(const, tail)))
+    tile = load_part(const, q, index, const.tile_m, width(const, tail), None)
     if const.sign != 1:
         tile = tile * const.sign
     if const.q_in_registers:
@@ -72,15 +71,8 @@ def load_q(const: Any, place: Any, q: Any) -> Any:
 @ct.function
 def load_rows(const: Any, place: Any, array: Any, block: Any, latency: Any, tail: ConstBool) -> Any:
     """A part of a block of keys or values ``[tile_n, width]``."""
-    tile = ct.load(
-        array,
-        (place.batch, place.head_kv, block, column(const, tail)),
-        (1, 1, const.tile_n, width(const, tail)),
-        padding_mode=ZERO,
-        latency=latency,
-        allow_tma=const.tma,
-    )
-    return tile.reshape((const.tile_n, width(const, tail)))
+    index = (place.batch, place.head_kv, block, column(const, tail))
+    return load_part(const, array, index, const.tile_n, width(const, tail), latency)
 
 
 @ct.function

@@ -148,6 +148,19 @@ def place_in_grid(const: Any, q: Any, k: Any) -> Any:
 
 
 @ct.function
+def load_part(const: Any, array: Any, index: Any, rows: Any, columns: Any, latency: Any) -> Any:
+    """A tile of one head's rows, ``[rows, columns]``, with zeros beyond the ends."""
+    tile = ct.load(array, index, (1, 1, rows, columns), padding_mode=ZERO, latency=latency, allow_tma=const.tma)
+    return tile.reshape((rows, columns))
+
+
+@ct.function
+def load_tile(const: Any, array: Any, index: Any, rows: Any, latency: Any) -> Any:
+    """A tile as wide as head_dim, ``[rows, tile_d]``."""
+    return load_part(const, array, index, rows, const.tile_d, latency)
+
+
+@ct.function
 def key_blocks(const: Any, place: Any) -> Any:
     """(first, first_masked, end): every row sees all of blocks ``first..first_masked``; the rest needs the mask."""
     if const.banded:
