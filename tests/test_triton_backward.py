@@ -13,7 +13,7 @@ from multiattn import Problem
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import make_plan
 from multiattn.triton import BACKEND
-from multiattn.triton.configs import TwoPassConfig, tiles
+from multiattn.triton.configs import TritonTwoPassConfig, tiles
 
 VARIANTS = {variant.name: variant for variant in BACKEND.backward.variants}
 
@@ -29,7 +29,7 @@ def config_of(variant, keys, dq=(32, 16, 4, 1)):
     """Tiles of the test's choice, whose heads take turns: of 4 heads 3, then 1."""
     one_pass = dict(VARIANTS[variant].flags)["one_pass"]
     config = tiles(*keys, heads_together=3)
-    return config if one_pass else TwoPassConfig.of(config, tiles(*dq))
+    return config if one_pass else TritonTwoPassConfig.of(config, tiles(*dq))
 
 
 def plan_of(q, k, v, *, variant, config=None, **options):

@@ -242,10 +242,19 @@ def _together(assumed: dict[str, str], emitted: Mapping[str, str], problem: Prob
 # ---------------------------------------------------------------- backward
 
 
+_NAMES: Mapping[str, str] = {
+    "query_grads": "q k v out lse dout dlse delta dq score_factor grad_factor",
+    "key_grads": "q k v lse dout delta dk dv score_factor grad_factor",
+    "row_deltas": "out dout dlse delta dq_sum",
+    "all_grads": "q k v lse dout delta dq_sum dk dv score_factor grad_factor",
+    "round_query_grads": "dq_sum dq grad_factor",
+}
+"""The parameters of each kernel, in order: arrays, then numbers."""
+
+
 def _two_passes(plan: Plan, has_dlse: bool) -> tuple[KernelLaunch, ...]:
     problem, config = plan.problem, plan.config
     assert isinstance(config, TwoPassConfig)
-    tensors = {**_same("q", "k", "v", "out", "lse", "dout"), **_dlse(has_dlse), **_same("delta", "dq")}
     constants = QueryGradsConstants(
         **_products(problem, config.dq_tile_m, config.dq_tile_n),
         heads_together=divisor_near(config.dq_heads_together, problem.heads_q),
@@ -253,33 +262,31 @@ def _two_passes(plan: Plan, has_dlse: bool) -> tuple[KernelLaunch, ...]:
         has_dlse=has_dlse,
     )
     tiles, hints = query_tiles(problem, config.dq_tile_m), (config.dq_occupancy, config.dq_num_worker_warps)
-    query_grads = _backward(problem, "query_grads", tiles, tensors, constants, *hints)
-    return query_grads, _key_launch(plan, "key_grads", ("q", "k", "v", "lse", "dout", "delta", "dk", "dv"))
+    return _backward(problem, "query_grads", tiles, constants, *hints), _of_keys(problem, config, "key_grads")
 
 
 def _one_pass(plan: Plan, has_dlse: bool) -> tuple[KernelLaunch, ...]:
-    problem = plan.problem
-    tiles, tile_d = query_tiles(problem, ROW_TILE), one_width(problem.head_dim)
-    tensors = {**_same("out", "dout"), **_dlse(has_dlse), **_same("delta", "dq_sum")}
-    delta = RowDeltaConstants(tile_m=ROW_TILE, tile_d=tile_d, has_dlse=has_dlse)
-    row_deltas = _backward(problem, "row_deltas", tiles, tensors, delta, ROW_OCCUPANCY)
-    rows = RowConstants(tile_m=ROW_TILE, tile_d=tile_d)
-    round_query_grads = _backward(problem, "round_query_grads", tiles, _same("dq_sum", "dq"), rows)
-    arrays = ("q", "k", "v", "lse", "dout", "delta", "dq_sum", "dk", "dv")
-    return row_deltas, _key_launch(plan, "all_grads", arrays), round_query_grads
-
-
-def _key_launch(plan: Plan, kernel: str, arrays: tuple[str, ...]) -> KernelLaunch:
-    """The launch in which a block owns a tile of keys."""
     problem, config = plan.problem, plan.config
     assert isinstance(config, OnePassConfig)
+    tiles, tile_d = query_tiles(problem, ROW_TILE), one_width(problem.head_dim)
+    delta = RowDeltaConstants(tile_m=ROW_TILE, tile_d=tile_d, has_dlse=has_dlse)
+    rows = RowConstants(tile_m=ROW_TILE, tile_d=tile_d)
+    return (
+        _backward(problem, "row_deltas", tiles, delta, ROW_OCCUPANCY),
+        _of_keys(problem, config, "all_grads"),
+        _backward(problem, "round_query_grads", tiles, rows),
+    )
+
+
+def _of_keys(problem: Problem, config: OnePassConfig, kernel: str) -> KernelLaunch:
+    """The launch in which a block owns a tile of keys."""
     constants = BackwardConstants(
         **_products(problem, config.tile_m, config.tile_n),
         heads_together=divisor_near(config.heads_together, problem.heads_kv),
         latency=config.latency,
     )
     tiles = key_tiles(problem, config.tile_n)
-    return _backward(problem, kernel, tiles, _same(*arrays), constants, config.occupancy, config.num_worker_warps)
+    return _backward(problem, kernel, tiles, constants, config.occupancy, config.num_worker_warps)
 
 
 def _products(problem: Problem, tile_m: int, tile_n: int) -> dict[str, Any]:
@@ -295,40 +302,31 @@ def _products(problem: Problem, tile_m: int, tile_n: int) -> dict[str, Any]:
     }
 
 
-_FACTORS: Mapping[str, tuple[str, ...]] = {"row_deltas": (), "round_query_grads": ("grad_factor",)}
-"""The numbers of a kernel, which are those of a Problem: of all others both."""
-
-
 def _backward(
     problem: Problem,
     kernel: str,
     tiles: int,
-    tensors: Mapping[str, str],
     constants: KernelConstants,
     occupancy: int | None = None,
     num_worker_warps: int | None = None,
 ) -> KernelLaunch:
+    """One launch. Without a dlse a kernel is given lse in its place, and does not read it."""
     grid = factor_grid(tiles)
     if grid is None:
         raise ValueError(f"no grid of {tiles} blocks")
     assumed = {"dtype": problem.dtype}
+    names = _NAMES[kernel].split()
+    operands = {name: name for name in names if name in problem.layouts}
+    if "dlse" in operands and not getattr(constants, "has_dlse", False):
+        operands["dlse"] = "lse"
     return KernelLaunch(
         kernel=kernel,
         is_64bit=needs_64bit(problem, backward=True),
         occupancy=occupancy,
         num_worker_warps=num_worker_warps,
         grid=grid,
-        arrays={name: _array(assumed, {}, problem, tensor) for name, tensor in tensors.items()},
-        scalars={name: getattr(problem, name) for name in _FACTORS.get(kernel, ("score_factor", "grad_factor"))},
+        arrays={name: _array(assumed, {}, problem, operand) for name, operand in operands.items()},
+        scalars={name: getattr(problem, name) for name in names if name not in operands},
         constants=constants,
         assumed=assumed,
     )
-
-
-def _dlse(has_dlse: bool) -> dict[str, str]:
-    """A dlse, or any array like it, which is not read."""
-    return {"dlse": "dlse" if has_dlse else "lse"}
-
-
-def _same(*names: str) -> dict[str, str]:
-    return {name: name for name in names}

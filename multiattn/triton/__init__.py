@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -14,7 +15,7 @@ from multiattn.plan.toolchain import probe_gpu, probe_release, version_of
 from multiattn.problem import VECTOR_BYTES
 from multiattn.triton import configs, gluon_configs
 from multiattn.triton.candidates import candidates
-from multiattn.triton.configs import TritonConfig, TwoPassConfig
+from multiattn.triton.configs import TritonConfig, TritonTwoPassConfig
 from multiattn.triton.ladder import STEPS
 from multiattn.triton.rules import rules_of
 
@@ -59,10 +60,9 @@ def _gluon_variant() -> Variant:
     return Variant(
         name=gluon_configs.VARIANT,
         summary="Gluon for Hopper: a warp that loads by TMA, warpgroups that compute by wgmma",
-        capability=Capability(
+        capability=replace(
+            _THROUGH_DESCRIPTORS,
             arches=gluon_configs.ARCHES,
-            alignment=VECTOR_BYTES,
-            zero_strides=False,
             arch_hint="for this arch's wgmma and TMA, and Triton interprets no Gluon; other variants run elsewhere",
         ),
         config_type=gluon_configs.GluonConfig,
@@ -81,7 +81,7 @@ def _backward_variant(*, one_pass: bool, descriptor: bool) -> Variant:
         summary=("one pass over the keys, dq summed up in any order" if one_pass else "dq, then dk and dv")
         + f"; through {access}",
         capability=_THROUGH_DESCRIPTORS if descriptor else _THROUGH_POINTERS,
-        config_type=TritonConfig if one_pass else TwoPassConfig,
+        config_type=TritonConfig if one_pass else TritonTwoPassConfig,
         rules=rules_of(name),
         flags=(("one_pass", one_pass), ("descriptor", descriptor)),
         deterministic=not one_pass,

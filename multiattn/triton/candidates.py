@@ -9,9 +9,9 @@ from dataclasses import replace
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config
-from multiattn.plan.schedule import SCHEDULERS
+from multiattn.plan.schedule import SCHEDULERS, one_width
 from multiattn.problem import Problem
-from multiattn.triton.configs import TritonConfig, TwoPassConfig, head_pad, tiles
+from multiattn.triton.configs import TritonConfig, TritonTwoPassConfig, tiles
 from multiattn.triton.gluon_configs import STAGES_MAX, VARIANT, GluonConfig, why_not_fit
 from multiattn.triton.ladder import STEPS
 
@@ -56,15 +56,15 @@ def _together(problem: Problem) -> int:
 
 
 def _up_to(table: Mapping[int, _Shapes], problem: Problem) -> _Shapes:
-    return next(shapes for limit, shapes in table.items() if head_pad(problem.head_dim) <= limit)
+    return next(shapes for limit, shapes in table.items() if one_width(problem.head_dim) <= limit)
 
 
 def _forward(variant: Variant, problem: Problem) -> list[TritonConfig]:
     """In turn with one, two and three blocks of keys in flight."""
     shapes: list[tuple[tuple[int, int, int], int | None]] = [(shape, None) for shape in _FORWARD_SHAPES]
-    if head_pad(problem.head_dim) <= 128:
+    if one_width(problem.head_dim) <= 128:
         shapes.append(((128, 64, 4), None))
-    if head_pad(problem.head_dim) <= 64:
+    if one_width(problem.head_dim) <= 64:
         shapes.append(((64, 64, 4), 128))  # 128 registers: four blocks of four warps share an SM
     together, step = _together(problem), STEPS[variant.name].step
     return [
@@ -84,7 +84,7 @@ def _backward(variant: Variant, problem: Problem) -> list[TritonConfig]:
         return ways(_SHAPES, 1, 2, 3)
     of_keys, of_dq = ways(_SHAPES, 2, 1), ways(_DQ_SHAPES, 2, 1, 3)
     both = [(keys, of_dq[0]) for keys in of_keys] + [(of_keys[0], dq) for dq in of_dq]
-    return [TwoPassConfig.of(keys, dq) for keys, dq in both]
+    return [TritonTwoPassConfig.of(keys, dq) for keys, dq in both]
 
 
 # ---------------------------------------------------------------- Gluon

@@ -20,7 +20,7 @@ from triton.runtime.jit import create_function_from_signature
 from multiattn.plan import abi
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Exported, Plan
-from multiattn.triton.bind import bind, checked_binding, why_not
+from multiattn.triton.bind import bind, checked_binding, image_of, why_not
 from multiattn.triton.calls import Call, calls_of
 from multiattn.triton.cpu import interpreter
 
@@ -43,24 +43,24 @@ def _export(call: Call, plan: Plan, kinds: Sequence[str]) -> Exported:
     start = time.perf_counter()
     kernel = specialise(call, plan.arch)
     seconds = time.perf_counter() - start
-    metadata = kernel.metadata
+    image = image_of(kernel.metadata)
     return Exported(
-        kernel=metadata.name,
+        kernel=kernel.metadata.name,
         seconds=seconds,
         cubin=kernel.asm["cubin"],
-        threads=32 * metadata.num_warps,  # all, those that the compiler adds to specialise warps included
-        dynamic_smem_bytes=metadata.shared,
+        threads=image.threads,
+        dynamic_smem_bytes=image.dynamic_smem_bytes,
         texts={kind: kernel.asm[kind].encode() for kind in KINDS if kind in kinds},
-        binding=_emitted_binding(kernel, call, plan) if plan.direction == "forward" else None,
+        binding=_emitted_binding(kernel, call, plan, image) if plan.direction == "forward" else None,
     )
 
 
-def _emitted_binding(kernel: Any, call: Call, plan: Plan) -> abi.Binding:
+def _emitted_binding(kernel: Any, call: Call, plan: Plan, image: abi.Image) -> abi.Binding:
     """How an emitted kernel is launched where there is no Triton; held against what Triton made of the call."""
     if reason := why_not(kernel.metadata):
         raise ValueError(f"{kernel.metadata.name}: {reason}, all that the loader can launch")
     theirs = checked_binding(kernel, call.table)
-    binding = bind(plan, theirs.image)
+    binding = bind(plan, image)
     if (got := replace(binding, constants=theirs.constants, workspace_bytes=0)) != theirs:
         raise ValueError(f"{kernel.metadata.name}: got {got}; Triton has {theirs}")
     return binding

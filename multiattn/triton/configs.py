@@ -39,7 +39,7 @@ def tiles(tile_m: int, tile_n: int, num_warps: int, num_stages: int, **more: Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TwoPassConfig(TritonConfig):
+class TritonTwoPassConfig(TritonConfig):
     """Tiles of a backward's pass over the queries, and those of its pass over the keys, which comes first: dq_*."""
 
     dq_tile_m: int
@@ -48,7 +48,7 @@ class TwoPassConfig(TritonConfig):
     dq_num_stages: int
 
     @classmethod
-    def of(cls, keys: TritonConfig, dq: TritonConfig) -> TwoPassConfig:
+    def of(cls, keys: TritonConfig, dq: TritonConfig) -> TritonTwoPassConfig:
         """A config with `keys` for the pass over the queries and the tiles of `dq` for the one over the keys."""
         return cls(**asdict(keys), **{f"dq_{name}": getattr(dq, name) for name in _TILE_FIELDS})
 
@@ -65,11 +65,6 @@ _TILE_FIELDS = ("tile_m", "tile_n", "num_warps", "num_stages")
 # ---------------------------------------------------------------- what a launch takes
 
 
-def head_pad(head_dim: int) -> int:
-    """head_dim as the kernel computes it: Triton's tiles are powers of two, and tl.dot wants at least 16."""
-    return one_width(head_dim)
-
-
 def smem_bytes(problem: Problem, arch: Arch, config: TritonConfig) -> int:
     """Shared memory that the tiles of q, k and v take; the compiler adds barriers and scratch of a few KiB.
 
@@ -80,7 +75,7 @@ def smem_bytes(problem: Problem, arch: Arch, config: TritonConfig) -> int:
     else:
         blocks = 2 * (config.num_stages if arch.name in ASYNCHRONOUS else config.num_stages - 1)
     rows = config.tile_m + config.tile_n * blocks
-    return rows * head_pad(problem.head_dim) * ELEMENT_BYTES
+    return rows * one_width(problem.head_dim) * ELEMENT_BYTES
 
 
 def smem_bytes_of_keys(problem: Problem, arch: Arch, config: TritonConfig) -> int:
@@ -91,7 +86,7 @@ def smem_bytes_of_keys(problem: Problem, arch: Arch, config: TritonConfig) -> in
     rows = 2 * config.tile_m * max(1, config.num_stages - 1)
     if arch.name in ASYNCHRONOUS:
         rows = 2 * config.tile_n + 2 * config.tile_m * config.num_stages
-    return rows * head_pad(problem.head_dim) * ELEMENT_BYTES
+    return rows * one_width(problem.head_dim) * ELEMENT_BYTES
 
 
 # ---------------------------------------------------------------- what fits
@@ -113,10 +108,10 @@ def why_not_fit_backward(problem: Problem, arch: Arch, config: TritonConfig) -> 
     """Every reason why a backward with `config` cannot run `problem` on `arch`: in two passes, or in one."""
     programs, needed = key_tiles(problem, max(config.tile_n, 1)), smem_bytes_of_keys(problem, arch, config)
     checks = [*limits.field_checks(config, _FIELDS), *limits.size_checks(config, arch, needed, programs)]
-    if isinstance(config, TwoPassConfig):
+    if isinstance(config, TritonTwoPassConfig):
         needed = smem_bytes(problem, arch, config.of_dq)
         if arch.name in ASYNCHRONOUS:
-            needed += config.dq_tile_m * head_pad(problem.head_dim) * ELEMENT_BYTES  # dout, beside q
+            needed += config.dq_tile_m * one_width(problem.head_dim) * ELEMENT_BYTES  # dout, beside q
         checks += _checks_by_queries(problem, arch, config.of_dq, needed)
     else:
         checks += limits.size_checks(config, arch, 0, query_tiles(problem, ROWS_BESIDE))

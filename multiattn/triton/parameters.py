@@ -13,17 +13,16 @@ from typing import Any, NamedTuple
 
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan, variant_of
-from multiattn.plan.schedule import heads_side_by_side, key_tiles, most_multiprocessors, query_tiles
+from multiattn.plan.schedule import heads_side_by_side, key_tiles, most_multiprocessors, one_width, query_tiles
 from multiattn.problem import LOG2_E, VECTOR_BYTES, Layout, Problem
 from multiattn.triton.configs import (
     ELEMENT_BYTES,
     ROWS_BESIDE,
     TritonConfig,
-    TwoPassConfig,
-    head_pad,
+    TritonTwoPassConfig,
 )
 from multiattn.triton.gluon_configs import VARIANT as GLUON
-from multiattn.triton.gluon_configs import GluonConfig, grid_blocks, pieces_of, tiles_of_head
+from multiattn.triton.gluon_configs import GluonConfig, pieces_of
 from multiattn.triton.kernels.constants import OUT_VECTOR, TileConstants
 from multiattn.triton.kernels.gluon.constants import GluonConstants
 from multiattn.triton.ladder import STEPS
@@ -233,7 +232,7 @@ def _constants(problem: Problem, config: TritonConfig, assumed: Assumed, **own: 
     """The constants of a kernel that walks over tiles."""
     return TileConstants(
         head_dim=problem.head_dim,
-        head_pad=head_pad(problem.head_dim),
+        head_pad=one_width(problem.head_dim),
         tile_m=config.tile_m,
         tile_n=config.tile_n,
         stages=config.num_stages,
@@ -264,14 +263,14 @@ def _backward(plan: Plan, assumed: Assumed, has_dlse: bool) -> tuple[KernelTable
     problem, config, flags = plan.problem, plan.config, dict(variant_of(plan).flags)
     assert isinstance(config, TritonConfig)
     keys = _table("gradients_of_keys", problem, _constants(problem, config, assumed, **flags), _options(config))
-    if isinstance(config, TwoPassConfig):
+    if isinstance(config, TritonTwoPassConfig):
         of_dq = config.of_dq
         assumed = assumed._replace(flag=_is_far(problem, of_dq, True))
         constants = _constants(problem, of_dq, assumed, **flags)
         return _table("gradient_of_queries", problem, constants, _options(of_dq), has_dlse=has_dlse), keys
     beside = TileConstants(
         head_dim=problem.head_dim,
-        head_pad=head_pad(problem.head_dim),
+        head_pad=one_width(problem.head_dim),
         tile_m=ROWS_BESIDE,
         far_rows=problem.strides_out[2] * ROWS_BESIDE >= INT32,
         one_pass=True,
@@ -302,13 +301,13 @@ def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
         "seq_kv": problem.seq_kv,
         "heads_q": problem.heads_q,
         "group": problem.group,
-        "tiles": tiles_of_head(config, problem),
+        "tiles": -(-problem.seq_q // config.tile_m),
         "heads": problem.batch * problem.heads_q,
         "together": heads_side_by_side(problem),
     }
     rows |= {name: Integer(value=value, specialised=False) for name, value in sizes.items()}
     rows["C"] = Constant(value=GluonConstants.of(problem, config, ragged=assumed.flag))
-    blocks = grid_blocks(config, problem)
+    blocks = query_tiles(problem, config.tile_m)
     return KernelTable(
         kernel="attention_forward",
         grid=blocks if config.scheduler == "one_tile" else min(blocks, multiprocessors),

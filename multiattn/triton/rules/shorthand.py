@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from multiattn.plan.config import Rule
-from multiattn.triton.configs import TritonConfig, TwoPassConfig, tiles
+from multiattn.triton.configs import TritonConfig, TritonTwoPassConfig, tiles
 
 Names = tuple[str, ...]
 Range = tuple[int, int]
@@ -33,7 +33,7 @@ def backward(
     masks: tuple[bool, ...] = BOTH,
 ) -> tuple[Rule[Any], ...]:
     """The same of a backward: tiles of the pass over the queries, and of the pass over the keys if there is one."""
-    config = tiles(*keys) if dq is None else TwoPassConfig.of(tiles(*keys), tiles(*dq))
+    config = tiles(*keys) if dq is None else TritonTwoPassConfig.of(tiles(*keys), tiles(*dq))
     return _rules(arches, head_dims, why, config, masks)
 
 

@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from multiattn.triton.kernels.gluon.mask import blocks_to_see, mask_scores
 from multiattn.triton.kernels.gluon.producer import produce
 from multiattn.triton.kernels.gluon.ring import (
     BATCH,
@@ -41,12 +40,14 @@ from multiattn.triton.kernels.gluon.ring import (
     tma_store,
     write_word,
 )
-from multiattn.triton.kernels.gluon.softmax import (
+from multiattn.triton.kernels.gluon.scores import (
     LARGEST_SUM,
     LN_2,
     LOWEST,
+    blocks_to_see,
     exponentiate,
     keep_packed,
+    mask_scores,
     pack_weights,
     sum_of_thread,
     take_sign,

@@ -6,7 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from multiattn.triton.kernels.gluon.mask import end_of_blocks
 from multiattn.triton.kernels.gluon.ring import (
     BATCH,
     BLOCKS,
@@ -21,6 +20,7 @@ from multiattn.triton.kernels.gluon.ring import (
     tma_load,
     write_word,
 )
+from multiattn.triton.kernels.gluon.scores import end_of_blocks
 
 ENOUGH_TILES = gl.constexpr(256)
 """Tiles of one head: twice the SMs of an H200."""
