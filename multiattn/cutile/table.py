@@ -11,23 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from multiattn.cutile.configs import (
-    HEADROOM,
-    ROW_OCCUPANCY,
-    ROW_TILE,
-    CutileConfig,
-    Grid,
-    OnePassConfig,
-    Together,
-    TwoPassConfig,
-    begins_at_diagonal,
-    divisor_near,
-    factor_grid,
-    grid_of,
-    is_linear,
-    together_of,
-    widths_of,
-)
+from multiattn.cutile import configs
+from multiattn.cutile.configs import CutileConfig, Grid, OnePassConfig, Together, TwoPassConfig
 from multiattn.cutile.kernels.constants import (
     BackwardConstants,
     ForwardConstants,
@@ -191,16 +176,16 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> Ke
     abi.exactly(assumed, dtype=problem.dtype, head_dim=problem.head_dim, banded=problem.is_banded)
     abi.exactly(assumed, scale_sign=problem.scale_sign)
     masked = abi.flag(assumed, emitted, "masked", problem.is_banded or problem.seq_kv % config.tile_n != 0)
-    aligned_to = config.tile_m if begins_at_diagonal(problem, config) else 1
+    aligned_to = config.tile_m if configs.begins_at_diagonal(problem, config) else 1
     diagonal = abi.multiple(assumed, emitted, DIAGONAL, aligned_to, problem.seq_kv - problem.seq_q)
-    together = _together(assumed, emitted, problem, together_of(problem, config))
+    together = _together(assumed, emitted, problem, configs.together_of(problem, config))
     grouped = abi.flag(assumed, emitted, "grouped", problem.heads_q != problem.heads_kv)
     tma = not abi.flag(assumed, emitted, "no_tma", not has_positive_strides(problem))
-    linear = abi.flag(assumed, emitted, "linear_grid", is_linear(problem, config, together))
-    grid = grid_of(problem, config, together, multiprocessors, linear=linear)
+    linear = abi.flag(assumed, emitted, "linear_grid", configs.is_linear(problem, config, together))
+    grid = configs.grid_of(problem, config, together, multiprocessors, linear=linear)
     if grid is None:
         raise ValueError(f"no grid for {plan}")
-    tile_d, tail_d = widths_of(problem, config)
+    tile_d, tail_d = configs.widths_of(problem, config)
     return KernelLaunch(
         kernel="forward",
         is_64bit=abi.flag(assumed, emitted, "int64", needs_64bit(problem)),
@@ -222,7 +207,7 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> Ke
             tma=tma,
             **{name: getattr(step, name) for name in _OF_STEP},
             **{name: getattr(config, name) for name in _OF_CONFIG},
-            headroom=HEADROOM[problem.dtype],
+            headroom=configs.HEADROOM[problem.dtype],
             diagonal_first=diagonal > 1,
             static_grid=config.scheduler == "static",
         ),
@@ -257,7 +242,7 @@ def _two_passes(plan: Plan, has_dlse: bool) -> tuple[KernelLaunch, ...]:
     assert isinstance(config, TwoPassConfig)
     constants = QueryGradsConstants(
         **_products(problem, config.dq_tile_m, config.dq_tile_n),
-        heads_together=divisor_near(config.dq_heads_together, problem.heads_q),
+        heads_together=configs.divisor_near(config.dq_heads_together, problem.heads_q),
         latency=config.dq_latency,
         has_dlse=has_dlse,
     )
@@ -268,11 +253,11 @@ def _two_passes(plan: Plan, has_dlse: bool) -> tuple[KernelLaunch, ...]:
 def _one_pass(plan: Plan, has_dlse: bool) -> tuple[KernelLaunch, ...]:
     problem, config = plan.problem, plan.config
     assert isinstance(config, OnePassConfig)
-    tiles, tile_d = query_tiles(problem, ROW_TILE), one_width(problem.head_dim)
-    delta = RowDeltaConstants(tile_m=ROW_TILE, tile_d=tile_d, has_dlse=has_dlse)
-    rows = RowConstants(tile_m=ROW_TILE, tile_d=tile_d)
+    tiles, tile_d = query_tiles(problem, configs.ROW_TILE), one_width(problem.head_dim)
+    delta = RowDeltaConstants(tile_m=configs.ROW_TILE, tile_d=tile_d, has_dlse=has_dlse)
+    rows = RowConstants(tile_m=configs.ROW_TILE, tile_d=tile_d)
     return (
-        _backward(problem, "row_deltas", tiles, delta, ROW_OCCUPANCY),
+        _backward(problem, "row_deltas", tiles, delta, configs.ROW_OCCUPANCY),
         _of_keys(problem, config, "all_grads"),
         _backward(problem, "round_query_grads", tiles, rows),
     )
@@ -282,7 +267,7 @@ def _of_keys(problem: Problem, config: OnePassConfig, kernel: str) -> KernelLaun
     """The launch in which a block owns a tile of keys."""
     constants = BackwardConstants(
         **_products(problem, config.tile_m, config.tile_n),
-        heads_together=divisor_near(config.heads_together, problem.heads_kv),
+        heads_together=configs.divisor_near(config.heads_together, problem.heads_kv),
         latency=config.latency,
     )
     tiles = key_tiles(problem, config.tile_n)
@@ -311,7 +296,7 @@ def _backward(
     num_worker_warps: int | None = None,
 ) -> KernelLaunch:
     """One launch. Without a dlse a kernel is given lse in its place, and does not read it."""
-    grid = factor_grid(tiles)
+    grid = configs.factor_grid(tiles)
     if grid is None:
         raise ValueError(f"no grid of {tiles} blocks")
     assumed = {"dtype": problem.dtype}
