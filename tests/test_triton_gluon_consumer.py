@@ -60,6 +60,9 @@ def as_python(jitted, fakes):
     def stands_for(name, value):
         if name in fakes:
             return fakes[name]
+        if isinstance(value, types.ModuleType):
+            parts = {part: stands_for(part, getattr(value, part)) for part in code.co_names if hasattr(value, part)}
+            return types.SimpleNamespace(**parts)
         if isinstance(value, KernelInterface):
             return as_python(value, fakes)
         return value.value if isinstance(value, gl.constexpr) else value

@@ -23,23 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from multiattn.triton.kernels.gluon import ring
 from multiattn.triton.kernels.gluon.producer import produce
-from multiattn.triton.kernels.gluon.ring import (
-    BATCH,
-    BLOCKS,
-    EXACT,
-    FIRST_QUERY,
-    HEAD,
-    NO_TILE,
-    SPOILED,
-    await_full,
-    make_barriers,
-    read_word,
-    release,
-    skip,
-    tma_store,
-    write_word,
-)
 from multiattn.triton.kernels.gluon.scores import (
     LARGEST_SUM,
     LN_2,
@@ -59,7 +44,7 @@ from multiattn.triton.kernels.gluon.scores import (
 @gluon.jit
 def _make_scores(queries, place, ring_kv, kv_buffers, C: gl.constexpr):
     """scores[64, tile_n] = Q K^T of the tile at `place`."""
-    await_full(ring_kv, place, C.stages)
+    ring.await_full(ring_kv, place, C.stages)
     keys = kv_buffers[0].index(place % C.stages).reshape([C.tile_n, C.wide])
     none = gl.full([64, C.tile_n], 0.0, gl.float32, C.scores)
     scores = warpgroup_mma(queries[0], keys.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -72,7 +57,7 @@ def _make_scores(queries, place, ring_kv, kv_buffers, C: gl.constexpr):
 @gluon.jit
 def _add_values(weights, out, narrow, place, ring_kv, kv_buffers, C: gl.constexpr):
     """out[64, wide] and narrow[64, narrow] += weights V, of the tile at `place`."""
-    await_full(ring_kv, place, C.stages)
+    ring.await_full(ring_kv, place, C.stages)
     values = kv_buffers[0].index(place % C.stages).reshape([C.tile_n, C.wide])
     operand: gl.constexpr = gl.DotOperandLayout(0, C.out, 2)  # the accumulator's own registers: converting is free
     out = warpgroup_mma(gl.convert_layout(weights, operand, assert_trivial=True), values, out, is_async=True)
@@ -141,7 +126,7 @@ def _next_block(
     out, narrow = _add_values(weights, out, narrow, place + 1, ring_kv, kv_buffers, C)
     _pass_turn(warpgroup, turns, C)
     scores = warpgroup_mma_wait(1 + (C.narrow > 0), [scores])
-    release(ring_kv, place, C.stages)
+    ring.release(ring_kv, place, C.stages)
     scores = take_sign(scores, C)
     if MASKED:
         scores = mask_scores(scores, first_query, block * C.tile_n, sizes[0], sizes[1], C)
@@ -152,7 +137,7 @@ def _next_block(
         row_sum = row_sum * gl.convert_layout(decay, gl.SliceLayout(1, row_sum.type.layout))[:, None]
     row_sum += sum_of_thread(new_weights, C)
     out, narrow = _await_values(out, narrow, C)
-    release(ring_kv, place + 1, C.stages)
+    ring.release(ring_kv, place + 1, C.stages)
     if EXACT_MAX:
         out, narrow = _multiply_rows(out, narrow, decay, C)
     return pack_weights(new_weights, weights), row_max, row_sum, out, narrow
@@ -180,7 +165,7 @@ def _await_stored(q_place, ring_q, C: gl.constexpr):
     if C.q_slots > 1:
         if q_place > 0:
             tma.store_wait(0)
-            release(ring_q, q_place - 1, C.q_slots)
+            ring.release(ring_q, q_place - 1, C.q_slots)
 
 
 @gluon.jit
@@ -214,14 +199,14 @@ def _attend(
     # are skipped for one turn.
     skipped = blocks - seen
     if skipped > 0:
-        skip(ring_kv, place, C.stages)
+        ring.skip(ring_kv, place, C.stages)
         place += 1
     for _ in range(skipped - 1):
         _await_turn(warpgroup, turn, turns, C)  # as those who see the block do
         _pass_turn(warpgroup, turns, C)
         turn += 1
-        skip(ring_kv, place, C.stages)
-        skip(ring_kv, place + 1, C.stages)
+        ring.skip(ring_kv, place, C.stages)
+        ring.skip(ring_kv, place + 1, C.stages)
         place += 2
 
     if seen > 0:
@@ -232,10 +217,10 @@ def _attend(
             _pass_turn(warpgroup, turns, C)
             turn += 1
         scores = warpgroup_mma_wait(0, [scores])
-        release(ring_kv, place, C.stages)
+        ring.release(ring_kv, place, C.stages)
         place += 1
         if skipped > 0:
-            skip(ring_kv, place, C.stages)
+            ring.skip(ring_kv, place, C.stages)
             place += 1
         scores = take_sign(scores, C)
         if masked:
@@ -264,12 +249,12 @@ def _attend(
             turn += 1
         out, narrow = _add_values(weights, out, narrow, place, ring_kv, kv_buffers, C)
         out, narrow = _await_values(out, narrow, C)
-        release(ring_kv, place, C.stages)
+        ring.release(ring_kv, place, C.stages)
         place += 1
     else:
         _await_stored(q_place, ring_q, C)
         if skipped > 0:
-            skip(ring_kv, place, C.stages)
+            ring.skip(ring_kv, place, C.stages)
             place += 1
     return row_max, row_sum, out, narrow, place, turn
 
@@ -289,9 +274,9 @@ def _store(queries, out, narrow, row_max, sums, origin, at, out_maps, lse, q_buf
         queries[1].store(narrow.to(queries[0].dtype))
     fence_async_shared()
     if first_query >= 0:  # a store that begins before its tensor is an illegal instruction; a load is not
-        tma_store(out_maps[0], [batch, head, first_query, 0], q_buffers[0].index(at))
+        ring.tma_store(out_maps[0], [batch, head, first_query, 0], q_buffers[0].index(at))
         if C.narrow > 0:
-            tma_store(out_maps[1], [batch, head, first_query, C.wide], q_buffers[1].index(at))
+            ring.tma_store(out_maps[1], [batch, head, first_query, C.wide], q_buffers[1].index(at))
 
 
 @gluon.jit
@@ -303,15 +288,15 @@ def consume(warpgroup: gl.constexpr, out_maps, lse, scale, sizes, shared, C: gl.
     turn = 0
     if warpgroup == C.warpgroups - 1:
         _pass_turn(warpgroup, turns, C)
-    await_full(ring_q, q_place, C.q_slots)
-    blocks = read_word(words, BLOCKS)
-    while blocks != NO_TILE:
+    ring.await_full(ring_q, q_place, C.q_slots)
+    blocks = ring.read_word(words, ring.BLOCKS)
+    while blocks != ring.NO_TILE:
         slot = q_place % C.q_slots
         at = slot * C.words
-        first_query = read_word(words, at + FIRST_QUERY) + 64 * warpgroup
-        head = read_word(words, at + HEAD)
-        batch = read_word(words, at + BATCH)
-        exact_tile = read_word(words, at + EXACT)
+        first_query = ring.read_word(words, at + ring.FIRST_QUERY) + 64 * warpgroup
+        head = ring.read_word(words, at + ring.HEAD)
+        batch = ring.read_word(words, at + ring.BATCH)
+        exact_tile = ring.read_word(words, at + ring.EXACT)
         buffer = slot * C.warpgroups + warpgroup
         queries = _queries(q_buffers, buffer, C)
         row_max, row_sum, out, narrow, place, turn = _attend(
@@ -325,7 +310,7 @@ def consume(warpgroup: gl.constexpr, out_maps, lse, scale, sizes, shared, C: gl.
             # time to find out, once.
             if exact_tile == 0:
                 if _outgrew(out, narrow, sums, C):
-                    write_word(words, at + SPOILED + warpgroup, 1)
+                    ring.write_word(words, at + ring.SPOILED + warpgroup, 1)
                     is_good = 0
             mbarrier.arrive(verdicts.index(slot))
         if is_good > 0:
@@ -333,10 +318,10 @@ def consume(warpgroup: gl.constexpr, out_maps, lse, scale, sizes, shared, C: gl.
             _store(queries, out, narrow, row_max, sums, origin, buffer, out_maps, lse, q_buffers, sizes, C)
         if C.q_slots == 1:
             tma.store_wait(0)
-            release(ring_q, q_place, C.q_slots)
+            ring.release(ring_q, q_place, C.q_slots)
         q_place += 1
-        await_full(ring_q, q_place, C.q_slots)
-        blocks = read_word(words, q_place % C.q_slots * C.words + BLOCKS)
+        ring.await_full(ring_q, q_place, C.q_slots)
+        blocks = ring.read_word(words, q_place % C.q_slots * C.words + ring.BLOCKS)
     tma.store_wait(0)  # shared memory goes with the block
 
 
@@ -379,13 +364,13 @@ def attention_forward(
     q_buffers = _buffers(C.q_slots * C.warpgroups, 64, q_maps, C)
     kv_buffers = _buffers(C.stages, C.tile_n, k_maps, C)
     words = gl.allocate_shared_memory(gl.int32, [C.q_slots * C.words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ring_q = (make_barriers(C.q_slots, 1), make_barriers(C.q_slots, C.warpgroups))
-    ring_kv = (make_barriers(C.stages, 1), make_barriers(C.stages, C.warpgroups))
+    ring_q = (ring.make_barriers(C.q_slots, 1), ring.make_barriers(C.q_slots, C.warpgroups))
+    ring_kv = (ring.make_barriers(C.stages, 1), ring.make_barriers(C.stages, C.warpgroups))
     verdicts, turns = ring_q[0], ring_q[0]  # not asked for where there are none
     if C.lazy_max:
-        verdicts = make_barriers(C.q_slots, C.warpgroups)
+        verdicts = ring.make_barriers(C.q_slots, C.warpgroups)
     if C.pingpong:
-        turns = make_barriers(C.warpgroups, 1)
+        turns = ring.make_barriers(C.warpgroups, 1)
     shared = (ring_q, ring_kv, verdicts, turns, words, q_buffers, kv_buffers)
     fence_async_shared()
 

@@ -6,20 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from multiattn.triton.kernels.gluon.ring import (
-    BATCH,
-    BLOCKS,
-    EXACT,
-    FIRST_QUERY,
-    HEAD,
-    NO_TILE,
-    SPOILED,
-    TILE,
-    await_empty,
-    read_word,
-    tma_load,
-    write_word,
-)
+from multiattn.triton.kernels.gluon import ring
 from multiattn.triton.kernels.gluon.scores import end_of_blocks
 
 ENOUGH_TILES = gl.constexpr(256)
@@ -54,16 +41,16 @@ def _find(tile, sizes, C: gl.constexpr):
 @gluon.jit
 def _load_pieces(maps, batch, head, row, full, buffers, at, C: gl.constexpr):
     """Rows of one head, in one piece of head_dim or two."""
-    tma_load(maps[0], [batch, head, row, 0], full, buffers[0].index(at))
+    ring.tma_load(maps[0], [batch, head, row, 0], full, buffers[0].index(at))
     if C.narrow > 0:
-        tma_load(maps[1], [batch, head, row, C.wide], full, buffers[1].index(at))
+        ring.tma_load(maps[1], [batch, head, row, C.wide], full, buffers[1].index(at))
 
 
 @gluon.jit
-def _load_keys(maps, batch, head_kv, block, place, ring, buffers, C: gl.constexpr):
+def _load_keys(maps, batch, head_kv, block, place, ring_kv, buffers, C: gl.constexpr):
     """A tile of K or V into the ring."""
-    await_empty(ring, place, C.stages)
-    full = ring[0].index(place % C.stages)
+    ring.await_empty(ring_kv, place, C.stages)
+    full = ring_kv[0].index(place % C.stages)
     mbarrier.expect(full, 2 * C.tile_n * (C.wide + C.narrow))
     _load_pieces(maps, batch, head_kv, block * C.tile_n, full, buffers, place % C.stages, C)
 
@@ -95,10 +82,10 @@ def _spoiled_tile(place, verdicts, words, C: gl.constexpr):
     spoiled = 0
     warpgroups: gl.constexpr = C.warpgroups
     for warpgroup in gl.static_range(warpgroups):
-        spoiled += read_word(words, slot * C.words + SPOILED + warpgroup)
-    again = NO_TILE
+        spoiled += ring.read_word(words, slot * C.words + ring.SPOILED + warpgroup)
+    again = ring.NO_TILE
     if spoiled > 0:
-        again = read_word(words, slot * C.words + TILE)
+        again = ring.read_word(words, slot * C.words + ring.TILE)
     return again
 
 
@@ -116,17 +103,17 @@ def _send(tile, exact, q_place, place, q_maps, k_maps, v_maps, sizes, shared, C:
         _load_keys(k_maps, batch, head_kv, blocks - 1, place, ring_kv, kv_buffers, C)
         place += 1
 
-    await_empty(ring_q, q_place, C.q_slots)
+    ring.await_empty(ring_q, q_place, C.q_slots)
     slot = q_place % C.q_slots
-    write_word(words, slot * C.words + FIRST_QUERY, first_query)
-    write_word(words, slot * C.words + HEAD, head)
-    write_word(words, slot * C.words + BATCH, batch)
-    write_word(words, slot * C.words + BLOCKS, blocks)
-    write_word(words, slot * C.words + EXACT, exact)
-    write_word(words, slot * C.words + TILE, tile)
+    ring.write_word(words, slot * C.words + ring.FIRST_QUERY, first_query)
+    ring.write_word(words, slot * C.words + ring.HEAD, head)
+    ring.write_word(words, slot * C.words + ring.BATCH, batch)
+    ring.write_word(words, slot * C.words + ring.BLOCKS, blocks)
+    ring.write_word(words, slot * C.words + ring.EXACT, exact)
+    ring.write_word(words, slot * C.words + ring.TILE, tile)
     warpgroups: gl.constexpr = C.warpgroups
     for warpgroup in gl.static_range(warpgroups):
-        write_word(words, slot * C.words + SPOILED + warpgroup, 0)
+        ring.write_word(words, slot * C.words + ring.SPOILED + warpgroup, 0)
     full = ring_q[0].index(slot)
     mbarrier.expect(full, 2 * C.tile_m * (C.wide + C.narrow))
     for warpgroup in gl.static_range(warpgroups):
@@ -161,12 +148,12 @@ def produce(q_maps, k_maps, v_maps, counter, sizes, shared, C: gl.constexpr):
     judged = 0  # tiles whose end was waited for; only lazy maxima need that
     is_open = 1
     while is_open > 0:
-        again = NO_TILE
+        again = ring.NO_TILE
         if C.lazy_max:
             if (judged < q_place) & ((q_place - judged >= C.q_slots) | (tile >= total)):
                 again = _spoiled_tile(judged, verdicts, words, C)
                 judged += 1
-        exact = gl.where(again != NO_TILE, 1, 0)
+        exact = gl.where(again != ring.NO_TILE, 1, 0)
         if (exact > 0) | (tile < total):
             sent = gl.where(exact > 0, again, tile)
             place = _send(sent, exact, q_place, place, q_maps, k_maps, v_maps, sizes, shared, C)
@@ -177,7 +164,7 @@ def produce(q_maps, k_maps, v_maps, counter, sizes, shared, C: gl.constexpr):
             is_open = gl.where(judged < q_place, 1, 0)
         else:
             is_open = 0
-    await_empty(ring_q, q_place, C.q_slots)
+    ring.await_empty(ring_q, q_place, C.q_slots)
     slot = q_place % C.q_slots
-    write_word(words, slot * C.words + BLOCKS, NO_TILE)
+    ring.write_word(words, slot * C.words + ring.BLOCKS, ring.NO_TILE)
     mbarrier.arrive(ring_q[0].index(slot))
