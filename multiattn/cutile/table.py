@@ -127,7 +127,7 @@ def launches_of(
 def needs_64bit(problem: Problem, *, backward: bool = False) -> bool:
     """True if an element of some tensor, or a step along a dimension, is 2^31 or more elements away from its first.
 
-    A step counts where nobody takes it, too: the stride of a dimension of one element is an argument like any other.
+    The stride of a dimension of one element counts, too: it is an argument like any other.
     """
     known = problem.layouts
     tensors = [known[name] for name in (known if backward else _FORWARD)]

@@ -20,7 +20,7 @@ from multiattn.triton.ladder import STEPS
 from multiattn.triton.rules import rules_of
 
 OLDEST, NEWEST = (3, 6), (3, 9)
-"""Triton versions that this was run with; the interpreter and the descriptors differ outside of them."""
+"""The oldest and newest Triton that this was run with; in others the interpreter and the descriptors differ."""
 
 
 def _versions() -> Mapping[str, str | None]:
@@ -50,8 +50,8 @@ def _probe(arch: Arch) -> tuple[Reason, ...]:
 TMA_ARCHS = tuple(name for name in GPU_ARCHS if ARCHS[name].capability >= (9, 0))
 """Arches with a Tensor Memory Accelerator."""
 
-# cuTensorMapEncodeTiled: address and strides in multiples of 16 bytes, strides not zero. That some tensors, read
-# through pointers, could do with less is not told apart by a Problem.
+# cuTensorMapEncodeTiled: address and strides are multiples of 16 bytes, and no stride is zero. A Problem has one
+# alignment for all tensors, so this also holds for those that are read through pointers.
 _THROUGH_DESCRIPTORS = Capability(arches=("cpu", *TMA_ARCHS), alignment=VECTOR_BYTES, zero_strides=False)
 _THROUGH_POINTERS = Capability(arches=("cpu", *GPU_ARCHS))
 

@@ -31,7 +31,7 @@ KINDS = ("ttir", "ttgir", "llir", "ptx")
 def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
     """Every kernel of a Plan, compiled afresh; of `kinds` it has `KINDS`. The compiler's own error passes through.
 
-    Triton's cache is written but not read, so `seconds` is the compiler's own time. Triton's driver is not touched: a
+    Triton's cache is written but not read, so `seconds` is the compiler's own time. Triton's driver is left alone, so a
     launch in another thread of this process is not disturbed.
 
     ValueError where the Binding of a forward kernel is not what Triton would launch, or not what its cubin takes.

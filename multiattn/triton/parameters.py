@@ -58,13 +58,6 @@ class Descriptor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Float:
-    """An fp32 number."""
-
-    value: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Integer:
     """An integer, in 32 bits where they hold it. `specialised`: whether code may depend on its value."""
 
@@ -79,7 +72,8 @@ class Constant:
     value: Any
 
 
-Scalar = Tensor | Descriptor | Float | Integer | Constant
+Scalar = Tensor | Descriptor | Integer | Constant | float
+"""A parameter that is handed over by itself; a float is an fp32 number."""
 Parameter = Scalar | Mapping[str, Integer]
 """One parameter; integers that travel as a tuple by their names."""
 
@@ -119,7 +113,7 @@ FLAGS = {False: "wide", True: "ragged"}
 
 
 def assumed_of(plan: Plan) -> Assumed:
-    """The least that code must assume for the tensors of a Plan."""
+    """The fewest assumptions that code can make for the tensors of a Plan."""
     problem, config = plan.problem, plan.config
     if isinstance(config, GluonConfig):
         return Assumed(alignment=problem.alignment, flag=problem.seq_kv % config.tile_n != 0)
@@ -141,7 +135,7 @@ def tables_of(
     Args:
         plan: of either direction.
         has_dlse: whether a backward has a dlse.
-        assumed: by code that is there; None for what the tensors ask for.
+        assumed: what existing code assumes; None for what the tensors need.
         multiprocessors: of the device; None for the largest product of the arch.
     """
     assumed = assumed or assumed_of(plan)
@@ -173,7 +167,7 @@ _NAMES: Mapping[str, str] = {
 }
 """The parameters of each plain kernel, in order."""
 _OF_KEYS, _OF_QUERIES = ("k", "v"), ("q", "dout", "dq_sum")
-"""The tensors that a program walks over which owns queries, or keys: through descriptors where the variant has them."""
+"""The tensors that a program walks over if it owns queries, or keys: by descriptors where the variant has them."""
 
 
 def _table(
@@ -193,9 +187,9 @@ def _table(
         "heads": heads,
         "seq_q": Integer(value=problem.seq_q, specialised=False),
         "seq_kv": Integer(value=problem.seq_kv, specialised=False),
-        "scale": Float(value=problem.scale_log2 if constants.step.exp2 else problem.scale_log2 / LOG2_E),
-        "score_factor": Float(value=problem.score_factor),
-        "grad_factor": Float(value=problem.grad_factor),
+        "scale": problem.scale_log2 if constants.step.exp2 else problem.scale_log2 / LOG2_E,
+        "score_factor": problem.score_factor,
+        "grad_factor": problem.grad_factor,
         "dlse": Tensor(of="dlse" if has_dlse else "lse"),
         "dlse_rows": Integer(value=problem.seq_q if has_dlse else 0, specialised=False),
         "C": Constant(value=constants),
@@ -295,7 +289,7 @@ def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
             rows[f"{name}_{piece}"] = described if columns else Constant(value=None)
     rows["lse"] = Tensor(of="lse")
     rows["counter"] = Tensor(of=abi.WORKSPACE) if plan.workspace_bytes else Constant(value=None)
-    rows["scale"] = Float(value=problem.scale_log2)
+    rows["scale"] = problem.scale_log2
     sizes = {
         "seq_q": problem.seq_q,
         "seq_kv": problem.seq_kv,
