@@ -62,7 +62,7 @@ def test_heads_together_are_of_several_batch_entries_where_one_has_too_few(wante
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_order_of_tiles_covers_every_tile(heads_together, causal, linear, monkeypatch):
     if linear:
-        monkeypatch.setattr(table, "is_linear", lambda *_: True)
+        monkeypatch.setattr(configs, "is_linear", lambda *_: True)
     q, k, v = make_inputs(batch=2, heads_q=4, heads_kv=2, seq_kv=150, head_dim=16)
     config = CutileConfig(tile_m=32, tile_n=16, heads_together=heads_together)
     check(config, q, k, v, causal=causal)  # the interpreter raises if two blocks own one tile

@@ -14,7 +14,7 @@ from multiattn import Problem
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import make_plan
 from multiattn.triton import BACKEND
-from multiattn.triton.configs import Tiles, TritonBackwardConfig
+from multiattn.triton.configs import TritonTwoPassConfig, tiles
 
 VARIANTS = {variant.name: variant for variant in BACKEND.backward.variants}
 
@@ -22,7 +22,8 @@ VARIANTS = {variant.name: variant for variant in BACKEND.backward.variants}
 def config_of(variant, keys, dq=(32, 16, 4, 1)):
     """Tiles of the test's choice, whose heads take turns: of 4 heads 3, then 1."""
     one_pass = dict(VARIANTS[variant].flags)["one_pass"]
-    return TritonBackwardConfig.of(Tiles(*keys), None if one_pass else Tiles(*dq), heads_together=3)
+    config = tiles(*keys, heads_together=3)
+    return config if one_pass else TritonTwoPassConfig.of(config, tiles(*dq))
 
 
 def plan_of(q, k, v, *, variant, config=None, **options):
@@ -70,9 +71,10 @@ def test_two_passes_agree_to_the_last_bit():
 
 def test_a_config_that_does_not_fit_is_a_reason():
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=256)
-    large = TritonBackwardConfig(tile_m=128, tile_n=128, num_warps=8, num_stages=3)
-    for name, other in (("atomic", "two_pass"), ("two_pass", "atomic")):
-        fits = VARIANTS[name].fits
-        assert any("shared memory" in reason.got for reason in fits(problem, by_name("sm90"), large))
-        reasons = fits(problem, by_name("sm90"), config_of(other, (16, 32, 4, 1)))
-        assert any("dq_" in reason.allowed for reason in reasons)
+    for name, large in (("atomic", tiles(128, 128, 8, 3)), ("two_pass", config_of("two_pass", (128, 128, 8, 3)))):
+        (reason,) = VARIANTS[name].fits(problem, by_name("sm90"), large)
+        assert "shared memory" in reason.got
+    (reason,) = VARIANTS["two_pass"].fits(
+        problem, by_name("sm90"), config_of("two_pass", (16, 32, 4, 1), (24, 16, 4, 1))
+    )
+    assert (reason.got, reason.allowed) == ("tile_m=24", "powers of two from 16 to 256")

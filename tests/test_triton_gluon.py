@@ -22,10 +22,8 @@ from multiattn.triton.compile import specialise
 from multiattn.triton.gluon_configs import (
     BOOKKEEPING_BYTES,
     GluonConfig,
-    grid_blocks,
     pieces_of,
     smem_bytes,
-    tiles_of_head,
     why_not_fit,
 )
 
@@ -88,13 +86,6 @@ def test_a_config_that_does_not_fit_is_a_reason(config, reason):
     fine = GluonConfig(tile_m=128, tile_n=128, stages=4, q_slots=2)
     assert why_not_fit(problem(), SM90, fine) == ()
     assert any(reason in str(it) for it in why_not_fit(problem(), SM90, replace(fine, **config)))
-
-
-def test_tiles_cover_the_queries_and_no_warpgroup_more():
-    config = GluonConfig(tile_m=192, tile_n=64)
-    for seq_q, tiles in ((1, 1), (64, 1), (192, 1), (193, 2), (512, 3), (1000, 6)):
-        assert tiles_of_head(config, problem(seq_q=seq_q)) == tiles
-    assert grid_blocks(config, problem()) == 6 * 2 * 8
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])

@@ -15,7 +15,7 @@ from triton.runtime.jit import KernelInterface
 
 from multiattn import Problem, reference
 from multiattn.triton.gluon_configs import GluonConfig
-from multiattn.triton.kernels.gluon import forward, mask, ring
+from multiattn.triton.kernels.gluon import forward, ring, scores
 from multiattn.triton.kernels.gluon.constants import GluonConstants
 
 TILE_M, TILE_N, HEAD_DIM = 128, 16, 32
@@ -60,6 +60,9 @@ def as_python(jitted, fakes):
     def stands_for(name, value):
         if name in fakes:
             return fakes[name]
+        if isinstance(value, types.ModuleType):
+            parts = {part: stands_for(part, getattr(value, part)) for part in code.co_names if hasattr(value, part)}
+            return types.SimpleNamespace(**parts)
         if isinstance(value, KernelInterface):
             return as_python(value, fakes)
         return value.value if isinstance(value, gl.constexpr) else value
@@ -135,7 +138,7 @@ def test_a_consumer_makes_attention_of_its_tiles(causal, seq_q, seq_kv, scale, o
     truth, truth_lse = reference(*tensors, causal=causal, scale=scale, compute_dtype=torch.float64)
     arrays = {name: tensor[0, 0].numpy() for name, tensor in zip("qkv", tensors, strict=True)}
     out, lse = np.full((seq_q, HEAD_DIM), np.nan), np.full(seq_q, np.nan)
-    end_of_blocks = as_python(mask.end_of_blocks, {"gl": language(None)})
+    end_of_blocks = as_python(scores.end_of_blocks, {"gl": language(None)})
     with np.errstate(all="ignore"):
         for first_query in range(-(-seq_q // 64) * 64 - TILE_M, -TILE_M, -TILE_M):
             blocks = int(end_of_blocks(first_query, TILE_M, seq_q, seq_kv, C))

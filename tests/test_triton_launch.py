@@ -21,7 +21,7 @@ from multiattn.triton import BACKEND
 from multiattn.triton.bind import bind, checked_binding
 from multiattn.triton.calls import Call, calls_of
 from multiattn.triton.compile import specialise
-from multiattn.triton.parameters import Constant, Float, Integer, Tensor
+from multiattn.triton.parameters import Constant, Integer, Tensor
 
 pytestmark = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason="; ".join(map(str, BACKEND.probe_compiler())))
 
@@ -175,7 +175,7 @@ def test_a_release_that_is_not_known_goes_through_triton_and_says_so_once(monkey
 @pytest.mark.parametrize(
     ("name", "row", "error"),
     [
-        ("q", Float(value=1.0), r"q: got Float.*; Triton has \*bf16 multiple of 16"),
+        ("q", 1.0, r"q: got 1\.0; Triton has \*bf16 multiple of 16"),
         ("q", Tensor(of="q", is_aligned=False), r"q: got .*; Triton has \*bf16 multiple of 16"),
         ("scale", Integer(value=3), r"scale: got Integer.*; Triton has fp32"),
         ("seq_q", Integer(value=128), r"seq_q: got .*; Triton has i32$"),

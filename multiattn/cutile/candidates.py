@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from multiattn.cutile.configs import CutileConfig, OnePassConfig, TwoPassConfig
+from multiattn.cutile.configs import TCGEN05, CutileConfig, OnePassConfig, TwoPassConfig
 from multiattn.cutile.ladder import STEPS
 from multiattn.plan.arch import GPUS, Arch
 from multiattn.plan.backend import Variant
@@ -14,7 +14,7 @@ from multiattn.plan.schedule import saving_widths
 from multiattn.problem import Problem
 
 L2_BYTES = max(gpu.l2_mib or 0 for gpu in GPUS if gpu.arch == "sm90") << 20
-"""The largest of Hopper's products, which are what ways are listed for."""
+"""The L2 of the largest Hopper product: the ways below are for that arch."""
 
 _Hints = tuple[int, int, int, int | None]
 """tile_m, tile_n, occupancy and num_worker_warps."""
@@ -94,9 +94,10 @@ def _latencies(way: CutileConfig) -> tuple[tuple[int | None, int | None], ...]:
 
 
 def _heads_together(problem: Problem, way: CutileConfig) -> dict[int, None]:
-    """Distinct counts: small ones, but in banded grids of a block a tile only where four heads' keys exceed half of L2.
+    """Distinct counts of heads. Small ones are left out of a banded grid with a block a tile, unless keys exceed L2.
 
-    A static grid turns from head to head. Hopper's L2 has two halves, and what both need is in both.
+    A static grid turns from head to head. Hopper's L2 has two halves, and what both need is in both: so the keys of
+    four heads count twice.
     """
     few, several = (1, 2, 4), (4, 8, 16, 32, problem.heads_q)
     if not problem.is_banded:
@@ -117,7 +118,7 @@ def forward_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequen
     if arch.name == "sm90":
         configs = _lazy_candidates(problem)
     else:
-        tiles = _BLACKWELL if arch.name in ("sm100", "sm103") else _SMALL
+        tiles = _BLACKWELL if arch.name in TCGEN05 else _SMALL
         configs = [CutileConfig(**_fields(hints)) for hints in tiles]
         best = configs[0]
         configs += [replace(best, k_latency=k, v_latency=v) for k, v in ((1, 1), (4, 6))]
@@ -130,37 +131,33 @@ def forward_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequen
 # ---------------------------------------------------------------- backward
 
 
-_HOPPER_KEYS: tuple[tuple[_Hints, ...], ...] = (
-    ((64, 128, 1, 8), (128, 128, 1, 8), (128, 64, 2, None), (64, 64, 2, None)),
-    ((32, 128, 1, 8), (64, 128, 1, 8), (128, 64, 1, 8), (64, 64, 1, 8)),
-    ((64, 64, 1, 8), (32, 64, 1, 8)),
+_Tiles = tuple[tuple[_Hints, ...], tuple[_Hints, ...]]
+_HOPPER: tuple[_Tiles, ...] = (
+    (((64, 128, 1, 8), (128, 128, 1, 8), (128, 64, 2, None), (64, 64, 2, None)),
+     ((64, 64, 2, None), (64, 64, 3, None), (128, 64, 1, 8), (64, 128, 2, None))),
+    (((32, 128, 1, 8), (64, 128, 1, 8), (128, 64, 1, 8), (64, 64, 1, 8)),
+     ((128, 64, 1, 8), (64, 64, 2, None), (128, 128, 1, 8))),
+    (((64, 64, 1, 8), (32, 64, 1, 8)),
+     ((64, 64, 1, 8), (64, 32, 1, None), (128, 32, 1, 8))),
+)  # fmt: skip
+"""Tiles of the kernel that owns keys, and of the one that owns queries."""
+_OF_TCGEN05: _Tiles = (
+    ((64, 128, 1, 8), (128, 128, 1, 8), (64, 64, 1, None), (64, 64, 1, 8)),
+    ((128, 64, 1, 8), (128, 128, 1, 8), (64, 64, 1, None)),
 )
-_HOPPER_QUERIES: tuple[tuple[_Hints, ...], ...] = (
-    ((64, 64, 2, None), (64, 64, 3, None), (128, 64, 1, 8), (64, 128, 2, None)),
-    ((128, 64, 1, 8), (64, 64, 2, None), (128, 128, 1, 8)),
-    ((64, 64, 1, 8), (64, 32, 1, None), (128, 32, 1, 8)),
+_OTHERS: _Tiles = (
+    ((64, 32, 1, 8), (32, 32, 1, 8), (32, 64, 1, 8), (16, 32, 1, 8)),
+    ((64, 32, 1, 8), (32, 32, 1, None), (64, 64, 1, None)),
 )
-_BLACKWELL_KEYS: tuple[_Hints, ...] = ((64, 128, 1, 8), (128, 128, 1, 8), (64, 64, 1, None), (64, 64, 1, 8))
-_BLACKWELL_QUERIES: tuple[_Hints, ...] = ((128, 64, 1, 8), (128, 128, 1, 8), (64, 64, 1, None))
-_SMALL_KEYS: tuple[_Hints, ...] = ((64, 32, 1, 8), (32, 32, 1, 8), (32, 64, 1, 8), (16, 32, 1, 8))
-_SMALL_QUERIES: tuple[_Hints, ...] = ((64, 32, 1, 8), (32, 32, 1, None), (64, 64, 1, None))
-
-
-def _backward_tiles(problem: Problem, arch: Arch) -> tuple[tuple[_Hints, ...], tuple[_Hints, ...]]:
-    """Tiles of the kernel that owns keys and of the one that owns queries."""
-    if arch.name == "sm90":
-        return _HOPPER_KEYS[_row(problem)], _HOPPER_QUERIES[_row(problem)]
-    if arch.name in ("sm100", "sm103"):
-        return _BLACKWELL_KEYS, _BLACKWELL_QUERIES
-    return _SMALL_KEYS, _SMALL_QUERIES
 
 
 def backward_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[OnePassConfig]:
     """Configs worth timing: tiles with the occupancies and warps that suit them, each with two orders of heads."""
     if not arch.is_gpu:
         return ()
-    keys, queries = _backward_tiles(problem, arch)
-    ways = [{**_fields(tile), "latency": it} for tile in keys for it in ((4, 2) if arch.name == "sm90" else (4, 1))]
+    is_hopper = arch.name == "sm90"
+    keys, queries = _HOPPER[_row(problem)] if is_hopper else _OF_TCGEN05 if arch.name in TCGEN05 else _OTHERS
+    ways = [{**_fields(tile), "latency": it} for tile in keys for it in ((4, 2) if is_hopper else (4, 1))]
     if variant.deterministic:  # two passes: each way to own keys with the first to own queries, then the others
         pairs = [(way, queries[0]) for way in ways] + [(ways[0], tile) for tile in queries[1:]]
         configs: list[OnePassConfig] = [TwoPassConfig(**way, **_fields(tile, "dq_")) for way, tile in pairs]

@@ -149,9 +149,9 @@ def _export(plan: Plan, launch: KernelLaunch, kinds: Sequence[str]) -> Exported:
 def compile_with_remarks(kernel: Any, signature: Any, arch: Arch) -> tuple[bytes, bytes, str]:
     """Bytecode, cubin and remarks (YAML) of a kernel, within the limit of compilation.
 
-    The public `export_kernel` gives a cubin without the remarks. So it makes the bytecode, and what it would call next
-    is called here: of cuda-tile that is private, but it takes all flags from there. The other way, a cache folder of
-    our own in whose entries cuda-tile keeps remarks, changes a setting of the whole process, and edits them.
+    The public `export_kernel` gives a cubin without the remarks. So it only makes the bytecode here, and the private
+    function that it would call next compiles it, with the same flags. cuda-tile also keeps remarks in its cache, but
+    a cache folder of our own would be a setting of the whole process, and the remarks in it are edited.
     """
     gpu_code = arch.name.replace("sm", "sm_")
     buffer = io.BytesIO()

@@ -39,7 +39,7 @@ class CutileConfig(Config):
 
     `occupancy` is blocks per SM; None, as of a latency, gives no hint. `num_worker_warps` None lets the compiler choose
     (4); 8 spreads a tile's rows over two warpgroups. A latency, 1 to 10, is how far ahead a load is issued. About
-    `heads_together` heads advance together, if need be of several batch entries (`grid.together_of`).
+    `heads_together` heads advance together, if need be of several batch entries (`together_of`).
     """
 
     occupancy: int | None = 1
@@ -122,10 +122,7 @@ GRID_ALLOWED = "a grid within 2^24 x 2^16, and fewer than 2^31 blocks"
 
 
 def factor_grid(blocks: int) -> Grid | None:
-    """A grid of exactly so many blocks, in x and y; None if there is none.
-
-    Nor is there one of more than 2^31 - 1: a kernel numbers them in 32 bits.
-    """
+    """A grid of exactly so many blocks, in x and y; None if there is none, or its blocks need more than 31 bits."""
     if blocks > MAX_BLOCKS:
         return None
     for y in range(max(1, -(-blocks // MAX_GRID_X)), MAX_GRID_Y + 1):
@@ -145,18 +142,18 @@ def divisor_near(wanted: int, heads: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Together:
-    """Heads that advance together; `spanning`: counted over batch entries, whose heads are then a divisor of them."""
+    """How many heads advance together; `spanning`: those of several whole batch entries."""
 
     heads: int
     spanning: bool = False
 
 
 def together_of(problem: Problem, config: CutileConfig) -> Together:
-    """As many heads as the config wants, or nearly: where it wants more than a batch entry has, of several of them.
+    """About as many heads as the config wants: of several batch entries, where one has too few.
 
     A banded section ends with its short tiles, and the next begins with long ones. Where a section is a fraction of
-    what runs at one time, the last long ones begin late, and most SMs wait for them. Powers of two of entries, so that
-    batches of many sizes share code.
+    what runs at one time, the last long ones begin late, and most SMs wait for them. The number of entries is a power
+    of two, so that batches of many sizes share code.
     """
     fit = config.heads_together // problem.heads_q if problem.is_banded else 0
     entries = math.gcd(1 << fit.bit_length() >> 1, problem.batch) if fit else 1
@@ -194,7 +191,7 @@ def grid_of(
 # ---------------------------------------------------------------- what fits
 
 
-_TCGEN05 = ("sm100", "sm103")
+TCGEN05 = ("sm100", "sm103")
 """Arches whose products take nothing from registers."""
 _LATENCY = limits.between(1, 10, None)
 _FIELDS: Mapping[str, limits.FieldRule] = {
@@ -222,7 +219,7 @@ def why_not_forward(problem: Problem, arch: Arch, config: CutileConfig) -> tuple
             f"split_head_dim=True at head_dim={problem.head_dim}",
             f"more than {NARROWEST}",
         ),
-        (not (config.q_in_registers and arch.name in _TCGEN05), f"q_in_registers=True on {arch.name}", "False"),
+        (not (config.q_in_registers and arch.name in TCGEN05), f"q_in_registers=True on {arch.name}", "False"),
         _grid(f"tile_m={config.tile_m}", query_tiles(problem, config.tile_m), problem),
     ]
     return limits.failed(checks)

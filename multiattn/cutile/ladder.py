@@ -79,4 +79,4 @@ STEPS: Mapping[str, Rung[CutileStep]] = {
         step=CutileStep(),
     ),
 }
-"""Every rung, by name. Those come first that a caller gets unasked: the ones that are no other's parent."""
+"""Every rung by name. Those that need no naming come first: no other rung has them as its parent."""

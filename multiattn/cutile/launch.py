@@ -35,10 +35,10 @@ from multiattn.run.launch import (
 def prepare(plan: Plan) -> Launcher:
     """The launcher of a Plan: compiled for the current device, or interpreted when the Plan is for the CPU.
 
-    By `ct.launch` where a cubin has no host code for this machine, or where cuTile is of a release that compiles to
-    something else than is known here, of which a RuntimeWarning tells, once. Both launch the same code with the same
-    arguments; the driver takes half of the host's time. The code of a backward with dlse, which is another, is compiled
-    by its first launch.
+    The driver launches it in half of the host's time that `ct.launch` takes, with the same code and arguments. It is
+    `ct.launch` all the same where a cubin has no host code for this machine, and, with one RuntimeWarning, where this
+    release of cuTile compiles to something unknown. A backward with dlse has code of its own, compiled by its first
+    launch.
 
     Raises `ct.TileCompilerTimeoutError` after `compile.COMPILE_SECONDS`, unless the environment variable
     CUDA_TILE_COMPILER_TIMEOUT_SEC says otherwise.

@@ -11,23 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from multiattn.cutile.configs import (
-    HEADROOM,
-    ROW_OCCUPANCY,
-    ROW_TILE,
-    CutileConfig,
-    Grid,
-    OnePassConfig,
-    Together,
-    TwoPassConfig,
-    begins_at_diagonal,
-    divisor_near,
-    factor_grid,
-    grid_of,
-    is_linear,
-    together_of,
-    widths_of,
-)
+from multiattn.cutile import configs
+from multiattn.cutile.configs import CutileConfig, Grid, OnePassConfig, Together, TwoPassConfig
 from multiattn.cutile.kernels.constants import (
     BackwardConstants,
     ForwardConstants,
@@ -142,7 +127,7 @@ def launches_of(
 def needs_64bit(problem: Problem, *, backward: bool = False) -> bool:
     """True if an element of some tensor, or a step along a dimension, is 2^31 or more elements away from its first.
 
-    A step counts where nobody takes it, too: the stride of a dimension of one element is an argument like any other.
+    The stride of a dimension of one element counts, too: it is an argument like any other.
     """
     known = problem.layouts
     tensors = [known[name] for name in (known if backward else _FORWARD)]
@@ -191,16 +176,16 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> Ke
     abi.exactly(assumed, dtype=problem.dtype, head_dim=problem.head_dim, banded=problem.is_banded)
     abi.exactly(assumed, scale_sign=problem.scale_sign)
     masked = abi.flag(assumed, emitted, "masked", problem.is_banded or problem.seq_kv % config.tile_n != 0)
-    aligned_to = config.tile_m if begins_at_diagonal(problem, config) else 1
+    aligned_to = config.tile_m if configs.begins_at_diagonal(problem, config) else 1
     diagonal = abi.multiple(assumed, emitted, DIAGONAL, aligned_to, problem.seq_kv - problem.seq_q)
-    together = _together(assumed, emitted, problem, together_of(problem, config))
+    together = _together(assumed, emitted, problem, configs.together_of(problem, config))
     grouped = abi.flag(assumed, emitted, "grouped", problem.heads_q != problem.heads_kv)
     tma = not abi.flag(assumed, emitted, "no_tma", not has_positive_strides(problem))
-    linear = abi.flag(assumed, emitted, "linear_grid", is_linear(problem, config, together))
-    grid = grid_of(problem, config, together, multiprocessors, linear=linear)
+    linear = abi.flag(assumed, emitted, "linear_grid", configs.is_linear(problem, config, together))
+    grid = configs.grid_of(problem, config, together, multiprocessors, linear=linear)
     if grid is None:
         raise ValueError(f"no grid for {plan}")
-    tile_d, tail_d = widths_of(problem, config)
+    tile_d, tail_d = configs.widths_of(problem, config)
     return KernelLaunch(
         kernel="forward",
         is_64bit=abi.flag(assumed, emitted, "int64", needs_64bit(problem)),
@@ -222,7 +207,7 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> Ke
             tma=tma,
             **{name: getattr(step, name) for name in _OF_STEP},
             **{name: getattr(config, name) for name in _OF_CONFIG},
-            headroom=HEADROOM[problem.dtype],
+            headroom=configs.HEADROOM[problem.dtype],
             diagonal_first=diagonal > 1,
             static_grid=config.scheduler == "static",
         ),
@@ -242,44 +227,51 @@ def _together(assumed: dict[str, str], emitted: Mapping[str, str], problem: Prob
 # ---------------------------------------------------------------- backward
 
 
+_NAMES: Mapping[str, str] = {
+    "query_grads": "q k v out lse dout dlse delta dq score_factor grad_factor",
+    "key_grads": "q k v lse dout delta dk dv score_factor grad_factor",
+    "row_deltas": "out dout dlse delta dq_sum",
+    "all_grads": "q k v lse dout delta dq_sum dk dv score_factor grad_factor",
+    "round_query_grads": "dq_sum dq grad_factor",
+}
+"""The parameters of each kernel, in order: arrays, then numbers."""
+
+
 def _two_passes(plan: Plan, has_dlse: bool) -> tuple[KernelLaunch, ...]:
     problem, config = plan.problem, plan.config
     assert isinstance(config, TwoPassConfig)
-    tensors = {**_same("q", "k", "v", "out", "lse", "dout"), **_dlse(has_dlse), **_same("delta", "dq")}
     constants = QueryGradsConstants(
         **_products(problem, config.dq_tile_m, config.dq_tile_n),
-        heads_together=divisor_near(config.dq_heads_together, problem.heads_q),
+        heads_together=configs.divisor_near(config.dq_heads_together, problem.heads_q),
         latency=config.dq_latency,
         has_dlse=has_dlse,
     )
     tiles, hints = query_tiles(problem, config.dq_tile_m), (config.dq_occupancy, config.dq_num_worker_warps)
-    query_grads = _backward(problem, "query_grads", tiles, tensors, constants, *hints)
-    return query_grads, _key_launch(plan, "key_grads", ("q", "k", "v", "lse", "dout", "delta", "dk", "dv"))
+    return _backward(problem, "query_grads", tiles, constants, *hints), _of_keys(problem, config, "key_grads")
 
 
 def _one_pass(plan: Plan, has_dlse: bool) -> tuple[KernelLaunch, ...]:
-    problem = plan.problem
-    tiles, tile_d = query_tiles(problem, ROW_TILE), one_width(problem.head_dim)
-    tensors = {**_same("out", "dout"), **_dlse(has_dlse), **_same("delta", "dq_sum")}
-    delta = RowDeltaConstants(tile_m=ROW_TILE, tile_d=tile_d, has_dlse=has_dlse)
-    row_deltas = _backward(problem, "row_deltas", tiles, tensors, delta, ROW_OCCUPANCY)
-    rows = RowConstants(tile_m=ROW_TILE, tile_d=tile_d)
-    round_query_grads = _backward(problem, "round_query_grads", tiles, _same("dq_sum", "dq"), rows)
-    arrays = ("q", "k", "v", "lse", "dout", "delta", "dq_sum", "dk", "dv")
-    return row_deltas, _key_launch(plan, "all_grads", arrays), round_query_grads
-
-
-def _key_launch(plan: Plan, kernel: str, arrays: tuple[str, ...]) -> KernelLaunch:
-    """The launch in which a block owns a tile of keys."""
     problem, config = plan.problem, plan.config
     assert isinstance(config, OnePassConfig)
+    tiles, tile_d = query_tiles(problem, configs.ROW_TILE), one_width(problem.head_dim)
+    delta = RowDeltaConstants(tile_m=configs.ROW_TILE, tile_d=tile_d, has_dlse=has_dlse)
+    rows = RowConstants(tile_m=configs.ROW_TILE, tile_d=tile_d)
+    return (
+        _backward(problem, "row_deltas", tiles, delta, configs.ROW_OCCUPANCY),
+        _of_keys(problem, config, "all_grads"),
+        _backward(problem, "round_query_grads", tiles, rows),
+    )
+
+
+def _of_keys(problem: Problem, config: OnePassConfig, kernel: str) -> KernelLaunch:
+    """The launch in which a block owns a tile of keys."""
     constants = BackwardConstants(
         **_products(problem, config.tile_m, config.tile_n),
-        heads_together=divisor_near(config.heads_together, problem.heads_kv),
+        heads_together=configs.divisor_near(config.heads_together, problem.heads_kv),
         latency=config.latency,
     )
     tiles = key_tiles(problem, config.tile_n)
-    return _backward(problem, kernel, tiles, _same(*arrays), constants, config.occupancy, config.num_worker_warps)
+    return _backward(problem, kernel, tiles, constants, config.occupancy, config.num_worker_warps)
 
 
 def _products(problem: Problem, tile_m: int, tile_n: int) -> dict[str, Any]:
@@ -295,40 +287,31 @@ def _products(problem: Problem, tile_m: int, tile_n: int) -> dict[str, Any]:
     }
 
 
-_FACTORS: Mapping[str, tuple[str, ...]] = {"row_deltas": (), "round_query_grads": ("grad_factor",)}
-"""The numbers of a kernel, which are those of a Problem: of all others both."""
-
-
 def _backward(
     problem: Problem,
     kernel: str,
     tiles: int,
-    tensors: Mapping[str, str],
     constants: KernelConstants,
     occupancy: int | None = None,
     num_worker_warps: int | None = None,
 ) -> KernelLaunch:
-    grid = factor_grid(tiles)
+    """One launch. Without a dlse a kernel is given lse in its place, and does not read it."""
+    grid = configs.factor_grid(tiles)
     if grid is None:
         raise ValueError(f"no grid of {tiles} blocks")
     assumed = {"dtype": problem.dtype}
+    names = _NAMES[kernel].split()
+    operands = {name: name for name in names if name in problem.layouts}
+    if "dlse" in operands and not getattr(constants, "has_dlse", False):
+        operands["dlse"] = "lse"
     return KernelLaunch(
         kernel=kernel,
         is_64bit=needs_64bit(problem, backward=True),
         occupancy=occupancy,
         num_worker_warps=num_worker_warps,
         grid=grid,
-        arrays={name: _array(assumed, {}, problem, tensor) for name, tensor in tensors.items()},
-        scalars={name: getattr(problem, name) for name in _FACTORS.get(kernel, ("score_factor", "grad_factor"))},
+        arrays={name: _array(assumed, {}, problem, operand) for name, operand in operands.items()},
+        scalars={name: getattr(problem, name) for name in names if name not in operands},
         constants=constants,
         assumed=assumed,
     )
-
-
-def _dlse(has_dlse: bool) -> dict[str, str]:
-    """A dlse, or any array like it, which is not read."""
-    return {"dlse": "dlse" if has_dlse else "lse"}
-
-
-def _same(*names: str) -> dict[str, str]:
-    return {name: name for name in names}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -15,12 +15,12 @@ from multiattn.plan.toolchain import probe_gpu, probe_release, version_of
 from multiattn.problem import VECTOR_BYTES
 from multiattn.triton import configs, gluon_configs
 from multiattn.triton.candidates import candidates
-from multiattn.triton.configs import TritonBackwardConfig, TritonConfig
+from multiattn.triton.configs import TritonConfig, TritonTwoPassConfig
 from multiattn.triton.ladder import STEPS
 from multiattn.triton.rules import rules_of
 
 OLDEST, NEWEST = (3, 6), (3, 9)
-"""Triton versions that this was run with; the interpreter and the descriptors differ outside of them."""
+"""The oldest and newest Triton that this was run with; in others the interpreter and the descriptors differ."""
 
 
 def _versions() -> Mapping[str, str | None]:
@@ -50,8 +50,8 @@ def _probe(arch: Arch) -> tuple[Reason, ...]:
 TMA_ARCHS = tuple(name for name in GPU_ARCHS if ARCHS[name].capability >= (9, 0))
 """Arches with a Tensor Memory Accelerator."""
 
-# cuTensorMapEncodeTiled: address and strides in multiples of 16 bytes, strides not zero. That some tensors, read
-# through pointers, could do with less is not told apart by a Problem.
+# cuTensorMapEncodeTiled: address and strides are multiples of 16 bytes, and no stride is zero. A Problem has one
+# alignment for all tensors, so this also holds for those that are read through pointers.
 _THROUGH_DESCRIPTORS = Capability(arches=("cpu", *TMA_ARCHS), alignment=VECTOR_BYTES, zero_strides=False)
 _THROUGH_POINTERS = Capability(arches=("cpu", *GPU_ARCHS))
 
@@ -60,10 +60,9 @@ def _gluon_variant() -> Variant:
     return Variant(
         name=gluon_configs.VARIANT,
         summary="Gluon for Hopper: a warp that loads by TMA, warpgroups that compute by wgmma",
-        capability=Capability(
+        capability=replace(
+            _THROUGH_DESCRIPTORS,
             arches=gluon_configs.ARCHES,
-            alignment=VECTOR_BYTES,
-            zero_strides=False,
             arch_hint="for this arch's wgmma and TMA, and Triton interprets no Gluon; other variants run elsewhere",
         ),
         config_type=gluon_configs.GluonConfig,
@@ -82,12 +81,12 @@ def _backward_variant(*, one_pass: bool, descriptor: bool) -> Variant:
         summary=("one pass over the keys, dq summed up in any order" if one_pass else "dq, then dk and dv")
         + f"; through {access}",
         capability=_THROUGH_DESCRIPTORS if descriptor else _THROUGH_POINTERS,
-        config_type=TritonBackwardConfig,
+        config_type=TritonConfig if one_pass else TritonTwoPassConfig,
         rules=rules_of(name),
         flags=(("one_pass", one_pass), ("descriptor", descriptor)),
         deterministic=not one_pass,
         workspace=bytes_of_areas(("delta", "dq_sum") if one_pass else ("delta",)),
-        fits=functools.partial(configs.why_not_fit_backward, one_pass=one_pass),
+        fits=configs.why_not_fit_backward,
     )
 
 

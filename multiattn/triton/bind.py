@@ -20,7 +20,6 @@ from multiattn.triton.parameters import (
     Assumed,
     Constant,
     Descriptor,
-    Float,
     Integer,
     KernelTable,
     Scalar,
@@ -65,8 +64,8 @@ def binding_of(table: KernelTable, image: abi.Image, emitted: Mapping[str, str] 
     for name, _, row in table.leaves():
         if isinstance(row, Tensor):
             arguments.append(abi.Pointer(tensor=row.of))
-        elif isinstance(row, Float):
-            arguments.append(abi.Number(kind="f32", value=row.value))
+        elif isinstance(row, float):
+            arguments.append(abi.Number(kind="f32", value=row))
         elif isinstance(row, Descriptor):
             arguments += _described(row, next(boxes))
         elif isinstance(row, Integer):
@@ -165,7 +164,7 @@ def _specialised(row: Scalar) -> tuple[str, bool, object]:
         return "*", row.is_aligned, _VARIABLE
     if isinstance(row, Descriptor):
         return "tensordesc", False, _VARIABLE
-    if isinstance(row, Float):
+    if isinstance(row, float):
         return "fp32", False, _VARIABLE
     if isinstance(row, Constant):
         return "constexpr", False, row.value

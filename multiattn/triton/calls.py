@@ -64,7 +64,9 @@ class Call:
             return tuple(each.value for each in row.values())
         if isinstance(row, Tensor):
             return tensor_of(row)
-        return _describe(row, tensor_of(row), self._is_gluon) if isinstance(row, Descriptor) else row.value
+        if isinstance(row, Descriptor):
+            return _describe(row, tensor_of(row), self._is_gluon)
+        return row if isinstance(row, float) else row.value
 
 
 def calls_of(plan: Plan, *, has_dlse: bool = False, multiprocessors: int | None = None) -> tuple[Call, ...]:

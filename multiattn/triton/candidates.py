@@ -9,19 +9,21 @@ from dataclasses import replace
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config
-from multiattn.plan.schedule import SCHEDULERS
+from multiattn.plan.schedule import SCHEDULERS, one_width
 from multiattn.problem import Problem
-from multiattn.triton.configs import Tiles, TritonBackwardConfig, TritonConfig, head_pad
+from multiattn.triton.configs import TritonConfig, TritonTwoPassConfig, tiles
 from multiattn.triton.gluon_configs import STAGES_MAX, VARIANT, GluonConfig, why_not_fit
 from multiattn.triton.ladder import STEPS
 
 _Shapes = tuple[tuple[int, int, int], ...]
+_FORWARD_SHAPES: _Shapes = ((64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 64, 8), (128, 128, 8))
+"""(tile_m, tile_n, num_warps) of a forward, whatever the head_dim."""
 _SHAPES: Mapping[int, _Shapes] = {
     64: ((64, 128, 8), (128, 128, 8), (64, 64, 4), (128, 64, 4), (64, 128, 4), (128, 64, 8)),
     128: ((64, 128, 8), (64, 64, 4), (32, 128, 8), (64, 64, 8), (128, 64, 8), (32, 64, 4)),
     256: ((64, 64, 8), (32, 64, 8), (32, 128, 8), (64, 128, 8), (16, 64, 4), (16, 128, 8)),
 }
-"""(tile_m, tile_n, num_warps) of a backward's pass over the queries, by the largest padded head_dim to try them at."""
+"""The same of a backward's pass over the queries, by the largest padded head_dim to try them at."""
 _DQ_SHAPES: Mapping[int, _Shapes] = {
     64: ((128, 64, 4), (128, 64, 8), (128, 128, 8), (64, 64, 4)),
     128: ((64, 64, 4), (128, 64, 8), (128, 128, 8), (64, 32, 4)),
@@ -54,38 +56,35 @@ def _together(problem: Problem) -> int:
 
 
 def _up_to(table: Mapping[int, _Shapes], problem: Problem) -> _Shapes:
-    return next(shapes for limit, shapes in table.items() if head_pad(problem.head_dim) <= limit)
+    return next(shapes for limit, shapes in table.items() if one_width(problem.head_dim) <= limit)
 
 
 def _forward(variant: Variant, problem: Problem) -> list[TritonConfig]:
-    shapes: list[tuple[int, int, int, int | None]] = [
-        (64, 32, 4, None),
-        (64, 64, 4, None),
-        (64, 128, 4, None),
-        (128, 64, 8, None),
-        (128, 128, 8, None),
-    ]
-    if head_pad(problem.head_dim) <= 128:
-        shapes += [(128, 64, 4, None)]
-    if head_pad(problem.head_dim) <= 64:
-        shapes += [(64, 64, 4, 128)]  # 128 registers: four blocks of four warps share an SM
+    """In turn with one, two and three blocks of keys in flight."""
+    shapes: list[tuple[tuple[int, int, int], int | None]] = [(shape, None) for shape in _FORWARD_SHAPES]
+    if one_width(problem.head_dim) <= 128:
+        shapes.append(((128, 64, 4), None))
+    if one_width(problem.head_dim) <= 64:
+        shapes.append(((64, 64, 4), 128))  # 128 registers: four blocks of four warps share an SM
     together, step = _together(problem), STEPS[variant.name].step
     return [
-        step.limit(TritonConfig(**Tiles(m, n, warps, stages)._asdict(), registers=registers, heads_together=together))
-        for (m, n, warps, registers), stages in itertools.product(shapes, (1, 2, 3))
+        step.limit(tiles(*shape, stages, registers=registers, heads_together=together))
+        for (shape, registers), stages in itertools.product(shapes, (1, 2, 3))
     ]
 
 
-def _backward(variant: Variant, problem: Problem) -> list[TritonBackwardConfig]:
+def _backward(variant: Variant, problem: Problem) -> list[TritonConfig]:
     """With two passes each with a middling config of the other, as their times add up."""
-    shapes, together = _up_to(_SHAPES, problem), _together(problem)
+
+    def ways(table: Mapping[int, _Shapes], *stages: int) -> list[TritonConfig]:
+        tried = itertools.product(_up_to(table, problem), stages)
+        return [tiles(*shape, number, heads_together=_together(problem)) for shape, number in tried]
+
     if dict(variant.flags)["one_pass"]:
-        every = (Tiles(*shape, stages) for shape, stages in itertools.product(shapes, (1, 2, 3)))
-        return [TritonBackwardConfig.of(tiles, heads_together=together) for tiles in every]
-    dq_shapes = _up_to(_DQ_SHAPES, problem)
-    both = [(Tiles(*shape, stages), Tiles(*dq_shapes[0], 2)) for shape, stages in itertools.product(shapes, (1, 2))]
-    both += [(Tiles(*shapes[0], 2), Tiles(*dq, stages)) for dq, stages in itertools.product(dq_shapes, (1, 2, 3))]
-    return [TritonBackwardConfig.of(keys, dq, heads_together=together) for keys, dq in both]
+        return ways(_SHAPES, 1, 2, 3)
+    of_keys, of_dq = ways(_SHAPES, 2, 1), ways(_DQ_SHAPES, 2, 1, 3)
+    both = [(keys, of_dq[0]) for keys in of_keys] + [(of_keys[0], dq) for dq in of_dq]
+    return [TritonTwoPassConfig.of(keys, dq) for keys, dq in both]
 
 
 # ---------------------------------------------------------------- Gluon

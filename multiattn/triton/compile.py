@@ -20,7 +20,7 @@ from triton.runtime.jit import create_function_from_signature
 from multiattn.plan import abi
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Exported, Plan
-from multiattn.triton.bind import bind, checked_binding, why_not
+from multiattn.triton.bind import bind, checked_binding, image_of, why_not
 from multiattn.triton.calls import Call, calls_of
 from multiattn.triton.cpu import interpreter
 
@@ -31,7 +31,7 @@ KINDS = ("ttir", "ttgir", "llir", "ptx")
 def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
     """Every kernel of a Plan, compiled afresh; of `kinds` it has `KINDS`. The compiler's own error passes through.
 
-    Triton's cache is written but not read, so `seconds` is the compiler's own time. Triton's driver is not touched: a
+    Triton's cache is written but not read, so `seconds` is the compiler's own time. Triton's driver is left alone, so a
     launch in another thread of this process is not disturbed.
 
     ValueError where the Binding of a forward kernel is not what Triton would launch, or not what its cubin takes.
@@ -43,24 +43,24 @@ def _export(call: Call, plan: Plan, kinds: Sequence[str]) -> Exported:
     start = time.perf_counter()
     kernel = specialise(call, plan.arch)
     seconds = time.perf_counter() - start
-    metadata = kernel.metadata
+    image = image_of(kernel.metadata)
     return Exported(
-        kernel=metadata.name,
+        kernel=kernel.metadata.name,
         seconds=seconds,
         cubin=kernel.asm["cubin"],
-        threads=32 * metadata.num_warps,  # all, those that the compiler adds to specialise warps included
-        dynamic_smem_bytes=metadata.shared,
+        threads=image.threads,
+        dynamic_smem_bytes=image.dynamic_smem_bytes,
         texts={kind: kernel.asm[kind].encode() for kind in KINDS if kind in kinds},
-        binding=_emitted_binding(kernel, call, plan) if plan.direction == "forward" else None,
+        binding=_emitted_binding(kernel, call, plan, image) if plan.direction == "forward" else None,
     )
 
 
-def _emitted_binding(kernel: Any, call: Call, plan: Plan) -> abi.Binding:
+def _emitted_binding(kernel: Any, call: Call, plan: Plan, image: abi.Image) -> abi.Binding:
     """How an emitted kernel is launched where there is no Triton; held against what Triton made of the call."""
     if reason := why_not(kernel.metadata):
         raise ValueError(f"{kernel.metadata.name}: {reason}, all that the loader can launch")
     theirs = checked_binding(kernel, call.table)
-    binding = bind(plan, theirs.image)
+    binding = bind(plan, image)
     if (got := replace(binding, constants=theirs.constants, workspace_bytes=0)) != theirs:
         raise ValueError(f"{kernel.metadata.name}: got {got}; Triton has {theirs}")
     return binding

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from multiattn.plan import limits
 from multiattn.plan.arch import Arch
@@ -20,15 +20,6 @@ ASYNCHRONOUS = ("sm90", "sm100", "sm103")
 """Arches whose tensor cores read shared memory in the background."""
 
 
-class Tiles(NamedTuple):
-    """The tiles of one kernel in short: queries and keys of a block, warps, blocks in flight."""
-
-    tile_m: int
-    tile_n: int
-    num_warps: int
-    num_stages: int
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TritonConfig(Config):
     """Tiles and what Triton's compiler is told."""
@@ -42,42 +33,36 @@ class TritonConfig(Config):
     """Most registers per thread; None leaves it to the compiler."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TritonBackwardConfig(TritonConfig):
-    """Tiles of the pass over the queries, and with two passes also those of the pass over the keys: dq_*."""
+def tiles(tile_m: int, tile_n: int, num_warps: int, num_stages: int, **more: Any) -> TritonConfig:
+    """A config in short."""
+    return TritonConfig(tile_m=tile_m, tile_n=tile_n, num_warps=num_warps, num_stages=num_stages, **more)
 
-    dq_tile_m: int | None = None
-    dq_tile_n: int | None = None
-    dq_num_warps: int | None = None
-    dq_num_stages: int | None = None
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TritonTwoPassConfig(TritonConfig):
+    """Tiles of a backward's pass over the queries, and those of its pass over the keys, which comes first: dq_*."""
+
+    dq_tile_m: int
+    dq_tile_n: int
+    dq_num_warps: int
+    dq_num_stages: int
 
     @classmethod
-    def of(cls, keys: Tiles, dq: Tiles | None = None, *, heads_together: int = 1) -> TritonBackwardConfig:
-        """A config with `keys` for the pass over the queries and `dq` for the one over the keys, if there is one."""
-        of_dq = {} if dq is None else {f"dq_{name}": value for name, value in dq._asdict().items()}
-        return cls(**keys._asdict(), **of_dq, heads_together=heads_together)
+    def of(cls, keys: TritonConfig, dq: TritonConfig) -> TritonTwoPassConfig:
+        """A config with `keys` for the pass over the queries and the tiles of `dq` for the one over the keys."""
+        return cls(**asdict(keys), **{f"dq_{name}": getattr(dq, name) for name in _TILE_FIELDS})
 
     @property
     def of_dq(self) -> TritonConfig:
-        """Tiles of the pass over the keys; ValueError without one."""
-        tile_m, tile_n, num_warps, num_stages = self.dq_fields
-        if tile_m is None or tile_n is None or num_warps is None or num_stages is None:
-            raise ValueError(f"config: got {self}; allowed one with all of dq_tile_m, dq_tile_n, dq_num_*")
-        tiles = Tiles(tile_m, tile_n, num_warps, num_stages)
-        return TritonConfig(**tiles._asdict(), heads_together=self.heads_together)
+        """Tiles of the pass over the keys."""
+        own = {name: getattr(self, f"dq_{name}") for name in _TILE_FIELDS}
+        return TritonConfig(**own, heads_together=self.heads_together)
 
-    @property
-    def dq_fields(self) -> tuple[int | None, int | None, int | None, int | None]:
-        """The tiles of the pass over the keys; all None without one."""
-        return self.dq_tile_m, self.dq_tile_n, self.dq_num_warps, self.dq_num_stages
+
+_TILE_FIELDS = ("tile_m", "tile_n", "num_warps", "num_stages")
 
 
 # ---------------------------------------------------------------- what a launch takes
-
-
-def head_pad(head_dim: int) -> int:
-    """head_dim as the kernel computes it: Triton's tiles are powers of two, and tl.dot wants at least 16."""
-    return one_width(head_dim)
 
 
 def smem_bytes(problem: Problem, arch: Arch, config: TritonConfig) -> int:
@@ -90,7 +75,7 @@ def smem_bytes(problem: Problem, arch: Arch, config: TritonConfig) -> int:
     else:
         blocks = 2 * (config.num_stages if arch.name in ASYNCHRONOUS else config.num_stages - 1)
     rows = config.tile_m + config.tile_n * blocks
-    return rows * head_pad(problem.head_dim) * ELEMENT_BYTES
+    return rows * one_width(problem.head_dim) * ELEMENT_BYTES
 
 
 def smem_bytes_of_keys(problem: Problem, arch: Arch, config: TritonConfig) -> int:
@@ -101,7 +86,7 @@ def smem_bytes_of_keys(problem: Problem, arch: Arch, config: TritonConfig) -> in
     rows = 2 * config.tile_m * max(1, config.num_stages - 1)
     if arch.name in ASYNCHRONOUS:
         rows = 2 * config.tile_n + 2 * config.tile_m * config.num_stages
-    return rows * head_pad(problem.head_dim) * ELEMENT_BYTES
+    return rows * one_width(problem.head_dim) * ELEMENT_BYTES
 
 
 # ---------------------------------------------------------------- what fits
@@ -119,26 +104,17 @@ def why_not_fit(problem: Problem, arch: Arch, config: TritonConfig) -> tuple[Rea
     return limits.failed(_checks_by_queries(problem, arch, config, smem_bytes(problem, arch, config)))
 
 
-def why_not_fit_backward(
-    problem: Problem, arch: Arch, config: TritonBackwardConfig, *, one_pass: bool
-) -> tuple[Reason, ...]:
-    """Every reason why a backward with `config` cannot run `problem` on `arch` in one pass, or in two."""
-    checks = [
-        *limits.field_checks(config, _FIELDS),
-        *limits.size_checks(
-            config, arch, smem_bytes_of_keys(problem, arch, config), key_tiles(problem, max(config.tile_n, 1))
-        ),
-    ]
-    if one_pass:
-        checks.append((config.dq_fields == (None,) * 4, str(config), "no dq_*: there is no pass over the keys"))
-        checks += limits.size_checks(config, arch, 0, query_tiles(problem, ROWS_BESIDE))
-    elif None in config.dq_fields:
-        checks.append((False, str(config), "all of dq_*, for the pass over the keys"))
-    else:
+def why_not_fit_backward(problem: Problem, arch: Arch, config: TritonConfig) -> tuple[Reason, ...]:
+    """Every reason why a backward with `config` cannot run `problem` on `arch`: in two passes, or in one."""
+    programs, needed = key_tiles(problem, max(config.tile_n, 1)), smem_bytes_of_keys(problem, arch, config)
+    checks = [*limits.field_checks(config, _FIELDS), *limits.size_checks(config, arch, needed, programs)]
+    if isinstance(config, TritonTwoPassConfig):
         needed = smem_bytes(problem, arch, config.of_dq)
         if arch.name in ASYNCHRONOUS:
-            needed += config.of_dq.tile_m * head_pad(problem.head_dim) * ELEMENT_BYTES  # dout, beside q
+            needed += config.dq_tile_m * one_width(problem.head_dim) * ELEMENT_BYTES  # dout, beside q
         checks += _checks_by_queries(problem, arch, config.of_dq, needed)
+    else:
+        checks += limits.size_checks(config, arch, 0, query_tiles(problem, ROWS_BESIDE))
     return limits.failed(checks)
 
 

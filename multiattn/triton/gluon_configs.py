@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from multiattn.plan import limits
 from multiattn.plan.arch import Arch
 from multiattn.plan.config import Config
-from multiattn.plan.schedule import COUNTER_BYTES, SCHEDULERS, one_width, saving_widths
+from multiattn.plan.schedule import COUNTER_BYTES, SCHEDULERS, one_width, query_tiles, saving_widths
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 from multiattn.triton.configs import ELEMENT_BYTES
@@ -56,17 +56,6 @@ def pieces_of(head_dim: int) -> tuple[int, int]:
     return saving_widths(head_dim) or (one_width(head_dim), 0)
 
 
-def tiles_of_head(config: GluonConfig, problem: Problem) -> int:
-    """Tiles of queries of one head."""
-    warpgroups = -(-problem.seq_q // WARPGROUP_ROWS)
-    return -(-warpgroups // config.warpgroups)
-
-
-def grid_blocks(config: GluonConfig, problem: Problem) -> int:
-    """Tiles of queries of all heads: the blocks of a launch, or more than these where a block takes several."""
-    return tiles_of_head(config, problem) * problem.batch * problem.heads_q
-
-
 def smem_bytes(config: GluonConfig, problem: Problem) -> int:
     """Shared memory of a block: slots of Q, stages of K and V, and no more than `BOOKKEEPING_BYTES` beside them."""
     rows = config.q_slots * config.tile_m + config.stages * config.tile_n
@@ -99,5 +88,5 @@ def why_not_fit(problem: Problem, arch: Arch, config: GluonConfig) -> tuple[Reas
     registers, most = registers_at_least(config, problem), REGISTERS_MAX[config.warpgroups]
     got = f"{registers} registers for output, scores and weights ({config})"
     allowed = f"up to {most} with {config.warpgroups} warpgroups"
-    sizes = limits.size_checks(config, arch, smem_bytes(config, problem), grid_blocks(config, problem))
+    sizes = limits.size_checks(config, arch, smem_bytes(config, problem), query_tiles(problem, config.tile_m))
     return limits.failed(((registers <= most, got, allowed), *sizes))

@@ -80,4 +80,4 @@ STEPS: Mapping[str, Rung[TritonStep]] = {
         step=TritonStep(),
     ),
 }
-"""Every rung by name. First come those that a caller gets without naming one: they are nobody's parent."""
+"""Every rung by name. Those that need no naming come first: no other rung has them as its parent."""

@@ -56,13 +56,12 @@ USUAL_SMEM_BYTES = 228 * 1024
 
 
 def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
-    """By the driver itself, or by Triton's own code.
+    """A launcher by the driver itself, or by Triton's own code.
 
-    Both launch the same code with the same arguments. The first costs the host half as much, or less. Triton's own is
-    for a launch with a kernel that needs more than arguments (`bind.why_not`) or takes more shared memory than
-    usual (`USUAL_SMEM_BYTES`), while somebody listens to Triton's launches (`knobs.runtime.launch_enter_hook`, as its
-    profiler does), and for a release of Triton that compiles to another signature than is known here, of which a
-    RuntimeWarning tells, once.
+    Both launch the same code with the same arguments; the driver costs the host at most half as much. Triton's own
+    launches a kernel that needs more than arguments (`bind.why_not`) or more shared memory than `USUAL_SMEM_BYTES`, and
+    every kernel while somebody listens to Triton's launches (`knobs.runtime.launch_enter_hook`, as its profiler does).
+    It is also used, with one RuntimeWarning, where this release of Triton compiles to an unknown signature.
     """
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if plan.variant == GLUON else None
     calls = calls_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors)

@@ -13,17 +13,16 @@ from typing import Any, NamedTuple
 
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan, variant_of
-from multiattn.plan.schedule import heads_side_by_side, key_tiles, most_multiprocessors, query_tiles
+from multiattn.plan.schedule import heads_side_by_side, key_tiles, most_multiprocessors, one_width, query_tiles
 from multiattn.problem import LOG2_E, VECTOR_BYTES, Layout, Problem
 from multiattn.triton.configs import (
     ELEMENT_BYTES,
     ROWS_BESIDE,
-    TritonBackwardConfig,
     TritonConfig,
-    head_pad,
+    TritonTwoPassConfig,
 )
 from multiattn.triton.gluon_configs import VARIANT as GLUON
-from multiattn.triton.gluon_configs import GluonConfig, grid_blocks, pieces_of, tiles_of_head
+from multiattn.triton.gluon_configs import GluonConfig, pieces_of
 from multiattn.triton.kernels.constants import OUT_VECTOR, TileConstants
 from multiattn.triton.kernels.gluon.constants import GluonConstants
 from multiattn.triton.ladder import STEPS
@@ -59,13 +58,6 @@ class Descriptor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Float:
-    """An fp32 number."""
-
-    value: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Integer:
     """An integer, in 32 bits where they hold it. `specialised`: whether code may depend on its value."""
 
@@ -80,7 +72,8 @@ class Constant:
     value: Any
 
 
-Scalar = Tensor | Descriptor | Float | Integer | Constant
+Scalar = Tensor | Descriptor | Integer | Constant | float
+"""A parameter that is handed over by itself; a float is an fp32 number."""
 Parameter = Scalar | Mapping[str, Integer]
 """One parameter; integers that travel as a tuple by their names."""
 
@@ -120,7 +113,7 @@ FLAGS = {False: "wide", True: "ragged"}
 
 
 def assumed_of(plan: Plan) -> Assumed:
-    """The least that code must assume for the tensors of a Plan."""
+    """The fewest assumptions that code can make for the tensors of a Plan."""
     problem, config = plan.problem, plan.config
     if isinstance(config, GluonConfig):
         return Assumed(alignment=problem.alignment, flag=problem.seq_kv % config.tile_n != 0)
@@ -142,7 +135,7 @@ def tables_of(
     Args:
         plan: of either direction.
         has_dlse: whether a backward has a dlse.
-        assumed: by code that is there; None for what the tensors ask for.
+        assumed: what existing code assumes; None for what the tensors need.
         multiprocessors: of the device; None for the largest product of the arch.
     """
     assumed = assumed or assumed_of(plan)
@@ -174,7 +167,7 @@ _NAMES: Mapping[str, str] = {
 }
 """The parameters of each plain kernel, in order."""
 _OF_KEYS, _OF_QUERIES = ("k", "v"), ("q", "dout", "dq_sum")
-"""The tensors that a program walks over which owns queries, or keys: through descriptors where the variant has them."""
+"""The tensors that a program walks over if it owns queries, or keys: by descriptors where the variant has them."""
 
 
 def _table(
@@ -194,9 +187,9 @@ def _table(
         "heads": heads,
         "seq_q": Integer(value=problem.seq_q, specialised=False),
         "seq_kv": Integer(value=problem.seq_kv, specialised=False),
-        "scale": Float(value=problem.scale_log2 if constants.step.exp2 else problem.scale_log2 / LOG2_E),
-        "score_factor": Float(value=problem.score_factor),
-        "grad_factor": Float(value=problem.grad_factor),
+        "scale": problem.scale_log2 if constants.step.exp2 else problem.scale_log2 / LOG2_E,
+        "score_factor": problem.score_factor,
+        "grad_factor": problem.grad_factor,
         "dlse": Tensor(of="dlse" if has_dlse else "lse"),
         "dlse_rows": Integer(value=problem.seq_q if has_dlse else 0, specialised=False),
         "C": Constant(value=constants),
@@ -233,7 +226,7 @@ def _constants(problem: Problem, config: TritonConfig, assumed: Assumed, **own: 
     """The constants of a kernel that walks over tiles."""
     return TileConstants(
         head_dim=problem.head_dim,
-        head_pad=head_pad(problem.head_dim),
+        head_pad=one_width(problem.head_dim),
         tile_m=config.tile_m,
         tile_n=config.tile_n,
         stages=config.num_stages,
@@ -262,17 +255,16 @@ def _forward(plan: Plan, assumed: Assumed) -> tuple[KernelTable, ...]:
 
 def _backward(plan: Plan, assumed: Assumed, has_dlse: bool) -> tuple[KernelTable, ...]:
     problem, config, flags = plan.problem, plan.config, dict(variant_of(plan).flags)
-    assert isinstance(config, TritonBackwardConfig)
-    constants = _constants(problem, config, assumed, **flags)
-    keys = _table("gradients_of_keys", problem, constants, _options(config))
-    if not flags["one_pass"]:
+    assert isinstance(config, TritonConfig)
+    keys = _table("gradients_of_keys", problem, _constants(problem, config, assumed, **flags), _options(config))
+    if isinstance(config, TritonTwoPassConfig):
         of_dq = config.of_dq
         assumed = assumed._replace(flag=_is_far(problem, of_dq, True))
         constants = _constants(problem, of_dq, assumed, **flags)
         return _table("gradient_of_queries", problem, constants, _options(of_dq), has_dlse=has_dlse), keys
     beside = TileConstants(
         head_dim=problem.head_dim,
-        head_pad=head_pad(problem.head_dim),
+        head_pad=one_width(problem.head_dim),
         tile_m=ROWS_BESIDE,
         far_rows=problem.strides_out[2] * ROWS_BESIDE >= INT32,
         one_pass=True,
@@ -297,19 +289,19 @@ def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
             rows[f"{name}_{piece}"] = described if columns else Constant(value=None)
     rows["lse"] = Tensor(of="lse")
     rows["counter"] = Tensor(of=abi.WORKSPACE) if plan.workspace_bytes else Constant(value=None)
-    rows["scale"] = Float(value=problem.scale_log2)
+    rows["scale"] = problem.scale_log2
     sizes = {
         "seq_q": problem.seq_q,
         "seq_kv": problem.seq_kv,
         "heads_q": problem.heads_q,
         "group": problem.group,
-        "tiles": tiles_of_head(config, problem),
+        "tiles": -(-problem.seq_q // config.tile_m),
         "heads": problem.batch * problem.heads_q,
         "together": heads_side_by_side(problem),
     }
     rows |= {name: Integer(value=value, specialised=False) for name, value in sizes.items()}
     rows["C"] = Constant(value=GluonConstants.of(problem, config, ragged=assumed.flag))
-    blocks = grid_blocks(config, problem)
+    blocks = query_tiles(problem, config.tile_m)
     return KernelTable(
         kernel="attention_forward",
         grid=blocks if config.scheduler == "one_tile" else min(blocks, multiprocessors),

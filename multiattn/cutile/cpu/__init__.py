@@ -25,8 +25,7 @@ It needs `cuda.tile` to import, no driver and no compiler, and stands on the pri
 from __future__ import annotations
 
 from multiattn.cutile.cpu.machine import launch
-from multiattn.cutile.cpu.memory import Array, DataRaceError
-from multiattn.cutile.cpu.tile import Tile
+from multiattn.cutile.cpu.memory import DataRaceError
 from multiattn.plan.support import OutOfBoundsError
 
-__all__ = ["Array", "DataRaceError", "OutOfBoundsError", "Tile", "launch"]
+__all__ = ["DataRaceError", "OutOfBoundsError", "launch"]

@@ -13,12 +13,12 @@ import torch
 from cuda.tile._dispatch_mode import DispatchMode
 from cuda.tile._execution import is_stub
 
-from multiattn.cutile.cpu import arithmetic, memory, shaping
+from multiattn.cutile.cpu import arithmetic, memory
 from multiattn.cutile.cpu.memory import Array, Ledger, Run
 from multiattn.cutile.cpu.tile import as_tile
 from multiattn.plan.support import OutOfBoundsError
 
-RULES: dict[str, Callable[..., Any]] = {**arithmetic.RULES, **shaping.RULES, **memory.RULES}
+RULES: dict[str, Callable[..., Any]] = {**arithmetic.RULES, **memory.RULES}
 """Every op the interpreter has a rule for, by its name in `cuda.tile`; `bid` and `num_blocks` come with a launch."""
 
 

@@ -13,9 +13,6 @@ A block of keys computes everything transposed, ``s^T = k @ q^T``, so that p^T a
 left operand of the next. The factor of dq and dk comes last, once an element.
 """
 
-# cuda.tile is untyped, and so are its decorators and aliases:
-# mypy: disable-error-code="untyped-decorator, valid-type"
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,19 +20,9 @@ from typing import Any
 
 import cuda.tile as ct
 
+from multiattn.cutile.kernels import tiles
 from multiattn.cutile.kernels.constants import BackwardConstants, QueryGradsConstants, RowConstants, RowDeltaConstants
-from multiattn.cutile.kernels.tiles import (
-    ZERO,
-    Array32,
-    ConstBool,
-    Place,
-    Vectors32,
-    find_place,
-    is_key,
-    is_visible,
-    key_blocks,
-    query_blocks,
-)
+from multiattn.cutile.kernels.tiles import ZERO, Array32, ConstBool, Place, Vectors32
 from multiattn.problem import LOG2_E
 
 
@@ -59,13 +46,6 @@ class KeyGradSums:
 
 
 @ct.function
-def load_rows(const: Any, array: Any, index: Any, rows: Any, latency: Any) -> Any:
-    """A tile of one head's rows, ``[rows, tile_d]``, with zeros beyond the ends."""
-    tile = ct.load(array, index, (1, 1, rows, const.tile_d), padding_mode=ZERO, latency=latency, allow_tma=const.tma)
-    return tile.reshape((rows, const.tile_d))
-
-
-@ct.function
 def load_column(const: Any, array: Any, index: Any) -> Any:
     """A tile of queries' part of an fp32 array ``[B, Hq, Sq]``: ``[tile_m]``, with zeros beyond the end."""
     tile = ct.load(
@@ -84,7 +64,7 @@ def load_lse(const: Any, lse: Any, index: Any) -> Any:
 @ct.function
 def row_delta(const: Any, out: Any, dout: Any, dlse: Any, delta: Any, index: Any) -> Any:
     """Compute and store ``rowsum(dout * out) - dlse`` of a tile of queries: out as an array, dout as a tile."""
-    o = load_rows(const, out, (*index, 0), const.tile_m, 2)
+    o = tiles.load_tile(const, out, (*index, 0), const.tile_m, 2)
     value = ct.sum(o.astype(ct.float32) * dout.astype(ct.float32), axis=-1)  # [tile_m]
     if const.has_dlse:
         value = value - load_column(const, dlse, index)
@@ -101,38 +81,15 @@ def add_keys(
     """Take one block of keys into a tile of dq; q and dout are tiles ``[tile_m, tile_d]``, lse and delta columns."""
     none = ct.full((const.tile_m, const.tile_n), 0.0, dtype=ct.float32)
     index = (place.batch, place.head_kv, block, 0)
-    keys = load_rows(const, k, index, const.tile_n, const.latency)
-    values = load_rows(const, v, index, const.tile_n, const.latency)
+    keys = tiles.load_tile(const, k, index, const.tile_n, const.latency)
+    values = tiles.load_tile(const, v, index, const.tile_n, const.latency)
     s = ct.mma(q, keys.transpose(), none)  # [tile_m, tile_n]
     dp = ct.mma(dout, values.transpose(), none)
     p = ct.exp2(s * score_factor - lse, flush_to_zero=True)
     ds = p * (dp - delta)
     if masked:  # by selection: of a key beyond the end, p may be inf
-        ds = ct.where(is_visible(const, place, block), ds, 0.0)
+        ds = ct.where(tiles.is_visible(const, place, block), ds, 0.0)
     return ct.mma(ds.astype(k.dtype), keys, acc)
-
-
-@ct.function
-def query_grads_block(
-    const: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, delta: Any, dq: Any,
-    score_factor: Any, grad_factor: Any,
-) -> None:  # fmt: skip
-    """One block: a tile of dq and of delta."""
-    place = find_place(const, q, k)
-    rows = (place.batch, place.head, place.tile)
-    queries = load_rows(const, q, (*rows, 0), const.tile_m, 2)
-    douts = load_rows(const, dout, (*rows, 0), const.tile_m, 2)
-    d = row_delta(const, out, douts, dlse, delta, rows)[:, None]
-    m = load_lse(const, lse, rows)[:, None]
-    acc = ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32)
-    first, first_masked, end = key_blocks(const, place)
-    for block in range(first, first_masked):
-        acc = add_keys(const, place, queries, douts, k, v, m, d, score_factor, acc, block, False)
-    if const.banded or const.ragged:
-        for block in range(first_masked, end):
-            acc = add_keys(const, place, queries, douts, k, v, m, d, score_factor, acc, block, True)
-    grads = (acc * grad_factor).astype(dq.dtype).reshape((1, 1, const.tile_m, const.tile_d))
-    ct.store(dq, (*rows, 0), grads, allow_tma=const.tma)
 
 
 @ct.function
@@ -165,18 +122,18 @@ def add_queries(
     rows = (place.batch, place.head, place.tile)
     m = load_lse(const, given.lse, rows)[None, :]
     d = load_column(const, given.delta, rows)[None, :]
-    queries = load_rows(const, given.q, (*rows, 0), const.tile_m, const.latency)
-    douts = load_rows(const, given.dout, (*rows, 0), const.tile_m, const.latency)
+    queries = tiles.load_tile(const, given.q, (*rows, 0), const.tile_m, const.latency)
+    douts = tiles.load_tile(const, given.dout, (*rows, 0), const.tile_m, const.latency)
     s = ct.mma(keys, queries.transpose(), none)  # [tile_n, tile_m]
     p = ct.exp2(s * given.score_factor - m, flush_to_zero=True)
     if masked:
-        visible = is_visible(const, place, key_tile).transpose()
+        visible = tiles.is_visible(const, place, key_tile).transpose()
         p = ct.where(visible, p, 0.0)
     dv = ct.mma(p.astype(keys.dtype), douts, sums.dv)
     dp = ct.mma(values, douts.transpose(), none)  # [tile_n, tile_m]
     ds = p * (dp - d)
     if const.ragged and dq_sum is not None:  # a key beyond the end: its own rows are not stored, but dq sums over it
-        ds = ct.where(is_key(const, place, key_tile), ds, 0.0)
+        ds = ct.where(tiles.is_key(const, place, key_tile), ds, 0.0)
     ds = ds.astype(keys.dtype)
     dk = ct.mma(ds, queries, sums.dk)
     if dq_sum is not None:
@@ -191,12 +148,12 @@ def key_grads_block(const: Any, k: Any, v: Any, given: Any, dq_sum: Any, dk: Any
     q = given.q
     mine = find_key_tile(const, q, k)
     index = (mine.batch, mine.head_kv, mine.tile, 0)
-    keys = load_rows(const, k, index, const.tile_n, 2)
-    values = load_rows(const, v, index, const.tile_n, 2)
+    keys = tiles.load_tile(const, k, index, const.tile_n, 2)
+    values = tiles.load_tile(const, v, index, const.tile_n, 2)
     group = q.shape[1] // k.shape[1]
     zeros = ct.full((const.tile_n, const.tile_d), 0.0, dtype=ct.float32)
     sums = KeyGradSums(dk=zeros, dv=zeros)
-    first, first_full, end = query_blocks(const, mine.tile, mine.seq_q, mine.seq_kv)
+    first, first_full, end = tiles.query_blocks(const, mine.tile, mine.seq_q, mine.seq_kv)
     # The heads of the group and their blocks in one loop: one pipeline of loads, and no registers for a second counter.
     if const.banded:
         masked = max(0, first_full - first)
@@ -232,7 +189,21 @@ def query_grads_kernel(const: QueryGradsConstants) -> Callable[..., None]:
         q: Array32, k: Array32, v: Array32, out: Array32, lse: Vectors32, dout: Array32, dlse: Vectors32,
         delta: Vectors32, dq: Array32, score_factor: float, grad_factor: float,
     ) -> None:  # fmt: skip
-        query_grads_block(const, q, k, v, out, lse, dout, dlse, delta, dq, score_factor, grad_factor)
+        place = tiles.find_place(const, q, k)
+        rows = (place.batch, place.head, place.tile)
+        queries = tiles.load_tile(const, q, (*rows, 0), const.tile_m, 2)
+        douts = tiles.load_tile(const, dout, (*rows, 0), const.tile_m, 2)
+        d = row_delta(const, out, douts, dlse, delta, rows)[:, None]
+        m = load_lse(const, lse, rows)[:, None]
+        acc = ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32)
+        first, first_masked, end = tiles.key_blocks(const, place)
+        for block in range(first, first_masked):
+            acc = add_keys(const, place, queries, douts, k, v, m, d, score_factor, acc, block, False)
+        if const.banded or const.ragged:
+            for block in range(first_masked, end):
+                acc = add_keys(const, place, queries, douts, k, v, m, d, score_factor, acc, block, True)
+        grads = (acc * grad_factor).astype(dq.dtype).reshape((1, 1, const.tile_m, const.tile_d))
+        ct.store(dq, (*rows, 0), grads, allow_tma=const.tma)
 
     return query_grads
 
@@ -269,7 +240,7 @@ def row_deltas_kernel(const: RowDeltaConstants) -> Callable[..., None]:
 
     def row_deltas(out: Array32, dout: Array32, dlse: Vectors32, delta: Vectors32, dq_sum: Array32) -> None:
         rows = find_rows(const, out)
-        row_delta(const, out, load_rows(const, dout, (*rows, 0), const.tile_m, 2), dlse, delta, rows)
+        row_delta(const, out, tiles.load_tile(const, dout, (*rows, 0), const.tile_m, 2), dlse, delta, rows)
         ct.store(dq_sum, (*rows, 0), ct.full((1, 1, const.tile_m, const.tile_d), 0.0, dtype=ct.float32))
 
     return row_deltas
@@ -280,7 +251,7 @@ def round_query_grads_kernel(const: RowConstants) -> Callable[..., None]:
 
     def round_query_grads(dq_sum: Array32, dq: Array32, grad_factor: float) -> None:
         rows = find_rows(const, dq)
-        grads = load_rows(const, dq_sum, (*rows, 0), const.tile_m, 2) * grad_factor
+        grads = tiles.load_tile(const, dq_sum, (*rows, 0), const.tile_m, 2) * grad_factor
         ct.store(dq, (*rows, 0), grads.astype(dq.dtype).reshape((1, 1, const.tile_m, const.tile_d)))
 
     return round_query_grads

@@ -12,9 +12,6 @@ again. Where banded tiles start with blocks of keys the first of the masked ones
 a pilot of 16 keys is scored before all blocks, for no more than the maxima, and blocks come in their order.
 """
 
-# cuda.tile is untyped, and so are its decorators and aliases:
-# mypy: disable-error-code="untyped-decorator, valid-type"
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,30 +19,9 @@ from typing import Any
 
 import cuda.tile as ct
 
+from multiattn.cutile.kernels import parts, tiles
 from multiattn.cutile.kernels.constants import SMALLEST_TILE, ForwardConstants
-from multiattn.cutile.kernels.parts import (
-    SUMS,
-    add_values,
-    added_up,
-    load_q,
-    multiply_keys,
-    partial_sums,
-    scaled,
-    store_out,
-    zeros,
-)
-from multiattn.cutile.kernels.tiles import (
-    Array32,
-    ConstBool,
-    Vectors32,
-    add_digits,
-    digits_of,
-    find_place,
-    is_visible,
-    key_blocks,
-    place_in_grid,
-    place_tile,
-)
+from multiattn.cutile.kernels.tiles import Array32, ConstBool, Vectors32
 
 LOWEST = -3.4028234663852886e38
 """Row maximum before any key: finite, so that a row of -inf scores computes ``exp2(-inf)`` and never ``inf - inf``."""
@@ -61,11 +37,11 @@ class RunningSoftmax:
 
     acc: Any  # [tile_m, head_dim]
     m: Any  # [tile_m, 1], in the domain of the rung; with lazy_max of one block's keys, or of some
-    l: Any  # [tile_m, SUMS]  # noqa: E741 - the paper's name
+    l: Any  # [tile_m, SUMS]
 
 
 @ct.function
-def row_sum(l: Any) -> Any:  # noqa: E741
+def row_sum(l: Any) -> Any:
     """The sum of a row's weights, ``[tile_m, 1]``."""
     return ct.sum(l, axis=-1, keepdims=True)
 
@@ -92,9 +68,9 @@ def shift(const: Any, s: Any, m: Any, scale: Any) -> Any:
 @ct.function
 def score(const: Any, place: Any, q: Any, k: Any, block: Any, masked: ConstBool) -> Any:
     """Scores of one block of keys, without their scale, ``[tile_m, tile_n]``; -inf where a query does not see a key."""
-    s = multiply_keys(const, place, q, k, block)
+    s = parts.multiply_keys(const, place, q, k, block)
     if masked:
-        s = ct.where(is_visible(const, place, block), s, -math.inf)
+        s = ct.where(tiles.is_visible(const, place, block), s, -math.inf)
     return s
 
 
@@ -105,24 +81,24 @@ def weigh(const: Any, place: Any, q: Any, k: Any, scale: Any, rows: Any, block: 
     m, shifted = shift(const, s, rows.m, scale)
     p = power(const, shifted, False)  # [tile_m, tile_n]
     alpha = power(const, rows.m - m, False)  # [tile_m, 1]
-    l = rows.l * alpha + partial_sums(const, p)  # noqa: E741
-    return p.astype(k.dtype), RunningSoftmax(acc=scaled(const, rows.acc, alpha), m=m, l=l)
+    l = rows.l * alpha + parts.partial_sums(const, p)
+    return p.astype(k.dtype), RunningSoftmax(acc=parts.scaled(const, rows.acc, alpha), m=m, l=l)
 
 
 @ct.function
 def attend(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any, rows: Any, block: Any, masked: ConstBool) -> Any:
     """Take one block of keys into the running softmax."""
     p, rows = weigh(const, place, q, k, scale, rows, block, masked)
-    return RunningSoftmax(acc=add_values(const, place, v, p, rows.acc, block), m=rows.m, l=rows.l)
+    return RunningSoftmax(acc=parts.add_values(const, place, v, p, rows.acc, block), m=rows.m, l=rows.l)
 
 
 @ct.function
 def no_rows(const: Any) -> Any:
     """The running softmax before any key."""
     return RunningSoftmax(
-        acc=zeros(const),
+        acc=parts.zeros(const),
         m=ct.full((const.tile_m, 1), LOWEST, dtype=ct.float32),
-        l=ct.full((const.tile_m, SUMS), 0.0, dtype=ct.float32),
+        l=ct.full((const.tile_m, parts.SUMS), 0.0, dtype=ct.float32),
     )
 
 
@@ -130,7 +106,7 @@ def no_rows(const: Any) -> Any:
 def online_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
     """The softmax of the tile's rows, each block of keys with a maximum of its own."""
     rows = no_rows(const)
-    first, first_masked, end = key_blocks(const, place)
+    first, first_masked, end = tiles.key_blocks(const, place)
     for block in range(first, first_masked):
         rows = attend(const, place, q, k, v, scale, rows, block, False)
     if const.masked:
@@ -146,8 +122,8 @@ def online_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> A
 def take(const: Any, place: Any, v: Any, s: Any, scale: Any, rows: Any, block: Any) -> Any:
     """Take one block's scores ``[tile_m, tile_n]`` into rows whose maximum stays."""
     p = power(const, s * scale - rows.m, False)
-    acc = add_values(const, place, v, p.astype(v.dtype), rows.acc, block)
-    return RunningSoftmax(acc=acc, m=rows.m, l=rows.l + partial_sums(const, p))
+    acc = parts.add_values(const, place, v, p.astype(v.dtype), rows.acc, block)
+    return RunningSoftmax(acc=acc, m=rows.m, l=rows.l + parts.partial_sums(const, p))
 
 
 @ct.function
@@ -187,7 +163,7 @@ def lazy_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any
     the first that needs a mask, from which the walk goes down: a tile is then masked once, not twice. A tile that sees
     no key has a block all the same: all of it is masked, and its weights are 0.
     """
-    first, first_masked, end = key_blocks(const, place)
+    first, first_masked, end = tiles.key_blocks(const, place)
     if const.diagonal_first:
         start, step, unmasked = first_masked, -1, first_masked - first
     else:
@@ -236,7 +212,7 @@ def piloted_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> 
     buffer of its own for its keys, then its values, then the output: each is loaded only when the one before is used,
     and the loops have less shared memory for loads ahead.
     """
-    first, first_masked, end = key_blocks(const, place)
+    first, first_masked, end = tiles.key_blocks(const, place)
     pilot = pilot_of(const)
     start = first_masked if const.diagonal_first else first
     s = score(pilot, place, q, k, start * (const.tile_n // pilot.tile_n), const.masked)
@@ -244,7 +220,7 @@ def piloted_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> 
     none = no_rows(const)
     # 0 times the maxima, and not zeros: what it knows to be zero tileiras sets in the loop, register by register, for
     # its first round, and so selects between that and the sum in every round.
-    rows = RunningSoftmax(acc=scaled(const, none.acc, ct.abs(m)), m=m, l=none.l)
+    rows = RunningSoftmax(acc=parts.scaled(const, none.acc, ct.abs(m)), m=m, l=none.l)
     begin = first
     if const.pipeline == "pilot_pairs":
         pairs = (first_masked - first) // 2
@@ -265,7 +241,7 @@ def piloted_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> 
 def redone_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
     """As `online_rows`, in one loop: it is rare, and code for it alone."""
     rows = no_rows(const)
-    first, _, end = key_blocks(const, place)
+    first, _, end = tiles.key_blocks(const, place)
     for block in range(first, end):
         rows = attend(const, place, q, k, v, scale, rows, block, const.masked)
     return rows
@@ -276,11 +252,11 @@ def row_sum_or_nan(const: Any, rows: Any) -> Any:
     """`row_sum`, but NaN for a row whose outputs do not add up to a number."""
     # 0 times a sum that is not finite is NaN. To add is twice as fast as to compare, and one sum across threads serves
     # both. Of partial ones a thread has four, each a chain of additions; one a row would be two chains, twice as long.
-    return row_sum(rows.l + 0.0 * added_up(const, rows.acc))
+    return row_sum(rows.l + 0.0 * parts.added_up(const, rows.acc))
 
 
 @ct.function
-def any_too_large(l: Any) -> Any:  # noqa: E741
+def any_too_large(l: Any) -> Any:
     """True if any row's sum of weights ``[tile_m, 1]`` is near overflow, or NaN."""
     return not ct.max(l, propagate_nan=True) < LARGEST_SUM
 
@@ -289,9 +265,9 @@ def any_too_large(l: Any) -> Any:  # noqa: E741
 
 
 @ct.function
-def store_rows(const: Any, place: Any, out: Any, lse: Any, rows: Any, l: Any) -> None:  # noqa: E741
+def store_rows(const: Any, place: Any, out: Any, lse: Any, rows: Any, l: Any) -> None:
     """Store what the rows come to, out and lse; l is their sum of weights, ``[tile_m, 1]``."""
-    store_out(const, place, out, rows.acc, l)
+    parts.store_out(const, place, out, rows.acc, l)
     log_sum = ct.where(l == 0.0, -math.inf, (rows.m + power(const, l, True)) * const.ln_base)
     log_sum = log_sum.reshape((1, 1, const.tile_m))
     # Without TMA: of a single row (B = Hq = 1) its store clips at 16 bytes, and so writes past the end of lse.
@@ -301,44 +277,40 @@ def store_rows(const: Any, place: Any, out: Any, lse: Any, rows: Any, l: Any) ->
 @ct.function
 def forward_tile(const: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale: Any) -> None:
     """q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` -> one tile of out and of lse."""
-    queries = load_q(const, place, q)
+    queries = parts.load_q(const, place, q)
     if const.lazy_max:
         if const.pipeline in ("pilot", "pilot_pairs"):
             rows = piloted_rows(const, place, queries, k, v, scale)
         else:
             rows = lazy_rows(const, place, queries, k, v, scale)
-        l = row_sum_or_nan(const, rows)  # noqa: E741
+        l = row_sum_or_nan(const, rows)
         # Before the store: after it, what the branch reads would keep shared memory from the loops.
         if any_too_large(l):
             rows = redone_rows(const, place, queries, k, v, scale)
-            l = row_sum(rows.l)  # noqa: E741
+            l = row_sum(rows.l)
         store_rows(const, place, out, lse, rows, l)
     else:
         rows = online_rows(const, place, queries, k, v, scale)
         store_rows(const, place, out, lse, rows, row_sum(rows.l))
 
 
-@ct.function
-def forward_tiles(const: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale: Any) -> None:
-    """All that one block does."""
-    if const.static_grid:
-        tiles = ct.cdiv(q.shape[2], const.tile_m) * q.shape[1] * q.shape[0]
-        # Divided once, not for each tile: each of the three roles that warps take would, and its next load wait for it.
-        number = digits_of(const, q, ct.bid(0))
-        step = digits_of(const, q, ct.num_blocks(0))
-        for _ in range(ct.bid(0), tiles, ct.num_blocks(0)):
-            forward_tile(const, place_tile(const, q, k, number, True, const.grouped), q, k, v, out, lse, scale)
-            number = add_digits(const, q, number, step)
-    elif const.linear_grid:
-        forward_tile(const, find_place(const, q, k), q, k, v, out, lse, scale)
-    else:
-        forward_tile(const, place_in_grid(const, q, k), q, k, v, out, lse, scale)
-
-
 def forward_kernel(const: ForwardConstants) -> Callable[..., None]:
     """out and lse of attention; arguments as in `forward_tile`."""
 
     def forward(q: Array32, k: Array32, v: Array32, out: Array32, lse: Vectors32, scale: float) -> None:
-        forward_tiles(const, q, k, v, out, lse, scale)
+        if const.static_grid:
+            total = ct.cdiv(q.shape[2], const.tile_m) * q.shape[1] * q.shape[0]
+            # Divided once: else each of the three roles that warps take would divide for each tile, and its next load
+            # would wait for that.
+            number = tiles.digits_of(const, q, ct.bid(0))
+            step = tiles.digits_of(const, q, ct.num_blocks(0))
+            for _ in range(ct.bid(0), total, ct.num_blocks(0)):
+                place = tiles.place_tile(const, q, k, number, True, const.grouped)
+                forward_tile(const, place, q, k, v, out, lse, scale)
+                number = tiles.add_digits(const, q, number, step)
+        elif const.linear_grid:
+            forward_tile(const, tiles.find_place(const, q, k), q, k, v, out, lse, scale)
+        else:
+            forward_tile(const, tiles.place_in_grid(const, q, k), q, k, v, out, lse, scale)
 
     return forward

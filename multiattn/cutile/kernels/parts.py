@@ -5,15 +5,12 @@ At D=96 a tile of 128 columns is a quarter zeros, at D=160 one of 256 three eigh
 ``const.tail_d`` what has head_dim columns is `Parts`, else one tile.
 """
 
-# cuda.tile is untyped, and so are its decorators and aliases:
-# mypy: disable-error-code="untyped-decorator, valid-type"
-
 from dataclasses import dataclass
 from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.kernels.tiles import ZERO, ConstBool
+from multiattn.cutile.kernels.tiles import ZERO, ConstBool, load_part
 
 APPROX = ct.RoundingMode.APPROX
 
@@ -53,8 +50,7 @@ def column(const: Any, tail: ConstBool) -> Any:
 def load_q_part(const: Any, place: Any, q: Any, tail: ConstBool) -> Any:
     """A part of the tile's queries ``[tile_m, width]``, with the sign of the scale."""
     index = (place.batch, place.head, place.tile, column(const, tail))
-    tile = ct.load(q, index, (1, 1, const.tile_m, width(const, tail)), padding_mode=ZERO, allow_tma=const.tma)
-    tile = tile.reshape((const.tile_m, width(const, tail)))
+    tile = load_part(const, q, index, const.tile_m, width(const, tail), None)
     if const.sign != 1:
         tile = tile * const.sign
     if const.q_in_registers:
@@ -75,15 +71,8 @@ def load_q(const: Any, place: Any, q: Any) -> Any:
 @ct.function
 def load_rows(const: Any, place: Any, array: Any, block: Any, latency: Any, tail: ConstBool) -> Any:
     """A part of a block of keys or values ``[tile_n, width]``."""
-    tile = ct.load(
-        array,
-        (place.batch, place.head_kv, block, column(const, tail)),
-        (1, 1, const.tile_n, width(const, tail)),
-        padding_mode=ZERO,
-        latency=latency,
-        allow_tma=const.tma,
-    )
-    return tile.reshape((const.tile_n, width(const, tail)))
+    index = (place.batch, place.head_kv, block, column(const, tail))
+    return load_part(const, array, index, const.tile_n, width(const, tail), latency)
 
 
 @ct.function
@@ -162,7 +151,7 @@ def added_up(const: Any, acc: Any) -> Any:
 
 
 @ct.function
-def store_part(const: Any, place: Any, out: Any, acc: Any, l: Any, tail: ConstBool) -> None:  # noqa: E741
+def store_part(const: Any, place: Any, out: Any, acc: Any, l: Any, tail: ConstBool) -> None:
     """Normalise a part by l ``[tile_m, 1]``, and store it."""
     if const.approximate_division:
         o = ct.truediv(acc, l, flush_to_zero=True, rounding_mode=APPROX)
@@ -173,9 +162,9 @@ def store_part(const: Any, place: Any, out: Any, acc: Any, l: Any, tail: ConstBo
 
 
 @ct.function
-def store_out(const: Any, place: Any, out: Any, acc: Any, l: Any) -> None:  # noqa: E741
+def store_out(const: Any, place: Any, out: Any, acc: Any, l: Any) -> None:
     """Normalise and store; a row that saw no key has ``l = 0`` and ``acc = 0``."""
-    l = ct.where(l == 0.0, 1.0, l)  # noqa: E741
+    l = ct.where(l == 0.0, 1.0, l)
     if const.tail_d > 0:
         store_part(const, place, out, acc.first, l, False)
         store_part(const, place, out, acc.tail, l, True)

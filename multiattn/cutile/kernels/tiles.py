@@ -1,8 +1,5 @@
 """Shared by the forward and the backward kernels: annotations, where a tile lives, and which keys its rows see."""
 
-# cuda.tile is untyped, and so are its decorators and aliases:
-# mypy: disable-error-code="untyped-decorator, valid-type"
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -148,6 +145,19 @@ def place_in_grid(const: Any, q: Any, k: Any) -> Any:
         batch, head = ct.bid(2), number
     head_kv = shared_head(q, k, head, const.grouped)
     return Place(batch=batch, head=head, head_kv=head_kv, tile=tile, seq_q=q.shape[2], seq_kv=k.shape[2])
+
+
+@ct.function
+def load_part(const: Any, array: Any, index: Any, rows: Any, columns: Any, latency: Any) -> Any:
+    """A tile of one head's rows, ``[rows, columns]``, with zeros beyond the ends."""
+    tile = ct.load(array, index, (1, 1, rows, columns), padding_mode=ZERO, latency=latency, allow_tma=const.tma)
+    return tile.reshape((rows, columns))
+
+
+@ct.function
+def load_tile(const: Any, array: Any, index: Any, rows: Any, latency: Any) -> Any:
+    """A tile as wide as head_dim, ``[rows, tile_d]``."""
+    return load_part(const, array, index, rows, const.tile_d, latency)
 
 
 @ct.function

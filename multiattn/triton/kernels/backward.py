@@ -8,9 +8,6 @@ walk over the keys, as out did, and the bits are the same each time. Plain `trit
 Strides are of (batch, head, row): of q, k and v in units of C.vector elements, of the others in units of C.out_vector.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202, N803 - Triton's own annotations and its upper-case constexprs
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-
 from __future__ import annotations
 
 import triton

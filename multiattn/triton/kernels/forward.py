@@ -6,11 +6,6 @@ one: the diagonal and the ragged end. Plain `triton.language` only, so that the 
 is interpreted.
 """
 
-# ruff: noqa: SIM108 - Triton compiles an if; a conditional expression it takes for a run-time select
-# ruff: noqa: ANN001, ANN201, ANN202, N803 - Triton's own annotations and its upper-case constexprs
-
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-
 from __future__ import annotations
 
 import triton

@@ -5,10 +5,6 @@ head); strides are of (batch, head, row), in units of VECTOR elements. The mask 
 the keys up to ``i + seq_kv - seq_q``.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202, N803 - Triton's own annotations and its upper-case constexprs
-# ruff: noqa: SIM108 - Triton compiles an if; a conditional expression it takes for a run-time select
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-
 from __future__ import annotations
 
 import triton

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from multiattn.plan.config import Rule
-from multiattn.triton.configs import Tiles, TritonBackwardConfig, TritonConfig
+from multiattn.triton.configs import TritonConfig, TritonTwoPassConfig, tiles
 
 Names = tuple[str, ...]
 Range = tuple[int, int]
@@ -17,10 +17,10 @@ FULL, BANDED, BOTH = (False,), (True,), (False, True)
 
 
 def forward(
-    arches: Names, head_dims: Range, why: str, tiles: Numbers, *, masks: tuple[bool, ...] = BOTH, **more: Any
+    arches: Names, head_dims: Range, why: str, shape: Numbers, *, masks: tuple[bool, ...] = BOTH, **more: Any
 ) -> tuple[Rule[Any], ...]:
-    """A rule for each mask, with `Tiles` of so many queries and keys, warps and stages."""
-    return _rules(arches, head_dims, why, TritonConfig(**Tiles(*tiles)._asdict()), masks, **more)
+    """A rule for each mask, with `tiles` of so many queries and keys, warps and stages."""
+    return _rules(arches, head_dims, why, tiles(*shape), masks, **more)
 
 
 def backward(
@@ -33,7 +33,8 @@ def backward(
     masks: tuple[bool, ...] = BOTH,
 ) -> tuple[Rule[Any], ...]:
     """The same of a backward: tiles of the pass over the queries, and of the pass over the keys if there is one."""
-    return _rules(arches, head_dims, why, TritonBackwardConfig.of(Tiles(*keys), dq and Tiles(*dq)), masks)
+    config = tiles(*keys) if dq is None else TritonTwoPassConfig.of(tiles(*keys), tiles(*dq))
+    return _rules(arches, head_dims, why, config, masks)
 
 
 def _rules(

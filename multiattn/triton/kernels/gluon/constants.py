@@ -1,7 +1,5 @@
 """The constants of the Gluon kernel, and the layouts that follow from them. Only the layouts take Triton."""
 
-# mypy: disable-error-code="no-untyped-call"
-
 from __future__ import annotations
 
 from dataclasses import dataclass

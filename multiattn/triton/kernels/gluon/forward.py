@@ -11,10 +11,6 @@ as long as nothing overflows, for numerator and denominator have the same factor
 at its end, and is done again with the maxima of all blocks.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202, N803 - Triton's own annotations and its upper-case constexprs
-# ruff: noqa: SIM102 - some conditions are for the compiler, some for run time; and Triton compiles an if
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -27,30 +23,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from multiattn.triton.kernels.gluon.mask import blocks_to_see, mask_scores
+from multiattn.triton.kernels.gluon import ring
 from multiattn.triton.kernels.gluon.producer import produce
-from multiattn.triton.kernels.gluon.ring import (
-    BATCH,
-    BLOCKS,
-    EXACT,
-    FIRST_QUERY,
-    HEAD,
-    NO_TILE,
-    SPOILED,
-    await_full,
-    make_barriers,
-    read_word,
-    release,
-    skip,
-    tma_store,
-    write_word,
-)
-from multiattn.triton.kernels.gluon.softmax import (
+from multiattn.triton.kernels.gluon.scores import (
     LARGEST_SUM,
     LN_2,
     LOWEST,
+    blocks_to_see,
     exponentiate,
     keep_packed,
+    mask_scores,
     pack_weights,
     sum_of_thread,
     take_sign,
@@ -62,7 +44,7 @@ from multiattn.triton.kernels.gluon.softmax import (
 @gluon.jit
 def _make_scores(queries, place, ring_kv, kv_buffers, C: gl.constexpr):
     """scores[64, tile_n] = Q K^T of the tile at `place`."""
-    await_full(ring_kv, place, C.stages)
+    ring.await_full(ring_kv, place, C.stages)
     keys = kv_buffers[0].index(place % C.stages).reshape([C.tile_n, C.wide])
     none = gl.full([64, C.tile_n], 0.0, gl.float32, C.scores)
     scores = warpgroup_mma(queries[0], keys.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -75,7 +57,7 @@ def _make_scores(queries, place, ring_kv, kv_buffers, C: gl.constexpr):
 @gluon.jit
 def _add_values(weights, out, narrow, place, ring_kv, kv_buffers, C: gl.constexpr):
     """out[64, wide] and narrow[64, narrow] += weights V, of the tile at `place`."""
-    await_full(ring_kv, place, C.stages)
+    ring.await_full(ring_kv, place, C.stages)
     values = kv_buffers[0].index(place % C.stages).reshape([C.tile_n, C.wide])
     operand: gl.constexpr = gl.DotOperandLayout(0, C.out, 2)  # the accumulator's own registers: converting is free
     out = warpgroup_mma(gl.convert_layout(weights, operand, assert_trivial=True), values, out, is_async=True)
@@ -131,22 +113,23 @@ def _raise_max(scores, row_max, scale):
 
 @gluon.jit
 def _next_block(
-    block, place, turn, queries, weights, row_max, row_sum, out, narrow, first_query, scale, seq_q, seq_kv,
-    ring_kv, turns, kv_buffers, warpgroup: gl.constexpr, EXACT_MAX: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr,
+    block, place, turn, queries, weights, row_max, row_sum, out, narrow, first_query, scale, sizes, shared,
+    warpgroup: gl.constexpr, EXACT_MAX: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """A block of keys, K at `place` of the ring; meanwhile weights of the one before are multiplied by V at the next.
 
     EXACT_MAX: its scores may raise the maxima; else its weights are relative to those of earlier blocks.
     """
+    _ring_q, ring_kv, _verdicts, turns, _words, _q_buffers, kv_buffers = shared
     _await_turn(warpgroup, turn, turns, C)
     scores = _make_scores(queries, place, ring_kv, kv_buffers, C)  # [64, tile_n]
     out, narrow = _add_values(weights, out, narrow, place + 1, ring_kv, kv_buffers, C)
     _pass_turn(warpgroup, turns, C)
     scores = warpgroup_mma_wait(1 + (C.narrow > 0), [scores])
-    release(ring_kv, place, C.stages)
+    ring.release(ring_kv, place, C.stages)
     scores = take_sign(scores, C)
     if MASKED:
-        scores = mask_scores(scores, first_query, block * C.tile_n, seq_q, seq_kv, C)
+        scores = mask_scores(scores, first_query, block * C.tile_n, sizes[0], sizes[1], C)
     if EXACT_MAX:
         row_max, decay = _raise_max(scores, row_max, scale)
     new_weights = exponentiate(scores, row_max, scale)
@@ -154,7 +137,7 @@ def _next_block(
         row_sum = row_sum * gl.convert_layout(decay, gl.SliceLayout(1, row_sum.type.layout))[:, None]
     row_sum += sum_of_thread(new_weights, C)
     out, narrow = _await_values(out, narrow, C)
-    release(ring_kv, place + 1, C.stages)
+    ring.release(ring_kv, place + 1, C.stages)
     if EXACT_MAX:
         out, narrow = _multiply_rows(out, narrow, decay, C)
     return pack_weights(new_weights, weights), row_max, row_sum, out, narrow
@@ -182,7 +165,7 @@ def _await_stored(q_place, ring_q, C: gl.constexpr):
     if C.q_slots > 1:
         if q_place > 0:
             tma.store_wait(0)
-            release(ring_q, q_place - 1, C.q_slots)
+            ring.release(ring_q, q_place - 1, C.q_slots)
 
 
 @gluon.jit
@@ -197,10 +180,13 @@ def _queries(q_buffers, at, C: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    queries, q_place, place, turn, blocks, seen, first_exact, first_query, scale, seq_q, seq_kv,
-    ring_q, ring_kv, turns, kv_buffers, warpgroup: gl.constexpr, C: gl.constexpr,
+    queries, q_place, place, turn, blocks, exact_tile, first_query, scale, sizes, shared,
+    warpgroup: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """The paper's loop: maxima ``[64]``, sums ``[64, 4]`` and outputs of the rows; where ring and turns are then."""
+    seq_q, seq_kv = sizes[0], sizes[1]
+    ring_q, ring_kv, _verdicts, turns, _words, _q_buffers, kv_buffers = shared
+    seen, first_exact = blocks_to_see(first_query, blocks, exact_tile, seq_q, seq_kv, C)
     masked: gl.constexpr = C.banded or C.ragged
     row_max = gl.full([64], LOWEST, gl.float32, C.row)
     row_sum = sum_of_thread(gl.full([64, C.tile_n], 0.0, gl.float32, C.scores), C)  # [64, 4]
@@ -213,14 +199,14 @@ def _attend(
     # are skipped for one turn.
     skipped = blocks - seen
     if skipped > 0:
-        skip(ring_kv, place, C.stages)
+        ring.skip(ring_kv, place, C.stages)
         place += 1
     for _ in range(skipped - 1):
         _await_turn(warpgroup, turn, turns, C)  # as those who see the block do
         _pass_turn(warpgroup, turns, C)
         turn += 1
-        skip(ring_kv, place, C.stages)
-        skip(ring_kv, place + 1, C.stages)
+        ring.skip(ring_kv, place, C.stages)
+        ring.skip(ring_kv, place + 1, C.stages)
         place += 2
 
     if seen > 0:
@@ -231,10 +217,10 @@ def _attend(
             _pass_turn(warpgroup, turns, C)
             turn += 1
         scores = warpgroup_mma_wait(0, [scores])
-        release(ring_kv, place, C.stages)
+        ring.release(ring_kv, place, C.stages)
         place += 1
         if skipped > 0:
-            skip(ring_kv, place, C.stages)
+            ring.skip(ring_kv, place, C.stages)
             place += 1
         scores = take_sign(scores, C)
         if masked:
@@ -249,7 +235,7 @@ def _attend(
         for i in range(exact):
             weights, row_max, row_sum, out, narrow = _next_block(
                 seen - 2 - i, place, turn, queries, weights, row_max, row_sum, out, narrow, first_query, scale,
-                seq_q, seq_kv, ring_kv, turns, kv_buffers, warpgroup, True, masked, C,
+                sizes, shared, warpgroup, True, masked, C,
             )  # fmt: skip
             place += 2
             turn += 1
@@ -257,28 +243,26 @@ def _attend(
         for i in range(seen - 1 - exact):
             weights, row_max, row_sum, out, narrow = _next_block(
                 seen - 2 - exact - i, place, turn, queries, weights, row_max, row_sum, out, narrow, first_query, scale,
-                seq_q, seq_kv, ring_kv, turns, kv_buffers, warpgroup, not C.lazy_max, False, C,
+                sizes, shared, warpgroup, not C.lazy_max, False, C,
             )  # fmt: skip
             place += 2
             turn += 1
         out, narrow = _add_values(weights, out, narrow, place, ring_kv, kv_buffers, C)
         out, narrow = _await_values(out, narrow, C)
-        release(ring_kv, place, C.stages)
+        ring.release(ring_kv, place, C.stages)
         place += 1
     else:
         _await_stored(q_place, ring_q, C)
         if skipped > 0:
-            skip(ring_kv, place, C.stages)
+            ring.skip(ring_kv, place, C.stages)
             place += 1
     return row_max, row_sum, out, narrow, place, turn
 
 
 @gluon.jit
-def _store(
-    queries, out, narrow, row_max, sums, first_query, batch, head, at, out_maps, lse, q_buffers, sizes,
-    C: gl.constexpr,
-):  # fmt: skip
+def _store(queries, out, narrow, row_max, sums, origin, at, out_maps, lse, q_buffers, sizes, C: gl.constexpr):
     """out = outputs / sum, through the warpgroup's own rows of Q, which it is done with; lse = log(sum of exp)."""
+    first_query, head, batch = origin
     seq_q, heads_q = sizes[0], sizes[2]
     rows = first_query + gl.arange(0, 64, C.row)
     lse_head = lse + (batch * heads_q + head).to(gl.int64) * seq_q
@@ -290,37 +274,34 @@ def _store(
         queries[1].store(narrow.to(queries[0].dtype))
     fence_async_shared()
     if first_query >= 0:  # a store that begins before its tensor is an illegal instruction; a load is not
-        tma_store(out_maps[0], [batch, head, first_query, 0], q_buffers[0].index(at))
+        ring.tma_store(out_maps[0], [batch, head, first_query, 0], q_buffers[0].index(at))
         if C.narrow > 0:
-            tma_store(out_maps[1], [batch, head, first_query, C.wide], q_buffers[1].index(at))
+            ring.tma_store(out_maps[1], [batch, head, first_query, C.wide], q_buffers[1].index(at))
 
 
 @gluon.jit
 def consume(warpgroup: gl.constexpr, out_maps, lse, scale, sizes, shared, C: gl.constexpr):
     """A warpgroup: its 64 queries of tile after tile."""
-    seq_q, seq_kv = sizes[0], sizes[1]
-    ring_q, ring_kv, verdicts, turns, words, q_buffers, kv_buffers = shared
+    ring_q, _ring_kv, verdicts, turns, words, q_buffers, _kv_buffers = shared
     q_place = 0
     place = 0  # in the ring of keys
     turn = 0
     if warpgroup == C.warpgroups - 1:
         _pass_turn(warpgroup, turns, C)
-    await_full(ring_q, q_place, C.q_slots)
-    blocks = read_word(words, BLOCKS)
-    while blocks != NO_TILE:
+    ring.await_full(ring_q, q_place, C.q_slots)
+    blocks = ring.read_word(words, ring.BLOCKS)
+    while blocks != ring.NO_TILE:
         slot = q_place % C.q_slots
         at = slot * C.words
-        first_query = read_word(words, at + FIRST_QUERY) + 64 * warpgroup
-        head = read_word(words, at + HEAD)
-        batch = read_word(words, at + BATCH)
-        exact_tile = read_word(words, at + EXACT)
+        first_query = ring.read_word(words, at + ring.FIRST_QUERY) + 64 * warpgroup
+        head = ring.read_word(words, at + ring.HEAD)
+        batch = ring.read_word(words, at + ring.BATCH)
+        exact_tile = ring.read_word(words, at + ring.EXACT)
         buffer = slot * C.warpgroups + warpgroup
         queries = _queries(q_buffers, buffer, C)
-        seen, first_exact = blocks_to_see(first_query, blocks, exact_tile, seq_q, seq_kv, C)
         row_max, row_sum, out, narrow, place, turn = _attend(
-            queries, q_place, place, turn, blocks, seen, first_exact, first_query, scale, seq_q, seq_kv,
-            ring_q, ring_kv, turns, kv_buffers, warpgroup, C,
-        )  # fmt: skip
+            queries, q_place, place, turn, blocks, exact_tile, first_query, scale, sizes, shared, warpgroup, C
+        )
 
         sums = gl.convert_layout(gl.sum(row_sum, 1), C.row)  # [64]
         is_good = 1
@@ -329,20 +310,18 @@ def consume(warpgroup: gl.constexpr, out_maps, lse, scale, sizes, shared, C: gl.
             # time to find out, once.
             if exact_tile == 0:
                 if _outgrew(out, narrow, sums, C):
-                    write_word(words, at + SPOILED + warpgroup, 1)
+                    ring.write_word(words, at + ring.SPOILED + warpgroup, 1)
                     is_good = 0
             mbarrier.arrive(verdicts.index(slot))
         if is_good > 0:
-            _store(
-                queries, out, narrow, row_max, sums, first_query, batch, head, buffer, out_maps, lse, q_buffers,
-                sizes, C,
-            )  # fmt: skip
+            origin = (first_query, head, batch)
+            _store(queries, out, narrow, row_max, sums, origin, buffer, out_maps, lse, q_buffers, sizes, C)
         if C.q_slots == 1:
             tma.store_wait(0)
-            release(ring_q, q_place, C.q_slots)
+            ring.release(ring_q, q_place, C.q_slots)
         q_place += 1
-        await_full(ring_q, q_place, C.q_slots)
-        blocks = read_word(words, q_place % C.q_slots * C.words + BLOCKS)
+        ring.await_full(ring_q, q_place, C.q_slots)
+        blocks = ring.read_word(words, q_place % C.q_slots * C.words + ring.BLOCKS)
     tma.store_wait(0)  # shared memory goes with the block
 
 
@@ -385,13 +364,13 @@ def attention_forward(
     q_buffers = _buffers(C.q_slots * C.warpgroups, 64, q_maps, C)
     kv_buffers = _buffers(C.stages, C.tile_n, k_maps, C)
     words = gl.allocate_shared_memory(gl.int32, [C.q_slots * C.words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ring_q = (make_barriers(C.q_slots, 1), make_barriers(C.q_slots, C.warpgroups))
-    ring_kv = (make_barriers(C.stages, 1), make_barriers(C.stages, C.warpgroups))
+    ring_q = (ring.make_barriers(C.q_slots, 1), ring.make_barriers(C.q_slots, C.warpgroups))
+    ring_kv = (ring.make_barriers(C.stages, 1), ring.make_barriers(C.stages, C.warpgroups))
     verdicts, turns = ring_q[0], ring_q[0]  # not asked for where there are none
     if C.lazy_max:
-        verdicts = make_barriers(C.q_slots, C.warpgroups)
+        verdicts = ring.make_barriers(C.q_slots, C.warpgroups)
     if C.pingpong:
-        turns = make_barriers(C.warpgroups, 1)
+        turns = ring.make_barriers(C.warpgroups, 1)
     shared = (ring_q, ring_kv, verdicts, turns, words, q_buffers, kv_buffers)
     fence_async_shared()
 

@@ -1,30 +1,13 @@
 """One warp that loads: it decides which tiles of queries the block does, in which order, and keeps the rings full."""
 
-# ruff: noqa: ANN001, ANN201, ANN202, N803 - Triton's own annotations and its upper-case constexprs
-# ruff: noqa: SIM102 - one condition is for the compiler, the next one for run time
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from multiattn.triton.kernels.gluon.mask import end_of_blocks
-from multiattn.triton.kernels.gluon.ring import (
-    BATCH,
-    BLOCKS,
-    EXACT,
-    FIRST_QUERY,
-    HEAD,
-    NO_TILE,
-    SPOILED,
-    TILE,
-    await_empty,
-    read_word,
-    tma_load,
-    write_word,
-)
+from multiattn.triton.kernels.gluon import ring
+from multiattn.triton.kernels.gluon.scores import end_of_blocks
 
 ENOUGH_TILES = gl.constexpr(256)
 """Tiles of one head: twice the SMs of an H200."""
@@ -58,16 +41,16 @@ def _find(tile, sizes, C: gl.constexpr):
 @gluon.jit
 def _load_pieces(maps, batch, head, row, full, buffers, at, C: gl.constexpr):
     """Rows of one head, in one piece of head_dim or two."""
-    tma_load(maps[0], [batch, head, row, 0], full, buffers[0].index(at))
+    ring.tma_load(maps[0], [batch, head, row, 0], full, buffers[0].index(at))
     if C.narrow > 0:
-        tma_load(maps[1], [batch, head, row, C.wide], full, buffers[1].index(at))
+        ring.tma_load(maps[1], [batch, head, row, C.wide], full, buffers[1].index(at))
 
 
 @gluon.jit
-def _load_keys(maps, batch, head_kv, block, place, ring, buffers, C: gl.constexpr):
+def _load_keys(maps, batch, head_kv, block, place, ring_kv, buffers, C: gl.constexpr):
     """A tile of K or V into the ring."""
-    await_empty(ring, place, C.stages)
-    full = ring[0].index(place % C.stages)
+    ring.await_empty(ring_kv, place, C.stages)
+    full = ring_kv[0].index(place % C.stages)
     mbarrier.expect(full, 2 * C.tile_n * (C.wide + C.narrow))
     _load_pieces(maps, batch, head_kv, block * C.tile_n, full, buffers, place % C.stages, C)
 
@@ -99,20 +82,18 @@ def _spoiled_tile(place, verdicts, words, C: gl.constexpr):
     spoiled = 0
     warpgroups: gl.constexpr = C.warpgroups
     for warpgroup in gl.static_range(warpgroups):
-        spoiled += read_word(words, slot * C.words + SPOILED + warpgroup)
-    again = NO_TILE
+        spoiled += ring.read_word(words, slot * C.words + ring.SPOILED + warpgroup)
+    again = ring.NO_TILE
     if spoiled > 0:
-        again = read_word(words, slot * C.words + TILE)
+        again = ring.read_word(words, slot * C.words + ring.TILE)
     return again
 
 
 @gluon.jit
-def _send(
-    tile, exact, q_place, place, q_maps, k_maps, v_maps, sizes, ring_q, ring_kv, words, q_buffers, kv_buffers,
-    C: gl.constexpr,
-):  # fmt: skip
+def _send(tile, exact, q_place, place, q_maps, k_maps, v_maps, sizes, shared, C: gl.constexpr):
     """All of a tile: Q, and blocks of keys from the last to the first. Returns the next place in the ring of these."""
     seq_q, seq_kv, heads_q, group, _tiles, _heads, _together = sizes
+    ring_q, ring_kv, _verdicts, _turns, words, q_buffers, kv_buffers = shared
     any_head, first_query = _find(tile, sizes, C)
     batch = any_head // heads_q
     head = any_head % heads_q
@@ -122,17 +103,17 @@ def _send(
         _load_keys(k_maps, batch, head_kv, blocks - 1, place, ring_kv, kv_buffers, C)
         place += 1
 
-    await_empty(ring_q, q_place, C.q_slots)
+    ring.await_empty(ring_q, q_place, C.q_slots)
     slot = q_place % C.q_slots
-    write_word(words, slot * C.words + FIRST_QUERY, first_query)
-    write_word(words, slot * C.words + HEAD, head)
-    write_word(words, slot * C.words + BATCH, batch)
-    write_word(words, slot * C.words + BLOCKS, blocks)
-    write_word(words, slot * C.words + EXACT, exact)
-    write_word(words, slot * C.words + TILE, tile)
+    ring.write_word(words, slot * C.words + ring.FIRST_QUERY, first_query)
+    ring.write_word(words, slot * C.words + ring.HEAD, head)
+    ring.write_word(words, slot * C.words + ring.BATCH, batch)
+    ring.write_word(words, slot * C.words + ring.BLOCKS, blocks)
+    ring.write_word(words, slot * C.words + ring.EXACT, exact)
+    ring.write_word(words, slot * C.words + ring.TILE, tile)
     warpgroups: gl.constexpr = C.warpgroups
     for warpgroup in gl.static_range(warpgroups):
-        write_word(words, slot * C.words + SPOILED + warpgroup, 0)
+        ring.write_word(words, slot * C.words + ring.SPOILED + warpgroup, 0)
     full = ring_q[0].index(slot)
     mbarrier.expect(full, 2 * C.tile_m * (C.wide + C.narrow))
     for warpgroup in gl.static_range(warpgroups):
@@ -156,7 +137,7 @@ def produce(q_maps, k_maps, v_maps, counter, sizes, shared, C: gl.constexpr):
     The next one is asked for when all of a tile is under way, not before: a tile that waits for its block is one that
     another block could have begun.
     """
-    ring_q, ring_kv, verdicts, _turns, words, q_buffers, kv_buffers = shared
+    ring_q, _ring_kv, verdicts, _turns, words, _q_buffers, _kv_buffers = shared
     # The launch after this one may begin, and what the one before it wrote is there: "Programmatic Dependent Launch".
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
@@ -167,18 +148,15 @@ def produce(q_maps, k_maps, v_maps, counter, sizes, shared, C: gl.constexpr):
     judged = 0  # tiles whose end was waited for; only lazy maxima need that
     is_open = 1
     while is_open > 0:
-        again = NO_TILE
+        again = ring.NO_TILE
         if C.lazy_max:
             if (judged < q_place) & ((q_place - judged >= C.q_slots) | (tile >= total)):
                 again = _spoiled_tile(judged, verdicts, words, C)
                 judged += 1
-        exact = gl.where(again != NO_TILE, 1, 0)
+        exact = gl.where(again != ring.NO_TILE, 1, 0)
         if (exact > 0) | (tile < total):
             sent = gl.where(exact > 0, again, tile)
-            place = _send(
-                sent, exact, q_place, place, q_maps, k_maps, v_maps, sizes, ring_q, ring_kv, words,
-                q_buffers, kv_buffers, C,
-            )  # fmt: skip
+            place = _send(sent, exact, q_place, place, q_maps, k_maps, v_maps, sizes, shared, C)
             q_place += 1
             if exact == 0:
                 tile = _tile_after(tile, counter, total, C)
@@ -186,7 +164,7 @@ def produce(q_maps, k_maps, v_maps, counter, sizes, shared, C: gl.constexpr):
             is_open = gl.where(judged < q_place, 1, 0)
         else:
             is_open = 0
-    await_empty(ring_q, q_place, C.q_slots)
+    ring.await_empty(ring_q, q_place, C.q_slots)
     slot = q_place % C.q_slots
-    write_word(words, slot * C.words + BLOCKS, NO_TILE)
+    ring.write_word(words, slot * C.words + ring.BLOCKS, ring.NO_TILE)
     mbarrier.arrive(ring_q[0].index(slot))

@@ -6,10 +6,6 @@ which each consumer warpgroup arrives when it is done. A place in a ring is coun
 follow from it.
 """
 
-# ruff: noqa: ANN001, ANN201, N803 - Triton's own annotations and its upper-case constexprs
-
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-
 from __future__ import annotations
 
 from triton.experimental import gluon
