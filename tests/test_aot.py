@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import struct
 import subprocess
@@ -257,24 +256,6 @@ def test_threads_load_once(driver, tmp_path):
     driver.status = 1
     with pytest.raises(RuntimeError, match="cuLaunchKernelEx: CUDA_ERROR_OTHER: its words"):
         kernel(*tensors())
-
-
-def test_the_context_is_asked_for_on_the_tensors_own_device(monkeypatch):
-    seen = []
-
-    @contextlib.contextmanager
-    def guard(device):
-        seen.append(f"enter {device.index}")
-        yield
-        seen.append("exit")
-
-    monkeypatch.setattr(torch.cuda, "device", guard)
-    monkeypatch.setattr(aot.driver, "ensure_context", lambda index: seen.append(f"context {index}"))
-    with aot._on(torch.device("cuda", 1)):
-        seen.append("body")
-    assert seen == ["enter 1", "context 1", "body", "exit"]
-    with aot._on(torch.device("cpu")):
-        assert len(seen) == 4
 
 
 def test_the_loader_imports_no_language(tmp_path):

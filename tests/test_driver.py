@@ -1,5 +1,6 @@
 """The driver, and a thread's CUDA context, against a driver that only remembers what it was asked."""
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
 import driver_fakes
@@ -42,13 +43,16 @@ def test_an_error_has_the_drivers_words(driver):
 
 
 def test_every_launch_sees_to_it(monkeypatch):
-    ensured = []
-    monkeypatch.setattr(launching, "ensure_context", ensured.append)
+    seen = []
+    monkeypatch.setattr(launching, "ensure_context", lambda index: seen.append(f"context {index}"))
     monkeypatch.setattr(compat, "current_device", lambda: 1)
-    with launching._on(torch.device("cpu")), launching._on(torch.device("cuda", 1)):
-        pass
-    assert ensured == [1]
-    assert isinstance(launching._on(torch.device("cuda", 0)), torch.cuda.device)  # makes its own current
+    monkeypatch.setattr(
+        torch.cuda, "device", lambda device: contextlib.nullcontext(seen.append(f"device {device.index}"))
+    )
+    for device in (torch.device("cpu"), torch.device("cuda", 1), torch.device("cuda", 0)):
+        with launching.on_device(device):
+            seen.append(f"body {device}")
+    assert seen == ["body cpu", "context 1", "body cuda:1", "device 0", "context 0", "body cuda:0"]
 
 
 def test_the_drivers_properties_of_a_kernel(driver):

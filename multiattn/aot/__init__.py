@@ -10,8 +10,7 @@ import hashlib
 import math
 import platform
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,10 @@ from multiattn.plan import abi, cubin
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import Exported, Plan
-from multiattn.problem import VECTOR_BYTES, Layout, Operands, Problem
+from multiattn.problem import Layout, Operands, Problem
 from multiattn.run import driver
 from multiattn.run.counters import counter_lender
+from multiattn.run.execute import check_laid_out, on_device
 from multiattn.run.launch import DriverLauncher, LoadedKernel, Workspace
 
 _KEPT = 256  # launchers of a kernel; a serving loop with ever-changing lengths must not grow for ever
@@ -211,13 +211,12 @@ class Kernel:
         self._check(problem, q.device)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
             raise ValueError("gradients: got tensors that require them; allowed a call in torch.no_grad()")
-        layouts = problem.layouts
-        out, lse = (_result(name, it, layouts[name], q.device) for name, it in (("out", out), ("lse", lse)))
+        out, lse = (_result(name, it, problem.layouts[name], q.device) for name, it in (("out", out), ("lse", lse)))
         if problem.is_empty:
             return out, lse
         if problem.seq_kv == 0:
             return out.zero_(), lse.fill_(-math.inf)
-        with _on(q.device):
+        with on_device(q.device):
             self._launcher(problem, q.device.index or 0)(Operands(q, k, v, out, lse))
         return out, lse
 
@@ -258,32 +257,9 @@ class Kernel:
         return binding
 
 
-@contextmanager
-def _on(device: torch.device) -> Iterator[None]:
-    """Make the tensors' device the current one, and its CUDA context that of this thread."""
-    if device.index is None:
-        yield
-        return
-    with torch.cuda.device(device):
-        driver.ensure_context(device.index)
-        yield
-
-
 def _result(name: str, given: torch.Tensor | None, layout: Layout, device: torch.device) -> torch.Tensor:
     """A fresh result, or the caller's own if a kernel can write it; TypeError or ValueError if not."""
-    shape, strides, dtype = layout
     if given is None:
-        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    if not isinstance(given, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor; got {type(given).__name__}")
-    got = f"{tuple(given.shape)}, {given.dtype} on {given.device}"
-    if (given.shape, given.dtype, given.device) != (shape, dtype, device):
-        raise ValueError(f"{name}: got {got}; allowed {shape}, {dtype} on {device}")
-    walked = [index for index, size in enumerate(shape) if size > 1] if given.numel() else []
-    laid_out = all(given.stride(index) == strides[index] for index in walked)
-    if not laid_out or given.is_neg() or (given.numel() and given.data_ptr() % VECTOR_BYTES):
-        raise ValueError(
-            f"{name}: got strides {given.stride()}, address {given.data_ptr():#x}; allowed strides {strides}, address "
-            f"a multiple of {VECTOR_BYTES}, no negated view"
-        )
+        return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=device)
+    check_laid_out(name, given, layout, device)
     return given

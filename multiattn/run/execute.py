@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -20,7 +19,6 @@ from multiattn.run.driver import ensure_context
 _operands: Callable[[tuple[torch.Tensor | None, ...]], Operands] = functools.partial(tuple.__new__, Operands)
 """Operands of a tuple of all of them, in half of the time that their own constructor takes."""
 _NO_GRADIENTS = (None,) * (len(Operands._fields) - INPUTS - len(FORWARD_RESULTS))
-_AS_IT_IS: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def run_forward(ready: Ready, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,7 +36,7 @@ def run_backward(ready: Ready, operands: Operands) -> tuple[torch.Tensor, ...]:
 
     out, lse, dout and dlse are taken in any layout: one that is not the launch contract's is copied.
     """
-    with _on(ready.device):
+    with on_device(ready.device):
         conforming = _conform(ready.plan, operands)
     if conforming is operands:
         ready.remember(operands.read)
@@ -103,20 +101,20 @@ def _launch(plan: Plan, direction: Direction, operands: Operands, checked: tuple
     if (arch := detect(device)) != plan.arch:
         raise ValueError(f"the plan is for {plan.arch.name}; got tensors on {device}, which is {arch.name}")
     for name in checked:
-        tensor, layout = getattr(operands, name), problem.layouts[name]
-        _check_alike(name, tensor, layout.shape, layout.dtype, device)
-        if not _is_laid_out(tensor, layout.strides):
-            raise ValueError(
-                f"{name}: got strides {tuple(tensor.stride())}, address {tensor.data_ptr():#x}; allowed strides "
-                f"{layout.strides}, address a multiple of {VECTOR_BYTES}, no negated view"
-            )
-    with _on(device):
+        check_laid_out(name, getattr(operands, name), problem.layouts[name], device)
+    with on_device(device):
         prepare(plan, device)(operands)
 
 
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """A context manager in which the tensors' device is the current one, as is its CUDA context."""
-    return _AS_IT_IS if _is_here(device) else torch.cuda.device(device)
+@contextlib.contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Make the tensors' device the current one, and its CUDA context that of this thread."""
+    if _is_here(device):
+        yield
+        return
+    with torch.cuda.device(device):
+        ensure_context(device.index)
+        yield
 
 
 def _is_here(device: torch.device) -> bool:
@@ -149,6 +147,16 @@ def _check_alike(name: str, tensor: object, shape: tuple[int, ...], dtype: torch
         raise ValueError(
             f"{name}: got {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}; allowed {tuple(shape)}, {dtype} on "
             f"{device}"
+        )
+
+
+def check_laid_out(name: str, tensor: torch.Tensor, layout: Layout, device: torch.device) -> None:
+    """TypeError or ValueError for a tensor that a launch may not read or write as it is."""
+    _check_alike(name, tensor, layout.shape, layout.dtype, device)
+    if not _is_laid_out(tensor, layout.strides):
+        raise ValueError(
+            f"{name}: got strides {tuple(tensor.stride())}, address {tensor.data_ptr():#x}; allowed strides "
+            f"{layout.strides}, address a multiple of {VECTOR_BYTES}, no negated view"
         )
 
 
