@@ -265,7 +265,7 @@ MISTAKE(wgmma_without_wait_on_mbarrier, "wgmma_ss: reads, without a wait on its 
 MISTAKE(wgmma_diverges, "divergent warpgroup: this thread is in wgmma_ss, another one in wgmma_commit") {
   float d[4] = {};
   wgmma_fence();
-  if (thread_index() < 64)
+  if (thread_index() >= 64)
     wgmma_commit();
   else
     wgmma_ss<fp16, 8>(d, descriptor(TILE), descriptor(TILE), true);

@@ -30,10 +30,7 @@ class AsyncLines {
  public:
   AsyncLines(std::size_t bytes, const Clocks& clocks) : lines_(bytes / LINE_BYTES + 1), clocks_(clocks) {}
 
-  void reset(bool generic) {
-    std::fill(lines_.begin(), lines_.end(), Line{});
-    for (Line& line : lines_) line.generic = generic;
-  }
+  void reset() { std::fill(lines_.begin(), lines_.end(), Line{}); }
 
   Line& of(std::uint32_t address) { return lines_[address / LINE_BYTES]; }
 

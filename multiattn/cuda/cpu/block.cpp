@@ -2,8 +2,10 @@
 
 #include <sys/mman.h>
 
+#include <cstring>
 #include <new>
 
+#include "formats.h"
 #include "hopper.h"
 
 namespace multiattn {
@@ -14,7 +16,6 @@ namespace emulation {
 int current_thread, current_rank;
 std::uint32_t current_base;
 long long current_block, current_blocks;
-// The block that runs; the host lets one launch in at a time.
 Block* running_block;
 
 namespace {
@@ -25,8 +26,26 @@ constexpr std::size_t STACK_BYTES = 128 << 10;
 #endif
 }  // namespace
 
-Block::Block(int threads, std::size_t smem_bytes, int cluster)
-    : smem(smem_bytes, cluster), threads_(threads * cluster), warps_(threads_.size() / WARP_SIZE), barriers_(cluster) {
+VECTOR_CLONES void Clocks::join(Time* into, const Time* from, int actors) {
+  for (int i = 0; i < actors; i += VECTOR) {
+    const Ints left = *reinterpret_cast<const Ints*>(into + i), right = *reinterpret_cast<const Ints*>(from + i);
+    *reinterpret_cast<Ints*>(into + i) = left > right ? left : right;
+  }
+}
+
+void Clocks::meet(int first, int count) {
+  Clock all = nothing();
+  for (int thread = first; thread < first + count; ++thread) release(thread, all);
+  for (int thread = first; thread < first + count; ++thread) acquire(thread, all);
+}
+
+Block::Block(int threads_of_block, std::size_t smem_bytes, int cluster)
+    : clocks(threads_of_block * cluster),
+      smem(smem_bytes, cluster, clocks),
+      threads_(threads_of_block * cluster),
+      warps_(threads_.size() / WARP_SIZE),
+      barriers_(cluster),
+      hopper_(std::make_unique<Hopper>(*this)) {
   void* memory = mmap(nullptr, threads_.size() * STACK_BYTES, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
@@ -45,6 +64,7 @@ bool Block::run(Kernel kernel, const void* parameters, std::int64_t block) {
   parameters_ = parameters;
   index_ = block;
   running_block = this;
+  clocks.reset();
   smem.reset();
   for (Barrier& barrier : barriers_) {
     barrier = Barrier{};
@@ -62,13 +82,12 @@ bool Block::run(Kernel kernel, const void* parameters, std::int64_t block) {
     thread.fiber.prepare(stacks_ + i * STACK_BYTES, STACK_BYTES, &Block::enter);
   }
   for (std::size_t w = 0; w < warps_.size(); ++w) {
-    warps_[w] = Warp{};
+    warps_[w] = Team{};
     warps_[w].first_thread = static_cast<int>(w) * WARP_SIZE;
-    warps_[w].live = WARP_SIZE;
+    warps_[w].size = warps_[w].live = WARP_SIZE;
   }
+  hopper_->start();
   run_as(threads_[0]);
-  if (hopper_) hopper_->start(false);
-  if (blocks() > 1) hopper();  // only clocks tell what blocks know of one another
   host_.adopt_current();
   switch_fiber(host_, current_->fiber);
   counters.blocks += blocks();
@@ -92,14 +111,12 @@ void Block::enter() {
 
 void Block::finish_current() {
   Thread& me = *current_;
-  Warp& warp = warps_[me.warp];
   Barrier& barrier = barriers_[me.block];
   me.done = true;
   --barrier.live;
   --cluster_.live;
-  --warp.live;
-  if (warp.arrived) fail(std::string("returns while its warp waits in ") + warp.verb);
-  if (hopper_) hopper_->finish();
+  leave(warps_[me.warp]);
+  hopper_->finish();
   if (barrier.arrived && barrier.arrived == barrier.live) release(barrier);
   if (cluster_.arrived && cluster_.arrived == cluster_.live) release(cluster_);
   if (!cluster_.live) switch_fiber(me.fiber, host_, true);
@@ -115,27 +132,33 @@ void Block::fail(const std::string& what) {
   __builtin_unreachable();
 }
 
-void Block::arrive(Warp& warp, const char* verb) {
-  if (warp.live < WARP_SIZE)
-    fail(std::string(verb) + " needs all 32 lanes of the warp; " + std::to_string(WARP_SIZE - warp.live) + " returned");
-  if (!warp.arrived) warp.verb = verb;
-  if (warp.verb != verb)
-    fail(std::string("divergent warp: this lane is in ") + verb + ", another one in " + warp.verb);
-  current_->verb = verb;
-  ++warp.arrived;
+void Block::leave(Team& team) {
+  --team.live;
+  if (team.arrived) fail(std::string("returns while its ") + team.name() + " waits in " + team.verb);
+}
+
+void Block::arrive(Team& team, const char* verb) {
+  if (team.live < team.size)
+    fail(verb, "needs all " + std::to_string(team.size) + " " + team.member() + "s of the " + team.name() + "; " +
+                   std::to_string(team.size - team.live) + " returned");
+  if (!team.arrived) team.verb = verb;
+  if (std::strcmp(team.verb, verb) != 0) fail_diverged(team, verb);
+  ++team.arrived;
 }
 
 void Block::check_warp(const char* verb) {
-  const Warp& warp = warps_[current_->warp];
-  if (warp.arrived) fail(std::string("divergent warp: this lane is in ") + verb + ", another one in " + warp.verb);
+  if (const Team& warp = warps_[current_->warp]; warp.arrived) fail_diverged(warp, verb);
+}
+
+void Block::fail_diverged(const Team& team, const char* verb) {
+  fail(std::string("divergent ") + team.name() + ": this " + team.member() + " is in " + verb + ", another one in " +
+       team.verb);
 }
 
 void Block::meet_block(const char* verb) {
   check_warp(verb);
   join(barriers_[current_->block], verb);
 }
-
-void Block::meet_cluster(const char* verb) { join(cluster_, verb); }
 
 void Block::join(Barrier& barrier, const char* verb) {
   if (++barrier.arrived < barrier.live)
@@ -144,26 +167,13 @@ void Block::join(Barrier& barrier, const char* verb) {
     release(barrier);
 }
 
-void Block::count_warp_barrier() {
-  const Warp& warp = warps_[current_->warp];
-  ++warps_[current_->warp].barriers;
-  if (hopper_) hopper_->clocks.meet(warp.first_thread, WARP_SIZE);
-}
-
 void Block::release(Barrier& barrier) {
   barrier.arrived = 0;
   ++barrier.generation;
   if (&barrier == &cluster_)
     hopper_->publish_mbarriers();
-  else if (hopper_)
-    hopper_->clocks.meet(first_of_block(), threads_of_block());
-}
-
-Hopper& Block::start_hopper() {
-  hopper_ = std::make_unique<Hopper>(*this);
-  clocks_ = &hopper_->clocks;
-  hopper_->start(true);
-  return *hopper_;
+  else
+    clocks.meet(first_of_block(), threads_of_block());
 }
 
 void Block::wait_for(const char* verb, const Condition& condition) {
@@ -183,7 +193,7 @@ void Block::wait_for(const char* verb, const Condition& condition) {
 Thread& Block::next_thread() {
   for (;;) {
     if (Thread* next = next_runnable()) return *next;
-    if (!hopper_ || !hopper_->land_oldest()) fail("deadlock:" + who_waits());
+    if (!hopper_->land_oldest()) fail("deadlock:" + who_waits());
   }
 }
 

@@ -6,7 +6,6 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
-#include <string>
 #include <vector>
 
 namespace multiattn::emulation {
@@ -18,7 +17,7 @@ constexpr int MBARRIERS_MAX = 64;
 
 class Clocks {
  public:
-  static constexpr Time BEFORE = 1;  // the time of all threads until clocks start
+  static constexpr Time BEFORE = 1;  // the time of all actors when a block begins
 
   explicit Clocks(int threads)
       : threads_(threads), actors_((threads + MBARRIERS_MAX + threads / 32 + 7) / 8 * 8), times_(threads * actors_) {}
@@ -26,8 +25,7 @@ class Clocks {
   int tma(int mbarrier) const { return threads_ + mbarrier; }
   int wgmma(int warp) const { return threads_ + MBARRIERS_MAX + warp; }
 
-  // What happened before counts as known to all.
-  void start() {
+  void reset() {
     std::fill(times_.begin(), times_.end(), BEFORE);
     for (int thread = 0; thread < threads_; ++thread) of(thread)[thread] = BEFORE + 1;
   }
@@ -54,30 +52,20 @@ class Clocks {
   std::vector<Time> times_;
 };
 
-// A thread's action: who did it, and the barriers that were behind it.
+// A thread's action: who did it, and at which of its times.
 struct Epoch {
-  int thread, warp, block;  // in the cluster
-  std::int32_t block_barriers, warp_barriers;
-  Time time;  // the thread's, see clocks.h
-
-  // Nobody did it; several warps did.
   static constexpr int NOBODY = -1, MANY = -2;
-  bool any() const { return thread != NOBODY; }
-
-  std::string who() const { return thread == MANY ? "several warps" : "thread " + std::to_string(thread); }
+  int thread = NOBODY;  // in the cluster
+  Time time = 0;
 };
 
-// The present of a thread, with what it knows of all others where a block has clocks (else null).
+// The present of a thread, with what it knows of all others.
 struct Moment : Epoch {
   const Time* clock;
   int threads;  // of the block, or of its cluster
 
-  // Whether what happened in `then` is known to be over.
-  bool follows(const Epoch& then) const {
-    if (then.thread == thread || (then.block == block && then.block_barriers < block_barriers)) return true;
-    if (then.warp == warp && then.warp_barriers < warp_barriers) return true;
-    return clock && then.thread >= 0 && clock[then.thread] >= then.time;
-  }
+  // Whether what one thread did, or nobody, is known to be over.
+  bool follows(const Epoch& then) const { return then.thread == NOBODY || clock[then.thread] >= then.time; }
 };
 
 }  // namespace multiattn::emulation

@@ -10,10 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "async_lines.h"
 #include "block.h"
-#include "clocks.h"
-#include "records.h"
 #include "warpgroup.h"
 
 namespace multiattn::emulation {
@@ -61,8 +58,8 @@ class Hopper {
  public:
   explicit Hopper(Block& block);
 
-  // A block begins; `late`: it has begun already.
-  void start(bool late);
+  // A block begins.
+  void start();
   // The current thread returns.
   void finish();
   // Lands the oldest load under way; false where there is none.
@@ -98,11 +95,8 @@ class Hopper {
   // ---- for reads of the async proxy
   // A line may be read by whoever knows all that is added to `needs`; else an error.
   void need_line(const char* verb, std::uint32_t address, Needs& needs);
-  // That the current thread knows it all.
+  // The current thread must know it all.
   void check_needs(const char* verb, const Needs& needs);
-
-  Clocks clocks;
-  AsyncLines lines;
 
  private:
   struct Load {
@@ -119,6 +113,8 @@ class Hopper {
   void write_out(const Transfer& box);
 
   Block& block_;
+  Clocks& clocks_;
+  AsyncLines& lines_;
   std::vector<std::unique_ptr<Mbarrier>> mbarriers_;
   std::vector<NamedBarrier> named_;  // of each block
   std::vector<AsyncThread> threads_;

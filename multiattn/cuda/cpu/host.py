@@ -28,7 +28,7 @@ from multiattn.run.fork import hold_across_fork
 from multiattn.run.launch import pack_areas
 
 _HERE = ROOT / "cpu"
-RUNTIME = tuple(_HERE / f"{name}.cpp" for name in ("block", "verbs", "hopper", "warpgroup", "verbs_sm90"))
+RUNTIME = tuple(_HERE / f"{name}.cpp" for name in ("block", "verbs", "hopper", "warpgroup"))
 INCLUDES = (_HERE, *HOST_INCLUDES)
 # No -march=native: a cache directory may be shared by machines; the emulated mma picks its instructions at load time.
 _FLAGS = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")

@@ -1,23 +1,22 @@
-// The verbs of ptx.cuh, on a Block of fibers; and `multiattn_launch`, which host.py calls.
+// The verbs of ptx.cuh, ptx_sm90.cuh and wgmma.cuh, on a Block of fibers; and `multiattn_launch`, which host.py calls.
 #include <cstdio>
 #include <cstring>
 #include <new>
 #include <string>
 
-#include "block.h"
 #include "formats.h"
-#include "multiattn/ptx.cuh"
+#include "hopper.h"
+#include "multiattn/wgmma.cuh"
 
 namespace multiattn {
 
 namespace emulation {
 
-extern Block* running_block;
-extern long long current_blocks;
-
 namespace {
 
 Block& block() { return *running_block; }
+Hopper& hopper() { return block().hopper(); }
+Warpgroup& warpgroup(const char* verb) { return hopper().warpgroup(verb); }
 
 void check_address(const char* verb, SharedAddress address, int bytes) {
   block().require(verb, block().smem.check_address(address, bytes, bytes, block().current().block));
@@ -40,15 +39,14 @@ T load_shared(const char* verb, SharedAddress source) {
 template <class T>
 void store_shared(const char* verb, SharedAddress target, const T& value) {
   check_address(verb, target, sizeof(T));
-  block().require(verb, block().smem.write(target, sizeof(T), block().now(), SharedMemory::Pending::NONE));
+  block().require(verb, block().smem.write(target, sizeof(T), block().now(), false));
   std::memcpy(block().smem.at(target), &value, sizeof value);
 }
 
 void copy_async(const char* verb, SharedAddress target, const void* source, bool valid, int bytes) {
   check_address(verb, target, bytes);
   if (valid) check_global(verb, source, bytes);
-  const auto pending = bytes == CHUNK_BYTES ? SharedMemory::Pending::WHOLE : SharedMemory::Pending::PART;
-  block().require(verb, block().smem.write(target, bytes, block().now(), pending));
+  block().require(verb, block().smem.write(target, bytes, block().now(), true));
   std::memset(block().smem.at(target), POISON, bytes);
   block().current().copies.push_back({target, valid ? source : nullptr, bytes, block().current().groups});
 }
@@ -91,6 +89,21 @@ void ldmatrix(uint32* matrix, SharedAddress row) {
   block().require(verb, block().smem.read(row, CHUNK_BYTES, block().now()));
   MatrixArguments arguments{row, matrix};
   block().meet_warp(verb, &arguments, [](void* const* lanes) { read_matrices<TRANSPOSED>(lanes); });
+}
+
+// The row of the one of four 8x8 matrices of which the lane has the address.
+Chunk gather_row(const uint32* matrix) {
+  struct Arguments {
+    const uint32* matrix;
+    Chunk row;
+  } mine{matrix, {}};
+  block().meet_warp("stmatrix_x4", &mine, [](void* const* lanes) {
+    for (int lane = 0; lane < WARP_SIZE; ++lane)
+      for (int word = 0; word < 4; ++word)
+        static_cast<Arguments*>(lanes[lane])->row.word[word] =
+            static_cast<Arguments*>(lanes[lane % 8 * 4 + word])->matrix[lane / 8];
+  });
+  return mine.row;
 }
 
 // D is float (&)[4], or uint32 (&)[2] of halves.
@@ -172,8 +185,6 @@ T shuffle(T value, int lane_mask) {
 
 }  // namespace
 
-void store_chunk(const char* verb, SharedAddress target, const Chunk& value) { store_shared(verb, target, value); }
-
 void cp_async_wait(int groups_left) {
   Thread& me = block().current();
   std::size_t kept = 0;
@@ -192,6 +203,26 @@ void cp_async_wait(int groups_left) {
   me.copies.resize(kept);
 }
 
+void mbarrier_arrive_at(SharedAddress barrier, int rank) { hopper().arrive_at("mbarrier_arrive_if", barrier, rank); }
+
+void tma_load(const char* verb, int first, int last, SharedAddress target, const TensorMap& map, SharedAddress barrier,
+              int column, int row, int head, int batch) {
+  hopper().load(verb, first, last, target, &map, barrier, column, row, head, batch);
+}
+
+void tma_store_wait(int groups_left) { hopper().wait_stores(groups_left); }
+
+void set_registers(int count, bool raise) {
+  hopper().set_registers(raise ? "raise_registers" : "lower_registers", count, raise);
+}
+
+void wgmma_wait(int groups_left) { warpgroup("wgmma_wait").wait(groups_left); }
+
+void wgmma(const char* verb, bool is_bf16, int columns, float* d, const uint32* a_registers, uint64 a, uint64 b,
+           bool b_mn_major, bool add) {
+  warpgroup(verb).issue({verb, columns, a, b, add, d, a_registers, is_bf16, b_mn_major});
+}
+
 }  // namespace emulation
 
 using namespace emulation;
@@ -199,7 +230,7 @@ using namespace emulation;
 void sync_block() { block().meet_block("sync_block"); }
 
 void sync_warp() {
-  block().meet_warp("sync_warp", nullptr, [](void* const*) { block().count_warp_barrier(); });
+  block().meet_warp("sync_warp", nullptr, [](void* const*) { block().order_warp(); });
 }
 
 bool any_in_warp(bool predicate) {
@@ -245,7 +276,7 @@ void load_shared_8(float (&value)[2], SharedAddress source) {
   const auto pair = load_shared<std::uint64_t>("load_shared_8", source);
   std::memcpy(value, &pair, sizeof value);
 }
-void store_shared_16(SharedAddress target, const Chunk& value) { store_chunk("store_shared_16", target, value); }
+void store_shared_16(SharedAddress target, const Chunk& value) { store_shared("store_shared_16", target, value); }
 void store_shared_4(SharedAddress target, uint32 value) { store_shared("store_shared_4", target, value); }
 
 void cp_async_16(SharedAddress target, const void* source, bool valid) {
@@ -271,6 +302,46 @@ void mma_m16n8k16_fp16(uint32 (&d)[2], const uint32 (&a)[4], uint32 b0, uint32 b
 
 void ldmatrix_x4(uint32 (&matrix)[4], SharedAddress row) { ldmatrix<false>(matrix, row); }
 void ldmatrix_x4_trans(uint32 (&matrix)[4], SharedAddress row) { ldmatrix<true>(matrix, row); }
+
+// ---- sm90
+uint32 uniform(uint32 value) {
+  block().meet_warp("uniform", &value, [](void* const* lanes) {
+    for (int lane = 1; lane < WARP_SIZE; ++lane) *static_cast<uint32*>(lanes[lane]) = *static_cast<uint32*>(lanes[0]);
+  });
+  return value;
+}
+
+// Blocks run one after another.
+int32 atomic_add_global(int32* target, int32 value) {
+  hopper().touch_global();
+  const int32 before = *target;
+  *target += value;
+  return before;
+}
+
+void stmatrix_x4(SharedAddress row, const uint32 (&matrix)[4]) { store_shared("stmatrix_x4", row, gather_row(matrix)); }
+
+void mbarrier_init(SharedAddress barrier, int arrivals) { hopper().init_mbarrier(barrier, arrivals); }
+void mbarrier_arrive(SharedAddress barrier) { hopper().arrive("mbarrier_arrive", barrier, 0); }
+void mbarrier_arrive_expect(SharedAddress barrier, int bytes) { hopper().arrive("mbarrier_arrive_expect", barrier, bytes); }
+void mbarrier_wait(SharedAddress barrier, int parity) { hopper().wait(barrier, parity); }
+void meet_cluster() { block().meet_cluster("meet_cluster"); }
+void await_earlier_grids() { hopper().await_earlier_grids(); }
+
+void fence_mbarrier_init() { hopper().fence_mbarriers(); }
+void fence_async_shared() { hopper().fence_writes(); }
+
+void prefetch_map(const TensorMap& map) { Hopper::check_map("prefetch_map", &map); }
+void tma_store(const TensorMap& map, SharedAddress source, int column, int row, int head, int batch) {
+  hopper().store(&map, source, column, row, head, batch);
+}
+void tma_store_commit() { hopper().commit_stores(); }
+
+void named_barrier_sync(int id, int threads) { hopper().named_barrier("named_barrier_sync", id, threads, true); }
+void named_barrier_arrive(int id, int threads) { hopper().named_barrier("named_barrier_arrive", id, threads, false); }
+
+void wgmma_fence() { warpgroup("wgmma_fence").fence(); }
+void wgmma_commit() { warpgroup("wgmma_commit").commit(); }
 
 }  // namespace multiattn
 
