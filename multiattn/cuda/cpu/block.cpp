@@ -35,8 +35,11 @@ VECTOR_CLONES void Clocks::join(Time* into, const Time* from, int actors) {
 
 void Clocks::meet(int first, int count) {
   Clock all = nothing();
-  for (int thread = first; thread < first + count; ++thread) release(thread, all);
-  for (int thread = first; thread < first + count; ++thread) acquire(thread, all);
+  for (int thread = first; thread < first + count; ++thread) join(all.data(), of(thread), actors_);
+  for (int thread = first; thread < first + count; ++thread) {
+    std::copy(all.begin(), all.end(), of(thread));
+    tick(thread);
+  }
 }
 
 Block::Block(int threads_of_block, std::size_t smem_bytes, int cluster)

@@ -11,7 +11,6 @@
 #include <new>
 #include <span>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "async_lines.h"
@@ -30,7 +29,8 @@ class SharedMemory {
       : lines((blocks - 1) * WINDOW_BYTES + bytes, clocks),
         bytes_((blocks - 1) * WINDOW_BYTES + (bytes + CHUNK_BYTES - 1) / CHUNK_BYTES * CHUNK_BYTES),
         size_(bytes),
-        pieces_(bytes_ / PIECE_BYTES) {
+        pieces_(bytes_ / PIECE_BYTES),
+        readers_(pieces_.size()) {
     data_ = static_cast<unsigned char*>(::operator new(bytes_ + CHUNK_BYTES, std::align_val_t(1024)));
   }
   ~SharedMemory() { ::operator delete(data_, std::align_val_t(1024)); }
@@ -125,9 +125,7 @@ class SharedMemory {
   }
 
   // When each thread has read a piece whose reader is MANY.
-  std::vector<Time>& times_of_readers(const Piece& piece) {
-    return readers_[static_cast<std::uint32_t>(&piece - pieces_.data())];
-  }
+  std::vector<Time>& times_of_readers(const Piece& piece) { return readers_[&piece - pieces_.data()]; }
 
   // One reader, while each knows of the one before; else MANY.
   void note_reader(Piece& piece, const Moment& now) {
@@ -164,7 +162,7 @@ class SharedMemory {
   std::size_t bytes_, size_;
   unsigned char* data_ = nullptr;
   std::vector<Piece> pieces_;
-  std::unordered_map<std::uint32_t, std::vector<Time>> readers_;  // by piece
+  std::vector<std::vector<Time>> readers_;  // of each piece
 };
 
 }  // namespace multiattn::emulation
