@@ -24,21 +24,16 @@ DEVICE void combine_rows(float (&value)[T::ROW_FRAGMENTS][2], SharedAddress exch
     const auto place = [&](int warp, int m, int half) {
       return exchange + (warp * T::TILE_M + T::warp_row() + 16 * m + accumulator_row(2 * half)) * 4;
     };
-#pragma unroll
-    for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        if (thread_index() % 4 == 0) store_shared_4(place(T::column_warp(), m, half), float_bits(value[m][half]));
+    for_each<T::ROW_FRAGMENTS, 2>([&](int m, int half) {
+      if (thread_index() % 4 == 0) store_shared_4(place(T::column_warp(), m, half), float_bits(value[m][half]));
+    });
     sync_block();  // every warp's values are there
+    for_each<T::ROW_FRAGMENTS, 2>([&](int m, int half) {
+      value[m][half] = load_shared_4(place(0, m, half));
 #pragma unroll
-    for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        value[m][half] = load_shared_4(place(0, m, half));
-#pragma unroll
-        for (int warp = 1; warp < T::COLUMN_WARPS; ++warp)
-          value[m][half] = combine(value[m][half], load_shared_4(place(warp, m, half)));
-      }
+      for (int warp = 1; warp < T::COLUMN_WARPS; ++warp)
+        value[m][half] = combine(value[m][half], load_shared_4(place(warp, m, half)));
+    });
   }
 }
 
@@ -48,18 +43,11 @@ DEVICE void hand_out(const Scores<T>& weights, SharedAddress tile) {
   if constexpr (T::SPLIT_KV) {
     const PairWriter<typename T::TileP> writer;
     const int first_chunk = T::warp_key() / CHUNK_ELEMENTS;
-#pragma unroll
-    for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
-#pragma unroll
-      for (int n = 0; n < T::KEY_FRAGMENTS; ++n)
-#pragma unroll
-        for (int side = 0; side < 2; ++side)
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const float(&value)[4] = weights[m][n][side].value;
-            writer.store(tile, T::warp_row() + 16 * m + 8 * half, first_chunk + 2 * n + side,
-                         pack<typename T::Element>(value[2 * half], value[2 * half + 1]));
-          }
+    for_each<T::ROW_FRAGMENTS, T::KEY_FRAGMENTS, 2, 2>([&](int m, int n, int side, int half) {
+      const float(&value)[4] = weights[m][n][side].value;
+      writer.store(tile, T::warp_row() + 16 * m + 8 * half, first_chunk + 2 * n + side,
+                   pack<typename T::Element>(value[2 * half], value[2 * half + 1]));
+    });
   }
 }
 
@@ -81,10 +69,7 @@ struct Walk {
 template <class T>
 DEVICE void compute_scores(Scores<T>& scores, const Walk<T>& it, int block) {
   ScoreSums<T> sums;
-#pragma unroll
-  for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
-#pragma unroll
-    for (int n = 0; n < T::KEY_FRAGMENTS; ++n) sums[m][n][0] = sums[m][n][1] = typename T::Sum{};
+  clear(sums);
 #pragma unroll 1
   for (int piece = 0; piece < T::K_PIECES; ++piece) {
     it.stream.await_k(block, piece);
@@ -95,12 +80,8 @@ DEVICE void compute_scores(Scores<T>& scores, const Walk<T>& it, int block) {
     }
     add_scores<T>(sums, it.queries, q, it.stream.k(block, piece));
   }
-#pragma unroll
-  for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
-#pragma unroll
-    for (int n = 0; n < T::KEY_FRAGMENTS; ++n)
-#pragma unroll
-      for (int side = 0; side < 2; ++side) scores[m][n][side] = widened(sums[m][n][side]);
+  for_each<T::ROW_FRAGMENTS, T::KEY_FRAGMENTS, 2>(
+      [&](int m, int n, int side) { scores[m][n][side] = widened(sums[m][n][side]); });
 }
 
 // The one place that changes a score.
@@ -108,16 +89,10 @@ template <class T>
 DEVICE void mask_scores(Scores<T>& scores, const Walk<T>& it, int block) {
   const Mask<T::CAUSAL> mask = it.mask();
   const int first_query = it.first_query + T::warp_row(), first_key = block * T::TILE_N + T::warp_key();
-#pragma unroll
-  for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
-#pragma unroll
-    for (int n = 0; n < T::KEY_FRAGMENTS; ++n)
-#pragma unroll
-      for (int side = 0; side < 2; ++side)
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          if (!mask.visible(first_query + 16 * m + accumulator_row(e), first_key + 16 * n + 8 * side + accumulator_column(e)))
-            scores[m][n][side].value[e] = -infinity();
+  for_each<T::ROW_FRAGMENTS, T::KEY_FRAGMENTS, 2, 4>([&](int m, int n, int side, int e) {
+    const int query = first_query + 16 * m + accumulator_row(e), key = first_key + 16 * n + 8 * side + accumulator_column(e);
+    if (!mask.visible(query, key)) scores[m][n][side].value[e] = -infinity();
+  });
 }
 
 template <class T>
@@ -126,14 +101,8 @@ DEVICE void decay_outputs(Outputs<T>& out, const float (&decay)[T::ROW_FRAGMENTS
 #pragma unroll
   for (int m = 0; m < T::ROW_FRAGMENTS; ++m) needed |= decay[m][0] != 1.0f || decay[m][1] != 1.0f;
   if (!any_in_warp(needed)) return;
-#pragma unroll
-  for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
-#pragma unroll
-    for (int d = 0; d < T::OUT_FRAGMENTS; ++d)
-#pragma unroll
-      for (int side = 0; side < 2; ++side)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) out[m][d][side].value[e] *= decay[m][e / 2];
+  for_each<T::ROW_FRAGMENTS, T::OUT_FRAGMENTS, 2, 4>(
+      [&](int m, int d, int side, int e) { out[m][d][side].value[e] *= decay[m][e / 2]; });
 }
 
 // One step of the paper's loop: what a block of keys adds to outputs and state. MASKED blocks are visible in part.
@@ -172,11 +141,8 @@ DEVICE void attend_to_block(int block, Outputs<T>& out, RowStates<T>& state, con
 template <class T>
 DEVICE void attend(Outputs<T>& out, RowStates<T>& state, const Walk<T>& it) {
 #pragma unroll
-  for (int m = 0; m < T::ROW_FRAGMENTS; ++m) {
-    state[m] = RowState::empty();
-#pragma unroll
-    for (int d = 0; d < T::OUT_FRAGMENTS; ++d) out[m][d][0] = out[m][d][1] = Accumulator{};
-  }
+  for (int m = 0; m < T::ROW_FRAGMENTS; ++m) state[m] = RowState::empty();
+  clear(out);
   const auto blocks = it.mask().template blocks<T::TILE_N>(it.first_query, T::TILE_M);
   int block = 0;
   for (; block < blocks.first_masked; ++block) attend_to_block<T, false>(block, out, state, it);
@@ -188,12 +154,9 @@ template <class T>
 DEVICE void store(const Outputs<T>& out, const RowStates<T>& state, const Walk<T>& it, const Sequence& sequence) {
   const int lane = thread_index() % WARP;
   float sum[T::ROW_FRAGMENTS][2];
-#pragma unroll
-  for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      sum[m][half] = reduce_row(state[m].sum[half], [](float a, float b) { return a + b; });
-  combine_rows<T>(sum, it.tops(), [](float a, float b) { return a + b; });
+  const auto add = [](float a, float b) { return a + b; };
+  for_each<T::ROW_FRAGMENTS, 2>([&](int m, int half) { sum[m][half] = reduce_row(state[m].sum[half], add); });
+  combine_rows<T>(sum, it.tops(), add);
 #pragma unroll
   for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
 #pragma unroll

@@ -9,6 +9,18 @@ constexpr int WARP = 32;
 constexpr int CHUNK_BYTES = 16;
 constexpr int CHUNK_ELEMENTS = 8;
 
+// Calls `body` with all indices below the sizes, the last one fastest, unrolled: elements of arrays stay in registers.
+template <int SIZE, int... SIZES, class Body, class... Indices>
+DEVICE void for_each(Body body, Indices... indices) {
+#pragma unroll
+  for (int i = 0; i < SIZE; ++i) {
+    if constexpr (sizeof...(SIZES) == 0)
+      body(indices..., i);
+    else
+      for_each<SIZES...>(body, indices..., i);
+  }
+}
+
 DEVICE constexpr int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
 
 template <int ROWS_, int HEAD_DIM, bool SWIZZLED = true, int WIDTH_ = (HEAD_DIM + 15) / 16 * 16>
