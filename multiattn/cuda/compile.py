@@ -13,7 +13,7 @@ from cuda.core import Program, ProgramOptions
 
 from multiattn.cuda.bind import bind, image_of
 from multiattn.cuda.instances import kernels_of
-from multiattn.cuda.source import DEVICE_INCLUDES, Instance, files_reached, translation_unit
+from multiattn.cuda.source import DEVICE_INCLUDES, Instance, cache_key, translation_unit
 from multiattn.plan import abi
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Exported, Plan
@@ -26,14 +26,12 @@ _STANDARD = "c++17"
 def cubin_path(kernel: Instance, arch: Arch) -> Path:
     """The compiled kernel in the disk cache, compiled now if it is not there. NVRTC's own error passes through."""
     source, target = translation_unit([kernel]), kernel.target(arch)
-    reached = files_reached(source, DEVICE_INCLUDES)
-    parts = (source, target, _STANDARD, _compiler_version())
-    key = cache.key_of((*parts, *(text for name in sorted(reached) for text in (name, reached[name]))))
-    return cache.fetch(key, ".cubin", lambda path: _write(path, source, target))
+    key = cache_key(source, DEVICE_INCLUDES, target, _STANDARD, _compiler_version())
 
+    def make(path: Path) -> None:
+        path.write_bytes(_compile(source, target))
 
-def _write(path: Path, source: str, target: str) -> None:
-    path.write_bytes(_compile(source, target))
+    return cache.fetch(key, ".cubin", make)
 
 
 def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from multiattn.cuda.axes import Axes, why_illegal
 from multiattn.plan.arch import WARP_THREADS, Arch
 from multiattn.plan.config import Config
-from multiattn.plan.limits import Check, failed, size_checks
+from multiattn.plan.limits import between, failed, field_checks, one_of, size_checks
 from multiattn.plan.schedule import query_tiles
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
@@ -150,17 +150,13 @@ def why_not(axes: Axes, problem: Problem, arch: Arch, config: Config) -> tuple[R
 def _wrong_shape(axes: Axes, config: CudaConfig) -> tuple[Reason, ...]:
     """Reasons why a config has no meaning: sizes that are no whole fragments."""
     has_columns = config.column_warps != 1
-    checks: tuple[Check, ...] = (
-        (config.warps in (2, 4, 8, 16), f"warps={config.warps}", "2, 4, 8, 16"),
-        (
-            has_columns == (axes.warps == "split_kv") and config.warps % max(1, config.column_warps) == 0,
-            f"column_warps={config.column_warps} of warps={config.warps} with {axes.warps}",
-            "1 with split_q; with split_kv a divisor of warps from 2 on",
-        ),
-        (1 <= config.stages <= 4, f"stages={config.stages}", "1 to 4"),
-        (config.dim_slice in (64, 128, 256), f"dim_slice={config.dim_slice}", "64, 128, 256"),
+    fields = {"warps": one_of(2, 4, 8, 16), "stages": between(1, 4), "dim_slice": one_of(64, 128, 256)}
+    columns = (
+        has_columns == (axes.warps == "split_kv") and config.warps % max(1, config.column_warps) == 0,
+        f"column_warps={config.column_warps} of warps={config.warps} with {axes.warps}",
+        "1 with split_q; with split_kv a divisor of warps from 2 on",
     )
-    if wrong := failed(checks):
+    if wrong := failed((*field_checks(config, fields), columns)):
         return wrong
     rows, keys = FRAGMENT_ROWS * config.row_warps, FRAGMENT_ROWS * config.column_warps
     is_whole = (

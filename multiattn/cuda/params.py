@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from multiattn.cuda import wgmma_configs as wgmma
-from multiattn.cuda.backward_configs import ROW_TILE, BackwardConfig, delta_bytes, dq_sum_bytes
+from multiattn.cuda.backward_configs import ROW_TILE, BackwardConfig, workspace_areas
 from multiattn.cuda.configs import ELEMENT_BYTES, tiles
 from multiattn.cuda.structs import TENSOR_MAP, read_structs
 from multiattn.cuda.tensor_maps import tensor_maps
@@ -36,13 +36,12 @@ def numbers_of(plan: Plan) -> dict[str, Any]:
     problem, config = plan.problem, plan.config
     assert config is not None
     common = {
-        **{f"strides_{name}": _STRIDES(*getattr(problem, f"strides_{name}")) for name in ("q", "k", "v", "out")},
+        **{f"strides_{name}": _STRIDES(*layout.strides[:3]) for name, layout in problem.layouts.items()},
         **{name: getattr(problem, name) for name in ("heads_q", "group", "seq_q", "seq_kv")},
     }
     if isinstance(config, BackwardConfig):
         return {
             **common,
-            **{f"strides_{name}": _STRIDES(*getattr(problem, f"strides_{name}")) for name in ("dk", "dv")},
             "heads_q_all": problem.batch * problem.heads_q,
             "heads_kv_all": problem.batch * problem.heads_kv,
             "tiles_rows": tiles(problem.seq_q, ROW_TILE),
@@ -108,8 +107,7 @@ def areas_of(plan: Plan) -> Mapping[str, int]:
     """The areas of a launch's workspace, and the bytes of each."""
     if not isinstance(plan.config, BackwardConfig):
         return {WORKSPACE: plan.workspace_bytes} if plan.workspace_bytes else {}
-    sums = {"dq_sum": dq_sum_bytes(plan.problem)} if plan.config.dq is None else {}
-    return {"delta": delta_bytes(plan.problem), **sums}
+    return workspace_areas(plan.problem, plan.config)
 
 
 def _places(kind: type[ctypes.Structure], base: int = 0) -> Iterator[tuple[int, str, bool]]:

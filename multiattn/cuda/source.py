@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multiattn.plan.arch import Arch
+from multiattn.run import cache
 
 ROOT = Path(__file__).parent
 DEVICE_INCLUDES = (ROOT / "include", ROOT / "kernels")
@@ -84,6 +85,12 @@ def _wgmma(columns: int) -> str:
 def _entry(kernel: Instance) -> str:
     bounds = f"{kernel.threads}, {kernel.occupancy}"
     return f"KERNEL({bounds})" if kernel.cluster == 1 else f"CLUSTER_KERNEL({bounds}, {kernel.cluster})"
+
+
+def cache_key(source: str, includes: Sequence[Path], *parts: str) -> str:
+    """The key of compiled code in the cache: `source`, all files that it reaches, and `parts`."""
+    reached = files_reached(source, includes)
+    return cache.key_of((source, *parts, *(text for name in sorted(reached) for text in (name, reached[name]))))
 
 
 def files_reached(source: str, includes: Sequence[Path]) -> dict[str, str]:

@@ -90,12 +90,12 @@ class Block {
   void require(const char* verb, const std::string& problem) {
     if (!problem.empty()) fail(verb, problem);
   }
-  // All threads of the team meet; the last one calls work(members), where members[i] is the `arguments` of the team's i-th.
-  template <class Work>
-  void meet(Team& team, const char* verb, void* arguments, Work work);
-  template <class Work>
-  void meet_warp(const char* verb, void* arguments, Work work) {
-    meet(warps_[current_->warp], verb, arguments, work);
+  // All threads of the team meet; the last one calls work(members), where *members[i] is what the team's i-th came with.
+  template <class Arguments, class Work>
+  void meet(Team& team, const char* verb, Arguments& mine, Work work);
+  template <class Arguments, class Work>
+  void meet_warp(const char* verb, Arguments& mine, Work work) {
+    meet(warps_[current_->warp], verb, mine, work);
   }
   // The current thread, which is of the team, returns.
   void leave(Team& team);
@@ -146,13 +146,13 @@ class Block {
 // The block that runs; the host lets one launch in at a time.
 extern Block* running_block;
 
-template <class Work>
-void Block::meet(Team& team, const char* verb, void* arguments, Work work) {
-  current_->arguments = arguments;
+template <class Arguments, class Work>
+void Block::meet(Team& team, const char* verb, Arguments& mine, Work work) {
+  current_->arguments = &mine;
   arrive(team, verb);
   if (team.arrived < team.size) return wait_for(verb, team);
-  void* members[WARPGROUP_SIZE];
-  for (int i = 0; i < team.size; ++i) members[i] = threads_[team.first_thread + i].arguments;
+  Arguments* members[WARPGROUP_SIZE];
+  for (int i = 0; i < team.size; ++i) members[i] = static_cast<Arguments*>(threads_[team.first_thread + i].arguments);
   work(members);
   team.arrived = 0;
   ++team.generation;

@@ -57,26 +57,25 @@ struct MatrixArguments {
 };
 
 // Rows of one 8x8 matrix are read in one wavefront: each of the 8 groups of 4 banks serves one row at a time.
-int bank_conflicts(void* const* lanes, int first_lane) {
+int bank_conflicts(MatrixArguments* const* lanes, int first_lane) {
   int rows_of_bank[8] = {}, most = 0;
   for (int lane = first_lane; lane < first_lane + 8; ++lane)
-    most = max(most, ++rows_of_bank[static_cast<MatrixArguments*>(lanes[lane])->row / 16 % 8]);
+    most = max(most, ++rows_of_bank[lanes[lane]->row / 16 % 8]);
   return most - 1;
 }
 
 template <bool TRANSPOSED>
-void read_matrices(void* const* lanes) {
+void read_matrices(MatrixArguments* const* lanes) {
   ++block().counters.ldmatrix;
   for (int i = 0; i < 4; ++i) {
     uint16 element[8][8];
-    for (int row = 0; row < 8; ++row)
-      std::memcpy(element[row], block().smem.at(static_cast<MatrixArguments*>(lanes[8 * i + row])->row), 16);
+    for (int row = 0; row < 8; ++row) std::memcpy(element[row], block().smem.at(lanes[8 * i + row]->row), 16);
     block().counters.bank_conflicts += bank_conflicts(lanes, 8 * i);
     for (int lane = 0; lane < WARP_SIZE; ++lane) {
       const int row = lane / 4, column = lane % 4 * 2;
       const uint32 low = TRANSPOSED ? element[column][row] : element[row][column];
       const uint32 high = TRANSPOSED ? element[column + 1][row] : element[row][column + 1];
-      static_cast<MatrixArguments*>(lanes[lane])->matrix[i] = low | high << 16;
+      lanes[lane]->matrix[i] = low | high << 16;
     }
   }
 }
@@ -88,7 +87,7 @@ void ldmatrix(uint32* matrix, SharedAddress row) {
   // A lane reads, for the warp, the row whose address it gives.
   block().require(verb, block().smem.read(row, CHUNK_BYTES, block().now()));
   MatrixArguments arguments{row, matrix};
-  block().meet_warp(verb, &arguments, [](void* const* lanes) { read_matrices<TRANSPOSED>(lanes); });
+  block().meet_warp(verb, arguments, read_matrices<TRANSPOSED>);
 }
 
 // The row of the one of four 8x8 matrices of which the lane has the address.
@@ -97,11 +96,9 @@ Chunk gather_row(const uint32* matrix) {
     const uint32* matrix;
     Chunk row;
   } mine{matrix, {}};
-  block().meet_warp("stmatrix_x4", &mine, [](void* const* lanes) {
+  block().meet_warp("stmatrix_x4", mine, [](Arguments* const* lanes) {
     for (int lane = 0; lane < WARP_SIZE; ++lane)
-      for (int word = 0; word < 4; ++word)
-        static_cast<Arguments*>(lanes[lane])->row.word[word] =
-            static_cast<Arguments*>(lanes[lane % 8 * 4 + word])->matrix[lane / 8];
+      for (int word = 0; word < 4; ++word) lanes[lane]->row.word[word] = lanes[lane % 8 * 4 + word]->matrix[lane / 8];
   });
   return mine.row;
 }
@@ -124,16 +121,15 @@ VECTOR_CLONES void multiply(float (&c)[16][8], const float (&a)[16][16], const f
 // One mma.m16n8k16 (PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type"). With an fp16 accumulator:
 // products and their sum of 16 in fp32, rounded once.
 template <class D>
-void multiply_fragments(void* const* lanes, const float* widen) {
+void multiply_fragments(MmaArguments<D>* const* lanes, const float* widen) {
   constexpr bool HALVES = sizeof(D) == 8;
   float a[16][16], b[16][8], c[16][8];
-  const auto arguments = [&](int lane) -> MmaArguments<D>& { return *static_cast<MmaArguments<D>*>(lanes[lane]); };
   const auto widen_pair = [&](uint32 pair, float& low, float& high) {
     low = widen[pair & 0xffff];
     high = widen[pair >> 16];
   };
   for (int lane = 0; lane < WARP_SIZE; ++lane) {
-    const auto& mine = arguments(lane);
+    const auto& mine = *lanes[lane];
     const int group = lane / 4, column = lane % 4 * 2;
     for (int i = 0; i < 4; ++i) {
       float* target = &a[group + i % 2 * 8][column + i / 2 * 8];
@@ -153,34 +149,29 @@ void multiply_fragments(void* const* lanes, const float* widen) {
     for (int half = 0; half < 2; ++half) {
       const float* sum = &c[lane / 4 + half * 8][lane % 4 * 2];
       if constexpr (HALVES)
-        arguments(lane).d[half] = narrow_fp16(sum[0]) | uint32(narrow_fp16(sum[1])) << 16;
+        lanes[lane]->d[half] = narrow_fp16(sum[0]) | uint32(narrow_fp16(sum[1])) << 16;
       else
-        std::memcpy(&arguments(lane).d[2 * half], sum, 8);
+        std::memcpy(&lanes[lane]->d[2 * half], sum, 8);
     }
 }
 
 template <class D>
 void mma(const char* verb, D& d, const uint32 (&a)[4], uint32 b0, uint32 b1, const float* widen) {
   MmaArguments<D> arguments{d, a, {b0, b1}};
-  block().meet_warp(verb, &arguments, [=](void* const* lanes) { multiply_fragments<D>(lanes, widen); });
+  block().meet_warp(verb, arguments, [=](auto lanes) { multiply_fragments<D>(lanes, widen); });
 }
 
 template <class T>
-struct ShuffleArguments {
-  T value, result;
-  int lane_mask;
-};
-
-template <class T>
 T shuffle(T value, int lane_mask) {
-  ShuffleArguments<T> arguments{value, T{}, lane_mask};
-  block().meet_warp("shuffle_xor", &arguments, [](void* const* lanes) {
-    for (int lane = 0; lane < WARP_SIZE; ++lane) {
-      auto& mine = *static_cast<ShuffleArguments<T>*>(lanes[lane]);
-      mine.result = static_cast<ShuffleArguments<T>*>(lanes[(lane ^ mine.lane_mask) % WARP_SIZE])->value;
-    }
+  struct {
+    T value, result;
+    int lane_mask;
+  } mine{value, T{}, lane_mask};
+  block().meet_warp("shuffle_xor", mine, [](auto lanes) {
+    for (int lane = 0; lane < WARP_SIZE; ++lane)
+      lanes[lane]->result = lanes[(lane ^ lanes[lane]->lane_mask) % WARP_SIZE]->value;
   });
-  return arguments.result;
+  return mine.result;
 }
 
 }  // namespace
@@ -230,19 +221,17 @@ using namespace emulation;
 void sync_block() { block().meet_block("sync_block"); }
 
 void sync_warp() {
-  block().meet_warp("sync_warp", nullptr, [](void* const*) { block().order_warp(); });
+  int nothing;
+  block().meet_warp("sync_warp", nothing, [](auto) { block().order_warp(); });
 }
 
 bool any_in_warp(bool predicate) {
-  struct Vote {
-    bool mine, any;
-  } vote{predicate, false};
-  block().meet_warp("any_in_warp", &vote, [](void* const* lanes) {
+  block().meet_warp("any_in_warp", predicate, [](auto lanes) {
     bool any = false;
-    for (int lane = 0; lane < WARP_SIZE; ++lane) any |= static_cast<Vote*>(lanes[lane])->mine;
-    for (int lane = 0; lane < WARP_SIZE; ++lane) static_cast<Vote*>(lanes[lane])->any = any;
+    for (int lane = 0; lane < WARP_SIZE; ++lane) any |= *lanes[lane];
+    for (int lane = 0; lane < WARP_SIZE; ++lane) *lanes[lane] = any;
   });
-  return vote.any;
+  return predicate;
 }
 
 float shuffle_xor(float value, int lane_mask) { return shuffle(value, lane_mask); }
@@ -305,8 +294,8 @@ void ldmatrix_x4_trans(uint32 (&matrix)[4], SharedAddress row) { ldmatrix<true>(
 
 // ---- sm90
 uint32 uniform(uint32 value) {
-  block().meet_warp("uniform", &value, [](void* const* lanes) {
-    for (int lane = 1; lane < WARP_SIZE; ++lane) *static_cast<uint32*>(lanes[lane]) = *static_cast<uint32*>(lanes[0]);
+  block().meet_warp("uniform", value, [](auto lanes) {
+    for (int lane = 1; lane < WARP_SIZE; ++lane) *lanes[lane] = *lanes[0];
   });
   return value;
 }

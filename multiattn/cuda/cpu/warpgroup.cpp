@@ -136,8 +136,7 @@ void Warpgroup::finish() {
 template <class Work>
 void Warpgroup::meet(WarpgroupCall call, Work work) {
   block_.check_warp(call.verb);
-  block_.meet(team_, call.verb, &call, [&](void* const* members) {
-    const Calls calls = reinterpret_cast<Calls>(members);
+  block_.meet(team_, call.verb, call, [&](Calls calls) {
     for (int i = 0; i < WARPGROUP_SIZE; ++i)
       if (!(*calls[i] == call))
         block_.fail(call.verb, "the threads of the warpgroup differ in its descriptors or constants");

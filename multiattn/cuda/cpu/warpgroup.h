@@ -61,7 +61,7 @@ class Warpgroup {
   void set_registers(const char* verb, int count, bool raise, RegisterPool& pool);
 
  private:
-  using Calls = const WarpgroupCall* const*;  // of all threads
+  using Calls = WarpgroupCall* const*;  // of all threads
   // d[64, columns] of all threads while wgmmas on it are under way.
   struct Sum {
     int columns = 0, operations = 0;
