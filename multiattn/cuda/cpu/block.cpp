@@ -42,54 +42,46 @@ void Clocks::meet(int first, int count) {
   }
 }
 
-Block::Block(int threads_of_block, std::size_t smem_bytes, int cluster)
+Stacks::Stacks(std::size_t threads) : bytes_(threads * STACK_BYTES) {
+  void* memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  memory_ = static_cast<char*>(memory);
+}
+
+Stacks::~Stacks() {
+#if defined(__SANITIZE_ADDRESS__)
+  ASAN_UNPOISON_MEMORY_REGION(memory_, bytes_);  // for who gets the memory next
+#endif
+  munmap(memory_, bytes_);
+}
+
+void Stacks::prepare(Fiber& fiber, int thread, void (*entry)()) const {
+  fiber.prepare(memory_ + thread * STACK_BYTES, STACK_BYTES, entry);
+}
+
+Block::Block(int threads_of_block, std::size_t smem_bytes, int cluster, std::int64_t index, LaunchCounts& counters)
     : clocks(threads_of_block * cluster),
       smem(smem_bytes, cluster, clocks),
+      counters(counters),
       threads_(threads_of_block * cluster),
-      warps_(threads_.size() / WARP_SIZE),
-      barriers_(cluster),
-      hopper_(std::make_unique<Hopper>(*this)) {
-  void* memory = mmap(nullptr, threads_.size() * STACK_BYTES, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) throw std::bad_alloc();
-  stacks_ = static_cast<char*>(memory);
+      barriers_(cluster, Barrier(threads_of_block)),
+      cluster_(threads()),
+      hopper_(std::make_unique<Hopper>(*this)),
+      index_(index) {
+  for (int first = 0; first < threads(); first += WARP_SIZE) warps_.emplace_back(first, WARP_SIZE);
 }
 
-Block::~Block() {
-#if defined(__SANITIZE_ADDRESS__)
-  ASAN_UNPOISON_MEMORY_REGION(stacks_, threads_.size() * STACK_BYTES);  // for who gets the memory next
-#endif
-  munmap(stacks_, threads_.size() * STACK_BYTES);
-}
-
-bool Block::run(Kernel kernel, const void* parameters, std::int64_t block) {
+bool Block::run(Kernel kernel, const void* parameters, const Stacks& stacks) {
   kernel_ = kernel;
   parameters_ = parameters;
-  index_ = block;
   running_block = this;
-  clocks.reset();
-  smem.reset();
-  for (Barrier& barrier : barriers_) {
-    barrier = Barrier{};
-    barrier.live = threads_of_block();
-  }
-  cluster_ = Barrier{};
-  cluster_.live = threads();
   for (int i = 0; i < threads(); ++i) {
     Thread& thread = threads_[i];
-    thread = Thread{};
     thread.index = i;
-    thread.lane = i % WARP_SIZE;
     thread.warp = i / WARP_SIZE;
     thread.block = i / threads_of_block();
-    thread.fiber.prepare(stacks_ + i * STACK_BYTES, STACK_BYTES, &Block::enter);
+    stacks.prepare(thread.fiber, i, &Block::enter);
   }
-  for (std::size_t w = 0; w < warps_.size(); ++w) {
-    warps_[w] = Team{};
-    warps_[w].first_thread = static_cast<int>(w) * WARP_SIZE;
-    warps_[w].size = warps_[w].live = WARP_SIZE;
-  }
-  hopper_->start();
   run_as(threads_[0]);
   host_.adopt_current();
   switch_fiber(host_, current_->fiber);

@@ -35,7 +35,6 @@ struct PendingCopy {
 struct Thread {
   Fiber fiber;
   int index = 0, warp = 0, block = 0;  // in the cluster
-  int lane = 0;
   bool done = false;
   const Condition* waits_for = nullptr;
   std::int64_t generation = 0;      // of that, when it began to wait
@@ -47,32 +46,50 @@ struct Thread {
 
 // Threads that run collectives together: a warp, or a warpgroup.
 struct Team : Condition {
-  int first_thread = 0, size = 0, live = 0, arrived = 0;  // in the cluster; how many have not returned; are there
-  const char* verb = nullptr;                             // what those wait in
+  const int first_thread, size;  // in the cluster
+  int live, arrived = 0;         // that have not returned; that are there
+  const char* verb = nullptr;    // what those wait in
 
+  Team(int first_thread, int size) : first_thread(first_thread), size(size), live(size) {}
   const char* name() const { return size == WARP_SIZE ? "warp" : "warpgroup"; }
   const char* member() const { return size == WARP_SIZE ? "lane" : "thread"; }
 };
 
 // A rendezvous of a whole block, or of a cluster.
 struct Barrier : Condition {
-  int live = 0, arrived = 0;  // threads that have not returned; that are there
+  int live, arrived = 0;  // threads that have not returned; that are there
+
+  explicit Barrier(int threads) : live(threads) {}
 };
 
 class Hopper;
 
 using Kernel = void (*)(const void* parameters);
 
+// Memory for the stacks of so many threads, whose blocks run one after another.
+class Stacks {
+ public:
+  explicit Stacks(std::size_t threads);
+  ~Stacks();
+  Stacks(const Stacks&) = delete;
+  Stacks& operator=(const Stacks&) = delete;
+
+  void prepare(Fiber& fiber, int thread, void (*entry)()) const;
+
+ private:
+  std::size_t bytes_;
+  char* memory_;
+};
+
 class Block {
  public:
-  // `threads_of_block` and `smem_bytes` for each block of a cluster.
-  Block(int threads_of_block, std::size_t smem_bytes, int cluster);
-  ~Block();
+  // The cluster whose first block has this index; `threads_of_block` and `smem_bytes` for each of its blocks.
+  Block(int threads_of_block, std::size_t smem_bytes, int cluster, std::int64_t index, LaunchCounts& counters);
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
 
-  // Runs the cluster whose first block has this index to its end; false when it failed, with `error` set.
-  bool run(Kernel kernel, const void* parameters, std::int64_t block);
+  // Runs to the end; false when it failed, with `error` set.
+  bool run(Kernel kernel, const void* parameters, const Stacks& stacks);
 
   // ---- for the verbs, called on a fiber
   Thread& current() { return *current_; }
@@ -113,7 +130,7 @@ class Block {
 
   Clocks clocks;
   SharedMemory smem;
-  LaunchCounts counters{};
+  LaunchCounts& counters;
   std::string error;
 
  private:
@@ -139,8 +156,7 @@ class Block {
   Thread* current_ = nullptr;
   Kernel kernel_ = nullptr;
   const void* parameters_ = nullptr;
-  std::int64_t index_ = 0;
-  char* stacks_ = nullptr;
+  const std::int64_t index_;
 };
 
 // The block that runs; the host lets one launch in at a time.

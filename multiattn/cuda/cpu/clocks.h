@@ -20,15 +20,12 @@ class Clocks {
   static constexpr Time BEFORE = 1;  // the time of all actors when a block begins
 
   explicit Clocks(int threads)
-      : threads_(threads), actors_((threads + MBARRIERS_MAX + threads / 32 + 7) / 8 * 8), times_(threads * actors_) {}
+      : threads_(threads), actors_((threads + MBARRIERS_MAX + threads / 32 + 7) / 8 * 8), times_(threads * actors_, BEFORE) {
+    for (int thread = 0; thread < threads; ++thread) tick(thread);
+  }
 
   int tma(int mbarrier) const { return threads_ + mbarrier; }
   int wgmma(int warp) const { return threads_ + MBARRIERS_MAX + warp; }
-
-  void reset() {
-    std::fill(times_.begin(), times_.end(), BEFORE);
-    for (int thread = 0; thread < threads_; ++thread) of(thread)[thread] = BEFORE + 1;
-  }
 
   Time* of(int thread) { return &times_[static_cast<std::size_t>(thread) * actors_]; }
   const Time* of(int thread) const { return &times_[static_cast<std::size_t>(thread) * actors_]; }

@@ -19,20 +19,16 @@ Time time_of_phase(std::int64_t phase) { return Clocks::BEFORE + 1 + static_cast
 
 // ---- the block
 Hopper::Hopper(Block& block)
-    : block_(block), clocks_(block.clocks), lines_(block.smem.lines), named_(NAMED_BARRIERS * block.blocks()) {
+    : block_(block),
+      clocks_(block.clocks),
+      lines_(block.smem.lines),
+      named_(NAMED_BARRIERS * block.blocks()),
+      threads_(block.threads()),
+      touched_(block.blocks()),
+      registers_(block.blocks()) {
+  const int registers = REGISTERS / block.threads_of_block() / REGISTER_UNIT * REGISTER_UNIT;
   for (int i = 0; i < block.threads() / WARPGROUP_SIZE; ++i)
-    warpgroups_.push_back(std::make_unique<Warpgroup>(block, *this, i));
-}
-
-void Hopper::start() {
-  mbarriers_.clear();
-  for (NamedBarrier& barrier : named_) barrier = NamedBarrier{};
-  threads_.assign(block_.threads(), AsyncThread{});
-  loads_.clear();
-  touched_.assign(block_.blocks(), false);
-  registers_.assign(block_.blocks(), RegisterPool{});
-  const int registers = REGISTERS / block_.threads_of_block() / REGISTER_UNIT * REGISTER_UNIT;
-  for (auto& warpgroup : warpgroups_) warpgroup->start(std::min(registers, REGISTERS_OF_THREAD));
+    warpgroups_.push_back(std::make_unique<Warpgroup>(block, *this, i, std::min(registers, REGISTERS_OF_THREAD)));
 }
 
 void Hopper::finish() {

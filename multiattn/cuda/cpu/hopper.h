@@ -58,8 +58,6 @@ class Hopper {
  public:
   explicit Hopper(Block& block);
 
-  // A block begins.
-  void start();
   // The current thread returns.
   void finish();
   // Lands the oldest load under way; false where there is none.

@@ -343,11 +343,12 @@ extern "C" int multiattn_launch(multiattn::emulation::Kernel kernel, const void*
   if (blocks % cluster)
     message = "a grid of " + std::to_string(blocks) + " blocks, which are no whole clusters of " + std::to_string(cluster);
   try {
-    multiattn::emulation::Block block(threads, smem_bytes, cluster);
+    const multiattn::emulation::Stacks stacks(threads * cluster);
     multiattn::emulation::current_blocks = blocks;
-    for (long long index = 0; index < blocks && message.empty(); index += cluster)
-      if (!block.run(kernel, parameters, index)) message = block.error;
-    *counts = block.counters;
+    for (long long index = 0; index < blocks && message.empty(); index += cluster) {
+      multiattn::emulation::Block block(threads, smem_bytes, cluster, index, *counts);
+      if (!block.run(kernel, parameters, stacks)) message = block.error;
+    }
   } catch (const std::bad_alloc&) {
     message = "out of memory for the stacks of " + std::to_string(threads) + " threads";
   }

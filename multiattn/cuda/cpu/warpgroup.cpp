@@ -117,17 +117,6 @@ VECTOR_CLONES void multiply(float (*c)[WGMMA_COLUMNS_MAX], const Operands& opera
 
 }  // namespace
 
-void Warpgroup::start(int registers) {
-  team_ = Team{};
-  team_.first_thread = index_ * WARPGROUP_SIZE;
-  team_.size = team_.live = WARPGROUP_SIZE;
-  registers_ = registers;
-  groups_ = 0;
-  time_ = Clocks::BEFORE;
-  flying_.clear();
-  sums_.clear();
-}
-
 void Warpgroup::finish() {
   block_.leave(team_);
   if (!flying_.empty()) block_.fail("returns with wgmmas under way");

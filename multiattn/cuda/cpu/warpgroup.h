@@ -48,9 +48,9 @@ struct RegisterPool : Condition {
 
 class Warpgroup {
  public:
-  Warpgroup(Block& block, Hopper& hopper, int index) : block_(block), hopper_(hopper), index_(index) {}
+  Warpgroup(Block& block, Hopper& hopper, int index, int registers)
+      : block_(block), hopper_(hopper), index_(index), team_(index * WARPGROUP_SIZE, WARPGROUP_SIZE), registers_(registers) {}
 
-  void start(int registers);
   // The current thread returns.
   void finish();
 
@@ -95,11 +95,11 @@ class Warpgroup {
   Hopper& hopper_;
   const int index_;
   Team team_;
-  int registers_ = 0;
+  int registers_;
   std::int64_t groups_ = 0;  // committed
   std::deque<std::unique_ptr<Operation>> flying_;
   std::vector<std::unique_ptr<Sum>> sums_;
-  Time time_ = 0;  // of its wgmmas
+  Time time_ = Clocks::BEFORE;  // of its wgmmas
 };
 
 }  // namespace multiattn::emulation
