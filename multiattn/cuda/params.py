@@ -1,4 +1,4 @@
-"""The kernels' parameter structs, which `include/multiattn/params*.h` describe, filled with the numbers of a Plan.
+"""The kernels' parameter structs, which `include/multiattn/params.h` describes, filled with the numbers of a Plan.
 
 A field that is a pointer has the name of its operand, or of an area of workspace; one called ``map_q`` is the tensor
 map of q; all others are numbers. What a launch, an emitted kernel and the emulator hand over follows from that.
@@ -22,8 +22,7 @@ from multiattn.plan.backend import Plan
 from multiattn.plan.schedule import KV_BYTES_SIDE_BY_SIDE, heads_side_by_side
 from multiattn.problem import Problem
 
-_HEADERS = Path(__file__).parent / "include" / "multiattn"
-_STRUCTS = read_structs(_HEADERS / "params.h", _HEADERS / "params_sm90.h")
+_STRUCTS = read_structs(Path(__file__).parent / "include" / "multiattn" / "params.h")
 _STRIDES = _STRUCTS["Strides"]
 ForwardParams, BackwardParams, WgmmaParams = (_STRUCTS[f"{it}Params"] for it in ("Forward", "Backward", "Wgmma"))
 

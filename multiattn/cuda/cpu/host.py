@@ -78,25 +78,16 @@ class CpuLauncher:
             workspace = torch.full((self._workspace_bytes,), _NAN_BYTE, dtype=torch.uint8)
         addresses |= {name: workspace.data_ptr() + at for name, at in self._areas.items()}
         params = aligned(pack(struct, addresses, encode_map))
-        self.counts = {launch.kernel.name: run_launch(self._library, launch, params) for launch in self._launches}
+        self.counts = {launch.kernel.name: self._run(launch, params) for launch in self._launches}
 
-
-def run_launch(library: ctypes.CDLL, launch: PlannedLaunch, params: Any) -> Any:
-    """Run one kernel of a Plan over its grid; its `LaunchCounts`."""
-    kernel = launch.kernel
-    counts = run(
-        library,
-        kernel.name,
-        params,
-        blocks=launch.grid(MULTIPROCESSORS),
-        threads=kernel.threads,
-        smem_bytes=kernel.smem_bytes,
-        cluster=kernel.cluster,
-    )
-    if kernel.overlaps and counts.grid_waits != counts.blocks:
-        waiting = f"{counts.grid_waits} of {counts.blocks} blocks wait for earlier grids"
-        raise EmulationError(f"{kernel.name}: it is launched to overlap, but {waiting}")
-    return counts
+    def _run(self, launch: PlannedLaunch, params: Any) -> Any:
+        kernel, blocks = launch.kernel, launch.grid(MULTIPROCESSORS)
+        sizes = {"threads": kernel.threads, "smem_bytes": kernel.smem_bytes, "cluster": kernel.cluster}
+        counts = run(self._library, kernel.name, params, blocks=blocks, **sizes)
+        if kernel.overlaps and counts.grid_waits != counts.blocks:
+            waiting = f"{counts.grid_waits} of {counts.blocks} blocks wait for earlier grids"
+            raise EmulationError(f"{kernel.name}: it is launched to overlap, but {waiting}")
+        return counts
 
 
 def aligned(data: bytes) -> ctypes.Array[ctypes.c_ubyte]:

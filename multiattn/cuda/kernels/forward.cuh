@@ -74,7 +74,7 @@ DEVICE void compute_scores(Scores<T>& scores, const Walk<T>& it, int block) {
   for (int piece = 0; piece < T::K_PIECES; ++piece) {
     it.stream.await_k(block, piece);
     const SharedAddress q = it.queries.source(piece, it.stream.q(block, piece));
-    if (T::Q_PLACE == QPlace::STREAMED && it.params.scale_sign != 1) {
+    if (T::STREAMED && it.params.scale_sign != 1) {
       fold_sign_into_q<T, typename T::PieceQ>(q, it.params.scale_sign);
       sync_block();  // Q is rewritten before anybody reads it
     }
@@ -185,7 +185,7 @@ DEVICE void store(const Outputs<T>& out, const RowStates<T>& state, const Walk<T
 template <class T>
 DEVICE Queries<T> take_queries(const ForwardParams& params, const Sequence& sequence, Stream<T>& stream) {
   const SharedAddress tile = shared_base();
-  if constexpr (T::Q_PLACE == QPlace::STREAMED) {
+  if constexpr (T::STREAMED) {
     stream.start();
     return Queries<T>(tile);
   }

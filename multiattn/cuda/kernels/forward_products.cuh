@@ -58,7 +58,7 @@ class Queries {
 
   // `streamed` is where Q's part was loaded with the piece of K.
   DEVICE SharedAddress source(int piece, SharedAddress streamed) const {
-    if constexpr (T::Q_PLACE == QPlace::STREAMED) return streamed;
+    if constexpr (T::STREAMED) return streamed;
     return tile_ + piece * (T::K_WIDTH * 2);
   }
 
@@ -78,15 +78,8 @@ DEVICE void add_scores(ScoreSums<T>& sums, const Queries<T>& queries, SharedAddr
   const typename Queries<T>::Part q(queries, source_q);
   const SharedAddress keys = k + T::warp_key() * T::PieceK::PITCH;
   const auto load = [&](int step) { return reader.load(keys, step % T::KEY_FRAGMENTS * 16, step / T::KEY_FRAGMENTS * 16); };
-
-  typename Queries<T>::Column columns[2];
-  q.load(columns[0], 0);
-  read_ahead<T::DOT_FRAGMENTS * T::KEY_FRAGMENTS, T::READ_AHEAD>(load, [&](int step, const Fragment& fragment) {
-    const int d = step / T::KEY_FRAGMENTS, n = step % T::KEY_FRAGMENTS;
-    if (n == 0 && d + 1 < T::DOT_FRAGMENTS) q.load(columns[(d + 1) % 2], d + 1);
-#pragma unroll
-    for (int m = 0; m < T::ROW_FRAGMENTS; ++m) mma_pair<typename T::Element>(sums[m][n], columns[d % 2][m], fragment);
-  });
+  const auto load_q = [&](typename Queries<T>::Column& column, int d) { q.load(column, d); };
+  multiply<typename T::Element, T::DOT_FRAGMENTS, T::READ_AHEAD>(sums, load_q, load);
 }
 
 // The weights of a warp's rows as operand A, for all keys of a block: what the warp itself made of its scores, or what

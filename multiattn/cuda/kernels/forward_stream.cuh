@@ -98,7 +98,7 @@ class Stream {
     const int first = block * T::TILE_N, column = piece * T::K_WIDTH;
     load_piece<typename T::PieceK>(k(block, piece), sequence().k() + first * params_.strides_k.seq, params_.strides_k.seq,
                                    params_.seq_kv - first, column);
-    if constexpr (T::Q_PLACE == QPlace::STREAMED)
+    if constexpr (T::STREAMED)
       load_piece<typename T::PieceQ>(q(block, piece), sequence_.q(), params_.strides_q.seq,
                                      params_.seq_q - sequence_.work.first_query, column);
   }

@@ -41,15 +41,6 @@ struct Shape {
   static constexpr int KEY_SLICE = KEY_SLICE_;  // keys of a slice of V
 };
 
-template <bool CHOOSE_FIRST, class First, class Second>
-struct Choice {
-  using type = First;
-};
-template <class First, class Second>
-struct Choice<false, First, Second> {
-  using type = Second;
-};
-
 // What goes with what, as multiattn/cuda/configs.py has it; shared memory and registers aside.
 template <class Element, int HEAD_DIM_, class A, class S>
 struct Legality {
@@ -105,7 +96,9 @@ struct ForwardTraits : Axes_, Shape_ {
   static constexpr int V_ROWS = SLICED_V ? S::KEY_SLICE : S::TILE_N;
   using TileQ = Tile<S::TILE_M, HEAD_DIM, A::SWIZZLE_Q, DOT_WIDTH>;
   using PieceQ = Tile<S::TILE_M, SLICED_K ? K_WIDTH : HEAD_DIM, A::SWIZZLE_Q>;
-  using SourceQ = typename Choice<S::Q_PLACE == QPlace::STREAMED, PieceQ, TileQ>::type;  // what fragments are read from
+  static constexpr bool STREAMED = S::Q_PLACE == QPlace::STREAMED;
+  // What fragments of Q are read from: PieceQ or TileQ.
+  using SourceQ = Tile<S::TILE_M, STREAMED ? K_WIDTH : HEAD_DIM, A::SWIZZLE_Q, STREAMED ? K_WIDTH : DOT_WIDTH>;
   using PieceK = Tile<S::TILE_N, SLICED_K ? K_WIDTH : HEAD_DIM, A::SWIZZLE_K>;
   using PieceV = Tile<V_ROWS, HEAD_DIM, A::SWIZZLE_V, OUT_WIDTH>;
   using TileP = Tile<S::TILE_M, S::TILE_N>;  // weights, with SPLIT_KV
@@ -119,13 +112,12 @@ struct ForwardTraits : Axes_, Shape_ {
   static constexpr int PIECES = JOINT ? 1 : K_PIECES + V_PIECES;  // of a block of keys
   // Pieces under way while one is used. With a buffer of its own V is loaded while K is used, even with one stage.
   static constexpr int AHEAD = !SHARED_RING && !SLICED_K && S::STAGES == 1 ? 1 : S::STAGES - 1;
-  static constexpr int Q_SLOT = S::Q_PLACE == QPlace::STREAMED ? PieceQ::BYTES : 0;
-  static constexpr int K_SLOT = PieceK::BYTES + Q_SLOT;
+  static constexpr int K_SLOT = PieceK::BYTES + (STREAMED ? PieceQ::BYTES : 0);
   static constexpr int SLOT = SHARED_RING && PieceV::BYTES > K_SLOT ? PieceV::BYTES : K_SLOT;
   static constexpr int V_SLOTS = A::TILING == Tiling::QK ? 1 : S::STAGES;  // where V has its own
 
   // ---- shared memory: Q, the slots, what warps exchange
-  static constexpr bool KEEPS_Q_TILE = S::Q_PLACE != QPlace::STREAMED && A::SHARE != Share::QKV;
+  static constexpr bool KEEPS_Q_TILE = !STREAMED && A::SHARE != Share::QKV;
   static constexpr int RING_BYTES = S::STAGES * SLOT + (SHARED_RING ? 0 : V_SLOTS * PieceV::BYTES);
   static constexpr int RING_AT = KEEPS_Q_TILE ? TileQ::BYTES : 0;
   static constexpr int EXCHANGE_AT =

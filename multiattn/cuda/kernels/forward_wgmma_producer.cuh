@@ -2,7 +2,7 @@
 #pragma once
 #include "forward_wgmma_traits.cuh"
 #include "multiattn/mask.cuh"
-#include "multiattn/params_sm90.h"
+#include "multiattn/params.h"
 #include "multiattn/place.cuh"
 
 namespace multiattn {

@@ -35,11 +35,24 @@ DEVICE void read_ahead(Load load, Use use) {
   }
 }
 
+// sums[16 M, 16 N] += left[16 M, 16 D] right[16 N, 16 D]^T. `load_left(column, d)` loads 16 of D for all rows, `load_right(step)`
+// them for 16 columns, those of one d after another and AHEAD of their use.
+template <class E, int D, int AHEAD, class Sum, int M, int N, class LoadLeft, class LoadRight>
+DEVICE void multiply(Sum (&sums)[M][N][2], LoadLeft load_left, LoadRight load_right) {
+  Fragment columns[2][M];
+  load_left(columns[0], 0);
+  read_ahead<D * N, AHEAD>(load_right, [&](int step, const Fragment& right) {
+    const int d = step / N, n = step % N;
+    if (n == 0 && d + 1 < D) load_left(columns[(d + 1) % 2], d + 1);
+#pragma unroll
+    for (int m = 0; m < M; ++m) mma_pair<E>(sums[m][n], columns[d % 2][m], right);
+  });
+}
+
 // product[16 M, 16 N] = left[16 M, D] right[16 N, D]^T. Fragments are read AHEAD of their use. `thread` is thread_index(),
 // or the same `recomputed` where no register is left to keep addresses across a loop.
 template <class E, class TileLeft, class TileRight, int AHEAD, int M, int N>
 DEVICE void multiply_rows(Product<M, N>& product, SharedAddress left, SharedAddress right, uint32 thread) {
-  constexpr int STEPS = TileLeft::WIDTH / 16 * N;
   const auto left_reader = FragmentReader<TileLeft>::down(thread);
   const auto right_reader = FragmentReader<TileRight>::right(thread);
   const auto load_left = [&](Fragment(&column)[M], int d) {
@@ -49,14 +62,7 @@ DEVICE void multiply_rows(Product<M, N>& product, SharedAddress left, SharedAddr
   const auto load_right = [&](int step) { return right_reader.load(right, step % N * 16, step / N * 16); };
 
   clear(product);
-  Fragment columns[2][M];
-  load_left(columns[0], 0);
-  read_ahead<STEPS, AHEAD>(load_right, [&](int step, const Fragment& fragment) {
-    const int d = step / N, n = step % N;
-    if (n == 0 && step + N < STEPS) load_left(columns[(d + 1) % 2], d + 1);
-#pragma unroll
-    for (int m = 0; m < M; ++m) mma_pair<E>(product[m][n], columns[d % 2][m], fragment);
-  });
+  multiply<E, TileLeft::WIDTH / 16, AHEAD>(product, load_left, load_right);
 }
 
 // sum[16 M, D] += weights[16 M, 16 N] values[16 N, D]

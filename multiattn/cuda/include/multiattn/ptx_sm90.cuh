@@ -2,7 +2,6 @@
 // cpu/include/multiattn/ptx_sm90.cuh has the same verbs on the CPU.
 #pragma once
 #include "multiattn/ptx.cuh"
-#include "multiattn/tensor_map.h"
 
 namespace multiattn {
 

@@ -1,7 +1,6 @@
 // The verbs of include/multiattn/ptx_sm90.cuh on the CPU; the work is done in cpu/verbs.cpp.
 #pragma once
 #include "multiattn/ptx.cuh"
-#include "multiattn/tensor_map.h"
 
 namespace multiattn {
 
