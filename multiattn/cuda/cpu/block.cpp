@@ -8,9 +8,7 @@
 #include "formats.h"
 #include "hopper.h"
 
-namespace multiattn {
-
-namespace emulation {
+namespace multiattn::emulation {
 
 // Of the thread that runs: what thread_index(), block_index(), cluster_rank() and shared_base() of the kernel read.
 int current_thread, current_rank;
@@ -222,6 +220,4 @@ std::string Block::who_waits() const {
   return list;
 }
 
-}  // namespace emulation
-
-}  // namespace multiattn
+}  // namespace multiattn::emulation

@@ -15,6 +15,23 @@ constexpr int BOX_COLUMNS = LINE_BYTES / 2, BOX_MAX = 256, TILE_ALIGNMENT = 1024
 // Of the loads that are part of a phase.
 Time time_of_phase(std::int64_t phase) { return Clocks::BEFORE + 1 + static_cast<Time>(phase); }
 
+// The tensor's part of one row of a box.
+struct BoxRow {
+  int first = 0, count = 0;         // columns of the box that the tensor has
+  unsigned char* memory = nullptr;  // of the first of them
+
+  // Row `i` of the box.
+  BoxRow(const Transfer& box, int i) {
+    const auto& [map, tile, column, first_row, head, batch] = box;
+    const int row = first_row + i;
+    if (row < 0 || row >= map.sizes[1] || head < 0 || head >= map.sizes[2] || batch < 0 || batch >= map.sizes[3]) return;
+    first = std::clamp(-column, 0, BOX_COLUMNS);
+    count = std::clamp(map.sizes[0] - column, first, BOX_COLUMNS) - first;
+    if (count)
+      memory = map.base + row * map.strides[0] + head * map.strides[1] + batch * map.strides[2] + (column + first) * 2ll;
+  }
+};
+
 }  // namespace
 
 // ---- the block
@@ -48,12 +65,6 @@ Warpgroup& Hopper::warpgroup(const char* verb) {
 }
 
 // ---- mbarriers
-std::string Mbarrier::state() const {
-  return "(" + std::to_string(address) + ", phase " + std::to_string(generation) + ": " +
-         std::to_string(arrivals - missing) + " of " + std::to_string(arrivals) + " arrivals, " + std::to_string(bytes) +
-         " bytes missing)";
-}
-
 void Hopper::init_mbarrier(std::uint32_t address, int arrivals) {
   constexpr const char* VERB = "mbarrier_init";
   block_.require(VERB, block_.smem.check_address(address, 8, 8, rank()));
@@ -145,27 +156,6 @@ const EncodedMap& Hopper::check_map(const char* verb, const void* address) {
   if (map.box[1] < 1 || map.box[1] > BOX_MAX) broken("has a box of " + std::to_string(map.box[1]) + " rows, beyond 256");
   return map;
 }
-
-namespace {
-
-// The tensor's part of one row of a box.
-struct BoxRow {
-  int first = 0, count = 0;         // columns of the box that the tensor has
-  unsigned char* memory = nullptr;  // of the first of them
-
-  // Row `i` of the box.
-  BoxRow(const Transfer& box, int i) {
-    const auto& [map, tile, column, first_row, head, batch] = box;
-    const int row = first_row + i;
-    if (row < 0 || row >= map.sizes[1] || head < 0 || head >= map.sizes[2] || batch < 0 || batch >= map.sizes[3]) return;
-    first = std::clamp(-column, 0, BOX_COLUMNS);
-    count = std::clamp(map.sizes[0] - column, first, BOX_COLUMNS) - first;
-    if (count)
-      memory = map.base + row * map.strides[0] + head * map.strides[1] + batch * map.strides[2] + (column + first) * 2ll;
-  }
-};
-
-}  // namespace
 
 void Hopper::load(const char* verb, int first, int last, std::uint32_t target, const void* map_address,
                   std::uint32_t barrier_address, int column, int row, int head, int batch) {
@@ -301,10 +291,6 @@ void Hopper::await_earlier_grids() {
 }
 
 // ---- named barriers
-std::string NamedBarrier::state() const {
-  return "(" + std::to_string(arrived) + " of " + std::to_string(threads) + " threads are there)";
-}
-
 void Hopper::named_barrier(const char* verb, int id, int threads, bool wait) {
   const Thread& me = block_.current();
   if (wait) block_.check_warp(verb);

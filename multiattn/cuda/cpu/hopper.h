@@ -25,7 +25,11 @@ struct Mbarrier : Condition {
   bool fenced = false;                    // visible to the async proxy
   Clock arrived, released;                // of those who came; of the phases that are complete
 
-  std::string state() const override;
+  std::string state() const override {
+    return "(" + std::to_string(address) + ", phase " + std::to_string(generation) + ": " +
+           std::to_string(arrivals - missing) + " of " + std::to_string(arrivals) + " arrivals, " + std::to_string(bytes) +
+           " bytes missing)";
+  }
 };
 
 struct NamedBarrier : Condition {
@@ -33,7 +37,9 @@ struct NamedBarrier : Condition {
   std::uint8_t lanes[32] = {};            // that are there, of each warp
   Clock joined, released;
 
-  std::string state() const override;
+  std::string state() const override {
+    return "(" + std::to_string(arrived) + " of " + std::to_string(threads) + " threads are there)";
+  }
 };
 
 // A box that TMA moves: which of the tensor, and where it is in shared memory.
