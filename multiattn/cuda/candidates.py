@@ -66,21 +66,20 @@ def _may_win_forward(axes: Axes, problem: Problem, arch: Arch, config: CudaConfi
 def _of_rungs(axes: Axes, problem: Problem) -> Iterator[CudaConfig]:
     """Configs of all points but split_q without tiling. Slices of K and V of one size share a ring best."""
     is_sliced = axes.tiling != "none"
-    for tile_m, warps, column_warps in _COLUMNS if axes.warps == "split_kv" else _ROWS:
-        for tile_n, stages in itertools.product((64, 128, 256), (1, 2)):
-            for dim_slice, key_slice in _slices(axes, problem, tile_n) if is_sliced else ((64, 16),):
-                for other_place in (False, True):
-                    yield CudaConfig(
-                        tile_m=tile_m,
-                        tile_n=tile_n,
-                        warps=warps,
-                        column_warps=column_warps,
-                        stages=stages,
-                        q_in_registers=other_place and not is_sliced,
-                        q_streamed=other_place and is_sliced,
-                        dim_slice=dim_slice,
-                        key_slice=key_slice,
-                    )
+    shapes = _COLUMNS if axes.warps == "split_kv" else _ROWS
+    for (tile_m, warps, column_warps), tile_n, stages in itertools.product(shapes, (64, 128, 256), (1, 2)):
+        for dim_slice, key_slice in _slices(axes, problem, tile_n) if is_sliced else ((64, 16),):
+            config = CudaConfig(
+                tile_m=tile_m,
+                tile_n=tile_n,
+                warps=warps,
+                column_warps=column_warps,
+                stages=stages,
+                dim_slice=dim_slice,
+                key_slice=key_slice,
+            )
+            yield config
+            yield replace(config, q_streamed=True) if is_sliced else replace(config, q_in_registers=True)
 
 
 def _slices(axes: Axes, problem: Problem, tile_n: int) -> Iterator[tuple[int, int]]:

@@ -75,14 +75,15 @@ def siblings_of(plan: Plan) -> tuple[Instance, ...]:
 
 def forward_traits(axes: Axes, config: CudaConfig, problem: Problem) -> str:
     """The C++ type of a forward kernel's constants, legal or not: what point, config and problem come to."""
-    steps = (("Warps", axes.warps), ("Share", axes.share), ("Tiling", axes.tiling))
-    flags = [f"multiattn::{axis}::{step.upper()}" for axis, step in steps]
-    flags += [str(tensor in axes.swizzle).lower() for tensor in "qkv"]
-    flags += [f"multiattn::{'Accumulator' if axes.accumulator == 'fp32' else 'HalfAccumulator'}"]
-    tiles = f"{config.tile_m}, {config.tile_n}, {config.warps}, {config.column_warps}, {config.stages}"
-    slices = f"multiattn::QPlace::{config.q_place.upper()}, {config.dim_slice}, {config.key_slice}"
-    types = f"multiattn::Axes<{', '.join(flags)}>", f"multiattn::Shape<{tiles}, {slices}>"
-    return _traits("ForwardTraits", problem, *_masked(problem), *types)
+    steps = (("Warps", axes.warps), ("Share", axes.share), ("Tiling", axes.tiling), ("QPlace", config.q_place))
+    *flags, place = (f"multiattn::{axis}::{step.upper()}" for axis, step in steps)
+    added = f"multiattn::{'Accumulator' if axes.accumulator == 'fp32' else 'HalfAccumulator'}"
+    point = _cpp_list(*flags, *(tensor in axes.swizzle for tensor in "qkv"), added)
+    tiles = (config.tile_m, config.tile_n, config.warps, config.column_warps, config.stages)
+    shape = _cpp_list(*tiles, place, config.dim_slice, config.key_slice)
+    return _traits(
+        "ForwardTraits", problem, *_masked(problem), f"multiattn::Axes<{point}>", f"multiattn::Shape<{shape}>"
+    )
 
 
 def _forward(plan: Plan) -> PlannedLaunch:

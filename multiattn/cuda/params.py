@@ -52,12 +52,10 @@ def numbers_of(plan: Plan) -> dict[str, Any]:
             "score_factor": problem.score_factor,
             "grad_factor": problem.grad_factor,
         }
-    count = tiles(problem.seq_q, config.tile_m)
-    if isinstance(config, WgmmaConfig):
-        count = wgmma.query_tiles(config, problem)
+    is_wgmma = isinstance(config, WgmmaConfig)
     return {
         **common,
-        "tiles": count,
+        "tiles": wgmma.query_tiles(config, problem) if is_wgmma else tiles(problem.seq_q, config.tile_m),
         "heads": problem.batch * problem.heads_q,
         "heads_per_section": heads_side_by_side(problem),
         "scale_sign": problem.scale_sign,

@@ -81,7 +81,6 @@ bool Block::run(Kernel kernel, const void* parameters, const Stacks& stacks) {
     stacks.prepare(thread.fiber, i, &Block::enter);
   }
   run_as(threads_[0]);
-  host_.adopt_current();
   switch_fiber(host_, current_->fiber);
   counters.blocks += blocks();
   return error.empty();

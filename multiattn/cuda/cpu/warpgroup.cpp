@@ -257,8 +257,12 @@ void Warpgroup::compute(Operation& operation) {
   Operands operands;
   const Reader reader{block_.smem, call.is_bf16};
   if (call.a_registers) {
-    check_registers(operation);
-    for (int i = 0; i < WARPGROUP_SIZE; ++i) reader.read_registers(operands, i, operation.a_at_issue[i]);
+    for (int i = 0; i < WARPGROUP_SIZE; ++i) {
+      if (std::memcmp(operation.a[i], operation.a_at_issue[i], sizeof operation.a_at_issue[i]) != 0)
+        block_.fail("wgmma_wait", "thread " + std::to_string(index_ * WARPGROUP_SIZE + i) + " changed operand A of a " +
+                                      call.verb + " under way");
+      reader.read_registers(operands, i, operation.a_at_issue[i]);
+    }
   } else {
     reader.read_a(operands, Matrix(call.a, base()));
   }
@@ -278,13 +282,6 @@ void Warpgroup::compute(Operation& operation) {
   if (--sum.operations) return;
   give_accumulators(sum);
   sums_.erase(std::find_if(sums_.begin(), sums_.end(), [&](const auto& other) { return other.get() == &sum; }));
-}
-
-void Warpgroup::check_registers(const Operation& operation) const {
-  for (int i = 0; i < WARPGROUP_SIZE; ++i)
-    if (std::memcmp(operation.a[i], operation.a_at_issue[i], sizeof operation.a_at_issue[i]) != 0)
-      block_.fail("wgmma_wait", "thread " + std::to_string(index_ * WARPGROUP_SIZE + i) + " changed operand A of a " +
-                             operation.call.verb + " under way");
 }
 
 }  // namespace multiattn::emulation

@@ -89,7 +89,6 @@ class Warpgroup {
   Sum& sum_of(Calls calls);
   void give_accumulators(Sum& sum);
   void compute(Operation& operation);
-  void check_registers(const Operation& operation) const;
 
   Block& block_;
   Hopper& hopper_;

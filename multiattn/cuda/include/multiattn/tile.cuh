@@ -211,10 +211,4 @@ DEVICE Chunk transpose_in_quad(Chunk mine) {
   return mine;
 }
 
-// `map` on each 16-bit half of a word.
-template <class Map>
-DEVICE uint32 map_halves(uint32 word, Map map) {
-  return map(word & 0xffffu) | map(word >> 16) << 16;
-}
-
 }  // namespace multiattn
