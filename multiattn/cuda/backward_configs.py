@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from multiattn.cuda.configs import ELEMENT_BYTES, FRAGMENT_ROWS, padded, tiles
+from multiattn.cuda.configs import ELEMENT_BYTES, FP32_BYTES, FRAGMENT_ROWS, padded, tiles
 from multiattn.plan.arch import WARP_THREADS, Arch
 from multiattn.plan.config import Config
 from multiattn.plan.limits import failed, field_checks, one_of, size_checks
@@ -12,7 +12,6 @@ from multiattn.plan.schedule import key_tiles, query_tiles
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 
-FP32_BYTES = 4
 ROW_TILE = 64
 """Queries of a block that makes delta or converts dq."""
 ROW_THREADS = 256

@@ -164,7 +164,6 @@ _OPEN: tuple[Mapping[str, Any], ...] = (
     *({"q_in_registers": True, "tma_store": tma_store} for tma_store in (True, False)),
 )
 """Choices that sweeps take either way, from head_dim 129 on; each shape but the first is tried with fewer of them."""
-_STAGES_MAX = 16
 
 
 def wgmma_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[WgmmaConfig]:
@@ -185,5 +184,5 @@ def wgmma_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence
 
 def _deepest(fits: Callable[[Config], tuple[Reason, ...]], config: WgmmaConfig) -> WgmmaConfig | None:
     """`config` with as many stages as fit; None where three are too many."""
-    tried = (replace(config, stages=stages) for stages in range(_STAGES_MAX, 2, -1))
+    tried = (replace(config, stages=stages) for stages in range(16, 2, -1))
     return next((it for it in tried if not fits(it)), None)

@@ -14,7 +14,7 @@ from multiattn.problem import Problem
 
 FRAGMENT_ROWS = 16  # of mma.m16n8k16: queries of one fragment, and what head_dim is padded to a multiple of
 ELEMENT_BYTES = 2
-STATISTIC_BYTES = 4  # fp32
+FP32_BYTES = 4
 REGISTERS_MAX = 224
 """The registers of a thread, of its 255, that `registers_at_least` may count."""
 
@@ -109,7 +109,7 @@ def smem_bytes(axes: Axes, config: CudaConfig, problem: Problem) -> int:
     held = max(q, ring) if axes.share == "qkv" else ring + (0 if config.q_streamed else q)
     if axes.warps == "split_q":
         return held * ELEMENT_BYTES
-    exchanged = config.tile_m * config.tile_n * ELEMENT_BYTES + config.column_warps * config.tile_m * STATISTIC_BYTES
+    exchanged = config.tile_m * config.tile_n * ELEMENT_BYTES + config.column_warps * config.tile_m * FP32_BYTES
     return held * ELEMENT_BYTES + exchanged
 
 

@@ -15,7 +15,7 @@ from multiattn.cuda.source import Instance
 from multiattn.cuda.variants import axes_of, is_wgmma
 from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.plan.abi import Image
-from multiattn.plan.backend import Plan
+from multiattn.plan.backend import Plan, variant_of
 from multiattn.plan.schedule import key_tiles, query_tiles
 from multiattn.problem import VECTOR_BYTES, Problem
 
@@ -59,12 +59,12 @@ def kernels_of(plan: Plan) -> tuple[Instance, ...]:
 
 def siblings_of(plan: Plan) -> tuple[Instance, ...]:
     """The kernels of one head_dim and config, for every dtype that it takes, mask and alignment."""
-    only_fp16 = plan.direction == "forward" and not is_wgmma(plan) and axes_of(plan).accumulator == "fp16"
+    takes = variant_of(plan).capability
     problems = (
         replace(plan.problem, dtype=dtype, causal=causal, alignment=alignment)
-        for dtype in (("fp16",) if only_fp16 else ("fp16", "bf16"))
+        for dtype in takes.dtypes
         for causal in (False, True)
-        for alignment in ((VECTOR_BYTES,) if is_wgmma(plan) else (2, VECTOR_BYTES))
+        for alignment in (takes.alignment, VECTOR_BYTES)
     )
     kernels = (kernel for problem in problems for kernel in kernels_of(replace(plan, problem=problem)))
     return tuple(dict.fromkeys(kernels))

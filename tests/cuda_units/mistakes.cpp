@@ -254,7 +254,7 @@ MISTAKE(store_not_waited_for, "returns without a wait for its TMA stores") {
 MISTAKE(store_not_committed, "returns without a wait for its TMA stores to read shared memory") {
   if (!first_thread()) return;
   store_box(arguments, TILE);
-  tma_store_wait_all();
+  tma_store_wait_read<0>();
 }
 
 // ---- wgmma

@@ -95,7 +95,7 @@ KERNEL(128, 1) copy_box(PARAMETERS(Arguments) arguments) {
     mbarrier_wait(BARRIER, 0);
     tma_store(arguments.out, TILE, max(arguments.column, 0), max(arguments.row, 0), 1, 1);
     tma_store_commit();
-    tma_store_wait_all();
+    tma_store_wait_read<0>();
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 
@@ -147,11 +148,6 @@ void Block::fail_diverged(const Team& team, const char* verb) {
        team.verb);
 }
 
-void Block::meet_block(const char* verb) {
-  check_warp(verb);
-  join(barriers_[current_->block], verb);
-}
-
 void Block::join(Barrier& barrier, const char* verb) {
   if (++barrier.arrived < barrier.live)
     wait_for(verb, barrier);
@@ -181,23 +177,17 @@ void Block::wait_for(const char* verb, const Condition& condition) {
   me.waits_for = nullptr;
 }
 
-// Who runs next. What arrives by itself (TMA) arrives when nobody can go on without it.
+// The next one after the current thread, so that the lanes of a warp run one after the other. What arrives by itself (TMA)
+// arrives when nobody can go on without it.
 Thread& Block::next_thread() {
   for (;;) {
-    if (Thread* next = next_runnable()) return *next;
+    for (int step = 0, i = current_->index; step < threads(); ++step) {
+      i = i + 1 == threads() ? 0 : i + 1;
+      const Thread& thread = threads_[i];
+      if (!thread.done && (!thread.waits_for || thread.waits_for->generation != thread.generation)) return threads_[i];
+    }
     if (!hopper_->land_oldest()) fail("deadlock:" + who_waits());
   }
-}
-
-// The next one after the current thread, so that the lanes of a warp run one after the other.
-Thread* Block::next_runnable() {
-  const int count = threads();
-  for (int step = 0, i = current_->index; step < count; ++step) {
-    i = i + 1 == count ? 0 : i + 1;
-    const Thread& thread = threads_[i];
-    if (!thread.done && (!thread.waits_for || thread.waits_for->generation != thread.generation)) return &threads_[i];
-  }
-  return nullptr;
 }
 
 // Neighbours that wait for the same together.

@@ -117,7 +117,10 @@ class Block {
   // The current thread, which is of the team, returns.
   void leave(Team& team);
   // All live threads of the block meet.
-  void meet_block(const char* verb);
+  void meet_block(const char* verb) {
+    check_warp(verb);
+    join(barriers_[current_->block], verb);
+  }
   // All live threads of the cluster meet; of one another they know mbarriers only.
   void meet_cluster(const char* verb) { join(cluster_, verb); }
   // All lanes of the current thread's warp know what each of them has done.
@@ -142,7 +145,6 @@ class Block {
   int first_of_block() const { return current_->block * threads_of_block(); }
   void run_as(Thread& thread);
   Thread& next_thread();
-  Thread* next_runnable();
   std::string who_waits() const;
   void arrive(Team& team, const char* verb);
   [[noreturn]] void fail_diverged(const Team& team, const char* verb);

@@ -4,7 +4,6 @@
 // thread's clock holds, of each actor, until when all that the actor did is over and visible to the thread. A thread that
 // lets others know what it did (it arrives somewhere) adds its clock to theirs, and its own time moves on.
 #pragma once
-#include <algorithm>
 #include <cstdint>
 #include <vector>
 

@@ -5,7 +5,6 @@
 // barrier. A piece may be read by a thread that knows of the write (by a barrier, see clocks.h), and overwritten by one that
 // knows of all reads. Each breach is an error.
 #pragma once
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <new>

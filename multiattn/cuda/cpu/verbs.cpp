@@ -90,19 +90,6 @@ void ldmatrix(uint32* matrix, SharedAddress row) {
   block().meet_warp(verb, arguments, read_matrices<TRANSPOSED>);
 }
 
-// The row of the one of four 8x8 matrices of which the lane has the address.
-Chunk gather_row(const uint32* matrix) {
-  struct Arguments {
-    const uint32* matrix;
-    Chunk row;
-  } mine{matrix, {}};
-  block().meet_warp("stmatrix_x4", mine, [](Arguments* const* lanes) {
-    for (int lane = 0; lane < WARP_SIZE; ++lane)
-      for (int word = 0; word < 4; ++word) lanes[lane]->row.word[word] = lanes[lane % 8 * 4 + word]->matrix[lane / 8];
-  });
-  return mine.row;
-}
-
 // D is float (&)[4], or uint32 (&)[2] of halves.
 template <class D>
 struct MmaArguments {
@@ -308,7 +295,18 @@ int32 atomic_add_global(int32* target, int32 value) {
   return before;
 }
 
-void stmatrix_x4(SharedAddress row, const uint32 (&matrix)[4]) { store_shared("stmatrix_x4", row, gather_row(matrix)); }
+// A lane writes, for the warp, the row whose address it gives.
+void stmatrix_x4(SharedAddress row, const uint32 (&matrix)[4]) {
+  struct {
+    const uint32* matrix;
+    Chunk row;
+  } mine{matrix, {}};
+  block().meet_warp("stmatrix_x4", mine, [](auto lanes) {
+    for (int lane = 0; lane < WARP_SIZE; ++lane)
+      for (int word = 0; word < 4; ++word) lanes[lane]->row.word[word] = lanes[lane % 8 * 4 + word]->matrix[lane / 8];
+  });
+  store_shared("stmatrix_x4", row, mine.row);
+}
 
 void mbarrier_init(SharedAddress barrier, int arrivals) { hopper().init_mbarrier(barrier, arrivals); }
 void mbarrier_arrive(SharedAddress barrier) { hopper().arrive("mbarrier_arrive", barrier, 0); }

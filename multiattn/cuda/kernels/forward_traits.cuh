@@ -65,10 +65,8 @@ struct Legality {
   static constexpr bool ALL = HEAD_DIM && WARPS && COLUMNS && ROWS && KEYS && SHARED_Q && PLACE && SLICES && RING && SUMS;
 };
 
-template <class Element_, int HEAD_DIM_, bool CAUSAL_, bool ALIGNED_, class Axes_, class Shape_>
-struct ForwardTraits : Axes_, Shape_ {
-  using A = Axes_;
-  using S = Shape_;
+template <class Element_, int HEAD_DIM_, bool CAUSAL_, bool ALIGNED_, class A, class S>
+struct ForwardTraits : A, S {
   using Element = Element_;
   static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr bool CAUSAL = CAUSAL_;
@@ -84,9 +82,8 @@ struct ForwardTraits : Axes_, Shape_ {
   static constexpr int ROW_FRAGMENTS = WARP_ROWS / 16, KEY_FRAGMENTS = WARP_KEYS / 16;
   static constexpr int OUT_FRAGMENTS = OUT_WIDTH / 16 / S::COLUMN_WARPS;
 
-  static DEVICE int row_warp() { return thread_index() / WARP / S::COLUMN_WARPS; }
   static DEVICE int column_warp() { return thread_index() / WARP % S::COLUMN_WARPS; }
-  static DEVICE int warp_row() { return row_warp() * WARP_ROWS; }
+  static DEVICE int warp_row() { return thread_index() / WARP / S::COLUMN_WARPS * WARP_ROWS; }
   static DEVICE int warp_key() { return column_warp() * WARP_KEYS; }
   static DEVICE int warp_column() { return column_warp() * OUT_FRAGMENTS * 16; }
 
@@ -122,8 +119,7 @@ struct ForwardTraits : Axes_, Shape_ {
   static constexpr int RING_AT = KEEPS_Q_TILE ? TileQ::BYTES : 0;
   static constexpr int EXCHANGE_AT =
       RING_AT + (A::SHARE == Share::QKV && TileQ::BYTES > RING_BYTES ? TileQ::BYTES : RING_BYTES);
-  static constexpr int TOPS_BYTES = SPLIT_KV ? S::COLUMN_WARPS * S::TILE_M * 4 : 0;
-  static constexpr int SMEM_BYTES = EXCHANGE_AT + (SPLIT_KV ? TileP::BYTES : 0) + TOPS_BYTES;
+  static constexpr int SMEM_BYTES = EXCHANGE_AT + (SPLIT_KV ? TileP::BYTES + S::COLUMN_WARPS * S::TILE_M * 4 : 0);
 
   // Fragments read from shared memory ahead of their use, to cover its latency with tensor core work: what registers
   // leave room for. H200, 2026-11-21, D=512 split_kv, B1 H48 N8192: 3 give 335 TFLOPS in fp16 and 345 in bf16, 2 give 323

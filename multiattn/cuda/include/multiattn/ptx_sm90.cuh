@@ -156,8 +156,6 @@ template <int N>
 DEVICE void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
-// All of this thread's stores have been made.
-DEVICE void tma_store_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // ---- named barriers, 1 to 15 (0 is sync_block): of `threads` of the block, by whole warps, which must have converged: after a
 // branch that some lanes took, sync_warp

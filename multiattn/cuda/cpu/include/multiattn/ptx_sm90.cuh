@@ -69,7 +69,6 @@ template <int N>
 inline void tma_store_wait_read() {
   emulation::tma_store_wait(N);
 }
-inline void tma_store_wait_all() { emulation::tma_store_wait(0); }
 
 void named_barrier_sync(int id, int threads);
 void named_barrier_arrive(int id, int threads);
