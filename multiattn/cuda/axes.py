@@ -22,7 +22,6 @@ HEAD_DIM_MAX = 1024
 UNTILED_HEAD_DIM_MAX = 256
 """Beyond it the output of whole rows takes more registers than a thread has, and whole tiles more than an SM."""
 
-
 HALVES_HEAD_DIM_MAX = 512
 """Beyond it scores in fp16 have rounded so often that parity's budget does not hold: H200, 2026-11-21, N=8192: an error
 of 1.1e-3 in out at D=1024, 6.4e-4 being allowed; at D=512 it holds."""

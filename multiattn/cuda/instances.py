@@ -129,10 +129,9 @@ def _wgmma(plan: Plan) -> PlannedLaunch:
 def _wgmma_shape(config: WgmmaConfig, problem: Problem) -> str:
     """The C++ type of what of the kernel's constants is the config's."""
     numbers = (config.warpgroups, config.cluster, config.tile_n, config.stages, config.q_slots)
-    kept = wgmma.kept_steps(config, problem)
-    flags = (config.pingpong, config.lazy_max)
-    rest = (config.tma_store, f"multiattn::Scheduler::{config.scheduler.upper()}")
-    return f"multiattn::WgmmaShape<{_cpp_list(*numbers, kept, *flags, *rest)}>"
+    flags = (config.pingpong, config.lazy_max, config.tma_store)
+    scheduler = f"multiattn::Scheduler::{config.scheduler.upper()}"
+    return f"multiattn::WgmmaShape<{_cpp_list(*numbers, wgmma.kept_steps(config, problem), *flags, scheduler)}>"
 
 
 def _wgmma_name(config: WgmmaConfig) -> str:

@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from multiattn.cuda import wgmma_configs as wgmma
 from multiattn.cuda.backward_configs import ROW_TILE, BackwardConfig, workspace_areas
 from multiattn.cuda.configs import ELEMENT_BYTES, tiles
 from multiattn.cuda.structs import TENSOR_MAP, read_structs
 from multiattn.cuda.tensor_maps import tensor_maps
-from multiattn.cuda.wgmma_configs import WgmmaConfig
+from multiattn.cuda.wgmma_configs import WgmmaConfig, query_tiles
 from multiattn.plan.abi import WORKSPACE, Struct
 from multiattn.plan.backend import Plan
 from multiattn.plan.schedule import KV_BYTES_SIDE_BY_SIDE, heads_side_by_side
@@ -52,10 +51,10 @@ def numbers_of(plan: Plan) -> dict[str, Any]:
             "score_factor": problem.score_factor,
             "grad_factor": problem.grad_factor,
         }
-    is_wgmma = isinstance(config, WgmmaConfig)
+    count = query_tiles(config, problem) if isinstance(config, WgmmaConfig) else tiles(problem.seq_q, config.tile_m)
     return {
         **common,
-        "tiles": wgmma.query_tiles(config, problem) if is_wgmma else tiles(problem.seq_q, config.tile_m),
+        "tiles": count,
         "heads": problem.batch * problem.heads_q,
         "heads_per_section": heads_side_by_side(problem),
         "scale_sign": problem.scale_sign,

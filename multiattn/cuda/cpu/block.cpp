@@ -11,19 +11,17 @@
 
 namespace multiattn::emulation {
 
-// Of the thread that runs: what thread_index(), block_index(), cluster_rank() and shared_base() of the kernel read.
+// The running thread's values of thread_index(), block_index(), cluster_rank() and shared_base().
 int current_thread, current_rank;
 std::uint32_t current_base;
 long long current_block, current_blocks;
 Block* running_block;
 
-namespace {
 #if defined(__SANITIZE_ADDRESS__)
 constexpr std::size_t STACK_BYTES = 512 << 10;  // red zones take room
 #else
 constexpr std::size_t STACK_BYTES = 128 << 10;
 #endif
-}  // namespace
 
 VECTOR_CLONES void Clocks::join(Time* into, const Time* from, int actors) {
   for (int i = 0; i < actors; i += VECTOR) {
@@ -49,7 +47,7 @@ Stacks::Stacks(std::size_t threads) : bytes_(threads * STACK_BYTES) {
 
 Stacks::~Stacks() {
 #if defined(__SANITIZE_ADDRESS__)
-  ASAN_UNPOISON_MEMORY_REGION(memory_, bytes_);  // for who gets the memory next
+  ASAN_UNPOISON_MEMORY_REGION(memory_, bytes_);  // for its next owner
 #endif
   munmap(memory_, bytes_);
 }

@@ -16,7 +16,7 @@ namespace multiattn::emulation {
 
 constexpr int WARP_SIZE = 32, WARPGROUP_SIZE = 128;
 
-// What a thread may wait for: that the generation moves on.
+// A thread may wait until the generation of one moves on.
 struct Condition {
   std::int64_t generation = 0;
   virtual ~Condition() = default;

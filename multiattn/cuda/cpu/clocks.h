@@ -1,4 +1,4 @@
-// What each thread knows to be over: vector clocks (Mattern, "Virtual Time and Global States of Distributed Systems", 1989).
+// Vector clocks, which tell what each thread knows to be over (Mattern, "Virtual Time and Global States of Distributed Systems", 1989).
 //
 // An actor is a thread, the TMA loads that one mbarrier counts, or the wgmmas of one warp; each has a time of its own. A
 // thread's clock holds, of each actor, until when all that the actor did is over and visible to the thread. A thread that
@@ -60,7 +60,7 @@ struct Moment : Epoch {
   const Time* clock;
   int threads;  // of the block, or of its cluster
 
-  // Whether what one thread did, or nobody, is known to be over.
+  // True if this thread knows that an action of one thread, or of nobody, is over.
   bool follows(const Epoch& then) const { return then.thread == NOBODY || clock[then.thread] >= then.time; }
 };
 

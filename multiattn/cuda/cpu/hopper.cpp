@@ -12,7 +12,7 @@ namespace {
 constexpr int NAMED_BARRIERS = 16, REGISTERS = 65536, REGISTERS_OF_THREAD = 256, REGISTER_UNIT = 8;
 constexpr int BOX_COLUMNS = LINE_BYTES / 2, BOX_MAX = 256, TILE_ALIGNMENT = 1024;
 
-// Of the loads that are part of a phase.
+// The time of the loads that are part of a phase.
 Time time_of_phase(std::int64_t phase) { return Clocks::BEFORE + 1 + static_cast<Time>(phase); }
 
 // The tensor's part of one row of a box.
@@ -144,9 +144,7 @@ void Hopper::wait(std::uint32_t address, int parity) {
 // ---- TMA
 const EncodedMap& Hopper::check_map(const char* verb, const void* address) {
   const auto& map = *static_cast<const EncodedMap*>(address);
-  const auto broken = [&](const std::string& what) {
-    running_block->fail(verb, "the tensor map " + what);
-  };
+  const auto broken = [&](const std::string& what) { running_block->fail(verb, "the tensor map " + what); };
   if (reinterpret_cast<std::uintptr_t>(address) % 64) broken("is not aligned to 64 bytes");
   if (reinterpret_cast<std::uintptr_t>(map.base) % 16) broken("has an address that is not aligned to 16 bytes");
   for (const std::int64_t stride : map.strides)

@@ -1,4 +1,4 @@
-// What sm90 adds to a Block: mbarriers, TMA, named barriers, registers that warpgroups trade, and (warpgroup.h) wgmma.
+// The part of a Block that sm90 adds: mbarriers, TMA, named barriers, registers that warpgroups trade, and (warpgroup.h) wgmma.
 //
 // All that is asynchronous happens as late as the rules allow: a load lands when no thread can go on without it, in the
 // order of issue; a store reads shared memory when its thread waits for that; a wgmma runs when its warpgroup waits for it.
@@ -49,7 +49,7 @@ struct Transfer {
   int column, row, head, batch;
 };
 
-// What a thread's async stores and fences did.
+// A thread's async stores and fences.
 struct AsyncThread {
   struct Store {
     Transfer box;
@@ -97,7 +97,7 @@ class Hopper {
   Warpgroup& warpgroup(const char* verb);
 
   // ---- for reads of the async proxy
-  // A line may be read by whoever knows all that is added to `needs`; else an error.
+  // A line may be read by a thread that knows all that is added to `needs`; else it is an error.
   void need_line(const char* verb, std::uint32_t address, Needs& needs);
   // The current thread must know it all.
   void check_needs(const char* verb, const Needs& needs);

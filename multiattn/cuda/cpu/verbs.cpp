@@ -231,7 +231,7 @@ Chunk load_global_16(const void* source) {
   return value;
 }
 
-// Blocks run one after another, so that adding needs no care; whoever comes first is what a GPU would leave open.
+// Blocks run one after another, so that adding needs no care. A GPU leaves their order open.
 void add_global_4(float* target, float value) {
   check_global("add_global_4", target, 4);
   *target += value;

@@ -17,7 +17,7 @@ constexpr int ROWS_OF_GROUP = 8;  // of a swizzled matrix; a row is a line
 struct Matrix {
   std::uint32_t start, lead, stride;  // bytes
 
-  // Of a block whose shared memory starts at `base`.
+  // In a block whose shared memory starts at `base`.
   Matrix(std::uint64_t descriptor, std::uint32_t base)
       : start(base + field(descriptor, 0)), lead(field(descriptor, 16)), stride(field(descriptor, 32)) {}
 
@@ -133,13 +133,9 @@ void Warpgroup::meet(WarpgroupCall call, Work work) {
   });
 }
 
-void Warpgroup::fence() {
-  meet({"wgmma_fence"}, [](Calls) {});
-}
+void Warpgroup::fence() { meet({"wgmma_fence"}, [](Calls) {}); }
 
-void Warpgroup::commit() {
-  meet({"wgmma_commit"}, [&](Calls) { ++groups_; });
-}
+void Warpgroup::commit() { meet({"wgmma_commit"}, [&](Calls) { ++groups_; }); }
 
 void Warpgroup::wait(int groups_left) {
   meet({"wgmma_wait", groups_left}, [&](Calls) {

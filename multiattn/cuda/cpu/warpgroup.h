@@ -1,4 +1,4 @@
-// What the 128 threads of a warpgroup do together: wgmma, and trading registers.
+// The 128 threads of a warpgroup do two things together: wgmma, and trading registers.
 //
 // They meet in each verb. A wgmma is computed in the wgmma_wait for it; until then accumulators are NaN in the threads'
 // memory, and operands in registers must stay as they are.
@@ -17,7 +17,7 @@ class Hopper;
 
 constexpr int WGMMA_ROWS = 64, WGMMA_DEPTH = 16, WGMMA_COLUMNS_MAX = 256;
 
-// What the reader of a line must know: the time of an actor; `reason` when it does not.
+// The reader of a line must know this time of an actor; `reason` is the error when it does not.
 struct Need {
   int actor;
   Time time;

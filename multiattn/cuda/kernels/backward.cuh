@@ -52,7 +52,7 @@ struct BackwardTraits {
   static constexpr int STATISTICS_AT = DS_AT + (ADDS_DQ ? TileDS::BYTES : 0);
   static constexpr int SMEM_BYTES = STATISTICS_AT + STAGES * STATISTIC_BYTES;
 
-  // Whether registers are left to keep addresses across the loop.
+  // True if registers are left to keep addresses across the loop.
   static constexpr bool HAS_ROOM = KEY_FRAGMENTS * DIM_FRAGMENTS <= 8;
   static DEVICE uint32 thread() { return HAS_ROOM ? thread_index() : recomputed(thread_index()); }
 
@@ -135,7 +135,7 @@ DEVICE void with_statistic(KeyScores<T>& scores, SharedAddress list, Change chan
   });
 }
 
-// What a warp does, found anew wherever it is asked for, as registers are scarce.
+// A warp's part of the work. As registers are scarce, it is computed wherever it is asked for.
 template <class T>
 struct Role {
   bool makes_weights;  // and dV; else dP, dS and dK
@@ -151,7 +151,7 @@ struct Role {
   }
 };
 
-// What no query sees becomes 0, whatever it was.
+// Elements that the mask hides become 0.
 template <class T>
 DEVICE void clear_masked(KeyScores<T>& scores, const Mask<T::CAUSAL>& mask, int first_key, int first_query) {
   for_each_element(scores, T::thread(), [&](float& value, int row, int column) {

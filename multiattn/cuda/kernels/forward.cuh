@@ -51,7 +51,7 @@ DEVICE void hand_out(const Scores<T>& weights, SharedAddress tile) {
   }
 }
 
-// What the steps of the loop over the keys share.
+// The steps of the loop over the keys share this.
 template <class T>
 struct Walk {
   const ForwardParams& params;
@@ -141,8 +141,11 @@ DEVICE void attend_to_block(int block, Outputs<T>& out, RowStates<T>& state, con
 template <class T>
 DEVICE void attend(Outputs<T>& out, RowStates<T>& state, const Walk<T>& it) {
 #pragma unroll
-  for (int m = 0; m < T::ROW_FRAGMENTS; ++m) state[m] = RowState::empty();
-  clear(out);
+  for (int m = 0; m < T::ROW_FRAGMENTS; ++m) {
+    state[m] = RowState::empty();
+#pragma unroll
+    for (int d = 0; d < T::OUT_FRAGMENTS; ++d) out[m][d][0] = out[m][d][1] = Accumulator{};
+  }
   const auto blocks = it.mask().template blocks<T::TILE_N>(it.first_query, T::TILE_M);
   int block = 0;
   for (; block < blocks.first_masked; ++block) attend_to_block<T, false>(block, out, state, it);
@@ -157,28 +160,32 @@ DEVICE void store(const Outputs<T>& out, const RowStates<T>& state, const Walk<T
   const auto add = [](float a, float b) { return a + b; };
   for_each<T::ROW_FRAGMENTS, 2>([&](int m, int half) { sum[m][half] = reduce_row(state[m].sum[half], add); });
   combine_rows<T>(sum, it.tops(), add);
-  for_each<T::ROW_FRAGMENTS, 2>([&](int m, int half) {
-    const int query = it.first_query + T::warp_row() + 16 * m + accumulator_row(2 * half);
-    const bool empty = sum[m][half] == 0.0f;  // the query sees no key
-    const float inverse = empty ? 0.0f : 1.0f / sum[m][half];
-    if (lane % 4 == 0 && T::column_warp() == 0 && query < it.params.seq_q)
-      store_global_4(sequence.lse() + query, empty ? -infinity() : (state[m].max[half] + log2_exact(sum[m][half])) * LN_2);
 #pragma unroll
-    for (int d = 0; d < T::OUT_FRAGMENTS; d += 2) {  // 32 columns: a chunk of 8 for each lane of the quad
-      Chunk chunk = {};
+  for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
 #pragma unroll
-      for (int w = 0; w < 4; ++w)
-        if (d + w / 2 < T::OUT_FRAGMENTS) {
-          const float(&value)[4] = out[m][d + w / 2][w % 2].value;
-          chunk.word[w] = pack<typename T::Element>(value[2 * half] * inverse, value[2 * half + 1] * inverse);
-        }
-      chunk = transpose_in_quad(chunk);
-      const int column = T::warp_column() + 16 * d + lane % 4 * CHUNK_ELEMENTS;
-      const bool mine = lane % 4 < 2 * (T::OUT_FRAGMENTS - d) && column < T::HEAD_DIM;
-      if (mine && query < it.params.seq_q)
-        store_global_16(sequence.out() + query * it.params.strides_out.seq + column, chunk);
+    for (int half = 0; half < 2; ++half) {
+      const int query = it.first_query + T::warp_row() + 16 * m + accumulator_row(2 * half);
+      const bool empty = sum[m][half] == 0.0f;  // the query sees no key
+      const float inverse = empty ? 0.0f : 1.0f / sum[m][half];
+      if (lane % 4 == 0 && T::column_warp() == 0 && query < it.params.seq_q)
+        store_global_4(sequence.lse() + query,
+                       empty ? -infinity() : (state[m].max[half] + log2_exact(sum[m][half])) * LN_2);
+#pragma unroll
+      for (int d = 0; d < T::OUT_FRAGMENTS; d += 2) {  // 32 columns: a chunk of 8 for each lane of the quad
+        Chunk chunk = {};
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+          if (d + w / 2 < T::OUT_FRAGMENTS) {
+            const float(&value)[4] = out[m][d + w / 2][w % 2].value;
+            chunk.word[w] = pack<typename T::Element>(value[2 * half] * inverse, value[2 * half + 1] * inverse);
+          }
+        chunk = transpose_in_quad(chunk);
+        const int column = T::warp_column() + 16 * d + lane % 4 * CHUNK_ELEMENTS;
+        const bool mine = lane % 4 < 2 * (T::OUT_FRAGMENTS - d) && column < T::HEAD_DIM;
+        if (mine && query < it.params.seq_q)
+          store_global_16(sequence.out() + query * it.params.strides_out.seq + column, chunk);
+      }
     }
-  });
 }
 
 // Q as operand A. SHARE qkv: it comes through the buffer of K and V, before them; else it has one of its own.

@@ -67,7 +67,7 @@ class Queries {
   Column kept_[KEPT ? T::DOT_FRAGMENTS : 1];
 };
 
-// What the tensor core adds scores up in, [WARP_ROWS, WARP_KEYS].
+// The tensor core adds scores up in these, [WARP_ROWS, WARP_KEYS].
 template <class T>
 using ScoreSums = typename T::Sum[T::ROW_FRAGMENTS][T::KEY_FRAGMENTS][2];
 

@@ -115,7 +115,7 @@ class Stream {
                                                           params_.strides_v.seq, params_.seq_kv - first);
   }
 
-  // Of K and V. Where registers are scarce their addresses are made for each load.
+  // The sequence of K and V. Where registers are scarce, its addresses are made for each load.
   DEVICE Sequence sequence() const {
     Sequence it = sequence_;
     if constexpr (T::CROWDED) {

@@ -1,5 +1,5 @@
-// What is fixed when a forward kernel is compiled: a point on the axes of the ladder, and a shape. Every rule of
-// multiattn/cuda/configs.py about what goes with what has its static_assert here.
+// The constants of a compiled forward kernel: a point on the axes of the ladder, and a shape. Each rule of
+// multiattn/cuda/configs.py about which of them go together has its static_assert here.
 #pragma once
 #include "multiattn/tile.cuh"
 
@@ -41,7 +41,7 @@ struct Shape {
   static constexpr int KEY_SLICE = KEY_SLICE_;  // keys of a slice of V
 };
 
-// What goes with what, as multiattn/cuda/configs.py has it; shared memory and registers aside.
+// Which constants go together, as multiattn/cuda/configs.py has it; shared memory and registers aside.
 template <class Element, int HEAD_DIM_, class A, class S>
 struct Legality {
   static constexpr bool SPLIT_KV = A::WARPS == Warps::SPLIT_KV, SLICED = A::TILING != Tiling::NONE;
@@ -94,7 +94,7 @@ struct ForwardTraits : A, S {
   using TileQ = Tile<S::TILE_M, HEAD_DIM, A::SWIZZLE_Q, DOT_WIDTH>;
   using PieceQ = Tile<S::TILE_M, SLICED_K ? K_WIDTH : HEAD_DIM, A::SWIZZLE_Q>;
   static constexpr bool STREAMED = S::Q_PLACE == QPlace::STREAMED;
-  // What fragments of Q are read from: PieceQ or TileQ.
+  // Fragments of Q are read from this: PieceQ or TileQ.
   using SourceQ = Tile<S::TILE_M, STREAMED ? K_WIDTH : HEAD_DIM, A::SWIZZLE_Q, STREAMED ? K_WIDTH : DOT_WIDTH>;
   using PieceK = Tile<S::TILE_N, SLICED_K ? K_WIDTH : HEAD_DIM, A::SWIZZLE_K>;
   using PieceV = Tile<V_ROWS, HEAD_DIM, A::SWIZZLE_V, OUT_WIDTH>;

@@ -14,7 +14,7 @@ DEVICE int tile_after(int tile, const WgmmaParams& params) {
   const int tiles = params.forward.tiles * params.forward.heads;
   int next = tile + static_cast<int>(block_count());
   if constexpr (SCHEDULER == Scheduler::DYNAMIC) {
-    // Each tile is asked for once: those beyond the grid by whoever gets them, and each block asks once in vain. The last to
+    // Each tile is asked for once: those beyond the grid by the block that gets them, and each block asks once in vain. The last to
     // ask leaves the counter as it was found, for the launch that comes next on the stream.
     const int asked = atomic_add_global(params.next_tile, 1);
     if (asked == tiles - 1) atomic_add_global(params.next_tile, -tiles);
@@ -93,7 +93,7 @@ DEVICE void produce(const WgmmaParams& params) {
   };
 
   admit_next_grid();
-  await_earlier_grids();  // whoever touches a tensor, or the counter, does so after this
+  await_earlier_grids();  // tensors and the counter are touched only after this
   // A counter is asked when all of a tile is under way, not before: a tile that waits for its block is one that another
   // could have begun. H200, 2026-11-22, D=256 N=8192 masked: asked at a tile's start, 668 TFLOPS for ONE_TILE's 765.
   int tile = static_cast<int>(block_index());

@@ -78,7 +78,7 @@ DEVICE void accumulate_rows(Product<M, TileValues::WIDTH / 16>& sum, const Fragm
   });
 }
 
-// What a product becomes as operand A.
+// Rounds a product to operand A of the next.
 template <class E, int M, int N>
 DEVICE void round_to_operand(Fragment (&operand)[M][N], const Product<M, N>& product) {
   for_each<M, N>([&](int m, int n) { operand[m][n] = as_operand<E>(product[m][n]); });

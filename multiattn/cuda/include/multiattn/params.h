@@ -27,7 +27,6 @@ struct ForwardParams {
   float scale_log2;         // |scale| * log2(e), always positive; without meaning when scale_sign is 0
 };
 
-// Of the forward for sm90.
 struct WgmmaParams {
   // 4-D: D, S, H, B, innermost first; boxes are 64 columns of TILE_M rows of q, TILE_N / CLUSTER of k and v, 64 of
   // out.

@@ -116,9 +116,9 @@ DEVICE void await_earlier_grids() { asm volatile("griddepcontrol.wait;" ::: "mem
 DEVICE void admit_next_grid() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---- the async proxy: TMA, and wgmma's reads of shared memory
-// What mbarrier_init wrote is visible to it.
+// Makes what mbarrier_init wrote visible to it.
 DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// What this thread wrote to shared memory is visible to it.
+// Makes what this thread wrote to shared memory visible to it.
 DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 DEVICE void prefetch_map(const TensorMap& map) {

@@ -32,9 +32,11 @@ DEVICE void find_tops(const Accumulator (&scores)[N][2], float (&top)[2], float 
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     top[half] = -infinity();
-    for_each<N, 2>([&](int n, int side) {
-      top[half] = fmaxf(top[half], fmaxf(scores[n][side].value[2 * half], scores[n][side].value[2 * half + 1]));
-    });
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int side = 0; side < 2; ++side)
+        top[half] = fmaxf(top[half], fmaxf(scores[n][side].value[2 * half], scores[n][side].value[2 * half + 1]));
     top[half] = reduce_row(top[half], [](float a, float b) { return fmaxf(a, b); }) * scale_log2;
   }
 }
@@ -52,11 +54,16 @@ DEVICE void update_softmax(Accumulator (&scores)[N][2], const float (&top)[2], R
     decay[half] = exp2_approx(old - base);
 
     float sum = 0.0f;
-    for_each<N, 2, 2>([&](int n, int side, int e) {
-      float& score = scores[n][side].value[2 * half + e];
-      score = exp2_approx(fmaf(score, scale_log2, -base));
-      sum += score;
-    });
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int side = 0; side < 2; ++side)
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; ++e) {
+          float& score = scores[n][side].value[e];
+          score = exp2_approx(fmaf(score, scale_log2, -base));
+          sum += score;
+        }
     state.sum[half] = state.sum[half] * decay[half] + sum;
   }
 }

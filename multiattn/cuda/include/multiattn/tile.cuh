@@ -110,7 +110,7 @@ class FragmentReader {
     return fragment;
   }
 
-  // What the lane gives to ldmatrix, or to stmatrix, which writes what ldmatrix would read.
+  // The address that the lane gives to ldmatrix, or to stmatrix, which writes what ldmatrix would read.
   DEVICE SharedAddress address(SharedAddress tile, uint32 row, uint32 column) const {
     constexpr uint32 SPAN = T::Layout::SPAN;
     const uint32 chunk = column / CHUNK_ELEMENTS;
@@ -182,7 +182,7 @@ DEVICE void mma_pair(HalfAccumulator (&pair)[2], const Fragment& a, const Fragme
   mma_m16n8k16_fp16(pair[1].value, a.reg, b.reg[2], b.reg[3]);
 }
 
-// What every lane holds of two neighbouring 16x8 accumulators is what it must hold of one 16x16 operand A.
+// A lane's elements of two neighbouring 16x8 accumulators are those that it must have of one 16x16 operand A.
 template <class E>
 DEVICE Fragment as_operand(const Accumulator (&pair)[2]) {
   const float(&left)[4] = pair[0].value;

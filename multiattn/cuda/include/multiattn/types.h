@@ -22,7 +22,7 @@ struct alignas(16) Chunk {
   uint32 word[4];
 };
 
-// What a TMA instruction is told of a tensor: on the GPU a CUtensorMap that the driver encodes, on the CPU the emulation's.
+// A tensor's description for TMA: on the GPU a CUtensorMap that the driver encodes, on the CPU the emulation's.
 struct alignas(64) TensorMap {
   unsigned char opaque[128];
 };
