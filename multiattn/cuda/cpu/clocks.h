@@ -1,4 +1,4 @@
-// Vector clocks, which tell what each thread knows to be over (Mattern, "Virtual Time and Global States of Distributed Systems", 1989).
+// Vector clocks: what each thread knows to be over (Mattern, "Virtual Time and Global States of Distributed Systems", 1989).
 //
 // An actor is a thread, the TMA loads that one mbarrier counts, or the wgmmas of one warp; each has a time of its own. A
 // thread's clock holds, of each actor, until when all that the actor did is over and visible to the thread. A thread that

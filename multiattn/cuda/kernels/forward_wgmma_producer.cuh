@@ -14,8 +14,8 @@ DEVICE int tile_after(int tile, const WgmmaParams& params) {
   const int tiles = params.forward.tiles * params.forward.heads;
   int next = tile + static_cast<int>(block_count());
   if constexpr (SCHEDULER == Scheduler::DYNAMIC) {
-    // Each tile is asked for once: those beyond the grid by the block that gets them, and each block asks once in vain. The last to
-    // ask leaves the counter as it was found, for the launch that comes next on the stream.
+    // Each tile beyond the grid is asked for once, by the block that gets it, and each block asks once in vain. The last to ask
+    // leaves the counter as it was found, for the launch that comes next on the stream.
     const int asked = atomic_add_global(params.next_tile, 1);
     if (asked == tiles - 1) atomic_add_global(params.next_tile, -tiles);
     next = static_cast<int>(block_count()) + asked;

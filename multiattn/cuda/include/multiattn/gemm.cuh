@@ -35,8 +35,8 @@ DEVICE void read_ahead(Load load, Use use) {
   }
 }
 
-// sums[16 M, 16 N] += left[16 M, 16 D] right[16 N, 16 D]^T. `load_left(column, d)` loads 16 of D for all rows, `load_right(step)`
-// them for 16 columns, those of one d after another and AHEAD of their use.
+// sums[16 M, 16 N] += left[16 M, 16 D] right[16 N, 16 D]^T. `load_left(column, d)` loads 16 elements of D for all rows,
+// `load_right(step)` the same for 16 columns: those of one d, then of the next, AHEAD of their use.
 template <class E, int D, int AHEAD, class Sum, int M, int N, class LoadLeft, class LoadRight>
 DEVICE void multiply(Sum (&sums)[M][N][2], LoadLeft load_left, LoadRight load_right) {
   Fragment columns[2][M];
