@@ -13,6 +13,7 @@ from multiattn.cuda import configs as forward
 from multiattn.cuda.axes import Axes
 from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig
 from multiattn.cuda.configs import FRAGMENT_ROWS, CudaConfig, padded
+from multiattn.cuda.variants import axes_of
 from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.plan.arch import KIB, Arch
 from multiattn.plan.backend import Variant
@@ -32,7 +33,7 @@ _COLUMNS = ((32, 8, 8), (32, 8, 4), (64, 8, 4), (64, 8, 2), (64, 4, 2))  # and o
 
 def forward_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[CudaConfig]:
     """Configs of a point of the axes that fit shared memory and, by a lower bound, the registers."""
-    axes = Axes(**dict(variant.flags))
+    axes = axes_of(variant)
     if axes.tiling != "none" or axes.warps == "split_kv":
         return tuple(config for config in _of_rungs(axes, problem) if not variant.fits(problem, arch, config))
     tried = (

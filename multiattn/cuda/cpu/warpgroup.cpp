@@ -134,7 +134,6 @@ void Warpgroup::meet(WarpgroupCall call, Work work) {
 }
 
 void Warpgroup::fence() { meet({"wgmma_fence"}, [](Calls) {}); }
-
 void Warpgroup::commit() { meet({"wgmma_commit"}, [&](Calls) { ++groups_; }); }
 
 void Warpgroup::wait(int groups_left) {
