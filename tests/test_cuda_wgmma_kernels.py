@@ -13,7 +13,7 @@ from cuda_runs import check_refused, on_cpu, run_forward, with_nvrtc
 from wgmma_plans import CONFIG, FLIPPED, SM90, plan_of, problem_of
 
 from multiattn.cuda import BACKEND
-from multiattn.cuda.bind import bind, image_of
+from multiattn.cuda.bind import bind
 from multiattn.cuda.cpu import host
 from multiattn.cuda.instances import launches_of
 from multiattn.cuda.params import params_of
@@ -199,7 +199,7 @@ def test_compiles_without_a_gpu(head_dim, dtype, config):
     assert compiled.cubin[:4] == b"\x7fELF"
     assert compiled.dynamic_smem_bytes == smem_bytes(config, plan.problem)
     entry = abi.read_entry(compiled.cubin, compiled.kernel)
-    abi.check(bind(plan, image_of(plan)), entry)
+    abi.check(bind(plan, launches_of(plan)[0].image()), entry)
     assert 0 < entry.registers <= 65536 // config.threads
     if (code := disassemble(compiled.cubin)) is not None:
         assert not parted_arrivals(parse(code))  # the last of these configs hung

@@ -11,20 +11,16 @@ from dataclasses import asdict, dataclass, replace
 
 from multiattn.plan.support import Reason
 
-WARPS = ("split_kv", "split_q")
-SHARE = ("none", "kv", "qkv")
-TILING = ("none", "qk", "qkv")
+# The steps of an axis from the bottom up, each in words.
+WARPS = {"split_kv": "warps share keys and head_dim", "split_q": "warps own rows"}
+SHARE = {"none": "", "kv": "K and V in one buffer", "qkv": "Q, K and V in one buffer"}
+TILING = {"none": "", "qk": "K in slices of head_dim", "qkv": "K in slices of head_dim, V of keys"}
 SWIZZLE = ("", "q", "k", "v", "qk", "qv", "kv", "qkv")
 ACCUMULATOR = ("fp32", "fp16")
-
-_WARPS = {"split_kv": "warps share keys and head_dim", "split_q": "warps own rows"}
-_SHARE = {"none": "", "kv": "K and V in one buffer", "qkv": "Q, K and V in one buffer"}
-_TILING = {"none": "", "qk": "K in slices of head_dim", "qkv": "K in slices of head_dim, V of keys"}
 
 HEAD_DIM_MAX = 1024
 UNTILED_HEAD_DIM_MAX = 256
 """Beyond it the output of whole rows takes more registers than a thread has, and whole tiles more than an SM."""
-
 
 HALVES_HEAD_DIM_MAX = 512
 """Beyond it scores in fp16 have rounded so often that parity's budget does not hold: H200, 2026-11-21, N=8192: an error
@@ -74,16 +70,16 @@ class Axes:
             return replace(self, accumulator="fp32")
         if self.swizzle:
             return replace(self, swizzle=self.swizzle[:-1])
-        for axis, steps in (("tiling", TILING), ("share", SHARE), ("warps", WARPS)):
-            step = steps.index(getattr(self, axis))
-            if step:
+        for axis, words in (("tiling", TILING), ("share", SHARE), ("warps", WARPS)):
+            steps = list(words)
+            if step := steps.index(getattr(self, axis)):
                 return replace(self, **{axis: steps[step - 1]})
         return None
 
     @property
     def summary(self) -> str:
         """The point in words."""
-        parts = [_WARPS[self.warps], _SHARE[self.share], _TILING[self.tiling]]
+        parts = [WARPS[self.warps], SHARE[self.share], TILING[self.tiling]]
         parts.append(f"{', '.join(self.swizzle)} swizzled" if self.swizzle else "nothing swizzled")
         parts.append("" if self.accumulator == "fp32" else "sums in fp16, outside the contract")
         return "; ".join(part for part in parts if part)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from multiattn.cuda.configs import ELEMENT_BYTES, FRAGMENT_ROWS, padded, tiles
+from multiattn.cuda.configs import ELEMENT_BYTES, FP32_BYTES, FRAGMENT_ROWS, padded, tiles
 from multiattn.plan.arch import WARP_THREADS, Arch
 from multiattn.plan.config import Config
-from multiattn.plan.limits import failed, size_checks
+from multiattn.plan.limits import failed, field_checks, one_of, size_checks
 from multiattn.plan.schedule import key_tiles, query_tiles
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 
-FP32_BYTES = 4
 ROW_TILE = 64
 """Queries of a block that makes delta or converts dq."""
 ROW_THREADS = 256
@@ -66,15 +65,16 @@ def dq_sum_bytes(problem: Problem) -> int:
     return problem.batch * problem.heads_q * rows * padded(problem.head_dim) * FP32_BYTES
 
 
-def delta_bytes(problem: Problem) -> int:
-    """Workspace of one fp32 per query, in whole units of 16 bytes, so that what follows it is aligned."""
-    return -(-problem.batch * problem.heads_q * problem.seq_q * FP32_BYTES // 16) * 16
+def workspace_areas(problem: Problem, config: BackwardConfig) -> dict[str, int]:
+    """The areas of a launch's workspace, and the bytes of each."""
+    sums = {"dq_sum": dq_sum_bytes(problem)} if config.dq is None else {}
+    return {"delta": problem.layouts["delta"].size_bytes, **sums}
 
 
 def workspace(problem: Problem, config: Config | None) -> int:
     """Bytes that a launch takes from the allocator."""
     assert isinstance(config, BackwardConfig)
-    return delta_bytes(problem) + (dq_sum_bytes(problem) if config.dq is None else 0)
+    return sum(workspace_areas(problem, config).values())
 
 
 def why_not(adds_dq: bool, problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
@@ -99,8 +99,7 @@ def why_not(adds_dq: bool, problem: Problem, arch: Arch, config: Config) -> tupl
         needed.append(dq_smem_bytes(dq, problem))
         blocks.append(query_tiles(problem, dq.tile_m))
     for kernel in (config, *([] if dq is None else [dq])):
-        checks.append((kernel.warps in (2, 4, 8, 16), f"warps={kernel.warps}", "2, 4, 8, 16"))
-        checks.append((kernel.stages in (1, 2), f"stages={kernel.stages}", "1, 2"))
+        checks += field_checks(kernel, {"warps": one_of(2, 4, 8, 16), "stages": one_of(1, 2)})
     return failed((*checks, *size_checks(config, arch, max(needed), max(blocks))))
 
 

@@ -34,9 +34,3 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
         constants=constants,
         workspace_bytes=plan.workspace_bytes,
     )
-
-
-def image_of(plan: Plan) -> abi.Image:
-    """How a block of the kernel of a forward Plan is started: known without compiling it."""
-    (launch,) = launches_of(plan)
-    return launch.image()

@@ -13,6 +13,7 @@ from multiattn.cuda import configs as forward
 from multiattn.cuda.axes import Axes
 from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig
 from multiattn.cuda.configs import FRAGMENT_ROWS, CudaConfig, padded
+from multiattn.cuda.variants import axes_of
 from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.plan.arch import KIB, Arch
 from multiattn.plan.backend import Variant
@@ -32,7 +33,7 @@ _COLUMNS = ((32, 8, 8), (32, 8, 4), (64, 8, 4), (64, 8, 2), (64, 4, 2))  # and o
 
 def forward_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[CudaConfig]:
     """Configs of a point of the axes that fit shared memory and, by a lower bound, the registers."""
-    axes = Axes(**dict(variant.flags))
+    axes = axes_of(variant)
     if axes.tiling != "none" or axes.warps == "split_kv":
         return tuple(config for config in _of_rungs(axes, problem) if not variant.fits(problem, arch, config))
     tried = (
@@ -66,21 +67,20 @@ def _may_win_forward(axes: Axes, problem: Problem, arch: Arch, config: CudaConfi
 def _of_rungs(axes: Axes, problem: Problem) -> Iterator[CudaConfig]:
     """Configs of all points but split_q without tiling. Slices of K and V of one size share a ring best."""
     is_sliced = axes.tiling != "none"
-    for tile_m, warps, column_warps in _COLUMNS if axes.warps == "split_kv" else _ROWS:
-        for tile_n, stages in itertools.product((64, 128, 256), (1, 2)):
-            for dim_slice, key_slice in _slices(axes, problem, tile_n) if is_sliced else ((64, 16),):
-                for other_place in (False, True):
-                    yield CudaConfig(
-                        tile_m=tile_m,
-                        tile_n=tile_n,
-                        warps=warps,
-                        column_warps=column_warps,
-                        stages=stages,
-                        q_in_registers=other_place and not is_sliced,
-                        q_streamed=other_place and is_sliced,
-                        dim_slice=dim_slice,
-                        key_slice=key_slice,
-                    )
+    shapes = _COLUMNS if axes.warps == "split_kv" else _ROWS
+    for (tile_m, warps, column_warps), tile_n, stages in itertools.product(shapes, (64, 128, 256), (1, 2)):
+        for dim_slice, key_slice in _slices(axes, problem, tile_n) if is_sliced else ((64, 16),):
+            config = CudaConfig(
+                tile_m=tile_m,
+                tile_n=tile_n,
+                warps=warps,
+                column_warps=column_warps,
+                stages=stages,
+                dim_slice=dim_slice,
+                key_slice=key_slice,
+            )
+            yield config
+            yield replace(config, q_streamed=True) if is_sliced else replace(config, q_in_registers=True)
 
 
 def _slices(axes: Axes, problem: Problem, tile_n: int) -> Iterator[tuple[int, int]]:
@@ -165,7 +165,6 @@ _OPEN: tuple[Mapping[str, Any], ...] = (
     *({"q_in_registers": True, "tma_store": tma_store} for tma_store in (True, False)),
 )
 """Choices that sweeps take either way, from head_dim 129 on; each shape but the first is tried with fewer of them."""
-_STAGES_MAX = 16
 
 
 def wgmma_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[WgmmaConfig]:
@@ -186,5 +185,5 @@ def wgmma_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence
 
 def _deepest(fits: Callable[[Config], tuple[Reason, ...]], config: WgmmaConfig) -> WgmmaConfig | None:
     """`config` with as many stages as fit; None where three are too many."""
-    tried = (replace(config, stages=stages) for stages in range(_STAGES_MAX, 2, -1))
+    tried = (replace(config, stages=stages) for stages in range(16, 2, -1))
     return next((it for it in tried if not fits(it)), None)

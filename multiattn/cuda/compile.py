@@ -11,9 +11,9 @@ from typing import Any
 from cuda.bindings import nvrtc
 from cuda.core import Program, ProgramOptions
 
-from multiattn.cuda.bind import bind, image_of
-from multiattn.cuda.instances import kernels_of
-from multiattn.cuda.source import DEVICE_INCLUDES, Instance, files_reached, translation_unit
+from multiattn.cuda.bind import bind
+from multiattn.cuda.instances import launches_of
+from multiattn.cuda.source import DEVICE_INCLUDES, Instance, cache_key, translation_unit
 from multiattn.plan import abi
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Exported, Plan
@@ -26,14 +26,12 @@ _STANDARD = "c++17"
 def cubin_path(kernel: Instance, arch: Arch) -> Path:
     """The compiled kernel in the disk cache, compiled now if it is not there. NVRTC's own error passes through."""
     source, target = translation_unit([kernel]), kernel.target(arch)
-    reached = files_reached(source, DEVICE_INCLUDES)
-    parts = (source, target, _STANDARD, _compiler_version())
-    key = cache.key_of((*parts, *(text for name in sorted(reached) for text in (name, reached[name]))))
-    return cache.fetch(key, ".cubin", lambda path: _write(path, source, target))
+    key = cache_key(source, DEVICE_INCLUDES, target, _STANDARD, _compiler_version())
 
+    def make(path: Path) -> None:
+        path.write_bytes(_compile(source, target))
 
-def _write(path: Path, source: str, target: str) -> None:
-    path.write_bytes(_compile(source, target))
+    return cache.fetch(key, ".cubin", make)
 
 
 def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
@@ -42,13 +40,14 @@ def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
     NVRTC's own error passes through. ValueError where the Binding of a forward kernel is not what its cubin takes.
     """
     made = []
-    for kernel in kernels_of(plan):
+    for launch in launches_of(plan):
+        kernel = launch.kernel
         begin = time.perf_counter()
         cubin = _compile(translation_unit([kernel]), kernel.target(plan.arch))
         seconds = time.perf_counter() - begin
         binding = None
         if plan.direction == "forward":
-            binding = bind(plan, image_of(plan))
+            binding = bind(plan, launch.image())
             abi.check(binding, abi.read_entry(cubin, kernel.name))
         exported = Exported(
             kernel=kernel.name,
@@ -82,25 +81,20 @@ def make_ptx(source: str, target: str) -> bytes:
     """
     options = [f"--gpu-architecture={target}", f"--std={_STANDARD}"]
     options += [f"--include-path={directory}" for directory in DEVICE_INCLUDES]
-    program = _ask(None, nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
+    program = _ask(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
     try:
         encoded = [option.encode() for option in options]
-        _ask(program, nvrtc.nvrtcCompileProgram(program, len(encoded), encoded))
-        ptx = bytearray(_ask(program, nvrtc.nvrtcGetPTXSize(program)))
-        _ask(program, nvrtc.nvrtcGetPTX(program, ptx))
+        _ask(nvrtc.nvrtcCompileProgram(program, len(encoded), encoded))
+        ptx = bytearray(_ask(nvrtc.nvrtcGetPTXSize(program)))
+        _ask(nvrtc.nvrtcGetPTX(program, ptx))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
     return bytes(ptx).rstrip(b"\0")
 
 
-def _ask(program: Any, answer: tuple[Any, ...]) -> Any:
-    """The answer of NVRTC; RuntimeError with its log for a failure."""
+def _ask(answer: tuple[Any, ...]) -> Any:
+    """The answer of NVRTC; RuntimeError for a failure, which compiling to a cubin has shown before with NVRTC's log."""
     status, *rest = answer
-    if status == nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        return rest[0] if rest else None
-    log = b""
-    if program is not None:
-        text = bytearray(nvrtc.nvrtcGetProgramLogSize(program)[1])
-        nvrtc.nvrtcGetProgramLog(program, text)
-        log = bytes(text).rstrip(b"\0")
-    raise RuntimeError(f"NVRTC: {status.name}: {log.decode()}")
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise RuntimeError(f"NVRTC: {status.name}")
+    return rest[0] if rest else None

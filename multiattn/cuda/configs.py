@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from multiattn.cuda.axes import Axes, why_illegal
 from multiattn.plan.arch import WARP_THREADS, Arch
 from multiattn.plan.config import Config
-from multiattn.plan.limits import Check, failed, size_checks
+from multiattn.plan.limits import between, failed, field_checks, one_of, size_checks
 from multiattn.plan.schedule import query_tiles
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 
 FRAGMENT_ROWS = 16  # of mma.m16n8k16: queries of one fragment, and what head_dim is padded to a multiple of
 ELEMENT_BYTES = 2
-STATISTIC_BYTES = 4  # fp32
+FP32_BYTES = 4
 REGISTERS_MAX = 224
 """The registers of a thread, of its 255, that `registers_at_least` may count."""
 
@@ -109,7 +109,7 @@ def smem_bytes(axes: Axes, config: CudaConfig, problem: Problem) -> int:
     held = max(q, ring) if axes.share == "qkv" else ring + (0 if config.q_streamed else q)
     if axes.warps == "split_q":
         return held * ELEMENT_BYTES
-    exchanged = config.tile_m * config.tile_n * ELEMENT_BYTES + config.column_warps * config.tile_m * STATISTIC_BYTES
+    exchanged = config.tile_m * config.tile_n * ELEMENT_BYTES + config.column_warps * config.tile_m * FP32_BYTES
     return held * ELEMENT_BYTES + exchanged
 
 
@@ -150,17 +150,13 @@ def why_not(axes: Axes, problem: Problem, arch: Arch, config: Config) -> tuple[R
 def _wrong_shape(axes: Axes, config: CudaConfig) -> tuple[Reason, ...]:
     """Reasons why a config has no meaning: sizes that are no whole fragments."""
     has_columns = config.column_warps != 1
-    checks: tuple[Check, ...] = (
-        (config.warps in (2, 4, 8, 16), f"warps={config.warps}", "2, 4, 8, 16"),
-        (
-            has_columns == (axes.warps == "split_kv") and config.warps % max(1, config.column_warps) == 0,
-            f"column_warps={config.column_warps} of warps={config.warps} with {axes.warps}",
-            "1 with split_q; with split_kv a divisor of warps from 2 on",
-        ),
-        (1 <= config.stages <= 4, f"stages={config.stages}", "1 to 4"),
-        (config.dim_slice in (64, 128, 256), f"dim_slice={config.dim_slice}", "64, 128, 256"),
+    fields = {"warps": one_of(2, 4, 8, 16), "stages": between(1, 4), "dim_slice": one_of(64, 128, 256)}
+    columns = (
+        has_columns == (axes.warps == "split_kv") and config.warps % max(1, config.column_warps) == 0,
+        f"column_warps={config.column_warps} of warps={config.warps} with {axes.warps}",
+        "1 with split_q; with split_kv a divisor of warps from 2 on",
     )
-    if wrong := failed(checks):
+    if wrong := failed((*field_checks(config, fields), columns)):
         return wrong
     rows, keys = FRAGMENT_ROWS * config.row_warps, FRAGMENT_ROWS * config.column_warps
     is_whole = (

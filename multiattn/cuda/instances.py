@@ -15,7 +15,7 @@ from multiattn.cuda.source import Instance
 from multiattn.cuda.variants import axes_of, is_wgmma
 from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.plan.abi import Image
-from multiattn.plan.backend import Plan
+from multiattn.plan.backend import Plan, variant_of
 from multiattn.plan.schedule import key_tiles, query_tiles
 from multiattn.problem import VECTOR_BYTES, Problem
 
@@ -59,12 +59,12 @@ def kernels_of(plan: Plan) -> tuple[Instance, ...]:
 
 def siblings_of(plan: Plan) -> tuple[Instance, ...]:
     """The kernels of one head_dim and config, for every dtype that it takes, mask and alignment."""
-    only_fp16 = plan.direction == "forward" and not is_wgmma(plan) and axes_of(plan).accumulator == "fp16"
+    takes = variant_of(plan).capability
     problems = (
         replace(plan.problem, dtype=dtype, causal=causal, alignment=alignment)
-        for dtype in (("fp16",) if only_fp16 else ("fp16", "bf16"))
+        for dtype in takes.dtypes
         for causal in (False, True)
-        for alignment in ((VECTOR_BYTES,) if is_wgmma(plan) else (2, VECTOR_BYTES))
+        for alignment in (takes.alignment, VECTOR_BYTES)
     )
     kernels = (kernel for problem in problems for kernel in kernels_of(replace(plan, problem=problem)))
     return tuple(dict.fromkeys(kernels))
@@ -75,14 +75,15 @@ def siblings_of(plan: Plan) -> tuple[Instance, ...]:
 
 def forward_traits(axes: Axes, config: CudaConfig, problem: Problem) -> str:
     """The C++ type of a forward kernel's constants, legal or not: what point, config and problem come to."""
-    steps = (("Warps", axes.warps), ("Share", axes.share), ("Tiling", axes.tiling))
-    flags = [f"multiattn::{axis}::{step.upper()}" for axis, step in steps]
-    flags += [str(tensor in axes.swizzle).lower() for tensor in "qkv"]
-    flags += [f"multiattn::{'Accumulator' if axes.accumulator == 'fp32' else 'HalfAccumulator'}"]
-    tiles = f"{config.tile_m}, {config.tile_n}, {config.warps}, {config.column_warps}, {config.stages}"
-    slices = f"multiattn::QPlace::{config.q_place.upper()}, {config.dim_slice}, {config.key_slice}"
-    types = f"multiattn::Axes<{', '.join(flags)}>", f"multiattn::Shape<{tiles}, {slices}>"
-    return _traits("ForwardTraits", problem, *_masked(problem), *types)
+    steps = (("Warps", axes.warps), ("Share", axes.share), ("Tiling", axes.tiling), ("QPlace", config.q_place))
+    *flags, place = (f"multiattn::{axis}::{step.upper()}" for axis, step in steps)
+    added = f"multiattn::{'Accumulator' if axes.accumulator == 'fp32' else 'HalfAccumulator'}"
+    point = _cpp_list(*flags, *(tensor in axes.swizzle for tensor in "qkv"), added)
+    tiles = (config.tile_m, config.tile_n, config.warps, config.column_warps, config.stages)
+    shape = _cpp_list(*tiles, place, config.dim_slice, config.key_slice)
+    return _traits(
+        "ForwardTraits", problem, *_masked(problem), f"multiattn::Axes<{point}>", f"multiattn::Shape<{shape}>"
+    )
 
 
 def _forward(plan: Plan) -> PlannedLaunch:
@@ -128,10 +129,9 @@ def _wgmma(plan: Plan) -> PlannedLaunch:
 def _wgmma_shape(config: WgmmaConfig, problem: Problem) -> str:
     """The C++ type of what of the kernel's constants is the config's."""
     numbers = (config.warpgroups, config.cluster, config.tile_n, config.stages, config.q_slots)
-    kept = wgmma.kept_steps(config, problem)
-    flags = (config.pingpong, config.lazy_max)
-    rest = (config.tma_store, f"multiattn::Scheduler::{config.scheduler.upper()}")
-    return f"multiattn::WgmmaShape<{_cpp_list(*numbers, kept, *flags, *rest)}>"
+    flags = (config.pingpong, config.lazy_max, config.tma_store)
+    scheduler = f"multiattn::Scheduler::{config.scheduler.upper()}"
+    return f"multiattn::WgmmaShape<{_cpp_list(*numbers, wgmma.kept_steps(config, problem), *flags, scheduler)}>"
 
 
 def _wgmma_name(config: WgmmaConfig) -> str:

@@ -35,14 +35,9 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> DriverLaunch
         grid = (launch.grid(_multiprocessors(device)), 1, 1)
         binding = abi.Binding(arguments=(struct,), grid=grid, image=launch.image(), constants={})
         kernels.append(LoadedKernel(function=function, binding=binding, overlaps=kernel.overlaps))
-    return DriverLauncher(kernels, device, _workspace(plan, device))
-
-
-def _workspace(plan: Plan, device: int) -> Workspace | None:
-    if plan.direction == "forward":
-        return Workspace(lend=counter_lender(device, plan.workspace_bytes)) if plan.workspace_bytes else None
     areas, size = pack_areas(areas_of(plan))
-    return Workspace(lend=fresh_memory(device, size), areas=areas)
+    lender = counter_lender if plan.direction == "forward" else fresh_memory
+    return DriverLauncher(kernels, device, Workspace(lend=lender(device, size), areas=areas) if areas else None)
 
 
 @functools.cache

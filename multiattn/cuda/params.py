@@ -1,4 +1,4 @@
-"""The kernels' parameter structs, which `include/multiattn/params*.h` describe, filled with the numbers of a Plan.
+"""The kernels' parameter structs, which `include/multiattn/params.h` describes, filled with the numbers of a Plan.
 
 A field that is a pointer has the name of its operand, or of an area of workspace; one called ``map_q`` is the tensor
 map of q; all others are numbers. What a launch, an emitted kernel and the emulator hand over follows from that.
@@ -11,19 +11,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from multiattn.cuda import wgmma_configs as wgmma
-from multiattn.cuda.backward_configs import ROW_TILE, BackwardConfig, delta_bytes, dq_sum_bytes
+from multiattn.cuda.backward_configs import ROW_TILE, BackwardConfig, workspace_areas
 from multiattn.cuda.configs import ELEMENT_BYTES, tiles
 from multiattn.cuda.structs import TENSOR_MAP, read_structs
 from multiattn.cuda.tensor_maps import tensor_maps
-from multiattn.cuda.wgmma_configs import WgmmaConfig
+from multiattn.cuda.wgmma_configs import WgmmaConfig, query_tiles
 from multiattn.plan.abi import WORKSPACE, Struct
 from multiattn.plan.backend import Plan
 from multiattn.plan.schedule import KV_BYTES_SIDE_BY_SIDE, heads_side_by_side
 from multiattn.problem import Problem
 
-_HEADERS = Path(__file__).parent / "include" / "multiattn"
-_STRUCTS = read_structs(_HEADERS / "params.h", _HEADERS / "params_sm90.h")
+_STRUCTS = read_structs(Path(__file__).parent / "include" / "multiattn" / "params.h")
 _STRIDES = _STRUCTS["Strides"]
 ForwardParams, BackwardParams, WgmmaParams = (_STRUCTS[f"{it}Params"] for it in ("Forward", "Backward", "Wgmma"))
 
@@ -36,13 +34,12 @@ def numbers_of(plan: Plan) -> dict[str, Any]:
     problem, config = plan.problem, plan.config
     assert config is not None
     common = {
-        **{f"strides_{name}": _STRIDES(*getattr(problem, f"strides_{name}")) for name in ("q", "k", "v", "out")},
+        **{f"strides_{name}": _STRIDES(*layout.strides[:3]) for name, layout in problem.layouts.items()},
         **{name: getattr(problem, name) for name in ("heads_q", "group", "seq_q", "seq_kv")},
     }
     if isinstance(config, BackwardConfig):
         return {
             **common,
-            **{f"strides_{name}": _STRIDES(*getattr(problem, f"strides_{name}")) for name in ("dk", "dv")},
             "heads_q_all": problem.batch * problem.heads_q,
             "heads_kv_all": problem.batch * problem.heads_kv,
             "tiles_rows": tiles(problem.seq_q, ROW_TILE),
@@ -54,9 +51,7 @@ def numbers_of(plan: Plan) -> dict[str, Any]:
             "score_factor": problem.score_factor,
             "grad_factor": problem.grad_factor,
         }
-    count = tiles(problem.seq_q, config.tile_m)
-    if isinstance(config, WgmmaConfig):
-        count = wgmma.query_tiles(config, problem)
+    count = query_tiles(config, problem) if isinstance(config, WgmmaConfig) else tiles(problem.seq_q, config.tile_m)
     return {
         **common,
         "tiles": count,
@@ -108,8 +103,7 @@ def areas_of(plan: Plan) -> Mapping[str, int]:
     """The areas of a launch's workspace, and the bytes of each."""
     if not isinstance(plan.config, BackwardConfig):
         return {WORKSPACE: plan.workspace_bytes} if plan.workspace_bytes else {}
-    sums = {"dq_sum": dq_sum_bytes(plan.problem)} if plan.config.dq is None else {}
-    return {"delta": delta_bytes(plan.problem), **sums}
+    return workspace_areas(plan.problem, plan.config)
 
 
 def _places(kind: type[ctypes.Structure], base: int = 0) -> Iterator[tuple[int, str, bool]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multiattn.plan.arch import Arch
+from multiattn.run import cache
 
 ROOT = Path(__file__).parent
 DEVICE_INCLUDES = (ROOT / "include", ROOT / "kernels")
@@ -60,12 +61,13 @@ def translation_unit(kernels: Sequence[Instance]) -> str:
         name, size = params.__name__, ctypes.sizeof(params)
         parts.append(f'static_assert(sizeof(multiattn::{name}) == {size}, "params.{name}");\n')
     for kernel in kernels:
-        traits = f"Traits_{kernel.name}"
+        traits, bounds = f"Traits_{kernel.name}", f"{kernel.threads}, {kernel.occupancy}"
+        entry = f"KERNEL({bounds})" if kernel.cluster == 1 else f"CLUSTER_KERNEL({bounds}, {kernel.cluster})"
         parts.append(
             f"using {traits} = {kernel.traits};\n"
             f'static_assert({traits}::SMEM_BYTES == {kernel.smem_bytes}, "smem_bytes of {kernel.name}");\n'
             f'static_assert({traits}::THREADS == {kernel.threads}, "threads of {kernel.name}");\n'
-            f"{_entry(kernel)}\n"
+            f"{entry}\n"
             f"{kernel.name}(PARAMETERS(multiattn::{kernel.params.__name__}) params) {{\n"
             f"  multiattn::{kernel.entry}<{traits}>(params);\n"
             "}\n"
@@ -81,9 +83,10 @@ def _wgmma(columns: int) -> str:
     return f'WGMMA({columns}, "{", ".join(f"%{index}" for index in range(count))}", {places}, {accumulators})\n'
 
 
-def _entry(kernel: Instance) -> str:
-    bounds = f"{kernel.threads}, {kernel.occupancy}"
-    return f"KERNEL({bounds})" if kernel.cluster == 1 else f"CLUSTER_KERNEL({bounds}, {kernel.cluster})"
+def cache_key(source: str, includes: Sequence[Path], *parts: str) -> str:
+    """The key of compiled code in the cache: `source`, all files that it reaches, and `parts`."""
+    reached = files_reached(source, includes)
+    return cache.key_of((source, *parts, *(text for name in sorted(reached) for text in (name, reached[name]))))
 
 
 def files_reached(source: str, includes: Sequence[Path]) -> dict[str, str]:

@@ -27,20 +27,18 @@ _STRUCT = re.compile(r"^struct (\w+) \{$(.*?)^\};$", re.MULTILINE | re.DOTALL)
 _DECLARATION = re.compile(r"(?:const )?([\w:]+)\b(\*?) ([^;=()]+);")
 
 
-def read_structs(*headers: Path) -> dict[str, type[ctypes.Structure]]:
-    """The structs of plain data that `headers` define, by name; those of a later one may hold those of an earlier one.
+def read_structs(header: Path) -> dict[str, type[ctypes.Structure]]:
+    """The structs of plain data that a header defines, by name; a later one may hold earlier ones.
 
     KeyError for a field of a type that is neither theirs nor known here.
     """
     made: dict[str, type[ctypes.Structure]] = {}
-    for header in headers:
-        text = re.sub(r"//[^\n]*", "", header.read_text())
-        for name, body in _STRUCT.findall(text):
-            fields = list(_fields(body, {**_TYPES, **made}))
-            size = ctypes.sizeof(type(name, (ctypes.Structure,), {"_fields_": fields}))
-            if any(kind is TENSOR_MAP for _, kind in fields):
-                fields.append(("_padding", ctypes.c_ubyte * (-size % TENSOR_MAP_ALIGNMENT)))
-            made[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+    for name, body in _STRUCT.findall(re.sub(r"//[^\n]*", "", header.read_text())):
+        fields = list(_fields(body, {**_TYPES, **made}))
+        size = ctypes.sizeof(type(name, (ctypes.Structure,), {"_fields_": fields}))
+        if any(kind is TENSOR_MAP for _, kind in fields):
+            fields.append(("_padding", ctypes.c_ubyte * (-size % TENSOR_MAP_ALIGNMENT)))
+        made[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
     return made
 
 

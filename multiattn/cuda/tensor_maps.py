@@ -19,19 +19,12 @@ _STRIDE_UNIT, _STRIDE_MAX = 16, 2**40 - 1  # bytes; of cuTensorMapEncodeTiled, a
 
 def tensor_maps(problem: Problem, box_rows: Mapping[str, int]) -> dict[str, TensorMap]:
     """The map of each tensor that has boxes of so many rows. A broadcast dimension keeps its extent, with stride 0."""
-    of_q = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim)
-    of_kv = (problem.batch, problem.heads_kv, problem.seq_kv, problem.head_dim)
-    tensors = {
-        "q": (of_q, problem.strides_q),
-        "k": (of_kv, problem.strides_k),
-        "v": (of_kv, problem.strides_v),
-        "out": (of_q, problem.strides_out),
-    }
+    layouts = problem.layouts
     return {
         name: TensorMap(
             tensor=name,
-            shape=tensors[name][0],
-            strides=tuple(stride * problem.torch_dtype.itemsize for stride in tensors[name][1]),
+            shape=layouts[name].shape,
+            strides=tuple(stride * problem.torch_dtype.itemsize for stride in layouts[name].strides[:-1]),
             box=Box(extents=(1, 1, rows, BOX_COLUMNS), swizzle=_SWIZZLE_128B, dtype=_DTYPES[problem.dtype]),
             l2_promotion=L2_256_BYTES,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import platform
 import shutil
@@ -30,7 +29,7 @@ def probe(arch: Arch) -> tuple[Reason, ...]:
 @functools.cache
 def probe_nvrtc() -> tuple[Reason, ...]:
     """Reasons why this machine cannot compile for a GPU and launch."""
-    missing = [name for name in ("cuda.core", "cuda.bindings", "cuda.pathfinder") if not _is_installed(name)]
+    missing = [name for name in ("cuda-core", "cuda-bindings", "cuda-pathfinder") if version_of(name) is None]
     if missing:
         return tuple(Reason(code="module", got=f"no {name}", allowed=name, hint=_INSTALL) for name in missing)
     from cuda import pathfinder
@@ -98,10 +97,3 @@ def run_compiler(command: Sequence[str], source: str, *, scratch: Path) -> subpr
 def versions() -> dict[str, str | None]:
     """Packages and tools, None for one that is missing."""
     return {**{name: version_of(name) for name in _PACKAGES}, GXX: gxx_version()}
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a parent package
-        return False

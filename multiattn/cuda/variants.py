@@ -12,7 +12,7 @@ from multiattn.cuda.configs import CudaConfig, why_not
 from multiattn.cuda.rules.ampere import ATOMIC_RULES, TWO_PASS_RULES, rules_of
 from multiattn.cuda.rules.hopper import WGMMA_RULES
 from multiattn.plan.arch import ARCHS
-from multiattn.plan.backend import Plan, Variant
+from multiattn.plan.backend import Plan, Variant, variant_of
 from multiattn.plan.support import Capability
 from multiattn.problem import VECTOR_BYTES
 
@@ -100,9 +100,6 @@ def is_wgmma(made: Plan | Variant) -> bool:
     return (made.variant if isinstance(made, Plan) else made.name) == WGMMA.name
 
 
-_AXES = {axes.name: axes for axes in points.cross_product()}
-
-
-def axes_of(plan: Plan) -> Axes:
-    """The point that a forward Plan is at; KeyError for one of the kernel for Hopper."""
-    return _AXES[plan.variant]
+def axes_of(made: Plan | Variant) -> Axes:
+    """The point of a forward Plan or Variant; the kernel for Hopper has none."""
+    return Axes(**dict((variant_of(made) if isinstance(made, Plan) else made).flags))

@@ -9,7 +9,7 @@ from multiattn.cuda.configs import padded, tiles
 from multiattn.cuda.tensor_maps import BOX_COLUMNS, tensor_maps, why_not_mapped
 from multiattn.plan.arch import Arch
 from multiattn.plan.config import Config
-from multiattn.plan.limits import failed, size_checks
+from multiattn.plan.limits import FieldRule, between, failed, field_checks, one_of, size_checks
 from multiattn.plan.schedule import COUNTER_BYTES, SCHEDULERS
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
@@ -142,17 +142,17 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
 
 def _wrong_shape(config: WgmmaConfig) -> tuple[Reason, ...]:
     """Reasons why no kernel is made for a config."""
-    checks = (
-        (config.tile_m in (128, 192), f"tile_m={config.tile_m}", "128, 192"),
-        (config.tile_n in range(16, 257, 16), f"tile_n={config.tile_n}", "multiples of 16 from 16 to 256"),
-        (config.cluster in (1, 2), f"cluster={config.cluster}", "1, 2"),
-        (
-            config.cluster == 1 or config.scheduler != "dynamic",
-            f"scheduler=dynamic with cluster={config.cluster}",
-            "one_tile, static: blocks of a cluster take their tiles together",
-        ),
-        (3 <= config.stages <= 16, f"stages={config.stages}", "3 to 16"),
-        (config.scheduler in SCHEDULERS, f"scheduler={config.scheduler}", ", ".join(SCHEDULERS)),
-        (config.q_slots in (1, 2, 3), f"q_slots={config.q_slots}", "1, 2, 3"),
+    fields: dict[str, FieldRule] = {
+        "tile_m": one_of(128, 192),
+        "tile_n": (lambda it: it in range(16, 257, 16), "multiples of 16 from 16 to 256"),
+        "cluster": one_of(1, 2),
+        "stages": between(3, 16),
+        "scheduler": one_of(*SCHEDULERS),
+        "q_slots": one_of(1, 2, 3),
+    }
+    together = (
+        config.cluster == 1 or config.scheduler != "dynamic",
+        f"scheduler=dynamic with cluster={config.cluster}",
+        "one_tile, static: blocks of a cluster take their tiles together",
     )
-    return failed(checks)
+    return failed((*field_checks(config, fields), together))

@@ -242,7 +242,7 @@ MISTAKE(store_not_waited_for, "returns without a wait for its TMA stores") {
 MISTAKE(store_not_committed, "returns without a wait for its TMA stores to read shared memory") {
   if (!first_thread()) return;
   store_box(arguments, TILE);
-  tma_store_wait_all();
+  tma_store_wait_read<0>();
 }
 
 // ---- wgmma
@@ -253,7 +253,7 @@ MISTAKE(wgmma_without_wait_on_mbarrier, "wgmma_ss: reads, without a wait on its 
 MISTAKE(wgmma_diverges, "divergent warpgroup: this thread is in wgmma_ss, another one in wgmma_commit") {
   float d[4] = {};
   wgmma_fence();
-  if (thread_index() < 64)
+  if (thread_index() >= 64)
     wgmma_commit();
   else
     wgmma_ss<fp16, 8>(d, descriptor(TILE), descriptor(TILE), true);

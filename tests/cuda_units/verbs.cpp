@@ -95,7 +95,7 @@ KERNEL(128, 1) copy_box(PARAMETERS(Arguments) arguments) {
     mbarrier_wait(BARRIER, 0);
     tma_store(arguments.out, TILE, max(arguments.column, 0), max(arguments.row, 0), 1, 1);
     tma_store_commit();
-    tma_store_wait_all();
+    tma_store_wait_read<0>();
   }
 }
 
@@ -105,7 +105,7 @@ KERNEL(128, 1) write_box(PARAMETERS(Arguments) arguments) {
   for (int chunk = 4 * half; chunk < 4 * half + 4; ++chunk) {
     Chunk value;
     for (int i = 0; i < 4; ++i) value.word[i] = pack<fp16>(row, 8 * chunk + 2 * i);
-    store_shared_16(PanelTile<64, 64>::chunk(0, row, chunk), value);
+    store_shared_16(Tile<64, 64>::chunk(0, row, chunk), value);
   }
   fence_async_shared();
   named_barrier_sync(1, 128);

@@ -2,74 +2,84 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <cstring>
 #include <new>
 
+#include "formats.h"
 #include "hopper.h"
 
-namespace multiattn {
+namespace multiattn::emulation {
 
-namespace emulation {
-
-// Of the thread that runs: what thread_index(), block_index(), cluster_rank() and shared_base() of the kernel read.
+// The running thread's values of thread_index(), block_index(), cluster_rank() and shared_base().
 int current_thread, current_rank;
 std::uint32_t current_base;
 long long current_block, current_blocks;
-// The block that runs; the host lets one launch in at a time.
 Block* running_block;
 
-namespace {
 #if defined(__SANITIZE_ADDRESS__)
 constexpr std::size_t STACK_BYTES = 512 << 10;  // red zones take room
 #else
 constexpr std::size_t STACK_BYTES = 128 << 10;
 #endif
-}  // namespace
 
-Block::Block(int threads, std::size_t smem_bytes, int cluster)
-    : smem(smem_bytes, cluster), threads_(threads * cluster), warps_(threads_.size() / WARP_SIZE), barriers_(cluster) {
-  void* memory = mmap(nullptr, threads_.size() * STACK_BYTES, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+VECTOR_CLONES void Clocks::join(Time* into, const Time* from, int actors) {
+  for (int i = 0; i < actors; i += VECTOR) {
+    const Ints left = *reinterpret_cast<const Ints*>(into + i), right = *reinterpret_cast<const Ints*>(from + i);
+    *reinterpret_cast<Ints*>(into + i) = left > right ? left : right;
+  }
+}
+
+void Clocks::meet(int first, int count) {
+  Clock all = nothing();
+  for (int thread = first; thread < first + count; ++thread) join(all.data(), of(thread), actors_);
+  for (int thread = first; thread < first + count; ++thread) {
+    std::copy(all.begin(), all.end(), of(thread));
+    tick(thread);
+  }
+}
+
+Stacks::Stacks(std::size_t threads) : bytes_(threads * STACK_BYTES) {
+  void* memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
-  stacks_ = static_cast<char*>(memory);
+  memory_ = static_cast<char*>(memory);
 }
 
-Block::~Block() {
+Stacks::~Stacks() {
 #if defined(__SANITIZE_ADDRESS__)
-  ASAN_UNPOISON_MEMORY_REGION(stacks_, threads_.size() * STACK_BYTES);  // for who gets the memory next
+  ASAN_UNPOISON_MEMORY_REGION(memory_, bytes_);  // for its next owner
 #endif
-  munmap(stacks_, threads_.size() * STACK_BYTES);
+  munmap(memory_, bytes_);
 }
 
-bool Block::run(Kernel kernel, const void* parameters, std::int64_t block) {
+void Stacks::prepare(Fiber& fiber, int thread, void (*entry)()) const {
+  fiber.prepare(memory_ + thread * STACK_BYTES, STACK_BYTES, entry);
+}
+
+Block::Block(int threads_of_block, std::size_t smem_bytes, int cluster, std::int64_t index, LaunchCounts& counters)
+    : clocks(threads_of_block * cluster),
+      smem(smem_bytes, cluster, clocks),
+      counters(counters),
+      threads_(threads_of_block * cluster),
+      barriers_(cluster, Barrier(threads_of_block)),
+      cluster_(threads()),
+      hopper_(std::make_unique<Hopper>(*this)),
+      index_(index) {
+  for (int first = 0; first < threads(); first += WARP_SIZE) warps_.emplace_back(first, WARP_SIZE);
+}
+
+bool Block::run(Kernel kernel, const void* parameters, const Stacks& stacks) {
   kernel_ = kernel;
   parameters_ = parameters;
-  index_ = block;
   running_block = this;
-  smem.reset();
-  for (Barrier& barrier : barriers_) {
-    barrier = Barrier{};
-    barrier.live = threads_of_block();
-  }
-  cluster_ = Barrier{};
-  cluster_.live = threads();
   for (int i = 0; i < threads(); ++i) {
     Thread& thread = threads_[i];
-    thread = Thread{};
     thread.index = i;
-    thread.lane = i % WARP_SIZE;
     thread.warp = i / WARP_SIZE;
     thread.block = i / threads_of_block();
-    thread.fiber.prepare(stacks_ + i * STACK_BYTES, STACK_BYTES, &Block::enter);
-  }
-  for (std::size_t w = 0; w < warps_.size(); ++w) {
-    warps_[w] = Warp{};
-    warps_[w].first_thread = static_cast<int>(w) * WARP_SIZE;
-    warps_[w].live = WARP_SIZE;
+    stacks.prepare(thread.fiber, i, &Block::enter);
   }
   run_as(threads_[0]);
-  if (hopper_) hopper_->start(false);
-  if (blocks() > 1) hopper();  // only clocks tell what blocks know of one another
-  host_.adopt_current();
   switch_fiber(host_, current_->fiber);
   counters.blocks += blocks();
   return error.empty();
@@ -92,14 +102,12 @@ void Block::enter() {
 
 void Block::finish_current() {
   Thread& me = *current_;
-  Warp& warp = warps_[me.warp];
   Barrier& barrier = barriers_[me.block];
   me.done = true;
   --barrier.live;
   --cluster_.live;
-  --warp.live;
-  if (warp.arrived) fail(std::string("returns while its warp waits in ") + warp.verb);
-  if (hopper_) hopper_->finish();
+  leave(warps_[me.warp]);
+  hopper_->finish();
   if (barrier.arrived && barrier.arrived == barrier.live) release(barrier);
   if (cluster_.arrived && cluster_.arrived == cluster_.live) release(cluster_);
   if (!cluster_.live) switch_fiber(me.fiber, host_, true);
@@ -115,27 +123,28 @@ void Block::fail(const std::string& what) {
   __builtin_unreachable();
 }
 
-void Block::arrive(Warp& warp, const char* verb) {
-  if (warp.live < WARP_SIZE)
-    fail(std::string(verb) + " needs all 32 lanes of the warp; " + std::to_string(WARP_SIZE - warp.live) + " returned");
-  if (!warp.arrived) warp.verb = verb;
-  if (warp.verb != verb)
-    fail(std::string("divergent warp: this lane is in ") + verb + ", another one in " + warp.verb);
-  current_->verb = verb;
-  ++warp.arrived;
+void Block::leave(Team& team) {
+  --team.live;
+  if (team.arrived) fail(std::string("returns while its ") + team.name() + " waits in " + team.verb);
+}
+
+void Block::arrive(Team& team, const char* verb) {
+  if (team.live < team.size)
+    fail(verb, "needs all " + std::to_string(team.size) + " " + team.member() + "s of the " + team.name() + "; " +
+                   std::to_string(team.size - team.live) + " returned");
+  if (!team.arrived) team.verb = verb;
+  if (std::strcmp(team.verb, verb) != 0) fail_diverged(team, verb);
+  ++team.arrived;
 }
 
 void Block::check_warp(const char* verb) {
-  const Warp& warp = warps_[current_->warp];
-  if (warp.arrived) fail(std::string("divergent warp: this lane is in ") + verb + ", another one in " + warp.verb);
+  if (const Team& warp = warps_[current_->warp]; warp.arrived) fail_diverged(warp, verb);
 }
 
-void Block::meet_block(const char* verb) {
-  check_warp(verb);
-  join(barriers_[current_->block], verb);
+void Block::fail_diverged(const Team& team, const char* verb) {
+  fail(std::string("divergent ") + team.name() + ": this " + team.member() + " is in " + verb + ", another one in " +
+       team.verb);
 }
-
-void Block::meet_cluster(const char* verb) { join(cluster_, verb); }
 
 void Block::join(Barrier& barrier, const char* verb) {
   if (++barrier.arrived < barrier.live)
@@ -144,26 +153,13 @@ void Block::join(Barrier& barrier, const char* verb) {
     release(barrier);
 }
 
-void Block::count_warp_barrier() {
-  const Warp& warp = warps_[current_->warp];
-  ++warps_[current_->warp].barriers;
-  if (hopper_) hopper_->clocks.meet(warp.first_thread, WARP_SIZE);
-}
-
 void Block::release(Barrier& barrier) {
   barrier.arrived = 0;
   ++barrier.generation;
   if (&barrier == &cluster_)
     hopper_->publish_mbarriers();
-  else if (hopper_)
-    hopper_->clocks.meet(first_of_block(), threads_of_block());
-}
-
-Hopper& Block::start_hopper() {
-  hopper_ = std::make_unique<Hopper>(*this);
-  clocks_ = &hopper_->clocks;
-  hopper_->start(true);
-  return *hopper_;
+  else
+    clocks.meet(first_of_block(), threads_of_block());
 }
 
 void Block::wait_for(const char* verb, const Condition& condition) {
@@ -179,23 +175,17 @@ void Block::wait_for(const char* verb, const Condition& condition) {
   me.waits_for = nullptr;
 }
 
-// Who runs next. What arrives by itself (TMA) arrives when nobody can go on without it.
+// The next one after the current thread, so that the lanes of a warp run one after the other. What arrives by itself (TMA)
+// arrives when nobody can go on without it.
 Thread& Block::next_thread() {
   for (;;) {
-    if (Thread* next = next_runnable()) return *next;
-    if (!hopper_ || !hopper_->land_oldest()) fail("deadlock:" + who_waits());
+    for (int step = 0, i = current_->index; step < threads(); ++step) {
+      i = i + 1 == threads() ? 0 : i + 1;
+      const Thread& thread = threads_[i];
+      if (!thread.done && (!thread.waits_for || thread.waits_for->generation != thread.generation)) return threads_[i];
+    }
+    if (!hopper_->land_oldest()) fail("deadlock:" + who_waits());
   }
-}
-
-// The next one after the current thread, so that the lanes of a warp run one after the other.
-Thread* Block::next_runnable() {
-  const int count = threads();
-  for (int step = 0, i = current_->index; step < count; ++step) {
-    i = i + 1 == count ? 0 : i + 1;
-    const Thread& thread = threads_[i];
-    if (!thread.done && (!thread.waits_for || thread.waits_for->generation != thread.generation)) return &threads_[i];
-  }
-  return nullptr;
 }
 
 // Neighbours that wait for the same together.
@@ -217,6 +207,4 @@ std::string Block::who_waits() const {
   return list;
 }
 
-}  // namespace emulation
-
-}  // namespace multiattn
+}  // namespace multiattn::emulation

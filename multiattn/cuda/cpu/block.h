@@ -1,7 +1,7 @@
 // One thread block as fibers, or a cluster of them: who waits for what, who runs next, what went wrong.
 //
-// Threads run one at a time until they wait, in order, so that a run is deterministic. Warp collectives (mma, ldmatrix,
-// shuffle, votes) are a rendezvous of all lanes; the last one to arrive does the work for all.
+// Threads run one at a time until they wait, in order, so that a run is deterministic. Collectives of a warp (mma, ldmatrix,
+// shuffle, votes) and of a warpgroup (wgmma) are a rendezvous of all threads; the last one to arrive does the work for all.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -14,9 +14,9 @@
 
 namespace multiattn::emulation {
 
-constexpr int WARP_SIZE = 32;
+constexpr int WARP_SIZE = 32, WARPGROUP_SIZE = 128;
 
-// What a thread may wait for: that the generation moves on.
+// A thread may wait until the generation of one moves on.
 struct Condition {
   std::int64_t generation = 0;
   virtual ~Condition() = default;
@@ -35,7 +35,6 @@ struct PendingCopy {
 struct Thread {
   Fiber fiber;
   int index = 0, warp = 0, block = 0;  // in the cluster
-  int lane = 0;
   bool done = false;
   const Condition* waits_for = nullptr;
   std::int64_t generation = 0;      // of that, when it began to wait
@@ -45,31 +44,52 @@ struct Thread {
   std::int64_t groups = 0;          // of copies committed
 };
 
-struct Warp : Condition {
-  int first_thread = 0, live = 0, arrived = 0;
-  std::int32_t barriers = 0;
-  const char* verb = nullptr;
+// Threads that run collectives together: a warp, or a warpgroup.
+struct Team : Condition {
+  const int first_thread, size;  // in the cluster
+  int live, arrived = 0;         // that have not returned; that are there
+  const char* verb = nullptr;    // what those wait in
+
+  Team(int first_thread, int size) : first_thread(first_thread), size(size), live(size) {}
+  const char* name() const { return size == WARP_SIZE ? "warp" : "warpgroup"; }
+  const char* member() const { return size == WARP_SIZE ? "lane" : "thread"; }
 };
 
 // A rendezvous of a whole block, or of a cluster.
 struct Barrier : Condition {
-  int live = 0, arrived = 0;  // threads that have not returned; that are there
+  int live, arrived = 0;  // threads that have not returned; that are there
+
+  explicit Barrier(int threads) : live(threads) {}
 };
 
 class Hopper;
 
 using Kernel = void (*)(const void* parameters);
 
+// Memory for the stacks of so many threads, whose blocks run one after another.
+class Stacks {
+ public:
+  explicit Stacks(std::size_t threads);
+  ~Stacks();
+  Stacks(const Stacks&) = delete;
+  Stacks& operator=(const Stacks&) = delete;
+
+  void prepare(Fiber& fiber, int thread, void (*entry)()) const;
+
+ private:
+  std::size_t bytes_;
+  char* memory_;
+};
+
 class Block {
  public:
-  // `threads` and `smem_bytes` for each block of a cluster.
-  Block(int threads, std::size_t smem_bytes, int cluster);
-  ~Block();
+  // The cluster whose first block has this index; `threads_of_block` and `smem_bytes` for each of its blocks.
+  Block(int threads_of_block, std::size_t smem_bytes, int cluster, std::int64_t index, LaunchCounts& counters);
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
 
-  // Runs the cluster whose first block has this index to its end; false when it failed, with `error` set.
-  bool run(Kernel kernel, const void* parameters, std::int64_t block);
+  // Runs to the end; false when it failed, with `error` set.
+  bool run(Kernel kernel, const void* parameters, const Stacks& stacks);
 
   // ---- for the verbs, called on a fiber
   Thread& current() { return *current_; }
@@ -77,14 +97,9 @@ class Block {
   int blocks() const { return static_cast<int>(barriers_.size()); }
   int threads_of_block() const { return threads() / blocks(); }
   bool ended(int block) const { return !barriers_[block].live; }
-  bool done(int thread) const { return threads_[thread].done; }
   Moment now() const {
-    const Time* clock = clocks_ ? clocks_->of(current_->index) : nullptr;
-    return {{current_->index, current_->warp, current_->block,
-             static_cast<std::int32_t>(barriers_[current_->block].generation), warps_[current_->warp].barriers,
-             clock ? clock[current_->index] : Clocks::BEFORE},
-            clock,
-            threads()};
+    const int thread = current_->index;
+    return {{thread, clocks.now(thread)}, clocks.of(thread), threads()};
   }
   // Ends the run. Never returns.
   [[noreturn]] void fail(const std::string& what);
@@ -92,23 +107,33 @@ class Block {
   void require(const char* verb, const std::string& problem) {
     if (!problem.empty()) fail(verb, problem);
   }
-  // All live lanes of the warp meet; the last one calls work(lanes), where lanes[i] is lane i's `arguments`.
-  template <class Work>
-  void meet_warp(const char* verb, void* arguments, Work work);
+  // All threads of the team meet; the last one calls work(members), where *members[i] is what the team's i-th came with.
+  template <class Arguments, class Work>
+  void meet(Team& team, const char* verb, Arguments& mine, Work work);
+  template <class Arguments, class Work>
+  void meet_warp(const char* verb, Arguments& mine, Work work) {
+    meet(warps_[current_->warp], verb, mine, work);
+  }
+  // The current thread, which is of the team, returns.
+  void leave(Team& team);
   // All live threads of the block meet.
-  void meet_block(const char* verb);
+  void meet_block(const char* verb) {
+    check_warp(verb);
+    join(barriers_[current_->block], verb);
+  }
   // All live threads of the cluster meet; of one another they know mbarriers only.
-  void meet_cluster(const char* verb);
-  void count_warp_barrier();
+  void meet_cluster(const char* verb) { join(cluster_, verb); }
+  // All lanes of the current thread's warp know what each of them has done.
+  void order_warp() { clocks.meet(warps_[current_->warp].first_thread, WARP_SIZE); }
   // Until the condition's generation moves on; others run meanwhile.
   void wait_for(const char* verb, const Condition& condition);
   // That no other lane waits in a collective of the warp; for what lets nobody pass before this lane is there.
   void check_warp(const char* verb);
-  // What sm90 adds. Made by the first of its verbs, it stays for the blocks that follow.
-  Hopper& hopper() { return hopper_ ? *hopper_ : start_hopper(); }
+  Hopper& hopper() { return *hopper_; }
 
+  Clocks clocks;
   SharedMemory smem;
-  LaunchCounts counters{};
+  LaunchCounts& counters;
   std::string error;
 
  private:
@@ -119,41 +144,36 @@ class Block {
   void release(Barrier& barrier);
   int first_of_block() const { return current_->block * threads_of_block(); }
   void run_as(Thread& thread);
-  Hopper& start_hopper();
   Thread& next_thread();
-  Thread* next_runnable();
   std::string who_waits() const;
-  void arrive(Warp& warp, const char* verb);
+  void arrive(Team& team, const char* verb);
+  [[noreturn]] void fail_diverged(const Team& team, const char* verb);
 
   std::vector<Thread> threads_;
-  std::vector<Warp> warps_;
+  std::vector<Team> warps_;
   std::vector<Barrier> barriers_;  // of each block
   Barrier cluster_;
-  std::unique_ptr<Hopper> hopper_;
-  const Clocks* clocks_ = nullptr;
+  std::unique_ptr<Hopper> hopper_;  // what sm90 adds
   Fiber host_;
   Thread* current_ = nullptr;
   Kernel kernel_ = nullptr;
   const void* parameters_ = nullptr;
-  std::int64_t index_ = 0;
-  char* stacks_ = nullptr;
+  const std::int64_t index_;
 };
 
-template <class Work>
-void Block::meet_warp(const char* verb, void* arguments, Work work) {
-  Thread& me = *current_;
-  Warp& warp = warps_[me.warp];
-  me.arguments = arguments;
-  arrive(warp, verb);
-  if (warp.arrived < WARP_SIZE) {
-    wait_for(verb, warp);
-    return;
-  }
-  void* lanes[WARP_SIZE];
-  for (int lane = 0; lane < WARP_SIZE; ++lane) lanes[lane] = threads_[warp.first_thread + lane].arguments;
-  work(lanes);
-  warp.arrived = 0;
-  ++warp.generation;
+// The block that runs; the host lets one launch in at a time.
+extern Block* running_block;
+
+template <class Arguments, class Work>
+void Block::meet(Team& team, const char* verb, Arguments& mine, Work work) {
+  current_->arguments = &mine;
+  arrive(team, verb);
+  if (team.arrived < team.size) return wait_for(verb, team);
+  Arguments* members[WARPGROUP_SIZE];
+  for (int i = 0; i < team.size; ++i) members[i] = static_cast<Arguments*>(threads_[team.first_thread + i].arguments);
+  work(members);
+  team.arrived = 0;
+  ++team.generation;
 }
 
 }  // namespace multiattn::emulation

@@ -1,12 +1,10 @@
-// What each thread knows to be over: vector clocks (Mattern, "Virtual Time and Global States of Distributed Systems", 1989).
+// Vector clocks: what each thread knows to be over (Mattern, "Virtual Time and Global States of Distributed Systems", 1989).
 //
 // An actor is a thread, the TMA loads that one mbarrier counts, or the wgmmas of one warp; each has a time of its own. A
 // thread's clock holds, of each actor, until when all that the actor did is over and visible to the thread. A thread that
 // lets others know what it did (it arrives somewhere) adds its clock to theirs, and its own time moves on.
 #pragma once
-#include <algorithm>
 #include <cstdint>
-#include <string>
 #include <vector>
 
 namespace multiattn::emulation {
@@ -18,19 +16,15 @@ constexpr int MBARRIERS_MAX = 64;
 
 class Clocks {
  public:
-  static constexpr Time BEFORE = 1;  // the time of all threads until clocks start
+  static constexpr Time BEFORE = 1;  // the time of all actors when a block begins
 
   explicit Clocks(int threads)
-      : threads_(threads), actors_((threads + MBARRIERS_MAX + threads / 32 + 7) / 8 * 8), times_(threads * actors_) {}
+      : threads_(threads), actors_((threads + MBARRIERS_MAX + threads / 32 + 7) / 8 * 8), times_(threads * actors_, BEFORE) {
+    for (int thread = 0; thread < threads; ++thread) tick(thread);
+  }
 
   int tma(int mbarrier) const { return threads_ + mbarrier; }
   int wgmma(int warp) const { return threads_ + MBARRIERS_MAX + warp; }
-
-  // What happened before counts as known to all.
-  void start() {
-    std::fill(times_.begin(), times_.end(), BEFORE);
-    for (int thread = 0; thread < threads_; ++thread) of(thread)[thread] = BEFORE + 1;
-  }
 
   Time* of(int thread) { return &times_[static_cast<std::size_t>(thread) * actors_]; }
   const Time* of(int thread) const { return &times_[static_cast<std::size_t>(thread) * actors_]; }
@@ -54,30 +48,20 @@ class Clocks {
   std::vector<Time> times_;
 };
 
-// A thread's action: who did it, and the barriers that were behind it.
+// A thread's action: who did it, and at which of its times.
 struct Epoch {
-  int thread, warp, block;  // in the cluster
-  std::int32_t block_barriers, warp_barriers;
-  Time time;  // the thread's, see clocks.h
-
-  // Nobody did it; several warps did.
   static constexpr int NOBODY = -1, MANY = -2;
-  bool any() const { return thread != NOBODY; }
-
-  std::string who() const { return thread == MANY ? "several warps" : "thread " + std::to_string(thread); }
+  int thread = NOBODY;  // in the cluster
+  Time time = 0;
 };
 
-// The present of a thread, with what it knows of all others where a block has clocks (else null).
+// The present of a thread, with what it knows of all others.
 struct Moment : Epoch {
   const Time* clock;
   int threads;  // of the block, or of its cluster
 
-  // Whether what happened in `then` is known to be over.
-  bool follows(const Epoch& then) const {
-    if (then.thread == thread || (then.block == block && then.block_barriers < block_barriers)) return true;
-    if (then.warp == warp && then.warp_barriers < warp_barriers) return true;
-    return clock && then.thread >= 0 && clock[then.thread] >= then.time;
-  }
+  // True if this thread knows that an action of one thread, or of nobody, is over.
+  bool follows(const Epoch& then) const { return then.thread == NOBODY || clock[then.thread] >= then.time; }
 };
 
 }  // namespace multiattn::emulation

@@ -7,7 +7,6 @@
 #error "the emulation switches fibers in x86-64 assembly for Linux"
 #endif
 #if defined(__SANITIZE_ADDRESS__)
-#include <pthread.h>
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
@@ -40,7 +39,7 @@ multiattn_switch:
 
 struct Fiber {
   void* stack_pointer = nullptr;
-  char* stack = nullptr;  // lowest address
+  void* stack = nullptr;  // lowest address
   std::size_t stack_bytes = 0;
 
   // Ready to enter `entry`, which never returns, at the first switch.
@@ -56,29 +55,26 @@ struct Fiber {
     for (int saved = 0; saved < 6; ++saved) *--top = nullptr;
     stack_pointer = top;
   }
-
-  // The fiber of whoever runs now, for AddressSanitizer's sake.
-  void adopt_current() {
-#if defined(__SANITIZE_ADDRESS__)
-    pthread_attr_t attributes;
-    void* lowest = nullptr;
-    pthread_getattr_np(pthread_self(), &attributes);
-    pthread_attr_getstack(&attributes, &lowest, &stack_bytes);
-    pthread_attr_destroy(&attributes);
-    stack = static_cast<char*>(lowest);
-#endif
-  }
 };
+
+#if defined(__SANITIZE_ADDRESS__)
+inline Fiber* left_fiber;  // of the latest switch: where its stack is AddressSanitizer tells, the host's too
+
+inline void finish_switch(void* fake_stack) {
+  __sanitizer_finish_switch_fiber(fake_stack, const_cast<const void**>(&left_fiber->stack), &left_fiber->stack_bytes);
+}
+#endif
 
 // Leaves `from`, which may be resumed unless it is `finished`, and goes on in `to`.
 inline void switch_fiber(Fiber& from, Fiber& to, bool finished = false) {
 #if defined(__SANITIZE_ADDRESS__)
   void* fake_stack = nullptr;
+  left_fiber = &from;
   __sanitizer_start_switch_fiber(finished ? nullptr : &fake_stack, to.stack, to.stack_bytes);
 #endif
   multiattn_switch(&from.stack_pointer, to.stack_pointer);
 #if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
+  finish_switch(fake_stack);
 #endif
   (void)finished;
 }
@@ -86,7 +82,7 @@ inline void switch_fiber(Fiber& from, Fiber& to, bool finished = false) {
 // First thing a new fiber does.
 inline void enter_fiber() {
 #if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
+  finish_switch(nullptr);
 #endif
 }
 

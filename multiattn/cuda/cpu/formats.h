@@ -1,8 +1,9 @@
 // 16-bit floating point on any x86-64: tables to read it, rounding to nearest even to write it. And eight numbers at a time.
 #pragma once
 #include <cstdint>
-#include <cstring>
 #include <vector>
+
+#include "multiattn/ptx.cuh"
 
 // A function with VECTOR_CLONES is compiled for AVX2, too; loading the library picks one of them.
 #if defined(__SANITIZE_ADDRESS__)
@@ -19,43 +20,31 @@ constexpr int VECTOR = 8;
 typedef float Floats __attribute__((vector_size(4 * VECTOR), may_alias, aligned(4)));
 typedef int Ints __attribute__((vector_size(4 * VECTOR), may_alias, aligned(4)));
 
-inline float float_of(std::uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-inline std::uint32_t bits_of(float value) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-inline float widen_bf16(std::uint16_t half) { return float_of(std::uint32_t(half) << 16); }
+inline float widen_bf16(std::uint16_t half) { return bits_as<float>(std::uint32_t(half) << 16); }
 
 inline float widen_fp16(std::uint16_t half) {
   const std::uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31, fraction = half & 0x3ffu;
-  if (exponent == 31) return float_of(sign | 0x7f800000u | fraction << 13);
+  if (exponent == 31) return bits_as<float>(sign | 0x7f800000u | fraction << 13);
   if (exponent == 0) {  // subnormal: fraction * 2^-24
     const float magnitude = float(fraction) * 0x1p-24f;
     return sign ? -magnitude : magnitude;
   }
-  return float_of(sign | (exponent + 112) << 23 | fraction << 13);
+  return bits_as<float>(sign | (exponent + 112) << 23 | fraction << 13);
 }
 
 inline std::uint16_t narrow_bf16(float value) {
-  const std::uint32_t bits = bits_of(value);
+  const std::uint32_t bits = float_bits(value);
   if (value != value) return 0x7fff;  // the GPU's canonical NaN
   return std::uint16_t((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
 }
 
 inline std::uint16_t narrow_fp16(float value) {
   if (value != value) return 0x7fff;
-  const std::uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffffu;
+  const std::uint32_t bits = float_bits(value), magnitude = bits & 0x7fffffffu;
   const std::uint16_t sign = std::uint16_t(bits >> 16 & 0x8000u);
   if (magnitude >= 0x477ff000u) return sign | 0x7c00u;  // 65520 and more round to infinity
   if (magnitude < 0x38800000u)  // below 2^-14: the sum's last bit is 2^-24, so the hardware rounds for us
-    return sign | std::uint16_t(bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f));
+    return sign | std::uint16_t(float_bits(bits_as<float>(magnitude) + 0.5f) - float_bits(0.5f));
   return sign | std::uint16_t((magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1)) >> 13);
 }
 

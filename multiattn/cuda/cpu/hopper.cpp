@@ -7,51 +7,45 @@
 
 namespace multiattn::emulation {
 
-extern Block* running_block;
-
 namespace {
 
 constexpr int NAMED_BARRIERS = 16, REGISTERS = 65536, REGISTERS_OF_THREAD = 256, REGISTER_UNIT = 8;
 constexpr int BOX_COLUMNS = LINE_BYTES / 2, BOX_MAX = 256, TILE_ALIGNMENT = 1024;
 
-// Of the loads that are part of a phase.
+// The time of the loads that are part of a phase.
 Time time_of_phase(std::int64_t phase) { return Clocks::BEFORE + 1 + static_cast<Time>(phase); }
+
+// The tensor's part of one row of a box.
+struct BoxRow {
+  int first = 0, count = 0;         // columns of the box that the tensor has
+  unsigned char* memory = nullptr;  // of the first of them
+
+  // Row `i` of the box.
+  BoxRow(const Transfer& box, int i) {
+    const auto& [map, tile, column, first_row, head, batch] = box;
+    const int row = first_row + i;
+    if (row < 0 || row >= map.sizes[1] || head < 0 || head >= map.sizes[2] || batch < 0 || batch >= map.sizes[3]) return;
+    first = std::clamp(-column, 0, BOX_COLUMNS);
+    count = std::clamp(map.sizes[0] - column, first, BOX_COLUMNS) - first;
+    if (count)
+      memory = map.base + row * map.strides[0] + head * map.strides[1] + batch * map.strides[2] + (column + first) * 2ll;
+  }
+};
 
 }  // namespace
 
-// ---- clocks
-VECTOR_CLONES void Clocks::join(Time* into, const Time* from, int actors) {
-  for (int i = 0; i < actors; i += VECTOR) {
-    const Ints left = *reinterpret_cast<const Ints*>(into + i), right = *reinterpret_cast<const Ints*>(from + i);
-    *reinterpret_cast<Ints*>(into + i) = left > right ? left : right;
-  }
-}
-
-void Clocks::meet(int first, int count) {
-  Clock all = nothing();
-  for (int thread = first; thread < first + count; ++thread) release(thread, all);
-  for (int thread = first; thread < first + count; ++thread) acquire(thread, all);
-}
-
 // ---- the block
 Hopper::Hopper(Block& block)
-    : clocks(block.threads()), lines(block.smem.bytes(), clocks), block_(block), named_(NAMED_BARRIERS * block.blocks()) {
-  block.smem.share_with(lines);
+    : block_(block),
+      clocks_(block.clocks),
+      lines_(block.smem.lines),
+      named_(NAMED_BARRIERS * block.blocks()),
+      threads_(block.threads()),
+      touched_(block.blocks()),
+      registers_(block.blocks()) {
+  const int registers = REGISTERS / block.threads_of_block() / REGISTER_UNIT * REGISTER_UNIT;
   for (int i = 0; i < block.threads() / WARPGROUP_SIZE; ++i)
-    warpgroups_.push_back(std::make_unique<Warpgroup>(block, *this, i));
-}
-
-void Hopper::start(bool late) {
-  clocks.start();
-  lines.reset(late);
-  mbarriers_.clear();
-  for (NamedBarrier& barrier : named_) barrier = NamedBarrier{};
-  threads_.assign(block_.threads(), AsyncThread{});
-  loads_.clear();
-  touched_.assign(block_.blocks(), false);
-  registers_.assign(block_.blocks(), RegisterPool{});
-  const int registers = REGISTERS / block_.threads_of_block() / REGISTER_UNIT * REGISTER_UNIT;
-  for (auto& warpgroup : warpgroups_) warpgroup->start(std::min(registers, REGISTERS_OF_THREAD));
+    warpgroups_.push_back(std::make_unique<Warpgroup>(block, *this, i, std::min(registers, REGISTERS_OF_THREAD)));
 }
 
 void Hopper::finish() {
@@ -71,12 +65,6 @@ Warpgroup& Hopper::warpgroup(const char* verb) {
 }
 
 // ---- mbarriers
-std::string Mbarrier::state() const {
-  return "(" + std::to_string(address) + ", phase " + std::to_string(generation) + ": " +
-         std::to_string(arrivals - missing) + " of " + std::to_string(arrivals) + " arrivals, " + std::to_string(bytes) +
-         " bytes missing)";
-}
-
 void Hopper::init_mbarrier(std::uint32_t address, int arrivals) {
   constexpr const char* VERB = "mbarrier_init";
   block_.require(VERB, block_.smem.check_address(address, 8, 8, rank()));
@@ -86,10 +74,10 @@ void Hopper::init_mbarrier(std::uint32_t address, int arrivals) {
   if (mbarriers_.size() == MBARRIERS_MAX) block_.fail(VERB, "the emulation has no more than 64 mbarriers");
   auto barrier = std::make_unique<Mbarrier>();
   barrier->address = address;
-  barrier->actor = clocks.tma(static_cast<int>(mbarriers_.size()));
+  barrier->actor = clocks_.tma(static_cast<int>(mbarriers_.size()));
   barrier->arrivals = barrier->missing = arrivals;
   barrier->made = block_.now();
-  barrier->arrived = barrier->released = clocks.nothing();
+  barrier->arrived = barrier->released = clocks_.nothing();
   mbarriers_.push_back(std::move(barrier));
 }
 
@@ -120,7 +108,7 @@ void Hopper::arrive(const char* verb, std::uint32_t address, int bytes) {
                    barrier.state());
   barrier.bytes += bytes;
   --barrier.missing;
-  clocks.release(block_.current().index, barrier.arrived);
+  clocks_.release(block_.current().index, barrier.arrived);
   complete_if_due(verb, barrier);
 }
 
@@ -150,15 +138,13 @@ void Hopper::wait(std::uint32_t address, int parity) {
     if (barrier.generation > phase + 1)
       block_.fail(VERB, "the phase after the one waited for has gone by, too: mbarrier" + barrier.state());
   }
-  clocks.acquire(block_.current().index, barrier.released);
+  clocks_.acquire(block_.current().index, barrier.released);
 }
 
 // ---- TMA
 const EncodedMap& Hopper::check_map(const char* verb, const void* address) {
   const auto& map = *static_cast<const EncodedMap*>(address);
-  const auto broken = [&](const std::string& what) {
-    running_block->fail(verb, "the tensor map " + what);
-  };
+  const auto broken = [&](const std::string& what) { running_block->fail(verb, "the tensor map " + what); };
   if (reinterpret_cast<std::uintptr_t>(address) % 64) broken("is not aligned to 64 bytes");
   if (reinterpret_cast<std::uintptr_t>(map.base) % 16) broken("has an address that is not aligned to 16 bytes");
   for (const std::int64_t stride : map.strides)
@@ -168,27 +154,6 @@ const EncodedMap& Hopper::check_map(const char* verb, const void* address) {
   if (map.box[1] < 1 || map.box[1] > BOX_MAX) broken("has a box of " + std::to_string(map.box[1]) + " rows, beyond 256");
   return map;
 }
-
-namespace {
-
-// The tensor's part of one row of a box.
-struct BoxRow {
-  int first = 0, count = 0;         // columns of the box that the tensor has
-  unsigned char* memory = nullptr;  // of the first of them
-
-  // Row `i` of the box.
-  BoxRow(const Transfer& box, int i) {
-    const auto& [map, tile, column, first_row, head, batch] = box;
-    const int row = first_row + i;
-    if (row < 0 || row >= map.sizes[1] || head < 0 || head >= map.sizes[2] || batch < 0 || batch >= map.sizes[3]) return;
-    first = std::clamp(-column, 0, BOX_COLUMNS);
-    count = std::clamp(map.sizes[0] - column, first, BOX_COLUMNS) - first;
-    if (count)
-      memory = map.base + row * map.strides[0] + head * map.strides[1] + batch * map.strides[2] + (column + first) * 2ll;
-  }
-};
-
-}  // namespace
 
 void Hopper::load(const char* verb, int first, int last, std::uint32_t target, const void* map_address,
                   std::uint32_t barrier_address, int column, int row, int head, int batch) {
@@ -215,8 +180,8 @@ void Hopper::take_lines(const char* verb, std::uint32_t target, int bytes) {
   const Moment now = block_.now();
   for (std::uint32_t line = target; line < target + bytes; line += LINE_BYTES) {
     block_.require(verb, block_.smem.take_line(line, now));
-    lines.of(line) = Line{};
-    lines.of(line).loading = true;
+    lines_.of(line) = Line{};
+    lines_.of(line).loading = true;
   }
   std::memset(block_.smem.at(target), POISON, bytes);
 }
@@ -232,7 +197,7 @@ bool Hopper::land_oldest() {
     if (part.count) std::memcpy(row + 2 * part.first, part.memory, 2 * part.count);
     for (int at = 0; at < LINE_BYTES; at += CHUNK_BYTES)
       std::memcpy(block_.smem.at(swizzled(address + at)), row + at, CHUNK_BYTES);
-    Line& line = lines.of(address);
+    Line& line = lines_.of(address);
     line.loading = false;
     line.load_actor = barrier->actor;
     line.loaded = time_of_phase(barrier->generation);
@@ -252,7 +217,7 @@ void Hopper::store(const void* map_address, std::uint32_t source, int column, in
   Needs needs;
   for (std::uint32_t line = source; line < source + bytes; line += LINE_BYTES) {
     need_line(VERB, line, needs);
-    ++lines.of(line).stores;
+    ++lines_.of(line).stores;
   }
   check_needs(VERB, needs);
   AsyncThread& me = threads_[block_.current().index];
@@ -276,7 +241,7 @@ void Hopper::write_out(const Transfer& box) {
       std::memcpy(row + at, block_.smem.at(swizzled(address + at)), CHUNK_BYTES);
     const BoxRow part(box, i);
     if (part.count) std::memcpy(part.memory, row + 2 * part.first, 2 * part.count);
-    --lines.of(address).stores;
+    --lines_.of(address).stores;
     block_.smem.note_line_read(address, now);
   }
 }
@@ -284,12 +249,12 @@ void Hopper::write_out(const Transfer& box) {
 // ---- what the async proxy reads
 void Hopper::fence_writes() {
   const int thread = block_.current().index;
-  threads_[thread].fences.push_back(clocks.now(thread));
-  clocks.tick(thread);
+  threads_[thread].fences.push_back(clocks_.now(thread));
+  clocks_.tick(thread);
 }
 
 void Hopper::need_line(const char* verb, std::uint32_t address, Needs& needs) {
-  const Line& line = lines.of(address);
+  const Line& line = lines_.of(address);
   const auto at = [&] { return " at shared address " + std::to_string(address); };
   if (line.loading) block_.fail(verb, "reads a TMA load under way" + at());
   const auto need = [&](int actor, Time time, const auto& reason) {
@@ -302,17 +267,18 @@ void Hopper::need_line(const char* verb, std::uint32_t address, Needs& needs) {
          [] { return std::string("reads, without a wait on its mbarrier, what a TMA load wrote"); });
   if (!line.generic) return;
   block_.smem.writers_of_line(address, [&](const Epoch& writer) {
+    const auto by = [&] { return "what thread " + std::to_string(writer.thread) + " wrote"; };
     const std::vector<Time>& fences = threads_[writer.thread].fences;
     const auto fence = std::lower_bound(fences.begin(), fences.end(), writer.time);
     if (fence == fences.end())
-      block_.fail(verb, "reads, with no fence_async_shared after it, what " + writer.who() + " wrote" + at());
+      block_.fail(verb, "reads, with no fence_async_shared after it, " + by() + at());
     need(writer.thread, *fence + 1,
-         [&] { return "reads, with no barrier after its fence_async_shared, what " + writer.who() + " wrote"; });
+         [&] { return "reads, with no barrier after its fence_async_shared, " + by(); });
   });
 }
 
 void Hopper::check_needs(const char* verb, const Needs& needs) {
-  const Time* known = clocks.of(block_.current().index);
+  const Time* known = clocks_.of(block_.current().index);
   for (const Need& need : needs)
     if (known[need.actor] < need.time) block_.fail(verb, need.reason);
 }
@@ -323,10 +289,6 @@ void Hopper::await_earlier_grids() {
 }
 
 // ---- named barriers
-std::string NamedBarrier::state() const {
-  return "(" + std::to_string(arrived) + " of " + std::to_string(threads) + " threads are there)";
-}
-
 void Hopper::named_barrier(const char* verb, int id, int threads, bool wait) {
   const Thread& me = block_.current();
   if (wait) block_.check_warp(verb);
@@ -336,13 +298,13 @@ void Hopper::named_barrier(const char* verb, int id, int threads, bool wait) {
   NamedBarrier& barrier = named_[me.block * NAMED_BARRIERS + id];
   const std::string name = "barrier " + std::to_string(id);
   if (!barrier.arrived) barrier.threads = threads;
-  if (barrier.joined.empty()) barrier.joined = clocks.nothing();
+  if (barrier.joined.empty()) barrier.joined = clocks_.nothing();
   if (barrier.threads != threads)
     block_.fail(verb, name + " is of " + std::to_string(threads) + " threads here, of " + std::to_string(barrier.threads) +
                    " elsewhere");
   if (++barrier.lanes[me.warp] > WARP_SIZE)
     block_.fail(verb, name + " is not complete, and the warp comes to it once more");
-  clocks.release(me.index, barrier.joined);
+  clocks_.release(me.index, barrier.joined);
   if (++barrier.arrived == threads) {
     for (std::uint8_t& lanes : barrier.lanes) {
       if (lanes % WARP_SIZE) block_.fail(verb, name + " got " + std::to_string(lanes) + " lanes of a warp");
@@ -354,7 +316,7 @@ void Hopper::named_barrier(const char* verb, int id, int threads, bool wait) {
   } else if (wait) {
     block_.wait_for(verb, barrier);
   }
-  if (wait) clocks.acquire(me.index, barrier.released);
+  if (wait) clocks_.acquire(me.index, barrier.released);
 }
 
 void Hopper::set_registers(const char* verb, int count, bool raise) {

@@ -1,4 +1,4 @@
-// What sm90 adds to a Block: mbarriers, TMA, named barriers, registers that warpgroups trade, and (warpgroup.h) wgmma.
+// The part of a Block that sm90 adds: mbarriers, TMA, named barriers, registers that warpgroups trade, and (warpgroup.h) wgmma.
 //
 // All that is asynchronous happens as late as the rules allow: a load lands when no thread can go on without it, in the
 // order of issue; a store reads shared memory when its thread waits for that; a wgmma runs when its warpgroup waits for it.
@@ -10,10 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "async_lines.h"
 #include "block.h"
-#include "clocks.h"
-#include "records.h"
 #include "warpgroup.h"
 
 namespace multiattn::emulation {
@@ -28,7 +25,11 @@ struct Mbarrier : Condition {
   bool fenced = false;                    // visible to the async proxy
   Clock arrived, released;                // of those who came; of the phases that are complete
 
-  std::string state() const override;
+  std::string state() const override {
+    return "(" + std::to_string(address) + ", phase " + std::to_string(generation) + ": " +
+           std::to_string(arrivals - missing) + " of " + std::to_string(arrivals) + " arrivals, " + std::to_string(bytes) +
+           " bytes missing)";
+  }
 };
 
 struct NamedBarrier : Condition {
@@ -36,7 +37,9 @@ struct NamedBarrier : Condition {
   std::uint8_t lanes[32] = {};            // that are there, of each warp
   Clock joined, released;
 
-  std::string state() const override;
+  std::string state() const override {
+    return "(" + std::to_string(arrived) + " of " + std::to_string(threads) + " threads are there)";
+  }
 };
 
 // A box that TMA moves: which of the tensor, and where it is in shared memory.
@@ -46,7 +49,7 @@ struct Transfer {
   int column, row, head, batch;
 };
 
-// What a thread's async stores and fences did.
+// A thread's async stores and fences.
 struct AsyncThread {
   struct Store {
     Transfer box;
@@ -61,8 +64,6 @@ class Hopper {
  public:
   explicit Hopper(Block& block);
 
-  // A block begins; `late`: it has begun already.
-  void start(bool late);
   // The current thread returns.
   void finish();
   // Lands the oldest load under way; false where there is none.
@@ -96,13 +97,10 @@ class Hopper {
   Warpgroup& warpgroup(const char* verb);
 
   // ---- for reads of the async proxy
-  // A line may be read by whoever knows all that is added to `needs`; else an error.
+  // A line may be read by a thread that knows all that is added to `needs`; else it is an error.
   void need_line(const char* verb, std::uint32_t address, Needs& needs);
-  // That the current thread knows it all.
+  // The current thread must know it all.
   void check_needs(const char* verb, const Needs& needs);
-
-  Clocks clocks;
-  AsyncLines lines;
 
  private:
   struct Load {
@@ -119,6 +117,8 @@ class Hopper {
   void write_out(const Transfer& box);
 
   Block& block_;
+  Clocks& clocks_;
+  AsyncLines& lines_;
   std::vector<std::unique_ptr<Mbarrier>> mbarriers_;
   std::vector<NamedBarrier> named_;  // of each block
   std::vector<AsyncThread> threads_;

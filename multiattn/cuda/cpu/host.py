@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ import torch
 
 from multiattn.cuda.instances import PlannedLaunch, kernels_of, launches_of, siblings_of
 from multiattn.cuda.params import areas_of, struct_of
-from multiattn.cuda.source import HOST_INCLUDES, ROOT, Instance, files_reached, translation_unit
+from multiattn.cuda.source import HOST_INCLUDES, ROOT, Instance, cache_key, translation_unit
 from multiattn.cuda.structs import read_structs
 from multiattn.cuda.tools import GXX, gxx_version, run_compiler
-from multiattn.plan.abi import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, WORKSPACE, TensorMap, pack
+from multiattn.plan.abi import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, TensorMap, pack
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.problem import Operands
 from multiattn.run import cache
@@ -28,7 +28,7 @@ from multiattn.run.fork import hold_across_fork
 from multiattn.run.launch import pack_areas
 
 _HERE = ROOT / "cpu"
-RUNTIME = tuple(_HERE / f"{name}.cpp" for name in ("block", "verbs", "hopper", "warpgroup", "verbs_sm90"))
+RUNTIME = tuple(_HERE / f"{name}.cpp" for name in ("block", "verbs", "hopper", "warpgroup"))
 INCLUDES = (_HERE, *HOST_INCLUDES)
 # No -march=native: a cache directory may be shared by machines; the emulated mma picks its instructions at load time.
 _FLAGS = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
@@ -63,12 +63,9 @@ class CpuLauncher:
         self._library = library or load(build(wanted(plan)))
         self._launches = launches_of(plan)
         self._plan = plan
-        self._areas: Mapping[str, int] = {}
-        self._workspace_bytes = 0
-        if plan.direction == "backward":
-            self._areas, self._workspace_bytes = pack_areas(areas_of(plan))
-        self.counter = torch.zeros(plan.workspace_bytes if plan.direction == "forward" else 0, dtype=torch.uint8)
-        """The counter of tiles, which every launch of a forward leaves at zero."""
+        self._areas, self._workspace_bytes = pack_areas(areas_of(plan))
+        self.counter = torch.zeros(self._workspace_bytes if plan.direction == "forward" else 0, dtype=torch.uint8)
+        """The workspace of a forward: the counter of tiles, which every launch leaves at zero."""
         self.counts: dict[str, Any] = {}
         """`LaunchCounts` of each kernel of the latest launch, by its symbol."""
 
@@ -76,29 +73,21 @@ class CpuLauncher:
         """Run to the end; `EmulationError` for what a GPU would punish. A backward's workspace starts as NaN."""
         struct = struct_of(self._plan, has_dlse=operands.dlse is not None)
         addresses = {name: given.data_ptr() for name, given in operands._asdict().items() if given is not None}
-        workspace = torch.full((self._workspace_bytes,), _NAN_BYTE, dtype=torch.uint8)
+        workspace = self.counter
+        if self._plan.direction == "backward":
+            workspace = torch.full((self._workspace_bytes,), _NAN_BYTE, dtype=torch.uint8)
         addresses |= {name: workspace.data_ptr() + at for name, at in self._areas.items()}
-        addresses[WORKSPACE] = self.counter.data_ptr()
         params = aligned(pack(struct, addresses, encode_map))
-        self.counts = {launch.kernel.name: run_launch(self._library, launch, params) for launch in self._launches}
+        self.counts = {launch.kernel.name: self._run(launch, params) for launch in self._launches}
 
-
-def run_launch(library: ctypes.CDLL, launch: PlannedLaunch, params: Any) -> Any:
-    """Run one kernel of a Plan over its grid; its `LaunchCounts`."""
-    kernel = launch.kernel
-    counts = run(
-        library,
-        kernel.name,
-        params,
-        blocks=launch.grid(MULTIPROCESSORS),
-        threads=kernel.threads,
-        smem_bytes=kernel.smem_bytes,
-        cluster=kernel.cluster,
-    )
-    if kernel.overlaps and counts.grid_waits != counts.blocks:
-        waiting = f"{counts.grid_waits} of {counts.blocks} blocks wait for earlier grids"
-        raise EmulationError(f"{kernel.name}: it is launched to overlap, but {waiting}")
-    return counts
+    def _run(self, launch: PlannedLaunch, params: Any) -> Any:
+        kernel, blocks = launch.kernel, launch.grid(MULTIPROCESSORS)
+        sizes = {"threads": kernel.threads, "smem_bytes": kernel.smem_bytes, "cluster": kernel.cluster}
+        counts = run(self._library, kernel.name, params, blocks=blocks, **sizes)
+        if kernel.overlaps and counts.grid_waits != counts.blocks:
+            waiting = f"{counts.grid_waits} of {counts.blocks} blocks wait for earlier grids"
+            raise EmulationError(f"{kernel.name}: it is launched to overlap, but {waiting}")
+        return counts
 
 
 def aligned(data: bytes) -> ctypes.Array[ctypes.c_ubyte]:
@@ -159,26 +148,18 @@ def build(kernels: Sequence[Instance]) -> Path:
 
 def build_source(source: str) -> Path:
     """A shared library of a C++ translation unit and the emulation; `BuildError` with g++'s words if it cannot be."""
-    objects = [_build_runtime(path) for path in RUNTIME]
-    key = _key(source, (*_KERNEL_FLAGS, *(path.name for path in objects)))
-    return cache.fetch(key, ".so", lambda made: _compile(source, (*_KERNEL_FLAGS, "-shared"), made, objects))
+    objects = [_build(path.read_text(), (*_RUNTIME_FLAGS, "-c"), f".{path.stem}.o") for path in RUNTIME]
+    return _build(source, (*_KERNEL_FLAGS, "-shared"), ".so", objects)
 
 
-def _build_runtime(path: Path) -> Path:
-    source = path.read_text()
-    key = _key(source, _RUNTIME_FLAGS)
-    return cache.fetch(key, f".{path.stem}.o", lambda made: _compile(source, (*_RUNTIME_FLAGS, "-c"), made, ()))
+def _build(source: str, flags: Sequence[str], suffix: str, objects: Sequence[Path] = ()) -> Path:
+    key = cache_key(source, INCLUDES, *flags, *(path.name for path in objects), f"{GXX} {gxx_version()}")
 
+    def make(made: Path) -> None:
+        includes = (f"-I{directory}" for directory in INCLUDES)
+        command = [GXX, *flags, *includes, "-o", str(made), "-x", "c++", "-", "-x", "none", *map(str, objects)]
+        done = run_compiler(command, source, scratch=made.parent)
+        if done.returncode:
+            raise BuildError(f"{GXX} exited with {done.returncode}:\n{done.stderr}")
 
-def _key(source: str, flags: Sequence[str]) -> str:
-    reached = files_reached(source, INCLUDES)
-    contents = (text for name in sorted(reached) for text in (name, reached[name]))
-    return cache.key_of((source, *flags, f"{GXX} {gxx_version()}", *contents))
-
-
-def _compile(source: str, flags: Sequence[str], made: Path, objects: Sequence[Path]) -> None:
-    includes = (f"-I{directory}" for directory in INCLUDES)
-    command = [GXX, *flags, *includes, "-o", str(made), "-x", "c++", "-", "-x", "none", *map(str, objects)]
-    done = run_compiler(command, source, scratch=made.parent)
-    if done.returncode:
-        raise BuildError(f"{GXX} exited with {done.returncode}:\n{done.stderr}")
+    return cache.fetch(key, suffix, make)

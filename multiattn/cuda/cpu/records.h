@@ -4,15 +4,15 @@
 
 namespace multiattn::emulation {
 
-// What one launch did. bank_conflicts: how many more wavefronts the ldmatrix of its warps took than one per 8x8 matrix.
+// Counts of one launch. bank_conflicts: how many more wavefronts the ldmatrix of its warps took than one per 8x8 matrix.
 // tma_loads: boxes. grid_waits: for earlier grids, of which each block of a kernel that overlaps them has one.
 struct LaunchCounts {
   std::int64_t blocks, ldmatrix, bank_conflicts, tma_loads, grid_waits;
 };
 
-// What TensorMap::opaque holds under emulation.
+// The content of TensorMap::opaque under emulation.
 struct EncodedMap {
-  std::uint8_t* base;         // first byte of the tensor; first in the struct: who moves the tensor writes it here
+  std::uint8_t* base;         // first byte of the tensor; first in the struct, where its address is written
   std::int64_t strides[3];    // bytes, of S, H and B
   std::int32_t sizes[4];      // elements, of D, S, H and B
   std::int32_t box[4];        // elements of each

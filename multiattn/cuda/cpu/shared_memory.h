@@ -1,23 +1,83 @@
 // The shared memory of a block, or of a cluster's blocks, with a memory of its own: who wrote and who read each piece, and
-// since which barrier.
+// when.
 //
 // It starts as NaN. What cp.async copies is NaN until its thread has waited, and invisible to other threads until a
-// barrier. A piece may be read by another warp only after a block barrier that follows the write (by another lane of
-// the same warp: a warp barrier), and overwritten only after one that follows the last read. Each breach is an error.
-// A piece is 16 bytes; 4 in a block with clocks, where whatever makes a thread know of another's access is a barrier.
+// barrier. A piece may be read by a thread that knows of the write (by a barrier, see clocks.h), and overwritten by one that
+// knows of all reads. Each breach is an error.
 #pragma once
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <new>
+#include <span>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
-#include "async_lines.h"
+#include "clocks.h"
 
 namespace multiattn::emulation {
 
+// ---- what the async proxy (TMA, wgmma) does with each line, a row of a swizzled tile: which loads, stores and wgmmas are
+// under way, and what those that are over have left behind for others to wait for
+constexpr int LINE_BYTES = 128;
+constexpr int WARPS_OF_GROUP = 4, WARPGROUPS_MAX = 8;
+
+// Where TMA puts, and wgmma looks for, what an address is of without the 128-byte swizzle: chunks of 16 bytes change places
+// within a line.
+inline std::uint32_t swizzled(std::uint32_t address) { return address ^ (address / LINE_BYTES & 7) << 4; }
+
+struct Line {
+  int load_actor = -1;  // of the latest TMA load that has landed
+  Time loaded = 0;      // its phase
+  bool loading = false;
+  bool generic = false;                    // read or written by threads since
+  std::uint16_t wgmmas = 0, stores = 0;    // under way that read it
+  Time multiplied[WARPGROUPS_MAX] = {};    // when each warpgroup's latest wgmma that read it was over
+};
+
+class AsyncLines {
+ public:
+  AsyncLines(std::size_t bytes, const Clocks& clocks) : lines_(bytes / LINE_BYTES + 1), clocks_(clocks) {}
+
+  Line& of(std::uint32_t address) { return lines_[address / LINE_BYTES]; }
+
+  // ---- empty when fine, else what is wrong with the access, in words that end before "at shared address"
+  std::string read(std::uint32_t address, const Moment& now) {
+    Line& line = of(address);
+    line.generic = true;
+    if (line.loading) return "reads a TMA load under way";
+    return unknown_load(line, now) ? "reads, without a wait on its mbarrier, what a TMA load wrote" : "";
+  }
+
+  // By a thread, or by a TMA load that a thread issues.
+  std::string write(std::uint32_t address, const Moment& now) {
+    Line& line = of(address);
+    line.generic = true;
+    if (line.loading) return "overwrites a TMA load under way";
+    if (line.wgmmas) return "overwrites what a wgmma under way reads";
+    if (line.stores) return "overwrites what a TMA store under way reads";
+    if (unknown_load(line, now)) return "overwrites, without a wait on its mbarrier, what a TMA load wrote";
+    for (int group = 0; group < (now.threads + 127) / 128; ++group)
+      if (line.multiplied[group] && unknown_wgmma(group, line.multiplied[group], now))
+        return "overwrites, with no barrier between, what a wgmma of warpgroup " + std::to_string(group) + " read";
+    return {};
+  }
+
+ private:
+  static bool unknown_load(const Line& line, const Moment& now) {
+    return line.load_actor >= 0 && now.clock[line.load_actor] < line.loaded;
+  }
+  // A wgmma is over in each warp by itself.
+  bool unknown_wgmma(int group, Time time, const Moment& now) const {
+    for (int warp = 0; warp < WARPS_OF_GROUP; ++warp)
+      if (now.clock[clocks_.wgmma(group * WARPS_OF_GROUP + warp)] < time) return true;
+    return false;
+  }
+
+  std::vector<Line> lines_;
+  const Clocks& clocks_;
+};
+
+// ---- what threads do with each piece
 constexpr int CHUNK_BYTES = 16;
 // From the start of a block's shared memory to that of the next one in the cluster: what a descriptor of wgmma can tell.
 constexpr std::uint32_t WINDOW_BYTES = 1 << 18;
@@ -26,36 +86,21 @@ constexpr unsigned char POISON = 0xff;  // all ones is a NaN in fp16, bf16 and f
 class SharedMemory {
  public:
   // `bytes` for each of the blocks.
-  SharedMemory(std::size_t bytes, int blocks)
-      : bytes_((blocks - 1) * WINDOW_BYTES + (bytes + CHUNK_BYTES - 1) / CHUNK_BYTES * CHUNK_BYTES), size_(bytes) {
+  SharedMemory(std::size_t bytes, int blocks, const Clocks& clocks)
+      : lines((blocks - 1) * WINDOW_BYTES + bytes, clocks),
+        bytes_((blocks - 1) * WINDOW_BYTES + (bytes + CHUNK_BYTES - 1) / CHUNK_BYTES * CHUNK_BYTES),
+        size_(bytes),
+        pieces_(bytes_ / PIECE_BYTES),
+        readers_(pieces_.size()) {
     data_ = static_cast<unsigned char*>(::operator new(bytes_ + CHUNK_BYTES, std::align_val_t(1024)));
-    pieces_.resize(bytes_ / piece_bytes_ + 1);
-    reset();
+    std::memset(data_, POISON, bytes_);
   }
   ~SharedMemory() { ::operator delete(data_, std::align_val_t(1024)); }
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
 
-  std::size_t bytes() const { return bytes_; }
-
-  // A new block begins.
-  void reset() {
-    std::memset(data_, POISON, bytes_);
-    std::fill(pieces_.begin(), pieces_.end(), Piece{});
-    readers_.clear();
-  }
-
-  // From now on the block has clocks, and these are the lines of its async proxy.
-  void share_with(AsyncLines& lines) {
-    constexpr int FINER = 4;
-    std::vector<Piece> finer(pieces_.size() * FINER);
-    for (std::size_t i = 0; i < finer.size(); ++i) finer[i] = pieces_[i / FINER];
-    pieces_ = std::move(finer);
-    piece_bytes_ = CHUNK_BYTES / FINER;
-    lines_ = &lines;
-  }
-
   unsigned char* at(std::uint32_t address) { return data_ + address; }
+  AsyncLines lines;
 
   // Empty when fine, else what is wrong with this access to the shared memory of a block.
   std::string check_address(std::uint32_t address, int bytes, int alignment, int block) const {
@@ -69,32 +114,25 @@ class SharedMemory {
   }
 
   std::string read(std::uint32_t address, int bytes, const Moment& now) {
-    if (lines_)
-      if (const std::string problem = lines_->read(address, now); !problem.empty()) return at_address(problem, address);
+    if (const std::string problem = lines.read(address, now); !problem.empty()) return at_address(problem, address);
     for (Piece& piece : pieces(address, bytes)) {
-      if (piece.pending) return by("reads a cp.async that has not been waited for", address, piece.writer);
-      if (piece.writer.any() && !now.follows(piece.writer))
-        return by("reads, with no barrier between, what was written", address, piece.writer);
+      if (piece.pending) return by("reads a cp.async that has not been waited for", address, piece.writer.thread);
+      if (!now.follows(piece.writer))
+        return by("reads, with no barrier between, what was written", address, piece.writer.thread);
       note_reader(piece, now);
     }
     return {};
   }
 
-  // A cp.async of a whole chunk, or of a part of one, comes with `pending`; parts of one chunk may be under way together.
-  enum class Pending { NONE, PART, WHOLE };
-
-  std::string write(std::uint32_t address, int bytes, const Moment& now, Pending pending) {
-    if (lines_)
-      if (const std::string problem = lines_->write(address, now); !problem.empty()) return at_address(problem, address);
+  // `pending`: by a cp.async, which lands later.
+  std::string write(std::uint32_t address, int bytes, const Moment& now, bool pending) {
+    if (const std::string problem = lines.write(address, now); !problem.empty()) return at_address(problem, address);
     for (Piece& piece : pieces(address, bytes)) {
-      if (piece.pending && !(piece.in_parts && pending == Pending::PART))
-        return by("overwrites a cp.async under way", address, piece.writer);
-      if (const Epoch* reader = unknown_reader(piece, now))
-        return by("overwrites, with no barrier between, what was read", address, *reader);
-      // Writers may share a piece (4-byte stores): the last one stands for all, as a reader needs a barrier after each.
+      if (piece.pending) return by("overwrites a cp.async under way", address, piece.writer.thread);
+      if (const int reader = unknown_reader(piece, now); reader != Epoch::NOBODY)
+        return by("overwrites, with no barrier between, what was read", address, reader);
       piece.writer = now;
-      piece.pending += pending != Pending::NONE;
-      piece.in_parts = pending == Pending::PART;
+      piece.pending = pending;
     }
     return {};
   }
@@ -102,7 +140,7 @@ class SharedMemory {
   // The thread that wrote it has waited: the data counts as written now.
   void land(std::uint32_t address, int bytes, const Moment& now) {
     for (Piece& piece : pieces(address, bytes)) {
-      --piece.pending;
+      piece.pending = false;
       piece.writer = now;
     }
   }
@@ -111,94 +149,75 @@ class SharedMemory {
   // A TMA load will overwrite the line: what threads did with it is over, and forgotten, or an error.
   std::string take_line(std::uint32_t address, const Moment& now) {
     for (Piece& piece : pieces(address, LINE_BYTES))
-      if (!piece.pending && piece.writer.any() && !now.follows(piece.writer))
-        return by("overwrites, with no barrier between, what was written", address, piece.writer);
-    std::string problem = write(address, LINE_BYTES, now, Pending::NONE);
+      if (!piece.pending && !now.follows(piece.writer))
+        return by("overwrites, with no barrier between, what was written", address, piece.writer.thread);
+    std::string problem = write(address, LINE_BYTES, now, false);
     for (Piece& piece : pieces(address, LINE_BYTES)) piece = Piece{};
-    lines_->of(address).generic = false;
     return problem;
   }
   // Calls visit(writer) for every write of threads in the line.
   template <class Visit>
   void writers_of_line(std::uint32_t address, Visit visit) {
     for (const Piece& piece : pieces(address, LINE_BYTES))
-      if (piece.writer.any()) visit(piece.writer);
+      if (piece.writer.thread != Epoch::NOBODY) visit(piece.writer);
   }
   // The line was read for this thread.
   void note_line_read(std::uint32_t address, const Moment& now) {
-    lines_->of(address).generic = true;
+    lines.of(address).generic = true;
     for (Piece& piece : pieces(address, LINE_BYTES)) note_reader(piece, now);
   }
 
  private:
-  static constexpr Epoch NEVER{Epoch::NOBODY, Epoch::NOBODY, Epoch::NOBODY, -1, -1, 0};
+  static constexpr int PIECE_BYTES = 4;  // what the smallest store writes
 
   struct Piece {
-    Epoch writer = NEVER, reader = NEVER;
-    int pending = 0;  // copies under way
-    bool in_parts = false;
-  };
-  struct Pieces {
-    Piece *first, *last;
-    Piece* begin() const { return first; }
-    Piece* end() const { return last; }
+    Epoch writer, reader;
+    bool pending = false;  // a cp.async will write it
   };
 
-  Pieces pieces(std::uint32_t address, int bytes) {
-    Piece* first = &pieces_[address / piece_bytes_];
-    return {first, std::min(first + std::max(bytes / piece_bytes_, 1), pieces_.data() + pieces_.size())};
+  std::span<Piece> pieces(std::uint32_t address, int bytes) {
+    return {&pieces_[address / PIECE_BYTES], static_cast<std::size_t>(bytes / PIECE_BYTES)};
   }
 
+  // When each thread has read a piece whose reader is MANY.
+  std::vector<Time>& times_of_readers(const Piece& piece) { return readers_[&piece - pieces_.data()]; }
+
+  // One reader, while each knows of the one before; else MANY.
   void note_reader(Piece& piece, const Moment& now) {
-    Epoch& reader = piece.reader;
-    if (now.clock) {
-      note_reader_of_clocks(piece, now);
-    } else if (reader.any() && reader.block_barriers == now.block_barriers && reader.warp != now.warp) {
-      reader.warp = reader.thread = Epoch::MANY;
-    } else {
-      reader = now;
-    }
-  }
-
-  // One reader, while each knows of the one before; else each thread's latest.
-  void note_reader_of_clocks(Piece& piece, const Moment& now) {
-    const auto key = static_cast<std::uint32_t>(&piece - pieces_.data());
     if (piece.reader.thread == Epoch::MANY) {
-      readers_[key][now.thread] = now;
-    } else if (!piece.reader.any() || now.follows(piece.reader)) {
+      times_of_readers(piece)[now.thread] = now.time;
+    } else if (now.follows(piece.reader)) {
       piece.reader = now;
     } else {
-      std::vector<Epoch>& all = readers_[key];
-      all.assign(now.threads, NEVER);
-      all[piece.reader.thread] = piece.reader;
-      all[now.thread] = now;
-      piece.reader.warp = piece.reader.thread = Epoch::MANY;
+      std::vector<Time>& times = times_of_readers(piece);
+      times.assign(now.threads, 0);
+      times[piece.reader.thread] = piece.reader.time;
+      times[now.thread] = now.time;
+      piece.reader.thread = Epoch::MANY;
     }
   }
 
-  // A reader of whom `now` does not know that it is done, or null.
-  const Epoch* unknown_reader(Piece& piece, const Moment& now) {
-    if (!piece.reader.any()) return nullptr;
-    if (!now.clock || piece.reader.thread != Epoch::MANY) return now.follows(piece.reader) ? nullptr : &piece.reader;
-    for (const Epoch& reader : readers_[static_cast<std::uint32_t>(&piece - pieces_.data())])
-      if (reader.any() && !now.follows(reader)) return &reader;
-    piece.reader = NEVER;
-    return nullptr;
+  // A thread of whose reads `now` does not know that they are over, or NOBODY.
+  int unknown_reader(Piece& piece, const Moment& now) {
+    if (piece.reader.thread != Epoch::MANY) return now.follows(piece.reader) ? Epoch::NOBODY : piece.reader.thread;
+    const std::vector<Time>& times = times_of_readers(piece);
+    for (int thread = 0; thread < now.threads; ++thread)
+      if (now.clock[thread] < times[thread]) return thread;
+    piece.reader = Epoch{};
+    return Epoch::NOBODY;
   }
 
   static std::string at_address(const std::string& what, std::uint32_t address) {
     return what + " at shared address " + std::to_string(address);
   }
-  static std::string by(const std::string& what, std::uint32_t address, const Epoch& who) {
-    return at_address(what + " by " + who.who(), address);
+  static std::string by(const std::string& what, std::uint32_t address, int thread) {
+    return at_address(what + " by thread " + std::to_string(thread), address);
   }
 
   std::size_t bytes_, size_;
-  int piece_bytes_ = CHUNK_BYTES;
   unsigned char* data_ = nullptr;
   std::vector<Piece> pieces_;
-  std::unordered_map<std::uint32_t, std::vector<Epoch>> readers_;  // by piece; where its reader is MANY
-  AsyncLines* lines_ = nullptr;
+  std::vector<std::vector<Time>> readers_;  // of each piece
 };
 
 }  // namespace multiattn::emulation

@@ -1,23 +1,22 @@
-// The verbs of ptx.cuh, on a Block of fibers; and `multiattn_launch`, which host.py calls.
+// The verbs of ptx.cuh, ptx_sm90.cuh and wgmma.cuh, on a Block of fibers; and `multiattn_launch`, which host.py calls.
 #include <cstdio>
 #include <cstring>
 #include <new>
 #include <string>
 
-#include "block.h"
 #include "formats.h"
-#include "multiattn/ptx.cuh"
+#include "hopper.h"
+#include "multiattn/wgmma.cuh"
 
 namespace multiattn {
 
 namespace emulation {
 
-extern Block* running_block;
-extern long long current_blocks;
-
 namespace {
 
 Block& block() { return *running_block; }
+Hopper& hopper() { return block().hopper(); }
+Warpgroup& warpgroup(const char* verb) { return hopper().warpgroup(verb); }
 
 void check_address(const char* verb, SharedAddress address, int bytes) {
   block().require(verb, block().smem.check_address(address, bytes, bytes, block().current().block));
@@ -40,15 +39,14 @@ T load_shared(const char* verb, SharedAddress source) {
 template <class T>
 void store_shared(const char* verb, SharedAddress target, const T& value) {
   check_address(verb, target, sizeof(T));
-  block().require(verb, block().smem.write(target, sizeof(T), block().now(), SharedMemory::Pending::NONE));
+  block().require(verb, block().smem.write(target, sizeof(T), block().now(), false));
   std::memcpy(block().smem.at(target), &value, sizeof value);
 }
 
 void copy_async(const char* verb, SharedAddress target, const void* source, bool valid, int bytes) {
   check_address(verb, target, bytes);
   if (valid) check_global(verb, source, bytes);
-  const auto pending = bytes == CHUNK_BYTES ? SharedMemory::Pending::WHOLE : SharedMemory::Pending::PART;
-  block().require(verb, block().smem.write(target, bytes, block().now(), pending));
+  block().require(verb, block().smem.write(target, bytes, block().now(), true));
   std::memset(block().smem.at(target), POISON, bytes);
   block().current().copies.push_back({target, valid ? source : nullptr, bytes, block().current().groups});
 }
@@ -59,26 +57,25 @@ struct MatrixArguments {
 };
 
 // Rows of one 8x8 matrix are read in one wavefront: each of the 8 groups of 4 banks serves one row at a time.
-int bank_conflicts(void* const* lanes, int first_lane) {
+int bank_conflicts(MatrixArguments* const* lanes, int first_lane) {
   int rows_of_bank[8] = {}, most = 0;
   for (int lane = first_lane; lane < first_lane + 8; ++lane)
-    most = max(most, ++rows_of_bank[static_cast<MatrixArguments*>(lanes[lane])->row / 16 % 8]);
+    most = max(most, ++rows_of_bank[lanes[lane]->row / 16 % 8]);
   return most - 1;
 }
 
 template <bool TRANSPOSED>
-void read_matrices(void* const* lanes) {
+void read_matrices(MatrixArguments* const* lanes) {
   ++block().counters.ldmatrix;
   for (int i = 0; i < 4; ++i) {
     uint16 element[8][8];
-    for (int row = 0; row < 8; ++row)
-      std::memcpy(element[row], block().smem.at(static_cast<MatrixArguments*>(lanes[8 * i + row])->row), 16);
+    for (int row = 0; row < 8; ++row) std::memcpy(element[row], block().smem.at(lanes[8 * i + row]->row), 16);
     block().counters.bank_conflicts += bank_conflicts(lanes, 8 * i);
     for (int lane = 0; lane < WARP_SIZE; ++lane) {
       const int row = lane / 4, column = lane % 4 * 2;
       const uint32 low = TRANSPOSED ? element[column][row] : element[row][column];
       const uint32 high = TRANSPOSED ? element[column + 1][row] : element[row][column + 1];
-      static_cast<MatrixArguments*>(lanes[lane])->matrix[i] = low | high << 16;
+      lanes[lane]->matrix[i] = low | high << 16;
     }
   }
 }
@@ -90,7 +87,7 @@ void ldmatrix(uint32* matrix, SharedAddress row) {
   // A lane reads, for the warp, the row whose address it gives.
   block().require(verb, block().smem.read(row, CHUNK_BYTES, block().now()));
   MatrixArguments arguments{row, matrix};
-  block().meet_warp(verb, &arguments, [](void* const* lanes) { read_matrices<TRANSPOSED>(lanes); });
+  block().meet_warp(verb, arguments, read_matrices<TRANSPOSED>);
 }
 
 // D is float (&)[4], or uint32 (&)[2] of halves.
@@ -111,16 +108,15 @@ VECTOR_CLONES void multiply(float (&c)[16][8], const float (&a)[16][16], const f
 // One mma.m16n8k16 (PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type"). With an fp16 accumulator:
 // products and their sum of 16 in fp32, rounded once.
 template <class D>
-void multiply_fragments(void* const* lanes, const float* widen) {
+void multiply_fragments(MmaArguments<D>* const* lanes, const float* widen) {
   constexpr bool HALVES = sizeof(D) == 8;
   float a[16][16], b[16][8], c[16][8];
-  const auto arguments = [&](int lane) -> MmaArguments<D>& { return *static_cast<MmaArguments<D>*>(lanes[lane]); };
   const auto widen_pair = [&](uint32 pair, float& low, float& high) {
     low = widen[pair & 0xffff];
     high = widen[pair >> 16];
   };
   for (int lane = 0; lane < WARP_SIZE; ++lane) {
-    const auto& mine = arguments(lane);
+    const auto& mine = *lanes[lane];
     const int group = lane / 4, column = lane % 4 * 2;
     for (int i = 0; i < 4; ++i) {
       float* target = &a[group + i % 2 * 8][column + i / 2 * 8];
@@ -140,39 +136,32 @@ void multiply_fragments(void* const* lanes, const float* widen) {
     for (int half = 0; half < 2; ++half) {
       const float* sum = &c[lane / 4 + half * 8][lane % 4 * 2];
       if constexpr (HALVES)
-        arguments(lane).d[half] = narrow_fp16(sum[0]) | uint32(narrow_fp16(sum[1])) << 16;
+        lanes[lane]->d[half] = narrow_fp16(sum[0]) | uint32(narrow_fp16(sum[1])) << 16;
       else
-        std::memcpy(&arguments(lane).d[2 * half], sum, 8);
+        std::memcpy(&lanes[lane]->d[2 * half], sum, 8);
     }
 }
 
 template <class D>
 void mma(const char* verb, D& d, const uint32 (&a)[4], uint32 b0, uint32 b1, const float* widen) {
   MmaArguments<D> arguments{d, a, {b0, b1}};
-  block().meet_warp(verb, &arguments, [=](void* const* lanes) { multiply_fragments<D>(lanes, widen); });
+  block().meet_warp(verb, arguments, [=](auto lanes) { multiply_fragments<D>(lanes, widen); });
 }
-
-template <class T>
-struct ShuffleArguments {
-  T value, result;
-  int lane_mask;
-};
 
 template <class T>
 T shuffle(T value, int lane_mask) {
-  ShuffleArguments<T> arguments{value, T{}, lane_mask};
-  block().meet_warp("shuffle_xor", &arguments, [](void* const* lanes) {
-    for (int lane = 0; lane < WARP_SIZE; ++lane) {
-      auto& mine = *static_cast<ShuffleArguments<T>*>(lanes[lane]);
-      mine.result = static_cast<ShuffleArguments<T>*>(lanes[(lane ^ mine.lane_mask) % WARP_SIZE])->value;
-    }
+  struct {
+    T value, result;
+    int lane_mask;
+  } mine{value, T{}, lane_mask};
+  block().meet_warp("shuffle_xor", mine, [](auto lanes) {
+    for (int lane = 0; lane < WARP_SIZE; ++lane)
+      lanes[lane]->result = lanes[(lane ^ lanes[lane]->lane_mask) % WARP_SIZE]->value;
   });
-  return arguments.result;
+  return mine.result;
 }
 
 }  // namespace
-
-void store_chunk(const char* verb, SharedAddress target, const Chunk& value) { store_shared(verb, target, value); }
 
 void cp_async_wait(int groups_left) {
   Thread& me = block().current();
@@ -192,6 +181,26 @@ void cp_async_wait(int groups_left) {
   me.copies.resize(kept);
 }
 
+void mbarrier_arrive_at(SharedAddress barrier, int rank) { hopper().arrive_at("mbarrier_arrive_if", barrier, rank); }
+
+void tma_load(const char* verb, int first, int last, SharedAddress target, const TensorMap& map, SharedAddress barrier,
+              int column, int row, int head, int batch) {
+  hopper().load(verb, first, last, target, &map, barrier, column, row, head, batch);
+}
+
+void tma_store_wait(int groups_left) { hopper().wait_stores(groups_left); }
+
+void set_registers(int count, bool raise) {
+  hopper().set_registers(raise ? "raise_registers" : "lower_registers", count, raise);
+}
+
+void wgmma_wait(int groups_left) { warpgroup("wgmma_wait").wait(groups_left); }
+
+void wgmma(const char* verb, bool is_bf16, int columns, float* d, const uint32* a_registers, uint64 a, uint64 b,
+           bool b_mn_major, bool add) {
+  warpgroup(verb).issue({verb, columns, a, b, add, d, a_registers, is_bf16, b_mn_major});
+}
+
 }  // namespace emulation
 
 using namespace emulation;
@@ -199,19 +208,17 @@ using namespace emulation;
 void sync_block() { block().meet_block("sync_block"); }
 
 void sync_warp() {
-  block().meet_warp("sync_warp", nullptr, [](void* const*) { block().count_warp_barrier(); });
+  int nothing;
+  block().meet_warp("sync_warp", nothing, [](auto) { block().order_warp(); });
 }
 
 bool any_in_warp(bool predicate) {
-  struct Vote {
-    bool mine, any;
-  } vote{predicate, false};
-  block().meet_warp("any_in_warp", &vote, [](void* const* lanes) {
+  block().meet_warp("any_in_warp", predicate, [](auto lanes) {
     bool any = false;
-    for (int lane = 0; lane < WARP_SIZE; ++lane) any |= static_cast<Vote*>(lanes[lane])->mine;
-    for (int lane = 0; lane < WARP_SIZE; ++lane) static_cast<Vote*>(lanes[lane])->any = any;
+    for (int lane = 0; lane < WARP_SIZE; ++lane) any |= *lanes[lane];
+    for (int lane = 0; lane < WARP_SIZE; ++lane) *lanes[lane] = any;
   });
-  return vote.any;
+  return predicate;
 }
 
 float shuffle_xor(float value, int lane_mask) { return shuffle(value, lane_mask); }
@@ -224,7 +231,7 @@ Chunk load_global_16(const void* source) {
   return value;
 }
 
-// Blocks run one after another, so that adding needs no care; whoever comes first is what a GPU would leave open.
+// Blocks run one after another, so that adding needs no care. A GPU leaves their order open.
 void add_global_4(float* target, float value) {
   check_global("add_global_4", target, 4);
   *target += value;
@@ -245,7 +252,7 @@ void load_shared_8(float (&value)[2], SharedAddress source) {
   const auto pair = load_shared<std::uint64_t>("load_shared_8", source);
   std::memcpy(value, &pair, sizeof value);
 }
-void store_shared_16(SharedAddress target, const Chunk& value) { store_chunk("store_shared_16", target, value); }
+void store_shared_16(SharedAddress target, const Chunk& value) { store_shared("store_shared_16", target, value); }
 void store_shared_4(SharedAddress target, uint32 value) { store_shared("store_shared_4", target, value); }
 
 void cp_async_16(SharedAddress target, const void* source, bool valid) {
@@ -272,6 +279,57 @@ void mma_m16n8k16_fp16(uint32 (&d)[2], const uint32 (&a)[4], uint32 b0, uint32 b
 void ldmatrix_x4(uint32 (&matrix)[4], SharedAddress row) { ldmatrix<false>(matrix, row); }
 void ldmatrix_x4_trans(uint32 (&matrix)[4], SharedAddress row) { ldmatrix<true>(matrix, row); }
 
+// ---- sm90
+uint32 uniform(uint32 value) {
+  block().meet_warp("uniform", value, [](auto lanes) {
+    for (int lane = 1; lane < WARP_SIZE; ++lane) *lanes[lane] = *lanes[0];
+  });
+  return value;
+}
+
+// Blocks run one after another.
+int32 atomic_add_global(int32* target, int32 value) {
+  hopper().touch_global();
+  const int32 before = *target;
+  *target += value;
+  return before;
+}
+
+// A lane writes, for the warp, the row whose address it gives.
+void stmatrix_x4(SharedAddress row, const uint32 (&matrix)[4]) {
+  struct {
+    const uint32* matrix;
+    Chunk row;
+  } mine{matrix, {}};
+  block().meet_warp("stmatrix_x4", mine, [](auto lanes) {
+    for (int lane = 0; lane < WARP_SIZE; ++lane)
+      for (int word = 0; word < 4; ++word) lanes[lane]->row.word[word] = lanes[lane % 8 * 4 + word]->matrix[lane / 8];
+  });
+  store_shared("stmatrix_x4", row, mine.row);
+}
+
+void mbarrier_init(SharedAddress barrier, int arrivals) { hopper().init_mbarrier(barrier, arrivals); }
+void mbarrier_arrive(SharedAddress barrier) { hopper().arrive("mbarrier_arrive", barrier, 0); }
+void mbarrier_arrive_expect(SharedAddress barrier, int bytes) { hopper().arrive("mbarrier_arrive_expect", barrier, bytes); }
+void mbarrier_wait(SharedAddress barrier, int parity) { hopper().wait(barrier, parity); }
+void meet_cluster() { block().meet_cluster("meet_cluster"); }
+void await_earlier_grids() { hopper().await_earlier_grids(); }
+
+void fence_mbarrier_init() { hopper().fence_mbarriers(); }
+void fence_async_shared() { hopper().fence_writes(); }
+
+void prefetch_map(const TensorMap& map) { Hopper::check_map("prefetch_map", &map); }
+void tma_store(const TensorMap& map, SharedAddress source, int column, int row, int head, int batch) {
+  hopper().store(&map, source, column, row, head, batch);
+}
+void tma_store_commit() { hopper().commit_stores(); }
+
+void named_barrier_sync(int id, int threads) { hopper().named_barrier("named_barrier_sync", id, threads, true); }
+void named_barrier_arrive(int id, int threads) { hopper().named_barrier("named_barrier_arrive", id, threads, false); }
+
+void wgmma_fence() { warpgroup("wgmma_fence").fence(); }
+void wgmma_commit() { warpgroup("wgmma_commit").commit(); }
+
 }  // namespace multiattn
 
 // Runs a kernel's whole grid, in clusters of so many blocks. 0, or 1 with a message in `error` (at most `error_bytes` with
@@ -283,11 +341,12 @@ extern "C" int multiattn_launch(multiattn::emulation::Kernel kernel, const void*
   if (blocks % cluster)
     message = "a grid of " + std::to_string(blocks) + " blocks, which are no whole clusters of " + std::to_string(cluster);
   try {
-    multiattn::emulation::Block block(threads, smem_bytes, cluster);
+    const multiattn::emulation::Stacks stacks(threads * cluster);
     multiattn::emulation::current_blocks = blocks;
-    for (long long index = 0; index < blocks && message.empty(); index += cluster)
-      if (!block.run(kernel, parameters, index)) message = block.error;
-    *counts = block.counters;
+    for (long long index = 0; index < blocks && message.empty(); index += cluster) {
+      multiattn::emulation::Block block(threads, smem_bytes, cluster, index, *counts);
+      if (!block.run(kernel, parameters, stacks)) message = block.error;
+    }
   } catch (const std::bad_alloc&) {
     message = "out of memory for the stacks of " + std::to_string(threads) + " threads";
   }

@@ -17,7 +17,7 @@ constexpr int ROWS_OF_GROUP = 8;  // of a swizzled matrix; a row is a line
 struct Matrix {
   std::uint32_t start, lead, stride;  // bytes
 
-  // Of a block whose shared memory starts at `base`.
+  // In a block whose shared memory starts at `base`.
   Matrix(std::uint64_t descriptor, std::uint32_t base)
       : start(base + field(descriptor, 0)), lead(field(descriptor, 16)), stride(field(descriptor, 32)) {}
 
@@ -93,6 +93,13 @@ struct Reader {
   }
 };
 
+// Calls copy(in the thread's memory, in the sum) for each pair of accumulators of a thread.
+template <class Sum, class Copy>
+void for_each_pair(Sum& sum, int lane, Copy copy) {
+  for (int pair = 0; pair < sum.columns / 4; ++pair)
+    copy(sum.d[lane] + 2 * pair, &sum.value[first_row(lane) + pair % 2 * 8][first_column(lane, pair / 2)]);
+}
+
 // c[64, columns] += a[64, 16] * b[16, columns]
 VECTOR_CLONES void multiply(float (*c)[WGMMA_COLUMNS_MAX], const Operands& operands, int columns) {
   constexpr int ROWS = 8;  // at a time: their sums stay in registers
@@ -110,73 +117,27 @@ VECTOR_CLONES void multiply(float (*c)[WGMMA_COLUMNS_MAX], const Operands& opera
 
 }  // namespace
 
-std::string RegisterPool::state() const { return "(" + std::to_string(free) + " a thread are free)"; }
-
-std::string Warpgroup::state() const {
-  return "(" + std::to_string(arrived_) + " of " + std::to_string(WARPGROUP_SIZE) + " threads are there)";
-}
-
-Warpgroup::Warpgroup(Block& block, Hopper& hopper, int index) : block_(block), hopper_(hopper), index_(index) {}
-
-void Warpgroup::start(int registers) {
-  live_ = 0;
-  for (int i = 0; i < WARPGROUP_SIZE; ++i) live_ += !block_.done(index_ * WARPGROUP_SIZE + i);
-  arrived_ = 0;
-  registers_ = registers;
-  steps_.clear();
-  std::fill(std::begin(cursor_), std::end(cursor_), 0);
-  groups_ = 0;
-  time_ = Clocks::BEFORE;
-  flying_.clear();
-  sums_.clear();
-}
-
 void Warpgroup::finish() {
-  --live_;
-  if (arrived_) block_.fail(std::string("returns while its warpgroup waits in ") + verb_);
+  block_.leave(team_);
   if (!flying_.empty()) block_.fail("returns with wgmmas under way");
 }
 
-Warpgroup::Step& Warpgroup::take_step(const Step& step, bool& is_new) {
-  if (live_ < WARPGROUP_SIZE)
-    block_.fail(step.verb, "needs all 128 threads of the warpgroup; " + std::to_string(WARPGROUP_SIZE - live_) + " returned");
-  std::size_t& cursor = cursor_[lane()];
-  is_new = cursor == steps_.size();
-  if (is_new) steps_.push_back(step);
-  Step& mine = steps_[cursor++];
-  if (std::strcmp(mine.verb, step.verb) != 0)
-    block_.fail(std::string("divergent warpgroup: this thread is in ") + step.verb + ", another one in " + mine.verb);
-  if (!(mine == step)) block_.fail(step.verb, "the threads of the warpgroup differ in its descriptors or constants");
-  return mine;
-}
-
 template <class Work>
-void Warpgroup::meet(const char* verb, Work work) {
-  block_.check_warp(verb);
-  verb_ = verb;
-  if (++arrived_ < WARPGROUP_SIZE) return block_.wait_for(verb, *this);
-  work();
-  arrived_ = 0;
-  steps_.clear();
-  std::fill(std::begin(cursor_), std::end(cursor_), 0);
-  ++generation;
+void Warpgroup::meet(WarpgroupCall call, Work work) {
+  block_.check_warp(call.verb);
+  block_.meet(team_, call.verb, call, [&](Calls calls) {
+    for (int i = 0; i < WARPGROUP_SIZE; ++i)
+      if (!(*calls[i] == call))
+        block_.fail(call.verb, "the threads of the warpgroup differ in its descriptors or constants");
+    work(calls);
+  });
 }
 
-void Warpgroup::fence() {
-  bool is_new;
-  take_step({"wgmma_fence"}, is_new);
-}
-
-void Warpgroup::commit() {
-  bool is_new;
-  take_step({"wgmma_commit"}, is_new);
-  groups_ += is_new;
-}
+void Warpgroup::fence() { meet({"wgmma_fence"}, [](Calls) {}); }
+void Warpgroup::commit() { meet({"wgmma_commit"}, [&](Calls) { ++groups_; }); }
 
 void Warpgroup::wait(int groups_left) {
-  bool is_new;
-  take_step({"wgmma_wait", groups_left}, is_new);
-  meet("wgmma_wait", [&] {
+  meet({"wgmma_wait", groups_left}, [&](Calls) {
     const auto due = [&] { return !flying_.empty() && flying_.front()->group < groups_ - groups_left; };
     if (due()) ++time_;
     while (due()) {
@@ -184,16 +145,14 @@ void Warpgroup::wait(int groups_left) {
       flying_.pop_front();
     }
     for (int i = 0; i < WARPGROUP_SIZE; ++i) {
-      const int thread = index_ * WARPGROUP_SIZE + i;
-      hopper_.clocks.of(thread)[hopper_.clocks.wgmma(thread / WARP_SIZE)] = time_;
+      const int thread = team_.first_thread + i;
+      block_.clocks.of(thread)[block_.clocks.wgmma(thread / WARP_SIZE)] = time_;
     }
   });
 }
 
 void Warpgroup::set_registers(const char* verb, int count, bool raise, RegisterPool& pool) {
-  bool is_new;
-  take_step({verb, count}, is_new);
-  meet(verb, [&] {
+  meet({verb, count}, [&](Calls) {
     if (raise ? count < registers_ : count > registers_)
       block_.fail(verb, std::to_string(count) + " registers a thread, where the warpgroup has " + std::to_string(registers_));
     while (pool.free < count - registers_) block_.wait_for(verb, pool);
@@ -204,30 +163,29 @@ void Warpgroup::set_registers(const char* verb, int count, bool raise, RegisterP
 }
 
 // ---- issue
-void Warpgroup::issue(const WgmmaCall& call) {
-  bool is_new;
-  Step& step = take_step({call.verb, call.columns, call.a, call.b, call.add}, is_new);
-  if (is_new) step.operation = begin(call);
-  Operation& operation = *step.operation;
-  hopper_.check_needs(call.verb, operation.needs);
-  if (call.a_registers) {
-    operation.a[lane()] = call.a_registers;
-    std::memcpy(operation.a_at_issue[lane()], call.a_registers, sizeof operation.a_at_issue[0]);
-  }
-  take_accumulators(*operation.sum, call);
+void Warpgroup::issue(const WarpgroupCall& call) {
+  meet(call, [&](Calls calls) { begin(calls); });
+  hopper_.check_needs(call.verb, flying_.back()->needs);
 }
 
-Warpgroup::Operation* Warpgroup::begin(const WgmmaCall& call) {
-  if (call.columns < 8 || call.columns > WGMMA_COLUMNS_MAX || call.columns % 8)
-    block_.fail(call.verb, std::to_string(call.columns) + " columns: a multiple of 8 up to 256");
+void Warpgroup::begin(Calls calls) {
+  const WarpgroupCall& call = *calls[0];
+  if (call.number < 8 || call.number > WGMMA_COLUMNS_MAX || call.number % 8)
+    block_.fail(call.verb, std::to_string(call.number) + " columns: a multiple of 8 up to 256");
   Operation& operation = *flying_.emplace_back(new Operation);
   operation.call = call;
   operation.group = groups_;
-  if (!call.a_registers) add_operand(operation, call.a, WGMMA_ROWS, false);
-  add_operand(operation, call.b, call.columns, call.b_mn_major);
-  operation.sum = &sum_of(call);
+  if (call.a_registers) {
+    for (int i = 0; i < WARPGROUP_SIZE; ++i) {
+      operation.a[i] = calls[i]->a_registers;
+      std::memcpy(operation.a_at_issue[i], calls[i]->a_registers, sizeof operation.a_at_issue[i]);
+    }
+  } else {
+    add_operand(operation, call.a, WGMMA_ROWS, false);
+  }
+  add_operand(operation, call.b, call.number, call.b_mn_major);
+  operation.sum = &sum_of(calls);
   ++operation.sum->operations;
-  return &operation;
 }
 
 // The lines that hold a K-major [rows, 16], or an MN-major [16, rows].
@@ -241,7 +199,7 @@ void Warpgroup::add_operand(Operation& operation, std::uint64_t descriptor, int 
     if (line == latest) return;
     latest = line;
     hopper_.need_line(operation.call.verb, line, operation.needs);
-    ++hopper_.lines.of(line).wgmmas;
+    ++block_.smem.lines.of(line).wgmmas;
     operation.lines.push_back(line);
   };
   if (mn_major) {
@@ -253,84 +211,72 @@ void Warpgroup::add_operand(Operation& operation, std::uint64_t descriptor, int 
   }
 }
 
-// The one that earlier wgmmas under way add to, or a new one.
-Warpgroup::Sum& Warpgroup::sum_of(const WgmmaCall& call) {
-  const int mine = lane();
+// The one that earlier wgmmas under way add to, or a new one from the threads' memory, where NaN is left.
+Warpgroup::Sum& Warpgroup::sum_of(Calls calls) {
+  const char* verb = calls[0]->verb;
+  const int columns = calls[0]->number;
   for (auto& sum : sums_) {
-    if (sum->d[mine] == call.d && sum->columns == call.columns) return *sum;
-    if (sum->d[mine] < call.d + call.columns / 2 && call.d < sum->d[mine] + sum->columns / 2)
-      block_.fail(call.verb, "accumulators that are a part of another wgmma's under way");
+    int same = 0;
+    for (int i = 0; i < WARPGROUP_SIZE; ++i) same += sum->d[i] == calls[i]->d;
+    if (same == WARPGROUP_SIZE && sum->columns == columns) return *sum;
+    if (same && same < WARPGROUP_SIZE)
+      block_.fail(verb, "accumulators at another place than in the warpgroup's other threads");
+    for (int i = 0; i < WARPGROUP_SIZE; ++i)
+      if (sum->d[i] < calls[i]->d + columns / 2 && calls[i]->d < sum->d[i] + sum->columns / 2)
+        block_.fail(verb, "accumulators that are a part of another wgmma's under way");
   }
   Sum& sum = *sums_.emplace_back(new Sum);  // which leaves its values as they are
-  sum.columns = call.columns;
-  return sum;
-}
-
-// From the thread's memory, where NaN is left.
-void Warpgroup::take_accumulators(Sum& sum, const WgmmaCall& call) {
-  const int mine = lane();
-  if (sum.d[mine] == call.d) return;
-  if (sum.d[mine]) block_.fail(call.verb, "accumulators at another place than in the warpgroup's other threads");
-  sum.d[mine] = call.d;
-  const int row = first_row(mine);
-  for (int group = 0; group < sum.columns / 8; ++group) {
-    const int column = first_column(mine, group);
-    std::memcpy(&sum.value[row][column], call.d + 4 * group, 8);
-    std::memcpy(&sum.value[row + 8][column], call.d + 4 * group + 2, 8);
+  sum.columns = columns;
+  for (int i = 0; i < WARPGROUP_SIZE; ++i) {
+    sum.d[i] = calls[i]->d;
+    for_each_pair(sum, i, [](float* thread, float* value) { std::memcpy(value, thread, 8); });
+    std::memset(sum.d[i], POISON, columns / 2 * sizeof(float));
   }
-  std::memset(call.d, POISON, sum.columns / 2 * sizeof(float));
+  return sum;
 }
 
 // ---- completion
 void Warpgroup::give_accumulators(Sum& sum) {
   for (int lane = 0; lane < WARPGROUP_SIZE; ++lane) {
     float* d = sum.d[lane];
-    const int row = first_row(lane);
     for (int i = 0; i < sum.columns / 2; ++i)
-      if (bits_of(d[i]) != POISONED_WORD)
+      if (float_bits(d[i]) != POISONED_WORD)
         block_.fail("wgmma_wait", "thread " + std::to_string(index_ * WARPGROUP_SIZE + lane) +
                                " wrote accumulators of a wgmma under way");
-    for (int group = 0; group < sum.columns / 8; ++group) {
-      const int column = first_column(lane, group);
-      std::memcpy(d + 4 * group, &sum.value[row][column], 8);
-      std::memcpy(d + 4 * group + 2, &sum.value[row + 8][column], 8);
-    }
+    for_each_pair(sum, lane, [](float* thread, float* value) { std::memcpy(thread, value, 8); });
   }
 }
 
 void Warpgroup::compute(Operation& operation) {
-  const WgmmaCall& call = operation.call;
+  const WarpgroupCall& call = operation.call;
   Operands operands;
-  const Reader reader{block_.smem, call.bf16};
+  const Reader reader{block_.smem, call.is_bf16};
   if (call.a_registers) {
-    check_registers(operation);
-    for (int i = 0; i < WARPGROUP_SIZE; ++i) reader.read_registers(operands, i, operation.a_at_issue[i]);
+    for (int i = 0; i < WARPGROUP_SIZE; ++i) {
+      if (std::memcmp(operation.a[i], operation.a_at_issue[i], sizeof operation.a_at_issue[i]) != 0)
+        block_.fail("wgmma_wait", "thread " + std::to_string(index_ * WARPGROUP_SIZE + i) + " changed operand A of a " +
+                                      call.verb + " under way");
+      reader.read_registers(operands, i, operation.a_at_issue[i]);
+    }
   } else {
     reader.read_a(operands, Matrix(call.a, base()));
   }
   if (call.b_mn_major)
-    reader.read_b_mn_major(operands, Matrix(call.b, base()), call.columns);
+    reader.read_b_mn_major(operands, Matrix(call.b, base()), call.number);
   else
-    reader.read_b_k_major(operands, Matrix(call.b, base()), call.columns);
+    reader.read_b_k_major(operands, Matrix(call.b, base()), call.number);
 
   Sum& sum = *operation.sum;
   if (!call.add) std::memset(sum.value, 0, sizeof sum.value);
-  multiply(sum.value, operands, call.columns);
+  multiply(sum.value, operands, call.number);
   for (const std::uint32_t address : operation.lines) {
-    Line& line = hopper_.lines.of(address);
+    Line& line = block_.smem.lines.of(address);
     --line.wgmmas;
     line.multiplied[index_] = time_;
   }
   if (--sum.operations) return;
   give_accumulators(sum);
   sums_.erase(std::find_if(sums_.begin(), sums_.end(), [&](const auto& other) { return other.get() == &sum; }));
-}
-
-void Warpgroup::check_registers(const Operation& operation) const {
-  for (int i = 0; i < WARPGROUP_SIZE; ++i)
-    if (std::memcmp(operation.a[i], operation.a_at_issue[i], sizeof operation.a_at_issue[i]) != 0)
-      block_.fail("wgmma_wait", "thread " + std::to_string(index_ * WARPGROUP_SIZE + i) + " changed operand A of a " +
-                             operation.call.verb + " under way");
 }
 
 }  // namespace multiattn::emulation

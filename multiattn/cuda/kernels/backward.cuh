@@ -52,7 +52,7 @@ struct BackwardTraits {
   static constexpr int STATISTICS_AT = DS_AT + (ADDS_DQ ? TileDS::BYTES : 0);
   static constexpr int SMEM_BYTES = STATISTICS_AT + STAGES * STATISTIC_BYTES;
 
-  // Whether registers are left to keep addresses across the loop.
+  // True if registers are left to keep addresses across the loop.
   static constexpr bool HAS_ROOM = KEY_FRAGMENTS * DIM_FRAGMENTS <= 8;
   static DEVICE uint32 thread() { return HAS_ROOM ? thread_index() : recomputed(thread_index()); }
 
@@ -128,20 +128,14 @@ using Gradient = Product<T::KEY_FRAGMENTS, T::DIM_FRAGMENTS>;  // [WARP_KEYS, D]
 template <class T, class Change>
 DEVICE void with_statistic(KeyScores<T>& scores, SharedAddress list, Change change) {
   const SharedAddress own = list + accumulator_column(0, T::thread()) * 4;
-#pragma unroll
-  for (int n = 0; n < T::QUERY_FRAGMENTS; ++n)
-#pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      float statistic[2];
-      load_shared_8(statistic, own + (16 * n + 8 * side) * 4);
-#pragma unroll
-      for (int m = 0; m < T::KEY_FRAGMENTS; ++m)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) change(scores[m][n][side].value[e], statistic[e % 2]);
-    }
+  for_each<T::QUERY_FRAGMENTS, 2>([&](int n, int side) {
+    float statistic[2];
+    load_shared_8(statistic, own + (16 * n + 8 * side) * 4);
+    for_each<T::KEY_FRAGMENTS, 4>([&](int m, int e) { change(scores[m][n][side].value[e], statistic[e % 2]); });
+  });
 }
 
-// What a warp does, found anew wherever it is asked for, as registers are scarce.
+// A warp's part of the work. As registers are scarce, it is computed wherever it is asked for.
 template <class T>
 struct Role {
   bool makes_weights;  // and dV; else dP, dS and dK
@@ -157,7 +151,7 @@ struct Role {
   }
 };
 
-// What no query sees becomes 0, whatever it was.
+// Elements that the mask hides become 0.
 template <class T>
 DEVICE void clear_masked(KeyScores<T>& scores, const Mask<T::CAUSAL>& mask, int first_key, int first_query) {
   for_each_element(scores, T::thread(), [&](float& value, int row, int column) {
@@ -174,13 +168,10 @@ class Mailbox {
                (pair * T::KEY_FRAGMENTS * T::QUERY_FRAGMENTS * WARP + thread_index() % WARP) * CHUNK_BYTES) {}
 
   DEVICE void put(const Operand<T>& weights) const {
-#pragma unroll
-    for (int m = 0; m < T::KEY_FRAGMENTS; ++m)
-#pragma unroll
-      for (int n = 0; n < T::QUERY_FRAGMENTS; ++n) {
-        const uint32(&reg)[4] = weights[m][n].reg;
-        store_shared_16(slot(m, n), Chunk{{reg[0], reg[1], reg[2], reg[3]}});
-      }
+    for_each<T::KEY_FRAGMENTS, T::QUERY_FRAGMENTS>([&](int m, int n) {
+      const uint32(&reg)[4] = weights[m][n].reg;
+      store_shared_16(slot(m, n), Chunk{{reg[0], reg[1], reg[2], reg[3]}});
+    });
   }
 
   DEVICE Chunk get(int m, int n) const { return load_shared_16(slot(m, n)); }
@@ -197,30 +188,23 @@ class Mailbox {
 template <class T>
 DEVICE void multiply_by_weights(KeyScores<T>& product, const Mailbox<T>& mailbox) {
   using E = typename T::Element;
+  for_each<T::KEY_FRAGMENTS, T::QUERY_FRAGMENTS>([&](int m, int n) {
+    const Chunk weights = mailbox.get(m, n);
 #pragma unroll
-  for (int m = 0; m < T::KEY_FRAGMENTS; ++m)
-#pragma unroll
-    for (int n = 0; n < T::QUERY_FRAGMENTS; ++n) {
-      const Chunk weights = mailbox.get(m, n);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float(&value)[4] = product[m][n][i / 2].value;
-        value[i % 2 * 2] *= unpack_low<E>(weights.word[i]);
-        value[i % 2 * 2 + 1] *= unpack_high<E>(weights.word[i]);
-      }
+    for (int i = 0; i < 4; ++i) {
+      float(&value)[4] = product[m][n][i / 2].value;
+      value[i % 2 * 2] *= unpack_low<E>(weights.word[i]);
+      value[i % 2 * 2 + 1] *= unpack_high<E>(weights.word[i]);
     }
+  });
 }
 
 template <class T>
 DEVICE void store_ds(const Operand<T>& ds, SharedAddress tile, int first_row) {
   const PairWriter<typename T::TileDS> writer(T::thread());
-#pragma unroll
-  for (int m = 0; m < T::KEY_FRAGMENTS; ++m)
-#pragma unroll
-    for (int n = 0; n < T::QUERY_FRAGMENTS; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        writer.store(tile, first_row + 16 * m + 8 * (i % 2), 2 * n + i / 2, ds[m][n].reg[i]);
+  for_each<T::KEY_FRAGMENTS, T::QUERY_FRAGMENTS, 4>([&](int m, int n, int i) {
+    writer.store(tile, first_row + 16 * m + 8 * (i % 2), 2 * n + i / 2, ds[m][n].reg[i]);
+  });
 }
 
 // dQ[TILE_M, D] += dS[TILE_M, TILE_N] K[TILE_N, D], each warp its part, added to the workspace.

@@ -1,4 +1,4 @@
-// What the kernels of a backward launch share: where things live, and the sum of dq in the workspace.
+// Shared by the kernels of a backward launch: where things live, and the sum of dq in the workspace.
 #pragma once
 #include "multiattn/params.h"
 #include "multiattn/ptx.cuh"
@@ -74,7 +74,7 @@ struct DqSum {
     }
   }
 
-  // What row `row` of a fragment holds in column `column`.
+  // The element of a fragment in this row and column.
   static DEVICE float load(const float* fragment, int row, int column) {
     const int lane = row % 8 * 4 + column % 8 / 2, element = row / 8 * 2 + column % 2;
     return load_global_4(fragment + index(column / 8, lane, element));

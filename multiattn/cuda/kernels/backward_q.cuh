@@ -44,33 +44,23 @@ struct RowStatistics {
   float lse_log2[M][2], delta[M][2];
 
   DEVICE RowStatistics(const QuerySequence& sequence, int first_query) {
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int query = first_query + 16 * m + accumulator_row(2 * half);
-        const bool valid = query < sequence.params.seq_q;
-        lse_log2[m][half] = valid ? load_global_4(sequence.lse() + query) * LOG2_E : infinity();
-        delta[m][half] = valid ? load_global_4(sequence.delta() + query) : 0.0f;
-      }
+    for_each<M, 2>([&](int m, int half) {
+      const int query = first_query + 16 * m + accumulator_row(2 * half);
+      const bool valid = query < sequence.params.seq_q;
+      lse_log2[m][half] = valid ? load_global_4(sequence.lse() + query) * LOG2_E : infinity();
+      delta[m][half] = valid ? load_global_4(sequence.delta() + query) : 0.0f;
+    });
   }
 };
 
 // dS = P * (dP - delta), in place of the scores.
 template <int M, int N>
 DEVICE void make_ds(Product<M, N>& scores, const Product<M, N>& dp, const RowStatistics<M>& rows, float score_factor) {
-#pragma unroll
-  for (int m = 0; m < M; ++m)
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-      for (int side = 0; side < 2; ++side)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& value = scores[m][n][side].value[e];
-          value = exp2_approx(fmaf(value, score_factor, -rows.lse_log2[m][e / 2])) *
-                  (dp[m][n][side].value[e] - rows.delta[m][e / 2]);
-        }
+  for_each<M, N, 2, 4>([&](int m, int n, int side, int e) {
+    float& value = scores[m][n][side].value[e];
+    value = exp2_approx(fmaf(value, score_factor, -rows.lse_log2[m][e / 2])) *
+            (dp[m][n][side].value[e] - rows.delta[m][e / 2]);
+  });
 }
 
 template <class T>

@@ -24,21 +24,16 @@ DEVICE void combine_rows(float (&value)[T::ROW_FRAGMENTS][2], SharedAddress exch
     const auto place = [&](int warp, int m, int half) {
       return exchange + (warp * T::TILE_M + T::warp_row() + 16 * m + accumulator_row(2 * half)) * 4;
     };
-#pragma unroll
-    for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        if (thread_index() % 4 == 0) store_shared_4(place(T::column_warp(), m, half), float_bits(value[m][half]));
+    for_each<T::ROW_FRAGMENTS, 2>([&](int m, int half) {
+      if (thread_index() % 4 == 0) store_shared_4(place(T::column_warp(), m, half), float_bits(value[m][half]));
+    });
     sync_block();  // every warp's values are there
+    for_each<T::ROW_FRAGMENTS, 2>([&](int m, int half) {
+      value[m][half] = load_shared_4(place(0, m, half));
 #pragma unroll
-    for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        value[m][half] = load_shared_4(place(0, m, half));
-#pragma unroll
-        for (int warp = 1; warp < T::COLUMN_WARPS; ++warp)
-          value[m][half] = combine(value[m][half], load_shared_4(place(warp, m, half)));
-      }
+      for (int warp = 1; warp < T::COLUMN_WARPS; ++warp)
+        value[m][half] = combine(value[m][half], load_shared_4(place(warp, m, half)));
+    });
   }
 }
 
@@ -63,7 +58,7 @@ DEVICE void hand_out(const Scores<T>& weights, SharedAddress tile) {
   }
 }
 
-// What the steps of the loop over the keys share.
+// The steps of the loop over the keys share this.
 template <class T>
 struct Walk {
   const ForwardParams& params;
@@ -81,26 +76,19 @@ struct Walk {
 template <class T>
 DEVICE void compute_scores(Scores<T>& scores, const Walk<T>& it, int block) {
   ScoreSums<T> sums;
-#pragma unroll
-  for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
-#pragma unroll
-    for (int n = 0; n < T::KEY_FRAGMENTS; ++n) sums[m][n][0] = sums[m][n][1] = typename T::Sum{};
+  clear(sums);
 #pragma unroll 1
   for (int piece = 0; piece < T::K_PIECES; ++piece) {
     it.stream.await_k(block, piece);
     const SharedAddress q = it.queries.source(piece, it.stream.q(block, piece));
-    if (T::Q_PLACE == QPlace::STREAMED && it.params.scale_sign != 1) {
+    if (T::STREAMED && it.params.scale_sign != 1) {
       fold_sign_into_q<T, typename T::PieceQ>(q, it.params.scale_sign);
       sync_block();  // Q is rewritten before anybody reads it
     }
     add_scores<T>(sums, it.queries, q, it.stream.k(block, piece));
   }
-#pragma unroll
-  for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
-#pragma unroll
-    for (int n = 0; n < T::KEY_FRAGMENTS; ++n)
-#pragma unroll
-      for (int side = 0; side < 2; ++side) scores[m][n][side] = widened(sums[m][n][side]);
+  for_each<T::ROW_FRAGMENTS, T::KEY_FRAGMENTS, 2>(
+      [&](int m, int n, int side) { scores[m][n][side] = widened(sums[m][n][side]); });
 }
 
 // The one place that changes a score.
@@ -108,16 +96,10 @@ template <class T>
 DEVICE void mask_scores(Scores<T>& scores, const Walk<T>& it, int block) {
   const Mask<T::CAUSAL> mask = it.mask();
   const int first_query = it.first_query + T::warp_row(), first_key = block * T::TILE_N + T::warp_key();
-#pragma unroll
-  for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
-#pragma unroll
-    for (int n = 0; n < T::KEY_FRAGMENTS; ++n)
-#pragma unroll
-      for (int side = 0; side < 2; ++side)
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          if (!mask.visible(first_query + 16 * m + accumulator_row(e), first_key + 16 * n + 8 * side + accumulator_column(e)))
-            scores[m][n][side].value[e] = -infinity();
+  for_each<T::ROW_FRAGMENTS, T::KEY_FRAGMENTS, 2, 4>([&](int m, int n, int side, int e) {
+    const int query = first_query + 16 * m + accumulator_row(e), key = first_key + 16 * n + 8 * side + accumulator_column(e);
+    if (!mask.visible(query, key)) scores[m][n][side].value[e] = -infinity();
+  });
 }
 
 template <class T>
@@ -126,14 +108,8 @@ DEVICE void decay_outputs(Outputs<T>& out, const float (&decay)[T::ROW_FRAGMENTS
 #pragma unroll
   for (int m = 0; m < T::ROW_FRAGMENTS; ++m) needed |= decay[m][0] != 1.0f || decay[m][1] != 1.0f;
   if (!any_in_warp(needed)) return;
-#pragma unroll
-  for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
-#pragma unroll
-    for (int d = 0; d < T::OUT_FRAGMENTS; ++d)
-#pragma unroll
-      for (int side = 0; side < 2; ++side)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) out[m][d][side].value[e] *= decay[m][e / 2];
+  for_each<T::ROW_FRAGMENTS, T::OUT_FRAGMENTS, 2, 4>(
+      [&](int m, int d, int side, int e) { out[m][d][side].value[e] *= decay[m][e / 2]; });
 }
 
 // One step of the paper's loop: what a block of keys adds to outputs and state. MASKED blocks are visible in part.
@@ -188,12 +164,9 @@ template <class T>
 DEVICE void store(const Outputs<T>& out, const RowStates<T>& state, const Walk<T>& it, const Sequence& sequence) {
   const int lane = thread_index() % WARP;
   float sum[T::ROW_FRAGMENTS][2];
-#pragma unroll
-  for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      sum[m][half] = reduce_row(state[m].sum[half], [](float a, float b) { return a + b; });
-  combine_rows<T>(sum, it.tops(), [](float a, float b) { return a + b; });
+  const auto add = [](float a, float b) { return a + b; };
+  for_each<T::ROW_FRAGMENTS, 2>([&](int m, int half) { sum[m][half] = reduce_row(state[m].sum[half], add); });
+  combine_rows<T>(sum, it.tops(), add);
 #pragma unroll
   for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
 #pragma unroll
@@ -226,7 +199,7 @@ DEVICE void store(const Outputs<T>& out, const RowStates<T>& state, const Walk<T
 template <class T>
 DEVICE Queries<T> take_queries(const ForwardParams& params, const Sequence& sequence, Stream<T>& stream) {
   const SharedAddress tile = shared_base();
-  if constexpr (T::Q_PLACE == QPlace::STREAMED) {
+  if constexpr (T::STREAMED) {
     stream.start();
     return Queries<T>(tile);
   }

@@ -1,6 +1,7 @@
 // The two products of the forward as a warp makes them: scores from Q and K, and what weights and V add to the output.
 #pragma once
 #include "forward_traits.cuh"
+#include "multiattn/gemm.cuh"
 #include "multiattn/params.h"
 #include "multiattn/special.cuh"
 
@@ -57,7 +58,7 @@ class Queries {
 
   // `streamed` is where Q's part was loaded with the piece of K.
   DEVICE SharedAddress source(int piece, SharedAddress streamed) const {
-    if constexpr (T::Q_PLACE == QPlace::STREAMED) return streamed;
+    if constexpr (T::STREAMED) return streamed;
     return tile_ + piece * (T::K_WIDTH * 2);
   }
 
@@ -66,33 +67,19 @@ class Queries {
   Column kept_[KEPT ? T::DOT_FRAGMENTS : 1];
 };
 
-// What the tensor core adds scores up in, [WARP_ROWS, WARP_KEYS].
+// The tensor core adds scores up in these, [WARP_ROWS, WARP_KEYS].
 template <class T>
 using ScoreSums = typename T::Sum[T::ROW_FRAGMENTS][T::KEY_FRAGMENTS][2];
 
 // sums[WARP_ROWS, WARP_KEYS] += Q[WARP_ROWS, K_WIDTH] K[WARP_KEYS, K_WIDTH]^T, of one piece of K
 template <class T>
 DEVICE void add_scores(ScoreSums<T>& sums, const Queries<T>& queries, SharedAddress source_q, SharedAddress k) {
-  constexpr int STEPS = T::DOT_FRAGMENTS * T::KEY_FRAGMENTS, RING = T::READ_AHEAD + 1;
   const auto reader = FragmentReader<typename T::PieceK>::right(T::address_thread());
   const typename Queries<T>::Part q(queries, source_q);
   const SharedAddress keys = k + T::warp_key() * T::PieceK::PITCH;
   const auto load = [&](int step) { return reader.load(keys, step % T::KEY_FRAGMENTS * 16, step / T::KEY_FRAGMENTS * 16); };
-
-  typename Queries<T>::Column columns[2];
-  Fragment ring[RING];
-  q.load(columns[0], 0);
-#pragma unroll
-  for (int step = 0; step < T::READ_AHEAD && step < STEPS; ++step) ring[step] = load(step);
-#pragma unroll
-  for (int step = 0; step < STEPS; ++step) {
-    const int d = step / T::KEY_FRAGMENTS, n = step % T::KEY_FRAGMENTS;
-    if (step + T::READ_AHEAD < STEPS) ring[(step + T::READ_AHEAD) % RING] = load(step + T::READ_AHEAD);
-    if (n == 0 && d + 1 < T::DOT_FRAGMENTS) q.load(columns[(d + 1) % 2], d + 1);
-#pragma unroll
-    for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
-      mma_pair<typename T::Element>(sums[m][n], columns[d % 2][m], ring[step % RING]);
-  }
+  const auto load_q = [&](typename Queries<T>::Column& column, int d) { q.load(column, d); };
+  multiply<typename T::Element, T::DOT_FRAGMENTS, T::READ_AHEAD>(sums, load_q, load);
 }
 
 // The weights of a warp's rows as operand A, for all keys of a block: what the warp itself made of its scores, or what
@@ -127,20 +114,12 @@ class Weights {
 template <class T, bool KEYS_INSIDE, class Use>
 DEVICE void for_each_value(SharedAddress v, Use use) {
   constexpr int INNER = KEYS_INSIDE ? T::VALUE_FRAGMENTS : T::OUT_FRAGMENTS;
-  constexpr int STEPS = T::VALUE_FRAGMENTS * T::OUT_FRAGMENTS, RING = T::READ_AHEAD + 1;
   const auto reader = FragmentReader<typename T::PieceV>::down(T::address_thread());
   const auto key = [](int step) { return KEYS_INSIDE ? step % INNER : step / INNER; };
   const auto column = [](int step) { return KEYS_INSIDE ? step / INNER : step % INNER; };
   const auto load = [&](int step) { return reader.load_transposed(v, key(step) * 16, T::warp_column() + column(step) * 16); };
-
-  Fragment ring[RING];
-#pragma unroll
-  for (int step = 0; step < T::READ_AHEAD && step < STEPS; ++step) ring[step] = load(step);
-#pragma unroll
-  for (int step = 0; step < STEPS; ++step) {
-    if (step + T::READ_AHEAD < STEPS) ring[(step + T::READ_AHEAD) % RING] = load(step + T::READ_AHEAD);
-    use(key(step), column(step), ring[step % RING]);
-  }
+  read_ahead<T::VALUE_FRAGMENTS * T::OUT_FRAGMENTS, T::READ_AHEAD>(
+      load, [&](int step, const Fragment& fragment) { use(key(step), column(step), fragment); });
 }
 
 // out[WARP_ROWS, columns] += weights[WARP_ROWS, V_ROWS] V[V_ROWS, columns], of one piece of V
@@ -173,12 +152,7 @@ DEVICE void accumulate_in_halves(Outputs<T>& out, const Weights<T>& weights, Sha
       if (n == 0) sums[m][0] = sums[m][1] = HalfAccumulator{};
       mma_pair<E>(sums[m], left[n][m], value);
       if (n + 1 == T::VALUE_FRAGMENTS) {
-#pragma unroll
-        for (int side = 0; side < 2; ++side) {
-          const Accumulator sum = widened(sums[m][side]);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) out[m][d][side].value[e] += sum.value[e];
-        }
+        for_each<2, 4>([&](int side, int e) { out[m][d][side].value[e] += widened(sums[m][side]).value[e]; });
       }
     }
   });

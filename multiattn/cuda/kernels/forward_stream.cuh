@@ -98,7 +98,7 @@ class Stream {
     const int first = block * T::TILE_N, column = piece * T::K_WIDTH;
     load_piece<typename T::PieceK>(k(block, piece), sequence().k() + first * params_.strides_k.seq, params_.strides_k.seq,
                                    params_.seq_kv - first, column);
-    if constexpr (T::Q_PLACE == QPlace::STREAMED)
+    if constexpr (T::STREAMED)
       load_piece<typename T::PieceQ>(q(block, piece), sequence_.q(), params_.strides_q.seq,
                                      params_.seq_q - sequence_.work.first_query, column);
   }
@@ -115,7 +115,7 @@ class Stream {
                                                           params_.strides_v.seq, params_.seq_kv - first);
   }
 
-  // Of K and V. Where registers are scarce their addresses are made for each load.
+  // The sequence of K and V. Where registers are scarce, its addresses are made for each load.
   DEVICE Sequence sequence() const {
     Sequence it = sequence_;
     if constexpr (T::CROWDED) {

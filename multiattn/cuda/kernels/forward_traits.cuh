@@ -1,5 +1,5 @@
-// What is fixed when a forward kernel is compiled: a point on the axes of the ladder, and a shape. Every rule of
-// multiattn/cuda/configs.py about what goes with what has its static_assert here.
+// The constants of a compiled forward kernel: a point on the axes of the ladder, and a shape. Each rule of
+// multiattn/cuda/configs.py about which of them go together has its static_assert here.
 #pragma once
 #include "multiattn/tile.cuh"
 
@@ -41,16 +41,7 @@ struct Shape {
   static constexpr int KEY_SLICE = KEY_SLICE_;  // keys of a slice of V
 };
 
-template <bool CHOOSE_FIRST, class First, class Second>
-struct Choice {
-  using type = First;
-};
-template <class First, class Second>
-struct Choice<false, First, Second> {
-  using type = Second;
-};
-
-// What goes with what, as multiattn/cuda/configs.py has it; shared memory and registers aside.
+// Which constants go together, as multiattn/cuda/configs.py has it; shared memory and registers aside.
 template <class Element, int HEAD_DIM_, class A, class S>
 struct Legality {
   static constexpr bool SPLIT_KV = A::WARPS == Warps::SPLIT_KV, SLICED = A::TILING != Tiling::NONE;
@@ -74,10 +65,8 @@ struct Legality {
   static constexpr bool ALL = HEAD_DIM && WARPS && COLUMNS && ROWS && KEYS && SHARED_Q && PLACE && SLICES && RING && SUMS;
 };
 
-template <class Element_, int HEAD_DIM_, bool CAUSAL_, bool ALIGNED_, class Axes_, class Shape_>
-struct ForwardTraits : Axes_, Shape_ {
-  using A = Axes_;
-  using S = Shape_;
+template <class Element_, int HEAD_DIM_, bool CAUSAL_, bool ALIGNED_, class A, class S>
+struct ForwardTraits : A, S {
   using Element = Element_;
   static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr bool CAUSAL = CAUSAL_;
@@ -93,9 +82,8 @@ struct ForwardTraits : Axes_, Shape_ {
   static constexpr int ROW_FRAGMENTS = WARP_ROWS / 16, KEY_FRAGMENTS = WARP_KEYS / 16;
   static constexpr int OUT_FRAGMENTS = OUT_WIDTH / 16 / S::COLUMN_WARPS;
 
-  static DEVICE int row_warp() { return thread_index() / WARP / S::COLUMN_WARPS; }
   static DEVICE int column_warp() { return thread_index() / WARP % S::COLUMN_WARPS; }
-  static DEVICE int warp_row() { return row_warp() * WARP_ROWS; }
+  static DEVICE int warp_row() { return thread_index() / WARP / S::COLUMN_WARPS * WARP_ROWS; }
   static DEVICE int warp_key() { return column_warp() * WARP_KEYS; }
   static DEVICE int warp_column() { return column_warp() * OUT_FRAGMENTS * 16; }
 
@@ -105,7 +93,9 @@ struct ForwardTraits : Axes_, Shape_ {
   static constexpr int V_ROWS = SLICED_V ? S::KEY_SLICE : S::TILE_N;
   using TileQ = Tile<S::TILE_M, HEAD_DIM, A::SWIZZLE_Q, DOT_WIDTH>;
   using PieceQ = Tile<S::TILE_M, SLICED_K ? K_WIDTH : HEAD_DIM, A::SWIZZLE_Q>;
-  using SourceQ = typename Choice<S::Q_PLACE == QPlace::STREAMED, PieceQ, TileQ>::type;  // what fragments are read from
+  static constexpr bool STREAMED = S::Q_PLACE == QPlace::STREAMED;
+  // Fragments of Q are read from this: PieceQ or TileQ.
+  using SourceQ = Tile<S::TILE_M, STREAMED ? K_WIDTH : HEAD_DIM, A::SWIZZLE_Q, STREAMED ? K_WIDTH : DOT_WIDTH>;
   using PieceK = Tile<S::TILE_N, SLICED_K ? K_WIDTH : HEAD_DIM, A::SWIZZLE_K>;
   using PieceV = Tile<V_ROWS, HEAD_DIM, A::SWIZZLE_V, OUT_WIDTH>;
   using TileP = Tile<S::TILE_M, S::TILE_N>;  // weights, with SPLIT_KV
@@ -119,19 +109,17 @@ struct ForwardTraits : Axes_, Shape_ {
   static constexpr int PIECES = JOINT ? 1 : K_PIECES + V_PIECES;  // of a block of keys
   // Pieces under way while one is used. With a buffer of its own V is loaded while K is used, even with one stage.
   static constexpr int AHEAD = !SHARED_RING && !SLICED_K && S::STAGES == 1 ? 1 : S::STAGES - 1;
-  static constexpr int Q_SLOT = S::Q_PLACE == QPlace::STREAMED ? PieceQ::BYTES : 0;
-  static constexpr int K_SLOT = PieceK::BYTES + Q_SLOT;
+  static constexpr int K_SLOT = PieceK::BYTES + (STREAMED ? PieceQ::BYTES : 0);
   static constexpr int SLOT = SHARED_RING && PieceV::BYTES > K_SLOT ? PieceV::BYTES : K_SLOT;
   static constexpr int V_SLOTS = A::TILING == Tiling::QK ? 1 : S::STAGES;  // where V has its own
 
   // ---- shared memory: Q, the slots, what warps exchange
-  static constexpr bool KEEPS_Q_TILE = S::Q_PLACE != QPlace::STREAMED && A::SHARE != Share::QKV;
+  static constexpr bool KEEPS_Q_TILE = !STREAMED && A::SHARE != Share::QKV;
   static constexpr int RING_BYTES = S::STAGES * SLOT + (SHARED_RING ? 0 : V_SLOTS * PieceV::BYTES);
   static constexpr int RING_AT = KEEPS_Q_TILE ? TileQ::BYTES : 0;
   static constexpr int EXCHANGE_AT =
       RING_AT + (A::SHARE == Share::QKV && TileQ::BYTES > RING_BYTES ? TileQ::BYTES : RING_BYTES);
-  static constexpr int TOPS_BYTES = SPLIT_KV ? S::COLUMN_WARPS * S::TILE_M * 4 : 0;
-  static constexpr int SMEM_BYTES = EXCHANGE_AT + (SPLIT_KV ? TileP::BYTES : 0) + TOPS_BYTES;
+  static constexpr int SMEM_BYTES = EXCHANGE_AT + (SPLIT_KV ? TileP::BYTES + S::COLUMN_WARPS * S::TILE_M * 4 : 0);
 
   // Fragments read from shared memory ahead of their use, to cover its latency with tensor core work: what registers
   // leave room for. H200, 2026-11-21, D=512 split_kv, B1 H48 N8192: 3 give 335 TFLOPS in fp16 and 345 in bf16, 2 give 323

@@ -110,11 +110,8 @@ class Consumer {
     }
     const auto reader = FragmentReader<PanelQ<T>>::down();
 #pragma unroll
-    for (int step = 0; step < T::KEPT_STEPS; ++step) {
-      const Fragment fragment = reader.load(queries(slot) + step / 4 * TileQ::PANEL_BYTES, warp_row(), step % 4 * 16);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) kept_q_[step][i] = fragment.reg[i];
-    }
+    for (int step = 0; step < T::KEPT_STEPS; ++step)
+      kept_q_[step] = reader.load(queries(slot) + step / 4 * TileQ::PANEL_BYTES, warp_row(), step % 4 * 16);
     if constexpr (!T::TMA_STORE && ALL_KEPT) Shared::ring_q().release_apart(slot);
   }
 
@@ -199,12 +196,10 @@ class Consumer {
       for (int step = 0; step < T::DOT_STEPS; ++step) {
         const int panel = step / 4, column = step % 4 * 16;
         Fragment q;
-        if constexpr (ALL_KEPT) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) q.reg[i] = kept_q_[step][i];
-        } else {
+        if constexpr (ALL_KEPT)
+          q = kept_q_[step];
+        else
           q = reader_q.load(queries(rows.slot) + panel * TileQ::PANEL_BYTES, warp_row(), column);
-        }
         mma_pair<E>(pair, q, reader_k.load(Shared::kv(k_slot_) + panel * TileKV::PANEL_BYTES, 16 * n, column));
       }
 #pragma unroll
@@ -226,7 +221,7 @@ class Consumer {
     const auto keys = [&](int step) { return k.at(step / 4 * TileKV::PANEL_BYTES + step % 4 * 32); };
 #pragma unroll
     for (int step = 0; step < T::KEPT_STEPS; ++step)
-      wgmma_rs<E, T::TILE_N>(scores_, kept_q_[step], keys(step), step > 0);
+      wgmma_rs<E, T::TILE_N>(scores_, kept_q_[step].reg, keys(step), step > 0);
 #pragma unroll
     for (int step = T::KEPT_STEPS; step < T::DOT_STEPS; ++step)
       wgmma_ss<E, T::TILE_N>(scores_, q.at(step / 4 * TileQ::PANEL_BYTES + step % 4 * 32), keys(step), step > 0);
@@ -320,23 +315,20 @@ class Consumer {
   WarpgroupScores<T> scores_;  // [64, TILE_N]; then weights
   uint32 weights_[T::KEY_STEPS][4];
   float out_[T::HEAD_DIM / 2];  // [64, HEAD_DIM]
-  uint32 kept_q_[T::KEPT_STEPS ? T::KEPT_STEPS : 1][4];
+  Fragment kept_q_[T::KEPT_STEPS ? T::KEPT_STEPS : 1];
   RowState state_;
   float inverse_[2];  // of the tile's sums
 };
 
 template <class T>
-DEVICE void prefetch_maps(const WgmmaParams& params) {
-  prefetch_map(params.map_q);
-  prefetch_map(params.map_k);
-  prefetch_map(params.map_v);
-  if constexpr (T::TMA_STORE) prefetch_map(params.map_out);
-}
-
-template <class T>
 DEVICE void forward_wgmma(const WgmmaParams& params) {
   if (thread_index() == 0) SharedLayout<T>::init();
-  if (thread_index() == T::WARPGROUPS * WARPGROUP) prefetch_maps<T>(params);
+  if (thread_index() == T::WARPGROUPS * WARPGROUP) {
+    prefetch_map(params.map_q);
+    prefetch_map(params.map_k);
+    prefetch_map(params.map_v);
+    if constexpr (T::TMA_STORE) prefetch_map(params.map_out);
+  }
   // Barriers are there.
   if constexpr (T::CLUSTER > 1)
     meet_cluster();

@@ -2,40 +2,26 @@
 #pragma once
 #include "forward_wgmma_traits.cuh"
 #include "multiattn/mask.cuh"
-#include "multiattn/params_sm90.h"
+#include "multiattn/params.h"
 #include "multiattn/place.cuh"
 
 namespace multiattn {
 
-// ---- schedulers: the tile that a block does after one, or NO_TILE. The first is the one of its own number.
-template <Scheduler>
-struct TileSchedule;
-
-template <>
-struct TileSchedule<Scheduler::ONE_TILE> {
-  DEVICE static int after(int, const WgmmaParams&) { return NO_TILE; }
-};
-
-template <>
-struct TileSchedule<Scheduler::STATIC> {
-  DEVICE static int after(int tile, const WgmmaParams& params) {
-    const int next = tile + static_cast<int>(block_count());
-    return next < params.forward.tiles * params.forward.heads ? next : NO_TILE;
-  }
-};
-
-template <>
-struct TileSchedule<Scheduler::DYNAMIC> {
-  // Each tile is asked for once: those beyond the grid by whoever gets them, and each block asks once in vain. The last to ask
-  // leaves the counter as it was found, for the launch that comes next on the stream.
-  DEVICE static int after(int, const WgmmaParams& params) {
-    const int tiles = params.forward.tiles * params.forward.heads;
+// The tile that a block does after `tile`, or NO_TILE. The first is the one of its own number.
+template <Scheduler SCHEDULER>
+DEVICE int tile_after(int tile, const WgmmaParams& params) {
+  if constexpr (SCHEDULER == Scheduler::ONE_TILE) return NO_TILE;
+  const int tiles = params.forward.tiles * params.forward.heads;
+  int next = tile + static_cast<int>(block_count());
+  if constexpr (SCHEDULER == Scheduler::DYNAMIC) {
+    // Each tile beyond the grid is asked for once, by the block that gets it, and each block asks once in vain. The last to ask
+    // leaves the counter as it was found, for the launch that comes next on the stream.
     const int asked = atomic_add_global(params.next_tile, 1);
     if (asked == tiles - 1) atomic_add_global(params.next_tile, -tiles);
-    const int next = static_cast<int>(block_count()) + asked;
-    return next < tiles ? next : NO_TILE;
+    next = static_cast<int>(block_count()) + asked;
   }
-};
+  return next < tiles ? next : NO_TILE;
+}
 
 // As Place::of, but the last section has the heads of two. Each begins with its longest tiles; where it is the last and has
 // about as many as there are SMs, all of them begin one and the longest end alone. The short ones of twice as many fill that
@@ -107,11 +93,11 @@ DEVICE void produce(const WgmmaParams& params) {
   };
 
   admit_next_grid();
-  await_earlier_grids();  // whoever touches a tensor, or the counter, does so after this
+  await_earlier_grids();  // tensors and the counter are touched only after this
   // A counter is asked when all of a tile is under way, not before: a tile that waits for its block is one that another
   // could have begun. H200, 2026-11-22, D=256 N=8192 masked: asked at a tile's start, 668 TFLOPS for ONE_TILE's 765.
   int tile = static_cast<int>(block_index());
-  for (; tile != NO_TILE; tile = TileSchedule<T::SCHEDULER>::after(tile, params)) {
+  for (; tile != NO_TILE; tile = tile_after<T::SCHEDULER>(tile, params)) {
     const auto [any_head, place] =
         scheduled_place<T::CAUSAL>(tile / T::CLUSTER, forward.tiles / T::CLUSTER, forward.heads, forward.heads_per_section);
     const int batch = any_head / forward.heads_q, head = any_head % forward.heads_q, head_kv = head / forward.group;

@@ -20,7 +20,7 @@ using WarpgroupScores = float[T::TILE_N / 2];
 template <class E>
 constexpr int HEADROOM = IS_FP16<E> ? 0 : 16;
 
-// Whether any of a thread's weights is too large: in bf16 2 or more, in fp16 2^15 or more; inf and NaN are.
+// True if one of a thread's weights is too large: in bf16 2 or more, in fp16 2^15 or more, inf or NaN.
 template <class E, int N>
 DEVICE bool outgrown(const uint32 (&weights)[N][4]) {
   uint32 all = 0;

@@ -1,5 +1,5 @@
-// What is fixed when a forward kernel for sm90 is compiled. Every rule of multiattn/cuda/wgmma_configs.py about what goes
-// with what has its static_assert here.
+// The constants of a compiled forward kernel for sm90. Each rule of multiattn/cuda/wgmma_configs.py about which of them go
+// together has its static_assert here.
 #pragma once
 #include "multiattn/descriptor.cuh"
 
@@ -10,7 +10,7 @@ constexpr int WARPGROUP = 4 * WARP;
 enum class Scheduler {
   ONE_TILE,  // a block for every tile; the hardware hands them out
   STATIC,    // a block for every SM: tiles at a fixed distance
-  DYNAMIC,   // a block for every SM: whoever is free takes the next tile from a counter
+  DYNAMIC,   // a block for every SM: a free block takes the next tile from a counter
 };
 
 template <int WARPGROUPS_, int CLUSTER_, int TILE_N_, int STAGES_, int Q_SLOTS_, int KEPT_STEPS_, bool PINGPONG_,

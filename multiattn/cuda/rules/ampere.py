@@ -12,7 +12,7 @@ from typing import TypeAlias
 from multiattn.cuda.axes import HEAD_DIM_MAX, Axes
 from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig
 from multiattn.cuda.configs import CudaConfig
-from multiattn.plan.config import COMPILED, Rule
+from multiattn.plan.config import COMPILED, C, Rule
 
 _CPU = ("cpu",)
 _SM90 = ("sm90",)
@@ -33,9 +33,7 @@ _TWO_WARPS = _UNSWEPT + "two warps share 32 rows"
 ForwardRules: TypeAlias = tuple[Rule[CudaConfig], ...]
 
 
-def _forward(
-    arches: tuple[str, ...], head_dim_max: int, config: CudaConfig, why: str, *, banded: bool | None = None
-) -> Rule[CudaConfig]:
+def _rule(arches: tuple[str, ...], head_dim_max: int, config: C, why: str, *, banded: bool | None = None) -> Rule[C]:
     return Rule(arches=arches, head_dim_max=head_dim_max, config=config, why=why, banded=banded)
 
 
@@ -60,50 +58,48 @@ def _tile(
 # ---------------------------------------------------------------- split_q
 
 _SPLIT_Q: ForwardRules = (
-    _forward(_CPU, 256, _tile(64, 32, 4, 2), "emulated: small, yet with two loops, two stages and four warps"),
-    _forward(_SM90, 64, _tile(128, 64, 4, 3, q="registers"), _H200 + "320 TFLOPS; 2 stages 314"),
-    _forward(_SM90, 128, _tile(128, 64, 4, 1), _H200 + "387 TFLOPS; 2 stages 384"),
-    _forward(_SM90, 256, _tile(64, 32, 4, 2, q="registers"), _H200 + "327 TFLOPS; 64x64 with 1 stage 322"),
-    _forward(_OTHERS, 64, _tile(128, 64, 4, 2, q="registers"), COMPILED + "32 rows a warp read K and V half as often"),
-    _forward(
-        ("sm80", *_SMALL), 128, _tile(128, 64, 4, 1), COMPILED + "FlashAttention-2's tile for D=128", banded=False
-    ),
-    _forward(_OTHERS, 128, _tile(128, 32, 4, 2), COMPILED + "128x64 spills under a mask, and on sm100 always"),
-    _forward(_BIG, 256, _tile(128, 64, 8, 1), COMPILED + "the output leaves registers for 16 rows a warp"),
-    _forward(_SMALL, 256, _tile(64, 64, 4, 1), COMPILED + "96 KiB at D=256 is what a block can have"),
+    _rule(_CPU, 256, _tile(64, 32, 4, 2), "emulated: small, yet with two loops, two stages and four warps"),
+    _rule(_SM90, 64, _tile(128, 64, 4, 3, q="registers"), _H200 + "320 TFLOPS; 2 stages 314"),
+    _rule(_SM90, 128, _tile(128, 64, 4, 1), _H200 + "387 TFLOPS; 2 stages 384"),
+    _rule(_SM90, 256, _tile(64, 32, 4, 2, q="registers"), _H200 + "327 TFLOPS; 64x64 with 1 stage 322"),
+    _rule(_OTHERS, 64, _tile(128, 64, 4, 2, q="registers"), COMPILED + "32 rows a warp read K and V half as often"),
+    _rule(("sm80", *_SMALL), 128, _tile(128, 64, 4, 1), COMPILED + "FlashAttention-2's tile for D=128", banded=False),
+    _rule(_OTHERS, 128, _tile(128, 32, 4, 2), COMPILED + "128x64 spills under a mask, and on sm100 always"),
+    _rule(_BIG, 256, _tile(128, 64, 8, 1), COMPILED + "the output leaves registers for 16 rows a warp"),
+    _rule(_SMALL, 256, _tile(64, 64, 4, 1), COMPILED + "96 KiB at D=256 is what a block can have"),
 )
 
 _SHARE_KV = (
-    _forward(_CPU, 256, _tile(64, 32, 4, 1), _EMULATED),
-    _forward(_GPUS, 64, _tile(128, 64, 4, 1, q="registers"), _ONE_BUFFER),
-    _forward(_GPUS, 128, _tile(128, 64, 4, 1), _ONE_BUFFER),
-    _forward(_GPUS, 256, _tile(64, 32, 4, 1), _ONE_BUFFER),
+    _rule(_CPU, 256, _tile(64, 32, 4, 1), _EMULATED),
+    _rule(_GPUS, 64, _tile(128, 64, 4, 1, q="registers"), _ONE_BUFFER),
+    _rule(_GPUS, 128, _tile(128, 64, 4, 1), _ONE_BUFFER),
+    _rule(_GPUS, 256, _tile(64, 32, 4, 1), _ONE_BUFFER),
 )
 
 _SHARE_QKV = (
-    _forward(_CPU, 256, _tile(64, 32, 4, 1, q="registers"), _EMULATED),
-    _forward(_GPUS, 64, _tile(128, 64, 4, 1, q="registers"), _UNSWEPT + "32 rows a warp"),
-    _forward(_GPUS, 128, _tile(64, 64, 4, 1, q="registers"), _UNSWEPT + "Q takes registers, too: 16 rows a warp"),
-    _forward(_GPUS, 256, _tile(64, 32, 4, 1, q="registers"), _UNSWEPT + "Q takes registers, too: 16 rows a warp"),
+    _rule(_CPU, 256, _tile(64, 32, 4, 1, q="registers"), _EMULATED),
+    _rule(_GPUS, 64, _tile(128, 64, 4, 1, q="registers"), _UNSWEPT + "32 rows a warp"),
+    _rule(_GPUS, 128, _tile(64, 64, 4, 1, q="registers"), _UNSWEPT + "Q takes registers, too: 16 rows a warp"),
+    _rule(_GPUS, 256, _tile(64, 32, 4, 1, q="registers"), _UNSWEPT + "Q takes registers, too: 16 rows a warp"),
 )
 
 _SPLIT_Q_SLICED = (
-    _forward(_CPU, 256, _tile(64, 32, 4, 2, q="streamed"), _EMULATED),
-    _forward(_GPUS, 256, _tile(64, 64, 4, 2, q="streamed", slices="64 32"), _UNSWEPT + "16 rows a warp"),
+    _rule(_CPU, 256, _tile(64, 32, 4, 2, q="streamed"), _EMULATED),
+    _rule(_GPUS, 256, _tile(64, 64, 4, 2, q="streamed", slices="64 32"), _UNSWEPT + "16 rows a warp"),
 )
 
 # ---------------------------------------------------------------- split_kv
 
 _SPLIT_KV = (
-    _forward(_CPU, 256, _tile(32, 32, 4, 1, columns=2), _EMULATED),
-    _forward(_GPUS, 128, _tile(64, 64, 4, 1, columns=2), _TWO_WARPS),
-    _forward(_GPUS, 256, _tile(64, 32, 4, 1, columns=2), _TWO_WARPS),
+    _rule(_CPU, 256, _tile(32, 32, 4, 1, columns=2), _EMULATED),
+    _rule(_GPUS, 128, _tile(64, 64, 4, 1, columns=2), _TWO_WARPS),
+    _rule(_GPUS, 256, _tile(64, 32, 4, 1, columns=2), _TWO_WARPS),
 )
 
 _SPLIT_KV_SHARE_QKV = (
-    _forward(_CPU, 256, _tile(32, 32, 4, 1, q="registers", columns=2), _EMULATED),
-    _forward(_GPUS, 128, _tile(64, 64, 4, 1, q="registers", columns=2), _TWO_WARPS + ", and hold the same Q"),
-    _forward(_GPUS, 256, _tile(32, 64, 4, 1, q="registers", columns=2), _TWO_WARPS + ", and hold the same Q"),
+    _rule(_CPU, 256, _tile(32, 32, 4, 1, q="registers", columns=2), _EMULATED),
+    _rule(_GPUS, 128, _tile(64, 64, 4, 1, q="registers", columns=2), _TWO_WARPS + ", and hold the same Q"),
+    _rule(_GPUS, 256, _tile(32, 64, 4, 1, q="registers", columns=2), _TWO_WARPS + ", and hold the same Q"),
 )
 
 _FOUR_COLUMNS = _tile(64, 64, 8, 2, q="streamed", columns=4)
@@ -112,33 +108,33 @@ _WHOLE_Q = _tile(64, 256, 8, 2, columns=4, slices="128 64")
 _WHOLE_Q_FROM_513 = _tile(32, 256, 8, 2, columns=8, slices="128 32")
 
 _SPLIT_KV_SLICED = (
-    _forward(_CPU, 256, _tile(32, 32, 4, 2, columns=2), _EMULATED),
-    _forward(_CPU, 1024, _FEW_ROWS, _EMULATED),
-    _forward(_GPUS, 256, _tile(64, 64, 4, 2, q="streamed", columns=2, slices="64 32"), _TWO_WARPS),
+    _rule(_CPU, 256, _tile(32, 32, 4, 2, columns=2), _EMULATED),
+    _rule(_CPU, 1024, _FEW_ROWS, _EMULATED),
+    _rule(_GPUS, 256, _tile(64, 64, 4, 2, q="streamed", columns=2, slices="64 32"), _TWO_WARPS),
 )
 
 _SPLIT_KV_TILING_QK = (
     *_SPLIT_KV_SLICED,
-    _forward(_GPUS, 512, replace(_FOUR_COLUMNS, stages=1), _ONE_STAGE),
-    _forward(_GPUS, 1024, replace(_FEW_ROWS, stages=1), _ONE_STAGE + "; a block of 99 KiB cannot have it"),
+    _rule(_GPUS, 512, replace(_FOUR_COLUMNS, stages=1), _ONE_STAGE),
+    _rule(_GPUS, 1024, replace(_FEW_ROWS, stages=1), _ONE_STAGE + "; a block of 99 KiB cannot have it"),
 )
 
 _SPLIT_KV_TILING_QKV = (
     *_SPLIT_KV_SLICED,
-    _forward(_GPUS, 512, _FOUR_COLUMNS, _UNSWEPT + _OUTPUT),
-    _forward(_GPUS, 1024, _FEW_ROWS, _UNSWEPT + _OUTPUT),
+    _rule(_GPUS, 512, _FOUR_COLUMNS, _UNSWEPT + _OUTPUT),
+    _rule(_GPUS, 1024, _FEW_ROWS, _UNSWEPT + _OUTPUT),
 )
 
 _SPLIT_KV_SHARE_KV_TILING_QKV = (
     *_SPLIT_KV_SLICED,
-    _forward(_SM90, 512, _WHOLE_Q, _H200 + "D=512 N=8192: 345 TFLOPS; 128 keys 312"),
-    _forward(_SM90, 1024, _WHOLE_Q_FROM_513, _H200 + "D=1024 N=8192: 247 TFLOPS; slices of half that size 239"),
-    _forward(("sm100", "sm103"), 512, _WHOLE_Q, _Q_WHOLE),
-    _forward(("sm100", "sm103"), 1024, _WHOLE_Q_FROM_513, _Q_WHOLE),
-    _forward(("sm80",), 512, replace(_WHOLE_Q, tile_n=128, key_slice=32), _Q_WHOLE),
-    _forward(("sm80",), 1024, replace(_WHOLE_Q_FROM_513, tile_n=128, key_slice=16), _Q_WHOLE),
-    _forward(_SMALL, 512, replace(_FOUR_COLUMNS, stages=3), COMPILED + _OUTPUT),
-    _forward(_SMALL, 1024, _FEW_ROWS, COMPILED + _OUTPUT),
+    _rule(_SM90, 512, _WHOLE_Q, _H200 + "D=512 N=8192: 345 TFLOPS; 128 keys 312"),
+    _rule(_SM90, 1024, _WHOLE_Q_FROM_513, _H200 + "D=1024 N=8192: 247 TFLOPS; slices of half that size 239"),
+    _rule(("sm100", "sm103"), 512, _WHOLE_Q, _Q_WHOLE),
+    _rule(("sm100", "sm103"), 1024, _WHOLE_Q_FROM_513, _Q_WHOLE),
+    _rule(("sm80",), 512, replace(_WHOLE_Q, tile_n=128, key_slice=32), _Q_WHOLE),
+    _rule(("sm80",), 1024, replace(_WHOLE_Q_FROM_513, tile_n=128, key_slice=16), _Q_WHOLE),
+    _rule(_SMALL, 512, replace(_FOUR_COLUMNS, stages=3), COMPILED + _OUTPUT),
+    _rule(_SMALL, 1024, _FEW_ROWS, COMPILED + _OUTPUT),
 )
 
 _POINTS: dict[tuple[str, str, str], ForwardRules] = {
@@ -155,7 +151,7 @@ _POINTS: dict[tuple[str, str, str], ForwardRules] = {
     ("split_kv", "kv", "qkv"): _SPLIT_KV_SHARE_KV_TILING_QKV,
 }
 _ILLEGAL = (
-    _forward((*_CPU, *_GPUS), HEAD_DIM_MAX, _tile(64, 64, 4, 1), "none: its `fits` says that no config makes it legal"),
+    _rule((*_CPU, *_GPUS), HEAD_DIM_MAX, _tile(64, 64, 4, 1), "none: its `fits` says that no config makes it legal"),
 )
 
 
@@ -167,12 +163,6 @@ def rules_of(axes: Axes) -> ForwardRules:
 # ---------------------------------------------------------------- the backward
 
 _WIDE = ("sm90", "sm100", "sm103", "sm120", "sm121")  # add 16 bytes of dq at a time
-
-
-def _backward(
-    arches: tuple[str, ...], head_dim_max: int, config: BackwardConfig, why: str, *, banded: bool | None = None
-) -> Rule[BackwardConfig]:
-    return Rule(arches=arches, head_dim_max=head_dim_max, config=config, why=why, banded=banded)
 
 
 def _keys(tile_m: int, tile_n: int, warps: int, stages: int, *, wide: bool = False) -> BackwardConfig:
@@ -187,33 +177,33 @@ def _atomic_of(arches: tuple[str, ...], wide: bool) -> tuple[Rule[BackwardConfig
     """Those of `arches` that are not measured, and add dq up in one way."""
     chosen = {big: tuple(it for it in arches if it in big and (it in _WIDE) == wide) for big in (_BIG, _SMALL)}
     return (
-        _backward(chosen[_BIG], 64, _keys(64, 64, 4, 2, wide=wide), COMPILED + "the best of H200"),
-        _backward(chosen[_BIG], 128, _keys(64, 128, 8, 1, wide=wide), COMPILED + "the best of H200 without spills"),
-        _backward(chosen[_BIG], 256, _keys(64, 64, 8, 1, wide=wide), COMPILED + "the best of H200 that fits 163 KiB"),
-        _backward(chosen[_SMALL], 64, _keys(64, 64, 4, 1, wide=wide), COMPILED + "the best of H200 that fits 99 KiB"),
-        _backward(chosen[_SMALL], 128, _keys(32, 64, 4, 2, wide=wide), COMPILED + "two stages that fit 99 KiB"),
-        _backward(chosen[_SMALL], 256, _keys(32, 32, 4, 1, wide=wide), COMPILED + "what fits 99 KiB"),
+        _rule(chosen[_BIG], 64, _keys(64, 64, 4, 2, wide=wide), COMPILED + "the best of H200"),
+        _rule(chosen[_BIG], 128, _keys(64, 128, 8, 1, wide=wide), COMPILED + "the best of H200 without spills"),
+        _rule(chosen[_BIG], 256, _keys(64, 64, 8, 1, wide=wide), COMPILED + "the best of H200 that fits 163 KiB"),
+        _rule(chosen[_SMALL], 64, _keys(64, 64, 4, 1, wide=wide), COMPILED + "the best of H200 that fits 99 KiB"),
+        _rule(chosen[_SMALL], 128, _keys(32, 64, 4, 2, wide=wide), COMPILED + "two stages that fit 99 KiB"),
+        _rule(chosen[_SMALL], 256, _keys(32, 32, 4, 1, wide=wide), COMPILED + "what fits 99 KiB"),
     )
 
 
 ATOMIC_RULES: tuple[Rule[BackwardConfig], ...] = (
-    _backward(_CPU, 256, _keys(32, 32, 4, 2), "emulated: small, yet with two pairs of warps and two stages"),
-    _backward(_SM90, 64, _keys(64, 64, 4, 2, wide=True), _H200 + "279 TFLOPS; 1 stage 257"),
-    _backward(_SM90, 128, _keys(64, 128, 8, 2, wide=True), _H200 + "312 TFLOPS; 1 stage 305", banded=False),
-    _backward(_SM90, 128, _keys(64, 128, 8, 1, wide=True), _H200 + "288 TFLOPS; 2 stages 297, but they spill"),
-    _backward(_SM90, 256, _keys(64, 64, 8, 2, wide=True), _H200 + "244 TFLOPS; 1 stage 239"),
+    _rule(_CPU, 256, _keys(32, 32, 4, 2), "emulated: small, yet with two pairs of warps and two stages"),
+    _rule(_SM90, 64, _keys(64, 64, 4, 2, wide=True), _H200 + "279 TFLOPS; 1 stage 257"),
+    _rule(_SM90, 128, _keys(64, 128, 8, 2, wide=True), _H200 + "312 TFLOPS; 1 stage 305", banded=False),
+    _rule(_SM90, 128, _keys(64, 128, 8, 1, wide=True), _H200 + "288 TFLOPS; 2 stages 297, but they spill"),
+    _rule(_SM90, 256, _keys(64, 64, 8, 2, wide=True), _H200 + "244 TFLOPS; 1 stage 239"),
     *_atomic_of(_OTHERS, wide=True),
     *_atomic_of(_OTHERS, wide=False),
 )
 
 TWO_PASS_RULES: tuple[Rule[BackwardConfig], ...] = (
-    _backward(_CPU, 256, _both(_keys(32, 32, 4, 2), 32, 32, 2, 2), "emulated: small, yet with two stages"),
-    _backward(_SM90, 64, _both(_keys(64, 128, 8, 2), 128, 64, 4, 2), _H200 + "218 TFLOPS; dq with 128x32 215"),
-    _backward(_SM90, 128, _both(_keys(64, 128, 8, 2), 128, 32, 4, 2), _H200 + "255 TFLOPS; dq with 1 stage 249"),
-    _backward(_SM90, 256, _both(_keys(64, 64, 8, 2), 128, 64, 8, 1), _H200 + "205 TFLOPS; dq with 64x32 202"),
-    _backward(_OTHERS, 64, _both(_keys(64, 64, 4, 2), 64, 64, 4, 2), COMPILED + "close to the best of H200"),
-    _backward(_BIG, 128, _both(_keys(64, 128, 8, 1), 64, 64, 4, 1), COMPILED + "fits and spills nothing"),
-    _backward(_SMALL, 128, _both(_keys(32, 64, 4, 2), 64, 64, 4, 1), COMPILED + "fits and spills nothing"),
-    _backward(_BIG, 256, _both(_keys(64, 64, 8, 1), 64, 32, 4, 1), COMPILED + "what fits"),
-    _backward(_SMALL, 256, _both(_keys(32, 32, 4, 1), 64, 16, 4, 1), COMPILED + "what fits"),
+    _rule(_CPU, 256, _both(_keys(32, 32, 4, 2), 32, 32, 2, 2), "emulated: small, yet with two stages"),
+    _rule(_SM90, 64, _both(_keys(64, 128, 8, 2), 128, 64, 4, 2), _H200 + "218 TFLOPS; dq with 128x32 215"),
+    _rule(_SM90, 128, _both(_keys(64, 128, 8, 2), 128, 32, 4, 2), _H200 + "255 TFLOPS; dq with 1 stage 249"),
+    _rule(_SM90, 256, _both(_keys(64, 64, 8, 2), 128, 64, 8, 1), _H200 + "205 TFLOPS; dq with 64x32 202"),
+    _rule(_OTHERS, 64, _both(_keys(64, 64, 4, 2), 64, 64, 4, 2), COMPILED + "close to the best of H200"),
+    _rule(_BIG, 128, _both(_keys(64, 128, 8, 1), 64, 64, 4, 1), COMPILED + "fits and spills nothing"),
+    _rule(_SMALL, 128, _both(_keys(32, 64, 4, 2), 64, 64, 4, 1), COMPILED + "fits and spills nothing"),
+    _rule(_BIG, 256, _both(_keys(64, 64, 8, 1), 64, 32, 4, 1), COMPILED + "what fits"),
+    _rule(_SMALL, 256, _both(_keys(32, 32, 4, 1), 64, 16, 4, 1), COMPILED + "what fits"),
 )

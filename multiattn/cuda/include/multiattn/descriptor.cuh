@@ -14,10 +14,6 @@ struct PanelTile {
   static constexpr int PANEL_COLUMNS = 64, ROW_BYTES = 128;
   static constexpr int PANELS = (HEAD_DIM + PANEL_COLUMNS - 1) / PANEL_COLUMNS;
   static constexpr int PANEL_BYTES = ROWS * ROW_BYTES, BYTES = PANELS * PANEL_BYTES;
-
-  static DEVICE SharedAddress chunk(SharedAddress tile, int row, int chunk) {
-    return tile + chunk / 8 * PANEL_BYTES + row * ROW_BYTES + (chunk % 8 ^ row % 8) * CHUNK_BYTES;
-  }
 };
 
 // A matrix descriptor (PTX ISA, "Matrix Descriptor Format"), for the 128-byte swizzle: groups of 8 rows are 1024 bytes

@@ -1,4 +1,4 @@
-// The parameter structs of the kernels: one of the forward, one that all kernels of a backward launch take.
+// The parameter structs of the kernels: one of each forward, one that all kernels of a backward launch take.
 // multiattn/cuda/params.py reads them from here; every translation unit asserts that both have one size.
 #pragma once
 #include "multiattn/types.h"
@@ -25,6 +25,14 @@ struct ForwardParams {
   int32 heads_per_section;  // heads whose tiles run side by side, so that their K and V stay in L2
   int32 scale_sign;         // of the softmax scale: 1, -1 or 0; it is folded into Q
   float scale_log2;         // |scale| * log2(e), always positive; without meaning when scale_sign is 0
+};
+
+struct WgmmaParams {
+  // 4-D: D, S, H, B, innermost first; boxes are 64 columns of TILE_M rows of q, TILE_N / CLUSTER of k and v, 64 of
+  // out.
+  TensorMap map_q, map_k, map_v, map_out;
+  ForwardParams forward;
+  int32* next_tile;  // with Scheduler::DYNAMIC a counter, zero at launch and again afterwards; else null
 };
 
 struct BackwardParams {

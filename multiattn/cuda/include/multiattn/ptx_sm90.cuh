@@ -2,7 +2,6 @@
 // cpu/include/multiattn/ptx_sm90.cuh has the same verbs on the CPU.
 #pragma once
 #include "multiattn/ptx.cuh"
-#include "multiattn/tensor_map.h"
 
 namespace multiattn {
 
@@ -117,9 +116,9 @@ DEVICE void await_earlier_grids() { asm volatile("griddepcontrol.wait;" ::: "mem
 DEVICE void admit_next_grid() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---- the async proxy: TMA, and wgmma's reads of shared memory
-// What mbarrier_init wrote is visible to it.
+// Makes what mbarrier_init wrote visible to it.
 DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// What this thread wrote to shared memory is visible to it.
+// Makes what this thread wrote to shared memory visible to it.
 DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 DEVICE void prefetch_map(const TensorMap& map) {
@@ -157,8 +156,6 @@ template <int N>
 DEVICE void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
-// All of this thread's stores have been made.
-DEVICE void tma_store_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // ---- named barriers, 1 to 15 (0 is sync_block): of `threads` of the block, by whole warps, which must have converged: after a
 // branch that some lanes took, sync_warp

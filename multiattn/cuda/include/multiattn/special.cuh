@@ -17,7 +17,7 @@ DEVICE void fold_sign_into(SharedAddress place, int sign) {
   Chunk chunk = load_shared_16(place);
 #pragma unroll
   for (int w = 0; w < 4; ++w)
-    chunk.word[w] = map_halves(chunk.word[w], [&](uint32 half) { return fold_sign<E>(half, sign); });
+    chunk.word[w] = fold_sign<E>(chunk.word[w] & 0xffffu, sign) | fold_sign<E>(chunk.word[w] >> 16, sign) << 16;
   store_shared_16(place, chunk);
 }
 

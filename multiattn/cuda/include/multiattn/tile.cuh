@@ -9,6 +9,18 @@ constexpr int WARP = 32;
 constexpr int CHUNK_BYTES = 16;
 constexpr int CHUNK_ELEMENTS = 8;
 
+// Calls `body` with all indices below the sizes, the last one fastest, unrolled: elements of arrays stay in registers.
+template <int SIZE, int... SIZES, class Body, class... Indices>
+DEVICE void for_each(Body body, Indices... indices) {
+#pragma unroll
+  for (int i = 0; i < SIZE; ++i) {
+    if constexpr (sizeof...(SIZES) == 0)
+      body(indices..., i);
+    else
+      for_each<SIZES...>(body, indices..., i);
+  }
+}
+
 DEVICE constexpr int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
 
 template <int ROWS_, int HEAD_DIM, bool SWIZZLED = true, int WIDTH_ = (HEAD_DIM + 15) / 16 * 16>
@@ -98,7 +110,7 @@ class FragmentReader {
     return fragment;
   }
 
-  // What the lane gives to ldmatrix, or to stmatrix, which writes what ldmatrix would read.
+  // The address that the lane gives to ldmatrix, or to stmatrix, which writes what ldmatrix would read.
   DEVICE SharedAddress address(SharedAddress tile, uint32 row, uint32 column) const {
     constexpr uint32 SPAN = T::Layout::SPAN;
     const uint32 chunk = column / CHUNK_ELEMENTS;
@@ -170,7 +182,7 @@ DEVICE void mma_pair(HalfAccumulator (&pair)[2], const Fragment& a, const Fragme
   mma_m16n8k16_fp16(pair[1].value, a.reg, b.reg[2], b.reg[3]);
 }
 
-// What every lane holds of two neighbouring 16x8 accumulators is what it must hold of one 16x16 operand A.
+// A lane's elements of two neighbouring 16x8 accumulators are those that it must have of one 16x16 operand A.
 template <class E>
 DEVICE Fragment as_operand(const Accumulator (&pair)[2]) {
   const float(&left)[4] = pair[0].value;
@@ -197,12 +209,6 @@ DEVICE Chunk transpose_in_quad(Chunk mine) {
     }
   }
   return mine;
-}
-
-// `map` on each 16-bit half of a word.
-template <class Map>
-DEVICE uint32 map_halves(uint32 word, Map map) {
-  return map(word & 0xffffu) | map(word >> 16) << 16;
 }
 
 }  // namespace multiattn

@@ -7,6 +7,7 @@ using int32 = int;
 using int64 = long long;
 using uint16 = unsigned short;
 using uint32 = unsigned int;
+using uint64 = unsigned long long;
 
 // 16-bit floating-point formats. A kernel moves their bits, and makes them with `pack`; the bits that it must know:
 struct fp16 {
@@ -19,6 +20,11 @@ struct bf16 {
 // 16 bytes: eight 16-bit elements, the unit of every copy.
 struct alignas(16) Chunk {
   uint32 word[4];
+};
+
+// A tensor's description for TMA: on the GPU a CUtensorMap that the driver encodes, on the CPU the emulation's.
+struct alignas(64) TensorMap {
+  unsigned char opaque[128];
 };
 
 // A byte address in shared memory.

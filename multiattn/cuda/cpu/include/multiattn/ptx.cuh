@@ -47,7 +47,7 @@ inline uint32 float_bits(float x) { return bits_as<uint32>(x); }
 inline float exp2_approx(float x) { return exp2f(x); }
 inline float log2_exact(float x) { return log2f(x); }
 
-// Of fp16 and bf16, which verbs.cpp has.
+// verbs.cpp has these for fp16 and bf16.
 template <class E> uint32 pack(float low, float high);
 template <class E> float unpack_low(uint32 pair);
 template <class E> float unpack_high(uint32 pair);

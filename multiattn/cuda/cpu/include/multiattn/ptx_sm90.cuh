@@ -1,7 +1,6 @@
-// The verbs of include/multiattn/ptx_sm90.cuh on the CPU; the work is done in cpu/verbs_sm90.cpp.
+// The verbs of include/multiattn/ptx_sm90.cuh on the CPU; the work is done in cpu/verbs.cpp.
 #pragma once
 #include "multiattn/ptx.cuh"
-#include "multiattn/tensor_map.h"
 
 namespace multiattn {
 
@@ -70,7 +69,6 @@ template <int N>
 inline void tma_store_wait_read() {
   emulation::tma_store_wait(N);
 }
-inline void tma_store_wait_all() { emulation::tma_store_wait(0); }
 
 void named_barrier_sync(int id, int threads);
 void named_barrier_arrive(int id, int threads);
