@@ -7,6 +7,7 @@ import struct
 from importlib import import_module
 
 from multiattn import aot
+from multiattn.cuda.instances import launches_of
 from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import Exported, get, make_plan
@@ -51,7 +52,7 @@ def emit(folder, name, *, host=None, arch="sm90", variant=None, **sizes):
     plan = make_plan(get(name), problem(**sizes), ARCHS[arch], variant=variant or VARIANTS.get(name), probe=False)
     module = import_module(f"multiattn.{name}.bind")
     emitted = module.for_most_heads(plan) if name == "cutile" else plan
-    binding = module.bind(emitted, IMAGES[name] if name in IMAGES else module.image_of(plan))
+    binding = module.bind(emitted, IMAGES[name] if name in IMAGES else launches_of(plan)[0].image())
     threads = max(128, binding.image.threads)
     kernel = Exported(
         kernel="entry",

@@ -8,13 +8,6 @@ from dataclasses import dataclass, replace
 from multiattn.cutile.configs import CutileConfig
 from multiattn.plan.ladder import LadderStep, Rung
 
-GROUPS: Mapping[str, tuple[str, ...]] = {
-    "math": ("exp2", "flush_to_zero", "scale_after_max"),
-    "memory": ("k_transposed", "latency_hints"),
-    "finish": ("approximate_division", "occupancy_hint", "lazy_max", "static_grid", "q_in_registers"),
-}
-"""Fields of `CutileStep` by what they save: between a rung and its parent, fields of one group differ."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutileStep(LadderStep):

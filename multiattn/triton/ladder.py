@@ -8,13 +8,6 @@ from dataclasses import dataclass, replace
 from multiattn.plan.ladder import LadderStep, Rung
 from multiattn.triton.configs import TritonConfig
 
-GROUPS: Mapping[str, tuple[str, ...]] = {
-    "math": ("exp2", "scale_after_max"),
-    "memory": ("descriptor", "pipelined"),
-    "finish": ("reciprocal", "heads_together", "registers"),
-}
-"""Fields of `TritonStep` by what they save: between a rung and its parent, fields of one group differ."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TritonStep(LadderStep):
