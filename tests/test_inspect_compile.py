@@ -137,5 +137,5 @@ def test_a_real_kernel_is_read_whole(backend, feature):
     if backend == "cutile":
         assert "TMA load" in kernel.chosen
         assert any(it.startswith("wgmma 64x") for it in kernel.chosen)
-        assert {it.file for it in kernel.remarks} == {"parts.py"}, "where loads and products are"
+        assert {it.file for it in kernel.remarks} == {"parts.py", "tiles.py"}, "where loads and products are"
         assert not any(it.failed for it in kernel.remarks)
