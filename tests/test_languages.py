@@ -6,6 +6,7 @@ import gradient_checks
 import pytest
 import torch
 
+import multiattn
 from multiattn import Plan, Problem
 from multiattn.cuda.cpu import host
 from multiattn.plan.arch import ARCHS, GPU_ARCHS
@@ -78,6 +79,27 @@ def test_weights_that_would_be_infinite_are_zero(language, variant, monkeypatch)
     low, high = torch.full_like(q, 8.75), torch.full_like(k, -8.75)
     for causal in (False, True):
         gradient_checks.check(plan_of(causal=causal, scale=1.0), low, high, v, dout)
+
+
+@pytest.mark.parametrize("language", BACKENDS)
+def test_the_mask_begins_at_every_place_of_a_block(language, monkeypatch):
+    """Scores grow by one a key: one key too many, in a block taken for unmasked, would have most of the weight."""
+    if reasons := get(language).probe(ARCHS["cpu"]):
+        pytest.skip("; ".join(map(str, reasons)))
+    monkeypatch.setattr(host, "siblings_of", host.kernels_of)
+    seq_q, options = 84, {"causal": True, "scale": 1.0}
+    _, _, values, dout = gradient_checks.make_tensors(heads_q=1, seq_q=seq_q, seq_kv=seq_q + 24, head_dim=16)
+    q = torch.ones_like(dout)
+    for seq_kv in range(seq_q - 40, seq_q + 24):  # as many as the largest block has keys or queries
+        v = values[:, :, :seq_kv].contiguous()
+        k = (torch.arange(seq_kv) / 16)[:, None].expand(v.shape).bfloat16()
+        truth, naive = (multiattn.reference(q, k, v, compute_dtype=it, **options)[0] for it in (torch.float64, q.dtype))
+        allowed = 2 * (naive.double() - truth).abs().max() + torch.finfo(q.dtype).eps * truth.abs().max()
+        assert (multiattn.fmha(q, k, v, backend=language, **options).double() - truth).abs().max() <= allowed
+        for variant in ("two_pass", "atomic"):
+            problem = Problem.of(q, k, v, **options)
+            plan = make_plan(get(language), problem, ARCHS["cpu"], direction="backward", variant=variant)
+            gradient_checks.check(plan, q, k, v, dout)
 
 
 @each_language
