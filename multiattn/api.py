@@ -7,6 +7,7 @@ from typing import Literal, overload
 
 import torch
 
+from multiattn.mask import Window
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import by_name as arch_by_name
 from multiattn.plan.arch import detect
@@ -25,6 +26,7 @@ def fmha(
     v: torch.Tensor,
     *,
     causal: bool = ...,
+    window: Window | None = ...,
     scale: float | None = ...,
     backend: str = ...,
     variant: str | None = ...,
@@ -40,6 +42,7 @@ def fmha(
     v: torch.Tensor,
     *,
     causal: bool = ...,
+    window: Window | None = ...,
     scale: float | None = ...,
     backend: str = ...,
     variant: str | None = ...,
@@ -54,6 +57,7 @@ def fmha(
     v: torch.Tensor,
     *,
     causal: bool = False,
+    window: Window | None = None,
     scale: float | None = None,
     backend: str = "auto",
     variant: str | None = None,
@@ -67,6 +71,9 @@ def fmha(
         k: ``[B, Hkv, Skv, D]`` with ``Hq % Hkv == 0`` (GQA, MQA); dtype and device of q.
         v: like k.
         causal: bottom-right aligned: key j is visible to query i when ``j <= i + Skv - Sq``.
+        window: a pair (left, right): with ``d = Skv - Sq``, query i sees the keys from ``i + d - left`` to
+            ``i + d + right``, both included; None in it is all keys of that side. Ints from 0 on. `causal` bounds it
+            on the right, so that ``window=(1023, None), causal=True`` is the last 1024 keys.
         scale: finite, may be zero or negative; None is ``1/sqrt(D)``.
         backend: one of `backends()`, ``"reference"``, or ``"auto"``: the fastest by recorded measurements on a GPU,
             the reference on CPU tensors. A named backend runs or raises; nothing falls back. On CPU tensors a named
@@ -93,7 +100,9 @@ def fmha(
     `torch.export`, `torch.func` and dispatch modes it is the op ``torch.ops.multiattn.fmha_forward``. Source of the
     algorithm: Dao, "FlashAttention-2" (arXiv 2307.08691), Algorithms 1 and 2.
     """
-    options = Options.of(causal=causal, scale=scale, backend=backend, variant=variant, deterministic=deterministic)
+    options = Options.of(
+        causal=causal, window=window, scale=scale, backend=backend, variant=variant, deterministic=deterministic
+    )
     out, lse = attend(Operands(q, k, v), options)
     return (out, lse) if return_lse else out
 
@@ -108,6 +117,7 @@ def fmha_backward(
     *,
     dlse: torch.Tensor | None = None,
     causal: bool = False,
+    window: Window | None = None,
     scale: float | None = None,
     backend: str = "auto",
     variant: str | None = None,
@@ -116,7 +126,7 @@ def fmha_backward(
     """The gradient of `fmha` from what a forward saved, for callers without autograd.
 
     Args:
-        q, k, v, causal, scale, deterministic: as for `fmha`, and as they were there.
+        q, k, v, causal, window, scale, deterministic: as for `fmha`, and as they were there.
         out: what a forward of any backend gave, dtype and shape of q; so is lse, fp32 ``[B, Hq, Sq]``.
         dout: gradient of out, like it.
         dlse: gradient of lse, like it; None where nothing depends on lse.
@@ -135,7 +145,9 @@ def fmha_backward(
     lse and dlse contiguous, all from addresses that are multiples of 16 bytes; whatever is laid out otherwise, as an
     expanded or transposed dout is, costs a copy.
     """
-    options = Options.of(causal=causal, scale=scale, backend=backend, variant=variant, deterministic=deterministic)
+    options = Options.of(
+        causal=causal, window=window, scale=scale, backend=backend, variant=variant, deterministic=deterministic
+    )
     if not isinstance(dout, torch.Tensor):
         raise TypeError(f"dout must be a torch.Tensor; got {type(dout).__name__}")
     dq, dk, dv = differentiate(Operands(q, k, v, out, lse, dout, dlse), options)
@@ -148,6 +160,7 @@ def explain(
     v: torch.Tensor | None = None,
     *,
     causal: bool = False,
+    window: Window | None = None,
     scale: float | None = None,
     backend: str = "auto",
     variant: str | None = None,
@@ -163,7 +176,7 @@ def explain(
     Args:
         q, k, v: as for `fmha`; or one `Problem` in place of all three, with `arch`. Tensors that require grad are
             refused here, as there, where either direction is.
-        causal, scale, backend, variant, deterministic: as for `fmha` (a Problem carries its own causal and scale).
+        causal, window, scale, backend, variant, deterministic: as for `fmha` (a Problem has its own mask and scale).
         arch: explain for this arch (``"sm80"``) instead of the tensors' device. Then only the data is asked, not
             whether this machine has such a GPU.
         direction: ``"backward"``: the Plan of the gradient, from autograd where tensors require grad, else from
@@ -171,14 +184,16 @@ def explain(
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction: got {direction!r}; allowed {', '.join(DIRECTIONS)}")
-    options = Options.of(causal=causal, scale=scale, backend=backend, variant=variant, deterministic=deterministic)
+    options = Options.of(
+        causal=causal, window=window, scale=scale, backend=backend, variant=variant, deterministic=deterministic
+    )
     directions: tuple[Direction, ...] = (direction,)
     if isinstance(q, Problem):
         if arch is None:
             raise ValueError("explain(Problem) needs arch=, as there is no tensor whose device would tell it")
         target = arch_by_name(arch)
-        if k is not None or v is not None or causal or scale is not None:
-            raise TypeError("explain(Problem) takes no k, v, causal or scale: the Problem has its own")
+        if k is not None or v is not None or causal or window is not None or scale is not None:
+            raise TypeError("explain(Problem) takes no k, v, causal, window or scale: the Problem has its own")
         problem = q
     elif k is None or v is None:
         raise TypeError("explain needs q, k and v, or one Problem")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from multiattn.mask import count_visible_pairs
+from multiattn.mask import Band, Window, band_of
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -22,8 +22,6 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 """Short names of the dtypes a Problem can carry; which of them a backend takes is its capability."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-MASKS = ("full", "causal")
 
 Strides = tuple[int, int, int]
 """Element strides of (batch, head, sequence); the stride of D is 1 by contract."""
@@ -42,7 +40,9 @@ VECTOR_BYTES = 16
 class Options(NamedTuple):
     """The options of a call. A tuple, because it is made and hashed in every call."""
 
-    causal: bool = False
+    left: int | None = None
+    """With `right`, the bounds of the mask: a `multiattn.mask.Band`."""
+    right: int | None = None
     scale: float | None = None
     backend: str = "auto"
     variant: str | None = None
@@ -50,15 +50,24 @@ class Options(NamedTuple):
 
     @classmethod
     def of(
-        cls, *, causal: bool, scale: float | None, backend: str, variant: str | None, deterministic: bool | None
+        cls,
+        *,
+        causal: bool,
+        window: Window | None,
+        scale: float | None,
+        backend: str,
+        variant: str | None,
+        deterministic: bool | None,
     ) -> Options:
         """Validate the types; TypeError, naming what came. Equal options ask for the same from here on.
 
         ``True == 1 == 1.0``, so an unchecked value would find the plan of another call. `deterministic` None follows
         `torch.use_deterministic_algorithms`.
         """
-        if type(causal) is not bool:
-            check_causal(causal)
+        left, right = None, 0 if causal else None
+        if window is not None or type(causal) is not bool:
+            band = band_of(causal, window)
+            left, right = band.left, band.right
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         elif not isinstance(deterministic, bool):
@@ -69,7 +78,13 @@ class Options(NamedTuple):
             raise TypeError(f"variant must be a string; got {type(variant).__name__}")
         if scale is not None and type(scale) is not float:
             scale = _as_float(scale)
-        return tuple.__new__(cls, (causal, scale, backend, variant, deterministic))  # what cls() does, in half the time
+        options = (left, right, scale, backend, variant, deterministic)
+        return tuple.__new__(cls, options)  # what cls() does, in half the time
+
+    @property
+    def band(self) -> Band:
+        """The mask."""
+        return Band(self.left, self.right)
 
     @property
     def of_gradient(self) -> Options:
@@ -154,7 +169,7 @@ class Problem:
     seq_kv: int
     head_dim: int
     dtype: str
-    causal: bool
+    band: Band
     scale: float
     strides_q: Strides
     strides_k: Strides
@@ -169,6 +184,7 @@ class Problem:
         v: torch.Tensor,
         *,
         causal: bool = False,
+        window: Window | None = None,
         scale: float | None = None,
     ) -> Problem:
         """Validate q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` and describe them.
@@ -176,7 +192,14 @@ class Problem:
         Raises TypeError or ValueError, naming what came and what is accepted, for whatever is wrong for
         every backend; what only some backends refuse is left to their capability.
         """
-        plain = cls.as_if_contiguous(q, k, v, causal=causal, scale=scale)
+        return cls.with_band(q, k, v, band_of(causal, window), scale=scale)
+
+    @classmethod
+    def with_band(
+        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, *, scale: float | None
+    ) -> Problem:
+        """The same with a mask that is known to be one."""
+        plain = cls.as_if_contiguous(q, k, v, band, scale=scale)
         strides_q, strides_k, strides_v = map(_strides, (q, k, v))
         addresses = [tensor.data_ptr() for tensor in (q, k, v)]
         offsets = [stride * q.element_size() for stride in (*strides_q, *strides_k, *strides_v)]
@@ -185,7 +208,7 @@ class Problem:
 
     @classmethod
     def as_if_contiguous(
-        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None
+        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, *, scale: float | None
     ) -> Problem:
         """The problem of contiguous tensors like these, which may have no memory, as under `torch.func`.
 
@@ -201,7 +224,7 @@ class Problem:
             seq_kv=k.shape[2],
             head_dim=head_dim,
             dtype=_NAMES[q.dtype],
-            causal=causal,
+            band=band,
             scale=scale,
         )
 
@@ -217,16 +240,20 @@ class Problem:
         seq_kv: int | None = None,
         dtype: str = "bf16",
         causal: bool = False,
+        window: Window | None = None,
+        band: Band | None = None,
         scale: float | None = None,
     ) -> Problem:
-        """The problem of contiguous ``[B, H, S, D]`` tensors of these sizes, made without any tensor."""
+        """The problem of contiguous ``[B, H, S, D]`` tensors of these sizes, made without any tensor.
+
+        `band` is a mask that is known to be one, in place of `causal` and `window`.
+        """
         heads_kv = heads_q if heads_kv is None else heads_kv
         seq_kv = seq_q if seq_kv is None else seq_kv
         if dtype not in DTYPES:
             raise ValueError(f"dtype: got {dtype!r}; allowed {', '.join(DTYPES)}")
         shape_q, shape_kv = (batch, heads_q, seq_q, head_dim), (batch, heads_kv, seq_kv, head_dim)
         _check_shapes(shape_q, shape_kv, shape_kv)
-        check_causal(causal)
         strides_kv = _contiguous_strides(shape_kv)
         return cls(
             batch=batch,
@@ -236,7 +263,7 @@ class Problem:
             seq_kv=seq_kv,
             head_dim=head_dim,
             dtype=dtype,
-            causal=causal,
+            band=band_of(causal, window) if band is None else band,
             scale=check_scale(scale, head_dim),
             strides_q=_contiguous_strides(shape_q),
             strides_k=strides_kv,
@@ -323,17 +350,27 @@ class Problem:
 
     @property
     def is_banded(self) -> bool:
-        """True if the mask hides keys: tiles of queries then see different numbers of them."""
-        return self.causal
+        """True if the mask hides keys: tiles of queries then see different ones of them."""
+        return self.band.hides_keys
+
+    @property
+    def is_two_sided(self) -> bool:
+        """True if a kernel needs both bounds of the mask (`reach`); a causal one only knows the diagonal."""
+        return self.band.is_two_sided
 
     @property
     def mask(self) -> str:
-        """The name of the mask, one of `MASKS`."""
-        return MASKS[self.causal]
+        """The name of the mask: ``full``, ``causal`` or ``window:1024:0``."""
+        return str(self.band)
 
     @property
-    def causal_offset(self) -> int:
-        """Bottom-right alignment: key j is visible to query i when ``j <= i + causal_offset``."""
+    def reach(self) -> tuple[int, int]:
+        """Keys before and after its own that a query sees: at most those that hide no key."""
+        return self.band.reach(self.seq_q, self.seq_kv)
+
+    @property
+    def diagonal(self) -> int:
+        """Bottom-right alignment: the key that is level with query i is ``i + diagonal``, ``Skv - Sq``."""
         return self.seq_kv - self.seq_q
 
     @property
@@ -344,12 +381,12 @@ class Problem:
     @property
     def has_empty_rows(self) -> bool:
         """True if there are queries that see no key."""
-        return self.seq_q > 0 and (self.seq_kv == 0 or (self.causal and self.causal_offset < 0))
+        return self.seq_q > 0 and (self.seq_kv == 0 or self.diagonal + self.reach[1] < 0)
 
     @property
     def visible_pairs(self) -> int:
         """(query, key) pairs that count, of one head of one batch entry; FLOP are ``4*B*Hq*D`` times this."""
-        return count_visible_pairs(self.seq_q, self.seq_kv, causal=self.causal)
+        return self.band.count_pairs(self.seq_q, self.seq_kv)
 
     def __str__(self) -> str:
         heads, lengths = f"Hq={self.heads_q} Hkv={self.heads_kv}", f"Sq={self.seq_q} Skv={self.seq_kv}"
@@ -357,8 +394,15 @@ class Problem:
 
 
 def problem_of(operands: Operands, options: Options) -> Problem:
-    """The problem of a call; TypeError or ValueError as `Problem.of`."""
-    return Problem.of(*operands.inputs, causal=options.causal, scale=options.scale)
+    """The problem of a call; TypeError or ValueError as `Problem.of`.
+
+    A bound that hides no key is left out: a window wider than its sequence costs what no window does.
+    """
+    q, k, v = operands.inputs
+    problem = Problem.with_band(q, k, v, options.band, scale=options.scale)
+    if not problem.is_two_sided:
+        return problem
+    return replace(problem, band=problem.band.within(problem.seq_q, problem.seq_kv))
 
 
 def strides_like(tensor: torch.Tensor) -> tuple[int, int, int, int]:
@@ -432,12 +476,6 @@ def _check_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
                 f"{name} must have unit stride on D; got strides {tuple(tensor.stride())} for shape "
                 f"{tuple(tensor.shape)}; call .contiguous() on it"
             )
-
-
-def check_causal(causal: bool) -> None:
-    """TypeError for anything but a bool."""
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be a bool; got {type(causal).__name__}")
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from multiattn.mask import visible_pairs
+from multiattn.mask import KINDS, Window, band_of
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import REFERENCE, Backend, Launcher, Op, Plan, Variant
 from multiattn.plan.support import Capability, Reason
@@ -21,6 +21,7 @@ def reference(
     v: torch.Tensor,
     *,
     causal: bool = False,
+    window: Window | None = None,
     scale: float | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,6 +34,7 @@ def reference(
         k: ``[B, Hkv, Skv, D]``, with ``Hq % Hkv == 0``.
         v: like k.
         causal: bottom-right aligned: key j is visible to query i when ``j <= i + Skv - Sq``.
+        window: as for `multiattn.fmha`.
         scale: finite; None is ``1/sqrt(D)``.
         compute_dtype: of every intermediate, and of both results: float64 for truth, the inputs' own dtype for the
             rounding that a naive implementation commits.
@@ -46,11 +48,11 @@ def reference(
     """
     from einops import rearrange, repeat  # here and below: a sixth of the time that importing the package takes
 
-    problem = Problem.as_if_contiguous(q, k, v, causal=causal, scale=scale)
+    problem = Problem.as_if_contiguous(q, k, v, band_of(causal, window), scale=scale)
     q, k, v = (tensor.to(compute_dtype) for tensor in (q, k, v))
     k, v = (repeat(tensor, "b h s d -> b (h group) s d", group=problem.group) for tensor in (k, v))
 
-    visible = visible_pairs(problem.seq_q, problem.seq_kv, q.device, causal=problem.causal)  # [Sq, Skv]
+    visible = problem.band.visible(problem.seq_q, problem.seq_kv, q.device)  # [Sq, Skv]
     scores = torch.einsum("b h i d, b h j d -> b h i j", q, k) * problem.scale
     scores = scores.masked_fill(~visible, -math.inf)
 
@@ -75,6 +77,7 @@ def reference_backward(
     *,
     dlse: torch.Tensor | None = None,
     causal: bool = False,
+    window: Window | None = None,
     scale: float | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -85,7 +88,7 @@ def reference_backward(
     dlse`` (Dao, "FlashAttention-2", arXiv 2307.08691, Algorithm 2; dlse enters as ``d lse / d s = p``).
 
     Args:
-        q, k, v, causal, scale, compute_dtype: as for `reference`.
+        q, k, v, causal, window, scale, compute_dtype: as for `reference`.
         out: ``[B, Hq, Sq, D]``, of a forward of any backend; so is lse, ``[B, Hq, Sq]``.
         dout: gradient of out, like it.
         dlse: gradient of lse, like it; None for zero.
@@ -96,14 +99,14 @@ def reference_backward(
     """
     from einops import reduce, repeat
 
-    problem = Problem.as_if_contiguous(q, k, v, causal=causal, scale=scale)
+    problem = Problem.as_if_contiguous(q, k, v, band_of(causal, window), scale=scale)
     q, k, v, out, lse, dout = (tensor.to(compute_dtype) for tensor in (q, k, v, out, lse, dout))
     k, v = (repeat(tensor, "b h s d -> b (h group) s d", group=problem.group) for tensor in (k, v))
     delta = torch.einsum("b h i d, b h i d -> b h i", dout, out)
     if dlse is not None:
         delta = delta - dlse.to(compute_dtype)
 
-    visible = visible_pairs(problem.seq_q, problem.seq_kv, q.device, causal=problem.causal)  # [Sq, Skv]
+    visible = problem.band.visible(problem.seq_q, problem.seq_kv, q.device)  # [Sq, Skv]
     scores = torch.einsum("b h i d, b h j d -> b h i j", q, k) * problem.scale
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # an empty row has no weight, where -inf would give exp(inf)
     weights = torch.exp(scores - lse[..., None]).masked_fill(~visible, 0.0)
@@ -134,7 +137,11 @@ def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor)
 def _prepare(plan: Plan) -> Launcher:
     problem, is_forward = plan.problem, plan.direction == "forward"
     compute_dtype = torch.float64 if problem.dtype == "fp64" else torch.float32
-    options: Any = {"causal": problem.causal, "scale": problem.scale, "compute_dtype": compute_dtype}
+    options: Any = {
+        "window": (problem.band.left, problem.band.right),
+        "scale": problem.scale,
+        "compute_dtype": compute_dtype,
+    }
 
     def launch(operands: Operands) -> None:
         *saved, dlse = operands.read
@@ -157,6 +164,7 @@ _VARIANT = Variant(
         dtypes=("fp16", "bf16", "fp32", "fp64"),
         head_dim_multiple=1,
         head_dim_max=1 << 16,
+        masks=KINDS,
     ),
     rules=(),
 )

@@ -12,7 +12,7 @@ from multiattn.inspect.options import layer
 from multiattn.inspect.pool import Outcome
 from multiattn.plan.arch import GPU_ARCHS
 from multiattn.plan.backend import BACKENDS, get
-from multiattn.problem import MASKS
+from multiattn.mask import MASKS
 
 needs_compilers = pytest.mark.skipif(
     any(get(name).probe_compiler() for name in BACKENDS), reason="a compiler is not installed"

@@ -10,7 +10,8 @@ from multiattn.inspect.roofline import bounds, score_cycles
 from multiattn.mask import visible_pairs
 from multiattn.plan.arch import GPUS, gpu_by_name
 from multiattn.plan.backend import DIRECTIONS
-from multiattn.problem import MASKS, Problem
+from multiattn.mask import MASKS
+from multiattn.problem import Problem
 
 H200 = gpu_by_name("H200")
 ONE_QUERY = layer(128, 1, "causal", batch=1, heads=32, seq_kv=32768)

@@ -14,6 +14,7 @@ from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams
 from multiattn.cuda.source import Instance
 from multiattn.cuda.variants import axes_of, is_wgmma
 from multiattn.cuda.wgmma_configs import WgmmaConfig
+from multiattn.mask import CAUSAL, FULL
 from multiattn.plan.abi import Image
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.plan.schedule import key_tiles, query_tiles
@@ -61,9 +62,9 @@ def siblings_of(plan: Plan) -> tuple[Instance, ...]:
     """The kernels of one head_dim and config, for every dtype that it takes, mask and alignment."""
     takes = variant_of(plan).capability
     problems = (
-        replace(plan.problem, dtype=dtype, causal=causal, alignment=alignment)
+        replace(plan.problem, dtype=dtype, band=band, alignment=alignment)
         for dtype in takes.dtypes
-        for causal in (False, True)
+        for band in (FULL, CAUSAL)
         for alignment in (takes.alignment, VECTOR_BYTES)
     )
     kernels = (kernel for problem in problems for kernel in kernels_of(replace(plan, problem=problem)))
@@ -211,7 +212,7 @@ def _sizes(config: BackwardConfig | QueryConfig) -> tuple[int, int, int, int]:
 
 
 def _what(problem: Problem) -> str:
-    return f"{problem.dtype}_d{problem.head_dim}_{'causal' if problem.is_banded else 'full'}"
+    return f"{problem.dtype}_d{problem.head_dim}_{problem.band.kind}"
 
 
 def _masked(problem: Problem) -> tuple[int, bool, bool]:

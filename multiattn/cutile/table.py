@@ -173,7 +173,7 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> Ke
     problem, config, step = plan.problem, plan.config, STEPS[plan.variant].step
     assert isinstance(config, CutileConfig)
     assumed: dict[str, str] = {}
-    abi.exactly(assumed, dtype=problem.dtype, head_dim=problem.head_dim, banded=problem.is_banded)
+    abi.exactly(assumed, dtype=problem.dtype, head_dim=problem.head_dim, mask=problem.band.kind)
     abi.exactly(assumed, scale_sign=problem.scale_sign)
     masked = abi.flag(assumed, emitted, "masked", problem.is_banded or problem.seq_kv % config.tile_n != 0)
     aligned_to = config.tile_m if configs.begins_at_diagonal(problem, config) else 1

@@ -45,7 +45,7 @@ class Request:
     def place(self) -> tuple[Any, ...]:
         """Its place among others: by direction, backend, variant, head_dim, mask and arch."""
         which = DIRECTIONS.index(self.direction), BACKENDS.index(self.backend), self.variant or ""
-        return (*which, self.problem.head_dim, self.problem.causal, GPU_ARCHS.index(self.arch))
+        return (*which, self.problem.head_dim, self.problem.mask, GPU_ARCHS.index(self.arch))
 
     @property
     def what(self) -> str:

@@ -12,11 +12,12 @@ from pathlib import Path
 import multiattn
 from multiattn.inspect import build, emit, remarks, tables
 from multiattn.inspect.build import Compilation, Request
-from multiattn.inspect.options import check_work, count, counts, layer, shape, some_of, table
+from multiattn.inspect.options import check_work, count, counts, layer, masks, shape, some_of, table
+from multiattn.mask import MASKS
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import GPU_ARCHS
 from multiattn.plan.backend import BACKENDS, DIRECTIONS
-from multiattn.problem import DTYPES, MASKS
+from multiattn.problem import DTYPES
 
 HEAD_DIMS = (64, 128, 256)
 SEQ = 4096
@@ -33,7 +34,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
     chosen("--arch", GPU_ARCHS)
     chosen("--backend", BACKENDS)
-    chosen("--mask", MASKS)
+    command.add_argument(
+        "--mask", action="extend", type=masks, metavar="A,B,...", help="of full, causal, window:LEFT:RIGHT"
+    )
     command.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="both", help="default: %(default)s")
     command.add_argument("--head-dim", action="extend", type=counts, metavar="D,...", help="default: 64,128,256")
     command.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="default: %(default)s")
@@ -104,8 +107,9 @@ def wanted_requests(options: argparse.Namespace) -> list[Request]:
         raise ValueError(f"--head-dim: got {asked} with a shape of D={head_dim}; allowed one of the two")
     head_dims = (options.head_dim or HEAD_DIMS) if head_dim is None else (head_dim,)
     sizes = {"batch": batch, "heads": heads, "heads_kv": options.kv_heads, "seq_kv": options.kv_len}
-    masks = options.mask or MASKS
-    problems = [layer(dim, seq, mask, dtype=options.dtype, **sizes) for dim in head_dims for mask in masks]
+    problems = [
+        layer(dim, seq, mask, dtype=options.dtype, **sizes) for dim in head_dims for mask in options.mask or MASKS
+    ]
     for problem in problems:
         check_work(problem)
     directions = DIRECTIONS if options.direction == "both" else (options.direction,)

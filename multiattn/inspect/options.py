@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
+from multiattn.mask import Band, Window, band_of, parse_band
 from multiattn.plan.arch import ARCHS, detect
-from multiattn.problem import DTYPES, MASKS, Problem
+from multiattn.problem import DTYPES, Problem
 
 TOKENS, HIDDEN = 16384, 2048
 """Batch times length, and heads times head_dim, where the options say nothing else; those of every cell of
@@ -50,6 +51,23 @@ def some_of(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     return parse
 
 
+def window(text: str) -> Window:
+    """``1024:0``: keys before and after its own that a query sees, with ``-`` for all of them."""
+    try:
+        band = parse_band(f"window:{text}")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return band.left, band.right
+
+
+def masks(text: str) -> tuple[str, ...]:
+    """Some of ``full``, ``causal`` and ``window:1024:0`` with commas between them, each once."""
+    try:
+        return tuple(dict.fromkeys(str(parse_band(name)) for name in text.split(",")))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def add_problem(command: argparse.ArgumentParser, *, required: bool) -> None:
     """Add the options that `problem_of` reads."""
     command.add_argument("--shape", type=shape, required=required, metavar="B,H,S,D", help="of q")
@@ -57,6 +75,7 @@ def add_problem(command: argparse.ArgumentParser, *, required: bool) -> None:
     command.add_argument("--kv-len", type=int, metavar="S", help="sequence length of k and v (default: that of q)")
     command.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="default: %(default)s")
     command.add_argument("--causal", action="store_true", help="bottom-right aligned")
+    command.add_argument("--window", type=window, metavar="LEFT:RIGHT", help="keys before and after; - for all")
     command.add_argument("--scale", type=float, help="of the scores (default: 1/sqrt(D))")
 
 
@@ -64,19 +83,21 @@ def problem_of(options: argparse.Namespace) -> Problem:
     """The contiguous problem that the options ask for; ValueError for sizes that do not go together."""
     batch, heads, seq, head_dim = options.shape
     sizes = {"batch": batch, "heads": heads, "heads_kv": options.kv_heads, "seq_kv": options.kv_len}
-    return layer(head_dim, seq, MASKS[options.causal], dtype=options.dtype, scale=options.scale, **sizes)
+    band = band_of(options.causal, options.window)
+    return layer(head_dim, seq, band, dtype=options.dtype, scale=options.scale, **sizes)
 
 
 def arguments_of(problem: Problem) -> list[str]:
     """The options that make `problem_of` give this contiguous problem."""
     q = f"{problem.batch},{problem.heads_q},{problem.seq_q},{problem.head_dim}"
     sizes = ["--shape", q, "--kv-heads", str(problem.heads_kv), "--kv-len", str(problem.seq_kv)]
-    mask = ["--causal"] if problem.causal else []
+    flags = {"full": [], "causal": ["--causal"], "two_sided": [f"--{problem.mask.replace(':', '=', 1)}"]}
+    mask = flags[problem.band.kind]
     return [*sizes, "--dtype", problem.dtype, f"--scale={problem.scale!r}", *mask]
 
 
 def layer(
-    head_dim: int, seq: int, mask: str, *, batch: int | None = None, heads: int | None = None, **sizes: Any
+    head_dim: int, seq: int, mask: str | Band, *, batch: int | None = None, heads: int | None = None, **sizes: Any
 ) -> Problem:
     """Attention over `TOKENS` tokens with `HIDDEN` channels, where batch and heads are not given.
 
@@ -87,7 +108,7 @@ def layer(
         heads_q=max(1, HIDDEN // head_dim) if heads is None else heads,
         seq_q=seq,
         head_dim=head_dim,
-        causal=mask == MASKS[1],
+        band=mask if isinstance(mask, Band) else parse_band(mask),
         **sizes,
     )
 

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from multiattn.inspect.options import HIDDEN, TOKENS, count, counts, layer, sizes_of, table
+from multiattn.mask import MASKS
 from multiattn.plan.arch import ARCHS, GPUS, Gpu, gpu_by_name
 from multiattn.plan.backend import DIRECTIONS, Direction
-from multiattn.problem import FORWARD_RESULTS, GRADIENTS, MASKS, Problem
+from multiattn.problem import FORWARD_RESULTS, GRADIENTS, Problem
 
 DTYPES = ("bf16", "fp16")
 """The dtypes that the tensor rates are stated for."""

@@ -141,7 +141,7 @@ def preferred_order(problem: Problem, arch: Arch, direction: Direction = "forwar
 
     Backward follows its own cells; where an arch has none yet, those of forward, and the reason says so.
     """
-    cells = [cell for cell in measured_cells() if cell.arch == arch.name and cell.causal == problem.causal]
+    cells = [cell for cell in measured_cells() if cell.arch == arch.name and cell.causal == problem.is_banded]
     if not cells:
         why = f"no measurement on {arch.name} yet: the order of BACKENDS, a guess"
         return tuple((name, why) for name in BACKENDS)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from multiattn.mask import Kind
 from multiattn.plan.arch import Arch
 from multiattn.problem import Problem
 
@@ -18,8 +19,8 @@ from multiattn.problem import Problem
 class Reason:
     """One reason why not: what it is about, what came, what is accepted and what to do.
 
-    `code` is a stable key: of a Problem (head_dim, dtype, seq, strides, alignment), or one of arch, direction,
-    variant, config, deterministic, module, driver, compiler, gpu, host.
+    `code` is a stable key: of a Problem (head_dim, dtype, seq, mask, sinks, strides, alignment), or one of arch,
+    direction, variant, config, deterministic, module, driver, compiler, gpu, host.
     """
 
     code: str
@@ -46,6 +47,8 @@ class Capability:
     """Longest sequence: positions are 32-bit, and a block of keys that starts before the end must not wrap."""
     alignment: int = 2
     """Bytes that every base address and stride must be a multiple of."""
+    masks: tuple[Kind, ...] = ("full", "causal")
+    """Kinds of mask that it has code for."""
     zero_strides: bool = True
     """A dimension may be broadcast (stride 0, as `expand` makes it)."""
 
@@ -65,6 +68,11 @@ class Capability:
         if problem.alignment % self.alignment:
             allowed = f"base addresses and strides that are multiples of {self.alignment} bytes"
             reasons.append(Reason(code="alignment", got=f"{problem.alignment} bytes", allowed=allowed))
+        if problem.band.kind not in self.masks:
+            reasons.append(Reason(code="mask", got=problem.mask, allowed=", ".join(self.masks)))
+        if problem.is_two_sided and problem.seq_q + problem.seq_kv > self.seq_max:
+            got = f"Sq={problem.seq_q} Skv={problem.seq_kv} with {problem.mask}"
+            reasons.append(Reason(code="seq", got=got, allowed=f"Sq + Skv up to {self.seq_max}"))
         strides = (*problem.strides_q, *problem.strides_k, *problem.strides_v)
         if not self.zero_strides and 0 in strides:
             reasons.append(Reason(code="strides", got="a broadcast dimension (stride 0)", allowed="positive strides"))

@@ -11,7 +11,7 @@ import torch
 
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import Direction, Plan
-from multiattn.problem import FORWARD_RESULTS, INPUTS, VECTOR_BYTES, Layout, Operands, Options, problem_of
+from multiattn.problem import FORWARD_RESULTS, INPUTS, VECTOR_BYTES, Layout, Operands, Problem
 from multiattn.run import compat
 from multiattn.run.calls import Ready, prepare
 from multiattn.run.driver import ensure_context
@@ -94,7 +94,7 @@ def _launch(plan: Plan, direction: Direction, operands: Operands, checked: tuple
         raise TypeError(f"plan must be a Plan; got {type(plan).__name__}")
     if plan.direction != direction:
         raise ValueError(f"plan.direction: got {plan.direction}; allowed {direction}")
-    problem = problem_of(operands, Options(plan.problem.causal, plan.problem.scale))
+    problem = Problem.with_band(operands.q, operands.k, operands.v, plan.problem.band, scale=plan.problem.scale)
     if problem != plan.problem:
         raise ValueError(f"the tensors are not those of the plan: got {problem}; the plan is for {plan.problem}")
     device = operands.q.device

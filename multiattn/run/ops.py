@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from multiattn.mask import count_visible_pairs
+from multiattn.mask import Band
 from multiattn.problem import INPUTS, Operands, Options, check_inputs, strides_like
 from multiattn.run.calls import get_backward, get_forward
 from multiattn.run.execute import check_results, run_backward, run_forward
@@ -32,8 +32,9 @@ _Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     "multiattn::fmha_forward",
     mutates_args=(),
     schema=(
-        '(Tensor q, Tensor k, Tensor v, bool causal=False, float? scale=None, str backend="auto", str? variant=None, '
-        "bool deterministic=False, bool needs_grad=False) -> (Tensor out, Tensor lse)"
+        "(Tensor q, Tensor k, Tensor v, SymInt? left=None, SymInt? right=None, float? scale=None, "
+        'str backend="auto", str? variant=None, bool deterministic=False, bool needs_grad=False) -> '
+        "(Tensor out, Tensor lse)"
     ),
     **_KEEP_STRIDES,
 )
@@ -41,7 +42,8 @@ def forward_op(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    causal: bool = False,
+    left: int | None = None,
+    right: int | None = None,
     scale: float | None = None,
     backend: str = "auto",
     variant: str | None = None,
@@ -49,7 +51,7 @@ def forward_op(
     needs_grad: bool = False,
 ) -> _Pair:
     """Out and lse of `multiattn.fmha`. With `needs_grad` a problem whose backward cannot run is refused here."""
-    operands, options = Operands(q, k, v), Options(causal, scale, backend, variant, deterministic)
+    operands, options = Operands(q, k, v), Options(left, right, scale, backend, variant, deterministic)
     return run_forward(get_forward(operands, options, needs_grad), operands.inputs)
 
 
@@ -57,8 +59,8 @@ def forward_op(
     "multiattn::fmha_backward",
     mutates_args=(),
     schema=(
-        "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor? dlse=None, bool causal=False, "
-        'float? scale=None, str backend="auto", str? variant=None, bool deterministic=False) '
+        "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor? dlse=None, SymInt? left=None, "
+        'SymInt? right=None, float? scale=None, str backend="auto", str? variant=None, bool deterministic=False) '
         "-> (Tensor dq, Tensor dk, Tensor dv)"
     ),
     **_KEEP_STRIDES,
@@ -71,7 +73,8 @@ def backward_op(
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None = None,
-    causal: bool = False,
+    left: int | None = None,
+    right: int | None = None,
     scale: float | None = None,
     backend: str = "auto",
     variant: str | None = None,
@@ -79,7 +82,7 @@ def backward_op(
 ) -> _Triple:
     """Gradients of `multiattn.fmha_backward`."""
     operands = Operands(q, k, v, out, lse, dout, dlse)
-    options = Options(causal, scale, backend, variant, deterministic)
+    options = Options(left, right, scale, backend, variant, deterministic)
     dq, dk, dv = run_backward(get_backward(operands, options), operands)
     return dq, dk, dv
 
@@ -185,11 +188,17 @@ def _map_backward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -
 
 
 def _forward_flops(
-    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], causal: bool = False, *options: object, **kwargs: object
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    v: tuple[int, ...],
+    left: int | None = None,
+    right: int | None = None,
+    *options: object,
+    **kwargs: object,
 ) -> int:
     """Two products of ``2 * D`` FLOP for each pair of a query and a key that it sees."""
     batch, heads, seq_q, head_dim = q
-    return 4 * batch * heads * head_dim * count_visible_pairs(seq_q, k[2], causal=causal)
+    return 4 * batch * heads * head_dim * Band(left, right).count_pairs(seq_q, k[2])
 
 
 def _backward_flops(
@@ -200,12 +209,13 @@ def _backward_flops(
     lse: tuple[int, ...],
     dout: tuple[int, ...],
     dlse: tuple[int, ...] | None = None,
-    causal: bool = False,
+    left: int | None = None,
+    right: int | None = None,
     *options: object,
     **kwargs: object,
 ) -> int:
     """Five products where forward has two; a variant that recomputes some gets no credit for it."""
-    return _forward_flops(q, k, v, causal) * 5 // 2
+    return _forward_flops(q, k, v, left, right) * 5 // 2
 
 
 register_when_counted(torch.ops.multiattn.fmha_forward, _forward_flops)

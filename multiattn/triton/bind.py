@@ -43,7 +43,7 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
     """
     problem, own, there = plan.problem, assumed_of(plan), emitted or {}
     constants: dict[str, str] = {}
-    abi.exactly(constants, dtype=problem.dtype, head_dim=problem.head_dim, causal=problem.causal)
+    abi.exactly(constants, dtype=problem.dtype, head_dim=problem.head_dim, mask=problem.band.kind)
     abi.exactly(constants, scale_sign=problem.scale_sign)
     alignment = abi.multiple(constants, there, "alignment", own.alignment, own.alignment)
     flag = abi.flag(constants, there, FLAGS[plan.variant == GLUON], own.flag)
