@@ -28,6 +28,7 @@ def fmha(
     causal: bool = ...,
     window: Window | None = ...,
     scale: float | None = ...,
+    sinks: torch.Tensor | None = ...,
     backend: str = ...,
     variant: str | None = ...,
     return_lse: Literal[False] = ...,
@@ -44,6 +45,7 @@ def fmha(
     causal: bool = ...,
     window: Window | None = ...,
     scale: float | None = ...,
+    sinks: torch.Tensor | None = ...,
     backend: str = ...,
     variant: str | None = ...,
     return_lse: Literal[True],
@@ -59,6 +61,7 @@ def fmha(
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
+    sinks: torch.Tensor | None = None,
     backend: str = "auto",
     variant: str | None = None,
     return_lse: bool = False,
@@ -75,6 +78,8 @@ def fmha(
             ``i + d + right``, both included; None in it is all keys of that side. Ints from 0 on. `causal` bounds it
             on the right, so that ``window=(1023, None), causal=True`` is the last 1024 keys.
         scale: finite, may be zero or negative; None is ``1/sqrt(D)``.
+        sinks: ``[Hq]``, any floating-point dtype: for each query head the natural-log logit of one more column, which
+            is not scaled and has no value. Differentiable.
         backend: one of `backends()`, ``"reference"``, or ``"auto"``: the fastest by recorded measurements on a GPU,
             the reference on CPU tensors. A named backend runs or raises; nothing falls back. On CPU tensors a named
             backend runs its kernel source on the CPU (Triton plain `triton.language`, as nothing interprets Gluon):
@@ -87,8 +92,9 @@ def fmha(
 
     Returns:
         out, dtype of q, ``[B, Hq, Sq, D]`` (in memory ``[B, S, H, D]`` where q is); with `return_lse` also lse, fp32
-        ``[B, Hq, Sq]``: the natural log of the sum of exp of scaled scores. A row that sees no key has ``out = 0``
-        and ``lse = -inf``, and gives zero gradients. Both results are differentiable.
+        ``[B, Hq, Sq]``: the natural log of the sum of exp of scaled scores, sink included. A row that sees no key has
+        ``out = 0`` and ``lse = -inf`` (with a sink: ``lse = sink``), and gives zero gradients. Both are
+        differentiable.
 
     Raises:
         TypeError, ValueError: an input that is wrong for every backend.
@@ -103,7 +109,7 @@ def fmha(
     options = Options.of(
         causal=causal, window=window, scale=scale, backend=backend, variant=variant, deterministic=deterministic
     )
-    out, lse = attend(Operands(q, k, v), options)
+    out, lse = attend(Operands(q, k, v, sinks=sinks), options)
     return (out, lse) if return_lse else out
 
 
@@ -119,14 +125,15 @@ def fmha_backward(
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
+    sinks: torch.Tensor | None = None,
     backend: str = "auto",
     variant: str | None = None,
     deterministic: bool | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """The gradient of `fmha` from what a forward saved, for callers without autograd.
 
     Args:
-        q, k, v, causal, window, scale, deterministic: as for `fmha`, and as they were there.
+        q, k, v, causal, window, scale, sinks, deterministic: as for `fmha`, and as they were there.
         out: what a forward of any backend gave, dtype and shape of q; so is lse, fp32 ``[B, Hq, Sq]``.
         dout: gradient of out, like it.
         dlse: gradient of lse, like it; None where nothing depends on lse.
@@ -136,7 +143,7 @@ def fmha_backward(
 
     Returns:
         dq, dk and dv: dtype and shapes of q, k and v, each in memory ``[B, S, H, D]`` where that is. dk and dv of a
-        key/value head are summed, in fp32, over the query heads that share it.
+        key/value head are summed, in fp32, over the query heads that share it. With sinks also dsinks, like sinks.
 
     Raises:
         TypeError, ValueError, Unsupported: as for `fmha`.
@@ -150,8 +157,7 @@ def fmha_backward(
     )
     if not isinstance(dout, torch.Tensor):
         raise TypeError(f"dout must be a torch.Tensor; got {type(dout).__name__}")
-    dq, dk, dv = differentiate(Operands(q, k, v, out, lse, dout, dlse), options)
-    return dq, dk, dv
+    return differentiate(Operands(q, k, v, out, lse, dout, dlse, sinks=sinks), options)
 
 
 def explain(
@@ -162,6 +168,7 @@ def explain(
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
+    sinks: torch.Tensor | None = None,
     backend: str = "auto",
     variant: str | None = None,
     arch: str | None = None,
@@ -176,7 +183,7 @@ def explain(
     Args:
         q, k, v: as for `fmha`; or one `Problem` in place of all three, with `arch`. Tensors that require grad are
             refused here, as there, where either direction is.
-        causal, window, scale, backend, variant, deterministic: as for `fmha` (a Problem has its own mask and scale).
+        causal, window, scale, sinks, backend, variant, deterministic: as for `fmha` (a Problem has the first four).
         arch: explain for this arch (``"sm80"``) instead of the tensors' device. Then only the data is asked, not
             whether this machine has such a GPU.
         direction: ``"backward"``: the Plan of the gradient, from autograd where tensors require grad, else from
@@ -192,13 +199,13 @@ def explain(
         if arch is None:
             raise ValueError("explain(Problem) needs arch=, as there is no tensor whose device would tell it")
         target = arch_by_name(arch)
-        if k is not None or v is not None or causal or window is not None or scale is not None:
-            raise TypeError("explain(Problem) takes no k, v, causal, window or scale: the Problem has its own")
+        if k is not None or v is not None or causal or (window, scale, sinks) != (None, None, None):
+            raise TypeError("explain(Problem) takes no k, v, causal, window, scale or sinks: the Problem has its own")
         problem = q
     elif k is None or v is None:
         raise TypeError("explain needs q, k and v, or one Problem")
     else:
-        operands = Operands(q, k, v)
+        operands = Operands(q, k, v, sinks=sinks)
         problem = problem_of(operands, options)
         target = detect(q.device) if arch is None else arch_by_name(arch)
         from_autograd = needs_grad(operands) and (direction == "forward" or variant is None)

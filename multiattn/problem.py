@@ -6,7 +6,7 @@ Layout everywhere is ``[B, H, S, D]`` (batch, heads, sequence, head_dim), any st
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from types import MappingProxyType
@@ -95,13 +95,13 @@ class Options(NamedTuple):
 class Operands(NamedTuple):
     """Every tensor of a launch, by name; None where a launch has none.
 
-    q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]``; out, dout and dq like q; dk and dv like k and v; lse and dlse
-    fp32 ``[B, Hq, Sq]``. A forward reads q, k, v and writes out and lse; a backward reads all of these, dout and
-    perhaps dlse, and writes dq, dk and dv.
+    q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]``; out, dout and dq like q; dk and dv like k and v; lse, dlse and
+    delta fp32 ``[B, Hq, Sq]``; sinks ``[Hq]``, fp32 where a kernel reads it. A forward reads q, k, v and sinks, and
+    writes out and lse; a backward reads all of these, dout and perhaps dlse, and writes dq, dk and dv, and delta where
+    something is computed of it afterwards.
 
-    The order is that of a call: inputs, results of the forward, their gradients, gradients of the inputs. An optional
-    input goes behind v and its gradient behind dv, both counted by `INPUTS`; autograd, planning and launching take
-    `inputs` and `read` whole.
+    An optional input stands behind the others: calls without any pay nothing for it. Autograd, planning and launching
+    take `inputs` and `read` whole.
     """
 
     q: torch.Tensor
@@ -114,31 +114,55 @@ class Operands(NamedTuple):
     dq: torch.Tensor | None = None
     dk: torch.Tensor | None = None
     dv: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    delta: torch.Tensor | None = None
+
+    @classmethod
+    def of_inputs(cls, inputs: Sequence[torch.Tensor]) -> Operands:
+        """The operands of a forward of these `inputs`."""
+        q, k, v, *sinks = inputs
+        return cls(q, k, v, sinks=sinks[0] if sinks else None)
+
+    @classmethod
+    def of_read(cls, read: Sequence[torch.Tensor | None]) -> Operands:
+        """The operands of a backward that reads these, as `read` has them."""
+        *inputs, out, lse, dout, dlse = read
+        return cls.of_inputs(inputs)._replace(out=out, lse=lse, dout=dout, dlse=dlse)  # type: ignore[arg-type]
+
+    @property
+    def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v."""
+        return self[:INPUTS]  # type: ignore[return-value]  # the rest may be None
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
         """The tensors that a caller of the forward gives, in the order of their gradients."""
-        return self[:INPUTS]  # type: ignore[return-value]  # the rest may be None
+        return self.qkv if self.sinks is None else (*self.qkv, self.sinks)
 
     @property
     def read(self) -> tuple[Any, ...]:
-        """Every tensor that a backward reads: all but the gradients that it writes."""
-        return self[:-INPUTS]
+        """Every tensor that a backward reads: the inputs, out, lse, dout and dlse."""
+        return (*self.inputs, self.out, self.lse, self.dout, self.dlse)
 
     def inputs_are(self, types: frozenset[type]) -> bool:
         """True if every input is of exactly one of these types, not of a subclass."""
-        return type(self.q) in types and type(self.k) in types and type(self.v) in types
+        plain = type(self.q) in types and type(self.k) in types and type(self.v) in types
+        return plain and (self.sinks is None or type(self.sinks) in types)
 
     @property
     def requires_grad(self) -> bool:
         """True if a gradient of an input is wanted."""
+        if self.sinks is not None and self.sinks.requires_grad:
+            return True
         return self.q.requires_grad or self.k.requires_grad or self.v.requires_grad
 
 
 INPUTS = 3
-"""How many of the operands a caller of the forward gives: q, k and v. As many gradients does a backward write."""
-FORWARD_RESULTS, GRADIENTS = Operands._fields[INPUTS : INPUTS + 2], Operands._fields[-INPUTS:]
-"""Names of the operands that a forward and a backward write."""
+"""How many operands every caller of a forward gives: q, k and v."""
+READ = Operands._fields.index("dq")
+"""How many every backward reads, dlse among them though it may be None."""
+FORWARD_RESULTS, GRADIENTS = ("out", "lse"), ("dq", "dk", "dv")
+"""Names of the operands that every forward and every backward write."""
 
 
 class Layout(NamedTuple):
@@ -175,6 +199,8 @@ class Problem:
     strides_k: Strides
     strides_v: Strides
     alignment: int = VECTOR_BYTES
+    has_sinks: bool = False
+    """Each query head has one more column, a logit without a value."""
 
     @classmethod
     def of(
@@ -186,20 +212,20 @@ class Problem:
         causal: bool = False,
         window: Window | None = None,
         scale: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> Problem:
-        """Validate q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` and describe them.
+        """Validate q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]``, sinks ``[Hq]`` and describe them.
 
         Raises TypeError or ValueError, naming what came and what is accepted, for whatever is wrong for
         every backend; what only some backends refuse is left to their capability.
         """
-        return cls.with_band(q, k, v, band_of(causal, window), scale=scale)
+        return cls.of_operands(Operands(q, k, v, sinks=sinks), band_of(causal, window), scale)
 
     @classmethod
-    def with_band(
-        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, *, scale: float | None
-    ) -> Problem:
-        """The same with a mask that is known to be one."""
-        plain = cls.as_if_contiguous(q, k, v, band, scale=scale)
+    def of_operands(cls, operands: Operands, band: Band, scale: float | None) -> Problem:
+        """The same of the inputs among `operands`, with a mask that is known to be one."""
+        q, k, v = operands.qkv
+        plain = cls.as_if_contiguous(q, k, v, band, scale=scale, sinks=operands.sinks)
         strides_q, strides_k, strides_v = map(_strides, (q, k, v))
         addresses = [tensor.data_ptr() for tensor in (q, k, v)]
         offsets = [stride * q.element_size() for stride in (*strides_q, *strides_k, *strides_v)]
@@ -208,13 +234,20 @@ class Problem:
 
     @classmethod
     def as_if_contiguous(
-        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, *, scale: float | None
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        band: Band,
+        *,
+        scale: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> Problem:
         """The problem of contiguous tensors like these, which may have no memory, as under `torch.func`.
 
         Raises as `of`.
         """
-        check_inputs(q, k, v)
+        check_inputs(q, k, v, sinks)
         batch, heads_q, seq_q, head_dim = q.shape
         return cls.contiguous(
             batch=batch,
@@ -226,6 +259,7 @@ class Problem:
             dtype=_NAMES[q.dtype],
             band=band,
             scale=scale,
+            has_sinks=sinks is not None,
         )
 
     @classmethod
@@ -243,6 +277,7 @@ class Problem:
         window: Window | None = None,
         band: Band | None = None,
         scale: float | None = None,
+        has_sinks: bool = False,
     ) -> Problem:
         """The problem of contiguous ``[B, H, S, D]`` tensors of these sizes, made without any tensor.
 
@@ -268,6 +303,7 @@ class Problem:
             strides_q=_contiguous_strides(shape_q),
             strides_k=strides_kv,
             strides_v=strides_kv,
+            has_sinks=has_sinks,
             alignment=math.gcd(VECTOR_BYTES, head_dim * DTYPES[dtype].itemsize),
         )
 
@@ -390,7 +426,8 @@ class Problem:
 
     def __str__(self) -> str:
         heads, lengths = f"Hq={self.heads_q} Hkv={self.heads_kv}", f"Sq={self.seq_q} Skv={self.seq_kv}"
-        return f"B={self.batch} {heads} {lengths} D={self.head_dim} {self.dtype} {self.mask}"
+        sinks = " sinks" if self.has_sinks else ""
+        return f"B={self.batch} {heads} {lengths} D={self.head_dim} {self.dtype} {self.mask}{sinks}"
 
 
 def problem_of(operands: Operands, options: Options) -> Problem:
@@ -398,8 +435,7 @@ def problem_of(operands: Operands, options: Options) -> Problem:
 
     A bound that hides no key is left out: a window wider than its sequence costs what no window does.
     """
-    q, k, v = operands.inputs
-    problem = Problem.with_band(q, k, v, options.band, scale=options.scale)
+    problem = Problem.of_operands(operands, options.band, options.scale)
     if not problem.is_two_sided:
         return problem
     return replace(problem, band=problem.band.within(problem.seq_q, problem.seq_kv))
@@ -413,7 +449,9 @@ def strides_like(tensor: torch.Tensor) -> tuple[int, int, int, int]:
     return (*_dense_strides(_strides(tensor), tuple(tensor.shape)), 1)
 
 
-def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, strides: bool = True) -> None:
+def check_inputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None, *, strides: bool = True
+) -> None:
     """TypeError or ValueError for tensors that are wrong for every backend; fake tensors are fine.
 
     Without `strides` those are not asked: a tensor that `torch.vmap` maps may be laid out anew before it runs.
@@ -422,6 +460,8 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, strides: 
     _check_shapes(tuple(q.shape), tuple(k.shape), tuple(v.shape))
     if strides:
         _check_strides(q, k, v)
+    if sinks is not None:
+        _check_sinks(sinks, q)
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -476,6 +516,18 @@ def _check_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
                 f"{name} must have unit stride on D; got strides {tuple(tensor.stride())} for shape "
                 f"{tuple(tensor.shape)}; call .contiguous() on it"
             )
+
+
+def _check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
+    if not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"sinks must be a torch.Tensor or None; got {type(sinks).__name__}")
+    if not sinks.is_floating_point() or sinks.layout != torch.strided:
+        raise TypeError(f"sinks must be a dense floating-point tensor; got {sinks.dtype}, layout {sinks.layout}")
+    if sinks.shape != q.shape[1:2]:
+        allowed = f"[{q.shape[1]}], one for each head of q"
+        raise ValueError(f"sinks: got shape {list(sinks.shape)}; allowed {allowed}")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks must be on the device of q, {q.device}; got {sinks.device}")
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:

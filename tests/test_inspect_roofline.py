@@ -7,10 +7,9 @@ from bench import matrix
 from multiattn.__main__ import main
 from multiattn.inspect.options import layer
 from multiattn.inspect.roofline import bounds, score_cycles
-from multiattn.mask import visible_pairs
+from multiattn.mask import MASKS, visible_pairs
 from multiattn.plan.arch import GPUS, gpu_by_name
 from multiattn.plan.backend import DIRECTIONS
-from multiattn.mask import MASKS
 from multiattn.problem import Problem
 
 H200 = gpu_by_name("H200")

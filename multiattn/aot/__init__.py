@@ -207,7 +207,7 @@ class Kernel:
         Returns (out, lse) as `multiattn.fmha` does; without gradients. ValueError or TypeError, with what came and what
         is allowed, for tensors that this kernel cannot run.
         """
-        problem = Problem.with_band(q, k, v, self.plan.problem.band, scale=scale)
+        problem = Problem.of_operands(Operands(q, k, v), self.plan.problem.band, scale)
         self._check(problem, q.device)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
             raise ValueError("gradients: got tensors that require them; allowed a call in torch.no_grad()")

@@ -16,7 +16,7 @@ from multiattn.problem import Operands, Options, check_inputs, check_scale
 from multiattn.run import compat
 from multiattn.run.calls import Ready, get_backward, get_forward
 from multiattn.run.execute import check_results, run_backward, run_conforming, run_forward
-from multiattn.run.ops import backward_op, forward_op, refuse_double_backward, with_dout
+from multiattn.run.ops import call_backward_op, call_forward_op, refuse_double_backward, with_dout
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
@@ -45,7 +45,7 @@ def attend(operands: Operands, options: Options) -> tuple[torch.Tensor, torch.Te
         if not compiling and _needs_function():
             out, lse = TransformedAttention.apply(asked, *operands.inputs)  # type: ignore[no-untyped-call]
         else:
-            out, lse = forward_op(*operands.inputs, *asked)
+            out, lse = call_forward_op(operands.inputs, asked)
     elif torch.is_grad_enabled() and operands.requires_grad:
         out, lse = _attend_with_grad(get_forward(operands, options, True), *operands.inputs)
     else:
@@ -72,8 +72,7 @@ def differentiate(operands: Operands, options: Options) -> tuple[torch.Tensor, .
         check_results(operands)
     if not compiling and _needs_function():
         return TransformedBackward.apply(options, *operands.read)  # type: ignore[no-any-return, no-untyped-call]
-    dq, dk, dv = backward_op(*operands.read, *options)
-    return dq, dk, dv
+    return call_backward_op(operands, options)
 
 
 def _check_call(operands: Operands, options: Options) -> None:
@@ -114,7 +113,7 @@ class Attention(torch.autograd.Function):
         read = (*ctx.saved_tensors, dout, dlse)
         if dout is not None and not is_compiling() and not torch.is_grad_enabled() and ready.fits(read):
             return (None, *run_conforming(ready, read))
-        operands = Operands(*read)
+        operands = Operands.of_read(read)
         if dout is None and dlse is None:
             return (None, *(None for _ in operands.inputs))
         return (None, *differentiate(operands, ready.options))
@@ -129,7 +128,7 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: Options, *read: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Launch."""
-        operands = Operands(*read)  # type: ignore[arg-type]
+        operands = Operands.of_read(read)
         return run_backward(get_backward(operands, options), operands)
 
     backward = staticmethod(refuse_double_backward)
@@ -151,8 +150,7 @@ class TransformedAttention(torch.autograd.Function):
     @staticmethod
     def forward(asked: tuple[Any, ...], *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the op; `asked` is what it takes behind the inputs: all of Options, and whether a gradient is wanted."""
-        out, lse = forward_op(*inputs, *asked)
-        return out, lse
+        return call_forward_op(inputs, asked)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -178,7 +176,7 @@ class TransformedBackward(torch.autograd.Function):
     @staticmethod
     def forward(options: Options, *read: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Run the op."""
-        return backward_op(*read, *options)  # type: ignore[no-any-return]
+        return call_backward_op(Operands.of_read(read), options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

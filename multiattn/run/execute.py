@@ -11,7 +11,7 @@ import torch
 
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import Direction, Plan
-from multiattn.problem import FORWARD_RESULTS, INPUTS, VECTOR_BYTES, Layout, Operands, Problem
+from multiattn.problem import FORWARD_RESULTS, GRADIENTS, INPUTS, READ, VECTOR_BYTES, Layout, Operands, Problem
 from multiattn.run import compat
 from multiattn.run.calls import Ready, prepare
 from multiattn.run.driver import ensure_context
@@ -19,6 +19,7 @@ from multiattn.run.driver import ensure_context
 _operands: Callable[[tuple[torch.Tensor | None, ...]], Operands] = functools.partial(tuple.__new__, Operands)
 """Operands of a tuple of all of them, in half of the time that their own constructor takes."""
 _NO_GRADIENTS = (None,) * (len(Operands._fields) - INPUTS - len(FORWARD_RESULTS))
+_NO_OPTIONS = (None,) * (len(Operands._fields) - READ - len(GRADIENTS))
 
 
 def run_forward(ready: Ready, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,7 +28,11 @@ def run_forward(ready: Ready, inputs: Sequence[torch.Tensor]) -> tuple[torch.Ten
         with torch.cuda.device(ready.device):
             return run_forward(ready, inputs)
     out, lse = ready.allocate()
-    ready.launch(_operands((*inputs, out, lse, *_NO_GRADIENTS)))
+    if len(inputs) == INPUTS:
+        ready.launch(_operands((*inputs, out, lse, *_NO_GRADIENTS)))
+    else:
+        operands = Operands.of_inputs(inputs)
+        ready.launch(operands._replace(out=out, lse=lse, sinks=_as_fp32(operands.sinks)))
     return out, lse
 
 
@@ -49,18 +54,51 @@ def run_conforming(ready: Ready, read: Sequence[torch.Tensor | None]) -> tuple[t
         with torch.cuda.device(ready.device):
             return run_conforming(ready, read)
     gradients = ready.allocate()
-    ready.launch(_operands((*read, *gradients)))
-    return tuple(gradients)
+    if len(read) == READ:
+        ready.launch(_operands((*read, *gradients, *_NO_OPTIONS)))
+        return tuple(gradients)
+    *gradients, delta = gradients
+    operands = Operands.of_read(read)._replace(delta=delta, **dict(zip(GRADIENTS, gradients, strict=True)))
+    ready.launch(operands)
+    return (*gradients, _gradient_of_sinks(operands))
 
 
-def launch(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+def _gradient_of_sinks(operands: Operands) -> torch.Tensor:
+    """dsinks ``[Hq]``, in the dtype of sinks: ``-sum(exp(sink - lse) * delta)`` over batch entries and queries.
+
+    The sink has the weight ``exp(sink - lse)`` of a row, and no value: so what a score's gradient has of its value is
+    zero. `delta` is ``rowsum(dout * out) - dlse``.
+    """
+    sinks, lse, delta = operands.sinks, operands.lse, operands.delta
+    assert sinks is not None
+    assert lse is not None
+    assert delta is not None
+    weights = torch.exp(sinks.float()[:, None] - lse.masked_fill(lse == -math.inf, math.inf))  # [B, Hq, Sq]
+    return -(weights * delta).sum(dim=(0, 2)).to(sinks.dtype)
+
+
+def _as_fp32(sinks: torch.Tensor | None) -> torch.Tensor | None:
+    """Sinks as a kernel reads them."""
+    return None if sinks is None else sinks.to(torch.float32).contiguous()
+
+
+def launch(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    sinks: torch.Tensor | None = None,
+) -> None:
     """Launch exactly `plan` on tensors that its Problem describes, into out and lse given by the caller.
 
     For tests, benchmarks and tuning: the plan may carry a config of their choice. out has the shape, dtype and device
     of q and the strides `plan.problem.strides_out`, lse is fp32 ``[B, Hq, Sq]`` and contiguous; both start at a
     multiple of 16 bytes. TypeError or ValueError for anything else, with what came and what is accepted.
     """
-    _launch(plan, "forward", Operands(q, k, v, out, lse), ("out", "lse"))
+    _launch(plan, "forward", Operands(q, k, v, out, lse, sinks=_as_fp32(sinks)), ("out", "lse"))
 
 
 def launch_backward(
@@ -75,17 +113,21 @@ def launch_backward(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
+    *,
+    sinks: torch.Tensor | None = None,
+    delta: torch.Tensor | None = None,
 ) -> None:
     """Launch exactly the backward `plan`, as `launch` does a forward one; it writes dq, dk and dv.
 
     out and lse as `launch` writes them, dout like out, dlse None or like lse. dq, dk and dv have the shapes, dtype and
     device of q, k and v and the strides `plan.problem.strides_dq`, `strides_dk`, `strides_dv`; all of these start at a
-    multiple of 16 bytes. TypeError or ValueError for anything else, with what came and what is accepted.
+    multiple of 16 bytes. With sinks it also writes delta, laid out like lse: ``rowsum(dout * out) - dlse``, of which
+    `multiattn.fmha_backward` makes their gradient. TypeError or ValueError for anything else, with what came and what
+    is accepted.
     """
-    operands = Operands(q, k, v, out, lse, dout, dlse, dq, dk, dv)
-    _launch(
-        plan, "backward", operands, ("out", "dout", "dq", "dk", "dv", "lse", *(("dlse",) if dlse is not None else ()))
-    )
+    operands = Operands(q, k, v, out, lse, dout, dlse, dq, dk, dv, sinks, delta)
+    optional = [name for name in ("dlse", "delta") if getattr(operands, name) is not None]
+    _launch(plan, "backward", operands, ("out", "dout", "dq", "dk", "dv", "lse", *optional))
 
 
 def _launch(plan: Plan, direction: Direction, operands: Operands, checked: tuple[str, ...]) -> None:
@@ -94,7 +136,7 @@ def _launch(plan: Plan, direction: Direction, operands: Operands, checked: tuple
         raise TypeError(f"plan must be a Plan; got {type(plan).__name__}")
     if plan.direction != direction:
         raise ValueError(f"plan.direction: got {plan.direction}; allowed {direction}")
-    problem = Problem.with_band(operands.q, operands.k, operands.v, plan.problem.band, scale=plan.problem.scale)
+    problem = Problem.of_operands(operands, plan.problem.band, plan.problem.scale)
     if problem != plan.problem:
         raise ValueError(f"the tensors are not those of the plan: got {problem}; the plan is for {plan.problem}")
     device = operands.q.device

@@ -12,7 +12,7 @@ import ctypes
 import functools
 import struct
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -86,8 +86,13 @@ def fresh_memory(device: int, size: int) -> Lender:
 def fresh_areas(problem: Problem, names: Sequence[str], device: int) -> Workspace | None:
     """A workspace of areas, by their names among a Problem's layouts, from PyTorch's allocator; None for no areas."""
     known = problem.layouts
-    areas, size = pack_areas({name: known[name].size_bytes for name in names})
+    areas, size = pack_areas({name: known[name].size_bytes for name in own_areas(problem, names)})
     return Workspace(lend=fresh_memory(device, size), areas=areas) if areas else None
+
+
+def own_areas(problem: Problem, names: Iterable[str]) -> tuple[str, ...]:
+    """The areas, of those that kernels write, that are the launcher's own: with sinks delta is the caller's."""
+    return tuple(name for name in names if not (name == "delta" and problem.has_sinks))
 
 
 def by_tensors(problem: Problem, areas: Sequence[str], run: Callable[[dict[str, Any]], None]) -> Launcher:
@@ -96,7 +101,7 @@ def by_tensors(problem: Problem, areas: Sequence[str], run: Callable[[dict[str, 
 
     def launch(operands: Operands) -> None:
         tensors = {name: tensor for name, tensor in operands._asdict().items() if tensor is not None}
-        for name in areas:
+        for name in own_areas(problem, areas):
             tensors[name] = torch.empty(known[name].shape, dtype=known[name].dtype, device=operands.q.device)
         run(tensors)
 
@@ -239,7 +244,7 @@ class _Layout:
         unused = [name for name in areas if name not in used]
         if unknown or unused:
             raise ValueError(f"memory: got {sorted(areas)}; allowed {unknown or sorted(set(areas) - set(unused))}")
-        operands = [name for name in Operands._fields if name in used]
+        operands = [name for name in Operands._fields if name in used and name not in areas]
         self.operands = [Operands._fields.index(name) for name in operands]
         """Places of the tensors whose addresses a launch has, in the order of the addresses."""
         self.areas = tuple(areas.values())
