@@ -29,6 +29,17 @@ def test_a_band_is_what_the_contract_says(left, right):
         assert max(band.reach(seq_q, seq_kv)) < 2**31
 
 
+@pytest.mark.parametrize("band", [Band(), Band(right=0), Band(3, 0), Band(1, 2), Band(None, 3), Band(7, None)])
+def test_some_queries_have_a_mask_of_their_own(band):
+    for seq_q, seq_kv in itertools.product((1, 5, 9), (1, 3, 8, 12)):
+        whole = band.visible(seq_q, seq_kv, torch.device("cpu"))
+        for first, last in itertools.combinations(range(seq_q + 1), 2):
+            part, keys = band.of_rows(first, last, seq_q, seq_kv)
+            found = torch.zeros_like(whole[first:last])
+            found[:, keys] = part.visible(last - first, keys.stop - keys.start, torch.device("cpu"))
+            assert torch.equal(found, whole[first:last])
+
+
 def test_only_the_causal_mask_needs_no_numbers():
     kinds = {band: band.kind for band in (Band(), Band(right=0), Band(right=1), Band(left=3), Band(3, 0))}
     assert list(kinds.values()) == ["full", "causal", "two_sided", "two_sided", "two_sided"]

@@ -60,10 +60,10 @@ def run_conforming(ready: Ready, read: Sequence[torch.Tensor | None]) -> tuple[t
     *gradients, delta = gradients
     operands = Operands.of_read(read)._replace(delta=delta, **dict(zip(GRADIENTS, gradients, strict=True)))
     ready.launch(operands)
-    return (*gradients, _gradient_of_sinks(operands))
+    return (*gradients, gradient_of_sinks(operands))
 
 
-def _gradient_of_sinks(operands: Operands) -> torch.Tensor:
+def gradient_of_sinks(operands: Operands) -> torch.Tensor:
     """dsinks ``[Hq]``, in the dtype of sinks: ``-sum(exp(sink - lse) * delta)`` over batch entries and queries.
 
     The sink has the weight ``exp(sink - lse)`` of a row, and no value: so what a score's gradient has of its value is
