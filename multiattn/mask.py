@@ -72,7 +72,7 @@ class Band:
         begin = min(max(first + level - left, 0), end)
         if begin == end:
             return FULL, slice(0, 0)
-        beyond = last + level - end  # how far the level of the last query is past the last of these keys: -right or more
+        beyond = last + level - end  # how far the last query is level with a key past these: -right or more
         part = Band(None if self.left is None else left - beyond, None if self.right is None else right + beyond)
         return part, slice(begin, end)
 
