@@ -14,9 +14,10 @@ import multiattn
 
 ROOT = Path(multiattn.__file__).parent
 # Who may import whom, by the first name below the package; a folder counts as one.
-_LANGUAGE = {"problem", "plan", "run"}
+_LANGUAGE = {"problem", "plan", "run", "score"}
 ALLOWED = {
     "mask": set(),
+    "score": {"mask", "problem"},
     "problem": {"mask"},
     "plan": {"problem"},
     "run": {"mask", "problem", "plan"},
