@@ -14,11 +14,12 @@ import multiattn
 
 ROOT = Path(multiattn.__file__).parent
 # Who may import whom, by the first name below the package; a folder counts as one.
-_DATA = {"mask", "problem"}
+_DATA = {"mask", "score", "problem"}
 _LANGUAGE = {*_DATA, "plan", "run"}
 ALLOWED = {
     "mask": set(),
-    "problem": {"mask"},
+    "score": set(),
+    "problem": {"mask", "score"},
     "plan": _DATA,
     "run": {*_DATA, "plan"},
     "reference": {*_DATA, "plan"},
