@@ -127,10 +127,14 @@ class LoweredScore:
                 if any(map(is_computed, indices)):
                     yield AuxField(name=f"{name}{slot}_size{axis}", kind="size", slot=slot, axis=axis)
 
+    def derived_values(self, scalars: Mapping[str, float], scale: float) -> tuple[float, ...]:
+        """The derived scalars of a call, in order."""
+        known = {**scalars, SCALE: scale}
+        return tuple(_on_host(it, known) for it in self.derived)
+
     def values(self, bound: BoundScore, scale: float) -> tuple[float | int | torch.Tensor, ...]:
         """What a call hands over for each of `fields`; for a ``pointer`` the tensor."""
-        scalars = {**bound.scalars, SCALE: scale}
-        derived = iter([_on_host(it, scalars) for it in self.derived])
+        derived = iter(self.derived_values(bound.scalars, scale))
         return tuple(next(derived) if it.kind == "f32" else it.of(bound.tensors[it.slot]) for it in self.fields)
 
 
