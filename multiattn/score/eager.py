@@ -83,7 +83,10 @@ def _places(shape: tuple[int, ...], device: torch.device, part: Part | None) -> 
 def evaluate(
     root: Node, bound: BoundScore, inputs: Mapping[str, torch.Tensor], compute_dtype: torch.dtype
 ) -> torch.Tensor:
-    """An expression of a program, broadcast from its inputs; floating-point numbers are of `compute_dtype`."""
+    """An expression of a program, or of its form for kernels, broadcast from `inputs`.
+
+    Floating-point numbers are of `compute_dtype`. `inputs` has the numbers that a kernel takes, too, where they occur.
+    """
     device = next(iter(inputs.values())).device
     types: Mapping[str, torch.dtype] = {
         "f32": compute_dtype, "i32": torch.int32, "i64": torch.int64, "bool": torch.bool
@@ -99,7 +102,7 @@ def evaluate(
             values[node] = leaf(node.value, node)
         elif node.op == "scalar":
             values[node] = leaf(bound.scalars[node.value], node)
-        elif node.op == "input":
+        elif node.op in ("input", "derived"):
             values[node] = inputs[node.value]
         elif node.op == "cast":
             values[node] = args[0].to(types[node.dtype])
