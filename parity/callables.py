@@ -147,7 +147,7 @@ def _alibi(sizes: Sizes) -> ScoreMod:
 @_score("learned slopes: one gradient a head, summed over all scores")
 def _learned_alibi(sizes: Sizes) -> ScoreMod:
     slopes = sizes.normal(sizes.heads)
-    return lambda s, b, h, q, kv: s - slopes[h] * (q - kv).abs()
+    return lambda s, b, h, q, kv: s - slopes[h] * (q - kv).abs() / 16
 
 
 @_score("a constant softcap")
@@ -216,7 +216,7 @@ def _clamped(sizes: Sizes) -> ScoreMod:
 def _in_place(sizes: Sizes) -> ScoreMod:
     def in_place(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         s = s * 1.5
-        s += q / 8
+        s += q / 64
         s.clamp_(max=4.0)
         return s
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -22,7 +21,16 @@ from multiattn.problem import INPUTS, Operands, Options, Problem
 from multiattn.reference import attend, differentiate
 from multiattn.score import BoundScore
 from multiattn.score.eager import Part
-from parity.tolerance import CHUNK, Expected, derive_budget, operands_and_problem, probe_rounding, rows_of, truncation
+from parity.tolerance import (
+    CHUNK,
+    Expected,
+    derive_budget,
+    operands_and_problem,
+    probe_rounding,
+    rows_of,
+    softcap_factor,
+    truncation,
+)
 
 GRAD_CHUNK = CHUNK // 4
 """Scores held at a time: differentiating fp64 attention holds about eight tensors of them, 2 GiB in all."""
@@ -84,7 +92,9 @@ class GradTruth:
                 name=name,
                 truth=want,
                 budget=derive_budget(
-                    (of_naive, of_saved), want, atol=probe_rounding(want, q.dtype) + truncation(want, terms[name])
+                    (of_naive, of_saved),
+                    want,
+                    atol=softcap_factor(problem) * probe_rounding(want, q.dtype) + truncation(want, terms[name]),
                 ),
             )
             for name, want, of_naive, of_saved in zip(terms, truth, naive, saved, strict=False)
@@ -109,7 +119,9 @@ def by_autograd(given: Operands, options: Options, part: Part | None) -> Grads:
     if given.dlse is not None:
         results.append(lse)
         upstream.append(given.dlse.to(given.q.dtype))
-    return torch.autograd.grad(results, leaves, upstream)
+    pairs = [pair for pair in zip(results, upstream, strict=True) if pair[0].requires_grad]
+    moved, by = zip(*pairs, strict=True)
+    return torch.autograd.grad(moved, leaves, by, allow_unused=True, materialize_grads=True)
 
 
 def from_what_is_saved(given: Operands, options: Options, part: Part | None) -> Grads:

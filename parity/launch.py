@@ -58,7 +58,13 @@ def problem_of(case: Case, inputs: Inputs) -> Problem:
 
 
 def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
-    return {"causal": case.causal, "window": case.window, "scale": case.scale, "sinks": inputs.sinks, "score": inputs.score}
+    return {
+        "causal": case.causal,
+        "window": case.window,
+        "scale": case.scale,
+        "sinks": inputs.sinks,
+        "score": inputs.score,
+    }
 
 
 def plan_case(case: Case, contender: Contender, inputs: Inputs) -> Plan | tuple[Reason, ...]:
@@ -85,7 +91,9 @@ def _plan_in_turn(case: Case, contender: Contender, inputs: Inputs) -> Plan | tu
 def launch_plan(plan: Plan, inputs: Inputs) -> Outputs:
     """Run one forward Plan on a case's inputs; Mismatch if it wrote where it must not."""
     outputs = Outputs.of(plan.problem, inputs.q.device)
-    multiattn.launch(plan, inputs.q, inputs.k, inputs.v, outputs.out, outputs.lse, sinks=inputs.sinks, captured=inputs.captured)
+    multiattn.launch(
+        plan, inputs.q, inputs.k, inputs.v, outputs.out, outputs.lse, sinks=inputs.sinks, captured=inputs.captured
+    )
     _synchronize(inputs.q.device)
     if outputs.guards_were_written:
         raise Mismatch(f"memory around out or lse was written\n  {plan}")
@@ -100,7 +108,9 @@ def launch_gradients(plan: Plan, inputs: Inputs, saved: Saved, upstream: Upstrea
     gradients = Gradients.of(plan.problem, inputs.q.device)
     given = inputs.q, inputs.k, inputs.v, saved.out, saved.lse, upstream.dout, upstream.dlse
     with poisoned_workspaces():
-        multiattn.launch_backward(plan, *given, *gradients.of_qkv, sinks=inputs.sinks, delta=gradients.delta, captured=inputs.captured)
+        multiattn.launch_backward(
+            plan, *given, *gradients.of_qkv, sinks=inputs.sinks, delta=gradients.delta, captured=inputs.captured
+        )
     if gradients.delta is not None:
         operands = Operands(*given, sinks=inputs.sinks, delta=gradients.delta)
         gradients = replace(gradients, dsinks=gradient_of_sinks(operands))

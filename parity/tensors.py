@@ -12,6 +12,7 @@ import torch
 
 from multiattn.problem import Problem, Strides
 from multiattn.score import BoundScore, bind_score
+from parity.callables import CALLABLES, Sizes
 from parity.case import Case, Memory
 
 POISON = 0x7FC5
@@ -327,17 +328,21 @@ def bound_score(case: Case, device: torch.device) -> tuple[BoundScore | None, li
 
     slopes, bias, score_mod = None, None, None
     if case.alibi != "none":
-        slopes = draw((case.batch, case.heads_q)[0 if case.alibi == "batch" else 1 :], torch.float32).abs_()
+        slopes = draw((case.batch, case.heads_q)[0 if case.alibi == "batch" else 1 :], torch.float32).abs_().mul_(0.1)
     if case.bias is not None:
-        sizes = zip("bhqk", (case.batch, case.heads_q, case.seq_q, case.seq_kv), strict=True)
-        shape = [size if name in case.bias else 1 for name, size in sizes]
+        all_sizes = zip("bhqk", (case.batch, case.heads_q, case.seq_q, case.seq_kv), strict=True)
+        shape = [size if name in case.bias else 1 for name, size in all_sizes]
         bias = draw(shape, torch.float32 if case.wide_bias else case.torch_dtype)
         if case.bias_hides:
             bias.masked_fill_(bias < -1.0, -torch.inf)  # a sixth of all
     if case.score_mod is not None:
-        score_mod = MODIFICATIONS[case.score_mod].make(case, device)
+        sizes = Sizes(batch=case.batch, heads=case.heads_q, seq_q=case.seq_q, seq_kv=case.seq_kv, device=device)
+        (found,) = (it for it in CALLABLES if it.name == case.score_mod)
+        score_mod = found.make(sizes)["score_mod"]
     bound = bind_score(device=device, softcap=case.softcap, alibi_slopes=slopes, bias=bias, score_mod=score_mod)
-    return bound, memory
+    if bound is None:
+        return None, memory
+    return bound._replace(tensors=tuple(it.detach() for it in bound.tensors)), memory
 
 
 def _large(case: Case, drawn: torch.Tensor) -> torch.Tensor:

@@ -68,7 +68,7 @@ def visible(
     return None if root is None else evaluate(root, bound, _places(shape, device, part), torch.float32)
 
 
-def _places(shape: tuple[int, ...], device: torch.device, part: Part | None) -> dict[str, torch.Tensor]:
+def _places(shape: tuple[int, ...], device: torch.device, part: Part | None = None) -> dict[str, torch.Tensor]:
     """The inputs of each score, int32, shaped to be broadcast to ``[B, Hq, Sq, Skv]``."""
     part = part or Part(0, 0, shape[2], shape[3])
     places = {}
