@@ -225,6 +225,7 @@ LEAST_SIGNAL = {
     ("ascending_full", "dk"): 8.0,
     # A clamp's slope is 0 or 1: naive has another one where rounding takes a score over the limit.
     ("score_mod_in_place", "dq"): 5.0,
+    ("score_mod_in_place", "dk"): 5.0,
 }
 """Below this a budget is not compared with the largest gradient."""
 
