@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
@@ -17,6 +17,9 @@ from multiattn.plan.support import Reason, Unsupported
 from multiattn.plan.toolchain import probe_gpu
 from multiattn.problem import Operands, Options, Problem, ScoreMod, problem_of, with_score
 from multiattn.run.autograd import attend, differentiate, needs_grad
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 @overload
@@ -33,6 +36,7 @@ def fmha(
     bias: torch.Tensor | None = ...,
     sinks: torch.Tensor | None = ...,
     score_mod: ScoreMod | None = ...,
+    block_mask: BlockMask | None = ...,
     backend: str = ...,
     variant: str | None = ...,
     return_lse: Literal[False] = ...,
@@ -54,6 +58,7 @@ def fmha(
     bias: torch.Tensor | None = ...,
     sinks: torch.Tensor | None = ...,
     score_mod: ScoreMod | None = ...,
+    block_mask: BlockMask | None = ...,
     backend: str = ...,
     variant: str | None = ...,
     return_lse: Literal[True],
@@ -74,6 +79,7 @@ def fmha(
     bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
     backend: str = "auto",
     variant: str | None = None,
     return_lse: bool = False,
@@ -95,6 +101,8 @@ def fmha(
         bias: ``[B|1, Hq|1, Sq|1, Skv|1]``, any strides, dtype of q or fp32; it is added, and -inf hides a key.
         score_mod: FlexAttention's ``(score, b, h, q_idx, kv_idx) -> score``, on 0-d tensors, last of these. It is run
             once for an expression (`multiattn.score`), which becomes code of each kernel's language.
+        block_mask: FlexAttention's `BlockMask`: blocks that it leaves out cost nothing. It hides keys beside those that
+            `causal` and `window` do.
         sinks: ``[Hq]``, any floating-point dtype: for each query head the natural-log logit of one more column, which
             is not scaled and has no value. Differentiable.
         backend: one of `backends()`, ``"reference"``, or ``"auto"``: the fastest by recorded measurements on a GPU,
@@ -133,8 +141,8 @@ def fmha(
         deterministic=deterministic,
     )
     operands = Operands(q, k, v, sinks=sinks)
-    if not (softcap is None and alibi_slopes is None and bias is None and score_mod is None):
-        operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod)
+    if not (softcap is None and alibi_slopes is None and bias is None and score_mod is None and block_mask is None):
+        operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask)
     out, lse = attend(operands, options)
     return (out, lse) if return_lse else out
 
@@ -156,6 +164,7 @@ def fmha_backward(
     bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
     backend: str = "auto",
     variant: str | None = None,
     deterministic: bool | None = None,
@@ -163,7 +172,7 @@ def fmha_backward(
     """The gradient of `fmha` from what a forward saved, for callers without autograd.
 
     Args:
-        q, k, v, and all from causal to score_mod, deterministic: as for `fmha`, and as they were there.
+        q, k, v, and all from causal to block_mask, deterministic: as for `fmha`, and as they were there.
         out: what a forward of any backend gave, dtype and shape of q; so is lse, fp32 ``[B, Hq, Sq]``.
         dout: gradient of out, like it.
         dlse: gradient of lse, like it; None where nothing depends on lse.
@@ -194,7 +203,7 @@ def fmha_backward(
     if not isinstance(dout, torch.Tensor):
         raise TypeError(f"dout must be a torch.Tensor; got {type(dout).__name__}")
     operands = Operands(q, k, v, out, lse, dout, dlse, sinks=sinks)
-    operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod)
+    operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask)
     return differentiate(operands, options)[: len(operands.inputs) - len(operands.captured)]  # type: ignore[return-value]
 
 
@@ -211,6 +220,7 @@ def explain(
     bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
     backend: str = "auto",
     variant: str | None = None,
     arch: str | None = None,
@@ -234,7 +244,9 @@ def explain(
     if direction not in DIRECTIONS:
         raise ValueError(f"direction: got {direction!r}; allowed {', '.join(DIRECTIONS)}")
     directions: tuple[Direction, ...] = (direction,)
-    has_options = any(it is not None for it in (window, scale, softcap, alibi_slopes, bias, sinks, score_mod))
+    has_options = any(
+        it is not None for it in (window, scale, softcap, alibi_slopes, bias, sinks, score_mod, block_mask)
+    )
     options = Options.of(
         causal=causal,
         window=window,
@@ -254,8 +266,8 @@ def explain(
     elif k is None or v is None:
         raise TypeError("explain needs q, k and v, or one Problem")
     else:
-        given = Operands(q, k, v, sinks=sinks)
-        operands, options = with_score(given, options, softcap, alibi_slopes, bias, score_mod)
+        operands = Operands(q, k, v, sinks=sinks)
+        operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask)
         problem = problem_of(operands, options)
         target = detect(q.device) if arch is None else arch_by_name(arch)
         from_autograd = needs_grad(operands) and (direction == "forward" or variant is None)

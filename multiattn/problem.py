@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_compiling
 
+from multiattn.block_mask import BlockSpec, read_block_mask
 from multiattn.mask import Band, Window, band_of
 from multiattn.score import BoundScore, LoweredScore, ScoreProgram, bind_score
 from multiattn.score.serial import dumps, loads, named_text
@@ -57,6 +58,8 @@ class Options(NamedTuple):
     scalars: tuple[float, ...] = ()
     gradient_slots: tuple[int, ...] = ()
     """Slots of the captured tensors that want a gradient."""
+    blocks: BlockSpec | None = None
+    """A block mask; its lists come behind what the program captures."""
     backend: str = "auto"
     variant: str | None = None
     deterministic: bool = False
@@ -92,7 +95,7 @@ class Options(NamedTuple):
             raise TypeError(f"variant must be a string; got {type(variant).__name__}")
         if scale is not None and type(scale) is not float:
             scale = _as_float(scale)
-        options = (left, right, scale, has_sinks, None, (), (), backend, variant, deterministic)
+        options = (left, right, scale, has_sinks, None, (), (), None, backend, variant, deterministic)
         return tuple.__new__(cls, options)  # what cls() does, in half the time
 
     def with_score(self, score: BoundScore | None) -> Options:
@@ -138,7 +141,7 @@ class Operands(NamedTuple):
     sinks: torch.Tensor | None = None
     delta: torch.Tensor | None = None
     captured: tuple[torch.Tensor, ...] = ()
-    """The tensors that the modification of scores loads from, by slot."""
+    """The tensors that the modification of scores loads from, by slot, and then the lists of a block mask."""
 
     @classmethod
     def of_inputs(cls, inputs: Sequence[torch.Tensor], has_sinks: bool) -> Operands:
@@ -291,6 +294,7 @@ class Problem:
     """Each query head has one more column, a logit without a value."""
     score: ScoreSpec | None = None
     """The modification of every score."""
+    blocks: BlockSpec | None = None
 
     @classmethod
     def of(
@@ -343,7 +347,9 @@ class Problem:
             scale=options.scale,
             has_sinks=operands.sinks is not None,
         )
-        return plain if options.score is None else replace(plain, score=_score_spec(operands, options, plain))
+        if options.score is not None:
+            plain = replace(plain, score=_score_spec(operands, options, plain))
+        return plain if options.blocks is None else replace(plain, blocks=options.blocks)
 
     @classmethod
     def contiguous(
@@ -525,6 +531,7 @@ class Problem:
         heads, lengths = f"Hq={self.heads_q} Hkv={self.heads_kv}", f"Sq={self.seq_q} Skv={self.seq_kv}"
         more = " sinks" if self.has_sinks else ""
         more += f" score={self.score.program.digest[:8]}" if self.score is not None else ""
+        more += f" blocks={self.blocks.queries}x{self.blocks.keys}" if self.blocks is not None else ""
         return f"B={self.batch} {heads} {lengths} D={self.head_dim} {self.dtype} {self.mask}{more}"
 
 
@@ -542,8 +549,10 @@ def problem_of(operands: Operands, options: Options) -> Problem:
 def options_of(problem: Problem) -> Options:
     """Options that give this problem of tensors like its own."""
     score = problem.score
-    modification = (None, (), ()) if score is None else (dumps(score.program), score.scalars, score.gradients)
-    return Options(*problem.band.window, problem.scale, problem.has_sinks, *modification)
+    plain = Options(*problem.band.window, problem.scale, problem.has_sinks, blocks=problem.blocks)
+    if score is None:
+        return plain
+    return plain._replace(score=dumps(score.program), scalars=score.scalars, gradient_slots=score.gradients)
 
 
 def strides_like(tensor: torch.Tensor) -> tuple[int, int, int, int]:
@@ -626,8 +635,8 @@ def _check_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 def _score_spec(operands: Operands, options: Options, problem: Problem) -> ScoreSpec:
     """The modification of a call; ValueError for captured tensors that are elsewhere, or too small."""
     assert options.score is not None
-    tensors = operands.captured
     program = loads(options.score)
+    tensors = operands.captured[: len(program.tensors)]
     bound = BoundScore(program, dict(zip(program.scalars, options.scalars, strict=True)), tensors)
     for slot, tensor in enumerate(tensors):
         if tensor.device != operands.q.device:
@@ -650,31 +659,40 @@ def with_score(
     alibi_slopes: torch.Tensor | None,
     bias: torch.Tensor | None,
     score_mod: ScoreMod | None,
+    block_mask: object = None,
 ) -> tuple[Operands, Options]:
     """The same with the modification of scores that a call asks for. TypeError or ValueError, naming what came.
 
     Dynamo can trace neither the checks nor `score_mod`; it gets the program of what has a name as a constant.
     """
-    if softcap is None and alibi_slopes is None and bias is None and score_mod is None:
+    if softcap is None and alibi_slopes is None and bias is None and score_mod is None and block_mask is None:
         return operands, options
     if is_compiling():
-        if score_mod is not None:
-            raise NotImplementedError("score_mod: got a call in torch.compile or torch.export; allowed eager calls")
+        if score_mod is not None or block_mask is not None:
+            raise NotImplementedError(
+                "score_mod, block_mask: got one in torch.compile or torch.export; allowed in eager calls"
+            )
         slopes = None if alibi_slopes is None else (alibi_slopes.dim(), _dtype_name(alibi_slopes))
         of_bias = None if bias is None else (tuple(size == 1 for size in bias.shape), _dtype_name(bias))
-        text = _named_text(softcap is not None, slopes, of_bias)
+        text = named_text(softcap is not None, slopes, of_bias)
         captured = tuple(it for it in (alibi_slopes, bias) if it is not None)
         scalars = () if softcap is None else (softcap,)
         return operands._replace(captured=captured), options._replace(score=text, scalars=scalars)
     check_inputs(*operands.qkv, strides=False)
     _check_modification(operands.q, operands.k, softcap, alibi_slopes, bias, score_mod)
+    lists, mask_mod = (None, None) if block_mask is None else read_block_mask(block_mask, operands.q, operands.k)
     score = bind_score(
-        device=operands.q.device, softcap=softcap, alibi_slopes=alibi_slopes, bias=bias, score_mod=score_mod
+        device=operands.q.device,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        bias=bias,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
     )
-    return operands._replace(captured=() if score is None else score.tensors), options.with_score(score)
-
-
-_named_text = torch.compiler.assume_constant_result(named_text)
+    captured = () if score is None else score.tensors
+    if lists is not None:
+        captured, options = (*captured, *lists.tensors), options._replace(blocks=lists.spec)
+    return operands._replace(captured=captured), options.with_score(score)
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

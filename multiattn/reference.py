@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from multiattn.block_mask import BlockLists, seen_blocks
 from multiattn.mask import KINDS, Window, band_of
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import REFERENCE, Backend, Launcher, Op, Plan, Variant
@@ -29,6 +30,7 @@ def reference(
     bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
+    block_mask: object = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention as the contract defines it, in plain differentiable PyTorch.
@@ -41,7 +43,7 @@ def reference(
         k: ``[B, Hkv, Skv, D]``, with ``Hq % Hkv == 0``.
         v: like k.
         causal: bottom-right aligned: key j is visible to query i when ``j <= i + Skv - Sq``.
-        window, softcap, alibi_slopes, bias, sinks, score_mod: as for `multiattn.fmha`.
+        window, softcap, alibi_slopes, bias, sinks, score_mod, block_mask: as for `multiattn.fmha`.
         scale: finite; None is ``1/sqrt(D)``.
         compute_dtype: of every intermediate, and of both results: float64 for truth, the inputs' own dtype for the
             rounding that a naive implementation commits.
@@ -55,7 +57,7 @@ def reference(
     """
     options = Options(*band_of(causal, window).window, scale)
     operands = Operands(q, k, v, sinks=sinks)
-    return attend(*with_score(operands, options, softcap, alibi_slopes, bias, score_mod), compute_dtype)
+    return attend(*with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask), compute_dtype)
 
 
 def attend(
@@ -93,16 +95,23 @@ def _modify(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scores that count ``[B, Hq, Sq, Skv]``, and the keys that each query sees, which broadcasts to it."""
     visible = problem.band.visible(problem.seq_q, problem.seq_kv, scores.device)
-    if problem.score is None:
-        return scores, visible
-    bound = _bound(problem, operands)
-    masked = eager.visible(bound, scores.shape, scores.device, part)
-    return eager.modified(bound, scores, part), visible if masked is None else visible & masked
+    bound = None if problem.score is None else _bound(problem, operands)
+    if problem.blocks is not None:
+        where = part or Part(0, 0, problem.seq_q, problem.seq_kv)
+        lists = BlockLists(problem.blocks, operands.captured[-len(problem.blocks.lists) :])
+        partial, full = seen_blocks(lists, where.seq_q, where.seq_kv)
+        rows = slice(where.first_query, where.first_query + problem.seq_q)
+        keys = slice(where.first_key, where.first_key + problem.seq_kv)
+        masked = None if bound is None else eager.visible(bound, scores.shape, scores.device, part)
+        partial, full = partial[..., rows, keys], full[..., rows, keys]
+        visible = visible & (full | (partial if masked is None else partial & masked))
+    return scores if bound is None else eager.modified(bound, scores, part), visible
 
 
 def _bound(problem: Problem, operands: Operands) -> BoundScore:
     assert problem.score is not None
-    return BoundScore(problem.score.program, problem.score.numbers, operands.captured)
+    program = problem.score.program
+    return BoundScore(program, problem.score.numbers, operands.captured[: len(program.tensors)])
 
 
 def reference_backward(
@@ -122,6 +131,7 @@ def reference_backward(
     bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
+    block_mask: object = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, ...]:
     """Gradients as the kernels compute them, in plain PyTorch: from what a forward saved, not by differentiating it.
@@ -132,7 +142,7 @@ def reference_backward(
     "FlashAttention-2", arXiv 2307.08691, Algorithm 2; dlse enters as ``d lse / d s = p``).
 
     Args:
-        q, k, v, compute_dtype, and all from causal to score_mod: as for `reference`.
+        q, k, v, compute_dtype, and all from causal to block_mask: as for `reference`.
         out: ``[B, Hq, Sq, D]``, of a forward of any backend; so is lse, ``[B, Hq, Sq]``.
         dout: gradient of out, like it.
         dlse: gradient of lse, like it; None for zero.
@@ -144,7 +154,9 @@ def reference_backward(
     """
     options = Options(*band_of(causal, window).window, scale)
     operands = Operands(q, k, v, out, lse, dout, dlse, sinks=sinks)
-    return differentiate(*with_score(operands, options, softcap, alibi_slopes, bias, score_mod), compute_dtype)
+    return differentiate(
+        *with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask), compute_dtype
+    )
 
 
 def differentiate(

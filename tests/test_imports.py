@@ -14,12 +14,13 @@ import multiattn
 
 ROOT = Path(multiattn.__file__).parent
 # Who may import whom, by the first name below the package; a folder counts as one.
-_DATA = {"mask", "score", "problem"}
+_DATA = {"mask", "block_mask", "score", "problem"}
 _LANGUAGE = {*_DATA, "plan", "run"}
 ALLOWED = {
     "mask": set(),
+    "block_mask": set(),
     "score": set(),
-    "problem": {"mask", "score"},
+    "problem": {"mask", "block_mask", "score"},
     "plan": _DATA,
     "run": {*_DATA, "plan"},
     "reference": {*_DATA, "plan"},
@@ -27,7 +28,8 @@ ALLOWED = {
     "api": {*_DATA, "plan", "run"},
     "aot": {*_DATA, "plan", "run"},
     "inspect": {*_DATA, "plan", "run", "aot", "cuda"},  # cuda: `sanitize`
-    "__init__": {"problem", "plan", "run", "reference", "api"},
+    "flex": {"problem", "api"},
+    "__init__": {"problem", "plan", "run", "reference", "api", "flex"},
     "__main__": {"problem", "plan", "inspect"},
 }
 LANGUAGES = ("triton", "cuda", "nvidia", "torch.utils.cpp_extension")

@@ -86,11 +86,13 @@ class Capability:
             program = problem.score.program
             for code, is_asked, has_code in (
                 ("score", program.score is not None, self.scores),
-                ("block_mask", program.mask is not None, self.block_masks),
                 ("score_gradient", bool(problem.score.gradients), self.score_gradients),
             ):
                 if is_asked and not has_code:
                     reasons.append(Reason(code=code, got=f"program {program.digest[:8]}", allowed="none"))
+        if problem.blocks is not None and not self.block_masks:
+            got = f"blocks of {problem.blocks.queries} x {problem.blocks.keys}"
+            reasons.append(Reason(code="block_mask", got=got, allowed="none"))
         strides = (*problem.strides_q, *problem.strides_k, *problem.strides_v)
         if not self.zero_strides and 0 in strides:
             reasons.append(Reason(code="strides", got="a broadcast dimension (stride 0)", allowed="positive strides"))

@@ -8,11 +8,12 @@ the tiles of each length that it meets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 
+from multiattn.block_mask import BlockSpec
 from multiattn.mask import Band
 from multiattn.problem import INPUTS, READ, Operands, Options, check_inputs, strides_like
 from multiattn.run.calls import get_backward, get_forward
@@ -34,8 +35,9 @@ _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
     mutates_args=(),
     schema=(
         "(Tensor q, Tensor k, Tensor v, Tensor[] captured, Tensor? sinks=None, SymInt? left=None, "
-        'SymInt? right=None, float? scale=None, str? score=None, float[]? scalars=None, str backend="auto", '
-        "str? variant=None, bool deterministic=False, bool needs_grad=False) -> (Tensor out, Tensor lse)"
+        "SymInt? right=None, float? scale=None, str? score=None, float[]? scalars=None, int[]? blocks=None, "
+        'str backend="auto", str? variant=None, bool deterministic=False, bool needs_grad=False) '
+        "-> (Tensor out, Tensor lse)"
     ),
     **_KEEP_STRIDES,
 )
@@ -50,6 +52,7 @@ def forward_op(
     scale: float | None = None,
     score: str | None = None,
     scalars: Sequence[float] | None = None,
+    blocks: Sequence[int] | None = None,
     backend: str = "auto",
     variant: str | None = None,
     deterministic: bool = False,
@@ -57,7 +60,7 @@ def forward_op(
 ) -> _Pair:
     """Out and lse of `multiattn.fmha`. With `needs_grad` a problem whose backward cannot run is refused here."""
     operands = Operands(q, k, v, sinks=sinks, captured=tuple(captured))
-    options = _options(operands, left, right, scale, score, scalars, backend, variant, deterministic)
+    options = _options(operands, left, right, scale, score, scalars, blocks, backend, variant, deterministic)
     return run_forward(get_forward(operands, options, needs_grad), operands.inputs)
 
 
@@ -67,7 +70,8 @@ def forward_op(
     schema=(
         "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor? dlse=None, "
         "Tensor? sinks=None, SymInt? left=None, SymInt? right=None, float? scale=None, "
-        'str? score=None, float[]? scalars=None, str backend="auto", str? variant=None, bool deterministic=False) '
+        'str? score=None, float[]? scalars=None, int[]? blocks=None, str backend="auto", '
+        "str? variant=None, bool deterministic=False) "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
     ),
     **_KEEP_STRIDES,
@@ -86,13 +90,14 @@ def backward_op(
     scale: float | None = None,
     score: str | None = None,
     scalars: Sequence[float] | None = None,
+    blocks: Sequence[int] | None = None,
     backend: str = "auto",
     variant: str | None = None,
     deterministic: bool = False,
 ) -> _Gradients:
     """Gradients of `multiattn.fmha_backward`; dsinks without sinks has no element, as an op's result cannot be None."""
     operands = Operands(q, k, v, out, lse, dout, dlse, sinks=sinks)
-    return _gradients(operands, left, right, scale, score, scalars, backend, variant, deterministic)
+    return _gradients(operands, left, right, scale, score, scalars, blocks, backend, variant, deterministic)
 
 
 # An op of its own: `is_grads_batched` maps none that takes a list, and a plain call must not lack it.
@@ -101,8 +106,8 @@ def backward_op(
     mutates_args=(),
     schema=(
         "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor[] captured, Tensor? dlse, "
-        "Tensor? sinks, SymInt? left, SymInt? right, float? scale, str? score, float[]? scalars, str backend, "
-        "str? variant, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
+        "Tensor? sinks, SymInt? left, SymInt? right, float? scale, str? score, float[]? scalars, int[]? blocks, "
+        "str backend, str? variant, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
     ),
     **_KEEP_STRIDES,
 )
@@ -138,17 +143,20 @@ def _options(
     scale: float | None,
     score: str | None,
     scalars: Sequence[float] | None,
+    blocks: Sequence[int] | None,
     *options: Any,
 ) -> Options:
     """The Options of an op's arguments."""
-    return Options(left, right, scale, operands.sinks is not None, score, tuple(scalars or ()), (), *options)
+    spec = None if blocks is None else BlockSpec(blocks[0], blocks[1], bool(blocks[2]))
+    return Options(left, right, scale, operands.sinks is not None, score, tuple(scalars or ()), (), spec, *options)
 
 
 def _arguments(operands: Operands, options: Options) -> tuple[Any, ...]:
     """What an op takes behind the tensors of every call."""
     numbers = (options.left, options.right, options.scale, options.score, options.scalars or None)
+    blocks = None if options.blocks is None else [int(it) for it in options.blocks]
     how = (options.backend, options.variant, options.deterministic)
-    return (operands.sinks, *numbers, *how)
+    return (operands.sinks, *numbers, blocks, *how)
 
 
 def call_forward_op(operands: Operands, options: Options, wants_grad: bool) -> _Pair:
@@ -276,7 +284,7 @@ def _map(op: Any, names: str, info: Any, in_dims: tuple[Any, ...], arguments: tu
     size, given = info.batch_size, dict(zip(names.split(), zip(arguments, in_dims, strict=True), strict=False))
     sinks, of_sinks = given.get("sinks", (None, None))
     is_apart = sinks is not None and (of_sinks is not None or op is not forward_op)
-    if is_apart or given.get("score", (None,))[0] is not None:
+    if is_apart or _has_places(given):
         each = [op(*(_entry(at, *pair) for pair in zip(arguments, in_dims, strict=True))) for at in range(size)]
         results: Any = [torch.stack(of_entries) for of_entries in zip(*each, strict=True)]
     else:
@@ -291,6 +299,11 @@ _BATCHED = frozenset(("q", "k", "v", "out", "lse", "dout", "dlse"))
 """Arguments ``[B, ...]``."""
 
 
+def _has_places(given: Mapping[str, tuple[Any, Any]]) -> bool:
+    """True if attention of an entry depends on which batch entry it is."""
+    return any(given.get(name, (None,))[0] is not None for name in ("score", "blocks"))
+
+
 def _entry(at: int, argument: Any, dim: Any) -> Any:
     """One entry of a mapped argument, or of a list of them."""
     if isinstance(argument, (list, tuple)) and dim is not None:
@@ -300,7 +313,7 @@ def _entry(at: int, argument: Any, dim: Any) -> Any:
 
 @forward_op.register_vmap
 def _map_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[_Pair, tuple[int, int]]:
-    out, lse = _map(forward_op, "q k v captured sinks left right scale score", info, in_dims, arguments)
+    out, lse = _map(forward_op, "q k v captured sinks left right scale score scalars blocks", info, in_dims, arguments)
     return (out, lse), (0, 0)
 
 
@@ -308,7 +321,7 @@ def _map_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) ->
 def _map_backward(
     info: Any, in_dims: tuple[int | None, ...], *arguments: Any
 ) -> tuple[_Gradients, tuple[int | None, ...]]:
-    names = "q k v out lse dout dlse sinks left right scale score"
+    names = "q k v out lse dout dlse sinks left right scale score scalars blocks"
     dq, dk, dv, of_sinks = _map(backward_op, names, info, in_dims, arguments)
     return (dq, dk, dv, of_sinks), (0, 0, 0, 0 if of_sinks.ndim > 1 else None)
 
@@ -317,7 +330,7 @@ def _map_backward(
 def _map_captured_backward(
     info: Any, in_dims: tuple[int | None, ...], *arguments: Any
 ) -> tuple[_Gradients, tuple[int | None, ...]]:
-    names = "q k v out lse dout captured dlse sinks left right scale score"
+    names = "q k v out lse dout captured dlse sinks left right scale score scalars blocks"
     dq, dk, dv, of_sinks = _map(captured_backward_op, names, info, in_dims, arguments)
     return (dq, dk, dv, of_sinks), (0, 0, 0, 0)
 

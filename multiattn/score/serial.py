@@ -53,3 +53,7 @@ def named_text(softcap: bool, slopes: tuple[int, str] | None, bias: tuple[tuple[
     )
     assert bound is not None
     return dumps(bound.program)
+
+
+named_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# As `torch.compiler.assume_constant_result` marks a function; that imports Dynamo, and Triton with it.
