@@ -63,12 +63,19 @@ def get_signature(launch: KernelLaunch) -> Any:
     dtype = ct.int64 if launch.is_64bit else ct.int32
     parameters = [
         *(_array(array, dtype) for array in launch.arrays.values()),
-        *(ScalarConstraint(ct.float32) for _ in launch.scalars),
+        *map(_scalar, launch.scalars.values()),
     ]
     convention = CallingConvention.cutile_python_v2()  # v2: a static extent
     constants = map(_number, asdict(launch.constants).values())
     named = KernelSignature([*parameters, *constants], convention).with_mangled_symbol(launch.kernel)
     return KernelSignature(parameters, convention, named.symbol)
+
+
+def _scalar(value: float | tuple[int, ...]) -> Any:
+    """A number, or a tuple of integers."""
+    if isinstance(value, tuple):
+        return tuple(ScalarConstraint(ct.int32) for _ in value)
+    return ScalarConstraint(ct.float32)
 
 
 def _number(constant: float | str | None) -> float:

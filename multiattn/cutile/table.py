@@ -82,7 +82,8 @@ class KernelLaunch:
     grid: Grid
     arrays: Mapping[str, ArrayArgument]
     """By parameter."""
-    scalars: Mapping[str, float] = field(default_factory=dict)
+    scalars: Mapping[str, float | tuple[int, ...]] = field(default_factory=dict)
+    """By parameter; a tuple's integers are arguments each."""
     constants: KernelConstants
     assumed: Mapping[str, str]
     """By name, all that the code is specialised on beside variant and config (`abi.Binding.constants`)."""
@@ -104,7 +105,9 @@ class KernelLaunch:
             arguments.append(abi.Pointer(tensor=array.tensor))
             numbers = (*array.layout.shape, *array.layout.strides)
             arguments += [abi.Number(kind=kind, value=number) for number in numbers]
-        arguments += [abi.Number(kind="f32", value=value) for value in self.scalars.values()]
+        for value in self.scalars.values():
+            numbers = value if isinstance(value, tuple) else (value,)
+            arguments += [abi.Number(kind="i32" if isinstance(value, tuple) else "f32", value=it) for it in numbers]
         return abi.Binding(arguments=tuple(arguments), grid=self.grid, image=IMAGE, constants=self.assumed)
 
 
@@ -159,12 +162,17 @@ def has_positive_strides(problem: Problem) -> bool:
     return 0 not in (*problem.strides_q, *problem.strides_k, *problem.strides_v)
 
 
+def _reach(problem: Problem) -> tuple[int, ...]:
+    """The numbers of a two-sided mask; other kernels have none."""
+    return problem.reach if problem.is_two_sided else ()
+
+
 # ---------------------------------------------------------------- forward
 
 
 _OF_STEP = ("exp2", "flush_to_zero", "scale_after_max", "k_transposed", "approximate_division", "ln_base")
 _OF_CONFIG = (
-    "tile_m", "tile_n", "k_latency", "v_latency", "lazy_max", "pipeline", "q_in_registers",
+    "tile_m", "tile_n", "k_latency", "v_latency", "pipeline", "q_in_registers",
 )  # fmt: skip
 """Constants of the kernel that a rung and a config have by the same name; a rung's others limit the config."""
 
@@ -178,6 +186,9 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> Ke
     masked = abi.flag(assumed, emitted, "masked", problem.is_banded or problem.seq_kv % config.tile_n != 0)
     aligned_to = config.tile_m if configs.begins_at_diagonal(problem, config) else 1
     diagonal = abi.multiple(assumed, emitted, DIAGONAL, aligned_to, problem.seq_kv - problem.seq_q)
+    lazy_max = configs.keeps_maxima(problem, config)
+    if problem.is_two_sided:  # one code for every window: how wide it is may ask for another, but none is wrong
+        lazy_max = abi.settle(assumed, emitted, "lazy_max", str(lazy_max), lambda there: True) == "True"
     together = _together(assumed, emitted, problem, configs.together_of(problem, config))
     grouped = abi.flag(assumed, emitted, "grouped", problem.heads_q != problem.heads_kv)
     tma = not abi.flag(assumed, emitted, "no_tma", not has_positive_strides(problem))
@@ -193,11 +204,12 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> Ke
         num_worker_warps=config.num_worker_warps,
         grid=grid,
         arrays={name: _array(assumed, emitted, problem, name) for name in _FORWARD},
-        scalars={"scale": problem.scale_log2 if step.exp2 else problem.scale_log2 / LOG2_E},
+        scalars={"scale": problem.scale_log2 if step.exp2 else problem.scale_log2 / LOG2_E, "reach": _reach(problem)},
         constants=ForwardConstants(
             tile_d=tile_d,
             tail_d=tail_d,
             banded=problem.is_banded,
+            two_sided=problem.is_two_sided,
             masked=masked,
             heads_together=together.heads,
             spanning=together.spanning,
@@ -207,6 +219,7 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> Ke
             tma=tma,
             **{name: getattr(step, name) for name in _OF_STEP},
             **{name: getattr(config, name) for name in _OF_CONFIG},
+            lazy_max=lazy_max,
             headroom=configs.HEADROOM[problem.dtype],
             diagonal_first=diagonal > 1,
             static_grid=config.scheduler == "static",
@@ -228,10 +241,10 @@ def _together(assumed: dict[str, str], emitted: Mapping[str, str], problem: Prob
 
 
 _NAMES: Mapping[str, str] = {
-    "query_grads": "q k v out lse dout dlse delta dq score_factor grad_factor",
-    "key_grads": "q k v lse dout delta dk dv score_factor grad_factor",
+    "query_grads": "q k v out lse dout dlse delta dq score_factor grad_factor reach",
+    "key_grads": "q k v lse dout delta dk dv score_factor grad_factor reach",
     "row_deltas": "out dout dlse delta dq_sum",
-    "all_grads": "q k v lse dout delta dq_sum dk dv score_factor grad_factor",
+    "all_grads": "q k v lse dout delta dq_sum dk dv score_factor grad_factor reach",
     "round_query_grads": "dq_sum dq grad_factor",
 }
 """The parameters of each kernel, in order: arrays, then numbers."""
@@ -281,6 +294,7 @@ def _products(problem: Problem, tile_m: int, tile_n: int) -> dict[str, Any]:
         "tile_n": tile_n,
         "tile_d": one_width(problem.head_dim),
         "banded": problem.is_banded,
+        "two_sided": problem.is_two_sided,
         "ragged": problem.seq_kv % tile_n != 0,
         "tma": has_positive_strides(problem),
         "tma_columns": problem.seq_q % 4 == 0,
@@ -300,6 +314,11 @@ def _backward(
     if grid is None:
         raise ValueError(f"no grid of {tiles} blocks")
     assumed = {"dtype": problem.dtype}
+    scalars = {
+        "score_factor": problem.score_factor,
+        "grad_factor": problem.grad_factor,
+        "reach": _reach(problem),
+    }
     names = _NAMES[kernel].split()
     operands = {name: name for name in names if name in problem.layouts}
     if "dlse" in operands and not getattr(constants, "has_dlse", False):
@@ -311,7 +330,7 @@ def _backward(
         num_worker_warps=num_worker_warps,
         grid=grid,
         arrays={name: _array(assumed, {}, problem, operand) for name, operand in operands.items()},
-        scalars={name: getattr(problem, name) for name in names if name not in operands},
+        scalars={name: scalars[name] for name in names if name not in operands},
         constants=constants,
         assumed=assumed,
     )
