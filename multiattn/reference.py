@@ -23,6 +23,7 @@ def reference(
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
+    sinks: torch.Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention as the contract defines it, in plain differentiable PyTorch.
@@ -36,6 +37,7 @@ def reference(
         causal: bottom-right aligned: key j is visible to query i when ``j <= i + Skv - Sq``.
         window: as for `multiattn.fmha`.
         scale: finite; None is ``1/sqrt(D)``.
+        sinks: ``[Hq]``, as for `multiattn.fmha`.
         compute_dtype: of every intermediate, and of both results: float64 for truth, the inputs' own dtype for the
             rounding that a naive implementation commits.
 
@@ -48,7 +50,7 @@ def reference(
     """
     from einops import rearrange, repeat  # here and below: a sixth of the time that importing the package takes
 
-    problem = Problem.as_if_contiguous(q, k, v, band_of(causal, window), scale=scale)
+    problem = Problem.as_if_contiguous(q, k, v, band_of(causal, window), scale=scale, sinks=sinks)
     q, k, v = (tensor.to(compute_dtype) for tensor in (q, k, v))
     k, v = (repeat(tensor, "b h s d -> b (h group) s d", group=problem.group) for tensor in (k, v))
 
@@ -56,7 +58,12 @@ def reference(
     scores = torch.einsum("b h i d, b h j d -> b h i j", q, k) * problem.scale
     scores = scores.masked_fill(~visible, -math.inf)
 
-    if problem.seq_kv == 0:
+    if sinks is not None:  # one more column, of zeros in v
+        column = repeat(sinks.to(compute_dtype), "h -> b h i 1", b=problem.batch, i=problem.seq_q)
+        scores = torch.cat((scores, column), dim=-1)
+        visible = torch.nn.functional.pad(visible, (0, 1), value=True)
+        v = torch.nn.functional.pad(v, (0, 0, 0, 1))
+    if scores.shape[-1] == 0:
         return scores @ v, scores.sum(dim=-1) - math.inf  # zeros and -inf, differentiable like any other
     row_max = scores.amax(dim=-1, keepdim=True).detach()
     row_max = row_max.masked_fill(row_max == -math.inf, 0.0)  # an empty row must not compute inf - inf
@@ -79,8 +86,9 @@ def reference_backward(
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
+    sinks: torch.Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Gradients as the kernels compute them, in plain PyTorch: from what a forward saved, not by differentiating it.
 
     With ``s = scale * q @ k^T`` and ``p = exp(s - lse)``, the softmax: ``dv = p^T @ dout``, ``dp = dout @ v^T``,
@@ -88,18 +96,19 @@ def reference_backward(
     dlse`` (Dao, "FlashAttention-2", arXiv 2307.08691, Algorithm 2; dlse enters as ``d lse / d s = p``).
 
     Args:
-        q, k, v, causal, window, scale, compute_dtype: as for `reference`.
+        q, k, v, causal, window, scale, sinks, compute_dtype: as for `reference`.
         out: ``[B, Hq, Sq, D]``, of a forward of any backend; so is lse, ``[B, Hq, Sq]``.
         dout: gradient of out, like it.
         dlse: gradient of lse, like it; None for zero.
 
     Returns:
         dq like q, dk and dv like k, in `compute_dtype`; those of a key/value head are summed over its group. A row that
-        sees no key has ``dq = 0`` and adds nothing to dk and dv.
+        sees no key has ``dq = 0`` and adds nothing to dk and dv. With sinks also dsinks ``[Hq]``:
+        ``-sum(exp(sink - lse) * delta)`` over batch entries and queries.
     """
     from einops import reduce, repeat
 
-    problem = Problem.as_if_contiguous(q, k, v, band_of(causal, window), scale=scale)
+    problem = Problem.as_if_contiguous(q, k, v, band_of(causal, window), scale=scale, sinks=sinks)
     q, k, v, out, lse, dout = (tensor.to(compute_dtype) for tensor in (q, k, v, out, lse, dout))
     k, v = (repeat(tensor, "b h s d -> b (h group) s d", group=problem.group) for tensor in (k, v))
     delta = torch.einsum("b h i d, b h i d -> b h i", dout, out)
@@ -117,7 +126,10 @@ def reference_backward(
     dk = torch.einsum("b h i j, b h i d -> b h j d", dscores, q)
     dv = torch.einsum("b h i j, b h i d -> b h j d", weights, dout)
     dk, dv = (reduce(grad, "b (h group) s d -> b h s d", "sum", group=problem.group) for grad in (dk, dv))
-    return dq, dk, dv
+    if sinks is None:
+        return dq, dk, dv
+    of_sinks = torch.exp(sinks.to(compute_dtype)[:, None] - lse)  # [B, Hq, Sq]
+    return dq, dk, dv, -(of_sinks * delta).sum(dim=(0, 2))
 
 
 def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
@@ -144,14 +156,20 @@ def _prepare(plan: Plan) -> Launcher:
     }
 
     def launch(operands: Operands) -> None:
-        *saved, dlse = operands.read
         with torch.autocast(operands.q.device.type, enabled=False):  # it would round what the contract has in fp32
             if is_forward:
-                results: Sequence[torch.Tensor] = reference(*operands.inputs, **options)
+                results: Sequence[torch.Tensor] = reference(*operands.qkv, sinks=operands.sinks, **options)
             else:
-                results = reference_backward(*saved, dlse=dlse, **options)
+                given: Any = operands._asdict()
+                saved = {name: given[name] for name in ("q", "k", "v", "out", "lse", "dout", "dlse", "sinks")}
+                results = reference_backward(**saved, **options)[: len(GRADIENTS)]
         for name, result in zip(FORWARD_RESULTS if is_forward else GRADIENTS, results, strict=True):
             getattr(operands, name).copy_(result)
+        if operands.delta is not None:
+            assert operands.out is not None
+            assert operands.dout is not None
+            delta = (operands.dout.to(compute_dtype) * operands.out.to(compute_dtype)).sum(dim=-1)
+            operands.delta.copy_(delta if operands.dlse is None else delta - operands.dlse)
 
     return launch
 
@@ -165,6 +183,7 @@ _VARIANT = Variant(
         head_dim_multiple=1,
         head_dim_max=1 << 16,
         masks=KINDS,
+        sinks=True,
     ),
     rules=(),
 )

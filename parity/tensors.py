@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from multiattn.problem import Problem, Strides
-from parity.cases import Case, Memory
+from parity.case import Case, Memory
 
 POISON = 0x7FC5
 """A 16-bit pattern that is NaN as fp16 and as bf16, and twice in a row as fp32."""
@@ -49,11 +49,12 @@ class Watched:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs(Watched):
-    """q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` of a case."""
+    """q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` of a case, and its sinks ``[Hq]`` or None."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    sinks: torch.Tensor | None = None
 
     @classmethod
     def of(cls, case: Case, device: torch.device) -> Inputs:
@@ -73,8 +74,14 @@ class Inputs(Watched):
         q, k, v = views
         if case.layout.broadcast != "none":
             k, v = (tensor.expand(case.batch, case.heads_kv, -1, -1) for tensor in (k, v))
+        sinks = None
+        if case.sinks != "none":
+            sinks_memory = poisoned(case.heads_q, torch.float32, device)
+            sinks = sinks_memory[GUARD:-GUARD]
+            sinks.copy_(_draw_sinks(case))
+            memory = (*memory, sinks_memory)
         bits, copies = _watch(memory)
-        return cls(q=q, k=k, v=v, memory=bits, memory_before=copies)
+        return cls(q=q, k=k, v=v, sinks=sinks, memory=bits, memory_before=copies)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,12 +150,17 @@ class Upstream(Watched):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gradients:
-    """dq, dk and dv, in the strides that the Problem asks for, all poisoned, with their memory."""
+    """dq, dk and dv, in the strides that the Problem asks for, all poisoned, with their memory.
+
+    With sinks also delta, which a backward writes, and dsinks, which is computed of it.
+    """
 
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
     memory: tuple[torch.Tensor, ...]
+    delta: torch.Tensor | None = None
+    dsinks: torch.Tensor | None = None
 
     @classmethod
     def of(cls, problem: Problem, device: torch.device) -> Gradients:
@@ -166,12 +178,20 @@ class Gradients:
             ),
             strict=True,
         )
-        return cls(dq=dq, dk=dk, dv=dv, memory=memory)
+        if not problem.has_sinks:
+            return cls(dq=dq, dk=dk, dv=dv, memory=memory)
+        delta_memory, delta = _poisoned_rows(shape_q, device)
+        return cls(dq=dq, dk=dk, dv=dv, memory=(*memory, delta_memory), delta=delta)
 
     @property
-    def all(self) -> Values3:
+    def of_qkv(self) -> Values3:
         """dq, dk and dv."""
         return self.dq, self.dk, self.dv
+
+    @property
+    def all(self) -> tuple[torch.Tensor, ...]:
+        """The same, and dsinks where there are sinks."""
+        return self.of_qkv if self.dsinks is None else (*self.of_qkv, self.dsinks)
 
     @property
     def guards_were_written(self) -> bool:
@@ -273,6 +293,16 @@ def _draw(case: Case, device: torch.device) -> Values3:
     elif case.values != "normal":
         _plant(case, q, k, v)
     return q, k, v
+
+
+def _draw_sinks(case: Case) -> torch.Tensor:
+    """A case's sinks ``[Hq]``, fp32."""
+    sinks = torch.randn(case.heads_q, generator=torch.Generator().manual_seed(case.seed + 2))
+    if case.sinks == "large":
+        sinks += 8.0
+    elif case.sinks == "some":
+        sinks[0] = -torch.inf
+    return sinks
 
 
 def _large(case: Case, drawn: torch.Tensor) -> torch.Tensor:

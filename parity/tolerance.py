@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from multiattn.mask import Window
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.problem import Problem
 from multiattn.reference import reference
@@ -141,19 +143,29 @@ class Truth:
         return self.out, self.lse_in_halves()
 
     @classmethod
-    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None) -> Truth:
+    def of(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: bool = False,
+        window: Window | None = None,
+        scale: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> Truth:
         """The truth of one problem, from `multiattn.reference` in fp64, fp32 (for lse) and the inputs' dtype (for out).
 
         Raises ValueError where naive has overflown in most places: such inputs cannot be judged.
         """
-        problem = Problem.of(q, k, v, causal=causal, scale=scale)
-        out, lse = reference_in_chunks(q, k, v, problem, torch.float64)
-        naive_out, _ = reference_in_chunks(q, k, v, problem, q.dtype)
-        _, naive_lse = reference_in_chunks(q, k, v, problem, torch.float32)
+        problem = Problem.of(q, k, v, causal=causal, window=window, scale=scale, sinks=sinks)
+        out, lse = reference_in_chunks(q, k, v, problem, torch.float64, sinks)
+        naive_out, _ = reference_in_chunks(q, k, v, problem, q.dtype, sinks)
+        _, naive_lse = reference_in_chunks(q, k, v, problem, torch.float32, sinks)
         lse_atol = _lse_atol(lse, problem.head_dim)
 
         def in_halves() -> Expected:
-            naive = lse_of_sums_in_halves(q, k, problem)
+            naive = lse_of_sums_in_halves(q, k, problem, sinks)
             return Expected(name="lse", truth=lse, budget=derive_budget((naive,), lse, atol=lse_atol))
 
         return cls(
@@ -236,49 +248,47 @@ def derive_budget(naives: Sequence[torch.Tensor], truth: torch.Tensor, *, atol: 
 
 
 def reference_in_chunks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, compute_dtype: torch.dtype
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    problem: Problem,
+    compute_dtype: torch.dtype,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`multiattn.reference` over a few query rows at a time, in `compute_dtype`.
-
-    Rows [first, last) of a causal problem are a causal problem of the keys that row last - 1 sees, as the mask is
-    bottom-right aligned.
-    """
+    """`multiattn.reference` over a few query rows at a time, and the keys that they see, in `compute_dtype`."""
+    options: Any = {"scale": problem.scale, "sinks": sinks, "compute_dtype": compute_dtype}
     row = max(1, problem.batch * problem.heads_q * max(problem.seq_kv, problem.head_dim))
     rows = max(1, CHUNK // row)
     if problem.seq_q <= rows:
-        return reference(q, k, v, causal=problem.causal, scale=problem.scale, compute_dtype=compute_dtype)
+        return reference(q, k, v, window=problem.band.window, **options)
     out = torch.empty(q.shape, dtype=compute_dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=compute_dtype, device=q.device)
     for first in range(0, problem.seq_q, rows):
         last = min(first + rows, problem.seq_q)
-        keys = max(0, last + problem.causal_offset) if problem.causal else problem.seq_kv
+        band, keys = problem.band.of_rows(first, last, problem.seq_q, problem.seq_kv)
         out[:, :, first:last], lse[:, :, first:last] = reference(
-            q[:, :, first:last],
-            k[:, :, :keys],
-            v[:, :, :keys],
-            causal=problem.causal,
-            scale=problem.scale,
-            compute_dtype=compute_dtype,
+            q[:, :, first:last], k[:, :, keys], v[:, :, keys], window=band.window, **options
         )
     return out, lse
 
 
-def lse_of_sums_in_halves(q: torch.Tensor, k: torch.Tensor, problem: Problem) -> torch.Tensor:
+def lse_of_sums_in_halves(
+    q: torch.Tensor, k: torch.Tensor, problem: Problem, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """lse in fp64 of scores that are added up in fp16, `PRODUCTS_AT_ONCE` products at a time, as mma.m16n8k16 does."""
     wide_k = k.float().repeat_interleave(problem.group, dim=1)
     lse = torch.empty(q.shape[:3], dtype=torch.float64, device=q.device)
     rows = max(1, CHUNK // max(1, problem.batch * problem.heads_q * problem.seq_kv))
+    visible = problem.band.visible(problem.seq_q, problem.seq_kv, q.device)
     for first in range(0, problem.seq_q, rows):
         part = q[:, :, first : first + rows].float()
         scores = part.new_zeros((*part.shape[:3], problem.seq_kv), dtype=torch.float16)
         for some in range(0, problem.head_dim, PRODUCTS_AT_ONCE):
             dims = slice(some, some + PRODUCTS_AT_ONCE)
             scores = (scores.float() + part[..., dims] @ wide_k[..., dims].mT).half()
-        scaled = scores.double() * problem.scale
-        if problem.causal:
-            last = torch.arange(first, first + part.shape[2], device=q.device) + problem.causal_offset
-            hidden = torch.arange(problem.seq_kv, device=q.device) > last[:, None]
-            scaled = scaled.masked_fill(hidden, -math.inf)
+        scaled = (scores.double() * problem.scale).masked_fill(~visible[first : first + rows], -math.inf)
+        if sinks is not None:
+            scaled = torch.cat((scaled, sinks.double()[:, None, None].expand(*scaled.shape[:3], 1)), dim=-1)
         lse[:, :, first : first + rows] = torch.logsumexp(scaled, dim=-1)
     return lse
 

@@ -14,17 +14,19 @@ import multiattn
 
 ROOT = Path(multiattn.__file__).parent
 # Who may import whom, by the first name below the package; a folder counts as one.
-_LANGUAGE = {"problem", "plan", "run"}
+_DATA = {"mask", "score", "problem"}
+_LANGUAGE = {*_DATA, "plan", "run"}
 ALLOWED = {
     "mask": set(),
-    "problem": {"mask"},
-    "plan": {"problem"},
-    "run": {"mask", "problem", "plan"},
-    "reference": {"mask", "problem", "plan"},
+    "score": set(),
+    "problem": {"mask", "score"},
+    "plan": _DATA,
+    "run": {*_DATA, "plan"},
+    "reference": {*_DATA, "plan"},
     **dict.fromkeys(multiattn.BACKENDS, _LANGUAGE),
-    "api": {"problem", "plan", "run"},
-    "aot": {"problem", "plan", "run"},
-    "inspect": {"problem", "plan", "run", "aot", "cuda"},  # cuda: `sanitize`
+    "api": {*_DATA, "plan", "run"},
+    "aot": {*_DATA, "plan", "run"},
+    "inspect": {*_DATA, "plan", "run", "aot", "cuda"},  # cuda: `sanitize`
     "__init__": {"problem", "plan", "run", "reference", "api"},
     "__main__": {"problem", "plan", "inspect"},
 }

@@ -8,15 +8,17 @@ the tiles of each length that it meets.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from multiattn.mask import Band
-from multiattn.problem import INPUTS, Operands, Options, check_inputs, strides_like
+from multiattn.problem import INPUTS, READ, Operands, Options, check_inputs, strides_like
 from multiattn.run.calls import get_backward, get_forward
 from multiattn.run.execute import check_results, run_backward, run_forward
 from multiattn.run.flops import register_when_counted
+from multiattn.score.serial import dumps, loads
 
 # A gradient may come in any layout, but q, k and v keep theirs: Inductor must not choose another for an op's inputs.
 # Before torch 2.8 there is no such tag, and keeping their order of strides is the default.
@@ -25,16 +27,16 @@ _KEEP_STRIDES: dict[str, Any] = (
 )
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
-_Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @torch.library.custom_op(
     "multiattn::fmha_forward",
     mutates_args=(),
     schema=(
-        "(Tensor q, Tensor k, Tensor v, SymInt? left=None, SymInt? right=None, float? scale=None, "
-        'str backend="auto", str? variant=None, bool deterministic=False, bool needs_grad=False) -> '
-        "(Tensor out, Tensor lse)"
+        "(Tensor q, Tensor k, Tensor v, Tensor? sinks=None, Tensor[]? captured=None, SymInt? left=None, "
+        'SymInt? right=None, float? scale=None, str? score=None, float[]? scalars=None, str backend="auto", '
+        "str? variant=None, bool deterministic=False, bool needs_grad=False) -> (Tensor out, Tensor lse)"
     ),
     **_KEEP_STRIDES,
 )
@@ -42,16 +44,21 @@ def forward_op(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+    captured: Sequence[torch.Tensor] | None = None,
     left: int | None = None,
     right: int | None = None,
     scale: float | None = None,
+    score: str | None = None,
+    scalars: Sequence[float] | None = None,
     backend: str = "auto",
     variant: str | None = None,
     deterministic: bool = False,
     needs_grad: bool = False,
 ) -> _Pair:
     """Out and lse of `multiattn.fmha`. With `needs_grad` a problem whose backward cannot run is refused here."""
-    operands, options = Operands(q, k, v), Options(left, right, scale, backend, variant, deterministic)
+    operands = Operands(q, k, v, sinks=sinks, captured=tuple(captured or ()))
+    options = _options(operands, left, right, scale, score, scalars, backend, variant, deterministic)
     return run_forward(get_forward(operands, options, needs_grad), operands.inputs)
 
 
@@ -59,9 +66,10 @@ def forward_op(
     "multiattn::fmha_backward",
     mutates_args=(),
     schema=(
-        "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor? dlse=None, SymInt? left=None, "
-        'SymInt? right=None, float? scale=None, str backend="auto", str? variant=None, bool deterministic=False) '
-        "-> (Tensor dq, Tensor dk, Tensor dv)"
+        "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor? dlse=None, "
+        "Tensor? sinks=None, Tensor[]? captured=None, SymInt? left=None, SymInt? right=None, float? scale=None, "
+        'str? score=None, float[]? scalars=None, str backend="auto", str? variant=None, bool deterministic=False) '
+        "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
     ),
     **_KEEP_STRIDES,
 )
@@ -73,26 +81,70 @@ def backward_op(
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    captured: Sequence[torch.Tensor] | None = None,
     left: int | None = None,
     right: int | None = None,
     scale: float | None = None,
+    score: str | None = None,
+    scalars: Sequence[float] | None = None,
     backend: str = "auto",
     variant: str | None = None,
     deterministic: bool = False,
-) -> _Triple:
-    """Gradients of `multiattn.fmha_backward`."""
-    operands = Operands(q, k, v, out, lse, dout, dlse)
-    options = Options(left, right, scale, backend, variant, deterministic)
-    dq, dk, dv = run_backward(get_backward(operands, options), operands)
-    return dq, dk, dv
+) -> _Gradients:
+    """Gradients of `multiattn.fmha_backward`; dsinks without sinks has no element, as an op's result cannot be None."""
+    operands = Operands(q, k, v, out, lse, dout, dlse, sinks=sinks, captured=tuple(captured or ()))
+    options = _options(operands, left, right, scale, score, scalars, backend, variant, deterministic)
+    dq, dk, dv, *rest = run_backward(get_backward(operands, options), operands)
+    assert dq is not None
+    assert dk is not None
+    assert dv is not None
+    dsinks = rest[0] if sinks is not None else None
+    return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
+
+
+def _options(
+    operands: Operands,
+    left: int | None,
+    right: int | None,
+    scale: float | None,
+    score: str | None,
+    scalars: Sequence[float] | None,
+    *options: Any,
+) -> Options:
+    """The Options of an op's arguments."""
+    program = None if score is None else loads(score)
+    return Options(left, right, scale, operands.sinks is not None, program, tuple(scalars or ()), (), *options)
+
+
+def _arguments(operands: Operands, options: Options) -> tuple[Any, ...]:
+    """What an op takes behind the tensors of every call."""
+    score = None if options.score is None else dumps(options.score)
+    numbers = (options.left, options.right, options.scale, score, options.scalars or None)
+    how = (options.backend, options.variant, options.deterministic)
+    return (operands.sinks, operands.captured or None, *numbers, *how)
+
+
+def call_forward_op(operands: Operands, options: Options, wants_grad: bool) -> _Pair:
+    """`forward_op` of the inputs among `operands`."""
+    out, lse = forward_op(*operands.qkv, *_arguments(operands, options), wants_grad)
+    return out, lse
+
+
+def call_backward_op(operands: Operands, options: Options) -> tuple[torch.Tensor | None, ...]:
+    """`backward_op` of operands: the gradients of their inputs."""
+    *gradients, dsinks = backward_op(*operands[:READ], *_arguments(operands, options))
+    return (*gradients, *(() if operands.sinks is None else (dsinks,)), *(None for _ in operands.captured))
 
 
 # ---------------------------------------------------------------- fakes
 
 
 @forward_op.register_fake
-def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: object) -> _Pair:
-    check_inputs(q, k, v)
+def _fake_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None, *rest: object
+) -> _Pair:
+    check_inputs(q, k, v, sinks)
     return q.new_empty_strided(q.shape, strides_like(q)), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -105,12 +157,13 @@ def _fake_backward(
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None = None,
-    *options: object,
-) -> _Triple:
-    check_inputs(q, k, v)
+    sinks: torch.Tensor | None = None,
+    *rest: object,
+) -> _Gradients:
+    check_inputs(q, k, v, sinks)
     check_results(Operands(q, k, v, out, lse, dout, dlse))
     dq, dk, dv = (tensor.new_empty_strided(tensor.shape, strides_like(tensor)) for tensor in (q, k, v))
-    return dq, dk, dv
+    return dq, dk, dv, q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
 # ---------------------------------------------------------------- gradients
@@ -123,19 +176,22 @@ def with_dout(operands: Operands) -> Operands:
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: _Pair) -> None:
     """Keep what the gradient of `forward_op` needs, from its arguments and its results."""
-    tensors, rest = inputs[:INPUTS], inputs[INPUTS:]
-    ctx.save_for_backward(*tensors, *output)
+    q, k, v, sinks, captured, *options, _ = inputs
+    operands = Operands(q, k, v, sinks=sinks, captured=tuple(captured or ()))
+    ctx.save_for_backward(*operands.inputs, *output)
     ctx.set_materialize_grads(False)
-    *options, _ = rest
-    ctx.options = Options(*options).of_gradient
-    ctx.of_rest = tuple(None for _ in rest)
+    ctx.options = _options(operands, *options).of_gradient
+    ctx.rest = tuple([None] * len(it) if isinstance(it, (list, tuple)) else None for it in options)
 
 
-def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    operands = Operands(*(*ctx.saved_tensors, dout, dlse))
-    if dout is None and dlse is None:
-        return (*(None for _ in operands.inputs), *ctx.of_rest)
-    return (*backward_op(*with_dout(operands).read, *ctx.options), *ctx.of_rest)
+def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    operands = Operands.of_read((*ctx.saved_tensors, dout, dlse), ctx.options.has_sinks)
+    gradients: tuple[torch.Tensor | None, ...] = (None,) * len(operands.inputs)
+    if dout is not None or dlse is not None:
+        gradients = call_backward_op(with_dout(operands), ctx.options)
+    of_captured = [None for _ in operands.captured] or None
+    dsinks = gradients[INPUTS] if operands.sinks is not None else None
+    return (*gradients[:INPUTS], dsinks, of_captured, *ctx.rest, None)
 
 
 def refuse_double_backward(ctx: Any, *gradients: torch.Tensor | None) -> NoReturn:
@@ -166,22 +222,46 @@ def _unfold(size: int, like: torch.Tensor, dim: int | None, *tensors: torch.Tens
     return tuple(tensor.view(size, batch, *tensor.shape[1:]) for tensor in tensors)
 
 
+def _map(op: Any, batched: int, info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
+    """The rule for `torch.vmap` of an op whose first `batched` arguments are tensors ``[B, ...]``.
+
+    Entries become batch entries of one call. Sinks are the same for all batch entries of a call, and a score may depend
+    on which one it is: where entries differ in these, or want a gradient of their own, each is a call by itself.
+    """
+    size, tensors, rest = info.batch_size, arguments[:batched], arguments[batched:]
+    given = dict(zip(("sinks", "captured", "left", "right", "scale", "score"), rest, strict=False))
+    of_sinks = in_dims[batched] if len(in_dims) > batched else None
+    has_sinks = given.get("sinks") is not None and (of_sinks is not None or op is backward_op)
+    if has_sinks or given.get("score") is not None:
+        each = [op(*(_entry(at, *pair) for pair in zip(arguments, in_dims, strict=True))) for at in range(size)]
+        results: Any = [torch.stack(of_entries) for of_entries in zip(*each, strict=True)]
+    else:
+        folded = (None if it is None else _fold(size, it, dim) for it, dim in zip(tensors, in_dims, strict=False))
+        results = op(*folded, *rest)
+        batched_results = [it for it in results if it.ndim > 1]
+        results = [*_unfold(size, arguments[0], in_dims[0], *batched_results), *(it for it in results if it.ndim == 1)]
+    return results
+
+
+def _entry(at: int, argument: Any, dim: Any) -> Any:
+    """One entry of a mapped argument, or of a list of them."""
+    if isinstance(argument, (list, tuple)) and dim is not None:
+        return [_entry(at, *pair) for pair in zip(argument, dim, strict=True)]
+    return argument if dim is None else argument.select(dim, at)
+
+
 @forward_op.register_vmap
 def _map_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[_Pair, tuple[int, int]]:
-    size = info.batch_size
-    tensors = (_fold(size, *pair) for pair in zip(arguments[:INPUTS], in_dims, strict=False))
-    out, lse = _unfold(size, arguments[0], in_dims[0], *forward_op(*tensors, *arguments[INPUTS:]))
+    out, lse = _map(forward_op, INPUTS, info, in_dims, arguments)
     return (out, lse), (0, 0)
 
 
 @backward_op.register_vmap
-def _map_backward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[_Triple, tuple[int, int, int]]:
-    size = info.batch_size
-    read = len(Operands._fields) - INPUTS
-    pairs = zip(arguments[:read], in_dims, strict=False)  # the last, dlse, may not be given
-    tensors = (None if tensor is None else _fold(size, tensor, dim) for tensor, dim in pairs)
-    dq, dk, dv = _unfold(size, arguments[0], in_dims[0], *backward_op(*tensors, *arguments[read:]))
-    return (dq, dk, dv), (0, 0, 0)
+def _map_backward(
+    info: Any, in_dims: tuple[int | None, ...], *arguments: Any
+) -> tuple[_Gradients, tuple[int | None, ...]]:
+    dq, dk, dv, of_sinks = _map(backward_op, READ, info, in_dims, arguments)
+    return (dq, dk, dv, of_sinks), (0, 0, 0, 0 if of_sinks.ndim > 1 else None)
 
 
 # ---------------------------------------------------------------- FLOP
@@ -191,6 +271,8 @@ def _forward_flops(
     q: tuple[int, ...],
     k: tuple[int, ...],
     v: tuple[int, ...],
+    sinks: tuple[int, ...] | None = None,
+    captured: Sequence[tuple[int, ...]] | None = None,
     left: int | None = None,
     right: int | None = None,
     *options: object,
@@ -209,13 +291,15 @@ def _backward_flops(
     lse: tuple[int, ...],
     dout: tuple[int, ...],
     dlse: tuple[int, ...] | None = None,
+    sinks: tuple[int, ...] | None = None,
+    captured: Sequence[tuple[int, ...]] | None = None,
     left: int | None = None,
     right: int | None = None,
     *options: object,
     **kwargs: object,
 ) -> int:
     """Five products where forward has two; a variant that recomputes some gets no credit for it."""
-    return _forward_flops(q, k, v, left, right) * 5 // 2
+    return _forward_flops(q, k, v, sinks, captured, left, right) * 5 // 2
 
 
 register_when_counted(torch.ops.multiattn.fmha_forward, _forward_flops)
