@@ -27,7 +27,7 @@ from multiattn.cutile.configs import PIPELINES
 from multiattn.cutile.kernels import backward, forward
 from multiattn.cutile.kernels.constants import KernelConstants
 from multiattn.cutile.kernels.tiles import IN_64_BITS
-from multiattn.cutile.table import ArrayArgument, KernelLaunch, launches_of
+from multiattn.cutile.table import ArrayArgument, KernelLaunch, Scalar, launches_of
 from multiattn.plan import abi
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Exported, Plan
@@ -71,8 +71,7 @@ def get_signature(launch: KernelLaunch) -> Any:
     return KernelSignature(parameters, convention, named.symbol)
 
 
-def _scalar(value: float | tuple[int, ...]) -> Any:
-    """A number, or a tuple of integers."""
+def _scalar(value: Scalar) -> Any:
     if isinstance(value, tuple):
         return tuple(ScalarConstraint(ct.int32) for _ in value)
     return ScalarConstraint(ct.float32)

@@ -52,6 +52,10 @@ DIAGONAL = "seq_kv_less_seq_q"
 """Name of the difference of lengths, which a kernel that begins at the diagonal takes for a multiple of tile_m."""
 
 
+Scalar = float | tuple[int, ...]
+"""A number, fp32, or a tuple of integers, which are an argument each."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ArrayArgument:
     """An array ``[B, H, S, D]`` or ``[B, H, S]``, and what its kernel assumes of it."""
@@ -82,8 +86,8 @@ class KernelLaunch:
     grid: Grid
     arrays: Mapping[str, ArrayArgument]
     """By parameter."""
-    scalars: Mapping[str, float | tuple[int, ...]] = field(default_factory=dict)
-    """By parameter; a tuple's integers are arguments each."""
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+    """By parameter."""
     constants: KernelConstants
     assumed: Mapping[str, str]
     """By name, all that the code is specialised on beside variant and config (`abi.Binding.constants`)."""
@@ -106,8 +110,10 @@ class KernelLaunch:
             numbers = (*array.layout.shape, *array.layout.strides)
             arguments += [abi.Number(kind=kind, value=number) for number in numbers]
         for value in self.scalars.values():
-            numbers = value if isinstance(value, tuple) else (value,)
-            arguments += [abi.Number(kind="i32" if isinstance(value, tuple) else "f32", value=it) for it in numbers]
+            if isinstance(value, tuple):
+                arguments += [abi.Number(kind="i32", value=it) for it in value]
+            else:
+                arguments.append(abi.Number(kind="f32", value=value))
         return abi.Binding(arguments=tuple(arguments), grid=self.grid, image=IMAGE, constants=self.assumed)
 
 
@@ -314,12 +320,12 @@ def _backward(
     if grid is None:
         raise ValueError(f"no grid of {tiles} blocks")
     assumed = {"dtype": problem.dtype}
-    scalars = {
+    names = _NAMES[kernel].split()
+    scalars: dict[str, Scalar] = {
         "score_factor": problem.score_factor,
         "grad_factor": problem.grad_factor,
         "reach": _reach(problem),
     }
-    names = _NAMES[kernel].split()
     operands = {name: name for name in names if name in problem.layouts}
     if "dlse" in operands and not getattr(constants, "has_dlse", False):
         operands["dlse"] = "lse"
@@ -330,7 +336,7 @@ def _backward(
         num_worker_warps=num_worker_warps,
         grid=grid,
         arrays={name: _array(assumed, {}, problem, operand) for name, operand in operands.items()},
-        scalars={name: scalars[name] for name in names if name not in operands},
+        scalars={name: scalars[name] for name in names if name in scalars},
         constants=constants,
         assumed=assumed,
     )
