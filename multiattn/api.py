@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal, overload
 
 import torch
@@ -15,11 +15,8 @@ from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan
 from multiattn.plan.choice import BOTH, choose
 from multiattn.plan.support import Reason, Unsupported
 from multiattn.plan.toolchain import probe_gpu
-from multiattn.problem import Operands, Options, Problem, check_inputs, check_modification, problem_of
+from multiattn.problem import Operands, Options, Problem, ScoreMod, problem_of, with_score
 from multiattn.run.autograd import attend, differentiate, needs_grad
-from multiattn.score import BoundScore, bind_score
-
-ScoreMod = Callable[..., torch.Tensor]
 
 
 @overload
@@ -126,7 +123,6 @@ def fmha(
     `torch.export`, `torch.func` and dispatch modes it is the op ``torch.ops.multiattn.fmha_forward``. Source of the
     algorithm: Dao, "FlashAttention-2" (arXiv 2307.08691), Algorithms 1 and 2.
     """
-    score = _bind(q, k, v, softcap, alibi_slopes, bias, score_mod)
     options = Options.of(
         causal=causal,
         window=window,
@@ -137,31 +133,10 @@ def fmha(
         deterministic=deterministic,
     )
     operands = Operands(q, k, v, sinks=sinks)
-    if score is not None:
-        operands, options = operands._replace(captured=score.tensors), options.with_score(score)
+    if not (softcap is None and alibi_slopes is None and bias is None and score_mod is None):
+        operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod)
     out, lse = attend(operands, options)
     return (out, lse) if return_lse else out
-
-
-def _bind(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softcap: float | None,
-    alibi_slopes: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    score_mod: ScoreMod | None,
-) -> BoundScore | None:
-    """The modification of scores that a call asks for; None for none. TypeError or ValueError, naming what came."""
-    if softcap is None and alibi_slopes is None and bias is None and score_mod is None:
-        return None
-    check_inputs(q, k, v, strides=False)
-    check_modification(q, k, softcap, alibi_slopes, bias, score_mod)
-    return bind_score(device=q.device, softcap=softcap, alibi_slopes=alibi_slopes, bias=bias, score_mod=score_mod)
-
-
-def _tensors(score: BoundScore | None) -> tuple[torch.Tensor, ...]:
-    return () if score is None else score.tensors
 
 
 def fmha_backward(
@@ -207,7 +182,6 @@ def fmha_backward(
     lse and dlse contiguous, all from addresses that are multiples of 16 bytes; whatever is laid out otherwise, as an
     expanded or transposed dout is, costs a copy.
     """
-    score = _bind(q, k, v, softcap, alibi_slopes, bias, score_mod)
     options = Options.of(
         causal=causal,
         window=window,
@@ -219,8 +193,9 @@ def fmha_backward(
     )
     if not isinstance(dout, torch.Tensor):
         raise TypeError(f"dout must be a torch.Tensor; got {type(dout).__name__}")
-    operands = Operands(q, k, v, out, lse, dout, dlse, sinks=sinks, captured=_tensors(score))
-    return differentiate(operands, options.with_score(score))[: len(operands.inputs) - len(operands.captured)]  # type: ignore[return-value]
+    operands = Operands(q, k, v, out, lse, dout, dlse, sinks=sinks)
+    operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod)
+    return differentiate(operands, options)[: len(operands.inputs) - len(operands.captured)]  # type: ignore[return-value]
 
 
 def explain(
@@ -259,7 +234,7 @@ def explain(
     if direction not in DIRECTIONS:
         raise ValueError(f"direction: got {direction!r}; allowed {', '.join(DIRECTIONS)}")
     directions: tuple[Direction, ...] = (direction,)
-    given = any(it is not None for it in (window, scale, softcap, alibi_slopes, bias, sinks, score_mod))
+    has_options = any(it is not None for it in (window, scale, softcap, alibi_slopes, bias, sinks, score_mod))
     options = Options.of(
         causal=causal,
         window=window,
@@ -273,14 +248,14 @@ def explain(
         if arch is None:
             raise ValueError("explain(Problem) needs arch=, as there is no tensor whose device would tell it")
         target = arch_by_name(arch)
-        if k is not None or v is not None or causal or given:
+        if k is not None or v is not None or causal or has_options:
             raise TypeError("explain(Problem) takes q alone, as the Problem has its own mask, scale, scores and sinks")
         problem = q
     elif k is None or v is None:
         raise TypeError("explain needs q, k and v, or one Problem")
     else:
-        score = _bind(q, k, v, softcap, alibi_slopes, bias, score_mod)
-        operands, options = Operands(q, k, v, sinks=sinks, captured=_tensors(score)), options.with_score(score)
+        given = Operands(q, k, v, sinks=sinks)
+        operands, options = with_score(given, options, softcap, alibi_slopes, bias, score_mod)
         problem = problem_of(operands, options)
         target = detect(q.device) if arch is None else arch_by_name(arch)
         from_autograd = needs_grad(operands) and (direction == "forward" or variant is None)

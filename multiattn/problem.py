@@ -14,9 +14,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch.compiler import is_compiling
 
 from multiattn.mask import Band, Window, band_of
-from multiattn.score import BoundScore, LoweredScore, ScoreProgram
+from multiattn.score import BoundScore, LoweredScore, ScoreProgram, bind_score
+from multiattn.score.serial import dumps, loads, named_text
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -29,6 +31,9 @@ Strides = tuple[int, int, int]
 """Element strides of (batch, head, sequence); the stride of D is 1 by contract."""
 
 Shape = tuple[int, ...]
+
+ScoreMod = Callable[..., torch.Tensor]
+"""FlexAttention's ``(score, b, h, q_idx, kv_idx) -> score``."""
 
 LOG2_E = math.log2(math.e)
 SCALE_MAX = 3.4028234663852886e38 / LOG2_E
@@ -47,8 +52,8 @@ class Options(NamedTuple):
     right: int | None = None
     scale: float | None = None
     has_sinks: bool = False
-    score: ScoreProgram | None = None
-    """The modification of every score; `scalars` has its numbers, in the order of its own `scalars`."""
+    score: str | None = None
+    """The program that modifies every score, as `multiattn.score.serial` writes it; `scalars` are its numbers."""
     scalars: tuple[float, ...] = ()
     gradient_slots: tuple[int, ...] = ()
     """Slots of the captured tensors that want a gradient."""
@@ -95,7 +100,7 @@ class Options(NamedTuple):
         if score is None:
             return self
         slots = score.slots_requiring_grad if torch.is_grad_enabled() else ()
-        return self._replace(score=score.program, scalars=tuple(score.scalars.values()), gradient_slots=slots)
+        return self._replace(score=dumps(score.program), scalars=tuple(score.scalars.values()), gradient_slots=slots)
 
     @property
     def band(self) -> Band:
@@ -310,9 +315,7 @@ class Problem:
     def of_operands(cls, operands: Operands, options: Options) -> Problem:
         """The same of the inputs among `operands`, with what `options` says of scores."""
         q, k, v = operands.qkv
-        plain = cls.as_if_contiguous(q, k, v, options.band, scale=options.scale, sinks=operands.sinks)
-        if options.score is not None:
-            plain = replace(plain, score=_score_spec(operands, options, plain))
+        plain = cls.of_any(operands, options)
         strides_q, strides_k, strides_v = map(_strides, (q, k, v))
         addresses = [tensor.data_ptr() for tensor in (q, k, v)]
         offsets = [stride * q.element_size() for stride in (*strides_q, *strides_k, *strides_v)]
@@ -320,23 +323,15 @@ class Problem:
         return replace(plain, strides_q=strides_q, strides_k=strides_k, strides_v=strides_v, alignment=alignment)
 
     @classmethod
-    def as_if_contiguous(
-        cls,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        band: Band,
-        *,
-        scale: float | None,
-        sinks: torch.Tensor | None = None,
-    ) -> Problem:
+    def of_any(cls, operands: Operands, options: Options) -> Problem:
         """The problem of contiguous tensors like these, which may have no memory, as under `torch.func`.
 
         Raises as `of`.
         """
-        check_inputs(q, k, v, sinks)
+        q, k, v = operands.qkv
+        check_inputs(q, k, v, operands.sinks)
         batch, heads_q, seq_q, head_dim = q.shape
-        return cls.contiguous(
+        plain = cls.contiguous(
             batch=batch,
             heads_q=heads_q,
             heads_kv=k.shape[1],
@@ -344,10 +339,11 @@ class Problem:
             seq_kv=k.shape[2],
             head_dim=head_dim,
             dtype=_NAMES[q.dtype],
-            band=band,
-            scale=scale,
-            has_sinks=sinks is not None,
+            band=options.band,
+            scale=options.scale,
+            has_sinks=operands.sinks is not None,
         )
+        return plain if options.score is None else replace(plain, score=_score_spec(operands, options, plain))
 
     @classmethod
     def contiguous(
@@ -546,7 +542,7 @@ def problem_of(operands: Operands, options: Options) -> Problem:
 def options_of(problem: Problem) -> Options:
     """Options that give this problem of tensors like its own."""
     score = problem.score
-    modification = (None, (), ()) if score is None else (score.program, score.scalars, score.gradients)
+    modification = (None, (), ()) if score is None else (dumps(score.program), score.scalars, score.gradients)
     return Options(*problem.band.window, problem.scale, problem.has_sinks, *modification)
 
 
@@ -631,14 +627,15 @@ def _score_spec(operands: Operands, options: Options, problem: Problem) -> Score
     """The modification of a call; ValueError for captured tensors that are elsewhere, or too small."""
     assert options.score is not None
     tensors = operands.captured
-    bound = BoundScore(options.score, dict(zip(options.score.scalars, options.scalars, strict=True)), tensors)
+    program = loads(options.score)
+    bound = BoundScore(program, dict(zip(program.scalars, options.scalars, strict=True)), tensors)
     for slot, tensor in enumerate(tensors):
         if tensor.device != operands.q.device:
             allowed = f"the device of q, {operands.q.device}"
             raise ValueError(f"{captured_name(slot)}: got a tensor on {tensor.device}; allowed {allowed}")
     bound.check(batch=problem.batch, heads=problem.heads_q, seq_q=problem.seq_q, seq_kv=problem.seq_kv)
     return ScoreSpec(
-        program=options.score,
+        program=program,
         scalars=options.scalars,
         shapes=tuple(tuple(it.shape) for it in tensors),
         strides=tuple(it.stride() for it in tensors),
@@ -646,7 +643,45 @@ def _score_spec(operands: Operands, options: Options, problem: Problem) -> Score
     )
 
 
-def check_modification(
+def with_score(
+    operands: Operands,
+    options: Options,
+    softcap: float | None,
+    alibi_slopes: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    score_mod: ScoreMod | None,
+) -> tuple[Operands, Options]:
+    """The same with the modification of scores that a call asks for. TypeError or ValueError, naming what came.
+
+    Dynamo can trace neither the checks nor `score_mod`; it gets the program of what has a name as a constant.
+    """
+    if softcap is None and alibi_slopes is None and bias is None and score_mod is None:
+        return operands, options
+    if is_compiling():
+        if score_mod is not None:
+            raise NotImplementedError("score_mod: got a call in torch.compile or torch.export; allowed eager calls")
+        slopes = None if alibi_slopes is None else (alibi_slopes.dim(), _dtype_name(alibi_slopes))
+        of_bias = None if bias is None else (tuple(size == 1 for size in bias.shape), _dtype_name(bias))
+        text = _named_text(softcap is not None, slopes, of_bias)
+        captured = tuple(it for it in (alibi_slopes, bias) if it is not None)
+        scalars = () if softcap is None else (softcap,)
+        return operands._replace(captured=captured), options._replace(score=text, scalars=scalars)
+    check_inputs(*operands.qkv, strides=False)
+    _check_modification(operands.q, operands.k, softcap, alibi_slopes, bias, score_mod)
+    score = bind_score(
+        device=operands.q.device, softcap=softcap, alibi_slopes=alibi_slopes, bias=bias, score_mod=score_mod
+    )
+    return operands._replace(captured=() if score is None else score.tensors), options.with_score(score)
+
+
+_named_text = torch.compiler.assume_constant_result(named_text)
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _check_modification(
     q: torch.Tensor,
     k: torch.Tensor,
     softcap: float | None,
@@ -656,7 +691,7 @@ def check_modification(
 ) -> None:
     """TypeError or ValueError for what modifies no scores; how the tensors fit sizes is checked with these."""
     if softcap is not None:
-        cap = _as_float(softcap)
+        cap = _as_float(softcap, "softcap")
         if not 0.0 < cap < math.inf:
             raise ValueError(f"softcap: got {cap}; allowed positive and finite numbers, or None")
     batch, heads = q.shape[0], q.shape[1]
@@ -708,12 +743,12 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     return number
 
 
-def _as_float(scale: Any) -> float:
+def _as_float(scale: Any, name: str = "scale") -> float:
     """A number as a float, infinite beyond every float; TypeError for what is none. A traced one stays what it is."""
     if isinstance(scale, (torch.SymFloat, torch.SymInt)) or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return scale  # type: ignore[no-any-return]  # stands for a float until the graph runs
     if isinstance(scale, bool) or not isinstance(scale, Real):
-        raise TypeError(f"scale must be a float or None; got {type(scale).__name__}")
+        raise TypeError(f"{name} must be a float or None; got {type(scale).__name__}")
     try:
         return float(scale)
     except OverflowError:  # an int or a fraction beyond every float

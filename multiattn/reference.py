@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -12,7 +11,9 @@ from multiattn.mask import KINDS, Window, band_of
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import REFERENCE, Backend, Launcher, Op, Plan, Variant
 from multiattn.plan.support import Capability, Reason
-from multiattn.problem import FORWARD_RESULTS, GRADIENTS, Operands, Problem
+from multiattn.problem import FORWARD_RESULTS, GRADIENTS, Operands, Options, Problem, ScoreMod, options_of, with_score
+from multiattn.score import BoundScore, eager
+from multiattn.score.eager import Part
 
 
 def reference(
@@ -23,39 +24,52 @@ def reference(
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention as the contract defines it, in plain differentiable PyTorch.
 
-    ``out = softmax(scale * q @ k^T + mask) @ v`` and ``lse = log(sum(exp(scale * q @ k^T + mask)))``, natural log.
+    ``out = softmax(s + mask) @ v`` and ``lse = log(sum(exp(s + mask)))``, natural log, where s is ``scale * q @ k^T``
+    as softcap, ALiBi, bias and `score_mod` change it, in this order.
 
     Args:
         q: ``[B, Hq, Sq, D]``, floating point.
         k: ``[B, Hkv, Skv, D]``, with ``Hq % Hkv == 0``.
         v: like k.
         causal: bottom-right aligned: key j is visible to query i when ``j <= i + Skv - Sq``.
-        window: as for `multiattn.fmha`.
+        window, softcap, alibi_slopes, bias, sinks, score_mod: as for `multiattn.fmha`.
         scale: finite; None is ``1/sqrt(D)``.
-        sinks: ``[Hq]``, as for `multiattn.fmha`.
         compute_dtype: of every intermediate, and of both results: float64 for truth, the inputs' own dtype for the
             rounding that a naive implementation commits.
 
     Returns:
-        out ``[B, Hq, Sq, D]`` and lse ``[B, Hq, Sq]``. A row that sees no key has ``out = 0`` and ``lse = -inf``.
-        Only what is visible counts: a NaN or inf in a masked key's row of k or v reaches nothing.
+        out ``[B, Hq, Sq, D]`` and lse ``[B, Hq, Sq]``. A row that sees no key has ``out = 0`` and ``lse = -inf``, or
+        its sink. Only what is visible counts: a NaN or inf in a masked key's row of k or v reaches nothing.
 
     Raises:
         TypeError, ValueError: as `multiattn.fmha`.
     """
+    options = Options(*band_of(causal, window).window, scale)
+    operands = Operands(q, k, v, sinks=sinks)
+    return attend(*with_score(operands, options, softcap, alibi_slopes, bias, score_mod), compute_dtype)
+
+
+def attend(
+    operands: Operands, options: Options, compute_dtype: torch.dtype, part: Part | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference` of operands and options; `part` says where q, k and v are from, if they are parts of sequences."""
     from einops import rearrange, repeat  # here and below: a sixth of the time that importing the package takes
 
-    problem = Problem.as_if_contiguous(q, k, v, band_of(causal, window), scale=scale, sinks=sinks)
-    q, k, v = (tensor.to(compute_dtype) for tensor in (q, k, v))
+    problem, sinks = Problem.of_any(operands, options), operands.sinks
+    q, k, v = (tensor.to(compute_dtype) for tensor in operands.qkv)
     k, v = (repeat(tensor, "b h s d -> b (h group) s d", group=problem.group) for tensor in (k, v))
 
-    visible = problem.band.visible(problem.seq_q, problem.seq_kv, q.device)  # [Sq, Skv]
     scores = torch.einsum("b h i d, b h j d -> b h i j", q, k) * problem.scale
+    scores, visible = _modify(scores, problem, operands, part)
     scores = scores.masked_fill(~visible, -math.inf)
 
     if sinks is not None:  # one more column, of zeros in v
@@ -74,6 +88,23 @@ def reference(
     return _weighted_sum(weights, v, visible), lse
 
 
+def _modify(
+    scores: torch.Tensor, problem: Problem, operands: Operands, part: Part | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scores that count ``[B, Hq, Sq, Skv]``, and the keys that each query sees, which broadcasts to it."""
+    visible = problem.band.visible(problem.seq_q, problem.seq_kv, scores.device)
+    if problem.score is None:
+        return scores, visible
+    bound = _bound(problem, operands)
+    masked = eager.visible(bound, scores.shape, scores.device, part)
+    return eager.modified(bound, scores, part), visible if masked is None else visible & masked
+
+
+def _bound(problem: Problem, operands: Operands) -> BoundScore:
+    assert problem.score is not None
+    return BoundScore(problem.score.program, problem.score.numbers, operands.captured)
+
+
 def reference_backward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -86,17 +117,22 @@ def reference_backward(
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, ...]:
     """Gradients as the kernels compute them, in plain PyTorch: from what a forward saved, not by differentiating it.
 
-    With ``s = scale * q @ k^T`` and ``p = exp(s - lse)``, the softmax: ``dv = p^T @ dout``, ``dp = dout @ v^T``,
-    ``ds = p * (dp - delta)``, ``dq = scale * ds @ k``, ``dk = scale * ds^T @ q``, where ``delta = rowsum(dout * out) -
-    dlse`` (Dao, "FlashAttention-2", arXiv 2307.08691, Algorithm 2; dlse enters as ``d lse / d s = p``).
+    With s the scores and ``p = exp(s - lse)``, the softmax: ``dv = p^T @ dout``, ``dp = dout @ v^T``,
+    ``ds = p * (dp - delta)``, and through what modifies scores to those of ``scale * q @ k^T``:
+    ``dq = scale * ds @ k``, ``dk = scale * ds^T @ q``, where ``delta = rowsum(dout * out) - dlse`` (Dao,
+    "FlashAttention-2", arXiv 2307.08691, Algorithm 2; dlse enters as ``d lse / d s = p``).
 
     Args:
-        q, k, v, causal, window, scale, sinks, compute_dtype: as for `reference`.
+        q, k, v, compute_dtype, and all from causal to score_mod: as for `reference`.
         out: ``[B, Hq, Sq, D]``, of a forward of any backend; so is lse, ``[B, Hq, Sq]``.
         dout: gradient of out, like it.
         dlse: gradient of lse, like it; None for zero.
@@ -106,21 +142,37 @@ def reference_backward(
         sees no key has ``dq = 0`` and adds nothing to dk and dv. With sinks also dsinks ``[Hq]``:
         ``-sum(exp(sink - lse) * delta)`` over batch entries and queries.
     """
+    options = Options(*band_of(causal, window).window, scale)
+    operands = Operands(q, k, v, out, lse, dout, dlse, sinks=sinks)
+    return differentiate(*with_score(operands, options, softcap, alibi_slopes, bias, score_mod), compute_dtype)
+
+
+def differentiate(
+    operands: Operands, options: Options, compute_dtype: torch.dtype, part: Part | None = None
+) -> tuple[torch.Tensor, ...]:
+    """`reference_backward` of operands and options; `part` as for `attend`."""
     from einops import reduce, repeat
 
-    problem = Problem.as_if_contiguous(q, k, v, band_of(causal, window), scale=scale, sinks=sinks)
-    q, k, v, out, lse, dout = (tensor.to(compute_dtype) for tensor in (q, k, v, out, lse, dout))
+    problem, sinks = Problem.of_any(operands, options), operands.sinks
+    assert operands.out is not None
+    assert operands.lse is not None
+    assert operands.dout is not None
+    given = (*operands.qkv, operands.out, operands.lse, operands.dout)
+    q, k, v, out, lse, dout = (tensor.to(compute_dtype) for tensor in given)
     k, v = (repeat(tensor, "b h s d -> b (h group) s d", group=problem.group) for tensor in (k, v))
     delta = torch.einsum("b h i d, b h i d -> b h i", dout, out)
-    if dlse is not None:
-        delta = delta - dlse.to(compute_dtype)
+    if operands.dlse is not None:
+        delta = delta - operands.dlse.to(compute_dtype)
 
-    visible = problem.band.visible(problem.seq_q, problem.seq_kv, q.device)  # [Sq, Skv]
-    scores = torch.einsum("b h i d, b h j d -> b h i j", q, k) * problem.scale
+    products = torch.einsum("b h i d, b h j d -> b h i j", q, k) * problem.scale
+    scores, visible = _modify(products, problem, operands, part)
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # an empty row has no weight, where -inf would give exp(inf)
     weights = torch.exp(scores - lse[..., None]).masked_fill(~visible, 0.0)
     dweights = torch.einsum("b h i d, b h j d -> b h i j", dout, v)
-    dscores = (weights * (dweights - delta[..., None])).masked_fill(~visible, 0.0) * problem.scale
+    dscores = (weights * (dweights - delta[..., None])).masked_fill(~visible, 0.0)
+    if problem.score is not None:
+        dscores = dscores * eager.slope(_bound(problem, operands), products, part)
+    dscores = dscores * problem.scale
 
     dq = torch.einsum("b h i j, b h j d -> b h i d", dscores, k)
     dk = torch.einsum("b h i j, b h i d -> b h j d", dscores, q)
@@ -149,21 +201,13 @@ def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor)
 def _prepare(plan: Plan) -> Launcher:
     problem, is_forward = plan.problem, plan.direction == "forward"
     compute_dtype = torch.float64 if problem.dtype == "fp64" else torch.float32
-    options: Any = {
-        "window": (problem.band.left, problem.band.right),
-        "scale": problem.scale,
-        "compute_dtype": compute_dtype,
-    }
+    options = options_of(problem)
 
     def launch(operands: Operands) -> None:
+        run, names = (attend, FORWARD_RESULTS) if is_forward else (differentiate, GRADIENTS)
         with torch.autocast(operands.q.device.type, enabled=False):  # it would round what the contract has in fp32
-            if is_forward:
-                results: Sequence[torch.Tensor] = reference(*operands.qkv, sinks=operands.sinks, **options)
-            else:
-                given: Any = operands._asdict()
-                saved = {name: given[name] for name in ("q", "k", "v", "out", "lse", "dout", "dlse", "sinks")}
-                results = reference_backward(**saved, **options)[: len(GRADIENTS)]
-        for name, result in zip(FORWARD_RESULTS if is_forward else GRADIENTS, results, strict=True):
+            results: Sequence[torch.Tensor] = run(operands, options, compute_dtype)
+        for name, result in zip(names, results, strict=False):  # the gradient of sinks is made of delta
             getattr(operands, name).copy_(result)
         if operands.delta is not None:
             assert operands.out is not None
@@ -184,6 +228,8 @@ _VARIANT = Variant(
         head_dim_max=1 << 16,
         masks=KINDS,
         sinks=True,
+        scores=True,
+        block_masks=True,
     ),
     rules=(),
 )

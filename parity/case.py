@@ -77,6 +77,17 @@ class Case:
     causal: bool = False
     window: Window | None = None
     scale: float | None = None
+    softcap: float | None = None
+    alibi: Literal["none", "heads", "batch"] = "none"
+    """Slopes ``[Hq]`` or ``[B, Hq]``."""
+    bias: str | None = None
+    """The dimensions of a bias that are not broadcast, of ``bhqk``."""
+    wide_bias: bool = False
+    """It is fp32, not of the dtype of q."""
+    bias_hides: bool = False
+    """A sixth of it is -inf."""
+    score_mod: str | None = None
+    """A name in `parity.callables`."""
     sinks: Sinks = "none"
     layout: Memory = Memory()
     values: Values = "normal"

@@ -12,6 +12,7 @@ import torch
 
 from parity.case import Broadcast, Case, DType, Memory, Size, Values
 from parity.mask_cases import sinks, windows
+from parity.score_cases import scores
 
 HUGE_GIB = 112
 """GPU memory below which the huge cases are not part of the suite: by a count, the backward of huge_q holds q, dout, a
@@ -423,6 +424,7 @@ CASES: tuple[Case, ...] = (
     *_empties(),
     *windows(),
     *sinks(),
+    *scores(),
     *_long(),
     *_huge(),
 )

@@ -13,14 +13,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from multiattn.mask import Band, Window, band_of
-from multiattn.problem import INPUTS, Operands, Problem
-from multiattn.reference import reference, reference_backward
-from parity.tolerance import CHUNK, Expected, derive_budget, probe_rounding, truncation
+from multiattn.mask import Window
+from multiattn.problem import INPUTS, Operands, Options, Problem
+from multiattn.reference import attend, differentiate
+from multiattn.score import BoundScore
+from multiattn.score.eager import Part
+from parity.tolerance import (
+    CHUNK,
+    Expected,
+    derive_budget,
+    operands_and_problem,
+    probe_rounding,
+    rows_of,
+    softcap_factor,
+    truncation,
+)
 
 GRAD_CHUNK = CHUNK // 4
 """Scores held at a time: differentiating fp64 attention holds about eight tensors of them, 2 GiB in all."""
@@ -29,8 +39,8 @@ GRAD_CHUNK = CHUNK // 4
 Grads = tuple[torch.Tensor, ...]
 """dq, dk and dv, and dsinks where there are sinks."""
 
-Differentiate = Callable[[Problem, Band, Operands], Grads]
-"""Gradients of some rows of queries: of the Problem of all, these rows' mask, and their tensors."""
+Differentiate = Callable[[Operands, Options, Part | None], Grads]
+"""Gradients of some rows of queries: of their tensors, with their own mask, and where they are from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,14 +71,17 @@ class GradTruth:
         window: Window | None = None,
         scale: float | None = None,
         sinks: torch.Tensor | None = None,
+        score: BoundScore | None = None,
     ) -> GradTruth:
         """The truth of one problem; q, k, v and the options as for `Truth.of`.
 
         dout ``[B, Hq, Sq, D]`` is like out, dlse ``[B, Hq, Sq]`` fp32 or None. Raises ValueError where naive has
         overflown in most places.
         """
-        operands = Operands(q, k, v, dout=dout, dlse=dlse, sinks=sinks)
-        problem = Problem.of_operands(operands, band_of(causal, window), scale)
+        inputs, problem = operands_and_problem(
+            q, k, v, causal=causal, window=window, scale=scale, sinks=sinks, score=score
+        )
+        operands = inputs._replace(dout=dout, dlse=dlse)
         truth = differentiate_in_chunks(operands, problem, exactly, keep=torch.float64)
         naive = differentiate_in_chunks(operands, problem, by_autograd, keep=q.dtype)
         saved = differentiate_in_chunks(operands, problem, from_what_is_saved, keep=torch.float32)
@@ -79,7 +92,9 @@ class GradTruth:
                 name=name,
                 truth=want,
                 budget=derive_budget(
-                    (of_naive, of_saved), want, atol=probe_rounding(want, q.dtype) + truncation(want, terms[name])
+                    (of_naive, of_saved),
+                    want,
+                    atol=softcap_factor(problem) * probe_rounding(want, q.dtype) + truncation(want, terms[name]),
                 ),
             )
             for name, want, of_naive, of_saved in zip(terms, truth, naive, saved, strict=False)
@@ -87,58 +102,55 @@ class GradTruth:
         return cls(**{each.name: each for each in expected})
 
 
-def _options(problem: Problem, band: Band, given: Operands, compute_dtype: torch.dtype) -> Any:
-    return {"window": band.window, "scale": problem.scale, "sinks": given.sinks, "compute_dtype": compute_dtype}
-
-
-def exactly(problem: Problem, band: Band, given: Operands) -> Grads:
+def exactly(given: Operands, options: Options, part: Part | None) -> Grads:
     """The formulas in fp64, on an out and an lse in fp64."""
-    options = _options(problem, band, given, torch.float64)
-    out, lse = reference(*given.qkv, **options)
-    assert given.dout is not None
-    return reference_backward(*given.qkv, out, lse, given.dout, dlse=given.dlse, **options)
+    out, lse = attend(given, options, torch.float64, part)
+    return differentiate(given._replace(out=out, lse=lse), options, torch.float64, part)
 
 
-def by_autograd(problem: Problem, band: Band, given: Operands) -> Grads:
+def by_autograd(given: Operands, options: Options, part: Part | None) -> Grads:
     """PyTorch's gradients of eager attention whose every intermediate has the dtype of q."""
-    leaves = [tensor.detach().requires_grad_() for tensor in given.inputs]
-    options = _options(problem, band, Operands.of_inputs(leaves), given.q.dtype)
+    q, k, v, *rest = (tensor.detach() for tensor in given.inputs)
+    sinks = rest[0] if given.sinks is not None else None
+    leaves = [it.requires_grad_() for it in (q, k, v, sinks) if it is not None]
     with torch.enable_grad():
-        out, lse = reference(*leaves[:INPUTS], **options)
+        out, lse = attend(given._replace(q=q, k=k, v=v, sinks=sinks), options, given.q.dtype, part)
     results, upstream = [out], [given.dout]
     if given.dlse is not None:
         results.append(lse)
         upstream.append(given.dlse.to(given.q.dtype))
-    return torch.autograd.grad(results, leaves, upstream)
+    pairs = [pair for pair in zip(results, upstream, strict=True) if pair[0].requires_grad]
+    moved, by = zip(*pairs, strict=True)
+    return torch.autograd.grad(moved, leaves, by, allow_unused=True, materialize_grads=True)
 
 
-def from_what_is_saved(problem: Problem, band: Band, given: Operands) -> Grads:
+def from_what_is_saved(given: Operands, options: Options, part: Part | None) -> Grads:
     """The formulas in fp64, on out and lse as a forward stores them and with what fp32 makes of ``dp - delta``.
 
     Both are sums of D products: after a random walk of D roundings of an ulp, sqrt(D) of them. It is added to dlse,
     as that is what is subtracted from delta.
     """
-    options = _options(problem, band, given, torch.float64)
-    out, lse = reference(*given.qkv, **options)
+    out, lse = attend(given, options, torch.float64, part)
     out, lse = out.to(given.q.dtype), lse.float()
-    ulps = math.sqrt(problem.head_dim) * torch.finfo(torch.float32).eps
+    ulps = math.sqrt(given.q.shape[3]) * torch.finfo(torch.float32).eps
     assert given.dout is not None
     noise = ulps * (given.dout.double() * out.double()).abs().sum(dim=-1)
     dlse = noise if given.dlse is None else given.dlse + noise
-    return reference_backward(*given.qkv, out, lse, given.dout, dlse=dlse, **options)
+    return differentiate(given._replace(out=out, lse=lse, dlse=dlse), options, torch.float64, part)
 
 
 def differentiate_in_chunks(
-    given: Operands, problem: Problem, differentiate: Differentiate, *, keep: torch.dtype
+    given: Operands, problem: Problem, differentiate_rows: Differentiate, *, keep: torch.dtype
 ) -> Grads:
     """Gradients in the dtype `keep`, a few query rows at a time, as `reference_in_chunks` does forward.
 
     Rows of queries that see no key, nor a sink, are left out, as they have dq = 0 and add nothing: autograd would make
     NaN of ``log(0)``. All but dq are added up over the rows in fp64.
     """
-    q, k, v = given.qkv
+    q = given.q
     dq = torch.zeros(q.shape, dtype=keep, device=q.device)
-    sums = [torch.zeros(it.shape, dtype=torch.float64, device=q.device) for it in given.inputs[1:]]
+    summed = given.inputs[1 : INPUTS + problem.has_sinks]
+    sums = [torch.zeros(it.shape, dtype=torch.float64, device=q.device) for it in summed]
     row = max(1, problem.batch * problem.heads_q * max(problem.seq_kv, problem.head_dim))
     rows = max(1, GRAD_CHUNK // row)
     start = 0 if problem.has_sinks else max(0, -problem.diagonal - problem.reach[1])
@@ -146,16 +158,12 @@ def differentiate_in_chunks(
         start = problem.seq_q
     for first in range(start, problem.seq_q, rows):
         last = min(first + rows, problem.seq_q)
-        band, keys = problem.band.of_rows(first, last, problem.seq_q, problem.seq_kv)
-        some = slice(first, last)
-        part = given._replace(
-            q=q[:, :, some],
-            k=k[:, :, keys],
-            v=v[:, :, keys],
-            dout=None if given.dout is None else given.dout[:, :, some],
-            dlse=None if given.dlse is None else given.dlse[:, :, some],
+        some, options, part, keys = rows_of(problem, given, first, last)
+        some = some._replace(
+            dout=None if given.dout is None else given.dout[:, :, first:last],
+            dlse=None if given.dlse is None else given.dlse[:, :, first:last],
         )
-        dq[:, :, some], dk, dv, *dsinks = differentiate(problem, band, part)
+        dq[:, :, first:last], dk, dv, *dsinks = differentiate_rows(some, options, part)
         for total, its in zip((sums[0][:, :, keys], sums[1][:, :, keys], *sums[2:]), (dk, dv, *dsinks), strict=True):
             total += its
     return (dq, *(total.to(keep) for total in sums))

@@ -26,7 +26,7 @@ from parity.case import Case
 from parity.gradients import GradTruth
 from parity.results import Contender
 from parity.tensors import Gradients, Inputs, Outputs, Saved, Upstream
-from parity.tolerance import Mismatch, Truth
+from parity.tolerance import Mismatch, Truth, operands_and_problem
 
 
 @functools.lru_cache(maxsize=1)
@@ -54,11 +54,17 @@ def forget() -> None:
 
 def problem_of(case: Case, inputs: Inputs) -> Problem:
     """The Problem of a case's tensors."""
-    return Problem.of(inputs.q, inputs.k, inputs.v, **_options(case, inputs))
+    return operands_and_problem(inputs.q, inputs.k, inputs.v, **_options(case, inputs))[1]
 
 
 def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
-    return {"causal": case.causal, "window": case.window, "scale": case.scale, "sinks": inputs.sinks}
+    return {
+        "causal": case.causal,
+        "window": case.window,
+        "scale": case.scale,
+        "sinks": inputs.sinks,
+        "score": inputs.score,
+    }
 
 
 def plan_case(case: Case, contender: Contender, inputs: Inputs) -> Plan | tuple[Reason, ...]:
@@ -85,7 +91,9 @@ def _plan_in_turn(case: Case, contender: Contender, inputs: Inputs) -> Plan | tu
 def launch_plan(plan: Plan, inputs: Inputs) -> Outputs:
     """Run one forward Plan on a case's inputs; Mismatch if it wrote where it must not."""
     outputs = Outputs.of(plan.problem, inputs.q.device)
-    multiattn.launch(plan, inputs.q, inputs.k, inputs.v, outputs.out, outputs.lse, sinks=inputs.sinks)
+    multiattn.launch(
+        plan, inputs.q, inputs.k, inputs.v, outputs.out, outputs.lse, sinks=inputs.sinks, captured=inputs.captured
+    )
     _synchronize(inputs.q.device)
     if outputs.guards_were_written:
         raise Mismatch(f"memory around out or lse was written\n  {plan}")
@@ -100,7 +108,9 @@ def launch_gradients(plan: Plan, inputs: Inputs, saved: Saved, upstream: Upstrea
     gradients = Gradients.of(plan.problem, inputs.q.device)
     given = inputs.q, inputs.k, inputs.v, saved.out, saved.lse, upstream.dout, upstream.dlse
     with poisoned_workspaces():
-        multiattn.launch_backward(plan, *given, *gradients.of_qkv, sinks=inputs.sinks, delta=gradients.delta)
+        multiattn.launch_backward(
+            plan, *given, *gradients.of_qkv, sinks=inputs.sinks, delta=gradients.delta, captured=inputs.captured
+        )
     if gradients.delta is not None:
         operands = Operands(*given, sinks=inputs.sinks, delta=gradients.delta)
         gradients = replace(gradients, dsinks=gradient_of_sinks(operands))

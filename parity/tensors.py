@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from multiattn.problem import Problem, Strides
+from multiattn.score import BoundScore, bind_score
+from parity.callables import CALLABLES, Sizes
 from parity.case import Case, Memory
 
 POISON = 0x7FC5
@@ -55,6 +57,12 @@ class Inputs(Watched):
     k: torch.Tensor
     v: torch.Tensor
     sinks: torch.Tensor | None = None
+    score: BoundScore | None = None
+
+    @property
+    def captured(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that the modification of scores loads from."""
+        return () if self.score is None else self.score.tensors
 
     @classmethod
     def of(cls, case: Case, device: torch.device) -> Inputs:
@@ -80,8 +88,9 @@ class Inputs(Watched):
             sinks = sinks_memory[GUARD:-GUARD]
             sinks.copy_(_draw_sinks(case))
             memory = (*memory, sinks_memory)
-        bits, copies = _watch(memory)
-        return cls(q=q, k=k, v=v, sinks=sinks, memory=bits, memory_before=copies)
+        score, memory_of_score = bound_score(case, device)
+        bits, copies = _watch((*memory, *memory_of_score))
+        return cls(q=q, k=k, v=v, sinks=sinks, score=score, memory=bits, memory_before=copies)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -303,6 +312,37 @@ def _draw_sinks(case: Case) -> torch.Tensor:
     elif case.sinks == "some":
         sinks[0] = -torch.inf
     return sinks
+
+
+def bound_score(case: Case, device: torch.device) -> tuple[BoundScore | None, list[torch.Tensor]]:
+    """A case's modification of scores, and the memory of its tensors, poisoned around them."""
+    generator = torch.Generator().manual_seed(case.seed + 3)
+    memory: list[torch.Tensor] = []
+
+    def draw(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        padded = [*shape[:-1], shape[-1] + 3]  # strides are not those of a dense tensor
+        around = poisoned(torch.Size(padded).numel(), dtype, device)
+        memory.append(around)
+        tensor = around[GUARD:-GUARD].view(padded)[..., : shape[-1]]
+        return tensor.copy_(torch.randn(tuple(shape), generator=generator))
+
+    slopes, bias, score_mod = None, None, None
+    if case.alibi != "none":
+        slopes = draw((case.batch, case.heads_q)[0 if case.alibi == "batch" else 1 :], torch.float32).abs_().mul_(0.1)
+    if case.bias is not None:
+        all_sizes = zip("bhqk", (case.batch, case.heads_q, case.seq_q, case.seq_kv), strict=True)
+        shape = [size if name in case.bias else 1 for name, size in all_sizes]
+        bias = draw(shape, torch.float32 if case.wide_bias else case.torch_dtype)
+        if case.bias_hides:
+            bias.masked_fill_(bias < -1.0, -torch.inf)  # a sixth of all
+    if case.score_mod is not None:
+        sizes = Sizes(batch=case.batch, heads=case.heads_q, seq_q=case.seq_q, seq_kv=case.seq_kv, device=device)
+        (found,) = (it for it in CALLABLES if it.name == case.score_mod)
+        score_mod = found.make(sizes)["score_mod"]
+    bound = bind_score(device=device, softcap=case.softcap, alibi_slopes=slopes, bias=bias, score_mod=score_mod)
+    if bound is None:
+        return None, memory
+    return bound._replace(tensors=tuple(it.detach() for it in bound.tensors)), memory
 
 
 def _large(case: Case, drawn: torch.Tensor) -> torch.Tensor:

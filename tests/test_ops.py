@@ -5,6 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from multiattn import fmha, fmha_backward
+from multiattn.score.serial import named_text
 
 
 def random(*shape, seed=0):
@@ -33,6 +34,7 @@ SAMPLES = {
     "causal, by name": ({"right": 0, "scale": -0.3, "backend": "reference", "deterministic": True}, True),
     "window": ({"left": 2, "right": 1}, False),
     "sinks": ({"sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])}, False),
+    "softcap": ({"score": named_text(True, None, None), "scalars": [2.0]}, False),
 }
 
 
@@ -43,8 +45,8 @@ def test_opcheck(name):
     if "sinks" in options:
         options = {**options, "sinks": options["sinks"].clone().requires_grad_()}
     forward, backward = torch.ops.multiattn.fmha_forward.default, torch.ops.multiattn.fmha_backward.default
-    torch.library.opcheck(forward, inputs, {**options, "needs_grad": True})
-    out, lse = (result.detach() for result in forward(*inputs, **options))
+    torch.library.opcheck(forward, (*inputs, []), {**options, "needs_grad": True})
+    out, lse = (result.detach() for result in forward(*inputs, [], **options))
     inputs = [tensor.detach() for tensor in inputs]
     options = {name: it.detach() if isinstance(it, torch.Tensor) else it for name, it in options.items()}
     crooked = out.mT.contiguous().mT
@@ -56,7 +58,7 @@ def test_opcheck(name):
 @pytest.mark.parametrize("sizes", [(5, 7), (1, 7), (5, 0), (0, 7)])
 def test_fakes_have_the_strides_of_the_real_ones(sizes, transposed):
     inputs = qkv(*sizes, transposed=transposed)
-    out, lse = torch.ops.multiattn.fmha_forward(*inputs)
+    out, lse = torch.ops.multiattn.fmha_forward(*inputs, [])
     real = (out, lse, *torch.ops.multiattn.fmha_backward(*inputs, out, lse, out)[:3])
     with FakeTensorMode() as mode:
         inputs = [mode.from_tensor(tensor) for tensor in inputs]
@@ -204,11 +206,14 @@ def test_bad_input_is_named_by_the_ops_too():
             torch.vmap(lambda d, options=options: fmha_backward(q, k, v, out, lse, d, **options))(out[None])
 
 
-def test_windows_and_sinks_go_through_every_transform():
+BIAS, SLOPES = torch.linspace(-1, 1, 20, dtype=torch.float64).view(1, 4, 5, 1), torch.tensor([0.5, 0.2, 0.1, 0.0])
+
+
+def test_windows_sinks_and_scores_go_through_every_transform():
     inputs = (*qkv(requires_grad=True), torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True))
 
     def loss(q, k, v, sinks):
-        return loss_of(q, k, v, sinks=sinks, window=(2, 1))
+        return loss_of(q, k, v, sinks=sinks, window=(2, 1), softcap=3.0, bias=BIAS, alibi_slopes=SLOPES)
 
     expected = torch.autograd.grad(loss(*inputs), inputs)
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
@@ -224,10 +229,17 @@ def test_windows_and_sinks_go_through_every_transform():
 
 class WithSinks(torch.nn.Module):
     def forward(self, q, k, v, sinks):
-        return fmha(q, k, v, sinks=sinks, window=(3, None), causal=True)
+        return fmha(q, k, v, sinks=sinks, window=(3, None), causal=True, softcap=3.0, bias=BIAS)
 
 
-def test_an_exported_program_keeps_window_and_sinks():
+def test_an_exported_program_keeps_window_sinks_and_scores():
     inputs = (*qkv(), torch.tensor([0.3, -1.0, 2.0, 0.0]))
     program = torch.export.export(WithSinks(), inputs)
     torch.testing.assert_close(program.module()(*inputs), WithSinks()(*inputs))
+
+
+def test_a_mapped_bias_is_each_calls_own():
+    q, k, v = qkv()
+    each = torch.stack([BIAS, -BIAS])
+    mapped = torch.vmap(lambda bias: fmha(q, k, v, bias=bias))(each)
+    torch.testing.assert_close(mapped, torch.stack([fmha(q, k, v, bias=bias) for bias in each]))

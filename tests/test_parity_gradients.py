@@ -8,13 +8,16 @@ import pytest
 import torch
 
 from multiattn import reference, reference_backward
-from multiattn.problem import Operands
+from multiattn.problem import Operands, options_of
+from multiattn.reference import attend
+from multiattn.reference import differentiate as gradients_of
+from multiattn.score import eager
 from parity import gradients
 from parity.case import Case
 from parity.cases import CASES, suite
 from parity.gradients import by_autograd, differentiate_in_chunks, exactly
 from parity.launch import prepare_case, prepare_gradients, problem_of
-from parity.tolerance import PRODUCTS_AT_ONCE, Mismatch, truncation
+from parity.tolerance import PRODUCTS_AT_ONCE, Mismatch, operands_and_problem, truncation
 
 CPU = torch.device("cpu")
 BY_NAME = {case.name: case for case in CASES}
@@ -29,10 +32,15 @@ def differentiate(case: Case, **changes: object) -> Grads:
     inputs, _ = prepare_case(case, CPU)
     upstream, _ = prepare_gradients(case, CPU)
     options = {"causal": case.causal, "window": case.window, "scale": case.scale, "sinks": inputs.sinks}
-    out, lse = reference(inputs.q, inputs.k, inputs.v, **options)
-    given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": out.to(case.torch_dtype), "lse": lse}
-    given |= {"dout": upstream.dout, "dlse": upstream.dlse, **options}
-    return reference_backward(**(given | changes))
+    options |= {"score": inputs.score}
+    tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    forward, problem = operands_and_problem(**tensors, **options)
+    out, lse = attend(forward, options_of(problem), torch.float32)
+    saved = {"out": out.to(case.torch_dtype), "lse": lse, "dout": upstream.dout, "dlse": upstream.dlse}
+    given = tensors | saved | options | changes
+    saved = {name: given.pop(name) for name in saved}
+    operands, problem = operands_and_problem(**given)
+    return gradients_of(operands._replace(**saved), options_of(problem), torch.float32)
 
 
 def check(case: Case, grads: Grads) -> None:
@@ -63,6 +71,16 @@ def shifted(case: Case, shift: int) -> Grads:
     delta = (dout * out).sum(-1) - (0.0 if upstream.dlse is None else upstream.dlse)
     ds = p * (dout @ v.mT - delta[..., None]) * scale
     return ds @ k, ds.mT @ q, p.mT @ dout
+
+
+def without_slope(case: Case) -> Grads:
+    """As if what modifies scores only added to them."""
+    prepare_gradients(case, CPU)  # the truth, before anything is broken
+    slope, eager.slope = eager.slope, lambda bound, scores, part=None: torch.ones_like(scores)
+    try:
+        return differentiate(case)
+    finally:
+        eager.slope = slope
 
 
 def last_tile_of_keys_dropped(case: Case) -> Grads:
@@ -152,6 +170,14 @@ BROKEN: dict[str, tuple[Break, str]] = {
         then(lambda dq, dk, dv, dsinks: (dq, dk, dv, dsinks / 2)),
         "sinks_gpt_oss sinks_full sinks_causal_d128",
     ),
+    "slope of the score missing": (
+        without_slope,
+        "softcap_d40_bf16 softcap_d128_fp16 softcap_large softcap_scale_negative score_mod_composite score_mod_powers",
+    ),
+    "score ignored": (
+        lambda case: differentiate(case, score=None),
+        "softcap_d64_bf16 alibi_causal bias_bhqk bias_hides_rows score_mod_composite",
+    ),
     "last tile of keys dropped": (
         last_tile_of_keys_dropped,
         "d64_bf16_full d64_fp16_full len_129x257_full ascending_full",
@@ -197,6 +223,9 @@ LEAST_SIGNAL = {
     # Gradients that cancel: each weight is 1 or 0, so that dp - delta is what rounding leaves of larger numbers.
     ("ascending_full", "dq"): 4.0,
     ("ascending_full", "dk"): 8.0,
+    # A clamp's slope is 0 or 1: naive has another one where rounding takes a score over the limit.
+    ("score_mod_in_place", "dq"): 5.0,
+    ("score_mod_in_place", "dk"): 5.0,
 }
 """Below this a budget is not compared with the largest gradient."""
 
@@ -210,7 +239,9 @@ def test_the_truth_is_the_reference_differentiated(case):
     upstream, truth = prepare_gradients(case, CPU)
     given = {name: getattr(inputs, name) for name in ("q", "k", "v", "sinks")}
     given |= {"dout": upstream.dout, "dlse": upstream.dlse}
-    doubles = Operands(**{name: None if it is None else it.double() for name, it in given.items()})
+    doubles = Operands(
+        **{name: None if it is None else it.double() for name, it in given.items()}, captured=inputs.captured
+    )
     grads = differentiate_in_chunks(doubles, problem_of(case, inputs), by_autograd, keep=torch.float64)
     for grad, expected in zip(grads, truth.all, strict=True):
         torch.testing.assert_close(grad, expected.truth, rtol=1e-9, atol=1e-9)

@@ -9,12 +9,24 @@ import torch
 
 from multiattn import Problem, reference
 from multiattn.plan.backend import BACKENDS, get
+from multiattn.problem import Operands
+from multiattn.score import BoundScore
 from parity import tolerance
 from parity.case import BACKWARD_HEAD_DIM_MAX, Case, Memory
 from parity.cases import CASES, suite
 from parity.launch import prepare_case
 from parity.tensors import GUARD, POISON, Inputs, Outputs, poisoned
-from parity.tolerance import Budget, Expected, Mismatch, Truth, deviate, probe_rounding, reference_in_chunks, truncation
+from parity.tolerance import (
+    Budget,
+    Expected,
+    Mismatch,
+    Truth,
+    deviate,
+    operands_and_problem,
+    probe_rounding,
+    reference_in_chunks,
+    truncation,
+)
 
 CPU = torch.device("cpu")
 CPU_CASES = suite(CPU)
@@ -27,7 +39,9 @@ Break = Callable[[Case, Inputs], Result]
 def attend(case: Case, inputs: Inputs, **changes: object) -> Result:
     """A good kernel's result: fp32 inside, rounded once. `changes` to its options break it."""
     options = {"causal": case.causal, "window": case.window, "scale": case.scale, "sinks": inputs.sinks}
-    out, lse = reference(inputs.q, inputs.k, inputs.v, **(options | changes))
+    options |= {"score": inputs.score} | changes
+    operands, problem = operands_and_problem(inputs.q, inputs.k, inputs.v, **options)
+    out, lse = reference_in_chunks(operands, problem, torch.float32)
     return out.to(case.torch_dtype), lse
 
 
@@ -59,6 +73,15 @@ def other_window(left: int, right: int) -> Break:
         return attend(case, inputs, window=window)
 
     return broken
+
+
+def with_softcap(score: BoundScore, softcap: float) -> BoundScore:
+    return score._replace(scalars={"softcap": softcap})
+
+
+def moved(score: BoundScore, dimension: int) -> BoundScore:
+    """Its tensor read one element further on."""
+    return score._replace(tensors=(score.tensors[0].roll(1, dims=dimension),))
 
 
 def with_keys(change: Callable[[torch.Tensor], torch.Tensor]) -> Break:
@@ -172,6 +195,30 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "sink of the next head": (
         lambda case, inputs: attend(case, inputs, sinks=inputs.sinks.roll(1)),
         "sinks_full sinks_large sinks_some sinks_gpt_oss",
+    ),
+    "score ignored": (
+        lambda case, inputs: attend(case, inputs, score=None),
+        "softcap_d64_bf16 softcap_large alibi_causal alibi_batch bias_bhqk bias_k bias_hides_rows score_mod_composite",
+    ),
+    "softcap off by 2 %": (
+        lambda case, inputs: attend(case, inputs, score=with_softcap(inputs.score, 1.02 * case.softcap)),
+        "softcap_d128_fp16 softcap_d40_bf16 softcap_scale_negative softcap_sinks_empty_rows",
+    ),
+    "slope of the next head": (
+        lambda case, inputs: attend(case, inputs, score=moved(inputs.score, -1)),
+        "alibi_causal alibi_batch alibi_gqa_d128 alibi_window alibi_softcap",
+    ),
+    "bias of the wrong head": (
+        lambda case, inputs: attend(case, inputs, score=moved(inputs.score, 1)),
+        "bias_bhqk bias_hqk bias_bhq bias_hk bias_bhk bias_gqa_d256",
+    ),
+    "bias of the next key": (
+        lambda case, inputs: attend(case, inputs, score=moved(inputs.score, 3)),
+        "bias_bhqk bias_hqk bias_k bias_bqk bias_hides_d128",
+    ),
+    "bias of the wrong batch entry": (
+        lambda case, inputs: attend(case, inputs, score=moved(inputs.score, 0)),
+        "bias_bhqk bias_bqk bias_bk bias_bhk",
     ),
     "last key dropped": (
         with_keys(lambda tensor: tensor[:, :, :-1]),
@@ -389,7 +436,7 @@ def test_the_reference_is_the_same_in_chunks(name, monkeypatch):
     problem = Problem.of(q, k, v, **options)
     whole = reference(q, k, v, compute_dtype=torch.float64, **options)
     monkeypatch.setattr(tolerance, "CHUNK", 11 * case.heads_q * max(case.seq_kv, case.head_dim))
-    parts = reference_in_chunks(q, k, v, problem, torch.float64, inputs.sinks)
+    parts = reference_in_chunks(Operands(q, k, v, sinks=inputs.sinks), problem, torch.float64)
     torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
@@ -429,10 +476,10 @@ def test_an_lse_of_sums_in_fp16_is_held_to_what_they_lose(head_dim, seq, causal)
 
 def test_the_chunks_of_an_lse_of_sums_in_fp16_fit(monkeypatch):
     q, k = torch.randn(2, 4, 33, 40).half(), torch.randn(2, 2, 50, 40).half()
-    problem = Problem.of(q, k, k, causal=True)
-    whole = tolerance.lse_of_sums_in_halves(q, k, problem)
+    operands, problem = Operands(q, k, k), Problem.of(q, k, k, causal=True)
+    whole = tolerance.lse_of_sums_in_halves(operands, problem)
     monkeypatch.setattr(tolerance, "CHUNK", 2 * 4 * 50 * 7)
-    assert torch.equal(tolerance.lse_of_sums_in_halves(q, k, problem), whole)
+    assert torch.equal(tolerance.lse_of_sums_in_halves(operands, problem), whole)
 
 
 def test_no_backend_has_a_backward_for_heads_that_cases_leave_out():

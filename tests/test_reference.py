@@ -91,6 +91,11 @@ BACKWARD = {
     "sinks": {"sinks": torch.tensor([0.5, -2.0, 3.0, -math.inf])},
     "sinks of empty rows": {"sinks": torch.tensor([0.5, -2.0, 3.0, 20.0]), "causal": True, "seq_kv": 2},
     "sinks without keys": {"sinks": torch.tensor([0.5, -2.0, 3.0, 20.0]), "seq_kv": 0},
+    "softcap": {"softcap": 1.5},
+    "ALiBi": {"alibi_slopes": torch.tensor([0.5, 0.2, 0.1, 0.0]), "seq_kv": 9},
+    "bias that hides keys": {"bias": torch.linspace(-3, 3, 25).view(1, 1, 5, 5).where(torch.eye(5) == 0, -math.inf)},
+    "a softcap that ALiBi follows": {"softcap": 1.5, "alibi_slopes": torch.rand(2, 4), "causal": True},
+    "score_mod": {"score_mod": lambda s, b, h, i, j: torch.where(i > j, s * s, s - 0.1 * h), "scale": -1.0},
     "no keys": {"seq_kv": 0},
     "no queries": {"seq_q": 0},
 }

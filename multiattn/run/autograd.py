@@ -78,7 +78,7 @@ def _check_call(operands: Operands, options: Options) -> None:
     """Refuse in our words what an op would refuse late or in other words; the op's fake checks what is compiled."""
     if is_compiling():  # Dynamo could not trace these checks
         return
-    check_inputs(*operands.inputs, strides=not compat.transforms_active())
+    check_inputs(*operands.qkv, operands.sinks, strides=not compat.transforms_active())
     if type(options.scale) is float and not compat.is_tracing():
         check_scale(options.scale, operands.q.shape[3])
 

@@ -18,7 +18,6 @@ from multiattn.problem import INPUTS, READ, Operands, Options, check_inputs, str
 from multiattn.run.calls import get_backward, get_forward
 from multiattn.run.execute import check_results, run_backward, run_forward
 from multiattn.run.flops import register_when_counted
-from multiattn.score.serial import dumps, loads
 
 # A gradient may come in any layout, but q, k and v keep theirs: Inductor must not choose another for an op's inputs.
 # Before torch 2.8 there is no such tag, and keeping their order of strides is the default.
@@ -34,7 +33,7 @@ _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
     "multiattn::fmha_forward",
     mutates_args=(),
     schema=(
-        "(Tensor q, Tensor k, Tensor v, Tensor? sinks=None, Tensor[]? captured=None, SymInt? left=None, "
+        "(Tensor q, Tensor k, Tensor v, Tensor[] captured, Tensor? sinks=None, SymInt? left=None, "
         'SymInt? right=None, float? scale=None, str? score=None, float[]? scalars=None, str backend="auto", '
         "str? variant=None, bool deterministic=False, bool needs_grad=False) -> (Tensor out, Tensor lse)"
     ),
@@ -44,8 +43,8 @@ def forward_op(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    captured: Sequence[torch.Tensor],
     sinks: torch.Tensor | None = None,
-    captured: Sequence[torch.Tensor] | None = None,
     left: int | None = None,
     right: int | None = None,
     scale: float | None = None,
@@ -57,7 +56,7 @@ def forward_op(
     needs_grad: bool = False,
 ) -> _Pair:
     """Out and lse of `multiattn.fmha`. With `needs_grad` a problem whose backward cannot run is refused here."""
-    operands = Operands(q, k, v, sinks=sinks, captured=tuple(captured or ()))
+    operands = Operands(q, k, v, sinks=sinks, captured=tuple(captured))
     options = _options(operands, left, right, scale, score, scalars, backend, variant, deterministic)
     return run_forward(get_forward(operands, options, needs_grad), operands.inputs)
 
@@ -67,7 +66,7 @@ def forward_op(
     mutates_args=(),
     schema=(
         "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor? dlse=None, "
-        "Tensor? sinks=None, Tensor[]? captured=None, SymInt? left=None, SymInt? right=None, float? scale=None, "
+        "Tensor? sinks=None, SymInt? left=None, SymInt? right=None, float? scale=None, "
         'str? score=None, float[]? scalars=None, str backend="auto", str? variant=None, bool deterministic=False) '
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
     ),
@@ -82,7 +81,6 @@ def backward_op(
     dout: torch.Tensor,
     dlse: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
-    captured: Sequence[torch.Tensor] | None = None,
     left: int | None = None,
     right: int | None = None,
     scale: float | None = None,
@@ -93,14 +91,44 @@ def backward_op(
     deterministic: bool = False,
 ) -> _Gradients:
     """Gradients of `multiattn.fmha_backward`; dsinks without sinks has no element, as an op's result cannot be None."""
-    operands = Operands(q, k, v, out, lse, dout, dlse, sinks=sinks, captured=tuple(captured or ()))
-    options = _options(operands, left, right, scale, score, scalars, backend, variant, deterministic)
-    dq, dk, dv, *rest = run_backward(get_backward(operands, options), operands)
+    operands = Operands(q, k, v, out, lse, dout, dlse, sinks=sinks)
+    return _gradients(operands, left, right, scale, score, scalars, backend, variant, deterministic)
+
+
+# An op of its own: `is_grads_batched` maps none that takes a list, and a plain call must not lack it.
+@torch.library.custom_op(
+    "multiattn::fmha_backward_captured",
+    mutates_args=(),
+    schema=(
+        "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor[] captured, Tensor? dlse, "
+        "Tensor? sinks, SymInt? left, SymInt? right, float? scale, str? score, float[]? scalars, str backend, "
+        "str? variant, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
+    ),
+    **_KEEP_STRIDES,
+)
+def captured_backward_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    captured: Sequence[torch.Tensor],
+    dlse: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    *options: Any,
+) -> _Gradients:
+    """The same where the modification of scores loads from tensors."""
+    return _gradients(Operands(q, k, v, out, lse, dout, dlse, sinks=sinks, captured=tuple(captured)), *options)
+
+
+def _gradients(operands: Operands, *arguments: Any) -> _Gradients:
+    dq, dk, dv, *rest = run_backward(get_backward(operands, _options(operands, *arguments)), operands)
     assert dq is not None
     assert dk is not None
     assert dv is not None
-    dsinks = rest[0] if sinks is not None else None
-    return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
+    dsinks = rest[0] if operands.sinks is not None else None
+    return dq, dk, dv, operands.q.new_empty(0) if dsinks is None else dsinks
 
 
 def _options(
@@ -113,27 +141,29 @@ def _options(
     *options: Any,
 ) -> Options:
     """The Options of an op's arguments."""
-    program = None if score is None else loads(score)
-    return Options(left, right, scale, operands.sinks is not None, program, tuple(scalars or ()), (), *options)
+    return Options(left, right, scale, operands.sinks is not None, score, tuple(scalars or ()), (), *options)
 
 
 def _arguments(operands: Operands, options: Options) -> tuple[Any, ...]:
     """What an op takes behind the tensors of every call."""
-    score = None if options.score is None else dumps(options.score)
-    numbers = (options.left, options.right, options.scale, score, options.scalars or None)
+    numbers = (options.left, options.right, options.scale, options.score, options.scalars or None)
     how = (options.backend, options.variant, options.deterministic)
-    return (operands.sinks, operands.captured or None, *numbers, *how)
+    return (operands.sinks, *numbers, *how)
 
 
 def call_forward_op(operands: Operands, options: Options, wants_grad: bool) -> _Pair:
     """`forward_op` of the inputs among `operands`."""
-    out, lse = forward_op(*operands.qkv, *_arguments(operands, options), wants_grad)
+    out, lse = forward_op(*operands.qkv, operands.captured, *_arguments(operands, options), wants_grad)
     return out, lse
 
 
 def call_backward_op(operands: Operands, options: Options) -> tuple[torch.Tensor | None, ...]:
     """`backward_op` of operands: the gradients of their inputs."""
-    *gradients, dsinks = backward_op(*operands[:READ], *_arguments(operands, options))
+    (*tensors, dlse), rest = operands[:READ], _arguments(operands, options)
+    if operands.captured:
+        *gradients, dsinks = captured_backward_op(*tensors, operands.captured, dlse, *rest)
+    else:
+        *gradients, dsinks = backward_op(*tensors, dlse, *rest)
     return (*gradients, *(() if operands.sinks is None else (dsinks,)), *(None for _ in operands.captured))
 
 
@@ -142,7 +172,12 @@ def call_backward_op(operands: Operands, options: Options) -> tuple[torch.Tensor
 
 @forward_op.register_fake
 def _fake_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None, *rest: object
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    captured: Sequence[torch.Tensor],
+    sinks: torch.Tensor | None = None,
+    *rest: object,
 ) -> _Pair:
     check_inputs(q, k, v, sinks)
     return q.new_empty_strided(q.shape, strides_like(q)), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -166,6 +201,13 @@ def _fake_backward(
     return dq, dk, dv, q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
+@captured_backward_op.register_fake
+def _fake_captured_backward(*arguments: Any) -> _Gradients:
+    *tensors, _captured, dlse, sinks = arguments[: READ + 2]
+    gradients: _Gradients = _fake_backward(*tensors, dlse, sinks)
+    return gradients
+
+
 # ---------------------------------------------------------------- gradients
 
 
@@ -176,12 +218,12 @@ def with_dout(operands: Operands) -> Operands:
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: _Pair) -> None:
     """Keep what the gradient of `forward_op` needs, from its arguments and its results."""
-    q, k, v, sinks, captured, *options, _ = inputs
-    operands = Operands(q, k, v, sinks=sinks, captured=tuple(captured or ()))
+    q, k, v, captured, sinks, *options, _ = inputs
+    operands = Operands(q, k, v, sinks=sinks, captured=tuple(captured))
     ctx.save_for_backward(*operands.inputs, *output)
     ctx.set_materialize_grads(False)
     ctx.options = _options(operands, *options).of_gradient
-    ctx.rest = tuple([None] * len(it) if isinstance(it, (list, tuple)) else None for it in options)
+    ctx.rest = (None,) * len(options)
 
 
 def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
@@ -189,9 +231,9 @@ def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | Non
     gradients: tuple[torch.Tensor | None, ...] = (None,) * len(operands.inputs)
     if dout is not None or dlse is not None:
         gradients = call_backward_op(with_dout(operands), ctx.options)
-    of_captured = [None for _ in operands.captured] or None
+    of_captured = [None for _ in operands.captured]
     dsinks = gradients[INPUTS] if operands.sinks is not None else None
-    return (*gradients[:INPUTS], dsinks, of_captured, *ctx.rest, None)
+    return (*gradients[:INPUTS], of_captured, dsinks, *ctx.rest, None)
 
 
 def refuse_double_backward(ctx: Any, *gradients: torch.Tensor | None) -> NoReturn:
@@ -204,13 +246,16 @@ def refuse_double_backward(ctx: Any, *gradients: torch.Tensor | None) -> NoRetur
 
 forward_op.register_autograd(_differentiate, setup_context=_save_for_backward)
 backward_op.register_autograd(refuse_double_backward)
+captured_backward_op.register_autograd(refuse_double_backward)
 
 
 # ---------------------------------------------------------------- vmap
 
 
-def _fold(size: int, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
+def _fold(size: int, tensor: torch.Tensor | None, dim: int | None) -> torch.Tensor | None:
     """``[B, ...]`` for each of `size` entries of a mapped dimension, as one ``[size * B, ...]``; None is not mapped."""
+    if tensor is None:
+        return None
     entries = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
     folded = entries.flatten(0, 1)
     return folded if folded.ndim < 4 or folded.stride(-1) == 1 else folded.contiguous()
@@ -222,25 +267,28 @@ def _unfold(size: int, like: torch.Tensor, dim: int | None, *tensors: torch.Tens
     return tuple(tensor.view(size, batch, *tensor.shape[1:]) for tensor in tensors)
 
 
-def _map(op: Any, batched: int, info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
-    """The rule for `torch.vmap` of an op whose first `batched` arguments are tensors ``[B, ...]``.
+def _map(op: Any, names: str, info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
+    """The rule for `torch.vmap` of an op whose first arguments have these names.
 
     Entries become batch entries of one call. Sinks are the same for all batch entries of a call, and a score may depend
     on which one it is: where entries differ in these, or want a gradient of their own, each is a call by itself.
     """
-    size, tensors, rest = info.batch_size, arguments[:batched], arguments[batched:]
-    given = dict(zip(("sinks", "captured", "left", "right", "scale", "score"), rest, strict=False))
-    of_sinks = in_dims[batched] if len(in_dims) > batched else None
-    has_sinks = given.get("sinks") is not None and (of_sinks is not None or op is backward_op)
-    if has_sinks or given.get("score") is not None:
+    size, given = info.batch_size, dict(zip(names.split(), zip(arguments, in_dims, strict=True), strict=False))
+    sinks, of_sinks = given.get("sinks", (None, None))
+    is_apart = sinks is not None and (of_sinks is not None or op is not forward_op)
+    if is_apart or given.get("score", (None,))[0] is not None:
         each = [op(*(_entry(at, *pair) for pair in zip(arguments, in_dims, strict=True))) for at in range(size)]
         results: Any = [torch.stack(of_entries) for of_entries in zip(*each, strict=True)]
     else:
-        folded = (None if it is None else _fold(size, it, dim) for it, dim in zip(tensors, in_dims, strict=False))
-        results = op(*folded, *rest)
+        folded = [_fold(size, *given[name]) if name in _BATCHED else given[name][0] for name in given]
+        results = op(*folded, *arguments[len(given) :])
         batched_results = [it for it in results if it.ndim > 1]
-        results = [*_unfold(size, arguments[0], in_dims[0], *batched_results), *(it for it in results if it.ndim == 1)]
+        results = [*_unfold(size, *given["q"], *batched_results), *(it for it in results if it.ndim == 1)]
     return results
+
+
+_BATCHED = frozenset(("q", "k", "v", "out", "lse", "dout", "dlse"))
+"""Arguments ``[B, ...]``."""
 
 
 def _entry(at: int, argument: Any, dim: Any) -> Any:
@@ -252,7 +300,7 @@ def _entry(at: int, argument: Any, dim: Any) -> Any:
 
 @forward_op.register_vmap
 def _map_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[_Pair, tuple[int, int]]:
-    out, lse = _map(forward_op, INPUTS, info, in_dims, arguments)
+    out, lse = _map(forward_op, "q k v captured sinks left right scale score", info, in_dims, arguments)
     return (out, lse), (0, 0)
 
 
@@ -260,8 +308,18 @@ def _map_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) ->
 def _map_backward(
     info: Any, in_dims: tuple[int | None, ...], *arguments: Any
 ) -> tuple[_Gradients, tuple[int | None, ...]]:
-    dq, dk, dv, of_sinks = _map(backward_op, READ, info, in_dims, arguments)
+    names = "q k v out lse dout dlse sinks left right scale score"
+    dq, dk, dv, of_sinks = _map(backward_op, names, info, in_dims, arguments)
     return (dq, dk, dv, of_sinks), (0, 0, 0, 0 if of_sinks.ndim > 1 else None)
+
+
+@captured_backward_op.register_vmap
+def _map_captured_backward(
+    info: Any, in_dims: tuple[int | None, ...], *arguments: Any
+) -> tuple[_Gradients, tuple[int | None, ...]]:
+    names = "q k v out lse dout captured dlse sinks left right scale score"
+    dq, dk, dv, of_sinks = _map(captured_backward_op, names, info, in_dims, arguments)
+    return (dq, dk, dv, of_sinks), (0, 0, 0, 0)
 
 
 # ---------------------------------------------------------------- FLOP
@@ -271,8 +329,8 @@ def _forward_flops(
     q: tuple[int, ...],
     k: tuple[int, ...],
     v: tuple[int, ...],
+    captured: Sequence[tuple[int, ...]],
     sinks: tuple[int, ...] | None = None,
-    captured: Sequence[tuple[int, ...]] | None = None,
     left: int | None = None,
     right: int | None = None,
     *options: object,
@@ -292,15 +350,18 @@ def _backward_flops(
     dout: tuple[int, ...],
     dlse: tuple[int, ...] | None = None,
     sinks: tuple[int, ...] | None = None,
-    captured: Sequence[tuple[int, ...]] | None = None,
     left: int | None = None,
     right: int | None = None,
     *options: object,
     **kwargs: object,
 ) -> int:
     """Five products where forward has two; a variant that recomputes some gets no credit for it."""
-    return _forward_flops(q, k, v, sinks, captured, left, right) * 5 // 2
+    return _forward_flops(q, k, v, (), sinks, left, right) * 5 // 2
 
 
 register_when_counted(torch.ops.multiattn.fmha_forward, _forward_flops)
 register_when_counted(torch.ops.multiattn.fmha_backward, _backward_flops)
+register_when_counted(
+    torch.ops.multiattn.fmha_backward_captured,
+    lambda *arguments, **kwargs: _backward_flops(*arguments[: READ - 1], *arguments[READ:], **kwargs),
+)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from multiattn.score.expression import BINARY, UNARY, Node, walk
+from multiattn.score.expression import BINARY, UNARY, Node, derivative, read, walk
 from multiattn.score.program import BoundScore
 
 _OPS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
@@ -29,31 +29,53 @@ _OPS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
 )
 
 
-def modified(bound: BoundScore, scores: torch.Tensor) -> torch.Tensor:
+class Part(NamedTuple):
+    """Some queries and keys of longer sequences: scores depend on where in these they are."""
+
+    first_query: int
+    first_key: int
+    seq_q: int
+    seq_kv: int
+
+
+def modified(bound: BoundScore, scores: torch.Tensor, part: Part | None = None) -> torch.Tensor:
     """The scores ``[B, Hq, Sq, Skv]``, which are ``scale * q @ k^T``, as the program changes them, the mask aside.
 
-    Everything is computed in the dtype of `scores`.
+    Everything is computed in the dtype of `scores`. `part` says where they are from, if they are not all.
     """
     root = bound.program.score
     if root is None:
         return scores
-    places = _places(scores.shape, scores.device)
+    places = _places(scores.shape, scores.device, part)
     return evaluate(root, bound, {**places, "score": scores}, scores.dtype).expand_as(scores)
 
 
-def visible(bound: BoundScore, shape: tuple[int, int, int, int], device: torch.device) -> torch.Tensor | None:
+def slope(bound: BoundScore, scores: torch.Tensor, part: Part | None = None) -> torch.Tensor:
+    """How each of the scores moves with ``scale * q @ k^T``: the program's derivative, as kernels have it."""
+    root = bound.program.score
+    if root is None:
+        return torch.ones_like(scores)
+    places = _places(scores.shape, scores.device, part)
+    steepness = derivative(root, read("score"))
+    return evaluate(steepness, bound, {**places, "score": scores}, scores.dtype).expand_as(scores)
+
+
+def visible(
+    bound: BoundScore, shape: tuple[int, ...], device: torch.device, part: Part | None = None
+) -> torch.Tensor | None:
     """The keys that `mask_mod` lets each query see: bool, broadcastable to ``[B, Hq, Sq, Skv]``; None for all."""
     root = bound.program.mask
-    return None if root is None else evaluate(root, bound, _places(shape, device), torch.float32)
+    return None if root is None else evaluate(root, bound, _places(shape, device, part), torch.float32)
 
 
-def _places(shape: tuple[int, ...], device: torch.device) -> dict[str, torch.Tensor]:
+def _places(shape: tuple[int, ...], device: torch.device, part: Part | None = None) -> dict[str, torch.Tensor]:
     """The inputs of each score, int32, shaped to be broadcast to ``[B, Hq, Sq, Skv]``."""
+    part = part or Part(0, 0, shape[2], shape[3])
     places = {}
-    for axis, name in enumerate(("b", "h", "q", "kv")):
-        index = torch.arange(shape[axis], dtype=torch.int32, device=device)
+    for axis, (name, first) in enumerate(zip(("b", "h", "q", "kv"), (0, 0, *part[:2]), strict=True)):
+        index = first + torch.arange(shape[axis], dtype=torch.int32, device=device)
         places[name] = index.view([-1 if it == axis else 1 for it in range(4)])
-    for name, length in (("seq_q", shape[2]), ("seq_kv", shape[3])):
+    for name, length in (("seq_q", part.seq_q), ("seq_kv", part.seq_kv)):
         places[name] = torch.tensor(length, dtype=torch.int32, device=device)
     return places
 
@@ -61,7 +83,10 @@ def _places(shape: tuple[int, ...], device: torch.device) -> dict[str, torch.Ten
 def evaluate(
     root: Node, bound: BoundScore, inputs: Mapping[str, torch.Tensor], compute_dtype: torch.dtype
 ) -> torch.Tensor:
-    """An expression of a program, broadcast from its inputs; floating-point numbers are of `compute_dtype`."""
+    """An expression of a program, or of its form for kernels, broadcast from `inputs`.
+
+    Floating-point numbers are of `compute_dtype`. `inputs` has the numbers that a kernel takes, too, where they occur.
+    """
     device = next(iter(inputs.values())).device
     types: Mapping[str, torch.dtype] = {
         "f32": compute_dtype, "i32": torch.int32, "i64": torch.int64, "bool": torch.bool
@@ -77,7 +102,7 @@ def evaluate(
             values[node] = leaf(node.value, node)
         elif node.op == "scalar":
             values[node] = leaf(bound.scalars[node.value], node)
-        elif node.op == "input":
+        elif node.op in ("input", "derived"):
             values[node] = inputs[node.value]
         elif node.op == "cast":
             values[node] = args[0].to(types[node.dtype])

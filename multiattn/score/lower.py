@@ -112,9 +112,21 @@ class LoweredScore:
         scalars = [AuxField(name=f"x{place}", kind="f32") for place in range(len(self.derived))]
         return (*scalars, *self._fields_of(self.program.loads, "tensor"))
 
+    @property
+    def functions(self) -> tuple[tuple[str, tuple[Node, ...]], ...]:
+        """The functions of the program, each with what it returns."""
+        found: list[tuple[str, tuple[Node, ...]]] = []
+        if self.score is not None:
+            found += [("score", (self.score,)), ("score_and_slope", (self.score, self.slope))]
+        return (*found, ("mask", (self.mask,))) if self.mask is not None else tuple(found)
+
+    def gradients_of(self, slots: Sequence[int]) -> tuple[LoadSlope, ...]:
+        """The loads that give the gradients of the tensors in `slots`."""
+        return tuple(it for it in self.load_slopes if it.load.value in slots)
+
     def gradient_fields(self, slots: Sequence[int]) -> tuple[AuxField, ...]:
         """The fields of the gradients of the tensors in `slots`: ``grad0``, ``grad0_stride1``, as in `fields`."""
-        loads = [it.load for it in self.load_slopes if it.load.value in slots]
+        loads = [it.load for it in self.gradients_of(slots)]
         return tuple(it for it in self._fields_of(loads, "grad") if it.kind != "size")
 
     def _fields_of(self, loads: Sequence[Node], name: str) -> Iterator[AuxField]:
@@ -181,6 +193,9 @@ def lower(program: ScoreProgram, *, approximate: bool = False) -> LoweredScore:
         mask = kernel_form(program.mask)
     if program.score is not None:
         score = _in_log2(kernel_form(program.score))
+        if "raw" not in inputs_of(score):  # a kernel wants as many scores as it gave
+            raw = read("raw")
+            score = make("where", "f32", (apply("eq", raw, raw), score, score))
         slope = kernel_form(derivative(program.score, read("score")))
         loads = [it for it in walk(program.score) if it.op == "load" and it.dtype == "f32"]
         slopes = [kernel_form(derivative(program.score, it)) for it in loads]
@@ -215,6 +230,15 @@ def _kernel_form(node: Node, args: list[Node], approximate: bool) -> Node:
 def _is_exclusive(load: Node, loads: Sequence[Node]) -> bool:
     indices = {it.value for it in load.args if it.op == "input"}
     return indices == {"b", "h", "q", "kv"} and [it.value for it in loads].count(load.value) == 1
+
+
+def _truncated(x: Node, y: Node) -> Node:
+    """C's quotient, of natural numbers: of others the languages disagree."""
+    if _is_natural(x) and _is_natural(y):
+        return apply("quotient", x, y)
+    zero = const(0, x.dtype)
+    size = apply("quotient", apply("abs", x), apply("abs", y))
+    return where(apply("ne", apply("lt", x, zero), apply("lt", y, zero)), apply("neg", size), size)
 
 
 def _load(node: Node, indices: Sequence[Node]) -> Node:
@@ -322,6 +346,7 @@ _FORMS: Mapping[str, Callable[..., Node]] = MappingProxyType(
         "log": lambda x: _times(apply("log2", x), const(math.log(2))),
         "floordiv": _floordiv,
         "mod": _mod,
+        "quotient": _truncated,
     }
 )
 _EXACT: Mapping[str, Callable[[Node], Node]] = MappingProxyType({"tanh": _exact_tanh, "sigmoid": _exact_sigmoid})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +26,9 @@ _LONGEST = 72
 class Language:
     """How one language writes what kernels compute.
 
-    `ops` has a format for each operation, with ``{0}``, ``{1}`` and ``{2}`` for its arguments. `literal` writes a
-    number, `load` a load from the texts of its indices; both may also be anything else that is not an operation.
+    `ops` has a format for each operation, with ``{0}``, ``{1}`` and ``{2}`` for its arguments; one named with a type,
+    as ``min:f32``, goes first. `literal` writes a number, `load` a load: of its node, the texts of its indices, and the
+    names of what a kernel takes.
     """
 
     types: Mapping[DType, str]
@@ -34,22 +36,24 @@ class Language:
     cast: str
     """``{0}`` as the type ``{1}``."""
     literal: Callable[[Number], str]
-    load: Callable[[Node, Sequence[str]], str]
+    load: Callable[[Node, Sequence[str], Mapping[str, str]], str]
     statement: str = "{name} = {value}"
     """Gives a value a name; may have the ``{type}``, too."""
 
     def expression(self, node: Node, args: Sequence[str], names: Mapping[str, str]) -> str:
-        """One node, of the texts of its arguments. `names` has those of inputs, and of scalars by their own names."""
+        """One node, of the texts of its arguments. `names`: what inputs and numbers that a kernel takes are called."""
         if node.op == "const":
             return self.literal(node.value)
         if node.op in ("input", "scalar", "derived"):
             name = str(node.value)
             return names.get(name, name)
         if node.op == "load":
-            return self.load(node, args)
+            return self.load(node, [_bare(it) for it in args], names)
         if node.op == "cast":
-            return self.cast.format(args[0], self.types[node.dtype])
-        return self.ops[node.op].format(*args)
+            return self.cast.format(_bare(args[0]), self.types[node.dtype])
+        typed = f"{node.op}:{node.dtype}"
+        form = self.ops[typed if typed in self.ops else node.op]
+        return form.format(*(map(_bare, args) if form[0].isalpha() else args))  # a call has parentheses of its own
 
     def statements(
         self, roots: Sequence[Node], names: Mapping[str, str] = MappingProxyType({}), prefix: str = "t"
@@ -100,6 +104,18 @@ TEXT = Language(
     ),
     cast="{1}({0})",
     literal=repr,
-    load=lambda node, indices: f"tensor{node.value}[{', '.join(indices)}]",
+    load=lambda node, indices, names: f"tensor{node.value}[{', '.join(indices)}]",
 )
 """Python's operators and plain names. Two expressions with one text are one expression, but for types of loads."""
+
+
+# ---------------------------------------------------------------- generated code
+
+DIGEST = "DIGEST"
+"""In the text of generated code, where its digest goes: compilers cache by name, so other code has other names."""
+
+
+def sign(text: str) -> tuple[str, str]:
+    """The digest of generated code, 16 hexadecimal digits, and its text with that for `DIGEST`."""
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return digest, text.replace(DIGEST, digest)

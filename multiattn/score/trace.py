@@ -196,7 +196,8 @@ class Tracer(TorchDispatchMode):
         """The stand-in of ``tensor[indices]``, or of what is left of it after some of its indices."""
         base, before = self._parts.get(id(tensor), (tensor, ()))
         if len(before) + len(indices) > base.dim():
-            raise self.refusal(f"{self._name(tensor)} with {len(before) + len(indices)} indices")
+            count = len(before) + len(indices)
+            raise self.refusal(f"{self._name(tensor)} with {count} indices; allowed one for each of its dimensions")
         nodes = list(before)
         for it in indices:
             node, size = self.node(it), base.shape[len(nodes)]
@@ -207,9 +208,11 @@ class Tracer(TorchDispatchMode):
                     raise IndexError(f"index {node.value} is out of bounds for a dimension of {size} elements")
                 node = const(node.value % size, "i32")
             nodes.append(node)
-        self._is_own = True
-        rest = torch.empty(base.shape[len(nodes) :], dtype=base.dtype, device="meta")
-        self._is_own = False
+        try:
+            self._is_own = True
+            rest = torch.empty(base.shape[len(nodes) :], dtype=base.dtype, device="meta")
+        finally:
+            self._is_own = False
         if rest.dim():
             self._keep.append(rest)
             self._parts[id(rest)] = base, tuple(nodes)
