@@ -118,7 +118,11 @@ def test_a_launch_has_the_parameters_of_its_kernel_in_order(is_64bit, monkeypatc
         plan = make_plan(BACKEND, SMALL, ARCHS["sm90"], direction=direction, variant=variant, probe=False)
         for launch in table.launches_of(plan, has_dlse=has_dlse):
             kernel = get_kernel(launch)
-            assert list(inspect.signature(kernel._pyfunc).parameters) == [*launch.arrays, *launch.scalars]
+            assert list(inspect.signature(kernel._pyfunc).parameters) == [
+                *launch.arrays,
+                *launch.optional,
+                *launch.scalars,
+            ]
             nodes = kernel._annotated_function.parameter_annotations
             for array, node in zip(launch.arrays.values(), nodes, strict=False):
                 known = node.array or ct.ArrayAnnotation()

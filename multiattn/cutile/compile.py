@@ -63,6 +63,7 @@ def get_signature(launch: KernelLaunch) -> Any:
     dtype = ct.int64 if launch.is_64bit else ct.int32
     parameters = [
         *(_array(array, dtype) for array in launch.arrays.values()),
+        *(tuple(_array(array, dtype) for array in arrays) for arrays in launch.optional.values()),
         *map(_scalar, launch.scalars.values()),
     ]
     convention = CallingConvention.cutile_python_v2()  # v2: a static extent
@@ -87,7 +88,7 @@ def _number(constant: float | str | None) -> float:
 def _array(array: ArrayArgument, index_dtype: Any) -> Any:
     """With a static D, where it has one."""
     shape = array.layout.shape
-    tail = [1] * (len(shape) - 3)
+    tail = [1] * (len(shape) - len(array.extents))
     static_dim = {"shape_constant": (None, None, None, shape[3])} if tail else {}
     return ArrayConstraint(
         _DTYPES[array.layout.dtype],

@@ -7,7 +7,8 @@ driver's arguments and an emitted kernel's Binding (`bind`) and the CPU's call (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,8 @@ static, whatever the size, and needs no permission."""
 
 ALIGNMENT = 16
 """A compiler is told of strides and addresses that are multiples of 16 bytes, and of extents that are of 16."""
+SINKS_ALIGNMENT = 4
+"""Bytes, as of any fp32 tensor."""
 _GIVEN = ("q", "k", "v")
 """Arrays of the caller's, which may be less aligned than our own."""
 _FORWARD = ("q", "k", "v", "out", "lse")
@@ -48,6 +51,8 @@ _FORWARD = ("q", "k", "v", "out", "lse")
 EXTENTS = ("batch", "heads", "seq")
 STRIDES = ("batch_stride", "head_stride", "row_stride")
 """Names of what a compiler may know multiples of, behind the array's."""
+VECTORS = ("lse", "dlse", "delta")
+"""Arrays ``[B, H, S]``; sinks are ``[H]``, and all others ``[B, H, S, D]``."""
 DIAGONAL = "seq_kv_less_seq_q"
 """Name of the difference of lengths, which a kernel that begins at the diagonal takes for a multiple of tile_m."""
 
@@ -73,6 +78,11 @@ class ArrayArgument:
     """Elements may share memory."""
 
 
+def extents_of(tensor: str) -> tuple[str, ...]:
+    """Names of an array's extents, but for D."""
+    return EXTENTS[1:2] if tensor == "sinks" else EXTENTS
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelLaunch:
     """One launch."""
@@ -86,6 +96,8 @@ class KernelLaunch:
     grid: Grid
     arrays: Mapping[str, ArrayArgument]
     """By parameter."""
+    optional: Mapping[str, tuple[ArrayArgument, ...]] = field(default_factory=dict)
+    """Those that a launch may not have, by parameter: one, or none."""
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
     """By parameter."""
     constants: KernelConstants
@@ -93,9 +105,19 @@ class KernelLaunch:
     """By name, all that the code is specialised on beside variant and config (`abi.Binding.constants`)."""
 
     @property
+    def given(self) -> tuple[ArrayArgument, ...]:
+        """All arrays that there are, in the order of the parameters."""
+        return (*self.arrays.values(), *itertools.chain.from_iterable(self.optional.values()))
+
+    @property
     def tensors(self) -> tuple[str, ...]:
         """The names of the operands and areas of workspace, by parameter."""
-        return tuple(array.tensor for array in self.arrays.values())
+        return tuple(array.tensor for array in self.given)
+
+    def arguments(self, get: Callable[[str], Any]) -> tuple[Any, ...]:
+        """The arguments of the Python function, given a tensor by its name."""
+        optional = (tuple(get(array.tensor) for array in arrays) for arrays in self.optional.values())
+        return (*(get(array.tensor) for array in self.arrays.values()), *optional, *self.scalars.values())
 
     @property
     def binding(self) -> abi.Binding:
@@ -105,7 +127,7 @@ class KernelLaunch:
         """
         kind: abi.Kind = "i64" if self.is_64bit else "i32"
         arguments: list[abi.Argument] = []
-        for array in self.arrays.values():
+        for array in self.given:
             arguments.append(abi.Pointer(tensor=array.tensor))
             numbers = (*array.layout.shape, *array.layout.strides)
             arguments += [abi.Number(kind=kind, value=number) for number in numbers]
@@ -151,13 +173,13 @@ def _array(assumed: dict[str, str], emitted: Mapping[str, str], problem: Problem
     def divisor(name: str, value: int, unit: int) -> int:
         return abi.multiple(assumed, emitted, f"{tensor}_{name}", unit if value % unit == 0 else 1, value)
 
-    alignment = problem.alignment if tensor in _GIVEN else ALIGNMENT
+    alignment = problem.alignment if tensor in _GIVEN else SINKS_ALIGNMENT if tensor == "sinks" else ALIGNMENT
     in_elements = ALIGNMENT // layout.dtype.itemsize
     return ArrayArgument(
         tensor=tensor,
         layout=layout,
         alignment=divisor("alignment", alignment, alignment),
-        extents=tuple(divisor(name, it, ALIGNMENT) for name, it in zip(EXTENTS, layout.shape, strict=False)),
+        extents=tuple(divisor(name, it, ALIGNMENT) for name, it in zip(extents_of(tensor), layout.shape, strict=False)),
         strides=tuple(divisor(name, it, in_elements) for name, it in zip(STRIDES, layout.strides[:-1], strict=False)),
         overlaps=abi.flag(assumed, emitted, f"{tensor}_overlaps", 0 in layout.strides),
     )
@@ -189,6 +211,8 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> Ke
     assumed: dict[str, str] = {}
     abi.exactly(assumed, dtype=problem.dtype, head_dim=problem.head_dim, mask=problem.band.kind)
     abi.exactly(assumed, scale_sign=problem.scale_sign)
+    if problem.has_sinks:
+        abi.exactly(assumed, sinks="one a head")
     masked = abi.flag(assumed, emitted, "masked", problem.is_banded or problem.seq_kv % config.tile_n != 0)
     aligned_to = config.tile_m if configs.begins_at_diagonal(problem, config) else 1
     diagonal = abi.multiple(assumed, emitted, DIAGONAL, aligned_to, problem.seq_kv - problem.seq_q)
@@ -210,6 +234,7 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> Ke
         num_worker_warps=config.num_worker_warps,
         grid=grid,
         arrays={name: _array(assumed, emitted, problem, name) for name in _FORWARD},
+        optional={"sinks": (_array(assumed, emitted, problem, "sinks"),) if problem.has_sinks else ()},
         scalars={"scale": problem.scale_log2 if step.exp2 else problem.scale_log2 / LOG2_E, "reach": _reach(problem)},
         constants=ForwardConstants(
             tile_d=tile_d,
@@ -219,6 +244,7 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> Ke
             masked=masked,
             heads_together=together.heads,
             spanning=together.spanning,
+            has_sinks=problem.has_sinks,
             grouped=grouped,
             linear_grid=linear,
             sign=problem.scale_sign,

@@ -26,6 +26,7 @@ class ForwardConstants:
     heads_together: int
     spanning: bool
     """Those are heads of several batch entries."""
+    has_sinks: bool
     grouped: bool
     """Heads of q share those of k."""
     linear_grid: bool

@@ -21,7 +21,7 @@ import cuda.tile as ct
 
 from multiattn.cutile.kernels import parts, tiles
 from multiattn.cutile.kernels.constants import SMALLEST_TILE, ForwardConstants
-from multiattn.cutile.kernels.tiles import Array32, ConstBool, Reach, Vectors32
+from multiattn.cutile.kernels.tiles import Array32, ConstBool, OptionalVector32, Reach, Vectors32
 
 LOWEST = -3.4028234663852886e38
 """Row maximum before any key: finite, so that a row of -inf scores computes ``exp2(-inf)`` and never ``inf - inf``."""
@@ -287,8 +287,26 @@ def must_redo(const: Any, place: Any, l: Any) -> Any:
 
 
 @ct.function
-def store_rows(const: Any, place: Any, out: Any, lse: Any, rows: Any, l: Any) -> None:
+def load_sink(const: Any, place: Any, sinks: Any) -> Any:
+    """The head's sink ``[1, 1]``, in the domain of the rung."""
+    # Without TMA, which wants an address that is a multiple of 16 bytes.
+    return ct.load(sinks[0], (place.head,), (1,), allow_tma=False).reshape((1, 1)) * (1.0 / const.ln_base)
+
+
+@ct.function
+def with_sink(const: Any, rows: Any, l: Any, sink: Any) -> Any:
+    """The rows, and their sums of weights l, with one more column: its score is the sink, and it has no value."""
+    m = ct.maximum(rows.m, sink)
+    alpha = power(const, rows.m - m, False)  # [tile_m, 1]
+    l = l * alpha + power(const, sink - m, False)
+    return RunningSoftmax(acc=parts.scaled(const, rows.acc, alpha), m=m, l=rows.l), l
+
+
+@ct.function
+def store_rows(const: Any, place: Any, out: Any, lse: Any, rows: Any, l: Any, sink: Any) -> None:
     """Store what the rows come to, out and lse; l is their sum of weights, ``[tile_m, 1]``."""
+    if const.has_sinks:
+        rows, l = with_sink(const, rows, l, sink)
     parts.store_out(const, place, out, rows.acc, l)
     log_sum = ct.where(l == 0.0, -math.inf, (rows.m + power(const, l, True)) * const.ln_base)
     log_sum = log_sum.reshape((1, 1, const.tile_m))
@@ -297,9 +315,12 @@ def store_rows(const: Any, place: Any, out: Any, lse: Any, rows: Any, l: Any) ->
 
 
 @ct.function
-def forward_tile(const: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale: Any) -> None:
-    """q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` -> one tile of out and of lse."""
+def forward_tile(const: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any, scale: Any) -> None:
+    """q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` -> one tile of out and lse; sinks: one ``[Hq]``, or none."""
     queries = parts.load_q(const, place, q)
+    sink = None
+    if const.has_sinks:
+        sink = load_sink(const, place, sinks)
     if const.lazy_max:
         if const.pipeline in ("pilot", "pilot_pairs"):
             rows = piloted_rows(const, place, queries, k, v, scale)
@@ -310,16 +331,19 @@ def forward_tile(const: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: 
         if must_redo(const, place, l):
             rows = redone_rows(const, place, queries, k, v, scale)
             l = row_sum(rows.l)
-        store_rows(const, place, out, lse, rows, l)
+        store_rows(const, place, out, lse, rows, l, sink)
     else:
         rows = online_rows(const, place, queries, k, v, scale)
-        store_rows(const, place, out, lse, rows, row_sum(rows.l))
+        store_rows(const, place, out, lse, rows, row_sum(rows.l), sink)
 
 
 def forward_kernel(const: ForwardConstants) -> Callable[..., None]:
     """out and lse of attention; arguments as in `forward_tile`."""
 
-    def forward(q: Array32, k: Array32, v: Array32, out: Array32, lse: Vectors32, scale: float, reach: Reach) -> None:
+    def forward(
+        q: Array32, k: Array32, v: Array32, out: Array32, lse: Vectors32, sinks: OptionalVector32, scale: float,
+        reach: Reach,
+    ) -> None:  # fmt: skip
         if const.static_grid:
             total = ct.cdiv(q.shape[2], const.tile_m) * q.shape[1] * q.shape[0]
             # Divided once: else each of the three roles that warps take would divide for each tile, and its next load
@@ -328,11 +352,11 @@ def forward_kernel(const: ForwardConstants) -> Callable[..., None]:
             step = tiles.digits_of(const, q, ct.num_blocks(0))
             for _ in range(ct.bid(0), total, ct.num_blocks(0)):
                 place = tiles.place_tile(const, q, k, reach, number, True, const.grouped)
-                forward_tile(const, place, q, k, v, out, lse, scale)
+                forward_tile(const, place, q, k, v, out, lse, sinks, scale)
                 number = tiles.add_digits(const, q, number, step)
         elif const.linear_grid:
-            forward_tile(const, tiles.find_place(const, q, k, reach), q, k, v, out, lse, scale)
+            forward_tile(const, tiles.find_place(const, q, k, reach), q, k, v, out, lse, sinks, scale)
         else:
-            forward_tile(const, tiles.place_in_grid(const, q, k, reach), q, k, v, out, lse, scale)
+            forward_tile(const, tiles.place_in_grid(const, q, k, reach), q, k, v, out, lse, sinks, scale)
 
     return forward

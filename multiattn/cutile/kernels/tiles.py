@@ -12,11 +12,14 @@ Array32 = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,))]
 Array64 = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,), index_dtype=ct.int64)]
 Vectors32 = ct.Array
 Vectors64 = ct.IndexedWithInt64[ct.Array]
-IN_64_BITS = {Array32: Array64, Vectors32: Vectors64}
+OptionalVector32 = tuple[Vectors32, ...]
+OptionalVector64 = tuple[Vectors64, ...]
+"""One or none, which is no parameter at all and changes no other's place."""
+IN_64_BITS = {Array32: Array64, Vectors32: Vectors64, OptionalVector32: OptionalVector64}
 """Each annotation of an array with its counterpart whose shape, strides and offsets take 64 bits."""
 
 Reach = tuple[int, ...]
-"""`Place.reach`: a tuple of no numbers is no parameter at all, and changes no other's place."""
+"""`Place.reach`: two numbers or none."""
 
 ZERO = ct.PaddingMode.ZERO
 
