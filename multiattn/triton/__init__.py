@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from multiattn.mask import KINDS
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch
 from multiattn.plan.backend import Backend, Op, Variant, bytes_of_areas, later
 from multiattn.plan.ladder import rung_variants
@@ -63,6 +64,7 @@ def _gluon_variant() -> Variant:
         capability=replace(
             _THROUGH_DESCRIPTORS,
             arches=gluon_configs.ARCHES,
+            masks=KINDS,
             arch_hint="for this arch's wgmma and TMA, and Triton interprets no Gluon; other variants run elsewhere",
         ),
         config_type=gluon_configs.GluonConfig,
