@@ -288,6 +288,7 @@ def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
             described = Descriptor(of=name, layout=known[name], rows=tile, columns=columns)
             rows[f"{name}_{piece}"] = described if columns else Constant(value=None)
     rows["lse"] = Tensor(of="lse")
+    rows["sinks"] = Tensor(of="sinks", is_aligned=False) if problem.has_sinks else Constant(value=None)
     rows["counter"] = Tensor(of=abi.WORKSPACE) if plan.workspace_bytes else Constant(value=None)
     rows["scale"] = problem.scale_log2
     sizes = {
