@@ -64,7 +64,6 @@ def _gluon_variant() -> Variant:
         capability=replace(
             _THROUGH_DESCRIPTORS,
             arches=gluon_configs.ARCHES,
-            masks=("full", "causal"),
             arch_hint="for this arch's wgmma and TMA, and Triton interprets no Gluon; other variants run elsewhere",
         ),
         config_type=gluon_configs.GluonConfig,

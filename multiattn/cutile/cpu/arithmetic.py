@@ -43,6 +43,15 @@ def _compare(function: _Rule) -> _Rule:
     return rule
 
 
+def _bitwise(function: _Rule) -> _Rule:
+    def rule(x: Any, y: Any) -> Tile:
+        a, b, dtype = promote(x, y)
+        require(not a.is_floating_point(), f"{dtype} has no bits to combine")
+        return Tile(function(a, b), dtype)
+
+    return rule
+
+
 def _unary(function: _Rule) -> _Rule:
     """Floating point in and out; an integer becomes fp32."""
 
@@ -86,6 +95,10 @@ def _reduce(function: _Rule, *, instead_of_nan: float | None = None) -> _Rule:
 
 def _maximum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.fmax(a, b) if a.is_floating_point() else torch.maximum(a, b)
+
+
+def _minimum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.fmin(a, b) if a.is_floating_point() else torch.minimum(a, b)
 
 
 def _where(condition: Any, x: Any, y: Any) -> Tile:
@@ -140,6 +153,8 @@ RULES: dict[str, _Rule] = {
     "mul": _binary(torch.mul),
     "truediv": _binary(torch.div, force_float=True),
     "maximum": _binary(_maximum),
+    "minimum": _binary(_minimum),
+    "bitwise_and": _bitwise(torch.bitwise_and),
     "negative": _same(torch.neg),
     "abs": _same(torch.abs),
     "greater": _compare(torch.gt),

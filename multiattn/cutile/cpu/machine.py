@@ -95,16 +95,25 @@ def _memory_of(tensor: torch.Tensor) -> _Memory:
     return tensor.untyped_storage().data_ptr(), tensor.dtype
 
 
+def _tensors_among(args: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _tensors_among(value)
+
+
 def _ledgers(args: Sequence[Any], run: Run) -> dict[_Memory, Ledger]:
     """One for all tensors that share a memory."""
     views: dict[_Memory, list[torch.Tensor]] = {}
-    for value in args:
-        if isinstance(value, torch.Tensor):
-            views.setdefault(_memory_of(value), []).append(value)
+    for value in _tensors_among(args):
+        views.setdefault(_memory_of(value), []).append(value)
     return {memory: Ledger(tensors, run) for memory, tensors in views.items()}
 
 
 def _device_value(value: Any, annotation: Any, ledgers: dict[_Memory, Ledger]) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_device_value(it, annotation.each, ledgers) for it in value)
     if isinstance(value, torch.Tensor):
         index_dtype = annotation.array.index_dtype if annotation.array else ct.int32
         last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))

@@ -96,7 +96,7 @@ def _reflected(name: str) -> Callable[[Tile, Any], Any]:
 
 
 _OPERATORS = {
-    "add": "add", "sub": "sub", "mul": "mul", "truediv": "truediv", "neg": "negative",
+    "add": "add", "sub": "sub", "mul": "mul", "truediv": "truediv", "neg": "negative", "and": "bitwise_and",
     "gt": "greater", "ge": "greater_equal", "lt": "less", "le": "less_equal", "eq": "equal", "ne": "not_equal",
 }  # fmt: skip
 for _operator, _name in _OPERATORS.items():

@@ -20,6 +20,8 @@ class GluonConstants:
 
     banded: bool
     """The mask hides keys."""
+    two_sided: bool
+    """It has two bounds, which the kernel is given; a causal one is the diagonal."""
     ragged: bool
     """The last block of keys is not full."""
     scale_sign: int
@@ -44,6 +46,7 @@ class GluonConstants:
         wide, narrow = pieces_of(problem.head_dim)
         return cls(
             banded=problem.is_banded,
+            two_sided=problem.is_two_sided,
             ragged=ragged,
             scale_sign=problem.scale_sign,
             head_dim=problem.head_dim,

@@ -19,10 +19,10 @@ tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 NO_TILE = gl.constexpr(-1)
-"""In place of a number of blocks: there are no more tiles."""
+"""In place of the end of a tile's blocks: there are no more tiles."""
 
 # Words of shared memory for each slot of Q: what its tile is, and from SPOILED on one for each warpgroup.
-FIRST_QUERY, HEAD, BATCH, BLOCKS, EXACT, TILE, SPOILED = (gl.constexpr(i) for i in range(TILE_WORDS + 1))
+FIRST_QUERY, HEAD, BATCH, END, EXACT, TILE, SPOILED = (gl.constexpr(i) for i in range(TILE_WORDS + 1))
 
 
 @gluon.jit
