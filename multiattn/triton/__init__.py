@@ -53,8 +53,8 @@ TMA_ARCHS = tuple(name for name in GPU_ARCHS if ARCHS[name].capability >= (9, 0)
 
 # cuTensorMapEncodeTiled: address and strides are multiples of 16 bytes, and no stride is zero. A Problem has one
 # alignment for all tensors, so this also holds for those that are read through pointers.
-_THROUGH_DESCRIPTORS = Capability(arches=("cpu", *TMA_ARCHS), alignment=VECTOR_BYTES, zero_strides=False)
-_THROUGH_POINTERS = Capability(arches=("cpu", *GPU_ARCHS))
+_THROUGH_DESCRIPTORS = Capability(arches=("cpu", *TMA_ARCHS), alignment=VECTOR_BYTES, zero_strides=False, masks=KINDS)
+_THROUGH_POINTERS = Capability(arches=("cpu", *GPU_ARCHS), masks=KINDS)
 
 
 def _gluon_variant() -> Variant:
