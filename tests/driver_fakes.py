@@ -191,7 +191,7 @@ def check_launches(launched, bindings, tensors, **areas):
     """Every parameter is what the Binding of its kernel says; areas of workspace are where their first pointer is,
     if `areas` has none. Returns the addresses by name.
     """
-    known = {name: tensor.data_ptr() for name, tensor in tensors._asdict().items() if tensor is not None}
+    known = {name: tensor.data_ptr() for name, tensor in tensors.named.items()}
     known |= areas
     for it, binding in zip(launched, bindings, strict=True):
         image = binding.image
