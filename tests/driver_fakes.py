@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from multiattn.operands import Operands
 from multiattn.plan import abi
-from multiattn.problem import Operands
 from multiattn.run import compat, counters, driver
 from multiattn.run.driver import CUlaunchConfig
 

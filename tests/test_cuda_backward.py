@@ -16,9 +16,9 @@ from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig
 from multiattn.cuda.cpu import host
 from multiattn.cuda.cpu.host import CpuLauncher
 from multiattn.cuda.instances import kernels_of
+from multiattn.operands import Operands
 from multiattn.plan.arch import ARCHS, CPU
 from multiattn.plan.backend import make_plan, plan_variant
-from multiattn.problem import Operands
 
 VARIANTS = {variant.name: variant for variant in BACKEND.backward.variants}
 each_variant = pytest.mark.parametrize("variant", VARIANTS)

@@ -14,11 +14,12 @@ from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams
 from multiattn.cuda.source import Instance
 from multiattn.cuda.variants import axes_of, is_wgmma
 from multiattn.cuda.wgmma_configs import WgmmaConfig
+from multiattn.layout import VECTOR_BYTES
 from multiattn.mask import CAUSAL, FULL
 from multiattn.plan.abi import Image
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.plan.schedule import key_tiles, query_tiles
-from multiattn.problem import VECTOR_BYTES, Problem
+from multiattn.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,10 +11,10 @@ from multiattn.cuda.axes import Axes
 from multiattn.cuda.configs import CudaConfig, why_not
 from multiattn.cuda.rules.ampere import ATOMIC_RULES, TWO_PASS_RULES, rules_of
 from multiattn.cuda.rules.hopper import WGMMA_RULES
+from multiattn.layout import VECTOR_BYTES
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import Plan, Variant, variant_of
 from multiattn.plan.support import Capability
-from multiattn.problem import VECTOR_BYTES
 
 _OFFERED = {
     points.SPLIT_Q: "FlashAttention-2: warps split the queries; mma.sync, cp.async, XOR swizzle of q, k and v",
