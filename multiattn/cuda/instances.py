@@ -114,7 +114,7 @@ def _wgmma(plan: Plan) -> PlannedLaunch:
         name=f"forward_wgmma_{_what(problem)}_{_wgmma_name(config)}",
         header="forward_wgmma.cuh",
         entry="forward_wgmma",
-        traits=_traits("WgmmaTraits", problem, problem.head_dim, problem.is_banded, _wgmma_shape(config, problem)),
+        traits=_traits("WgmmaTraits", problem, problem.head_dim, _band(problem), _wgmma_shape(config, problem)),
         params=WgmmaParams,
         threads=config.threads,
         occupancy=1,
@@ -215,9 +215,14 @@ def _what(problem: Problem) -> str:
     return f"{problem.dtype}_d{problem.head_dim}_{problem.band.kind}"
 
 
-def _masked(problem: Problem) -> tuple[int, bool, bool]:
+def _masked(problem: Problem) -> tuple[int, str, bool]:
     """The first constants of a kernel that walks over scores: head_dim, its mask, whether rows are aligned."""
-    return problem.head_dim, problem.is_banded, not _unaligned(problem)
+    return problem.head_dim, _band(problem), not _unaligned(problem)
+
+
+def _band(problem: Problem) -> str:
+    kind = problem.band.kind
+    return f"multiattn::Band::{'NONE' if kind == 'full' else kind.upper()}"
 
 
 def _unaligned(problem: Problem) -> str:

@@ -11,12 +11,12 @@
 
 namespace multiattn {
 
-template <class Element_, int HEAD_DIM, bool CAUSAL_, bool ALIGNED_, int TILE_M_, int TILE_N_, int WARPS_, int STAGES_>
+template <class Element_, int HEAD_DIM, Band BAND_, bool ALIGNED_, int TILE_M_, int TILE_N_, int WARPS_, int STAGES_>
 struct QueryTraits {
   using Element = Element_;
   static constexpr int TILE_M = TILE_M_, TILE_N = TILE_N_, WARPS = WARPS_;
   static constexpr int STAGES = STAGES_;     // buffers of K and of V
-  static constexpr bool CAUSAL = CAUSAL_;
+  static constexpr Band BAND = BAND_;
   static constexpr bool ALIGNED = ALIGNED_;  // q, k, v: every row starts at a multiple of 16 bytes
   static constexpr int THREADS = WARPS * WARP;
 
@@ -84,8 +84,8 @@ DEVICE void backward_queries(const BackwardParams& params) {
   const int first_query = (params.tiles_q_own - 1 - place) * T::TILE_M;  // longest first
   const QuerySequence queries{params, head};
   const KeySequence keys{params, head / params.group};
-  const Mask<T::CAUSAL> mask{params.seq_q, params.seq_kv};
-  const int end = mask.template blocks<T::TILE_N>(first_query, T::TILE_M).end;
+  const Mask<T::BAND> mask(params);
+  const int end = mask.template keys<T::TILE_N>(first_query, T::TILE_M).end;
 
   const SharedAddress tile_q = shared_base(), tile_do = tile_q + TileQ::BYTES, stages = tile_do + TileQ::BYTES;
   const int rows = params.seq_q - first_query;
@@ -111,7 +111,7 @@ DEVICE void backward_queries(const BackwardParams& params) {
     multiply_rows<E, TileQ, TileKV, T::AHEAD>(scores, own_q, k, T::thread());
     multiply_rows<E, TileQ, TileKV, T::AHEAD>(dp, own_do, v, T::thread());
     make_ds(scores, dp, statistics, params.score_factor);
-    if (!mask.visible(first_query, (block + 1) * T::TILE_N - 1))
+    if (!mask.all_visible(first_query, T::TILE_M, block * T::TILE_N, T::TILE_N))
       for_each_element(scores, T::thread(), [&](float& value, int row, int column) {
         if (!mask.visible(first_query + first_row + row, block * T::TILE_N + column)) value = 0.0f;
       });

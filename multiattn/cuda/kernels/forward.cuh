@@ -69,7 +69,7 @@ struct Walk {
   static DEVICE SharedAddress ring() { return shared_base() + T::RING_AT; }
   static DEVICE SharedAddress weights() { return shared_base() + T::EXCHANGE_AT; }
   static DEVICE SharedAddress tops() { return weights() + (T::SPLIT_KV ? T::TileP::BYTES : 0); }
-  DEVICE Mask<T::CAUSAL> mask() const { return {params.seq_q, params.seq_kv}; }
+  DEVICE Mask<T::BAND> mask() const { return Mask<T::BAND>(params); }
 };
 
 // scores[WARP_ROWS, WARP_KEYS] = Q K^T, piece by piece of head_dim
@@ -94,7 +94,7 @@ DEVICE void compute_scores(Scores<T>& scores, const Walk<T>& it, int block) {
 // The one place that changes a score.
 template <class T>
 DEVICE void mask_scores(Scores<T>& scores, const Walk<T>& it, int block) {
-  const Mask<T::CAUSAL> mask = it.mask();
+  const Mask<T::BAND> mask = it.mask();
   const int first_query = it.first_query + T::warp_row(), first_key = block * T::TILE_N + T::warp_key();
   for_each<T::ROW_FRAGMENTS, T::KEY_FRAGMENTS, 2, 4>([&](int m, int n, int side, int e) {
     const int query = first_query + 16 * m + accumulator_row(e), key = first_key + 16 * n + 8 * side + accumulator_column(e);
@@ -153,9 +153,9 @@ DEVICE void attend(Outputs<T>& out, RowStates<T>& state, const Walk<T>& it) {
 #pragma unroll
     for (int d = 0; d < T::OUT_FRAGMENTS; ++d) out[m][d][0] = out[m][d][1] = Accumulator{};
   }
-  const auto blocks = it.mask().template blocks<T::TILE_N>(it.first_query, T::TILE_M);
+  const Blocks blocks = it.mask().template keys<T::TILE_N>(it.first_query, T::TILE_M);
   int block = 0;
-  for (; block < blocks.first_masked; ++block) attend_to_block<T, false>(block, out, state, it);
+  for (; block < blocks.full_end; ++block) attend_to_block<T, false>(block, out, state, it);
   for (; block < blocks.end; ++block) attend_to_block<T, true>(block, out, state, it);
 }
 
@@ -226,8 +226,7 @@ template <class T>
 DEVICE void forward(const ForwardParams& params) {
   const Work work = Work::of(params, T::TILE_M);
   const Sequence sequence{params, work};
-  const Mask<T::CAUSAL> mask{params.seq_q, params.seq_kv};
-  const int end = mask.template blocks<T::TILE_N>(work.first_query, T::TILE_M).end;
+  const int end = Mask<T::BAND>(params).template keys<T::TILE_N>(work.first_query, T::TILE_M).end;
   Stream<T> stream(params, sequence, Walk<T>::ring(), end);
   const Queries<T> queries = take_queries<T>(params, sequence, stream);
   const Walk<T> it{params, queries, stream, work.first_query};
