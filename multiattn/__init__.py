@@ -4,6 +4,7 @@ Importing this package imports no kernel language and asks no driver; a backend 
 """
 
 from multiattn.api import backends, explain, fmha, fmha_backward
+from multiattn.flex import flex_attention
 from multiattn.plan.backend import BACKENDS, Plan
 from multiattn.plan.support import Reason, Unsupported
 from multiattn.problem import Problem
@@ -19,6 +20,7 @@ __all__ = [
     "Unsupported",
     "backends",
     "explain",
+    "flex_attention",
     "fmha",
     "fmha_backward",
     "launch",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
@@ -15,8 +15,11 @@ from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan
 from multiattn.plan.choice import BOTH, choose
 from multiattn.plan.support import Reason, Unsupported
 from multiattn.plan.toolchain import probe_gpu
-from multiattn.problem import Operands, Options, Problem, problem_of
+from multiattn.problem import Operands, Options, Problem, ScoreMod, problem_of, with_score
 from multiattn.run.autograd import attend, differentiate, needs_grad
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 @overload
@@ -28,6 +31,12 @@ def fmha(
     causal: bool = ...,
     window: Window | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    bias: torch.Tensor | None = ...,
+    sinks: torch.Tensor | None = ...,
+    score_mod: ScoreMod | None = ...,
+    block_mask: BlockMask | None = ...,
     backend: str = ...,
     variant: str | None = ...,
     return_lse: Literal[False] = ...,
@@ -44,6 +53,12 @@ def fmha(
     causal: bool = ...,
     window: Window | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    bias: torch.Tensor | None = ...,
+    sinks: torch.Tensor | None = ...,
+    score_mod: ScoreMod | None = ...,
+    block_mask: BlockMask | None = ...,
     backend: str = ...,
     variant: str | None = ...,
     return_lse: Literal[True],
@@ -59,6 +74,12 @@ def fmha(
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
     backend: str = "auto",
     variant: str | None = None,
     return_lse: bool = False,
@@ -75,6 +96,15 @@ def fmha(
             ``i + d + right``, both included; None in it is all keys of that side. Ints from 0 on. `causal` bounds it
             on the right, so that ``window=(1023, None), causal=True`` is the last 1024 keys.
         scale: finite, may be zero or negative; None is ``1/sqrt(D)``.
+        softcap: positive: scores become ``softcap * tanh(score / softcap)``, before all that follows.
+        alibi_slopes: fp32 ``[Hq]`` or ``[B, Hq]``: scores lose ``slope * |i + Skv - Sq - j|``.
+        bias: ``[B|1, Hq|1, Sq|1, Skv|1]``, any strides, dtype of q or fp32; it is added, and -inf hides a key.
+        score_mod: FlexAttention's ``(score, b, h, q_idx, kv_idx) -> score``, on 0-d tensors, last of these. It is run
+            once for an expression (`multiattn.score`), which becomes code of each kernel's language.
+        block_mask: FlexAttention's `BlockMask`: blocks that it leaves out cost nothing. It hides keys beside those that
+            `causal` and `window` do.
+        sinks: ``[Hq]``, any floating-point dtype: for each query head the natural-log logit of one more column, which
+            is not scaled and has no value. Differentiable.
         backend: one of `backends()`, ``"reference"``, or ``"auto"``: the fastest by recorded measurements on a GPU,
             the reference on CPU tensors. A named backend runs or raises; nothing falls back. On CPU tensors a named
             backend runs its kernel source on the CPU (Triton plain `triton.language`, as nothing interprets Gluon):
@@ -87,8 +117,9 @@ def fmha(
 
     Returns:
         out, dtype of q, ``[B, Hq, Sq, D]`` (in memory ``[B, S, H, D]`` where q is); with `return_lse` also lse, fp32
-        ``[B, Hq, Sq]``: the natural log of the sum of exp of scaled scores. A row that sees no key has ``out = 0``
-        and ``lse = -inf``, and gives zero gradients. Both results are differentiable.
+        ``[B, Hq, Sq]``: the natural log of the sum of exp of scaled scores, sink included. A row that sees no key has
+        ``out = 0`` and ``lse = -inf`` (with a sink: ``lse = sink``), and gives zero gradients. Both are
+        differentiable.
 
     Raises:
         TypeError, ValueError: an input that is wrong for every backend.
@@ -101,9 +132,18 @@ def fmha(
     algorithm: Dao, "FlashAttention-2" (arXiv 2307.08691), Algorithms 1 and 2.
     """
     options = Options.of(
-        causal=causal, window=window, scale=scale, backend=backend, variant=variant, deterministic=deterministic
+        causal=causal,
+        window=window,
+        scale=scale,
+        has_sinks=sinks is not None,
+        backend=backend,
+        variant=variant,
+        deterministic=deterministic,
     )
-    out, lse = attend(Operands(q, k, v), options)
+    operands = Operands(q, k, v, sinks=sinks)
+    if not (softcap is None and alibi_slopes is None and bias is None and score_mod is None and block_mask is None):
+        operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask)
+    out, lse = attend(operands, options)
     return (out, lse) if return_lse else out
 
 
@@ -119,14 +159,20 @@ def fmha_backward(
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
     backend: str = "auto",
     variant: str | None = None,
     deterministic: bool | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """The gradient of `fmha` from what a forward saved, for callers without autograd.
 
     Args:
-        q, k, v, causal, window, scale, deterministic: as for `fmha`, and as they were there.
+        q, k, v, and all from causal to block_mask, deterministic: as for `fmha`, and as they were there.
         out: what a forward of any backend gave, dtype and shape of q; so is lse, fp32 ``[B, Hq, Sq]``.
         dout: gradient of out, like it.
         dlse: gradient of lse, like it; None where nothing depends on lse.
@@ -136,7 +182,7 @@ def fmha_backward(
 
     Returns:
         dq, dk and dv: dtype and shapes of q, k and v, each in memory ``[B, S, H, D]`` where that is. dk and dv of a
-        key/value head are summed, in fp32, over the query heads that share it.
+        key/value head are summed, in fp32, over the query heads that share it. With sinks also dsinks, like sinks.
 
     Raises:
         TypeError, ValueError, Unsupported: as for `fmha`.
@@ -146,12 +192,19 @@ def fmha_backward(
     expanded or transposed dout is, costs a copy.
     """
     options = Options.of(
-        causal=causal, window=window, scale=scale, backend=backend, variant=variant, deterministic=deterministic
+        causal=causal,
+        window=window,
+        scale=scale,
+        has_sinks=sinks is not None,
+        backend=backend,
+        variant=variant,
+        deterministic=deterministic,
     )
     if not isinstance(dout, torch.Tensor):
         raise TypeError(f"dout must be a torch.Tensor; got {type(dout).__name__}")
-    dq, dk, dv = differentiate(Operands(q, k, v, out, lse, dout, dlse), options)
-    return dq, dk, dv
+    operands = Operands(q, k, v, out, lse, dout, dlse, sinks=sinks)
+    operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask)
+    return differentiate(operands, options)[: len(operands.inputs) - len(operands.captured)]  # type: ignore[return-value]
 
 
 def explain(
@@ -162,6 +215,12 @@ def explain(
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
     backend: str = "auto",
     variant: str | None = None,
     arch: str | None = None,
@@ -176,7 +235,7 @@ def explain(
     Args:
         q, k, v: as for `fmha`; or one `Problem` in place of all three, with `arch`. Tensors that require grad are
             refused here, as there, where either direction is.
-        causal, window, scale, backend, variant, deterministic: as for `fmha` (a Problem has its own mask and scale).
+        all from causal to deterministic: as for `fmha` (a Problem has its own of those before backend).
         arch: explain for this arch (``"sm80"``) instead of the tensors' device. Then only the data is asked, not
             whether this machine has such a GPU.
         direction: ``"backward"``: the Plan of the gradient, from autograd where tensors require grad, else from
@@ -184,21 +243,31 @@ def explain(
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction: got {direction!r}; allowed {', '.join(DIRECTIONS)}")
-    options = Options.of(
-        causal=causal, window=window, scale=scale, backend=backend, variant=variant, deterministic=deterministic
-    )
     directions: tuple[Direction, ...] = (direction,)
+    has_options = any(
+        it is not None for it in (window, scale, softcap, alibi_slopes, bias, sinks, score_mod, block_mask)
+    )
+    options = Options.of(
+        causal=causal,
+        window=window,
+        scale=scale,
+        has_sinks=sinks is not None,
+        backend=backend,
+        variant=variant,
+        deterministic=deterministic,
+    )
     if isinstance(q, Problem):
         if arch is None:
             raise ValueError("explain(Problem) needs arch=, as there is no tensor whose device would tell it")
         target = arch_by_name(arch)
-        if k is not None or v is not None or causal or window is not None or scale is not None:
-            raise TypeError("explain(Problem) takes no k, v, causal, window or scale: the Problem has its own")
+        if k is not None or v is not None or causal or has_options:
+            raise TypeError("explain(Problem) takes q alone, as the Problem has its own mask, scale, scores and sinks")
         problem = q
     elif k is None or v is None:
         raise TypeError("explain needs q, k and v, or one Problem")
     else:
-        operands = Operands(q, k, v)
+        operands = Operands(q, k, v, sinks=sinks)
+        operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask)
         problem = problem_of(operands, options)
         target = detect(q.device) if arch is None else arch_by_name(arch)
         from_autograd = needs_grad(operands) and (direction == "forward" or variant is None)

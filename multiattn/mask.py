@@ -64,6 +64,23 @@ class Band:
         left, right = self.reach(seq_q, seq_kv)
         return _pairs_below(seq_q, seq_kv, right) - _pairs_below(seq_q, seq_kv, -left - 1)
 
+    def of_rows(self, first: int, last: int, seq_q: int, seq_kv: int) -> tuple[Band, slice]:
+        """The mask of the queries [first, last) alone, and the keys that any of them sees: attention of these parts."""
+        left, right = self.reach(seq_q, seq_kv)
+        level = seq_kv - seq_q  # the key that is level with query 0
+        end = min(max(last + level + right, 0), seq_kv)
+        begin = min(max(first + level - left, 0), end)
+        if begin == end:
+            return FULL, slice(0, 0)
+        beyond = last + level - end  # how far the last query is level with a key past these: -right or more
+        part = Band(None if self.left is None else left - beyond, None if self.right is None else right + beyond)
+        return part, slice(begin, end)
+
+    @property
+    def window(self) -> Window:
+        """The same as a caller gives it."""
+        return self.left, self.right
+
     def visible(self, seq_q: int, seq_kv: int, device: torch.device) -> torch.Tensor:
         """The keys that each query sees: bool ``[Sq, Skv]``. The one definition of the mask outside the kernels."""
         left, right = self.reach(seq_q, seq_kv)

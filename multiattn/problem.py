@@ -5,16 +5,21 @@ Layout everywhere is ``[B, H, S, D]`` (batch, heads, sequence, head_dim), any st
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch.compiler import is_compiling
 
+from multiattn.block_mask import BlockSpec, read_block_mask
 from multiattn.mask import Band, Window, band_of
+from multiattn.score import BoundScore, LoweredScore, ScoreProgram, bind_score
+from multiattn.score.serial import dumps, loads, named_text
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -27,6 +32,9 @@ Strides = tuple[int, int, int]
 """Element strides of (batch, head, sequence); the stride of D is 1 by contract."""
 
 Shape = tuple[int, ...]
+
+ScoreMod = Callable[..., torch.Tensor]
+"""FlexAttention's ``(score, b, h, q_idx, kv_idx) -> score``."""
 
 LOG2_E = math.log2(math.e)
 SCALE_MAX = 3.4028234663852886e38 / LOG2_E
@@ -44,6 +52,14 @@ class Options(NamedTuple):
     """With `right`, the bounds of the mask: a `multiattn.mask.Band`."""
     right: int | None = None
     scale: float | None = None
+    has_sinks: bool = False
+    score: str | None = None
+    """The program that modifies every score, as `multiattn.score.serial` writes it; `scalars` are its numbers."""
+    scalars: tuple[float, ...] = ()
+    gradient_slots: tuple[int, ...] = ()
+    """Slots of the captured tensors that want a gradient."""
+    blocks: BlockSpec | None = None
+    """A block mask; its lists come behind what the program captures."""
     backend: str = "auto"
     variant: str | None = None
     deterministic: bool = False
@@ -55,6 +71,7 @@ class Options(NamedTuple):
         causal: bool,
         window: Window | None,
         scale: float | None,
+        has_sinks: bool = False,
         backend: str,
         variant: str | None,
         deterministic: bool | None,
@@ -78,8 +95,15 @@ class Options(NamedTuple):
             raise TypeError(f"variant must be a string; got {type(variant).__name__}")
         if scale is not None and type(scale) is not float:
             scale = _as_float(scale)
-        options = (left, right, scale, backend, variant, deterministic)
+        options = (left, right, scale, has_sinks, None, (), (), None, backend, variant, deterministic)
         return tuple.__new__(cls, options)  # what cls() does, in half the time
+
+    def with_score(self, score: BoundScore | None) -> Options:
+        """The same with a modification of every score."""
+        if score is None:
+            return self
+        slots = score.slots_requiring_grad if torch.is_grad_enabled() else ()
+        return self._replace(score=dumps(score.program), scalars=tuple(score.scalars.values()), gradient_slots=slots)
 
     @property
     def band(self) -> Band:
@@ -95,13 +119,13 @@ class Options(NamedTuple):
 class Operands(NamedTuple):
     """Every tensor of a launch, by name; None where a launch has none.
 
-    q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]``; out, dout and dq like q; dk and dv like k and v; lse and dlse
-    fp32 ``[B, Hq, Sq]``. A forward reads q, k, v and writes out and lse; a backward reads all of these, dout and
-    perhaps dlse, and writes dq, dk and dv.
+    q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]``; out, dout and dq like q; dk and dv like k and v; lse, dlse and
+    delta fp32 ``[B, Hq, Sq]``; sinks ``[Hq]``, fp32 where a kernel reads it. A forward reads q, k, v and sinks, and
+    writes out and lse; a backward reads all of these, dout and perhaps dlse, and writes dq, dk and dv, and delta where
+    something is computed of it afterwards.
 
-    The order is that of a call: inputs, results of the forward, their gradients, gradients of the inputs. An optional
-    input goes behind v and its gradient behind dv, both counted by `INPUTS`; autograd, planning and launching take
-    `inputs` and `read` whole.
+    An optional input stands behind the others: calls without any pay nothing for it. Autograd, planning and launching
+    take `inputs` and `read` whole.
     """
 
     q: torch.Tensor
@@ -114,31 +138,122 @@ class Operands(NamedTuple):
     dq: torch.Tensor | None = None
     dk: torch.Tensor | None = None
     dv: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    delta: torch.Tensor | None = None
+    captured: tuple[torch.Tensor, ...] = ()
+    """The tensors that the modification of scores loads from, by slot, and then the lists of a block mask."""
+
+    @classmethod
+    def of_inputs(cls, inputs: Sequence[torch.Tensor], has_sinks: bool) -> Operands:
+        """The operands of a forward of these `inputs`."""
+        q, k, v, *rest = inputs
+        sinks = rest.pop(0) if has_sinks else None
+        return cls(q, k, v, sinks=sinks, captured=tuple(rest))
+
+    @classmethod
+    def of_read(cls, read: Sequence[torch.Tensor | None], has_sinks: bool) -> Operands:
+        """The operands of a backward that reads these, as `read` has them."""
+        *inputs, out, lse, dout, dlse = read
+        given = cls.of_inputs(inputs, has_sinks)  # type: ignore[arg-type]  # an input is not None
+        return given._replace(out=out, lse=lse, dout=dout, dlse=dlse)
+
+    @classmethod
+    def like(cls, layouts: Mapping[str, Layout], make: Callable[[Layout], torch.Tensor]) -> Operands:
+        """Tensors of a problem, one of each of its `layouts` that is an operand."""
+        named = {name: make(layouts[name]) for name in cls._fields if name in layouts}
+        slots = itertools.takewhile(lambda name: name in layouts, map(captured_name, itertools.count()))
+        return cls(**named, captured=tuple(make(layouts[name]) for name in slots))
+
+    @property
+    def named(self) -> dict[str, torch.Tensor]:
+        """Every tensor that there is, by its name."""
+        *tensors, captured = self
+        named = {name: it for name, it in zip(self._fields, tensors, strict=False) if it is not None}
+        return named | {captured_name(slot): it for slot, it in enumerate(captured)}
+
+    @property
+    def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v."""
+        return self[:INPUTS]  # type: ignore[return-value]  # the rest may be None
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
         """The tensors that a caller of the forward gives, in the order of their gradients."""
-        return self[:INPUTS]  # type: ignore[return-value]  # the rest may be None
+        if self.sinks is None:
+            return (*self.qkv, *self.captured) if self.captured else self.qkv
+        return (*self.qkv, self.sinks, *self.captured)
 
     @property
     def read(self) -> tuple[Any, ...]:
-        """Every tensor that a backward reads: all but the gradients that it writes."""
-        return self[:-INPUTS]
+        """Every tensor that a backward reads: the inputs, out, lse, dout and dlse."""
+        return (*self.inputs, self.out, self.lse, self.dout, self.dlse)
 
     def inputs_are(self, types: frozenset[type]) -> bool:
         """True if every input is of exactly one of these types, not of a subclass."""
-        return type(self.q) in types and type(self.k) in types and type(self.v) in types
+        plain = type(self.q) in types and type(self.k) in types and type(self.v) in types
+        return (
+            plain and (self.sinks is None or type(self.sinks) in types) and types.issuperset(map(type, self.captured))
+        )
 
     @property
     def requires_grad(self) -> bool:
         """True if a gradient of an input is wanted."""
-        return self.q.requires_grad or self.k.requires_grad or self.v.requires_grad
+        if self.q.requires_grad or self.k.requires_grad or self.v.requires_grad:
+            return True
+        return any(tensor.requires_grad for tensor in self.inputs[INPUTS:])
 
 
 INPUTS = 3
-"""How many of the operands a caller of the forward gives: q, k and v. As many gradients does a backward write."""
-FORWARD_RESULTS, GRADIENTS = Operands._fields[INPUTS : INPUTS + 2], Operands._fields[-INPUTS:]
-"""Names of the operands that a forward and a backward write."""
+"""How many operands every caller of a forward gives: q, k and v."""
+READ = Operands._fields.index("dq")
+"""How many every backward reads, dlse among them though it may be None."""
+FORWARD_RESULTS, GRADIENTS = ("out", "lse"), ("dq", "dk", "dv")
+"""Names of the operands that every forward and every backward write."""
+
+
+class ScoreSpec(NamedTuple):
+    """The modification of every score, its numbers, and what the tensors that it loads from look like."""
+
+    program: ScoreProgram
+    scalars: tuple[float, ...]
+    """In the order of the program's own."""
+    shapes: tuple[Shape, ...]
+    """Of the captured tensors, by slot, as `strides` are, in elements."""
+    strides: tuple[Shape, ...]
+    gradients: tuple[int, ...] = ()
+    """Slots of the tensors that want a gradient."""
+
+    @property
+    def numbers(self) -> Mapping[str, float]:
+        """The numbers by their names."""
+        return dict(zip(self.program.scalars, self.scalars, strict=True))
+
+    @property
+    def layouts(self) -> Mapping[str, Layout]:
+        """The captured tensors by their names among the operands of a launch."""
+        captured = zip(self.shapes, self.strides, self.program.tensors, strict=True)
+        return {captured_name(slot): Layout(*it[:2], it[2].dtype) for slot, it in enumerate(captured)}
+
+    def arguments(self, lowered: LoweredScore, scale: float) -> Mapping[str, float | int | str]:
+        """The value of each of `lowered.fields` by its name, in order: for a pointer the name of an operand."""
+        derived = iter(lowered.derived_values(self.numbers, scale))
+        found: dict[str, float | int | str] = {}
+        for it in lowered.fields:
+            if it.kind == "f32":
+                found[it.name] = next(derived)
+            elif it.kind == "pointer":
+                found[it.name] = captured_name(it.slot)
+            else:
+                found[it.name] = (self.strides if it.kind == "stride" else self.shapes)[it.slot][it.axis]
+        return found
+
+
+CAPTURED = "captured"
+
+
+def captured_name(slot: int) -> str:
+    """The name of a captured tensor among the operands of a launch."""
+    return f"{CAPTURED}{slot}"
 
 
 class Layout(NamedTuple):
@@ -175,6 +290,11 @@ class Problem:
     strides_k: Strides
     strides_v: Strides
     alignment: int = VECTOR_BYTES
+    has_sinks: bool = False
+    """Each query head has one more column, a logit without a value."""
+    score: ScoreSpec | None = None
+    """The modification of every score."""
+    blocks: BlockSpec | None = None
 
     @classmethod
     def of(
@@ -186,20 +306,20 @@ class Problem:
         causal: bool = False,
         window: Window | None = None,
         scale: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> Problem:
-        """Validate q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` and describe them.
+        """Validate q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]``, sinks ``[Hq]`` and describe them.
 
         Raises TypeError or ValueError, naming what came and what is accepted, for whatever is wrong for
         every backend; what only some backends refuse is left to their capability.
         """
-        return cls.with_band(q, k, v, band_of(causal, window), scale=scale)
+        return cls.of_operands(Operands(q, k, v, sinks=sinks), Options(*band_of(causal, window).window, scale))
 
     @classmethod
-    def with_band(
-        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, *, scale: float | None
-    ) -> Problem:
-        """The same with a mask that is known to be one."""
-        plain = cls.as_if_contiguous(q, k, v, band, scale=scale)
+    def of_operands(cls, operands: Operands, options: Options) -> Problem:
+        """The same of the inputs among `operands`, with what `options` says of scores."""
+        q, k, v = operands.qkv
+        plain = cls.of_any(operands, options)
         strides_q, strides_k, strides_v = map(_strides, (q, k, v))
         addresses = [tensor.data_ptr() for tensor in (q, k, v)]
         offsets = [stride * q.element_size() for stride in (*strides_q, *strides_k, *strides_v)]
@@ -207,16 +327,15 @@ class Problem:
         return replace(plain, strides_q=strides_q, strides_k=strides_k, strides_v=strides_v, alignment=alignment)
 
     @classmethod
-    def as_if_contiguous(
-        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, *, scale: float | None
-    ) -> Problem:
+    def of_any(cls, operands: Operands, options: Options) -> Problem:
         """The problem of contiguous tensors like these, which may have no memory, as under `torch.func`.
 
         Raises as `of`.
         """
-        check_inputs(q, k, v)
+        q, k, v = operands.qkv
+        check_inputs(q, k, v, operands.sinks)
         batch, heads_q, seq_q, head_dim = q.shape
-        return cls.contiguous(
+        plain = cls.contiguous(
             batch=batch,
             heads_q=heads_q,
             heads_kv=k.shape[1],
@@ -224,9 +343,13 @@ class Problem:
             seq_kv=k.shape[2],
             head_dim=head_dim,
             dtype=_NAMES[q.dtype],
-            band=band,
-            scale=scale,
+            band=options.band,
+            scale=options.scale,
+            has_sinks=operands.sinks is not None,
         )
+        if options.score is not None:
+            plain = replace(plain, score=_score_spec(operands, options, plain))
+        return plain if options.blocks is None else replace(plain, blocks=options.blocks)
 
     @classmethod
     def contiguous(
@@ -243,6 +366,7 @@ class Problem:
         window: Window | None = None,
         band: Band | None = None,
         scale: float | None = None,
+        has_sinks: bool = False,
     ) -> Problem:
         """The problem of contiguous ``[B, H, S, D]`` tensors of these sizes, made without any tensor.
 
@@ -268,6 +392,7 @@ class Problem:
             strides_q=_contiguous_strides(shape_q),
             strides_k=strides_kv,
             strides_v=strides_kv,
+            has_sinks=has_sinks,
             alignment=math.gcd(VECTOR_BYTES, head_dim * DTYPES[dtype].itemsize),
         )
 
@@ -282,13 +407,20 @@ class Problem:
 
         A scale that fp32 holds only as a subnormal number counts as zero: the kernels flush such numbers.
         """
+        if self.has_score:
+            return 1  # the expression has the scale
         if abs(self.scale) * LOG2_E < _SMALLEST_NORMAL:
             return 0
         return 1 if self.scale > 0 else -1
 
     @property
     def scale_log2(self) -> float:
-        """Positive factor from ``q @ k^T`` to scores in the log2 domain: ``|scale| * log2(e)``; any at sign 0."""
+        """Positive factor from ``q @ k^T`` to scores in the log2 domain: ``|scale| * log2(e)``; any at sign 0.
+
+        It is 1 where an expression makes these scores.
+        """
+        if self.has_score:
+            return 1.0
         return abs(self.scale) * LOG2_E if self.scale_sign else LOG2_E
 
     @property
@@ -346,12 +478,19 @@ class Problem:
             **{name: Layout(shape_kv, (*strides, 1), self.torch_dtype) for name, strides in like_kv.items()},
             **dict.fromkeys(("lse", "dlse", "delta"), Layout(shape_q[:3], (self.heads_q * row, row, 1), torch.float32)),
             "dq_sum": Layout(shape_q, (*sums, 1), torch.float32),
+            **({"sinks": Layout((self.heads_q,), (1,), torch.float32)} if self.has_sinks else {}),
+            **({} if self.score is None else self.score.layouts),
         }
 
     @property
     def is_banded(self) -> bool:
         """True if the mask hides keys: tiles of queries then see different ones of them."""
         return self.band.hides_keys
+
+    @property
+    def has_score(self) -> bool:
+        """True if an expression modifies scores."""
+        return self.score is not None and self.score.program.score is not None
 
     @property
     def is_two_sided(self) -> bool:
@@ -390,7 +529,10 @@ class Problem:
 
     def __str__(self) -> str:
         heads, lengths = f"Hq={self.heads_q} Hkv={self.heads_kv}", f"Sq={self.seq_q} Skv={self.seq_kv}"
-        return f"B={self.batch} {heads} {lengths} D={self.head_dim} {self.dtype} {self.mask}"
+        more = " sinks" if self.has_sinks else ""
+        more += f" score={self.score.program.digest[:8]}" if self.score is not None else ""
+        more += f" blocks={self.blocks.queries}x{self.blocks.keys}" if self.blocks is not None else ""
+        return f"B={self.batch} {heads} {lengths} D={self.head_dim} {self.dtype} {self.mask}{more}"
 
 
 def problem_of(operands: Operands, options: Options) -> Problem:
@@ -398,11 +540,19 @@ def problem_of(operands: Operands, options: Options) -> Problem:
 
     A bound that hides no key is left out: a window wider than its sequence costs what no window does.
     """
-    q, k, v = operands.inputs
-    problem = Problem.with_band(q, k, v, options.band, scale=options.scale)
+    problem = Problem.of_operands(operands, options)
     if not problem.is_two_sided:
         return problem
     return replace(problem, band=problem.band.within(problem.seq_q, problem.seq_kv))
+
+
+def options_of(problem: Problem) -> Options:
+    """Options that give this problem of tensors like its own."""
+    score = problem.score
+    plain = Options(*problem.band.window, problem.scale, problem.has_sinks, blocks=problem.blocks)
+    if score is None:
+        return plain
+    return plain._replace(score=dumps(score.program), scalars=score.scalars, gradient_slots=score.gradients)
 
 
 def strides_like(tensor: torch.Tensor) -> tuple[int, int, int, int]:
@@ -413,7 +563,9 @@ def strides_like(tensor: torch.Tensor) -> tuple[int, int, int, int]:
     return (*_dense_strides(_strides(tensor), tuple(tensor.shape)), 1)
 
 
-def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, strides: bool = True) -> None:
+def check_inputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None, *, strides: bool = True
+) -> None:
     """TypeError or ValueError for tensors that are wrong for every backend; fake tensors are fine.
 
     Without `strides` those are not asked: a tensor that `torch.vmap` maps may be laid out anew before it runs.
@@ -422,6 +574,8 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, strides: 
     _check_shapes(tuple(q.shape), tuple(k.shape), tuple(v.shape))
     if strides:
         _check_strides(q, k, v)
+    if sinks is not None:
+        _check_sinks(sinks, q)
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -478,6 +632,125 @@ def _check_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             )
 
 
+def _score_spec(operands: Operands, options: Options, problem: Problem) -> ScoreSpec:
+    """The modification of a call; ValueError for captured tensors that are elsewhere, or too small."""
+    assert options.score is not None
+    program = loads(options.score)
+    tensors = operands.captured[: len(program.tensors)]
+    bound = BoundScore(program, dict(zip(program.scalars, options.scalars, strict=True)), tensors)
+    for slot, tensor in enumerate(tensors):
+        if tensor.device != operands.q.device:
+            allowed = f"the device of q, {operands.q.device}"
+            raise ValueError(f"{captured_name(slot)}: got a tensor on {tensor.device}; allowed {allowed}")
+    bound.check(batch=problem.batch, heads=problem.heads_q, seq_q=problem.seq_q, seq_kv=problem.seq_kv)
+    return ScoreSpec(
+        program=program,
+        scalars=options.scalars,
+        shapes=tuple(tuple(it.shape) for it in tensors),
+        strides=tuple(it.stride() for it in tensors),
+        gradients=options.gradient_slots,
+    )
+
+
+def with_score(
+    operands: Operands,
+    options: Options,
+    softcap: float | None,
+    alibi_slopes: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    score_mod: ScoreMod | None,
+    block_mask: object = None,
+) -> tuple[Operands, Options]:
+    """The same with the modification of scores that a call asks for. TypeError or ValueError, naming what came.
+
+    Dynamo can trace neither the checks nor `score_mod`; it gets the program of what has a name as a constant.
+    """
+    if softcap is None and alibi_slopes is None and bias is None and score_mod is None and block_mask is None:
+        return operands, options
+    if is_compiling():
+        if score_mod is not None or block_mask is not None:
+            raise NotImplementedError(
+                "score_mod, block_mask: got one in torch.compile or torch.export; allowed in eager calls"
+            )
+        slopes = None if alibi_slopes is None else (alibi_slopes.dim(), _dtype_name(alibi_slopes))
+        of_bias = None if bias is None else (tuple(size == 1 for size in bias.shape), _dtype_name(bias))
+        text = named_text(softcap is not None, slopes, of_bias)
+        captured = tuple(it for it in (alibi_slopes, bias) if it is not None)
+        scalars = () if softcap is None else (softcap,)
+        return operands._replace(captured=captured), options._replace(score=text, scalars=scalars)
+    check_inputs(*operands.qkv, strides=False)
+    _check_modification(operands.q, operands.k, softcap, alibi_slopes, bias, score_mod)
+    lists, mask_mod = (None, None) if block_mask is None else read_block_mask(block_mask, operands.q, operands.k)
+    score = bind_score(
+        device=operands.q.device,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        bias=bias,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+    )
+    captured = () if score is None else score.tensors
+    if lists is not None:
+        captured, options = (*captured, *lists.tensors), options._replace(blocks=lists.spec)
+    return operands._replace(captured=captured), options.with_score(score)
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _check_modification(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    softcap: float | None,
+    alibi_slopes: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    score_mod: object,
+) -> None:
+    """TypeError or ValueError for what modifies no scores; how the tensors fit sizes is checked with these."""
+    if softcap is not None:
+        cap = _as_float(softcap, "softcap")
+        if not 0.0 < cap < math.inf:
+            raise ValueError(f"softcap: got {cap}; allowed positive and finite numbers, or None")
+    batch, heads = q.shape[0], q.shape[1]
+    if alibi_slopes is not None:
+        _check_captured("alibi_slopes", alibi_slopes, q, (torch.float32,))
+        if tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
+            got, allowed = tuple(alibi_slopes.shape), f"({heads},) and ({batch}, {heads})"
+            got, allowed = tuple(alibi_slopes.shape), f"({heads},) and ({batch}, {heads})"
+            raise ValueError(f"alibi_slopes: got shape {got}; allowed {allowed}")
+    if bias is not None:
+        _check_captured("bias", bias, q, (q.dtype, torch.float32))
+        sizes = (batch, heads, q.shape[2], k.shape[2])
+        if bias.ndim != 4 or any(it not in (1, size) for it, size in zip(bias.shape, sizes, strict=True)):
+            allowed = f"[B|1, Hq|1, Sq|1, Skv|1] with {sizes}"
+            raise ValueError(f"bias: got shape {tuple(bias.shape)}; allowed {allowed}")
+    if score_mod is not None and not callable(score_mod):
+        raise TypeError(f"score_mod must be callable or None; got {type(score_mod).__name__}")
+
+
+def _check_captured(name: str, tensor: object, q: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor or None; got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes or tensor.layout != torch.strided:
+        allowed = " or ".join(map(str, dict.fromkeys(dtypes)))
+        raise TypeError(f"{name}: got {tensor.dtype}, layout {tensor.layout}; allowed dense {allowed}")
+    if tensor.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}; got {tensor.device}")
+
+
+def _check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
+    if not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"sinks must be a torch.Tensor or None; got {type(sinks).__name__}")
+    if not sinks.is_floating_point() or sinks.layout != torch.strided:
+        raise TypeError(f"sinks must be a dense floating-point tensor; got {sinks.dtype}, layout {sinks.layout}")
+    if sinks.shape != q.shape[1:2]:
+        allowed = f"[{q.shape[1]}], one for each head of q"
+        raise ValueError(f"sinks: got shape {list(sinks.shape)}; allowed {allowed}")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks must be on the device of q, {q.device}; got {sinks.device}")
+
+
 def check_scale(scale: float | None, head_dim: int) -> float:
     """The scale as a float, None its default; TypeError or ValueError for what fp32 has no finite number for."""
     if scale is None:
@@ -488,12 +761,12 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     return number
 
 
-def _as_float(scale: Any) -> float:
+def _as_float(scale: Any, name: str = "scale") -> float:
     """A number as a float, infinite beyond every float; TypeError for what is none. A traced one stays what it is."""
     if isinstance(scale, (torch.SymFloat, torch.SymInt)) or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return scale  # type: ignore[no-any-return]  # stands for a float until the graph runs
     if isinstance(scale, bool) or not isinstance(scale, Real):
-        raise TypeError(f"scale must be a float or None; got {type(scale).__name__}")
+        raise TypeError(f"{name} must be a float or None; got {type(scale).__name__}")
     try:
         return float(scale)
     except OverflowError:  # an int or a fraction beyond every float

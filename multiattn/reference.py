@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from multiattn.block_mask import BlockLists, seen_blocks
 from multiattn.mask import KINDS, Window, band_of
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import REFERENCE, Backend, Launcher, Op, Plan, Variant
 from multiattn.plan.support import Capability, Reason
-from multiattn.problem import FORWARD_RESULTS, GRADIENTS, Operands, Problem
+from multiattn.problem import FORWARD_RESULTS, GRADIENTS, Operands, Options, Problem, ScoreMod, options_of, with_score
+from multiattn.score import BoundScore, eager
+from multiattn.score.eager import Part
 
 
 def reference(
@@ -23,40 +25,61 @@ def reference(
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    block_mask: object = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention as the contract defines it, in plain differentiable PyTorch.
 
-    ``out = softmax(scale * q @ k^T + mask) @ v`` and ``lse = log(sum(exp(scale * q @ k^T + mask)))``, natural log.
+    ``out = softmax(s + mask) @ v`` and ``lse = log(sum(exp(s + mask)))``, natural log, where s is ``scale * q @ k^T``
+    as softcap, ALiBi, bias and `score_mod` change it, in this order.
 
     Args:
         q: ``[B, Hq, Sq, D]``, floating point.
         k: ``[B, Hkv, Skv, D]``, with ``Hq % Hkv == 0``.
         v: like k.
         causal: bottom-right aligned: key j is visible to query i when ``j <= i + Skv - Sq``.
-        window: as for `multiattn.fmha`.
+        window, softcap, alibi_slopes, bias, sinks, score_mod, block_mask: as for `multiattn.fmha`.
         scale: finite; None is ``1/sqrt(D)``.
         compute_dtype: of every intermediate, and of both results: float64 for truth, the inputs' own dtype for the
             rounding that a naive implementation commits.
 
     Returns:
-        out ``[B, Hq, Sq, D]`` and lse ``[B, Hq, Sq]``. A row that sees no key has ``out = 0`` and ``lse = -inf``.
-        Only what is visible counts: a NaN or inf in a masked key's row of k or v reaches nothing.
+        out ``[B, Hq, Sq, D]`` and lse ``[B, Hq, Sq]``. A row that sees no key has ``out = 0`` and ``lse = -inf``, or
+        its sink. Only what is visible counts: a NaN or inf in a masked key's row of k or v reaches nothing.
 
     Raises:
         TypeError, ValueError: as `multiattn.fmha`.
     """
+    options = Options(*band_of(causal, window).window, scale)
+    operands = Operands(q, k, v, sinks=sinks)
+    return attend(*with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask), compute_dtype)
+
+
+def attend(
+    operands: Operands, options: Options, compute_dtype: torch.dtype, part: Part | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference` of operands and options; `part` says where q, k and v are from, if they are parts of sequences."""
     from einops import rearrange, repeat  # here and below: a sixth of the time that importing the package takes
 
-    problem = Problem.as_if_contiguous(q, k, v, band_of(causal, window), scale=scale)
-    q, k, v = (tensor.to(compute_dtype) for tensor in (q, k, v))
+    problem, sinks = Problem.of_any(operands, options), operands.sinks
+    q, k, v = (tensor.to(compute_dtype) for tensor in operands.qkv)
     k, v = (repeat(tensor, "b h s d -> b (h group) s d", group=problem.group) for tensor in (k, v))
 
-    visible = problem.band.visible(problem.seq_q, problem.seq_kv, q.device)  # [Sq, Skv]
     scores = torch.einsum("b h i d, b h j d -> b h i j", q, k) * problem.scale
+    scores, visible = _modify(scores, problem, operands, part)
     scores = scores.masked_fill(~visible, -math.inf)
 
-    if problem.seq_kv == 0:
+    if sinks is not None:  # one more column, of zeros in v
+        column = repeat(sinks.to(compute_dtype), "h -> b h i 1", b=problem.batch, i=problem.seq_q)
+        scores = torch.cat((scores, column), dim=-1)
+        visible = torch.nn.functional.pad(visible, (0, 1), value=True)
+        v = torch.nn.functional.pad(v, (0, 0, 0, 1))
+    if scores.shape[-1] == 0:
         return scores @ v, scores.sum(dim=-1) - math.inf  # zeros and -inf, differentiable like any other
     row_max = scores.amax(dim=-1, keepdim=True).detach()
     row_max = row_max.masked_fill(row_max == -math.inf, 0.0)  # an empty row must not compute inf - inf
@@ -65,6 +88,30 @@ def reference(
     weights = weights / row_sum.masked_fill(row_sum == 0.0, 1.0)
     lse = rearrange(row_max + torch.log(row_sum), "b h i 1 -> b h i")
     return _weighted_sum(weights, v, visible), lse
+
+
+def _modify(
+    scores: torch.Tensor, problem: Problem, operands: Operands, part: Part | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scores that count ``[B, Hq, Sq, Skv]``, and the keys that each query sees, which broadcasts to it."""
+    visible = problem.band.visible(problem.seq_q, problem.seq_kv, scores.device)
+    bound = None if problem.score is None else _bound(problem, operands)
+    if problem.blocks is not None:
+        where = part or Part(0, 0, problem.seq_q, problem.seq_kv)
+        lists = BlockLists(problem.blocks, operands.captured[-len(problem.blocks.lists) :])
+        partial, full = seen_blocks(lists, where.seq_q, where.seq_kv)
+        rows = slice(where.first_query, where.first_query + problem.seq_q)
+        keys = slice(where.first_key, where.first_key + problem.seq_kv)
+        masked = None if bound is None else eager.visible(bound, scores.shape, scores.device, part)
+        partial, full = partial[..., rows, keys], full[..., rows, keys]
+        visible = visible & (full | (partial if masked is None else partial & masked))
+    return scores if bound is None else eager.modified(bound, scores, part), visible
+
+
+def _bound(problem: Problem, operands: Operands) -> BoundScore:
+    assert problem.score is not None
+    program = problem.score.program
+    return BoundScore(program, problem.score.numbers, operands.captured[: len(program.tensors)])
 
 
 def reference_backward(
@@ -79,45 +126,74 @@ def reference_backward(
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    block_mask: object = None,
     compute_dtype: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Gradients as the kernels compute them, in plain PyTorch: from what a forward saved, not by differentiating it.
 
-    With ``s = scale * q @ k^T`` and ``p = exp(s - lse)``, the softmax: ``dv = p^T @ dout``, ``dp = dout @ v^T``,
-    ``ds = p * (dp - delta)``, ``dq = scale * ds @ k``, ``dk = scale * ds^T @ q``, where ``delta = rowsum(dout * out) -
-    dlse`` (Dao, "FlashAttention-2", arXiv 2307.08691, Algorithm 2; dlse enters as ``d lse / d s = p``).
+    With s the scores and ``p = exp(s - lse)``, the softmax: ``dv = p^T @ dout``, ``dp = dout @ v^T``,
+    ``ds = p * (dp - delta)``, and through what modifies scores to those of ``scale * q @ k^T``:
+    ``dq = scale * ds @ k``, ``dk = scale * ds^T @ q``, where ``delta = rowsum(dout * out) - dlse`` (Dao,
+    "FlashAttention-2", arXiv 2307.08691, Algorithm 2; dlse enters as ``d lse / d s = p``).
 
     Args:
-        q, k, v, causal, window, scale, compute_dtype: as for `reference`.
+        q, k, v, compute_dtype, and all from causal to block_mask: as for `reference`.
         out: ``[B, Hq, Sq, D]``, of a forward of any backend; so is lse, ``[B, Hq, Sq]``.
         dout: gradient of out, like it.
         dlse: gradient of lse, like it; None for zero.
 
     Returns:
         dq like q, dk and dv like k, in `compute_dtype`; those of a key/value head are summed over its group. A row that
-        sees no key has ``dq = 0`` and adds nothing to dk and dv.
+        sees no key has ``dq = 0`` and adds nothing to dk and dv. With sinks also dsinks ``[Hq]``:
+        ``-sum(exp(sink - lse) * delta)`` over batch entries and queries.
     """
+    options = Options(*band_of(causal, window).window, scale)
+    operands = Operands(q, k, v, out, lse, dout, dlse, sinks=sinks)
+    return differentiate(
+        *with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask), compute_dtype
+    )
+
+
+def differentiate(
+    operands: Operands, options: Options, compute_dtype: torch.dtype, part: Part | None = None
+) -> tuple[torch.Tensor, ...]:
+    """`reference_backward` of operands and options; `part` as for `attend`."""
     from einops import reduce, repeat
 
-    problem = Problem.as_if_contiguous(q, k, v, band_of(causal, window), scale=scale)
-    q, k, v, out, lse, dout = (tensor.to(compute_dtype) for tensor in (q, k, v, out, lse, dout))
+    problem, sinks = Problem.of_any(operands, options), operands.sinks
+    assert operands.out is not None
+    assert operands.lse is not None
+    assert operands.dout is not None
+    given = (*operands.qkv, operands.out, operands.lse, operands.dout)
+    q, k, v, out, lse, dout = (tensor.to(compute_dtype) for tensor in given)
     k, v = (repeat(tensor, "b h s d -> b (h group) s d", group=problem.group) for tensor in (k, v))
     delta = torch.einsum("b h i d, b h i d -> b h i", dout, out)
-    if dlse is not None:
-        delta = delta - dlse.to(compute_dtype)
+    if operands.dlse is not None:
+        delta = delta - operands.dlse.to(compute_dtype)
 
-    visible = problem.band.visible(problem.seq_q, problem.seq_kv, q.device)  # [Sq, Skv]
-    scores = torch.einsum("b h i d, b h j d -> b h i j", q, k) * problem.scale
+    products = torch.einsum("b h i d, b h j d -> b h i j", q, k) * problem.scale
+    scores, visible = _modify(products, problem, operands, part)
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # an empty row has no weight, where -inf would give exp(inf)
     weights = torch.exp(scores - lse[..., None]).masked_fill(~visible, 0.0)
     dweights = torch.einsum("b h i d, b h j d -> b h i j", dout, v)
-    dscores = (weights * (dweights - delta[..., None])).masked_fill(~visible, 0.0) * problem.scale
+    dscores = (weights * (dweights - delta[..., None])).masked_fill(~visible, 0.0)
+    if problem.score is not None:
+        dscores = dscores * eager.slope(_bound(problem, operands), products, part)
+    dscores = dscores * problem.scale
 
     dq = torch.einsum("b h i j, b h j d -> b h i d", dscores, k)
     dk = torch.einsum("b h i j, b h i d -> b h j d", dscores, q)
     dv = torch.einsum("b h i j, b h i d -> b h j d", weights, dout)
     dk, dv = (reduce(grad, "b (h group) s d -> b h s d", "sum", group=problem.group) for grad in (dk, dv))
-    return dq, dk, dv
+    if sinks is None:
+        return dq, dk, dv
+    of_sinks = torch.exp(sinks.to(compute_dtype)[:, None] - lse)  # [B, Hq, Sq]
+    return dq, dk, dv, -(of_sinks * delta).sum(dim=(0, 2))
 
 
 def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
@@ -137,21 +213,19 @@ def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor)
 def _prepare(plan: Plan) -> Launcher:
     problem, is_forward = plan.problem, plan.direction == "forward"
     compute_dtype = torch.float64 if problem.dtype == "fp64" else torch.float32
-    options: Any = {
-        "window": (problem.band.left, problem.band.right),
-        "scale": problem.scale,
-        "compute_dtype": compute_dtype,
-    }
+    options = options_of(problem)
 
     def launch(operands: Operands) -> None:
-        *saved, dlse = operands.read
+        run, names = (attend, FORWARD_RESULTS) if is_forward else (differentiate, GRADIENTS)
         with torch.autocast(operands.q.device.type, enabled=False):  # it would round what the contract has in fp32
-            if is_forward:
-                results: Sequence[torch.Tensor] = reference(*operands.inputs, **options)
-            else:
-                results = reference_backward(*saved, dlse=dlse, **options)
-        for name, result in zip(FORWARD_RESULTS if is_forward else GRADIENTS, results, strict=True):
+            results: Sequence[torch.Tensor] = run(operands, options, compute_dtype)
+        for name, result in zip(names, results, strict=False):  # the gradient of sinks is made of delta
             getattr(operands, name).copy_(result)
+        if operands.delta is not None:
+            assert operands.out is not None
+            assert operands.dout is not None
+            delta = (operands.dout.to(compute_dtype) * operands.out.to(compute_dtype)).sum(dim=-1)
+            operands.delta.copy_(delta if operands.dlse is None else delta - operands.dlse)
 
     return launch
 
@@ -165,6 +239,9 @@ _VARIANT = Variant(
         head_dim_multiple=1,
         head_dim_max=1 << 16,
         masks=KINDS,
+        sinks=True,
+        scores=True,
+        block_masks=True,
     ),
     rules=(),
 )

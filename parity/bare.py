@@ -24,7 +24,7 @@ from multiattn.plan.backend import BACKENDS, DIRECTIONS, Backend, Direction, Pla
 from multiattn.plan.config import Rule, has_whole_sectors
 from multiattn.problem import Problem
 from multiattn.run.execute import launch, launch_backward
-from parity.cases import Case, Memory
+from parity.case import Case, Memory
 
 WATCHED = (
     Case(name="ragged", why="ragged tiles of queries and keys; padded head_dim", head_dim=72, causal=True),

@@ -5,40 +5,14 @@ A case too big to interpret on a CPU carries a `size`, and the CPU's suite simpl
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
 
 import torch
 
-Size = Literal["any", "gpu", "huge"]
-"""`any`: interpreted in about 0.1 s. `gpu`: too many scores for that. `huge`: past 2^31 elements, alone on a GPU."""
-
-DType = Literal["fp16", "bf16"]
-Broadcast = Literal["none", "heads", "batch"]
-
-Values = Literal[
-    "normal",
-    "large",
-    "ascending",
-    "descending",
-    "twin_peaks",
-    "nan_q",
-    "nan_k",
-    "inf_k",
-    "inf_k_blocks",
-    "nan_v",
-    "inf_v",
-]
-"""How q, k and v are drawn; `parity.tensors` says what each is."""
-
-PLANTED: tuple[Values, ...] = ("nan_q", "nan_k", "inf_k", "inf_k_blocks", "nan_v", "inf_v")
-"""Values that are NaN or inf in some places."""
-
-BACKWARD_HEAD_DIM_MAX = 256
-"""The widest head that any backend has a backward for."""
+from parity.case import Broadcast, Case, DType, Memory, Size, Values
+from parity.mask_cases import sinks, windows
+from parity.score_cases import scores
 
 HUGE_GIB = 112
 """GPU memory below which the huge cases are not part of the suite: by a count, the backward of huge_q holds q, dout, a
@@ -55,78 +29,6 @@ CROSS_FED = (
     "scale_negative",
 )
 """Cases whose backwards take the out and lse of every backend's forward on a CPU, too; on a GPU all do."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Memory:
-    """Where q, k and v lie in memory. The default: three contiguous ``[B, H, S, D]`` tensors, 16-byte aligned.
-
-    `packed` is one ``[B, S, Hq + 2 * Hkv, D]`` tensor, as a fused projection makes it.
-    """
-
-    order: Literal["bhsd", "bshd", "packed"] = "bhsd"
-    offset: int = 0
-    """Elements between a 16-byte boundary and the first element."""
-    row_pad: int = 0
-    """Unused elements after each row of D (`bhsd`) or each token of H * D (`bshd`)."""
-    broadcast: Broadcast = "none"
-    """A dimension of k and v with stride 0."""
-    v_pad: int | None = None
-    """Not None: v alone is in the other of `bhsd` and `bshd`, with this many unused elements as `row_pad`."""
-    stray_strides: bool = False
-    """Dimensions of one element have a stride that means nothing, as PyTorch allows."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """One problem with its layout and values, and why it is worth its time. `scale` None is 1/sqrt(D)."""
-
-    name: str
-    why: str
-    batch: int = 1
-    heads_q: int = 2
-    heads_kv: int = 2
-    seq_q: int = 113
-    seq_kv: int = 203
-    head_dim: int = 64
-    dtype: DType = "bf16"
-    causal: bool = False
-    scale: float | None = None
-    layout: Memory = Memory()
-    values: Values = "normal"
-    size: Size = "any"
-
-    @property
-    def seed(self) -> int:
-        """The same on every machine, in every process and whatever other cases there are."""
-        return zlib.crc32(self.name.encode())
-
-    @property
-    def has_dlse(self) -> bool:
-        """True if backward gets a gradient of lse, too: about every second case, by the seed."""
-        return self.seed % 2 == 0
-
-    @property
-    def turn(self) -> int:
-        """Whose turn it is, modulo how many take turns on the cases: bits of the seed that nothing else hangs on."""
-        return self.seed >> 16
-
-    @property
-    def no_backward(self) -> str:
-        """Why this case is of forward only; empty where it is not."""
-        if self.values in PLANTED:
-            return f"values {self.values}: backward does not keep apart NaN and inf that are values of its inputs"
-        if self.head_dim > BACKWARD_HEAD_DIM_MAX:
-            return f"head_dim {self.head_dim}: no backend has a backward above {BACKWARD_HEAD_DIM_MAX}"
-        return ""
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype of q, k, v and out."""
-        return torch.float16 if self.dtype == "fp16" else torch.bfloat16
-
-    def __str__(self) -> str:
-        return self.name
 
 
 def _head_dims() -> Iterator[Case]:
@@ -520,6 +422,9 @@ CASES: tuple[Case, ...] = (
     *_values(),
     *_scales(),
     *_empties(),
+    *windows(),
+    *sinks(),
+    *scores(),
     *_long(),
     *_huge(),
 )

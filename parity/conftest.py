@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from multiattn.plan.backend import BACKENDS
-from parity.cases import Case, suite
+from parity.case import Case
+from parity.cases import suite
 from parity.results import Contender
 from parity.run import VARIANTS, Variants, contenders_of, feeders_of
 

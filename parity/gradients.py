@@ -16,34 +16,47 @@ from dataclasses import dataclass
 
 import torch
 
-from multiattn.problem import Problem
-from multiattn.reference import reference, reference_backward
-from parity.tolerance import CHUNK, Expected, derive_budget, probe_rounding, truncation
+from multiattn.mask import Window
+from multiattn.problem import INPUTS, Operands, Options, Problem
+from multiattn.reference import attend, differentiate
+from multiattn.score import BoundScore
+from multiattn.score.eager import Part
+from parity.tolerance import (
+    CHUNK,
+    Expected,
+    derive_budget,
+    operands_and_problem,
+    probe_rounding,
+    rows_of,
+    softcap_factor,
+    truncation,
+)
 
 GRAD_CHUNK = CHUNK // 4
 """Scores held at a time: differentiating fp64 attention holds about eight tensors of them, 2 GiB in all."""
 
 
-Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Grads = tuple[torch.Tensor, ...]
+"""dq, dk and dv, and dsinks where there are sinks."""
 
-Differentiate = Callable[
-    [Problem, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], Tensors3
-]
-"""dq, dk and dv of some rows of queries: of the Problem of all, and these rows' q, k, v, dout and dlse."""
+Differentiate = Callable[[Operands, Options, Part | None], Grads]
+"""Gradients of some rows of queries: of their tensors, with their own mask, and where they are from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradTruth:
-    """The truth of a problem's dq, dk and dv, for a gradient of out and perhaps one of lse."""
+    """The truth of a problem's gradients, for a gradient of out and perhaps one of lse."""
 
     dq: Expected
     dk: Expected
     dv: Expected
+    dsinks: Expected | None = None
 
     @property
-    def all(self) -> tuple[Expected, Expected, Expected]:
-        """dq, dk and dv, the order in which a backward writes them."""
-        return self.dq, self.dk, self.dv
+    def all(self) -> tuple[Expected, ...]:
+        """dq, dk and dv, and dsinks where there are sinks: the order of `parity.tensors.Gradients.all`."""
+        known = (self.dq, self.dk, self.dv)
+        return known if self.dsinks is None else (*known, self.dsinks)
 
     @classmethod
     def of(
@@ -54,123 +67,103 @@ class GradTruth:
         dout: torch.Tensor,
         dlse: torch.Tensor | None = None,
         *,
-        causal: bool,
-        scale: float | None,
+        causal: bool = False,
+        window: Window | None = None,
+        scale: float | None = None,
+        sinks: torch.Tensor | None = None,
+        score: BoundScore | None = None,
     ) -> GradTruth:
-        """The truth of one problem; q, k, v, causal and scale as for `Truth.of`.
+        """The truth of one problem; q, k, v and the options as for `Truth.of`.
 
         dout ``[B, Hq, Sq, D]`` is like out, dlse ``[B, Hq, Sq]`` fp32 or None. Raises ValueError where naive has
         overflown in most places.
         """
-        problem = Problem.of(q, k, v, causal=causal, scale=scale)
-        tensors = (q, k, v, dout, dlse, problem)
-        truth = differentiate_in_chunks(*tensors, exactly, keep=torch.float64)
-        naive = differentiate_in_chunks(*tensors, by_autograd, keep=q.dtype)
-        saved = differentiate_in_chunks(*tensors, from_what_is_saved, keep=torch.float32)
-        terms = {"dq": problem.seq_kv, "dk": problem.seq_q * problem.group, "dv": problem.seq_q * problem.group}
+        inputs, problem = operands_and_problem(
+            q, k, v, causal=causal, window=window, scale=scale, sinks=sinks, score=score
+        )
+        operands = inputs._replace(dout=dout, dlse=dlse)
+        truth = differentiate_in_chunks(operands, problem, exactly, keep=torch.float64)
+        naive = differentiate_in_chunks(operands, problem, by_autograd, keep=q.dtype)
+        saved = differentiate_in_chunks(operands, problem, from_what_is_saved, keep=torch.float32)
+        rows = problem.seq_q * problem.group
+        terms = {"dq": problem.seq_kv, "dk": rows, "dv": rows, "dsinks": problem.batch * problem.seq_q}
         expected = (
             Expected(
                 name=name,
                 truth=want,
                 budget=derive_budget(
-                    (of_naive, of_saved), want, atol=probe_rounding(want, q.dtype) + truncation(want, terms[name])
+                    (of_naive, of_saved),
+                    want,
+                    atol=softcap_factor(problem) * probe_rounding(want, q.dtype) + truncation(want, terms[name]),
                 ),
             )
-            for name, want, of_naive, of_saved in zip(terms, truth, naive, saved, strict=True)
+            for name, want, of_naive, of_saved in zip(terms, truth, naive, saved, strict=False)
         )
         return cls(**{each.name: each for each in expected})
 
 
-def exactly(
-    problem: Problem,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-) -> Tensors3:
+def exactly(given: Operands, options: Options, part: Part | None) -> Grads:
     """The formulas in fp64, on an out and an lse in fp64."""
-    options = {"causal": problem.causal, "scale": problem.scale, "compute_dtype": torch.float64}
-    out, lse = reference(q, k, v, **options)  # type: ignore[arg-type]
-    return reference_backward(q, k, v, out, lse, dout, dlse=dlse, **options)  # type: ignore[arg-type]
+    out, lse = attend(given, options, torch.float64, part)
+    return differentiate(given._replace(out=out, lse=lse), options, torch.float64, part)
 
 
-def by_autograd(
-    problem: Problem,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-) -> Tensors3:
+def by_autograd(given: Operands, options: Options, part: Part | None) -> Grads:
     """PyTorch's gradients of eager attention whose every intermediate has the dtype of q."""
-    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    q, k, v, *rest = (tensor.detach() for tensor in given.inputs)
+    sinks = rest[0] if given.sinks is not None else None
+    leaves = [it.requires_grad_() for it in (q, k, v, sinks) if it is not None]
     with torch.enable_grad():
-        out, lse = reference(*leaves, causal=problem.causal, scale=problem.scale, compute_dtype=q.dtype)
-    results, upstream = [out], [dout]
-    if dlse is not None:
+        out, lse = attend(given._replace(q=q, k=k, v=v, sinks=sinks), options, given.q.dtype, part)
+    results, upstream = [out], [given.dout]
+    if given.dlse is not None:
         results.append(lse)
-        upstream.append(dlse.to(q.dtype))
-    dq, dk, dv = torch.autograd.grad(results, leaves, upstream)
-    return dq, dk, dv
+        upstream.append(given.dlse.to(given.q.dtype))
+    pairs = [pair for pair in zip(results, upstream, strict=True) if pair[0].requires_grad]
+    moved, by = zip(*pairs, strict=True)
+    return torch.autograd.grad(moved, leaves, by, allow_unused=True, materialize_grads=True)
 
 
-def from_what_is_saved(
-    problem: Problem,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-) -> Tensors3:
+def from_what_is_saved(given: Operands, options: Options, part: Part | None) -> Grads:
     """The formulas in fp64, on out and lse as a forward stores them and with what fp32 makes of ``dp - delta``.
 
     Both are sums of D products: after a random walk of D roundings of an ulp, sqrt(D) of them. It is added to dlse,
     as that is what is subtracted from delta.
     """
-    options = {"causal": problem.causal, "scale": problem.scale, "compute_dtype": torch.float64}
-    out, lse = reference(q, k, v, **options)  # type: ignore[arg-type]
-    out, lse = out.to(q.dtype), lse.float()
-    ulps = math.sqrt(problem.head_dim) * torch.finfo(torch.float32).eps
-    noise = ulps * (dout.double() * out.double()).abs().sum(dim=-1)
-    dlse = noise if dlse is None else dlse + noise
-    return reference_backward(q, k, v, out, lse, dout, dlse=dlse, **options)  # type: ignore[arg-type]
+    out, lse = attend(given, options, torch.float64, part)
+    out, lse = out.to(given.q.dtype), lse.float()
+    ulps = math.sqrt(given.q.shape[3]) * torch.finfo(torch.float32).eps
+    assert given.dout is not None
+    noise = ulps * (given.dout.double() * out.double()).abs().sum(dim=-1)
+    dlse = noise if given.dlse is None else given.dlse + noise
+    return differentiate(given._replace(out=out, lse=lse, dlse=dlse), options, torch.float64, part)
 
 
 def differentiate_in_chunks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    problem: Problem,
-    differentiate: Differentiate,
-    *,
-    keep: torch.dtype,
-) -> Tensors3:
-    """dq, dk and dv in the dtype `keep`, a few query rows at a time, as `reference_in_chunks` does forward.
+    given: Operands, problem: Problem, differentiate_rows: Differentiate, *, keep: torch.dtype
+) -> Grads:
+    """Gradients in the dtype `keep`, a few query rows at a time, as `reference_in_chunks` does forward.
 
-    Rows of queries that see no key are left out, as they have dq = 0 and add nothing: autograd would make NaN of
-    ``log(0)``. dk and dv are added up over the rows in fp64.
+    Rows of queries that see no key, nor a sink, are left out, as they have dq = 0 and add nothing: autograd would make
+    NaN of ``log(0)``. All but dq are added up over the rows in fp64.
     """
+    q = given.q
     dq = torch.zeros(q.shape, dtype=keep, device=q.device)
-    dk, dv = (torch.zeros(k.shape, dtype=torch.float64, device=q.device) for _ in range(2))
+    summed = given.inputs[1 : INPUTS + problem.has_sinks]
+    sums = [torch.zeros(it.shape, dtype=torch.float64, device=q.device) for it in summed]
     row = max(1, problem.batch * problem.heads_q * max(problem.seq_kv, problem.head_dim))
     rows = max(1, GRAD_CHUNK // row)
-    start = max(0, -problem.causal_offset) if problem.causal else 0
-    if problem.seq_kv == 0 or problem.is_empty:
+    start = 0 if problem.has_sinks else max(0, -problem.diagonal - problem.reach[1])
+    if problem.is_empty or (problem.seq_kv == 0 and not problem.has_sinks):
         start = problem.seq_q
     for first in range(start, problem.seq_q, rows):
         last = min(first + rows, problem.seq_q)
-        keys = last + problem.causal_offset if problem.causal else problem.seq_kv
-        dq[:, :, first:last], part_dk, part_dv = differentiate(
-            problem,
-            q[:, :, first:last],
-            k[:, :, :keys],
-            v[:, :, :keys],
-            dout[:, :, first:last],
-            None if dlse is None else dlse[:, :, first:last],
+        some, options, part, keys = rows_of(problem, given, first, last)
+        some = some._replace(
+            dout=None if given.dout is None else given.dout[:, :, first:last],
+            dlse=None if given.dlse is None else given.dlse[:, :, first:last],
         )
-        dk[:, :, :keys] += part_dk
-        dv[:, :, :keys] += part_dv
-    return dq, dk.to(keep), dv.to(keep)
+        dq[:, :, first:last], dk, dv, *dsinks = differentiate_rows(some, options, part)
+        for total, its in zip((sums[0][:, :, keys], sums[1][:, :, keys], *sums[2:]), (dk, dv, *dsinks), strict=True):
+            total += its
+    return (dq, *(total.to(keep) for total in sums))

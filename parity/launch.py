@@ -20,19 +20,20 @@ from multiattn.plan import backend as registry
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import BACKENDS, Plan, make_plan
 from multiattn.plan.support import Reason, Unsupported
-from multiattn.problem import Problem
-from parity.cases import Case
+from multiattn.problem import Operands, Problem
+from multiattn.run.execute import gradient_of_sinks
+from parity.case import Case
 from parity.gradients import GradTruth
 from parity.results import Contender
 from parity.tensors import Gradients, Inputs, Outputs, Saved, Upstream
-from parity.tolerance import Mismatch, Truth
+from parity.tolerance import Mismatch, Truth, operands_and_problem
 
 
 @functools.lru_cache(maxsize=1)
 def prepare_case(case: Case, device: torch.device) -> tuple[Inputs, Truth]:
     """Inputs and truth of a case, kept while the backends take turns on it; one case only, as some are huge."""
     inputs = Inputs.of(case, device)
-    return inputs, Truth.of(inputs.q, inputs.k, inputs.v, causal=case.causal, scale=case.scale)
+    return inputs, Truth.of(inputs.q, inputs.k, inputs.v, **_options(case, inputs))
 
 
 @functools.lru_cache(maxsize=1)
@@ -41,7 +42,7 @@ def prepare_gradients(case: Case, device: torch.device) -> tuple[Upstream, GradT
     inputs, _ = prepare_case(case, device)
     upstream = Upstream.of(case, problem_of(case, inputs), device)
     tensors = inputs.q, inputs.k, inputs.v, upstream.dout, upstream.dlse
-    return upstream, GradTruth.of(*tensors, causal=case.causal, scale=case.scale)
+    return upstream, GradTruth.of(*tensors, **_options(case, inputs))
 
 
 def forget() -> None:
@@ -53,7 +54,17 @@ def forget() -> None:
 
 def problem_of(case: Case, inputs: Inputs) -> Problem:
     """The Problem of a case's tensors."""
-    return Problem.of(inputs.q, inputs.k, inputs.v, causal=case.causal, scale=case.scale)
+    return operands_and_problem(inputs.q, inputs.k, inputs.v, **_options(case, inputs))[1]
+
+
+def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
+    return {
+        "causal": case.causal,
+        "window": case.window,
+        "scale": case.scale,
+        "sinks": inputs.sinks,
+        "score": inputs.score,
+    }
 
 
 def plan_case(case: Case, contender: Contender, inputs: Inputs) -> Plan | tuple[Reason, ...]:
@@ -80,13 +91,15 @@ def _plan_in_turn(case: Case, contender: Contender, inputs: Inputs) -> Plan | tu
 def launch_plan(plan: Plan, inputs: Inputs) -> Outputs:
     """Run one forward Plan on a case's inputs; Mismatch if it wrote where it must not."""
     outputs = Outputs.of(plan.problem, inputs.q.device)
-    multiattn.launch(plan, inputs.q, inputs.k, inputs.v, outputs.out, outputs.lse)
+    multiattn.launch(
+        plan, inputs.q, inputs.k, inputs.v, outputs.out, outputs.lse, sinks=inputs.sinks, captured=inputs.captured
+    )
     _synchronize(inputs.q.device)
     if outputs.guards_were_written:
         raise Mismatch(f"memory around out or lse was written\n  {plan}")
     if inputs.were_written:
         inputs.restore()
-        raise Mismatch(f"memory of q, k or v was written\n  {plan}")
+        raise Mismatch(f"memory of q, k, v or sinks was written\n  {plan}")
     return outputs
 
 
@@ -95,11 +108,16 @@ def launch_gradients(plan: Plan, inputs: Inputs, saved: Saved, upstream: Upstrea
     gradients = Gradients.of(plan.problem, inputs.q.device)
     given = inputs.q, inputs.k, inputs.v, saved.out, saved.lse, upstream.dout, upstream.dlse
     with poisoned_workspaces():
-        multiattn.launch_backward(plan, *given, *gradients.all)
+        multiattn.launch_backward(
+            plan, *given, *gradients.of_qkv, sinks=inputs.sinks, delta=gradients.delta, captured=inputs.captured
+        )
+    if gradients.delta is not None:
+        operands = Operands(*given, sinks=inputs.sinks, delta=gradients.delta)
+        gradients = replace(gradients, dsinks=gradient_of_sinks(operands))
     _synchronize(inputs.q.device)
     if gradients.guards_were_written:
-        raise Mismatch(f"memory around dq, dk or dv was written\n  {plan}")
-    for names, watched in (("q, k or v", inputs), ("out or lse", saved), ("dout or dlse", upstream)):
+        raise Mismatch(f"memory around a gradient was written\n  {plan}")
+    for names, watched in (("q, k, v or sinks", inputs), ("out or lse", saved), ("dout or dlse", upstream)):
         if watched.were_written:
             watched.restore()
             raise Mismatch(f"memory of {names} was written\n  {plan}")

@@ -20,7 +20,7 @@ import multiattn
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import Direction
-from parity.cases import Case
+from parity.case import Case
 from parity.results import TENSORS, CaseReport, Contender, Pair, Result, Score
 
 TableRow = tuple[str, ...]

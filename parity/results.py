@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from multiattn.plan.backend import Direction
-from parity.cases import Case
+from parity.case import Case
 
 Status = Literal["passed", "failed", "refused", "excluded", "error"]
 """`refused`: by why_not, with reasons. `excluded`: not asked, for the case's own reason. `failed`: wrong numbers.

@@ -21,7 +21,8 @@ import torch
 
 from multiattn.plan import backend as registry
 from multiattn.plan.backend import DIRECTIONS, Direction, Plan
-from parity.cases import Case, is_cross_fed
+from parity.case import Case
+from parity.cases import is_cross_fed
 from parity.launch import (
     forget,
     launch_gradients,

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from multiattn.problem import Problem, Strides
-from parity.cases import Case, Memory
+from multiattn.score import BoundScore, bind_score
+from parity.callables import CALLABLES, Sizes
+from parity.case import Case, Memory
 
 POISON = 0x7FC5
 """A 16-bit pattern that is NaN as fp16 and as bf16, and twice in a row as fp32."""
@@ -49,11 +51,18 @@ class Watched:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs(Watched):
-    """q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` of a case."""
+    """q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` of a case, and its sinks ``[Hq]`` or None."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    sinks: torch.Tensor | None = None
+    score: BoundScore | None = None
+
+    @property
+    def captured(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that the modification of scores loads from."""
+        return () if self.score is None else self.score.tensors
 
     @classmethod
     def of(cls, case: Case, device: torch.device) -> Inputs:
@@ -73,8 +82,15 @@ class Inputs(Watched):
         q, k, v = views
         if case.layout.broadcast != "none":
             k, v = (tensor.expand(case.batch, case.heads_kv, -1, -1) for tensor in (k, v))
-        bits, copies = _watch(memory)
-        return cls(q=q, k=k, v=v, memory=bits, memory_before=copies)
+        sinks = None
+        if case.sinks != "none":
+            sinks_memory = poisoned(case.heads_q, torch.float32, device)
+            sinks = sinks_memory[GUARD:-GUARD]
+            sinks.copy_(_draw_sinks(case))
+            memory = (*memory, sinks_memory)
+        score, memory_of_score = bound_score(case, device)
+        bits, copies = _watch((*memory, *memory_of_score))
+        return cls(q=q, k=k, v=v, sinks=sinks, score=score, memory=bits, memory_before=copies)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,12 +159,17 @@ class Upstream(Watched):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gradients:
-    """dq, dk and dv, in the strides that the Problem asks for, all poisoned, with their memory."""
+    """dq, dk and dv, in the strides that the Problem asks for, all poisoned, with their memory.
+
+    With sinks also delta, which a backward writes, and dsinks, which is computed of it.
+    """
 
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
     memory: tuple[torch.Tensor, ...]
+    delta: torch.Tensor | None = None
+    dsinks: torch.Tensor | None = None
 
     @classmethod
     def of(cls, problem: Problem, device: torch.device) -> Gradients:
@@ -166,12 +187,20 @@ class Gradients:
             ),
             strict=True,
         )
-        return cls(dq=dq, dk=dk, dv=dv, memory=memory)
+        if not problem.has_sinks:
+            return cls(dq=dq, dk=dk, dv=dv, memory=memory)
+        delta_memory, delta = _poisoned_rows(shape_q, device)
+        return cls(dq=dq, dk=dk, dv=dv, memory=(*memory, delta_memory), delta=delta)
 
     @property
-    def all(self) -> Values3:
+    def of_qkv(self) -> Values3:
         """dq, dk and dv."""
         return self.dq, self.dk, self.dv
+
+    @property
+    def all(self) -> tuple[torch.Tensor, ...]:
+        """The same, and dsinks where there are sinks."""
+        return self.of_qkv if self.dsinks is None else (*self.of_qkv, self.dsinks)
 
     @property
     def guards_were_written(self) -> bool:
@@ -273,6 +302,47 @@ def _draw(case: Case, device: torch.device) -> Values3:
     elif case.values != "normal":
         _plant(case, q, k, v)
     return q, k, v
+
+
+def _draw_sinks(case: Case) -> torch.Tensor:
+    """A case's sinks ``[Hq]``, fp32."""
+    sinks = torch.randn(case.heads_q, generator=torch.Generator().manual_seed(case.seed + 2))
+    if case.sinks == "large":
+        sinks += 8.0
+    elif case.sinks == "some":
+        sinks[0] = -torch.inf
+    return sinks
+
+
+def bound_score(case: Case, device: torch.device) -> tuple[BoundScore | None, list[torch.Tensor]]:
+    """A case's modification of scores, and the memory of its tensors, poisoned around them."""
+    generator = torch.Generator().manual_seed(case.seed + 3)
+    memory: list[torch.Tensor] = []
+
+    def draw(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        padded = [*shape[:-1], shape[-1] + 3]  # strides are not those of a dense tensor
+        around = poisoned(torch.Size(padded).numel(), dtype, device)
+        memory.append(around)
+        tensor = around[GUARD:-GUARD].view(padded)[..., : shape[-1]]
+        return tensor.copy_(torch.randn(tuple(shape), generator=generator))
+
+    slopes, bias, score_mod = None, None, None
+    if case.alibi != "none":
+        slopes = draw((case.batch, case.heads_q)[0 if case.alibi == "batch" else 1 :], torch.float32).abs_().mul_(0.1)
+    if case.bias is not None:
+        all_sizes = zip("bhqk", (case.batch, case.heads_q, case.seq_q, case.seq_kv), strict=True)
+        shape = [size if name in case.bias else 1 for name, size in all_sizes]
+        bias = draw(shape, torch.float32 if case.wide_bias else case.torch_dtype)
+        if case.bias_hides:
+            bias.masked_fill_(bias < -1.0, -torch.inf)  # a sixth of all
+    if case.score_mod is not None:
+        sizes = Sizes(batch=case.batch, heads=case.heads_q, seq_q=case.seq_q, seq_kv=case.seq_kv, device=device)
+        (found,) = (it for it in CALLABLES if it.name == case.score_mod)
+        score_mod = found.make(sizes)["score_mod"]
+    bound = bind_score(device=device, softcap=case.softcap, alibi_slopes=slopes, bias=bias, score_mod=score_mod)
+    if bound is None:
+        return None, memory
+    return bound._replace(tensors=tuple(it.detach() for it in bound.tensors)), memory
 
 
 def _large(case: Case, drawn: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,8 @@ import torch
 
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan
 from multiattn.plan.support import Reason
-from parity.cases import Case, suite
+from parity.case import Case
+from parity.cases import suite
 from parity.launch import (
     launch_gradients,
     launch_plan,

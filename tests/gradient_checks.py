@@ -23,7 +23,7 @@ def make_tensors(*, batch=1, heads_q=2, heads_kv=1, seq_q=37, seq_kv=75, head_di
 
 def saved(problem, q, k, v):
     """Results of a forward, exact but for their roundings: out in the dtype of q, lse in fp32."""
-    out, lse = reference(q, k, v, causal=problem.causal, scale=problem.scale, compute_dtype=PRECISE)
+    out, lse = reference(q, k, v, window=problem.band.window, scale=problem.scale, compute_dtype=PRECISE)
     return out.to(q.dtype), lse.float()
 
 
@@ -51,7 +51,7 @@ def check(plan, q, k, v, dout, dlse=None, *, naive_dtype=None):
     before = [tensor.clone() for tensor in given]
     grads = run(plan, q, k, v, dout, dlse)
     assert all(map(torch.equal, given, before))
-    options = {"causal": plan.problem.causal, "scale": plan.problem.scale}
+    options = {"window": plan.problem.band.window, "scale": plan.problem.scale}
     truth = reference(q, k, v, compute_dtype=PRECISE, **options)
     truths = reference_backward(q, k, v, *truth, dout, dlse=dlse, compute_dtype=PRECISE, **options)
     out, lse = saved(plan.problem, q, k, v)

@@ -91,7 +91,7 @@ SQUARE = {"seq_q": 128, "seq_kv": 128, "causal": True}
         ("cutile", SQUARE, {"seq_q": 64, "seq_kv": 96}, "seq_kv_less_seq_q: got any; allowed multiple of 64"),
         ("cuda", {}, {"dtype": "fp16"}, "dtype: got fp16; allowed bf16"),
         ("cuda", {}, {"head_dim": 56}, "head_dim: got 56; allowed 64"),
-        ("cuda", {"causal": True}, {}, "causal: got False; allowed True"),
+        ("cuda", {"causal": True}, {}, "mask: got full; allowed causal"),
     ],
 )
 def test_code_is_refused_what_it_does_not_hold_for(name, emitted, sizes, message, tmp_path):

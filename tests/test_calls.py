@@ -19,7 +19,14 @@ def qkv(dtype=torch.float64, seq=9):
 
 
 def options_of(**given):
-    unset = {"causal": False, "scale": None, "backend": "reference", "variant": None, "deterministic": False}
+    unset = {
+        "causal": False,
+        "window": None,
+        "scale": None,
+        "backend": "reference",
+        "variant": None,
+        "deterministic": False,
+    }
     return Options.of(**(unset | given))
 
 

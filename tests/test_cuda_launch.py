@@ -115,7 +115,7 @@ def test_a_backward_launches_its_kernels_in_order_with_one_struct(monkeypatch, t
     assert {each.stream for each in driver.launched} == {70}
     assert len({each.places for each in driver.launched}) == 1
     params = driver.structs[0]
-    for name, tensor in given._asdict().items():
+    for name, tensor in (given.named | {"dlse": given.dlse}).items():
         assert getattr(params, name) == (None if tensor is None else tensor.data_ptr()), name
     for name in ("k", "v", "dk", "dv"):
         found = getattr(params, f"strides_{name}")

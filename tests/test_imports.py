@@ -14,18 +14,22 @@ import multiattn
 
 ROOT = Path(multiattn.__file__).parent
 # Who may import whom, by the first name below the package; a folder counts as one.
-_LANGUAGE = {"problem", "plan", "run"}
+_DATA = {"mask", "block_mask", "score", "problem"}
+_LANGUAGE = {*_DATA, "plan", "run"}
 ALLOWED = {
     "mask": set(),
-    "problem": {"mask"},
-    "plan": {"problem"},
-    "run": {"mask", "problem", "plan"},
-    "reference": {"mask", "problem", "plan"},
+    "block_mask": set(),
+    "score": set(),
+    "problem": {"mask", "block_mask", "score"},
+    "plan": _DATA,
+    "run": {*_DATA, "plan"},
+    "reference": {*_DATA, "plan"},
     **dict.fromkeys(multiattn.BACKENDS, _LANGUAGE),
-    "api": {"problem", "plan", "run"},
-    "aot": {"problem", "plan", "run"},
-    "inspect": {"problem", "plan", "run", "aot", "cuda"},  # cuda: `sanitize`
-    "__init__": {"problem", "plan", "run", "reference", "api"},
+    "api": {*_DATA, "plan", "run"},
+    "aot": {*_DATA, "plan", "run"},
+    "inspect": {*_DATA, "plan", "run", "aot", "cuda"},  # cuda: `sanitize`
+    "flex": {"problem", "api"},
+    "__init__": {"problem", "plan", "run", "reference", "api", "flex"},
     "__main__": {"problem", "plan", "inspect"},
 }
 LANGUAGES = ("triton", "cuda", "nvidia", "torch.utils.cpp_extension")

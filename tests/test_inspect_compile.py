@@ -10,9 +10,9 @@ from multiattn.inspect import build, cli
 from multiattn.inspect.build import Compilation, compile_request, requests
 from multiattn.inspect.options import layer
 from multiattn.inspect.pool import Outcome
+from multiattn.mask import MASKS
 from multiattn.plan.arch import GPU_ARCHS
 from multiattn.plan.backend import BACKENDS, get
-from multiattn.mask import MASKS
 
 needs_compilers = pytest.mark.skipif(
     any(get(name).probe_compiler() for name in BACKENDS), reason="a compiler is not installed"

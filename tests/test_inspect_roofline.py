@@ -7,10 +7,9 @@ from bench import matrix
 from multiattn.__main__ import main
 from multiattn.inspect.options import layer
 from multiattn.inspect.roofline import bounds, score_cycles
-from multiattn.mask import visible_pairs
+from multiattn.mask import MASKS
 from multiattn.plan.arch import GPUS, gpu_by_name
 from multiattn.plan.backend import DIRECTIONS
-from multiattn.mask import MASKS
 from multiattn.problem import Problem
 
 H200 = gpu_by_name("H200")
@@ -25,7 +24,7 @@ def test_work_is_what_one_would_count(causal, heads, seqs):
     problem = Problem.contiguous(
         batch=2, heads_q=heads[0], heads_kv=heads[1], seq_q=seqs[0], seq_kv=seqs[1], head_dim=8, causal=causal
     )
-    seen = visible_pairs(problem.seq_q, problem.seq_kv, torch.device("cpu"), causal=problem.causal).expand(*seqs)
+    seen = problem.band.visible(problem.seq_q, problem.seq_kv, torch.device("cpu")).expand(*seqs)
     assert problem.visible_pairs == int(seen.sum())
     scores, rows, some = 2 * heads[0] * int(seen.sum()), int(seen.any(1).sum()), bool(seen.any())
     forward, backward = (bounds(problem, H200, direction) for direction in DIRECTIONS)

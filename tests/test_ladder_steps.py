@@ -17,7 +17,7 @@ from multiattn.plan.config import select
 from multiattn.triton import configs as triton_configs
 from multiattn.triton import ladder as triton_ladder
 from multiattn.triton import rules as triton_rules
-from parity.cases import Case
+from parity.case import Case
 from parity.launch import launch_plan, plan_case, prepare_case
 from parity.results import Contender
 

@@ -93,7 +93,7 @@ def tensors():
 
 
 def wanted(arguments, given, base=LENT):
-    addresses = {name: it.data_ptr() for name, it in given._asdict().items() if it is not None}
+    addresses = {name: it.data_ptr() for name, it in given.named.items()}
     addresses |= {name: base + at for name, at in AREAS.items()}
     return tuple(abi.pack(argument, addresses, driver_fakes.encode) for argument in arguments)
 

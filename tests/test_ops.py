@@ -5,6 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from multiattn import fmha, fmha_backward
+from multiattn.score.serial import named_text
 
 
 def random(*shape, seed=0):
@@ -30,7 +31,10 @@ def out_loss(q, k, v):
 
 SAMPLES = {
     "full": ({}, False),
-    "causal, by name": ({"causal": True, "scale": -0.3, "backend": "reference", "deterministic": True}, True),
+    "causal, by name": ({"right": 0, "scale": -0.3, "backend": "reference", "deterministic": True}, True),
+    "window": ({"left": 2, "right": 1}, False),
+    "sinks": ({"sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])}, False),
+    "softcap": ({"score": named_text(True, None, None), "scalars": [2.0]}, False),
 }
 
 
@@ -38,10 +42,13 @@ SAMPLES = {
 def test_opcheck(name):
     options, transposed = SAMPLES[name]
     inputs = qkv(requires_grad=True, transposed=transposed)
+    if "sinks" in options:
+        options = {**options, "sinks": options["sinks"].clone().requires_grad_()}
     forward, backward = torch.ops.multiattn.fmha_forward.default, torch.ops.multiattn.fmha_backward.default
-    torch.library.opcheck(forward, inputs, {**options, "needs_grad": True})
-    out, lse = (result.detach() for result in forward(*inputs, **options))
+    torch.library.opcheck(forward, (*inputs, []), {**options, "needs_grad": True})
+    out, lse = (result.detach() for result in forward(*inputs, [], **options))
     inputs = [tensor.detach() for tensor in inputs]
+    options = {name: it.detach() if isinstance(it, torch.Tensor) else it for name, it in options.items()}
     crooked = out.mT.contiguous().mT
     torch.library.opcheck(backward, (*inputs, out, lse, crooked), options)
     torch.library.opcheck(backward, (*inputs, out, lse, out, lse.cos()), options)
@@ -51,8 +58,8 @@ def test_opcheck(name):
 @pytest.mark.parametrize("sizes", [(5, 7), (1, 7), (5, 0), (0, 7)])
 def test_fakes_have_the_strides_of_the_real_ones(sizes, transposed):
     inputs = qkv(*sizes, transposed=transposed)
-    out, lse = torch.ops.multiattn.fmha_forward(*inputs)
-    real = (out, lse, *torch.ops.multiattn.fmha_backward(*inputs, out, lse, out))
+    out, lse = torch.ops.multiattn.fmha_forward(*inputs, [])
+    real = (out, lse, *torch.ops.multiattn.fmha_backward(*inputs, out, lse, out)[:3])
     with FakeTensorMode() as mode:
         inputs = [mode.from_tensor(tensor) for tensor in inputs]
         out, lse = fmha(*inputs, return_lse=True)
@@ -197,3 +204,42 @@ def test_bad_input_is_named_by_the_ops_too():
             torch.vmap(lambda q, options=options: fmha(q, k, v, **options))(q[None])
         with pytest.raises(TypeError, match=message):
             torch.vmap(lambda d, options=options: fmha_backward(q, k, v, out, lse, d, **options))(out[None])
+
+
+BIAS, SLOPES = torch.linspace(-1, 1, 20, dtype=torch.float64).view(1, 4, 5, 1), torch.tensor([0.5, 0.2, 0.1, 0.0])
+
+
+def test_windows_sinks_and_scores_go_through_every_transform():
+    inputs = (*qkv(requires_grad=True), torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True))
+
+    def loss(q, k, v, sinks):
+        return loss_of(q, k, v, sinks=sinks, window=(2, 1), softcap=3.0, bias=BIAS, alibi_slopes=SLOPES)
+
+    expected = torch.autograd.grad(loss(*inputs), inputs)
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(*inputs), inputs), expected)
+    torch.testing.assert_close(torch.func.grad(loss, argnums=(0, 1, 2, 3))(*inputs), expected)
+    each = torch.func.vmap(torch.func.grad(loss, argnums=(0, 3)), in_dims=(0, 0, 0, None))
+    stacked = (*(torch.stack([it, it * 2]).detach() for it in inputs[:3]), inputs[3].detach())
+    ones = [torch.func.grad(loss, argnums=(0, 3))(*(it[at] for it in stacked[:3]), stacked[3]) for at in range(2)]
+    torch.testing.assert_close(each(*stacked), tuple(torch.stack(pair) for pair in zip(*ones, strict=True)))
+    mapped = torch.vmap(loss, in_dims=(None, None, None, 0))(*inputs[:3], torch.stack([inputs[3], inputs[3] + 1]))
+    torch.testing.assert_close(mapped, torch.stack([loss(*inputs), loss(*inputs[:3], inputs[3] + 1)]))
+
+
+class WithSinks(torch.nn.Module):
+    def forward(self, q, k, v, sinks):
+        return fmha(q, k, v, sinks=sinks, window=(3, None), causal=True, softcap=3.0, bias=BIAS)
+
+
+def test_an_exported_program_keeps_window_sinks_and_scores():
+    inputs = (*qkv(), torch.tensor([0.3, -1.0, 2.0, 0.0]))
+    program = torch.export.export(WithSinks(), inputs)
+    torch.testing.assert_close(program.module()(*inputs), WithSinks()(*inputs))
+
+
+def test_a_mapped_bias_is_each_calls_own():
+    q, k, v = qkv()
+    each = torch.stack([BIAS, -BIAS])
+    mapped = torch.vmap(lambda bias: fmha(q, k, v, bias=bias))(each)
+    torch.testing.assert_close(mapped, torch.stack([fmha(q, k, v, bias=bias) for bias in each]))

@@ -9,7 +9,8 @@ import multiattn
 from multiattn.plan import backend as registry
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, Op, Plan
 from parity.__main__ import main
-from parity.cases import BACKWARD_HEAD_DIM_MAX, CASES, CROSS_FED, PLANTED, Case, suite
+from parity.case import BACKWARD_HEAD_DIM_MAX, PLANTED, Case
+from parity.cases import CASES, CROSS_FED, suite
 from parity.launch import (
     differing_runs,
     plan_case,
@@ -100,8 +101,8 @@ def backward_through(monkeypatch, change) -> None:
     """Let `multiattn.launch_backward` be followed by a change to its tensors."""
     launch = multiattn.launch_backward
 
-    def broken(plan, q, k, v, out, lse, dout, dlse, dq, dk, dv):
-        launch(plan, q, k, v, out, lse, dout, dlse, dq, dk, dv)
+    def broken(plan, q, k, v, out, lse, dout, dlse, dq, dk, dv, **optional):
+        launch(plan, q, k, v, out, lse, dout, dlse, dq, dk, dv, **optional)
         change({"q": q, "out": out, "lse": lse, "dout": dout, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv})
 
     monkeypatch.setattr(multiattn, "launch_backward", broken)
@@ -119,12 +120,12 @@ def before(tensor: torch.Tensor) -> torch.Tensor:
         (lambda at: at["dk"].mul_(1.2), "dk is off"),
         (lambda at: at["dv"].mul_(1.2), "dv is off"),
         (lambda at: at["dv"][0, 0, 0].fill_(torch.nan), "dv has NaN or inf in the wrong places"),
-        (lambda at: at["q"][0, 0].zero_(), "memory of q, k or v was written"),
+        (lambda at: at["q"][0, 0].zero_(), "memory of q, k, v or sinks was written"),
         (lambda at: at["out"].mul_(2), "memory of out or lse was written"),
         (lambda at: at["lse"].zero_(), "memory of out or lse was written"),
         (lambda at: at["dout"].mul_(2), "memory of dout or dlse was written"),
         (lambda at: at["dlse"].zero_(), "memory of dout or dlse was written"),
-        (lambda at: before(at["dk"]).zero_(), "memory around dq, dk or dv was written"),
+        (lambda at: before(at["dk"]).zero_(), "memory around a gradient was written"),
         (lambda at: before(at["lse"]).zero_(), "memory of out or lse was written"),
     ],
     ids=["dq", "dk", "dv", "nan", "input", "out", "lse", "dout", "dlse", "guard", "guard_of_lse"],
@@ -177,7 +178,7 @@ def test_a_case_without_backward_is_excluded_with_its_reason():
 
 
 def test_a_backward_whose_forward_is_wrong_is_not_judged(monkeypatch):
-    monkeypatch.setattr(multiattn, "launch", lambda *tensors: None)
+    monkeypatch.setattr(multiattn, "launch", lambda *tensors, **optional: None)
     (result,) = run_case(BY_NAME["gqa8_b1"], (REFERENCE,), CPU).results
     assert result.status == "failed"
     assert result.message.startswith("its forward, which feeds it")

@@ -8,45 +8,56 @@ import pytest
 import torch
 
 from multiattn import reference, reference_backward
+from multiattn.problem import Operands, options_of
+from multiattn.reference import attend
+from multiattn.reference import differentiate as gradients_of
+from multiattn.score import eager
 from parity import gradients
-from parity.cases import CASES, Case, suite
+from parity.case import Case
+from parity.cases import CASES, suite
 from parity.gradients import by_autograd, differentiate_in_chunks, exactly
 from parity.launch import prepare_case, prepare_gradients, problem_of
-from parity.tolerance import PRODUCTS_AT_ONCE, Mismatch, truncation
+from parity.tolerance import PRODUCTS_AT_ONCE, Mismatch, operands_and_problem, truncation
 
 CPU = torch.device("cpu")
 BY_NAME = {case.name: case for case in CASES}
 CPU_CASES = [case for case in suite(CPU) if not case.no_backward]
 
-Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Break = Callable[[Case], Tensors3]
+Grads = tuple[torch.Tensor, ...]
+Break = Callable[[Case], Grads]
 
 
-def differentiate(case: Case, **changes: object) -> Tensors3:
+def differentiate(case: Case, **changes: object) -> Grads:
     """A good backward's gradients of what a good forward saved, in fp32; `changes` to its arguments break it."""
     inputs, _ = prepare_case(case, CPU)
     upstream, _ = prepare_gradients(case, CPU)
-    out, lse = reference(inputs.q, inputs.k, inputs.v, causal=case.causal, scale=case.scale)
-    given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": out.to(case.torch_dtype), "lse": lse}
-    given |= {"dout": upstream.dout, "dlse": upstream.dlse, "causal": case.causal, "scale": case.scale}
-    return reference_backward(**(given | changes))
+    options = {"causal": case.causal, "window": case.window, "scale": case.scale, "sinks": inputs.sinks}
+    options |= {"score": inputs.score}
+    tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    forward, problem = operands_and_problem(**tensors, **options)
+    out, lse = attend(forward, options_of(problem), torch.float32)
+    saved = {"out": out.to(case.torch_dtype), "lse": lse, "dout": upstream.dout, "dlse": upstream.dlse}
+    given = tensors | saved | options | changes
+    saved = {name: given.pop(name) for name in saved}
+    operands, problem = operands_and_problem(**given)
+    return gradients_of(operands._replace(**saved), options_of(problem), torch.float32)
 
 
-def check(case: Case, grads: Tensors3) -> None:
+def check(case: Case, grads: Grads) -> None:
     _, truth = prepare_gradients(case, CPU)
     for grad, expected in zip(grads, truth.all, strict=True):
-        expected.check(grad.to(case.torch_dtype), "a plan")
+        expected.check(grad if expected.name == "dsinks" else grad.to(case.torch_dtype), "a plan")
 
 
 # ---------------------------------------------------------------- gradients broken on purpose
 
 
-def scale_off_by_1_percent(case: Case) -> Tensors3:
+def scale_off_by_1_percent(case: Case) -> Grads:
     scale = 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale
     return differentiate(case, scale=scale * 1.01)
 
 
-def shifted(case: Case, shift: int) -> Tensors3:
+def shifted(case: Case, shift: int) -> Grads:
     """A backward whose diagonal is `shift` keys to the right of where that of its forward was."""
     inputs, _ = prepare_case(case, CPU)
     upstream, _ = prepare_gradients(case, CPU)
@@ -62,7 +73,17 @@ def shifted(case: Case, shift: int) -> Tensors3:
     return ds @ k, ds.mT @ q, p.mT @ dout
 
 
-def last_tile_of_keys_dropped(case: Case) -> Tensors3:
+def without_slope(case: Case) -> Grads:
+    """As if what modifies scores only added to them."""
+    prepare_gradients(case, CPU)  # the truth, before anything is broken
+    slope, eager.slope = eager.slope, lambda bound, scores, part=None: torch.ones_like(scores)
+    try:
+        return differentiate(case)
+    finally:
+        eager.slope = slope
+
+
+def last_tile_of_keys_dropped(case: Case) -> Grads:
     """The walk over the keys ends a tile early: dq lacks it, and dk and dv of these keys are zero."""
     assert not case.causal  # else fewer keys would move the mask
     inputs, _ = prepare_case(case, CPU)
@@ -72,27 +93,27 @@ def last_tile_of_keys_dropped(case: Case) -> Tensors3:
     return dq, torch.nn.functional.pad(dk, rest), torch.nn.functional.pad(dv, rest)
 
 
-def last_tile_of_queries_dropped(case: Case) -> Tensors3:
+def last_tile_of_queries_dropped(case: Case) -> Grads:
     """The walk over the queries ends a tile early: dk and dv lack it."""
     inputs, _ = prepare_case(case, CPU)
-    _, lse = reference(inputs.q, inputs.k, inputs.v, causal=case.causal, scale=case.scale)
+    _, lse = reference(inputs.q, inputs.k, inputs.v, causal=case.causal, window=case.window, scale=case.scale)
     lse[:, :, (case.seq_q - 1) // 64 * 64 :] = math.inf  # no weight
     return differentiate(case)[0], *differentiate(case, lse=lse)[1:]
 
 
-def then(change: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Tensors3]) -> Break:
+def then(change: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Grads]) -> Break:
     """Right gradients, changed."""
     return lambda case: change(*differentiate(case))
 
 
-def empty_rows_nan(case: Case) -> Tensors3:
+def empty_rows_nan(case: Case) -> Grads:
     """exp(-inf - -inf), as lse = -inf gives where nothing guards it."""
     dq, dk, dv = differentiate(case)
     dq[:, :, : case.seq_q - case.seq_kv] = math.nan
     return dq, dk, dv
 
 
-def one_nan(case: Case) -> Tensors3:
+def one_nan(case: Case) -> Grads:
     dq, dk, dv = differentiate(case)
     dk[-1, -1, case.seq_kv // 2, 3] = math.nan
     return dq, dk, dv
@@ -120,6 +141,42 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "sees one key less": (
         lambda case: shifted(case, -1),
         "d64_bf16_causal len_128x128_causal len_300x3_causal len_1x1_causal",
+    ),
+    "window one key more on the left": (
+        lambda case: differentiate(case, window=(case.window[0] + 1, case.window[1])),
+        "window_0_0 window_7_3 window_64_0 window_left_only window_30_0_113x203 window_d128_bf16",
+    ),
+    "window one key less on the left": (
+        lambda case: differentiate(case, window=(case.window[0] - 1, case.window[1])),
+        "window_1_0 window_7_3 window_64_0 window_130_causal window_left_only window_50_0_1x300",
+    ),
+    "window one key more on the right": (
+        lambda case: differentiate(case, window=(case.window[0], case.window[1] + 1)),
+        "window_0_0 window_7_3 window_64_0 window_right_only window_30_2_203x113 window_1_1_300x3",
+    ),
+    "window one key less on the right": (
+        lambda case: differentiate(case, window=(case.window[0], case.window[1] - 1)),
+        "window_7_3 window_63_64 window_right_only window_30_2_203x113 window_d40_fp16",
+    ),
+    "sink scaled": (
+        lambda case: differentiate(case, sinks=prepare_case(case, CPU)[0].sinks / math.sqrt(case.head_dim)),
+        "sinks_full sinks_causal_d128 sinks_gpt_oss sinks_empty_rows",
+    ),
+    "dsinks of the next head": (
+        then(lambda dq, dk, dv, dsinks: (dq, dk, dv, dsinks.roll(1))),
+        "sinks_full sinks_causal_d128 sinks_gpt_oss sinks_large",
+    ),
+    "dsinks of one batch entry": (
+        then(lambda dq, dk, dv, dsinks: (dq, dk, dv, dsinks / 2)),
+        "sinks_gpt_oss sinks_full sinks_causal_d128",
+    ),
+    "slope of the score missing": (
+        without_slope,
+        "softcap_d40_bf16 softcap_d128_fp16 softcap_large softcap_scale_negative score_mod_composite score_mod_powers",
+    ),
+    "score ignored": (
+        lambda case: differentiate(case, score=None),
+        "softcap_d64_bf16 alibi_causal bias_bhqk bias_hides_rows score_mod_composite",
     ),
     "last tile of keys dropped": (
         last_tile_of_keys_dropped,
@@ -166,6 +223,9 @@ LEAST_SIGNAL = {
     # Gradients that cancel: each weight is 1 or 0, so that dp - delta is what rounding leaves of larger numbers.
     ("ascending_full", "dq"): 4.0,
     ("ascending_full", "dk"): 8.0,
+    # A clamp's slope is 0 or 1: naive has another one where rounding takes a score over the limit.
+    ("score_mod_in_place", "dq"): 5.0,
+    ("score_mod_in_place", "dk"): 5.0,
 }
 """Below this a budget is not compared with the largest gradient."""
 
@@ -177,26 +237,30 @@ LEAST_SIGNAL = {
 def test_the_truth_is_the_reference_differentiated(case):
     inputs, _ = prepare_case(case, CPU)
     upstream, truth = prepare_gradients(case, CPU)
-    doubles = [tensor.double() for tensor in (inputs.q, inputs.k, inputs.v)]
-    dlse = None if upstream.dlse is None else upstream.dlse.double()
-    problem = problem_of(case, inputs)
-    grads = differentiate_in_chunks(*doubles, upstream.dout.double(), dlse, problem, by_autograd, keep=torch.float64)
+    given = {name: getattr(inputs, name) for name in ("q", "k", "v", "sinks")}
+    given |= {"dout": upstream.dout, "dlse": upstream.dlse}
+    doubles = Operands(
+        **{name: None if it is None else it.double() for name, it in given.items()}, captured=inputs.captured
+    )
+    grads = differentiate_in_chunks(doubles, problem_of(case, inputs), by_autograd, keep=torch.float64)
     for grad, expected in zip(grads, truth.all, strict=True):
         torch.testing.assert_close(grad, expected.truth, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["d64_bf16_causal", "len_203x113_causal", "len_129x257_full", "gqa4_b1", "mqa5_b2"])
+@pytest.mark.parametrize(
+    "name", ["d64_bf16_causal", "len_203x113_causal", "gqa4_b1", "mqa5_b2", "window_7_3", "sinks_empty_rows"]
+)
 def test_the_truth_is_the_same_in_chunks(name, monkeypatch):
     case = BY_NAME[name]
     inputs, _ = prepare_case(case, CPU)
     upstream, _ = prepare_gradients(case, CPU)
-    options = {"causal": case.causal, "compute_dtype": torch.float64}
+    options = {"causal": case.causal, "window": case.window, "sinks": inputs.sinks, "compute_dtype": torch.float64}
     out, lse = reference(inputs.q, inputs.k, inputs.v, **options)
     given = inputs.q, inputs.k, inputs.v
     whole = reference_backward(*given, out, lse, upstream.dout, dlse=upstream.dlse, **options)
     monkeypatch.setattr(gradients, "GRAD_CHUNK", 11 * case.heads_q * max(case.seq_kv, case.head_dim))
-    tensors = *given, upstream.dout, upstream.dlse, problem_of(case, inputs)
-    parts = differentiate_in_chunks(*tensors, exactly, keep=torch.float64)
+    operands = Operands(*given, dout=upstream.dout, dlse=upstream.dlse, sinks=inputs.sinks)
+    parts = differentiate_in_chunks(operands, problem_of(case, inputs), exactly, keep=torch.float64)
     torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
 
 

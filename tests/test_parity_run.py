@@ -33,8 +33,8 @@ def launching(change):
     """`multiattn.launch`, followed by a change to the tensors."""
     launch = multiattn.launch
 
-    def broken(plan, q, k, v, out, lse):
-        launch(plan, q, k, v, out, lse)
+    def broken(plan, q, k, v, out, lse, **optional):
+        launch(plan, q, k, v, out, lse, **optional)
         change(q, k, v, out, lse)
 
     return broken
@@ -46,7 +46,7 @@ def launching(change):
         (lambda q, k, v, out, lse: out.mul_(1.2), "out is off"),
         (lambda q, k, v, out, lse: lse.add_(1e-4), "lse is off"),
         (lambda q, k, v, out, lse: out[0, 0, 0].fill_(torch.nan), "NaN or inf in the wrong places"),
-        (lambda q, k, v, out, lse: k[0, 0].zero_(), "memory of q, k or v was written"),
+        (lambda q, k, v, out, lse: k[0, 0].zero_(), "memory of q, k, v or sinks was written"),
         (lambda q, k, v, out, lse: torch.as_strided(out, (1,), (1,), out.storage_offset() - 1).zero_(), "around out"),
     ],
     ids=["out", "lse", "nan", "input", "guard"],
@@ -69,7 +69,7 @@ def test_a_wrong_backend_fails(monkeypatch, change, message):
 
 
 def test_a_backend_that_raises_is_an_error_and_the_run_goes_on(monkeypatch):
-    def broken(plan, q, k, v, out, lse):
+    def broken(plan, q, k, v, out, lse, **optional):
         raise RuntimeError("the launch failed")
 
     monkeypatch.setattr(multiattn, "launch", broken)

@@ -9,11 +9,24 @@ import torch
 
 from multiattn import Problem, reference
 from multiattn.plan.backend import BACKENDS, get
+from multiattn.problem import Operands
+from multiattn.score import BoundScore
 from parity import tolerance
-from parity.cases import BACKWARD_HEAD_DIM_MAX, CASES, Case, Memory, suite
+from parity.case import BACKWARD_HEAD_DIM_MAX, Case, Memory
+from parity.cases import CASES, suite
 from parity.launch import prepare_case
 from parity.tensors import GUARD, POISON, Inputs, Outputs, poisoned
-from parity.tolerance import Budget, Expected, Mismatch, Truth, deviate, probe_rounding, reference_in_chunks, truncation
+from parity.tolerance import (
+    Budget,
+    Expected,
+    Mismatch,
+    Truth,
+    deviate,
+    operands_and_problem,
+    probe_rounding,
+    reference_in_chunks,
+    truncation,
+)
 
 CPU = torch.device("cpu")
 CPU_CASES = suite(CPU)
@@ -23,15 +36,12 @@ Result = tuple[torch.Tensor, torch.Tensor]
 Break = Callable[[Case, Inputs], Result]
 
 
-def attend(case: Case, inputs: Inputs, *, scale: float | None = None, causal: bool | None = None) -> Result:
-    """A good kernel's result: fp32 inside, rounded once."""
-    out, lse = reference(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        causal=case.causal if causal is None else causal,
-        scale=case.scale if scale is None else scale,
-    )
+def attend(case: Case, inputs: Inputs, **changes: object) -> Result:
+    """A good kernel's result: fp32 inside, rounded once. `changes` to its options break it."""
+    options = {"causal": case.causal, "window": case.window, "scale": case.scale, "sinks": inputs.sinks}
+    options |= {"score": inputs.score} | changes
+    operands, problem = operands_and_problem(inputs.q, inputs.k, inputs.v, **options)
+    out, lse = reference_in_chunks(operands, problem, torch.float32)
     return out.to(case.torch_dtype), lse
 
 
@@ -52,6 +62,26 @@ def with_offset(case: Case, inputs: Inputs, shift: int) -> Result:
     scores = scores.masked_fill(key > query + case.seq_kv - case.seq_q + shift, -math.inf)
     lse = scores.logsumexp(dim=-1)
     return (scores.softmax(dim=-1).nan_to_num(0.0) @ v).to(case.torch_dtype), lse
+
+
+def other_window(left: int, right: int) -> Break:
+    """A window with other bounds, each by so much."""
+
+    def broken(case: Case, inputs: Inputs) -> Result:
+        bounds = zip(case.window, (left, right), strict=True)
+        window = tuple(None if bound is None else max(bound + more, 0) for bound, more in bounds)
+        return attend(case, inputs, window=window)
+
+    return broken
+
+
+def with_softcap(score: BoundScore, softcap: float) -> BoundScore:
+    return score._replace(scalars={"softcap": softcap})
+
+
+def moved(score: BoundScore, dimension: int) -> BoundScore:
+    """Its tensor read one element further on."""
+    return score._replace(tensors=(score.tensors[0].roll(1, dims=dimension),))
 
 
 def with_keys(change: Callable[[torch.Tensor], torch.Tensor]) -> Break:
@@ -133,6 +163,62 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "top left": (
         lambda case, inputs: with_offset(case, inputs, case.seq_q - case.seq_kv),
         "d64_bf16_causal len_127x128_causal len_128x127_causal len_1x300_causal",
+    ),
+    "window ignored": (
+        lambda case, inputs: attend(case, inputs, window=None),
+        "window_7_3 window_130_causal window_left_only window_right_only window_30_0_113x203",
+    ),
+    "window one key more on the left": (
+        other_window(1, 0),
+        "window_0_0 window_7_3 window_64_0 window_130_causal window_left_only window_d128_bf16",
+    ),
+    "window one key less on the left": (
+        other_window(-1, 0),
+        "window_1_0 window_7_3 window_64_0 window_130_causal window_left_only window_50_0_1x300",
+    ),
+    "window one key more on the right": (
+        other_window(0, 1),
+        "window_0_0 window_7_3 window_64_0 window_right_only window_30_2_203x113 window_1_1_300x3",
+    ),
+    "window one key less on the right": (
+        other_window(0, -1),
+        "window_7_3 window_63_64 window_right_only window_30_2_203x113 window_1_1_300x3 window_0_128_129x257",
+    ),
+    "sink ignored": (
+        lambda case, inputs: attend(case, inputs, sinks=None),
+        "sinks_full sinks_large sinks_some sinks_empty_rows sinks_empty_keys sinks_gpt_oss",
+    ),
+    "sink scaled": (
+        lambda case, inputs: attend(case, inputs, sinks=inputs.sinks / math.sqrt(case.head_dim)),
+        "sinks_full sinks_large sinks_some sinks_empty_rows sinks_empty_keys sinks_gpt_oss",
+    ),
+    "sink of the next head": (
+        lambda case, inputs: attend(case, inputs, sinks=inputs.sinks.roll(1)),
+        "sinks_full sinks_large sinks_some sinks_gpt_oss",
+    ),
+    "score ignored": (
+        lambda case, inputs: attend(case, inputs, score=None),
+        "softcap_d64_bf16 softcap_large alibi_causal alibi_batch bias_bhqk bias_k bias_hides_rows score_mod_composite",
+    ),
+    "softcap off by 2 %": (
+        lambda case, inputs: attend(case, inputs, score=with_softcap(inputs.score, 1.02 * case.softcap)),
+        "softcap_d128_fp16 softcap_d40_bf16 softcap_scale_negative softcap_sinks_empty_rows",
+    ),
+    "slope of the next head": (
+        lambda case, inputs: attend(case, inputs, score=moved(inputs.score, -1)),
+        "alibi_causal alibi_batch alibi_gqa_d128 alibi_window alibi_softcap",
+    ),
+    "bias of the wrong head": (
+        lambda case, inputs: attend(case, inputs, score=moved(inputs.score, 1)),
+        "bias_bhqk bias_hqk bias_bhq bias_hk bias_bhk bias_gqa_d256",
+    ),
+    "bias of the next key": (
+        lambda case, inputs: attend(case, inputs, score=moved(inputs.score, 3)),
+        "bias_bhqk bias_hqk bias_k bias_bqk bias_hides_d128",
+    ),
+    "bias of the wrong batch entry": (
+        lambda case, inputs: attend(case, inputs, score=moved(inputs.score, 0)),
+        "bias_bhqk bias_bqk bias_bk bias_bhk",
     ),
     "last key dropped": (
         with_keys(lambda tensor: tensor[:, :, :-1]),
@@ -339,15 +425,18 @@ def test_deviations_are_the_same_in_chunks(monkeypatch):
     assert parts.rms == pytest.approx(whole.rms)
 
 
-@pytest.mark.parametrize("name", ["len_203x113_causal", "len_129x257_full", "gqa4_b1", "inf_v_causal"])
+@pytest.mark.parametrize(
+    "name", ["len_203x113_causal", "len_129x257_full", "gqa4_b1", "inf_v_causal", "window_7_3", "sinks_empty_rows"]
+)
 def test_the_reference_is_the_same_in_chunks(name, monkeypatch):
     case = BY_NAME[name]
     inputs, _ = prepare_case(case, CPU)
     q, k, v = inputs.q, inputs.k, inputs.v
-    problem = Problem.of(q, k, v, causal=case.causal)
-    whole = reference(q, k, v, causal=case.causal, compute_dtype=torch.float64)
+    options = {"causal": case.causal, "window": case.window, "sinks": inputs.sinks}
+    problem = Problem.of(q, k, v, **options)
+    whole = reference(q, k, v, compute_dtype=torch.float64, **options)
     monkeypatch.setattr(tolerance, "CHUNK", 11 * case.heads_q * max(case.seq_kv, case.head_dim))
-    parts = reference_in_chunks(q, k, v, problem, torch.float64)
+    parts = reference_in_chunks(Operands(q, k, v, sinks=inputs.sinks), problem, torch.float64)
     torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
@@ -387,10 +476,10 @@ def test_an_lse_of_sums_in_fp16_is_held_to_what_they_lose(head_dim, seq, causal)
 
 def test_the_chunks_of_an_lse_of_sums_in_fp16_fit(monkeypatch):
     q, k = torch.randn(2, 4, 33, 40).half(), torch.randn(2, 2, 50, 40).half()
-    problem = Problem.of(q, k, k, causal=True)
-    whole = tolerance.lse_of_sums_in_halves(q, k, problem)
+    operands, problem = Operands(q, k, k), Problem.of(q, k, k, causal=True)
+    whole = tolerance.lse_of_sums_in_halves(operands, problem)
     monkeypatch.setattr(tolerance, "CHUNK", 2 * 4 * 50 * 7)
-    assert torch.equal(tolerance.lse_of_sums_in_halves(q, k, problem), whole)
+    assert torch.equal(tolerance.lse_of_sums_in_halves(operands, problem), whole)
 
 
 def test_no_backend_has_a_backward_for_heads_that_cases_leave_out():

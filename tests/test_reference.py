@@ -83,6 +83,19 @@ BACKWARD = {
     "scale 0": {"scale": 0.0},
     "negative scale": {"scale": -1.5, "causal": True},
     "huge scores": {"scale": 300.0},
+    "window": {"window": (2, 1)},
+    "window of one key": {"window": (0, 0), "seq_kv": 7},
+    "window past empty rows": {"window": (1, 0), "seq_kv": 2},
+    "no left bound": {"window": (None, 1)},
+    "no right bound": {"window": (1, None), "seq_kv": 9},
+    "sinks": {"sinks": torch.tensor([0.5, -2.0, 3.0, -math.inf])},
+    "sinks of empty rows": {"sinks": torch.tensor([0.5, -2.0, 3.0, 20.0]), "causal": True, "seq_kv": 2},
+    "sinks without keys": {"sinks": torch.tensor([0.5, -2.0, 3.0, 20.0]), "seq_kv": 0},
+    "softcap": {"softcap": 1.5},
+    "ALiBi": {"alibi_slopes": torch.tensor([0.5, 0.2, 0.1, 0.0]), "seq_kv": 9},
+    "bias that hides keys": {"bias": torch.linspace(-3, 3, 25).view(1, 1, 5, 5).where(torch.eye(5) == 0, -math.inf)},
+    "a softcap that ALiBi follows": {"softcap": 1.5, "alibi_slopes": torch.rand(2, 4), "causal": True},
+    "score_mod": {"score_mod": lambda s, b, h, i, j: torch.where(i > j, s * s, s - 0.1 * h), "scale": -1.0},
     "no keys": {"seq_kv": 0},
     "no queries": {"seq_q": 0},
 }
@@ -95,10 +108,14 @@ def test_backward_formulas_agree_with_autograd(name, with_dlse):
     seq_q, seq_kv, heads_kv = (options.pop(key) for key in ("seq_q", "seq_kv", "heads_kv"))
     shapes = ((2, 4, seq_q, 8), (2, heads_kv, seq_kv, 8), (2, heads_kv, seq_kv, 8))
     q, k, v = (random(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes))
+    leaves = [q, k, v]
+    if "sinks" in options:
+        options["sinks"] = options["sinks"].double().requires_grad_()
+        leaves.append(options["sinks"])
     out, lse = reference(q, k, v, compute_dtype=torch.float64, **options)
     dout, dlse = random(*out.shape, seed=3), random(*lse.shape, seed=4)
     loss = (out * dout).sum() + (lse.masked_fill(lse == -math.inf, 0.0) * dlse).sum() * with_dlse
-    expected = torch.autograd.grad(loss, (q, k, v), allow_unused=True, materialize_grads=True)
+    expected = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     with torch.no_grad():
         grads = reference_backward(
             q, k, v, out, lse, dout, dlse=dlse if with_dlse else None, compute_dtype=torch.float64, **options

@@ -11,7 +11,7 @@ import torch
 from multiattn import Problem, explain, fmha
 from multiattn.plan.arch import GRID_MAX, by_name
 from multiattn.triton.configs import TritonConfig, smem_bytes, why_not_fit
-from parity.cases import Case
+from parity.case import Case
 from parity.launch import launch_plan, plan_case, prepare_case
 from parity.results import Contender
 

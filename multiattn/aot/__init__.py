@@ -24,7 +24,7 @@ from multiattn.plan import abi, cubin
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import Exported, Plan
-from multiattn.problem import Layout, Operands, Problem
+from multiattn.problem import Layout, Operands, Problem, options_of
 from multiattn.run import driver
 from multiattn.run.counters import counter_lender
 from multiattn.run.execute import check_laid_out, on_device
@@ -207,7 +207,7 @@ class Kernel:
         Returns (out, lse) as `multiattn.fmha` does; without gradients. ValueError or TypeError, with what came and what
         is allowed, for tensors that this kernel cannot run.
         """
-        problem = Problem.with_band(q, k, v, self.plan.problem.band, scale=scale)
+        problem = Problem.of_operands(Operands(q, k, v), options_of(self.plan.problem)._replace(scale=scale))
         self._check(problem, q.device)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
             raise ValueError("gradients: got tensors that require them; allowed a call in torch.no_grad()")

@@ -23,7 +23,7 @@ from multiattn.inspect.options import add_problem, arguments_of, check_work, def
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, detect
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, Plan, make_plan
-from multiattn.problem import Operands
+from multiattn.problem import Layout, Operands
 
 METRICS: Mapping[str, str] = MappingProxyType(
     {
@@ -99,14 +99,12 @@ def launch_once(plan: Plan, device: torch.device) -> None:
 def launcher(plan: Plan, device: torch.device) -> Callable[[], None]:
     """A launch of `plan` on random tensors of its problem."""
     problem, backend = plan.problem, registry.get(plan.backend)
-    tensors = {
-        name: torch.empty_strided(*problem.layouts[name][:2], dtype=problem.layouts[name].dtype, device=device)
-        for name in Operands._fields
-        if name != "dlse"
-    }
-    for name in ("q", "k", "v", "dout"):
-        tensors[name].normal_()
-    operands = Operands(**tensors)
+
+    def random(layout: Layout) -> torch.Tensor:
+        tensor = torch.empty_strided(*layout[:2], dtype=layout.dtype, device=device)
+        return tensor.normal_() if layout.dtype.is_floating_point else tensor.zero_()
+
+    operands = Operands.like(problem.layouts, random)._replace(dlse=None)
     launch = backend.op(plan.direction).prepare(plan)
     if plan.direction == "backward":  # it needs the results of a forward
         backend.forward.prepare(make_plan(backend, problem, plan.arch, probe=False))(operands)

@@ -25,7 +25,7 @@ from multiattn.cuda.variants import SPANNING, WGMMA
 from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.plan.arch import CPU
 from multiattn.plan.backend import Plan, make_plan
-from multiattn.problem import Operands, Problem
+from multiattn.problem import Layout, Operands, Problem
 
 _PRELOADED = "MULTIATTN_SANITIZERS_PRELOADED"
 """Set where Python runs with the sanitizers' library, as code that is built with them wants."""
@@ -66,11 +66,16 @@ def sanitized_plans() -> Iterator[Plan]:
 
 def operands_of(plan: Plan, missing_elements: int) -> Operands:
     """Tensors of a launch, each an allocation of its own; K of too few elements."""
-    layouts = plan.problem.layouts
-    sizes = {name: math.prod(layouts[name].shape) for name in Operands._fields}
-    sizes["k"] -= missing_elements
-    values = dict.fromkeys(Operands._fields, 1.0) | {"lse": 4.0, "dlse": 4.0}
-    return Operands(**{name: torch.full((sizes[name],), values[name], dtype=layouts[name].dtype) for name in sizes})
+
+    def ones(layout: Layout) -> torch.Tensor:
+        return torch.ones(math.prod(layout.shape), dtype=layout.dtype)
+
+    operands = Operands.like(plan.problem.layouts, ones)
+    assert operands.lse is not None
+    assert operands.dlse is not None
+    operands.lse.fill_(4.0)
+    operands.dlse.fill_(4.0)
+    return operands._replace(k=operands.k[: operands.k.numel() - missing_elements].clone())
 
 
 def main() -> int:

@@ -49,6 +49,13 @@ class Capability:
     """Bytes that every base address and stride must be a multiple of."""
     masks: tuple[Kind, ...] = ("full", "causal")
     """Kinds of mask that it has code for."""
+    sinks: bool = False
+    """Heads may have a sink."""
+    scores: bool = False
+    """Scores may be modified by an expression."""
+    block_masks: bool = False
+    score_gradients: bool = False
+    """Tensors that the expression loads from may want a gradient."""
     zero_strides: bool = True
     """A dimension may be broadcast (stride 0, as `expand` makes it)."""
 
@@ -73,6 +80,19 @@ class Capability:
         if problem.is_two_sided and problem.seq_q + problem.seq_kv > self.seq_max:
             got = f"Sq={problem.seq_q} Skv={problem.seq_kv} with {problem.mask}"
             reasons.append(Reason(code="seq", got=got, allowed=f"Sq + Skv up to {self.seq_max}"))
+        if problem.has_sinks and not self.sinks:
+            reasons.append(Reason(code="sinks", got="one for each head", allowed="none"))
+        if problem.score is not None:
+            program = problem.score.program
+            for code, is_asked, has_code in (
+                ("score", program.score is not None, self.scores),
+                ("score_gradient", bool(problem.score.gradients), self.score_gradients),
+            ):
+                if is_asked and not has_code:
+                    reasons.append(Reason(code=code, got=f"program {program.digest[:8]}", allowed="none"))
+        if problem.blocks is not None and not self.block_masks:
+            got = f"blocks of {problem.blocks.queries} x {problem.blocks.keys}"
+            reasons.append(Reason(code="block_mask", got=got, allowed="none"))
         strides = (*problem.strides_q, *problem.strides_k, *problem.strides_v)
         if not self.zero_strides and 0 in strides:
             reasons.append(Reason(code="strides", got="a broadcast dimension (stride 0)", allowed="positive strides"))

@@ -16,7 +16,7 @@ from multiattn.problem import Operands, Options, check_inputs, check_scale
 from multiattn.run import compat
 from multiattn.run.calls import Ready, get_backward, get_forward
 from multiattn.run.execute import check_results, run_backward, run_conforming, run_forward
-from multiattn.run.ops import backward_op, forward_op, refuse_double_backward, with_dout
+from multiattn.run.ops import call_backward_op, call_forward_op, refuse_double_backward, with_dout
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
@@ -41,11 +41,10 @@ def attend(operands: Operands, options: Options) -> tuple[torch.Tensor, torch.Te
     compiling = is_compiling()
     if compiling or not (operands.inputs_are(_PLAIN) and _is_unwatched()):
         _check_call(operands, options)
-        asked = (*options, needs_grad(operands))
         if not compiling and _needs_function():
-            out, lse = TransformedAttention.apply(asked, *operands.inputs)  # type: ignore[no-untyped-call]
+            out, lse = TransformedAttention.apply((options, needs_grad(operands)), *operands.inputs)  # type: ignore[no-untyped-call]
         else:
-            out, lse = forward_op(*operands.inputs, *asked)
+            out, lse = call_forward_op(operands, options, needs_grad(operands))
     elif torch.is_grad_enabled() and operands.requires_grad:
         out, lse = _attend_with_grad(get_forward(operands, options, True), *operands.inputs)
     else:
@@ -53,17 +52,17 @@ def attend(operands: Operands, options: Options) -> tuple[torch.Tensor, torch.Te
     return out, lse
 
 
-def differentiate(operands: Operands, options: Options) -> tuple[torch.Tensor, ...]:
+def differentiate(operands: Operands, options: Options) -> tuple[torch.Tensor | None, ...]:
     """The gradients of the inputs, by whichever way the tensors and the moment ask for; `dout` None is zero.
 
     A gradient of `is_grads_batched` has no memory of its own, so no launcher reads it.
     """
     compiling = is_compiling()
-    given = [tensor for tensor in operands if tensor is not None]
+    given = [tensor for tensor in operands.read if tensor is not None]
     is_plain = not compiling and _is_unwatched() and _PLAIN.issuperset(map(type, given))
     if is_plain and all(map(compat.has_storage, given)):
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
-            gradients: tuple[torch.Tensor, ...] = AttentionBackward.apply(options, *operands.read)  # type: ignore[no-untyped-call]
+            gradients: tuple[torch.Tensor | None, ...] = AttentionBackward.apply(options, *operands.read)  # type: ignore[no-untyped-call]
             return gradients
         return run_backward(get_backward(operands, options), operands)
     _check_call(operands, options)
@@ -72,15 +71,14 @@ def differentiate(operands: Operands, options: Options) -> tuple[torch.Tensor, .
         check_results(operands)
     if not compiling and _needs_function():
         return TransformedBackward.apply(options, *operands.read)  # type: ignore[no-any-return, no-untyped-call]
-    dq, dk, dv = backward_op(*operands.read, *options)
-    return dq, dk, dv
+    return call_backward_op(operands, options)
 
 
 def _check_call(operands: Operands, options: Options) -> None:
     """Refuse in our words what an op would refuse late or in other words; the op's fake checks what is compiled."""
     if is_compiling():  # Dynamo could not trace these checks
         return
-    check_inputs(*operands.inputs, strides=not compat.transforms_active())
+    check_inputs(*operands.qkv, operands.sinks, strides=not compat.transforms_active())
     if type(options.scale) is float and not compat.is_tracing():
         check_scale(options.scale, operands.q.shape[3])
 
@@ -114,7 +112,7 @@ class Attention(torch.autograd.Function):
         read = (*ctx.saved_tensors, dout, dlse)
         if dout is not None and not is_compiling() and not torch.is_grad_enabled() and ready.fits(read):
             return (None, *run_conforming(ready, read))
-        operands = Operands(*read)
+        operands = Operands.of_read(read, ready.plan.problem.has_sinks)
         if dout is None and dlse is None:
             return (None, *(None for _ in operands.inputs))
         return (None, *differentiate(operands, ready.options))
@@ -127,9 +125,9 @@ class AttentionBackward(torch.autograd.Function):
     """The backward where somebody may want to differentiate it (`create_graph`): the error comes when they do."""
 
     @staticmethod
-    def forward(ctx: Any, options: Options, *read: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, options: Options, *read: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Launch."""
-        operands = Operands(*read)  # type: ignore[arg-type]
+        operands = Operands.of_read(read, options.has_sinks)
         return run_backward(get_backward(operands, options), operands)
 
     backward = staticmethod(refuse_double_backward)
@@ -150,17 +148,17 @@ class TransformedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(asked: tuple[Any, ...], *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the op; `asked` is what it takes behind the inputs: all of Options, and whether a gradient is wanted."""
-        out, lse = forward_op(*inputs, *asked)
-        return out, lse
+        """Run the op; `asked` is the Options, and whether a gradient is wanted."""
+        options, wants_grad = asked
+        return call_forward_op(Operands.of_inputs(inputs, options.has_sinks), options, wants_grad)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Keep what the backward reads, as the op does."""
-        (*options, _), *tensors = inputs
+        (options, _), *tensors = inputs
         ctx.save_for_backward(*tensors, *output)
         ctx.set_materialize_grads(False)
-        ctx.options = Options(*options).of_gradient
+        ctx.options = options.of_gradient
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -176,9 +174,9 @@ class TransformedBackward(torch.autograd.Function):
     jvp = staticmethod(_refuse_forward_mode)
 
     @staticmethod
-    def forward(options: Options, *read: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def forward(options: Options, *read: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Run the op."""
-        return backward_op(*read, *options)  # type: ignore[no-any-return]
+        return call_backward_op(Operands.of_read(read, options.has_sinks), options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

@@ -39,6 +39,8 @@ class Ready:
         """The backward of a forward that autograd records."""
         layouts = plan.problem.layouts
         written = FORWARD_RESULTS if plan.direction == "forward" else GRADIENTS
+        if plan.direction == "backward" and plan.problem.has_sinks:
+            written = (*written, "delta")
         self.allocate = compat.allocator([layouts[name] for name in written], device)
         """Makes what a launch writes."""
         self.launch: Launcher = self._prepare
@@ -81,14 +83,15 @@ class _Calls:
 
     def find(self, operands: Operands, options: Options, needs_grad: bool = False) -> Ready | _CallKey:
         """The `Ready` of an earlier such call, or the key to keep a new one under."""
-        q, k, v = inputs = operands.inputs
+        inputs = operands.inputs
+        q, k, v = operands.qkv
         try:
-            brief = (q.shape, k.shape, options, needs_grad)
+            brief = (q.shape, k.shape, options, needs_grad, len(inputs))
             offset = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & (VECTOR_BYTES - 1)
             latest = self._latest.get(brief)
             if latest is not None:
                 are_alike, its_offset, ready = latest
-                if offset == its_offset and are_alike(q, k, v):
+                if offset == its_offset and are_alike(*inputs):
                     return ready
             key = (*brief, offset, *map(_metadata, inputs))
             known = self.ready.get(key)
@@ -168,9 +171,15 @@ def _fill_empty(operands: Operands) -> None:
     assert operands.lse is not None
     operands.out.zero_()
     operands.lse.fill_(-math.inf)
+    if operands.sinks is not None:
+        operands.lse.copy_(operands.sinks[:, None].expand_as(operands.lse))
 
 
 def _zero_gradients(operands: Operands) -> None:
     """Launcher of a backward without queries or without keys: nothing depends on anything."""
     for name in GRADIENTS:
         getattr(operands, name).zero_()
+    if operands.delta is not None:
+        operands.delta.zero_()
+        if operands.dlse is not None:
+            operands.delta.sub_(operands.dlse)

@@ -6,19 +6,31 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import Direction, Plan
-from multiattn.problem import FORWARD_RESULTS, INPUTS, VECTOR_BYTES, Layout, Operands, Problem
+from multiattn.problem import (
+    FORWARD_RESULTS,
+    GRADIENTS,
+    INPUTS,
+    READ,
+    VECTOR_BYTES,
+    Layout,
+    Operands,
+    Problem,
+    options_of,
+)
 from multiattn.run import compat
 from multiattn.run.calls import Ready, prepare
 from multiattn.run.driver import ensure_context
 
 _operands: Callable[[tuple[torch.Tensor | None, ...]], Operands] = functools.partial(tuple.__new__, Operands)
 """Operands of a tuple of all of them, in half of the time that their own constructor takes."""
-_NO_GRADIENTS = (None,) * (len(Operands._fields) - INPUTS - len(FORWARD_RESULTS))
+_NO_GRADIENTS: tuple[Any, ...] = (*(None,) * (len(Operands._fields) - INPUTS - len(FORWARD_RESULTS) - 1), ())
+_NO_OPTIONS: tuple[Any, ...] = (*(None,) * (len(Operands._fields) - READ - len(GRADIENTS) - 1), ())
 
 
 def run_forward(ready: Ready, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,12 +39,16 @@ def run_forward(ready: Ready, inputs: Sequence[torch.Tensor]) -> tuple[torch.Ten
         with torch.cuda.device(ready.device):
             return run_forward(ready, inputs)
     out, lse = ready.allocate()
-    ready.launch(_operands((*inputs, out, lse, *_NO_GRADIENTS)))
+    if len(inputs) == INPUTS:
+        ready.launch(_operands((*inputs, out, lse, *_NO_GRADIENTS)))
+    else:
+        operands = Operands.of_inputs(inputs, ready.plan.problem.has_sinks)
+        ready.launch(operands._replace(out=out, lse=lse, sinks=_as_fp32(operands.sinks)))
     return out, lse
 
 
-def run_backward(ready: Ready, operands: Operands) -> tuple[torch.Tensor, ...]:
-    """The gradients of the inputs, fresh, as `run_forward`. `dout` None is zero.
+def run_backward(ready: Ready, operands: Operands) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of the inputs, fresh, as `run_forward`, None for one that nobody wants. `dout` None is zero.
 
     out, lse, dout and dlse are taken in any layout: one that is not the launch contract's is copied.
     """
@@ -43,24 +59,60 @@ def run_backward(ready: Ready, operands: Operands) -> tuple[torch.Tensor, ...]:
     return run_conforming(ready, conforming.read)
 
 
-def run_conforming(ready: Ready, read: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+def run_conforming(ready: Ready, read: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     """`run_backward` of tensors that are laid out as the launch contract says: those that `Ready.fits` passes."""
     if not _is_here(ready.device):
         with torch.cuda.device(ready.device):
             return run_conforming(ready, read)
     gradients = ready.allocate()
-    ready.launch(_operands((*read, *gradients)))
-    return tuple(gradients)
+    if len(read) == READ:
+        ready.launch(_operands((*read, *gradients, *_NO_OPTIONS)))
+        return tuple(gradients)
+    has_sinks = ready.plan.problem.has_sinks
+    written: dict[str, Any] = dict(zip((*GRADIENTS, "delta"), gradients, strict=False))
+    operands = Operands.of_read(read, has_sinks)._replace(**written)
+    ready.launch(operands)
+    of_sinks = (gradient_of_sinks(operands),) if has_sinks else ()
+    return (*gradients[: len(GRADIENTS)], *of_sinks, *(None for _ in operands.captured))
 
 
-def launch(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+def gradient_of_sinks(operands: Operands) -> torch.Tensor:
+    """dsinks ``[Hq]``, in the dtype of sinks: ``-sum(exp(sink - lse) * delta)`` over batch entries and queries.
+
+    The sink has the weight ``exp(sink - lse)`` of a row, and no value: so what a score's gradient has of its value is
+    zero. `delta` is ``rowsum(dout * out) - dlse``.
+    """
+    sinks, lse, delta = operands.sinks, operands.lse, operands.delta
+    assert sinks is not None
+    assert lse is not None
+    assert delta is not None
+    weights = torch.exp(sinks.float()[:, None] - lse.masked_fill(lse == -math.inf, math.inf))  # [B, Hq, Sq]
+    return -(weights * delta).sum(dim=(0, 2)).to(sinks.dtype)
+
+
+def _as_fp32(sinks: torch.Tensor | None) -> torch.Tensor | None:
+    """Sinks as a kernel reads them."""
+    return None if sinks is None else sinks.to(torch.float32).contiguous()
+
+
+def launch(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    sinks: torch.Tensor | None = None,
+    captured: tuple[torch.Tensor, ...] = (),
+) -> None:
     """Launch exactly `plan` on tensors that its Problem describes, into out and lse given by the caller.
 
     For tests, benchmarks and tuning: the plan may carry a config of their choice. out has the shape, dtype and device
     of q and the strides `plan.problem.strides_out`, lse is fp32 ``[B, Hq, Sq]`` and contiguous; both start at a
     multiple of 16 bytes. TypeError or ValueError for anything else, with what came and what is accepted.
     """
-    _launch(plan, "forward", Operands(q, k, v, out, lse), ("out", "lse"))
+    _launch(plan, "forward", Operands(q, k, v, out, lse, sinks=_as_fp32(sinks), captured=captured), ("out", "lse"))
 
 
 def launch_backward(
@@ -75,17 +127,22 @@ def launch_backward(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
+    *,
+    sinks: torch.Tensor | None = None,
+    delta: torch.Tensor | None = None,
+    captured: tuple[torch.Tensor, ...] = (),
 ) -> None:
     """Launch exactly the backward `plan`, as `launch` does a forward one; it writes dq, dk and dv.
 
     out and lse as `launch` writes them, dout like out, dlse None or like lse. dq, dk and dv have the shapes, dtype and
     device of q, k and v and the strides `plan.problem.strides_dq`, `strides_dk`, `strides_dv`; all of these start at a
-    multiple of 16 bytes. TypeError or ValueError for anything else, with what came and what is accepted.
+    multiple of 16 bytes. With sinks it also writes delta, laid out like lse: ``rowsum(dout * out) - dlse``, of which
+    `multiattn.fmha_backward` makes their gradient. TypeError or ValueError for anything else, with what came and what
+    is accepted.
     """
-    operands = Operands(q, k, v, out, lse, dout, dlse, dq, dk, dv)
-    _launch(
-        plan, "backward", operands, ("out", "dout", "dq", "dk", "dv", "lse", *(("dlse",) if dlse is not None else ()))
-    )
+    operands = Operands(q, k, v, out, lse, dout, dlse, dq, dk, dv, sinks, delta, captured)
+    optional = [name for name in ("dlse", "delta") if getattr(operands, name) is not None]
+    _launch(plan, "backward", operands, ("out", "dout", "dq", "dk", "dv", "lse", *optional))
 
 
 def _launch(plan: Plan, direction: Direction, operands: Operands, checked: tuple[str, ...]) -> None:
@@ -94,7 +151,7 @@ def _launch(plan: Plan, direction: Direction, operands: Operands, checked: tuple
         raise TypeError(f"plan must be a Plan; got {type(plan).__name__}")
     if plan.direction != direction:
         raise ValueError(f"plan.direction: got {plan.direction}; allowed {direction}")
-    problem = Problem.with_band(operands.q, operands.k, operands.v, plan.problem.band, scale=plan.problem.scale)
+    problem = Problem.of_operands(operands, options_of(plan.problem))
     if problem != plan.problem:
         raise ValueError(f"the tensors are not those of the plan: got {problem}; the plan is for {plan.problem}")
     device = operands.q.device
@@ -176,7 +233,7 @@ def _conform(plan: Plan, operands: Operands) -> Operands:
     if operands.dout is None:
         operands = operands._replace(dout=compat.empty_strided(*layouts["dout"], operands.q.device).zero_())
     check_results(operands)
-    copies = {
+    copies: dict[str, Any] = {
         name: _copy(tensor, layouts[name])
         for name in ("out", "lse", "dout", "dlse")
         if (tensor := getattr(operands, name)) is not None and not _is_laid_out(tensor, layouts[name].strides)

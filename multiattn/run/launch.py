@@ -12,7 +12,7 @@ import ctypes
 import functools
 import struct
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 
 from multiattn.plan import abi
 from multiattn.plan.backend import Launcher
-from multiattn.problem import Operands, Problem
+from multiattn.problem import CAPTURED, Operands, Problem, captured_name
 from multiattn.run import compat, driver
 
 Lender = Callable[[int], tuple[int, object]]
@@ -86,8 +86,13 @@ def fresh_memory(device: int, size: int) -> Lender:
 def fresh_areas(problem: Problem, names: Sequence[str], device: int) -> Workspace | None:
     """A workspace of areas, by their names among a Problem's layouts, from PyTorch's allocator; None for no areas."""
     known = problem.layouts
-    areas, size = pack_areas({name: known[name].size_bytes for name in names})
+    areas, size = pack_areas({name: known[name].size_bytes for name in own_areas(problem, names)})
     return Workspace(lend=fresh_memory(device, size), areas=areas) if areas else None
+
+
+def own_areas(problem: Problem, names: Iterable[str]) -> tuple[str, ...]:
+    """The areas, of those that kernels write, that are the launcher's own: with sinks delta is the caller's."""
+    return tuple(name for name in names if not (name == "delta" and problem.has_sinks))
 
 
 def by_tensors(problem: Problem, areas: Sequence[str], run: Callable[[dict[str, Any]], None]) -> Launcher:
@@ -95,8 +100,8 @@ def by_tensors(problem: Problem, areas: Sequence[str], run: Callable[[dict[str, 
     known = problem.layouts
 
     def launch(operands: Operands) -> None:
-        tensors = {name: tensor for name, tensor in operands._asdict().items() if tensor is not None}
-        for name in areas:
+        tensors: dict[str, Any] = operands.named
+        for name in own_areas(problem, areas):
             tensors[name] = torch.empty(known[name].shape, dtype=known[name].dtype, device=operands.q.device)
         run(tensors)
 
@@ -132,7 +137,10 @@ class DriverLauncher:
         self._launch: Callable[..., int] = driver.need_driver().cuLaunchKernelEx
         self._stream_of = compat.current_stream
         self._layout = layout = _Layout([kernel.binding for kernel in kernels], workspace)
-        self._operands: Callable[[Operands], tuple[torch.Tensor, ...]] = _picker(layout.operands)
+        pick = _picker(layout.operands)
+        self._operands: Callable[[Operands], tuple[torch.Tensor, ...]] = (
+            pick if not layout.slots else lambda operands: pick((*operands, *operands.captured))
+        )
         self._lend = None if workspace is None else workspace.lend
         self._areas = layout.areas
         self._maps = layout.maps
@@ -235,13 +243,16 @@ class _Layout:
     def __init__(self, bindings: Sequence[abi.Binding], workspace: Workspace | None) -> None:
         used = dict.fromkeys(name for binding in bindings for name in abi.names_of(binding))
         areas = {} if workspace is None else workspace.areas
-        unknown = [name for name in used if name not in Operands._fields and name not in areas]
+        self.slots = sum(name.startswith(CAPTURED) for name in used)
+        known = (*Operands._fields, *map(captured_name, range(self.slots)))
+        unknown = [name for name in used if name not in known and name not in areas]
         unused = [name for name in areas if name not in used]
         if unknown or unused:
             raise ValueError(f"memory: got {sorted(areas)}; allowed {unknown or sorted(set(areas) - set(unused))}")
-        operands = [name for name in Operands._fields if name in used]
-        self.operands = [Operands._fields.index(name) for name in operands]
-        """Places of the tensors whose addresses a launch has, in the order of the addresses."""
+        operands = [name for name in known if name in used and name not in areas]
+        self.operands = [known.index(name) for name in operands]
+        """Places of the tensors whose addresses a launch has, in the order of the addresses; behind all others those of
+        captured tensors."""
         self.areas = tuple(areas.values())
         """Added to the workspace's address: further addresses, behind those."""
         self._order = {name: index for index, name in enumerate((*operands, *areas))}

@@ -8,12 +8,14 @@ the tiles of each length that it meets.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 
+from multiattn.block_mask import BlockSpec
 from multiattn.mask import Band
-from multiattn.problem import INPUTS, Operands, Options, check_inputs, strides_like
+from multiattn.problem import INPUTS, READ, Operands, Options, check_inputs, strides_like
 from multiattn.run.calls import get_backward, get_forward
 from multiattn.run.execute import check_results, run_backward, run_forward
 from multiattn.run.flops import register_when_counted
@@ -25,16 +27,17 @@ _KEEP_STRIDES: dict[str, Any] = (
 )
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
-_Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @torch.library.custom_op(
     "multiattn::fmha_forward",
     mutates_args=(),
     schema=(
-        "(Tensor q, Tensor k, Tensor v, SymInt? left=None, SymInt? right=None, float? scale=None, "
-        'str backend="auto", str? variant=None, bool deterministic=False, bool needs_grad=False) -> '
-        "(Tensor out, Tensor lse)"
+        "(Tensor q, Tensor k, Tensor v, Tensor[] captured, Tensor? sinks=None, SymInt? left=None, "
+        "SymInt? right=None, float? scale=None, str? score=None, float[]? scalars=None, int[]? blocks=None, "
+        'str backend="auto", str? variant=None, bool deterministic=False, bool needs_grad=False) '
+        "-> (Tensor out, Tensor lse)"
     ),
     **_KEEP_STRIDES,
 )
@@ -42,16 +45,22 @@ def forward_op(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    captured: Sequence[torch.Tensor],
+    sinks: torch.Tensor | None = None,
     left: int | None = None,
     right: int | None = None,
     scale: float | None = None,
+    score: str | None = None,
+    scalars: Sequence[float] | None = None,
+    blocks: Sequence[int] | None = None,
     backend: str = "auto",
     variant: str | None = None,
     deterministic: bool = False,
     needs_grad: bool = False,
 ) -> _Pair:
     """Out and lse of `multiattn.fmha`. With `needs_grad` a problem whose backward cannot run is refused here."""
-    operands, options = Operands(q, k, v), Options(left, right, scale, backend, variant, deterministic)
+    operands = Operands(q, k, v, sinks=sinks, captured=tuple(captured))
+    options = _options(operands, left, right, scale, score, scalars, blocks, backend, variant, deterministic)
     return run_forward(get_forward(operands, options, needs_grad), operands.inputs)
 
 
@@ -59,9 +68,11 @@ def forward_op(
     "multiattn::fmha_backward",
     mutates_args=(),
     schema=(
-        "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor? dlse=None, SymInt? left=None, "
-        'SymInt? right=None, float? scale=None, str backend="auto", str? variant=None, bool deterministic=False) '
-        "-> (Tensor dq, Tensor dk, Tensor dv)"
+        "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor? dlse=None, "
+        "Tensor? sinks=None, SymInt? left=None, SymInt? right=None, float? scale=None, "
+        'str? score=None, float[]? scalars=None, int[]? blocks=None, str backend="auto", '
+        "str? variant=None, bool deterministic=False) "
+        "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
     ),
     **_KEEP_STRIDES,
 )
@@ -73,26 +84,110 @@ def backward_op(
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     left: int | None = None,
     right: int | None = None,
     scale: float | None = None,
+    score: str | None = None,
+    scalars: Sequence[float] | None = None,
+    blocks: Sequence[int] | None = None,
     backend: str = "auto",
     variant: str | None = None,
     deterministic: bool = False,
-) -> _Triple:
-    """Gradients of `multiattn.fmha_backward`."""
-    operands = Operands(q, k, v, out, lse, dout, dlse)
-    options = Options(left, right, scale, backend, variant, deterministic)
-    dq, dk, dv = run_backward(get_backward(operands, options), operands)
-    return dq, dk, dv
+) -> _Gradients:
+    """Gradients of `multiattn.fmha_backward`; dsinks without sinks has no element, as an op's result cannot be None."""
+    operands = Operands(q, k, v, out, lse, dout, dlse, sinks=sinks)
+    return _gradients(operands, left, right, scale, score, scalars, blocks, backend, variant, deterministic)
+
+
+# An op of its own: `is_grads_batched` maps none that takes a list, and a plain call must not lack it.
+@torch.library.custom_op(
+    "multiattn::fmha_backward_captured",
+    mutates_args=(),
+    schema=(
+        "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor[] captured, Tensor? dlse, "
+        "Tensor? sinks, SymInt? left, SymInt? right, float? scale, str? score, float[]? scalars, int[]? blocks, "
+        "str backend, str? variant, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
+    ),
+    **_KEEP_STRIDES,
+)
+def captured_backward_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    captured: Sequence[torch.Tensor],
+    dlse: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    *options: Any,
+) -> _Gradients:
+    """The same where the modification of scores loads from tensors."""
+    return _gradients(Operands(q, k, v, out, lse, dout, dlse, sinks=sinks, captured=tuple(captured)), *options)
+
+
+def _gradients(operands: Operands, *arguments: Any) -> _Gradients:
+    dq, dk, dv, *rest = run_backward(get_backward(operands, _options(operands, *arguments)), operands)
+    assert dq is not None
+    assert dk is not None
+    assert dv is not None
+    dsinks = rest[0] if operands.sinks is not None else None
+    return dq, dk, dv, operands.q.new_empty(0) if dsinks is None else dsinks
+
+
+def _options(
+    operands: Operands,
+    left: int | None,
+    right: int | None,
+    scale: float | None,
+    score: str | None,
+    scalars: Sequence[float] | None,
+    blocks: Sequence[int] | None,
+    *options: Any,
+) -> Options:
+    """The Options of an op's arguments."""
+    spec = None if blocks is None else BlockSpec(blocks[0], blocks[1], bool(blocks[2]))
+    return Options(left, right, scale, operands.sinks is not None, score, tuple(scalars or ()), (), spec, *options)
+
+
+def _arguments(operands: Operands, options: Options) -> tuple[Any, ...]:
+    """What an op takes behind the tensors of every call."""
+    numbers = (options.left, options.right, options.scale, options.score, options.scalars or None)
+    blocks = None if options.blocks is None else [int(it) for it in options.blocks]
+    how = (options.backend, options.variant, options.deterministic)
+    return (operands.sinks, *numbers, blocks, *how)
+
+
+def call_forward_op(operands: Operands, options: Options, wants_grad: bool) -> _Pair:
+    """`forward_op` of the inputs among `operands`."""
+    out, lse = forward_op(*operands.qkv, operands.captured, *_arguments(operands, options), wants_grad)
+    return out, lse
+
+
+def call_backward_op(operands: Operands, options: Options) -> tuple[torch.Tensor | None, ...]:
+    """`backward_op` of operands: the gradients of their inputs."""
+    (*tensors, dlse), rest = operands[:READ], _arguments(operands, options)
+    if operands.captured:
+        *gradients, dsinks = captured_backward_op(*tensors, operands.captured, dlse, *rest)
+    else:
+        *gradients, dsinks = backward_op(*tensors, dlse, *rest)
+    return (*gradients, *(() if operands.sinks is None else (dsinks,)), *(None for _ in operands.captured))
 
 
 # ---------------------------------------------------------------- fakes
 
 
 @forward_op.register_fake
-def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: object) -> _Pair:
-    check_inputs(q, k, v)
+def _fake_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    captured: Sequence[torch.Tensor],
+    sinks: torch.Tensor | None = None,
+    *rest: object,
+) -> _Pair:
+    check_inputs(q, k, v, sinks)
     return q.new_empty_strided(q.shape, strides_like(q)), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -105,12 +200,20 @@ def _fake_backward(
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None = None,
-    *options: object,
-) -> _Triple:
-    check_inputs(q, k, v)
+    sinks: torch.Tensor | None = None,
+    *rest: object,
+) -> _Gradients:
+    check_inputs(q, k, v, sinks)
     check_results(Operands(q, k, v, out, lse, dout, dlse))
     dq, dk, dv = (tensor.new_empty_strided(tensor.shape, strides_like(tensor)) for tensor in (q, k, v))
-    return dq, dk, dv
+    return dq, dk, dv, q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+
+
+@captured_backward_op.register_fake
+def _fake_captured_backward(*arguments: Any) -> _Gradients:
+    *tensors, _captured, dlse, sinks = arguments[: READ + 2]
+    gradients: _Gradients = _fake_backward(*tensors, dlse, sinks)
+    return gradients
 
 
 # ---------------------------------------------------------------- gradients
@@ -123,19 +226,22 @@ def with_dout(operands: Operands) -> Operands:
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: _Pair) -> None:
     """Keep what the gradient of `forward_op` needs, from its arguments and its results."""
-    tensors, rest = inputs[:INPUTS], inputs[INPUTS:]
-    ctx.save_for_backward(*tensors, *output)
+    q, k, v, captured, sinks, *options, _ = inputs
+    operands = Operands(q, k, v, sinks=sinks, captured=tuple(captured))
+    ctx.save_for_backward(*operands.inputs, *output)
     ctx.set_materialize_grads(False)
-    *options, _ = rest
-    ctx.options = Options(*options).of_gradient
-    ctx.of_rest = tuple(None for _ in rest)
+    ctx.options = _options(operands, *options).of_gradient
+    ctx.rest = (None,) * len(options)
 
 
-def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    operands = Operands(*(*ctx.saved_tensors, dout, dlse))
-    if dout is None and dlse is None:
-        return (*(None for _ in operands.inputs), *ctx.of_rest)
-    return (*backward_op(*with_dout(operands).read, *ctx.options), *ctx.of_rest)
+def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    operands = Operands.of_read((*ctx.saved_tensors, dout, dlse), ctx.options.has_sinks)
+    gradients: tuple[torch.Tensor | None, ...] = (None,) * len(operands.inputs)
+    if dout is not None or dlse is not None:
+        gradients = call_backward_op(with_dout(operands), ctx.options)
+    of_captured = [None for _ in operands.captured]
+    dsinks = gradients[INPUTS] if operands.sinks is not None else None
+    return (*gradients[:INPUTS], of_captured, dsinks, *ctx.rest, None)
 
 
 def refuse_double_backward(ctx: Any, *gradients: torch.Tensor | None) -> NoReturn:
@@ -148,13 +254,16 @@ def refuse_double_backward(ctx: Any, *gradients: torch.Tensor | None) -> NoRetur
 
 forward_op.register_autograd(_differentiate, setup_context=_save_for_backward)
 backward_op.register_autograd(refuse_double_backward)
+captured_backward_op.register_autograd(refuse_double_backward)
 
 
 # ---------------------------------------------------------------- vmap
 
 
-def _fold(size: int, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
+def _fold(size: int, tensor: torch.Tensor | None, dim: int | None) -> torch.Tensor | None:
     """``[B, ...]`` for each of `size` entries of a mapped dimension, as one ``[size * B, ...]``; None is not mapped."""
+    if tensor is None:
+        return None
     entries = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
     folded = entries.flatten(0, 1)
     return folded if folded.ndim < 4 or folded.stride(-1) == 1 else folded.contiguous()
@@ -166,22 +275,64 @@ def _unfold(size: int, like: torch.Tensor, dim: int | None, *tensors: torch.Tens
     return tuple(tensor.view(size, batch, *tensor.shape[1:]) for tensor in tensors)
 
 
+def _map(op: Any, names: str, info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
+    """The rule for `torch.vmap` of an op whose first arguments have these names.
+
+    Entries become batch entries of one call. Sinks are the same for all batch entries of a call, and a score may depend
+    on which one it is: where entries differ in these, or want a gradient of their own, each is a call by itself.
+    """
+    size, given = info.batch_size, dict(zip(names.split(), zip(arguments, in_dims, strict=True), strict=False))
+    sinks, of_sinks = given.get("sinks", (None, None))
+    is_apart = sinks is not None and (of_sinks is not None or op is not forward_op)
+    if is_apart or _has_places(given):
+        each = [op(*(_entry(at, *pair) for pair in zip(arguments, in_dims, strict=True))) for at in range(size)]
+        results: Any = [torch.stack(of_entries) for of_entries in zip(*each, strict=True)]
+    else:
+        folded = [_fold(size, *given[name]) if name in _BATCHED else given[name][0] for name in given]
+        results = op(*folded, *arguments[len(given) :])
+        batched_results = [it for it in results if it.ndim > 1]
+        results = [*_unfold(size, *given["q"], *batched_results), *(it for it in results if it.ndim == 1)]
+    return results
+
+
+_BATCHED = frozenset(("q", "k", "v", "out", "lse", "dout", "dlse"))
+"""Arguments ``[B, ...]``."""
+
+
+def _has_places(given: Mapping[str, tuple[Any, Any]]) -> bool:
+    """True if attention of an entry depends on which batch entry it is."""
+    return any(given.get(name, (None,))[0] is not None for name in ("score", "blocks"))
+
+
+def _entry(at: int, argument: Any, dim: Any) -> Any:
+    """One entry of a mapped argument, or of a list of them."""
+    if isinstance(argument, (list, tuple)) and dim is not None:
+        return [_entry(at, *pair) for pair in zip(argument, dim, strict=True)]
+    return argument if dim is None else argument.select(dim, at)
+
+
 @forward_op.register_vmap
 def _map_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[_Pair, tuple[int, int]]:
-    size = info.batch_size
-    tensors = (_fold(size, *pair) for pair in zip(arguments[:INPUTS], in_dims, strict=False))
-    out, lse = _unfold(size, arguments[0], in_dims[0], *forward_op(*tensors, *arguments[INPUTS:]))
+    out, lse = _map(forward_op, "q k v captured sinks left right scale score scalars blocks", info, in_dims, arguments)
     return (out, lse), (0, 0)
 
 
 @backward_op.register_vmap
-def _map_backward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[_Triple, tuple[int, int, int]]:
-    size = info.batch_size
-    read = len(Operands._fields) - INPUTS
-    pairs = zip(arguments[:read], in_dims, strict=False)  # the last, dlse, may not be given
-    tensors = (None if tensor is None else _fold(size, tensor, dim) for tensor, dim in pairs)
-    dq, dk, dv = _unfold(size, arguments[0], in_dims[0], *backward_op(*tensors, *arguments[read:]))
-    return (dq, dk, dv), (0, 0, 0)
+def _map_backward(
+    info: Any, in_dims: tuple[int | None, ...], *arguments: Any
+) -> tuple[_Gradients, tuple[int | None, ...]]:
+    names = "q k v out lse dout dlse sinks left right scale score scalars blocks"
+    dq, dk, dv, of_sinks = _map(backward_op, names, info, in_dims, arguments)
+    return (dq, dk, dv, of_sinks), (0, 0, 0, 0 if of_sinks.ndim > 1 else None)
+
+
+@captured_backward_op.register_vmap
+def _map_captured_backward(
+    info: Any, in_dims: tuple[int | None, ...], *arguments: Any
+) -> tuple[_Gradients, tuple[int | None, ...]]:
+    names = "q k v out lse dout captured dlse sinks left right scale score scalars blocks"
+    dq, dk, dv, of_sinks = _map(captured_backward_op, names, info, in_dims, arguments)
+    return (dq, dk, dv, of_sinks), (0, 0, 0, 0)
 
 
 # ---------------------------------------------------------------- FLOP
@@ -191,6 +342,8 @@ def _forward_flops(
     q: tuple[int, ...],
     k: tuple[int, ...],
     v: tuple[int, ...],
+    captured: Sequence[tuple[int, ...]],
+    sinks: tuple[int, ...] | None = None,
     left: int | None = None,
     right: int | None = None,
     *options: object,
@@ -209,14 +362,19 @@ def _backward_flops(
     lse: tuple[int, ...],
     dout: tuple[int, ...],
     dlse: tuple[int, ...] | None = None,
+    sinks: tuple[int, ...] | None = None,
     left: int | None = None,
     right: int | None = None,
     *options: object,
     **kwargs: object,
 ) -> int:
     """Five products where forward has two; a variant that recomputes some gets no credit for it."""
-    return _forward_flops(q, k, v, left, right) * 5 // 2
+    return _forward_flops(q, k, v, (), sinks, left, right) * 5 // 2
 
 
 register_when_counted(torch.ops.multiattn.fmha_forward, _forward_flops)
 register_when_counted(torch.ops.multiattn.fmha_backward, _backward_flops)
+register_when_counted(
+    torch.ops.multiattn.fmha_backward_captured,
+    lambda *arguments, **kwargs: _backward_flops(*arguments[: READ - 1], *arguments[READ:], **kwargs),
+)

@@ -72,7 +72,7 @@ class CpuLauncher:
     def __call__(self, operands: Operands) -> None:
         """Run to the end; `EmulationError` for what a GPU would punish. A backward's workspace starts as NaN."""
         struct = struct_of(self._plan, has_dlse=operands.dlse is not None)
-        addresses = {name: given.data_ptr() for name, given in operands._asdict().items() if given is not None}
+        addresses = {name: given.data_ptr() for name, given in operands.named.items()}
         workspace = self.counter
         if self._plan.direction == "backward":
             workspace = torch.full((self._workspace_bytes,), _NAN_BYTE, dtype=torch.uint8)

@@ -1,0 +1,99 @@
+"""FlexAttention's `BlockMask`: which blocks of keys each block of queries sees, whole or in part.
+
+A *partial* block is seen where the mask's `mask_mod` says so, a *full* one whole, and any other not at all. The lists
+of the mask are operands of a launch; a `BlockSpec` is what a kernel's code depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+KEYS_OF_QUERIES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+"""The lists of a block of queries: of partial blocks of keys how many and which, then of full ones."""
+QUERIES_OF_KEYS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+"""The same of a block of keys, which a backward walks over."""
+LISTS = (*KEYS_OF_QUERIES, *QUERIES_OF_KEYS)
+
+MaskMod = Callable[..., torch.Tensor]
+"""FlexAttention's ``(b, h, q_idx, kv_idx) -> bool``."""
+
+
+class BlockSpec(NamedTuple):
+    """A block mask without its tensors: sizes of a block, and whether any list names full blocks."""
+
+    queries: int
+    keys: int
+    has_full: bool
+
+    @property
+    def lists(self) -> tuple[str, ...]:
+        """The lists that there are, in the order in which they are operands."""
+        return tuple(name for name in LISTS if self.has_full or not name.startswith("full_"))
+
+
+class BlockLists(NamedTuple):
+    """A block mask as a call has it."""
+
+    spec: BlockSpec
+    tensors: tuple[torch.Tensor, ...]
+    """By `BlockSpec.lists`: counts int32 ``[B|1, H|1, rows]``, indices ``[B|1, H|1, rows, columns]``; entries from the
+    count on mean nothing."""
+
+    @property
+    def named(self) -> Mapping[str, torch.Tensor]:
+        """The lists by name."""
+        return dict(zip(self.spec.lists, self.tensors, strict=True))
+
+
+def read_block_mask(block_mask: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[BlockLists, MaskMod | None]:
+    """The lists of a `BlockMask` for q ``[B, Hq, Sq, D]`` and k, and its `mask_mod`, None where that hides nothing.
+
+    TypeError or ValueError for another object, and for a mask of other sizes.
+    """
+    from torch.nn.attention.flex_attention import BlockMask, noop_mask  # imports SymPy
+
+    if not isinstance(block_mask, BlockMask):
+        allowed = "torch.nn.attention.flex_attention.BlockMask"
+        raise TypeError(f"block_mask must be a {allowed}; got {type(block_mask).__name__}")
+    size_q, size_kv = block_mask.BLOCK_SIZE
+    batch, heads, rows, columns = block_mask.kv_indices.shape
+    allowed_batch, allowed_heads = {1, q.shape[0]}, {1, q.shape[1]}
+    wanted = -(-q.shape[2] // size_q), -(-k.shape[2] // size_kv)
+    if batch not in allowed_batch or heads not in allowed_heads or rows < wanted[0] or columns < wanted[1]:
+        raise ValueError(
+            f"block_mask: got lists {[batch, heads, rows, columns]} of blocks {size_q} x {size_kv}; allowed "
+            f"[1 or {q.shape[0]}, 1 or {q.shape[1]}, {wanted[0]} or more, {wanted[1]} or more] for Sq={q.shape[2]} and "
+            f"Skv={k.shape[2]}"
+        )
+    if block_mask.q_num_blocks is None:
+        names = KEYS_OF_QUERIES
+        given = {name: getattr(block_mask, name) for name in names}
+        block_mask = BlockMask.from_kv_blocks(**given, BLOCK_SIZE=(size_q, size_kv), mask_mod=block_mask.mask_mod)
+    spec = BlockSpec(size_q, size_kv, block_mask.full_kv_num_blocks is not None)
+    tensors = tuple(getattr(block_mask, name) for name in spec.lists)
+    for name, tensor in zip(spec.lists, tensors, strict=True):
+        if tensor.device != q.device:
+            raise ValueError(f"block_mask.{name}: got a tensor on {tensor.device}; allowed the device of q, {q.device}")
+    mask_mod = block_mask.mask_mod
+    return BlockLists(spec, tensors), None if mask_mod is noop_mask else mask_mod
+
+
+def seen_blocks(lists: BlockLists, seq_q: int, seq_kv: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scores of partial and of full blocks: two bools ``[B|1, H|1, Sq, Skv]``. For truth, not for speed."""
+    spec, named = lists.spec, lists.named
+    partial = _dense(named["kv_num_blocks"], named["kv_indices"], spec, seq_q, seq_kv)
+    if not spec.has_full:
+        return partial, torch.zeros_like(partial)
+    return partial, _dense(named["full_kv_num_blocks"], named["full_kv_indices"], spec, seq_q, seq_kv)
+
+
+def _dense(counts: torch.Tensor, indices: torch.Tensor, spec: BlockSpec, seq_q: int, seq_kv: int) -> torch.Tensor:
+    columns = indices.shape[-1]
+    counted = torch.arange(columns, device=indices.device) < counts[..., None]
+    blocks = torch.zeros(indices.shape, dtype=torch.int32, device=indices.device)
+    blocks.scatter_add_(-1, indices.clamp(0, columns - 1).long(), counted.to(torch.int32))
+    scores = blocks.repeat_interleave(spec.queries, dim=-2).repeat_interleave(spec.keys, dim=-1)
+    return scores[..., :seq_q, :seq_kv] > 0

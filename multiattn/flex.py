@@ -1,0 +1,64 @@
+"""`flex_attention`: PyTorch's FlexAttention by this package's kernels. Its users change one import."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from multiattn.api import fmha
+from multiattn.problem import ScoreMod, check_inputs
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+
+
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+    backend: str = "auto",
+) -> Any:
+    """`torch.nn.attention.flex_attention.flex_attention`, with `backend` as `multiattn.fmha` has it.
+
+    Args:
+        query: ``[B, Hq, Sq, D]``, fp16 or bf16, as key and value are.
+        key: ``[B, Hkv, Skv, D]``; with `enable_gqa` Hq may be a multiple of Hkv.
+        value: like key.
+        score_mod, block_mask, scale: as for `multiattn.fmha`.
+        enable_gqa: query heads share key/value heads.
+        return_lse: also return the log-sum-exp, fp32 ``[B, Hq, Sq]``.
+        kernel_options: None: rules choose tiles here.
+        return_aux: what to return beside out, in an `AuxOutput`; max_scores is not to be had.
+        backend: one of `multiattn.backends()`, ``"reference"`` or ``"auto"``.
+
+    Returns:
+        out; with `return_lse` (out, lse), with `return_aux` (out, AuxOutput).
+
+    Raises:
+        ValueError: for heads that differ without `enable_gqa`, `kernel_options`, and all that `multiattn.fmha` refuses.
+    """
+    check_inputs(query, key, value, strides=False)
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        heads = f"Hq={query.shape[1]}, Hkv={key.shape[1]}"
+        raise ValueError(f"enable_gqa: got False with {heads}; allowed True, or as many heads of key as of query")
+    if kernel_options:
+        raise ValueError(f"kernel_options: got {kernel_options}; allowed None: tiles follow from rules, see explain()")
+    if return_aux is not None and (return_lse or return_aux.max_scores):
+        raise ValueError("return_aux: got max_scores, or return_lse beside it; allowed AuxRequest(lse=...) alone")
+    out, lse = fmha(
+        query, key, value, scale=scale, score_mod=score_mod, block_mask=block_mask, backend=backend, return_lse=True
+    )
+    if return_aux is None:
+        return (out, lse) if return_lse else out
+    from torch.nn.attention.flex_attention import AuxOutput  # imports SymPy
+
+    return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)

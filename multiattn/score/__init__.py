@@ -1,0 +1,20 @@
+"""Scores as expressions: what modifies a score, traced once from Python, for every kernel language.
+
+``bind_score`` makes a `ScoreProgram` of a call's options, `lower` makes it what kernels compute, and ``score.py`` of
+each language prints that. `eager` is the same program in PyTorch.
+"""
+
+from multiattn.score.lower import AuxField, LoweredScore, lower
+from multiattn.score.program import BoundScore, Captured, ScoreProgram, bind_score
+from multiattn.score.trace import UntraceableError
+
+__all__ = [
+    "AuxField",
+    "BoundScore",
+    "Captured",
+    "LoweredScore",
+    "ScoreProgram",
+    "UntraceableError",
+    "bind_score",
+    "lower",
+]

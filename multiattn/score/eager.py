@@ -1,0 +1,122 @@
+"""A program in eager PyTorch: on whole tensors of scores, in any compute dtype, differentiable. Truth for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from multiattn.score.expression import BINARY, UNARY, Node, derivative, read, walk
+from multiattn.score.program import BoundScore
+
+_OPS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
+    {
+        **{op: getattr(torch, op) for op in (*UNARY, *BINARY, "where") if hasattr(torch, op)},
+        "min": torch.minimum,
+        "max": torch.maximum,
+        "floordiv": torch.floor_divide,
+        "mod": torch.remainder,
+        "quotient": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+        "remainder": torch.fmod,
+        "shr": torch.bitwise_right_shift,
+        "and": torch.bitwise_and,
+        "or": torch.bitwise_or,
+        "xor": torch.bitwise_xor,
+        "not": torch.logical_not,
+    }
+)
+
+
+class Part(NamedTuple):
+    """Some queries and keys of longer sequences: scores depend on where in these they are."""
+
+    first_query: int
+    first_key: int
+    seq_q: int
+    seq_kv: int
+
+
+def modified(bound: BoundScore, scores: torch.Tensor, part: Part | None = None) -> torch.Tensor:
+    """The scores ``[B, Hq, Sq, Skv]``, which are ``scale * q @ k^T``, as the program changes them, the mask aside.
+
+    Everything is computed in the dtype of `scores`. `part` says where they are from, if they are not all.
+    """
+    root = bound.program.score
+    if root is None:
+        return scores
+    places = _places(scores.shape, scores.device, part)
+    return evaluate(root, bound, {**places, "score": scores}, scores.dtype).expand_as(scores)
+
+
+def slope(bound: BoundScore, scores: torch.Tensor, part: Part | None = None) -> torch.Tensor:
+    """How each of the scores moves with ``scale * q @ k^T``: the program's derivative, as kernels have it."""
+    root = bound.program.score
+    if root is None:
+        return torch.ones_like(scores)
+    places = _places(scores.shape, scores.device, part)
+    steepness = derivative(root, read("score"))
+    return evaluate(steepness, bound, {**places, "score": scores}, scores.dtype).expand_as(scores)
+
+
+def visible(
+    bound: BoundScore, shape: tuple[int, ...], device: torch.device, part: Part | None = None
+) -> torch.Tensor | None:
+    """The keys that `mask_mod` lets each query see: bool, broadcastable to ``[B, Hq, Sq, Skv]``; None for all."""
+    root = bound.program.mask
+    return None if root is None else evaluate(root, bound, _places(shape, device, part), torch.float32)
+
+
+def _places(shape: tuple[int, ...], device: torch.device, part: Part | None = None) -> dict[str, torch.Tensor]:
+    """The inputs of each score, int32, shaped to be broadcast to ``[B, Hq, Sq, Skv]``."""
+    part = part or Part(0, 0, shape[2], shape[3])
+    places = {}
+    for axis, (name, first) in enumerate(zip(("b", "h", "q", "kv"), (0, 0, *part[:2]), strict=True)):
+        index = first + torch.arange(shape[axis], dtype=torch.int32, device=device)
+        places[name] = index.view([-1 if it == axis else 1 for it in range(4)])
+    for name, length in (("seq_q", part.seq_q), ("seq_kv", part.seq_kv)):
+        places[name] = torch.tensor(length, dtype=torch.int32, device=device)
+    return places
+
+
+def evaluate(
+    root: Node, bound: BoundScore, inputs: Mapping[str, torch.Tensor], compute_dtype: torch.dtype
+) -> torch.Tensor:
+    """An expression of a program, or of its form for kernels, broadcast from `inputs`.
+
+    Floating-point numbers are of `compute_dtype`. `inputs` has the numbers that a kernel takes, too, where they occur.
+    """
+    device = next(iter(inputs.values())).device
+    types: Mapping[str, torch.dtype] = {
+        "f32": compute_dtype, "i32": torch.int32, "i64": torch.int64, "bool": torch.bool
+    }  # fmt: skip
+
+    def leaf(value: Any, node: Node) -> torch.Tensor:
+        return torch.tensor(value, dtype=types[node.dtype], device=device)
+
+    values: dict[Node, torch.Tensor] = {}
+    for node in walk(root):
+        args = [values[it] for it in node.args]
+        if node.op == "const":
+            values[node] = leaf(node.value, node)
+        elif node.op == "scalar":
+            values[node] = leaf(bound.scalars[node.value], node)
+        elif node.op in ("input", "derived"):
+            values[node] = inputs[node.value]
+        elif node.op == "cast":
+            values[node] = args[0].to(types[node.dtype])
+        elif node.op == "load":
+            values[node] = _element(bound.tensors[node.value], args).to(types[node.dtype])
+        else:
+            values[node] = _OPS[node.op](*args)
+    return values[root]
+
+
+def _element(tensor: torch.Tensor, indices: list[torch.Tensor]) -> torch.Tensor:
+    """``tensor[indices]``; an index below 0 counts from the end, one outside is clamped."""
+    inside = []
+    for index, size in zip(indices, tensor.shape, strict=True):
+        wrapped = torch.where(index < 0, index + size, index)
+        inside.append(wrapped.clamp(0, size - 1).long())
+    return tensor[tuple(inside)]

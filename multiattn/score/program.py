@@ -1,0 +1,209 @@
+"""What a call asks of its scores: a `ScoreProgram`, free of tensors, and its binding to the numbers and tensors of the
+call, `BoundScore`."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from multiattn.score import named
+from multiattn.score.expression import Node, read, walk
+from multiattn.score.fingerprint import Fingerprint, UnknownError
+from multiattn.score.printing import TEXT
+from multiattn.score.trace import Tracer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Captured:
+    """A captured tensor as code depends on it: its dtype and rank, not its sizes, strides or address."""
+
+    dtype: torch.dtype
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} of rank {self.rank}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreProgram:
+    """The modification of every score, and the mask that follows it, as expressions.
+
+    `score` (f32) is of the input ``score``, ``scale * q.k``; None leaves scores as they are. `mask` (bool) is true
+    where the query sees the key; None is true everywhere. Equal programs have equal text, so generated code depends on
+    `digest` alone.
+    """
+
+    score: Node | None
+    mask: Node | None
+    scalars: tuple[str, ...]
+    """Names of the fp32 numbers that each call brings."""
+    tensors: tuple[Captured, ...]
+    """By slot."""
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The program as a reader wants it: tensors and scalars, then assignments."""
+        lines = [f"tensor{slot}: {captured}" for slot, captured in enumerate(self.tensors)]
+        lines += [f"{name}: f32" for name in self.scalars]
+        for name, root in (("score", self.score), ("mask", self.mask)):
+            if root is not None:
+                statements, (result,) = TEXT.statements([root])
+                lines += [*statements, f"{name} = {result}"]
+        return "\n".join(lines)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 of the text, in hexadecimal digits."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @functools.cached_property
+    def roots(self) -> tuple[Node, ...]:
+        """The expressions that there are."""
+        return tuple(it for it in (self.score, self.mask) if it is not None)
+
+    @functools.cached_property
+    def loads(self) -> tuple[Node, ...]:
+        """All loads of both expressions, each once."""
+        return tuple(it for it in walk(*self.roots) if it.op == "load")
+
+
+class BoundScore(NamedTuple):
+    """A program with what one call brings."""
+
+    program: ScoreProgram
+    scalars: Mapping[str, float]
+    tensors: tuple[torch.Tensor, ...]
+    """By slot."""
+
+    @property
+    def slots_requiring_grad(self) -> tuple[int, ...]:
+        """Slots of tensors that want a gradient, of those that the score depends on."""
+        score = self.program.score
+        used = {it.value for it in walk(score) if it.op == "load"} if score is not None else set()
+        return tuple(slot for slot, it in enumerate(self.tensors) if it.requires_grad and slot in used)
+
+    def check(self, *, batch: int, heads: int, seq_q: int, seq_kv: int) -> None:
+        """ValueError for a tensor that is too small to be indexed by a batch entry, a head or a position of these."""
+        sizes = {"b": batch, "h": heads, "q": seq_q, "kv": seq_kv}
+        for load in self.program.loads:
+            shape = tuple(self.tensors[load.value].shape)
+            for axis, index in enumerate(load.args):
+                wanted = sizes.get(index.value, 0) if index.op == "input" else 0
+                if shape[axis] < wanted:
+                    raise ValueError(
+                        f"captured tensor {load.value}: got shape {shape}, whose dimension {axis} is indexed by "
+                        f"{index.value}; allowed at least {wanted} elements there"
+                    )
+
+
+# ---------------------------------------------------------------- from a call's options
+
+
+def bind_score(
+    *,
+    device: torch.device,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+) -> BoundScore | None:
+    """The modifications of a call in their order: softcap, ALiBi, bias, `score_mod`, then `mask_mod`; None for none.
+
+    Args:
+        device: where q is; captured tensors must be there, too.
+        softcap: finite and above 0: ``softcap * tanh(s / softcap)``.
+        alibi_slopes: ``[Hq]`` or ``[B, Hq]``: ``s - slope * |i + Skv - Sq - j|``.
+        bias: ``[B|1, Hq|1, Sq|1, Skv|1]``, added; -inf hides a key.
+        score_mod: FlexAttention's, ``(score, b, h, q_idx, kv_idx) -> score``, of 0-d tensors.
+        mask_mod: FlexAttention's, ``(b, h, q_idx, kv_idx) -> bool``.
+
+    A callable is traced when it, or one that differs only in values of tensors, comes for the first time. Its captured
+    tensors are arguments of kernels; a captured Python number is a constant of their code.
+
+    Raises:
+        UntraceableError: a callable does what a kernel cannot.
+    """
+    fingerprint = Fingerprint()
+    named_tensors = {named.alibi: alibi_slopes, named.bias: bias}
+    parts: tuple[Any, ...] = (device, softcap is not None, alibi_slopes, bias, score_mod, mask_mod)
+    key: Hashable = None
+    try:
+        for part in parts:
+            fingerprint.add(part)
+        key = fingerprint.key
+    except UnknownError:
+        pass
+    found = _known.get(key) if key is not None else None
+    if found is not None:
+        program, places = found
+        tensors = tuple(fingerprint.tensors[place] for place in places)
+    else:
+        program, tensors = _trace(device, softcap is not None, named_tensors, score_mod, mask_mod)
+        places_of = {id(tensor): place for place, tensor in enumerate(fingerprint.tensors)}
+        if key is not None and all(id(tensor) in places_of for tensor in tensors):
+            _known.put(key, (program, tuple(places_of[id(tensor)] for tensor in tensors)))
+    if not program.roots:
+        return None
+    scalars = {name: float(value) for name, value in (("softcap", softcap),) if value is not None}
+    return BoundScore(program, MappingProxyType(scalars), tensors)
+
+
+def _trace(
+    device: torch.device,
+    has_softcap: bool,
+    named_tensors: Mapping[Callable[..., Any], torch.Tensor | None],
+    score_mod: Callable[..., Any] | None,
+    mask_mod: Callable[..., Any] | None,
+) -> tuple[ScoreProgram, tuple[torch.Tensor, ...]]:
+    tracer = Tracer(device)
+    place = tracer.place
+    score = read("score")
+    if has_softcap:
+        score = tracer.trace(named.softcap, tracer.stand_in(score), place, tracer.scalar("softcap"), dtype="f32")
+    for modification, tensor in named_tensors.items():
+        if tensor is not None:
+            score = tracer.trace(modification, tracer.stand_in(score), place, tensor, dtype="f32")
+    if score_mod is not None:
+        score = tracer.trace(score_mod, tracer.stand_in(score), *place[:4], dtype="f32")
+    mask = tracer.trace(mask_mod, *place[:4], dtype="bool") if mask_mod is not None else None
+    program = ScoreProgram(
+        score=None if score is read("score") else score,
+        mask=None if mask is None or (mask.op == "const" and mask.value) else mask,
+        scalars=("softcap",) if has_softcap else (),
+        tensors=tuple(Captured(dtype=it.dtype, rank=it.dim()) for it in tracer.tensors),
+    )
+    return program, tuple(tracer.tensors)
+
+
+class _Recent:
+    """The programs of the callables that were traced last, and the place of each slot's tensor in a fingerprint."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[Hashable, tuple[ScoreProgram, tuple[int, ...]]] = OrderedDict()
+
+    def get(self, key: Hashable) -> tuple[ScoreProgram, tuple[int, ...]] | None:
+        with self._lock:
+            found = self._entries.get(key)
+            if found is not None:
+                self._entries.move_to_end(key)
+            return found
+
+    def put(self, key: Hashable, entry: tuple[ScoreProgram, tuple[int, ...]]) -> None:
+        with self._lock:
+            self._entries[key] = entry
+            while len(self._entries) > self._size:
+                self._entries.popitem(last=False)
+
+
+_known = _Recent(256)

@@ -1,0 +1,59 @@
+"""A program as text that says all of it: what an op takes in a graph, which may be saved and loaded elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import torch
+
+from multiattn.score.expression import Node, make, walk
+from multiattn.score.program import Captured, ScoreProgram, bind_score
+
+
+@functools.lru_cache(maxsize=256)
+def dumps(program: ScoreProgram) -> str:
+    """The program in JSON; `loads` makes an equal one of it."""
+    nodes = list(walk(*program.roots))
+    place = {node: index for index, node in enumerate(nodes)}
+    record = {
+        "nodes": [[it.op, it.dtype, [place[argument] for argument in it.args], it.value] for it in nodes],
+        "score": None if program.score is None else place[program.score],
+        "mask": None if program.mask is None else place[program.mask],
+        "scalars": program.scalars,
+        "tensors": [[str(it.dtype).removeprefix("torch."), it.rank] for it in program.tensors],
+    }
+    return json.dumps(record, separators=(",", ":"))  # NaN and inf as Python reads them
+
+
+@functools.lru_cache(maxsize=256)
+def loads(text: str) -> ScoreProgram:
+    """The program that `dumps` wrote."""
+    record: dict[str, Any] = json.loads(text)
+    nodes: list[Node] = []
+    for op, dtype, arguments, value in record["nodes"]:
+        nodes.append(make(op, dtype, tuple(nodes[it] for it in arguments), value))
+    score, mask = (None if record[name] is None else nodes[record[name]] for name in ("score", "mask"))
+    captured = tuple(Captured(dtype=getattr(torch, dtype), rank=rank) for dtype, rank in record["tensors"])
+    return ScoreProgram(score=score, mask=mask, scalars=tuple(record["scalars"]), tensors=captured)
+
+
+def named_text(softcap: bool, slopes: tuple[int, str] | None, bias: tuple[tuple[bool, ...], str] | None) -> str:
+    """The text of softcap, ALiBi and bias, of what their tensors look like alone: where no tensor can be traced.
+
+    `slopes` is rank and dtype; `bias` is which of its dimensions have one element, and its dtype.
+    """
+    device = torch.device("cpu")
+    bound = bind_score(
+        device=device,
+        softcap=1.0 if softcap else None,
+        alibi_slopes=None if slopes is None else torch.zeros((2,) * slopes[0], dtype=getattr(torch, slopes[1])),
+        bias=None if bias is None else torch.zeros([1 if one else 2 for one in bias[0]], dtype=getattr(torch, bias[1])),
+    )
+    assert bound is not None
+    return dumps(bound.program)
+
+
+named_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# As `torch.compiler.assume_constant_result` marks a function; that imports Dynamo, and Triton with it.

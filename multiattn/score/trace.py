@@ -1,0 +1,249 @@
+"""From a Python callable to expressions, by running it once on stand-ins: 0-d tensors without memory.
+
+PyTorch itself tells the dtype of every result. No data is read, so what is traced holds for every value of the
+captured tensors; a Python number that the callable captures is a constant of the expression.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from multiattn.score.expression import DType, Node, cast, const, load, read, scalar
+from multiattn.score.named import ScorePlace
+from multiattn.score.rules import RULES, NoRuleError
+
+aten: Any = torch.ops.aten
+
+KINDS: dict[torch.dtype, DType] = {
+    **dict.fromkeys((torch.float64, torch.float32, torch.float16, torch.bfloat16), "f32"),
+    **dict.fromkeys((torch.int32, torch.int16, torch.int8, torch.uint8), "i32"),
+    torch.int64: "i64",
+    torch.bool: "bool",
+}
+"""What a tensor of each dtype is in an expression."""
+
+_READERS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("item", "tolist", "numpy", "data_ptr", "__array__", "__bool__", "__int__", "__float__", "__index__")
+)
+_CONTROL_FLOW = "control flow or a number that Python takes from a tensor; allowed torch.where, tensors as they are"
+_OPERATIONS = (
+    "arithmetic, comparisons, logic, where, masked_fill, minimum, maximum, clamp, relu, abs, floor, exp, exp2, log, "
+    "log2, sqrt, rsqrt, pow, tanh, sigmoid, integer division, remainder, >>, captured[index], and what PyTorch "
+    "decomposes into these"
+)
+
+
+class UntraceableError(NotImplementedError):
+    """A callable does what a kernel cannot; the message names it and what is accepted.
+
+    Not a TypeError: of an operator that raises one, Python tries the reflected operator, and the message is lost.
+    """
+
+
+class Tracer(TorchDispatchMode):
+    """Collects the expressions of the callables that it traces, and the tensors that they capture, by slot."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.tensors: list[torch.Tensor] = []
+        """The captured tensors; one that is captured twice has one slot."""
+        self._nodes: dict[int, Node] = {}
+        self._parts: dict[int, tuple[torch.Tensor, tuple[Node, ...]]] = {}
+        """Captured tensors that have some of their indices: stand-ins of the rest."""
+        self._keep: list[torch.Tensor] = []  # an id must not come twice
+        self._traced: Callable[..., Any] | None = None
+        self._is_own = False  # an operator is this class's, not the callable's
+        self.place = ScorePlace(*(self.stand_in(read(name), torch.int32) for name in ScorePlace._fields))
+
+    def stand_in(self, node: Node, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A tensor that stands for a node. Each is an object of its own, by which it is known."""
+        return self._bind(torch.empty((), dtype=dtype, device="meta"), node)
+
+    def scalar(self, name: str) -> torch.Tensor:
+        """The stand-in of a runtime scalar."""
+        return self.stand_in(scalar(name))
+
+    def trace(self, function: Callable[..., Any], *args: Any, dtype: DType) -> Node:
+        """What `function` returns of these stand-ins and captured tensors.
+
+        Raises:
+            UntraceableError: an operation outside the set, control flow, a tensor elsewhere.
+            Exception: whatever `function` raises itself.
+        """
+        self._traced = function
+        with torch.no_grad(), _Functions(self), self:
+            result = function(*args)
+        if isinstance(result, torch.Tensor) and result.dim():
+            raise self.refusal(f"a result of shape {tuple(result.shape)}; allowed one number")
+        if not isinstance(result, torch.Tensor | bool | int | float):
+            raise self.refusal(f"a result of {type(result).__name__}; allowed a tensor of one number")
+        node = self.node(result)
+        if dtype == "bool" and node.dtype != "bool":
+            raise self.refusal(f"a result of {node.dtype}; allowed a bool: does the query see the key?")
+        return cast(node, dtype)
+
+    def refusal(self, problem: str) -> UntraceableError:
+        """The error of the callable that is being traced."""
+        name = getattr(self._traced, "__qualname__", None) or type(self._traced).__name__
+        return UntraceableError(f"{name}: {problem}")
+
+    # ------------------------------------------------------------ tensors and nodes
+
+    def _bind(self, tensor: torch.Tensor, node: Node) -> torch.Tensor:
+        self._keep.append(tensor)
+        self._nodes[id(tensor)] = node
+        return tensor
+
+    def node(self, value: Any, dtype: DType | None = None) -> Node:
+        """The node of a stand-in, a number or a captured 0-d tensor, as `dtype` if one is given."""
+        if not isinstance(value, torch.Tensor):
+            kind: DType = "bool" if isinstance(value, bool) else "f32" if isinstance(value, float) else "i32"
+            if kind == "i32" and not -(2**31) <= value < 2**31:
+                kind = "i64"
+            found = const(value, kind)
+        elif id(value) in self._nodes:
+            found = self._nodes[id(value)]
+        elif value.dim() == 0 and id(value) not in self._parts:
+            found = load(self._slot(value), KINDS[value.dtype], ())
+            self._bind(value, found)
+        else:
+            raise self.refusal(f"{self._name(value)} as a whole; allowed one element of it, as by b, h, q_idx, kv_idx")
+        return found if dtype is None else cast(found, dtype)
+
+    def _slot(self, tensor: torch.Tensor) -> int:
+        for slot, known in enumerate(self.tensors):
+            if known is tensor:
+                return slot
+        if tensor.device != self.device:
+            raise self.refusal(f"{self._name(tensor)} on {tensor.device}; allowed {self.device}, where q is")
+        if tensor.dtype not in KINDS:
+            allowed = ", ".join(str(it).removeprefix("torch.") for it in KINDS)
+            raise self.refusal(f"{self._name(tensor)} of {tensor.dtype}; allowed {allowed}")
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+    def _name(self, tensor: torch.Tensor) -> str:
+        """How the callable calls a captured tensor, if that can be told, and its shape."""
+        shape = f"a tensor of shape {tuple(self._parts.get(id(tensor), (tensor,))[0].shape)}"
+        if inspect.isfunction(self._traced):
+            seen = inspect.getclosurevars(self._traced)
+            for name, value in (*seen.nonlocals.items(), *seen.globals.items()):
+                if value is tensor:
+                    return f"{name}, {shape},"
+        return f"{shape}"
+
+    # ------------------------------------------------------------ operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """The stand-in of an operator's result."""
+        kwargs = kwargs or {}
+        if self._is_own:
+            return func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default:
+            raise self.refusal(_CONTROL_FLOW)
+        given = [it for it in (*args, *kwargs.values()) if isinstance(it, torch.Tensor)]
+        for tensor in given:
+            if tensor.dim():
+                self.node(tensor)  # raises
+        namespace, _, name = func._schema.name.partition("::")
+        if func._schema.is_mutable:
+            if id(args[0]) not in self._nodes or self._nodes[id(args[0])].op == "load":
+                raise self.refusal(f"{func}, which writes to a captured tensor; allowed operations without an effect")
+            name = name.removesuffix("_")
+        if namespace != "aten" or name not in RULES:
+            return self._decomposed(func, args, kwargs)
+        if name in ("lift_fresh", "lift_fresh_copy") and id(args[0]) not in self._nodes:
+            return self.stand_in(const(args[0].item(), self._kind(args[0].dtype)), args[0].dtype)  # torch.tensor(0.5)
+        kwargs = {it: value for it, value in kwargs.items() if it not in ("device", "layout", "pin_memory")}
+        like = func(*map(_without_memory, args), **kwargs, **({"device": "meta"} if not given else {}))
+        if like.dim():
+            raise self.refusal(f"{func} of shape {tuple(like.shape)}; allowed numbers")
+        rest = {it: value for it, value in kwargs.items() if it not in ("dtype", "non_blocking", "memory_format")}
+        try:
+            node = RULES[name](self.node, self._kind(like.dtype), *args, **rest)
+        except NoRuleError as error:
+            raise self.refusal(f"{func} of {error}") from None
+        return self._bind(like, node)
+
+    def _kind(self, dtype: torch.dtype) -> DType:
+        if dtype not in KINDS:
+            allowed = ", ".join(str(it).removeprefix("torch.") for it in KINDS)
+            raise self.refusal(f"a number of {dtype}; allowed {allowed}")
+        return KINDS[dtype]
+
+    def _decomposed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The operator as PyTorch writes it with others."""
+        from torch._decomp import decomposition_table
+
+        simpler = decomposition_table.get(func)
+        if simpler is None:
+            raise self.refusal(f"{func}; allowed {_OPERATIONS}")
+        try:
+            with self, _Functions(self):
+                return simpler(*args, **kwargs)
+        except UntraceableError as error:
+            raise self.refusal(f"{func}; allowed {_OPERATIONS}") from error
+
+    def index(self, tensor: torch.Tensor, indices: Sequence[Any]) -> torch.Tensor:
+        """The stand-in of ``tensor[indices]``, or of what is left of it after some of its indices."""
+        base, before = self._parts.get(id(tensor), (tensor, ()))
+        if len(before) + len(indices) > base.dim():
+            count = len(before) + len(indices)
+            raise self.refusal(f"{self._name(tensor)} with {count} indices; allowed one for each of its dimensions")
+        nodes = list(before)
+        for it in indices:
+            node, size = self.node(it), base.shape[len(nodes)]
+            if node.dtype not in ("i32", "i64"):
+                raise self.refusal(f"{self._name(tensor)} indexed by {node.dtype}; allowed integers")
+            if node.op == "const":
+                if not -size <= node.value < size:
+                    raise IndexError(f"index {node.value} is out of bounds for a dimension of {size} elements")
+                node = const(node.value % size, "i32")
+            nodes.append(node)
+        try:
+            self._is_own = True
+            rest = torch.empty(base.shape[len(nodes) :], dtype=base.dtype, device="meta")
+        finally:
+            self._is_own = False
+        if rest.dim():
+            self._keep.append(rest)
+            self._parts[id(rest)] = base, tuple(nodes)
+            return rest
+        slot = self._slot(base)
+        return self._bind(rest, load(slot, KINDS[base.dtype], nodes))
+
+
+def _without_memory(value: Any) -> Any:
+    """A captured 0-d tensor as one without memory; so nothing is read."""
+    if not isinstance(value, torch.Tensor) or value.device.type == "meta":
+        return value
+    return torch.empty((), dtype=value.dtype, device="meta")
+
+
+class _Functions(TorchFunctionMode):
+    """Takes ``tensor[index]`` before PyTorch looks at its parts, and refuses what reads a tensor in Python."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """The function, or the tracer's in its place."""
+        if func in _READERS:
+            raise self.tracer.refusal(f"{func.__name__}: {_CONTROL_FLOW}")
+        if func is torch.Tensor.__getitem__:
+            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+            for it in indices:
+                is_number = (isinstance(it, torch.Tensor) and it.dim() == 0) or type(it) is int
+                if not is_number:
+                    raise self.tracer.refusal(f"an index {it!r}; allowed b, h, q_idx, kv_idx, and integers of these")
+            return self.tracer.index(args[0], indices)
+        return func(*args, **(kwargs or {}))

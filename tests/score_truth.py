@@ -1,0 +1,46 @@
+"""The truth for modified scores: the user's own callable under `torch.vmap`, as FlexAttention's eager mode has it."""
+
+import torch
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch.nn.attention.flex_attention import _vmap_for_bhqkv
+
+from multiattn.score import bind_score
+from parity.callables import Sizes
+
+CPU = torch.device("cpu")
+SIZES = Sizes(batch=2, heads=2, seq_q=20, seq_kv=28, device=CPU)
+"""No multiple of a tile."""
+
+
+def indices(sizes):
+    shape = (sizes.batch, sizes.heads, sizes.seq_q, sizes.seq_kv)
+    return shape, [torch.arange(size, dtype=torch.int32) for size in shape]
+
+
+def true_scores(score_mod, scores, sizes):
+    _, places = indices(sizes)
+    with TransformGetItemToIndex():
+        return _vmap_for_bhqkv(score_mod, prefix=(0,))(scores, *places)
+
+
+def true_mask(mask_mod, sizes):
+    shape, places = indices(sizes)
+    with TransformGetItemToIndex():
+        return _vmap_for_bhqkv(mask_mod, prefix=())(*places).expand(shape)
+
+
+def scores_of(sizes, dtype=torch.float64):
+    shape, _ = indices(sizes)
+    return 2 * torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=dtype)
+
+
+def bound(case, sizes=SIZES):
+    """The callables of a case, and their program with its tensors."""
+    made = case.make(sizes)
+    return made, bind_score(device=sizes.device, **made)
+
+
+def gradients(result, inputs, upstream):
+    """Of each input, zero where the result does not depend on it."""
+    grads = torch.autograd.grad(result, inputs, upstream, allow_unused=True)
+    return [torch.zeros_like(it) if grad is None else grad for it, grad in zip(inputs, grads, strict=True)]

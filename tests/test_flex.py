@@ -1,0 +1,107 @@
+"""FlexAttention's callables and block masks, by its own names: against PyTorch's eager FlexAttention."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
+
+import multiattn
+from multiattn import flex_attention
+from parity.callables import CALLABLES, Sizes
+
+CPU = torch.device("cpu")
+BATCH, HEADS, SEQ_Q, SEQ_KV = 2, 4, 70, 90
+
+
+def tensors(heads_kv=HEADS, seq_kv=SEQ_KV):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((BATCH, HEADS, SEQ_Q, 16), *((BATCH, heads_kv, seq_kv, 16),) * 2)
+    return tuple(torch.randn(shape, generator=generator) for shape in shapes)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:return_lse is deprecated")
+@pytest.mark.parametrize("case", CALLABLES, ids=lambda case: case.name)
+@torch.no_grad()
+def test_it_is_what_pytorch_makes_of_a_callable(case):
+    sizes = Sizes(batch=BATCH, heads=HEADS, seq_q=SEQ_Q, seq_kv=SEQ_KV, device=CPU)
+    made = case.make(sizes)
+    block_mask = None
+    if (mask_mod := made.get("mask_mod")) is not None:
+        block_mask = create_block_mask(mask_mod, BATCH, HEADS, SEQ_Q, SEQ_KV, device="cpu", BLOCK_SIZE=(32, 16))
+    options = {"score_mod": made.get("score_mod"), "block_mask": block_mask}
+    expected = torch_flex_attention(*tensors(), return_lse=True, **options)
+    torch.testing.assert_close(flex_attention(*tensors(), return_lse=True, **options), expected, rtol=1e-5, atol=1e-5)
+
+
+def causal(b, h, q, kv):
+    return q >= kv
+
+
+def blocks(**changes):
+    given = {"B": None, "H": None, "Q_LEN": SEQ_Q, "KV_LEN": SEQ_KV, "BLOCK_SIZE": 32} | changes
+    return create_block_mask(causal, device="cpu", **given)
+
+
+@pytest.mark.parametrize("shape", [{}, {"B": BATCH}, {"H": HEADS}, {"BLOCK_SIZE": (16, 64)}, {"Q_LEN": 100}])
+def test_a_block_mask_may_be_broadcast_and_longer(shape):
+    q, k, v = tensors()
+    out = multiattn.fmha(q, k, v, block_mask=blocks(**shape))
+    torch.testing.assert_close(out, multiattn.reference(q, k, v, score_mod=causal_score)[0])
+
+
+def causal_score(s, b, h, q, kv):
+    return torch.where(q >= kv, s, -torch.inf)
+
+
+def test_a_block_mask_is_its_lists():
+    """A full block is seen whole, whatever its mask_mod says; entries past a count mean nothing."""
+    counts, indices = torch.tensor([[[1, 1, 0]]]).int(), torch.tensor([[[[2, 0], [1, 0], [1, 0]]]]).int()
+    full_counts, full_indices = torch.tensor([[[0, 1, 0]]]).int(), torch.tensor([[[[0, 0], [2, 1], [0, 0]]]]).int()
+    indices, full_indices = (torch.nn.functional.pad(it, (0, 1)) for it in (indices, full_indices))
+    lists = (counts, indices, full_counts, full_indices)
+    mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(32, 30), mask_mod=lambda b, h, q, kv: kv % 3 == 0)
+    q, k, v = tensors()
+    visible = torch.zeros(SEQ_Q, SEQ_KV, dtype=torch.bool)
+    visible[:32, 60:90:3] = visible[32:64, 30:60:3] = visible[32:64, 60:90] = True
+    scores = (q @ k.mT / 4).masked_fill(~visible, -torch.inf)
+    out, lse = flex_attention(q, k, v, block_mask=mask, return_lse=True)
+    torch.testing.assert_close(out, scores.softmax(-1).nan_to_num(0.0) @ v)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+
+
+def test_a_block_mask_goes_with_a_band_and_a_gradient():
+    q, k, v = (it.requires_grad_() for it in tensors())
+    grads = [
+        torch.autograd.grad(out.square().sum(), (q, k, v))
+        for out in (
+            multiattn.fmha(q, k, v, block_mask=blocks(), window=(40, None)),
+            multiattn.reference(q, k, v, score_mod=causal_score, window=(40, None))[0],
+        )
+    ]
+    torch.testing.assert_close(*grads)
+
+
+def test_it_returns_what_is_asked_for():
+    q, k, v = tensors(heads_kv=2)
+    out, lse = multiattn.fmha(q, k, v, return_lse=True)
+    torch.testing.assert_close(flex_attention(q, k, v, enable_gqa=True), out)
+    found, aux = flex_attention(q, k, v, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    torch.testing.assert_close((found, aux.lse), (out, lse))
+
+
+BAD = {
+    "heads differ": ({"heads_kv": 2}, {}, ValueError, "enable_gqa: got False with Hq=4, Hkv=2"),
+    "kernel_options": ({}, {"kernel_options": {"BLOCK_M": 64}}, ValueError, "kernel_options: got {'BLOCK_M': 64}"),
+    "max_scores": ({}, {"return_aux": AuxRequest(max_scores=True)}, ValueError, "return_aux: got max_scores"),
+    "no block mask": ({}, {"block_mask": torch.ones(3)}, TypeError, "block_mask must be .*BlockMask; got Tensor"),
+    "too few keys": ({"seq_kv": 200}, {"block_mask": blocks()}, ValueError, r"block_mask: got lists \[1, 1, 3, 3\]"),
+    "no callable": ({}, {"score_mod": 1.0}, TypeError, "score_mod must be callable or None; got float"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name):
+    shape, options, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        flex_attention(*tensors(**shape), **options)

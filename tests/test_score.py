@@ -1,0 +1,452 @@
+"""Scores as expressions: what a trace holds, its derivatives, what kernels compute, and when it is traced again."""
+
+import functools
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from score_truth import CPU, SIZES, bound, gradients, scores_of, true_mask, true_scores
+from torch.nn.attention.flex_attention import and_masks
+
+from multiattn.score import UntraceableError, bind_score, eager, expression, lower, program
+from multiattn.score.expression import apply, cast, const, derivative, read
+from multiattn.score.lower import LOG2_E
+from parity.callables import CALLABLES
+
+ALL = pytest.mark.parametrize("case", CALLABLES, ids=lambda case: case.name)
+SCORES = pytest.mark.parametrize("case", [it for it in CALLABLES if it.score_mod], ids=lambda case: case.name)
+SHAPE = (SIZES.batch, SIZES.heads, SIZES.seq_q, SIZES.seq_kv)
+
+
+def bind(**options):
+    return bind_score(device=CPU, **options)
+
+
+def kernel_inputs(found, raw, scale):
+    """All that the form for kernels is computed from, floats in fp64."""
+    fields = lower(found.program).fields
+    numbers = {
+        field.name: torch.tensor(number, dtype=torch.float64 if field.kind == "f32" else torch.int32)
+        for field, number in zip(fields, lower(found.program).values(found, scale), strict=True)
+        if field.kind != "pointer"
+    }
+    return {**eager._places(SHAPE, CPU), **numbers, "raw": raw}
+
+
+def digest(score_mod, **options):
+    return bind(score_mod=score_mod, **options).program.digest
+
+
+# ---------------------------------------------------------------- values and slopes
+
+
+def test_cases_are_many_and_have_reasons():
+    assert len({case.name for case in CALLABLES}) == len(CALLABLES) >= 24
+    assert all(case.why and (case.score_mod or case.mask_mod) for case in CALLABLES)
+
+
+@ALL
+def test_eager_is_what_vmap_computes(case):
+    made, found = bound(case)
+    if "score_mod" in made:
+        scores = scores_of(SIZES)
+        modified = eager.modified(found, scores) if found else scores
+        torch.testing.assert_close(
+            modified, true_scores(made["score_mod"], scores, SIZES).double(), rtol=1e-6, atol=1e-6
+        )
+    if "mask_mod" in made:
+        mask = eager.visible(found, SHAPE, CPU) if found else torch.tensor(True)
+        assert torch.equal(mask.expand(SHAPE), true_mask(made["mask_mod"], SIZES))
+        assert found is None or 0 < mask.expand(SHAPE).float().mean() < 1
+
+
+@SCORES
+def test_gradients_of_eager_are_those_of_the_callable(case):
+    made, found = bound(case)
+    if found is None:
+        return
+    scores = scores_of(SIZES).requires_grad_()
+    upstream = torch.randn(SHAPE, dtype=torch.float64)
+    wanted = [found.tensors[slot] for slot in found.slots_requiring_grad]
+    ours = gradients(eager.modified(found, scores), [scores, *wanted], upstream)
+    truth = gradients(true_scores(made["score_mod"], scores, SIZES).double(), [scores, *wanted], upstream)
+    for mine, true in zip(ours, truth, strict=True):
+        torch.testing.assert_close(mine, true, rtol=1e-2 if true.dtype.itemsize == 2 else 1e-5, atol=1e-5)
+
+
+@SCORES
+def test_kernel_form_has_these_values_and_slopes(case):
+    """In fp64, so that only the form itself can be wrong: the scale, log2(e), hoisted scalars, clamped indices."""
+    _, found = bound(case)
+    if found is None:
+        return
+    scale = 0.3
+    lowered = lower(found.program)
+    raw = scores_of(SIZES)
+    scores = (raw * scale).requires_grad_()
+    inputs = kernel_inputs(found, raw, scale)
+
+    def run(node):
+        return eager.evaluate(node, found, inputs, torch.float64).expand(SHAPE)
+
+    result = eager.modified(found, scores)
+    torch.testing.assert_close(run(lowered.score) / LOG2_E, result)
+    upstream = torch.randn(SHAPE, dtype=torch.float64)
+    wanted = [found.tensors[slot] for slot in found.slots_requiring_grad]
+    dscores, *dtensors = gradients(result, [scores, *wanted], upstream)
+    torch.testing.assert_close(run(lowered.slope) * upstream, dscores)
+    for slot, true in zip(found.slots_requiring_grad, dtensors, strict=True):
+        total = torch.zeros(true.shape, dtype=torch.float64)
+        for it in lowered.gradients_of((slot,)):
+            at = [eager.evaluate(index, found, inputs, torch.float64).expand(SHAPE).long() for index in it.load.args]
+            total.index_put_(tuple(at), run(it.slope) * upstream, accumulate=True) if at else total.add_(
+                (run(it.slope) * upstream).sum()
+            )
+        torch.testing.assert_close(total, true.double(), rtol=1e-2 if true.dtype.itemsize == 2 else 1e-5, atol=1e-5)
+
+
+def test_order_is_softcap_alibi_bias_score_mod():
+    slopes, bias, scale_of = torch.rand(2), torch.randn(2, 1, 20, 28), torch.rand(2)
+    found = bind(
+        softcap=3.0, alibi_slopes=slopes, bias=bias, score_mod=lambda s, b, h, q, kv: s * scale_of[h],
+        mask_mod=lambda b, h, q, kv: q >= kv,
+    )  # fmt: skip
+    scores = scores_of(SIZES)
+    query, key = torch.arange(20)[:, None], torch.arange(28)[None, :]
+    expected = 3.0 * torch.tanh(scores / 3.0) - slopes[:, None, None] * (query + 8 - key).abs() + bias
+    torch.testing.assert_close(eager.modified(found, scores), expected * scale_of[:, None, None])
+    assert torch.equal(eager.visible(found, SHAPE, CPU).expand(SHAPE), (query >= key).expand(SHAPE))
+    assert [captured.rank for captured in found.program.tensors] == [1, 4, 1]
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 20, 28), (1, 2, 1, 28), (2, 1, 20, 1), (1, 1, 1, 1)])
+@pytest.mark.parametrize("slopes_rank", [1, 2])
+def test_named_modifications_broadcast(shape, slopes_rank):
+    slopes, bias = torch.rand((2, 2)[:slopes_rank]), torch.randn(shape)
+    found = bind(alibi_slopes=slopes, bias=bias)
+    scores = scores_of(SIZES)
+    distance = (torch.arange(20)[:, None] + 8 - torch.arange(28)[None, :]).abs()
+    expected = scores - slopes[..., None, None].double() * distance + bias
+    torch.testing.assert_close(eager.modified(found, scores), expected)
+    strides = [field.axis for field in lower(found.program).fields if field.kind == "stride" and field.slot == 1]
+    assert strides == [axis for axis, size in enumerate(shape) if size > 1]
+
+
+def test_softcap_costs_two_products_and_one_tanh():
+    lowered = lower(bind(softcap=20.0).program, approximate=True)
+    raw, x0, x1 = read("raw"), *(expression.make("derived", "f32", (), name) for name in ("x0", "x1"))
+    assert lowered.score is apply("mul", apply("tanh", apply("mul", raw, x0)), x1)
+    tanh = apply("tanh", apply("mul", raw, x0))
+    assert lowered.slope is apply("sub", const(1.0), apply("mul", tanh, tanh))
+    assert lowered.values(bind(softcap=5.0), 0.25) == (0.25 / 5.0, 5.0 * LOG2_E)
+
+
+def test_infinities_make_no_nan_in_slopes():
+    bias = torch.full((1, 1, 20, 28), -float("inf")).requires_grad_()
+    modifications = [
+        lambda s, b, h, q, kv: s,
+        lambda s, b, h, q, kv: 5 * torch.tanh(s / 5),
+        lambda s, b, h, q, kv: torch.exp(s) + torch.sigmoid(s) + F.softplus(s),
+        lambda s, b, h, q, kv: torch.where(q >= kv, s, -float("inf")) * 0.5,
+        lambda s, b, h, q, kv: torch.where(s > 0, torch.log(s), 0.0),
+        lambda s, b, h, q, kv: s.clamp(min=-3.0).abs(),
+    ]
+    for score_mod in modifications:
+        found = bind(bias=bias, score_mod=score_mod)
+        root = found.program.score
+        load = next(it for it in found.program.loads)
+        for seed in (read("score"), load):
+            places = eager._places(SHAPE, CPU)
+            slope = eager.evaluate(derivative(root, seed), found, {**places, "score": scores_of(SIZES)}, torch.float64)
+            assert torch.isfinite(slope).all(), found.program.text
+
+
+def test_slope_of_an_addition_is_the_constant_one():
+    bias = torch.randn(1, 1, 1, 28)
+    lowered = lower(bind(alibi_slopes=torch.rand(2), bias=bias).program)
+    assert lowered.slope is const(1.0)
+    assert lowered.load_slopes[1].slope is const(1.0)
+
+
+def test_indices_stay_inside_a_captured_tensor():
+    """A pair that a mask hides may ask for an element that is not there."""
+    table = torch.arange(4.0)
+    found = bind(score_mod=lambda s, b, h, q, kv: s + table[q - kv])
+    offset = torch.arange(20)[:, None] - torch.arange(28)[None, :]
+    wrapped = torch.where(offset < 0, offset + 4, offset).clamp(0, 3).double()
+    torch.testing.assert_close(eager.modified(found, torch.zeros(SHAPE).double()), wrapped.expand(SHAPE))
+    with pytest.raises(ValueError, match=r"captured tensor 0: got shape \(4,\).*indexed by kv"):
+        bind(score_mod=lambda s, b, h, q, kv: s + table[kv]).check(batch=2, heads=2, seq_q=20, seq_kv=28)
+
+
+# ---------------------------------------------------------------- digests and nodes
+
+
+def test_digests_tell_code_apart_and_nothing_else():
+    def make(table, number=2.0):
+        return lambda s, b, h, q, kv: s * number + table[h]
+
+    first = digest(make(torch.rand(2)))
+    assert digest(make(torch.rand(2))) == digest(make(torch.rand(5)[::2])) == first
+    assert digest(make(torch.rand(2)), softcap=5.0) == digest(make(torch.rand(2)), softcap=7.0) != first
+    others = [make(torch.rand(2).bfloat16()), make(torch.rand(2), 3.0), lambda s, b, h, q, kv: s * 2.0]
+    assert len({first, *map(digest, others)}) == 4
+
+
+def test_a_tensor_captured_twice_has_one_slot():
+    first, second = torch.rand(2), torch.rand(2)
+    once = bind(score_mod=lambda s, b, h, q, kv: s + first[h] * first[b])
+    assert once.tensors == (first,)
+    assert len(bind(score_mod=lambda s, b, h, q, kv: s + first[h] * second[b]).tensors) == 2
+    assert len(bind(alibi_slopes=first, score_mod=lambda s, b, h, q, kv: s * first[h]).tensors) == 1
+
+
+def test_nodes_are_shared_immutable_and_let_go():
+    node = apply("add", read("score"), const(3.25))
+    assert apply("add", read("score"), const(3.25)) is node
+    assert pickle.loads(pickle.dumps(node)) is node
+    assert const(-0.0) is not const(0.0)
+    assert const(float("nan")) is const(float("nan"))
+    with pytest.raises(AttributeError, match="immutable"):
+        node.op = "sub"
+    del node
+    gc.collect()
+    assert not any("3.25" in key for key in expression._interned)
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, -3, 8])
+def test_integer_division_rounds_as_python_does(divisor):
+    for value in range(-9, 10):
+        for op, expected in (("floordiv", value // divisor), ("mod", value % divisor)):
+            assert apply(op, const(value, "i32"), const(divisor, "i32")).value == expected
+    table = torch.randint(-50, 50, (28,))
+    for op in (lambda x: x // divisor, lambda x: x % divisor, lambda x: torch.div(x, divisor, rounding_mode="trunc")):
+        found = bind(score_mod=lambda s, b, h, q, kv, op=op: s * 0 + op(table[kv]))
+        inputs = kernel_inputs(found, scores_of(SIZES), 1.0)
+        result = eager.evaluate(lower(found.program).score, found, inputs, torch.float64)
+        torch.testing.assert_close(result / LOG2_E, op(table).double().expand(SHAPE))
+
+
+def test_folding_keeps_what_is_not_a_number():
+    score = read("score")
+    assert apply("mul", score, const(0.0)) is not const(0.0)
+    assert apply("add", score, const(0.0)) is score
+    assert apply("div", const(1.0), const(0.0)).op == "div"
+    assert cast(const(float("inf")), "i32").op == "cast"
+
+
+# ---------------------------------------------------------------- refusals
+
+VECTOR, MATRIX, NUMBER = torch.rand(4), torch.rand(4, 4), torch.tensor(2.0)
+
+
+REFUSED = {
+    "if": (lambda s, b, h, q, kv: s if q > kv else -s, "control flow"),
+    "and": (lambda s, b, h, q, kv: torch.where(q > kv and kv > 2, s, 0.0), "control flow"),
+    "item": (lambda s, b, h, q, kv: s + VECTOR[h].item(), "item: control flow"),
+    "float of a captured number": (lambda s, b, h, q, kv: s * float(NUMBER), "__float__: control flow"),
+    "tolist": (lambda s, b, h, q, kv: s * VECTOR.tolist()[0], "tolist"),
+    "a loop over positions": (lambda s, b, h, q, kv: s + len(range(q)), "__index__"),
+    "erf": (lambda s, b, h, q, kv: torch.erf(s), "aten.erf"),
+    "random numbers": (lambda s, b, h, q, kv: s + torch.rand(()), "aten.rand"),
+    "a whole tensor": (lambda s, b, h, q, kv: s + VECTOR, r"VECTOR, a tensor of shape \(4,\), as a whole"),
+    "computed from a whole tensor": (lambda s, b, h, q, kv: s + (VECTOR * 2)[h], "VECTOR"),
+    "a sum": (lambda s, b, h, q, kv: s + VECTOR.sum(), "as a whole"),
+    "a row": (lambda s, b, h, q, kv: s + MATRIX[h], r"\(4, 4\)"),
+    "a slice": (lambda s, b, h, q, kv: s + MATRIX[h, :].sum(), "slice"),
+    "too many indices": (lambda s, b, h, q, kv: s + VECTOR[b, h], "2 indices"),
+    "an index that is no integer": (lambda s, b, h, q, kv: s + VECTOR[s], "indexed by f32"),
+    "writing": (lambda s, b, h, q, kv: s * NUMBER.mul_(2), "writes to a captured tensor"),
+    "a tensor that it makes": (lambda s, b, h, q, kv: s + torch.zeros(4)[h], "of shape"),
+    "complex numbers": (lambda s, b, h, q, kv: s * 1j, "complex"),
+    "no result": (lambda s, b, h, q, kv: None, "NoneType"),
+    "a power": (lambda s, b, h, q, kv: s**s, "power"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_name_what_is_wrong_and_what_is_allowed(name):
+    score_mod, words = REFUSED[name]
+    with pytest.raises(UntraceableError, match=words) as caught:
+        bind(score_mod=score_mod)
+    assert "allowed" in str(caught.value)
+    assert "<lambda>" in str(caught.value)
+    assert not isinstance(caught.value, TypeError)
+
+
+def test_tensors_on_another_device_are_named():
+    slopes = torch.rand(4, device="meta")
+    with pytest.raises(UntraceableError, match=r"slopes, a tensor of shape \(4,\), on meta; allowed cpu"):
+        bind(score_mod=lambda s, b, h, q, kv: s + slopes[h])
+
+
+def test_a_mask_of_numbers_is_refused():
+    with pytest.raises(UntraceableError, match="result of i32; allowed a bool"):
+        bind(mask_mod=lambda b, h, q, kv: q - kv)
+
+
+def test_an_error_of_the_callable_passes_through():
+    with pytest.raises(ZeroDivisionError):
+        bind(score_mod=lambda s, b, h, q, kv: s * (1 / 0))
+
+
+# ---------------------------------------------------------------- traced again, or not
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """Counts traces."""
+    counted, trace = [], program._trace
+    monkeypatch.setattr(program, "_trace", lambda *args: counted.append(None) or trace(*args))
+    monkeypatch.setattr(program, "_known", program._Recent(8))
+    return counted
+
+
+def value(score_mod, **options):
+    """The modified score of 1 at the first place."""
+    found = bind(score_mod=score_mod, **options)
+    return eager.modified(found, torch.ones(1, 1, 1, 1, dtype=torch.float64)).item() if found else 1.0
+
+
+GLOBAL = 2.0
+TABLE = torch.tensor([7.0])
+
+
+def helper(s):
+    return s * GLOBAL
+
+
+def test_values_of_tensors_are_bound_at_each_call(traces):
+    def make(table):
+        return lambda s, b, h, q, kv: s + table[h]
+
+    assert [value(make(torch.tensor([float(n)]))) for n in range(4)] == [1, 2, 3, 4]
+    assert [value(lambda s, b, h, q, kv: s, bias=torch.full((1, 1, 1, 1), float(n))) for n in range(3)] == [1, 2, 3]
+    assert [round(value(None, softcap=float(n)), 6) for n in (1, 2)] == [0.761594, 0.924234]
+    assert len(traces) == 3
+
+
+def test_whatever_changes_is_traced_again(traces, monkeypatch):
+    cell = 3.0
+
+    def score_mod(s, b, h, q, kv, *, factor=5.0):
+        return helper(s) * cell * factor + TABLE[h]
+
+    assert value(score_mod) == 2 * 3 * 5 + 7
+    cell = 4.0
+    assert value(score_mod) == 2 * 4 * 5 + 7
+    score_mod.__kwdefaults__["factor"] = 6.0
+    assert value(score_mod) == 2 * 4 * 6 + 7
+    monkeypatch.setitem(globals(), "GLOBAL", 1.0)
+    assert value(score_mod) == 1 * 4 * 6 + 7
+    monkeypatch.setitem(globals(), "TABLE", torch.tensor([9.0]))
+    assert value(score_mod) == 1 * 4 * 6 + 9
+    assert len(traces) == 4
+    monkeypatch.setitem(globals(), "helper", lambda s: s * -1.0)
+    assert value(score_mod) == -1 * 4 * 6 + 9
+    assert len(traces) == 5
+
+
+def test_lambdas_of_a_loop_differ(traces):
+    assert [value(lambda s, b, h, q, kv, n=n: s * n) for n in (1, 2, 1, 2)] == [1, 2, 1, 2]
+    assert len(traces) == 2
+    mods = [lambda s, b, h, q, kv: s * n for n in (1.0, 5.0)]  # noqa: B023 - both see the last n
+    assert [value(mod) for mod in mods] == [5, 5]
+    assert [value(lambda s, b, h, q, kv, n=n: s * n) for n in (0.0, -0.0, 1, True)] == [0, 0, 1, 1]
+
+
+def test_partials_and_nested_functions_count_by_what_they_hold(traces):
+    def scaled(factor, table, s, b, h, q, kv):
+        return s * factor + table[h]
+
+    def partial(factor, number):
+        return functools.partial(scaled, factor, torch.tensor([number]))
+
+    assert [value(partial(2.0, 1.0)), value(partial(2.0, 5.0)), value(partial(3.0, 1.0))] == [3, 7, 4]
+    assert len(traces) == 2
+
+    def mask_of(limit):
+        return and_masks(lambda b, h, q, kv: q >= kv, lambda b, h, q, kv: kv < limit)
+
+    masks = [eager.visible(bind(mask_mod=mask_of(n)), (1, 1, 4, 4), CPU).sum().item() for n in (1, 2, 1)]
+    assert masks == [4, 7, 4]
+    assert len(traces) == 4
+
+
+def test_two_tensors_are_not_taken_for_one_that_came_twice(traces):
+    def make(first, second):
+        return lambda s, b, h, q, kv: s + first[h] + 10 * second[h]
+
+    one, two = torch.tensor([1.0]), torch.tensor([2.0])
+    assert [value(make(one, one)), value(make(one, two)), value(make(two, one))] == [12, 22, 13]
+    assert len(traces) == 2
+
+
+def test_what_cannot_be_compared_is_traced_each_time(traces):
+    class Scaled:
+        def __init__(self, factor):
+            self.factor = factor
+
+        def __call__(self, s, b, h, q, kv):
+            return s * self.factor
+
+        def method(self, s, b, h, q, kv):
+            return s * self.factor
+
+    scaled, listed, keyed = Scaled(2.0), [2.0], {"factor": 2.0}
+    mods = [
+        scaled,
+        scaled.method,
+        lambda s, b, h, q, kv: s * scaled.factor,
+        lambda s, b, h, q, kv: s * listed[0],
+        lambda s, b, h, q, kv: s * keyed["factor"],
+        lambda s, b, h, q, kv: s * globals()["GLOBAL"],
+        lambda s, b, h, q, kv: s * getattr(scaled, "factor"),  # noqa: B009
+    ]
+    assert [value(mod) for mod in mods] == [2.0] * 7
+    scaled.factor = listed[0] = keyed["factor"] = 3.0
+    assert [value(mod) for mod in mods] == [3.0] * 5 + [2.0, 3.0]
+    assert len(traces) == 14
+
+
+def test_state_that_a_callable_keeps_is_seen(traces):
+    calls = 0
+
+    def counting(s, b, h, q, kv):
+        nonlocal calls
+        calls += 1
+        return s * calls
+
+    def with_attribute(s, b, h, q, kv):
+        return s * with_attribute.factor
+
+    assert [value(counting) for _ in range(3)] == [1, 2, 3]
+    for factor in (2.0, 3.0):
+        with_attribute.factor = factor
+        assert value(with_attribute) == factor
+
+
+def test_properties_of_a_tensor_that_python_reads_count(traces):
+    def make(table):
+        return lambda s, b, h, q, kv: s * table.shape[0] + (table[-1] if table.is_contiguous() else 0.0)
+
+    tables = [torch.ones(2), torch.ones(3), torch.ones(2, 2)[:, 0], torch.ones(2)]
+    assert [value(make(table)) for table in tables] == [3, 4, 2, 3]
+    assert len(traces) == 3
+
+
+def test_a_cache_of_traces_keeps_no_tensor_and_stays_small(traces):
+    def once():
+        table = torch.rand(3)
+        value(lambda s, b, h, q, kv: s + table[h])
+        return weakref.ref(table)
+
+    reference = once()
+    gc.collect()
+    assert reference() is None
+    for n in range(20):
+        value(lambda s, b, h, q, kv, n=n: s * n)
+    assert len(program._known._entries) == 8
