@@ -59,12 +59,16 @@ def kernels_of(plan: Plan) -> tuple[Instance, ...]:
 
 
 def siblings_of(plan: Plan) -> tuple[Instance, ...]:
-    """The kernels of one head_dim and config, for every dtype that it takes, mask and alignment."""
+    """The kernels of one head_dim and config, for every dtype that it takes, mask and alignment.
+
+    A mask of two sides has siblings of its own: few calls have one, and it is as much to build as the others together.
+    """
     takes = variant_of(plan).capability
+    bands = (plan.problem.band,) if plan.problem.is_two_sided else (FULL, CAUSAL)
     problems = (
         replace(plan.problem, dtype=dtype, band=band, alignment=alignment)
         for dtype in takes.dtypes
-        for band in (FULL, CAUSAL)
+        for band in bands
         for alignment in (takes.alignment, VECTOR_BYTES)
     )
     kernels = (kernel for problem in problems for kernel in kernels_of(replace(plan, problem=problem)))
