@@ -98,7 +98,7 @@ def test_a_scheduler_has_its_grid_and_its_counter(hopper, scheduler, blocks):
     BACKEND.forward.prepare(plan)(Operands(q, k, k, torch.empty_like(q), torch.empty(20, 4, 300)))
     ((launched,), (params,)) = hopper.launched, hopper.structs
     assert launched.grid == (blocks, 1, 1)
-    assert (params.next_tile is not None) == bool(hopper.cleared) == (scheduler == "dynamic")
+    assert (params.forward.next_tile is not None) == bool(hopper.cleared) == (scheduler == "dynamic")
 
 
 @pytest.mark.parametrize("variant", ["atomic", "two_pass"])
