@@ -32,7 +32,9 @@ CASES = {
     "pointers": ("forward", "pointer_full", "sm80", {}, {"causal": True, "scale": -1.0}),
     "all ones": ("forward", "pointer_full", "sm120", {"heads_q": 1, "heads_kv": 1, "seq_q": 1}, {}),
     "gluon": ("forward", "warp_specialized", "sm90", {"head_dim": 48}, {"causal": True}),
+    "window": ("forward", "full", "sm90", {}, {"window": (40, 3)}),
     **{variant.name: ("backward", variant.name, "sm90", {}, {}) for variant in BACKEND.backward.variants},
+    "window's gradients": ("backward", "pointer_two_pass", "sm80", {}, {"window": (16, 1)}),
 }
 
 
@@ -192,6 +194,18 @@ def test_a_row_that_is_not_what_triton_compiled_is_refused(name, row, error):
     assert bind(plan, binding.image).arguments == binding.arguments
     with pytest.raises(ValueError, match=error):
         checked_binding(kernel, replace(call.table, rows={**call.table.rows, name: row}))
+
+
+def test_any_window_runs_the_code_of_another():
+    plan, given = plan_of("window")
+    (kernel,), images = compiled("window"), []
+    for window in ((40, 3), (1, 0), (16, None)):
+        problem = Problem.of(given.q, given.k, given.v, window=window)
+        binding = bind(replace(plan, problem=problem), checked_binding(kernel, calls_of(plan)[0].table).image)
+        images.append(binding.constants)
+        reach = [it.value for it in binding.arguments if isinstance(it, abi.Number)][-2:]
+        assert reach == [*problem.reach]
+    assert images[0] == images[1] == images[2]
 
 
 def test_a_table_of_other_names_is_refused():
