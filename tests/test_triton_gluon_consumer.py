@@ -5,6 +5,7 @@ tensor cores are played here: every warpgroup must release each tile of the ring
 each block but the first. Layouts, PTX beside the mask's, and what runs at the same time are left to a GPU.
 """
 
+import math
 import re
 import types
 
@@ -43,7 +44,7 @@ def select(text, constraints, operands, *rest, **options):
     return np.where(compared, scores, np.uint32(int(other, 16)).view(np.float32))
 
 
-def language(memory):
+def language(memory, sink=None):
     """As much of Gluon's language as a consumer needs."""
 
     def store(pointers, values, mask):
@@ -56,6 +57,7 @@ def language(memory):
         SliceLayout=lambda *axes: None,
         **{name: getattr(np, name) for name in ("sum", "max", "maximum", "minimum", "where", "exp2", "log2")},
         float32=None, int64=None, inline_asm_elementwise=select, store=store,
+        load=lambda pointer: np.asarray(sink).view(Array),
     )  # fmt: skip
 
 
@@ -89,7 +91,7 @@ def order_of(begin, end):
     return [("k", end - 1), *inner, ("v", begin)] if end > begin else []
 
 
-def run_warpgroup(warpgroup, first_query, blocks, exact, tensors, problem, C, out, lse):  # noqa: N803
+def run_warpgroup(warpgroup, first_query, blocks, exact, sink, tensors, problem, C, out, lse):  # noqa: N803
     """One of the consumers, with one tile of queries: writes its rows of out and lse."""
     begin, end = blocks
     first, order = first_query + 64 * warpgroup, order_of(begin, end)
@@ -118,7 +120,7 @@ def run_warpgroup(warpgroup, first_query, blocks, exact, tensors, problem, C, ou
 
     queries = types.SimpleNamespace(dtype=None, store=keep)
     fakes = {
-        "gl": language(lse),
+        "gl": language(lse, sink),
         "_queries": lambda buffers, at, C: (queries, queries),  # noqa: N803
         "_make_scores": lambda queries, place, *rest: rows_of(tensors["q"], first, 64) @ tile_at(place, "k").T,
         "_add_values": lambda weights, out, narrow, place, *rest: (out + weights @ tile_at(place, "v"), narrow),
@@ -133,27 +135,38 @@ def run_warpgroup(warpgroup, first_query, blocks, exact, tensors, problem, C, ou
         "tma": idle,
         "mbarrier": idle,
     }
-    nothing = ("await_full", "write_word", "fence_async_shared", "tma_store")
+    nothing = ("await_full", "write_word", "fence_async_shared", "tma_store", "await_launch_before")
     fakes |= dict.fromkeys(nothing, lambda *arguments: None)
     sizes = (problem.seq_q, problem.seq_kv, 1, 1, None, None, None, *problem.reach)
     shared = ("queries", "keys", idle, None, words, (idle, idle), (idle, idle))
-    as_python(forward.consume, fakes)(
-        warpgroup, (None, None), np.asarray(0).view(Array), problem.scale_log2, sizes, shared, C
-    )
+    pointer = np.asarray(0).view(Array)
+    as_python(forward.consume, fakes)(warpgroup, (None, None), pointer, pointer, problem.scale_log2, sizes, shared, C)
     assert released == list(range(len(order)))
     expected = max(end - begin - 1, 0)
     assert turns == {"awaited": expected, "passed": expected + (warpgroup == C.warpgroups - 1)}  # one begins
 
 
-def check_tiles(seq_q, seq_kv, *, causal=False, window=None, scale=None, exact=False, tile_m=128, lazy_max=False):
+def check_tiles(
+    seq_q, seq_kv, *, causal=False, window=None, scale=None, sink=None, exact=False, tile_m=128, lazy_max=False
+):
     """All tiles of one head, against the reference; `exact`: as if each were done again."""
     config = GluonConfig(tile_m=tile_m, tile_n=TILE_N, q_slots=2, lazy_max=lazy_max)
     mask = {"causal": causal, "window": window}
-    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=seq_q, seq_kv=seq_kv, head_dim=HEAD_DIM, scale=scale, **mask)
+    problem = Problem.contiguous(
+        batch=1,
+        heads_q=1,
+        seq_q=seq_q,
+        seq_kv=seq_kv,
+        head_dim=HEAD_DIM,
+        scale=scale,
+        has_sinks=sink is not None,
+        **mask,
+    )
     C = GluonConstants.of(problem, config, ragged=seq_kv % TILE_N != 0)  # noqa: N806
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(1, 1, rows, HEAD_DIM, generator=generator).double() for rows in (seq_q, seq_kv, seq_kv)]
-    truth, truth_lse = reference(*tensors, scale=scale, compute_dtype=torch.float64, **mask)
+    sinks = None if sink is None else torch.tensor([sink])
+    truth, truth_lse = reference(*tensors, scale=scale, sinks=sinks, compute_dtype=torch.float64, **mask)
     arrays = {name: tensor[0, 0].numpy() for name, tensor in zip("qkv", tensors, strict=True)}
     out, lse = np.full((seq_q, HEAD_DIM), np.nan), np.full(seq_q, np.nan)
     range_of_blocks = as_python(scores.range_of_blocks, {"gl": language(None)})
@@ -162,7 +175,7 @@ def check_tiles(seq_q, seq_kv, *, causal=False, window=None, scale=None, exact=F
         for first_query in range(-(-seq_q // 64) * 64 - tile_m, -tile_m, -tile_m):
             blocks = [int(it) for it in range_of_blocks(first_query, tile_m, sizes, C)]
             for warpgroup in range(C.warpgroups):
-                run_warpgroup(warpgroup, first_query, blocks, int(exact), arrays, problem, C, out, lse)
+                run_warpgroup(warpgroup, first_query, blocks, int(exact), sink, arrays, problem, C, out, lse)
     np.testing.assert_allclose(out, truth[0, 0], atol=1e-6)
     np.testing.assert_allclose(lse, truth_lse[0, 0], atol=1e-5)
 
@@ -187,6 +200,13 @@ def test_a_consumer_makes_attention_of_its_tiles(causal, seq_q, seq_kv, scale, o
 @pytest.mark.parametrize(("seq_q", "seq_kv"), [(257, 257), (113, 203), (203, 113), (1, 300), (300, 3), (192, 384)])
 def test_a_consumer_keeps_to_a_window(window, seq_q, seq_kv, options):
     check_tiles(seq_q, seq_kv, window=window, **options)
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("sink", [0.7, -3.0, 90.0, -200.0, -math.inf])
+def test_a_consumer_adds_a_sink(sink, options):
+    check_tiles(150, 61, causal=True, sink=sink, **options)  # with rows that see no key
+    check_tiles(70, 110, window=(40, 3), scale=-0.3, sink=sink, **options)
 
 
 def test_a_window_costs_what_it_shows():

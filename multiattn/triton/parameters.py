@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from multiattn.layout import VECTOR_BYTES, Layout
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.plan.schedule import heads_side_by_side, key_tiles, most_multiprocessors, one_width, query_tiles
-from multiattn.problem import LOG2_E, VECTOR_BYTES, Layout, Problem
+from multiattn.problem import Problem
 from multiattn.triton.configs import (
     ASYNCHRONOUS,
     ELEMENT_BYTES,
@@ -27,6 +28,7 @@ from multiattn.triton.gluon_configs import GluonConfig, pieces_of
 from multiattn.triton.kernels.constants import OUT_VECTOR, TileConstants
 from multiattn.triton.kernels.gluon.constants import GluonConstants
 from multiattn.triton.ladder import STEPS
+from multiattn.validate import LOG2_E
 
 _AREAS = ("delta", "dq_sum", abi.WORKSPACE)
 """Areas of workspace that a launch may take."""
@@ -301,6 +303,7 @@ def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
             described = Descriptor(of=name, layout=known[name], rows=tile, columns=columns)
             rows[f"{name}_{piece}"] = described if columns else Constant(value=None)
     rows["lse"] = Tensor(of="lse")
+    rows["sinks"] = Tensor(of="sinks", is_aligned=False) if problem.has_sinks else Constant(value=None)
     rows["counter"] = Tensor(of=abi.WORKSPACE) if plan.workspace_bytes else Constant(value=None)
     rows["scale"] = problem.scale_log2
     sizes = {

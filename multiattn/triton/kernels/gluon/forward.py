@@ -29,7 +29,9 @@ from multiattn.triton.kernels.gluon.producer import produce
 from multiattn.triton.kernels.gluon.scores import (
     LARGEST_SUM,
     LN_2,
+    LOG2_E,
     LOWEST,
+    add_sink,
     blocks_to_see,
     exponentiate,
     keep_packed,
@@ -295,15 +297,23 @@ def _attend(
 
 
 @gluon.jit
-def _store(queries, out, narrow, row_max, sums, origin, at, out_maps, lse, q_buffers, sizes, C: gl.constexpr):
-    """out = outputs / sum, through the warpgroup's own rows of Q, which it is done with; lse = log(sum of exp)."""
+def _store(queries, out, narrow, row_max, sums, sink, origin, at, out_maps, lse, q_buffers, sizes, C: gl.constexpr):
+    """out = outputs / sum, through the warpgroup's own rows of Q, which it is done with; lse = log(sum of exp).
+
+    Both with the sink, in the log2 domain, where heads have one.
+    """
     first_query, head, batch = origin
     seq_q, heads_q = sizes[0], sizes[2]
     rows = first_query + gl.arange(0, 64, C.row)
+    if C.has_sinks:
+        row_max, sums, decay = add_sink(row_max, sums, sink)
     lse_head = lse + (batch * heads_q + head).to(gl.int64) * seq_q
     lse_row = (row_max + gl.log2(sums)) * LN_2  # of no key: LOWEST + log(0) = -inf
     gl.store(lse_head + rows, lse_row, mask=(rows >= 0) & (rows < seq_q))
-    out, narrow = _multiply_rows(out, narrow, 1.0 / gl.where(sums == 0.0, 1.0, sums), C)
+    factor = 1.0 / gl.where(sums == 0.0, 1.0, sums)
+    if C.has_sinks:
+        factor *= decay
+    out, narrow = _multiply_rows(out, narrow, factor, C)
     queries[0].store(out.to(queries[0].dtype))
     if C.narrow > 0:
         queries[1].store(narrow.to(queries[0].dtype))
@@ -315,12 +325,14 @@ def _store(queries, out, narrow, row_max, sums, origin, at, out_maps, lse, q_buf
 
 
 @gluon.jit
-def consume(warpgroup: gl.constexpr, out_maps, lse, scale, sizes, shared, C: gl.constexpr):
+def consume(warpgroup: gl.constexpr, out_maps, lse, sinks, scale, sizes, shared, C: gl.constexpr):
     """A warpgroup: its 64 queries of tile after tile."""
     ring_q, _ring_kv, verdicts, turns, words, q_buffers, _kv_buffers = shared
     q_place = 0
     place = 0  # in the ring of keys
     turn = 0
+    if C.has_sinks:  # which it reads itself, where the producer reads all else
+        ring.await_launch_before()
     if warpgroup == C.warpgroups - 1:
         _pass_turn(warpgroup, turns, C)
     ring.await_full(ring_q, q_place, C.q_slots)
@@ -342,6 +354,9 @@ def consume(warpgroup: gl.constexpr, out_maps, lse, scale, sizes, shared, C: gl.
             warpgroup, C,
         )  # fmt: skip
 
+        sink = 0.0
+        if C.has_sinks:
+            sink = gl.load(sinks + head) * LOG2_E
         sums = gl.convert_layout(gl.sum(row_sum, 1), C.row)  # [64]
         is_good = 1
         if C.lazy_max:
@@ -354,7 +369,7 @@ def consume(warpgroup: gl.constexpr, out_maps, lse, scale, sizes, shared, C: gl.
             mbarrier.arrive(verdicts.index(slot))
         if is_good > 0:
             origin = (first_query, head, batch)
-            _store(queries, out, narrow, row_max, sums, origin, buffer, out_maps, lse, q_buffers, sizes, C)
+            _store(queries, out, narrow, row_max, sums, sink, origin, buffer, out_maps, lse, q_buffers, sizes, C)
         if C.q_slots == 1:
             tma.store_wait(0)
             ring.release(ring_q, q_place, C.q_slots)
@@ -386,6 +401,7 @@ def attention_forward(
     v_narrow,
     out_narrow,
     lse,  # pointer, fp32 [B, Hq, Sq], contiguous
+    sinks,  # pointer, fp32 [Hq], contiguous, at a multiple of 4 bytes; None where there are none
     counter,  # pointer, int32: 0, and so it is left; None where the scheduler is not dynamic
     scale,  # |scale| * log2(e), positive
     seq_q,
@@ -419,8 +435,8 @@ def attention_forward(
     if C.warpgroups == 2:
         gl.warp_specialize(
             [
-                (consume, (0, out_maps, lse, scale, sizes, shared, C)),
-                (consume, (1, out_maps, lse, scale, sizes, shared, C)),
+                (consume, (0, out_maps, lse, sinks, scale, sizes, shared, C)),
+                (consume, (1, out_maps, lse, sinks, scale, sizes, shared, C)),
                 (produce, (q_maps, k_maps, v_maps, counter, sizes, shared, C)),
             ],
             [4, 1], [240, 24],
@@ -428,9 +444,9 @@ def attention_forward(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, out_maps, lse, scale, sizes, shared, C)),
-                (consume, (1, out_maps, lse, scale, sizes, shared, C)),
-                (consume, (2, out_maps, lse, scale, sizes, shared, C)),
+                (consume, (0, out_maps, lse, sinks, scale, sizes, shared, C)),
+                (consume, (1, out_maps, lse, sinks, scale, sizes, shared, C)),
+                (consume, (2, out_maps, lse, sinks, scale, sizes, shared, C)),
                 (produce, (q_maps, k_maps, v_maps, counter, sizes, shared, C)),
             ],
             [4, 4, 1], [160, 160, 24],

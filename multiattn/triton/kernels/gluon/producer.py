@@ -140,7 +140,7 @@ def produce(q_maps, k_maps, v_maps, counter, sizes, shared, C: gl.constexpr):
     ring_q, _ring_kv, verdicts, _turns, words, _q_buffers, _kv_buffers = shared
     # The launch after this one may begin, and what the one before it wrote is there: "Programmatic Dependent Launch".
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+    ring.await_launch_before()
     total = sizes[4] * sizes[5]
     tile = gl.program_id(0)
     q_place = 0

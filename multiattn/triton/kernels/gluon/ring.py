@@ -69,6 +69,12 @@ def skip(ring, place, SLOTS: gl.constexpr):
 
 
 @gluon.jit
+def await_launch_before():
+    """Until all that the launch before this one wrote is there."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def read_word(words, at):
     """A number that `write_word` wrote."""
     return gl.max(words.index(at).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 
 LEFT, RIGHT = gl.constexpr(7), gl.constexpr(8)
 """Where `sizes` has the bounds of a two-sided mask."""
+LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-3.4028234663852886e38)
 """Where a row's maximum starts: the lowest finite fp32. With -inf a row that sees nothing would need guards."""
@@ -153,6 +154,17 @@ def exponentiate(scores, base, scale):
 def sum_of_thread(weights, C: gl.constexpr):
     """``[64, 4]``: a row's sum of what each of its four threads has. Nothing is exchanged until the tile ends."""
     return gl.sum(gl.sum(weights.reshape([64, C.tile_n // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def add_sink(row_max, sums, sink):
+    """Maxima and sums of weights ``[64]`` with one more logit, in the log2 domain; and what older weights are worth.
+
+    Of a row that saw no key the maximum is `LOWEST`: with a sink of -inf it stays, and so do the rest of all rows.
+    """
+    higher = gl.maximum(row_max, sink)
+    decay = gl.exp2(row_max - higher)
+    return higher, sums * decay + gl.exp2(sink - higher), decay
 
 
 @gluon.jit
