@@ -341,8 +341,7 @@ def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
         "together": heads_side_by_side(problem),
     }
     rows |= {name: Integer(value=value, specialised=False) for name, value in sizes.items()}
-    for name, bound in zip(("left", "right"), problem.reach, strict=True):
-        rows[name] = Integer(value=bound, specialised=False) if problem.is_two_sided else Constant(value=None)
+    rows |= _reach(problem)
     rows["C"] = Constant(value=GluonConstants.of(problem, config, ragged=assumed.flag))
     blocks = query_tiles(problem, config.tile_m)
     return KernelTable(
