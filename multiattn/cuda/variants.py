@@ -11,6 +11,7 @@ from multiattn.cuda.axes import Axes
 from multiattn.cuda.configs import CudaConfig, why_not
 from multiattn.cuda.rules.ampere import ATOMIC_RULES, TWO_PASS_RULES, rules_of
 from multiattn.cuda.rules.hopper import WGMMA_RULES
+from multiattn.mask import KINDS
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import Plan, Variant, variant_of
 from multiattn.plan.support import Capability
@@ -39,7 +40,7 @@ def _variant(axes: Axes, summary: str, *, only_named: bool) -> Variant:
 WGMMA = Variant(
     name="wgmma",
     summary="Hopper: a warpgroup loads by TMA, others multiply by wgmma; FlashAttention-3",
-    capability=Capability(arches=("sm90", "cpu"), alignment=VECTOR_BYTES),
+    capability=Capability(arches=("sm90", "cpu"), alignment=VECTOR_BYTES, masks=KINDS),
     rules=WGMMA_RULES,
     workspace=wgmma_configs.workspace,
     config_type=wgmma_configs.WgmmaConfig,
