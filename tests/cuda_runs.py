@@ -16,10 +16,11 @@ from multiattn.cuda.instances import kernels_of
 from multiattn.cuda.source import HOST_INCLUDES
 from multiattn.cuda.tools import GXX, probe_host, probe_nvrtc
 from multiattn.mask import Window
+from multiattn.operands import Operands
 from multiattn.plan.arch import CPU
 from multiattn.plan.backend import Plan, make_plan
 from multiattn.plan.config import Config
-from multiattn.problem import Operands, Problem
+from multiattn.problem import Problem
 from parity.tolerance import Truth
 
 on_cpu = pytest.mark.skipif(bool(probe_host()), reason="; ".join(map(str, probe_host())))

@@ -19,10 +19,11 @@ from multiattn.cuda.instances import launches_of
 from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams, params_of
 from multiattn.cuda.tools import probe_nvrtc
 from multiattn.cuda.variants import WGMMA
+from multiattn.operands import Operands
 from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import make_plan
-from multiattn.problem import Operands, Problem
+from multiattn.problem import Problem
 
 pytestmark = pytest.mark.skipif(bool(probe_nvrtc()), reason="; ".join(map(str, probe_nvrtc())))
 

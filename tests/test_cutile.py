@@ -12,11 +12,12 @@ from multiattn import Problem
 from multiattn.cutile import configs, table
 from multiattn.cutile.bind import bind
 from multiattn.cutile.configs import PIPELINES, CutileConfig, Together
+from multiattn.mask import FULL
+from multiattn.operands import Operands
 from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS, Arch
 from multiattn.plan.backend import get, make_plan, plan_variant
 from multiattn.plan.schedule import query_tiles
-from multiattn.problem import Operands
 
 ct = pytest.importorskip("cuda.tile")
 
@@ -54,7 +55,7 @@ def test_heads_together_are_of_several_batch_entries_where_one_has_too_few(wante
     problem = Problem.contiguous(batch=batch, heads_q=heads, seq_q=64, head_dim=64, causal=True)
     config = CutileConfig(tile_m=64, tile_n=64, heads_together=wanted)
     assert configs.together_of(problem, config) == got
-    assert not configs.together_of(replace(problem, causal=False), config).spanning
+    assert not configs.together_of(replace(problem, band=FULL), config).spanning
 
 
 @pytest.mark.parametrize("linear", [False, True])
@@ -117,7 +118,11 @@ def test_a_launch_has_the_parameters_of_its_kernel_in_order(is_64bit, monkeypatc
         plan = make_plan(BACKEND, SMALL, ARCHS["sm90"], direction=direction, variant=variant, probe=False)
         for launch in table.launches_of(plan, has_dlse=has_dlse):
             kernel = get_kernel(launch)
-            assert list(inspect.signature(kernel._pyfunc).parameters) == [*launch.arrays, *launch.scalars]
+            assert list(inspect.signature(kernel._pyfunc).parameters) == [
+                *launch.arrays,
+                *launch.optional,
+                *launch.scalars,
+            ]
             nodes = kernel._annotated_function.parameter_annotations
             for array, node in zip(launch.arrays.values(), nodes, strict=False):
                 known = node.array or ct.ArrayAnnotation()

@@ -9,6 +9,7 @@ from multiattn import Problem
 from multiattn.cutile.configs import PIPELINES, CutileConfig, widths_of
 from multiattn.cutile.ladder import STEPS
 from multiattn.cutile.table import launches_of
+from multiattn.mask import CAUSAL, FULL
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import get, make_plan
 from multiattn.plan.schedule import two_widths
@@ -65,7 +66,7 @@ def test_every_rung_can(variant):
 def test_a_sweep_tries_two_parts_where_they_save_or_tiles_are_large(head_dim, ways):
     (variant,) = BACKEND.forward.offered
     for causal in (False, True):
-        cell = replace(problem(head_dim), causal=causal)
+        cell = replace(problem(head_dim), band=CAUSAL if causal else FULL)
         tried = BACKEND.forward.candidates(variant, cell, ARCHS["sm90"])
         assert any(not config.split_head_dim for config in tried)
         assert {config.pipeline for config in tried if config.split_head_dim} <= set(ways)

@@ -12,13 +12,16 @@ import pytest
 import torch
 
 from multiattn import Problem, Unsupported, explain, fmha
+from multiattn.inspect.facts import read_kernel
+from multiattn.mask import CAUSAL, FULL, Band
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import Plan, find_variant, plan_variant
+from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.triton import BACKEND
 from multiattn.triton.bind import image_of
 from multiattn.triton.calls import calls_of
 from multiattn.triton.candidates import candidates, class_of
-from multiattn.triton.compile import specialise
+from multiattn.triton.compile import export_plan, specialise
 from multiattn.triton.gluon_configs import (
     BOOKKEEPING_BYTES,
     GluonConfig,
@@ -26,9 +29,11 @@ from multiattn.triton.gluon_configs import (
     smem_bytes,
     why_not_fit,
 )
+from multiattn.triton.parameters import tables_of
 
 SM90 = by_name("sm90")
 VARIANT = find_variant(BACKEND, "warp_specialized")
+WINDOW = Band(300, 5)
 needs_compiler = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason=str(BACKEND.probe_compiler()))
 
 
@@ -104,6 +109,13 @@ def test_a_sweep_tries_as_many_stages_as_all_of_a_class_has_room_for(head_dim, w
     assert class_of(264) is None
 
 
+def test_the_bounds_of_a_window_are_numbers_that_only_a_two_sided_kernel_gets():
+    rows = {window: tables_of(plan_of(window=window))[0].rows for window in ((7, 3), (500, 900), (None, 0))}
+    bounds = {window: [getattr(row[name], "value", None) for name in ("left", "right")] for window, row in rows.items()}
+    assert bounds == {(7, 3): [7, 3], (500, 900): [500, 900], (None, 0): [None, None]}
+    assert rows[7, 3]["C"] == rows[500, 900]["C"] != rows[None, 0]["C"]
+
+
 # ---------------------------------------------------------------- what the compiler makes of it
 
 
@@ -119,9 +131,9 @@ def deep(**options):
 
 
 @needs_compiler
-@pytest.mark.parametrize(("head_dim", "causal"), [(64, True), (160, True), (256, False)])
-def test_it_compiles_with_as_much_shared_memory_as_the_config_says(head_dim, causal):
-    kernel, plan = compiled(head_dim, causal=causal)
+@pytest.mark.parametrize(("head_dim", "mask"), [(64, CAUSAL), (160, CAUSAL), (256, FULL), (256, WINDOW)], ids=str)
+def test_it_compiles_with_as_much_shared_memory_as_the_config_says(head_dim, mask):
+    kernel, plan = compiled(head_dim, band=mask)
     assert image_of(kernel.metadata).threads == 128 * (plan.config.warpgroups + 1)
     assert 0 <= smem_bytes(plan.config, plan.problem) - kernel.metadata.shared < BOOKKEEPING_BYTES
 
@@ -144,13 +156,25 @@ def test_its_code_is_what_the_config_asks_for():
 
 
 @needs_compiler
+@pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump reads machine code")
+@pytest.mark.parametrize(("head_dim", "has_sinks"), [(64, False), (96, True), (128, False), (128, True)])
+def test_a_window_spills_nothing_in_its_loops(head_dim, has_sinks):
+    """It has a loop more than a causal mask, whose rules are on record; sinks come after all loops."""
+    plan = plan_of(head_dim, band=WINDOW, has_sinks=has_sinks)
+    (kernel,) = export_plan(plan, ())
+    facts = read_kernel(kernel, plan)
+    assert (facts.hot_spills, facts.hot_loops) == (0, 3 * plan.config.warpgroups)
+
+
+@needs_compiler
+@pytest.mark.parametrize("mask", [CAUSAL, WINDOW], ids=str)
 @pytest.mark.parametrize("options", [{}, {"lazy_max": True}, {"pingpong": True}, {"lazy_max": True, "pingpong": True}])
-def test_barriers_are_waited_for_and_come_after_what_they_order(options):
+def test_barriers_are_waited_for_and_come_after_what_they_order(options, mask):
     """An mbarrier that nobody waits for would give its memory away while an SM still has its state there.
 
     And between what a warpgroup reads of a slot and the one arrival that lets the producer write there is a barrier.
     """
-    kernel, _ = compiled(config=deep(**options), causal=True)
+    kernel, _ = compiled(config=deep(**options), band=mask)
     made = re.findall(r"(%\w+) = ttg\.local_alloc : \(\)", kernel.asm["ttgir"])
     (used,) = re.findall(r"ttg\.warp_specialize\(([^)]*)\)", kernel.asm["ttgir"])
     assert len(made) == 7 + sum(options.values())

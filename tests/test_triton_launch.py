@@ -13,10 +13,10 @@ import torch
 from triton import knobs
 
 from multiattn import Problem
+from multiattn.operands import Operands
 from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import make_plan
-from multiattn.problem import Operands
 from multiattn.triton import BACKEND
 from multiattn.triton.bind import bind, checked_binding
 from multiattn.triton.calls import Call, calls_of

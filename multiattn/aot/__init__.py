@@ -20,11 +20,13 @@ import torch
 import multiattn
 from multiattn.aot import manifest
 from multiattn.aot.binding import bind, launches_digest
+from multiattn.layout import Layout
+from multiattn.operands import Operands
 from multiattn.plan import abi, cubin
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import Exported, Plan
-from multiattn.problem import Layout, Operands, Problem, options_of
+from multiattn.problem import Problem, options_of
 from multiattn.run import driver
 from multiattn.run.counters import counter_lender
 from multiattn.run.execute import check_laid_out, on_device

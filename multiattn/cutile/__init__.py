@@ -15,6 +15,7 @@ from multiattn.cutile.candidates import backward_candidates, forward_candidates
 from multiattn.cutile.configs import CutileConfig, OnePassConfig, TwoPassConfig
 from multiattn.cutile.ladder import STEPS
 from multiattn.cutile.table import AREAS
+from multiattn.mask import KINDS
 from multiattn.plan.arch import GPU_ARCHS, Arch
 from multiattn.plan.backend import Backend, Op, Variant, bytes_of_areas, later
 from multiattn.plan.ladder import rung_variants
@@ -101,7 +102,7 @@ def _backward_variant(name: str, summary: str, **rest: Any) -> Variant:
     )
 
 
-_EVERYWHERE = Capability(arches=("cpu", *GPU_ARCHS))
+_EVERYWHERE = Capability(arches=("cpu", *GPU_ARCHS), masks=KINDS, sinks=True)
 _OPERATIONS: dict[str, Any] = {
     "prepare": later("multiattn.cutile.launch", "prepare"),
     "export": later("multiattn.cutile.compile", "export_plan"),

@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from multiattn.cutile.configs import CutileConfig
-from multiattn.cutile.table import EXTENTS, IMAGE, STRIDES, KernelLaunch, launches_of
+from multiattn.cutile.table import IMAGE, STRIDES, VECTORS, KernelLaunch, extents_of, launches_of
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
 
 _TEXT_SECTION = ".nv.tileir.debug_txt"
 _TYPES = {"bf16": "bf16", "fp16": "f16"}
-_VECTORS = ("lse", "dlse", "delta")
-_FP32 = (*_VECTORS, "dq_sum")
+_FP32 = (*VECTORS, "dq_sum", "sinks")
 
 _PARAMETER = re.compile(r"%arg\d+: tile<([^>]*>?)>")
 _DIVISIBLE = re.compile(r"= assume div_by<(\d+)>, %arg(\d+) :")
@@ -99,9 +98,10 @@ def _divisors(binding: abi.Binding) -> set[tuple[int, int]]:
     found = set()
     for place, argument in enumerate(binding.arguments):
         if isinstance(argument, abi.Pointer):
-            rank = 3 if argument.tensor in _VECTORS else 4
-            places = [place, *range(place + 1, place + 1 + len(EXTENTS)), *range(place + 1 + rank, place + 2 * rank)]
-            for where, what in zip(places, ("alignment", *EXTENTS, *STRIDES[: rank - 1]), strict=True):
+            extents = extents_of(argument.tensor or "")
+            rank = len(extents) + (argument.tensor not in (*VECTORS, "sinks"))
+            places = [place, *range(place + 1, place + 1 + len(extents)), *range(place + 1 + rank, place + 2 * rank)]
+            for where, what in zip(places, ("alignment", *extents, *STRIDES[: rank - 1]), strict=True):
                 found.add((where, abi.divisor(constants[f"{argument.tensor}_{what}"])))
     return found
 

@@ -27,7 +27,7 @@ from multiattn.cutile.configs import PIPELINES
 from multiattn.cutile.kernels import backward, forward
 from multiattn.cutile.kernels.constants import KernelConstants
 from multiattn.cutile.kernels.tiles import IN_64_BITS
-from multiattn.cutile.table import ArrayArgument, KernelLaunch, launches_of
+from multiattn.cutile.table import ArrayArgument, KernelLaunch, Scalar, launches_of
 from multiattn.plan import abi
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Exported, Plan
@@ -63,12 +63,19 @@ def get_signature(launch: KernelLaunch) -> Any:
     dtype = ct.int64 if launch.is_64bit else ct.int32
     parameters = [
         *(_array(array, dtype) for array in launch.arrays.values()),
-        *(ScalarConstraint(ct.float32) for _ in launch.scalars),
+        *(tuple(_array(array, dtype) for array in arrays) for arrays in launch.optional.values()),
+        *map(_scalar, launch.scalars.values()),
     ]
     convention = CallingConvention.cutile_python_v2()  # v2: a static extent
     constants = map(_number, asdict(launch.constants).values())
     named = KernelSignature([*parameters, *constants], convention).with_mangled_symbol(launch.kernel)
     return KernelSignature(parameters, convention, named.symbol)
+
+
+def _scalar(value: Scalar) -> Any:
+    if isinstance(value, tuple):
+        return tuple(ScalarConstraint(ct.int32) for _ in value)
+    return ScalarConstraint(ct.float32)
 
 
 def _number(constant: float | str | None) -> float:
@@ -81,7 +88,7 @@ def _number(constant: float | str | None) -> float:
 def _array(array: ArrayArgument, index_dtype: Any) -> Any:
     """With a static D, where it has one."""
     shape = array.layout.shape
-    tail = [1] * (len(shape) - 3)
+    tail = [1] * (len(shape) - len(array.extents))
     static_dim = {"shape_constant": (None, None, None, shape[3])} if tail else {}
     return ArrayConstraint(
         _DTYPES[array.layout.dtype],

@@ -107,7 +107,24 @@ def begins_at_diagonal(problem: Problem, config: CutileConfig) -> bool:
     score is a poor guess of the others': only with the range of bf16, and not where attention has sinks in fp16.
     """
     aligned = (problem.seq_kv - problem.seq_q) % config.tile_m == 0 and config.tile_m % config.tile_n == 0
-    return config.lazy_max and problem.is_banded and problem.dtype == "bf16" and aligned
+    is_causal = problem.is_banded and not problem.is_two_sided
+    return config.lazy_max and is_causal and problem.dtype == "bf16" and aligned
+
+
+def keeps_maxima(problem: Problem, config: CutileConfig) -> bool:
+    """True where the config's `lazy_max` is of use: with a two-sided mask maxima are those of the first full block.
+
+    A full block is one of which every row of the tile sees all keys, so it is a good guess in fp16, too. A tile without
+    one, as the first of a sequence, is done with exact maxima; where the window is so narrow that many tiles have none,
+    all are.
+    """
+    if not problem.is_two_sided:
+        return config.lazy_max
+    left, right = problem.reach
+    rows, tile_n = min(config.tile_m, problem.seq_q), config.tile_n
+    levels = [problem.diagonal + first for first in range(0, max(config.tile_m, tile_n), config.tile_m)]
+    full = [(level + right + 1) // tile_n + (left - level - rows + 1) // tile_n for level in levels]
+    return config.lazy_max and min(full) > 0
 
 
 # ---------------------------------------------------------------- grids

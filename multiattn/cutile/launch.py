@@ -122,8 +122,7 @@ def _with_tensors(plan: Plan, run: _Run, multiprocessors: int | None = None) -> 
 
     def run_all(tensors: dict[str, torch.Tensor]) -> None:
         for launch in launches["dlse" in tensors]:
-            arrays = (_with_strides(tensors[name], known[name].strides) for name in launch.tensors)
-            run(launch, (*arrays, *launch.scalars.values()))
+            run(launch, launch.arguments(lambda name: _with_strides(tensors[name], known[name].strides)))
 
     return by_tensors(plan.problem, AREAS[plan.variant], run_all)
 

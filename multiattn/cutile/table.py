@@ -7,7 +7,8 @@ driver's arguments and an emitted kernel's Binding (`bind`) and the CPU's call (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +23,12 @@ from multiattn.cutile.kernels.constants import (
     RowDeltaConstants,
 )
 from multiattn.cutile.ladder import STEPS
+from multiattn.layout import Layout
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
 from multiattn.plan.schedule import key_tiles, most_multiprocessors, one_width, query_tiles
-from multiattn.problem import LOG2_E, Layout, Problem
+from multiattn.problem import Problem
+from multiattn.validate import LOG2_E
 
 AREAS: Mapping[str, tuple[str, ...]] = {
     "atomic": ("delta", "dq_sum"),
@@ -41,6 +44,8 @@ static, whatever the size, and needs no permission."""
 
 ALIGNMENT = 16
 """A compiler is told of strides and addresses that are multiples of 16 bytes, and of extents that are of 16."""
+SINKS_ALIGNMENT = 4
+"""Bytes, as of any fp32 tensor."""
 _GIVEN = ("q", "k", "v")
 """Arrays of the caller's, which may be less aligned than our own."""
 _FORWARD = ("q", "k", "v", "out", "lse")
@@ -48,8 +53,14 @@ _FORWARD = ("q", "k", "v", "out", "lse")
 EXTENTS = ("batch", "heads", "seq")
 STRIDES = ("batch_stride", "head_stride", "row_stride")
 """Names of what a compiler may know multiples of, behind the array's."""
+VECTORS = ("lse", "dlse", "delta")
+"""Arrays ``[B, H, S]``; sinks are ``[H]``, and all others ``[B, H, S, D]``."""
 DIAGONAL = "seq_kv_less_seq_q"
 """Name of the difference of lengths, which a kernel that begins at the diagonal takes for a multiple of tile_m."""
+
+
+Scalar = float | tuple[int, ...]
+"""A number, fp32, or a tuple of integers, which are an argument each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +80,11 @@ class ArrayArgument:
     """Elements may share memory."""
 
 
+def extents_of(tensor: str) -> tuple[str, ...]:
+    """Names of an array's extents, but for D."""
+    return EXTENTS[1:2] if tensor == "sinks" else EXTENTS
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelLaunch:
     """One launch."""
@@ -82,15 +98,28 @@ class KernelLaunch:
     grid: Grid
     arrays: Mapping[str, ArrayArgument]
     """By parameter."""
-    scalars: Mapping[str, float] = field(default_factory=dict)
+    optional: Mapping[str, tuple[ArrayArgument, ...]] = field(default_factory=dict)
+    """Those that a launch may not have, by parameter: one, or none."""
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+    """By parameter."""
     constants: KernelConstants
     assumed: Mapping[str, str]
     """By name, all that the code is specialised on beside variant and config (`abi.Binding.constants`)."""
 
     @property
+    def given(self) -> tuple[ArrayArgument, ...]:
+        """All arrays that there are, in the order of the parameters."""
+        return (*self.arrays.values(), *itertools.chain.from_iterable(self.optional.values()))
+
+    @property
     def tensors(self) -> tuple[str, ...]:
         """The names of the operands and areas of workspace, by parameter."""
-        return tuple(array.tensor for array in self.arrays.values())
+        return tuple(array.tensor for array in self.given)
+
+    def arguments(self, get: Callable[[str], Any]) -> tuple[Any, ...]:
+        """The arguments of the Python function, given a tensor by its name."""
+        optional = (tuple(get(array.tensor) for array in arrays) for arrays in self.optional.values())
+        return (*(get(array.tensor) for array in self.arrays.values()), *optional, *self.scalars.values())
 
     @property
     def binding(self) -> abi.Binding:
@@ -100,11 +129,15 @@ class KernelLaunch:
         """
         kind: abi.Kind = "i64" if self.is_64bit else "i32"
         arguments: list[abi.Argument] = []
-        for array in self.arrays.values():
+        for array in self.given:
             arguments.append(abi.Pointer(tensor=array.tensor))
             numbers = (*array.layout.shape, *array.layout.strides)
             arguments += [abi.Number(kind=kind, value=number) for number in numbers]
-        arguments += [abi.Number(kind="f32", value=value) for value in self.scalars.values()]
+        for value in self.scalars.values():
+            if isinstance(value, tuple):
+                arguments += [abi.Number(kind="i32", value=it) for it in value]
+            else:
+                arguments.append(abi.Number(kind="f32", value=value))
         return abi.Binding(arguments=tuple(arguments), grid=self.grid, image=IMAGE, constants=self.assumed)
 
 
@@ -142,13 +175,13 @@ def _array(assumed: dict[str, str], emitted: Mapping[str, str], problem: Problem
     def divisor(name: str, value: int, unit: int) -> int:
         return abi.multiple(assumed, emitted, f"{tensor}_{name}", unit if value % unit == 0 else 1, value)
 
-    alignment = problem.alignment if tensor in _GIVEN else ALIGNMENT
+    alignment = problem.alignment if tensor in _GIVEN else SINKS_ALIGNMENT if tensor == "sinks" else ALIGNMENT
     in_elements = ALIGNMENT // layout.dtype.itemsize
     return ArrayArgument(
         tensor=tensor,
         layout=layout,
         alignment=divisor("alignment", alignment, alignment),
-        extents=tuple(divisor(name, it, ALIGNMENT) for name, it in zip(EXTENTS, layout.shape, strict=False)),
+        extents=tuple(divisor(name, it, ALIGNMENT) for name, it in zip(extents_of(tensor), layout.shape, strict=False)),
         strides=tuple(divisor(name, it, in_elements) for name, it in zip(STRIDES, layout.strides[:-1], strict=False)),
         overlaps=abi.flag(assumed, emitted, f"{tensor}_overlaps", 0 in layout.strides),
     )
@@ -159,12 +192,17 @@ def has_positive_strides(problem: Problem) -> bool:
     return 0 not in (*problem.strides_q, *problem.strides_k, *problem.strides_v)
 
 
+def _reach(problem: Problem) -> tuple[int, ...]:
+    """The numbers of a two-sided mask; other kernels have none."""
+    return problem.reach if problem.is_two_sided else ()
+
+
 # ---------------------------------------------------------------- forward
 
 
 _OF_STEP = ("exp2", "flush_to_zero", "scale_after_max", "k_transposed", "approximate_division", "ln_base")
 _OF_CONFIG = (
-    "tile_m", "tile_n", "k_latency", "v_latency", "lazy_max", "pipeline", "q_in_registers",
+    "tile_m", "tile_n", "k_latency", "v_latency", "pipeline", "q_in_registers",
 )  # fmt: skip
 """Constants of the kernel that a rung and a config have by the same name; a rung's others limit the config."""
 
@@ -175,9 +213,14 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> Ke
     assumed: dict[str, str] = {}
     abi.exactly(assumed, dtype=problem.dtype, head_dim=problem.head_dim, mask=problem.band.kind)
     abi.exactly(assumed, scale_sign=problem.scale_sign)
+    if problem.has_sinks:
+        abi.exactly(assumed, sinks="one a head")
     masked = abi.flag(assumed, emitted, "masked", problem.is_banded or problem.seq_kv % config.tile_n != 0)
     aligned_to = config.tile_m if configs.begins_at_diagonal(problem, config) else 1
     diagonal = abi.multiple(assumed, emitted, DIAGONAL, aligned_to, problem.seq_kv - problem.seq_q)
+    lazy_max = configs.keeps_maxima(problem, config)
+    if problem.is_two_sided:  # one code for every window: how wide it is may ask for another, but none is wrong
+        lazy_max = abi.settle(assumed, emitted, "lazy_max", str(lazy_max), lambda there: True) == "True"
     together = _together(assumed, emitted, problem, configs.together_of(problem, config))
     grouped = abi.flag(assumed, emitted, "grouped", problem.heads_q != problem.heads_kv)
     tma = not abi.flag(assumed, emitted, "no_tma", not has_positive_strides(problem))
@@ -193,20 +236,24 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> Ke
         num_worker_warps=config.num_worker_warps,
         grid=grid,
         arrays={name: _array(assumed, emitted, problem, name) for name in _FORWARD},
-        scalars={"scale": problem.scale_log2 if step.exp2 else problem.scale_log2 / LOG2_E},
+        optional={"sinks": (_array(assumed, emitted, problem, "sinks"),) if problem.has_sinks else ()},
+        scalars={"scale": problem.scale_log2 if step.exp2 else problem.scale_log2 / LOG2_E, "reach": _reach(problem)},
         constants=ForwardConstants(
             tile_d=tile_d,
             tail_d=tail_d,
             banded=problem.is_banded,
+            two_sided=problem.is_two_sided,
             masked=masked,
             heads_together=together.heads,
             spanning=together.spanning,
+            has_sinks=problem.has_sinks,
             grouped=grouped,
             linear_grid=linear,
             sign=problem.scale_sign,
             tma=tma,
             **{name: getattr(step, name) for name in _OF_STEP},
             **{name: getattr(config, name) for name in _OF_CONFIG},
+            lazy_max=lazy_max,
             headroom=configs.HEADROOM[problem.dtype],
             diagonal_first=diagonal > 1,
             static_grid=config.scheduler == "static",
@@ -228,10 +275,10 @@ def _together(assumed: dict[str, str], emitted: Mapping[str, str], problem: Prob
 
 
 _NAMES: Mapping[str, str] = {
-    "query_grads": "q k v out lse dout dlse delta dq score_factor grad_factor",
-    "key_grads": "q k v lse dout delta dk dv score_factor grad_factor",
+    "query_grads": "q k v out lse dout dlse delta dq score_factor grad_factor reach",
+    "key_grads": "q k v lse dout delta dk dv score_factor grad_factor reach",
     "row_deltas": "out dout dlse delta dq_sum",
-    "all_grads": "q k v lse dout delta dq_sum dk dv score_factor grad_factor",
+    "all_grads": "q k v lse dout delta dq_sum dk dv score_factor grad_factor reach",
     "round_query_grads": "dq_sum dq grad_factor",
 }
 """The parameters of each kernel, in order: arrays, then numbers."""
@@ -281,6 +328,7 @@ def _products(problem: Problem, tile_m: int, tile_n: int) -> dict[str, Any]:
         "tile_n": tile_n,
         "tile_d": one_width(problem.head_dim),
         "banded": problem.is_banded,
+        "two_sided": problem.is_two_sided,
         "ragged": problem.seq_kv % tile_n != 0,
         "tma": has_positive_strides(problem),
         "tma_columns": problem.seq_q % 4 == 0,
@@ -301,6 +349,11 @@ def _backward(
         raise ValueError(f"no grid of {tiles} blocks")
     assumed = {"dtype": problem.dtype}
     names = _NAMES[kernel].split()
+    scalars: dict[str, Scalar] = {
+        "score_factor": problem.score_factor,
+        "grad_factor": problem.grad_factor,
+        "reach": _reach(problem),
+    }
     operands = {name: name for name in names if name in problem.layouts}
     if "dlse" in operands and not getattr(constants, "has_dlse", False):
         operands["dlse"] = "lse"
@@ -311,7 +364,7 @@ def _backward(
         num_worker_warps=num_worker_warps,
         grid=grid,
         arrays={name: _array(assumed, {}, problem, operand) for name, operand in operands.items()},
-        scalars={name: getattr(problem, name) for name in names if name not in operands},
+        scalars={name: scalars[name] for name in names if name in scalars},
         constants=constants,
         assumed=assumed,
     )

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from multiattn.layout import VECTOR_BYTES
+from multiattn.operands import FORWARD_RESULTS, GRADIENTS, Operands, Options
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import Launcher, Plan
 from multiattn.plan.choice import BOTH, choose
-from multiattn.problem import FORWARD_RESULTS, GRADIENTS, VECTOR_BYTES, Operands, Options, problem_of
+from multiattn.problem import problem_of
 from multiattn.run import compat
 from multiattn.run.log import logged
 

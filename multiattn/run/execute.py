@@ -10,19 +10,11 @@ from typing import Any
 
 import torch
 
+from multiattn.layout import VECTOR_BYTES, Layout
+from multiattn.operands import FORWARD_RESULTS, GRADIENTS, INPUTS, READ, Operands
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import Direction, Plan
-from multiattn.problem import (
-    FORWARD_RESULTS,
-    GRADIENTS,
-    INPUTS,
-    READ,
-    VECTOR_BYTES,
-    Layout,
-    Operands,
-    Problem,
-    options_of,
-)
+from multiattn.problem import Problem, options_of
 from multiattn.run import compat
 from multiattn.run.calls import Ready, prepare
 from multiattn.run.driver import ensure_context

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from multiattn.score.expression import DType, Node, Number, walk
+from multiattn.score.expression import DType, Node, walk
 
 INFIX: Mapping[str, str] = MappingProxyType(
     {op: f"({{0}} {sign} {{1}})" for op, sign in {
@@ -27,15 +27,15 @@ class Language:
     """How one language writes what kernels compute.
 
     `ops` has a format for each operation, with ``{0}``, ``{1}`` and ``{2}`` for its arguments; one named with a type,
-    as ``min:f32``, goes first. `literal` writes a number, `load` a load: of its node, the texts of its indices, and the
-    names of what a kernel takes.
+    as ``min:f32``, goes first. `literal` writes a constant. `load` writes a load from its node, the texts of its
+    indices, and the names of what a kernel takes.
     """
 
     types: Mapping[DType, str]
     ops: Mapping[str, str]
     cast: str
     """``{0}`` as the type ``{1}``."""
-    literal: Callable[[Number], str]
+    literal: Callable[[Node], str]
     load: Callable[[Node, Sequence[str], Mapping[str, str]], str]
     statement: str = "{name} = {value}"
     """Gives a value a name; may have the ``{type}``, too."""
@@ -43,7 +43,7 @@ class Language:
     def expression(self, node: Node, args: Sequence[str], names: Mapping[str, str]) -> str:
         """One node, of the texts of its arguments. `names`: what inputs and numbers that a kernel takes are called."""
         if node.op == "const":
-            return self.literal(node.value)
+            return self.literal(node)
         if node.op in ("input", "scalar", "derived"):
             name = str(node.value)
             return names.get(name, name)
@@ -103,7 +103,7 @@ TEXT = Language(
         }
     ),
     cast="{1}({0})",
-    literal=repr,
+    literal=lambda node: repr(node.value),
     load=lambda node, indices, names: f"tensor{node.value}[{', '.join(indices)}]",
 )
 """Python's operators and plain names. Two expressions with one text are one expression, but for types of loads."""

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import torch
 
+from multiattn.layout import VECTOR_BYTES
+from multiattn.mask import KINDS
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch
 from multiattn.plan.backend import Backend, Op, Variant, bytes_of_areas, later
 from multiattn.plan.ladder import rung_variants
 from multiattn.plan.support import Capability, Reason
 from multiattn.plan.toolchain import probe_gpu, probe_release, version_of
-from multiattn.problem import VECTOR_BYTES
 from multiattn.triton import configs, gluon_configs
 from multiattn.triton.candidates import candidates
 from multiattn.triton.configs import TritonConfig, TritonTwoPassConfig
@@ -52,8 +53,8 @@ TMA_ARCHS = tuple(name for name in GPU_ARCHS if ARCHS[name].capability >= (9, 0)
 
 # cuTensorMapEncodeTiled: address and strides are multiples of 16 bytes, and no stride is zero. A Problem has one
 # alignment for all tensors, so this also holds for those that are read through pointers.
-_THROUGH_DESCRIPTORS = Capability(arches=("cpu", *TMA_ARCHS), alignment=VECTOR_BYTES, zero_strides=False)
-_THROUGH_POINTERS = Capability(arches=("cpu", *GPU_ARCHS))
+_THROUGH_DESCRIPTORS = Capability(arches=("cpu", *TMA_ARCHS), alignment=VECTOR_BYTES, zero_strides=False, masks=KINDS)
+_THROUGH_POINTERS = Capability(arches=("cpu", *GPU_ARCHS), masks=KINDS)
 
 
 def _gluon_variant() -> Variant:
@@ -63,6 +64,8 @@ def _gluon_variant() -> Variant:
         capability=replace(
             _THROUGH_DESCRIPTORS,
             arches=gluon_configs.ARCHES,
+            masks=KINDS,
+            sinks=True,
             arch_hint="for this arch's wgmma and TMA, and Triton interprets no Gluon; other variants run elsewhere",
         ),
         config_type=gluon_configs.GluonConfig,

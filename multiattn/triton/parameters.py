@@ -11,11 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from multiattn.layout import VECTOR_BYTES, Layout
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.plan.schedule import heads_side_by_side, key_tiles, most_multiprocessors, one_width, query_tiles
-from multiattn.problem import LOG2_E, VECTOR_BYTES, Layout, Problem
+from multiattn.problem import Problem
 from multiattn.triton.configs import (
+    ASYNCHRONOUS,
     ELEMENT_BYTES,
     ROWS_BESIDE,
     TritonConfig,
@@ -26,6 +28,7 @@ from multiattn.triton.gluon_configs import GluonConfig, pieces_of
 from multiattn.triton.kernels.constants import OUT_VECTOR, TileConstants
 from multiattn.triton.kernels.gluon.constants import GluonConstants
 from multiattn.triton.ladder import STEPS
+from multiattn.validate import LOG2_E
 
 _AREAS = ("delta", "dq_sum", abi.WORKSPACE)
 """Areas of workspace that a launch may take."""
@@ -155,15 +158,15 @@ def area_names(tables: Iterable[KernelTable]) -> tuple[str, ...]:
 
 _NAMES: Mapping[str, str] = {
     "attention_forward": """
-        q k v out lse scale seq_q seq_kv heads q_strides k_strides v_strides out_strides C""",
+        q k v out lse scale seq_q seq_kv heads q_strides k_strides v_strides out_strides left right C""",
     "prepare_rows": "out dout dlse delta dq_sum dlse_rows seq_q heads_q batch_heads out_strides C",
     "finish_dq": "dq_sum dq grad_factor seq_q heads_q batch_heads dq_strides C",
     "gradient_of_queries": """
         q k v out lse dout dlse dq delta score_factor grad_factor dlse_rows seq_q seq_kv heads
-        q_strides k_strides v_strides out_strides C""",
+        q_strides k_strides v_strides out_strides left right C""",
     "gradients_of_keys": """
         q k v lse dout delta dq_sum dk dv score_factor grad_factor seq_q seq_kv heads
-        q_strides k_strides v_strides dout_strides dk_strides dv_strides C""",
+        q_strides k_strides v_strides dout_strides dk_strides dv_strides left right C""",
 }
 """The parameters of each plain kernel, in order."""
 _OF_KEYS, _OF_QUERIES = ("k", "v"), ("q", "dout", "dq_sum")
@@ -192,6 +195,7 @@ def _table(
         "grad_factor": problem.grad_factor,
         "dlse": Tensor(of="dlse" if has_dlse else "lse"),
         "dlse_rows": Integer(value=problem.seq_q if has_dlse else 0, specialised=False),
+        **_reach(problem),
         "C": Constant(value=constants),
     }
     if not constants.one_pass:
@@ -214,6 +218,15 @@ def _table(
     return KernelTable(kernel=kernel, grid=grid, options=options, rows=rows)
 
 
+def _reach(problem: Problem) -> dict[str, Parameter]:
+    """`left` and `right` of a two-sided mask: numbers that no code depends on."""
+    if not problem.is_two_sided:
+        return dict.fromkeys(("left", "right"), Constant(value=None))
+    return {
+        side: Integer(value=it, specialised=False) for side, it in zip(("left", "right"), problem.reach, strict=True)
+    }
+
+
 def _strides(name: str, strides: tuple[int, ...], unit: int) -> dict[str, Integer]:
     """Strides of a tensor, in units of so many elements."""
     if any(stride % unit for stride in strides):
@@ -234,6 +247,7 @@ def _constants(problem: Problem, config: TritonConfig, assumed: Assumed, **own: 
         vector=assumed.alignment // ELEMENT_BYTES,
         far_rows=assumed.flag,
         banded=problem.is_banded,
+        two_sided=problem.is_two_sided,
         **own,
     )
 
@@ -256,6 +270,7 @@ def _forward(plan: Plan, assumed: Assumed) -> tuple[KernelTable, ...]:
 def _backward(plan: Plan, assumed: Assumed, has_dlse: bool) -> tuple[KernelTable, ...]:
     problem, config, flags = plan.problem, plan.config, dict(variant_of(plan).flags)
     assert isinstance(config, TritonConfig)
+    flags["register_operands"] = plan.arch.is_gpu and plan.arch.name not in ASYNCHRONOUS
     keys = _table("gradients_of_keys", problem, _constants(problem, config, assumed, **flags), _options(config))
     if isinstance(config, TritonTwoPassConfig):
         of_dq = config.of_dq
@@ -288,6 +303,7 @@ def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
             described = Descriptor(of=name, layout=known[name], rows=tile, columns=columns)
             rows[f"{name}_{piece}"] = described if columns else Constant(value=None)
     rows["lse"] = Tensor(of="lse")
+    rows["sinks"] = Tensor(of="sinks", is_aligned=False) if problem.has_sinks else Constant(value=None)
     rows["counter"] = Tensor(of=abi.WORKSPACE) if plan.workspace_bytes else Constant(value=None)
     rows["scale"] = problem.scale_log2
     sizes = {
@@ -300,6 +316,8 @@ def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
         "together": heads_side_by_side(problem),
     }
     rows |= {name: Integer(value=value, specialised=False) for name, value in sizes.items()}
+    for name, bound in zip(("left", "right"), problem.reach, strict=True):
+        rows[name] = Integer(value=bound, specialised=False) if problem.is_two_sided else Constant(value=None)
     rows["C"] = Constant(value=GluonConstants.of(problem, config, ragged=assumed.flag))
     blocks = query_tiles(problem, config.tile_m)
     return KernelTable(

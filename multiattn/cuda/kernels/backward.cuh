@@ -252,9 +252,10 @@ DEVICE void backward_keys(const BackwardParams& params) {
   const int first_key = tile * T::TILE_N;
   const KeySequence keys{params, head_kv};
   const Mask<T::BAND> mask(params);
-  const int first_tile = mask.template queries<T::TILE_M>(first_key, T::TILE_N, params.tiles_q).begin;
+  const Blocks tiles = mask.template queries<T::TILE_M>(first_key, T::TILE_N, params.tiles_q);
   const int first_head = head_kv * params.group, end_head = first_head + params.group;
-  QueryWalk walk{first_tile, params.tiles_q, first_head, first_tile};
+  QueryWalk walk{tiles.begin, tiles.end, first_head, tiles.begin};
+  if (T::BAND == Band::TWO_SIDED && tiles.begin == tiles.end) walk.head = end_head;  // no query sees a key of the tile
 
   const SharedAddress smem = shared_base(), tile_k = smem, tile_v = smem + TileKV::BYTES;
   QueryRing<T> ring(params, smem, walk, end_head);

@@ -85,7 +85,7 @@ DEVICE void backward_queries(const BackwardParams& params) {
   const QuerySequence queries{params, head};
   const KeySequence keys{params, head / params.group};
   const Mask<T::BAND> mask(params);
-  const int end = mask.template keys<T::TILE_N>(first_query, T::TILE_M).end;
+  const Blocks blocks = mask.template keys<T::TILE_N>(first_query, T::TILE_M);
 
   const SharedAddress tile_q = shared_base(), tile_do = tile_q + TileQ::BYTES, stages = tile_do + TileQ::BYTES;
   const int rows = params.seq_q - first_query;
@@ -93,19 +93,21 @@ DEVICE void backward_queries(const BackwardParams& params) {
                                            params.strides_q.seq, rows);
   load_tile<TileQ, T::THREADS, true>(tile_do, queries.dout() + first_query * params.strides_out.seq,
                                      params.strides_out.seq, rows);
-  load_keys<T>(params, keys, stages, 0, end);
+  const auto load = [&](int block) {
+    load_keys<T>(params, keys, stages + block % T::STAGES * T::STAGE_BYTES, block, blocks.end);
+  };
+  load(blocks.begin);
 
   const int first_row = thread_index() / WARP * T::WARP_ROWS;
   const SharedAddress own_q = tile_q + first_row * TileQ::PITCH, own_do = tile_do + first_row * TileQ::PITCH;
   const RowStatistics<T::ROW_FRAGMENTS> statistics(queries, first_query + first_row);
   Product<T::ROW_FRAGMENTS, T::DIM_FRAGMENTS> dq;  // [WARP_ROWS, D]
   clear(dq);
-  for (int block = 0; block < end; ++block) {
+  for (int block = blocks.begin; block < blocks.end; ++block) {
     const SharedAddress k = stages + block % T::STAGES * T::STAGE_BYTES, v = k + TileKV::BYTES;
     cp_async_wait<0>();
     sync_block();  // everybody's part of the block has landed; and nobody still reads what the next load overwrites
-    if constexpr (T::STAGES == 2)
-      load_keys<T>(params, keys, stages + (block + 1) % 2 * T::STAGE_BYTES, block + 1, end);
+    if constexpr (T::STAGES == 2) load(block + 1);
 
     Product<T::ROW_FRAGMENTS, T::KEY_FRAGMENTS> scores, dp;  // [WARP_ROWS, TILE_N]
     multiply_rows<E, TileQ, TileKV, T::AHEAD>(scores, own_q, k, T::thread());
@@ -121,11 +123,11 @@ DEVICE void backward_queries(const BackwardParams& params) {
 
     if constexpr (T::STAGES == 1) {
       sync_block();  // nobody still reads the block
-      load_keys<T>(params, keys, stages, block + 1, end);
+      load(block + 1);
     }
   }
 
-  if (end == 0) {  // no query of the tile sees a key: Q has not been waited for
+  if (blocks.begin == blocks.end) {  // no query of the tile sees a key: Q has not been waited for
     cp_async_wait<0>();
     sync_block();  // everybody's part of Q has landed, before it is overwritten
   }

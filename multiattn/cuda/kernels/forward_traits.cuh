@@ -83,9 +83,9 @@ struct ForwardTraits : A, S {
   static constexpr int ROW_FRAGMENTS = WARP_ROWS / 16, KEY_FRAGMENTS = WARP_KEYS / 16;
   static constexpr int OUT_FRAGMENTS = OUT_WIDTH / 16 / S::COLUMN_WARPS;
 
-  static DEVICE int column_warp() { return thread_index() / WARP % S::COLUMN_WARPS; }
-  static DEVICE int warp_row() { return thread_index() / WARP / S::COLUMN_WARPS * WARP_ROWS; }
-  static DEVICE int warp_key() { return column_warp() * WARP_KEYS; }
+  static DEVICE int column_warp(int thread = thread_index()) { return thread / WARP % S::COLUMN_WARPS; }
+  static DEVICE int warp_row(int thread = thread_index()) { return thread / WARP / S::COLUMN_WARPS * WARP_ROWS; }
+  static DEVICE int warp_key(int thread = thread_index()) { return column_warp(thread) * WARP_KEYS; }
   static DEVICE int warp_column() { return column_warp() * OUT_FRAGMENTS * 16; }
 
   // ---- tiles in shared memory. A piece is what one load brings: K, Q with it, or V, whole or a slice.

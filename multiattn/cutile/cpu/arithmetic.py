@@ -35,6 +35,17 @@ def _binary(function: _Rule, *, force_float: bool = False) -> _Rule:
     return rule
 
 
+def _integers(function: _Rule) -> _Rule:
+    """Of integers or bools, in their common dtype."""
+
+    def rule(x: Any, y: Any) -> Tile:
+        a, b, dtype = promote(x, y)
+        require(not a.is_floating_point(), f"{function.__name__} of {dtype}")
+        return Tile(function(a, b), dtype)
+
+    return rule
+
+
 def _compare(function: _Rule) -> _Rule:
     def rule(x: Any, y: Any) -> Tile:
         a, b, _ = promote(x, y)
@@ -88,6 +99,10 @@ def _maximum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.fmax(a, b) if a.is_floating_point() else torch.maximum(a, b)
 
 
+def _minimum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.fmin(a, b) if a.is_floating_point() else torch.minimum(a, b)
+
+
 def _where(condition: Any, x: Any, y: Any) -> Tile:
     a, b, dtype = promote(x, y)
     return Tile(torch.where(as_tile(condition).data, a, b), dtype)
@@ -139,7 +154,15 @@ RULES: dict[str, _Rule] = {
     "sub": _binary(torch.sub),
     "mul": _binary(torch.mul),
     "truediv": _binary(torch.div, force_float=True),
+    "floordiv": _integers(torch.floor_divide),
+    "mod": _integers(torch.remainder),
+    "bitwise_and": _integers(torch.bitwise_and),
+    "bitwise_or": _integers(torch.bitwise_or),
+    "bitwise_xor": _integers(torch.bitwise_xor),
+    "bitwise_rshift": _integers(torch.bitwise_right_shift),
+    "bitwise_not": _same(torch.bitwise_not),
     "maximum": _binary(_maximum),
+    "minimum": _binary(_minimum),
     "negative": _same(torch.neg),
     "abs": _same(torch.abs),
     "greater": _compare(torch.gt),
@@ -148,7 +171,7 @@ RULES: dict[str, _Rule] = {
     "less_equal": _compare(torch.le),
     "equal": _compare(torch.eq),
     "not_equal": _compare(torch.ne),
-    **{name: _unary(getattr(torch, name)) for name in ("exp", "exp2", "log", "log2")},
+    **{name: _unary(getattr(torch, name)) for name in ("exp", "exp2", "log", "log2", "sqrt", "tanh", "floor")},
     "sum": _reduce(torch.sum),
     "max": _reduce(torch.amax, instead_of_nan=-math.inf),
     "where": _where,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import cuda.tile as ct
@@ -48,7 +48,7 @@ def launch(grid: Sequence[int], kernel: Any, args: Sequence[Any], *, seed: int =
     Args:
         grid: one to three counts of blocks.
         kernel: the object that ``@ct.kernel`` makes.
-        args: its arguments, as for `cuda.tile.launch`: CPU tensors, numbers, constants.
+        args: its arguments, as for `cuda.tile.launch`: CPU tensors, numbers, tuples of these, constants.
         seed: of the order of blocks.
 
     Raises:
@@ -95,18 +95,29 @@ def _memory_of(tensor: torch.Tensor) -> _Memory:
     return tensor.untyped_storage().data_ptr(), tensor.dtype
 
 
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _flat(value)
+        else:
+            yield value
+
+
 def _ledgers(args: Sequence[Any], run: Run) -> dict[_Memory, Ledger]:
     """One for all tensors that share a memory."""
     views: dict[_Memory, list[torch.Tensor]] = {}
-    for value in args:
+    for value in _flat(args):
         if isinstance(value, torch.Tensor):
             views.setdefault(_memory_of(value), []).append(value)
     return {memory: Ledger(tensors, run) for memory, tensors in views.items()}
 
 
 def _device_value(value: Any, annotation: Any, ledgers: dict[_Memory, Ledger]) -> Any:
+    if isinstance(value, tuple):
+        each = getattr(annotation, "each", None)  # None where the kernel leaves it to cuTile
+        return tuple(_device_value(it, each, ledgers) for it in value)
     if isinstance(value, torch.Tensor):
-        index_dtype = annotation.array.index_dtype if annotation.array else ct.int32
+        index_dtype = annotation.array.index_dtype if annotation and annotation.array else ct.int32
         last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
         if index_dtype != ct.int64 and max((last, *value.stride())) > _INT32_MAX:
             raise OutOfBoundsError(f"offsets up to {last}, in an array that is indexed with 32 bits")

@@ -185,5 +185,89 @@ def _store(array: Array, index: Any, tile: Any, *, allow_tma: bool | None = None
     window.data.copy_(tile.data.reshape(extents)[window.inside])
 
 
-RULES: dict[str, Callable[..., Any]] = {"load": _load, "store": _store}
+# ---------------------------------------------------------------- element by element
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Elements:
+    """The elements of an array at some indices, and which of them count: inside, and not masked off."""
+
+    places: tuple[torch.Tensor, ...]
+    chosen: torch.Tensor
+
+    def of(self, data: torch.Tensor) -> torch.Tensor:
+        """The elements that count, of the array's data or its owners."""
+        return data[tuple(place[self.chosen] for place in self.places)]
+
+
+def _elements(array: Array, indices: Any, mask: Any, check_bounds: bool) -> _Elements:
+    places = tuple(as_tile(index).data.long() for index in (indices if isinstance(indices, tuple) else (indices,)))
+    require(len(places) == array.ndim, f"{len(places)} indices of an array {array.shape}")
+    chosen = torch.tensor(True) if mask is None else as_tile(mask).data
+    *places, chosen = torch.broadcast_tensors(*places, chosen)
+    inside = torch.ones_like(chosen)
+    for place, size in zip(places, array.shape, strict=True):
+        inside &= (place >= 0) & (place < size)
+    if not check_bounds and bool((chosen & ~inside).any()):
+        raise OutOfBoundsError(f"{int((chosen & ~inside).sum())} unchecked indices lie outside the array {array.shape}")
+    return _Elements(places=tuple(places), chosen=chosen & inside)
+
+
+def _gather(
+    array: Array,
+    indices: Any,
+    *,
+    mask: Any = None,
+    padding_value: Any = 0,
+    check_bounds: bool = True,
+    latency: Any = None,
+) -> Tile:
+    found = _elements(array, indices, mask, check_bounds)
+    if array.ledger.is_written:
+        array.ledger.check(found.of(array.owner), "loads")
+    data = as_tile(padding_value, array.dtype).data.to(array.data.dtype).expand(found.chosen.shape).clone()
+    data[found.chosen] = found.of(array.data)
+    return Tile(data, array.dtype)
+
+
+def _scatter(
+    array: Array, indices: Any, value: Any, *, mask: Any = None, check_bounds: bool = True, latency: Any = None
+) -> None:
+    found = _elements(array, indices, mask, check_bounds)
+    tile = as_tile(value, array.dtype)
+    require(promote_dtypes(tile.dtype, array.dtype) == array.dtype, f"a scatter of {tile.dtype} into {array.dtype}")
+    array.ledger.check(found.of(array.owner), "overwrites")
+    chosen = tuple(place[found.chosen] for place in found.places)
+    array.owner[chosen] = array.ledger.run.number
+    array.ledger.is_written = True
+    array.data[chosen] = tile.data.expand(found.chosen.shape)[found.chosen]
+
+
+def _atomic_add(
+    array: Array,
+    indices: Any,
+    update: Any,
+    *,
+    check_bounds: bool = True,
+    memory_order: Any = None,
+    memory_scope: Any = None,
+) -> None:
+    """Without the value before: kernels here do not ask for it."""
+    found = _elements(array, indices, None, check_bounds)
+    owner = found.of(array.owner)
+    array.ledger.check(torch.where(owner == _ADDED, 0, owner), "updates")
+    chosen = tuple(place[found.chosen] for place in found.places)
+    array.owner[chosen] = _ADDED
+    array.ledger.is_written = True
+    change = as_tile(update, array.dtype).data.to(array.data.dtype).expand(found.chosen.shape)[found.chosen]
+    array.data.index_put_(chosen, change, accumulate=True)
+
+
+RULES: dict[str, Callable[..., Any]] = {
+    "load": _load,
+    "store": _store,
+    "gather": _gather,
+    "scatter": _scatter,
+    "atomic_add": _atomic_add,
+}
 """Rules of memory ops, by the op's name in `cuda.tile`."""

@@ -97,12 +97,14 @@ def _reflected(name: str) -> Callable[[Tile, Any], Any]:
 
 _OPERATORS = {
     "add": "add", "sub": "sub", "mul": "mul", "truediv": "truediv", "neg": "negative",
+    "floordiv": "floordiv", "mod": "mod", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+    "rshift": "bitwise_rshift", "invert": "bitwise_not",
     "gt": "greater", "ge": "greater_equal", "lt": "less", "le": "less_equal", "eq": "equal", "ne": "not_equal",
 }  # fmt: skip
 for _operator, _name in _OPERATORS.items():
     setattr(Tile, f"__{_operator}__", _method(_name))
-for _name in ("add", "sub", "mul", "truediv"):
-    setattr(Tile, f"__r{_name}__", _reflected(_name))
+for _operator in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "rshift"):
+    setattr(Tile, f"__r{_operator}__", _reflected(_OPERATORS[_operator]))
 for _name in ("astype", "reshape", "transpose"):
     setattr(Tile, _name, _method(_name))
 

@@ -22,8 +22,8 @@ import cuda.tile as ct
 
 from multiattn.cutile.kernels import tiles
 from multiattn.cutile.kernels.constants import BackwardConstants, QueryGradsConstants, RowConstants, RowDeltaConstants
-from multiattn.cutile.kernels.tiles import ZERO, Array32, ConstBool, Place, Vectors32
-from multiattn.problem import LOG2_E
+from multiattn.cutile.kernels.tiles import ZERO, Array32, ConstBool, Place, Reach, Vectors32
+from multiattn.validate import LOG2_E
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ def add_keys(
 
 
 @ct.function
-def find_key_tile(const: Any, q: Any, k: Any) -> Any:
+def find_key_tile(const: Any, q: Any, k: Any, reach: Any) -> Any:
     """Where the tile of keys lives that a block takes; it has no head of queries of its own.
 
     `heads_together` heads (a divisor of the heads of k) advance together. Banded: the first tiles, which most queries
@@ -107,7 +107,7 @@ def find_key_tile(const: Any, q: Any, k: Any) -> Any:
     batch_head = section * const.heads_together + rest % const.heads_together
     batch, head = batch_head // heads, batch_head % heads
     tile = rest // const.heads_together
-    return Place(batch=batch, head=head, head_kv=head, tile=tile, seq_q=q.shape[2], seq_kv=k.shape[2])
+    return Place(batch=batch, head=head, head_kv=head, tile=tile, seq_q=q.shape[2], seq_kv=k.shape[2], reach=reach)
 
 
 @ct.function
@@ -143,26 +143,32 @@ def add_queries(
 
 
 @ct.function
-def key_grads_block(const: Any, k: Any, v: Any, given: Any, dq_sum: Any, dk: Any, dv: Any, grad_factor: Any) -> None:
+def key_grads_block(
+    const: Any, k: Any, v: Any, given: Any, dq_sum: Any, dk: Any, dv: Any, grad_factor: Any, reach: Any
+) -> None:
     """One block: a tile of dk and of dv, summed over the queries of the group's heads."""
     q = given.q
-    mine = find_key_tile(const, q, k)
+    mine = find_key_tile(const, q, k, reach)
     index = (mine.batch, mine.head_kv, mine.tile, 0)
     keys = tiles.load_tile(const, k, index, const.tile_n, 2)
     values = tiles.load_tile(const, v, index, const.tile_n, 2)
     group = q.shape[1] // k.shape[1]
     zeros = ct.full((const.tile_n, const.tile_d), 0.0, dtype=ct.float32)
     sums = KeyGradSums(dk=zeros, dv=zeros)
-    first, first_full, end = tiles.query_blocks(const, mine.tile, mine.seq_q, mine.seq_kv)
+    blocks = tiles.query_blocks(const, mine)
     # The heads of the group and their blocks in one loop: one pipeline of loads, and no registers for a second counter.
     if const.banded:
-        masked = max(0, first_full - first)
+        first, end = blocks.begin, blocks.full_begin
+        if const.two_sided:
+            first, end = tiles.masked_numbers(const, blocks)
+        masked = max(0, end - first)
         for step in range(0, group * masked):
-            place = replace(mine, head=mine.head_kv * group + step // masked, tile=first + step % masked)
+            head = mine.head_kv * group + step // masked
+            place = replace(mine, head=head, tile=tiles.masked_block(const, blocks, first + step % masked))
             sums = add_queries(const, place, mine.tile, keys, values, given, dq_sum, sums, True)
-    full = max(0, end - first_full)
+    full = max(0, blocks.full_end - blocks.full_begin)
     for step in range(0, group * full):
-        place = replace(mine, head=mine.head_kv * group + step // full, tile=first_full + step % full)
+        place = replace(mine, head=mine.head_kv * group + step // full, tile=blocks.full_begin + step % full)
         sums = add_queries(const, place, mine.tile, keys, values, given, dq_sum, sums, False)
     dk_tile = (sums.dk * grad_factor).astype(dk.dtype).reshape((1, 1, const.tile_n, const.tile_d))
     dv_tile = sums.dv.astype(dv.dtype).reshape((1, 1, const.tile_n, const.tile_d))
@@ -187,20 +193,22 @@ def query_grads_kernel(const: QueryGradsConstants) -> Callable[..., None]:
 
     def query_grads(
         q: Array32, k: Array32, v: Array32, out: Array32, lse: Vectors32, dout: Array32, dlse: Vectors32,
-        delta: Vectors32, dq: Array32, score_factor: float, grad_factor: float,
+        delta: Vectors32, dq: Array32, score_factor: float, grad_factor: float, reach: Reach,
     ) -> None:  # fmt: skip
-        place = tiles.find_place(const, q, k)
+        place = tiles.find_place(const, q, k, reach)
         rows = (place.batch, place.head, place.tile)
         queries = tiles.load_tile(const, q, (*rows, 0), const.tile_m, 2)
         douts = tiles.load_tile(const, dout, (*rows, 0), const.tile_m, 2)
         d = row_delta(const, out, douts, dlse, delta, rows)[:, None]
         m = load_lse(const, lse, rows)[:, None]
         acc = ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32)
-        first, first_masked, end = tiles.key_blocks(const, place)
-        for block in range(first, first_masked):
+        blocks = tiles.key_blocks(const, place)
+        for block in range(blocks.full_begin, blocks.full_end):
             acc = add_keys(const, place, queries, douts, k, v, m, d, score_factor, acc, block, False)
         if const.banded or const.ragged:
-            for block in range(first_masked, end):
+            first, end = tiles.masked_numbers(const, blocks)
+            for number in range(first, end):
+                block = tiles.masked_block(const, blocks, number)
                 acc = add_keys(const, place, queries, douts, k, v, m, d, score_factor, acc, block, True)
         grads = (acc * grad_factor).astype(dq.dtype).reshape((1, 1, const.tile_m, const.tile_d))
         ct.store(dq, (*rows, 0), grads, allow_tma=const.tma)
@@ -213,10 +221,10 @@ def key_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
 
     def key_grads(
         q: Array32, k: Array32, v: Array32, lse: Vectors32, dout: Array32, delta: Vectors32, dk: Array32, dv: Array32,
-        score_factor: float, grad_factor: float,
+        score_factor: float, grad_factor: float, reach: Reach,
     ) -> None:  # fmt: skip
         given = Given(q=q, lse=lse, dout=dout, delta=delta, score_factor=score_factor)
-        key_grads_block(const, k, v, given, None, dk, dv, grad_factor)
+        key_grads_block(const, k, v, given, None, dk, dv, grad_factor, reach)
 
     return key_grads
 
@@ -226,11 +234,11 @@ def all_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
 
     def all_grads(
         q: Array32, k: Array32, v: Array32, lse: Vectors32, dout: Array32, delta: Vectors32, dq_sum: Array32,
-        dk: Array32, dv: Array32, score_factor: float, grad_factor: float,
+        dk: Array32, dv: Array32, score_factor: float, grad_factor: float, reach: Reach,
     ) -> None:  # fmt: skip
         given = Given(q=q, lse=lse, dout=dout, delta=delta, score_factor=score_factor)
         view = dq_sum.tiled_view((1, 1, const.tile_m, const.tile_d))
-        key_grads_block(const, k, v, given, view, dk, dv, grad_factor)
+        key_grads_block(const, k, v, given, view, dk, dv, grad_factor, reach)
 
     return all_grads
 

@@ -19,11 +19,14 @@ class ForwardConstants:
     tail_d: int
     """The rest of head_dim, rounded up to a power of two, where it is a part of its own (`parts`); else 0."""
     banded: bool
+    two_sided: bool
+    """Both bounds of the mask are numbers that a launch gives (`reach`)."""
     masked: bool
     """Some block of keys needs a mask: the problem is banded, or the last block is not full."""
     heads_together: int
     spanning: bool
     """Those are heads of several batch entries."""
+    has_sinks: bool
     grouped: bool
     """Heads of q share those of k."""
     linear_grid: bool
@@ -59,6 +62,7 @@ class BackwardConstants:
     tile_d: int
     """head_dim rounded up to a power of two; loads fill the rest with zeros, stores clip it."""
     banded: bool
+    two_sided: bool
     ragged: bool
     """The last block of keys is not full."""
     heads_together: int

@@ -8,7 +8,7 @@ score. The sign of the scale is in q, so that m, the running maximum of ``s * sc
 With `lazy_max` m is the maximum of the block of keys that comes first, and stays: softmax is the same relative to any
 m, as long as nothing overflows. That saves each block its maxima, their exchange between threads and the scaling of the
 output, a third of its instructions. One look at the sums tells afterwards whether all went well; else the tile is done
-again. Where banded tiles start with blocks of keys the first of the masked ones comes first, so that one mask does. Or
+again. Where causal tiles start with blocks of keys the first of the masked ones comes first, so that one mask does. Or
 a pilot of 16 keys is scored before all blocks, for no more than the maxima, and blocks come in their order.
 """
 
@@ -21,7 +21,7 @@ import cuda.tile as ct
 
 from multiattn.cutile.kernels import parts, tiles
 from multiattn.cutile.kernels.constants import SMALLEST_TILE, ForwardConstants
-from multiattn.cutile.kernels.tiles import Array32, ConstBool, Vectors32
+from multiattn.cutile.kernels.tiles import Array32, ConstBool, OptionalVector32, Reach, Vectors32
 
 LOWEST = -3.4028234663852886e38
 """Row maximum before any key: finite, so that a row of -inf scores computes ``exp2(-inf)`` and never ``inf - inf``."""
@@ -106,11 +106,13 @@ def no_rows(const: Any) -> Any:
 def online_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
     """The softmax of the tile's rows, each block of keys with a maximum of its own."""
     rows = no_rows(const)
-    first, first_masked, end = tiles.key_blocks(const, place)
-    for block in range(first, first_masked):
+    blocks = tiles.key_blocks(const, place)
+    for block in range(blocks.full_begin, blocks.full_end):
         rows = attend(const, place, q, k, v, scale, rows, block, False)
     if const.masked:
-        for block in range(first_masked, end):
+        first, end = tiles.masked_numbers(const, blocks)
+        for number in range(first, end):
+            block = tiles.masked_block(const, blocks, number)
             rows = attend(const, place, q, k, v, scale, rows, block, True)
     return rows
 
@@ -124,6 +126,16 @@ def take(const: Any, place: Any, v: Any, s: Any, scale: Any, rows: Any, block: A
     p = power(const, s * scale - rows.m, False)
     acc = parts.add_values(const, place, v, p.astype(v.dtype), rows.acc, block)
     return RunningSoftmax(acc=acc, m=rows.m, l=rows.l + parts.partial_sums(const, p))
+
+
+@ct.function
+def take_masked(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any, rows: Any, blocks: Any) -> Any:
+    """Take the blocks that need a mask."""
+    first, end = tiles.masked_numbers(const, blocks)
+    for number in range(first, end):
+        block = tiles.masked_block(const, blocks, number)
+        rows = take(const, place, v, score(const, place, q, k, block, True), scale, rows, block)
+    return rows
 
 
 @ct.function
@@ -155,20 +167,21 @@ def guess(const: Any, s: Any, scale: Any) -> Any:
 
 @ct.function
 def lazy_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
-    """The softmax of the tile's rows relative to the maxima of one block of keys, right unless `any_too_large`.
+    """The softmax of the tile's rows relative to the maxima of one block of keys, right unless `must_redo`.
 
     A query that sees any key sees one of that block. So m is at most the row's maximum and `headroom`, and of the
     weights only those underflow that are next to nothing. Values near 3e38 overflow their weighted sum to inf here, as
     they do in an online kernel. The first block is such a one; with `diagonal_first` so is
     the first that needs a mask, from which the walk goes down: a tile is then masked once, not twice. A tile that sees
-    no key has a block all the same: all of it is masked, and its weights are 0.
+    no key has a block all the same: all of it is masked, and its weights are 0. With a two-sided mask it is the first
+    full block; where there is none, another one stands in for it.
     """
-    first, first_masked, end = tiles.key_blocks(const, place)
+    blocks = tiles.key_blocks(const, place)
     if const.diagonal_first:
-        start, step, unmasked = first_masked, -1, first_masked - first
+        start, step, unmasked = blocks.full_end, -1, blocks.full_end - blocks.full_begin
     else:
-        start, step, unmasked = first, 1, max(first_masked - first - 1, 0)
-    s = score(const, place, q, k, start, const.masked)
+        start, step, unmasked = blocks.full_begin, 1, max(blocks.full_end - blocks.full_begin - 1, 0)
+    s = score(const, place, q, k, start, const.masked and not const.two_sided)
     none = no_rows(const)
     rows = RunningSoftmax(acc=none.acc, m=guess(const, s, scale), l=none.l)
     taken = 1 + unmasked
@@ -193,8 +206,8 @@ def lazy_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any
                 rows = take(const, place, v, score(const, place, q, k, block, False), scale, rows, block)
             taken = 1 + unmasked
     if const.masked and (const.tile_m > const.tile_n or not const.diagonal_first):
-        for block in range(start + 1 if const.diagonal_first else start + taken, end):
-            rows = take(const, place, v, score(const, place, q, k, block, True), scale, rows, block)
+        taken_end = start + 1 if const.diagonal_first else start + taken
+        rows = take_masked(const, place, q, k, v, scale, rows, replace(blocks, full_end=taken_end))
     return rows
 
 
@@ -212,28 +225,27 @@ def piloted_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> 
     buffer of its own for its keys, then its values, then the output: each is loaded only when the one before is used,
     and the loops have less shared memory for loads ahead.
     """
-    first, first_masked, end = tiles.key_blocks(const, place)
+    blocks = tiles.key_blocks(const, place)
     pilot = pilot_of(const)
-    start = first_masked if const.diagonal_first else first
-    s = score(pilot, place, q, k, start * (const.tile_n // pilot.tile_n), const.masked)
+    start = blocks.full_end if const.diagonal_first else blocks.full_begin
+    s = score(pilot, place, q, k, start * (const.tile_n // pilot.tile_n), const.masked and not const.two_sided)
     m = guess(const, s, scale)
     none = no_rows(const)
     # 0 times the maxima, and not zeros: what it knows to be zero tileiras sets in the loop, register by register, for
     # its first round, and so selects between that and the sum in every round.
     rows = RunningSoftmax(acc=parts.scaled(const, none.acc, ct.abs(m)), m=m, l=none.l)
-    begin = first
+    taken_end = blocks.full_begin
     if const.pipeline == "pilot_pairs":
-        pairs = (first_masked - first) // 2
+        pairs = (blocks.full_end - blocks.full_begin) // 2
         for pair in range(0, pairs):
-            rows = take_pair(const, place, q, k, v, scale, rows, first + 2 * pair, 1)
-        begin = first + 2 * pairs
+            rows = take_pair(const, place, q, k, v, scale, rows, blocks.full_begin + 2 * pair, 1)
+        taken_end = blocks.full_begin + 2 * pairs
     if const.pipeline == "pilot" or not const.masked:
-        for block in range(begin, first_masked):
+        for block in range(taken_end, blocks.full_end):
             rows = take(const, place, v, score(const, place, q, k, block, False), scale, rows, block)
-        begin = first_masked
+        taken_end = blocks.full_end
     if const.masked:
-        for block in range(begin, end):
-            rows = take(const, place, v, score(const, place, q, k, block, True), scale, rows, block)
+        rows = take_masked(const, place, q, k, v, scale, rows, replace(blocks, full_end=taken_end))
     return rows
 
 
@@ -241,8 +253,8 @@ def piloted_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> 
 def redone_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
     """As `online_rows`, in one loop: it is rare, and code for it alone."""
     rows = no_rows(const)
-    first, _, end = tiles.key_blocks(const, place)
-    for block in range(first, end):
+    blocks = tiles.key_blocks(const, place)
+    for block in range(blocks.begin, blocks.end):
         rows = attend(const, place, q, k, v, scale, rows, block, const.masked)
     return rows
 
@@ -261,12 +273,40 @@ def any_too_large(l: Any) -> Any:
     return not ct.max(l, propagate_nan=True) < LARGEST_SUM
 
 
+@ct.function
+def must_redo(const: Any, place: Any, l: Any) -> Any:
+    """True if the maxima were no good: a sum is too large, or a two-sided mask leaves the tile no full block."""
+    redo = any_too_large(l)
+    if const.two_sided:
+        blocks = tiles.key_blocks(const, place)
+        redo = redo or blocks.full_begin == blocks.full_end
+    return redo
+
+
 # ---------------------------------------------------------------- results
 
 
 @ct.function
-def store_rows(const: Any, place: Any, out: Any, lse: Any, rows: Any, l: Any) -> None:
+def load_sink(const: Any, place: Any, sinks: Any) -> Any:
+    """The head's sink ``[1, 1]``, in the domain of the rung."""
+    # Without TMA, which wants an address that is a multiple of 16 bytes.
+    return ct.load(sinks[0], (place.head,), (1,), allow_tma=False).reshape((1, 1)) * (1.0 / const.ln_base)
+
+
+@ct.function
+def with_sink(const: Any, rows: Any, l: Any, sink: Any) -> Any:
+    """The rows, and their sums of weights l, with one more column: its score is the sink, and it has no value."""
+    m = ct.maximum(rows.m, sink)
+    alpha = power(const, rows.m - m, False)  # [tile_m, 1]
+    l = l * alpha + power(const, sink - m, False)
+    return RunningSoftmax(acc=parts.scaled(const, rows.acc, alpha), m=m, l=rows.l), l
+
+
+@ct.function
+def store_rows(const: Any, place: Any, out: Any, lse: Any, rows: Any, l: Any, sink: Any) -> None:
     """Store what the rows come to, out and lse; l is their sum of weights, ``[tile_m, 1]``."""
+    if const.has_sinks:
+        rows, l = with_sink(const, rows, l, sink)
     parts.store_out(const, place, out, rows.acc, l)
     log_sum = ct.where(l == 0.0, -math.inf, (rows.m + power(const, l, True)) * const.ln_base)
     log_sum = log_sum.reshape((1, 1, const.tile_m))
@@ -275,9 +315,12 @@ def store_rows(const: Any, place: Any, out: Any, lse: Any, rows: Any, l: Any) ->
 
 
 @ct.function
-def forward_tile(const: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale: Any) -> None:
-    """q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` -> one tile of out and of lse."""
+def forward_tile(const: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any, scale: Any) -> None:
+    """q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` -> one tile of out and lse; sinks: one ``[Hq]``, or none."""
     queries = parts.load_q(const, place, q)
+    sink = None
+    if const.has_sinks:
+        sink = load_sink(const, place, sinks)
     if const.lazy_max:
         if const.pipeline in ("pilot", "pilot_pairs"):
             rows = piloted_rows(const, place, queries, k, v, scale)
@@ -285,19 +328,22 @@ def forward_tile(const: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: 
             rows = lazy_rows(const, place, queries, k, v, scale)
         l = row_sum_or_nan(const, rows)
         # Before the store: after it, what the branch reads would keep shared memory from the loops.
-        if any_too_large(l):
+        if must_redo(const, place, l):
             rows = redone_rows(const, place, queries, k, v, scale)
             l = row_sum(rows.l)
-        store_rows(const, place, out, lse, rows, l)
+        store_rows(const, place, out, lse, rows, l, sink)
     else:
         rows = online_rows(const, place, queries, k, v, scale)
-        store_rows(const, place, out, lse, rows, row_sum(rows.l))
+        store_rows(const, place, out, lse, rows, row_sum(rows.l), sink)
 
 
 def forward_kernel(const: ForwardConstants) -> Callable[..., None]:
     """out and lse of attention; arguments as in `forward_tile`."""
 
-    def forward(q: Array32, k: Array32, v: Array32, out: Array32, lse: Vectors32, scale: float) -> None:
+    def forward(
+        q: Array32, k: Array32, v: Array32, out: Array32, lse: Vectors32, sinks: OptionalVector32, scale: float,
+        reach: Reach,
+    ) -> None:  # fmt: skip
         if const.static_grid:
             total = ct.cdiv(q.shape[2], const.tile_m) * q.shape[1] * q.shape[0]
             # Divided once: else each of the three roles that warps take would divide for each tile, and its next load
@@ -305,12 +351,12 @@ def forward_kernel(const: ForwardConstants) -> Callable[..., None]:
             number = tiles.digits_of(const, q, ct.bid(0))
             step = tiles.digits_of(const, q, ct.num_blocks(0))
             for _ in range(ct.bid(0), total, ct.num_blocks(0)):
-                place = tiles.place_tile(const, q, k, number, True, const.grouped)
-                forward_tile(const, place, q, k, v, out, lse, scale)
+                place = tiles.place_tile(const, q, k, reach, number, True, const.grouped)
+                forward_tile(const, place, q, k, v, out, lse, sinks, scale)
                 number = tiles.add_digits(const, q, number, step)
         elif const.linear_grid:
-            forward_tile(const, tiles.find_place(const, q, k), q, k, v, out, lse, scale)
+            forward_tile(const, tiles.find_place(const, q, k, reach), q, k, v, out, lse, sinks, scale)
         else:
-            forward_tile(const, tiles.place_in_grid(const, q, k), q, k, v, out, lse, scale)
+            forward_tile(const, tiles.place_in_grid(const, q, k, reach), q, k, v, out, lse, sinks, scale)
 
     return forward

@@ -12,8 +12,14 @@ Array32 = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,))]
 Array64 = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,), index_dtype=ct.int64)]
 Vectors32 = ct.Array
 Vectors64 = ct.IndexedWithInt64[ct.Array]
-IN_64_BITS = {Array32: Array64, Vectors32: Vectors64}
+OptionalVector32 = tuple[Vectors32, ...]
+OptionalVector64 = tuple[Vectors64, ...]
+"""One or none, which is no parameter at all and changes no other's place."""
+IN_64_BITS = {Array32: Array64, Vectors32: Vectors64, OptionalVector32: OptionalVector64}
 """Each annotation of an array with its counterpart whose shape, strides and offsets take 64 bits."""
+
+Reach = tuple[int, ...]
+"""`Place.reach`: two numbers or none."""
 
 ZERO = ct.PaddingMode.ZERO
 
@@ -28,6 +34,18 @@ class Place:
     tile: Any
     seq_q: Any
     seq_kv: Any
+    reach: Any
+    """The keys before and after its own that a query sees, of a two-sided mask; else an empty tuple."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """The blocks that a tile walks over, from `begin` to `end`; those from `full_begin` to `full_end` need no mask."""
+
+    begin: Any
+    full_begin: Any
+    full_end: Any
+    end: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +84,9 @@ def shared_head(q: Any, k: Any, head: Any, grouped: ConstBool) -> Any:
 
 
 @ct.function
-def find_place(const: Any, q: Any, k: Any) -> Any:
+def find_place(const: Any, q: Any, k: Any, reach: Any) -> Any:
     """The tile of queries that a block owns, in a grid that numbers the tiles of all heads."""
-    return place_tile(const, q, k, digits_of(const, q, ct.bid(1) * ct.num_blocks(0) + ct.bid(0)), False, True)
+    return place_tile(const, q, k, reach, digits_of(const, q, ct.bid(1) * ct.num_blocks(0) + ct.bid(0)), False, True)
 
 
 @ct.function
@@ -104,7 +122,7 @@ def add_digits(const: Any, q: Any, number: Any, step: Any) -> Any:
 
 
 @ct.function
-def place_tile(const: Any, q: Any, k: Any, number: Any, static_grid: ConstBool, grouped: ConstBool) -> Any:
+def place_tile(const: Any, q: Any, k: Any, reach: Any, number: Any, static_grid: ConstBool, grouped: ConstBool) -> Any:
     """Where the tile of queries of a number, in digits, lives.
 
     `heads_together` heads (a divisor of the heads of q, or a multiple) advance together, so that blocks that run at one
@@ -124,11 +142,11 @@ def place_tile(const: Any, q: Any, k: Any, number: Any, static_grid: ConstBool, 
     else:
         batch, head = number.batch, number.section * const.heads_together + number_in_section
     head_kv = shared_head(q, k, head, grouped)
-    return Place(batch=batch, head=head, head_kv=head_kv, tile=tile, seq_q=q.shape[2], seq_kv=k.shape[2])
+    return Place(batch=batch, head=head, head_kv=head_kv, tile=tile, seq_q=q.shape[2], seq_kv=k.shape[2], reach=reach)
 
 
 @ct.function
-def place_in_grid(const: Any, q: Any, k: Any) -> Any:
+def place_in_grid(const: Any, q: Any, k: Any, reach: Any) -> Any:
     """The tile that a block owns, in the order of `place_tile`: the tiles of a section in x, sections in y, batch in z.
 
     A division by a number that only a launch knows takes 40 instructions that wait for each other, and no load begins
@@ -144,7 +162,7 @@ def place_in_grid(const: Any, q: Any, k: Any) -> Any:
     else:
         batch, head = ct.bid(2), number
     head_kv = shared_head(q, k, head, const.grouped)
-    return Place(batch=batch, head=head, head_kv=head_kv, tile=tile, seq_q=q.shape[2], seq_kv=k.shape[2])
+    return Place(batch=batch, head=head, head_kv=head_kv, tile=tile, seq_q=q.shape[2], seq_kv=k.shape[2], reach=reach)
 
 
 @ct.function
@@ -160,40 +178,98 @@ def load_tile(const: Any, array: Any, index: Any, rows: Any, latency: Any) -> An
     return load_part(const, array, index, rows, const.tile_d, latency)
 
 
+# ---------------------------------------------------------------- the mask
+
+
 @ct.function
 def key_blocks(const: Any, place: Any) -> Any:
-    """(first, first_masked, end): every row sees all of blocks ``first..first_masked``; the rest needs the mask."""
+    """The blocks of keys that a tile of queries walks over.
+
+    Causal, they need a mask from the diagonal on, and full the last one where it is ragged.
+    """
+    offset = place.seq_kv - place.seq_q
+    first_row = place.tile * const.tile_m
+    if const.two_sided:
+        before, after = place.reach
+        first, last = first_row + offset, min(first_row + const.tile_m, place.seq_q) - 1 + offset
+        return blocks_of_band(first, last, before, after, place.seq_kv, const.tile_n)
+    seen_by_first_row = seen_by_last_row = place.seq_kv
     if const.banded:
-        offset = place.seq_kv - place.seq_q
-        first_row = place.tile * const.tile_m
         seen_by_first_row = max(0, min(first_row + offset + 1, place.seq_kv))
         seen_by_last_row = max(0, min(first_row + offset + const.tile_m, place.seq_kv))
-        return 0, seen_by_first_row // const.tile_n, ct.cdiv(seen_by_last_row, const.tile_n)
-    return 0, place.seq_kv // const.tile_n, ct.cdiv(place.seq_kv, const.tile_n)
+    return Blocks(
+        begin=0,
+        full_begin=0,
+        full_end=seen_by_first_row // const.tile_n,
+        end=ct.cdiv(seen_by_last_row, const.tile_n),
+    )
 
 
 @ct.function
-def query_blocks(const: Any, tile: Any, seq_q: Any, seq_kv: Any) -> Any:
-    """(first, first_full, end): blocks before `first_full` need a mask; from there on every row sees every key.
+def query_blocks(const: Any, place: Any) -> Any:
+    """The blocks of queries that a tile of keys walks over; causal, those on the diagonal come first.
 
-    A key beyond the end needs none: what it gets is not stored.
+    A key beyond the end needs no mask: what it gets is not stored. Nor does a query there: its q and dout are zeros.
     """
-    end = ct.cdiv(seq_q, const.tile_m)
+    end = ct.cdiv(place.seq_q, const.tile_m)
+    if const.two_sided:
+        after, before = place.reach
+        first = place.tile * const.tile_n
+        last = min(first + const.tile_n, place.seq_kv) - 1
+        offset = place.seq_kv - place.seq_q
+        return blocks_of_band(first - offset, last - offset, before, after, place.seq_q, const.tile_m)
     if const.banded:
-        first_row = max(0, tile * const.tile_n - (seq_kv - seq_q))
-        first_full_row = max(0, tile * const.tile_n + (const.tile_n - 1) - (seq_kv - seq_q))
-        return first_row // const.tile_m, min(ct.cdiv(first_full_row, const.tile_m), end), end
-    return 0, 0, end
+        first_row = max(0, place.tile * const.tile_n - (place.seq_kv - place.seq_q))
+        first_full_row = max(0, place.tile * const.tile_n + (const.tile_n - 1) - (place.seq_kv - place.seq_q))
+        begin, full_begin = first_row // const.tile_m, min(ct.cdiv(first_full_row, const.tile_m), end)
+        return Blocks(begin=begin, full_begin=full_begin, full_end=end, end=end)
+    return Blocks(begin=0, full_begin=0, full_end=end, end=end)
+
+
+@ct.function
+def blocks_of_band(first: Any, last: Any, before: Any, after: Any, length: Any, size: Any) -> Any:
+    """The blocks of `size`, of a sequence of `length`, that are seen from the places from `first` to `last` of it.
+
+    Each sees from `before` places before its own to `after` behind it. `full_begin` is a block of the sequence even
+    where no block is full.
+    """
+    begin = max(0, first - before) // size
+    end = ct.cdiv(max(0, min(last + after + 1, length)), size)
+    full_begin = ct.cdiv(max(0, last - before), size)
+    full = max(0, max(0, min(first + after + 1, length)) // size - full_begin)
+    full_begin = min(full_begin, max(0, end - 1))
+    return Blocks(begin=begin, full_begin=full_begin, full_end=full_begin + full, end=end)
+
+
+@ct.function
+def masked_numbers(const: Any, blocks: Any) -> Any:
+    """(first, end) of the numbers of blocks of keys that need a mask: one loop for both edges of a band."""
+    first, end = blocks.full_end, blocks.end
+    if const.two_sided:
+        first, end = blocks.begin, blocks.end - (blocks.full_end - blocks.full_begin)
+    return first, end
+
+
+@ct.function
+def masked_block(const: Any, blocks: Any, number: Any) -> Any:
+    """The block of a number: with two edges, the full blocks between them are passed over."""
+    if const.two_sided:
+        number = number + carry_of(number, blocks.full_begin) * (blocks.full_end - blocks.full_begin)
+    return number
 
 
 @ct.function
 def is_visible(const: Any, place: Any, block: Any) -> Any:
-    """The keys of a block that each query sees, bool ``[tile_m, tile_n]``; causal is bottom-right aligned.
+    """The keys of a block that each query sees, bool ``[tile_m, tile_n]``; the last query is level with the last key.
 
     Causal needs no look at the end: the last query sees the last key, and of rows beyond it nothing is kept.
     """
     row = place.tile * const.tile_m + ct.arange(const.tile_m, dtype=ct.int32)[:, None]
     col = block * const.tile_n + ct.arange(const.tile_n, dtype=ct.int32)[None, :]
+    if const.two_sided:
+        before, after = place.reach
+        level = row + (place.seq_kv - place.seq_q)
+        return (col >= level - before) & (col <= ct.minimum(level + after, place.seq_kv - 1))
     if const.banded:
         return col <= row + (place.seq_kv - place.seq_q)
     return col < place.seq_kv

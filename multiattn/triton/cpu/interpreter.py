@@ -15,11 +15,12 @@ Slow by design: 50 to 150 ms for a small problem. For a debugger or a print, put
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,8 @@ def run(kernel: KernelInterface[Any], grid: int, *args: Any, **kwargs: Any) -> N
     Args:
         kernel: the kernel; it and all it calls may live in any modules, `triton.language` among them.
         grid: number of programs.
-        args, kwargs: of the kernel: CPU tensors, `TensorDescriptor`, numbers, None, constexprs.
+        args, kwargs: of the kernel: CPU tensors, `TensorDescriptor`, numbers, None, tuples of these, constexprs; also
+            jitted functions, in tuples and frozen records of constexprs.
 
     Raises:
         OutOfBoundsError: a load or store outside every tensor argument.
@@ -59,8 +61,10 @@ def run(kernel: KernelInterface[Any], grid: int, *args: Any, **kwargs: Any) -> N
         function = _rewritten_module(kernel.fn)[kernel.fn.__name__]
         named = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         constexprs = {name for name, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)}
-        builder.extents = [_extent(value) for value in named.values() if _is_memory(value)]
-        converted = {name: value if name in constexprs else _to_argument(value) for name, value in named.items()}
+        builder.extents = [_extent(value) for value in _flat(named.values()) if _is_memory(value)]
+        converted = {
+            name: _with_functions(value) if name in constexprs else _to_argument(value) for name, value in named.items()
+        }
         builder.set_grid_dim(grid, 1, 1)
         for program in range(grid):
             builder.set_grid_idx(program, 0, 0)
@@ -169,8 +173,33 @@ def _widen(handle: Any) -> Any:
     return handle
 
 
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _with_functions(value: Any) -> Any:
+    """A constexpr in which every jitted function is as plain Python."""
+    if isinstance(value, KernelInterface):
+        return _rewritten_module(value.fn)[value.fn.__name__]
+    if isinstance(value, tuple):
+        items = map(_with_functions, value)
+        return value._make(items) if hasattr(value, "_make") else tuple(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        before = {it.name: getattr(value, it.name) for it in dataclasses.fields(value)}
+        after = {name: _with_functions(it) for name, it in before.items()}
+        changed = {name: it for name, it in after.items() if it is not before[name] and it != before[name]}
+        return dataclasses.replace(value, **changed) if changed else value
+    return value
+
+
 def _to_argument(value: Any) -> Any:
     """The value that the kernel gets for an argument: a number as a scalar of the type it has when compiled."""
+    if isinstance(value, tuple):
+        return tl.tuple([_to_argument(it) for it in value])
     if isinstance(value, float):  # Triton's interpreter leaves it a Python float, which takes any type it meets
         handle = interpreter.TensorHandle(np.array([value], dtype=np.float32), tl.float32)
         return tl.tensor(handle, tl.float32)

@@ -15,11 +15,12 @@ import triton.language as tl
 
 from multiattn.triton.kernels.tiles import (
     inside,
-    key_range,
+    key_blocks,
     load_own,
     load_streamed,
     my_tile,
-    query_range,
+    needs_mask,
+    query_blocks,
     seeing_rows,
     seek,
     store_rows,
@@ -85,7 +86,7 @@ def finish_dq(
 # ---------------------------------------------------------------- the pass over the keys
 
 
-@triton.jit(do_not_specialize=["dlse_rows", "seq_q", "seq_kv"])
+@triton.jit(do_not_specialize=["dlse_rows", "seq_q", "seq_kv", "left", "right"])
 def gradient_of_queries(
     q,  # pointer, [B, Hq, Sq, D]
     k,  # [B, Hkv, Skv, D]; a pointer, or a tensor descriptor with block [1, 1, tile_n, head_pad]
@@ -106,6 +107,8 @@ def gradient_of_queries(
     k_strides,  # None where a descriptor has them
     v_strides,
     out_strides,  # of out, dout and dq
+    left,  # with right, the reach of a two-sided mask; None for other kinds
+    right,
     C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
 ):
     """First of two passes: dq ``[tile_m, head_dim]`` and delta ``[tile_m]`` of one tile of queries."""
@@ -113,7 +116,7 @@ def gradient_of_queries(
     tile, batch_head = my_tile(seq_q, batch_heads, C.banded, C.tile_m, C.heads_in_turn)
     batch = batch_head // heads_q
     head = batch_head % heads_q
-    at, at_kv, lengths = (batch, head), (batch, head // group), (seq_q, seq_kv)
+    at, at_kv, band = (batch, head), (batch, head // group), (seq_q, seq_kv, left, right)
     first_row = tile * C.tile_m
     q = seek(q, q_strides, at, False, C.vector)
     k = seek(k, k_strides, at_kv, C.descriptor, C.vector)
@@ -131,20 +134,24 @@ def gradient_of_queries(
 
     own, kv = (q_tile, dout_tile, row_lse, row_delta), (k, v, k_strides, v_strides)
     acc = tl.full([C.tile_m, C.head_pad], 0.0, tl.float32)
-    begin, masked_begin, end = key_range(first_row, lengths, C)
-    acc = _walk_keys(acc, own, kv, begin, masked_begin, first_row, at_kv, lengths, score_factor, False, C)
-    acc = _walk_keys(acc, own, kv, masked_begin, end, first_row, at_kv, lengths, score_factor, True, C)
+    blocks = key_blocks(first_row, band, C)
+    begin, full_begin, full_end, end = blocks
+    if C.two_sided:  # one loop, as three would fill and drain the pipeline three times
+        acc = _walk_keys(acc, own, kv, begin, end, blocks, first_row, at_kv, band, score_factor, True, C)
+    else:
+        acc = _walk_keys(acc, own, kv, full_begin, full_end, blocks, first_row, at_kv, band, score_factor, False, C)
+        acc = _walk_keys(acc, own, kv, full_end, end, blocks, first_row, at_kv, band, score_factor, True, C)
     store_rows(dq, out_strides, acc * grad_factor, first_row, seq_q, C.tile_m, C)
 
 
 @triton.jit
 def _walk_keys(
-    acc, own, kv, begin, end, first_row, at_kv, lengths, score_factor, MASKED: tl.constexpr, C: tl.constexpr
+    acc, own, kv, begin, end, blocks, first_row, at_kv, band, score_factor, MASKED: tl.constexpr, C: tl.constexpr
 ):
     """Add to acc, which is dq ``[tile_m, head_pad]`` but for its factor, the keys [begin, end), in blocks of tile_n."""
     q_tile, dout_tile, row_lse, row_delta = own
     k, v, k_strides, v_strides = kv
-    seq_kv = lengths[1]
+    seq_kv = band[1]
     for first_key in tl.range(begin, end, C.tile_n, num_stages=C.stages):
         k_tile = load_streamed(k, k_strides, at_kv, first_key, seq_kv, C.tile_n, MASKED, C.vector, C)
         v_tile = load_streamed(v, v_strides, at_kv, first_key, seq_kv, C.tile_n, MASKED, C.vector, C)
@@ -153,10 +160,11 @@ def _walk_keys(
         weights = tl.math.exp2(scores * score_factor - row_lse[:, None])
         dscores = weights * (dweights - row_delta[:, None])
         if MASKED:  # selected, not multiplied: a masked weight may be inf
-            rows = first_row + tl.arange(0, C.tile_m)
-            keys = first_key + tl.arange(0, C.tile_n)
-            visible = visible_keys(rows[:, None], keys[None, :], lengths, C)
-            dscores = tl.where(visible, dscores, 0.0)
+            if not C.two_sided or needs_mask(first_key, blocks):
+                rows = first_row + tl.arange(0, C.tile_m)
+                keys = first_key + tl.arange(0, C.tile_n)
+                visible = visible_keys(rows[:, None], keys[None, :], band, C)
+                dscores = tl.where(visible, dscores, 0.0)
         acc = tl.dot(dscores.to(k_tile.dtype), k_tile, acc)
     return acc
 
@@ -164,7 +172,7 @@ def _walk_keys(
 # ---------------------------------------------------------------- the pass over the queries
 
 
-@triton.jit(do_not_specialize=["seq_q", "seq_kv"])
+@triton.jit(do_not_specialize=["seq_q", "seq_kv", "left", "right"])
 def gradients_of_keys(
     q,  # [B, Hq, Sq, D]; a pointer, or a tensor descriptor with block [1, 1, tile_m, head_pad]
     k,  # pointer, [B, Hkv, Skv, D]
@@ -186,6 +194,8 @@ def gradients_of_keys(
     dout_strides,  # None where a descriptor has them
     dk_strides,
     dv_strides,
+    left,  # with right, the reach of a two-sided mask; None for other kinds
+    right,
     C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
 ):
     """dk and dv ``[tile_n, head_dim]`` of one tile of keys, and in one pass what these keys add to dq."""
@@ -194,7 +204,7 @@ def gradients_of_keys(
     heads_kv = heads_q // group
     batch = batch_head // heads_kv
     head_kv = batch_head % heads_kv
-    at_kv, lengths = (batch, head_kv), (seq_q, seq_kv)
+    at_kv, band = (batch, head_kv), (seq_q, seq_kv, left, right)
     first_key = tile * C.tile_n
     k = seek(k, k_strides, at_kv, False, C.vector)
     v = seek(v, v_strides, at_kv, False, C.vector)
@@ -203,18 +213,25 @@ def gradients_of_keys(
     v_tile = load_own(v, v_strides, first_key, seq_kv, C.tile_n, C.vector, C)  # [tile_n, head_pad]
     dk_acc = tl.full([C.tile_n, C.head_pad], 0.0, tl.float32)
     dv_acc = tl.full([C.tile_n, C.head_pad], 0.0, tl.float32)
-    begin, masked_end = query_range(first_key, lengths, C)
+    blocks = query_blocks(first_key, band, C)
+    begin, full_begin, full_end, end = blocks
     streamed = (q, dout, q_strides, dout_strides, lse, delta, dq_sum)
     for member in range(group):
         at = (batch, head_kv * group + member)
-        dk_acc, dv_acc = _walk_queries(
-            dk_acc, dv_acc, k_tile, v_tile, streamed, begin, masked_end, first_key, at, heads_q, lengths, score_factor,
-            True, C,
-        )  # fmt: skip
-        dk_acc, dv_acc = _walk_queries(
-            dk_acc, dv_acc, k_tile, v_tile, streamed, masked_end, seq_q, first_key, at, heads_q, lengths, score_factor,
-            False, C,
-        )  # fmt: skip
+        if C.two_sided:  # one loop, as before
+            dk_acc, dv_acc = _walk_queries(
+                dk_acc, dv_acc, k_tile, v_tile, streamed, begin, end, blocks, first_key, at, heads_q, band,
+                score_factor, True, C,
+            )  # fmt: skip
+        else:
+            dk_acc, dv_acc = _walk_queries(
+                dk_acc, dv_acc, k_tile, v_tile, streamed, begin, full_begin, blocks, first_key, at, heads_q, band,
+                score_factor, True, C,
+            )  # fmt: skip
+            dk_acc, dv_acc = _walk_queries(
+                dk_acc, dv_acc, k_tile, v_tile, streamed, full_begin, full_end, blocks, first_key, at, heads_q, band,
+                score_factor, False, C,
+            )  # fmt: skip
     # Only now, as their addresses would take registers from the loops.
     dk = seek(dk, dk_strides, at_kv, False, C.out_vector)
     dv = seek(dv, dv_strides, at_kv, False, C.out_vector)
@@ -224,7 +241,7 @@ def gradients_of_keys(
 
 @triton.jit
 def _walk_queries(
-    dk_acc, dv_acc, k_tile, v_tile, streamed, begin, end, first_key, at, heads_q, lengths, score_factor,
+    dk_acc, dv_acc, k_tile, v_tile, streamed, begin, end, blocks, first_key, at, heads_q, band, score_factor,
     MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Add to dk, but for its factor, and dv the queries [begin, end) of one head, in blocks of tile_m.
@@ -233,7 +250,7 @@ def _walk_queries(
     dscores are left operands as they come from the tensor core.
     """
     q, dout, q_strides, dout_strides, lse, delta, dq_sum = streamed
-    seq_q = lengths[0]
+    seq_q = band[0]
     sequence = (at[0] * heads_q + at[1]).to(tl.int64) * seq_q
     q = seek(q, q_strides, at, C.descriptor, C.vector)
     dout = seek(dout, dout_strides, at, C.descriptor, C.out_vector)
@@ -250,9 +267,11 @@ def _walk_queries(
         scores = tl.dot(k_tile, tl.trans(q_tile))  # [tile_n, tile_m] fp32
         weights = tl.math.exp2(scores * score_factor - row_lse[None, :])
         if MASKED:  # selected, not multiplied: a masked weight may be inf
-            keys = first_key + tl.arange(0, C.tile_n)
-            visible = seeing_rows(rows[None, :], keys[:, None], lengths, C)
-            weights = tl.where(visible, weights, 0.0)
+            # No branch where operands are in registers: those of the products behind it would be held across it.
+            if (not C.two_sided or C.register_operands) or needs_mask(first_row, blocks):
+                keys = first_key + tl.arange(0, C.tile_n)
+                visible = seeing_rows(rows[None, :], keys[:, None], band, C)
+                weights = tl.where(visible, weights, 0.0)
         dv_acc = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv_acc)
 
         dweights = tl.dot(v_tile, tl.trans(dout_tile))  # [tile_n, tile_m] fp32

@@ -28,11 +28,15 @@ class TileConstants:
     vector: int = OUT_VECTOR
     """Elements that divide every address and stride of q, k and v."""
     banded: bool = False
-    """The mask hides keys."""
+    """The mask hides keys: causal, if not `two_sided`."""
+    two_sided: bool = False
+    """The mask is a band with two bounds, `left` and `right`, which a kernel is given."""
     descriptor: bool = False
     """Tensors that a program walks over come through TMA descriptors."""
     one_pass: bool = False
     """The pass over the queries of a backward sums up dq."""
+    register_operands: bool = False
+    """Tensor cores take both operands from registers, as mma.sync does; for the pass over the queries."""
     scale_sign: int = 1
     """-1, 0 or 1: the sign of the scale goes into q. A backward has it in its factors."""
     step: TritonStep = field(default_factory=TritonStep)

@@ -2,8 +2,8 @@
 
 FlashAttention-2 (Dao, arXiv 2307.08691, Algorithm 1), from the second rung on in the log2 domain. A program owns one
 tile of queries of one head. It first walks the key blocks that all its rows see, with no mask, then the few that need
-one: the diagonal and the ragged end. Plain `triton.language` only, so that the same source compiles for every arch and
-is interpreted.
+one: the diagonal and the ragged end. Under a two-sided mask it walks all in order, and asks of each whether it needs
+one. Plain `triton.language` only, so that the same source compiles for every arch and is interpreted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from multiattn.triton.kernels.tiles import key_range, load_own, load_streamed, my_tile, seek, store_rows, visible_keys
+from multiattn.triton.kernels.tiles import (
+    key_blocks,
+    load_own,
+    load_streamed,
+    my_tile,
+    needs_mask,
+    seek,
+    store_rows,
+    visible_keys,
+)
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 """Where a row's maximum starts: the lowest finite fp32. With -inf a row that sees nothing would need guards."""
@@ -19,7 +28,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 # Lengths of 1 as constants crash the assembler of Triton 3.6.0 (with a descriptor and a register cap), and buy nothing.
 # They are no tuple, as Triton 3.6 and 3.9 specialise on what is in one whatever they are told.
-@triton.jit(do_not_specialize=["seq_q", "seq_kv"])
+@triton.jit(do_not_specialize=["seq_q", "seq_kv", "left", "right"])
 def attention_forward(
     q,  # pointer, [B, Hq, Sq, D]
     k,  # [B, Hkv, Skv, D]; a pointer, or a tensor descriptor with block [1, 1, tile_n, head_pad]
@@ -34,6 +43,8 @@ def attention_forward(
     k_strides,  # the same; None where a descriptor has them
     v_strides,
     out_strides,  # in units of C.out_vector elements
+    left,  # with right, the reach of a two-sided mask; None for other kinds
+    right,
     C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
 ):
     """Attention of one tile of tile_m queries: writes out ``[tile_m, head_dim]`` and lse ``[tile_m]``."""
@@ -41,7 +52,7 @@ def attention_forward(
     tile, batch_head = my_tile(seq_q, batch_heads, C.banded, C.tile_m, C.heads_in_turn)
     batch = batch_head // heads_q
     head = batch_head % heads_q
-    at, at_kv, lengths = (batch, head), (batch, head // group), (seq_q, seq_kv)
+    at, at_kv, band = (batch, head), (batch, head // group), (seq_q, seq_kv, left, right)
     first_row = tile * C.tile_m
     q = seek(q, q_strides, at, False, C.vector)
     k = seek(k, k_strides, at_kv, C.descriptor, C.vector)
@@ -50,14 +61,14 @@ def attention_forward(
     lse += batch_head.to(tl.int64) * seq_q
 
     kv = (k, v, k_strides, v_strides)
-    acc, row_sum, row_max = _attend(q, q_strides, kv, first_row, at_kv, lengths, scale, C)
+    acc, row_sum, row_max = _attend(q, q_strides, kv, first_row, at_kv, band, scale, C)
     _store(out, out_strides, lse, acc, row_sum, row_max, first_row, seq_q, C)
 
 
 @triton.jit
-def _attend(q, q_strides, kv, first_row, at_kv, lengths, scale, C: tl.constexpr):
+def _attend(q, q_strides, kv, first_row, at_kv, band, scale, C: tl.constexpr):
     """tile_m queries over all keys they see: acc ``[tile_m, head_pad]``, row_sum and row_max ``[tile_m]``."""
-    q_tile = load_own(q, q_strides, first_row, lengths[0], C.tile_m, C.vector, C)  # [tile_m, head_pad]
+    q_tile = load_own(q, q_strides, first_row, band[0], C.tile_m, C.vector, C)  # [tile_m, head_pad]
     if C.scale_sign < 0:
         q_tile = -q_tile
     if C.scale_sign == 0:
@@ -67,35 +78,43 @@ def _attend(q, q_strides, kv, first_row, at_kv, lengths, scale, C: tl.constexpr)
     acc = tl.full([C.tile_m, C.head_pad], 0.0, tl.float32)
     row_sum = tl.full([C.tile_m], 0.0, tl.float32)
     row_max = tl.full([C.tile_m], LOWEST, tl.float32)
-    begin, masked_begin, end = key_range(first_row, lengths, C)
-    acc, row_sum, row_max = _walk(
-        acc, row_sum, row_max, q_tile, kv, begin, masked_begin, rows, at_kv, lengths, scale, False, C
-    )
-    # Skipped where there is nothing to mask: of an empty loop Triton still sets up the pipeline, and takes it down.
-    if C.banded or masked_begin < end:
+    blocks = key_blocks(first_row, band, C)
+    begin, full_begin, full_end, end = blocks
+    if C.two_sided:  # one loop, as three would fill and drain the pipeline three times
         acc, row_sum, row_max = _walk(
-            acc, row_sum, row_max, q_tile, kv, masked_begin, end, rows, at_kv, lengths, scale, True, C
+            acc, row_sum, row_max, q_tile, kv, begin, end, blocks, rows, at_kv, band, scale, True, C
         )
+    else:
+        acc, row_sum, row_max = _walk(
+            acc, row_sum, row_max, q_tile, kv, full_begin, full_end, blocks, rows, at_kv, band, scale, False, C
+        )
+        # Skipped where there is nothing to mask: of an empty loop Triton still sets up the pipeline, and takes it down.
+        if C.banded or full_end < end:
+            acc, row_sum, row_max = _walk(
+                acc, row_sum, row_max, q_tile, kv, full_end, end, blocks, rows, at_kv, band, scale, True, C
+            )
     return acc, row_sum, row_max
 
 
 @triton.jit
 def _walk(
-    acc, row_sum, row_max, q_tile, kv, begin, end, rows, at_kv, lengths, scale, MASKED: tl.constexpr, C: tl.constexpr
-):
+    acc, row_sum, row_max, q_tile, kv, begin, end, blocks, rows, at_kv, band, scale,
+    MASKED: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     """Online softmax over the keys [begin, end), in blocks of tile_n.
 
     acc ``[tile_m, head_pad]`` is not yet divided by row_sum ``[tile_m]``; row_max and rows are ``[tile_m]``.
     """
     k, v, k_strides, v_strides = kv
-    seq_kv = lengths[1]
+    seq_kv = band[1]
     for first_key in tl.range(begin, end, C.tile_n, num_stages=C.stages):
         k_tile = load_streamed(k, k_strides, at_kv, first_key, seq_kv, C.tile_n, MASKED, C.vector, C)
         scores = tl.dot(q_tile, tl.trans(k_tile))  # [tile_m, tile_n] fp32
         if MASKED:
-            keys = first_key + tl.arange(0, C.tile_n)
-            visible = visible_keys(rows[:, None], keys[None, :], lengths, C)
-            scores = tl.where(visible, scores, float("-inf"))
+            if not C.two_sided or needs_mask(first_key, blocks):
+                keys = first_key + tl.arange(0, C.tile_n)
+                visible = visible_keys(rows[:, None], keys[None, :], band, C)
+                scores = tl.where(visible, scores, float("-inf"))
 
         new_max, shifted = _shift(scores, row_max, scale, C)
         weights = _power(shifted, False, C)

@@ -1,8 +1,9 @@
 """Tiles of every kernel: which one a program owns, where it lives, how it is read, what it sees.
 
-Plain `triton.language`, as the kernels. `C` is their `TileConstants`, `lengths` is (seq_q, seq_kv), `at` is (batch,
-head); strides are of (batch, head, row), in units of VECTOR elements. The mask is in here alone: a causal query i sees
-the keys up to ``i + seq_kv - seq_q``.
+Plain `triton.language`, as the kernels. `C` is their `TileConstants`, `band` is (seq_q, seq_kv, left, right), `at` is
+(batch, head); strides are of (batch, head, row), in units of VECTOR elements. The mask is in here alone. With ``d =
+seq_kv - seq_q``, a causal query i sees the keys up to ``i + d``, a two-sided one those from ``i + d - left`` to
+``i + d + right``.
 """
 
 from __future__ import annotations
@@ -40,56 +41,107 @@ def my_tile(seq, batch_heads, LAST_FIRST: tl.constexpr, TILE: tl.constexpr, HEAD
 
 
 @triton.jit
-def key_range(first_row, lengths, C: tl.constexpr):
-    """(begin, masked_begin, end): all rows see every key of [begin, masked_begin); none sees a key from end on."""
-    seq_q, seq_kv = lengths
+def key_blocks(first_row, band, C: tl.constexpr):
+    """The blocks of keys of a tile of queries: (begin, full_begin, full_end, end), multiples of tile_n or the last end.
+
+    All rows see every key of [full_begin, full_end); none sees a key before begin or from end on.
+    """
+    seq_q, seq_kv, left, right = band
     begin = 0
+    full_begin = 0
     seen_by_all = seq_kv
     end = seq_kv
     if C.banded:
-        seen_by_first = first_row + 1 + seq_kv - seq_q
+        seen_by_first = first_row + 1 + seq_kv - seq_q  # ends with the last key that the first row sees
+        if C.two_sided:
+            seen_by_first += right
         seen_by_all = tl.minimum(tl.maximum(seen_by_first, 0), seq_kv)
         end = tl.minimum(tl.maximum(seen_by_first + C.tile_m - 1, 0), seq_kv)
-    return begin, seen_by_all // C.tile_n * C.tile_n, end
+    full_end = seen_by_all // C.tile_n * C.tile_n
+    if C.two_sided:
+        first_seen = first_row + seq_kv - seq_q - left  # by the first row; by the last, tile_m - 1 further on
+        seen_from = tl.minimum(tl.maximum(first_seen, 0), seq_kv)
+        seen_from_by_all = tl.minimum(tl.maximum(first_seen + C.tile_m - 1, 0), seq_kv)
+        begin = seen_from // C.tile_n * C.tile_n
+        full_begin = tl.minimum((seen_from_by_all + C.tile_n - 1) // C.tile_n * C.tile_n, end)
+        full_end = tl.maximum(full_end, full_begin)
+    return begin, full_begin, full_end, end
 
 
 @triton.jit
-def query_range(first_key, lengths, C: tl.constexpr):
-    """(begin, masked_end): no query before begin sees a key of the tile; from masked_end on all see all of them.
+def query_blocks(first_key, band, C: tl.constexpr):
+    """The blocks of queries of a tile of keys: (begin, full_begin, full_end, end), multiples of tile_m or the last end.
 
-    Both are multiples of tile_m, or seq_q. Keys beyond the end need the mask with every query.
+    Queries of [full_begin, full_end) see all keys; none before begin or from end on sees one. Keys beyond the end need
+    the mask with every query.
     """
-    seq_q, seq_kv = lengths
+    seq_q, seq_kv, left, right = band
     begin = 0
-    masked_end = 0
+    full_begin = 0
+    full_end = seq_q
+    end = seq_q
     if C.banded:
-        first_seeing = tl.minimum(tl.maximum(first_key + seq_q - seq_kv, 0), seq_q)
-        all_seeing = tl.minimum(tl.maximum(first_key + C.tile_n - 1 + seq_q - seq_kv, 0), seq_q)
+        first_seeing = first_key + seq_q - seq_kv
+        if C.two_sided:
+            last_seeing = first_seeing + left  # the first key; the last is seen tile_n - 1 further on
+            first_seeing -= right
+            full_end = tl.minimum(tl.maximum(last_seeing + 1, 0), seq_q) // C.tile_m * C.tile_m
+            end = tl.minimum(tl.maximum(last_seeing + C.tile_n, 0), seq_q)
+        all_seeing = tl.minimum(tl.maximum(first_seeing + C.tile_n - 1, 0), seq_q)
+        first_seeing = tl.minimum(tl.maximum(first_seeing, 0), seq_q)
         begin = first_seeing // C.tile_m * C.tile_m
-        masked_end = (all_seeing + C.tile_m - 1) // C.tile_m * C.tile_m
+        full_begin = (all_seeing + C.tile_m - 1) // C.tile_m * C.tile_m
     if first_key + C.tile_n > seq_kv:
-        masked_end = seq_q
-    return begin, masked_end
+        full_begin = end
+    if C.two_sided:
+        # At least one block, though all of it may be hidden: the sums of a loop that may be empty are also zeros that
+        # no wgmma made, for which ptxas waits after each wgmma.
+        end = tl.maximum(end, begin + 1)
+        tl.assume(begin < end)
+        full_begin = tl.minimum(full_begin, end)
+        full_end = tl.maximum(full_end, full_begin)
+    return begin, full_begin, full_end, end
 
 
 @triton.jit
-def visible_keys(rows, keys, lengths, C: tl.constexpr):
-    """The keys that each query sees: bool, rows and keys broadcast. One comparison a score: the lower of two ends."""
-    seq_q, seq_kv = lengths
-    end = tl.full(rows.shape, seq_kv, tl.int32)
-    if C.banded:
-        end = tl.minimum(rows + 1 + (seq_kv - seq_q), seq_kv)
-    return keys < end
+def needs_mask(first, blocks):
+    """True for a block, by its first key or query, that is not a full one. The one loop of a two-sided mask asks it."""
+    _begin, full_begin, full_end, _end = blocks
+    return (first < full_begin) | (first >= full_end)
 
 
 @triton.jit
-def seeing_rows(rows, keys, lengths, C: tl.constexpr):
+def visible_keys(rows, keys, band, C: tl.constexpr):
+    """The keys that each query sees: bool, rows and keys broadcast. One comparison a score.
+
+    It is with the lower of two ends. Between two bounds it is of the distance from the first, unsigned.
+    """
+    seq_q, seq_kv, left, right = band
+    if C.two_sided:
+        begin = rows - left + (seq_kv - seq_q)
+        end = tl.minimum(rows + right + 1 + (seq_kv - seq_q), seq_kv)
+        visible = (keys - begin).to(tl.uint32) < (end - begin).to(tl.uint32)
+    else:
+        end = tl.full(rows.shape, seq_kv, tl.int32)
+        if C.banded:
+            end = tl.minimum(rows + 1 + (seq_kv - seq_q), seq_kv)
+        visible = keys < end
+    return visible
+
+
+@triton.jit
+def seeing_rows(rows, keys, band, C: tl.constexpr):
     """The same from the side of the keys, for tiles ``[keys, rows]`` whose threads hold few keys and many rows."""
-    seq_q, seq_kv = lengths
+    seq_q, seq_kv, left, right = band
     begin = tl.full(keys.shape, 0, tl.int32)
     if C.banded:
         begin = keys - (seq_kv - seq_q)
-    return rows >= tl.where(keys < seq_kv, begin, LAST)
+    if C.two_sided:
+        begin = tl.where(keys < seq_kv, begin - right, LAST)
+        visible = (rows - begin).to(tl.uint32) < (left + right + 1).to(tl.uint32)
+    else:
+        visible = rows >= tl.where(keys < seq_kv, begin, LAST)
+    return visible
 
 
 # ---------------------------------------------------------------- memory

@@ -40,13 +40,13 @@ struct Mask : private Reach<BAND> {
   template <class Params>
   DEVICE explicit Mask(const Params& params) : Reach<BAND>(params), seq_q(params.seq_q), seq_kv(params.seq_kv) {}
 
-  // The answer has a meaning for queries below seq_q. Keys may be beyond the end.
+  // The band is aligned bottom-right, which keeps every query below seq_q from keys at seq_kv and beyond; unless there is one
+  // to its right.
   DEVICE bool visible(int query, int key) const {
     if constexpr (BAND == Band::NONE) return key < seq_kv;
-    if constexpr (BAND == Band::CAUSAL) return key <= query + (seq_kv - seq_q);
-    const int first = query + (seq_kv - seq_q) - left;  // may be negative
-    const int count = min(left + right + 1, seq_kv - first);
-    return static_cast<uint32>(key - first) < static_cast<uint32>(count);
+    const int level = query + (seq_kv - seq_q);
+    if constexpr (BAND == Band::CAUSAL) return key <= level;
+    return key >= level - left && key <= min(level + right, seq_kv - 1);
   }
 
   // True if every query of a tile sees every key of the other.

@@ -2,6 +2,7 @@
 // cpu/include/multiattn/ptx_sm90.cuh has the same verbs on the CPU.
 #pragma once
 #include "multiattn/ptx.cuh"
+#include "multiattn/ptx_math.cuh"
 
 namespace multiattn {
 
@@ -9,18 +10,6 @@ DEVICE int64 block_count() { return gridDim.x; }
 // The value of the warp's lane 0: tells the compiler that all lanes have the same.
 DEVICE uint32 uniform(uint32 value) { return __shfl_sync(0xffffffffu, value, 0); }
 DEVICE float float_of_bits(uint32 bits) { return __uint_as_float(bits); }
-// 1 / x within an ulp where both are normal. What is smaller than normal counts as 0: of it inf, beyond 2^126 it.
-DEVICE float reciprocal_approx(float x) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-// Within 2^-22 of log2(x) from 0.5 to 2, within that share of it elsewhere.
-DEVICE float log2_approx(float x) {
-  float result;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
 // Stores that are predicated, not branched over: wgmmas may be under way, and ptxas moves other work across.
 DEVICE void store_global_4_if(bool predicate, float* target, float value) {
   asm volatile(

@@ -20,6 +20,10 @@ class GluonConstants:
 
     banded: bool
     """The mask hides keys."""
+    two_sided: bool
+    """It has two bounds, which the kernel is given; a causal one is the diagonal."""
+    has_sinks: bool
+    """Each head has one more column: a logit, and no value."""
     ragged: bool
     """The last block of keys is not full."""
     scale_sign: int
@@ -44,6 +48,8 @@ class GluonConstants:
         wide, narrow = pieces_of(problem.head_dim)
         return cls(
             banded=problem.is_banded,
+            two_sided=problem.is_two_sided,
+            has_sinks=problem.has_sinks,
             ragged=ragged,
             scale_sign=problem.scale_sign,
             head_dim=problem.head_dim,

@@ -6,8 +6,9 @@ warpgroup, own 64 queries of a tile and walk over the keys from the last block t
 are asynchronous: while a warpgroup turns scores into weights, the tensor cores add what its earlier weights make of V,
 and work for the other warpgroups.
 
-With `lazy_max` weights are made relative to the maxima of the first blocks, the masked ones among them. That is exact
-as long as nothing overflows, for numerator and denominator have the same factor; where something did, a tile shows it
+With `lazy_max` weights are made relative to the maxima of the first blocks, those where queries stop seeing keys among
+them; blocks where they begin to see any, which come last, may be masked all the same. That is exact as long as nothing
+overflows, for numerator and denominator have the same factor; where something did, a tile shows it
 at its end, and is done again with the maxima of all blocks.
 """
 
@@ -28,12 +29,15 @@ from multiattn.triton.kernels.gluon.producer import produce
 from multiattn.triton.kernels.gluon.scores import (
     LARGEST_SUM,
     LN_2,
+    LOG2_E,
     LOWEST,
+    add_sink,
     blocks_to_see,
     exponentiate,
     keep_packed,
     mask_scores,
     pack_weights,
+    range_of_blocks,
     sum_of_thread,
     take_sign,
 )
@@ -101,6 +105,19 @@ def _pass_turn(warpgroup: gl.constexpr, turns, C: gl.constexpr):
         mbarrier.arrive(turns.index((warpgroup + 1) % C.warpgroups))
 
 
+@gluon.jit
+def _skip_blocks(number, place, turn, ring_kv, turns, warpgroup: gl.constexpr, C: gl.constexpr):
+    """K of so many blocks, each with V of the one before it: a turn each, as for those who see them."""
+    for _ in range(number):
+        _await_turn(warpgroup, turn, turns, C)
+        _pass_turn(warpgroup, turns, C)
+        turn += 1
+        ring.skip(ring_kv, place, C.stages)
+        ring.skip(ring_kv, place + 1, C.stages)
+        place += 2
+    return place, turn
+
+
 # ---------------------------------------------------------------- one block of keys
 
 
@@ -114,11 +131,12 @@ def _raise_max(scores, row_max, scale):
 @gluon.jit
 def _next_block(
     block, place, turn, queries, weights, row_max, row_sum, out, narrow, first_query, scale, sizes, shared,
-    warpgroup: gl.constexpr, EXACT_MAX: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr,
+    warpgroup: gl.constexpr, EXACT_MAX: gl.constexpr, AT_BEGIN: gl.constexpr, AT_END: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """A block of keys, K at `place` of the ring; meanwhile weights of the one before are multiplied by V at the next.
 
     EXACT_MAX: its scores may raise the maxima; else its weights are relative to those of earlier blocks.
+    AT_BEGIN, AT_END: it may have keys before the first that a query sees, or behind the last.
     """
     _ring_q, ring_kv, _verdicts, turns, _words, _q_buffers, kv_buffers = shared
     _await_turn(warpgroup, turn, turns, C)
@@ -128,8 +146,7 @@ def _next_block(
     scores = warpgroup_mma_wait(1 + (C.narrow > 0), [scores])
     ring.release(ring_kv, place, C.stages)
     scores = take_sign(scores, C)
-    if MASKED:
-        scores = mask_scores(scores, first_query, block * C.tile_n, sizes[0], sizes[1], C)
+    scores = mask_scores(scores, first_query, block * C.tile_n, sizes, AT_BEGIN, AT_END, C)
     if EXACT_MAX:
         row_max, decay = _raise_max(scores, row_max, scale)
     new_weights = exponentiate(scores, row_max, scale)
@@ -180,14 +197,14 @@ def _queries(q_buffers, at, C: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    queries, q_place, place, turn, blocks, exact_tile, first_query, scale, sizes, shared,
+    queries, q_place, place, turn, tile_begin, tile_end, exact_tile, first_query, scale, sizes, shared,
     warpgroup: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """The paper's loop: maxima ``[64]``, sums ``[64, 4]`` and outputs of the rows; where ring and turns are then."""
-    seq_q, seq_kv = sizes[0], sizes[1]
     ring_q, ring_kv, _verdicts, turns, _words, _q_buffers, kv_buffers = shared
-    seen, first_exact = blocks_to_see(first_query, blocks, exact_tile, seq_q, seq_kv, C)
-    masked: gl.constexpr = C.banded or C.ragged
+    begin, full_begin, first_exact, end = blocks_to_see(first_query, tile_begin, tile_end, exact_tile, sizes, C)
+    at_begin: gl.constexpr = C.two_sided
+    at_end: gl.constexpr = C.banded or C.ragged
     row_max = gl.full([64], LOWEST, gl.float32, C.row)
     row_sum = sum_of_thread(gl.full([64, C.tile_n], 0.0, gl.float32, C.scores), C)  # [64, 4]
     out = gl.full([64, C.wide], 0.0, gl.float32, C.out)
@@ -195,80 +212,108 @@ def _attend(
     if C.narrow > 0:
         narrow = gl.full([64, C.narrow], 0.0, gl.float32, C.out_narrow)
 
-    # Blocks that only others of the tile see. The ring has K of the first, then V of each and K of the next: two tiles
-    # are skipped for one turn.
-    skipped = blocks - seen
-    if skipped > 0:
+    # Blocks that only others of the tile see: here those above its own, at the end those below. The ring has K of the
+    # first, then V of each and K of the next: two tiles are skipped for one turn.
+    above = tile_end - end
+    if above > 0:
         ring.skip(ring_kv, place, C.stages)
         place += 1
-    for _ in range(skipped - 1):
-        _await_turn(warpgroup, turn, turns, C)  # as those who see the block do
-        _pass_turn(warpgroup, turns, C)
-        turn += 1
-        ring.skip(ring_kv, place, C.stages)
-        ring.skip(ring_kv, place + 1, C.stages)
-        place += 2
+    place, turn = _skip_blocks(above - 1, place, turn, ring_kv, turns, warpgroup, C)
 
-    if seen > 0:
-        if skipped > 0:
+    if end > begin:
+        if above > 0:
             _await_turn(warpgroup, turn, turns, C)
         scores = _make_scores(queries, place, ring_kv, kv_buffers, C)
-        if skipped > 0:
+        if above > 0:
             _pass_turn(warpgroup, turns, C)
             turn += 1
         scores = warpgroup_mma_wait(0, [scores])
         ring.release(ring_kv, place, C.stages)
         place += 1
-        if skipped > 0:
+        if above > 0:
             ring.skip(ring_kv, place, C.stages)
             place += 1
         scores = take_sign(scores, C)
-        if masked:
-            scores = mask_scores(scores, first_query, (seen - 1) * C.tile_n, seq_q, seq_kv, C)
+        scores = mask_scores(scores, first_query, (end - 1) * C.tile_n, sizes, at_begin, at_end, C)
         row_max, _decay = _raise_max(scores, row_max, scale)
         scores = exponentiate(scores, row_max, scale)
         row_sum = sum_of_thread(scores, C)
         weights = pack_weights(scores, queries[0])
         _await_stored(q_place, ring_q, C)
 
-        exact = gl.maximum(seen - 1 - first_exact, 0)
+        exact = gl.maximum(end - 1 - first_exact, 0)
         for i in range(exact):
             weights, row_max, row_sum, out, narrow = _next_block(
-                seen - 2 - i, place, turn, queries, weights, row_max, row_sum, out, narrow, first_query, scale,
-                sizes, shared, warpgroup, True, masked, C,
+                end - 2 - i, place, turn, queries, weights, row_max, row_sum, out, narrow, first_query, scale,
+                sizes, shared, warpgroup, True, at_begin, at_end, C,
             )  # fmt: skip
             place += 2
             turn += 1
         weights = keep_packed(weights)
-        for i in range(seen - 1 - exact):
+        full = end - 1 - exact
+        if C.two_sided:
+            full = gl.maximum(full - full_begin, 0)
+        for i in range(full):
             weights, row_max, row_sum, out, narrow = _next_block(
-                seen - 2 - exact - i, place, turn, queries, weights, row_max, row_sum, out, narrow, first_query, scale,
-                sizes, shared, warpgroup, not C.lazy_max, False, C,
+                end - 2 - exact - i, place, turn, queries, weights, row_max, row_sum, out, narrow, first_query, scale,
+                sizes, shared, warpgroup, not C.lazy_max, False, False, C,
             )  # fmt: skip
             place += 2
             turn += 1
+        if C.two_sided:
+            below = begin - tile_begin
+            weights = keep_packed(weights)
+            last = end - 2 - exact - full
+            for i in range(last - begin + 1):
+                weights, row_max, row_sum, out, narrow = _next_block(
+                    last - i, place, turn, queries, weights, row_max, row_sum, out, narrow, first_query, scale,
+                    sizes, shared, warpgroup, not C.lazy_max, True, False, C,
+                )  # fmt: skip
+                place += 2
+                turn += 1
+            if below > 0:
+                _await_turn(warpgroup, turn, turns, C)
+                ring.skip(ring_kv, place, C.stages)
+                place += 1
         out, narrow = _add_values(weights, out, narrow, place, ring_kv, kv_buffers, C)
+        if C.two_sided:
+            if below > 0:
+                _pass_turn(warpgroup, turns, C)
+                turn += 1
         out, narrow = _await_values(out, narrow, C)
         ring.release(ring_kv, place, C.stages)
         place += 1
+        if C.two_sided:
+            place, turn = _skip_blocks(below - 1, place, turn, ring_kv, turns, warpgroup, C)
+            if below > 0:
+                ring.skip(ring_kv, place, C.stages)
+                place += 1
     else:
         _await_stored(q_place, ring_q, C)
-        if skipped > 0:
+        if above > 0:
             ring.skip(ring_kv, place, C.stages)
             place += 1
     return row_max, row_sum, out, narrow, place, turn
 
 
 @gluon.jit
-def _store(queries, out, narrow, row_max, sums, origin, at, out_maps, lse, q_buffers, sizes, C: gl.constexpr):
-    """out = outputs / sum, through the warpgroup's own rows of Q, which it is done with; lse = log(sum of exp)."""
+def _store(queries, out, narrow, row_max, sums, sink, origin, at, out_maps, lse, q_buffers, sizes, C: gl.constexpr):
+    """out = outputs / sum, through the warpgroup's own rows of Q, which it is done with; lse = log(sum of exp).
+
+    Both with the sink, in the log2 domain, where heads have one.
+    """
     first_query, head, batch = origin
     seq_q, heads_q = sizes[0], sizes[2]
     rows = first_query + gl.arange(0, 64, C.row)
+    if C.has_sinks:
+        row_max, sums, decay = add_sink(row_max, sums, sink)
     lse_head = lse + (batch * heads_q + head).to(gl.int64) * seq_q
     lse_row = (row_max + gl.log2(sums)) * LN_2  # of no key: LOWEST + log(0) = -inf
     gl.store(lse_head + rows, lse_row, mask=(rows >= 0) & (rows < seq_q))
-    out, narrow = _multiply_rows(out, narrow, 1.0 / gl.where(sums == 0.0, 1.0, sums), C)
+    factor = 1.0 / gl.where(sums == 0.0, 1.0, sums)
+    if C.has_sinks:
+        factor *= decay
+    out, narrow = _multiply_rows(out, narrow, factor, C)
     queries[0].store(out.to(queries[0].dtype))
     if C.narrow > 0:
         queries[1].store(narrow.to(queries[0].dtype))
@@ -280,17 +325,19 @@ def _store(queries, out, narrow, row_max, sums, origin, at, out_maps, lse, q_buf
 
 
 @gluon.jit
-def consume(warpgroup: gl.constexpr, out_maps, lse, scale, sizes, shared, C: gl.constexpr):
+def consume(warpgroup: gl.constexpr, out_maps, lse, sinks, scale, sizes, shared, C: gl.constexpr):
     """A warpgroup: its 64 queries of tile after tile."""
     ring_q, _ring_kv, verdicts, turns, words, q_buffers, _kv_buffers = shared
     q_place = 0
     place = 0  # in the ring of keys
     turn = 0
+    if C.has_sinks:  # which it reads itself, where the producer reads all else
+        ring.await_launch_before()
     if warpgroup == C.warpgroups - 1:
         _pass_turn(warpgroup, turns, C)
     ring.await_full(ring_q, q_place, C.q_slots)
-    blocks = ring.read_word(words, ring.BLOCKS)
-    while blocks != ring.NO_TILE:
+    tile_end = ring.read_word(words, ring.END)
+    while tile_end != ring.NO_TILE:
         slot = q_place % C.q_slots
         at = slot * C.words
         first_query = ring.read_word(words, at + ring.FIRST_QUERY) + 64 * warpgroup
@@ -299,10 +346,17 @@ def consume(warpgroup: gl.constexpr, out_maps, lse, scale, sizes, shared, C: gl.
         exact_tile = ring.read_word(words, at + ring.EXACT)
         buffer = slot * C.warpgroups + warpgroup
         queries = _queries(q_buffers, buffer, C)
+        tile_begin = 0
+        if C.two_sided:
+            tile_begin, _end = range_of_blocks(first_query - 64 * warpgroup, C.tile_m, sizes, C)
         row_max, row_sum, out, narrow, place, turn = _attend(
-            queries, q_place, place, turn, blocks, exact_tile, first_query, scale, sizes, shared, warpgroup, C
-        )
+            queries, q_place, place, turn, tile_begin, tile_end, exact_tile, first_query, scale, sizes, shared,
+            warpgroup, C,
+        )  # fmt: skip
 
+        sink = 0.0
+        if C.has_sinks:
+            sink = gl.load(sinks + head) * LOG2_E
         sums = gl.convert_layout(gl.sum(row_sum, 1), C.row)  # [64]
         is_good = 1
         if C.lazy_max:
@@ -315,13 +369,13 @@ def consume(warpgroup: gl.constexpr, out_maps, lse, scale, sizes, shared, C: gl.
             mbarrier.arrive(verdicts.index(slot))
         if is_good > 0:
             origin = (first_query, head, batch)
-            _store(queries, out, narrow, row_max, sums, origin, buffer, out_maps, lse, q_buffers, sizes, C)
+            _store(queries, out, narrow, row_max, sums, sink, origin, buffer, out_maps, lse, q_buffers, sizes, C)
         if C.q_slots == 1:
             tma.store_wait(0)
             ring.release(ring_q, q_place, C.q_slots)
         q_place += 1
         ring.await_full(ring_q, q_place, C.q_slots)
-        blocks = ring.read_word(words, q_place % C.q_slots * C.words + ring.BLOCKS)
+        tile_end = ring.read_word(words, q_place % C.q_slots * C.words + ring.END)
     tma.store_wait(0)  # shared memory goes with the block
 
 
@@ -336,7 +390,7 @@ def _buffers(number: gl.constexpr, rows: gl.constexpr, maps, C: gl.constexpr):
 
 
 # No integer is specialised on: none is in a loop but the lengths, and every head count would be another kernel.
-@gluon.jit(do_not_specialize=["seq_q", "seq_kv", "heads_q", "group", "tiles", "heads", "together"])
+@gluon.jit(do_not_specialize=["seq_q", "seq_kv", "heads_q", "group", "tiles", "heads", "together", "left", "right"])
 def attention_forward(
     q_map,  # tensor descriptors, [B, H, S, D], with blocks [1, 1, 64 or tile_n, wide]
     k_map,
@@ -347,6 +401,7 @@ def attention_forward(
     v_narrow,
     out_narrow,
     lse,  # pointer, fp32 [B, Hq, Sq], contiguous
+    sinks,  # pointer, fp32 [Hq], contiguous, at a multiple of 4 bytes; None where there are none
     counter,  # pointer, int32: 0, and so it is left; None where the scheduler is not dynamic
     scale,  # |scale| * log2(e), positive
     seq_q,
@@ -356,11 +411,13 @@ def attention_forward(
     tiles,  # of one head
     heads,  # B * Hq
     together,  # heads that run side by side
+    left,  # keys before and after its own that a query sees; None where the mask is not two-sided
+    right,
     C: gl.constexpr,  # multiattn.triton.kernels.gluon.constants.GluonConstants
 ):
     """One block: a producer, and `C.warpgroups` consumers."""
     q_maps, k_maps, v_maps, out_maps = (q_map, q_narrow), (k_map, k_narrow), (v_map, v_narrow), (out_map, out_narrow)
-    sizes = (seq_q, seq_kv, heads_q, group, tiles, heads, together)
+    sizes = (seq_q, seq_kv, heads_q, group, tiles, heads, together, left, right)
     q_buffers = _buffers(C.q_slots * C.warpgroups, 64, q_maps, C)
     kv_buffers = _buffers(C.stages, C.tile_n, k_maps, C)
     words = gl.allocate_shared_memory(gl.int32, [C.q_slots * C.words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -378,8 +435,8 @@ def attention_forward(
     if C.warpgroups == 2:
         gl.warp_specialize(
             [
-                (consume, (0, out_maps, lse, scale, sizes, shared, C)),
-                (consume, (1, out_maps, lse, scale, sizes, shared, C)),
+                (consume, (0, out_maps, lse, sinks, scale, sizes, shared, C)),
+                (consume, (1, out_maps, lse, sinks, scale, sizes, shared, C)),
                 (produce, (q_maps, k_maps, v_maps, counter, sizes, shared, C)),
             ],
             [4, 1], [240, 24],
@@ -387,9 +444,9 @@ def attention_forward(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, out_maps, lse, scale, sizes, shared, C)),
-                (consume, (1, out_maps, lse, scale, sizes, shared, C)),
-                (consume, (2, out_maps, lse, scale, sizes, shared, C)),
+                (consume, (0, out_maps, lse, sinks, scale, sizes, shared, C)),
+                (consume, (1, out_maps, lse, sinks, scale, sizes, shared, C)),
+                (consume, (2, out_maps, lse, sinks, scale, sizes, shared, C)),
                 (produce, (q_maps, k_maps, v_maps, counter, sizes, shared, C)),
             ],
             [4, 4, 1], [160, 160, 24],

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from multiattn.triton.kernels.gluon import ring
-from multiattn.triton.kernels.gluon.scores import end_of_blocks
+from multiattn.triton.kernels.gluon.scores import range_of_blocks
 
 ENOUGH_TILES = gl.constexpr(256)
 """Tiles of one head: twice the SMs of an H200."""
@@ -22,7 +22,7 @@ def _find(tile, sizes, C: gl.constexpr):
     would end last. The last tile of a head ends where its queries do, so that the one that is not whole is the first,
     which begins before query 0 and under a mask sees the fewest keys.
     """
-    seq_q, _seq_kv, _heads_q, _group, tiles, heads, together = sizes
+    seq_q, tiles, heads, together = sizes[0], sizes[4], sizes[5], sizes[6]
     before = 0
     if C.banded:
         ahead = gl.maximum((heads - 1) // together - 1, 0) * together  # heads in the sections before the last two
@@ -92,15 +92,15 @@ def _spoiled_tile(place, verdicts, words, C: gl.constexpr):
 @gluon.jit
 def _send(tile, exact, q_place, place, q_maps, k_maps, v_maps, sizes, shared, C: gl.constexpr):
     """All of a tile: Q, and blocks of keys from the last to the first. Returns the next place in the ring of these."""
-    seq_q, seq_kv, heads_q, group, _tiles, _heads, _together = sizes
+    heads_q, group = sizes[2], sizes[3]
     ring_q, ring_kv, _verdicts, _turns, words, q_buffers, kv_buffers = shared
     any_head, first_query = _find(tile, sizes, C)
     batch = any_head // heads_q
     head = any_head % heads_q
     head_kv = head // group
-    blocks = end_of_blocks(first_query, C.tile_m, seq_q, seq_kv, C)
-    if blocks > 0:
-        _load_keys(k_maps, batch, head_kv, blocks - 1, place, ring_kv, kv_buffers, C)
+    begin, end = range_of_blocks(first_query, C.tile_m, sizes, C)
+    if end > begin:
+        _load_keys(k_maps, batch, head_kv, end - 1, place, ring_kv, kv_buffers, C)
         place += 1
 
     ring.await_empty(ring_q, q_place, C.q_slots)
@@ -108,7 +108,7 @@ def _send(tile, exact, q_place, place, q_maps, k_maps, v_maps, sizes, shared, C:
     ring.write_word(words, slot * C.words + ring.FIRST_QUERY, first_query)
     ring.write_word(words, slot * C.words + ring.HEAD, head)
     ring.write_word(words, slot * C.words + ring.BATCH, batch)
-    ring.write_word(words, slot * C.words + ring.BLOCKS, blocks)
+    ring.write_word(words, slot * C.words + ring.END, end)
     ring.write_word(words, slot * C.words + ring.EXACT, exact)
     ring.write_word(words, slot * C.words + ring.TILE, tile)
     warpgroups: gl.constexpr = C.warpgroups
@@ -120,12 +120,12 @@ def _send(tile, exact, q_place, place, q_maps, k_maps, v_maps, sizes, shared, C:
         row = first_query + 64 * warpgroup
         _load_pieces(q_maps, batch, head, row, full, q_buffers, slot * C.warpgroups + warpgroup, C)
 
-    for i in range(blocks - 1):
-        _load_keys(k_maps, batch, head_kv, blocks - 2 - i, place, ring_kv, kv_buffers, C)
-        _load_keys(v_maps, batch, head_kv, blocks - 1 - i, place + 1, ring_kv, kv_buffers, C)
+    for i in range(end - begin - 1):
+        _load_keys(k_maps, batch, head_kv, end - 2 - i, place, ring_kv, kv_buffers, C)
+        _load_keys(v_maps, batch, head_kv, end - 1 - i, place + 1, ring_kv, kv_buffers, C)
         place += 2
-    if blocks > 0:
-        _load_keys(v_maps, batch, head_kv, 0, place, ring_kv, kv_buffers, C)
+    if end > begin:
+        _load_keys(v_maps, batch, head_kv, begin, place, ring_kv, kv_buffers, C)
         place += 1
     return place
 
@@ -140,7 +140,7 @@ def produce(q_maps, k_maps, v_maps, counter, sizes, shared, C: gl.constexpr):
     ring_q, _ring_kv, verdicts, _turns, words, _q_buffers, _kv_buffers = shared
     # The launch after this one may begin, and what the one before it wrote is there: "Programmatic Dependent Launch".
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+    ring.await_launch_before()
     total = sizes[4] * sizes[5]
     tile = gl.program_id(0)
     q_place = 0
@@ -166,5 +166,5 @@ def produce(q_maps, k_maps, v_maps, counter, sizes, shared, C: gl.constexpr):
             is_open = 0
     ring.await_empty(ring_q, q_place, C.q_slots)
     slot = q_place % C.q_slots
-    ring.write_word(words, slot * C.words + ring.BLOCKS, ring.NO_TILE)
+    ring.write_word(words, slot * C.words + ring.END, ring.NO_TILE)
     mbarrier.arrive(ring_q[0].index(slot))

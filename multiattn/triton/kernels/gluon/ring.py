@@ -19,10 +19,10 @@ tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 NO_TILE = gl.constexpr(-1)
-"""In place of a number of blocks: there are no more tiles."""
+"""In place of the end of a tile's blocks: there are no more tiles."""
 
 # Words of shared memory for each slot of Q: what its tile is, and from SPOILED on one for each warpgroup.
-FIRST_QUERY, HEAD, BATCH, BLOCKS, EXACT, TILE, SPOILED = (gl.constexpr(i) for i in range(TILE_WORDS + 1))
+FIRST_QUERY, HEAD, BATCH, END, EXACT, TILE, SPOILED = (gl.constexpr(i) for i in range(TILE_WORDS + 1))
 
 
 @gluon.jit
@@ -66,6 +66,12 @@ def skip(ring, place, SLOTS: gl.constexpr):
     """A tile that only other warpgroups have a use for."""
     await_full(ring, place, SLOTS)
     release(ring, place, SLOTS)
+
+
+@gluon.jit
+def await_launch_before():
+    """Until all that the launch before this one wrote is there."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

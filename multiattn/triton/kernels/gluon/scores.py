@@ -1,7 +1,8 @@
 """Scores and weights of the Gluon kernel: which blocks and scores count, and the softmax in the log2 domain.
 
-A causal query i sees the keys up to ``i + seq_kv - seq_q``. `C` is the kernel's `GluonConstants`. Scores are on the
-accumulators of wgmma, ``[64, tile_n]``. Inline PTX stands where Gluon's own lowering takes more instructions.
+With ``level = i + seq_kv - seq_q`` query i sees the keys from ``level - left`` to ``level + right``; under a causal
+mask those up to its level. `C` is the kernel's `GluonConstants`, `sizes` its integers as in `attention_forward`. Scores
+are on the accumulators of wgmma, ``[64, tile_n]``. Inline PTX stands where Gluon's lowering takes more instructions.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+LEFT, RIGHT = gl.constexpr(7), gl.constexpr(8)
+"""Where `sizes` has the bounds of a two-sided mask."""
+LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-3.4028234663852886e38)
 """Where a row's maximum starts: the lowest finite fp32. With -inf a row that sees nothing would need guards."""
@@ -21,54 +25,110 @@ so is its reciprocal."""
 
 
 @gluon.jit
-def end_of_blocks(first_query, queries, seq_q, seq_kv, C: gl.constexpr):
-    """Blocks of keys from the first on that any of `queries` queries from `first_query` on sees."""
-    end = seq_kv
-    if C.banded:
-        end = gl.minimum(gl.maximum(gl.minimum(first_query + queries, seq_q) + seq_kv - seq_q, 0), seq_kv)
-    return (end + C.tile_n - 1) // C.tile_n
+def begin_of_keys(queries, sizes, C: gl.constexpr):
+    """The first key that a query sees under a two-sided mask; negative where that is beyond the first of all."""
+    return queries + (sizes[1] - sizes[0]) - sizes[LEFT]
 
 
 @gluon.jit
-def blocks_to_see(first_query, blocks, exact_tile, seq_q, seq_kv, C: gl.constexpr):
-    """The number of a tile's blocks that the warpgroup sees, and the first of these from which on maxima are exact.
-
-    Exact are those that are seen in part, and of a lazy maximum also the one with the last key of the first query, so
-    that every row's maximum is that of a real score; all, where a tile is done again.
-    """
-    seen = blocks
-    all_see = seq_kv
+def end_of_keys(queries, sizes, C: gl.constexpr):
+    """The first key that a query does not see, nor any after it."""
+    seq_q, seq_kv = sizes[0], sizes[1]
+    end = 0 * queries + seq_kv
     if C.banded:
-        seen = gl.minimum(end_of_blocks(first_query, 64, seq_q, seq_kv, C), blocks)
-        all_see = gl.minimum(gl.maximum(first_query + 1 + seq_kv - seq_q, 0), seq_kv)
+        end = queries + 1 + (seq_kv - seq_q)
+        if C.two_sided:
+            end += sizes[RIGHT]
+        end = gl.minimum(end, seq_kv)
+    return end
+
+
+@gluon.jit
+def end_before(query, sizes, C: gl.constexpr):
+    """The same of the query before `query`, within 0 and seq_kv."""
+    seq_q, seq_kv = sizes[0], sizes[1]
+    end = seq_kv
+    if C.banded:
+        end = query + seq_kv - seq_q
+        if C.two_sided:
+            end += sizes[RIGHT]
+        end = gl.minimum(gl.maximum(end, 0), seq_kv)
+    return end
+
+
+@gluon.jit
+def range_of_blocks(first_query, queries, sizes, C: gl.constexpr):
+    """Blocks of keys, begin and end, that any of `queries` queries from `first_query` on sees."""
+    begin = 0
+    if C.two_sided:
+        begin = gl.maximum(begin_of_keys(gl.maximum(first_query, 0), sizes, C), 0) // C.tile_n
+    end = end_before(gl.minimum(first_query + queries, sizes[0]), sizes, C)
+    return begin, (end + C.tile_n - 1) // C.tile_n
+
+
+@gluon.jit
+def blocks_to_see(first_query, tile_begin, tile_end, exact_tile, sizes, C: gl.constexpr):
+    """Blocks ``begin, full_begin, first_exact, end`` of a warpgroup, of those that its tile has.
+
+    Blocks from `first_exact` on are masked and their maxima exact. They are those that some query does not see to the
+    end, and of a lazy maximum also the one with the last key of the first query, so that every row's maximum is that of
+    a real score; all, where a tile is done again. Of the rest those before `full_begin` have keys before some query's
+    first one.
+    """
+    begin = tile_begin
+    full_begin = tile_begin
+    end = tile_end
+    if C.banded:
+        begin, end = range_of_blocks(first_query, 64, sizes, C)
+        end = gl.minimum(end, tile_end)
+    all_see = end_before(first_query + 1, sizes, C)
     if first_query < 0:
-        seen = 0
+        begin = tile_begin
+        end = tile_begin
     first_exact = all_see // C.tile_n
     if C.lazy_max:
         first_exact = gl.maximum(all_see - 1, 0) // C.tile_n
         if exact_tile > 0:
             first_exact = 0
-    return seen, first_exact
+    if C.two_sided:
+        last_begin = begin_of_keys(gl.minimum(first_query + 64, sizes[0]) - 1, sizes, C)
+        full_begin = (gl.maximum(last_begin, 0) + C.tile_n - 1) // C.tile_n
+        first_exact = gl.maximum(first_exact, begin)
+    return begin, full_begin, first_exact, end
 
 
 @gluon.jit
-def end_of_keys(queries, seq_q, seq_kv, C: gl.constexpr):
-    """The first key that a query does not see, nor any after it."""
-    end = 0 * queries + seq_kv
-    if C.banded:
-        end = gl.minimum(queries + 1 + (seq_kv - seq_q), seq_kv)
-    return end
+def mask_scores(scores, first_query, first_key, sizes, AT_BEGIN: gl.constexpr, AT_END: gl.constexpr, C: gl.constexpr):
+    """Scores, -inf where a query does not see a key: before its first key, behind its last, or both.
 
-
-@gluon.jit
-def mask_scores(scores, first_query, first_key, seq_q, seq_kv, C: gl.constexpr):
-    """Scores, -inf where a query does not see a key. With gl.where, whose conditions are packed, twice as slow."""
-    end = end_of_keys(first_query + gl.arange(0, 64, C.row), seq_q, seq_kv, C)  # [64]
+    One comparison each: of both, how far a key is from the first one, unsigned, with the number that the query sees,
+    which has at least one key before ``min(end, seq_kv)``. With gl.where, whose conditions are packed, twice as slow.
+    """
+    queries = first_query + gl.arange(0, 64, C.row)
+    if C.two_sided:  # a row after the last query sees what that does: lazy weights without a maximum would overflow
+        queries = gl.minimum(queries, sizes[0] - 1)
+    begin = queries
+    if AT_BEGIN:
+        begin = begin_of_keys(queries, sizes, C)  # [64]
+    end = end_of_keys(queries, sizes, C)
     keys = first_key + gl.arange(0, C.tile_n, gl.SliceLayout(0, C.scores))  # [tile_n]
-    return gl.inline_asm_elementwise(
-        "{.reg .pred p; setp.gt.s32 p, $2, 0; selp.f32 $0, $1, 0fFF800000, p;}", "=f,f,r",
-        [scores, end[:, None] - keys[None, :]], gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
+    passed = keys[None, :] - begin[:, None]  # [64, tile_n]
+    if AT_BEGIN and AT_END:
+        scores = gl.inline_asm_elementwise(
+            "{.reg .pred p; setp.lt.u32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p;}", "=f,f,r,r",
+            [scores, passed, (end - begin)[:, None]], gl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    elif AT_BEGIN:
+        scores = gl.inline_asm_elementwise(
+            "{.reg .pred p; setp.ge.s32 p, $2, 0; selp.f32 $0, $1, 0fFF800000, p;}", "=f,f,r",
+            [scores, passed], gl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    elif AT_END:
+        scores = gl.inline_asm_elementwise(
+            "{.reg .pred p; setp.gt.s32 p, $2, 0; selp.f32 $0, $1, 0fFF800000, p;}", "=f,f,r",
+            [scores, end[:, None] - keys[None, :]], gl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return scores
 
 
 # ---------------------------------------------------------------- the softmax
@@ -94,6 +154,17 @@ def exponentiate(scores, base, scale):
 def sum_of_thread(weights, C: gl.constexpr):
     """``[64, 4]``: a row's sum of what each of its four threads has. Nothing is exchanged until the tile ends."""
     return gl.sum(gl.sum(weights.reshape([64, C.tile_n // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def add_sink(row_max, sums, sink):
+    """Maxima and sums of weights ``[64]`` with one more logit, in the log2 domain; and what older weights are worth.
+
+    Of a row that saw no key the maximum is `LOWEST`: with a sink of -inf it stays, and so do the rest of all rows.
+    """
+    higher = gl.maximum(row_max, sink)
+    decay = gl.exp2(row_max - higher)
+    return higher, sums * decay + gl.exp2(sink - higher), decay
 
 
 @gluon.jit

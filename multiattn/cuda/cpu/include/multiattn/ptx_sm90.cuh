@@ -1,6 +1,7 @@
 // The verbs of include/multiattn/ptx_sm90.cuh on the CPU; the work is done in cpu/verbs.cpp.
 #pragma once
 #include "multiattn/ptx.cuh"
+#include "multiattn/ptx_math.cuh"
 
 namespace multiattn {
 
@@ -18,8 +19,6 @@ void wgmma_wait(int groups_left);
 inline float float_of_bits(uint32 bits) { return bits_as<float>(bits); }
 inline int64 block_count() { return emulation::current_blocks; }
 uint32 uniform(uint32 value);
-inline float reciprocal_approx(float x) { return 1.0f / x; }
-inline float log2_approx(float x) { return log2f(x); }
 inline void store_global_4_if(bool predicate, float* target, float value) {
   if (predicate) *target = value;
 }

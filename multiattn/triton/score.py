@@ -1,0 +1,117 @@
+"""Score programs as functions of Triton and Gluon: a table of operations, loads through pointers, sums of gradients.
+
+`aux` is a tuple of `LoweredScore.fields`, `daux` one of `LoweredScore.gradient_fields`: numbers, and pointers with
+their strides in elements.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from multiattn.run.generated import module_of
+from multiattn.score.expression import Node
+from multiattn.score.lower import LoadSlope, LoweredScore, is_zero
+from multiattn.score.printing import INFIX, Language, calls
+from multiattn.score.python import PythonDialect
+
+_TANH = '"tanh.approx.f32 $0, $1;", "=f,f", [{0}], dtype=tl.float32, is_pure=True, pack=1'
+_NAN = "propagate_nan=triton.language.PropagateNan.ALL"
+
+
+def _literal(constant: Node) -> str:
+    value = constant.value
+    return repr(value) if math.isfinite(value) else f'float("{value}")'
+
+
+def _offset(pointer: str, strides: Mapping[str, str], load: Node, prefix: str, indices: Sequence[str]) -> str:
+    """The address of an element, in 64 bits: whole tiles come last, so that little is computed for each element."""
+    parts = [pointer]
+    for axis, (node, index) in enumerate(zip(load.args, indices, strict=True)):
+        if not is_zero(node):
+            parts.append(f"tl.cast({index}, tl.int64) * {strides[f'{prefix}{load.value}_stride{axis}']}")
+    return " + ".join(parts)
+
+
+def _load(load: Node, indices: Sequence[str], names: Mapping[str, str]) -> str:
+    address = _offset(names[f"tensor{load.value}"], names, load, "tensor", indices)
+    return f"tl.load({address}).to({LANGUAGE.types[load.dtype]})"
+
+
+LANGUAGE = Language(
+    types=MappingProxyType({"f32": "tl.float32", "i32": "tl.int32", "i64": "tl.int64", "bool": "tl.int1"}),
+    ops=MappingProxyType(
+        {
+            **INFIX,
+            **calls("abs exp2 log2 sqrt floor", "tl."),
+            **{f"{op}:f32": f"tl.{op}imum({{0}}, {{1}}, {_NAN})" for op in ("min", "max")},
+            **{op: f"tl.{op}imum({{0}}, {{1}})" for op in ("min", "max")},
+            "neg": "(-{0})",
+            "not": "(~{0})",
+            "quotient": "({0} // {1})",
+            "remainder": "({0} % {1})",
+            "where": "tl.where({0}, {1}, {2})",
+            "tanh": f"tl.inline_asm_elementwise({_TANH})",
+        }
+    ),
+    cast="tl.cast({0}, {1})",
+    literal=_literal,
+    load=_load,
+)
+_TRITON = PythonDialect(
+    language=LANGUAGE,
+    header="import triton\nimport triton.language as tl\n",
+    decorator="@triton.jit",
+    constant="tl.constexpr",
+)
+_GLUON = PythonDialect(
+    language=LANGUAGE,
+    header="import triton.language\nfrom triton.experimental import gluon\n"
+    "from triton.experimental.gluon import language as tl\n",
+    decorator="@gluon.jit",
+    constant="tl.constexpr",
+)
+
+
+class ScoreFunctions(NamedTuple):
+    """The jitted functions of a program, None for those that it has not; a constexpr of kernels as it is.
+
+    Their names hold a digest of all their text, by which Triton's cache tells them apart.
+    """
+
+    score: Any = None
+    mask: Any = None
+    score_and_slope: Any = None
+    load_gradients: Any = None
+
+
+def text_of(lowered: LoweredScore, slots: Sequence[int] = (), *, gluon: bool = False) -> tuple[str, str]:
+    """Digest and text of the module; see `PythonDialect.module`."""
+    names = {it.name: f"aux[{place}]" for place, it in enumerate(lowered.fields)}
+    gradients = {it.name: f"daux[{place}]" for place, it in enumerate(lowered.gradient_fields(slots))}
+
+    def add(it: LoadSlope, value: str, indices: Sequence[str]) -> Iterator[str]:
+        load = it.load
+        pointer = _offset(gradients[f"grad{load.value}"], gradients, load, "grad", indices)
+        if it.is_exclusive:
+            yield f"tl.store({pointer}, {value}, mask=inside)"
+        elif not it.summed:
+            yield f'tl.atomic_add({pointer}, {value}, mask=live, sem="relaxed")'
+        else:
+            both = len(it.summed) == 2
+            axis = "q_axis" if it.summed == ("q",) else "1 - q_axis"
+            total = f"tl.sum(tl.sum({value}, 1), 0)" if both else f"tl.sum({value}, {axis}, keep_dims=True)"
+            yield f'tl.atomic_add({pointer}, {total}, sem="relaxed")'
+
+    return (_GLUON if gluon else _TRITON).module(lowered, names, slots, add)
+
+
+@functools.lru_cache(maxsize=256)
+def functions_of(lowered: LoweredScore, slots: tuple[int, ...] = (), *, gluon: bool = False) -> ScoreFunctions:
+    """The functions of a program; with `slots` also that of the gradients of these captured tensors."""
+    digest, text = text_of(lowered, slots, gluon=gluon)
+    module = module_of(f"score_{'gluon' if gluon else 'triton'}_{digest}", text)
+    return ScoreFunctions(*(getattr(module, f"{name}_{digest}", None) for name in ScoreFunctions._fields))
