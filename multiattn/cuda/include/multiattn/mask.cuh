@@ -56,6 +56,10 @@ struct Mask : private Reach<BAND> {
     return is_below_upper_edge && visible(min(first_query + tile_m, seq_q) - 1, first_key);
   }
 
+  // Of a band with two sides: a query sees what is from its first key, which may be negative, to its end.
+  DEVICE int first_key(int query) const { return query + (seq_kv - seq_q) - left; }
+  DEVICE int end_key(int query) const { return min(query + (seq_kv - seq_q) + right + 1, seq_kv); }
+
   // Blocks of TILE_N keys for a tile of queries, which may begin before query 0.
   template <int TILE_N>
   DEVICE Blocks keys(int first_query, int tile_m) const {
