@@ -90,7 +90,7 @@ class Consumer {
     rows.first = see_keys ? blocks.begin : rows.loaded;
     rows.last = see_keys ? blocks.end - 1 : rows.loaded - 1;
     rows.full = blocks.full_begin;
-    const int with_last_key = (mask_.end_key(rows.first_query) - 1) / T::TILE_N;
+    const int with_last_key = mask_.last_key(rows.first_query) / T::TILE_N;
     rows.exact = blocks.full_begin < blocks.full_end ? with_last_key : rows.first;
   }
 

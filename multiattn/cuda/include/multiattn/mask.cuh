@@ -44,10 +44,13 @@ struct Mask : private Reach<BAND> {
   // to its right.
   DEVICE bool visible(int query, int key) const {
     if constexpr (BAND == Band::NONE) return key < seq_kv;
-    const int level = query + (seq_kv - seq_q);
-    if constexpr (BAND == Band::CAUSAL) return key <= level;
-    return key >= level - left && key <= min(level + right, seq_kv - 1);
+    if constexpr (BAND == Band::CAUSAL) return key <= query + (seq_kv - seq_q);
+    return key >= first_key(query) && key <= last_key(query);
   }
+
+  // Of a band with two sides: the first key that a query sees, which may be negative, and the last.
+  DEVICE int first_key(int query) const { return query + (seq_kv - seq_q) - left; }
+  DEVICE int last_key(int query) const { return min(query + (seq_kv - seq_q) + right, seq_kv - 1); }
 
   // True if every query of a tile sees every key of the other.
   DEVICE bool all_visible(int first_query, int tile_m, int first_key, int tile_n) const {
@@ -55,10 +58,6 @@ struct Mask : private Reach<BAND> {
     if constexpr (BAND != Band::TWO_SIDED) return is_below_upper_edge;
     return is_below_upper_edge && visible(min(first_query + tile_m, seq_q) - 1, first_key);
   }
-
-  // Of a band with two sides: a query sees what is from its first key, which may be negative, to its end.
-  DEVICE int first_key(int query) const { return query + (seq_kv - seq_q) - left; }
-  DEVICE int end_key(int query) const { return min(query + (seq_kv - seq_q) + right + 1, seq_kv); }
 
   // Blocks of TILE_N keys for a tile of queries, which may begin before query 0.
   template <int TILE_N>
