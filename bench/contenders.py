@@ -17,12 +17,14 @@ import multiattn
 from bench.matrix import Cell, Direction, InputError
 from bench.results import NO_GPU
 from bench.timing import Call, Contestant
+from multiattn.layout import Strides
+from multiattn.operands import Operands
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import BACKENDS, Plan, make_plan
 from multiattn.plan.config import Config
 from multiattn.plan.support import Reason, Unsupported
-from multiattn.problem import Operands, Problem, Strides
+from multiattn.problem import Problem
 from parity.gradients import GradTruth
 from parity.tolerance import Expected, Mismatch, Truth, adds_up_in_fp16, deviate
 

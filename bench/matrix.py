@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from multiattn.inspect.options import HIDDEN, TOKENS
-from multiattn.problem import DTYPES, Problem
+from multiattn.layout import DTYPES
+from multiattn.problem import Problem
 
 
 class InputError(ValueError):

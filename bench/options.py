@@ -13,8 +13,8 @@ from bench.matrix import DIRECTIONS, SUITES, Cell, in_directions, narrowed
 from bench.run import Job
 from bench.timing import Budget
 from multiattn.inspect.options import count, counts, some_of
+from multiattn.layout import DTYPES
 from multiattn.plan.backend import BACKENDS
-from multiattn.problem import DTYPES
 
 AGAIN = "out/bench/again"
 """Where a stored command writes: repeating it overwrites no recorded result."""

@@ -20,12 +20,13 @@ from bench.record_kernels import Kernel, compile_task, promised_without_spills
 from bench.results import ROOT, dump, read
 from multiattn.inspect.mix import GENERATIONS
 from multiattn.inspect.pool import run_isolated
+from multiattn.layout import DTYPES
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import GPU_ARCHS, by_name
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan, Variant, plan_variant
 from multiattn.plan.config import Rule, has_whole_sectors, select
 from multiattn.plan.toolchain import find_cuobjdump
-from multiattn.problem import DTYPES, Problem
+from multiattn.problem import Problem
 
 SCHEMA = 1
 FOLDER = ROOT / "bench" / "compiled"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 
 from multiattn.mask import Window
+from multiattn.operands import Operands, Options, ScoreMod, with_score
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import by_name as arch_by_name
 from multiattn.plan.arch import detect
@@ -15,7 +16,7 @@ from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan
 from multiattn.plan.choice import BOTH, choose
 from multiattn.plan.support import Reason, Unsupported
 from multiattn.plan.toolchain import probe_gpu
-from multiattn.problem import Operands, Options, Problem, ScoreMod, problem_of, with_score
+from multiattn.problem import Problem, problem_of
 from multiattn.run.autograd import attend, differentiate, needs_grad
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from multiattn.api import fmha
-from multiattn.problem import ScoreMod, check_inputs
+from multiattn.operands import ScoreMod
+from multiattn.validate import check_inputs
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask

@@ -9,10 +9,11 @@ import torch
 
 from multiattn.block_mask import BlockLists, seen_blocks
 from multiattn.mask import KINDS, Window, band_of
+from multiattn.operands import FORWARD_RESULTS, GRADIENTS, Operands, Options, ScoreMod, with_score
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import REFERENCE, Backend, Launcher, Op, Plan, Variant
 from multiattn.plan.support import Capability, Reason
-from multiattn.problem import FORWARD_RESULTS, GRADIENTS, Operands, Options, Problem, ScoreMod, options_of, with_score
+from multiattn.problem import Problem, options_of
 from multiattn.score import BoundScore, eager
 from multiattn.score.eager import Part
 

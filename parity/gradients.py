@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from multiattn.mask import Window
-from multiattn.problem import INPUTS, Operands, Options, Problem
+from multiattn.operands import INPUTS, Operands, Options
+from multiattn.problem import Problem
 from multiattn.reference import attend, differentiate
 from multiattn.score import BoundScore
 from multiattn.score.eager import Part

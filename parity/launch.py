@@ -16,11 +16,12 @@ import torch
 import torch.utils.deterministic
 
 import multiattn
+from multiattn.operands import Operands
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import BACKENDS, Plan, make_plan
 from multiattn.plan.support import Reason, Unsupported
-from multiattn.problem import Operands, Problem
+from multiattn.problem import Problem
 from multiattn.run.execute import gradient_of_sinks
 from parity.case import Case
 from parity.gradients import GradTruth

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from multiattn.problem import Problem, Strides
+from multiattn.layout import Strides
+from multiattn.problem import Problem
 from multiattn.score import BoundScore, bind_score
 from parity.callables import CALLABLES, Sizes
 from parity.case import Case, Memory

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from multiattn.mask import Window, band_of
+from multiattn.operands import Operands, Options
 from multiattn.plan.backend import Plan, variant_of
-from multiattn.problem import Operands, Options, Problem, options_of
+from multiattn.problem import Problem, options_of
 from multiattn.reference import attend
 from multiattn.score import BoundScore
 from multiattn.score.eager import Part

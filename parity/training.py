@@ -24,8 +24,8 @@ from torch import nn
 from torch.nn import functional
 
 from multiattn import fmha, reference
+from multiattn.layout import DTYPES
 from multiattn.plan.backend import BACKENDS, REFERENCE
-from multiattn.problem import DTYPES
 from parity.tolerance import NAIVE_FACTOR
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

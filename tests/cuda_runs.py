@@ -15,10 +15,12 @@ from multiattn.cuda.cpu.host import CpuLauncher
 from multiattn.cuda.instances import kernels_of
 from multiattn.cuda.source import HOST_INCLUDES
 from multiattn.cuda.tools import GXX, probe_host, probe_nvrtc
+from multiattn.mask import Window
+from multiattn.operands import Operands
 from multiattn.plan.arch import CPU
 from multiattn.plan.backend import Plan, make_plan
 from multiattn.plan.config import Config
-from multiattn.problem import Operands, Problem
+from multiattn.problem import Problem
 from parity.tolerance import Truth
 
 on_cpu = pytest.mark.skipif(bool(probe_host()), reason="; ".join(map(str, probe_host())))
@@ -33,6 +35,7 @@ def run_forward(
     config: Config | None = None,
     change: Change | None = None,
     causal: bool = False,
+    window: Window | None = None,
     scale: float | None = None,
     **sizes: Any,
 ) -> tuple[Plan, CpuLauncher, Any]:
@@ -53,12 +56,14 @@ def run_forward(
     q, k, v = (make(given[f"heads_{it}"], given[f"seq_{it}"]) for it in ("q", "kv", "kv"))
     if change is not None:
         change(q, k, v)
-    problem = Problem.of(q, k, v, causal=causal, scale=scale)
+    problem = Problem.of(q, k, v, causal=causal, window=window, scale=scale)
     plan = make_plan(BACKEND, problem, CPU, variant=variant, config=config, probe=False)
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
     launcher = CpuLauncher(plan, host.load(host.build(kernels_of(plan))))  # without siblings: it is the only problem
     launcher(Operands(q, k, v, out, lse))
-    for got, expected in zip((out, lse), Truth.of(q, k, v, causal=causal, scale=scale).of_plan(plan), strict=True):
+    for got, expected in zip(
+        (out, lse), Truth.of(q, k, v, causal=causal, window=window, scale=scale).of_plan(plan), strict=True
+    ):
         expected.check(got, plan)
     (counts,) = launcher.counts.values()
     return plan, launcher, counts

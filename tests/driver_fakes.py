@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from multiattn.operands import Operands
 from multiattn.plan import abi
-from multiattn.problem import Operands
 from multiattn.run import compat, counters, driver
 from multiattn.run.driver import CUlaunchConfig
 
@@ -187,6 +187,10 @@ def operands(*, batch=1, heads_q=4, heads_kv=2, seq_q=128, seq_kv=192, head_dim=
     return Operands(q, k, v, out, lse, dout, None, dq, torch.empty_like(k), torch.empty_like(v))
 
 
+OPERANDS = set(Operands._fields) - {"delta"}
+"""Names of tensors that are never areas of workspace."""
+
+
 def check_launches(launched, bindings, tensors, **areas):
     """Every parameter is what the Binding of its kernel says; areas of workspace are where their first pointer is,
     if `areas` has none. Returns the addresses by name.
@@ -198,7 +202,7 @@ def check_launches(launched, bindings, tensors, **areas):
         assert (it.grid, it.block, it.stream) == (binding.grid, (image.threads, 1, 1), 70)
         assert it.smem_bytes == image.dynamic_smem_bytes
         for got, argument in zip(it.parameters, binding.arguments, strict=True):
-            if isinstance(argument, abi.Pointer) and argument.tensor not in (None, *Operands._fields):
+            if isinstance(argument, abi.Pointer) and argument.tensor not in (None, *OPERANDS):
                 known.setdefault(argument.tensor, int.from_bytes(got, "little"))
             assert got == abi.pack(argument, known, encode)
     return known

@@ -5,8 +5,8 @@ import math
 import torch
 
 from multiattn import reference, reference_backward
+from multiattn.operands import Operands
 from multiattn.plan import backend as registry
-from multiattn.problem import Operands
 
 PRECISE = torch.float64
 FP32_NOISE = 1e-5

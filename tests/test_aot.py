@@ -16,10 +16,11 @@ import torch
 from aot_fakes import BOX, emit, problem
 
 from multiattn import aot
+from multiattn.operands import Operands
 from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import BACKENDS, get, make_plan
-from multiattn.problem import Operands, Problem
+from multiattn.problem import Problem
 
 # ---------------------------------------------------------------- what code holds for
 

@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import multiattn
 from multiattn import api, fmha, fmha_backward, reference
+from multiattn.operands import Operands, Options
 from multiattn.plan import backend as registry
 from multiattn.plan import choice
 from multiattn.plan.arch import ARCHS
-from multiattn.problem import Operands, Options
 from multiattn.run import calls
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import multiattn
-from multiattn.problem import Operands, Options
+from multiattn.operands import Operands, Options
 from multiattn.run import calls, compat
 from multiattn.run.calls import get_forward
 

@@ -16,12 +16,13 @@ from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig
 from multiattn.cuda.cpu import host
 from multiattn.cuda.cpu.host import CpuLauncher
 from multiattn.cuda.instances import kernels_of
+from multiattn.operands import Operands
 from multiattn.plan.arch import ARCHS, CPU
 from multiattn.plan.backend import make_plan, plan_variant
-from multiattn.problem import Operands
 
 VARIANTS = {variant.name: variant for variant in BACKEND.backward.variants}
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
+each_mask = pytest.mark.parametrize("window", [(None, 0), (30, 5)], ids=["causal", "two_sided"])
 
 
 @pytest.fixture(autouse=True)
@@ -86,15 +87,16 @@ def test_sums_and_statistics_past_2_to_31_elements():
 
 
 @on_cpu
+@each_mask
 @pytest.mark.parametrize(
     ("arch", "head_dim", "variant"),
     [("sm80", 64, "atomic"), ("sm90", 128, "atomic"), ("sm90", 256, "two_pass"), ("sm86", 256, "two_pass")],
 )
-def test_a_gpus_own_config_runs_emulated(arch, head_dim, variant):
+def test_a_gpus_own_config_runs_emulated(arch, head_dim, variant, window):
     q, k, v, dout = make_tensors(heads_q=1, seq_q=150, seq_kv=200, head_dim=head_dim)
     problem = Problem.of(q, k, v, causal=True)
     config = plan_variant(BACKEND, VARIANTS[variant], problem, ARCHS[arch], direction="backward").config
-    check_variant(variant, q, k, v, dout, config=config, causal=True)
+    check_variant(variant, q, k, v, dout, config=config, window=window)
 
 
 @on_cpu
@@ -114,6 +116,7 @@ DQ = QueryConfig(tile_m=16 * 2, tile_n=16, warps=2, stages=1)
 
 
 @on_cpu
+@each_mask
 @pytest.mark.parametrize(
     ("variant", "config"),
     [
@@ -125,8 +128,8 @@ DQ = QueryConfig(tile_m=16 * 2, tile_n=16, warps=2, stages=1)
     ],
     ids=str,
 )
-def test_other_configs(variant, config):
-    check_variant(variant, *make_tensors(head_dim=72, seq_q=100, seq_kv=150), config=config, causal=True)
+def test_other_configs(variant, config, window):
+    check_variant(variant, *make_tensors(head_dim=72, seq_q=100, seq_kv=150), config=config, window=window)
 
 
 KEYS = BackwardConfig(tile_m=64, tile_n=128, warps=8, stages=2)

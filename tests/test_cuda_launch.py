@@ -19,10 +19,11 @@ from multiattn.cuda.instances import launches_of
 from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams, params_of
 from multiattn.cuda.tools import probe_nvrtc
 from multiattn.cuda.variants import WGMMA
+from multiattn.operands import Operands
 from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import make_plan
-from multiattn.problem import Operands, Problem
+from multiattn.problem import Problem
 
 pytestmark = pytest.mark.skipif(bool(probe_nvrtc()), reason="; ".join(map(str, probe_nvrtc())))
 
@@ -97,7 +98,7 @@ def test_a_scheduler_has_its_grid_and_its_counter(hopper, scheduler, blocks):
     BACKEND.forward.prepare(plan)(Operands(q, k, k, torch.empty_like(q), torch.empty(20, 4, 300)))
     ((launched,), (params,)) = hopper.launched, hopper.structs
     assert launched.grid == (blocks, 1, 1)
-    assert (params.next_tile is not None) == bool(hopper.cleared) == (scheduler == "dynamic")
+    assert (params.forward.next_tile is not None) == bool(hopper.cleared) == (scheduler == "dynamic")
 
 
 @pytest.mark.parametrize("variant", ["atomic", "two_pass"])

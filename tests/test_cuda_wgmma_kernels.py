@@ -21,11 +21,12 @@ from multiattn.cuda.rules.hopper import WGMMA_RULES
 from multiattn.cuda.variants import WGMMA
 from multiattn.cuda.wgmma_configs import WgmmaConfig, query_tiles, smem_bytes, why_not
 from multiattn.inspect.sass import parse, parted_arrivals
+from multiattn.operands import Operands
 from multiattn.plan import abi, schedule
 from multiattn.plan.arch import CPU
 from multiattn.plan.backend import Plan, plan_variant
 from multiattn.plan.toolchain import disassemble
-from multiattn.problem import Operands, Problem
+from multiattn.problem import Problem
 
 EMULATED = WGMMA_RULES[-1].config
 

@@ -13,11 +13,11 @@ from multiattn.cutile import configs, table
 from multiattn.cutile.bind import bind
 from multiattn.cutile.configs import PIPELINES, CutileConfig, Together
 from multiattn.mask import FULL
+from multiattn.operands import Operands
 from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS, Arch
 from multiattn.plan.backend import get, make_plan, plan_variant
 from multiattn.plan.schedule import query_tiles
-from multiattn.problem import Operands
 
 ct = pytest.importorskip("cuda.tile")
 

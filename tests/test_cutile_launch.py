@@ -13,11 +13,11 @@ import torch
 from multiattn import Problem
 from multiattn.cutile.bind import bind
 from multiattn.cutile.table import launches_of
+from multiattn.operands import Operands
 from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import get, make_plan
 from multiattn.plan.schedule import most_multiprocessors
-from multiattn.problem import Operands
 
 BACKEND = get("cutile")
 pytestmark = pytest.mark.skipif(

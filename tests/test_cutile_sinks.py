@@ -11,9 +11,9 @@ from multiattn import Problem, reference, reference_backward
 from multiattn.cutile.configs import PIPELINES, CutileConfig
 from multiattn.cutile.ladder import STEPS
 from multiattn.cutile.table import launches_of
+from multiattn.operands import Operands
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import get, make_plan
-from multiattn.problem import Operands
 
 pytest.importorskip("cuda.tile")
 

@@ -14,13 +14,17 @@ import multiattn
 
 ROOT = Path(multiattn.__file__).parent
 # Who may import whom, by the first name below the package; a folder counts as one.
-_DATA = {"mask", "block_mask", "score", "problem"}
+_BASES = {"layout", "mask", "block_mask", "score"}
+_DATA = {*_BASES, "validate", "operands", "problem"}
 _LANGUAGE = {*_DATA, "plan", "run"}
 ALLOWED = {
     "mask": set(),
     "block_mask": set(),
     "score": set(),
-    "problem": {"mask", "block_mask", "score"},
+    "layout": set(),
+    "validate": {"layout"},
+    "operands": {*_BASES, "validate"},
+    "problem": {*_BASES, "validate", "operands"},
     "plan": _DATA,
     "run": {*_DATA, "plan"},
     "reference": {*_DATA, "plan"},
@@ -28,7 +32,7 @@ ALLOWED = {
     "api": {*_DATA, "plan", "run"},
     "aot": {*_DATA, "plan", "run"},
     "inspect": {*_DATA, "plan", "run", "aot", "cuda"},  # cuda: `sanitize`
-    "flex": {"problem", "api"},
+    "flex": {*_DATA, "api"},
     "__init__": {"problem", "plan", "run", "reference", "api", "flex"},
     "__main__": {"problem", "plan", "inspect"},
 }

@@ -9,9 +9,9 @@ import torch
 import multiattn
 from multiattn import Plan, Problem
 from multiattn.cuda.cpu import host
+from multiattn.operands import Operands
 from multiattn.plan.arch import ARCHS, GPU_ARCHS
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, get, make_plan, plan_variant
-from multiattn.problem import Operands
 
 LANGUAGES = ("triton", "cutile")
 each_direction = pytest.mark.parametrize("direction", DIRECTIONS)

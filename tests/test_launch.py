@@ -11,8 +11,8 @@ import driver_fakes
 import pytest
 import torch
 
+from multiattn.operands import Operands
 from multiattn.plan import abi
-from multiattn.problem import Operands
 from multiattn.run import compat, counters
 from multiattn.run import driver as driver_module
 from multiattn.run.driver import CUlaunchAttribute, CUlaunchConfig, load_kernel

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from multiattn import reference, reference_backward
-from multiattn.problem import Operands, options_of
+from multiattn.operands import Operands
+from multiattn.problem import options_of
 from multiattn.reference import attend
 from multiattn.reference import differentiate as gradients_of
 from multiattn.score import eager

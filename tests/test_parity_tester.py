@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from multiattn import Problem, reference
+from multiattn.operands import Operands
 from multiattn.plan.backend import BACKENDS, get
-from multiattn.problem import Operands
 from multiattn.score import BoundScore
 from parity import tolerance
 from parity.case import BACKWARD_HEAD_DIM_MAX, Case, Memory

@@ -7,10 +7,11 @@ import torch
 
 from multiattn import fmha, reference
 from multiattn.inspect.facts import read_plan
+from multiattn.operands import Operands, Options, with_score
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import make_plan
 from multiattn.plan.toolchain import find_cuobjdump
-from multiattn.problem import Operands, Options, problem_of, with_score
+from multiattn.problem import problem_of
 from multiattn.triton import BACKEND
 from multiattn.triton.configs import TritonTwoPassConfig, tiles
 from parity.case import Case

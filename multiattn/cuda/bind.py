@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from multiattn.cuda.instances import launches_of
 from multiattn.cuda.params import struct_of
 from multiattn.cuda.variants import is_wgmma
+from multiattn.layout import VECTOR_BYTES
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
 from multiattn.plan.schedule import most_multiprocessors
-from multiattn.problem import VECTOR_BYTES
 
 
 def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None) -> abi.Binding:

@@ -14,11 +14,12 @@ from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams
 from multiattn.cuda.source import Instance
 from multiattn.cuda.variants import axes_of, is_wgmma
 from multiattn.cuda.wgmma_configs import WgmmaConfig
+from multiattn.layout import VECTOR_BYTES
 from multiattn.mask import CAUSAL, FULL
 from multiattn.plan.abi import Image
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.plan.schedule import key_tiles, query_tiles
-from multiattn.problem import VECTOR_BYTES, Problem
+from multiattn.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,12 +60,16 @@ def kernels_of(plan: Plan) -> tuple[Instance, ...]:
 
 
 def siblings_of(plan: Plan) -> tuple[Instance, ...]:
-    """The kernels of one head_dim and config, for every dtype that it takes, mask and alignment."""
+    """The kernels of one head_dim and config, for every dtype that it takes, mask and alignment.
+
+    A mask of two sides has siblings of its own: few calls have one, and it is as much to build as the others together.
+    """
     takes = variant_of(plan).capability
+    bands = (plan.problem.band,) if plan.problem.is_two_sided else (FULL, CAUSAL)
     problems = (
         replace(plan.problem, dtype=dtype, band=band, alignment=alignment)
         for dtype in takes.dtypes
-        for band in (FULL, CAUSAL)
+        for band in bands
         for alignment in (takes.alignment, VECTOR_BYTES)
     )
     kernels = (kernel for problem in problems for kernel in kernels_of(replace(plan, problem=problem)))
@@ -114,7 +119,7 @@ def _wgmma(plan: Plan) -> PlannedLaunch:
         name=f"forward_wgmma_{_what(problem)}_{_wgmma_name(config)}",
         header="forward_wgmma.cuh",
         entry="forward_wgmma",
-        traits=_traits("WgmmaTraits", problem, problem.head_dim, problem.is_banded, _wgmma_shape(config, problem)),
+        traits=_traits("WgmmaTraits", problem, problem.head_dim, _band(problem), _wgmma_shape(config, problem)),
         params=WgmmaParams,
         threads=config.threads,
         occupancy=1,
@@ -215,9 +220,14 @@ def _what(problem: Problem) -> str:
     return f"{problem.dtype}_d{problem.head_dim}_{problem.band.kind}"
 
 
-def _masked(problem: Problem) -> tuple[int, bool, bool]:
+def _masked(problem: Problem) -> tuple[int, str, bool]:
     """The first constants of a kernel that walks over scores: head_dim, its mask, whether rows are aligned."""
-    return problem.head_dim, problem.is_banded, not _unaligned(problem)
+    return problem.head_dim, _band(problem), not _unaligned(problem)
+
+
+def _band(problem: Problem) -> str:
+    kind = problem.band.kind
+    return f"multiattn::Band::{'NONE' if kind == 'full' else kind.upper()}"
 
 
 def _unaligned(problem: Problem) -> str:

@@ -33,9 +33,12 @@ def numbers_of(plan: Plan) -> dict[str, Any]:
     """Every number that a kernel of the Plan is told, by the name of its field."""
     problem, config = plan.problem, plan.config
     assert config is not None
+    left, right = problem.reach
     common = {
         **{f"strides_{name}": _STRIDES(*layout.strides[:3]) for name, layout in problem.layouts.items()},
         **{name: getattr(problem, name) for name in ("heads_q", "group", "seq_q", "seq_kv")},
+        "left": left,
+        "right": right,
     }
     if isinstance(config, BackwardConfig):
         return {
@@ -89,7 +92,7 @@ def _filled(kind: type[ctypes.Structure], numbers: Mapping[str, Any]) -> ctypes.
 def struct_of(plan: Plan, *, has_dlse: bool = False) -> Struct:
     """The one argument of all kernels of a Plan. Pointers to what a launch does not have stay null."""
     params = params_of(plan)
-    absent = {"delta", "dq_sum", WORKSPACE} - set(areas_of(plan)) | (set() if has_dlse else {"dlse"})
+    absent = {"delta", "dq_sum", WORKSPACE} - set(areas_of(plan)) | {"sinks"} | (set() if has_dlse else {"dlse"})
     maps = tensor_maps(plan.problem, plan.config.box_rows) if isinstance(plan.config, WgmmaConfig) else {}
     places = list(_places(type(params)))
     return Struct(

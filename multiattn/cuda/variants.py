@@ -11,10 +11,11 @@ from multiattn.cuda.axes import Axes
 from multiattn.cuda.configs import CudaConfig, why_not
 from multiattn.cuda.rules.ampere import ATOMIC_RULES, TWO_PASS_RULES, rules_of
 from multiattn.cuda.rules.hopper import WGMMA_RULES
+from multiattn.layout import VECTOR_BYTES
+from multiattn.mask import KINDS
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import Plan, Variant, variant_of
 from multiattn.plan.support import Capability
-from multiattn.problem import VECTOR_BYTES
 
 _OFFERED = {
     points.SPLIT_Q: "FlashAttention-2: warps split the queries; mma.sync, cp.async, XOR swizzle of q, k and v",
@@ -26,7 +27,7 @@ def _variant(axes: Axes, summary: str, *, only_named: bool) -> Variant:
     return Variant(
         name=axes.name,
         summary=summary,
-        capability=Capability(arches=tuple(ARCHS), dtypes=axes.dtypes, head_dim_max=axes.head_dim_max),
+        capability=Capability(arches=tuple(ARCHS), dtypes=axes.dtypes, head_dim_max=axes.head_dim_max, masks=KINDS),
         rules=rules_of(axes),
         flags=axes.flags,
         parent=axes.parent.name if axes.parent else None,
@@ -74,7 +75,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
     Variant(
         name="atomic",
         summary="FlashAttention-2: one pass over the keys; dq is added up in fp32 by atomics, in any order",
-        capability=Capability(arches=tuple(ARCHS)),
+        capability=Capability(arches=tuple(ARCHS), masks=KINDS),
         rules=ATOMIC_RULES,
         flags=(("dq", "atomic"),),
         deterministic=False,
@@ -85,7 +86,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
     Variant(
         name="two_pass",
         summary="a pass over the queries for dq, then one over the keys for dk and dv: the same bits each time",
-        capability=Capability(arches=tuple(ARCHS)),
+        capability=Capability(arches=tuple(ARCHS), masks=KINDS),
         rules=TWO_PASS_RULES,
         flags=(("dq", "own_kernel"),),
         workspace=backward.workspace,

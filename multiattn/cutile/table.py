@@ -23,10 +23,12 @@ from multiattn.cutile.kernels.constants import (
     RowDeltaConstants,
 )
 from multiattn.cutile.ladder import STEPS
+from multiattn.layout import Layout
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
 from multiattn.plan.schedule import key_tiles, most_multiprocessors, one_width, query_tiles
-from multiattn.problem import LOG2_E, Layout, Problem
+from multiattn.problem import Problem
+from multiattn.validate import LOG2_E
 
 AREAS: Mapping[str, tuple[str, ...]] = {
     "atomic": ("delta", "dq_sum"),

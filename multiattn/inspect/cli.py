@@ -13,11 +13,11 @@ import multiattn
 from multiattn.inspect import build, emit, remarks, tables
 from multiattn.inspect.build import Compilation, Request
 from multiattn.inspect.options import check_work, count, counts, layer, masks, shape, some_of, table
+from multiattn.layout import DTYPES
 from multiattn.mask import MASKS
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import GPU_ARCHS
 from multiattn.plan.backend import BACKENDS, DIRECTIONS
-from multiattn.problem import DTYPES
 
 HEAD_DIMS = (64, 128, 256)
 SEQ = 4096

@@ -20,10 +20,11 @@ from types import MappingProxyType
 import torch
 
 from multiattn.inspect.options import add_problem, arguments_of, check_work, default_arch, problem_of, table
+from multiattn.layout import Layout
+from multiattn.operands import Operands
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, detect
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, Plan, make_plan
-from multiattn.problem import Layout, Operands
 
 METRICS: Mapping[str, str] = MappingProxyType(
     {

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
+from multiattn.layout import DTYPES
 from multiattn.mask import Band, Window, band_of, parse_band
 from multiattn.plan.arch import ARCHS, detect
-from multiattn.problem import DTYPES, Problem
+from multiattn.problem import Problem
 
 TOKENS, HIDDEN = 16384, 2048
 """Batch times length, and heads times head_dim, where the options say nothing else; those of every cell of

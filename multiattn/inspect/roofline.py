@@ -19,9 +19,10 @@ from types import MappingProxyType
 
 from multiattn.inspect.options import HIDDEN, TOKENS, count, counts, layer, sizes_of, table
 from multiattn.mask import MASKS
+from multiattn.operands import FORWARD_RESULTS, GRADIENTS
 from multiattn.plan.arch import ARCHS, GPUS, Gpu, gpu_by_name
 from multiattn.plan.backend import DIRECTIONS, Direction
-from multiattn.problem import FORWARD_RESULTS, GRADIENTS, Problem
+from multiattn.problem import Problem
 
 DTYPES = ("bf16", "fp16")
 """The dtypes that the tensor rates are stated for."""

@@ -23,9 +23,11 @@ from multiattn.cuda.instances import kernels_of
 from multiattn.cuda.tools import GXX, probe_host
 from multiattn.cuda.variants import SPANNING, WGMMA
 from multiattn.cuda.wgmma_configs import WgmmaConfig
+from multiattn.layout import Layout
+from multiattn.operands import Operands
 from multiattn.plan.arch import CPU
 from multiattn.plan.backend import Plan, make_plan
-from multiattn.problem import Layout, Operands, Problem
+from multiattn.problem import Problem
 
 _PRELOADED = "MULTIATTN_SANITIZERS_PRELOADED"
 """Set where Python runs with the sanitizers' library, as code that is built with them wants."""

@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+from multiattn.operands import Operands
 from multiattn.plan.abi import Binding
 from multiattn.plan.arch import Arch
 from multiattn.plan.config import Config, Rule, select
 from multiattn.plan.support import Capability, Reason, Unsupported
-from multiattn.problem import Operands, Problem
+from multiattn.problem import Problem
 
 BACKENDS: tuple[str, ...] = ("triton", "cutile", "cuda")
 """Every backend, by the name of its folder. To add one: a folder and an entry here."""

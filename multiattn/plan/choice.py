@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 
+from multiattn.operands import Options
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import BACKENDS, REFERENCE, Direction, Plan, make_plan
 from multiattn.plan.support import Reason, Unsupported
-from multiattn.problem import Options, Problem
+from multiattn.problem import Problem
 
 BOTH: tuple[Direction, ...] = ("forward", "backward")
 

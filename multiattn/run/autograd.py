@@ -12,11 +12,12 @@ from typing import Any, NoReturn
 import torch
 from torch.compiler import is_compiling
 
-from multiattn.problem import Operands, Options, check_inputs, check_scale
+from multiattn.operands import Operands, Options
 from multiattn.run import compat
 from multiattn.run.calls import Ready, get_backward, get_forward
 from multiattn.run.execute import check_results, run_backward, run_conforming, run_forward
 from multiattn.run.ops import call_backward_op, call_forward_op, refuse_double_backward, with_dout
+from multiattn.validate import check_inputs, check_scale
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
+from multiattn.operands import CAPTURED, Operands, captured_name
 from multiattn.plan import abi
 from multiattn.plan.backend import Launcher
-from multiattn.problem import CAPTURED, Operands, Problem, captured_name
+from multiattn.problem import Problem
 from multiattn.run import compat, driver
 
 Lender = Callable[[int], tuple[int, object]]

@@ -14,11 +14,13 @@ from typing import Any, NoReturn
 import torch
 
 from multiattn.block_mask import BlockSpec
+from multiattn.layout import strides_like
 from multiattn.mask import Band
-from multiattn.problem import INPUTS, READ, Operands, Options, check_inputs, strides_like
+from multiattn.operands import INPUTS, READ, Operands, Options
 from multiattn.run.calls import get_backward, get_forward
 from multiattn.run.execute import check_results, run_backward, run_forward
 from multiattn.run.flops import register_when_counted
+from multiattn.validate import check_inputs
 
 # A gradient may come in any layout, but q, k and v keep theirs: Inductor must not choose another for an op's inputs.
 # Before torch 2.8 there is no such tag, and keeping their order of strides is the default.

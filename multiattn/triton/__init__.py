@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import torch
 
+from multiattn.layout import VECTOR_BYTES
 from multiattn.mask import KINDS
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch
 from multiattn.plan.backend import Backend, Op, Variant, bytes_of_areas, later
 from multiattn.plan.ladder import rung_variants
 from multiattn.plan.support import Capability, Reason
 from multiattn.plan.toolchain import probe_gpu, probe_release, version_of
-from multiattn.problem import VECTOR_BYTES
 from multiattn.triton import configs, gluon_configs
 from multiattn.triton.candidates import candidates
 from multiattn.triton.configs import TritonConfig, TritonTwoPassConfig

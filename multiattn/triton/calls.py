@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from multiattn.layout import VECTOR_BYTES
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
-from multiattn.problem import VECTOR_BYTES
 from multiattn.triton.configs import ELEMENT_BYTES
 from multiattn.triton.gluon_configs import VARIANT as GLUON
 from multiattn.triton.kernels import backward, forward

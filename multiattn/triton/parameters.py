@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from multiattn.layout import VECTOR_BYTES, Layout
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.plan.schedule import heads_side_by_side, key_tiles, most_multiprocessors, one_width, query_tiles
-from multiattn.problem import LOG2_E, VECTOR_BYTES, Layout, Problem
+from multiattn.problem import Problem
 from multiattn.score import LoweredScore
 from multiattn.score.expression import ONE
 from multiattn.triton.configs import (
@@ -30,6 +31,7 @@ from multiattn.triton.kernels.constants import OUT_VECTOR, TileConstants
 from multiattn.triton.kernels.gluon.constants import GluonConstants
 from multiattn.triton.ladder import STEPS
 from multiattn.triton.score import lowered_score
+from multiattn.validate import LOG2_E
 
 _AREAS = ("delta", "dq_sum", abi.WORKSPACE)
 """Areas of workspace that a launch may take."""
@@ -339,8 +341,7 @@ def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
         "together": heads_side_by_side(problem),
     }
     rows |= {name: Integer(value=value, specialised=False) for name, value in sizes.items()}
-    for name, bound in zip(("left", "right"), problem.reach, strict=True):
-        rows[name] = Integer(value=bound, specialised=False) if problem.is_two_sided else Constant(value=None)
+    rows |= _reach(problem)
     rows["C"] = Constant(value=GluonConstants.of(problem, config, ragged=assumed.flag))
     blocks = query_tiles(problem, config.tile_m)
     return KernelTable(

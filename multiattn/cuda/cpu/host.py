@@ -20,9 +20,9 @@ from multiattn.cuda.params import areas_of, struct_of
 from multiattn.cuda.source import HOST_INCLUDES, ROOT, Instance, cache_key, translation_unit
 from multiattn.cuda.structs import read_structs
 from multiattn.cuda.tools import GXX, gxx_version, run_compiler
+from multiattn.operands import Operands
 from multiattn.plan.abi import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, TensorMap, pack
 from multiattn.plan.backend import Plan, variant_of
-from multiattn.problem import Operands
 from multiattn.run import cache
 from multiattn.run.fork import hold_across_fork
 from multiattn.run.launch import pack_areas

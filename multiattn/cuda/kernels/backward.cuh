@@ -16,13 +16,13 @@
 
 namespace multiattn {
 
-template <class Element_, int HEAD_DIM, bool CAUSAL_, bool ALIGNED_, int TILE_M_, int TILE_N_, int WARPS_, int STAGES_,
+template <class Element_, int HEAD_DIM, Band BAND_, bool ALIGNED_, int TILE_M_, int TILE_N_, int WARPS_, int STAGES_,
           bool ADDS_DQ_, bool WIDE_>
 struct BackwardTraits {
   using Element = Element_;
   static constexpr int TILE_M = TILE_M_, TILE_N = TILE_N_, WARPS = WARPS_;
   static constexpr int STAGES = STAGES_;         // buffers of Q and of dO
-  static constexpr bool CAUSAL = CAUSAL_;
+  static constexpr Band BAND = BAND_;
   static constexpr bool ALIGNED = ALIGNED_;      // q, k, v: every row starts at a multiple of 16 bytes
   static constexpr bool ADDS_DQ = ADDS_DQ_;      // else dq has a kernel of its own
   static constexpr int THREADS = WARPS * WARP;
@@ -153,7 +153,7 @@ struct Role {
 
 // Elements that the mask hides become 0.
 template <class T>
-DEVICE void clear_masked(KeyScores<T>& scores, const Mask<T::CAUSAL>& mask, int first_key, int first_query) {
+DEVICE void clear_masked(KeyScores<T>& scores, const Mask<T::BAND>& mask, int first_key, int first_query) {
   for_each_element(scores, T::thread(), [&](float& value, int row, int column) {
     if (!mask.visible(first_query + column, first_key + row)) value = 0.0f;
   });
@@ -251,10 +251,11 @@ DEVICE void backward_keys(const BackwardParams& params) {
   const auto [head_kv, tile] = Place::of(block_index(), params.tiles_kv, params.heads_kv_all, params.sections_kv);
   const int first_key = tile * T::TILE_N;
   const KeySequence keys{params, head_kv};
-  const Mask<T::CAUSAL> mask{params.seq_q, params.seq_kv};
-  const int first_tile = mask.first_query(first_key) / T::TILE_M;
+  const Mask<T::BAND> mask(params);
+  const Blocks tiles = mask.template queries<T::TILE_M>(first_key, T::TILE_N, params.tiles_q);
   const int first_head = head_kv * params.group, end_head = first_head + params.group;
-  QueryWalk walk{first_tile, params.tiles_q, first_head, first_tile};
+  QueryWalk walk{tiles.begin, tiles.end, first_head, tiles.begin};
+  if (T::BAND == Band::TWO_SIDED && tiles.begin == tiles.end) walk.head = end_head;  // no query sees a key of the tile
 
   const SharedAddress smem = shared_base(), tile_k = smem, tile_v = smem + TileKV::BYTES;
   QueryRing<T> ring(params, smem, walk, end_head);
@@ -271,7 +272,7 @@ DEVICE void backward_keys(const BackwardParams& params) {
   for (int stage = 0; walk.head < end_head; stage = T::STAGES - 1 - stage, walk.advance()) {
     const int first_query = walk.tile * T::TILE_M;
     if constexpr (T::STAGES == 2) ring.load_next(1 - stage);
-    const bool masked = !mask.visible(first_query, first_key + T::TILE_N - 1);  // in part
+    const bool masked = !mask.all_visible(first_query, T::TILE_M, first_key, T::TILE_N);
 
     const Role<T> role = Role<T>::mine();
     const bool makes_weights = role.makes_weights;

@@ -11,12 +11,12 @@
 
 namespace multiattn {
 
-template <class Element_, int HEAD_DIM, bool CAUSAL_, bool ALIGNED_, int TILE_M_, int TILE_N_, int WARPS_, int STAGES_>
+template <class Element_, int HEAD_DIM, Band BAND_, bool ALIGNED_, int TILE_M_, int TILE_N_, int WARPS_, int STAGES_>
 struct QueryTraits {
   using Element = Element_;
   static constexpr int TILE_M = TILE_M_, TILE_N = TILE_N_, WARPS = WARPS_;
   static constexpr int STAGES = STAGES_;     // buffers of K and of V
-  static constexpr bool CAUSAL = CAUSAL_;
+  static constexpr Band BAND = BAND_;
   static constexpr bool ALIGNED = ALIGNED_;  // q, k, v: every row starts at a multiple of 16 bytes
   static constexpr int THREADS = WARPS * WARP;
 
@@ -84,8 +84,8 @@ DEVICE void backward_queries(const BackwardParams& params) {
   const int first_query = (params.tiles_q_own - 1 - place) * T::TILE_M;  // longest first
   const QuerySequence queries{params, head};
   const KeySequence keys{params, head / params.group};
-  const Mask<T::CAUSAL> mask{params.seq_q, params.seq_kv};
-  const int end = mask.template blocks<T::TILE_N>(first_query, T::TILE_M).end;
+  const Mask<T::BAND> mask(params);
+  const Blocks blocks = mask.template keys<T::TILE_N>(first_query, T::TILE_M);
 
   const SharedAddress tile_q = shared_base(), tile_do = tile_q + TileQ::BYTES, stages = tile_do + TileQ::BYTES;
   const int rows = params.seq_q - first_query;
@@ -93,25 +93,27 @@ DEVICE void backward_queries(const BackwardParams& params) {
                                            params.strides_q.seq, rows);
   load_tile<TileQ, T::THREADS, true>(tile_do, queries.dout() + first_query * params.strides_out.seq,
                                      params.strides_out.seq, rows);
-  load_keys<T>(params, keys, stages, 0, end);
+  const auto load = [&](int block) {
+    load_keys<T>(params, keys, stages + block % T::STAGES * T::STAGE_BYTES, block, blocks.end);
+  };
+  load(blocks.begin);
 
   const int first_row = thread_index() / WARP * T::WARP_ROWS;
   const SharedAddress own_q = tile_q + first_row * TileQ::PITCH, own_do = tile_do + first_row * TileQ::PITCH;
   const RowStatistics<T::ROW_FRAGMENTS> statistics(queries, first_query + first_row);
   Product<T::ROW_FRAGMENTS, T::DIM_FRAGMENTS> dq;  // [WARP_ROWS, D]
   clear(dq);
-  for (int block = 0; block < end; ++block) {
+  for (int block = blocks.begin; block < blocks.end; ++block) {
     const SharedAddress k = stages + block % T::STAGES * T::STAGE_BYTES, v = k + TileKV::BYTES;
     cp_async_wait<0>();
     sync_block();  // everybody's part of the block has landed; and nobody still reads what the next load overwrites
-    if constexpr (T::STAGES == 2)
-      load_keys<T>(params, keys, stages + (block + 1) % 2 * T::STAGE_BYTES, block + 1, end);
+    if constexpr (T::STAGES == 2) load(block + 1);
 
     Product<T::ROW_FRAGMENTS, T::KEY_FRAGMENTS> scores, dp;  // [WARP_ROWS, TILE_N]
     multiply_rows<E, TileQ, TileKV, T::AHEAD>(scores, own_q, k, T::thread());
     multiply_rows<E, TileQ, TileKV, T::AHEAD>(dp, own_do, v, T::thread());
     make_ds(scores, dp, statistics, params.score_factor);
-    if (!mask.visible(first_query, (block + 1) * T::TILE_N - 1))
+    if (!mask.all_visible(first_query, T::TILE_M, block * T::TILE_N, T::TILE_N))
       for_each_element(scores, T::thread(), [&](float& value, int row, int column) {
         if (!mask.visible(first_query + first_row + row, block * T::TILE_N + column)) value = 0.0f;
       });
@@ -121,11 +123,11 @@ DEVICE void backward_queries(const BackwardParams& params) {
 
     if constexpr (T::STAGES == 1) {
       sync_block();  // nobody still reads the block
-      load_keys<T>(params, keys, stages, block + 1, end);
+      load(block + 1);
     }
   }
 
-  if (end == 0) {  // no query of the tile sees a key: Q has not been waited for
+  if (blocks.begin == blocks.end) {  // no query of the tile sees a key: Q has not been waited for
     cp_async_wait<0>();
     sync_block();  // everybody's part of Q has landed, before it is overwritten
   }

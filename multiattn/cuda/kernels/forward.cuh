@@ -69,7 +69,7 @@ struct Walk {
   static DEVICE SharedAddress ring() { return shared_base() + T::RING_AT; }
   static DEVICE SharedAddress weights() { return shared_base() + T::EXCHANGE_AT; }
   static DEVICE SharedAddress tops() { return weights() + (T::SPLIT_KV ? T::TileP::BYTES : 0); }
-  DEVICE Mask<T::CAUSAL> mask() const { return {params.seq_q, params.seq_kv}; }
+  DEVICE Mask<T::BAND> mask() const { return Mask<T::BAND>(params); }
 };
 
 // scores[WARP_ROWS, WARP_KEYS] = Q K^T, piece by piece of head_dim
@@ -94,10 +94,14 @@ DEVICE void compute_scores(Scores<T>& scores, const Walk<T>& it, int block) {
 // The one place that changes a score.
 template <class T>
 DEVICE void mask_scores(Scores<T>& scores, const Walk<T>& it, int block) {
-  const Mask<T::CAUSAL> mask = it.mask();
-  const int first_query = it.first_query + T::warp_row(), first_key = block * T::TILE_N + T::warp_key();
+  const Mask<T::BAND> mask = it.mask();
+  if constexpr (T::BAND == Band::TWO_SIDED)
+    if (mask.all_visible(it.first_query, T::TILE_M, block * T::TILE_N, T::TILE_N)) return;
+  // The bounds of a row are made for each block: registers are scarce.
+  const uint32 thread = T::BAND == Band::TWO_SIDED ? recomputed(thread_index()) : thread_index();
+  const int first_query = it.first_query + T::warp_row(thread), first_key = block * T::TILE_N + T::warp_key(thread);
   for_each<T::ROW_FRAGMENTS, T::KEY_FRAGMENTS, 2, 4>([&](int m, int n, int side, int e) {
-    const int query = first_query + 16 * m + accumulator_row(e), key = first_key + 16 * n + 8 * side + accumulator_column(e);
+    const int query = first_query + 16 * m + accumulator_row(e, thread), key = first_key + 16 * n + 8 * side + accumulator_column(e, thread);
     if (!mask.visible(query, key)) scores[m][n][side].value[e] = -infinity();
   });
 }
@@ -143,8 +147,8 @@ DEVICE void attend_to_block(int block, Outputs<T>& out, RowStates<T>& state, con
   }
 }
 
-// The paper's loop over the blocks of keys: those that all queries see in full, then those with a mask. The stream has
-// been started.
+// The paper's loop over the blocks of keys: those that all queries see in full, then those with a mask. Of a mask with two
+// sides one loop has both: three would be half as much code again, and spill. The stream has been started.
 template <class T>
 DEVICE void attend(Outputs<T>& out, RowStates<T>& state, const Walk<T>& it) {
 #pragma unroll
@@ -153,9 +157,10 @@ DEVICE void attend(Outputs<T>& out, RowStates<T>& state, const Walk<T>& it) {
 #pragma unroll
     for (int d = 0; d < T::OUT_FRAGMENTS; ++d) out[m][d][0] = out[m][d][1] = Accumulator{};
   }
-  const auto blocks = it.mask().template blocks<T::TILE_N>(it.first_query, T::TILE_M);
-  int block = 0;
-  for (; block < blocks.first_masked; ++block) attend_to_block<T, false>(block, out, state, it);
+  const Blocks blocks = it.mask().template keys<T::TILE_N>(it.first_query, T::TILE_M);
+  int block = blocks.begin;
+  if constexpr (T::BAND != Band::TWO_SIDED)
+    for (; block < blocks.full_end; ++block) attend_to_block<T, false>(block, out, state, it);
   for (; block < blocks.end; ++block) attend_to_block<T, true>(block, out, state, it);
 }
 
@@ -226,9 +231,8 @@ template <class T>
 DEVICE void forward(const ForwardParams& params) {
   const Work work = Work::of(params, T::TILE_M);
   const Sequence sequence{params, work};
-  const Mask<T::CAUSAL> mask{params.seq_q, params.seq_kv};
-  const int end = mask.template blocks<T::TILE_N>(work.first_query, T::TILE_M).end;
-  Stream<T> stream(params, sequence, Walk<T>::ring(), end);
+  const Mask<T::BAND> mask(params);
+  Stream<T> stream(params, sequence, Walk<T>::ring(), mask.template keys<T::TILE_N>(work.first_query, T::TILE_M));
   const Queries<T> queries = take_queries<T>(params, sequence, stream);
   const Walk<T> it{params, queries, stream, work.first_query};
 

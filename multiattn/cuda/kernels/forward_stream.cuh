@@ -45,12 +45,12 @@ struct Sequence {
 template <class T>
 class Stream {
  public:
-  DEVICE Stream(const ForwardParams& params, const Sequence& sequence, SharedAddress ring, int end)
-      : params_(params), sequence_(sequence), ring_(ring), end_(end) {}
+  DEVICE Stream(const ForwardParams& params, const Sequence& sequence, SharedAddress ring, const Blocks& blocks)
+      : params_(params), sequence_(sequence), ring_(ring), begin_(blocks.begin), end_(blocks.end) {}
 
   DEVICE void start() {
 #pragma unroll
-    for (int piece = 0; piece < T::AHEAD; ++piece) load(0, piece);
+    for (int piece = 0; piece < T::AHEAD; ++piece) load(begin_, piece);
   }
 
   // The piece of K of the block is there for all threads when this returns; where K and V are joint, V is, too.
@@ -133,7 +133,7 @@ class Stream {
   const ForwardParams& params_;
   const Sequence& sequence_;
   SharedAddress ring_;
-  int end_;
+  int begin_, end_;  // blocks
 };
 
 }  // namespace multiattn

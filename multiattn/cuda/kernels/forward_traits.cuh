@@ -1,6 +1,7 @@
 // The constants of a compiled forward kernel: a point on the axes of the ladder, and a shape. Each rule of
 // multiattn/cuda/configs.py about which of them go together has its static_assert here.
 #pragma once
+#include "multiattn/mask.cuh"
 #include "multiattn/tile.cuh"
 
 namespace multiattn {
@@ -65,11 +66,11 @@ struct Legality {
   static constexpr bool ALL = HEAD_DIM && WARPS && COLUMNS && ROWS && KEYS && SHARED_Q && PLACE && SLICES && RING && SUMS;
 };
 
-template <class Element_, int HEAD_DIM_, bool CAUSAL_, bool ALIGNED_, class A, class S>
+template <class Element_, int HEAD_DIM_, Band BAND_, bool ALIGNED_, class A, class S>
 struct ForwardTraits : A, S {
   using Element = Element_;
   static constexpr int HEAD_DIM = HEAD_DIM_;
-  static constexpr bool CAUSAL = CAUSAL_;
+  static constexpr Band BAND = BAND_;
   static constexpr bool ALIGNED = ALIGNED_;  // q, k, v: every row starts at a multiple of 16 bytes
   static constexpr int THREADS = S::WARPS * WARP;
   static constexpr bool SPLIT_KV = A::WARPS == Warps::SPLIT_KV;
@@ -82,9 +83,9 @@ struct ForwardTraits : A, S {
   static constexpr int ROW_FRAGMENTS = WARP_ROWS / 16, KEY_FRAGMENTS = WARP_KEYS / 16;
   static constexpr int OUT_FRAGMENTS = OUT_WIDTH / 16 / S::COLUMN_WARPS;
 
-  static DEVICE int column_warp() { return thread_index() / WARP % S::COLUMN_WARPS; }
-  static DEVICE int warp_row() { return thread_index() / WARP / S::COLUMN_WARPS * WARP_ROWS; }
-  static DEVICE int warp_key() { return column_warp() * WARP_KEYS; }
+  static DEVICE int column_warp(int thread = thread_index()) { return thread / WARP % S::COLUMN_WARPS; }
+  static DEVICE int warp_row(int thread = thread_index()) { return thread / WARP / S::COLUMN_WARPS * WARP_ROWS; }
+  static DEVICE int warp_key(int thread = thread_index()) { return column_warp(thread) * WARP_KEYS; }
   static DEVICE int warp_column() { return column_warp() * OUT_FRAGMENTS * 16; }
 
   // ---- tiles in shared memory. A piece is what one load brings: K, Q with it, or V, whole or a slice.

@@ -24,7 +24,7 @@ class Consumer {
 
  public:
   DEVICE Consumer(const WgmmaParams& params, int warpgroup)
-      : params_(params), mask_{params.forward.seq_q, params.forward.seq_kv}, warpgroup_(warpgroup) {}
+      : params_(params), mask_(params.forward), warpgroup_(warpgroup) {}
 
   // Tile after tile.
   DEVICE void run() {
@@ -50,9 +50,9 @@ class Consumer {
     Rows rows{load_tile(Shared::tile_place(q_.slot)), 0, q_.slot, -1, 0};
     if (rows.tile.blocks == NO_TILE) return rows;
     rows.first_query = rows.tile.first_query + warpgroup_ * T::WARPGROUP_ROWS;
-    const auto blocks = mask_.template blocks<T::TILE_N>(rows.first_query, T::WARPGROUP_ROWS);
+    const auto blocks = mask_.template keys<T::TILE_N>(rows.first_query, T::WARPGROUP_ROWS);
     if (rows.first_query >= 0) rows.last = max(blocks.end, 0) - 1;
-    rows.exact = min(blocks.first_masked, rows.last);
+    rows.exact = min(blocks.full_end, rows.last);
     take_queries(rows.slot);
     q_.advance();
     return rows;
@@ -305,7 +305,7 @@ class Consumer {
   static DEVICE int warp_row() { return thread_index() / WARP % 4 * 16; }
 
   const WgmmaParams& params_;
-  const Mask<T::CAUSAL> mask_;
+  const Mask<T::BAND> mask_;
   const int warpgroup_;
   RingPlace<T::Q_SLOTS> q_;
   RingPlace<T::STAGES> kv_;

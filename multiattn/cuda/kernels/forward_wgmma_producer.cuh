@@ -1,7 +1,6 @@
 // One thread that loads: it decides which tiles the block does, in which order, and keeps the rings full by TMA.
 #pragma once
 #include "forward_wgmma_traits.cuh"
-#include "multiattn/mask.cuh"
 #include "multiattn/params.h"
 #include "multiattn/place.cuh"
 
@@ -16,8 +15,8 @@ DEVICE int tile_after(int tile, const WgmmaParams& params) {
   if constexpr (SCHEDULER == Scheduler::DYNAMIC) {
     // Each tile beyond the grid is asked for once, by the block that gets it, and each block asks once in vain. The last to ask
     // leaves the counter as it was found, for the launch that comes next on the stream.
-    const int asked = atomic_add_global(params.next_tile, 1);
-    if (asked == tiles - 1) atomic_add_global(params.next_tile, -tiles);
+    const int asked = atomic_add_global(params.forward.next_tile, 1);
+    if (asked == tiles - 1) atomic_add_global(params.forward.next_tile, -tiles);
     next = static_cast<int>(block_count()) + asked;
   }
   return next < tiles ? next : NO_TILE;
@@ -26,10 +25,10 @@ DEVICE int tile_after(int tile, const WgmmaParams& params) {
 // As Place::of, but the last section has the heads of two. Each begins with its longest tiles; where it is the last and has
 // about as many as there are SMs, all of them begin one and the longest end alone. The short ones of twice as many fill that
 // up. H200, 2026-11-22, N=8192 masked, beside FlashAttention-4: 22 heads of D=192 in 11 sections 0.93, 16 of D=256 in 8 1.03.
-template <bool CAUSAL>
+template <Band BAND>
 DEVICE Place scheduled_place(int block, int tiles, int heads, int heads_per_section) {
   constexpr int ENOUGH = 256;  // tiles of one head: twice the SMs of an H200. K and V of two such may be more than L2 holds
-  if constexpr (CAUSAL) {
+  if constexpr (BAND == Band::CAUSAL) {
     const int before = max((heads - 1) / heads_per_section - 1, 0) * heads_per_section;  // heads in the other sections
     if (tiles < ENOUGH && block >= before * tiles) {
       const auto [head, place] = Place::of(block - before * tiles, tiles, heads - before, heads - before);
@@ -47,10 +46,10 @@ DEVICE int end_of_tiles(int seq_q) {
 
 // Blocks of keys that are loaded for a tile of queries: what it sees or, in a cluster, what the last of its tiles sees.
 template <class T>
-DEVICE int loaded_blocks(const Mask<T::CAUSAL>& mask, int first_query) {
+DEVICE int loaded_blocks(const Mask<T::BAND>& mask, int first_query) {
   constexpr int ROWS = T::CLUSTER * T::TILE_M;
   const int end = end_of_tiles<T>(mask.seq_q);
-  return max(mask.template blocks<T::TILE_N>(end - round_up(end - first_query, ROWS), ROWS).end, 0);
+  return max(mask.template keys<T::TILE_N>(end - round_up(end - first_query, ROWS), ROWS).end, 0);
 }
 
 // All panels of a tile. One of a cluster comes in parts, of which each block loads one, for all.
@@ -81,7 +80,7 @@ DEVICE void produce(const WgmmaParams& params) {
   const auto ring_q = Shared::ring_q();
   const auto ring_kv = Shared::ring_kv();
   const ForwardParams& forward = params.forward;
-  const Mask<T::CAUSAL> mask{forward.seq_q, forward.seq_kv};
+  const Mask<T::BAND> mask(forward);
   RingPlace<T::Q_SLOTS> q;
   RingPlace<T::STAGES> kv;
 
@@ -99,7 +98,7 @@ DEVICE void produce(const WgmmaParams& params) {
   int tile = static_cast<int>(block_index());
   for (; tile != NO_TILE; tile = tile_after<T::SCHEDULER>(tile, params)) {
     const auto [any_head, place] =
-        scheduled_place<T::CAUSAL>(tile / T::CLUSTER, forward.tiles / T::CLUSTER, forward.heads, forward.heads_per_section);
+        scheduled_place<T::BAND>(tile / T::CLUSTER, forward.tiles / T::CLUSTER, forward.heads, forward.heads_per_section);
     const int batch = any_head / forward.heads_q, head = any_head % forward.heads_q, head_kv = head / forward.group;
     const int first_query =
         end_of_tiles<T>(forward.seq_q) - (T::CLUSTER * (1 + place) - tile % T::CLUSTER) * T::TILE_M;

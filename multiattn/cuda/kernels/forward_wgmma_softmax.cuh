@@ -5,7 +5,6 @@
 #pragma once
 #include "forward_wgmma_traits.cuh"
 #include "multiattn/ptx_sm90.cuh"
-#include "multiattn/mask.cuh"
 #include "multiattn/softmax.cuh"
 
 namespace multiattn {
@@ -34,7 +33,7 @@ DEVICE bool outgrown(const uint32 (&weights)[N][4]) {
 }
 
 template <class T>
-DEVICE void mask_scores(WarpgroupScores<T>& scores, const Mask<T::CAUSAL>& mask, int first_query, int first_key) {
+DEVICE void mask_scores(WarpgroupScores<T>& scores, const Mask<T::BAND>& mask, int first_query, int first_key) {
 #pragma unroll
   for (int i = 0; i < T::TILE_N / 2; ++i) {
     const int query = first_query + accumulator_row(i % 4), key = first_key + i / 4 * 8 + accumulator_column(i % 4);

@@ -2,6 +2,7 @@
 // together has its static_assert here.
 #pragma once
 #include "multiattn/descriptor.cuh"
+#include "multiattn/mask.cuh"
 
 namespace multiattn {
 
@@ -28,11 +29,11 @@ struct WgmmaShape {
   static constexpr Scheduler SCHEDULER = SCHEDULER_;
 };
 
-template <class Element_, int HEAD_DIM_, bool CAUSAL_, class S>
+template <class Element_, int HEAD_DIM_, Band BAND_, class S>
 struct WgmmaTraits : S {
   using Element = Element_;
   static constexpr int HEAD_DIM = HEAD_DIM_;
-  static constexpr bool CAUSAL = CAUSAL_;
+  static constexpr Band BAND = BAND_;
 
   static constexpr int WARPGROUP_ROWS = 64;  // of one wgmma
   static constexpr int TILE_M = WARPGROUP_ROWS * S::WARPGROUPS;

@@ -23,7 +23,7 @@ import cuda.tile as ct
 from multiattn.cutile.kernels import tiles
 from multiattn.cutile.kernels.constants import BackwardConstants, QueryGradsConstants, RowConstants, RowDeltaConstants
 from multiattn.cutile.kernels.tiles import ZERO, Array32, ConstBool, Place, Reach, Vectors32
-from multiattn.problem import LOG2_E
+from multiattn.validate import LOG2_E
 
 
 @dataclass(frozen=True, kw_only=True)

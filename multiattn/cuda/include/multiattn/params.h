@@ -25,6 +25,9 @@ struct ForwardParams {
   int32 heads_per_section;  // heads whose tiles run side by side, so that their K and V stay in L2
   int32 scale_sign;         // of the softmax scale: 1, -1 or 0; it is folded into Q
   float scale_log2;         // |scale| * log2(e), always positive; without meaning when scale_sign is 0
+  int32* next_tile;    // with Scheduler::DYNAMIC a counter, zero at launch and again afterwards; else null
+  int32 left, right;   // keys before and after its own that a query sees, with Band::TWO_SIDED
+  const float* sinks;  // [heads_q], contiguous, natural log; null: none
 };
 
 struct WgmmaParams {
@@ -32,7 +35,6 @@ struct WgmmaParams {
   // out.
   TensorMap map_q, map_k, map_v, map_out;
   ForwardParams forward;
-  int32* next_tile;  // with Scheduler::DYNAMIC a counter, zero at launch and again afterwards; else null
 };
 
 struct BackwardParams {
@@ -59,6 +61,7 @@ struct BackwardParams {
   int32 sections_q, sections_kv;             // heads whose tiles run side by side, so that what they share stays in L2
   float score_factor;  // from q k^T to scores in the log2 domain, with the sign of the scale; 0 for a zero scale
   float grad_factor;   // of dq and dk: the scale
+  int32 left, right;   // as the forward's
 };
 
 }  // namespace multiattn

@@ -1,0 +1,75 @@
+"""What a tensor looks like: dtypes, shapes and strides, and how results are laid out.
+
+Layout everywhere is ``[B, H, S, D]`` (batch, heads, sequence, head_dim), any strides with unit stride on D.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+)
+"""Short names of the dtypes a Problem can carry; which of them a backend takes is its capability."""
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Strides = tuple[int, int, int]
+"""Element strides of (batch, head, sequence); the stride of D is 1 by contract."""
+
+Shape = tuple[int, ...]
+
+VECTOR_BYTES = 16
+"""Widest access any kernel makes to global memory: cp.async, TMA and 128-bit loads all want this."""
+
+
+class Layout(NamedTuple):
+    """A tensor as the launch contract has it; strides in elements."""
+
+    shape: Shape
+    strides: Shape
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of a dense tensor of this shape."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+def strides_like(tensor: torch.Tensor) -> tuple[int, int, int, int]:
+    """Strides of a result made after q, k or v ``[B, H, S, D]``: `Problem.strides_out` and its like, with that of D.
+
+    Needs no address, so that it also answers for a fake tensor, with symbolic sizes.
+    """
+    return (*dense_strides(strides_of(tensor), tuple(tensor.shape)), 1)
+
+
+def strides_of(tensor: torch.Tensor) -> Strides:
+    """Strides of (B, H, S), with those of one-element or empty dimensions made canonical.
+
+    PyTorch leaves the stride of a size-1 dimension arbitrary; nobody walks it, so it must not spoil alignment.
+    """
+    canonical = contiguous_strides(tuple(tensor.shape))
+    if tensor.numel() == 0:
+        return canonical
+    walked = zip(tensor.shape, tensor.stride(), canonical, strict=False)
+    batch, head, row = (given if size > 1 else own for size, given, own in walked)
+    return batch, head, row
+
+
+def contiguous_strides(shape: Shape) -> Strides:
+    """Strides of (B, H, S) of a contiguous tensor ``[B, H, S, D]``."""
+    _, heads, seq, head_dim = (max(size, 1) for size in shape)
+    return heads * seq * head_dim, seq * head_dim, head_dim
+
+
+def dense_strides(strides: Strides, shape: Shape) -> Strides:
+    """`strides` if they are those of dense ``[B, S, H, D]`` memory, else those of contiguous ``[B, H, S, D]``."""
+    _, heads, seq, head_dim = shape
+    transposed = (seq * heads * head_dim, head_dim, heads * head_dim)
+    return transposed if strides == transposed else contiguous_strides(shape)

@@ -1,0 +1,280 @@
+"""The arguments of a call: its `Options`, its tensors by name (`Operands`), what modifies its scores (`ScoreSpec`)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.compiler import is_compiling
+
+from multiattn.block_mask import BlockSpec, read_block_mask
+from multiattn.layout import Layout, Shape
+from multiattn.mask import Band, Window, band_of
+from multiattn.score import BoundScore, LoweredScore, ScoreProgram, bind_score
+from multiattn.score.serial import dumps, named_text
+from multiattn.validate import as_float, check_inputs, check_modification
+
+ScoreMod = Callable[..., torch.Tensor]
+"""FlexAttention's ``(score, b, h, q_idx, kv_idx) -> score``."""
+
+
+class Options(NamedTuple):
+    """The options of a call. A tuple, because it is made and hashed in every call."""
+
+    left: int | None = None
+    """With `right`, the bounds of the mask: a `multiattn.mask.Band`."""
+    right: int | None = None
+    scale: float | None = None
+    has_sinks: bool = False
+    score: str | None = None
+    """The program that modifies every score, as `multiattn.score.serial` writes it; `scalars` are its numbers."""
+    scalars: tuple[float, ...] = ()
+    gradient_slots: tuple[int, ...] = ()
+    """Slots of the captured tensors that want a gradient."""
+    blocks: BlockSpec | None = None
+    """A block mask; its lists come behind what the program captures."""
+    backend: str = "auto"
+    variant: str | None = None
+    deterministic: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        causal: bool,
+        window: Window | None,
+        scale: float | None,
+        has_sinks: bool = False,
+        backend: str,
+        variant: str | None,
+        deterministic: bool | None,
+    ) -> Options:
+        """Validate the types; TypeError, naming what came. Equal options ask for the same from here on.
+
+        ``True == 1 == 1.0``, so an unchecked value would find the plan of another call. `deterministic` None follows
+        `torch.use_deterministic_algorithms`.
+        """
+        left, right = None, 0 if causal else None
+        if window is not None or type(causal) is not bool:
+            band = band_of(causal, window)
+            left, right = band.left, band.right
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        elif not isinstance(deterministic, bool):
+            raise TypeError(f"deterministic must be a bool or None; got {type(deterministic).__name__}")
+        if not isinstance(backend, str):
+            raise TypeError(f"backend must be a string; got {type(backend).__name__}")
+        if variant is not None and not isinstance(variant, str):
+            raise TypeError(f"variant must be a string; got {type(variant).__name__}")
+        if scale is not None and type(scale) is not float:
+            scale = as_float(scale)
+        options = (left, right, scale, has_sinks, None, (), (), None, backend, variant, deterministic)
+        return tuple.__new__(cls, options)  # what cls() does, in half the time
+
+    def with_score(self, score: BoundScore | None) -> Options:
+        """The same with a modification of every score."""
+        if score is None:
+            return self
+        slots = score.slots_requiring_grad if torch.is_grad_enabled() else ()
+        return self._replace(score=dumps(score.program), scalars=tuple(score.scalars.values()), gradient_slots=slots)
+
+    @property
+    def band(self) -> Band:
+        """The mask."""
+        return Band(self.left, self.right)
+
+    @property
+    def of_gradient(self) -> Options:
+        """The options of the backward that autograd runs: `variant` names one of the forward's."""
+        return self if self.variant is None else self._replace(variant=None)
+
+
+class Operands(NamedTuple):
+    """Every tensor of a launch, by name; None where a launch has none.
+
+    q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]``; out, dout and dq like q; dk and dv like k and v; lse, dlse and
+    delta fp32 ``[B, Hq, Sq]``; sinks ``[Hq]``, fp32 where a kernel reads it. A forward reads q, k, v and sinks, and
+    writes out and lse; a backward reads all of these, dout and perhaps dlse, and writes dq, dk and dv, and delta where
+    something is computed of it afterwards.
+
+    An optional input stands behind the others: calls without any pay nothing for it. Autograd, planning and launching
+    take `inputs` and `read` whole.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    dout: torch.Tensor | None = None
+    dlse: torch.Tensor | None = None
+    dq: torch.Tensor | None = None
+    dk: torch.Tensor | None = None
+    dv: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    delta: torch.Tensor | None = None
+    captured: tuple[torch.Tensor, ...] = ()
+    """The tensors that the modification of scores loads from, by slot, and then the lists of a block mask."""
+
+    @classmethod
+    def of_inputs(cls, inputs: Sequence[torch.Tensor], has_sinks: bool) -> Operands:
+        """The operands of a forward of these `inputs`."""
+        q, k, v, *rest = inputs
+        sinks = rest.pop(0) if has_sinks else None
+        return cls(q, k, v, sinks=sinks, captured=tuple(rest))
+
+    @classmethod
+    def of_read(cls, read: Sequence[torch.Tensor | None], has_sinks: bool) -> Operands:
+        """The operands of a backward that reads these, as `read` has them."""
+        *inputs, out, lse, dout, dlse = read
+        given = cls.of_inputs(inputs, has_sinks)  # type: ignore[arg-type]  # an input is not None
+        return given._replace(out=out, lse=lse, dout=dout, dlse=dlse)
+
+    @classmethod
+    def like(cls, layouts: Mapping[str, Layout], make: Callable[[Layout], torch.Tensor]) -> Operands:
+        """Tensors of a problem, one of each of its `layouts` that is an operand."""
+        named = {name: make(layouts[name]) for name in cls._fields if name in layouts}
+        slots = itertools.takewhile(lambda name: name in layouts, map(captured_name, itertools.count()))
+        return cls(**named, captured=tuple(make(layouts[name]) for name in slots))
+
+    @property
+    def named(self) -> dict[str, torch.Tensor]:
+        """Every tensor that there is, by its name."""
+        *tensors, captured = self
+        named = {name: it for name, it in zip(self._fields, tensors, strict=False) if it is not None}
+        return named | {captured_name(slot): it for slot, it in enumerate(captured)}
+
+    @property
+    def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v."""
+        return self[:INPUTS]  # type: ignore[return-value]  # the rest may be None
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that a caller of the forward gives, in the order of their gradients."""
+        if self.sinks is None:
+            return (*self.qkv, *self.captured) if self.captured else self.qkv
+        return (*self.qkv, self.sinks, *self.captured)
+
+    @property
+    def read(self) -> tuple[Any, ...]:
+        """Every tensor that a backward reads: the inputs, out, lse, dout and dlse."""
+        return (*self.inputs, self.out, self.lse, self.dout, self.dlse)
+
+    def inputs_are(self, types: frozenset[type]) -> bool:
+        """True if every input is of exactly one of these types, not of a subclass."""
+        plain = type(self.q) in types and type(self.k) in types and type(self.v) in types
+        return (
+            plain and (self.sinks is None or type(self.sinks) in types) and types.issuperset(map(type, self.captured))
+        )
+
+    @property
+    def requires_grad(self) -> bool:
+        """True if a gradient of an input is wanted."""
+        if self.q.requires_grad or self.k.requires_grad or self.v.requires_grad:
+            return True
+        return any(tensor.requires_grad for tensor in self.inputs[INPUTS:])
+
+
+INPUTS = 3
+"""How many operands every caller of a forward gives: q, k and v."""
+
+READ = Operands._fields.index("dq")
+"""How many every backward reads, dlse among them though it may be None."""
+
+FORWARD_RESULTS, GRADIENTS = ("out", "lse"), ("dq", "dk", "dv")
+"""Names of the operands that every forward and every backward write."""
+
+
+class ScoreSpec(NamedTuple):
+    """The modification of every score, its numbers, and what the tensors that it loads from look like."""
+
+    program: ScoreProgram
+    scalars: tuple[float, ...]
+    """In the order of the program's own."""
+    shapes: tuple[Shape, ...]
+    """Of the captured tensors, by slot, as `strides` are, in elements."""
+    strides: tuple[Shape, ...]
+    gradients: tuple[int, ...] = ()
+    """Slots of the tensors that want a gradient."""
+
+    @property
+    def numbers(self) -> Mapping[str, float]:
+        """The numbers by their names."""
+        return dict(zip(self.program.scalars, self.scalars, strict=True))
+
+    @property
+    def layouts(self) -> Mapping[str, Layout]:
+        """The captured tensors by their names among the operands of a launch."""
+        captured = zip(self.shapes, self.strides, self.program.tensors, strict=True)
+        return {captured_name(slot): Layout(*it[:2], it[2].dtype) for slot, it in enumerate(captured)}
+
+    def arguments(self, lowered: LoweredScore, scale: float) -> Mapping[str, float | int | str]:
+        """The value of each of `lowered.fields` by its name, in order: for a pointer the name of an operand."""
+        derived = iter(lowered.derived_values(self.numbers, scale))
+        found: dict[str, float | int | str] = {}
+        for it in lowered.fields:
+            if it.kind == "f32":
+                found[it.name] = next(derived)
+            elif it.kind == "pointer":
+                found[it.name] = captured_name(it.slot)
+            else:
+                found[it.name] = (self.strides if it.kind == "stride" else self.shapes)[it.slot][it.axis]
+        return found
+
+
+CAPTURED = "captured"
+
+
+def captured_name(slot: int) -> str:
+    """The name of a captured tensor among the operands of a launch."""
+    return f"{CAPTURED}{slot}"
+
+
+def with_score(
+    operands: Operands,
+    options: Options,
+    softcap: float | None,
+    alibi_slopes: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    score_mod: ScoreMod | None,
+    block_mask: object = None,
+) -> tuple[Operands, Options]:
+    """The same with the modification of scores that a call asks for. TypeError or ValueError, naming what came.
+
+    Dynamo can trace neither the checks nor `score_mod`; it gets the program of what has a name as a constant.
+    """
+    if softcap is None and alibi_slopes is None and bias is None and score_mod is None and block_mask is None:
+        return operands, options
+    if is_compiling():
+        if score_mod is not None or block_mask is not None:
+            raise NotImplementedError(
+                "score_mod, block_mask: got one in torch.compile or torch.export; allowed in eager calls"
+            )
+        slopes = None if alibi_slopes is None else (alibi_slopes.dim(), _dtype_name(alibi_slopes))
+        of_bias = None if bias is None else (tuple(size == 1 for size in bias.shape), _dtype_name(bias))
+        text = named_text(softcap is not None, slopes, of_bias)
+        captured = tuple(it for it in (alibi_slopes, bias) if it is not None)
+        scalars = () if softcap is None else (softcap,)
+        return operands._replace(captured=captured), options._replace(score=text, scalars=scalars)
+    check_inputs(*operands.qkv, strides=False)
+    check_modification(operands.q, operands.k, softcap, alibi_slopes, bias, score_mod)
+    lists, mask_mod = (None, None) if block_mask is None else read_block_mask(block_mask, operands.q, operands.k)
+    score = bind_score(
+        device=operands.q.device,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        bias=bias,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+    )
+    captured = () if score is None else score.tensors
+    if lists is not None:
+        captured, options = (*captured, *lists.tensors), options._replace(blocks=lists.spec)
+    return operands._replace(captured=captured), options.with_score(score)
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,165 @@
+"""The only validation of a call's arguments: TypeError or ValueError, naming what came and what is accepted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+
+from multiattn.layout import DTYPE_NAMES, Shape
+
+LOG2_E = math.log2(math.e)
+
+SCALE_MAX = 3.4028234663852886e38 / LOG2_E
+"""The largest whose product with `LOG2_E`, which kernels take, fp32 can hold."""
+
+
+def check_inputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None, *, strides: bool = True
+) -> None:
+    """TypeError or ValueError for tensors that are wrong for every backend; fake tensors are fine.
+
+    Without `strides` those are not asked: a tensor that `torch.vmap` maps may be laid out anew before it runs.
+    """
+    _check_tensors(q, k, v)
+    check_shapes(tuple(q.shape), tuple(k.shape), tuple(v.shape))
+    if strides:
+        _check_strides(q, k, v)
+    if sinks is not None:
+        _check_sinks(sinks, q)
+
+
+def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    tensors = {"q": q, "k": k, "v": v}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+            raise TypeError(f"{name} must be a dense strided tensor; got {got}")
+        if tensor.is_neg():
+            raise ValueError(f"{name} must hold its own values; got a negated view; call .resolve_neg() on it")
+        if tensor.dtype not in DTYPE_NAMES:
+            raise TypeError(f"{name}.dtype: got {tensor.dtype}; allowed {', '.join(map(str, DTYPE_NAMES))}")
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    if len(set(dtypes.values())) > 1:
+        raise TypeError(f"q, k and v must share one dtype; got {_list(dtypes)}")
+    devices = {name: tensor.device for name, tensor in tensors.items()}
+    if len(set(devices.values())) > 1:
+        raise ValueError(f"q, k and v must be on one device; got {_list(devices)}")
+    if q.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: got {q.device}; allowed cpu and cuda")
+
+
+def check_shapes(q: Shape, k: Shape, v: Shape) -> None:
+    """ValueError for shapes that are no q, k and v of one call."""
+    shapes = _list({"q": q, "k": k, "v": v})
+    for name, shape in (("q", q), ("k", k), ("v", v)):
+        if len(shape) != 4:
+            raise ValueError(f"{name} must have rank 4, [B, H, S, D]; got rank {len(shape)} ({shapes})")
+        if min(shape) < 0:
+            raise ValueError(f"sizes must not be negative; got {shapes}")
+    batch, heads_q, _, head_dim = q
+    if k != v:
+        raise ValueError(f"k and v must have one shape, [B, Hkv, Skv, D]; got {shapes}")
+    if k[0] != batch:
+        raise ValueError(f"q, k and v must share the batch size; got {shapes}")
+    if k[3] != head_dim:
+        raise ValueError(f"q, k and v must share head_dim; got {shapes}")
+    heads_kv = k[1]
+    if head_dim < 1 or heads_q < 1 or heads_kv < 1:
+        raise ValueError(f"heads and head_dim must be at least 1; got {shapes}")
+    if heads_q % heads_kv:
+        raise ValueError(
+            f"query heads must be a multiple of key/value heads (GQA); got Hq={heads_q}, Hkv={heads_kv} ({shapes})"
+        )
+
+
+def _check_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.shape[3] > 1 and tensor.stride(3) != 1:
+            raise ValueError(
+                f"{name} must have unit stride on D; got strides {tuple(tensor.stride())} for shape "
+                f"{tuple(tensor.shape)}; call .contiguous() on it"
+            )
+
+
+def _check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
+    if not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"sinks must be a torch.Tensor or None; got {type(sinks).__name__}")
+    if not sinks.is_floating_point() or sinks.layout != torch.strided:
+        raise TypeError(f"sinks must be a dense floating-point tensor; got {sinks.dtype}, layout {sinks.layout}")
+    if sinks.shape != q.shape[1:2]:
+        allowed = f"[{q.shape[1]}], one for each head of q"
+        raise ValueError(f"sinks: got shape {list(sinks.shape)}; allowed {allowed}")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks must be on the device of q, {q.device}; got {sinks.device}")
+
+
+def check_modification(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    softcap: float | None,
+    alibi_slopes: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    score_mod: object,
+) -> None:
+    """TypeError or ValueError for what modifies no scores; how the tensors fit sizes is checked with these."""
+    if softcap is not None:
+        cap = as_float(softcap, "softcap")
+        if not 0.0 < cap < math.inf:
+            raise ValueError(f"softcap: got {cap}; allowed positive and finite numbers, or None")
+    batch, heads = q.shape[0], q.shape[1]
+    if alibi_slopes is not None:
+        _check_captured("alibi_slopes", alibi_slopes, q, (torch.float32,))
+        if tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
+            got, allowed = tuple(alibi_slopes.shape), f"({heads},) and ({batch}, {heads})"
+            got, allowed = tuple(alibi_slopes.shape), f"({heads},) and ({batch}, {heads})"
+            raise ValueError(f"alibi_slopes: got shape {got}; allowed {allowed}")
+    if bias is not None:
+        _check_captured("bias", bias, q, (q.dtype, torch.float32))
+        sizes = (batch, heads, q.shape[2], k.shape[2])
+        if bias.ndim != 4 or any(it not in (1, size) for it, size in zip(bias.shape, sizes, strict=True)):
+            allowed = f"[B|1, Hq|1, Sq|1, Skv|1] with {sizes}"
+            raise ValueError(f"bias: got shape {tuple(bias.shape)}; allowed {allowed}")
+    if score_mod is not None and not callable(score_mod):
+        raise TypeError(f"score_mod must be callable or None; got {type(score_mod).__name__}")
+
+
+def _check_captured(name: str, tensor: object, q: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor or None; got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes or tensor.layout != torch.strided:
+        allowed = " or ".join(map(str, dict.fromkeys(dtypes)))
+        raise TypeError(f"{name}: got {tensor.dtype}, layout {tensor.layout}; allowed dense {allowed}")
+    if tensor.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}; got {tensor.device}")
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """The scale as a float, None its default; TypeError or ValueError for what fp32 has no finite number for."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    number = as_float(scale)
+    if not abs(number) <= SCALE_MAX:
+        raise ValueError(f"scale must be finite, up to {SCALE_MAX:.4g} (zero and negative are fine); got {number}")
+    return number
+
+
+def as_float(scale: Any, name: str = "scale") -> float:
+    """A number as a float, infinite beyond every float; TypeError for what is none. A traced one stays what it is."""
+    if isinstance(scale, (torch.SymFloat, torch.SymInt)) or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return scale  # type: ignore[no-any-return]  # stands for a float until the graph runs
+    if isinstance(scale, bool) or not isinstance(scale, Real):
+        raise TypeError(f"{name} must be a float or None; got {type(scale).__name__}")
+    try:
+        return float(scale)
+    except OverflowError:  # an int or a fraction beyond every float
+        return math.inf
+
+
+def _list(named: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in named.items())
