@@ -33,11 +33,11 @@ CASES = {
     "pointers": ("forward", "pointer_full", "sm80", {}, {"causal": True, "scale": -1.0}),
     "all ones": ("forward", "pointer_full", "sm120", {"heads_q": 1, "heads_kv": 1, "seq_q": 1}, {}),
     "gluon": ("forward", "warp_specialized", "sm90", {"head_dim": 48}, {"causal": True}),
-    "scores": ("forward", "full", "sm90", {}, {"causal": True}),
-    "gradients of scores": ("backward", "pointer_atomic", "sm80", {"seq_q": 1}, {}),
     "window": ("forward", "full", "sm90", {}, {"window": (40, 3)}),
+    "scores": ("forward", "full", "sm90", {}, {"causal": True}),
     **{variant.name: ("backward", variant.name, "sm90", {}, {}) for variant in BACKEND.backward.variants},
     "window's gradients": ("backward", "pointer_two_pass", "sm80", {}, {"window": (16, 1)}),
+    "gradients of scores": ("backward", "pointer_atomic", "sm80", {"seq_q": 1}, {}),
 }
 
 
