@@ -11,6 +11,7 @@ import torch
 from multiattn import Problem, explain, fmha
 from multiattn.plan.arch import GRID_MAX, by_name
 from multiattn.triton.configs import TritonConfig, smem_bytes, why_not_fit
+from multiattn.triton.ladder import STEPS
 from parity.case import Case
 from parity.launch import launch_plan, plan_case, prepare_case
 from parity.results import Contender
@@ -64,6 +65,14 @@ def test_a_window_begins_and_ends_at_every_place_of_a_block():
             window=(50, 9), scale=0.1,
         )  # fmt: skip
         run(case, "full", config)
+
+
+@pytest.mark.parametrize("variant", [*STEPS])
+@pytest.mark.parametrize("sinks", ["normal", "large", "some"])
+def test_sinks(variant, sinks):
+    """In each rung's domain; among the rows are some that see no key."""
+    config = TritonConfig(tile_m=32, tile_n=16, num_warps=4, num_stages=1)
+    run(Case(name="sinks", why="", seq_q=90, seq_kv=70, head_dim=16, window=(40, 0), sinks=sinks), variant, config)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

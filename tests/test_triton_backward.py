@@ -60,6 +60,16 @@ def test_a_window_begins_and_ends_at_every_place_of_a_block():
         gradient_checks.check(plan, *tensors)
 
 
+@pytest.mark.parametrize("variant", ["atomic", "two_pass"])
+def test_infinite_weights_beyond_the_ends_of_a_window_are_zero(variant):
+    """All scores are -1225, those of keys beyond the end, which a window reaches, 0."""
+    q, k, v, dout = make_tensors(heads_q=1, seq_q=40, seq_kv=40, head_dim=16)
+    q, k = torch.full_like(q, 8.75), torch.full_like(k, -8.75)
+    config = config_of(variant, (16, 16, 4, 1))
+    plan = plan_of(q, k, v, variant=variant, config=config, window=(38, 35), scale=1.0)
+    gradient_checks.check(plan, q, k, v, dout)
+
+
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_arches_that_mask_every_block_agree_to_the_last_bit(monkeypatch, window):
     """They have their operands in registers; the interpreter is like the others."""

@@ -33,10 +33,10 @@ CASES = {
     "pointers": ("forward", "pointer_full", "sm80", {}, {"causal": True, "scale": -1.0}),
     "all ones": ("forward", "pointer_full", "sm120", {"heads_q": 1, "heads_kv": 1, "seq_q": 1}, {}),
     "gluon": ("forward", "warp_specialized", "sm90", {"head_dim": 48}, {"causal": True}),
-    "window": ("forward", "full", "sm90", {}, {"window": (40, 3)}),
-    "scores": ("forward", "full", "sm90", {}, {"causal": True}),
+    "window": ("forward", "full", "sm90", {}, {"window": (40, 3), "sinks": torch.zeros(4)}),
+    "scores": ("forward", "full", "sm90", {}, {"causal": True, "sinks": torch.zeros(4)}),
     **{variant.name: ("backward", variant.name, "sm90", {}, {}) for variant in BACKEND.backward.variants},
-    "window's gradients": ("backward", "pointer_two_pass", "sm80", {}, {"window": (16, 1)}),
+    "its gradients": ("backward", "pointer_two_pass", "sm80", {}, {"window": (16, 1), "sinks": torch.zeros(4)}),
     "gradients of scores": ("backward", "pointer_atomic", "sm80", {"seq_q": 1}, {}),
 }
 
@@ -44,6 +44,8 @@ CASES = {
 def plan_of(case):
     direction, variant, arch, sizes, options = CASES[case]
     given = driver_fakes.operands(**sizes)
+    if "sinks" in options:
+        given = given._replace(sinks=options["sinks"], delta=given.lse.clone())
     problem = Problem.of(given.q, given.k, given.v, **options)
     if "scores" in case:
         (batch, heads, queries), keys = given.lse.shape, given.k.shape[2]
@@ -221,7 +223,7 @@ def test_any_window_runs_the_code_of_another():
     plan, given = plan_of("window")
     (kernel,), images = compiled("window"), []
     for window in ((40, 3), (1, 0), (16, None)):
-        problem = Problem.of(given.q, given.k, given.v, window=window)
+        problem = Problem.of(given.q, given.k, given.v, window=window, sinks=given.sinks)
         binding = bind(replace(plan, problem=problem), checked_binding(kernel, calls_of(plan)[0].table).image)
         images.append(binding.constants)
         reach = [it.value for it in binding.arguments if isinstance(it, abi.Number)][-2:]

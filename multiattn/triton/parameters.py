@@ -161,7 +161,7 @@ def area_names(tables: Iterable[KernelTable]) -> tuple[str, ...]:
 
 _NAMES: Mapping[str, str] = {
     "attention_forward": """
-        q k v out lse scale seq_q seq_kv heads q_strides k_strides v_strides out_strides left right aux C""",
+        q k v out lse scale seq_q seq_kv heads q_strides k_strides v_strides out_strides left right sinks aux C""",
     "prepare_rows": "out dout dlse delta dq_sum dlse_rows seq_q heads_q batch_heads out_strides C",
     "finish_dq": "dq_sum dq grad_factor seq_q heads_q batch_heads dq_strides C",
     "gradient_of_queries": """
@@ -199,6 +199,7 @@ def _table(
         "dlse": Tensor(of="dlse" if has_dlse else "lse"),
         "dlse_rows": Integer(value=problem.seq_q if has_dlse else 0, specialised=False),
         **_reach(problem),
+        "sinks": _sinks(problem),
         "aux": _aux(problem, constants.score),
         "C": Constant(value=constants),
     }
@@ -229,6 +230,11 @@ def _reach(problem: Problem) -> dict[str, Parameter]:
     return {
         side: Integer(value=it, specialised=False) for side, it in zip(("left", "right"), problem.reach, strict=True)
     }
+
+
+def _sinks(problem: Problem) -> Parameter:
+    """The caller's, at any multiple of 4 bytes."""
+    return Tensor(of="sinks", is_aligned=False) if problem.has_sinks else Constant(value=None)
 
 
 def _factor(problem: Problem, value: float) -> float | Integer:
@@ -328,7 +334,7 @@ def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
             described = Descriptor(of=name, layout=known[name], rows=tile, columns=columns)
             rows[f"{name}_{piece}"] = described if columns else Constant(value=None)
     rows["lse"] = Tensor(of="lse")
-    rows["sinks"] = Tensor(of="sinks", is_aligned=False) if problem.has_sinks else Constant(value=None)
+    rows["sinks"] = _sinks(problem)
     rows["counter"] = Tensor(of=abi.WORKSPACE) if plan.workspace_bytes else Constant(value=None)
     rows["scale"] = problem.scale_log2
     sizes = {

@@ -46,6 +46,7 @@ def attention_forward(
     out_strides,  # in units of C.out_vector elements
     left,  # with right, the reach of a two-sided mask; None for other kinds
     right,
+    sinks,  # pointer, fp32 [Hq], contiguous, at a multiple of 4 bytes; None where there are none
     aux,  # what the expression that modifies scores reads, as its functions have it; None without one
     C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
 ):
@@ -64,6 +65,8 @@ def attention_forward(
 
     kv = (k, v, k_strides, v_strides)
     acc, row_sum, row_max = _attend(q, q_strides, kv, first_row, at_kv, band, scale, (batch, head, aux), C)
+    if sinks is not None:
+        acc, row_sum, row_max = _add_sink(acc, row_sum, row_max, tl.load(sinks + head), C)
     _store(out, out_strides, lse, acc, row_sum, row_max, first_row, seq_q, C)
 
 
@@ -162,8 +165,17 @@ def _power(x, INVERSE: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def _add_sink(acc, row_sum, row_max, sink, C: tl.constexpr):
+    """One more column of all rows, a logit that is not scaled and has no value. -inf changes nothing."""
+    sink = sink * (1.0 / C.step.ln_base)
+    new_max = tl.maximum(row_max, sink)
+    decay = _power(row_max - new_max, False, C)
+    return acc * decay[:, None], row_sum * decay + _power(sink - new_max, False, C), new_max
+
+
+@triton.jit
 def _store(out, out_strides, lse, acc, row_sum, row_max, first_row, seq_q, C: tl.constexpr):
-    """The epilogue. A row that saw no key has row_sum 0: its out is 0 / 1, its lse LOWEST + log(0) = -inf."""
+    """The epilogue. A row that saw no key and no sink has row_sum 0: out is 0 / 1, lse is LOWEST + log(0) = -inf."""
     in_range = first_row + tl.arange(0, C.tile_m) < seq_q
     lse_row = (row_max + _power(row_sum, True, C)) * C.step.ln_base  # [tile_m]
     tl.store(lse + first_row + tl.arange(0, C.tile_m), lse_row, mask=in_range)
