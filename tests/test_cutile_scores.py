@@ -12,10 +12,11 @@ from multiattn.cutile.configs import PIPELINES, CutileConfig, OnePassConfig, Two
 from multiattn.cutile.ladder import STEPS
 from multiattn.cutile.table import launches_of
 from multiattn.mask import band_of
+from multiattn.operands import Operands, Options, with_score
 from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import get, make_plan
-from multiattn.problem import Operands, Options, problem_of, with_score
+from multiattn.problem import problem_of
 
 pytest.importorskip("cuda.tile")
 

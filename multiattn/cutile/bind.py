@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from multiattn.cutile.configs import CutileConfig
 from multiattn.cutile.table import IMAGE, STRIDES, VECTORS, KernelLaunch, extents_of, launches_of
+from multiattn.operands import CAPTURED
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
-from multiattn.problem import CAPTURED
 
 _TEXT_SECTION = ".nv.tileir.debug_txt"
 _TYPES = {
