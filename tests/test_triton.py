@@ -33,7 +33,12 @@ def problem_of(**options):
     return Problem.contiguous(**{"batch": 1, "heads_q": 1, "seq_q": 64, "head_dim": 64, **options})
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+WINDOWS = ((7, 3), (90, 30), (None, 5), (40, None))
+"""Narrower than a tile, with full blocks between two masked ones, with no bound on a side."""
+MASKS = {"full": {}, "causal": {"causal": True}, **{str(it): {"window": it} for it in WINDOWS}}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
 @pytest.mark.parametrize(
     "config",
     [
@@ -43,11 +48,22 @@ def problem_of(**options):
     ],
     ids=str,
 )
-def test_tiles_of_any_shape_give_the_same(config, causal):
+def test_tiles_of_any_shape_give_the_same(config, mask):
     """To the last bit, through descriptors and through pointers. Among them rows that see no key."""
-    case = Case(name="tiles", why="", heads_q=4, heads_kv=2, seq_q=203, seq_kv=113, head_dim=24, causal=causal)
+    case = Case(name="tiles", why="", heads_q=4, heads_kv=2, seq_q=203, seq_kv=113, head_dim=24, **mask)
     first, second = (run(case, variant, config) for variant in VARIANTS)
     assert all(map(torch.equal, first.all, second.all))
+
+
+def test_a_window_begins_and_ends_at_every_place_of_a_block():
+    """With weights so even that one key too many or too few shows."""
+    config = TritonConfig(tile_m=16, tile_n=32, num_warps=4, num_stages=1)
+    for offset in range(32):
+        case = Case(
+            name="places", why="", heads_q=1, heads_kv=1, seq_q=70, seq_kv=60 + offset, head_dim=16,
+            window=(50, 9), scale=0.1,
+        )  # fmt: skip
+        run(case, "full", config)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -13,7 +13,7 @@ from gradient_checks import make_tensors
 from multiattn import Problem
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import make_plan
-from multiattn.triton import BACKEND
+from multiattn.triton import BACKEND, parameters
 from multiattn.triton.configs import TritonTwoPassConfig, tiles
 
 VARIANTS = {variant.name: variant for variant in BACKEND.backward.variants}
@@ -36,15 +36,40 @@ def run(q, k, v, dout, **how):
     return gradient_checks.run(plan_of(q, k, v, **how), q, k, v, dout)
 
 
+WINDOWS = ((7, 3), (20, 35), (None, 5), (30, None))
+MASKS = {"full": {}, "causal": {"causal": True}, **{str(it): {"window": it} for it in WINDOWS}}
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("keys", [(16, 32, 4, 1), (64, 16, 4, 1)], ids=str)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_tiles_of_any_shape(variant, keys, causal):
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+def test_tiles_of_any_shape(variant, keys, mask):
     """With a dlse; among them rows that see no key."""
     q, k, v, dout = make_tensors(heads_q=4, heads_kv=2, seq_q=75, seq_kv=41, head_dim=24)
     dlse = torch.randn(q.shape[:3], generator=torch.Generator().manual_seed(1))
-    plan = plan_of(q, k, v, variant=variant, config=config_of(variant, keys), causal=causal)
+    plan = plan_of(q, k, v, variant=variant, config=config_of(variant, keys), **mask)
     gradient_checks.check(plan, q, k, v, dout, dlse)
+
+
+def test_a_window_begins_and_ends_at_every_place_of_a_block():
+    """With weights so even that one pair too many or too few shows; among them keys that nobody sees."""
+    config = config_of("two_pass", (16, 32, 4, 1))
+    for offset in range(32):
+        tensors = make_tensors(heads_q=1, seq_q=50, seq_kv=50 + offset, head_dim=16)
+        plan = plan_of(*tensors[:3], variant="two_pass", config=config, window=(40, 9), scale=0.1)
+        gradient_checks.check(plan, *tensors)
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_arches_that_mask_every_block_agree_to_the_last_bit(monkeypatch, window):
+    """They have their operands in registers; the interpreter is like the others."""
+    tensors, constants = make_tensors(seq_q=75, seq_kv=90, head_dim=16), parameters._constants
+    ways = []
+    for in_registers in (False, True):
+        own = {"register_operands": in_registers}
+        monkeypatch.setattr(parameters, "_constants", lambda *given, own=own, **rest: constants(*given, **rest | own))
+        ways.append(run(*tensors, variant="two_pass", config=config_of("two_pass", (16, 16, 4, 1)), window=window))
+    assert all(map(torch.equal, *ways))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -7,7 +7,6 @@ code holds for; the manifest says what the code is specialised on, and `Kernel` 
 from __future__ import annotations
 
 import hashlib
-import math
 import platform
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,8 +27,9 @@ from multiattn.plan.arch import detect
 from multiattn.plan.backend import Exported, Plan
 from multiattn.problem import Problem, options_of
 from multiattn.run import driver
+from multiattn.run.calls import fill_empty
 from multiattn.run.counters import counter_lender
-from multiattn.run.execute import check_laid_out, on_device
+from multiattn.run.execute import as_fp32, check_laid_out, on_device
 from multiattn.run.launch import DriverLauncher, LoadedKernel, Workspace
 
 _KEPT = 256  # launchers of a kernel; a serving loop with ever-changing lengths must not grow for ever
@@ -193,6 +193,7 @@ class Kernel:
         v: torch.Tensor,
         *,
         scale: float | None = None,
+        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -203,23 +204,27 @@ class Kernel:
             k: ``[B, Hkv, Skv, D]``, Hq a multiple of Hkv.
             v: like k.
             scale: of the scores; None for ``1/sqrt(D)``.
+            sinks: ``[Hq]``, where the kernel was compiled for them.
             out: to write to: like q, with strides ``Problem.strides_out``; None for a fresh one.
             lse: to write to: fp32 ``[B, Hq, Sq]``, contiguous; None for a fresh one.
 
         Returns (out, lse) as `multiattn.fmha` does; without gradients. ValueError or TypeError, with what came and what
         is allowed, for tensors that this kernel cannot run.
         """
-        problem = Problem.of_operands(Operands(q, k, v), options_of(self.plan.problem)._replace(scale=scale))
+        options = options_of(self.plan.problem)._replace(scale=scale)
+        problem = Problem.of_operands(Operands(q, k, v, sinks=sinks), options)
         self._check(problem, q.device)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
             raise ValueError("gradients: got tensors that require them; allowed a call in torch.no_grad()")
         out, lse = (_result(name, it, problem.layouts[name], q.device) for name, it in (("out", out), ("lse", lse)))
         if problem.is_empty:
             return out, lse
+        operands = Operands(q, k, v, out, lse, sinks=as_fp32(sinks))
         if problem.seq_kv == 0:
-            return out.zero_(), lse.fill_(-math.inf)
+            fill_empty(operands)
+            return out, lse
         with on_device(q.device):
-            self._launcher(problem, q.device.index or 0)(Operands(q, k, v, out, lse))
+            self._launcher(problem, q.device.index or 0)(operands)
         return out, lse
 
     def _check(self, problem: Problem, device: torch.device) -> None:
@@ -229,6 +234,7 @@ class Kernel:
             ("arch", here, self.plan.arch.name),
             ("dtype", problem.dtype, allowed.dtype),
             ("head_dim", problem.head_dim, allowed.head_dim),
+            ("sinks", problem.has_sinks, allowed.has_sinks),
         )
         if wrong := [f"{what}: got {got}; allowed {ours}" for what, got, ours in found if got != ours]:
             raise ValueError(f"{self.name} cannot run these tensors: {'; '.join(wrong)}")

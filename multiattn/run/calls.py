@@ -161,13 +161,13 @@ def get_backward(operands: Operands, options: Options, plan: Plan | None = None)
 def prepare(plan: Plan, device: torch.device) -> Launcher:
     """The launcher of a Plan, made with the tensors' device current; no kernel is asked for no work."""
     if plan.problem.is_empty or plan.problem.seq_kv == 0:
-        return _fill_empty if plan.direction == "forward" else _zero_gradients
+        return fill_empty if plan.direction == "forward" else _zero_gradients
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         op = registry.get(plan.backend).op(plan.direction)
         return logged(plan, op.prepare(plan))
 
 
-def _fill_empty(operands: Operands) -> None:
+def fill_empty(operands: Operands) -> None:
     """Launcher of a problem without queries, which has no results, or without keys: every row is empty."""
     assert operands.out is not None
     assert operands.lse is not None

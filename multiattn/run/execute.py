@@ -35,7 +35,7 @@ def run_forward(ready: Ready, inputs: Sequence[torch.Tensor]) -> tuple[torch.Ten
         ready.launch(_operands((*inputs, out, lse, *_NO_GRADIENTS)))
     else:
         operands = Operands.of_inputs(inputs, ready.plan.problem.has_sinks)
-        ready.launch(operands._replace(out=out, lse=lse, sinks=_as_fp32(operands.sinks)))
+        ready.launch(operands._replace(out=out, lse=lse, sinks=as_fp32(operands.sinks)))
     return out, lse
 
 
@@ -82,7 +82,7 @@ def gradient_of_sinks(operands: Operands) -> torch.Tensor:
     return -(weights * delta).sum(dim=(0, 2)).to(sinks.dtype)
 
 
-def _as_fp32(sinks: torch.Tensor | None) -> torch.Tensor | None:
+def as_fp32(sinks: torch.Tensor | None) -> torch.Tensor | None:
     """Sinks as a kernel reads them."""
     return None if sinks is None else sinks.to(torch.float32).contiguous()
 
@@ -104,7 +104,7 @@ def launch(
     of q and the strides `plan.problem.strides_out`, lse is fp32 ``[B, Hq, Sq]`` and contiguous; both start at a
     multiple of 16 bytes. TypeError or ValueError for anything else, with what came and what is accepted.
     """
-    _launch(plan, "forward", Operands(q, k, v, out, lse, sinks=_as_fp32(sinks), captured=captured), ("out", "lse"))
+    _launch(plan, "forward", Operands(q, k, v, out, lse, sinks=as_fp32(sinks), captured=captured), ("out", "lse"))
 
 
 def launch_backward(

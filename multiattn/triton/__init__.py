@@ -53,8 +53,10 @@ TMA_ARCHS = tuple(name for name in GPU_ARCHS if ARCHS[name].capability >= (9, 0)
 
 # cuTensorMapEncodeTiled: address and strides are multiples of 16 bytes, and no stride is zero. A Problem has one
 # alignment for all tensors, so this also holds for those that are read through pointers.
-_THROUGH_DESCRIPTORS = Capability(arches=("cpu", *TMA_ARCHS), alignment=VECTOR_BYTES, zero_strides=False, masks=KINDS)
-_THROUGH_POINTERS = Capability(arches=("cpu", *GPU_ARCHS), masks=KINDS)
+_THROUGH_DESCRIPTORS = Capability(
+    arches=("cpu", *TMA_ARCHS), alignment=VECTOR_BYTES, zero_strides=False, masks=KINDS, scores=True
+)
+_THROUGH_POINTERS = Capability(arches=("cpu", *GPU_ARCHS), masks=KINDS, scores=True)
 
 
 def _gluon_variant() -> Variant:
@@ -66,6 +68,7 @@ def _gluon_variant() -> Variant:
             arches=gluon_configs.ARCHES,
             masks=KINDS,
             sinks=True,
+            scores=False,
             arch_hint="for this arch's wgmma and TMA, and Triton interprets no Gluon; other variants run elsewhere",
         ),
         config_type=gluon_configs.GluonConfig,

@@ -44,7 +44,7 @@ def my_tile(seq, batch_heads, LAST_FIRST: tl.constexpr, TILE: tl.constexpr, HEAD
 def key_blocks(first_row, band, C: tl.constexpr):
     """The blocks of keys of a tile of queries: (begin, full_begin, full_end, end), multiples of tile_n or the last end.
 
-    All rows see every key of [full_begin, full_end); none sees a key before begin or from end on.
+    All rows see every key of [full_begin, full_end), which may be none; no row sees a key before begin or from end on.
     """
     seq_q, seq_kv, left, right = band
     begin = 0
@@ -63,8 +63,7 @@ def key_blocks(first_row, band, C: tl.constexpr):
         seen_from = tl.minimum(tl.maximum(first_seen, 0), seq_kv)
         seen_from_by_all = tl.minimum(tl.maximum(first_seen + C.tile_m - 1, 0), seq_kv)
         begin = seen_from // C.tile_n * C.tile_n
-        full_begin = tl.minimum((seen_from_by_all + C.tile_n - 1) // C.tile_n * C.tile_n, end)
-        full_end = tl.maximum(full_end, full_begin)
+        full_begin = (seen_from_by_all + C.tile_n - 1) // C.tile_n * C.tile_n
     return begin, full_begin, full_end, end
 
 
@@ -72,8 +71,8 @@ def key_blocks(first_row, band, C: tl.constexpr):
 def query_blocks(first_key, band, C: tl.constexpr):
     """The blocks of queries of a tile of keys: (begin, full_begin, full_end, end), multiples of tile_m or the last end.
 
-    Queries of [full_begin, full_end) see all keys; none before begin or from end on sees one. Keys beyond the end need
-    the mask with every query.
+    Queries of [full_begin, full_end), which may be none, see all keys; none before begin or from end on sees one. Keys
+    beyond the end need the mask with every query.
     """
     seq_q, seq_kv, left, right = band
     begin = 0
@@ -98,8 +97,6 @@ def query_blocks(first_key, band, C: tl.constexpr):
         # no wgmma made, for which ptxas waits after each wgmma.
         end = tl.maximum(end, begin + 1)
         tl.assume(begin < end)
-        full_begin = tl.minimum(full_begin, end)
-        full_end = tl.maximum(full_end, full_begin)
     return begin, full_begin, full_end, end
 
 
@@ -142,6 +139,32 @@ def seeing_rows(rows, keys, band, C: tl.constexpr):
     else:
         visible = rows >= tl.where(keys < seq_kv, begin, LAST)
     return visible
+
+
+# ---------------------------------------------------------------- the modification of scores
+
+# `of_score` is (batch, query head, aux), and aux what the expression reads. Positions broadcast to the tile.
+
+
+@triton.jit
+def modified(raw, rows, keys, of_score, band, C: tl.constexpr):
+    """``q @ k^T`` as it is; if there is an expression, its scores in the log2 domain, which have the scale."""
+    scores = raw
+    if C.score is not None:
+        batch, head, aux = of_score
+        scores = C.score.score(raw, batch, head, rows, keys, band[0], band[1], aux)
+    return scores
+
+
+@triton.jit
+def modified_and_slope(raw, rows, keys, of_score, band, C: tl.constexpr):
+    """The same, and how much a score, in its own units, moves with the scaled ``q @ k^T``."""
+    if C.score is not None:
+        batch, head, aux = of_score
+        scores, slope = C.score.score_and_slope(raw, batch, head, rows, keys, band[0], band[1], aux)
+    else:
+        scores, slope = raw, 1.0
+    return scores, slope
 
 
 # ---------------------------------------------------------------- memory
