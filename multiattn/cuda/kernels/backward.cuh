@@ -190,7 +190,8 @@ class Mailbox {
   SharedAddress first_;
 };
 
-// P^T of the expression's scores, in place of K Q^T. The partner gets P^T times their slope: that is its factor of dS^T.
+// P^T of the expression's scores, in place of K Q^T. The partner gets P^T times the slope, its factor of dS^T, and masks
+// what comes of it.
 template <class T>
 DEVICE void weigh_modified(KeyScores<T>& product, const HeadScores<typename T::Score>& head, SharedAddress lse,
                            const Mailbox<T>& mailbox, int first_key, int first_query) {

@@ -132,7 +132,8 @@ DEVICE void backward_queries(const typename T::Params& params) {
     multiply_rows<E, TileQ, TileKV, T::AHEAD>(dp, own_do, v, T::thread());
     if constexpr (HAS_SCORE<typename T::Score>) {
       const HeadScores<typename T::Score> of_head(params, head / params.heads_q, head % params.heads_q);
-      make_modified_ds(scores, dp, statistics, of_head, first_query + first_row, block * T::TILE_N, recomputed(thread_index()));
+      make_modified_ds(scores, dp, statistics, of_head, first_query + first_row, block * T::TILE_N,
+                       recomputed(thread_index()));
     } else {
       make_ds(scores, dp, statistics, params.score_factor);
     }

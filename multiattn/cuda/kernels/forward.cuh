@@ -99,11 +99,11 @@ DEVICE void modify_scores(Scores<T>& scores, const Walk<T>& it, int block) {
   const HeadScores<typename T::Score> head(it.params, it.work.batch, it.work.head);
   const uint32 thread = recomputed(thread_index());
   const int first_query = it.work.first_query + T::warp_row(thread), first_key = block * T::TILE_N + T::warp_key(thread);
-  // Column by column: what depends on the key alone is then in registers for a few scores only.
-  for_each<T::KEY_FRAGMENTS, 2, 2, T::ROW_FRAGMENTS, 2>([&](int n, int side, int column, int m, int half) {
-    float& score = scores[m][n][side].value[2 * half + column];
-    score = head.score(score, first_query + 16 * m + accumulator_row(2 * half, thread),
-                       first_key + 16 * n + 8 * side + accumulator_column(column, thread));
+  // Columns first: what depends on the key alone is then in registers for a few scores only.
+  for_each<T::KEY_FRAGMENTS, 2, T::ROW_FRAGMENTS, 4>([&](int n, int side, int m, int e) {
+    float& score = scores[m][n][side].value[e];
+    score = head.score(score, first_query + 16 * m + accumulator_row(e, thread),
+                       first_key + 16 * n + 8 * side + accumulator_column(e, thread));
   });
 }
 

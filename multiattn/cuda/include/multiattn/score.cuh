@@ -35,8 +35,8 @@ class HeadScores {
     return Score::score(raw, batch_, head_, query, key, seq_q_, seq_kv_, aux_);
   }
 
-  // exp2(score - lse_log2), and the same times d score / d raw over the scale: what dP - delta is multiplied by. Where the
-  // expression hides all keys of a row its lse is -inf, too.
+  // exp2(score - lse_log2); `sloped` is that times the slope of the expression, the factor of dP - delta in dS. A row of
+  // which the expression hides every key has an lse of -inf, and no weights.
   DEVICE float weight(float raw, int query, int key, float lse_log2, float& sloped) const {
     float slope;
     const float score = Score::score_and_slope(raw, batch_, head_, query, key, seq_q_, seq_kv_, aux_, slope);
