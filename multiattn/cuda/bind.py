@@ -27,6 +27,8 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
     abi.exactly(constants, dtype=problem.dtype, head_dim=problem.head_dim, mask=problem.band.kind)
     if problem.has_sinks:
         abi.exactly(constants, sinks="one a head")
+    if problem.score is not None:
+        abi.exactly(constants, score=problem.score.program.digest)
     if not is_wgmma(plan):
         abi.flag(constants, emitted or {}, "unaligned", problem.alignment % VECTOR_BYTES != 0)
     return abi.Binding(

@@ -11,6 +11,7 @@ from multiattn.cuda.axes import Axes
 from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig
 from multiattn.cuda.configs import CudaConfig
 from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams
+from multiattn.cuda.score import lowered_of, text_of
 from multiattn.cuda.source import Instance
 from multiattn.cuda.variants import axes_of, is_wgmma
 from multiattn.cuda.wgmma_configs import WgmmaConfig
@@ -20,6 +21,7 @@ from multiattn.plan.abi import Image
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.plan.schedule import key_tiles, query_tiles
 from multiattn.problem import Problem
+from multiattn.score import LoweredScore
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,11 +49,11 @@ def launches_of(plan: Plan) -> tuple[PlannedLaunch, ...]:
     if plan.direction == "forward":
         return (_wgmma(plan) if is_wgmma(plan) else _forward(plan),)
     assert isinstance(plan.config, BackwardConfig)
-    problem, config = plan.problem, plan.config
-    prepare, keys = _rows("prepare_rows", problem, config), _keys(problem, config)
+    problem, config, score = plan.problem, plan.config, lowered_of(plan)
+    prepare, keys = _rows("prepare_rows", problem, config), _keys(problem, config, score)
     if config.dq is None:
         return prepare, keys, _rows("convert_dq", problem, config)
-    return prepare, _queries(problem, config.dq), keys
+    return prepare, _queries(problem, config.dq, score), keys
 
 
 def kernels_of(plan: Plan) -> tuple[Instance, ...]:
@@ -63,7 +65,10 @@ def siblings_of(plan: Plan) -> tuple[Instance, ...]:
     """The kernels of one head_dim and config, for every dtype that it takes, mask and alignment.
 
     A mask of two sides has siblings of its own: few calls have one, and it is as much to build as the others together.
+    With an expression of its own for scores a kernel has none.
     """
+    if plan.problem.has_score:
+        return kernels_of(plan)
     takes = variant_of(plan).capability
     bands = (plan.problem.band,) if plan.problem.is_two_sided else (FULL, CAUSAL)
     problems = (
@@ -79,7 +84,7 @@ def siblings_of(plan: Plan) -> tuple[Instance, ...]:
 # ---------------------------------------------------------------- the forward
 
 
-def forward_traits(axes: Axes, config: CudaConfig, problem: Problem) -> str:
+def forward_traits(axes: Axes, config: CudaConfig, problem: Problem, score: LoweredScore | None = None) -> str:
     """The C++ type of a forward kernel's constants, legal or not: what point, config and problem come to."""
     steps = (("Warps", axes.warps), ("Share", axes.share), ("Tiling", axes.tiling), ("QPlace", config.q_place))
     *flags, place = (f"multiattn::{axis}::{step.upper()}" for axis, step in steps)
@@ -87,28 +92,23 @@ def forward_traits(axes: Axes, config: CudaConfig, problem: Problem) -> str:
     point = _cpp_list(*flags, *(tensor in axes.swizzle for tensor in "qkv"), added)
     tiles = (config.tile_m, config.tile_n, config.warps, config.column_warps, config.stages)
     shape = _cpp_list(*tiles, place, config.dim_slice, config.key_slice)
-    return _traits(
-        "ForwardTraits",
-        problem,
-        *_masked(problem),
-        problem.has_sinks,
-        f"multiattn::Axes<{point}>",
-        f"multiattn::Shape<{shape}>",
-    )
+    point_and_shape = f"multiattn::Axes<{point}>", f"multiattn::Shape<{shape}>"
+    return _traits("ForwardTraits", problem, *_masked(problem), problem.has_sinks, *point_and_shape, *_score(score))
 
 
 def _forward(plan: Plan) -> PlannedLaunch:
-    config, problem, axes = plan.config, plan.problem, axes_of(plan)
+    config, problem, axes, score = plan.config, plan.problem, axes_of(plan), lowered_of(plan)
     assert isinstance(config, CudaConfig)
     columns = f"c{config.column_warps}" if config.column_warps > 1 else ""
     slices = f"_{config.dim_slice}d{config.key_slice}k" if axes.tiling != "none" else ""
     tiles = f"{config.tile_m}x{config.tile_n}_w{config.warps}{columns}_s{config.stages}_q{config.q_place}"
     name = f"forward_{_what(problem)}_{axes.name.replace('+', '_')}_{tiles}{slices}_o{config.occupancy}"
     kernel = Instance(
-        name=f"{name}{_unaligned(problem)}{'_sinks' if problem.has_sinks else ''}",
+        name=f"{name}{_unaligned(problem)}{'_sinks' if problem.has_sinks else ''}{_suffix(score)}",
         header="forward.cuh",
         entry="forward",
-        traits=forward_traits(axes, config, problem),
+        traits=forward_traits(axes, config, problem, score),
+        score=score,
         params=ForwardParams,
         threads=config.threads,
         occupancy=config.occupancy,
@@ -177,15 +177,18 @@ def _rows(entry: str, problem: Problem, config: BackwardConfig) -> PlannedLaunch
     return PlannedLaunch(kernel=kernel, blocks=query_tiles(problem, backward.ROW_TILE))
 
 
-def _keys(problem: Problem, config: BackwardConfig) -> PlannedLaunch:
+def _keys(problem: Problem, config: BackwardConfig, score: LoweredScore | None) -> PlannedLaunch:
     """The kernel of dk and dv, and on demand of dq."""
     adds_dq = config.dq is None
     kernel = Instance(
         name=f"backward_keys_{_tiles(problem, config)}{('_dqwide' if config.wide else '_dq') if adds_dq else ''}"
-        f"{_unaligned(problem)}",
+        f"{_unaligned(problem)}{_suffix(score)}",
         header="backward.cuh",
         entry="backward_keys",
-        traits=_traits("BackwardTraits", problem, *_masked(problem), *_sizes(config), adds_dq, config.wide),
+        traits=_traits(
+            "BackwardTraits", problem, *_masked(problem), *_sizes(config), adds_dq, config.wide, *_score(score)
+        ),
+        score=score,
         params=BackwardParams,
         threads=config.threads,
         occupancy=config.occupancy,
@@ -194,13 +197,14 @@ def _keys(problem: Problem, config: BackwardConfig) -> PlannedLaunch:
     return PlannedLaunch(kernel=kernel, blocks=key_tiles(problem, config.tile_n))
 
 
-def _queries(problem: Problem, config: QueryConfig) -> PlannedLaunch:
+def _queries(problem: Problem, config: QueryConfig, score: LoweredScore | None) -> PlannedLaunch:
     """The kernel of dq alone."""
     kernel = Instance(
-        name=f"backward_queries_{_tiles(problem, config)}{_unaligned(problem)}",
+        name=f"backward_queries_{_tiles(problem, config)}{_unaligned(problem)}{_suffix(score)}",
         header="backward_q.cuh",
         entry="backward_queries",
-        traits=_traits("QueryTraits", problem, *_masked(problem), *_sizes(config)),
+        traits=_traits("QueryTraits", problem, *_masked(problem), *_sizes(config), *_score(score)),
+        score=score,
         params=BackwardParams,
         threads=config.threads,
         occupancy=config.occupancy,
@@ -233,6 +237,15 @@ def _masked(problem: Problem) -> tuple[int, str, bool]:
 def _band(problem: Problem) -> str:
     kind = problem.band.kind
     return f"multiattn::Band::{'NONE' if kind == 'full' else kind.upper()}"
+
+
+def _score(score: LoweredScore | None) -> tuple[str, ...]:
+    """The last constant of a kernel whose scores an expression changes."""
+    return () if score is None else (f"multiattn::{text_of(score)[0]}",)
+
+
+def _suffix(score: LoweredScore | None) -> str:
+    return "" if score is None else f"_{text_of(score)[0].lower()}"
 
 
 def _unaligned(problem: Problem) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from multiattn.cuda.backward_configs import ROW_TILE, BackwardConfig, workspace_areas
 from multiattn.cuda.configs import ELEMENT_BYTES, tiles
+from multiattn.cuda.score import NOTHING, lowered_of, with_aux
 from multiattn.cuda.structs import TENSOR_MAP, read_structs
 from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.wgmma_configs import WgmmaConfig, query_tiles
@@ -24,9 +25,6 @@ from multiattn.problem import Problem
 _STRUCTS = read_structs(Path(__file__).parent / "include" / "multiattn" / "params.h")
 _STRIDES = _STRUCTS["Strides"]
 ForwardParams, BackwardParams, WgmmaParams = (_STRUCTS[f"{it}Params"] for it in ("Forward", "Backward", "Wgmma"))
-
-_AREAS = {"next_tile": WORKSPACE}
-"""Names of areas of workspace that are not those of their fields."""
 
 
 def numbers_of(plan: Plan) -> dict[str, Any]:
@@ -72,17 +70,29 @@ def _kv_heads_per_section(problem: Problem) -> int:
     return min(heads, problem.batch * problem.heads_kv)
 
 
+def _arguments(plan: Plan) -> Mapping[str, Any]:
+    """The value of each field of the `Aux` of a Plan's scores: for a pointer the name of its operand."""
+    lowered, score = lowered_of(plan), plan.problem.score
+    if lowered is None or score is None:
+        return {}
+    return {NOTHING: 0, **score.arguments(lowered, plan.problem.scale)}
+
+
 def params_of(plan: Plan) -> ctypes.Structure:
-    """The parameter struct of all kernels of a Plan, but for pointers and tensor maps."""
+    """The parameter struct of all kernels of a Plan, but for pointers and tensor maps.
+
+    A kernel that knows of no score takes the first part of it.
+    """
+    kind = WgmmaParams if isinstance(plan.config, WgmmaConfig) else ForwardParams
     if isinstance(plan.config, BackwardConfig):
-        return _filled(BackwardParams, numbers_of(plan))
-    return _filled(WgmmaParams if isinstance(plan.config, WgmmaConfig) else ForwardParams, numbers_of(plan))
+        kind = BackwardParams
+    return _filled(with_aux(kind, lowered_of(plan)), {**numbers_of(plan), **_arguments(plan)})
 
 
 def _filled(kind: type[ctypes.Structure], numbers: Mapping[str, Any]) -> ctypes.Structure:
     params = kind()
     for name, field, *_ in kind._fields_:
-        if field in (ctypes.c_int32, ctypes.c_float, _STRIDES):
+        if field in (ctypes.c_int32, ctypes.c_int64, ctypes.c_float, _STRIDES):
             setattr(params, name, numbers[name])
         elif issubclass(field, ctypes.Structure):
             setattr(params, name, _filled(field, numbers))
@@ -91,11 +101,11 @@ def _filled(kind: type[ctypes.Structure], numbers: Mapping[str, Any]) -> ctypes.
 
 def struct_of(plan: Plan, *, has_dlse: bool = False) -> Struct:
     """The one argument of all kernels of a Plan. Pointers to what a launch does not have stay null."""
-    params = params_of(plan)
+    params, names = params_of(plan), {"next_tile": WORKSPACE, **_arguments(plan)}
     absent = {"dq_sum", WORKSPACE} - set(areas_of(plan)) | (set() if has_dlse else {"dlse"})
     absent |= set() if plan.problem.has_sinks else {"sinks"}
     maps = tensor_maps(plan.problem, plan.config.box_rows) if isinstance(plan.config, WgmmaConfig) else {}
-    places = list(_places(type(params)))
+    places = [(at, names.get(name, name), is_map) for at, name, is_map in _places(type(params))]
     return Struct(
         data=bytes(params),
         pointers={at: name for at, name, is_map in places if not is_map and name not in absent},
@@ -115,7 +125,7 @@ def _places(kind: type[ctypes.Structure], base: int = 0) -> Iterator[tuple[int, 
     for name, field, *_ in kind._fields_:
         at = base + getattr(kind, name).offset
         if field is ctypes.c_void_p:
-            yield at, _AREAS.get(name, name), False
+            yield at, name, False
         elif field is TENSOR_MAP:
             yield at, name.removeprefix("map_"), True
         elif issubclass(field, ctypes.Structure):

@@ -21,15 +21,14 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from multiattn.run import cache
+from multiattn.plan.backend import Plan
 from multiattn.score.expression import ONE, Node
-from multiattn.score.lower import AuxField, LoweredScore, is_zero
+from multiattn.score.lower import AuxField, LoweredScore, is_zero, lower
 from multiattn.score.printing import DIGEST, INFIX, Language, calls, sign
 
 _PLACE = "int32 b, int32 h, int32 q, int32 kv, int32 seq_q, int32 seq_kv"
@@ -102,8 +101,15 @@ LANGUAGE = Language(
 )
 
 
-def text_of(lowered: LoweredScore, slots: Sequence[int] = ()) -> tuple[str, str]:
-    """Digest and text of the header; with `slots` it has the gradients of these captured tensors."""
+def lowered_of(plan: Plan) -> LoweredScore | None:
+    """The expression that changes the scores of a Plan, if one does; with the GPU's own tanh on a GPU."""
+    score = plan.problem.score if plan.problem.has_score else None
+    return None if score is None else lower(score.program, approximate=plan.arch.is_gpu)
+
+
+@functools.lru_cache(maxsize=256)
+def text_of(lowered: LoweredScore, slots: tuple[int, ...] = ()) -> tuple[str, str]:
+    """Name and text of the struct; with `slots` it has the gradients of these captured tensors."""
     elements = [_ELEMENTS[it.dtype] for it in lowered.program.tensors]
     names = {it.name: f"aux.{it.name}" for it in lowered.fields}
     names |= {f"tensor{slot}": number for slot, (_, number) in enumerate(elements)}
@@ -121,10 +127,11 @@ def text_of(lowered: LoweredScore, slots: Sequence[int] = ()) -> tuple[str, str]
         body += _gradients(lowered, slots, names)
     comment = "".join(f"// {line}\n" for line in lowered.program.text.splitlines())
     inside = "".join(f"  {line}\n" for line in body)
-    return sign(
-        f'{comment}#pragma once\n#include "multiattn/ptx_math.cuh"\n\nnamespace multiattn {{\n\n'
+    digest, text = sign(
+        f'{comment}#include "multiattn/ptx_math.cuh"\n\nnamespace multiattn {{\n\n'
         f"struct Score_{DIGEST} {{\n{inside}}};\n\n}}  // namespace multiattn\n"
     )
+    return f"Score_{digest}", text
 
 
 def _gradients(lowered: LoweredScore, slots: Sequence[int], names: Mapping[str, str]) -> Iterator[str]:
@@ -159,7 +166,7 @@ def _struct(name: str, fields: Sequence[AuxField], pointers: Sequence[str]) -> l
     """A struct of fields; `pointers` are the types of the pointers to tensors, by slot."""
     types = {"f32": "float", "stride": "int64", "size": "int32"}
     lines = [f"  {types.get(it.kind) or pointers[it.slot]} {it.name};" for it in fields]
-    return [f"struct {name} {{", *(lines or [f"  int32 {_NOTHING};"]), "};"]
+    return [f"struct {name} {{", *(lines or [f"  int32 {NOTHING};"]), "};"]
 
 
 def _function(head: str, statements: Sequence[str]) -> list[str]:
@@ -171,7 +178,7 @@ def _function(head: str, statements: Sequence[str]) -> list[str]:
     return [f"static DEVICE {head} {{", *(f"  {line}" for line in statements), "}"]
 
 
-_NOTHING = "nothing"
+NOTHING = "nothing"
 """The field of a struct that needs none: an empty one has a size that depends on the language."""
 
 
@@ -180,16 +187,14 @@ def struct_of(fields: Sequence[AuxField]) -> type[ctypes.Structure]:
     types: Mapping[str, Any] = {
         "f32": ctypes.c_float, "pointer": ctypes.c_void_p, "stride": ctypes.c_int64, "size": ctypes.c_int32
     }  # fmt: skip
-    declared = [(it.name, types[it.kind]) for it in fields] or [(_NOTHING, ctypes.c_int32)]
+    declared = [(it.name, types[it.kind]) for it in fields] or [(NOTHING, ctypes.c_int32)]
     return type("Fields", (ctypes.Structure,), {"_fields_": declared})
 
 
 @functools.lru_cache(maxsize=256)
-def header_of(lowered: LoweredScore, slots: tuple[int, ...] = ()) -> tuple[str, Path]:
-    """The name of the struct, and the header that defines it, in the cache directory."""
-    digest, text = text_of(lowered, slots)
-
-    def make(draft: Path) -> None:
-        draft.write_text(text)
-
-    return f"Score_{digest}", cache.fetch(f"score_cuda_{digest}", ".cuh", make)
+def with_aux(params: type[ctypes.Structure], lowered: LoweredScore | None) -> type[ctypes.Structure]:
+    """The struct of a kernel's parameters, `Aux` behind them: C++'s ``WithAux``, by a name of its own."""
+    if lowered is None:
+        return params
+    fields = [("plain", params), ("aux", struct_of(lowered.fields))]
+    return type(f"{params.__name__}_{text_of(lowered)[0]}", (ctypes.Structure,), {"_fields_": fields})

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from multiattn.cuda.score import text_of, with_aux
 from multiattn.plan.arch import Arch
 from multiattn.run import cache
+from multiattn.score import LoweredScore
 
 ROOT = Path(__file__).parent
 DEVICE_INCLUDES = (ROOT / "include", ROOT / "kernels")
@@ -31,7 +33,7 @@ class Instance:
     traits: str
     """C++ type of its constants."""
     params: type[ctypes.Structure]
-    """The parameter struct that it takes, of the same name in C++."""
+    """The parameter struct that it takes, of the same name in C++; what `score` reads comes behind it."""
     threads: int
     """Threads of a block."""
     occupancy: int
@@ -46,6 +48,8 @@ class Instance:
     """The widths of its wgmmas: multiples of 8."""
     arch_features: bool = False
     """It has instructions of one arch alone (wgmma), whose code runs on no later one."""
+    score: LoweredScore | None = None
+    """The expression that changes its scores: among its traits by the name of the struct."""
 
     def target(self, arch: Arch) -> str:
         """NVRTC's name of the target: ``sm_90``, or ``sm_90a`` with the features of that arch."""
@@ -57,22 +61,33 @@ def translation_unit(kernels: Sequence[Instance]) -> str:
     """C++ that defines `kernels`, and asserts what Python believes about each."""
     parts = [f'#include "{header}"\n' for header in dict.fromkeys(kernel.header for kernel in kernels)]
     parts += [_wgmma(it) for it in sorted({it for kernel in kernels for it in kernel.wgmma_columns})]
-    for params in dict.fromkeys(kernel.params for kernel in kernels):
-        name, size = params.__name__, ctypes.sizeof(params)
-        parts.append(f'static_assert(sizeof(multiattn::{name}) == {size}, "params.{name}");\n')
+    parts += [text_of(it)[1] for it in dict.fromkeys(kernel.score for kernel in kernels) if it is not None]
+    parts += [_params(*it) for it in dict.fromkeys((kernel.params, kernel.score) for kernel in kernels)]
     for kernel in kernels:
         traits, bounds = f"Traits_{kernel.name}", f"{kernel.threads}, {kernel.occupancy}"
+        params = with_aux(kernel.params, kernel.score)
         entry = f"KERNEL({bounds})" if kernel.cluster == 1 else f"CLUSTER_KERNEL({bounds}, {kernel.cluster})"
         parts.append(
             f"using {traits} = {kernel.traits};\n"
             f'static_assert({traits}::SMEM_BYTES == {kernel.smem_bytes}, "smem_bytes of {kernel.name}");\n'
             f'static_assert({traits}::THREADS == {kernel.threads}, "threads of {kernel.name}");\n'
             f"{entry}\n"
-            f"{kernel.name}(PARAMETERS(multiattn::{kernel.params.__name__}) params) {{\n"
+            f"{kernel.name}(PARAMETERS(multiattn::{params.__name__}) params) {{\n"
             f"  multiattn::{kernel.entry}<{traits}>(params);\n"
             "}\n"
         )
     return "\n".join(parts)
+
+
+def _params(plain: type[ctypes.Structure], score: LoweredScore | None) -> str:
+    """A parameter struct, which has a name where a score's own parameters come behind it, and its size."""
+    params = with_aux(plain, score)
+    name, size = params.__name__, ctypes.sizeof(params)
+    check = f'static_assert(sizeof(multiattn::{name}) == {size}, "params.{name}");\n'
+    if score is None:
+        return check
+    made = f"WithAux<{plain.__name__}, {text_of(score)[0]}>::Type"
+    return f"namespace multiattn {{ using {name} = {made}; }}\n{check}"
 
 
 def _wgmma(columns: int) -> str:

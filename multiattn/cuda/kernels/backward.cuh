@@ -13,11 +13,12 @@
 #include "multiattn/gemm.cuh"
 #include "multiattn/mask.cuh"
 #include "multiattn/place.cuh"
+#include "multiattn/score.cuh"
 
 namespace multiattn {
 
 template <class Element_, int HEAD_DIM, Band BAND_, bool ALIGNED_, int TILE_M_, int TILE_N_, int WARPS_, int STAGES_,
-          bool ADDS_DQ_, bool WIDE_>
+          bool ADDS_DQ_, bool WIDE_, class Score_ = NoScore>
 struct BackwardTraits {
   using Element = Element_;
   static constexpr int TILE_M = TILE_M_, TILE_N = TILE_N_, WARPS = WARPS_;
@@ -25,6 +26,8 @@ struct BackwardTraits {
   static constexpr Band BAND = BAND_;
   static constexpr bool ALIGNED = ALIGNED_;      // q, k, v: every row starts at a multiple of 16 bytes
   static constexpr bool ADDS_DQ = ADDS_DQ_;      // else dq has a kernel of its own
+  using Score = Score_;                          // what changes scores
+  using Params = typename WithAux<BackwardParams, Score>::Type;
   static constexpr int THREADS = WARPS * WARP;
 
   using TileQ = Tile<TILE_M, HEAD_DIM>;          // of Q and dO
@@ -151,11 +154,12 @@ struct Role {
   }
 };
 
-// Elements that the mask hides become 0.
+// Elements that the mask hides become 0, and those of queries beyond the end: there an expression may be of any size.
 template <class T>
 DEVICE void clear_masked(KeyScores<T>& scores, const Mask<T::BAND>& mask, int first_key, int first_query) {
   for_each_element(scores, T::thread(), [&](float& value, int row, int column) {
-    if (!mask.visible(first_query + column, first_key + row)) value = 0.0f;
+    const bool is_beyond = HAS_SCORE<typename T::Score> && first_query + column >= mask.seq_q;
+    if (is_beyond || !mask.visible(first_query + column, first_key + row)) value = 0.0f;
   });
 }
 
@@ -168,10 +172,12 @@ class Mailbox {
                (pair * T::KEY_FRAGMENTS * T::QUERY_FRAGMENTS * WARP + thread_index() % WARP) * CHUNK_BYTES) {}
 
   DEVICE void put(const Operand<T>& weights) const {
-    for_each<T::KEY_FRAGMENTS, T::QUERY_FRAGMENTS>([&](int m, int n) {
-      const uint32(&reg)[4] = weights[m][n].reg;
-      store_shared_16(slot(m, n), Chunk{{reg[0], reg[1], reg[2], reg[3]}});
-    });
+    for_each<T::KEY_FRAGMENTS, T::QUERY_FRAGMENTS>([&](int m, int n) { put(m, n, weights[m][n]); });
+  }
+
+  DEVICE void put(int m, int n, const Fragment& weights) const {
+    const uint32(&reg)[4] = weights.reg;
+    store_shared_16(slot(m, n), Chunk{{reg[0], reg[1], reg[2], reg[3]}});
   }
 
   DEVICE Chunk get(int m, int n) const { return load_shared_16(slot(m, n)); }
@@ -183,6 +189,28 @@ class Mailbox {
 
   SharedAddress first_;
 };
+
+// P^T of the expression's scores, in place of K Q^T. The partner gets P^T times the slope, its factor of dS^T, and masks
+// what comes of it.
+template <class T>
+DEVICE void weigh_modified(KeyScores<T>& product, const HeadScores<typename T::Score>& head, SharedAddress lse,
+                           const Mailbox<T>& mailbox, int first_key, int first_query) {
+  const uint32 thread = T::thread();
+  for_each<T::QUERY_FRAGMENTS>([&](int n) {
+    const int column = 16 * n + accumulator_column(0, thread);
+    float statistic[2][2];
+    for_each<2>([&](int side) { load_shared_8(statistic[side], lse + (column + 8 * side) * 4); });
+    for_each<T::KEY_FRAGMENTS>([&](int m) {
+      Accumulator sloped[2];
+      for_each<2, 4>([&](int side, int e) {
+        const int query = first_query + column + 8 * side + e % 2, key = first_key + 16 * m + accumulator_row(e, thread);
+        float& value = product[m][n][side].value[e];
+        value = head.weight(value, query, key, statistic[side][e % 2] * LOG2_E, sloped[side].value[e]);
+      });
+      mailbox.put(m, n, as_operand<typename T::Element>(sloped));
+    });
+  });
+}
 
 // dS^T = P^T * (dP^T - delta), of which `product` is the second factor.
 template <class T>
@@ -245,7 +273,7 @@ DEVICE void add_dq(const BackwardParams& params, SharedAddress ds, SharedAddress
 }
 
 template <class T>
-DEVICE void backward_keys(const BackwardParams& params) {
+DEVICE void backward_keys(const typename T::Params& params) {
   using E = typename T::Element;
   using TileKV = typename T::TileKV;
   const auto [head_kv, tile] = Place::of(block_index(), params.tiles_kv, params.heads_kv_all, params.sections_kv);
@@ -272,7 +300,8 @@ DEVICE void backward_keys(const BackwardParams& params) {
   for (int stage = 0; walk.head < end_head; stage = T::STAGES - 1 - stage, walk.advance()) {
     const int first_query = walk.tile * T::TILE_M;
     if constexpr (T::STAGES == 2) ring.load_next(1 - stage);
-    const bool masked = !mask.all_visible(first_query, T::TILE_M, first_key, T::TILE_N);
+    bool masked = !mask.all_visible(first_query, T::TILE_M, first_key, T::TILE_N);
+    if constexpr (HAS_SCORE<typename T::Score>) masked |= first_query + T::TILE_M > params.seq_q;
 
     const Role<T> role = Role<T>::mine();
     const bool makes_weights = role.makes_weights;
@@ -283,12 +312,17 @@ DEVICE void backward_keys(const BackwardParams& params) {
                                                                makes_weights ? ring.q(stage) : ring.dout(stage),
                                                                T::thread());
     if (makes_weights) {
-      with_statistic<T>(product, ring.lse(stage), [&](float& score, float lse) {
-        score = exp2_approx(fmaf(score, params.score_factor, -lse * LOG2_E));
-      });
+      if constexpr (HAS_SCORE<typename T::Score>) {
+        const HeadScores<typename T::Score> head(params, walk.head / params.heads_q, walk.head % params.heads_q);
+        weigh_modified<T>(product, head, ring.lse(stage), mailbox, first_key + role.first_row, first_query);
+      } else {
+        with_statistic<T>(product, ring.lse(stage), [&](float& score, float lse) {
+          score = exp2_approx(fmaf(score, params.score_factor, -lse * LOG2_E));
+        });
+      }
       if (masked) clear_masked<T>(product, mask, first_key + role.first_row, first_query);
       round_to_operand<E>(operand, product);
-      mailbox.put(operand);
+      if constexpr (!HAS_SCORE<typename T::Score>) mailbox.put(operand);
     } else {
       with_statistic<T>(product, ring.delta(stage), [](float& value, float delta) { value -= delta; });
     }

@@ -8,16 +8,20 @@
 #include "multiattn/gemm.cuh"
 #include "multiattn/mask.cuh"
 #include "multiattn/place.cuh"
+#include "multiattn/score.cuh"
 
 namespace multiattn {
 
-template <class Element_, int HEAD_DIM, Band BAND_, bool ALIGNED_, int TILE_M_, int TILE_N_, int WARPS_, int STAGES_>
+template <class Element_, int HEAD_DIM, Band BAND_, bool ALIGNED_, int TILE_M_, int TILE_N_, int WARPS_, int STAGES_,
+          class Score_ = NoScore>
 struct QueryTraits {
   using Element = Element_;
   static constexpr int TILE_M = TILE_M_, TILE_N = TILE_N_, WARPS = WARPS_;
   static constexpr int STAGES = STAGES_;     // buffers of K and of V
   static constexpr Band BAND = BAND_;
   static constexpr bool ALIGNED = ALIGNED_;  // q, k, v: every row starts at a multiple of 16 bytes
+  using Score = Score_;                      // what changes scores
+  using Params = typename WithAux<BackwardParams, Score>::Type;
   static constexpr int THREADS = WARPS * WARP;
 
   using TileQ = Tile<TILE_M, HEAD_DIM>;      // of Q and dO
@@ -63,6 +67,20 @@ DEVICE void make_ds(Product<M, N>& scores, const Product<M, N>& dp, const RowSta
   });
 }
 
+// The same where the scores are an expression's.
+template <class Score, int M, int N>
+DEVICE void make_modified_ds(Product<M, N>& scores, const Product<M, N>& dp, const RowStatistics<M>& rows,
+                             const HeadScores<Score>& head, int first_query, int first_key, uint32 thread) {
+  for_each<M, N, 2, 4>([&](int m, int n, int side, int e) {
+    const int query = first_query + 16 * m + accumulator_row(e, thread);
+    const int key = first_key + 16 * n + 8 * side + accumulator_column(e, thread);
+    float& value = scores[m][n][side].value[e];
+    float sloped;
+    head.weight(value, query, key, rows.lse_log2[m][e / 2], sloped);
+    value = sloped * (dp[m][n][side].value[e] - rows.delta[m][e / 2]);
+  });
+}
+
 template <class T>
 DEVICE void load_keys(const BackwardParams& params, const KeySequence& keys, SharedAddress stage, int block, int end) {
   if (block < end) {
@@ -76,7 +94,7 @@ DEVICE void load_keys(const BackwardParams& params, const KeySequence& keys, Sha
 }
 
 template <class T>
-DEVICE void backward_queries(const BackwardParams& params) {
+DEVICE void backward_queries(const typename T::Params& params) {
   using E = typename T::Element;
   using TileQ = typename T::TileQ;
   using TileKV = typename T::TileKV;
@@ -112,7 +130,13 @@ DEVICE void backward_queries(const BackwardParams& params) {
     Product<T::ROW_FRAGMENTS, T::KEY_FRAGMENTS> scores, dp;  // [WARP_ROWS, TILE_N]
     multiply_rows<E, TileQ, TileKV, T::AHEAD>(scores, own_q, k, T::thread());
     multiply_rows<E, TileQ, TileKV, T::AHEAD>(dp, own_do, v, T::thread());
-    make_ds(scores, dp, statistics, params.score_factor);
+    if constexpr (HAS_SCORE<typename T::Score>) {
+      const HeadScores<typename T::Score> of_head(params, head / params.heads_q, head % params.heads_q);
+      make_modified_ds(scores, dp, statistics, of_head, first_query + first_row, block * T::TILE_N,
+                       recomputed(thread_index()));
+    } else {
+      make_ds(scores, dp, statistics, params.score_factor);
+    }
     if (!mask.all_visible(first_query, T::TILE_M, block * T::TILE_N, T::TILE_N))
       for_each_element(scores, T::thread(), [&](float& value, int row, int column) {
         if (!mask.visible(first_query + first_row + row, block * T::TILE_N + column)) value = 0.0f;

@@ -61,15 +61,17 @@ DEVICE void hand_out(const Scores<T>& weights, SharedAddress tile) {
 // The steps of the loop over the keys share this.
 template <class T>
 struct Walk {
-  const ForwardParams& params;
+  const typename T::Params& params;
   const Queries<T>& queries;
   Stream<T>& stream;
-  int first_query;
+  const Work& work;
 
   static DEVICE SharedAddress ring() { return shared_base() + T::RING_AT; }
   static DEVICE SharedAddress weights() { return shared_base() + T::EXCHANGE_AT; }
   static DEVICE SharedAddress tops() { return weights() + (T::SPLIT_KV ? T::TileP::BYTES : 0); }
   DEVICE Mask<T::BAND> mask() const { return Mask<T::BAND>(params); }
+  // From `scores` to the log2 domain.
+  DEVICE float scale_log2() const { return HAS_SCORE<typename T::Score> ? 1.0f : params.scale_log2; }
 };
 
 // scores[WARP_ROWS, WARP_KEYS] = Q K^T, piece by piece of head_dim
@@ -91,15 +93,29 @@ DEVICE void compute_scores(Scores<T>& scores, const Walk<T>& it, int block) {
       [&](int m, int n, int side) { scores[m][n][side] = widened(sums[m][n][side]); });
 }
 
-// The one place that changes a score.
+// The expression's scores in place of Q K^T. Beyond the ends of the sequences they mean nothing.
+template <class T>
+DEVICE void modify_scores(Scores<T>& scores, const Walk<T>& it, int block) {
+  const HeadScores<typename T::Score> head(it.params, it.work.batch, it.work.head);
+  const uint32 thread = recomputed(thread_index());
+  const int first_query = it.work.first_query + T::warp_row(thread), first_key = block * T::TILE_N + T::warp_key(thread);
+  // Columns first: what depends on the key alone is then in registers for a few scores only.
+  for_each<T::KEY_FRAGMENTS, 2, T::ROW_FRAGMENTS, 4>([&](int n, int side, int m, int e) {
+    float& score = scores[m][n][side].value[e];
+    score = head.score(score, first_query + 16 * m + accumulator_row(e, thread),
+                       first_key + 16 * n + 8 * side + accumulator_column(e, thread));
+  });
+}
+
+// The one place that hides a score.
 template <class T>
 DEVICE void mask_scores(Scores<T>& scores, const Walk<T>& it, int block) {
   const Mask<T::BAND> mask = it.mask();
   if constexpr (T::BAND == Band::TWO_SIDED)
-    if (mask.all_visible(it.first_query, T::TILE_M, block * T::TILE_N, T::TILE_N)) return;
+    if (mask.all_visible(it.work.first_query, T::TILE_M, block * T::TILE_N, T::TILE_N)) return;
   // The bounds of a row are made for each block: registers are scarce.
   const uint32 thread = T::BAND == Band::TWO_SIDED ? recomputed(thread_index()) : thread_index();
-  const int first_query = it.first_query + T::warp_row(thread), first_key = block * T::TILE_N + T::warp_key(thread);
+  const int first_query = it.work.first_query + T::warp_row(thread), first_key = block * T::TILE_N + T::warp_key(thread);
   for_each<T::ROW_FRAGMENTS, T::KEY_FRAGMENTS, 2, 4>([&](int m, int n, int side, int e) {
     const int query = first_query + 16 * m + accumulator_row(e, thread), key = first_key + 16 * n + 8 * side + accumulator_column(e, thread);
     if (!mask.visible(query, key)) scores[m][n][side].value[e] = -infinity();
@@ -122,16 +138,17 @@ DEVICE void attend_to_block(int block, Outputs<T>& out, RowStates<T>& state, con
   constexpr int LAG = IS_FP32<typename T::Sum> ? MAX_LAG : 0;  // sums in fp16 have no room for weights above 1
   Scores<T> scores;  // [WARP_ROWS, WARP_KEYS]; then weights
   compute_scores<T>(scores, it, block);
+  if constexpr (HAS_SCORE<typename T::Score>) modify_scores<T>(scores, it, block);
   if constexpr (MASKED) mask_scores<T>(scores, it, block);
   if constexpr (!T::SPLIT_KV) it.stream.await_v(block, 0);  // early: the softmax covers the next load
 
   float top[T::ROW_FRAGMENTS][2], decay[T::ROW_FRAGMENTS][2];
 #pragma unroll
-  for (int m = 0; m < T::ROW_FRAGMENTS; ++m) find_tops(scores[m], top[m], it.params.scale_log2);
+  for (int m = 0; m < T::ROW_FRAGMENTS; ++m) find_tops(scores[m], top[m], it.scale_log2());
   combine_rows<T>(top, it.tops(), [](float a, float b) { return fmaxf(a, b); });
 #pragma unroll
   for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
-    update_softmax<LAG>(scores[m], top[m], state[m], decay[m], it.params.scale_log2);
+    update_softmax<LAG>(scores[m], top[m], state[m], decay[m], it.scale_log2());
   hand_out<T>(scores, it.weights());
   decay_outputs<T>(out, decay);
 
@@ -157,7 +174,7 @@ DEVICE void attend(Outputs<T>& out, RowStates<T>& state, const Walk<T>& it) {
 #pragma unroll
     for (int d = 0; d < T::OUT_FRAGMENTS; ++d) out[m][d][0] = out[m][d][1] = Accumulator{};
   }
-  const Blocks blocks = it.mask().template keys<T::TILE_N>(it.first_query, T::TILE_M);
+  const Blocks blocks = it.mask().template keys<T::TILE_N>(it.work.first_query, T::TILE_M);
   int block = blocks.begin;
   if constexpr (T::BAND != Band::TWO_SIDED)
     for (; block < blocks.full_end; ++block) attend_to_block<T, false>(block, out, state, it);
@@ -176,7 +193,7 @@ DEVICE void store(const Outputs<T>& out, const RowStates<T>& state, const Walk<T
   for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int query = it.first_query + T::warp_row() + 16 * m + accumulator_row(2 * half);
+      const int query = it.work.first_query + T::warp_row() + 16 * m + accumulator_row(2 * half);
       float max = state[m].max[half], decay = 1.0f;
       if constexpr (T::HAS_SINKS) decay = add_sink(max, sum[m][half], sequence.sink());
       const bool empty = sum[m][half] == 0.0f;  // the query sees no key
@@ -230,13 +247,13 @@ DEVICE Queries<T> take_queries(const ForwardParams& params, const Sequence& sequ
 }
 
 template <class T>
-DEVICE void forward(const ForwardParams& params) {
+DEVICE void forward(const typename T::Params& params) {
   const Work work = Work::of(params, T::TILE_M);
   const Sequence sequence{params, work};
   const Mask<T::BAND> mask(params);
   Stream<T> stream(params, sequence, Walk<T>::ring(), mask.template keys<T::TILE_N>(work.first_query, T::TILE_M));
   const Queries<T> queries = take_queries<T>(params, sequence, stream);
-  const Walk<T> it{params, queries, stream, work.first_query};
+  const Walk<T> it{params, queries, stream, work};
 
   Outputs<T> out;       // [WARP_ROWS, the warp's columns]
   RowStates<T> state;   // of WARP_ROWS rows

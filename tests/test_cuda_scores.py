@@ -1,0 +1,135 @@
+"""Modified scores in CUDA beyond what parity runs: other tiles, what lies beyond the ends, what a launch hands over."""
+
+import math
+from dataclasses import replace
+
+import cuda_fakes
+import pytest
+import torch
+from cuda_runs import on_cpu
+
+from multiattn import fmha, reference
+from multiattn.cuda import BACKEND
+from multiattn.cuda.axes import SPLIT_Q, Axes
+from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig
+from multiattn.cuda.bind import bind
+from multiattn.cuda.configs import CudaConfig
+from multiattn.cuda.instances import kernels_of, launches_of
+from multiattn.cuda.params import ForwardParams
+from multiattn.cuda.score import lowered_of, with_aux
+from multiattn.cuda.source import translation_unit
+from multiattn.inspect.facts import read_plan
+from multiattn.operands import Operands, Options, with_score
+from multiattn.plan.arch import by_name
+from multiattn.plan.backend import make_plan
+from multiattn.plan.toolchain import find_cuobjdump
+from multiattn.problem import problem_of
+from parity.case import Case
+from parity.launch import launch_gradients, launch_plan, plan_case, prepare_case, prepare_gradients, save_forward
+from parity.results import Contender
+
+CPU = torch.device("cpu")
+can_compile = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason="; ".join(map(str, BACKEND.probe_compiler())))
+
+KEYS = {"tile_m": 32, "tile_n": 32, "warps": 2}
+TILES = {
+    Axes(warps="split_kv").name: CudaConfig(tile_m=32, tile_n=64, warps=4, column_warps=2, stages=2),
+    SPLIT_Q.name: CudaConfig(tile_m=64, tile_n=16, warps=2, stages=3, q_in_registers=True),
+    "atomic": BackwardConfig(**KEYS, stages=1),
+    "two_pass": BackwardConfig(**KEYS, stages=2, dq=QueryConfig(tile_m=64, tile_n=16, warps=2, stages=2)),
+}
+
+
+@on_cpu
+@pytest.mark.parametrize("variant", TILES)
+def test_other_tiles(variant):
+    """Every position counts, some scores are -inf, and there are rows and keys beyond the ends."""
+    case = Case(
+        name="tiles", why="", heads_q=4, heads_kv=2, seq_q=75, seq_kv=41, head_dim=24, causal=True,
+        bias="hqk", bias_hides=True, alibi="heads", softcap=1.5,
+    )  # fmt: skip
+    direction = "forward" if isinstance(TILES[variant], CudaConfig) else "backward"
+    inputs, truth = prepare_case(case, CPU)
+    plan = plan_case(case, Contender(backend="cuda", variant=variant, direction=direction), inputs)
+    plan = replace(plan, config=TILES[variant])
+    if direction == "forward":
+        results = launch_plan(plan, inputs)
+    else:
+        upstream, truth = prepare_gradients(case, CPU)
+        results = launch_gradients(plan, inputs, save_forward(case, "cuda", CPU), upstream)
+    for got, expected in zip(results.all, truth.all, strict=True):
+        expected.check(got, plan)
+
+
+@on_cpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "modify",
+    [
+        lambda score, b, h, q, kv: score + torch.log(38.0 - q),
+        lambda score, b, h, q, kv: torch.sqrt(torch.abs(score)),
+    ],
+    ids=["a score of no number", "a slope without bound"],
+)
+def test_what_lies_beyond_the_ends_reaches_nothing(modify, deterministic):
+    """Of queries 38 and on the first is -inf and nan; the second has an infinite slope where q is 0."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 2, length, 16, generator=generator).half() for length in (37, 45, 45))
+    results = []
+    for attend in (
+        lambda *qkv: fmha(*qkv, score_mod=modify, backend="cuda", deterministic=deterministic),
+        lambda *qkv: reference(*qkv, score_mod=modify)[0],
+    ):
+        given = [it.clone().requires_grad_() for it in (q, k, v)]
+        results.append(torch.autograd.grad(attend(*given).square().sum(), given))
+    for got, true in zip(*results, strict=True):
+        torch.testing.assert_close(got, true, rtol=0.02, atol=0.02)
+
+
+def asked(*, softcap=None, bias=None, head_dim=64, direction="forward", variant=SPLIT_Q.name):
+    """Operands, and a Plan for sm90 of a call with this modification."""
+    q, k, v = (torch.zeros(1, 2, 48, head_dim, dtype=torch.bfloat16) for _ in range(3))
+    operands, options = with_score(Operands(q, k, v), Options(), softcap, None, bias, None)
+    problem = problem_of(operands, options)
+    plan = make_plan(BACKEND, problem, by_name("sm90"), direction=direction, variant=variant, probe=False)
+    return operands, plan
+
+
+@can_compile
+def test_a_launch_hands_over_what_the_expression_reads(monkeypatch, tmp_path):
+    bias = torch.zeros(1, 2, 48, 96)[..., ::2]
+    operands, plan = asked(softcap=5.0, bias=bias)
+    driver = cuda_fakes.install(monkeypatch, tmp_path, with_aux(ForwardParams, lowered_of(plan)))
+    BACKEND.forward.prepare(plan)(operands._replace(out=operands.q.clone(), lse=torch.empty(1, 2, 48)))
+    ((params,), (kernel,)) = driver.structs, driver.kernels
+    aux = params.aux
+    assert kernel == kernels_of(plan)[0].name
+    assert params.plain.q == operands.q.data_ptr()
+    assert aux.tensor0 == bias.data_ptr()
+    assert (aux.tensor0_stride1, aux.tensor0_stride2, aux.tensor0_stride3) == bias.stride()[1:]
+    assert aux.x0 == pytest.approx(plan.problem.scale / 5.0)
+    assert aux.x1 == pytest.approx(5.0 * math.log2(math.e))
+    assert (params.plain.scale_sign, params.plain.scale_log2) == (1, 1.0)
+
+
+def test_an_expression_has_kernels_of_its_own():
+    """Its text is in the translation unit, which the cache's key covers; its scalars are not."""
+    plans = [
+        asked(**options)[1] for options in ({}, {"softcap": 5.0}, {"softcap": 6.0}, {"bias": torch.zeros(1, 1, 48, 48)})
+    ]
+    units = [translation_unit(kernels_of(plan)) for plan in plans]
+    none, five, six, bias = units
+    assert five == six
+    assert len({none, five, bias}) == 3
+    assert ["Score_" in unit for unit in units] == [False, True, True, True]
+    constants = [bind(plan, launches_of(plan)[0].image()).constants for plan in plans]
+    assert [it.get("score") for it in constants[:2]] == [None, plans[1].problem.score.program.digest]
+
+
+@can_compile
+@pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
+@pytest.mark.parametrize(("direction", "variant"), [("forward", SPLIT_Q.name), ("backward", "two_pass")])
+def test_a_softcap_does_not_spill(direction, variant):
+    _, plan = asked(softcap=30.0, direction=direction, variant=variant)
+    for facts in read_plan(plan):
+        assert facts.hot_spills == 0
