@@ -40,7 +40,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" in metafunc.fixturenames:
         cells = SUITES[metafunc.config.getoption("--bench-suite")]
         pairs = [(cell, name) for cell in cells for name in providers(cell.direction)]
-        ids = [f"{cell.direction}-D{cell.head_dim}-N{cell.seq}-{cell.mask}-{name}" for cell, name in pairs]
+        ids = [f"{it.direction}-D{it.head_dim}-N{it.seq}-{it.attention}-{name}".replace(" ", "-") for it, name in pairs]
         metafunc.parametrize(("cell", "backend"), pairs, ids=ids)
 
 

@@ -14,27 +14,29 @@ from typing import Any
 import torch
 
 import multiattn
-from bench.matrix import Cell, Direction, InputError
+from bench.features import hide_others, ids_of
+from bench.matrix import Cell, Direction, InputError, Tensors
 from bench.results import NO_GPU
 from bench.timing import Call, Contestant
 from multiattn.layout import Strides
-from multiattn.operands import Operands
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import BACKENDS, Plan, make_plan
 from multiattn.plan.config import Config
 from multiattn.plan.support import Reason, Unsupported
 from multiattn.problem import Problem
+from multiattn.run.execute import gradient_of_sinks
+from multiattn.score import bind_score
 from parity.gradients import GradTruth
 from parity.tolerance import Expected, Mismatch, Truth, adds_up_in_fp16, deviate
 
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""q, k and v, each ``[B, H, S, D]``; or their gradients."""
-
 Results = Mapping[str, torch.Tensor]
-"""The results of a contender by name: of out, lse, dq, dk and dv those that its direction has."""
+"""The results of a contender by name: of out, lse, dq, dk, dv and dsinks those that its direction and cell have."""
 
 GRADS = ("dq", "dk", "dv")
+"""Gradients that every backward has."""
+ALL_GRADS = (*GRADS, "dsinks")
+"""Those of a cell with sinks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +46,7 @@ class Contender:
     launch: Contestant
     """For the regimes device and graph: nothing but the launches."""
     call: Contestant
-    """For the call regime: the public call. Returns out, or the gradients of q, k and v."""
+    """For the call regime: the public call. Returns out, or the gradients of the cell's tensors."""
     output: Callable[[], Results]
     """Runs `launch` once and returns what it wrote."""
     plan: Plan | None = None
@@ -62,13 +64,14 @@ class RefusedError(Exception):
 
 def named(returned: Any) -> Results:
     """The results that `Contender.call` returned, by name."""
-    return {"out": returned} if isinstance(returned, torch.Tensor) else dict(zip(GRADS, returned, strict=True))
+    if isinstance(returned, torch.Tensor):
+        return {"out": returned}
+    return dict(zip(ALL_GRADS, returned, strict=False))
 
 
 def require_grad(tensors: Tensors) -> Tensors:
     """Leaves of a graph with the memory of `tensors`."""
-    q, k, v = (tensor.detach().requires_grad_() for tensor in tensors)
-    return q, k, v
+    return tuple(tensor.detach().requires_grad_() for tensor in tensors)
 
 
 def alike(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -82,27 +85,34 @@ def contender_of(plan: Plan, tensors: Tensors, cell: Cell, forward: Plan | None 
     Outputs are made once, and poisoned with NaN before a check. A backward needs the Plan of the `forward` whose out
     and lse it is fed; that forward runs once, or before each launch where both are timed.
     """
-    q, k, v = tensors
+    given, _ = cell.asked(tensors)
+    q, k, v = given.qkv
     first = plan if forward is None else forward
     out, lse = _empty(q, first.problem.strides_out), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     launch_forward = registry.get(first.backend).forward.prepare(first)
 
     def run_forward() -> None:
-        launch_forward(Operands(q, k, v, out, lse))
+        launch_forward(given._replace(out=out, lse=lse))
 
     written = {"out": out, "lse": lse}
     if forward is None:
-        asked = {"causal": plan.problem.causal, "backend": plan.backend, "variant": plan.variant}
+        asked = {**cell.arguments(tensors), "backend": plan.backend, "variant": plan.variant}
         return _contender(plan, run_forward, functools.partial(multiattn.fmha, q, k, v, **asked), written)
     problem = plan.problem
     launch_backward = registry.get(plan.backend).backward.prepare(plan)
     dout = alike(out, cell.dout(q.device))
     strides = problem.strides_dq, problem.strides_dk, problem.strides_dv
-    dq, dk, dv = (_empty(tensor, its) for tensor, its in zip(tensors, strides, strict=True))
-    grads = dict(zip(GRADS, (dq, dk, dv), strict=True))
+    grads = {name: _empty(tensor, its) for name, tensor, its in zip(GRADS, given.qkv, strides, strict=True)}
+    dq, dk, dv = grads.values()
+    of_backward = given._replace(out=out, lse=lse, dout=dout, dq=dq, dk=dk, dv=dv)
+    if given.sinks is not None:
+        of_backward = of_backward._replace(delta=torch.empty_like(lse))
+        grads["dsinks"] = torch.empty_like(given.sinks)
 
     def run_backward() -> None:
-        launch_backward(Operands(q, k, v, out, lse, dout, None, dq, dk, dv))
+        launch_backward(of_backward)
+        if given.sinks is not None:
+            grads["dsinks"].copy_(gradient_of_sinks(of_backward))
 
     def run_both() -> None:
         run_forward()
@@ -142,7 +152,9 @@ def _call_with_grad(plan: Plan, tensors: Tensors, dout: torch.Tensor, cell: Cell
         if chosen.variant != plan.variant:
             allowed = f"{chosen.variant}: fmha cannot be asked for others"
             raise RefusedError((Reason(code="variant", got=plan.variant, allowed=allowed),))
-        return multiattn.fmha(*leaves, causal=plan.problem.causal, backend=plan.backend, deterministic=deterministic)
+        asked = {**cell.arguments(leaves), "backend": plan.backend, "deterministic": deterministic}
+        out: torch.Tensor = multiattn.fmha(*leaves[:3], **asked)
+        return out
 
     return differentiate(forward, leaves, dout, keeps_graph=cell.direction == "bwd")
 
@@ -160,12 +172,10 @@ def differentiate(
     def again() -> Tensors:
         if not graph:
             graph.append(forward())
-        dq, dk, dv = torch.autograd.grad(graph[0], leaves, dout, retain_graph=True)
-        return dq, dk, dv
+        return torch.autograd.grad(graph[0], leaves, dout, retain_graph=True)
 
     def anew() -> Tensors:
-        dq, dk, dv = torch.autograd.grad(forward(), leaves, dout)
-        return dq, dk, dv
+        return torch.autograd.grad(forward(), leaves, dout)
 
     return again if keeps_graph else anew
 
@@ -209,7 +219,7 @@ class Ours:
 
     def prepare(self, cell: Cell, tensors: Tensors, arch: Arch) -> Contender:
         """The contender, with the Plan of these very tensors, as `multiattn.fmha` would make it."""
-        plan, forward = self.plans(cell, Problem.of(*tensors, causal=cell.causal), arch)
+        plan, forward = self.plans(cell, cell.problem_of(tensors), arch)
         return contender_of(plan, tensors, cell, forward)
 
     def plans(self, cell: Cell, problem: Problem, arch: Arch) -> tuple[Plan, Plan | None]:
@@ -255,6 +265,11 @@ PEER_SLACK = 8.0
 """A peer's error may pass our budget this far before it counts as another computation than the cell's."""
 
 
+BYTES_A_SCORE = 256
+"""Memory of a GPU for each score that the truth of a backward holds at a time, which takes a quarter of it. The default
+leaves a query at 65536 keys so few rows that reading k and v in fp64 takes most of the time."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Truths:
     """The truth of a cell, of the directions that it has."""
@@ -272,7 +287,7 @@ class Truths:
         """The truth of one result, with the budget of a Plan or a peer."""
         if name == "lse" and isinstance(who, Plan) and who.direction == "forward" and adds_up_in_fp16(who):
             return self.lse_in_halves
-        found: Expected = getattr(self.backward if name in GRADS else self.forward, name)
+        found: Expected = getattr(self.backward if name in ALL_GRADS else self.forward, name)
         return found
 
 
@@ -282,11 +297,20 @@ def truth_of(cell: Cell, tensors: Tensors, *, last_entry: bool = False) -> Truth
     With `last_entry` only those of the last batch entry: the one that a wrong decoding of the grid spoils, at a
     fraction of the work. Its tensors have batch size 1.
     """
-    dout = cell.dout(tensors[0].device)
-    q, k, v, dout = (tensor[-1:] if last_entry else tensor for tensor in (*tensors, dout))
+    q, k, v, *sinks = tensors
+    dout = cell.dout(q.device)
+    q, k, v, dout = (tensor[-1:] if last_entry else tensor for tensor in (q, k, v, dout))
+    # Documents as a score_mod: a block mask's truth makes N*N bools for each part of the queries.
+    hides = hide_others(ids_of(cell.document_lengths, q.device)) if cell.has_documents else None
+    changes = {name: it for name, it in cell.arguments(tensors).items() if name in ("softcap", "alibi_slopes")}
+    score = bind_score(device=q.device, score_mod=hides, **changes)
+    asked: dict[str, Any] = {"window": cell.band.window, "sinks": sinks[0] if sinks else None, "score": score}
+    chunk = None
+    if dout.is_cuda and not last_entry:  # a dozen processes at once ask for the last entry
+        chunk = torch.cuda.get_device_properties(dout.device).total_memory // BYTES_A_SCORE
     return Truths(
-        forward=Truth.of(q, k, v, causal=cell.causal, scale=None) if cell.direction != "bwd" else None,
-        backward=GradTruth.of(q, k, v, dout, causal=cell.causal, scale=None) if cell.direction != "fwd" else None,
+        forward=Truth.of(q, k, v, **asked) if cell.direction != "bwd" else None,
+        backward=GradTruth.of(q, k, v, dout, **asked, chunk=chunk) if cell.direction != "fwd" else None,
     )
 
 

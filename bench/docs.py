@@ -21,9 +21,12 @@ from bench.record_kernels import main_of
 from bench.report import describe, figure, markdown, memory_summary, provenance, write
 from bench.results import RESULTS, ROOT, Row, load, one_run
 from multiattn.inspect.layout_svg import draw
+from multiattn.operands import Options
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, by_name
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan, Variant, make_plan, plan_variant
+from multiattn.plan.choice import choose
+from multiattn.plan.support import Unsupported
 from multiattn.problem import Problem
 from multiattn.triton.gluon_configs import VARIANT as GLUON
 
@@ -36,6 +39,8 @@ NOT_MEASURED = "Not measured yet: `python -m bench` on a GPU writes bench/result
 SHOWN_SEQS = (1024, 4096, 16384)
 PEERS = ("sdpa-cudnn", "fa4")
 """The peers that ours are compared with: the fastest two."""
+FEATURE_PEERS = ("fa4", "flex")
+"""The peers that have most of the features."""
 LADDER_HEAD_DIMS = {"triton": (128,), "cutile": (128,), "cuda": (64, 512)}
 LANGUAGES = ("cuTile", "plain Triton", "Gluon", "CUDA C++")
 
@@ -159,6 +164,7 @@ def results_block(results: Path) -> str:
         forward = [row for row in _rows(folder / "standard.json") if "/" not in row.contender]
         training = _rows(folder / "backward.json")
         parts += [_speed_table(forward, "forward"), _speed_table(training, "backward"), memory_summary(training)]
+        parts += features_tables(_rows(folder / "features.json"))
         if (folder / "host.json").exists():
             found = host.load(folder / "host.json")
             parts += [f"Host cost of one warm call, {found.environment.gpu}, {found.cell.key}:", found.table("github")]
@@ -178,6 +184,38 @@ def _speed_table(rows: Sequence[Row], what: str) -> str:
     table = markdown(("D", "mask", "N", *names), lines)
     told = f"TFLOPS, {what}, 16k tokens, H*D = 2048, back to back:\n\n{table}\n\n" + "\n".join(provenance(chosen))
     return told if names else ""
+
+
+def features_tables(rows: Sequence[Row]) -> list[str]:
+    """TFLOPS by visible pairs of windows and features, one table a direction, and what ``auto`` runs over two peers."""
+    timed, tables = [row for row in rows if row.regime == "device" and row.tflops], []
+    for title, direction in (("forward", "fwd"), ("backward", "bwd")):
+        chosen = [row for row in timed if row.cell.direction == direction]
+        names = list(dict.fromkeys(row.contender for row in chosen))
+        found = {(row.cell, row.contender): row for row in chosen}
+        lines = []
+        for cell in dict.fromkeys(row.cell for row in chosen):
+            auto = _auto(cell, chosen[0].environment.arch, "forward" if direction == "fwd" else "backward")
+            ours = found.get((cell, auto))
+            figures = (figure(found[cell, name]) if (cell, name) in found else NOTHING for name in names)
+            ratios = (_ratio(ours, found.get((cell, name))) for name in FEATURE_PEERS)
+            lines.append((cell.attention, cell.head_dim, cell.seq, *figures, auto, *ratios))
+        header = ("mask and feature", "D", "N", *names, "auto", *(f"auto / {name}" for name in FEATURE_PEERS))
+        told = f"TFLOPS of visible pairs, {title}, B = 1, H*D = 2048, back to back:"
+        tables += [told, markdown(header, lines), *provenance(chosen)] if chosen else []
+    return tables
+
+
+def _auto(cell: Cell, arch: str, direction: Direction) -> str:
+    """The backend that ``auto`` runs in a cell, by the data alone."""
+    try:
+        return choose(cell.problem, by_name(arch), Options(), direction, probe=False)[0].backend
+    except Unsupported:
+        return NOTHING
+
+
+def _ratio(row: Row | None, peer: Row | None) -> str:
+    return NOTHING if row is None or peer is None else f"{row.tflops / peer.tflops:.2f}"
 
 
 def over_peers(rows: Iterable[Row], name_of: Callable[[Row], str]) -> dict[str, dict[Cell, float]]:

@@ -16,8 +16,8 @@ import torch
 from tabulate import tabulate
 
 import multiattn
-from bench.contenders import Tensors, differentiate, require_grad
-from bench.matrix import Cell
+from bench.contenders import differentiate, require_grad
+from bench.matrix import Cell, Tensors
 from bench.results import Environment, dump, read
 from bench.timing import Budget, Call, Contestant, CudaClock, Timing, host_ms, measure
 from multiattn.plan import backend as registry

@@ -10,9 +10,28 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from bench.features import (
+    DOCUMENTS,
+    FEATURES,
+    SOFTCAP,
+    Feature,
+    Mod,
+    capped,
+    draw_lengths,
+    ids_of,
+    make_alibi,
+    make_block_mask,
+    make_mask_mod,
+    slopes_of,
+)
 from multiattn.inspect.options import HIDDEN, TOKENS
 from multiattn.layout import DTYPES
-from multiattn.problem import Problem
+from multiattn.mask import CAUSAL, FULL, Band, band_of
+from multiattn.operands import Operands, Options, with_score
+from multiattn.problem import Problem, problem_of
+
+Tensors = tuple[torch.Tensor, ...]
+"""q, k and v, each ``[B, H, S, D]``, and sinks ``[H]`` where there are any; or their gradients."""
 
 
 class InputError(ValueError):
@@ -40,6 +59,9 @@ class Cell:
     direction: Direction = "fwd"
     heads_kv: int | None = None
     """Key/value heads where they are fewer (GQA); None: as many as query heads."""
+    window: int | None = None
+    """The keys that a query of a causal cell sees, its own the last of them; None: all up to its own."""
+    feature: Feature = "none"
 
     def __post_init__(self) -> None:
         if self.direction not in DIRECTIONS:
@@ -47,6 +69,12 @@ class Cell:
         if self.heads_kv is not None and not (0 < self.heads_kv < self.heads and self.heads % self.heads_kv == 0):
             allowed = f"None, or a divisor of heads={self.heads} below it"
             raise ValueError(f"heads_kv: got {self.heads_kv}; allowed {allowed}")
+        if self.window is not None and not (self.causal and self.window > 0):
+            raise ValueError(f"window: got {self.window}; allowed None, or 1 and more of a causal cell")
+        if self.feature not in FEATURES:
+            raise ValueError(f"feature: got {self.feature!r}; allowed {', '.join(FEATURES)}")
+        if self.has_documents and self.seq < DOCUMENTS:
+            raise ValueError(f"seq: got {self.seq}; allowed {DOCUMENTS} and more, of as many documents")
 
     @property
     def heads_text(self) -> str:
@@ -54,33 +82,114 @@ class Cell:
         return f"{self.heads}" if self.heads_kv is None else f"{self.heads}/{self.heads_kv}"
 
     @property
+    def band(self) -> Band:
+        """The mask, but for that of documents; a window that hides nothing is none."""
+        if not self.causal:
+            return FULL
+        return CAUSAL if self.window is None else Band(self.window - 1, 0).within(self.seq, self.seq)
+
+    @property
     def mask(self) -> str:
-        """``causal`` or ``full``."""
-        return "causal" if self.causal else "full"
+        """``full``, ``causal`` or ``window:1023:0``."""
+        return str(self.band)
+
+    @property
+    def attention(self) -> str:
+        """The mask, and the feature if there is one: ``causal alibi``."""
+        return self.mask if self.feature == "none" else f"{self.mask} {self.feature}"
+
+    @property
+    def has_sinks(self) -> bool:
+        """True if each head has a sink."""
+        return self.feature == "sinks"
+
+    @property
+    def has_documents(self) -> bool:
+        """True if queries see the keys of their own document only."""
+        return self.feature == "documents16"
+
+    @property
+    def document_lengths(self) -> tuple[int, ...]:
+        """Lengths of the documents in a sequence: one of all without the feature."""
+        return draw_lengths(self.seq) if self.has_documents else (self.seq,)
+
+    @property
+    def visible_pairs(self) -> int:
+        """(query, key) pairs that count, of one head of one batch entry."""
+        return sum(self.band.count_pairs(length, length) for length in self.document_lengths)
 
     @property
     def key(self) -> str:
         """The name of the cell in results and on the terminal; distinct for distinct cells."""
-        sizes = f"B{self.batch} H{self.heads_text} N{self.seq} D{self.head_dim} {self.dtype} {self.mask} {self.layout}"
-        return sizes if self.direction == "fwd" else f"{sizes} {self.direction}"
+        sizes = f"B{self.batch} H{self.heads_text} N{self.seq} D{self.head_dim} {self.dtype}"
+        name = f"{sizes} {self.attention} {self.layout}"
+        return name if self.direction == "fwd" else f"{name} {self.direction}"
 
     @property
     def problem(self) -> Problem:
         """The Problem of `tensors`, made of memory that is reserved and not touched."""
-        q, k, v = (self._shaped(torch.empty, heads, device="cpu") for heads in self._heads)
-        return Problem.of(q, k, v, causal=self.causal)
+        return self.problem_of(self._made(torch.empty, "cpu"))
+
+    def problem_of(self, tensors: Tensors) -> Problem:
+        """The Problem of these tensors, as `multiattn.fmha` would make it."""
+        return problem_of(*self.asked(tensors))
+
+    def asked(self, tensors: Tensors) -> tuple[Operands, Options]:
+        """A forward of these tensors, as `multiattn.fmha` reads `arguments`."""
+        (q, k, v, *_), given = tensors, self.arguments(tensors)
+        band = band_of(given.pop("causal"), given.pop("window", None))
+        operands = Operands(q, k, v, sinks=given.pop("sinks", None))
+        names = ("softcap", "alibi_slopes", "bias", "score_mod", "block_mask")
+        softcap, slopes, bias, score_mod, block_mask = (given.pop(name, None) for name in names)
+        return with_score(operands, Options(*band.window), softcap, slopes, bias, score_mod, block_mask)
+
+    def arguments(self, tensors: Tensors) -> dict[str, Any]:
+        """The keyword arguments of `multiattn.fmha` behind q, k and v."""
+        device = tensors[0].device
+        if self.has_documents:  # whose mask has the band, too
+            return {"causal": False, "block_mask": self.block_mask(device)}
+        found: dict[str, Any] = {"causal": self.causal}
+        if self.window is not None:
+            found["window"] = self.window - 1, None
+        if self.has_sinks:
+            found["sinks"] = tensors[3]
+        if self.feature == "softcap30":
+            found["softcap"] = SOFTCAP
+        if self.feature == "alibi":
+            found["alibi_slopes"] = slopes_of(self.heads, device)
+        return found
+
+    def block_mask(self, device: torch.device) -> Any:
+        """Flex's BlockMask; None where no key is hidden."""
+        return _block_mask(self, device) if self.band.hides_keys or self.has_documents else None
+
+    def mask_mod(self, device: torch.device | str) -> Mod | None:
+        """Flex's mask_mod; None where no key is hidden."""
+        ids = ids_of(self.document_lengths, device) if self.has_documents else None
+        return make_mask_mod(self.causal, self.window, ids)
+
+    def score_mod(self, device: torch.device | str) -> Mod | None:
+        """Flex's score_mod; None for none."""
+        if self.feature == "alibi":
+            return make_alibi(slopes_of(self.heads, device), self.causal)
+        return capped if self.feature == "softcap30" else None
 
     @property
     def _heads(self) -> tuple[int, int, int]:
         heads_kv = self.heads if self.heads_kv is None else self.heads_kv
         return self.heads, heads_kv, heads_kv
 
-    def tensors(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q ``[B, H, S, D]``, k and v ``[B, Hkv, S, D]``, normal values of a fixed seed, in memory as `layout` says."""
+    def tensors(self, device: torch.device | str) -> Tensors:
+        """q ``[B, H, S, D]``, k and v ``[B, Hkv, S, D]``, normal values of a fixed seed, in memory as `layout` says.
+
+        A cell with sinks has them as a fourth: fp32 ``[H]``.
+        """
         generator = torch.Generator(device=device).manual_seed(self.seq * 1000 + self.head_dim)
-        draw = functools.partial(torch.randn, generator=generator)
-        q, k, v = (self._shaped(draw, heads, device=device) for heads in self._heads)
-        return q, k, v
+        return self._made(functools.partial(torch.randn, generator=generator), device)
+
+    def _made(self, make: Callable[..., torch.Tensor], device: torch.device | str) -> Tensors:
+        tensors = tuple(self._shaped(make, heads, device=device) for heads in self._heads)
+        return (*tensors, make((self.heads,), device=device)) if self.has_sinks else tensors
 
     def dout(self, device: torch.device | str) -> torch.Tensor:
         """The gradient of out that a backward is given, made like q; in memory like out, which has the strides of q."""
@@ -94,11 +203,23 @@ class Cell:
         return make((self.batch, self.seq, heads, self.head_dim), dtype=dtype, device=device).transpose(1, 2)
 
     def as_dict(self) -> dict[str, Any]:
-        """Fields by name, for JSON; without heads_kv where it is None."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """Fields by name, for JSON; without those that say nothing: None, and the feature ``none``."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, "none")}
 
     def __str__(self) -> str:
         return self.key
+
+
+@functools.lru_cache(maxsize=2)
+def _block_mask(cell: Cell, device: torch.device) -> Any:
+    """Made once for the contenders of a cell."""
+    mod = cell.mask_mod(device)
+    assert mod is not None
+    places = torch.arange(cell.seq, device=device)
+    left, right = cell.band.reach(cell.seq, cell.seq)
+    lengths = torch.tensor(cell.document_lengths)
+    begin, end = ((lengths.cumsum(0) - part).repeat_interleave(lengths).to(device) for part in (lengths, 1))
+    return make_block_mask(mod, torch.maximum(places - left, begin), torch.minimum(places + right, end))
 
 
 def _standard() -> tuple[Cell, ...]:
@@ -142,6 +263,23 @@ def _between() -> tuple[Cell, ...]:
     )
 
 
+def _features() -> tuple[Cell, ...]:
+    """Masks and scores beyond the causal mask, one sequence at a time, forward and then backward."""
+    plain = Cell(batch=1, heads=16, seq=4096, head_dim=128, dtype="bf16", causal=True, layout="bshd")
+    kinds: tuple[dict[str, Any], ...] = (
+        {"window": 1024},
+        *({"feature": feature} for feature in ("softcap30", "alibi", "sinks", "documents16")),
+    )
+    return tuple(
+        replace(plain, heads=HIDDEN // head_dim, head_dim=head_dim, seq=seq, direction=direction, **kind)
+        for direction in ("fwd", "bwd")
+        for kind in kinds
+        for head_dim in (128, 64)
+        for seq in (4096, 16384, 65536)
+        if seq == 65536 or kind.get("feature") != "documents16"
+    )
+
+
 SUITES: Mapping[str, tuple[Cell, ...]] = MappingProxyType(
     {
         "standard": _standard(),
@@ -158,6 +296,7 @@ SUITES: Mapping[str, tuple[Cell, ...]] = MappingProxyType(
             for head_dim, heads in ((64, 8), (128, 8), (512, 48), (1024, 16))
         ),
         "backward": _backward(),
+        "features": _features(),
         "floors": tuple(it for it in (*_standard(), *_backward()) if it.head_dim == 128 and it.seq == 4096),
         "smoke": tuple(
             Cell(batch=1, heads=2, seq=256, head_dim=head_dim, dtype=dtype, causal=causal, layout="bshd")
@@ -193,12 +332,13 @@ def narrowed(cells: tuple[Cell, ...], **wanted: Sequence[Any]) -> tuple[Cell, ..
 # ---------------------------------------------------------------- work
 
 
-def forward_flops(problem: Problem) -> int:
+def forward_flops(cell: Cell) -> int:
     """FLOP of one forward: two products of ``2*D`` FLOP per visible (query, key) pair, of every query head.
 
-    Masked pairs do not count, so a causal kernel gains nothing by computing them. Exponentials do not count.
+    Masked pairs do not count, so a causal kernel gains nothing by computing them. Exponentials do not count, nor does
+    what a feature makes of a score.
     """
-    return 4 * problem.batch * problem.heads_q * problem.visible_pairs * problem.head_dim
+    return 4 * cell.batch * cell.heads * cell.visible_pairs * cell.head_dim
 
 
 def cell_flops(cell: Cell) -> int:
@@ -207,7 +347,7 @@ def cell_flops(cell: Cell) -> int:
     A backward that computes scores and dp twice gets no credit for it, so that rates compare times (Dao,
     "FlashAttention-2", section 4.1).
     """
-    return {"fwd": 2, "bwd": 5, "fwdbwd": 7}[cell.direction] * forward_flops(cell.problem) // 2
+    return {"fwd": 2, "bwd": 5, "fwdbwd": 7}[cell.direction] * forward_flops(cell) // 2
 
 
 def tflops(flops: int, time_ms: float) -> float:

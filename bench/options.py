@@ -9,6 +9,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
+from bench.features import FEATURES
 from bench.matrix import DIRECTIONS, SUITES, Cell, in_directions, narrowed
 from bench.run import Job
 from bench.timing import Budget
@@ -39,6 +40,7 @@ def add_cells(command: argparse.ArgumentParser, default: str | None, told: str =
         ("--head-dim", counts, "D,...", "some of the suite's"),
         ("--seq", counts, "N,...", "some of the suite's"),
         ("--dtype", some_of(tuple(DTYPES)), "A,B", "some of the suite's"),
+        ("--feature", some_of(FEATURES), "A,B", "some of the suite's"),
     ):
         command.add_argument(option, action="extend", type=read, metavar=metavar, default=[], help=what)
     mask = command.add_mutually_exclusive_group()
@@ -48,7 +50,7 @@ def add_cells(command: argparse.ArgumentParser, default: str | None, told: str =
 
 def cells_of(options: argparse.Namespace, suite: str) -> tuple[Cell, ...]:
     """The cells that were asked for, of `suite` where none was named."""
-    narrow = {name: getattr(options, name) for name in ("head_dim", "seq", "dtype", "causal")}
+    narrow = {name: getattr(options, name) for name in ("head_dim", "seq", "dtype", "feature", "causal")}
     return narrowed(in_directions(SUITES[options.suite or suite], options.direction), **narrow)
 
 

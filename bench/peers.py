@@ -2,7 +2,7 @@
 
 Each is optional and imported only when it runs; none is a dependency, and none is an entry of BACKENDS. Cells have
 Sq = Skv, where every peer means the same by `causal`. A peer's backward is its own, through autograd: PyTorch walks the
-graph of one forward again and again.
+graph of one forward again and again. With sinks it is asked for their gradient, too.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.contenders import Contender, Ours, RefusedError, Results, Tensors, alike, differentiate, named, require_grad
-from bench.matrix import Cell
+from bench.contenders import Contender, Ours, RefusedError, Results, alike, differentiate, named, require_grad
+from bench.features import FEATURES, SOFTCAP, Feature, ids_of, slopes_of
+from bench.matrix import Cell, Tensors
 from bench.results import NO_GPU
 from bench.timing import Call, Contestant
+from multiattn.mask import KINDS, Kind
 from multiattn.plan.arch import Arch
 from multiattn.plan.support import Reason
 
@@ -38,13 +40,21 @@ class Peer:
     """The call of its forward, and a word on how that is made."""
     refuse: Callable[[Cell, Tensors], tuple[Reason, ...]] = lambda cell, tensors: ()
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    masks: tuple[Kind, ...] = ("full", "causal")
+    features: tuple[Feature, ...] = ("none",)
+    hint: str = ""
+    """On masks and features that it has no way to ask for."""
     is_ours: bool = False
 
     def why_not(self, cell: Cell, arch: Arch | None) -> tuple[Reason, ...]:
         """Every reason known before there is a tensor; `arch` None is a machine without a GPU."""
         problem = _import_problem(self.module)
-        missing = (Reason(code="module", got=problem, allowed=self.module, hint=self.install),) if problem else ()
-        return missing if arch is not None else (NO_GPU, *missing)
+        found = [Reason(code="module", got=problem, allowed=self.module, hint=self.install)] if problem else []
+        if cell.band.kind not in self.masks:
+            found.append(Reason(code="mask", got=cell.mask, allowed=", ".join(self.masks), hint=self.hint))
+        if cell.feature not in self.features:
+            found.append(Reason(code="feature", got=cell.feature, allowed=", ".join(self.features), hint=self.hint))
+        return tuple(found) if arch is not None else (NO_GPU, *found)
 
     def prepare(self, cell: Cell, tensors: Tensors, arch: Arch) -> Contender:
         """The contender; RefusedError with reasons. What its code raises passes through."""
@@ -87,11 +97,12 @@ def _sdpa(name: str, backend: str, can_use: str) -> Peer:
     """One kernel of SDPA, forced; `can_use` names the function of torch.backends.cuda that knows what it accepts."""
 
     def build(cell: Cell, tensors: Tensors) -> tuple[Call, str]:
-        sdpa = torch.nn.functional.scaled_dot_product_attention
+        sdpa: Callable[..., torch.Tensor] = torch.nn.functional.scaled_dot_product_attention
         return functools.partial(sdpa, *tensors, is_causal=cell.causal, enable_gqa=cell.heads_kv is not None), ""
 
     def refuse(cell: Cell, tensors: Tensors) -> tuple[Reason, ...]:
-        arguments = torch.backends.cuda.SDPAParams(*tensors, None, 0.0, cell.causal, cell.heads_kv is not None)
+        q, k, v = tensors
+        arguments = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, cell.causal, cell.heads_kv is not None)
         if getattr(torch.backends.cuda, can_use)(arguments):
             return ()
         with warnings.catch_warnings(record=True) as said, context():  # SDPA has no other way of saying why
@@ -105,12 +116,8 @@ def _sdpa(name: str, backend: str, can_use: str) -> Peer:
         manager: contextlib.AbstractContextManager[Any] = sdpa_kernel(getattr(SDPBackend, backend))
         return manager
 
-    module, install = "torch.nn.attention", "part of torch"
-    return Peer(name=name, module=module, install=install, build=build, refuse=refuse, context=context)
-
-
-def _causal_mask(batch: Any, head: Any, query: Any, key: Any) -> Any:
-    return query >= key
+    module, install, hint = "torch.nn.attention", "part of torch", "SDPA has no argument for it but a dense mask"
+    return Peer(name=name, module=module, install=install, build=build, refuse=refuse, context=context, hint=hint)
 
 
 @functools.lru_cache(maxsize=1)
@@ -121,8 +128,16 @@ def _compiled_flex(cell: Cell) -> Callable[..., torch.Tensor]:
     """
     torch._dynamo.reset()
     flex = importlib.import_module("torch.nn.attention.flex_attention")
-    compiled: Callable[..., torch.Tensor] = torch.compile(flex.flex_attention, dynamic=False, fullgraph=True)
+    wanted = _flex_with_sinks if cell.has_sinks else flex.flex_attention
+    compiled: Callable[..., torch.Tensor] = torch.compile(wanted, dynamic=False, fullgraph=True)
     return compiled
+
+
+def _flex_with_sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, **options: Any) -> Any:
+    """Flex has no sink: out is scaled down afterwards, by what the sink leaves of the sum, of which lse tells."""
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    out, aux = flex.flex_attention(q, k, v, return_aux=flex.AuxRequest(lse=True), **options)
+    return out * torch.sigmoid(aux.lse - sinks[:, None]).unsqueeze(-1).to(out.dtype)
 
 
 def _keep_graph() -> contextlib.AbstractContextManager[Any]:
@@ -132,37 +147,64 @@ def _keep_graph() -> contextlib.AbstractContextManager[Any]:
     return manager
 
 
-@functools.lru_cache(maxsize=2)
-def _causal_blocks(seq: int, device: torch.device) -> Any:
-    flex = importlib.import_module("torch.nn.attention.flex_attention")
-    return flex.create_block_mask(_causal_mask, None, None, seq, seq, device=device)
-
-
 def _build_flex(cell: Cell, tensors: Tensors) -> tuple[Call, str]:
-    q, k, v = tensors
-    blocks = _causal_blocks(cell.seq, q.device) if cell.causal else None
-    call = functools.partial(_compiled_flex(cell), q, k, v, block_mask=blocks, enable_gqa=cell.heads_kv is not None)
-    return call, "torch.compile(dynamic=False)"
+    device = tensors[0].device
+    options = {"score_mod": cell.score_mod(device), "block_mask": cell.block_mask(device)}
+    call = functools.partial(_compiled_flex(cell), *tensors, **options, enable_gqa=cell.heads_kv is not None)
+    return call, "torch.compile(dynamic=False)" + (", scaled by lse" if cell.has_sinks else "")
 
 
 # ---------------------------------------------------------------- packages
 
 
-def _flash_attn(module: str) -> Callable[[Cell, Tensors], tuple[Call, str]]:
-    """``flash_attn_func(q, k, v, causal=)`` of flash-attn 2, 3 and 4, which take ``[B, S, H, D]``."""
+Options = Callable[[Cell, Tensors], tuple[dict[str, Any], str]]
+"""Arguments of a function for a cell, and a word on how they are made."""
+
+
+def _flash_attn(
+    name: str, module: str, install: str, features: tuple[Feature, ...], options_of: Options | None = None
+) -> Peer:
+    """``flash_attn_func(q, k, v, causal=, ...)`` of flash-attn 2, 3 and 4, which take ``[B, S, H, D]``."""
 
     def build(cell: Cell, tensors: Tensors) -> tuple[Call, str]:
         function = importlib.import_module(module).flash_attn_func
-        q, k, v = (tensor.transpose(1, 2) for tensor in tensors)
+        q, k, v = (tensor.transpose(1, 2) for tensor in tensors[:3])
+        more, detail = _flash_options(cell, tensors) if options_of is None else options_of(cell, tensors)
 
         def call() -> torch.Tensor:
-            result = function(q, k, v, causal=cell.causal)
+            result = function(q, k, v, **more)
             out: torch.Tensor = result[0] if isinstance(result, tuple) else result  # 3 and 4 may return (out, lse)
             return out.transpose(1, 2)
 
-        return call, ""
+        return call, detail
 
-    return build
+    return Peer(name=name, module=module, install=install, build=build, masks=KINDS, features=features)
+
+
+def _flash_options(cell: Cell, tensors: Tensors) -> tuple[dict[str, Any], str]:
+    """The arguments that have the same names in 2, 3 and 4; only 2 has ALiBi among them."""
+    found: dict[str, Any] = {"causal": cell.causal}
+    if cell.window is not None:
+        found["window_size"] = cell.window - 1, 0
+    if cell.feature == "softcap30":
+        found["softcap"] = SOFTCAP
+    if cell.feature == "alibi":
+        found["alibi_slopes"] = slopes_of(cell.heads, tensors[0].device)
+    return found, ""
+
+
+def _options_of_4(cell: Cell, tensors: Tensors) -> tuple[dict[str, Any], str]:
+    """Also a sink; ALiBi is a score_mod here, and documents are a mask_mod with the blocks of Flex's BlockMask."""
+    device = tensors[0].device
+    if cell.feature == "alibi":
+        mods = importlib.import_module("bench.peers_cute").alibi(cell.heads)
+        return {"causal": cell.causal, **mods}, "score_mod"
+    if cell.has_documents:
+        documents = importlib.import_module("bench.peers_cute").documents
+        found = documents(ids_of(cell.document_lengths, device), cell.block_mask(device), cell.causal)
+        return found, "mask_mod, block-sparse"
+    found, detail = _flash_options(cell, tensors)
+    return found | ({"learnable_sink": tensors[3]} if cell.has_sinks else {}), detail
 
 
 def _build_tilegym(cell: Cell, tensors: Tensors) -> tuple[Call, str]:
@@ -182,15 +224,14 @@ PEERS: tuple[Peer, ...] = (
         install="part of torch",
         build=_build_flex,
         context=_keep_graph,
+        masks=KINDS,
+        features=FEATURES,
     ),
-    *(
-        Peer(name=name, module=module, install=install, build=_flash_attn(module))
-        for name, module, install in (
-            ("fa2", "flash_attn.flash_attn_interface", "pip install flash-attn"),
-            ("fa3", "flash_attn_interface", "build flash-attention/hopper"),
-            ("fa4", "flash_attn.cute", "pip install flash-attn-4"),
-        )
+    _flash_attn(
+        "fa2", "flash_attn.flash_attn_interface", "pip install flash-attn", features=("none", "softcap30", "alibi")
     ),
+    _flash_attn("fa3", "flash_attn_interface", "build flash-attention/hopper", features=("none", "softcap30")),
+    _flash_attn("fa4", "flash_attn.cute", "pip install flash-attn-4", features=FEATURES, options_of=_options_of_4),
     Peer(name="tilegym", module="tilegym.ops", install="pip install tilegym", build=_build_tilegym),
 )
 """Every peer. A module that is there but breaks is an error of its cell, never the end of a run."""

@@ -38,7 +38,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Rows of one table or plot: they share direction, head_dim, mask, dtype, layout, heads, regime and GPU."""
+    """Rows of one table or plot: they share all but length and batch size, and the regime and the GPU."""
 
     title: str
     cells: tuple[Cell, ...]
@@ -51,7 +51,7 @@ def groups(rows: Iterable[Row]) -> list[Group]:
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in one_run(rows):
         cell = row.cell
-        sizes = (cell.direction, cell.head_dim, cell.causal, cell.dtype, cell.layout, cell.heads_text)
+        sizes = (cell.direction, cell.head_dim, cell.attention, cell.dtype, cell.layout, cell.heads_text)
         found.setdefault((*sizes, row.regime, row.environment.gpu), []).append(row)
     return [_group(members) for members in found.values() if any(row.measured is not None for row in members)]
 
@@ -62,7 +62,7 @@ def _group(members: Sequence[Row]) -> Group:
     tokens = {it.batch * it.seq for it in cells}
     batch = f"{tokens.pop()} tokens" if len(tokens) == 1 else f"B={cell.batch}"
     return Group(
-        title=f"{TITLES[cell.direction]}D={cell.head_dim} {cell.mask}, H={cell.heads_text}, {batch}, "
+        title=f"{TITLES[cell.direction]}D={cell.head_dim} {cell.attention}, H={cell.heads_text}, {batch}, "
         f"{cell.dtype} {cell.layout}, {members[0].regime} regime, {members[0].environment.gpu}",
         cells=tuple(cells),
         contenders=tuple(dict.fromkeys(row.contender for row in members if row.measured is not None or row.error)),

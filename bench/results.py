@@ -291,7 +291,7 @@ NO_GPU = Reason(code="gpu", got="none on this machine", allowed="an NVIDIA GPU",
 """The reason of every timing where there is nothing to time on."""
 
 PEER_PACKAGES = ("flash-attn", "flash-attn-3", "flash-attn-4", "tilegym")
-TIMED_WITH = ("matrix.py", "contenders.py", "peers.py", "timing.py")
+TIMED_WITH = ("matrix.py", "features.py", "contenders.py", "peers.py", "peers_cute.py", "timing.py")
 
 
 def gpu_arch() -> Arch | None:

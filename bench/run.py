@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bench.contenders import Contender, Ours, RefusedError, Tensors, Truths, check, named, plan_data, truth_of
-from bench.matrix import Cell, Direction, cell_flops, tflops
+from bench.contenders import Contender, Ours, RefusedError, Truths, check, named, plan_data, truth_of
+from bench.matrix import Cell, Direction, Tensors, cell_flops, tflops
 from bench.peers import PEERS, Provider
 from bench.results import LOST_DEVICE, Environment, Measured, Row, Store, device_works, environment, gpu_arch
 from bench.timing import Budget, Contestant, CudaClock, Timing, measure

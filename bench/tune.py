@@ -17,8 +17,8 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from bench import options as shared
-from bench.contenders import Ours, RefusedError, Tensors, Truths, check, truth_of
-from bench.matrix import Cell, InputError, rate_text
+from bench.contenders import Ours, RefusedError, Truths, check, truth_of
+from bench.matrix import Cell, InputError, Tensors, rate_text
 from bench.peers import Provider, find_peers
 from bench.results import NO_GPU, ROOT, Row, Store, device_works
 from bench.run import Job, Machine, run

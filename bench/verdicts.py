@@ -12,6 +12,7 @@ from tabulate import tabulate
 
 from bench.matrix import SUITES, Cell, InputError
 from bench.results import Row, one_run
+from multiattn.mask import MASKS
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import BACKENDS, make_plan
@@ -96,8 +97,9 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def _counts(row: Row) -> bool:
-    """Tell whether it is a backend's choice in a cell of one direction, back to back."""
-    return row.regime == "device" and row.contender in BACKENDS and row.cell.direction != "fwdbwd"
+    """Tell whether it is a backend's choice in a cell of one direction with a plain mask, back to back."""
+    plain = row.cell.attention in MASKS and row.cell.direction != "fwdbwd"
+    return row.regime == "device" and row.contender in BACKENDS and plain
 
 
 def _runs_now(row: Row) -> bool:

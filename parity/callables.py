@@ -132,6 +132,12 @@ def _full_bias(sizes: Sizes) -> ScoreMod:
     return lambda s, b, h, q, kv: s + bias[b, h, q, kv]
 
 
+@_score("one element for each score, shared by the batch: a gradient with atomics")
+def _shared_bias(sizes: Sizes) -> ScoreMod:
+    bias = sizes.normal(sizes.heads, sizes.seq_q, sizes.seq_kv)
+    return lambda s, b, h, q, kv: s + bias[h, q, kv]
+
+
 @_score("one element a key: a gradient that is summed over queries and heads")
 def _key_bias(sizes: Sizes) -> ScoreMod:
     bias = sizes.normal(sizes.batch, sizes.seq_kv, dtype=torch.float16)

@@ -73,19 +73,20 @@ class GradTruth:
         scale: float | None = None,
         sinks: torch.Tensor | None = None,
         score: BoundScore | None = None,
+        chunk: int | None = None,
     ) -> GradTruth:
         """The truth of one problem; q, k, v and the options as for `Truth.of`.
 
-        dout ``[B, Hq, Sq, D]`` is like out, dlse ``[B, Hq, Sq]`` fp32 or None. Raises ValueError where naive has
-        overflown in most places.
+        dout ``[B, Hq, Sq, D]`` is like out, dlse ``[B, Hq, Sq]`` fp32 or None. `chunk` scores are held at a time,
+        by default `GRAD_CHUNK`. Raises ValueError where naive has overflown in most places.
         """
         inputs, problem = operands_and_problem(
             q, k, v, causal=causal, window=window, scale=scale, sinks=sinks, score=score
         )
         operands = inputs._replace(dout=dout, dlse=dlse)
-        truth = differentiate_in_chunks(operands, problem, exactly, keep=torch.float64)
-        naive = differentiate_in_chunks(operands, problem, by_autograd, keep=q.dtype)
-        saved = differentiate_in_chunks(operands, problem, from_what_is_saved, keep=torch.float32)
+        truth = differentiate_in_chunks(operands, problem, exactly, keep=torch.float64, chunk=chunk)
+        naive = differentiate_in_chunks(operands, problem, by_autograd, keep=q.dtype, chunk=chunk)
+        saved = differentiate_in_chunks(operands, problem, from_what_is_saved, keep=torch.float32, chunk=chunk)
         rows = problem.seq_q * problem.group
         terms = {"dq": problem.seq_kv, "dk": rows, "dv": rows, "dsinks": problem.batch * problem.seq_q}
         expected = (
@@ -141,7 +142,12 @@ def from_what_is_saved(given: Operands, options: Options, part: Part | None) -> 
 
 
 def differentiate_in_chunks(
-    given: Operands, problem: Problem, differentiate_rows: Differentiate, *, keep: torch.dtype
+    given: Operands,
+    problem: Problem,
+    differentiate_rows: Differentiate,
+    *,
+    keep: torch.dtype,
+    chunk: int | None = None,
 ) -> Grads:
     """Gradients in the dtype `keep`, a few query rows at a time, as `reference_in_chunks` does forward.
 
@@ -153,7 +159,7 @@ def differentiate_in_chunks(
     summed = given.inputs[1 : INPUTS + problem.has_sinks]
     sums = [torch.zeros(it.shape, dtype=torch.float64, device=q.device) for it in summed]
     row = max(1, problem.batch * problem.heads_q * max(problem.seq_kv, problem.head_dim))
-    rows = max(1, GRAD_CHUNK // row)
+    rows = max(1, (chunk or GRAD_CHUNK) // row)
     start = 0 if problem.has_sinks else max(0, -problem.diagonal - problem.reach[1])
     if problem.is_empty or (problem.seq_kv == 0 and not problem.has_sinks):
         start = problem.seq_q

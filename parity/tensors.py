@@ -340,6 +340,7 @@ def bound_score(case: Case, device: torch.device) -> tuple[BoundScore | None, li
         sizes = Sizes(batch=case.batch, heads=case.heads_q, seq_q=case.seq_q, seq_kv=case.seq_kv, device=device)
         (found,) = (it for it in CALLABLES if it.name == case.score_mod)
         score_mod = found.make(sizes)["score_mod"]
+    device = torch.empty(0, device=device).device  # with its index
     bound = bind_score(device=device, softcap=case.softcap, alibi_slopes=slopes, bias=bias, score_mod=score_mod)
     if bound is None:
         return None, memory

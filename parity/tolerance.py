@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,6 +20,8 @@ from multiattn.problem import Problem, options_of
 from multiattn.reference import attend
 from multiattn.score import BoundScore
 from multiattn.score.eager import Part
+from multiattn.score.expression import apply, const, walk
+from multiattn.score.expression import replace as exchange
 
 NAIVE_FACTOR = 2
 """How much worse than naive a kernel may round."""
@@ -128,6 +130,8 @@ class Truth:
     lse: Expected
     lse_in_halves: Callable[[], Expected]
     """lse, as scores that are added up in fp16 allow it; computed when asked."""
+    lse_of_rough_tanh: Callable[[], Expected]
+    """lse, as a GPU's own tanh allows it."""
 
     @property
     def all(self) -> tuple[Expected, Expected]:
@@ -138,11 +142,11 @@ class Truth:
         """out and lse, as a Plan may be held to.
 
         Where the tensor core adds scores up in fp16, which only a caller who names it gets, lse is held to naive
-        attention that does the same.
+        attention that does the same. So it is where scores go through the tanh of a GPU.
         """
-        if not adds_up_in_fp16(plan):
-            return self.all
-        return self.out, self.lse_in_halves()
+        if adds_up_in_fp16(plan):
+            return self.out, self.lse_in_halves()
+        return (self.out, self.lse_of_rough_tanh()) if takes_rough_tanh(plan) else self.all
 
     @classmethod
     def of(
@@ -174,6 +178,10 @@ class Truth:
             naive = lse_of_sums_in_halves(operands, problem)
             return Expected(name="lse", truth=lse, budget=derive_budget((naive,), lse, atol=lse_atol))
 
+        def of_rough_tanh() -> Expected:
+            _, naive = reference_in_chunks(operands, with_rough_tanh(problem), torch.float32)
+            return Expected(name="lse", truth=lse, budget=derive_budget((naive,), lse, atol=lse_atol))
+
         return cls(
             out=Expected(
                 name="out",
@@ -183,6 +191,7 @@ class Truth:
             ),
             lse=Expected(name="lse", truth=lse, budget=derive_budget((naive_lse,), lse, atol=lse_atol)),
             lse_in_halves=in_halves,
+            lse_of_rough_tanh=of_rough_tanh,
         )
 
 
@@ -216,6 +225,29 @@ def _columns_of_nonfinite(v: torch.Tensor, problem: Problem) -> torch.Tensor | N
 def adds_up_in_fp16(plan: Plan) -> bool:
     """True if a Plan's variant has the tensor core add up in fp16."""
     return dict(variant_of(plan).flags).get("accumulator") == "fp16"
+
+
+TANH_ERROR = 2.0**-11
+"""The largest relative error of a GPU's ``tanh.approx.f32`` (PTX ISA, "Floating Point Instructions: tanh")."""
+
+
+def takes_rough_tanh(plan: Plan) -> bool:
+    """True if a Plan's scores go through a GPU's own tanh."""
+    score = plan.problem.score
+    if score is None or score.program.score is None or not plan.arch.is_gpu:
+        return False
+    return any(node.op in ("tanh", "sigmoid") for node in walk(score.program.score))
+
+
+def with_rough_tanh(problem: Problem) -> Problem:
+    """The same with every tanh, and every sigmoid, too large by as much as a GPU's may be."""
+    assert problem.score is not None
+    program = problem.score.program
+    assert program.score is not None
+    off = const(1.0 + TANH_ERROR)
+    rough = {it: apply("mul", it, off) for it in walk(program.score) if it.op in ("tanh", "sigmoid")}
+    changed = replace(program, score=exchange(program.score, rough))
+    return replace(problem, score=problem.score._replace(program=changed))
 
 
 def probe_rounding(truth: torch.Tensor, dtype: torch.dtype) -> float:

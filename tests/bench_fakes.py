@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from bench.contenders import Ours, Tensors
-from bench.matrix import Cell
+from bench.contenders import Ours
+from bench.matrix import Cell, Tensors
 from bench.peers import Peer
 from bench.results import Environment, Measured, Row, Store
 from bench.run import Job, Machine

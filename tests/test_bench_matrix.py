@@ -46,7 +46,7 @@ def test_a_direction_is_part_of_a_cell():
     (cell,) = SUITES["smoke"][:1]
     turned = in_directions((cell,), ("fwd", "bwd", "fwdbwd"))
     assert [it.key.removeprefix(cell.key) for it in turned] == ["", " bwd", " fwdbwd"]
-    assert [cell_flops(it) / forward_flops(cell.problem) for it in turned] == [1.0, 2.5, 3.5]
+    assert [cell_flops(it) / forward_flops(cell) for it in turned] == [1.0, 2.5, 3.5]
     assert in_directions(SUITES["backward"], ()) == SUITES["backward"]
     assert len(in_directions(SUITES["floors"], ("fwdbwd",))) == 2
     assert cell.dout("cpu").stride() == cell.tensors("cpu")[0].stride()

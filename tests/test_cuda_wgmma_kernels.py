@@ -21,6 +21,7 @@ from multiattn.cuda.rules.hopper import WGMMA_RULES
 from multiattn.cuda.variants import WGMMA
 from multiattn.cuda.wgmma_configs import WgmmaConfig, query_tiles, smem_bytes, why_not
 from multiattn.inspect.sass import parse, parted_arrivals
+from multiattn.mask import CAUSAL, FULL, Band
 from multiattn.operands import Operands
 from multiattn.plan import abi, schedule
 from multiattn.plan.arch import CPU
@@ -74,6 +75,65 @@ def test_what_is_short_of_a_tile_is_the_first_which_sees_the_fewest_keys(cluster
     assert counts.tma_loads == (tiles + 2 * blocks) * 2 * 4
 
 
+WINDOWED = [
+    (replace(EMULATED, pingpong=True, lazy_max=True, q_slots=3), (100, 0), {"seq_q": 257, "seq_kv": 257}),
+    (replace(EMULATED, pingpong=True, lazy_max=True), (70, None), {"seq_q": 257, "seq_kv": 333, "dtype": "fp16"}),
+    (replace(EMULATED, tile_m=192, pingpong=True), (40, 7), {"seq_q": 500, "seq_kv": 500}),
+    (replace(EMULATED, tile_m=192, tile_n=48, lazy_max=True), (0, 0), {"seq_q": 257, "seq_kv": 257}),
+    (replace(EMULATED, tile_n=16, lazy_max=True, tma_store=False), (63, 64), {"seq_q": 257, "seq_kv": 257}),
+    (replace(EMULATED, tile_n=64, stages=3), (7, 3), {"seq_q": 113, "seq_kv": 203, "scale": -0.2}),
+    (replace(CONFIG, lazy_max=True, pingpong=True), (30, 2), {"seq_q": 203, "seq_kv": 113}),  # rows that see no key
+    (replace(CONFIG, lazy_max=True, q_slots=2), (1, 1), {"seq_q": 300, "seq_kv": 3}),  # tiles that see none
+    (replace(CONFIG, lazy_max=True), (50, 0), {"seq_q": 1, "seq_kv": 300, "scale": 0.0}),
+    (
+        replace(EMULATED, cluster=2, scheduler="static", lazy_max=True, pingpong=True),
+        (100, 0),
+        {"seq_q": 500, "seq_kv": 500},
+    ),
+    (replace(EMULATED, cluster=2, scheduler="one_tile", tile_m=192, tma_store=False), (None, 40), {"seq_q": 500}),
+    (
+        replace(EMULATED, stages=3, q_in_registers=True, lazy_max=True, tma_store=False, pingpong=True),
+        (90, 0),
+        {"head_dim": 256, "seq_q": 170, "seq_kv": 257},
+    ),
+]
+
+
+@on_cpu
+@pytest.mark.parametrize(("config", "window", "sizes"), WINDOWED, ids=str)
+@pytest.mark.parametrize("grown", [False, True], ids=["", "maxima outgrown"])
+def test_a_band_with_two_sides(config, window, sizes, grown):
+    """Warpgroups of a tile begin and end at blocks of their own.
+
+    Keys that grow towards the first one put a row's maximum into the last block that it comes to, and those that the
+    band hides there are larger still.
+    """
+
+    def grow(q, k, v):
+        k *= torch.linspace(12, 1, k.shape[2])[:, None]
+
+    run_wgmma(
+        config, window=window, change=grow if grown else None, **{"batch": 1, "heads_q": 2, "heads_kv": 1, **sizes}
+    )
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("cluster", "window", "blocks"),
+    [
+        (1, (100, 0), 2 + 6 + 8 + 8),
+        (2, (100, 0), 2 * 6 + 2 * 12),  # for both of a cluster's tiles together
+        (1, (0, 40), 4 + 6 + 6 + 4),
+    ],
+)
+def test_blocks_beyond_either_edge_of_a_band_are_not_loaded(cluster, window, blocks):
+    """448 queries and keys in tiles of 128 and 32: these end at 64, 192, 320 and 448."""
+    config = replace(CONFIG, tile_n=32, cluster=cluster, scheduler="one_tile")
+    plan, _, counts = run_wgmma(config, seq_q=448, seq_kv=448, window=window)
+    tiles = query_tiles(config, plan.problem)
+    assert counts.tma_loads == (tiles + 2 * blocks) * 2 * 4
+
+
 @on_cpu
 @pytest.mark.parametrize(("causal", "cluster", "scheduler"), [(False, 1, "dynamic"), (True, 2, "static")])
 def test_heads_run_in_sections(monkeypatch, causal, cluster, scheduler):
@@ -86,9 +146,10 @@ def test_heads_run_in_sections(monkeypatch, causal, cluster, scheduler):
 PLACES = """
 #include "forward_wgmma_producer.cuh"
 extern "C" void places(bool causal, int tiles, int heads, int heads_per_section, int* out) {
+  using multiattn::Band, multiattn::scheduled_place;
   for (int block = 0; block < tiles * heads; ++block) {
-    const auto it = causal ? multiattn::scheduled_place<true>(block, tiles, heads, heads_per_section)
-                           : multiattn::scheduled_place<false>(block, tiles, heads, heads_per_section);
+    const auto it = causal ? scheduled_place<Band::CAUSAL>(block, tiles, heads, heads_per_section)
+                           : scheduled_place<Band::TWO_SIDED>(block, tiles, heads, heads_per_section);
     *out++ = it.head;
     *out++ = it.place;
   }
@@ -183,6 +244,7 @@ def test_a_kernel_of_an_illegal_config_does_not_compile():
 
 
 @with_nvrtc
+@pytest.mark.parametrize("window", [(None, 0), (1023, 0)], ids=["causal", "two_sided"])
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "config"),
     [
@@ -192,9 +254,9 @@ def test_a_kernel_of_an_illegal_config_does_not_compile():
     ],
     ids=str,
 )
-def test_compiles_without_a_gpu(head_dim, dtype, config):
+def test_compiles_without_a_gpu(head_dim, dtype, config, window):
     """With the registers that its warpgroups have, and shared memory as Python says."""
-    plan = plan_of(problem_of(head_dim, dtype=dtype, causal=True), config)
+    plan = plan_of(problem_of(head_dim, dtype=dtype, window=window), config)
     assert isinstance(plan, Plan)
     (compiled,) = BACKEND.forward.export(plan, ())
     assert compiled.cubin[:4] == b"\x7fELF"
@@ -211,10 +273,10 @@ def test_compiles_without_a_gpu(head_dim, dtype, config):
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
 def test_no_warp_parts_in_a_kernel_of_the_rules(head_dim):
     """As tuned kernels are read one by one: whatever head_dim and dtype, an arrival that has become a jump may hang."""
-    for dtype, causal in itertools.product(("fp16", "bf16"), (False, True)):
+    for dtype, band in itertools.product(("fp16", "bf16"), (FULL, CAUSAL, Band(1023, 0))):
         plans = {}
         for seq in sorted({rule.seq_min for rule in WGMMA_RULES} | {512, 16384}):
-            problem = problem_of(head_dim, dtype=dtype, causal=causal, seq_q=seq, seq_kv=seq)
+            problem = problem_of(head_dim, dtype=dtype, band=band, seq_q=seq, seq_kv=seq)
             plan = plan_variant(BACKEND, WGMMA, problem, SM90)
             plans[plan.config] = plan
         for plan in plans.values():

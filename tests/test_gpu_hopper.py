@@ -45,6 +45,8 @@ class Case:
     batch: int = 1
     heads_q: int = 4
     heads_kv: int = 2
+    window: tuple[int | None, int | None] | None = None
+    """Where the way is causal, its right bound is 0."""
     scale: float | None = None
     dtype: torch.dtype = torch.bfloat16
     growth: float = 1.0
@@ -62,6 +64,11 @@ CASES = {
     "rows that see no key": Case(seq_q=1111, seq_kv=130),
     "many tiles": Case(seq_q=200, seq_kv=200, batch=16, heads_q=12, heads_kv=12),
     "an idle warpgroup": Case(seq_q=8 * 192 - 100, seq_kv=777, batch=3),
+    "a window": Case(seq_q=700, seq_kv=700, window=(150, 40)),
+    "a window narrower than a block": Case(seq_q=500, seq_kv=600, window=(7, 3), scale=-0.2),
+    "a window that some rows see no key of": Case(seq_q=1111, seq_kv=500, window=(300, None)),
+    "a window, maxima outgrown": Case(seq_q=700, seq_kv=700, window=(300, 0), growth=200.0),
+    "a window, many tiles": Case(seq_q=900, seq_kv=900, batch=3, heads_q=40, heads_kv=8, window=(200, 0)),
     "NaN": Case(seq_q=600, seq_kv=600, spoilt=(500, float("nan"))),
     "inf": Case(seq_q=600, seq_kv=600, spoilt=(3, float("inf"))),
     "fp16": Case(seq_q=300, seq_kv=700, dtype=torch.float16),
@@ -74,19 +81,19 @@ CASES = {
 """In the first of them a cluster's first block has nothing to do; in others only one of its blocks sees some keys."""
 
 
-def plan_of(backend, variant, head_dim, causal, config, q=None, k=None, v=None, scale=None):
+def plan_of(backend, variant, head_dim, causal, config, q=None, k=None, v=None, window=None, scale=None):
     if q is None:
-        problem = Problem.contiguous(batch=1, heads_q=4, seq_q=512, head_dim=head_dim, causal=causal)
+        problem = Problem.contiguous(batch=1, heads_q=4, seq_q=512, head_dim=head_dim, causal=causal, window=window)
         return make_plan(get(backend), problem, SM90, variant=variant, config=config)
-    problem = Problem.of(q, k, v, causal=causal, scale=scale)
+    problem = Problem.of(q, k, v, causal=causal, window=window, scale=scale)
     plan = make_plan(get(backend), problem, detect(q.device), variant=variant, config=config)
     assert isinstance(plan, Plan), plan
     return plan
 
 
 def compile_way(way):
-    plan = plan_of(*way)
-    return len(get(plan.backend).forward.export(plan, ()))
+    plans = [plan_of(*way, window=window) for window in (None, (150, 40))]
+    return sum(len(get(plan.backend).forward.export(plan, ())) for plan in plans)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -138,9 +145,9 @@ def test_every_way_computes_attention(way):
         if case.spoilt:
             key, value = case.spoilt
             v[:, :, key] = value
-        plan = plan_of(*way, q, k, v, case.scale)
+        plan = plan_of(*way, q, k, v, case.window, case.scale)
         results = launched(plan, q, k, v)
-        truth = Truth.of(q, k, v, causal=way[3], scale=case.scale)
+        truth = Truth.of(q, k, v, causal=way[3], window=case.window, scale=case.scale)
         for expected, got in zip(truth.of_plan(plan), results, strict=True):
             expected.check(got, f"{name}: {plan}")
         for again, got in zip(launched(plan, q, k, v), results, strict=True):

@@ -7,7 +7,7 @@ from bench import matrix
 from multiattn.__main__ import main
 from multiattn.inspect.options import layer
 from multiattn.inspect.roofline import bounds, score_cycles
-from multiattn.mask import MASKS
+from multiattn.mask import CAUSAL, FULL, MASKS, Band
 from multiattn.plan.arch import GPUS, gpu_by_name
 from multiattn.plan.backend import DIRECTIONS
 from multiattn.problem import Problem
@@ -16,23 +16,23 @@ H200 = gpu_by_name("H200")
 ONE_QUERY = layer(128, 1, "causal", batch=1, heads=32, seq_kv=32768)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("band", [FULL, CAUSAL, Band(2, 0), Band(0, 0), Band(3, 1), Band(None, 2)], ids=str)
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2)])
 @pytest.mark.parametrize("seqs", [(1, 1), (7, 7), (5, 9), (9, 5), (1, 30), (4, 0), (0, 4)])
-def test_work_is_what_one_would_count(causal, heads, seqs):
+def test_work_is_what_one_would_count(band, heads, seqs):
     """Pair by pair, and row by row, from the mask that the reference uses."""
     problem = Problem.contiguous(
-        batch=2, heads_q=heads[0], heads_kv=heads[1], seq_q=seqs[0], seq_kv=seqs[1], head_dim=8, causal=causal
+        batch=2, heads_q=heads[0], heads_kv=heads[1], seq_q=seqs[0], seq_kv=seqs[1], head_dim=8, band=band
     )
-    seen = problem.band.visible(problem.seq_q, problem.seq_kv, torch.device("cpu")).expand(*seqs)
+    seen = band.visible(*seqs, torch.device("cpu"))
     assert problem.visible_pairs == int(seen.sum())
-    scores, rows, some = 2 * heads[0] * int(seen.sum()), int(seen.any(1).sum()), bool(seen.any())
+    scores, rows, keys = 2 * heads[0] * int(seen.sum()), int(seen.any(1).sum()), int(seen.any(0).sum())
     forward, backward = (bounds(problem, H200, direction) for direction in DIRECTIONS)
     assert (forward.flops, backward.flops) == (2 * 2 * 8 * scores, 5 * 2 * 8 * scores)
     q, kv, row = 2 * heads[0], 2 * heads[1], 8 * 2  # rows of all heads, and bytes of one
-    k_and_v, lse = 2 * kv * seqs[1] * row, 4
-    assert forward.bytes == q * rows * row + some * k_and_v + q * seqs[0] * (row + lse)
-    assert backward.bytes == q * rows * (3 * row + lse) + some * k_and_v + q * seqs[0] * row + k_and_v
+    read, lse = 2 * kv * keys * row, 4
+    assert forward.bytes == q * rows * row + read + q * seqs[0] * (row + lse)
+    assert backward.bytes == q * rows * (3 * row + lse) + read + q * seqs[0] * row + 2 * kv * seqs[1] * row
 
 
 def test_flops_are_those_of_the_benchmark():
@@ -115,13 +115,16 @@ def test_the_command_prints_a_row_of_each_problem(capsys):
 
 
 def test_the_command_takes_any_problem_on_all_devices(capsys):
-    shape = "--head-dim 40 --seq 100,300 --kv-len 700 --heads 6 --kv-heads 2 --batch 3 --dtype fp16 --causal"
-    assert command("--device", "all", "--device", "H200", *shape.split()) == 0
-    text = "\n" + capsys.readouterr().out
-    assert [text.count(f"\n{gpu.name} forward: {gpu.arch}") for gpu in GPUS] == [1] * len(GPUS)
-    assert [line.split()[:5] for line in text.splitlines() if line.startswith("3 ")] == [
-        ["3", "6/2", "40", length, "causal"] for _ in GPUS for length in ("100/700", "300/700")
-    ]
+    shape = "--head-dim 40 --seq 100,300 --kv-len 700 --heads 6 --kv-heads 2 --batch 3 --dtype fp16"
+    for mask in ("--causal", "--mask window:64:0"):
+        assert command("--device", "all", "--device", "H200", *shape.split(), *mask.split()) == 0
+        text = "\n" + capsys.readouterr().out
+        assert [text.count(f"\n{gpu.name} forward: {gpu.arch}") for gpu in GPUS] == [1] * len(GPUS)
+        assert [line.split()[:5] for line in text.splitlines() if line.startswith("3 ")] == [
+            ["3", "6/2", "40", length, mask.split("-")[-1].split()[-1]]
+            for _ in GPUS
+            for length in ("100/700", "300/700")
+        ]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from score_truth import CPU, SIZES, bound, gradients, scores_of, true_mask, true_scores
+from score_truth import CPU, SIZES, bound, gradients, scores_of, tolerance, true_mask, true_scores
 
 from multiattn.score import bind_score, lower
 from multiattn.score.lower import LOG2_E
@@ -68,9 +68,7 @@ class Expected:
             torch.testing.assert_close(self.inner(results[name]) / LOG2_E, self.score, rtol=rtol, atol=2e-5)
         torch.testing.assert_close(self.inner(results["dscores"]), self.dscores, rtol=rtol, atol=2e-5)
         for slot, true in zip(self.slots, self.dtensors, strict=True):
-            torch.testing.assert_close(
-                dtensors[slot], true.float(), rtol=1e-2 if true.dtype.itemsize == 2 else 1e-4, atol=1e-4
-            )
+            torch.testing.assert_close(dtensors[slot], true.float(), **tolerance(true))
 
     def gradient_values(self, dtensors):
         return [field.of(dtensors[field.slot]) for field in self.lowered.gradient_fields(self.slots)]

@@ -13,10 +13,11 @@ import torch
 from triton import knobs
 
 from multiattn import Problem
-from multiattn.operands import Operands
+from multiattn.operands import with_score
 from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import make_plan
+from multiattn.problem import options_of, problem_of
 from multiattn.triton import BACKEND
 from multiattn.triton.bind import bind, checked_binding
 from multiattn.triton.calls import Call, calls_of
@@ -33,8 +34,10 @@ CASES = {
     "all ones": ("forward", "pointer_full", "sm120", {"heads_q": 1, "heads_kv": 1, "seq_q": 1}, {}),
     "gluon": ("forward", "warp_specialized", "sm90", {"head_dim": 48}, {"causal": True}),
     "window": ("forward", "full", "sm90", {}, {"window": (40, 3), "sinks": torch.zeros(4)}),
+    "scores": ("forward", "full", "sm90", {}, {"causal": True}),
     **{variant.name: ("backward", variant.name, "sm90", {}, {}) for variant in BACKEND.backward.variants},
-    "its gradients": ("backward", "pointer_two_pass", "sm80", {}, {"window": (16, 1), "sinks": torch.zeros(4)}),
+    "gradients of a window": ("backward", "pointer_two_pass", "sm80", {}, {"window": (16, 1), "sinks": torch.zeros(4)}),
+    "gradients of scores": ("backward", "pointer_atomic", "sm80", {"seq_q": 1}, {}),
 }
 
 
@@ -44,10 +47,17 @@ def plan_of(case):
     if "sinks" in options:
         given = given._replace(sinks=options["sinks"], delta=given.lse.clone())
     problem = Problem.of(given.q, given.k, given.v, **options)
+    if "scores" in case:
+        (batch, heads, queries), keys = given.lse.shape, given.k.shape[2]
+        bias = torch.zeros(batch, heads, keys, queries).transpose(2, 3)
+        given, modified = with_score(given, options_of(problem), 2.0, torch.ones(heads), bias, None)
+        problem = problem_of(given, modified)
     plan = make_plan(BACKEND, problem, ARCHS[arch], direction=direction, variant=variant, probe=False)
     if case == "gluon":
         plan = replace(plan, config=replace(plan.config, scheduler="dynamic"))
-    return plan, given if direction == "backward" else Operands(*given[:5], sinks=given.sinks)
+    if direction == "forward":
+        given = given._replace(dout=None, dq=None, dk=None, dv=None)
+    return plan, given
 
 
 @functools.cache
@@ -196,6 +206,17 @@ def test_a_row_that_is_not_what_triton_compiled_is_refused(name, row, error):
     assert bind(plan, binding.image).arguments == binding.arguments
     with pytest.raises(ValueError, match=error):
         checked_binding(kernel, replace(call.table, rows={**call.table.rows, name: row}))
+
+
+def test_an_emitted_kernel_takes_any_bias_and_softcap_of_its_own_program():
+    plan, given = plan_of("scores")
+    (kernel,), (call,) = compiled("scores"), calls_of(plan)
+    image = checked_binding(kernel, call.table).image
+    known, plain = bind(plan, image).constants, options_of(plan.problem)._replace(score=None)
+    slopes, bias = given.captured
+    for softcap, other, same in ((3.0, bias.contiguous(), True), (2.0, bias[:, :1], False), (None, bias, False)):
+        modified = problem_of(*with_score(given, plain, softcap, slopes, other, None))
+        assert (bind(replace(plan, problem=modified), image, known).constants["score"] == known["score"]) == same
 
 
 def test_any_window_runs_the_code_of_another():

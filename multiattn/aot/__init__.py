@@ -7,7 +7,6 @@ code holds for; the manifest says what the code is specialised on, and `Kernel` 
 from __future__ import annotations
 
 import hashlib
-import math
 import platform
 import struct
 from collections.abc import Iterable, Mapping, Sequence

@@ -102,7 +102,7 @@ def _backward_variant(name: str, summary: str, **rest: Any) -> Variant:
     )
 
 
-_EVERYWHERE = Capability(arches=("cpu", *GPU_ARCHS), masks=KINDS, sinks=True)
+_EVERYWHERE = Capability(arches=("cpu", *GPU_ARCHS), masks=KINDS, sinks=True, scores=True)
 _OPERATIONS: dict[str, Any] = {
     "prepare": later("multiattn.cutile.launch", "prepare"),
     "export": later("multiattn.cutile.compile", "export_plan"),

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSign
 from multiattn.cutile.bind import bind_proven, for_most_heads, tile_ir
 from multiattn.cutile.configs import PIPELINES
 from multiattn.cutile.kernels import backward, forward
-from multiattn.cutile.kernels.constants import KernelConstants
+from multiattn.cutile.kernels.constants import KernelConstants, RowConstants
 from multiattn.cutile.kernels.tiles import IN_64_BITS
+from multiattn.cutile.score import functions_of, text_of
 from multiattn.cutile.table import ArrayArgument, KernelLaunch, Scalar, launches_of
 from multiattn.plan import abi
 from multiattn.plan.arch import Arch
@@ -38,7 +39,11 @@ KINDS = ("tileir", "tileirbc")
 COMPILE_SECONDS = 120.0
 """Longest compilation: a tile too large for the registers can take tileiras minutes, a good one takes it seconds."""
 
-_DTYPES = {torch.float16: ct.float16, torch.bfloat16: ct.bfloat16, torch.float32: ct.float32}
+_DTYPES = {
+    **{getattr(torch, name): getattr(ct, name) for name in ("float16", "bfloat16", "float32", "float64")},
+    **{getattr(torch, name): getattr(ct, name) for name in ("int8", "uint8", "int16", "int32", "int64")},
+    torch.bool: ct.bool_,
+}
 
 
 def get_kernel(launch: KernelLaunch) -> Any:
@@ -51,6 +56,8 @@ def _kernel(
     name: str, constants: KernelConstants, is_64bit: bool, occupancy: int | None, num_worker_warps: int | None
 ) -> Any:
     module: Any = forward if name == "forward" else backward
+    if not isinstance(constants, RowConstants) and constants.score is not None:
+        constants = replace(constants, score=functions_of(constants.score))
     function = getattr(module, f"{name}_kernel")(constants)
     if is_64bit:
         annotations = function.__annotations__
@@ -67,14 +74,16 @@ def get_signature(launch: KernelLaunch) -> Any:
         *map(_scalar, launch.scalars.values()),
     ]
     convention = CallingConvention.cutile_python_v2()  # v2: a static extent
-    constants = map(_number, asdict(launch.constants).values())
-    named = KernelSignature([*parameters, *constants], convention).with_mangled_symbol(launch.kernel)
+    constants = dict(vars(launch.constants))
+    score = constants.pop("score", None)
+    name = launch.kernel if score is None else f"{launch.kernel}_{text_of(score)[0]}"
+    named = KernelSignature([*parameters, *map(_number, constants.values())], convention).with_mangled_symbol(name)
     return KernelSignature(parameters, convention, named.symbol)
 
 
 def _scalar(value: Scalar) -> Any:
     if isinstance(value, tuple):
-        return tuple(ScalarConstraint(ct.int32) for _ in value)
+        return tuple(ScalarConstraint(ct.int32 if isinstance(it, int) else ct.float32) for it in value)
     return ScalarConstraint(ct.float32)
 
 
@@ -98,7 +107,7 @@ def _array(array: ArrayArgument, index_dtype: Any) -> Any:
         alias_groups=(),
         may_alias_internally=array.overlaps,
         shape_divisible_by=(*array.extents, *tail),
-        stride_constant=(*(None for _ in array.strides), 1),
+        stride_constant=(*(None for _ in array.strides), array.last_stride),
         stride_divisible_by=(*array.strides, 1),
         base_addr_divisible_by=array.alignment,
         **static_dim,

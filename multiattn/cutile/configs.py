@@ -108,18 +108,20 @@ def begins_at_diagonal(problem: Problem, config: CutileConfig) -> bool:
     """
     aligned = (problem.seq_kv - problem.seq_q) % config.tile_m == 0 and config.tile_m % config.tile_n == 0
     is_causal = problem.is_banded and not problem.is_two_sided
-    return config.lazy_max and is_causal and problem.dtype == "bf16" and aligned
+    return keeps_maxima(problem, config) and is_causal and problem.dtype == "bf16" and aligned
 
 
 def keeps_maxima(problem: Problem, config: CutileConfig) -> bool:
-    """True where the config's `lazy_max` is of use: with a two-sided mask maxima are those of the first full block.
+    """True where the config's `lazy_max` is of use: not with a program of scores, which may hide every key of a block.
+
+    With a two-sided mask maxima are those of the first full block.
 
     A full block is one of which every row of the tile sees all keys, so it is a good guess in fp16, too. A tile without
     one, as the first of a sequence, is done with exact maxima; where the window is so narrow that many tiles have none,
     all are.
     """
-    if not problem.is_two_sided:
-        return config.lazy_max
+    if problem.has_score or not problem.is_two_sided:
+        return config.lazy_max and not problem.has_score
     left, right = problem.reach
     rows, tile_n = min(config.tile_m, problem.seq_q), config.tile_n
     levels = [problem.diagonal + first for first in range(0, max(config.tile_m, tile_n), config.tile_m)]

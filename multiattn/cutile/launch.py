@@ -19,6 +19,7 @@ from multiattn.cutile import cpu
 from multiattn.cutile.bind import bind_proven, tile_ir
 from multiattn.cutile.compile import compile_limit, get_kernel, get_signature, make_cubin
 from multiattn.cutile.table import AREAS, KernelLaunch, launches_of
+from multiattn.layout import Layout
 from multiattn.plan import abi
 from multiattn.plan.backend import Launcher, Plan
 from multiattn.run import driver
@@ -118,18 +119,17 @@ def _with_tensors(plan: Plan, run: _Run, multiprocessors: int | None = None) -> 
         has_dlse: launches_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors)
         for has_dlse in {False, plan.direction == "backward"}
     }
-    known = plan.problem.layouts
 
     def run_all(tensors: dict[str, torch.Tensor]) -> None:
         for launch in launches["dlse" in tensors]:
-            run(launch, launch.arguments(lambda name: _with_strides(tensors[name], known[name].strides)))
+            run(launch, launch.arguments(lambda array: _laid_out(tensors[array.tensor], array.layout)))
 
     return by_tensors(plan.problem, AREAS[plan.variant], run_all)
 
 
-def _with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+def _laid_out(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     """CuTile also reads the strides of one-element dimensions, which PyTorch leaves arbitrary."""
-    return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
+    return tensor if tensor.stride() == layout.strides else tensor.as_strided(layout.shape, layout.strides)
 
 
 def through_cutile(plan: Plan, multiprocessors: int | None = None) -> Launcher:

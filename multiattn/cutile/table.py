@@ -24,10 +24,12 @@ from multiattn.cutile.kernels.constants import (
 )
 from multiattn.cutile.ladder import STEPS
 from multiattn.layout import Layout
+from multiattn.operands import CAPTURED
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
 from multiattn.plan.schedule import key_tiles, most_multiprocessors, one_width, query_tiles
 from multiattn.problem import Problem
+from multiattn.score import LoweredScore, lower
 from multiattn.validate import LOG2_E
 
 AREAS: Mapping[str, tuple[str, ...]] = {
@@ -54,18 +56,18 @@ EXTENTS = ("batch", "heads", "seq")
 STRIDES = ("batch_stride", "head_stride", "row_stride")
 """Names of what a compiler may know multiples of, behind the array's."""
 VECTORS = ("lse", "dlse", "delta")
-"""Arrays ``[B, H, S]``; sinks are ``[H]``, and all others ``[B, H, S, D]``."""
+"""Arrays ``[B, H, S]``; sinks are ``[H]``, captured tensors of any rank, and all others ``[B, H, S, D]``."""
 DIAGONAL = "seq_kv_less_seq_q"
 """Name of the difference of lengths, which a kernel that begins at the diagonal takes for a multiple of tile_m."""
 
 
-Scalar = float | tuple[int, ...]
-"""A number, fp32, or a tuple of integers, which are an argument each."""
+Scalar = float | tuple[int, ...] | tuple[float, ...]
+"""A number, fp32, or a tuple of numbers, which are an argument each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayArgument:
-    """An array ``[B, H, S, D]`` or ``[B, H, S]``, and what its kernel assumes of it."""
+    """An array, and what its kernel assumes of it."""
 
     tensor: str
     """Operand or area of workspace."""
@@ -73,15 +75,19 @@ class ArrayArgument:
     alignment: int
     """Bytes that its address is a multiple of."""
     extents: tuple[int, ...]
-    """A divisor of each of B, H and S."""
+    """A divisor of each of B, H and S; of each extent of a captured tensor."""
     strides: tuple[int, ...]
     """A divisor of each stride in front of the last."""
     overlaps: bool
     """Elements may share memory."""
+    last_stride: int | None = 1
+    """None where nothing is assumed of it."""
 
 
 def extents_of(tensor: str) -> tuple[str, ...]:
-    """Names of an array's extents, but for D."""
+    """Names of an array's extents, but for D; of a captured tensor none, as nothing is known of them."""
+    if tensor.startswith(CAPTURED):
+        return ()
     return EXTENTS[1:2] if tensor == "sinks" else EXTENTS
 
 
@@ -99,7 +105,7 @@ class KernelLaunch:
     arrays: Mapping[str, ArrayArgument]
     """By parameter."""
     optional: Mapping[str, tuple[ArrayArgument, ...]] = field(default_factory=dict)
-    """Those that a launch may not have, by parameter: one, or none."""
+    """Those that a launch may not have, by parameter."""
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
     """By parameter."""
     constants: KernelConstants
@@ -116,10 +122,13 @@ class KernelLaunch:
         """The names of the operands and areas of workspace, by parameter."""
         return tuple(array.tensor for array in self.given)
 
-    def arguments(self, get: Callable[[str], Any]) -> tuple[Any, ...]:
-        """The arguments of the Python function, given a tensor by its name."""
-        optional = (tuple(get(array.tensor) for array in arrays) for arrays in self.optional.values())
-        return (*(get(array.tensor) for array in self.arrays.values()), *optional, *self.scalars.values())
+    def arguments(self, get: Callable[[ArrayArgument], Any]) -> tuple[Any, ...]:
+        """The arguments of the Python function, given a tensor for each array."""
+        return (
+            *map(get, self.arrays.values()),
+            *(tuple(map(get, it)) for it in self.optional.values()),
+            *self.scalars.values(),
+        )
 
     @property
     def binding(self) -> abi.Binding:
@@ -134,10 +143,8 @@ class KernelLaunch:
             numbers = (*array.layout.shape, *array.layout.strides)
             arguments += [abi.Number(kind=kind, value=number) for number in numbers]
         for value in self.scalars.values():
-            if isinstance(value, tuple):
-                arguments += [abi.Number(kind="i32", value=it) for it in value]
-            else:
-                arguments.append(abi.Number(kind="f32", value=value))
+            for number in value if isinstance(value, tuple) else (value,):
+                arguments.append(abi.Number(kind="i32" if isinstance(number, int) else "f32", value=number))
         return abi.Binding(arguments=tuple(arguments), grid=self.grid, image=IMAGE, constants=self.assumed)
 
 
@@ -163,7 +170,7 @@ def needs_64bit(problem: Problem, *, backward: bool = False) -> bool:
     The stride of a dimension of one element counts, too: it is an argument like any other.
     """
     known = problem.layouts
-    tensors = [known[name] for name in (known if backward else _FORWARD)]
+    tensors = [it for name, it in known.items() if backward or name in _FORWARD or name.startswith(CAPTURED)]
     lasts = [sum((size - 1) * step for size, step in zip(it.shape, it.strides, strict=True)) for it in tensors]
     return max(*lasts, *(step for it in tensors for step in it.strides)) > abi.INT32_MAX
 
@@ -185,6 +192,43 @@ def _array(assumed: dict[str, str], emitted: Mapping[str, str], problem: Problem
         strides=tuple(divisor(name, it, in_elements) for name, it in zip(STRIDES, layout.strides[:-1], strict=False)),
         overlaps=abi.flag(assumed, emitted, f"{tensor}_overlaps", 0 in layout.strides),
     )
+
+
+def _captured(assumed: dict[str, str], emitted: Mapping[str, str], problem: Problem, tensor: str) -> ArrayArgument:
+    """A captured tensor; one without a dimension is an array of one element. Enters what is assumed of it."""
+    layout = problem.layouts[tensor]
+    shape, strides = layout.shape or (1,), layout.strides or (1,)
+    itemsize = layout.dtype.itemsize
+    abi.exactly(assumed, **{f"{tensor}_dtype": str(layout.dtype).removeprefix("torch.")})
+    any_stride = abi.flag(assumed, emitted, f"{tensor}_any_stride", strides[-1] != 1)
+    return ArrayArgument(
+        tensor=tensor,
+        layout=Layout(shape, strides, layout.dtype),
+        alignment=abi.multiple(assumed, emitted, f"{tensor}_alignment", itemsize, itemsize),
+        extents=(1,) * len(shape),
+        strides=(1,) * (len(shape) - 1),
+        overlaps=True,
+        last_stride=None if any_stride else 1,
+    )
+
+
+def _lowered(plan: Plan) -> LoweredScore | None:
+    """The program of a plan's scores."""
+    score = plan.problem.score if plan.problem.has_score else None
+    return None if score is None else lower(score.program, approximate=plan.arch.is_gpu)
+
+
+def _aux(
+    plan: Plan, assumed: dict[str, str], emitted: Mapping[str, str]
+) -> tuple[tuple[ArrayArgument, ...], tuple[float, ...]]:
+    """The arrays and the numbers that the program reads; enters what is assumed of them."""
+    lowered, score = _lowered(plan), plan.problem.score
+    if lowered is None or score is None:
+        return (), ()
+    abi.exactly(assumed, score=score.program.digest)
+    given = score.arguments(lowered, plan.problem.scale).values()
+    captured = tuple(_captured(assumed, emitted, plan.problem, it) for it in given if isinstance(it, str))
+    return captured, tuple(it for it in given if isinstance(it, float))
 
 
 def has_positive_strides(problem: Problem) -> bool:
@@ -215,6 +259,7 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> Ke
     abi.exactly(assumed, scale_sign=problem.scale_sign)
     if problem.has_sinks:
         abi.exactly(assumed, sinks="one a head")
+    captured, derived = _aux(plan, assumed, emitted)
     masked = abi.flag(assumed, emitted, "masked", problem.is_banded or problem.seq_kv % config.tile_n != 0)
     aligned_to = config.tile_m if configs.begins_at_diagonal(problem, config) else 1
     diagonal = abi.multiple(assumed, emitted, DIAGONAL, aligned_to, problem.seq_kv - problem.seq_q)
@@ -236,8 +281,15 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> Ke
         num_worker_warps=config.num_worker_warps,
         grid=grid,
         arrays={name: _array(assumed, emitted, problem, name) for name in _FORWARD},
-        optional={"sinks": (_array(assumed, emitted, problem, "sinks"),) if problem.has_sinks else ()},
-        scalars={"scale": problem.scale_log2 if step.exp2 else problem.scale_log2 / LOG2_E, "reach": _reach(problem)},
+        optional={
+            "sinks": (_array(assumed, emitted, problem, "sinks"),) if problem.has_sinks else (),
+            "captured": captured,
+        },
+        scalars={
+            "scale": problem.scale_log2 if step.exp2 else problem.scale_log2 / LOG2_E,
+            "reach": _reach(problem),
+            "derived": derived,
+        },
         constants=ForwardConstants(
             tile_d=tile_d,
             tail_d=tail_d,
@@ -257,6 +309,7 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> Ke
             headroom=configs.HEADROOM[problem.dtype],
             diagonal_first=diagonal > 1,
             static_grid=config.scheduler == "static",
+            score=_lowered(plan),
         ),
         assumed=assumed,
     )
@@ -275,26 +328,26 @@ def _together(assumed: dict[str, str], emitted: Mapping[str, str], problem: Prob
 
 
 _NAMES: Mapping[str, str] = {
-    "query_grads": "q k v out lse dout dlse delta dq score_factor grad_factor reach",
-    "key_grads": "q k v lse dout delta dk dv score_factor grad_factor reach",
+    "query_grads": "q k v out lse dout dlse delta dq captured score_factor grad_factor reach derived",
+    "key_grads": "q k v lse dout delta dk dv captured score_factor grad_factor reach derived",
     "row_deltas": "out dout dlse delta dq_sum",
-    "all_grads": "q k v lse dout delta dq_sum dk dv score_factor grad_factor reach",
+    "all_grads": "q k v lse dout delta dq_sum dk dv captured score_factor grad_factor reach derived",
     "round_query_grads": "dq_sum dq grad_factor",
 }
-"""The parameters of each kernel, in order: arrays, then numbers."""
+"""The parameters of each kernel, in order: arrays, a tuple of them, then numbers."""
 
 
 def _two_passes(plan: Plan, has_dlse: bool) -> tuple[KernelLaunch, ...]:
     problem, config = plan.problem, plan.config
     assert isinstance(config, TwoPassConfig)
     constants = QueryGradsConstants(
-        **_products(problem, config.dq_tile_m, config.dq_tile_n),
+        **_products(plan, config.dq_tile_m, config.dq_tile_n),
         heads_together=configs.divisor_near(config.dq_heads_together, problem.heads_q),
         latency=config.dq_latency,
         has_dlse=has_dlse,
     )
     tiles, hints = query_tiles(problem, config.dq_tile_m), (config.dq_occupancy, config.dq_num_worker_warps)
-    return _backward(problem, "query_grads", tiles, constants, *hints), _of_keys(problem, config, "key_grads")
+    return _backward(plan, "query_grads", tiles, constants, *hints), _of_keys(plan, config, "key_grads")
 
 
 def _one_pass(plan: Plan, has_dlse: bool) -> tuple[KernelLaunch, ...]:
@@ -304,25 +357,28 @@ def _one_pass(plan: Plan, has_dlse: bool) -> tuple[KernelLaunch, ...]:
     delta = RowDeltaConstants(tile_m=configs.ROW_TILE, tile_d=tile_d, has_dlse=has_dlse)
     rows = RowConstants(tile_m=configs.ROW_TILE, tile_d=tile_d)
     return (
-        _backward(problem, "row_deltas", tiles, delta, configs.ROW_OCCUPANCY),
-        _of_keys(problem, config, "all_grads"),
-        _backward(problem, "round_query_grads", tiles, rows),
+        _backward(plan, "row_deltas", tiles, delta, configs.ROW_OCCUPANCY),
+        _of_keys(plan, config, "all_grads"),
+        _backward(plan, "round_query_grads", tiles, rows),
     )
 
 
-def _of_keys(problem: Problem, config: OnePassConfig, kernel: str) -> KernelLaunch:
+def _of_keys(plan: Plan, config: OnePassConfig, kernel: str) -> KernelLaunch:
     """The launch in which a block owns a tile of keys."""
+    problem = plan.problem
     constants = BackwardConstants(
-        **_products(problem, config.tile_m, config.tile_n),
+        **_products(plan, config.tile_m, config.tile_n),
+        ragged_queries=problem.has_score and problem.seq_q % config.tile_m != 0,
         heads_together=configs.divisor_near(config.heads_together, problem.heads_kv),
         latency=config.latency,
     )
     tiles = key_tiles(problem, config.tile_n)
-    return _backward(problem, kernel, tiles, constants, config.occupancy, config.num_worker_warps)
+    return _backward(plan, kernel, tiles, constants, config.occupancy, config.num_worker_warps)
 
 
-def _products(problem: Problem, tile_m: int, tile_n: int) -> dict[str, Any]:
+def _products(plan: Plan, tile_m: int, tile_n: int) -> dict[str, Any]:
     """The constants of a kernel with products that follow from its tile."""
+    problem = plan.problem
     return {
         "tile_m": tile_m,
         "tile_n": tile_n,
@@ -332,11 +388,12 @@ def _products(problem: Problem, tile_m: int, tile_n: int) -> dict[str, Any]:
         "ragged": problem.seq_kv % tile_n != 0,
         "tma": has_positive_strides(problem),
         "tma_columns": problem.seq_q % 4 == 0,
+        "score": _lowered(plan),
     }
 
 
 def _backward(
-    problem: Problem,
+    plan: Plan,
     kernel: str,
     tiles: int,
     constants: KernelConstants,
@@ -347,12 +404,14 @@ def _backward(
     grid = configs.factor_grid(tiles)
     if grid is None:
         raise ValueError(f"no grid of {tiles} blocks")
+    problem, names = plan.problem, _NAMES[kernel].split()
     assumed = {"dtype": problem.dtype}
-    names = _NAMES[kernel].split()
+    captured, derived = _aux(plan, assumed, {}) if "captured" in names else ((), ())
     scalars: dict[str, Scalar] = {
         "score_factor": problem.score_factor,
         "grad_factor": problem.grad_factor,
         "reach": _reach(problem),
+        "derived": derived,
     }
     operands = {name: name for name in names if name in problem.layouts}
     if "dlse" in operands and not getattr(constants, "has_dlse", False):
@@ -364,6 +423,7 @@ def _backward(
         num_worker_warps=num_worker_warps,
         grid=grid,
         arrays={name: _array(assumed, {}, problem, operand) for name, operand in operands.items()},
+        optional={"captured": captured} if "captured" in names else {},
         scalars={name: scalars[name] for name in names if name in scalars},
         constants=constants,
         assumed=assumed,

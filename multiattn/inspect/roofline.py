@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from multiattn.inspect.options import HIDDEN, TOKENS, count, counts, layer, sizes_of, table
+from multiattn.inspect.options import HIDDEN, TOKENS, count, counts, layer, masks, sizes_of, table
 from multiattn.mask import MASKS
 from multiattn.operands import FORWARD_RESULTS, GRADIENTS
 from multiattn.plan.arch import ARCHS, GPUS, Gpu, gpu_by_name
@@ -77,14 +77,16 @@ class Bounds:
 def _bytes(problem: Problem, direction: Direction) -> int:
     """Forward: q, k and v read, out and lse written. Backward: those five and dout read, dq, dk and dv written.
 
-    A query that sees no key is not read, but its results are written. k and v are not read where no query sees a key.
+    A query that sees no key is not read, but its results are written. A key that no query sees is not read.
     """
-    seeing = min(problem.seq_q, problem.seq_kv) if problem.is_banded else problem.seq_q * (problem.seq_kv > 0)
+    left, right = problem.reach
+    seeing = min(problem.seq_q, problem.seq_kv + right) if problem.seq_kv else 0
+    seen = min(problem.seq_kv, problem.seq_q + left) if seeing else 0
     size = {name: layout.size_bytes for name, layout in problem.layouts.items()}
     forward = direction == "forward"
     of_queries, written = (("q",), FORWARD_RESULTS) if forward else (("q", "out", "dout", "lse"), GRADIENTS)
     read = sum(size[name] for name in of_queries) * seeing // max(problem.seq_q, 1)
-    read += size["k"] + size["v"] if seeing else 0
+    read += (size["k"] + size["v"]) * seen // max(problem.seq_kv, 1)
     return read + sum(size[name] for name in written)
 
 
@@ -159,6 +161,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mask = parser.add_mutually_exclusive_group()
     mask.add_argument("--causal", action="store_const", dest="mask", const=MASKS[1:], help="default: both masks")
     mask.add_argument("--full", action="store_const", dest="mask", const=MASKS[:1], help="no mask")
+    mask.add_argument("--mask", type=masks, metavar="A,B,...", help="of full, causal, window:LEFT:RIGHT")
     parser.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="forward", help="default: %(default)s")
     parser.add_argument("--batch", type=count, help=f"default: as many as {TOKENS} tokens make")
     parser.add_argument("--heads", type=int, help=f"of q (default: {HIDDEN} over D)")

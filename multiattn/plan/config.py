@@ -54,7 +54,7 @@ class Rule(Generic[C]):
     """For problems whose mask hides keys, which is a band of diagonals, or for those without a mask; None for both."""
     dtype: str | None = None
     seq_min: int = 0
-    """The least of the longer of Sq and Skv, as `seq_max` is the most; None is no limit."""
+    """The least `length_of` a problem, as `seq_max` is the most; None is no limit."""
     seq_max: int | None = None
     batch_max: int | None = None
     smem_min: int = 0
@@ -75,7 +75,7 @@ class Rule(Generic[C]):
             return "for causal" if self.banded else "for full"
         if self.dtype not in (None, problem.dtype):
             return f"for {self.dtype}"
-        seq = max(problem.seq_q, problem.seq_kv)
+        seq = length_of(problem)
         if seq < self.seq_min or (self.seq_max is not None and seq > self.seq_max):
             return f"for lengths in {self.seq_min}..{self.seq_max or ''}"
         if self.batch_max is not None and problem.batch > self.batch_max:
@@ -103,6 +103,17 @@ class Rule(Generic[C]):
 
     def __str__(self) -> str:
         return f"{self.config}: {self.why}"
+
+
+def length_of(problem: Problem) -> int:
+    """The length by which rules choose: the longer of Sq and Skv, of a window twice its keys where that is less.
+
+    A causal query sees half of its sequence, one with a window all of that: tiles are as long. H200, 2026-11-25, window
+    1024 at D=64, N=16k: 11 % (Triton) and 14 % (cuTile, backward) faster than with the rules of N, at most 3 % slower
+    elsewhere.
+    """
+    length = max(problem.seq_q, problem.seq_kv)
+    return min(length, 2 * (sum(problem.reach) + 1)) if problem.is_two_sided else length
 
 
 def has_whole_sectors(head_dim: int, itemsize: int) -> bool:

@@ -45,6 +45,8 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
     constants: dict[str, str] = {}
     abi.exactly(constants, dtype=problem.dtype, head_dim=problem.head_dim, mask=problem.band.kind)
     abi.exactly(constants, scale_sign=problem.scale_sign)
+    if problem.score is not None:
+        abi.exactly(constants, score=problem.score.program.digest)
     alignment = abi.multiple(constants, there, "alignment", own.alignment, own.alignment)
     flag = abi.flag(constants, there, FLAGS[plan.variant == GLUON], own.flag)
     (table,) = tables_of(plan, assumed=Assumed(alignment=alignment, flag=flag))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from multiattn.plan.backend import Plan
 from multiattn.triton.configs import ELEMENT_BYTES
 from multiattn.triton.gluon_configs import VARIANT as GLUON
 from multiattn.triton.kernels import backward, forward
-from multiattn.triton.parameters import Descriptor, KernelTable, Parameter, Tensor, tables_of
+from multiattn.triton.parameters import Constant, Descriptor, KernelTable, Parameter, Tensor, tables_of
+from multiattn.triton.score import functions_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +44,7 @@ class Call:
             self.kernel = attention_forward
         if tuple(self.kernel.arg_names) != tuple(table.rows):
             raise ValueError(f"{table.kernel}: got rows {list(table.rows)}; allowed {self.kernel.arg_names}")
-        self.table = table
+        self.table = _with_functions(table, self._is_gluon)
         self._dtypes = {name: layout.dtype for name, layout in plan.problem.layouts.items()}
         self._dtypes[abi.WORKSPACE] = torch.int32
 
@@ -61,7 +62,7 @@ class Call:
 
     def _value(self, row: Parameter, tensor_of: Callable[[Any], Any]) -> Any:
         if isinstance(row, Mapping):
-            return tuple(each.value for each in row.values())
+            return tuple(self._value(each, tensor_of) for each in row.values())
         if isinstance(row, Tensor):
             return tensor_of(row)
         if isinstance(row, Descriptor):
@@ -72,6 +73,17 @@ class Call:
 def calls_of(plan: Plan, *, has_dlse: bool = False, multiprocessors: int | None = None) -> tuple[Call, ...]:
     """The kernels that a launch of `plan` runs, in order."""
     return tuple(Call(plan, table) for table in tables_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors))
+
+
+def _with_functions(table: KernelTable, is_gluon: bool) -> KernelTable:
+    """The same table, with jitted functions in place of an expression."""
+    row = table.rows["C"]
+    assert isinstance(row, Constant)
+    constants = row.value
+    if getattr(constants, "score", None) is None:
+        return table
+    constants = replace(constants, score=functions_of(constants.score, gluon=is_gluon))
+    return replace(table, rows={**table.rows, "C": Constant(value=constants)})
 
 
 def _describe(row: Descriptor, tensor: Any, is_gluon: bool) -> Any:

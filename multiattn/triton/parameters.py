@@ -16,6 +16,8 @@ from multiattn.plan import abi
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.plan.schedule import heads_side_by_side, key_tiles, most_multiprocessors, one_width, query_tiles
 from multiattn.problem import Problem
+from multiattn.score import LoweredScore
+from multiattn.score.expression import ONE
 from multiattn.triton.configs import (
     ASYNCHRONOUS,
     ELEMENT_BYTES,
@@ -28,6 +30,7 @@ from multiattn.triton.gluon_configs import GluonConfig, pieces_of
 from multiattn.triton.kernels.constants import OUT_VECTOR, TileConstants
 from multiattn.triton.kernels.gluon.constants import GluonConstants
 from multiattn.triton.ladder import STEPS
+from multiattn.triton.score import lowered_score
 from multiattn.validate import LOG2_E
 
 _AREAS = ("delta", "dq_sum", abi.WORKSPACE)
@@ -77,8 +80,8 @@ class Constant:
 
 Scalar = Tensor | Descriptor | Integer | Constant | float
 """A parameter that is handed over by itself; a float is an fp32 number."""
-Parameter = Scalar | Mapping[str, Integer]
-"""One parameter; integers that travel as a tuple by their names."""
+Parameter = Scalar | Mapping[str, Scalar]
+"""One parameter; those that travel as a tuple by their names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +97,7 @@ class KernelTable:
     """Each parameter, in order."""
 
     def leaves(self) -> Iterator[tuple[str, tuple[int, ...], Scalar]]:
-        """Name, place and row of everything that is handed over by itself: of a tuple each integer."""
+        """Name, place and row of everything that is handed over by itself: of a tuple each item."""
         for index, (name, row) in enumerate(self.rows.items()):
             if isinstance(row, Mapping):
                 yield from ((part, (index, place), each) for place, (part, each) in enumerate(row.items()))
@@ -158,15 +161,15 @@ def area_names(tables: Iterable[KernelTable]) -> tuple[str, ...]:
 
 _NAMES: Mapping[str, str] = {
     "attention_forward": """
-        q k v out lse scale seq_q seq_kv heads q_strides k_strides v_strides out_strides left right sinks C""",
+        q k v out lse scale seq_q seq_kv heads q_strides k_strides v_strides out_strides left right sinks aux C""",
     "prepare_rows": "out dout dlse delta dq_sum dlse_rows seq_q heads_q batch_heads out_strides C",
     "finish_dq": "dq_sum dq grad_factor seq_q heads_q batch_heads dq_strides C",
     "gradient_of_queries": """
         q k v out lse dout dlse dq delta score_factor grad_factor dlse_rows seq_q seq_kv heads
-        q_strides k_strides v_strides out_strides left right C""",
+        q_strides k_strides v_strides out_strides left right aux C""",
     "gradients_of_keys": """
         q k v lse dout delta dq_sum dk dv score_factor grad_factor seq_q seq_kv heads
-        q_strides k_strides v_strides dout_strides dk_strides dv_strides left right C""",
+        q_strides k_strides v_strides dout_strides dk_strides dv_strides left right aux C""",
 }
 """The parameters of each plain kernel, in order."""
 _OF_KEYS, _OF_QUERIES = ("k", "v"), ("q", "dout", "dq_sum")
@@ -190,13 +193,14 @@ def _table(
         "heads": heads,
         "seq_q": Integer(value=problem.seq_q, specialised=False),
         "seq_kv": Integer(value=problem.seq_kv, specialised=False),
-        "scale": problem.scale_log2 if constants.step.exp2 else problem.scale_log2 / LOG2_E,
-        "score_factor": problem.score_factor,
+        "scale": _factor(problem, problem.scale_log2 if constants.step.exp2 else problem.scale_log2 / LOG2_E),
+        "score_factor": _factor(problem, problem.score_factor),
         "grad_factor": problem.grad_factor,
         "dlse": Tensor(of="dlse" if has_dlse else "lse"),
         "dlse_rows": Integer(value=problem.seq_q if has_dlse else 0, specialised=False),
         **_reach(problem),
         "sinks": _sinks(problem),
+        "aux": _aux(problem, constants.score),
         "C": Constant(value=constants),
     }
     if not constants.one_pass:
@@ -233,6 +237,24 @@ def _sinks(problem: Problem) -> Parameter:
     return Tensor(of="sinks", is_aligned=False) if problem.has_sinks else Constant(value=None)
 
 
+def _factor(problem: Problem, value: float) -> float | Integer:
+    """A factor of scores. That after an expression is 1, as code may know."""
+    return Integer(value=1) if problem.has_score and value == 1.0 else value
+
+
+def _aux(problem: Problem, lowered: LoweredScore | None) -> Parameter:
+    """What the functions of an expression read. Nothing is known of how captured tensors are aligned."""
+    if problem.score is None or lowered is None:
+        return Constant(value=None)
+    return {name: _item(value) for name, value in problem.score.arguments(lowered, problem.scale).items()}
+
+
+def _item(value: float | int | str) -> Scalar:
+    if isinstance(value, str):
+        return Tensor(of=value, is_aligned=False)
+    return value if isinstance(value, float) else Integer(value=value)
+
+
 def _strides(name: str, strides: tuple[int, ...], unit: int) -> dict[str, Integer]:
     """Strides of a tensor, in units of so many elements."""
     if any(stride % unit for stride in strides):
@@ -241,8 +263,9 @@ def _strides(name: str, strides: tuple[int, ...], unit: int) -> dict[str, Intege
     return {f"{name}_{dim}": Integer(value=stride // unit) for dim, stride in pairs}
 
 
-def _constants(problem: Problem, config: TritonConfig, assumed: Assumed, **own: Any) -> TileConstants:
+def _constants(plan: Plan, config: TritonConfig, assumed: Assumed, **own: Any) -> TileConstants:
     """The constants of a kernel that walks over tiles."""
+    problem, lowered = plan.problem, lowered_score(plan.problem, plan.arch)
     return TileConstants(
         head_dim=problem.head_dim,
         head_pad=one_width(problem.head_dim),
@@ -254,6 +277,8 @@ def _constants(problem: Problem, config: TritonConfig, assumed: Assumed, **own: 
         far_rows=assumed.flag,
         banded=problem.is_banded,
         two_sided=problem.is_two_sided,
+        score=lowered,
+        has_slope=lowered is not None and lowered.slope is not ONE,
         **own,
     )
 
@@ -269,7 +294,7 @@ def _forward(plan: Plan, assumed: Assumed) -> tuple[KernelTable, ...]:
     problem, config, step = plan.problem, plan.config, STEPS[plan.variant].step
     assert isinstance(config, TritonConfig)
     own = {"descriptor": step.descriptor, "scale_sign": problem.scale_sign, "step": step}
-    constants = _constants(problem, config, assumed, **own)
+    constants = _constants(plan, config, assumed, **own)
     return (_table("attention_forward", problem, constants, _options(config)),)
 
 
@@ -277,11 +302,11 @@ def _backward(plan: Plan, assumed: Assumed, has_dlse: bool) -> tuple[KernelTable
     problem, config, flags = plan.problem, plan.config, dict(variant_of(plan).flags)
     assert isinstance(config, TritonConfig)
     flags["register_operands"] = plan.arch.is_gpu and plan.arch.name not in ASYNCHRONOUS
-    keys = _table("gradients_of_keys", problem, _constants(problem, config, assumed, **flags), _options(config))
+    keys = _table("gradients_of_keys", problem, _constants(plan, config, assumed, **flags), _options(config))
     if isinstance(config, TritonTwoPassConfig):
         of_dq = config.of_dq
         assumed = assumed._replace(flag=_is_far(problem, of_dq, True))
-        constants = _constants(problem, of_dq, assumed, **flags)
+        constants = _constants(plan, of_dq, assumed, **flags)
         return _table("gradient_of_queries", problem, constants, _options(of_dq), has_dlse=has_dlse), keys
     beside = TileConstants(
         head_dim=problem.head_dim,

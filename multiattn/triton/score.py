@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from multiattn.plan.arch import Arch
+from multiattn.problem import Problem
 from multiattn.run.generated import module_of
 from multiattn.score.expression import Node
-from multiattn.score.lower import LoadSlope, LoweredScore, is_zero
+from multiattn.score.lower import LoadSlope, LoweredScore, is_zero, lower
 from multiattn.score.printing import INFIX, Language, calls
 from multiattn.score.python import PythonDialect
 
@@ -107,6 +109,13 @@ def text_of(lowered: LoweredScore, slots: Sequence[int] = (), *, gluon: bool = F
             yield f'tl.atomic_add({pointer}, {total}, sem="relaxed")'
 
     return (_GLUON if gluon else _TRITON).module(lowered, names, slots, add)
+
+
+def lowered_score(problem: Problem, arch: Arch) -> LoweredScore | None:
+    """The expression of a problem as kernels for `arch` compute it: on a GPU with its own tanh."""
+    if problem.score is None or not problem.has_score:
+        return None
+    return lower(problem.score.program, approximate=arch.is_gpu)
 
 
 @functools.lru_cache(maxsize=256)

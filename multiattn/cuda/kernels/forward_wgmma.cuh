@@ -13,6 +13,17 @@
 
 namespace multiattn {
 
+// Blocks of keys at a band's lower edge: the first that a warpgroup sees in full, the first that it sees, and the first that
+// is loaded for its tile. A band without that edge begins with block 0.
+template <Band>
+struct LowerEdge {
+  static constexpr int full = 0, first = 0, loaded = 0;
+};
+template <>
+struct LowerEdge<Band::TWO_SIDED> {
+  int full, first, loaded;
+};
+
 template <class T>
 class Consumer {
   using E = typename T::Element;
@@ -20,6 +31,7 @@ class Consumer {
   using TileQ = typename T::TileQ;
   using TileKV = typename T::TileKV;
   static constexpr bool ALL_KEPT = T::KEPT_STEPS == T::DOT_STEPS;  // nothing of Q is read from shared memory again
+  static constexpr bool HAS_LOWER_EDGE = T::BAND == Band::TWO_SIDED;
   static constexpr int HEADROOM = T::LAZY_MAX ? multiattn::HEADROOM<E> : 0;
 
  public:
@@ -38,24 +50,48 @@ class Consumer {
 
  private:
   // A warpgroup's part of a tile of queries: where it starts (negative: it has none), the slot of Q, and of the blocks of keys
-  // those that the warpgroup sees, from `last` down to 0, and the ones from `exact` on, which it sees in part, or starts with.
-  struct Rows {
+  // those that the warpgroup sees, from `last` down to `first`, and the ones from `exact` on, which it sees in part, or starts
+  // with.
+  struct Rows : LowerEdge<T::BAND> {
     QueryTile tile;
     int first_query, slot, last, exact;
+  };
+
+  // Where a block lies in the band that the warpgroup's rows see.
+  enum class Part {
+    LAST,   // it may hold the last keys that rows see: masked, and its maxima come before its weights
+    FULL,   // not masked
+    FIRST,  // it holds first keys that rows see, after blocks that they see in full: masked
   };
 
   // The next tile. Its Q is there.
   DEVICE Rows begin() {
     Shared::ring_q().await_full(q_);
-    Rows rows{load_tile(Shared::tile_place(q_.slot)), 0, q_.slot, -1, 0};
+    Rows rows{{}, load_tile(Shared::tile_place(q_.slot)), 0, q_.slot, -1, 0};
     if (rows.tile.blocks == NO_TILE) return rows;
     rows.first_query = rows.tile.first_query + warpgroup_ * T::WARPGROUP_ROWS;
     const auto blocks = mask_.template keys<T::TILE_N>(rows.first_query, T::WARPGROUP_ROWS);
-    if (rows.first_query >= 0) rows.last = max(blocks.end, 0) - 1;
-    rows.exact = min(blocks.full_end, rows.last);
+    if constexpr (HAS_LOWER_EDGE) {
+      find_band(rows, blocks);
+    } else {
+      if (rows.first_query >= 0) rows.last = max(blocks.end, 0) - 1;
+      rows.exact = min(blocks.full_end, rows.last);
+    }
     take_queries(rows.slot);
     q_.advance();
     return rows;
+  }
+
+  // Maxima are exact down to the block with the last key that the first query sees: each row has one then. Where no block is
+  // full, bands are narrow, and a row may see its only keys in any block.
+  DEVICE void find_band(Rows& rows, const Blocks& blocks) const {
+    rows.loaded = loaded_blocks<T>(mask_, rows.tile.first_query).begin;
+    const bool see_keys = rows.first_query >= 0 && blocks.begin < blocks.end;
+    rows.first = see_keys ? blocks.begin : rows.loaded;
+    rows.last = see_keys ? blocks.end - 1 : rows.loaded - 1;
+    rows.full = blocks.full_begin;
+    const int with_last_key = mask_.last_key(rows.first_query) / T::TILE_N;
+    rows.exact = blocks.full_begin < blocks.full_end ? with_last_key : rows.first;
   }
 
   // The paper's loop: outputs and state of the rows.
@@ -65,15 +101,10 @@ class Consumer {
     for (int i = 0; i < T::HEAD_DIM / 2; ++i) out_[i] = 0.0f;
     // Blocks that only others of the tile, or of the cluster, see. The ring has K of the first, then V of each and K of the
     // next: two tiles are skipped for one turn.
-    const int skipped = rows.tile.blocks - 1 - rows.last;
+    const int skipped = rows.loaded + rows.tile.blocks - 1 - rows.last;
     if (skipped > 0) skip();
-    for (int block = 1; block < skipped; ++block) {
-      await_turn();  // as those who see the block do
-      pass_turn();
-      skip();
-      skip();
-    }
-    if (rows.last >= 0) {
+    for (int block = 1; block < skipped; ++block) skip_turn();
+    if (rows.last >= rows.first) {
       if (skipped > 0) await_turn();
       make_scores(rows.slot);
       if (skipped > 0) pass_turn();
@@ -85,14 +116,44 @@ class Consumer {
       await_stored(rows.slot);
     }
     if constexpr (!T::TMA_STORE && !ALL_KEPT) Shared::ring_q().release_apart(rows.slot);
-    if (rows.last >= 0) {
-      add_values();
+    if (rows.last >= rows.first) {
+      if constexpr (HAS_LOWER_EDGE)
+        add_last_values(rows);
+      else
+        add_values();
       output_of(rows).settle(state_, inverse_);
       wgmma_wait<0>();
       Shared::ring_kv().release_apart(last_slot());
+      if constexpr (HAS_LOWER_EDGE) skip_below(rows);
     } else {
       output_of(rows).settle(state_, inverse_);
     }
+  }
+
+  // Products with V of the warpgroup's lowest block; K of the one below comes before it.
+  DEVICE void add_last_values(const Rows& rows) {
+    const bool others_go_on = rows.first > rows.loaded;
+    if (others_go_on) {
+      await_turn();
+      skip();
+    }
+    add_values();
+    if (others_go_on) pass_turn();
+  }
+
+  // The rest of the blocks below, which only others see.
+  DEVICE void skip_below(const Rows& rows) {
+    const int skipped = rows.first - rows.loaded;
+    for (int block = 1; block < skipped; ++block) skip_turn();
+    if (skipped > 0) skip();
+  }
+
+  // A turn for nothing, as those who see the block take it.
+  DEVICE void skip_turn() {
+    await_turn();
+    pass_turn();
+    skip();
+    skip();
   }
 
   // A tile of K or V that only others have a use for.
@@ -122,36 +183,39 @@ class Consumer {
                         params_.forward.scale_sign);
   }
 
-  // The blocks that the warpgroup sees; scores of the last are there, and it is the first. Weights of block 0 are left: what
+  // The blocks that the warpgroup sees; scores of the last are there, and it is the first. Weights of the lowest are left: what
   // they make of V is yet to be added.
   DEVICE void walk(const Rows& rows) {
-    weigh<true, false>(rows, rows.last);
+    weigh<Part::LAST, false>(rows, rows.last);
     await_stored(rows.slot);  // by now it is
     int block = rows.last - 1;
-    for (; block >= rows.exact; --block) next_block<true>(rows, block);
-    for (; block >= 0; --block) next_block<false>(rows, block);
+    for (; block >= rows.exact; --block) next_block<Part::LAST>(rows, block);
+    for (; block >= rows.full; --block) next_block<Part::FULL>(rows, block);
+    if constexpr (HAS_LOWER_EDGE)
+      for (; block >= rows.first; --block) next_block<Part::FIRST>(rows, block);
   }
 
   // A block's scores are made while the weights of the one before are multiplied by its V, and that while scores become
   // weights.
-  template <bool EXACT>
+  template <Part PART>
   DEVICE void next_block(const Rows& rows, int block) {
     await_turn();
     make_scores(rows.slot);
     add_values();
     pass_turn();
-    weigh<EXACT, true>(rows, block);
+    weigh<PART, true>(rows, block);
   }
 
   // Scores to weights, and the state and older outputs brought up to date. With HAS_VALUES those of the block before are
   // under way behind the scores.
-  template <bool EXACT, bool HAS_VALUES>
+  template <Part PART, bool HAS_VALUES>
   DEVICE void weigh(const Rows& rows, int block) {
+    constexpr bool EXACT = PART == Part::LAST || !T::LAZY_MAX;
     if constexpr (HAS_VALUES) wgmma_wait<1>();
     if constexpr (!T::LAZY_MAX) release_k();
     float base[2], sum[2], decay[2] = {1.0f, 1.0f};
-    if constexpr (EXACT) mask_scores<T>(scores_, mask_, rows.first_query + warp_row(), block * T::TILE_N);
-    if constexpr (EXACT || !T::LAZY_MAX) {
+    if constexpr (PART != Part::FULL) mask_block<PART>(rows, block);
+    if constexpr (EXACT) {
       settle_max(decay, base);
     } else {
       base[0] = state_.max[0];
@@ -163,13 +227,24 @@ class Consumer {
       release_v();
     }
     pack_weights<T>(weights_, scores_);
-    if constexpr (T::LAZY_MAX && !EXACT) {
-      if (any_in_warp(outgrown<E>(weights_))) redo(rows, sum, decay);
+    if constexpr (!EXACT) {
+      if (any_in_warp(outgrown<E>(weights_))) redo<PART>(rows, block, sum, decay);
     }
     if constexpr (T::LAZY_MAX) release_k();
     state_.sum[0] = state_.sum[0] * decay[0] + sum[0];
     state_.sum[1] = state_.sum[1] * decay[1] + sum[1];
-    if constexpr (HAS_VALUES && (EXACT || !T::LAZY_MAX)) decay_output(decay);  // before the first there is no output
+    if constexpr (HAS_VALUES && EXACT) decay_output(decay);  // before the first there is no output
+  }
+
+  template <Part PART>
+  DEVICE void mask_block(const Rows& rows, int block) {
+    const int first_query = rows.first_query + warp_row(), first_key = block * T::TILE_N;
+    if constexpr (!HAS_LOWER_EDGE) {
+      mask_scores<T>(scores_, mask_, first_query, first_key);
+    } else {
+      if constexpr (PART == Part::LAST) hide_after<T>(scores_, mask_, first_query, first_key);
+      if (PART == Part::FIRST || block < rows.full) hide_before<T>(scores_, mask_, first_query, first_key);
+    }
   }
 
   DEVICE void settle_max(float (&decay)[2], float (&base)[2]) {
@@ -186,7 +261,8 @@ class Consumer {
 
   // A maximum has outgrown the weights: the warp makes its scores once more, by mma.sync and while the others go on, and
   // takes their maxima first.
-  DEVICE void redo(const Rows& rows, float (&sum)[2], float (&decay)[2]) {
+  template <Part PART>
+  DEVICE void redo(const Rows& rows, int block, float (&sum)[2], float (&decay)[2]) {
     const auto reader_q = FragmentReader<PanelQ<T>>::down();
     const auto reader_k = FragmentReader<Tile<TileKV::ROWS, TileKV::PANEL_COLUMNS>>::right();
 #pragma unroll
@@ -205,6 +281,7 @@ class Consumer {
 #pragma unroll
       for (int i = 0; i < 8; ++i) scores_[8 * n + i] = pair[i / 4].value[i % 4];
     }
+    if constexpr (PART != Part::FULL) mask_block<PART>(rows, block);
     float base[2];
     settle_max(decay, base);
     exponentiate<T>(scores_, base, params_.forward.scale_log2, sum);

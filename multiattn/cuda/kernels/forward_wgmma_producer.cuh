@@ -44,12 +44,15 @@ DEVICE int end_of_tiles(int seq_q) {
   return round_up(seq_q, T::WARPGROUP_ROWS);
 }
 
-// Blocks of keys that are loaded for a tile of queries: what it sees or, in a cluster, what the last of its tiles sees.
+// Blocks of keys that are loaded for a tile of queries, from `begin` to `end`: what it sees or, in a cluster, what its tiles
+// see together.
 template <class T>
-DEVICE int loaded_blocks(const Mask<T::BAND>& mask, int first_query) {
+DEVICE Blocks loaded_blocks(const Mask<T::BAND>& mask, int first_query) {
   constexpr int ROWS = T::CLUSTER * T::TILE_M;
   const int end = end_of_tiles<T>(mask.seq_q);
-  return max(mask.template keys<T::TILE_N>(end - round_up(end - first_query, ROWS), ROWS).end, 0);
+  Blocks blocks = mask.template keys<T::TILE_N>(end - round_up(end - first_query, ROWS), ROWS);
+  blocks.end = max(blocks.end, 0);  // it is no less, but the compiler does not know
+  return blocks;
 }
 
 // All panels of a tile. One of a cluster comes in parts, of which each block loads one, for all.
@@ -102,17 +105,17 @@ DEVICE void produce(const WgmmaParams& params) {
     const int batch = any_head / forward.heads_q, head = any_head % forward.heads_q, head_kv = head / forward.group;
     const int first_query =
         end_of_tiles<T>(forward.seq_q) - (T::CLUSTER * (1 + place) - tile % T::CLUSTER) * T::TILE_M;
-    const int blocks = loaded_blocks<T>(mask, first_query);
-    if (blocks > 0) load(params.map_k, head_kv, batch, blocks - 1);
+    const Blocks blocks = loaded_blocks<T>(mask, first_query);
+    if (blocks.end > blocks.begin) load(params.map_k, head_kv, batch, blocks.end - 1);
     ring_q.await_empty(q);
-    store_tile(Shared::tile_place(q.slot), {first_query, head, batch, blocks});
+    store_tile(Shared::tile_place(q.slot), {first_query, head, batch, blocks.end - blocks.begin});
     load_panels<typename T::TileQ>(Shared::q(q.slot), params.map_q, ring_q.full(q.slot), first_query, head, batch);
     q.advance();
-    for (int block = blocks - 1; block > 0; --block) {
+    for (int block = blocks.end - 1; block > blocks.begin; --block) {
       load(params.map_k, head_kv, batch, block - 1);
       load(params.map_v, head_kv, batch, block);
     }
-    if (blocks > 0) load(params.map_v, head_kv, batch, 0);
+    if (blocks.end > blocks.begin) load(params.map_v, head_kv, batch, blocks.begin);
   }
   ring_q.await_empty(q);
   store_tile(Shared::tile_place(q.slot), {0, 0, 0, NO_TILE});

@@ -41,6 +41,29 @@ DEVICE void mask_scores(WarpgroupScores<T>& scores, const Mask<T::BAND>& mask, i
   }
 }
 
+// The two sides of a band, each for itself, as most blocks have one of them at most. What a row is compared with counts from
+// this thread's first key of the block, so that keys are constants.
+template <class T>
+DEVICE void hide_before(WarpgroupScores<T>& scores, const Mask<T::BAND>& mask, int first_query, int first_key) {
+  int first[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    first[half] = mask.first_key(first_query + accumulator_row(2 * half)) - first_key - accumulator_column(0);
+#pragma unroll
+  for (int i = 0; i < T::TILE_N / 2; ++i)
+    if (i / 4 * 8 + i % 2 < first[i / 2 % 2]) scores[i] = -infinity();
+}
+template <class T>
+DEVICE void hide_after(WarpgroupScores<T>& scores, const Mask<T::BAND>& mask, int first_query, int first_key) {
+  int last[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    last[half] = mask.last_key(first_query + accumulator_row(2 * half)) - first_key - accumulator_column(0);
+#pragma unroll
+  for (int i = 0; i < T::TILE_N / 2; ++i)
+    if (i / 4 * 8 + i % 2 > last[i / 2 % 2]) scores[i] = -infinity();
+}
+
 // The largest score of each row, in the log2 domain; all lanes of a quad have it. scale_log2 is positive.
 template <class T>
 DEVICE void find_tops(const WarpgroupScores<T>& scores, float (&top)[2], float scale_log2) {

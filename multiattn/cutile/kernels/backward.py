@@ -20,9 +20,9 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.kernels import tiles
+from multiattn.cutile.kernels import scores, tiles
 from multiattn.cutile.kernels.constants import BackwardConstants, QueryGradsConstants, RowConstants, RowDeltaConstants
-from multiattn.cutile.kernels.tiles import ZERO, Array32, ConstBool, Place, Reach, Vectors32
+from multiattn.cutile.kernels.tiles import ZERO, Array32, ConstBool, Derived, Place, Reach, Tuple32, Vectors32
 from multiattn.validate import LOG2_E
 
 
@@ -85,7 +85,10 @@ def add_keys(
     values = tiles.load_tile(const, v, index, const.tile_n, const.latency)
     s = ct.mma(q, keys.transpose(), none)  # [tile_m, tile_n]
     dp = ct.mma(dout, values.transpose(), none)
-    p = ct.exp2(s * score_factor - lse, flush_to_zero=True)
+    s, slope = scores.modify_with_slope(const, place, s, score_factor, block, False)
+    p = ct.exp2(s - lse, flush_to_zero=True)
+    if slope is not None:
+        p = p * slope
     ds = p * (dp - delta)
     if masked:  # by selection: of a key beyond the end, p may be inf
         ds = ct.where(tiles.is_visible(const, place, block), ds, 0.0)
@@ -93,7 +96,7 @@ def add_keys(
 
 
 @ct.function
-def find_key_tile(const: Any, q: Any, k: Any, reach: Any) -> Any:
+def find_key_tile(const: Any, q: Any, k: Any, reach: Any, aux: Any) -> Any:
     """Where the tile of keys lives that a block takes; it has no head of queries of its own.
 
     `heads_together` heads (a divisor of the heads of k) advance together. Banded: the first tiles, which most queries
@@ -107,7 +110,9 @@ def find_key_tile(const: Any, q: Any, k: Any, reach: Any) -> Any:
     batch_head = section * const.heads_together + rest % const.heads_together
     batch, head = batch_head // heads, batch_head % heads
     tile = rest // const.heads_together
-    return Place(batch=batch, head=head, head_kv=head, tile=tile, seq_q=q.shape[2], seq_kv=k.shape[2], reach=reach)
+    return Place(
+        batch=batch, head=head, head_kv=head, tile=tile, seq_q=q.shape[2], seq_kv=k.shape[2], reach=reach, aux=aux
+    )
 
 
 @ct.function
@@ -125,11 +130,18 @@ def add_queries(
     queries = tiles.load_tile(const, given.q, (*rows, 0), const.tile_m, const.latency)
     douts = tiles.load_tile(const, given.dout, (*rows, 0), const.tile_m, const.latency)
     s = ct.mma(keys, queries.transpose(), none)  # [tile_n, tile_m]
-    p = ct.exp2(s * given.score_factor - m, flush_to_zero=True)
+    s, slope = scores.modify_with_slope(const, place, s, given.score_factor, key_tile, True)
+    p = ct.exp2(s - m, flush_to_zero=True)
     if masked:
         visible = tiles.is_visible(const, place, key_tile).transpose()
+        if const.ragged_queries:
+            visible = visible & tiles.is_query(const, place)
         p = ct.where(visible, p, 0.0)
     dv = ct.mma(p.astype(keys.dtype), douts, sums.dv)
+    if slope is not None:
+        p = p * slope  # now, so that the next product finds the registers of one of them free
+        if masked:  # where p is 0, a slope may be inf
+            p = ct.where(visible, p, 0.0)
     dp = ct.mma(values, douts.transpose(), none)  # [tile_n, tile_m]
     ds = p * (dp - d)
     if const.ragged and dq_sum is not None:  # a key beyond the end: its own rows are not stored, but dq sums over it
@@ -144,11 +156,11 @@ def add_queries(
 
 @ct.function
 def key_grads_block(
-    const: Any, k: Any, v: Any, given: Any, dq_sum: Any, dk: Any, dv: Any, grad_factor: Any, reach: Any
+    const: Any, k: Any, v: Any, given: Any, dq_sum: Any, dk: Any, dv: Any, grad_factor: Any, reach: Any, aux: Any
 ) -> None:
     """One block: a tile of dk and of dv, summed over the queries of the group's heads."""
     q = given.q
-    mine = find_key_tile(const, q, k, reach)
+    mine = find_key_tile(const, q, k, reach, aux)
     index = (mine.batch, mine.head_kv, mine.tile, 0)
     keys = tiles.load_tile(const, k, index, const.tile_n, 2)
     values = tiles.load_tile(const, v, index, const.tile_n, 2)
@@ -157,9 +169,9 @@ def key_grads_block(
     sums = KeyGradSums(dk=zeros, dv=zeros)
     blocks = tiles.query_blocks(const, mine)
     # The heads of the group and their blocks in one loop: one pipeline of loads, and no registers for a second counter.
-    if const.banded:
+    if const.banded or const.ragged_queries:
         first, end = blocks.begin, blocks.full_begin
-        if const.two_sided:
+        if tiles.has_two_edges(const):
             first, end = tiles.masked_numbers(const, blocks)
         masked = max(0, end - first)
         for step in range(0, group * masked):
@@ -193,9 +205,10 @@ def query_grads_kernel(const: QueryGradsConstants) -> Callable[..., None]:
 
     def query_grads(
         q: Array32, k: Array32, v: Array32, out: Array32, lse: Vectors32, dout: Array32, dlse: Vectors32,
-        delta: Vectors32, dq: Array32, score_factor: float, grad_factor: float, reach: Reach,
+        delta: Vectors32, dq: Array32, captured: Tuple32, score_factor: float, grad_factor: float, reach: Reach,
+        derived: Derived,
     ) -> None:  # fmt: skip
-        place = tiles.find_place(const, q, k, reach)
+        place = tiles.find_place(const, q, k, reach, derived + captured)
         rows = (place.batch, place.head, place.tile)
         queries = tiles.load_tile(const, q, (*rows, 0), const.tile_m, 2)
         douts = tiles.load_tile(const, dout, (*rows, 0), const.tile_m, 2)
@@ -221,10 +234,10 @@ def key_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
 
     def key_grads(
         q: Array32, k: Array32, v: Array32, lse: Vectors32, dout: Array32, delta: Vectors32, dk: Array32, dv: Array32,
-        score_factor: float, grad_factor: float, reach: Reach,
+        captured: Tuple32, score_factor: float, grad_factor: float, reach: Reach, derived: Derived,
     ) -> None:  # fmt: skip
         given = Given(q=q, lse=lse, dout=dout, delta=delta, score_factor=score_factor)
-        key_grads_block(const, k, v, given, None, dk, dv, grad_factor, reach)
+        key_grads_block(const, k, v, given, None, dk, dv, grad_factor, reach, derived + captured)
 
     return key_grads
 
@@ -234,11 +247,12 @@ def all_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
 
     def all_grads(
         q: Array32, k: Array32, v: Array32, lse: Vectors32, dout: Array32, delta: Vectors32, dq_sum: Array32,
-        dk: Array32, dv: Array32, score_factor: float, grad_factor: float, reach: Reach,
+        dk: Array32, dv: Array32, captured: Tuple32, score_factor: float, grad_factor: float, reach: Reach,
+        derived: Derived,
     ) -> None:  # fmt: skip
         given = Given(q=q, lse=lse, dout=dout, delta=delta, score_factor=score_factor)
         view = dq_sum.tiled_view((1, 1, const.tile_m, const.tile_d))
-        key_grads_block(const, k, v, given, view, dk, dv, grad_factor, reach)
+        key_grads_block(const, k, v, given, view, dk, dv, grad_factor, reach, derived + captured)
 
     return all_grads
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 SMALLEST_TILE = 16
 """Rows: the smallest m, n and k that every arch's tensor cores take."""
@@ -51,6 +52,9 @@ class ForwardConstants:
     static_grid: bool
     """A block takes every n-th tile of n blocks, not one."""
     q_in_registers: bool
+    score: Any = None
+    """The program of scores, a `LoweredScore`; of a kernel that is made, its `TileScoreFunctions`."""
+    ragged_queries = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +75,10 @@ class BackwardConstants:
     tma: bool
     tma_columns: bool
     """Rows of the fp32 arrays ``[B, Hq, Sq]`` end at multiples of 16 bytes, where TMA clips."""
+    ragged_queries: bool = False
+    """The last block of queries is not full, and needs a mask: a program makes anything of the zeros beyond the end."""
+    score: Any = None
+    """As the forward's."""
     spanning = False
 
 

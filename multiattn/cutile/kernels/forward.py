@@ -19,9 +19,9 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.kernels import parts, tiles
+from multiattn.cutile.kernels import parts, scores, tiles
 from multiattn.cutile.kernels.constants import SMALLEST_TILE, ForwardConstants
-from multiattn.cutile.kernels.tiles import Array32, ConstBool, OptionalVector32, Reach, Vectors32
+from multiattn.cutile.kernels.tiles import Array32, ConstBool, Derived, Reach, Tuple32, Vectors32
 
 LOWEST = -3.4028234663852886e38
 """Row maximum before any key: finite, so that a row of -inf scores computes ``exp2(-inf)`` and never ``inf - inf``."""
@@ -68,7 +68,7 @@ def shift(const: Any, s: Any, m: Any, scale: Any) -> Any:
 @ct.function
 def score(const: Any, place: Any, q: Any, k: Any, block: Any, masked: ConstBool) -> Any:
     """Scores of one block of keys, without their scale, ``[tile_m, tile_n]``; -inf where a query does not see a key."""
-    s = parts.multiply_keys(const, place, q, k, block)
+    s = scores.modify(const, place, parts.multiply_keys(const, place, q, k, block), block)
     if masked:
         s = ct.where(tiles.is_visible(const, place, block), s, -math.inf)
     return s
@@ -341,9 +341,10 @@ def forward_kernel(const: ForwardConstants) -> Callable[..., None]:
     """out and lse of attention; arguments as in `forward_tile`."""
 
     def forward(
-        q: Array32, k: Array32, v: Array32, out: Array32, lse: Vectors32, sinks: OptionalVector32, scale: float,
-        reach: Reach,
+        q: Array32, k: Array32, v: Array32, out: Array32, lse: Vectors32, sinks: Tuple32, captured: Tuple32,
+        scale: float, reach: Reach, derived: Derived,
     ) -> None:  # fmt: skip
+        aux = derived + captured
         if const.static_grid:
             total = ct.cdiv(q.shape[2], const.tile_m) * q.shape[1] * q.shape[0]
             # Divided once: else each of the three roles that warps take would divide for each tile, and its next load
@@ -351,12 +352,12 @@ def forward_kernel(const: ForwardConstants) -> Callable[..., None]:
             number = tiles.digits_of(const, q, ct.bid(0))
             step = tiles.digits_of(const, q, ct.num_blocks(0))
             for _ in range(ct.bid(0), total, ct.num_blocks(0)):
-                place = tiles.place_tile(const, q, k, reach, number, True, const.grouped)
+                place = tiles.place_tile(const, q, k, reach, aux, number, True, const.grouped)
                 forward_tile(const, place, q, k, v, out, lse, sinks, scale)
                 number = tiles.add_digits(const, q, number, step)
         elif const.linear_grid:
-            forward_tile(const, tiles.find_place(const, q, k, reach), q, k, v, out, lse, sinks, scale)
+            forward_tile(const, tiles.find_place(const, q, k, reach, aux), q, k, v, out, lse, sinks, scale)
         else:
-            forward_tile(const, tiles.place_in_grid(const, q, k, reach), q, k, v, out, lse, sinks, scale)
+            forward_tile(const, tiles.place_in_grid(const, q, k, reach, aux), q, k, v, out, lse, sinks, scale)
 
     return forward

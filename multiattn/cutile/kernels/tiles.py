@@ -12,14 +12,16 @@ Array32 = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,))]
 Array64 = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,), index_dtype=ct.int64)]
 Vectors32 = ct.Array
 Vectors64 = ct.IndexedWithInt64[ct.Array]
-OptionalVector32 = tuple[Vectors32, ...]
-OptionalVector64 = tuple[Vectors64, ...]
-"""One or none, which is no parameter at all and changes no other's place."""
-IN_64_BITS = {Array32: Array64, Vectors32: Vectors64, OptionalVector32: OptionalVector64}
+Tuple32 = tuple[Vectors32, ...]
+Tuple64 = tuple[Vectors64, ...]
+"""Any number of arrays. None is no parameter at all, and changes no other's place."""
+IN_64_BITS = {Array32: Array64, Vectors32: Vectors64, Tuple32: Tuple64}
 """Each annotation of an array with its counterpart whose shape, strides and offsets take 64 bits."""
 
 Reach = tuple[int, ...]
 """`Place.reach`: two numbers or none."""
+Derived = tuple[float, ...]
+"""With arrays behind them, `Place.aux`."""
 
 ZERO = ct.PaddingMode.ZERO
 
@@ -36,6 +38,8 @@ class Place:
     seq_kv: Any
     reach: Any
     """The keys before and after its own that a query sees, of a two-sided mask; else an empty tuple."""
+    aux: Any
+    """The numbers and arrays that a program of scores reads; else an empty tuple."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +88,11 @@ def shared_head(q: Any, k: Any, head: Any, grouped: ConstBool) -> Any:
 
 
 @ct.function
-def find_place(const: Any, q: Any, k: Any, reach: Any) -> Any:
+def find_place(const: Any, q: Any, k: Any, reach: Any, aux: Any) -> Any:
     """The tile of queries that a block owns, in a grid that numbers the tiles of all heads."""
-    return place_tile(const, q, k, reach, digits_of(const, q, ct.bid(1) * ct.num_blocks(0) + ct.bid(0)), False, True)
+    return place_tile(
+        const, q, k, reach, aux, digits_of(const, q, ct.bid(1) * ct.num_blocks(0) + ct.bid(0)), False, True
+    )
 
 
 @ct.function
@@ -122,7 +128,9 @@ def add_digits(const: Any, q: Any, number: Any, step: Any) -> Any:
 
 
 @ct.function
-def place_tile(const: Any, q: Any, k: Any, reach: Any, number: Any, static_grid: ConstBool, grouped: ConstBool) -> Any:
+def place_tile(
+    const: Any, q: Any, k: Any, reach: Any, aux: Any, number: Any, static_grid: ConstBool, grouped: ConstBool
+) -> Any:
     """Where the tile of queries of a number, in digits, lives.
 
     `heads_together` heads (a divisor of the heads of q, or a multiple) advance together, so that blocks that run at one
@@ -142,11 +150,13 @@ def place_tile(const: Any, q: Any, k: Any, reach: Any, number: Any, static_grid:
     else:
         batch, head = number.batch, number.section * const.heads_together + number_in_section
     head_kv = shared_head(q, k, head, grouped)
-    return Place(batch=batch, head=head, head_kv=head_kv, tile=tile, seq_q=q.shape[2], seq_kv=k.shape[2], reach=reach)
+    return Place(
+        batch=batch, head=head, head_kv=head_kv, tile=tile, seq_q=q.shape[2], seq_kv=k.shape[2], reach=reach, aux=aux
+    )
 
 
 @ct.function
-def place_in_grid(const: Any, q: Any, k: Any, reach: Any) -> Any:
+def place_in_grid(const: Any, q: Any, k: Any, reach: Any, aux: Any) -> Any:
     """The tile that a block owns, in the order of `place_tile`: the tiles of a section in x, sections in y, batch in z.
 
     A division by a number that only a launch knows takes 40 instructions that wait for each other, and no load begins
@@ -162,7 +172,9 @@ def place_in_grid(const: Any, q: Any, k: Any, reach: Any) -> Any:
     else:
         batch, head = ct.bid(2), number
     head_kv = shared_head(q, k, head, const.grouped)
-    return Place(batch=batch, head=head, head_kv=head_kv, tile=tile, seq_q=q.shape[2], seq_kv=k.shape[2], reach=reach)
+    return Place(
+        batch=batch, head=head, head_kv=head_kv, tile=tile, seq_q=q.shape[2], seq_kv=k.shape[2], reach=reach, aux=aux
+    )
 
 
 @ct.function
@@ -210,6 +222,7 @@ def query_blocks(const: Any, place: Any) -> Any:
     """The blocks of queries that a tile of keys walks over; causal, those on the diagonal come first.
 
     A key beyond the end needs no mask: what it gets is not stored. Nor does a query there: its q and dout are zeros.
+    With `ragged_queries` the last block needs a mask all the same.
     """
     end = ct.cdiv(place.seq_q, const.tile_m)
     if const.two_sided:
@@ -218,12 +231,14 @@ def query_blocks(const: Any, place: Any) -> Any:
         last = min(first + const.tile_n, place.seq_kv) - 1
         offset = place.seq_kv - place.seq_q
         return blocks_of_band(first - offset, last - offset, before, after, place.seq_q, const.tile_m)
+    begin, full_begin, full_end = 0, 0, end
     if const.banded:
         first_row = max(0, place.tile * const.tile_n - (place.seq_kv - place.seq_q))
         first_full_row = max(0, place.tile * const.tile_n + (const.tile_n - 1) - (place.seq_kv - place.seq_q))
         begin, full_begin = first_row // const.tile_m, min(ct.cdiv(first_full_row, const.tile_m), end)
-        return Blocks(begin=begin, full_begin=full_begin, full_end=end, end=end)
-    return Blocks(begin=0, full_begin=0, full_end=end, end=end)
+    if const.ragged_queries:
+        full_end = max(full_begin, place.seq_q // const.tile_m)
+    return Blocks(begin=begin, full_begin=full_begin, full_end=full_end, end=end)
 
 
 @ct.function
@@ -242,10 +257,16 @@ def blocks_of_band(first: Any, last: Any, before: Any, after: Any, length: Any, 
 
 
 @ct.function
+def has_two_edges(const: Any) -> Any:
+    """True if blocks that need a mask may lie on both sides of the full ones."""
+    return const.two_sided or const.ragged_queries
+
+
+@ct.function
 def masked_numbers(const: Any, blocks: Any) -> Any:
-    """(first, end) of the numbers of blocks of keys that need a mask: one loop for both edges of a band."""
+    """(first, end) of the numbers of blocks that need a mask: one loop for both edges of a band."""
     first, end = blocks.full_end, blocks.end
-    if const.two_sided:
+    if has_two_edges(const):
         first, end = blocks.begin, blocks.end - (blocks.full_end - blocks.full_begin)
     return first, end
 
@@ -253,9 +274,17 @@ def masked_numbers(const: Any, blocks: Any) -> Any:
 @ct.function
 def masked_block(const: Any, blocks: Any, number: Any) -> Any:
     """The block of a number: with two edges, the full blocks between them are passed over."""
-    if const.two_sided:
+    if has_two_edges(const):
         number = number + carry_of(number, blocks.full_begin) * (blocks.full_end - blocks.full_begin)
     return number
+
+
+@ct.function
+def positions(const: Any, place: Any, block: Any) -> Any:
+    """Those of the queries ``[tile_m, 1]``, and of a block's keys ``[1, tile_n]``."""
+    row = place.tile * const.tile_m + ct.arange(const.tile_m, dtype=ct.int32)[:, None]
+    col = block * const.tile_n + ct.arange(const.tile_n, dtype=ct.int32)[None, :]
+    return row, col
 
 
 @ct.function
@@ -264,8 +293,7 @@ def is_visible(const: Any, place: Any, block: Any) -> Any:
 
     Causal needs no look at the end: the last query sees the last key, and of rows beyond it nothing is kept.
     """
-    row = place.tile * const.tile_m + ct.arange(const.tile_m, dtype=ct.int32)[:, None]
-    col = block * const.tile_n + ct.arange(const.tile_n, dtype=ct.int32)[None, :]
+    row, col = positions(const, place, block)
     if const.two_sided:
         before, after = place.reach
         level = row + (place.seq_kv - place.seq_q)
@@ -273,6 +301,12 @@ def is_visible(const: Any, place: Any, block: Any) -> Any:
     if const.banded:
         return col <= row + (place.seq_kv - place.seq_q)
     return col < place.seq_kv
+
+
+@ct.function
+def is_query(const: Any, place: Any) -> Any:
+    """The rows of a tile of queries that there are, bool ``[1, tile_m]``."""
+    return (place.tile * const.tile_m + ct.arange(const.tile_m, dtype=ct.int32) < place.seq_q)[None, :]
 
 
 @ct.function

@@ -18,6 +18,7 @@ from multiattn.triton.kernels.tiles import (
     key_blocks,
     load_own,
     load_streamed,
+    modified_and_slope,
     my_tile,
     needs_mask,
     query_blocks,
@@ -97,7 +98,7 @@ def gradient_of_queries(
     dlse,  # pointer, like lse; any pointer where dlse_rows is 0
     dq,  # pointer, like out
     delta,  # pointer, like lse: written, for the pass over the queries
-    score_factor,  # scale * log2(e), with its sign
+    score_factor,  # scale * log2(e), with its sign; 1 with an expression
     grad_factor,  # scale, with its sign
     dlse_rows,  # seq_q, or 0 where there is no dlse
     seq_q,
@@ -109,6 +110,7 @@ def gradient_of_queries(
     out_strides,  # of out, dout and dq
     left,  # with right, the reach of a two-sided mask; None for other kinds
     right,
+    aux,  # what the expression that modifies scores reads, as its functions have it; None without one
     C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
 ):
     """First of two passes: dq ``[tile_m, head_dim]`` and delta ``[tile_m]`` of one tile of queries."""
@@ -132,22 +134,25 @@ def gradient_of_queries(
     )
     row_lse = _lse_of_rows(lse + batch_head.to(tl.int64) * seq_q, first_row, seq_q, C)  # [tile_m]
 
-    own, kv = (q_tile, dout_tile, row_lse, row_delta), (k, v, k_strides, v_strides)
+    own, kv, of_score = (q_tile, dout_tile, row_lse, row_delta), (k, v, k_strides, v_strides), (batch, head, aux)
     acc = tl.full([C.tile_m, C.head_pad], 0.0, tl.float32)
     blocks = key_blocks(first_row, band, C)
     begin, full_begin, full_end, end = blocks
     if C.two_sided:  # one loop, as three would fill and drain the pipeline three times
-        acc = _walk_keys(acc, own, kv, begin, end, blocks, first_row, at_kv, band, score_factor, True, C)
+        acc = _walk_keys(acc, own, kv, begin, end, blocks, first_row, at_kv, band, score_factor, of_score, True, C)
     else:
-        acc = _walk_keys(acc, own, kv, full_begin, full_end, blocks, first_row, at_kv, band, score_factor, False, C)
-        acc = _walk_keys(acc, own, kv, full_end, end, blocks, first_row, at_kv, band, score_factor, True, C)
+        acc = _walk_keys(
+            acc, own, kv, full_begin, full_end, blocks, first_row, at_kv, band, score_factor, of_score, False, C
+        )
+        acc = _walk_keys(acc, own, kv, full_end, end, blocks, first_row, at_kv, band, score_factor, of_score, True, C)
     store_rows(dq, out_strides, acc * grad_factor, first_row, seq_q, C.tile_m, C)
 
 
 @triton.jit
 def _walk_keys(
-    acc, own, kv, begin, end, blocks, first_row, at_kv, band, score_factor, MASKED: tl.constexpr, C: tl.constexpr
-):
+    acc, own, kv, begin, end, blocks, first_row, at_kv, band, score_factor, of_score,
+    MASKED: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     """Add to acc, which is dq ``[tile_m, head_pad]`` but for its factor, the keys [begin, end), in blocks of tile_n."""
     q_tile, dout_tile, row_lse, row_delta = own
     k, v, k_strides, v_strides = kv
@@ -156,9 +161,13 @@ def _walk_keys(
         k_tile = load_streamed(k, k_strides, at_kv, first_key, seq_kv, C.tile_n, MASKED, C.vector, C)
         v_tile = load_streamed(v, v_strides, at_kv, first_key, seq_kv, C.tile_n, MASKED, C.vector, C)
         scores = tl.dot(q_tile, tl.trans(k_tile))  # [tile_m, tile_n] fp32
+        scores, slope = modified_and_slope(
+            scores, (first_row + tl.arange(0, C.tile_m))[:, None], (first_key + tl.arange(0, C.tile_n))[None, :],
+            of_score, band, C,
+        )  # fmt: skip
         dweights = tl.dot(dout_tile, tl.trans(v_tile))  # [tile_m, tile_n] fp32
         weights = tl.math.exp2(scores * score_factor - row_lse[:, None])
-        dscores = weights * (dweights - row_delta[:, None])
+        dscores = weights * (dweights - row_delta[:, None]) * slope
         if MASKED:  # selected, not multiplied: a masked weight may be inf
             if not C.two_sided or needs_mask(first_key, blocks):
                 rows = first_row + tl.arange(0, C.tile_m)
@@ -183,7 +192,7 @@ def gradients_of_keys(
     dq_sum,  # fp32 [B, Hq, Sq, D], contiguous; like q. None where dq is not summed up here
     dk,  # pointer, [B, Hkv, Skv, D]
     dv,  # pointer, [B, Hkv, Skv, D]
-    score_factor,  # scale * log2(e), with its sign
+    score_factor,  # scale * log2(e), with its sign; 1 with an expression
     grad_factor,  # scale, with its sign
     seq_q,
     seq_kv,
@@ -196,6 +205,7 @@ def gradients_of_keys(
     dv_strides,
     left,  # with right, the reach of a two-sided mask; None for other kinds
     right,
+    aux,  # what the expression that modifies scores reads, as its functions have it; None without one
     C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
 ):
     """dk and dv ``[tile_n, head_dim]`` of one tile of keys, and in one pass what these keys add to dq."""
@@ -221,16 +231,16 @@ def gradients_of_keys(
         if C.two_sided:  # one loop, as before
             dk_acc, dv_acc = _walk_queries(
                 dk_acc, dv_acc, k_tile, v_tile, streamed, begin, end, blocks, first_key, at, heads_q, band,
-                score_factor, True, C,
+                score_factor, aux, True, C,
             )  # fmt: skip
         else:
             dk_acc, dv_acc = _walk_queries(
                 dk_acc, dv_acc, k_tile, v_tile, streamed, begin, full_begin, blocks, first_key, at, heads_q, band,
-                score_factor, True, C,
+                score_factor, aux, True, C,
             )  # fmt: skip
             dk_acc, dv_acc = _walk_queries(
                 dk_acc, dv_acc, k_tile, v_tile, streamed, full_begin, full_end, blocks, first_key, at, heads_q, band,
-                score_factor, False, C,
+                score_factor, aux, False, C,
             )  # fmt: skip
     # Only now, as their addresses would take registers from the loops.
     dk = seek(dk, dk_strides, at_kv, False, C.out_vector)
@@ -242,7 +252,7 @@ def gradients_of_keys(
 @triton.jit
 def _walk_queries(
     dk_acc, dv_acc, k_tile, v_tile, streamed, begin, end, blocks, first_key, at, heads_q, band, score_factor,
-    MASKED: tl.constexpr, C: tl.constexpr,
+    aux, MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Add to dk, but for its factor, and dv the queries [begin, end) of one head, in blocks of tile_m.
 
@@ -265,6 +275,11 @@ def _walk_queries(
         row_lse = _lse_of_rows(lse + sequence, first_row, seq_q, C)  # [tile_m]
 
         scores = tl.dot(k_tile, tl.trans(q_tile))  # [tile_n, tile_m] fp32
+        scores, slope = modified_and_slope(
+            scores, rows[None, :], (first_key + tl.arange(0, C.tile_n))[:, None], (at[0], at[1], aux), band, C
+        )
+        if C.score is not None:  # of a row that does not exist it may be anything
+            scores = tl.where((rows < seq_q)[None, :], scores, float("-inf"))
         weights = tl.math.exp2(scores * score_factor - row_lse[None, :])
         if MASKED:  # selected, not multiplied: a masked weight may be inf
             # No branch where operands are in registers: those of the products behind it would be held across it.
@@ -272,11 +287,14 @@ def _walk_queries(
                 keys = first_key + tl.arange(0, C.tile_n)
                 visible = seeing_rows(rows[None, :], keys[:, None], band, C)
                 weights = tl.where(visible, weights, 0.0)
+        moving = weights
+        if C.has_slope:  # selected, as a slope may be inf where nothing is seen
+            moving = tl.where(weights == 0.0, 0.0, weights * slope)
         dv_acc = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv_acc)
 
         dweights = tl.dot(v_tile, tl.trans(dout_tile))  # [tile_n, tile_m] fp32
         row_delta = tl.load(delta + sequence + rows, mask=rows < seq_q, other=0.0)  # [tile_m]
-        dscores = weights * (dweights - row_delta[None, :])  # 0 where a weight is: the rest is finite
+        dscores = moving * (dweights - row_delta[None, :])  # 0 where a weight is: the rest is finite
         dscores = dscores.to(q_tile.dtype)
         dk_acc = tl.dot(dscores, q_tile, dk_acc)
         if C.one_pass:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from multiattn.triton.ladder import TritonStep
 
@@ -41,6 +42,10 @@ class TileConstants:
     """-1, 0 or 1: the sign of the scale goes into q. A backward has it in its factors."""
     step: TritonStep = field(default_factory=TritonStep)
     """The rung of a forward."""
+    score: Any = None
+    """The expression that modifies scores, or None: a `LoweredScore` in a table, its `ScoreFunctions` in a kernel."""
+    has_slope: bool = False
+    """It does more than add: its slope differs from 1."""
 
     @property
     def out_vector(self) -> int:

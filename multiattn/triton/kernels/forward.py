@@ -15,6 +15,7 @@ from multiattn.triton.kernels.tiles import (
     key_blocks,
     load_own,
     load_streamed,
+    modified,
     my_tile,
     needs_mask,
     seek,
@@ -35,7 +36,7 @@ def attention_forward(
     v,  # like k
     out,  # pointer, like q
     lse,  # pointer, fp32 [B, Hq, Sq], contiguous
-    scale,  # |scale| in the domain of the step (times log2(e) for exp2), positive
+    scale,  # |scale| in the domain of the step (times log2(e) for exp2), positive; with an expression 1 in log2
     seq_q,
     seq_kv,
     heads,  # (Hq, query heads that share one key/value head, B * Hq)
@@ -46,6 +47,7 @@ def attention_forward(
     left,  # with right, the reach of a two-sided mask; None for other kinds
     right,
     sinks,  # pointer, fp32 [Hq], contiguous, at a multiple of 4 bytes; None where there are none
+    aux,  # what the expression that modifies scores reads, as its functions have it; None without one
     C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
 ):
     """Attention of one tile of tile_m queries: writes out ``[tile_m, head_dim]`` and lse ``[tile_m]``."""
@@ -62,14 +64,14 @@ def attention_forward(
     lse += batch_head.to(tl.int64) * seq_q
 
     kv = (k, v, k_strides, v_strides)
-    acc, row_sum, row_max = _attend(q, q_strides, kv, first_row, at_kv, band, scale, C)
+    acc, row_sum, row_max = _attend(q, q_strides, kv, first_row, at_kv, band, scale, (batch, head, aux), C)
     if sinks is not None:
         acc, row_sum, row_max = _add_sink(acc, row_sum, row_max, tl.load(sinks + head), C)
     _store(out, out_strides, lse, acc, row_sum, row_max, first_row, seq_q, C)
 
 
 @triton.jit
-def _attend(q, q_strides, kv, first_row, at_kv, band, scale, C: tl.constexpr):
+def _attend(q, q_strides, kv, first_row, at_kv, band, scale, of_score, C: tl.constexpr):
     """tile_m queries over all keys they see: acc ``[tile_m, head_pad]``, row_sum and row_max ``[tile_m]``."""
     q_tile = load_own(q, q_strides, first_row, band[0], C.tile_m, C.vector, C)  # [tile_m, head_pad]
     if C.scale_sign < 0:
@@ -85,23 +87,24 @@ def _attend(q, q_strides, kv, first_row, at_kv, band, scale, C: tl.constexpr):
     begin, full_begin, full_end, end = blocks
     if C.two_sided:  # one loop, as three would fill and drain the pipeline three times
         acc, row_sum, row_max = _walk(
-            acc, row_sum, row_max, q_tile, kv, begin, end, blocks, rows, at_kv, band, scale, True, C
+            acc, row_sum, row_max, q_tile, kv, begin, end, blocks, rows, at_kv, band, scale, of_score, True, C
         )
     else:
         acc, row_sum, row_max = _walk(
-            acc, row_sum, row_max, q_tile, kv, full_begin, full_end, blocks, rows, at_kv, band, scale, False, C
-        )
+            acc, row_sum, row_max, q_tile, kv, full_begin, full_end, blocks, rows, at_kv, band, scale, of_score,
+            False, C,
+        )  # fmt: skip
         # Skipped where there is nothing to mask: of an empty loop Triton still sets up the pipeline, and takes it down.
         if C.banded or full_end < end:
             acc, row_sum, row_max = _walk(
-                acc, row_sum, row_max, q_tile, kv, full_end, end, blocks, rows, at_kv, band, scale, True, C
+                acc, row_sum, row_max, q_tile, kv, full_end, end, blocks, rows, at_kv, band, scale, of_score, True, C
             )
     return acc, row_sum, row_max
 
 
 @triton.jit
 def _walk(
-    acc, row_sum, row_max, q_tile, kv, begin, end, blocks, rows, at_kv, band, scale,
+    acc, row_sum, row_max, q_tile, kv, begin, end, blocks, rows, at_kv, band, scale, of_score,
     MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the keys [begin, end), in blocks of tile_n.
@@ -113,6 +116,7 @@ def _walk(
     for first_key in tl.range(begin, end, C.tile_n, num_stages=C.stages):
         k_tile = load_streamed(k, k_strides, at_kv, first_key, seq_kv, C.tile_n, MASKED, C.vector, C)
         scores = tl.dot(q_tile, tl.trans(k_tile))  # [tile_m, tile_n] fp32
+        scores = modified(scores, rows[:, None], (first_key + tl.arange(0, C.tile_n))[None, :], of_score, band, C)
         if MASKED:
             if not C.two_sided or needs_mask(first_key, blocks):
                 keys = first_key + tl.arange(0, C.tile_n)

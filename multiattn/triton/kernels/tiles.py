@@ -141,6 +141,32 @@ def seeing_rows(rows, keys, band, C: tl.constexpr):
     return visible
 
 
+# ---------------------------------------------------------------- the modification of scores
+
+# `of_score` is (batch, query head, aux), and aux what the expression reads. Positions broadcast to the tile.
+
+
+@triton.jit
+def modified(raw, rows, keys, of_score, band, C: tl.constexpr):
+    """``q @ k^T`` as it is; if there is an expression, its scores in the log2 domain, which have the scale."""
+    scores = raw
+    if C.score is not None:
+        batch, head, aux = of_score
+        scores = C.score.score(raw, batch, head, rows, keys, band[0], band[1], aux)
+    return scores
+
+
+@triton.jit
+def modified_and_slope(raw, rows, keys, of_score, band, C: tl.constexpr):
+    """The same, and how much a score, in its own units, moves with the scaled ``q @ k^T``."""
+    if C.score is not None:
+        batch, head, aux = of_score
+        scores, slope = C.score.score_and_slope(raw, batch, head, rows, keys, band[0], band[1], aux)
+    else:
+        scores, slope = raw, 1.0
+    return scores, slope
+
+
 # ---------------------------------------------------------------- memory
 
 

@@ -44,10 +44,13 @@ struct Mask : private Reach<BAND> {
   // to its right.
   DEVICE bool visible(int query, int key) const {
     if constexpr (BAND == Band::NONE) return key < seq_kv;
-    const int level = query + (seq_kv - seq_q);
-    if constexpr (BAND == Band::CAUSAL) return key <= level;
-    return key >= level - left && key <= min(level + right, seq_kv - 1);
+    if constexpr (BAND == Band::CAUSAL) return key <= query + (seq_kv - seq_q);
+    return key >= first_key(query) && key <= last_key(query);
   }
+
+  // Of a band with two sides: the first key that a query sees, which may be negative, and the last.
+  DEVICE int first_key(int query) const { return query + (seq_kv - seq_q) - left; }
+  DEVICE int last_key(int query) const { return min(query + (seq_kv - seq_q) + right, seq_kv - 1); }
 
   // True if every query of a tile sees every key of the other.
   DEVICE bool all_visible(int first_query, int tile_m, int first_key, int tile_n) const {

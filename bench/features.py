@@ -1,0 +1,111 @@
+"""Masks and scores beyond the causal mask: what cells may ask for, in the terms of FlexAttention.
+
+The truth, FlexAttention, FlashAttention-4 and `multiattn.fmha` are asked for the same by these.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+
+Feature = Literal["none", "sinks", "softcap30", "alibi", "documents16"]
+"""More than a band in a cell: a sink for each head, scores capped at 30, ALiBi, or 16 documents in each sequence."""
+
+FEATURES: tuple[Feature, ...] = get_args(Feature)
+
+SOFTCAP = 30.0
+"""Grok-1's."""
+DOCUMENTS = 16
+BLOCK = 128
+"""Queries and keys of a block of a BlockMask: Flex's own choice, and a tile of FlashAttention-4."""
+
+Mod = Callable[..., Any]
+
+
+def draw_lengths(seq: int) -> tuple[int, ...]:
+    """Lengths of `DOCUMENTS` documents in a sequence, cut at places of a fixed seed."""
+    draw = torch.Generator().manual_seed(seq)
+    cuts = 1 + torch.randperm(seq - 1, generator=draw)[: DOCUMENTS - 1].sort().values
+    ends = torch.tensor([0, *cuts.tolist(), seq])
+    return tuple(ends.diff().tolist())
+
+
+def ids_of(lengths: Sequence[int], device: torch.device | str) -> torch.Tensor:
+    """The number of the document that each position belongs to, int32 ``[S]``."""
+    counts = torch.tensor(lengths)
+    return torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts).to(device)
+
+
+def slopes_of(heads: int, device: torch.device | str) -> torch.Tensor:
+    """ALiBi's slope of each head, fp32 ``[H]``: a geometric sequence that ends at 2^-8 (arXiv 2108.12409)."""
+    numbers = torch.arange(1, heads + 1, dtype=torch.float64)
+    return torch.exp2(-8 * numbers / heads).float().to(device)
+
+
+def make_mask_mod(causal: bool, window: int | None, ids: torch.Tensor | None) -> Mod | None:
+    """The keys that a query sees, ``(b, h, q_idx, kv_idx) -> bool``; None for all."""
+
+    def before(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return query >= key
+
+    def last_before(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (query >= key) & (key > query - window)
+
+    band = None if not causal else before if window is None else last_before
+    if ids is None:
+        return band
+
+    def same_document(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        same = ids[query] == ids[key]
+        return same if band is None else same & band(batch, head, query, key)
+
+    return same_document
+
+
+def make_block_mask(mod: Mod, first: torch.Tensor, last: torch.Tensor) -> Any:
+    """The BlockMask of a `mask_mod` by which query i sees the keys from ``first[i]`` to ``last[i]``, both included.
+
+    As `create_block_mask` makes it, which makes N*N bools, 4 GiB at 65536, or else needs a compiler.
+    """
+    seq = len(first)
+    blocks = -(-seq // BLOCK)
+    begin = torch.arange(0, blocks * BLOCK, BLOCK, device=first.device)
+    counts = torch.minimum(last[:, None] + 1, begin + BLOCK) - torch.maximum(first[:, None], begin)  # [N, blocks]
+    padded = torch.nn.functional.pad(counts.clamp(min=0), (0, 0, 0, blocks * BLOCK - seq))
+    pairs = padded.view(blocks, BLOCK, blocks).sum(dim=1)
+    full = pairs == BLOCK * BLOCK
+
+    def listed(wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        indices = wanted.int().argsort(dim=1, descending=True, stable=True)
+        return wanted.sum(dim=1, dtype=torch.int32)[None, None], indices.int()[None, None]
+
+    kind = importlib.import_module("torch.nn.attention.flex_attention").BlockMask
+    sizes = {"BLOCK_SIZE": BLOCK, "seq_lengths": (seq, seq)}
+    return kind.from_kv_blocks(*listed((pairs > 0) & ~full), *listed(full), mask_mod=mod, **sizes)
+
+
+def capped(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
+    """A `score_mod`: the softcap."""
+    return SOFTCAP * torch.tanh(score / SOFTCAP)
+
+
+def make_alibi(slopes: torch.Tensor, causal: bool) -> Mod:
+    """A `score_mod`: ALiBi. Where the mask is causal, any score will do for a key behind the query."""
+
+    def biased(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
+        distance = query - key
+        return score - slopes[head] * (distance if causal else abs(distance))
+
+    return biased
+
+
+def hide_others(ids: torch.Tensor) -> Mod:
+    """A `score_mod` that hides the keys of other documents."""
+
+    def hidden(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return torch.where(ids[query] == ids[key], score, float("-inf"))
+
+    return hidden
