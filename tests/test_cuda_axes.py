@@ -133,7 +133,7 @@ def test_python_and_static_asserts_agree_on_every_point_and_config(tmp_path):
     for axes, config, (dtype, head_dim) in asked:
         problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=head_dim, dtype=dtype)
         traits = forward_traits(axes, config, problem)  # a mask and alignment go with everything
-        lines.append(re.sub(r"ForwardTraits<(\S+, \d+), [\w:]+, \w+, (.*)", r"Legality<\1, \2::ALL", traits))
+        lines.append(re.sub(r"ForwardTraits<(\S+, \d+), [\w:]+, \w+, \w+, (.*)", r"Legality<\1, \2::ALL", traits))
     source = '#include "forward_traits.cuh"\n#include <cstdio>\nconst bool legal[] = {' + ",\n".join(lines) + "};\n"
     source += "int main() { for (bool it : legal) std::putchar(it ? '1' : '0'); }\n"
     program = tmp_path / "legality"

@@ -101,13 +101,28 @@ def test_a_scheduler_has_its_grid_and_its_counter(hopper, scheduler, blocks):
     assert (params.forward.next_tile is not None) == bool(hopper.cleared) == (scheduler == "dynamic")
 
 
+def test_a_window_and_sinks_are_arguments(driver):
+    """Bounds are numbers, at most those that hide nothing; sinks are an operand of a kernel of its own name."""
+    q, k, v, out, lse = tensors()
+    sinks = torch.zeros(4)
+    problem = Problem.of(q, k, v, window=(70, None), sinks=sinks)
+    plan = make_plan(BACKEND, problem, ARCHS["sm90"], variant=SPLIT_Q.name, probe=False)
+    BACKEND.forward.prepare(plan)(Operands(q, k, v, out, lse, sinks=sinks))
+    ((params,), (kernel,)) = driver.structs, driver.kernels
+    assert kernel.startswith("forward_fp16_d64_two_sided_")
+    assert kernel.endswith("_sinks")
+    assert (params.left, params.right, params.sinks) == (70, 299, sinks.data_ptr())
+
+
 @pytest.mark.parametrize("variant", ["atomic", "two_pass"])
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("has_dlse", [False, True])
-def test_a_backward_launches_its_kernels_in_order_with_one_struct(monkeypatch, tmp_path, variant, has_dlse):
+def test_a_backward_launches_its_kernels_in_order_with_one_struct(monkeypatch, tmp_path, variant, has_dlse, has_sinks):
     driver = cuda_fakes.install(monkeypatch, tmp_path, BackwardParams)
     given = driver_fakes.operands(batch=2, seq_q=300, seq_kv=500, head_dim=64, dtype=torch.float16)
     given = given._replace(dlse=given.lse.clone() if has_dlse else None)
-    problem = Problem.of(given.q, given.k, given.v, causal=True)
+    given = given._replace(delta=given.lse.clone()) if has_sinks else given
+    problem = Problem.of(given.q, given.k, given.v, causal=True, sinks=torch.zeros(4) if has_sinks else None)
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction="backward", variant=variant, probe=False)
     launch = BACKEND.backward.prepare(plan)
     launch(given)
@@ -122,7 +137,7 @@ def test_a_backward_launches_its_kernels_in_order_with_one_struct(monkeypatch, t
         found = getattr(params, f"strides_{name}")
         assert (found.batch, found.head, found.seq) == getattr(given, name).stride()[:3], name
     assert (params.delta is not None, params.dq_sum is not None) == (True, variant == "atomic")
-    if variant == "atomic":
+    if variant == "atomic" and not has_sinks:
         assert params.delta - params.dq_sum == dq_sum_bytes(problem)
 
 

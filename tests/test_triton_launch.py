@@ -34,9 +34,9 @@ CASES = {
     "all ones": ("forward", "pointer_full", "sm120", {"heads_q": 1, "heads_kv": 1, "seq_q": 1}, {}),
     "gluon": ("forward", "warp_specialized", "sm90", {"head_dim": 48}, {"causal": True}),
     "window": ("forward", "full", "sm90", {}, {"window": (40, 3), "sinks": torch.zeros(4)}),
-    "scores": ("forward", "full", "sm90", {}, {"causal": True}),
+    "scores": ("forward", "full", "sm90", {}, {"causal": True, "sinks": torch.zeros(4)}),
     **{variant.name: ("backward", variant.name, "sm90", {}, {}) for variant in BACKEND.backward.variants},
-    "gradients of a window": ("backward", "pointer_two_pass", "sm80", {}, {"window": (16, 1), "sinks": torch.zeros(4)}),
+    "its gradients": ("backward", "pointer_two_pass", "sm80", {}, {"window": (16, 1), "sinks": torch.zeros(4)}),
     "gradients of scores": ("backward", "pointer_atomic", "sm80", {"seq_q": 1}, {}),
 }
 

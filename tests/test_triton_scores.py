@@ -78,11 +78,16 @@ def test_what_lies_beyond_the_ends_reaches_nothing(modify, deterministic):
 
 @pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason=str(BACKEND.probe_compiler()))
 @pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("direction", "variant"), [("forward", "full"), ("backward", "two_pass")])
-def test_a_softcap_neither_spills_nor_waits_for_each_wgmma(direction, variant):
-    q, k, v = (torch.empty(1, 8, 256, 64, dtype=torch.bfloat16) for _ in range(3))
-    problem = problem_of(*with_score(Operands(q, k, v), Options(), 30.0, None, None, None))
-    plan = make_plan(BACKEND, problem, by_name("sm90"), direction=direction, variant=variant, probe=False)
-    for facts in read_plan(plan):
+def test_a_walk_over_keys_spills_no_score_and_holds_no_bias_in_shared_memory(direction, variant, head_dim):
+    q, k, v = (torch.empty(1, 8, 256, head_dim, dtype=torch.bfloat16) for _ in range(3))
+    smem = []
+    for bias in (None, torch.empty(1, 8, 256, 256, dtype=torch.bfloat16)):
+        problem = problem_of(*with_score(Operands(q, k, v), Options(), 30.0, None, bias, None))
+        plan = make_plan(BACKEND, problem, by_name("sm90"), direction=direction, variant=variant, probe=False)
+        facts = read_plan(plan)[0]
         assert facts.hot_spills == 0
         assert 0 < facts.hot["WARPGROUP"] < facts.hot["HGMMA"]
+        smem.append(facts.smem_bytes)
+    assert smem[0] == smem[1]

@@ -66,9 +66,10 @@ def dq_sum_bytes(problem: Problem) -> int:
 
 
 def workspace_areas(problem: Problem, config: BackwardConfig) -> dict[str, int]:
-    """The areas of a launch's workspace, and the bytes of each."""
+    """The areas of a launch's workspace, and the bytes of each. With sinks delta is an operand."""
+    delta = {} if problem.has_sinks else {"delta": problem.layouts["delta"].size_bytes}
     sums = {"dq_sum": dq_sum_bytes(problem)} if config.dq is None else {}
-    return {"delta": problem.layouts["delta"].size_bytes, **sums}
+    return {**delta, **sums}
 
 
 def workspace(problem: Problem, config: Config | None) -> int:

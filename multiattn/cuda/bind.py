@@ -25,6 +25,8 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
     (launch,) = launches_of(plan)
     constants: dict[str, str] = {}
     abi.exactly(constants, dtype=problem.dtype, head_dim=problem.head_dim, mask=problem.band.kind)
+    if problem.has_sinks:
+        abi.exactly(constants, sinks="one a head")
     if not is_wgmma(plan):
         abi.flag(constants, emitted or {}, "unaligned", problem.alignment % VECTOR_BYTES != 0)
     return abi.Binding(

@@ -88,7 +88,12 @@ def forward_traits(axes: Axes, config: CudaConfig, problem: Problem) -> str:
     tiles = (config.tile_m, config.tile_n, config.warps, config.column_warps, config.stages)
     shape = _cpp_list(*tiles, place, config.dim_slice, config.key_slice)
     return _traits(
-        "ForwardTraits", problem, *_masked(problem), f"multiattn::Axes<{point}>", f"multiattn::Shape<{shape}>"
+        "ForwardTraits",
+        problem,
+        *_masked(problem),
+        problem.has_sinks,
+        f"multiattn::Axes<{point}>",
+        f"multiattn::Shape<{shape}>",
     )
 
 
@@ -100,7 +105,7 @@ def _forward(plan: Plan) -> PlannedLaunch:
     tiles = f"{config.tile_m}x{config.tile_n}_w{config.warps}{columns}_s{config.stages}_q{config.q_place}"
     name = f"forward_{_what(problem)}_{axes.name.replace('+', '_')}_{tiles}{slices}_o{config.occupancy}"
     kernel = Instance(
-        name=f"{name}{_unaligned(problem)}",
+        name=f"{name}{_unaligned(problem)}{'_sinks' if problem.has_sinks else ''}",
         header="forward.cuh",
         entry="forward",
         traits=forward_traits(axes, config, problem),

@@ -92,7 +92,8 @@ def _filled(kind: type[ctypes.Structure], numbers: Mapping[str, Any]) -> ctypes.
 def struct_of(plan: Plan, *, has_dlse: bool = False) -> Struct:
     """The one argument of all kernels of a Plan. Pointers to what a launch does not have stay null."""
     params = params_of(plan)
-    absent = {"delta", "dq_sum", WORKSPACE} - set(areas_of(plan)) | {"sinks"} | (set() if has_dlse else {"dlse"})
+    absent = {"dq_sum", WORKSPACE} - set(areas_of(plan)) | (set() if has_dlse else {"dlse"})
+    absent |= set() if plan.problem.has_sinks else {"sinks"}
     maps = tensor_maps(plan.problem, plan.config.box_rows) if isinstance(plan.config, WgmmaConfig) else {}
     places = list(_places(type(params)))
     return Struct(

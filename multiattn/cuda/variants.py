@@ -27,7 +27,9 @@ def _variant(axes: Axes, summary: str, *, only_named: bool) -> Variant:
     return Variant(
         name=axes.name,
         summary=summary,
-        capability=Capability(arches=tuple(ARCHS), dtypes=axes.dtypes, head_dim_max=axes.head_dim_max, masks=KINDS),
+        capability=Capability(
+            arches=tuple(ARCHS), dtypes=axes.dtypes, head_dim_max=axes.head_dim_max, masks=KINDS, sinks=True
+        ),
         rules=rules_of(axes),
         flags=axes.flags,
         parent=axes.parent.name if axes.parent else None,
@@ -75,7 +77,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
     Variant(
         name="atomic",
         summary="FlashAttention-2: one pass over the keys; dq is added up in fp32 by atomics, in any order",
-        capability=Capability(arches=tuple(ARCHS), masks=KINDS),
+        capability=Capability(arches=tuple(ARCHS), masks=KINDS, sinks=True),
         rules=ATOMIC_RULES,
         flags=(("dq", "atomic"),),
         deterministic=False,
@@ -86,7 +88,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
     Variant(
         name="two_pass",
         summary="a pass over the queries for dq, then one over the keys for dk and dv: the same bits each time",
-        capability=Capability(arches=tuple(ARCHS), masks=KINDS),
+        capability=Capability(arches=tuple(ARCHS), masks=KINDS, sinks=True),
         rules=TWO_PASS_RULES,
         flags=(("dq", "own_kernel"),),
         workspace=backward.workspace,

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from multiattn.cutile.configs import CutileConfig
 from multiattn.cutile.table import IMAGE, STRIDES, VECTORS, KernelLaunch, extents_of, launches_of
+from multiattn.operands import CAPTURED
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
 
 _TEXT_SECTION = ".nv.tileir.debug_txt"
-_TYPES = {"bf16": "bf16", "fp16": "f16"}
+_TYPES = {
+    **{"bf16": "bf16", "fp16": "f16"},
+    **{"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"},
+    **{"int8": "i8", "uint8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "bool": "i1"},
+}
+"""Of problems' dtypes, and of captured tensors'."""
 _FP32 = (*VECTORS, "dq_sum", "sinks")
 
 _PARAMETER = re.compile(r"%arg\d+: tile<([^>]*>?)>")
 _DIVISIBLE = re.compile(r"= assume div_by<(\d+)>, %arg(\d+) :")
 _ASSUME = re.compile(r"%(\w+) = assume [^%]*%(\w+) :")
+_OPERATION = re.compile(r"%(\w+) = (\w+) (.*?) :")
+_NAME = re.compile(r"%(\w+)")
+_SAME = ("assume", "reshape", "broadcast", "exti")
+"""Operations that leave a number what it is."""
 _VIEW = re.compile(r"make_tensor_view %(\w+), shape = \[([^\]]*)\], strides = \[([^\]]*)\]")
 
 
@@ -70,7 +80,7 @@ def prove(binding: abi.Binding, text: str) -> None:
     Types of all parameters, what the compiler assumes of them, and which are the extents and strides of which array.
     """
     types = _PARAMETER.findall(text[: text.index("{")])
-    ours = [_type_of(argument, binding.constants["dtype"]) for argument in binding.arguments]
+    ours = [_type_of(argument, binding.constants) for argument in binding.arguments]
     if ours != types:
         raise ValueError(f"parameters: got {ours}; the Tile IR has {types}")
     assumed = {(int(place), int(divisor)) for divisor, place in _DIVISIBLE.findall(text)}
@@ -82,11 +92,14 @@ def prove(binding: abi.Binding, text: str) -> None:
     names = dict(_ASSUME.findall(text))
     for view in views:
         _prove_view(binding, names, *view)
+    if any(isinstance(it, abi.Pointer) and (it.tensor or "").startswith(CAPTURED) for it in binding.arguments):
+        _prove_gathers(binding, text)
 
 
-def _type_of(argument: abi.Argument, dtype: str) -> str:
+def _type_of(argument: abi.Argument, constants: Mapping[str, str]) -> str:
     """The type of an argument as Tile IR has it."""
     if isinstance(argument, abi.Pointer):
+        dtype = constants.get(f"{argument.tensor}_dtype", constants["dtype"])
         return f"ptr<{'f32' if argument.tensor in _FP32 else _TYPES[dtype]}>"
     assert isinstance(argument, abi.Number)
     return argument.kind
@@ -124,3 +137,55 @@ def _argument(names: dict[str, str], name: str) -> int:
     while name in names:
         name = names[name]
     return int(name.removeprefix("arg"))
+
+
+# ---------------------------------------------------------------- gathers
+
+
+_Operations = dict[str, tuple[str, str]]
+"""Of each value the operation that makes it, and its operands."""
+
+
+def _prove_gathers(binding: abi.Binding, text: str) -> None:
+    """ValueError where what a gather takes for its array's strides is something else in the Binding.
+
+    It adds up a product for each dimension, of an index and a stride, and the sum to the address.
+    """
+    made: _Operations = {}  # a loop's values may have the names of another's: what counts is the latest
+    for name, operation, operands in _OPERATION.findall(text):
+        made[name] = (operation, operands)
+        if operation == "offset":
+            address, offset = _NAME.findall(operands)
+            terms = list(_terms(made, offset))
+            place = int(_source(made, address).removeprefix("arg"))
+            theirs = [_source(made, _NAME.findall(made[it][1])[-1]) for it in terms]
+            for axis, stride in enumerate(theirs, place + 1 + len(terms)):
+                argument = binding.arguments[axis]
+                if stride not in (f"arg{axis}", str(getattr(argument, "value", None))):
+                    raise ValueError(f"gathers: argument {axis} is {argument}; the Tile IR has {stride} there")
+
+
+def _source(made: _Operations, name: str) -> str:
+    """The parameter that a value is, or the number."""
+    while name in made:
+        operation, operands = made[name]
+        if operation == "constant":
+            return operands.rstrip(">").rpartition(" ")[2]
+        if operation not in _SAME:
+            raise ValueError(f"gathers: the Tile IR has %{name}, {operation} {operands}; allowed a parameter")
+        name = _NAME.findall(operands)[-1]
+    return name
+
+
+def _terms(made: _Operations, name: str) -> Iterator[str]:
+    """The products that a value is the sum of."""
+    while made[name][0] in _SAME:
+        name = _NAME.findall(made[name][1])[-1]
+    operation, operands = made[name]
+    if operation == "addi":
+        for it in _NAME.findall(operands):
+            yield from _terms(made, it)
+    elif operation == "muli":
+        yield name
+    else:
+        raise ValueError(f"gathers: the Tile IR has %{name}, {operation} {operands}; allowed sums of products")

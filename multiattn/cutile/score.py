@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from multiattn.run.generated import module_of
-from multiattn.score.expression import Node
+from multiattn.score.expression import ONE, Node
 from multiattn.score.lower import LoadSlope, LoweredScore
 from multiattn.score.printing import INFIX, Language, calls
 from multiattn.score.python import PythonDialect
@@ -77,6 +77,11 @@ class TileScoreFunctions:
     mask: Any = None
     score_and_slope: Any = None
     load_gradients: Any = None
+    is_additive: bool = False
+    """The slope of every score is 1."""
+
+
+_FUNCTIONS = ("score", "mask", "score_and_slope", "load_gradients")
 
 
 def text_of(lowered: LoweredScore, slots: Sequence[int] = ()) -> tuple[str, str]:
@@ -105,5 +110,5 @@ def functions_of(lowered: LoweredScore, slots: tuple[int, ...] = ()) -> TileScor
     """The functions of a program; with `slots` also that of the gradients of these captured tensors."""
     digest, text = text_of(lowered, slots)
     module = module_of(f"score_cutile_{digest}", text)
-    names = [it.name for it in fields(TileScoreFunctions)]
-    return TileScoreFunctions(**{name: getattr(module, f"{name}_{digest}", None) for name in names})
+    functions: dict[str, Any] = {name: getattr(module, f"{name}_{digest}", None) for name in _FUNCTIONS}
+    return TileScoreFunctions(**functions, is_additive=lowered.slope is ONE)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from multiattn.plan.arch import Arch
 from multiattn.problem import Problem
 from multiattn.run.generated import module_of
-from multiattn.score.expression import Node
+from multiattn.score.expression import Node, inputs_of
 from multiattn.score.lower import LoadSlope, LoweredScore, is_zero, lower
 from multiattn.score.printing import INFIX, Language, calls
 from multiattn.score.python import PythonDialect
@@ -41,6 +42,11 @@ def _offset(pointer: str, strides: Mapping[str, str], load: Node, prefix: str, i
 def _load(load: Node, indices: Sequence[str], names: Mapping[str, str]) -> str:
     address = _offset(names[f"tensor{load.value}"], names, load, "tensor", indices)
     return f"tl.load({address}).to({LANGUAGE.types[load.dtype]})"
+
+
+def _load_on_gpu(load: Node, indices: Sequence[str], names: Mapping[str, str]) -> str:
+    text = _load(load, indices, names)
+    return text.replace("tl.load", "load_in_place", 1) if {"q", "kv"} <= inputs_of(load) else text
 
 
 LANGUAGE = Language(
@@ -69,6 +75,12 @@ _TRITON = PythonDialect(
     decorator="@triton.jit",
     constant="tl.constexpr",
 )
+_COMPILED = replace(
+    _TRITON,
+    language=replace(LANGUAGE, load=_load_on_gpu),
+    header=f"{_TRITON.header}\nfrom multiattn.triton.kernels.elements import load_in_place\n",
+)
+"""Not for the interpreter."""
 _GLUON = PythonDialect(
     language=LANGUAGE,
     header="import triton.language\nfrom triton.experimental import gluon\n"
@@ -108,7 +120,8 @@ def text_of(lowered: LoweredScore, slots: Sequence[int] = (), *, gluon: bool = F
             total = f"tl.sum(tl.sum({value}, 1), 0)" if both else f"tl.sum({value}, {axis}, keep_dims=True)"
             yield f'tl.atomic_add({pointer}, {total}, sem="relaxed")'
 
-    return (_GLUON if gluon else _TRITON).module(lowered, names, slots, add)
+    dialect = _GLUON if gluon else _COMPILED if lowered.approximate else _TRITON
+    return dialect.module(lowered, names, slots, add)
 
 
 def lowered_score(problem: Problem, arch: Arch) -> LoweredScore | None:

@@ -2,11 +2,10 @@
 #pragma once
 #include "multiattn/params.h"
 #include "multiattn/ptx.cuh"
+#include "multiattn/softmax.cuh"
 #include "multiattn/tile.cuh"
 
 namespace multiattn {
-
-constexpr float LOG2_E = 1.44269504088896341f;
 
 // The sequences of one query head or key/value head: the only place that turns (batch, head) into addresses. `head`
 // counts through the batch.

@@ -177,11 +177,13 @@ DEVICE void store(const Outputs<T>& out, const RowStates<T>& state, const Walk<T
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int query = it.first_query + T::warp_row() + 16 * m + accumulator_row(2 * half);
+      float max = state[m].max[half], decay = 1.0f;
+      if constexpr (T::HAS_SINKS) decay = add_sink(max, sum[m][half], sequence.sink());
       const bool empty = sum[m][half] == 0.0f;  // the query sees no key
-      const float inverse = empty ? 0.0f : 1.0f / sum[m][half];
+      const float inverse = empty ? 0.0f : decay / sum[m][half];
       if (lane % 4 == 0 && T::column_warp() == 0 && query < it.params.seq_q)
         store_global_4(sequence.lse() + query,
-                       empty ? -infinity() : (state[m].max[half] + log2_exact(sum[m][half])) * LN_2);
+                       empty ? -infinity() : (max + log2_exact(sum[m][half])) * LN_2);
 #pragma unroll
       for (int d = 0; d < T::OUT_FRAGMENTS; d += 2) {  // 32 columns: a chunk of 8 for each lane of the quad
         Chunk chunk = {};

@@ -33,6 +33,7 @@ struct Sequence {
   DEVICE float* lse() const {
     return params.lse + (static_cast<int64>(work.batch) * params.heads_q + work.head) * params.seq_q;
   }
+  DEVICE float sink() const { return load_global_4(params.sinks + work.head); }  // only where heads have one
 
  private:
   DEVICE int64 offset(const Strides& strides, int head) const {

@@ -1,7 +1,8 @@
 """The backward kernels in cuTile: Dao, "FlashAttention-2" (arXiv 2307.08691), Algorithm 2, and that in two passes.
 
 Both start from what a forward saved, ``p = exp2(s * score_factor - lse * log2(e))``, with ``ds = p * (dp - delta)``,
-where ``dp = dout @ v^T`` and ``delta = rowsum(dout * out) - dlse``.
+where ``dp = dout @ v^T`` and ``delta = rowsum(dout * out) - dlse``. A program of scores (`scores`) makes another s of
+it, which needs no factor, and a slope, by which ds is multiplied.
 
 - Two passes: `query_grads` owns a tile of queries and walks over the keys that they see, ``dq += ds @ k``; it also
   leaves delta. Then `key_grads` owns a tile of keys and walks over the queries that see them, ``dv += p^T @ dout`` and
@@ -116,6 +117,15 @@ def find_key_tile(const: Any, q: Any, k: Any, reach: Any, aux: Any) -> Any:
 
 
 @ct.function
+def is_seen(const: Any, place: Any, key_tile: Any) -> Any:
+    """The queries of a tile that see each key, bool ``[tile_n, tile_m]``."""
+    visible = tiles.is_visible(const, place, key_tile).transpose()
+    if const.ragged_queries:
+        visible = visible & tiles.is_query(const, place)
+    return visible
+
+
+@ct.function
 def add_queries(
     const: Any, place: Any, key_tile: Any, keys: Any, values: Any, given: Any, dq_sum: Any, sums: Any, masked: ConstBool
 ) -> Any:
@@ -131,17 +141,15 @@ def add_queries(
     douts = tiles.load_tile(const, given.dout, (*rows, 0), const.tile_m, const.latency)
     s = ct.mma(keys, queries.transpose(), none)  # [tile_n, tile_m]
     s, slope = scores.modify_with_slope(const, place, s, given.score_factor, key_tile, True)
+    if masked and slope is not None:  # of a key that is not seen it may be inf
+        visible = is_seen(const, place, key_tile)
+        s, slope = ct.where(visible, s, -math.inf), ct.where(visible, slope, 0.0)
     p = ct.exp2(s - m, flush_to_zero=True)
-    if masked:
-        visible = tiles.is_visible(const, place, key_tile).transpose()
-        if const.ragged_queries:
-            visible = visible & tiles.is_query(const, place)
-        p = ct.where(visible, p, 0.0)
+    if masked and slope is None:
+        p = ct.where(is_seen(const, place, key_tile), p, 0.0)
     dv = ct.mma(p.astype(keys.dtype), douts, sums.dv)
     if slope is not None:
         p = p * slope  # now, so that the next product finds the registers of one of them free
-        if masked:  # where p is 0, a slope may be inf
-            p = ct.where(visible, p, 0.0)
     dp = ct.mma(values, douts.transpose(), none)  # [tile_n, tile_m]
     ds = p * (dp - d)
     if const.ragged and dq_sum is not None:  # a key beyond the end: its own rows are not stored, but dq sums over it

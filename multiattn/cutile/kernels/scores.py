@@ -23,15 +23,21 @@ def modify(const: Any, place: Any, s: Any, block: Any) -> Any:
 
 @ct.function
 def modify_with_slope(const: Any, place: Any, s: Any, factor: Any, block: Any, transposed: ConstBool) -> Any:
-    """Scores in the log2 domain, ``[tile_m, tile_n]`` or transposed, and the slopes of each: None where all are 1."""
+    """Scores in the log2 domain ``[tile_m, tile_n]``, or transposed as s, and the slope of each, None where all are 1.
+
+    `factor` makes scores of s without a program.
+    """
     slope = None
-    if const.score is not None:
+    if const.score is None:
+        s = s * factor
+    else:
         row, col = tiles.positions(const, place, block)
         if transposed:
             row, col = row.transpose(), col.transpose()
-        s, slope = const.score.score_and_slope(
-            s, place.batch, place.head, row, col, place.seq_q, place.seq_kv, place.aux
-        )
-    else:
-        s = s * factor
+        if const.score.is_additive:
+            s = const.score.score(s, place.batch, place.head, row, col, place.seq_q, place.seq_kv, place.aux)
+        else:
+            s, slope = const.score.score_and_slope(
+                s, place.batch, place.head, row, col, place.seq_q, place.seq_kv, place.aux
+            )
     return s, slope

@@ -48,7 +48,7 @@ struct BackwardParams {
   void* dq;           // like out, with its strides
   void* dk;           // like k, rows 16-byte aligned, never null
   void* dv;           // like dk
-  float* delta;       // workspace, like lse: rowsum(dout * out) - dlse
+  float* delta;       // like lse: rowsum(dout * out) - dlse; workspace, or for the gradient of sinks the caller's
   float* dq_sum;      // workspace, `DqSum` says what is where; null where dq has a kernel of its own
   Strides strides_q, strides_k, strides_v, strides_out, strides_dk, strides_dv;
   int32 heads_q;

@@ -9,7 +9,7 @@ namespace multiattn {
 // changes no relative error, and most blocks need no rescaling of the output (FlashAttention-4 does the same).
 constexpr int MAX_LAG = 8;
 
-constexpr float LN_2 = 0.693147180559945309f;
+constexpr float LN_2 = 0.693147180559945309f, LOG2_E = 1.44269504088896341f;
 
 // The four lanes of a quad hold one row.
 template <class Combine>
@@ -66,6 +66,17 @@ DEVICE void update_softmax(Accumulator (&scores)[N][2], const float (&top)[2], R
         }
     state.sum[half] = state.sum[half] * decay[half] + sum;
   }
+}
+
+// A sink is one more key of a row, with a logit (natural log, not scaled) and without a value. Brings the row's maximum (log2)
+// and its whole sum up to date for it; what it returns the row's outputs must be multiplied by.
+DEVICE float add_sink(float& max, float& sum, float sink) {
+  const float old = max, sink_log2 = sink * LOG2_E;
+  max = fmaxf(old, sink_log2);
+  const float base = max == -infinity() ? 0.0f : max;  // no key is seen, and a sink of -inf is none
+  const float decay = exp2_approx(old - base);
+  sum = sum * decay + exp2_approx(sink_log2 - base);
+  return decay;
 }
 
 }  // namespace multiattn
