@@ -81,13 +81,15 @@ def query_blocks(first_key, band, C: tl.constexpr):
     end = seq_q
     if C.banded:
         first_seeing = first_key + seq_q - seq_kv
+        all_seeing = first_key + C.tile_n - 1 + seq_q - seq_kv
         if C.two_sided:
             last_seeing = first_seeing + left  # the first key; the last is seen tile_n - 1 further on
             first_seeing -= right
+            all_seeing -= right
             full_end = tl.minimum(tl.maximum(last_seeing + 1, 0), seq_q) // C.tile_m * C.tile_m
             end = tl.minimum(tl.maximum(last_seeing + C.tile_n, 0), seq_q)
-        all_seeing = tl.minimum(tl.maximum(first_seeing + C.tile_n - 1, 0), seq_q)
         first_seeing = tl.minimum(tl.maximum(first_seeing, 0), seq_q)
+        all_seeing = tl.minimum(tl.maximum(all_seeing, 0), seq_q)
         begin = first_seeing // C.tile_m * C.tile_m
         full_begin = (all_seeing + C.tile_m - 1) // C.tile_m * C.tile_m
     if first_key + C.tile_n > seq_kv:
