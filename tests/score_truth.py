@@ -41,12 +41,12 @@ def bound(case, sizes=SIZES):
 
 
 def gradients(result, inputs, upstream):
-    """Of each input, zero where the result does not depend on it."""
+    """The gradient of each input, zero where the result does not depend on it."""
     grads = torch.autograd.grad(result, inputs, upstream, allow_unused=True)
     return [torch.zeros_like(it) if grad is None else grad for it, grad in zip(inputs, grads, strict=True)]
 
 
 def tolerance(gradient):
-    """Of a gradient that PyTorch adds up over all scores in its own dtype."""
+    """How close a gradient can be that PyTorch adds up over all scores in its own dtype."""
     rtol, atol = {2: (1e-2, 1e-2), 4: (1e-4, 1e-3), 8: (1e-7, 1e-7)}[gradient.dtype.itemsize]
     return {"rtol": rtol, "atol": atol}

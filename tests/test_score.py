@@ -116,7 +116,7 @@ def test_order_is_softcap_alibi_bias_score_mod():
     )  # fmt: skip
     scores = scores_of(SIZES)
     query, key = torch.arange(20)[:, None], torch.arange(28)[None, :]
-    expected = 3.0 * torch.tanh(scores / 3.0) - slopes[:, None, None] * (query + 8 - key).abs() + bias
+    expected = 3.0 * torch.tanh(scores / 3.0) - slopes[:, None, None].double() * (query + 8 - key).abs() + bias
     torch.testing.assert_close(eager.modified(found, scores), expected * scale_of[:, None, None])
     assert torch.equal(eager.visible(found, SHAPE, CPU).expand(SHAPE), (query >= key).expand(SHAPE))
     assert [captured.rank for captured in found.program.tensors] == [1, 4, 1]

@@ -61,7 +61,7 @@ def _literal(constant: Node) -> str:
 
 
 def _address(tensor: str, load: Node, indices: Sequence[str]) -> str:
-    """Of an element, in 64 bits; `tensor` is the field of its pointer."""
+    """The address of an element, in 64 bits; `tensor` is the field of the pointer to all."""
     terms = [
         f"static_cast<int64>({index}) * {tensor}_stride{axis}"
         for axis, (node, index) in enumerate(zip(load.args, indices, strict=True))

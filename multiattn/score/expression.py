@@ -19,8 +19,8 @@ Number = float | int | bool
 INPUTS: Mapping[str, DType] = MappingProxyType(
     {"score": "f32", "raw": "f32", **dict.fromkeys(("b", "h", "q", "kv", "seq_q", "seq_kv"), "i32")}
 )
-"""What an expression can read of its place: `score` is ``scale * q.k``, `raw` is ``q.k``; `b` and `h` count batch
-entries and query heads, `q` and `kv` positions in sequences of `seq_q` queries and `seq_kv` keys."""
+"""Everything that an expression can read: `score` is ``scale * q.k``, `raw` is ``q.k``; `b` and `h` count batch entries
+and query heads, `q` and `kv` positions in sequences of `seq_q` queries and `seq_kv` keys."""
 
 
 class Node:
@@ -137,7 +137,7 @@ BINARY: Mapping[str, Callable[[Any, Any], Any]] = MappingProxyType(
         **COMPARISONS,
     }
 )
-"""What each operation computes of Python numbers; with ``where`` and ``cast``, the whole set."""
+"""Each operation as Python computes it of numbers; with ``where`` and ``cast``, the whole set."""
 
 
 def fold(op: str, numbers: Sequence[Number]) -> Number | None:

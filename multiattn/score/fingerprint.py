@@ -1,4 +1,4 @@
-"""What a callable depends on, so that one that was traced before need not be traced again.
+"""Everything that a callable depends on, so that one that was traced before need not be traced again.
 
 Tensors count by what a trace can see of them (dtype, shape, device) and by which of them are one object; everything
 else by its value. A callable that holds anything else, or reaches what cannot be followed, has no fingerprint, and is

@@ -80,7 +80,7 @@ class LoadSlope:
 
     @property
     def summed(self) -> tuple[str, ...]:
-        """Of ``q`` and ``kv``, the positions on which the element does not depend: a tile adds up over them first."""
+        """The positions, of ``q`` and ``kv``, on which the element does not depend: a tile adds up over them first."""
         used = inputs_of(self.load)
         return tuple(it for it in ("q", "kv") if it not in used)
 
@@ -92,18 +92,18 @@ class LoweredScore:
     program: ScoreProgram
     approximate: bool
     score: Node | None
-    """Of `raw`; None where the program leaves scores as they are."""
+    """A function of `raw`; None where the program leaves scores as they are."""
     mask: Node | None
     slope: Node
     """``d modified score / d score``: 1 where the program only adds."""
     load_slopes: tuple[LoadSlope, ...]
-    """Of each load of a floating-point tensor that the score depends on."""
+    """One for each load of a floating-point tensor that the score depends on."""
     derived: tuple[Node, ...]
-    """Of runtime scalars and constants: the derived scalar ``x0``, ``x1``, ... in order."""
+    """The derived scalars ``x0``, ``x1``, ... in order, as expressions of runtime scalars and constants."""
 
     @functools.cached_property
     def fields(self) -> tuple[AuxField, ...]:
-        """What the functions read beside their place, in the order of kernels' arguments.
+        """Everything that the functions read beside their place, in the order of kernels' arguments.
 
         Derived scalars ``x0``...; then of each tensor its address ``tensor0``, the strides ``tensor0_stride1`` of
         dimensions that are indexed by more than a constant 0, and the sizes ``tensor0_size1`` of those with a computed
@@ -111,6 +111,10 @@ class LoweredScore:
         """
         scalars = [AuxField(name=f"x{place}", kind="f32") for place in range(len(self.derived))]
         return (*scalars, *self._fields_of(self.program.loads, "tensor"))
+
+    @functools.cached_property
+    def _host_steps(self) -> tuple[tuple[Node, ...], ...]:
+        return tuple(tuple(walk(it)) for it in self.derived)
 
     @property
     def functions(self) -> tuple[tuple[str, tuple[Node, ...]], ...]:
@@ -142,10 +146,10 @@ class LoweredScore:
     def derived_values(self, scalars: Mapping[str, float], scale: float) -> tuple[float, ...]:
         """The derived scalars of a call, in order."""
         known = {**scalars, SCALE: scale}
-        return tuple(_on_host(it, known) for it in self.derived)
+        return tuple(_on_host(steps, known) for steps in self._host_steps)
 
     def values(self, bound: BoundScore, scale: float) -> tuple[float | int | torch.Tensor, ...]:
-        """What a call hands over for each of `fields`; for a ``pointer`` the tensor."""
+        """The value of each of `fields` in a call; for a ``pointer`` the tensor."""
         derived = iter(self.derived_values(bound.scalars, scale))
         return tuple(next(derived) if it.kind == "f32" else it.of(bound.tensors[it.slot]) for it in self.fields)
 
@@ -160,16 +164,17 @@ def is_computed(index: Node) -> bool:
     return index.op not in ("const", "input")
 
 
-def _on_host(root: Node, scalars: Mapping[str, float]) -> float:
+def _on_host(steps: Sequence[Node], scalars: Mapping[str, float]) -> float:
+    """The last of these nodes, each of which has its arguments before it."""
     values: dict[Node, Any] = {}
-    for node in walk(root):
+    for node in steps:
         if node.op == "const":
             values[node] = node.value
         elif node.op == "scalar":
             values[node] = scalars[node.value]
         else:
             values[node] = (UNARY.get(node.op) or BINARY[node.op])(*(values[it] for it in node.args))
-    return float(values[root])
+    return float(values[steps[-1]])
 
 
 # ---------------------------------------------------------------- lowering

@@ -1,5 +1,5 @@
-"""What a call asks of its scores: a `ScoreProgram`, free of tensors, and its binding to the numbers and tensors of the
-call, `BoundScore`."""
+"""The modification of scores that a call asks for: a `ScoreProgram`, free of tensors, and its binding to the numbers
+and tensors of the call, `BoundScore`."""
 
 from __future__ import annotations
 

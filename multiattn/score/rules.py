@@ -39,7 +39,7 @@ def _binary(op: str) -> Rule:
 
 
 def _integer(op: str) -> Rule:
-    """Of integers; of floats there is none."""
+    """An operation of integers, which floats do not have."""
 
     def rule(get: Get, dtype: DType, x: Any, y: Any) -> Node:
         if dtype == "f32":

@@ -26,7 +26,7 @@ KINDS: dict[torch.dtype, DType] = {
     torch.int64: "i64",
     torch.bool: "bool",
 }
-"""What a tensor of each dtype is in an expression."""
+"""The type in an expression of each dtype of a tensor."""
 
 _READERS = frozenset(
     getattr(torch.Tensor, name)
@@ -72,7 +72,7 @@ class Tracer(TorchDispatchMode):
         return self.stand_in(scalar(name))
 
     def trace(self, function: Callable[..., Any], *args: Any, dtype: DType) -> Node:
-        """What `function` returns of these stand-ins and captured tensors.
+        """The result of `function` for these stand-ins and captured tensors.
 
         Raises:
             UntraceableError: an operation outside the set, control flow, a tensor elsewhere.

@@ -36,7 +36,7 @@ def _binary(function: _Rule, *, force_float: bool = False) -> _Rule:
 
 
 def _integers(function: _Rule) -> _Rule:
-    """Of integers or bools, in their common dtype."""
+    """Integers or bools, in their common dtype."""
 
     def rule(x: Any, y: Any) -> Tile:
         a, b, dtype = promote(x, y)
