@@ -37,6 +37,7 @@ def run_forward(
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
+    sinks: torch.Tensor | None = None,
     **sizes: Any,
 ) -> tuple[Plan, CpuLauncher, Any]:
     """A forward kernel, emulated, held to the reference as parity does; its Plan, launcher and counts.
@@ -56,14 +57,13 @@ def run_forward(
     q, k, v = (make(given[f"heads_{it}"], given[f"seq_{it}"]) for it in ("q", "kv", "kv"))
     if change is not None:
         change(q, k, v)
-    problem = Problem.of(q, k, v, causal=causal, window=window, scale=scale)
+    problem = Problem.of(q, k, v, causal=causal, window=window, scale=scale, sinks=sinks)
     plan = make_plan(BACKEND, problem, CPU, variant=variant, config=config, probe=False)
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
     launcher = CpuLauncher(plan, host.load(host.build(kernels_of(plan))))  # without siblings: it is the only problem
-    launcher(Operands(q, k, v, out, lse))
-    for got, expected in zip(
-        (out, lse), Truth.of(q, k, v, causal=causal, window=window, scale=scale).of_plan(plan), strict=True
-    ):
+    launcher(Operands(q, k, v, out, lse, sinks=sinks))
+    truth = Truth.of(q, k, v, causal=causal, window=window, scale=scale, sinks=sinks)
+    for got, expected in zip((out, lse), truth.of_plan(plan), strict=True):
         expected.check(got, plan)
     (counts,) = launcher.counts.values()
     return plan, launcher, counts

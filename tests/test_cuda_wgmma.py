@@ -133,7 +133,7 @@ def test_kernels_of_different_configs_have_different_names_and_types():
     assert len({kernel.name for kernel in kernels}) == len({kernel.traits for kernel in kernels}) == len(FLIPPED) + 1
     assert kernels[-1].name == "forward_wgmma_bf16_d64_full_128x64_s4_q1_dynamic"
     shape = "multiattn::WgmmaShape<2, 1, 64, 4, 1, 0, false, false, true, multiattn::Scheduler::DYNAMIC>"
-    assert kernels[-1].traits == f"multiattn::WgmmaTraits<multiattn::bf16, 64, multiattn::Band::NONE, {shape}>"
+    assert kernels[-1].traits == f"multiattn::WgmmaTraits<multiattn::bf16, 64, multiattn::Band::NONE, false, {shape}>"
     assert (kernels[-1].target(SM90), launches_of(plan_of(problem_of()))[0].is_persistent) == ("sm_90a", True)
 
 

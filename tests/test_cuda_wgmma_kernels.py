@@ -118,6 +118,23 @@ def test_a_band_with_two_sides(config, window, sizes, grown):
 
 
 @on_cpu
+@pytest.mark.parametrize("scale", [None, 20.0], ids=["", "large scores"])
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        (replace(EMULATED, pingpong=True, lazy_max=True), {"causal": True, "dtype": "fp16"}),
+        (replace(EMULATED, cluster=2, scheduler="static", tma_store=False), {}),
+        (replace(EMULATED, lazy_max=True, tile_m=192), {"window": (40, 7), "dtype": "fp16"}),
+    ],
+    ids=str,
+)
+def test_a_sink_is_one_more_key(config, sizes, scale):
+    """None, two as large as scores are, and one that outweighs them; the first rows of a mask see nothing else."""
+    sinks = torch.tensor([-torch.inf, 0.5, 5.0, 30.0])
+    run_wgmma(config, sinks=sinks, scale=scale, **{"seq_q": 200, "seq_kv": 113, **sizes})
+
+
+@on_cpu
 @pytest.mark.parametrize(
     ("cluster", "window", "blocks"),
     [

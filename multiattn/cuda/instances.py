@@ -121,10 +121,17 @@ def _wgmma(plan: Plan) -> PlannedLaunch:
     config, problem = plan.config, plan.problem
     assert isinstance(config, WgmmaConfig)
     kernel = Instance(
-        name=f"forward_wgmma_{_what(problem)}_{_wgmma_name(config)}",
+        name=f"forward_wgmma_{_what(problem)}_{_wgmma_name(config)}{'_sinks' if problem.has_sinks else ''}",
         header="forward_wgmma.cuh",
         entry="forward_wgmma",
-        traits=_traits("WgmmaTraits", problem, problem.head_dim, _band(problem), _wgmma_shape(config, problem)),
+        traits=_traits(
+            "WgmmaTraits",
+            problem,
+            problem.head_dim,
+            _band(problem),
+            problem.has_sinks,
+            _wgmma_shape(config, problem),
+        ),
         params=WgmmaParams,
         threads=config.threads,
         occupancy=1,

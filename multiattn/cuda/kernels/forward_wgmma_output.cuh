@@ -39,10 +39,11 @@ struct WarpOutput {
     float lse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float sum = reduce_row(state.sum[half], [](float a, float b) { return a + b; });
+      float sum = reduce_row(state.sum[half], [](float a, float b) { return a + b; }), max = state.max[half], decay = 1.0f;
+      if constexpr (T::HAS_SINKS) decay = add_sink(max, sum, load_global_4(params.sinks + head));
       const bool empty = sum == 0.0f;  // the query sees no key, or all its weights are rounded away
-      inverse[half] = empty ? 0.0f : reciprocal_approx(sum);
-      const float max = empty ? -infinity() : state.max[half];  // selecting the lse would be a branch
+      inverse[half] = empty ? 0.0f : reciprocal_approx(sum) * decay;
+      max = empty ? -infinity() : max;  // selecting the lse would be a branch
       lse[half] = (max + log2_of_sum(empty ? 1.0f : sum)) * LN_2;
     }
     // Lanes 0 and 1 of a quad store a row each.

@@ -29,11 +29,12 @@ struct WgmmaShape {
   static constexpr Scheduler SCHEDULER = SCHEDULER_;
 };
 
-template <class Element_, int HEAD_DIM_, Band BAND_, class S>
+template <class Element_, int HEAD_DIM_, Band BAND_, bool HAS_SINKS_, class S>
 struct WgmmaTraits : S {
   using Element = Element_;
   static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr Band BAND = BAND_;
+  static constexpr bool HAS_SINKS = HAS_SINKS_;  // each head has one more key, without a value
 
   static constexpr int WARPGROUP_ROWS = 64;  // of one wgmma
   static constexpr int TILE_M = WARPGROUP_ROWS * S::WARPGROUPS;
