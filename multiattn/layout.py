@@ -1,4 +1,4 @@
-"""What a tensor looks like: dtypes, shapes and strides, and how results are laid out.
+"""Dtypes, shapes and strides of tensors, and how results are laid out.
 
 Layout everywhere is ``[B, H, S, D]`` (batch, heads, sequence, head_dim), any strides with unit stride on D.
 """

@@ -195,7 +195,7 @@ class ScoreSpec(NamedTuple):
     scalars: tuple[float, ...]
     """In the order of the program's own."""
     shapes: tuple[Shape, ...]
-    """Of the captured tensors, by slot, as `strides` are, in elements."""
+    """Those of captured tensors, by slot, as `strides` are, in elements."""
     strides: tuple[Shape, ...]
     gradients: tuple[int, ...] = ()
     """Slots of the tensors that want a gradient."""

@@ -10,7 +10,7 @@ from parity.case import Case, DType, Memory
 
 
 def scores() -> Iterator[Case]:
-    """What a call does to its scores: softcap, ALiBi, bias and FlexAttention's callables."""
+    """Modified scores: softcap, ALiBi, bias and FlexAttention's callables."""
     yield from _softcaps()
     yield from _slopes()
     yield from _biases()

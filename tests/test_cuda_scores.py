@@ -72,7 +72,7 @@ def test_other_tiles(variant):
     ids=["a score of no number", "a slope without bound"],
 )
 def test_what_lies_beyond_the_ends_reaches_nothing(modify, deterministic):
-    """Of queries 38 and on the first is -inf and nan; the second has an infinite slope where q is 0."""
+    """The first is -inf and nan for queries 38 and on; the second has an infinite slope where q is 0."""
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, 2, length, 16, generator=generator).half() for length in (37, 45, 45))
     results = []

@@ -225,6 +225,8 @@ LEAST_SIGNAL = {
     ("ascending_full", "dq"): 4.0,
     ("ascending_full", "dk"): 8.0,
     # A clamp's slope is 0 or 1: naive has another one where rounding takes a score over the limit.
+    ("score_mod_clamped", "dq"): 3.0,
+    ("score_mod_clamped", "dk"): 3.0,
     ("score_mod_in_place", "dq"): 5.0,
     ("score_mod_in_place", "dk"): 5.0,
 }

@@ -157,7 +157,7 @@ def test_its_code_is_what_the_config_asks_for():
 
 @needs_compiler
 @pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump reads machine code")
-@pytest.mark.parametrize(("head_dim", "has_sinks"), [(64, False), (96, True), (128, False), (128, True)])
+@pytest.mark.parametrize(("head_dim", "has_sinks"), [(64, False), (128, True)])
 def test_a_window_spills_nothing_in_its_loops(head_dim, has_sinks):
     """It has a loop more than a causal mask, whose rules are on record; sinks come after all loops."""
     plan = plan_of(head_dim, band=WINDOW, has_sinks=has_sinks)
@@ -167,8 +167,18 @@ def test_a_window_spills_nothing_in_its_loops(head_dim, has_sinks):
 
 
 @needs_compiler
-@pytest.mark.parametrize("mask", [CAUSAL, WINDOW], ids=str)
-@pytest.mark.parametrize("options", [{}, {"lazy_max": True}, {"pingpong": True}, {"lazy_max": True, "pingpong": True}])
+@pytest.mark.parametrize(
+    ("options", "mask"),
+    [
+        ({}, CAUSAL),
+        ({"lazy_max": True}, CAUSAL),
+        ({"pingpong": True}, CAUSAL),
+        ({"lazy_max": True, "pingpong": True}, CAUSAL),
+        ({}, WINDOW),
+        ({"lazy_max": True, "pingpong": True}, WINDOW),
+    ],
+    ids=str,
+)
 def test_barriers_are_waited_for_and_come_after_what_they_order(options, mask):
     """An mbarrier that nobody waits for would give its memory away while an SM still has its state there.
 

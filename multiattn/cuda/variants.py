@@ -24,7 +24,7 @@ _OFFERED = {
 
 
 _capability = partial(Capability, arches=tuple(ARCHS), masks=KINDS, sinks=True, scores=True)
-"""Of the kernels with mma.sync."""
+"""The capability of kernels with mma.sync."""
 
 
 def _variant(axes: Axes, summary: str, *, only_named: bool) -> Variant:

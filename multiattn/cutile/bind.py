@@ -19,7 +19,7 @@ _TYPES = {
     **{"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"},
     **{"int8": "i8", "uint8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "bool": "i1"},
 }
-"""Of problems' dtypes, and of captured tensors'."""
+"""The types of problems' dtypes, and of those of captured tensors."""
 _FP32 = (*VECTORS, "dq_sum", "sinks")
 
 _PARAMETER = re.compile(r"%arg\d+: tile<([^>]*>?)>")
@@ -143,7 +143,7 @@ def _argument(names: dict[str, str], name: str) -> int:
 
 
 _Operations = dict[str, tuple[str, str]]
-"""Of each value the operation that makes it, and its operands."""
+"""The operation that makes each value, and its operands."""
 
 
 def _prove_gathers(binding: abi.Binding, text: str) -> None:

@@ -154,7 +154,7 @@ def _options(
 
 
 def _arguments(operands: Operands, options: Options) -> tuple[Any, ...]:
-    """What an op takes behind the tensors of every call."""
+    """The arguments of an op behind the tensors of every call."""
     numbers = (options.left, options.right, options.scale, options.score, options.scalars or None)
     blocks = None if options.blocks is None else [int(it) for it in options.blocks]
     how = (options.backend, options.variant, options.deterministic)

@@ -243,7 +243,7 @@ def _factor(problem: Problem, value: float) -> float | Integer:
 
 
 def _aux(problem: Problem, lowered: LoweredScore | None) -> Parameter:
-    """What the functions of an expression read. Nothing is known of how captured tensors are aligned."""
+    """The values that the functions of an expression read. Nothing is known of how captured tensors are aligned."""
     if problem.score is None or lowered is None:
         return Constant(value=None)
     return {name: _item(value) for name, value in problem.score.arguments(lowered, problem.scale).items()}
