@@ -128,16 +128,21 @@ def _compiled_flex(cell: Cell) -> Callable[..., torch.Tensor]:
     """
     torch._dynamo.reset()
     flex = importlib.import_module("torch.nn.attention.flex_attention")
-    wanted = _flex_with_sinks if cell.has_sinks else flex.flex_attention
+    wanted = _with_sinks(flex) if cell.has_sinks else flex.flex_attention
     compiled: Callable[..., torch.Tensor] = torch.compile(wanted, dynamic=False, fullgraph=True)
     return compiled
 
 
-def _flex_with_sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, **options: Any) -> Any:
+def _with_sinks(flex: Any) -> Callable[..., torch.Tensor]:
     """Flex has no sink: out is scaled down afterwards, by what the sink leaves of the sum, of which lse tells."""
-    flex = importlib.import_module("torch.nn.attention.flex_attention")
-    out, aux = flex.flex_attention(q, k, v, return_aux=flex.AuxRequest(lse=True), **options)
-    return out * torch.sigmoid(aux.lse - sinks[:, None]).unsqueeze(-1).to(out.dtype)
+    asked = flex.AuxRequest(lse=True)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, **options: Any) -> torch.Tensor:
+        out, aux = flex.flex_attention(q, k, v, return_aux=asked, **options)
+        scaled: torch.Tensor = out * torch.sigmoid(aux.lse - sinks[:, None]).unsqueeze(-1).to(out.dtype)
+        return scaled
+
+    return attend
 
 
 def _keep_graph() -> contextlib.AbstractContextManager[Any]:

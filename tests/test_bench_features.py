@@ -15,7 +15,7 @@ from bench.contenders import Ours, check, truth_of
 from bench.docs import features_tables
 from bench.features import FEATURES, SOFTCAP, ids_of
 from bench.matrix import SUITES, Cell, cell_flops
-from bench.peers import PEERS, _flex_with_sinks, find_peers
+from bench.peers import PEERS, _with_sinks, find_peers
 from bench.report import groups
 from bench.run import run
 from bench.verdicts import preferences
@@ -116,7 +116,7 @@ def test_flex_computes_every_feature(cell):
     tensors = cell.tensors("cpu")
     call, detail = peer.build(cell, tensors)
     assert ("scaled by lse" in detail) == cell.has_sinks
-    out = (_flex_with_sinks if cell.has_sinks else flex.flex_attention)(*tensors, **call.keywords)
+    out = (_with_sinks(flex) if cell.has_sinks else flex.flex_attention)(*tensors, **call.keywords)
     assert check({"out": out}, truth_of(cell, tensors), "flex", strict=False) < 4
 
 
