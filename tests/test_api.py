@@ -374,3 +374,10 @@ def test_a_refusal_is_of_the_variants_made_for_the_arch(arches, deterministic, t
     with pytest.raises(Unsupported) as caught:
         make_plan(triton_of(arches), problem, ARCHS["sm80"], deterministic=deterministic, probe=False)
     assert {reason.code for reason in caught.value.reasons} == told
+
+
+def test_auto_prefers_who_runs_scores_by_the_variant_that_was_measured():
+    q = torch.empty(1, 16, 4096, 128, dtype=torch.bfloat16, device="cpu")
+    plain, capped = (multiattn.explain(q, q, q, causal=True, arch="sm90", **it) for it in ({}, {"softcap": 30.0}))
+    assert (plain.backend, plain.variant) == ("triton", "warp_specialized")
+    assert (capped.backend, capped.variant) == ("cutile", "full")
