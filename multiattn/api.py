@@ -183,7 +183,8 @@ def fmha_backward(
 
     Returns:
         dq, dk and dv: dtype and shapes of q, k and v, each in memory ``[B, S, H, D]`` where that is. dk and dv of a
-        key/value head are summed, in fp32, over the query heads that share it. With sinks also dsinks, like sinks.
+        key/value head are summed, in fp32, over the query heads that share it. With sinks also dsinks, like sinks. Then
+        the gradient of each of alibi_slopes, bias and what `score_mod` captures that requires one, in this order.
 
     Raises:
         TypeError, ValueError, Unsupported: as for `fmha`.
@@ -204,8 +205,12 @@ def fmha_backward(
     if not isinstance(dout, torch.Tensor):
         raise TypeError(f"dout must be a torch.Tensor; got {type(dout).__name__}")
     operands = Operands(q, k, v, out, lse, dout, dlse, sinks=sinks)
-    operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask)
-    return differentiate(operands, options)[: len(operands.inputs) - len(operands.captured)]  # type: ignore[return-value]
+    with torch.enable_grad():  # who asks for a gradient is a matter of tensors here
+        operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask)
+    gradients = differentiate(operands, options)
+    plain = len(operands.inputs) - len(operands.captured)
+    of_captured = (it for it in gradients[plain:] if it is not None)
+    return (*gradients[:plain], *of_captured)  # type: ignore[arg-type]  # the others are there, as dout is
 
 
 def explain(

@@ -6,10 +6,12 @@ of the mask are operands of a launch; a `BlockSpec` is what a kernel's code depe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from multiattn.layout import Shape
 
 KEYS_OF_QUERIES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 """The lists of a block of queries: of partial blocks of keys how many and which, then of full ones."""
@@ -29,9 +31,25 @@ class BlockSpec(NamedTuple):
     has_full: bool
 
     @property
-    def lists(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         """The lists that there are, in the order in which they are operands."""
         return tuple(name for name in LISTS if self.has_full or not name.startswith("full_"))
+
+
+class ListArguments(NamedTuple):
+    """The lists of one direction as a kernel takes them: names of operands, and where the lists of a row are.
+
+    Those of batch entry b, head h and row r have the place ``p = b * stride_batch + h * stride_head + r``: there are
+    ``counts[p]`` partial blocks, the first of which is ``indices[p * columns]``, and so of the full ones.
+    """
+
+    counts: str
+    indices: str
+    full_counts: str | None
+    full_indices: str | None
+    stride_batch: int
+    stride_head: int
+    columns: int
 
 
 class BlockLists(NamedTuple):
@@ -39,13 +57,13 @@ class BlockLists(NamedTuple):
 
     spec: BlockSpec
     tensors: tuple[torch.Tensor, ...]
-    """By `BlockSpec.lists`: counts int32 ``[B|1, H|1, rows]``, indices ``[B|1, H|1, rows, columns]``; entries from the
+    """By `BlockSpec.names`: counts int32 ``[B|1, H|1, rows]``, indices ``[B|1, H|1, rows, columns]``; entries from the
     count on mean nothing."""
 
     @property
     def named(self) -> Mapping[str, torch.Tensor]:
         """The lists by name."""
-        return dict(zip(self.spec.lists, self.tensors, strict=True))
+        return dict(zip(self.spec.names, self.tensors, strict=True))
 
 
 def read_block_mask(block_mask: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[BlockLists, MaskMod | None]:
@@ -73,12 +91,32 @@ def read_block_mask(block_mask: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[
         given = {name: getattr(block_mask, name) for name in names}
         block_mask = BlockMask.from_kv_blocks(**given, BLOCK_SIZE=(size_q, size_kv), mask_mod=block_mask.mask_mod)
     spec = BlockSpec(size_q, size_kv, block_mask.full_kv_num_blocks is not None)
-    tensors = tuple(getattr(block_mask, name) for name in spec.lists)
-    for name, tensor in zip(spec.lists, tensors, strict=True):
+    tensors = tuple(getattr(block_mask, name).to(torch.int32).contiguous() for name in spec.names)
+    for name, tensor in zip(spec.names, tensors, strict=True):
         if tensor.device != q.device:
             raise ValueError(f"block_mask.{name}: got a tensor on {tensor.device}; allowed the device of q, {q.device}")
+        partial = tensors[spec.names.index(name.removeprefix("full_"))].shape
+        if tensor.shape != partial:
+            allowed = f"the shape of the lists of partial blocks, {list(partial)}"
+            raise ValueError(f"block_mask.{name}: got {list(tensor.shape)}; allowed {allowed}")
     mask_mod = block_mask.mask_mod
     return BlockLists(spec, tensors), None if mask_mod is noop_mask else mask_mod
+
+
+def list_arguments(shapes: Mapping[str, Shape], names: Sequence[str]) -> ListArguments:
+    """The lists of one direction by their names, without those of full blocks where there are none."""
+    counts, indices, *full = names
+    full_counts, full_indices = full or (None, None)
+    batch, heads, rows, columns = shapes[indices]
+    return ListArguments(
+        counts,
+        indices,
+        full_counts,
+        full_indices,
+        stride_batch=heads * rows if batch > 1 else 0,
+        stride_head=rows if heads > 1 else 0,
+        columns=columns,
+    )
 
 
 def seen_blocks(lists: BlockLists, seq_q: int, seq_kv: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -68,6 +68,11 @@ def contiguous_strides(shape: Shape) -> Strides:
     return heads * seq * head_dim, seq * head_dim, head_dim
 
 
+def row_major(shape: Shape) -> Shape:
+    """Strides of a contiguous tensor of any shape, as PyTorch gives it."""
+    return tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
+
+
 def dense_strides(strides: Strides, shape: Shape) -> Strides:
     """`strides` if they are those of dense ``[B, S, H, D]`` memory, else those of contiguous ``[B, H, S, D]``."""
     _, heads, seq, head_dim = shape

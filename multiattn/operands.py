@@ -10,7 +10,7 @@ import torch
 from torch.compiler import is_compiling
 
 from multiattn.block_mask import BlockSpec, read_block_mask
-from multiattn.layout import Layout, Shape
+from multiattn.layout import Layout, Shape, row_major
 from multiattn.mask import Band, Window, band_of
 from multiattn.score import BoundScore, LoweredScore, ScoreProgram, bind_score
 from multiattn.score.serial import dumps, named_text
@@ -117,6 +117,8 @@ class Operands(NamedTuple):
     delta: torch.Tensor | None = None
     captured: tuple[torch.Tensor, ...] = ()
     """The tensors that the modification of scores loads from, by slot, and then the lists of a block mask."""
+    dcaptured: tuple[torch.Tensor, ...] = ()
+    """Sums of the gradients of some of them, to which a backward adds: `ScoreSpec.gradient_layouts`."""
 
     @classmethod
     def of_inputs(cls, inputs: Sequence[torch.Tensor], has_sinks: bool) -> Operands:
@@ -136,15 +138,19 @@ class Operands(NamedTuple):
     def like(cls, layouts: Mapping[str, Layout], make: Callable[[Layout], torch.Tensor]) -> Operands:
         """Tensors of a problem, one of each of its `layouts` that is an operand."""
         named = {name: make(layouts[name]) for name in cls._fields if name in layouts}
-        slots = itertools.takewhile(lambda name: name in layouts, map(captured_name, itertools.count()))
-        return cls(**named, captured=tuple(make(layouts[name]) for name in slots))
+        captured, dcaptured = (
+            tuple(make(layouts[name]) for name in itertools.takewhile(layouts.__contains__, map(name_of, _PLACES)))
+            for name_of in (captured_name, dcaptured_name)
+        )
+        return cls(**named, captured=captured, dcaptured=dcaptured)
 
     @property
     def named(self) -> dict[str, torch.Tensor]:
         """Every tensor that there is, by its name."""
-        *tensors, captured = self
+        *tensors, captured, dcaptured = self
         named = {name: it for name, it in zip(self._fields, tensors, strict=False) if it is not None}
-        return named | {captured_name(slot): it for slot, it in enumerate(captured)}
+        named |= {captured_name(slot): it for slot, it in enumerate(captured)}
+        return named | {dcaptured_name(place): it for place, it in enumerate(dcaptured)}
 
     @property
     def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -199,6 +205,9 @@ class ScoreSpec(NamedTuple):
     strides: tuple[Shape, ...]
     gradients: tuple[int, ...] = ()
     """Slots of the tensors that want a gradient."""
+    scores: Shape | None = None
+    """``[B, Hq, Sq, Skv]`` where each score has an element of its own in the sum of a gradient, which is then
+    deterministic; None where the sum has the shape of the tensor."""
 
     @property
     def numbers(self) -> Mapping[str, float]:
@@ -210,6 +219,13 @@ class ScoreSpec(NamedTuple):
         """The captured tensors by their names among the operands of a launch."""
         captured = zip(self.shapes, self.strides, self.program.tensors, strict=True)
         return {captured_name(slot): Layout(*it[:2], it[2].dtype) for slot, it in enumerate(captured)}
+
+    @property
+    def gradient_layouts(self) -> Mapping[str, Layout]:
+        """The sums of gradients by their names among the operands of a launch: fp32, contiguous, zero before it."""
+        shapes = (self.shapes[slot] if self.scores is None else self.scores for slot in self.gradients)
+        layouts = (Layout(shape, row_major(shape), torch.float32) for shape in shapes)
+        return {dcaptured_name(place): it for place, it in enumerate(layouts)}
 
     def arguments(self, lowered: LoweredScore, scale: float) -> Mapping[str, float | int | str]:
         """The value of each of `lowered.fields` by its name, in order: for a pointer the name of an operand."""
@@ -224,13 +240,27 @@ class ScoreSpec(NamedTuple):
                 found[it.name] = (self.strides if it.kind == "stride" else self.shapes)[it.slot][it.axis]
         return found
 
+    def gradient_arguments(self, lowered: LoweredScore) -> Mapping[str, int | str]:
+        """The same of `lowered.gradient_fields` of the slots that want a gradient."""
+        names = {slot: dcaptured_name(place) for place, slot in enumerate(self.gradients)}
+        return {
+            it.name: names[it.slot] if it.kind == "pointer" else self.gradient_layouts[names[it.slot]].strides[it.axis]
+            for it in lowered.gradient_fields(self.gradients)
+        }
 
-CAPTURED = "captured"
+
+CAPTURED, DCAPTURED = "captured", "dcaptured"
+_PLACES = range(1 << 16)
 
 
 def captured_name(slot: int) -> str:
     """The name of a captured tensor among the operands of a launch."""
     return f"{CAPTURED}{slot}"
+
+
+def dcaptured_name(place: int) -> str:
+    """The name of the sum of the gradient of the tensor at this place of `ScoreSpec.gradients`."""
+    return f"{DCAPTURED}{place}"
 
 
 def with_score(
@@ -254,11 +284,15 @@ def with_score(
                 "score_mod, block_mask: got one in torch.compile or torch.export; allowed in eager calls"
             )
         slopes = None if alibi_slopes is None else (alibi_slopes.dim(), _dtype_name(alibi_slopes))
-        of_bias = None if bias is None else (tuple(size == 1 for size in bias.shape), _dtype_name(bias))
+        of_bias = (
+            None if bias is None else ("".join("1" if size == 1 else "n" for size in bias.shape), _dtype_name(bias))
+        )
         text = named_text(softcap is not None, slopes, of_bias)
         captured = tuple(it for it in (alibi_slopes, bias) if it is not None)
         scalars = () if softcap is None else (softcap,)
-        return operands._replace(captured=captured), options._replace(score=text, scalars=scalars)
+        wanted = tuple(slot for slot, it in enumerate(captured) if it.requires_grad)
+        slots = wanted if torch.is_grad_enabled() else ()
+        return operands._replace(captured=captured), options._replace(score=text, scalars=scalars, gradient_slots=slots)
     check_inputs(*operands.qkv, strides=False)
     check_modification(operands.q, operands.k, softcap, alibi_slopes, bias, score_mod)
     lists, mask_mod = (None, None) if block_mask is None else read_block_mask(block_mask, operands.q, operands.k)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from multiattn.block_mask import BlockSpec
+from multiattn.block_mask import BlockSpec, ListArguments, list_arguments
 from multiattn.layout import (
     DTYPE_NAMES,
     DTYPES,
     VECTOR_BYTES,
     Layout,
+    Shape,
     Strides,
     contiguous_strides,
     dense_strides,
+    row_major,
     strides_of,
 )
 from multiattn.mask import Band, Window, band_of
@@ -54,6 +56,8 @@ class Problem:
     score: ScoreSpec | None = None
     """The modification of every score."""
     blocks: BlockSpec | None = None
+    lists: tuple[Shape, ...] = ()
+    """The shapes of the lists of `blocks`, by their names there."""
 
     @classmethod
     def of(
@@ -108,7 +112,9 @@ class Problem:
         )
         if options.score is not None:
             plain = replace(plain, score=_score_spec(operands, options, plain))
-        return plain if options.blocks is None else replace(plain, blocks=options.blocks)
+        if options.blocks is None:
+            return plain
+        return replace(plain, blocks=options.blocks, lists=_list_shapes(operands, options.blocks, plain))
 
     @classmethod
     def contiguous(
@@ -238,8 +244,22 @@ class Problem:
             **dict.fromkeys(("lse", "dlse", "delta"), Layout(shape_q[:3], (self.heads_q * row, row, 1), torch.float32)),
             "dq_sum": Layout(shape_q, (*sums, 1), torch.float32),
             **({"sinks": Layout((self.heads_q,), (1,), torch.float32)} if self.has_sinks else {}),
-            **({} if self.score is None else self.score.layouts),
+            **({} if self.score is None else {**self.score.layouts, **self.score.gradient_layouts}),
+            **{captured_name(self._first_list + it): _of_list(shape) for it, shape in enumerate(self.lists)},
         }
+
+    @property
+    def _first_list(self) -> int:
+        """The place of the first list among captured tensors."""
+        return 0 if self.score is None else len(self.score.program.tensors)
+
+    def lists_of(self, names: Sequence[str]) -> ListArguments:
+        """The lists of blocks called `names`, `KEYS_OF_QUERIES` or `QUERIES_OF_KEYS`, as a kernel takes them."""
+        assert self.blocks is not None
+        places = {name: self._first_list + place for place, name in enumerate(self.blocks.names)}
+        shapes = {captured_name(places[name]): shape for name, shape in zip(self.blocks.names, self.lists, strict=True)}
+        given = [captured_name(places[name]) for name in names if name in places]
+        return list_arguments(shapes, given)
 
     @property
     def is_banded(self) -> bool:
@@ -311,7 +331,25 @@ def options_of(problem: Problem) -> Options:
     plain = Options(*problem.band.window, problem.scale, problem.has_sinks, blocks=problem.blocks)
     if score is None:
         return plain
-    return plain._replace(score=dumps(score.program), scalars=score.scalars, gradient_slots=score.gradients)
+    return plain._replace(
+        score=dumps(score.program),
+        scalars=score.scalars,
+        gradient_slots=score.gradients,
+        deterministic=score.scores is not None,
+    )
+
+
+def _list_shapes(operands: Operands, blocks: BlockSpec, problem: Problem) -> tuple[Shape, ...]:
+    """The shapes of a block mask's lists; ValueError where there are others behind the captured tensors."""
+    lists = operands.captured[0 if problem.score is None else len(problem.score.program.tensors) :]
+    if len(lists) != len(blocks.names) or any(it.dtype != torch.int32 or not it.is_contiguous() for it in lists):
+        got = ", ".join(f"{it.dtype} {list(it.shape)}" for it in lists)
+        raise ValueError(f"captured: got {got or 'nothing'}; allowed {', '.join(blocks.names)}, contiguous int32")
+    return tuple(tuple(it.shape) for it in lists)
+
+
+def _of_list(shape: Shape) -> Layout:
+    return Layout(shape, row_major(shape), torch.int32)
 
 
 def _score_spec(operands: Operands, options: Options, problem: Problem) -> ScoreSpec:
@@ -324,6 +362,7 @@ def _score_spec(operands: Operands, options: Options, problem: Problem) -> Score
         if tensor.device != operands.q.device:
             allowed = f"the device of q, {operands.q.device}"
             raise ValueError(f"{captured_name(slot)}: got a tensor on {tensor.device}; allowed {allowed}")
+    is_apart = options.deterministic and bool(options.gradient_slots)
     bound.check(batch=problem.batch, heads=problem.heads_q, seq_q=problem.seq_q, seq_kv=problem.seq_kv)
     return ScoreSpec(
         program=program,
@@ -331,4 +370,5 @@ def _score_spec(operands: Operands, options: Options, problem: Problem) -> Score
         shapes=tuple(tuple(it.shape) for it in tensors),
         strides=tuple(it.stride() for it in tensors),
         gradients=options.gradient_slots,
+        scores=(problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv) if is_apart else None,
     )

@@ -99,7 +99,7 @@ def _modify(
     bound = None if problem.score is None else _bound(problem, operands)
     if problem.blocks is not None:
         where = part or Part(0, 0, problem.seq_q, problem.seq_kv)
-        lists = BlockLists(problem.blocks, operands.captured[-len(problem.blocks.lists) :])
+        lists = BlockLists(problem.blocks, operands.captured[-len(problem.blocks.names) :])
         partial, full = seen_blocks(lists, where.seq_q, where.seq_kv)
         rows = slice(where.first_query, where.first_query + problem.seq_q)
         keys = slice(where.first_key, where.first_key + problem.seq_kv)
@@ -151,7 +151,8 @@ def reference_backward(
     Returns:
         dq like q, dk and dv like k, in `compute_dtype`; those of a key/value head are summed over its group. A row that
         sees no key has ``dq = 0`` and adds nothing to dk and dv. With sinks also dsinks ``[Hq]``:
-        ``-sum(exp(sink - lse) * delta)`` over batch entries and queries.
+        ``-sum(exp(sink - lse) * delta)`` over batch entries and queries. Then the gradient of each of alibi_slopes,
+        bias and what `score_mod` captures that requires one, in this order.
     """
     options = Options(*band_of(causal, window).window, scale)
     operands = Operands(q, k, v, out, lse, dout, dlse, sinks=sinks)
@@ -183,8 +184,12 @@ def differentiate(
     weights = torch.exp(scores - lse[..., None]).masked_fill(~visible, 0.0)
     dweights = torch.einsum("b h i d, b h j d -> b h i j", dout, v)
     dscores = (weights * (dweights - delta[..., None])).masked_fill(~visible, 0.0)
+    dcaptured: tuple[torch.Tensor, ...] = ()
     if problem.score is not None:
-        dscores = dscores * eager.slope(_bound(problem, operands), products, part)
+        bound = _bound(problem, operands)
+        slots, apart = problem.score.gradients, problem.score.scores is not None
+        dcaptured = eager.gradients(bound, slots, products, dscores, part, apart=apart)
+        dscores = dscores * eager.slope(bound, products, part)
     dscores = dscores * problem.scale
 
     dq = torch.einsum("b h i j, b h j d -> b h i d", dscores, k)
@@ -192,9 +197,9 @@ def differentiate(
     dv = torch.einsum("b h i j, b h i d -> b h j d", weights, dout)
     dk, dv = (reduce(grad, "b (h group) s d -> b h s d", "sum", group=problem.group) for grad in (dk, dv))
     if sinks is None:
-        return dq, dk, dv
+        return dq, dk, dv, *dcaptured
     of_sinks = torch.exp(sinks.to(compute_dtype)[:, None] - lse)  # [B, Hq, Sq]
-    return dq, dk, dv, -(of_sinks * delta).sum(dim=(0, 2))
+    return dq, dk, dv, -(of_sinks * delta).sum(dim=(0, 2)), *dcaptured
 
 
 def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
@@ -222,6 +227,8 @@ def _prepare(plan: Plan) -> Launcher:
             results: Sequence[torch.Tensor] = run(operands, options, compute_dtype)
         for name, result in zip(names, results, strict=False):  # the gradient of sinks is made of delta
             getattr(operands, name).copy_(result)
+        for total, result in zip(operands.dcaptured, results[-len(operands.dcaptured) or len(results) :], strict=True):
+            total.copy_(result)
         if operands.delta is not None:
             assert operands.out is not None
             assert operands.dout is not None
@@ -242,7 +249,8 @@ _VARIANT = Variant(
         masks=KINDS,
         sinks=True,
         scores=True,
-        block_masks=True,
+        block_masks=1,
+        score_gradients=True,
     ),
     rules=(),
 )

@@ -53,7 +53,8 @@ class Capability:
     """Heads may have a sink."""
     scores: bool = False
     """Scores may be modified by an expression."""
-    block_masks: bool = False
+    block_masks: int = 0
+    """A block mask may be given, in blocks of multiples of this; 0: none."""
     score_gradients: bool = False
     """Tensors that the expression loads from may want a gradient."""
     zero_strides: bool = True
@@ -90,9 +91,16 @@ class Capability:
             ):
                 if is_asked and not has_code:
                     reasons.append(Reason(code=code, got=f"program {program.digest[:8]}", allowed="none"))
-        if problem.blocks is not None and not self.block_masks:
-            got = f"blocks of {problem.blocks.queries} x {problem.blocks.keys}"
-            reasons.append(Reason(code="block_mask", got=got, allowed="none"))
+            apart = problem.score.gradients if problem.score.scores is not None else ()
+            if (which := program.why_not_apart(apart)) is not None:
+                allowed = "with deterministic gradients tensors that are loaded once, at positions or constants"
+                reasons.append(Reason(code="score_gradient", got=which, allowed=allowed))
+        if (blocks := problem.blocks) is not None:
+            step = self.block_masks
+            if not step or blocks.queries % step or blocks.keys % step:
+                allowed = f"blocks of multiples of {step}" if step else "none"
+                got = f"blocks of {blocks.queries} x {blocks.keys}"
+                reasons.append(Reason(code="block_mask", got=got, allowed=allowed))
         strides = (*problem.strides_q, *problem.strides_k, *problem.strides_v)
         if not self.zero_strides and 0 in strides:
             reasons.append(Reason(code="strides", got="a broadcast dimension (stride 0)", allowed="positive strides"))

@@ -31,7 +31,7 @@ class Ready:
     That is when a kernel may be compiled: a forward whose gradient nobody asks for does not pay for the backward's.
     """
 
-    __slots__ = ("_guards", "allocate", "device", "gradient", "launch", "options", "plan")
+    __slots__ = ("_guards", "_sums", "allocate", "device", "gradient", "launch", "options", "plan")
 
     def __init__(self, plan: Plan, options: Options, device: torch.device, gradient: Ready | None = None) -> None:
         self.plan = plan
@@ -45,8 +45,14 @@ class Ready:
             written = (*written, "delta")
         self.allocate = compat.allocator([layouts[name] for name in written], device)
         """Makes what a launch writes."""
+        score = plan.problem.score if plan.direction == "backward" else None
+        self._sums = () if score is None else tuple(score.gradient_layouts.values())
         self.launch: Launcher = self._prepare
         self._guards: dict[int, compat.Guard] = {}
+
+    def allocate_zeros(self) -> tuple[torch.Tensor, ...]:
+        """The sums of gradients of captured tensors."""
+        return tuple(torch.zeros(it.shape, dtype=it.dtype, device=self.device) for it in self._sums)
 
     def _prepare(self, operands: Operands) -> None:
         """The first launch. Two threads may both prepare; either result will do."""

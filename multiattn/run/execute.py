@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from multiattn.layout import VECTOR_BYTES, Layout
-from multiattn.operands import FORWARD_RESULTS, GRADIENTS, INPUTS, READ, Operands
+from multiattn.operands import FORWARD_RESULTS, GRADIENTS, INPUTS, READ, Operands, ScoreSpec
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import Direction, Plan
 from multiattn.problem import Problem, options_of
@@ -21,8 +21,8 @@ from multiattn.run.driver import ensure_context
 
 _operands: Callable[[tuple[torch.Tensor | None, ...]], Operands] = functools.partial(tuple.__new__, Operands)
 """Operands of a tuple of all of them, in half of the time that their own constructor takes."""
-_NO_GRADIENTS: tuple[Any, ...] = (*(None,) * (len(Operands._fields) - INPUTS - len(FORWARD_RESULTS) - 1), ())
-_NO_OPTIONS: tuple[Any, ...] = (*(None,) * (len(Operands._fields) - READ - len(GRADIENTS) - 1), ())
+_NO_GRADIENTS: tuple[Any, ...] = (*(None,) * (len(Operands._fields) - INPUTS - len(FORWARD_RESULTS) - 2), (), ())
+_NO_OPTIONS: tuple[Any, ...] = (*(None,) * (len(Operands._fields) - READ - len(GRADIENTS) - 2), (), ())
 
 
 def run_forward(ready: Ready, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,10 +62,12 @@ def run_conforming(ready: Ready, read: Sequence[torch.Tensor | None]) -> tuple[t
         return tuple(gradients)
     has_sinks = ready.plan.problem.has_sinks
     written: dict[str, Any] = dict(zip((*GRADIENTS, "delta"), gradients, strict=False))
-    operands = Operands.of_read(read, has_sinks)._replace(**written)
+    sums = ready.allocate_zeros()
+    operands = Operands.of_read(read, has_sinks)._replace(**written, dcaptured=sums)
     ready.launch(operands)
     of_sinks = (gradient_of_sinks(operands),) if has_sinks else ()
-    return (*gradients[: len(GRADIENTS)], *of_sinks, *(None for _ in operands.captured))
+    of_captured = gradients_of_captured(ready.plan.problem.score, operands)
+    return (*gradients[: len(GRADIENTS)], *of_sinks, *of_captured)
 
 
 def gradient_of_sinks(operands: Operands) -> torch.Tensor:
@@ -80,6 +82,17 @@ def gradient_of_sinks(operands: Operands) -> torch.Tensor:
     assert delta is not None
     weights = torch.exp(sinks.float()[:, None] - lse.masked_fill(lse == -math.inf, math.inf))  # [B, Hq, Sq]
     return -(weights * delta).sum(dim=(0, 2)).to(sinks.dtype)
+
+
+def gradients_of_captured(score: ScoreSpec | None, operands: Operands) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of captured tensors, in their dtypes, from the sums of a backward; None where none is wanted."""
+    found: list[torch.Tensor | None] = [None for _ in operands.captured]
+    if score is not None:
+        for slot, total in zip(score.gradients, operands.dcaptured, strict=True):
+            like = operands.captured[slot]
+            whole = total if score.scores is None else score.program.sum_of(slot, total, like.shape)
+            found[slot] = whole.to(like.dtype)
+    return tuple(found)
 
 
 def as_fp32(sinks: torch.Tensor | None) -> torch.Tensor | None:
@@ -123,16 +136,18 @@ def launch_backward(
     sinks: torch.Tensor | None = None,
     delta: torch.Tensor | None = None,
     captured: tuple[torch.Tensor, ...] = (),
+    dcaptured: tuple[torch.Tensor, ...] = (),
 ) -> None:
     """Launch exactly the backward `plan`, as `launch` does a forward one; it writes dq, dk and dv.
 
     out and lse as `launch` writes them, dout like out, dlse None or like lse. dq, dk and dv have the shapes, dtype and
     device of q, k and v and the strides `plan.problem.strides_dq`, `strides_dk`, `strides_dv`; all of these start at a
     multiple of 16 bytes. With sinks it also writes delta, laid out like lse: ``rowsum(dout * out) - dlse``, of which
-    `multiattn.fmha_backward` makes their gradient. TypeError or ValueError for anything else, with what came and what
-    is accepted.
+    `multiattn.fmha_backward` makes their gradient. Where captured tensors want a gradient it adds to dcaptured, which
+    are zero before, as `plan.problem.score.gradient_layouts` says. TypeError or ValueError for anything else, with what
+    came and what is accepted.
     """
-    operands = Operands(q, k, v, out, lse, dout, dlse, dq, dk, dv, sinks, delta, captured)
+    operands = Operands(q, k, v, out, lse, dout, dlse, dq, dk, dv, sinks, delta, captured, dcaptured)
     optional = [name for name in ("dlse", "delta") if getattr(operands, name) is not None]
     _launch(plan, "backward", operands, ("out", "dout", "dq", "dk", "dv", "lse", *optional))
 
@@ -151,6 +166,11 @@ def _launch(plan: Plan, direction: Direction, operands: Operands, checked: tuple
         raise ValueError(f"the plan is for {plan.arch.name}; got tensors on {device}, which is {arch.name}")
     for name in checked:
         check_laid_out(name, getattr(operands, name), problem.layouts[name], device)
+    sums = {} if problem.score is None or direction == "forward" else problem.score.gradient_layouts
+    if len(operands.dcaptured) != len(sums):
+        raise ValueError(f"dcaptured: got {len(operands.dcaptured)} tensors; allowed {len(sums)}")
+    for tensor, (name, layout) in zip(operands.dcaptured, sums.items(), strict=True):
+        check_laid_out(name, tensor, layout, device)
     with on_device(device):
         prepare(plan, device)(operands)
 

@@ -24,12 +24,15 @@ from multiattn.validate import check_inputs
 
 # A gradient may come in any layout, but q, k and v keep theirs: Inductor must not choose another for an op's inputs.
 # Before torch 2.8 there is no such tag, and keeping their order of strides is the default.
+_SLOTS = 5
+"""The place of `slots` behind `sinks` among the arguments of an op."""
 _KEEP_STRIDES: dict[str, Any] = (
     {"tags": (torch.Tag.needs_exact_strides,)} if hasattr(torch.Tag, "needs_exact_strides") else {}
 )
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+_WithCaptured = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]
 
 
 @torch.library.custom_op(
@@ -37,8 +40,9 @@ _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
     mutates_args=(),
     schema=(
         "(Tensor q, Tensor k, Tensor v, Tensor[] captured, Tensor? sinks=None, SymInt? left=None, "
-        "SymInt? right=None, float? scale=None, str? score=None, float[]? scalars=None, int[]? blocks=None, "
-        'str backend="auto", str? variant=None, bool deterministic=False, bool needs_grad=False) '
+        "SymInt? right=None, float? scale=None, str? score=None, float[]? scalars=None, int[]? slots=None, "
+        'int[]? blocks=None, str backend="auto", str? variant=None, bool deterministic=False, '
+        "bool needs_grad=False) "
         "-> (Tensor out, Tensor lse)"
     ),
     **_KEEP_STRIDES,
@@ -54,6 +58,7 @@ def forward_op(
     scale: float | None = None,
     score: str | None = None,
     scalars: Sequence[float] | None = None,
+    slots: Sequence[int] | None = None,
     blocks: Sequence[int] | None = None,
     backend: str = "auto",
     variant: str | None = None,
@@ -62,7 +67,7 @@ def forward_op(
 ) -> _Pair:
     """Out and lse of `multiattn.fmha`. With `needs_grad` a problem whose backward cannot run is refused here."""
     operands = Operands(q, k, v, sinks=sinks, captured=tuple(captured))
-    options = _options(operands, left, right, scale, score, scalars, blocks, backend, variant, deterministic)
+    options = _options(operands, left, right, scale, score, scalars, slots, blocks, backend, variant, deterministic)
     return run_forward(get_forward(operands, options, needs_grad), operands.inputs)
 
 
@@ -72,8 +77,8 @@ def forward_op(
     schema=(
         "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor? dlse=None, "
         "Tensor? sinks=None, SymInt? left=None, SymInt? right=None, float? scale=None, "
-        'str? score=None, float[]? scalars=None, int[]? blocks=None, str backend="auto", '
-        "str? variant=None, bool deterministic=False) "
+        "str? score=None, float[]? scalars=None, int[]? slots=None, int[]? blocks=None, "
+        'str backend="auto", str? variant=None, bool deterministic=False) '
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
     ),
     **_KEEP_STRIDES,
@@ -92,6 +97,7 @@ def backward_op(
     scale: float | None = None,
     score: str | None = None,
     scalars: Sequence[float] | None = None,
+    slots: Sequence[int] | None = None,
     blocks: Sequence[int] | None = None,
     backend: str = "auto",
     variant: str | None = None,
@@ -99,7 +105,7 @@ def backward_op(
 ) -> _Gradients:
     """Gradients of `multiattn.fmha_backward`; dsinks without sinks has no element, as an op's result cannot be None."""
     operands = Operands(q, k, v, out, lse, dout, dlse, sinks=sinks)
-    return _gradients(operands, left, right, scale, score, scalars, blocks, backend, variant, deterministic)
+    return _gradients(operands, left, right, scale, score, scalars, slots, blocks, backend, variant, deterministic)[0]
 
 
 # An op of its own: `is_grads_batched` maps none that takes a list, and a plain call must not lack it.
@@ -108,8 +114,9 @@ def backward_op(
     mutates_args=(),
     schema=(
         "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor[] captured, Tensor? dlse, "
-        "Tensor? sinks, SymInt? left, SymInt? right, float? scale, str? score, float[]? scalars, int[]? blocks, "
-        "str backend, str? variant, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
+        "Tensor? sinks, SymInt? left, SymInt? right, float? scale, str? score, float[]? scalars, int[]? slots, "
+        "int[]? blocks, str backend, str? variant, bool deterministic) "
+        "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor[] dcaptured)"
     ),
     **_KEEP_STRIDES,
 )
@@ -124,18 +131,22 @@ def captured_backward_op(
     dlse: torch.Tensor | None,
     sinks: torch.Tensor | None,
     *options: Any,
-) -> _Gradients:
-    """The same where the modification of scores loads from tensors."""
-    return _gradients(Operands(q, k, v, out, lse, dout, dlse, sinks=sinks, captured=tuple(captured)), *options)
+) -> _WithCaptured:
+    """The same where the modification of scores loads from tensors: dcaptured are gradients of those in `slots`."""
+    operands = Operands(q, k, v, out, lse, dout, dlse, sinks=sinks, captured=tuple(captured))
+    gradients, of_captured = _gradients(operands, *options)
+    return *gradients, of_captured
 
 
-def _gradients(operands: Operands, *arguments: Any) -> _Gradients:
-    dq, dk, dv, *rest = run_backward(get_backward(operands, _options(operands, *arguments)), operands)
+def _gradients(operands: Operands, *arguments: Any) -> tuple[_Gradients, list[torch.Tensor]]:
+    found = run_backward(get_backward(operands, _options(operands, *arguments)), operands)
+    dq, dk, dv = found[:INPUTS]
     assert dq is not None
     assert dk is not None
     assert dv is not None
-    dsinks = rest[0] if operands.sinks is not None else None
-    return dq, dk, dv, operands.q.new_empty(0) if dsinks is None else dsinks
+    dsinks = found[INPUTS] if operands.sinks is not None else None
+    of_captured = [it for it in found[len(found) - len(operands.captured) :] if it is not None]
+    return (dq, dk, dv, operands.q.new_empty(0) if dsinks is None else dsinks), of_captured
 
 
 def _options(
@@ -145,20 +156,23 @@ def _options(
     scale: float | None,
     score: str | None,
     scalars: Sequence[float] | None,
+    slots: Sequence[int] | None,
     blocks: Sequence[int] | None,
     *options: Any,
 ) -> Options:
     """The Options of an op's arguments."""
     spec = None if blocks is None else BlockSpec(blocks[0], blocks[1], bool(blocks[2]))
-    return Options(left, right, scale, operands.sinks is not None, score, tuple(scalars or ()), (), spec, *options)
+    of_score = (score, tuple(scalars or ()), tuple(slots or ()))
+    return Options(left, right, scale, operands.sinks is not None, *of_score, spec, *options)
 
 
 def _arguments(operands: Operands, options: Options) -> tuple[Any, ...]:
     """The arguments of an op behind the tensors of every call."""
-    numbers = (options.left, options.right, options.scale, options.score, options.scalars or None)
+    numbers = (options.left, options.right, options.scale)
+    of_score = (options.score, options.scalars or None, options.gradient_slots or None)
     blocks = None if options.blocks is None else [int(it) for it in options.blocks]
     how = (options.backend, options.variant, options.deterministic)
-    return (operands.sinks, *numbers, blocks, *how)
+    return (operands.sinks, *numbers, *of_score, blocks, *how)
 
 
 def call_forward_op(operands: Operands, options: Options, wants_grad: bool) -> _Pair:
@@ -170,11 +184,14 @@ def call_forward_op(operands: Operands, options: Options, wants_grad: bool) -> _
 def call_backward_op(operands: Operands, options: Options) -> tuple[torch.Tensor | None, ...]:
     """`backward_op` of operands: the gradients of their inputs."""
     (*tensors, dlse), rest = operands[:READ], _arguments(operands, options)
+    of_captured: list[torch.Tensor | None] = [None for _ in operands.captured]
     if operands.captured:
-        *gradients, dsinks = captured_backward_op(*tensors, operands.captured, dlse, *rest)
+        *gradients, dsinks, found = captured_backward_op(*tensors, operands.captured, dlse, *rest)
+        for slot, gradient in zip(options.gradient_slots, found, strict=True):
+            of_captured[slot] = gradient
     else:
         *gradients, dsinks = backward_op(*tensors, dlse, *rest)
-    return (*gradients, *(() if operands.sinks is None else (dsinks,)), *(None for _ in operands.captured))
+    return (*gradients, *(() if operands.sinks is None else (dsinks,)), *of_captured)
 
 
 # ---------------------------------------------------------------- fakes
@@ -212,10 +229,11 @@ def _fake_backward(
 
 
 @captured_backward_op.register_fake
-def _fake_captured_backward(*arguments: Any) -> _Gradients:
-    *tensors, _captured, dlse, sinks = arguments[: READ + 2]
+def _fake_captured_backward(*arguments: Any) -> _WithCaptured:
+    *tensors, captured, dlse, sinks = arguments[: READ + 2]
+    slots = arguments[READ + 2 + _SLOTS]
     gradients: _Gradients = _fake_backward(*tensors, dlse, sinks)
-    return gradients
+    return *gradients, [captured[slot].new_empty(captured[slot].shape) for slot in slots or ()]
 
 
 # ---------------------------------------------------------------- gradients
@@ -241,7 +259,7 @@ def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | Non
     gradients: tuple[torch.Tensor | None, ...] = (None,) * len(operands.inputs)
     if dout is not None or dlse is not None:
         gradients = call_backward_op(with_dout(operands), ctx.options)
-    of_captured = [None for _ in operands.captured]
+    of_captured = list(gradients[len(gradients) - len(operands.captured) :])
     dsinks = gradients[INPUTS] if operands.sinks is not None else None
     return (*gradients[:INPUTS], of_captured, dsinks, *ctx.rest, None)
 
@@ -288,7 +306,12 @@ def _map(op: Any, names: str, info: Any, in_dims: tuple[Any, ...], arguments: tu
     is_apart = sinks is not None and (of_sinks is not None or op is not forward_op)
     if is_apart or _has_places(given):
         each = [op(*(_entry(at, *pair) for pair in zip(arguments, in_dims, strict=True))) for at in range(size)]
-        results: Any = [torch.stack(of_entries) for of_entries in zip(*each, strict=True)]
+        results: Any = [
+            torch.stack(of_entries)
+            if isinstance(of_entries[0], torch.Tensor)
+            else [torch.stack(gradients) for gradients in zip(*of_entries, strict=True)]
+            for of_entries in zip(*each, strict=True)
+        ]
     else:
         folded = [_fold(size, *given[name]) if name in _BATCHED else given[name][0] for name in given]
         results = op(*folded, *arguments[len(given) :])
@@ -315,7 +338,8 @@ def _entry(at: int, argument: Any, dim: Any) -> Any:
 
 @forward_op.register_vmap
 def _map_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[_Pair, tuple[int, int]]:
-    out, lse = _map(forward_op, "q k v captured sinks left right scale score scalars blocks", info, in_dims, arguments)
+    names = "q k v captured sinks left right scale score scalars slots blocks"
+    out, lse = _map(forward_op, names, info, in_dims, arguments)
     return (out, lse), (0, 0)
 
 
@@ -323,7 +347,7 @@ def _map_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) ->
 def _map_backward(
     info: Any, in_dims: tuple[int | None, ...], *arguments: Any
 ) -> tuple[_Gradients, tuple[int | None, ...]]:
-    names = "q k v out lse dout dlse sinks left right scale score scalars blocks"
+    names = "q k v out lse dout dlse sinks left right scale score scalars slots blocks"
     dq, dk, dv, of_sinks = _map(backward_op, names, info, in_dims, arguments)
     return (dq, dk, dv, of_sinks), (0, 0, 0, 0 if of_sinks.ndim > 1 else None)
 
@@ -331,10 +355,10 @@ def _map_backward(
 @captured_backward_op.register_vmap
 def _map_captured_backward(
     info: Any, in_dims: tuple[int | None, ...], *arguments: Any
-) -> tuple[_Gradients, tuple[int | None, ...]]:
-    names = "q k v out lse dout captured dlse sinks left right scale score scalars blocks"
-    dq, dk, dv, of_sinks = _map(captured_backward_op, names, info, in_dims, arguments)
-    return (dq, dk, dv, of_sinks), (0, 0, 0, 0)
+) -> tuple[_WithCaptured, tuple[Any, ...]]:
+    names = "q k v out lse dout captured dlse sinks left right scale score scalars slots blocks"
+    *gradients, of_captured = _map(captured_backward_op, names, info, in_dims, arguments)
+    return (*gradients, of_captured), (0, 0, 0, 0, [0 for _ in of_captured])
 
 
 # ---------------------------------------------------------------- FLOP

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -60,6 +60,36 @@ def slope(bound: BoundScore, scores: torch.Tensor, part: Part | None = None) -> 
     return evaluate(steepness, bound, {**places, "score": scores}, scores.dtype).expand_as(scores)
 
 
+def gradients(
+    bound: BoundScore,
+    slots: Sequence[int],
+    scores: torch.Tensor,
+    dscores: torch.Tensor,
+    part: Part | None = None,
+    *,
+    apart: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of the captured tensors in `slots`, from those of the modified scores.
+
+    With `apart` each score has an element of its own, ``[B, Hq, Sq, Skv]``; a tensor is then loaded but once.
+    """
+    root = bound.program.score
+    if root is None or not slots:
+        return ()
+    inputs = {**_places(scores.shape, scores.device, part), "score": scores}
+    totals = {it: scores.new_zeros(scores.shape if apart else bound.tensors[it].shape) for it in slots}
+    for load in (it for it in walk(root) if it.op == "load" and it.value in totals):
+        slope = evaluate(derivative(root, load), bound, inputs, scores.dtype)
+        each = torch.where(dscores == 0.0, 0.0, dscores * slope)  # where a key is hidden, a slope may be infinite
+        if apart:
+            totals[load.value] += each
+        else:
+            indices = [evaluate(it, bound, inputs, scores.dtype) for it in load.args]
+            inside = torch.broadcast_tensors(each, *_inside(bound.tensors[load.value], indices))[1:]
+            totals[load.value].index_put_(inside, each, accumulate=True)
+    return tuple(totals.values())
+
+
 def visible(
     bound: BoundScore, shape: tuple[int, ...], device: torch.device, part: Part | None = None
 ) -> torch.Tensor | None:
@@ -115,8 +145,13 @@ def evaluate(
 
 def _element(tensor: torch.Tensor, indices: list[torch.Tensor]) -> torch.Tensor:
     """``tensor[indices]``; an index below 0 counts from the end, one outside is clamped."""
+    return tensor[tuple(_inside(tensor, indices))]
+
+
+def _inside(tensor: torch.Tensor, indices: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Indices as an element is taken by them."""
     inside = []
     for index, size in zip(indices, tensor.shape, strict=True):
         wrapped = torch.where(index < 0, index + size, index)
         inside.append(wrapped.clamp(0, size - 1).long())
-    return tensor[tuple(inside)]
+    return inside

@@ -91,6 +91,8 @@ class LoweredScore:
 
     program: ScoreProgram
     approximate: bool
+    apart: bool
+    """Each score has an element of its own in a gradient, ``[B, Hq, Sq, Skv]``, for somebody to add up."""
     score: Node | None
     """A function of `raw`; None where the program leaves scores as they are."""
     mask: Node | None
@@ -125,8 +127,13 @@ class LoweredScore:
         return (*found, ("mask", (self.mask,))) if self.mask is not None else tuple(found)
 
     def gradients_of(self, slots: Sequence[int]) -> tuple[LoadSlope, ...]:
-        """The loads that give the gradients of the tensors in `slots`."""
-        return tuple(it for it in self.load_slopes if it.load.value in slots)
+        """The loads that give the gradients of the tensors in `slots`, indexed as these gradients are."""
+        found = tuple(it for it in self.load_slopes if it.load.value in slots)
+        if not self.apart:
+            return found
+        place = load(0, "f32", [read(name) for name in ("b", "h", "q", "kv")])
+        indices = _load(place, place.args).args
+        return tuple(LoadSlope(load=rebuild(it.load, indices), slope=it.slope, is_exclusive=True) for it in found)
 
     def gradient_fields(self, slots: Sequence[int]) -> tuple[AuxField, ...]:
         """The fields of the gradients of the tensors in `slots`: ``grad0``, ``grad0_stride1``, as in `fields`."""
@@ -136,7 +143,7 @@ class LoweredScore:
     def _fields_of(self, loads: Sequence[Node], name: str) -> Iterator[AuxField]:
         for slot in sorted({it.value for it in loads}):
             yield AuxField(name=f"{name}{slot}", kind="pointer", slot=slot)
-            for axis in range(self.program.tensors[slot].rank):
+            for axis in range(next(len(it.args) for it in loads if it.value == slot)):
                 indices = [it.args[axis] for it in loads if it.value == slot]
                 if not all(map(is_zero, indices)):
                     yield AuxField(name=f"{name}{slot}_stride{axis}", kind="stride", slot=slot, axis=axis)
@@ -181,8 +188,8 @@ def _on_host(steps: Sequence[Node], scalars: Mapping[str, float]) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def lower(program: ScoreProgram, *, approximate: bool = False) -> LoweredScore:
-    """The expressions of a kernel; `approximate` takes the GPU's own tanh, see above."""
+def lower(program: ScoreProgram, *, approximate: bool = False, apart: bool = False) -> LoweredScore:
+    """The expressions of a kernel; `approximate` takes the GPU's own tanh, see above, `apart`: see `LoweredScore`."""
     made: dict[Node, Node] = {}
 
     def kernel_form(root: Node) -> Node:
@@ -208,6 +215,7 @@ def lower(program: ScoreProgram, *, approximate: bool = False) -> LoweredScore:
     return LoweredScore(
         program=program,
         approximate=approximate,
+        apart=apart,
         score=None if score is None else replace(score, hoisted),
         mask=None if mask is None else replace(mask, hoisted),
         slope=replace(slope, hoisted),

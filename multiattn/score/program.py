@@ -7,7 +7,7 @@ import functools
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -73,6 +73,31 @@ class ScoreProgram:
     def loads(self) -> tuple[Node, ...]:
         """All loads of both expressions, each once."""
         return tuple(it for it in walk(*self.roots) if it.op == "load")
+
+    def sum_of(self, slot: int, scores: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """The gradient of a tensor of this shape, of one for each score ``[B, Hq, Sq, Skv]``; see `why_not_apart`."""
+        (load,) = (it for it in self.loads if it.value == slot)
+        kept = [_AXES.index(it.value) for it in load.args if it.op == "input"]
+        summed = [axis for axis in range(len(_AXES)) if axis not in kept]
+        total = (scores.sum(summed) if summed else scores).permute([sorted(kept).index(axis) for axis in kept])
+        gradient = scores.new_zeros(tuple(shape))
+        sizes = iter(total.shape)
+        gradient[tuple(slice(next(sizes)) if it.op == "input" else it.value for it in load.args)] = total
+        return gradient
+
+    def why_not_apart(self, slots: Sequence[int]) -> str | None:
+        """A reason why gradients of tensors cannot be added up of one for each score; None if they can."""
+        for slot in slots:
+            indices = [it.args for it in self.loads if it.value == slot]
+            if len(indices) > 1:
+                return f"captured tensor {slot}, which is loaded {len(indices)} times"
+            inputs = [it.value for it in indices[0] if it.op == "input"]
+            if any(it.op not in ("input", "const") for it in indices[0]) or len(set(inputs)) < len(inputs):
+                return f"captured tensor {slot}, whose index is computed"
+        return None
+
+
+_AXES = ("b", "h", "q", "kv")
 
 
 class BoundScore(NamedTuple):

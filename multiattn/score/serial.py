@@ -39,17 +39,17 @@ def loads(text: str) -> ScoreProgram:
     return ScoreProgram(score=score, mask=mask, scalars=tuple(record["scalars"]), tensors=captured)
 
 
-def named_text(softcap: bool, slopes: tuple[int, str] | None, bias: tuple[tuple[bool, ...], str] | None) -> str:
+def named_text(softcap: bool, slopes: tuple[int, str] | None, bias: tuple[str, str] | None) -> str:
     """The text of softcap, ALiBi and bias, of what their tensors look like alone: where no tensor can be traced.
 
-    `slopes` is rank and dtype; `bias` is which of its dimensions have one element, and its dtype.
+    `slopes` is rank and dtype; `bias` is a letter for each dimension, ``1`` for one of one element, and the dtype.
     """
     device = torch.device("cpu")
     bound = bind_score(
         device=device,
         softcap=1.0 if softcap else None,
         alibi_slopes=None if slopes is None else torch.zeros((2,) * slopes[0], dtype=getattr(torch, slopes[1])),
-        bias=None if bias is None else torch.zeros([1 if one else 2 for one in bias[0]], dtype=getattr(torch, bias[1])),
+        bias=None if bias is None else torch.zeros([1 + (it != "1") for it in bias[0]], dtype=getattr(torch, bias[1])),
     )
     assert bound is not None
     return dumps(bound.program)
