@@ -87,7 +87,11 @@ def attend(
     weights = torch.exp(scores - row_max)
     row_sum = weights.sum(dim=-1, keepdim=True)
     weights = weights / row_sum.masked_fill(row_sum == 0.0, 1.0)
-    lse = rearrange(row_max + torch.log(row_sum), "b h i 1 -> b h i")
+    sees_some = row_sum > 0.0  # the others have no gradient, where that of log(0) would be NaN
+    lse = torch.where(
+        sees_some | row_sum.isnan(), row_max + torch.log(row_sum.masked_fill(row_sum == 0.0, 1.0)), -math.inf
+    )
+    lse = rearrange(lse, "b h i 1 -> b h i")
     return _weighted_sum(weights, v, visible), lse
 
 

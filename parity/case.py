@@ -88,6 +88,14 @@ class Case:
     """A sixth of it is -inf."""
     score_mod: str | None = None
     """A name in `parity.callables`."""
+    mask_mod: str | None = None
+    """A name in `parity.callables`, of which a block mask is made."""
+    blocks: tuple[int, int] = (128, 128)
+    """Queries and keys of a block."""
+    lists: str = "bh"
+    """The dimensions of the lists of blocks that are not broadcast, of ``bh``."""
+    deterministic: bool = False
+    """Gradients of captured tensors are added up in a fixed order."""
     sinks: Sinks = "none"
     layout: Memory = Memory()
     values: Values = "normal"

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from parity.block_cases import block_masks
 from parity.case import Broadcast, Case, DType, Memory, Size, Values
 from parity.mask_cases import sinks, windows
 from parity.score_cases import scores
@@ -425,6 +426,7 @@ CASES: tuple[Case, ...] = (
     *windows(),
     *sinks(),
     *scores(),
+    *block_masks(),
     *_long(),
     *_huge(),
 )

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from multiattn.block_mask import BlockLists
 from multiattn.mask import Window
 from multiattn.operands import INPUTS, Operands, Options
 from multiattn.problem import Problem
@@ -38,7 +39,7 @@ GRAD_CHUNK = CHUNK // 4
 
 
 Grads = tuple[torch.Tensor, ...]
-"""dq, dk and dv, and dsinks where there are sinks."""
+"""dq, dk and dv, dsinks where there are sinks, and the gradients of captured tensors."""
 
 Differentiate = Callable[[Operands, Options, Part | None], Grads]
 """Gradients of some rows of queries: of their tensors, with their own mask, and where they are from."""
@@ -52,12 +53,13 @@ class GradTruth:
     dk: Expected
     dv: Expected
     dsinks: Expected | None = None
+    dcaptured: tuple[Expected, ...] = ()
 
     @property
     def all(self) -> tuple[Expected, ...]:
-        """dq, dk and dv, and dsinks where there are sinks: the order of `parity.tensors.Gradients.all`."""
-        known = (self.dq, self.dk, self.dv)
-        return known if self.dsinks is None else (*known, self.dsinks)
+        """dq, dk and dv, dsinks where there are sinks, and dcaptured: the order of `parity.tensors.Gradients.all`."""
+        of_sinks = () if self.dsinks is None else (self.dsinks,)
+        return (self.dq, self.dk, self.dv, *of_sinks, *self.dcaptured)
 
     @classmethod
     def of(
@@ -73,6 +75,8 @@ class GradTruth:
         scale: float | None = None,
         sinks: torch.Tensor | None = None,
         score: BoundScore | None = None,
+        slots: tuple[int, ...] = (),
+        blocks: BlockLists | None = None,
         chunk: int | None = None,
     ) -> GradTruth:
         """The truth of one problem; q, k, v and the options as for `Truth.of`.
@@ -81,16 +85,23 @@ class GradTruth:
         by default `GRAD_CHUNK`. Raises ValueError where naive has overflown in most places.
         """
         inputs, problem = operands_and_problem(
-            q, k, v, causal=causal, window=window, scale=scale, sinks=sinks, score=score
+            q, k, v, causal=causal, window=window, scale=scale, sinks=sinks, score=score, slots=slots, blocks=blocks
         )
         operands = inputs._replace(dout=dout, dlse=dlse)
         truth = differentiate_in_chunks(operands, problem, exactly, keep=torch.float64, chunk=chunk)
         naive = differentiate_in_chunks(operands, problem, by_autograd, keep=q.dtype, chunk=chunk)
         saved = differentiate_in_chunks(operands, problem, from_what_is_saved, keep=torch.float32, chunk=chunk)
         rows = problem.seq_q * problem.group
-        terms = {"dq": problem.seq_kv, "dk": rows, "dv": rows, "dsinks": problem.batch * problem.seq_q}
-        expected = (
-            Expected(
+        terms = {"dq": problem.seq_kv, "dk": rows, "dv": rows}
+        if problem.has_sinks:
+            terms["dsinks"] = problem.batch * problem.seq_q
+        captured = [f"dcaptured{slot}" for slot in slots]
+        scores = problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv
+        terms |= {
+            name: scores // max(1, operands.captured[it].numel()) for name, it in zip(captured, slots, strict=True)
+        }
+        expected = {
+            name: Expected(
                 name=name,
                 truth=want,
                 budget=derive_budget(
@@ -99,9 +110,9 @@ class GradTruth:
                     atol=softcap_factor(problem) * probe_rounding(want, q.dtype) + truncation(want, terms[name]),
                 ),
             )
-            for name, want, of_naive, of_saved in zip(terms, truth, naive, saved, strict=False)
-        )
-        return cls(**{each.name: each for each in expected})
+            for name, want, of_naive, of_saved in zip(terms, truth, naive, saved, strict=True)
+        }
+        return cls(dcaptured=tuple(expected.pop(name) for name in captured), **expected)
 
 
 def exactly(given: Operands, options: Options, part: Part | None) -> Grads:
@@ -112,11 +123,14 @@ def exactly(given: Operands, options: Options, part: Part | None) -> Grads:
 
 def by_autograd(given: Operands, options: Options, part: Part | None) -> Grads:
     """PyTorch's gradients of eager attention whose every intermediate has the dtype of q."""
-    q, k, v, *rest = (tensor.detach() for tensor in given.inputs)
-    sinks = rest[0] if given.sinks is not None else None
-    leaves = [it.requires_grad_() for it in (q, k, v, sinks) if it is not None]
+    inputs = [tensor.detach() for tensor in given.inputs]
+    some = Operands.of_inputs(inputs, given.sinks is not None)
+    leaves = [it for it in (*some.qkv, some.sinks) if it is not None]
+    leaves += [some.captured[slot] for slot in options.gradient_slots]
+    for leaf in leaves:
+        leaf.requires_grad_()
     with torch.enable_grad():
-        out, lse = attend(given._replace(q=q, k=k, v=v, sinks=sinks), options, given.q.dtype, part)
+        out, lse = attend(some, options, given.q.dtype, part)
     results, upstream = [out], [given.dout]
     if given.dlse is not None:
         results.append(lse)
@@ -156,7 +170,8 @@ def differentiate_in_chunks(
     """
     q = given.q
     dq = torch.zeros(q.shape, dtype=keep, device=q.device)
-    summed = given.inputs[1 : INPUTS + problem.has_sinks]
+    summed = [*given.inputs[1 : INPUTS + problem.has_sinks]]
+    summed += [given.captured[slot] for slot in (problem.score.gradients if problem.score is not None else ())]
     sums = [torch.zeros(it.shape, dtype=torch.float64, device=q.device) for it in summed]
     row = max(1, problem.batch * problem.heads_q * max(problem.seq_kv, problem.head_dim))
     rows = max(1, (chunk or GRAD_CHUNK) // row)
@@ -170,7 +185,7 @@ def differentiate_in_chunks(
             dout=None if given.dout is None else given.dout[:, :, first:last],
             dlse=None if given.dlse is None else given.dlse[:, :, first:last],
         )
-        dq[:, :, first:last], dk, dv, *dsinks = differentiate_rows(some, options, part)
-        for total, its in zip((sums[0][:, :, keys], sums[1][:, :, keys], *sums[2:]), (dk, dv, *dsinks), strict=True):
+        dq[:, :, first:last], dk, dv, *others = differentiate_rows(some, options, part)
+        for total, its in zip((sums[0][:, :, keys], sums[1][:, :, keys], *sums[2:]), (dk, dv, *others), strict=True):
             total += its
     return (dq, *(total.to(keep) for total in sums))

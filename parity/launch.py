@@ -22,7 +22,7 @@ from multiattn.plan.arch import detect
 from multiattn.plan.backend import BACKENDS, Plan, make_plan
 from multiattn.plan.support import Reason, Unsupported
 from multiattn.problem import Problem
-from multiattn.run.execute import gradient_of_sinks
+from multiattn.run.execute import gradient_of_sinks, gradients_of_captured
 from parity.case import Case
 from parity.gradients import GradTruth
 from parity.results import Contender
@@ -43,7 +43,7 @@ def prepare_gradients(case: Case, device: torch.device) -> tuple[Upstream, GradT
     inputs, _ = prepare_case(case, device)
     upstream = Upstream.of(case, problem_of(case, inputs), device)
     tensors = inputs.q, inputs.k, inputs.v, upstream.dout, upstream.dlse
-    return upstream, GradTruth.of(*tensors, **_options(case, inputs))
+    return upstream, GradTruth.of(*tensors, **_options(case, inputs), slots=inputs.slots)
 
 
 def forget() -> None:
@@ -55,7 +55,8 @@ def forget() -> None:
 
 def problem_of(case: Case, inputs: Inputs) -> Problem:
     """The Problem of a case's tensors."""
-    return operands_and_problem(inputs.q, inputs.k, inputs.v, **_options(case, inputs))[1]
+    asked = {**_options(case, inputs), "slots": inputs.slots, "deterministic": case.deterministic}
+    return operands_and_problem(inputs.q, inputs.k, inputs.v, **asked)[1]
 
 
 def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
@@ -65,6 +66,7 @@ def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
         "scale": case.scale,
         "sinks": inputs.sinks,
         "score": inputs.score,
+        "blocks": inputs.blocks,
     }
 
 
@@ -110,11 +112,16 @@ def launch_gradients(plan: Plan, inputs: Inputs, saved: Saved, upstream: Upstrea
     given = inputs.q, inputs.k, inputs.v, saved.out, saved.lse, upstream.dout, upstream.dlse
     with poisoned_workspaces():
         multiattn.launch_backward(
-            plan, *given, *gradients.of_qkv, sinks=inputs.sinks, delta=gradients.delta, captured=inputs.captured
-        )
+            plan, *given, *gradients.of_qkv, sinks=inputs.sinks, delta=gradients.delta, captured=inputs.captured,
+            dcaptured=gradients.sums,
+        )  # fmt: skip
+    operands = Operands(
+        *given, sinks=inputs.sinks, delta=gradients.delta, captured=inputs.captured, dcaptured=gradients.sums
+    )
     if gradients.delta is not None:
-        operands = Operands(*given, sinks=inputs.sinks, delta=gradients.delta)
         gradients = replace(gradients, dsinks=gradient_of_sinks(operands))
+    of_captured = gradients_of_captured(plan.problem.score, operands)
+    gradients = replace(gradients, dcaptured=tuple(it for it in of_captured if it is not None))
     _synchronize(inputs.q.device)
     if gradients.guards_were_written:
         raise Mismatch(f"memory around a gradient was written\n  {plan}")

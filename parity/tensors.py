@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from multiattn.block_mask import BlockLists, MaskMod, read_block_mask
 from multiattn.layout import Strides
 from multiattn.problem import Problem
 from multiattn.score import BoundScore, bind_score
@@ -59,11 +62,15 @@ class Inputs(Watched):
     v: torch.Tensor
     sinks: torch.Tensor | None = None
     score: BoundScore | None = None
+    slots: tuple[int, ...] = ()
+    """Those of the tensors that `score` captures that want a gradient."""
+    blocks: BlockLists | None = None
 
     @property
     def captured(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that the modification of scores loads from."""
-        return () if self.score is None else self.score.tensors
+        """The tensors that the modification of scores loads from, and the lists of a block mask."""
+        lists = () if self.blocks is None else self.blocks.tensors
+        return lists if self.score is None else (*self.score.tensors, *lists)
 
     @classmethod
     def of(cls, case: Case, device: torch.device) -> Inputs:
@@ -89,9 +96,16 @@ class Inputs(Watched):
             sinks = sinks_memory[GUARD:-GUARD]
             sinks.copy_(_draw_sinks(case))
             memory = (*memory, sinks_memory)
-        score, memory_of_score = bound_score(case, device)
+        block_mask = _block_mask(case, device)
+        blocks, mask_mod = (None, None) if block_mask is None else read_block_mask(block_mask, q, k)
+        score, memory_of_score = bound_score(case, device, mask_mod)
+        slots = () if score is None else score.slots_requiring_grad
+        if score is not None:
+            score = score._replace(tensors=tuple(it.detach() for it in score.tensors))
         bits, copies = _watch((*memory, *memory_of_score))
-        return cls(q=q, k=k, v=v, sinks=sinks, score=score, memory=bits, memory_before=copies)
+        return cls(
+            q=q, k=k, v=v, sinks=sinks, score=score, slots=slots, blocks=blocks, memory=bits, memory_before=copies
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +176,8 @@ class Upstream(Watched):
 class Gradients:
     """dq, dk and dv, in the strides that the Problem asks for, all poisoned, with their memory.
 
-    With sinks also delta, which a backward writes, and dsinks, which is computed of it.
+    With sinks also delta, which a backward writes, and dsinks, which is computed of it; so `sums` and dcaptured where
+    captured tensors want a gradient.
     """
 
     dq: torch.Tensor
@@ -171,6 +186,8 @@ class Gradients:
     memory: tuple[torch.Tensor, ...]
     delta: torch.Tensor | None = None
     dsinks: torch.Tensor | None = None
+    sums: tuple[torch.Tensor, ...] = ()
+    dcaptured: tuple[torch.Tensor, ...] = ()
 
     @classmethod
     def of(cls, problem: Problem, device: torch.device) -> Gradients:
@@ -188,10 +205,15 @@ class Gradients:
             ),
             strict=True,
         )
-        if not problem.has_sinks:
-            return cls(dq=dq, dk=dk, dv=dv, memory=memory)
-        delta_memory, delta = _poisoned_rows(shape_q, device)
-        return cls(dq=dq, dk=dk, dv=dv, memory=(*memory, delta_memory), delta=delta)
+        delta, sums = None, []
+        if problem.has_sinks:
+            delta_memory, delta = _poisoned_rows(shape_q, device)
+            memory = (*memory, delta_memory)
+        for layout in problem.score.gradient_layouts.values() if problem.score is not None else ():
+            around = poisoned(torch.Size(layout.shape).numel(), layout.dtype, device)
+            sums.append(around[GUARD:-GUARD].view(layout.shape).zero_())
+            memory = (*memory, around)
+        return cls(dq=dq, dk=dk, dv=dv, memory=memory, delta=delta, sums=tuple(sums))
 
     @property
     def of_qkv(self) -> Values3:
@@ -200,8 +222,9 @@ class Gradients:
 
     @property
     def all(self) -> tuple[torch.Tensor, ...]:
-        """The same, and dsinks where there are sinks."""
-        return self.of_qkv if self.dsinks is None else (*self.of_qkv, self.dsinks)
+        """The same, dsinks where there are sinks, and the gradients of captured tensors."""
+        of_sinks = () if self.dsinks is None else (self.dsinks,)
+        return (*self.of_qkv, *of_sinks, *self.dcaptured)
 
     @property
     def guards_were_written(self) -> bool:
@@ -315,7 +338,24 @@ def _draw_sinks(case: Case) -> torch.Tensor:
     return sinks
 
 
-def bound_score(case: Case, device: torch.device) -> tuple[BoundScore | None, list[torch.Tensor]]:
+def _block_mask(case: Case, device: torch.device) -> BlockMask | None:
+    """A case's block mask, as PyTorch makes it."""
+    if case.mask_mod is None:
+        return None
+    mask_mod = _callable(case, case.mask_mod, device)["mask_mod"]
+    batch, heads = (size if name in case.lists else None for name, size in (("b", case.batch), ("h", case.heads_q)))
+    return create_block_mask(mask_mod, batch, heads, case.seq_q, case.seq_kv, device=device, BLOCK_SIZE=case.blocks)
+
+
+def _callable(case: Case, name: str, device: torch.device) -> dict[str, Any]:
+    sizes = Sizes(batch=case.batch, heads=case.heads_q, seq_q=case.seq_q, seq_kv=case.seq_kv, device=device)
+    (found,) = (it for it in CALLABLES if it.name == name)
+    return found.make(sizes)
+
+
+def bound_score(
+    case: Case, device: torch.device, mask_mod: MaskMod | None = None
+) -> tuple[BoundScore | None, list[torch.Tensor]]:
     """A case's modification of scores, and the memory of its tensors, poisoned around them."""
     generator = torch.Generator().manual_seed(case.seed + 3)
     memory: list[torch.Tensor] = []
@@ -337,14 +377,15 @@ def bound_score(case: Case, device: torch.device) -> tuple[BoundScore | None, li
         if case.bias_hides:
             bias.masked_fill_(bias < -1.0, -torch.inf)  # a sixth of all
     if case.score_mod is not None:
-        sizes = Sizes(batch=case.batch, heads=case.heads_q, seq_q=case.seq_q, seq_kv=case.seq_kv, device=device)
-        (found,) = (it for it in CALLABLES if it.name == case.score_mod)
-        score_mod = found.make(sizes)["score_mod"]
+        score_mod = _callable(case, case.score_mod, device)["score_mod"]
+    for tensor in (slopes, bias):
+        if tensor is not None:
+            tensor.requires_grad_()
     device = torch.empty(0, device=device).device  # with its index
-    bound = bind_score(device=device, softcap=case.softcap, alibi_slopes=slopes, bias=bias, score_mod=score_mod)
-    if bound is None:
-        return None, memory
-    return bound._replace(tensors=tuple(it.detach() for it in bound.tensors)), memory
+    bound = bind_score(
+        device=device, softcap=case.softcap, alibi_slopes=slopes, bias=bias, score_mod=score_mod, mask_mod=mask_mod
+    )
+    return bound, memory
 
 
 def _large(case: Case, drawn: torch.Tensor) -> torch.Tensor:

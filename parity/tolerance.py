@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from multiattn.block_mask import BlockLists
 from multiattn.mask import Window, band_of
 from multiattn.operands import Operands, Options
 from multiattn.plan.backend import Plan, variant_of
@@ -160,13 +161,14 @@ class Truth:
         scale: float | None = None,
         sinks: torch.Tensor | None = None,
         score: BoundScore | None = None,
+        blocks: BlockLists | None = None,
     ) -> Truth:
         """The truth of one problem, from `multiattn.reference` in fp64, fp32 (for lse) and the inputs' dtype (for out).
 
         Raises ValueError where naive has overflown in most places: such inputs cannot be judged.
         """
         operands, problem = operands_and_problem(
-            q, k, v, causal=causal, window=window, scale=scale, sinks=sinks, score=score
+            q, k, v, causal=causal, window=window, scale=scale, sinks=sinks, score=score, blocks=blocks
         )
         out, lse = reference_in_chunks(operands, problem, torch.float64)
         naive_out, _ = reference_in_chunks(operands, problem, q.dtype)
@@ -205,10 +207,18 @@ def operands_and_problem(
     scale: float | None,
     sinks: torch.Tensor | None,
     score: BoundScore | None,
+    slots: tuple[int, ...] = (),
+    blocks: BlockLists | None = None,
+    deterministic: bool = False,
 ) -> tuple[Operands, Problem]:
-    """The inputs of a call, and its Problem."""
-    operands = Operands(q, k, v, sinks=sinks, captured=() if score is None else score.tensors)
+    """The inputs of a call, and its Problem; captured tensors in `slots` want a gradient."""
+    captured = () if score is None else score.tensors
+    lists = () if blocks is None else blocks.tensors
+    operands = Operands(q, k, v, sinks=sinks, captured=(*captured, *lists))
     options = Options(*band_of(causal, window).window, scale).with_score(score)
+    options = options._replace(
+        gradient_slots=slots, blocks=None if blocks is None else blocks.spec, deterministic=deterministic
+    )
     return operands, Problem.of_operands(operands, options)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ def differentiate(case: Case, **changes: object) -> Grads:
     inputs, _ = prepare_case(case, CPU)
     upstream, _ = prepare_gradients(case, CPU)
     options = {"causal": case.causal, "window": case.window, "scale": case.scale, "sinks": inputs.sinks}
-    options |= {"score": inputs.score}
+    options |= {"score": inputs.score, "slots": inputs.slots, "blocks": inputs.blocks}
     tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
     forward, problem = operands_and_problem(**tensors, **options)
     out, lse = attend(forward, options_of(problem), torch.float32)
@@ -47,7 +48,7 @@ def differentiate(case: Case, **changes: object) -> Grads:
 def check(case: Case, grads: Grads) -> None:
     _, truth = prepare_gradients(case, CPU)
     for grad, expected in zip(grads, truth.all, strict=True):
-        expected.check(grad if expected.name == "dsinks" else grad.to(case.torch_dtype), "a plan")
+        expected.check(grad.to(case.torch_dtype) if expected.name in ("dq", "dk", "dv") else grad, "a plan")
 
 
 # ---------------------------------------------------------------- gradients broken on purpose
@@ -82,6 +83,34 @@ def without_slope(case: Case) -> Grads:
         return differentiate(case)
     finally:
         eager.slope = slope
+
+
+def of_captured(case: Case) -> Grads:
+    """Right gradients of captured tensors."""
+    _, truth = prepare_gradients(case, CPU)
+    return tuple(expected.truth for expected in truth.dcaptured)
+
+
+def only_from(axis: int) -> Break:
+    """Gradients of captured tensors that are not reduced: from the first batch entry, head or query alone."""
+
+    def broken(case: Case) -> Grads:
+        upstream, _ = prepare_gradients(case, CPU)
+        changes = {}
+        for name in ("dout", "dlse"):
+            if (tensor := getattr(upstream, name)) is not None:
+                changes[name] = torch.zeros_like(tensor)
+                changes[name].narrow(axis, 0, 1).copy_(tensor.narrow(axis, 0, 1))
+        plain = len(differentiate(case)) - len(of_captured(case))
+        return (*differentiate(case)[:plain], *differentiate(case, **changes)[plain:])
+
+    return broken
+
+
+def partial_blocks_seen_whole(case: Case) -> Grads:
+    inputs, _ = prepare_case(case, CPU)
+    program = replace(inputs.score.program, mask=None)
+    return differentiate(case, score=inputs.score._replace(program=program))
 
 
 def last_tile_of_keys_dropped(case: Case) -> Grads:
@@ -176,8 +205,19 @@ BROKEN: dict[str, tuple[Break, str]] = {
         "softcap_d40_bf16 softcap_d128_fp16 softcap_large softcap_scale_negative score_mod_composite score_mod_powers",
     ),
     "score ignored": (
-        lambda case: differentiate(case, score=None),
+        lambda case: (*differentiate(case, score=None, slots=()), *of_captured(case)),
         "softcap_d64_bf16 alibi_causal bias_bhqk bias_hides_rows score_mod_composite",
+    ),
+    "dbias of one batch entry": (only_from(0), "bias_hqk bias_hk bias_qk bias_k score_mod_shared_bias"),
+    "dbias of one head": (only_from(1), "bias_bqk bias_qk bias_bk bias_k"),
+    "dbias of one query": (only_from(2), "bias_bhk bias_hk bias_k alibi_causal score_mod_learned_softcap"),
+    "dbias of the next head": (
+        then(lambda dq, dk, dv, dbias: (dq, dk, dv, dbias.roll(1, dims=1))),
+        "bias_bhqk bias_bhk bias_hk bias_gqa_d256",
+    ),
+    "partial blocks seen whole": (
+        partial_blocks_seen_whole,
+        "blocks_causal blocks_document blocks_natten_2d blocks_of_256x256_d40 blocks_softcap",
     ),
     "last tile of keys dropped": (
         last_tile_of_keys_dropped,
@@ -229,6 +269,13 @@ LEAST_SIGNAL = {
     ("score_mod_clamped", "dk"): 3.0,
     ("score_mod_in_place", "dq"): 5.0,
     ("score_mod_in_place", "dk"): 5.0,
+    # What all keys of a row share moves lse alone, and nothing where that has no gradient.
+    ("bias_bh", "dcaptured0"): 1.0,
+    ("bias_bq", "dcaptured0"): 1.0,
+    ("bias_hq", "dcaptured0"): 1.0,
+    ("bias_hides_rows", "dcaptured0"): 1.0,
+    # One number, of terms that cancel.
+    ("score_mod_learned_softcap", "dcaptured0"): 1.0,
 }
 """Below this a budget is not compared with the largest gradient."""
 
@@ -243,7 +290,8 @@ def test_the_truth_is_the_reference_differentiated(case):
     given = {name: getattr(inputs, name) for name in ("q", "k", "v", "sinks")}
     given |= {"dout": upstream.dout, "dlse": upstream.dlse}
     doubles = Operands(
-        **{name: None if it is None else it.double() for name, it in given.items()}, captured=inputs.captured
+        **{name: None if it is None else it.double() for name, it in given.items()},
+        captured=tuple(it.double() if it.is_floating_point() else it for it in inputs.captured),
     )
     grads = differentiate_in_chunks(doubles, problem_of(case, inputs), by_autograd, keep=torch.float64)
     for grad, expected in zip(grads, truth.all, strict=True):

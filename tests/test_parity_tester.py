@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ Break = Callable[[Case, Inputs], Result]
 def attend(case: Case, inputs: Inputs, **changes: object) -> Result:
     """A good kernel's result: fp32 inside, rounded once. `changes` to its options break it."""
     options = {"causal": case.causal, "window": case.window, "scale": case.scale, "sinks": inputs.sinks}
-    options |= {"score": inputs.score} | changes
+    options |= {"score": inputs.score, "blocks": inputs.blocks} | changes
     operands, problem = operands_and_problem(inputs.q, inputs.k, inputs.v, **options)
     out, lse = reference_in_chunks(operands, problem, torch.float32)
     return out.to(case.torch_dtype), lse
@@ -62,6 +63,26 @@ def with_offset(case: Case, inputs: Inputs, shift: int) -> Result:
     scores = scores.masked_fill(key > query + case.seq_kv - case.seq_q + shift, -math.inf)
     lse = scores.logsumexp(dim=-1)
     return (scores.softmax(dim=-1).nan_to_num(0.0) @ v).to(case.torch_dtype), lse
+
+
+def with_mask(change: Callable[[Any], Any]) -> Break:
+    """A block mask with another mask inside of its partial blocks."""
+
+    def broken(case: Case, inputs: Inputs) -> Result:
+        program = replace(inputs.score.program, mask=change(inputs.score.program.mask))
+        return attend(case, inputs, score=inputs.score._replace(program=program))
+
+    return broken
+
+
+def with_lists(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Break:
+    """A block mask one of whose lists is another."""
+
+    def broken(case: Case, inputs: Inputs) -> Result:
+        named = {**inputs.blocks.named, name: change(inputs.blocks.named[name])}
+        return attend(case, inputs, blocks=inputs.blocks._replace(tensors=tuple(named.values())))
+
+    return broken
 
 
 def other_window(left: int, right: int) -> Break:
@@ -219,6 +240,23 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "bias of the wrong batch entry": (
         lambda case, inputs: attend(case, inputs, score=moved(inputs.score, 0)),
         "bias_bhqk bias_bqk bias_bk bias_bhk",
+    ),
+    "blocks ignored": (
+        lambda case, inputs: attend(case, inputs, score=None, blocks=None),
+        "blocks_causal blocks_document blocks_prefix_lm blocks_sliding_window blocks_block_diagonal blocks_per_head",
+    ),
+    "partial blocks seen whole": (
+        with_mask(lambda mask: None),
+        "blocks_causal blocks_document blocks_natten_2d blocks_of_256x256_d40 blocks_softcap blocks_sinks",
+    ),
+    "full blocks left out": (with_lists("full_kv_num_blocks", torch.zeros_like), "blocks_causal blocks_noop"),
+    "the last partial block left out": (
+        with_lists("kv_num_blocks", lambda counts: (counts - 1).clamp(min=0)),
+        "blocks_causal blocks_document blocks_prefix_lm blocks_broadcast blocks_of_192x96_d96",
+    ),
+    "blocks of the row before": (
+        with_lists("kv_indices", lambda indices: indices.roll(1, dims=-2)),
+        "blocks_causal blocks_sliding_window blocks_block_diagonal blocks_of_32x32_d128",
     ),
     "last key dropped": (
         with_keys(lambda tensor: tensor[:, :, :-1]),

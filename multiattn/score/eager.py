@@ -81,12 +81,12 @@ def gradients(
     for load in (it for it in walk(root) if it.op == "load" and it.value in totals):
         slope = evaluate(derivative(root, load), bound, inputs, scores.dtype)
         each = torch.where(dscores == 0.0, 0.0, dscores * slope)  # where a key is hidden, a slope may be infinite
-        if apart:
-            totals[load.value] += each
+        if apart or not load.args:
+            totals[load.value] += each if apart else each.sum()
         else:
             indices = [evaluate(it, bound, inputs, scores.dtype) for it in load.args]
-            inside = torch.broadcast_tensors(each, *_inside(bound.tensors[load.value], indices))[1:]
-            totals[load.value].index_put_(inside, each, accumulate=True)
+            each, *inside = torch.broadcast_tensors(each, *_inside(bound.tensors[load.value], indices))
+            totals[load.value].index_put_(tuple(inside), each, accumulate=True)
     return tuple(totals.values())
 
 

@@ -1,0 +1,133 @@
+"""The cases of block masks; `parity.cases` has them all."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from parity.case import Case
+
+
+def block_masks() -> Iterator[Case]:
+    """Block masks: each kind of mask, sizes of blocks, and what goes with them."""
+    yield from _masks()
+    yield from _sizes()
+    yield from _with_others()
+    yield from _long()
+
+
+def _masks() -> Iterator[Case]:
+    for index, (name, why) in enumerate(
+        (
+            ("noop", "every block is full, the ragged ones partial"),
+            ("causal", "full and partial blocks, and those that nobody sees"),
+            ("document", "a captured tensor in the mask, and nothing in the scores"),
+            ("causal_document", "the same with 64-bit integers"),
+            ("prefix_lm", "lists of each batch entry"),
+            ("sliding_window", "no block is full"),
+            ("document_window", "an index that is itself loaded"),
+            ("natten_2d", "quotients and remainders; rows past its plane see nothing"),
+            ("block_diagonal", "Sq > Skv: the last rows see nothing, whole blocks of them"),
+        )
+    ):
+        yield Case(
+            name=f"blocks_{name}",
+            why=why,
+            batch=2,
+            heads_q=1,
+            heads_kv=1,
+            seq_q=200 if name == "block_diagonal" else 150,
+            seq_kv=110 if name == "block_diagonal" else 150,
+            blocks=(64, 64),
+            dtype="fp16" if index % 2 else "bf16",
+            mask_mod=name,
+        )
+
+
+def _sizes() -> Iterator[Case]:
+    for blocks, head_dim in (
+        ((64, 64), 64),
+        ((32, 32), 128),
+        ((128, 64), 128),
+        ((64, 128), 256),
+        ((256, 256), 40),
+        ((192, 96), 96),
+        ((128, 128), 256),
+    ):
+        yield Case(
+            name=f"blocks_of_{blocks[0]}x{blocks[1]}_d{head_dim}",
+            why="tiles that divide blocks, at every head_dim",
+            heads_q=1,
+            heads_kv=1,
+            seq_q=140,
+            seq_kv=260,
+            head_dim=head_dim,
+            mask_mod="causal_document",
+            blocks=blocks,
+        )
+    yield Case(
+        name="blocks_fewer_queries", why="one block of queries, several of keys", seq_q=40, seq_kv=400, mask_mod="noop"
+    )
+    yield Case(
+        name="blocks_broadcast",
+        why="one list for all heads and entries",
+        batch=2,
+        mask_mod="causal",
+        seq_q=203,
+        lists="",
+    )
+    yield Case(
+        name="blocks_per_head",
+        why="lists by query head, of heads that share keys",
+        heads_q=4,
+        heads_kv=1,
+        seq_q=203,
+        mask_mod="causal",
+        lists="h",
+    )
+
+
+def _with_others() -> Iterator[Case]:
+    square = functools.partial(Case, seq_q=203, seq_kv=203, blocks=(64, 64))
+    yield square(name="blocks_softcap", why="scores and mask of one program", mask_mod="document", softcap=3.0)
+    yield square(
+        name="blocks_bias",
+        why="and a bias with a gradient, of pairs that are seen",
+        mask_mod="causal_document",
+        bias="hqk",
+    )
+    yield square(
+        name="blocks_bias_deterministic",
+        why="the same, added up in a fixed order: elements of blocks that are skipped stay zero",
+        mask_mod="causal_document",
+        bias="qk",
+        deterministic=True,
+    )
+    yield square(name="blocks_alibi", why="and ALiBi", mask_mod="document", alibi="heads", heads_q=4)
+    yield square(
+        name="blocks_sinks", why="and a sink, also of rows that see nothing else", mask_mod="natten_2d", sinks="normal"
+    )
+    yield square(name="blocks_window", why="a window cuts what is listed", mask_mod="noop", window=(70, 5))
+    yield Case(
+        name="blocks_bottom_right",
+        why="so does causal, where Sq < Skv",
+        mask_mod="document",
+        causal=True,
+        seq_q=150,
+        seq_kv=203,
+    )
+
+
+def _long() -> Iterator[Case]:
+    for head_dim in (64, 128):
+        yield Case(
+            name=f"long_blocks_d{head_dim}",
+            why="documents at length: long lists of full blocks",
+            heads_q=4,
+            heads_kv=2,
+            seq_q=2048,
+            seq_kv=2048,
+            head_dim=head_dim,
+            mask_mod="document",
+            size="gpu",
+        )
