@@ -54,6 +54,19 @@ def test_opcheck(name):
     torch.library.opcheck(backward, (*inputs, out, lse, out, lse.cos()), options)
 
 
+def test_opcheck_with_captured_tensors():
+    inputs, bias = qkv(requires_grad=True), torch.randn(1, 4, 1, 7, dtype=torch.float64, requires_grad=True)
+    text = named_text(False, (1, "float32"), ("1n1n", "float64"))
+    captured = [torch.rand(4), bias]
+    options = {"score": text, "slots": [1], "needs_grad": True}
+    forward, backward = torch.ops.multiattn.fmha_forward.default, torch.ops.multiattn.fmha_backward_captured.default
+    torch.library.opcheck(forward, (*inputs, captured), options)
+    out, lse = (result.detach() for result in forward(*inputs, captured, **options))
+    given = [tensor.detach() for tensor in (*inputs, out, lse, out)]
+    rest = (None, None, None, None, None, text, None, [1], None, "auto", None, False)
+    torch.library.opcheck(backward, (*given, [it.detach() for it in captured], *rest))
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("sizes", [(5, 7), (1, 7), (5, 0), (0, 7)])
 def test_fakes_have_the_strides_of_the_real_ones(sizes, transposed):
