@@ -100,6 +100,9 @@ class Case:
     layout: Memory = Memory()
     values: Values = "normal"
     size: Size = "any"
+    nightly: bool = False
+    """Kernels differ from those of another case in the expression alone, which `tests/test_score_languages.py` runs by
+    itself: on a CPU every backend runs it at night only."""
 
     @property
     def seed(self) -> int:

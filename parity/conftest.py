@@ -40,9 +40,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if is_backward and case.no_backward:
             marks.append(pytest.mark.skip(reason=case.no_backward))
         for who in contenders:
-            mine = [*marks, pytest.mark.nightly] if is_backward and _takes_long(case, who, device) else marks
+            waits = device.type == "cpu" and (case.nightly or (is_backward and _takes_long(case, who)))
+            mine = [*marks, pytest.mark.nightly] if waits else marks
             if not is_backward:
-                params.append(pytest.param(case, who, marks=marks, id=f"{case}-{who}"))
+                params.append(pytest.param(case, who, marks=mine, id=f"{case}-{who}"))
                 continue
             params += [
                 pytest.param(case, who, feeder, marks=mine, id=f"{case}-{_who(who)}-fed_by_{feeder}")
@@ -52,13 +53,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(names, params)
 
 
-def _takes_long(case: Case, who: Contender, device: torch.device) -> bool:
-    """Triton's interpreter on gradients of the sweep over head_dims, 7 s each, but for those that tiles are made for.
-
-    On a GPU and in the other backends they are run each time.
-    """
+def _takes_long(case: Case, who: Contender) -> bool:
+    """Gradients of the sweep over head_dims but for those that tiles are made for: 7 s each but in cuTile."""
     in_sweep = re.fullmatch(r"d\d+_(fp16|bf16)_(full|causal)", case.name) is not None
-    return device.type == "cpu" and who.backend == "triton" and in_sweep and case.head_dim not in (8, 64, 128, 256)
+    return who.backend != "cutile" and in_sweep and case.head_dim not in (8, 40, 64, 128, 256)
 
 
 def _variants(config: pytest.Config) -> Variants:

@@ -142,6 +142,7 @@ def _callables() -> Iterator[Case]:
             head_dim=(64, 40, 128)[index % 3],
             dtype=dtypes[index % 2],
             score_mod=found.name,
+            nightly=index % 3 != 0,
         )
     for head_dim in (64, 128):
         yield Case(
