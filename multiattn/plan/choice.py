@@ -109,16 +109,18 @@ def _alternatives(
 
 
 def is_measured(plan: Plan) -> bool:
-    """False where a backend's better variants, which measurements are of, have no code for what modifies scores.
+    """False where a backend's better variants, which measurements are of, have no code for its scores or blocks.
 
-    H200, 2026-11-25, causal with softcap 30 at D=128, N=16k: CUDA without wgmma 351 TFLOPS, Triton without Gluon 494,
-    cuTile, whose variant is the same, 504.
+    H200, 2026-11-25, causal with softcap 30 at D=128, N=16k, when Hopper's own kernels had none: CUDA without wgmma 351
+    TFLOPS, Triton without Gluon 494, cuTile, whose variant is the same, 504.
     """
-    if not plan.problem.has_score:
+    problem, arch = plan.problem, plan.arch
+    if not problem.has_score and problem.blocks is None:
         return True
     offered = registry.get(plan.backend).op(plan.direction).offered
     better = itertools.takewhile(lambda variant: variant.name != plan.variant, offered)
-    return all(it.capability.scores for it in better if plan.arch.name in it.capability.arches)
+    refused = {it.code for variant in better for it in variant.capability.why_not(problem, arch)}
+    return not refused & {"score", "block_mask"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
