@@ -1,5 +1,6 @@
 """Modified scores in CUDA beyond what parity runs: other tiles, what lies beyond the ends, what a launch hands over."""
 
+import ctypes
 import math
 from dataclasses import replace
 
@@ -14,9 +15,10 @@ from multiattn.cuda.axes import SPLIT_Q, Axes
 from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig
 from multiattn.cuda.bind import bind
 from multiattn.cuda.configs import CudaConfig
+from multiattn.cuda.cpu import host
 from multiattn.cuda.instances import kernels_of, launches_of
 from multiattn.cuda.params import ForwardParams
-from multiattn.cuda.score import lowered_of, with_aux
+from multiattn.cuda.score import lowered_of, text_of, with_aux
 from multiattn.cuda.source import translation_unit
 from multiattn.inspect.facts import read_plan
 from multiattn.operands import Operands, Options, with_score
@@ -24,6 +26,7 @@ from multiattn.plan.arch import by_name
 from multiattn.plan.backend import make_plan
 from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.problem import problem_of
+from multiattn.score import bind_score, lower
 from parity.case import Case
 from parity.launch import launch_gradients, launch_plan, plan_case, prepare_case, prepare_gradients, save_forward
 from parity.results import Contender
@@ -84,6 +87,41 @@ def test_what_lies_beyond_the_ends_reaches_nothing(modify, deterministic):
         results.append(torch.autograd.grad(attend(*given).square().sum(), given))
     for got, true in zip(*results, strict=True):
         torch.testing.assert_close(got, true, rtol=0.02, atol=0.02)
+
+
+DISTANCES = {
+    "q - kv": lambda q, kv: q - kv,
+    "kv - q": lambda q, kv: kv - q,
+    "a band": lambda q, kv: torch.abs(3 * q - kv).clamp(max=1 << 30),
+    "a sum": lambda q, kv: -(q // 2 + kv - 5),
+}
+DISTANT = """
+extern "C" float score(int q, int base, int step) {{
+  return multiattn::{name}::score(0.0f, 0, 0, q, multiattn::Position(base, step), 0, 0, {{}});
+}}
+"""
+
+
+@on_cpu
+@pytest.mark.parametrize("distance", DISTANCES.values(), ids=DISTANCES)
+def test_a_distance_of_keys_is_as_near_as_the_nearest_float(distance):
+    """It is exact below 2^24, where the factor of the log2 domain is rounded; elsewhere a bit may go."""
+    program = bind_score(score_mod=lambda score, b, h, q, kv: score + distance(q, kv), device=CPU).program
+    name, text = text_of(lower(program))
+    assert "kv.base" in text
+    assert "kv.index()" not in text
+    run = host.load(host.build_source(text + DISTANT.format(name=name))).score
+    run.restype = ctypes.c_float
+    near, far = ((0, 0, 0), (3, 4, 255), (9, 0, 2)), ((2**24 + 3, 2**24, 1), (2**29 + 7, 2**29, 7), (5, 2**30 + 1, 97))
+    for q, base, step in (*near, *far):
+        true = int(distance(torch.tensor(q), torch.tensor(base + step)))
+        assert run(q, base, step) == pytest.approx(true * math.log2(math.e), rel=3 * 2**-24), (q, base, step)
+
+
+@pytest.mark.parametrize("made", [lambda q, kv: kv * kv, lambda q, kv: kv // 3, lambda q, kv: kv + kv - q])
+def test_other_functions_of_a_key_stay_integers(made):
+    program = bind_score(score_mod=lambda score, b, h, q, kv: score + made(q, kv), device=CPU).program
+    assert "kv.base" not in text_of(lower(program))[1]
 
 
 def asked(*, softcap=None, bias=None, head_dim=64, direction="forward", variant=SPLIT_Q.name):
