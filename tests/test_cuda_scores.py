@@ -20,6 +20,8 @@ from multiattn.cuda.instances import kernels_of, launches_of
 from multiattn.cuda.params import ForwardParams
 from multiattn.cuda.score import lowered_of, text_of, with_aux
 from multiattn.cuda.source import translation_unit
+from multiattn.cuda.variants import WGMMA
+from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.inspect.facts import read_plan
 from multiattn.operands import Operands, Options, with_score
 from multiattn.plan.arch import by_name
@@ -38,6 +40,7 @@ KEYS = {"tile_m": 32, "tile_n": 32, "warps": 2}
 TILES = {
     Axes(warps="split_kv").name: CudaConfig(tile_m=32, tile_n=64, warps=4, column_warps=2, stages=2),
     SPLIT_Q.name: CudaConfig(tile_m=64, tile_n=16, warps=2, stages=3, q_in_registers=True),
+    WGMMA.name: WgmmaConfig(tile_m=192, tile_n=16, stages=3, q_in_registers=True, pingpong=True, tma_store=False),
     "atomic": BackwardConfig(**KEYS, stages=1),
     "two_pass": BackwardConfig(**KEYS, stages=2, dq=QueryConfig(tile_m=64, tile_n=16, warps=2, stages=2)),
 }
@@ -51,7 +54,7 @@ def test_other_tiles(variant):
         name="tiles", why="", heads_q=4, heads_kv=2, seq_q=75, seq_kv=41, head_dim=24, causal=True,
         bias="hqk", bias_hides=True, alibi="heads", softcap=1.5,
     )  # fmt: skip
-    direction = "forward" if isinstance(TILES[variant], CudaConfig) else "backward"
+    direction = "backward" if isinstance(TILES[variant], BackwardConfig) else "forward"
     inputs, truth = prepare_case(case, CPU)
     plan = plan_case(case, Contender(backend="cuda", variant=variant, direction=direction), inputs)
     plan = replace(plan, config=TILES[variant])
@@ -89,6 +92,18 @@ def test_what_lies_beyond_the_ends_reaches_nothing(modify, deterministic):
         torch.testing.assert_close(got, true, rtol=0.02, atol=0.02)
 
 
+@on_cpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_expression_hides_the_blocks_that_a_warpgroup_begins_with(dtype):
+    """Of most rows of the last blocks that are walked over first, and all keys of the first rows."""
+    q, k, v = (torch.randn(1, 2, length, 40, dtype=dtype) for length in (150, 170, 170))
+    hide = {"score_mod": lambda score, b, h, q, kv: torch.where(kv > q - 7, -torch.inf, score)}
+    results = fmha(q, k, v, **hide, backend="cuda", variant=WGMMA.name, return_lse=True)
+    for got, true in zip(results, reference(q, k, v, **hide), strict=True):
+        torch.testing.assert_close(got, true.to(got.dtype), rtol=0.02, atol=0.02)
+    assert torch.isneginf(results[1][..., :7]).all()
+
+
 DISTANCES = {
     "q - kv": lambda q, kv: q - kv,
     "kv - q": lambda q, kv: kv - q,
@@ -124,10 +139,10 @@ def test_other_functions_of_a_key_stay_integers(made):
     assert "kv.base" not in text_of(lower(program))[1]
 
 
-def asked(*, softcap=None, bias=None, head_dim=64, direction="forward", variant=SPLIT_Q.name):
+def asked(*, softcap=None, alibi=None, bias=None, head_dim=64, direction="forward", variant=SPLIT_Q.name):
     """Operands, and a Plan for sm90 of a call with this modification."""
     q, k, v = (torch.zeros(1, 2, 48, head_dim, dtype=torch.bfloat16) for _ in range(3))
-    operands, options = with_score(Operands(q, k, v), Options(), softcap, None, bias, None)
+    operands, options = with_score(Operands(q, k, v), Options(), softcap, alibi, bias, None)
     problem = problem_of(operands, options)
     plan = make_plan(BACKEND, problem, by_name("sm90"), direction=direction, variant=variant, probe=False)
     return operands, plan
@@ -166,8 +181,26 @@ def test_an_expression_has_kernels_of_its_own():
 
 @can_compile
 @pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
-@pytest.mark.parametrize(("direction", "variant"), [("forward", SPLIT_Q.name), ("backward", "two_pass")])
+@pytest.mark.parametrize(
+    ("direction", "variant"), [("forward", SPLIT_Q.name), ("forward", WGMMA.name), ("backward", "two_pass")]
+)
 def test_a_softcap_does_not_spill(direction, variant):
     _, plan = asked(softcap=30.0, direction=direction, variant=variant)
     for facts in read_plan(plan):
         assert facts.hot_spills == 0
+
+
+@can_compile
+@pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
+def test_alibi_costs_hopper_three_instructions_a_score():
+    """A subtraction, a product and an FMA, all of fp32: positions become floats once a block for each of two rows."""
+    plain, sloped = (asked(alibi=it, head_dim=128, variant=WGMMA.name)[1] for it in (None, torch.ones(2)))
+    plain = replace(plain, config=sloped.config)
+    (before,), (after,) = map(read_plan, (plain, sloped))
+    scores = sloped.config.tile_n // 2 * 2  # of a thread in the hot loops, masked and full
+    kinds = ("FP32", "INT", "conversion")
+    more = {kind: after.hot.classes[kind] - before.hot.classes[kind] for kind in kinds}
+    assert after.hot_spills == 0
+    assert more["FP32"] <= 3 * scores
+    assert more["INT"] <= 24
+    assert more["conversion"] == 2 * 2
