@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import itertools
 import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from tabulate import tabulate
 
 from bench.matrix import InputError
@@ -21,12 +23,13 @@ from bench.results import ROOT, dump, read
 from multiattn.inspect.mix import GENERATIONS
 from multiattn.inspect.pool import run_isolated
 from multiattn.layout import DTYPES
+from multiattn.operands import Operands, Options, ScoreSpec, with_score
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import GPU_ARCHS, by_name
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan, Variant, plan_variant
 from multiattn.plan.config import Rule, has_whole_sectors, select
 from multiattn.plan.toolchain import find_cuobjdump
-from multiattn.problem import Problem
+from multiattn.problem import Problem, problem_of
 
 SCHEMA = 1
 FOLDER = ROOT / "bench" / "compiled"
@@ -128,11 +131,22 @@ def _plan(
         problem = Problem.contiguous(
             batch=batch, heads_q=HEADS, seq_q=seq, head_dim=head_dim, dtype=dtype, causal=causal
         )
+        if rule.scored:
+            problem = replace(problem, score=example_score(reads_keys=bool(rule.reads_keys)))
         if select(variant.rules, problem, target)[0] is rule:
             plan = plan_variant(registry.get(backend), variant, problem, target, direction=direction)
             if isinstance(plan, Plan):
                 return plan
     return None
+
+
+@functools.cache
+def example_score(*, reads_keys: bool) -> ScoreSpec | None:
+    """The expression of a rule for modified scores: ALiBi, or a bias of each score."""
+    q = torch.empty(1, HEADS, 2, 8, dtype=torch.bfloat16)
+    alibi_slopes = None if reads_keys else torch.empty(HEADS)
+    bias = torch.empty(1, HEADS, 2, 2, dtype=q.dtype) if reads_keys else None
+    return problem_of(*with_score(Operands(q, q, q), Options(), None, alibi_slopes, bias, None)).score
 
 
 def _lengths(rules: Sequence[Rule[Any]]) -> list[int]:

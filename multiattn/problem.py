@@ -24,6 +24,7 @@ from multiattn.layout import (
 from multiattn.mask import Band, Window, band_of
 from multiattn.operands import Operands, Options, ScoreSpec, captured_name
 from multiattn.score import BoundScore
+from multiattn.score.expression import inputs_of
 from multiattn.score.serial import dumps, loads
 from multiattn.validate import LOG2_E, check_inputs, check_scale, check_shapes
 
@@ -270,6 +271,11 @@ class Problem:
     def has_score(self) -> bool:
         """True if an expression modifies scores."""
         return self.score is not None and self.score.program.score is not None
+
+    @property
+    def reads_keys(self) -> bool:
+        """True if the expression of scores reads an element of a tensor for each key."""
+        return self.score is not None and any("kv" in inputs_of(it) for it in self.score.program.loads)
 
     @property
     def is_two_sided(self) -> bool:

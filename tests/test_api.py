@@ -380,4 +380,4 @@ def test_auto_prefers_who_runs_scores_by_the_variant_that_was_measured():
     q = torch.empty(1, 16, 4096, 128, dtype=torch.bfloat16, device="cpu")
     plain, capped = (multiattn.explain(q, q, q, causal=True, arch="sm90", **it) for it in ({}, {"softcap": 30.0}))
     assert (plain.backend, plain.variant) == ("triton", "warp_specialized")
-    assert (capped.backend, capped.variant) == ("cutile", "full")
+    assert (capped.backend, capped.variant) == ("cuda", "wgmma")

@@ -1,5 +1,6 @@
 """Modified scores in CUDA beyond what parity runs: other tiles, what lies beyond the ends, what a launch hands over."""
 
+import ctypes
 import math
 from dataclasses import replace
 
@@ -14,16 +15,20 @@ from multiattn.cuda.axes import SPLIT_Q, Axes
 from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig
 from multiattn.cuda.bind import bind
 from multiattn.cuda.configs import CudaConfig
+from multiattn.cuda.cpu import host
 from multiattn.cuda.instances import kernels_of, launches_of
 from multiattn.cuda.params import ForwardParams
-from multiattn.cuda.score import lowered_of, with_aux
+from multiattn.cuda.score import lowered_of, text_of, with_aux
 from multiattn.cuda.source import translation_unit
+from multiattn.cuda.variants import WGMMA
+from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.inspect.facts import read_plan
 from multiattn.operands import Operands, Options, with_score
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import make_plan
 from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.problem import problem_of
+from multiattn.score import bind_score, lower
 from parity.case import Case
 from parity.launch import launch_gradients, launch_plan, plan_case, prepare_case, prepare_gradients, save_forward
 from parity.results import Contender
@@ -35,6 +40,7 @@ KEYS = {"tile_m": 32, "tile_n": 32, "warps": 2}
 TILES = {
     Axes(warps="split_kv").name: CudaConfig(tile_m=32, tile_n=64, warps=4, column_warps=2, stages=2),
     SPLIT_Q.name: CudaConfig(tile_m=64, tile_n=16, warps=2, stages=3, q_in_registers=True),
+    WGMMA.name: WgmmaConfig(tile_m=192, tile_n=16, stages=3, q_in_registers=True, pingpong=True, tma_store=False),
     "atomic": BackwardConfig(**KEYS, stages=1),
     "two_pass": BackwardConfig(**KEYS, stages=2, dq=QueryConfig(tile_m=64, tile_n=16, warps=2, stages=2)),
 }
@@ -48,7 +54,7 @@ def test_other_tiles(variant):
         name="tiles", why="", heads_q=4, heads_kv=2, seq_q=75, seq_kv=41, head_dim=24, causal=True,
         bias="hqk", bias_hides=True, alibi="heads", softcap=1.5,
     )  # fmt: skip
-    direction = "forward" if isinstance(TILES[variant], CudaConfig) else "backward"
+    direction = "backward" if isinstance(TILES[variant], BackwardConfig) else "forward"
     inputs, truth = prepare_case(case, CPU)
     plan = plan_case(case, Contender(backend="cuda", variant=variant, direction=direction), inputs)
     plan = replace(plan, config=TILES[variant])
@@ -86,10 +92,57 @@ def test_what_lies_beyond_the_ends_reaches_nothing(modify, deterministic):
         torch.testing.assert_close(got, true, rtol=0.02, atol=0.02)
 
 
-def asked(*, softcap=None, bias=None, head_dim=64, direction="forward", variant=SPLIT_Q.name):
+@on_cpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_expression_hides_the_blocks_that_a_warpgroup_begins_with(dtype):
+    """Of most rows of the last blocks that are walked over first, and all keys of the first rows."""
+    q, k, v = (torch.randn(1, 2, length, 40, dtype=dtype) for length in (150, 170, 170))
+    hide = {"score_mod": lambda score, b, h, q, kv: torch.where(kv > q - 7, -torch.inf, score)}
+    results = fmha(q, k, v, **hide, backend="cuda", variant=WGMMA.name, return_lse=True)
+    for got, true in zip(results, reference(q, k, v, **hide), strict=True):
+        torch.testing.assert_close(got, true.to(got.dtype), rtol=0.02, atol=0.02)
+    assert torch.isneginf(results[1][..., :7]).all()
+
+
+DISTANCES = {
+    "q - kv": lambda q, kv: q - kv,
+    "kv - q": lambda q, kv: kv - q,
+    "a band": lambda q, kv: torch.abs(3 * q - kv).clamp(max=1 << 30),
+    "a sum": lambda q, kv: -(q // 2 + kv - 5),
+}
+DISTANT = """
+extern "C" float score(int q, int base, int step) {{
+  return multiattn::{name}::score(0.0f, 0, 0, q, multiattn::Position(base, step), 0, 0, {{}});
+}}
+"""
+
+
+@on_cpu
+@pytest.mark.parametrize("distance", DISTANCES.values(), ids=DISTANCES)
+def test_a_distance_of_keys_is_as_near_as_the_nearest_float(distance):
+    """It is exact below 2^24, where the factor of the log2 domain is rounded; elsewhere a bit may go."""
+    program = bind_score(score_mod=lambda score, b, h, q, kv: score + distance(q, kv), device=CPU).program
+    name, text = text_of(lower(program))
+    assert "kv.base" in text
+    assert "kv.index()" not in text
+    run = host.load(host.build_source(text + DISTANT.format(name=name))).score
+    run.restype = ctypes.c_float
+    near, far = ((0, 0, 0), (3, 4, 255), (9, 0, 2)), ((2**24 + 3, 2**24, 1), (2**29 + 7, 2**29, 7), (5, 2**30 + 1, 97))
+    for q, base, step in (*near, *far):
+        true = int(distance(torch.tensor(q), torch.tensor(base + step)))
+        assert run(q, base, step) == pytest.approx(true * math.log2(math.e), rel=3 * 2**-24), (q, base, step)
+
+
+@pytest.mark.parametrize("made", [lambda q, kv: kv * kv, lambda q, kv: kv // 3, lambda q, kv: kv + kv - q])
+def test_other_functions_of_a_key_stay_integers(made):
+    program = bind_score(score_mod=lambda score, b, h, q, kv: score + made(q, kv), device=CPU).program
+    assert "kv.base" not in text_of(lower(program))[1]
+
+
+def asked(*, softcap=None, alibi=None, bias=None, head_dim=64, direction="forward", variant=SPLIT_Q.name):
     """Operands, and a Plan for sm90 of a call with this modification."""
     q, k, v = (torch.zeros(1, 2, 48, head_dim, dtype=torch.bfloat16) for _ in range(3))
-    operands, options = with_score(Operands(q, k, v), Options(), softcap, None, bias, None)
+    operands, options = with_score(Operands(q, k, v), Options(), softcap, alibi, bias, None)
     problem = problem_of(operands, options)
     plan = make_plan(BACKEND, problem, by_name("sm90"), direction=direction, variant=variant, probe=False)
     return operands, plan
@@ -128,8 +181,26 @@ def test_an_expression_has_kernels_of_its_own():
 
 @can_compile
 @pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
-@pytest.mark.parametrize(("direction", "variant"), [("forward", SPLIT_Q.name), ("backward", "two_pass")])
+@pytest.mark.parametrize(
+    ("direction", "variant"), [("forward", SPLIT_Q.name), ("forward", WGMMA.name), ("backward", "two_pass")]
+)
 def test_a_softcap_does_not_spill(direction, variant):
     _, plan = asked(softcap=30.0, direction=direction, variant=variant)
     for facts in read_plan(plan):
         assert facts.hot_spills == 0
+
+
+@can_compile
+@pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
+def test_alibi_costs_hopper_three_instructions_a_score():
+    """A subtraction, a product and an FMA, all of fp32: positions become floats once a block for each of two rows."""
+    plain, sloped = (asked(alibi=it, head_dim=128, variant=WGMMA.name)[1] for it in (None, torch.ones(2)))
+    plain = replace(plain, config=sloped.config)
+    (before,), (after,) = map(read_plan, (plain, sloped))
+    scores = sloped.config.tile_n // 2 * 2  # of a thread in the hot loops, masked and full
+    kinds = ("FP32", "INT", "conversion")
+    more = {kind: after.hot.classes[kind] - before.hot.classes[kind] for kind in kinds}
+    assert after.hot_spills == 0
+    assert more["FP32"] <= 3 * scores
+    assert more["INT"] <= 24
+    assert more["conversion"] == 2 * 2

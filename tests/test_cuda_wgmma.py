@@ -12,10 +12,11 @@ from cuda_runs import on_cpu, run_gxx
 from wgmma_plans import CONFIG, FLIPPED, SM90, plan_of, problem_of, ways
 
 from bench.matrix import SUITES
+from bench.record import example_score
 from multiattn import explain
 from multiattn.cuda import BACKEND
 from multiattn.cuda.axes import SPLIT_Q
-from multiattn.cuda.candidates import SHAPES
+from multiattn.cuda.candidates import SHAPES, wgmma_candidates
 from multiattn.cuda.configs import CudaConfig
 from multiattn.cuda.instances import launches_of
 from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams, params_of
@@ -111,6 +112,19 @@ def test_what_tma_cannot_walk_is_refused_with_the_variant_that_can(changed, told
     (reason,) = explain(problem, backend="cuda", variant=WGMMA.name, arch="sm90")
     assert told in str(reason)
     assert explain(problem, backend="cuda", arch="sm90").variant == SPLIT_Q.name
+
+
+@pytest.mark.parametrize("reads_keys", [False, True], ids=["alibi", "bias"])
+def test_modified_scores_have_rules_of_their_own_with_exact_maxima(reads_keys):
+    """An expression may hide all that a block has, and takes registers that wide tiles have not left."""
+    for head_dim, causal in itertools.product(range(8, 257, 8), (False, True)):
+        problem = replace(problem_of(head_dim, causal=causal), score=example_score(reads_keys=reads_keys))
+        plan = explain(problem, backend="cuda", arch="sm90")
+        assert (plan.variant, plan.config.lazy_max) == (WGMMA.name, False)
+        assert not reads_keys or plan.config.tile_n <= 64
+        (reason,) = why_not(problem, SM90, replace(plan.config, lazy_max=True))
+        assert (reason.got, reason.allowed) == ("lazy_max with an expression for scores", "exact maxima")
+        assert not any(it.lazy_max for it in wgmma_candidates(WGMMA, problem, SM90))
 
 
 def test_on_a_cpu_it_must_be_named():

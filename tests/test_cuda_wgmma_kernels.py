@@ -12,6 +12,7 @@ import torch
 from cuda_runs import check_refused, on_cpu, run_forward, with_nvrtc
 from wgmma_plans import CONFIG, FLIPPED, SM90, plan_of, problem_of
 
+from bench.record import example_score
 from multiattn.cuda import BACKEND
 from multiattn.cuda.bind import bind
 from multiattn.cuda.cpu import host
@@ -290,10 +291,11 @@ def test_compiles_without_a_gpu(head_dim, dtype, config, window):
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
 def test_no_warp_parts_in_a_kernel_of_the_rules(head_dim):
     """As tuned kernels are read one by one: whatever head_dim and dtype, an arrival that has become a jump may hang."""
-    for dtype, band in itertools.product(("fp16", "bf16"), (FULL, CAUSAL, Band(1023, 0))):
+    scores = (None, example_score(reads_keys=False), example_score(reads_keys=True))
+    for dtype, band, score in itertools.product(("fp16", "bf16"), (FULL, CAUSAL, Band(1023, 0)), scores):
         plans = {}
         for seq in sorted({rule.seq_min for rule in WGMMA_RULES} | {512, 16384}):
-            problem = problem_of(head_dim, dtype=dtype, band=band, seq_q=seq, seq_kv=seq)
+            problem = replace(problem_of(head_dim, dtype=dtype, band=band, seq_q=seq, seq_kv=seq), score=score)
             plan = plan_variant(BACKEND, WGMMA, problem, SM90)
             plans[plan.config] = plan
         for plan in plans.values():

@@ -174,9 +174,10 @@ def wgmma_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence
     alone = "one_tile" if problem.is_banded else "static"  # the third loses in each
     orders: list[dict[str, Any]] = [{"scheduler": "dynamic"}]
     orders += [{"scheduler": alone, "cluster": cluster} for cluster in (1, 2)]
+    lazy_max = not problem.has_score
     found: list[WgmmaConfig | None] = []
     for number, (tile_m, tile_n, q_slots) in enumerate(SHAPES[widest] if widest else ()):
-        config = WgmmaConfig(tile_m=tile_m, tile_n=tile_n, q_slots=q_slots, pingpong=True, lazy_max=True)
+        config = WgmmaConfig(tile_m=tile_m, tile_n=tile_n, q_slots=q_slots, pingpong=True, lazy_max=lazy_max)
         choices = _OPEN[: (6, 2, 1, 1)[number]] if problem.head_dim > 128 else ({},)
         tried = [{**choice, **order} for choice in choices for order in orders]
         found += (_deepest(fits, replace(config, **way)) for way in (*tried, *(_ALONE if number == 0 else ())))

@@ -118,10 +118,11 @@ def _forward(plan: Plan) -> PlannedLaunch:
 
 
 def _wgmma(plan: Plan) -> PlannedLaunch:
-    config, problem = plan.config, plan.problem
+    config, problem, score = plan.config, plan.problem, lowered_of(plan)
     assert isinstance(config, WgmmaConfig)
+    name = f"forward_wgmma_{_what(problem)}_{_wgmma_name(config)}{'_sinks' if problem.has_sinks else ''}"
     kernel = Instance(
-        name=f"forward_wgmma_{_what(problem)}_{_wgmma_name(config)}{'_sinks' if problem.has_sinks else ''}",
+        name=f"{name}{_suffix(score)}",
         header="forward_wgmma.cuh",
         entry="forward_wgmma",
         traits=_traits(
@@ -131,7 +132,9 @@ def _wgmma(plan: Plan) -> PlannedLaunch:
             _band(problem),
             problem.has_sinks,
             _wgmma_shape(config, problem),
+            *_score(score),
         ),
+        score=score,
         params=WgmmaParams,
         threads=config.threads,
         occupancy=1,

@@ -10,8 +10,9 @@
       static void add_sums(int32 b, int32 h, const Aux&, const Gradients&, const float* sums);
     };
 
-PLACE is ``int32 b, h, q, kv, seq_q, seq_kv``. Gradients of elements that depend on batch entry and head alone are
-summed by each thread in its `sums`, SUMS floats that start at 0; `add_sums` adds them to memory at the end.
+PLACE is ``int32 b, h, q, Position kv, int32 seq_q, seq_kv``; a Position is what keys of an unrolled loop have in common
+and a constant. Gradients of elements that depend on batch entry and head alone are summed by each thread in its `sums`,
+SUMS floats that start at 0; `add_sums` adds them to memory at the end.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from typing import Any
 
 import torch
 
+from multiattn.cuda import structs
 from multiattn.plan.backend import Plan
-from multiattn.score.expression import ONE, Node
+from multiattn.score.expression import ONE, Node, apply, cast, inputs_of, make, read, rebuild, replace, walk
 from multiattn.score.lower import AuxField, LoweredScore, is_zero, lower
 from multiattn.score.printing import DIGEST, INFIX, Language, calls, sign
 
-_PLACE = "int32 b, int32 h, int32 q, int32 kv, int32 seq_q, int32 seq_kv"
+_PLACE = "int32 b, int32 h, int32 q, Position kv, int32 seq_q, int32 seq_kv"
 _ELEMENTS: Mapping[torch.dtype, tuple[str, str]] = MappingProxyType(
     {
         torch.float64: ("double", "{}"),
@@ -101,6 +103,59 @@ LANGUAGE = Language(
 )
 
 
+# ---------------------------------------------------------------- distances of keys
+
+_KEY = read("kv")
+_KEY_BASE, _KEY_STEP = make("input", "i32", (), "kv_base"), make("input", "f32", (), "kv_step")
+_KEY_NAMES: Mapping[str, str] = MappingProxyType(
+    {"kv": "kv.index()", "kv_base": "kv.base", "kv_step": "static_cast<float>(kv.step)"}
+)
+"""The parts of a ``Position``: all of it, what many keys have in common, and the constant of one key."""
+_MONOTONE = frozenset(("abs", "neg", "min", "max"))
+"""Operations that may come before or after a conversion to fp32: rounding keeps order, and is alike for both signs."""
+
+
+def _with_distances(root: Node) -> Node:
+    """The expression with the conversion of sums like ``A - kv`` (ALiBi) moved out of the loop over keys.
+
+    ``A - base`` is an integer, and becomes a float once for many keys; a key's own step is then subtracted in fp32. The
+    result is exact up to 2^24. Beyond that it is rounded twice, and so is right within 2^-23 of itself, as steps are
+    less than 2^24 and do not cancel it.
+    """
+    made: dict[Node, Node] = {}
+    for node in walk(root):
+        args = [made[it] for it in node.args]
+        found = _as_float(node.args[0]) if node.op == "cast" and node.dtype == "f32" else None
+        made[node] = rebuild(node, args) if found is None else found
+    return made[root]
+
+
+def _as_float(node: Node) -> Node | None:
+    """An i32 expression of the key's position as fp32; None where it is no such sum."""
+    if node.dtype != "i32":
+        return None
+    if node.op in _MONOTONE and "kv" in inputs_of(node):
+        parts = [_as_float(it) if "kv" in inputs_of(it) else cast(it, "f32") for it in node.args]
+        return None if None in parts else apply(node.op, *(it for it in parts if it is not None))
+    sign = _sign_of_key(node)
+    if sign is None:
+        return None
+    return apply("add" if sign > 0 else "sub", cast(replace(node, {_KEY: _KEY_BASE}), "f32"), _KEY_STEP)
+
+
+def _sign_of_key(node: Node) -> int | None:
+    """1 or -1 where the key's position is one term of a sum, by its sign; None elsewhere."""
+    if node is _KEY:
+        return 1
+    if node.op not in ("add", "sub", "neg"):
+        return None
+    terms = [it for it in node.args if "kv" in inputs_of(it)]
+    sign = _sign_of_key(terms[0]) if len(terms) == 1 else None
+    if sign is None:
+        return None
+    return -sign if node.op != "add" and terms[0] is node.args[-1] else sign
+
+
 def lowered_of(plan: Plan) -> LoweredScore | None:
     """The expression that changes the scores of a Plan, if one does; with the GPU's own tanh on a GPU."""
     score = plan.problem.score if plan.problem.has_score else None
@@ -111,11 +166,11 @@ def lowered_of(plan: Plan) -> LoweredScore | None:
 def text_of(lowered: LoweredScore, slots: tuple[int, ...] = ()) -> tuple[str, str]:
     """Name and text of the struct; with `slots` it has the gradients of these captured tensors."""
     elements = [_ELEMENTS[it.dtype] for it in lowered.program.tensors]
-    names = {it.name: f"aux.{it.name}" for it in lowered.fields}
+    names = {**_KEY_NAMES, **{it.name: f"aux.{it.name}" for it in lowered.fields}}
     names |= {f"tensor{slot}": number for slot, (_, number) in enumerate(elements)}
     body: list[str] = _struct("Aux", lowered.fields, [f"const {kind}*" for kind, _ in elements])
     for name, roots in lowered.functions:
-        statements, results = LANGUAGE.statements(roots, names)
+        statements, results = _statements(roots, names)
         raw = "" if name == "mask" else "float raw, "
         slope = ", float& slope" if name == "score_and_slope" else ""
         statements += [f"slope = {it};" for it in results[1:]]
@@ -128,10 +183,14 @@ def text_of(lowered: LoweredScore, slots: tuple[int, ...] = ()) -> tuple[str, st
     comment = "".join(f"// {line}\n" for line in lowered.program.text.splitlines())
     inside = "".join(f"  {line}\n" for line in body)
     digest, text = sign(
-        f'{comment}#include "multiattn/ptx_math.cuh"\n\nnamespace multiattn {{\n\n'
+        f'{comment}#include "multiattn/ptx_math.cuh"\n#include "multiattn/score.cuh"\n\nnamespace multiattn {{\n\n'
         f"struct Score_{DIGEST} {{\n{inside}}};\n\n}}  // namespace multiattn\n"
     )
     return f"Score_{digest}", text
+
+
+def _statements(roots: Sequence[Node], names: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    return LANGUAGE.statements([_with_distances(it) for it in roots], names)
 
 
 def _gradients(lowered: LoweredScore, slots: Sequence[int], names: Mapping[str, str]) -> Iterator[str]:
@@ -139,8 +198,8 @@ def _gradients(lowered: LoweredScore, slots: Sequence[int], names: Mapping[str, 
     sums = [it for it in slopes if len(it.summed) == 2]
     yield from _struct("Gradients", lowered.gradient_fields(slots), ["float*"] * len(lowered.program.tensors))
     yield f"static constexpr int SUMS = {len(sums)};"
-    statements, results = LANGUAGE.statements([root for it in slopes for root in (it.slope, *it.load.args)], names)
-    statements.append("if (q >= seq_q || kv >= seq_kv || dscore == 0.0f) return;")
+    statements, results = _statements([root for it in slopes for root in (it.slope, *it.load.args)], names)
+    statements.append("if (q >= seq_q || kv.index() >= seq_kv || dscore == 0.0f) return;")
     rest = iter(results)
     for it in slopes:
         slope, indices = next(rest), [next(rest) for _ in it.load.args]
@@ -154,7 +213,7 @@ def _gradients(lowered: LoweredScore, slots: Sequence[int], names: Mapping[str, 
     yield from _function(
         f"void load_gradients(float raw, float dscore, {_PLACE}, {parameters}, float* sums)", statements
     )
-    statements, results = LANGUAGE.statements([root for it in sums for root in it.load.args], names)
+    statements, results = _statements([root for it in sums for root in it.load.args], names)
     rest = iter(results)
     for place, it in enumerate(sums):
         address = _address(f"gradients.grad{it.load.value}", it.load, [next(rest) for _ in it.load.args])
@@ -197,4 +256,4 @@ def with_aux(params: type[ctypes.Structure], lowered: LoweredScore | None) -> ty
     if lowered is None:
         return params
     fields = [("plain", params), ("aux", struct_of(lowered.fields))]
-    return type(f"{params.__name__}_{text_of(lowered)[0]}", (ctypes.Structure,), {"_fields_": fields})
+    return structs.struct_of(f"{params.__name__}_{text_of(lowered)[0]}", fields)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,20 @@ def read_structs(header: Path) -> dict[str, type[ctypes.Structure]]:
     """
     made: dict[str, type[ctypes.Structure]] = {}
     for name, body in _STRUCT.findall(re.sub(r"//[^\n]*", "", header.read_text())):
-        fields = list(_fields(body, {**_TYPES, **made}))
-        size = ctypes.sizeof(type(name, (ctypes.Structure,), {"_fields_": fields}))
-        if any(kind is TENSOR_MAP for _, kind in fields):
-            fields.append(("_padding", ctypes.c_ubyte * (-size % TENSOR_MAP_ALIGNMENT)))
-        made[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+        made[name] = struct_of(name, list(_fields(body, {**_TYPES, **made})))
     return made
+
+
+def struct_of(name: str, fields: Sequence[tuple[str, Any]]) -> type[ctypes.Structure]:
+    """A struct of these fields, padded as C++ pads it: where one has a tensor map, to the alignment of that."""
+    size = ctypes.sizeof(type(name, (ctypes.Structure,), {"_fields_": fields}))
+    padding = [("_padding", ctypes.c_ubyte * (-size % TENSOR_MAP_ALIGNMENT))] if any(map(_has_map, fields)) else []
+    return type(name, (ctypes.Structure,), {"_fields_": [*fields, *padding]})
+
+
+def _has_map(field: tuple[str, Any]) -> bool:
+    kind = field[1]
+    return kind is TENSOR_MAP or any(map(_has_map, getattr(kind, "_fields_", ())))
 
 
 def _fields(body: str, types: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -135,6 +135,7 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
     checks = (
         (registers <= most, needed, f"up to {most} with {config.warpgroups} warpgroups"),
         (not config.q_in_registers or kept > 0, got, f"up to {room - 4}"),
+        (not config.lazy_max or not problem.has_score, "lazy_max with an expression for scores", "exact maxima"),
     )
     sizes = size_checks(config, arch, smem_bytes(config, problem), grid_blocks(config, problem))
     return (*reasons, *failed((*checks, *sizes)))

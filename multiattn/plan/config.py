@@ -52,6 +52,10 @@ class Rule(Generic[C]):
     """True for rows of head_dim elements that are whole sectors, False for the others, None for both."""
     banded: bool | None = None
     """For problems whose mask hides keys, which is a band of diagonals, or for those without a mask; None for both."""
+    scored: bool | None = None
+    """For problems whose scores an expression changes, or for those without one; None for both."""
+    reads_keys: bool | None = None
+    """For expressions that read an element of a tensor for each key, or for those that do not; None for both."""
     dtype: str | None = None
     seq_min: int = 0
     """The least `length_of` a problem, as `seq_max` is the most; None is no limit."""
@@ -73,6 +77,10 @@ class Rule(Generic[C]):
             return f"for rows {which} a whole number of {SECTOR_BYTES}-byte sectors"
         if self.banded not in (None, problem.is_banded):
             return "for causal" if self.banded else "for full"
+        if self.scored not in (None, problem.has_score):
+            return "for modified scores" if self.scored else "for plain scores"
+        if self.reads_keys not in (None, problem.reads_keys):
+            return f"for scores that read {'an' if self.reads_keys else 'no'} element for each key"
         if self.dtype not in (None, problem.dtype):
             return f"for {self.dtype}"
         seq = length_of(problem)
@@ -89,7 +97,7 @@ class Rule(Generic[C]):
     def covers(self, other: Rule[C]) -> bool:
         """True if it applies wherever `other` does, so that `other` after it would never be chosen."""
         longest, theirs = (rule.seq_max if rule.seq_max is not None else sys.maxsize for rule in (self, other))
-        optional = ("whole_sectors", "banded", "dtype", "batch_max")
+        optional = ("whole_sectors", "banded", "scored", "reads_keys", "dtype", "batch_max")
         return (
             set(other.arches) <= set(self.arches)
             and self.head_dim_min <= other.head_dim_min

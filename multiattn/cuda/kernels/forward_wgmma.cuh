@@ -35,7 +35,7 @@ class Consumer {
   static constexpr int HEADROOM = T::LAZY_MAX ? multiattn::HEADROOM<E> : 0;
 
  public:
-  DEVICE Consumer(const WgmmaParams& params, int warpgroup)
+  DEVICE Consumer(const typename T::Params& params, int warpgroup)
       : params_(params), mask_(params.forward), warpgroup_(warpgroup) {}
 
   // Tile after tile.
@@ -214,6 +214,7 @@ class Consumer {
     if constexpr (HAS_VALUES) wgmma_wait<1>();
     if constexpr (!T::LAZY_MAX) release_k();
     float base[2], sum[2], decay[2] = {1.0f, 1.0f};
+    if constexpr (HAS_SCORE<typename T::Score>) modify_block(rows, block);
     if constexpr (PART != Part::FULL) mask_block<PART>(rows, block);
     if constexpr (EXACT) {
       settle_max(decay, base);
@@ -221,7 +222,7 @@ class Consumer {
       base[0] = state_.max[0];
       base[1] = state_.max[1];
     }
-    exponentiate<T>(scores_, base, params_.forward.scale_log2, sum);
+    exponentiate<T>(scores_, base, scale_log2(), sum);
     if constexpr (HAS_VALUES) {
       wgmma_wait<0>();
       release_v();
@@ -236,6 +237,15 @@ class Consumer {
     if constexpr (HAS_VALUES && EXACT) decay_output(decay);  // before the first there is no output
   }
 
+  DEVICE void modify_block(const Rows& rows, int block) {
+    const ForwardParams& forward = params_.forward;
+    const HeadScores<typename T::Score> head(params_.aux, forward.seq_q, forward.seq_kv, rows.tile.batch, rows.tile.head);
+    modify_scores<T>(scores_, head, rows.first_query + warp_row(), block * T::TILE_N);
+  }
+
+  // From scores to the log2 domain.
+  DEVICE float scale_log2() const { return HAS_SCORE<typename T::Score> ? 1.0f : params_.forward.scale_log2; }
+
   template <Part PART>
   DEVICE void mask_block(const Rows& rows, int block) {
     const int first_query = rows.first_query + warp_row(), first_key = block * T::TILE_N;
@@ -249,7 +259,7 @@ class Consumer {
 
   DEVICE void settle_max(float (&decay)[2], float (&base)[2]) {
     float top[2];
-    find_tops<T>(scores_, top, params_.forward.scale_log2);
+    find_tops<T>(scores_, top, scale_log2());
     raise_max(state_, top, HEADROOM, decay, base);
   }
 
@@ -284,7 +294,7 @@ class Consumer {
     if constexpr (PART != Part::FULL) mask_block<PART>(rows, block);
     float base[2];
     settle_max(decay, base);
-    exponentiate<T>(scores_, base, params_.forward.scale_log2, sum);
+    exponentiate<T>(scores_, base, scale_log2(), sum);
     pack_weights<T>(weights_, scores_);
     decay_output(decay);
   }
@@ -381,7 +391,7 @@ class Consumer {
   }
   static DEVICE int warp_row() { return thread_index() / WARP % 4 * 16; }
 
-  const WgmmaParams& params_;
+  const typename T::Params& params_;
   const Mask<T::BAND> mask_;
   const int warpgroup_;
   RingPlace<T::Q_SLOTS> q_;
@@ -398,7 +408,7 @@ class Consumer {
 };
 
 template <class T>
-DEVICE void forward_wgmma(const WgmmaParams& params) {
+DEVICE void forward_wgmma(const typename T::Params& params) {
   if (thread_index() == 0) SharedLayout<T>::init();
   if (thread_index() == T::WARPGROUPS * WARPGROUP) {
     prefetch_map(params.map_q);

@@ -32,6 +32,17 @@ DEVICE bool outgrown(const uint32 (&weights)[N][4]) {
   return (all & 0x40004000u) != 0;
 }
 
+// The expression's scores in place of Q K^T. Beyond the ends of the sequences they mean nothing.
+template <class T>
+DEVICE void modify_scores(WarpgroupScores<T>& scores, const HeadScores<typename T::Score>& head, int first_query,
+                          int first_key) {
+#pragma unroll
+  for (int i = 0; i < T::TILE_N / 2; ++i) {
+    const Position key(first_key + accumulator_column(0), i / 4 * 8 + i % 2);
+    scores[i] = head.score(scores[i], first_query + accumulator_row(i % 4), key);
+  }
+}
+
 template <class T>
 DEVICE void mask_scores(WarpgroupScores<T>& scores, const Mask<T::BAND>& mask, int first_query, int first_key) {
 #pragma unroll

@@ -3,6 +3,8 @@
 #pragma once
 #include "multiattn/descriptor.cuh"
 #include "multiattn/mask.cuh"
+#include "multiattn/params.h"
+#include "multiattn/score.cuh"
 
 namespace multiattn {
 
@@ -29,12 +31,14 @@ struct WgmmaShape {
   static constexpr Scheduler SCHEDULER = SCHEDULER_;
 };
 
-template <class Element_, int HEAD_DIM_, Band BAND_, bool HAS_SINKS_, class S>
+template <class Element_, int HEAD_DIM_, Band BAND_, bool HAS_SINKS_, class S, class Score_ = NoScore>
 struct WgmmaTraits : S {
   using Element = Element_;
   static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr Band BAND = BAND_;
   static constexpr bool HAS_SINKS = HAS_SINKS_;  // each head has one more key, without a value
+  using Score = Score_;  // what changes scores
+  using Params = typename WithAux<WgmmaParams, Score>::Type;
 
   static constexpr int WARPGROUP_ROWS = 64;  // of one wgmma
   static constexpr int TILE_M = WARPGROUP_ROWS * S::WARPGROUPS;
@@ -59,6 +63,7 @@ struct WgmmaTraits : S {
   static_assert(S::TILE_N % 16 == 0 && S::TILE_N >= 16 && S::TILE_N <= 256, "tile_n: multiples of 16 up to 256");
   static_assert(S::STAGES >= 3 && S::STAGES <= 16, "stages: 3 to 16");
   static_assert(S::Q_SLOTS >= 1 && S::Q_SLOTS <= 3, "q_slots: 1 to 3");
+  static_assert(!S::LAZY_MAX || !HAS_SCORE<Score>, "lazy_max: for plain scores");
   static_assert(S::KEPT_STEPS >= 0 && S::KEPT_STEPS <= DOT_STEPS, "q_in_registers: up to all of Q");
 };
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from multiattn.cuda.wgmma_configs import WgmmaConfig
-from multiattn.plan.config import Rule
+from multiattn.plan.config import COMPILED, Rule
 from multiattn.plan.tuned import tuned_rules
 
 _EMULATED = Rule(
@@ -13,5 +15,40 @@ _EMULATED = Rule(
     only_named=True,
 )
 
-WGMMA_RULES: tuple[Rule[WgmmaConfig], ...] = (*tuned_rules("cuda", "wgmma", WgmmaConfig), _EMULATED)
+_192X64 = WgmmaConfig(tile_m=192, tile_n=64, stages=8, q_slots=2, pingpong=True)
+_128X64 = WgmmaConfig(tile_m=128, tile_n=64, stages=5, q_slots=1, pingpong=True, tma_store=False)
+
+
+def _scored(
+    head_dims: tuple[int, int], config: WgmmaConfig, why: str, *, reads_keys: bool | None = None
+) -> Rule[WgmmaConfig]:
+    least, most = head_dims
+    return Rule(
+        arches=("sm90",),
+        head_dim_min=least,
+        head_dim_max=most,
+        config=config,
+        scored=True,
+        reads_keys=reads_keys,
+        why=f"{COMPILED}{why}",
+    )
+
+
+_SPILLS = "a bias has {} hot spills, with the tile for other expressions {}"
+_PLAIN = "the tile of plain scores, with exact maxima; ALiBi and softcap have {} hot spills"
+SCORED: tuple[Rule[WgmmaConfig], ...] = (
+    _scored((1, 64), replace(_192X64, stages=16, q_slots=3), _SPILLS.format("no", "up to 190"), reads_keys=True),
+    _scored((65, 96), _192X64, _SPILLS.format("no", "up to 108"), reads_keys=True),
+    _scored((97, 128), replace(_192X64, tile_n=48, stages=10), _SPILLS.format("no", "up to 50"), reads_keys=True),
+    _scored((129, 160), replace(_128X64, q_slots=2, tma_store=True), _SPILLS.format("no", "up to 56"), reads_keys=True),
+    _scored((1, 64), replace(_192X64, tile_n=128, stages=9, q_slots=3), _PLAIN.format("no")),
+    _scored((65, 96), replace(_192X64, tile_n=96, stages=5, q_in_registers=True), _PLAIN.format("no")),
+    _scored((97, 128), replace(_192X64, q_in_registers=True), _PLAIN.format("no")),
+    _scored((129, 160), replace(_192X64, stages=6, q_slots=1), _PLAIN.format("up to 2")),
+    _scored((161, 192), replace(_128X64, q_slots=2, tma_store=True), _PLAIN.format("no")),
+    _scored((193, 256), _128X64, _PLAIN.format("up to 2")),
+)
+"""An expression wants registers, of which three warpgroups have few, and maxima that are exact."""
+
+WGMMA_RULES: tuple[Rule[WgmmaConfig], ...] = (*SCORED, *tuned_rules("cuda", "wgmma", WgmmaConfig), _EMULATED)
 """First match wins."""

@@ -23,15 +23,24 @@ struct WithAux<Params, NoScore> {
   using Type = Params;
 };
 
+// A position as an unrolled loop has it: `step` is a constant there, so that of many positions one `base` is in a register.
+struct Position {
+  int32 base, step;
+  DEVICE Position(int32 base, int32 step = 0) : base(base), step(step) {}
+  DEVICE int32 index() const { return base + step; }
+};
+
 // The scores of one query head. `raw` is an element of q k^T; what comes of it is in the log2 domain, the scale in it.
 template <class Score>
 class HeadScores {
  public:
   template <class Params>
   DEVICE HeadScores(const Params& params, int batch, int head)
-      : aux_(params.aux), batch_(batch), head_(head), seq_q_(params.seq_q), seq_kv_(params.seq_kv) {}
+      : HeadScores(params.aux, params.seq_q, params.seq_kv, batch, head) {}
+  DEVICE HeadScores(const typename Score::Aux& aux, int seq_q, int seq_kv, int batch, int head)
+      : aux_(aux), batch_(batch), head_(head), seq_q_(seq_q), seq_kv_(seq_kv) {}
 
-  DEVICE float score(float raw, int query, int key) const {
+  DEVICE float score(float raw, int query, Position key) const {
     return Score::score(raw, batch_, head_, query, key, seq_q_, seq_kv_, aux_);
   }
 
