@@ -307,7 +307,8 @@ def _with_recorded(
     score_mod: ScoreMod | None,
     block_mask: object,
 ) -> tuple[Operands, Options]:
-    """`with_score` where a graph is made: callables are recorded; what tensors look like is checked when it runs."""
+    """`with_score` where a graph is made: callables are recorded, and q, k and v checked when their op is called."""
+    check_modification(operands.q, operands.k, softcap, alibi_slopes, bias, score_mod)
     lists, mask_mod = (None, None) if block_mask is None else read_block_mask(block_mask, operands.q, operands.k)
     recorder = Recorder(operands.q.device, [it for it in (alibi_slopes, bias) if it is not None])
     score = None if score_mod is None else recorder.record(score_mod, has_score=True)

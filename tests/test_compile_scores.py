@@ -248,3 +248,29 @@ def test_what_cannot_be_a_program_is_named(name):
     run, _ = compiled(lambda q, k, v: fmha(q, k, v, score_mod=score_mod))
     with pytest.raises(Exception, match=words), torch._dynamo.config.patch(capture_scalar_outputs=True):
         run(*qkv())
+
+
+BAD_OPTIONS = {
+    "score_mod": ({"score_mod": 3}, "score_mod must be callable or None; got int"),
+    "block_mask": ({"block_mask": torch.ones(3)}, "block_mask must be a .*BlockMask; got Tensor"),
+    "lists": ({"block_mask": blocks(lambda b, h, i, j: i >= j, 20, 8)}, r"block_mask: got lists \[1, 1, 2, 1\]"),
+    "softcap": ({"softcap": -1.0}, "softcap: got -1.0; allowed positive"),
+    "bias": ({"bias": torch.ones(2, 3, 1, 1, dtype=torch.float64)}, r"bias: got shape \(2, 3, 1, 1\); allowed"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+def test_bad_options_are_named_in_a_graph_too(name):
+    options, words = BAD_OPTIONS[name]
+    run, _ = compiled(lambda q, k, v: fmha(q, k, v, **options))
+    with pytest.raises(Exception, match=words):
+        run(*qkv())
+
+
+def test_a_softcap_that_changes_is_a_graphs_own():
+    def run(q, k, v, softcap):
+        return fmha(q, k, v, softcap=softcap, score_mod=lambda s, b, h, i, j: s / softcap)
+
+    run_compiled, _ = compiled(run, dynamic=True)
+    for softcap in (2.0, 4.0, 8.0):  # exact in fp32
+        torch.testing.assert_close(run_compiled(*qkv(), softcap), run(*qkv(), softcap))
