@@ -78,9 +78,9 @@ def read_block_mask(block_mask: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[
         raise TypeError(f"block_mask must be a {allowed}; got {type(block_mask).__name__}")
     size_q, size_kv = block_mask.BLOCK_SIZE
     batch, heads, rows, columns = block_mask.kv_indices.shape
-    allowed_batch, allowed_heads = {1, q.shape[0]}, {1, q.shape[1]}
     wanted = -(-q.shape[2] // size_q), -(-k.shape[2] // size_kv)
-    if batch not in allowed_batch or heads not in allowed_heads or rows < wanted[0] or columns < wanted[1]:
+    is_broadcast = batch in (1, q.shape[0]) and heads in (1, q.shape[1])
+    if not is_broadcast or rows < wanted[0] or columns < wanted[1]:
         raise ValueError(
             f"block_mask: got lists {[batch, heads, rows, columns]} of blocks {size_q} x {size_kv}; allowed "
             f"[1 or {q.shape[0]}, 1 or {q.shape[1]}, {wanted[0]} or more, {wanted[1]} or more] for Sq={q.shape[2]} and "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.compiler import is_compiling
 
 from multiattn.api import fmha
 from multiattn.operands import ScoreMod
@@ -47,7 +48,8 @@ def flex_attention(
     Raises:
         ValueError: for heads that differ without `enable_gqa`, `kernel_options`, and all that `multiattn.fmha` refuses.
     """
-    check_inputs(query, key, value, strides=False)
+    if not is_compiling():  # what is compiled is checked by the op
+        check_inputs(query, key, value, strides=False)
     if not enable_gqa and query.shape[1] != key.shape[1]:
         heads = f"Hq={query.shape[1]}, Hkv={key.shape[1]}"
         raise ValueError(f"enable_gqa: got False with {heads}; allowed True, or as many heads of key as of query")

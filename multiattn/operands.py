@@ -13,7 +13,8 @@ from multiattn.block_mask import BlockSpec, read_block_mask
 from multiattn.layout import Layout, Shape, row_major
 from multiattn.mask import Band, Window, band_of
 from multiattn.score import BoundScore, LoweredScore, ScoreProgram, bind_score
-from multiattn.score.serial import dumps, named_text
+from multiattn.score.record import Recorder, program_of
+from multiattn.score.serial import dumps
 from multiattn.validate import as_float, check_inputs, check_modification
 
 ScoreMod = Callable[..., torch.Tensor]
@@ -274,25 +275,12 @@ def with_score(
 ) -> tuple[Operands, Options]:
     """The same with the modification of scores that a call asks for. TypeError or ValueError, naming what came.
 
-    Dynamo can trace neither the checks nor `score_mod`; it gets the program of what has a name as a constant.
+    Dynamo can trace neither the checks nor what traces callables; it gets the program as a constant.
     """
     if softcap is None and alibi_slopes is None and bias is None and score_mod is None and block_mask is None:
         return operands, options
     if is_compiling():
-        if score_mod is not None or block_mask is not None:
-            raise NotImplementedError(
-                "score_mod, block_mask: got one in torch.compile or torch.export; allowed in eager calls"
-            )
-        slopes = None if alibi_slopes is None else (alibi_slopes.dim(), _dtype_name(alibi_slopes))
-        of_bias = (
-            None if bias is None else ("".join("1" if size == 1 else "n" for size in bias.shape), _dtype_name(bias))
-        )
-        text = named_text(softcap is not None, slopes, of_bias)
-        captured = tuple(it for it in (alibi_slopes, bias) if it is not None)
-        scalars = () if softcap is None else (softcap,)
-        wanted = tuple(slot for slot, it in enumerate(captured) if it.requires_grad)
-        slots = wanted if torch.is_grad_enabled() else ()
-        return operands._replace(captured=captured), options._replace(score=text, scalars=scalars, gradient_slots=slots)
+        return _with_recorded(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask)
     check_inputs(*operands.qkv, strides=False)
     check_modification(operands.q, operands.k, softcap, alibi_slopes, bias, score_mod)
     lists, mask_mod = (None, None) if block_mask is None else read_block_mask(block_mask, operands.q, operands.k)
@@ -310,5 +298,30 @@ def with_score(
     return operands._replace(captured=captured), options.with_score(score)
 
 
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _with_recorded(
+    operands: Operands,
+    options: Options,
+    softcap: float | None,
+    alibi_slopes: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    score_mod: ScoreMod | None,
+    block_mask: object,
+) -> tuple[Operands, Options]:
+    """`with_score` where a graph is made: callables are recorded, and q, k and v checked when their op is called."""
+    check_modification(operands.q, operands.k, softcap, alibi_slopes, bias, score_mod)
+    lists, mask_mod = (None, None) if block_mask is None else read_block_mask(block_mask, operands.q, operands.k)
+    recorder = Recorder(operands.q.device, [it for it in (alibi_slopes, bias) if it is not None])
+    score = None if score_mod is None else recorder.record(score_mod, has_score=True)
+    mask = None if mask_mod is None else recorder.record(mask_mod, has_score=False)
+    given = softcap is not None, alibi_slopes is not None, bias is not None
+    text, places, used = program_of(str(operands.q.device), *given, score, mask, recorder.captured_specs())
+    captured = [recorder.captured[place] for place in places]
+    wanted = tuple(slot for slot in used if captured[slot].requires_grad)
+    options = options._replace(
+        score=text,
+        scalars=() if softcap is None else (softcap,),
+        gradient_slots=wanted if torch.is_grad_enabled() else (),
+    )
+    if lists is not None:
+        captured, options = [*captured, *lists.tensors], options._replace(blocks=lists.spec)
+    return operands._replace(captured=tuple(captured)), options

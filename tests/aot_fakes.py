@@ -47,9 +47,10 @@ def problem(**sizes):
     return Problem.contiguous(**{"batch": 2, "heads_q": 4, "heads_kv": 2, "seq_q": 101, "head_dim": 64, **sizes})
 
 
-def emit(folder, name, *, host=None, arch="sm90", variant=None, **sizes):
-    """A folder with one forward kernel whose code is fake."""
-    plan = make_plan(get(name), problem(**sizes), ARCHS[arch], variant=variant or VARIANTS.get(name), probe=False)
+def emit(folder, name, *, host=None, arch="sm90", variant=None, whole=None, **sizes):
+    """A folder with one forward kernel whose code is fake, for `problem` of these sizes, or for the `whole` one."""
+    variant = variant or VARIANTS.get(name)
+    plan = make_plan(get(name), whole or problem(**sizes), ARCHS[arch], variant=variant, probe=False)
     module = import_module(f"multiattn.{name}.bind")
     emitted = module.for_most_heads(plan) if name == "cutile" else plan
     binding = module.bind(emitted, IMAGES[name] if name in IMAGES else launches_of(plan)[0].image())

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from multiattn import fmha, fmha_backward
-from multiattn.score.serial import named_text
+from multiattn.score.record import program_of
 
 
 def random(*shape, seed=0):
@@ -29,12 +29,13 @@ def out_loss(q, k, v):
     return fmha(q, k, v).square().sum()
 
 
+SOFTCAP, *_ = program_of("cpu", True, False, False, None, None, ())
 SAMPLES = {
     "full": ({}, False),
     "causal, by name": ({"right": 0, "scale": -0.3, "backend": "reference", "deterministic": True}, True),
     "window": ({"left": 2, "right": 1}, False),
     "sinks": ({"sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])}, False),
-    "softcap": ({"score": named_text(True, None, None), "scalars": [2.0]}, False),
+    "softcap": ({"score": SOFTCAP, "scalars": [2.0]}, False),
 }
 
 
@@ -56,7 +57,8 @@ def test_opcheck(name):
 
 def test_opcheck_with_captured_tensors():
     inputs, bias = qkv(requires_grad=True), torch.randn(1, 4, 1, 7, dtype=torch.float64, requires_grad=True)
-    text = named_text(False, (1, "float32"), ("1n1n", "float64"))
+    specs = ("cpu", "float32", (4,)), ("cpu", "float64", tuple(bias.shape))
+    text, *_ = program_of("cpu", False, True, True, None, None, specs)
     captured = [torch.rand(4), bias]
     options = {"score": text, "slots": [1], "needs_grad": True}
     forward, backward = torch.ops.multiattn.fmha_forward.default, torch.ops.multiattn.fmha_backward_captured.default

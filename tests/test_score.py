@@ -303,8 +303,8 @@ def test_an_error_of_the_callable_passes_through():
 @pytest.fixture
 def traces(monkeypatch):
     """Counts traces."""
-    counted, trace = [], program._trace
-    monkeypatch.setattr(program, "_trace", lambda *args: counted.append(None) or trace(*args))
+    counted, trace = [], program.trace_program
+    monkeypatch.setattr(program, "trace_program", lambda *args: counted.append(None) or trace(*args))
     monkeypatch.setattr(program, "_known", program._Recent(8))
     return counted
 

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from multiattn.run.calls import fill_empty
 from multiattn.run.counters import counter_lender
 from multiattn.run.execute import as_fp32, check_laid_out, on_device
 from multiattn.run.launch import DriverLauncher, LoadedKernel, Workspace
+from multiattn.score import Captured
+from multiattn.validate import as_float
 
 _KEPT = 256  # launchers of a kernel; a serving loop with ever-changing lengths must not grow for ever
 
@@ -63,6 +66,7 @@ def _name(plan: Plan, kernel: Exported, index: int | None) -> str:
     """A kernel's name in its folder: what it is for, and a part of its hash, as one problem has many kernels."""
     problem = plan.problem
     parts = [plan.backend, plan.direction, plan.arch.name, problem.dtype, f"d{problem.head_dim}", problem.mask]
+    parts += [] if problem.score is None else [f"score{problem.score.program.digest[:8]}"]
     parts += [] if index is None else [str(index)]
     return "-".join((*parts, hashlib.sha256(kernel.cubin).hexdigest()[:8]))
 
@@ -83,7 +87,7 @@ def _entry(name: str, plan: Plan, kernel: Exported, kinds: Iterable[str]) -> dic
         "direction": plan.direction,
         "variant": plan.variant,
         "arch": plan.arch.name,
-        "problem": asdict(plan.problem),
+        "problem": manifest.problem_record(plan.problem),
         "config": None if plan.config is None else asdict(plan.config),
         "why": plan.why,
         "versions": dict(registry.get(plan.backend).versions()),
@@ -194,6 +198,8 @@ class Kernel:
         *,
         scale: float | None = None,
         sinks: torch.Tensor | None = None,
+        scalars: Mapping[str, float] = MappingProxyType({}),
+        captured: Sequence[torch.Tensor] = (),
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,27 +211,44 @@ class Kernel:
             v: like k.
             scale: of the scores; None for ``1/sqrt(D)``.
             sinks: ``[Hq]``, where the kernel was compiled for them.
+            scalars: the numbers of the modification of scores that the kernel was compiled for, by name: ``softcap``.
+            captured: the tensors that it loads from, by slot: ALiBi's slopes, bias, then what `score_mod` captures, in
+                the order of `ScoreProgram.tensors`; any sizes that the call's indices stay in, any strides.
             out: to write to: like q, with strides ``Problem.strides_out``; None for a fresh one.
             lse: to write to: fp32 ``[B, Hq, Sq]``, contiguous; None for a fresh one.
 
         Returns (out, lse) as `multiattn.fmha` does; without gradients. ValueError or TypeError, with what came and what
         is allowed, for tensors that this kernel cannot run.
         """
-        options = options_of(self.plan.problem)._replace(scale=scale)
-        problem = Problem.of_operands(Operands(q, k, v, sinks=sinks), options)
+        numbers = self._check_score(scalars, captured)
+        given = Operands(q, k, v, sinks=sinks, captured=tuple(captured))
+        problem = Problem.of_operands(given, options_of(self.plan.problem)._replace(scale=scale, scalars=numbers))
         self._check(problem, q.device)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
+        if torch.is_grad_enabled() and given.requires_grad:
             raise ValueError("gradients: got tensors that require them; allowed a call in torch.no_grad()")
         out, lse = (_result(name, it, problem.layouts[name], q.device) for name, it in (("out", out), ("lse", lse)))
         if problem.is_empty:
             return out, lse
-        operands = Operands(q, k, v, out, lse, sinks=as_fp32(sinks))
+        operands = given._replace(out=out, lse=lse, sinks=as_fp32(sinks))
         if problem.seq_kv == 0:
             fill_empty(operands)
             return out, lse
         with on_device(q.device):
             self._launcher(problem, q.device.index or 0)(operands)
         return out, lse
+
+    def _check_score(self, scalars: Mapping[str, float], captured: Sequence[torch.Tensor]) -> tuple[float, ...]:
+        """The numbers in the program's order; ValueError or TypeError for other numbers or tensors than it takes."""
+        score = self.plan.problem.score
+        names, tensors = ((), ()) if score is None else (score.program.scalars, score.program.tensors)
+        if set(scalars) != set(names):
+            got, allowed = (", ".join(it) or "none" for it in (scalars, names))
+            raise ValueError(f"{self.name}: scalars: got {got}; allowed {allowed}")
+        found = [str(Captured(dtype=it.dtype, rank=it.dim())) for it in captured]
+        if found != [*map(str, tensors)]:
+            got, allowed = (", ".join(it) or "none" for it in (found, map(str, tensors)))
+            raise ValueError(f"{self.name}: captured: got {got}; allowed {allowed}")
+        return tuple(as_float(scalars[name], name) for name in names)
 
     def _check(self, problem: Problem, device: torch.device) -> None:
         """ValueError where no length and no stride could make these tensors fit."""

@@ -10,18 +10,21 @@ import os
 import threading
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import filelock
 
+from multiattn.layout import Shape
+from multiattn.operands import ScoreSpec
 from multiattn.plan import abi
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import Plan, Variant, find_variant, plan_variant
 from multiattn.plan.config import Config
 from multiattn.problem import Problem
+from multiattn.score.serial import dumps, loads
 
 SCHEMA = 3
 """Another number is another format."""
@@ -89,6 +92,53 @@ class Launch:
     """The digest of its launches (`binding.launches_digest`)."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """The modification of scores that a kernel's code is of; what its tensors look like may differ in a call."""
+
+    program: str
+    """As `multiattn.score.serial` writes it."""
+    sha256: str
+    """`ScoreProgram.digest`."""
+    scalars: tuple[float, ...]
+    shapes: tuple[Shape, ...]
+    strides: tuple[Shape, ...]
+
+    @classmethod
+    def of(cls, spec: ScoreSpec) -> Score:
+        """The record of a forward's: it knows no gradients."""
+        program = spec.program
+        return cls(
+            program=dumps(program),
+            sha256=program.digest,
+            scalars=spec.scalars,
+            shapes=spec.shapes,
+            strides=spec.strides,
+        )
+
+    @property
+    def spec(self) -> ScoreSpec:
+        """The modification that `of` was given; ValueError for another program than was written."""
+        program = loads(self.program)
+        if program.digest != self.sha256:
+            raise ValueError(f"problem: score: sha256: got {program.digest}; allowed {self.sha256}")
+        return ScoreSpec(program, self.scalars, self.shapes, self.strides)
+
+
+def problem_record(problem: Problem) -> dict[str, Any]:
+    """A Problem as an entry has it."""
+    score = None if problem.score is None else asdict(Score.of(problem.score))
+    return asdict(replace(problem, score=None)) | {"score": score}
+
+
+def _problem_of(value: Any) -> Problem:
+    score = value.get("score") if isinstance(value, dict) else None
+    if score is None:
+        return record_of(Problem, value, "problem")
+    plain = record_of(Problem, value | {"score": None}, "problem")
+    return replace(plain, score=record_of(Score, score, "problem: score").spec)
+
+
 def plan_of(entry: Mapping[str, Any]) -> Plan:
     """The Plan that a forward kernel was compiled for; ValueError for one that cannot be."""
     if entry["backend"] not in registry.BACKENDS:
@@ -97,7 +147,7 @@ def plan_of(entry: Mapping[str, Any]) -> Plan:
     if not arch.is_gpu:
         raise ValueError(f"arch: got {arch.name}; allowed a GPU's")
     variant = find_variant(registry.get(entry["backend"]), value_of(str, entry["variant"], "variant"))
-    problem = record_of(Problem, entry["problem"], "problem")
+    problem = _problem_of(entry["problem"])
     plan = plan_variant(registry.get(entry["backend"]), variant, problem, arch, config_of(entry["config"], variant))
     if not isinstance(plan, Plan):
         raise ValueError("; ".join(map(str, plan)))

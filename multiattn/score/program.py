@@ -172,7 +172,7 @@ def bind_score(
         program, places = found
         tensors = tuple(fingerprint.tensors[place] for place in places)
     else:
-        program, tensors = _trace(device, softcap is not None, named_tensors, score_mod, mask_mod)
+        program, tensors = trace_program(device, softcap is not None, named_tensors, score_mod, mask_mod)
         places_of = {id(tensor): place for place, tensor in enumerate(fingerprint.tensors)}
         if key is not None and all(id(tensor) in places_of for tensor in tensors):
             _known.put(key, (program, tuple(places_of[id(tensor)] for tensor in tensors)))
@@ -182,13 +182,14 @@ def bind_score(
     return BoundScore(program, MappingProxyType(scalars), tensors)
 
 
-def _trace(
+def trace_program(
     device: torch.device,
     has_softcap: bool,
     named_tensors: Mapping[Callable[..., Any], torch.Tensor | None],
     score_mod: Callable[..., Any] | None,
     mask_mod: Callable[..., Any] | None,
 ) -> tuple[ScoreProgram, tuple[torch.Tensor, ...]]:
+    """The program of these, and the tensors that it loads from, by slot; see `bind_score`."""
     tracer = Tracer(device)
     place = tracer.place
     score = read("score")

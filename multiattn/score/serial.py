@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from multiattn.score.expression import Node, make, walk
-from multiattn.score.program import Captured, ScoreProgram, bind_score
+from multiattn.score.program import Captured, ScoreProgram
 
 
 @functools.lru_cache(maxsize=256)
@@ -37,23 +37,3 @@ def loads(text: str) -> ScoreProgram:
     score, mask = (None if record[name] is None else nodes[record[name]] for name in ("score", "mask"))
     captured = tuple(Captured(dtype=getattr(torch, dtype), rank=rank) for dtype, rank in record["tensors"])
     return ScoreProgram(score=score, mask=mask, scalars=tuple(record["scalars"]), tensors=captured)
-
-
-def named_text(softcap: bool, slopes: tuple[int, str] | None, bias: tuple[str, str] | None) -> str:
-    """The text of softcap, ALiBi and bias, of what their tensors look like alone: where no tensor can be traced.
-
-    `slopes` is rank and dtype; `bias` is a letter for each dimension, ``1`` for one of one element, and the dtype.
-    """
-    device = torch.device("cpu")
-    bound = bind_score(
-        device=device,
-        softcap=1.0 if softcap else None,
-        alibi_slopes=None if slopes is None else torch.zeros((2,) * slopes[0], dtype=getattr(torch, slopes[1])),
-        bias=None if bias is None else torch.zeros([1 + (it != "1") for it in bias[0]], dtype=getattr(torch, bias[1])),
-    )
-    assert bound is not None
-    return dumps(bound.program)
-
-
-named_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
-# As `torch.compiler.assume_constant_result` marks a function; that imports Dynamo, and Triton with it.

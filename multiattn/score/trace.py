@@ -28,11 +28,12 @@ KINDS: dict[torch.dtype, DType] = {
 }
 """The type in an expression of each dtype of a tensor."""
 
-_READERS = frozenset(
+READERS = frozenset(
     getattr(torch.Tensor, name)
     for name in ("item", "tolist", "numpy", "data_ptr", "__array__", "__bool__", "__int__", "__float__", "__index__")
 )
-_CONTROL_FLOW = "control flow or a number that Python takes from a tensor; allowed torch.where, tensors as they are"
+"""Functions that give Python a number of a tensor."""
+CONTROL_FLOW = "control flow or a number that Python takes from a tensor; allowed torch.where, tensors as they are"
 _OPERATIONS = (
     "arithmetic, comparisons, logic, where, masked_fill, minimum, maximum, clamp, relu, abs, floor, exp, exp2, log, "
     "log2, sqrt, rsqrt, pow, tanh, sigmoid, integer division, remainder, >>, captured[index], and what PyTorch "
@@ -148,7 +149,7 @@ class Tracer(TorchDispatchMode):
         if self._is_own:
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
-            raise self.refusal(_CONTROL_FLOW)
+            raise self.refusal(CONTROL_FLOW)
         given = [it for it in (*args, *kwargs.values()) if isinstance(it, torch.Tensor)]
         for tensor in given:
             if tensor.dim():
@@ -237,8 +238,8 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """The function, or the tracer's in its place."""
-        if func in _READERS:
-            raise self.tracer.refusal(f"{func.__name__}: {_CONTROL_FLOW}")
+        if func in READERS:
+            raise self.tracer.refusal(f"{func.__name__}: {CONTROL_FLOW}")
         if func is torch.Tensor.__getitem__:
             indices = args[1] if isinstance(args[1], tuple) else (args[1],)
             for it in indices:
