@@ -120,7 +120,8 @@ DEVICE void clear_masked(KeyScores<T>& scores, const Mask<T::BAND>& mask, int fi
 
 // The same of a partial block, where the expression's mask hides them.
 template <class T>
-DEVICE void clear_partial(KeyScores<T>& scores, const HeadScores<typename T::Score>& head, int first_key, int first_query) {
+DEVICE void clear_partial(KeyScores<T>& scores, const HeadScores<typename T::Score>& head, int first_key,
+                          int first_query) {
   for_each_element(scores, T::thread(), [&](float& value, int row, int column) {
     if (!head.visible(first_query + column, first_key + row)) value = 0.0f;
   });
@@ -209,14 +210,20 @@ template <class T>
 DEVICE void add_gradients(KeyScores<T>& ds, const typename T::Params& params,
                           const HeadScores<typename T::Score>& head, int first_key, int first_query) {
   GradientSums<T> sums;
-  for_each_element(ds, T::thread(), [&](float& value, int row, int column) {
-    head.add_gradients(params.gradients, 0.0f, value, first_query + column, first_key + row, sums.sums);
+  for_each<T::QUERY_FRAGMENTS, 2>([&](int n, int side) {
+    const uint32 thread = recomputed(thread_index());  // an address that is kept costs registers
+    for_each<2, T::KEY_FRAGMENTS, 2>([&](int odd, int m, int half) {
+      const int e = 2 * half + odd;
+      const int query = first_query + 16 * n + 8 * side + accumulator_column(e, thread);
+      const int key = first_key + 16 * m + accumulator_row(e, thread);
+      head.add_gradients(params.gradients, 0.0f, ds[m][n][side].value[e], query, key, sums.sums);
+    });
   });
   sums.add_to(params.gradients, head);
 }
 
-// dS^T = P^T * (dP^T - delta) * slope, of which `product` is the second factor, of the K Q^T that the partner has sent; the
-// product of the first two is what captured tensors get. Masked elements are 0, whatever their weights and slopes.
+// dS^T = P^T * (dP^T - delta) * slope. `product` is the second factor, the others are made of the K Q^T that the partner has
+// sent; what the first two give is the gradient of the expression's score. Masked elements are 0, whatever their weights.
 template <class T>
 DEVICE void multiply_by_slopes(KeyScores<T>& product, const typename T::Params& params,
                                const HeadScores<typename T::Score>& head, SharedAddress lse, const Mailbox<T>& mailbox,

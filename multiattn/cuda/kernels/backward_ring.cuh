@@ -17,8 +17,8 @@ struct QueryWalk {
   }
 };
 
-// A tile of a walk by lists, which may lie in a partial block; and the one after it. Who follows the walk of the ring, a
-// tile behind, has fewer registers of it than who walks.
+// A tile of a walk by lists, which may lie in a partial block. What uses the tiles of the ring follows its walk, a tile
+// behind: that takes fewer registers than a walk of its own.
 struct ListedPlace {
   int head, tile;
   bool is_partial;
@@ -59,7 +59,7 @@ class ListedQueryWalk : public ListedPlace {
   Tiles tiles_ = {};
 };
 
-// The walk of the ring, and that of who uses what it has loaded.
+// The walk of the ring, and that of what uses its tiles.
 template <class T, class Blocked = typename T::Blocked>
 struct WalksOf {
   using Ring = ListedQueryWalk<T>;
