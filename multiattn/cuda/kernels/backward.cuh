@@ -338,7 +338,7 @@ DEVICE void backward_keys(const typename T::Params& params) {
   cp_async_wait<0>();
   sync_block();  // everybody's part of K, V and the first tile has landed
   for (int stage = 0; walk.head < end_head; stage = T::STAGES - 1 - stage, walk.advance()) {
-    const int first_query = walk.tile * T::TILE_M;
+    const int first_query = tile_of<T>(walk) * T::TILE_M;
     if constexpr (HAS_LISTS<typename T::Blocked>) walk.follow(ring.next());
     if constexpr (T::STAGES == 2) ring.load_next(1 - stage);
     bool masked = !mask.all_visible(first_query, T::TILE_M, first_key, T::TILE_N);
@@ -363,7 +363,7 @@ DEVICE void backward_keys(const typename T::Params& params) {
       }
       if (masked) clear_masked<T>(product, mask, first_key + role.first_row, first_query);
       if constexpr (MASKS_PARTIAL)
-        if (walk.is_partial) clear_partial<T>(product, head, first_key + role.first_row, first_query);
+        if (walk.is_partial()) clear_partial<T>(product, head, first_key + role.first_row, first_query);
       round_to_operand<E>(operand, product);
       if constexpr (!HAS_SCORE<typename T::Score>) mailbox.put(operand);
     } else {
@@ -374,7 +374,7 @@ DEVICE void backward_keys(const typename T::Params& params) {
       if constexpr (!T::SENDS_RAW) multiply_by_weights<T>(product, mailbox);
       if (masked) clear_masked<T>(product, mask, first_key + role.first_row, first_query);
       if constexpr (MASKS_PARTIAL)
-        if (walk.is_partial) clear_partial<T>(product, head, first_key + role.first_row, first_query);
+        if (walk.is_partial()) clear_partial<T>(product, head, first_key + role.first_row, first_query);
       if constexpr (T::SENDS_RAW)
         multiply_by_slopes<T>(product, params, head, ring.lse(stage), mailbox, first_key + role.first_row, first_query);
       else if constexpr (HAS_GRADIENTS<typename T::Score>)

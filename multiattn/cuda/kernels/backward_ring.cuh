@@ -20,8 +20,10 @@ struct QueryWalk {
 // A tile of a walk by lists, which may lie in a partial block. What uses the tiles of the ring follows its walk, a tile
 // behind: that takes fewer registers than a walk of its own.
 struct ListedPlace {
-  int head, tile;
-  bool is_partial;
+  int head, place;  // of the tile: twice its number, and one in a partial block
+
+  DEVICE int tile() const { return place / 2; }
+  DEVICE bool is_partial() const { return place % 2; }
 };
 struct ListedFollower : ListedPlace {
   ListedPlace following;
@@ -36,7 +38,7 @@ template <class T>
 class ListedQueryWalk : public ListedPlace {
  public:
   DEVICE ListedQueryWalk(const BlockLists& lists, int heads_q, int row, int first_head, int end_head)
-      : ListedPlace{first_head - 1, 0, false}, lists_(lists), heads_q_(heads_q), row_(row), end_head_(end_head) {
+      : ListedPlace{first_head - 1, 0}, lists_(lists), heads_q_(heads_q), row_(row), end_head_(end_head) {
     advance();
   }
 
@@ -48,8 +50,7 @@ class ListedQueryWalk : public ListedPlace {
       step_ = 0;
       tiles_ = Tiles::of(lists_, head / heads_q_, head % heads_q_, row_);
     }
-    tile = tiles_.tile(lists_, step_);
-    is_partial = tiles_.is_partial(step_);
+    place = 2 * tiles_.tile(lists_, step_) + tiles_.is_partial(step_);
   }
 
  private:
@@ -62,11 +63,13 @@ class ListedQueryWalk : public ListedPlace {
 // The walk of the ring, and that of what uses its tiles.
 template <class T, class Blocked = typename T::Blocked>
 struct WalksOf {
+  using Place = ListedPlace;
   using Ring = ListedQueryWalk<T>;
   using User = ListedFollower;
 };
 template <class T>
 struct WalksOf<T, NoBlockMask> {
+  using Place = QueryWalk;
   using Ring = QueryWalk;
   using User = QueryWalk;
 };
@@ -84,6 +87,15 @@ DEVICE typename WalksOf<T>::Ring first_walk(const typename T::Params& params, co
   }
 }
 
+// Where a walk is.
+template <class T>
+DEVICE int tile_of(const typename WalksOf<T>::Place& walk) {
+  if constexpr (HAS_LISTS<typename T::Blocked>)
+    return walk.tile();
+  else
+    return walk.tile;
+}
+
 // STAGES buffers of Q and dO, lse and delta, filled with cp.async.
 template <class T>
 class QueryRing {
@@ -98,7 +110,7 @@ class QueryRing {
     if (next_.head < end_head_) {
       const QuerySequence sequence{params_, next_.head};
       const int thread = T::thread();
-      const int first = next_.tile * T::TILE_M, rows = params_.seq_q - first;
+      const int first = tile_of<T>(next_) * T::TILE_M, rows = params_.seq_q - first;
       load_tile<typename T::TileQ, T::THREADS, T::ALIGNED>(q(stage), sequence.q() + first * params_.strides_q.seq,
                                                            params_.strides_q.seq, rows, thread);
       load_tile<typename T::TileQ, T::THREADS, true>(dout(stage), sequence.dout() + first * params_.strides_out.seq,
