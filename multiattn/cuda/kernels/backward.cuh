@@ -120,8 +120,9 @@ DEVICE void clear_masked(KeyScores<T>& scores, const Mask<T::BAND>& mask, int fi
 
 // The same of a partial block, where the expression's mask hides them.
 template <class T>
-DEVICE void clear_partial(KeyScores<T>& scores, const HeadScores<typename T::Score>& head, int first_key,
+DEVICE void clear_partial(KeyScores<T>& scores, const typename T::Params& params, int query_head, int first_key,
                           int first_query) {
+  const HeadScores<typename T::Score> head(params, query_head / params.heads_q, query_head % params.heads_q);
   for_each_element(scores, T::thread(), [&](float& value, int row, int column) {
     if (!head.visible(first_query + column, first_key + row)) value = 0.0f;
   });
@@ -347,7 +348,6 @@ DEVICE void backward_keys(const typename T::Params& params) {
     const Role<T> role = Role<T>::mine();
     const bool makes_weights = role.makes_weights;
     const Mailbox<T> mailbox(smem, role.pair);
-    const HeadScores<typename T::Score> head(params, walk.head / params.heads_q, walk.head % params.heads_q);
     Operand<T> operand;  // P^T, or dS^T
     KeyScores<T> product;   // [WARP_KEYS, TILE_M]: K Q^T, or V dO^T
     multiply_rows<E, TileKV, typename T::TileQ, T::AHEAD>(product, role.own_rows(smem),
@@ -355,6 +355,7 @@ DEVICE void backward_keys(const typename T::Params& params) {
                                                                T::thread());
     if (makes_weights) {
       if constexpr (HAS_SCORE<typename T::Score>) {
+        const HeadScores<typename T::Score> head(params, walk.head / params.heads_q, walk.head % params.heads_q);
         weigh_modified<T>(product, head, ring.lse(stage), mailbox, first_key + role.first_row, first_query);
       } else {
         with_statistic<T>(product, ring.lse(stage), [&](float& score, float lse) {
@@ -363,7 +364,7 @@ DEVICE void backward_keys(const typename T::Params& params) {
       }
       if (masked) clear_masked<T>(product, mask, first_key + role.first_row, first_query);
       if constexpr (MASKS_PARTIAL)
-        if (walk.is_partial()) clear_partial<T>(product, head, first_key + role.first_row, first_query);
+        if (walk.is_partial()) clear_partial<T>(product, params, walk.head, first_key + role.first_row, first_query);
       round_to_operand<E>(operand, product);
       if constexpr (!HAS_SCORE<typename T::Score>) mailbox.put(operand);
     } else {
@@ -374,11 +375,14 @@ DEVICE void backward_keys(const typename T::Params& params) {
       if constexpr (!T::SENDS_RAW) multiply_by_weights<T>(product, mailbox);
       if (masked) clear_masked<T>(product, mask, first_key + role.first_row, first_query);
       if constexpr (MASKS_PARTIAL)
-        if (walk.is_partial()) clear_partial<T>(product, head, first_key + role.first_row, first_query);
-      if constexpr (T::SENDS_RAW)
-        multiply_by_slopes<T>(product, params, head, ring.lse(stage), mailbox, first_key + role.first_row, first_query);
-      else if constexpr (HAS_GRADIENTS<typename T::Score>)
-        add_gradients<T>(product, params, head, first_key + role.first_row, first_query);
+        if (walk.is_partial()) clear_partial<T>(product, params, walk.head, first_key + role.first_row, first_query);
+      if constexpr (HAS_GRADIENTS<typename T::Score>) {
+        const HeadScores<typename T::Score> head(params, walk.head / params.heads_q, walk.head % params.heads_q);
+        if constexpr (T::SENDS_RAW)
+          multiply_by_slopes<T>(product, params, head, ring.lse(stage), mailbox, first_key + role.first_row, first_query);
+        else
+          add_gradients<T>(product, params, head, first_key + role.first_row, first_query);
+      }
       round_to_operand<E>(operand, product);
       if constexpr (T::ADDS_DQ) store_ds<T>(operand, smem + T::DS_AT, role.first_row);
     }
