@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
-from multiattn.cuda.configs import ELEMENT_BYTES, FP32_BYTES, FRAGMENT_ROWS, padded, tiles
+from multiattn.cuda import configs as forward
+from multiattn.cuda.configs import ELEMENT_BYTES, FP32_BYTES, FRAGMENT_ROWS, CudaConfig, padded, tiles
+from multiattn.cuda.score import sends_raw
 from multiattn.plan.arch import WARP_THREADS, Arch
+from multiattn.plan.backend import Plan
 from multiattn.plan.config import Config
 from multiattn.plan.limits import failed, field_checks, one_of, size_checks
 from multiattn.plan.schedule import key_tiles, query_tiles
@@ -45,11 +49,32 @@ class BackwardConfig(QueryConfig):
     """The config of the kernel of dq; None where dq is added up beside dk and dv."""
 
 
+def cut(config: BackwardConfig, problem: Problem) -> BackwardConfig:
+    """The config with tiles that lie in one block of the problem's block mask, and warps that have 16 rows each."""
+    if (blocks := problem.blocks) is None:
+        return config
+    tile_m, tile_n = math.gcd(config.tile_m, blocks.queries), math.gcd(config.tile_n, blocks.keys)
+    pairs = min(config.warps // 2, tile_n // FRAGMENT_ROWS)
+    if (dq := config.dq) is not None:
+        rows, keys = math.gcd(dq.tile_m, blocks.queries), math.gcd(dq.tile_n, blocks.keys)
+        dq = replace(dq, tile_m=rows, tile_n=keys, warps=min(dq.warps, rows // FRAGMENT_ROWS))
+    return replace(config, tile_m=tile_m, tile_n=tile_n, warps=2 * pairs, dq=dq)
+
+
+def config_of(plan: Plan) -> Config:
+    """The config of a Plan, as its kernels have it: cut for a block mask."""
+    assert plan.config is not None
+    if isinstance(plan.config, BackwardConfig):
+        return cut(plan.config, plan.problem)
+    return forward.cut(plan.config, plan.problem) if isinstance(plan.config, CudaConfig) else plan.config
+
+
 def smem_bytes(config: BackwardConfig, problem: Problem) -> int:
     """Dynamic shared memory of a block of the dk and dv kernel, which asserts when compiled that it needs just this."""
     row = padded(problem.head_dim) * ELEMENT_BYTES
-    weights = config.tile_m * config.tile_n * ELEMENT_BYTES
-    ds = weights if config.dq is None else 0
+    scores = config.tile_m * config.tile_n
+    weights = scores * (FP32_BYTES if sends_raw(problem) else ELEMENT_BYTES)
+    ds = scores * ELEMENT_BYTES if config.dq is None else 0
     statistics = 2 * config.tile_m * FP32_BYTES
     return 2 * config.tile_n * row + weights + ds + config.stages * (2 * config.tile_m * row + statistics)
 
@@ -84,6 +109,7 @@ def why_not(adds_dq: bool, problem: Problem, arch: Arch, config: Config) -> tupl
     if adds_dq != (config.dq is None):
         allowed = "dq=None, as dq is added up beside dk and dv" if adds_dq else "a QueryConfig as dq"
         return (Reason(code="config", got=str(config), allowed=allowed),)
+    config = cut(config, problem)
     unit, pair = FRAGMENT_ROWS, FRAGMENT_ROWS * (config.warps // 2)
     needed = [smem_bytes(config, problem)]
     blocks = [key_tiles(problem, config.tile_n), query_tiles(problem, ROW_TILE)]

@@ -29,6 +29,8 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
         abi.exactly(constants, sinks="one a head")
     if problem.score is not None:
         abi.exactly(constants, score=problem.score.program.digest)
+    if problem.blocks is not None:
+        abi.exactly(constants, block_mask=str(tuple(problem.blocks)))
     if not is_wgmma(plan):
         abi.flag(constants, emitted or {}, "unaligned", problem.alignment % VECTOR_BYTES != 0)
     return abi.Binding(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from multiattn.cuda.axes import Axes, why_illegal
 from multiattn.plan.arch import WARP_THREADS, Arch
@@ -61,6 +62,23 @@ class CudaConfig(Config):
     def rows_per_warp(self) -> int:
         """Queries of one warp."""
         return self.tile_m // self.row_warps
+
+
+def cut(config: CudaConfig, problem: Problem) -> CudaConfig:
+    """The config with tiles that lie in one block of the problem's block mask, and warps that have 16 rows and keys."""
+    if problem.blocks is None:
+        return config
+    tile_m, tile_n = math.gcd(config.tile_m, problem.blocks.queries), math.gcd(config.tile_n, problem.blocks.keys)
+    column_warps = min(config.column_warps, tile_n // FRAGMENT_ROWS)
+    row_warps = min(config.warps // column_warps, tile_m // FRAGMENT_ROWS)
+    return replace(
+        config,
+        tile_m=tile_m,
+        tile_n=tile_n,
+        warps=row_warps * column_warps,
+        column_warps=column_warps,
+        key_slice=math.gcd(config.key_slice, tile_n),
+    )
 
 
 def padded(head_dim: int, unit: int = FRAGMENT_ROWS) -> int:
@@ -127,6 +145,7 @@ def why_not(axes: Axes, problem: Problem, arch: Arch, config: Config) -> tuple[R
     assert isinstance(config, CudaConfig)
     if wrong := _wrong_shape(axes, config):
         return wrong
+    config = cut(config, problem)
     pieces, places = Pieces.of(axes, config, problem), _places_of_q(axes)
     registers = registers_at_least(axes, config, problem)
     needed, most = (

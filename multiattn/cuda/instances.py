@@ -8,10 +8,10 @@ from multiattn.cuda import backward_configs as backward
 from multiattn.cuda import configs as forward
 from multiattn.cuda import wgmma_configs as wgmma
 from multiattn.cuda.axes import Axes
-from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig
+from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig, config_of
 from multiattn.cuda.configs import CudaConfig
 from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams
-from multiattn.cuda.score import lowered_of, text_of
+from multiattn.cuda.score import lowered_of, slots_of, text_of
 from multiattn.cuda.source import Instance
 from multiattn.cuda.variants import axes_of, is_wgmma
 from multiattn.cuda.wgmma_configs import WgmmaConfig
@@ -49,11 +49,13 @@ def launches_of(plan: Plan) -> tuple[PlannedLaunch, ...]:
     if plan.direction == "forward":
         return (_wgmma(plan) if is_wgmma(plan) else _forward(plan),)
     assert isinstance(plan.config, BackwardConfig)
-    problem, config, score = plan.problem, plan.config, lowered_of(plan)
-    prepare, keys = _rows("prepare_rows", problem, config), _keys(problem, config, score)
+    problem, config, score = plan.problem, config_of(plan), lowered_of(plan)
+    slots = slots_of(plan)
+    assert isinstance(config, BackwardConfig)
+    prepare, keys = _rows("prepare_rows", problem, config), _keys(problem, config, score, slots)
     if config.dq is None:
         return prepare, keys, _rows("convert_dq", problem, config)
-    return prepare, _queries(problem, config.dq, score), keys
+    return prepare, _queries(problem, config.dq, score, slots), keys
 
 
 def kernels_of(plan: Plan) -> tuple[Instance, ...]:
@@ -65,9 +67,9 @@ def siblings_of(plan: Plan) -> tuple[Instance, ...]:
     """The kernels of one head_dim and config, for every dtype that it takes, mask and alignment.
 
     A mask of two sides has siblings of its own: few calls have one, and it is as much to build as the others together.
-    With an expression of its own for scores a kernel has none.
+    With an expression of its own for scores, or a block mask, a kernel has none.
     """
-    if plan.problem.has_score:
+    if plan.problem.has_score or plan.problem.blocks is not None:
         return kernels_of(plan)
     takes = variant_of(plan).capability
     bands = (plan.problem.band,) if plan.problem.is_two_sided else (FULL, CAUSAL)
@@ -93,22 +95,24 @@ def forward_traits(axes: Axes, config: CudaConfig, problem: Problem, score: Lowe
     tiles = (config.tile_m, config.tile_n, config.warps, config.column_warps, config.stages)
     shape = _cpp_list(*tiles, place, config.dim_slice, config.key_slice)
     point_and_shape = f"multiattn::Axes<{point}>", f"multiattn::Shape<{shape}>"
-    return _traits("ForwardTraits", problem, *_masked(problem), problem.has_sinks, *point_and_shape, *_score(score))
+    behind = _score(problem, score, ())
+    return _traits("ForwardTraits", problem, *_masked(problem), problem.has_sinks, *point_and_shape, *behind)
 
 
 def _forward(plan: Plan) -> PlannedLaunch:
-    config, problem, axes, score = plan.config, plan.problem, axes_of(plan), lowered_of(plan)
+    config, problem, axes, score = config_of(plan), plan.problem, axes_of(plan), lowered_of(plan)
     assert isinstance(config, CudaConfig)
     columns = f"c{config.column_warps}" if config.column_warps > 1 else ""
     slices = f"_{config.dim_slice}d{config.key_slice}k" if axes.tiling != "none" else ""
     tiles = f"{config.tile_m}x{config.tile_n}_w{config.warps}{columns}_s{config.stages}_q{config.q_place}"
     name = f"forward_{_what(problem)}_{axes.name.replace('+', '_')}_{tiles}{slices}_o{config.occupancy}"
     kernel = Instance(
-        name=f"{name}{_unaligned(problem)}{'_sinks' if problem.has_sinks else ''}{_suffix(score)}",
+        name=f"{name}{_unaligned(problem)}{'_sinks' if problem.has_sinks else ''}{_suffix(problem, score)}",
         header="forward.cuh",
         entry="forward",
         traits=forward_traits(axes, config, problem, score),
         score=score,
+        blocks=problem.blocks,
         params=ForwardParams,
         threads=config.threads,
         occupancy=config.occupancy,
@@ -187,18 +191,28 @@ def _rows(entry: str, problem: Problem, config: BackwardConfig) -> PlannedLaunch
     return PlannedLaunch(kernel=kernel, blocks=query_tiles(problem, backward.ROW_TILE))
 
 
-def _keys(problem: Problem, config: BackwardConfig, score: LoweredScore | None) -> PlannedLaunch:
+def _keys(
+    problem: Problem, config: BackwardConfig, score: LoweredScore | None, slots: tuple[int, ...]
+) -> PlannedLaunch:
     """The kernel of dk and dv, and on demand of dq."""
     adds_dq = config.dq is None
     kernel = Instance(
         name=f"backward_keys_{_tiles(problem, config)}{('_dqwide' if config.wide else '_dq') if adds_dq else ''}"
-        f"{_unaligned(problem)}{_suffix(score)}",
+        f"{_unaligned(problem)}{_suffix(problem, score, slots)}",
         header="backward.cuh",
         entry="backward_keys",
         traits=_traits(
-            "BackwardTraits", problem, *_masked(problem), *_sizes(config), adds_dq, config.wide, *_score(score)
+            "BackwardTraits",
+            problem,
+            *_masked(problem),
+            *_sizes(config),
+            adds_dq,
+            config.wide,
+            *_score(problem, score, slots),
         ),
         score=score,
+        slots=slots,
+        blocks=problem.blocks,
         params=BackwardParams,
         threads=config.threads,
         occupancy=config.occupancy,
@@ -207,14 +221,18 @@ def _keys(problem: Problem, config: BackwardConfig, score: LoweredScore | None) 
     return PlannedLaunch(kernel=kernel, blocks=key_tiles(problem, config.tile_n))
 
 
-def _queries(problem: Problem, config: QueryConfig, score: LoweredScore | None) -> PlannedLaunch:
+def _queries(
+    problem: Problem, config: QueryConfig, score: LoweredScore | None, slots: tuple[int, ...]
+) -> PlannedLaunch:
     """The kernel of dq alone."""
     kernel = Instance(
-        name=f"backward_queries_{_tiles(problem, config)}{_unaligned(problem)}{_suffix(score)}",
+        name=f"backward_queries_{_tiles(problem, config)}{_unaligned(problem)}{_suffix(problem, score, slots)}",
         header="backward_q.cuh",
         entry="backward_queries",
-        traits=_traits("QueryTraits", problem, *_masked(problem), *_sizes(config), *_score(score)),
+        traits=_traits("QueryTraits", problem, *_masked(problem), *_sizes(config), *_score(problem, score, slots)),
         score=score,
+        slots=slots,
+        blocks=problem.blocks,
         params=BackwardParams,
         threads=config.threads,
         occupancy=config.occupancy,
@@ -249,13 +267,17 @@ def _band(problem: Problem) -> str:
     return f"multiattn::Band::{'NONE' if kind == 'full' else kind.upper()}"
 
 
-def _score(score: LoweredScore | None) -> tuple[str, ...]:
-    """The last constant of a kernel whose scores an expression changes."""
-    return () if score is None else (f"multiattn::{text_of(score)[0]}",)
+def _score(problem: Problem, score: LoweredScore | None, slots: tuple[int, ...]) -> tuple[str, ...]:
+    """The last constants of a kernel whose scores an expression changes, or with a block mask."""
+    changed = "NoScore" if score is None else text_of(score, slots)[0]
+    if (blocks := problem.blocks) is not None:
+        return f"multiattn::{changed}", f"multiattn::BlockMask<{_cpp_list(*blocks)}>"
+    return () if score is None else (f"multiattn::{changed}",)
 
 
-def _suffix(score: LoweredScore | None) -> str:
-    return "" if score is None else f"_{text_of(score)[0].lower()}"
+def _suffix(problem: Problem, score: LoweredScore | None, slots: tuple[int, ...] = ()) -> str:
+    blocks, name = problem.blocks, "" if score is None else f"_{text_of(score, slots)[0].lower()}"
+    return name if blocks is None else f"{name}_blocks{blocks.queries}x{blocks.keys}{'_full' * blocks.has_full}"
 
 
 def _unaligned(problem: Problem) -> str:

@@ -11,9 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from multiattn.cuda.backward_configs import ROW_TILE, BackwardConfig, workspace_areas
+from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
+from multiattn.cuda.backward_configs import ROW_TILE, BackwardConfig, config_of, workspace_areas
 from multiattn.cuda.configs import ELEMENT_BYTES, tiles
-from multiattn.cuda.score import NOTHING, lowered_of, with_aux
+from multiattn.cuda.score import NOTHING, lowered_of, slots_of, with_aux
+from multiattn.cuda.source import MaskLists
 from multiattn.cuda.structs import TENSOR_MAP, read_structs
 from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.wgmma_configs import WgmmaConfig, query_tiles
@@ -29,8 +31,7 @@ ForwardParams, BackwardParams, WgmmaParams = (_STRUCTS[f"{it}Params"] for it in 
 
 def numbers_of(plan: Plan) -> dict[str, Any]:
     """Every number that a kernel of the Plan is told, by the name of its field."""
-    problem, config = plan.problem, plan.config
-    assert config is not None
+    problem, config = plan.problem, config_of(plan)
     left, right = problem.reach
     common = {
         **{f"strides_{name}": _STRIDES(*layout.strides[:3]) for name, layout in problem.layouts.items()},
@@ -71,11 +72,17 @@ def _kv_heads_per_section(problem: Problem) -> int:
 
 
 def _arguments(plan: Plan) -> Mapping[str, Any]:
-    """The value of each field of the `Aux` of a Plan's scores: for a pointer the name of its operand."""
-    lowered, score = lowered_of(plan), plan.problem.score
-    if lowered is None or score is None:
-        return {}
-    return {NOTHING: 0, **score.arguments(lowered, plan.problem.scale)}
+    """The value of each field behind the plain parameters of a Plan, by its name: for a pointer that of its operand."""
+    problem, lowered, score = plan.problem, lowered_of(plan), plan.problem.score
+    found: dict[str, Any] = {NOTHING: 0}
+    if lowered is not None and score is not None:
+        found |= score.arguments(lowered, problem.scale)
+        if slots_of(plan):
+            found |= score.gradient_arguments(lowered)
+    if problem.blocks is not None:
+        for direction, names in (("keys", KEYS_OF_QUERIES), ("queries", QUERIES_OF_KEYS)):
+            found |= {f"{direction}.{name}": value for name, value in problem.lists_of(names)._asdict().items()}
+    return found
 
 
 def params_of(plan: Plan) -> ctypes.Structure:
@@ -86,17 +93,24 @@ def params_of(plan: Plan) -> ctypes.Structure:
     kind = WgmmaParams if isinstance(plan.config, WgmmaConfig) else ForwardParams
     if isinstance(plan.config, BackwardConfig):
         kind = BackwardParams
-    return _filled(with_aux(kind, lowered_of(plan)), {**numbers_of(plan), **_arguments(plan)})
+    lists = None if plan.problem.blocks is None else MaskLists
+    whole = with_aux(kind, lowered_of(plan), slots_of(plan), lists)
+    return _filled(whole, {**numbers_of(plan), **_arguments(plan)})
 
 
-def _filled(kind: type[ctypes.Structure], numbers: Mapping[str, Any]) -> ctypes.Structure:
+def _filled(kind: type[ctypes.Structure], numbers: Mapping[str, Any], prefix: str = "") -> ctypes.Structure:
     params = kind()
     for name, field, *_ in kind._fields_:
         if field in (ctypes.c_int32, ctypes.c_int64, ctypes.c_float, _STRIDES):
-            setattr(params, name, numbers[name])
+            setattr(params, name, numbers[prefix + name])
         elif issubclass(field, ctypes.Structure):
-            setattr(params, name, _filled(field, numbers))
+            setattr(params, name, _filled(field, numbers, _prefix_in(kind, name)))
     return params
+
+
+def _prefix_in(kind: type[ctypes.Structure], name: str) -> str:
+    """What the names of the fields of a struct begin with: of those that are more than once in another."""
+    return f"{name}." if kind is MaskLists else ""
 
 
 def struct_of(plan: Plan, *, has_dlse: bool = False) -> Struct:
@@ -108,7 +122,7 @@ def struct_of(plan: Plan, *, has_dlse: bool = False) -> Struct:
     places = [(at, names.get(name, name), is_map) for at, name, is_map in _places(type(params))]
     return Struct(
         data=bytes(params),
-        pointers={at: name for at, name, is_map in places if not is_map and name not in absent},
+        pointers={at: name for at, name, is_map in places if not is_map and name not in (None, *absent)},
         maps={at: maps[name] for at, name, is_map in places if is_map and name in maps},
     )
 
@@ -120,13 +134,13 @@ def areas_of(plan: Plan) -> Mapping[str, int]:
     return workspace_areas(plan.problem, plan.config)
 
 
-def _places(kind: type[ctypes.Structure], base: int = 0) -> Iterator[tuple[int, str, bool]]:
+def _places(kind: type[ctypes.Structure], base: int = 0, prefix: str = "") -> Iterator[tuple[int, str, bool]]:
     """Byte offset and name of every pointer and every tensor map of a struct, and whether it is a map."""
     for name, field, *_ in kind._fields_:
         at = base + getattr(kind, name).offset
         if field is ctypes.c_void_p:
-            yield at, name, False
+            yield at, prefix + name, False
         elif field is TENSOR_MAP:
             yield at, name.removeprefix("map_"), True
         elif issubclass(field, ctypes.Structure):
-            yield from _places(field, at)
+            yield from _places(field, at, _prefix_in(kind, name))

@@ -4,6 +4,7 @@
       struct Aux {...};        // LoweredScore.fields, a part of a kernel's parameters
       struct Gradients {...};  // LoweredScore.gradient_fields
       static constexpr int SUMS;
+      static constexpr bool NEEDS_RAW;
       static float score(float raw, PLACE, const Aux&);  // and score_and_slope(..., float& slope)
       static bool mask(PLACE, const Aux&);
       static void load_gradients(float raw, float dscore, PLACE, const Aux&, const Gradients&, float* sums);
@@ -12,7 +13,8 @@
 
 PLACE is ``int32 b, h, q, Position kv, int32 seq_q, seq_kv``; a Position is what keys of an unrolled loop have in common
 and a constant. Gradients of elements that depend on batch entry and head alone are summed by each thread in its `sums`,
-SUMS floats that start at 0; `add_sums` adds them to memory at the end.
+SUMS floats that start at 0; `add_sums` adds them to memory at the end. Unless NEEDS_RAW, the slope of the expression is
+1 and no gradient is of `raw`.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import torch
 
 from multiattn.cuda import structs
 from multiattn.plan.backend import Plan
+from multiattn.problem import Problem
 from multiattn.score.expression import ONE, Node, apply, cast, inputs_of, make, read, rebuild, replace, walk
 from multiattn.score.lower import AuxField, LoweredScore, is_zero, lower
 from multiattn.score.printing import DIGEST, INFIX, Language, calls, sign
@@ -157,9 +160,28 @@ def _sign_of_key(node: Node) -> int | None:
 
 
 def lowered_of(plan: Plan) -> LoweredScore | None:
-    """The expression that changes the scores of a Plan, if one does; with the GPU's own tanh on a GPU."""
-    score = plan.problem.score if plan.problem.has_score else None
-    return None if score is None else lower(score.program, approximate=plan.arch.is_gpu)
+    """The expression that changes the scores of a Plan, or masks blocks of them; with the GPU's own tanh on a GPU."""
+    problem = plan.problem
+    if problem.score is None or not (problem.has_score or problem.blocks is not None):
+        return None
+    apart = plan.direction == "backward" and problem.score.scores is not None
+    return lower(problem.score.program, approximate=plan.arch.is_gpu, apart=apart)
+
+
+def slots_of(plan: Plan) -> tuple[int, ...]:
+    """The slots of the captured tensors to whose gradients a Plan adds."""
+    score = plan.problem.score
+    return score.gradients if score is not None and plan.direction == "backward" else ()
+
+
+def sends_raw(problem: Problem) -> bool:
+    """True if a backward needs ``q.k`` itself for the gradients of captured tensors."""
+    score = problem.score
+    return score is not None and bool(score.gradients) and _needs_raw(lower(score.program), score.gradients)
+
+
+def _needs_raw(lowered: LoweredScore, slots: Sequence[int]) -> bool:
+    return lowered.slope is not ONE or any("raw" in inputs_of(it.slope) for it in lowered.gradients_of(slots))
 
 
 @functools.lru_cache(maxsize=256)
@@ -198,6 +220,7 @@ def _gradients(lowered: LoweredScore, slots: Sequence[int], names: Mapping[str, 
     sums = [it for it in slopes if len(it.summed) == 2]
     yield from _struct("Gradients", lowered.gradient_fields(slots), ["float*"] * len(lowered.program.tensors))
     yield f"static constexpr int SUMS = {len(sums)};"
+    yield f"static constexpr bool NEEDS_RAW = {str(_needs_raw(lowered, slots)).lower()};"
     statements, results = _statements([root for it in slopes for root in (it.slope, *it.load.args)], names)
     statements.append("if (q >= seq_q || kv.index() >= seq_kv || dscore == 0.0f) return;")
     rest = iter(results)
@@ -251,9 +274,26 @@ def struct_of(fields: Sequence[AuxField]) -> type[ctypes.Structure]:
 
 
 @functools.lru_cache(maxsize=256)
-def with_aux(params: type[ctypes.Structure], lowered: LoweredScore | None) -> type[ctypes.Structure]:
-    """The struct of a kernel's parameters, `Aux` behind them: C++'s ``WithAux``, by a name of its own."""
-    if lowered is None:
+def with_aux(
+    params: type[ctypes.Structure],
+    lowered: LoweredScore | None,
+    slots: tuple[int, ...] = (),
+    lists: type[ctypes.Structure] | None = None,
+) -> type[ctypes.Structure]:
+    """The struct of a kernel's parameters, and what comes behind them: C++'s ``WithAux``, by a name of its own.
+
+    That is `Aux`; `Gradients` of the tensors in `slots`; `lists` of a block mask, before which the others are, be they
+    empty.
+    """
+    if lowered is None and lists is None:
         return params
-    fields = [("plain", params), ("aux", struct_of(lowered.fields))]
-    return structs.struct_of(f"{params.__name__}_{text_of(lowered)[0]}", fields)
+    has_gradients = lowered is not None and bool(lowered.gradients_of(slots))
+    fields: list[tuple[str, type[ctypes.Structure]]] = [("plain", params)]
+    fields.append(("aux", struct_of(lowered.fields if lowered is not None else ())))
+    if has_gradients or lists is not None:
+        fields.append(("gradients", struct_of(lowered.gradient_fields(slots) if lowered is not None else ())))
+    name = params.__name__ if lowered is None else f"{params.__name__}_{text_of(lowered, slots)[0]}"
+    if lists is not None:
+        fields.append(("lists", lists))
+        name += "_lists"
+    return structs.struct_of(name, fields)

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from multiattn.block_mask import BlockSpec
 from multiattn.cuda.score import text_of, with_aux
+from multiattn.cuda.structs import read_structs
 from multiattn.plan.arch import Arch
 from multiattn.run import cache
 from multiattn.score import LoweredScore
@@ -17,6 +19,9 @@ ROOT = Path(__file__).parent
 DEVICE_INCLUDES = (ROOT / "include", ROOT / "kernels")
 HOST_INCLUDES = (ROOT / "cpu" / "include", *DEVICE_INCLUDES)
 """The CPU's `multiattn/ptx.cuh` comes first: a kernel never says which of the two it runs on."""
+
+MaskLists = read_structs(ROOT / "include" / "multiattn" / "params.h")["MaskLists"]
+"""What comes behind the parameters of a kernel with a block mask."""
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
@@ -50,6 +55,15 @@ class Instance:
     """It has instructions of one arch alone (wgmma), whose code runs on no later one."""
     score: LoweredScore | None = None
     """The expression that changes its scores: among its traits by the name of the struct."""
+    slots: tuple[int, ...] = ()
+    """The captured tensors of `score` to whose gradients it may add."""
+    blocks: BlockSpec | None = None
+    """The block mask whose lists it walks over."""
+
+    @property
+    def whole_params(self) -> type[ctypes.Structure]:
+        """`params`, and what comes behind them."""
+        return with_aux(self.params, self.score, self.slots, None if self.blocks is None else MaskLists)
 
     def target(self, arch: Arch) -> str:
         """NVRTC's name of the target: ``sm_90``, or ``sm_90a`` with the features of that arch."""
@@ -61,11 +75,12 @@ def translation_unit(kernels: Sequence[Instance]) -> str:
     """C++ that defines `kernels`, and asserts what Python believes about each."""
     parts = [f'#include "{header}"\n' for header in dict.fromkeys(kernel.header for kernel in kernels)]
     parts += [_wgmma(it) for it in sorted({it for kernel in kernels for it in kernel.wgmma_columns})]
-    parts += [text_of(it)[1] for it in dict.fromkeys(kernel.score for kernel in kernels) if it is not None]
-    parts += [_params(*it) for it in dict.fromkeys((kernel.params, kernel.score) for kernel in kernels)]
+    scores = dict.fromkeys((it.score, it.slots) for it in kernels)
+    parts += [text_of(score, slots)[1] for score, slots in scores if score is not None]
+    parts += dict.fromkeys(map(_params, kernels))
     for kernel in kernels:
         traits, bounds = f"Traits_{kernel.name}", f"{kernel.threads}, {kernel.occupancy}"
-        params = with_aux(kernel.params, kernel.score)
+        params = kernel.whole_params
         entry = f"KERNEL({bounds})" if kernel.cluster == 1 else f"CLUSTER_KERNEL({bounds}, {kernel.cluster})"
         parts.append(
             f"using {traits} = {kernel.traits};\n"
@@ -79,14 +94,16 @@ def translation_unit(kernels: Sequence[Instance]) -> str:
     return "\n".join(parts)
 
 
-def _params(plain: type[ctypes.Structure], score: LoweredScore | None) -> str:
-    """A parameter struct, which has a name where a score's own parameters come behind it, and its size."""
-    params = with_aux(plain, score)
+def _params(kernel: Instance) -> str:
+    """A parameter struct, which has a name where others come behind the plain one, and its size."""
+    params = kernel.whole_params
     name, size = params.__name__, ctypes.sizeof(params)
     check = f'static_assert(sizeof(multiattn::{name}) == {size}, "params.{name}");\n'
-    if score is None:
+    if params is kernel.params:
         return check
-    made = f"WithAux<{plain.__name__}, {text_of(score)[0]}>::Type"
+    behind = ["NoScore" if kernel.score is None else text_of(kernel.score, kernel.slots)[0]]
+    behind += [] if kernel.blocks is None else [MaskLists.__name__]
+    made = f"WithAux<{', '.join((kernel.params.__name__, *behind))}>::Type"
     return f"namespace multiattn {{ using {name} = {made}; }}\n{check}"
 
 

@@ -23,15 +23,19 @@ _OFFERED = {
 }
 
 
-_capability = partial(Capability, arches=tuple(ARCHS), masks=KINDS, sinks=True, scores=True)
+_capability = partial(Capability, arches=tuple(ARCHS), masks=KINDS, sinks=True, scores=True, score_gradients=True)
 """The capability of kernels with mma.sync."""
+
+_BLOCKS = {points.SPLIT_Q: 32, points.TILED: 64}
+"""The blocks of a block mask by the points that take one: two warps have 16 rows each, four share 16 keys each."""
+_BACKWARD_BLOCKS = 32
 
 
 def _variant(axes: Axes, summary: str, *, only_named: bool) -> Variant:
     return Variant(
         name=axes.name,
         summary=summary,
-        capability=_capability(dtypes=axes.dtypes, head_dim_max=axes.head_dim_max),
+        capability=_capability(dtypes=axes.dtypes, head_dim_max=axes.head_dim_max, block_masks=_BLOCKS.get(axes, 0)),
         rules=rules_of(axes),
         flags=axes.flags,
         parent=axes.parent.name if axes.parent else None,
@@ -79,7 +83,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
     Variant(
         name="atomic",
         summary="FlashAttention-2: one pass over the keys; dq is added up in fp32 by atomics, in any order",
-        capability=_capability(),
+        capability=_capability(block_masks=_BACKWARD_BLOCKS),
         rules=ATOMIC_RULES,
         flags=(("dq", "atomic"),),
         deterministic=False,
@@ -90,7 +94,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
     Variant(
         name="two_pass",
         summary="a pass over the queries for dq, then one over the keys for dk and dv: the same bits each time",
-        capability=_capability(),
+        capability=_capability(block_masks=_BACKWARD_BLOCKS),
         rules=TWO_PASS_RULES,
         flags=(("dq", "own_kernel"),),
         workspace=backward.workspace,

@@ -10,6 +10,8 @@
 // from shared memory. P passes from a warp to its partner through shared memory, dS to all warps for dQ += dS K.
 #pragma once
 #include "backward_common.cuh"
+#include "backward_ring.cuh"
+#include "multiattn/block_mask.cuh"
 #include "multiattn/gemm.cuh"
 #include "multiattn/mask.cuh"
 #include "multiattn/place.cuh"
@@ -18,7 +20,7 @@
 namespace multiattn {
 
 template <class Element_, int HEAD_DIM, Band BAND_, bool ALIGNED_, int TILE_M_, int TILE_N_, int WARPS_, int STAGES_,
-          bool ADDS_DQ_, bool WIDE_, class Score_ = NoScore>
+          bool ADDS_DQ_, bool WIDE_, class Score_ = NoScore, class Blocked_ = NoBlockMask>
 struct BackwardTraits {
   using Element = Element_;
   static constexpr int TILE_M = TILE_M_, TILE_N = TILE_N_, WARPS = WARPS_;
@@ -27,7 +29,8 @@ struct BackwardTraits {
   static constexpr bool ALIGNED = ALIGNED_;      // q, k, v: every row starts at a multiple of 16 bytes
   static constexpr bool ADDS_DQ = ADDS_DQ_;      // else dq has a kernel of its own
   using Score = Score_;                          // what changes scores
-  using Params = typename WithAux<BackwardParams, Score>::Type;
+  using Blocked = Blocked_;                      // what lists the tiles that are seen
+  using Params = typename WithAux<BackwardParams, Score, typename ListsOf<Blocked>::Type>::Type;
   static constexpr int THREADS = WARPS * WARP;
 
   using TileQ = Tile<TILE_M, HEAD_DIM>;          // of Q and dO
@@ -46,8 +49,11 @@ struct BackwardTraits {
   static constexpr int DQ_DIM_FRAGMENTS = (DIM_FRAGMENTS + DQ_DIM_PARTS - 1) / DQ_DIM_PARTS;
   using Sum = DqSum<DIM_FRAGMENTS, WIDE_>;
 
+  // Partners get Q K^T in fp32 and not weights, where a gradient of a captured tensor needs it.
+  static constexpr bool SENDS_RAW = NEEDS_RAW<Score>;
+
   // Shared memory: K, V, stages of (Q, dO), weights on their way to partners, dS, stages of (lse, delta).
-  static constexpr int WEIGHT_BYTES = TILE_M * TILE_N * 2;
+  static constexpr int WEIGHT_BYTES = TILE_M * TILE_N * (SENDS_RAW ? 4 : 2);
   static constexpr int STAGE_BYTES = 2 * TileQ::BYTES, STATISTIC_BYTES = 2 * TILE_M * 4;
   static constexpr int STAGES_AT = 2 * TileKV::BYTES;
   static constexpr int WEIGHTS_AT = STAGES_AT + STAGES * STAGE_BYTES;
@@ -67,57 +73,6 @@ struct BackwardTraits {
   static_assert(TILE_M % 16 == 0 && QUERY_FRAGMENTS % DQ_ROW_PARTS == 0 && WARPS % DQ_ROW_PARTS == 0,
                 "a block of queries is whole fragments, and warps share it evenly");
   static_assert(STAGES == 1 || STAGES == 2, "stages");
-};
-
-// The tiles of queries that a block walks over, head by head.
-struct QueryWalk {
-  int first_tile, end_tile;  // of each head
-  int head, tile;            // where it is
-
-  DEVICE void advance() {
-    if (++tile < end_tile) return;
-    tile = first_tile;
-    ++head;
-  }
-};
-
-// STAGES buffers of Q and dO, lse and delta, filled with cp.async.
-template <class T>
-class QueryRing {
- public:
-  DEVICE QueryRing(const BackwardParams& params, SharedAddress smem, QueryWalk walk, int end_head)
-      : params_(params), smem_(smem), next_(walk), end_head_(end_head) {}
-
-  // Starts to load the next tile of the walk; nothing beyond its end.
-  DEVICE void load_next(int stage) {
-    if (next_.head < end_head_) {
-      const QuerySequence sequence{params_, next_.head};
-      const int thread = T::thread();
-      const int first = next_.tile * T::TILE_M, rows = params_.seq_q - first;
-      load_tile<typename T::TileQ, T::THREADS, T::ALIGNED>(q(stage), sequence.q() + first * params_.strides_q.seq,
-                                                           params_.strides_q.seq, rows, thread);
-      load_tile<typename T::TileQ, T::THREADS, true>(dout(stage), sequence.dout() + first * params_.strides_out.seq,
-                                                     params_.strides_out.seq, rows, thread);
-      for (int i = thread; i < 2 * T::TILE_M; i += T::THREADS) {
-        const int row = i % T::TILE_M;
-        const float* source = i < T::TILE_M ? sequence.lse() : sequence.delta();
-        cp_async_4(lse(stage) + 4 * i, source + first + row, row < rows);
-      }
-      next_.advance();
-    }
-    cp_async_commit();
-  }
-
-  DEVICE SharedAddress q(int stage) const { return smem_ + T::STAGES_AT + stage * T::STAGE_BYTES; }
-  DEVICE SharedAddress dout(int stage) const { return q(stage) + T::TileQ::BYTES; }
-  DEVICE SharedAddress lse(int stage) const { return smem_ + T::STATISTICS_AT + stage * T::STATISTIC_BYTES; }
-  DEVICE SharedAddress delta(int stage) const { return lse(stage) + T::TILE_M * 4; }
-
- private:
-  const BackwardParams& params_;
-  SharedAddress smem_;
-  QueryWalk next_;
-  int end_head_;
 };
 
 template <class T>
@@ -163,13 +118,24 @@ DEVICE void clear_masked(KeyScores<T>& scores, const Mask<T::BAND>& mask, int fi
   });
 }
 
-// P^T as operands, each lane's for the same lane of the partner.
+// The same of a partial block, where the expression's mask hides them.
+template <class T>
+DEVICE void clear_partial(KeyScores<T>& scores, const typename T::Params& params, int query_head, int first_key,
+                          int first_query) {
+  const HeadScores<typename T::Score> head(params, query_head / params.heads_q, query_head % params.heads_q);
+  for_each_element(scores, T::thread(), [&](float& value, int row, int column) {
+    if (!head.visible(first_query + column, first_key + row)) value = 0.0f;
+  });
+}
+
+// P^T as operands, or Q K^T in fp32, each lane's for the same lane of the partner.
 template <class T>
 class Mailbox {
  public:
+  static constexpr int CHUNKS = T::KEY_FRAGMENTS * T::QUERY_FRAGMENTS * (T::SENDS_RAW ? 2 : 1);  // of a lane
+
   DEVICE Mailbox(SharedAddress smem, int pair)
-      : first_(smem + T::WEIGHTS_AT +
-               (pair * T::KEY_FRAGMENTS * T::QUERY_FRAGMENTS * WARP + thread_index() % WARP) * CHUNK_BYTES) {}
+      : first_(smem + T::WEIGHTS_AT + (pair * CHUNKS * WARP + thread_index() % WARP) * CHUNK_BYTES) {}
 
   DEVICE void put(const Operand<T>& weights) const {
     for_each<T::KEY_FRAGMENTS, T::QUERY_FRAGMENTS>([&](int m, int n) { put(m, n, weights[m][n]); });
@@ -182,6 +148,13 @@ class Mailbox {
 
   DEVICE Chunk get(int m, int n) const { return load_shared_16(slot(m, n)); }
 
+  DEVICE void put_raw(int m, int n, int side, const Accumulator& raw) const {
+    const float(&value)[4] = raw.value;
+    store_shared_16(slot(2 * m + side, n),
+                    Chunk{{float_bits(value[0]), float_bits(value[1]), float_bits(value[2]), float_bits(value[3])}});
+  }
+  DEVICE Chunk get_raw(int m, int n, int side) const { return load_shared_16(slot(2 * m + side, n)); }
+
  private:
   DEVICE SharedAddress slot(int m, int n) const {
     return first_ + (m * T::QUERY_FRAGMENTS + n) * (WARP * CHUNK_BYTES);
@@ -191,7 +164,7 @@ class Mailbox {
 };
 
 // P^T of the expression's scores, in place of K Q^T. The partner gets P^T times the slope, its factor of dS^T, and masks
-// what comes of it.
+// what comes of it; or K Q^T, of which it makes both.
 template <class T>
 DEVICE void weigh_modified(KeyScores<T>& product, const HeadScores<typename T::Score>& head, SharedAddress lse,
                            const Mailbox<T>& mailbox, int first_key, int first_query) {
@@ -201,15 +174,82 @@ DEVICE void weigh_modified(KeyScores<T>& product, const HeadScores<typename T::S
     float statistic[2][2];
     for_each<2>([&](int side) { load_shared_8(statistic[side], lse + (column + 8 * side) * 4); });
     for_each<T::KEY_FRAGMENTS>([&](int m) {
+      if constexpr (T::SENDS_RAW) for_each<2>([&](int side) { mailbox.put_raw(m, n, side, product[m][n][side]); });
       Accumulator sloped[2];
       for_each<2, 4>([&](int side, int e) {
         const int query = first_query + column + 8 * side + e % 2, key = first_key + 16 * m + accumulator_row(e, thread);
         float& value = product[m][n][side].value[e];
         value = head.weight(value, query, key, statistic[side][e % 2] * LOG2_E, sloped[side].value[e]);
       });
-      mailbox.put(m, n, as_operand<typename T::Element>(sloped));
+      if constexpr (!T::SENDS_RAW) mailbox.put(m, n, as_operand<typename T::Element>(sloped));
     });
   });
+}
+
+// Sums of the warp's queries and keys, for gradients of elements that depend on neither.
+template <class T>
+class GradientSums {
+ public:
+  static constexpr int COUNT = T::Score::SUMS;
+  float sums[COUNT > 0 ? COUNT : 1] = {};
+
+  // Adds them to memory, one lane for its warp.
+  template <class Gradients>
+  DEVICE void add_to(const Gradients& gradients, const HeadScores<typename T::Score>& head) {
+    if constexpr (COUNT > 0) {
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i)
+#pragma unroll
+        for (int mask = WARP / 2; mask > 0; mask /= 2) sums[i] += shuffle_xor(sums[i], mask);
+      if (thread_index() % WARP == 0) head.add_sums(gradients, sums);
+    }
+  }
+};
+
+// Adds dS^T, where the expression's slope is 1, to the gradients of captured tensors. Masked elements are 0.
+template <class T>
+DEVICE void add_gradients(KeyScores<T>& ds, const typename T::Params& params,
+                          const HeadScores<typename T::Score>& head, int first_key, int first_query) {
+  GradientSums<T> sums;
+  for_each<T::QUERY_FRAGMENTS, 2>([&](int n, int side) {
+    const uint32 thread = recomputed(thread_index());  // an address that is kept costs registers
+    for_each<2, T::KEY_FRAGMENTS, 2>([&](int odd, int m, int half) {
+      const int e = 2 * half + odd;
+      const int query = first_query + 16 * n + 8 * side + accumulator_column(e, thread);
+      const int key = first_key + 16 * m + accumulator_row(e, thread);
+      head.add_gradients(params.gradients, 0.0f, ds[m][n][side].value[e], query, key, sums.sums);
+    });
+  });
+  sums.add_to(params.gradients, head);
+}
+
+// dS^T = P^T * (dP^T - delta) * slope. `product` is the second factor, the others are made of the K Q^T that the partner has
+// sent; what the first two give is the gradient of the expression's score. Masked elements are 0, whatever their weights.
+template <class T>
+DEVICE void multiply_by_slopes(KeyScores<T>& product, const typename T::Params& params,
+                               const HeadScores<typename T::Score>& head, SharedAddress lse, const Mailbox<T>& mailbox,
+                               int first_key, int first_query) {
+  const uint32 thread = T::thread();
+  GradientSums<T> sums;
+  for_each<T::QUERY_FRAGMENTS, 2>([&](int n, int side) {
+    const int column = 16 * n + 8 * side + accumulator_column(0, thread);
+    float statistic[2];
+    load_shared_8(statistic, lse + column * 4);
+    for_each<T::KEY_FRAGMENTS>([&](int m) {
+      const Chunk sent = mailbox.get_raw(m, n, side);
+      for_each<4>([&](int e) {
+        const int query = first_query + column + e % 2, key = first_key + 16 * m + accumulator_row(e, thread);
+        const float raw = float_of_bits(sent.word[e]);
+        float& value = product[m][n][side].value[e];
+        float slope;
+        const float weight = head.weight_and_slope(raw, query, key, statistic[e % 2] * LOG2_E, slope);
+        const float dscore = value == 0.0f ? 0.0f : value * weight;
+        head.add_gradients(params.gradients, raw, dscore, query, key, sums.sums);
+        value = value == 0.0f ? 0.0f : dscore * slope;
+      });
+    });
+  });
+  sums.add_to(params.gradients, head);
 }
 
 // dS^T = P^T * (dP^T - delta), of which `product` is the second factor.
@@ -282,23 +322,25 @@ DEVICE void backward_keys(const typename T::Params& params) {
   const Mask<T::BAND> mask(params);
   const Blocks tiles = mask.template queries<T::TILE_M>(first_key, T::TILE_N, params.tiles_q);
   const int first_head = head_kv * params.group, end_head = first_head + params.group;
-  QueryWalk walk{tiles.begin, tiles.end, first_head, tiles.begin};
-  if (T::BAND == Band::TWO_SIDED && tiles.begin == tiles.end) walk.head = end_head;  // no query sees a key of the tile
+  const auto first = first_walk<T>(params, tiles, first_key, first_head, end_head);
 
   const SharedAddress smem = shared_base(), tile_k = smem, tile_v = smem + TileKV::BYTES;
-  QueryRing<T> ring(params, smem, walk, end_head);
+  QueryRing<T> ring(params, smem, first, end_head);
+  typename WalksOf<T>::User walk(first);
   load_tile<TileKV, T::THREADS, T::ALIGNED>(tile_k, keys.k() + first_key * params.strides_k.seq, params.strides_k.seq,
                                             params.seq_kv - first_key);
   load_tile<TileKV, T::THREADS, T::ALIGNED>(tile_v, keys.v() + first_key * params.strides_v.seq, params.strides_v.seq,
                                             params.seq_kv - first_key);
   ring.load_next(0);
 
+  constexpr bool MASKS_PARTIAL = HAS_LISTS<typename T::Blocked> && HAS_MASK<typename T::Score>;
   Gradient<T> gradient;  // [WARP_KEYS, D]: of V, or of K
   clear(gradient);
   cp_async_wait<0>();
   sync_block();  // everybody's part of K, V and the first tile has landed
   for (int stage = 0; walk.head < end_head; stage = T::STAGES - 1 - stage, walk.advance()) {
-    const int first_query = walk.tile * T::TILE_M;
+    const int first_query = tile_of<T>(walk) * T::TILE_M;
+    if constexpr (HAS_LISTS<typename T::Blocked>) walk.follow(ring.next());
     if constexpr (T::STAGES == 2) ring.load_next(1 - stage);
     bool masked = !mask.all_visible(first_query, T::TILE_M, first_key, T::TILE_N);
     if constexpr (HAS_SCORE<typename T::Score>) masked |= first_query + T::TILE_M > params.seq_q;
@@ -321,6 +363,8 @@ DEVICE void backward_keys(const typename T::Params& params) {
         });
       }
       if (masked) clear_masked<T>(product, mask, first_key + role.first_row, first_query);
+      if constexpr (MASKS_PARTIAL)
+        if (walk.is_partial()) clear_partial<T>(product, params, walk.head, first_key + role.first_row, first_query);
       round_to_operand<E>(operand, product);
       if constexpr (!HAS_SCORE<typename T::Score>) mailbox.put(operand);
     } else {
@@ -328,8 +372,17 @@ DEVICE void backward_keys(const typename T::Params& params) {
     }
     sync_block();  // the weights are there for their partners
     if (!makes_weights) {
-      multiply_by_weights<T>(product, mailbox);
+      if constexpr (!T::SENDS_RAW) multiply_by_weights<T>(product, mailbox);
       if (masked) clear_masked<T>(product, mask, first_key + role.first_row, first_query);
+      if constexpr (MASKS_PARTIAL)
+        if (walk.is_partial()) clear_partial<T>(product, params, walk.head, first_key + role.first_row, first_query);
+      if constexpr (HAS_GRADIENTS<typename T::Score>) {
+        const HeadScores<typename T::Score> head(params, walk.head / params.heads_q, walk.head % params.heads_q);
+        if constexpr (T::SENDS_RAW)
+          multiply_by_slopes<T>(product, params, head, ring.lse(stage), mailbox, first_key + role.first_row, first_query);
+        else
+          add_gradients<T>(product, params, head, first_key + role.first_row, first_query);
+      }
       round_to_operand<E>(operand, product);
       if constexpr (T::ADDS_DQ) store_ds<T>(operand, smem + T::DS_AT, role.first_row);
     }
@@ -348,11 +401,11 @@ DEVICE void backward_keys(const typename T::Params& params) {
 
   sync_block();  // nobody still reads K
   const Role<T> role = Role<T>::mine();
-  const int first = first_key + role.first_row;
+  const int first_row = first_key + role.first_row;
   const Strides& strides = role.makes_weights ? params.strides_dv : params.strides_dk;
-  uint16* target = (role.makes_weights ? keys.dv() : keys.dk()) + first * strides.seq;
+  uint16* target = (role.makes_weights ? keys.dv() : keys.dk()) + first_row * strides.seq;
   store_rows<E, TileKV>(gradient, role.makes_weights ? 1.0f : params.grad_factor, role.own_rows(smem), target,
-                        strides.seq, params.seq_kv - first);
+                        strides.seq, params.seq_kv - first_row);
 }
 
 }  // namespace multiattn

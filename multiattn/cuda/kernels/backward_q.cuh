@@ -5,6 +5,7 @@
 // the queries, so that dS is, rounded, operand A of dQ += dS K.
 #pragma once
 #include "backward_common.cuh"
+#include "multiattn/block_mask.cuh"
 #include "multiattn/gemm.cuh"
 #include "multiattn/mask.cuh"
 #include "multiattn/place.cuh"
@@ -13,7 +14,7 @@
 namespace multiattn {
 
 template <class Element_, int HEAD_DIM, Band BAND_, bool ALIGNED_, int TILE_M_, int TILE_N_, int WARPS_, int STAGES_,
-          class Score_ = NoScore>
+          class Score_ = NoScore, class Blocked_ = NoBlockMask>
 struct QueryTraits {
   using Element = Element_;
   static constexpr int TILE_M = TILE_M_, TILE_N = TILE_N_, WARPS = WARPS_;
@@ -21,7 +22,8 @@ struct QueryTraits {
   static constexpr Band BAND = BAND_;
   static constexpr bool ALIGNED = ALIGNED_;  // q, k, v: every row starts at a multiple of 16 bytes
   using Score = Score_;                      // what changes scores
-  using Params = typename WithAux<BackwardParams, Score>::Type;
+  using Blocked = Blocked_;                  // what lists the tiles that are seen
+  using Params = typename WithAux<BackwardParams, Score, typename ListsOf<Blocked>::Type>::Type;
   static constexpr int THREADS = WARPS * WARP;
 
   using TileQ = Tile<TILE_M, HEAD_DIM>;      // of Q and dO
@@ -81,10 +83,22 @@ DEVICE void make_modified_ds(Product<M, N>& scores, const Product<M, N>& dp, con
   });
 }
 
+// The walk over the tiles of keys, at its beginning.
 template <class T>
-DEVICE void load_keys(const BackwardParams& params, const KeySequence& keys, SharedAddress stage, int block, int end) {
-  if (block < end) {
-    const int first = block * T::TILE_N, rows = params.seq_kv - first;
+DEVICE KeysOf<T> keys_of(const typename T::Params& params, const Mask<T::BAND>& mask, int head, int first_query) {
+  if constexpr (HAS_LISTS<typename T::Blocked>) {
+    return {params.lists.keys, head / params.heads_q, head % params.heads_q, first_query};
+  } else {
+    return mask.template keys<T::TILE_N>(first_query, T::TILE_M);
+  }
+}
+
+// The tile of a step of the walk, nothing from its end on.
+template <class T>
+DEVICE void load_keys(const BackwardParams& params, const KeySequence& keys, SharedAddress stage, int tile, int step,
+                      int end) {
+  if (step < end) {
+    const int first = tile * T::TILE_N, rows = params.seq_kv - first;
     load_tile<typename T::TileKV, T::THREADS, T::ALIGNED>(stage, keys.k() + first * params.strides_k.seq,
                                                           params.strides_k.seq, rows);
     load_tile<typename T::TileKV, T::THREADS, T::ALIGNED>(
@@ -103,7 +117,7 @@ DEVICE void backward_queries(const typename T::Params& params) {
   const QuerySequence queries{params, head};
   const KeySequence keys{params, head / params.group};
   const Mask<T::BAND> mask(params);
-  const Blocks blocks = mask.template keys<T::TILE_N>(first_query, T::TILE_M);
+  auto walk = keys_of<T>(params, mask, head, first_query);
 
   const SharedAddress tile_q = shared_base(), tile_do = tile_q + TileQ::BYTES, stages = tile_do + TileQ::BYTES;
   const int rows = params.seq_q - first_query;
@@ -111,21 +125,26 @@ DEVICE void backward_queries(const typename T::Params& params) {
                                            params.strides_q.seq, rows);
   load_tile<TileQ, T::THREADS, true>(tile_do, queries.dout() + first_query * params.strides_out.seq,
                                      params.strides_out.seq, rows);
-  const auto load = [&](int block) {
-    load_keys<T>(params, keys, stages + block % T::STAGES * T::STAGE_BYTES, block, blocks.end);
+  const auto load = [&](int step) {
+    int tile = step;
+    if constexpr (HAS_LISTS<typename T::Blocked>) tile = walk.to_load();
+    load_keys<T>(params, keys, stages + step % T::STAGES * T::STAGE_BYTES, tile, step, walk.end);
+    if constexpr (HAS_LISTS<typename T::Blocked>) walk.look_ahead(step + 1);
   };
-  load(blocks.begin);
+  load(walk.begin);
 
   const int first_row = thread_index() / WARP * T::WARP_ROWS;
   const SharedAddress own_q = tile_q + first_row * TileQ::PITCH, own_do = tile_do + first_row * TileQ::PITCH;
   const RowStatistics<T::ROW_FRAGMENTS> statistics(queries, first_query + first_row);
   Product<T::ROW_FRAGMENTS, T::DIM_FRAGMENTS> dq;  // [WARP_ROWS, D]
   clear(dq);
-  for (int block = blocks.begin; block < blocks.end; ++block) {
-    const SharedAddress k = stages + block % T::STAGES * T::STAGE_BYTES, v = k + TileKV::BYTES;
+  for (int step = walk.begin; step < walk.end; ++step) {
+    int block = step;
+    if constexpr (HAS_LISTS<typename T::Blocked>) block = walk.tile(step);
+    const SharedAddress k = stages + step % T::STAGES * T::STAGE_BYTES, v = k + TileKV::BYTES;
     cp_async_wait<0>();
     sync_block();  // everybody's part of the block has landed; and nobody still reads what the next load overwrites
-    if constexpr (T::STAGES == 2) load(block + 1);
+    if constexpr (T::STAGES == 2) load(step + 1);
 
     Product<T::ROW_FRAGMENTS, T::KEY_FRAGMENTS> scores, dp;  // [WARP_ROWS, TILE_N]
     multiply_rows<E, TileQ, TileKV, T::AHEAD>(scores, own_q, k, T::thread());
@@ -137,6 +156,13 @@ DEVICE void backward_queries(const typename T::Params& params) {
     } else {
       make_ds(scores, dp, statistics, params.score_factor);
     }
+    if constexpr (HAS_LISTS<typename T::Blocked> && HAS_MASK<typename T::Score>) {
+      const HeadScores<typename T::Score> of_head(params, head / params.heads_q, head % params.heads_q);
+      if (walk.is_partial(step))
+        for_each_element(scores, recomputed(thread_index()), [&](float& value, int row, int column) {
+          if (!of_head.visible(first_query + first_row + row, block * T::TILE_N + column)) value = 0.0f;
+        });
+    }
     if (!mask.all_visible(first_query, T::TILE_M, block * T::TILE_N, T::TILE_N))
       for_each_element(scores, T::thread(), [&](float& value, int row, int column) {
         if (!mask.visible(first_query + first_row + row, block * T::TILE_N + column)) value = 0.0f;
@@ -147,11 +173,11 @@ DEVICE void backward_queries(const typename T::Params& params) {
 
     if constexpr (T::STAGES == 1) {
       sync_block();  // nobody still reads the block
-      load(block + 1);
+      load(step + 1);
     }
   }
 
-  if (blocks.begin == blocks.end) {  // no query of the tile sees a key: Q has not been waited for
+  if (walk.begin == walk.end) {  // no query of the tile sees a key: Q has not been waited for
     cp_async_wait<0>();
     sync_block();  // everybody's part of Q has landed, before it is overwritten
   }

@@ -70,24 +70,25 @@ struct Walk {
   static DEVICE SharedAddress weights() { return shared_base() + T::EXCHANGE_AT; }
   static DEVICE SharedAddress tops() { return weights() + (T::SPLIT_KV ? T::TileP::BYTES : 0); }
   DEVICE Mask<T::BAND> mask() const { return Mask<T::BAND>(params); }
+  DEVICE HeadScores<typename T::Score> head() const { return {params, work.batch, work.head}; }
   // From `scores` to the log2 domain.
   DEVICE float scale_log2() const { return HAS_SCORE<typename T::Score> ? 1.0f : params.scale_log2; }
 };
 
 // scores[WARP_ROWS, WARP_KEYS] = Q K^T, piece by piece of head_dim
 template <class T>
-DEVICE void compute_scores(Scores<T>& scores, const Walk<T>& it, int block) {
+DEVICE void compute_scores(Scores<T>& scores, const Walk<T>& it, int step) {
   ScoreSums<T> sums;
   clear(sums);
 #pragma unroll 1
   for (int piece = 0; piece < T::K_PIECES; ++piece) {
-    it.stream.await_k(block, piece);
-    const SharedAddress q = it.queries.source(piece, it.stream.q(block, piece));
+    it.stream.await_k(step, piece);
+    const SharedAddress q = it.queries.source(piece, it.stream.q(step, piece));
     if (T::STREAMED && it.params.scale_sign != 1) {
       fold_sign_into_q<T, typename T::PieceQ>(q, it.params.scale_sign);
       sync_block();  // Q is rewritten before anybody reads it
     }
-    add_scores<T>(sums, it.queries, q, it.stream.k(block, piece));
+    add_scores<T>(sums, it.queries, q, it.stream.k(step, piece));
   }
   for_each<T::ROW_FRAGMENTS, T::KEY_FRAGMENTS, 2>(
       [&](int m, int n, int side) { scores[m][n][side] = widened(sums[m][n][side]); });
@@ -96,7 +97,7 @@ DEVICE void compute_scores(Scores<T>& scores, const Walk<T>& it, int block) {
 // The expression's scores in place of Q K^T. Beyond the ends of the sequences they mean nothing.
 template <class T>
 DEVICE void modify_scores(Scores<T>& scores, const Walk<T>& it, int block) {
-  const HeadScores<typename T::Score> head(it.params, it.work.batch, it.work.head);
+  const HeadScores<typename T::Score> head = it.head();
   const uint32 thread = recomputed(thread_index());
   const int first_query = it.work.first_query + T::warp_row(thread), first_key = block * T::TILE_N + T::warp_key(thread);
   // Columns first: what depends on the key alone is then in registers for a few scores only.
@@ -107,14 +108,28 @@ DEVICE void modify_scores(Scores<T>& scores, const Walk<T>& it, int block) {
   });
 }
 
-// The one place that hides a score.
+// Hides the scores of a partial block that the expression's mask hides.
+template <class T>
+DEVICE void mask_partial(Scores<T>& scores, const Walk<T>& it, int block) {
+  const HeadScores<typename T::Score> head = it.head();
+  const uint32 thread = recomputed(thread_index());
+  const int first_query = it.work.first_query + T::warp_row(thread), first_key = block * T::TILE_N + T::warp_key(thread);
+  for_each<T::KEY_FRAGMENTS, 2, T::ROW_FRAGMENTS, 4>([&](int n, int side, int m, int e) {
+    const int query = first_query + 16 * m + accumulator_row(e, thread);
+    const int key = first_key + 16 * n + 8 * side + accumulator_column(e, thread);
+    if (!head.visible(query, key)) scores[m][n][side].value[e] = -infinity();
+  });
+}
+
+// The one place that hides a score by the band.
 template <class T>
 DEVICE void mask_scores(Scores<T>& scores, const Walk<T>& it, int block) {
+  constexpr bool ASKS = T::BAND == Band::TWO_SIDED || HAS_LISTS<typename T::Blocked>;
   const Mask<T::BAND> mask = it.mask();
-  if constexpr (T::BAND == Band::TWO_SIDED)
+  if constexpr (ASKS)
     if (mask.all_visible(it.work.first_query, T::TILE_M, block * T::TILE_N, T::TILE_N)) return;
   // The bounds of a row are made for each block: registers are scarce.
-  const uint32 thread = T::BAND == Band::TWO_SIDED ? recomputed(thread_index()) : thread_index();
+  const uint32 thread = ASKS ? recomputed(thread_index()) : thread_index();
   const int first_query = it.work.first_query + T::warp_row(thread), first_key = block * T::TILE_N + T::warp_key(thread);
   for_each<T::ROW_FRAGMENTS, T::KEY_FRAGMENTS, 2, 4>([&](int m, int n, int side, int e) {
     const int query = first_query + 16 * m + accumulator_row(e, thread), key = first_key + 16 * n + 8 * side + accumulator_column(e, thread);
@@ -132,15 +147,18 @@ DEVICE void decay_outputs(Outputs<T>& out, const float (&decay)[T::ROW_FRAGMENTS
       [&](int m, int d, int side, int e) { out[m][d][side].value[e] *= decay[m][e / 2]; });
 }
 
-// One step of the paper's loop: what a block of keys adds to outputs and state. MASKED blocks are visible in part.
+// One step of the paper's loop: what a block of keys adds to outputs and state. MASKED blocks may be visible in part. The
+// stream knows the block as `step`, which is its number unless a block mask lists it.
 template <class T, bool MASKED>
-DEVICE void attend_to_block(int block, Outputs<T>& out, RowStates<T>& state, const Walk<T>& it) {
+DEVICE void attend_to_block(int step, int block, Outputs<T>& out, RowStates<T>& state, const Walk<T>& it) {
   constexpr int LAG = IS_FP32<typename T::Sum> ? MAX_LAG : 0;  // sums in fp16 have no room for weights above 1
   Scores<T> scores;  // [WARP_ROWS, WARP_KEYS]; then weights
-  compute_scores<T>(scores, it, block);
+  compute_scores<T>(scores, it, step);
   if constexpr (HAS_SCORE<typename T::Score>) modify_scores<T>(scores, it, block);
+  if constexpr (HAS_LISTS<typename T::Blocked> && HAS_MASK<typename T::Score>)
+    if (it.stream.walk().is_partial(step)) mask_partial<T>(scores, it, block);
   if constexpr (MASKED) mask_scores<T>(scores, it, block);
-  if constexpr (!T::SPLIT_KV) it.stream.await_v(block, 0);  // early: the softmax covers the next load
+  if constexpr (!T::SPLIT_KV) it.stream.await_v(step, 0);  // early: the softmax covers the next load
 
   float top[T::ROW_FRAGMENTS][2], decay[T::ROW_FRAGMENTS][2];
 #pragma unroll
@@ -156,16 +174,17 @@ DEVICE void attend_to_block(int block, Outputs<T>& out, RowStates<T>& state, con
   if constexpr (T::SPLIT_KV && T::JOINT) sync_block();  // everybody's weights are there; else await_v sees to it
 #pragma unroll(T::SPLIT_KV ? 1 : T::V_PIECES)  // a warp's own weights are registers: they have no index at run time
   for (int piece = 0; piece < T::V_PIECES; ++piece) {
-    if (T::SPLIT_KV || piece > 0) it.stream.await_v(block, piece);
+    if (T::SPLIT_KV || piece > 0) it.stream.await_v(step, piece);
     if constexpr (IS_FP32<typename T::Sum>)
-      accumulate<T>(out, weights, it.stream.v(block, piece), piece);
+      accumulate<T>(out, weights, it.stream.v(step, piece), piece);
     else
-      accumulate_in_halves<T>(out, weights, it.stream.v(block, piece), piece);
+      accumulate_in_halves<T>(out, weights, it.stream.v(step, piece), piece);
   }
 }
 
 // The paper's loop over the blocks of keys: those that all queries see in full, then those with a mask. Of a mask with two
-// sides one loop has both: three would be half as much code again, and spill. The stream has been started.
+// sides one loop has both: three would be half as much code again, and spill. So it is of a block mask, whose full blocks
+// may end beyond the last key. The stream has been started.
 template <class T>
 DEVICE void attend(Outputs<T>& out, RowStates<T>& state, const Walk<T>& it) {
 #pragma unroll
@@ -174,11 +193,16 @@ DEVICE void attend(Outputs<T>& out, RowStates<T>& state, const Walk<T>& it) {
 #pragma unroll
     for (int d = 0; d < T::OUT_FRAGMENTS; ++d) out[m][d][0] = out[m][d][1] = Accumulator{};
   }
-  const Blocks blocks = it.mask().template keys<T::TILE_N>(it.work.first_query, T::TILE_M);
-  int block = blocks.begin;
-  if constexpr (T::BAND != Band::TWO_SIDED)
-    for (; block < blocks.full_end; ++block) attend_to_block<T, false>(block, out, state, it);
-  for (; block < blocks.end; ++block) attend_to_block<T, true>(block, out, state, it);
+  if constexpr (HAS_LISTS<typename T::Blocked>) {
+    const auto& walk = it.stream.walk();
+    for (int step = walk.begin; step < walk.end; ++step) attend_to_block<T, true>(step, walk.tile(step), out, state, it);
+  } else {
+    const Blocks blocks = it.mask().template keys<T::TILE_N>(it.work.first_query, T::TILE_M);
+    int block = blocks.begin;
+    if constexpr (T::BAND != Band::TWO_SIDED)
+      for (; block < blocks.full_end; ++block) attend_to_block<T, false>(block, block, out, state, it);
+    for (; block < blocks.end; ++block) attend_to_block<T, true>(block, block, out, state, it);
+  }
 }
 
 // out = outputs / sum and lse = log(sum of exp). Quads of lanes gather 16 bytes a lane, so that rows leave in such stores.
@@ -251,7 +275,7 @@ DEVICE void forward(const typename T::Params& params) {
   const Work work = Work::of(params, T::TILE_M);
   const Sequence sequence{params, work};
   const Mask<T::BAND> mask(params);
-  Stream<T> stream(params, sequence, Walk<T>::ring(), mask.template keys<T::TILE_N>(work.first_query, T::TILE_M));
+  Stream<T> stream(params, sequence, Walk<T>::ring(), keys_of<T>(params, mask, work));
   const Queries<T> queries = take_queries<T>(params, sequence, stream);
   const Walk<T> it{params, queries, stream, work};
 

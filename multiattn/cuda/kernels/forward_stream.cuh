@@ -41,18 +41,33 @@ struct Sequence {
   }
 };
 
+// The walk over the tiles of keys, at its beginning.
+template <class T>
+DEVICE KeysOf<T> keys_of(const typename T::Params& params, const Mask<T::BAND>& mask, const Work& work) {
+  if constexpr (HAS_LISTS<typename T::Blocked>) {
+    return {params.lists.keys, work.batch, work.head, work.first_query};
+  } else {
+    return mask.template keys<T::TILE_N>(work.first_query, T::TILE_M);
+  }
+}
+
 // Pieces come in one order: those of K of a block (each with its part of Q, where Q streams), then those of V. A piece is
-// loaded AHEAD pieces before its use, when nobody uses what its slot held any more.
+// loaded AHEAD pieces before its use, when nobody uses what its slot held any more. `block` is a step of the walk over the
+// tiles of keys: where a block mask lists them, another number than that of the tile.
 template <class T>
 class Stream {
  public:
-  DEVICE Stream(const ForwardParams& params, const Sequence& sequence, SharedAddress ring, const Blocks& blocks)
-      : params_(params), sequence_(sequence), ring_(ring), begin_(blocks.begin), end_(blocks.end) {}
+  using Walk = KeysOf<T>;
+
+  DEVICE Stream(const ForwardParams& params, const Sequence& sequence, SharedAddress ring, const Walk& walk)
+      : params_(params), sequence_(sequence), ring_(ring), walk_(walk) {}
 
   DEVICE void start() {
 #pragma unroll
-    for (int piece = 0; piece < T::AHEAD; ++piece) load(begin_, piece);
+    for (int piece = 0; piece < T::AHEAD; ++piece) load(walk_.begin, piece);
   }
+
+  DEVICE const Walk& walk() const { return walk_; }
 
   // The piece of K of the block is there for all threads when this returns; where K and V are joint, V is, too.
   DEVICE void await_k(int block, int piece) { await(block, piece); }
@@ -87,16 +102,20 @@ class Stream {
   DEVICE void load(int block, int piece) {
     block += piece / T::PIECES;
     piece %= T::PIECES;
-    if (block < end_) {
+    if (block < walk_.end) {
       const bool is_k = piece < T::K_PIECES;
-      if (is_k) load_k(block, piece);
-      if (T::JOINT || !is_k) load_v(block, T::JOINT ? 0 : piece - T::K_PIECES);
+      int tile = block;
+      if constexpr (HAS_LISTS<typename T::Blocked>) tile = walk_.to_load();
+      if (is_k) load_k(block, piece, tile);
+      if (T::JOINT || !is_k) load_v(block, T::JOINT ? 0 : piece - T::K_PIECES, tile);
+      if constexpr (HAS_LISTS<typename T::Blocked>)
+        if (piece + 1 == T::PIECES) walk_.look_ahead(block + 1);
     }
     cp_async_commit();
   }
 
-  DEVICE void load_k(int block, int piece) {
-    const int first = block * T::TILE_N, column = piece * T::K_WIDTH;
+  DEVICE void load_k(int block, int piece, int tile) {
+    const int first = tile * T::TILE_N, column = piece * T::K_WIDTH;
     load_piece<typename T::PieceK>(k(block, piece), sequence().k() + first * params_.strides_k.seq, params_.strides_k.seq,
                                    params_.seq_kv - first, column);
     if constexpr (T::STREAMED)
@@ -110,8 +129,8 @@ class Stream {
     load_tile<Piece, T::THREADS, T::ALIGNED>(target, rows + column, stride, valid_rows, thread_index(), valid_chunks);
   }
 
-  DEVICE void load_v(int block, int piece) {
-    const int first = block * T::TILE_N + piece * T::V_ROWS;
+  DEVICE void load_v(int block, int piece, int tile) {
+    const int first = tile * T::TILE_N + piece * T::V_ROWS;
     load_tile<typename T::PieceV, T::THREADS, T::ALIGNED>(v(block, piece), sequence().v() + first * params_.strides_v.seq,
                                                           params_.strides_v.seq, params_.seq_kv - first);
   }
@@ -134,7 +153,7 @@ class Stream {
   const ForwardParams& params_;
   const Sequence& sequence_;
   SharedAddress ring_;
-  int begin_, end_;  // blocks
+  Walk walk_;
 };
 
 }  // namespace multiattn

@@ -1,6 +1,7 @@
 // The constants of a compiled forward kernel: a point on the axes of the ladder, and a shape. Each rule of
 // multiattn/cuda/configs.py about which of them go together has its static_assert here.
 #pragma once
+#include "multiattn/block_mask.cuh"
 #include "multiattn/mask.cuh"
 #include "multiattn/params.h"
 #include "multiattn/score.cuh"
@@ -69,15 +70,16 @@ struct Legality {
 };
 
 template <class Element_, int HEAD_DIM_, Band BAND_, bool ALIGNED_, bool HAS_SINKS_, class A, class S,
-          class Score_ = NoScore>
+          class Score_ = NoScore, class Blocked_ = NoBlockMask>
 struct ForwardTraits : A, S {
   using Element = Element_;
   static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr Band BAND = BAND_;
   static constexpr bool ALIGNED = ALIGNED_;  // q, k, v: every row starts at a multiple of 16 bytes
   static constexpr bool HAS_SINKS = HAS_SINKS_;  // each head has one more key, without a value
-  using Score = Score_;  // what changes scores
-  using Params = typename WithAux<ForwardParams, Score>::Type;
+  using Score = Score_;      // what changes scores
+  using Blocked = Blocked_;  // what lists the tiles that are seen
+  using Params = typename WithAux<ForwardParams, Score, typename ListsOf<Blocked>::Type>::Type;
   static constexpr int THREADS = S::WARPS * WARP;
   static constexpr bool SPLIT_KV = A::WARPS == Warps::SPLIT_KV;
   static constexpr bool SLICED_K = A::TILING != Tiling::NONE, SLICED_V = A::TILING == Tiling::QKV;

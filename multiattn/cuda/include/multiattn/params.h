@@ -10,6 +10,23 @@ struct Strides {
   int64 batch, head, seq;
 };
 
+// The lists of a block mask in one direction, contiguous. Those of a row of blocks have the place `batch entry *
+// stride_batch + query head * stride_head + row`: partial blocks are counts[place] many, the first of which is
+// indices[place * columns], and so are full ones.
+struct BlockLists {
+  const int32* counts;        // never null
+  const int32* indices;       // never null
+  const int32* full_counts;   // null: no list names a full block
+  const int32* full_indices;  // like full_counts
+  int32 stride_batch, stride_head, columns;
+};
+
+// Behind the other parameters of every kernel with a block mask: the blocks of keys of a block of queries, and the blocks
+// of queries of one of keys.
+struct MaskLists {
+  BlockLists keys, queries;
+};
+
 struct ForwardParams {
   const void* q;  // [batch, heads_q, seq_q, D] 16-bit, never null
   const void* k;  // [batch, heads_q / group, seq_kv, D] 16-bit, never null

@@ -41,6 +41,7 @@ DEVICE uint32 shuffle_xor(uint32 value, int lane_mask) { return __shfl_xor_sync(
 // ---- arithmetic
 DEVICE float infinity() { return __int_as_float(0x7f800000); }
 DEVICE uint32 float_bits(float x) { return __float_as_uint(x); }
+DEVICE float float_of_bits(uint32 bits) { return __uint_as_float(bits); }
 DEVICE float exp2_approx(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));

@@ -9,7 +9,6 @@ namespace multiattn {
 DEVICE int64 block_count() { return gridDim.x; }
 // The value of the warp's lane 0: tells the compiler that all lanes have the same.
 DEVICE uint32 uniform(uint32 value) { return __shfl_sync(0xffffffffu, value, 0); }
-DEVICE float float_of_bits(uint32 bits) { return __uint_as_float(bits); }
 // Stores that are predicated, not branched over: wgmmas may be under way, and ptxas moves other work across.
 DEVICE void store_global_4_if(bool predicate, float* target, float value) {
   asm volatile(

@@ -6,20 +6,70 @@ namespace multiattn {
 
 struct NoScore {};  // a score is q k^T times the scale
 
+// What such a struct has: a change of scores, a mask of partial blocks, gradients of the tensors that it loads from.
+template <class Score, class = void>
+constexpr bool HAS_SCORE = false;
 template <class Score>
-constexpr bool HAS_SCORE = true;
-template <>
-constexpr bool HAS_SCORE<NoScore> = false;
+constexpr bool HAS_SCORE<Score, decltype(static_cast<void>(&Score::score))> = true;
+template <class Score, class = void>
+constexpr bool HAS_MASK = false;
+template <class Score>
+constexpr bool HAS_MASK<Score, decltype(static_cast<void>(&Score::mask))> = true;
+template <class Score, class = void>
+constexpr bool HAS_GRADIENTS = false;
+template <class Score>
+constexpr bool HAS_GRADIENTS<Score, decltype(static_cast<void>(&Score::add_sums))> = true;
 
-// The parameters of a kernel, those of the expression behind them.
-template <class Params, class Score>
+// True if a gradient is of more than the weight and dP - delta: the expression is no sum, or its slope is of the score.
+template <class Score, bool = HAS_GRADIENTS<Score>>
+constexpr bool NEEDS_RAW = false;
+template <class Score>
+constexpr bool NEEDS_RAW<Score, true> = Score::NEEDS_RAW;
+
+struct Nothing {
+  int32 nothing;
+};
+template <class Score>
+struct AuxOf {
+  using Type = typename Score::Aux;
+};
+template <>
+struct AuxOf<NoScore> {
+  using Type = Nothing;
+};
+template <class Score, bool = HAS_GRADIENTS<Score>>
+struct GradientsOf {
+  using Type = Nothing;
+};
+template <class Score>
+struct GradientsOf<Score, true> {
+  using Type = typename Score::Gradients;
+};
+
+// The parameters of a kernel; behind them those of the expression, where to add its gradients, the lists of a block mask.
+template <class Params, class Score, class Lists = void, bool = HAS_GRADIENTS<Score>>
 struct WithAux {
+  struct Type : Params {
+    typename AuxOf<Score>::Type aux;
+    typename GradientsOf<Score>::Type gradients;
+    Lists lists;
+  };
+};
+template <class Params, class Score>
+struct WithAux<Params, Score, void, true> {
+  struct Type : Params {
+    typename Score::Aux aux;
+    typename Score::Gradients gradients;
+  };
+};
+template <class Params, class Score>
+struct WithAux<Params, Score, void, false> {
   struct Type : Params {
     typename Score::Aux aux;
   };
 };
 template <class Params>
-struct WithAux<Params, NoScore> {
+struct WithAux<Params, NoScore, void, false> {
   using Type = Params;
 };
 
@@ -54,9 +104,37 @@ class HeadScores {
     return weight;
   }
 
+  // The same, and the slope by itself.
+  DEVICE float weight_and_slope(float raw, int query, int key, float lse_log2, float& slope) const {
+    const float score = Score::score_and_slope(raw, batch_, head_, query, key, seq_q_, seq_kv_, aux_, slope);
+    return exp2_approx(score - (lse_log2 == -infinity() ? infinity() : lse_log2));
+  }
+
+  // True if the query sees the key of a partial block.
+  DEVICE bool visible(int query, int key) const {
+    return Score::mask(batch_, head_, query, key, seq_q_, seq_kv_, aux_);
+  }
+
+  // What a score adds to the gradients of captured tensors, of which `sums` stay with the thread until `add_sums`. `dscore`
+  // is the gradient of the expression's score, in its natural domain; `raw` may be anything unless NEEDS_RAW.
+  template <class Gradients>
+  DEVICE void add_gradients(const Gradients& gradients, float raw, float dscore, int query, int key, float* sums) const {
+    Score::load_gradients(raw, dscore, batch_, head_, query, key, seq_q_, seq_kv_, aux_, gradients, sums);
+  }
+  template <class Gradients>
+  DEVICE void add_sums(const Gradients& gradients, const float* sums) const {
+    Score::add_sums(batch_, head_, aux_, gradients, sums);
+  }
+
  private:
   const typename Score::Aux& aux_;
   int batch_, head_, seq_q_, seq_kv_;
+};
+template <>
+class HeadScores<NoScore> {
+ public:
+  template <class Params>
+  DEVICE HeadScores(const Params&, int, int) {}
 };
 
 }  // namespace multiattn

@@ -44,6 +44,7 @@ inline To bits_as(From from) {
 }
 inline float infinity() { return HUGE_VALF; }
 inline uint32 float_bits(float x) { return bits_as<uint32>(x); }
+inline float float_of_bits(uint32 bits) { return bits_as<float>(bits); }
 inline float exp2_approx(float x) { return exp2f(x); }
 inline float log2_exact(float x) { return log2f(x); }
 

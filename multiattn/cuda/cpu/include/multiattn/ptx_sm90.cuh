@@ -16,7 +16,6 @@ void set_registers(int count, bool raise);
 void wgmma_wait(int groups_left);
 }  // namespace emulation
 
-inline float float_of_bits(uint32 bits) { return bits_as<float>(bits); }
 inline int64 block_count() { return emulation::current_blocks; }
 uint32 uniform(uint32 value);
 inline void store_global_4_if(bool predicate, float* target, float value) {
