@@ -23,7 +23,7 @@ VARIANTS = [
     (direction, variant.name)
     for direction in ("forward", "backward")
     for variant in BACKEND.op(direction).variants
-    if variant.capability.scores
+    if variant.capability.scores and "cpu" in variant.capability.arches
 ]
 
 
