@@ -252,6 +252,11 @@ class Problem:
         return self.score is not None and self.score.program.score is not None
 
     @property
+    def is_biased(self) -> bool:
+        """True if each score takes an element of its own from a tensor."""
+        return self.score is not None and self.score.program.loads_pairs
+
+    @property
     def is_two_sided(self) -> bool:
         """True if a kernel needs both bounds of the mask (`reach`); a causal one only knows the diagonal."""
         return self.band.is_two_sided

@@ -26,6 +26,7 @@ CONDITIONS = {
     "sectors": ({"whole_sectors": False}, "for rows other than a whole number of 32-byte sectors"),
     "causal": ({"banded": True}, "for causal"),
     "full": ({"banded": False}, "for full"),
+    "bias": ({"biased": True}, "for scores with a bias"),
     "dtype": ({"dtype": "fp16"}, "for fp16"),
     "long": ({"seq_min": 1001}, "for lengths in 1001.."),
     "short": ({"seq_max": 999}, "for lengths in 0..999"),
@@ -78,6 +79,7 @@ def test_a_rule_covers_what_it_would_shadow():
         head_dim_min=65,
         whole_sectors=True,
         banded=True,
+        biased=True,
         dtype="bf16",
         seq_min=100,
         seq_max=200,
@@ -87,8 +89,8 @@ def test_a_rule_covers_what_it_would_shadow():
     assert rule.covers(narrower)
     for change in (
         {"arches": ("sm100",)}, {"head_dim_max": 256}, {"head_dim_min": 1}, {"whole_sectors": None},
-        {"whole_sectors": False}, {"banded": None}, {"dtype": None}, {"seq_max": None}, {"seq_min": 0},
-        {"batch_max": None},
+        {"whole_sectors": False}, {"banded": None}, {"biased": None}, {"dtype": None}, {"seq_max": None},
+        {"seq_min": 0}, {"batch_max": None},
     ):  # fmt: skip
         assert not narrower.covers(replace(narrower, **change))
     assert not replace(rule, only_named=True).covers(rule)

@@ -52,6 +52,8 @@ class Rule(Generic[C]):
     """True for rows of head_dim elements that are whole sectors, False for the others, None for both."""
     banded: bool | None = None
     """For problems whose mask hides keys, which is a band of diagonals, or for those without a mask; None for both."""
+    biased: bool | None = None
+    """For problems whose scores take an element of their own each from a tensor, or for others; None for both."""
     dtype: str | None = None
     seq_min: int = 0
     """The least `length_of` a problem, as `seq_max` is the most; None is no limit."""
@@ -73,6 +75,8 @@ class Rule(Generic[C]):
             return f"for rows {which} a whole number of {SECTOR_BYTES}-byte sectors"
         if self.banded not in (None, problem.is_banded):
             return "for causal" if self.banded else "for full"
+        if self.biased not in (None, problem.is_biased):
+            return f"for scores {'with' if self.biased else 'without'} a bias"
         if self.dtype not in (None, problem.dtype):
             return f"for {self.dtype}"
         seq = length_of(problem)
@@ -89,7 +93,7 @@ class Rule(Generic[C]):
     def covers(self, other: Rule[C]) -> bool:
         """True if it applies wherever `other` does, so that `other` after it would never be chosen."""
         longest, theirs = (rule.seq_max if rule.seq_max is not None else sys.maxsize for rule in (self, other))
-        optional = ("whole_sectors", "banded", "dtype", "batch_max")
+        optional = ("whole_sectors", "banded", "biased", "dtype", "batch_max")
         return (
             set(other.arches) <= set(self.arches)
             and self.head_dim_min <= other.head_dim_min

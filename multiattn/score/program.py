@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from multiattn.score import named
-from multiattn.score.expression import Node, read, walk
+from multiattn.score.expression import Node, inputs_of, read, walk
 from multiattn.score.fingerprint import Fingerprint, UnknownError
 from multiattn.score.printing import TEXT
 from multiattn.score.trace import Tracer
@@ -68,6 +68,12 @@ class ScoreProgram:
     def roots(self) -> tuple[Node, ...]:
         """The expressions that there are."""
         return tuple(it for it in (self.score, self.mask) if it is not None)
+
+    @functools.cached_property
+    def loads_pairs(self) -> bool:
+        """True if each score takes an element of its own, by query and key, from a tensor: a bias."""
+        score = self.score
+        return score is not None and any(it.op == "load" and {"q", "kv"} <= inputs_of(it) for it in walk(score))
 
     @functools.cached_property
     def loads(self) -> tuple[Node, ...]:
