@@ -182,11 +182,11 @@ def modify(scores, first_query, first_key, of_score, sizes, C: gl.constexpr):
 def _near_and_on(rows, keys):
     """fp32 numbers whose difference is ``rows - keys``: a thread has two of the first for a row, and constants.
 
-    For it has two of every eight keys, and keys begin at a multiple of their number. Numbers are no integers, or LLVM
-    would take the difference first and convert it for each score.
+    For it has two of every eight keys, and keys begin at a multiple of their number. Written with a mask, not as
+    ``keys - on``, as LLVM finds these two only so.
     """
     on = keys & (keys.shape[1] - 8)
-    return (rows - (keys & (7 - keys.shape[1]))).to(gl.float32) + 0.5, on.to(gl.float32) + 0.5
+    return (rows - (keys & (7 - keys.shape[1]))).to(gl.float32), on.to(gl.float32)
 
 
 @gluon.jit
