@@ -376,8 +376,15 @@ def test_a_refusal_is_of_the_variants_made_for_the_arch(arches, deterministic, t
     assert {reason.code for reason in caught.value.reasons} == told
 
 
-def test_auto_prefers_who_runs_scores_by_the_variant_that_was_measured():
+def test_auto_prefers_who_runs_scores_by_the_variant_that_was_measured(monkeypatch):
     q = torch.empty(1, 16, 4096, 128, dtype=torch.bfloat16, device="cpu")
     plain, capped = (multiattn.explain(q, q, q, causal=True, arch="sm90", **it) for it in ({}, {"softcap": 30.0}))
-    assert (plain.backend, plain.variant) == ("triton", "warp_specialized")
-    assert (capped.backend, capped.variant) == ("cuda", "wgmma")
+    assert (plain.backend, plain.variant) == (capped.backend, capped.variant) == ("triton", "warp_specialized")
+
+    triton = registry.get("triton")
+    best, *others = triton.forward.variants
+    best = replace(best, capability=replace(best.capability, scores=False))
+    monkeypatch.setattr(
+        "multiattn.triton.BACKEND", replace(triton, forward=replace(triton.forward, variants=(best, *others)))
+    )
+    assert multiattn.explain(q, q, q, causal=True, arch="sm90", softcap=30.0).backend != "triton"

@@ -14,9 +14,11 @@ import torch
 from multiattn import Problem, Unsupported, explain, fmha
 from multiattn.inspect.facts import read_kernel
 from multiattn.mask import CAUSAL, FULL, Band
+from multiattn.operands import Operands, Options, with_score
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import Plan, find_variant, plan_variant
 from multiattn.plan.toolchain import find_cuobjdump
+from multiattn.problem import problem_of
 from multiattn.triton import BACKEND
 from multiattn.triton.bind import image_of
 from multiattn.triton.calls import calls_of
@@ -30,6 +32,8 @@ from multiattn.triton.gluon_configs import (
     why_not_fit,
 )
 from multiattn.triton.parameters import tables_of
+from multiattn.triton.score import lowered_score
+from multiattn.triton.staged import follows_distance, stages_of, under_diagonal
 
 SM90 = by_name("sm90")
 VARIANT = find_variant(BACKEND, "warp_specialized")
@@ -114,6 +118,55 @@ def test_the_bounds_of_a_window_are_numbers_that_only_a_two_sided_kernel_gets():
     bounds = {window: [getattr(row[name], "value", None) for name in ("left", "right")] for window, row in rows.items()}
     assert bounds == {(7, 3): [7, 3], (500, 900): [500, 900], (None, 0): [None, None]}
     assert rows[7, 3]["C"] == rows[500, 900]["C"] != rows[None, 0]["C"]
+
+
+# ---------------------------------------------------------------- what modifies scores
+
+SLOPES, HEADS, LENGTH = torch.empty(8), 8, 256
+BIAS = torch.empty(1, HEADS, LENGTH, LENGTH, dtype=torch.bfloat16)
+
+
+def scored(head_dim=128, band=FULL, softcap=None, alibi_slopes=None, bias=None, score_mod=None):
+    """A problem with an expression."""
+    q = torch.empty(1, HEADS, LENGTH, head_dim, dtype=torch.bfloat16)
+    operands, options = with_score(Operands(q, q, q), Options(), softcap, alibi_slopes, bias, score_mod)
+    return replace(problem_of(operands, options), band=band)
+
+
+@pytest.mark.parametrize(
+    ("modifications", "keeps"),
+    [
+        ({"softcap": 30.0}, (True, True)),
+        ({"alibi_slopes": SLOPES}, (False, True)),
+        ({"alibi_slopes": SLOPES, "softcap": 30.0}, (False, True)),
+        ({"bias": BIAS}, (False, False)),
+        ({"bias": BIAS[:, :, :, :1]}, (True, True)),
+        ({"bias": BIAS[:, :, :1]}, (False, False)),
+        ({"score_mod": lambda s, b, h, q, kv: s + SLOPES[h] * (kv - q)}, (True, True)),
+        ({"score_mod": lambda s, b, h, q, kv: torch.where(kv < q, s, -1.0)}, (False, False)),
+    ],
+)
+def test_maxima_are_kept_where_scores_fall_with_the_distance_or_know_nothing_of_keys(modifications, keeps):
+    lowered = lowered_score(scored(**modifications), SM90)
+    assert (follows_distance(lowered), follows_distance(under_diagonal(lowered))) == keeps
+    for band, keep in zip((FULL, CAUSAL, WINDOW), (*keeps, keeps[0]), strict=True):
+        plan = plan_variant(BACKEND, VARIANT, scored(band=band, **modifications), SM90)
+        assert plan.config.lazy_max
+        assert tables_of(plan)[0].rows["C"].value.lazy_max == keep
+
+
+def test_a_stage_has_what_need_not_be_computed_again():
+    lowered = lowered_score(scored(bias=BIAS, alibi_slopes=SLOPES), SM90)
+    once, ahead, rest = stages_of(under_diagonal(lowered).score)
+    assert [it.op for it in once] == ["mul"]  # a slope in the log2 domain
+    assert [it.op for it in ahead] == ["load"]
+    assert ("scaled_distance" in repr(rest), "load" in repr(rest), "abs" in repr(rest)) == (True, False, False)
+
+
+def test_a_distance_has_a_sign_only_from_the_diagonal():
+    """Of queries alone it may be negative where a key is seen: with more keys than queries."""
+    lowered = lowered_score(scored(score_mod=lambda s, b, h, q, kv: s - torch.abs(q - kv)), SM90)
+    assert under_diagonal(lowered) == lowered
 
 
 # ---------------------------------------------------------------- what the compiler makes of it
@@ -207,3 +260,37 @@ def test_a_tile_is_judged_by_the_sums_of_whole_rows():
     judged = re.findall(r"setp\.lt\.f32\s+%p\d+, (%r\d+), 0f7149F2CA;", ptx)  # 1e30
     assert len(judged) == 2 * config.warpgroups  # a thread has parts of two rows
     assert set(judged) <= exchanged
+
+
+@needs_compiler
+@pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump reads machine code")
+@pytest.mark.parametrize(
+    ("head_dim", "band", "modifications"),
+    [
+        (64, FULL, {"bias": BIAS}),  # with as many registers as there are scores for what is loaded
+        (128, CAUSAL, {"bias": BIAS, "softcap": 30.0, "alibi_slopes": SLOPES}),
+        (256, CAUSAL, {"softcap": 30.0}),
+    ],
+)
+def test_modified_scores_spill_nothing_in_loops(head_dim, band, modifications):
+    plan = plan_variant(BACKEND, VARIANT, scored(head_dim, band, **modifications), SM90)
+    (kernel,) = export_plan(plan, ())
+    assert read_kernel(kernel, plan).hot_spills == 0
+
+
+@needs_compiler
+@pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump reads machine code")
+@pytest.mark.parametrize(("band", "more"), [(CAUSAL, 1), (FULL, 2)], ids=str)
+def test_alibi_takes_a_sum_for_each_score_and_a_product_where_distance_has_no_sign(band, more):
+    """Beside the product with the scale. No position is converted but of rows, each before two keys."""
+    counts = []
+    for modifications in ({"score_mod": lambda s, *at: s * 2.0}, {"alibi_slopes": SLOPES}):
+        plan = plan_variant(BACKEND, VARIANT, scored(band=band, **modifications), SM90)
+        plan = replace(plan, config=replace(plan.config, lazy_max=False))
+        (kernel,) = export_plan(plan, ())
+        facts = read_kernel(kernel, plan)
+        scores = facts.hot_loops * plan.config.tile_n // 2
+        counts.append([facts.hot[name] / scores for name in ("FP32", "conversion")])
+    (fp32, conversions), (more_fp32, more_conversions) = counts
+    assert more_fp32 - fp32 == pytest.approx(more, abs=0.5)
+    assert more_conversions - conversions < 0.5

@@ -8,6 +8,7 @@ each block but the first. Layouts, PTX beside the mask's, and what runs at the s
 import math
 import re
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,10 +16,15 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import KernelInterface
 
-from multiattn import Problem, reference
+from multiattn import reference
+from multiattn.operands import Operands, Options, with_score
+from multiattn.plan.arch import by_name
+from multiattn.problem import Problem, problem_of
+from multiattn.score import bind_score
 from multiattn.triton.gluon_configs import GluonConfig
 from multiattn.triton.kernels.gluon import forward, ring, scores
 from multiattn.triton.kernels.gluon.constants import GluonConstants
+from multiattn.triton.score import functions_of, lowered_score
 
 TILE_N, HEAD_DIM, MARGIN = 16, 32, 192
 
@@ -32,8 +38,23 @@ class Array(np.ndarray):
         return self
 
 
-def select(text, constraints, operands, *rest, **options):
-    """The PTX of the mask: one of two values, by how a number compares with another."""
+class Pointer:
+    """An address in a tensor of the caller's, as a load takes it: in elements."""
+
+    def __init__(self, memory, at=0):
+        self.memory, self.at = memory, at
+
+    def __add__(self, elements):
+        return Pointer(self.memory, self.at + elements)
+
+    def load(self):
+        return np.asarray(self.memory[self.at]).view(Array)
+
+
+def inline(text, constraints, operands, *rest, **options):
+    """The PTX of a tanh, and that of the mask: one of two values, by how a number compares with another."""
+    if text.startswith("tanh"):
+        return np.tanh(operands[0])
     compare = r"setp\.(\w+)\.([su])32 p, \$2, (\S+); selp\.f32 \$0, \$1, 0f(\w+), p;"
     verb, sign, limit, other = re.search(compare, text).groups()
     scores, number, *limits = operands
@@ -55,9 +76,10 @@ def language(memory, sink=None):
         full=lambda shape, value, dtype, layout: np.full(shape, value).view(Array),
         convert_layout=lambda values, layout: values,
         SliceLayout=lambda *axes: None,
-        **{name: getattr(np, name) for name in ("sum", "max", "maximum", "minimum", "where", "exp2", "log2")},
-        float32=None, int64=None, inline_asm_elementwise=select, store=store,
-        load=lambda pointer: np.asarray(sink).view(Array),
+        **{name: getattr(np, name) for name in ("sum", "max", "maximum", "minimum", "where", "exp2", "log2", "abs")},
+        float32=None, int64=None, inline_asm_elementwise=inline, store=store,
+        cast=lambda values, dtype: values,
+        load=lambda pointer: pointer.load() if isinstance(pointer, Pointer) else np.asarray(sink).view(Array),
     )  # fmt: skip
 
 
@@ -91,7 +113,7 @@ def order_of(begin, end):
     return [("k", end - 1), *inner, ("v", begin)] if end > begin else []
 
 
-def run_warpgroup(warpgroup, first_query, blocks, exact, sink, tensors, problem, C, out, lse):  # noqa: N803
+def run_warpgroup(warpgroup, first_query, blocks, exact, sink, aux, tensors, problem, C, out, lse):  # noqa: N803
     """One of the consumers, with one tile of queries: writes its rows of out and lse."""
     begin, end = blocks
     first, order = first_query + 64 * warpgroup, order_of(begin, end)
@@ -140,15 +162,25 @@ def run_warpgroup(warpgroup, first_query, blocks, exact, sink, tensors, problem,
     sizes = (problem.seq_q, problem.seq_kv, 1, 1, None, None, None, *problem.reach)
     shared = ("queries", "keys", idle, None, words, (idle, idle), (idle, idle))
     pointer = np.asarray(0).view(Array)
-    as_python(forward.consume, fakes)(warpgroup, (None, None), pointer, pointer, problem.scale_log2, sizes, shared, C)
+    consume = as_python(forward.consume, fakes)
+    consume(warpgroup, (None, None), pointer, pointer, aux, problem.scale_log2, sizes, shared, C)
     assert released == list(range(len(order)))
     expected = max(end - begin - 1, 0)
     assert turns == {"awaited": expected, "passed": expected + (warpgroup == C.warpgroups - 1)}  # one begins
 
 
+def scores_in_python(lowered):
+    """The generated functions of an expression."""
+    functions = functions_of(lowered, gluon=True)
+    made = {name: getattr(functions, name) for name in ("once", "ahead", "rest")}
+    fakes = {"tl": language(None), "gl": language(None)}
+    return types.SimpleNamespace(**{name: it and as_python(it, fakes) for name, it in made.items()})
+
+
 def check_tiles(
-    seq_q, seq_kv, *, causal=False, window=None, scale=None, sink=None, exact=False, tile_m=128, lazy_max=False
-):
+    seq_q, seq_kv, *, causal=False, window=None, scale=None, sink=None, score=None, exact=False, tile_m=128,
+    lazy_max=False,
+):  # fmt: skip
     """All tiles of one head, against the reference; `exact`: as if each were done again."""
     config = GluonConfig(tile_m=tile_m, tile_n=TILE_N, q_slots=2, lazy_max=lazy_max)
     mask = {"causal": causal, "window": window}
@@ -162,11 +194,23 @@ def check_tiles(
         has_sinks=sink is not None,
         **mask,
     )
-    C = GluonConstants.of(problem, config, ragged=seq_kv % TILE_N != 0)  # noqa: N806
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(1, 1, rows, HEAD_DIM, generator=generator).double() for rows in (seq_q, seq_kv, seq_kv)]
+    score, aux = score or {}, None
+    lowered = None
+    if score:
+        given = [score.get(name) for name in ("softcap", "alibi_slopes", "bias", "score_mod")]
+        like = Operands(*(it.half() for it in tensors))
+        of_score = problem_of(*with_score(like, Options(scale=problem.scale), *given)).score
+        problem = replace(problem, score=of_score)
+        lowered = lowered_score(problem, by_name("sm90"))
+        values = lowered.values(bind_score(device=tensors[0].device, **score), problem.scale)
+        aux = tuple(Pointer(it.numpy().ravel()) if isinstance(it, torch.Tensor) else it for it in values)
+    C = GluonConstants.of(problem, config, ragged=seq_kv % TILE_N != 0, score=lowered)  # noqa: N806
+    if score:
+        C = replace(C, score=scores_in_python(C.score))  # noqa: N806
     sinks = None if sink is None else torch.tensor([sink])
-    truth, truth_lse = reference(*tensors, scale=scale, sinks=sinks, compute_dtype=torch.float64, **mask)
+    truth, truth_lse = reference(*tensors, scale=scale, sinks=sinks, compute_dtype=torch.float64, **mask, **score)
     arrays = {name: tensor[0, 0].numpy() for name, tensor in zip("qkv", tensors, strict=True)}
     out, lse = np.full((seq_q, HEAD_DIM), np.nan), np.full(seq_q, np.nan)
     range_of_blocks = as_python(scores.range_of_blocks, {"gl": language(None)})
@@ -175,7 +219,7 @@ def check_tiles(
         for first_query in range(-(-seq_q // 64) * 64 - tile_m, -tile_m, -tile_m):
             blocks = [int(it) for it in range_of_blocks(first_query, tile_m, sizes, C)]
             for warpgroup in range(C.warpgroups):
-                run_warpgroup(warpgroup, first_query, blocks, int(exact), sink, arrays, problem, C, out, lse)
+                run_warpgroup(warpgroup, first_query, blocks, int(exact), sink, aux, arrays, problem, C, out, lse)
     np.testing.assert_allclose(out, truth[0, 0], atol=1e-6)
     np.testing.assert_allclose(lse, truth_lse[0, 0], atol=1e-5)
 
@@ -207,6 +251,34 @@ def test_a_consumer_keeps_to_a_window(window, seq_q, seq_kv, options):
 def test_a_consumer_adds_a_sink(sink, options):
     check_tiles(150, 61, causal=True, sink=sink, **options)  # with rows that see no key
     check_tiles(70, 110, window=(40, 3), scale=-0.3, sink=sink, **options)
+
+
+SLOPES, GENERATOR = torch.tensor([0.4]), torch.Generator().manual_seed(3)
+BIAS = torch.randn(1, 1, 150, 200, generator=GENERATOR)
+HIDING = torch.where(torch.rand(1, 1, 150, 200, generator=GENERATOR) < 0.3, -math.inf, BIAS)
+HIDING[..., 20:60, :] = -math.inf  # rows that see nothing
+HIDING[..., 100:] = -math.inf  # no block that comes first has a key
+SCORES = {
+    "softcap": {"softcap": 1.5},
+    "alibi": {"alibi_slopes": SLOPES},
+    "bias": {"bias": BIAS},
+    "bias of keys that hides": {"bias": HIDING[..., :1, :]},
+    "bias that hides": {"bias": HIDING},
+    "all": {"softcap": 2.0, "alibi_slopes": SLOPES[None], "bias": HIDING},
+    "score_mod": {"score_mod": lambda score, b, h, q, kv: score + 0.1 * (kv - q) + SLOPES[h] * torch.abs(q - kv)},
+}
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("name", SCORES)
+def test_a_consumer_modifies_scores(name, options):
+    """A bias that hides all of the blocks that come first, too, with maxima that a tile would keep from these."""
+    score = SCORES[name]
+    if "bias" in score:
+        score = {**score, "bias": score["bias"][..., :130, :113].contiguous()}
+    check_tiles(130, 113, score=score, **options)
+    check_tiles(130, 113, causal=True, scale=-0.3, sink=0.7, score=score, **options)  # with rows that see no key
+    check_tiles(130, 113, window=(40, 3), score=score, **options)
 
 
 def test_a_window_costs_what_it_shows():

@@ -23,7 +23,7 @@ VARIANTS = [
     (direction, variant.name)
     for direction in ("forward", "backward")
     for variant in BACKEND.op(direction).variants
-    if variant.capability.scores
+    if variant.capability.scores and "cpu" in variant.capability.arches
 ]
 
 
@@ -91,3 +91,24 @@ def test_a_walk_over_keys_spills_no_score_and_holds_no_bias_in_shared_memory(dir
         assert 0 < facts.hot["WARPGROUP"] < facts.hot["HGMMA"]
         smem.append(facts.smem_bytes)
     assert smem[0] == smem[1]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_backward_with_a_bias_has_tiles_of_its_own(head_dim):
+    """So has one that reads an element for each key; a softcap takes no registers that count."""
+    q = torch.empty(1, 8, 256, head_dim, dtype=torch.bfloat16)
+    plain, capped, of_keys, biased = (
+        make_plan(
+            BACKEND, problem_of(*with_score(Operands(q, q, q), Options(), cap, None, bias, None)), by_name("sm90"),
+            direction="backward", probe=False,
+        ).config
+        for cap, bias in (
+            (None, None),
+            (30.0, None),
+            (None, torch.empty(1, 8, 1, 256)),
+            (None, torch.empty(1, 8, 256, 256)),
+        )
+    )  # fmt: skip
+    assert plain == capped
+    assert of_keys == biased
+    assert biased.tile_m * biased.tile_n // biased.num_warps < plain.tile_m * plain.tile_n // plain.num_warps

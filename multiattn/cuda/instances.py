@@ -126,7 +126,7 @@ def _wgmma(plan: Plan) -> PlannedLaunch:
     assert isinstance(config, WgmmaConfig)
     name = f"forward_wgmma_{_what(problem)}_{_wgmma_name(config)}{'_sinks' if problem.has_sinks else ''}"
     kernel = Instance(
-        name=f"{name}{_suffix(score)}",
+        name=f"{name}{_suffix(problem, score)}",
         header="forward_wgmma.cuh",
         entry="forward_wgmma",
         traits=_traits(
@@ -136,7 +136,7 @@ def _wgmma(plan: Plan) -> PlannedLaunch:
             _band(problem),
             problem.has_sinks,
             _wgmma_shape(config, problem),
-            *_score(score),
+            *_score(problem, score, ()),
         ),
         score=score,
         params=WgmmaParams,

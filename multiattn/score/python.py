@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from multiattn.score.expression import ONE
+from multiattn.score.expression import ONE, Node, inputs_of
 from multiattn.score.lower import LoadSlope, LoweredScore
 from multiattn.score.printing import DIGEST, Language, sign
 
@@ -28,7 +28,12 @@ class PythonDialect:
     """The annotation of a parameter that is a number while the kernel is compiled."""
 
     def module(
-        self, lowered: LoweredScore, names: Mapping[str, str], slots: Sequence[int], add: AddGradient
+        self,
+        lowered: LoweredScore,
+        names: Mapping[str, str],
+        slots: Sequence[int],
+        add: AddGradient,
+        values: Sequence[tuple[str, tuple[Node, ...]]] = (),
     ) -> tuple[str, str]:
         """The digest and the text of a module with a program's functions, as far as there are any.
 
@@ -37,13 +42,18 @@ class PythonDialect:
         ``load_gradients(raw, dscore, PLACE, aux, daux, q_axis)`` adds to the gradients of these tensors; `dscore` is
         the gradient of the modified scores in the natural domain, and queries go along axis `q_axis` of the tile.
 
-        `names` says what inputs and the numbers in `aux` are called.
+        `names` says what inputs and the numbers in `aux` are called. `values` are more functions, ``(PLACE, aux)`` or
+        ``(raw, PLACE, aux)`` by what they depend on: each gives the values of its nodes, as a tuple.
         """
         parts = []
         for name, roots in lowered.functions:
             statements, results = self.language.statements(roots, names)
             raw = "" if name == "mask" else "raw, "
             parts.append(self._function(name, f"{raw}{PLACE}, aux", [*statements, f"return {', '.join(results)}"]))
+        for name, roots in values:
+            statements, results = self.language.statements(roots, names)
+            raw = "raw, " if any("raw" in inputs_of(root) for root in roots) else ""
+            parts.append(self._function(name, f"{raw}{PLACE}, aux", [*statements, f"return ({', '.join(results)},)"]))
         if slopes := lowered.gradients_of(slots):
             roots = tuple(root for it in slopes for root in (it.slope, *it.load.args))
             statements, results = self.language.statements(roots, names)

@@ -66,7 +66,6 @@ def _gluon_variant() -> Variant:
         capability=replace(
             _THROUGH_DESCRIPTORS,
             arches=gluon_configs.ARCHES,
-            scores=False,
             arch_hint="for this arch's wgmma and TMA, and Triton interprets no Gluon; other variants run elsewhere",
         ),
         config_type=gluon_configs.GluonConfig,

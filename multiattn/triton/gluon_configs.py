@@ -67,6 +67,11 @@ def registers_at_least(config: GluonConfig, problem: Problem) -> int:
     return sum(pieces_of(problem.head_dim)) // 2 + config.tile_n // 2 + config.tile_n // 4
 
 
+def spare_registers(config: GluonConfig, problem: Problem) -> int:
+    """How many of a consumer's are left of `REGISTERS_MAX`."""
+    return REGISTERS_MAX[config.warpgroups] - registers_at_least(config, problem)
+
+
 def workspace(problem: Problem, config: Config | None) -> int:
     """Bytes of device memory beside the tensors: the tile counter of a dynamic scheduler, one for each stream."""
     return COUNTER_BYTES if isinstance(config, GluonConfig) and config.scheduler == "dynamic" else 0

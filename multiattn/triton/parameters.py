@@ -336,7 +336,9 @@ def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
     rows["lse"] = Tensor(of="lse")
     rows["sinks"] = _sinks(problem)
     rows["counter"] = Tensor(of=abi.WORKSPACE) if plan.workspace_bytes else Constant(value=None)
-    rows["scale"] = problem.scale_log2
+    lowered = lowered_score(problem, plan.arch)
+    rows["aux"] = _aux(problem, lowered)
+    rows["scale"] = _factor(problem, problem.scale_log2)
     sizes = {
         "seq_q": problem.seq_q,
         "seq_kv": problem.seq_kv,
@@ -348,7 +350,7 @@ def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
     }
     rows |= {name: Integer(value=value, specialised=False) for name, value in sizes.items()}
     rows |= _reach(problem)
-    rows["C"] = Constant(value=GluonConstants.of(problem, config, ragged=assumed.flag))
+    rows["C"] = Constant(value=GluonConstants.of(problem, config, ragged=assumed.flag, score=lowered))
     blocks = query_tiles(problem, config.tile_m)
     return KernelTable(
         kernel="attention_forward",

@@ -20,6 +20,7 @@ from multiattn.score.expression import Node, inputs_of
 from multiattn.score.lower import LoadSlope, LoweredScore, is_zero, lower
 from multiattn.score.printing import INFIX, Language, calls
 from multiattn.score.python import PythonDialect
+from multiattn.triton.staged import DISTANCES, stages_of
 
 _TANH = '"tanh.approx.f32 $0, $1;", "=f,f", [{0}], dtype=tl.float32, is_pure=True, pack=1'
 _NAN = "propagate_nan=triton.language.PropagateNan.ALL"
@@ -82,9 +83,15 @@ _COMPILED = replace(
 )
 """Not for the interpreter."""
 _GLUON = PythonDialect(
-    language=LANGUAGE,
+    language=replace(
+        LANGUAGE,
+        ops=MappingProxyType(
+            {**LANGUAGE.ops, "distance": "distance({0}, {1})", "scaled_distance": "scaled_distance({0}, {1}, {2})"}
+        ),
+    ),
     header="import triton.language\nfrom triton.experimental import gluon\n"
-    "from triton.experimental.gluon import language as tl\n",
+    "from triton.experimental.gluon import language as tl\n\n"
+    f"from multiattn.triton.kernels.gluon.scores import {', '.join(DISTANCES)}\n",
     decorator="@gluon.jit",
     constant="tl.constexpr",
 )
@@ -100,6 +107,10 @@ class ScoreFunctions(NamedTuple):
     mask: Any = None
     score_and_slope: Any = None
     load_gradients: Any = None
+    once: Any = None
+    """With `ahead` and `rest` the score once more, in `Stages`: of Gluon alone."""
+    ahead: Any = None
+    rest: Any = None
 
 
 def text_of(lowered: LoweredScore, slots: Sequence[int] = (), *, gluon: bool = False) -> tuple[str, str]:
@@ -120,8 +131,13 @@ def text_of(lowered: LoweredScore, slots: Sequence[int] = (), *, gluon: bool = F
             total = f"tl.sum(tl.sum({value}, 1), 0)" if both else f"tl.sum({value}, {axis}, keep_dims=True)"
             yield f'tl.atomic_add({pointer}, {total}, sem="relaxed")'
 
+    values: tuple[tuple[str, tuple[Node, ...]], ...] = ()
+    if gluon and lowered.score is not None:
+        stages = stages_of(lowered.score)
+        names |= {name: f"aux[{place}]" for place, name in enumerate(stages.kept, len(names))}
+        values = stages.functions
     dialect = _GLUON if gluon else _COMPILED if lowered.approximate else _TRITON
-    return dialect.module(lowered, names, slots, add)
+    return dialect.module(lowered, names, slots, add, values)
 
 
 def lowered_score(problem: Problem, arch: Arch) -> LoweredScore | None:

@@ -31,10 +31,11 @@ def backward(
     dq: Numbers | None = None,
     *,
     masks: tuple[bool, ...] = BOTH,
+    reads_keys: bool | None = None,
 ) -> tuple[Rule[Any], ...]:
     """The same of a backward: tiles of the pass over the queries, and of the pass over the keys if there is one."""
     config = tiles(*keys) if dq is None else TritonTwoPassConfig.of(tiles(*keys), tiles(*dq))
-    return _rules(arches, head_dims, why, config, masks)
+    return tuple(replace(rule, reads_keys=reads_keys) for rule in _rules(arches, head_dims, why, config, masks))
 
 
 def _rules(

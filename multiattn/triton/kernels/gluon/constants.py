@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from multiattn.problem import Problem
-from multiattn.triton.gluon_configs import WARPGROUP_ROWS, GluonConfig, pieces_of
+from multiattn.score import LoweredScore
+from multiattn.triton.gluon_configs import WARPGROUP_ROWS, GluonConfig, pieces_of, spare_registers
+from multiattn.triton.staged import follows_distance, under_diagonal
 
 TILE_WORDS = 6
 """Words of shared memory that say what the tile of a slot of Q is."""
-_OF_CONFIG = ("tile_n", "warpgroups", "stages", "q_slots", "pingpong", "lazy_max")
+_OF_CONFIG = ("tile_n", "warpgroups", "stages", "q_slots", "pingpong")
 """Constants that a config has by the same name."""
 
 
@@ -41,11 +43,20 @@ class GluonConstants:
     is_dynamic: bool
     pingpong: bool
     lazy_max: bool
+    """Not with an expression whose scores of later blocks may be of another size: a bias may hide all of the first."""
+    score: Any = None
+    """As in `TileConstants`: of its functions `once`, `ahead` and `rest` are called."""
+    loads_early: bool = False
+    """`ahead` is called while products are under way: there are registers for an element beside each score."""
 
     @classmethod
-    def of(cls, problem: Problem, config: GluonConfig, *, ragged: bool) -> GluonConstants:
+    def of(
+        cls, problem: Problem, config: GluonConfig, *, ragged: bool, score: LoweredScore | None = None
+    ) -> GluonConstants:
         """The constants of a launch."""
         wide, narrow = pieces_of(problem.head_dim)
+        if score is not None and problem.is_banded and not problem.is_two_sided:
+            score = under_diagonal(score)
         return cls(
             banded=problem.is_banded,
             two_sided=problem.is_two_sided,
@@ -57,6 +68,9 @@ class GluonConstants:
             narrow=narrow,
             is_persistent=config.scheduler != "one_tile",
             is_dynamic=config.scheduler == "dynamic",
+            lazy_max=config.lazy_max and (score is None or follows_distance(score)),
+            score=score,
+            loads_early=score is not None and spare_registers(config, problem) >= config.tile_n // 2,
             **{name: getattr(config, name) for name in _OF_CONFIG},
         )
 

@@ -36,8 +36,11 @@ from multiattn.triton.kernels.gluon.scores import (
     exponentiate,
     keep_packed,
     mask_scores,
+    modify,
     pack_weights,
     range_of_blocks,
+    score_block,
+    score_tile,
     sum_of_thread,
     take_sign,
 )
@@ -130,7 +133,7 @@ def _raise_max(scores, row_max, scale):
 
 @gluon.jit
 def _next_block(
-    block, place, turn, queries, weights, row_max, row_sum, out, narrow, first_query, scale, sizes, shared,
+    block, place, turn, queries, weights, row_max, row_sum, out, narrow, first_query, scale, of_score, sizes, shared,
     warpgroup: gl.constexpr, EXACT_MAX: gl.constexpr, AT_BEGIN: gl.constexpr, AT_END: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """A block of keys, K at `place` of the ring; meanwhile weights of the one before are multiplied by V at the next.
@@ -143,9 +146,12 @@ def _next_block(
     scores = _make_scores(queries, place, ring_kv, kv_buffers, C)  # [64, tile_n]
     out, narrow = _add_values(weights, out, narrow, place + 1, ring_kv, kv_buffers, C)
     _pass_turn(warpgroup, turns, C)
+    if C.loads_early:
+        of_score = score_block(first_query, block * C.tile_n, of_score, sizes, C)
     scores = warpgroup_mma_wait(1 + (C.narrow > 0), [scores])
     ring.release(ring_kv, place, C.stages)
     scores = take_sign(scores, C)
+    scores = modify(scores, first_query, block * C.tile_n, of_score, sizes, C)
     scores = mask_scores(scores, first_query, block * C.tile_n, sizes, AT_BEGIN, AT_END, C)
     if EXACT_MAX:
         row_max, decay = _raise_max(scores, row_max, scale)
@@ -197,7 +203,7 @@ def _queries(q_buffers, at, C: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    queries, q_place, place, turn, tile_begin, tile_end, exact_tile, first_query, scale, sizes, shared,
+    queries, q_place, place, turn, tile_begin, tile_end, exact_tile, first_query, scale, of_score, sizes, shared,
     warpgroup: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """The paper's loop: maxima ``[64]``, sums ``[64, 4]`` and outputs of the rows; where ring and turns are then."""
@@ -227,6 +233,9 @@ def _attend(
         if above > 0:
             _pass_turn(warpgroup, turns, C)
             turn += 1
+        of_block = of_score
+        if C.loads_early:
+            of_block = score_block(first_query, (end - 1) * C.tile_n, of_score, sizes, C)
         scores = warpgroup_mma_wait(0, [scores])
         ring.release(ring_kv, place, C.stages)
         place += 1
@@ -234,6 +243,7 @@ def _attend(
             ring.skip(ring_kv, place, C.stages)
             place += 1
         scores = take_sign(scores, C)
+        scores = modify(scores, first_query, (end - 1) * C.tile_n, of_block, sizes, C)
         scores = mask_scores(scores, first_query, (end - 1) * C.tile_n, sizes, at_begin, at_end, C)
         row_max, _decay = _raise_max(scores, row_max, scale)
         scores = exponentiate(scores, row_max, scale)
@@ -245,7 +255,7 @@ def _attend(
         for i in range(exact):
             weights, row_max, row_sum, out, narrow = _next_block(
                 end - 2 - i, place, turn, queries, weights, row_max, row_sum, out, narrow, first_query, scale,
-                sizes, shared, warpgroup, True, at_begin, at_end, C,
+                of_score, sizes, shared, warpgroup, True, at_begin, at_end, C,
             )  # fmt: skip
             place += 2
             turn += 1
@@ -256,7 +266,7 @@ def _attend(
         for i in range(full):
             weights, row_max, row_sum, out, narrow = _next_block(
                 end - 2 - exact - i, place, turn, queries, weights, row_max, row_sum, out, narrow, first_query, scale,
-                sizes, shared, warpgroup, not C.lazy_max, False, False, C,
+                of_score, sizes, shared, warpgroup, not C.lazy_max, False, False, C,
             )  # fmt: skip
             place += 2
             turn += 1
@@ -267,7 +277,7 @@ def _attend(
             for i in range(last - begin + 1):
                 weights, row_max, row_sum, out, narrow = _next_block(
                     last - i, place, turn, queries, weights, row_max, row_sum, out, narrow, first_query, scale,
-                    sizes, shared, warpgroup, not C.lazy_max, True, False, C,
+                    of_score, sizes, shared, warpgroup, not C.lazy_max, True, False, C,
                 )  # fmt: skip
                 place += 2
                 turn += 1
@@ -325,13 +335,13 @@ def _store(queries, out, narrow, row_max, sums, sink, origin, at, out_maps, lse,
 
 
 @gluon.jit
-def consume(warpgroup: gl.constexpr, out_maps, lse, sinks, scale, sizes, shared, C: gl.constexpr):
+def consume(warpgroup: gl.constexpr, out_maps, lse, sinks, aux, scale, sizes, shared, C: gl.constexpr):
     """A warpgroup: its 64 queries of tile after tile."""
     ring_q, _ring_kv, verdicts, turns, words, q_buffers, _kv_buffers = shared
     q_place = 0
     place = 0  # in the ring of keys
     turn = 0
-    if C.has_sinks:  # which it reads itself, where the producer reads all else
+    if C.has_sinks or C.score is not None:  # which it reads itself, where the producer reads all else
         ring.await_launch_before()
     if warpgroup == C.warpgroups - 1:
         _pass_turn(warpgroup, turns, C)
@@ -349,9 +359,12 @@ def consume(warpgroup: gl.constexpr, out_maps, lse, sinks, scale, sizes, shared,
         tile_begin = 0
         if C.two_sided:
             tile_begin, _end = range_of_blocks(first_query - 64 * warpgroup, C.tile_m, sizes, C)
+        of_score = (batch, head, aux)
+        if C.score is not None:
+            of_score = score_tile(first_query, of_score, sizes, C)
         row_max, row_sum, out, narrow, place, turn = _attend(
-            queries, q_place, place, turn, tile_begin, tile_end, exact_tile, first_query, scale, sizes, shared,
-            warpgroup, C,
+            queries, q_place, place, turn, tile_begin, tile_end, exact_tile, first_query, scale, of_score, sizes,
+            shared, warpgroup, C,
         )  # fmt: skip
 
         sink = 0.0
@@ -403,7 +416,8 @@ def attention_forward(
     lse,  # pointer, fp32 [B, Hq, Sq], contiguous
     sinks,  # pointer, fp32 [Hq], contiguous, at a multiple of 4 bytes; None where there are none
     counter,  # pointer, int32: 0, and so it is left; None where the scheduler is not dynamic
-    scale,  # |scale| * log2(e), positive
+    aux,  # what the expression that modifies scores reads, as its functions have it; None without one
+    scale,  # |scale| * log2(e), positive; 1 with an expression
     seq_q,
     seq_kv,
     heads_q,
@@ -435,8 +449,8 @@ def attention_forward(
     if C.warpgroups == 2:
         gl.warp_specialize(
             [
-                (consume, (0, out_maps, lse, sinks, scale, sizes, shared, C)),
-                (consume, (1, out_maps, lse, sinks, scale, sizes, shared, C)),
+                (consume, (0, out_maps, lse, sinks, aux, scale, sizes, shared, C)),
+                (consume, (1, out_maps, lse, sinks, aux, scale, sizes, shared, C)),
                 (produce, (q_maps, k_maps, v_maps, counter, sizes, shared, C)),
             ],
             [4, 1], [240, 24],
@@ -444,9 +458,9 @@ def attention_forward(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, out_maps, lse, sinks, scale, sizes, shared, C)),
-                (consume, (1, out_maps, lse, sinks, scale, sizes, shared, C)),
-                (consume, (2, out_maps, lse, sinks, scale, sizes, shared, C)),
+                (consume, (0, out_maps, lse, sinks, aux, scale, sizes, shared, C)),
+                (consume, (1, out_maps, lse, sinks, aux, scale, sizes, shared, C)),
+                (consume, (2, out_maps, lse, sinks, aux, scale, sizes, shared, C)),
                 (produce, (q_maps, k_maps, v_maps, counter, sizes, shared, C)),
             ],
             [4, 4, 1], [160, 160, 24],

@@ -131,6 +131,78 @@ def mask_scores(scores, first_query, first_key, sizes, AT_BEGIN: gl.constexpr, A
     return scores
 
 
+# ---------------------------------------------------------------- the modification of scores
+
+# `of_score` is (batch, query head, aux), and aux what the expression reads: see `multiattn.triton.staged`.
+
+
+@gluon.jit
+def _queries_from(first_query, C: gl.constexpr):
+    return (first_query + gl.arange(0, 64, C.row))[:, None]
+
+
+@gluon.jit
+def _keys_from(first_key, C: gl.constexpr):
+    return (first_key + gl.arange(0, C.tile_n, gl.SliceLayout(0, C.scores)))[None, :]
+
+
+@gluon.jit
+def score_tile(first_query, of_score, sizes, C: gl.constexpr):
+    """`of_score` with what the expression has of a tile's queries."""
+    batch, head, aux = of_score
+    if C.score.once is not None:
+        queries = _queries_from(first_query, C)  # [64, 1]
+        aux = aux + C.score.once(batch, head, queries, 0, sizes[0], sizes[1], aux)
+    return batch, head, aux
+
+
+@gluon.jit
+def score_block(first_query, first_key, of_score, sizes, C: gl.constexpr):
+    """The same with what it has of a block of keys and needs no product for."""
+    batch, head, aux = of_score
+    if C.score.ahead is not None:
+        queries, keys = _queries_from(first_query, C), _keys_from(first_key, C)  # [64, 1], [1, tile_n]
+        aux = aux + C.score.ahead(batch, head, queries, keys, sizes[0], sizes[1], aux)
+    return batch, head, aux
+
+
+@gluon.jit
+def modify(scores, first_query, first_key, of_score, sizes, C: gl.constexpr):
+    """Products as they are; if there is an expression, its scores in the log2 domain, which have the scale."""
+    if C.score is not None:
+        if not C.loads_early:
+            of_score = score_block(first_query, first_key, of_score, sizes, C)
+        batch, head, aux = of_score
+        queries, keys = _queries_from(first_query, C), _keys_from(first_key, C)  # [64, 1], [1, tile_n]
+        (scores,) = C.score.rest(scores, batch, head, queries, keys, sizes[0], sizes[1], aux)
+    return scores
+
+
+@gluon.jit
+def _near_and_on(rows, keys):
+    """fp32 numbers whose difference is ``rows - keys``: a thread has two of the first for a row, and constants.
+
+    For it has two of every eight keys, and keys begin at a multiple of their number. Written with a mask, not as
+    ``keys - on``, as LLVM finds these two only so.
+    """
+    on = keys & (keys.shape[1] - 8)
+    return (rows - (keys & (7 - keys.shape[1]))).to(gl.float32), on.to(gl.float32)
+
+
+@gluon.jit
+def distance(rows, keys):
+    """``f32(rows - keys)``, for generated functions: an addition for each score. Keys are consecutive, ``[1, N]``."""
+    near, on = _near_and_on(rows, keys)
+    return near - on
+
+
+@gluon.jit
+def scaled_distance(rows, keys, factor):
+    """The same times a factor that depends on no key."""
+    near, on = _near_and_on(rows, keys)
+    return near * factor - on * factor
+
+
 # ---------------------------------------------------------------- the softmax
 
 
