@@ -82,7 +82,8 @@ def _with_functions(table: KernelTable, is_gluon: bool) -> KernelTable:
     constants = row.value
     if getattr(constants, "score", None) is None:
         return table
-    constants = replace(constants, score=functions_of(constants.score, gluon=is_gluon))
+    slots = () if is_gluon else constants.gradients
+    constants = replace(constants, score=functions_of(constants.score, slots, gluon=is_gluon))
     return replace(table, rows={**table.rows, "C": Constant(value=constants)})
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from multiattn.plan import limits
 from multiattn.plan.arch import Arch
 from multiattn.plan.config import Config
-from multiattn.plan.schedule import key_tiles, one_width, query_tiles
+from multiattn.plan.schedule import NARROWEST, key_tiles, one_width, query_tiles
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 
@@ -59,6 +59,27 @@ class TritonTwoPassConfig(TritonConfig):
         return TritonConfig(**own, heads_together=self.heads_together)
 
 
+_REGISTERS_OF_GRADIENTS = 192
+"""Registers of a thread for the sums of dk and dv, and for four tiles like the scores, where captured tensors have a
+gradient. Compiled for sm90 with a bias of every score, instructions of the loops that spill: at D=64 none with 64 x 64
+and 700 with 128 x 64, at D=128 21 with 32 x 64 and 234 with 64 x 64."""
+
+
+def cut(config: TritonConfig, problem: Problem, *, is_backward: bool) -> TritonConfig:
+    """The config with tiles that leave registers for gradients.
+
+    Where captured tensors have a gradient, a backward's pass over the queries takes fewer of them at a time: beside
+    scores, weights and their gradients a thread has the addresses of what it reads and adds to.
+    """
+    if is_backward and problem.score is not None and problem.score.gradients:
+        per_key = _REGISTERS_OF_GRADIENTS * 32 * config.num_warps // config.tile_n
+        tile_m = config.tile_m
+        while tile_m > NARROWEST and 2 * one_width(problem.head_dim) + 4 * tile_m > per_key:
+            tile_m //= 2
+        config = replace(config, tile_m=tile_m)
+    return config
+
+
 _TILE_FIELDS = ("tile_m", "tile_n", "num_warps", "num_stages")
 
 
@@ -101,11 +122,13 @@ _FIELDS: Mapping[str, limits.FieldRule] = {
 
 def why_not_fit(problem: Problem, arch: Arch, config: TritonConfig) -> tuple[Reason, ...]:
     """Every reason why a forward with `config` cannot run `problem` on `arch`."""
+    config = cut(config, problem, is_backward=False)
     return limits.failed(_checks_by_queries(problem, arch, config, smem_bytes(problem, arch, config)))
 
 
 def why_not_fit_backward(problem: Problem, arch: Arch, config: TritonConfig) -> tuple[Reason, ...]:
     """Every reason why a backward with `config` cannot run `problem` on `arch`: in two passes, or in one."""
+    config = cut(config, problem, is_backward=True)
     programs, needed = key_tiles(problem, max(config.tile_n, 1)), smem_bytes_of_keys(problem, arch, config)
     checks = [*limits.field_checks(config, _FIELDS), *limits.size_checks(config, arch, needed, programs)]
     if isinstance(config, TritonTwoPassConfig):

@@ -24,6 +24,7 @@ from multiattn.triton.configs import (
     ROWS_BESIDE,
     TritonConfig,
     TritonTwoPassConfig,
+    cut,
 )
 from multiattn.triton.gluon_configs import VARIANT as GLUON
 from multiattn.triton.gluon_configs import GluonConfig, pieces_of
@@ -123,8 +124,13 @@ def assumed_of(plan: Plan) -> Assumed:
     problem, config = plan.problem, plan.config
     if isinstance(config, GluonConfig):
         return Assumed(alignment=problem.alignment, flag=problem.seq_kv % config.tile_n != 0)
-    assert isinstance(config, TritonConfig)
-    return Assumed(alignment=problem.alignment, flag=_is_far(problem, config, plan.direction == "backward"))
+    return Assumed(alignment=problem.alignment, flag=_is_far(problem, _config_of(plan), plan.direction == "backward"))
+
+
+def _config_of(plan: Plan) -> TritonConfig:
+    """The config of a plain kernel, cut to its problem."""
+    assert isinstance(plan.config, TritonConfig)
+    return cut(plan.config, plan.problem, is_backward=plan.direction == "backward")
 
 
 def _is_far(problem: Problem, config: TritonConfig, is_backward: bool) -> bool:
@@ -169,7 +175,7 @@ _NAMES: Mapping[str, str] = {
         q_strides k_strides v_strides out_strides left right aux C""",
     "gradients_of_keys": """
         q k v lse dout delta dq_sum dk dv score_factor grad_factor seq_q seq_kv heads
-        q_strides k_strides v_strides dout_strides dk_strides dv_strides left right aux C""",
+        q_strides k_strides v_strides dout_strides dk_strides dv_strides left right aux daux C""",
 }
 """The parameters of each plain kernel, in order."""
 _OF_KEYS, _OF_QUERIES = ("k", "v"), ("q", "dout", "dq_sum")
@@ -201,6 +207,7 @@ def _table(
         **_reach(problem),
         "sinks": _sinks(problem),
         "aux": _aux(problem, constants.score),
+        "daux": _daux(problem, constants),
         "C": Constant(value=constants),
     }
     if not constants.one_pass:
@@ -249,6 +256,14 @@ def _aux(problem: Problem, lowered: LoweredScore | None) -> Parameter:
     return {name: _item(value) for name, value in problem.score.arguments(lowered, problem.scale).items()}
 
 
+def _daux(problem: Problem, constants: TileConstants) -> Parameter:
+    """The sums of gradients of captured tensors."""
+    if problem.score is None or not constants.gradients:
+        return Constant(value=None)
+    given = problem.score.gradient_arguments(constants.score)
+    return {name: Tensor(of=it) if isinstance(it, str) else Integer(value=it) for name, it in given.items()}
+
+
 def _item(value: float | int | str) -> Scalar:
     if isinstance(value, str):
         return Tensor(of=value, is_aligned=False)
@@ -265,7 +280,8 @@ def _strides(name: str, strides: tuple[int, ...], unit: int) -> dict[str, Intege
 
 def _constants(plan: Plan, config: TritonConfig, assumed: Assumed, **own: Any) -> TileConstants:
     """The constants of a kernel that walks over tiles."""
-    problem, lowered = plan.problem, lowered_score(plan.problem, plan.arch)
+    problem = plan.problem
+    lowered = lowered_score(problem, plan.arch, with_gradients=bool(own.get("gradients")))
     return TileConstants(
         head_dim=problem.head_dim,
         head_pad=one_width(problem.head_dim),
@@ -291,18 +307,18 @@ def _options(config: TritonConfig) -> dict[str, Any]:
 
 
 def _forward(plan: Plan, assumed: Assumed) -> tuple[KernelTable, ...]:
-    problem, config, step = plan.problem, plan.config, STEPS[plan.variant].step
-    assert isinstance(config, TritonConfig)
+    problem, config, step = plan.problem, _config_of(plan), STEPS[plan.variant].step
     own = {"descriptor": step.descriptor, "scale_sign": problem.scale_sign, "step": step}
     constants = _constants(plan, config, assumed, **own)
     return (_table("attention_forward", problem, constants, _options(config)),)
 
 
 def _backward(plan: Plan, assumed: Assumed, has_dlse: bool) -> tuple[KernelTable, ...]:
-    problem, config, flags = plan.problem, plan.config, dict(variant_of(plan).flags)
-    assert isinstance(config, TritonConfig)
+    problem, config, flags = plan.problem, _config_of(plan), dict(variant_of(plan).flags)
     flags["register_operands"] = plan.arch.is_gpu and plan.arch.name not in ASYNCHRONOUS
-    keys = _table("gradients_of_keys", problem, _constants(plan, config, assumed, **flags), _options(config))
+    slots = () if problem.score is None else problem.score.gradients
+    constants = _constants(plan, config, assumed, gradients=slots, **flags)
+    keys = _table("gradients_of_keys", problem, constants, _options(config))
     if isinstance(config, TritonTwoPassConfig):
         of_dq = config.of_dq
         assumed = assumed._replace(flag=_is_far(problem, of_dq, True))

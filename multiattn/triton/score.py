@@ -140,11 +140,15 @@ def text_of(lowered: LoweredScore, slots: Sequence[int] = (), *, gluon: bool = F
     return dialect.module(lowered, names, slots, add, values)
 
 
-def lowered_score(problem: Problem, arch: Arch) -> LoweredScore | None:
-    """The expression of a problem as kernels for `arch` compute it: on a GPU with its own tanh."""
+def lowered_score(problem: Problem, arch: Arch, *, with_gradients: bool = False) -> LoweredScore | None:
+    """The expression of a problem as kernels for `arch` compute it: on a GPU with its own tanh.
+
+    `with_gradients`: for a kernel that adds up those of captured tensors.
+    """
     if problem.score is None or not problem.has_score:
         return None
-    return lower(problem.score.program, approximate=arch.is_gpu)
+    apart = with_gradients and problem.score.scores is not None
+    return lower(problem.score.program, approximate=arch.is_gpu, apart=apart)
 
 
 @functools.lru_cache(maxsize=256)

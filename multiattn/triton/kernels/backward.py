@@ -206,9 +206,13 @@ def gradients_of_keys(
     left,  # with right, the reach of a two-sided mask; None for other kinds
     right,
     aux,  # what the expression that modifies scores reads, as its functions have it; None without one
+    daux,  # the sums of gradients that it adds to, as `load_gradients` has them; None without any
     C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
 ):
-    """dk and dv ``[tile_n, head_dim]`` of one tile of keys, and in one pass what these keys add to dq."""
+    """dk and dv ``[tile_n, head_dim]`` of one tile of keys, and in one pass what these keys add to dq.
+
+    Also what they add to gradients of captured tensors, as each pair of query and key is met here once.
+    """
     heads_q, group, batch_heads = heads
     tile, batch_head = my_tile(seq_kv, batch_heads, False, C.tile_n, C.heads_in_turn)
     heads_kv = heads_q // group
@@ -231,16 +235,16 @@ def gradients_of_keys(
         if C.two_sided:  # one loop, as before
             dk_acc, dv_acc = _walk_queries(
                 dk_acc, dv_acc, k_tile, v_tile, streamed, begin, end, blocks, first_key, at, heads_q, band,
-                score_factor, aux, True, C,
+                score_factor, (aux, daux), True, C,
             )  # fmt: skip
         else:
             dk_acc, dv_acc = _walk_queries(
                 dk_acc, dv_acc, k_tile, v_tile, streamed, begin, full_begin, blocks, first_key, at, heads_q, band,
-                score_factor, aux, True, C,
+                score_factor, (aux, daux), True, C,
             )  # fmt: skip
             dk_acc, dv_acc = _walk_queries(
                 dk_acc, dv_acc, k_tile, v_tile, streamed, full_begin, full_end, blocks, first_key, at, heads_q, band,
-                score_factor, aux, False, C,
+                score_factor, (aux, daux), False, C,
             )  # fmt: skip
     # Only now, as their addresses would take registers from the loops.
     dk = seek(dk, dk_strides, at_kv, False, C.out_vector)
@@ -252,7 +256,7 @@ def gradients_of_keys(
 @triton.jit
 def _walk_queries(
     dk_acc, dv_acc, k_tile, v_tile, streamed, begin, end, blocks, first_key, at, heads_q, band, score_factor,
-    aux, MASKED: tl.constexpr, C: tl.constexpr,
+    of_program, MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Add to dk, but for its factor, and dv the queries [begin, end) of one head, in blocks of tile_m.
 
@@ -260,6 +264,7 @@ def _walk_queries(
     dscores are left operands as they come from the tensor core.
     """
     q, dout, q_strides, dout_strides, lse, delta, dq_sum = streamed
+    aux, daux = of_program
     seq_q = band[0]
     sequence = (at[0] * heads_q + at[1]).to(tl.int64) * seq_q
     q = seek(q, q_strides, at, C.descriptor, C.vector)
@@ -274,9 +279,9 @@ def _walk_queries(
         rows = first_row + tl.arange(0, C.tile_m)
         row_lse = _lse_of_rows(lse + sequence, first_row, seq_q, C)  # [tile_m]
 
-        scores = tl.dot(k_tile, tl.trans(q_tile))  # [tile_n, tile_m] fp32
+        raw = tl.dot(k_tile, tl.trans(q_tile))  # [tile_n, tile_m] fp32
         scores, slope = modified_and_slope(
-            scores, rows[None, :], (first_key + tl.arange(0, C.tile_n))[:, None], (at[0], at[1], aux), band, C
+            raw, rows[None, :], (first_key + tl.arange(0, C.tile_n))[:, None], (at[0], at[1], aux), band, C
         )
         if C.score is not None:  # of a row that does not exist it may be anything
             scores = tl.where((rows < seq_q)[None, :], scores, float("-inf"))
@@ -295,6 +300,11 @@ def _walk_queries(
         dweights = tl.dot(v_tile, tl.trans(dout_tile))  # [tile_n, tile_m] fp32
         row_delta = tl.load(delta + sequence + rows, mask=rows < seq_q, other=0.0)  # [tile_m]
         dscores = moving * (dweights - row_delta[None, :])  # 0 where a weight is: the rest is finite
+        if C.has_gradients:
+            C.score.load_gradients(
+                raw, weights * (dweights - row_delta[None, :]), at[0], at[1], rows[None, :],
+                (first_key + tl.arange(0, C.tile_n))[:, None], band[0], band[1], aux, daux, 1,
+            )  # fmt: skip
         dscores = dscores.to(q_tile.dtype)
         dk_acc = tl.dot(dscores, q_tile, dk_acc)
         if C.one_pass:

@@ -46,8 +46,15 @@ class TileConstants:
     """The expression that modifies scores, or None: a `LoweredScore` in a table, its `ScoreFunctions` in a kernel."""
     has_slope: bool = False
     """It does more than add: its slope differs from 1."""
+    gradients: tuple[int, ...] = ()
+    """Slots of the captured tensors whose gradients the pass over the queries adds up."""
 
     @property
     def out_vector(self) -> int:
         """As `OUT_VECTOR`."""
         return OUT_VECTOR
+
+    @property
+    def has_gradients(self) -> bool:
+        """True if there are `gradients`."""
+        return bool(self.gradients)
