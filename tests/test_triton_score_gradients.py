@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 from multiattn import Unsupported, fmha, fmha_backward, reference
 from multiattn.inspect.facts import read_plan
@@ -57,6 +58,14 @@ def test_a_bias_of_any_shape(shape, deterministic):
 def test_every_backward(variant):
     table = values(4, 41)
     check(table, {"score_mod": relative(table), "window": (50, 10)}, variant=variant)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("variant", ["two_pass", "pointer_two_pass"])
+def test_under_a_block_mask(variant, deterministic):
+    mask = create_block_mask(lambda b, h, q, kv: q // 20 >= kv // 30, None, None, 75, 90, device="cpu", BLOCK_SIZE=32)
+    slopes = values(2, 4)
+    check(slopes, {"alibi_slopes": slopes, "block_mask": mask}, variant, deterministic)
 
 
 def test_a_hidden_score_has_no_gradient():

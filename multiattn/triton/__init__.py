@@ -51,7 +51,9 @@ def _probe(arch: Arch) -> tuple[Reason, ...]:
 TMA_ARCHS = tuple(name for name in GPU_ARCHS if ARCHS[name].capability >= (9, 0))
 """Arches with a Tensor Memory Accelerator."""
 
-_THROUGH_POINTERS = Capability(arches=("cpu", *GPU_ARCHS), masks=KINDS, sinks=True, scores=True, score_gradients=True)
+_THROUGH_POINTERS = Capability(
+    arches=("cpu", *GPU_ARCHS), masks=KINDS, sinks=True, scores=True, block_masks=16, score_gradients=True
+)
 # cuTensorMapEncodeTiled: address and strides are multiples of 16 bytes, and no stride is zero. A Problem has one
 # alignment for all tensors, so this also holds for those that are read through pointers.
 _THROUGH_DESCRIPTORS = replace(
@@ -66,6 +68,7 @@ def _gluon_variant() -> Variant:
         capability=replace(
             _THROUGH_DESCRIPTORS,
             arches=gluon_configs.ARCHES,
+            block_masks=0,
             arch_hint="for this arch's wgmma and TMA, and Triton interprets no Gluon; other variants run elsewhere",
         ),
         config_type=gluon_configs.GluonConfig,

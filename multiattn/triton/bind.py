@@ -25,6 +25,7 @@ from multiattn.triton.parameters import (
     Scalar,
     Tensor,
     assumed_of,
+    is_ragged_list,
     tables_of,
 )
 
@@ -47,6 +48,9 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
     abi.exactly(constants, scale_sign=problem.scale_sign)
     if problem.score is not None:
         abi.exactly(constants, score=problem.score.program.digest)
+    if (blocks := problem.blocks) is not None:
+        sizes = f"{blocks.queries}x{blocks.keys}" + (" with full ones" if blocks.has_full else "")
+        abi.exactly(constants, blocks=sizes, ragged_list=is_ragged_list(problem))
     alignment = abi.multiple(constants, there, "alignment", own.alignment, own.alignment)
     flag = abi.flag(constants, there, FLAGS[plan.variant == GLUON], own.flag)
     (table,) = tables_of(plan, assumed=Assumed(alignment=alignment, flag=flag))

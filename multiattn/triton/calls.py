@@ -82,8 +82,11 @@ def _with_functions(table: KernelTable, is_gluon: bool) -> KernelTable:
     constants = row.value
     if getattr(constants, "score", None) is None:
         return table
-    slots = () if is_gluon else constants.gradients
-    constants = replace(constants, score=functions_of(constants.score, slots, gluon=is_gluon))
+    if is_gluon:
+        functions = functions_of(constants.score, gluon=True)
+    else:
+        functions = functions_of(constants.score, constants.gradients, listed=constants.blocks is not None)
+    constants = replace(constants, score=functions)
     return replace(table, rows={**table.rows, "C": Constant(value=constants)})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -66,11 +67,15 @@ and 700 with 128 x 64, at D=128 21 with 32 x 64 and 234 with 64 x 64."""
 
 
 def cut(config: TritonConfig, problem: Problem, *, is_backward: bool) -> TritonConfig:
-    """The config with tiles that leave registers for gradients.
+    """The config with tiles that divide the blocks of a block mask, and leave registers for gradients.
 
     Where captured tensors have a gradient, a backward's pass over the queries takes fewer of them at a time: beside
     scores, weights and their gradients a thread has the addresses of what it reads and adds to.
     """
+    if (blocks := problem.blocks) is not None:
+        sizes = {"tile_m": blocks.queries, "tile_n": blocks.keys, "dq_tile_m": blocks.queries, "dq_tile_n": blocks.keys}
+        own = {name: math.gcd(getattr(config, name), size) for name, size in sizes.items() if hasattr(config, name)}
+        config = replace(config, **own)
     if is_backward and problem.score is not None and problem.score.gradients:
         per_key = _REGISTERS_OF_GRADIENTS * 32 * config.num_warps // config.tile_n
         tile_m = config.tile_m

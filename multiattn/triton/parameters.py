@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
 from multiattn.layout import VECTOR_BYTES, Layout
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan, variant_of
@@ -167,15 +168,16 @@ def area_names(tables: Iterable[KernelTable]) -> tuple[str, ...]:
 
 _NAMES: Mapping[str, str] = {
     "attention_forward": """
-        q k v out lse scale seq_q seq_kv heads q_strides k_strides v_strides out_strides left right sinks aux C""",
+        q k v out lse scale seq_q seq_kv heads
+        q_strides k_strides v_strides out_strides left right sinks aux lists C""",
     "prepare_rows": "out dout dlse delta dq_sum dlse_rows seq_q heads_q batch_heads out_strides C",
     "finish_dq": "dq_sum dq grad_factor seq_q heads_q batch_heads dq_strides C",
     "gradient_of_queries": """
         q k v out lse dout dlse dq delta score_factor grad_factor dlse_rows seq_q seq_kv heads
-        q_strides k_strides v_strides out_strides left right aux C""",
+        q_strides k_strides v_strides out_strides left right aux lists C""",
     "gradients_of_keys": """
         q k v lse dout delta dq_sum dk dv score_factor grad_factor seq_q seq_kv heads
-        q_strides k_strides v_strides dout_strides dk_strides dv_strides left right aux daux C""",
+        q_strides k_strides v_strides dout_strides dk_strides dv_strides left right aux daux lists C""",
 }
 """The parameters of each plain kernel, in order."""
 _OF_KEYS, _OF_QUERIES = ("k", "v"), ("q", "dout", "dq_sum")
@@ -208,6 +210,7 @@ def _table(
         "sinks": _sinks(problem),
         "aux": _aux(problem, constants.score),
         "daux": _daux(problem, constants),
+        "lists": _lists(problem, by_keys),
         "C": Constant(value=constants),
     }
     if not constants.one_pass:
@@ -264,6 +267,26 @@ def _daux(problem: Problem, constants: TileConstants) -> Parameter:
     return {name: Tensor(of=it) if isinstance(it, str) else Integer(value=it) for name, it in given.items()}
 
 
+def _lists(problem: Problem, by_keys: bool) -> Parameter:
+    """The lists of a block mask, by rows of keys or of queries. Nothing is known of their alignment."""
+    if problem.blocks is None:
+        return Constant(value=None)
+    it = problem.lists_of(QUERIES_OF_KEYS if by_keys else KEYS_OF_QUERIES)
+    sizes = {"list_batch": it.stride_batch, "list_head": it.stride_head, "list_columns": it.columns}
+    lists = {"counts": it.counts, "indices": it.indices, "full_counts": it.full_counts, "full_indices": it.full_indices}
+    return {
+        **{name: Integer(value=value) for name, value in sizes.items()},
+        **{name: Tensor(of=of, is_aligned=False) for name, of in lists.items() if of is not None},
+    }
+
+
+def is_ragged_list(problem: Problem) -> bool:
+    """True if the lists of queries may name keys beyond the end."""
+    if problem.blocks is None:
+        return False
+    return problem.lists_of(KEYS_OF_QUERIES).columns * problem.blocks.keys > problem.seq_kv
+
+
 def _item(value: float | int | str) -> Scalar:
     if isinstance(value, str):
         return Tensor(of=value, is_aligned=False)
@@ -293,8 +316,12 @@ def _constants(plan: Plan, config: TritonConfig, assumed: Assumed, **own: Any) -
         far_rows=assumed.flag,
         banded=problem.is_banded,
         two_sided=problem.is_two_sided,
+        compiled=plan.arch.is_gpu,
         score=lowered,
+        has_score=problem.has_score,
         has_slope=lowered is not None and lowered.slope is not ONE,
+        blocks=problem.blocks,
+        has_mask=lowered is not None and lowered.mask is not None,
         **own,
     )
 
@@ -309,20 +336,22 @@ def _options(config: TritonConfig) -> dict[str, Any]:
 def _forward(plan: Plan, assumed: Assumed) -> tuple[KernelTable, ...]:
     problem, config, step = plan.problem, _config_of(plan), STEPS[plan.variant].step
     own = {"descriptor": step.descriptor, "scale_sign": problem.scale_sign, "step": step}
-    constants = _constants(plan, config, assumed, **own)
+    constants = _constants(plan, config, assumed, ragged=is_ragged_list(problem), **own)
     return (_table("attention_forward", problem, constants, _options(config)),)
 
 
 def _backward(plan: Plan, assumed: Assumed, has_dlse: bool) -> tuple[KernelTable, ...]:
     problem, config, flags = plan.problem, _config_of(plan), dict(variant_of(plan).flags)
     flags["register_operands"] = plan.arch.is_gpu and plan.arch.name not in ASYNCHRONOUS
+    # Keys beyond the end have to be hidden from dq alone: their own gradients are not stored.
+    has_end = problem.blocks is not None and flags["one_pass"] and problem.seq_kv % config.tile_n != 0
     slots = () if problem.score is None else problem.score.gradients
-    constants = _constants(plan, config, assumed, gradients=slots, **flags)
+    constants = _constants(plan, config, assumed, ragged=has_end, gradients=slots, **flags)
     keys = _table("gradients_of_keys", problem, constants, _options(config))
     if isinstance(config, TritonTwoPassConfig):
         of_dq = config.of_dq
         assumed = assumed._replace(flag=_is_far(problem, of_dq, True))
-        constants = _constants(plan, of_dq, assumed, **flags)
+        constants = _constants(plan, of_dq, assumed, ragged=is_ragged_list(problem), **flags)
         return _table("gradient_of_queries", problem, constants, _options(of_dq), has_dlse=has_dlse), keys
     beside = TileConstants(
         head_dim=problem.head_dim,

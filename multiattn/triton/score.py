@@ -82,6 +82,11 @@ _COMPILED = replace(
     header=f"{_TRITON.header}\nfrom multiattn.triton.kernels.elements import load_in_place\n",
 )
 """Not for the interpreter."""
+_IN_PLACE = replace(
+    _COMPILED, language=replace(LANGUAGE, load=lambda *it: _load(*it).replace("tl.load", "load_in_place", 1))
+)
+"""For walks over listed blocks. Where Triton chooses the threads of a load of a value for each key, it may move all
+that is computed of scores to them, too."""
 _GLUON = PythonDialect(
     language=replace(
         LANGUAGE,
@@ -113,7 +118,9 @@ class ScoreFunctions(NamedTuple):
     rest: Any = None
 
 
-def text_of(lowered: LoweredScore, slots: Sequence[int] = (), *, gluon: bool = False) -> tuple[str, str]:
+def text_of(
+    lowered: LoweredScore, slots: Sequence[int] = (), *, gluon: bool = False, listed: bool = False
+) -> tuple[str, str]:
     """Digest and text of the module; see `PythonDialect.module`."""
     names = {it.name: f"aux[{place}]" for place, it in enumerate(lowered.fields)}
     gradients = {it.name: f"daux[{place}]" for place, it in enumerate(lowered.gradient_fields(slots))}
@@ -136,24 +143,30 @@ def text_of(lowered: LoweredScore, slots: Sequence[int] = (), *, gluon: bool = F
         stages = stages_of(lowered.score)
         names |= {name: f"aux[{place}]" for place, name in enumerate(stages.kept, len(names))}
         values = stages.functions
-    dialect = _GLUON if gluon else _COMPILED if lowered.approximate else _TRITON
+    compiled = _IN_PLACE if listed else _COMPILED
+    dialect = _GLUON if gluon else compiled if lowered.approximate else _TRITON
     return dialect.module(lowered, names, slots, add, values)
 
 
 def lowered_score(problem: Problem, arch: Arch, *, with_gradients: bool = False) -> LoweredScore | None:
-    """The expression of a problem as kernels for `arch` compute it: on a GPU with its own tanh.
+    """The program of a problem as kernels for `arch` compute it: on a GPU with its own tanh.
 
     `with_gradients`: for a kernel that adds up those of captured tensors.
     """
-    if problem.score is None or not problem.has_score:
+    if problem.score is None:
         return None
     apart = with_gradients and problem.score.scores is not None
     return lower(problem.score.program, approximate=arch.is_gpu, apart=apart)
 
 
 @functools.lru_cache(maxsize=256)
-def functions_of(lowered: LoweredScore, slots: tuple[int, ...] = (), *, gluon: bool = False) -> ScoreFunctions:
-    """The functions of a program; with `slots` also that of the gradients of these captured tensors."""
-    digest, text = text_of(lowered, slots, gluon=gluon)
+def functions_of(
+    lowered: LoweredScore, slots: tuple[int, ...] = (), *, gluon: bool = False, listed: bool = False
+) -> ScoreFunctions:
+    """The functions of a program; with `slots` also that of the gradients of these captured tensors.
+
+    `listed`: for walks over the blocks that a block mask lists.
+    """
+    digest, text = text_of(lowered, slots, gluon=gluon, listed=listed)
     module = module_of(f"score_{'gluon' if gluon else 'triton'}_{digest}", text)
     return ScoreFunctions(*(getattr(module, f"{name}_{digest}", None) for name in ScoreFunctions._fields))

@@ -16,6 +16,8 @@ import triton.language as tl
 from multiattn.triton.kernels.tiles import (
     inside,
     key_blocks,
+    listed_blocks,
+    listed_tile,
     load_own,
     load_streamed,
     modified_and_slope,
@@ -110,7 +112,8 @@ def gradient_of_queries(
     out_strides,  # of out, dout and dq
     left,  # with right, the reach of a two-sided mask; None for other kinds
     right,
-    aux,  # what the expression that modifies scores reads, as its functions have it; None without one
+    aux,  # what the program of scores reads, as its functions have it; None without one
+    lists,  # the lists of a block mask, as `listed_blocks` has them; None without one
     C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
 ):
     """First of two passes: dq ``[tile_m, head_dim]`` and delta ``[tile_m]`` of one tile of queries."""
@@ -136,28 +139,52 @@ def gradient_of_queries(
 
     own, kv, of_score = (q_tile, dout_tile, row_lse, row_delta), (k, v, k_strides, v_strides), (batch, head, aux)
     acc = tl.full([C.tile_m, C.head_pad], 0.0, tl.float32)
-    blocks = key_blocks(first_row, band, C)
-    begin, full_begin, full_end, end = blocks
-    if C.two_sided:  # one loop, as three would fill and drain the pipeline three times
-        acc = _walk_keys(acc, own, kv, begin, end, blocks, first_row, at_kv, band, score_factor, of_score, True, C)
-    else:
+    if C.blocks is not None:
+        if C.blocks.has_full:
+            blocks, end = listed_blocks(lists, batch, head, first_row // C.blocks.queries, True, C.key_tiles)
+            acc = _walk_keys(
+                acc, own, kv, 0, end, blocks, first_row, at_kv, band, score_factor, of_score, C.hides_in_full, False, C
+            )
+        blocks, end = listed_blocks(lists, batch, head, first_row // C.blocks.queries, False, C.key_tiles)
         acc = _walk_keys(
-            acc, own, kv, full_begin, full_end, blocks, first_row, at_kv, band, score_factor, of_score, False, C
+            acc, own, kv, 0, end, blocks, first_row, at_kv, band, score_factor, of_score, C.hides_in_partial, True, C
         )
-        acc = _walk_keys(acc, own, kv, full_end, end, blocks, first_row, at_kv, band, score_factor, of_score, True, C)
+    else:
+        blocks = key_blocks(first_row, band, C)
+        begin, full_begin, full_end, end = blocks
+        if C.two_sided:  # one loop, as three would fill and drain the pipeline three times
+            acc = _walk_keys(
+                acc, own, kv, begin, end, blocks, first_row, at_kv, band, score_factor, of_score, True, False, C
+            )
+        else:
+            acc = _walk_keys(
+                acc, own, kv, full_begin, full_end, blocks, first_row, at_kv, band, score_factor, of_score,
+                False, False, C,
+            )  # fmt: skip
+            acc = _walk_keys(
+                acc, own, kv, full_end, end, blocks, first_row, at_kv, band, score_factor, of_score, True, False, C
+            )
     store_rows(dq, out_strides, acc * grad_factor, first_row, seq_q, C.tile_m, C)
 
 
 @triton.jit
 def _walk_keys(
     acc, own, kv, begin, end, blocks, first_row, at_kv, band, score_factor, of_score,
-    MASKED: tl.constexpr, C: tl.constexpr,
+    MASKED: tl.constexpr, PARTIAL: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Add to acc, which is dq ``[tile_m, head_pad]`` but for its factor, the keys [begin, end), in blocks of tile_n."""
+    """Add to acc, which is dq ``[tile_m, head_pad]`` but for its factor, the keys [begin, end), in blocks of tile_n.
+
+    Or so many tiles of listed blocks.
+    """
     q_tile, dout_tile, row_lse, row_delta = own
     k, v, k_strides, v_strides = kv
     seq_kv = band[1]
-    for first_key in tl.range(begin, end, C.tile_n, num_stages=C.stages):
+    ahead = listed_tile(begin, end, blocks, C.key_tiles, C.tile_n, C)
+    for place in tl.range(begin, end, C.key_step, num_stages=C.stages):
+        first_key = place
+        if C.blocks is not None:
+            first_key = ahead
+            ahead = listed_tile(place + 1, end, blocks, C.key_tiles, C.tile_n, C)
         k_tile = load_streamed(k, k_strides, at_kv, first_key, seq_kv, C.tile_n, MASKED, C.vector, C)
         v_tile = load_streamed(v, v_strides, at_kv, first_key, seq_kv, C.tile_n, MASKED, C.vector, C)
         scores = tl.dot(q_tile, tl.trans(k_tile))  # [tile_m, tile_n] fp32
@@ -169,10 +196,10 @@ def _walk_keys(
         weights = tl.math.exp2(scores * score_factor - row_lse[:, None])
         dscores = weights * (dweights - row_delta[:, None]) * slope
         if MASKED:  # selected, not multiplied: a masked weight may be inf
-            if not C.two_sided or needs_mask(first_key, blocks):
+            if PARTIAL or not C.asks_keys or needs_mask(first_key, blocks, band, C):
                 rows = first_row + tl.arange(0, C.tile_m)
                 keys = first_key + tl.arange(0, C.tile_n)
-                visible = visible_keys(rows[:, None], keys[None, :], band, C)
+                visible = visible_keys(rows[:, None], keys[None, :], of_score, band, PARTIAL, C)
                 dscores = tl.where(visible, dscores, 0.0)
         acc = tl.dot(dscores.to(k_tile.dtype), k_tile, acc)
     return acc
@@ -205,8 +232,9 @@ def gradients_of_keys(
     dv_strides,
     left,  # with right, the reach of a two-sided mask; None for other kinds
     right,
-    aux,  # what the expression that modifies scores reads, as its functions have it; None without one
+    aux,  # what the program of scores reads, as its functions have it; None without one
     daux,  # the sums of gradients that it adds to, as `load_gradients` has them; None without any
+    lists,  # the lists of a block mask, as `listed_blocks` has them; None without one
     C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
 ):
     """dk and dv ``[tile_n, head_dim]`` of one tile of keys, and in one pass what these keys add to dq.
@@ -227,25 +255,41 @@ def gradients_of_keys(
     v_tile = load_own(v, v_strides, first_key, seq_kv, C.tile_n, C.vector, C)  # [tile_n, head_pad]
     dk_acc = tl.full([C.tile_n, C.head_pad], 0.0, tl.float32)
     dv_acc = tl.full([C.tile_n, C.head_pad], 0.0, tl.float32)
-    blocks = query_blocks(first_key, band, C)
-    begin, full_begin, full_end, end = blocks
     streamed = (q, dout, q_strides, dout_strides, lse, delta, dq_sum)
-    for member in range(group):
-        at = (batch, head_kv * group + member)
-        if C.two_sided:  # one loop, as before
+    if C.blocks is not None:
+        for member in range(group):
+            head = head_kv * group + member
+            # Partial ones first: the other way round ptxas (12.9, D=64) waits after each wgmma of both loops.
+            blocks, end = listed_blocks(lists, batch, head, first_key // C.blocks.keys, False, C.query_tiles)
             dk_acc, dv_acc = _walk_queries(
-                dk_acc, dv_acc, k_tile, v_tile, streamed, begin, end, blocks, first_key, at, heads_q, band,
-                score_factor, (aux, daux), True, C,
+                dk_acc, dv_acc, k_tile, v_tile, streamed, 0, end, blocks, first_key, (batch, head), heads_q, band,
+                score_factor, (aux, daux), C.hides_in_partial, True, C,
             )  # fmt: skip
-        else:
-            dk_acc, dv_acc = _walk_queries(
-                dk_acc, dv_acc, k_tile, v_tile, streamed, begin, full_begin, blocks, first_key, at, heads_q, band,
-                score_factor, (aux, daux), True, C,
-            )  # fmt: skip
-            dk_acc, dv_acc = _walk_queries(
-                dk_acc, dv_acc, k_tile, v_tile, streamed, full_begin, full_end, blocks, first_key, at, heads_q, band,
-                score_factor, (aux, daux), False, C,
-            )  # fmt: skip
+            if C.blocks.has_full:
+                blocks, end = listed_blocks(lists, batch, head, first_key // C.blocks.keys, True, C.query_tiles)
+                dk_acc, dv_acc = _walk_queries(
+                    dk_acc, dv_acc, k_tile, v_tile, streamed, 0, end, blocks, first_key, (batch, head), heads_q, band,
+                    score_factor, (aux, daux), C.hides_in_full, False, C,
+                )  # fmt: skip
+    else:
+        blocks = query_blocks(first_key, band, C)
+        begin, full_begin, full_end, end = blocks
+        for member in range(group):
+            at = (batch, head_kv * group + member)
+            if C.two_sided:  # one loop, as before
+                dk_acc, dv_acc = _walk_queries(
+                    dk_acc, dv_acc, k_tile, v_tile, streamed, begin, end, blocks, first_key, at, heads_q, band,
+                    score_factor, (aux, daux), True, False, C,
+                )  # fmt: skip
+            else:
+                dk_acc, dv_acc = _walk_queries(
+                    dk_acc, dv_acc, k_tile, v_tile, streamed, begin, full_begin, blocks, first_key, at, heads_q, band,
+                    score_factor, (aux, daux), True, False, C,
+                )  # fmt: skip
+                dk_acc, dv_acc = _walk_queries(
+                    dk_acc, dv_acc, k_tile, v_tile, streamed, full_begin, full_end, blocks, first_key, at, heads_q,
+                    band, score_factor, (aux, daux), False, False, C,
+                )  # fmt: skip
     # Only now, as their addresses would take registers from the loops.
     dk = seek(dk, dk_strides, at_kv, False, C.out_vector)
     dv = seek(dv, dv_strides, at_kv, False, C.out_vector)
@@ -256,22 +300,28 @@ def gradients_of_keys(
 @triton.jit
 def _walk_queries(
     dk_acc, dv_acc, k_tile, v_tile, streamed, begin, end, blocks, first_key, at, heads_q, band, score_factor,
-    of_program, MASKED: tl.constexpr, C: tl.constexpr,
+    of_program, MASKED: tl.constexpr, PARTIAL: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Add to dk, but for its factor, and dv the queries [begin, end) of one head, in blocks of tile_m.
 
-    dk_acc, dv_acc, k_tile and v_tile are ``[tile_n, head_pad]``. Scores are made transposed, so that weights and
-    dscores are left operands as they come from the tensor core.
+    Or so many tiles of listed blocks. dk_acc, dv_acc, k_tile and v_tile are ``[tile_n, head_pad]``. Scores are made
+    transposed, so that weights and dscores are left operands as they come from the tensor core.
     """
     q, dout, q_strides, dout_strides, lse, delta, dq_sum = streamed
     aux, daux = of_program
+    of_score = (at[0], at[1], aux)
     seq_q = band[0]
     sequence = (at[0] * heads_q + at[1]).to(tl.int64) * seq_q
     q = seek(q, q_strides, at, C.descriptor, C.vector)
     dout = seek(dout, dout_strides, at, C.descriptor, C.out_vector)
     if C.one_pass and not C.descriptor:
         dq_sum += sequence * C.head_dim
-    for first_row in tl.range(begin, end, C.tile_m, num_stages=C.stages):
+    ahead = listed_tile(begin, end, blocks, C.query_tiles, C.tile_m, C)
+    for place in tl.range(begin, end, C.query_step, num_stages=C.stages):
+        first_row = place
+        if C.blocks is not None:
+            first_row = ahead
+            ahead = listed_tile(place + 1, end, blocks, C.query_tiles, C.tile_m, C)
         q_tile = load_streamed(q, q_strides, at, first_row, seq_q, C.tile_m, True, C.vector, C)  # [tile_m, head_pad]
         dout_tile = load_streamed(  # [tile_m, head_pad]
             dout, dout_strides, at, first_row, seq_q, C.tile_m, True, C.out_vector, C
@@ -281,16 +331,16 @@ def _walk_queries(
 
         raw = tl.dot(k_tile, tl.trans(q_tile))  # [tile_n, tile_m] fp32
         scores, slope = modified_and_slope(
-            raw, rows[None, :], (first_key + tl.arange(0, C.tile_n))[:, None], (at[0], at[1], aux), band, C
+            raw, rows[None, :], (first_key + tl.arange(0, C.tile_n))[:, None], of_score, band, C
         )
-        if C.score is not None:  # of a row that does not exist it may be anything
+        if C.has_score:  # of a row that does not exist it may be anything
             scores = tl.where((rows < seq_q)[None, :], scores, float("-inf"))
         weights = tl.math.exp2(scores * score_factor - row_lse[None, :])
         if MASKED:  # selected, not multiplied: a masked weight may be inf
             # No branch where operands are in registers: those of the products behind it would be held across it.
-            if (not C.two_sided or C.register_operands) or needs_mask(first_row, blocks):
+            if not C.asks_queries or needs_mask(first_row, blocks, band, C):
                 keys = first_key + tl.arange(0, C.tile_n)
-                visible = seeing_rows(rows[None, :], keys[:, None], band, C)
+                visible = seeing_rows(rows[None, :], keys[:, None], of_score, band, PARTIAL, C)
                 weights = tl.where(visible, weights, 0.0)
         moving = weights
         if C.has_slope:  # selected, as a slope may be inf where nothing is seen

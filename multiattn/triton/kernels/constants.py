@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from multiattn.block_mask import BlockSpec
 from multiattn.triton.ladder import TritonStep
 
 OUT_VECTOR = 8
@@ -43,11 +44,22 @@ class TileConstants:
     step: TritonStep = field(default_factory=TritonStep)
     """The rung of a forward."""
     score: Any = None
-    """The expression that modifies scores, or None: a `LoweredScore` in a table, its `ScoreFunctions` in a kernel."""
+    """The program of scores and of their mask, or None: a `LoweredScore` in a table, its `ScoreFunctions` in a
+    kernel."""
+    has_score: bool = False
+    """It modifies scores."""
     has_slope: bool = False
     """It does more than add: its slope differs from 1."""
     gradients: tuple[int, ...] = ()
     """Slots of the captured tensors whose gradients the pass over the queries adds up."""
+    compiled: bool = True
+    """Not interpreted: there is inline assembly."""
+    blocks: BlockSpec | None = None
+    """A program walks over the blocks that a block mask lists, in tiles that divide them."""
+    has_mask: bool = False
+    """The program has a mask, which hides pairs of partial blocks."""
+    ragged: bool = False
+    """Listed tiles may have keys beyond the end that have to be hidden."""
 
     @property
     def out_vector(self) -> int:
@@ -58,3 +70,43 @@ class TileConstants:
     def has_gradients(self) -> bool:
         """True if there are `gradients`."""
         return bool(self.gradients)
+
+    @property
+    def key_tiles(self) -> int:
+        """Tiles of keys in a listed block."""
+        return 1 if self.blocks is None else self.blocks.keys // self.tile_n
+
+    @property
+    def query_tiles(self) -> int:
+        """Tiles of queries in a listed block."""
+        return 1 if self.blocks is None else self.blocks.queries // self.tile_m
+
+    @property
+    def key_step(self) -> int:
+        """From one tile of a walk over keys to the next: listed tiles are counted."""
+        return 1 if self.blocks is not None else self.tile_n
+
+    @property
+    def query_step(self) -> int:
+        """The same of a walk over queries."""
+        return 1 if self.blocks is not None else self.tile_m
+
+    @property
+    def asks_keys(self) -> bool:
+        """True if a masked walk over keys asks of each tile whether it needs the mask, but for partial blocks."""
+        return self.two_sided if self.blocks is None else not self.banded
+
+    @property
+    def asks_queries(self) -> bool:
+        """The same of one over queries, where no operands of products are in registers across a branch."""
+        return self.two_sided and self.blocks is None and not self.register_operands
+
+    @property
+    def hides_in_full(self) -> bool:
+        """True if pairs of a full block may be hidden, by another mask or by the end of the keys."""
+        return self.banded or self.ragged
+
+    @property
+    def hides_in_partial(self) -> bool:
+        """The same of a partial block."""
+        return self.hides_in_full or self.has_mask

@@ -21,6 +21,10 @@ def load_in_place(pointers):
         elements = tl.inline_asm_elementwise(
             "ld.global.nc.b32 $0, [$1];", "=r,l", [pointers], dtype=pointers.dtype.element_ty, is_pure=True, pack=1
         )
+    elif pointers.dtype.element_ty.primitive_bitwidth == 64:
+        elements = tl.inline_asm_elementwise(
+            "ld.global.nc.b64 $0, [$1];", "=l,l", [pointers], dtype=pointers.dtype.element_ty, is_pure=True, pack=1
+        )
     else:
         elements = tl.load(pointers)
     return elements

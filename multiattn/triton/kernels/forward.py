@@ -3,7 +3,8 @@
 FlashAttention-2 (Dao, arXiv 2307.08691, Algorithm 1), from the second rung on in the log2 domain. A program owns one
 tile of queries of one head. It first walks the key blocks that all its rows see, with no mask, then the few that need
 one: the diagonal and the ragged end. Under a two-sided mask it walks all in order, and asks of each whether it needs
-one. Plain `triton.language` only, so that the same source compiles for every arch and is interpreted.
+one. Under a block mask it walks the tiles of the blocks that are listed, full ones first. Plain `triton.language` only,
+so that the same source compiles for every arch and is interpreted.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import triton.language as tl
 
 from multiattn.triton.kernels.tiles import (
     key_blocks,
+    listed_blocks,
+    listed_tile,
     load_own,
     load_streamed,
     modified,
@@ -47,7 +50,8 @@ def attention_forward(
     left,  # with right, the reach of a two-sided mask; None for other kinds
     right,
     sinks,  # pointer, fp32 [Hq], contiguous, at a multiple of 4 bytes; None where there are none
-    aux,  # what the expression that modifies scores reads, as its functions have it; None without one
+    aux,  # what the program of scores reads, as its functions have it; None without one
+    lists,  # the lists of a block mask, as `listed_blocks` has them; None without one
     C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
 ):
     """Attention of one tile of tile_m queries: writes out ``[tile_m, head_dim]`` and lse ``[tile_m]``."""
@@ -64,14 +68,14 @@ def attention_forward(
     lse += batch_head.to(tl.int64) * seq_q
 
     kv = (k, v, k_strides, v_strides)
-    acc, row_sum, row_max = _attend(q, q_strides, kv, first_row, at_kv, band, scale, (batch, head, aux), C)
+    acc, row_sum, row_max = _attend(q, q_strides, kv, first_row, at_kv, band, scale, (batch, head, aux), lists, C)
     if sinks is not None:
         acc, row_sum, row_max = _add_sink(acc, row_sum, row_max, tl.load(sinks + head), C)
     _store(out, out_strides, lse, acc, row_sum, row_max, first_row, seq_q, C)
 
 
 @triton.jit
-def _attend(q, q_strides, kv, first_row, at_kv, band, scale, of_score, C: tl.constexpr):
+def _attend(q, q_strides, kv, first_row, at_kv, band, scale, of_score, lists, C: tl.constexpr):
     """tile_m queries over all keys they see: acc ``[tile_m, head_pad]``, row_sum and row_max ``[tile_m]``."""
     q_tile = load_own(q, q_strides, first_row, band[0], C.tile_m, C.vector, C)  # [tile_m, head_pad]
     if C.scale_sign < 0:
@@ -83,44 +87,66 @@ def _attend(q, q_strides, kv, first_row, at_kv, band, scale, of_score, C: tl.con
     acc = tl.full([C.tile_m, C.head_pad], 0.0, tl.float32)
     row_sum = tl.full([C.tile_m], 0.0, tl.float32)
     row_max = tl.full([C.tile_m], LOWEST, tl.float32)
-    blocks = key_blocks(first_row, band, C)
-    begin, full_begin, full_end, end = blocks
-    if C.two_sided:  # one loop, as three would fill and drain the pipeline three times
-        acc, row_sum, row_max = _walk(
-            acc, row_sum, row_max, q_tile, kv, begin, end, blocks, rows, at_kv, band, scale, of_score, True, C
-        )
-    else:
-        acc, row_sum, row_max = _walk(
-            acc, row_sum, row_max, q_tile, kv, full_begin, full_end, blocks, rows, at_kv, band, scale, of_score,
-            False, C,
-        )  # fmt: skip
-        # Skipped where there is nothing to mask: of an empty loop Triton still sets up the pipeline, and takes it down.
-        if C.banded or full_end < end:
+    if C.blocks is not None:
+        batch, head, _aux = of_score
+        if C.blocks.has_full:
+            blocks, end = listed_blocks(lists, batch, head, first_row // C.blocks.queries, True, C.key_tiles)
             acc, row_sum, row_max = _walk(
-                acc, row_sum, row_max, q_tile, kv, full_end, end, blocks, rows, at_kv, band, scale, of_score, True, C
-            )
+                acc, row_sum, row_max, q_tile, kv, 0, end, blocks, rows, at_kv, band, scale, of_score,
+                C.hides_in_full, False, C,
+            )  # fmt: skip
+        blocks, end = listed_blocks(lists, batch, head, first_row // C.blocks.queries, False, C.key_tiles)
+        acc, row_sum, row_max = _walk(
+            acc, row_sum, row_max, q_tile, kv, 0, end, blocks, rows, at_kv, band, scale, of_score,
+            C.hides_in_partial, True, C,
+        )  # fmt: skip
+    else:
+        blocks = key_blocks(first_row, band, C)
+        begin, full_begin, full_end, end = blocks
+        if C.two_sided:  # one loop, as three would fill and drain the pipeline three times
+            acc, row_sum, row_max = _walk(
+                acc, row_sum, row_max, q_tile, kv, begin, end, blocks, rows, at_kv, band, scale, of_score,
+                True, False, C,
+            )  # fmt: skip
+        else:
+            acc, row_sum, row_max = _walk(
+                acc, row_sum, row_max, q_tile, kv, full_begin, full_end, blocks, rows, at_kv, band, scale, of_score,
+                False, False, C,
+            )  # fmt: skip
+            # Skipped where there is nothing to mask: of an empty loop Triton still sets up the pipeline, and takes it
+            # down.
+            if C.banded or full_end < end:
+                acc, row_sum, row_max = _walk(
+                    acc, row_sum, row_max, q_tile, kv, full_end, end, blocks, rows, at_kv, band, scale, of_score,
+                    True, False, C,
+                )  # fmt: skip
     return acc, row_sum, row_max
 
 
 @triton.jit
 def _walk(
     acc, row_sum, row_max, q_tile, kv, begin, end, blocks, rows, at_kv, band, scale, of_score,
-    MASKED: tl.constexpr, C: tl.constexpr,
+    MASKED: tl.constexpr, PARTIAL: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the keys [begin, end), in blocks of tile_n.
+    """Online softmax over the keys [begin, end), in blocks of tile_n, or over so many tiles of listed blocks.
 
     acc ``[tile_m, head_pad]`` is not yet divided by row_sum ``[tile_m]``; row_max and rows are ``[tile_m]``.
     """
     k, v, k_strides, v_strides = kv
     seq_kv = band[1]
-    for first_key in tl.range(begin, end, C.tile_n, num_stages=C.stages):
+    ahead = listed_tile(begin, end, blocks, C.key_tiles, C.tile_n, C)
+    for place in tl.range(begin, end, C.key_step, num_stages=C.stages):
+        first_key = place
+        if C.blocks is not None:
+            first_key = ahead
+            ahead = listed_tile(place + 1, end, blocks, C.key_tiles, C.tile_n, C)
         k_tile = load_streamed(k, k_strides, at_kv, first_key, seq_kv, C.tile_n, MASKED, C.vector, C)
         scores = tl.dot(q_tile, tl.trans(k_tile))  # [tile_m, tile_n] fp32
         scores = modified(scores, rows[:, None], (first_key + tl.arange(0, C.tile_n))[None, :], of_score, band, C)
         if MASKED:
-            if not C.two_sided or needs_mask(first_key, blocks):
+            if PARTIAL or not C.asks_keys or needs_mask(first_key, blocks, band, C):
                 keys = first_key + tl.arange(0, C.tile_n)
-                visible = visible_keys(rows[:, None], keys[None, :], band, C)
+                visible = visible_keys(rows[:, None], keys[None, :], of_score, band, PARTIAL, C)
                 scores = tl.where(visible, scores, float("-inf"))
 
         new_max, shifted = _shift(scores, row_max, scale, C)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from multiattn.triton.kernels.elements import load_in_place
+
 LAST = tl.constexpr(2**31 - 1)
 """Beyond every position."""
 
@@ -103,17 +105,58 @@ def query_blocks(first_key, band, C: tl.constexpr):
 
 
 @triton.jit
-def needs_mask(first, blocks):
-    """True for a block, by its first key or query, that is not a full one. The one loop of a two-sided mask asks it."""
-    _begin, full_begin, full_end, _end = blocks
-    return (first < full_begin) | (first >= full_end)
+def listed_blocks(lists, batch, head, row, FULL: tl.constexpr, TILES: tl.constexpr):
+    """The partial or full blocks that a row of blocks has in the lists of a block mask: (their list, tiles in all).
+
+    A block has TILES tiles. `lists` is (stride of batch entries, of query heads, columns, counts, indices), and perhaps
+    (full counts, full indices).
+    """
+    place = batch.to(tl.int64) * lists[0] + head * lists[1] + row
+    if FULL:
+        counts, indices = lists[5], lists[6]
+    else:
+        counts, indices = lists[3], lists[4]
+    return indices + place * lists[2], tl.load(counts + place) * TILES
 
 
 @triton.jit
-def visible_keys(rows, keys, band, C: tl.constexpr):
+def listed_tile(place, end, blocks, TILES: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr):
+    """The first key or query of a tile by its place in a walk over `blocks` of TILES; 0 where nothing is listed.
+
+    It is loaded one tile ahead, and not by tl.load: Triton would take that for one more load to be pipelined, through
+    shared memory, and would then have fewer tiles in flight.
+    """
+    first = 0
+    if C.blocks is not None:
+        place = tl.maximum(tl.minimum(place, end - 1), 0)
+        if C.compiled:
+            block = load_in_place(blocks + place // TILES)
+        else:
+            block = tl.load(blocks + place // TILES)
+        first = (block * TILES + place % TILES) * TILE
+    return first
+
+
+@triton.jit
+def needs_mask(first, blocks, band, C: tl.constexpr):
+    """True for a tile, by its first key or query, that needs the mask: the loops of a two-sided mask ask it.
+
+    So do loops over the keys of listed full blocks, where that is the mask at the end of the keys.
+    """
+    if C.blocks is not None:
+        needed = first + C.tile_n > band[1]
+    else:
+        _begin, full_begin, full_end, _end = blocks
+        needed = (first < full_begin) | (first >= full_end)
+    return needed
+
+
+@triton.jit
+def visible_keys(rows, keys, of_score, band, PARTIAL: tl.constexpr, C: tl.constexpr):
     """The keys that each query sees: bool, rows and keys broadcast. One comparison a score.
 
-    It is with the lower of two ends. Between two bounds it is of the distance from the first, unsigned.
+    It is with the lower of two ends. Between two bounds it is of the distance from the first, unsigned. PARTIAL: in a
+    partial block the mask of the program holds, too.
     """
     seq_q, seq_kv, left, right = band
     if C.two_sided:
@@ -125,11 +168,11 @@ def visible_keys(rows, keys, band, C: tl.constexpr):
         if C.banded:
             end = tl.minimum(rows + 1 + (seq_kv - seq_q), seq_kv)
         visible = keys < end
-    return visible
+    return _and_mask(visible, rows, keys, of_score, band, PARTIAL, C)
 
 
 @triton.jit
-def seeing_rows(rows, keys, band, C: tl.constexpr):
+def seeing_rows(rows, keys, of_score, band, PARTIAL: tl.constexpr, C: tl.constexpr):
     """The same from the side of the keys, for tiles ``[keys, rows]`` whose threads hold few keys and many rows."""
     seq_q, seq_kv, left, right = band
     begin = tl.full(keys.shape, 0, tl.int32)
@@ -140,6 +183,19 @@ def seeing_rows(rows, keys, band, C: tl.constexpr):
         visible = (rows - begin).to(tl.uint32) < (left + right + 1).to(tl.uint32)
     else:
         visible = rows >= tl.where(keys < seq_kv, begin, LAST)
+    return _and_mask(visible, rows, keys, of_score, band, PARTIAL, C)
+
+
+@triton.jit
+def _and_mask(visible, rows, keys, of_score, band, PARTIAL: tl.constexpr, C: tl.constexpr):
+    """What is visible, of pairs of a partial block only what the mask of the program shows."""
+    if PARTIAL and C.has_mask:
+        batch, head, aux = of_score
+        mask = C.score.mask(batch, head, rows, keys, band[0], band[1], aux)
+        if C.hides_in_full:
+            visible = visible & mask
+        else:  # there is nothing else to hide
+            visible = mask
     return visible
 
 
@@ -152,7 +208,7 @@ def seeing_rows(rows, keys, band, C: tl.constexpr):
 def modified(raw, rows, keys, of_score, band, C: tl.constexpr):
     """``q @ k^T`` as it is; if there is an expression, its scores in the log2 domain, which have the scale."""
     scores = raw
-    if C.score is not None:
+    if C.has_score:
         batch, head, aux = of_score
         scores = C.score.score(raw, batch, head, rows, keys, band[0], band[1], aux)
     return scores
@@ -161,7 +217,7 @@ def modified(raw, rows, keys, of_score, band, C: tl.constexpr):
 @triton.jit
 def modified_and_slope(raw, rows, keys, of_score, band, C: tl.constexpr):
     """The same, and how much a score, in its own units, moves with the scaled ``q @ k^T``."""
-    if C.score is not None:
+    if C.has_score:
         batch, head, aux = of_score
         scores, slope = C.score.score_and_slope(raw, batch, head, rows, keys, band[0], band[1], aux)
     else:
