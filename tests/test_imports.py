@@ -19,7 +19,7 @@ _DATA = {*_BASES, "validate", "operands", "problem"}
 _LANGUAGE = {*_DATA, "plan", "run"}
 ALLOWED = {
     "mask": set(),
-    "block_mask": set(),
+    "block_mask": {"layout"},
     "score": set(),
     "layout": set(),
     "validate": {"layout"},

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from multiattn.operands import CAPTURED, Operands, captured_name
+from multiattn.operands import CAPTURED, DCAPTURED, Operands, captured_name, dcaptured_name
 from multiattn.plan import abi
 from multiattn.plan.backend import Launcher
 from multiattn.problem import Problem
@@ -139,8 +139,9 @@ class DriverLauncher:
         self._stream_of = compat.current_stream
         self._layout = layout = _Layout([kernel.binding for kernel in kernels], workspace)
         pick = _picker(layout.operands)
+        slots, sums = layout.captured, layout.dcaptured
         self._operands: Callable[[Operands], tuple[torch.Tensor, ...]] = (
-            pick if not layout.slots else lambda operands: pick((*operands, *operands.captured))
+            (lambda it: pick((*it, *it.captured[:slots], *it.dcaptured[:sums]))) if slots or sums else pick
         )
         self._lend = None if workspace is None else workspace.lend
         self._areas = layout.areas
@@ -244,8 +245,13 @@ class _Layout:
     def __init__(self, bindings: Sequence[abi.Binding], workspace: Workspace | None) -> None:
         used = dict.fromkeys(name for binding in bindings for name in abi.names_of(binding))
         areas = {} if workspace is None else workspace.areas
-        self.slots = sum(name.startswith(CAPTURED) for name in used)
-        known = (*Operands._fields, *map(captured_name, range(self.slots)))
+        self.captured, self.dcaptured = (
+            max((int(name[len(kind) :]) + 1 for name in used if name.startswith(kind)), default=0)
+            for kind in (CAPTURED, DCAPTURED)
+        )
+        """How many captured tensors there are up to the last that is used, and how many sums of their gradients."""
+        of_slots = (*map(captured_name, range(self.captured)), *map(dcaptured_name, range(self.dcaptured)))
+        known = (*Operands._fields, *of_slots)
         unknown = [name for name in used if name not in known and name not in areas]
         unused = [name for name in areas if name not in used]
         if unknown or unused:
@@ -253,7 +259,7 @@ class _Layout:
         operands = [name for name in known if name in used and name not in areas]
         self.operands = [known.index(name) for name in operands]
         """Places of the tensors whose addresses a launch has, in the order of the addresses; behind all others those of
-        captured tensors."""
+        captured tensors, and then of `dcaptured`."""
         self.areas = tuple(areas.values())
         """Added to the workspace's address: further addresses, behind those."""
         self._order = {name: index for index, name in enumerate((*operands, *areas))}
