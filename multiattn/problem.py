@@ -24,7 +24,7 @@ from multiattn.layout import (
 from multiattn.mask import Band, Window, band_of
 from multiattn.operands import Operands, Options, ScoreSpec, captured_name
 from multiattn.score import BoundScore
-from multiattn.score.expression import inputs_of
+from multiattn.score.expression import inputs_of, walk
 from multiattn.score.serial import dumps, loads
 from multiattn.validate import LOG2_E, check_inputs, check_scale, check_shapes
 
@@ -275,7 +275,9 @@ class Problem:
     @property
     def reads_keys(self) -> bool:
         """True if the expression of scores reads an element of a tensor for each key."""
-        return self.score is not None and any("kv" in inputs_of(it) for it in self.score.program.loads)
+        if self.score is None or (root := self.score.program.score) is None:
+            return False
+        return any(it.op == "load" and "kv" in inputs_of(it) for it in walk(root))
 
     @property
     def is_two_sided(self) -> bool:
@@ -304,8 +306,9 @@ class Problem:
 
     @property
     def has_empty_rows(self) -> bool:
-        """True if there are queries that see no key."""
-        return self.seq_q > 0 and (self.seq_kv == 0 or self.diagonal + self.reach[1] < 0)
+        """True if there are queries that see no key, or may be: by a block mask, or a score of -inf."""
+        by_band = self.seq_q > 0 and (self.seq_kv == 0 or self.diagonal + self.reach[1] < 0)
+        return by_band or self.score is not None or self.blocks is not None
 
     @property
     def visible_pairs(self) -> int:
