@@ -266,6 +266,7 @@ SCORES = {
     "bias that hides": {"bias": HIDING},
     "all": {"softcap": 2.0, "alibi_slopes": SLOPES[None], "bias": HIDING},
     "score_mod": {"score_mod": lambda score, b, h, q, kv: score + 0.1 * (kv - q) + SLOPES[h] * torch.abs(q - kv)},
+    "scores of no product": {"score_mod": lambda score, b, h, q, kv: BIAS[0, h, 0, kv]},
 }
 
 

@@ -274,8 +274,8 @@ def rebuild(node: Node, args: Sequence[Node]) -> Node:
     """The same operation of other arguments, folded."""
     if tuple(args) == node.args:
         return node
-    if node.op == "where":
-        return where(*args)
+    if node.op == "where":  # one of two like values is there to have as many of them as of its condition
+        return make("where", node.dtype, tuple(args)) if node.args[1] is node.args[2] else where(*args)
     if node.op == "cast":
         return cast(args[0], node.dtype)
     return load(node.value, node.dtype, args) if node.op == "load" else apply(node.op, *args)
