@@ -13,6 +13,7 @@ import torch
 from multiattn.cutile import configs, rules
 from multiattn.cutile.candidates import backward_candidates, forward_candidates
 from multiattn.cutile.configs import CutileConfig, OnePassConfig, TwoPassConfig
+from multiattn.cutile.kernels.constants import SMALLEST_TILE
 from multiattn.cutile.ladder import STEPS
 from multiattn.cutile.table import AREAS
 from multiattn.mask import KINDS
@@ -102,7 +103,14 @@ def _backward_variant(name: str, summary: str, **rest: Any) -> Variant:
     )
 
 
-_EVERYWHERE = Capability(arches=("cpu", *GPU_ARCHS), masks=KINDS, sinks=True, scores=True)
+_EVERYWHERE = Capability(
+    arches=("cpu", *GPU_ARCHS),
+    masks=KINDS,
+    sinks=True,
+    scores=True,
+    block_masks=SMALLEST_TILE,
+    score_gradients=True,
+)
 _OPERATIONS: dict[str, Any] = {
     "prepare": later("multiattn.cutile.launch", "prepare"),
     "export": later("multiattn.cutile.compile", "export_plan"),

@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from multiattn.cutile.arrays import STRIDES, VECTORS, extents_of
 from multiattn.cutile.configs import CutileConfig
-from multiattn.cutile.table import IMAGE, STRIDES, VECTORS, KernelLaunch, extents_of, launches_of
-from multiattn.operands import CAPTURED
+from multiattn.cutile.table import IMAGE, KernelLaunch, launches_of
+from multiattn.operands import CAPTURED, DCAPTURED
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
 
@@ -92,7 +93,9 @@ def prove(binding: abi.Binding, text: str) -> None:
     names = dict(_ASSUME.findall(text))
     for view in views:
         _prove_view(binding, names, *view)
-    if any(isinstance(it, abi.Pointer) and (it.tensor or "").startswith(CAPTURED) for it in binding.arguments):
+    if any(
+        isinstance(it, abi.Pointer) and (it.tensor or "").startswith((CAPTURED, DCAPTURED)) for it in binding.arguments
+    ):
         _prove_gathers(binding, text)
 
 

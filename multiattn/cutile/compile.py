@@ -22,13 +22,14 @@ from cuda.tile._cext import default_tile_context
 from cuda.tile._compile import compile_cubin
 from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature, ScalarConstraint, export_kernel
 
+from multiattn.cutile.arrays import ArrayArgument
 from multiattn.cutile.bind import bind_proven, for_most_heads, tile_ir
 from multiattn.cutile.configs import PIPELINES
 from multiattn.cutile.kernels import backward, forward
 from multiattn.cutile.kernels.constants import KernelConstants, RowConstants
 from multiattn.cutile.kernels.tiles import IN_64_BITS
 from multiattn.cutile.score import functions_of, text_of
-from multiattn.cutile.table import ArrayArgument, KernelLaunch, Scalar, launches_of
+from multiattn.cutile.table import KernelLaunch, Scalar, launches_of
 from multiattn.plan import abi
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Exported, Plan
@@ -57,12 +58,17 @@ def _kernel(
 ) -> Any:
     module: Any = forward if name == "forward" else backward
     if not isinstance(constants, RowConstants) and constants.score is not None:
-        constants = replace(constants, score=functions_of(constants.score))
+        constants = replace(constants, score=functions_of(constants.score, _slots(constants)))
     function = getattr(module, f"{name}_kernel")(constants)
     if is_64bit:
         annotations = function.__annotations__
         function.__annotations__ = {it: IN_64_BITS.get(kind, kind) for it, kind in annotations.items()}
     return ct.kernel(function, occupancy=occupancy, num_worker_warps=num_worker_warps)
+
+
+def _slots(constants: KernelConstants) -> tuple[int, ...]:
+    """Slots of the captured tensors whose gradients a kernel adds up."""
+    return getattr(constants, "gradients", ())
 
 
 def get_signature(launch: KernelLaunch) -> Any:
@@ -75,9 +81,10 @@ def get_signature(launch: KernelLaunch) -> Any:
     ]
     convention = CallingConvention.cutile_python_v2()  # v2: a static extent
     constants = dict(vars(launch.constants))
-    score = constants.pop("score", None)
-    name = launch.kernel if score is None else f"{launch.kernel}_{text_of(score)[0]}"
-    named = KernelSignature([*parameters, *map(_number, constants.values())], convention).with_mangled_symbol(name)
+    score, slots, blocks = constants.pop("score", None), constants.pop("gradients", ()), constants.pop("blocks", None)
+    name = launch.kernel if score is None else f"{launch.kernel}_{text_of(score, slots)[0]}"
+    numbers = [*constants.values(), *(vars(blocks).values() if blocks is not None else ())]
+    named = KernelSignature([*parameters, *map(_number, numbers)], convention).with_mangled_symbol(name)
     return KernelSignature(parameters, convention, named.symbol)
 
 

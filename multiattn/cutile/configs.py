@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from multiattn.cutile.kernels.constants import SMALLEST_TILE
 from multiattn.plan import limits
@@ -118,8 +119,10 @@ def keeps_maxima(problem: Problem, config: CutileConfig) -> bool:
 
     A full block is one of which every row of the tile sees all keys, so it is a good guess in fp16, too. A tile without
     one, as the first of a sequence, is done with exact maxima; where the window is so narrow that many tiles have none,
-    all are.
+    all are. So it is with a block mask, of blocks that it says are full, unless there is a band as well.
     """
+    if problem.blocks is not None and (problem.is_banded or not problem.blocks.has_full):
+        return False
     if problem.has_score or not problem.is_two_sided:
         return config.lazy_max and not problem.has_score
     left, right = problem.reach
@@ -127,6 +130,21 @@ def keeps_maxima(problem: Problem, config: CutileConfig) -> bool:
     levels = [problem.diagonal + first for first in range(0, max(config.tile_m, tile_n), config.tile_m)]
     full = [(level + right + 1) // tile_n + (left - level - rows + 1) // tile_n for level in levels]
     return config.lazy_max and min(full) > 0
+
+
+# ---------------------------------------------------------------- block masks
+
+_Tiles = TypeVar("_Tiles", CutileConfig, OnePassConfig, TwoPassConfig)
+
+
+def within_blocks(problem: Problem, config: _Tiles) -> _Tiles:
+    """The config, with a block mask cut to tiles each of which lies in one block: sizes are powers of two."""
+    if (blocks := problem.blocks) is None:
+        return config
+    sizes = {"tile_m": blocks.queries, "tile_n": blocks.keys}
+    sizes |= {f"dq_{name}": size for name, size in sizes.items() if hasattr(config, f"dq_{name}")}
+    cut: dict[str, Any] = {name: math.gcd(getattr(config, name), size) for name, size in sizes.items()}
+    return replace(config, **cut)
 
 
 # ---------------------------------------------------------------- grids

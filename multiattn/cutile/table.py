@@ -8,14 +8,17 @@ driver's arguments and an emitted kernel's Binding (`bind`) and the CPU's call (
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
 from multiattn.cutile import configs
+from multiattn.cutile.arrays import ArrayArgument, array_of, captured_of, gradients_of, lists_of
 from multiattn.cutile.configs import CutileConfig, Grid, OnePassConfig, Together, TwoPassConfig
 from multiattn.cutile.kernels.constants import (
     BackwardConstants,
+    BlockTiles,
     ForwardConstants,
     KernelConstants,
     QueryGradsConstants,
@@ -23,7 +26,6 @@ from multiattn.cutile.kernels.constants import (
     RowDeltaConstants,
 )
 from multiattn.cutile.ladder import STEPS
-from multiattn.layout import Layout
 from multiattn.operands import CAPTURED
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
@@ -44,51 +46,13 @@ IMAGE = abi.Image(threads=1)
 driver) that knows how many threads it has and makes the tensor maps of TMA from the arguments. Its shared memory is
 static, whatever the size, and needs no permission."""
 
-ALIGNMENT = 16
-"""A compiler is told of strides and addresses that are multiples of 16 bytes, and of extents that are of 16."""
-SINKS_ALIGNMENT = 4
-"""Bytes, as of any fp32 tensor."""
-_GIVEN = ("q", "k", "v")
-"""Arrays of the caller's, which may be less aligned than our own."""
 _FORWARD = ("q", "k", "v", "out", "lse")
-
-EXTENTS = ("batch", "heads", "seq")
-STRIDES = ("batch_stride", "head_stride", "row_stride")
-"""Names of what a compiler may know multiples of, behind the array's."""
-VECTORS = ("lse", "dlse", "delta")
-"""Arrays ``[B, H, S]``; sinks are ``[H]``, captured tensors of any rank, and all others ``[B, H, S, D]``."""
 DIAGONAL = "seq_kv_less_seq_q"
 """Name of the difference of lengths, which a kernel that begins at the diagonal takes for a multiple of tile_m."""
 
 
 Scalar = float | tuple[int, ...] | tuple[float, ...]
 """A number, fp32, or a tuple of numbers, which are an argument each."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArrayArgument:
-    """An array, and what its kernel assumes of it."""
-
-    tensor: str
-    """Operand or area of workspace."""
-    layout: Layout
-    alignment: int
-    """Bytes that its address is a multiple of."""
-    extents: tuple[int, ...]
-    """A divisor of each of B, H and S; of each extent of a captured tensor."""
-    strides: tuple[int, ...]
-    """A divisor of each stride in front of the last."""
-    overlaps: bool
-    """Elements may share memory."""
-    last_stride: int | None = 1
-    """None where nothing is assumed of it."""
-
-
-def extents_of(tensor: str) -> tuple[str, ...]:
-    """Names of an array's extents, but for D; of a captured tensor none, as nothing is known of them."""
-    if tensor.startswith(CAPTURED):
-        return ()
-    return EXTENTS[1:2] if tensor == "sinks" else EXTENTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,47 +139,13 @@ def needs_64bit(problem: Problem, *, backward: bool = False) -> bool:
     return max(*lasts, *(step for it in tensors for step in it.strides)) > abi.INT32_MAX
 
 
-def _array(assumed: dict[str, str], emitted: Mapping[str, str], problem: Problem, tensor: str) -> ArrayArgument:
-    """An array; enters what is assumed of it."""
-    layout = problem.layouts[tensor]
-
-    def divisor(name: str, value: int, unit: int) -> int:
-        return abi.multiple(assumed, emitted, f"{tensor}_{name}", unit if value % unit == 0 else 1, value)
-
-    alignment = problem.alignment if tensor in _GIVEN else SINKS_ALIGNMENT if tensor == "sinks" else ALIGNMENT
-    in_elements = ALIGNMENT // layout.dtype.itemsize
-    return ArrayArgument(
-        tensor=tensor,
-        layout=layout,
-        alignment=divisor("alignment", alignment, alignment),
-        extents=tuple(divisor(name, it, ALIGNMENT) for name, it in zip(extents_of(tensor), layout.shape, strict=False)),
-        strides=tuple(divisor(name, it, in_elements) for name, it in zip(STRIDES, layout.strides[:-1], strict=False)),
-        overlaps=abi.flag(assumed, emitted, f"{tensor}_overlaps", 0 in layout.strides),
-    )
-
-
-def _captured(assumed: dict[str, str], emitted: Mapping[str, str], problem: Problem, tensor: str) -> ArrayArgument:
-    """A captured tensor; one without a dimension is an array of one element. Enters what is assumed of it."""
-    layout = problem.layouts[tensor]
-    shape, strides = layout.shape or (1,), layout.strides or (1,)
-    itemsize = layout.dtype.itemsize
-    abi.exactly(assumed, **{f"{tensor}_dtype": str(layout.dtype).removeprefix("torch.")})
-    any_stride = abi.flag(assumed, emitted, f"{tensor}_any_stride", strides[-1] != 1)
-    return ArrayArgument(
-        tensor=tensor,
-        layout=Layout(shape, strides, layout.dtype),
-        alignment=abi.multiple(assumed, emitted, f"{tensor}_alignment", itemsize, itemsize),
-        extents=(1,) * len(shape),
-        strides=(1,) * (len(shape) - 1),
-        overlaps=True,
-        last_stride=None if any_stride else 1,
-    )
-
-
 def _lowered(plan: Plan) -> LoweredScore | None:
-    """The program of a plan's scores."""
-    score = plan.problem.score if plan.problem.has_score else None
-    return None if score is None else lower(score.program, approximate=plan.arch.is_gpu)
+    """The program of a plan's scores and its mask."""
+    score = plan.problem.score
+    if score is None:
+        return None
+    apart = score.scores is not None and plan.direction == "backward"
+    return lower(score.program, approximate=plan.arch.is_gpu, apart=apart)
 
 
 def _aux(
@@ -227,7 +157,7 @@ def _aux(
         return (), ()
     abi.exactly(assumed, score=score.program.digest)
     given = score.arguments(lowered, plan.problem.scale).values()
-    captured = tuple(_captured(assumed, emitted, plan.problem, it) for it in given if isinstance(it, str))
+    captured = tuple(captured_of(assumed, emitted, plan.problem.layouts[it], it) for it in given if isinstance(it, str))
     return captured, tuple(it for it in given if isinstance(it, float))
 
 
@@ -254,13 +184,14 @@ _OF_CONFIG = (
 def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> KernelLaunch:
     problem, config, step = plan.problem, plan.config, STEPS[plan.variant].step
     assert isinstance(config, CutileConfig)
+    config = configs.within_blocks(problem, config)
     assumed: dict[str, str] = {}
     abi.exactly(assumed, dtype=problem.dtype, head_dim=problem.head_dim, mask=problem.band.kind)
     abi.exactly(assumed, scale_sign=problem.scale_sign)
     if problem.has_sinks:
         abi.exactly(assumed, sinks="one a head")
     captured, derived = _aux(plan, assumed, emitted)
-    masked = abi.flag(assumed, emitted, "masked", problem.is_banded or problem.seq_kv % config.tile_n != 0)
+    masked = abi.flag(assumed, emitted, "masked", problem.is_banded or _has_ragged_keys(problem, config.tile_n))
     aligned_to = config.tile_m if configs.begins_at_diagonal(problem, config) else 1
     diagonal = abi.multiple(assumed, emitted, DIAGONAL, aligned_to, problem.seq_kv - problem.seq_q)
     lazy_max = configs.keeps_maxima(problem, config)
@@ -280,10 +211,11 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> Ke
         occupancy=config.occupancy,
         num_worker_warps=config.num_worker_warps,
         grid=grid,
-        arrays={name: _array(assumed, emitted, problem, name) for name in _FORWARD},
+        arrays={name: array_of(assumed, emitted, problem, name) for name in _FORWARD},
         optional={
-            "sinks": (_array(assumed, emitted, problem, "sinks"),) if problem.has_sinks else (),
+            "sinks": (array_of(assumed, emitted, problem, "sinks"),) if problem.has_sinks else (),
             "captured": captured,
+            "listed": lists_of(assumed, emitted, problem, KEYS_OF_QUERIES),
         },
         scalars={
             "scale": problem.scale_log2 if step.exp2 else problem.scale_log2 / LOG2_E,
@@ -310,9 +242,38 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> Ke
             diagonal_first=diagonal > 1,
             static_grid=config.scheduler == "static",
             score=_lowered(plan),
+            blocks=_tiles_of_blocks(problem, KEYS_OF_QUERIES, config.tile_m, config.tile_n),
         ),
         assumed=assumed,
     )
+
+
+def _tiles_of_blocks(problem: Problem, names: Sequence[str], tile_m: int, tile_n: int) -> BlockTiles | None:
+    """How tiles lie in the blocks of the lists `names`."""
+    if (blocks := problem.blocks) is None:
+        return None
+    queries, keys = blocks.queries // tile_m, blocks.keys // tile_n
+    own, walked = (queries, keys) if names == KEYS_OF_QUERIES else (keys, queries)
+    return BlockTiles(own=own, walked=walked, has_full=blocks.has_full)
+
+
+def _has_ragged_keys(problem: Problem, tile_n: int) -> bool:
+    """True if the last block of keys needs a mask: with a block mask, if one that it may list does."""
+    if problem.blocks is None:
+        return problem.seq_kv % tile_n != 0
+    return _listed_rows(problem, KEYS_OF_QUERIES, problem.blocks.keys) > problem.seq_kv
+
+
+def _has_ragged_queries(problem: Problem, tile_m: int) -> bool:
+    """True if the last block of queries needs a mask, as that of keys."""
+    if problem.blocks is None:
+        return problem.has_score and problem.seq_q % tile_m != 0
+    return _listed_rows(problem, QUERIES_OF_KEYS, problem.blocks.queries) > problem.seq_q
+
+
+def _listed_rows(problem: Problem, names: Sequence[str], size: int) -> int:
+    """Rows that the lists can name, in blocks of a size: a block mask may be longer than its sequences."""
+    return problem.lists_of(names).columns * size
 
 
 def _together(assumed: dict[str, str], emitted: Mapping[str, str], problem: Problem, wanted: Together) -> Together:
@@ -328,10 +289,10 @@ def _together(assumed: dict[str, str], emitted: Mapping[str, str], problem: Prob
 
 
 _NAMES: Mapping[str, str] = {
-    "query_grads": "q k v out lse dout dlse delta dq captured score_factor grad_factor reach derived",
-    "key_grads": "q k v lse dout delta dk dv captured score_factor grad_factor reach derived",
+    "query_grads": "q k v out lse dout dlse delta dq captured listed score_factor grad_factor reach derived",
+    "key_grads": "q k v lse dout delta dk dv captured listed dcaptured score_factor grad_factor reach derived",
     "row_deltas": "out dout dlse delta dq_sum",
-    "all_grads": "q k v lse dout delta dq_sum dk dv captured score_factor grad_factor reach derived",
+    "all_grads": "q k v lse dout delta dq_sum dk dv captured listed dcaptured score_factor grad_factor reach derived",
     "round_query_grads": "dq_sum dq grad_factor",
 }
 """The parameters of each kernel, in order: arrays, a tuple of them, then numbers."""
@@ -340,8 +301,9 @@ _NAMES: Mapping[str, str] = {
 def _two_passes(plan: Plan, has_dlse: bool) -> tuple[KernelLaunch, ...]:
     problem, config = plan.problem, plan.config
     assert isinstance(config, TwoPassConfig)
+    config = configs.within_blocks(problem, config)
     constants = QueryGradsConstants(
-        **_products(plan, config.dq_tile_m, config.dq_tile_n),
+        **_products(plan, KEYS_OF_QUERIES, config.dq_tile_m, config.dq_tile_n),
         heads_together=configs.divisor_near(config.dq_heads_together, problem.heads_q),
         latency=config.dq_latency,
         has_dlse=has_dlse,
@@ -353,6 +315,7 @@ def _two_passes(plan: Plan, has_dlse: bool) -> tuple[KernelLaunch, ...]:
 def _one_pass(plan: Plan, has_dlse: bool) -> tuple[KernelLaunch, ...]:
     problem, config = plan.problem, plan.config
     assert isinstance(config, OnePassConfig)
+    config = configs.within_blocks(problem, config)
     tiles, tile_d = query_tiles(problem, configs.ROW_TILE), one_width(problem.head_dim)
     delta = RowDeltaConstants(tile_m=configs.ROW_TILE, tile_d=tile_d, has_dlse=has_dlse)
     rows = RowConstants(tile_m=configs.ROW_TILE, tile_d=tile_d)
@@ -367,8 +330,9 @@ def _of_keys(plan: Plan, config: OnePassConfig, kernel: str) -> KernelLaunch:
     """The launch in which a block owns a tile of keys."""
     problem = plan.problem
     constants = BackwardConstants(
-        **_products(plan, config.tile_m, config.tile_n),
-        ragged_queries=problem.has_score and problem.seq_q % config.tile_m != 0,
+        **_products(plan, QUERIES_OF_KEYS, config.tile_m, config.tile_n),
+        ragged_queries=_has_ragged_queries(problem, config.tile_m),
+        gradients=problem.score.gradients if problem.score is not None else (),
         heads_together=configs.divisor_near(config.heads_together, problem.heads_kv),
         latency=config.latency,
     )
@@ -376,19 +340,21 @@ def _of_keys(plan: Plan, config: OnePassConfig, kernel: str) -> KernelLaunch:
     return _backward(plan, kernel, tiles, constants, config.occupancy, config.num_worker_warps)
 
 
-def _products(plan: Plan, tile_m: int, tile_n: int) -> dict[str, Any]:
-    """The constants of a kernel with products that follow from its tile."""
+def _products(plan: Plan, names: Sequence[str], tile_m: int, tile_n: int) -> dict[str, Any]:
+    """The constants of a kernel with products that follow from its tile; `names`: its lists of a block mask."""
     problem = plan.problem
+    own_keys = problem.seq_kv % tile_n != 0
     return {
         "tile_m": tile_m,
         "tile_n": tile_n,
         "tile_d": one_width(problem.head_dim),
         "banded": problem.is_banded,
         "two_sided": problem.is_two_sided,
-        "ragged": problem.seq_kv % tile_n != 0,
+        "ragged": _has_ragged_keys(problem, tile_n) if names == KEYS_OF_QUERIES else own_keys,
         "tma": has_positive_strides(problem),
         "tma_columns": problem.seq_q % 4 == 0,
         "score": _lowered(plan),
+        "blocks": _tiles_of_blocks(problem, names, tile_m, tile_n),
     }
 
 
@@ -407,6 +373,12 @@ def _backward(
     problem, names = plan.problem, _NAMES[kernel].split()
     assumed = {"dtype": problem.dtype}
     captured, derived = _aux(plan, assumed, {}) if "captured" in names else ((), ())
+    optional = {"captured": captured} if "captured" in names else {}
+    if "listed" in names:
+        of_keys = "dcaptured" in names
+        optional["listed"] = lists_of(assumed, {}, problem, QUERIES_OF_KEYS if of_keys else KEYS_OF_QUERIES)
+        if of_keys:
+            optional["dcaptured"] = gradients_of(assumed, {}, problem, _lowered(plan))
     scalars: dict[str, Scalar] = {
         "score_factor": problem.score_factor,
         "grad_factor": problem.grad_factor,
@@ -422,8 +394,8 @@ def _backward(
         occupancy=occupancy,
         num_worker_warps=num_worker_warps,
         grid=grid,
-        arrays={name: _array(assumed, {}, problem, operand) for name, operand in operands.items()},
-        optional={"captured": captured} if "captured" in names else {},
+        arrays={name: array_of(assumed, {}, problem, operand) for name, operand in operands.items()},
+        optional=optional,
         scalars={name: scalars[name] for name in names if name in scalars},
         constants=constants,
         assumed=assumed,

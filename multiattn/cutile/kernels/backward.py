@@ -21,7 +21,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.kernels import scores, tiles
+from multiattn.cutile.kernels import lists, scores, tiles
 from multiattn.cutile.kernels.constants import BackwardConstants, QueryGradsConstants, RowConstants, RowDeltaConstants
 from multiattn.cutile.kernels.tiles import ZERO, Array32, ConstBool, Derived, Place, Reach, Tuple32, Vectors32
 from multiattn.validate import LOG2_E
@@ -36,6 +36,8 @@ class Given:
     dout: Any
     delta: Any
     score_factor: Any
+    dcaptured: Any
+    """The gradients of captured tensors, to which blocks add: a tuple, empty where nobody wants any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,7 @@ def add_keys(
 ) -> Any:  # fmt: skip
     """Take one block of keys into a tile of dq; q and dout are tiles ``[tile_m, tile_d]``, lse and delta columns."""
     none = ct.full((const.tile_m, const.tile_n), 0.0, dtype=ct.float32)
-    index = (place.batch, place.head_kv, block, 0)
+    index = (place.batch, place.head_kv, lists.inside(const, block, place.seq_kv, const.tile_n), 0)
     keys = tiles.load_tile(const, k, index, const.tile_n, const.latency)
     values = tiles.load_tile(const, v, index, const.tile_n, const.latency)
     s = ct.mma(q, keys.transpose(), none)  # [tile_m, tile_n]
@@ -91,8 +93,9 @@ def add_keys(
     if slope is not None:
         p = p * slope
     ds = p * (dp - delta)
-    if masked:  # by selection: of a key beyond the end, p may be inf
-        ds = ct.where(tiles.is_visible(const, place, block), ds, 0.0)
+    seen = tiles.seen_keys(const, place, block, masked, const.banded or const.ragged)
+    if seen is not None:  # by selection: of a key beyond the end, p may be inf
+        ds = ct.where(seen, ds, 0.0)
     return ct.mma(ds.astype(k.dtype), keys, acc)
 
 
@@ -117,12 +120,20 @@ def find_key_tile(const: Any, q: Any, k: Any, reach: Any, aux: Any) -> Any:
 
 
 @ct.function
-def is_seen(const: Any, place: Any, key_tile: Any) -> Any:
-    """The queries of a tile that see each key, bool ``[tile_n, tile_m]``."""
-    visible = tiles.is_visible(const, place, key_tile).transpose()
-    if const.ragged_queries:
-        visible = visible & tiles.is_query(const, place)
-    return visible
+def is_seen(const: Any, place: Any, key_tile: Any, masked: ConstBool) -> Any:
+    """The queries of a tile that see each key, bool ``[tile_n, tile_m]``; None for all. `masked` as in `seen_keys`."""
+    seen = None
+    if const.blocks is None:
+        if masked:
+            seen = tiles.is_visible(const, place, key_tile).transpose()
+    else:
+        if masked:
+            seen = tiles.is_visible_in_part(const, place, key_tile, True)
+        if const.banded:
+            seen = tiles.both(seen, tiles.is_visible(const, place, key_tile).transpose())
+    if const.ragged_queries and (masked or const.blocks is not None):
+        seen = tiles.both(seen, tiles.is_query(const, place))
+    return seen
 
 
 @ct.function
@@ -134,24 +145,32 @@ def add_queries(
     With `dq_sum`, an fp32 view of such tiles, also add the block's share of dq to it.
     """
     none = ct.full((const.tile_n, const.tile_m), 0.0, dtype=ct.float32)
-    rows = (place.batch, place.head, place.tile)
+    rows = (place.batch, place.head, lists.inside(const, place.tile, place.seq_q, const.tile_m))
     m = load_lse(const, given.lse, rows)[None, :]
     d = load_column(const, given.delta, rows)[None, :]
     queries = tiles.load_tile(const, given.q, (*rows, 0), const.tile_m, const.latency)
     douts = tiles.load_tile(const, given.dout, (*rows, 0), const.tile_m, const.latency)
-    s = ct.mma(keys, queries.transpose(), none)  # [tile_n, tile_m]
-    s, slope = scores.modify_with_slope(const, place, s, given.score_factor, key_tile, True)
-    if masked and slope is not None:  # of a key that is not seen it may be inf
-        visible = is_seen(const, place, key_tile)
-        s, slope = ct.where(visible, s, -math.inf), ct.where(visible, slope, 0.0)
-    p = ct.exp2(s - m, flush_to_zero=True)
-    if masked and slope is None:
-        p = ct.where(is_seen(const, place, key_tile), p, 0.0)
-    dv = ct.mma(p.astype(keys.dtype), douts, sums.dv)
+    raw = ct.mma(keys, queries.transpose(), none)  # [tile_n, tile_m]
+    s, slope = scores.modify_with_slope(const, place, raw, given.score_factor, key_tile, True)
     if slope is not None:
+        seen = is_seen(const, place, key_tile, masked)
+        if seen is not None:  # of a key that is not seen it may be inf
+            s, slope = ct.where(seen, s, -math.inf), ct.where(seen, slope, 0.0)
+    p = ct.exp2(s - m, flush_to_zero=True)
+    if slope is None:
+        seen = is_seen(const, place, key_tile, masked)
+        if seen is not None:
+            p = ct.where(seen, p, 0.0)
+    dv = ct.mma(p.astype(keys.dtype), douts, sums.dv)
+    wants_gradients = scores.wants_gradients(const)
+    if slope is not None and not wants_gradients:
         p = p * slope  # now, so that the next product finds the registers of one of them free
     dp = ct.mma(values, douts.transpose(), none)  # [tile_n, tile_m]
     ds = p * (dp - d)
+    if wants_gradients:
+        scores.add_gradients(const, place, raw, ds, key_tile, given.dcaptured)
+        if slope is not None:
+            ds = ds * slope
     if const.ragged and dq_sum is not None:  # a key beyond the end: its own rows are not stored, but dq sums over it
         ds = ct.where(tiles.is_key(const, place, key_tile), ds, 0.0)
     ds = ds.astype(keys.dtype)
@@ -163,18 +182,8 @@ def add_queries(
 
 
 @ct.function
-def key_grads_block(
-    const: Any, k: Any, v: Any, given: Any, dq_sum: Any, dk: Any, dv: Any, grad_factor: Any, reach: Any, aux: Any
-) -> None:
-    """One block: a tile of dk and of dv, summed over the queries of the group's heads."""
-    q = given.q
-    mine = find_key_tile(const, q, k, reach, aux)
-    index = (mine.batch, mine.head_kv, mine.tile, 0)
-    keys = tiles.load_tile(const, k, index, const.tile_n, 2)
-    values = tiles.load_tile(const, v, index, const.tile_n, 2)
-    group = q.shape[1] // k.shape[1]
-    zeros = ct.full((const.tile_n, const.tile_d), 0.0, dtype=ct.float32)
-    sums = KeyGradSums(dk=zeros, dv=zeros)
+def add_seen(const: Any, mine: Any, group: Any, keys: Any, values: Any, given: Any, dq_sum: Any, sums: Any) -> Any:
+    """Take the queries that see the tile of keys."""
     blocks = tiles.query_blocks(const, mine)
     # The heads of the group and their blocks in one loop: one pipeline of loads, and no registers for a second counter.
     if const.banded or const.ragged_queries:
@@ -184,12 +193,49 @@ def key_grads_block(
         masked = max(0, end - first)
         for step in range(0, group * masked):
             head = mine.head_kv * group + step // masked
-            place = replace(mine, head=head, tile=tiles.masked_block(const, blocks, first + step % masked))
+            place = replace(mine, head=head, tile=tiles.masked_block(const, mine, blocks, first + step % masked))
             sums = add_queries(const, place, mine.tile, keys, values, given, dq_sum, sums, True)
     full = max(0, blocks.full_end - blocks.full_begin)
     for step in range(0, group * full):
         place = replace(mine, head=mine.head_kv * group + step // full, tile=blocks.full_begin + step % full)
         sums = add_queries(const, place, mine.tile, keys, values, given, dq_sum, sums, False)
+    return sums
+
+
+@ct.function
+def add_listed(const: Any, mine: Any, group: Any, keys: Any, values: Any, given: Any, dq_sum: Any, sums: Any) -> Any:
+    """Take the queries that a block mask lists, head by head: each may have lists of its own."""
+    for member in range(0, group):
+        own = replace(mine, head=mine.head_kv * group + member)
+        blocks = tiles.query_blocks(const, own)
+        for number in range(blocks.full_begin, blocks.full_end):
+            place = replace(own, tile=tiles.full_block(const, own, number))
+            sums = add_queries(const, place, mine.tile, keys, values, given, dq_sum, sums, False)
+        first, end = tiles.masked_numbers(const, blocks)
+        for number in range(first, end):
+            place = replace(own, tile=tiles.masked_block(const, own, blocks, number))
+            sums = add_queries(const, place, mine.tile, keys, values, given, dq_sum, sums, True)
+    return sums
+
+
+@ct.function
+def key_grads_block(
+    const: Any, k: Any, v: Any, given: Any, dq_sum: Any, dk: Any, dv: Any, grad_factor: Any, reach: Any, aux: Any,
+    listed: Any,
+) -> None:  # fmt: skip
+    """One block: a tile of dk and of dv, summed over the queries of the group's heads."""
+    q = given.q
+    mine = replace(find_key_tile(const, q, k, reach, aux), lists=listed)
+    index = (mine.batch, mine.head_kv, mine.tile, 0)
+    keys = tiles.load_tile(const, k, index, const.tile_n, 2)
+    values = tiles.load_tile(const, v, index, const.tile_n, 2)
+    group = q.shape[1] // k.shape[1]
+    zeros = ct.full((const.tile_n, const.tile_d), 0.0, dtype=ct.float32)
+    sums = KeyGradSums(dk=zeros, dv=zeros)
+    if const.blocks is not None:
+        sums = add_listed(const, mine, group, keys, values, given, dq_sum, sums)
+    else:
+        sums = add_seen(const, mine, group, keys, values, given, dq_sum, sums)
     dk_tile = (sums.dk * grad_factor).astype(dk.dtype).reshape((1, 1, const.tile_n, const.tile_d))
     dv_tile = sums.dv.astype(dv.dtype).reshape((1, 1, const.tile_n, const.tile_d))
     ct.store(dk, index, dk_tile, allow_tma=const.tma)
@@ -213,10 +259,10 @@ def query_grads_kernel(const: QueryGradsConstants) -> Callable[..., None]:
 
     def query_grads(
         q: Array32, k: Array32, v: Array32, out: Array32, lse: Vectors32, dout: Array32, dlse: Vectors32,
-        delta: Vectors32, dq: Array32, captured: Tuple32, score_factor: float, grad_factor: float, reach: Reach,
-        derived: Derived,
+        delta: Vectors32, dq: Array32, captured: Tuple32, listed: Tuple32, score_factor: float,
+        grad_factor: float, reach: Reach, derived: Derived,
     ) -> None:  # fmt: skip
-        place = tiles.find_place(const, q, k, reach, derived + captured)
+        place = replace(tiles.find_place(const, q, k, reach, derived + captured), lists=listed)
         rows = (place.batch, place.head, place.tile)
         queries = tiles.load_tile(const, q, (*rows, 0), const.tile_m, 2)
         douts = tiles.load_tile(const, dout, (*rows, 0), const.tile_m, 2)
@@ -224,12 +270,13 @@ def query_grads_kernel(const: QueryGradsConstants) -> Callable[..., None]:
         m = load_lse(const, lse, rows)[:, None]
         acc = ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32)
         blocks = tiles.key_blocks(const, place)
-        for block in range(blocks.full_begin, blocks.full_end):
+        for number in range(blocks.full_begin, blocks.full_end):
+            block = tiles.full_block(const, place, number)
             acc = add_keys(const, place, queries, douts, k, v, m, d, score_factor, acc, block, False)
-        if const.banded or const.ragged:
+        if const.banded or const.ragged or const.blocks is not None:
             first, end = tiles.masked_numbers(const, blocks)
             for number in range(first, end):
-                block = tiles.masked_block(const, blocks, number)
+                block = tiles.masked_block(const, place, blocks, number)
                 acc = add_keys(const, place, queries, douts, k, v, m, d, score_factor, acc, block, True)
         grads = (acc * grad_factor).astype(dq.dtype).reshape((1, 1, const.tile_m, const.tile_d))
         ct.store(dq, (*rows, 0), grads, allow_tma=const.tma)
@@ -242,10 +289,11 @@ def key_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
 
     def key_grads(
         q: Array32, k: Array32, v: Array32, lse: Vectors32, dout: Array32, delta: Vectors32, dk: Array32, dv: Array32,
-        captured: Tuple32, score_factor: float, grad_factor: float, reach: Reach, derived: Derived,
+        captured: Tuple32, listed: Tuple32, dcaptured: Tuple32, score_factor: float, grad_factor: float, reach: Reach,
+        derived: Derived,
     ) -> None:  # fmt: skip
-        given = Given(q=q, lse=lse, dout=dout, delta=delta, score_factor=score_factor)
-        key_grads_block(const, k, v, given, None, dk, dv, grad_factor, reach, derived + captured)
+        given = Given(q=q, lse=lse, dout=dout, delta=delta, score_factor=score_factor, dcaptured=dcaptured)
+        key_grads_block(const, k, v, given, None, dk, dv, grad_factor, reach, derived + captured, listed)
 
     return key_grads
 
@@ -255,12 +303,12 @@ def all_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
 
     def all_grads(
         q: Array32, k: Array32, v: Array32, lse: Vectors32, dout: Array32, delta: Vectors32, dq_sum: Array32,
-        dk: Array32, dv: Array32, captured: Tuple32, score_factor: float, grad_factor: float, reach: Reach,
-        derived: Derived,
+        dk: Array32, dv: Array32, captured: Tuple32, listed: Tuple32, dcaptured: Tuple32,
+        score_factor: float, grad_factor: float, reach: Reach, derived: Derived,
     ) -> None:  # fmt: skip
-        given = Given(q=q, lse=lse, dout=dout, delta=delta, score_factor=score_factor)
+        given = Given(q=q, lse=lse, dout=dout, delta=delta, score_factor=score_factor, dcaptured=dcaptured)
         view = dq_sum.tiled_view((1, 1, const.tile_m, const.tile_d))
-        key_grads_block(const, k, v, given, view, dk, dv, grad_factor, reach, derived + captured)
+        key_grads_block(const, k, v, given, view, dk, dv, grad_factor, reach, derived + captured, listed)
 
     return all_grads
 

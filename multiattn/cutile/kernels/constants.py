@@ -10,6 +10,18 @@ SMALLEST_TILE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockTiles:
+    """How tiles lie in the blocks of a block mask."""
+
+    own: int
+    """Tiles, of those that a kernel's blocks own, in a block."""
+    walked: int
+    """Tiles, of those that they walk over, in a block."""
+    has_full: bool
+    """There are lists of full blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ForwardConstants:
     """The forward kernel's constants. Its flags are those of `CutileStep`, its ways to run those of `CutileConfig`."""
 
@@ -54,6 +66,8 @@ class ForwardConstants:
     q_in_registers: bool
     score: Any = None
     """The program of scores, a `LoweredScore`; of a kernel that is made, its `TileScoreFunctions`."""
+    blocks: BlockTiles | None = None
+    """Those of a block mask. `masked` then says that full blocks need a mask, too."""
     ragged_queries = False
 
 
@@ -79,6 +93,11 @@ class BackwardConstants:
     """The last block of queries is not full, and needs a mask: a program makes anything of the zeros beyond the end."""
     score: Any = None
     """As the forward's."""
+    gradients: tuple[int, ...] = ()
+    """Slots of the captured tensors that want a gradient."""
+    blocks: BlockTiles | None = None
+    """Those of a block mask. With `ragged` its last block of keys is not full, with `ragged_queries` that of queries.
+    """
     spanning = False
 
 

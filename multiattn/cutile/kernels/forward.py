@@ -19,7 +19,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.kernels import parts, scores, tiles
+from multiattn.cutile.kernels import lists, parts, scores, tiles
 from multiattn.cutile.kernels.constants import SMALLEST_TILE, ForwardConstants
 from multiattn.cutile.kernels.tiles import Array32, ConstBool, Derived, Reach, Tuple32, Vectors32
 
@@ -69,8 +69,9 @@ def shift(const: Any, s: Any, m: Any, scale: Any) -> Any:
 def score(const: Any, place: Any, q: Any, k: Any, block: Any, masked: ConstBool) -> Any:
     """Scores of one block of keys, without their scale, ``[tile_m, tile_n]``; -inf where a query does not see a key."""
     s = scores.modify(const, place, parts.multiply_keys(const, place, q, k, block), block)
-    if masked:
-        s = ct.where(tiles.is_visible(const, place, block), s, -math.inf)
+    seen = tiles.seen_keys(const, place, block, masked, const.masked)
+    if seen is not None:
+        s = ct.where(seen, s, -math.inf)
     return s
 
 
@@ -103,16 +104,23 @@ def no_rows(const: Any) -> Any:
 
 
 @ct.function
+def has_masked_blocks(const: Any) -> Any:
+    """True if there may be blocks of keys that need a mask beside the full ones."""
+    return const.masked or const.blocks is not None
+
+
+@ct.function
 def online_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
     """The softmax of the tile's rows, each block of keys with a maximum of its own."""
     rows = no_rows(const)
     blocks = tiles.key_blocks(const, place)
-    for block in range(blocks.full_begin, blocks.full_end):
+    for number in range(blocks.full_begin, blocks.full_end):
+        block = tiles.full_block(const, place, number)
         rows = attend(const, place, q, k, v, scale, rows, block, False)
-    if const.masked:
+    if has_masked_blocks(const):
         first, end = tiles.masked_numbers(const, blocks)
         for number in range(first, end):
-            block = tiles.masked_block(const, blocks, number)
+            block = tiles.masked_block(const, place, blocks, number)
             rows = attend(const, place, q, k, v, scale, rows, block, True)
     return rows
 
@@ -133,7 +141,7 @@ def take_masked(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any, rows
     """Take the blocks that need a mask."""
     first, end = tiles.masked_numbers(const, blocks)
     for number in range(first, end):
-        block = tiles.masked_block(const, blocks, number)
+        block = tiles.masked_block(const, place, blocks, number)
         rows = take(const, place, v, score(const, place, q, k, block, True), scale, rows, block)
     return rows
 
@@ -141,10 +149,11 @@ def take_masked(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any, rows
 @ct.function
 def take_pair(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any, rows: Any, block: Any, step: Any) -> Any:
     """Take a block and the one `step` further, unmasked: the second one's scores come while the first is weighed."""
-    s = score(const, place, q, k, block, False)
-    ahead = score(const, place, q, k, block + step, False)
-    rows = take(const, place, v, s, scale, rows, block)
-    return take(const, place, v, ahead, scale, rows, block + step)
+    first, second = tiles.full_block(const, place, block), tiles.full_block(const, place, block + step)
+    s = score(const, place, q, k, first, False)
+    ahead = score(const, place, q, k, second, False)
+    rows = take(const, place, v, s, scale, rows, first)
+    return take(const, place, v, ahead, scale, rows, second)
 
 
 @ct.function
@@ -160,9 +169,48 @@ def take_ahead(
 
 
 @ct.function
+def take_listed_ahead(
+    const: Any, place: Any, q: Any, k: Any, v: Any, s: Any, scale: Any, rows: Any, number: Any, more: Any
+) -> Any:
+    """As `take_ahead`, of full blocks by their numbers in a list, each of which is looked up once.
+
+    Looked up twice, ptxas copies all scores in each round (sm90, 64x128 at D=128: 386 instructions, not 323).
+    """
+    block = lists.full_tile(const, place, number)
+    for one_more in range(number + 1, number + 1 + more):
+        following = lists.full_tile(const, place, one_more)
+        ahead = score(const, place, q, k, following, False)
+        rows = take(const, place, v, s, scale, rows, block)
+        s = ahead
+        block = following
+    return take(const, place, v, s, scale, rows, block)
+
+
+@ct.function
 def guess(const: Any, s: Any, scale: Any) -> Any:
     """The maxima ``[tile_m, 1]`` of some scores, and `headroom`: what weights are relative to."""
     return ct.maximum(ct.max(s, axis=-1, keepdims=True) * scale + const.headroom, LOWEST)
+
+
+@ct.function
+def lazy_blocks(const: Any, place: Any) -> Any:
+    """The blocks of a tile; none where a block mask lists none that is full, and the tile is done again."""
+    blocks = tiles.key_blocks(const, place)
+    if const.blocks is not None:
+        blocks = replace(blocks, end=blocks.end * min(blocks.full_end, 1))
+    return blocks
+
+
+@ct.function
+def starts_masked(const: Any) -> Any:
+    """True if the block that the maxima are of may need a mask."""
+    return const.masked and not const.two_sided and const.blocks is None
+
+
+@ct.function
+def joins_masked(const: Any) -> Any:
+    """True if a full block that is left of a pair may go with those that need a mask."""
+    return const.masked and const.blocks is None
 
 
 @ct.function
@@ -173,39 +221,45 @@ def lazy_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any
     weights only those underflow that are next to nothing. Values near 3e38 overflow their weighted sum to inf here, as
     they do in an online kernel. The first block is such a one; with `diagonal_first` so is
     the first that needs a mask, from which the walk goes down: a tile is then masked once, not twice. A tile that sees
-    no key has a block all the same: all of it is masked, and its weights are 0. With a two-sided mask it is the first
-    full block; where there is none, another one stands in for it.
+    no key has a block all the same: all of it is masked, and its weights are 0. With a two-sided mask or a block mask
+    it is the first full block; where there is none, another one stands in for it.
     """
-    blocks = tiles.key_blocks(const, place)
+    blocks = lazy_blocks(const, place)
     if const.diagonal_first:
         start, step, unmasked = blocks.full_end, -1, blocks.full_end - blocks.full_begin
     else:
         start, step, unmasked = blocks.full_begin, 1, max(blocks.full_end - blocks.full_begin - 1, 0)
-    s = score(const, place, q, k, start, const.masked and not const.two_sided)
+    s = score(const, place, q, k, tiles.full_block(const, place, start), starts_masked(const))
     none = no_rows(const)
     rows = RunningSoftmax(acc=none.acc, m=guess(const, s, scale), l=none.l)
     taken = 1 + unmasked
     if const.pipeline == "ahead":
-        rows = take_ahead(const, place, q, k, v, s, scale, rows, start, unmasked, step)
+        if const.blocks is None:
+            rows = take_ahead(const, place, q, k, v, s, scale, rows, start, unmasked, step)
+        else:
+            rows = take_listed_ahead(const, place, q, k, v, s, scale, rows, start, unmasked)
     elif const.pipeline == "apart":
-        rows = take(const, place, v, s, scale, rows, start)
+        rows = take(const, place, v, s, scale, rows, tiles.full_block(const, place, start))
         if unmasked > 0:
-            s = score(const, place, q, k, start + step, False)
-            rows = take_ahead(const, place, q, k, v, s, scale, rows, start + step, unmasked - 1, step)
+            s = score(const, place, q, k, tiles.full_block(const, place, start + step), False)
+            if const.blocks is None:
+                rows = take_ahead(const, place, q, k, v, s, scale, rows, start + step, unmasked - 1, step)
+            else:
+                rows = take_listed_ahead(const, place, q, k, v, s, scale, rows, start + step, unmasked - 1)
     else:
-        rows = take(const, place, v, s, scale, rows, start)
+        rows = take(const, place, v, s, scale, rows, tiles.full_block(const, place, start))
         taken = 1
         if const.pipeline == "pairs":
             pairs = unmasked // 2
             for pair in range(0, pairs):
                 rows = take_pair(const, place, q, k, v, scale, rows, start + step * (1 + 2 * pair), step)
             taken = 1 + 2 * pairs
-        if const.pipeline == "plain" or const.diagonal_first or not const.masked:
+        if const.pipeline == "plain" or const.diagonal_first or not joins_masked(const):
             for number in range(taken, 1 + unmasked):
-                block = start + step * number
+                block = tiles.full_block(const, place, start + step * number)
                 rows = take(const, place, v, score(const, place, q, k, block, False), scale, rows, block)
             taken = 1 + unmasked
-    if const.masked and (const.tile_m > const.tile_n or not const.diagonal_first):
+    if has_masked_blocks(const) and (const.tile_m > const.tile_n or not const.diagonal_first):
         taken_end = start + 1 if const.diagonal_first else start + taken
         rows = take_masked(const, place, q, k, v, scale, rows, replace(blocks, full_end=taken_end))
     return rows
@@ -225,10 +279,10 @@ def piloted_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> 
     buffer of its own for its keys, then its values, then the output: each is loaded only when the one before is used,
     and the loops have less shared memory for loads ahead.
     """
-    blocks = tiles.key_blocks(const, place)
+    blocks = lazy_blocks(const, place)
     pilot = pilot_of(const)
-    start = blocks.full_end if const.diagonal_first else blocks.full_begin
-    s = score(pilot, place, q, k, start * (const.tile_n // pilot.tile_n), const.masked and not const.two_sided)
+    start = blocks.full_end if const.diagonal_first else tiles.full_block(const, place, blocks.full_begin)
+    s = score(pilot, place, q, k, start * (const.tile_n // pilot.tile_n), starts_masked(const))
     m = guess(const, s, scale)
     none = no_rows(const)
     # 0 times the maxima, and not zeros: what it knows to be zero tileiras sets in the loop, register by register, for
@@ -240,11 +294,12 @@ def piloted_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> 
         for pair in range(0, pairs):
             rows = take_pair(const, place, q, k, v, scale, rows, blocks.full_begin + 2 * pair, 1)
         taken_end = blocks.full_begin + 2 * pairs
-    if const.pipeline == "pilot" or not const.masked:
-        for block in range(taken_end, blocks.full_end):
+    if const.pipeline == "pilot" or not joins_masked(const):
+        for number in range(taken_end, blocks.full_end):
+            block = tiles.full_block(const, place, number)
             rows = take(const, place, v, score(const, place, q, k, block, False), scale, rows, block)
         taken_end = blocks.full_end
-    if const.masked:
+    if has_masked_blocks(const):
         rows = take_masked(const, place, q, k, v, scale, rows, replace(blocks, full_end=taken_end))
     return rows
 
@@ -254,8 +309,14 @@ def redone_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> A
     """As `online_rows`, in one loop: it is rare, and code for it alone."""
     rows = no_rows(const)
     blocks = tiles.key_blocks(const, place)
-    for block in range(blocks.begin, blocks.end):
-        rows = attend(const, place, q, k, v, scale, rows, block, const.masked)
+    if const.blocks is not None:
+        for number in range(0, blocks.end):
+            block = lists.any_tile(const, place, number, blocks.full_end)
+            listed = replace(place, sees_all=number < blocks.full_end)
+            rows = attend(const, listed, q, k, v, scale, rows, block, True)
+    else:
+        for block in range(blocks.begin, blocks.end):
+            rows = attend(const, place, q, k, v, scale, rows, block, const.masked)
     return rows
 
 
@@ -275,9 +336,9 @@ def any_too_large(l: Any) -> Any:
 
 @ct.function
 def must_redo(const: Any, place: Any, l: Any) -> Any:
-    """True if the maxima were no good: a sum is too large, or a two-sided mask leaves the tile no full block."""
+    """True if the maxima were no good: a sum is too large, or a mask leaves the tile no full block."""
     redo = any_too_large(l)
-    if const.two_sided:
+    if const.two_sided or const.blocks is not None:
         blocks = tiles.key_blocks(const, place)
         redo = redo or blocks.full_begin == blocks.full_end
     return redo
@@ -315,8 +376,11 @@ def store_rows(const: Any, place: Any, out: Any, lse: Any, rows: Any, l: Any, si
 
 
 @ct.function
-def forward_tile(const: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any, scale: Any) -> None:
+def forward_tile(
+    const: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any, listed: Any, scale: Any
+) -> None:
     """q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` -> one tile of out and lse; sinks: one ``[Hq]``, or none."""
+    place = replace(place, lists=listed)
     queries = parts.load_q(const, place, q)
     sink = None
     if const.has_sinks:
@@ -342,7 +406,7 @@ def forward_kernel(const: ForwardConstants) -> Callable[..., None]:
 
     def forward(
         q: Array32, k: Array32, v: Array32, out: Array32, lse: Vectors32, sinks: Tuple32, captured: Tuple32,
-        scale: float, reach: Reach, derived: Derived,
+        listed: Tuple32, scale: float, reach: Reach, derived: Derived,
     ) -> None:  # fmt: skip
         aux = derived + captured
         if const.static_grid:
@@ -353,11 +417,11 @@ def forward_kernel(const: ForwardConstants) -> Callable[..., None]:
             step = tiles.digits_of(const, q, ct.num_blocks(0))
             for _ in range(ct.bid(0), total, ct.num_blocks(0)):
                 place = tiles.place_tile(const, q, k, reach, aux, number, True, const.grouped)
-                forward_tile(const, place, q, k, v, out, lse, sinks, scale)
+                forward_tile(const, place, q, k, v, out, lse, sinks, listed, scale)
                 number = tiles.add_digits(const, q, number, step)
         elif const.linear_grid:
-            forward_tile(const, tiles.find_place(const, q, k, reach, aux), q, k, v, out, lse, sinks, scale)
+            forward_tile(const, tiles.find_place(const, q, k, reach, aux), q, k, v, out, lse, sinks, listed, scale)
         else:
-            forward_tile(const, tiles.place_in_grid(const, q, k, reach, aux), q, k, v, out, lse, sinks, scale)
+            forward_tile(const, tiles.place_in_grid(const, q, k, reach, aux), q, k, v, out, lse, sinks, listed, scale)
 
     return forward

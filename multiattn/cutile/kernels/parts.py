@@ -10,6 +10,7 @@ from typing import Any
 
 import cuda.tile as ct
 
+from multiattn.cutile.kernels import lists
 from multiattn.cutile.kernels.tiles import ZERO, ConstBool, load_part
 
 APPROX = ct.RoundingMode.APPROX
@@ -71,7 +72,8 @@ def load_q(const: Any, place: Any, q: Any) -> Any:
 @ct.function
 def load_rows(const: Any, place: Any, array: Any, block: Any, latency: Any, tail: ConstBool) -> Any:
     """A part of a block of keys or values ``[tile_n, width]``."""
-    index = (place.batch, place.head_kv, block, column(const, tail))
+    loaded = lists.inside(const, block, place.seq_kv, const.tile_n)
+    index = (place.batch, place.head_kv, loaded, column(const, tail))
     return load_part(const, array, index, const.tile_n, width(const, tail), latency)
 
 
@@ -80,9 +82,10 @@ def load_k(const: Any, place: Any, k: Any, block: Any, tail: ConstBool) -> Any:
     """A part of a block of keys, transposed: ``[width, tile_n]``."""
     if not const.k_transposed:
         return ct.transpose(load_rows(const, place, k, block, const.k_latency, tail))
+    loaded = lists.inside(const, block, place.seq_kv, const.tile_n)
     tile = ct.load(
         k,
-        (place.batch, place.head_kv, column(const, tail), block),
+        (place.batch, place.head_kv, column(const, tail), loaded),
         (1, 1, width(const, tail), const.tile_n),
         order=(0, 1, 3, 2),
         padding_mode=ZERO,

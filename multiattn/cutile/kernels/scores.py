@@ -13,9 +13,15 @@ from multiattn.cutile.kernels.tiles import ConstBool
 
 
 @ct.function
+def has_score(const: Any) -> Any:
+    """True if a program has scores of its own: one may have a mask alone."""
+    return const.score is not None and const.score.score is not None
+
+
+@ct.function
 def modify(const: Any, place: Any, s: Any, block: Any) -> Any:
     """Scores ``[tile_m, tile_n]`` of a block of keys, of products of q and k; without a program these."""
-    if const.score is not None:
+    if has_score(const):
         row, col = tiles.positions(const, place, block)
         s = const.score.score(s, place.batch, place.head, row, col, place.seq_q, place.seq_kv, place.aux)
     return s
@@ -28,7 +34,7 @@ def modify_with_slope(const: Any, place: Any, s: Any, factor: Any, block: Any, t
     `factor` makes scores of s without a program.
     """
     slope = None
-    if const.score is None:
+    if not has_score(const):
         s = s * factor
     else:
         row, col = tiles.positions(const, place, block)
@@ -41,3 +47,22 @@ def modify_with_slope(const: Any, place: Any, s: Any, factor: Any, block: Any, t
                 s, place.batch, place.head, row, col, place.seq_q, place.seq_kv, place.aux
             )
     return s, slope
+
+
+@ct.function
+def wants_gradients(const: Any) -> Any:
+    """True if captured tensors want a gradient."""
+    return const.score is not None and const.score.load_gradients is not None
+
+
+@ct.function
+def add_gradients(const: Any, place: Any, raw: Any, dscore: Any, block: Any, sums: Any) -> None:
+    """Add to the gradients of captured tensors, of transposed tiles ``[tile_n, tile_m]``.
+
+    `raw` is the product of q and k, `dscore` the gradient of the modified score, in the natural domain.
+    """
+    row, col = tiles.positions(const, place, block)
+    row, col = row.transpose(), col.transpose()
+    const.score.load_gradients(
+        raw, dscore, place.batch, place.head, row, col, place.seq_q, place.seq_kv, place.aux, sums, 1
+    )

@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 import cuda.tile as ct
 
+from multiattn.cutile.kernels import lists
+
 ConstBool = ct.Constant[bool]
 # head_dim is static: else a D that is no multiple of 16 is loaded element by element on sm80 to sm89 (seen in the SASS
 # at D=40: 288 LDG; static: 24 LDGSTS).
@@ -40,11 +42,19 @@ class Place:
     """The keys before and after its own that a query sees, of a two-sided mask; else an empty tuple."""
     aux: Any
     """The numbers and arrays that a program of scores reads; else an empty tuple."""
+    lists: Any = ()
+    """The arrays of a block mask (`lists`)."""
+    sees_all: Any = None
+    """True where the block of keys at hand is full, although it is masked as partial ones are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """The blocks that a tile walks over, from `begin` to `end`; those from `full_begin` to `full_end` need no mask."""
+    """The blocks that a tile walks over, from `begin` to `end`; those from `full_begin` to `full_end` need no mask.
+
+    With a block mask these are numbers in its lists, those of full blocks first: `full_block` and `masked_block` say
+    which blocks they are.
+    """
 
     begin: Any
     full_begin: Any
@@ -199,6 +209,8 @@ def key_blocks(const: Any, place: Any) -> Any:
 
     Causal, they need a mask from the diagonal on, and full the last one where it is ragged.
     """
+    if const.blocks is not None:
+        return listed_blocks(const, place)
     offset = place.seq_kv - place.seq_q
     first_row = place.tile * const.tile_m
     if const.two_sided:
@@ -224,6 +236,8 @@ def query_blocks(const: Any, place: Any) -> Any:
     A key beyond the end needs no mask: what it gets is not stored. Nor does a query there: its q and dout are zeros.
     With `ragged_queries` the last block needs a mask all the same.
     """
+    if const.blocks is not None:
+        return listed_blocks(const, place)
     end = ct.cdiv(place.seq_q, const.tile_m)
     if const.two_sided:
         after, before = place.reach
@@ -257,9 +271,24 @@ def blocks_of_band(first: Any, last: Any, before: Any, after: Any, length: Any, 
 
 
 @ct.function
+def listed_blocks(const: Any, place: Any) -> Any:
+    """Those of a block mask: full ones, then partial ones."""
+    full = lists.count_full(const, place)
+    return Blocks(begin=0, full_begin=0, full_end=full, end=full + lists.count_partial(const, place))
+
+
+@ct.function
+def full_block(const: Any, place: Any, number: Any) -> Any:
+    """The block of a number from `full_begin` to `full_end`."""
+    if const.blocks is not None:
+        return lists.full_tile(const, place, number)
+    return number
+
+
+@ct.function
 def has_two_edges(const: Any) -> Any:
     """True if blocks that need a mask may lie on both sides of the full ones."""
-    return const.two_sided or const.ragged_queries
+    return const.blocks is None and (const.two_sided or const.ragged_queries)
 
 
 @ct.function
@@ -272,9 +301,11 @@ def masked_numbers(const: Any, blocks: Any) -> Any:
 
 
 @ct.function
-def masked_block(const: Any, blocks: Any, number: Any) -> Any:
+def masked_block(const: Any, place: Any, blocks: Any, number: Any) -> Any:
     """The block of a number: with two edges, the full blocks between them are passed over."""
-    if has_two_edges(const):
+    if const.blocks is not None:
+        number = lists.partial_tile(const, place, number - blocks.full_end)
+    elif has_two_edges(const):
         number = number + carry_of(number, blocks.full_begin) * (blocks.full_end - blocks.full_begin)
     return number
 
@@ -301,6 +332,52 @@ def is_visible(const: Any, place: Any, block: Any) -> Any:
     if const.banded:
         return col <= row + (place.seq_kv - place.seq_q)
     return col < place.seq_kv
+
+
+@ct.function
+def is_visible_in_part(const: Any, place: Any, block: Any, transposed: ConstBool) -> Any:
+    """What the mask of a program says of a block that a block mask lists as partial; None where it has none.
+
+    Bool ``[tile_m, tile_n]``, or transposed.
+    """
+    if const.score is None or const.score.mask is None:
+        return None
+    row, col = positions(const, place, block)
+    if transposed:
+        row, col = row.transpose(), col.transpose()
+    seen = const.score.mask(place.batch, place.head, row, col, place.seq_q, place.seq_kv, place.aux)
+    if place.sees_all is not None:
+        seen = seen | place.sees_all
+    return seen
+
+
+@ct.function
+def seen_keys(const: Any, place: Any, block: Any, masked: ConstBool, edges: ConstBool) -> Any:
+    """The keys of a block that each query sees, bool ``[tile_m, tile_n]``; None for all.
+
+    `masked`: it is one of those that need a mask. With a block mask these are partial, and with `edges` full ones need
+    that of the band and of the end, too.
+    """
+    seen = None
+    if const.blocks is None:
+        if masked:
+            seen = is_visible(const, place, block)
+    else:
+        if masked:
+            seen = is_visible_in_part(const, place, block, False)
+        if edges:
+            seen = both(seen, is_visible(const, place, block))
+    return seen
+
+
+@ct.function
+def both(one: Any, other: Any) -> Any:
+    """Where both of two tiles are true; None is true everywhere."""
+    if one is None:
+        return other
+    if other is None:
+        return one
+    return one & other
 
 
 @ct.function

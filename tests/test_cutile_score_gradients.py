@@ -1,0 +1,166 @@
+"""Gradients of captured tensors in cuTile's backward, interpreted; and what is compiled for them."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+import multiattn
+from multiattn import reference, reference_backward
+from multiattn.cutile.configs import OnePassConfig, TwoPassConfig
+from multiattn.cutile.table import launches_of
+from multiattn.mask import band_of
+from multiattn.operands import Operands, Options, with_score
+from multiattn.plan import abi
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import get, make_plan
+from multiattn.problem import problem_of
+
+pytest.importorskip("cuda.tile")
+
+from cutile_checks import make_inputs
+
+from multiattn.cutile import bind
+from multiattn.cutile.compile import get_kernel, get_signature, make_cubin
+from multiattn.run.execute import gradients_of_captured
+
+BACKEND = get("cutile")
+BATCH, HEADS, SEQ_Q, SEQ_KV = 2, 2, 49, 83
+CONFIGS = {
+    "two_pass": TwoPassConfig(tile_m=16, tile_n=32, dq_tile_m=32, dq_tile_n=32),
+    "atomic": OnePassConfig(tile_m=32, tile_n=16),
+}
+
+
+def values(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3)).requires_grad_()
+
+
+def relative(table):
+    """An index that is computed, and clamped by the table's ends."""
+    return lambda s, b, h, q, kv: s + table[q - kv + 20, h]
+
+
+def gated(rows, keys):
+    """Slopes of scores that are no numbers, and two tensors."""
+    return lambda s, b, h, q, kv: s * rows[b, q] + keys[kv] * 0.5
+
+
+def hiding(bias):
+    with torch.no_grad():
+        bias[..., 10:30], bias[:, :, 3] = -math.inf, -math.inf
+    return bias
+
+
+def blocks():
+    def mask_mod(b, h, q, kv):
+        return (kv >= q - 20) & (q % 7 != 2)
+
+    return create_block_mask(mask_mod, None, HEADS, SEQ_Q, SEQ_KV, device="cpu", BLOCK_SIZE=(16, 32))
+
+
+SCORES = {
+    "full_bias": lambda: {"bias": values(BATCH, HEADS, SEQ_Q, SEQ_KV)},
+    "bias_of_keys": lambda: {"bias": values(1, HEADS, 1, SEQ_KV), "causal": True},
+    "bias_of_rows": lambda: {"bias": values(BATCH, 1, SEQ_Q, 1), "softcap": 2.0},
+    "hidden": lambda: {"bias": hiding(values(1, 1, SEQ_Q, SEQ_KV)), "window": (30, 9)},
+    "slopes": lambda: {"alibi_slopes": values(BATCH, HEADS), "window": (20, 40)},
+    "table": lambda: {"score_mod": relative(values(40, HEADS))},
+    "two": lambda: {"score_mod": gated(values(BATCH, SEQ_Q), values(SEQ_KV)), "causal": True},
+    "blocks": lambda: {"bias": values(1, HEADS, SEQ_Q, SEQ_KV), "block_mask": blocks()},
+}
+
+
+def given(q, k, v, *, causal=False, window=None, deterministic=False, **score):
+    """The operands of a call, and its problem."""
+    named = dict.fromkeys(("softcap", "alibi_slopes", "bias", "score_mod", "block_mask")) | score
+    options = Options(*band_of(causal, window).window, 0.3, deterministic=deterministic)
+    operands, options = with_score(Operands(q, k, v), options, **named)
+    return operands, problem_of(operands, options)
+
+
+def inputs(heads_kv=1):
+    return make_inputs(batch=BATCH, heads_q=HEADS, heads_kv=heads_kv, seq_q=SEQ_Q, seq_kv=SEQ_KV, head_dim=16)
+
+
+def check(variant, *, heads_kv=1, deterministic=False, **options):
+    q_k_v = inputs(heads_kv)
+    operands, problem = given(*q_k_v, deterministic=deterministic, **options)
+    assert problem.score.gradients
+    out, lse = reference(*q_k_v, scale=0.3, compute_dtype=torch.float64, **options)
+    out, lse = out.detach().bfloat16(), lse.detach().float()
+    generator = torch.Generator().manual_seed(2)
+    dout, dlse = torch.randn(out.shape, generator=generator).bfloat16(), torch.randn(lse.shape, generator=generator)
+    dlse = dlse.masked_fill(lse == -math.inf, 0.0)
+    plan = make_plan(BACKEND, problem, ARCHS["cpu"], direction="backward", variant=variant, config=CONFIGS[variant])
+    grads = [torch.full_like(it, math.nan) for it in q_k_v]
+    sums = tuple(torch.zeros(it.shape) for it in problem.score.gradient_layouts.values())
+    captured = tuple(it.detach() for it in operands.captured)
+    operands = operands._replace(out=out, lse=lse, dout=dout, dlse=dlse, captured=captured, dcaptured=sums)
+    operands = operands._replace(**dict(zip(("dq", "dk", "dv"), grads, strict=True)))
+    BACKEND.backward.prepare(plan)(operands)
+    truths = reference_backward(*q_k_v, out, lse, dout, dlse=dlse, scale=0.3, compute_dtype=torch.float64, **options)
+    found = [it for it in gradients_of_captured(problem.score, operands) if it is not None]
+    wanted = [it for it in truths[3:] if it is not None]
+    for got, truth in zip((*grads, *found), (*truths[:3], *wanted), strict=True):
+        torch.testing.assert_close(got.double(), truth.double(), atol=1e-2 * truth.abs().max().item(), rtol=0)
+
+
+@pytest.mark.parametrize("variant", CONFIGS)
+@pytest.mark.parametrize("score", SCORES)
+def test_gradients(score, variant):
+    check(variant, **SCORES[score]())
+
+
+def test_gradients_of_a_call():
+    """Of the public one, in the dtype of the bias."""
+    bias = values(1, HEADS, SEQ_Q, 1).detach().bfloat16().requires_grad_()
+    grads = []
+    for backend in ("cutile", "reference"):
+        out, lse = multiattn.fmha(*inputs(), bias=bias, causal=True, backend=backend, return_lse=True)
+        grads.append(torch.autograd.grad(out.float().sum() + lse.sin().sum(), bias)[0])
+    torch.testing.assert_close(*grads, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("score", ["bias_of_rows", "slopes", "blocks"])
+def test_deterministic_gradients(score):
+    """Each score has an element of its own, which one block stores."""
+    check("two_pass", heads_kv=2, deterministic=True, **SCORES[score]())
+
+
+# ---------------------------------------------------------------- launches
+
+
+def launches(variant="two_pass", **options):
+    """Those of a backward on sm90, in which a block owns keys."""
+    _, problem = given(*inputs(), **options)
+    plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction="backward", variant=variant, probe=False)
+    return [it for it in launches_of(plan) if "dcaptured" in it.optional]
+
+
+def test_only_what_wants_a_gradient_has_a_sum_and_code_for_it():
+    bias = values(1, HEADS, 1, SEQ_KV)
+    (plain,), (wanted,) = launches(bias=bias.detach()), launches(bias=bias)
+    (first,), (second,) = launches(score_mod=gated(bias[0, :, 0], bias[0, 0, 0])), launches(**SCORES["two"]())
+    assert plain.optional["dcaptured"] == ()
+    assert wanted.tensors[-1] == "dcaptured0"
+    assert second.tensors[-2:] == ("dcaptured0", "dcaptured1")
+    assert len({get_kernel(it) for it in (plain, wanted, first, second)}) == 4
+    assert len({get_signature(it).symbol for it in (plain, wanted, first, second)}) == 4
+
+
+@pytest.mark.parametrize(("score", "variant"), [("table", "atomic"), ("full_bias", "two_pass")])
+@pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason="; ".join(map(str, BACKEND.probe_compiler())))
+def test_what_is_compiled_takes_what_is_bound(score, variant):
+    (launch,) = launches(variant, **SCORES[score]())
+    signature = get_signature(launch)
+    cubin = make_cubin(launch, signature, ARCHS["sm90"])
+    text = bind.tile_ir(cubin)
+    binding = bind.bind_proven(launch, text, abi.read_entry(cubin, signature.symbol))
+    (place,) = (at for at, it in enumerate(binding.arguments) if it == abi.Pointer(tensor="dcaptured0"))
+    arguments = list(binding.arguments)
+    arguments[place] = abi.Pointer(tensor="q")
+    with pytest.raises(ValueError, match="parameters: got"):
+        bind.prove(replace(binding, arguments=tuple(arguments)), text)
