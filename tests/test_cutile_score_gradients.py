@@ -115,7 +115,7 @@ def test_gradients(score, variant):
 
 
 def test_gradients_of_a_call():
-    """Of the public one, in the dtype of the bias."""
+    """A call of the public function gives one in the dtype of the bias."""
     bias = values(1, HEADS, SEQ_Q, 1).detach().bfloat16().requires_grad_()
     grads = []
     for backend in ("cutile", "reference"):

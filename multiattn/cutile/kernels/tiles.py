@@ -336,7 +336,7 @@ def is_visible(const: Any, place: Any, block: Any) -> Any:
 
 @ct.function
 def is_visible_in_part(const: Any, place: Any, block: Any, transposed: ConstBool) -> Any:
-    """What the mask of a program says of a block that a block mask lists as partial; None where it has none.
+    """The keys of a partial block that each query sees by the mask of a program; None for all, where it has none.
 
     Bool ``[tile_m, tile_n]``, or transposed.
     """
