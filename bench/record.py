@@ -131,7 +131,7 @@ def _plan(
         problem = Problem.contiguous(
             batch=batch, heads_q=HEADS, seq_q=seq, head_dim=head_dim, dtype=dtype, causal=causal
         )
-        if rule.scored:
+        if rule.scored or rule.reads_keys:
             problem = replace(problem, score=example_score(reads_keys=bool(rule.reads_keys)))
         if select(variant.rules, problem, target)[0] is rule:
             plan = plan_variant(registry.get(backend), variant, problem, target, direction=direction)

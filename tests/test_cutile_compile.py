@@ -4,11 +4,14 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from multiattn import Problem
 from multiattn.cutile.configs import CutileConfig
+from multiattn.operands import Operands, Options, with_score
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import get, make_plan
+from multiattn.problem import problem_of
 
 pytest.importorskip("cuda.tile")
 
@@ -86,3 +89,14 @@ def test_64_bit_arrays():
     (launch,) = launches_of(plan)
     assert "w" in get_signature(launch).symbol.rsplit("_A", 1)[-1]
     assert BACKEND.forward.export(plan, ())[0].cubin
+
+
+@needs_compiler
+@pytest.mark.parametrize("variant", ["two_pass", "atomic"])
+def test_a_gradient_that_each_score_adds_to_can_be_compiled(variant):
+    """With more scores a thread tileiras 13.4 ends in an error."""
+    q, bias = (torch.empty(1, 2, 256, size, dtype=torch.bfloat16, requires_grad=True) for size in (64, 256))
+    problem = problem_of(*with_score(Operands(q, q, q), Options(), None, None, bias, None))
+    plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction="backward", variant=variant, probe=False)
+    assert plan.config.tile_m * plan.config.tile_n > 16 * 32 * plan.config.num_worker_warps
+    assert BACKEND.backward.export(plan, ())

@@ -17,6 +17,7 @@ from multiattn.plan.config import Config
 from multiattn.plan.schedule import NARROWEST, key_tiles, one_width, query_tiles, two_widths
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
+from multiattn.score.lower import lower
 
 SCHEDULERS = ("one_tile", "static")
 """Those of `multiattn.plan.schedule.SCHEDULERS` that need no counter, as a block has none to ask."""
@@ -137,8 +138,29 @@ def keeps_maxima(problem: Problem, config: CutileConfig) -> bool:
 _Tiles = TypeVar("_Tiles", CutileConfig, OnePassConfig, TwoPassConfig)
 
 
+SCORES_ADDED_BY_THREAD, WARP_THREADS, USUAL_WARPS = 16, 32, 4
+
+
+def _adds_each_score(problem: Problem) -> bool:
+    """True if the gradient of a captured tensor of 16 bits takes an atomic addition for each score."""
+    if (score := problem.score) is None or not score.gradients:
+        return False
+    lowered = lower(score.program, apart=score.scores is not None)
+    return any(
+        not it.is_exclusive and not it.summed and score.program.tensors[it.load.value].dtype.itemsize == 2
+        for it in lowered.gradients_of(score.gradients)
+    )
+
+
 def within_blocks(problem: Problem, config: _Tiles) -> _Tiles:
-    """The config, with a block mask cut to tiles each of which lies in one block: sizes are powers of two."""
+    """The config, with a block mask cut to tiles each of which lies in one block: sizes are powers of two.
+
+    Also cut where each score is added to an element of a 16-bit tensor's gradient: tileiras 13.4 ends in an error
+    ("Invalid use-def chain in LoopSchedule") for more than 16 scores a thread.
+    """
+    if isinstance(config, OnePassConfig) and _adds_each_score(problem):
+        most = SCORES_ADDED_BY_THREAD * WARP_THREADS * (config.num_worker_warps or USUAL_WARPS)
+        config = replace(config, tile_m=max(SMALLEST_TILE, min(config.tile_m, most // config.tile_n)))
     if (blocks := problem.blocks) is None:
         return config
     sizes = {"tile_m": blocks.queries, "tile_n": blocks.keys}
