@@ -107,7 +107,11 @@ def _with_others() -> Iterator[Case]:
     )
     yield square(name="blocks_alibi", why="and ALiBi", mask_mod="document", alibi="heads", heads_q=4)
     yield square(
-        name="blocks_sinks", why="and a sink, also of rows that see nothing else", mask_mod="natten_2d", sinks="normal"
+        name="blocks_sinks",
+        why="and a sink, also of rows that see nothing else",
+        mask_mod="natten_2d",
+        sinks="normal",
+        heads_q=4,
     )
     yield square(name="blocks_window", why="a window cuts what is listed", mask_mod="noop", window=(70, 5))
     yield Case(

@@ -137,7 +137,7 @@ def test_other_tiles(variant, config, head_dim):
 
 @on_cpu
 def test_blocks_that_are_not_listed_cost_nothing():
-    """Of blocks of 64 x 64 the diagonal is listed: a quarter of the products, by what they read of shared memory."""
+    """The diagonal of blocks of 64 x 64 is listed: a quarter of the products, by their reads of shared memory."""
     shape = {"batch": 1, "heads": 1, "heads_kv": 1, "seq_q": 256, "seq_kv": 256}
     reads = []
     for mask_mod in (lambda b, h, q, kv: q // 64 == kv // 64, everything):

@@ -95,7 +95,7 @@ def test_what_lies_beyond_the_ends_reaches_nothing(modify, deterministic):
 @on_cpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_an_expression_hides_the_blocks_that_a_warpgroup_begins_with(dtype):
-    """Of most rows of the last blocks that are walked over first, and all keys of the first rows."""
+    """A bias hides most rows of the last blocks, which are walked over first, and all keys of the first rows."""
     q, k, v = (torch.randn(1, 2, length, 40, dtype=dtype) for length in (150, 170, 170))
     hide = {"score_mod": lambda score, b, h, q, kv: torch.where(kv > q - 7, -torch.inf, score)}
     results = fmha(q, k, v, **hide, backend="cuda", variant=WGMMA.name, return_lse=True)

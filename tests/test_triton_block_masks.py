@@ -170,7 +170,7 @@ def make_problem(q, mask):
     ],
 )
 def test_as_many_tiles_are_in_flight_as_without_a_mask(direction, variant, head_dim):
-    """What a list and a document have of a tile goes through no shared memory, and no wgmma waits for another."""
+    """Loads from lists and documents go through no shared memory, and no wgmma waits for another."""
     q = torch.empty(1, 8, 256, head_dim, dtype=torch.bfloat16)
     smem = []
     for mask in (None, block_mask(documents, 128, seq_q=256, seq_kv=256)):

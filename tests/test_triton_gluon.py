@@ -164,7 +164,7 @@ def test_a_stage_has_what_need_not_be_computed_again():
 
 
 def test_a_distance_has_a_sign_only_from_the_diagonal():
-    """Of queries alone it may be negative where a key is seen: with more keys than queries."""
+    """A distance of queries alone may be negative where a key is seen: with more keys than queries."""
     lowered = lowered_score(scored(score_mod=lambda s, b, h, q, kv: s - torch.abs(q - kv)), SM90)
     assert under_diagonal(lowered) == lowered
 

@@ -109,7 +109,7 @@ def _filled(kind: type[ctypes.Structure], numbers: Mapping[str, Any], prefix: st
 
 
 def _prefix_in(kind: type[ctypes.Structure], name: str) -> str:
-    """What the names of the fields of a struct begin with: of those that are more than once in another."""
+    """The prefix of the names of a struct's fields, where another struct has several like it."""
     return f"{name}." if kind is MaskLists else ""
 
 

@@ -21,7 +21,7 @@ HOST_INCLUDES = (ROOT / "cpu" / "include", *DEVICE_INCLUDES)
 """The CPU's `multiattn/ptx.cuh` comes first: a kernel never says which of the two it runs on."""
 
 MaskLists = read_structs(ROOT / "include" / "multiattn" / "params.h")["MaskLists"]
-"""What comes behind the parameters of a kernel with a block mask."""
+"""The parameters of a kernel with a block mask that come behind the others."""
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 

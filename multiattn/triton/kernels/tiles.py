@@ -188,7 +188,7 @@ def seeing_rows(rows, keys, of_score, band, PARTIAL: tl.constexpr, C: tl.constex
 
 @triton.jit
 def _and_mask(visible, rows, keys, of_score, band, PARTIAL: tl.constexpr, C: tl.constexpr):
-    """What is visible, of pairs of a partial block only what the mask of the program shows."""
+    """The visible pairs, less those of a partial block that the program's mask hides."""
     if PARTIAL and C.has_mask:
         batch, head, aux = of_score
         mask = C.score.mask(batch, head, rows, keys, band[0], band[1], aux)
