@@ -101,6 +101,7 @@ def _biases() -> Iterator[Case]:
             wide_bias=index % 4 == 1,
             bias_hides=index % 2 == 0 and "k" in dims,
             deterministic=index % 4 >= 2,
+            nightly=dims not in ("bhqk", "hqk", "qk", "bhk", "hk", "bq", "k", ""),
         )
     yield Case(name="bias_hides_d128", why="-inf hides keys, in any block", head_dim=128, bias="bhqk", bias_hides=True)
     yield Case(

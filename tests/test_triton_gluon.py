@@ -210,7 +210,7 @@ def test_its_code_is_what_the_config_asks_for():
 
 @needs_compiler
 @pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump reads machine code")
-@pytest.mark.parametrize(("head_dim", "has_sinks"), [(64, False), (128, True)])
+@pytest.mark.parametrize(("head_dim", "has_sinks"), [pytest.param(64, False, marks=pytest.mark.nightly), (128, True)])
 def test_a_window_spills_nothing_in_its_loops(head_dim, has_sinks):
     """It has a loop more than a causal mask, whose rules are on record; sinks come after all loops."""
     plan = plan_of(head_dim, band=WINDOW, has_sinks=has_sinks)
@@ -226,8 +226,8 @@ def test_a_window_spills_nothing_in_its_loops(head_dim, has_sinks):
         ({}, CAUSAL),
         ({"lazy_max": True}, CAUSAL),
         ({"pingpong": True}, CAUSAL),
-        ({"lazy_max": True, "pingpong": True}, CAUSAL),
-        ({}, WINDOW),
+        pytest.param({"lazy_max": True, "pingpong": True}, CAUSAL, marks=pytest.mark.nightly),
+        pytest.param({}, WINDOW, marks=pytest.mark.nightly),
         ({"lazy_max": True, "pingpong": True}, WINDOW),
     ],
     ids=str,
@@ -268,8 +268,8 @@ def test_a_tile_is_judged_by_the_sums_of_whole_rows():
     ("head_dim", "band", "modifications"),
     [
         (64, FULL, {"bias": BIAS}),  # with as many registers as there are scores for what is loaded
-        (128, CAUSAL, {"bias": BIAS, "softcap": 30.0, "alibi_slopes": SLOPES}),
-        (256, CAUSAL, {"softcap": 30.0}),
+        pytest.param(128, CAUSAL, {"bias": BIAS, "softcap": 30.0, "alibi_slopes": SLOPES}, marks=pytest.mark.nightly),
+        pytest.param(256, CAUSAL, {"softcap": 30.0}, marks=pytest.mark.nightly),
     ],
 )
 def test_modified_scores_spill_nothing_in_loops(head_dim, band, modifications):
@@ -280,7 +280,7 @@ def test_modified_scores_spill_nothing_in_loops(head_dim, band, modifications):
 
 @needs_compiler
 @pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump reads machine code")
-@pytest.mark.parametrize(("band", "more"), [(CAUSAL, 1), (FULL, 2)], ids=str)
+@pytest.mark.parametrize(("band", "more"), [(CAUSAL, 1), pytest.param(FULL, 2, marks=pytest.mark.nightly)], ids=str)
 def test_alibi_takes_a_sum_for_each_score_and_a_product_where_distance_has_no_sign(band, more):
     """Beside the product with the scale. No position is converted but of rows, each before two keys."""
     counts = []

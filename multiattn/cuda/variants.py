@@ -48,7 +48,9 @@ def _variant(axes: Axes, summary: str, *, only_named: bool) -> Variant:
 WGMMA = Variant(
     name="wgmma",
     summary="Hopper: a warpgroup loads by TMA, others multiply by wgmma; FlashAttention-3",
-    capability=Capability(arches=("sm90", "cpu"), alignment=VECTOR_BYTES, masks=KINDS, sinks=True, scores=True, score_gradients=True),
+    capability=Capability(
+        arches=("sm90", "cpu"), alignment=VECTOR_BYTES, masks=KINDS, sinks=True, scores=True, score_gradients=True
+    ),
     rules=WGMMA_RULES,
     workspace=wgmma_configs.workspace,
     config_type=wgmma_configs.WgmmaConfig,
