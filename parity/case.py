@@ -101,8 +101,8 @@ class Case:
     values: Values = "normal"
     size: Size = "any"
     nightly: bool = False
-    """Kernels differ from those of another case in the expression alone, which `tests/test_score_languages.py` runs by
-    itself: on a CPU every backend runs it at night only."""
+    """On a CPU it is run at night only: another case has nearly the same kernels, but for an expression that
+    `tests/test_score_languages.py` runs by itself."""
 
     @property
     def seed(self) -> int:

@@ -40,7 +40,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if is_backward and case.no_backward:
             marks.append(pytest.mark.skip(reason=case.no_backward))
         for who in contenders:
-            waits = device.type == "cpu" and (case.nightly or (is_backward and _takes_long(case, who)))
+            waits = device.type == "cpu" and (case.nightly or _takes_long(case, who))
             mine = [*marks, pytest.mark.nightly] if waits else marks
             if not is_backward:
                 params.append(pytest.param(case, who, marks=mine, id=f"{case}-{who}"))
@@ -54,7 +54,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _takes_long(case: Case, who: Contender) -> bool:
-    """Gradients of the sweep over head_dims but for those that tiles are made for: 7 s each but in cuTile."""
+    """The sweep over head_dims but for those that tiles are made for: up to 7 s each but in cuTile."""
     in_sweep = re.fullmatch(r"d\d+_(fp16|bf16)_(full|causal)", case.name) is not None
     return who.backend != "cutile" and in_sweep and case.head_dim not in (8, 40, 64, 128, 256)
 
