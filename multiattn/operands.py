@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_compiling
 
-from multiattn.block_mask import BlockSpec, read_block_mask
+from multiattn.block_mask import BlockSpec, MaskMod, read_block_mask
 from multiattn.layout import Layout, Shape, row_major
 from multiattn.mask import Band, Window, band_of
 from multiattn.score import BoundScore, LoweredScore, ScoreProgram, bind_score
@@ -279,49 +279,47 @@ def with_score(
     """
     if softcap is None and alibi_slopes is None and bias is None and score_mod is None and block_mask is None:
         return operands, options
-    if is_compiling():
-        return _with_recorded(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask)
-    check_inputs(*operands.qkv, strides=False)
+    compiling = is_compiling()
+    if not compiling:  # else they are checked when their op is called
+        check_inputs(*operands.qkv, strides=False)
     check_modification(operands.q, operands.k, softcap, alibi_slopes, bias, score_mod)
     lists, mask_mod = (None, None) if block_mask is None else read_block_mask(block_mask, operands.q, operands.k)
-    score = bind_score(
-        device=operands.q.device,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        score_mod=score_mod,
-        mask_mod=mask_mod,
-    )
-    captured = () if score is None else score.tensors
+    if compiling:
+        captured, options = _record(operands.q, options, softcap, alibi_slopes, bias, score_mod, mask_mod)
+    else:
+        score = bind_score(
+            device=operands.q.device,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            bias=bias,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+        )
+        captured, options = () if score is None else score.tensors, options.with_score(score)
     if lists is not None:
         captured, options = (*captured, *lists.tensors), options._replace(blocks=lists.spec)
-    return operands._replace(captured=captured), options.with_score(score)
+    return operands._replace(captured=captured), options
 
 
-def _with_recorded(
-    operands: Operands,
+def _record(
+    q: torch.Tensor,
     options: Options,
     softcap: float | None,
     alibi_slopes: torch.Tensor | None,
     bias: torch.Tensor | None,
     score_mod: ScoreMod | None,
-    block_mask: object,
-) -> tuple[Operands, Options]:
-    """`with_score` where a graph is made: callables are recorded, and q, k and v checked when their op is called."""
-    check_modification(operands.q, operands.k, softcap, alibi_slopes, bias, score_mod)
-    lists, mask_mod = (None, None) if block_mask is None else read_block_mask(block_mask, operands.q, operands.k)
-    recorder = Recorder(operands.q.device, [it for it in (alibi_slopes, bias) if it is not None])
+    mask_mod: MaskMod | None,
+) -> tuple[tuple[torch.Tensor, ...], Options]:
+    """Captured tensors, and the options of the program that loads from them, where a graph is made."""
+    recorder = Recorder(q.device, [it for it in (alibi_slopes, bias) if it is not None])
     score = None if score_mod is None else recorder.record(score_mod, has_score=True)
     mask = None if mask_mod is None else recorder.record(mask_mod, has_score=False)
     given = softcap is not None, alibi_slopes is not None, bias is not None
-    text, places, used = program_of(str(operands.q.device), *given, score, mask, recorder.captured_specs())
-    captured = [recorder.captured[place] for place in places]
+    text, places, used = program_of(str(q.device), *given, score, mask, recorder.captured_specs())
+    captured = tuple([recorder.captured[place] for place in places])
     wanted = tuple(slot for slot in used if captured[slot].requires_grad)
-    options = options._replace(
+    return captured, options._replace(
         score=text,
         scalars=() if softcap is None else (softcap,),
         gradient_slots=wanted if torch.is_grad_enabled() else (),
     )
-    if lists is not None:
-        captured, options = [*captured, *lists.tensors], options._replace(blocks=lists.spec)
-    return operands._replace(captured=tuple(captured)), options

@@ -388,3 +388,9 @@ def test_auto_prefers_who_runs_scores_by_the_variant_that_was_measured(monkeypat
         "multiattn.triton.BACKEND", replace(triton, forward=replace(triton.forward, variants=(best, *others)))
     )
     assert multiattn.explain(q, q, q, causal=True, arch="sm90", softcap=30.0).backend != "triton"
+
+
+@pytest.mark.parametrize("backend", multiattn.BACKENDS)
+def test_a_forward_does_not_mind_who_wants_a_gradient_of_its_scores(backend):
+    for variant in registry.get(backend).forward.variants:
+        assert variant.capability.score_gradients == variant.capability.scores, variant.name

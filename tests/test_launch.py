@@ -112,6 +112,16 @@ def test_parameters_are_the_bytes_of_the_binding(monkeypatch, case):
             assert place % abi.alignment_of(argument) == 0
 
 
+def test_captured_tensors_may_be_used_in_part_and_have_sums_of_gradients(monkeypatch):
+    names = ("captured1", "q", "dcaptured0", "captured4", "dcaptured2")
+    arguments = [abi.Pointer(tensor=name) for name in names]
+    driver, launch = make(monkeypatch, arguments)
+    captured, sums = (tuple(torch.zeros(2) for _ in range(count)) for count in (6, 3))
+    given = tensors()._replace(captured=captured, dcaptured=sums)
+    launch(given)
+    assert driver.launched[-1].parameters == wanted(arguments, given)
+
+
 def test_a_launch_is_what_the_image_says(monkeypatch):
     for overlaps in (False, True):
         driver, launch = make(monkeypatch, BINDINGS["a struct"], overlaps=overlaps)

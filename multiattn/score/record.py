@@ -164,38 +164,29 @@ def program_of(
     Raises:
         UntraceableError: a callable does what a kernel cannot.
     """
-    given = device, softcap, has_alibi, has_bias, score, mask, specs
+
+    def trace() -> tuple[str | None, tuple[int, ...], tuple[int, ...]]:
+        # On a device of their own: the result of an operation that the recorder missed is there, too.
+        captured = [torch.empty((), dtype=getattr(torch, it[1]), device="meta").expand(it[2]) for it in specs]
+        named = {alibi: captured[0] if has_alibi else None, bias: captured[int(has_alibi)] if has_bias else None}
+        traceable = [None if it is None else _runner(it, captured) for it in (score, mask)]
+        program, tensors = trace_program(torch.device("meta"), softcap, named, *traceable)
+        if not program.roots:
+            return None, (), ()
+        place_of = {id(it): place for place, it in enumerate(captured)}
+        places = tuple(place_of[id(it)] for it in tensors)
+        for there, dtype, _ in (specs[it] for it in places):
+            if there != device:
+                names = ", ".join(it[0] for it in (score, mask) if it is not None)
+                got = f"a {dtype} tensor on {there}"
+                if there == "meta":
+                    got = "the result of an operation that cannot be recorded"
+                raise UntraceableError(f"{names}: {got}; allowed tensors on {device}, where q is")
+        used = {it.value for it in walk(program.score) if it.op == "load"} if program.score is not None else set()
+        return dumps(program), places, tuple(sorted(used))
+
     with ThreadPoolExecutor(1) as fresh:  # a thread that no mode of `torch.export` watches
-        return fresh.submit(_program_of, *given).result()
-
-
-def _program_of(
-    device: str,
-    softcap: bool,
-    has_alibi: bool,
-    has_bias: bool,
-    score: Recorded | None,
-    mask: Recorded | None,
-    specs: Sequence[Spec],
-) -> tuple[str | None, tuple[int, ...], tuple[int, ...]]:
-    # Tensors without memory, on a device of their own: an operation that the recorder missed has a result there, too.
-    captured = [torch.empty((), dtype=getattr(torch, it[1]), device="meta").expand(it[2]) for it in specs]
-    named = {alibi: captured[0] if has_alibi else None, bias: captured[int(has_alibi)] if has_bias else None}
-    traceable = [None if it is None else _runner(it, captured) for it in (score, mask)]
-    program, tensors = trace_program(torch.device("meta"), softcap, named, *traceable)
-    if not program.roots:
-        return None, (), ()
-    place_of = {id(it): place for place, it in enumerate(captured)}
-    places = tuple(place_of[id(it)] for it in tensors)
-    for there, dtype, _ in (specs[it] for it in places):
-        if there != device:
-            names = ", ".join(it[0] for it in (score, mask) if it is not None)
-            got = f"a {dtype} tensor on {there}"
-            if there == "meta":
-                got = "the result of an operation that cannot be recorded"
-            raise UntraceableError(f"{names}: {got}; allowed tensors on {device}, where q is")
-    used = {it.value for it in walk(program.score) if it.op == "load"} if program.score is not None else set()
-    return dumps(program), places, tuple(sorted(used))
+        return fresh.submit(trace).result()
 
 
 def refuse_reader(name: str, function: Callable[..., Any]) -> NoReturn:
