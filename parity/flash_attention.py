@@ -115,7 +115,7 @@ def copy_tests(path: Path, folder: Path, *, on_cpu: bool) -> Path:
 
 
 def _run(copy: Path, options: argparse.Namespace, *, small: bool) -> tuple[list[Outcome], Counter[str], list[str]]:
-    """What each case gave, how many were left out by reason, and how processes ended that should not have."""
+    """How each case ended, how many were left out by reason, and what is wrong with processes that did not end well."""
     deadline = time.time() + options.seconds
     names = (*NOT_HERE, *(REPEATED if small else ()))
     chosen = f"not ({' or '.join(names)})" + (f" and ({options.only})" if options.only else "")
