@@ -23,7 +23,7 @@ from multiattn.layout import (
 )
 from multiattn.mask import Band, Window, band_of
 from multiattn.operands import Operands, Options, ScoreSpec, captured_name
-from multiattn.packed import TILE_LISTS, PackingSpec, packed_strides, strides_of_packed
+from multiattn.packed import TILE_LISTS, Packing, PackingSpec, packed_strides, strides_of_packed
 from multiattn.score import BoundScore
 from multiattn.score.expression import inputs_of, walk
 from multiattn.score.serial import dumps, loads
@@ -113,9 +113,8 @@ class Problem:
             band=options.band,
             scale=options.scale,
             has_sinks=operands.sinks is not None,
+            packing=None if options.packing is None else _packing_of(operands, options.packing),
         )
-        if options.packing is not None:
-            plain = _packed(plain, operands, options)
         if options.score is not None:
             plain = replace(plain, score=_score_spec(operands, options, plain))
         if options.blocks is None:
@@ -138,10 +137,12 @@ class Problem:
         band: Band | None = None,
         scale: float | None = None,
         has_sinks: bool = False,
+        packing: PackingSpec | None = None,
     ) -> Problem:
         """The problem of contiguous ``[B, H, S, D]`` tensors of these sizes, made without any tensor.
 
-        `band` is a mask that is known to be one, in place of `causal` and `window`.
+        `band` is a mask that is known to be one, in place of `causal` and `window`. With `packing` they are packed
+        tensors, ``[1, H, T, D]``.
         """
         heads_kv = heads_q if heads_kv is None else heads_kv
         seq_kv = seq_q if seq_kv is None else seq_kv
@@ -149,7 +150,11 @@ class Problem:
             raise ValueError(f"dtype: got {dtype!r}; allowed {', '.join(DTYPES)}")
         shape_q, shape_kv = (batch, heads_q, seq_q, head_dim), (batch, heads_kv, seq_kv, head_dim)
         check_shapes(shape_q, shape_kv, shape_kv)
-        strides_kv = contiguous_strides(shape_kv)
+        strides_q, strides_kv = contiguous_strides(shape_q), contiguous_strides(shape_kv)
+        if packing is not None:
+            if batch != 1:
+                raise ValueError(f"batch: got {batch}; allowed 1 in a packed batch, whose sequences are in `packing`")
+            strides_q, strides_kv = packed_strides(heads_q, head_dim), packed_strides(heads_kv, head_dim)
         return cls(
             batch=batch,
             heads_q=heads_q,
@@ -160,11 +165,12 @@ class Problem:
             dtype=dtype,
             band=band_of(causal, window) if band is None else band,
             scale=check_scale(scale, head_dim),
-            strides_q=contiguous_strides(shape_q),
+            strides_q=strides_q,
             strides_k=strides_kv,
             strides_v=strides_kv,
             has_sinks=has_sinks,
             alignment=math.gcd(VECTOR_BYTES, head_dim * DTYPES[dtype].itemsize),
+            packing=packing,
         )
 
     @property
@@ -388,17 +394,14 @@ def options_of(problem: Problem) -> Options:
     )
 
 
-def _packed(problem: Problem, operands: Operands, options: Options) -> Problem:
-    """A packed problem; ValueError where its cu_seqlens are not the last captured tensors."""
-    assert options.packing is not None
+def _packing_of(operands: Operands, bounds: Packing) -> PackingSpec:
+    """The packing of a call; ValueError where its cu_seqlens are not the last captured tensors."""
     cu_seqlens = operands.captured[-2:]
     shapes = {tuple(it.shape) for it in cu_seqlens}
     if len(cu_seqlens) < 2 or len(shapes) > 1 or any(it.dtype != torch.int32 or it.ndim != 1 for it in cu_seqlens):
         got = ", ".join(f"{it.dtype} {list(it.shape)}" for it in cu_seqlens)
         raise ValueError(f"captured: got {got or 'nothing'}; allowed cu_seqlens of queries and keys, int32 [B + 1]")
-    packing = PackingSpec(cu_seqlens[0].shape[0] - 1, *options.packing)
-    strides_q, strides_kv = (packed_strides(heads, problem.head_dim) for heads in (problem.heads_q, problem.heads_kv))
-    return replace(problem, packing=packing, strides_q=strides_q, strides_k=strides_kv, strides_v=strides_kv)
+    return PackingSpec(cu_seqlens[0].shape[0] - 1, *bounds)
 
 
 def _list_shapes(operands: Operands, blocks: BlockSpec, problem: Problem) -> tuple[Shape, ...]:
