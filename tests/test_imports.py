@@ -35,7 +35,7 @@ ALLOWED = {
     "inspect": {*_DATA, "plan", "run", "aot", "cuda"},  # cuda: `sanitize`
     "flex": {*_DATA, "api"},
     "varlen": {*_DATA, "run"},
-    "integrations": {*_DATA, "packed", "plan", "run", "api", "varlen"},  # and nobody imports these
+    "integrations": {*_DATA, "plan", "run", "api", "varlen"},  # and nobody imports these
     "__init__": {"problem", "plan", "run", "reference", "api", "flex", "varlen"},
     "__main__": {"problem", "plan", "inspect"},
 }

@@ -138,6 +138,16 @@ def test_a_named_backend_runs_its_kernel_and_keeps_the_layout():
     torch.testing.assert_close(out.float(), plain(q.float(), k.float(), v.float(), causal=True)[0], rtol=0, atol=2e-3)
 
 
+@torch.no_grad()
+def test_layers_with_other_windows_compile_into_one_graph():
+    torch._dynamo.reset()
+    inputs = [it.half() for it in qkv()]
+    compiled = torch.compile(flash_attn.flash_attn_func, fullgraph=True, backend="eager")
+    for options in ({"window_size": (3, 0)}, {"window_size": (7, 1), "softcap": 2.0}, {"window_size": (-1, -1)}):
+        expected = flash_attn.flash_attn_func(*inputs, **options, return_attn_probs=True)
+        assert all(map(torch.equal, compiled(*inputs, **options, return_attn_probs=True)[:2], expected[:2]))
+
+
 def test_hints_change_nothing():
     inputs = qkv()
     found = flash_attn.flash_attn_func(
