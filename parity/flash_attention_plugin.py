@@ -186,8 +186,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
         pytest.skip("not begun before the time was up")
     try:
         return (yield)
-    except (NotImplementedError, Unsupported) as refusal:
+    except NotImplementedError as refusal:
         pytest.skip(str(refusal))
+    except Unsupported as refusal:
+        pytest.skip("; ".join(dict.fromkeys(map(str, refusal.reasons))))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -131,6 +131,19 @@ def test_packed_tensors_of_packed_sequences():
     assert_same(found, expected, (three,))
 
 
+def test_sinks_are_one_more_column():
+    q, k, v = qkv(batch=1)
+    (sinks,) = tensors((HEADS_Q,))
+    expected, lse = plain(q, k, v, causal=True)
+    expected = expected * torch.sigmoid(lse - sinks[:, None]).transpose(1, 2)[..., None]
+    found = flash_attn.flash_attn_func(q, k, v, causal=True, learnable_sink=sinks)
+    assert_same(found, expected, (q, k, v, sinks))
+    lengths = (*(torch.tensor([0, it], dtype=torch.int32) for it in (SEQ_Q, SEQ_KV)), SEQ_Q, SEQ_KV)
+    packed = (it.squeeze(0) for it in (q, k, v))
+    found = flash_attn.flash_attn_varlen_func(*packed, *lengths, causal=True, learnable_sink=sinks)
+    assert_same(found, expected.squeeze(0), (q, k, v, sinks))
+
+
 def test_a_named_backend_runs_its_kernel_and_keeps_the_layout():
     q, k, v = (it.detach().half() for it in tensors(*((1, 16, 1, 16),) * 3))
     out = flash_attn.flash_attn_func(q, k, v, causal=True, backend="triton")

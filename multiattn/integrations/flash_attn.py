@@ -60,6 +60,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     return_softmax_lse: bool = False,
+    learnable_sink: torch.Tensor | None = None,
     backend: str = "auto",
     **fa3: Any,
 ) -> Result:
@@ -80,6 +81,7 @@ def flash_attn_func(
             `torch.use_deterministic_algorithms`.
         return_attn_probs: return (out, lse, None), as FlashAttention 2 does where nothing is dropped.
         return_softmax_lse: return (out, lse).
+        learnable_sink: ``[Hq]``, as FlashAttention 4 has it: for each head a logit of one more column without a value.
         backend: one of `multiattn.backends()`, ``"reference"`` or ``"auto"``.
         fa3: options of FlashAttention 3: those in `HINTS`, and those in `REFUSED` with the value that stands there.
 
@@ -94,7 +96,7 @@ def flash_attn_func(
     _check(q, k, v, 4, "[B, S, H, D]")
     options = _options(q, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, backend)
     q_padded, k_padded, v_padded = (_padded(it).transpose(1, 2) for it in (q, k, v))
-    out, lse = fmha(q_padded, k_padded, v_padded, return_lse=True, **options)
+    out, lse = fmha(q_padded, k_padded, v_padded, sinks=learnable_sink, return_lse=True, **options)
     return _result(_like(q, out.transpose(1, 2)), lse, return_attn_probs, return_softmax_lse)
 
 
@@ -166,6 +168,7 @@ def flash_attn_varlen_func(
     block_table: torch.Tensor | None = None,
     *,
     return_softmax_lse: bool = False,
+    learnable_sink: torch.Tensor | None = None,
     backend: str = "auto",
     **fa3: Any,
 ) -> Result:
@@ -195,6 +198,7 @@ def flash_attn_varlen_func(
         cu_seqlens_kv=cu_seqlens_k,
         max_seqlen_q=int(max_seqlen_q),
         max_seqlen_kv=int(max_seqlen_k),
+        sinks=learnable_sink,
         return_lse=True,
         **options,
     )
