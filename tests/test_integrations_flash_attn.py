@@ -59,7 +59,7 @@ def assert_same(found, expected, inputs):
     """The same out, and the same gradients of `inputs` from both."""
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     dout = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
-    gradients = (torch.autograd.grad(it, inputs, dout) for it in (found, expected))
+    gradients = (torch.autograd.grad(it, inputs, dout, retain_graph=True) for it in (found, expected))
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
