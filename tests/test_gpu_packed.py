@@ -25,11 +25,8 @@ def call(tensors, cu_seqlens, backend, **options):
     return multiattn.fmha_varlen(*tensors, **named, **longest, backend=backend, **options)
 
 
-def draw(rows=ROWS, heads=(4, 2), head_dim=64):
-    return [
-        torch.randn(rows, each, head_dim, device="cuda", dtype=torch.bfloat16)
-        for each in (heads[0], heads[1], heads[1])
-    ]
+def draw(rows=ROWS, head_dim=64):
+    return [torch.randn(rows, heads, head_dim, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
