@@ -10,6 +10,7 @@ from multiattn.plan.support import Reason, Unsupported
 from multiattn.problem import Problem
 from multiattn.reference import reference, reference_backward
 from multiattn.run.execute import launch, launch_backward
+from multiattn.varlen import fmha_varlen, fmha_varlen_backward
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "flex_attention",
     "fmha",
     "fmha_backward",
+    "fmha_varlen",
+    "fmha_varlen_backward",
     "launch",
     "launch_backward",
     "reference",

@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 from multiattn.block_mask import BlockSpec, MaskMod, read_block_mask
 from multiattn.layout import Layout, Shape, row_major
 from multiattn.mask import Band, Window, band_of
+from multiattn.packed import Packing
 from multiattn.score import BoundScore, LoweredScore, ScoreProgram, bind_score
 from multiattn.score.record import Recorder, program_of
 from multiattn.score.serial import dumps
@@ -36,6 +37,8 @@ class Options(NamedTuple):
     """Slots of the captured tensors that want a gradient."""
     blocks: BlockSpec | None = None
     """A block mask; its lists come behind what the program captures."""
+    packing: Packing | None = None
+    """A packed batch; its cu_seqlens of queries and of keys come last among captured tensors."""
     backend: str = "auto"
     variant: str | None = None
     deterministic: bool = False
@@ -71,7 +74,7 @@ class Options(NamedTuple):
             raise TypeError(f"variant must be a string; got {type(variant).__name__}")
         if scale is not None and type(scale) is not float:
             scale = as_float(scale)
-        options = (left, right, scale, has_sinks, None, (), (), None, backend, variant, deterministic)
+        options = (left, right, scale, has_sinks, None, (), (), None, None, backend, variant, deterministic)
         return tuple.__new__(cls, options)  # what cls() does, in half the time
 
     def with_score(self, score: BoundScore | None) -> Options:
@@ -117,7 +120,8 @@ class Operands(NamedTuple):
     sinks: torch.Tensor | None = None
     delta: torch.Tensor | None = None
     captured: tuple[torch.Tensor, ...] = ()
-    """The tensors that the modification of scores loads from, by slot, and then the lists of a block mask."""
+    """The tensors that the modification of scores loads from, by slot, then the lists of a block mask, or the
+    cu_seqlens of a packed batch."""
     dcaptured: tuple[torch.Tensor, ...] = ()
     """Sums of the gradients of some of them, to which a backward adds: `ScoreSpec.gradient_layouts`."""
 
@@ -272,9 +276,12 @@ def with_score(
     bias: torch.Tensor | None,
     score_mod: ScoreMod | None,
     block_mask: object = None,
+    *,
+    lengths: tuple[int, int, int] | None = None,
 ) -> tuple[Operands, Options]:
     """The same with the modification of scores that a call asks for. TypeError or ValueError, naming what came.
 
+    `lengths` are the number of sequences and the most queries and keys of one; None for those of q and k.
     Dynamo can trace neither the checks nor what traces callables; it gets the program as a constant.
     """
     if softcap is None and alibi_slopes is None and bias is None and score_mod is None and block_mask is None:
@@ -282,7 +289,8 @@ def with_score(
     compiling = is_compiling()
     if not compiling:  # else they are checked when their op is called
         check_inputs(*operands.qkv, strides=False)
-    check_modification(operands.q, operands.k, softcap, alibi_slopes, bias, score_mod)
+    batch, seq_q, seq_kv = lengths or (operands.q.shape[0], operands.q.shape[2], operands.k.shape[2])
+    check_modification(operands.q, (batch, seq_q, seq_kv), softcap, alibi_slopes, bias, score_mod)
     lists, mask_mod = (None, None) if block_mask is None else read_block_mask(block_mask, operands.q, operands.k)
     if compiling:
         captured, options = _record(operands.q, options, softcap, alibi_slopes, bias, score_mod, mask_mod)

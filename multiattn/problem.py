@@ -23,6 +23,7 @@ from multiattn.layout import (
 )
 from multiattn.mask import Band, Window, band_of
 from multiattn.operands import Operands, Options, ScoreSpec, captured_name
+from multiattn.packed import TILE_LISTS, Packing, PackingSpec, packed_strides, strides_of_packed
 from multiattn.score import BoundScore
 from multiattn.score.expression import inputs_of, walk
 from multiattn.score.serial import dumps, loads
@@ -59,6 +60,8 @@ class Problem:
     blocks: BlockSpec | None = None
     lists: tuple[Shape, ...] = ()
     """The shapes of the lists of `blocks`, by their names there."""
+    packing: PackingSpec | None = None
+    """Sequences one after another: then `batch` is 1, and `seq_q` and `seq_kv` are the rows of all."""
 
     @classmethod
     def of(
@@ -84,7 +87,7 @@ class Problem:
         """The same of the inputs among `operands`, with what `options` says of scores."""
         q, k, v = operands.qkv
         plain = cls.of_any(operands, options)
-        strides_q, strides_k, strides_v = map(strides_of, (q, k, v))
+        strides_q, strides_k, strides_v = map(strides_of if plain.packing is None else strides_of_packed, (q, k, v))
         addresses = [tensor.data_ptr() for tensor in (q, k, v)]
         offsets = [stride * q.element_size() for stride in (*strides_q, *strides_k, *strides_v)]
         alignment = math.gcd(VECTOR_BYTES, *addresses, *offsets)
@@ -110,6 +113,7 @@ class Problem:
             band=options.band,
             scale=options.scale,
             has_sinks=operands.sinks is not None,
+            packing=None if options.packing is None else _packing_of(operands, options.packing),
         )
         if options.score is not None:
             plain = replace(plain, score=_score_spec(operands, options, plain))
@@ -133,10 +137,12 @@ class Problem:
         band: Band | None = None,
         scale: float | None = None,
         has_sinks: bool = False,
+        packing: PackingSpec | None = None,
     ) -> Problem:
         """The problem of contiguous ``[B, H, S, D]`` tensors of these sizes, made without any tensor.
 
-        `band` is a mask that is known to be one, in place of `causal` and `window`.
+        `band` is a mask that is known to be one, in place of `causal` and `window`. With `packing` they are packed
+        tensors, ``[1, H, T, D]``.
         """
         heads_kv = heads_q if heads_kv is None else heads_kv
         seq_kv = seq_q if seq_kv is None else seq_kv
@@ -144,7 +150,11 @@ class Problem:
             raise ValueError(f"dtype: got {dtype!r}; allowed {', '.join(DTYPES)}")
         shape_q, shape_kv = (batch, heads_q, seq_q, head_dim), (batch, heads_kv, seq_kv, head_dim)
         check_shapes(shape_q, shape_kv, shape_kv)
-        strides_kv = contiguous_strides(shape_kv)
+        strides_q, strides_kv = contiguous_strides(shape_q), contiguous_strides(shape_kv)
+        if packing is not None:
+            if batch != 1:
+                raise ValueError(f"batch: got {batch}; allowed 1 in a packed batch, whose sequences are in `packing`")
+            strides_q, strides_kv = packed_strides(heads_q, head_dim), packed_strides(heads_kv, head_dim)
         return cls(
             batch=batch,
             heads_q=heads_q,
@@ -155,11 +165,12 @@ class Problem:
             dtype=dtype,
             band=band_of(causal, window) if band is None else band,
             scale=check_scale(scale, head_dim),
-            strides_q=contiguous_strides(shape_q),
+            strides_q=strides_q,
             strides_k=strides_kv,
             strides_v=strides_kv,
             has_sinks=has_sinks,
             alignment=math.gcd(VECTOR_BYTES, head_dim * DTYPES[dtype].itemsize),
+            packing=packing,
         )
 
     @property
@@ -210,6 +221,8 @@ class Problem:
 
         So a layer that passes a transposed view gets one back, and reshaping the heads away costs no copy.
         """
+        if self.packing is not None:
+            return packed_strides(self.heads_q, self.head_dim)
         return dense_strides(self.strides_q, (self.batch, self.heads_q, self.seq_q, self.head_dim))
 
     @property
@@ -220,18 +233,22 @@ class Problem:
     @property
     def strides_dk(self) -> Strides:
         """Strides of dk: k's own where k is dense ``[B, S, H, D]`` memory, else those of a contiguous tensor."""
+        if self.packing is not None:
+            return packed_strides(self.heads_kv, self.head_dim)
         return dense_strides(self.strides_k, (self.batch, self.heads_kv, self.seq_kv, self.head_dim))
 
     @property
     def strides_dv(self) -> Strides:
         """Strides of dv, found from v as those of dk are from k."""
+        if self.packing is not None:
+            return packed_strides(self.heads_kv, self.head_dim)
         return dense_strides(self.strides_v, (self.batch, self.heads_kv, self.seq_kv, self.head_dim))
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
         """Every tensor of a launch by its name in `Operands`, and the areas of a backward's workspace.
 
-        Those are fp32 and contiguous: ``delta`` ``[B, Hq, Sq]``, and ``dq_sum`` ``[B, Hq, Sq, D]``.
+        Those are contiguous: fp32 ``delta`` ``[B, Hq, Sq]`` and ``dq_sum`` ``[B, Hq, Sq, D]``, and the `TILE_LISTS`.
         """
         shape_q = (self.batch, self.heads_q, self.seq_q, self.head_dim)
         shape_kv = (self.batch, self.heads_kv, self.seq_kv, self.head_dim)
@@ -247,7 +264,23 @@ class Problem:
             **({"sinks": Layout((self.heads_q,), (1,), torch.float32)} if self.has_sinks else {}),
             **({} if self.score is None else {**self.score.layouts, **self.score.gradient_layouts}),
             **{captured_name(self._first_list + it): _of_list(shape) for it, shape in enumerate(self.lists)},
+            **({} if self.packing is None else self._packing_layouts(self.packing)),
         }
+
+    def _packing_layouts(self, packing: PackingSpec) -> Mapping[str, Layout]:
+        """The cu_seqlens, and the areas of the lists of tiles."""
+        lists = {name: packing.list_layout(it) for name, it in zip(TILE_LISTS, (self.seq_q, self.seq_kv), strict=True)}
+        return {**dict.fromkeys(self.cu_seqlens, packing.layout), **lists}
+
+    @property
+    def cu_seqlens(self) -> tuple[str, str]:
+        """The operands that say where sequences of a packed batch start, in q and in k."""
+        return captured_name(self._first_list), captured_name(self._first_list + 1)
+
+    @property
+    def lengths(self) -> tuple[int, int, int]:
+        """The number of sequences, and the most queries and keys that one has: in a packed batch, perhaps 0."""
+        return (self.batch, self.seq_q, self.seq_kv) if self.packing is None else self.packing
 
     @property
     def _first_list(self) -> int:
@@ -307,12 +340,20 @@ class Problem:
     @property
     def has_empty_rows(self) -> bool:
         """True if there are queries that see no key, or may be: by a block mask, or a score of -inf."""
+        if self.packing is not None:
+            return True
         by_band = self.seq_q > 0 and (self.seq_kv == 0 or self.diagonal + self.reach[1] < 0)
         return by_band or self.score is not None or self.blocks is not None
 
     @property
     def visible_pairs(self) -> int:
-        """(query, key) pairs that count, of one head of one batch entry; FLOP are ``4*B*Hq*D`` times this."""
+        """(query, key) pairs that count, of one head of one batch entry; FLOP are ``4*B*Hq*D`` times this.
+
+        Of a packed batch those of sequences that all have the same length: nobody knows their lengths here.
+        """
+        if self.packing is not None:
+            sequences = max(self.packing.sequences, 1)
+            return sequences * self.band.count_pairs(self.seq_q // sequences, self.seq_kv // sequences)
         return self.band.count_pairs(self.seq_q, self.seq_kv)
 
     def __str__(self) -> str:
@@ -320,7 +361,10 @@ class Problem:
         more = " sinks" if self.has_sinks else ""
         more += f" score={self.score.program.digest[:8]}" if self.score is not None else ""
         more += f" blocks={self.blocks.queries}x{self.blocks.keys}" if self.blocks is not None else ""
-        return f"B={self.batch} {heads} {lengths} D={self.head_dim} {self.dtype} {self.mask}{more}"
+        batch = f"B={self.batch}"
+        if self.packing is not None:
+            batch, lengths = f"packed B={self.packing.sequences}", f"Tq={self.seq_q} Tkv={self.seq_kv}"
+        return f"{batch} {heads} {lengths} D={self.head_dim} {self.dtype} {self.mask}{more}"
 
 
 def problem_of(operands: Operands, options: Options) -> Problem:
@@ -329,7 +373,7 @@ def problem_of(operands: Operands, options: Options) -> Problem:
     A bound that hides no key is left out: a window wider than its sequence costs what no window does.
     """
     problem = Problem.of_operands(operands, options)
-    if not problem.is_two_sided:
+    if not problem.is_two_sided or problem.packing is not None:
         return problem
     return replace(problem, band=problem.band.within(problem.seq_q, problem.seq_kv))
 
@@ -338,6 +382,8 @@ def options_of(problem: Problem) -> Options:
     """Options that give this problem of tensors like its own."""
     score = problem.score
     plain = Options(*problem.band.window, problem.scale, problem.has_sinks, blocks=problem.blocks)
+    if problem.packing is not None:
+        plain = plain._replace(packing=problem.packing.bounds)
     if score is None:
         return plain
     return plain._replace(
@@ -346,6 +392,16 @@ def options_of(problem: Problem) -> Options:
         gradient_slots=score.gradients,
         deterministic=score.scores is not None,
     )
+
+
+def _packing_of(operands: Operands, bounds: Packing) -> PackingSpec:
+    """The packing of a call; ValueError where its cu_seqlens are not the last captured tensors."""
+    cu_seqlens = operands.captured[-2:]
+    shapes = {tuple(it.shape) for it in cu_seqlens}
+    if len(cu_seqlens) < 2 or len(shapes) > 1 or any(it.dtype != torch.int32 or it.ndim != 1 for it in cu_seqlens):
+        got = ", ".join(f"{it.dtype} {list(it.shape)}" for it in cu_seqlens)
+        raise ValueError(f"captured: got {got or 'nothing'}; allowed cu_seqlens of queries and keys, int32 [B + 1]")
+    return PackingSpec(cu_seqlens[0].shape[0] - 1, *bounds)
 
 
 def _list_shapes(operands: Operands, blocks: BlockSpec, problem: Problem) -> tuple[Shape, ...]:
@@ -372,12 +428,13 @@ def _score_spec(operands: Operands, options: Options, problem: Problem) -> Score
             allowed = f"the device of q, {operands.q.device}"
             raise ValueError(f"{captured_name(slot)}: got a tensor on {tensor.device}; allowed {allowed}")
     is_apart = options.deterministic and bool(options.gradient_slots)
-    bound.check(batch=problem.batch, heads=problem.heads_q, seq_q=problem.seq_q, seq_kv=problem.seq_kv)
+    batch, seq_q, seq_kv = problem.lengths
+    bound.check(batch=batch, heads=problem.heads_q, seq_q=seq_q, seq_kv=seq_kv)
     return ScoreSpec(
         program=program,
         scalars=options.scalars,
         shapes=tuple(tuple(it.shape) for it in tensors),
         strides=tuple(it.stride() for it in tensors),
         gradients=options.gradient_slots,
-        scores=(problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv) if is_apart else None,
+        scores=(batch, problem.heads_q, seq_q, seq_kv) if is_apart else None,
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -67,6 +68,8 @@ def attend(
     """`reference` of operands and options; `part` says where q, k and v are from, if they are parts of sequences."""
     from einops import rearrange, repeat  # here and below: a sixth of the time that importing the package takes
 
+    if options.packing is not None:
+        return _attend_packed(operands, options, compute_dtype)
     problem, sinks = Problem.of_any(operands, options), operands.sinks
     q, k, v = (tensor.to(compute_dtype) for tensor in operands.qkv)
     k, v = (repeat(tensor, "b h s d -> b (h group) s d", group=problem.group) for tensor in (k, v))
@@ -171,6 +174,8 @@ def differentiate(
     """`reference_backward` of operands and options; `part` as for `attend`."""
     from einops import reduce, repeat
 
+    if options.packing is not None:
+        return _differentiate_packed(operands, options, compute_dtype)
     problem, sinks = Problem.of_any(operands, options), operands.sinks
     assert operands.out is not None
     assert operands.lse is not None
@@ -204,6 +209,59 @@ def differentiate(
         return dq, dk, dv, *dcaptured
     of_sinks = torch.exp(sinks.to(compute_dtype)[:, None] - lse)  # [B, Hq, Sq]
     return dq, dk, dv, -(of_sinks * delta).sum(dim=(0, 2)), *dcaptured
+
+
+# ---------------------------------------------------------------- packed batches
+
+
+def _sequences(operands: Operands, options: Options) -> Iterator[tuple[Operands, Options, Part]]:
+    """Each sequence as a batch of one, with its options and its place."""
+    *captured, cu_seqlens_q, cu_seqlens_kv = operands.captured
+    bounds_q, bounds_kv = (list(itertools.pairwise(it.tolist())) for it in (cu_seqlens_q, cu_seqlens_kv))
+    for entry, (queries, keys) in enumerate(zip(bounds_q, bounds_kv, strict=True)):
+        of_q = {name: it for name in ("q", "out", "lse", "dout", "dlse") if (it := getattr(operands, name)) is not None}
+        own = {name: it[:, :, slice(*queries)] for name, it in of_q.items()}
+        own |= {name: getattr(operands, name)[:, :, slice(*keys)] for name in ("k", "v")}
+        part = Part(0, 0, queries[1] - queries[0], keys[1] - keys[0], entry)
+        yield operands._replace(**own, captured=tuple(captured)), options._replace(packing=None), part
+
+
+def _attend_packed(
+    operands: Operands, options: Options, compute_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` of each sequence; rows behind the last are empty ones."""
+    q, sinks = operands.q, operands.sinks
+    results = [attend(*it[:2], compute_dtype, it[2]) for it in _sequences(operands, options)]
+    outs, lses = ([*of_all] for of_all in zip(*results, strict=True)) if results else ([], [])
+    _, heads, rows, head_dim = q.shape
+    behind = rows - sum(it.shape[2] for it in outs)
+    empty = q.new_full((1, heads, behind), -math.inf, dtype=compute_dtype)
+    outs.append(q.new_zeros((1, heads, behind, head_dim), dtype=compute_dtype))
+    lses.append(empty if sinks is None else sinks.to(compute_dtype)[:, None].expand_as(empty))
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def _differentiate_packed(operands: Operands, options: Options, compute_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """`differentiate` of each sequence; rows behind the last have no gradient."""
+    score = Problem.of_any(operands, options).score
+    sums = () if score is None else tuple(it.shape for it in score.gradient_layouts.values())
+    shared = [() if operands.sinks is None else operands.sinks.shape, *sums][operands.sinks is None :]
+    totals = [operands.q.new_zeros(it, dtype=compute_dtype) for it in shared]
+    of_rows: tuple[list[torch.Tensor], ...] = ([], [], [])
+    for own, its_options, part in _sequences(operands, options):
+        found = differentiate(own, its_options, compute_dtype, part)
+        for rows, gradient in zip(of_rows, found, strict=False):
+            rows.append(gradient)
+        for total, gradient in zip(totals, found[len(of_rows) :], strict=True):
+            if gradient.shape != total.shape:  # each score has an element of its own
+                total = total[part.first_entry, :, : part.seq_q, : part.seq_kv]
+            total += gradient.view(total.shape)
+    whole = []
+    for rows, of in zip(of_rows, operands.qkv, strict=True):
+        behind = of.shape[2] - sum(it.shape[2] for it in rows)
+        rows.append(of.new_zeros((1, of.shape[1], behind, of.shape[3]), dtype=compute_dtype))
+        whole.append(torch.cat(rows, dim=2))
+    return *whole, *totals
 
 
 def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
@@ -254,6 +312,7 @@ _VARIANT = Variant(
         sinks=True,
         scores=True,
         block_masks=1,
+        packing=True,
         score_gradients=True,
     ),
     rules=(),

@@ -101,27 +101,26 @@ def _check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
 
 def check_modification(
     q: torch.Tensor,
-    k: torch.Tensor,
+    lengths: tuple[int, int, int],
     softcap: float | None,
     alibi_slopes: torch.Tensor | None,
     bias: torch.Tensor | None,
     score_mod: object,
 ) -> None:
-    """TypeError or ValueError for what modifies no scores; how the tensors fit sizes is checked with these."""
+    """TypeError or ValueError for what modifies no scores of these lengths: (B, Sq, Skv)."""
     if softcap is not None:
         cap = as_float(softcap, "softcap")
         if not 0.0 < cap < math.inf:
             raise ValueError(f"softcap: got {cap}; allowed positive and finite numbers, or None")
-    batch, heads = q.shape[0], q.shape[1]
+    (batch, seq_q, seq_kv), heads = lengths, q.shape[1]
     if alibi_slopes is not None:
         _check_captured("alibi_slopes", alibi_slopes, q, (torch.float32,))
         if tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
             got, allowed = tuple(alibi_slopes.shape), f"({heads},) and ({batch}, {heads})"
-            got, allowed = tuple(alibi_slopes.shape), f"({heads},) and ({batch}, {heads})"
             raise ValueError(f"alibi_slopes: got shape {got}; allowed {allowed}")
     if bias is not None:
         _check_captured("bias", bias, q, (q.dtype, torch.float32))
-        sizes = (batch, heads, q.shape[2], k.shape[2])
+        sizes = (batch, heads, seq_q, seq_kv)
         if bias.ndim != 4 or any(it not in (1, size) for it, size in zip(bias.shape, sizes, strict=True)):
             allowed = f"[B|1, Hq|1, Sq|1, Skv|1] with {sizes}"
             raise ValueError(f"bias: got shape {tuple(bias.shape)}; allowed {allowed}")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 
 from multiattn.operands import Options
+from multiattn.packed import USUAL_LENGTH
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import BACKENDS, REFERENCE, Direction, Plan, make_plan
@@ -115,12 +116,12 @@ def is_measured(plan: Plan) -> bool:
     TFLOPS, Triton without Gluon 494, cuTile, whose variant is the same, 504.
     """
     problem, arch = plan.problem, plan.arch
-    if not problem.has_score and problem.blocks is None:
+    if not problem.has_score and problem.blocks is None and problem.packing is None:
         return True
     offered = registry.get(plan.backend).op(plan.direction).offered
     better = itertools.takewhile(lambda variant: variant.name != plan.variant, offered)
     refused = {it.code for variant in better for it in variant.capability.why_not(problem, arch)}
-    return not refused & {"score", "block_mask"}
+    return not refused & {"score", "block_mask", "packing"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +148,8 @@ class MeasuredCell:
         the backend that waits most for loads.
         """
         head_dim = abs(math.log2(problem.head_dim / self.head_dim))
-        seq_kv = abs(math.log2(max(problem.seq_kv, 1) / self.seq_kv))
+        keys = problem.seq_kv if problem.packing is None else USUAL_LENGTH
+        seq_kv = abs(math.log2(max(keys, 1) / self.seq_kv))
         heads = abs(math.log2(problem.batch * problem.heads_q / self.heads))
         group = abs(math.log2(problem.group / self.group))
         return head_dim + seq_kv / 4 + (heads + group) / 16

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Generic, TypeVar
 
+from multiattn.packed import USUAL_LENGTH
 from multiattn.plan.arch import Arch
 from multiattn.problem import Problem
 
@@ -120,8 +121,10 @@ def length_of(problem: Problem) -> int:
     1024 at D=64, N=16k: 11 % (Triton) and 14 % (cuTile, backward) faster than with the rules of N, at most 3 % slower
     elsewhere.
     """
-    length = max(problem.seq_q, problem.seq_kv)
-    return min(length, 2 * (sum(problem.reach) + 1)) if problem.is_two_sided else length
+    length, reach = max(problem.seq_q, problem.seq_kv), problem.reach
+    if problem.packing is not None:
+        length, reach = USUAL_LENGTH, problem.band.reach(USUAL_LENGTH, USUAL_LENGTH)
+    return min(length, 2 * (sum(reach) + 1)) if problem.is_two_sided else length
 
 
 def has_whole_sectors(head_dim: int, itemsize: int) -> bool:

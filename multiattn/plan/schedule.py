@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from multiattn.packed import USUAL_LENGTH
 from multiattn.plan.arch import GPUS, Arch
 from multiattn.problem import Problem
 
@@ -15,18 +16,26 @@ KV_BYTES_SIDE_BY_SIDE = 16 << 20
 
 
 def query_tiles(problem: Problem, rows: int) -> int:
-    """Tiles of so many queries, of all heads: the blocks of a launch that has one for each."""
+    """Tiles of so many queries, of all heads: the blocks of a launch that has one for each.
+
+    Of a packed batch the most that there can be.
+    """
+    if problem.packing is not None:
+        return problem.packing.tiles_max(problem.seq_q, rows) * problem.heads_q
     return -(-problem.seq_q // rows) * problem.heads_q * problem.batch
 
 
 def key_tiles(problem: Problem, rows: int) -> int:
     """The same of keys, of all heads of keys."""
+    if problem.packing is not None:
+        return problem.packing.tiles_max(problem.seq_kv, rows) * problem.heads_kv
     return -(-problem.seq_kv // rows) * problem.heads_kv * problem.batch
 
 
 def heads_side_by_side(problem: Problem) -> int:
     """Query heads whose tiles run at one time, so that what they share stays in L2: whole groups."""
-    kv_bytes = 2 * problem.seq_kv * problem.head_dim * problem.torch_dtype.itemsize
+    seq_kv = problem.seq_kv if problem.packing is None else USUAL_LENGTH
+    kv_bytes = 2 * seq_kv * problem.head_dim * problem.torch_dtype.itemsize
     heads = max(1, KV_BYTES_SIDE_BY_SIDE // kv_bytes) * problem.group
     return min(heads, problem.batch * problem.heads_q)
 

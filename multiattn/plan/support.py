@@ -57,6 +57,8 @@ class Capability:
     """A block mask may be given, in blocks of multiples of this; 0: none."""
     score_gradients: bool = False
     """Tensors that the expression loads from may want a gradient."""
+    packing: bool = False
+    """Sequences may be packed one after another."""
     zero_strides: bool = True
     """A dimension may be broadcast (stride 0, as `expand` makes it)."""
 
@@ -101,6 +103,9 @@ class Capability:
                 allowed = f"blocks of multiples of {step}" if step else "none"
                 got = f"blocks of {blocks.queries} x {blocks.keys}"
                 reasons.append(Reason(code="block_mask", got=got, allowed=allowed))
+        if problem.packing is not None and not self.packing:
+            got = f"a packed batch of {problem.packing.sequences} sequences"
+            reasons.append(Reason(code="packing", got=got, allowed="batches [B, H, S, D]"))
         strides = (*problem.strides_q, *problem.strides_k, *problem.strides_v)
         if not self.zero_strides and 0 in strides:
             reasons.append(Reason(code="strides", got="a broadcast dimension (stride 0)", allowed="positive strides"))

@@ -65,22 +65,26 @@ def run_conforming(ready: Ready, read: Sequence[torch.Tensor | None]) -> tuple[t
     sums = ready.allocate_zeros()
     operands = Operands.of_read(read, has_sinks)._replace(**written, dcaptured=sums)
     ready.launch(operands)
-    of_sinks = (gradient_of_sinks(operands),) if has_sinks else ()
-    of_captured = gradients_of_captured(ready.plan.problem.score, operands)
+    problem = ready.plan.problem
+    rows = None if problem.packing is None else operands.captured[-2][-1]
+    of_sinks = (gradient_of_sinks(operands, rows),) if has_sinks else ()
+    of_captured = gradients_of_captured(problem.score, operands)
     return (*gradients[: len(GRADIENTS)], *of_sinks, *of_captured)
 
 
-def gradient_of_sinks(operands: Operands) -> torch.Tensor:
+def gradient_of_sinks(operands: Operands, rows: torch.Tensor | None = None) -> torch.Tensor:
     """dsinks ``[Hq]``, in the dtype of sinks: ``-sum(exp(sink - lse) * delta)`` over batch entries and queries.
 
     The sink has the weight ``exp(sink - lse)`` of a row, and no value: so what a score's gradient has of its value is
-    zero. `delta` is ``rowsum(dout * out) - dlse``.
+    zero. `delta` is ``rowsum(dout * out) - dlse``. `rows` of a packed batch is where its last sequence ends.
     """
     sinks, lse, delta = operands.sinks, operands.lse, operands.delta
     assert sinks is not None
     assert lse is not None
     assert delta is not None
     weights = torch.exp(sinks.float()[:, None] - lse.masked_fill(lse == -math.inf, math.inf))  # [B, Hq, Sq]
+    if rows is not None:
+        delta = delta.masked_fill(torch.arange(delta.shape[2], device=delta.device) >= rows, 0.0)
     return -(weights * delta).sum(dim=(0, 2)).to(sinks.dtype)
 
 

@@ -17,6 +17,7 @@ from multiattn.block_mask import BlockSpec
 from multiattn.layout import strides_like
 from multiattn.mask import Band
 from multiattn.operands import INPUTS, READ, Operands, Options
+from multiattn.packed import Packing, packed_strides
 from multiattn.run.calls import get_backward, get_forward
 from multiattn.run.execute import check_results, run_backward, run_forward
 from multiattn.run.flops import register_when_counted
@@ -24,8 +25,8 @@ from multiattn.validate import check_inputs
 
 # A gradient may come in any layout, but q, k and v keep theirs: Inductor must not choose another for an op's inputs.
 # Before torch 2.8 there is no such tag, and keeping their order of strides is the default.
-_SLOTS = 5
-"""The place of `slots` behind `sinks` among the arguments of an op."""
+_SLOTS, _PACKING = 5, 7
+"""The places of `slots` and `packing` behind `sinks` among the arguments of an op."""
 _KEEP_STRIDES: dict[str, Any] = (
     {"tags": (torch.Tag.needs_exact_strides,)} if hasattr(torch.Tag, "needs_exact_strides") else {}
 )
@@ -41,8 +42,8 @@ _WithCaptured = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, li
     schema=(
         "(Tensor q, Tensor k, Tensor v, Tensor[] captured, Tensor? sinks=None, SymInt? left=None, "
         "SymInt? right=None, float? scale=None, str? score=None, float[]? scalars=None, int[]? slots=None, "
-        'int[]? blocks=None, str backend="auto", str? variant=None, bool deterministic=False, '
-        "bool needs_grad=False) "
+        'int[]? blocks=None, SymInt[]? packing=None, str backend="auto", str? variant=None, '
+        "bool deterministic=False, bool needs_grad=False) "
         "-> (Tensor out, Tensor lse)"
     ),
     **_KEEP_STRIDES,
@@ -60,6 +61,7 @@ def forward_op(
     scalars: Sequence[float] | None = None,
     slots: Sequence[int] | None = None,
     blocks: Sequence[int] | None = None,
+    packing: Sequence[int] | None = None,
     backend: str = "auto",
     variant: str | None = None,
     deterministic: bool = False,
@@ -67,7 +69,8 @@ def forward_op(
 ) -> _Pair:
     """Out and lse of `multiattn.fmha`. With `needs_grad` a problem whose backward cannot run is refused here."""
     operands = Operands(q, k, v, sinks=sinks, captured=tuple(captured))
-    options = _options(operands, left, right, scale, score, scalars, slots, blocks, backend, variant, deterministic)
+    of_score = (score, scalars, slots, blocks, packing)
+    options = _options(operands, left, right, scale, *of_score, backend, variant, deterministic)
     return run_forward(get_forward(operands, options, needs_grad), operands.inputs)
 
 
@@ -77,7 +80,7 @@ def forward_op(
     schema=(
         "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor? dlse=None, "
         "Tensor? sinks=None, SymInt? left=None, SymInt? right=None, float? scale=None, "
-        "str? score=None, float[]? scalars=None, int[]? slots=None, int[]? blocks=None, "
+        "str? score=None, float[]? scalars=None, int[]? slots=None, int[]? blocks=None, SymInt[]? packing=None, "
         'str backend="auto", str? variant=None, bool deterministic=False) '
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
     ),
@@ -99,13 +102,15 @@ def backward_op(
     scalars: Sequence[float] | None = None,
     slots: Sequence[int] | None = None,
     blocks: Sequence[int] | None = None,
+    packing: Sequence[int] | None = None,
     backend: str = "auto",
     variant: str | None = None,
     deterministic: bool = False,
 ) -> _Gradients:
     """Gradients of `multiattn.fmha_backward`; dsinks without sinks has no element, as an op's result cannot be None."""
     operands = Operands(q, k, v, out, lse, dout, dlse, sinks=sinks)
-    return _gradients(operands, left, right, scale, score, scalars, slots, blocks, backend, variant, deterministic)[0]
+    of_score = (score, scalars, slots, blocks, packing)
+    return _gradients(operands, left, right, scale, *of_score, backend, variant, deterministic)[0]
 
 
 # An op of its own: `is_grads_batched` maps none that takes a list, and a plain call must not lack it.
@@ -115,7 +120,7 @@ def backward_op(
     schema=(
         "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor[] captured, Tensor? dlse, "
         "Tensor? sinks, SymInt? left, SymInt? right, float? scale, str? score, float[]? scalars, int[]? slots, "
-        "int[]? blocks, str backend, str? variant, bool deterministic) "
+        "int[]? blocks, SymInt[]? packing, str backend, str? variant, bool deterministic) "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor[] dcaptured)"
     ),
     **_KEEP_STRIDES,
@@ -158,12 +163,14 @@ def _options(
     scalars: Sequence[float] | None,
     slots: Sequence[int] | None,
     blocks: Sequence[int] | None,
+    packing: Sequence[int] | None,
     *options: Any,
 ) -> Options:
     """The Options of an op's arguments."""
     spec = None if blocks is None else BlockSpec(blocks[0], blocks[1], bool(blocks[2]))
     of_score = (score, tuple(scalars or ()), tuple(slots or ()))
-    return Options(left, right, scale, operands.sinks is not None, *of_score, spec, *options)
+    packed = None if packing is None else Packing(*packing)
+    return Options(left, right, scale, operands.sinks is not None, *of_score, spec, packed, *options)
 
 
 def _arguments(operands: Operands, options: Options) -> tuple[Any, ...]:
@@ -171,8 +178,9 @@ def _arguments(operands: Operands, options: Options) -> tuple[Any, ...]:
     numbers = (options.left, options.right, options.scale)
     of_score = (options.score, options.scalars or None, options.gradient_slots or None)
     blocks = None if options.blocks is None else [int(it) for it in options.blocks]
+    packing = None if options.packing is None else [*options.packing]
     how = (options.backend, options.variant, options.deterministic)
-    return (operands.sinks, *numbers, *of_score, blocks, *how)
+    return (operands.sinks, *numbers, *of_score, blocks, packing, *how)
 
 
 def call_forward_op(operands: Operands, options: Options, wants_grad: bool) -> _Pair:
@@ -197,6 +205,13 @@ def call_backward_op(operands: Operands, options: Options) -> tuple[torch.Tensor
 # ---------------------------------------------------------------- fakes
 
 
+def _like(tensor: torch.Tensor, packing: object) -> torch.Tensor:
+    """A result made after q, k or v, without its values."""
+    if packing is None:
+        return tensor.new_empty_strided(tensor.shape, strides_like(tensor))
+    return tensor.new_empty_strided(tensor.shape, (*packed_strides(tensor.shape[1], tensor.shape[3]), 1))
+
+
 @forward_op.register_fake
 def _fake_forward(
     q: torch.Tensor,
@@ -207,7 +222,7 @@ def _fake_forward(
     *rest: object,
 ) -> _Pair:
     check_inputs(q, k, v, sinks)
-    return q.new_empty_strided(q.shape, strides_like(q)), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return _like(q, rest[_PACKING]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @backward_op.register_fake
@@ -224,7 +239,7 @@ def _fake_backward(
 ) -> _Gradients:
     check_inputs(q, k, v, sinks)
     check_results(Operands(q, k, v, out, lse, dout, dlse))
-    dq, dk, dv = (tensor.new_empty_strided(tensor.shape, strides_like(tensor)) for tensor in (q, k, v))
+    dq, dk, dv = (_like(tensor, rest[_PACKING]) for tensor in (q, k, v))
     return dq, dk, dv, q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
@@ -232,7 +247,7 @@ def _fake_backward(
 def _fake_captured_backward(*arguments: Any) -> _WithCaptured:
     *tensors, captured, dlse, sinks = arguments[: READ + 2]
     slots = arguments[READ + 2 + _SLOTS]
-    gradients: _Gradients = _fake_backward(*tensors, dlse, sinks)
+    gradients: _Gradients = _fake_backward(*tensors, dlse, sinks, *arguments[READ + 2 :])
     return *gradients, [captured[slot].new_empty(captured[slot].shape) for slot in slots or ()]
 
 
@@ -326,7 +341,7 @@ _BATCHED = frozenset(("q", "k", "v", "out", "lse", "dout", "dlse"))
 
 def _has_places(given: Mapping[str, tuple[Any, Any]]) -> bool:
     """True if attention of an entry depends on which batch entry it is."""
-    return any(given.get(name, (None,))[0] is not None for name in ("score", "blocks"))
+    return any(given.get(name, (None,))[0] is not None for name in ("score", "blocks", "packing"))
 
 
 def _entry(at: int, argument: Any, dim: Any) -> Any:
@@ -338,7 +353,7 @@ def _entry(at: int, argument: Any, dim: Any) -> Any:
 
 @forward_op.register_vmap
 def _map_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[_Pair, tuple[int, int]]:
-    names = "q k v captured sinks left right scale score scalars slots blocks"
+    names = "q k v captured sinks left right scale score scalars slots blocks packing"
     out, lse = _map(forward_op, names, info, in_dims, arguments)
     return (out, lse), (0, 0)
 
@@ -347,7 +362,7 @@ def _map_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) ->
 def _map_backward(
     info: Any, in_dims: tuple[int | None, ...], *arguments: Any
 ) -> tuple[_Gradients, tuple[int | None, ...]]:
-    names = "q k v out lse dout dlse sinks left right scale score scalars slots blocks"
+    names = "q k v out lse dout dlse sinks left right scale score scalars slots blocks packing"
     dq, dk, dv, of_sinks = _map(backward_op, names, info, in_dims, arguments)
     return (dq, dk, dv, of_sinks), (0, 0, 0, 0 if of_sinks.ndim > 1 else None)
 
@@ -356,7 +371,7 @@ def _map_backward(
 def _map_captured_backward(
     info: Any, in_dims: tuple[int | None, ...], *arguments: Any
 ) -> tuple[_WithCaptured, tuple[Any, ...]]:
-    names = "q k v out lse dout captured dlse sinks left right scale score scalars slots blocks"
+    names = "q k v out lse dout captured dlse sinks left right scale score scalars slots blocks packing"
     *gradients, of_captured = _map(captured_backward_op, names, info, in_dims, arguments)
     return (*gradients, of_captured), (0, 0, 0, 0, [0 for _ in of_captured])
 
@@ -375,9 +390,17 @@ def _forward_flops(
     *options: object,
     **kwargs: object,
 ) -> int:
-    """Two products of ``2 * D`` FLOP for each pair of a query and a key that it sees."""
+    """Two products of ``2 * D`` FLOP for each pair of a query and a key that it sees.
+
+    The sequences of a packed batch count as if all had the same length: no value of a tensor is read.
+    """
     batch, heads, seq_q, head_dim = q
-    return 4 * batch * heads * head_dim * Band(left, right).count_pairs(seq_q, k[2])
+    seq_kv = k[2]
+    packing = kwargs.get("packing", options[_PACKING - 3] if len(options) > _PACKING - 3 else None)
+    if packing is not None:
+        batch = max(captured[-1][0] - 1, 1)
+        seq_q, seq_kv = seq_q // batch, seq_kv // batch
+    return 4 * batch * heads * head_dim * Band(left, right).count_pairs(seq_q, seq_kv)
 
 
 def _backward_flops(
@@ -388,19 +411,17 @@ def _backward_flops(
     lse: tuple[int, ...],
     dout: tuple[int, ...],
     dlse: tuple[int, ...] | None = None,
-    sinks: tuple[int, ...] | None = None,
-    left: int | None = None,
-    right: int | None = None,
-    *options: object,
-    **kwargs: object,
+    *options: Any,
+    captured: Sequence[tuple[int, ...]] = (),
+    **kwargs: Any,
 ) -> int:
     """Five products where forward has two; a variant that recomputes some gets no credit for it."""
-    return _forward_flops(q, k, v, (), sinks, left, right) * 5 // 2
+    return _forward_flops(q, k, v, captured, *options, **kwargs) * 5 // 2
 
 
 register_when_counted(torch.ops.multiattn.fmha_forward, _forward_flops)
 register_when_counted(torch.ops.multiattn.fmha_backward, _backward_flops)
 register_when_counted(
     torch.ops.multiattn.fmha_backward_captured,
-    lambda *arguments, **kwargs: _backward_flops(*arguments[: READ - 1], *arguments[READ:], **kwargs),
+    lambda *given, **kwargs: _backward_flops(*given[: READ - 1], *given[READ:], captured=given[READ - 1], **kwargs),
 )

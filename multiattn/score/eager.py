@@ -30,12 +30,13 @@ _OPS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
 
 
 class Part(NamedTuple):
-    """Some queries and keys of longer sequences: scores depend on where in these they are."""
+    """Some queries and keys of longer sequences, or batch entries: scores depend on where in these they are."""
 
     first_query: int
     first_key: int
     seq_q: int
     seq_kv: int
+    first_entry: int = 0
 
 
 def modified(bound: BoundScore, scores: torch.Tensor, part: Part | None = None) -> torch.Tensor:
@@ -102,7 +103,7 @@ def _places(shape: tuple[int, ...], device: torch.device, part: Part | None = No
     """The inputs of each score, int32, shaped to be broadcast to ``[B, Hq, Sq, Skv]``."""
     part = part or Part(0, 0, shape[2], shape[3])
     places = {}
-    for axis, (name, first) in enumerate(zip(("b", "h", "q", "kv"), (0, 0, *part[:2]), strict=True)):
+    for axis, (name, first) in enumerate(zip(("b", "h", "q", "kv"), (part.first_entry, 0, *part[:2]), strict=True)):
         index = first + torch.arange(shape[axis], dtype=torch.int32, device=device)
         places[name] = index.view([-1 if it == axis else 1 for it in range(4)])
     for name, length in (("seq_q", part.seq_q), ("seq_kv", part.seq_kv)):

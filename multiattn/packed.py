@@ -1,0 +1,130 @@
+"""Packed batches: sequences one after another in one tensor, without padding, and where each of them starts.
+
+``cu_seqlens`` is int32 ``[B + 1]``, as FlashAttention has it: sequence b has the rows from ``cu_seqlens[b]`` on, up to
+``cu_seqlens[b + 1]``. It starts with 0 and never falls. It stays on the device: no host reads it. Kernels find the
+sequence of a tile in a list of tiles that a small kernel makes before them.
+
+Inside this package a packed tensor ``[T, H, D]`` is a view ``[1, H, T, D]``, a batch of one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from multiattn.layout import Layout, Shape, Strides, row_major
+
+LIST_FIELDS = ("sequence", "first_row", "offset_q", "len_q", "offset_kv", "len_kv", "unused", "unused")
+"""The numbers of one entry of a list of tiles, int32: 32 bytes, one sector of memory.
+
+The tile has the rows from `first_row` on of its sequence, queries or keys. The sequence has the `len_q` queries from
+row `offset_q` of q on, and the `len_kv` keys from row `offset_kv` of k on. `sequence` is -1 for an entry without a
+tile. Entries of long sequences come first. Rows behind the last sequence are listed as one more of them, with queries
+but no keys, or keys but no queries: so they get zeros.
+"""
+
+ROWS_MIN = 16
+"""Rows of the smallest tile of any kernel: a list has room for tiles of these."""
+
+TILE_LISTS = ("query_list", "key_list")
+"""Areas of workspace: the tiles of queries, and those of keys."""
+
+USUAL_LENGTH = 4096
+"""The length by which a packed batch's tiles and backend are chosen: the same for all, so that no batch asks for code
+that another did not."""
+
+
+class Packing(NamedTuple):
+    """A call's packing, beside its two cu_seqlens: bounds of the lengths, or 0 where nothing is checked by them."""
+
+    max_q: int = 0
+    max_kv: int = 0
+
+
+class PackingSpec(NamedTuple):
+    """The packing of a problem."""
+
+    sequences: int
+    max_q: int = 0
+    """The most queries of a sequence, where a tensor that scores load from has room for so many; else 0."""
+    max_kv: int = 0
+    """The same of keys."""
+
+    @property
+    def bounds(self) -> Packing:
+        """The same as a call has it."""
+        return Packing(self.max_q, self.max_kv)
+
+    @property
+    def layout(self) -> Layout:
+        """A cu_seqlens."""
+        return Layout((self.sequences + 1,), (1,), torch.int32)
+
+    def list_layout(self, rows: int) -> Layout:
+        """A list of tiles of so many rows in all, queries or keys."""
+        shape = (self.tiles_max(rows, ROWS_MIN), len(LIST_FIELDS))
+        return Layout(shape, row_major(shape), torch.int32)
+
+    def tiles_max(self, rows: int, tile: int) -> int:
+        """The most tiles that so many rows can have: each sequence, and what is behind the last, ends with a part."""
+        return rows // tile + self.sequences + 1
+
+
+def packed_strides(heads: int, head_dim: int) -> Strides:
+    """Strides of (B, H, S) of a contiguous ``[T, H, D]``. That of the one batch entry means nothing.
+
+    No stride depends on the number of rows, so that no code does.
+    """
+    return heads * head_dim, head_dim, heads * head_dim
+
+
+def strides_of_packed(tensor: torch.Tensor) -> Strides:
+    """Strides of (B, H, S) of a view ``[1, H, T, D]``; those of one-element dimensions as in `packed_strides`."""
+    _, heads, rows, head_dim = tensor.shape
+    entry, head, row = packed_strides(heads, head_dim)
+    if rows > 1:
+        row = tensor.stride(2)
+    return entry, tensor.stride(1) if heads > 1 and tensor.numel() else head, row
+
+
+def as_batch_of_one(tensor: torch.Tensor) -> torch.Tensor:
+    """``[T, H, D]`` as ``[1, H, T, D]``, a view."""
+    return tensor.transpose(0, 1).unsqueeze(0)
+
+
+def check_packing(
+    q: object,
+    k: object,
+    v: object,
+    cu_seqlens_q: object,
+    cu_seqlens_kv: object,
+    max_seqlen_q: object,
+    max_seqlen_kv: object,
+) -> None:
+    """TypeError or ValueError for what is no packed batch; no value of a tensor is read."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
+        if tensor.ndim != 3:
+            got = f"rank {tensor.ndim} (shape {tuple(tensor.shape)})"
+            raise ValueError(f"{name} must have rank 3, [T, H, D], in a packed batch; got {got}")
+    assert isinstance(q, torch.Tensor)
+    shapes: dict[str, Shape] = {}
+    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
+        if not isinstance(cu_seqlens, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {type(cu_seqlens).__name__}")
+        if cu_seqlens.dtype != torch.int32:
+            raise TypeError(f"{name}.dtype: got {cu_seqlens.dtype}; allowed torch.int32")
+        if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
+            raise ValueError(f"{name}: got shape {tuple(cu_seqlens.shape)}; allowed [B + 1], for B sequences")
+        if cu_seqlens.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}; got {cu_seqlens.device}")
+        shapes[name] = tuple(cu_seqlens.shape)
+    if len(set(shapes.values())) > 1:
+        raise ValueError(f"cu_seqlens_q and cu_seqlens_kv must have one shape, [B + 1]; got {shapes}")
+    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_kv", max_seqlen_kv)):
+        if isinstance(length, bool) or not isinstance(length, int | torch.SymInt):
+            raise TypeError(f"{name} must be an int; got {type(length).__name__}")
+        if not isinstance(length, torch.SymInt) and length < 0:
+            raise ValueError(f"{name}: got {length}; allowed 0 and more")

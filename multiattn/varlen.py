@@ -1,0 +1,249 @@
+"""Packed batches: `fmha_varlen` and its backward. Sequences of any lengths, one after another, without padding."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+
+import torch
+from torch.compiler import is_compiling
+
+from multiattn.mask import Window
+from multiattn.operands import Operands, Options, ScoreMod, with_score
+from multiattn.packed import Packing, as_batch_of_one, check_packing
+from multiattn.run.autograd import attend, differentiate
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+@overload
+def fmha_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    bias: torch.Tensor | None = ...,
+    sinks: torch.Tensor | None = ...,
+    score_mod: ScoreMod | None = ...,
+    block_mask: BlockMask | None = ...,
+    backend: str = ...,
+    variant: str | None = ...,
+    return_lse: Literal[False] = ...,
+    deterministic: bool | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def fmha_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    bias: torch.Tensor | None = ...,
+    sinks: torch.Tensor | None = ...,
+    score_mod: ScoreMod | None = ...,
+    block_mask: BlockMask | None = ...,
+    backend: str = ...,
+    variant: str | None = ...,
+    return_lse: Literal[True],
+    deterministic: bool | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def fmha_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    backend: str = "auto",
+    variant: str | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Fused attention of B sequences that are packed one after another, each by itself; differentiable once.
+
+    Every sequence has a mask of its own, aligned at its own bottom right, and positions i and j that start at 0.
+
+    Args:
+        q: ``[Tq, Hq, D]``, fp16 or bf16, any strides with unit stride on D.
+        k: ``[Tkv, Hkv, D]`` with ``Hq % Hkv == 0`` (GQA, MQA); dtype and device of q.
+        v: like k.
+        cu_seqlens_q: int32 ``[B + 1]`` on the device of q: sequence b has the rows ``cu_seqlens_q[b]`` to
+            ``cu_seqlens_q[b + 1]`` of q. It starts with 0 and never falls; a sequence may be empty. Its values are
+            read on the device alone, so that they may change under a CUDA graph. Values that fall, or that pass Tq,
+            are not noticed, and what comes of them is undefined.
+        cu_seqlens_kv: the same of k and v, with as many sequences.
+        max_seqlen_q: at least the length of the longest sequence of q: `bias` and `score_mod` are checked by it.
+        max_seqlen_kv: the same of k and v.
+        causal, window, scale, softcap, score_mod, sinks, variant, return_lse, deterministic: as for `multiattn.fmha`.
+        alibi_slopes: fp32 ``[Hq]`` or ``[B, Hq]``.
+        bias: ``[B|1, Hq|1, max_seqlen_q|1, max_seqlen_kv|1]``, else as for `multiattn.fmha`.
+        block_mask: None: packed batches take none.
+        backend: as for `multiattn.fmha`.
+
+    Returns:
+        out, dtype of q, ``[Tq, Hq, D]``, contiguous; with `return_lse` also lse, fp32 ``[Hq, Tq]``. A row that sees no
+        key has ``out = 0`` and ``lse = -inf`` (with a sink: ``lse = sink``), and gives zero gradients. So has a row
+        behind the last sequence: ``Tq`` may be more than ``cu_seqlens_q[-1]``.
+
+    Raises:
+        TypeError, ValueError: an input that is wrong for every backend.
+        Unsupported: the backend cannot run this problem here; `.reasons` says why.
+    """
+    options = Options.of(
+        causal=causal,
+        window=window,
+        scale=scale,
+        has_sinks=sinks is not None,
+        backend=backend,
+        variant=variant,
+        deterministic=deterministic,
+    )
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+    operands = pack(q, k, v, lengths, block_mask)._replace(sinks=sinks)
+    operands, options = with_packing(operands, options, lengths, softcap, alibi_slopes, bias, score_mod)
+    out, lse = attend(operands, options)
+    packed = out[0].transpose(0, 1)
+    return (packed, lse[0]) if return_lse else packed
+
+
+def fmha_varlen_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    dlse: torch.Tensor | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    backend: str = "auto",
+    variant: str | None = None,
+    deterministic: bool | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The gradient of `fmha_varlen` from what a forward saved, for callers without autograd.
+
+    Args:
+        q, k, v, and all from cu_seqlens_q to max_seqlen_kv, causal to block_mask: as they were for `fmha_varlen`.
+        out: ``[Tq, Hq, D]`` of a forward of any backend; so is lse, fp32 ``[Hq, Tq]``.
+        dout: gradient of out, like it.
+        dlse: gradient of lse, like it; None where nothing depends on lse.
+        backend, variant, deterministic: as for `multiattn.fmha_backward`.
+
+    Returns:
+        dq, dk and dv, contiguous ``[T, H, D]``; with sinks also dsinks, then the gradients of captured tensors, as
+        `multiattn.fmha_backward`.
+
+    Raises:
+        TypeError, ValueError, Unsupported: as for `fmha_varlen`.
+    """
+    options = Options.of(
+        causal=causal,
+        window=window,
+        scale=scale,
+        has_sinks=sinks is not None,
+        backend=backend,
+        variant=variant,
+        deterministic=deterministic,
+    )
+    for name, tensor in (("out", out), ("lse", lse), ("dout", dout)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+    operands = pack(q, k, v, lengths, block_mask)._replace(
+        out=as_batch_of_one(out),
+        lse=lse.unsqueeze(0),
+        dout=as_batch_of_one(dout),
+        dlse=None if dlse is None else dlse.unsqueeze(0),
+        sinks=sinks,
+    )
+    with torch.enable_grad():  # who asks for a gradient is a matter of tensors here
+        operands, options = with_packing(operands, options, lengths, softcap, alibi_slopes, bias, score_mod)
+    dq, dk, dv, *others = differentiate(operands, options)
+    assert dq is not None
+    assert dk is not None
+    assert dv is not None
+    packed = (gradient[0].transpose(0, 1) for gradient in (dq, dk, dv))
+    return (*packed, *(it for it in others if it is not None))
+
+
+class Lengths(NamedTuple):
+    """The lengths of a call's sequences, as its caller gives them."""
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_kv: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_kv: int
+
+
+def pack(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, block_mask: object = None) -> Operands:
+    """q, k and v of a packed batch as operands. TypeError or ValueError, naming what came."""
+    if not is_compiling():  # else checked when the op is called
+        check_packing(q, k, v, *lengths)
+    if block_mask is not None:
+        raise ValueError(
+            "block_mask: got one; allowed None in a packed batch: causal and window are of each sequence by itself"
+        )
+    return Operands(as_batch_of_one(q), as_batch_of_one(k), as_batch_of_one(v))
+
+
+def with_packing(
+    operands: Operands,
+    options: Options,
+    lengths: Lengths,
+    softcap: float | None,
+    alibi_slopes: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    score_mod: ScoreMod | None,
+) -> tuple[Operands, Options]:
+    """The same with the modification of scores and the packing that a call asks for."""
+    packing = Packing()
+    if not (softcap is None and alibi_slopes is None and bias is None and score_mod is None):
+        packing = Packing(lengths.max_seqlen_q, lengths.max_seqlen_kv)
+        of_scores = (lengths.cu_seqlens_q.shape[0] - 1, *packing)
+        operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod, lengths=of_scores)
+    captured = (*operands.captured, lengths.cu_seqlens_q.contiguous(), lengths.cu_seqlens_kv.contiguous())
+    return operands._replace(captured=captured), options._replace(packing=packing)
