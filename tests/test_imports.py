@@ -33,7 +33,7 @@ ALLOWED = {
     "aot": {*_DATA, "plan", "run"},
     "inspect": {*_DATA, "plan", "run", "aot", "cuda"},  # cuda: `sanitize`
     "flex": {*_DATA, "api"},
-    "integrations": {*_DATA, "plan", "run", "api"},  # and nobody imports these
+    "integrations": {*_DATA, "packed", "plan", "run", "api", "varlen"},  # and nobody imports these
     "__init__": {"problem", "plan", "run", "reference", "api", "flex"},
     "__main__": {"problem", "plan", "inspect"},
 }

@@ -66,10 +66,19 @@ def assert_near(found, expected, tolerance=0.01):
 @pytest.mark.parametrize(("seq_q", "seq_kv"), [(24, 24), (24, 40), (40, 24)])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_sdpa_is_what_it_was(ran, is_causal, seq_q, seq_kv):
-    """Their causal mask is from the top left: with other lengths than ours it is another one."""
+    """On a CPU their causal mask is from the top left: with two lengths it is another one than ours."""
     inputs, options = qkv(seq_q, seq_kv), {"is_causal": is_causal, "scale": 0.3}
     assert_near(results(inputs, **options), truth(inputs, **options))
     assert ran == ["forward", "backward"]
+
+
+def test_the_ops_of_a_gpu_are_causal_from_the_bottom_right():
+    """`torch.nn.attention.bias.causal_lower_right` asks them for that, and nobody for another with two lengths."""
+    q, k, v = (it.detach() for it in qkv(24, 40))
+    out, lse, *rest = sdpa.flash_attention(q, k, v, 0.0, True, scale=0.3)
+    gradients = sdpa.flash_attention_backward(2 * out, q, k, v, out, lse, *rest[:4], 0.0, True, *rest[4:6], scale=0.3)
+    mask = torch.ones(24, 40, dtype=torch.bool).tril(40 - 24)
+    assert_near((out, *gradients), truth((q, k, v), attn_mask=mask, scale=0.3))
 
 
 def test_a_backend_is_chosen_by_name(ran):

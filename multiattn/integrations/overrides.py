@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,8 @@ from multiattn.run.execute import check_results
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Kernels = Mapping[str, Mapping[str, Callable[..., Any]]]
+"""Kernels of aten ops, by dispatch key and op."""
 
 _backend = "auto"
 
@@ -80,14 +83,14 @@ def _kernel_of(op: str, key: str) -> Any:
 class Overrides:
     """Overrides that are in force until `remove`, as `torch.nn.attention.register_flash_attention_impl` wants them."""
 
-    def __init__(self, kernels: Mapping[str, Mapping[str, Callable[..., Any]]]) -> None:
-        """Kernels of aten ops by dispatch key and op."""
+    def __init__(self, *kernels: Kernels) -> None:
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():  # the caller asked for them
             warnings.filterwarnings("ignore", "(?s).*previously registered kernel", UserWarning)
-            for key, of_key in kernels.items():
+            for key, of_key in itertools.chain.from_iterable(it.items() for it in kernels):
                 for op, ours in of_key.items():
-                    Override(self._library, op, key, ours)
+                    if hasattr(torch.ops.aten, op):  # not in every release of PyTorch
+                        Override(self._library, op, key, ours)
 
     def remove(self) -> None:
         """Give the ops their former kernels back."""
@@ -111,16 +114,17 @@ def options_of_call(
 
 def ready_forward(operands: Operands, options: Options) -> Ready:
     """`get_forward`, with `Refused` for what it refuses."""
-    return _or_refuse(get_forward, operands, options)
+    return or_refuse(get_forward, operands, options)
 
 
 def ready_backward(operands: Operands, options: Options) -> Ready:
     """`get_backward`, with `Refused` for what it refuses, or what is no result of a forward."""
-    _or_refuse(check_results, operands)
-    return _or_refuse(get_backward, operands, options)
+    or_refuse(check_results, operands)
+    return or_refuse(get_backward, operands, options)
 
 
-def _or_refuse(function: Callable[..., T], *args: Any) -> T:
+def or_refuse(function: Callable[..., T], *args: Any) -> T:
+    """The result of `function`, with `Refused` for `Unsupported` and for arguments that it finds wrong."""
     try:
         return function(*args)
     except Unsupported as error:

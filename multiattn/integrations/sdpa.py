@@ -1,18 +1,20 @@
 """Kernels of the aten ops behind `torch.nn.functional.scaled_dot_product_attention`.
 
-Their mask is causal from the top left: query i sees the keys ``j <= i``. Ours is aligned at the bottom right, so that
-one is a window where there are more queries than keys, and where there are fewer, plain causal attention to the first
-keys.
+Causal is aligned at the bottom right in the ops of a GPU, as it is here, and PyTorch asks them for no other. In those
+of a CPU it is from the top left: query i sees the keys ``j <= i``. That is a window where there are more queries than
+keys, and plain causal attention to the first keys where there are fewer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from multiattn.integrations.overrides import (
+    Kernels,
     Refused,
     laid_out,
     laid_out_like,
@@ -27,32 +29,15 @@ from multiattn.run.execute import run_backward, run_forward
 _Tensors = tuple[torch.Tensor, ...]
 
 
-def _as_ours(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float, is_causal: bool, scale: float | None
-) -> tuple[Operands, Options]:
-    """The same call with the mask of `multiattn.fmha`."""
-    right = None
-    if is_causal:
-        right = max(q.shape[2] - k.shape[2], 0)
-        if k.shape[2] > q.shape[2]:
-            k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
-    return Operands(q, k, v), options_of_call(q, dropout_p, scale, right=right)
-
-
-def _attend(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """Out and lse."""
-    operands, options = _as_ours(*call)
+    operands = Operands(q, k, v)
     return run_forward(ready_forward(operands, options), operands.inputs)
 
 
-def _differentiate(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *call: Any) -> list[torch.Tensor]:
+def _differentiate(operands: Operands, options: Options) -> Sequence[torch.Tensor]:
     """dq, dk and dv."""
-    operands, options = _as_ours(*call)
-    operands = operands._replace(out=out, lse=lse, dout=dout)
-    dq, *of_keys = run_backward(ready_backward(operands, options), operands)
-    assert dq is not None
-    unseen = call[1].shape[2] - operands.k.shape[2]
-    return [dq, *(torch.nn.functional.pad(it, (0, 0, 0, unseen)) if unseen else it for it in of_keys)]  # type: ignore[list-item, arg-type]
+    return run_backward(ready_backward(operands, options), operands)  # type: ignore[return-value]  # every one is wanted
 
 
 # ---------------------------------------------------------------- CUDA
@@ -71,7 +56,7 @@ def flash_attention(
     """``aten::_scaled_dot_product_flash_attention``. The state of a random generator, for dropout, is never read."""
     if return_debug_mask:
         raise Refused("debug mask", "return_debug_mask: got True; allowed False")
-    out, lse = _attend(query, key, value, dropout_p, is_causal, scale)
+    out, lse = _attend(query, key, value, options_of_call(query, dropout_p, scale, right=0 if is_causal else None))
     seed = query.new_empty(2, dtype=torch.uint64)
     offset = query.new_empty((), dtype=torch.uint64)
     lengths = (query.shape[2], key.shape[2])
@@ -97,9 +82,9 @@ def flash_attention_backward(
     scale: float | None = None,
 ) -> _Tensors:
     """``aten::_scaled_dot_product_flash_attention_backward``."""
-    call = (query, key, value, dropout_p, is_causal, scale)
-    gradients = _differentiate(grad_out, out, logsumexp, *call)
-    return tuple(laid_out_like(it, like) for it, like in zip(gradients, (query, key, value), strict=True))
+    operands = Operands(query, key, value, out, logsumexp, grad_out)
+    options = options_of_call(query, dropout_p, scale, right=0 if is_causal else None)
+    return tuple(map(laid_out_like, _differentiate(operands, options), operands.qkv))
 
 
 # ---------------------------------------------------------------- CPU
@@ -118,7 +103,9 @@ def flash_attention_for_cpu(
     """``aten::_scaled_dot_product_flash_attention_for_cpu``; lse is ``[B, S, H]`` in memory."""
     if attn_mask is not None:
         raise Refused("attn_mask", "attn_mask: got a tensor; allowed None")
-    out, lse = _attend(query, key, value, dropout_p, is_causal, scale)
+    right, keys = _from_top_left(query, key, is_causal)
+    options = options_of_call(query, dropout_p, scale, right=right)
+    out, lse = _attend(query, key[:, :, :keys], value[:, :, :keys], options)
     return laid_out_like(out, query), _sequence_first(lse)
 
 
@@ -138,8 +125,18 @@ def flash_attention_for_cpu_backward(
     """``aten::_scaled_dot_product_flash_attention_for_cpu_backward``; gradients are ``[B, S, H, D]`` in memory."""
     if attn_mask is not None:
         raise Refused("attn_mask", "attn_mask: got a tensor; allowed None")
-    gradients = _differentiate(grad_out, out, logsumexp, query, key, value, dropout_p, is_causal, scale)
-    return tuple(map(_sequence_first, gradients))
+    right, keys = _from_top_left(query, key, is_causal)
+    options = options_of_call(query, dropout_p, scale, right=right)
+    operands = Operands(query, key[:, :, :keys], value[:, :, :keys], out, logsumexp, grad_out)
+    dq, *of_keys = _differentiate(operands, options)
+    unseen = key.shape[2] - keys
+    return tuple(map(_sequence_first, (dq, *(F.pad(it, (0, 0, 0, unseen)) if unseen else it for it in of_keys))))
+
+
+def _from_top_left(q: torch.Tensor, k: torch.Tensor, is_causal: bool) -> tuple[int | None, int]:
+    """The right bound of the mask, aligned at the bottom right of so many keys, which are all that are visible."""
+    seq_q, seq_kv = q.shape[2], k.shape[2]
+    return (max(seq_q - seq_kv, 0), min(seq_q, seq_kv)) if is_causal else (None, seq_kv)
 
 
 def _sequence_first(result: torch.Tensor) -> torch.Tensor:
@@ -149,7 +146,7 @@ def _sequence_first(result: torch.Tensor) -> torch.Tensor:
     return laid_out(result, (of_batch, of_head, of_seq, *of_rest))
 
 
-KERNELS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
+KERNELS: Kernels = {
     "CUDA": {
         "_scaled_dot_product_flash_attention": flash_attention,
         "_scaled_dot_product_flash_attention_backward": flash_attention_backward,
@@ -159,4 +156,3 @@ KERNELS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
         "_scaled_dot_product_flash_attention_for_cpu_backward": flash_attention_for_cpu_backward,
     },
 }
-"""By dispatch key and op."""

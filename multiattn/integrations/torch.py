@@ -1,4 +1,4 @@
-"""`torch.nn.functional.scaled_dot_product_attention` by this package's kernels.
+"""`scaled_dot_product_attention` and `varlen_attn` of PyTorch by this package's kernels.
 
     import multiattn.integrations.torch
     torch.nn.attention.activate_flash_attention_impl("multiattn")
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from torch.nn.attention import register_flash_attention_impl
 
-from multiattn.integrations import sdpa
+from multiattn.integrations import flash, sdpa
 from multiattn.integrations.overrides import Overrides, use
 
 __all__ = ["NAME", "override", "use"]
@@ -28,7 +28,7 @@ NAME = "multiattn"
 
 def override() -> Overrides:
     """Put our kernels before PyTorch's until `remove` of the result; `activate_flash_attention_impl` calls this."""
-    return Overrides(sdpa.KERNELS)
+    return Overrides(sdpa.KERNELS, flash.KERNELS)
 
 
 register_flash_attention_impl(NAME, register_fn=override)
