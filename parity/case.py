@@ -28,6 +28,7 @@ Values = Literal[
     "inf_k_blocks",
     "nan_v",
     "inf_v",
+    "nan_neighbours",
 ]
 """How q, k and v are drawn; `parity.tensors` says what each is."""
 
@@ -97,6 +98,9 @@ class Case:
     deterministic: bool = False
     """Gradients of captured tensors are added up in a fixed order."""
     sinks: Sinks = "none"
+    packed: tuple[tuple[int, int], ...] | None = None
+    """Queries and keys of each sequence of a packed batch: `seq_q` and `seq_kv` are the rows of all, and perhaps some
+    behind the last, which are NaN."""
     layout: Memory = Memory()
     values: Values = "normal"
     size: Size = "any"
@@ -108,6 +112,13 @@ class Case:
     def seed(self) -> int:
         """The same on every machine, in every process and whatever other cases there are."""
         return zlib.crc32(self.name.encode())
+
+    @property
+    def lengths(self) -> tuple[int, int, int]:
+        """The number of batch entries or sequences, and the most queries and keys of one."""
+        if self.packed is None:
+            return self.batch, self.seq_q, self.seq_kv
+        return len(self.packed), max(it[0] for it in self.packed), max(it[1] for it in self.packed)
 
     @property
     def has_dlse(self) -> bool:

@@ -14,6 +14,7 @@ from parity.block_cases import block_masks
 from parity.case import Broadcast, Case, DType, Memory, Size, Values
 from parity.mask_cases import sinks, windows
 from parity.score_cases import scores
+from parity.varlen_cases import packed_batches
 
 HUGE_GIB = 112
 """GPU memory below which the huge cases are not part of the suite: by a count, the backward of huge_q holds q, dout, a
@@ -427,6 +428,7 @@ CASES: tuple[Case, ...] = (
     *sinks(),
     *scores(),
     *block_masks(),
+    *packed_batches(),
     *_long(),
     *_huge(),
 )

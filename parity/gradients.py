@@ -19,13 +19,14 @@ import torch
 from multiattn.block_mask import BlockLists
 from multiattn.mask import Window
 from multiattn.operands import INPUTS, Operands, Options
-from multiattn.problem import Problem
+from multiattn.problem import Problem, options_of
 from multiattn.reference import attend, differentiate
 from multiattn.score import BoundScore
 from multiattn.score.eager import Part
 from parity.tolerance import (
     CHUNK,
     Expected,
+    Packed,
     derive_budget,
     operands_and_problem,
     probe_rounding,
@@ -77,6 +78,7 @@ class GradTruth:
         score: BoundScore | None = None,
         slots: tuple[int, ...] = (),
         blocks: BlockLists | None = None,
+        packed: Packed | None = None,
         chunk: int | None = None,
     ) -> GradTruth:
         """The truth of one problem; q, k, v and the options as for `Truth.of`.
@@ -85,8 +87,9 @@ class GradTruth:
         by default `GRAD_CHUNK`. Raises ValueError where naive has overflown in most places.
         """
         inputs, problem = operands_and_problem(
-            q, k, v, causal=causal, window=window, scale=scale, sinks=sinks, score=score, slots=slots, blocks=blocks
-        )
+            q, k, v, causal=causal, window=window, scale=scale, sinks=sinks, score=score, slots=slots, blocks=blocks,
+            packed=packed,
+        )  # fmt: skip
         operands = inputs._replace(dout=dout, dlse=dlse)
         truth = differentiate_in_chunks(operands, problem, exactly, keep=torch.float64, chunk=chunk)
         naive = differentiate_in_chunks(operands, problem, by_autograd, keep=q.dtype, chunk=chunk)
@@ -96,7 +99,8 @@ class GradTruth:
         if problem.has_sinks:
             terms["dsinks"] = problem.batch * problem.seq_q
         captured = [f"dcaptured{slot}" for slot in slots]
-        scores = problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv
+        entries, most_q, most_kv = problem.lengths
+        scores = entries * problem.heads_q * most_q * most_kv
         terms |= {
             name: scores // max(1, operands.captured[it].numel()) for name, it in zip(captured, slots, strict=True)
         }
@@ -169,6 +173,8 @@ def differentiate_in_chunks(
     NaN of ``log(0)``. All but dq are added up over the rows in fp64.
     """
     q = given.q
+    if problem.packing is not None:  # a sequence at a time, anyway
+        return tuple(it.to(keep) for it in differentiate_rows(given, options_of(problem), None))
     dq = torch.zeros(q.shape, dtype=keep, device=q.device)
     summed = [*given.inputs[1 : INPUTS + problem.has_sinks]]
     summed += [given.captured[slot] for slot in (problem.score.gradients if problem.score is not None else ())]

@@ -67,6 +67,7 @@ def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
         "sinks": inputs.sinks,
         "score": inputs.score,
         "blocks": inputs.blocks,
+        "packed": inputs.packed,
     }
 
 
@@ -119,7 +120,8 @@ def launch_gradients(plan: Plan, inputs: Inputs, saved: Saved, upstream: Upstrea
         *given, sinks=inputs.sinks, delta=gradients.delta, captured=inputs.captured, dcaptured=gradients.sums
     )
     if gradients.delta is not None:
-        gradients = replace(gradients, dsinks=gradient_of_sinks(operands))
+        rows = None if inputs.packed is None else inputs.packed.cu_seqlens[0][-1]
+        gradients = replace(gradients, dsinks=gradient_of_sinks(operands, rows))
     of_captured = gradients_of_captured(plan.problem.score, operands)
     gradients = replace(gradients, dcaptured=tuple(it for it in of_captured if it is not None))
     _synchronize(inputs.q.device)

@@ -267,8 +267,9 @@ def _case_list(reports: Iterable[CaseReport]) -> Table:
 
 def describe_case(case: Case) -> str:
     """A case's sizes and what is special about it, in one line."""
+    entries = f"B={case.batch}" if case.packed is None else f"packed B={len(case.packed)}"
     parts = [
-        f"B={case.batch} Hq={case.heads_q} Hkv={case.heads_kv} Sq={case.seq_q} Skv={case.seq_kv} D={case.head_dim}",
+        f"{entries} Hq={case.heads_q} Hkv={case.heads_kv} Sq={case.seq_q} Skv={case.seq_kv} D={case.head_dim}",
         case.dtype,
         "causal" if case.causal else "full",
     ]

@@ -5,6 +5,7 @@ So whatever a kernel reads beyond a tensor, leaves unwritten or writes beside it
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,10 +15,12 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from multiattn.block_mask import BlockLists, MaskMod, read_block_mask
 from multiattn.layout import Strides
+from multiattn.packed import Packing
 from multiattn.problem import Problem
 from multiattn.score import BoundScore, bind_score
 from parity.callables import CALLABLES, Sizes
 from parity.case import Case, Memory
+from parity.tolerance import Packed
 
 POISON = 0x7FC5
 """A 16-bit pattern that is NaN as fp16 and as bf16, and twice in a row as fp32."""
@@ -65,11 +68,14 @@ class Inputs(Watched):
     slots: tuple[int, ...] = ()
     """Those of the tensors that `score` captures that want a gradient."""
     blocks: BlockLists | None = None
+    packed: Packed | None = None
 
     @property
     def captured(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that the modification of scores loads from, and the lists of a block mask."""
+        """The tensors that the modification of scores loads from, then the lists of a block mask, or cu_seqlens."""
         lists = () if self.blocks is None else self.blocks.tensors
+        if self.packed is not None:
+            lists = self.packed.cu_seqlens
         return lists if self.score is None else (*self.score.tensors, *lists)
 
     @classmethod
@@ -102,10 +108,12 @@ class Inputs(Watched):
         slots = () if score is None else score.slots_requiring_grad
         if score is not None:
             score = score._replace(tensors=tuple(it.detach() for it in score.tensors))
+        packed = _packed_of(case, device)
         bits, copies = _watch((*memory, *memory_of_score))
         return cls(
-            q=q, k=k, v=v, sinks=sinks, score=score, slots=slots, blocks=blocks, memory=bits, memory_before=copies
-        )
+            q=q, k=k, v=v, sinks=sinks, score=score, slots=slots, blocks=blocks, packed=packed,
+            memory=bits, memory_before=copies,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,10 +171,13 @@ class Upstream(Watched):
         generator = _generator(case.seed + 1, torch.Size(shape).numel(), device)
         dout_memory, dout = _poisoned_output(shape, problem.strides_out, problem.torch_dtype, device)
         dout.copy_(torch.randn(shape, generator=generator, device=generator.device))
+        behind = slice(shape[2] if case.packed is None else sum(it[0] for it in case.packed), None)
+        dout[:, :, behind] = torch.nan
         memory, dlse = [dout_memory], None
         if case.has_dlse:
             dlse_memory, dlse = _poisoned_rows(shape, device)
             dlse.copy_(torch.randn(shape[:3], generator=generator, device=generator.device))
+            dlse[:, :, behind] = torch.nan
             memory.append(dlse_memory)
         bits, copies = _watch(memory)
         return cls(dout=dout, dlse=dlse, memory=bits, memory_before=copies)
@@ -323,9 +334,27 @@ def _draw(case: Case, device: torch.device) -> Values3:
         q, k = _ramp(case, q, k)
     elif case.values == "twin_peaks":
         q, k, v = _twin_peaks(case, q, k, v)
+    elif case.values == "nan_neighbours":
+        _plant_neighbours(case, q, k, v)
     elif case.values != "normal":
         _plant(case, q, k, v)
+    if case.packed is not None:
+        q[:, :, sum(it[0] for it in case.packed) :] = torch.nan
+        k[:, :, sum(it[1] for it in case.packed) :] = torch.nan
+        v[:, :, sum(it[1] for it in case.packed) :] = torch.nan
     return q, k, v
+
+
+def _packed_of(case: Case, device: torch.device) -> Packed | None:
+    """A case's sequences."""
+    if case.packed is None:
+        return None
+    queries, keys = (
+        torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+        for lengths in zip(*case.packed, strict=True)
+    )
+    is_scored = any(it is not None for it in (case.softcap, case.bias, case.score_mod)) or case.alibi != "none"
+    return Packed((queries, keys), Packing(*case.lengths[1:]) if is_scored else Packing())
 
 
 def _draw_sinks(case: Case) -> torch.Tensor:
@@ -348,7 +377,8 @@ def _block_mask(case: Case, device: torch.device) -> BlockMask | None:
 
 
 def _callable(case: Case, name: str, device: torch.device) -> dict[str, Any]:
-    sizes = Sizes(batch=case.batch, heads=case.heads_q, seq_q=case.seq_q, seq_kv=case.seq_kv, device=device)
+    batch, seq_q, seq_kv = case.lengths
+    sizes = Sizes(batch=batch, heads=case.heads_q, seq_q=seq_q, seq_kv=seq_kv, device=device)
     (found,) = (it for it in CALLABLES if it.name == name)
     return found.make(sizes)
 
@@ -367,11 +397,11 @@ def bound_score(
         tensor = around[GUARD:-GUARD].view(padded)[..., : shape[-1]]
         return tensor.copy_(torch.randn(tuple(shape), generator=generator))
 
-    slopes, bias, score_mod = None, None, None
+    (batch, seq_q, seq_kv), slopes, bias, score_mod = case.lengths, None, None, None
     if case.alibi != "none":
-        slopes = draw((case.batch, case.heads_q)[0 if case.alibi == "batch" else 1 :], torch.float32).abs_().mul_(0.1)
+        slopes = draw((batch, case.heads_q)[0 if case.alibi == "batch" else 1 :], torch.float32).abs_().mul_(0.1)
     if case.bias is not None:
-        all_sizes = zip("bhqk", (case.batch, case.heads_q, case.seq_q, case.seq_kv), strict=True)
+        all_sizes = zip("bhqk", (batch, case.heads_q, seq_q, seq_kv), strict=True)
         shape = [size if name in case.bias else 1 for name, size in all_sizes]
         bias = draw(shape, torch.float32 if case.wide_bias else case.torch_dtype)
         if case.bias_hides:
@@ -418,6 +448,15 @@ def _twin_peaks(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
     q[..., 0] = k[..., middle, :2] = k[..., middle + 2, 0] = 26.625
     q[..., 1], k[..., middle + 2, 1] = 0.0, -26.625
     return q, k, v / 32
+
+
+def _plant_neighbours(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """NaN in every second sequence of a packed batch, all of it: the others must not notice."""
+    assert case.packed is not None
+    ends_q, ends_kv = ([*itertools.accumulate(lengths)] for lengths in zip(*case.packed, strict=True))
+    for (len_q, len_kv), end_q, end_kv in [*zip(case.packed, ends_q, ends_kv, strict=True)][::2]:
+        q[:, :, end_q - len_q : end_q] = torch.nan
+        k[:, :, end_kv - len_kv : end_kv] = v[:, :, end_kv - len_kv : end_kv] = torch.nan
 
 
 def _plant(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -14,12 +14,13 @@ import multiattn
 
 ROOT = Path(multiattn.__file__).parent
 # Who may import whom, by the first name below the package; a folder counts as one.
-_BASES = {"layout", "mask", "block_mask", "score"}
+_BASES = {"layout", "mask", "block_mask", "packed", "score"}
 _DATA = {*_BASES, "validate", "operands", "problem"}
 _LANGUAGE = {*_DATA, "plan", "run"}
 ALLOWED = {
     "mask": set(),
     "block_mask": {"layout"},
+    "packed": {"layout"},
     "score": set(),
     "layout": set(),
     "validate": {"layout"},
@@ -29,12 +30,13 @@ ALLOWED = {
     "run": {*_DATA, "plan"},
     "reference": {*_DATA, "plan"},
     **dict.fromkeys(multiattn.BACKENDS, _LANGUAGE),
-    "api": {*_DATA, "plan", "run"},
+    "api": {*_DATA, "plan", "run", "varlen"},
     "aot": {*_DATA, "plan", "run"},
     "inspect": {*_DATA, "plan", "run", "aot", "cuda"},  # cuda: `sanitize`
     "flex": {*_DATA, "api"},
-    "integrations": {*_DATA, "packed", "plan", "run", "api", "varlen"},  # and nobody imports these
-    "__init__": {"problem", "plan", "run", "reference", "api", "flex"},
+    "varlen": {*_DATA, "run"},
+    "integrations": {*_DATA, "plan", "run", "api", "varlen"},  # and nobody imports these
+    "__init__": {"problem", "plan", "run", "reference", "api", "flex", "varlen"},
     "__main__": {"problem", "plan", "inspect"},
 }
 LANGUAGES = ("triton", "cuda", "nvidia", "torch.utils.cpp_extension")

@@ -65,7 +65,7 @@ def test_opcheck_with_captured_tensors():
     torch.library.opcheck(forward, (*inputs, captured), options)
     out, lse = (result.detach() for result in forward(*inputs, captured, **options))
     given = [tensor.detach() for tensor in (*inputs, out, lse, out)]
-    rest = (None, None, None, None, None, text, None, [1], None, "auto", None, False)
+    rest = (None, None, None, None, None, text, None, [1], None, None, "auto", None, False)
     torch.library.opcheck(backward, (*given, [it.detach() for it in captured], *rest))
 
 

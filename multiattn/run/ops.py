@@ -205,9 +205,9 @@ def call_backward_op(operands: Operands, options: Options) -> tuple[torch.Tensor
 # ---------------------------------------------------------------- fakes
 
 
-def _like(tensor: torch.Tensor, rest: Sequence[object]) -> torch.Tensor:
-    """A result made after q, k or v, without its values. `rest` are arguments, without those left at a default."""
-    if len(rest) <= _PACKING or rest[_PACKING] is None:
+def _like(tensor: torch.Tensor, options: Sequence[object]) -> torch.Tensor:
+    """A result made after q, k or v, without its values; `options` are those from `packing` on, if any is given."""
+    if not options or options[0] is None:
         return tensor.new_empty_strided(tensor.shape, strides_like(tensor))
     return tensor.new_empty_strided(tensor.shape, (*packed_strides(tensor.shape[1], tensor.shape[3]), 1))
 
@@ -222,7 +222,7 @@ def _fake_forward(
     *rest: object,
 ) -> _Pair:
     check_inputs(q, k, v, sinks)
-    return _like(q, rest), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return _like(q, rest[_PACKING:]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @backward_op.register_fake
@@ -239,7 +239,7 @@ def _fake_backward(
 ) -> _Gradients:
     check_inputs(q, k, v, sinks)
     check_results(Operands(q, k, v, out, lse, dout, dlse))
-    dq, dk, dv = (_like(tensor, rest) for tensor in (q, k, v))
+    dq, dk, dv = (_like(tensor, rest[_PACKING:]) for tensor in (q, k, v))
     return dq, dk, dv, q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
