@@ -17,7 +17,8 @@ from multiattn.plan.choice import BOTH, choose
 from multiattn.plan.support import Reason, Unsupported
 from multiattn.plan.toolchain import probe_gpu
 from multiattn.problem import Problem, problem_of
-from multiattn.run.autograd import attend, differentiate, needs_grad
+from multiattn.run import compat
+from multiattn.run.autograd import attend, autocast, differentiate, needs_grad
 from multiattn.varlen import Lengths, pack, with_packing
 
 if TYPE_CHECKING:
@@ -130,8 +131,10 @@ def fmha(
         NotImplementedError: when a gradient is differentiated again; `multiattn.reference` is for that.
 
     The launch goes to the current stream of the tensors' device, without synchronising. Under `torch.compile`,
-    `torch.export`, `torch.func` and dispatch modes it is the op ``torch.ops.multiattn.fmha_forward``. Source of the
-    algorithm: Dao, "FlashAttention-2" (arXiv 2307.08691), Algorithms 1 and 2.
+    `torch.export`, `torch.func`, dispatch modes and profilers it is the op ``torch.ops.multiattn.fmha_forward``. Under
+    `torch.autocast` q, k and v are taken in its dtype, as scaled_dot_product_attention takes them. On the device
+    ``meta`` nothing is launched or refused, and results have their shapes and strides. Source of the algorithm: Dao,
+    "FlashAttention-2" (arXiv 2307.08691), Algorithms 1 and 2.
     """
     options = Options.of(
         causal=causal,
@@ -142,6 +145,8 @@ def fmha(
         variant=variant,
         deterministic=deterministic,
     )
+    if compat.autocast_active():
+        q, k, v = autocast(q, k, v)
     operands = Operands(q, k, v, sinks=sinks)
     if not (softcap is None and alibi_slopes is None and bias is None and score_mod is None and block_mask is None):
         operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask)

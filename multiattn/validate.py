@@ -50,8 +50,8 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     devices = {name: tensor.device for name, tensor in tensors.items()}
     if len(set(devices.values())) > 1:
         raise ValueError(f"q, k and v must be on one device; got {_list(devices)}")
-    if q.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device: got {q.device}; allowed cpu and cuda")
+    if q.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"device: got {q.device}; allowed cpu, cuda and meta")
 
 
 def check_shapes(q: Shape, k: Shape, v: Shape) -> None:

@@ -10,7 +10,8 @@ from torch.compiler import is_compiling
 from multiattn.mask import Window
 from multiattn.operands import Operands, Options, ScoreMod, with_score
 from multiattn.packed import Packing, as_batch_of_one, check_packing
-from multiattn.run.autograd import attend, differentiate
+from multiattn.run import compat
+from multiattn.run.autograd import attend, autocast, differentiate
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -130,6 +131,8 @@ def fmha_varlen(
         variant=variant,
         deterministic=deterministic,
     )
+    if compat.autocast_active():
+        q, k, v = autocast(q, k, v)
     lengths = Lengths(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     operands = pack(q, k, v, lengths, block_mask)._replace(sinks=sinks)
     operands, options = with_packing(operands, options, lengths, softcap, alibi_slopes, bias, score_mod)
