@@ -14,7 +14,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-from bench import host, ladder, layout_docs, record
+from bench import host, ladder, layout_docs, models, record
 from bench.layout_docs import Blocks
 from bench.matrix import SUITES, Cell, InputError
 from bench.record_kernels import main_of
@@ -165,6 +165,9 @@ def results_block(results: Path) -> str:
         training = _rows(folder / "backward.json")
         parts += [_speed_table(forward, "forward"), _speed_table(training, "backward"), memory_summary(training)]
         parts += features_tables(_rows(folder / "features.json"))
+        parts += features_tables(_rows(folder / "packed.json"))
+        if (folder / "models.json").exists():
+            parts.append(models_table(models.load(folder / "models.json")))
         if (folder / "host.json").exists():
             found = host.load(folder / "host.json")
             parts += [f"Host cost of one warm call, {found.environment.gpu}, {found.cell.key}:", found.table("github")]
@@ -204,6 +207,15 @@ def features_tables(rows: Sequence[Row]) -> list[str]:
         told = f"TFLOPS of visible pairs, {title}, B = 1, H*D = 2048, back to back:"
         tables += [told, markdown(header, lines), *provenance(chosen)] if chosen else []
     return tables
+
+
+def models_table(found: models.ModelTable) -> str:
+    """Thousands of tokens a second of each attention in each model."""
+    release = ", ".join(f"{name} {number}" for name, number in found.versions.items())
+    told = (
+        f"Thousands of tokens a second, {release}, random weights, bf16, 8 layers, a training step without optimizer:"
+    )
+    return "\n\n".join((told, found.table("github"), describe(found.environment)))
 
 
 def _auto(cell: Cell, arch: str, direction: Direction) -> str:
