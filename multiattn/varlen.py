@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, overload
 
 import torch
 from torch.compiler import is_compiling
@@ -12,6 +12,7 @@ from multiattn.operands import Operands, Options, ScoreMod, with_score
 from multiattn.packed import Packing, as_batch_of_one, check_packing
 from multiattn.run import compat
 from multiattn.run.autograd import attend, autocast, differentiate
+from multiattn.validate import hides_unknown, refuse_unknown
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -69,6 +70,7 @@ def fmha_varlen(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@hides_unknown
 def fmha_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -91,6 +93,7 @@ def fmha_varlen(
     variant: str | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Fused attention of B sequences that are packed one after another, each by itself; differentiable once.
 
@@ -122,6 +125,8 @@ def fmha_varlen(
         TypeError, ValueError: an input that is wrong for every backend.
         Unsupported: the backend cannot run this problem here; `.reasons` says why.
     """
+    if unknown:
+        refuse_unknown("fmha_varlen", unknown)
     options = Options.of(
         causal=causal,
         window=window,
@@ -141,6 +146,7 @@ def fmha_varlen(
     return (packed, lse[0]) if return_lse else packed
 
 
+@hides_unknown
 def fmha_varlen_backward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -166,6 +172,7 @@ def fmha_varlen_backward(
     backend: str = "auto",
     variant: str | None = None,
     deterministic: bool | None = None,
+    **unknown: NoReturn,
 ) -> tuple[torch.Tensor, ...]:
     """The gradient of `fmha_varlen` from what a forward saved, for callers without autograd.
 
@@ -183,6 +190,8 @@ def fmha_varlen_backward(
     Raises:
         TypeError, ValueError, Unsupported: as for `fmha_varlen`.
     """
+    if unknown:
+        refuse_unknown("fmha_varlen_backward", unknown)
     options = Options.of(
         causal=causal,
         window=window,
