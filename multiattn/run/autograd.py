@@ -114,7 +114,7 @@ def _needs_function() -> bool:
 
 
 @compat.direct_backward
-class Attention(torch.autograd.Function):
+class PlainAttention(torch.autograd.Function):
     """`fmha` of plain tensors that need grad: the inputs give (out, lse), both differentiable."""
 
     @staticmethod
@@ -143,7 +143,7 @@ class Attention(torch.autograd.Function):
         return (None, *differentiate(operands, ready.options))
 
 
-_attend_with_grad = compat.applier(Attention)
+_attend_with_grad = compat.applier(PlainAttention)
 
 
 class AttentionBackward(torch.autograd.Function):
