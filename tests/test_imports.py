@@ -35,8 +35,9 @@ ALLOWED = {
     "inspect": {*_DATA, "plan", "run", "aot", "cuda"},  # cuda: `sanitize`
     "flex": {*_DATA, "api"},
     "varlen": {*_DATA, "run"},
+    "nn": {*_DATA, "api"},
     "integrations": {*_DATA, "plan", "run", "api", "varlen"},  # and nobody imports these
-    "__init__": {"problem", "plan", "run", "reference", "api", "flex", "varlen"},
+    "__init__": {"problem", "plan", "run", "reference", "api", "flex", "varlen", "nn"},
     "__main__": {"problem", "plan", "inspect"},
 }
 LANGUAGES = ("triton", "cuda", "nvidia", "torch.utils.cpp_extension")
