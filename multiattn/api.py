@@ -18,6 +18,7 @@ from multiattn.plan.support import Reason, Unsupported
 from multiattn.plan.toolchain import probe_gpu
 from multiattn.problem import Problem, problem_of
 from multiattn.run.autograd import attend, differentiate, needs_grad
+from multiattn.varlen import Lengths, pack, with_packing
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -227,6 +228,10 @@ def explain(
     sinks: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
     backend: str = "auto",
     variant: str | None = None,
     arch: str | None = None,
@@ -242,6 +247,7 @@ def explain(
         q, k, v: as for `fmha`; or one `Problem` in place of all three, with `arch`. Tensors that require grad are
             refused here, as there, where either direction is.
         all from causal to deterministic: as for `fmha` (a Problem has its own of those before backend).
+        cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: as for `fmha_varlen`, whose q, k and v these are then.
         arch: explain for this arch (``"sm80"``) instead of the tensors' device. Then only the data is asked, not
             whether this machine has such a GPU.
         direction: ``"backward"``: the Plan of the gradient, from autograd where tensors require grad, else from
@@ -251,7 +257,8 @@ def explain(
         raise ValueError(f"direction: got {direction!r}; allowed {', '.join(DIRECTIONS)}")
     directions: tuple[Direction, ...] = (direction,)
     has_options = any(
-        it is not None for it in (window, scale, softcap, alibi_slopes, bias, sinks, score_mod, block_mask)
+        it is not None
+        for it in (window, scale, softcap, alibi_slopes, bias, sinks, score_mod, block_mask, cu_seqlens_q)
     )
     options = Options.of(
         causal=causal,
@@ -272,8 +279,14 @@ def explain(
     elif k is None or v is None:
         raise TypeError("explain needs q, k and v, or one Problem")
     else:
-        operands = Operands(q, k, v, sinks=sinks)
-        operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask)
+        packing = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+        if all(it is None for it in packing):
+            operands = Operands(q, k, v, sinks=sinks)
+            operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask)
+        else:
+            lengths = Lengths(*packing)  # type: ignore[arg-type]  # `pack` refuses None
+            operands = pack(q, k, v, lengths, block_mask)._replace(sinks=sinks)
+            operands, options = with_packing(operands, options, lengths, softcap, alibi_slopes, bias, score_mod)
         problem = problem_of(operands, options)
         target = detect(q.device) if arch is None else arch_by_name(arch)
         from_autograd = needs_grad(operands) and (direction == "forward" or variant is None)

@@ -30,7 +30,7 @@ ALLOWED = {
     "run": {*_DATA, "plan"},
     "reference": {*_DATA, "plan"},
     **dict.fromkeys(multiattn.BACKENDS, _LANGUAGE),
-    "api": {*_DATA, "plan", "run"},
+    "api": {*_DATA, "plan", "run", "varlen"},
     "aot": {*_DATA, "plan", "run"},
     "inspect": {*_DATA, "plan", "run", "aot", "cuda"},  # cuda: `sanitize`
     "flex": {*_DATA, "api"},
