@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from bench import docs, host, ladder, models, record, report, tune, verdicts
+from bench import docs, host, ladder, models, record, report, scaling, tune, verdicts
 from bench import options as shared
 from bench.contenders import our_providers
 from bench.matrix import SUITES, InputError
@@ -229,6 +229,7 @@ COMMANDS = {
     "prefer": write_preferences,
     "host": measure_host,
     "models": measure_models,
+    "scaling": scaling.predict,
     "report": write_report,
     "demo": run_demo,
     "docs": update_docs,
@@ -269,6 +270,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("files", type=Path, nargs="*", help="result files; default all under bench/results")
     command.add_argument("--markdown", action="store_true", help="tables as Markdown")
     command.add_argument("--html", type=Path, metavar="OUT", help="also write one self-contained page")
+
+    scaling.add_arguments(add("scaling"))
 
     add("host").add_argument("--out", type=Path, help="folder of the results; default bench/results/<gpu>")
 

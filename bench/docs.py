@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Literal
 
-from bench import host, ladder, layout_docs, models, record
+from bench import host, ladder, layout_docs, models, record, scaling
 from bench.layout_docs import Blocks
 from bench.matrix import SUITES, Cell, InputError
 from bench.record_kernels import main_of
@@ -316,6 +317,14 @@ def ladder_block(results: Path, backend: str) -> str:
     return "\n\n".join(f"**{it.title}**\n\n{write(it, 'github')}" for it in made) or NOT_MEASURED
 
 
+# ---------------------------------------------------------------- on paper
+
+
+def scaling_block(folder: Path, direction: Literal["fwd", "bwd"]) -> str:
+    """One pass over many GPUs, as predicted from the speed of one."""
+    return scaling.block(folder, direction) or NOT_MEASURED
+
+
 def pages(results: Path = RESULTS) -> Mapping[str, Blocks]:
     """The tables of each page, by the names in its markers."""
     gpu = results / GPU_FOLDER
@@ -336,6 +345,11 @@ def pages(results: Path = RESULTS) -> Mapping[str, Blocks]:
             "triton_lengths": partial(ladder_block, results, "triton"),
             "cutile_lengths": partial(ladder_block, results, "cutile"),
             "cuda_axes": partial(ladder_block, results, "cuda"),
+        },
+        "docs/scaling.md": {
+            "assumptions": scaling.assumptions,
+            "forward": partial(scaling_block, gpu, "fwd"),
+            "backward": partial(scaling_block, gpu, "bwd"),
         },
         "docs/targets.md": {"targets": targets_block},
         "docs/swizzle.md": layout_docs.SWIZZLE,

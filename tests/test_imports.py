@@ -34,6 +34,7 @@ ALLOWED = {
     "aot": {*_DATA, "plan", "run"},
     "inspect": {*_DATA, "plan", "run", "aot", "cuda"},  # cuda: `sanitize`
     "flex": {*_DATA, "api"},
+    "integrations": {*_DATA, "plan", "run", "api", "varlen"},
     "varlen": {*_DATA, "run"},
     "nn": {*_DATA, "api"},
     "integrations": {*_DATA, "plan", "run", "api", "varlen"},  # and nobody imports these

@@ -1,1 +1,1 @@
-"""Hooks into other libraries. Each module registers something when it is imported; nothing here is imported unasked."""
+"""Hooks into the libraries that models are written in; each is imported by its user alone."""
