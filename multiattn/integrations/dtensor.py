@@ -62,7 +62,7 @@ def _of_sinks(way: _Way) -> Placement:
 
 
 def _of_sum(way: _Way) -> Placement:
-    """Of the gradient of what is replicated."""
+    """The placement of the gradient of what is replicated."""
     return Replicate() if way is None else Partial()
 
 
