@@ -10,18 +10,22 @@ from multiattn.cuda import wgmma_configs as wgmma
 from multiattn.cuda.axes import Axes
 from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig, config_of
 from multiattn.cuda.configs import CudaConfig
-from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams
+from multiattn.cuda.params import BackwardParams, ForwardParams, ListParams, WgmmaParams
 from multiattn.cuda.score import lowered_of, slots_of, text_of
 from multiattn.cuda.source import Instance
 from multiattn.cuda.variants import axes_of, is_wgmma
 from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.layout import VECTOR_BYTES
 from multiattn.mask import CAUSAL, FULL
+from multiattn.packed import TILE_LISTS, PackingSpec
 from multiattn.plan.abi import Image
+from multiattn.plan.arch import WARP_THREADS
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.plan.schedule import key_tiles, query_tiles
 from multiattn.problem import Problem
 from multiattn.score import LoweredScore
+
+_LIST_THREADS = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +49,12 @@ class PlannedLaunch:
 
 
 def launches_of(plan: Plan) -> tuple[PlannedLaunch, ...]:
-    """The launches of `plan`, in order. Each kernel takes one argument, `params.struct_of(plan)`."""
+    """The launches of `plan`, in order. Each kernel takes one argument, `params.argument_of`."""
+    packing = plan.problem.packing
+    return _launches_of(plan) if packing is None else (list_launch(packing), *_launches_of(plan))
+
+
+def _launches_of(plan: Plan) -> tuple[PlannedLaunch, ...]:
     if plan.direction == "forward":
         return (_wgmma(plan) if is_wgmma(plan) else _forward(plan),)
     assert isinstance(plan.config, BackwardConfig)
@@ -81,6 +90,25 @@ def siblings_of(plan: Plan) -> tuple[Instance, ...]:
     )
     kernels = (kernel for problem in problems for kernel in kernels_of(replace(plan, problem=problem)))
     return tuple(dict.fromkeys(kernels))
+
+
+# ---------------------------------------------------------------- before both
+
+
+def list_launch(packing: PackingSpec) -> PlannedLaunch:
+    """The kernel that lists the tiles of a packed batch; there is one for all problems."""
+    kernel = Instance(
+        name="list_tiles",
+        header="list_tiles.cuh",
+        entry="list_tiles",
+        traits=f"multiattn::ListTraits<{_LIST_THREADS}>",
+        params=ListParams,
+        threads=_LIST_THREADS,
+        occupancy=1,
+        smem_bytes=0,
+    )
+    warps = len(TILE_LISTS) * (packing.sequences + 2)  # rows behind the last sequence, and entries behind those
+    return PlannedLaunch(kernel=kernel, blocks=-(-warps * WARP_THREADS // _LIST_THREADS))
 
 
 # ---------------------------------------------------------------- the forward

@@ -282,8 +282,8 @@ def with_aux(
 ) -> type[ctypes.Structure]:
     """The struct of a kernel's parameters, and what comes behind them: C++'s ``WithAux``, by a name of its own.
 
-    That is `Aux`; `Gradients` of the tensors in `slots`; `lists` of a block mask, before which the others are, be they
-    empty.
+    That is `Aux`; `Gradients` of the tensors in `slots`; `lists` of a block mask or a packed batch, before which the
+    others are, be they empty.
     """
     if lowered is None and lists is None:
         return params
@@ -295,5 +295,5 @@ def with_aux(
     name = params.__name__ if lowered is None else f"{params.__name__}_{text_of(lowered, slots)[0]}"
     if lists is not None:
         fields.append(("lists", lists))
-        name += "_lists"
+        name += f"_{lists.__name__}"
     return structs.struct_of(name, fields)

@@ -6,7 +6,7 @@ from functools import partial
 
 from multiattn.cuda import axes as points
 from multiattn.cuda import backward_configs as backward
-from multiattn.cuda import wgmma_configs
+from multiattn.cuda import configs, wgmma_configs
 from multiattn.cuda.axes import Axes
 from multiattn.cuda.configs import CudaConfig, why_not
 from multiattn.cuda.rules.ampere import ATOMIC_RULES, TWO_PASS_RULES, rules_of
@@ -40,6 +40,7 @@ def _variant(axes: Axes, summary: str, *, only_named: bool) -> Variant:
         flags=axes.flags,
         parent=axes.parent.name if axes.parent else None,
         only_named=only_named,
+        workspace=configs.workspace,
         config_type=CudaConfig,
         fits=partial(why_not, axes),
     )
