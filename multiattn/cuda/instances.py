@@ -141,6 +141,7 @@ def _forward(plan: Plan) -> PlannedLaunch:
         traits=forward_traits(axes, config, problem, score),
         score=score,
         blocks=problem.blocks,
+        packed=problem.packing is not None,
         params=ForwardParams,
         threads=config.threads,
         occupancy=config.occupancy,
@@ -204,13 +205,22 @@ def _wgmma_name(config: WgmmaConfig) -> str:
 def _rows(entry: str, problem: Problem, config: BackwardConfig) -> PlannedLaunch:
     """The kernel before, or after, the products of a backward."""
     adds_dq = config.dq is None
-    what = (problem.head_dim, backward.ROW_TILE, backward.ROW_THREADS, adds_dq, config.wide)
+    what: tuple[int | bool | str, ...] = (
+        problem.head_dim,
+        backward.ROW_TILE,
+        backward.ROW_THREADS,
+        adds_dq,
+        config.wide,
+    )
+    if problem.packing is not None:
+        what = (*what, "multiattn::Packed")
     order = ("_wide" if config.wide else "_narrow") if adds_dq else ""
     kernel = Instance(
-        name=f"{entry}_{problem.dtype}_d{problem.head_dim}{order}",
+        name=f"{entry}_{problem.dtype}_d{problem.head_dim}{order}{'_packed' if problem.packing is not None else ''}",
         header="backward_rows.cuh",
         entry=entry,
         traits=_traits("RowTraits", problem, *what),
+        packed=problem.packing is not None,
         params=BackwardParams,
         threads=backward.ROW_THREADS,
         occupancy=1,
@@ -241,6 +251,7 @@ def _keys(
         score=score,
         slots=slots,
         blocks=problem.blocks,
+        packed=problem.packing is not None,
         params=BackwardParams,
         threads=config.threads,
         occupancy=config.occupancy,
@@ -261,6 +272,7 @@ def _queries(
         score=score,
         slots=slots,
         blocks=problem.blocks,
+        packed=problem.packing is not None,
         params=BackwardParams,
         threads=config.threads,
         occupancy=config.occupancy,
@@ -296,15 +308,19 @@ def _band(problem: Problem) -> str:
 
 
 def _score(problem: Problem, score: LoweredScore | None, slots: tuple[int, ...]) -> tuple[str, ...]:
-    """The last constants of a kernel whose scores an expression changes, or with a block mask."""
+    """The last constants of a kernel whose scores an expression changes, with a block mask, or of a packed batch."""
     changed = "NoScore" if score is None else text_of(score, slots)[0]
     if (blocks := problem.blocks) is not None:
         return f"multiattn::{changed}", f"multiattn::BlockMask<{_cpp_list(*blocks)}>"
+    if problem.packing is not None:
+        return f"multiattn::{changed}", "multiattn::Packed"
     return () if score is None else (f"multiattn::{changed}",)
 
 
 def _suffix(problem: Problem, score: LoweredScore | None, slots: tuple[int, ...] = ()) -> str:
     blocks, name = problem.blocks, "" if score is None else f"_{text_of(score, slots)[0].lower()}"
+    if problem.packing is not None:
+        return f"{name}_packed"
     return name if blocks is None else f"{name}_blocks{blocks.queries}x{blocks.keys}{'_full' * blocks.has_full}"
 
 

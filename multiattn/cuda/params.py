@@ -19,7 +19,7 @@ from multiattn.cuda.source import Instance, MaskLists, TileLists
 from multiattn.cuda.structs import TENSOR_MAP, read_structs
 from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.wgmma_configs import WgmmaConfig, query_tiles
-from multiattn.packed import TILE_LISTS
+from multiattn.packed import TILE_LISTS, USUAL_LENGTH
 from multiattn.plan.abi import WORKSPACE, Struct
 from multiattn.plan.backend import Plan
 from multiattn.plan.schedule import KV_BYTES_SIDE_BY_SIDE, heads_side_by_side
@@ -40,22 +40,26 @@ def numbers_of(plan: Plan) -> dict[str, Any]:
         **{name: getattr(problem, name) for name in ("heads_q", "group", "seq_q", "seq_kv")},
         "left": left,
         "right": right,
+        "sequences": 0 if problem.packing is None else problem.packing.sequences,
     }
     if isinstance(config, BackwardConfig):
         return {
             **common,
             "heads_q_all": problem.batch * problem.heads_q,
             "heads_kv_all": problem.batch * problem.heads_kv,
-            "tiles_rows": tiles(problem.seq_q, ROW_TILE),
-            "tiles_q": tiles(problem.seq_q, config.tile_m),
-            "tiles_kv": tiles(problem.seq_kv, config.tile_n),
-            "tiles_q_own": tiles(problem.seq_q, config.dq.tile_m) if config.dq else 0,
+            "tiles_rows": _tiles(problem, problem.seq_q, ROW_TILE),
+            "tiles_q": _tiles(problem, problem.seq_q, config.tile_m),
+            "tiles_kv": _tiles(problem, problem.seq_kv, config.tile_n),
+            "tiles_q_own": _tiles(problem, problem.seq_q, config.dq.tile_m) if config.dq else 0,
             "sections_q": heads_side_by_side(problem),
             "sections_kv": _kv_heads_per_section(problem),
             "score_factor": problem.score_factor,
             "grad_factor": problem.grad_factor,
         }
-    count = query_tiles(config, problem) if isinstance(config, WgmmaConfig) else tiles(problem.seq_q, config.tile_m)
+    if isinstance(config, WgmmaConfig):
+        count = query_tiles(config, problem)
+    else:
+        count = _tiles(problem, problem.seq_q, config.tile_m)
     return {
         **common,
         "tiles": count,
@@ -66,10 +70,16 @@ def numbers_of(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _tiles(problem: Problem, rows: int, tile: int) -> int:
+    """Tiles of a head that cover so many rows; of a packed batch the most that there can be."""
+    return tiles(rows, tile) if problem.packing is None else problem.packing.tiles_max(rows, tile)
+
+
 def _kv_heads_per_section(problem: Problem) -> int:
     """Heads of keys side by side: the blocks of one share Q, dO and the fp32 sum of dq of its group."""
     row_bytes = problem.head_dim * (2 * ELEMENT_BYTES + 4)
-    heads = max(1, KV_BYTES_SIDE_BY_SIDE // (problem.seq_q * row_bytes * problem.group))
+    seq_q = problem.seq_q if problem.packing is None else USUAL_LENGTH
+    heads = max(1, KV_BYTES_SIDE_BY_SIDE // (seq_q * row_bytes * problem.group))
     return min(heads, problem.batch * problem.heads_kv)
 
 
@@ -96,9 +106,8 @@ def params_of(plan: Plan) -> ctypes.Structure:
     if isinstance(plan.config, BackwardConfig):
         kind = BackwardParams
     lists = None if plan.problem.blocks is None else MaskLists
-    if plan.problem.packing is not None:
-        lists = TileLists
-    whole = with_aux(kind, lowered_of(plan), slots_of(plan), lists)
+    packed = None if plan.problem.packing is None else TileLists
+    whole = with_aux(kind, lowered_of(plan), slots_of(plan), lists, packed)
     return _filled(whole, {**numbers_of(plan), **_arguments(plan)})
 
 

@@ -64,16 +64,10 @@ class Instance:
     """Its tiles are those that the lists of a packed batch name."""
 
     @property
-    def lists(self) -> type[ctypes.Structure] | None:
-        """The lists among what comes behind its parameters."""
-        if self.packed:
-            return TileLists
-        return None if self.blocks is None else MaskLists
-
-    @property
     def whole_params(self) -> type[ctypes.Structure]:
         """`params`, and what comes behind them."""
-        return with_aux(self.params, self.score, self.slots, self.lists)
+        lists, tiles = None if self.blocks is None else MaskLists, TileLists if self.packed else None
+        return with_aux(self.params, self.score, self.slots, lists, tiles)
 
     def target(self, arch: Arch) -> str:
         """NVRTC's name of the target: ``sm_90``, or ``sm_90a`` with the features of that arch."""
@@ -112,7 +106,8 @@ def _params(kernel: Instance) -> str:
     if params is kernel.params:
         return check
     behind = ["NoScore" if kernel.score is None else text_of(kernel.score, kernel.slots)[0]]
-    behind += [] if kernel.lists is None else [kernel.lists.__name__]
+    behind += [] if kernel.blocks is None else [MaskLists.__name__]
+    behind += [TileLists.__name__] if kernel.packed else []
     made = f"WithAux<{', '.join((kernel.params.__name__, *behind))}>::Type"
     return f"namespace multiattn {{ using {name} = {made}; }}\n{check}"
 

@@ -23,7 +23,9 @@ _OFFERED = {
 }
 
 
-_capability = partial(Capability, arches=tuple(ARCHS), masks=KINDS, sinks=True, scores=True, score_gradients=True)
+_capability = partial(
+    Capability, arches=tuple(ARCHS), masks=KINDS, sinks=True, scores=True, score_gradients=True, packing=True
+)
 """The capability of kernels with mma.sync."""
 
 _BLOCKS = {points.SPLIT_Q: 32, points.TILED: 64}

@@ -27,7 +27,7 @@ struct MaskLists {
   BlockLists keys, queries;
 };
 
-// Behind the other parameters of every kernel of a packed batch: the tiles of queries, and those of keys, of all its
+// Behind the plain parameters of every kernel of a packed batch: the tiles of queries, and those of keys, of all its
 // sequences. sequence.cuh reads them; null where no kernel of the launch owns such tiles.
 struct TileLists {
   const int32* query_list;

@@ -3,6 +3,7 @@
 #include "multiattn/block_mask.cuh"
 #include "multiattn/params.h"
 #include "multiattn/ptx.cuh"
+#include "multiattn/score.cuh"
 
 namespace multiattn {
 
@@ -18,6 +19,28 @@ constexpr bool HAS_LISTS<Packed> = false;  // a band alone says which tiles are 
 template <>
 struct ListsOf<Packed> {
   using Type = TileLists;
+};
+// The lists come before what an expression has: the kernels of a launch share one struct, and some of them know of none.
+template <class Params, class Score>
+struct WithAux<Params, Score, TileLists, true> {
+  struct Type : Params {
+    TileLists lists;
+    typename Score::Aux aux;
+    typename Score::Gradients gradients;
+  };
+};
+template <class Params, class Score>
+struct WithAux<Params, Score, TileLists, false> {
+  struct Type : Params {
+    TileLists lists;
+    typename Score::Aux aux;
+  };
+};
+template <class Params>
+struct WithAux<Params, NoScore, TileLists, false> {
+  struct Type : Params {
+    TileLists lists;
+  };
 };
 template <int TILE>
 struct KeyWalk<Packed, TILE> {
@@ -48,6 +71,50 @@ DEVICE ListedTile find_sequence(const int32* list, int entry) {
   const auto field = [](const Chunk& chunk, int word) { return static_cast<int32>(chunk.word[word]); };
   return {field(tile, 0), field(tile, 1), {field(tile, 2), field(keys, 0), field(tile, 3), field(keys, 1)}};
 }
+
+// A tile of a batch that is not packed: the parameters have the lengths that all sequences share.
+struct NoSequence {};
+struct UnlistedTile {
+  int32 first_row;
+  NoSequence sequence;
+
+  static constexpr DEVICE bool is_none() { return false; }
+};
+
+// The tile of a block, and its sequence, by what lists a kernel's tiles.
+template <class Blocked>
+struct TileKind {
+  using Tile = UnlistedTile;
+  using Sequence = NoSequence;
+};
+template <>
+struct TileKind<Packed> {
+  using Tile = ListedTile;
+  using Sequence = multiattn::Sequence;
+};
+template <class Sequence>
+constexpr bool IS_LISTED = true;
+template <>
+constexpr bool IS_LISTED<NoSequence> = false;
+template <class T>
+using TileOf = typename TileKind<typename T::Blocked>::Tile;
+template <class T>
+using SequenceOf = typename TileKind<typename T::Blocked>::Sequence;
+
+// The queries and keys of a block's sequence.
+template <class Params>
+DEVICE int32 count_queries(const Params& params, const NoSequence&) { return params.seq_q; }
+template <class Params>
+DEVICE int32 count_queries(const Params&, const Sequence& it) { return it.len_q; }
+template <class Params>
+DEVICE int32 count_keys(const Params& params, const NoSequence&) { return params.seq_kv; }
+template <class Params>
+DEVICE int32 count_keys(const Params&, const Sequence& it) { return it.len_kv; }
+
+template <Band BAND, class Params>
+DEVICE Mask<BAND> mask_of(const Params& params, const NoSequence&) { return Mask<BAND>(params); }
+template <Band BAND, class Params>
+DEVICE Mask<BAND> mask_of(const Params& params, const Sequence& it) { return Mask<BAND>(params, it.len_q, it.len_kv); }
 
 // What `find_sequence` reads.
 DEVICE void store_tile(int32* list, int entry, const ListedTile& tile) {
