@@ -72,14 +72,15 @@ struct TileList {
 
 template <class T>
 DEVICE void list_tiles(const ListParams& params) {
-  const TileList queries{params, params.query_list, params.tile_q, params.tiles_q, true};
-  const TileList keys{params, params.key_list, params.tile_kv, params.tiles_kv, false};
   const int per_list = params.sequences + 2;  // and the rows behind them, and the entries behind those
   if (params.next_tile && block_index() == 0 && thread_index() == 0) *params.next_tile = 0;
   const int item = static_cast<int>(block_index()) * (T::THREADS / WARP) + thread_index() / WARP;
   if (item >= 2 * per_list) return;
-  const TileList& list = item < per_list ? queries : keys;
-  const int number = item % per_list;
+  const bool of_queries = item < per_list;
+  const int number = of_queries ? item : item - per_list;
+  const TileList list{params, of_queries ? params.query_list : params.key_list,
+                      of_queries ? params.tile_q : params.tile_kv, of_queries ? params.tiles_q : params.tiles_kv,
+                      of_queries};
   if (!list.entries) return;
   if (number <= params.sequences)
     list.write(number);
