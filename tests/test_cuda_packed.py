@@ -9,7 +9,7 @@ import pytest
 import torch
 from cuda_runs import on_cpu, with_nvrtc
 
-from multiattn import fmha_varlen, fmha_varlen_backward
+from multiattn import aot, fmha_varlen, fmha_varlen_backward
 from multiattn.cuda import BACKEND
 from multiattn.cuda import axes as points
 from multiattn.cuda.bind import bind
@@ -191,14 +191,19 @@ def packed_problem(*, sequences: int = 3, rows_q: int = 100, rows_kv: int = 120,
 # ---------------------------------------------------------------- ahead of time
 
 
-def test_a_packed_forward_is_refused_by_a_loader():
+def test_no_launch_of_a_packed_forward_is_bound():
     plan = make_plan(BACKEND, packed_problem(), ARCHS["sm90"], variant=points.SPLIT_Q.name, probe=False)
     with pytest.raises(ValueError, match="packing: got a packed batch of 3 sequences; allowed"):
         bind(plan, launches_of(plan)[1].image())
 
 
 @with_nvrtc
-def test_kernels_of_a_packed_batch_compile_and_have_no_binding():
+def test_kernels_of_a_packed_batch_can_be_written_and_are_refused_by_name(tmp_path):
     plan = make_plan(BACKEND, packed_problem(), ARCHS["sm90"], variant=points.SPLIT_Q.name, probe=False)
     exported = BACKEND.forward.export(plan, ())
     assert [(it.kernel.rpartition("_")[2], it.binding) for it in exported] == [("tiles", None), ("packed", None)]
+    written = aot.write(tmp_path, plan, exported)
+    assert [it.name.split("-")[6:8] for it in written[:-1]] == [["packed", "0"], ["packed", "1"]]
+    for path in (tmp_path, written[1]):
+        with pytest.raises(ValueError, match=r"packing: got cuda-forward-.*, of a packed batch; allowed"):
+            aot.load(path)
