@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
+import cuda_fakes
 import pytest
 import torch
 from cuda_runs import on_cpu, with_nvrtc
@@ -15,7 +16,7 @@ from multiattn.cuda import axes as points
 from multiattn.cuda.bind import bind
 from multiattn.cuda.cpu import host
 from multiattn.cuda.instances import kernels_of, launches_of, list_launch
-from multiattn.cuda.params import ListParams
+from multiattn.cuda.params import ListParams, params_of
 from multiattn.cuda.source import translation_unit
 from multiattn.operands import Options
 from multiattn.packed import LIST_FIELDS, TILE_LISTS, PackingSpec
@@ -186,6 +187,30 @@ def test_the_kernel_of_lists_is_the_same_for_all_problems():
 def packed_problem(*, sequences: int = 3, rows_q: int = 100, rows_kv: int = 120, **options) -> Problem:
     given = {"heads_q": 4, "heads_kv": 2, "head_dim": 64, **options}
     return Problem.contiguous(batch=1, seq_q=rows_q, seq_kv=rows_kv, packing=PackingSpec(sequences), **given)
+
+
+# ---------------------------------------------------------------- launches
+
+
+@with_nvrtc
+def test_a_launch_lists_its_tiles_first_in_memory_of_its_own(monkeypatch, tmp_path):
+    (q, k, v, _), packing = packed_inputs(*LENGTHS, behind=5)
+    lengths = Lengths(**packing)
+    options = Options.of(causal=True, window=None, scale=None, backend="cuda", variant=None, deterministic=None)
+    operands, options = with_packing(pack(q, k, v, lengths), options, lengths, None, None, None, None)
+    operands = operands._replace(out=torch.empty(1, 4, q.shape[0], 64), lse=torch.empty(1, 4, q.shape[0]))
+    problem = Problem.of_operands(operands, options)
+    plan = make_plan(BACKEND, problem, ARCHS["sm90"], variant=points.SPLIT_Q.name, probe=False)
+    driver = cuda_fakes.install(monkeypatch, tmp_path, type(params_of(plan)))
+    BACKEND.forward.prepare(plan)(operands)
+    assert driver.kernels == [it.kernel.name for it in launches_of(plan)]
+    assert [it.grid[0] for it in driver.launched] == [it.blocks for it in launches_of(plan)]
+    lists, forward = ListParams.from_buffer_copy(driver.launched[0].parameters[0]), driver.structs[1]
+    assert (lists.cu_seqlens_q, lists.cu_seqlens_kv) == tuple(it.data_ptr() for it in operands.captured)
+    assert (lists.query_list, lists.key_list, lists.next_tile) == (forward.lists.query_list, None, None)
+    assert (lists.rows_q, lists.tile_q, lists.tiles_q) == (q.shape[0], plan.config.tile_m, forward.plain.tiles)
+    assert forward.plain.q == q.data_ptr()
+    assert plan.workspace_bytes == problem.layouts["query_list"].size_bytes
 
 
 # ---------------------------------------------------------------- ahead of time
