@@ -19,7 +19,7 @@ FRAGMENT_ROWS = 16  # of mma.m16n8k16: queries of one fragment, and what head_di
 ELEMENT_BYTES = 2
 FP32_BYTES = 4
 FORWARD_LISTS = TILE_LISTS[:1]
-"""Of a packed batch: a forward owns tiles of queries."""
+"""The lists of a packed launch: a forward owns tiles of queries."""
 REGISTERS_MAX = 224
 """The registers of a thread, of its 255, that `registers_at_least` may count."""
 

@@ -169,15 +169,15 @@ def area_names(tables: Iterable[KernelTable]) -> tuple[str, ...]:
 _NAMES: Mapping[str, str] = {
     "attention_forward": """
         q k v out lse scale seq_q seq_kv heads
-        q_strides k_strides v_strides out_strides left right sinks aux lists C""",
+        q_strides k_strides v_strides out_strides left right sinks aux lists entries tiles C""",
     "prepare_rows": "out dout dlse delta dq_sum dlse_rows seq_q heads_q batch_heads out_strides C",
     "finish_dq": "dq_sum dq grad_factor seq_q heads_q batch_heads dq_strides C",
     "gradient_of_queries": """
         q k v out lse dout dlse dq delta score_factor grad_factor dlse_rows seq_q seq_kv heads
-        q_strides k_strides v_strides out_strides left right aux lists C""",
+        q_strides k_strides v_strides out_strides left right aux lists entries tiles C""",
     "gradients_of_keys": """
         q k v lse dout delta dq_sum dk dv score_factor grad_factor seq_q seq_kv heads
-        q_strides k_strides v_strides dout_strides dk_strides dv_strides left right aux daux lists C""",
+        q_strides k_strides v_strides dout_strides dk_strides dv_strides left right aux daux lists entries tiles C""",
 }
 """The parameters of each plain kernel, in order."""
 _OF_KEYS, _OF_QUERIES = ("k", "v"), ("q", "dout", "dq_sum")
@@ -211,8 +211,12 @@ def _table(
         "aux": _aux(problem, constants.score),
         "daux": _daux(problem, constants),
         "lists": _lists(problem, by_keys),
+        **dict.fromkeys(("entries", "tiles"), Constant(value=None)),
         "C": Constant(value=constants),
     }
+    if constants.packed:
+        fixed["entries"] = Tensor(of="key_list" if by_keys else "query_list")
+        fixed["tiles"] = Integer(value=grid // fixed_heads, specialised=False)
     if not constants.one_pass:
         fixed["dq_sum"] = Constant(value=None)
 
@@ -321,6 +325,7 @@ def _constants(plan: Plan, config: TritonConfig, assumed: Assumed, **own: Any) -
         has_score=problem.has_score,
         has_slope=lowered is not None and lowered.slope is not ONE,
         blocks=problem.blocks,
+        packed=problem.packing is not None,
         has_mask=lowered is not None and lowered.mask is not None,
         **own,
     )
@@ -335,13 +340,15 @@ def _options(config: TritonConfig) -> dict[str, Any]:
 
 def _forward(plan: Plan, assumed: Assumed) -> tuple[KernelTable, ...]:
     problem, config, step = plan.problem, _config_of(plan), STEPS[plan.variant].step
-    own = {"descriptor": step.descriptor, "scale_sign": problem.scale_sign, "step": step}
+    own = {"descriptor": step.descriptor and problem.packing is None, "scale_sign": problem.scale_sign, "step": step}
     constants = _constants(plan, config, assumed, ragged=is_ragged_list(problem), **own)
-    return (_table("attention_forward", problem, constants, _options(config)),)
+    table = _table("attention_forward", problem, constants, _options(config))
+    return (*_tile_lists(plan, query_tile=config.tile_m), table)
 
 
 def _backward(plan: Plan, assumed: Assumed, has_dlse: bool) -> tuple[KernelTable, ...]:
     problem, config, flags = plan.problem, _config_of(plan), dict(variant_of(plan).flags)
+    flags["descriptor"] = flags["descriptor"] and problem.packing is None
     flags["register_operands"] = plan.arch.is_gpu and plan.arch.name not in ASYNCHRONOUS
     # Keys beyond the end have to be hidden from dq alone: their own gradients are not stored.
     has_end = problem.blocks is not None and flags["one_pass"] and problem.seq_kv % config.tile_n != 0
@@ -352,7 +359,8 @@ def _backward(plan: Plan, assumed: Assumed, has_dlse: bool) -> tuple[KernelTable
         of_dq = config.of_dq
         assumed = assumed._replace(flag=_is_far(problem, of_dq, True))
         constants = _constants(plan, of_dq, assumed, ragged=is_ragged_list(problem), **flags)
-        return _table("gradient_of_queries", problem, constants, _options(of_dq), has_dlse=has_dlse), keys
+        queries = _table("gradient_of_queries", problem, constants, _options(of_dq), has_dlse=has_dlse)
+        return (*_tile_lists(plan, query_tile=of_dq.tile_m, key_tile=config.tile_n), queries, keys)
     beside = TileConstants(
         head_dim=problem.head_dim,
         head_pad=one_width(problem.head_dim),
@@ -362,7 +370,8 @@ def _backward(plan: Plan, assumed: Assumed, has_dlse: bool) -> tuple[KernelTable
     )
     options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
     before = _table("prepare_rows", problem, beside, options, has_dlse=has_dlse)
-    return before, keys, _table("finish_dq", problem, beside, options)
+    after = _table("finish_dq", problem, beside, options)
+    return (*_tile_lists(plan, key_tile=config.tile_n), before, keys, after)
 
 
 # ---------------------------------------------------------------- Gluon

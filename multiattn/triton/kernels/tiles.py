@@ -1,7 +1,8 @@
 """Tiles of every kernel: which one a program owns, where it lives, how it is read, what it sees.
 
-Plain `triton.language`, as the kernels. `C` is their `TileConstants`, `band` is (seq_q, seq_kv, left, right), `at` is
-(batch, head); strides are of (batch, head, row), in units of VECTOR elements. The mask is in here alone. With ``d =
+Plain `triton.language`, as the kernels. `C` is their `TileConstants`, `band` is (seq_q, seq_kv, left, right), lengths of
+one sequence; `at` is (batch, head), or in a packed batch (first row of the sequence, head); strides are of (batch, head,
+row), in units of VECTOR elements. The mask is in here alone. With ``d =
 seq_kv - seq_q``, a causal query i sees the keys up to ``i + d``, a two-sided one those from ``i + d - left`` to
 ``i + d + right``.
 """
@@ -25,8 +26,12 @@ def my_tile(seq, batch_heads, LAST_FIRST: tl.constexpr, TILE: tl.constexpr, HEAD
     programs of the grid are short ones: the last queries see the most keys (LAST_FIRST), the first keys the most
     queries. The grid is one-dimensional: only its x extent passes 65535.
     """
+    return _in_turn((seq + TILE - 1) // TILE, batch_heads, LAST_FIRST, HEADS_TOGETHER)
+
+
+@triton.jit
+def _in_turn(tiles, batch_heads, LAST_FIRST: tl.constexpr, HEADS_TOGETHER: tl.constexpr):
     program = tl.program_id(0)
-    tiles = (seq + TILE - 1) // TILE
     first_head = program // (tiles * HEADS_TOGETHER) * HEADS_TOGETHER
     tile = program - first_head * tiles
     batch_head = first_head
@@ -37,6 +42,43 @@ def my_tile(seq, batch_heads, LAST_FIRST: tl.constexpr, TILE: tl.constexpr, HEAD
     if LAST_FIRST:
         tile = tiles - 1 - tile
     return tile, batch_head
+
+
+@triton.jit
+def my_sequence(
+    entries, tiles, seq, sizes, heads, batch_heads, LAST_FIRST: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr
+):
+    """The tile that this program owns, of `seq` rows in all, and its sequence.
+
+    Returns its first row, its (batch, head) as one number and as two, and the sequence: where its queries and its keys
+    start, as the first item of an `at`, and how many there are.
+
+    In a packed batch the tile is one of `tiles` entries of a list (`multiattn.packed.LIST_FIELDS`), rows are counted in
+    its sequence, and batch is the sequence's number: -1 where there is no tile.
+    """
+    if C.packed:
+        entry, batch_head = _in_turn(tiles, batch_heads, False, C.heads_in_turn)
+        head = batch_head
+        entries += entry * 8
+        batch = tl.load(entries)
+        first = tl.load(entries + 1)
+        sequence = (tl.load(entries + 2), tl.load(entries + 4), tl.load(entries + 3), tl.load(entries + 5))
+    else:
+        tile, batch_head = my_tile(seq, batch_heads, LAST_FIRST, TILE, C.heads_in_turn)
+        batch = batch_head // heads
+        head = batch_head % heads
+        first = tile * TILE
+        sequence = (batch, batch, sizes[0], sizes[1])
+    return first, batch_head, batch, head, sequence
+
+
+@triton.jit
+def rows_before(batch_head, start, rows, C: tl.constexpr):
+    """Rows before a sequence's own where those of a head come one after another: lse and the like, of `rows` each."""
+    before = batch_head.to(tl.int64) * rows
+    if C.packed:
+        before += start
+    return before
 
 
 # ---------------------------------------------------------------- the mask
@@ -229,9 +271,11 @@ def modified_and_slope(raw, rows, keys, of_score, band, C: tl.constexpr):
 
 
 @triton.jit
-def seek(source, strides, at, DESCRIPTOR: tl.constexpr, VECTOR: tl.constexpr):
+def seek(source, strides, at, DESCRIPTOR: tl.constexpr, VECTOR: tl.constexpr, C: tl.constexpr):
     """Where the sequence of one (batch, head) starts. A descriptor stays as it is: it takes `at` with each load."""
-    if not DESCRIPTOR:
+    if C.packed:
+        source += (at[0].to(tl.int64) * strides[2] + at[1].to(tl.int64) * strides[1]) * VECTOR
+    elif not DESCRIPTOR:
         source += (at[0].to(tl.int64) * strides[0] + at[1].to(tl.int64) * strides[1]) * VECTOR
     return source
 
