@@ -14,8 +14,8 @@ from multiattn.plan import abi
 from multiattn.plan.backend import Plan
 from multiattn.triton.configs import ELEMENT_BYTES
 from multiattn.triton.gluon_configs import VARIANT as GLUON
-from multiattn.triton.kernels import backward, forward
-from multiattn.triton.parameters import Constant, Descriptor, KernelTable, Parameter, Tensor, tables_of
+from multiattn.triton.kernels import backward, forward, lists
+from multiattn.triton.parameters import LIST_TILES, Constant, Descriptor, KernelTable, Parameter, Tensor, tables_of
 from multiattn.triton.score import functions_of
 
 
@@ -36,8 +36,9 @@ class Call:
 
     def __init__(self, plan: Plan, table: KernelTable) -> None:
         """ValueError for a table that is not the kernel's."""
-        self._is_gluon = plan.variant == GLUON
-        self.kernel: Any = getattr(forward if plan.direction == "forward" else backward, table.kernel)
+        self._is_gluon = plan.variant == GLUON and table.kernel != LIST_TILES
+        module: Any = forward if plan.direction == "forward" else backward
+        self.kernel: Any = getattr(lists if table.kernel == LIST_TILES else module, table.kernel)
         if self._is_gluon:
             from multiattn.triton.kernels.gluon.forward import attention_forward  # which takes Gluon
 

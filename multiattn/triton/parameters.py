@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
 from multiattn.layout import VECTOR_BYTES, Layout
+from multiattn.packed import TILE_LISTS
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.plan.schedule import heads_side_by_side, key_tiles, most_multiprocessors, one_width, query_tiles
@@ -29,13 +30,13 @@ from multiattn.triton.configs import (
 )
 from multiattn.triton.gluon_configs import VARIANT as GLUON
 from multiattn.triton.gluon_configs import GluonConfig, pieces_of
-from multiattn.triton.kernels.constants import OUT_VECTOR, TileConstants
+from multiattn.triton.kernels.constants import OUT_VECTOR, ListConstants, TileConstants
 from multiattn.triton.kernels.gluon.constants import GluonConstants
 from multiattn.triton.ladder import STEPS
 from multiattn.triton.score import lowered_score
 from multiattn.validate import LOG2_E
 
-_AREAS = ("delta", "dq_sum", abi.WORKSPACE)
+_AREAS = ("delta", "dq_sum", *TILE_LISTS, abi.WORKSPACE)
 """Areas of workspace that a launch may take."""
 _GIVEN = ("q", "k", "v")
 """Tensors of the caller's, which may be less aligned than our own."""
@@ -153,7 +154,9 @@ def tables_of(
     """
     assumed = assumed or assumed_of(plan)
     if plan.variant == GLUON:
-        return (_gluon(plan, assumed, multiprocessors or most_multiprocessors(plan.arch)),)
+        table = _gluon(plan, assumed, multiprocessors or most_multiprocessors(plan.arch))
+        assert isinstance(plan.config, GluonConfig)
+        return (*_tile_lists(plan, query_tile=plan.config.tile_m, counts=plan.config.counts), table)
     return _forward(plan, assumed) if plan.direction == "forward" else _backward(plan, assumed, has_dlse)
 
 
@@ -161,6 +164,59 @@ def area_names(tables: Iterable[KernelTable]) -> tuple[str, ...]:
     """The areas of workspace that a launch takes."""
     found = [row.of for table in tables for row in table.rows.values() if isinstance(row, Tensor | Descriptor)]
     return tuple(name for name in _AREAS if name in found)
+
+
+# ---------------------------------------------------------------- lists of tiles
+
+LIST_TILES = "list_tiles"
+"""The kernel's name, in launches of every variant."""
+_PARTS_MAX = 32
+"""Programs that share the tiles of a group of sequences, at most."""
+_GROUPS_SHARED = 128
+"""Groups whose tiles are shared; of more each has a program by itself."""
+_ENTRIES_OF_PART = 16
+"""Entries for which one of them is worth it. A guess, not measured."""
+
+
+def _tile_lists(plan: Plan, *, query_tile: int = 0, key_tile: int = 0, counts: bool = False) -> tuple[KernelTable, ...]:
+    """The kernel that goes first in a packed launch; none in others.
+
+    Args:
+        plan: of the launch.
+        query_tile: rows of the tiles of queries that its kernels own, 0 where they own none.
+        key_tile: the same of keys.
+        counts: whether a kernel counts tiles in the workspace: then this one sets the counter to 0.
+    """
+    problem, packing = plan.problem, plan.problem.packing
+    if packing is None:
+        return ()
+    constants = ListConstants(query_tile=query_tile, key_tile=key_tile, last_first=problem.is_banded)
+    entries = {
+        "query": packing.tiles_max(problem.seq_q, query_tile) if query_tile else 0,
+        "key": packing.tiles_max(problem.seq_kv, key_tile) if key_tile else 0,
+    }
+    groups = packing.sequences // constants.group + 1  # the rows behind the last sequence are one more
+    parts = min(_PARTS_MAX, -(-max(entries.values()) // _ENTRIES_OF_PART), max(1, _GROUPS_SHARED // groups))
+    cu_seqlens_q, cu_seqlens_kv = problem.cu_seqlens
+    sizes = {
+        "sequences": packing.sequences,
+        "seq_q": problem.seq_q,
+        "seq_kv": problem.seq_kv,
+        **{f"{name}_entries": number for name, number in entries.items()},
+        "parts": parts,
+    }
+    rows: dict[str, Parameter] = {
+        "cu_seqlens_q": Tensor(of=cu_seqlens_q, is_aligned=False),
+        "cu_seqlens_kv": Tensor(of=cu_seqlens_kv, is_aligned=False),
+        "query_list": Tensor(of="query_list") if query_tile else Constant(value=None),
+        "key_list": Tensor(of="key_list") if key_tile else Constant(value=None),
+        "counter": Tensor(of=abi.WORKSPACE) if counts else Constant(value=None),
+        **{name: Integer(value=value, specialised=False) for name, value in sizes.items()},
+        "C": Constant(value=constants),
+    }
+    grid = groups * parts * sum(map(bool, (query_tile, key_tile)))
+    options = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": True}
+    return (KernelTable(kernel=LIST_TILES, grid=grid, options=options, rows=rows),)
 
 
 # ---------------------------------------------------------------- plain kernels
@@ -380,7 +436,7 @@ def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
             rows[f"{name}_{piece}"] = described if columns else Constant(value=None)
     rows["lse"] = Tensor(of="lse")
     rows["sinks"] = _sinks(problem)
-    rows["counter"] = Tensor(of=abi.WORKSPACE) if plan.workspace_bytes else Constant(value=None)
+    rows["counter"] = Tensor(of=abi.WORKSPACE) if config.counts else Constant(value=None)
     lowered = lowered_score(problem, plan.arch)
     rows["aux"] = _aux(problem, lowered)
     rows["scale"] = _factor(problem, problem.scale_log2)
