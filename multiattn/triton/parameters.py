@@ -8,7 +8,7 @@ what Triton made of a call is held against it there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
@@ -215,7 +215,7 @@ def _tile_lists(plan: Plan, *, query_tile: int = 0, key_tile: int = 0, counts: b
         "C": Constant(value=constants),
     }
     grid = groups * parts * sum(map(bool, (query_tile, key_tile)))
-    options = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": True}
+    options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
     return (KernelTable(kernel=LIST_TILES, grid=grid, options=options, rows=rows),)
 
 
@@ -225,15 +225,15 @@ def _tile_lists(plan: Plan, *, query_tile: int = 0, key_tile: int = 0, counts: b
 _NAMES: Mapping[str, str] = {
     "attention_forward": """
         q k v out lse scale seq_q seq_kv heads
-        q_strides k_strides v_strides out_strides left right sinks aux lists C""",
+        q_strides k_strides v_strides out_strides left right sinks aux lists entries tiles C""",
     "prepare_rows": "out dout dlse delta dq_sum dlse_rows seq_q heads_q batch_heads out_strides C",
     "finish_dq": "dq_sum dq grad_factor seq_q heads_q batch_heads dq_strides C",
     "gradient_of_queries": """
         q k v out lse dout dlse dq delta score_factor grad_factor dlse_rows seq_q seq_kv heads
-        q_strides k_strides v_strides out_strides left right aux lists C""",
+        q_strides k_strides v_strides out_strides left right aux lists entries tiles C""",
     "gradients_of_keys": """
         q k v lse dout delta dq_sum dk dv score_factor grad_factor seq_q seq_kv heads
-        q_strides k_strides v_strides dout_strides dk_strides dv_strides left right aux daux lists C""",
+        q_strides k_strides v_strides dout_strides dk_strides dv_strides left right aux daux lists entries tiles C""",
 }
 """The parameters of each plain kernel, in order."""
 _OF_KEYS, _OF_QUERIES = ("k", "v"), ("q", "dout", "dq_sum")
@@ -247,6 +247,9 @@ def _table(
     known, by_keys = problem.layouts, kernel == "gradients_of_keys"
     described = (_OF_QUERIES if by_keys else _OF_KEYS) if constants.descriptor else ()
     alignment = constants.vector * ELEMENT_BYTES
+    # The small kernels take rows as they come, whatever sequence they are of.
+    tiled = problem if constants.packed else replace(problem, packing=None)
+    grid = key_tiles(tiled, constants.tile_n) if by_keys else query_tiles(tiled, constants.tile_m)
     heads = {
         "heads_q": Integer(value=problem.heads_q),
         "group": Integer(value=problem.group),
@@ -267,8 +270,12 @@ def _table(
         "aux": _aux(problem, constants.score),
         "daux": _daux(problem, constants),
         "lists": _lists(problem, by_keys),
+        **dict.fromkeys(("entries", "tiles"), Constant(value=None)),
         "C": Constant(value=constants),
     }
+    if constants.packed:
+        fixed["entries"] = Tensor(of="key_list" if by_keys else "query_list")
+        fixed["tiles"] = Integer(value=grid // heads["batch_heads"].value, specialised=False)
     if not constants.one_pass:
         fixed["dq_sum"] = Constant(value=None)
 
@@ -284,7 +291,6 @@ def _table(
             return Descriptor(of=name, layout=known[name], rows=rows, columns=constants.head_pad)
         return Tensor(of=name, is_aligned=name not in _GIVEN or alignment == VECTOR_BYTES)
 
-    grid = key_tiles(problem, constants.tile_n) if by_keys else query_tiles(problem, constants.tile_m)
     rows = {name: row(name) for name in _NAMES[kernel].split()}
     return KernelTable(kernel=kernel, grid=grid, options=options, rows=rows)
 
@@ -377,6 +383,7 @@ def _constants(plan: Plan, config: TritonConfig, assumed: Assumed, **own: Any) -
         has_score=problem.has_score,
         has_slope=lowered is not None and lowered.slope is not ONE,
         blocks=problem.blocks,
+        packed=problem.packing is not None,
         has_mask=lowered is not None and lowered.mask is not None,
         **own,
     )
@@ -393,7 +400,8 @@ def _forward(plan: Plan, assumed: Assumed) -> tuple[KernelTable, ...]:
     problem, config, step = plan.problem, _config_of(plan), STEPS[plan.variant].step
     own = {"descriptor": step.descriptor, "scale_sign": problem.scale_sign, "step": step}
     constants = _constants(plan, config, assumed, ragged=is_ragged_list(problem), **own)
-    return (_table("attention_forward", problem, constants, _options(config)),)
+    table = _table("attention_forward", problem, constants, _options(config))
+    return (*_tile_lists(plan, query_tile=config.tile_m), table)
 
 
 def _backward(plan: Plan, assumed: Assumed, has_dlse: bool) -> tuple[KernelTable, ...]:
@@ -408,7 +416,8 @@ def _backward(plan: Plan, assumed: Assumed, has_dlse: bool) -> tuple[KernelTable
         of_dq = config.of_dq
         assumed = assumed._replace(flag=_is_far(problem, of_dq, True))
         constants = _constants(plan, of_dq, assumed, ragged=is_ragged_list(problem), **flags)
-        return _table("gradient_of_queries", problem, constants, _options(of_dq), has_dlse=has_dlse), keys
+        queries = _table("gradient_of_queries", problem, constants, _options(of_dq), has_dlse=has_dlse)
+        return (*_tile_lists(plan, query_tile=of_dq.tile_m, key_tile=config.tile_n), queries, keys)
     beside = TileConstants(
         head_dim=problem.head_dim,
         head_pad=one_width(problem.head_dim),
@@ -418,7 +427,8 @@ def _backward(plan: Plan, assumed: Assumed, has_dlse: bool) -> tuple[KernelTable
     )
     options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
     before = _table("prepare_rows", problem, beside, options, has_dlse=has_dlse)
-    return before, keys, _table("finish_dq", problem, beside, options)
+    after = _table("finish_dq", problem, beside, options)
+    return (*_tile_lists(plan, key_tile=config.tile_n), before, keys, after)
 
 
 # ---------------------------------------------------------------- Gluon
