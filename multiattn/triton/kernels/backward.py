@@ -21,7 +21,8 @@ from multiattn.triton.kernels.tiles import (
     load_own,
     load_streamed,
     modified_and_slope,
-    my_sequence,
+    my_keys,
+    my_queries,
     my_tile,
     needs_mask,
     query_blocks,
@@ -57,9 +58,9 @@ def prepare_rows(
     dout = seek(dout, out_strides, at, False, C.out_vector, C)
     first_row = tile * C.tile_m
     dout_tile = load_own(dout, out_strides, first_row, seq_q, C.tile_m, C.out_vector, C)  # [tile_m, head_pad]
-    before = batch_head.to(tl.int64) * seq_q
-    _delta_of_rows(out, out_strides, dout_tile, dlse, delta, dlse_rows, before, first_row, seq_q, C)
-    dq_sum += (before + first_row) * C.head_dim
+    place = (batch_head, 0, seq_q)
+    _delta_of_rows(out, out_strides, dout_tile, dlse, delta, dlse_rows, place, first_row, seq_q, C)
+    dq_sum += (batch_head.to(tl.int64) * seq_q + first_row) * C.head_dim
     tl.store(
         dq_sum + tile_offsets(C.head_dim, C.tile_m, 1, False, C),
         tl.full([C.tile_m, C.head_pad], 0.0, tl.float32),
@@ -122,15 +123,11 @@ def gradient_of_queries(
     C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
 ):
     """First of two passes: dq ``[tile_m, head_dim]`` and delta ``[tile_m]`` of one tile of queries."""
-    heads_q, group, batch_heads = heads
-    first_row, batch_head, batch, head, sequence = my_sequence(
-        entries, tiles, seq_q, (seq_q, seq_kv), heads_q, batch_heads, C.banded, C.tile_m, C
-    )
+    first_row, batch_head, batch, at, at_kv, len_q, len_kv = my_queries(entries, tiles, seq_q, seq_kv, heads, C)
     if C.packed:
         if batch < 0:
             return
-    start_q, start_kv, len_q, len_kv = sequence
-    at, at_kv, band = (start_q, head), (start_kv, head // group), (len_q, len_kv, left, right)
+    head, band = at[1], (len_q, len_kv, left, right)
     q = seek(q, q_strides, at, False, C.vector, C)
     k = seek(k, k_strides, at_kv, C.descriptor, C.vector, C)
     v = seek(v, v_strides, at_kv, C.descriptor, C.vector, C)
@@ -140,11 +137,11 @@ def gradient_of_queries(
 
     q_tile = load_own(q, q_strides, first_row, len_q, C.tile_m, C.vector, C)  # [tile_m, head_pad]
     dout_tile = load_own(dout, out_strides, first_row, len_q, C.tile_m, C.out_vector, C)  # [tile_m, head_pad]
-    before = rows_before(batch_head, start_q, seq_q, C)
+    place = (batch_head, at[0], seq_q)
     row_delta = _delta_of_rows(  # [tile_m]
-        out, out_strides, dout_tile, dlse, delta, dlse_rows, before, first_row, len_q, C
+        out, out_strides, dout_tile, dlse, delta, dlse_rows, place, first_row, len_q, C
     )
-    row_lse = _lse_of_rows(lse + before, first_row, len_q, C)  # [tile_m]
+    row_lse = _lse_of_rows(lse + rows_before(batch_head, at[0], seq_q, C), first_row, len_q, C)  # [tile_m]
 
     own, kv, of_score = (q_tile, dout_tile, row_lse, row_delta), (k, v, k_strides, v_strides), (batch, head, aux)
     acc = tl.full([C.tile_m, C.head_pad], 0.0, tl.float32)
@@ -252,15 +249,12 @@ def gradients_of_keys(
 
     Also what they add to gradients of captured tensors, as each pair of query and key is met here once.
     """
-    heads_q, group, batch_heads = heads
-    first_key, _batch_head, batch, head_kv, sequence = my_sequence(
-        entries, tiles, seq_kv, (seq_q, seq_kv), heads_q // group, batch_heads, False, C.tile_n, C
-    )
+    heads_q, group, _batch_heads = heads
+    first_key, batch, start_q, at_kv, len_q, len_kv = my_keys(entries, tiles, seq_q, seq_kv, heads, C)
     if C.packed:
         if batch < 0:
             return
-    start_q, start_kv, len_q, len_kv = sequence
-    at_kv, band = (start_kv, head_kv), (len_q, len_kv, left, right)
+    head_kv, band = at_kv[1], (len_q, len_kv, left, right)
     k = seek(k, k_strides, at_kv, False, C.vector, C)
     v = seek(v, v_strides, at_kv, False, C.vector, C)
 
@@ -405,11 +399,14 @@ def _add_to_dq(dq_sum, dq_tile, at, first_row, seq_q, C: tl.constexpr):
 
 
 @triton.jit
-def _delta_of_rows(out, out_strides, dout_tile, dlse, delta, dlse_rows, before, first_row, seq_q, C: tl.constexpr):
-    """``rowsum(dout * out) - dlse``: written, and returned as ``[tile_m]``. dout_tile is ``[tile_m, head_pad]``."""
+def _delta_of_rows(out, out_strides, dout_tile, dlse, delta, dlse_rows, place, first_row, seq_q, C: tl.constexpr):
+    """``rowsum(dout * out) - dlse``: written, and returned as ``[tile_m]``. dout_tile is ``[tile_m, head_pad]``.
+
+    `place` is what `rows_before` takes.
+    """
     out_tile = load_own(out, out_strides, first_row, seq_q, C.tile_m, C.out_vector, C)  # [tile_m, head_pad]
     rows = first_row + tl.arange(0, C.tile_m)
-    at = before + rows
+    at = rows_before(place[0], place[1], place[2], C) + rows
     row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     if C.packed:
         dlse_rows = tl.minimum(dlse_rows, seq_q)

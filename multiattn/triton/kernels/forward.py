@@ -19,7 +19,7 @@ from multiattn.triton.kernels.tiles import (
     load_own,
     load_streamed,
     modified,
-    my_sequence,
+    my_queries,
     needs_mask,
     rows_before,
     seek,
@@ -58,20 +58,16 @@ def attention_forward(
     C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
 ):
     """Attention of one tile of tile_m queries: writes out ``[tile_m, head_dim]`` and lse ``[tile_m]``."""
-    heads_q, group, batch_heads = heads
-    first_row, batch_head, batch, head, sequence = my_sequence(
-        entries, tiles, seq_q, (seq_q, seq_kv), heads_q, batch_heads, C.banded, C.tile_m, C
-    )
+    first_row, batch_head, batch, at, at_kv, len_q, len_kv = my_queries(entries, tiles, seq_q, seq_kv, heads, C)
     if C.packed:
         if batch < 0:
             return
-    start_q, start_kv, len_q, len_kv = sequence
-    at, at_kv, band = (start_q, head), (start_kv, head // group), (len_q, len_kv, left, right)
+    head, band = at[1], (len_q, len_kv, left, right)
     q = seek(q, q_strides, at, False, C.vector, C)
     k = seek(k, k_strides, at_kv, C.descriptor, C.vector, C)
     v = seek(v, v_strides, at_kv, C.descriptor, C.vector, C)
     out = seek(out, out_strides, at, False, C.out_vector, C)
-    lse += rows_before(batch_head, start_q, seq_q, C)
+    lse += rows_before(batch_head, at[0], seq_q, C)
 
     kv = (k, v, k_strides, v_strides)
     acc, row_sum, row_max = _attend(q, q_strides, kv, first_row, at_kv, band, scale, (batch, head, aux), lists, C)
