@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from bench import docs, host, ladder, models, record, report, tune, verdicts
+from bench import docs, host, ladder, models, record, report, scaling, tune, verdicts
 from bench import options as shared
 from bench.contenders import our_providers
 from bench.matrix import SUITES, InputError
@@ -127,9 +127,13 @@ def measure_models(options: argparse.Namespace) -> int:
         print(f"Nothing to time on: {NO_GPU}")
         return 1
     chosen = [it for it in models.MODELS if not options.model or it.name in options.model]
-    found = models.run(chosen)
-    path = (options.out or results_dir(found.environment.gpu)) / "models.json"
-    found.save(path)
+    path = (options.out or results_dir(environment().gpu)) / "models.json"
+
+    def keep(table: models.ModelTable) -> None:
+        table.save(path)
+        print(f"{table.rows[-1].model} is timed", flush=True)
+
+    found = models.run(chosen, tell=keep)
     print(f"{found.table()}\n\nThousands of tokens a second. Written: {path}")
     return 0
 
@@ -229,6 +233,7 @@ COMMANDS = {
     "prefer": write_preferences,
     "host": measure_host,
     "models": measure_models,
+    "scaling": scaling.predict,
     "report": write_report,
     "demo": run_demo,
     "docs": update_docs,
@@ -269,6 +274,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("files", type=Path, nargs="*", help="result files; default all under bench/results")
     command.add_argument("--markdown", action="store_true", help="tables as Markdown")
     command.add_argument("--html", type=Path, metavar="OUT", help="also write one self-contained page")
+
+    scaling.add_arguments(add("scaling"))
 
     add("host").add_argument("--out", type=Path, help="folder of the results; default bench/results/<gpu>")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
 import torch
 
@@ -17,7 +17,9 @@ from multiattn.plan.choice import BOTH, choose
 from multiattn.plan.support import Reason, Unsupported
 from multiattn.plan.toolchain import probe_gpu
 from multiattn.problem import Problem, problem_of
-from multiattn.run.autograd import attend, differentiate, needs_grad
+from multiattn.run import compat
+from multiattn.run.autograd import attend, autocast, differentiate, needs_grad
+from multiattn.validate import hides_unknown, refuse_unknown
 from multiattn.varlen import Lengths, pack, with_packing
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ def fmha(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@hides_unknown
 def fmha(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -86,6 +89,7 @@ def fmha(
     variant: str | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Fused multi-head attention: ``softmax(scale * q @ k^T + mask) @ v``, differentiable once.
 
@@ -130,9 +134,13 @@ def fmha(
         NotImplementedError: when a gradient is differentiated again; `multiattn.reference` is for that.
 
     The launch goes to the current stream of the tensors' device, without synchronising. Under `torch.compile`,
-    `torch.export`, `torch.func` and dispatch modes it is the op ``torch.ops.multiattn.fmha_forward``. Source of the
-    algorithm: Dao, "FlashAttention-2" (arXiv 2307.08691), Algorithms 1 and 2.
+    `torch.export`, `torch.func`, dispatch modes and profilers it is the op ``torch.ops.multiattn.fmha_forward``. Under
+    `torch.autocast` q, k and v are taken in its dtype, as scaled_dot_product_attention takes them. On the device
+    ``meta`` nothing is launched or refused, and results have their shapes and strides. Source of the algorithm: Dao,
+    "FlashAttention-2" (arXiv 2307.08691), Algorithms 1 and 2.
     """
+    if unknown:
+        refuse_unknown("fmha", unknown)
     options = Options.of(
         causal=causal,
         window=window,
@@ -142,6 +150,8 @@ def fmha(
         variant=variant,
         deterministic=deterministic,
     )
+    if compat.autocast_active():
+        q, k, v = autocast(q, k, v)
     operands = Operands(q, k, v, sinks=sinks)
     if not (softcap is None and alibi_slopes is None and bias is None and score_mod is None and block_mask is None):
         operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask)
@@ -149,6 +159,7 @@ def fmha(
     return (out, lse) if return_lse else out
 
 
+@hides_unknown
 def fmha_backward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -170,6 +181,7 @@ def fmha_backward(
     backend: str = "auto",
     variant: str | None = None,
     deterministic: bool | None = None,
+    **unknown: NoReturn,
 ) -> tuple[torch.Tensor, ...]:
     """The gradient of `fmha` from what a forward saved, for callers without autograd.
 
@@ -194,6 +206,8 @@ def fmha_backward(
     lse and dlse contiguous, all from addresses that are multiples of 16 bytes; whatever is laid out otherwise, as an
     expanded or transposed dout is, costs a copy.
     """
+    if unknown:
+        refuse_unknown("fmha_backward", unknown)
     options = Options.of(
         causal=causal,
         window=window,
@@ -214,6 +228,7 @@ def fmha_backward(
     return (*gradients[:plain], *of_captured)  # type: ignore[arg-type]  # the others are there, as dout is
 
 
+@hides_unknown
 def explain(
     q: torch.Tensor | Problem,
     k: torch.Tensor | None = None,
@@ -237,6 +252,7 @@ def explain(
     arch: str | None = None,
     direction: Direction = "forward",
     deterministic: bool | None = None,
+    **unknown: NoReturn,
 ) -> Plan | tuple[Reason, ...]:
     """The Plan that `fmha` would launch for these arguments, or every reason why it would refuse.
 
@@ -253,6 +269,8 @@ def explain(
         direction: ``"backward"``: the Plan of the gradient, from autograd where tensors require grad, else from
             `fmha_backward`. ``"auto"`` chooses each direction by its own measurements.
     """
+    if unknown:
+        refuse_unknown("explain", unknown)
     if direction not in DIRECTIONS:
         raise ValueError(f"direction: got {direction!r}; allowed {', '.join(DIRECTIONS)}")
     directions: tuple[Direction, ...] = (direction,)
