@@ -223,18 +223,30 @@ def test_gradients_of_padded_and_packed_batches(checkpointing):
     check(decoder("Mistral"), both)
 
 
-def test_lengths_of_packed_sequences_may_be_given():
-    """As transformers' DataCollatorWithFlattening gives them."""
-    model, row = decoder("Llama"), tokens()[:1]
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_lengths_of_packed_sequences_may_be_given(name, compiled):
+    """As transformers' DataCollatorWithFlattening gives them; positions that are relative may then go on."""
+    model, row = decoder(name, num_hidden_layers=1), tokens()[:1]
     positions = packed()["position_ids"][:1]
     lengths = torch.tensor([0, 9, LENGTH])
     given = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": LENGTH - 9, "max_length_k": LENGTH - 9}
-    wanted = run(model, "eager", torch.float32, lambda it: [it(row, position_ids=positions, use_cache=False).logits])
-    found = run(model, "multiattn", torch.float32, lambda it: [it(row, position_ids=positions, **given).logits])
-    torch.testing.assert_close(found[0], wanted[0], atol=1e-5, rtol=0)
+
+    def logits(model):
+        if model.config._attn_implementation == "eager":
+            return [model(row, position_ids=positions, use_cache=False).logits]
+        torch.compiler.reset()
+        forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager") if compiled else model.forward
+        return [forward(row, use_cache=False, **given).logits]
+
+    check(model, logits)
+    if not compiled:
+        model.set_attn_implementation("multiattn")
+        with pytest.raises(ValueError, match="cu_seq_lens_q"):
+            model(tokens(), attention_mask=padding(left=3), **given)
 
 
-@pytest.mark.parametrize("given", ["nothing", "mask", "positions", "cache"])
+@pytest.mark.parametrize("given", ["mask", "positions", "cache"])
 def test_compiles_whole(given):
     def logits(model):
         torch.compiler.reset()
@@ -246,7 +258,7 @@ def test_compiles_whole(given):
             with torch.no_grad():
                 return [forward(it, **{CACHE: cache}).logits for it in parts]
         mask = padding(left=5)
-        options = {"nothing": {}, "mask": {"attention_mask": mask}, "positions": packed()}[given]
+        options = packed() if given == "positions" else {"attention_mask": mask}
         return [forward(tokens(), **options).logits * (mask[..., None] if given == "mask" else 1)]
 
     check(decoder("Mistral", num_hidden_layers=1), logits)

@@ -128,8 +128,8 @@ def _is_causal_band(mask_function: MaskFunction | None) -> bool:
 
 def _variables(function: MaskFunction) -> dict[str, Any]:
     """The variables that a closure holds, by name."""
-    names = function.__code__.co_freevars
-    return dict(zip(names, (it.cell_contents for it in function.__closure__ or ()), strict=True))
+    cells = getattr(function, "__closure__", None) or ()
+    return dict(zip(function.__code__.co_freevars, (it.cell_contents for it in cells), strict=True)) if cells else {}
 
 
 def _packed_mask(ids: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -167,7 +167,8 @@ def attend(
     """Attention for transformers' `AttentionInterface`, whose arguments these are; out is ``[B, Sq, Hq, D]``.
 
     query ``[B, Hq, Sq, D]``, key and value ``[B, Hkv, Skv, D]``; value may have a smaller D. query and key take the
-    dtype of value, and all the one of autocast, where it is on. `s_aux` are sinks.
+    dtype of value, and all the one of autocast, where it is on. `s_aux` are sinks. Where the lengths of packed
+    sequences are given, each sees its own band, as with FlashAttention, whatever mask a compiled function makes.
 
     Raises:
         NotImplementedError: for dropout, for weights (`output_attentions`) and for the paged caches of FlashAttention.
@@ -185,12 +186,19 @@ def attend(
         value = torch.nn.functional.pad(value, (0, query.shape[-1] - head_dim))
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "backend": backend}
     mask, lengths = attention_mask, (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    is_packed = mask is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None
+    is_packed = cu_seq_lens_q is not None and cu_seq_lens_k is not None
     if mask is not None and mask.ndim == 3:
         sliding_window = mask.shape[2] if mask.shape[2] > 1 else sliding_window
         mask = mask[..., 0]
-        if is_packed := mask.dtype == torch.int32:
-            lengths = mask[0], mask[0], mask.shape[0], mask.shape[0]
+        if mask.dtype == torch.int32 and not is_packed:
+            is_packed, lengths = True, (mask[0], mask[0], mask.shape[0], mask.shape[0])
+        is_padded = mask.dtype == torch.bool and mask.shape[0] > 0
+    else:
+        is_padded = mask is not None and (mask.ndim == 2 or not is_compiling())
+    if is_packed and is_padded:
+        raise ValueError(
+            "cu_seq_lens_q: got lengths beside an attention_mask; allowed either: packed sequences have no padding"
+        )
     band = _band(_is_causal(module, is_causal), sliding_window)
     if is_packed:
         out = _attend_packed(query, key, value, position_bias, lengths, options | band)
@@ -220,7 +228,7 @@ def _refuse(dropout: float, others: dict[str, Any]) -> None:
 
 
 def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
-    """What the caller says, else the module; a config that makes a decoder bidirectional makes its masks so, too."""
+    """The caller decides, else the module; a config that makes a decoder bidirectional makes its masks so, too."""
     if is_causal is not None:
         return bool(is_causal)
     in_config = getattr(getattr(module, "config", None), "is_causal", True)
@@ -275,7 +283,7 @@ def _attend_padded(
     if mask is not None:
         keys = mask.shape[1]
         k, v, bias = k[:, :, :keys], v[:, :, :keys], None if bias is None else bias[..., :keys]
-    if mask is None or mask.shape[0] < q.shape[0]:
+    if mask is None or mask.shape[0] == 0:
         return dense(q, k, v, bias=bias, **options)
     if bias is None:
         return fmha_padded(q, k, v, kv_mask=mask, **options)
