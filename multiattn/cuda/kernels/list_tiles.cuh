@@ -38,7 +38,7 @@ struct TileList {
 
   DEVICE int rows(const Sequence& it) const { return of_queries ? it.len_q : it.len_kv; }
   DEVICE int tiles(const Sequence& it) const { return (rows(it) + rows_of_tile - 1) / rows_of_tile; }
-  // By that a tile costs as much as its sequence has rows on the other side.
+  // A tile costs as much as its sequence has rows on the other side.
   DEVICE int cost(const Sequence& it) const { return of_queries ? it.len_kv : it.len_q; }
 
   // Tiles of all sequences that come before this one, added up by a warp: of those that cost more, and of those that cost as
