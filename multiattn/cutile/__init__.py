@@ -6,6 +6,7 @@ import ctypes
 import functools
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from multiattn.cutile.candidates import backward_candidates, forward_candidates
 from multiattn.cutile.configs import CutileConfig, OnePassConfig, TwoPassConfig
 from multiattn.cutile.kernels.constants import SMALLEST_TILE
 from multiattn.cutile.ladder import STEPS
-from multiattn.cutile.table import AREAS
+from multiattn.cutile.table import AREAS, LISTS
 from multiattn.mask import KINDS
+from multiattn.packed import TILE_LISTS
 from multiattn.plan.arch import GPU_ARCHS, Arch
 from multiattn.plan.backend import Backend, Op, Variant, bytes_of_areas, later
 from multiattn.plan.ladder import rung_variants
@@ -97,7 +99,7 @@ def _backward_variant(name: str, summary: str, **rest: Any) -> Variant:
         name=name,
         summary=summary,
         capability=_EVERYWHERE,
-        workspace=bytes_of_areas(AREAS[name]),
+        workspace=bytes_of_areas(AREAS[name], LISTS[name]),
         fits=configs.why_not_backward,
         **rest,
     )
@@ -126,9 +128,10 @@ BACKEND = Backend(
         variants=rung_variants(
             STEPS,
             CutileConfig,
-            capability_of=lambda step: _EVERYWHERE,
+            capability_of=lambda step: replace(_EVERYWHERE, packing=True),
             rules_of=rules.rules_of,
             fits=configs.why_not_forward,
+            workspace=bytes_of_areas((), TILE_LISTS[:1]),
         ),
         candidates=forward_candidates,
         **_OPERATIONS,

@@ -190,9 +190,17 @@ def later(module: str, name: str) -> Callable[..., Any]:
     return lambda *arguments: getattr(importlib.import_module(module), name)(*arguments)
 
 
-def bytes_of_areas(names: Sequence[str]) -> Callable[[Problem, Config | None], int]:
-    """`Variant.workspace` of a variant whose workspace is areas, by their names among `Problem.layouts`."""
-    return lambda problem, config: sum(problem.layouts[name].size_bytes for name in names)
+def bytes_of_areas(names: Sequence[str], of_packed: Sequence[str] = ()) -> Callable[[Problem, Config | None], int]:
+    """`Variant.workspace` of a variant whose workspace is areas, by their names among `Problem.layouts`.
+
+    `of_packed`: further ones for a packed batch.
+    """
+
+    def workspace(problem: Problem, config: Config | None) -> int:
+        asked = names if problem.packing is None else (*names, *of_packed)
+        return sum(problem.layouts[name].size_bytes for name in asked)
+
+    return workspace
 
 
 _NAMED_AT_MOST = 12  # in an error; a backend may have a hundred rungs

@@ -62,6 +62,7 @@ def rung_variants(
     capability_of: Callable[[StepT], Capability],
     rules_of: Callable[[str], tuple[Rule[Any], ...]],
     fits: Callable[[Problem, Arch, Any], tuple[Reason, ...]],
+    workspace: Callable[[Problem, Config | None], int] = lambda problem, config: 0,
 ) -> tuple[Variant, ...]:
     """The Variant of each rung. One that leads to another is selected only by name.
 
@@ -70,7 +71,7 @@ def rung_variants(
         config_type: of the configs of all rungs.
         capability_of: what a step accepts.
         rules_of: the rules of a rung, by its name.
-        fits: as `Variant.fits`, whatever the rung.
+        fits: as `Variant.fits`, whatever the rung; so is `workspace`.
     """
 
     def variant(name: str, rung: Rung[StepT]) -> Variant:
@@ -82,6 +83,7 @@ def rung_variants(
             rules=rules_of(name),
             flags=tuple(asdict(rung.step).items()),
             parent=rung.parent,
+            workspace=workspace,
             only_named=any(other.parent == name for other in steps.values()),
             fits=lambda problem, arch, config: (*fits(problem, arch, config), *rung.step.why_not(config)),
         )
