@@ -18,11 +18,14 @@ pytest.importorskip("cuda.tile")
 import cuda.tile as ct
 
 from multiattn.cutile import cpu
+from multiattn.cutile.bind import bind_proven, tile_ir
 from multiattn.cutile.compile import get_kernel, get_signature
 from multiattn.cutile.configs import CutileConfig
 from multiattn.cutile.kernels.constants import ListConstants
 from multiattn.cutile.kernels.packed import list_tiles_kernel
 from multiattn.cutile.table import launches_of
+from multiattn.plan.cubin import read_entry
+from multiattn.plan.toolchain import disassemble, find_cuobjdump
 
 BACKEND = get("cutile")
 RANDOM = random.Random(0)
@@ -138,6 +141,36 @@ def test_nothing_of_a_neighbour_is_seen():
     assert beside[~apart].isnan().all()
 
 
+BACKWARD = [
+    pytest.param("two_pass", APART, {"behind": (11, 3), "causal": True}, id="causal"),
+    pytest.param("atomic", APART, {"behind": (11, 3)}, id="atomic-behind"),
+    pytest.param("atomic", (UNEVEN, UNEVEN), {"causal": True, "window": (20, 0)}, id="atomic-window"),
+    pytest.param(
+        "two_pass", APART, {"behind": (11, 3), "window": (9, 4), "sinks": torch.tensor([0.5, -1.0])}, id="sinks"
+    ),
+    pytest.param("two_pass", APART, {"bias": torch.randn(5, 2, 99, 90), "softcap": 3.0}, id="bias"),
+]
+
+
+@pytest.mark.parametrize(("variant", "lengths", "options"), BACKWARD)
+def test_gradients_are_those_of_each_sequence(variant, lengths, options):
+    options = dict(options)
+    q, k, v = draw(*lengths, behind=options.pop("behind", (0, 0)))
+    named = {**lengths_of(*lengths), **options}
+    out, lse = multiattn.fmha_varlen(q, k, v, backend="reference", return_lse=True, **named)
+    dout, dlse = torch.randn(q.shape).to(q.dtype), torch.randn(lse.shape)
+    for tensor in (dout, dlse.T):
+        tensor[sum(lengths[0]) :] = math.nan
+    if "bias" in named:
+        named["bias"] = named["bias"].requires_grad_()
+    given = (q, k, v, out, lse, dout)
+    got = multiattn.fmha_varlen_backward(*given, dlse=dlse, backend="cutile", variant=variant, **named)
+    truth = multiattn.fmha_varlen_backward(*given, dlse=dlse, backend="reference", **named)
+    assert len(got) == len(truth) >= 3
+    for one, wanted in zip(got, truth, strict=True):
+        close(one, wanted)
+
+
 @pytest.mark.parametrize("pipeline", ["plain", "pilot_pairs"])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (40, 0)}], ids=["full", "causal", "window"])
 def test_lazy_maxima_are_right_for_sequences_without_keys_and_with_few(pipeline, options):
@@ -159,23 +192,51 @@ def test_lazy_maxima_are_right_for_sequences_without_keys_and_with_few(pipeline,
 
 # ---------------------------------------------------------------- compiled
 
+needs_compiler = pytest.mark.skipif(
+    bool(BACKEND.probe_compiler()), reason="; ".join(map(str, BACKEND.probe_compiler())) or "compiler found"
+)
+needs_cuobjdump = pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
 
-def code_of(direction, sequences, rows, **sizes):
+
+def code_of(direction, variant, sequences, rows, **sizes):
     """What the kernels of a launch are compiled for."""
     rows_q, rows_kv = rows
     problem = Problem.contiguous(
         batch=1, heads_q=4, heads_kv=2, seq_q=rows_q, seq_kv=rows_kv, packing=PackingSpec(sequences), **sizes
     )
-    plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction=direction, probe=False)
+    plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction=direction, variant=variant, probe=False)
     launches = launches_of(plan)
     return tuple((get_kernel(it), repr(get_signature(it)), it.occupancy, it.num_worker_warps) for it in launches)
 
 
-@pytest.mark.parametrize("direction", ["forward"])
-@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (100, 0)}], ids=["full", "causal", "window"])
-def test_200_batches_have_one_code(direction, mask):
-    def draw_rows():
-        return RANDOM.randrange(1, 20000), RANDOM.randrange(1, 20000)
+@pytest.mark.parametrize(
+    ("direction", "variant", "options"),
+    [
+        ("forward", "full", {"head_dim": 64}),
+        ("forward", "full", {"head_dim": 256, "causal": True}),
+        ("forward", "full", {"head_dim": 128, "window": (100, 0)}),
+        ("backward", "two_pass", {"head_dim": 128, "causal": True}),
+        ("backward", "atomic", {"head_dim": 40, "window": (100, 0)}),
+    ],
+)
+def test_200_batches_have_one_code(direction, variant, options):
+    batches = [(RANDOM.randrange(200), (RANDOM.randrange(1, 20000), RANDOM.randrange(1, 20000))) for _ in range(200)]
+    batches += [(0, (1, 1)), (3, (16, 32)), (1, (4096, 4096))]
+    assert len({code_of(direction, variant, *batch, **options) for batch in batches}) == 1
 
-    found = {code_of(direction, RANDOM.randrange(200), draw_rows(), head_dim=64, **mask) for _ in range(200)}
-    assert len(found) == 1
+
+@needs_compiler
+@needs_cuobjdump
+def test_sequences_come_and_go_by_tma_on_hopper():
+    """A block makes the tensor maps of its sequence, and the compiler is given what the launch gives it."""
+    problem = Problem.contiguous(batch=1, heads_q=2, seq_q=600, head_dim=64, packing=PackingSpec(5))
+    plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction="backward", variant="atomic", probe=False)
+    exported = BACKEND.backward.export(plan, ())
+    launches = launches_of(plan)
+    assert [it.kernel for it in launches] == ["list_tiles", "row_deltas", "all_grads", "round_query_grads"]
+    for launch, made in zip(launches, exported, strict=True):
+        bind_proven(launch, tile_ir(made.cubin), read_entry(made.cubin, made.kernel))
+    sass = disassemble(exported[2].cubin)
+    for name in ("UTMALDG.4D", "UTMASTG.4D", "UTMAREDG.4D"):
+        assert name in sass
+    assert "LDGSTS" not in sass

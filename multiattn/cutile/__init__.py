@@ -6,7 +6,6 @@ import ctypes
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -112,6 +111,7 @@ _EVERYWHERE = Capability(
     scores=True,
     block_masks=SMALLEST_TILE,
     score_gradients=True,
+    packing=True,
 )
 _OPERATIONS: dict[str, Any] = {
     "prepare": later("multiattn.cutile.launch", "prepare"),
@@ -128,7 +128,7 @@ BACKEND = Backend(
         variants=rung_variants(
             STEPS,
             CutileConfig,
-            capability_of=lambda step: replace(_EVERYWHERE, packing=True),
+            capability_of=lambda step: _EVERYWHERE,
             rules_of=rules.rules_of,
             fits=configs.why_not_forward,
             workspace=bytes_of_areas((), TILE_LISTS[:1]),

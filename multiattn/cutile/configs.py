@@ -241,16 +241,16 @@ def is_linear(problem: Problem, config: CutileConfig, together: Together) -> boo
 
 def _grid_by_head(problem: Problem, config: CutileConfig, together: Together) -> Grid:
     if problem.packing is not None:
-        return grid_of_list(problem.packing.tiles_max(problem.seq_q, config.tile_m), problem.heads_q, together.heads)
+        return grid_of_list(query_tiles(problem, config.tile_m), problem.heads_q, together.heads)
     x = -(-problem.seq_q // config.tile_m) * together.heads
     if together.spanning:
         return x, problem.batch * problem.heads_q // together.heads, 1
     return x, problem.heads_q // together.heads, problem.batch
 
 
-def grid_of_list(entries: int, heads: int, together: int) -> Grid:
-    """Entries times the heads that advance together in x, sections of heads in y."""
-    return entries * together, heads // together, 1
+def grid_of_list(tiles: int, heads: int, together: int) -> Grid:
+    """A block for each of a packed batch's tiles: entries times heads that advance together in x, sections in y."""
+    return tiles // heads * together, heads // together, 1
 
 
 LIST_BLOCKS = 32

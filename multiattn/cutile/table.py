@@ -365,17 +365,23 @@ def _two_passes(plan: Plan, has_dlse: bool) -> tuple[KernelLaunch, ...]:
         has_dlse=has_dlse,
     )
     tiles, hints = query_tiles(problem, config.dq_tile_m), (config.dq_occupancy, config.dq_num_worker_warps)
-    return _backward(plan, "query_grads", tiles, constants, *hints), _of_keys(plan, config, "key_grads")
+    return (
+        *_tile_lists(plan, query_tile=config.dq_tile_m, key_tile=config.tile_n),
+        _backward(plan, "query_grads", tiles, constants, *hints),
+        _of_keys(plan, config, "key_grads"),
+    )
 
 
 def _one_pass(plan: Plan, has_dlse: bool) -> tuple[KernelLaunch, ...]:
     problem, config = plan.problem, plan.config
     assert isinstance(config, OnePassConfig)
     config = configs.within_blocks(problem, config)
-    tiles, tile_d = query_tiles(problem, configs.ROW_TILE), one_width(problem.head_dim)
+    tile_d = one_width(problem.head_dim)
+    tiles = -(-problem.seq_q // configs.ROW_TILE) * problem.heads_q * problem.batch  # also of a packed batch
     delta = RowDeltaConstants(tile_m=configs.ROW_TILE, tile_d=tile_d, has_dlse=has_dlse)
     rows = RowConstants(tile_m=configs.ROW_TILE, tile_d=tile_d)
     return (
+        *_tile_lists(plan, key_tile=config.tile_n),
         _backward(plan, "row_deltas", tiles, delta, configs.ROW_OCCUPANCY),
         _of_keys(plan, config, "all_grads"),
         _backward(plan, "round_query_grads", tiles, rows),
@@ -399,7 +405,7 @@ def _of_keys(plan: Plan, config: OnePassConfig, kernel: str) -> KernelLaunch:
 def _products(plan: Plan, names: Sequence[str], tile_m: int, tile_n: int) -> dict[str, Any]:
     """The constants of a kernel with products that follow from its tile; `names`: its lists of a block mask."""
     problem = plan.problem
-    own_keys = problem.seq_kv % tile_n != 0
+    own_keys = problem.packing is not None or problem.seq_kv % tile_n != 0
     return {
         "tile_m": tile_m,
         "tile_n": tile_n,
@@ -408,9 +414,10 @@ def _products(plan: Plan, names: Sequence[str], tile_m: int, tile_n: int) -> dic
         "two_sided": problem.is_two_sided,
         "ragged": _has_ragged_keys(problem, tile_n) if names == KEYS_OF_QUERIES else own_keys,
         "tma": has_positive_strides(problem),
-        "tma_columns": problem.seq_q % 4 == 0,
+        "tma_columns": problem.packing is None and problem.seq_q % 4 == 0,
         "score": _lowered(plan),
         "blocks": _tiles_of_blocks(problem, names, tile_m, tile_n),
+        "packed": problem.packing is not None,
     }
 
 
@@ -423,16 +430,20 @@ def _backward(
     num_worker_warps: int | None = None,
 ) -> KernelLaunch:
     """One launch. Without a dlse a kernel is given lse in its place, and does not read it."""
+    problem, names = plan.problem, _NAMES[kernel].split()
     grid = configs.factor_grid(tiles)
+    if isinstance(constants, BackwardConstants) and constants.packed:
+        heads = problem.heads_kv if "dcaptured" in names else problem.heads_q
+        grid = configs.grid_of_list(tiles, heads, constants.heads_together)
     if grid is None:
         raise ValueError(f"no grid of {tiles} blocks")
-    problem, names = plan.problem, _NAMES[kernel].split()
     assumed = {"dtype": problem.dtype}
     captured, derived = _aux(plan, assumed, {}) if "captured" in names else ((), ())
     optional = {"captured": captured} if "captured" in names else {}
     if "listed" in names:
         of_keys = "dcaptured" in names
-        optional["listed"] = lists_of(assumed, {}, problem, QUERIES_OF_KEYS if of_keys else KEYS_OF_QUERIES)
+        own = (QUERIES_OF_KEYS, "key_list") if of_keys else (KEYS_OF_QUERIES, "query_list")
+        optional["listed"] = _lists(assumed, {}, problem, *own)
         if of_keys:
             optional["dcaptured"] = gradients_of(assumed, {}, problem, _lowered(plan))
     scalars: dict[str, Scalar] = {

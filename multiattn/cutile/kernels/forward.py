@@ -427,7 +427,7 @@ def forward_kernel(const: ForwardConstants) -> Callable[..., None]:
     ) -> None:  # fmt: skip
         aux = derived + captured
         if const.packed:
-            place = packed.find_place(const, q, k, listed[0], const.tile_m, reach, aux, False)
+            place = packed.find_place(const, q, k, listed[0], const.tile_m, reach, aux, const.grouped)
             if place.sequence.number >= 0:
                 forward_sequence(const, place, q, k, v, out, lse, sinks, scale)
         elif const.static_grid:

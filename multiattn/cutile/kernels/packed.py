@@ -34,8 +34,8 @@ def field(entries: Any, entry: Any, number: Any) -> Any:
 
 
 @ct.function
-def find_place(const: Any, q: Any, k: Any, entries: Any, own: Any, reach: Any, aux: Any, of_keys: ConstBool) -> Any:
-    """Where the tile lives that a block takes, `own` rows of its sequence: of queries, or of keys and no head of q.
+def find_place(const: Any, q: Any, k: Any, entries: Any, own: Any, reach: Any, aux: Any, grouped: ConstBool) -> Any:
+    """Where the tile lives that a block takes, `own` rows of its sequence. Heads are those of k where it owns keys.
 
     Entries times `heads_together` heads are x of the grid, sections of heads y.
     """
@@ -44,13 +44,10 @@ def find_place(const: Any, q: Any, k: Any, entries: Any, own: Any, reach: Any, a
     sequence = Sequence(
         number=field(entries, entry, 0), offset_q=field(entries, entry, 2), offset_kv=field(entries, entry, 4)
     )
-    head_kv = head
-    if not of_keys:
-        head_kv = shared_head(q, k, head, True)
     return Place(
         batch=0,
         head=head,
-        head_kv=head_kv,
+        head_kv=shared_head(q, k, head, grouped),
         tile=field(entries, entry, 1) // own,
         seq_q=field(entries, entry, 3),
         seq_kv=field(entries, entry, 5),
