@@ -84,10 +84,16 @@ def fresh_memory(device: int, size: int) -> Lender:
     return lend
 
 
-def fresh_areas(problem: Problem, names: Sequence[str], device: int) -> Workspace | None:
-    """A workspace of areas, by their names among a Problem's layouts, from PyTorch's allocator; None for no areas."""
+def fresh_areas(
+    problem: Problem, names: Sequence[str], device: int, more: Mapping[str, int] | None = None
+) -> Workspace | None:
+    """A workspace of areas, by their names among a Problem's layouts, from PyTorch's allocator; None for no areas.
+
+    `more`: further areas by their names, and the bytes of each.
+    """
     known = problem.layouts
-    areas, size = pack_areas({name: known[name].size_bytes for name in own_areas(problem, names)})
+    sizes = {name: known[name].size_bytes for name in own_areas(problem, names)}
+    areas, size = pack_areas(sizes | dict(more or {}))
     return Workspace(lend=fresh_memory(device, size), areas=areas) if areas else None
 
 

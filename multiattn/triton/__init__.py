@@ -9,6 +9,7 @@ import torch
 
 from multiattn.layout import VECTOR_BYTES
 from multiattn.mask import KINDS
+from multiattn.packed import TILE_LISTS
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch
 from multiattn.plan.backend import Backend, Op, Variant, bytes_of_areas, later
 from multiattn.plan.ladder import rung_variants
@@ -52,12 +53,19 @@ TMA_ARCHS = tuple(name for name in GPU_ARCHS if ARCHS[name].capability >= (9, 0)
 """Arches with a Tensor Memory Accelerator."""
 
 _THROUGH_POINTERS = Capability(
-    arches=("cpu", *GPU_ARCHS), masks=KINDS, sinks=True, scores=True, block_masks=16, score_gradients=True
+    arches=("cpu", *GPU_ARCHS),
+    masks=KINDS,
+    sinks=True,
+    scores=True,
+    block_masks=16,
+    score_gradients=True,
+    packing=True,
 )
 # cuTensorMapEncodeTiled: address and strides are multiples of 16 bytes, and no stride is zero. A Problem has one
-# alignment for all tensors, so this also holds for those that are read through pointers.
+# alignment for all tensors, so this also holds for those that are read through pointers. A map knows one length: a tile
+# at the end of a packed sequence would have rows of the next one.
 _THROUGH_DESCRIPTORS = replace(
-    _THROUGH_POINTERS, arches=("cpu", *TMA_ARCHS), alignment=VECTOR_BYTES, zero_strides=False
+    _THROUGH_POINTERS, arches=("cpu", *TMA_ARCHS), alignment=VECTOR_BYTES, zero_strides=False, packing=False
 )
 
 
@@ -91,7 +99,7 @@ def _backward_variant(*, one_pass: bool, descriptor: bool) -> Variant:
         rules=rules_of(name),
         flags=(("one_pass", one_pass), ("descriptor", descriptor)),
         deterministic=not one_pass,
-        workspace=bytes_of_areas(("delta", "dq_sum") if one_pass else ("delta",)),
+        workspace=bytes_of_areas(*((("delta", "dq_sum"), ("key_list",)) if one_pass else (("delta",), TILE_LISTS))),
         fits=configs.why_not_fit_backward,
     )
 
@@ -119,6 +127,7 @@ BACKEND = Backend(
             capability_of=lambda step: _THROUGH_DESCRIPTORS if step.descriptor else _THROUGH_POINTERS,
             rules_of=rules_of,
             fits=configs.why_not_fit,
+            workspace=bytes_of_areas((), ("query_list",)),
         ),
     ),
     backward=_op(  # two passes first: the faster ones where both were measured

@@ -51,8 +51,13 @@ def _export(call: Call, plan: Plan, kinds: Sequence[str]) -> Exported:
         threads=image.threads,
         dynamic_smem_bytes=image.dynamic_smem_bytes,
         texts={kind: kernel.asm[kind].encode() for kind in KINDS if kind in kinds},
-        binding=_emitted_binding(kernel, call, plan, image) if plan.direction == "forward" else None,
+        binding=_emitted_binding(kernel, call, plan, image) if _is_loadable(plan) else None,
     )
+
+
+def _is_loadable(plan: Plan) -> bool:
+    """True where the loader of emitted kernels can launch a plan: a forward of one kernel."""
+    return plan.direction == "forward" and plan.problem.packing is None
 
 
 def _emitted_binding(kernel: Any, call: Call, plan: Plan, image: abi.Image) -> abi.Binding:

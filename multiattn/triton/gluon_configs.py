@@ -46,6 +46,11 @@ class GluonConfig(Config):
         return self.tile_m // WARPGROUP_ROWS
 
     @property
+    def counts(self) -> bool:
+        """True if a counter in device memory gives out tiles."""
+        return self.scheduler == "dynamic"
+
+    @property
     def registers(self) -> int:
         """Per thread at launch. Of these the producer gives most to the consumers."""
         return {2: 168, 3: 128}[self.warpgroups]
@@ -73,8 +78,12 @@ def spare_registers(config: GluonConfig, problem: Problem) -> int:
 
 
 def workspace(problem: Problem, config: Config | None) -> int:
-    """Bytes of device memory beside the tensors: the tile counter of a dynamic scheduler, one for each stream."""
-    return COUNTER_BYTES if isinstance(config, GluonConfig) and config.scheduler == "dynamic" else 0
+    """Bytes of device memory beside the tensors: the tile counter of a dynamic scheduler, one for each stream.
+
+    And a packed batch's list of tiles.
+    """
+    counter = COUNTER_BYTES if isinstance(config, GluonConfig) and config.counts else 0
+    return counter + (0 if problem.packing is None else problem.layouts["query_list"].size_bytes)
 
 
 _FIELDS: Mapping[str, limits.FieldRule] = {

@@ -11,6 +11,7 @@ from triton import knobs
 
 from multiattn.plan import abi
 from multiattn.plan.backend import Launcher, Plan
+from multiattn.plan.schedule import COUNTER_BYTES
 from multiattn.run import compat
 from multiattn.run.counters import counter_lender
 from multiattn.run.launch import (
@@ -68,13 +69,16 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
     with interpreter.exclusive_language:
         compiled = [call.kernel.warmup(*call.stubs(), grid=(call.table.grid,), **call.table.options) for call in calls]
     runs = [kernel[(call.table.grid, 1, 1)] for kernel, call in zip(compiled, calls, strict=True)]  # this loads them
-    areas = area_names([call.table for call in calls])
+    areas: Sequence[str] = area_names([call.table for call in calls])
     kernels = _for_driver(compiled, calls)
     if kernels is None:
         return _through_triton(plan, runs, calls, areas, device)
-    if abi.WORKSPACE in areas:
-        return DriverLauncher(kernels, device, Workspace(lend=counter_lender(device, plan.workspace_bytes)))
-    return DriverLauncher(kernels, device, fresh_areas(plan.problem, areas, device))
+    if abi.WORKSPACE not in areas:
+        return DriverLauncher(kernels, device, fresh_areas(plan.problem, areas, device))
+    if plan.problem.packing is None:
+        return DriverLauncher(kernels, device, Workspace(lend=counter_lender(device, COUNTER_BYTES)))
+    areas = [name for name in areas if name != abi.WORKSPACE]  # the kernel that lists tiles sets the counter to 0
+    return DriverLauncher(kernels, device, fresh_areas(plan.problem, areas, device, {abi.WORKSPACE: COUNTER_BYTES}))
 
 
 def _for_driver(compiled: Sequence[Any], calls: Sequence[Call]) -> list[LoadedKernel] | None:
@@ -114,7 +118,7 @@ def _through_triton(
     def launch(tensors: dict[str, Any]) -> None:
         stream = compat.current_stream(device)
         for name in counters:
-            tensors[name] = torch.zeros(plan.workspace_bytes // 4, dtype=torch.int32, device=tensors["q"].device)
+            tensors[name] = torch.zeros(COUNTER_BYTES // 4, dtype=torch.int32, device=tensors["q"].device)
         for run, call in zip(runs, calls, strict=True):
             run(*call.given(tensors), stream=stream)
 

@@ -8,11 +8,12 @@ what Triton made of a call is held against it there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
 from multiattn.layout import VECTOR_BYTES, Layout
+from multiattn.packed import TILE_LISTS
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.plan.schedule import heads_side_by_side, key_tiles, most_multiprocessors, one_width, query_tiles
@@ -29,13 +30,13 @@ from multiattn.triton.configs import (
 )
 from multiattn.triton.gluon_configs import VARIANT as GLUON
 from multiattn.triton.gluon_configs import GluonConfig, pieces_of
-from multiattn.triton.kernels.constants import OUT_VECTOR, TileConstants
+from multiattn.triton.kernels.constants import OUT_VECTOR, ListConstants, TileConstants
 from multiattn.triton.kernels.gluon.constants import GluonConstants
 from multiattn.triton.ladder import STEPS
 from multiattn.triton.score import lowered_score
 from multiattn.validate import LOG2_E
 
-_AREAS = ("delta", "dq_sum", abi.WORKSPACE)
+_AREAS = ("delta", "dq_sum", *TILE_LISTS, abi.WORKSPACE)
 """Areas of workspace that a launch may take."""
 _GIVEN = ("q", "k", "v")
 """Tensors of the caller's, which may be less aligned than our own."""
@@ -153,7 +154,9 @@ def tables_of(
     """
     assumed = assumed or assumed_of(plan)
     if plan.variant == GLUON:
-        return (_gluon(plan, assumed, multiprocessors or most_multiprocessors(plan.arch)),)
+        table = _gluon(plan, assumed, multiprocessors or most_multiprocessors(plan.arch))
+        assert isinstance(plan.config, GluonConfig)
+        return (*_tile_lists(plan, query_tile=plan.config.tile_m, counts=plan.config.counts), table)
     return _forward(plan, assumed) if plan.direction == "forward" else _backward(plan, assumed, has_dlse)
 
 
@@ -163,21 +166,74 @@ def area_names(tables: Iterable[KernelTable]) -> tuple[str, ...]:
     return tuple(name for name in _AREAS if name in found)
 
 
+# ---------------------------------------------------------------- lists of tiles
+
+LIST_TILES = "list_tiles"
+"""The kernel's name, in launches of every variant."""
+_PARTS_MAX = 32
+"""Programs that share the tiles of a group of sequences, at most."""
+_GROUPS_SHARED = 128
+"""Groups whose tiles are shared; of more each has a program by itself."""
+_ENTRIES_OF_PART = 16
+"""Entries for which one of them is worth it. A guess, not measured."""
+
+
+def _tile_lists(plan: Plan, *, query_tile: int = 0, key_tile: int = 0, counts: bool = False) -> tuple[KernelTable, ...]:
+    """The kernel that goes first in a packed launch; none in others.
+
+    Args:
+        plan: of the launch.
+        query_tile: rows of the tiles of queries that its kernels own, 0 where they own none.
+        key_tile: the same of keys.
+        counts: whether a kernel counts tiles in the workspace: then this one sets the counter to 0.
+    """
+    problem, packing = plan.problem, plan.problem.packing
+    if packing is None:
+        return ()
+    constants = ListConstants(query_tile=query_tile, key_tile=key_tile, last_first=problem.is_banded)
+    entries = {
+        "query": packing.tiles_max(problem.seq_q, query_tile) if query_tile else 0,
+        "key": packing.tiles_max(problem.seq_kv, key_tile) if key_tile else 0,
+    }
+    groups = packing.sequences // constants.group + 1  # the rows behind the last sequence are one more
+    parts = min(_PARTS_MAX, -(-max(entries.values()) // _ENTRIES_OF_PART), max(1, _GROUPS_SHARED // groups))
+    cu_seqlens_q, cu_seqlens_kv = problem.cu_seqlens
+    sizes = {
+        "sequences": packing.sequences,
+        "seq_q": problem.seq_q,
+        "seq_kv": problem.seq_kv,
+        **{f"{name}_entries": number for name, number in entries.items()},
+        "parts": parts,
+    }
+    rows: dict[str, Parameter] = {
+        "cu_seqlens_q": Tensor(of=cu_seqlens_q, is_aligned=False),
+        "cu_seqlens_kv": Tensor(of=cu_seqlens_kv, is_aligned=False),
+        "query_list": Tensor(of="query_list") if query_tile else Constant(value=None),
+        "key_list": Tensor(of="key_list") if key_tile else Constant(value=None),
+        "counter": Tensor(of=abi.WORKSPACE) if counts else Constant(value=None),
+        **{name: Integer(value=value, specialised=False) for name, value in sizes.items()},
+        "C": Constant(value=constants),
+    }
+    grid = groups * parts * sum(map(bool, (query_tile, key_tile)))
+    options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+    return (KernelTable(kernel=LIST_TILES, grid=grid, options=options, rows=rows),)
+
+
 # ---------------------------------------------------------------- plain kernels
 
 
 _NAMES: Mapping[str, str] = {
     "attention_forward": """
         q k v out lse scale seq_q seq_kv heads
-        q_strides k_strides v_strides out_strides left right sinks aux lists C""",
+        q_strides k_strides v_strides out_strides left right sinks aux lists entries tiles C""",
     "prepare_rows": "out dout dlse delta dq_sum dlse_rows seq_q heads_q batch_heads out_strides C",
     "finish_dq": "dq_sum dq grad_factor seq_q heads_q batch_heads dq_strides C",
     "gradient_of_queries": """
         q k v out lse dout dlse dq delta score_factor grad_factor dlse_rows seq_q seq_kv heads
-        q_strides k_strides v_strides out_strides left right aux lists C""",
+        q_strides k_strides v_strides out_strides left right aux lists entries tiles C""",
     "gradients_of_keys": """
         q k v lse dout delta dq_sum dk dv score_factor grad_factor seq_q seq_kv heads
-        q_strides k_strides v_strides dout_strides dk_strides dv_strides left right aux daux lists C""",
+        q_strides k_strides v_strides dout_strides dk_strides dv_strides left right aux daux lists entries tiles C""",
 }
 """The parameters of each plain kernel, in order."""
 _OF_KEYS, _OF_QUERIES = ("k", "v"), ("q", "dout", "dq_sum")
@@ -191,6 +247,9 @@ def _table(
     known, by_keys = problem.layouts, kernel == "gradients_of_keys"
     described = (_OF_QUERIES if by_keys else _OF_KEYS) if constants.descriptor else ()
     alignment = constants.vector * ELEMENT_BYTES
+    # The small kernels take rows as they come, whatever sequence they are of.
+    tiled = problem if constants.packed else replace(problem, packing=None)
+    grid = key_tiles(tiled, constants.tile_n) if by_keys else query_tiles(tiled, constants.tile_m)
     heads = {
         "heads_q": Integer(value=problem.heads_q),
         "group": Integer(value=problem.group),
@@ -211,8 +270,12 @@ def _table(
         "aux": _aux(problem, constants.score),
         "daux": _daux(problem, constants),
         "lists": _lists(problem, by_keys),
+        **dict.fromkeys(("entries", "tiles"), Constant(value=None)),
         "C": Constant(value=constants),
     }
+    if constants.packed:
+        fixed["entries"] = Tensor(of="key_list" if by_keys else "query_list")
+        fixed["tiles"] = Integer(value=grid // heads["batch_heads"].value, specialised=False)
     if not constants.one_pass:
         fixed["dq_sum"] = Constant(value=None)
 
@@ -228,7 +291,6 @@ def _table(
             return Descriptor(of=name, layout=known[name], rows=rows, columns=constants.head_pad)
         return Tensor(of=name, is_aligned=name not in _GIVEN or alignment == VECTOR_BYTES)
 
-    grid = key_tiles(problem, constants.tile_n) if by_keys else query_tiles(problem, constants.tile_m)
     rows = {name: row(name) for name in _NAMES[kernel].split()}
     return KernelTable(kernel=kernel, grid=grid, options=options, rows=rows)
 
@@ -256,7 +318,8 @@ def _aux(problem: Problem, lowered: LoweredScore | None) -> Parameter:
     """The values that the functions of an expression read. Nothing is known of how captured tensors are aligned."""
     if problem.score is None or lowered is None:
         return Constant(value=None)
-    return {name: _item(value) for name, value in problem.score.arguments(lowered, problem.scale).items()}
+    given = problem.score.arguments(lowered, problem.scale)
+    return {name: _item(value, problem) for name, value in given.items()}
 
 
 def _daux(problem: Problem, constants: TileConstants) -> Parameter:
@@ -264,7 +327,7 @@ def _daux(problem: Problem, constants: TileConstants) -> Parameter:
     if problem.score is None or not constants.gradients:
         return Constant(value=None)
     given = problem.score.gradient_arguments(constants.score)
-    return {name: Tensor(of=it) if isinstance(it, str) else Integer(value=it) for name, it in given.items()}
+    return {name: Tensor(of=it) if isinstance(it, str) else _item(it, problem) for name, it in given.items()}
 
 
 def _lists(problem: Problem, by_keys: bool) -> Parameter:
@@ -287,10 +350,11 @@ def is_ragged_list(problem: Problem) -> bool:
     return problem.lists_of(KEYS_OF_QUERIES).columns * problem.blocks.keys > problem.seq_kv
 
 
-def _item(value: float | int | str) -> Scalar:
+def _item(value: float | int | str, problem: Problem) -> Scalar:
+    """An item of `aux`. No code for a packed batch depends on a stride, which may be the length of a sequence."""
     if isinstance(value, str):
         return Tensor(of=value, is_aligned=False)
-    return value if isinstance(value, float) else Integer(value=value)
+    return value if isinstance(value, float) else Integer(value=value, specialised=problem.packing is None)
 
 
 def _strides(name: str, strides: tuple[int, ...], unit: int) -> dict[str, Integer]:
@@ -321,6 +385,7 @@ def _constants(plan: Plan, config: TritonConfig, assumed: Assumed, **own: Any) -
         has_score=problem.has_score,
         has_slope=lowered is not None and lowered.slope is not ONE,
         blocks=problem.blocks,
+        packed=problem.packing is not None,
         has_mask=lowered is not None and lowered.mask is not None,
         **own,
     )
@@ -337,7 +402,8 @@ def _forward(plan: Plan, assumed: Assumed) -> tuple[KernelTable, ...]:
     problem, config, step = plan.problem, _config_of(plan), STEPS[plan.variant].step
     own = {"descriptor": step.descriptor, "scale_sign": problem.scale_sign, "step": step}
     constants = _constants(plan, config, assumed, ragged=is_ragged_list(problem), **own)
-    return (_table("attention_forward", problem, constants, _options(config)),)
+    table = _table("attention_forward", problem, constants, _options(config))
+    return (*_tile_lists(plan, query_tile=config.tile_m), table)
 
 
 def _backward(plan: Plan, assumed: Assumed, has_dlse: bool) -> tuple[KernelTable, ...]:
@@ -352,7 +418,8 @@ def _backward(plan: Plan, assumed: Assumed, has_dlse: bool) -> tuple[KernelTable
         of_dq = config.of_dq
         assumed = assumed._replace(flag=_is_far(problem, of_dq, True))
         constants = _constants(plan, of_dq, assumed, ragged=is_ragged_list(problem), **flags)
-        return _table("gradient_of_queries", problem, constants, _options(of_dq), has_dlse=has_dlse), keys
+        queries = _table("gradient_of_queries", problem, constants, _options(of_dq), has_dlse=has_dlse)
+        return (*_tile_lists(plan, query_tile=of_dq.tile_m, key_tile=config.tile_n), queries, keys)
     beside = TileConstants(
         head_dim=problem.head_dim,
         head_pad=one_width(problem.head_dim),
@@ -362,7 +429,8 @@ def _backward(plan: Plan, assumed: Assumed, has_dlse: bool) -> tuple[KernelTable
     )
     options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
     before = _table("prepare_rows", problem, beside, options, has_dlse=has_dlse)
-    return before, keys, _table("finish_dq", problem, beside, options)
+    after = _table("finish_dq", problem, beside, options)
+    return (*_tile_lists(plan, key_tile=config.tile_n), before, keys, after)
 
 
 # ---------------------------------------------------------------- Gluon
@@ -380,7 +448,7 @@ def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
             rows[f"{name}_{piece}"] = described if columns else Constant(value=None)
     rows["lse"] = Tensor(of="lse")
     rows["sinks"] = _sinks(problem)
-    rows["counter"] = Tensor(of=abi.WORKSPACE) if plan.workspace_bytes else Constant(value=None)
+    rows["counter"] = Tensor(of=abi.WORKSPACE) if config.counts else Constant(value=None)
     lowered = lowered_score(problem, plan.arch)
     rows["aux"] = _aux(problem, lowered)
     rows["scale"] = _factor(problem, problem.scale_log2)

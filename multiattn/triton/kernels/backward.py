@@ -21,9 +21,12 @@ from multiattn.triton.kernels.tiles import (
     load_own,
     load_streamed,
     modified_and_slope,
+    my_keys,
+    my_queries,
     my_tile,
     needs_mask,
     query_blocks,
+    rows_before,
     seeing_rows,
     seek,
     store_rows,
@@ -51,11 +54,12 @@ def prepare_rows(
     """Before the pass: delta of tile_m rows, and zero in their part of dq_sum."""
     tile, batch_head = my_tile(seq_q, batch_heads, False, C.tile_m, 1)
     at = (batch_head // heads_q, batch_head % heads_q)
-    out = seek(out, out_strides, at, False, C.out_vector)
-    dout = seek(dout, out_strides, at, False, C.out_vector)
+    out = seek(out, out_strides, at, False, C.out_vector, C)
+    dout = seek(dout, out_strides, at, False, C.out_vector, C)
     first_row = tile * C.tile_m
     dout_tile = load_own(dout, out_strides, first_row, seq_q, C.tile_m, C.out_vector, C)  # [tile_m, head_pad]
-    _delta_of_rows(out, out_strides, dout_tile, dlse, delta, dlse_rows, batch_head, first_row, seq_q, C)
+    place = (batch_head, 0, seq_q)
+    _delta_of_rows(out, out_strides, dout_tile, dlse, delta, dlse_rows, place, first_row, seq_q, C)
     dq_sum += (batch_head.to(tl.int64) * seq_q + first_row) * C.head_dim
     tl.store(
         dq_sum + tile_offsets(C.head_dim, C.tile_m, 1, False, C),
@@ -78,7 +82,7 @@ def finish_dq(
     """After the pass: dq of tile_m rows from their sum."""
     tile, batch_head = my_tile(seq_q, batch_heads, False, C.tile_m, 1)
     first_row = tile * C.tile_m
-    dq = seek(dq, dq_strides, (batch_head // heads_q, batch_head % heads_q), False, C.out_vector)
+    dq = seek(dq, dq_strides, (batch_head // heads_q, batch_head % heads_q), False, C.out_vector, C)
     dq_sum += (batch_head.to(tl.int64) * seq_q + first_row) * C.head_dim
     total = tl.load(  # [tile_m, head_pad]
         dq_sum + tile_offsets(C.head_dim, C.tile_m, 1, False, C), mask=inside(first_row, seq_q, C.tile_m, C)
@@ -89,7 +93,7 @@ def finish_dq(
 # ---------------------------------------------------------------- the pass over the keys
 
 
-@triton.jit(do_not_specialize=["dlse_rows", "seq_q", "seq_kv", "left", "right"])
+@triton.jit(do_not_specialize=["dlse_rows", "seq_q", "seq_kv", "left", "right", "tiles"])
 def gradient_of_queries(
     q,  # pointer, [B, Hq, Sq, D]
     k,  # [B, Hkv, Skv, D]; a pointer, or a tensor descriptor with block [1, 1, tile_n, head_pad]
@@ -114,28 +118,30 @@ def gradient_of_queries(
     right,
     aux,  # what the program of scores reads, as its functions have it; None without one
     lists,  # the lists of a block mask, as `listed_blocks` has them; None without one
+    entries,  # pointer, the list of tiles of queries of a packed batch; None for others
+    tiles,  # how many there are
     C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
 ):
     """First of two passes: dq ``[tile_m, head_dim]`` and delta ``[tile_m]`` of one tile of queries."""
-    heads_q, group, batch_heads = heads
-    tile, batch_head = my_tile(seq_q, batch_heads, C.banded, C.tile_m, C.heads_in_turn)
-    batch = batch_head // heads_q
-    head = batch_head % heads_q
-    at, at_kv, band = (batch, head), (batch, head // group), (seq_q, seq_kv, left, right)
-    first_row = tile * C.tile_m
-    q = seek(q, q_strides, at, False, C.vector)
-    k = seek(k, k_strides, at_kv, C.descriptor, C.vector)
-    v = seek(v, v_strides, at_kv, C.descriptor, C.vector)
-    out = seek(out, out_strides, at, False, C.out_vector)
-    dout = seek(dout, out_strides, at, False, C.out_vector)
-    dq = seek(dq, out_strides, at, False, C.out_vector)
+    first_row, batch_head, batch, at, at_kv, len_q, len_kv = my_queries(entries, tiles, seq_q, seq_kv, heads, C)
+    if C.packed:
+        if batch < 0:
+            return
+    head, band = at[1], (len_q, len_kv, left, right)
+    q = seek(q, q_strides, at, False, C.vector, C)
+    k = seek(k, k_strides, at_kv, C.descriptor, C.vector, C)
+    v = seek(v, v_strides, at_kv, C.descriptor, C.vector, C)
+    out = seek(out, out_strides, at, False, C.out_vector, C)
+    dout = seek(dout, out_strides, at, False, C.out_vector, C)
+    dq = seek(dq, out_strides, at, False, C.out_vector, C)
 
-    q_tile = load_own(q, q_strides, first_row, seq_q, C.tile_m, C.vector, C)  # [tile_m, head_pad]
-    dout_tile = load_own(dout, out_strides, first_row, seq_q, C.tile_m, C.out_vector, C)  # [tile_m, head_pad]
+    q_tile = load_own(q, q_strides, first_row, len_q, C.tile_m, C.vector, C)  # [tile_m, head_pad]
+    dout_tile = load_own(dout, out_strides, first_row, len_q, C.tile_m, C.out_vector, C)  # [tile_m, head_pad]
+    place = (batch_head, at[0], seq_q)
     row_delta = _delta_of_rows(  # [tile_m]
-        out, out_strides, dout_tile, dlse, delta, dlse_rows, batch_head, first_row, seq_q, C
+        out, out_strides, dout_tile, dlse, delta, dlse_rows, place, first_row, len_q, C
     )
-    row_lse = _lse_of_rows(lse + batch_head.to(tl.int64) * seq_q, first_row, seq_q, C)  # [tile_m]
+    row_lse = _lse_of_rows(lse + rows_before(batch_head, at[0], seq_q, C), first_row, len_q, C)  # [tile_m]
 
     own, kv, of_score = (q_tile, dout_tile, row_lse, row_delta), (k, v, k_strides, v_strides), (batch, head, aux)
     acc = tl.full([C.tile_m, C.head_pad], 0.0, tl.float32)
@@ -164,7 +170,7 @@ def gradient_of_queries(
             acc = _walk_keys(
                 acc, own, kv, full_end, end, blocks, first_row, at_kv, band, score_factor, of_score, True, False, C
             )
-    store_rows(dq, out_strides, acc * grad_factor, first_row, seq_q, C.tile_m, C)
+    store_rows(dq, out_strides, acc * grad_factor, first_row, len_q, C.tile_m, C)
 
 
 @triton.jit
@@ -208,7 +214,7 @@ def _walk_keys(
 # ---------------------------------------------------------------- the pass over the queries
 
 
-@triton.jit(do_not_specialize=["seq_q", "seq_kv", "left", "right"])
+@triton.jit(do_not_specialize=["seq_q", "seq_kv", "left", "right", "tiles"])
 def gradients_of_keys(
     q,  # [B, Hq, Sq, D]; a pointer, or a tensor descriptor with block [1, 1, tile_m, head_pad]
     k,  # pointer, [B, Hkv, Skv, D]
@@ -235,66 +241,75 @@ def gradients_of_keys(
     aux,  # what the program of scores reads, as its functions have it; None without one
     daux,  # the sums of gradients that it adds to, as `load_gradients` has them; None without any
     lists,  # the lists of a block mask, as `listed_blocks` has them; None without one
+    entries,  # pointer, the list of tiles of keys of a packed batch; None for others
+    tiles,  # how many there are
     C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
 ):
     """dk and dv ``[tile_n, head_dim]`` of one tile of keys, and in one pass what these keys add to dq.
 
     Also what they add to gradients of captured tensors, as each pair of query and key is met here once.
     """
-    heads_q, group, batch_heads = heads
-    tile, batch_head = my_tile(seq_kv, batch_heads, False, C.tile_n, C.heads_in_turn)
-    heads_kv = heads_q // group
-    batch = batch_head // heads_kv
-    head_kv = batch_head % heads_kv
-    at_kv, band = (batch, head_kv), (seq_q, seq_kv, left, right)
-    first_key = tile * C.tile_n
-    k = seek(k, k_strides, at_kv, False, C.vector)
-    v = seek(v, v_strides, at_kv, False, C.vector)
+    heads_q, group, _batch_heads = heads
+    first_key, batch, start_q, at_kv, len_q, len_kv = my_keys(entries, tiles, seq_q, seq_kv, heads, C)
+    if C.packed:
+        if batch < 0:
+            return
+    head_kv, band = at_kv[1], (len_q, len_kv, left, right)
+    k = seek(k, k_strides, at_kv, False, C.vector, C)
+    v = seek(v, v_strides, at_kv, False, C.vector, C)
 
-    k_tile = load_own(k, k_strides, first_key, seq_kv, C.tile_n, C.vector, C)  # [tile_n, head_pad]
-    v_tile = load_own(v, v_strides, first_key, seq_kv, C.tile_n, C.vector, C)  # [tile_n, head_pad]
+    k_tile = load_own(k, k_strides, first_key, len_kv, C.tile_n, C.vector, C)  # [tile_n, head_pad]
+    v_tile = load_own(v, v_strides, first_key, len_kv, C.tile_n, C.vector, C)  # [tile_n, head_pad]
     dk_acc = tl.full([C.tile_n, C.head_pad], 0.0, tl.float32)
     dv_acc = tl.full([C.tile_n, C.head_pad], 0.0, tl.float32)
-    streamed = (q, dout, q_strides, dout_strides, lse, delta, dq_sum)
+    if C.packed:
+        if len_q == 0:  # at least one block is walked over below, and there is no query to load for
+            zeros = tl.full([C.tile_n, C.head_pad], 0.0, tl.float32)
+            dk = seek(dk, dk_strides, at_kv, False, C.out_vector, C)
+            dv = seek(dv, dv_strides, at_kv, False, C.out_vector, C)
+            store_rows(dv, dv_strides, zeros, first_key, len_kv, C.tile_n, C)
+            store_rows(dk, dk_strides, zeros, first_key, len_kv, C.tile_n, C)
+            return
+    streamed = (q, dout, q_strides, dout_strides, lse, delta, dq_sum, seq_q)
     if C.blocks is not None:
         for member in range(group):
             head = head_kv * group + member
             # Partial ones first: the other way round ptxas (12.9, D=64) waits after each wgmma of both loops.
             blocks, end = listed_blocks(lists, batch, head, first_key // C.blocks.keys, False, C.query_tiles)
             dk_acc, dv_acc = _walk_queries(
-                dk_acc, dv_acc, k_tile, v_tile, streamed, 0, end, blocks, first_key, (batch, head), heads_q, band,
-                score_factor, (aux, daux), C.hides_in_partial, True, C,
+                dk_acc, dv_acc, k_tile, v_tile, streamed, 0, end, blocks, first_key, (start_q, head), heads_q, band,
+                score_factor, (batch, aux, daux), C.hides_in_partial, True, C,
             )  # fmt: skip
             if C.blocks.has_full:
                 blocks, end = listed_blocks(lists, batch, head, first_key // C.blocks.keys, True, C.query_tiles)
                 dk_acc, dv_acc = _walk_queries(
-                    dk_acc, dv_acc, k_tile, v_tile, streamed, 0, end, blocks, first_key, (batch, head), heads_q, band,
-                    score_factor, (aux, daux), C.hides_in_full, False, C,
+                    dk_acc, dv_acc, k_tile, v_tile, streamed, 0, end, blocks, first_key, (start_q, head), heads_q, band,
+                    score_factor, (batch, aux, daux), C.hides_in_full, False, C,
                 )  # fmt: skip
     else:
         blocks = query_blocks(first_key, band, C)
         begin, full_begin, full_end, end = blocks
         for member in range(group):
-            at = (batch, head_kv * group + member)
+            at = (start_q, head_kv * group + member)
             if C.two_sided:  # one loop, as before
                 dk_acc, dv_acc = _walk_queries(
                     dk_acc, dv_acc, k_tile, v_tile, streamed, begin, end, blocks, first_key, at, heads_q, band,
-                    score_factor, (aux, daux), True, False, C,
+                    score_factor, (batch, aux, daux), True, False, C,
                 )  # fmt: skip
             else:
                 dk_acc, dv_acc = _walk_queries(
                     dk_acc, dv_acc, k_tile, v_tile, streamed, begin, full_begin, blocks, first_key, at, heads_q, band,
-                    score_factor, (aux, daux), True, False, C,
+                    score_factor, (batch, aux, daux), True, False, C,
                 )  # fmt: skip
                 dk_acc, dv_acc = _walk_queries(
                     dk_acc, dv_acc, k_tile, v_tile, streamed, full_begin, full_end, blocks, first_key, at, heads_q,
-                    band, score_factor, (aux, daux), False, False, C,
+                    band, score_factor, (batch, aux, daux), False, False, C,
                 )  # fmt: skip
     # Only now, as their addresses would take registers from the loops.
-    dk = seek(dk, dk_strides, at_kv, False, C.out_vector)
-    dv = seek(dv, dv_strides, at_kv, False, C.out_vector)
-    store_rows(dv, dv_strides, dv_acc, first_key, seq_kv, C.tile_n, C)
-    store_rows(dk, dk_strides, dk_acc * grad_factor, first_key, seq_kv, C.tile_n, C)
+    dk = seek(dk, dk_strides, at_kv, False, C.out_vector, C)
+    dv = seek(dv, dv_strides, at_kv, False, C.out_vector, C)
+    store_rows(dv, dv_strides, dv_acc, first_key, len_kv, C.tile_n, C)
+    store_rows(dk, dk_strides, dk_acc * grad_factor, first_key, len_kv, C.tile_n, C)
 
 
 @triton.jit
@@ -307,13 +322,16 @@ def _walk_queries(
     Or so many tiles of listed blocks. dk_acc, dv_acc, k_tile and v_tile are ``[tile_n, head_pad]``. Scores are made
     transposed, so that weights and dscores are left operands as they come from the tensor core.
     """
-    q, dout, q_strides, dout_strides, lse, delta, dq_sum = streamed
-    aux, daux = of_program
-    of_score = (at[0], at[1], aux)
+    q, dout, q_strides, dout_strides, lse, delta, dq_sum, rows_q = streamed
+    batch, aux, daux = of_program
+    of_score = (batch, at[1], aux)
     seq_q = band[0]
-    sequence = (at[0] * heads_q + at[1]).to(tl.int64) * seq_q
-    q = seek(q, q_strides, at, C.descriptor, C.vector)
-    dout = seek(dout, dout_strides, at, C.descriptor, C.out_vector)
+    if C.packed:
+        sequence = rows_before(at[1], at[0], rows_q, C)
+    else:
+        sequence = rows_before(at[0] * heads_q + at[1], 0, rows_q, C)
+    q = seek(q, q_strides, at, C.descriptor, C.vector, C)
+    dout = seek(dout, dout_strides, at, C.descriptor, C.out_vector, C)
     if C.one_pass and not C.descriptor:
         dq_sum += sequence * C.head_dim
     ahead = listed_tile(begin, end, blocks, C.query_tiles, C.tile_m, C)
@@ -352,7 +370,7 @@ def _walk_queries(
         dscores = moving * (dweights - row_delta[None, :])  # 0 where a weight is: the rest is finite
         if C.has_gradients:
             C.score.load_gradients(
-                raw, weights * (dweights - row_delta[None, :]), at[0], at[1], rows[None, :],
+                raw, weights * (dweights - row_delta[None, :]), batch, at[1], rows[None, :],
                 (first_key + tl.arange(0, C.tile_n))[:, None], band[0], band[1], aux, daux, 1,
             )  # fmt: skip
         dscores = dscores.to(q_tile.dtype)
@@ -381,12 +399,17 @@ def _add_to_dq(dq_sum, dq_tile, at, first_row, seq_q, C: tl.constexpr):
 
 
 @triton.jit
-def _delta_of_rows(out, out_strides, dout_tile, dlse, delta, dlse_rows, batch_head, first_row, seq_q, C: tl.constexpr):
-    """``rowsum(dout * out) - dlse``: written, and returned as ``[tile_m]``. dout_tile is ``[tile_m, head_pad]``."""
+def _delta_of_rows(out, out_strides, dout_tile, dlse, delta, dlse_rows, place, first_row, seq_q, C: tl.constexpr):
+    """``rowsum(dout * out) - dlse``: written, and returned as ``[tile_m]``. dout_tile is ``[tile_m, head_pad]``.
+
+    `place` is what `rows_before` takes.
+    """
     out_tile = load_own(out, out_strides, first_row, seq_q, C.tile_m, C.out_vector, C)  # [tile_m, head_pad]
     rows = first_row + tl.arange(0, C.tile_m)
-    at = batch_head.to(tl.int64) * seq_q + rows
+    at = rows_before(place[0], place[1], place[2], C) + rows
     row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    if C.packed:
+        dlse_rows = tl.minimum(dlse_rows, seq_q)
     row_delta -= tl.load(dlse + at, mask=rows < dlse_rows, other=0.0)
     tl.store(delta + at, row_delta, mask=rows < seq_q)
     return row_delta

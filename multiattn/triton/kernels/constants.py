@@ -13,6 +13,20 @@ OUT_VECTOR = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ListConstants:
+    """Constants of the kernel that lists the tiles of a packed batch."""
+
+    query_tile: int
+    """Rows of a tile of queries; 0 where none are listed."""
+    key_tile: int
+    """The same of keys."""
+    last_first: bool
+    """The last tile of queries of a sequence is listed first: under a mask that hides keys it sees the most."""
+    group: int = 64
+    """Sequences of a program, a power of two."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TileConstants:
     """Constants of a kernel; it gets them whole, as one constexpr."""
 
@@ -58,6 +72,8 @@ class TileConstants:
     """A program walks over the blocks that a block mask lists, in tiles that divide them."""
     has_mask: bool = False
     """The program has a mask, which hides pairs of partial blocks."""
+    packed: bool = False
+    """Sequences are packed one after another, and tiles are those of a list, of which a program takes an entry."""
     ragged: bool = False
     """Listed tiles may have keys beyond the end that have to be hidden."""
 

@@ -19,8 +19,9 @@ from multiattn.triton.kernels.tiles import (
     load_own,
     load_streamed,
     modified,
-    my_tile,
+    my_queries,
     needs_mask,
+    rows_before,
     seek,
     store_rows,
     visible_keys,
@@ -32,7 +33,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 # Lengths of 1 as constants crash the assembler of Triton 3.6.0 (with a descriptor and a register cap), and buy nothing.
 # They are no tuple, as Triton 3.6 and 3.9 specialise on what is in one whatever they are told.
-@triton.jit(do_not_specialize=["seq_q", "seq_kv", "left", "right"])
+@triton.jit(do_not_specialize=["seq_q", "seq_kv", "left", "right", "tiles"])
 def attention_forward(
     q,  # pointer, [B, Hq, Sq, D]
     k,  # [B, Hkv, Skv, D]; a pointer, or a tensor descriptor with block [1, 1, tile_n, head_pad]
@@ -52,26 +53,27 @@ def attention_forward(
     sinks,  # pointer, fp32 [Hq], contiguous, at a multiple of 4 bytes; None where there are none
     aux,  # what the program of scores reads, as its functions have it; None without one
     lists,  # the lists of a block mask, as `listed_blocks` has them; None without one
+    entries,  # pointer, the list of tiles of queries of a packed batch; None for others
+    tiles,  # how many there are
     C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
 ):
     """Attention of one tile of tile_m queries: writes out ``[tile_m, head_dim]`` and lse ``[tile_m]``."""
-    heads_q, group, batch_heads = heads
-    tile, batch_head = my_tile(seq_q, batch_heads, C.banded, C.tile_m, C.heads_in_turn)
-    batch = batch_head // heads_q
-    head = batch_head % heads_q
-    at, at_kv, band = (batch, head), (batch, head // group), (seq_q, seq_kv, left, right)
-    first_row = tile * C.tile_m
-    q = seek(q, q_strides, at, False, C.vector)
-    k = seek(k, k_strides, at_kv, C.descriptor, C.vector)
-    v = seek(v, v_strides, at_kv, C.descriptor, C.vector)
-    out = seek(out, out_strides, at, False, C.out_vector)
-    lse += batch_head.to(tl.int64) * seq_q
+    first_row, batch_head, batch, at, at_kv, len_q, len_kv = my_queries(entries, tiles, seq_q, seq_kv, heads, C)
+    if C.packed:
+        if batch < 0:
+            return
+    head, band = at[1], (len_q, len_kv, left, right)
+    q = seek(q, q_strides, at, False, C.vector, C)
+    k = seek(k, k_strides, at_kv, C.descriptor, C.vector, C)
+    v = seek(v, v_strides, at_kv, C.descriptor, C.vector, C)
+    out = seek(out, out_strides, at, False, C.out_vector, C)
+    lse += rows_before(batch_head, at[0], seq_q, C)
 
     kv = (k, v, k_strides, v_strides)
     acc, row_sum, row_max = _attend(q, q_strides, kv, first_row, at_kv, band, scale, (batch, head, aux), lists, C)
     if sinks is not None:
         acc, row_sum, row_max = _add_sink(acc, row_sum, row_max, tl.load(sinks + head), C)
-    _store(out, out_strides, lse, acc, row_sum, row_max, first_row, seq_q, C)
+    _store(out, out_strides, lse, acc, row_sum, row_max, first_row, len_q, C)
 
 
 @triton.jit

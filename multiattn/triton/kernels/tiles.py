@@ -1,9 +1,9 @@
 """Tiles of every kernel: which one a program owns, where it lives, how it is read, what it sees.
 
-Plain `triton.language`, as the kernels. `C` is their `TileConstants`, `band` is (seq_q, seq_kv, left, right), `at` is
-(batch, head); strides are of (batch, head, row), in units of VECTOR elements. The mask is in here alone. With ``d =
-seq_kv - seq_q``, a causal query i sees the keys up to ``i + d``, a two-sided one those from ``i + d - left`` to
-``i + d + right``.
+Plain `triton.language`, as the kernels. `C` is their `TileConstants`, `band` is (seq_q, seq_kv, left, right), with the
+lengths of one sequence; `at` is (batch, head), or in a packed batch (first row of the sequence, head); strides are of
+(batch, head, row), in units of VECTOR elements. The mask is in here alone. With ``d = seq_kv - seq_q``, a causal query
+i sees the keys up to ``i + d``, a two-sided one those from ``i + d - left`` to ``i + d + right``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ def my_tile(seq, batch_heads, LAST_FIRST: tl.constexpr, TILE: tl.constexpr, HEAD
     queries. The grid is one-dimensional: only its x extent passes 65535.
     """
     program = tl.program_id(0)
-    tiles = (seq + TILE - 1) // TILE
+    return _in_turn(program, (seq + TILE - 1) // TILE, batch_heads, LAST_FIRST, HEADS_TOGETHER)
+
+
+@triton.jit
+def _in_turn(program, tiles, batch_heads, LAST_FIRST: tl.constexpr, HEADS_TOGETHER: tl.constexpr):
     first_head = program // (tiles * HEADS_TOGETHER) * HEADS_TOGETHER
     tile = program - first_head * tiles
     batch_head = first_head
@@ -37,6 +41,68 @@ def my_tile(seq, batch_heads, LAST_FIRST: tl.constexpr, TILE: tl.constexpr, HEAD
     if LAST_FIRST:
         tile = tiles - 1 - tile
     return tile, batch_head
+
+
+@triton.jit
+def my_queries(entries, tiles, seq_q, seq_kv, heads, C: tl.constexpr):
+    """The tile of queries that this program owns, and its sequence; `heads` as kernels have them.
+
+    Returns its first row, (batch, head) as one number, batch, `at` of the queries and of their keys, and the lengths of
+    the sequence. In a packed batch the tile is one of the `tiles` entries of a list, the first row is counted in its
+    sequence, and batch is the sequence's number: -1 where there is no tile.
+    """
+    heads_q, group, batch_heads = heads
+    if C.packed:
+        first_row, head, batch, start_q, start_kv, len_q, len_kv = _my_entry(entries, tiles, batch_heads, C)
+        batch_head, at, at_kv = head, (start_q, head), (start_kv, head // group)
+    else:
+        tile, batch_head = my_tile(seq_q, batch_heads, C.banded, C.tile_m, C.heads_in_turn)
+        batch = batch_head // heads_q
+        head = batch_head % heads_q
+        at, at_kv, len_q, len_kv = (batch, head), (batch, head // group), seq_q, seq_kv
+        first_row = tile * C.tile_m
+    return first_row, batch_head, batch, at, at_kv, len_q, len_kv
+
+
+@triton.jit
+def my_keys(entries, tiles, seq_q, seq_kv, heads, C: tl.constexpr):
+    """The same of a tile of keys: its first key, batch, the first item of an `at` of queries, `at` of keys, lengths."""
+    heads_q, group, batch_heads = heads
+    if C.packed:
+        first_key, head_kv, batch, start_q, start_kv, len_q, len_kv = _my_entry(entries, tiles, batch_heads, C)
+        at_kv = (start_kv, head_kv)
+    else:
+        tile, batch_head = my_tile(seq_kv, batch_heads, False, C.tile_n, C.heads_in_turn)
+        heads_kv = heads_q // group
+        batch = batch_head // heads_kv
+        head_kv = batch_head % heads_kv
+        start_q, at_kv, len_q, len_kv = batch, (batch, head_kv), seq_q, seq_kv
+        first_key = tile * C.tile_n
+    return first_key, batch, start_q, at_kv, len_q, len_kv
+
+
+@triton.jit
+def _my_entry(entries, tiles, heads, C: tl.constexpr):
+    """The entry of a list, and the head of `heads`, that this program owns: see `multiattn.packed.LIST_FIELDS`."""
+    program = tl.program_id(0)
+    entry, head = _in_turn(program, tiles, heads, False, C.heads_in_turn)
+    entries += entry * 8
+    number = tl.load(entries)
+    first = tl.load(entries + 1)
+    start_q = tl.load(entries + 2)
+    len_q = tl.load(entries + 3)
+    start_kv = tl.load(entries + 4)
+    len_kv = tl.load(entries + 5)
+    return first, head, number, start_q, start_kv, len_q, len_kv
+
+
+@triton.jit
+def rows_before(batch_head, start, rows, C: tl.constexpr):
+    """Rows before a sequence's own where those of a head come one after another: lse and the like, of `rows` each."""
+    before = batch_head.to(tl.int64) * rows
+    if C.packed:
+        before += start
+    return before
 
 
 # ---------------------------------------------------------------- the mask
@@ -229,9 +295,11 @@ def modified_and_slope(raw, rows, keys, of_score, band, C: tl.constexpr):
 
 
 @triton.jit
-def seek(source, strides, at, DESCRIPTOR: tl.constexpr, VECTOR: tl.constexpr):
+def seek(source, strides, at, DESCRIPTOR: tl.constexpr, VECTOR: tl.constexpr, C: tl.constexpr):
     """Where the sequence of one (batch, head) starts. A descriptor stays as it is: it takes `at` with each load."""
-    if not DESCRIPTOR:
+    if C.packed:
+        source += (at[0].to(tl.int64) * strides[2] + at[1].to(tl.int64) * strides[1]) * VECTOR
+    elif not DESCRIPTOR:
         source += (at[0].to(tl.int64) * strides[0] + at[1].to(tl.int64) * strides[1]) * VECTOR
     return source
 

@@ -1,0 +1,115 @@
+"""The kernel before those of a packed launch: it lists the tiles of all sequences, by what cu_seqlens say.
+
+An entry is as `multiattn.packed.LIST_FIELDS` has it. Nothing is sorted and no program waits for another: the place of a
+sequence's first tile is the sum of the tiles of all sequences before it, so each program compares its sequences with
+all. Plain `triton.language` only; no code depends on lengths or on the number of sequences.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["sequences", "seq_q", "seq_kv", "query_entries", "key_entries", "parts"])
+def list_tiles(
+    cu_seqlens_q,  # pointer, int32 [sequences + 1], at a multiple of 4 bytes
+    cu_seqlens_kv,  # like cu_seqlens_q
+    query_list,  # pointer, int32 [query_entries, 8]: written; None where no kernel owns tiles of queries
+    key_list,  # the same of keys
+    counter,  # pointer, int32 [1]: set to 0; None where no kernel counts
+    sequences,
+    seq_q,  # rows of q, those behind the last sequence included
+    seq_kv,
+    query_entries,
+    key_entries,
+    parts,  # programs that share the tiles of one group of sequences
+    C: tl.constexpr,  # multiattn.triton.kernels.constants.ListConstants
+):
+    """One list's share of one group of C.group sequences; both lists in one launch."""
+    share = tl.program_id(0)
+    if counter is not None:
+        if share == 0:
+            tl.store(counter, 0)
+    shares = 0  # of the list of queries
+    if query_list is not None:
+        shares = tl.num_programs(0)
+        if key_list is not None:
+            shares = shares // 2
+        if share < shares:
+            _list(
+                share, cu_seqlens_q, cu_seqlens_kv, query_list, sequences, seq_q, query_entries, parts,
+                False, C.query_tile, C,
+            )  # fmt: skip
+    if key_list is not None:
+        if share >= shares:
+            _list(
+                share - shares, cu_seqlens_kv, cu_seqlens_q, key_list, sequences, seq_kv, key_entries, parts,
+                True, C.key_tile, C,
+            )  # fmt: skip
+
+
+@triton.jit
+def _list(
+    share, cu_seqlens, cu_others, entries, sequences, rows, capacity, parts,
+    BY_KEYS: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Every n-th tile, of `parts`, of each sequence of a group, and a part of the entries without a tile.
+
+    A tile costs what there is on the other side: sequences that have the most there come first.
+    """
+    lanes = tl.arange(0, C.group)
+    mine = share // parts * C.group + lanes
+    part = share % parts
+    offset, length, other_offset, other_length = _find(mine, cu_seqlens, cu_others, sequences, rows)  # [group]
+    tiles = (length + TILE - 1) // TILE
+    first = tl.full([C.group], 0, tl.int32)  # entry of the first tile
+    total = 0
+    for begin in range(0, sequences + 1, C.group):
+        theirs = begin + lanes
+        _offset, their_length, _other_offset, their_cost = _find(theirs, cu_seqlens, cu_others, sequences, rows)
+        their_tiles = (their_length + TILE - 1) // TILE
+        is_level = (their_cost[None, :] == other_length[:, None]) & (theirs[None, :] < mine[:, None])
+        is_before = (their_cost[None, :] > other_length[:, None]) | is_level  # [group, group]
+        first += tl.sum(tl.where(is_before, their_tiles[None, :], 0), 1)
+        total += tl.sum(their_tiles, 0)
+
+    field = tl.arange(0, 8)[None, :]
+    if BY_KEYS:
+        offset_q, len_q, offset_kv, len_kv = other_offset, other_length, offset, length
+    else:
+        offset_q, len_q, offset_kv, len_kv = offset, length, other_offset, other_length
+    entry = tl.where(field == 0, mine[:, None], 0)  # [group, 8]
+    entry = tl.where(field == 2, offset_q[:, None], entry)
+    entry = tl.where(field == 3, len_q[:, None], entry)
+    entry = tl.where(field == 4, offset_kv[:, None], entry)
+    entry = tl.where(field == 5, len_kv[:, None], entry)
+    for number in range(part, tl.max(tiles, 0), parts):
+        if C.last_first and not BY_KEYS:
+            tile = tiles - 1 - number
+        else:
+            tile = tl.full([C.group], 0, tl.int32) + number
+        place = first + number
+        exists = (number < tiles) & (place < capacity)
+        row = tl.where(field == 1, (tile * TILE)[:, None], entry)
+        tl.store(entries + place[:, None] * 8 + field, row, mask=exists[:, None])
+    without = tl.full([C.group, 8], -1, tl.int32)
+    step = (sequences + C.group) // C.group * parts * C.group  # all shares'
+    for begin in range(total + share * C.group, capacity, step):
+        place = begin + lanes
+        tl.store(entries + place[:, None] * 8 + field, without, mask=(place < capacity)[:, None])
+
+
+@triton.jit
+def _find(numbers, cu_seqlens, cu_others, sequences, rows):
+    """(offset, length) of sequences by their numbers, and the same on the other side, where tiles have their pairs.
+
+    Rows behind the last sequence are one more, with nothing on the other side. Of further numbers all is empty.
+    """
+    exists = numbers < sequences
+    offset = tl.load(cu_seqlens + numbers, mask=numbers <= sequences, other=0)
+    end = tl.load(cu_seqlens + numbers + 1, mask=exists, other=0)
+    end = tl.where(numbers == sequences, rows, end)
+    other_offset = tl.load(cu_others + numbers, mask=exists, other=0)
+    other_end = tl.load(cu_others + numbers + 1, mask=exists, other=0)
+    return offset, tl.maximum(end - offset, 0), other_offset, tl.maximum(other_end - other_offset, 0)
