@@ -21,7 +21,7 @@ from multiattn.cutile import cpu
 from multiattn.cutile.bind import bind_proven, tile_ir
 from multiattn.cutile.compile import get_kernel, get_signature
 from multiattn.cutile.configs import CutileConfig
-from multiattn.cutile.kernels.constants import ListConstants
+from multiattn.cutile.kernels.constants import ListTilesConstants
 from multiattn.cutile.kernels.packed import list_tiles_kernel
 from multiattn.cutile.table import launches_of
 from multiattn.plan.cubin import read_entry
@@ -71,7 +71,7 @@ def test_lists_have_every_tile_the_costly_ones_first(lengths_q, lengths_kv, behi
     rows = (sum(lengths_q) + behind, sum(lengths_kv) + behind)
     room = [packing.tiles_max(count, tile) if tile else 0 for count, tile in zip(rows, tiles, strict=True)]
     made = [torch.full((size, len(LIST_FIELDS)), 7777, dtype=torch.int32) for size in room]
-    constants = ListConstants(query_tile=tiles[0], key_tile=tiles[1], last_first=True, group=group, compared=group)
+    constants = ListTilesConstants(query_tile=tiles[0], key_tile=tiles[1], last_first=True, group=group, compared=group)
     grid = (parts, len(lengths_q) // group + 1, sum(map(bool, tiles)))
     given = tuple(it for it in made if len(it))
     kernel = ct.kernel(list_tiles_kernel(constants))

@@ -21,7 +21,7 @@ from multiattn.cutile.kernels.constants import (
     BlockTiles,
     ForwardConstants,
     KernelConstants,
-    ListConstants,
+    ListTilesConstants,
     QueryGradsConstants,
     RowConstants,
     RowDeltaConstants,
@@ -158,7 +158,7 @@ def _tile_lists(plan: Plan, *, query_tile: int = 0, key_tile: int = 0) -> tuple[
     if packing is None:
         return ()
     assumed = {"dtype": problem.dtype}
-    constants = ListConstants(query_tile=query_tile, key_tile=key_tile, last_first=problem.is_banded)
+    constants = ListTilesConstants(query_tile=query_tile, key_tile=key_tile, last_first=problem.is_banded)
     wanted = {name: it for name, it in zip(TILE_LISTS, (query_tile, key_tile), strict=True) if it}
     rows = (problem.seq_q, problem.seq_kv)
     room = [packing.tiles_max(it, tile) if tile else 0 for it, tile in zip(rows, (query_tile, key_tile), strict=True)]

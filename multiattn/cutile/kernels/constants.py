@@ -131,7 +131,7 @@ class RowDeltaConstants(RowConstants):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListConstants:
+class ListTilesConstants:
     """Constants of the kernel that lists the tiles of a packed batch."""
 
     query_tile: int
@@ -146,4 +146,4 @@ class ListConstants:
     """Sequences that it compares them with at a time."""
 
 
-KernelConstants = ForwardConstants | BackwardConstants | RowConstants | ListConstants
+KernelConstants = ForwardConstants | BackwardConstants | RowConstants | ListTilesConstants

@@ -11,7 +11,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.kernels.constants import ListConstants
+from multiattn.cutile.kernels.constants import ListTilesConstants
 from multiattn.cutile.kernels.tiles import ConstBool, Place, Reach, Tuple32, shared_head
 
 FIELDS = 8
@@ -133,7 +133,7 @@ def list_one(
         ct.scatter(entries, (left, 0), -1, mask=left < room)
 
 
-def list_tiles_kernel(const: ListConstants) -> Callable[..., None]:
+def list_tiles_kernel(const: ListTilesConstants) -> Callable[..., None]:
     """Before the kernels of a packed batch: the lists of their tiles.
 
     `starts` are the cu_seqlens of queries and keys; `lists` as many as `const` has tiles of, and `sizes` the rows of q
