@@ -189,8 +189,12 @@ def unknown(x):
     ct.mma_scaled(x, x, x, x, x)
 
 
-def part(x):
-    x.slice(0, 0, 4)
+def memory(x):
+    x.get_raw_memory()
+
+
+def longer(x):
+    x.slice(0, 2, 5)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +206,8 @@ def part(x):
         (odd_shape, ct.TileTypeError, "power of two"),
         (branch, ct.TileTypeError, "truth value"),
         (unknown, NotImplementedError, "mma_scaled"),
-        (part, NotImplementedError, r"Array\.slice"),
+        (memory, NotImplementedError, r"Array\.get_raw_memory"),
+        (longer, OutOfBoundsError, r"slice \[2, 5\) of an axis of 4"),
     ],
 )
 def test_what_the_compiler_would_refuse_or_has_no_rule_raises(function, error, message):

@@ -15,8 +15,9 @@ from multiattn.cutile.candidates import backward_candidates, forward_candidates
 from multiattn.cutile.configs import CutileConfig, OnePassConfig, TwoPassConfig
 from multiattn.cutile.kernels.constants import SMALLEST_TILE
 from multiattn.cutile.ladder import STEPS
-from multiattn.cutile.table import AREAS
+from multiattn.cutile.table import AREAS, LISTS
 from multiattn.mask import KINDS
+from multiattn.packed import TILE_LISTS
 from multiattn.plan.arch import GPU_ARCHS, Arch
 from multiattn.plan.backend import Backend, Op, Variant, bytes_of_areas, later
 from multiattn.plan.ladder import rung_variants
@@ -97,7 +98,7 @@ def _backward_variant(name: str, summary: str, **rest: Any) -> Variant:
         name=name,
         summary=summary,
         capability=_EVERYWHERE,
-        workspace=bytes_of_areas(AREAS[name]),
+        workspace=bytes_of_areas(AREAS[name], LISTS[name]),
         fits=configs.why_not_backward,
         **rest,
     )
@@ -110,6 +111,7 @@ _EVERYWHERE = Capability(
     scores=True,
     block_masks=SMALLEST_TILE,
     score_gradients=True,
+    packing=True,
 )
 _OPERATIONS: dict[str, Any] = {
     "prepare": later("multiattn.cutile.launch", "prepare"),
@@ -129,6 +131,7 @@ BACKEND = Backend(
             capability_of=lambda step: _EVERYWHERE,
             rules_of=rules.rules_of,
             fits=configs.why_not_forward,
+            workspace=bytes_of_areas((), TILE_LISTS[:1]),
         ),
         candidates=forward_candidates,
         **_OPERATIONS,

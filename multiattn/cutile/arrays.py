@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from multiattn.layout import Layout
 from multiattn.operands import CAPTURED, DCAPTURED
+from multiattn.packed import TILE_LISTS
 from multiattn.plan import abi
 from multiattn.problem import Problem
 from multiattn.score import LoweredScore
@@ -45,15 +46,17 @@ class ArrayArgument:
 
 
 def extents_of(tensor: str) -> tuple[str, ...]:
-    """Names of an array's extents, but for D; none of a captured tensor or its gradient, of which nothing is known."""
-    if tensor.startswith((CAPTURED, DCAPTURED)):
+    """Names of an array's extents, but for D; none of tensors of which nothing is known, as of a captured one."""
+    if tensor.startswith((CAPTURED, DCAPTURED, *TILE_LISTS)):
         return ()
     return EXTENTS[1:2] if tensor == "sinks" else EXTENTS
 
 
 def array_of(assumed: dict[str, str], emitted: Mapping[str, str], problem: Problem, tensor: str) -> ArrayArgument:
-    """An array; enters what is assumed of it."""
-    layout = problem.layouts[tensor]
+    """An array; enters what is assumed of it: of a packed batch what is true of any number of rows."""
+    layout = known = problem.layouts[tensor]
+    if problem.packing is not None:
+        known = replace(problem, seq_q=1, seq_kv=1).layouts[tensor]
 
     def divisor(name: str, value: int, unit: int) -> int:
         return abi.multiple(assumed, emitted, f"{tensor}_{name}", unit if value % unit == 0 else 1, value)
@@ -64,8 +67,8 @@ def array_of(assumed: dict[str, str], emitted: Mapping[str, str], problem: Probl
         tensor=tensor,
         layout=layout,
         alignment=divisor("alignment", alignment, alignment),
-        extents=tuple(divisor(name, it, ALIGNMENT) for name, it in zip(extents_of(tensor), layout.shape, strict=False)),
-        strides=tuple(divisor(name, it, in_elements) for name, it in zip(STRIDES, layout.strides[:-1], strict=False)),
+        extents=tuple(divisor(name, it, ALIGNMENT) for name, it in zip(extents_of(tensor), known.shape, strict=False)),
+        strides=tuple(divisor(name, it, in_elements) for name, it in zip(STRIDES, known.strides[:-1], strict=False)),
         overlaps=abi.flag(assumed, emitted, f"{tensor}_overlaps", 0 in layout.strides),
     )
 

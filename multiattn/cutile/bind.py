@@ -11,6 +11,7 @@ from multiattn.cutile.arrays import STRIDES, VECTORS, extents_of
 from multiattn.cutile.configs import CutileConfig
 from multiattn.cutile.table import IMAGE, KernelLaunch, launches_of
 from multiattn.operands import CAPTURED, DCAPTURED
+from multiattn.packed import TILE_LISTS
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
 
@@ -25,12 +26,11 @@ _FP32 = (*VECTORS, "dq_sum", "sinks")
 
 _PARAMETER = re.compile(r"%arg\d+: tile<([^>]*>?)>")
 _DIVISIBLE = re.compile(r"= assume div_by<(\d+)>, %arg(\d+) :")
-_ASSUME = re.compile(r"%(\w+) = assume [^%]*%(\w+) :")
 _OPERATION = re.compile(r"%(\w+) = (\w+) (.*?) :")
 _NAME = re.compile(r"%(\w+)")
 _SAME = ("assume", "reshape", "broadcast", "exti")
 """Operations that leave a number what it is."""
-_VIEW = re.compile(r"make_tensor_view %(\w+), shape = \[([^\]]*)\], strides = \[([^\]]*)\]")
+_VIEW = re.compile(r"%(\w+), shape = \[([^\]]*)\], strides = \[([^\]]*)\]")
 
 
 def bind(plan: Plan, image: abi.Image = IMAGE, emitted: Mapping[str, str] | None = None) -> abi.Binding:
@@ -41,7 +41,7 @@ def bind(plan: Plan, image: abi.Image = IMAGE, emitted: Mapping[str, str] | None
         image: of the kernel.
         emitted: what the kernel's code is specialised on; None while it is being emitted.
     """
-    (launch,) = launches_of(plan, emitted=emitted)
+    *_, launch = launches_of(plan, emitted=emitted)  # of a packed batch behind that of its list
     return replace(launch.binding, image=image)
 
 
@@ -87,16 +87,7 @@ def prove(binding: abi.Binding, text: str) -> None:
     assumed = {(int(place), int(divisor)) for divisor, place in _DIVISIBLE.findall(text)}
     if unknown := assumed - _divisors(binding):
         raise ValueError(f"multiples: the Tile IR assumes {sorted(unknown)}, argument and divisor, which nothing tells")
-    views = _VIEW.findall(text)
-    if not views:
-        raise ValueError("arrays: the Tile IR has none")
-    names = dict(_ASSUME.findall(text))
-    for view in views:
-        _prove_view(binding, names, *view)
-    if any(
-        isinstance(it, abi.Pointer) and (it.tensor or "").startswith((CAPTURED, DCAPTURED)) for it in binding.arguments
-    ):
-        _prove_gathers(binding, text)
+    _prove_addresses(binding, text)
 
 
 def _type_of(argument: abi.Argument, constants: Mapping[str, str]) -> str:
@@ -122,62 +113,100 @@ def _divisors(binding: abi.Binding) -> set[tuple[int, int]]:
     return found
 
 
-def _prove_view(binding: abi.Binding, names: dict[str, str], pointer: str, shape: str, strides: str) -> None:
-    """ValueError where what Tile IR takes for an array's extents and strides is something else in the Binding."""
-    place = _argument(names, pointer)
-    numbers = [*shape.split(", "), *strides.split(", ")]
-    for index, text in enumerate(numbers, place + 1):
+_Operations = dict[str, tuple[str, str]]
+"""The operation that makes each value, and its operands."""
+
+
+def _prove_addresses(binding: abi.Binding, text: str) -> None:
+    """ValueError where what is taken for an array's extents and strides is something else in the Binding.
+
+    An array is a view. One that is only gathered from is an address, to which an offset is added.
+    """
+    made: _Operations = {}  # a loop's values may have the names of another's: what counts is the latest
+    found = False
+    for name, operation, operands in _OPERATION.findall(text):
+        made[name] = (operation, operands)
+        if operation == "make_tensor_view":
+            found = True
+            _prove_view(binding, made, operands)
+        elif operation == "offset" and _is_gathered(binding, made, operands):
+            found = True
+            _prove_gather(binding, made, operands)
+    if not found:
+        raise ValueError("arrays: the Tile IR has none")
+
+
+def _prove_view(binding: abi.Binding, made: _Operations, operands: str) -> None:
+    """A view is of an array, or of a part of it: further on by a multiple of a stride, and of another extent."""
+    match = _VIEW.match(operands)
+    if match is None:
+        raise ValueError(f"arrays: the Tile IR has a view of {operands}; allowed an address, extents and strides")
+    pointer, shape, strides = match.groups()
+    extents, steps = shape.split(", "), strides.split(", ")
+    cut: set[int] = set()
+    if _kind_of(made, f"%{pointer}") == "offset":
+        cut = {axis for axis, it in enumerate(extents) if _kind_of(made, it) not in ("", "constant")}
+        pointer, offset = _NAME.findall(made[_origin(made, pointer)][1])
+        by = [_number(made, f"%{_NAME.findall(made[it][1])[-1]}") for it in _terms(made, offset)]
+        if by != [_number(made, steps[axis]) for axis in cut]:
+            raise ValueError(f"arrays: a part is further on by multiples of {by}; allowed strides of axes {cut}")
+    place = int(_source(made, pointer).removeprefix("arg"))
+    for axis, text in enumerate([*extents, *steps]):
+        index = place + 1 + axis
         argument = binding.arguments[index] if index < len(binding.arguments) else None
-        if not isinstance(argument, abi.Number):
-            raise ValueError(f"arrays: argument {index} is {argument}; the Tile IR has {text} there")
-        theirs, ours = (_argument(names, text[1:]), index) if text.startswith("%") else (int(text), argument.value)
-        if theirs != ours:
+        ours = f"arg{index}" if text.startswith("%") else str(getattr(argument, "value", None))
+        if not isinstance(argument, abi.Number) or (axis not in cut and _number(made, text) != ours):
             raise ValueError(f"arrays: argument {index} is {argument}; the Tile IR has {text} there")
 
 
-def _argument(names: dict[str, str], name: str) -> int:
-    """The place of the parameter that a value is, but for what is assumed of it."""
-    while name in names:
-        name = names[name]
-    return int(name.removeprefix("arg"))
+def _kind_of(made: _Operations, text: str) -> str:
+    """The operation that makes a value; nothing for a parameter or a number."""
+    return made.get(_origin(made, text[1:]), ("", ""))[0] if text.startswith("%") else ""
+
+
+def _number(made: _Operations, text: str) -> str:
+    """The parameter that a value is, or a number, written as one or a value."""
+    return _source(made, text[1:]) if text.startswith("%") else text
 
 
 # ---------------------------------------------------------------- gathers
 
 
-_Operations = dict[str, tuple[str, str]]
-"""The operation that makes each value, and its operands."""
+def _is_gathered(binding: abi.Binding, made: _Operations, operands: str) -> bool:
+    """True for an offset into an array that is gathered from or scattered to, and no part of one."""
+    argument = binding.arguments[int(_source(made, _NAME.findall(operands)[0]).removeprefix("arg"))]
+    names = (CAPTURED, DCAPTURED, *TILE_LISTS)
+    return isinstance(argument, abi.Pointer) and (argument.tensor or "").startswith(names)
 
 
-def _prove_gathers(binding: abi.Binding, text: str) -> None:
-    """ValueError where what a gather takes for its array's strides is something else in the Binding.
+def _prove_gather(binding: abi.Binding, made: _Operations, operands: str) -> None:
+    """An offset is the sum of a product for each dimension, of an index and a stride."""
+    address, offset = _NAME.findall(operands)
+    terms = list(_terms(made, offset))
+    place = int(_source(made, address).removeprefix("arg"))
+    theirs = [_source(made, _NAME.findall(made[it][1])[-1]) for it in terms]
+    for axis, stride in enumerate(theirs, place + 1 + len(terms)):
+        argument = binding.arguments[axis]
+        if stride not in (f"arg{axis}", str(getattr(argument, "value", None))):
+            raise ValueError(f"gathers: argument {axis} is {argument}; the Tile IR has {stride} there")
 
-    It adds up a product for each dimension, of an index and a stride, and the sum to the address.
-    """
-    made: _Operations = {}  # a loop's values may have the names of another's: what counts is the latest
-    for name, operation, operands in _OPERATION.findall(text):
-        made[name] = (operation, operands)
-        if operation == "offset":
-            address, offset = _NAME.findall(operands)
-            terms = list(_terms(made, offset))
-            place = int(_source(made, address).removeprefix("arg"))
-            theirs = [_source(made, _NAME.findall(made[it][1])[-1]) for it in terms]
-            for axis, stride in enumerate(theirs, place + 1 + len(terms)):
-                argument = binding.arguments[axis]
-                if stride not in (f"arg{axis}", str(getattr(argument, "value", None))):
-                    raise ValueError(f"gathers: argument {axis} is {argument}; the Tile IR has {stride} there")
+
+def _origin(made: _Operations, name: str) -> str:
+    """The value that another one is, but for what is assumed of it and its shape."""
+    while name in made and made[name][0] in _SAME:
+        name = _NAME.findall(made[name][1])[-1]
+    return name
 
 
 def _source(made: _Operations, name: str) -> str:
     """The parameter that a value is, or the number."""
-    while name in made:
-        operation, operands = made[name]
-        if operation == "constant":
-            return operands.rstrip(">").rpartition(" ")[2]
-        if operation not in _SAME:
-            raise ValueError(f"gathers: the Tile IR has %{name}, {operation} {operands}; allowed a parameter")
-        name = _NAME.findall(operands)[-1]
-    return name
+    name = _origin(made, name)
+    if name not in made:
+        return name
+    operation, operands = made[name]
+    if operation != "constant":
+        raise ValueError(f"gathers: the Tile IR has %{name}, {operation} {operands}; allowed a parameter")
+    return operands.rstrip(">").rpartition(" ")[2]
 
 
 def _terms(made: _Operations, name: str) -> Iterator[str]:

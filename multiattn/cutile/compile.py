@@ -10,7 +10,7 @@ import io
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +25,8 @@ from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSign
 from multiattn.cutile.arrays import ArrayArgument
 from multiattn.cutile.bind import bind_proven, for_most_heads, tile_ir
 from multiattn.cutile.configs import PIPELINES
-from multiattn.cutile.kernels import backward, forward
-from multiattn.cutile.kernels.constants import KernelConstants, RowConstants
+from multiattn.cutile.kernels import backward, forward, packed
+from multiattn.cutile.kernels.constants import KernelConstants
 from multiattn.cutile.kernels.tiles import IN_64_BITS
 from multiattn.cutile.score import functions_of, text_of
 from multiattn.cutile.table import KernelLaunch, Scalar, launches_of
@@ -52,14 +52,18 @@ def get_kernel(launch: KernelLaunch) -> Any:
     return _kernel(launch.kernel, launch.constants, launch.is_64bit, launch.occupancy, launch.num_worker_warps)
 
 
+_MODULES: Mapping[str, Any] = {"forward": forward, "list_tiles": packed}
+"""Of the kernels that are not the backward's."""
+
+
 @functools.cache
 def _kernel(
     name: str, constants: KernelConstants, is_64bit: bool, occupancy: int | None, num_worker_warps: int | None
 ) -> Any:
-    module: Any = forward if name == "forward" else backward
-    if not isinstance(constants, RowConstants) and constants.score is not None:
-        constants = replace(constants, score=functions_of(constants.score, _slots(constants)))
-    function = getattr(module, f"{name}_kernel")(constants)
+    asked: Any = constants
+    if getattr(constants, "score", None) is not None:
+        asked = replace(asked, score=functions_of(asked.score, _slots(constants)))
+    function = getattr(_MODULES.get(name, backward), f"{name}_kernel")(asked)
     if is_64bit:
         annotations = function.__annotations__
         function.__annotations__ = {it: IN_64_BITS.get(kind, kind) for it, kind in annotations.items()}
@@ -82,7 +86,8 @@ def get_signature(launch: KernelLaunch) -> Any:
     convention = CallingConvention.cutile_python_v2()  # v2: a static extent
     constants = dict(vars(launch.constants))
     score, slots, blocks = constants.pop("score", None), constants.pop("gradients", ()), constants.pop("blocks", None)
-    name = launch.kernel if score is None else f"{launch.kernel}_{text_of(score, slots)[0]}"
+    name = f"{launch.kernel}_packed" if constants.pop("packed", False) else launch.kernel
+    name = name if score is None else f"{name}_{text_of(score, slots)[0]}"
     numbers = [*constants.values(), *(vars(blocks).values() if blocks is not None else ())]
     named = KernelSignature([*parameters, *map(_number, numbers)], convention).with_mangled_symbol(name)
     return KernelSignature(parameters, convention, named.symbol)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from multiattn.cutile.kernels.constants import SMALLEST_TILE
+from multiattn.packed import USUAL_LENGTH
 from multiattn.plan import limits
 from multiattn.plan.arch import Arch
 from multiattn.plan.config import Config
@@ -108,6 +109,8 @@ def begins_at_diagonal(problem: Problem, config: CutileConfig) -> bool:
     Where tiles of rows start with blocks of keys, every row sees some key of that block. The first row sees one, whose
     score is a poor guess of the others': only with the range of bf16, and not where attention has sinks in fp16.
     """
+    if problem.packing is not None:
+        return False
     aligned = (problem.seq_kv - problem.seq_q) % config.tile_m == 0 and config.tile_m % config.tile_n == 0
     is_causal = problem.is_banded and not problem.is_two_sided
     return keeps_maxima(problem, config) and is_causal and problem.dtype == "bf16" and aligned
@@ -127,8 +130,10 @@ def keeps_maxima(problem: Problem, config: CutileConfig) -> bool:
     if problem.has_score or not problem.is_two_sided:
         return config.lazy_max and not problem.has_score
     left, right = problem.reach
-    rows, tile_n = min(config.tile_m, problem.seq_q), config.tile_n
-    levels = [problem.diagonal + first for first in range(0, max(config.tile_m, tile_n), config.tile_m)]
+    rows, diagonal, tile_n = min(config.tile_m, problem.seq_q), problem.diagonal, config.tile_n
+    if problem.packing is not None:
+        (left, right), rows, diagonal = problem.band.reach(USUAL_LENGTH, USUAL_LENGTH), config.tile_m, 0
+    levels = [diagonal + first for first in range(0, max(config.tile_m, tile_n), config.tile_m)]
     full = [(level + right + 1) // tile_n + (left - level - rows + 1) // tile_n for level in levels]
     return config.lazy_max and min(full) > 0
 
@@ -167,6 +172,11 @@ def within_blocks(problem: Problem, config: _Tiles) -> _Tiles:
     sizes |= {f"dq_{name}": size for name, size in sizes.items() if hasattr(config, f"dq_{name}")}
     cut: dict[str, Any] = {name: math.gcd(getattr(config, name), size) for name, size in sizes.items()}
     return replace(config, **cut)
+
+
+def of_packed(problem: Problem, config: CutileConfig) -> CutileConfig:
+    """The config, for a packed batch with a block for each tile: its list has the long ones first."""
+    return config if problem.packing is None else replace(config, scheduler="one_tile")
 
 
 # ---------------------------------------------------------------- grids
@@ -223,15 +233,39 @@ def together_of(problem: Problem, config: CutileConfig) -> Together:
 
 def is_linear(problem: Problem, config: CutileConfig, together: Together) -> bool:
     """True if the grid numbers the tiles of all heads: its blocks take several, or it is too large in y or z."""
+    if problem.packing is not None:
+        return False
     x, y, z = _grid_by_head(problem, config, together)
     return config.scheduler == "static" or x > MAX_GRID_X or max(y, z) > MAX_GRID_Y
 
 
 def _grid_by_head(problem: Problem, config: CutileConfig, together: Together) -> Grid:
+    if problem.packing is not None:
+        return grid_of_list(query_tiles(problem, config.tile_m), problem.heads_q, together.heads)
     x = -(-problem.seq_q // config.tile_m) * together.heads
     if together.spanning:
         return x, problem.batch * problem.heads_q // together.heads, 1
     return x, problem.heads_q // together.heads, problem.batch
+
+
+def grid_of_list(tiles: int, heads: int, together: int) -> Grid:
+    """A block for each of a packed batch's tiles: entries times heads that advance together in x, sections in y."""
+    return tiles // heads * together, heads // together, 1
+
+
+LIST_BLOCKS = 32
+"""The most blocks that share the tiles of a group of sequences."""
+ENTRIES_OF_BLOCK = 16
+"""Entries for which one of them is worth it. A guess, not measured."""
+LIST_GROUPS = 128
+"""Groups of which only one block has each."""
+
+
+def list_grid(sequences: int, entries: int, lists: int, group: int) -> Grid:
+    """Blocks that share a group's tiles, groups of sequences, and lists. Rows behind the last sequence are one more."""
+    groups = sequences // group + 1
+    parts = max(1, min(LIST_BLOCKS, -(-entries // ENTRIES_OF_BLOCK), LIST_GROUPS // groups))
+    return parts, groups, lists
 
 
 def grid_of(

@@ -18,7 +18,7 @@ import torch
 from multiattn.cutile import cpu
 from multiattn.cutile.bind import bind_proven, tile_ir
 from multiattn.cutile.compile import compile_limit, get_kernel, get_signature, make_cubin
-from multiattn.cutile.table import AREAS, KernelLaunch, launches_of
+from multiattn.cutile.table import KernelLaunch, areas_of, launches_of
 from multiattn.layout import Layout
 from multiattn.plan import abi
 from multiattn.plan.backend import Launcher, Plan
@@ -81,7 +81,7 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
     loaded = [kernel for kernel in kernels if kernel is not None]
     if len(loaded) < len(launches):
         return through_cutile(plan, multiprocessors)
-    return DriverLauncher(loaded, device, fresh_areas(plan.problem, AREAS[plan.variant], device))
+    return DriverLauncher(loaded, device, fresh_areas(plan.problem, areas_of(plan), device))
 
 
 def _load(plan: Plan, launch: KernelLaunch, device: int) -> LoadedKernel | None:
@@ -124,7 +124,7 @@ def _with_tensors(plan: Plan, run: _Run, multiprocessors: int | None = None) -> 
         for launch in launches["dlse" in tensors]:
             run(launch, launch.arguments(lambda array: _laid_out(tensors[array.tensor], array.layout)))
 
-    return by_tensors(plan.problem, AREAS[plan.variant], run_all)
+    return by_tensors(plan.problem, areas_of(plan), run_all)
 
 
 def _laid_out(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -21,12 +21,14 @@ from multiattn.cutile.kernels.constants import (
     BlockTiles,
     ForwardConstants,
     KernelConstants,
+    ListTilesConstants,
     QueryGradsConstants,
     RowConstants,
     RowDeltaConstants,
 )
 from multiattn.cutile.ladder import STEPS
 from multiattn.operands import CAPTURED
+from multiattn.packed import TILE_LISTS
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
 from multiattn.plan.schedule import key_tiles, most_multiprocessors, one_width, query_tiles
@@ -40,6 +42,12 @@ AREAS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(STEPS, ()),
 }
 """Arrays that are workspace, by variant."""
+LISTS: Mapping[str, tuple[str, ...]] = {
+    "atomic": TILE_LISTS[1:],
+    "two_pass": TILE_LISTS,
+    **dict.fromkeys(STEPS, TILE_LISTS[:1]),
+}
+"""Those that a packed batch adds."""
 
 IMAGE = abi.Image(threads=1)
 """How every kernel is started. A block is one thread to the caller: the cubin holds host code (x86-64, run by the
@@ -112,6 +120,11 @@ class KernelLaunch:
         return abi.Binding(arguments=tuple(arguments), grid=self.grid, image=IMAGE, constants=self.assumed)
 
 
+def areas_of(plan: Plan) -> tuple[str, ...]:
+    """Arrays that are workspace of a plan's launch."""
+    return (*AREAS[plan.variant], *(LISTS[plan.variant] if plan.problem.packing is not None else ()))
+
+
 def launches_of(
     plan: Plan, *, has_dlse: bool = False, multiprocessors: int | None = None, emitted: Mapping[str, str] | None = None
 ) -> tuple[KernelLaunch, ...]:
@@ -124,7 +137,7 @@ def launches_of(
         emitted: of a forward, what code that is there assumes; None for code that is made for the plan.
     """
     if plan.direction == "forward":
-        return (_forward(plan, multiprocessors or most_multiprocessors(plan.arch), emitted or {}),)
+        return _forward(plan, multiprocessors or most_multiprocessors(plan.arch), emitted or {})
     return _one_pass(plan, has_dlse) if "dq_sum" in AREAS[plan.variant] else _two_passes(plan, has_dlse)
 
 
@@ -137,6 +150,43 @@ def needs_64bit(problem: Problem, *, backward: bool = False) -> bool:
     tensors = [it for name, it in known.items() if backward or name in _FORWARD or name.startswith(CAPTURED)]
     lasts = [sum((size - 1) * step for size, step in zip(it.shape, it.strides, strict=True)) for it in tensors]
     return max(*lasts, *(step for it in tensors for step in it.strides)) > abi.INT32_MAX
+
+
+def _tile_lists(plan: Plan, *, query_tile: int = 0, key_tile: int = 0) -> tuple[KernelLaunch, ...]:
+    """The launch that comes before those of a packed batch, with the rows of their tiles; none for another problem."""
+    problem, packing = plan.problem, plan.problem.packing
+    if packing is None:
+        return ()
+    assumed = {"dtype": problem.dtype}
+    constants = ListTilesConstants(query_tile=query_tile, key_tile=key_tile, last_first=problem.is_banded)
+    wanted = {name: it for name, it in zip(TILE_LISTS, (query_tile, key_tile), strict=True) if it}
+    rows = (problem.seq_q, problem.seq_kv)
+    room = [packing.tiles_max(it, tile) if tile else 0 for it, tile in zip(rows, (query_tile, key_tile), strict=True)]
+    return (
+        KernelLaunch(
+            kernel="list_tiles",
+            is_64bit=False,
+            num_worker_warps=8,
+            grid=configs.list_grid(packing.sequences, max(room), len(wanted), constants.group),
+            arrays={},
+            optional={
+                "starts": tuple(captured_of(assumed, {}, problem.layouts[it], it) for it in problem.cu_seqlens),
+                "lists": tuple(captured_of(assumed, {}, problem.layouts[it], it) for it in wanted),
+            },
+            scalars={"sizes": (*rows, *room)},
+            constants=constants,
+            assumed=assumed,
+        ),
+    )
+
+
+def _lists(
+    assumed: dict[str, str], emitted: Mapping[str, str], problem: Problem, names: Sequence[str], tiles: str
+) -> tuple[ArrayArgument, ...]:
+    """The lists `names` of a block mask, or `tiles` of a packed batch; there is never both."""
+    if problem.packing is None:
+        return lists_of(assumed, emitted, problem, names)
+    return (captured_of(assumed, emitted, problem.layouts[tiles], tiles),)
 
 
 def _lowered(plan: Plan) -> LoweredScore | None:
@@ -181,10 +231,10 @@ _OF_CONFIG = (
 """Constants of the kernel that a rung and a config have by the same name; a rung's others limit the config."""
 
 
-def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> KernelLaunch:
+def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> tuple[KernelLaunch, ...]:
     problem, config, step = plan.problem, plan.config, STEPS[plan.variant].step
     assert isinstance(config, CutileConfig)
-    config = configs.within_blocks(problem, config)
+    config = configs.of_packed(problem, configs.within_blocks(problem, config))
     assumed: dict[str, str] = {}
     abi.exactly(assumed, dtype=problem.dtype, head_dim=problem.head_dim, mask=problem.band.kind)
     abi.exactly(assumed, scale_sign=problem.scale_sign)
@@ -205,7 +255,7 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> Ke
     if grid is None:
         raise ValueError(f"no grid for {plan}")
     tile_d, tail_d = configs.widths_of(problem, config)
-    return KernelLaunch(
+    launch = KernelLaunch(
         kernel="forward",
         is_64bit=abi.flag(assumed, emitted, "int64", needs_64bit(problem)),
         occupancy=config.occupancy,
@@ -215,7 +265,7 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> Ke
         optional={
             "sinks": (array_of(assumed, emitted, problem, "sinks"),) if problem.has_sinks else (),
             "captured": captured,
-            "listed": lists_of(assumed, emitted, problem, KEYS_OF_QUERIES),
+            "listed": _lists(assumed, emitted, problem, KEYS_OF_QUERIES, "query_list"),
         },
         scalars={
             "scale": problem.scale_log2 if step.exp2 else problem.scale_log2 / LOG2_E,
@@ -243,9 +293,11 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> Ke
             static_grid=config.scheduler == "static",
             score=_lowered(plan),
             blocks=_tiles_of_blocks(problem, KEYS_OF_QUERIES, config.tile_m, config.tile_n),
+            packed=problem.packing is not None,
         ),
         assumed=assumed,
     )
+    return (*_tile_lists(plan, query_tile=config.tile_m), launch)
 
 
 def _tiles_of_blocks(problem: Problem, names: Sequence[str], tile_m: int, tile_n: int) -> BlockTiles | None:
@@ -259,6 +311,8 @@ def _tiles_of_blocks(problem: Problem, names: Sequence[str], tile_m: int, tile_n
 
 def _has_ragged_keys(problem: Problem, tile_n: int) -> bool:
     """True if the last block of keys needs a mask: with a block mask, if one that it may list does."""
+    if problem.packing is not None:
+        return True
     if problem.blocks is None:
         return problem.seq_kv % tile_n != 0
     return _listed_rows(problem, KEYS_OF_QUERIES, problem.blocks.keys) > problem.seq_kv
@@ -266,6 +320,8 @@ def _has_ragged_keys(problem: Problem, tile_n: int) -> bool:
 
 def _has_ragged_queries(problem: Problem, tile_m: int) -> bool:
     """True if the last block of queries needs a mask, as that of keys."""
+    if problem.packing is not None:
+        return problem.has_score
     if problem.blocks is None:
         return problem.has_score and problem.seq_q % tile_m != 0
     return _listed_rows(problem, QUERIES_OF_KEYS, problem.blocks.queries) > problem.seq_q
@@ -309,17 +365,23 @@ def _two_passes(plan: Plan, has_dlse: bool) -> tuple[KernelLaunch, ...]:
         has_dlse=has_dlse,
     )
     tiles, hints = query_tiles(problem, config.dq_tile_m), (config.dq_occupancy, config.dq_num_worker_warps)
-    return _backward(plan, "query_grads", tiles, constants, *hints), _of_keys(plan, config, "key_grads")
+    return (
+        *_tile_lists(plan, query_tile=config.dq_tile_m, key_tile=config.tile_n),
+        _backward(plan, "query_grads", tiles, constants, *hints),
+        _of_keys(plan, config, "key_grads"),
+    )
 
 
 def _one_pass(plan: Plan, has_dlse: bool) -> tuple[KernelLaunch, ...]:
     problem, config = plan.problem, plan.config
     assert isinstance(config, OnePassConfig)
     config = configs.within_blocks(problem, config)
-    tiles, tile_d = query_tiles(problem, configs.ROW_TILE), one_width(problem.head_dim)
+    tile_d = one_width(problem.head_dim)
+    tiles = -(-problem.seq_q // configs.ROW_TILE) * problem.heads_q * problem.batch  # also of a packed batch
     delta = RowDeltaConstants(tile_m=configs.ROW_TILE, tile_d=tile_d, has_dlse=has_dlse)
     rows = RowConstants(tile_m=configs.ROW_TILE, tile_d=tile_d)
     return (
+        *_tile_lists(plan, key_tile=config.tile_n),
         _backward(plan, "row_deltas", tiles, delta, configs.ROW_OCCUPANCY),
         _of_keys(plan, config, "all_grads"),
         _backward(plan, "round_query_grads", tiles, rows),
@@ -343,7 +405,7 @@ def _of_keys(plan: Plan, config: OnePassConfig, kernel: str) -> KernelLaunch:
 def _products(plan: Plan, names: Sequence[str], tile_m: int, tile_n: int) -> dict[str, Any]:
     """The constants of a kernel with products that follow from its tile; `names`: its lists of a block mask."""
     problem = plan.problem
-    own_keys = problem.seq_kv % tile_n != 0
+    own_keys = problem.packing is not None or problem.seq_kv % tile_n != 0
     return {
         "tile_m": tile_m,
         "tile_n": tile_n,
@@ -352,9 +414,10 @@ def _products(plan: Plan, names: Sequence[str], tile_m: int, tile_n: int) -> dic
         "two_sided": problem.is_two_sided,
         "ragged": _has_ragged_keys(problem, tile_n) if names == KEYS_OF_QUERIES else own_keys,
         "tma": has_positive_strides(problem),
-        "tma_columns": problem.seq_q % 4 == 0,
+        "tma_columns": problem.packing is None and problem.seq_q % 4 == 0,
         "score": _lowered(plan),
         "blocks": _tiles_of_blocks(problem, names, tile_m, tile_n),
+        "packed": problem.packing is not None,
     }
 
 
@@ -367,16 +430,20 @@ def _backward(
     num_worker_warps: int | None = None,
 ) -> KernelLaunch:
     """One launch. Without a dlse a kernel is given lse in its place, and does not read it."""
+    problem, names = plan.problem, _NAMES[kernel].split()
     grid = configs.factor_grid(tiles)
+    if isinstance(constants, BackwardConstants) and constants.packed:
+        heads = problem.heads_kv if "dcaptured" in names else problem.heads_q
+        grid = configs.grid_of_list(tiles, heads, constants.heads_together)
     if grid is None:
         raise ValueError(f"no grid of {tiles} blocks")
-    problem, names = plan.problem, _NAMES[kernel].split()
     assumed = {"dtype": problem.dtype}
     captured, derived = _aux(plan, assumed, {}) if "captured" in names else ((), ())
     optional = {"captured": captured} if "captured" in names else {}
     if "listed" in names:
         of_keys = "dcaptured" in names
-        optional["listed"] = lists_of(assumed, {}, problem, QUERIES_OF_KEYS if of_keys else KEYS_OF_QUERIES)
+        own = (QUERIES_OF_KEYS, "key_list") if of_keys else (KEYS_OF_QUERIES, "query_list")
+        optional["listed"] = _lists(assumed, {}, problem, *own)
         if of_keys:
             optional["dcaptured"] = gradients_of(assumed, {}, problem, _lowered(plan))
     scalars: dict[str, Scalar] = {

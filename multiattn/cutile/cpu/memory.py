@@ -96,6 +96,13 @@ class Array:
         """Rank."""
         return self.data.ndim
 
+    def slice(self, axis: int, start: Any, stop: Any) -> Array:
+        """The part from `start` to `stop` of an axis; OutOfBoundsError for one that is not within the array."""
+        begin, end, size = int(start), int(stop), self.shape[axis]
+        if not 0 <= begin <= end <= size or begin == size > 0:
+            raise OutOfBoundsError(f"slice [{begin}, {end}) of an axis of {size}")
+        return Array(self.data.narrow(axis, begin, end - begin), self.ledger)
+
     def tiled_view(self, tile_shape: Any) -> TiledView:
         """The array in tiles; overlapping tiles and padding are not modelled."""
         return TiledView(self, tile_shape)

@@ -21,7 +21,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.kernels import lists, scores, tiles
+from multiattn.cutile.kernels import lists, packed, scores, tiles
 from multiattn.cutile.kernels.constants import BackwardConstants, QueryGradsConstants, RowConstants, RowDeltaConstants
 from multiattn.cutile.kernels.tiles import ZERO, Array32, ConstBool, Derived, Place, Reach, Tuple32, Vectors32
 from multiattn.validate import LOG2_E
@@ -97,6 +97,44 @@ def add_keys(
     if seen is not None:  # by selection: of a key beyond the end, p may be inf
         ds = ct.where(seen, ds, 0.0)
     return ct.mma(ds.astype(k.dtype), keys, acc)
+
+
+@ct.function
+def query_grads_tile(
+    const: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, delta: Any, dq: Any,
+    score_factor: Any, grad_factor: Any,
+) -> None:  # fmt: skip
+    """A tile of dq and of delta."""
+    rows = (place.batch, place.head, place.tile)
+    queries = tiles.load_tile(const, q, (*rows, 0), const.tile_m, 2)
+    douts = tiles.load_tile(const, dout, (*rows, 0), const.tile_m, 2)
+    d = row_delta(const, out, douts, dlse, delta, rows)[:, None]
+    m = load_lse(const, lse, rows)[:, None]
+    acc = ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32)
+    blocks = tiles.key_blocks(const, place)
+    for number in range(blocks.full_begin, blocks.full_end):
+        block = tiles.full_block(const, place, number)
+        acc = add_keys(const, place, queries, douts, k, v, m, d, score_factor, acc, block, False)
+    if const.banded or const.ragged or const.blocks is not None:
+        first, end = tiles.masked_numbers(const, blocks)
+        for number in range(first, end):
+            block = tiles.masked_block(const, place, blocks, number)
+            acc = add_keys(const, place, queries, douts, k, v, m, d, score_factor, acc, block, True)
+    grads = (acc * grad_factor).astype(dq.dtype).reshape((1, 1, const.tile_m, const.tile_d))
+    ct.store(dq, (*rows, 0), grads, allow_tma=const.tma)
+
+
+@ct.function
+def query_grads_sequence(
+    const: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, delta: Any, dq: Any,
+    score_factor: Any, grad_factor: Any,
+) -> None:  # fmt: skip
+    """`query_grads_tile` of a sequence of a packed batch."""
+    q, out, dout = packed.queries_of(place, q), packed.queries_of(place, out), packed.queries_of(place, dout)
+    dq = packed.queries_of(place, dq)
+    lse, dlse, delta = packed.queries_of(place, lse), packed.queries_of(place, dlse), packed.queries_of(place, delta)
+    k, v = packed.keys_of(place, k), packed.keys_of(place, v)
+    query_grads_tile(const, place, q, k, v, out, lse, dout, dlse, delta, dq, score_factor, grad_factor)
 
 
 @ct.function
@@ -224,8 +262,19 @@ def key_grads_block(
     listed: Any,
 ) -> None:  # fmt: skip
     """One block: a tile of dk and of dv, summed over the queries of the group's heads."""
+    mine = replace(find_key_tile(const, given.q, k, reach, aux), lists=listed)
+    key_grads_tile(const, mine, k, v, given, dq_sum, dk, dv, grad_factor)
+
+
+@ct.function
+def key_grads_tile(
+    const: Any, mine: Any, k: Any, v: Any, given: Any, dq_sum: Any, dk: Any, dv: Any, grad_factor: Any
+) -> None:
+    """`key_grads_block` of a tile of keys."""
     q = given.q
-    mine = replace(find_key_tile(const, q, k, reach, aux), lists=listed)
+    dq_view = None
+    if dq_sum is not None:
+        dq_view = dq_sum.tiled_view((1, 1, const.tile_m, const.tile_d))
     index = (mine.batch, mine.head_kv, mine.tile, 0)
     keys = tiles.load_tile(const, k, index, const.tile_n, 2)
     values = tiles.load_tile(const, v, index, const.tile_n, 2)
@@ -233,13 +282,35 @@ def key_grads_block(
     zeros = ct.full((const.tile_n, const.tile_d), 0.0, dtype=ct.float32)
     sums = KeyGradSums(dk=zeros, dv=zeros)
     if const.blocks is not None:
-        sums = add_listed(const, mine, group, keys, values, given, dq_sum, sums)
+        sums = add_listed(const, mine, group, keys, values, given, dq_view, sums)
     else:
-        sums = add_seen(const, mine, group, keys, values, given, dq_sum, sums)
+        sums = add_seen(const, mine, group, keys, values, given, dq_view, sums)
     dk_tile = (sums.dk * grad_factor).astype(dk.dtype).reshape((1, 1, const.tile_n, const.tile_d))
     dv_tile = sums.dv.astype(dv.dtype).reshape((1, 1, const.tile_n, const.tile_d))
     ct.store(dk, index, dk_tile, allow_tma=const.tma)
     ct.store(dv, index, dv_tile, allow_tma=const.tma)
+
+
+@ct.function
+def key_grads_sequence(
+    const: Any, k: Any, v: Any, given: Any, dq_sum: Any, dk: Any, dv: Any, grad_factor: Any, reach: Any, aux: Any,
+    entries: Any,
+) -> None:  # fmt: skip
+    """`key_grads_block` of a packed batch."""
+    mine = packed.find_place(const, given.q, k, entries, const.tile_n, reach, aux, False)
+    if mine.sequence.number >= 0:
+        given = replace(
+            given,
+            q=packed.queries_of(mine, given.q),
+            lse=packed.queries_of(mine, given.lse),
+            dout=packed.queries_of(mine, given.dout),
+            delta=packed.queries_of(mine, given.delta),
+        )
+        if dq_sum is not None:
+            dq_sum = packed.queries_of(mine, dq_sum)
+        k, v = packed.keys_of(mine, k), packed.keys_of(mine, v)
+        dk, dv = packed.keys_of(mine, dk), packed.keys_of(mine, dv)
+        key_grads_tile(const, mine, k, v, given, dq_sum, dk, dv, grad_factor)
 
 
 @ct.function
@@ -262,24 +333,14 @@ def query_grads_kernel(const: QueryGradsConstants) -> Callable[..., None]:
         delta: Vectors32, dq: Array32, captured: Tuple32, listed: Tuple32, score_factor: float,
         grad_factor: float, reach: Reach, derived: Derived,
     ) -> None:  # fmt: skip
-        place = replace(tiles.find_place(const, q, k, reach, derived + captured), lists=listed)
-        rows = (place.batch, place.head, place.tile)
-        queries = tiles.load_tile(const, q, (*rows, 0), const.tile_m, 2)
-        douts = tiles.load_tile(const, dout, (*rows, 0), const.tile_m, 2)
-        d = row_delta(const, out, douts, dlse, delta, rows)[:, None]
-        m = load_lse(const, lse, rows)[:, None]
-        acc = ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32)
-        blocks = tiles.key_blocks(const, place)
-        for number in range(blocks.full_begin, blocks.full_end):
-            block = tiles.full_block(const, place, number)
-            acc = add_keys(const, place, queries, douts, k, v, m, d, score_factor, acc, block, False)
-        if const.banded or const.ragged or const.blocks is not None:
-            first, end = tiles.masked_numbers(const, blocks)
-            for number in range(first, end):
-                block = tiles.masked_block(const, place, blocks, number)
-                acc = add_keys(const, place, queries, douts, k, v, m, d, score_factor, acc, block, True)
-        grads = (acc * grad_factor).astype(dq.dtype).reshape((1, 1, const.tile_m, const.tile_d))
-        ct.store(dq, (*rows, 0), grads, allow_tma=const.tma)
+        aux = derived + captured
+        if const.packed:
+            place = packed.find_place(const, q, k, listed[0], const.tile_m, reach, aux, True)
+            if place.sequence.number >= 0:
+                query_grads_sequence(const, place, q, k, v, out, lse, dout, dlse, delta, dq, score_factor, grad_factor)
+        else:
+            place = replace(tiles.find_place(const, q, k, reach, aux), lists=listed)
+            query_grads_tile(const, place, q, k, v, out, lse, dout, dlse, delta, dq, score_factor, grad_factor)
 
     return query_grads
 
@@ -293,7 +354,11 @@ def key_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
         derived: Derived,
     ) -> None:  # fmt: skip
         given = Given(q=q, lse=lse, dout=dout, delta=delta, score_factor=score_factor, dcaptured=dcaptured)
-        key_grads_block(const, k, v, given, None, dk, dv, grad_factor, reach, derived + captured, listed)
+        aux = derived + captured
+        if const.packed:
+            key_grads_sequence(const, k, v, given, None, dk, dv, grad_factor, reach, aux, listed[0])
+        else:
+            key_grads_block(const, k, v, given, None, dk, dv, grad_factor, reach, aux, listed)
 
     return key_grads
 
@@ -307,8 +372,11 @@ def all_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
         score_factor: float, grad_factor: float, reach: Reach, derived: Derived,
     ) -> None:  # fmt: skip
         given = Given(q=q, lse=lse, dout=dout, delta=delta, score_factor=score_factor, dcaptured=dcaptured)
-        view = dq_sum.tiled_view((1, 1, const.tile_m, const.tile_d))
-        key_grads_block(const, k, v, given, view, dk, dv, grad_factor, reach, derived + captured, listed)
+        aux = derived + captured
+        if const.packed:
+            key_grads_sequence(const, k, v, given, dq_sum, dk, dv, grad_factor, reach, aux, listed[0])
+        else:
+            key_grads_block(const, k, v, given, dq_sum, dk, dv, grad_factor, reach, aux, listed)
 
     return all_grads
 

@@ -68,6 +68,8 @@ class ForwardConstants:
     """The program of scores, a `LoweredScore`; of a kernel that is made, its `TileScoreFunctions`."""
     blocks: BlockTiles | None = None
     """Those of a block mask. `masked` then says that full blocks need a mask, too."""
+    packed: bool = False
+    """Tiles are of a packed batch's sequences, and come from a list."""
     ragged_queries = False
 
 
@@ -98,6 +100,8 @@ class BackwardConstants:
     blocks: BlockTiles | None = None
     """Those of a block mask. With `ragged` its last block of keys is not full, with `ragged_queries` that of queries.
     """
+    packed: bool = False
+    """As the forward's."""
     spanning = False
 
 
@@ -126,4 +130,20 @@ class RowDeltaConstants(RowConstants):
     has_dlse: bool
 
 
-KernelConstants = ForwardConstants | BackwardConstants | RowConstants
+@dataclass(frozen=True, kw_only=True)
+class ListTilesConstants:
+    """Constants of the kernel that lists the tiles of a packed batch."""
+
+    query_tile: int
+    """Rows of a tile of queries; 0 for no list of them."""
+    key_tile: int
+    """The same of keys."""
+    last_first: bool
+    """The last tiles of queries, which see most keys, come first."""
+    group: int = 32
+    """Sequences that a block lists."""
+    compared: int = 64
+    """Sequences that it compares them with at a time."""
+
+
+KernelConstants = ForwardConstants | BackwardConstants | RowConstants | ListTilesConstants

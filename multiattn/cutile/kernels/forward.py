@@ -19,7 +19,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.kernels import lists, parts, scores, tiles
+from multiattn.cutile.kernels import lists, packed, parts, scores, tiles
 from multiattn.cutile.kernels.constants import SMALLEST_TILE, ForwardConstants
 from multiattn.cutile.kernels.tiles import Array32, ConstBool, Derived, Reach, Tuple32, Vectors32
 
@@ -401,15 +401,36 @@ def forward_tile(
         store_rows(const, place, out, lse, rows, row_sum(rows.l), sink)
 
 
+@ct.function
+def forward_sequence(
+    const: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any, scale: Any
+) -> None:
+    """`forward_tile` of a sequence of a packed batch."""
+    q, out, lse = packed.queries_of(place, q), packed.queries_of(place, out), packed.queries_of(place, lse)
+    if const.lazy_max and place.seq_kv == 0:  # there is no block of keys to take maxima of
+        sink = None
+        if const.has_sinks:
+            sink = load_sink(const, place, sinks)
+        rows = no_rows(const)
+        store_rows(const, place, out, lse, rows, row_sum(rows.l), sink)
+    else:
+        k, v = packed.keys_of(place, k), packed.keys_of(place, v)
+        forward_tile(const, place, q, k, v, out, lse, sinks, (), scale)
+
+
 def forward_kernel(const: ForwardConstants) -> Callable[..., None]:
-    """out and lse of attention; arguments as in `forward_tile`."""
+    """out and lse of attention; arguments as in `forward_tile`, but of a packed batch `listed` has the tiles."""
 
     def forward(
         q: Array32, k: Array32, v: Array32, out: Array32, lse: Vectors32, sinks: Tuple32, captured: Tuple32,
         listed: Tuple32, scale: float, reach: Reach, derived: Derived,
     ) -> None:  # fmt: skip
         aux = derived + captured
-        if const.static_grid:
+        if const.packed:
+            place = packed.find_place(const, q, k, listed[0], const.tile_m, reach, aux, const.grouped)
+            if place.sequence.number >= 0:
+                forward_sequence(const, place, q, k, v, out, lse, sinks, scale)
+        elif const.static_grid:
             total = ct.cdiv(q.shape[2], const.tile_m) * q.shape[1] * q.shape[0]
             # Divided once: else each of the three roles that warps take would divide for each tile, and its next load
             # would wait for that.

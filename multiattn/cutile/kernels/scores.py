@@ -23,7 +23,8 @@ def modify(const: Any, place: Any, s: Any, block: Any) -> Any:
     """Scores ``[tile_m, tile_n]`` of a block of keys, of products of q and k; without a program these."""
     if has_score(const):
         row, col = tiles.positions(const, place, block)
-        s = const.score.score(s, place.batch, place.head, row, col, place.seq_q, place.seq_kv, place.aux)
+        batch = tiles.batch_of(const, place)
+        s = const.score.score(s, batch, place.head, row, col, place.seq_q, place.seq_kv, place.aux)
     return s
 
 
@@ -40,12 +41,11 @@ def modify_with_slope(const: Any, place: Any, s: Any, factor: Any, block: Any, t
         row, col = tiles.positions(const, place, block)
         if transposed:
             row, col = row.transpose(), col.transpose()
+        batch = tiles.batch_of(const, place)
         if const.score.is_additive:
-            s = const.score.score(s, place.batch, place.head, row, col, place.seq_q, place.seq_kv, place.aux)
+            s = const.score.score(s, batch, place.head, row, col, place.seq_q, place.seq_kv, place.aux)
         else:
-            s, slope = const.score.score_and_slope(
-                s, place.batch, place.head, row, col, place.seq_q, place.seq_kv, place.aux
-            )
+            s, slope = const.score.score_and_slope(s, batch, place.head, row, col, place.seq_q, place.seq_kv, place.aux)
     return s, slope
 
 
@@ -63,6 +63,5 @@ def add_gradients(const: Any, place: Any, raw: Any, dscore: Any, block: Any, sum
     """
     row, col = tiles.positions(const, place, block)
     row, col = row.transpose(), col.transpose()
-    const.score.load_gradients(
-        raw, dscore, place.batch, place.head, row, col, place.seq_q, place.seq_kv, place.aux, sums, 1
-    )
+    batch = tiles.batch_of(const, place)
+    const.score.load_gradients(raw, dscore, batch, place.head, row, col, place.seq_q, place.seq_kv, place.aux, sums, 1)

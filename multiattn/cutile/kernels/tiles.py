@@ -46,6 +46,8 @@ class Place:
     """The arrays of a block mask (`lists`)."""
     sees_all: Any = None
     """True where the block of keys at hand is full, although it is masked as partial ones are."""
+    sequence: Any = None
+    """The `packed.Sequence` of a packed batch: `batch` is then 0, and all else is within the sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,14 @@ def batch_and_head(q: Any, number: Any) -> Any:
     """Both, of a number that counts the heads of all batch entries."""
     batch = number // q.shape[1]
     return batch, number - batch * q.shape[1]
+
+
+@ct.function
+def batch_of(const: Any, place: Any) -> Any:
+    """The batch entry as callers count them: of a packed batch the sequence."""
+    if const.packed:
+        return place.sequence.number
+    return place.batch
 
 
 @ct.function
@@ -345,7 +355,7 @@ def is_visible_in_part(const: Any, place: Any, block: Any, transposed: ConstBool
     row, col = positions(const, place, block)
     if transposed:
         row, col = row.transpose(), col.transpose()
-    seen = const.score.mask(place.batch, place.head, row, col, place.seq_q, place.seq_kv, place.aux)
+    seen = const.score.mask(batch_of(const, place), place.head, row, col, place.seq_q, place.seq_kv, place.aux)
     if place.sees_all is not None:
         seen = seen | place.sees_all
     return seen

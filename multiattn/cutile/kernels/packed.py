@@ -1,0 +1,154 @@
+"""Packed batches: the kernel that lists their tiles, and what a block finds in the list.
+
+`multiattn.packed.LIST_FIELDS` says what an entry has. A block takes its sequence out of every array, `Array.slice`: all
+that comes after has the sequence's own rows alone, numbered from 0. A load has zeros for rows beyond its end, although
+there the next one begins, and a store leaves them. TMA does both: a block makes tensor maps of its own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.tile as ct
+
+from multiattn.cutile.kernels.constants import ListTilesConstants
+from multiattn.cutile.kernels.tiles import ConstBool, Place, Reach, Tuple32, shared_head
+
+FIELDS = 8
+"""Numbers of an entry."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequence:
+    """A sequence by its number, -1 for an entry without a tile, and its first rows in q and in k."""
+
+    number: Any
+    offset_q: Any
+    offset_kv: Any
+
+
+@ct.function
+def field(entries: Any, entry: Any, number: Any) -> Any:
+    """One of the numbers of an entry."""
+    return ct.gather(entries, (entry, number), check_bounds=False)
+
+
+@ct.function
+def find_place(const: Any, q: Any, k: Any, entries: Any, own: Any, reach: Any, aux: Any, grouped: ConstBool) -> Any:
+    """Where the tile lives that a block takes, `own` rows of its sequence. Heads are those of k where it owns keys.
+
+    Entries times `heads_together` heads are x of the grid, sections of heads y.
+    """
+    entry = ct.bid(0) // const.heads_together
+    head = ct.bid(1) * const.heads_together + ct.bid(0) % const.heads_together
+    sequence = Sequence(
+        number=field(entries, entry, 0), offset_q=field(entries, entry, 2), offset_kv=field(entries, entry, 4)
+    )
+    return Place(
+        batch=0,
+        head=head,
+        head_kv=shared_head(q, k, head, grouped),
+        tile=field(entries, entry, 1) // own,
+        seq_q=field(entries, entry, 3),
+        seq_kv=field(entries, entry, 5),
+        reach=reach,
+        aux=aux,
+        sequence=sequence,
+    )
+
+
+@ct.function
+def queries_of(place: Any, array: Any) -> Any:
+    """The sequence's rows of an array like q, or of one like lse."""
+    return array.slice(2, place.sequence.offset_q, place.sequence.offset_q + place.seq_q)
+
+
+@ct.function
+def keys_of(place: Any, array: Any) -> Any:
+    """The sequence's rows of an array like k."""
+    return array.slice(2, place.sequence.offset_kv, place.sequence.offset_kv + place.seq_kv)
+
+
+# ---------------------------------------------------------------- the list
+
+
+@ct.function
+def starts_and_lengths(numbers: Any, starts: Any, others: Any, rows: Any) -> Any:
+    """First rows and lengths of sequences by their numbers, then both on the other side, where a tile has its pairs.
+
+    Rows behind the last sequence are one more, with nothing on the other side. Further numbers have nothing at all.
+    """
+    last = starts.shape[0] - 1
+    first = ct.gather(starts, numbers)  # 0 beyond the end
+    end = ct.where(numbers == last, rows, ct.gather(starts, numbers + 1))
+    other_first = ct.gather(others, numbers)
+    other_length = ct.maximum(ct.gather(others, numbers + 1) - other_first, 0)
+    # A part of an array starts before the array's end.
+    return first, ct.maximum(end - first, 0), ct.where(other_length > 0, other_first, 0), other_length
+
+
+@ct.function
+def list_one(
+    const: Any, starts: Any, others: Any, entries: Any, tile: Any, rows: Any, room: Any, of_keys: ConstBool
+) -> None:
+    """List a group of sequences: every n-th tile of each, of n blocks of the group, and a part of the entries left.
+
+    Sequences with the most rows on the other side come first, as their tiles cost the most. So the first tile of one
+    comes behind those of all that have more, or as many and a lower number: nothing is sorted.
+    """
+    lanes = ct.arange(const.group, dtype=ct.int32)
+    part, parts = ct.bid(0), ct.num_blocks(0)
+    mine = ct.bid(1) * const.group + lanes
+    first, length, other_first, other_length = starts_and_lengths(mine, starts, others, rows)
+    tiles = (length + (tile - 1)) // tile
+    place = ct.full((const.group,), 0, dtype=ct.int32)
+    total = 0
+    for begin in range(0, starts.shape[0], const.compared):
+        theirs = begin + ct.arange(const.compared, dtype=ct.int32)
+        _, their_length, _, their_cost = starts_and_lengths(theirs, starts, others, rows)
+        their_tiles = (their_length + (tile - 1)) // tile
+        is_level = (their_cost[None, :] == other_length[:, None]) & (theirs[None, :] < mine[:, None])
+        is_before = (their_cost[None, :] > other_length[:, None]) | is_level
+        place = place + ct.sum(ct.where(is_before, their_tiles[None, :], 0), axis=1)
+        total = total + ct.sum(their_tiles)
+
+    offset_q, len_q, offset_kv, len_kv = first, length, other_first, other_length
+    if of_keys:
+        offset_q, len_q, offset_kv, len_kv = other_first, other_length, first, length
+    column = ct.arange(FIELDS, dtype=ct.int32)[None, :]
+    entry = ct.where(column == 0, mine[:, None], 0)  # [group, FIELDS]
+    entry = ct.where(column == 2, offset_q[:, None], entry)
+    entry = ct.where(column == 3, len_q[:, None], entry)
+    entry = ct.where(column == 4, offset_kv[:, None], entry)
+    entry = ct.where(column == 5, len_kv[:, None], entry)
+    for number in range(part, ct.max(tiles), parts):
+        own = tiles * 0 + number
+        if const.last_first and not of_keys:
+            own = tiles - 1 - number
+        row = ct.where(column == 1, (own * tile)[:, None], entry)
+        ct.scatter(entries, ((place + number)[:, None], column), row, mask=(number < tiles)[:, None])
+    share = ct.bid(1) * parts + part
+    for begin in range(total + share * const.group, room, parts * ct.num_blocks(1) * const.group):
+        left = begin + lanes
+        ct.scatter(entries, (left, 0), -1, mask=left < room)
+
+
+def list_tiles_kernel(const: ListTilesConstants) -> Callable[..., None]:
+    """Before the kernels of a packed batch: the lists of their tiles.
+
+    `starts` are the cu_seqlens of queries and keys; `lists` as many as `const` has tiles of, and `sizes` the rows of q
+    and k and the entries of each list that are read.
+    """
+
+    def list_tiles(starts: Tuple32, lists: Tuple32, sizes: Reach) -> None:
+        if const.query_tile > 0 and const.key_tile > 0:
+            if ct.bid(2) == 0:
+                list_one(const, starts[0], starts[1], lists[0], const.query_tile, sizes[0], sizes[2], False)
+            else:
+                list_one(const, starts[1], starts[0], lists[1], const.key_tile, sizes[1], sizes[3], True)
+        elif const.query_tile > 0:
+            list_one(const, starts[0], starts[1], lists[0], const.query_tile, sizes[0], sizes[2], False)
+        else:
+            list_one(const, starts[1], starts[0], lists[0], const.key_tile, sizes[1], sizes[3], True)
+
+    return list_tiles
