@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from bench import docs, host, ladder, record, report, tune, verdicts
+from bench import docs, host, ladder, models, record, report, scaling, tune, verdicts
 from bench import options as shared
 from bench.contenders import our_providers
 from bench.matrix import SUITES, InputError
@@ -121,6 +121,19 @@ def measure_host(options: argparse.Namespace) -> int:
     return int(any(cost.error for cost in costs))
 
 
+def measure_models(options: argparse.Namespace) -> int:
+    """Measure training and prefill of transformers' models, by ours and by its other kinds of attention."""
+    if not torch.cuda.is_available():
+        print(f"Nothing to time on: {NO_GPU}")
+        return 1
+    chosen = [it for it in models.MODELS if not options.model or it.name in options.model]
+    found = models.run(chosen)
+    path = (options.out or results_dir(found.environment.gpu)) / "models.json"
+    found.save(path)
+    print(f"{found.table()}\n\nThousands of tokens a second. Written: {path}")
+    return 0
+
+
 # ---------------------------------------------------------------- stored results
 
 
@@ -215,6 +228,8 @@ COMMANDS = {
     "compare": compare_files,
     "prefer": write_preferences,
     "host": measure_host,
+    "models": measure_models,
+    "scaling": scaling.predict,
     "report": write_report,
     "demo": run_demo,
     "docs": update_docs,
@@ -256,7 +271,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--markdown", action="store_true", help="tables as Markdown")
     command.add_argument("--html", type=Path, metavar="OUT", help="also write one self-contained page")
 
+    scaling.add_arguments(add("scaling"))
+
     add("host").add_argument("--out", type=Path, help="folder of the results; default bench/results/<gpu>")
+
+    command = add("models")
+    command.add_argument("--out", type=Path, help="folder of the results; default bench/results/<gpu>")
+    chosen = [it.name for it in models.MODELS]
+    command.add_argument("--model", action="append", choices=chosen, help="may be given again; default all")
 
     command = add("demo")
     shared.add_jobs(command)

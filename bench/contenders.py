@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-import multiattn
 from bench.features import hide_others, ids_of
 from bench.matrix import Cell, Direction, InputError, Tensors
 from bench.results import NO_GPU
 from bench.timing import Call, Contestant
 from multiattn.layout import Strides
+from multiattn.packed import Packing
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import BACKENDS, Plan, make_plan
@@ -28,7 +28,7 @@ from multiattn.problem import Problem
 from multiattn.run.execute import gradient_of_sinks
 from multiattn.score import bind_score
 from parity.gradients import GradTruth
-from parity.tolerance import Expected, Mismatch, Truth, adds_up_in_fp16, deviate, takes_rough_tanh
+from parity.tolerance import Expected, Mismatch, Packed, Truth, adds_up_in_fp16, deviate, takes_rough_tanh
 
 Results = Mapping[str, torch.Tensor]
 """The results of a contender by name: of out, lse, dq, dk, dv and dsinks those that its direction and cell have."""
@@ -86,8 +86,7 @@ def contender_of(plan: Plan, tensors: Tensors, cell: Cell, forward: Plan | None 
     and lse it is fed; that forward runs once, or before each launch where both are timed.
     """
     given, _ = cell.asked(tensors)
-    q, k, v = given.qkv
-    first = plan if forward is None else forward
+    q, first = given.q, plan if forward is None else forward
     out, lse = _empty(q, first.problem.strides_out), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     launch_forward = registry.get(first.backend).forward.prepare(first)
 
@@ -96,8 +95,8 @@ def contender_of(plan: Plan, tensors: Tensors, cell: Cell, forward: Plan | None 
 
     written = {"out": out, "lse": lse}
     if forward is None:
-        asked = {**cell.arguments(tensors), "backend": plan.backend, "variant": plan.variant}
-        return _contender(plan, run_forward, functools.partial(multiattn.fmha, q, k, v, **asked), written)
+        call = functools.partial(cell.attend, *tensors, backend=plan.backend, variant=plan.variant)
+        return _contender(plan, run_forward, call, written)
     problem = plan.problem
     launch_backward = registry.get(plan.backend).backward.prepare(plan)
     dout = alike(out, cell.dout(q.device))
@@ -152,9 +151,7 @@ def _call_with_grad(plan: Plan, tensors: Tensors, dout: torch.Tensor, cell: Cell
         if chosen.variant != plan.variant:
             allowed = f"{chosen.variant}: fmha cannot be asked for others"
             raise RefusedError((Reason(code="variant", got=plan.variant, allowed=allowed),))
-        asked = {**cell.arguments(leaves), "backend": plan.backend, "deterministic": deterministic}
-        out: torch.Tensor = multiattn.fmha(*leaves[:3], **asked)
-        return out
+        return cell.attend(*leaves, backend=plan.backend, deterministic=deterministic)
 
     return differentiate(forward, leaves, dout, keeps_graph=cell.direction == "bwd")
 
@@ -310,10 +307,13 @@ def truth_of(cell: Cell, tensors: Tensors, *, last_entry: bool = False) -> Truth
     dout = cell.dout(q.device)
     q, k, v, dout = (tensor[-1:] if last_entry else tensor for tensor in (q, k, v, dout))
     # Documents as a score_mod: a block mask's truth makes N*N bools for each part of the queries.
-    hides = hide_others(ids_of(cell.document_lengths, q.device)) if cell.has_documents else None
+    has_mask = cell.has_documents and not cell.is_packed
+    hides = hide_others(ids_of(cell.document_lengths, q.device)) if has_mask else None
     changes = {name: it for name, it in cell.arguments(tensors).items() if name in ("softcap", "alibi_slopes")}
     score = bind_score(device=q.device, score_mod=hides, **changes)
     asked: dict[str, Any] = {"window": cell.band.window, "sinks": sinks[0] if sinks else None, "score": score}
+    if cell.is_packed:
+        asked["packed"] = Packed((cell.cu_seqlens(q.device),) * 2, Packing())
     chunk = None
     if dout.is_cuda and not last_entry:  # a dozen processes at once ask for the last entry
         chunk = torch.cuda.get_device_properties(dout.device).total_memory // BYTES_A_SCORE

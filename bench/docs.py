@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Literal
 
-from bench import host, ladder, layout_docs, record
+from bench import host, ladder, layout_docs, models, record, scaling
 from bench.layout_docs import Blocks
 from bench.matrix import SUITES, Cell, InputError
 from bench.record_kernels import main_of
@@ -165,6 +166,9 @@ def results_block(results: Path) -> str:
         training = _rows(folder / "backward.json")
         parts += [_speed_table(forward, "forward"), _speed_table(training, "backward"), memory_summary(training)]
         parts += features_tables(_rows(folder / "features.json"))
+        parts += features_tables(_rows(folder / "packed.json"))
+        if (folder / "models.json").exists():
+            parts.append(models_table(models.load(folder / "models.json")))
         if (folder / "host.json").exists():
             found = host.load(folder / "host.json")
             parts += [f"Host cost of one warm call, {found.environment.gpu}, {found.cell.key}:", found.table("github")]
@@ -204,6 +208,15 @@ def features_tables(rows: Sequence[Row]) -> list[str]:
         told = f"TFLOPS of visible pairs, {title}, B = 1, H*D = 2048, back to back:"
         tables += [told, markdown(header, lines), *provenance(chosen)] if chosen else []
     return tables
+
+
+def models_table(found: models.ModelTable) -> str:
+    """Thousands of tokens a second of each attention in each model."""
+    release = ", ".join(f"{name} {number}" for name, number in found.versions.items())
+    told = (
+        f"Thousands of tokens a second, {release}, random weights, bf16, 8 layers, a training step without optimizer:"
+    )
+    return "\n\n".join((told, found.table("github"), describe(found.environment)))
 
 
 def _auto(cell: Cell, arch: str, direction: Direction) -> str:
@@ -304,6 +317,14 @@ def ladder_block(results: Path, backend: str) -> str:
     return "\n\n".join(f"**{it.title}**\n\n{write(it, 'github')}" for it in made) or NOT_MEASURED
 
 
+# ---------------------------------------------------------------- on paper
+
+
+def scaling_block(folder: Path, direction: Literal["fwd", "bwd"]) -> str:
+    """One pass over many GPUs, as predicted from the speed of one."""
+    return scaling.block(folder, direction) or NOT_MEASURED
+
+
 def pages(results: Path = RESULTS) -> Mapping[str, Blocks]:
     """The tables of each page, by the names in its markers."""
     gpu = results / GPU_FOLDER
@@ -324,6 +345,11 @@ def pages(results: Path = RESULTS) -> Mapping[str, Blocks]:
             "triton_lengths": partial(ladder_block, results, "triton"),
             "cutile_lengths": partial(ladder_block, results, "cutile"),
             "cuda_axes": partial(ladder_block, results, "cuda"),
+        },
+        "docs/scaling.md": {
+            "assumptions": scaling.assumptions,
+            "forward": partial(scaling_block, gpu, "fwd"),
+            "backward": partial(scaling_block, gpu, "bwd"),
         },
         "docs/targets.md": {"targets": targets_block},
         "docs/swizzle.md": layout_docs.SWIZZLE,

@@ -11,14 +11,19 @@ from typing import Any, Literal, get_args
 
 import torch
 
-Feature = Literal["none", "sinks", "softcap30", "alibi", "documents16"]
-"""More than a band in a cell: a sink for each head, scores capped at 30, ALiBi, or 16 documents in each sequence."""
+Feature = Literal[
+    "none", "sinks", "softcap30", "alibi", "documents16", "packed_equal", "packed_mixed", "packed_one_long"
+]
+"""More than a band in a cell: a sink for each head, scores capped at 30, ALiBi, 16 documents in each sequence, or a
+packed batch of sequences: as `packed_lengths` has them."""
 
 FEATURES: tuple[Feature, ...] = get_args(Feature)
 
 SOFTCAP = 30.0
 """Grok-1's."""
 DOCUMENTS = 16
+SHORT = 60
+"""Short sequences beside a long one."""
 BLOCK = 128
 """Queries and keys of a block of a BlockMask: Flex's own choice, and a tile of FlashAttention-4."""
 
@@ -31,6 +36,23 @@ def draw_lengths(seq: int) -> tuple[int, ...]:
     cuts = 1 + torch.randperm(seq - 1, generator=draw)[: DOCUMENTS - 1].sort().values
     ends = torch.tensor([0, *cuts.tolist(), seq])
     return tuple(ends.diff().tolist())
+
+
+def packed_lengths(feature: Feature, tokens: int) -> tuple[int, ...]:
+    """Lengths of the sequences of a packed batch of so many tokens.
+
+    `DOCUMENTS` equal ones; lengths drawn log-uniform from 64 to 8192; one of three quarters and 60 short ones.
+    """
+    if feature == "packed_equal":
+        return *(tokens // DOCUMENTS,) * (DOCUMENTS - 1), tokens - tokens // DOCUMENTS * (DOCUMENTS - 1)
+    if feature == "packed_one_long":
+        short = torch.linspace(0, tokens - tokens // 4 * 3, SHORT + 1).long().diff()
+        return tokens // 4 * 3, *short.tolist()
+    draw, found = torch.Generator().manual_seed(tokens), list[int]()
+    while (left := tokens - sum(found)) > 0:
+        exponent = 6 + 7 * float(torch.rand(1, generator=draw))
+        found.append(min(left, round(2**exponent)))
+    return tuple(found)
 
 
 def ids_of(lengths: Sequence[int], device: torch.device | str) -> torch.Tensor:

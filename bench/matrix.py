@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+import multiattn
 from bench.features import (
     DOCUMENTS,
     FEATURES,
@@ -22,13 +23,16 @@ from bench.features import (
     make_alibi,
     make_block_mask,
     make_mask_mod,
+    packed_lengths,
     slopes_of,
 )
 from multiattn.inspect.options import HIDDEN, TOKENS
 from multiattn.layout import DTYPES
 from multiattn.mask import CAUSAL, FULL, Band, band_of
 from multiattn.operands import Operands, Options, with_score
+from multiattn.packed import as_batch_of_one
 from multiattn.problem import Problem, problem_of
+from multiattn.varlen import Lengths, with_packing
 
 Tensors = tuple[torch.Tensor, ...]
 """q, k and v, each ``[B, H, S, D]``, and sinks ``[H]`` where there are any; or their gradients."""
@@ -105,12 +109,19 @@ class Cell:
 
     @property
     def has_documents(self) -> bool:
-        """True if queries see the keys of their own document only."""
-        return self.feature == "documents16"
+        """True if queries see the keys of their own document, or sequence of a packed batch, only."""
+        return self.feature == "documents16" or self.is_packed
+
+    @property
+    def is_packed(self) -> bool:
+        """True for sequences packed one after another: the documents."""
+        return self.feature.startswith("packed")
 
     @property
     def document_lengths(self) -> tuple[int, ...]:
         """Lengths of the documents in a sequence: one of all without the feature."""
+        if self.is_packed:
+            return packed_lengths(self.feature, self.seq)
         return draw_lengths(self.seq) if self.has_documents else (self.seq,)
 
     @property
@@ -138,14 +149,20 @@ class Cell:
         """A forward of these tensors, as `multiattn.fmha` reads `arguments`."""
         (q, k, v, *_), given = tensors, self.arguments(tensors)
         band = band_of(given.pop("causal"), given.pop("window", None))
-        operands = Operands(q, k, v, sinks=given.pop("sinks", None))
+        operands, options = Operands(q, k, v, sinks=given.pop("sinks", None)), Options(*band.window)
+        if self.is_packed:
+            return with_packing(operands, options, Lengths(**given), None, None, None, None)
         names = ("softcap", "alibi_slopes", "bias", "score_mod", "block_mask")
         softcap, slopes, bias, score_mod, block_mask = (given.pop(name, None) for name in names)
-        return with_score(operands, Options(*band.window), softcap, slopes, bias, score_mod, block_mask)
+        return with_score(operands, options, softcap, slopes, bias, score_mod, block_mask)
 
     def arguments(self, tensors: Tensors) -> dict[str, Any]:
-        """The keyword arguments of `multiattn.fmha` behind q, k and v."""
+        """The keyword arguments of `multiattn.fmha`, or `fmha_varlen`, behind q, k and v."""
         device = tensors[0].device
+        if self.is_packed:
+            cu_seqlens, longest = self.cu_seqlens(device), max(self.document_lengths)
+            named = {f"cu_seqlens_{side}": cu_seqlens for side in ("q", "kv")}
+            return {"causal": self.causal, **named, "max_seqlen_q": longest, "max_seqlen_kv": longest}
         if self.has_documents:  # whose mask has the band, too
             return {"causal": False, "block_mask": self.block_mask(device)}
         found: dict[str, Any] = {"causal": self.causal}
@@ -158,6 +175,21 @@ class Cell:
         if self.feature == "alibi":
             found["alibi_slopes"] = slopes_of(self.heads, device)
         return found
+
+    def attend(self, *tensors: torch.Tensor, **more: Any) -> torch.Tensor:
+        """The public call of the cell: out, shaped like q. `more` is the backend and the like."""
+        (q, k, v, *_), given = tensors, self.arguments(tensors)
+        if not self.is_packed:
+            out: torch.Tensor = multiattn.fmha(q, k, v, **given, **more)
+            return out
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (q, k, v))
+        packed: torch.Tensor = multiattn.fmha_varlen(q, k, v, **given, **more)
+        return as_batch_of_one(packed)
+
+    def cu_seqlens(self, device: torch.device | str) -> torch.Tensor:
+        """The start of each sequence of a packed batch, and the end of the last, int32."""
+        starts = torch.tensor((0, *self.document_lengths)).cumsum(0, dtype=torch.int32)
+        return starts.to(device)
 
     def block_mask(self, device: torch.device) -> Any:
         """Flex's BlockMask; None where no key is hidden."""
@@ -280,6 +312,18 @@ def _features() -> tuple[Cell, ...]:
     )
 
 
+def _packed() -> tuple[Cell, ...]:
+    """Packed batches of 16k tokens, forward and then backward."""
+    plain = Cell(batch=1, heads=16, seq=16384, head_dim=128, dtype="bf16", causal=True, layout="bshd")
+    return tuple(
+        replace(plain, heads=HIDDEN // head_dim, head_dim=head_dim, causal=causal, feature=feature, direction=direction)
+        for direction in ("fwd", "bwd")
+        for feature in ("packed_equal", "packed_mixed", "packed_one_long")
+        for head_dim in (64, 128)
+        for causal in (True, False)
+    )
+
+
 SUITES: Mapping[str, tuple[Cell, ...]] = MappingProxyType(
     {
         "standard": _standard(),
@@ -297,6 +341,7 @@ SUITES: Mapping[str, tuple[Cell, ...]] = MappingProxyType(
         ),
         "backward": _backward(),
         "features": _features(),
+        "packed": _packed(),
         "floors": tuple(it for it in (*_standard(), *_backward()) if it.head_dim == 128 and it.seq == 4096),
         "smoke": tuple(
             Cell(batch=1, heads=2, seq=256, head_dim=head_dim, dtype=dtype, causal=causal, layout="bshd")

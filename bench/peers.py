@@ -172,7 +172,10 @@ def _flash_attn(
     """``flash_attn_func(q, k, v, causal=, ...)`` of flash-attn 2, 3 and 4, which take ``[B, S, H, D]``."""
 
     def build(cell: Cell, tensors: Tensors) -> tuple[Call, str]:
-        function = importlib.import_module(module).flash_attn_func
+        functions = importlib.import_module(module)
+        if cell.is_packed:
+            return _varlen(functions.flash_attn_varlen_func, cell, tensors), ""
+        function = functions.flash_attn_func
         q, k, v = (tensor.transpose(1, 2) for tensor in tensors[:3])
         more, detail = _flash_options(cell, tensors) if options_of is None else options_of(cell, tensors)
 
@@ -184,6 +187,24 @@ def _flash_attn(
         return call, detail
 
     return Peer(name=name, module=module, install=install, build=build, masks=KINDS, features=features)
+
+
+def _varlen(function: Callable[..., Any], cell: Cell, tensors: Tensors) -> Call:
+    """The call of a packed batch, the same in flash-attn 2, 3 and 4."""
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in tensors[:3])
+    cu_seqlens, longest = cell.cu_seqlens(q.device), max(cell.document_lengths)
+    named: dict[str, Any] = {f"cu_seqlens_{side}": cu_seqlens for side in ("q", "k")}
+    named |= {f"max_seqlen_{side}": longest for side in ("q", "k")}
+
+    def call() -> torch.Tensor:
+        result = function(q, k, v, **named, causal=cell.causal)
+        out: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        return out.transpose(0, 1).unsqueeze(0)
+
+    return call
+
+
+PACKED: tuple[Feature, ...] = ("packed_equal", "packed_mixed", "packed_one_long")
 
 
 def _flash_options(cell: Cell, tensors: Tensors) -> tuple[dict[str, Any], str]:
@@ -233,9 +254,12 @@ PEERS: tuple[Peer, ...] = (
         features=FEATURES,
     ),
     _flash_attn(
-        "fa2", "flash_attn.flash_attn_interface", "pip install flash-attn", features=("none", "softcap30", "alibi")
+        "fa2",
+        "flash_attn.flash_attn_interface",
+        "pip install flash-attn",
+        features=("none", "softcap30", "alibi", *PACKED),
     ),
-    _flash_attn("fa3", "flash_attn_interface", "build flash-attention/hopper", features=("none", "softcap30")),
+    _flash_attn("fa3", "flash_attn_interface", "build flash-attention/hopper", features=("none", "softcap30", *PACKED)),
     _flash_attn("fa4", "flash_attn.cute", "pip install flash-attn-4", features=FEATURES, options_of=_options_of_4),
     Peer(name="tilegym", module="tilegym.ops", install="pip install tilegym", build=_build_tilegym),
 )

@@ -3,6 +3,7 @@
 Importing this package imports no kernel language and asks no driver; a backend does both when it is first used.
 """
 
+from multiattn import nn
 from multiattn.api import backends, explain, fmha, fmha_backward
 from multiattn.flex import flex_attention
 from multiattn.plan.backend import BACKENDS, Plan
@@ -28,6 +29,7 @@ __all__ = [
     "fmha_varlen_backward",
     "launch",
     "launch_backward",
+    "nn",
     "reference",
     "reference_backward",
 ]

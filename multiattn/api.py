@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
 import torch
 
@@ -17,7 +17,10 @@ from multiattn.plan.choice import BOTH, choose
 from multiattn.plan.support import Reason, Unsupported
 from multiattn.plan.toolchain import probe_gpu
 from multiattn.problem import Problem, problem_of
-from multiattn.run.autograd import attend, differentiate, needs_grad
+from multiattn.run import compat
+from multiattn.run.autograd import attend, autocast, differentiate, needs_grad
+from multiattn.validate import hides_unknown, refuse_unknown
+from multiattn.varlen import Lengths, pack, with_packing
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -67,6 +70,7 @@ def fmha(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@hides_unknown
 def fmha(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -85,6 +89,7 @@ def fmha(
     variant: str | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Fused multi-head attention: ``softmax(scale * q @ k^T + mask) @ v``, differentiable once.
 
@@ -129,9 +134,13 @@ def fmha(
         NotImplementedError: when a gradient is differentiated again; `multiattn.reference` is for that.
 
     The launch goes to the current stream of the tensors' device, without synchronising. Under `torch.compile`,
-    `torch.export`, `torch.func` and dispatch modes it is the op ``torch.ops.multiattn.fmha_forward``. Source of the
-    algorithm: Dao, "FlashAttention-2" (arXiv 2307.08691), Algorithms 1 and 2.
+    `torch.export`, `torch.func`, dispatch modes and profilers it is the op ``torch.ops.multiattn.fmha_forward``. Under
+    `torch.autocast` q, k and v are taken in its dtype, as scaled_dot_product_attention takes them. On the device
+    ``meta`` nothing is launched or refused, and results have their shapes and strides. Source of the algorithm: Dao,
+    "FlashAttention-2" (arXiv 2307.08691), Algorithms 1 and 2.
     """
+    if unknown:
+        refuse_unknown("fmha", unknown)
     options = Options.of(
         causal=causal,
         window=window,
@@ -141,6 +150,8 @@ def fmha(
         variant=variant,
         deterministic=deterministic,
     )
+    if compat.autocast_active():
+        q, k, v = autocast(q, k, v)
     operands = Operands(q, k, v, sinks=sinks)
     if not (softcap is None and alibi_slopes is None and bias is None and score_mod is None and block_mask is None):
         operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask)
@@ -148,6 +159,7 @@ def fmha(
     return (out, lse) if return_lse else out
 
 
+@hides_unknown
 def fmha_backward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -169,6 +181,7 @@ def fmha_backward(
     backend: str = "auto",
     variant: str | None = None,
     deterministic: bool | None = None,
+    **unknown: NoReturn,
 ) -> tuple[torch.Tensor, ...]:
     """The gradient of `fmha` from what a forward saved, for callers without autograd.
 
@@ -193,6 +206,8 @@ def fmha_backward(
     lse and dlse contiguous, all from addresses that are multiples of 16 bytes; whatever is laid out otherwise, as an
     expanded or transposed dout is, costs a copy.
     """
+    if unknown:
+        refuse_unknown("fmha_backward", unknown)
     options = Options.of(
         causal=causal,
         window=window,
@@ -213,6 +228,7 @@ def fmha_backward(
     return (*gradients[:plain], *of_captured)  # type: ignore[arg-type]  # the others are there, as dout is
 
 
+@hides_unknown
 def explain(
     q: torch.Tensor | Problem,
     k: torch.Tensor | None = None,
@@ -227,11 +243,16 @@ def explain(
     sinks: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
     backend: str = "auto",
     variant: str | None = None,
     arch: str | None = None,
     direction: Direction = "forward",
     deterministic: bool | None = None,
+    **unknown: NoReturn,
 ) -> Plan | tuple[Reason, ...]:
     """The Plan that `fmha` would launch for these arguments, or every reason why it would refuse.
 
@@ -242,16 +263,20 @@ def explain(
         q, k, v: as for `fmha`; or one `Problem` in place of all three, with `arch`. Tensors that require grad are
             refused here, as there, where either direction is.
         all from causal to deterministic: as for `fmha` (a Problem has its own of those before backend).
+        cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: as for `fmha_varlen`, whose q, k and v these are then.
         arch: explain for this arch (``"sm80"``) instead of the tensors' device. Then only the data is asked, not
             whether this machine has such a GPU.
         direction: ``"backward"``: the Plan of the gradient, from autograd where tensors require grad, else from
             `fmha_backward`. ``"auto"`` chooses each direction by its own measurements.
     """
+    if unknown:
+        refuse_unknown("explain", unknown)
     if direction not in DIRECTIONS:
         raise ValueError(f"direction: got {direction!r}; allowed {', '.join(DIRECTIONS)}")
     directions: tuple[Direction, ...] = (direction,)
     has_options = any(
-        it is not None for it in (window, scale, softcap, alibi_slopes, bias, sinks, score_mod, block_mask)
+        it is not None
+        for it in (window, scale, softcap, alibi_slopes, bias, sinks, score_mod, block_mask, cu_seqlens_q)
     )
     options = Options.of(
         causal=causal,
@@ -272,8 +297,14 @@ def explain(
     elif k is None or v is None:
         raise TypeError("explain needs q, k and v, or one Problem")
     else:
-        operands = Operands(q, k, v, sinks=sinks)
-        operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask)
+        packing = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+        if all(it is None for it in packing):
+            operands = Operands(q, k, v, sinks=sinks)
+            operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask)
+        else:
+            lengths = Lengths(*packing)  # type: ignore[arg-type]  # `pack` refuses None
+            operands = pack(q, k, v, lengths, block_mask)._replace(sinks=sinks)
+            operands, options = with_packing(operands, options, lengths, softcap, alibi_slopes, bias, score_mod)
         problem = problem_of(operands, options)
         target = detect(q.device) if arch is None else arch_by_name(arch)
         from_autograd = needs_grad(operands) and (direction == "forward" or variant is None)

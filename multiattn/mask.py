@@ -131,7 +131,8 @@ def _bound(name: str, value: Any) -> int | None:
     """A bound of a window, or None; a traced one stays what it is."""
     if value is None or isinstance(value, torch.SymInt):
         return value  # type: ignore[return-value]  # stands for an int until the graph runs
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    is_int = isinstance(value, int) or hasattr(value, "__index__")  # Dynamo knows only the former of an int that varies
+    if isinstance(value, bool) or not is_int:
         raise TypeError(f"window's {name} must be an int or None; got {type(value).__name__}")
     number = operator.index(value)
     if number < 0:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -15,6 +17,46 @@ LOG2_E = math.log2(math.e)
 
 SCALE_MAX = 3.4028234663852886e38 / LOG2_E
 """The largest whose product with `LOG2_E`, which kernels take, fp32 can hold."""
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+OUR_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "is_causal": "causal; it is aligned at the bottom right",
+        "attn_mask": "bias, which is added to scores, or block_mask",
+        "attn_bias": "bias",
+        "dropout_p": "nothing: there is no dropout",
+        "dropout": "nothing: there is no dropout",
+        "window_size": "window, a pair like this one with None in place of -1",
+        "sliding_window": "window; n keys up to the query's own are (n - 1, 0)",
+        "enable_gqa": "nothing: k and v may always have fewer heads than q",
+        "softmax_scale": "scale",
+        "sm_scale": "scale",
+        "scaling": "scale",
+        "logits_soft_cap": "softcap",
+        "s_aux": "sinks",
+        "learnable_sink": "sinks",
+        "return_attn_probs": "return_lse",
+        "return_softmax_lse": "return_lse",
+    }
+)
+"""Options by the names that other libraries have for them, and what they are here."""
+
+
+def hides_unknown(function: F) -> F:
+    """The function itself, whose signature does not show the ``**unknown`` that it takes to refuse."""
+    signature = inspect.signature(function)
+    shown = [it for it in signature.parameters.values() if it.kind is not inspect.Parameter.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]  # `inspect` looks for it
+    return function
+
+
+def refuse_unknown(function: str, unknown: Mapping[str, object]) -> NoReturn:
+    """TypeError for options that a function does not have, with the names that they have here."""
+    name = next((it for it in unknown if it in OUR_NAMES), next(iter(unknown)))
+    hint = f"; here it is {OUR_NAMES[name]}" if name in OUR_NAMES else ""
+    raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def check_inputs(
@@ -50,8 +92,8 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     devices = {name: tensor.device for name, tensor in tensors.items()}
     if len(set(devices.values())) > 1:
         raise ValueError(f"q, k and v must be on one device; got {_list(devices)}")
-    if q.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device: got {q.device}; allowed cpu and cuda")
+    if q.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"device: got {q.device}; allowed cpu, cuda and meta")
 
 
 def check_shapes(q: Shape, k: Shape, v: Shape) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, overload
 
 import torch
 from torch.compiler import is_compiling
@@ -10,7 +10,9 @@ from torch.compiler import is_compiling
 from multiattn.mask import Window
 from multiattn.operands import Operands, Options, ScoreMod, with_score
 from multiattn.packed import Packing, as_batch_of_one, check_packing
-from multiattn.run.autograd import attend, differentiate
+from multiattn.run import compat
+from multiattn.run.autograd import attend, autocast, differentiate
+from multiattn.validate import hides_unknown, refuse_unknown
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -68,6 +70,7 @@ def fmha_varlen(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@hides_unknown
 def fmha_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -90,6 +93,7 @@ def fmha_varlen(
     variant: str | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Fused attention of B sequences that are packed one after another, each by itself; differentiable once.
 
@@ -121,6 +125,8 @@ def fmha_varlen(
         TypeError, ValueError: an input that is wrong for every backend.
         Unsupported: the backend cannot run this problem here; `.reasons` says why.
     """
+    if unknown:
+        refuse_unknown("fmha_varlen", unknown)
     options = Options.of(
         causal=causal,
         window=window,
@@ -130,6 +136,8 @@ def fmha_varlen(
         variant=variant,
         deterministic=deterministic,
     )
+    if compat.autocast_active():
+        q, k, v = autocast(q, k, v)
     lengths = Lengths(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     operands = pack(q, k, v, lengths, block_mask)._replace(sinks=sinks)
     operands, options = with_packing(operands, options, lengths, softcap, alibi_slopes, bias, score_mod)
@@ -138,6 +146,7 @@ def fmha_varlen(
     return (packed, lse[0]) if return_lse else packed
 
 
+@hides_unknown
 def fmha_varlen_backward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -163,6 +172,7 @@ def fmha_varlen_backward(
     backend: str = "auto",
     variant: str | None = None,
     deterministic: bool | None = None,
+    **unknown: NoReturn,
 ) -> tuple[torch.Tensor, ...]:
     """The gradient of `fmha_varlen` from what a forward saved, for callers without autograd.
 
@@ -180,6 +190,8 @@ def fmha_varlen_backward(
     Raises:
         TypeError, ValueError, Unsupported: as for `fmha_varlen`.
     """
+    if unknown:
+        refuse_unknown("fmha_varlen_backward", unknown)
     options = Options.of(
         causal=causal,
         window=window,

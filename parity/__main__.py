@@ -1,6 +1,7 @@
 """Run the parity cases on the backends that are asked for, and write the cross-backend report.
 
-python -m parity train trains a small GPT with each backend instead.
+python -m parity train trains a small GPT with each backend instead, and python -m parity flash-attention runs
+FlashAttention's own tests.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tqdm import tqdm
 from multiattn.inspect.options import count, some_of
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, REFERENCE
 from parity.cases import matching, suite
+from parity.flash_attention import main as run_flash_attention
 from parity.report import Report, describe_environment, feeding_table, summary_table, verdict, write
 from parity.results import CaseReport
 from parity.run import VARIANTS, contenders_of, run_cases
@@ -33,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["train"]:
         return train(arguments[1:])
+    if arguments[:1] == ["flash-attention"]:
+        return run_flash_attention(arguments[1:])
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -1,6 +1,7 @@
 """The public calls: what is explained is what runs, refusals are data, nothing falls back."""
 
 import copy
+import inspect
 import math
 import pickle
 from dataclasses import replace
@@ -394,3 +395,35 @@ def test_auto_prefers_who_runs_scores_by_the_variant_that_was_measured(monkeypat
 def test_a_forward_does_not_mind_who_wants_a_gradient_of_its_scores(backend):
     for variant in registry.get(backend).forward.variants:
         assert variant.capability.score_gradients == variant.capability.scores, variant.name
+
+
+OTHERS = {
+    "is_causal": "here it is causal",
+    "attn_mask": "here it is bias, .* or block_mask",
+    "dropout_p": "here it is nothing: there is no dropout",
+    "window_size": "here it is window",
+    "enable_gqa": "here it is nothing: k and v may always have fewer heads",
+    "softmax_scale": "here it is scale",
+    "frobnicate": "argument 'frobnicate'$",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_option_by_the_name_of_another_library_is_told_by_ours(name):
+    q = torch.zeros(1, 1, 2, 8)
+    lse = torch.zeros(1, 1, 2)
+    packed, lengths = torch.zeros(2, 1, 8), torch.tensor([0, 2], dtype=torch.int32)
+    of_packed = {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths, "max_seqlen_q": 2, "max_seqlen_kv": 2}
+    calls = {
+        multiattn.fmha: ((q, q, q), {}),
+        multiattn.fmha_backward: ((q, q, q, q, lse, q), {}),
+        multiattn.explain: ((q, q, q), {}),
+        multiattn.fmha_varlen: ((packed,) * 3, of_packed),
+        multiattn.fmha_varlen_backward: ((*(packed,) * 4, lse[0], packed), of_packed),
+    }
+    for function, (tensors, options) in calls.items():
+        function(*tensors, **options)
+        with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected keyword .*{OTHERS[name]}"):
+            function(*tensors, **options, **{name: True})
+        kinds = {it.kind.name for it in inspect.signature(function).parameters.values()}
+        assert kinds == {"POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY"}

@@ -17,6 +17,7 @@ HOOKS = {
     "_len_torch_dispatch_stack": "dispatch_modes",
     "_is_tracing": "is_tracing",
     "_has_storage": "has_storage",
+    "_is_any_autocast_enabled": "autocast_active",
 }
 
 

@@ -30,12 +30,15 @@ ALLOWED = {
     "run": {*_DATA, "plan"},
     "reference": {*_DATA, "plan"},
     **dict.fromkeys(multiattn.BACKENDS, _LANGUAGE),
-    "api": {*_DATA, "plan", "run"},
+    "api": {*_DATA, "plan", "run", "varlen"},
     "aot": {*_DATA, "plan", "run"},
     "inspect": {*_DATA, "plan", "run", "aot", "cuda"},  # cuda: `sanitize`
     "flex": {*_DATA, "api"},
+    "integrations": {*_DATA, "plan", "run", "api", "varlen"},
     "varlen": {*_DATA, "run"},
-    "__init__": {"problem", "plan", "run", "reference", "api", "flex", "varlen"},
+    "nn": {*_DATA, "api"},
+    "integrations": {*_DATA, "plan", "run", "api", "varlen"},  # and nobody imports these
+    "__init__": {"problem", "plan", "run", "reference", "api", "flex", "varlen", "nn"},
     "__main__": {"problem", "plan", "inspect"},
 }
 LANGUAGES = ("triton", "cuda", "nvidia", "torch.utils.cpp_extension")

@@ -241,13 +241,15 @@ def by_name(name: str) -> Arch:
 
 
 def detect(device: torch.device) -> Arch:
-    """The arch of a tensor's device.
+    """The arch of a tensor's device; ValueError for one that runs nothing.
 
     A GPU without a row comes back under its own name with no limits, so that every backend's capability refuses
     it by name instead of handing it a neighbour's tiles.
     """
     if device.type == "cpu":
         return CPU
+    if device.type != "cuda":
+        raise ValueError(f"device: got {device}; allowed cpu and cuda")
     return _detect_gpu(torch.cuda.current_device() if device.index is None else device.index)
 
 

@@ -28,8 +28,32 @@ def _is_unwatched() -> bool:
     `is_compiling` must have been asked before: these are not for Dynamo to trace.
     """
     return not (
-        compat.dispatch_modes() or compat.transforms_active() or compat.in_forward_mode() or compat.is_tracing()
+        compat.dispatch_modes()
+        or compat.transforms_active()
+        or compat.in_forward_mode()
+        or compat.is_tracing()
+        or compat.profiler_active()  # shows ops by name
     )
+
+
+def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """q, k and v in the dtype of an active `torch.autocast` of their device, as scaled_dot_product_attention has them.
+
+    Tensors of fp64, and those of another device, stay as they are. Ask `compat.autocast_active` before.
+    """
+    if not isinstance(tensors[0], torch.Tensor):
+        return tensors
+    kind = tensors[0].device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(it.to(dtype) if _is_autocast(it, kind) else it for it in tensors)
+
+
+def _is_autocast(tensor: object, kind: str) -> bool:
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type != kind:
+        return False
+    return tensor.is_floating_point() and tensor.dtype != torch.float64
 
 
 def needs_grad(operands: Operands) -> bool:
@@ -90,7 +114,7 @@ def _needs_function() -> bool:
 
 
 @compat.direct_backward
-class Attention(torch.autograd.Function):
+class PlainAttention(torch.autograd.Function):
     """`fmha` of plain tensors that need grad: the inputs give (out, lse), both differentiable."""
 
     @staticmethod
@@ -119,7 +143,7 @@ class Attention(torch.autograd.Function):
         return (None, *differentiate(operands, ready.options))
 
 
-_attend_with_grad = compat.applier(Attention)
+_attend_with_grad = compat.applier(PlainAttention)
 
 
 class AttentionBackward(torch.autograd.Function):

@@ -14,8 +14,8 @@ import torch
 from multiattn.layout import VECTOR_BYTES
 from multiattn.operands import FORWARD_RESULTS, GRADIENTS, Operands, Options
 from multiattn.plan import backend as registry
-from multiattn.plan.arch import detect
-from multiattn.plan.backend import Launcher, Plan
+from multiattn.plan.arch import CPU, detect
+from multiattn.plan.backend import REFERENCE, Direction, Launcher, Plan
 from multiattn.plan.choice import BOTH, choose
 from multiattn.problem import problem_of
 from multiattn.run import compat
@@ -145,7 +145,7 @@ def get_forward(operands: Operands, options: Options, needs_grad: bool = False) 
         return found
     device = operands.q.device
     directions = BOTH if needs_grad else BOTH[:1]
-    plan, *backward = choose(problem_of(operands, options), detect(device), options, *directions)
+    plan, *backward = _choose(operands, options, *directions)
     gradient = get_backward(operands, options.of_gradient, *backward) if needs_grad else None
     return _forward.keep(found, Ready(plan, options, device, gradient))
 
@@ -157,8 +157,16 @@ def get_backward(operands: Operands, options: Options, plan: Plan | None = None)
         return found
     device = operands.q.device
     if plan is None:
-        (plan,) = choose(problem_of(operands, options), detect(device), options, "backward")
+        (plan,) = _choose(operands, options, "backward")
     return _backward.keep(found, Ready(plan, options, device))
+
+
+def _choose(operands: Operands, options: Options, *directions: Direction) -> tuple[Plan, ...]:
+    """`choose` for the tensors' device. On ``meta`` nothing is launched, and results look the same of any backend."""
+    problem, device = problem_of(operands, options), operands.q.device
+    if device.type == "meta":
+        return choose(problem, CPU, options._replace(backend=REFERENCE, variant=None), *directions)
+    return choose(problem, detect(device), options, *directions)
 
 
 # ---------------------------------------------------------------- launchers
@@ -166,11 +174,17 @@ def get_backward(operands: Operands, options: Options, plan: Plan | None = None)
 
 def prepare(plan: Plan, device: torch.device) -> Launcher:
     """The launcher of a Plan, made with the tensors' device current; no kernel is asked for no work."""
+    if device.type == "meta":
+        return _launch_nothing
     if plan.problem.is_empty or plan.problem.seq_kv == 0:
         return fill_empty if plan.direction == "forward" else _zero_gradients
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         op = registry.get(plan.backend).op(plan.direction)
         return logged(plan, op.prepare(plan))
+
+
+def _launch_nothing(operands: Operands) -> None:
+    """Launcher of tensors without memory."""
 
 
 def fill_empty(operands: Operands) -> None:

@@ -39,7 +39,7 @@ struct TileList {
 
   DEVICE int rows(const Sequence& it) const { return of_queries ? it.len_q : it.len_kv; }
   DEVICE int tiles(const Sequence& it) const { return (rows(it) + rows_of_tile - 1) / rows_of_tile; }
-  // By that a tile costs as much as its sequence has rows on the other side.
+  // A tile costs as much as its sequence has rows on the other side.
   DEVICE int cost(const Sequence& it) const { return of_queries ? it.len_kv : it.len_q; }
 
   // Tiles of all sequences that come before one, and of all.
@@ -97,8 +97,9 @@ DEVICE void list_tiles(const ListParams& params) {
   if (item >= 2 * per_list) return;
   const bool of_queries = item < per_list;
   const int number = of_queries ? item : item - per_list;
-  const TileList list{params, of_queries ? params.query_list : params.key_list, of_queries ? params.tile_q : params.tile_kv,
-                      of_queries ? params.tiles_q : params.tiles_kv, of_queries};
+  const TileList list{params, of_queries ? params.query_list : params.key_list,
+                      of_queries ? params.tile_q : params.tile_kv, of_queries ? params.tiles_q : params.tiles_kv,
+                      of_queries};
   if (!list.entries) return;
   if (number <= params.sequences)
     list.write(number);

@@ -1,0 +1,256 @@
+"""Training and prefill of transformers' models, by each attention that they can be asked for.
+
+Random weights, bf16, as many layers as fit a short run. Each implementation first gives logits, which are held beside
+those of ``eager`` in fp32: one that computes something else is not timed. Then they take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+import torch
+from tabulate import tabulate
+
+from bench.results import Environment, dump, environment, read
+from bench.timing import Budget, Contestant, CudaClock, Timing, measure
+
+SCHEMA = 1
+Mode = Literal["training", "prefill"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+IMPLEMENTATIONS = ("multiattn", "sdpa", "eager", "flex_attention", "flash_attention_4")
+"""Names of transformers' `attn_implementation`; ours comes first."""
+BUDGET = Budget(rounds=9, sample_ms=1.0, warmup_ms=50.0)
+SLACK = 3.0
+"""How much farther from fp32 than bf16 eager's an implementation's logits may be before they count as other ones."""
+CHECKED = 2048
+"""Tokens of the sequence that logits are compared on."""
+
+_SIZES: Mapping[str, Any] = MappingProxyType(
+    {
+        "hidden_size": 2048,
+        "num_hidden_layers": 8,
+        "vocab_size": 32000,
+        "max_position_embeddings": 1 << 17,
+        "tie_word_embeddings": False,
+    }
+)
+_HEADS_128 = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128}
+_HEADS_64 = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """A model of transformers, and the batch that it gets."""
+
+    name: str
+    kind: str
+    """The name of its class before ``Config`` and ``ForCausalLM``."""
+    options: Mapping[str, Any]
+    batch: int
+    seq: int
+
+    def make(self) -> Any:
+        """The model with random weights, fp32, on the CPU."""
+        import transformers
+
+        config = getattr(transformers, f"{self.kind}Config")(**_SIZES, **self.options)
+        torch.manual_seed(0)
+        return getattr(transformers, f"{self.kind}ForCausalLM")(config)
+
+
+_LLAMA = {"intermediate_size": 5632}
+_GEMMA = {**_LLAMA, **_HEADS_128, "query_pre_attn_scalar": 128, "sliding_window": 1024}
+_GPT_OSS = {
+    **_HEADS_64, "intermediate_size": 2048, "num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 128,
+}  # fmt: skip
+MODELS = (
+    Model(name="llama D128 4k", kind="Llama", options={**_LLAMA, **_HEADS_128}, batch=2, seq=4096),
+    Model(name="llama D64 4k", kind="Llama", options={**_LLAMA, **_HEADS_64}, batch=2, seq=4096),
+    Model(name="llama D128 16k", kind="Llama", options={**_LLAMA, **_HEADS_128}, batch=1, seq=16384),
+    Model(name="gemma2 D128 4k", kind="Gemma2", options=_GEMMA, batch=2, seq=4096),
+    Model(name="gpt-oss D64 4k", kind="GptOss", options=_GPT_OSS, batch=2, seq=4096),
+)
+"""The Llama of the training figures in docs/hopper.md, and models of its size with a softcap and windows, or sinks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelRow:
+    """One implementation in one model and mode: tokens of a second, or why there are none."""
+
+    model: str
+    mode: str
+    implementation: str
+    tokens_per_s: float | None = None
+    time_ms: float | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
+    logits_error: float | None = None
+    """The root mean square error of its logits over that of bf16 eager's, both against fp32 eager's."""
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelTable:
+    """The rows of one run, and where it ran."""
+
+    environment: Environment
+    versions: Mapping[str, str] = field(default_factory=dict)
+    rows: tuple[ModelRow, ...]
+
+    def save(self, path: Path) -> None:
+        """Write them as JSON, a row a line."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        told = {"environment": asdict(self.environment), "command": "python -m bench models"}
+        path.write_text(
+            dump({"schema": SCHEMA, **told, "versions": self.versions, "rows": list(map(asdict, self.rows))})
+        )
+
+    def table(self, form: str = "simple") -> str:
+        """A row for each model and mode, a column of thousands of tokens a second for each implementation."""
+        cells: dict[tuple[str, str], dict[str, ModelRow]] = {}
+        for row in self.rows:
+            cells.setdefault((row.model, row.mode), {})[row.implementation] = row
+        lines = [
+            (*names, *(_text(its.get(name)) for name in IMPLEMENTATIONS), _ratio(its)) for names, its in cells.items()
+        ]
+        headers = ("model", "mode", *IMPLEMENTATIONS, "multiattn / best")
+        return tabulate(lines, headers=headers, tablefmt=form, disable_numparse=True)
+
+
+def load(path: Path) -> ModelTable:
+    """The rows that `ModelTable.save` wrote; InputError for another file."""
+
+    def parse(data: dict[str, Any]) -> ModelTable:
+        rows = tuple(ModelRow(**it) for it in data["rows"])
+        return ModelTable(environment=Environment(**data["environment"]), versions=data["versions"], rows=rows)
+
+    return read(path, SCHEMA, parse)
+
+
+def _text(row: ModelRow | None) -> str:
+    if row is None:
+        return ""
+    return f"{row.tokens_per_s / 1e3:.1f}k" if row.tokens_per_s is not None else "no"
+
+
+def _ratio(rows: Mapping[str, ModelRow]) -> str:
+    others = [
+        it.tokens_per_s for name, it in rows.items() if name != IMPLEMENTATIONS[0] and it.tokens_per_s is not None
+    ]
+    ours = rows.get(IMPLEMENTATIONS[0])
+    if ours is None or ours.tokens_per_s is None or not others:
+        return ""
+    return f"{ours.tokens_per_s / max(others):.3f}"
+
+
+# ---------------------------------------------------------------- one model
+
+
+def time_model(
+    model: Model, clock: CudaClock, implementations: Sequence[str] = IMPLEMENTATIONS, modes: Sequence[Mode] = MODES
+) -> list[ModelRow]:
+    """Check every implementation in a model, then time those that pass, in turns."""
+    built = model.make().cuda()
+    ids = torch.randint(0, _SIZES["vocab_size"], (model.batch, model.seq), device="cuda")
+    errors, faults = _logits_errors(built, ids[:, :CHECKED], implementations)
+    rows: list[ModelRow] = []
+    for mode in modes:
+        built.train(mode == "training")
+        calls = {
+            name: Contestant(
+                call=functools.partial(_step, built, ids, mode), context=functools.partial(_asking, built, name)
+            )
+            for name in implementations
+            if name not in faults
+        }
+        outcomes: Mapping[str, Timing | Exception] = measure(calls, clock, regime="call", budget=BUDGET)
+        rows += [_row(model, mode, it, errors.get(it), faults.get(it) or outcomes[it]) for it in implementations]
+        built.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _row(
+    model: Model, mode: Mode, name: str, logits_error: float | None, outcome: Timing | Exception | str
+) -> ModelRow:
+    named: dict[str, Any] = {"model": model.name, "mode": mode, "implementation": name, "logits_error": logits_error}
+    if not isinstance(outcome, Timing):
+        told = outcome if isinstance(outcome, str) else f"{type(outcome).__name__}: {outcome}"
+        return ModelRow(**named, error=told[:400])
+    rate = model.batch * model.seq / outcome.time_ms * 1e3
+    times = {name: getattr(outcome, name) for name in ("time_ms", "low_ms", "high_ms")}
+    return ModelRow(**named, tokens_per_s=rate, **times)
+
+
+@contextlib.contextmanager
+def _asking(model: Any, implementation: str) -> Iterator[None]:
+    """The model asks for this attention from here on."""
+    model.set_attn_implementation(implementation)
+    yield
+
+
+def _step(model: Any, ids: torch.Tensor, mode: Mode) -> None:
+    """One training step without the optimizer, or one prefill."""
+    if mode == "prefill":
+        with torch.no_grad():
+            model(ids, use_cache=False, logits_to_keep=1)
+        return
+    model.zero_grad(set_to_none=True)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+
+
+def _logits_errors(
+    model: Any, ids: torch.Tensor, implementations: Sequence[str]
+) -> tuple[dict[str, float], dict[str, str]]:
+    """How far each one's logits are from fp32, over how far bf16 eager's are; and why some are left out.
+
+    The model is bf16 afterwards.
+    """
+    model.eval()
+
+    @torch.no_grad()
+    def logits(implementation: str) -> torch.Tensor:
+        model.set_attn_implementation(implementation)
+        found: torch.Tensor = model(ids, use_cache=False).logits.float()
+        return found
+
+    truth = logits("eager")
+    model.to(torch.bfloat16)
+    allowed = float((logits("eager") - truth).square().mean().sqrt())
+    errors: dict[str, float] = {}
+    faults: dict[str, str] = {}
+    for name in implementations:
+        try:
+            errors[name] = float((logits(name) - truth).square().mean().sqrt()) / allowed
+        except Exception as error:  # broad: a model may be anybody's code; its error is its row
+            faults[name] = f"{type(error).__name__}: {error}"
+            continue
+        if not errors[name] <= SLACK:
+            faults[name] = (
+                f"computes something else: its logits are {errors[name]:.3g} times as far from fp32 as eager's"
+            )
+    return errors, faults
+
+
+def run(
+    models: Sequence[Model] = MODELS,
+    implementations: Sequence[str] = IMPLEMENTATIONS,
+    tell: Callable[[str], None] = print,
+) -> ModelTable:
+    """Time models on the current GPU."""
+    import transformers
+    from multiattn.integrations.transformers import register
+
+    register()
+    clock, rows = CudaClock(), list[ModelRow]()
+    for model in models:
+        found = time_model(model, clock, implementations)
+        rows += found
+        tell("\n".join(f"{it.model} {it.mode} {it.implementation}: {_text(it)} {it.error}" for it in found))
+    return ModelTable(environment=environment(), versions={"transformers": transformers.__version__}, rows=tuple(rows))

@@ -1,0 +1,1 @@
+"""Hooks into the libraries that models are written in; each is imported by its user alone."""

@@ -1,0 +1,322 @@
+"""FlashAttention's functions by this package's kernels. Its users change one import.
+
+    from multiattn.integrations.flash_attn import flash_attn_func
+
+The signatures are those of FlashAttention 2 (package flash-attn, 2.8). Options that only FlashAttention 3 has are taken
+by keyword. Results are FlashAttention's too, but for three things:
+
+- The log-sum-exp is of the scores as they are written below. FlashAttention 2's is shifted where `alibi_slopes` meets
+  a causal mask, as it adds ``slope * j`` there; its out is the same.
+- The log-sum-exp is differentiable here.
+- What is not to be had is refused by name, before anything runs: dropout, a block table, quantised inputs (descales),
+  a second query (`qv`), chunks (`attention_chunk`), used lengths (`seqused_q`, `seqused_k`), and values with a
+  head_dim of their own.
+
+Here, too, a head_dim that is no multiple of 8 is padded with zeros, at the cost of a copy of q, k and v.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from multiattn import fmha, fmha_varlen
+from multiattn.mask import Window
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, None]
+
+REFUSED = {
+    "qv": None,
+    "q_descale": None,
+    "k_descale": None,
+    "v_descale": None,
+    "attention_chunk": 0,
+    "seqused_q": None,
+    "seqused_k": None,
+    "block_table": None,
+    "page_table": None,
+    "dropout_p": 0.0,
+}
+"""Options with the one value that is accepted: anything else changes results in a way that no kernel here has."""
+
+HINTS = ("num_splits", "pack_gqa", "sm_margin")
+"""Options of FlashAttention 3 that change speed and no result. They are ignored, as rules choose the launch here."""
+
+HEAD_DIM_MULTIPLE = 8
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_softmax_lse: bool = False,
+    learnable_sink: torch.Tensor | None = None,
+    backend: str = "auto",
+    **fa3: Any,
+) -> Result:
+    """`flash_attn.flash_attn_func`, with `backend` as `multiattn.fmha` has it.
+
+    Args:
+        q: ``[B, Sq, Hq, D]``, fp16 or bf16.
+        k: ``[B, Skv, Hkv, D]`` with ``Hq % Hkv == 0``.
+        v: like k.
+        dropout_p: 0.0.
+        softmax_scale: None is ``1/sqrt(D)``.
+        causal: bottom-right aligned: key j is visible to query i when ``j <= i + Skv - Sq``.
+        window_size: (left, right): query i sees the keys from ``i + Skv - Sq - left`` to ``i + Skv - Sq + right``, both
+            included. A negative number, or None, is all keys of that side.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0.0 and below leave them.
+        alibi_slopes: fp32 ``[Hq]`` or ``[B, Hq]``: scores lose ``slope * |i + Skv - Sq - j|``.
+        deterministic: ask for the same gradients each time; False leaves it to
+            `torch.use_deterministic_algorithms`.
+        return_attn_probs: return (out, lse, None), as FlashAttention 2 does where nothing is dropped.
+        return_softmax_lse: return (out, lse).
+        learnable_sink: ``[Hq]``, as FlashAttention 4 has it: for each head a logit of one more column without a value.
+        backend: one of `multiattn.backends()`, ``"reference"`` or ``"auto"``.
+        fa3: options of FlashAttention 3: those in `HINTS`, and those in `REFUSED` with the value that stands there.
+
+    Returns:
+        out, like q; where asked for also lse, fp32 ``[B, Hq, Sq]``: the natural log of the sum of exp of the scores.
+
+    Raises:
+        NotImplementedError: for an option that is refused; its message says what came and what is accepted.
+        TypeError, ValueError, Unsupported: as `multiattn.fmha`.
+    """
+    refuse("flash_attn_func", fa3, dropout_p=dropout_p)
+    _check(q, k, v, 4, "[B, S, H, D]")
+    options = _options(q, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, backend)
+    q_padded, k_padded, v_padded = (_padded(it).transpose(1, 2) for it in (q, k, v))
+    out, lse = fmha(q_padded, k_padded, v_padded, sinks=learnable_sink, return_lse=True, **options)
+    return _result(_like(q, out.transpose(1, 2)), lse, return_attn_probs, return_softmax_lse)
+
+
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **others: Any,
+) -> Result:
+    """`flash_attn_func` with k and v in one tensor, ``[B, Skv, 2, Hkv, D]``; the rest, and `others`, as there."""
+    k, v = _unpacked("kv", kv, 5, 2, "[B, S, 2, H, D]")
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, *options, **others)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    num_heads_q: int | None = None,
+    **others: Any,
+) -> Result:
+    """`flash_attn_func` with q, k and v in one tensor, ``[B, S, 3, H, D]``; the rest, and `others`, as there.
+
+    With `num_heads_q`, as in FlashAttention 3, it is ``[B, S, Hq + 2 * Hkv, D]``: heads of q, then of k, then of v.
+    """
+    if num_heads_q is None:
+        q, k, v = _unpacked("qkv", qkv, 5, 3, "[B, S, 3, H, D]")
+    else:
+        of_kv = (qkv.shape[2] - num_heads_q) // 2 if qkv.ndim == 4 else 0
+        if of_kv < 1 or num_heads_q + 2 * of_kv != qkv.shape[2]:
+            got = f"shape {list(qkv.shape)} with num_heads_q={num_heads_q}"
+            raise ValueError(f"qkv: got {got}; allowed [B, S, num_heads_q + 2 * Hkv, D]")
+        q, k, v = qkv.split((num_heads_q, of_kv, of_kv), dim=2)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, *options, **others)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+    *,
+    return_softmax_lse: bool = False,
+    learnable_sink: torch.Tensor | None = None,
+    backend: str = "auto",
+    **fa3: Any,
+) -> Result:
+    """`flash_attn.flash_attn_varlen_func`: attention of sequences that lie behind each other in one tensor.
+
+    Args:
+        q: ``[Tq, Hq, D]``: the queries of all sequences.
+        k: ``[Tkv, Hkv, D]``; so is v.
+        cu_seqlens_q: int32 ``[B + 1]``, on the device of q: where each sequence of q begins, and the end of the last.
+        cu_seqlens_k: the same of k and v.
+        max_seqlen_q, max_seqlen_k: at least the length of the longest sequence of q, and of k.
+        block_table: None.
+        all others: as for `flash_attn_func`, each sequence with a mask, an i and a j of its own.
+
+    Returns:
+        out, like q; where asked for also lse, fp32 ``[Hq, Tq]``.
+
+    Raises:
+        NotImplementedError, TypeError, ValueError, Unsupported: as `flash_attn_func` does.
+    """
+    refuse("flash_attn_varlen_func", fa3, dropout_p=dropout_p, block_table=block_table)
+    _check(q, k, v, 3, "[T, H, D]")
+    options = _options(q, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, backend)
+    out, lse = fmha_varlen(
+        *(_padded(it) for it in (q, k, v)),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_k,
+        max_seqlen_q=int(max_seqlen_q),
+        max_seqlen_kv=int(max_seqlen_k),
+        sinks=learnable_sink,
+        return_lse=True,
+        **options,
+    )
+    return _result(_like(q, out), lse, return_attn_probs, return_softmax_lse)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **others: Any,
+) -> Result:
+    """`flash_attn_varlen_func` with k and v in one tensor, ``[Tkv, 2, Hkv, D]``; the rest, and `others`, as there."""
+    k, v = _unpacked("kv", kv, 4, 2, "[T, 2, H, D]")
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, **others)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **others: Any,
+) -> Result:
+    """`flash_attn_varlen_func` with q, k and v in one tensor, ``[T, 3, H, D]``; the rest, and `others`, as there."""
+    q, k, v = _unpacked("qkv", qkv, 4, 3, "[T, 3, H, D]")
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **others)
+
+
+def refuse(function: str, others: dict[str, Any], **options: Any) -> None:
+    """NotImplementedError for an option that no kernel here has, TypeError for one that FlashAttention has not."""
+    for name in others:
+        if name not in REFUSED and name not in HINTS:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    for name, value in (others | options).items():
+        if name in HINTS or value is None or (isinstance(value, (int, float)) and value == REFUSED[name]):
+            continue
+        got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise NotImplementedError(f"{function}: {name}: got {got}; allowed {REFUSED[name]}")
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rank: int, layout: str) -> None:
+    """The shapes that would mean another thing once dimensions are swapped; `fmha` checks all others."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != rank:
+            raise ValueError(f"{name} must have rank {rank}, {layout}; got shape {list(tensor.shape)}")
+    if v.shape[-1] != k.shape[-1]:
+        raise NotImplementedError(f"v: got head_dim {v.shape[-1]}; allowed {k.shape[-1]}, that of q and k")
+
+
+def _unpacked(name: str, packed: torch.Tensor, rank: int, count: int, layout: str) -> tuple[torch.Tensor, ...]:
+    if packed.ndim != rank or packed.shape[-3] != count:
+        raise ValueError(f"{name}: got shape {list(packed.shape)}; allowed {layout}")
+    return packed.unbind(dim=-3)
+
+
+def _options(
+    q: torch.Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int | None, int | None],
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    backend: str,
+) -> dict[str, Any]:
+    """The same as `multiattn.fmha` takes it."""
+    return {
+        "causal": bool(causal),
+        "window": _window(window_size),
+        "scale": q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,  # of the D that is not padded
+        "softcap": softcap if softcap > 0.0 else None,
+        "alibi_slopes": alibi_slopes,
+        "deterministic": True if deterministic else None,
+        "backend": backend,
+    }
+
+
+def _window(window_size: tuple[int | None, int | None]) -> Window | None:
+    """A negative bound is none; numbers may be elements of a tensor."""
+    left, right = (None if it is None or it < 0 else int(it) for it in window_size)
+    return None if left is None and right is None else (left, right)
+
+
+def _padded(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with unit stride on D, which is made a multiple of 8 by zeros: they add nothing to a score."""
+    missing = -tensor.shape[-1] % HEAD_DIM_MULTIPLE
+    if missing:
+        return torch.nn.functional.pad(tensor, (0, missing))
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _like(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The columns of out that q has."""
+    return out if out.shape[-1] == q.shape[-1] else out[..., : q.shape[-1]]
+
+
+def _result(out: torch.Tensor, lse: torch.Tensor, with_probs: bool, with_lse: bool) -> Result:
+    if with_probs:
+        return out, lse, None
+    return (out, lse) if with_lse else out

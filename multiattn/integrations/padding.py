@@ -1,0 +1,159 @@
+"""Padded batches as packed ones: `fmha_padded` takes a mask of keys ``[B, Skv]``, as tokenizers give it.
+
+Tokens move to the front of a packed batch of the same size, ``[B * S]``: every shape is known before the mask is. So
+nothing waits for the device, and a graph or a compiled function serves every mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from multiattn.api import fmha
+from multiattn.mask import Window
+from multiattn.varlen import fmha_varlen
+
+# No overload fits options in a dict.
+dense: Callable[..., torch.Tensor] = fmha
+packed: Callable[..., torch.Tensor] = fmha_varlen
+
+
+def fmha_padded(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    kv_mask: torch.Tensor,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    backend: str = "auto",
+    deterministic: bool | None = None,
+) -> torch.Tensor:
+    """Fused attention of a batch with padding at either end of each row; differentiable once.
+
+    Args:
+        q: ``[B, Hq, Sq, D]``. Where the call depends on positions, as with `causal`, `window` or `alibi_slopes`, the
+            queries are the last Sq of the Skv positions; else they may be those of another sequence.
+        k: ``[B, Hkv, Skv, D]``.
+        v: like k.
+        kv_mask: ``[B, Skv]``, bool or numbers: nonzero for a token, zero for padding, which no query sees. Tokens of a
+            row are taken as neighbours, whatever stands between them.
+        all others: as for `multiattn.fmha`.
+
+    Returns:
+        out, dtype of q, ``[B, Hq, Sq, D]``. Rows that see no key are 0. A query that is padding itself sees the row's
+        tokens where nothing depends on positions, or Sq is 1; else its row is 0, and it gives zero gradients.
+
+    Raises:
+        TypeError, ValueError, Unsupported: as `multiattn.fmha`; ValueError also for a `kv_mask` of another shape, and
+            for more queries than keys where the call depends on positions.
+    """
+    (batch, _, seq_q, _), seq_kv = q.shape, k.shape[2]
+    if tuple(kv_mask.shape) != (batch, seq_kv):
+        raise ValueError(f"kv_mask: got shape {tuple(kv_mask.shape)}; allowed {(batch, seq_kv)}, [B, Skv]")
+    options: dict[str, Any] = {
+        "causal": causal,
+        "window": window,
+        "scale": scale,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "backend": backend,
+        "deterministic": deterministic,
+    }
+    kv_mask = kv_mask.to(torch.bool)
+    if seq_q == 1:  # a packed copy of all keys would cost more than one query does
+        return dense(q, k, v, bias=hiding_bias(kv_mask[:, None, None], q.dtype), **options)
+    keys = TokenPlaces.of(kv_mask)
+    if causal or window is not None or alibi_slopes is not None:
+        if seq_q > seq_kv:
+            raise ValueError(
+                f"q: got Sq={seq_q} for Skv={seq_kv}; allowed Sq <= Skv, as queries are the last positions"
+            )
+        queries = keys if seq_q == seq_kv else TokenPlaces.of(kv_mask[:, -seq_q:])
+    else:
+        queries = TokenPlaces.of(kv_mask.new_ones(1, 1).expand(batch, seq_q))
+    rows = packed(
+        *(_Pack.apply(tensor, *places[:2]) for tensor, places in ((q, queries), (k, keys), (v, keys))),  # type: ignore[no-untyped-call]
+        cu_seqlens_q=queries.cu_seqlens,
+        cu_seqlens_kv=keys.cu_seqlens,
+        max_seqlen_q=seq_q,
+        max_seqlen_kv=seq_kv,
+        **options,
+    )
+    return _Unpack.apply(rows, *queries[:2], batch)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def hiding_bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A bias of this dtype that hides what is not `visible`."""
+    zero = torch.zeros((), dtype=dtype, device=visible.device)
+    return torch.where(visible, zero, -torch.inf)
+
+
+class TokenPlaces(NamedTuple):
+    """Where the tokens of a padded batch ``[B, S]`` go in a packed one ``[B * S]``, the padding behind them all."""
+
+    sources: torch.Tensor
+    """Int64 ``[B * S]``: which place of the flattened batch each packed row is from."""
+    places: torch.Tensor
+    """The inverse: the packed row of each place."""
+    cu_seqlens: torch.Tensor
+    """Int32 ``[B + 1]``."""
+
+    @classmethod
+    def of(cls, mask: torch.Tensor) -> TokenPlaces:
+        """Those of a bool mask ``[B, S]``, true for tokens."""
+        is_token = mask.reshape(-1)
+        tokens = is_token.cumsum(0)  # up to here, this one included
+        here = torch.arange(is_token.numel(), device=mask.device)
+        places = torch.where(is_token, tokens - 1, tokens[-1:] + here - tokens)
+        sources = torch.empty_like(places).scatter_(0, places, here)
+        lengths = mask.sum(-1, dtype=torch.int32)
+        return cls(sources, places, torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)))
+
+
+def _take(padded: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+    """Rows ``[B * S, H, D]`` of ``[B, H, S, D]``, in one copy whatever its strides."""
+    length = max(padded.shape[2], 1)
+    return padded.transpose(1, 2)[sources // length, sources % length]
+
+
+def _put(rows: torch.Tensor, places: torch.Tensor, batch: int) -> torch.Tensor:
+    """``[B, H, S, D]`` of rows, in memory ``[B, S, H, D]``; the inverse of `_take`."""
+    length = places.shape[0] // max(batch, 1)
+    return rows[places].view(batch, length, *rows.shape[1:]).transpose(1, 2)
+
+
+class _Pack(torch.autograd.Function):
+    """`_take`: its gradient moves rows back, where that of indexing would sort and add them."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: torch.Tensor, sources: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        ctx.batch = padded.shape[0]
+        return _take(padded, sources)
+
+    @staticmethod
+    def backward(ctx: Any, drows: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return _put(drows, places, ctx.batch), None, None
+
+
+class _Unpack(torch.autograd.Function):
+    """`_put`, and its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, sources: torch.Tensor, places: torch.Tensor, batch: int) -> torch.Tensor:
+        ctx.save_for_backward(sources)
+        return _put(rows, places, batch)
+
+    @staticmethod
+    def backward(ctx: Any, dpadded: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (sources,) = ctx.saved_tensors
+        return _take(dpadded, sources), None, None, None

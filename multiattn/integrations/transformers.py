@@ -1,0 +1,330 @@
+"""Hugging Face transformers: ``attn_implementation="multiattn"``, and ``"multiattn_<backend>"``, after `register()`.
+
+transformers makes one mask for each kind of layer and forward, by `make_mask`, and hands it to each layer's attention,
+`attend`. A mask costs memory and time, so most of them say little. Such a mask is one of these:
+
+- None: the band of `is_causal` and `sliding_window` says all.
+- bool ``[B, n]``: a padding mask of the first n keys; keys behind them are places of a static cache that are empty yet.
+  With no row, ``[0, n]``, nothing is padding.
+- int32 ``[longest, N + 1]``, expanded: each row is ``cu_seqlens`` of the N sequences that the batch packs.
+- ``[B|1, H|1, Sq, Skv]``, bool, or numbers that are added to scores: any other; the band does not count beside it.
+
+The first two leave a band to the attention, so a model must hand `sliding_window` to it, as for FlashAttention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from multiattn.integrations.padding import dense, fmha_padded, hiding_bias, packed
+from multiattn.plan.backend import BACKENDS
+
+NAME = "multiattn"
+BLOCK = 128
+"""Queries and keys in a block of the masks that `blocks_of` makes."""
+
+MaskFunction = Callable[..., Any]
+"""transformers' ``(batch, head, q_idx, kv_idx) -> bool``, an element of a mask."""
+
+
+def register() -> None:
+    """Add ``"multiattn"`` and ``"multiattn_<backend>"`` to what `attn_implementation` of a model may name.
+
+    ``"multiattn"`` takes for each call what `backend="auto"` of `multiattn.fmha` takes; the others run their backend or
+    raise `multiattn.Unsupported`. Calling it again does nothing new. Name one in
+    ``AutoModel.from_pretrained(..., attn_implementation="multiattn")`` or in ``model.set_attn_implementation``.
+    """
+    for name, backend in {NAME: "auto", **{f"{NAME}_{it}": it for it in BACKENDS}}.items():
+        AttentionInterface.register(name, partial(attend, backend=backend))
+        AttentionMaskInterface.register(name, make_mask)
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask that `attend` takes, for transformers' `AttentionMaskInterface`, whose arguments these are.
+
+    transformers tells by `allow_is_causal_skip` and `allow_is_bidirectional_skip` that `mask_function` is a band. A
+    compiled function may read no tensor: there a static cache has a mask ``[B, 1, Sq, Skv]``. So has a batch without
+    `attention_mask` and cache, as nobody knows whether its positions pack sequences.
+    """
+    chunk = getattr(kwargs.get("config"), "attention_chunk_size", None)
+    is_chunked = chunk is not None and chunk == local_size and kv_offset + kv_length > chunk
+    is_band = (allow_is_causal_skip or allow_is_bidirectional_skip) and not is_chunked
+    if not is_compiling() and attention_mask is None and (ids := _packed_ids(mask_function)) is not None:
+        return _packed_mask(ids)
+    if not is_band or (is_compiling() and isinstance(q_offset, torch.Tensor)):
+        mask: torch.Tensor | None = sdpa_mask(
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,
+            kv_offset,
+            mask_function,
+            attention_mask,
+            local_size,
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False,
+            **kwargs,
+        )
+        return mask
+    keys = kv_length
+    if allow_is_causal_skip:  # else queries need not be of the sequence of the keys
+        keys = int(q_offset) + q_length - kv_offset
+    if attention_mask is not None:
+        attention_mask = attention_mask.to(torch.bool)[:, kv_offset : kv_offset + keys]
+        attention_mask = torch.nn.functional.pad(attention_mask, (0, keys - attention_mask.shape[1]))
+        if is_compiling() or not attention_mask.all():
+            return attention_mask
+    return None if keys == kv_length else torch.empty((0, keys), dtype=torch.bool, device=kwargs.get("device"))
+
+
+def _packed_ids(mask_function: MaskFunction) -> torch.Tensor | None:
+    """The sequence of each token ``[B, S]``, where a mask is a causal band in each of several; None for another mask.
+
+    Only closures tell. Where they are not those that transformers 5.4 to 5.24 makes, the mask is one of any kind.
+    """
+    both = _variables(mask_function).get("mask_functions", ())
+    if len(both) != 2:
+        return None
+    ids = _variables(both[1]).get("packed_sequence_mask")
+    return ids if _is_causal_band(_variables(both[0]).get("mask_function")) else None
+
+
+def _is_causal_band(mask_function: MaskFunction | None) -> bool:
+    if mask_function is None or mask_function is causal_mask_function:
+        return mask_function is not None
+    both = _variables(mask_function).get("mask_functions", ())
+    return len(both) == 2 and set(_variables(both[0])) == {"sliding_window"} and both[1] is causal_mask_function
+
+
+def _variables(function: MaskFunction) -> dict[str, Any]:
+    """What a closure holds, by its names."""
+    names = function.__code__.co_freevars
+    return dict(zip(names, (it.cell_contents for it in function.__closure__ or ()), strict=True))
+
+
+def _packed_mask(ids: torch.Tensor) -> torch.Tensor:
+    """The mask of packed sequences; it waits for the device, once for all layers."""
+    batch, length = ids.shape
+    is_first = torch.ones_like(ids, dtype=torch.bool)
+    is_first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    starts = is_first.flatten().nonzero().flatten()
+    cu_seqlens = torch.nn.functional.pad(starts, (0, 1), value=batch * length).to(torch.int32)
+    longest = int(cu_seqlens.diff().max())
+    return cu_seqlens.expand(longest, -1)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: int | torch.Tensor | None = None,
+    max_length_k: int | torch.Tensor | None = None,
+    *,
+    backend: str = "auto",
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention for transformers' `AttentionInterface`, whose arguments these are; out is ``[B, Sq, Hq, D]``.
+
+    query ``[B, Hq, Sq, D]``, key and value ``[B, Hkv, Skv, D]``; value may have a smaller D. query and key take the
+    dtype of value, and all the one of autocast, where it is on. `s_aux` are sinks.
+
+    Raises:
+        NotImplementedError: for dropout, for weights (`output_attentions`) and for the paged caches of FlashAttention.
+        TypeError, ValueError, Unsupported: as `multiattn.fmha`.
+    """
+    _refuse(dropout, kwargs)
+    dtype = value.dtype
+    if dtype == torch.float32 and torch.is_autocast_enabled(value.device.type):
+        dtype = torch.get_autocast_dtype(value.device.type)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    head_dim = value.shape[-1]
+    if head_dim < query.shape[-1]:  # multi-head latent attention
+        value = torch.nn.functional.pad(value, (0, query.shape[-1] - head_dim))
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "backend": backend}
+    band = _band(_is_causal(module, is_causal), sliding_window)
+    mask = attention_mask
+    if mask is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+        out = _attend_packed(query, key, value, position_bias, lengths, options | band)
+    elif mask is not None and mask.ndim == 2 and mask.dtype == torch.int32:
+        lengths = mask[0], mask[0], mask.shape[0], mask.shape[0]
+        out = _attend_packed(query, key, value, position_bias, lengths, options | band)
+    elif mask is None or mask.ndim == 2:
+        out = _attend_padded(query, key, value, mask, position_bias, options | band)
+    elif mask.ndim == 4:
+        out = _attend_masked(query, key, value, mask, position_bias, options)
+    else:
+        allowed = "None, [B, Skv] or [B, H, Sq, Skv]"
+        raise ValueError(f"attention_mask: got shape {tuple(mask.shape)}; allowed {allowed}")
+    return out[..., :head_dim].transpose(1, 2), None
+
+
+def _refuse(dropout: float, others: dict[str, Any]) -> None:
+    if dropout:
+        raise NotImplementedError(
+            f"multiattn has no dropout of attention weights; got dropout={dropout}. Set the model's to 0 "
+            "(attention_dropout, attention_probs_dropout_prob or dropout_rate of its config), or call model.eval()"
+        )
+    if others.get("output_attentions"):
+        raise NotImplementedError(
+            "multiattn never has the attention weights in memory; for output_attentions=True use "
+            'attn_implementation="eager"'
+        )
+    if others.get("block_table") is not None:
+        raise NotImplementedError("multiattn does not read transformers' paged caches yet; got block_table")
+
+
+def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
+    """What the caller says, else the module; a config that makes a decoder bidirectional makes its masks so, too."""
+    if is_causal is not None:
+        return bool(is_causal)
+    in_config = getattr(getattr(module, "config", None), "is_causal", True)
+    return bool(getattr(module, "is_causal", True)) and in_config is not False
+
+
+def _band(is_causal: bool, sliding_window: int | None) -> dict[str, Any]:
+    """`causal` and `window`: transformers' window counts the query's own key, on either side where it is not causal."""
+    if sliding_window is None:
+        return {"causal": is_causal}
+    return {"causal": is_causal, "window": (sliding_window - 1, None if is_causal else sliding_window - 1)}
+
+
+def _attend_packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    position_bias: torch.Tensor | None,
+    lengths: tuple[torch.Tensor, torch.Tensor, Any, Any],
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Attention of sequences one after another; `lengths` are both cu_seqlens, and the longest of each."""
+    if position_bias is not None:
+        raise NotImplementedError("multiattn: a position_bias of packed sequences is not implemented")
+    batch, _, length, _ = q.shape
+    rows = [it.transpose(1, 2).flatten(0, 1) for it in (q, k, v)]
+    longest = [
+        int(it) if it is not None and not (is_compiling() and isinstance(it, torch.Tensor)) else of.shape[0]
+        for it, of in zip(lengths[2:], rows, strict=False)
+    ]
+    out: torch.Tensor = packed(
+        *rows,
+        cu_seqlens_q=lengths[0].to(torch.int32),
+        cu_seqlens_kv=lengths[1].to(torch.int32),
+        max_seqlen_q=longest[0],
+        max_seqlen_kv=longest[1],
+        **options,
+    )
+    return out.view(batch, length, *out.shape[1:]).transpose(1, 2)
+
+
+def _attend_padded(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    position_bias: torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Attention over the first keys that a mask ``[B, n]`` tells of, or over all."""
+    bias = None if position_bias is None else _as_bias(position_bias, q)
+    if mask is not None:
+        keys = mask.shape[1]
+        k, v, bias = k[:, :, :keys], v[:, :, :keys], None if bias is None else bias[..., :keys]
+    if mask is None or mask.shape[0] < q.shape[0]:
+        return dense(q, k, v, bias=bias, **options)
+    if bias is None:
+        return fmha_padded(q, k, v, kv_mask=mask, **options)
+    is_token = mask.to(torch.bool)
+
+    def hide(score: torch.Tensor, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        return torch.where(is_token[b, j], score, -torch.inf)
+
+    return dense(q, k, v, bias=bias, score_mod=hide, **options)
+
+
+def _attend_masked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    position_bias: torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Attention with a mask ``[B|1, H|1, Sq, Skv]``: bool, or numbers to add."""
+    mask = mask[..., : k.shape[2]]
+    bias = None if position_bias is None else _as_bias(position_bias, q)[..., : k.shape[2]]
+    if mask.dtype == torch.bool:
+        if bias is None and q.shape[2] == 1:
+            return dense(q, k, v, bias=hiding_bias(mask, q.dtype), **options)
+        return dense(q, k, v, bias=bias, block_mask=blocks_of(mask), **options)
+    if bias is None:
+        return dense(q, k, v, bias=_as_bias(mask, q), **options)
+    added = mask.to(torch.float32).expand(q.shape[0], q.shape[1], -1, -1)
+
+    def add(score: torch.Tensor, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        return score + added[b, h, i, j]
+
+    return dense(q, k, v, bias=bias, score_mod=add, **options)
+
+
+def _as_bias(bias: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return bias if bias.dtype in (q.dtype, torch.float32) else bias.to(q.dtype)
+
+
+def blocks_of(visible: torch.Tensor) -> Any:
+    """FlexAttention's `BlockMask` of a bool mask ``[B|1, H|1, Sq, Skv]``; only blocks that hide a part read it."""
+    from torch.nn.attention.flex_attention import BlockMask  # imports SymPy
+
+    batch, heads, seq_q, seq_kv = visible.shape
+    beyond = (0, -seq_kv % BLOCK, 0, -seq_q % BLOCK)
+
+    def reduced(value: bool) -> torch.Tensor:
+        blocks = torch.nn.functional.pad(visible, beyond, value=value).unflatten(-1, (-1, BLOCK))
+        blocks = blocks.unflatten(-3, (-1, BLOCK))
+        found: torch.Tensor = blocks.all(-1).all(-2) if value else blocks.any(-1).any(-2)
+        return found
+
+    full = reduced(True)
+    partial_ = reduced(False) & ~full
+
+    def see(b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        return visible[b if batch > 1 else 0, h if heads > 1 else 0, i, j]
+
+    lists = [
+        it.to(torch.int32)
+        for blocks in (partial_, full)
+        for it in (blocks.sum(-1), blocks.to(torch.int32).argsort(dim=-1, descending=True, stable=True))
+    ]
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=see, seq_lengths=(seq_q, seq_kv))

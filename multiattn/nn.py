@@ -1,0 +1,103 @@
+"""`Attention`: multi-head attention as a layer, around `multiattn.fmha`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from multiattn.api import fmha
+from multiattn.mask import Window, band_of
+
+
+class Attention(nn.Module):
+    """Attention of a sequence to itself, or to another, between linear projections.
+
+    Args:
+        embed_dim: the width of what comes in and goes out.
+        num_heads: heads of queries.
+        num_kv_heads: heads of keys and values, of which `num_heads` is a multiple (GQA, MQA); None is `num_heads`.
+        head_dim: the width of a head; None is ``embed_dim / num_heads``.
+        bias: the projections add one.
+        causal, window, scale, softcap, backend: as for `multiattn.fmha`.
+        sinks: learn a sink for each head, at first 0.
+        device, dtype: of the parameters. On a GPU fp16 or bf16, or fp32 under `torch.autocast`.
+
+    Parameters are ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj`` and ``sinks``, by the names of most models.
+
+    Raises:
+        ValueError: for heads that do not divide.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        bias: bool = False,
+        causal: bool = False,
+        window: Window | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads; got {num_heads} and {num_kv_heads}")
+        if head_dim is None and embed_dim % num_heads:
+            raise ValueError(
+                f"embed_dim must be a multiple of num_heads without head_dim; got {embed_dim}, {num_heads}"
+            )
+        band_of(causal, window)  # refuses here what a call would
+        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        self.causal, self.window, self.scale, self.softcap, self.backend = causal, window, scale, softcap, backend
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(embed_dim, num_heads * self.head_dim, bias, **made)
+        self.k_proj = nn.Linear(embed_dim, num_kv_heads * self.head_dim, bias, **made)
+        self.v_proj = nn.Linear(embed_dim, num_kv_heads * self.head_dim, bias, **made)
+        self.o_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias, **made)
+        self.sinks = nn.Parameter(torch.zeros(num_heads, **made)) if sinks else None
+
+    def forward(self, x: torch.Tensor, context: torch.Tensor | None = None) -> torch.Tensor:
+        """Attention of x to context, or to itself.
+
+        Args:
+            x: ``[B, Sq, embed_dim]``.
+            context: ``[B, Skv, embed_dim]``, of which keys and values are made; None is x.
+
+        Returns:
+            ``[B, Sq, embed_dim]``. Nothing but the projections is copied: heads stay where these put them.
+        """
+        context = x if context is None else context
+        out = fmha(
+            self._heads(self.q_proj(x)),
+            self._heads(self.k_proj(context)),
+            self._heads(self.v_proj(context)),
+            causal=self.causal,
+            window=self.window,
+            scale=self.scale,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            backend=self.backend,
+        )
+        projected: torch.Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return projected
+
+    def _heads(self, projected: torch.Tensor) -> torch.Tensor:
+        """``[B, S, H * D]`` as ``[B, H, S, D]``, a view."""
+        heads: torch.Tensor = projected.unflatten(2, (-1, self.head_dim))
+        return heads.transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        """The options of the call that are not at their defaults."""
+        named = ("causal", "window", "scale", "softcap", "backend")
+        return ", ".join(
+            f"{it}={getattr(self, it)!r}" for it in named if getattr(self, it) not in (None, False, "auto")
+        )

@@ -1,0 +1,347 @@
+"""transformers' models with attn_implementation="multiattn", beside their own eager attention."""
+
+import copy
+
+import pytest
+import torch
+
+import multiattn
+
+transformers = pytest.importorskip("transformers")
+
+from multiattn.integrations.padding import fmha_padded  # noqa: E402
+from multiattn.integrations.transformers import make_mask, register  # noqa: E402
+
+register()
+transformers.logging.set_verbosity_error()
+BATCH, LENGTH = 2, 23
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 61,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+DECODERS = {
+    "Llama": {},
+    "Qwen3": {},
+    "Mistral": {"sliding_window": 6},
+    "Gemma2": {"sliding_window": 6, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 3.0},
+    "GptOss": {"sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 2},
+}
+
+
+def build(kind, config, seed=0):
+    """A random model whose attention is far from uniform, so that what scores are made of shows."""
+    torch.manual_seed(seed)
+    model = kind(config).eval()
+    for name, it in model.named_parameters():
+        if it.ndim == 2:
+            torch.nn.init.normal_(it, std=1.5 * it.shape[1] ** -0.5)
+        elif name.endswith("sinks"):
+            torch.nn.init.normal_(it)
+    return model
+
+
+def decoder(name, **changes):
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    return build(kind, getattr(transformers, f"{name}Config")(**SIZES | DECODERS[name] | changes))
+
+
+def bert():
+    given = {name: it for name, it in SIZES.items() if name not in ("head_dim", "num_key_value_heads")}
+    config = transformers.BertConfig(**given, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return build(transformers.BertModel, config)
+
+
+def t5():
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 61}
+    buckets = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16}
+    config = transformers.T5Config(**sizes, **buckets, dropout_rate=0.0, decoder_start_token_id=0)
+    return build(transformers.T5ForConditionalGeneration, config)
+
+
+def tokens(length=LENGTH, seed=1):
+    return torch.randint(3, 61, (BATCH, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padding(left=0, right=0, length=LENGTH):
+    """A mask of the tokenizer's kind: padding in one of both rows."""
+    mask = torch.ones(BATCH, length, dtype=torch.long)
+    mask[0, :left] = 0
+    mask[1, length - right :] = 0
+    return mask
+
+
+def run(model, implementation, dtype, function):
+    """What `function` gives for a copy of a model: tensors, in float64."""
+    model = copy.deepcopy(model).to(dtype)
+    model.set_attn_implementation(implementation)
+    return [it.double() for it in function(model)]
+
+
+def check(model, function, dtype=torch.float32, name="multiattn"):
+    """Ours errs at most twice as much as eager attention in this dtype does.
+
+    The spread of eager attention is measured in bfloat16, beside its own float32, and shrinks with the dtype's epsilon;
+    in float32 what it is measured by errs as well.
+    """
+    truth = run(model, "eager", torch.float32, function)
+    rough = run(model, "eager", torch.bfloat16, function)
+    ours = run(model, name, dtype, function)
+    scale = torch.finfo(dtype).eps / torch.finfo(torch.bfloat16).eps
+    for place, (a, b, c) in enumerate(zip(ours, rough, truth, strict=True)):
+        assert a.isfinite().all()
+        allowed = (2 if dtype == torch.bfloat16 else 4) * scale * (b - c).abs().max()
+        assert (a - c).abs().max() <= allowed, f"{place}: {(a - c).abs().max():.3g}, allowed {allowed:.3g}"
+
+
+def gradients(model, **given):
+    out = model.train()(**given)
+    (out.loss if "loss" in out else out.last_hidden_state.square().mean()).backward()
+    return [it.grad for it in model.parameters() if it.grad is not None]
+
+
+def labels_of(mask):
+    """The tokens, less those that padding would predict."""
+    return torch.where(mask.bool() & mask.roll(1, 1).bool(), tokens(), -100)
+
+
+def packed():
+    """Two sequences in each row, told by positions alone."""
+    positions = torch.cat((torch.arange(9), torch.arange(LENGTH - 9)))
+    return {"position_ids": positions.expand(BATCH, -1), "use_cache": False}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_logits_of_padded_and_packed_batches(name):
+    masks = padding(left=7), padding(right=7), padding(left=LENGTH)
+
+    def logits(model):
+        with torch.no_grad():
+            found = [model(tokens()).logits, model(tokens(), **packed()).logits]
+            return found + [model(tokens(), attention_mask=it).logits * it[..., None] for it in masks]
+
+    check(decoder(name), logits)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_logits_in_bfloat16_are_within_the_spread_of_eager(name):
+    check(decoder(name), lambda it: [it(tokens(), attention_mask=padding(left=7)).logits[:, 7:]], torch.bfloat16)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_generate(name, cache):
+    """Greedy tokens, and the logits of each: more of them than a window has, with padding on the left and without."""
+
+    def generate(model):
+        found = []
+        for mask in (padding(), padding(left=7)):
+            options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "cache_implementation": cache}
+            result = model.generate(
+                tokens(), attention_mask=mask, output_logits=True, return_dict_in_generate=True, **options
+            )
+            found += [result.sequences, *result.logits]
+        return found
+
+    model = decoder(name)
+    assert torch.equal(*(run(model, it, torch.float32, generate)[0] for it in ("eager", "multiattn")))
+    check(model, generate)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_prefill_in_parts(static):
+    """A later part sees the keys before it: bottom right, not top left."""
+
+    def parts(model):
+        kind = transformers.StaticCache if static else transformers.DynamicCache
+        cache = kind(config=model.config, **({"max_cache_len": 40} if static else {}))
+        mask, found = padding(left=3), []
+        for first, last in ((0, 9), (9, 20), (20, 21), (21, 23)):
+            result = model(tokens()[:, first:last], attention_mask=mask[:, :last], cache=cache)
+            found.append(result.logits * mask[:, first:last, None])
+        return found
+
+    with torch.no_grad():
+        check(decoder("Mistral"), parts)
+
+
+def test_bert_sees_no_padding():
+    def states(model):
+        return [model(tokens(), attention_mask=it).last_hidden_state for it in (padding(left=7), padding(right=7))]
+
+    check(bert(), states)
+    check(bert(), states, torch.bfloat16)
+
+
+def test_t5_learns_its_bias():
+    """A bias with a gradient, in an encoder with padding, a decoder, and cross-attention over padded keys."""
+    given = {"input_ids": tokens(), "attention_mask": padding(right=7), "labels": tokens(11, seed=2)}
+
+    def both(model):
+        logits = model(**given).logits
+        found = dict(zip([name for name, _ in model.named_parameters()], gradients(model, **given), strict=True))
+        assert found["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"].abs().max() > 0
+        return [logits, *found.values()]
+
+    check(t5(), both)
+    check(t5(), lambda it: [it(**given).logits], torch.bfloat16)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_t5_generates(cache):
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "cache_implementation": cache}
+    check(t5(), lambda it: [it.generate(tokens(), attention_mask=padding(right=7), **options)])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_of_padded_and_packed_batches(checkpointing):
+    mask = padding(left=5)
+    padded = {"input_ids": tokens(), "attention_mask": mask, "labels": labels_of(mask)}
+
+    def both(model):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        found = gradients(model, **padded)
+        model.zero_grad()
+        return found + gradients(model, input_ids=tokens(), labels=tokens(), **packed())
+
+    check(decoder("Mistral"), both)
+
+
+def test_lengths_of_packed_sequences_may_be_given():
+    """As transformers' DataCollatorWithFlattening gives them."""
+    model, row = decoder("Llama"), tokens()[:1]
+    positions = packed()["position_ids"][:1]
+    lengths = torch.tensor([0, 9, LENGTH])
+    given = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": LENGTH - 9, "max_length_k": LENGTH - 9}
+    wanted = run(model, "eager", torch.float32, lambda it: [it(row, position_ids=positions, use_cache=False).logits])
+    found = run(model, "multiattn", torch.float32, lambda it: [it(row, position_ids=positions, **given).logits])
+    torch.testing.assert_close(found[0], wanted[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("given", ["nothing", "mask", "positions", "cache"])
+def test_compiles_whole(given):
+    def logits(model):
+        torch.compiler.reset()
+        mine = model.config._attn_implementation != "eager"
+        forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager") if mine else model.forward
+        if given == "cache":
+            cache = transformers.StaticCache(config=model.config, max_cache_len=30)
+            parts = (tokens()[:, :20], tokens()[:, 20:21], tokens()[:, 21:22])
+            with torch.no_grad():
+                return [forward(it, cache=cache).logits for it in parts]
+        mask = padding(left=5)
+        options = {"nothing": {}, "mask": {"attention_mask": mask}, "positions": packed()}[given]
+        return [forward(tokens(), **options).logits * (mask[..., None] if given == "mask" else 1)]
+
+    check(decoder("Mistral", num_hidden_layers=1), logits)
+
+
+def test_other_masks_are_kept():
+    """Chunks of attention, a bidirectional window, cross-attention over keys of another length."""
+    llama4 = transformers.Llama4TextConfig(
+        **SIZES, attention_chunk_size=6, num_local_experts=2, intermediate_size_mlp=48
+    )
+    chunked = build(transformers.Llama4ForCausalLM, llama4)
+    mask = padding(left=5)
+    check(chunked, lambda it: [it(tokens()).logits, it(tokens(), attention_mask=mask).logits * mask[..., None]])
+
+    sizes = {name: it for name, it in SIZES.items() if name not in ("head_dim", "num_key_value_heads")}
+    windows = {"local_attention": 6, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2}
+    modern = build(transformers.ModernBertModel, transformers.ModernBertConfig(**sizes, **windows))
+    mask = padding(right=5)
+    check(modern, lambda it: [it(tokens(), attention_mask=mask).last_hidden_state * mask[..., None]])
+
+
+def test_a_mask_of_every_score_is_kept():
+    """Numbers, which are added, and bools, which eager attention would add as well."""
+    numbers = torch.randn(BATCH, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(3))
+    seen = (numbers > 0) | torch.eye(LENGTH, dtype=torch.bool)
+
+    def logits(model):
+        hidden = torch.where(seen, 0.0, torch.finfo(model.dtype).min).to(model.dtype)
+        second = hidden if model.config._attn_implementation == "eager" else seen
+        return [model(tokens(), attention_mask=it).logits for it in (numbers.to(model.dtype), second)]
+
+    check(decoder("Llama"), logits)
+
+
+@pytest.mark.parametrize("backend", multiattn.BACKENDS)
+def test_each_backend(backend):
+    """Its kernels, interpreted: one layer, a few tokens."""
+    model = decoder("Gemma2", num_hidden_layers=1)
+    check(model, lambda it: [it(tokens(12)).logits], torch.bfloat16, f"multiattn_{backend}")
+
+
+def test_named_backends_refuse_float32():
+    model = decoder("Llama")
+    model.set_attn_implementation("multiattn_triton")
+    with pytest.raises(multiattn.Unsupported, match="fp32"):
+        model(tokens())
+
+
+def test_autocast_decides_the_dtype():
+    model = decoder("Qwen3")
+    model.set_attn_implementation("multiattn_triton")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(tokens(5)[:1]).logits.isfinite().all()
+
+
+def test_what_is_not_had_is_refused():
+    model = build(transformers.LlamaForCausalLM, transformers.LlamaConfig(**SIZES, attention_dropout=0.1))
+    model.set_attn_implementation("multiattn")
+    with pytest.raises(NotImplementedError, match="attention_dropout"):
+        model.train()(tokens())
+    with pytest.raises(NotImplementedError, match="output_attentions"):
+        model.eval()(tokens(), output_attentions=True)
+
+
+def test_masks_that_hide_nothing_cost_nothing():
+    every = torch.ones(BATCH, 5, dtype=torch.bool)
+    assert make_mask(BATCH, 5, 5, attention_mask=every) is None
+    assert make_mask(BATCH, 5, 9, attention_mask=every).shape == (0, 5)  # a static cache
+    assert make_mask(BATCH, 5, 7, allow_is_causal_skip=False, allow_is_bidirectional_skip=True) is None
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": (3, None)}, {"window": (2, 2)}])
+@pytest.mark.parametrize("queries", [1, 4, 9])
+def test_padded_is_attention_of_what_is_left(options, queries):
+    """Each row by itself, without its padding; a row of padding alone is 0."""
+    seed = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(4, heads, 9, 8, generator=seed) for heads in (4, 2, 2))
+    q = q[:, :, 9 - queries :].requires_grad_()
+    mask = torch.ones(4, 9, dtype=torch.long)
+    mask[0, :3], mask[1, 7:], mask[2] = 0, 0, 0
+    out = fmha_padded(q, k, v, kv_mask=mask, **options)
+    (grad,) = torch.autograd.grad(out.sum(), q)
+    for row, tokens_of in enumerate(mask.bool()):
+        places = tokens_of[9 - queries :]
+        if options and queries > 1:  # where positions count, queries are tokens too
+            wanted = torch.zeros_like(out[row])
+            wanted[:, places] = multiattn.reference(
+                *(it[row : row + 1, :, of] for it, of in ((q, places), (k, tokens_of), (v, tokens_of))), **options
+            )[0][0]
+        elif queries > 1 or places.all() or not tokens_of.any():
+            some = (it[row : row + 1, :, tokens_of] for it in (k, v))
+            wanted = multiattn.reference(q[row : row + 1], *some, **options)[0][0]
+        else:
+            continue
+        torch.testing.assert_close(out[row], wanted)
+        (wanted_grad,) = torch.autograd.grad(wanted.sum(), q, allow_unused=True)
+        torch.testing.assert_close(grad[row], torch.zeros_like(q[row]) if wanted_grad is None else wanted_grad[row])
+
+
+def test_padded_refuses_what_does_not_fit():
+    q = torch.randn(2, 2, 6, 8)
+    with pytest.raises(ValueError, match="kv_mask"):
+        fmha_padded(q, q, q, kv_mask=torch.ones(2, 5))
+    with pytest.raises(ValueError, match="Sq <= Skv"):
+        fmha_padded(q, q[:, :, :4], q[:, :, :4], kv_mask=torch.ones(2, 4), causal=True)

@@ -1,0 +1,151 @@
+"""`fmha_varlen`: what it refuses and says, its ops, and that nothing is made anew for other lengths."""
+
+import itertools
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import multiattn
+from multiattn.packed import LIST_FIELDS, ROWS_MIN, PackingSpec
+from multiattn.problem import Problem
+
+
+def batch(lengths, heads=(4, 2), head_dim=16, dtype=torch.bfloat16, behind=0, seed=0):
+    """q, k and v of sequences with these lengths, and the other arguments."""
+    generator = torch.Generator().manual_seed(seed)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    rows = int(cu_seqlens[-1]) + behind
+    q, k, v = (
+        torch.randn(rows, each, head_dim, generator=generator).to(dtype) for each in (heads[0], heads[1], heads[1])
+    )
+    longest = max(lengths, default=0)
+    starts = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
+    return (q, k, v), starts | {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+
+
+def test_each_sequence_is_a_call_by_itself():
+    (q, k, v), lengths = batch((5, 0, 33, 7), behind=3)
+    out, lse = multiattn.fmha_varlen(q, k, v, **lengths, causal=True, return_lse=True)
+    assert out.shape == q.shape
+    assert out.is_contiguous()
+    assert lse.shape == (4, 48)
+    starts = lengths["cu_seqlens_q"].tolist()
+    for begin, end in itertools.pairwise(starts):
+        own = (tensor[begin:end].transpose(0, 1)[None] for tensor in (q, k, v))
+        alone, its_lse = multiattn.fmha(*own, causal=True, return_lse=True)
+        torch.testing.assert_close(out[begin:end], alone[0].transpose(0, 1), rtol=0, atol=0)
+        torch.testing.assert_close(lse[:, begin:end], its_lse[0], rtol=0, atol=0)
+    assert not out[45:].any()
+    assert (lse[:, 45:] == -torch.inf).all()
+
+
+def test_backward_without_autograd_is_that_of_autograd():
+    tensors, lengths = batch((5, 0, 33, 7), behind=3)
+    sinks = torch.randn(4, requires_grad=True)
+    leaves = [it.requires_grad_() for it in tensors]
+    out, lse = multiattn.fmha_varlen(*leaves, **lengths, sinks=sinks, return_lse=True)
+    dout = torch.randn(out.shape, dtype=out.dtype)
+    dout[45:] = torch.nan  # of rows that are in no sequence
+    dlse = torch.randn(lse.shape)
+    found = torch.autograd.grad((out, lse), (*leaves, sinks), (dout, dlse))
+    saved = (it.detach() for it in (*leaves, out, lse))
+    again = multiattn.fmha_varlen_backward(*saved, dout, dlse=dlse, **lengths, sinks=sinks.detach())
+    assert len(again) == len(found)
+    for one, other in zip(found, again, strict=True):
+        assert one.isfinite().all()
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"cu_seqlens_q": [0, 5]}, "cu_seqlens_q must be a torch.Tensor; got list"),
+        ({"cu_seqlens_kv": torch.tensor([0, 5, 8])}, "cu_seqlens_kv.dtype: got torch.int64; allowed torch.int32"),
+        (
+            {"cu_seqlens_q": torch.zeros(1, 3, dtype=torch.int32)},
+            r"got shape \(1, 3\); allowed \[B \+ 1\]",
+        ),
+        ({"cu_seqlens_q": torch.zeros(2, dtype=torch.int32)}, "must have one shape"),
+        ({"max_seqlen_q": 5.0}, "max_seqlen_q must be an int; got float"),
+        ({"max_seqlen_kv": -1}, "max_seqlen_kv: got -1; allowed 0 and more"),
+        ({"block_mask": object()}, "block_mask: got one; allowed None in a packed batch"),
+        ({"bias": torch.zeros(2, 4, 6, 5)}, r"bias: got shape \(2, 4, 6, 5\); allowed .*\(2, 4, 5, 5\)"),
+        ({"alibi_slopes": torch.zeros(3, 4)}, r"alibi_slopes: got shape \(3, 4\); allowed \(4,\) and \(2, 4\)"),
+        ({"backend": "numpy"}, "backend: got 'numpy'"),
+    ],
+)
+def test_bad_arguments_are_named(changes, said):
+    tensors, lengths = batch((5, 3))
+    with pytest.raises((TypeError, ValueError), match=said):
+        multiattn.fmha_varlen(*tensors, **(lengths | changes))
+
+
+def test_a_batch_that_is_not_packed_is_named():
+    tensors, lengths = batch((5, 3))
+    with pytest.raises(ValueError, match=r"q must have rank 3, \[T, H, D\], in a packed batch; got rank 4"):
+        multiattn.fmha_varlen(*(it[None] for it in tensors), **lengths)
+    with pytest.raises(ValueError, match="q must have rank 4"):
+        multiattn.fmha(*tensors)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 3.0}], ids=str)
+def test_opcheck(options):
+    tensors, lengths = batch((5, 0, 9), head_dim=8)
+    asked = []
+
+    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.multiattn.fmha_forward.default:
+                asked.append((args, kwargs or {}))
+            return func(*args, **kwargs or {})
+
+    with Recorder():
+        multiattn.fmha_varlen(*tensors, **lengths, **options)
+    ((given, named),) = asked
+    op = torch.ops.multiattn.fmha_forward.default
+    rest = op._schema.arguments[len(given) :]  # a dispatch mode is not told defaults
+    args = [it.detach().requires_grad_() for it in given[:3]] + [*given[3:], *(it.default_value for it in rest)]
+    args[-1] = True  # what is left at its default does not reach autograd either
+    torch.library.opcheck(op, tuple(args), named)
+
+
+def test_compiles_once_for_all_lengths():
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(multiattn.fmha_varlen, backend=counter, fullgraph=True, dynamic=True)
+    for seed, lengths in enumerate(((5, 9), (31, 2, 17), (8, 8, 8, 8, 3), (90,))):
+        tensors, rest = batch(lengths, seed=seed)
+        got = compiled(*tensors, **rest, causal=True)
+        torch.testing.assert_close(got, multiattn.fmha_varlen(*tensors, **rest, causal=True), rtol=0, atol=0)
+    assert counter.frame_count == 1
+
+
+def test_explain_says_what_runs():
+    tensors, lengths = batch((5, 3))
+    plan = multiattn.explain(*tensors, **lengths, causal=True)
+    assert plan.problem.packing == PackingSpec(2)
+    assert str(plan.problem) == "packed B=2 Hq=4 Hkv=2 Tq=8 Tkv=8 D=16 bf16 causal"
+    with pytest.raises(TypeError, match="cu_seqlens_kv must be a"):
+        multiattn.explain(*tensors, cu_seqlens_q=lengths["cu_seqlens_q"])
+
+
+def test_lists_have_room_for_every_tile():
+    for lengths in ((1, 1, 1), (16, 17, 0), (5000,), ()):
+        rows = sum(lengths) + 20  # some behind the last
+        tiles = sum(-(-length // ROWS_MIN) for length in (*lengths, 20))
+        spec = PackingSpec(len(lengths))
+        assert tiles <= spec.tiles_max(rows, ROWS_MIN)
+        assert spec.list_layout(rows).shape == (spec.tiles_max(rows, ROWS_MIN), len(LIST_FIELDS))
+
+
+def test_no_plan_depends_on_lengths():
+    problems = {
+        Problem.contiguous(
+            batch=1, heads_q=4, heads_kv=1, seq_q=rows, head_dim=64, window=(100, 0), packing=PackingSpec(sequences)
+        )
+        for rows in (1, 31, 128, 4096, 65536)
+        for sequences in (1, 7, 300)
+    }
+    described = {(it.strides_q, it.strides_k, it.strides_out, it.alignment, it.band) for it in problems}
+    assert len(described) == 1
