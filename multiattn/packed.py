@@ -15,13 +15,14 @@ import torch
 
 from multiattn.layout import Layout, Shape, Strides, row_major
 
-LIST_FIELDS = ("sequence", "first_row", "offset_q", "len_q", "offset_kv", "len_kv", "unused", "unused")
+LIST_FIELDS = ("sequence", "first_row", "offset_q", "len_q", "offset_kv", "len_kv", "tiles", "unused")
 """The numbers of one entry of a list of tiles, int32: 32 bytes, one sector of memory.
 
 The tile has the rows from `first_row` on of its sequence, queries or keys. The sequence has the `len_q` queries from
 row `offset_q` of q on, and the `len_kv` keys from row `offset_kv` of k on. `sequence` is -1 for an entry without a
-tile. Entries of long sequences come first. Rows behind the last sequence are listed as one more of them, with queries
-but no keys, or keys but no queries: so they get zeros.
+tile; `tiles` is how many entries have one, so that a block that does one after another knows where to stop. Entries of
+long sequences come first. Rows behind the last sequence are listed as one more of them, with queries but no keys, or
+keys but no queries: so they get zeros.
 """
 
 ROWS_MIN = 16

@@ -50,8 +50,8 @@ def tiles_by_hand(own: list[int], other: list[int], rows: int, tile: int, *, of_
         mine, others = [first, length], [start, cost]
         both = mine + others if of_queries else others + mine
         firsts = list(range(0, length, tile))
-        entries += [[number, row, *both, 0, 0] for row in (reversed(firsts) if of_queries else firsts)]
-    return entries
+        entries += [[number, row, *both] for row in (reversed(firsts) if of_queries else firsts)]
+    return [[*entry, len(entries), 0] for entry in entries]
 
 
 @on_cpu

@@ -161,7 +161,7 @@ def test_a_persistent_grid_is_as_large_as_the_device_and_of_whole_clusters():
     (launch,) = launches_of(plan)
     assert [launch.grid(it) for it in (5, 132)] == [4, 4 * 2 * 4]
     assert (params_of(plan).forward.tiles, launch.kernel.cluster) == (4, 2)
-    maps = tensor_maps(plan.problem, plan.config.box_rows)
+    maps = tensor_maps(plan.problem, plan.config.box_rows(plan.problem))
     assert [it.box.extents[2] for it in maps.values()] == [128, 32, 32, 64]
 
 
@@ -183,11 +183,12 @@ def test_tensor_maps_are_those_of_the_tensors():
     q = torch.zeros(2, 300, 4, 72, dtype=torch.float16).transpose(1, 2)
     k = torch.zeros(2, 1, 500, 72, dtype=torch.float16).expand(2, 2, 500, 72)
     v = torch.zeros(2, 500, 2, 72, dtype=torch.float16).transpose(1, 2)
-    maps = tensor_maps(Problem.of(q, k, v), replace(CONFIG, tile_n=80).box_rows)
+    problem = Problem.of(q, k, v)
+    maps = tensor_maps(problem, replace(CONFIG, tile_n=80).box_rows(problem))
     assert list(maps) == ["q", "k", "v", "out"]
     assert (maps["q"].shape, maps["q"].strides) == ((2, 4, 300, 72), (300 * 4 * 144, 144, 4 * 144))
     assert (maps["k"].shape, maps["k"].strides) == ((2, 2, 500, 72), (500 * 144, 0, 144))
     assert (maps["v"].shape, maps["v"].strides) == ((2, 2, 500, 72), (500 * 288, 144, 288))
     assert [it.box.extents for it in maps.values()] == [(1, 1, rows, 64) for rows in (128, 80, 80, 64)]
     assert {(it.box.swizzle, it.box.dtype, it.l2_promotion) for it in maps.values()} == {(3, 6, 3)}
-    assert list(tensor_maps(problem_of(), replace(CONFIG, tma_store=False).box_rows)) == ["q", "k", "v"]
+    assert list(tensor_maps(problem_of(), replace(CONFIG, tma_store=False).box_rows(problem_of()))) == ["q", "k", "v"]

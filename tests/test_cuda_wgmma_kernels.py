@@ -24,6 +24,7 @@ from multiattn.cuda.wgmma_configs import WgmmaConfig, query_tiles, smem_bytes, w
 from multiattn.inspect.sass import parse, parted_arrivals
 from multiattn.mask import CAUSAL, FULL, Band
 from multiattn.operands import Operands
+from multiattn.packed import PackingSpec
 from multiattn.plan import abi, schedule
 from multiattn.plan.arch import CPU
 from multiattn.plan.backend import Plan, plan_variant
@@ -258,6 +259,9 @@ def test_a_kernel_of_an_illegal_config_does_not_compile():
         assert why_not(problem_of(), CPU, config)
         (launch,) = launches_of(replace(plan_of(problem_of()), config=config))
         refused[message] = launch.kernel.traits
+    packed = replace(problem_of(), batch=1, packing=PackingSpec(2))
+    (_, launch) = launches_of(replace(plan_of(packed), config=replace(CONFIG, cluster=2, scheduler="static")))
+    refused["in a packed batch a cluster's tiles are of several sequences"] = launch.kernel.traits
     check_refused("forward_wgmma_traits.cuh", refused)
 
 

@@ -50,8 +50,10 @@ class PlannedLaunch:
 
 def launches_of(plan: Plan) -> tuple[PlannedLaunch, ...]:
     """The launches of `plan`, in order. Each kernel takes one argument, `params.argument_of`."""
-    packing = plan.problem.packing
-    return _launches_of(plan) if packing is None else (list_launch(packing), *_launches_of(plan))
+    packing, launches = plan.problem.packing, _launches_of(plan)
+    if packing is None:
+        return launches
+    return list_launch(packing, overlaps=launches[0].kernel.overlaps), *launches
 
 
 def _launches_of(plan: Plan) -> tuple[PlannedLaunch, ...]:
@@ -95,17 +97,21 @@ def siblings_of(plan: Plan) -> tuple[Instance, ...]:
 # ---------------------------------------------------------------- before both
 
 
-def list_launch(packing: PackingSpec) -> PlannedLaunch:
-    """The kernel that lists the tiles of a packed batch; there is one for all problems."""
+def list_launch(packing: PackingSpec, *, overlaps: bool = False) -> PlannedLaunch:
+    """The kernel that lists the tiles of a packed batch; there is one for all problems.
+
+    With `overlaps` it is for a kernel that does so itself: there is one more for these.
+    """
     kernel = Instance(
-        name="list_tiles",
+        name=f"list_tiles{'_overlapping' if overlaps else ''}",
         header="list_tiles.cuh",
         entry="list_tiles",
-        traits=f"multiattn::ListTraits<{_LIST_THREADS}>",
+        traits=f"multiattn::ListTraits<{_cpp_list(_LIST_THREADS, overlaps)}>",
         params=ListParams,
         threads=_LIST_THREADS,
         occupancy=1,
         smem_bytes=0,
+        overlaps=overlaps,
     )
     warps = len(TILE_LISTS) * (packing.sequences + 2)  # rows behind the last sequence, and entries behind those
     return PlannedLaunch(kernel=kernel, blocks=-(-warps * WARP_THREADS // _LIST_THREADS))
@@ -168,6 +174,7 @@ def _wgmma(plan: Plan) -> PlannedLaunch:
             *_score(problem, score, ()),
         ),
         score=score,
+        packed=problem.packing is not None,
         params=WgmmaParams,
         threads=config.threads,
         occupancy=1,

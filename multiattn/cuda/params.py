@@ -164,7 +164,7 @@ def struct_of(plan: Plan, *, has_dlse: bool = False) -> Struct:
     params, names = params_of(plan), {"next_tile": WORKSPACE, **_arguments(plan)}
     absent = {"dq_sum", WORKSPACE, *TILE_LISTS} - set(areas_of(plan)) | (set() if has_dlse else {"dlse"})
     absent |= set() if plan.problem.has_sinks else {"sinks"}
-    maps = tensor_maps(plan.problem, plan.config.box_rows) if isinstance(plan.config, WgmmaConfig) else {}
+    maps = tensor_maps(plan.problem, plan.config.box_rows(plan.problem)) if isinstance(plan.config, WgmmaConfig) else {}
     places = [(at, names.get(name, name), is_map) for at, name, is_map in _places(type(params))]
     return Struct(
         data=bytes(params),

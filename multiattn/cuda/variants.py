@@ -52,7 +52,13 @@ WGMMA = Variant(
     name="wgmma",
     summary="Hopper: a warpgroup loads by TMA, others multiply by wgmma; FlashAttention-3",
     capability=Capability(
-        arches=("sm90", "cpu"), alignment=VECTOR_BYTES, masks=KINDS, sinks=True, scores=True, score_gradients=True
+        arches=("sm90", "cpu"),
+        alignment=VECTOR_BYTES,
+        masks=KINDS,
+        sinks=True,
+        scores=True,
+        score_gradients=True,
+        packing=True,
     ),
     rules=WGMMA_RULES,
     workspace=wgmma_configs.workspace,

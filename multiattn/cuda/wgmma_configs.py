@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from multiattn.cuda.configs import padded, tiles
-from multiattn.cuda.tensor_maps import BOX_COLUMNS, tensor_maps, why_not_mapped
+from multiattn.cuda.configs import FORWARD_LISTS, list_areas, padded, tiles
+from multiattn.cuda.tensor_maps import BOX_COLUMNS, RAGGED_ROWS, tensor_maps, why_not_mapped
 from multiattn.plan.arch import Arch
 from multiattn.plan.config import Config
 from multiattn.plan.limits import FieldRule, between, failed, field_checks, one_of, size_checks
@@ -65,11 +65,10 @@ class WgmmaConfig(Config):
         """Threads of a block: its consumers, and the producer's warpgroup."""
         return WARPGROUP_THREADS * (self.warpgroups + 1)
 
-    @property
-    def box_rows(self) -> dict[str, int]:
-        """Rows of a box of each tensor that goes by TMA."""
-        kv = self.tile_n // self.cluster
-        return {"q": self.tile_m, "k": kv, "v": kv, **({"out": WARPGROUP_ROWS} if self.tma_store else {})}
+    def box_rows(self, problem: Problem) -> dict[str, int]:
+        """Rows of a box of each tensor that goes by TMA: of q in a packed batch those of a warpgroup."""
+        q, kv = self.tile_m if problem.packing is None else WARPGROUP_ROWS, self.tile_n // self.cluster
+        return {"q": q, "k": kv, "v": kv, **({"out": WARPGROUP_ROWS} if self.tma_store else {})}
 
     @property
     def is_persistent(self) -> bool:
@@ -88,7 +87,9 @@ def smem_bytes(config: WgmmaConfig, problem: Problem) -> int:
 
 
 def query_tiles(config: WgmmaConfig, problem: Problem) -> int:
-    """Tiles of queries of one head, with those that only make clusters whole."""
+    """Tiles of queries of one head, with those that only make clusters whole; of a packed batch the most."""
+    if problem.packing is not None:
+        return problem.packing.tiles_max(problem.seq_q, config.tile_m)
     return padded(tiles(problem.seq_q, config.tile_m), config.cluster)
 
 
@@ -118,8 +119,12 @@ def kept_steps(config: WgmmaConfig, problem: Problem) -> int:
 
 
 def workspace(problem: Problem, config: Config | None) -> int:
-    """Bytes of device memory beside the tensors: the tile counter of a dynamic scheduler, one for each stream."""
-    return COUNTER_BYTES if isinstance(config, WgmmaConfig) and config.scheduler == "dynamic" else 0
+    """Bytes of device memory beside the tensors: the tile counter of a dynamic scheduler, one for each stream.
+
+    A packed batch has its list of tiles there, too.
+    """
+    counter = COUNTER_BYTES if isinstance(config, WgmmaConfig) and config.scheduler == "dynamic" else 0
+    return counter + sum(list_areas(problem, FORWARD_LISTS).values())
 
 
 def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
@@ -127,15 +132,20 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
     assert isinstance(config, WgmmaConfig)
     if wrong := _wrong_shape(config):
         return wrong
-    reasons = [reason for it in tensor_maps(problem, config.box_rows).values() for reason in why_not_mapped(it)]
+    reasons = [
+        reason for it in tensor_maps(problem, config.box_rows(problem)).values() for reason in why_not_mapped(it)
+    ]
     registers, most = registers_at_least(config, problem), REGISTERS_MAX[config.warpgroups]
     beside, room = _registers_without_q(config, problem), _ROOM_WITH_Q[config.warpgroups, problem.is_banded]
     needed = f"{registers} registers for output, scores, weights, Q and stores ({config})"
     kept, got = kept_steps(config, problem), f"q_in_registers with {beside} registers for all else ({config})"
+    rows = max(problem.seq_q, problem.seq_kv)
     checks = (
         (registers <= most, needed, f"up to {most} with {config.warpgroups} warpgroups"),
         (not config.q_in_registers or kept > 0, got, f"up to {room - 4}"),
         (not config.lazy_max or not problem.has_score, "lazy_max with an expression for scores", "exact maxima"),
+        (problem.packing is None or config.cluster == 1, f"a packed batch ({config})", "cluster=1"),
+        (problem.packing is None or rows <= RAGGED_ROWS, f"a packed batch of {rows} rows", f"up to {RAGGED_ROWS}"),
     )
     sizes = size_checks(config, arch, smem_bytes(config, problem), grid_blocks(config, problem))
     return (*reasons, *failed((*checks, *sizes)))

@@ -158,6 +158,9 @@ MISTAKE_AT_BARRIER(mbarrier_overwritten, "tma_load: overwrites the mbarrier at 1
   load_box(BARRIER, arguments, BARRIER);
 }
 MISTAKE(no_map, "prefetch_map: the tensor map has a box that is not of 64 columns of one head") { prefetch_map(TensorMap{}); }
+MISTAKE_AT_BARRIER(another_rank, "tma_load: the tensor map has 4 dimensions") {
+  tma_load(TILE, arguments.a, BARRIER, 0, 0, 0, 0, 0);
+}
 MISTAKE(misaligned_map, "prefetch_map: the tensor map is not aligned to 64 bytes") {
   alignas(64) const unsigned char memory[32 + sizeof(TensorMap)] = {};
   prefetch_map(*static_cast<const TensorMap*>(static_cast<const void*>(memory + 32)));

@@ -22,13 +22,17 @@ struct BoxRow {
 
   // Row `i` of the box.
   BoxRow(const Transfer& box, int i) {
-    const auto& [map, tile, column, first_row, head, batch] = box;
-    const int row = first_row + i;
-    if (row < 0 || row >= map.sizes[1] || head < 0 || head >= map.sizes[2] || batch < 0 || batch >= map.sizes[3]) return;
+    const auto& [map, tile, place] = box;
+    auto address = reinterpret_cast<std::uint64_t>(map.base);  // which may wrap around on its way
+    for (int axis = 1; axis < map.rank; ++axis) {
+      const std::int64_t at = place[axis] + (axis == 1 ? static_cast<std::int64_t>(i) : 0);
+      if (at < 0 || at >= map.sizes[axis]) return;
+      address += static_cast<std::uint64_t>(at) * static_cast<std::uint64_t>(map.strides[axis - 1]);
+    }
+    const int column = place[0];
     first = std::clamp(-column, 0, BOX_COLUMNS);
     count = std::clamp(map.sizes[0] - column, first, BOX_COLUMNS) - first;
-    if (count)
-      memory = map.base + row * map.strides[0] + head * map.strides[1] + batch * map.strides[2] + (column + first) * 2ll;
+    if (count) memory = reinterpret_cast<unsigned char*>(address) + (column + first) * 2ll;
   }
 };
 
@@ -149,15 +153,23 @@ const EncodedMap& Hopper::check_map(const char* verb, const void* address) {
   if (reinterpret_cast<std::uintptr_t>(map.base) % 16) broken("has an address that is not aligned to 16 bytes");
   for (const std::int64_t stride : map.strides)
     if (stride % 16) broken("has a stride of " + std::to_string(stride) + " bytes, no multiple of 16");
-  if (map.box[0] != BOX_COLUMNS || map.box[2] != 1 || map.box[3] != 1)
-    broken("has a box that is not of 64 columns of one head");
+  bool is_of_one_head = map.box[0] == BOX_COLUMNS;
+  for (int axis = 2; axis < map.rank; ++axis) is_of_one_head &= map.box[axis] == 1;
+  if (!is_of_one_head) broken("has a box that is not of 64 columns of one head");
   if (map.box[1] < 1 || map.box[1] > BOX_MAX) broken("has a box of " + std::to_string(map.box[1]) + " rows, beyond 256");
   return map;
 }
 
+const EncodedMap& Hopper::check_map(const char* verb, const void* address, BoxPlace place) {
+  const EncodedMap& map = check_map(verb, address);
+  if (map.rank != static_cast<int>(place.size()))
+    running_block->fail(verb, "the tensor map has " + std::to_string(map.rank) + " dimensions");
+  return map;
+}
+
 void Hopper::load(const char* verb, int first, int last, std::uint32_t target, const void* map_address,
-                  std::uint32_t barrier_address, int column, int row, int head, int batch) {
-  const EncodedMap& map = check_map(verb, map_address);
+                  std::uint32_t barrier_address, BoxPlace place) {
+  const EncodedMap& map = check_map(verb, map_address, place);
   const int bytes = map.box[1] * LINE_BYTES;
   block_.require(verb, block_.smem.check_address(target, bytes, TILE_ALIGNMENT, rank()));
   for (int rank = first; rank <= last; ++rank) {
@@ -166,7 +178,7 @@ void Hopper::load(const char* verb, int first, int last, std::uint32_t target, c
       block_.fail(verb, "no fence_mbarrier_init follows the mbarrier_init of " + std::to_string(barrier_address));
     const std::uint32_t there = in_block(verb, target, rank);
     take_lines(verb, there, bytes);
-    loads_.push_back({{map, there, column, row, head, batch}, &barrier});
+    loads_.push_back({{map, there, place}, &barrier});
   }
   ++block_.counters.tma_loads;
   touch_global();
@@ -207,21 +219,20 @@ bool Hopper::land_oldest() {
   return true;
 }
 
-void Hopper::store(const void* map_address, std::uint32_t source, int column, int row, int head, int batch) {
-  constexpr const char* VERB = "tma_store";
-  const EncodedMap& map = check_map(VERB, map_address);
+void Hopper::store(const char* verb, const void* map_address, std::uint32_t source, BoxPlace place) {
+  const EncodedMap& map = check_map(verb, map_address, place);
   const int bytes = map.box[1] * LINE_BYTES;
-  block_.require(VERB, block_.smem.check_address(source, bytes, TILE_ALIGNMENT, rank()));
-  if (std::min({column, row, head, batch}) < 0)  // a load may, as multiattn/ptx_sm90.cuh says
-    block_.fail(VERB, "begins before the tensor, which is an illegal instruction");
+  block_.require(verb, block_.smem.check_address(source, bytes, TILE_ALIGNMENT, rank()));
+  if (std::min(place) < 0)  // a load may, as multiattn/ptx_sm90.cuh says
+    block_.fail(verb, "begins before the tensor, which is an illegal instruction");
   Needs needs;
   for (std::uint32_t line = source; line < source + bytes; line += LINE_BYTES) {
-    need_line(VERB, line, needs);
+    need_line(verb, line, needs);
     ++lines_.of(line).stores;
   }
-  check_needs(VERB, needs);
+  check_needs(verb, needs);
   AsyncThread& me = threads_[block_.current().index];
-  me.stores.push_back({{map, source, column, row, head, batch}, me.groups});
+  me.stores.push_back({{map, source, place}, me.groups});
 }
 
 void Hopper::wait_stores(int groups_left) {

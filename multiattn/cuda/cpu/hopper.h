@@ -6,6 +6,7 @@
 #pragma once
 #include <cstdint>
 #include <deque>
+#include <initializer_list>
 #include <memory>
 #include <string>
 #include <vector>
@@ -42,11 +43,14 @@ struct NamedBarrier : Condition {
   }
 };
 
+// Where a box begins in a tensor, innermost first: column, row, head, and so on.
+using BoxPlace = std::initializer_list<int>;
+
 // A box that TMA moves: which of the tensor, and where it is in shared memory.
 struct Transfer {
   EncodedMap map;
   std::uint32_t tile;
-  int column, row, head, batch;
+  std::vector<int> place;
 };
 
 // A thread's async stores and fences.
@@ -80,13 +84,15 @@ class Hopper {
   void wait(std::uint32_t address, int parity);
 
   // To the blocks of ranks `first` to `last`.
-  void load(const char* verb, int first, int last, std::uint32_t target, const void* map, std::uint32_t barrier, int column,
-            int row, int head, int batch);
-  void store(const void* map, std::uint32_t source, int column, int row, int head, int batch);
+  void load(const char* verb, int first, int last, std::uint32_t target, const void* map, std::uint32_t barrier,
+            BoxPlace place);
+  void store(const char* verb, const void* map, std::uint32_t source, BoxPlace place);
   void commit_stores() { ++threads_[block_.current().index].groups; }
   void wait_stores(int groups_left);
   void fence_writes();
   static const EncodedMap& check_map(const char* verb, const void* map);
+  // The same for a verb that gives so many coordinates.
+  static const EncodedMap& check_map(const char* verb, const void* map, BoxPlace place);
 
   // A grid that waits for earlier ones touches no global memory before.
   void touch_global() { touched_[rank()] = true; }

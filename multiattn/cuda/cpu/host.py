@@ -109,8 +109,9 @@ def aligned(data: bytes) -> ctypes.Array[ctypes.c_ubyte]:
 def encode_map(tensor_map: TensorMap, address: int) -> bytes:
     """The emulation's CUtensorMap of the memory at `address`, which its first 8 bytes hold; zeros outside."""
     *_, rows, columns = tensor_map.box.extents
-    sizes, strides = tensor_map.shape[::-1], tensor_map.strides[::-1]
-    return bytes(_EncodedMap(address, strides, sizes, (columns, rows, 1, 1))).ljust(TENSOR_MAP_BYTES, b"\0")
+    sizes, strides, ones = tensor_map.shape[::-1], tensor_map.strides[::-1], (1,) * (len(tensor_map.shape) - 2)
+    encoded = _EncodedMap(address, strides, sizes, (columns, rows, *ones), len(sizes))
+    return bytes(encoded).ljust(TENSOR_MAP_BYTES, b"\0")
 
 
 _one_launch_at_a_time = threading.Lock()  # the emulation's state is global to a library

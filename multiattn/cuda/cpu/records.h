@@ -12,11 +12,12 @@ struct LaunchCounts {
 
 // The content of TensorMap::opaque under emulation.
 struct EncodedMap {
-  std::uint8_t* base;         // first byte of the tensor; first in the struct, where its address is written
-  std::int64_t strides[3];    // bytes, of S, H and B
-  std::int32_t sizes[4];      // elements, of D, S, H and B
-  std::int32_t box[4];        // elements of each
+  std::uint8_t* base;       // first byte of the tensor; first in the struct, where its address is written
+  std::int64_t strides[4];  // bytes, of every dimension but the innermost
+  std::int32_t sizes[5];    // elements, innermost first: D, S, H and B, or what stands for B in a packed batch
+  std::int32_t box[5];      // elements of each
+  std::int32_t rank;        // dimensions
 };
-static_assert(sizeof(EncodedMap) == 64);
+static_assert(sizeof(EncodedMap) <= 128);
 
 }  // namespace multiattn::emulation

@@ -184,8 +184,11 @@ void cp_async_wait(int groups_left) {
 void mbarrier_arrive_at(SharedAddress barrier, int rank) { hopper().arrive_at("mbarrier_arrive_if", barrier, rank); }
 
 void tma_load(const char* verb, int first, int last, SharedAddress target, const TensorMap& map, SharedAddress barrier,
-              int column, int row, int head, int batch) {
-  hopper().load(verb, first, last, target, &map, barrier, column, row, head, batch);
+              std::initializer_list<int> place) {
+  hopper().load(verb, first, last, target, &map, barrier, place);
+}
+void tma_store(const char* verb, const TensorMap& map, SharedAddress source, std::initializer_list<int> place) {
+  hopper().store(verb, &map, source, place);
 }
 
 void tma_store_wait(int groups_left) { hopper().wait_stores(groups_left); }
@@ -319,9 +322,6 @@ void fence_mbarrier_init() { hopper().fence_mbarriers(); }
 void fence_async_shared() { hopper().fence_writes(); }
 
 void prefetch_map(const TensorMap& map) { Hopper::check_map("prefetch_map", &map); }
-void tma_store(const TensorMap& map, SharedAddress source, int column, int row, int head, int batch) {
-  hopper().store(&map, source, column, row, head, batch);
-}
 void tma_store_commit() { hopper().commit_stores(); }
 
 void named_barrier_sync(int id, int threads) { hopper().named_barrier("named_barrier_sync", id, threads, true); }

@@ -53,7 +53,7 @@ class Consumer {
   // those that the warpgroup sees, from `last` down to `first`, and the ones from `exact` on, which it sees in part, or starts
   // with.
   struct Rows : LowerEdge<T::BAND> {
-    QueryTile tile;
+    QueryTile<T> tile;
     int first_query, slot, last, exact;
   };
 
@@ -67,8 +67,9 @@ class Consumer {
   // The next tile. Its Q is there.
   DEVICE Rows begin() {
     Shared::ring_q().await_full(q_);
-    Rows rows{{}, load_tile(Shared::tile_place(q_.slot)), 0, q_.slot, -1, 0};
+    Rows rows{{}, load_tile<T>(Shared::tile_place(q_.slot)), 0, q_.slot, -1, 0};
     if (rows.tile.blocks == NO_TILE) return rows;
+    if constexpr (IS_PACKED<typename T::Blocked>) mask_ = mask_of<T::BAND>(params_.forward, rows.tile.sequence);
     rows.first_query = rows.tile.first_query + warpgroup_ * T::WARPGROUP_ROWS;
     const auto blocks = mask_.template keys<T::TILE_N>(rows.first_query, T::WARPGROUP_ROWS);
     if constexpr (HAS_LOWER_EDGE) {
@@ -238,8 +239,7 @@ class Consumer {
   }
 
   DEVICE void modify_block(const Rows& rows, int block) {
-    const ForwardParams& forward = params_.forward;
-    const HeadScores<typename T::Score> head(params_.aux, forward.seq_q, forward.seq_kv, rows.tile.batch, rows.tile.head);
+    const HeadScores<typename T::Score> head(params_.aux, mask_.seq_q, mask_.seq_kv, rows.tile.batch, rows.tile.head);
     modify_scores<T>(scores_, head, rows.first_query + warp_row(), block * T::TILE_N);
   }
 
@@ -338,9 +338,17 @@ class Consumer {
   DEVICE void release_v() const { Shared::ring_kv().release(last_slot()); }
   DEVICE int last_slot() const { return kv_.before(kv_.slot); }
 
+  // The tile, for its outputs. A packed batch's is read once more, as the registers for it are wanted in between; its slot of Q
+  // is not given back before the outputs have left it.
+  DEVICE QueryTile<T> tile_of(const Rows& rows) const {
+    if constexpr (IS_PACKED<typename T::Blocked> && T::TMA_STORE) return load_tile<T>(Shared::tile_place(rows.slot));
+    return rows.tile;
+  }
+
   // ---- out = outputs / sum and lse = log(sum of exp)
   DEVICE WarpOutput<T> output_of(const Rows& rows) const {
-    return {params_.forward, rows.tile.batch, rows.tile.head, rows.first_query + warp_row(),
+    const QueryTile<T> tile = tile_of(rows);
+    return {params_.forward, tile.batch, tile.head, tile.sequence, rows.first_query + warp_row(),
             queries(rows.slot) + warp_row() * TileQ::ROW_BYTES};
   }
 
@@ -353,12 +361,13 @@ class Consumer {
   DEVICE void store_staged(const Rows& rows) {
     fence_async_shared();
     await_warpgroup();  // everybody's outputs are there
+    const QueryTile<T> tile = tile_of(rows);
     // A store that begins before its tensor is an illegal instruction; a load is not.
     if (thread_index() % WARPGROUP == 0 && rows.first_query >= 0) {
 #pragma unroll
       for (int panel = 0; panel < TileQ::PANELS; ++panel)
-        tma_store(params_.map_out, queries(rows.slot) + panel * TileQ::PANEL_BYTES, panel * TileQ::PANEL_COLUMNS,
-                  rows.first_query, rows.tile.head, rows.tile.batch);
+        store_box(params_.map_out, queries(rows.slot) + panel * TileQ::PANEL_BYTES, panel * TileQ::PANEL_COLUMNS,
+                  rows.first_query, tile.head, queries_of(tile));
       tma_store_commit();
     }
     sync_warp();  // whole again for what its lanes must do together
@@ -392,7 +401,7 @@ class Consumer {
   static DEVICE int warp_row() { return thread_index() / WARP % 4 * 16; }
 
   const typename T::Params& params_;
-  const Mask<T::BAND> mask_;
+  Mask<T::BAND> mask_;  // of the tile's sequence
   const int warpgroup_;
   RingPlace<T::Q_SLOTS> q_;
   RingPlace<T::STAGES> kv_;

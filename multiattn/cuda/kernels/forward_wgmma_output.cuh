@@ -11,11 +11,6 @@ namespace multiattn {
 template <class T>
 using PanelQ = Tile<T::TileQ::ROWS, T::TileQ::PANEL_COLUMNS>;
 
-// Neither beyond the last query nor, in the first tile, before query 0.
-DEVICE bool is_query(const ForwardParams& params, int row) {
-  return static_cast<uint32>(row) < static_cast<uint32>(params.seq_q);
-}
-
 // log2 of a row's sum, which is normal, inf or NaN: that of the mantissa within 2^-22, whatever the exponent, which is added.
 DEVICE float log2_of_sum(float sum) {
   const uint32 bits = float_bits(sum), exponent = bits & 0x7f800000u;
@@ -29,6 +24,7 @@ struct WarpOutput {
   static constexpr int CHUNKS = T::HEAD_DIM / 8;  // of a row
   const ForwardParams& params;
   int batch, head;       // of the batch entry
+  SequenceOf<T> sequence;
   int first_query;       // of the warp's first row
   SharedAddress staged;  // the warp's row 0 of a panel of Q
 
@@ -48,8 +44,8 @@ struct WarpOutput {
     }
     // Lanes 0 and 1 of a quad store a row each.
     const int half = thread_index() % 4, query = first_query + accumulator_row(2 * half);
-    const int64 row = static_cast<int64>(batch * params.heads_q + head) * params.seq_q + query;
-    store_global_4_if(half < 2 && is_query(params, query), params.lse + row, half == 0 ? lse[0] : lse[1]);
+    const int64 row = first_row() + query;
+    store_global_4_if(half < 2 && is_query(query), params.lse + row, half == 0 ? lse[0] : lse[1]);
   }
 
   // values[16, HEAD_DIM] in accumulators, each row times its `inverse`.
@@ -65,6 +61,29 @@ struct WarpOutput {
   }
 
  private:
+  // Neither beyond the last query nor, in the first tile, before query 0.
+  DEVICE bool is_query(int row) const {
+    return static_cast<uint32>(row) < static_cast<uint32>(count_queries(params, sequence));
+  }
+
+  // Of the lse of query 0.
+  DEVICE int64 first_row() const {
+    if constexpr (IS_PACKED<typename T::Blocked>)
+      return static_cast<int64>(head) * params.seq_q + sequence.offset_q;
+    else
+      return static_cast<int64>(batch * params.heads_q + head) * params.seq_q;
+  }
+
+  // Of the outputs of query 0.
+  DEVICE uint16* outputs() const {
+    const Strides& strides = params.strides_out;
+    uint16* const out = static_cast<uint16*>(params.out);
+    if constexpr (IS_PACKED<typename T::Blocked>)
+      return out + head * strides.head + sequence.offset_q * strides.seq;
+    else
+      return out + batch * strides.batch + head * strides.head;
+  }
+
   template <class Pair>
   DEVICE void stage(Pair pair) const {
     // stmatrix takes two chunks of 16 rows, as ldmatrix has read them from here for Q. The panel has a second chunk also
@@ -84,7 +103,7 @@ struct WarpOutput {
   // Quads of lanes gather 16 bytes a lane.
   template <class Pair>
   DEVICE void store(Pair pair) const {
-    uint16* const out = static_cast<uint16*>(params.out) + batch * params.strides_out.batch + head * params.strides_out.head;
+    uint16* const out = outputs();
     const int lane = thread_index() % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -97,7 +116,7 @@ struct WarpOutput {
         for (int w = 0; w < 4; ++w)
           if (chunk + w < CHUNKS) mine.word[w] = pair(chunk + w, half);
         const bool is_there = chunk + lane < CHUNKS;
-        store_global_16_if(is_there && is_query(params, query), row + chunk * CHUNK_ELEMENTS, transpose_in_quad(mine));
+        store_global_16_if(is_there && is_query(query), row + chunk * CHUNK_ELEMENTS, transpose_in_quad(mine));
       }
     }
   }

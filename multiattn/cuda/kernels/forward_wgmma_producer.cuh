@@ -6,17 +6,42 @@
 
 namespace multiattn {
 
-// The tile that a block does after `tile`, or NO_TILE. The first is the one of its own number.
-template <Scheduler SCHEDULER>
-DEVICE int tile_after(int tile, const WgmmaParams& params) {
-  if constexpr (SCHEDULER == Scheduler::ONE_TILE) return NO_TILE;
-  const int tiles = params.forward.tiles * params.forward.heads;
+// How many tiles of queries a head has: the parameters know, or in a packed batch the list, which is asked once.
+template <class Blocked>
+struct TileCount {
+  template <class Params>
+  DEVICE explicit TileCount(const Params&) {}
+  DEVICE int of_head(const WgmmaParams& params) const { return params.forward.tiles; }
+};
+template <>
+struct TileCount<Packed> {
+  int listed;
+  template <class Params>
+  DEVICE explicit TileCount(const Params& params) : listed(find_sequence(params.lists.query_list, 0).tiles) {}
+  DEVICE int of_head(const WgmmaParams&) const { return listed; }
+};
+
+// The tile that a block does first: the one of its own number. A grid has no more blocks than there are tiles, unless it was
+// not known how many the list has.
+template <class T>
+DEVICE int first_tile(const TileCount<typename T::Blocked>& count, const WgmmaParams& params) {
+  const int tile = static_cast<int>(block_index());
+  if (!IS_PACKED<typename T::Blocked> || tile < count.of_head(params) * params.forward.heads) return tile;
+  return NO_TILE;
+}
+
+// The tile that it does after `tile`, or NO_TILE.
+template <class T>
+DEVICE int tile_after(int tile, const TileCount<typename T::Blocked>& count, const WgmmaParams& params) {
+  if constexpr (T::SCHEDULER == Scheduler::ONE_TILE) return NO_TILE;
+  const int tiles = count.of_head(params) * params.forward.heads;
   int next = tile + static_cast<int>(block_count());
-  if constexpr (SCHEDULER == Scheduler::DYNAMIC) {
+  if constexpr (T::SCHEDULER == Scheduler::DYNAMIC) {
     // Each tile beyond the grid is asked for once, by the block that gets it, and each block asks once in vain. The last to ask
-    // leaves the counter as it was found, for the launch that comes next on the stream.
+    // leaves the counter as it was found, for the launch that comes next on the stream. A packed batch's is emptied by the
+    // kernel that lists the tiles.
     const int asked = atomic_add_global(params.forward.next_tile, 1);
-    if (asked == tiles - 1) atomic_add_global(params.forward.next_tile, -tiles);
+    if (!IS_PACKED<typename T::Blocked> && asked == tiles - 1) atomic_add_global(params.forward.next_tile, -tiles);
     next = static_cast<int>(block_count()) + asked;
   }
   return next < tiles ? next : NO_TILE;
@@ -56,8 +81,8 @@ DEVICE Blocks loaded_blocks(const Mask<T::BAND>& mask, int first_query) {
 }
 
 // All panels of a tile. One of a cluster comes in parts, of which each block loads one, for all.
-template <class T, int CLUSTER = 1>
-DEVICE void load_panels(SharedAddress tile, const TensorMap& map, SharedAddress barrier, int row, int head, int batch) {
+template <class T, int CLUSTER = 1, class Rows>
+DEVICE void load_panels(SharedAddress tile, const TensorMap& map, SharedAddress barrier, int row, int head, const Rows& of) {
   mbarrier_arrive_expect(barrier, T::BYTES);
   if constexpr (CLUSTER > 1) {
     tile += cluster_rank() * (T::PANEL_BYTES / CLUSTER);
@@ -67,30 +92,70 @@ DEVICE void load_panels(SharedAddress tile, const TensorMap& map, SharedAddress 
   for (int panel = 0; panel < T::PANELS; ++panel) {
     const SharedAddress target = tile + panel * T::PANEL_BYTES;
     if constexpr (CLUSTER > 1)
-      tma_load_to_all<CLUSTER>(target, map, barrier, panel * T::PANEL_COLUMNS, row, head, batch);
+      tma_load_to_all<CLUSTER>(target, map, barrier, panel * T::PANEL_COLUMNS, row, head, of.number);
     else
-      tma_load(target, map, barrier, panel * T::PANEL_COLUMNS, row, head, batch);
+      load_box(target, map, barrier, panel * T::PANEL_COLUMNS, row, head, of);
+  }
+}
+
+// The tile's queries. In a packed batch each warpgroup's come by themselves, so that no box begins before the sequence, where
+// rows are a neighbour's or nobody's: a warpgroup without queries gets its first ones, and does not use them.
+template <class T>
+DEVICE void load_queries(SharedAddress target, const TensorMap& map, SharedAddress barrier, const QueryTile<T>& tile) {
+  using TileQ = typename T::TileQ;
+  if constexpr (IS_PACKED<typename T::Blocked>) {
+    mbarrier_arrive_expect(barrier, TileQ::BYTES);
+#pragma unroll 1  // a producer has few registers
+    for (int group = 0; group < T::WARPGROUPS; ++group)
+#pragma unroll
+      for (int panel = 0; panel < TileQ::PANELS; ++panel)
+        load_box(target + panel * TileQ::PANEL_BYTES + group * T::WARPGROUP_ROWS * TileQ::ROW_BYTES, map, barrier,
+                 panel * TileQ::PANEL_COLUMNS, max(tile.first_query + group * T::WARPGROUP_ROWS, 0), tile.head,
+                 queries_of(tile));
+  } else {
+    load_panels<TileQ>(target, map, barrier, tile.first_query, tile.head, queries_of(tile));
+  }
+}
+
+// The tile that has this place among those of a head.
+template <class T>
+DEVICE TileOf<T> listed_tile(const typename T::Params& params, int place) {
+  if constexpr (IS_PACKED<typename T::Blocked>)
+    return find_sequence(params.lists.query_list, place);
+  else
+    return {};
+}
+
+// Where it begins. A list counts from query 0 on, but the last tile ends where the queries do here, too.
+template <class T>
+DEVICE int first_query_of(const WgmmaParams& params, const TileOf<T>& listed, int tile, int place) {
+  if constexpr (IS_PACKED<typename T::Blocked>) {
+    const int len_q = listed.sequence.len_q;
+    return listed.first_row - (round_up(len_q, T::TILE_M) - end_of_tiles<T>(len_q));
+  } else {
+    return end_of_tiles<T>(params.forward.seq_q) - (T::CLUSTER * (1 + place) - tile % T::CLUSTER) * T::TILE_M;
   }
 }
 
 // Tiles of Q, and for each its blocks of keys from the last to the first, in the order in which they are used: K of a block
-// before V of the block before it. Tiles that see the most keys come first, heads that share an L2 side by side. Blocks of a cluster
+// before V of the block before it. Tiles that see the most keys come first, heads that share an L2 side by side; in a packed
+// batch its list has them in this order, those of long sequences before those of shorter ones. Blocks of a cluster
 // have tiles next to one another. The last tile ends where the queries do, so that what is short of a tile is the first, which
 // begins before query 0: under a mask it is the one that sees the fewest keys.
 template <class T>
-DEVICE void produce(const WgmmaParams& params) {
+DEVICE void produce(const typename T::Params& params) {
   using Shared = SharedLayout<T>;
   const auto ring_q = Shared::ring_q();
   const auto ring_kv = Shared::ring_kv();
   const ForwardParams& forward = params.forward;
-  const Mask<T::BAND> mask(forward);
+  Mask<T::BAND> mask(forward);
   RingPlace<T::Q_SLOTS> q;
   RingPlace<T::STAGES> kv;
 
-  const auto load = [&](const TensorMap& map, int head_kv, int batch, int block) {
+  const auto load = [&](const TensorMap& map, const QueryTile<T>& tile, int head_kv, int block) {
     ring_kv.await_empty(kv);
     load_panels<typename T::TileKV, T::CLUSTER>(Shared::kv(kv.slot), map, ring_kv.full(kv.slot), block * T::TILE_N, head_kv,
-                                                batch);
+                                                keys_of(tile));
     kv.advance();
   };
 
@@ -98,27 +163,31 @@ DEVICE void produce(const WgmmaParams& params) {
   await_earlier_grids();  // tensors and the counter are touched only after this
   // A counter is asked when all of a tile is under way, not before: a tile that waits for its block is one that another
   // could have begun. H200, 2026-11-22, D=256 N=8192 masked: asked at a tile's start, 668 TFLOPS for ONE_TILE's 765.
-  int tile = static_cast<int>(block_index());
-  for (; tile != NO_TILE; tile = tile_after<T::SCHEDULER>(tile, params)) {
-    const auto [any_head, place] =
-        scheduled_place<T::BAND>(tile / T::CLUSTER, forward.tiles / T::CLUSTER, forward.heads, forward.heads_per_section);
+  const TileCount<typename T::Blocked> count(params);
+  int tile = first_tile<T>(count, params);
+  for (; tile != NO_TILE; tile = tile_after<T>(tile, count, params)) {
+    const auto [any_head, place] = scheduled_place<T::BAND>(tile / T::CLUSTER, count.of_head(params) / T::CLUSTER,
+                                                            forward.heads, forward.heads_per_section);
     const int batch = any_head / forward.heads_q, head = any_head % forward.heads_q, head_kv = head / forward.group;
-    const int first_query =
-        end_of_tiles<T>(forward.seq_q) - (T::CLUSTER * (1 + place) - tile % T::CLUSTER) * T::TILE_M;
+    const TileOf<T> listed = listed_tile<T>(params, place);
+    const int first_query = first_query_of<T>(params, listed, tile, place);
+    if constexpr (IS_PACKED<typename T::Blocked>) mask = mask_of<T::BAND>(forward, listed.sequence);
     const Blocks blocks = loaded_blocks<T>(mask, first_query);
-    if (blocks.end > blocks.begin) load(params.map_k, head_kv, batch, blocks.end - 1);
+    QueryTile<T> own{first_query, head, batch, blocks.end - blocks.begin, listed.sequence};
+    if constexpr (IS_PACKED<typename T::Blocked>) own.batch = listed.number;
+    if (blocks.end > blocks.begin) load(params.map_k, own, head_kv, blocks.end - 1);
     ring_q.await_empty(q);
-    store_tile(Shared::tile_place(q.slot), {first_query, head, batch, blocks.end - blocks.begin});
-    load_panels<typename T::TileQ>(Shared::q(q.slot), params.map_q, ring_q.full(q.slot), first_query, head, batch);
+    store_tile<T>(Shared::tile_place(q.slot), own);
+    load_queries<T>(Shared::q(q.slot), params.map_q, ring_q.full(q.slot), own);
     q.advance();
     for (int block = blocks.end - 1; block > blocks.begin; --block) {
-      load(params.map_k, head_kv, batch, block - 1);
-      load(params.map_v, head_kv, batch, block);
+      load(params.map_k, own, head_kv, block - 1);
+      load(params.map_v, own, head_kv, block);
     }
-    if (blocks.end > blocks.begin) load(params.map_v, head_kv, batch, blocks.begin);
+    if (blocks.end > blocks.begin) load(params.map_v, own, head_kv, blocks.begin);
   }
   ring_q.await_empty(q);
-  store_tile(Shared::tile_place(q.slot), {0, 0, 0, NO_TILE});
+  store_tile<T>(Shared::tile_place(q.slot), {0, 0, 0, NO_TILE, {}});
   mbarrier_arrive(ring_q.full(q.slot));
   // Shared memory must be there for the other blocks of the cluster until they have released every slot.
   for (int slot = 0; T::CLUSTER > 1 && slot < T::STAGES; ++slot, kv.advance()) ring_kv.await_empty(kv);

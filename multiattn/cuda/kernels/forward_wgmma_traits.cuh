@@ -4,7 +4,9 @@
 #include "multiattn/descriptor.cuh"
 #include "multiattn/mask.cuh"
 #include "multiattn/params.h"
+#include "multiattn/ragged.cuh"
 #include "multiattn/score.cuh"
+#include "multiattn/sequence.cuh"
 
 namespace multiattn {
 
@@ -31,14 +33,16 @@ struct WgmmaShape {
   static constexpr Scheduler SCHEDULER = SCHEDULER_;
 };
 
-template <class Element_, int HEAD_DIM_, Band BAND_, bool HAS_SINKS_, class S, class Score_ = NoScore>
+template <class Element_, int HEAD_DIM_, Band BAND_, bool HAS_SINKS_, class S, class Score_ = NoScore,
+          class Blocked_ = NoBlockMask>
 struct WgmmaTraits : S {
   using Element = Element_;
   static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr Band BAND = BAND_;
   static constexpr bool HAS_SINKS = HAS_SINKS_;  // each head has one more key, without a value
   using Score = Score_;  // what changes scores
-  using Params = typename WithAux<WgmmaParams, Score>::Type;
+  using Blocked = Blocked_;  // what lists the tiles that there are
+  using Params = typename WithAux<WgmmaParams, Score, typename ListsOf<Blocked>::Type>::Type;
 
   static constexpr int WARPGROUP_ROWS = 64;  // of one wgmma
   static constexpr int TILE_M = WARPGROUP_ROWS * S::WARPGROUPS;
@@ -59,6 +63,7 @@ struct WgmmaTraits : S {
   static_assert(S::WARPGROUPS == 2 || S::WARPGROUPS == 3, "tile_m: 128, 192");
   static_assert(S::CLUSTER == 1 || S::CLUSTER == 2, "cluster: 1, 2");
   static_assert(S::TILE_N / S::CLUSTER % 8 == 0, "a block loads whole groups of 8 rows, in which the swizzle repeats");
+  static_assert(S::CLUSTER == 1 || !IS_PACKED<Blocked>, "in a packed batch a cluster's tiles are of several sequences");
   static_assert(S::CLUSTER == 1 || S::SCHEDULER != Scheduler::DYNAMIC, "a cluster's blocks take their tiles together");
   static_assert(S::TILE_N % 16 == 0 && S::TILE_N >= 16 && S::TILE_N <= 256, "tile_n: multiples of 16 up to 256");
   static_assert(S::STAGES >= 3 && S::STAGES <= 16, "stages: 3 to 16");
@@ -129,21 +134,52 @@ struct Ring {
 };
 
 // A tile of queries: where it starts (negative: it has rows without a query), its head and batch entry, and how many blocks of
-// keys are loaded for it, or NO_TILE.
+// keys are loaded for it, or NO_TILE. In a packed batch the entry is the number of its sequence.
+template <class T>
 struct QueryTile {
   int first_query, head, batch, blocks;
+  SequenceOf<T> sequence;
+
+  static constexpr int BYTES = IS_PACKED<typename T::Blocked> ? 32 : 16;  // in shared memory
 };
 constexpr int NO_TILE = -1;  // a schedule is done
 
-DEVICE void store_tile(SharedAddress place, const QueryTile& tile) {
-  store_shared_16(place, {static_cast<uint32>(tile.first_query), static_cast<uint32>(tile.head),
-                          static_cast<uint32>(tile.batch), static_cast<uint32>(tile.blocks)});
+template <class T>
+DEVICE void store_tile(SharedAddress place, const QueryTile<T>& tile) {
+  const auto word = [](int field) { return static_cast<uint32>(field); };
+  store_shared_16(place, {word(tile.first_query), word(tile.head), word(tile.batch), word(tile.blocks)});
+  if constexpr (IS_PACKED<typename T::Blocked>) {
+    const Sequence& of = tile.sequence;
+    store_shared_16(place + 16, {word(of.offset_q), word(of.offset_kv), word(of.len_q), word(of.len_kv)});
+  }
 }
 
-DEVICE QueryTile load_tile(SharedAddress place) {
+template <class T>
+DEVICE QueryTile<T> load_tile(SharedAddress place) {
+  const auto field = [](const Chunk& chunk, int word) { return static_cast<int>(chunk.word[word]); };
   const Chunk it = load_shared_16(place);
-  return {static_cast<int>(it.word[0]), static_cast<int>(it.word[1]), static_cast<int>(it.word[2]),
-          static_cast<int>(it.word[3])};
+  QueryTile<T> tile{field(it, 0), field(it, 1), field(it, 2), field(it, 3), {}};
+  if constexpr (IS_PACKED<typename T::Blocked>) {
+    const Chunk of = load_shared_16(place + 16);
+    tile.sequence = {field(of, 0), field(of, 1), field(of, 2), field(of, 3)};
+  }
+  return tile;
+}
+
+// Where a tile's queries and keys are.
+template <class T>
+DEVICE auto queries_of(const QueryTile<T>& tile) {
+  if constexpr (IS_PACKED<typename T::Blocked>)
+    return RaggedRows{tile.sequence.offset_q + tile.sequence.len_q, tile.sequence.len_q};
+  else
+    return BatchEntry{tile.batch};
+}
+template <class T>
+DEVICE auto keys_of(const QueryTile<T>& tile) {
+  if constexpr (IS_PACKED<typename T::Blocked>)
+    return RaggedRows{tile.sequence.offset_kv + tile.sequence.len_kv, tile.sequence.len_kv};
+  else
+    return BatchEntry{tile.batch};
 }
 
 // Shared memory: tiles of Q, tiles of K and V as they come, barriers, and what each slot of Q is of.
@@ -157,7 +193,7 @@ struct SharedLayout {
   static DEVICE RingQ ring_q() { return {shared_base() + T::BARRIERS_AT}; }
   static DEVICE RingKV ring_kv() { return {shared_base() + T::BARRIERS_AT + RingQ::BYTES}; }
   static DEVICE SharedAddress tile_place(int slot) {
-    return shared_base() + T::BARRIERS_AT + RingQ::BYTES + RingKV::BYTES + sizeof(QueryTile) * slot;
+    return shared_base() + T::BARRIERS_AT + RingQ::BYTES + RingKV::BYTES + QueryTile<T>::BYTES * slot;
   }
 
   static DEVICE void init() {

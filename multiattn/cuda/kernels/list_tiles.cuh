@@ -5,28 +5,29 @@
 // entries that have no tile.
 #pragma once
 #include "multiattn/params.h"
-#include "multiattn/ptx_math.cuh"
+#include "multiattn/ptx_sm90.cuh"
 #include "multiattn/sequence.cuh"
 #include "multiattn/tile.cuh"
 
 namespace multiattn {
 
-template <int THREADS_>
+template <int THREADS_, bool OVERLAPS_>
 struct ListTraits {
   static constexpr int THREADS = THREADS_;
+  static constexpr bool OVERLAPS = OVERLAPS_;  // it begins while the grid before it ends, and lets the next one do so
   static constexpr int SMEM_BYTES = 0;
   static_assert(THREADS % WARP == 0, "whole warps");
 };
 
 // Sequence `number` of the batch; the one after the last has the rows behind it, `with_queries` or with keys.
 DEVICE Sequence sequence_of(const ListParams& params, int number, bool with_queries) {
-  const int first_q = load_constant(params.cu_seqlens_q + number), first_kv = load_constant(params.cu_seqlens_kv + number);
+  const int first_q = load_global_4(params.cu_seqlens_q + number), first_kv = load_global_4(params.cu_seqlens_kv + number);
   if (number == params.sequences) {
     if (with_queries) return {first_q, 0, params.rows_q - first_q, 0};
     return {0, first_kv, 0, params.rows_kv - first_kv};
   }
-  return {first_q, first_kv, load_constant(params.cu_seqlens_q + number + 1) - first_q,
-          load_constant(params.cu_seqlens_kv + number + 1) - first_kv};
+  return {first_q, first_kv, load_global_4(params.cu_seqlens_q + number + 1) - first_q,
+          load_global_4(params.cu_seqlens_kv + number + 1) - first_kv};
 }
 
 // One of the two lists.
@@ -41,37 +42,55 @@ struct TileList {
   // A tile costs as much as its sequence has rows on the other side.
   DEVICE int cost(const Sequence& it) const { return of_queries ? it.len_kv : it.len_q; }
 
-  // Tiles of all sequences that come before this one, added up by a warp: of those that cost more, and of those that cost as
-  // much and have a smaller number. `cost` is negative for what comes behind all.
-  DEVICE int tiles_before(int number, int cost_of_it) const {
-    int before = 0;
+  // Tiles of all sequences that come before one, and of all.
+  struct Counts {
+    int before, all;
+  };
+
+  // Added up by a warp: before come those that cost more, and those that cost as much and have a smaller number. `cost` is
+  // negative for what comes behind all.
+  DEVICE Counts count_tiles(int number, int cost_of_it) const {
+    Counts counts{0, 0};
     for (int other = thread_index() % WARP; other <= params.sequences; other += WARP) {
       const Sequence it = sequence_of(params, other, of_queries);
-      if (cost(it) > cost_of_it || (cost(it) == cost_of_it && other < number)) before += tiles(it);
+      const int its_tiles = tiles(it);
+      if (cost(it) > cost_of_it || (cost(it) == cost_of_it && other < number)) counts.before += its_tiles;
+      counts.all += its_tiles;
     }
+    return {sum_of_warp(counts.before), sum_of_warp(counts.all)};
+  }
+
+  static DEVICE int sum_of_warp(int value) {
 #pragma unroll
-    for (int mask = WARP / 2; mask > 0; mask /= 2) before += static_cast<int>(shuffle_xor(static_cast<uint32>(before), mask));
-    return before;
+    for (int mask = WARP / 2; mask > 0; mask /= 2) value += static_cast<int>(shuffle_xor(static_cast<uint32>(value), mask));
+    return value;
   }
 
   // The tiles of a sequence; under a mask those first that see the most: of queries the last ones, of keys the first.
   DEVICE void write(int number) const {
     const Sequence it = sequence_of(params, number, of_queries);
-    const int first = tiles_before(number, cost(it)), its_tiles = tiles(it);
+    const auto [first, all] = count_tiles(number, cost(it));
+    const int its_tiles = tiles(it);
     for (int place = thread_index() % WARP; place < its_tiles; place += WARP) {
       const int tile = of_queries ? its_tiles - 1 - place : place;
-      store_tile(entries, first + place, {number, tile * rows_of_tile, it});
+      store_tile(entries, first + place, {number, tile * rows_of_tile, it, all});
     }
   }
 
   DEVICE void write_rest() const {
-    for (int entry = tiles_before(0, -1) + thread_index() % WARP; entry < count; entry += WARP)
-      store_tile(entries, entry, {-1, 0, {}});
+    for (int entry = count_tiles(0, -1).all + thread_index() % WARP; entry < count; entry += WARP)
+      store_tile(entries, entry, {-1, 0, {}, 0});
   }
 };
 
+// Where grids overlap, the earlier ones may still write what it reads, and read what it writes.
 template <class T>
 DEVICE void list_tiles(const ListParams& params) {
+  if constexpr (T::OVERLAPS) {
+    admit_next_grid();
+    if (thread_index() == 0) await_earlier_grids();
+    sync_block();
+  }
   const int per_list = params.sequences + 2;  // and the rows behind them, and the entries behind those
   if (params.next_tile && block_index() == 0 && thread_index() == 0) *params.next_tile = 0;
   const int item = static_cast<int>(block_index()) * (T::THREADS / WARP) + thread_index() / WARP;

@@ -70,7 +70,7 @@ struct ForwardParams {
 
 struct WgmmaParams {
   // 4-D: D, S, H, B, innermost first; boxes are 64 columns of TILE_M rows of q, TILE_N / CLUSTER of k and v, 64 of
-  // out.
+  // out. Of a packed batch they are 5-D and ragged (ragged.cuh), with 64 rows of q.
   TensorMap map_q, map_k, map_v, map_out;
   ForwardParams forward;
 };

@@ -90,6 +90,7 @@ DEVICE float unpack_high<fp16>(uint32 pair) {
 // ---- global memory
 DEVICE uint16 load_global_2(const uint16* source) { return *source; }
 DEVICE float load_global_4(const float* source) { return *source; }
+DEVICE int32 load_global_4(const int32* source) { return *source; }
 DEVICE Chunk load_global_16(const void* source) { return *static_cast<const Chunk*>(source); }
 DEVICE void store_global_16(void* target, const Chunk& value) { *static_cast<Chunk*>(target) = value; }
 DEVICE void store_global_4(float* target, float value) { *target = value; }

@@ -120,7 +120,15 @@ DEVICE void tma_load(SharedAddress target, const TensorMap& map, SharedAddress b
       ::"r"(target), "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
-// The same for every block of a cluster of CLUSTER: the box and its bytes come to each, to `target` and `barrier` there.
+// The same of a 5-D map, by two more coordinates: ragged.cuh.
+DEVICE void tma_load(SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row, int head,
+                     int end, int wrap) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
+      ::"r"(target), "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(end), "r"(wrap)
+      : "memory");
+}
+// As of a 4-D map for every block of a cluster of CLUSTER: the box and its bytes come to each, to `target` and `barrier` there.
 template <int CLUSTER>
 DEVICE void tma_load_to_all(SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row, int head,
                             int batch) {
@@ -136,6 +144,11 @@ DEVICE void tma_load_to_all(SharedAddress target, const TensorMap& map, SharedAd
 DEVICE void tma_store(const TensorMap& map, SharedAddress source, int column, int row, int head, int batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                "r"(source), "r"(column), "r"(row), "r"(head), "r"(batch)
+               : "memory");
+}
+DEVICE void tma_store(const TensorMap& map, SharedAddress source, int column, int row, int head, int end, int wrap) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(&map),
+               "r"(source), "r"(column), "r"(row), "r"(head), "r"(end), "r"(wrap)
                : "memory");
 }
 DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }

@@ -59,6 +59,7 @@ struct Sequence {
 struct ListedTile {
   int32 number, first_row;
   Sequence sequence;
+  int32 tiles;  // of the whole list, which are its first entries
 
   static constexpr int FIELDS = 8;  // of int32; multiattn/packed.py names them
 
@@ -69,7 +70,7 @@ DEVICE ListedTile find_sequence(const int32* list, int entry) {
   const int32* place = list + static_cast<int64>(entry) * ListedTile::FIELDS;
   const Chunk tile = load_global_16(place), keys = load_global_16(place + 4);
   const auto field = [](const Chunk& chunk, int word) { return static_cast<int32>(chunk.word[word]); };
-  return {field(tile, 0), field(tile, 1), {field(tile, 2), field(keys, 0), field(tile, 3), field(keys, 1)}};
+  return {field(tile, 0), field(tile, 1), {field(tile, 2), field(keys, 0), field(tile, 3), field(keys, 1)}, field(keys, 2)};
 }
 
 // A tile of a batch that is not packed: the parameters have the lengths that all sequences share.
@@ -122,7 +123,7 @@ DEVICE void store_tile(int32* list, int entry, const ListedTile& tile) {
   const auto word = [](int32 field) { return static_cast<uint32>(field); };
   const Sequence& of = tile.sequence;
   store_global_16(place, Chunk{{word(tile.number), word(tile.first_row), word(of.offset_q), word(of.len_q)}});
-  store_global_16(place + 4, Chunk{{word(of.offset_kv), word(of.len_kv), 0, 0}});
+  store_global_16(place + 4, Chunk{{word(of.offset_kv), word(of.len_kv), word(tile.tiles), 0}});
 }
 
 }  // namespace multiattn

@@ -65,6 +65,7 @@ void mma_m16n8k16_fp16(uint32 (&d)[2], const uint32 (&a)[4], uint32 b0, uint32 b
 
 inline uint16 load_global_2(const uint16* source) { return *source; }
 inline float load_global_4(const float* source) { return *source; }
+inline int32 load_global_4(const int32* source) { return *source; }
 Chunk load_global_16(const void* source);
 void store_global_16(void* target, const Chunk& value);
 inline void store_global_4(float* target, float value) { *target = value; }

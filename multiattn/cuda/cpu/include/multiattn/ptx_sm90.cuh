@@ -1,5 +1,7 @@
 // The verbs of include/multiattn/ptx_sm90.cuh on the CPU; the work is done in cpu/verbs.cpp.
 #pragma once
+#include <initializer_list>
+
 #include "multiattn/ptx.cuh"
 #include "multiattn/ptx_math.cuh"
 
@@ -8,9 +10,10 @@ namespace multiattn {
 namespace emulation {
 extern int64 current_blocks;
 void mbarrier_arrive_at(SharedAddress barrier, int rank);
-// To the blocks of ranks `first` to `last`.
+// To the blocks of ranks `first` to `last`; a box's place innermost first.
 void tma_load(const char* verb, int first, int last, SharedAddress target, const TensorMap& map, SharedAddress barrier,
-              int column, int row, int head, int batch);
+              std::initializer_list<int> place);
+void tma_store(const char* verb, const TensorMap& map, SharedAddress source, std::initializer_list<int> place);
 void tma_store_wait(int groups_left);
 void set_registers(int count, bool raise);
 void wgmma_wait(int groups_left);
@@ -54,14 +57,24 @@ void prefetch_map(const TensorMap& map);
 inline void tma_load(SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row, int head,
                      int batch) {
   const int rank = emulation::current_rank;
-  emulation::tma_load("tma_load", rank, rank, target, map, barrier, column, row, head, batch);
+  emulation::tma_load("tma_load", rank, rank, target, map, barrier, {column, row, head, batch});
+}
+inline void tma_load(SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row, int head,
+                     int end, int wrap) {
+  const int rank = emulation::current_rank;
+  emulation::tma_load("tma_load", rank, rank, target, map, barrier, {column, row, head, end, wrap});
 }
 template <int CLUSTER>
 inline void tma_load_to_all(SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row, int head,
                             int batch) {
-  emulation::tma_load("tma_load_to_all", 0, CLUSTER - 1, target, map, barrier, column, row, head, batch);
+  emulation::tma_load("tma_load_to_all", 0, CLUSTER - 1, target, map, barrier, {column, row, head, batch});
 }
-void tma_store(const TensorMap& map, SharedAddress source, int column, int row, int head, int batch);
+inline void tma_store(const TensorMap& map, SharedAddress source, int column, int row, int head, int batch) {
+  emulation::tma_store("tma_store", map, source, {column, row, head, batch});
+}
+inline void tma_store(const TensorMap& map, SharedAddress source, int column, int row, int head, int end, int wrap) {
+  emulation::tma_store("tma_store", map, source, {column, row, head, end, wrap});
+}
 void tma_store_commit();
 template <int N>
 inline void tma_store_wait_read() {

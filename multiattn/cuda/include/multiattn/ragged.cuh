@@ -1,0 +1,37 @@
+// Boxes of TMA in a tensor whose rows are one batch entry's, or those of one sequence of a packed batch: the rows that are not
+// there are zeros when they are loaded, and are not written.
+#pragma once
+#include "multiattn/ptx_sm90.cuh"
+
+namespace multiattn {
+
+// Where rows of a box are: in a batch entry of a 4-D map.
+struct BatchEntry {
+  int number;
+};
+
+// In a sequence of a packed batch, by a ragged map: its `count` rows are the ones before row `end` of the tensor.
+struct RaggedRows {
+  int end, count;
+};
+
+constexpr int RAGGED_ROWS = 1 << 30;  // multiattn/cuda/tensor_maps.py makes these maps, and says how they work
+
+DEVICE void load_box(SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row, int head,
+                     const BatchEntry& of) {
+  tma_load(target, map, barrier, column, row, head, of.number);
+}
+// From a row of the sequence on that is not negative: what comes before it is a neighbour's.
+DEVICE void load_box(SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row, int head,
+                     const RaggedRows& of) {
+  tma_load(target, map, barrier, column, RAGGED_ROWS - of.count + row, head, of.end, RAGGED_ROWS);
+}
+
+DEVICE void store_box(const TensorMap& map, SharedAddress source, int column, int row, int head, const BatchEntry& of) {
+  tma_store(map, source, column, row, head, of.number);
+}
+DEVICE void store_box(const TensorMap& map, SharedAddress source, int column, int row, int head, const RaggedRows& of) {
+  tma_store(map, source, column, RAGGED_ROWS - of.count + row, head, of.end, RAGGED_ROWS);
+}
+
+}  // namespace multiattn

@@ -1,0 +1,115 @@
+"""Packed batches in the forward for Hopper: ragged tensor maps, the tiles of a list, what is launched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cuda_runs import on_cpu
+from wgmma_plans import CONFIG, SM90, plan_of
+
+from multiattn.cuda import BACKEND
+from multiattn.cuda.cpu import host
+from multiattn.cuda.cpu.host import CpuLauncher
+from multiattn.cuda.instances import kernels_of, launches_of
+from multiattn.cuda.params import areas_of, struct_of
+from multiattn.cuda.tensor_maps import RAGGED_ROWS, tensor_maps
+from multiattn.cuda.variants import WGMMA
+from multiattn.cuda.wgmma_configs import WgmmaConfig, why_not
+from multiattn.operands import Operands
+from multiattn.packed import PackingSpec
+from multiattn.plan.abi import WORKSPACE
+from multiattn.plan.arch import CPU
+from multiattn.plan.backend import make_plan
+from multiattn.problem import Problem
+from parity.cases import CASES
+from parity.launch import prepare_case, problem_of
+
+BY_NAME = {case.name: case for case in CASES}
+EMULATED = WgmmaConfig(tile_m=128, tile_n=32)
+"""Tiles of two warpgroups, the first of which has no query where the second has all."""
+STATIC = WgmmaConfig(tile_m=192, tile_n=48, scheduler="static", q_slots=2, pingpong=True, lazy_max=True)
+PLAIN = WgmmaConfig(tile_m=128, tile_n=64, scheduler="one_tile", q_in_registers=True, tma_store=False)
+
+
+def packed_problem(queries: int = 300, keys: int = 500, sequences: int = 3, **more) -> Problem:
+    """Four heads, two of keys, D=64: so many rows of q and of k in so many sequences."""
+    sizes = {"batch": 1, "heads_q": 4, "heads_kv": 2, "seq_q": queries, "seq_kv": keys, "head_dim": 64}
+    return Problem.contiguous(**sizes, packing=PackingSpec(sequences), **more)
+
+
+# ---------------------------------------------------------------- emulated
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        pytest.param("varlen_apart_d64_causal", EMULATED, id="lengths"),
+        pytest.param("varlen_nan_neighbours_d64", EMULATED, id="neighbours"),
+        pytest.param("varlen_nan_neighbours_d64", PLAIN, id="neighbours_plain_stores"),
+        pytest.param("varlen_apart_d64_causal", STATIC, id="three_warpgroups"),
+        pytest.param("varlen_behind", STATIC, id="rows_behind_the_last"),
+        pytest.param("varlen_sinks", EMULATED, id="sinks"),
+        pytest.param("varlen_no_sequence", EMULATED, id="no_sequence"),
+        pytest.param("varlen_window", EMULATED, id="window", marks=pytest.mark.nightly),
+        pytest.param("varlen_alibi", EMULATED, id="scores", marks=pytest.mark.nightly),
+    ],
+)
+def test_it_computes_what_the_reference_does(name, config):
+    case = BY_NAME[name]
+    inputs, truth = prepare_case(case, torch.device("cpu"))
+    plan = make_plan(BACKEND, problem_of(case, inputs), CPU, variant=WGMMA.name, config=config, probe=False)
+    out = torch.full_like(inputs.q, torch.nan)
+    lse = torch.full(inputs.q.shape[:3], torch.nan)
+    captured = (*(() if inputs.score is None else inputs.score.tensors), *inputs.packed.cu_seqlens)
+    launcher = CpuLauncher(plan, host.load(host.build(kernels_of(plan))))  # without siblings: it is the only problem
+    launcher(Operands(inputs.q, inputs.k, inputs.v, out, lse, sinks=inputs.sinks, captured=captured))
+    for got, expected in zip((out, lse), truth.of_plan(plan), strict=True):
+        expected.check(got, plan)
+
+
+# ---------------------------------------------------------------- maps
+
+
+@pytest.mark.parametrize("name", ["q", "k", "out"])
+def test_a_ragged_map_begins_with_a_row_of_the_sequence_and_ends_with_its_last(name):
+    """The address of row r of the sequence that has `count` rows and ends with row `end` of the tensor."""
+    problem = packed_problem()
+    it = tensor_maps(problem, CONFIG.box_rows(problem))[name]
+    end, count, head, column_bytes = 170, 60, 1, 2
+    for row in (0, 17, 59):
+        coordinates = (RAGGED_ROWS, end, head, RAGGED_ROWS - count + row)
+        assert all(0 <= at < extent for at, extent in zip(coordinates, it.shape, strict=False))
+        address = sum(at * stride for at, stride in zip(coordinates, it.strides, strict=True)) % 2**64
+        _, of_head, of_row = problem.layouts[name].strides[:3]
+        assert address == ((end - count + row) * of_row + head * of_head) * column_bytes
+    assert RAGGED_ROWS - count + count >= it.shape[3]  # the row behind it is out of bounds
+
+
+def test_nothing_that_is_compiled_or_encoded_depends_on_lengths():
+    plans = [plan_of(packed_problem(*sizes)) for sizes in ((300, 500, 3), (4000, 100, 80), (17, 17, 1))]
+    assert len({kernels_of(plan) for plan in plans}) == 1
+    assert len({tuple(struct_of(plan).maps.items()) for plan in plans}) == 1
+
+
+# ---------------------------------------------------------------- launches
+
+
+def test_the_list_comes_first_and_both_overlap_what_is_before_them():
+    plan = plan_of(packed_problem())
+    listing, forward = launches_of(plan)
+    assert listing.kernel.name == "list_tiles_overlapping"
+    assert forward.kernel.name.endswith("_dynamic_packed")
+    assert listing.kernel.overlaps
+    assert forward.kernel.overlaps
+    assert forward.blocks == (300 // 128 + 3 + 1) * 4
+    assert list(areas_of(plan)) == [WORKSPACE, "query_list"]
+    assert list(areas_of(plan_of(packed_problem(), replace(CONFIG, scheduler="static")))) == ["query_list"]
+
+
+def test_clusters_are_refused_as_their_tiles_are_of_several_sequences():
+    (reason,) = why_not(packed_problem(), SM90, replace(CONFIG, cluster=2, scheduler="static"))
+    assert "a packed batch" in reason.got
+    assert reason.allowed == "cluster=1"
