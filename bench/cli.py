@@ -127,9 +127,13 @@ def measure_models(options: argparse.Namespace) -> int:
         print(f"Nothing to time on: {NO_GPU}")
         return 1
     chosen = [it for it in models.MODELS if not options.model or it.name in options.model]
-    found = models.run(chosen)
-    path = (options.out or results_dir(found.environment.gpu)) / "models.json"
-    found.save(path)
+    path = (options.out or results_dir(environment().gpu)) / "models.json"
+
+    def keep(table: models.ModelTable) -> None:
+        table.save(path)
+        print(f"{table.rows[-1].model} is timed", flush=True)
+
+    found = models.run(chosen, tell=keep)
     print(f"{found.table()}\n\nThousands of tokens a second. Written: {path}")
     return 0
 

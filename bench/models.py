@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -25,7 +25,7 @@ Mode = Literal["training", "prefill"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 IMPLEMENTATIONS = ("multiattn", "sdpa", "eager", "flex_attention", "flash_attention_4")
 """Names of transformers' `attn_implementation`; ours comes first."""
-BUDGET = Budget(rounds=9, sample_ms=1.0, warmup_ms=50.0)
+BUDGET = Budget(rounds=9, sample_ms=1.0, warmup_ms=1.0)
 SLACK = 3.0
 """How much farther from fp32 than bf16 eager's an implementation's logits may be before they count as other ones."""
 CHECKED = 2048
@@ -55,13 +55,14 @@ class Model:
     batch: int
     seq: int
 
-    def make(self) -> Any:
-        """The model with random weights, fp32, on the CPU."""
+    def make(self, device: str = "cpu") -> Any:
+        """The model with random weights, fp32."""
         import transformers
 
         config = getattr(transformers, f"{self.kind}Config")(**_SIZES, **self.options)
         torch.manual_seed(0)
-        return getattr(transformers, f"{self.kind}ForCausalLM")(config)
+        with torch.device(device):
+            return getattr(transformers, f"{self.kind}ForCausalLM")(config)
 
 
 _LLAMA = {"intermediate_size": 5632}
@@ -156,7 +157,7 @@ def time_model(
     model: Model, clock: CudaClock, implementations: Sequence[str] = IMPLEMENTATIONS, modes: Sequence[Mode] = MODES
 ) -> list[ModelRow]:
     """Check every implementation in a model, then time those that pass, in turns."""
-    built = model.make().cuda()
+    built = model.make("cuda")
     ids = torch.randint(0, _SIZES["vocab_size"], (model.batch, model.seq), device="cuda")
     errors, faults = _logits_errors(built, ids[:, :CHECKED], implementations)
     rows: list[ModelRow] = []
@@ -241,16 +242,18 @@ def _logits_errors(
 def run(
     models: Sequence[Model] = MODELS,
     implementations: Sequence[str] = IMPLEMENTATIONS,
-    tell: Callable[[str], None] = print,
+    tell: Callable[[ModelTable], None] = lambda table: None,
 ) -> ModelTable:
-    """Time models on the current GPU."""
+    """Time models on the current GPU; `tell` gets the table after each, with all before it."""
     import transformers
+
     from multiattn.integrations.transformers import register
 
     register()
-    clock, rows = CudaClock(), list[ModelRow]()
+    clock = CudaClock()
+    table = ModelTable(environment=environment(), versions={"transformers": transformers.__version__}, rows=())
     for model in models:
         found = time_model(model, clock, implementations)
-        rows += found
-        tell("\n".join(f"{it.model} {it.mode} {it.implementation}: {_text(it)} {it.error}" for it in found))
-    return ModelTable(environment=environment(), versions={"transformers": transformers.__version__}, rows=tuple(rows))
+        table = replace(table, rows=(*table.rows, *found))
+        tell(table)
+    return table

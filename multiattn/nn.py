@@ -24,7 +24,9 @@ class Attention(nn.Module):
         sinks: learn a sink for each head, at first 0.
         device, dtype: of the parameters. On a GPU fp16 or bf16, or fp32 under `torch.autocast`.
 
-    Parameters are ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj`` and ``sinks``, by the names of most models.
+    Parameters are ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj`` and ``sinks``, by the names of most models. With
+    `torch.distributed.tensor.parallel` the first three may be column-parallel and the last row-parallel: each rank has
+    its heads. Sinks it leaves whole.
 
     Raises:
         ValueError: for heads that do not divide.

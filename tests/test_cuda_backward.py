@@ -57,6 +57,11 @@ OFFSETS = """
 
 using namespace multiattn;
 
+struct Dense {
+  using Blocked = NoBlockMask;
+  using Params = ForwardParams;
+};
+
 // In elements from the start: of the sum of dq, of delta, of the forward's lse.
 extern "C" void offsets(int head, int seq_q, int first_query, long long* out) {
   static float start[1];
@@ -64,12 +69,12 @@ extern "C" void offsets(int head, int seq_q, int first_query, long long* out) {
   backward.dq_sum = backward.delta = start;
   backward.seq_q = seq_q;
   out[0] = DqSum<16, true>::rows(backward, head, first_query) - start;
-  out[1] = QuerySequence{backward, head}.delta() - start;
+  out[1] = QuerySequence<NoSequence>{backward, head, {}}.delta() - start;
   ForwardParams forward{};
   forward.lse = start;
   forward.seq_q = seq_q;
   forward.heads_q = 1;
-  out[2] = Sequence{forward, Work{head, 0, 0, 0}}.lse() - start;
+  out[2] = HeadTensors<Dense>{forward, Work<Dense>{head, 0, 0, 0, {}}}.lse() - start;
 }
 """
 

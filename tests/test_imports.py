@@ -34,10 +34,9 @@ ALLOWED = {
     "aot": {*_DATA, "plan", "run"},
     "inspect": {*_DATA, "plan", "run", "aot", "cuda"},  # cuda: `sanitize`
     "flex": {*_DATA, "api"},
-    "integrations": {*_DATA, "plan", "run", "api", "varlen"},
+    "integrations": {*_DATA, "plan", "run", "api", "varlen"},  # and nobody imports these
     "varlen": {*_DATA, "run"},
     "nn": {*_DATA, "api"},
-    "integrations": {*_DATA, "plan", "run", "api", "varlen"},  # and nobody imports these
     "__init__": {"problem", "plan", "run", "reference", "api", "flex", "varlen", "nn"},
     "__main__": {"problem", "plan", "inspect"},
 }

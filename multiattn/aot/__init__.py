@@ -67,6 +67,7 @@ def _name(plan: Plan, kernel: Exported, index: int | None) -> str:
     problem = plan.problem
     parts = [plan.backend, plan.direction, plan.arch.name, problem.dtype, f"d{problem.head_dim}", problem.mask]
     parts += [] if problem.score is None else [f"score{problem.score.program.digest[:8]}"]
+    parts += [] if problem.packing is None else ["packed"]
     parts += [] if index is None else [str(index)]
     return "-".join((*parts, hashlib.sha256(kernel.cubin).hexdigest()[:8]))
 
@@ -133,12 +134,24 @@ def _find(entries: Sequence[Mapping[str, Any]], name: str | None) -> Mapping[str
     forward = [entry for entry in entries if entry.get("launch") is not None]
     names = ", ".join(str(entry["name"]) for entry in forward) or "none: the folder has no forward kernel"
     found = forward if name is None else [entry for entry in entries if entry["name"] == name]
+    packed = [entry for entry in (entries if name is None else found) if _is_packed(entry)]
+    if packed and (name is not None or not forward):
+        kernels = ", ".join(str(entry["name"]) for entry in packed)
+        raise ValueError(f"packing: got {kernels}, of a packed batch; allowed kernels of batches [B, H, S, D]")
     if len(found) != 1:
         got = f"{len(found)} forward kernels and no name" if name is None else repr(name)
         raise ValueError(f"name: got {got}; allowed {names}")
     if found[0].get("launch") is None or found[0].get("direction") != "forward":
-        raise ValueError(f"name: got {found[0]['name']!r}, a {found[0].get('direction')} kernel; allowed {names}")
+        kind = f"a {found[0].get('direction')} kernel"
+        if (found[0].get("problem") or {}).get("packing") is not None:
+            kind += " of a packed batch, whose launch has several"
+        raise ValueError(f"name: got {found[0]['name']!r}, {kind}; allowed {names}")
     return found[0]
+
+
+def _is_packed(entry: Mapping[str, Any]) -> bool:
+    problem = entry.get("problem")
+    return isinstance(problem, dict) and problem.get("packing") is not None
 
 
 def read_cubin(folder: Path, entry: Mapping[str, Any]) -> bytes:

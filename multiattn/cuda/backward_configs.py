@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, replace
 
 from multiattn.cuda import configs as forward
-from multiattn.cuda.configs import ELEMENT_BYTES, FP32_BYTES, FRAGMENT_ROWS, CudaConfig, padded, tiles
+from multiattn.cuda.configs import ELEMENT_BYTES, FP32_BYTES, FRAGMENT_ROWS, CudaConfig, list_areas, padded, tiles
 from multiattn.cuda.score import sends_raw
+from multiattn.packed import TILE_LISTS
 from multiattn.plan.arch import WARP_THREADS, Arch
 from multiattn.plan.backend import Plan
 from multiattn.plan.config import Config
@@ -86,15 +87,22 @@ def dq_smem_bytes(config: QueryConfig, problem: Problem) -> int:
 
 def dq_sum_bytes(problem: Problem) -> int:
     """Workspace in which dq is added up: fp32, in whole fragments of 16 queries and 16 columns."""
-    rows = tiles(problem.seq_q, FRAGMENT_ROWS) * FRAGMENT_ROWS
+    rows = fragments_of_dq(problem) * FRAGMENT_ROWS
     return problem.batch * problem.heads_q * rows * padded(problem.head_dim) * FP32_BYTES
+
+
+def fragments_of_dq(problem: Problem) -> int:
+    """Fragments of 16 queries in that workspace, per head: each sequence of a packed batch has its own."""
+    if problem.packing is not None:
+        return problem.packing.tiles_max(problem.seq_q, FRAGMENT_ROWS)
+    return tiles(problem.seq_q, FRAGMENT_ROWS)
 
 
 def workspace_areas(problem: Problem, config: BackwardConfig) -> dict[str, int]:
     """The areas of a launch's workspace, and the bytes of each. With sinks delta is an operand."""
     delta = {} if problem.has_sinks else {"delta": problem.layouts["delta"].size_bytes}
     sums = {"dq_sum": dq_sum_bytes(problem)} if config.dq is None else {}
-    return {**delta, **sums}
+    return {**delta, **sums, **list_areas(problem, TILE_LISTS)}
 
 
 def workspace(problem: Problem, config: Config | None) -> int:

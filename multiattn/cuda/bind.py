@@ -20,8 +20,12 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
         plan: for the tensors at hand, with variant and config of the kernel.
         image: of the kernel, as `PlannedLaunch.image` has it.
         emitted: what the kernel's code is specialised on; None while it is being emitted.
+
+    ValueError for a packed batch, whose tiles are listed by a kernel of its own.
     """
     problem = plan.problem
+    if problem.packing is not None:
+        raise ValueError(f"packing: got a packed batch of {problem.packing.sequences} sequences; allowed [B, H, S, D]")
     (launch,) = launches_of(plan)
     constants: dict[str, str] = {}
     abi.exactly(constants, dtype=problem.dtype, head_dim=problem.head_dim, mask=problem.band.kind)

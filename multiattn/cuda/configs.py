@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from multiattn.cuda.axes import Axes, why_illegal
+from multiattn.packed import TILE_LISTS
 from multiattn.plan.arch import WARP_THREADS, Arch
 from multiattn.plan.config import Config
 from multiattn.plan.limits import between, failed, field_checks, one_of, size_checks
@@ -16,6 +18,8 @@ from multiattn.problem import Problem
 FRAGMENT_ROWS = 16  # of mma.m16n8k16: queries of one fragment, and what head_dim is padded to a multiple of
 ELEMENT_BYTES = 2
 FP32_BYTES = 4
+FORWARD_LISTS = TILE_LISTS[:1]
+"""The lists of a packed launch: a forward owns tiles of queries."""
 REGISTERS_MAX = 224
 """The registers of a thread, of its 255, that `registers_at_least` may count."""
 
@@ -129,6 +133,16 @@ def smem_bytes(axes: Axes, config: CudaConfig, problem: Problem) -> int:
         return held * ELEMENT_BYTES
     exchanged = config.tile_m * config.tile_n * ELEMENT_BYTES + config.column_warps * config.tile_m * FP32_BYTES
     return held * ELEMENT_BYTES + exchanged
+
+
+def list_areas(problem: Problem, lists: Sequence[str]) -> dict[str, int]:
+    """The areas of workspace for the lists of a packed batch, of these `TILE_LISTS`, and the bytes of each."""
+    return {} if problem.packing is None else {name: problem.layouts[name].size_bytes for name in lists}
+
+
+def workspace(problem: Problem, config: Config | None) -> int:
+    """Bytes that a launch takes from the allocator."""
+    return sum(list_areas(problem, FORWARD_LISTS).values())
 
 
 def registers_at_least(axes: Axes, config: CudaConfig, problem: Problem) -> int:

@@ -10,18 +10,22 @@ from multiattn.cuda import wgmma_configs as wgmma
 from multiattn.cuda.axes import Axes
 from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig, config_of
 from multiattn.cuda.configs import CudaConfig
-from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams
+from multiattn.cuda.params import BackwardParams, ForwardParams, ListParams, WgmmaParams
 from multiattn.cuda.score import lowered_of, slots_of, text_of
 from multiattn.cuda.source import Instance
 from multiattn.cuda.variants import axes_of, is_wgmma
 from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.layout import VECTOR_BYTES
 from multiattn.mask import CAUSAL, FULL
+from multiattn.packed import TILE_LISTS, PackingSpec
 from multiattn.plan.abi import Image
+from multiattn.plan.arch import WARP_THREADS
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.plan.schedule import key_tiles, query_tiles
 from multiattn.problem import Problem
 from multiattn.score import LoweredScore
+
+_LIST_THREADS = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +49,12 @@ class PlannedLaunch:
 
 
 def launches_of(plan: Plan) -> tuple[PlannedLaunch, ...]:
-    """The launches of `plan`, in order. Each kernel takes one argument, `params.struct_of(plan)`."""
+    """The launches of `plan`, in order. Each kernel takes one argument, `params.argument_of`."""
+    packing = plan.problem.packing
+    return _launches_of(plan) if packing is None else (list_launch(packing), *_launches_of(plan))
+
+
+def _launches_of(plan: Plan) -> tuple[PlannedLaunch, ...]:
     if plan.direction == "forward":
         return (_wgmma(plan) if is_wgmma(plan) else _forward(plan),)
     assert isinstance(plan.config, BackwardConfig)
@@ -83,6 +92,25 @@ def siblings_of(plan: Plan) -> tuple[Instance, ...]:
     return tuple(dict.fromkeys(kernels))
 
 
+# ---------------------------------------------------------------- before both
+
+
+def list_launch(packing: PackingSpec) -> PlannedLaunch:
+    """The kernel that lists the tiles of a packed batch; there is one for all problems."""
+    kernel = Instance(
+        name="list_tiles",
+        header="list_tiles.cuh",
+        entry="list_tiles",
+        traits=f"multiattn::ListTraits<{_LIST_THREADS}>",
+        params=ListParams,
+        threads=_LIST_THREADS,
+        occupancy=1,
+        smem_bytes=0,
+    )
+    warps = len(TILE_LISTS) * (packing.sequences + 2)  # rows behind the last sequence, and entries behind those
+    return PlannedLaunch(kernel=kernel, blocks=-(-warps * WARP_THREADS // _LIST_THREADS))
+
+
 # ---------------------------------------------------------------- the forward
 
 
@@ -113,6 +141,7 @@ def _forward(plan: Plan) -> PlannedLaunch:
         traits=forward_traits(axes, config, problem, score),
         score=score,
         blocks=problem.blocks,
+        packed=problem.packing is not None,
         params=ForwardParams,
         threads=config.threads,
         occupancy=config.occupancy,
@@ -176,13 +205,22 @@ def _wgmma_name(config: WgmmaConfig) -> str:
 def _rows(entry: str, problem: Problem, config: BackwardConfig) -> PlannedLaunch:
     """The kernel before, or after, the products of a backward."""
     adds_dq = config.dq is None
-    what = (problem.head_dim, backward.ROW_TILE, backward.ROW_THREADS, adds_dq, config.wide)
+    what: tuple[int | bool | str, ...] = (
+        problem.head_dim,
+        backward.ROW_TILE,
+        backward.ROW_THREADS,
+        adds_dq,
+        config.wide,
+    )
+    if problem.packing is not None:
+        what = (*what, "multiattn::Packed")
     order = ("_wide" if config.wide else "_narrow") if adds_dq else ""
     kernel = Instance(
-        name=f"{entry}_{problem.dtype}_d{problem.head_dim}{order}",
+        name=f"{entry}_{problem.dtype}_d{problem.head_dim}{order}{'_packed' if problem.packing is not None else ''}",
         header="backward_rows.cuh",
         entry=entry,
         traits=_traits("RowTraits", problem, *what),
+        packed=problem.packing is not None,
         params=BackwardParams,
         threads=backward.ROW_THREADS,
         occupancy=1,
@@ -213,6 +251,7 @@ def _keys(
         score=score,
         slots=slots,
         blocks=problem.blocks,
+        packed=problem.packing is not None,
         params=BackwardParams,
         threads=config.threads,
         occupancy=config.occupancy,
@@ -233,6 +272,7 @@ def _queries(
         score=score,
         slots=slots,
         blocks=problem.blocks,
+        packed=problem.packing is not None,
         params=BackwardParams,
         threads=config.threads,
         occupancy=config.occupancy,
@@ -268,15 +308,19 @@ def _band(problem: Problem) -> str:
 
 
 def _score(problem: Problem, score: LoweredScore | None, slots: tuple[int, ...]) -> tuple[str, ...]:
-    """The last constants of a kernel whose scores an expression changes, or with a block mask."""
+    """The last constants of a kernel whose scores an expression changes, with a block mask, or of a packed batch."""
     changed = "NoScore" if score is None else text_of(score, slots)[0]
     if (blocks := problem.blocks) is not None:
         return f"multiattn::{changed}", f"multiattn::BlockMask<{_cpp_list(*blocks)}>"
+    if problem.packing is not None:
+        return f"multiattn::{changed}", "multiattn::Packed"
     return () if score is None else (f"multiattn::{changed}",)
 
 
 def _suffix(problem: Problem, score: LoweredScore | None, slots: tuple[int, ...] = ()) -> str:
     blocks, name = problem.blocks, "" if score is None else f"_{text_of(score, slots)[0].lower()}"
+    if problem.packing is not None:
+        return f"{name}_packed"
     return name if blocks is None else f"{name}_blocks{blocks.queries}x{blocks.keys}{'_full' * blocks.has_full}"
 
 

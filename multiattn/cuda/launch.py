@@ -8,7 +8,7 @@ import torch
 
 from multiattn.cuda.compile import cubin_path
 from multiattn.cuda.instances import launches_of
-from multiattn.cuda.params import areas_of, struct_of
+from multiattn.cuda.params import areas_of, argument_of
 from multiattn.plan import abi
 from multiattn.plan.backend import Launcher, Plan
 from multiattn.run import driver
@@ -26,17 +26,18 @@ def prepare(plan: Plan) -> Launcher:
 
 
 def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> DriverLauncher:
-    struct = struct_of(plan, has_dlse=has_dlse)
     kernels = []
     for launch in launches_of(plan):
         kernel = launch.kernel
         cubin, smem_bytes = cubin_path(kernel, plan.arch).read_bytes(), kernel.smem_bytes
         function = driver.load_kernel(cubin, kernel.name, device, dynamic_smem_bytes=smem_bytes, is_resident=True)
         grid = (launch.grid(_multiprocessors(device)), 1, 1)
-        binding = abi.Binding(arguments=(struct,), grid=grid, image=launch.image(), constants={})
+        argument = argument_of(kernel, plan, has_dlse=has_dlse)
+        binding = abi.Binding(arguments=(argument,), grid=grid, image=launch.image(), constants={})
         kernels.append(LoadedKernel(function=function, binding=binding, overlaps=kernel.overlaps))
     areas, size = pack_areas(areas_of(plan))
-    lender = counter_lender if plan.direction == "forward" else fresh_memory
+    is_counter = plan.direction == "forward" and plan.problem.packing is None
+    lender = counter_lender if is_counter else fresh_memory
     return DriverLauncher(kernels, device, Workspace(lend=lender(device, size), areas=areas) if areas else None)
 
 

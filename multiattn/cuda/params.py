@@ -13,12 +13,13 @@ from typing import Any
 
 from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
 from multiattn.cuda.backward_configs import ROW_TILE, BackwardConfig, config_of, workspace_areas
-from multiattn.cuda.configs import ELEMENT_BYTES, tiles
+from multiattn.cuda.configs import ELEMENT_BYTES, FORWARD_LISTS, list_areas, tiles
 from multiattn.cuda.score import NOTHING, lowered_of, slots_of, with_aux
-from multiattn.cuda.source import MaskLists
+from multiattn.cuda.source import Instance, MaskLists, TileLists
 from multiattn.cuda.structs import TENSOR_MAP, read_structs
 from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.wgmma_configs import WgmmaConfig, query_tiles
+from multiattn.packed import TILE_LISTS, USUAL_LENGTH
 from multiattn.plan.abi import WORKSPACE, Struct
 from multiattn.plan.backend import Plan
 from multiattn.plan.schedule import KV_BYTES_SIDE_BY_SIDE, heads_side_by_side
@@ -27,6 +28,7 @@ from multiattn.problem import Problem
 _STRUCTS = read_structs(Path(__file__).parent / "include" / "multiattn" / "params.h")
 _STRIDES = _STRUCTS["Strides"]
 ForwardParams, BackwardParams, WgmmaParams = (_STRUCTS[f"{it}Params"] for it in ("Forward", "Backward", "Wgmma"))
+ListParams = _STRUCTS["ListParams"]
 
 
 def numbers_of(plan: Plan) -> dict[str, Any]:
@@ -38,22 +40,26 @@ def numbers_of(plan: Plan) -> dict[str, Any]:
         **{name: getattr(problem, name) for name in ("heads_q", "group", "seq_q", "seq_kv")},
         "left": left,
         "right": right,
+        "sequences": 0 if problem.packing is None else problem.packing.sequences,
     }
     if isinstance(config, BackwardConfig):
         return {
             **common,
             "heads_q_all": problem.batch * problem.heads_q,
             "heads_kv_all": problem.batch * problem.heads_kv,
-            "tiles_rows": tiles(problem.seq_q, ROW_TILE),
-            "tiles_q": tiles(problem.seq_q, config.tile_m),
-            "tiles_kv": tiles(problem.seq_kv, config.tile_n),
-            "tiles_q_own": tiles(problem.seq_q, config.dq.tile_m) if config.dq else 0,
+            "tiles_rows": _tiles(problem, problem.seq_q, ROW_TILE),
+            "tiles_q": _tiles(problem, problem.seq_q, config.tile_m),
+            "tiles_kv": _tiles(problem, problem.seq_kv, config.tile_n),
+            "tiles_q_own": _tiles(problem, problem.seq_q, config.dq.tile_m) if config.dq else 0,
             "sections_q": heads_side_by_side(problem),
             "sections_kv": _kv_heads_per_section(problem),
             "score_factor": problem.score_factor,
             "grad_factor": problem.grad_factor,
         }
-    count = query_tiles(config, problem) if isinstance(config, WgmmaConfig) else tiles(problem.seq_q, config.tile_m)
+    if isinstance(config, WgmmaConfig):
+        count = query_tiles(config, problem)
+    else:
+        count = _tiles(problem, problem.seq_q, config.tile_m)
     return {
         **common,
         "tiles": count,
@@ -64,10 +70,16 @@ def numbers_of(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _tiles(problem: Problem, rows: int, tile: int) -> int:
+    """Tiles of a head that cover so many rows; of a packed batch the most that there can be."""
+    return tiles(rows, tile) if problem.packing is None else problem.packing.tiles_max(rows, tile)
+
+
 def _kv_heads_per_section(problem: Problem) -> int:
     """Heads of keys side by side: the blocks of one share Q, dO and the fp32 sum of dq of its group."""
     row_bytes = problem.head_dim * (2 * ELEMENT_BYTES + 4)
-    heads = max(1, KV_BYTES_SIDE_BY_SIDE // (problem.seq_q * row_bytes * problem.group))
+    seq_q = problem.seq_q if problem.packing is None else USUAL_LENGTH
+    heads = max(1, KV_BYTES_SIDE_BY_SIDE // (seq_q * row_bytes * problem.group))
     return min(heads, problem.batch * problem.heads_kv)
 
 
@@ -94,7 +106,8 @@ def params_of(plan: Plan) -> ctypes.Structure:
     if isinstance(plan.config, BackwardConfig):
         kind = BackwardParams
     lists = None if plan.problem.blocks is None else MaskLists
-    whole = with_aux(kind, lowered_of(plan), slots_of(plan), lists)
+    packed = None if plan.problem.packing is None else TileLists
+    whole = with_aux(kind, lowered_of(plan), slots_of(plan), lists, packed)
     return _filled(whole, {**numbers_of(plan), **_arguments(plan)})
 
 
@@ -113,10 +126,43 @@ def _prefix_in(kind: type[ctypes.Structure], name: str) -> str:
     return f"{name}." if kind is MaskLists else ""
 
 
+def list_params_of(plan: Plan) -> ctypes.Structure:
+    """The same of the kernel that lists the tiles of a packed batch."""
+    problem, packing, tile_rows = plan.problem, plan.problem.packing, listed_rows(plan)
+    assert packing is not None
+    numbers: dict[str, int] = {"sequences": packing.sequences}
+    for side, name, rows in zip(("q", "kv"), TILE_LISTS, (problem.seq_q, problem.seq_kv), strict=True):
+        tile = tile_rows.get(name, 0)
+        tiles_max = packing.tiles_max(rows, tile) if tile else 0
+        numbers |= {f"rows_{side}": rows, f"tile_{side}": tile, f"tiles_{side}": tiles_max}
+    return _filled(ListParams, numbers)
+
+
+def listed_rows(plan: Plan) -> Mapping[str, int]:
+    """The lists of a packed launch, by area of workspace: the rows of the tiles that each of them names."""
+    config = config_of(plan)
+    queries, keys = TILE_LISTS
+    if not isinstance(config, BackwardConfig):
+        return {queries: config.tile_m}
+    return {queries: ROW_TILE if config.dq is None else config.dq.tile_m, keys: config.tile_n}
+
+
+def argument_of(kernel: Instance, plan: Plan, *, has_dlse: bool = False) -> Struct:
+    """The one argument of a kernel of a Plan: of all but the one of lists `struct_of`."""
+    if kernel.params is not ListParams:
+        return struct_of(plan, has_dlse=has_dlse)
+    params, areas = list_params_of(plan), areas_of(plan)
+    names = dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), plan.problem.cu_seqlens, strict=True))
+    names |= {"next_tile": WORKSPACE} if WORKSPACE in areas else {}
+    names |= {name: name for name in TILE_LISTS if name in areas}
+    places = [(at, name) for at, name, _ in _places(ListParams) if name in names]
+    return Struct(data=bytes(params), pointers={at: names[name] for at, name in places}, maps={})
+
+
 def struct_of(plan: Plan, *, has_dlse: bool = False) -> Struct:
-    """The one argument of all kernels of a Plan. Pointers to what a launch does not have stay null."""
+    """The one argument of the kernels of a Plan. Pointers to what a launch does not have stay null."""
     params, names = params_of(plan), {"next_tile": WORKSPACE, **_arguments(plan)}
-    absent = {"dq_sum", WORKSPACE} - set(areas_of(plan)) | (set() if has_dlse else {"dlse"})
+    absent = {"dq_sum", WORKSPACE, *TILE_LISTS} - set(areas_of(plan)) | (set() if has_dlse else {"dlse"})
     absent |= set() if plan.problem.has_sinks else {"sinks"}
     maps = tensor_maps(plan.problem, plan.config.box_rows) if isinstance(plan.config, WgmmaConfig) else {}
     places = [(at, names.get(name, name), is_map) for at, name, is_map in _places(type(params))]
@@ -129,9 +175,11 @@ def struct_of(plan: Plan, *, has_dlse: bool = False) -> Struct:
 
 def areas_of(plan: Plan) -> Mapping[str, int]:
     """The areas of a launch's workspace, and the bytes of each."""
-    if not isinstance(plan.config, BackwardConfig):
-        return {WORKSPACE: plan.workspace_bytes} if plan.workspace_bytes else {}
-    return workspace_areas(plan.problem, plan.config)
+    if isinstance(plan.config, BackwardConfig):
+        return workspace_areas(plan.problem, plan.config)
+    lists = list_areas(plan.problem, FORWARD_LISTS)
+    counter_bytes = plan.workspace_bytes - sum(lists.values())
+    return {**({WORKSPACE: counter_bytes} if counter_bytes else {}), **lists}
 
 
 def _places(kind: type[ctypes.Structure], base: int = 0, prefix: str = "") -> Iterator[tuple[int, str, bool]]:

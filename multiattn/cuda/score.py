@@ -279,20 +279,25 @@ def with_aux(
     lowered: LoweredScore | None,
     slots: tuple[int, ...] = (),
     lists: type[ctypes.Structure] | None = None,
+    tiles: type[ctypes.Structure] | None = None,
 ) -> type[ctypes.Structure]:
     """The struct of a kernel's parameters, and what comes behind them: C++'s ``WithAux``, by a name of its own.
 
-    That is `Aux`; `Gradients` of the tensors in `slots`; `lists` of a block mask, before which the others are, be they
-    empty.
+    That is `tiles`, the lists of a packed batch; `Aux`; `Gradients` of the tensors in `slots`; `lists` of a block mask,
+    before which the latter two are, be they empty.
     """
-    if lowered is None and lists is None:
+    if lowered is None and lists is None and tiles is None:
         return params
     has_gradients = lowered is not None and bool(lowered.gradients_of(slots))
     fields: list[tuple[str, type[ctypes.Structure]]] = [("plain", params)]
-    fields.append(("aux", struct_of(lowered.fields if lowered is not None else ())))
+    name = params.__name__ if lowered is None else f"{params.__name__}_{text_of(lowered, slots)[0]}"
+    if tiles is not None:
+        fields.append(("lists", tiles))
+        name += "_packed"
+    if lowered is not None or lists is not None:
+        fields.append(("aux", struct_of(lowered.fields if lowered is not None else ())))
     if has_gradients or lists is not None:
         fields.append(("gradients", struct_of(lowered.gradient_fields(slots) if lowered is not None else ())))
-    name = params.__name__ if lowered is None else f"{params.__name__}_{text_of(lowered, slots)[0]}"
     if lists is not None:
         fields.append(("lists", lists))
         name += "_lists"

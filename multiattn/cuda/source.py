@@ -20,8 +20,9 @@ DEVICE_INCLUDES = (ROOT / "include", ROOT / "kernels")
 HOST_INCLUDES = (ROOT / "cpu" / "include", *DEVICE_INCLUDES)
 """The CPU's `multiattn/ptx.cuh` comes first: a kernel never says which of the two it runs on."""
 
-MaskLists = read_structs(ROOT / "include" / "multiattn" / "params.h")["MaskLists"]
-"""The parameters of a kernel with a block mask that come behind the others."""
+_STRUCTS = read_structs(ROOT / "include" / "multiattn" / "params.h")
+MaskLists, TileLists = _STRUCTS["MaskLists"], _STRUCTS["TileLists"]
+"""The parameters of a kernel with a block mask, and of one of a packed batch, that come behind the others."""
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
@@ -59,11 +60,14 @@ class Instance:
     """The captured tensors of `score` to whose gradients it may add."""
     blocks: BlockSpec | None = None
     """The block mask whose lists it walks over."""
+    packed: bool = False
+    """Its tiles are those that the lists of a packed batch name."""
 
     @property
     def whole_params(self) -> type[ctypes.Structure]:
         """`params`, and what comes behind them."""
-        return with_aux(self.params, self.score, self.slots, None if self.blocks is None else MaskLists)
+        lists, tiles = None if self.blocks is None else MaskLists, TileLists if self.packed else None
+        return with_aux(self.params, self.score, self.slots, lists, tiles)
 
     def target(self, arch: Arch) -> str:
         """NVRTC's name of the target: ``sm_90``, or ``sm_90a`` with the features of that arch."""
@@ -103,6 +107,7 @@ def _params(kernel: Instance) -> str:
         return check
     behind = ["NoScore" if kernel.score is None else text_of(kernel.score, kernel.slots)[0]]
     behind += [] if kernel.blocks is None else [MaskLists.__name__]
+    behind += [TileLists.__name__] if kernel.packed else []
     made = f"WithAux<{', '.join((kernel.params.__name__, *behind))}>::Type"
     return f"namespace multiattn {{ using {name} = {made}; }}\n{check}"
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from multiattn.cuda import axes as points
 from multiattn.cuda import backward_configs as backward
-from multiattn.cuda import wgmma_configs
+from multiattn.cuda import configs, wgmma_configs
 from multiattn.cuda.axes import Axes
 from multiattn.cuda.configs import CudaConfig, why_not
 from multiattn.cuda.rules.ampere import ATOMIC_RULES, TWO_PASS_RULES, rules_of
@@ -23,7 +23,9 @@ _OFFERED = {
 }
 
 
-_capability = partial(Capability, arches=tuple(ARCHS), masks=KINDS, sinks=True, scores=True, score_gradients=True)
+_capability = partial(
+    Capability, arches=tuple(ARCHS), masks=KINDS, sinks=True, scores=True, score_gradients=True, packing=True
+)
 """The capability of kernels with mma.sync."""
 
 _BLOCKS = {points.SPLIT_Q: 32, points.TILED: 64}
@@ -40,6 +42,7 @@ def _variant(axes: Axes, summary: str, *, only_named: bool) -> Variant:
         flags=axes.flags,
         parent=axes.parent.name if axes.parent else None,
         only_named=only_named,
+        workspace=configs.workspace,
         config_type=CudaConfig,
         fits=partial(why_not, axes),
     )

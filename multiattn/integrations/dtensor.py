@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.experimental import register_sharding
 
 from multiattn.operands import INPUTS, READ
@@ -28,6 +30,7 @@ _Way = int | None
 _Placements = list[Any]
 
 _OP = torch.ops.multiattn
+_make: Any = DTensor  # its constructor is annotated for others
 
 
 def _ways(q: Any, k: Any, score: str | None = None, blocks: object = None, packing: object = None) -> list[_Way]:
@@ -59,7 +62,7 @@ def _of_sinks(way: _Way) -> Placement:
 
 
 def _of_sum(way: _Way) -> Placement:
-    """Of the gradient of what is replicated."""
+    """The placement of the gradient of what is replicated."""
     return Replicate() if way is None else Partial()
 
 
@@ -132,29 +135,32 @@ def captured_backward(op: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any
     possible = _ways(q, k, score, blocks, packing)
     ways = [way if (way := getattr(it, "dim", None)) in possible else None for it in q.placements]
 
-    def local(tensor: Any, of_way: Any) -> Any:
-        return None if tensor is None else tensor.redistribute(mesh, [of_way(it) for it in ways]).to_local()
+    # Below autograd, so without the methods of a DTensor for these: they record how to go back.
+    def local(tensor: Any, of_way: Callable[[_Way], Placement]) -> Any:
+        if tensor is None:
+            return None
+        wanted = DTensorSpec(mesh, tuple(map(of_way, ways)), tensor_meta=tensor._spec.tensor_meta)
+        return redistribute_local_tensor(tensor._local_tensor, tensor._spec, wanted)
 
-    def whole(result: torch.Tensor, placements: list[Placement], like: Any) -> DTensor:
-        return DTensor.from_local(result, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    def whole(result: torch.Tensor, of_way: Callable[[_Way], Placement], like: Any) -> Any:
+        meta = TensorMeta(like.shape, like.stride(), result.dtype)
+        return _make(result, DTensorSpec(mesh, tuple(map(of_way, ways)), tensor_meta=meta), requires_grad=False)
 
     dq, dk, dv, dsinks, dcaptured = op(
         *(local(it, _of_tensor) for it in tensors),
-        [local(it, lambda way: Replicate()) for it in captured],
+        [local(it, lambda _: Replicate()) for it in captured],
         local(dlse, _of_tensor),
         local(sinks, _of_sinks),
         *rest,
     )
-    sharded = [_of_tensor(it) for it in ways]
-    summed = [_of_sum(it) for it in ways]
     return (
-        *(whole(it, sharded, like) for it, like in zip((dq, dk, dv), (q, k, v), strict=True)),
-        whole(dsinks, [_of_dsinks(it, sinks) for it in ways], dsinks if sinks is None else sinks),
-        [whole(it, summed, captured[slot]) for it, slot in zip(dcaptured, slots or (), strict=True)],
+        *(whole(it, _of_tensor, like) for it, like in zip((dq, dk, dv), (q, k, v), strict=True)),
+        whole(dsinks, lambda way: _of_dsinks(way, sinks), dsinks if sinks is None else sinks),
+        [whole(it, _of_sum, captured[slot]) for it, slot in zip(dcaptured, slots or (), strict=True)],
     )
 
 
 register_sharding(_OP.fmha_forward.default)(shard_forward)
 register_sharding(_OP.fmha_backward.default)(shard_backward)
-_dispatcher: Any = DTensor._op_dispatcher
+_dispatcher: Any = DTensor._op_dispatcher  # as PyTorch's own context_parallel registers its ring
 _dispatcher._custom_op_handlers[_OP.fmha_backward_captured.default] = captured_backward

@@ -58,7 +58,7 @@ class Override:
         library.impl(op, self, key, with_keyset=True)
 
     def __call__(self, keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        """What a dispatcher calls, with the keys that a kernel of C++ must be handed on."""
+        """The kernel as a dispatcher calls it, with the keys that a kernel of C++ must be handed on."""
         try:
             return self._ours(*args, **kwargs)
         except Refused as refused:

@@ -1,15 +1,16 @@
 """Hugging Face transformers: ``attn_implementation="multiattn"``, and ``"multiattn_<backend>"``, after `register()`.
 
 transformers makes one mask for each kind of layer and forward, by `make_mask`, and hands it to each layer's attention,
-`attend`. A mask costs memory and time, so most of them say little. Such a mask is one of these:
+`attend`. Between both it may only be a tensor, and one of every score costs memory and time, so its shape says most:
 
-- None: the band of `is_causal` and `sliding_window` says all.
-- bool ``[B, n]``: a padding mask of the first n keys; keys behind them are places of a static cache that are empty yet.
-  With no row, ``[0, n]``, nothing is padding.
-- int32 ``[longest, N + 1]``, expanded: each row is ``cu_seqlens`` of the N sequences that the batch packs.
-- ``[B|1, H|1, Sq, Skv]``, bool, or numbers that are added to scores: any other; the band does not count beside it.
+- None: `is_causal` and `sliding_window` of the attention say all.
+- bool ``[B, n, W]``, W times the same: a padding mask of the first n keys. Keys behind them are unused places of a
+  static cache. With no row, ``[0, n, W]``, nothing is padding. A W above 1 is a window, as `sliding_window` counts:
+  eager attention knows windows by its masks alone, and not every model tells its attention of them.
+- int32 ``[longest, N + 1, W]``, the same in every row: ``cu_seqlens`` of the N sequences that the batch packs.
+- ``[B|1, H|1, Sq|1, Skv]``, bool, or numbers that are added to scores: any other. It says all.
 
-The first two leave a band to the attention, so a model must hand `sliding_window` to it, as for FlashAttention.
+A model that makes its own masks may hand over the last kind, or a padding mask ``[B, n]``.
 """
 
 from __future__ import annotations
@@ -67,9 +68,14 @@ def make_mask(
     """
     chunk = getattr(kwargs.get("config"), "attention_chunk_size", None)
     is_chunked = chunk is not None and chunk == local_size and kv_offset + kv_length > chunk
-    is_band = (allow_is_causal_skip or allow_is_bidirectional_skip) and not is_chunked
+    is_band = (allow_is_causal_skip or allow_is_bidirectional_skip) and not is_chunked and local_size != 1
+    if attention_mask is not None and attention_mask.ndim == 3:  # made ahead, by `generate`
+        if not is_compiling() and not (attention_mask == attention_mask[..., :1]).all():
+            got = f"{attention_mask.dtype} {list(attention_mask.shape)}"
+            raise ValueError(f"attention_mask: got {got}; allowed [B, Skv] or [B, H, Sq, Skv]")
+        return attention_mask
     if not is_compiling() and attention_mask is None and (ids := _packed_ids(mask_function)) is not None:
-        return _packed_mask(ids)
+        return _packed_mask(ids, local_size)
     if not is_band or (is_compiling() and isinstance(q_offset, torch.Tensor)):
         mask: torch.Tensor | None = sdpa_mask(
             batch_size,
@@ -85,15 +91,20 @@ def make_mask(
             **kwargs,
         )
         return mask
-    keys = kv_length
+    keys, window = kv_length, local_size
     if allow_is_causal_skip:  # else queries need not be of the sequence of the keys
         keys = int(q_offset) + q_length - kv_offset
+    elif window is not None:
+        window += 1  # transformers leaves a query's own key out of a bidirectional window
+    window = window if window is not None and window < keys else 1
     if attention_mask is not None:
         attention_mask = attention_mask.to(torch.bool)[:, kv_offset : kv_offset + keys]
         attention_mask = torch.nn.functional.pad(attention_mask, (0, keys - attention_mask.shape[1]))
-        if is_compiling() or not attention_mask.all():
-            return attention_mask
-    return None if keys == kv_length else torch.empty((0, keys), dtype=torch.bool, device=kwargs.get("device"))
+    if attention_mask is None or not (is_compiling() or not attention_mask.all()):
+        if keys == kv_length and window == 1:
+            return None
+        attention_mask = torch.empty((0, keys), dtype=torch.bool, device=kwargs.get("device"))
+    return attention_mask[..., None].expand(-1, -1, window)
 
 
 def _packed_ids(mask_function: MaskFunction) -> torch.Tensor | None:
@@ -116,12 +127,12 @@ def _is_causal_band(mask_function: MaskFunction | None) -> bool:
 
 
 def _variables(function: MaskFunction) -> dict[str, Any]:
-    """What a closure holds, by its names."""
+    """The variables that a closure holds, by name."""
     names = function.__code__.co_freevars
     return dict(zip(names, (it.cell_contents for it in function.__closure__ or ()), strict=True))
 
 
-def _packed_mask(ids: torch.Tensor) -> torch.Tensor:
+def _packed_mask(ids: torch.Tensor, window: int | None) -> torch.Tensor:
     """The mask of packed sequences; it waits for the device, once for all layers."""
     batch, length = ids.shape
     is_first = torch.ones_like(ids, dtype=torch.bool)
@@ -129,7 +140,7 @@ def _packed_mask(ids: torch.Tensor) -> torch.Tensor:
     starts = is_first.flatten().nonzero().flatten()
     cu_seqlens = torch.nn.functional.pad(starts, (0, 1), value=batch * length).to(torch.int32)
     longest = int(cu_seqlens.diff().max())
-    return cu_seqlens.expand(longest, -1)
+    return cu_seqlens[:, None].expand(longest, -1, 1 if window is None else window)
 
 
 def attend(
@@ -173,21 +184,23 @@ def attend(
     if head_dim < query.shape[-1]:  # multi-head latent attention
         value = torch.nn.functional.pad(value, (0, query.shape[-1] - head_dim))
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "backend": backend}
+    mask, lengths = attention_mask, (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    is_packed = mask is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None
+    if mask is not None and mask.ndim == 3:
+        sliding_window = mask.shape[2] if mask.shape[2] > 1 else sliding_window
+        mask = mask[..., 0]
+        if is_packed := mask.dtype == torch.int32:
+            lengths = mask[0], mask[0], mask.shape[0], mask.shape[0]
     band = _band(_is_causal(module, is_causal), sliding_window)
-    mask = attention_mask
-    if mask is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-        lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
-        out = _attend_packed(query, key, value, position_bias, lengths, options | band)
-    elif mask is not None and mask.ndim == 2 and mask.dtype == torch.int32:
-        lengths = mask[0], mask[0], mask.shape[0], mask.shape[0]
+    if is_packed:
         out = _attend_packed(query, key, value, position_bias, lengths, options | band)
     elif mask is None or mask.ndim == 2:
         out = _attend_padded(query, key, value, mask, position_bias, options | band)
     elif mask.ndim == 4:
         out = _attend_masked(query, key, value, mask, position_bias, options)
     else:
-        allowed = "None, [B, Skv] or [B, H, Sq, Skv]"
-        raise ValueError(f"attention_mask: got shape {tuple(mask.shape)}; allowed {allowed}")
+        got = tuple(mask.shape)
+        raise ValueError(f"attention_mask: got shape {got}; allowed None, [B, Skv] or [B, H, Sq, Skv]")
     return out[..., :head_dim].transpose(1, 2), None
 
 
@@ -226,7 +239,7 @@ def _attend_packed(
     k: torch.Tensor,
     v: torch.Tensor,
     position_bias: torch.Tensor | None,
-    lengths: tuple[torch.Tensor, torch.Tensor, Any, Any],
+    lengths: tuple[Any, Any, Any, Any],
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Attention of sequences one after another; `lengths` are both cu_seqlens, and the longest of each."""
@@ -282,8 +295,8 @@ def _attend_masked(
     position_bias: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention with a mask ``[B|1, H|1, Sq, Skv]``: bool, or numbers to add."""
-    mask = mask[..., : k.shape[2]]
+    """Attention with a mask ``[B|1, H|1, Sq|1, Skv]``: bool, or numbers to add."""
+    mask = mask[..., : k.shape[2]].expand(-1, -1, q.shape[2], -1)
     bias = None if position_bias is None else _as_bias(position_bias, q)[..., : k.shape[2]]
     if mask.dtype == torch.bool:
         if bias is None and q.shape[2] == 1:

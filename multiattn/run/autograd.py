@@ -44,7 +44,7 @@ def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not isinstance(tensors[0], torch.Tensor):
         return tensors
     kind = tensors[0].device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(it.to(dtype) if _is_autocast(it, kind) else it for it in tensors)

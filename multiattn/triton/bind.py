@@ -43,6 +43,8 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
         emitted: what the kernel's code is specialised on; None while it is being emitted.
     """
     problem, own, there = plan.problem, assumed_of(plan), emitted or {}
+    if problem.packing is not None:
+        raise ValueError("packing: got a packed batch, whose launch has several kernels; allowed launches of one")
     constants: dict[str, str] = {}
     abi.exactly(constants, dtype=problem.dtype, head_dim=problem.head_dim, mask=problem.band.kind)
     abi.exactly(constants, scale_sign=problem.scale_sign)

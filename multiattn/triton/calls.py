@@ -15,7 +15,16 @@ from multiattn.plan.backend import Plan
 from multiattn.triton.configs import ELEMENT_BYTES
 from multiattn.triton.gluon_configs import VARIANT as GLUON
 from multiattn.triton.kernels import backward, forward, lists
-from multiattn.triton.parameters import LIST_TILES, Constant, Descriptor, KernelTable, Parameter, Tensor, tables_of
+from multiattn.triton.parameters import (
+    LIST_TILES,
+    Constant,
+    Descriptor,
+    Integer,
+    KernelTable,
+    Parameter,
+    Tensor,
+    tables_of,
+)
 from multiattn.triton.score import functions_of
 
 
@@ -54,8 +63,11 @@ class Call:
         return tuple(self._value(row, lambda of: tensors[of.of]) for row in self.table.rows.values())
 
     def stubs(self) -> tuple[Any, ...]:
-        """The same with stand-ins for the tensors: what the kernel is specialised on."""
-        return tuple(self._value(row, self._stub) for row in self.table.rows.values())
+        """The same with stand-ins for the tensors: what the kernel is specialised on.
+
+        Also for integers that it is not: in a tuple Triton specialises on every one.
+        """
+        return tuple(self._value(_unknown(row), self._stub) for row in self.table.rows.values())
 
     def _stub(self, row: Tensor | Descriptor) -> MemoryStub:
         is_aligned = isinstance(row, Descriptor) or row.is_aligned
@@ -69,6 +81,20 @@ class Call:
         if isinstance(row, Descriptor):
             return _describe(row, tensor_of(row), self._is_gluon)
         return row if isinstance(row, float) else row.value
+
+
+_UNKNOWN = 3
+"""Stands for an integer of which code may only know how wide it is: not 1, nor a multiple of 16."""
+
+
+def _unknown(row: Parameter) -> Parameter:
+    """A row with a stand-in for each integer that is not specialised on."""
+    if isinstance(row, Mapping):
+        return {name: _unknown(it) for name, it in row.items()}  # type: ignore[misc]  # no mapping in a mapping
+    if not isinstance(row, Integer) or row.specialised:
+        return row
+    fits = abi.INT32_MIN <= row.value <= abi.INT32_MAX
+    return replace(row, value=_UNKNOWN if fits else (1 << 32) + _UNKNOWN)
 
 
 def calls_of(plan: Plan, *, has_dlse: bool = False, multiprocessors: int | None = None) -> tuple[Call, ...]:

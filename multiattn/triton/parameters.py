@@ -322,7 +322,8 @@ def _aux(problem: Problem, lowered: LoweredScore | None) -> Parameter:
     """The values that the functions of an expression read. Nothing is known of how captured tensors are aligned."""
     if problem.score is None or lowered is None:
         return Constant(value=None)
-    return {name: _item(value) for name, value in problem.score.arguments(lowered, problem.scale).items()}
+    given = problem.score.arguments(lowered, problem.scale)
+    return {name: _item(value, problem) for name, value in given.items()}
 
 
 def _daux(problem: Problem, constants: TileConstants) -> Parameter:
@@ -330,7 +331,7 @@ def _daux(problem: Problem, constants: TileConstants) -> Parameter:
     if problem.score is None or not constants.gradients:
         return Constant(value=None)
     given = problem.score.gradient_arguments(constants.score)
-    return {name: Tensor(of=it) if isinstance(it, str) else Integer(value=it) for name, it in given.items()}
+    return {name: Tensor(of=it) if isinstance(it, str) else _item(it, problem) for name, it in given.items()}
 
 
 def _lists(problem: Problem, by_keys: bool) -> Parameter:
@@ -353,10 +354,11 @@ def is_ragged_list(problem: Problem) -> bool:
     return problem.lists_of(KEYS_OF_QUERIES).columns * problem.blocks.keys > problem.seq_kv
 
 
-def _item(value: float | int | str) -> Scalar:
+def _item(value: float | int | str, problem: Problem) -> Scalar:
+    """An item of `aux`. No code for a packed batch depends on a stride, which may be the length of a sequence."""
     if isinstance(value, str):
         return Tensor(of=value, is_aligned=False)
-    return value if isinstance(value, float) else Integer(value=value)
+    return value if isinstance(value, float) else Integer(value=value, specialised=problem.packing is None)
 
 
 def _strides(name: str, strides: tuple[int, ...], unit: int) -> dict[str, Integer]:

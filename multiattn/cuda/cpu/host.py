@@ -9,18 +9,19 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from multiattn.cuda.instances import PlannedLaunch, kernels_of, launches_of, siblings_of
-from multiattn.cuda.params import areas_of, struct_of
+from multiattn.cuda.params import areas_of, argument_of
 from multiattn.cuda.source import HOST_INCLUDES, ROOT, Instance, cache_key, translation_unit
 from multiattn.cuda.structs import read_structs
 from multiattn.cuda.tools import GXX, gxx_version, run_compiler
 from multiattn.operands import Operands
+from multiattn.packed import TILE_LISTS
 from multiattn.plan.abi import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, TensorMap, pack
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.run import cache
@@ -38,6 +39,7 @@ MULTIPROCESSORS = 2
 """SMs of the emulated GPU: so few that each block of a persistent grid has several tiles."""
 _ERROR_BYTES = 2048
 _NAN_BYTE = 0xFF  # four of them are a NaN
+_NO_SEQUENCE_BYTE = 0x7F  # four of them are the number of no sequence, and no sign that there is none
 
 _RECORDS = read_structs(_HERE / "records.h")
 LaunchCounts, _EncodedMap = _RECORDS["LaunchCounts"], _RECORDS["EncodedMap"]
@@ -63,24 +65,30 @@ class CpuLauncher:
         self._library = library or load(build(wanted(plan)))
         self._launches = launches_of(plan)
         self._plan = plan
-        self._areas, self._workspace_bytes = pack_areas(areas_of(plan))
-        self.counter = torch.zeros(self._workspace_bytes if plan.direction == "forward" else 0, dtype=torch.uint8)
-        """The workspace of a forward: the counter of tiles, which every launch leaves at zero."""
+        self._sizes = areas_of(plan)
+        self._areas, self._workspace_bytes = pack_areas(self._sizes)
+        self._counts = plan.direction == "forward" and plan.problem.packing is None
+        self.counter = torch.zeros(self._workspace_bytes if self._counts else 0, dtype=torch.uint8)
+        """The workspace of a forward: the counter of tiles, which every launch leaves at zero. Nothing of a packed
+        batch, whose workspace is new in each launch."""
         self.counts: dict[str, Any] = {}
         """`LaunchCounts` of each kernel of the latest launch, by its symbol."""
 
     def __call__(self, operands: Operands) -> None:
-        """Run to the end; `EmulationError` for what a GPU would punish. A backward's workspace starts as NaN."""
-        struct = struct_of(self._plan, has_dlse=operands.dlse is not None)
+        """Run to the end; `EmulationError` for what a GPU would punish. Workspace that is no counter starts as NaN."""
         addresses = {name: given.data_ptr() for name, given in operands.named.items()}
         workspace = self.counter
-        if self._plan.direction == "backward":
+        if not self._counts:
             workspace = torch.full((self._workspace_bytes,), _NAN_BYTE, dtype=torch.uint8)
+            for name in set(TILE_LISTS) & set(self._areas):
+                workspace[self._areas[name] :][: self._sizes[name]] = _NO_SEQUENCE_BYTE
         addresses |= {name: workspace.data_ptr() + at for name, at in self._areas.items()}
-        params = aligned(pack(struct, addresses, encode_map))
-        self.counts = {launch.kernel.name: self._run(launch, params) for launch in self._launches}
+        has_dlse = operands.dlse is not None
+        self.counts = {it.kernel.name: self._run(it, addresses, has_dlse) for it in self._launches}
 
-    def _run(self, launch: PlannedLaunch, params: Any) -> Any:
+    def _run(self, launch: PlannedLaunch, addresses: Mapping[str, int], has_dlse: bool) -> Any:
+        argument = argument_of(launch.kernel, self._plan, has_dlse=has_dlse)
+        params = aligned(pack(argument, addresses, encode_map))
         kernel, blocks = launch.kernel, launch.grid(MULTIPROCESSORS)
         sizes = {"threads": kernel.threads, "smem_bytes": kernel.smem_bytes, "cluster": kernel.cluster}
         counts = run(self._library, kernel.name, params, blocks=blocks, **sizes)

@@ -29,7 +29,7 @@ struct BackwardTraits {
   static constexpr bool ALIGNED = ALIGNED_;      // q, k, v: every row starts at a multiple of 16 bytes
   static constexpr bool ADDS_DQ = ADDS_DQ_;      // else dq has a kernel of its own
   using Score = Score_;                          // what changes scores
-  using Blocked = Blocked_;                      // what lists the tiles that are seen
+  using Blocked = Blocked_;                      // what lists the tiles that are seen, or those that there are
   using Params = typename WithAux<BackwardParams, Score, typename ListsOf<Blocked>::Type>::Type;
   static constexpr int THREADS = WARPS * WARP;
 
@@ -120,9 +120,9 @@ DEVICE void clear_masked(KeyScores<T>& scores, const Mask<T::BAND>& mask, int fi
 
 // The same of a partial block, where the expression's mask hides them.
 template <class T>
-DEVICE void clear_partial(KeyScores<T>& scores, const typename T::Params& params, int query_head, int first_key,
-                          int first_query) {
-  const HeadScores<typename T::Score> head(params, query_head / params.heads_q, query_head % params.heads_q);
+DEVICE void clear_partial(KeyScores<T>& scores, const typename T::Params& params, const TileOf<T>& tile, int query_head,
+                          int first_key, int first_query) {
+  const HeadScores<typename T::Score> head = scores_of<T>(params, tile, query_head);
   for_each_element(scores, T::thread(), [&](float& value, int row, int column) {
     if (!head.visible(first_query + column, first_key + row)) value = 0.0f;
   });
@@ -277,7 +277,8 @@ DEVICE void store_ds(const Operand<T>& ds, SharedAddress tile, int first_row) {
 
 // dQ[TILE_M, D] += dS[TILE_M, TILE_N] K[TILE_N, D], each warp its part, added to the workspace.
 template <class T>
-DEVICE void add_dq(const BackwardParams& params, SharedAddress ds, SharedAddress k, int head, int first_query) {
+DEVICE void add_dq(const typename T::Params& params, const TileOf<T>& tile, SharedAddress ds, SharedAddress k, int head,
+                   int first_query) {
   using E = typename T::Element;
   const uint32 warp = T::thread() / WARP;
   const int first_row = warp % T::DQ_ROW_PARTS * T::DQ_ROW_FRAGMENTS;
@@ -301,10 +302,10 @@ DEVICE void add_dq(const BackwardParams& params, SharedAddress ds, SharedAddress
       for (int m = 0; m < T::DQ_ROW_FRAGMENTS; ++m) mma_pair<E>(dq[m][d], left[m], right);
     }
   }
-  float* sums = T::Sum::rows(params, head, first_query);
+  float* sums = dq_sums<T>(params, head, tile, first_query);
 #pragma unroll
   for (int m = 0; m < T::DQ_ROW_FRAGMENTS; ++m) {
-    if (first_query + 16 * (first_row + m) >= params.seq_q) break;
+    if (first_query + 16 * (first_row + m) >= count_queries(params, tile.sequence)) break;
 #pragma unroll
     for (int d = 0; d < T::DQ_DIM_FRAGMENTS; ++d)
       if (owns(d))
@@ -312,25 +313,45 @@ DEVICE void add_dq(const BackwardParams& params, SharedAddress ds, SharedAddress
   }
 }
 
+// The keys of a block, in their sequence.
+template <class T>
+DEVICE TileOf<T> tile_of_keys(const typename T::Params& params, int place) {
+  if constexpr (IS_PACKED<typename T::Blocked>)
+    return find_sequence(params.lists.key_list, place);
+  else
+    return {place * T::TILE_N, {}};
+}
+
+// The tiles of queries that cover the sequence.
+template <class T>
+DEVICE int count_tiles(const typename T::Params& params, const TileOf<T>& tile) {
+  if constexpr (IS_PACKED<typename T::Blocked>)
+    return (tile.sequence.len_q + T::TILE_M - 1) / T::TILE_M;
+  else
+    return params.tiles_q;
+}
+
 template <class T>
 DEVICE void backward_keys(const typename T::Params& params) {
   using E = typename T::Element;
   using TileKV = typename T::TileKV;
-  const auto [head_kv, tile] = Place::of(block_index(), params.tiles_kv, params.heads_kv_all, params.sections_kv);
-  const int first_key = tile * T::TILE_N;
-  const KeySequence keys{params, head_kv};
-  const Mask<T::BAND> mask(params);
-  const Blocks tiles = mask.template queries<T::TILE_M>(first_key, T::TILE_N, params.tiles_q);
+  const auto [head_kv, place] = Place::of(block_index(), params.tiles_kv, params.heads_kv_all, params.sections_kv);
+  const TileOf<T> tile = tile_of_keys<T>(params, place);
+  if (tile.is_none()) return;
+  const int first_key = tile.first_row;
+  const KeySequence<SequenceOf<T>> keys{params, head_kv, tile.sequence};
+  const Mask<T::BAND> mask = mask_of<T::BAND>(params, tile.sequence);
+  const Blocks tiles = mask.template queries<T::TILE_M>(first_key, T::TILE_N, count_tiles<T>(params, tile));
   const int first_head = head_kv * params.group, end_head = first_head + params.group;
   const auto first = first_walk<T>(params, tiles, first_key, first_head, end_head);
 
   const SharedAddress smem = shared_base(), tile_k = smem, tile_v = smem + TileKV::BYTES;
-  QueryRing<T> ring(params, smem, first, end_head);
+  QueryRing<T> ring(params, tile.sequence, smem, first, end_head);
   typename WalksOf<T>::User walk(first);
   load_tile<TileKV, T::THREADS, T::ALIGNED>(tile_k, keys.k() + first_key * params.strides_k.seq, params.strides_k.seq,
-                                            params.seq_kv - first_key);
+                                            count_keys(params, tile.sequence) - first_key);
   load_tile<TileKV, T::THREADS, T::ALIGNED>(tile_v, keys.v() + first_key * params.strides_v.seq, params.strides_v.seq,
-                                            params.seq_kv - first_key);
+                                            count_keys(params, tile.sequence) - first_key);
   ring.load_next(0);
 
   constexpr bool MASKS_PARTIAL = HAS_LISTS<typename T::Blocked> && HAS_MASK<typename T::Score>;
@@ -343,7 +364,7 @@ DEVICE void backward_keys(const typename T::Params& params) {
     if constexpr (HAS_LISTS<typename T::Blocked>) walk.follow(ring.next());
     if constexpr (T::STAGES == 2) ring.load_next(1 - stage);
     bool masked = !mask.all_visible(first_query, T::TILE_M, first_key, T::TILE_N);
-    if constexpr (HAS_SCORE<typename T::Score>) masked |= first_query + T::TILE_M > params.seq_q;
+    if constexpr (HAS_SCORE<typename T::Score>) masked |= first_query + T::TILE_M > count_queries(params, tile.sequence);
 
     const Role<T> role = Role<T>::mine();
     const bool makes_weights = role.makes_weights;
@@ -355,7 +376,7 @@ DEVICE void backward_keys(const typename T::Params& params) {
                                                                T::thread());
     if (makes_weights) {
       if constexpr (HAS_SCORE<typename T::Score>) {
-        const HeadScores<typename T::Score> head(params, walk.head / params.heads_q, walk.head % params.heads_q);
+        const HeadScores<typename T::Score> head = scores_of<T>(params, tile, walk.head);
         weigh_modified<T>(product, head, ring.lse(stage), mailbox, first_key + role.first_row, first_query);
       } else {
         with_statistic<T>(product, ring.lse(stage), [&](float& score, float lse) {
@@ -364,7 +385,7 @@ DEVICE void backward_keys(const typename T::Params& params) {
       }
       if (masked) clear_masked<T>(product, mask, first_key + role.first_row, first_query);
       if constexpr (MASKS_PARTIAL)
-        if (walk.is_partial()) clear_partial<T>(product, params, walk.head, first_key + role.first_row, first_query);
+        if (walk.is_partial()) clear_partial<T>(product, params, tile, walk.head, first_key + role.first_row, first_query);
       round_to_operand<E>(operand, product);
       if constexpr (!HAS_SCORE<typename T::Score>) mailbox.put(operand);
     } else {
@@ -375,9 +396,9 @@ DEVICE void backward_keys(const typename T::Params& params) {
       if constexpr (!T::SENDS_RAW) multiply_by_weights<T>(product, mailbox);
       if (masked) clear_masked<T>(product, mask, first_key + role.first_row, first_query);
       if constexpr (MASKS_PARTIAL)
-        if (walk.is_partial()) clear_partial<T>(product, params, walk.head, first_key + role.first_row, first_query);
+        if (walk.is_partial()) clear_partial<T>(product, params, tile, walk.head, first_key + role.first_row, first_query);
       if constexpr (HAS_GRADIENTS<typename T::Score>) {
-        const HeadScores<typename T::Score> head(params, walk.head / params.heads_q, walk.head % params.heads_q);
+        const HeadScores<typename T::Score> head = scores_of<T>(params, tile, walk.head);
         if constexpr (T::SENDS_RAW)
           multiply_by_slopes<T>(product, params, head, ring.lse(stage), mailbox, first_key + role.first_row, first_query);
         else
@@ -392,7 +413,7 @@ DEVICE void backward_keys(const typename T::Params& params) {
     if constexpr (T::STAGES == 2) cp_async_wait<0>();
     sync_block();  // dS is complete; nobody still reads this stage or the weights; with two, the next stage has landed
     if constexpr (T::STAGES == 1) ring.load_next(stage);
-    if constexpr (T::ADDS_DQ) add_dq<T>(params, smem + T::DS_AT, tile_k, walk.head, first_query);
+    if constexpr (T::ADDS_DQ) add_dq<T>(params, tile, smem + T::DS_AT, tile_k, walk.head, first_query);
     if constexpr (T::STAGES == 1) {
       cp_async_wait<0>();
       sync_block();  // everybody's part of the next tile has landed
@@ -405,7 +426,7 @@ DEVICE void backward_keys(const typename T::Params& params) {
   const Strides& strides = role.makes_weights ? params.strides_dv : params.strides_dk;
   uint16* target = (role.makes_weights ? keys.dv() : keys.dk()) + first_row * strides.seq;
   store_rows<E, TileKV>(gradient, role.makes_weights ? 1.0f : params.grad_factor, role.own_rows(smem), target,
-                        strides.seq, params.seq_kv - first_row);
+                        strides.seq, count_keys(params, tile.sequence) - first_row);
 }
 
 }  // namespace multiattn

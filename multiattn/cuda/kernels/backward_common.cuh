@@ -2,16 +2,20 @@
 #pragma once
 #include "multiattn/params.h"
 #include "multiattn/ptx.cuh"
+#include "multiattn/score.cuh"
+#include "multiattn/sequence.cuh"
 #include "multiattn/softmax.cuh"
 #include "multiattn/tile.cuh"
 
 namespace multiattn {
 
-// The sequences of one query head or key/value head: the only place that turns (batch, head) into addresses. `head`
-// counts through the batch.
+// Where a block's sequence lies in one query head or key/value head: the only place that turns heads into addresses. `head`
+// counts through the batch. `Of` is `Sequence` in a packed batch, else `NoSequence`.
+template <class Of>
 struct QuerySequence {
   const BackwardParams& params;
   int head;
+  Of sequence;
 
   DEVICE const uint16* q() const { return static_cast<const uint16*>(params.q) + offset(params.strides_q); }
   DEVICE const uint16* out() const { return static_cast<const uint16*>(params.out) + offset(params.strides_out); }
@@ -22,15 +26,21 @@ struct QuerySequence {
   DEVICE float* delta() const { return params.delta + first_row(); }
 
  private:
-  DEVICE int64 first_row() const { return static_cast<int64>(head) * params.seq_q; }
+  DEVICE int64 first_row() const {
+    if constexpr (IS_LISTED<Of>) return static_cast<int64>(head) * params.seq_q + sequence.offset_q;
+    return static_cast<int64>(head) * params.seq_q;
+  }
   DEVICE int64 offset(const Strides& strides) const {
+    if constexpr (IS_LISTED<Of>) return head * strides.head + sequence.offset_q * strides.seq;
     return head / params.heads_q * strides.batch + head % params.heads_q * strides.head;
   }
 };
 
+template <class Of>
 struct KeySequence {
   const BackwardParams& params;
   int head;
+  Of sequence;
 
   DEVICE const uint16* k() const { return static_cast<const uint16*>(params.k) + offset(params.strides_k); }
   DEVICE const uint16* v() const { return static_cast<const uint16*>(params.v) + offset(params.strides_v); }
@@ -39,21 +49,47 @@ struct KeySequence {
 
  private:
   DEVICE int64 offset(const Strides& strides) const {
+    if constexpr (IS_LISTED<Of>) return head * strides.head + sequence.offset_kv * strides.seq;
     const int heads_kv = params.heads_q / params.group;
     return head / heads_kv * strides.batch + head % heads_kv * strides.head;
   }
 };
 
+// The scores of a query head of the tile's sequence.
+template <class T>
+DEVICE HeadScores<typename T::Score> scores_of(const typename T::Params& params, const TileOf<T>& tile, int head) {
+  if constexpr (IS_PACKED<typename T::Blocked>)
+    return {params.aux, tile.sequence.len_q, tile.sequence.len_kv, tile.number, head};
+  else
+    return {params, head / params.heads_q, head % params.heads_q};
+}
+
 // dq before its conversion, fp32 [heads_q_all, ceil(seq_q / 16), D / 16] fragments of 16x16, in the order in which lanes
 // hold accumulators, so that a warp adds to whole lines of memory. WIDE: a lane's four values of a 16x8 accumulator are
-// neighbours, for one 16-byte addition; else a warp's 32 are, for four of 4 bytes.
+// neighbours, for one 16-byte addition; else a warp's 32 are, for four of 4 bytes. A sequence of a packed batch begins with a
+// fragment of its own: each of those before it has at most one more than its rows fill.
 template <int DIM_FRAGMENTS, bool WIDE>
 struct DqSum {
   static constexpr int FRAGMENT = 256;  // floats
 
   static DEVICE float* rows(const BackwardParams& params, int head, int first_query) {
-    const int row_fragments = (params.seq_q + 15) / 16;
-    return params.dq_sum + (static_cast<int64>(head) * row_fragments + first_query / 16) * (DIM_FRAGMENTS * FRAGMENT);
+    return fragments(params, head, row_fragments(params), first_query / 16);
+  }
+  // Of each head.
+  static DEVICE int row_fragments(const BackwardParams& params) { return (params.seq_q + 15) / 16; }
+
+  // The same of a packed batch.
+  static DEVICE float* rows(const BackwardParams& params, const TileLists& lists, int head, const ListedTile& tile,
+                            int first_query) {
+    const int fragment = tile.sequence.offset_q / 16 + tile.number + first_query / 16;
+    return fragments(params, head, row_fragments(params, lists), fragment);
+  }
+  static DEVICE int row_fragments(const BackwardParams& params, const TileLists& lists) {
+    return params.seq_q / 16 + lists.sequences + 1;
+  }
+
+  static DEVICE float* fragments(const BackwardParams& params, int head, int row_fragments, int first) {
+    return params.dq_sum + (static_cast<int64>(head) * row_fragments + first) * (DIM_FRAGMENTS * FRAGMENT);
   }
 
   static DEVICE int index(int side, int lane, int element) {
@@ -79,5 +115,14 @@ struct DqSum {
     return load_global_4(fragment + index(column / 8, lane, element));
   }
 };
+
+// The rows of that sum from `first_query` of a tile's sequence on.
+template <class T>
+DEVICE float* dq_sums(const typename T::Params& params, int head, const TileOf<T>& tile, int first_query) {
+  if constexpr (IS_PACKED<typename T::Blocked>)
+    return T::Sum::rows(params, params.lists, head, tile, first_query);
+  else
+    return T::Sum::rows(params, head, first_query);
+}
 
 }  // namespace multiattn

@@ -22,7 +22,7 @@ struct QueryTraits {
   static constexpr Band BAND = BAND_;
   static constexpr bool ALIGNED = ALIGNED_;  // q, k, v: every row starts at a multiple of 16 bytes
   using Score = Score_;                      // what changes scores
-  using Blocked = Blocked_;                  // what lists the tiles that are seen
+  using Blocked = Blocked_;                  // what lists the tiles that are seen, or those that there are
   using Params = typename WithAux<BackwardParams, Score, typename ListsOf<Blocked>::Type>::Type;
   static constexpr int THREADS = WARPS * WARP;
 
@@ -49,12 +49,13 @@ template <int M>
 struct RowStatistics {
   float lse_log2[M][2], delta[M][2];
 
-  DEVICE RowStatistics(const QuerySequence& sequence, int first_query) {
+  template <class Of>
+  DEVICE RowStatistics(const QuerySequence<Of>& queries, int first_query) {
     for_each<M, 2>([&](int m, int half) {
       const int query = first_query + 16 * m + accumulator_row(2 * half);
-      const bool valid = query < sequence.params.seq_q;
-      lse_log2[m][half] = valid ? load_global_4(sequence.lse() + query) * LOG2_E : infinity();
-      delta[m][half] = valid ? load_global_4(sequence.delta() + query) : 0.0f;
+      const bool valid = query < count_queries(queries.params, queries.sequence);
+      lse_log2[m][half] = valid ? load_global_4(queries.lse() + query) * LOG2_E : infinity();
+      delta[m][half] = valid ? load_global_4(queries.delta() + query) : 0.0f;
     });
   }
 };
@@ -95,10 +96,10 @@ DEVICE KeysOf<T> keys_of(const typename T::Params& params, const Mask<T::BAND>& 
 
 // The tile of a step of the walk, nothing from its end on.
 template <class T>
-DEVICE void load_keys(const BackwardParams& params, const KeySequence& keys, SharedAddress stage, int tile, int step,
-                      int end) {
+DEVICE void load_keys(const BackwardParams& params, const KeySequence<SequenceOf<T>>& keys, SharedAddress stage, int tile,
+                      int step, int end) {
   if (step < end) {
-    const int first = tile * T::TILE_N, rows = params.seq_kv - first;
+    const int first = tile * T::TILE_N, rows = count_keys(params, keys.sequence) - first;
     load_tile<typename T::TileKV, T::THREADS, T::ALIGNED>(stage, keys.k() + first * params.strides_k.seq,
                                                           params.strides_k.seq, rows);
     load_tile<typename T::TileKV, T::THREADS, T::ALIGNED>(
@@ -107,20 +108,31 @@ DEVICE void load_keys(const BackwardParams& params, const KeySequence& keys, Sha
   cp_async_commit();
 }
 
+// The queries of a block, in their sequence; longest first.
+template <class T>
+DEVICE TileOf<T> tile_of_queries(const typename T::Params& params, int place) {
+  if constexpr (IS_PACKED<typename T::Blocked>)
+    return find_sequence(params.lists.query_list, place);
+  else
+    return {(params.tiles_q_own - 1 - place) * T::TILE_M, {}};
+}
+
 template <class T>
 DEVICE void backward_queries(const typename T::Params& params) {
   using E = typename T::Element;
   using TileQ = typename T::TileQ;
   using TileKV = typename T::TileKV;
   const auto [head, place] = Place::of(block_index(), params.tiles_q_own, params.heads_q_all, params.sections_q);
-  const int first_query = (params.tiles_q_own - 1 - place) * T::TILE_M;  // longest first
-  const QuerySequence queries{params, head};
-  const KeySequence keys{params, head / params.group};
-  const Mask<T::BAND> mask(params);
+  const TileOf<T> own = tile_of_queries<T>(params, place);
+  if (own.is_none()) return;
+  const int first_query = own.first_row;
+  const QuerySequence<SequenceOf<T>> queries{params, head, own.sequence};
+  const KeySequence<SequenceOf<T>> keys{params, head / params.group, own.sequence};
+  const Mask<T::BAND> mask = mask_of<T::BAND>(params, own.sequence);
   auto walk = keys_of<T>(params, mask, head, first_query);
 
   const SharedAddress tile_q = shared_base(), tile_do = tile_q + TileQ::BYTES, stages = tile_do + TileQ::BYTES;
-  const int rows = params.seq_q - first_query;
+  const int rows = count_queries(params, own.sequence) - first_query;
   load_tile<TileQ, T::THREADS, T::ALIGNED>(tile_q, queries.q() + first_query * params.strides_q.seq,
                                            params.strides_q.seq, rows);
   load_tile<TileQ, T::THREADS, true>(tile_do, queries.dout() + first_query * params.strides_out.seq,
@@ -150,14 +162,14 @@ DEVICE void backward_queries(const typename T::Params& params) {
     multiply_rows<E, TileQ, TileKV, T::AHEAD>(scores, own_q, k, T::thread());
     multiply_rows<E, TileQ, TileKV, T::AHEAD>(dp, own_do, v, T::thread());
     if constexpr (HAS_SCORE<typename T::Score>) {
-      const HeadScores<typename T::Score> of_head(params, head / params.heads_q, head % params.heads_q);
+      const HeadScores<typename T::Score> of_head = scores_of<T>(params, own, head);
       make_modified_ds(scores, dp, statistics, of_head, first_query + first_row, block * T::TILE_N,
                        recomputed(thread_index()));
     } else {
       make_ds(scores, dp, statistics, params.score_factor);
     }
     if constexpr (HAS_LISTS<typename T::Blocked> && HAS_MASK<typename T::Score>) {
-      const HeadScores<typename T::Score> of_head(params, head / params.heads_q, head % params.heads_q);
+      const HeadScores<typename T::Score> of_head = scores_of<T>(params, own, head);
       if (walk.is_partial(step))
         for_each_element(scores, recomputed(thread_index()), [&](float& value, int row, int column) {
           if (!of_head.visible(first_query + first_row + row, block * T::TILE_N + column)) value = 0.0f;

@@ -74,6 +74,9 @@ struct WalksOf<T, NoBlockMask> {
   using User = QueryWalk;
 };
 
+template <class T>
+struct WalksOf<T, Packed> : WalksOf<T, NoBlockMask> {};
+
 // The walk over the queries of some heads for a tile of keys, at its beginning; `tiles` are those of the band.
 template <class T>
 DEVICE typename WalksOf<T>::Ring first_walk(const typename T::Params& params, const Blocks& tiles, int first_key,
@@ -82,7 +85,8 @@ DEVICE typename WalksOf<T>::Ring first_walk(const typename T::Params& params, co
     return {params.lists.queries, params.heads_q, first_key / T::Blocked::KEYS, first_head, end_head};
   } else {
     QueryWalk walk{tiles.begin, tiles.end, first_head, tiles.begin};
-    if (T::BAND == Band::TWO_SIDED && tiles.begin == tiles.end) walk.head = end_head;  // no query sees a key of the tile
+    constexpr bool MAY_BE_EMPTY = T::BAND == Band::TWO_SIDED || IS_PACKED<typename T::Blocked>;
+    if (MAY_BE_EMPTY && tiles.begin == tiles.end) walk.head = end_head;  // no query sees a key of the tile
     return walk;
   }
 }
@@ -102,15 +106,16 @@ class QueryRing {
  public:
   using Walk = typename WalksOf<T>::Ring;
 
-  DEVICE QueryRing(const BackwardParams& params, SharedAddress smem, const Walk& walk, int end_head)
-      : params_(params), smem_(smem), next_(walk), end_head_(end_head) {}
+  DEVICE QueryRing(const BackwardParams& params, const SequenceOf<T>& sequence, SharedAddress smem, const Walk& walk,
+                   int end_head)
+      : params_(params), sequence_(sequence), smem_(smem), next_(walk), end_head_(end_head) {}
 
   // Starts to load the next tile of the walk; nothing beyond its end.
   DEVICE void load_next(int stage) {
     if (next_.head < end_head_) {
-      const QuerySequence sequence{params_, next_.head};
+      const QuerySequence<SequenceOf<T>> sequence{params_, next_.head, sequence_};
       const int thread = T::thread();
-      const int first = tile_of<T>(next_) * T::TILE_M, rows = params_.seq_q - first;
+      const int first = tile_of<T>(next_) * T::TILE_M, rows = count_queries(params_, sequence_) - first;
       load_tile<typename T::TileQ, T::THREADS, T::ALIGNED>(q(stage), sequence.q() + first * params_.strides_q.seq,
                                                            params_.strides_q.seq, rows, thread);
       load_tile<typename T::TileQ, T::THREADS, true>(dout(stage), sequence.dout() + first * params_.strides_out.seq,
@@ -135,6 +140,7 @@ class QueryRing {
 
  private:
   const BackwardParams& params_;
+  SequenceOf<T> sequence_;
   SharedAddress smem_;
   Walk next_;
   int end_head_;

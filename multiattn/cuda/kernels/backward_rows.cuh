@@ -5,11 +5,14 @@
 
 namespace multiattn {
 
-template <class Element_, int HEAD_DIM, int TILE_ROWS_, int THREADS_, bool HAS_DQ_SUM_, bool WIDE_>
+template <class Element_, int HEAD_DIM, int TILE_ROWS_, int THREADS_, bool HAS_DQ_SUM_, bool WIDE_,
+          class Blocked_ = NoBlockMask>
 struct RowTraits {
   using Element = Element_;
   static constexpr int TILE_ROWS = TILE_ROWS_, THREADS = THREADS_;
   static constexpr bool HAS_DQ_SUM = HAS_DQ_SUM_;  // dq is added up in the workspace
+  using Blocked = Blocked_;                        // what lists the tiles that there are
+  using Params = typename WithAux<BackwardParams, NoScore, typename ListsOf<Blocked>::Type>::Type;
   static constexpr int CHUNKS = HEAD_DIM / CHUNK_ELEMENTS;
   static constexpr int DIM_FRAGMENTS = (HEAD_DIM + 15) / 16;
   using Sum = DqSum<DIM_FRAGMENTS, WIDE_>;
@@ -20,13 +23,38 @@ struct RowTraits {
   static_assert(TILE_ROWS % 16 == 0, "whole fragments of dq");
 };
 
-// delta = rowsum(dout * out) - dlse (Dao, "FlashAttention-2", Algorithm 2, line 4; dlse as d lse / d score = p). A block
-// owns TILE_ROWS queries; it also empties their sum of dq.
+// The sum of dq from a fragment on, and how many fragments its head has left.
+struct DqFragments {
+  float* first;
+  int left;
+};
 template <class T>
-DEVICE void prepare_rows(const BackwardParams& params) {
+DEVICE DqFragments fragments_from(const typename T::Params& params, int head, int first_query) {
+  if constexpr (IS_PACKED<typename T::Blocked>) {
+    const int row_fragments = T::Sum::row_fragments(params, params.lists), first = first_query / 16;
+    return {T::Sum::fragments(params, head, row_fragments, first), row_fragments - first};
+  } else {
+    return {T::Sum::rows(params, head, first_query), (params.seq_q - first_query + 15) / 16};
+  }
+}
+
+// The queries of a block whose gradient it converts, in their sequence.
+template <class T>
+DEVICE TileOf<T> tile_of_rows(const typename T::Params& params, int place) {
+  if constexpr (IS_PACKED<typename T::Blocked>)
+    return find_sequence(params.lists.query_list, place);
+  else
+    return {place * T::TILE_ROWS, {}};
+}
+
+// delta = rowsum(dout * out) - dlse (Dao, "FlashAttention-2", Algorithm 2, line 4; dlse as d lse / d score = p). A block
+// owns TILE_ROWS queries; it also empties their sum of dq. In a packed batch it asks for no sequence: a row is a row, and as
+// many fragments of the sum are its own.
+template <class T>
+DEVICE void prepare_rows(const typename T::Params& params) {
   const auto [head, tile] = Place::of(block_index(), params.tiles_rows, params.heads_q_all, 1);
   const int first_query = tile * T::TILE_ROWS;
-  const QuerySequence sequence{params, head};
+  const QuerySequence<NoSequence> sequence{params, head, {}};
   const int lane = thread_index() % T::LANES;
   using E = typename T::Element;
 
@@ -49,8 +77,8 @@ DEVICE void prepare_rows(const BackwardParams& params) {
   }
 
   if constexpr (T::HAS_DQ_SUM) {
-    float* sums = T::Sum::rows(params, head, first_query);
-    const int row_fragments = min(T::TILE_ROWS / 16, (params.seq_q - first_query + 15) / 16);
+    const auto [sums, left] = fragments_from<T>(params, head, first_query);
+    const int row_fragments = min(T::TILE_ROWS / 16, left);
     for (int i = thread_index(); i < row_fragments * T::DIM_FRAGMENTS * T::Sum::FRAGMENT / 4; i += T::THREADS)
       store_global_16(sums + 4 * i, Chunk{});
   }
@@ -58,17 +86,19 @@ DEVICE void prepare_rows(const BackwardParams& params) {
 
 // dq = grad_factor * its sum, rounded. A block owns TILE_ROWS queries, a thread a chunk of a row at a time.
 template <class T>
-DEVICE void convert_dq(const BackwardParams& params) {
-  const auto [head, tile] = Place::of(block_index(), params.tiles_rows, params.heads_q_all, 1);
-  const int first_query = tile * T::TILE_ROWS;
-  const float* sums = T::Sum::rows(params, head, first_query);
-  uint16* rows = QuerySequence{params, head}.dq() + first_query * params.strides_out.seq;
+DEVICE void convert_dq(const typename T::Params& params) {
+  const auto [head, place] = Place::of(block_index(), params.tiles_rows, params.heads_q_all, 1);
+  const TileOf<T> tile = tile_of_rows<T>(params, place);
+  if (tile.is_none()) return;
+  const int first_query = tile.first_row;
+  const float* sums = dq_sums<T>(params, head, tile, first_query);
+  uint16* rows = QuerySequence<SequenceOf<T>>{params, head, tile.sequence}.dq() + first_query * params.strides_out.seq;
 
   for (int i = thread_index(); i < T::TILE_ROWS * T::CHUNKS; i += T::THREADS) {
     // Chunks of one fragment beside each other in a warp: it reads whole lines.
     const int side_count = T::CHUNKS % 2 ? 1 : 2;
     const int row = i / side_count % T::TILE_ROWS, chunk = i / (side_count * T::TILE_ROWS) * side_count + i % side_count;
-    if (first_query + row >= params.seq_q) continue;
+    if (first_query + row >= count_queries(params, tile.sequence)) continue;
     const float* fragment = sums + (row / 16 * T::DIM_FRAGMENTS + chunk / 2) * T::Sum::FRAGMENT;
     Chunk result;
 #pragma unroll

@@ -64,13 +64,16 @@ struct Walk {
   const typename T::Params& params;
   const Queries<T>& queries;
   Stream<T>& stream;
-  const Work& work;
+  const Work<T>& work;
 
   static DEVICE SharedAddress ring() { return shared_base() + T::RING_AT; }
   static DEVICE SharedAddress weights() { return shared_base() + T::EXCHANGE_AT; }
   static DEVICE SharedAddress tops() { return weights() + (T::SPLIT_KV ? T::TileP::BYTES : 0); }
-  DEVICE Mask<T::BAND> mask() const { return Mask<T::BAND>(params); }
-  DEVICE HeadScores<typename T::Score> head() const { return {params, work.batch, work.head}; }
+  DEVICE Mask<T::BAND> mask() const { return mask_of<T::BAND>(params, work.sequence); }
+  DEVICE int seq_q() const { return count_queries(params, work.sequence); }
+  DEVICE HeadScores<typename T::Score> head() const {
+    return {params.aux, seq_q(), count_keys(params, work.sequence), work.batch, work.head};
+  }
   // From `scores` to the log2 domain.
   DEVICE float scale_log2() const { return HAS_SCORE<typename T::Score> ? 1.0f : params.scale_log2; }
 };
@@ -207,7 +210,7 @@ DEVICE void attend(Outputs<T>& out, RowStates<T>& state, const Walk<T>& it) {
 
 // out = outputs / sum and lse = log(sum of exp). Quads of lanes gather 16 bytes a lane, so that rows leave in such stores.
 template <class T>
-DEVICE void store(const Outputs<T>& out, const RowStates<T>& state, const Walk<T>& it, const Sequence& sequence) {
+DEVICE void store(const Outputs<T>& out, const RowStates<T>& state, const Walk<T>& it, const HeadTensors<T>& tensors) {
   const int lane = thread_index() % WARP;
   float sum[T::ROW_FRAGMENTS][2];
   const auto add = [](float a, float b) { return a + b; };
@@ -219,11 +222,11 @@ DEVICE void store(const Outputs<T>& out, const RowStates<T>& state, const Walk<T
     for (int half = 0; half < 2; ++half) {
       const int query = it.work.first_query + T::warp_row() + 16 * m + accumulator_row(2 * half);
       float max = state[m].max[half], decay = 1.0f;
-      if constexpr (T::HAS_SINKS) decay = add_sink(max, sum[m][half], sequence.sink());
+      if constexpr (T::HAS_SINKS) decay = add_sink(max, sum[m][half], tensors.sink());
       const bool empty = sum[m][half] == 0.0f;  // the query sees no key
       const float inverse = empty ? 0.0f : decay / sum[m][half];
-      if (lane % 4 == 0 && T::column_warp() == 0 && query < it.params.seq_q)
-        store_global_4(sequence.lse() + query,
+      if (lane % 4 == 0 && T::column_warp() == 0 && query < it.seq_q())
+        store_global_4(tensors.lse() + query,
                        empty ? -infinity() : (max + log2_exact(sum[m][half])) * LN_2);
 #pragma unroll
       for (int d = 0; d < T::OUT_FRAGMENTS; d += 2) {  // 32 columns: a chunk of 8 for each lane of the quad
@@ -237,23 +240,23 @@ DEVICE void store(const Outputs<T>& out, const RowStates<T>& state, const Walk<T
         chunk = transpose_in_quad(chunk);
         const int column = T::warp_column() + 16 * d + lane % 4 * CHUNK_ELEMENTS;
         const bool mine = lane % 4 < 2 * (T::OUT_FRAGMENTS - d) && column < T::HEAD_DIM;
-        if (mine && query < it.params.seq_q)
-          store_global_16(sequence.out() + query * it.params.strides_out.seq + column, chunk);
+        if (mine && query < it.seq_q())
+          store_global_16(tensors.out() + query * it.params.strides_out.seq + column, chunk);
       }
     }
 }
 
 // Q as operand A. SHARE qkv: it comes through the buffer of K and V, before them; else it has one of its own.
 template <class T>
-DEVICE Queries<T> take_queries(const ForwardParams& params, const Sequence& sequence, Stream<T>& stream) {
+DEVICE Queries<T> take_queries(const ForwardParams& params, const HeadTensors<T>& tensors, Stream<T>& stream) {
   const SharedAddress tile = shared_base();
   if constexpr (T::STREAMED) {
     stream.start();
     return Queries<T>(tile);
   }
   constexpr bool FIRST = T::SHARE == Share::QKV;
-  load_tile<typename T::TileQ, T::THREADS, T::ALIGNED>(tile, sequence.q(), params.strides_q.seq,
-                                                       params.seq_q - sequence.work.first_query);
+  load_tile<typename T::TileQ, T::THREADS, T::ALIGNED>(tile, tensors.q(), params.strides_q.seq,
+                                                       count_queries(params, tensors.work.sequence) - tensors.work.first_query);
   cp_async_commit();
   if constexpr (!FIRST) stream.start();
   cp_async_wait<FIRST ? 0 : T::AHEAD>();
@@ -272,17 +275,19 @@ DEVICE Queries<T> take_queries(const ForwardParams& params, const Sequence& sequ
 
 template <class T>
 DEVICE void forward(const typename T::Params& params) {
-  const Work work = Work::of(params, T::TILE_M);
-  const Sequence sequence{params, work};
-  const Mask<T::BAND> mask(params);
-  Stream<T> stream(params, sequence, Walk<T>::ring(), keys_of<T>(params, mask, work));
-  const Queries<T> queries = take_queries<T>(params, sequence, stream);
+  const Work<T> work = Work<T>::of(params);
+  if constexpr (IS_PACKED<typename T::Blocked>)
+    if (work.batch < 0) return;  // the list has fewer tiles than it may have
+  const HeadTensors<T> tensors{params, work};
+  const Mask<T::BAND> mask = mask_of<T::BAND>(params, work.sequence);
+  Stream<T> stream(params, tensors, Walk<T>::ring(), keys_of<T>(params, mask, work));
+  const Queries<T> queries = take_queries<T>(params, tensors, stream);
   const Walk<T> it{params, queries, stream, work};
 
   Outputs<T> out;       // [WARP_ROWS, the warp's columns]
   RowStates<T> state;   // of WARP_ROWS rows
   attend<T>(out, state, it);
-  store<T>(out, state, it, sequence);
+  store<T>(out, state, it, tensors);
 }
 
 }  // namespace multiattn

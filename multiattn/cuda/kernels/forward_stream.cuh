@@ -6,44 +6,60 @@
 
 namespace multiattn {
 
-// Which queries of which head a block owns: tiles that see the most keys first.
+// Which queries of which head a block owns: tiles that see the most keys first. In a packed batch `batch` is the number of
+// the sequence, and `sequence` says where it lies.
+template <class T>
 struct Work {
   int batch, head, head_kv, first_query;
+  SequenceOf<T> sequence;
 
-  static DEVICE Work of(const ForwardParams& params, int tile_m) {
+  static DEVICE Work of(const typename T::Params& params) {
     const Place it = Place::of(block_index(), params.tiles, params.heads, params.heads_per_section);
-    const int head = it.head % params.heads_q;
-    return {it.head / params.heads_q, head, head / params.group, (params.tiles - 1 - it.place) * tile_m};
+    if constexpr (IS_PACKED<typename T::Blocked>) {
+      const ListedTile tile = find_sequence(params.lists.query_list, it.place);
+      return {tile.number, it.head, it.head / params.group, tile.first_row, tile.sequence};
+    } else {
+      const int head = it.head % params.heads_q;
+      return {it.head / params.heads_q, head, head / params.group, (params.tiles - 1 - it.place) * T::TILE_M, {}};
+    }
   }
 };
 
 // Where the sequences of one head live: the only place that turns (batch, head) into addresses. Each address is made
 // where it is needed, as one that is kept across the loop costs registers there.
-struct Sequence {
+template <class T>
+struct HeadTensors {
   const ForwardParams& params;
-  Work work;
+  Work<T> work;
 
   DEVICE const uint16* q() const {
-    return static_cast<const uint16*>(params.q) + offset(params.strides_q, work.head) +
-           work.first_query * params.strides_q.seq;
+    return static_cast<const uint16*>(params.q) + offset_q(params.strides_q) + work.first_query * params.strides_q.seq;
   }
-  DEVICE const uint16* k() const { return static_cast<const uint16*>(params.k) + offset(params.strides_k, work.head_kv); }
-  DEVICE const uint16* v() const { return static_cast<const uint16*>(params.v) + offset(params.strides_v, work.head_kv); }
-  DEVICE uint16* out() const { return static_cast<uint16*>(params.out) + offset(params.strides_out, work.head); }
+  DEVICE const uint16* k() const { return static_cast<const uint16*>(params.k) + offset_kv(params.strides_k); }
+  DEVICE const uint16* v() const { return static_cast<const uint16*>(params.v) + offset_kv(params.strides_v); }
+  DEVICE uint16* out() const { return static_cast<uint16*>(params.out) + offset_q(params.strides_out); }
   DEVICE float* lse() const {
-    return params.lse + (static_cast<int64>(work.batch) * params.heads_q + work.head) * params.seq_q;
+    if constexpr (PACKED) return params.lse + static_cast<int64>(work.head) * params.seq_q + work.sequence.offset_q;
+    else return params.lse + (static_cast<int64>(work.batch) * params.heads_q + work.head) * params.seq_q;
   }
   DEVICE float sink() const { return load_global_4(params.sinks + work.head); }  // only where heads have one
 
  private:
-  DEVICE int64 offset(const Strides& strides, int head) const {
-    return work.batch * strides.batch + head * strides.head;
+  static constexpr bool PACKED = IS_PACKED<typename T::Blocked>;
+
+  DEVICE int64 offset_q(const Strides& strides) const {
+    if constexpr (PACKED) return work.head * strides.head + work.sequence.offset_q * strides.seq;
+    else return work.batch * strides.batch + work.head * strides.head;
+  }
+  DEVICE int64 offset_kv(const Strides& strides) const {
+    if constexpr (PACKED) return work.head_kv * strides.head + work.sequence.offset_kv * strides.seq;
+    else return work.batch * strides.batch + work.head_kv * strides.head;
   }
 };
 
 // The walk over the tiles of keys, at its beginning.
 template <class T>
-DEVICE KeysOf<T> keys_of(const typename T::Params& params, const Mask<T::BAND>& mask, const Work& work) {
+DEVICE KeysOf<T> keys_of(const typename T::Params& params, const Mask<T::BAND>& mask, const Work<T>& work) {
   if constexpr (HAS_LISTS<typename T::Blocked>) {
     return {params.lists.keys, work.batch, work.head, work.first_query};
   } else {
@@ -59,8 +75,8 @@ class Stream {
  public:
   using Walk = KeysOf<T>;
 
-  DEVICE Stream(const ForwardParams& params, const Sequence& sequence, SharedAddress ring, const Walk& walk)
-      : params_(params), sequence_(sequence), ring_(ring), walk_(walk) {}
+  DEVICE Stream(const ForwardParams& params, const HeadTensors<T>& tensors, SharedAddress ring, const Walk& walk)
+      : params_(params), tensors_(tensors), ring_(ring), walk_(walk) {}
 
   DEVICE void start() {
 #pragma unroll
@@ -116,11 +132,11 @@ class Stream {
 
   DEVICE void load_k(int block, int piece, int tile) {
     const int first = tile * T::TILE_N, column = piece * T::K_WIDTH;
-    load_piece<typename T::PieceK>(k(block, piece), sequence().k() + first * params_.strides_k.seq, params_.strides_k.seq,
-                                   params_.seq_kv - first, column);
+    load_piece<typename T::PieceK>(k(block, piece), tensors().k() + first * params_.strides_k.seq, params_.strides_k.seq,
+                                   count_keys(params_, tensors_.work.sequence) - first, column);
     if constexpr (T::STREAMED)
-      load_piece<typename T::PieceQ>(q(block, piece), sequence_.q(), params_.strides_q.seq,
-                                     params_.seq_q - sequence_.work.first_query, column);
+      load_piece<typename T::PieceQ>(q(block, piece), tensors_.q(), params_.strides_q.seq,
+                                     count_queries(params_, tensors_.work.sequence) - tensors_.work.first_query, column);
   }
 
   template <class Piece>
@@ -131,16 +147,20 @@ class Stream {
 
   DEVICE void load_v(int block, int piece, int tile) {
     const int first = tile * T::TILE_N + piece * T::V_ROWS;
-    load_tile<typename T::PieceV, T::THREADS, T::ALIGNED>(v(block, piece), sequence().v() + first * params_.strides_v.seq,
-                                                          params_.strides_v.seq, params_.seq_kv - first);
+    load_tile<typename T::PieceV, T::THREADS, T::ALIGNED>(v(block, piece), tensors().v() + first * params_.strides_v.seq,
+                                                          params_.strides_v.seq,
+                                                          count_keys(params_, tensors_.work.sequence) - first);
   }
 
-  // The sequence of K and V. Where registers are scarce, its addresses are made for each load.
-  DEVICE Sequence sequence() const {
-    Sequence it = sequence_;
+  // Where K and V are. Where registers are scarce, their addresses are made for each load.
+  DEVICE HeadTensors<T> tensors() const {
+    HeadTensors<T> it = tensors_;
     if constexpr (T::CROWDED) {
       it.work.head_kv = recomputed(it.work.head_kv);
-      it.work.batch = recomputed(it.work.batch);
+      if constexpr (IS_PACKED<typename T::Blocked>)
+        it.work.sequence.offset_kv = recomputed(it.work.sequence.offset_kv);
+      else
+        it.work.batch = recomputed(it.work.batch);
     }
     return it;
   }
@@ -151,7 +171,7 @@ class Stream {
   static DEVICE int slot_of(int piece, int slots) { return static_cast<uint32>(piece) % static_cast<uint32>(slots); }
 
   const ForwardParams& params_;
-  const Sequence& sequence_;
+  const HeadTensors<T>& tensors_;
   SharedAddress ring_;
   Walk walk_;
 };

@@ -5,6 +5,7 @@
 #include "multiattn/mask.cuh"
 #include "multiattn/params.h"
 #include "multiattn/score.cuh"
+#include "multiattn/sequence.cuh"
 #include "multiattn/tile.cuh"
 
 namespace multiattn {
@@ -78,7 +79,7 @@ struct ForwardTraits : A, S {
   static constexpr bool ALIGNED = ALIGNED_;  // q, k, v: every row starts at a multiple of 16 bytes
   static constexpr bool HAS_SINKS = HAS_SINKS_;  // each head has one more key, without a value
   using Score = Score_;      // what changes scores
-  using Blocked = Blocked_;  // what lists the tiles that are seen
+  using Blocked = Blocked_;  // what lists the tiles that are seen, or those that there are
   using Params = typename WithAux<ForwardParams, Score, typename ListsOf<Blocked>::Type>::Type;
   static constexpr int THREADS = S::WARPS * WARP;
   static constexpr bool SPLIT_KV = A::WARPS == Warps::SPLIT_KV;

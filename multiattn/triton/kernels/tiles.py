@@ -1,10 +1,9 @@
 """Tiles of every kernel: which one a program owns, where it lives, how it is read, what it sees.
 
-Plain `triton.language`, as the kernels. `C` is their `TileConstants`, `band` is (seq_q, seq_kv, left, right), lengths of
-one sequence; `at` is (batch, head), or in a packed batch (first row of the sequence, head); strides are of (batch, head,
-row), in units of VECTOR elements. The mask is in here alone. With ``d =
-seq_kv - seq_q``, a causal query i sees the keys up to ``i + d``, a two-sided one those from ``i + d - left`` to
-``i + d + right``.
+Plain `triton.language`, as the kernels. `C` is their `TileConstants`, `band` is (seq_q, seq_kv, left, right), with the
+lengths of one sequence; `at` is (batch, head), or in a packed batch (first row of the sequence, head); strides are of
+(batch, head, row), in units of VECTOR elements. The mask is in here alone. With ``d = seq_kv - seq_q``, a causal query
+i sees the keys up to ``i + d``, a two-sided one those from ``i + d - left`` to ``i + d + right``.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def my_queries(entries, tiles, seq_q, seq_kv, heads, C: tl.constexpr):
 
 @triton.jit
 def my_keys(entries, tiles, seq_q, seq_kv, heads, C: tl.constexpr):
-    """The same of a tile of keys: its first key, batch, the first item of `at` of queries, `at` of keys, and lengths."""
+    """The same of a tile of keys: its first key, batch, the first item of an `at` of queries, `at` of keys, lengths."""
     heads_q, group, batch_heads = heads
     if C.packed:
         first_key, head_kv, batch, start_q, start_kv, len_q, len_kv = _my_entry(entries, tiles, batch_heads, C)

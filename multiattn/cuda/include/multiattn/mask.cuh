@@ -40,6 +40,10 @@ struct Mask : private Reach<BAND> {
   template <class Params>
   DEVICE explicit Mask(const Params& params) : Reach<BAND>(params), seq_q(params.seq_q), seq_kv(params.seq_kv) {}
 
+  // Of a sequence that is shorter than all of the parameters' rows.
+  template <class Params>
+  DEVICE Mask(const Params& params, int32 seq_q, int32 seq_kv) : Reach<BAND>(params), seq_q(seq_q), seq_kv(seq_kv) {}
+
   // The band is aligned bottom-right, which keeps every query below seq_q from keys at seq_kv and beyond; unless there is one
   // to its right.
   DEVICE bool visible(int query, int key) const {

@@ -27,6 +27,27 @@ struct MaskLists {
   BlockLists keys, queries;
 };
 
+// Behind the plain parameters of every kernel of a packed batch: the tiles of queries, and those of keys, of all its
+// sequences. sequence.cuh reads them; null where no kernel of the launch owns such tiles.
+struct TileLists {
+  const int32* query_list;
+  const int32* key_list;
+  int32 sequences;
+};
+
+// Of the kernel that makes these lists. A list has room for the most tiles that so many rows in so many sequences can have.
+struct ListParams {
+  const int32* cu_seqlens_q;   // [sequences + 1], never null: where sequences begin in q, and where the last one ends
+  const int32* cu_seqlens_kv;  // the same of k and v
+  int32* query_list;           // [tiles_q, 8]; null: not wanted
+  int32* key_list;             // [tiles_kv, 8]; null: not wanted
+  int32* next_tile;            // the counter of the kernel that comes next, to be emptied; null: it has none
+  int32 sequences;
+  int32 rows_q, rows_kv;    // of q and of k, those behind the last sequence included
+  int32 tile_q, tile_kv;    // rows of a tile
+  int32 tiles_q, tiles_kv;  // entries
+};
+
 struct ForwardParams {
   const void* q;  // [batch, heads_q, seq_q, D] 16-bit, never null
   const void* k;  // [batch, heads_q / group, seq_kv, D] 16-bit, never null

@@ -1,0 +1,128 @@
+// The sequence of a block in a packed batch, where sequences of any lengths lie one after another in one tensor.
+#pragma once
+#include "multiattn/block_mask.cuh"
+#include "multiattn/params.h"
+#include "multiattn/ptx.cuh"
+#include "multiattn/score.cuh"
+
+namespace multiattn {
+
+// In the place of a block mask among a kernel's constants: its tiles are those that the lists of a packed batch name.
+struct Packed {};
+
+template <class Blocked>
+constexpr bool IS_PACKED = false;
+template <>
+constexpr bool IS_PACKED<Packed> = true;
+template <>
+constexpr bool HAS_LISTS<Packed> = false;  // a band alone says which tiles are seen
+template <>
+struct ListsOf<Packed> {
+  using Type = TileLists;
+};
+// The lists come before what an expression has: the kernels of a launch share one struct, and some of them know of none.
+template <class Params, class Score>
+struct WithAux<Params, Score, TileLists, true> {
+  struct Type : Params {
+    TileLists lists;
+    typename Score::Aux aux;
+    typename Score::Gradients gradients;
+  };
+};
+template <class Params, class Score>
+struct WithAux<Params, Score, TileLists, false> {
+  struct Type : Params {
+    TileLists lists;
+    typename Score::Aux aux;
+  };
+};
+template <class Params>
+struct WithAux<Params, NoScore, TileLists, false> {
+  struct Type : Params {
+    TileLists lists;
+  };
+};
+template <int TILE>
+struct KeyWalk<Packed, TILE> {
+  using Type = Blocks;
+};
+
+// The `len_q` queries from row `offset_q` of q on, and the `len_kv` keys from row `offset_kv` of k and v on. Positions in a
+// sequence start at 0.
+struct Sequence {
+  int32 offset_q, offset_kv, len_q, len_kv;
+};
+
+// One entry of a list: the tile that starts with `first_row` of its sequence, a query or a key. `number` is that of the
+// sequence; negative: there is no tile, and the block that gets it has nothing to do. Rows behind the last sequence make
+// up one more, with queries but no keys, or keys but no queries: nothing may be loaded by its number.
+struct ListedTile {
+  int32 number, first_row;
+  Sequence sequence;
+
+  static constexpr int FIELDS = 8;  // of int32; multiattn/packed.py names them
+
+  DEVICE bool is_none() const { return number < 0; }
+};
+
+DEVICE ListedTile find_sequence(const int32* list, int entry) {
+  const int32* place = list + static_cast<int64>(entry) * ListedTile::FIELDS;
+  const Chunk tile = load_global_16(place), keys = load_global_16(place + 4);
+  const auto field = [](const Chunk& chunk, int word) { return static_cast<int32>(chunk.word[word]); };
+  return {field(tile, 0), field(tile, 1), {field(tile, 2), field(keys, 0), field(tile, 3), field(keys, 1)}};
+}
+
+// A tile of a batch that is not packed: the parameters have the lengths that all sequences share.
+struct NoSequence {};
+struct UnlistedTile {
+  int32 first_row;
+  NoSequence sequence;
+
+  static constexpr DEVICE bool is_none() { return false; }
+};
+
+// The tile of a block, and its sequence, by what lists a kernel's tiles.
+template <class Blocked>
+struct TileKind {
+  using Tile = UnlistedTile;
+  using Sequence = NoSequence;
+};
+template <>
+struct TileKind<Packed> {
+  using Tile = ListedTile;
+  using Sequence = multiattn::Sequence;
+};
+template <class Sequence>
+constexpr bool IS_LISTED = true;
+template <>
+constexpr bool IS_LISTED<NoSequence> = false;
+template <class T>
+using TileOf = typename TileKind<typename T::Blocked>::Tile;
+template <class T>
+using SequenceOf = typename TileKind<typename T::Blocked>::Sequence;
+
+// The queries and keys of a block's sequence.
+template <class Params>
+DEVICE int32 count_queries(const Params& params, const NoSequence&) { return params.seq_q; }
+template <class Params>
+DEVICE int32 count_queries(const Params&, const Sequence& it) { return it.len_q; }
+template <class Params>
+DEVICE int32 count_keys(const Params& params, const NoSequence&) { return params.seq_kv; }
+template <class Params>
+DEVICE int32 count_keys(const Params&, const Sequence& it) { return it.len_kv; }
+
+template <Band BAND, class Params>
+DEVICE Mask<BAND> mask_of(const Params& params, const NoSequence&) { return Mask<BAND>(params); }
+template <Band BAND, class Params>
+DEVICE Mask<BAND> mask_of(const Params& params, const Sequence& it) { return Mask<BAND>(params, it.len_q, it.len_kv); }
+
+// What `find_sequence` reads.
+DEVICE void store_tile(int32* list, int entry, const ListedTile& tile) {
+  int32* place = list + static_cast<int64>(entry) * ListedTile::FIELDS;
+  const auto word = [](int32 field) { return static_cast<uint32>(field); };
+  const Sequence& of = tile.sequence;
+  store_global_16(place, Chunk{{word(tile.number), word(tile.first_row), word(of.offset_q), word(of.len_q)}});
+  store_global_16(place + 4, Chunk{{word(of.offset_kv), word(of.len_kv), 0, 0}});
+}
+
+}  // namespace multiattn
