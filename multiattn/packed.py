@@ -31,6 +31,13 @@ ROWS_MIN = 16
 TILE_LISTS = ("query_list", "key_list")
 """Areas of workspace: the tiles of queries, and those of keys."""
 
+RAGGED_ROWS = 1 << 30
+"""Rows of the tensor map of `ragged`: more than any tensor has."""
+_COORDINATES = (1 << 31) - (1 << 16)
+"""Extent of its first two dimensions: `RAGGED_ROWS`, and every row, is inside."""
+_WRAPS = 1 << 34
+"""Elements: `RAGGED_ROWS` times so many are 2^64, and more bytes than an address counts."""
+
 USUAL_LENGTH = 4096
 """The length by which a packed batch's tiles and backend are chosen: the same for all, so that no batch asks for code
 that another did not."""
@@ -70,6 +77,20 @@ class PackingSpec(NamedTuple):
     def tiles_max(self, rows: int, tile: int) -> int:
         """The most tiles that so many rows can have: each sequence, and what is behind the last, ends with a part."""
         return rows // tile + self.sequences + 1
+
+
+def ragged(layout: Layout) -> Layout:
+    """A packed ``[1, H, T, D]`` for a tensor map whose rows end with a sequence: five dimensions, none of any length.
+
+    Row r of the n rows from `offset` on is at ``(N, offset + n, head, N - n + r, column)``, with N = `RAGGED_ROWS`. N
+    times the first stride are 2^64 elements, which wrap around to 0, less N rows; the fourth coordinate adds these
+    again. It is outside where r is n or more: there a load gives zeros, and a store writes nothing. A negative r is
+    inside. The idea is that of `triton.tools.ragged_tma`.
+    """
+    _, heads, _, head_dim = layout.shape
+    _, head, row, column = layout.strides
+    shape = (_COORDINATES, _COORDINATES, heads, RAGGED_ROWS, head_dim)
+    return Layout(shape, (_WRAPS - row, row, head, row, column), layout.dtype)
 
 
 def packed_strides(heads: int, head_dim: int) -> Strides:

@@ -77,6 +77,7 @@ def _gluon_variant() -> Variant:
             _THROUGH_DESCRIPTORS,
             arches=gluon_configs.ARCHES,
             block_masks=0,
+            packing=True,
             arch_hint="for this arch's wgmma and TMA, and Triton interprets no Gluon; other variants run elsewhere",
         ),
         config_type=gluon_configs.GluonConfig,

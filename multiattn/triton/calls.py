@@ -120,7 +120,8 @@ def _with_functions(table: KernelTable, is_gluon: bool) -> KernelTable:
 def _describe(row: Descriptor, tensor: Any, is_gluon: bool) -> Any:
     """A TensorDescriptor without its constructor, whose checks are done (they are the variant's capability)."""
     kind: Any = TensorDescriptor
-    block, more = [1, 1, row.rows, row.columns], {}
+    shape, strides = list(row.layout.shape), list(row.layout.strides)
+    block, more = [*[1] * (len(shape) - 2), row.rows, row.columns], {}
     if is_gluon:  # which wants to know the layout in shared memory
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia import hopper
@@ -128,7 +129,6 @@ def _describe(row: Descriptor, tensor: Any, is_gluon: bool) -> Any:
         kind, dtype = hopper.TensorDescriptor, {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
         more = {"layout": gl.NVMMASharedLayout.get_default_for(block, dtype[row.layout.dtype])}
     descriptor = kind.__new__(kind)
-    shape, strides = list(row.layout.shape), list(row.layout.strides)
     more |= {"padding": "zero", "round_f32_to_tf32": False}
     descriptor.__dict__.update(base=tensor, shape=shape, strides=strides, block_shape=block, **more)
     return descriptor

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
 from multiattn.layout import VECTOR_BYTES, Layout
-from multiattn.packed import TILE_LISTS
+from multiattn.packed import TILE_LISTS, ragged
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.plan.schedule import heads_side_by_side, key_tiles, most_multiprocessors, one_width, query_tiles
@@ -58,7 +58,10 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Descriptor:
-    """A TensorDescriptor of an operand or an area ``[B, H, S, D]``, with blocks of `rows` of one head."""
+    """A TensorDescriptor of an operand or an area ``[B, H, S, D]``, with blocks of `rows` of one head.
+
+    Or of one that is `ragged`.
+    """
 
     of: str
     layout: Layout
@@ -125,7 +128,8 @@ def assumed_of(plan: Plan) -> Assumed:
     """The fewest assumptions that code can make for the tensors of a Plan."""
     problem, config = plan.problem, plan.config
     if isinstance(config, GluonConfig):
-        return Assumed(alignment=problem.alignment, flag=problem.seq_kv % config.tile_n != 0)
+        is_ragged = problem.packing is not None or problem.seq_kv % config.tile_n != 0
+        return Assumed(alignment=problem.alignment, flag=is_ragged)
     return Assumed(alignment=problem.alignment, flag=_is_far(problem, _config_of(plan), plan.direction == "backward"))
 
 
@@ -439,17 +443,22 @@ def _backward(plan: Plan, assumed: Assumed, has_dlse: bool) -> tuple[KernelTable
 def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
     problem, config = plan.problem, plan.config
     assert isinstance(config, GluonConfig)
-    known = problem.layouts
+    packing, tiles = problem.packing, -(-problem.seq_q // config.tile_m)
+    if packing is not None:
+        tiles = packing.tiles_max(problem.seq_q, config.tile_m)
     rows: dict[str, Parameter] = {}
     for piece, columns in zip(("map", "narrow"), pieces_of(problem.head_dim), strict=True):
         for name in ("q", "k", "v", "out"):
             tile = config.tile_n if name in ("k", "v") else 64
-            described = Descriptor(of=name, layout=known[name], rows=tile, columns=columns)
+            layout = problem.layouts[name] if packing is None else ragged(problem.layouts[name])
+            described = Descriptor(of=name, layout=layout, rows=tile, columns=columns)
             rows[f"{name}_{piece}"] = described if columns else Constant(value=None)
     rows["lse"] = Tensor(of="lse")
     rows["sinks"] = _sinks(problem)
+    rows["query_list"] = Constant(value=None) if packing is None else Tensor(of="query_list")
     rows["counter"] = Tensor(of=abi.WORKSPACE) if config.counts else Constant(value=None)
-    lowered = lowered_score(problem, plan.arch)
+    has_pairs = packing is None or packing.sequences > 0  # else a tensor by sequences has nothing to read
+    lowered = lowered_score(problem, plan.arch) if has_pairs else None
     rows["aux"] = _aux(problem, lowered)
     rows["scale"] = _factor(problem, problem.scale_log2)
     sizes = {
@@ -457,7 +466,7 @@ def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
         "seq_kv": problem.seq_kv,
         "heads_q": problem.heads_q,
         "group": problem.group,
-        "tiles": -(-problem.seq_q // config.tile_m),
+        "tiles": tiles,
         "heads": problem.batch * problem.heads_q,
         "together": heads_side_by_side(problem),
     }

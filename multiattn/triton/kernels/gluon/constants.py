@@ -12,6 +12,8 @@ from multiattn.triton.staged import follows_distance, under_diagonal
 
 TILE_WORDS = 6
 """Words of shared memory that say what the tile of a slot of Q is."""
+SEQUENCE_WORDS = 3
+"""Further ones that say where its sequence is in a packed batch."""
 _OF_CONFIG = ("tile_n", "warpgroups", "stages", "q_slots", "pingpong")
 """Constants that a config has by the same name."""
 
@@ -48,6 +50,8 @@ class GluonConstants:
     """As in `TileConstants`: of its functions `once`, `ahead` and `rest` are called."""
     loads_early: bool = False
     """`ahead` is called while products are under way: there are registers for an element beside each score."""
+    packed: bool = False
+    """Sequences are packed one after another, and tiles are those of a list."""
 
     @classmethod
     def of(
@@ -71,6 +75,7 @@ class GluonConstants:
             lazy_max=config.lazy_max and (score is None or follows_distance(score)),
             score=score,
             loads_early=score is not None and spare_registers(config, problem) >= config.tile_n // 2,
+            packed=problem.packing is not None,
             **{name: getattr(config, name) for name in _OF_CONFIG},
         )
 
@@ -81,7 +86,12 @@ class GluonConstants:
 
     @property
     def words(self) -> int:
-        """Words of a slot of Q: they say which tile it has, and whether each warpgroup found it spoiled."""
+        """Words of a slot of Q: which tile it has, whether each warpgroup found it spoiled, and its sequence."""
+        return self.sequence_words + (SEQUENCE_WORDS if self.packed else 0)
+
+    @property
+    def sequence_words(self) -> int:
+        """The first of those that say where a packed tile's sequence is, and how long."""
         return TILE_WORDS + self.warpgroups
 
     @property

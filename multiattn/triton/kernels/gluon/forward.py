@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from multiattn.triton.kernels.gluon import ring
+from multiattn.triton.kernels.gluon import ring, sequences
 from multiattn.triton.kernels.gluon.producer import produce
 from multiattn.triton.kernels.gluon.scores import (
     LARGEST_SUM,
@@ -307,19 +307,26 @@ def _attend(
 
 
 @gluon.jit
-def _store(queries, out, narrow, row_max, sums, sink, origin, at, out_maps, lse, q_buffers, sizes, C: gl.constexpr):
+def _store(
+    queries, out, narrow, row_max, sums, sink, origin, buffer, out_maps, lse, q_buffers, sizes, C: gl.constexpr
+):  # fmt: skip
     """out = outputs / sum, through the warpgroup's own rows of Q, which it is done with; lse = log(sum of exp).
 
     Both with the sink, in the log2 domain, where heads have one.
     """
-    first_query, head, batch = origin
+    first_query, head, at = origin
     seq_q, heads_q = sizes[0], sizes[2]
     rows = first_query + gl.arange(0, 64, C.row)
     if C.has_sinks:
         row_max, sums, decay = add_sink(row_max, sums, sink)
-    lse_head = lse + (batch * heads_q + head).to(gl.int64) * seq_q
+    if C.packed:
+        offset_q, end = at
+        lse_head = lse + head.to(gl.int64) * seq_q + offset_q
+    else:
+        end = seq_q
+        lse_head = lse + (at * heads_q + head).to(gl.int64) * seq_q
     lse_row = (row_max + gl.log2(sums)) * LN_2  # of no key: LOWEST + log(0) = -inf
-    gl.store(lse_head + rows, lse_row, mask=(rows >= 0) & (rows < seq_q))
+    gl.store(lse_head + rows, lse_row, mask=(rows >= 0) & (rows < end))
     factor = 1.0 / gl.where(sums == 0.0, 1.0, sums)
     if C.has_sinks:
         factor *= decay
@@ -329,9 +336,9 @@ def _store(queries, out, narrow, row_max, sums, sink, origin, at, out_maps, lse,
         queries[1].store(narrow.to(queries[0].dtype))
     fence_async_shared()
     if first_query >= 0:  # a store that begins before its tensor is an illegal instruction; a load is not
-        ring.tma_store(out_maps[0], [batch, head, first_query, 0], q_buffers[0].index(at))
+        sequences.store_rows(out_maps[0], at, head, first_query, 0, q_buffers[0].index(buffer), C)
         if C.narrow > 0:
-            ring.tma_store(out_maps[1], [batch, head, first_query, C.wide], q_buffers[1].index(at))
+            sequences.store_rows(out_maps[1], at, head, first_query, C.wide, q_buffers[1].index(buffer), C)
 
 
 @gluon.jit
@@ -356,17 +363,25 @@ def consume(warpgroup: gl.constexpr, out_maps, lse, sinks, aux, scale, sizes, sh
         exact_tile = ring.read_word(words, at + ring.EXACT)
         buffer = slot * C.warpgroups + warpgroup
         queries = _queries(q_buffers, buffer, C)
+        own = sizes
+        if C.packed:
+            len_q, len_kv = sequences.read_lengths(words, at, C)
+            own = (len_q, len_kv, sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8])
         tile_begin = 0
         if C.two_sided:
-            tile_begin, _end = range_of_blocks(first_query - 64 * warpgroup, C.tile_m, sizes, C)
+            tile_begin, _end = range_of_blocks(first_query - 64 * warpgroup, C.tile_m, own, C)
         of_score = (batch, head, aux)
         if C.score is not None:
-            of_score = score_tile(first_query, of_score, sizes, C)
+            of_score = score_tile(first_query, of_score, own, C)
         row_max, row_sum, out, narrow, place, turn = _attend(
-            queries, q_place, place, turn, tile_begin, tile_end, exact_tile, first_query, scale, of_score, sizes,
+            queries, q_place, place, turn, tile_begin, tile_end, exact_tile, first_query, scale, of_score, own,
             shared, warpgroup, C,
         )  # fmt: skip
 
+        if C.packed:  # read again what else would be in registers all along
+            rows_q = sequences.read_queries(words, at, C)
+            first_query = ring.read_word(words, at + ring.FIRST_QUERY) + 64 * warpgroup
+            head = ring.read_word(words, at + ring.HEAD)
         sink = 0.0
         if C.has_sinks:
             sink = gl.load(sinks + head) * LOG2_E
@@ -382,6 +397,8 @@ def consume(warpgroup: gl.constexpr, out_maps, lse, sinks, aux, scale, sizes, sh
             mbarrier.arrive(verdicts.index(slot))
         if is_good > 0:
             origin = (first_query, head, batch)
+            if C.packed:
+                origin = (first_query, head, rows_q)
             _store(queries, out, narrow, row_max, sums, sink, origin, buffer, out_maps, lse, q_buffers, sizes, C)
         if C.q_slots == 1:
             tma.store_wait(0)
@@ -395,17 +412,26 @@ def consume(warpgroup: gl.constexpr, out_maps, lse, sinks, aux, scale, sizes, sh
 @gluon.jit
 def _buffers(number: gl.constexpr, rows: gl.constexpr, maps, C: gl.constexpr):
     """`number` tiles of `rows` rows of head_dim, in a piece or two."""
-    wide = gl.allocate_shared_memory(maps[0].dtype, [number, 1, 1, rows, C.wide], maps[0].layout)
+    wide = _tiles(number, rows, C.wide, maps[0], C)
     both = (wide, wide)  # the second is not asked for where there is one piece
     if C.narrow > 0:
-        both = (wide, gl.allocate_shared_memory(maps[0].dtype, [number, 1, 1, rows, C.narrow], maps[1].layout))
+        both = (wide, _tiles(number, rows, C.narrow, maps[1], C))
     return both
+
+
+@gluon.jit
+def _tiles(number: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr, map, C: gl.constexpr):
+    if C.packed:
+        tiles = gl.allocate_shared_memory(map.dtype, [number, 1, 1, 1, rows, columns], map.layout)
+    else:
+        tiles = gl.allocate_shared_memory(map.dtype, [number, 1, 1, rows, columns], map.layout)
+    return tiles
 
 
 # No integer is specialised on: none is in a loop but the lengths, and every head count would be another kernel.
 @gluon.jit(do_not_specialize=["seq_q", "seq_kv", "heads_q", "group", "tiles", "heads", "together", "left", "right"])
 def attention_forward(
-    q_map,  # tensor descriptors, [B, H, S, D], with blocks [1, 1, 64 or tile_n, wide]
+    q_map,  # tensor descriptors, [B, H, S, D] or `ragged`, with blocks [1, 1, 64 or tile_n, wide]
     k_map,
     v_map,
     out_map,
@@ -415,6 +441,7 @@ def attention_forward(
     out_narrow,
     lse,  # pointer, fp32 [B, Hq, Sq], contiguous
     sinks,  # pointer, fp32 [Hq], contiguous, at a multiple of 4 bytes; None where there are none
+    query_list,  # pointer, int32 [tiles, 8]: a packed batch's tiles of queries; None in others
     counter,  # pointer, int32: 0, and so it is left; None where the scheduler is not dynamic
     aux,  # what the expression that modifies scores reads, as its functions have it; None without one
     scale,  # |scale| * log2(e), positive; 1 with an expression
@@ -422,7 +449,7 @@ def attention_forward(
     seq_kv,
     heads_q,
     group,  # query heads that share one key/value head
-    tiles,  # of one head
+    tiles,  # of one head, or entries of the list
     heads,  # B * Hq
     together,  # heads that run side by side
     left,  # keys before and after its own that a query sees; None where the mask is not two-sided
@@ -451,7 +478,7 @@ def attention_forward(
             [
                 (consume, (0, out_maps, lse, sinks, aux, scale, sizes, shared, C)),
                 (consume, (1, out_maps, lse, sinks, aux, scale, sizes, shared, C)),
-                (produce, (q_maps, k_maps, v_maps, counter, sizes, shared, C)),
+                (produce, (q_maps, k_maps, v_maps, query_list, counter, sizes, shared, C)),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip
@@ -461,7 +488,7 @@ def attention_forward(
                 (consume, (0, out_maps, lse, sinks, aux, scale, sizes, shared, C)),
                 (consume, (1, out_maps, lse, sinks, aux, scale, sizes, shared, C)),
                 (consume, (2, out_maps, lse, sinks, aux, scale, sizes, shared, C)),
-                (produce, (q_maps, k_maps, v_maps, counter, sizes, shared, C)),
+                (produce, (q_maps, k_maps, v_maps, query_list, counter, sizes, shared, C)),
             ],
             [4, 4, 1], [160, 160, 24],
         )  # fmt: skip

@@ -152,6 +152,8 @@ def score_tile(first_query, of_score, sizes, C: gl.constexpr):
     batch, head, aux = of_score
     if C.score.once is not None:
         queries = _queries_from(first_query, C)  # [64, 1]
+        if C.packed:  # rows behind all sequences are no positions that a tensor has room for
+            queries = gl.where(sizes[1] > 0, queries, 0)
         aux = aux + C.score.once(batch, head, queries, 0, sizes[0], sizes[1], aux)
     return batch, head, aux
 
