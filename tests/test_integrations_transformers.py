@@ -349,12 +349,7 @@ def test_each_backend_takes_padding(backend):
         return found.logits
 
     model = decoder("Qwen3", num_hidden_layers=1)
-    try:
-        check(model, generate, torch.bfloat16, f"multiattn_{backend}")
-    except multiattn.Unsupported as error:
-        if {it.code for it in error.reasons} != {"packing"}:
-            raise
-        pytest.skip(str(error.reasons[0]))
+    check(model, generate, torch.bfloat16, f"multiattn_{backend}")
 
 
 def test_named_backends_refuse_float32():
