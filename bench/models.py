@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -157,6 +158,8 @@ def time_model(
     model: Model, clock: CudaClock, implementations: Sequence[str] = IMPLEMENTATIONS, modes: Sequence[Mode] = MODES
 ) -> list[ModelRow]:
     """Check every implementation in a model, then time those that pass, in turns."""
+    gc.collect()  # of the model before: its errors may hold tensors
+    torch.cuda.empty_cache()
     built = model.make("cuda")
     ids = torch.randint(0, _SIZES["vocab_size"], (model.batch, model.seq), device="cuda")
     errors, faults = _logits_errors(built, ids[:, :CHECKED], implementations)

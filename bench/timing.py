@@ -166,7 +166,7 @@ def measure(
             with contestants[name].context():
                 yield
         except Exception as error:  # broad: a contestant is anybody's code; its error is its result
-            results[name] = error
+            results[name] = error.with_traceback(None)  # whose frames hold tensors
 
     for name, contestant in contestants.items():
         with attempt(name):

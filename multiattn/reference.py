@@ -214,7 +214,7 @@ def differentiate(
 # ---------------------------------------------------------------- packed batches
 
 
-def _sequences(operands: Operands, options: Options) -> Iterator[tuple[Operands, Options, Part]]:
+def sequences(operands: Operands, options: Options) -> Iterator[tuple[Operands, Options, Part]]:
     """Each sequence as a batch of one, with its options and its place."""
     *captured, cu_seqlens_q, cu_seqlens_kv = operands.captured
     bounds_q, bounds_kv = (list(itertools.pairwise(it.tolist())) for it in (cu_seqlens_q, cu_seqlens_kv))
@@ -231,7 +231,7 @@ def _attend_packed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend` of each sequence; rows behind the last are empty ones."""
     q, sinks = operands.q, operands.sinks
-    results = [attend(*it[:2], compute_dtype, it[2]) for it in _sequences(operands, options)]
+    results = [attend(*it[:2], compute_dtype, it[2]) for it in sequences(operands, options)]
     outs, lses = ([*of_all] for of_all in zip(*results, strict=True)) if results else ([], [])
     _, heads, rows, head_dim = q.shape
     behind = rows - sum(it.shape[2] for it in outs)
@@ -248,7 +248,7 @@ def _differentiate_packed(operands: Operands, options: Options, compute_dtype: t
     shared = [() if operands.sinks is None else operands.sinks.shape, *sums][operands.sinks is None :]
     totals = [operands.q.new_zeros(it, dtype=compute_dtype) for it in shared]
     of_rows: tuple[list[torch.Tensor], ...] = ([], [], [])
-    for own, its_options, part in _sequences(operands, options):
+    for own, its_options, part in sequences(operands, options):
         found = differentiate(own, its_options, compute_dtype, part)
         for rows, gradient in zip(of_rows, found, strict=False):
             rows.append(gradient)

@@ -20,7 +20,7 @@ from multiattn.block_mask import BlockLists
 from multiattn.mask import Window
 from multiattn.operands import INPUTS, Operands, Options
 from multiattn.problem import Problem, options_of
-from multiattn.reference import attend, differentiate
+from multiattn.reference import attend, differentiate, sequences
 from multiattn.score import BoundScore
 from multiattn.score.eager import Part
 from parity.tolerance import (
@@ -166,6 +166,7 @@ def differentiate_in_chunks(
     *,
     keep: torch.dtype,
     chunk: int | None = None,
+    entry: int = 0,
 ) -> Grads:
     """Gradients in the dtype `keep`, a few query rows at a time, as `reference_in_chunks` does forward.
 
@@ -173,25 +174,54 @@ def differentiate_in_chunks(
     NaN of ``log(0)``. All but dq are added up over the rows in fp64.
     """
     q = given.q
-    if problem.packing is not None:  # a sequence at a time, anyway
-        return tuple(it.to(keep) for it in differentiate_rows(given, options_of(problem), None))
     dq = torch.zeros(q.shape, dtype=keep, device=q.device)
     summed = [*given.inputs[1 : INPUTS + problem.has_sinks]]
     summed += [given.captured[slot] for slot in (problem.score.gradients if problem.score is not None else ())]
     sums = [torch.zeros(it.shape, dtype=torch.float64, device=q.device) for it in summed]
     row = max(1, problem.batch * problem.heads_q * max(problem.seq_kv, problem.head_dim))
     rows = max(1, (chunk or GRAD_CHUNK) // row)
+    if problem.packing is not None:
+        return _differentiate_sequences(given, problem, differentiate_rows, dq, sums, keep=keep, chunk=chunk)
     start = 0 if problem.has_sinks else max(0, -problem.diagonal - problem.reach[1])
     if problem.is_empty or (problem.seq_kv == 0 and not problem.has_sinks):
         start = problem.seq_q
     for first in range(start, problem.seq_q, rows):
         last = min(first + rows, problem.seq_q)
-        some, options, part, keys = rows_of(problem, given, first, last)
+        some, options, part, keys = rows_of(problem, given, first, last, entry)
         some = some._replace(
             dout=None if given.dout is None else given.dout[:, :, first:last],
             dlse=None if given.dlse is None else given.dlse[:, :, first:last],
         )
         dq[:, :, first:last], dk, dv, *others = differentiate_rows(some, options, part)
         for total, its in zip((sums[0][:, :, keys], sums[1][:, :, keys], *sums[2:]), (dk, dv, *others), strict=True):
+            total += its
+    return (dq, *(total.to(keep) for total in sums))
+
+
+def _differentiate_sequences(
+    given: Operands,
+    problem: Problem,
+    differentiate_rows: Differentiate,
+    dq: torch.Tensor,
+    sums: list[torch.Tensor],
+    *,
+    keep: torch.dtype,
+    chunk: int | None,
+) -> Grads:
+    """The same of a packed batch, a sequence at a time, into dq and the other `sums`, which are zero."""
+    end_q = end_kv = 0
+    for own, options, place in sequences(given, options_of(problem)):
+        begin_q, begin_kv = end_q, end_kv
+        end_q, end_kv = end_q + place.seq_q, end_kv + place.seq_kv
+        found = differentiate_in_chunks(
+            own,
+            Problem.of_operands(own, options),
+            differentiate_rows,
+            keep=torch.float64,
+            chunk=chunk,
+            entry=place.first_entry,
+        )
+        dq[:, :, begin_q:end_q] = found[0]
+        for total, its in zip((*(it[:, :, begin_kv:end_kv] for it in sums[:2]), *sums[2:]), found[1:], strict=True):
             total += its
     return (dq, *(total.to(keep) for total in sums))

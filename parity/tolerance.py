@@ -20,7 +20,7 @@ from multiattn.operands import Operands, Options
 from multiattn.packed import Packing
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.problem import Problem, options_of
-from multiattn.reference import attend
+from multiattn.reference import attend, sequences
 from multiattn.score import BoundScore
 from multiattn.score.eager import Part
 from multiattn.score.expression import apply, const, walk
@@ -337,29 +337,44 @@ def derive_budget(naives: Sequence[torch.Tensor], truth: torch.Tensor, *, atol: 
     )
 
 
-def rows_of(problem: Problem, operands: Operands, first: int, last: int) -> tuple[Operands, Options, Part, slice]:
-    """Attention of the queries [first, last): their inputs, with their own mask, and the keys that they see."""
+def rows_of(
+    problem: Problem, operands: Operands, first: int, last: int, entry: int = 0
+) -> tuple[Operands, Options, Part, slice]:
+    """Attention of the queries [first, last): their inputs, with their own mask, and the keys that they see.
+
+    `entry` is the number of the first batch entry, or of the sequence.
+    """
     band, keys = problem.band.of_rows(first, last, problem.seq_q, problem.seq_kv)
     q, k, v = operands.qkv
-    part = Part(first, keys.start, problem.seq_q, problem.seq_kv)
+    part = Part(first, keys.start, problem.seq_q, problem.seq_kv, entry)
     rows = operands._replace(q=q[:, :, first:last], k=k[:, :, keys], v=v[:, :, keys])
     return rows, options_of(problem)._replace(left=band.left, right=band.right), part, keys
 
 
 def reference_in_chunks(
-    operands: Operands, problem: Problem, compute_dtype: torch.dtype
+    operands: Operands, problem: Problem, compute_dtype: torch.dtype, entry: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`multiattn.reference` over a few query rows at a time, and the keys that they see, in `compute_dtype`."""
     row = max(1, problem.batch * problem.heads_q * max(problem.seq_kv, problem.head_dim))
     rows = max(1, CHUNK // row)
     q = operands.q
-    if problem.seq_q <= rows or problem.packing is not None:  # a packed batch is a sequence at a time, anyway
+    if problem.packing is None and problem.seq_q <= rows and not entry:
         return attend(operands, options_of(problem), compute_dtype)
     out = torch.empty(q.shape, dtype=compute_dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=compute_dtype, device=q.device)
+    if problem.packing is not None:
+        end = 0
+        for own, its_options, place in sequences(operands, options_of(problem)):
+            begin, end = end, end + place.seq_q
+            its_problem = Problem.of_operands(own, its_options)
+            its = reference_in_chunks(own, its_problem, compute_dtype, place.first_entry)
+            out[:, :, begin:end], lse[:, :, begin:end] = its
+        empty = torch.tensor(-math.inf) if operands.sinks is None else operands.sinks[:, None].to(compute_dtype)
+        out[:, :, end:], lse[:, :, end:] = 0.0, empty
+        return out, lse
     for first in range(0, problem.seq_q, rows):
         last = min(first + rows, problem.seq_q)
-        some, options, part, _ = rows_of(problem, operands, first, last)
+        some, options, part, _ = rows_of(problem, operands, first, last, entry)
         out[:, :, first:last], lse[:, :, first:last] = attend(some, options, compute_dtype, part)
     return out, lse
 

@@ -199,7 +199,7 @@ needs_cuobjdump = pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjd
 
 
 def code_of(direction, variant, sequences, rows, **sizes):
-    """What the kernels of a launch are compiled for."""
+    """The code that the kernels of a launch ask for."""
     rows_q, rows_kv = rows
     problem = Problem.contiguous(
         batch=1, heads_q=4, heads_kv=2, seq_q=rows_q, seq_kv=rows_kv, packing=PackingSpec(sequences), **sizes

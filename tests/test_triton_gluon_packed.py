@@ -261,7 +261,7 @@ BIAS = torch.randn(5, 2, 190, 150, generator=torch.Generator().manual_seed(3))
 
 @pytest.mark.parametrize("scheduler", ["one_tile", "static", "dynamic"])
 def test_every_tile_of_a_list_is_done_once_and_rows_behind_get_zeros(scheduler):
-    """Of few and of many heads, in sections of which the last two are one."""
+    """Cases of few and of many heads, in sections of which the last two are one."""
     config = GluonConfig(tile_m=192, tile_n=16, scheduler=scheduler, lazy_max=True)
     check(UNEVEN, behind=(70, 9), heads=(4, 2), causal=True, config=config)
     check(UNEVEN[2:5], heads=(6, 6), config=config, together=2)

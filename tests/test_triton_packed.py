@@ -85,7 +85,7 @@ UNEVEN = ([5, 0, 40, 33, 1], [5, 7, 0, 64, 50])
 
 
 def batch(lengths, *, head_dim=16, behind=3):
-    """What a backward reads of packed sequences, with NaN in all rows behind the last, and their lengths."""
+    """The operands of a backward of packed sequences, with NaN in all rows behind the last, and their lengths."""
     random_of = torch.Generator().manual_seed(0)
     rows_q, rows_kv = (sum(it) + behind for it in lengths)
 

@@ -53,7 +53,7 @@ def get_kernel(launch: KernelLaunch) -> Any:
 
 
 _MODULES: Mapping[str, Any] = {"forward": forward, "list_tiles": packed}
-"""Of the kernels that are not the backward's."""
+"""Where the kernels are that are not the backward's."""
 
 
 @functools.cache
