@@ -329,7 +329,7 @@ def _walk_queries(
     if C.packed:
         sequence = rows_before(at[1], at[0], rows_q, C)
     else:
-        sequence = rows_before(at[0] * heads_q + at[1], 0, rows_q, C)
+        sequence = (at[0] * heads_q + at[1]).to(tl.int64) * seq_q
     q = seek(q, q_strides, at, C.descriptor, C.vector, C)
     dout = seek(dout, dout_strides, at, C.descriptor, C.out_vector, C)
     if C.one_pass and not C.descriptor:

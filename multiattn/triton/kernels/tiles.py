@@ -26,11 +26,7 @@ def my_tile(seq, batch_heads, LAST_FIRST: tl.constexpr, TILE: tl.constexpr, HEAD
     queries. The grid is one-dimensional: only its x extent passes 65535.
     """
     program = tl.program_id(0)
-    return _in_turn(program, (seq + TILE - 1) // TILE, batch_heads, LAST_FIRST, HEADS_TOGETHER)
-
-
-@triton.jit
-def _in_turn(program, tiles, batch_heads, LAST_FIRST: tl.constexpr, HEADS_TOGETHER: tl.constexpr):
+    tiles = (seq + TILE - 1) // TILE
     first_head = program // (tiles * HEADS_TOGETHER) * HEADS_TOGETHER
     tile = program - first_head * tiles
     batch_head = first_head
@@ -84,8 +80,7 @@ def my_keys(entries, tiles, seq_q, seq_kv, heads, C: tl.constexpr):
 @triton.jit
 def _my_entry(entries, tiles, heads, C: tl.constexpr):
     """The entry of a list, and the head of `heads`, that this program owns: see `multiattn.packed.LIST_FIELDS`."""
-    program = tl.program_id(0)
-    entry, head = _in_turn(program, tiles, heads, False, C.heads_in_turn)
+    entry, head = my_tile(tiles, heads, False, 1, C.heads_in_turn)
     entries += entry * 8
     number = tl.load(entries)
     first = tl.load(entries + 1)
