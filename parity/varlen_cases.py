@@ -44,11 +44,11 @@ def _lengths() -> Iterator[Case]:
         mask = "causal" if causal else "full"
         yield packed(
             f"uneven_d{head_dim}_{mask}", "lengths that fit no tile", UNEVEN, head_dim=head_dim, dtype=dtype,
-            causal=causal, nightly=head_dim == 128,
+            causal=causal, nightly=head_dim == 128 or not causal,
         )  # fmt: skip
         yield packed(
             f"apart_d{head_dim}_{mask}", "a diagonal of each sequence's own", APART, head_dim=head_dim, dtype=dtype,
-            causal=causal, heads_q=4, heads_kv=2, nightly=head_dim == 64 and not causal,
+            causal=causal, heads_q=4, heads_kv=2, nightly=head_dim == 128 or not causal,
         )  # fmt: skip
     yield packed("one", "one sequence is a batch of one", ((130, 130),), causal=True, nightly=True)
     yield packed("whole_tiles", "lengths that are tiles: nothing is ragged", ((128, 128), (256, 256)), nightly=True)
@@ -58,7 +58,7 @@ def _lengths() -> Iterator[Case]:
     for head_dim in (40, 96, 256):
         yield packed(
             f"d{head_dim}", "other head_dims", UNEVEN[2:], head_dim=head_dim, causal=True, heads_q=1, heads_kv=1,
-            nightly=head_dim != 96,
+            nightly=True,
         )  # fmt: skip
 
 
@@ -72,13 +72,19 @@ def _layouts() -> Iterator[Case]:
 
 def _with_others() -> Iterator[Case]:
     yield packed("window", "each sequence has its own band", APART, window=(30, 4))
-    yield packed("window_causal", "and its own diagonal", UNEVEN, window=(25, None), causal=True, head_dim=128)
+    yield packed(
+        "window_causal", "and its own diagonal", UNEVEN, window=(25, None), causal=True, head_dim=128, nightly=True
+    )
     yield packed("softcap", "scores of own positions", UNEVEN, softcap=3.0, causal=True, nightly=True)
-    yield packed("alibi", "slopes by sequence", APART, alibi="batch", causal=True)
+    yield packed("alibi", "slopes by sequence", APART, alibi="batch", causal=True, nightly=True)
     yield packed("bias", "a bias by sequence, with a gradient", APART, bias="bhqk", head_dim=32)
     yield packed("bias_of_keys", "one for all sequences", UNEVEN, bias="hk", nightly=True)
-    yield packed("bias_deterministic", "added up in a fixed order", UNEVEN, bias="bhqk", deterministic=True)
-    yield packed("score_mod", "what depends on sequence, head and positions", APART, score_mod="composite")
+    yield packed(
+        "bias_deterministic", "added up in a fixed order", UNEVEN, bias="bhqk", deterministic=True, nightly=True
+    )
+    yield packed(
+        "score_mod", "what depends on sequence, head and positions", APART, score_mod="composite", nightly=True
+    )
     yield packed("sinks", "also of rows that see nothing else", APART, behind=(9, 5), sinks="normal", causal=True)
     yield packed(
         "gpt_oss", "sinks and windows", UNEVEN, sinks="normal", window=(31, None), causal=True, heads_q=4, heads_kv=1,

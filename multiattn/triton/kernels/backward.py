@@ -26,7 +26,6 @@ from multiattn.triton.kernels.tiles import (
     my_tile,
     needs_mask,
     query_blocks,
-    rows_before,
     seeing_rows,
     seek,
     store_rows,
@@ -141,7 +140,10 @@ def gradient_of_queries(
     row_delta = _delta_of_rows(  # [tile_m]
         out, out_strides, dout_tile, dlse, delta, dlse_rows, place, first_row, len_q, C
     )
-    row_lse = _lse_of_rows(lse + rows_before(batch_head, at[0], seq_q, C), first_row, len_q, C)  # [tile_m]
+    lse += batch_head.to(tl.int64) * seq_q
+    if C.packed:
+        lse += at[0]
+    row_lse = _lse_of_rows(lse, first_row, len_q, C)  # [tile_m]
 
     own, kv, of_score = (q_tile, dout_tile, row_lse, row_delta), (k, v, k_strides, v_strides), (batch, head, aux)
     acc = tl.full([C.tile_m, C.head_pad], 0.0, tl.float32)
@@ -327,7 +329,7 @@ def _walk_queries(
     of_score = (batch, at[1], aux)
     seq_q = band[0]
     if C.packed:
-        sequence = rows_before(at[1], at[0], rows_q, C)
+        sequence = at[1].to(tl.int64) * rows_q + at[0]
     else:
         sequence = (at[0] * heads_q + at[1]).to(tl.int64) * seq_q
     q = seek(q, q_strides, at, C.descriptor, C.vector, C)
@@ -402,11 +404,13 @@ def _add_to_dq(dq_sum, dq_tile, at, first_row, seq_q, C: tl.constexpr):
 def _delta_of_rows(out, out_strides, dout_tile, dlse, delta, dlse_rows, place, first_row, seq_q, C: tl.constexpr):
     """``rowsum(dout * out) - dlse``: written, and returned as ``[tile_m]``. dout_tile is ``[tile_m, head_pad]``.
 
-    `place` is what `rows_before` takes.
+    `place` is (batch, head) as one number, the first row of the sequence, and the rows of a head.
     """
     out_tile = load_own(out, out_strides, first_row, seq_q, C.tile_m, C.out_vector, C)  # [tile_m, head_pad]
     rows = first_row + tl.arange(0, C.tile_m)
-    at = rows_before(place[0], place[1], place[2], C) + rows
+    at = place[0].to(tl.int64) * place[2] + rows
+    if C.packed:
+        at += place[1]
     row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     if C.packed:
         dlse_rows = tl.minimum(dlse_rows, seq_q)

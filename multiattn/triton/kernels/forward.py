@@ -21,7 +21,6 @@ from multiattn.triton.kernels.tiles import (
     modified,
     my_queries,
     needs_mask,
-    rows_before,
     seek,
     store_rows,
     visible_keys,
@@ -67,7 +66,9 @@ def attention_forward(
     k = seek(k, k_strides, at_kv, C.descriptor, C.vector, C)
     v = seek(v, v_strides, at_kv, C.descriptor, C.vector, C)
     out = seek(out, out_strides, at, False, C.out_vector, C)
-    lse += rows_before(batch_head, at[0], seq_q, C)
+    lse += batch_head.to(tl.int64) * seq_q
+    if C.packed:
+        lse += at[0]
 
     kv = (k, v, k_strides, v_strides)
     acc, row_sum, row_max = _attend(q, q_strides, kv, first_row, at_kv, band, scale, (batch, head, aux), lists, C)

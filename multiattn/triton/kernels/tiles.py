@@ -91,15 +91,6 @@ def _my_entry(entries, tiles, heads, C: tl.constexpr):
     return first, head, number, start_q, start_kv, len_q, len_kv
 
 
-@triton.jit
-def rows_before(batch_head, start, rows, C: tl.constexpr):
-    """Rows before a sequence's own where those of a head come one after another: lse and the like, of `rows` each."""
-    before = batch_head.to(tl.int64) * rows
-    if C.packed:
-        before += start
-    return before
-
-
 # ---------------------------------------------------------------- the mask
 
 
