@@ -142,10 +142,7 @@ def _find(entries: Sequence[Mapping[str, Any]], name: str | None) -> Mapping[str
         got = f"{len(found)} forward kernels and no name" if name is None else repr(name)
         raise ValueError(f"name: got {got}; allowed {names}")
     if found[0].get("launch") is None or found[0].get("direction") != "forward":
-        kind = f"a {found[0].get('direction')} kernel"
-        if (found[0].get("problem") or {}).get("packing") is not None:
-            kind += " of a packed batch, whose launch has several"
-        raise ValueError(f"name: got {found[0]['name']!r}, {kind}; allowed {names}")
+        raise ValueError(f"name: got {found[0]['name']!r}, a {found[0].get('direction')} kernel; allowed {names}")
     return found[0]
 
 
