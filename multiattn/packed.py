@@ -20,9 +20,9 @@ LIST_FIELDS = ("sequence", "first_row", "offset_q", "len_q", "offset_kv", "len_k
 
 The tile has the rows from `first_row` on of its sequence, queries or keys. The sequence has the `len_q` queries from
 row `offset_q` of q on, and the `len_kv` keys from row `offset_kv` of k on. `sequence` is -1 for an entry without a
-tile; `tiles` is how many entries have one, so that a block that does one after another knows where to stop. Entries of
-long sequences come first. Rows behind the last sequence are listed as one more of them, with queries but no keys, or
-keys but no queries: so they get zeros.
+tile. `tiles` is how many entries have one, so that a block that does one after another knows where to stop: CUDA's
+lists alone have it. Entries of long sequences come first. Rows behind the last sequence are listed as one more of
+them, with queries but no keys, or keys but no queries: so they get zeros.
 """
 
 ROWS_MIN = 16
