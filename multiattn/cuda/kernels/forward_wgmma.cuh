@@ -239,7 +239,11 @@ class Consumer {
   }
 
   DEVICE void modify_block(const Rows& rows, int block) {
-    const HeadScores<typename T::Score> head(params_.aux, mask_.seq_q, mask_.seq_kv, rows.tile.batch, rows.tile.head);
+    // Of no sequence these are the parameters' own: where the mask keeps them, two rules spill.
+    const ForwardParams& forward = params_.forward;
+    const int seq_q = IS_PACKED<typename T::Blocked> ? mask_.seq_q : forward.seq_q;
+    const int seq_kv = IS_PACKED<typename T::Blocked> ? mask_.seq_kv : forward.seq_kv;
+    const HeadScores<typename T::Score> head(params_.aux, seq_q, seq_kv, rows.tile.batch, rows.tile.head);
     modify_scores<T>(scores_, head, rows.first_query + warp_row(), block * T::TILE_N);
   }
 
