@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
@@ -250,27 +252,7 @@ class Problem:
 
         Those are contiguous: fp32 ``delta`` ``[B, Hq, Sq]`` and ``dq_sum`` ``[B, Hq, Sq, D]``, and the `TILE_LISTS`.
         """
-        shape_q = (self.batch, self.heads_q, self.seq_q, self.head_dim)
-        shape_kv = (self.batch, self.heads_kv, self.seq_kv, self.head_dim)
-        like_q = {"q": self.strides_q} | dict.fromkeys(("out", "dout", "dq"), self.strides_out)
-        like_kv = {"k": self.strides_k, "v": self.strides_v, "dk": self.strides_dk, "dv": self.strides_dv}
-        row = max(self.seq_q, 1)
-        sums = contiguous_strides(shape_q)
-        return {
-            **{name: Layout(shape_q, (*strides, 1), self.torch_dtype) for name, strides in like_q.items()},
-            **{name: Layout(shape_kv, (*strides, 1), self.torch_dtype) for name, strides in like_kv.items()},
-            **dict.fromkeys(("lse", "dlse", "delta"), Layout(shape_q[:3], (self.heads_q * row, row, 1), torch.float32)),
-            "dq_sum": Layout(shape_q, (*sums, 1), torch.float32),
-            **({"sinks": Layout((self.heads_q,), (1,), torch.float32)} if self.has_sinks else {}),
-            **({} if self.score is None else {**self.score.layouts, **self.score.gradient_layouts}),
-            **{captured_name(self._first_list + it): _of_list(shape) for it, shape in enumerate(self.lists)},
-            **({} if self.packing is None else self._packing_layouts(self.packing)),
-        }
-
-    def _packing_layouts(self, packing: PackingSpec) -> Mapping[str, Layout]:
-        """The cu_seqlens, and the areas of the lists of tiles."""
-        lists = {name: packing.list_layout(it) for name, it in zip(TILE_LISTS, (self.seq_q, self.seq_kv), strict=True)}
-        return {**dict.fromkeys(self.cu_seqlens, packing.layout), **lists}
+        return _layouts_of(self)
 
     @property
     def cu_seqlens(self) -> tuple[str, str]:
@@ -365,6 +347,39 @@ class Problem:
         if self.packing is not None:
             batch, lengths = f"packed B={self.packing.sequences}", f"Tq={self.seq_q} Tkv={self.seq_kv}"
         return f"{batch} {heads} {lengths} D={self.head_dim} {self.dtype} {self.mask}{more}"
+
+
+@functools.lru_cache(maxsize=64)
+def _layouts_of(problem: Problem) -> Mapping[str, Layout]:
+    """`Problem.layouts`. Making a new shape ready asks for them up to 50 times."""
+    shape_q = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim)
+    shape_kv = (problem.batch, problem.heads_kv, problem.seq_kv, problem.head_dim)
+    like_q = {"q": problem.strides_q} | dict.fromkeys(("out", "dout", "dq"), problem.strides_out)
+    like_kv = {"k": problem.strides_k, "v": problem.strides_v, "dk": problem.strides_dk, "dv": problem.strides_dv}
+    row = max(problem.seq_q, 1)
+    sums = contiguous_strides(shape_q)
+    return MappingProxyType(
+        {
+            **{name: Layout(shape_q, (*strides, 1), problem.torch_dtype) for name, strides in like_q.items()},
+            **{name: Layout(shape_kv, (*strides, 1), problem.torch_dtype) for name, strides in like_kv.items()},
+            **dict.fromkeys(
+                ("lse", "dlse", "delta"), Layout(shape_q[:3], (problem.heads_q * row, row, 1), torch.float32)
+            ),
+            "dq_sum": Layout(shape_q, (*sums, 1), torch.float32),
+            **({"sinks": Layout((problem.heads_q,), (1,), torch.float32)} if problem.has_sinks else {}),
+            **({} if problem.score is None else {**problem.score.layouts, **problem.score.gradient_layouts}),
+            **{captured_name(problem._first_list + it): _of_list(shape) for it, shape in enumerate(problem.lists)},
+            **({} if problem.packing is None else _packing_layouts(problem, problem.packing)),
+        }
+    )
+
+
+def _packing_layouts(problem: Problem, packing: PackingSpec) -> Mapping[str, Layout]:
+    """The cu_seqlens, and the areas of the lists of tiles."""
+    lists = {
+        name: packing.list_layout(it) for name, it in zip(TILE_LISTS, (problem.seq_q, problem.seq_kv), strict=True)
+    }
+    return {**dict.fromkeys(problem.cu_seqlens, packing.layout), **lists}
 
 
 def problem_of(operands: Operands, options: Options) -> Problem:

@@ -22,7 +22,8 @@ pytest.importorskip("cuda.tile")
 
 from cutile_checks import make_inputs
 
-from multiattn.cutile.bind import bind_proven, tile_ir
+from multiattn.cutile.bind import bind_proven
+from multiattn.cutile.claims import tile_ir
 from multiattn.cutile.compile import get_kernel, get_signature, make_cubin
 
 BACKEND = get("cutile")

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -18,7 +19,8 @@ pytest.importorskip("cuda.tile")
 import cuda.tile as ct
 
 from multiattn.cutile import cpu
-from multiattn.cutile.bind import bind_proven, tile_ir
+from multiattn.cutile.bind import bind_proven
+from multiattn.cutile.claims import read_claims, tile_ir
 from multiattn.cutile.compile import get_kernel, get_signature
 from multiattn.cutile.configs import CutileConfig
 from multiattn.cutile.kernels.constants import ListTilesConstants
@@ -206,7 +208,8 @@ def code_of(direction, variant, sequences, rows, **sizes):
     )
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction=direction, variant=variant, probe=False)
     launches = launches_of(plan)
-    return tuple((get_kernel(it), repr(get_signature(it)), it.occupancy, it.num_worker_warps) for it in launches)
+    signatures = map(get_signature, launches)  # the same object each time: to make one takes longer than to launch
+    return tuple((get_kernel(it), id(made), it.occupancy) for it, made in zip(launches, signatures, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -236,6 +239,11 @@ def test_sequences_come_and_go_by_tma_on_hopper():
     assert [it.kernel for it in launches] == ["list_tiles", "row_deltas", "all_grads", "round_query_grads"]
     for launch, made in zip(launches, exported, strict=True):
         bind_proven(launch, tile_ir(made.cubin), read_entry(made.cubin, made.kernel))
+    read = read_claims.cache_info().misses
+    others = launches_of(replace(plan, problem=replace(problem, seq_q=904, seq_kv=1208)))
+    for launch, made in zip(others, exported, strict=True):
+        bind_proven(launch, tile_ir(made.cubin), read_entry(made.cubin, made.kernel))
+    assert read_claims.cache_info().misses == read, "the code of other lengths is the same: it is read once"
     sass = disassemble(exported[2].cubin)
     for name in ("UTMALDG.4D", "UTMASTG.4D", "UTMAREDG.4D"):
         assert name in sass

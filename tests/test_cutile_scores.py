@@ -201,7 +201,7 @@ def test_what_is_compiled_takes_what_is_bound(kind):
     for tensor, rank in (("captured1", 4), ("captured2", 2)):
         one = places[tensor] + rank + 1  # its first stride: taken for its second
         swapped = re.sub(rf"%arg({one}|{one + 1})\b", lambda it, both=2 * one + 1: f"%arg{both - int(it[1])}", text)
-        with pytest.raises(ValueError, match=f"gathers: argument {one} is .*arg{one + 1} there"):
+        with pytest.raises(ValueError, match=f"arrays: argument {one} is .*arg{one + 1} there"):
             bind.prove(binding, swapped)
     with pytest.raises(ValueError, match="parameters: got"):
         bind.prove(replace(binding, constants=binding.constants | {"captured2_dtype": "float64"}), text)

@@ -9,7 +9,9 @@ import torch
 from multiattn.cuda.compile import cubin_path
 from multiattn.cuda.instances import launches_of
 from multiattn.cuda.params import areas_of, argument_of
+from multiattn.cuda.source import Instance
 from multiattn.plan import abi
+from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Launcher, Plan
 from multiattn.run import driver
 from multiattn.run.counters import counter_lender
@@ -29,8 +31,7 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> DriverLaunch
     kernels = []
     for launch in launches_of(plan):
         kernel = launch.kernel
-        cubin, smem_bytes = cubin_path(kernel, plan.arch).read_bytes(), kernel.smem_bytes
-        function = driver.load_kernel(cubin, kernel.name, device, dynamic_smem_bytes=smem_bytes, is_resident=True)
+        function = _load(kernel, plan.arch, device)
         grid = (launch.grid(_multiprocessors(device)), 1, 1)
         argument = argument_of(kernel, plan, has_dlse=has_dlse)
         binding = abi.Binding(arguments=(argument,), grid=grid, image=launch.image(), constants={})
@@ -39,6 +40,13 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> DriverLaunch
     is_counter = plan.direction == "forward" and plan.problem.packing is None
     lender = counter_lender if is_counter else fresh_memory
     return DriverLauncher(kernels, device, Workspace(lend=lender(device, size), areas=areas) if areas else None)
+
+
+@functools.cache
+def _load(kernel: Instance, arch: Arch, device: int) -> int:
+    """The driver's function, compiled and loaded once: calls of all sizes share it, and a packed batch is often new."""
+    cubin, smem_bytes = cubin_path(kernel, arch).read_bytes(), kernel.smem_bytes
+    return driver.load_kernel(cubin, kernel.name, device, dynamic_smem_bytes=smem_bytes, is_resident=True)
 
 
 @functools.cache

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from multiattn.cutile.arrays import STRIDES, VECTORS, extents_of
+from multiattn.cutile.claims import read_claims
 from multiattn.cutile.configs import CutileConfig
 from multiattn.cutile.table import IMAGE, KernelLaunch, launches_of
-from multiattn.operands import CAPTURED, DCAPTURED
-from multiattn.packed import TILE_LISTS
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
 
-_TEXT_SECTION = ".nv.tileir.debug_txt"
 _TYPES = {
     **{"bf16": "bf16", "fp16": "f16"},
     **{"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"},
@@ -23,14 +20,6 @@ _TYPES = {
 }
 """The types of problems' dtypes, and of those of captured tensors."""
 _FP32 = (*VECTORS, "dq_sum", "sinks")
-
-_PARAMETER = re.compile(r"%arg\d+: tile<([^>]*>?)>")
-_DIVISIBLE = re.compile(r"= assume div_by<(\d+)>, %arg(\d+) :")
-_OPERATION = re.compile(r"%(\w+) = (\w+) (.*?) :")
-_NAME = re.compile(r"%(\w+)")
-_SAME = ("assume", "reshape", "broadcast", "exti")
-"""Operations that leave a number what it is."""
-_VIEW = re.compile(r"%(\w+), shape = \[([^\]]*)\], strides = \[([^\]]*)\]")
 
 
 def bind(plan: Plan, image: abi.Image = IMAGE, emitted: Mapping[str, str] | None = None) -> abi.Binding:
@@ -59,14 +48,6 @@ def for_most_heads(plan: Plan) -> Plan:
 # ---------------------------------------------------------------- held against what tileiras was given
 
 
-def tile_ir(cubin: bytes) -> str:
-    """The Tile IR that tileiras keeps in a cubin as text; ValueError where there is none."""
-    found = [content for name, content in abi.sections(cubin).items() if name.startswith(_TEXT_SECTION)]
-    if len(found) != 1:
-        raise ValueError(f"cubin: got {len(found)} sections {_TEXT_SECTION}; allowed one")
-    return found[0].rstrip(b"\0").decode()
-
-
 def bind_proven(launch: KernelLaunch, text: str, entry: abi.KernelEntry) -> abi.Binding:
     """The Binding of a launch, held against its Tile IR and its cubin: ValueError for another."""
     binding = launch.binding
@@ -80,14 +61,17 @@ def prove(binding: abi.Binding, text: str) -> None:
 
     Types of all parameters, what the compiler assumes of them, and which are the extents and strides of which array.
     """
-    types = _PARAMETER.findall(text[: text.index("{")])
-    ours = [_type_of(argument, binding.constants) for argument in binding.arguments]
-    if ours != types:
-        raise ValueError(f"parameters: got {ours}; the Tile IR has {types}")
-    assumed = {(int(place), int(divisor)) for divisor, place in _DIVISIBLE.findall(text)}
-    if unknown := assumed - _divisors(binding):
+    arguments = binding.arguments
+    claims = read_claims(text, tuple(getattr(argument, "tensor", None) for argument in arguments))
+    ours = tuple(_type_of(argument, binding.constants) for argument in arguments)
+    if ours != claims.types:
+        raise ValueError(f"parameters: got {ours}; the Tile IR has {claims.types}")
+    if unknown := claims.multiples - _divisors(binding):
         raise ValueError(f"multiples: the Tile IR assumes {sorted(unknown)}, argument and divisor, which nothing tells")
-    _prove_addresses(binding, text)
+    for place, theirs in claims.numbers:
+        argument = arguments[place] if place < len(arguments) else None
+        if not isinstance(argument, abi.Number) or theirs not in (f"arg{place}", str(argument.value)):
+            raise ValueError(f"arrays: argument {place} is {argument}; the Tile IR has {theirs} there")
 
 
 def _type_of(argument: abi.Argument, constants: Mapping[str, str]) -> str:
@@ -111,113 +95,3 @@ def _divisors(binding: abi.Binding) -> set[tuple[int, int]]:
             for where, what in zip(places, ("alignment", *extents, *STRIDES[: rank - 1]), strict=True):
                 found.add((where, abi.divisor(constants[f"{argument.tensor}_{what}"])))
     return found
-
-
-_Operations = dict[str, tuple[str, str]]
-"""The operation that makes each value, and its operands."""
-
-
-def _prove_addresses(binding: abi.Binding, text: str) -> None:
-    """ValueError where what is taken for an array's extents and strides is something else in the Binding.
-
-    An array is a view. One that is only gathered from is an address, to which an offset is added.
-    """
-    made: _Operations = {}  # a loop's values may have the names of another's: what counts is the latest
-    found = False
-    for name, operation, operands in _OPERATION.findall(text):
-        made[name] = (operation, operands)
-        if operation == "make_tensor_view":
-            found = True
-            _prove_view(binding, made, operands)
-        elif operation == "offset" and _is_gathered(binding, made, operands):
-            found = True
-            _prove_gather(binding, made, operands)
-    if not found:
-        raise ValueError("arrays: the Tile IR has none")
-
-
-def _prove_view(binding: abi.Binding, made: _Operations, operands: str) -> None:
-    """A view is of an array, or of a part of it: further on by a multiple of a stride, and of another extent."""
-    match = _VIEW.match(operands)
-    if match is None:
-        raise ValueError(f"arrays: the Tile IR has a view of {operands}; allowed an address, extents and strides")
-    pointer, shape, strides = match.groups()
-    extents, steps = shape.split(", "), strides.split(", ")
-    cut: set[int] = set()
-    if _kind_of(made, f"%{pointer}") == "offset":
-        cut = {axis for axis, it in enumerate(extents) if _kind_of(made, it) not in ("", "constant")}
-        pointer, offset = _NAME.findall(made[_origin(made, pointer)][1])
-        by = [_number(made, f"%{_NAME.findall(made[it][1])[-1]}") for it in _terms(made, offset)]
-        if by != [_number(made, steps[axis]) for axis in cut]:
-            raise ValueError(f"arrays: a part is further on by multiples of {by}; allowed strides of axes {cut}")
-    place = int(_source(made, pointer).removeprefix("arg"))
-    for axis, text in enumerate([*extents, *steps]):
-        index = place + 1 + axis
-        argument = binding.arguments[index] if index < len(binding.arguments) else None
-        ours = f"arg{index}" if text.startswith("%") else str(getattr(argument, "value", None))
-        if not isinstance(argument, abi.Number) or (axis not in cut and _number(made, text) != ours):
-            raise ValueError(f"arrays: argument {index} is {argument}; the Tile IR has {text} there")
-
-
-def _kind_of(made: _Operations, text: str) -> str:
-    """The operation that makes a value; nothing for a parameter or a number."""
-    return made.get(_origin(made, text[1:]), ("", ""))[0] if text.startswith("%") else ""
-
-
-def _number(made: _Operations, text: str) -> str:
-    """The parameter that a value is, or a number, written as one or a value."""
-    return _source(made, text[1:]) if text.startswith("%") else text
-
-
-# ---------------------------------------------------------------- gathers
-
-
-def _is_gathered(binding: abi.Binding, made: _Operations, operands: str) -> bool:
-    """True for an offset into an array that is gathered from or scattered to, and no part of one."""
-    argument = binding.arguments[int(_source(made, _NAME.findall(operands)[0]).removeprefix("arg"))]
-    names = (CAPTURED, DCAPTURED, *TILE_LISTS)
-    return isinstance(argument, abi.Pointer) and (argument.tensor or "").startswith(names)
-
-
-def _prove_gather(binding: abi.Binding, made: _Operations, operands: str) -> None:
-    """An offset is the sum of a product for each dimension, of an index and a stride."""
-    address, offset = _NAME.findall(operands)
-    terms = list(_terms(made, offset))
-    place = int(_source(made, address).removeprefix("arg"))
-    theirs = [_source(made, _NAME.findall(made[it][1])[-1]) for it in terms]
-    for axis, stride in enumerate(theirs, place + 1 + len(terms)):
-        argument = binding.arguments[axis]
-        if stride not in (f"arg{axis}", str(getattr(argument, "value", None))):
-            raise ValueError(f"gathers: argument {axis} is {argument}; the Tile IR has {stride} there")
-
-
-def _origin(made: _Operations, name: str) -> str:
-    """The value that another one is, but for what is assumed of it and its shape."""
-    while name in made and made[name][0] in _SAME:
-        name = _NAME.findall(made[name][1])[-1]
-    return name
-
-
-def _source(made: _Operations, name: str) -> str:
-    """The parameter that a value is, or the number."""
-    name = _origin(made, name)
-    if name not in made:
-        return name
-    operation, operands = made[name]
-    if operation != "constant":
-        raise ValueError(f"gathers: the Tile IR has %{name}, {operation} {operands}; allowed a parameter")
-    return operands.rstrip(">").rpartition(" ")[2]
-
-
-def _terms(made: _Operations, name: str) -> Iterator[str]:
-    """The products that a value is the sum of."""
-    while made[name][0] in _SAME:
-        name = _NAME.findall(made[name][1])[-1]
-    operation, operands = made[name]
-    if operation == "addi":
-        for it in _NAME.findall(operands):
-            yield from _terms(made, it)
-    elif operation == "muli":
-        yield name
-    else:
-        raise ValueError(f"gathers: the Tile IR has %{name}, {operation} {operands}; allowed sums of products")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.tile as ct
 import torch
@@ -23,7 +23,8 @@ from cuda.tile._compile import compile_cubin
 from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature, ScalarConstraint, export_kernel
 
 from multiattn.cutile.arrays import ArrayArgument
-from multiattn.cutile.bind import bind_proven, for_most_heads, tile_ir
+from multiattn.cutile.bind import bind_proven, for_most_heads
+from multiattn.cutile.claims import tile_ir
 from multiattn.cutile.configs import PIPELINES
 from multiattn.cutile.kernels import backward, forward, packed
 from multiattn.cutile.kernels.constants import KernelConstants
@@ -76,26 +77,76 @@ def _slots(constants: KernelConstants) -> tuple[int, ...]:
 
 
 def get_signature(launch: KernelLaunch) -> Any:
-    """The parameters of a kernel as a launch would specialise them; its symbol tells the constants, too."""
-    dtype = ct.int64 if launch.is_64bit else ct.int32
+    """The parameters of a kernel as a launch would specialise them; its symbol tells the constants, too.
+
+    Launches of many sizes share one, made once: that costs the host as much as all else of a launch.
+    """
+    arrays = tuple(map(_known_of, launch.arrays.values()))
+    optional = tuple(tuple(map(_known_of, it)) for it in launch.optional.values())
+    scalars = tuple(map(_type_of, launch.scalars.values()))
+    return _signature(launch.kernel, launch.constants, launch.is_64bit, arrays, optional, scalars)
+
+
+@functools.cache
+def _signature(
+    kernel: str,
+    constants: KernelConstants,
+    is_64bit: bool,
+    arrays: tuple[_Known, ...],
+    optional: tuple[tuple[_Known, ...], ...],
+    scalars: tuple[type | tuple[type, ...], ...],
+) -> Any:
+    dtype = ct.int64 if is_64bit else ct.int32
     parameters = [
-        *(_array(array, dtype) for array in launch.arrays.values()),
-        *(tuple(_array(array, dtype) for array in arrays) for arrays in launch.optional.values()),
-        *map(_scalar, launch.scalars.values()),
+        *(_array(array, dtype) for array in arrays),
+        *(tuple(_array(array, dtype) for array in given) for given in optional),
+        *map(_scalar, scalars),
     ]
     convention = CallingConvention.cutile_python_v2()  # v2: a static extent
-    constants = dict(vars(launch.constants))
-    score, slots, blocks = constants.pop("score", None), constants.pop("gradients", ()), constants.pop("blocks", None)
-    name = f"{launch.kernel}_packed" if constants.pop("packed", False) else launch.kernel
+    values = dict(vars(constants))
+    score, slots, blocks = values.pop("score", None), values.pop("gradients", ()), values.pop("blocks", None)
+    name = f"{kernel}_packed" if values.pop("packed", False) else kernel
     name = name if score is None else f"{name}_{text_of(score, slots)[0]}"
-    numbers = [*constants.values(), *(vars(blocks).values() if blocks is not None else ())]
+    numbers = [*values.values(), *(vars(blocks).values() if blocks is not None else ())]
     named = KernelSignature([*parameters, *map(_number, numbers)], convention).with_mangled_symbol(name)
     return KernelSignature(parameters, convention, named.symbol)
 
 
-def _scalar(value: Scalar) -> Any:
-    if isinstance(value, tuple):
-        return tuple(ScalarConstraint(ct.int32 if isinstance(it, int) else ct.float32) for it in value)
+class _Known(NamedTuple):
+    """All that code knows of an array: `ArrayArgument`, without sizes."""
+
+    dtype: torch.dtype
+    rank: int
+    head_dim: int | None
+    """None of an array without one."""
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+    last_stride: int | None
+    alignment: int
+    overlaps: bool
+
+
+def _known_of(array: ArrayArgument) -> _Known:
+    shape = array.layout.shape
+    return _Known(
+        dtype=array.layout.dtype,
+        rank=len(shape),
+        head_dim=shape[-1] if len(shape) > len(array.extents) else None,
+        extents=array.extents,
+        strides=array.strides,
+        last_stride=array.last_stride,
+        alignment=array.alignment,
+        overlaps=array.overlaps,
+    )
+
+
+def _type_of(value: Scalar) -> type | tuple[type, ...]:
+    return tuple(map(type, value)) if isinstance(value, tuple) else type(value)
+
+
+def _scalar(kind: type | tuple[type, ...]) -> Any:
+    if isinstance(kind, tuple):
+        return tuple(ScalarConstraint(ct.int32 if it is int else ct.float32) for it in kind)
     return ScalarConstraint(ct.float32)
 
 
@@ -106,14 +157,13 @@ def _number(constant: float | str | None) -> float:
     return PIPELINES.index(constant) if isinstance(constant, str) else constant
 
 
-def _array(array: ArrayArgument, index_dtype: Any) -> Any:
+def _array(array: _Known, index_dtype: Any) -> Any:
     """With a static D, where it has one."""
-    shape = array.layout.shape
-    tail = [1] * (len(shape) - len(array.extents))
-    static_dim = {"shape_constant": (None, None, None, shape[3])} if tail else {}
+    tail = [] if array.head_dim is None else [1]
+    static_dim = {"shape_constant": (None, None, None, array.head_dim)} if tail else {}
     return ArrayConstraint(
-        _DTYPES[array.layout.dtype],
-        len(shape),
+        _DTYPES[array.dtype],
+        array.rank,
         index_dtype=index_dtype,
         stride_lower_bound_incl=0,
         alias_groups=(),

@@ -16,7 +16,8 @@ import cuda.tile as ct
 import torch
 
 from multiattn.cutile import cpu
-from multiattn.cutile.bind import bind_proven, tile_ir
+from multiattn.cutile.bind import bind_proven
+from multiattn.cutile.claims import tile_ir
 from multiattn.cutile.compile import compile_limit, get_kernel, get_signature, make_cubin
 from multiattn.cutile.table import KernelLaunch, areas_of, launches_of
 from multiattn.layout import Layout

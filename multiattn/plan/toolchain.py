@@ -14,8 +14,9 @@ import torch
 from multiattn.plan.support import Reason
 
 
+@functools.cache
 def version_of(distribution: str) -> str | None:
-    """The installed version of a distribution, or None."""
+    """The installed version of a distribution, or None: as it was when first asked, as what is imported stays."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

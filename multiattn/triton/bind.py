@@ -162,8 +162,14 @@ def checked_binding(kernel: Any, table: KernelTable) -> abi.Binding:
         if not kind.startswith(prefix) or [*theirs[1:]] != ours:
             raise ValueError(f"{table.kernel}: {name}: got {row}; Triton has {_told(*theirs)}")
     binding = binding_of(table, image_of(kernel.metadata))
-    abi.check(binding, abi.read_entry(kernel.asm["cubin"], kernel.metadata.name))
+    abi.check(binding, _entry_of(kernel))
     return binding
+
+
+@functools.cache
+def _entry_of(kernel: Any) -> abi.KernelEntry:
+    """The entry of a CompiledKernel in its cubin, read once: calls of all sizes share it."""
+    return abi.read_entry(kernel.asm["cubin"], kernel.metadata.name)
 
 
 def _specialised(row: Scalar) -> tuple[str, bool, object]:
