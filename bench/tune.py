@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from bench import options as shared
 from bench.contenders import Ours, RefusedError, Truths, check, truth_of
-from bench.matrix import Cell, InputError, Tensors, rate_text
+from bench.matrix import SUITES, Cell, InputError, Tensors, rate_text
 from bench.peers import Provider, find_peers
 from bench.results import NO_GPU, ROOT, Row, Store, device_works
 from bench.run import Job, Machine, run
@@ -34,7 +34,7 @@ from multiattn.plan.toolchain import find_cuobjdump
 
 YARDSTICK = "sdpa-cudnn"
 TUNE_SEQ = 4096
-"""The length that is swept unless others are asked for: a rule for long sequences is what most users run."""
+"""The length that is swept unless others are asked for, where the suite has it: most users run long sequences."""
 
 RAGGED = ((200, 16), (777, 7))
 """Lengths, and batches of six heads, that candidates are checked at as well.
@@ -94,8 +94,7 @@ def check_candidate(it: Candidate) -> bool:
     if not it.may_spill:
         refuse_spills(plan)
     ours = replace(it.ours, config=plan.config)
-    ragged = (replace(it.cell, seq=seq, batch=batch, heads=6, heads_kv=None) for seq, batch in RAGGED)
-    for cell in (it.cell, *ragged):
+    for cell in (it.cell, *_ragged(it.cell)):
         tensors, truth = _cell_truth(cell, it.device)
         try:
             contender = ours.prepare(cell, tensors, it.arch)
@@ -103,6 +102,12 @@ def check_candidate(it: Candidate) -> bool:
             continue  # its own cell, which was planned above, is what it is a candidate for
         check({name: result[-1:] for name, result in contender.output().items()}, truth, contender.plan)
     return True
+
+
+def _ragged(cell: Cell) -> Iterator[Cell]:
+    """The cell with each of `RAGGED` lengths; a packed batch is one of them, with sequences that are shorter still."""
+    for seq, batch in RAGGED:
+        yield replace(cell, seq=seq, batch=1 if cell.is_packed else batch, heads=6, heads_kv=None)
 
 
 def refuse_spills(plan: Plan) -> None:
@@ -135,7 +140,8 @@ def check_all(wanted: Sequence[Candidate], *, jobs: int, timeout_s: float) -> It
 
 def sweep(options: argparse.Namespace) -> int:
     """Sweep the candidates of each backend, print the ranking of each cell and keep it as results."""
-    options.seq = options.seq or [TUNE_SEQ]
+    if any(cell.seq == TUNE_SEQ for cell in SUITES[options.suite or "standard"]):
+        options.seq = options.seq or [TUNE_SEQ]
     cells = shared.cells_of(options, "standard")
     machine = Machine.current()
     if machine is None:
