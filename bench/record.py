@@ -24,6 +24,7 @@ from multiattn.inspect.mix import GENERATIONS
 from multiattn.inspect.pool import run_isolated
 from multiattn.layout import DTYPES
 from multiattn.operands import Operands, Options, ScoreSpec, with_score
+from multiattn.packed import PackingSpec
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import GPU_ARCHS, by_name
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan, Variant, plan_variant
@@ -56,7 +57,8 @@ RUNG_ARCHS = ("sm80", "sm90")
 def key_of(plan: Plan) -> Key:
     """The name of a Plan."""
     problem = plan.problem
-    where = (plan.backend, plan.direction, plan.variant, plan.arch.name, str(problem.head_dim), problem.mask)
+    mask = problem.mask if problem.packing is None else f"{problem.mask} packed"
+    where = (plan.backend, plan.direction, plan.variant, plan.arch.name, str(problem.head_dim), mask)
     return (*where, str(plan.config))
 
 
@@ -128,8 +130,15 @@ def _plan(
     """The Plan of the first problem for which `rule` is chosen, of lengths that it is for; None if there is none."""
     target = by_name(arch)
     for dtype, seq, batch in itertools.product(RULE_DTYPES, _lengths(variant.rules), _batches(variant.rules)):
+        packing = PackingSpec(batch, 0, 0) if rule.packed else None
         problem = Problem.contiguous(
-            batch=batch, heads_q=HEADS, seq_q=seq, head_dim=head_dim, dtype=dtype, causal=causal
+            batch=1 if rule.packed else batch,
+            heads_q=HEADS,
+            seq_q=seq,
+            head_dim=head_dim,
+            dtype=dtype,
+            causal=causal,
+            packing=packing,
         )
         if rule.scored or rule.reads_keys:
             problem = replace(problem, score=example_score(reads_keys=bool(rule.reads_keys)))

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from multiattn import Problem
+from multiattn.packed import PackingSpec
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import BACKENDS, DIRECTIONS
@@ -28,6 +29,7 @@ CONDITIONS = {
     "full": ({"banded": False}, "for full"),
     "scored": ({"scored": True}, "for modified scores"),
     "reads_keys": ({"reads_keys": True}, "for scores that read an element for each key"),
+    "packed": ({"packed": True}, "for packed batches"),
     "dtype": ({"dtype": "fp16"}, "for fp16"),
     "long": ({"seq_min": 1001}, "for lengths in 1001.."),
     "short": ({"seq_max": 999}, "for lengths in 0..999"),
@@ -46,6 +48,14 @@ def test_each_condition_rejects_in_its_own_words(name):
     assert chosen is ANY
     assert select((rule,), problem(causal=causal), SM80) == (None, rejected)
     assert rejected == (() if name == "arch" else (f"rule {rule.config}: {rule.reject(problem(causal=causal), SM80)}",))
+
+
+def test_a_packed_batch_has_its_own_rules_and_those_for_both():
+    packed = Problem.contiguous(batch=1, heads_q=4, seq_q=1000, head_dim=64, packing=PackingSpec(3, 0, 0))
+    mine, others = (replace(ANY, packed=is_packed) for is_packed in (True, False))
+    assert select((others, mine, ANY), packed, SM80)[0] is mine
+    assert select((others, ANY), packed, SM80)[0] is ANY
+    assert others.reject(packed, SM80) == "for batches [B, H, S, D]"
 
 
 def test_a_rule_for_callers_that_name_the_variant():
@@ -82,6 +92,7 @@ def test_a_rule_covers_what_it_would_shadow():
         banded=True,
         scored=True,
         reads_keys=False,
+        packed=False,
         dtype="bf16",
         seq_min=100,
         seq_max=200,
@@ -92,7 +103,7 @@ def test_a_rule_covers_what_it_would_shadow():
     for change in (
         {"arches": ("sm100",)}, {"head_dim_max": 256}, {"head_dim_min": 1}, {"whole_sectors": None},
         {"whole_sectors": False}, {"banded": None}, {"dtype": None}, {"seq_max": None}, {"seq_min": 0},
-        {"batch_max": None}, {"scored": None}, {"reads_keys": None},
+        {"batch_max": None}, {"scored": None}, {"reads_keys": None}, {"packed": None},
     ):  # fmt: skip
         assert not narrower.covers(replace(narrower, **change))
     assert not replace(rule, only_named=True).covers(rule)
@@ -100,7 +111,7 @@ def test_a_rule_covers_what_it_would_shadow():
 
 TIMED = {"cpu", "sm90"}
 """Archs that somebody ran a sweep on."""
-EVIDENCE = ("H200", COMPILED, "interpreted", "emulated", "a guess")
+EVIDENCE = ("H200", "H100", COMPILED, "interpreted", "emulated", "a guess")
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -57,6 +57,8 @@ class Rule(Generic[C]):
     """For problems whose scores an expression changes, or for those without one; None for both."""
     reads_keys: bool | None = None
     """For expressions that read an element of a tensor for each key, or for those that do not; None for both."""
+    packed: bool | None = None
+    """For packed batches, or for ``[B, H, S, D]``; None for both."""
     dtype: str | None = None
     seq_min: int = 0
     """The least `length_of` a problem, as `seq_max` is the most; None is no limit."""
@@ -82,6 +84,8 @@ class Rule(Generic[C]):
             return "for modified scores" if self.scored else "for plain scores"
         if self.reads_keys not in (None, problem.reads_keys):
             return f"for scores that read {'an' if self.reads_keys else 'no'} element for each key"
+        if self.packed not in (None, problem.packing is not None):
+            return "for packed batches" if self.packed else "for batches [B, H, S, D]"
         if self.dtype not in (None, problem.dtype):
             return f"for {self.dtype}"
         seq = length_of(problem)
@@ -98,7 +102,7 @@ class Rule(Generic[C]):
     def covers(self, other: Rule[C]) -> bool:
         """True if it applies wherever `other` does, so that `other` after it would never be chosen."""
         longest, theirs = (rule.seq_max if rule.seq_max is not None else sys.maxsize for rule in (self, other))
-        optional = ("whole_sectors", "banded", "scored", "reads_keys", "dtype", "batch_max")
+        optional = ("whole_sectors", "banded", "scored", "reads_keys", "packed", "dtype", "batch_max")
         return (
             set(other.arches) <= set(self.arches)
             and self.head_dim_min <= other.head_dim_min

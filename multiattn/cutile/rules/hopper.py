@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from multiattn.cutile.configs import CutileConfig, OnePassConfig, TwoPassConfig
-from multiattn.plan.config import Rule
+from multiattn.plan.config import COMPILED, Rule
 
 FULL, BANDED = False, True
 
 _21, _23, _24 = "H200 2026-11-21, ", "H200 2026-11-23, ", "H200 2026-11-24, "
+_25 = "H100 2026-11-25, lengths from 64 to 8k: "
 
 _64X64 = CutileConfig(tile_m=64, tile_n=64, occupancy=2, lazy_max=True)
 """For short tiles, two to four blocks an SM, but for the order of tiles and blocks."""
@@ -33,6 +34,9 @@ _AHEAD_128X128 = replace(_128X128, split_head_dim=True, pipeline="ahead", **_LEA
 """For D=88 and 129 to 192, but for the order of tiles."""
 
 
+_ONLY_COMPILED = COMPILED + "loads have a warp of their own, which they have not with the rule of [B, H, S, D]"
+
+
 def _rule(head_dims: tuple[int, int], banded: bool | None, config: Any, *, why: str, **conditions: Any) -> Rule[Any]:
     """A rule for head_dims from one to another."""
     low, high = head_dims
@@ -41,7 +45,28 @@ def _rule(head_dims: tuple[int, int], banded: bool | None, config: Any, *, why: 
     )
 
 
+_PACKED: tuple[Rule[CutileConfig], ...] = tuple(
+    replace(rule, packed=True)
+    for rule in (
+        _rule((1, 64), BANDED, replace(_64X64, occupancy=4, heads_together=8, pipeline="pilot"), dtype="bf16",
+              seq_min=2049, why=_25 + "476 TFLOPS; 128x64 447, and 64x64 without a pilot 301"),
+        _rule((1, 64), BANDED, replace(_128X64, occupancy=2, heads_together=8), seq_min=2049,
+              why=_25 + "in bf16 447 TFLOPS; 64x64 without a pilot 301"),
+        _rule((97, 128), FULL, replace(_128X64, heads_together=4), whole_sectors=True,
+              why=_25 + "642 TFLOPS; 128x128 with a pilot 624, and 64x128 a block ahead 365"),
+        _rule((97, 128), BANDED, replace(_128X64, heads_together=8), whole_sectors=True, seq_min=2049,
+              why=_25 + "547 TFLOPS; 128x128 512"),
+        _rule((161, 192), None, replace(_128X128, heads_together=4, split_head_dim=True, pipeline="pilot"),
+              dtype="bf16", why=_ONLY_COMPILED),
+        _rule((161, 192), None, replace(_ONLINE_128X128, heads_together=4, split_head_dim=True), why=_ONLY_COMPILED),
+        _rule((193, 256), FULL, replace(_ONLINE_128X128, heads_together=4), why=_ONLY_COMPILED),
+    )
+)  # fmt: skip
+"""For packed batches where the rules below lose much. A kernel has more values to keep there, and tileiras gives fewer
+of these kernels a warp that does the loads; without one the loop itself issues each and waits for it."""
+
 FORWARD: tuple[Rule[CutileConfig], ...] = (
+    *_PACKED,
     _rule((1, 64), FULL, replace(_64X64, occupancy=4, heads_together=8, scheduler="static"), seq_max=512,
           why=_23 + "N=512: 443 TFLOPS; 4 heads together 428"),
     _rule((1, 64), FULL, replace(_64X64, occupancy=4, heads_together=4),
