@@ -122,19 +122,23 @@ def measure_host(options: argparse.Namespace) -> int:
 
 
 def measure_models(options: argparse.Namespace) -> int:
-    """Measure training and prefill of transformers' models, by ours and by its other kinds of attention."""
+    """Measure training and prefill of transformers' models, by ours and by its other kinds of attention.
+
+    Models that are not asked for keep the rows that the file has of them.
+    """
     if not torch.cuda.is_available():
         print(f"Nothing to time on: {NO_GPU}")
         return 1
     chosen = [it for it in models.MODELS if not options.model or it.name in options.model]
     path = (options.out or results_dir(environment().gpu)) / "models.json"
+    earlier = models.load(path) if path.exists() else ()
 
-    def keep(table: models.ModelTable) -> None:
-        table.save(path)
-        print(f"{table.rows[-1].model} is timed", flush=True)
+    def keep(run: models.ModelRun) -> None:
+        models.save(models.merged(earlier, run), path)
+        print(f"{run.rows[-1].model} is timed", flush=True)
 
     found = models.run(chosen, tell=keep)
-    print(f"{found.table()}\n\nThousands of tokens a second. Written: {path}")
+    print(f"{models.table_text([found])}\n\nThousands of tokens a second. Written: {path}")
     return 0
 
 

@@ -210,13 +210,15 @@ def features_tables(rows: Sequence[Row]) -> list[str]:
     return tables
 
 
-def models_table(found: models.ModelTable) -> str:
+def models_table(runs: Sequence[models.ModelRun]) -> str:
     """Thousands of tokens a second of each attention in each model."""
-    release = ", ".join(f"{name} {number}" for name, number in found.versions.items())
-    told = (
-        f"Thousands of tokens a second, {release}, random weights, bf16, 8 layers, a training step without optimizer:"
-    )
-    return "\n\n".join((told, found.table("github"), describe(found.environment)))
+    told = "Thousands of tokens a second, random weights, bf16, 8 layers, a training step without optimizer:"
+    where = []
+    for run in runs:
+        names = ", ".join(dict.fromkeys(row.model for row in run.rows))
+        release = ", ".join(f"{name} {number}" for name, number in run.versions.items())
+        where.append(f"{names}: {release}. {describe(run.environment)}")
+    return "\n\n".join((told, models.table_text(runs, "github"), *where))
 
 
 def _auto(cell: Cell, arch: str, direction: Direction) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +21,7 @@ from tabulate import tabulate
 from bench.results import Environment, dump, environment, read
 from bench.timing import Budget, Contestant, CudaClock, Timing, measure
 
-SCHEMA = 1
+SCHEMA = 2
 Mode = Literal["training", "prefill"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 IMPLEMENTATIONS = ("multiattn", "sdpa", "eager", "flex_attention", "flash_attention_4")
@@ -98,39 +98,55 @@ class ModelRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelTable:
+class ModelRun:
     """The rows of one run, and where it ran."""
 
     environment: Environment
     versions: Mapping[str, str] = field(default_factory=dict)
     rows: tuple[ModelRow, ...]
 
-    def save(self, path: Path) -> None:
-        """Write them as JSON, a row a line."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        told = {"environment": asdict(self.environment), "command": "python -m bench models"}
-        path.write_text(
-            dump({"schema": SCHEMA, **told, "versions": self.versions, "rows": list(map(asdict, self.rows))})
+
+def table_text(runs: Iterable[ModelRun], form: str = "simple") -> str:
+    """A row for each model and mode, a column of thousands of tokens a second for each implementation."""
+    cells: dict[tuple[str, str], dict[str, ModelRow]] = {}
+    for row in sorted((row for it in runs for row in it.rows), key=_place):
+        cells.setdefault((row.model, row.mode), {})[row.implementation] = row
+    lines = [(*names, *(_text(its.get(name)) for name in IMPLEMENTATIONS), _ratio(its)) for names, its in cells.items()]
+    headers = ("model", "mode", *IMPLEMENTATIONS, "multiattn / best")
+    return tabulate(lines, headers=headers, tablefmt=form, disable_numparse=True)
+
+
+def _place(row: ModelRow) -> int:
+    """Where its model is among `MODELS`; others come last."""
+    return next((place for place, it in enumerate(MODELS) if it.name == row.model), len(MODELS))
+
+
+def merged(runs: Sequence[ModelRun], new: ModelRun) -> tuple[ModelRun, ...]:
+    """The runs with a new one, whose models are no longer those of an earlier one: all of a model is of one run."""
+    timed = {row.model for row in new.rows}
+    kept = (replace(it, rows=tuple(row for row in it.rows if row.model not in timed)) for it in runs)
+    return (*(it for it in kept if it.rows), new)
+
+
+def save(runs: Sequence[ModelRun], path: Path) -> None:
+    """Write runs as JSON, a row a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = [{"environment": asdict(it.environment), "versions": it.versions} for it in runs]
+    rows = [{"run": place, **asdict(row)} for place, it in enumerate(runs) for row in it.rows]
+    path.write_text(dump({"schema": SCHEMA, "command": "python -m bench models", "runs": made, "rows": rows}))
+
+
+def load(path: Path) -> tuple[ModelRun, ...]:
+    """The runs that `save` wrote; InputError for another file."""
+
+    def parse(data: dict[str, Any]) -> tuple[ModelRun, ...]:
+        rows: list[list[ModelRow]] = [[] for _ in data["runs"]]
+        for it in data["rows"]:
+            rows[it.pop("run")].append(ModelRow(**it))
+        return tuple(
+            ModelRun(environment=Environment(**it["environment"]), versions=it["versions"], rows=tuple(its))
+            for it, its in zip(data["runs"], rows, strict=True)
         )
-
-    def table(self, form: str = "simple") -> str:
-        """A row for each model and mode, a column of thousands of tokens a second for each implementation."""
-        cells: dict[tuple[str, str], dict[str, ModelRow]] = {}
-        for row in self.rows:
-            cells.setdefault((row.model, row.mode), {})[row.implementation] = row
-        lines = [
-            (*names, *(_text(its.get(name)) for name in IMPLEMENTATIONS), _ratio(its)) for names, its in cells.items()
-        ]
-        headers = ("model", "mode", *IMPLEMENTATIONS, "multiattn / best")
-        return tabulate(lines, headers=headers, tablefmt=form, disable_numparse=True)
-
-
-def load(path: Path) -> ModelTable:
-    """The rows that `ModelTable.save` wrote; InputError for another file."""
-
-    def parse(data: dict[str, Any]) -> ModelTable:
-        rows = tuple(ModelRow(**it) for it in data["rows"])
-        return ModelTable(environment=Environment(**data["environment"]), versions=data["versions"], rows=rows)
 
     return read(path, SCHEMA, parse)
 
@@ -245,18 +261,17 @@ def _logits_errors(
 def run(
     models: Sequence[Model] = MODELS,
     implementations: Sequence[str] = IMPLEMENTATIONS,
-    tell: Callable[[ModelTable], None] = lambda table: None,
-) -> ModelTable:
-    """Time models on the current GPU; `tell` gets the table after each, with all before it."""
+    tell: Callable[[ModelRun], None] = lambda run: None,
+) -> ModelRun:
+    """Time models on the current GPU; `tell` gets the run after each, with all before it."""
     import transformers
 
     from multiattn.integrations.transformers import register
 
     register()
     clock = CudaClock()
-    table = ModelTable(environment=environment(), versions={"transformers": transformers.__version__}, rows=())
+    done = ModelRun(environment=environment(), versions={"transformers": transformers.__version__}, rows=())
     for model in models:
-        found = time_model(model, clock, implementations)
-        table = replace(table, rows=(*table.rows, *found))
-        tell(table)
-    return table
+        done = replace(done, rows=(*done.rows, *time_model(model, clock, implementations)))
+        tell(done)
+    return done

@@ -6,10 +6,10 @@ import bench_fakes as fakes
 import pytest
 
 from bench import models
-from bench.models import MODELS, ModelRow, ModelTable, load
+from bench.models import MODELS, ModelRow, ModelRun, load, merged, save, table_text
 
 ROW = ModelRow(model="llama", mode="training", implementation="sdpa", tokens_per_s=2e4, time_ms=1.0, logits_error=1.0)
-TABLE = ModelTable(
+RUN = ModelRun(
     environment=fakes.SETUP,
     versions={"transformers": "5.0"},
     rows=(
@@ -21,13 +21,22 @@ TABLE = ModelTable(
 
 
 def test_table_has_rates_ratio_and_refusals():
-    (line,) = TABLE.table("plain").splitlines()[1:]
+    (line,) = table_text([RUN], "plain").splitlines()[1:]
     assert line.split() == ["llama", "training", "25.0k", "20.0k", "no", "1.250"]
 
 
 def test_files_come_back(tmp_path):
-    TABLE.save(tmp_path / "models.json")
-    assert load(tmp_path / "models.json") == TABLE
+    other = replace(RUN, rows=(replace(ROW, model="gemma"),), versions={"transformers": "5.1"})
+    save([RUN, other], tmp_path / "models.json")
+    assert load(tmp_path / "models.json") == (RUN, other)
+
+
+def test_all_of_a_model_is_of_its_latest_run():
+    gemma = replace(RUN, rows=(replace(ROW, model="gemma"),))
+    again = replace(RUN, rows=(ROW,), versions={"transformers": "5.1"})
+    assert merged([], RUN) == (RUN,)
+    assert merged([RUN], gemma) == (RUN, gemma)
+    assert merged([RUN, gemma], again) == (gemma, again)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda it: it.name)
