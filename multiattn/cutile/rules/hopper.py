@@ -56,10 +56,15 @@ _PACKED: tuple[Rule[CutileConfig], ...] = tuple(
               why=_25 + "642 TFLOPS; 128x128 with a pilot 624, and 64x128 a block ahead 365"),
         _rule((97, 128), BANDED, replace(_128X64, heads_together=8), whole_sectors=True, seq_min=2049,
               why=_25 + "547 TFLOPS; 128x128 512"),
-        _rule((161, 192), None, replace(_128X128, heads_together=4, split_head_dim=True, pipeline="pilot"),
-              dtype="bf16", why=_ONLY_COMPILED),
-        _rule((161, 192), None, replace(_ONLINE_128X128, heads_together=4, split_head_dim=True), why=_ONLY_COMPILED),
-        _rule((193, 256), FULL, replace(_ONLINE_128X128, heads_together=4), why=_ONLY_COMPILED),
+        _rule((161, 192), FULL, replace(_128X128, heads_together=4, split_head_dim=True, pipeline="pilot"),
+              dtype="bf16", why=_25 + "D=192: 596 TFLOPS; 128x64 in pairs 590"),
+        _rule((161, 192), FULL, replace(_ONLINE_128X128, heads_together=4, split_head_dim=True), why=_ONLY_COMPILED),
+        _rule((161, 192), BANDED,
+              replace(_128X64, heads_together=8, split_head_dim=True, pipeline="pairs", **_NO_LATENCIES),
+              why=_25 + "D=192: 543 TFLOPS; 128x128 with a pilot 535, online 529"),
+        _rule((193, 256), FULL, replace(_128X64, heads_together=4, split_head_dim=True, pipeline="ahead"),
+              dtype="bf16", why=_25 + "D=256: 691 TFLOPS; online 128x128 638"),
+        _rule((193, 256), FULL, replace(_ONLINE_128X128, heads_together=4), why=_25 + "D=256 in bf16 638 TFLOPS"),
     )
 )  # fmt: skip
 """For packed batches where the rules below lose much. A kernel has more values to keep there, and tileiras gives fewer
