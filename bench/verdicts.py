@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,8 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
     Only the newest run of a cell counts, nothing host-bound, and no run in which a backend ran a variant that is no
     longer its choice there. Of cells that share GPU, head_dim, length, mask, heads and how many of them share keys, the
     newest run counts, those of `heldout` last: an older one may be of another config. Cells of backward come last.
+
+    Packed batches of one size are one cell, as no plan knows their lengths: the geometric mean over their mixes.
     """
     cells: dict[tuple[Any, ...], dict[str, Any]] = {}
     owners: dict[tuple[Any, ...], Cell] = {}
@@ -82,23 +85,26 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
         setup, cell, measured = row.environment, row.cell, row.measured
         is_backward = cell.direction == "bwd"
         heads, group = cell.batch * cell.heads, cell.heads // (cell.heads_kv or cell.heads)
-        key = (is_backward, setup.gpu, cell.head_dim, cell.seq, cell.causal, heads, group)
+        key = (is_backward, cell.is_packed, setup.gpu, cell.head_dim, cell.seq, cell.causal, heads, group)
         if measured is None or measured.host_bound or (cell, row.run) in outdated:
             continue
-        if owners.setdefault(key, cell) != cell:
+        if owners.setdefault(key, cell) != cell and not cell.is_packed:
             continue
         told = {"arch": setup.arch, "gpu": setup.gpu, "date": setup.date, "head_dim": cell.head_dim}
         told |= {"seq_kv": cell.seq, "causal": cell.causal, "heads": heads}
         told |= ({"group": group} if group != 1 else {}) | ({"direction": "backward"} if is_backward else {})
+        told |= {"packed": True} if cell.is_packed else {}
         entry = cells.setdefault(key, {**told, "tflops": {}})
         entry["date"] = max(entry["date"], setup.date)
-        entry["tflops"][row.contender] = round(measured.tflops, 1)
+        entry["tflops"].setdefault(row.contender, []).append(measured.tflops)
+    for entry in cells.values():
+        entry["tflops"] = {name: round(statistics.geometric_mean(it), 1) for name, it in entry["tflops"].items()}
     return [cells[key] for key in sorted(cells)]
 
 
 def _counts(row: Row) -> bool:
     """Tell whether it is a backend's choice in a cell of one direction with a plain mask, back to back."""
-    plain = row.cell.attention in MASKS and row.cell.direction != "fwdbwd"
+    plain = (row.cell.attention in MASKS or row.cell.is_packed) and row.cell.direction != "fwdbwd"
     return row.regime == "device" and row.contender in BACKENDS and plain
 
 

@@ -12,6 +12,7 @@ import torch
 import multiattn
 from multiattn import Plan, Problem, Unsupported
 from multiattn.__main__ import main
+from multiattn.packed import PackingSpec
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch, detect
 from multiattn.plan.backend import REFERENCE, make_plan
@@ -276,6 +277,22 @@ def test_auto_follows_the_nearest_measured_cell(monkeypatch):
     assert preferred_order(contiguous(72), ARCHS["sm90"])[0][0] == "triton"
     own = preferred_order(contiguous(72), ARCHS["sm90"], "backward")[0]
     assert own == ("cuda", "9 TFLOPS on H200, 2026-11-21, D=64 N=4096 B*H=8 full backward")
+
+
+def test_auto_follows_packed_cells_for_packed_batches_alone(monkeypatch):
+    dense = MeasuredCell(
+        arch="sm90", gpu="H200", date="2026-11-21", head_dim=128, seq_kv=4096, causal=False, heads=8,
+        tflops=(("triton", 3.0), ("cuda", 2.0)),
+    )  # fmt: skip
+    mixes = replace(dense, seq_kv=16384, packed=True, tflops=(("cutile", 1.0), ("cuda", 2.0)))
+    wide = replace(dense, head_dim=256, tflops=(("cutile", 4.0),))
+    monkeypatch.setattr("multiattn.plan.choice.measured_cells", lambda: [dense, wide, mixes])
+    packed = replace(contiguous(128), batch=1, heads_q=8, heads_kv=8, packing=PackingSpec(5))
+    told = preferred_order(packed, ARCHS["sm90"])[0]
+    assert told == ("cuda", "2 TFLOPS on H200, 2026-11-21, D=128 tokens=16384 B*H=8 full packed forward")
+    assert preferred_order(replace(packed, packing=None), ARCHS["sm90"])[0][0] == "triton"
+    assert preferred_order(replace(packed, head_dim=96), ARCHS["sm90"])[0][0] == "cuda"
+    assert preferred_order(replace(packed, head_dim=256), ARCHS["sm90"])[0][0] == "cutile", "far from any packed cell"
 
 
 def test_a_variant_without_a_rule_tells_those_of_this_arch():

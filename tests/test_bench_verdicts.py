@@ -113,6 +113,16 @@ def test_a_run_of_a_variant_that_is_no_longer_chosen_is_not_preferred_by():
     assert preferences(rows("split_q+swizzle_qkv")) == []
 
 
+def test_packed_batches_of_one_size_are_one_cell():
+    mixes = [cell for cell in SUITES["packed"] if cell.direction == "fwd" and cell.head_dim == 64 and cell.causal]
+    rows = [fakes.row("cuda", time_ms, cell=cell) for cell, time_ms in zip(mixes, (0.5, 1.0, 2.0), strict=True)]
+    (dense,) = preferences([fakes.row("cuda", 1.0, cell=STANDARD)])
+    (packed, beside) = preferences([*rows, fakes.row("cuda", 1.0, cell=STANDARD)])[::-1]
+    assert beside == dense
+    assert packed["packed"] is True
+    assert packed["tflops"] == {"cuda": 100.0}
+
+
 def test_backward_is_preferred_by_its_own_cells():
     both = [fakes.row("cuda", 1.0, cell=cell) for cell in (BACKWARD_CELLS[0], FLOOR_CELLS[0])]
     step = fakes.row("cuda", 1.0, cell=replace(FLOOR_CELLS[0], direction="fwdbwd"))

@@ -124,6 +124,9 @@ def is_measured(plan: Plan) -> bool:
     return not refused & {"score", "block_mask", "packing"}
 
 
+_UNPACKED = 0.5
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredCell:
     """One measured problem: TFLOPS of each backend on one GPU."""
@@ -140,16 +143,24 @@ class MeasuredCell:
     group: int = 1
     """Heads of q that share one of k and v."""
     direction: Direction = "forward"
+    packed: bool = False
+    """True for a packed batch of `seq_kv` tokens: the geometric mean over several mixes of lengths."""
 
     def distance(self, problem: Problem) -> float:
         """How far a problem is from this cell, in doublings of head_dim, length and heads, each of which matters less.
 
         Heads decide how full the last wave of blocks is. Heads that share keys and values need fewer loads, which helps
-        the backend that waits most for loads.
+        the backend that waits most for loads. A packed batch is nearer to one of half or twice the head_dim, or less,
+        than to a cell that is not packed; nobody knows its lengths here.
         """
+        if self.packed != (problem.packing is not None):
+            return self._distance(problem) + _UNPACKED
+        return self._distance(problem)
+
+    def _distance(self, problem: Problem) -> float:
         head_dim = abs(math.log2(problem.head_dim / self.head_dim))
         keys = problem.seq_kv if problem.packing is None else USUAL_LENGTH
-        seq_kv = abs(math.log2(max(keys, 1) / self.seq_kv))
+        seq_kv = 0.0 if self.packed else abs(math.log2(max(keys, 1) / self.seq_kv))
         heads = abs(math.log2(problem.batch * problem.heads_q / self.heads))
         group = abs(math.log2(problem.group / self.group))
         return head_dim + seq_kv / 4 + (heads + group) / 16
@@ -168,6 +179,7 @@ def preferred_order(problem: Problem, arch: Arch, direction: Direction = "forwar
     Backward follows its own cells; where an arch has none yet, those of forward, and the reason says so.
     """
     cells = [cell for cell in measured_cells() if cell.arch == arch.name and cell.causal == problem.is_banded]
+    cells = [cell for cell in cells if problem.packing is not None or not cell.packed]
     if not cells:
         why = f"no measurement on {arch.name} yet: the order of BACKENDS, a guess"
         return tuple((name, why) for name in BACKENDS)
@@ -175,7 +187,8 @@ def preferred_order(problem: Problem, arch: Arch, direction: Direction = "forwar
     cell = min(own or cells, key=lambda cell: cell.distance(problem))
     mask = "causal" if cell.causal else "full"
     heads = f"B*H={cell.heads}" + (f" Hq/Hkv={cell.group}" if cell.group != 1 else "")
-    where = f"{cell.gpu}, {cell.date}, D={cell.head_dim} N={cell.seq_kv} {heads} {mask} {cell.direction}"
+    size = f"D={cell.head_dim} {'tokens' if cell.packed else 'N'}={cell.seq_kv} {heads}"
+    where = f"{cell.gpu}, {cell.date}, {size} {mask} {'packed ' * cell.packed}{cell.direction}"
     if not own:
         where += f" (no {direction} measured on {arch.name} yet)"
     measured = sorted(cell.tflops, key=lambda pair: -pair[1])
