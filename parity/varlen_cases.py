@@ -52,7 +52,7 @@ def _lengths() -> Iterator[Case]:
         )  # fmt: skip
     yield packed("one", "one sequence is a batch of one", ((130, 130),), causal=True, nightly=True)
     yield packed("whole_tiles", "lengths that are tiles: nothing is ragged", ((128, 128), (256, 256)), nightly=True)
-    yield packed("of_one_row", "more sequences than a warp has lanes", ((1, 1),) * 70, causal=True)
+    yield packed("of_one_row", "more sequences than a warp has lanes", ((1, 1),) * 40, causal=True)
     yield packed("thousand_to_one", "lengths that differ by 1000", ((2, 2), (1, 1100), (1, 1)), heads_q=1, heads_kv=1)
     yield packed("no_sequence", "all rows are behind the last", ((0, 0),), behind=(20, 30))
     for head_dim in (40, 96, 256):
@@ -99,7 +99,7 @@ def _apart() -> Iterator[Case]:
     for head_dim, causal in ((64, False), (128, True)):
         yield packed(
             f"nan_neighbours_d{head_dim}", "every second sequence is NaN, and what is behind", lengths, behind=(6, 3),
-            values="nan_neighbours", head_dim=head_dim, causal=causal,
+            values="nan_neighbours", head_dim=head_dim, causal=causal, nightly=head_dim > 64,
         )  # fmt: skip
     yield packed("behind", "rows behind the last get zeros", UNEVEN, behind=(77, 150), causal=True)
 

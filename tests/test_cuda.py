@@ -41,10 +41,11 @@ def test_a_gpus_own_config_runs_emulated(arch, head_dim, window):
 
 
 @on_cpu
-def test_sanitizers():
+@pytest.mark.parametrize("which", [["--sample"], pytest.param([], marks=pytest.mark.nightly)], ids=["sample", "all"])
+def test_sanitizers(which):
     """Clean as it is, and a finding where K is too small: one after the other, as one build does for both."""
     for broken in (False, True):
-        command = [sys.executable, "-m", "multiattn.inspect.sanitize", *(["--break-bounds"] if broken else [])]
+        command = [sys.executable, "-m", "multiattn.inspect.sanitize", *which, *(["--break-bounds"] if broken else [])]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == broken, done.stderr
         assert ("heap-buffer-overflow" in done.stderr) == broken

@@ -29,7 +29,7 @@ class SlowToUnpickle:
 
 
 def start_slowly():
-    time.sleep(3)
+    time.sleep(2)
     return misbehave
 
 
@@ -66,7 +66,7 @@ def test_nobody_waits_for_what_nobody_wants(tmp_path):
 
 
 def test_a_process_that_must_not_go_on_is_replaced_and_its_start_is_not_the_items_time():
-    outcomes = list(run_isolated(SlowToUnpickle(), ["raise", "a"], jobs=1, timeout_s=2, keep=never))
+    outcomes = list(run_isolated(SlowToUnpickle(), ["raise", "a"], jobs=1, timeout_s=1.5, keep=never))
     assert [it.result for it in outcomes] == [None, "A"]
 
 

@@ -186,7 +186,10 @@ def deep(**options):
 @needs_compiler
 @pytest.mark.parametrize(
     ("head_dim", "mask"),
-    [(64, CAUSAL), pytest.param(160, CAUSAL, marks=pytest.mark.nightly), (256, FULL), (256, WINDOW)],
+    [
+        (64, CAUSAL),
+        *(pytest.param(*it, marks=pytest.mark.nightly) for it in ((160, CAUSAL), (256, FULL), (256, WINDOW))),
+    ],
     ids=str,
 )
 def test_it_compiles_with_as_much_shared_memory_as_the_config_says(head_dim, mask):
@@ -284,7 +287,8 @@ def test_modified_scores_spill_nothing_in_loops(head_dim, band, modifications):
 
 @needs_compiler
 @pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump reads machine code")
-@pytest.mark.parametrize(("band", "more"), [(CAUSAL, 1), pytest.param(FULL, 2, marks=pytest.mark.nightly)], ids=str)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("band", "more"), [(CAUSAL, 1), (FULL, 2)], ids=str)
 def test_alibi_takes_a_sum_for_each_score_and_a_product_where_distance_has_no_sign(band, more):
     """Beside the product with the scale. No position is converted but of rows, each before two keys."""
     counts = []

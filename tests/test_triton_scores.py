@@ -79,7 +79,10 @@ def test_what_lies_beyond_the_ends_reaches_nothing(modify, deterministic):
 @pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason=str(BACKEND.probe_compiler()))
 @pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
 @pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.nightly), 128])
-@pytest.mark.parametrize(("direction", "variant"), [("forward", "full"), ("backward", "two_pass")])
+@pytest.mark.parametrize(
+    ("direction", "variant"),
+    [("forward", "full"), pytest.param("backward", "two_pass", marks=pytest.mark.nightly)],
+)
 def test_a_walk_over_keys_spills_no_score_and_holds_no_bias_in_shared_memory(direction, variant, head_dim):
     q, k, v = (torch.empty(1, 8, 256, head_dim, dtype=torch.bfloat16) for _ in range(3))
     smem = []
