@@ -14,11 +14,11 @@ from multiattn.cuda.cpu import host
 from multiattn.cuda.cpu.host import CpuLauncher
 from multiattn.cuda.instances import kernels_of, launches_of
 from multiattn.cuda.params import areas_of, struct_of
-from multiattn.cuda.tensor_maps import RAGGED_ROWS, tensor_maps
+from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.variants import WGMMA
 from multiattn.cuda.wgmma_configs import WgmmaConfig, why_not
 from multiattn.operands import Operands
-from multiattn.packed import PackingSpec
+from multiattn.packed import RAGGED_ROWS, PackingSpec
 from multiattn.plan.abi import WORKSPACE
 from multiattn.plan.arch import CPU
 from multiattn.plan.backend import make_plan

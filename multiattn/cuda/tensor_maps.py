@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from multiattn.packed import ragged
 from multiattn.plan.abi import L2_256_BYTES, Box, TensorMap
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
@@ -11,10 +12,6 @@ from multiattn.problem import Problem
 BOX_COLUMNS = 64
 """Elements of head_dim of a box: 128 bytes, as wide as the swizzle."""
 
-RAGGED_ROWS = 2**30
-"""Rows of a ragged tensor map, as ragged.cuh has it: more than a sequence may have."""
-
-_RAGGED_EXTENT = 0x7FFF0000  # of its outer dimensions: any coordinates are in bounds
 _SWIZZLE_128B = 3  # of CUtensorMapSwizzle
 _DTYPES = {"fp16": 6, "bf16": 9}  # of CUtensorMapDataType
 _EXTENT_MAX = 2**32 - 1
@@ -24,37 +21,20 @@ _STRIDE_UNIT, _STRIDE_MAX = 16, 2**40 - 1  # bytes; of cuTensorMapEncodeTiled, a
 def tensor_maps(problem: Problem, box_rows: Mapping[str, int]) -> dict[str, TensorMap]:
     """The map of each tensor that has boxes of so many rows. A broadcast dimension keeps its extent, with stride 0.
 
-    Of a packed batch they are ragged: a box lies in a sequence, whose end is the tensor's for it.
+    Of a packed batch they are `ragged`: a box lies in a sequence, whose end is the tensor's for it.
     """
     made = {}
     for name, rows in box_rows.items():
-        layout = problem.layouts[name]
-        shape = layout.shape
-        strides = tuple(stride * problem.torch_dtype.itemsize for stride in layout.strides[:-1])
-        if problem.packing is not None:
-            shape, strides = _ragged(shape, strides)
-        extents = (*(1,) * (len(shape) - 2), rows, BOX_COLUMNS)
+        layout = problem.layouts[name] if problem.packing is None else ragged(problem.layouts[name])
+        extents = (*(1,) * (len(layout.shape) - 2), rows, BOX_COLUMNS)
         made[name] = TensorMap(
             tensor=name,
-            shape=shape,
-            strides=strides,
+            shape=layout.shape,
+            strides=tuple(stride * problem.torch_dtype.itemsize for stride in layout.strides[:-1]),
             box=Box(extents=extents, swizzle=_SWIZZLE_128B, dtype=_DTYPES[problem.dtype]),
             l2_promotion=L2_256_BYTES,
         )
     return made
-
-
-def _ragged(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of the five dimensions by which TMA sees where a sequence ends; ragged.cuh has coordinates.
-
-    Of row r of a sequence that has n rows and ends with row e of the tensor the coordinates are, outermost first, N =
-    `RAGGED_ROWS`, e, the head, and N - n + r: from r = n on they are out of bounds. The address is that of row
-    e - n + r, as N times the outermost stride, 2^64 / N less that of a row, is -N rows modulo 2^64. Triton's
-    `triton.tools.ragged_tma` does the same.
-    """
-    _, heads, _, head_dim = shape
-    _, head, row = strides
-    return (_RAGGED_EXTENT, _RAGGED_EXTENT, heads, RAGGED_ROWS, head_dim), (2**64 // RAGGED_ROWS - row, row, head, row)
 
 
 def why_not_mapped(tensor_map: TensorMap) -> tuple[Reason, ...]:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from multiattn.cuda.configs import FORWARD_LISTS, list_areas, padded, tiles
-from multiattn.cuda.tensor_maps import BOX_COLUMNS, RAGGED_ROWS, tensor_maps, why_not_mapped
+from multiattn.cuda.tensor_maps import BOX_COLUMNS, tensor_maps, why_not_mapped
+from multiattn.packed import RAGGED_ROWS
 from multiattn.plan.arch import Arch
 from multiattn.plan.config import Config
 from multiattn.plan.limits import FieldRule, between, failed, field_checks, one_of, size_checks

@@ -15,7 +15,7 @@ struct RaggedRows {
   int end, count;
 };
 
-constexpr int RAGGED_ROWS = 1 << 30;  // multiattn/cuda/tensor_maps.py makes these maps, and says how they work
+constexpr int RAGGED_ROWS = 1 << 30;  // multiattn/packed.py says how these maps work
 
 DEVICE void load_box(SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row, int head,
                      const BatchEntry& of) {
