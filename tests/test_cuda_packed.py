@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
 
 import cuda_fakes
 import pytest
 import torch
 from cuda_runs import on_cpu, with_nvrtc
+from packed_lists import listed, starts
 
 from multiattn import aot, fmha_varlen, fmha_varlen_backward
 from multiattn.cuda import BACKEND
@@ -35,25 +35,6 @@ def no_siblings(monkeypatch):
 NO_TILE = [-1, 0, 0, 0, 0, 0, 0, 0]
 
 
-def starts(*lengths: int) -> list[int]:
-    """The cu_seqlens of sequences of these lengths."""
-    return [sum(lengths[:it]) for it in range(len(lengths) + 1)]
-
-
-def tiles_by_hand(own: list[int], other: list[int], rows: int, tile: int, *, of_queries: bool) -> list[list[int]]:
-    """A list of tiles, made without any of what the kernel does: `own` and `other` are cu_seqlens."""
-    bounds = enumerate(zip(pairwise(own), pairwise(other), strict=True))
-    sequences = [(end - first, last - start, first, start, number) for number, ((first, end), (start, last)) in bounds]
-    sequences.append((rows - own[-1], 0, own[-1], 0, len(own) - 1))
-    entries = []
-    for length, cost, first, start, number in sorted(sequences, key=lambda it: (-it[1], it[4])):
-        mine, others = [first, length], [start, cost]
-        both = mine + others if of_queries else others + mine
-        firsts = list(range(0, length, tile))
-        entries += [[number, row, *both] for row in (reversed(firsts) if of_queries else firsts)]
-    return [[*entry, len(entries), 0] for entry in entries]
-
-
 @on_cpu
 @pytest.mark.parametrize(
     ("lengths_q", "lengths_kv", "rows"),
@@ -66,11 +47,10 @@ def tiles_by_hand(own: list[int], other: list[int], rows: int, tile: int, *, of_
 )
 def test_each_list_has_every_tile_once_and_longest_first(lengths_q, lengths_kv, rows):
     sequences, tile_q, tile_kv = len(lengths_q), 32, 16
-    cu_q, cu_kv = starts(*lengths_q), starts(*lengths_kv)
     packing = PackingSpec(sequences)
     counts = packing.tiles_max(rows[0], tile_q), packing.tiles_max(rows[1], tile_kv)
     lists = [torch.full((count + 1, len(LIST_FIELDS)), 7, dtype=torch.int32) for count in counts]
-    operands = [torch.tensor(it, dtype=torch.int32) for it in (cu_q, cu_kv)]
+    operands = [starts(it) for it in (lengths_q, lengths_kv)]
     counter = torch.full((1,), 9, dtype=torch.int32)
     fields = {
         **{f"cu_seqlens_{it}": tensor.data_ptr() for it, tensor in zip(("q", "kv"), operands, strict=True)},
@@ -86,11 +66,12 @@ def test_each_list_has_every_tile_once_and_longest_first(lengths_q, lengths_kv, 
     library = host.load(host.build([kernel]))
     host.run(library, kernel.name, params, blocks=launch.blocks, threads=kernel.threads, smem_bytes=0)
     wanted = [
-        tiles_by_hand(cu_q, cu_kv, rows[0], tile_q, of_queries=True),
-        tiles_by_hand(cu_kv, cu_q, rows[1], tile_kv, of_queries=False),
+        listed(lengths_q, lengths_kv, rows[0], tile_q, of_keys=False, last_first=True),
+        listed(lengths_kv, lengths_q, rows[1], tile_kv, of_keys=True, last_first=True),
     ]
     for made, hand, count in zip(lists, wanted, counts, strict=True):
-        assert made[:count].tolist() == hand + [NO_TILE] * (count - len(hand))
+        entries = [[*entry, len(hand), 0] for entry in hand]
+        assert made[:count].tolist() == entries + [NO_TILE] * (count - len(hand))
         assert made[count].tolist() == [7] * 8
     assert counter.item() == 0
 
@@ -111,7 +92,7 @@ def packed_inputs(*lengths, behind, heads_q=4, heads_kv=2, head_dim=64):
         return tensor
 
     tensors = [make(heads_q, queries), make(heads_kv, keys), make(heads_kv, keys), make(heads_q, queries)]
-    cu_seqlens = [torch.tensor(starts(*it), dtype=torch.int32) for it in (queries, keys)]
+    cu_seqlens = [starts(it) for it in (queries, keys)]
     named = dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), cu_seqlens, strict=True))
     return tensors, {**named, "max_seqlen_q": max(queries), "max_seqlen_kv": max(keys)}
 

@@ -8,12 +8,12 @@ import functools
 import random
 import types
 from dataclasses import replace
-from itertools import accumulate
 
 import numpy as np
 import pytest
 import torch
 from gluon_fakes import Array, Pointer, as_python, language, scores_in_python
+from packed_lists import starts
 
 from multiattn import fmha_varlen
 from multiattn.inspect.facts import read_kernel
@@ -171,10 +171,6 @@ def run_block(program, programs, counter, rows, C, maps, entries, lse, sinks, au
     scale = rows["scale"] if isinstance(rows["scale"], float) else 1.0
     for warpgroup in range(C.warpgroups):
         as_python(forward.consume, fakes)(warpgroup, maps["out"], start, sinks, aux, scale, sizes, shared, C)
-
-
-def starts(lengths):
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def attend(

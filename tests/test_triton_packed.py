@@ -1,10 +1,10 @@
 """Packed batches in the Triton kernels: the lists of tiles, both directions interpreted, and what code depends on."""
 
 import random
-from itertools import accumulate
 
 import pytest
 import torch
+from packed_lists import MANY, listed, starts
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
@@ -22,28 +22,9 @@ from multiattn.triton.kernels.constants import ListConstants
 from multiattn.triton.kernels.lists import list_tiles
 from multiattn.varlen import Lengths, pack, with_packing
 
-# ---------------------------------------------------------------- lists of tiles
-
 RANDOM = random.Random(0)
-MANY = [RANDOM.randrange(40) for _ in range(47)]
 
-
-def starts(lengths):
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-
-
-def listed(own, other, rows, tile, *, by_keys, last_first):
-    """The entries that a list should have: of queries, or of keys."""
-    offsets, other_offsets = accumulate(own, initial=0), accumulate(other, initial=0)
-    sequences = [*zip(range(len(own)), offsets, own, other_offsets, other, strict=False)]
-    sequences.append((len(own), sum(own), rows - sum(own), 0, 0))
-    entries = []
-    for number, offset, length, other_offset, other_length in sorted(sequences, key=lambda it: (-it[4], it[0])):
-        sides = ((offset, length), (other_offset, other_length))
-        fields = [*sides[by_keys], *sides[not by_keys], 0, 0]
-        tiles = [[number, first_row, *fields] for first_row in range(0, length, tile)]
-        entries += reversed(tiles) if last_first and not by_keys else tiles
-    return entries
+# ---------------------------------------------------------------- lists of tiles
 
 
 @pytest.mark.parametrize(
@@ -73,8 +54,8 @@ def test_lists_have_every_tile_the_costly_ones_first(lengths_q, lengths_kv, behi
     for it, own, other, by_keys in ((0, lengths_q, lengths_kv, False), (1, lengths_kv, lengths_q, True)):
         made = lists[it]
         if made is not None:
-            wanted = listed(own, other, rows[it], tiles[it], by_keys=by_keys, last_first=True)
-            assert made[: len(wanted)].tolist() == wanted
+            wanted = listed(own, other, rows[it], tiles[it], of_keys=by_keys, last_first=True)
+            assert made[: len(wanted)].tolist() == [[*it, 0, 0] for it in wanted]
             assert made[len(wanted) :, 0].tolist() == [-1] * (len(made) - len(wanted))
 
 
