@@ -16,7 +16,7 @@ from multiattn.plan.support import Reason
 
 @functools.cache
 def version_of(distribution: str) -> str | None:
-    """The installed version of a distribution, or None: as it was when first asked, as what is imported stays."""
+    """The installed version of a distribution, or None. Asked for once: what is imported does not change either."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -239,7 +239,7 @@ class Consumer {
   }
 
   DEVICE void modify_block(const Rows& rows, int block) {
-    // Of no sequence these are the parameters' own: where the mask keeps them, two rules spill.
+    // Without packing from the parameters: where the mask keeps them for this, two kernels spill.
     const ForwardParams& forward = params_.forward;
     const int seq_q = IS_PACKED<typename T::Blocked> ? mask_.seq_q : forward.seq_q;
     const int seq_kv = IS_PACKED<typename T::Blocked> ? mask_.seq_kv : forward.seq_kv;

@@ -17,8 +17,8 @@ ENOUGH_TILES = gl.constexpr(256)
 def _in_turn(tile, sizes, C: gl.constexpr):
     """The place in the order of tiles of what is begun as number `tile`.
 
-    It is in a section of heads that run side by side: the first of them, how manieth it is in the section, and how many
-    they are.
+    Returns the first head of its section, its number within the section, and the heads of the section, which run side
+    by side.
 
     Heads go in sections that share the L2 cache, and under a mask a section runs its longest tiles first. The last one
     has the heads of two where a head has few tiles: alone, with about as many tiles as there are SMs, its longest ones

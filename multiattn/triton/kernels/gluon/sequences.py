@@ -45,7 +45,7 @@ def store_rows(target, at, head, row, column, buffer, C: gl.constexpr):
 
 @gluon.jit
 def has_tile(entries, number):
-    """1 where an entry has a tile, else 0. That its other words are near from then on, it is asked for ahead."""
+    """1 where an entry has a tile, else 0. Asking early brings near what `read_entry` reads."""
     return gl.where(gl.load(entries + number * ENTRY_WORDS) >= 0, 1, 0)
 
 
