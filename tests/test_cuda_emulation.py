@@ -58,15 +58,15 @@ def encode(tensor, rows, *, strides=None, address=None):
 
 
 def run(
-    library, kernel, *, a=None, b=None, out=None, c=None, rows_b=64, row=0, column=0, threads=128, smem_bytes=49152,
-    blocks=1, cluster=1,
+    library, kernel, *, a=None, b=None, out=None, c=None, rows_a=64, rows_b=64, row=0, column=0, threads=128,
+    smem_bytes=49152, blocks=1, cluster=1,
 ):  # fmt: skip
     a, b, out = (torch.zeros(2, 2, 64, 64, dtype=torch.float16) if tensor is None else tensor for tensor in (a, b, out))
     c = torch.zeros(512) if c is None else c
     counter = torch.zeros(1, dtype=torch.int32)
     memory = ctypes.create_string_buffer(ctypes.sizeof(Arguments) + ALIGNMENT)
     arguments = Arguments.from_buffer(memory, -ctypes.addressof(memory) % ALIGNMENT)
-    for name, tensor, rows in (("a", a, 64), ("b", b, rows_b), ("out", out, 64)):
+    for name, tensor, rows in (("a", a, rows_a), ("b", b, rows_b), ("out", out, 64)):
         getattr(arguments, name)[:] = encode(tensor, rows)
     arguments.c, arguments.counter, arguments.row, arguments.column = c.data_ptr(), counter.data_ptr(), row, column
     sizes = {"blocks": blocks, "threads": threads, "smem_bytes": smem_bytes, "cluster": cluster}
@@ -86,23 +86,23 @@ def padded(matrix, rows, columns):
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("kind", ["ss", "rs", "rs_mn"])
+@pytest.mark.parametrize("kind", ["ss", "ss_mn", "rs", "rs_mn"])
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_wgmma_multiplies_what_tma_loads(library, columns, kind, dtype):
     torch.manual_seed(columns)
     torch_dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
-    a = strided(2, 2, 50, DEPTH, dtype=torch_dtype)
-    rows_b, depth_b = (DEPTH, columns) if kind == "rs_mn" else (max(columns - 3, 1), DEPTH)
+    a_mn, b_mn = kind == "ss_mn", kind.endswith("mn")
+    a = strided(2, 2, *((DEPTH, 48) if a_mn else (50, DEPTH)), dtype=torch_dtype)
+    rows_b, depth_b = (DEPTH, columns) if b_mn else (max(columns - 3, 1), DEPTH)
     b = strided(2, 2, rows_b, depth_b, dtype=torch_dtype)
     c = torch.randn(64, columns)
-    added = (kind, dtype) in {("ss", "fp16"), ("rs", "bf16"), ("rs_mn", "fp16")}
-    left, right = padded(a[1, 1], 64, DEPTH), b[1, 1].double() if kind == "rs_mn" else b[1, 1].double().T
-    expected = left @ padded(right, DEPTH, columns) + (c.double() if added else 0)
-    box_rows = 80 if kind == "rs_mn" else columns
-    result, counters = run(library, f"{kind}_{dtype}_{columns}", a=a, b=b, c=c, rows_b=box_rows, smem_bytes=120_000)
+    added = (kind, dtype) in {("ss", "fp16"), ("ss_mn", "bf16"), ("rs", "bf16"), ("rs_mn", "fp16")}
+    left, right = a[1, 1].T if a_mn else a[1, 1], b[1, 1] if b_mn else b[1, 1].T
+    expected = padded(left, 64, DEPTH) @ padded(right, DEPTH, columns) + (c.double() if added else 0)
+    boxes = {"rows_a": 80 if a_mn else 64, "rows_b": 80 if b_mn else columns}
+    result, counters = run(library, f"{kind}_{dtype}_{columns}", a=a, b=b, c=c, smem_bytes=120_000, **boxes)
     torch.testing.assert_close(result.double(), expected, atol=3e-5, rtol=1e-5)
-    panels = math.ceil(columns / 64) if kind == "rs_mn" else 2
-    assert counters.tma_loads == 2 + panels
+    assert counters.tma_loads == (1 if a_mn else 2) + (math.ceil(columns / 64) if b_mn else 2)
 
 
 def test_a_wait_for_some_groups_completes_the_oldest(library):

@@ -4,13 +4,13 @@
 
 // c[64, N] = c + a[64, DEPTH] * b, with zeros for what is beyond the tensors; one warpgroup. What c holds comes along as the
 // first wgmma's sum, or does not where ADD is false.
-enum class Kind { SS, RS, RS_MN };
+enum class Kind { SS, SS_MN, RS, RS_MN };
 constexpr int DEPTH = 72, STEPS = (DEPTH + 15) / 16;
 
 template <class E, int N, Kind KIND, bool ADD>
 void multiply(const Arguments& arguments) {
-  constexpr bool MN = KIND == Kind::RS_MN;
-  using TileA = PanelTile<64, DEPTH>;
+  constexpr bool MN_A = KIND == Kind::SS_MN, MN = MN_A || KIND == Kind::RS_MN;
+  using TileA = std::conditional_t<MN_A, PanelTile<16 * STEPS, 64>, PanelTile<64, DEPTH>>;
   using TileB = std::conditional_t<MN, PanelTile<16 * STEPS, N>, PanelTile<N, DEPTH>>;
   constexpr SharedAddress A = 0, B = TileA::BYTES, BARRIER = B + (TileB::BYTES + 1023) / 1024 * 1024;
   make_barriers(BARRIER, 1, 1);
@@ -23,7 +23,7 @@ void multiply(const Arguments& arguments) {
 
   const int warp = thread_index() / WARP;
   uint32 fragment[STEPS][4];
-  if (KIND != Kind::SS) {
+  if (KIND == Kind::RS || KIND == Kind::RS_MN) {
     const auto reader = FragmentReader<Tile<64, 64>>::down();
     for (int step = 0; step < STEPS; ++step) {
       const Fragment loaded = reader.load(A + step / 4 * TileA::PANEL_BYTES, 16 * warp, step % 4 * 16);
@@ -42,6 +42,8 @@ void multiply(const Arguments& arguments) {
     const uint64 right = b.at(MN ? step * 16 * TileB::ROW_BYTES : step / 4 * TileB::PANEL_BYTES + step % 4 * 32);
     if constexpr (KIND == Kind::SS)
       wgmma_ss<E, N>(d, a.at(step / 4 * TileA::PANEL_BYTES + step % 4 * 32), right, add);
+    else if constexpr (KIND == Kind::SS_MN)
+      wgmma_ss_mn<E, N>(d, a.at(step * 16 * TileA::ROW_BYTES), right, add);
     else if constexpr (KIND == Kind::RS)
       wgmma_rs<E, N>(d, fragment[step], right, add);
     else
@@ -56,9 +58,11 @@ void multiply(const Arguments& arguments) {
 
 #define MULTIPLY(N)                                                                                                      \
   KERNEL(128, 1) ss_fp16_##N(PARAMETERS(Arguments) arguments) { multiply<fp16, N, Kind::SS, true>(arguments); }          \
+  KERNEL(128, 1) ss_mn_fp16_##N(PARAMETERS(Arguments) arguments) { multiply<fp16, N, Kind::SS_MN, false>(arguments); }   \
   KERNEL(128, 1) rs_fp16_##N(PARAMETERS(Arguments) arguments) { multiply<fp16, N, Kind::RS, false>(arguments); }         \
   KERNEL(128, 1) rs_mn_fp16_##N(PARAMETERS(Arguments) arguments) { multiply<fp16, N, Kind::RS_MN, true>(arguments); }    \
   KERNEL(128, 1) ss_bf16_##N(PARAMETERS(Arguments) arguments) { multiply<bf16, N, Kind::SS, false>(arguments); }         \
+  KERNEL(128, 1) ss_mn_bf16_##N(PARAMETERS(Arguments) arguments) { multiply<bf16, N, Kind::SS_MN, true>(arguments); }    \
   KERNEL(128, 1) rs_bf16_##N(PARAMETERS(Arguments) arguments) { multiply<bf16, N, Kind::RS, true>(arguments); }          \
   KERNEL(128, 1) rs_mn_bf16_##N(PARAMETERS(Arguments) arguments) { multiply<bf16, N, Kind::RS_MN, false>(arguments); }
 MULTIPLY(8)

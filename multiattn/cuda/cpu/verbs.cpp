@@ -200,8 +200,8 @@ void set_registers(int count, bool raise) {
 void wgmma_wait(int groups_left) { warpgroup("wgmma_wait").wait(groups_left); }
 
 void wgmma(const char* verb, bool is_bf16, int columns, float* d, const uint32* a_registers, uint64 a, uint64 b,
-           bool b_mn_major, bool add) {
-  warpgroup(verb).issue({verb, columns, a, b, add, d, a_registers, is_bf16, b_mn_major});
+           bool a_mn_major, bool b_mn_major, bool add) {
+  warpgroup(verb).issue({verb, columns, a, b, add, d, a_registers, is_bf16, a_mn_major, b_mn_major});
 }
 
 }  // namespace emulation

@@ -55,9 +55,17 @@ struct Reader {
   SharedMemory& smem;
   const bool bf16;
 
-  void read_a(Operands& operands, const Matrix& matrix) const {
+  void read_a_k_major(Operands& operands, const Matrix& matrix) const {
     for (int row = 0; row < WGMMA_ROWS; ++row)
       for (int half = 0; half < 2; ++half) widen_chunk(matrix.k_major(row, half), &operands.a[row][8 * half]);
+  }
+  void read_a_mn_major(Operands& operands, const Matrix& matrix) const {
+    for (int k = 0; k < WGMMA_DEPTH; ++k)
+      for (int chunk = 0; chunk < WGMMA_ROWS / 8; ++chunk) {
+        float element[8];
+        widen_chunk(matrix.mn_major(k, chunk), element);
+        for (int i = 0; i < 8; ++i) operands.a[8 * chunk + i][k] = element[i];
+      }
   }
   void read_b_k_major(Operands& operands, const Matrix& matrix, int columns) const {
     for (int column = 0; column < columns; ++column) {
@@ -181,7 +189,7 @@ void Warpgroup::begin(Calls calls) {
       std::memcpy(operation.a_at_issue[i], calls[i]->a_registers, sizeof operation.a_at_issue[i]);
     }
   } else {
-    add_operand(operation, call.a, WGMMA_ROWS, false);
+    add_operand(operation, call.a, WGMMA_ROWS, call.a_mn_major);
   }
   add_operand(operation, call.b, call.number, call.b_mn_major);
   operation.sum = &sum_of(calls);
@@ -258,8 +266,10 @@ void Warpgroup::compute(Operation& operation) {
                                       call.verb + " under way");
       reader.read_registers(operands, i, operation.a_at_issue[i]);
     }
+  } else if (call.a_mn_major) {
+    reader.read_a_mn_major(operands, Matrix(call.a, base()));
   } else {
-    reader.read_a(operands, Matrix(call.a, base()));
+    reader.read_a_k_major(operands, Matrix(call.a, base()));
   }
   if (call.b_mn_major)
     reader.read_b_mn_major(operands, Matrix(call.b, base()), call.number);

@@ -33,7 +33,7 @@ struct WarpgroupCall {
   bool add = false;
   float* d = nullptr;
   const std::uint32_t* a_registers = nullptr;  // where a is no descriptor
-  bool is_bf16 = false, b_mn_major = false;
+  bool is_bf16 = false, a_mn_major = false, b_mn_major = false;
 
   bool operator==(const WarpgroupCall& other) const {
     return number == other.number && a == other.a && b == other.b && add == other.add;

@@ -14,6 +14,11 @@ template <class E, int N>
 DEVICE void wgmma_ss(float (&d)[N / 2], uint64 a, uint64 b, bool add) {
   Wgmma<E, N>::ss(d, a, b, add);
 }
+// The same with both MN-major: A is [16, 64], one panel.
+template <class E, int N>
+DEVICE void wgmma_ss_mn(float (&d)[N / 2], uint64 a, uint64 b, bool add) {
+  Wgmma<E, N>::ss_mn(d, a, b, add);
+}
 // A from registers, a thread's as for mma.m16n8k16; B K-major.
 template <class E, int N>
 DEVICE void wgmma_rs(float (&d)[N / 2], const uint32 (&a)[4], uint64 b, bool add) {
@@ -27,11 +32,11 @@ DEVICE void wgmma_rs_mn(float (&d)[N / 2], const uint32 (&a)[4], uint64 b, bool 
 
 // `WGMMA` defines those of N columns, in both formats. What the preprocessor cannot count, source.py writes: `list` has the
 // accumulators' places, "%0, %1, ...", `p0` to `p5` the next ones, and the rest are the accumulators themselves.
-#define SHARED_A(N, type, list, p0, p1, p2, ...)                                                          \
-  static DEVICE void ss(float(&d)[N / 2], uint64 a, uint64 b, bool add) {                                 \
+#define SHARED_A(N, type, name, mn_major, list, p0, p1, p2, ...)                                          \
+  static DEVICE void name(float(&d)[N / 2], uint64 a, uint64 b, bool add) {                               \
     asm volatile("{.reg .pred add; setp.ne.b32 add, " p2 ", 0;\n"                                         \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" list "}, "          \
-                 p0 ", " p1 ", add, 1, 1, 0, 0;}"                                                         \
+                 p0 ", " p1 ", add, 1, 1, " mn_major ";}"                                                  \
                  : __VA_ARGS__                                                                            \
                  : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                           \
   }
@@ -46,7 +51,8 @@ DEVICE void wgmma_rs_mn(float (&d)[N / 2], const uint32 (&a)[4], uint64 b, bool 
 #define OF_TYPE(N, E, type, list, p0, p1, p2, p3, p4, p5, ...)                                            \
   template <>                                                                                             \
   struct Wgmma<E, N> {                                                                                    \
-    SHARED_A(N, type, list, p0, p1, p2, __VA_ARGS__)                                                      \
+    SHARED_A(N, type, ss, "0, 0", list, p0, p1, p2, __VA_ARGS__)                                          \
+    SHARED_A(N, type, ss_mn, "1, 1", list, p0, p1, p2, __VA_ARGS__)                                       \
     REGISTERS_A(N, type, rs, "0", list, p0, p1, p2, p3, p4, p5, __VA_ARGS__)                              \
     REGISTERS_A(N, type, rs_mn, "1", list, p0, p1, p2, p3, p4, p5, __VA_ARGS__)                           \
   };
