@@ -111,6 +111,14 @@ def test_a_wait_for_some_groups_completes_the_oldest(library):
     assert (c[:128] == 16).all()
 
 
+def test_a_bulk_load_copies_bytes_as_they_are_when_somebody_waits(library):
+    c, counters = run(library, "copy_run", c=torch.arange(256.0))
+    expected = torch.arange(128.0)
+    expected[1] = 2
+    assert torch.equal(c[:256], expected.repeat(2))
+    assert counters.tma_loads == 0  # which counts boxes
+
+
 @pytest.mark.parametrize(("row", "column"), [(0, 0), (10, 24), (-5, -8), (40, 64), (70, 0), (0, 200)])
 def test_tma_leaves_out_what_is_beyond_the_tensor(library, row, column):
     torch.manual_seed(0)

@@ -159,3 +159,17 @@ KERNEL(64, 1) vote(PARAMETERS(Arguments) arguments) {
 
 // c is NaN: shared memory starts poisoned.
 KERNEL(32, 1) read_unwritten(PARAMETERS(Arguments) arguments) { arguments.c[thread_index()] = load_shared_4(0); }
+
+// c's first 128 floats through shared memory, lines that TMA does not swizzle, to the 128 behind: they come when all wait.
+KERNEL(128, 1) copy_run(PARAMETERS(Arguments) arguments) {
+  constexpr SharedAddress LINES = 128, BARRIER = 0;
+  make_barriers(BARRIER, 1, 1);
+  if (thread_index() == 0) {
+    mbarrier_arrive_expect(BARRIER, 512);
+    bulk_load(LINES, arguments.c, 256, BARRIER);
+    bulk_load(LINES + 256, arguments.c + 64, 256, BARRIER);
+    arguments.c[1] += 1.0f;  // which they have still to read
+  }
+  mbarrier_wait(BARRIER, 0);
+  arguments.c[128 + thread_index()] = load_shared_4(LINES + 4 * thread_index());
+}

@@ -22,14 +22,14 @@ struct BoxRow {
 
   // Row `i` of the box.
   BoxRow(const Transfer& box, int i) {
-    const auto& [map, tile, place] = box;
+    const EncodedMap& map = box.map;
     auto address = reinterpret_cast<std::uint64_t>(map.base);  // which may wrap around on its way
     for (int axis = 1; axis < map.rank; ++axis) {
-      const std::int64_t at = place[axis] + (axis == 1 ? static_cast<std::int64_t>(i) : 0);
+      const std::int64_t at = box.place[axis] + (axis == 1 ? static_cast<std::int64_t>(i) : 0);
       if (at < 0 || at >= map.sizes[axis]) return;
       address += static_cast<std::uint64_t>(at) * static_cast<std::uint64_t>(map.strides[axis - 1]);
     }
-    const int column = place[0];
+    const int column = box.place[0];
     first = std::clamp(-column, 0, BOX_COLUMNS);
     count = std::clamp(map.sizes[0] - column, first, BOX_COLUMNS) - first;
     if (count) memory = reinterpret_cast<unsigned char*>(address) + (column + first) * 2ll;
@@ -58,7 +58,7 @@ void Hopper::finish() {
   if (const std::size_t group = me.index / WARPGROUP_SIZE; group < warpgroups_.size()) warpgroups_[group]->finish();
   if (!block_.ended(me.block)) return;
   for (const Load& load : loads_)
-    if (static_cast<int>(load.box.tile / WINDOW_BYTES) == me.block)
+    if (static_cast<int>(load.what.tile / WINDOW_BYTES) == me.block)
       block_.fail("returns, the last thread of the block, with TMA loads under way");
 }
 
@@ -172,16 +172,34 @@ void Hopper::load(const char* verb, int first, int last, std::uint32_t target, c
   const EncodedMap& map = check_map(verb, map_address, place);
   const int bytes = map.box[1] * LINE_BYTES;
   block_.require(verb, block_.smem.check_address(target, bytes, TILE_ALIGNMENT, rank()));
-  for (int rank = first; rank <= last; ++rank) {
-    Mbarrier& barrier = mbarrier(verb, in_block(verb, barrier_address, rank));
-    if (!barrier.fenced)
-      block_.fail(verb, "no fence_mbarrier_init follows the mbarrier_init of " + std::to_string(barrier_address));
-    const std::uint32_t there = in_block(verb, target, rank);
-    take_lines(verb, there, bytes);
-    loads_.push_back({{map, there, place}, &barrier});
-  }
+  for (int rank = first; rank <= last; ++rank) begin_load(verb, {target, bytes, map, place}, barrier_address, rank);
   ++block_.counters.tma_loads;
+}
+
+void Hopper::load_run(const char* verb, std::uint32_t target, const void* source, int bytes,
+                      std::uint32_t barrier_address) {
+  check_run(verb, target, source, bytes);
+  auto* run = static_cast<unsigned char*>(const_cast<void*>(source));  // which is read only
+  begin_load(verb, {target, bytes, {}, {}, run}, barrier_address, rank());
+}
+
+void Hopper::begin_load(const char* verb, Transfer what, std::uint32_t barrier_address, int rank) {
+  Mbarrier& barrier = mbarrier(verb, in_block(verb, barrier_address, rank));
+  if (!barrier.fenced)
+    block_.fail(verb, "no fence_mbarrier_init follows the mbarrier_init of " + std::to_string(barrier_address));
+  what.tile = in_block(verb, what.tile, rank);
+  take_lines(verb, what.tile, what.bytes);
+  loads_.push_back({verb, std::move(what), &barrier});
   touch_global();
+}
+
+// The GPU asks for multiples of 16 alone; but it is lines that are watched.
+void Hopper::check_run(const char* verb, std::uint32_t tile, const void* run, int bytes) {
+  if (bytes <= 0 || bytes % LINE_BYTES)
+    block_.fail(verb, std::to_string(bytes) + " bytes: a multiple of 128, which the emulation asks for");
+  block_.require(verb, block_.smem.check_address(tile, bytes, LINE_BYTES, rank()));
+  if (reinterpret_cast<std::uintptr_t>(run) % CHUNK_BYTES)
+    block_.fail(verb, "the global address is not aligned to 16 bytes");
 }
 
 // A load will write them, for the current thread.
@@ -200,23 +218,31 @@ void Hopper::take_lines(const char* verb, std::uint32_t target, int bytes) {
 
 bool Hopper::land_oldest() {
   if (loads_.empty()) return false;
-  const auto [box, barrier] = loads_.front();
+  const auto [verb, what, barrier] = loads_.front();
   loads_.pop_front();
-  for (int i = 0; i < box.map.box[1]; ++i) {
-    const std::uint32_t address = box.tile + i * LINE_BYTES;
-    const BoxRow part(box, i);
-    unsigned char row[LINE_BYTES] = {};
-    if (part.count) std::memcpy(row + 2 * part.first, part.memory, 2 * part.count);
-    for (int at = 0; at < LINE_BYTES; at += CHUNK_BYTES)
-      std::memcpy(block_.smem.at(swizzled(address + at)), row + at, CHUNK_BYTES);
+  for (int i = 0; i < what.bytes / LINE_BYTES; ++i) {
+    const std::uint32_t address = what.tile + i * LINE_BYTES;
+    if (what.run)
+      std::memcpy(block_.smem.at(address), what.run + i * LINE_BYTES, LINE_BYTES);
+    else
+      read_row(what, i);
     Line& line = lines_.of(address);
     line.loading = false;
     line.load_actor = barrier->actor;
     line.loaded = time_of_phase(barrier->generation);
   }
-  barrier->bytes -= box.map.box[1] * LINE_BYTES;
-  complete_if_due("tma_load", *barrier);
+  barrier->bytes -= what.bytes;
+  complete_if_due(verb, *barrier);
   return true;
+}
+
+void Hopper::read_row(const Transfer& box, int i) {
+  const std::uint32_t address = box.tile + i * LINE_BYTES;
+  const BoxRow part(box, i);
+  unsigned char row[LINE_BYTES] = {};
+  if (part.count) std::memcpy(row + 2 * part.first, part.memory, 2 * part.count);
+  for (int at = 0; at < LINE_BYTES; at += CHUNK_BYTES)
+    std::memcpy(block_.smem.at(swizzled(address + at)), row + at, CHUNK_BYTES);
 }
 
 void Hopper::store(const char* verb, const void* map_address, std::uint32_t source, BoxPlace place) {
@@ -232,7 +258,7 @@ void Hopper::store(const char* verb, const void* map_address, std::uint32_t sour
   }
   check_needs(verb, needs);
   AsyncThread& me = threads_[block_.current().index];
-  me.stores.push_back({{map, source, place}, me.groups});
+  me.stores.push_back({{source, bytes, map, place}, me.groups});
 }
 
 void Hopper::wait_stores(int groups_left) {

@@ -46,11 +46,13 @@ struct NamedBarrier : Condition {
 // Where a box begins in a tensor, innermost first: column, row, head, and so on.
 using BoxPlace = std::initializer_list<int>;
 
-// A box that TMA moves: which of the tensor, and where it is in shared memory.
+// What TMA moves, a line of shared memory at a time: a box of a tensor, or a run of bytes as they are.
 struct Transfer {
-  EncodedMap map;
-  std::uint32_t tile;
-  std::vector<int> place;
+  std::uint32_t tile;      // where it is in shared memory
+  int bytes;               // there
+  EncodedMap map{};        // of the box
+  std::vector<int> place;  // of the box in the tensor
+  unsigned char* run = nullptr;  // where it is no box
 };
 
 // A thread's async stores and fences.
@@ -86,6 +88,7 @@ class Hopper {
   // To the blocks of ranks `first` to `last`.
   void load(const char* verb, int first, int last, std::uint32_t target, const void* map, std::uint32_t barrier,
             BoxPlace place);
+  void load_run(const char* verb, std::uint32_t target, const void* source, int bytes, std::uint32_t barrier);
   void store(const char* verb, const void* map, std::uint32_t source, BoxPlace place);
   void commit_stores() { ++threads_[block_.current().index].groups; }
   void wait_stores(int groups_left);
@@ -110,15 +113,21 @@ class Hopper {
 
  private:
   struct Load {
-    Transfer box;
+    const char* verb;
+    Transfer what;
     Mbarrier* barrier;
   };
 
   int rank() const { return block_.current().block; }
   // An address of the current thread's block in the one of another rank, which must be there.
   std::uint32_t in_block(const char* verb, std::uint32_t address, int rank);
+  // To the current thread's block or that of another rank, `what.tile` being in this one.
+  void begin_load(const char* verb, Transfer what, std::uint32_t barrier, int rank);
+  void check_run(const char* verb, std::uint32_t tile, const void* run, int bytes);
   void take_lines(const char* verb, std::uint32_t target, int bytes);
   Mbarrier& mbarrier(const char* verb, std::uint32_t address);
+  // Row `i` of a box that lands.
+  void read_row(const Transfer& box, int i);
   void complete_if_due(const char* verb, Mbarrier& barrier);
   void write_out(const Transfer& box);
 

@@ -322,6 +322,9 @@ void fence_mbarrier_init() { hopper().fence_mbarriers(); }
 void fence_async_shared() { hopper().fence_writes(); }
 
 void prefetch_map(const TensorMap& map) { Hopper::check_map("prefetch_map", &map); }
+void bulk_load(SharedAddress target, const void* source, int bytes, SharedAddress barrier) {
+  hopper().load_run("bulk_load", target, source, bytes, barrier);
+}
 void tma_store_commit() { hopper().commit_stores(); }
 
 void named_barrier_sync(int id, int threads) { hopper().named_barrier("named_barrier_sync", id, threads, true); }

@@ -139,6 +139,12 @@ DEVICE void tma_load_to_all(SharedAddress target, const TensorMap& map, SharedAd
       "h"(static_cast<uint16>((1 << CLUSTER) - 1))  // a bit for each rank
       : "memory");
 }
+// So many bytes as they are, with no map; addresses and bytes are multiples of 16. They count at `barrier`.
+DEVICE void bulk_load(SharedAddress target, const void* source, int bytes, SharedAddress barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+               "l"(source), "r"(bytes), "r"(barrier)
+               : "memory");
+}
 // The other way; what lies beyond the tensor is not written. It may not begin before it, as a load may: with stores from
 // rows below 0 an H200 told of an illegal instruction, without them of none (2026-11-22).
 DEVICE void tma_store(const TensorMap& map, SharedAddress source, int column, int row, int head, int batch) {

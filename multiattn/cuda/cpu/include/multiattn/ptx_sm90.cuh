@@ -69,6 +69,8 @@ inline void tma_load_to_all(SharedAddress target, const TensorMap& map, SharedAd
                             int batch) {
   emulation::tma_load("tma_load_to_all", 0, CLUSTER - 1, target, map, barrier, {column, row, head, batch});
 }
+// Whole lines of 128 bytes, aligned to 128: what the emulation watches.
+void bulk_load(SharedAddress target, const void* source, int bytes, SharedAddress barrier);
 inline void tma_store(const TensorMap& map, SharedAddress source, int column, int row, int head, int batch) {
   emulation::tma_store("tma_store", map, source, {column, row, head, batch});
 }
