@@ -39,14 +39,21 @@ def library():
 
 @pytest.fixture(scope="module")
 def mistakes():
-    return host.load(host.build_source(source("mistakes.cpp")))
+    return host.load(host.build_source(MISTAKES_SOURCE))
 
 
-def source(name):
-    header = '#include "shared.h"\n'
-    text = (UNITS / name).read_text()
-    assert header in text
-    return text.replace(header, (UNITS / "shared.h").read_text().replace("#pragma once\n", ""))
+def source(*names):
+    """The files as one, with the headers of their folder in them, each once."""
+    seen = set()
+
+    def text_of(name):
+        if name in seen:
+            return ""
+        seen.add(name)
+        text = (UNITS / name).read_text().replace("#pragma once\n", "")
+        return re.sub(r'^#include "(\w+\.h)"\n', lambda found: text_of(found[1]), text, flags=re.MULTILINE)
+
+    return "".join(map(text_of, names))
 
 
 def encode(tensor, rows, *, strides=None, address=None):
@@ -119,6 +126,13 @@ def test_a_bulk_load_copies_bytes_as_they_are_when_somebody_waits(library):
     assert counters.tma_loads == 0  # which counts boxes
 
 
+def test_a_bulk_add_adds_floats_when_its_thread_waits(library):
+    c, _ = run(library, "add_runs", c=torch.full((512,), 0.5))
+    threads = torch.arange(128.0)
+    assert torch.equal(c[:256], 0.5 + torch.cat([threads, 2 * threads]))
+    assert c[256:258].tolist() == [1.0, 1.0]  # the older group alone was added
+
+
 @pytest.mark.parametrize(("row", "column"), [(0, 0), (10, 24), (-5, -8), (40, 64), (70, 0), (0, 200)])
 def test_tma_leaves_out_what_is_beyond_the_tensor(library, row, column):
     torch.manual_seed(0)
@@ -188,17 +202,18 @@ def test_tickets_are_unique(library):
     assert c[128:256].tolist() == [max(2 * i, 3) << 16 | max(i, 2) for i in threads]
 
 
+MISTAKES_SOURCE = source("mistakes.cpp", "mistakes_bulk.cpp")
 # The kernel, its threads where they are not 128, and the error; of a cluster where it says so.
 MISTAKES = [
     (name, int(threads or 128), bool(cluster), error)
     for cluster, threads, name, error in re.findall(
-        r'^(CLUSTER_)?MISTAKE(?:_OF|_AT_BARRIER)?\((?:(\d+), )?(\w+), "(.*)"\) \{', source("mistakes.cpp"), re.MULTILINE
+        r'^(CLUSTER_)?MISTAKE(?:_OF|_AT_BARRIER)?\((?:(\d+), )?(\w+), "(.*)"\) \{', MISTAKES_SOURCE, re.MULTILINE
     )
 ]
 
 
 def test_no_mistake_is_left_out():
-    assert len(MISTAKES) == len(re.findall(r"^(?:CLUSTER_)?MISTAKE", source("mistakes.cpp"), re.MULTILINE)) == 96
+    assert len(MISTAKES) == len(re.findall(r"^(?:CLUSTER_)?MISTAKE", MISTAKES_SOURCE, re.MULTILINE)) == 124
 
 
 @pytest.mark.parametrize(("kernel", "threads", "cluster", "error"), MISTAKES, ids=[name for name, *_ in MISTAKES])

@@ -1,4 +1,4 @@
-// What the kernels of verbs.cpp and mistakes.cpp share.
+// What all kernels of this folder share.
 #pragma once
 #include <type_traits>
 

@@ -173,3 +173,24 @@ KERNEL(128, 1) copy_run(PARAMETERS(Arguments) arguments) {
   mbarrier_wait(BARRIER, 0);
   arguments.c[128 + thread_index()] = load_shared_4(LINES + 4 * thread_index());
 }
+
+// Adds the threads' numbers to c's first 128 floats, and twice that to the 128 behind: both when thread 0 waits.
+KERNEL(128, 1) add_runs(PARAMETERS(Arguments) arguments) {
+  constexpr SharedAddress ONCE = 0, TWICE = 512;
+  store_shared_4(ONCE + 4 * thread_index(), float_bits(1.0f * thread_index()));
+  store_shared_4(TWICE + 4 * thread_index(), float_bits(2.0f * thread_index()));
+  fence_async_shared();
+  sync_block();
+  if (thread_index() != 0) return;
+  bulk_add(arguments.c, ONCE, 512);
+  tma_store_commit();
+  bulk_add(arguments.c + 128, TWICE, 512);
+  tma_store_commit();
+  const float before = arguments.c[1], behind = arguments.c[129];
+  tma_store_wait_read<1>();
+  const float after = arguments.c[1];
+  const bool late = arguments.c[129] == behind;
+  tma_store_wait_read<0>();
+  arguments.c[256] = after - before;
+  arguments.c[257] = static_cast<float>(late);
+}

@@ -36,6 +36,17 @@ struct BoxRow {
   }
 };
 
+// A line of them.
+void add_floats(unsigned char* target, const unsigned char* source) {
+  for (int at = 0; at < LINE_BYTES; at += 4) {
+    float sum, added;
+    std::memcpy(&sum, target + at, 4);
+    std::memcpy(&added, source + at, 4);
+    sum += added;
+    std::memcpy(target + at, &sum, 4);
+  }
+}
+
 }  // namespace
 
 // ---- the block
@@ -251,36 +262,53 @@ void Hopper::store(const char* verb, const void* map_address, std::uint32_t sour
   block_.require(verb, block_.smem.check_address(source, bytes, TILE_ALIGNMENT, rank()));
   if (std::min(place) < 0)  // a load may, as multiattn/ptx_sm90.cuh says
     block_.fail(verb, "begins before the tensor, which is an illegal instruction");
+  begin_store(verb, {source, bytes, map, place});
+}
+
+void Hopper::add_run(const char* verb, float* target, std::uint32_t source, int bytes) {
+  check_run(verb, source, target, bytes);
+  begin_store(verb, {source, bytes, {}, {}, reinterpret_cast<unsigned char*>(target)});
+  touch_global();
+}
+
+void Hopper::begin_store(const char* verb, Transfer what) {
   Needs needs;
-  for (std::uint32_t line = source; line < source + bytes; line += LINE_BYTES) {
-    need_line(verb, line, needs);
-    ++lines_.of(line).stores;
+  for (int at = 0; at < what.bytes; at += LINE_BYTES) {
+    need_line(verb, what.tile + at, needs);
+    ++lines_.of(what.tile + at).stores;
   }
   check_needs(verb, needs);
   AsyncThread& me = threads_[block_.current().index];
-  me.stores.push_back({{source, bytes, map, place}, me.groups});
+  me.stores.push_back({std::move(what), me.groups});
 }
 
 void Hopper::wait_stores(int groups_left) {
   AsyncThread& me = threads_[block_.current().index];
   const auto due = [&](const AsyncThread::Store& store) { return store.group < me.groups - groups_left; };
   for (const AsyncThread::Store& store : me.stores)
-    if (due(store)) write_out(store.box);
+    if (due(store)) write_out(store.what);
   me.stores.erase(std::remove_if(me.stores.begin(), me.stores.end(), due), me.stores.end());
 }
 
-void Hopper::write_out(const Transfer& box) {
+void Hopper::write_out(const Transfer& what) {
   const Moment now = block_.now();
-  for (int i = 0; i < box.map.box[1]; ++i) {
-    const std::uint32_t address = box.tile + i * LINE_BYTES;
-    unsigned char row[LINE_BYTES];
-    for (int at = 0; at < LINE_BYTES; at += CHUNK_BYTES)
-      std::memcpy(row + at, block_.smem.at(swizzled(address + at)), CHUNK_BYTES);
-    const BoxRow part(box, i);
-    if (part.count) std::memcpy(part.memory, row + 2 * part.first, 2 * part.count);
+  for (int i = 0; i < what.bytes / LINE_BYTES; ++i) {
+    const std::uint32_t address = what.tile + i * LINE_BYTES;
+    if (what.run)
+      add_floats(what.run + i * LINE_BYTES, block_.smem.at(address));
+    else
+      write_row(what, i);
     --lines_.of(address).stores;
     block_.smem.note_line_read(address, now);
   }
+}
+
+void Hopper::write_row(const Transfer& box, int i) {
+  unsigned char row[LINE_BYTES];
+  for (int at = 0; at < LINE_BYTES; at += CHUNK_BYTES)
+    std::memcpy(row + at, block_.smem.at(swizzled(box.tile + i * LINE_BYTES + at)), CHUNK_BYTES);
+  const BoxRow part(box, i);
+  if (part.count) std::memcpy(part.memory, row + 2 * part.first, 2 * part.count);
 }
 
 // ---- what the async proxy reads

@@ -58,7 +58,7 @@ struct Transfer {
 // A thread's async stores and fences.
 struct AsyncThread {
   struct Store {
-    Transfer box;
+    Transfer what;
     std::int64_t group;
   };
   std::vector<Store> stores;
@@ -90,6 +90,8 @@ class Hopper {
             BoxPlace place);
   void load_run(const char* verb, std::uint32_t target, const void* source, int bytes, std::uint32_t barrier);
   void store(const char* verb, const void* map, std::uint32_t source, BoxPlace place);
+  // A store, too.
+  void add_run(const char* verb, float* target, std::uint32_t source, int bytes);
   void commit_stores() { ++threads_[block_.current().index].groups; }
   void wait_stores(int groups_left);
   void fence_writes();
@@ -129,7 +131,10 @@ class Hopper {
   // Row `i` of a box that lands.
   void read_row(const Transfer& box, int i);
   void complete_if_due(const char* verb, Mbarrier& barrier);
-  void write_out(const Transfer& box);
+  void begin_store(const char* verb, Transfer what);
+  void write_out(const Transfer& what);
+  // Row `i` of a box that is stored.
+  void write_row(const Transfer& box, int i);
 
   Block& block_;
   Clocks& clocks_;

@@ -157,6 +157,13 @@ DEVICE void tma_store(const TensorMap& map, SharedAddress source, int column, in
                "r"(source), "r"(column), "r"(row), "r"(head), "r"(end), "r"(wrap)
                : "memory");
 }
+// Adds so many bytes of floats to global memory, in no order with what others add; addresses and bytes are multiples of 16.
+// It is one of the thread's stores.
+DEVICE void bulk_add(float* target, SharedAddress source, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target), "r"(source),
+               "r"(bytes)
+               : "memory");
+}
 DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // At most N of this thread's groups of stores still read shared memory.
 template <int N>
