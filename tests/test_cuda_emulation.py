@@ -202,6 +202,11 @@ def test_tickets_are_unique(library):
     assert c[128:256].tolist() == [max(2 * i, 3) << 16 | max(i, 2) for i in threads]
 
 
+def test_blocks_take_turns_by_a_counter(library):
+    c, _ = run(library, "turns", c=torch.ones(4), blocks=4, threads=32)
+    assert c[:2].tolist() == [2 * (2 * (2 * (2 * 1 + 0) + 1) + 2) + 3, 12]
+
+
 MISTAKES_SOURCE = source("mistakes.cpp", "mistakes_bulk.cpp")
 # The kernel, its threads where they are not 128, and the error; of a cluster where it says so.
 MISTAKES = [
@@ -213,7 +218,7 @@ MISTAKES = [
 
 
 def test_no_mistake_is_left_out():
-    assert len(MISTAKES) == len(re.findall(r"^(?:CLUSTER_)?MISTAKE", MISTAKES_SOURCE, re.MULTILINE)) == 124
+    assert len(MISTAKES) == len(re.findall(r"^(?:CLUSTER_)?MISTAKE", MISTAKES_SOURCE, re.MULTILINE)) == 128
 
 
 @pytest.mark.parametrize(("kernel", "threads", "cluster", "error"), MISTAKES, ids=[name for name, *_ in MISTAKES])

@@ -145,6 +145,16 @@ KERNEL(128, 1) tickets(PARAMETERS(Arguments) arguments) {
   arguments.c[128 + thread_index()] = static_cast<float>(max_of_halves(0x00020001u * thread_index(), 0x00030002u));
 }
 
+// Each block waits for those before it: c[0] = 2 * c[0] + its index.
+KERNEL(32, 1) turns(PARAMETERS(Arguments) arguments) {
+  if (thread_index() != 0) return;
+  while (acquire_global(arguments.counter) != 3 * block_index()) {
+  }
+  arguments.c[0] = 2 * arguments.c[0] + block_index();
+  release_add_global(arguments.counter, 3);
+  arguments.c[1] = static_cast<float>(acquire_global(arguments.counter));
+}
+
 // c[lane] and c[32 + lane]: the two halves of pack(c[lane], 0), as floats of their bits.
 KERNEL(32, 1) round_floats(PARAMETERS(Arguments) arguments) {
   const float value = arguments.c[thread_index()];
