@@ -167,7 +167,7 @@ DEVICE void tma_store(const TensorMap& map, SharedAddress source, int column, in
                : "memory");
 }
 // Adds so many bytes of floats to global memory, in no order with what others add; addresses and bytes are multiples of 16.
-// It is one of the thread's stores.
+// It is one of the thread's stores: tma_store_wait_read tells that shared memory was read, not that the sums are there.
 DEVICE void bulk_add(float* target, SharedAddress source, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target), "r"(source),
                "r"(bytes)

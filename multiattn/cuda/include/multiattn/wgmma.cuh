@@ -36,7 +36,7 @@ DEVICE void wgmma_rs_mn(float (&d)[N / 2], const uint32 (&a)[4], uint64 b, bool 
   static DEVICE void name(float(&d)[N / 2], uint64 a, uint64 b, bool add) {                               \
     asm volatile("{.reg .pred add; setp.ne.b32 add, " p2 ", 0;\n"                                         \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" list "}, "          \
-                 p0 ", " p1 ", add, 1, 1, " mn_major ";}"                                                  \
+                 p0 ", " p1 ", add, 1, 1, " mn_major ";}"                                                 \
                  : __VA_ARGS__                                                                            \
                  : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                           \
   }
