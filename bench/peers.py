@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,20 +44,37 @@ class Peer:
     features: tuple[Feature, ...] = ("none",)
     hint: str = ""
     """On masks and features that it has no way to ask for."""
+    arches: tuple[str, ...] = ()
+    """Those that it is built for; empty where it does not matter."""
+    instead: Peer | None = None
+    """Another build of the same kernels, which stands in where `module` is missing."""
     is_ours: bool = False
+
+    @property
+    def installed(self) -> Peer:
+        """The build that is here; this one where there is none."""
+        if self.instead is None or not _import_problem(self.module) or _import_problem(self.instead.module):
+            return self
+        return self.instead
 
     def why_not(self, cell: Cell, arch: Arch | None) -> tuple[Reason, ...]:
         """Every reason known before there is a tensor; `arch` None is a machine without a GPU."""
+        if (build := self.installed) is not self:
+            return build.why_not(cell, arch)
         problem = _import_problem(self.module)
         found = [Reason(code="module", got=problem, allowed=self.module, hint=self.install)] if problem else []
         if cell.band.kind not in self.masks:
             found.append(Reason(code="mask", got=cell.mask, allowed=", ".join(self.masks), hint=self.hint))
         if cell.feature not in self.features:
             found.append(Reason(code="feature", got=cell.feature, allowed=", ".join(self.features), hint=self.hint))
+        if self.arches and arch is not None and arch.name not in self.arches:
+            found.append(Reason(code="arch", got=arch.name, allowed=", ".join(self.arches), hint=self.hint))
         return tuple(found) if arch is not None else (NO_GPU, *found)
 
     def prepare(self, cell: Cell, tensors: Tensors, arch: Arch) -> Contender:
         """The contender; RefusedError with reasons. What its code raises passes through."""
+        if (build := self.installed) is not self:
+            return build.prepare(cell, tensors, arch)
         tensors = tensors if cell.direction == "fwd" else require_grad(tensors)
         reasons = self.why_not(cell, arch) or self.refuse(cell, tensors)
         if reasons:
@@ -233,6 +250,28 @@ def _options_of_4(cell: Cell, tensors: Tensors) -> tuple[dict[str, Any], str]:
     return found | ({"learnable_sink": tensors[3]} if cell.has_sinks else {}), detail
 
 
+def _wheel_of_3() -> Peer:
+    """FlashAttention-3 built ahead, for machines that cannot build upstream's package: `bench.peers_jax`."""
+
+    def build(cell: Cell, tensors: Tensors) -> tuple[Call, str]:
+        return functions.build(cell, tensors)[0], "wheel flash-attn3-jax"
+
+    def refuse(cell: Cell, tensors: Tensors) -> tuple[Reason, ...]:
+        found = []
+        if cell.head_dim != 128:
+            found.append(Reason(code="head_dim", got=str(cell.head_dim), allowed="128", hint=hint))
+        if cell.dtype not in ("fp16", "bf16"):
+            found.append(Reason(code="dtype", got=cell.dtype, allowed="fp16, bf16"))
+        if not all(tensor.transpose(1, 2).is_contiguous() for tensor in tensors):
+            found.append(Reason(code="strides", got=cell.layout, allowed="bshd", hint=hint))
+        return tuple(found)
+
+    functions = _flash_attn("fa3", "bench.peers_jax", "pip install --no-deps flash-attn3-jax==0.2.3", ("none", *PACKED))
+    hint = "the wheel flash-attn3-jax has no more; upstream's package may"
+    module = "flash_attn3_jax_lib.flash_api"
+    return replace(functions, module=module, build=build, refuse=refuse, arches=("sm90",), hint=hint)
+
+
 def _build_tilegym(cell: Cell, tensors: Tensors) -> tuple[Call, str]:
     importlib.import_module("tilegym").set_backend("cutile")
     function = importlib.import_module("tilegym.ops").fmha
@@ -259,7 +298,15 @@ PEERS: tuple[Peer, ...] = (
         "pip install flash-attn",
         features=("none", "softcap30", "alibi", *PACKED),
     ),
-    _flash_attn("fa3", "flash_attn_interface", "build flash-attention/hopper", features=("none", "softcap30", *PACKED)),
+    replace(
+        _flash_attn(
+            "fa3",
+            "flash_attn_interface",
+            "build flash-attention/hopper, or pip install --no-deps flash-attn3-jax==0.2.3",
+            features=("none", "softcap30", *PACKED),
+        ),
+        instead=_wheel_of_3(),
+    ),
     _flash_attn("fa4", "flash_attn.cute", "pip install flash-attn-4", features=FEATURES, options_of=_options_of_4),
     Peer(name="tilegym", module="tilegym.ops", install="pip install tilegym", build=_build_tilegym),
 )

@@ -290,8 +290,9 @@ RESULTS = ROOT / "bench" / "results"
 NO_GPU = Reason(code="gpu", got="none on this machine", allowed="an NVIDIA GPU", hint="compiling needs none")
 """The reason of every timing where there is nothing to time on."""
 
-PEER_PACKAGES = ("flash-attn", "flash-attn-3", "flash-attn-4", "tilegym")
-TIMED_WITH = ("matrix.py", "features.py", "contenders.py", "peers.py", "peers_cute.py", "timing.py")
+PEER_PACKAGES = ("flash-attn", "flash-attn-3", "flash-attn3-jax", "flash-attn-4", "tilegym")
+_PEERS = ("peers.py", "peers_cute.py", "peers_jax.py", "xla_ffi.py")
+TIMED_WITH = ("matrix.py", "features.py", "contenders.py", *_PEERS, "timing.py")
 
 
 def gpu_arch() -> Arch | None:
