@@ -38,17 +38,17 @@ def test_the_wheel_computes_every_cell_that_it_takes(cell, direction, wheel, tmp
 @pytest.mark.parametrize(
     ("cell", "arch", "codes"),
     [
-        (replace(CELL, head_dim=64), "sm90", {"head_dim"}),
-        (replace(CELL, layout="bhsd", dtype="fp32"), "sm90", {"strides", "dtype"}),
-        (replace(CAUSAL, feature="softcap30"), "sm90", {"feature"}),
-        (replace(CAUSAL, feature="sinks"), "sm100", {"feature", "arch"}),
+        (replace(CELL, head_dim=64), "sm90", ["head_dim"]),
+        (replace(CELL, layout="bhsd", dtype="fp32"), "sm90", ["dtype", "strides"]),
+        (replace(CAUSAL, feature="softcap30"), "sm90", ["feature"]),
+        (replace(CAUSAL, feature="sinks"), "sm100", ["arch", "feature"]),
     ],
     ids=str,
 )
 def test_what_the_wheel_has_not_is_a_reason(cell, arch, codes):
     with pytest.raises(RefusedError) as refusal:
         replace(WHEEL, module="torch").prepare(cell, cell.tensors("cpu"), ARCHS[arch])
-    assert {reason.code for reason in refusal.value.reasons} == codes
+    assert sorted(reason.code for reason in refusal.value.reasons) == codes
 
 
 def test_the_wheel_stands_in_only_where_upstream_is_missing(monkeypatch):
