@@ -97,15 +97,17 @@ def check(model, function, dtype=torch.float32, name="multiattn"):
     """Ours errs at most twice as much as eager attention in this dtype does.
 
     The spread of eager attention is measured in bfloat16, beside its own float32, and shrinks with the dtype's epsilon;
-    in float32 what it is measured by errs as well.
+    in float32 what it is measured by errs as well. It is that of the worst tensor, as a share of its largest value: one
+    tensor alone may be close by chance, and is on some CPUs.
     """
     truth = run(model, "eager", torch.float32, function)
     rough = run(model, "eager", torch.bfloat16, function)
     ours = run(model, name, dtype, function)
     scale = torch.finfo(dtype).eps / torch.finfo(torch.bfloat16).eps
-    for place, (a, b, c) in enumerate(zip(ours, rough, truth, strict=True)):
+    spread = max(((b - c).abs().max() / c.abs().max()).item() for b, c in zip(rough, truth, strict=True))
+    for place, (a, c) in enumerate(zip(ours, truth, strict=True)):
         assert a.isfinite().all()
-        allowed = (2 if dtype == torch.bfloat16 else 4) * scale * (b - c).abs().max()
+        allowed = (2 if dtype == torch.bfloat16 else 4) * scale * spread * c.abs().max()
         assert (a - c).abs().max() <= allowed, f"{place}: {(a - c).abs().max():.3g}, allowed {allowed:.3g}"
 
 
