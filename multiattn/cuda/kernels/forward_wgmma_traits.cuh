@@ -7,10 +7,9 @@
 #include "multiattn/ragged.cuh"
 #include "multiattn/score.cuh"
 #include "multiattn/sequence.cuh"
+#include "wgmma_ring.cuh"
 
 namespace multiattn {
-
-constexpr int WARPGROUP = 4 * WARP;
 
 enum class Scheduler {
   ONE_TILE,  // a block for every tile; the hardware hands them out
@@ -72,67 +71,6 @@ struct WgmmaTraits : S {
   static_assert(S::KEPT_STEPS >= 0 && S::KEPT_STEPS <= DOT_STEPS, "q_in_registers: up to all of Q");
 };
 
-// Where a role is in a ring: the slot, and the parity of the phase that it waits for.
-template <int SLOTS>
-struct RingPlace {
-  int slot = 0, parity = 0;
-
-  DEVICE void advance() {
-    if (++slot == SLOTS) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-
-  static DEVICE int before(int slot) { return slot == 0 ? SLOTS - 1 : slot - 1; }
-};
-
-// The barriers of a ring of slots in shared memory that one thread fills by TMA, for warps to use. One of a cluster is filled
-// in all of its blocks at once: a slot of it is empty when it is so in each.
-template <int SLOTS, int CLUSTER = 1>
-struct Ring {
-  SharedAddress barriers;
-  static constexpr int BYTES = 2 * SLOTS * 8;
-
-  DEVICE SharedAddress full(int slot) const { return barriers + 8 * slot; }
-  DEVICE SharedAddress empty(int slot) const { return barriers + 8 * (SLOTS + slot); }
-
-  // `users` of each block release a slot.
-  DEVICE void init(int users) const {
-    for (int slot = 0; slot < SLOTS; ++slot) {
-      mbarrier_init(full(slot), 1);
-      mbarrier_init(empty(slot), users * CLUSTER);
-    }
-  }
-  DEVICE void await_full(const RingPlace<SLOTS>& place) const { mbarrier_wait(full(place.slot), place.parity); }
-  // A slot that was never used counts as emptied.
-  DEVICE void await_empty(const RingPlace<SLOTS>& place) const { mbarrier_wait(empty(place.slot), place.parity ^ 1); }
-  // The warp uses the slot no more; wgmmas may be under way. Each warp arrives for itself: sync_warp orders what all lanes have
-  // read of the slot, the tile's words too, before lane 0's arrival, and the producer waits for that phase of `empty` before it
-  // writes there. racecheck does not carry the order from lane 0 to the other lanes, and reports those words.
-  DEVICE void release(int slot) const {
-    sync_warp();
-    const int lane = thread_index() % WARP;
-    if constexpr (CLUSTER == 1)
-      mbarrier_arrive_if(lane == 0, empty(slot));
-    else
-      mbarrier_arrive_if(lane < CLUSTER, empty(slot), lane % CLUSTER);
-  }
-  // The same where none is, as after the loop over keys, and a branch may end. ptxas 13 has made a jump of a predicated arrival
-  // that ended one, and taken the warp for whole all the same, sync_warp or not; of a warp that the source parts it knows.
-  // See multiattn.inspect.sass.parted_arrivals.
-  DEVICE void release_apart(int slot) const {
-    sync_warp();
-    const int lane = thread_index() % WARP;
-    if constexpr (CLUSTER == 1) {
-      if (lane == 0) mbarrier_arrive(empty(slot));
-    } else {
-      if (lane < CLUSTER) mbarrier_arrive_if(true, empty(slot), lane);
-    }
-    sync_warp();
-  }
-};
-
 // A tile of queries: where it starts (negative: it has rows without a query), its head and batch entry, and how many blocks of
 // keys are loaded for it, or NO_TILE. In a packed batch the entry is the number of its sequence.
 template <class T>
@@ -142,7 +80,6 @@ struct QueryTile {
 
   static constexpr int BYTES = IS_PACKED<typename T::Blocked> ? 32 : 16;  // in shared memory
 };
-constexpr int NO_TILE = -1;  // a schedule is done
 
 template <class T>
 DEVICE void store_tile(SharedAddress place, const QueryTile<T>& tile) {
