@@ -6,14 +6,16 @@ from dataclasses import dataclass, replace
 
 from multiattn.cuda import backward_configs as backward
 from multiattn.cuda import configs as forward
+from multiattn.cuda import wgmma_backward_configs as wgmma_backward
 from multiattn.cuda import wgmma_configs as wgmma
 from multiattn.cuda.axes import Axes
 from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig, config_of
 from multiattn.cuda.configs import CudaConfig
-from multiattn.cuda.params import BackwardParams, ForwardParams, ListParams, WgmmaParams
+from multiattn.cuda.params import BackwardParams, ForwardParams, ListParams, WgmmaBackwardParams, WgmmaParams
 from multiattn.cuda.score import lowered_of, slots_of, text_of
 from multiattn.cuda.source import Instance
 from multiattn.cuda.variants import axes_of, is_wgmma
+from multiattn.cuda.wgmma_backward_configs import WgmmaBackwardConfig
 from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.layout import VECTOR_BYTES
 from multiattn.mask import CAUSAL, FULL
@@ -59,13 +61,17 @@ def launches_of(plan: Plan) -> tuple[PlannedLaunch, ...]:
 def _launches_of(plan: Plan) -> tuple[PlannedLaunch, ...]:
     if plan.direction == "forward":
         return (_wgmma(plan) if is_wgmma(plan) else _forward(plan),)
-    assert isinstance(plan.config, BackwardConfig)
     problem, config, score = plan.problem, config_of(plan), lowered_of(plan)
     slots = slots_of(plan)
+    if isinstance(config, WgmmaBackwardConfig):
+        keys = _wgmma_keys(problem, config, score, slots)
+        return _statistics(problem, config), keys, _rows("convert_sums", problem, adds_dq=True, wide=True)
     assert isinstance(config, BackwardConfig)
-    prepare, keys = _rows("prepare_rows", problem, config), _keys(problem, config, score, slots)
+    adds_dq = config.dq is None
+    prepare = _rows("prepare_rows", problem, adds_dq=adds_dq, wide=config.wide)
+    keys = _keys(problem, config, score, slots)
     if config.dq is None:
-        return prepare, keys, _rows("convert_dq", problem, config)
+        return prepare, keys, _rows("convert_dq", problem, adds_dq=adds_dq, wide=config.wide)
     return prepare, _queries(problem, config.dq, score, slots), keys
 
 
@@ -209,22 +215,22 @@ def _wgmma_name(config: WgmmaConfig) -> str:
 # ---------------------------------------------------------------- the backward
 
 
-def _rows(entry: str, problem: Problem, config: BackwardConfig) -> PlannedLaunch:
+def _rows(entry: str, problem: Problem, *, adds_dq: bool, wide: bool) -> PlannedLaunch:
     """The kernel before, or after, the products of a backward."""
-    adds_dq = config.dq is None
     what: tuple[int | bool | str, ...] = (
         problem.head_dim,
         backward.ROW_TILE,
         backward.ROW_THREADS,
         adds_dq,
-        config.wide,
+        wide,
     )
     if problem.packing is not None:
         what = (*what, "multiattn::Packed")
-    order = ("_wide" if config.wide else "_narrow") if adds_dq else ""
+    overlaps = entry == "convert_sums"
+    order = ("_wide" if wide else "_narrow") if adds_dq else ""
     kernel = Instance(
         name=f"{entry}_{problem.dtype}_d{problem.head_dim}{order}{'_packed' if problem.packing is not None else ''}",
-        header="backward_rows.cuh",
+        header="backward_wgmma_rows.cuh" if overlaps else "backward_rows.cuh",
         entry=entry,
         traits=_traits("RowTraits", problem, *what),
         packed=problem.packing is not None,
@@ -232,6 +238,7 @@ def _rows(entry: str, problem: Problem, config: BackwardConfig) -> PlannedLaunch
         threads=backward.ROW_THREADS,
         occupancy=1,
         smem_bytes=0,
+        overlaps=overlaps,
     )
     return PlannedLaunch(kernel=kernel, blocks=query_tiles(problem, backward.ROW_TILE))
 
@@ -286,6 +293,65 @@ def _queries(
         smem_bytes=backward.dq_smem_bytes(config, problem),
     )
     return PlannedLaunch(kernel=kernel, blocks=query_tiles(problem, config.tile_m))
+
+
+def _statistics(problem: Problem, config: WgmmaBackwardConfig) -> PlannedLaunch:
+    """The kernel before Hopper's backward."""
+    packed = problem.packing is not None
+    kernel = Instance(
+        name=f"prepare_statistics_{problem.dtype}_d{problem.head_dim}{'_packed' if packed else ''}",
+        header="backward_wgmma_rows.cuh",
+        entry="prepare_statistics",
+        traits=_traits(
+            "StatisticsTraits",
+            problem,
+            problem.head_dim,
+            config.tile_m,
+            backward.ROW_THREADS,
+            *(("multiattn::Packed",) if packed else ()),
+        ),
+        packed=packed,
+        params=WgmmaBackwardParams,
+        threads=backward.ROW_THREADS,
+        occupancy=1,
+        smem_bytes=0,
+        overlaps=True,
+    )
+    return PlannedLaunch(kernel=kernel, blocks=query_tiles(problem, backward.ROW_TILE))
+
+
+def _wgmma_keys(
+    problem: Problem, config: WgmmaBackwardConfig, score: LoweredScore | None, slots: tuple[int, ...]
+) -> PlannedLaunch:
+    """Hopper's kernel of all gradients."""
+    tiles = f"{config.tile_m}x{config.tile_n}_s{config.k_stages}_{config.q_stages}_{config.dout_stages}"
+    kept = f"{'_kregisters' * config.k_in_registers}{'_vregisters' * config.v_in_registers}{'_halfdq' * config.half_dq}"
+    sizes = (config.k_stages, config.q_stages, config.dout_stages, wgmma_backward.dq_columns(config, problem))
+    numbers = (*sizes, config.k_in_registers, config.v_in_registers)
+    kernel = Instance(
+        name=f"backward_wgmma_{_what(problem)}_{tiles}{kept}{_suffix(problem, score, slots)}",
+        header="backward_wgmma.cuh",
+        entry="backward_wgmma",
+        traits=_traits(
+            "WgmmaBackwardTraits",
+            problem,
+            problem.head_dim,
+            _band(problem),
+            f"multiattn::WgmmaBackwardShape<{_cpp_list(*numbers)}>",
+            *_score(problem, score, slots),
+        ),
+        score=score,
+        slots=slots,
+        packed=problem.packing is not None,
+        params=WgmmaBackwardParams,
+        threads=config.threads,
+        occupancy=1,
+        smem_bytes=wgmma_backward.smem_bytes(config, problem),
+        overlaps=True,
+        wgmma_columns=wgmma_backward.wgmma_columns(config, problem),
+        arch_features=True,
+    )
+    return PlannedLaunch(kernel=kernel, blocks=key_tiles(problem, config.tile_n), is_persistent=True)
 
 
 def _tiles(problem: Problem, config: BackwardConfig | QueryConfig) -> str:

@@ -18,17 +18,20 @@ from multiattn.cuda.score import NOTHING, lowered_of, slots_of, with_aux
 from multiattn.cuda.source import Instance, MaskLists, TileLists
 from multiattn.cuda.structs import TENSOR_MAP, read_structs
 from multiattn.cuda.tensor_maps import tensor_maps
+from multiattn.cuda.wgmma_backward_configs import WgmmaBackwardConfig
+from multiattn.cuda.wgmma_backward_configs import workspace_areas as wgmma_workspace_areas
 from multiattn.cuda.wgmma_configs import WgmmaConfig, query_tiles
 from multiattn.packed import TILE_LISTS, USUAL_LENGTH
 from multiattn.plan.abi import WORKSPACE, Struct
 from multiattn.plan.backend import Plan
+from multiattn.plan.config import Config
 from multiattn.plan.schedule import KV_BYTES_SIDE_BY_SIDE, heads_side_by_side
 from multiattn.problem import Problem
 
 _STRUCTS = read_structs(Path(__file__).parent / "include" / "multiattn" / "params.h")
 _STRIDES = _STRUCTS["Strides"]
 ForwardParams, BackwardParams, WgmmaParams = (_STRUCTS[f"{it}Params"] for it in ("Forward", "Backward", "Wgmma"))
-ListParams = _STRUCTS["ListParams"]
+WgmmaBackwardParams, ListParams = _STRUCTS["WgmmaBackwardParams"], _STRUCTS["ListParams"]
 
 
 def numbers_of(plan: Plan) -> dict[str, Any]:
@@ -42,7 +45,8 @@ def numbers_of(plan: Plan) -> dict[str, Any]:
         "right": right,
         "sequences": 0 if problem.packing is None else problem.packing.sequences,
     }
-    if isinstance(config, BackwardConfig):
+    if isinstance(config, (BackwardConfig, WgmmaBackwardConfig)):
+        own_tile = config.dq.tile_m if isinstance(config, BackwardConfig) and config.dq else 0
         return {
             **common,
             "heads_q_all": problem.batch * problem.heads_q,
@@ -50,7 +54,7 @@ def numbers_of(plan: Plan) -> dict[str, Any]:
             "tiles_rows": _tiles(problem, problem.seq_q, ROW_TILE),
             "tiles_q": _tiles(problem, problem.seq_q, config.tile_m),
             "tiles_kv": _tiles(problem, problem.seq_kv, config.tile_n),
-            "tiles_q_own": _tiles(problem, problem.seq_q, config.dq.tile_m) if config.dq else 0,
+            "tiles_q_own": _tiles(problem, problem.seq_q, own_tile) if own_tile else 0,
             "sections_q": heads_side_by_side(problem),
             "sections_kv": _kv_heads_per_section(problem),
             "score_factor": problem.score_factor,
@@ -97,18 +101,25 @@ def _arguments(plan: Plan) -> Mapping[str, Any]:
     return found
 
 
-def params_of(plan: Plan) -> ctypes.Structure:
-    """The parameter struct of all kernels of a Plan, but for pointers and tensor maps.
+def params_of(plan: Plan, kind: type[ctypes.Structure] | None = None) -> ctypes.Structure:
+    """A parameter struct for kernels of a Plan, but for pointers and tensor maps: of `kind`, or what most of them take.
 
     A kernel that knows of no score takes the first part of it.
     """
-    kind = WgmmaParams if isinstance(plan.config, WgmmaConfig) else ForwardParams
-    if isinstance(plan.config, BackwardConfig):
-        kind = BackwardParams
+    kind = _kind_of(plan.config) if kind is None else kind
     lists = None if plan.problem.blocks is None else MaskLists
     packed = None if plan.problem.packing is None else TileLists
     whole = with_aux(kind, lowered_of(plan), slots_of(plan), lists, packed)
     return _filled(whole, {**numbers_of(plan), **_arguments(plan)})
+
+
+def _kind_of(config: Config | None) -> type[ctypes.Structure]:
+    """The parameters of the kernel that multiplies."""
+    if isinstance(config, WgmmaBackwardConfig):
+        return WgmmaBackwardParams
+    if isinstance(config, BackwardConfig):
+        return BackwardParams
+    return WgmmaParams if isinstance(config, WgmmaConfig) else ForwardParams
 
 
 def _filled(kind: type[ctypes.Structure], numbers: Mapping[str, Any], prefix: str = "") -> ctypes.Structure:
@@ -142,6 +153,8 @@ def listed_rows(plan: Plan) -> Mapping[str, int]:
     """The lists of a packed launch, by area of workspace: the rows of the tiles that each of them names."""
     config = config_of(plan)
     queries, keys = TILE_LISTS
+    if isinstance(config, WgmmaBackwardConfig):
+        return {queries: ROW_TILE, keys: config.tile_n}
     if not isinstance(config, BackwardConfig):
         return {queries: config.tile_m}
     return {queries: ROW_TILE if config.dq is None else config.dq.tile_m, keys: config.tile_n}
@@ -150,7 +163,7 @@ def listed_rows(plan: Plan) -> Mapping[str, int]:
 def argument_of(kernel: Instance, plan: Plan, *, has_dlse: bool = False) -> Struct:
     """The one argument of a kernel of a Plan: of all but the one of lists `struct_of`."""
     if kernel.params is not ListParams:
-        return struct_of(plan, has_dlse=has_dlse)
+        return struct_of(plan, kernel.params, has_dlse=has_dlse)
     params, areas = list_params_of(plan), areas_of(plan)
     names = dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), plan.problem.cu_seqlens, strict=True))
     names |= {"next_tile": WORKSPACE} if WORKSPACE in areas else {}
@@ -159,12 +172,17 @@ def argument_of(kernel: Instance, plan: Plan, *, has_dlse: bool = False) -> Stru
     return Struct(data=bytes(params), pointers={at: names[name] for at, name in places}, maps={})
 
 
-def struct_of(plan: Plan, *, has_dlse: bool = False) -> Struct:
-    """The one argument of the kernels of a Plan. Pointers to what a launch does not have stay null."""
-    params, names = params_of(plan), {"next_tile": WORKSPACE, **_arguments(plan)}
-    absent = {"dq_sum", WORKSPACE, *TILE_LISTS} - set(areas_of(plan)) | (set() if has_dlse else {"dlse"})
-    absent |= set() if plan.problem.has_sinks else {"sinks"}
-    maps = tensor_maps(plan.problem, plan.config.box_rows(plan.problem)) if isinstance(plan.config, WgmmaConfig) else {}
+def struct_of(plan: Plan, kind: type[ctypes.Structure] | None = None, *, has_dlse: bool = False) -> Struct:
+    """The one argument of kernels of a Plan, as `params_of`. Pointers to what a launch does not have stay null."""
+    params, names = params_of(plan, kind), {"next_tile": WORKSPACE, **_arguments(plan)}
+    absent = {"delta", "dq_sum", WORKSPACE, *TILE_LISTS} - set(areas_of(plan)) | (set() if has_dlse else {"dlse"})
+    if plan.problem.has_sinks:
+        absent -= {"delta"}  # the caller's
+    else:
+        absent |= {"sinks"}
+    config, maps = plan.config, {}
+    if isinstance(config, (WgmmaConfig, WgmmaBackwardConfig)):
+        maps = tensor_maps(plan.problem, config.box_rows(plan.problem))
     places = [(at, names.get(name, name), is_map) for at, name, is_map in _places(type(params))]
     return Struct(
         data=bytes(params),
@@ -177,6 +195,8 @@ def areas_of(plan: Plan) -> Mapping[str, int]:
     """The areas of a launch's workspace, and the bytes of each."""
     if isinstance(plan.config, BackwardConfig):
         return workspace_areas(plan.problem, plan.config)
+    if isinstance(plan.config, WgmmaBackwardConfig):
+        return wgmma_workspace_areas(plan.problem, plan.config)
     lists = list_areas(plan.problem, FORWARD_LISTS)
     counter_bytes = plan.workspace_bytes - sum(lists.values())
     return {**({WORKSPACE: counter_bytes} if counter_bytes else {}), **lists}

@@ -7,10 +7,11 @@ from functools import partial
 from multiattn.cuda import axes as points
 from multiattn.cuda import backward_configs as backward
 from multiattn.cuda import configs, wgmma_configs
+from multiattn.cuda import wgmma_backward_configs as wgmma_backward
 from multiattn.cuda.axes import Axes
 from multiattn.cuda.configs import CudaConfig, why_not
 from multiattn.cuda.rules.ampere import ATOMIC_RULES, TWO_PASS_RULES, rules_of
-from multiattn.cuda.rules.hopper import WGMMA_RULES
+from multiattn.cuda.rules.hopper import WGMMA_BACKWARD_RULES, WGMMA_RULES
 from multiattn.layout import VECTOR_BYTES
 from multiattn.mask import KINDS
 from multiattn.plan.arch import ARCHS
@@ -91,6 +92,23 @@ SPANNING: tuple[str, ...] = (
 legal pairs of warps, share and tiling."""
 
 BACKWARD_VARIANTS: tuple[Variant, ...] = (
+    Variant(
+        name="wgmma",
+        summary="Hopper: a warpgroup loads by TMA, others multiply by wgmma; dq is added up in fp32, in any order",
+        capability=Capability(
+            arches=("sm90", "cpu"),
+            head_dim_max=128,
+            alignment=VECTOR_BYTES,
+            masks=KINDS,
+            sinks=True,
+            packing=True,
+        ),
+        rules=WGMMA_BACKWARD_RULES,
+        deterministic=False,
+        workspace=wgmma_backward.workspace,
+        config_type=wgmma_backward.WgmmaBackwardConfig,
+        fits=wgmma_backward.why_not,
+    ),
     Variant(
         name="atomic",
         summary="FlashAttention-2: one pass over the keys; dq is added up in fp32 by atomics, in any order",

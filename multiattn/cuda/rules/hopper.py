@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from multiattn.cuda.wgmma_backward_configs import WgmmaBackwardConfig
 from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.plan.config import COMPILED, Rule
 from multiattn.plan.tuned import tuned_rules
@@ -51,4 +52,27 @@ SCORED: tuple[Rule[WgmmaConfig], ...] = (
 """An expression wants registers, of which three warpgroups have few, and maxima that are exact."""
 
 WGMMA_RULES: tuple[Rule[WgmmaConfig], ...] = (*SCORED, *tuned_rules("cuda", "wgmma", WgmmaConfig), _EMULATED)
+"""First match wins."""
+
+_PLAIN_BACKWARD = WgmmaBackwardConfig(tile_m=64, tile_n=128)
+_KEPT = replace(_PLAIN_BACKWARD, k_in_registers=True, v_in_registers=True, k_stages=2)
+_HALVES = replace(_PLAIN_BACKWARD, half_dq=True, dout_stages=3)
+_H100 = "H100 2026-11-25, N=4096, H*D=2048 in bf16, full / causal: "
+
+
+def _backward(head_dims: tuple[int, int], config: WgmmaBackwardConfig, why: str) -> Rule[WgmmaBackwardConfig]:
+    least, most = head_dims
+    return Rule(arches=("sm90",), head_dim_min=least, head_dim_max=most, config=config, why=_H100 + why)
+
+
+WGMMA_BACKWARD_RULES: tuple[Rule[WgmmaBackwardConfig], ...] = (
+    _backward(
+        (1, 64), _KEPT, "515 / 470 TFLOPS; K and V from shared memory 430, one buffer of K less 1 to 4 % to N=1024"
+    ),
+    _backward((65, 96), _PLAIN_BACKWARD, "at D=96 553 / 459 TFLOPS; more buffers of Q and dO 559 / 461"),
+    _backward((97, 128), _HALVES, "610 / 532 TFLOPS; two buffers of dO 605 / 530; two of K 598 / 524"),
+    Rule(arches=("cpu",), head_dim_max=64, config=_KEPT, why="emulated: as on sm90", only_named=True),
+    Rule(arches=("cpu",), head_dim_max=96, config=_PLAIN_BACKWARD, why="emulated: as on sm90", only_named=True),
+    Rule(arches=("cpu",), config=_HALVES, why="emulated: as on sm90", only_named=True),
+)
 """First match wins."""

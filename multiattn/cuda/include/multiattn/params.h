@@ -102,4 +102,12 @@ struct BackwardParams {
   int32 left, right;   // as the forward's
 };
 
+struct WgmmaBackwardParams {
+  // As WgmmaParams has them; boxes are 64 columns of TILE_M rows of q and dout, TILE_N of k and v.
+  TensorMap map_q, map_k, map_v, map_dout;
+  BackwardParams backward;
+  float* statistics;  // workspace: for each tile of TILE_M queries of a head their lse in the log2 domain, then their delta
+  int32* next_tile;   // workspace: the counter of tiles of keys
+};
+
 }  // namespace multiattn

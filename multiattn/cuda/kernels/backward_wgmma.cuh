@@ -1,0 +1,248 @@
+// Gradients of q, k and v, for sm90: TMA, wgmma, warp specialisation.
+//
+// Dao, "FlashAttention-2" (arXiv 2307.08691), Algorithm 2, as FlashAttention-3 has it on Hopper: a block owns TILE_N keys of one
+// key/value head and walks over the queries of all heads of its group, TILE_M at a time. All is transposed (rows are keys), so
+// that weights and dS stay in registers as operand A of dV and dK.
+//
+// Two warpgroups own 64 keys each; a third makes dQ of the dS that they put into shared memory, as ThunderKittens does, and adds
+// it to fp32 sums in the workspace; a fourth loads. They wait for one another only through rings of slots, so that each has
+// products for the tensor cores while another does something else.
+#pragma once
+#include "backward_wgmma_dq.cuh"
+#include "backward_wgmma_output.cuh"
+#include "backward_wgmma_producer.cuh"
+#include "backward_wgmma_scores.cuh"
+
+namespace multiattn {
+
+// A warpgroup of keys. Its number is a constant: what depends on it takes no registers, and no time.
+template <class T, int GROUP>
+class KeyWarpgroup {
+  using E = typename T::Element;
+  using Shared = BackwardShared<T>;
+  using TileQ = typename T::TileQ;
+  using TileKV = typename T::TileKV;
+  using Scores = TransposedScores<T>;
+  using DsPlace = RingPlace<T::DS_STAGES>;
+  using PlaceQ = RingPlace<T::Q_STAGES>;
+  using PlaceDout = RingPlace<T::DOUT_STAGES>;
+
+ public:
+  DEVICE explicit KeyWarpgroup(const typename T::Params& params) : params_(params) {}
+
+  // Tile after tile.
+  DEVICE void run() {
+    for (begin(); !tile().is_none(); begin()) {
+      const Blocks blocks = query_blocks<T>(params_, tile());
+      const int steps = max(blocks.end - blocks.begin, 0) * params_.backward.group;
+      if (steps > 0) {
+        walk(blocks, steps);
+      } else {
+        Shared::ring_v().await_full(v_);
+        Shared::ring_v().release_apart(0);
+        clear(dk_);
+        clear(dv_);
+      }
+      v_.advance();
+      const KeyTile<T> done = tile();
+      Shared::ring_k().release_apart(k_.slot);
+      k_.advance();
+      write_gradients<T>(params_, done, first_key(done), dk_, dv_);
+    }
+  }
+
+ private:
+  // The next tile. Its K is there.
+  DEVICE void begin() {
+    Shared::ring_k().await_full(k_);
+    if constexpr (T::KEEPS_K)
+      if (!tile().is_none()) read_rows(kept_k_, Shared::k(k_.slot));
+  }
+
+  // Read again wherever it is asked for, as registers are scarce.
+  DEVICE KeyTile<T> tile() const { return load_key_tile<T>(Shared::tile_place(k_.slot)); }
+
+  // The algorithm's inner loop: gradients of the tile.
+  DEVICE void walk(const Blocks& blocks, int steps) {
+    block_ = blocks.begin;
+    full_begin_ = blocks.full_begin;
+    full_end_ = blocks.full_end;
+    end_ = blocks.end;
+    make_scores(steps_);
+    weigh<0>();
+    pack_operand<E>(operand_, products_);
+    Shared::ring_v().await_full(v_);
+    if constexpr (T::KEEPS_V) read_rows(kept_v_, Shared::v());
+    if (steps == 1) {
+      step<true, true>();
+    } else {
+      step<true, false>();
+      for (int left = steps - 2; left > 0; --left) step<false, false>();
+      step<false, true>();
+    }
+  }
+
+  // Its weights are there. Those of the next step are, afterwards, unless it is the last.
+  template <bool IS_FIRST, bool IS_LAST>
+  DEVICE void step() {
+    const int slot = PlaceQ::of(steps_).slot;
+    make_dp();
+    add_dv(IS_FIRST);
+    const QueryStatistics<T> delta(Shared::delta(slot));
+    wgmma_wait<0>();
+    Shared::ring_dout().release(PlaceDout::of(steps_).slot);
+    if constexpr (IS_LAST) Shared::ring_v().release(0);
+    // What overflows where the weight is 0 would be NaN.
+    if (!is_full()) mask();
+    make_ds<T>(operand_, products_, delta);
+    if constexpr (!IS_LAST) make_scores(steps_ + 1);
+    store_ds();
+    add_dk(slot, IS_FIRST);
+    pass_ds();
+    ++steps_;
+    if (++block_ == end_) block_ = query_blocks<T>(params_, tile()).begin;  // of the next head
+    if constexpr (!IS_LAST) weigh<1>();  // while dK is under way
+    wgmma_wait<0>();
+    Shared::ring_q().release(slot);
+    if constexpr (!IS_LAST) pack_operand<E>(operand_, products_);
+  }
+
+  // Scores to weights, when all but so many groups of products are there.
+  template <int GROUPS>
+  DEVICE void weigh() {
+    const QueryStatistics<T> lse(Shared::lse(PlaceQ::of(steps_).slot));
+    wgmma_wait<GROUPS>();
+    exponentiate<T>(products_, params_.backward.score_factor, lse);
+    if (!is_full()) mask();
+  }
+
+  // True if all queries of the block see all keys.
+  DEVICE bool is_full() const { return block_ >= full_begin_ && block_ < full_end_; }
+  DEVICE void mask() {
+    const KeyTile<T> of = tile();
+    const Mask<T::BAND> mask = mask_of<T::BAND>(params_.backward, of.sequence);
+    mask_transposed<T>(products_, mask, first_key(of), block_ * T::TILE_M);
+  }
+
+  // dS^T to shared memory.
+  DEVICE void store_ds() {
+    Shared::ring_ds().await_empty(DsPlace::of(steps_));
+    const auto fragments = FragmentReader<Tile<T::TILE_N, T::TileDS::PANEL_COLUMNS>>::down();
+    const SharedAddress rows = recomputed(Shared::ds(DsPlace::of(steps_).slot));
+#pragma unroll
+    for (int i = 0; i < T::QUERY_STEPS; ++i)
+      stmatrix_x4(fragments.address(rows + i / 4 * T::TileDS::PANEL_BYTES, GROUP * T::WARPGROUP_KEYS + warp_row(),
+                                    i % 4 * 16),
+                  operand_[i]);
+  }
+
+  // It is there, for all: nobody reads it before all have written.
+  DEVICE void pass_ds() {
+    fence_async_shared();
+    sync_warp();  // all lanes have written
+    mbarrier_arrive_if(thread_index() % WARP == 0, Shared::ring_ds().full(DsPlace::of(steps_).slot));
+  }
+
+  // ---- products, left under way
+  // scores^T[64, TILE_M] = K Q^T of a step
+  DEVICE void make_scores(uint32 step) {
+    const auto place = PlaceQ::of(step);
+    Shared::ring_q().await_full(place);
+    multiply_rows<T::KEEPS_K>(products_, kept_k_, Shared::k(k_.slot), Shared::q(place.slot));
+  }
+
+  // dP^T[64, TILE_M] = V dO^T
+  DEVICE void make_dp() {
+    const auto place = PlaceDout::of(steps_);
+    Shared::ring_dout().await_full(place);
+    multiply_rows<T::KEEPS_V>(products_, kept_v_, Shared::v(), Shared::dout(place.slot));
+  }
+
+  // dV[64, D] += P^T dO
+  DEVICE void add_dv(bool is_first) { multiply_by_rows(dv_, Shared::dout(PlaceDout::of(steps_).slot), is_first); }
+
+  // dK[64, D] += dS^T Q
+  DEVICE void add_dk(int slot, bool is_first) { multiply_by_rows(dk_, Shared::q(slot), is_first); }
+
+  // sums[64, TILE_M] = rows of K or V times those of Q or dO
+  template <bool KEPT>
+  DEVICE void multiply_rows(Scores& sums, const Fragment (&kept)[T::DIM_STEPS], SharedAddress keys, SharedAddress queries) {
+    const Descriptor a(recomputed(keys + GROUP * T::WARPGROUP_KEYS * TileKV::ROW_BYTES), 16), b(queries, 16);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < T::DIM_STEPS; ++i) {
+      const uint64 right = b.at(i / 4 * TileQ::PANEL_BYTES + i % 4 * 32);
+      if constexpr (KEPT)
+        wgmma_rs<E, T::TILE_M>(sums, kept[i].reg, right, i > 0);
+      else
+        wgmma_ss<E, T::TILE_M>(sums, a.at(i / 4 * TileKV::PANEL_BYTES + i % 4 * 32), right, i > 0);
+    }
+    wgmma_commit();
+  }
+
+  // gradient[64, D] += operand[64, TILE_M] times rows of Q or dO
+  DEVICE void multiply_by_rows(float (&gradient)[T::HEAD_DIM / 2], SharedAddress queries, bool is_first) {
+    const Descriptor b(queries, TileQ::PANEL_BYTES);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < T::QUERY_STEPS; ++i)
+      wgmma_rs_mn<E, T::HEAD_DIM>(gradient, operand_[i], b.at(i * 16 * TileQ::ROW_BYTES), !is_first || i > 0);
+    wgmma_commit();
+  }
+
+  // The warpgroup's rows of K or V, as operand A.
+  DEVICE void read_rows(Fragment (&kept)[T::DIM_STEPS], SharedAddress tile) const {
+    const auto reader = FragmentReader<Tile<TileKV::ROWS, TileKV::PANEL_COLUMNS>>::down();
+#pragma unroll
+    for (int i = 0; i < T::DIM_STEPS; ++i)
+      kept[i] = reader.load(tile + i / 4 * TileKV::PANEL_BYTES, GROUP * T::WARPGROUP_KEYS + warp_row(), i % 4 * 16);
+  }
+
+  static DEVICE void clear(float (&gradient)[T::HEAD_DIM / 2]) {
+#pragma unroll
+    for (float& element : gradient) element = 0.0f;
+  }
+
+  static DEVICE int warp_row() { return recomputed(thread_index()) / WARP % 4 * 16; }
+  // The first of this warp's keys.
+  static DEVICE int first_key(const KeyTile<T>& tile) { return tile.first_key + GROUP * T::WARPGROUP_KEYS + warp_row(); }
+
+  const typename T::Params& params_;
+  RingPlace<T::K_STAGES> k_;
+  RingPlace<1> v_;
+  uint32 steps_ = 0;                  // before this one, of all tiles
+  int block_;                         // that the weights are of
+  int full_begin_, full_end_, end_;  // of the blocks of the walk
+  Scores products_;                    // scores, weights or dP^T [64, TILE_M]
+  uint32 operand_[T::QUERY_STEPS][4];  // P^T, then dS^T, as operand A
+  float dk_[T::HEAD_DIM / 2], dv_[T::HEAD_DIM / 2];  // [64, HEAD_DIM]
+  Fragment kept_k_[T::DIM_STEPS], kept_v_[T::DIM_STEPS];
+};
+
+template <class T>
+DEVICE void backward_wgmma(const typename T::Params& params) {
+  if (thread_index() == 0) BackwardShared<T>::init();
+  if (thread_index() == T::WARPGROUPS * WARPGROUP) {
+    prefetch_map(params.map_q);
+    prefetch_map(params.map_k);
+    prefetch_map(params.map_v);
+    prefetch_map(params.map_dout);
+  }
+  sync_block();  // barriers are there
+  const int warpgroup = static_cast<int>(uniform(thread_index() / WARPGROUP));
+  if (warpgroup == 0) {
+    raise_registers<T::KEY_REGISTERS>();
+    KeyWarpgroup<T, 0>(params).run();
+  } else if (warpgroup == 1) {
+    raise_registers<T::KEY_REGISTERS>();
+    KeyWarpgroup<T, 1>(params).run();
+  } else if (warpgroup == T::WARPGROUPS) {
+    lower_registers<T::DQ_REGISTERS>();
+    DqWarpgroup<T>(params).run();
+  } else {
+    lower_registers<T::PRODUCER_REGISTERS>();
+    if (thread_index() % WARPGROUP == 0) BackwardProducer<T>(params).run();
+  }
+}
+
+}  // namespace multiattn

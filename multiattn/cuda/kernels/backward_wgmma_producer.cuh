@@ -1,0 +1,141 @@
+// One thread that loads for the backward: it decides which tiles of keys the block does, and keeps the rings full by TMA.
+#pragma once
+#include "backward_wgmma_traits.cuh"
+#include "multiattn/place.cuh"
+
+namespace multiattn {
+
+// Tiles of keys: of each head, and of all.
+struct KeyTiles {
+  int of_head, all;
+};
+template <class T>
+DEVICE KeyTiles count_key_tiles(const typename T::Params& params) {
+  int of_head = params.backward.tiles_kv;
+  if constexpr (IS_PACKED<typename T::Blocked>) of_head = find_sequence(params.lists.key_list, 0).tiles;
+  return {of_head, of_head * params.backward.heads_kv_all};
+}
+
+// The tile of keys that has this place among all. Those of one place run side by side, and so do heads that share L2. Under a
+// mask the first keys are seen by the most queries: the longest tiles come first.
+template <class T>
+DEVICE KeyTile<T> key_tile(const typename T::Params& params, const KeyTiles& tiles, int index) {
+  if (index >= tiles.all) return {NO_TILE, 0, 0, {}};
+  const auto [head_kv, place] = Place::of(index, tiles.of_head, params.backward.heads_kv_all, params.backward.sections_kv);
+  if constexpr (IS_PACKED<typename T::Blocked>) {
+    const ListedTile listed = find_sequence(params.lists.key_list, place);
+    return {listed.first_row, head_kv, listed.number, listed.sequence};
+  } else {
+    return {place * T::TILE_N, head_kv, head_kv / (params.backward.heads_q / params.backward.group), {}};
+  }
+}
+
+// Where a tile's queries and keys are.
+template <class T>
+DEVICE auto queries_of(const KeyTile<T>& tile) {
+  if constexpr (IS_PACKED<typename T::Blocked>)
+    return RaggedRows{tile.sequence.offset_q + tile.sequence.len_q, tile.sequence.len_q};
+  else
+    return BatchEntry{tile.number};
+}
+template <class T>
+DEVICE auto keys_of(const KeyTile<T>& tile) {
+  if constexpr (IS_PACKED<typename T::Blocked>)
+    return RaggedRows{tile.sequence.offset_kv + tile.sequence.len_kv, tile.sequence.len_kv};
+  else
+    return BatchEntry{tile.number};
+}
+
+// All panels of a tile; `more_bytes` come to the barrier by another load.
+template <class Tile, class Rows>
+DEVICE void load_boxes(SharedAddress tile, const TensorMap& map, SharedAddress barrier, int row, int head, const Rows& of,
+                        int more_bytes = 0) {
+  mbarrier_arrive_expect(barrier, Tile::BYTES + more_bytes);
+#pragma unroll
+  for (int panel = 0; panel < Tile::PANELS; ++panel)
+    load_box(tile + panel * Tile::PANEL_BYTES, map, barrier, panel * Tile::PANEL_COLUMNS, row, head, of);
+}
+
+// Tiles of K and V, and for each of them its tiles of Q, with the statistics of their queries, and of dO.
+template <class T>
+class BackwardProducer {
+  using Shared = BackwardShared<T>;
+  using TileQ = typename T::TileQ;
+  using TileKV = typename T::TileKV;
+
+ public:
+  DEVICE explicit BackwardProducer(const typename T::Params& params) : params_(params) {}
+
+  DEVICE void run() {
+    admit_next_grid();
+    await_earlier_grids();  // tensors, statistics and the counter are touched only after this
+    const KeyTiles tiles = count_key_tiles<T>(params_);
+    int index = static_cast<int>(block_index());
+    for (KeyTile<T> tile = begin(tiles, index); !tile.is_none(); tile = begin(tiles, index)) {
+      load(tile);
+      // The counter is asked when all of a tile is under way: a tile that waits for its block is one that another could have
+      // begun.
+      index = static_cast<int>(block_count()) + atomic_add_global(params_.next_tile, 1);
+    }
+  }
+
+ private:
+  // The tile, as soon as there is a slot for its K.
+  DEVICE KeyTile<T> begin(const KeyTiles& tiles, int index) {
+    const KeyTile<T> tile = key_tile<T>(params_, tiles, index);
+    Shared::ring_k().await_empty(k_);
+    store_tile<T>(Shared::tile_place(k_.slot), tile);
+    if (tile.is_none()) mbarrier_arrive(Shared::ring_k().full(k_.slot));
+    return tile;
+  }
+
+  DEVICE void load(const KeyTile<T>& tile) {
+    const int heads_kv = params_.backward.heads_q / params_.backward.group, head_kv = tile.head_kv % heads_kv;
+    load_boxes<TileKV>(Shared::k(k_.slot), params_.map_k, Shared::ring_k().full(k_.slot), tile.first_key, head_kv,
+                        keys_of(tile));
+    k_.advance();
+    const Blocks blocks = query_blocks<T>(params_, tile);
+    const int steps = max(blocks.end - blocks.begin, 0) * params_.backward.group;
+    QueryStep at{0, blocks.begin};
+    if (steps > 0) load_q(tile, at);
+    Shared::ring_v().await_empty(v_);
+    load_boxes<TileKV>(Shared::v(), params_.map_v, Shared::ring_v().full(0), tile.first_key, head_kv, keys_of(tile));
+    v_.advance();
+    for (int step = 0; step < steps; ++step) {
+      load_dout(tile, at);
+      at.advance(blocks);
+      if (step + 1 < steps) load_q(tile, at);
+    }
+  }
+
+  DEVICE void load_q(const KeyTile<T>& tile, const QueryStep& at) {
+    Shared::ring_q().await_empty(q_);
+    const SharedAddress barrier = Shared::ring_q().full(q_.slot);
+    load_boxes<TileQ>(Shared::q(q_.slot), params_.map_q, barrier, at.block * T::TILE_M, query_head(tile, at),
+                       queries_of(tile), T::STATISTICS_BYTES);
+    const int head = tile.head_kv * params_.backward.group + at.head;
+    bulk_load(Shared::lse(q_.slot), statistics_of<T>(params_, head, tile.number, tile.sequence, at.block),
+              T::STATISTICS_BYTES, barrier);
+    q_.advance();
+  }
+
+  DEVICE void load_dout(const KeyTile<T>& tile, const QueryStep& at) {
+    Shared::ring_dout().await_empty(dout_);
+    load_boxes<TileQ>(Shared::dout(dout_.slot), params_.map_dout, Shared::ring_dout().full(dout_.slot),
+                       at.block * T::TILE_M, query_head(tile, at), queries_of(tile));
+    dout_.advance();
+  }
+
+  // In its batch entry.
+  DEVICE int query_head(const KeyTile<T>& tile, const QueryStep& at) const {
+    return tile.head_kv * params_.backward.group % params_.backward.heads_q + at.head;
+  }
+
+  const typename T::Params& params_;
+  RingPlace<T::K_STAGES> k_;
+  RingPlace<1> v_;
+  RingPlace<T::Q_STAGES> q_;
+  RingPlace<T::DOUT_STAGES> dout_;
+};
+
+}  // namespace multiattn

@@ -1,0 +1,101 @@
+// Before and after the products of the backward for sm90: what it must know of each query, in the order in which TMA loads it, and
+// dq's way out of the workspace.
+#pragma once
+#include "backward_rows.cuh"
+#include "backward_wgmma_traits.cuh"
+
+namespace multiattn {
+
+template <class Element_, int HEAD_DIM, int TILE_M_, int THREADS_, class Blocked_ = NoBlockMask>
+struct StatisticsTraits {
+  using Element = Element_;
+  static constexpr int TILE_M = TILE_M_, TILE_ROWS = TILE_M;  // queries of a block, a tile of the kernel of gradients
+  static constexpr int THREADS = THREADS_;
+  using Blocked = Blocked_;                              // what lists the tiles that there are
+  using Params = typename WithAux<WgmmaBackwardParams, NoScore, typename ListsOf<Blocked>::Type>::Type;
+  static constexpr int CHUNKS = HEAD_DIM / CHUNK_ELEMENTS, DIM_FRAGMENTS = (HEAD_DIM + 15) / 16;
+  using Sum = DqSum<DIM_FRAGMENTS, true>;
+  // Neighbouring lanes that share a row, for a sum by shuffles.
+  static constexpr int LANES = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : CHUNKS > 2 ? 4 : CHUNKS;
+  static constexpr int SMEM_BYTES = 0;
+};
+
+// Of a kernel that begins while the one before it ends: nobody touches memory before that has.
+DEVICE void follow_earlier_grids() {
+  if (thread_index() == 0) {
+    admit_next_grid();
+    await_earlier_grids();
+  }
+  sync_block();
+}
+
+// rowsum(dout * out) of a row, of which each of LANES neighbours has a chunk; `is_there` false: 0.
+template <class T>
+DEVICE float dot_of_row(const uint16* out, const uint16* dout, bool is_there) {
+  using E = typename T::Element;
+  float sum = 0.0f;
+  if (is_there) {
+    const Chunk left = load_global_16(out), right = load_global_16(dout);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      sum = fmaf(unpack_low<E>(left.word[w]), unpack_low<E>(right.word[w]), sum);
+      sum = fmaf(unpack_high<E>(left.word[w]), unpack_high<E>(right.word[w]), sum);
+    }
+  }
+#pragma unroll
+  for (int mask = T::LANES / 2; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
+  return sum;
+}
+
+// lse in the log2 domain, and delta = rowsum(dout * out) - dlse (Dao, "FlashAttention-2", Algorithm 2, line 4; dlse as
+// d lse / d score = p). A query that is not there, or sees no key, gets an lse of inf: its weights are 0. A block owns a tile of
+// queries, and empties their sum of dq.
+template <class T>
+DEVICE void prepare_statistics(const typename T::Params& params) {
+  follow_earlier_grids();
+  const BackwardParams& backward = params.backward;
+  if (block_index() == 0 && thread_index() == 0) *params.next_tile = 0;
+  const auto [head, place] = Place::of(block_index(), backward.tiles_rows, backward.heads_q_all, 1);
+  const TileOf<T> tile = tile_of_rows<T>(params, place);
+  if (tile.is_none()) return;
+  const QuerySequence<SequenceOf<T>> queries{backward, head, tile.sequence};
+  const int rows = count_queries(backward, tile.sequence) - tile.first_row, lane = thread_index() % T::LANES;
+  int number = 0;
+  if constexpr (IS_PACKED<typename T::Blocked>) number = tile.number;
+  float* const lse = statistics_of<T>(params, head, number, tile.sequence, tile.first_row / T::TILE_M);
+  float* const delta = lse + T::TILE_M;
+  const auto store = [&](int row, float of_lse, float of_delta) {
+    const int at = statistic_place(row);
+    store_global_4(lse + at, of_lse);
+    store_global_4(delta + at, of_delta);
+  };
+
+#pragma unroll
+  for (int first = 0; first < T::TILE_ROWS; first += T::THREADS / T::LANES) {
+    const int row = first + thread_index() / T::LANES, query = tile.first_row + row;
+    const bool is_there = row < min(rows, T::TILE_ROWS);
+    const int64 at = query * backward.strides_out.seq + lane * CHUNK_ELEMENTS;
+    float sum = dot_of_row<T>(queries.out() + at, queries.dout() + at, is_there && lane < T::CHUNKS);
+    if (lane > 0 || row >= T::TILE_ROWS) continue;
+    float of_query = infinity();
+    if (is_there) {
+      const float natural = load_global_4(queries.lse() + query);
+      if (natural != -infinity()) of_query = natural * LOG2_E;
+      if (backward.dlse) sum -= load_global_4(queries.dlse() + query);
+      if (backward.delta) store_global_4(queries.delta() + query, sum);
+    }
+    store(row, of_query, sum);
+  }
+  float* const sums = dq_sums_of<T>(params, head, number, tile.sequence, tile.first_row);
+  const int floats = (min(rows, T::TILE_ROWS) + 15) / 16 * T::DIM_FRAGMENTS * T::Sum::FRAGMENT;
+  for (int i = thread_index(); i < floats / 4; i += T::THREADS) store_global_16(sums + 4 * i, Chunk{});
+}
+
+// As convert_dq.
+template <class T>
+DEVICE void convert_sums(const typename T::Params& params) {
+  follow_earlier_grids();
+  convert_dq<T>(params);
+}
+
+}  // namespace multiattn

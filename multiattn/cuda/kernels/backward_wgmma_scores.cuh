@@ -1,0 +1,67 @@
+// Weights and dS on the accumulators of wgmma, transposed: a thread has two keys of its warp's 16, half 0 is row lane / 4, half 1
+// the row 8 below. Of 8 queries it has two for each: value[4 * i + 2 * half] and the next are of queries 8 * i + 2 * (lane % 4)
+// and the next.
+#pragma once
+#include "backward_wgmma_traits.cuh"
+#include "multiattn/softmax.cuh"
+
+namespace multiattn {
+
+// [64, TILE_M] of a warpgroup.
+template <class T>
+using TransposedScores = float[T::TILE_M / 2];
+
+// lse or delta of a thread's queries, from their list in shared memory: asked for before there is a use for them, as shared
+// memory is busy.
+template <class T>
+class QueryStatistics {
+ public:
+  DEVICE explicit QueryStatistics(SharedAddress list) {
+#pragma unroll
+    for (int i = 0; i < T::QUERY_STEPS; ++i) four_[i] = load_shared_16(list + i * 64 + thread_index() % 4 * 16);
+  }
+
+  // Of element i of the accumulators.
+  DEVICE float of(int i) const { return float_of_bits(four_[i / 8].word[i / 4 % 2 * 2 + i % 2]); }
+
+ private:
+  Chunk four_[T::QUERY_STEPS];
+};
+
+// Scores to weights, exp2(score - lse) with both in the log2 domain. lse is inf for a query that is not there or sees no key.
+template <class T>
+DEVICE void exponentiate(TransposedScores<T>& scores, float factor, const QueryStatistics<T>& lse) {
+#pragma unroll
+  for (int i = 0; i < T::TILE_M / 2; ++i) scores[i] = exp2_approx(fmaf(scores[i], factor, -lse.of(i)));
+}
+
+// 0 in place of what the mask hides.
+template <class T>
+DEVICE void mask_transposed(TransposedScores<T>& weights, const Mask<T::BAND>& mask, int first_key, int first_query) {
+#pragma unroll
+  for (int i = 0; i < T::TILE_M / 2; ++i) {
+    const int query = first_query + i / 4 * 8 + accumulator_column(i % 4), key = first_key + accumulator_row(i % 4);
+    if (!mask.visible(query, key)) weights[i] = 0.0f;
+  }
+}
+
+// As operand A of wgmma_rs: 16 queries in four registers.
+template <class E, int N>
+DEVICE void pack_operand(uint32 (&packed)[N][4], const float (&values)[8 * N]) {
+#pragma unroll
+  for (int i = 0; i < 4 * N; ++i) packed[i / 4][i % 4] = pack<E>(values[2 * i], values[2 * i + 1]);
+}
+
+// dS^T = P^T * (dP^T - delta), as operand A, in place of P^T.
+template <class T>
+DEVICE void make_ds(uint32 (&weights)[T::QUERY_STEPS][4], const TransposedScores<T>& dp, const QueryStatistics<T>& delta) {
+  using E = typename T::Element;
+#pragma unroll
+  for (int pair = 0; pair < T::TILE_M / 4; ++pair) {
+    const int low = 2 * pair, high = low + 1;
+    uint32& weight = weights[pair / 4][pair % 4];
+    weight = pack<E>(unpack_low<E>(weight) * (dp[low] - delta.of(low)), unpack_high<E>(weight) * (dp[high] - delta.of(high)));
+  }
+}
+
+}  // namespace multiattn

@@ -1,0 +1,185 @@
+// The constants of a compiled backward kernel for sm90, and its shared memory. Each rule of
+// multiattn/cuda/wgmma_backward_configs.py about which of them go together has its static_assert here.
+#pragma once
+#include "backward_common.cuh"
+#include "multiattn/descriptor.cuh"
+#include "multiattn/mask.cuh"
+#include "multiattn/ragged.cuh"
+#include "wgmma_ring.cuh"
+
+namespace multiattn {
+
+template <int K_STAGES_, int Q_STAGES_, int DOUT_STAGES_, int DQ_COLUMNS_, bool KEEPS_K_, bool KEEPS_V_>
+struct WgmmaBackwardShape {
+  static constexpr int K_STAGES = K_STAGES_;        // tiles of K in shared memory: with two the next is there in time
+  static constexpr int Q_STAGES = Q_STAGES_;        // tiles of Q in shared memory, with lse and delta of their queries
+  static constexpr int DOUT_STAGES = DOUT_STAGES_;  // tiles of dO
+  static constexpr int DQ_COLUMNS = DQ_COLUMNS_;    // of dQ that are made at a time
+  static constexpr bool KEEPS_K = KEEPS_K_;         // K is read into registers once a tile, for the scores
+  static constexpr bool KEEPS_V = KEEPS_V_;         // so is V
+};
+
+template <class Element_, int HEAD_DIM_, Band BAND_, class S, class Score_ = NoScore, class Blocked_ = NoBlockMask>
+struct WgmmaBackwardTraits : S {
+  using Element = Element_;
+  static constexpr int HEAD_DIM = HEAD_DIM_;
+  static constexpr Band BAND = BAND_;
+  using Score = Score_;      // what changes scores
+  using Blocked = Blocked_;  // what lists the tiles that there are
+  using Params = typename WithAux<WgmmaBackwardParams, Score, typename ListsOf<Blocked>::Type>::Type;
+
+  static constexpr int WARPGROUPS = 2;       // that own keys; one more makes dQ, and one loads
+  static constexpr int WARPGROUP_KEYS = 64;  // rows of one wgmma
+  static constexpr int TILE_M = 64, TILE_N = WARPGROUP_KEYS * WARPGROUPS;
+  static constexpr int THREADS = WARPGROUP * (WARPGROUPS + 2);
+  static constexpr int KEY_WARPS = 4 * WARPGROUPS, DQ_WARPS = 4;
+  // Of a thread; the four have 512.
+  static constexpr int KEY_REGISTERS = HEAD_DIM > 96 ? 208 : 184, DQ_REGISTERS = HEAD_DIM > 96 ? 72 : 120;
+  static constexpr int PRODUCER_REGISTERS = 24;
+  static constexpr int DIM_STEPS = (HEAD_DIM + 15) / 16, QUERY_STEPS = TILE_M / 16, KEY_STEPS = TILE_N / 16;  // of a wgmma
+
+  using TileQ = PanelTile<TILE_M, HEAD_DIM>;   // of Q and dO
+  using TileKV = PanelTile<TILE_N, HEAD_DIM>;
+  using TileDS = PanelTile<TILE_N, TILE_M>;    // of dS^T: rows are keys
+  using Sum = DqSum<DIM_STEPS, true>;
+  using RingK = Ring<S::K_STAGES>;
+  using RingQ = Ring<S::Q_STAGES>;
+  using RingDout = Ring<S::DOUT_STAGES>;
+  static constexpr int DS_STAGES = 2;
+  using RingDS = Ring<DS_STAGES>;
+  static constexpr int STATISTICS_BYTES = 2 * TILE_M * 4;  // lse and delta
+
+  // Shared memory: K, V, stages of Q, of dO, of dS^T, of statistics, then barriers and what the tile of keys is.
+  static constexpr int V_AT = S::K_STAGES * TileKV::BYTES, Q_AT = V_AT + TileKV::BYTES;
+  static constexpr int DOUT_AT = Q_AT + S::Q_STAGES * TileQ::BYTES;
+  static constexpr int DS_AT = DOUT_AT + S::DOUT_STAGES * TileQ::BYTES;
+  static constexpr int STATISTICS_AT = DS_AT + DS_STAGES * TileDS::BYTES;
+  static constexpr int BARRIERS_AT = STATISTICS_AT + S::Q_STAGES * STATISTICS_BYTES;
+  static constexpr int SMEM_BYTES = BARRIERS_AT + 512;
+
+  static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 128, "head_dim: multiples of 8 up to 128");
+  static_assert(S::K_STAGES == 1 || S::K_STAGES == 2, "k_stages: 1, 2");
+  static_assert(S::DQ_COLUMNS == HEAD_DIM || S::DQ_COLUMNS == 64, "dq_columns: head_dim, or a panel of K");
+  static_assert(S::Q_STAGES >= 2 && S::DOUT_STAGES >= 1, "q_stages: 2 and more; dout_stages: 1 and more");
+};
+
+// A tile of keys: where it starts, its key/value head and the number of its sequence, both through the batch. Without keys, a
+// schedule is done.
+template <class T>
+struct KeyTile {
+  int first_key, head_kv, number;
+  SequenceOf<T> sequence;
+
+  static constexpr int BYTES = 32;  // in shared memory
+
+  DEVICE bool is_none() const { return first_key == NO_TILE; }
+};
+
+// All lanes of a warp have the same.
+template <class T>
+DEVICE void store_tile(SharedAddress place, const KeyTile<T>& tile) {
+  const auto word = [](int field) { return static_cast<uint32>(field); };
+  store_shared_16(place, {word(tile.first_key), word(tile.head_kv), word(tile.number), 0});
+  if constexpr (IS_PACKED<typename T::Blocked>) {
+    const Sequence& of = tile.sequence;
+    store_shared_16(place + 16, {word(of.offset_q), word(of.offset_kv), word(of.len_q), word(of.len_kv)});
+  }
+}
+
+template <class T>
+DEVICE KeyTile<T> load_key_tile(SharedAddress place) {
+  const auto field = [](const Chunk& chunk, int word) { return static_cast<int>(uniform(chunk.word[word])); };
+  const Chunk it = load_shared_16(place);
+  KeyTile<T> tile{field(it, 0), field(it, 1), field(it, 2), {}};
+  if constexpr (IS_PACKED<typename T::Blocked>) {
+    const Chunk of = load_shared_16(place + 16);
+    tile.sequence = {field(of, 0), field(of, 1), field(of, 2), field(of, 3)};
+  }
+  return tile;
+}
+
+// A step of the walk of a tile of keys over the tiles of queries that see it, query head by query head of its group.
+struct QueryStep {
+  int head, block;  // heads count from the first of the group on
+
+  DEVICE void advance(const Blocks& blocks) {
+    if (++block < blocks.end) return;
+    block = blocks.begin;
+    ++head;
+  }
+};
+
+// The blocks of queries of a tile of keys, in each head of its group.
+template <class T>
+DEVICE Blocks query_blocks(const typename T::Params& params, const KeyTile<T>& tile) {
+  const BackwardParams& backward = params.backward;
+  const Mask<T::BAND> mask = mask_of<T::BAND>(backward, tile.sequence);
+  const int tiles = (count_queries(backward, tile.sequence) + T::TILE_M - 1) / T::TILE_M;
+  return mask.template queries<T::TILE_M>(tile.first_key, T::TILE_N, tiles);
+}
+
+// Of a query's lse, or delta, in the list of its tile: what a thread wants at a time, of two queries in two neighbouring
+// accumulators of 8 columns, is together.
+DEVICE int statistic_place(int query) {
+  return query / 16 * 16 + query % 8 / 2 * 4 + query / 8 % 2 * 2 + query % 2;
+}
+
+// lse (log2) and delta of a tile of queries, of a query head that counts through the batch. A sequence of a packed batch begins
+// with a tile of its own: each of those before it has at most one more than its rows fill.
+template <class T>
+DEVICE float* statistics_of(const typename T::Params& params, int head, int number, const SequenceOf<T>& sequence, int block) {
+  int64 place = static_cast<int64>(head) * params.backward.tiles_q + block;
+  if constexpr (IS_PACKED<typename T::Blocked>) place += sequence.offset_q / T::TILE_M + number;
+  return params.statistics + place * (2 * T::TILE_M);
+}
+
+// The sums of dq from `first_query` of a sequence on.
+template <class T>
+DEVICE float* dq_sums_of(const typename T::Params& params, int head, int number, const SequenceOf<T>& sequence,
+                         int first_query) {
+  if constexpr (IS_PACKED<typename T::Blocked>)
+    return T::Sum::rows(params.backward, params.lists, head, {number, 0, sequence, 0}, first_query);
+  else
+    return T::Sum::rows(params.backward, head, first_query);
+}
+
+// Fragments of 16 queries of a head's sums.
+template <class T>
+DEVICE int row_fragments_of(const typename T::Params& params) {
+  if constexpr (IS_PACKED<typename T::Blocked>)
+    return T::Sum::row_fragments(params.backward, params.lists);
+  else
+    return T::Sum::row_fragments(params.backward);
+}
+
+template <class T>
+struct BackwardShared {
+  static DEVICE SharedAddress k(int slot) { return shared_base() + slot * T::TileKV::BYTES; }
+  static DEVICE SharedAddress v() { return shared_base() + T::V_AT; }
+  static DEVICE SharedAddress q(int slot) { return shared_base() + T::Q_AT + slot * T::TileQ::BYTES; }
+  static DEVICE SharedAddress dout(int slot) { return shared_base() + T::DOUT_AT + slot * T::TileQ::BYTES; }
+  static DEVICE SharedAddress ds(int slot) { return shared_base() + T::DS_AT + slot * T::TileDS::BYTES; }
+  static DEVICE SharedAddress lse(int slot) { return shared_base() + T::STATISTICS_AT + slot * T::STATISTICS_BYTES; }
+  static DEVICE SharedAddress delta(int slot) { return lse(slot) + T::TILE_M * 4; }
+
+  static DEVICE typename T::RingK ring_k() { return {shared_base() + T::BARRIERS_AT}; }
+  static DEVICE Ring<1> ring_v() { return {ring_k().barriers + T::RingK::BYTES}; }
+  static DEVICE typename T::RingQ ring_q() { return {ring_v().barriers + Ring<1>::BYTES}; }
+  static DEVICE typename T::RingDout ring_dout() { return {ring_q().barriers + T::RingQ::BYTES}; }
+  static DEVICE typename T::RingDS ring_ds() { return {ring_dout().barriers + T::RingDout::BYTES}; }
+  // What a slot of K is of.
+  static DEVICE SharedAddress tile_place(int slot) {
+    return shared_base() + T::SMEM_BYTES - (1 + slot) * KeyTile<T>::BYTES;
+  }
+
+  static DEVICE void init() {
+    ring_k().init(T::KEY_WARPS + T::DQ_WARPS);
+    ring_v().init(T::KEY_WARPS);
+    ring_q().init(T::KEY_WARPS);
+    ring_dout().init(T::KEY_WARPS);
+    ring_ds().init(T::DQ_WARPS, T::KEY_WARPS);
+    fence_mbarrier_init();
+  }
+};
+
+}  // namespace multiattn

@@ -1,0 +1,130 @@
+"""Tiles of the backward kernel for Hopper as data: its config, shared memory and workspace, and what fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from multiattn.cuda.backward_configs import ROW_TILE, dq_sum_bytes
+from multiattn.cuda.configs import ELEMENT_BYTES, FP32_BYTES, list_areas, padded, tiles
+from multiattn.cuda.tensor_maps import BOX_COLUMNS, tensor_maps, why_not_mapped
+from multiattn.cuda.wgmma_configs import BARRIER_BYTES, PANEL_ROW_BYTES, WARPGROUP_ROWS, WARPGROUP_THREADS
+from multiattn.packed import RAGGED_ROWS, TILE_LISTS
+from multiattn.plan.abi import WORKSPACE
+from multiattn.plan.arch import Arch
+from multiattn.plan.config import Config
+from multiattn.plan.limits import FieldRule, between, failed, field_checks, one_of, size_checks
+from multiattn.plan.schedule import COUNTER_BYTES, key_tiles, query_tiles
+from multiattn.plan.support import Reason
+from multiattn.problem import Problem
+
+WARPGROUPS = 2  # that compute
+_DS_STAGES = 2
+_STATISTICS = 2  # of a query, fp32: lse and delta
+WIDE_FROM = 97
+"""The head_dim from which on warpgroups of keys have 208 registers a thread, that of dQ 72: below 184 and 120."""
+_BESIDE = 32
+"""Registers for all that `registers_at_least` leaves out: statistics, addresses, counters."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WgmmaBackwardConfig(Config):
+    """Launch parameters of Hopper's kernel of all gradients: two warpgroups of keys, one of dQ, one that loads."""
+
+    k_stages: int = 1
+    """Buffers of K: with two that of the next tile comes while the last products with one are made."""
+    q_stages: int = 3
+    """Buffers of Q, with lse and delta of their queries: scores are made a step ahead, and dK comes last of a step."""
+    dout_stages: int = 2
+    """Buffers of dO."""
+    k_in_registers: bool = False
+    """K is read into registers once a tile, for the scores, or by wgmma from shared memory in each step."""
+    v_in_registers: bool = False
+    """The same of V, for dP."""
+
+    half_dq: bool = False
+    """dQ is made 64 columns at a time, which takes half of the registers."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block, of four warpgroups."""
+        return WARPGROUP_THREADS * (WARPGROUPS + 2)
+
+    def box_rows(self, problem: Problem) -> dict[str, int]:
+        """Rows of a box of each tensor that goes by TMA."""
+        return {"q": self.tile_m, "dout": self.tile_m, "k": self.tile_n, "v": self.tile_n}
+
+
+def smem_bytes(config: WgmmaBackwardConfig, problem: Problem) -> int:
+    """Dynamic shared memory of a block, which its kernel asserts when compiled."""
+    panels = -(-problem.head_dim // BOX_COLUMNS)
+    rows = (config.k_stages + 1) * config.tile_n + (config.q_stages + config.dout_stages) * config.tile_m
+    ds = _DS_STAGES * config.tile_n * config.tile_m * ELEMENT_BYTES
+    statistics = config.q_stages * _STATISTICS * config.tile_m * FP32_BYTES
+    return rows * panels * PANEL_ROW_BYTES + ds + statistics + BARRIER_BYTES
+
+
+def wgmma_columns(config: WgmmaBackwardConfig, problem: Problem) -> tuple[int, ...]:
+    """The widths of the kernel's wgmmas: of scores and dP, of dK and dV, of dQ."""
+    return config.tile_m, problem.head_dim, dq_columns(config, problem)
+
+
+def dq_columns(config: WgmmaBackwardConfig, problem: Problem) -> int:
+    """The columns of dQ that are made at a time."""
+    return min(problem.head_dim, BOX_COLUMNS) if config.half_dq else problem.head_dim
+
+
+def registers_at_least(config: WgmmaBackwardConfig, problem: Problem) -> int:
+    """32-bit registers a consumer's thread needs: dK and dV, scores or dP, weights or dS, K and V that stay."""
+    head_dim, kept = padded(problem.head_dim, 8), padded(problem.head_dim) // 4
+    held = kept * (config.k_in_registers + config.v_in_registers)
+    return head_dim + config.tile_m // 2 + config.tile_m // 4 + held
+
+
+def workspace_areas(problem: Problem, config: WgmmaBackwardConfig) -> dict[str, int]:
+    """The areas of a launch's workspace, and the bytes of each."""
+    if problem.packing is None:
+        count = tiles(problem.seq_q, config.tile_m)
+    else:
+        count = problem.packing.tiles_max(problem.seq_q, config.tile_m)
+    statistics = problem.batch * problem.heads_q * count * config.tile_m * _STATISTICS * FP32_BYTES
+    return {
+        "statistics": statistics,
+        "dq_sum": dq_sum_bytes(problem),
+        WORKSPACE: COUNTER_BYTES,
+        **list_areas(problem, TILE_LISTS),
+    }
+
+
+def workspace(problem: Problem, config: Config | None) -> int:
+    """Bytes that a launch takes from the allocator."""
+    assert isinstance(config, WgmmaBackwardConfig)
+    return sum(workspace_areas(problem, config).values())
+
+
+def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
+    """Every reason why `config` cannot run `problem` on `arch`; dtype, head_dim and alignment are the capability's."""
+    assert isinstance(config, WgmmaBackwardConfig)
+    fields: dict[str, FieldRule] = {
+        "tile_m": one_of(ROW_TILE),
+        "tile_n": one_of(WARPGROUPS * WARPGROUP_ROWS),
+        "k_stages": one_of(1, 2),
+        "q_stages": between(2, 8),
+        "dout_stages": between(1, 8),
+    }
+    if wrong := failed(field_checks(config, fields)):
+        return wrong
+    reasons = [
+        reason for it in tensor_maps(problem, config.box_rows(problem)).values() for reason in why_not_mapped(it)
+    ]
+    is_wide = problem.head_dim >= WIDE_FROM
+    registers, most = registers_at_least(config, problem), (208 if is_wide else 184) - _BESIDE
+    needed = f"{registers} registers for gradients, scores, weights, K and V ({config})"
+    columns, columns_max = dq_columns(config, problem), BOX_COLUMNS if is_wide else WIDE_FROM - 1
+    rows = max(problem.seq_q, problem.seq_kv)
+    checks = (
+        (registers <= most, needed, f"up to {most}"),
+        (columns <= columns_max, f"{columns} columns of dq at a time ({config})", f"up to {columns_max}: half_dq"),
+        (problem.packing is None or rows <= RAGGED_ROWS, f"a packed batch of {rows} rows", f"up to {RAGGED_ROWS}"),
+    )
+    blocks = max(key_tiles(problem, config.tile_n), query_tiles(problem, ROW_TILE))
+    return (*reasons, *failed((*checks, *size_checks(config, arch, smem_bytes(config, problem), blocks))))

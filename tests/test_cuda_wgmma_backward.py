@@ -1,0 +1,185 @@
+"""The backward for Hopper on the CPU: configs and masks, walks of few steps, what it launches, what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cuda_runs import on_cpu
+from gradient_checks import check, make_tensors
+
+from multiattn.cuda import BACKEND
+from multiattn.cuda.cpu import host
+from multiattn.cuda.instances import launches_of
+from multiattn.cuda.params import areas_of, struct_of
+from multiattn.cuda.variants import BACKWARD_VARIANTS
+from multiattn.cuda.wgmma_backward_configs import WgmmaBackwardConfig, smem_bytes, why_not
+from multiattn.packed import RAGGED_ROWS, PackingSpec
+from multiattn.plan.arch import ARCHS, CPU
+from multiattn.plan.backend import Plan, make_plan
+from multiattn.problem import Problem
+
+SM90 = ARCHS["sm90"]
+WGMMA = BACKWARD_VARIANTS[0]
+PLAIN = WgmmaBackwardConfig(tile_m=64, tile_n=128)
+KEPT = replace(PLAIN, k_in_registers=True, v_in_registers=True, k_stages=2)
+HALVES = replace(PLAIN, half_dq=True, dout_stages=3)
+
+
+@pytest.fixture(autouse=True)
+def no_siblings(monkeypatch):
+    """Each config here meets one problem: nothing is built for others."""
+    monkeypatch.setattr(host, "siblings_of", host.kernels_of)
+
+
+def plan_of(problem: Problem, config: WgmmaBackwardConfig | None = None, *, arch=SM90) -> Plan:
+    """A Plan of the variant."""
+    return make_plan(BACKEND, problem, arch, direction="backward", variant=WGMMA.name, config=config, probe=False)
+
+
+def check_on_cpu(tensors, *, config=None, dlse=None, **options):
+    """The gradients of q, k, v and dout, emulated, are as right as parity asks."""
+    q, k, v, dout = tensors
+    check(plan_of(Problem.of(q, k, v, **options), config, arch=CPU), q, k, v, dout, dlse)
+
+
+# ---------------------------------------------------------------- emulated
+
+
+@on_cpu
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (30, 5)}], ids=["full", "causal", "window"])
+@pytest.mark.parametrize(
+    ("head_dim", "config"),
+    [
+        pytest.param(8, KEPT, id="d8"),
+        pytest.param(40, KEPT, id="d40"),
+        pytest.param(64, KEPT, id="d64"),
+        pytest.param(64, replace(HALVES, q_stages=2, dout_stages=1), id="d64_few_buffers"),
+        pytest.param(72, replace(PLAIN, k_stages=2), id="d72"),
+        pytest.param(96, PLAIN, id="d96"),
+        pytest.param(104, HALVES, id="d104"),
+        pytest.param(128, HALVES, id="d128"),
+    ],
+)
+def test_it_computes_what_the_formulas_do(head_dim, config, options):
+    check_on_cpu(
+        make_tensors(heads_q=4, heads_kv=2, seq_q=150, seq_kv=200, head_dim=head_dim), config=config, **options
+    )
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("seq_q", "seq_kv"), [(1, 1), (64, 256), (320, 64), (70, 20), (300, 40)], ids=lambda length: str(length)
+)
+@pytest.mark.parametrize("config", [KEPT, HALVES], ids=["kept", "halves"])
+def test_walks_of_few_steps_follow_one_another(seq_q, seq_kv, config):
+    """A block has several tiles of keys, whose loads overlap: some are seen by one tile of queries, some by none."""
+    tensors = make_tensors(batch=2, heads_q=6, heads_kv=2, seq_q=seq_q, seq_kv=seq_kv, head_dim=64)
+    check_on_cpu(tensors, config=config, causal=True)
+
+
+@on_cpu
+def test_the_gradient_of_lse_is_part_of_delta():
+    tensors = make_tensors(seq_q=100, seq_kv=130, head_dim=64)
+    dlse = torch.randn(1, 2, 100, generator=torch.Generator().manual_seed(0))
+    check_on_cpu(tensors, dlse=dlse, causal=True)
+
+
+@on_cpu
+@pytest.mark.parametrize("scale", [0.0, -0.2], ids=str)
+def test_a_scale_may_be_zero_or_negative(scale):
+    check_on_cpu(make_tensors(seq_q=70, seq_kv=90, head_dim=64), scale=scale)
+
+
+@on_cpu
+def test_fp16():
+    check_on_cpu([it.half() for it in make_tensors(seq_q=70, seq_kv=90, head_dim=64)], causal=True)
+
+
+# ---------------------------------------------------------------- launches
+
+
+def problem_of(head_dim: int = 128, **sizes) -> Problem:
+    given = {"batch": 2, "heads_q": 4, "heads_kv": 2, "seq_q": 300, "seq_kv": 500, **sizes}
+    return Problem.contiguous(head_dim=head_dim, **given)
+
+
+def test_three_kernels_follow_one_another_and_the_middle_one_is_persistent():
+    launches = launches_of(plan_of(problem_of()))
+    assert [it.kernel.entry for it in launches] == ["prepare_statistics", "backward_wgmma", "convert_sums"]
+    assert all(it.kernel.overlaps for it in launches)
+    assert [it.is_persistent for it in launches] == [False, True, False]
+    assert launches[1].blocks == 2 * 2 * 4
+
+
+def test_a_config_and_a_problem_have_a_kernel_of_their_own():
+    """Two kernels of one name would be one in a profile, and in a library."""
+    plans = [
+        plan_of(problem_of(head_dim, causal=causal, dtype=dtype), config)
+        for head_dim, configs in ((64, (KEPT, PLAIN, HALVES)), (128, (HALVES,)))
+        for config in configs
+        for causal in (False, True)
+        for dtype in ("bf16", "fp16")
+    ]
+    kernels = [launches_of(plan)[1].kernel for plan in plans]
+    assert len({it.name for it in kernels}) == len({it.traits for it in kernels}) == len(plans)
+
+
+def test_workspace_is_four_bytes_an_element_of_q_and_eight_a_query():
+    """Beside what tiles that are not full round up to, and a counter."""
+    problem = problem_of(seq_q=512, seq_kv=512)
+    queries = problem.batch * problem.heads_q * problem.seq_q
+    areas = areas_of(plan_of(problem))
+    assert sum(areas.values()) - areas["workspace"] == queries * (4 * problem.head_dim + 8)
+
+
+def test_each_kernel_is_told_where_its_tensors_are():
+    plan = plan_of(problem_of())
+    prepare, keys, convert = (struct_of(plan, it.kernel.params) for it in launches_of(plan))
+    assert {it.tensor for it in keys.maps.values()} == {"q", "k", "v", "dout"}
+    assert {"statistics", "workspace", "dq_sum"} <= set(prepare.pointers.values())
+    assert not convert.maps
+    assert "delta" not in keys.pointers.values()  # it is among the statistics
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "config", "allowed"),
+    [
+        (128, PLAIN, "half_dq"),
+        (128, replace(HALVES, v_in_registers=True), "up to 176"),
+        (96, KEPT, "up to 152"),
+        (64, replace(KEPT, tile_m=32), "64"),
+        (64, replace(KEPT, tile_n=64), "128"),
+        (64, replace(KEPT, k_stages=3), "1, 2"),
+        (64, replace(KEPT, q_stages=1), "2 to 8"),
+        (128, replace(HALVES, q_stages=6), "232448 bytes a block on sm90"),
+    ],
+)
+def test_a_config_that_cannot_run_is_refused_with_what_can(head_dim, config, allowed):
+    reasons = why_not(problem_of(head_dim), SM90, config)
+    assert any(allowed in reason.allowed for reason in reasons), reasons
+
+
+def test_tensors_that_a_tensor_map_cannot_walk_are_refused():
+    problem = Problem.contiguous(
+        batch=1, heads_q=1, seq_q=RAGGED_ROWS + 1, head_dim=64, packing=PackingSpec(1), dtype="bf16"
+    )
+    assert any("packed batch" in reason.got for reason in why_not(problem, SM90, KEPT))
+
+
+def test_what_it_does_not_take_runs_on_the_kernel_for_sm80():
+    wide = make_plan(BACKEND, problem_of(192), SM90, direction="backward", probe=False)
+    assert wide.variant == "atomic"
+    assert any("wgmma" in reason for reason in wide.rejected)
+    assert make_plan(BACKEND, problem_of(128), SM90, direction="backward", probe=False).variant == "wgmma"
+
+
+def test_the_rules_fit_shared_memory():
+    for rule in WGMMA.rules:
+        for head_dim in range(8, min(rule.head_dim_max, 128) + 8, 8):
+            if head_dim >= rule.head_dim_min:
+                assert smem_bytes(rule.config, problem_of(head_dim)) <= SM90.smem_per_block
