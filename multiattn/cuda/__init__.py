@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from multiattn.cuda import tools
-from multiattn.cuda.candidates import backward_candidates, forward_candidates, wgmma_candidates
+from multiattn.cuda.candidates import (
+    backward_candidates,
+    forward_candidates,
+    wgmma_backward_candidates,
+    wgmma_candidates,
+)
 from multiattn.cuda.variants import BACKWARD_VARIANTS, SPANNING, VARIANTS, is_wgmma
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Backend, Launcher, Op, Plan, Variant, later
@@ -27,6 +32,10 @@ def _candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Conf
     return (wgmma_candidates if is_wgmma(variant) else forward_candidates)(variant, problem, arch)
 
 
+def _backward_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Config]:
+    return (wgmma_backward_candidates if is_wgmma(variant) else backward_candidates)(variant, problem, arch)
+
+
 _EXPORT = later("multiattn.cuda.compile", "export_plan")
 
 BACKEND = Backend(
@@ -46,6 +55,6 @@ BACKEND = Backend(
         variants=BACKWARD_VARIANTS,
         prepare=_prepare,
         export=_EXPORT,
-        candidates=backward_candidates,
+        candidates=_backward_candidates,
     ),
 )

@@ -14,6 +14,7 @@ from multiattn.cuda.axes import Axes
 from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig
 from multiattn.cuda.configs import FRAGMENT_ROWS, CudaConfig, padded
 from multiattn.cuda.variants import axes_of
+from multiattn.cuda.wgmma_backward_configs import WIDE_FROM, WgmmaBackwardConfig
 from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.plan.arch import KIB, Arch
 from multiattn.plan.backend import Variant
@@ -188,3 +189,26 @@ def _deepest(fits: Callable[[Config], tuple[Reason, ...]], config: WgmmaConfig) 
     """`config` with as many stages as fit; None where three are too many."""
     tried = (replace(config, stages=stages) for stages in range(16, 2, -1))
     return next((it for it in tried if not fits(it)), None)
+
+
+# ---------------------------------------------------------------- Hopper's backward
+
+
+_KEPT: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"v_in_registers": True},
+    {"k_in_registers": True, "v_in_registers": True},
+)
+_BUFFERS = ((2, 2), (3, 2), (3, 3), (4, 3))  # of Q and of dO
+
+
+def wgmma_backward_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[WgmmaBackwardConfig]:
+    """Configs that fit, of all that can be kept in registers and buffered; as many columns of dQ as have room."""
+    if not arch.is_gpu:
+        return ()
+    plain = WgmmaBackwardConfig(tile_m=64, tile_n=128, half_dq=problem.head_dim >= WIDE_FROM)
+    tried = (
+        replace(plain, k_stages=k_stages, q_stages=q_stages, dout_stages=dout_stages, **kept)
+        for kept, k_stages, (q_stages, dout_stages) in itertools.product(_KEPT, (1, 2), _BUFFERS)
+    )
+    return tuple(it for it in tried if not variant.fits(problem, arch, it))

@@ -134,7 +134,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
 
 
 def is_wgmma(made: Plan | Variant) -> bool:
-    """True for a forward Plan or Variant of the kernel for Hopper; all others are points of the axes."""
+    """True for a Plan or Variant of the kernels for Hopper; all others of a forward are points of the axes."""
     return (made.variant if isinstance(made, Plan) else made.name) == WGMMA.name
 
 
