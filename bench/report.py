@@ -165,8 +165,8 @@ def plot(group: Group) -> str:
             found = [(cell.seq, group.rows.get((cell.key, name))) for cell in group.cells]
             points = [(seq, row.measured) for seq, row in found if row is not None and row.measured is not None]
             if points:
-                low = [it.tflops - it.tflops * it.time_ms / it.high_ms for _, it in points]
-                high = [it.tflops * it.time_ms / it.low_ms - it.tflops for _, it in points]
+                low = [it.tflops * (1 - it.time_ms / it.high_ms) for _, it in points]  # never below 0 by a rounding
+                high = [it.tflops * (it.time_ms / it.low_ms - 1) for _, it in points]
                 lengths, rates = [seq for seq, _ in points], [it.tflops for _, it in points]
                 axes.errorbar(lengths, rates, yerr=[low, high], label=name, marker="o", ms=3, capsize=2)
         axes.set_xscale("log", base=2)

@@ -59,6 +59,13 @@ def test_the_page_is_self_contained_and_escaped(tmp_path):
         assert part in text, part
 
 
+def test_a_reading_without_a_spread_is_drawn():
+    """A bar was below 0 by a rounding, which Matplotlib refuses."""
+    row = fakes.row("cuda", 0.635762, cell=CELLS[0])
+    section_text = str(speed_section("Speed", [replace(row, measured=replace(row.measured, tflops=100.7))]))
+    assert "<svg" in section_text
+
+
 def test_a_page_that_cannot_be_written_is_an_error_without_a_traceback(tmp_path, capsys):
     results = tmp_path / "floors.json"
     results.write_text(dumps("floors", ROWS))
