@@ -49,7 +49,7 @@ DEVICE auto keys_of(const KeyTile<T>& tile) {
 // All panels of a tile; `more_bytes` come to the barrier by another load.
 template <class Tile, class Rows>
 DEVICE void load_boxes(SharedAddress tile, const TensorMap& map, SharedAddress barrier, int row, int head, const Rows& of,
-                        int more_bytes = 0) {
+                       int more_bytes = 0) {
   mbarrier_arrive_expect(barrier, Tile::BYTES + more_bytes);
 #pragma unroll
   for (int panel = 0; panel < Tile::PANELS; ++panel)
@@ -92,7 +92,7 @@ class BackwardProducer {
   DEVICE void load(const KeyTile<T>& tile) {
     const int heads_kv = params_.backward.heads_q / params_.backward.group, head_kv = tile.head_kv % heads_kv;
     load_boxes<TileKV>(Shared::k(k_.slot), params_.map_k, Shared::ring_k().full(k_.slot), tile.first_key, head_kv,
-                        keys_of(tile));
+                       keys_of(tile));
     k_.advance();
     const Blocks blocks = query_blocks<T>(params_, tile);
     const int steps = max(blocks.end - blocks.begin, 0) * params_.backward.group;
@@ -112,7 +112,7 @@ class BackwardProducer {
     Shared::ring_q().await_empty(q_);
     const SharedAddress barrier = Shared::ring_q().full(q_.slot);
     load_boxes<TileQ>(Shared::q(q_.slot), params_.map_q, barrier, at.block * T::TILE_M, query_head(tile, at),
-                       queries_of(tile), T::STATISTICS_BYTES);
+                      queries_of(tile), T::STATISTICS_BYTES);
     const int head = tile.head_kv * params_.backward.group + at.head;
     bulk_load(Shared::lse(q_.slot), statistics_of<T>(params_, head, tile.number, tile.sequence, at.block),
               T::STATISTICS_BYTES, barrier);
@@ -122,7 +122,7 @@ class BackwardProducer {
   DEVICE void load_dout(const KeyTile<T>& tile, const QueryStep& at) {
     Shared::ring_dout().await_empty(dout_);
     load_boxes<TileQ>(Shared::dout(dout_.slot), params_.map_dout, Shared::ring_dout().full(dout_.slot),
-                       at.block * T::TILE_M, query_head(tile, at), queries_of(tile));
+                      at.block * T::TILE_M, query_head(tile, at), queries_of(tile));
     dout_.advance();
   }
 

@@ -75,7 +75,6 @@ struct KeyTile {
   DEVICE bool is_none() const { return first_key == NO_TILE; }
 };
 
-// All lanes of a warp have the same.
 template <class T>
 DEVICE void store_tile(SharedAddress place, const KeyTile<T>& tile) {
   const auto word = [](int field) { return static_cast<uint32>(field); };
@@ -86,6 +85,7 @@ DEVICE void store_tile(SharedAddress place, const KeyTile<T>& tile) {
   }
 }
 
+// The same in all lanes of a warp.
 template <class T>
 DEVICE KeyTile<T> load_key_tile(SharedAddress place) {
   const auto field = [](const Chunk& chunk, int word) { return static_cast<int>(uniform(chunk.word[word])); };
@@ -141,15 +141,6 @@ DEVICE float* dq_sums_of(const typename T::Params& params, int head, int number,
     return T::Sum::rows(params.backward, params.lists, head, {number, 0, sequence, 0}, first_query);
   else
     return T::Sum::rows(params.backward, head, first_query);
-}
-
-// Fragments of 16 queries of a head's sums.
-template <class T>
-DEVICE int row_fragments_of(const typename T::Params& params) {
-  if constexpr (IS_PACKED<typename T::Blocked>)
-    return T::Sum::row_fragments(params.backward, params.lists);
-  else
-    return T::Sum::row_fragments(params.backward);
 }
 
 template <class T>
