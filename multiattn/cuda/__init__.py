@@ -8,10 +8,12 @@ from multiattn.cuda import tools
 from multiattn.cuda.candidates import (
     backward_candidates,
     forward_candidates,
+    two_pass_candidates,
     wgmma_backward_candidates,
     wgmma_candidates,
 )
 from multiattn.cuda.variants import BACKWARD_VARIANTS, SPANNING, VARIANTS, is_wgmma
+from multiattn.cuda.wgmma_two_pass_configs import WgmmaTwoPassConfig
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Backend, Launcher, Op, Plan, Variant, later
 from multiattn.plan.config import Config
@@ -33,6 +35,8 @@ def _candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Conf
 
 
 def _backward_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Config]:
+    if variant.config_type is WgmmaTwoPassConfig:
+        return two_pass_candidates(variant, problem, arch)
     return (wgmma_backward_candidates if is_wgmma(variant) else backward_candidates)(variant, problem, arch)
 
 

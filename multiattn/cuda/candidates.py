@@ -16,6 +16,7 @@ from multiattn.cuda.configs import FRAGMENT_ROWS, CudaConfig, padded
 from multiattn.cuda.variants import axes_of
 from multiattn.cuda.wgmma_backward_configs import WIDE_FROM, WgmmaBackwardConfig
 from multiattn.cuda.wgmma_configs import WgmmaConfig
+from multiattn.cuda.wgmma_two_pass_configs import WgmmaTwoPassConfig
 from multiattn.plan.arch import KIB, Arch
 from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config
@@ -212,3 +213,24 @@ def wgmma_backward_candidates(variant: Variant, problem: Problem, arch: Arch) ->
         for kept, k_stages, (q_stages, dout_stages) in itertools.product(_KEPT, (1, 2), _BUFFERS)
     )
     return tuple(it for it in tried if not variant.fits(problem, arch, it))
+
+
+_KEY_BUFFERS = ((2, 2), (3, 2), (3, 3), (4, 3))  # of Q and of dO, in the kernel of dk and dv
+_QUERY_BUFFERS = ((2, 1), (2, 2), (3, 1), (3, 2))  # of K and of V, in that of dq
+
+
+def two_pass_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[WgmmaTwoPassConfig]:
+    """Configs that fit. Each kernel is swept with the other one held: their times add up."""
+    if not arch.is_gpu:
+        return ()
+    plain = WgmmaTwoPassConfig(tile_m=64, tile_n=64)
+    ways: list[Mapping[str, Any]] = [
+        {"q_stages": q_stages, "dout_stages": dout_stages, "kv_in_registers": kept, "ahead": ahead}
+        for (q_stages, dout_stages), kept, ahead in itertools.product(_KEY_BUFFERS, (False, True), (False, True))
+    ]
+    ways += [
+        {"k_stages": k_stages, "v_stages": v_stages, "dq_ahead": ahead}
+        for (k_stages, v_stages), ahead in itertools.product(_QUERY_BUFFERS, (False, True))
+    ]
+    tried = (replace(plain, **way) for way in ways)
+    return tuple(dict.fromkeys(it for it in tried if not variant.fits(problem, arch, it)))

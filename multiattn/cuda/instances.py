@@ -8,6 +8,7 @@ from multiattn.cuda import backward_configs as backward
 from multiattn.cuda import configs as forward
 from multiattn.cuda import wgmma_backward_configs as wgmma_backward
 from multiattn.cuda import wgmma_configs as wgmma
+from multiattn.cuda import wgmma_two_pass_configs as two_pass
 from multiattn.cuda.axes import Axes
 from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig, config_of
 from multiattn.cuda.configs import CudaConfig
@@ -17,6 +18,7 @@ from multiattn.cuda.source import Instance
 from multiattn.cuda.variants import axes_of, is_wgmma
 from multiattn.cuda.wgmma_backward_configs import WgmmaBackwardConfig
 from multiattn.cuda.wgmma_configs import WgmmaConfig
+from multiattn.cuda.wgmma_two_pass_configs import QUERY_TILE, WgmmaTwoPassConfig
 from multiattn.layout import VECTOR_BYTES
 from multiattn.mask import CAUSAL, FULL
 from multiattn.packed import TILE_LISTS, PackingSpec
@@ -66,6 +68,8 @@ def _launches_of(plan: Plan) -> tuple[PlannedLaunch, ...]:
     if isinstance(config, WgmmaBackwardConfig):
         keys = _wgmma_keys(problem, config, score, slots)
         return _statistics(problem, config), keys, _rows("convert_sums", problem, adds_dq=True, wide=True)
+    if isinstance(config, WgmmaTwoPassConfig):
+        return _statistics(problem, config), _two_pass(problem, config, "queries"), _two_pass(problem, config, "keys")
     assert isinstance(config, BackwardConfig)
     adds_dq = config.dq is None
     prepare = _rows("prepare_rows", problem, adds_dq=adds_dq, wide=config.wide)
@@ -295,11 +299,14 @@ def _queries(
     return PlannedLaunch(kernel=kernel, blocks=query_tiles(problem, config.tile_m))
 
 
-def _statistics(problem: Problem, config: WgmmaBackwardConfig) -> PlannedLaunch:
+def _statistics(problem: Problem, config: WgmmaBackwardConfig | WgmmaTwoPassConfig) -> PlannedLaunch:
     """The kernel before Hopper's backward."""
-    packed = problem.packing is not None
+    packed, sums_dq = problem.packing is not None, isinstance(config, WgmmaBackwardConfig)
+    blocked = ("multiattn::Packed",) if packed else () if sums_dq else ("multiattn::NoBlockMask",)
+    rows = backward.ROW_TILE if sums_dq else QUERY_TILE
     kernel = Instance(
-        name=f"prepare_statistics_{problem.dtype}_d{problem.head_dim}{'_packed' if packed else ''}",
+        name=f"prepare_statistics_{problem.dtype}_d{problem.head_dim}{'' if sums_dq else '_two_pass'}"
+        f"{'_packed' if packed else ''}",
         header="backward_wgmma_rows.cuh",
         entry="prepare_statistics",
         traits=_traits(
@@ -308,7 +315,8 @@ def _statistics(problem: Problem, config: WgmmaBackwardConfig) -> PlannedLaunch:
             problem.head_dim,
             config.tile_m,
             backward.ROW_THREADS,
-            *(("multiattn::Packed",) if packed else ()),
+            *blocked,
+            *(() if sums_dq else (rows, False)),
         ),
         packed=packed,
         params=WgmmaBackwardParams,
@@ -317,7 +325,7 @@ def _statistics(problem: Problem, config: WgmmaBackwardConfig) -> PlannedLaunch:
         smem_bytes=0,
         overlaps=True,
     )
-    return PlannedLaunch(kernel=kernel, blocks=query_tiles(problem, backward.ROW_TILE))
+    return PlannedLaunch(kernel=kernel, blocks=query_tiles(problem, rows))
 
 
 def _wgmma_keys(
@@ -352,6 +360,40 @@ def _wgmma_keys(
         arch_features=True,
     )
     return PlannedLaunch(kernel=kernel, blocks=key_tiles(problem, config.tile_n), is_persistent=True)
+
+
+def _two_pass(problem: Problem, config: WgmmaTwoPassConfig, owns: str) -> PlannedLaunch:
+    """Hopper's kernel of dk and dv, whose blocks own keys, or the one of dq, whose blocks own queries."""
+    of_keys = owns == "keys"
+    if of_keys:
+        numbers: tuple[int | bool, ...] = (config.q_stages, config.dout_stages, config.kv_in_registers, config.ahead)
+        kept, ahead = "_kvregisters" * config.kv_in_registers, config.ahead
+    else:
+        numbers, kept, ahead = (config.k_stages, config.v_stages, config.dq_ahead), "", config.dq_ahead
+    stages = f"s{numbers[0]}_{numbers[1]}{kept}{'_ahead' * ahead}"
+    kernel = Instance(
+        name=f"backward_wgmma_{owns}_{_what(problem)}_{stages}{_suffix(problem, None)}",
+        header=f"backward_wgmma_two_pass_{owns}.cuh",
+        entry=f"backward_wgmma_{owns}",
+        traits=_traits(
+            f"TwoPass{owns.title()}Traits",
+            problem,
+            problem.head_dim,
+            _band(problem),
+            f"multiattn::TwoPass{owns.title()}Shape<{_cpp_list(*numbers)}>",
+            *_score(problem, None, ()),
+        ),
+        packed=problem.packing is not None,
+        params=WgmmaBackwardParams,
+        threads=config.threads,
+        occupancy=1,
+        smem_bytes=(two_pass.smem_bytes if of_keys else two_pass.dq_smem_bytes)(config, problem),
+        overlaps=True,
+        wgmma_columns=two_pass.wgmma_columns(config, problem),
+        arch_features=True,
+    )
+    blocks = key_tiles(problem, config.tile_n) if of_keys else query_tiles(problem, QUERY_TILE)
+    return PlannedLaunch(kernel=kernel, blocks=blocks, is_persistent=True)
 
 
 def _tiles(problem: Problem, config: BackwardConfig | QueryConfig) -> str:

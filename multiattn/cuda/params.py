@@ -21,6 +21,8 @@ from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.wgmma_backward_configs import WgmmaBackwardConfig
 from multiattn.cuda.wgmma_backward_configs import workspace_areas as wgmma_workspace_areas
 from multiattn.cuda.wgmma_configs import WgmmaConfig, query_tiles
+from multiattn.cuda.wgmma_two_pass_configs import QUERY_TILE, WgmmaTwoPassConfig
+from multiattn.cuda.wgmma_two_pass_configs import workspace_areas as two_pass_workspace_areas
 from multiattn.packed import TILE_LISTS, USUAL_LENGTH
 from multiattn.plan.abi import WORKSPACE, Struct
 from multiattn.plan.backend import Plan
@@ -45,13 +47,15 @@ def numbers_of(plan: Plan) -> dict[str, Any]:
         "right": right,
         "sequences": 0 if problem.packing is None else problem.packing.sequences,
     }
-    if isinstance(config, (BackwardConfig, WgmmaBackwardConfig)):
+    if isinstance(config, (BackwardConfig, WgmmaBackwardConfig, WgmmaTwoPassConfig)):
         own_tile = config.dq.tile_m if isinstance(config, BackwardConfig) and config.dq else 0
+        is_two_pass = isinstance(config, WgmmaTwoPassConfig)
+        own_tile, row_tile = (QUERY_TILE, QUERY_TILE) if is_two_pass else (own_tile, ROW_TILE)
         return {
             **common,
             "heads_q_all": problem.batch * problem.heads_q,
             "heads_kv_all": problem.batch * problem.heads_kv,
-            "tiles_rows": _tiles(problem, problem.seq_q, ROW_TILE),
+            "tiles_rows": _tiles(problem, problem.seq_q, row_tile),
             "tiles_q": _tiles(problem, problem.seq_q, config.tile_m),
             "tiles_kv": _tiles(problem, problem.seq_kv, config.tile_n),
             "tiles_q_own": _tiles(problem, problem.seq_q, own_tile) if own_tile else 0,
@@ -115,7 +119,7 @@ def params_of(plan: Plan, kind: type[ctypes.Structure] | None = None) -> ctypes.
 
 def _kind_of(config: Config | None) -> type[ctypes.Structure]:
     """The parameters of the kernel that multiplies."""
-    if isinstance(config, WgmmaBackwardConfig):
+    if isinstance(config, (WgmmaBackwardConfig, WgmmaTwoPassConfig)):
         return WgmmaBackwardParams
     if isinstance(config, BackwardConfig):
         return BackwardParams
@@ -155,6 +159,8 @@ def listed_rows(plan: Plan) -> Mapping[str, int]:
     queries, keys = TILE_LISTS
     if isinstance(config, WgmmaBackwardConfig):
         return {queries: ROW_TILE, keys: config.tile_n}
+    if isinstance(config, WgmmaTwoPassConfig):
+        return {queries: QUERY_TILE, keys: config.tile_n}
     if not isinstance(config, BackwardConfig):
         return {queries: config.tile_m}
     return {queries: ROW_TILE if config.dq is None else config.dq.tile_m, keys: config.tile_n}
@@ -181,7 +187,7 @@ def struct_of(plan: Plan, kind: type[ctypes.Structure] | None = None, *, has_dls
     else:
         absent |= {"sinks"}
     config, maps = plan.config, {}
-    if isinstance(config, (WgmmaConfig, WgmmaBackwardConfig)):
+    if isinstance(config, (WgmmaConfig, WgmmaBackwardConfig, WgmmaTwoPassConfig)):
         maps = tensor_maps(plan.problem, config.box_rows(plan.problem))
     places = [(at, names.get(name, name), is_map) for at, name, is_map in _places(type(params))]
     return Struct(
@@ -197,6 +203,8 @@ def areas_of(plan: Plan) -> Mapping[str, int]:
         return workspace_areas(plan.problem, plan.config)
     if isinstance(plan.config, WgmmaBackwardConfig):
         return wgmma_workspace_areas(plan.problem, plan.config)
+    if isinstance(plan.config, WgmmaTwoPassConfig):
+        return two_pass_workspace_areas(plan.problem, plan.config)
     lists = list_areas(plan.problem, FORWARD_LISTS)
     counter_bytes = plan.workspace_bytes - sum(lists.values())
     return {**({WORKSPACE: counter_bytes} if counter_bytes else {}), **lists}

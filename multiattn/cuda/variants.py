@@ -8,10 +8,11 @@ from multiattn.cuda import axes as points
 from multiattn.cuda import backward_configs as backward
 from multiattn.cuda import configs, wgmma_configs
 from multiattn.cuda import wgmma_backward_configs as wgmma_backward
+from multiattn.cuda import wgmma_two_pass_configs as wgmma_two_pass
 from multiattn.cuda.axes import Axes
 from multiattn.cuda.configs import CudaConfig, why_not
 from multiattn.cuda.rules.ampere import ATOMIC_RULES, TWO_PASS_RULES, rules_of
-from multiattn.cuda.rules.hopper import WGMMA_BACKWARD_RULES, WGMMA_RULES
+from multiattn.cuda.rules.hopper import WGMMA_BACKWARD_RULES, WGMMA_RULES, WGMMA_TWO_PASS_RULES
 from multiattn.layout import VECTOR_BYTES
 from multiattn.mask import KINDS
 from multiattn.plan.arch import ARCHS
@@ -108,6 +109,21 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
         workspace=wgmma_backward.workspace,
         config_type=wgmma_backward.WgmmaBackwardConfig,
         fits=wgmma_backward.why_not,
+    ),
+    Variant(
+        name="wgmma_two_pass",
+        summary="Hopper: as wgmma, but a kernel for dk and dv and one for dq, each gradient in registers",
+        capability=Capability(
+            arches=("sm90", "cpu"),
+            alignment=VECTOR_BYTES,
+            masks=KINDS,
+            sinks=True,
+            packing=True,
+        ),
+        rules=WGMMA_TWO_PASS_RULES,
+        workspace=wgmma_two_pass.workspace,
+        config_type=wgmma_two_pass.WgmmaTwoPassConfig,
+        fits=wgmma_two_pass.why_not,
     ),
     Variant(
         name="atomic",

@@ -51,7 +51,7 @@ template <class Tile, class Rows>
 DEVICE void load_boxes(SharedAddress tile, const TensorMap& map, SharedAddress barrier, int row, int head, const Rows& of,
                        int more_bytes = 0) {
   mbarrier_arrive_expect(barrier, Tile::BYTES + more_bytes);
-#pragma unroll
+#pragma unroll(Tile::PANELS > 2 ? 1 : Tile::PANELS)  // a producer has few registers
   for (int panel = 0; panel < Tile::PANELS; ++panel)
     load_box(tile + panel * Tile::PANEL_BYTES, map, barrier, panel * Tile::PANEL_COLUMNS, row, head, of);
 }

@@ -6,10 +6,13 @@
 
 namespace multiattn {
 
-template <class Element_, int HEAD_DIM, int TILE_M_, int THREADS_, class Blocked_ = NoBlockMask>
+template <class Element_, int HEAD_DIM, int TILE_M_, int THREADS_, class Blocked_ = NoBlockMask, int TILE_ROWS_ = TILE_M_,
+          bool HAS_DQ_SUM_ = true>
 struct StatisticsTraits {
   using Element = Element_;
-  static constexpr int TILE_M = TILE_M_, TILE_ROWS = TILE_M;  // queries of a block, a tile of the kernel of gradients
+  static constexpr int TILE_M = TILE_M_;          // queries of a tile of the kernel of gradients
+  static constexpr int TILE_ROWS = TILE_ROWS_;    // of a block: whole tiles
+  static constexpr bool HAS_DQ_SUM = HAS_DQ_SUM_;  // dq is added up in the workspace; else a kernel of its own has a counter
   static constexpr int THREADS = THREADS_;
   using Blocked = Blocked_;                              // what lists the tiles that there are
   using Params = typename WithAux<WgmmaBackwardParams, NoScore, typename ListsOf<Blocked>::Type>::Type;
@@ -54,7 +57,10 @@ template <class T>
 DEVICE void prepare_statistics(const typename T::Params& params) {
   follow_earlier_grids();
   const BackwardParams& backward = params.backward;
-  if (block_index() == 0 && thread_index() == 0) *params.next_tile = 0;
+  if (block_index() == 0 && thread_index() == 0) {
+    params.next_tile[0] = 0;
+    if constexpr (!T::HAS_DQ_SUM) params.next_tile[1] = 0;
+  }
   const auto [head, place] = Place::of(block_index(), backward.tiles_rows, backward.heads_q_all, 1);
   const TileOf<T> tile = tile_of_rows<T>(params, place);
   if (tile.is_none()) return;
@@ -65,7 +71,7 @@ DEVICE void prepare_statistics(const typename T::Params& params) {
   float* const lse = statistics_of<T>(params, head, number, tile.sequence, tile.first_row / T::TILE_M);
   float* const delta = lse + T::TILE_M;
   const auto store = [&](int row, float of_lse, float of_delta) {
-    const int at = statistic_place(row);
+    const int at = row / T::TILE_M * (2 * T::TILE_M) + statistic_place(row % T::TILE_M);
     store_global_4(lse + at, of_lse);
     store_global_4(delta + at, of_delta);
   };
@@ -76,7 +82,7 @@ DEVICE void prepare_statistics(const typename T::Params& params) {
     const bool is_there = row < min(rows, T::TILE_ROWS);
     const int64 at = query * backward.strides_out.seq + lane * CHUNK_ELEMENTS;
     float sum = dot_of_row<T>(queries.out() + at, queries.dout() + at, is_there && lane < T::CHUNKS);
-    if (lane > 0 || row >= T::TILE_ROWS) continue;
+    if (lane > 0 || row >= min(round_up(rows, T::TILE_M), T::TILE_ROWS)) continue;
     float of_query = infinity();
     if (is_there) {
       const float natural = load_global_4(queries.lse() + query);
@@ -86,9 +92,11 @@ DEVICE void prepare_statistics(const typename T::Params& params) {
     }
     store(row, of_query, sum);
   }
-  float* const sums = dq_sums_of<T>(params, head, number, tile.sequence, tile.first_row);
-  const int floats = (min(rows, T::TILE_ROWS) + 15) / 16 * T::DIM_FRAGMENTS * T::Sum::FRAGMENT;
-  for (int i = thread_index(); i < floats / 4; i += T::THREADS) store_global_16(sums + 4 * i, Chunk{});
+  if constexpr (T::HAS_DQ_SUM) {
+    float* const sums = dq_sums_of<T>(params, head, number, tile.sequence, tile.first_row);
+    const int floats = (min(rows, T::TILE_ROWS) + 15) / 16 * T::DIM_FRAGMENTS * T::Sum::FRAGMENT;
+    for (int i = thread_index(); i < floats / 4; i += T::THREADS) store_global_16(sums + 4 * i, Chunk{});
+  }
 }
 
 // As convert_dq.

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from multiattn.cuda.wgmma_backward_configs import WgmmaBackwardConfig
 from multiattn.cuda.wgmma_configs import WgmmaConfig
+from multiattn.cuda.wgmma_two_pass_configs import WgmmaTwoPassConfig
 from multiattn.plan.config import COMPILED, Rule
 from multiattn.plan.tuned import tuned_rules
 
@@ -74,5 +75,17 @@ WGMMA_BACKWARD_RULES: tuple[Rule[WgmmaBackwardConfig], ...] = (
     Rule(arches=("cpu",), head_dim_max=64, config=_KEPT, why="emulated: as on sm90", only_named=True),
     Rule(arches=("cpu",), head_dim_max=96, config=_PLAIN_BACKWARD, why="emulated: as on sm90", only_named=True),
     Rule(arches=("cpu",), config=_HALVES, why="emulated: as on sm90", only_named=True),
+)
+"""First match wins."""
+
+_TWO_PASS = WgmmaTwoPassConfig(tile_m=64, tile_n=64)
+_TWO_PASS_192 = replace(_TWO_PASS, q_stages=3, dout_stages=3, k_stages=3, v_stages=2)
+_GUESS = "a guess: as many buffers as fit; K and V in registers, scores ahead of gradients and others are not measured"
+
+WGMMA_TWO_PASS_RULES: tuple[Rule[WgmmaTwoPassConfig], ...] = (
+    Rule(arches=("sm90",), head_dim_min=129, head_dim_max=192, config=_TWO_PASS_192, why=_GUESS),
+    Rule(arches=("sm90",), head_dim_min=193, config=_TWO_PASS, why=_GUESS),
+    Rule(arches=("cpu",), head_dim_max=192, config=_TWO_PASS_192, why="emulated: as on sm90", only_named=True),
+    Rule(arches=("cpu",), config=_TWO_PASS, why="emulated: as on sm90", only_named=True),
 )
 """First match wins."""

@@ -107,7 +107,7 @@ struct WgmmaBackwardParams {
   TensorMap map_q, map_k, map_v, map_dout;
   BackwardParams backward;
   float* statistics;  // workspace: for each tile of TILE_M queries of a head their lse in the log2 domain, then their delta
-  int32* next_tile;   // workspace: the counter of tiles of keys
+  int32* next_tile;   // workspace: the counter of tiles of keys, and where dq has a kernel of its own that of its tiles
 };
 
 }  // namespace multiattn

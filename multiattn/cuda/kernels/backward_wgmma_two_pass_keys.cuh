@@ -1,0 +1,287 @@
+// Gradients of k and v, for sm90 and wide heads: TMA, wgmma, warp specialisation. backward_wgmma_two_pass_queries.cuh has
+// that of q.
+//
+// A block owns 64 keys of one key/value head and walks over the queries of all heads of its group, 64 at a time. All is
+// transposed (rows are keys), so that weights and dS stay in registers as operand A. At D=256 a gradient takes 128 registers a
+// thread: two warpgroups own the same keys and one gradient each. That of dV makes scores and weights, which it hands to that
+// of dK through shared memory; that of dK makes dP and dS. A third loads.
+#pragma once
+#include "backward_wgmma_output.cuh"
+#include "backward_wgmma_producer.cuh"
+#include "backward_wgmma_scores.cuh"
+#include "backward_wgmma_two_pass_traits.cuh"
+#include "multiattn/wgmma.cuh"
+
+namespace multiattn {
+
+// The warpgroup of dV, or that of dK.
+template <class T, bool OF_V>
+class GradientWarpgroup {
+  using E = typename T::Element;
+  using Shared = TwoPassKeysShared<T>;
+  using TileQ = typename T::TileQ;
+  using TileKV = typename T::TileKV;
+  using WeightsPlace = RingPlace<T::WEIGHT_STAGES>;
+  using PlaceQ = RingPlace<T::Q_STAGES>;
+  using PlaceDout = RingPlace<T::DOUT_STAGES>;
+
+ public:
+  DEVICE explicit GradientWarpgroup(const typename T::Params& params) : params_(params) {}
+
+  // Tile after tile.
+  DEVICE void run() {
+    for (begin(); !tile_.is_none(); begin()) {
+      const Blocks blocks = query_blocks<T>(params_, tile_);
+      const int steps = max(blocks.end - blocks.begin, 0) * params_.backward.group;
+#pragma unroll
+      for (float& element : gradient_) element = 0.0f;
+      if constexpr (!OF_V) take_v();
+      if (steps > 0)
+        walk(blocks, steps);
+      else
+        release_kept();
+      place_.advance();
+      write();
+    }
+  }
+
+ private:
+  // The next tile, and its K.
+  DEVICE void begin() {
+    Shared::ring_k().await_full(place_);
+    tile_ = load_key_tile<T>(Shared::tile_place(0));
+    if (tile_.is_none()) return;
+    if constexpr (OF_V && T::KEEPS_KV) read_rows(Shared::k(0));
+    if constexpr (!OF_V || T::KEEPS_KV) Shared::ring_k().release_apart(0);  // of dK: only the tile was read
+  }
+
+  DEVICE void take_v() {
+    Shared::ring_v().await_full(place_);
+    if constexpr (T::KEEPS_KV) {
+      read_rows(Shared::v());
+      Shared::ring_v().release_apart(0);
+    }
+  }
+
+  // K, or V, is used no more in this tile.
+  DEVICE void release_kept() {
+    if constexpr (T::KEEPS_KV) return;
+    if constexpr (OF_V)
+      Shared::ring_k().release(0);
+    else
+      Shared::ring_v().release(0);
+  }
+
+  DEVICE void walk(const Blocks& blocks, int steps) {
+    block_ = blocks.begin;
+    make_products(steps_);
+    weigh<0>(blocks);
+    pack();
+    for (int left = steps - 1; left > 0; --left) step(blocks);
+    add_gradient();
+    release_kept();
+    wgmma_wait<0>();
+    release_second(steps_++);
+  }
+
+  // Its operand is there; that of the next step is, afterwards.
+  DEVICE void step(const Blocks& blocks) {
+    if constexpr (T::AHEAD) {
+      make_products(steps_ + 1);
+      add_gradient();
+      advance(blocks);
+      weigh<1>(blocks);  // while the gradient is under way
+      wgmma_wait<0>();
+      release_second(steps_ - 1);
+    } else {
+      add_gradient();
+      make_products(steps_ + 1);
+      wgmma_wait<1>();
+      release_second(steps_);
+      advance(blocks);
+      weigh<0>(blocks);
+    }
+    pack();
+  }
+
+  DEVICE void advance(const Blocks& blocks) {
+    ++steps_;
+    if (++block_ == blocks.end) block_ = blocks.begin;  // of the next head
+  }
+
+  // Scores to P^T, or dP to dS^T, when all but so many groups of products are there.
+  template <int GROUPS>
+  DEVICE void weigh(const Blocks& blocks) {
+    const bool is_full = block_ >= blocks.full_begin && block_ < blocks.full_end;
+    if constexpr (OF_V) {
+      const int slot = PlaceQ::of(steps_).slot;
+      const QueryStatistics<T> lse(Shared::lse(slot));
+      wgmma_wait<GROUPS>();
+      exponentiate<T>(products_, params_.backward.score_factor, lse);
+      Shared::ring_q().release(slot);
+      if (!is_full) mask();
+    } else {
+      const auto place_q = PlaceQ::of(steps_);
+      Shared::ring_q().await_full(place_q);
+      const QueryStatistics<T> delta(Shared::delta(place_q.slot));
+      const auto place = WeightsPlace::of(steps_);
+      Shared::ring_weights().await_full(place);
+      Chunk weights[T::QUERY_STEPS];
+      const auto load = [&](int i) { weights[i] = load_shared_16(weights_place(place.slot, i)); };
+#pragma unroll
+      for (int i = 0; !T::IS_CROWDED && i < T::QUERY_STEPS; ++i) load(i);
+      if constexpr (!T::IS_CROWDED) Shared::ring_weights().release(place.slot);
+      wgmma_wait<GROUPS>();
+      Shared::ring_dout().release(PlaceDout::of(steps_).slot);
+      // What overflows where the weight is 0 would be NaN.
+      if (!is_full) mask();
+#pragma unroll
+      for (int i = 0; i < T::QUERY_STEPS; ++i) {
+        if constexpr (T::IS_CROWDED) load(i);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          const int low = 8 * i + 2 * w, high = low + 1;
+          products_[low] = unpack_low<E>(weights[i].word[w]) * (products_[low] - delta.of(low));
+          products_[high] = unpack_high<E>(weights[i].word[w]) * (products_[high] - delta.of(high));
+        }
+      }
+      if constexpr (T::IS_CROWDED) Shared::ring_weights().release(place.slot);
+    }
+  }
+
+  // P^T or dS^T as operand A, and P^T to the warpgroup of dK.
+  DEVICE void pack() {
+    pack_operand<E>(operand_, products_);
+    if constexpr (OF_V) {
+      const auto place = WeightsPlace::of(steps_);
+      Shared::ring_weights().await_empty(place);
+#pragma unroll
+      for (int i = 0; i < T::QUERY_STEPS; ++i)
+        store_shared_16(weights_place(place.slot, i),
+                        {operand_[i][0], operand_[i][1], operand_[i][2], operand_[i][3]});
+      sync_warp();  // all lanes have written
+      mbarrier_arrive_if(thread_index() % WARP == 0, Shared::ring_weights().full(place.slot));
+    }
+  }
+
+  // A thread of dK has the same part of the weights as one of dV.
+  static DEVICE SharedAddress weights_place(int slot, int i) {
+    return Shared::weights(slot) + i * WARPGROUP * CHUNK_BYTES + thread_index() % WARPGROUP * CHUNK_BYTES;
+  }
+
+  DEVICE void mask() {
+    const Mask<T::BAND> mask = mask_of<T::BAND>(params_.backward, tile_.sequence);
+    mask_transposed<T>(products_, mask, first_key(), block_ * T::TILE_M);
+  }
+
+  // What the gradient was made of in a step is used no more.
+  DEVICE void release_second(uint32 step) {
+    if constexpr (OF_V)
+      Shared::ring_dout().release(PlaceDout::of(step).slot);
+    else
+      Shared::ring_q().release(PlaceQ::of(step).slot);
+  }
+
+  // ---- products, left under way
+  // scores^T[64, TILE_M] = K Q^T, or dP^T = V dO^T, of a step
+  DEVICE void make_products(uint32 step) {
+    if constexpr (OF_V) {
+      const auto place = PlaceQ::of(step);
+      Shared::ring_q().await_full(place);
+      multiply_rows(Shared::k(0), Shared::q(place.slot));
+    } else {
+      const auto place = PlaceDout::of(step);
+      Shared::ring_dout().await_full(place);
+      multiply_rows(Shared::v(), Shared::dout(place.slot));
+    }
+  }
+
+  DEVICE void multiply_rows(SharedAddress keys, SharedAddress queries) {
+    const Descriptor a(recomputed(keys), 16), b(queries, 16);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < T::DIM_STEPS; ++i) {
+      const uint64 right = b.at(i / 4 * TileQ::PANEL_BYTES + i % 4 * 32);
+      if constexpr (T::KEEPS_KV)
+        wgmma_rs<E, T::TILE_M>(products_, kept_[i].reg, right, i > 0);
+      else
+        wgmma_ss<E, T::TILE_M>(products_, a.at(i / 4 * TileKV::PANEL_BYTES + i % 4 * 32), right, i > 0);
+    }
+    wgmma_commit();
+  }
+
+  // dV[64, D] += P^T dO, or dK += dS^T Q, of this step
+  DEVICE void add_gradient() {
+    SharedAddress queries;
+    if constexpr (OF_V) {
+      const auto place = PlaceDout::of(steps_);
+      Shared::ring_dout().await_full(place);
+      queries = Shared::dout(place.slot);
+    } else {
+      queries = Shared::q(PlaceQ::of(steps_).slot);
+    }
+    const Descriptor b(queries, TileQ::PANEL_BYTES);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < T::QUERY_STEPS; ++i)
+      wgmma_rs_mn<E, T::HEAD_DIM>(gradient_, operand_[i], b.at(i * 16 * TileQ::ROW_BYTES), true);
+    wgmma_commit();
+  }
+
+  // The rows of K or V, as operand A.
+  DEVICE void read_rows(SharedAddress tile) {
+    const auto reader = FragmentReader<Tile<TileKV::ROWS, TileKV::PANEL_COLUMNS>>::down();
+#pragma unroll
+    for (int i = 0; i < T::DIM_STEPS; ++i)
+      kept_[i] = reader.load(tile + i / 4 * TileKV::PANEL_BYTES, warp_row(), i % 4 * 16);
+  }
+
+  // The gradient of the warp's keys.
+  DEVICE void write() const {
+    const BackwardParams& backward = params_.backward;
+    const KeySequence<SequenceOf<T>> keys{backward, tile_.head_kv, tile_.sequence};
+    const int rows = count_keys(backward, tile_.sequence) - first_key();
+    const int64 stride = OF_V ? backward.strides_dv.seq : backward.strides_dk.seq;
+    uint16* const target = (OF_V ? keys.dv() : keys.dk()) + first_key() * stride;
+    write_rows<T>(target, stride, rows, gradient_, OF_V ? 1.0f : backward.grad_factor);
+  }
+
+  static DEVICE int warp_row() { return recomputed(thread_index()) / WARP % 4 * 16; }
+  // The first of this warp's keys.
+  DEVICE int first_key() const { return tile_.first_key + warp_row(); }
+
+  const typename T::Params& params_;
+  KeyTile<T> tile_;
+  RingPlace<1> place_;  // of K and of V
+  uint32 steps_ = 0;    // before this one, of all tiles
+  int block_;           // that the products are of
+  float products_[T::TILE_M / 2];     // scores, weights or dP^T [64, TILE_M]
+  uint32 operand_[T::QUERY_STEPS][4];  // P^T or dS^T
+  float gradient_[T::HEAD_DIM / 2];  // [64, HEAD_DIM]
+  Fragment kept_[T::DIM_STEPS];
+};
+
+template <class T>
+DEVICE void backward_wgmma_keys(const typename T::Params& params) {
+  if (thread_index() == 0) TwoPassKeysShared<T>::init();
+  if (thread_index() == T::WARPGROUPS * WARPGROUP) {
+    prefetch_map(params.map_q);
+    prefetch_map(params.map_k);
+    prefetch_map(params.map_v);
+    prefetch_map(params.map_dout);
+  }
+  sync_block();  // barriers are there
+  const int warpgroup = static_cast<int>(uniform(thread_index() / WARPGROUP));
+  if (warpgroup == 0) {
+    raise_registers<T::CONSUMER_REGISTERS>();
+    GradientWarpgroup<T, true>(params).run();
+  } else if (warpgroup == 1) {
+    raise_registers<T::CONSUMER_REGISTERS>();
+    GradientWarpgroup<T, false>(params).run();
+  } else {
+    lower_registers<T::PRODUCER_REGISTERS>();
+    if (thread_index() % WARPGROUP == 0) BackwardProducer<T>(params).run();
+  }
+}
+
+}  // namespace multiattn

@@ -1,0 +1,347 @@
+// The gradient of q, for sm90 and wide heads: TMA, wgmma, warp specialisation. backward_wgmma_two_pass_keys.cuh has those of
+// k and v.
+//
+// A block owns 128 queries of a query head, 64 a warpgroup, and walks over the keys that they see, 64 at a time. Rows are
+// queries, so that dS stays in registers as operand A of dQ += dS K; no warpgroup has anything that another wants. A third
+// loads.
+#pragma once
+#include "backward_wgmma_output.cuh"
+#include "backward_wgmma_producer.cuh"
+#include "backward_wgmma_scores.cuh"
+#include "backward_wgmma_two_pass_traits.cuh"
+#include "multiattn/softmax.cuh"
+#include "multiattn/wgmma.cuh"
+
+namespace multiattn {
+
+// The tile of queries that has this place among all. Those of one place run side by side, and so do heads that share L2. Under
+// a mask the last queries see the most keys: the longest tiles come first.
+template <class T>
+DEVICE QueryTile<T> query_tile(const typename T::Params& params, int index) {
+  const BackwardParams& backward = params.backward;
+  int tiles = backward.tiles_q_own;  // of each head
+  if constexpr (IS_PACKED<typename T::Blocked>) tiles = find_sequence(params.lists.query_list, 0).tiles;
+  if (index >= tiles * backward.heads_q_all) return {0, 0, 0, NO_TILE, {}};
+  const auto [head, place] = Place::of(index, tiles, backward.heads_q_all, backward.sections_q);
+  if constexpr (IS_PACKED<typename T::Blocked>) {
+    const ListedTile listed = find_sequence(params.lists.query_list, place);
+    return {listed.first_row, head, listed.number, 0, listed.sequence};
+  } else {
+    return {(tiles - 1 - place) * T::BLOCK_ROWS, head, head / backward.heads_q, 0, {}};
+  }
+}
+
+// The blocks of keys that so many queries see, from one of the tile on.
+template <class T>
+DEVICE Blocks key_blocks(const typename T::Params& params, const QueryTile<T>& tile, int first_query, int rows) {
+  const Mask<T::BAND> mask = mask_of<T::BAND>(params.backward, tile.sequence);
+  return mask.template keys<T::TILE_N>(first_query, rows);
+}
+
+// Tiles of Q and dO, and for each of them its blocks of K and V.
+template <class T>
+class TwoPassQueriesProducer {
+  using Shared = TwoPassQueriesShared<T>;
+  using TileQ = typename T::TileQ;
+  using TileKV = typename T::TileKV;
+
+ public:
+  DEVICE explicit TwoPassQueriesProducer(const typename T::Params& params) : params_(params) {}
+
+  DEVICE void run() {
+    admit_next_grid();
+    await_earlier_grids();  // tensors, statistics and the counter are touched only after this
+    QueryTile<T> tile = query_tile<T>(params_, static_cast<int>(block_index()));
+    while (tile.blocks != NO_TILE) {
+      load(tile);
+      const int asked = atomic_add_global(params_.next_tile + 1, 1);
+      tile = query_tile<T>(params_, static_cast<int>(block_count()) + asked);
+    }
+#pragma unroll 1
+    for (int group = 0; group < T::WARPGROUPS; ++group) {
+      Shared::ring_q(group).await_empty(q_);
+      store_tile<T>(Shared::tile_place(group), tile);
+      mbarrier_arrive(Shared::ring_q(group).full(0));
+    }
+  }
+
+ private:
+  DEVICE void load(const QueryTile<T>& tile) {
+    const auto [begin, full_begin, full_end, end] = key_blocks<T>(params_, tile, tile.first_query, T::BLOCK_ROWS);
+    const auto keys = keys_of(tile);
+    const int head = tile.head % params_.backward.heads_q, head_kv = head / params_.backward.group;
+    uint32 step = steps_;
+    if (begin < end) load_k(keys, head_kv, begin, step);
+#pragma unroll 1
+    for (int group = 0; group < T::WARPGROUPS; ++group) {
+      const int row = tile.first_query + group * T::TILE_M;
+      Shared::ring_q(group).await_empty(q_);
+      store_tile<T>(Shared::tile_place(group), tile);
+      load_boxes<TileQ>(Shared::q(group), params_.map_q, Shared::ring_q(group).full(0), row, head, queries_of(tile));
+      Shared::ring_dout(group).await_empty(q_);
+      load_boxes<TileQ>(Shared::dout(group), params_.map_dout, Shared::ring_dout(group).full(0), row, head,
+                        queries_of(tile));
+    }
+    q_.advance();
+    for (int block = begin; block < end; ++block) {
+      load_v(keys, head_kv, block, step++);
+      if (block + 1 < end) load_k(keys, head_kv, block + 1, step);
+    }
+    steps_ = step;
+  }
+
+  template <class Rows>
+  DEVICE void load_k(const Rows& keys, int head_kv, int block, uint32 step) {
+    const auto place = RingPlace<T::K_STAGES>::of(step);
+    Shared::ring_k().await_empty(place);
+    load_boxes<TileKV>(Shared::k(place.slot), params_.map_k, Shared::ring_k().full(place.slot), block * T::TILE_N,
+                       head_kv, keys);
+  }
+
+  template <class Rows>
+  DEVICE void load_v(const Rows& keys, int head_kv, int block, uint32 step) {
+    const auto place = RingPlace<T::V_STAGES>::of(step);
+    Shared::ring_v().await_empty(place);
+    load_boxes<TileKV>(Shared::v(place.slot), params_.map_v, Shared::ring_v().full(place.slot), block * T::TILE_N,
+                       head_kv, keys);
+  }
+
+  const typename T::Params& params_;
+  RingPlace<1> q_;    // of Q and dO of both warpgroups
+  uint32 steps_ = 0;  // blocks of keys before, of all tiles
+};
+
+// A warpgroup of queries. Its number is a constant: what depends on it takes no registers, and no time.
+template <class T, int GROUP>
+class QueryWarpgroup {
+  using E = typename T::Element;
+  using Shared = TwoPassQueriesShared<T>;
+  using TileQ = typename T::TileQ;
+  using TileKV = typename T::TileKV;
+  using PlaceK = RingPlace<T::K_STAGES>;
+  using PlaceV = RingPlace<T::V_STAGES>;
+
+ public:
+  DEVICE explicit QueryWarpgroup(const typename T::Params& params) : params_(params) {}
+
+  // Tile after tile.
+  DEVICE void run() {
+    for (begin(); tile_.blocks != NO_TILE; begin()) {
+      const int first_query = first_of_group();
+      const Blocks loaded = key_blocks<T>(params_, tile_, tile_.first_query, T::BLOCK_ROWS);
+      Blocks own = key_blocks<T>(params_, tile_, first_query, T::TILE_M);
+      const bool has_keys = first_query < count_queries(params_.backward, tile_.sequence) && own.begin < own.end;
+      if (!has_keys) own.begin = own.end = loaded.end;
+#pragma unroll
+      for (float& element : dq_) element = 0.0f;
+      for (int block = loaded.begin; block < own.begin; ++block) skip();
+      Shared::ring_dout(GROUP).await_full(q_);
+      if (has_keys)
+        walk(own);
+      else
+        release_queries();
+      for (int block = own.end; block < loaded.end; ++block) skip();
+      q_.advance();
+      write();
+    }
+  }
+
+ private:
+  // The next tile. Its Q is there.
+  DEVICE void begin() {
+    Shared::ring_q(GROUP).await_full(q_);
+    tile_ = load_tile<T>(Shared::tile_place(GROUP));
+    if (tile_.blocks == NO_TILE) return;
+    read_statistics();
+  }
+
+  // Of the thread's two queries. One that is not there weighs nothing.
+  DEVICE void read_statistics() {
+    const int first = first_of_group();
+    const int rows = count_queries(params_.backward, tile_.sequence) - first;
+    const float* const list = statistics_of<T>(params_, tile_.head, tile_.batch, tile_.sequence, first / T::TILE_M);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp_row() + accumulator_row(2 * half);
+      const float* const place = list + statistic_place(row);
+      lse_[half] = row < rows ? load_global_4(place) : infinity();
+      delta_[half] = row < rows ? load_global_4(place + T::TILE_M) : 0.0f;
+    }
+  }
+
+  // A block of keys that only the other warpgroup sees.
+  DEVICE void skip() {
+    const auto k = PlaceK::of(steps_);
+    const auto v = PlaceV::of(steps_++);
+    Shared::ring_k().await_full(k);
+    Shared::ring_k().release_apart(k.slot);
+    Shared::ring_v().await_full(v);
+    Shared::ring_v().release_apart(v.slot);
+  }
+
+  DEVICE void release_queries() const {
+    Shared::ring_q(GROUP).release(0);
+    Shared::ring_dout(GROUP).release(0);
+  }
+
+  DEVICE void walk(const Blocks& own) {
+    block_ = own.begin;
+    make_scores(steps_);
+    make_dp(steps_);
+    weigh<1>(own);
+    wgmma_wait<0>();
+    Shared::ring_v().release(PlaceV::of(steps_).slot);
+    make_ds(own);
+    pack_operand<E>(operand_, scores_);
+    for (int left = own.end - own.begin - 1; left > 0; --left) step(own);
+    add_dq();
+    release_queries();
+    wgmma_wait<0>();
+    Shared::ring_k().release(PlaceK::of(steps_++).slot);
+  }
+
+  // Its dS is there; that of the next block is, afterwards.
+  DEVICE void step(const Blocks& own) {
+    ++block_;
+    if constexpr (T::AHEAD) {
+      make_scores(steps_ + 1);
+      make_dp(steps_ + 1);
+      add_dq();
+      ++steps_;
+      weigh<2>(own);
+      wgmma_wait<1>();
+      Shared::ring_v().release(PlaceV::of(steps_).slot);
+      make_ds(own);  // while dQ is under way
+      wgmma_wait<0>();
+      Shared::ring_k().release(PlaceK::of(steps_ - 1).slot);
+    } else {
+      add_dq();
+      make_scores(steps_ + 1);
+      make_dp(steps_ + 1);
+      wgmma_wait<2>();
+      Shared::ring_k().release(PlaceK::of(steps_++).slot);
+      weigh<1>(own);  // while dP is under way
+      wgmma_wait<0>();
+      Shared::ring_v().release(PlaceV::of(steps_).slot);
+      make_ds(own);
+    }
+    pack_operand<E>(operand_, scores_);
+  }
+
+  // Scores to weights, exp2(score - lse) with both in the log2 domain, when all but so many groups of products are there.
+  template <int GROUPS>
+  DEVICE void weigh(const Blocks& own) {
+    wgmma_wait<GROUPS>();
+    const float factor = params_.backward.score_factor;
+#pragma unroll
+    for (int i = 0; i < T::TILE_N / 2; ++i) scores_[i] = exp2_approx(fmaf(scores_[i], factor, -lse_[i / 2 % 2]));
+    if (!is_full(own)) mask(scores_);  // a branch before a wait, too: ptxas leaves most of the above behind it else
+  }
+
+  // Weights to dS = P * (dP - delta).
+  DEVICE void make_ds(const Blocks& own) {
+    // What overflows where the weight is 0 would be NaN.
+    if (!is_full(own)) mask(dp_);
+#pragma unroll
+    for (int i = 0; i < T::TILE_N / 2; ++i) scores_[i] *= dp_[i] - delta_[i / 2 % 2];
+  }
+
+  // True if all queries of the warpgroup see all keys of the block.
+  DEVICE bool is_full(const Blocks& own) const { return block_ >= own.full_begin && block_ < own.full_end; }
+
+  // 0 in place of what the mask hides.
+  DEVICE void mask(float (&values)[T::TILE_N / 2]) const {
+    const Mask<T::BAND> mask = mask_of<T::BAND>(params_.backward, tile_.sequence);
+    const int first_query = first_of_group() + warp_row();
+#pragma unroll
+    for (int i = 0; i < T::TILE_N / 2; ++i) {
+      const int query = first_query + accumulator_row(i % 4);
+      const int key = block_ * T::TILE_N + i / 4 * 8 + accumulator_column(i % 4);
+      if (!mask.visible(query, key)) values[i] = 0.0f;
+    }
+  }
+
+  // ---- products, left under way
+  // scores[64, TILE_N] = Q K^T of a step
+  DEVICE void make_scores(uint32 step) {
+    const auto place = PlaceK::of(step);
+    Shared::ring_k().await_full(place);
+    multiply_rows(scores_, Shared::q(GROUP), Shared::k(place.slot));
+  }
+
+  // dP[64, TILE_N] = dO V^T
+  DEVICE void make_dp(uint32 step) {
+    const auto place = PlaceV::of(step);
+    Shared::ring_v().await_full(place);
+    multiply_rows(dp_, Shared::dout(GROUP), Shared::v(place.slot));
+  }
+
+  // sums[64, TILE_N] = rows of Q or dO times those of K or V
+  static DEVICE void multiply_rows(float (&sums)[T::TILE_N / 2], SharedAddress queries, SharedAddress keys) {
+    const Descriptor a(recomputed(queries), 16), b(keys, 16);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < T::DIM_STEPS; ++i)
+      wgmma_ss<E, T::TILE_N>(sums, a.at(i / 4 * TileQ::PANEL_BYTES + i % 4 * 32),
+                             b.at(i / 4 * TileKV::PANEL_BYTES + i % 4 * 32), i > 0);
+    wgmma_commit();
+  }
+
+  // dQ[64, D] += dS K, of this step
+  DEVICE void add_dq() {
+    const Descriptor b(Shared::k(PlaceK::of(steps_).slot), TileKV::PANEL_BYTES);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < T::KEY_STEPS; ++i)
+      wgmma_rs_mn<E, T::HEAD_DIM>(dq_, operand_[i], b.at(i * 16 * TileKV::ROW_BYTES), true);
+    wgmma_commit();
+  }
+
+  // The gradient of the warp's queries.
+  DEVICE void write() const {
+    const BackwardParams& backward = params_.backward;
+    const int first = first_of_group() + warp_row();
+    const int64 stride = backward.strides_out.seq;
+    const QuerySequence<SequenceOf<T>> queries{backward, tile_.head, tile_.sequence};
+    write_rows<T>(queries.dq() + first * stride, stride, count_queries(backward, tile_.sequence) - first, dq_,
+                  backward.grad_factor);
+  }
+
+  static DEVICE int warp_row() { return recomputed(thread_index()) / WARP % 4 * 16; }
+  DEVICE int first_of_group() const { return tile_.first_query + GROUP * T::TILE_M; }
+
+  const typename T::Params& params_;
+  QueryTile<T> tile_;
+  RingPlace<1> q_;    // of Q and dO
+  uint32 steps_ = 0;  // blocks before this one, of all tiles
+  int block_;         // that scores and dP are of
+  float lse_[2], delta_[2];
+  float scores_[T::TILE_N / 2], dp_[T::TILE_N / 2];  // [64, TILE_N]
+  uint32 operand_[T::KEY_STEPS][4];                  // dS
+  float dq_[T::HEAD_DIM / 2];                        // [64, HEAD_DIM]
+};
+
+template <class T>
+DEVICE void backward_wgmma_queries(const typename T::Params& params) {
+  if (thread_index() == 0) TwoPassQueriesShared<T>::init();
+  if (thread_index() == T::WARPGROUPS * WARPGROUP) {
+    prefetch_map(params.map_q);
+    prefetch_map(params.map_k);
+    prefetch_map(params.map_v);
+    prefetch_map(params.map_dout);
+  }
+  sync_block();  // barriers are there
+  const int warpgroup = static_cast<int>(uniform(thread_index() / WARPGROUP));
+  if (warpgroup == 0) {
+    raise_registers<T::CONSUMER_REGISTERS>();
+    QueryWarpgroup<T, 0>(params).run();
+  } else if (warpgroup == 1) {
+    raise_registers<T::CONSUMER_REGISTERS>();
+    QueryWarpgroup<T, 1>(params).run();
+  } else {
+    lower_registers<T::PRODUCER_REGISTERS>();
+    if (thread_index() % WARPGROUP == 0) TwoPassQueriesProducer<T>(params).run();
+  }
+}
+
+}  // namespace multiattn

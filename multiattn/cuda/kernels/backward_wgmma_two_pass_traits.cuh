@@ -1,0 +1,141 @@
+// The constants of the two kernels of sm90's backward in two passes, and their shared memory. Each rule of
+// multiattn/cuda/wgmma_two_pass_configs.py about which of them go together has its static_assert here.
+#pragma once
+#include "backward_wgmma_traits.cuh"
+#include "forward_wgmma_traits.cuh"
+
+namespace multiattn {
+
+// ---- dK and dV
+
+template <int Q_STAGES_, int DOUT_STAGES_, bool KEEPS_KV_, bool AHEAD_>
+struct TwoPassKeysShape {
+  static constexpr int K_STAGES = 1;
+  static constexpr int Q_STAGES = Q_STAGES_;        // tiles of Q in shared memory, with lse and delta of their queries
+  static constexpr int DOUT_STAGES = DOUT_STAGES_;  // tiles of dO
+  static constexpr bool KEEPS_KV = KEEPS_KV_;       // K and V are read into registers once a tile
+  static constexpr bool AHEAD = AHEAD_;             // scores of the next step come before the gradients of this one
+};
+
+template <class Element_, int HEAD_DIM_, Band BAND_, class S, class Score_ = NoScore, class Blocked_ = NoBlockMask>
+struct TwoPassKeysTraits : S {
+  using Element = Element_;
+  static constexpr int HEAD_DIM = HEAD_DIM_;
+  static constexpr Band BAND = BAND_;
+  using Blocked = Blocked_;  // what lists the tiles that there are
+  using Params = typename WithAux<WgmmaBackwardParams, NoScore, typename ListsOf<Blocked>::Type>::Type;
+
+  static constexpr int WARPGROUPS = 2;  // of a gradient each; one more loads
+  static constexpr int GROUP_WARPS = 4;
+  static constexpr int TILE_M = 64, TILE_N = 64;
+  static constexpr int THREADS = WARPGROUP * (WARPGROUPS + 1);
+  static constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;            // of a thread; the three have 504
+  static constexpr bool IS_CROWDED = S::KEEPS_KV && HEAD_DIM > 160;  // no room for weights before dP is there
+  static constexpr int DIM_STEPS = (HEAD_DIM + 15) / 16, QUERY_STEPS = TILE_M / 16;  // of a wgmma
+
+  using TileQ = PanelTile<TILE_M, HEAD_DIM>;  // of Q and dO
+  using TileKV = PanelTile<TILE_N, HEAD_DIM>;
+  using RingK = Ring<1>;
+  using RingQ = Ring<S::Q_STAGES>;
+  using RingDout = Ring<S::DOUT_STAGES>;
+  static constexpr int WEIGHT_STAGES = 2, WEIGHT_BYTES = TILE_M * TILE_N * 2;
+  using RingDS = Ring<WEIGHT_STAGES>;
+  static constexpr int STATISTICS_BYTES = 2 * TILE_M * 4;  // lse and delta
+
+  // Shared memory: K, V, stages of Q, of dO, of weights, of statistics, then barriers and what the tile of keys is.
+  static constexpr int V_AT = TileKV::BYTES, Q_AT = V_AT + TileKV::BYTES;
+  static constexpr int DOUT_AT = Q_AT + S::Q_STAGES * TileQ::BYTES;
+  static constexpr int WEIGHTS_AT = DOUT_AT + S::DOUT_STAGES * TileQ::BYTES;
+  static constexpr int STATISTICS_AT = WEIGHTS_AT + WEIGHT_STAGES * WEIGHT_BYTES;
+  static constexpr int BARRIERS_AT = STATISTICS_AT + S::Q_STAGES * STATISTICS_BYTES;
+  static constexpr int SMEM_BYTES = BARRIERS_AT + 512;
+
+  static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 256, "head_dim: multiples of 8 up to 256");
+  static_assert(S::Q_STAGES >= 2 && S::DOUT_STAGES >= 2, "q_stages, dout_stages: 2 and more");
+  static_assert(!S::KEEPS_KV || HEAD_DIM <= 192, "kv_in_registers: head_dim up to 192");
+};
+
+template <class T>
+struct TwoPassKeysShared : BackwardShared<T> {
+  static DEVICE SharedAddress weights(int slot) { return shared_base() + T::WEIGHTS_AT + slot * T::WEIGHT_BYTES; }
+  static DEVICE auto ring_weights() { return BackwardShared<T>::ring_ds(); }
+
+  static DEVICE void init() {
+    constexpr int ALL = T::WARPGROUPS * T::GROUP_WARPS;
+    BackwardShared<T>::ring_k().init(ALL);
+    BackwardShared<T>::ring_v().init(T::GROUP_WARPS);
+    BackwardShared<T>::ring_q().init(ALL);
+    BackwardShared<T>::ring_dout().init(ALL);
+    ring_weights().init(T::GROUP_WARPS, T::GROUP_WARPS);
+    fence_mbarrier_init();
+  }
+};
+
+// ---- dQ
+
+template <int K_STAGES_, int V_STAGES_, bool AHEAD_>
+struct TwoPassQueriesShape {
+  static constexpr int K_STAGES = K_STAGES_, V_STAGES = V_STAGES_;  // tiles in shared memory
+  static constexpr bool AHEAD = AHEAD_;                             // scores of the next block come before dQ of this one
+};
+
+template <class Element_, int HEAD_DIM_, Band BAND_, class S, class Score_ = NoScore, class Blocked_ = NoBlockMask>
+struct TwoPassQueriesTraits : S {
+  using Element = Element_;
+  static constexpr int HEAD_DIM = HEAD_DIM_;
+  static constexpr Band BAND = BAND_;
+  using Blocked = Blocked_;  // what lists the tiles that there are
+  using Params = typename WithAux<WgmmaBackwardParams, NoScore, typename ListsOf<Blocked>::Type>::Type;
+
+  static constexpr int WARPGROUPS = 2;  // of 64 queries each; one more loads
+  static constexpr int GROUP_WARPS = 4;
+  static constexpr int TILE_M = 64;  // queries of a warpgroup, and of a tile of statistics
+  static constexpr int BLOCK_ROWS = TILE_M * WARPGROUPS, TILE_N = 64;
+  static constexpr int THREADS = WARPGROUP * (WARPGROUPS + 1);
+  // Of a thread; the three have 504.
+  static constexpr int CONSUMER_REGISTERS = HEAD_DIM > 224 ? 240 : 232, PRODUCER_REGISTERS = HEAD_DIM > 224 ? 24 : 40;
+  static constexpr int DIM_STEPS = (HEAD_DIM + 15) / 16, KEY_STEPS = TILE_N / 16;  // of a wgmma
+
+  using TileQ = PanelTile<TILE_M, HEAD_DIM>;  // of Q and dO
+  using TileKV = PanelTile<TILE_N, HEAD_DIM>;
+  using RingK = Ring<S::K_STAGES>;
+  using RingV = Ring<S::V_STAGES>;
+
+  // Shared memory: Q, then dO, of each warpgroup, stages of K, of V, then barriers and what the tile of queries is.
+  static constexpr int DOUT_AT = WARPGROUPS * TileQ::BYTES, K_AT = 2 * DOUT_AT;
+  static constexpr int V_AT = K_AT + S::K_STAGES * TileKV::BYTES;
+  static constexpr int BARRIERS_AT = V_AT + S::V_STAGES * TileKV::BYTES;
+  static constexpr int SMEM_BYTES = BARRIERS_AT + 512;
+
+  static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 256, "head_dim: multiples of 8 up to 256");
+  static_assert(S::K_STAGES >= 2 && S::V_STAGES >= 1, "k_stages: 2 and more; v_stages: 1 and more");
+};
+
+template <class T>
+struct TwoPassQueriesShared {
+  static DEVICE SharedAddress q(int group) { return shared_base() + group * T::TileQ::BYTES; }
+  static DEVICE SharedAddress dout(int group) { return shared_base() + T::DOUT_AT + group * T::TileQ::BYTES; }
+  static DEVICE SharedAddress k(int slot) { return shared_base() + T::K_AT + slot * T::TileKV::BYTES; }
+  static DEVICE SharedAddress v(int slot) { return shared_base() + T::V_AT + slot * T::TileKV::BYTES; }
+
+  static DEVICE Ring<1> ring_q(int group) { return {shared_base() + T::BARRIERS_AT + group * Ring<1>::BYTES}; }
+  static DEVICE Ring<1> ring_dout(int group) { return ring_q(T::WARPGROUPS + group); }
+  static DEVICE typename T::RingK ring_k() { return {ring_q(2 * T::WARPGROUPS).barriers}; }
+  static DEVICE typename T::RingV ring_v() { return {ring_k().barriers + T::RingK::BYTES}; }
+  // What a warpgroup's queries are of.
+  static DEVICE SharedAddress tile_place(int group) {
+    return shared_base() + T::SMEM_BYTES - (1 + group) * QueryTile<T>::BYTES;
+  }
+
+  static DEVICE void init() {
+    for (int group = 0; group < T::WARPGROUPS; ++group) {
+      ring_q(group).init(T::GROUP_WARPS);
+      ring_dout(group).init(T::GROUP_WARPS);
+    }
+    ring_k().init(T::WARPGROUPS * T::GROUP_WARPS);
+    ring_v().init(T::WARPGROUPS * T::GROUP_WARPS);
+    fence_mbarrier_init();
+  }
+};
+
+}  // namespace multiattn
