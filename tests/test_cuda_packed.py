@@ -106,7 +106,7 @@ def assert_close(made, truth):
 
 
 @on_cpu
-@pytest.mark.parametrize("variant", ["atomic", "two_pass", "wgmma"])
+@pytest.mark.parametrize("variant", ["atomic", "two_pass", "wgmma", "wgmma_two_pass"])
 def test_gradients_of_each_variant_with_all_that_a_call_can_have(variant):
     (q, k, v, dout), packing = packed_inputs(*LENGTHS, behind=37)
     options = {**packing, "causal": True, "sinks": torch.linspace(-1, 1, 4), "window": (25, None)}

@@ -171,9 +171,9 @@ def test_tensors_that_a_tensor_map_cannot_walk_are_refused():
     assert any("packed batch" in reason.got for reason in why_not(problem, SM90, KEPT))
 
 
-def test_what_it_does_not_take_runs_on_the_kernel_for_sm80():
+def test_what_it_does_not_take_runs_in_two_passes():
     wide = make_plan(BACKEND, problem_of(192), SM90, direction="backward", probe=False)
-    assert wide.variant == "atomic"
+    assert wide.variant == "wgmma_two_pass"
     assert any("wgmma" in reason for reason in wide.rejected)
     assert make_plan(BACKEND, problem_of(128), SM90, direction="backward", probe=False).variant == "wgmma"
 
