@@ -85,6 +85,7 @@ _GUESS = "a guess: as many buffers as fit; K and V in registers, scores ahead of
 WGMMA_TWO_PASS_RULES: tuple[Rule[WgmmaTwoPassConfig], ...] = (
     Rule(arches=("sm90",), head_dim_min=129, head_dim_max=192, config=_TWO_PASS_192, why=_GUESS),
     Rule(arches=("sm90",), head_dim_min=193, config=_TWO_PASS, why=_GUESS),
+    Rule(arches=("sm90",), head_dim_max=128, config=_TWO_PASS_192, why="a guess: as for wider heads", only_named=True),
     Rule(arches=("cpu",), head_dim_max=192, config=_TWO_PASS_192, why="emulated: as on sm90", only_named=True),
     Rule(arches=("cpu",), config=_TWO_PASS, why="emulated: as on sm90", only_named=True),
 )
