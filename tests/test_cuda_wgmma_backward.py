@@ -25,6 +25,8 @@ WGMMA = BACKWARD_VARIANTS[0]
 PLAIN = WgmmaBackwardConfig(tile_m=64, tile_n=128)
 KEPT = replace(PLAIN, k_in_registers=True, v_in_registers=True, k_stages=2)
 HALVES = replace(PLAIN, half_dq=True, dout_stages=3)
+EARLY = replace(PLAIN, k_in_registers=True, early_scores=True, k_stages=2)
+HALVES_BY_TMA = replace(PLAIN, half_dq=True, dq_by_tma=True)
 
 
 @pytest.fixture(autouse=True)
@@ -52,14 +54,19 @@ def check_on_cpu(tensors, *, config=None, dlse=None, **options):
 @pytest.mark.parametrize(
     ("head_dim", "config"),
     [
-        pytest.param(8, KEPT, id="d8"),
-        pytest.param(40, KEPT, id="d40"),
-        pytest.param(64, KEPT, id="d64"),
+        pytest.param(8, EARLY, id="d8"),
+        pytest.param(40, EARLY, id="d40"),
+        pytest.param(40, replace(PLAIN, half_dq=True, dq_by_tma=True), id="d40_by_tma"),
+        pytest.param(64, EARLY, id="d64"),
+        pytest.param(64, KEPT, id="d64_kept"),
+        pytest.param(64, replace(EARLY, k_in_registers=False, dq_by_tma=True), id="d64_early_by_tma"),
         pytest.param(64, replace(HALVES, q_stages=2, dout_stages=1), id="d64_few_buffers"),
         pytest.param(72, replace(PLAIN, k_stages=2), id="d72"),
-        pytest.param(96, PLAIN, id="d96"),
-        pytest.param(104, HALVES, id="d104"),
-        pytest.param(128, HALVES, id="d128"),
+        pytest.param(72, replace(PLAIN, dq_by_tma=True), id="d72_by_tma"),
+        pytest.param(96, replace(PLAIN, dq_by_tma=True), id="d96"),
+        pytest.param(104, HALVES_BY_TMA, id="d104"),
+        pytest.param(128, HALVES_BY_TMA, id="d128"),
+        pytest.param(128, HALVES, id="d128_from_registers"),
     ],
 )
 def test_it_computes_what_the_formulas_do(head_dim, config, options):
@@ -72,11 +79,24 @@ def test_it_computes_what_the_formulas_do(head_dim, config, options):
 @pytest.mark.parametrize(
     ("seq_q", "seq_kv"), [(1, 1), (64, 256), (320, 64), (70, 20), (300, 40)], ids=lambda length: str(length)
 )
-@pytest.mark.parametrize("config", [KEPT, HALVES], ids=["kept", "halves"])
+@pytest.mark.parametrize("config", [KEPT, HALVES, EARLY], ids=["kept", "halves", "early"])
 def test_walks_of_few_steps_follow_one_another(seq_q, seq_kv, config):
     """A block has several tiles of keys, whose loads overlap: some are seen by one tile of queries, some by none."""
     tensors = make_tensors(batch=2, heads_q=6, heads_kv=2, seq_q=seq_q, seq_kv=seq_kv, head_dim=64)
     check_on_cpu(tensors, config=config, causal=True)
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": True}, {"window": (30, 5)}, {"window": (0, 0)}, {"window": (100, 70)}, {"window": (3, 90)}],
+    ids=str,
+)
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(320, 320), (290, 250), (70, 330), (330, 70)], ids=str)
+@pytest.mark.parametrize("config", [EARLY, HALVES_BY_TMA], ids=["early", "halves"])
+def test_a_warpgroup_leaves_out_queries_that_see_none_of_its_keys(seq_q, seq_kv, config, options):
+    """Each query head has keys of its own: half of a tile may be hidden from the first queries, or the last ones, that see it."""
+    check_on_cpu(make_tensors(heads_q=2, heads_kv=2, seq_q=seq_q, seq_kv=seq_kv, head_dim=64), config=config, **options)
 
 
 @on_cpu
@@ -117,7 +137,7 @@ def test_a_config_and_a_problem_have_a_kernel_of_their_own():
     """Two kernels of one name would be one in a profile, and in a library."""
     plans = [
         plan_of(problem_of(head_dim, causal=causal, dtype=dtype), config)
-        for head_dim, configs in ((64, (KEPT, PLAIN, HALVES)), (128, (HALVES,)))
+        for head_dim, configs in ((64, (KEPT, PLAIN, HALVES, EARLY)), (128, (HALVES, HALVES_BY_TMA)))
         for config in configs
         for causal in (False, True)
         for dtype in ("bf16", "fp16")
@@ -152,6 +172,8 @@ def test_each_kernel_is_told_where_its_tensors_are():
         (128, PLAIN, "half_dq"),
         (128, replace(HALVES, v_in_registers=True), "up to 176"),
         (96, KEPT, "up to 152"),
+        (96, EARLY, "up to 176"),
+        (128, replace(HALVES_BY_TMA, k_stages=2), "232448 bytes a block on sm90"),
         (64, replace(KEPT, tile_m=32), "64"),
         (64, replace(KEPT, tile_n=64), "128"),
         (64, replace(KEPT, k_stages=3), "1, 2"),

@@ -199,6 +199,8 @@ _KEPT: tuple[Mapping[str, Any], ...] = (
     {},
     {"v_in_registers": True},
     {"k_in_registers": True, "v_in_registers": True},
+    {"early_scores": True},
+    {"early_scores": True, "k_in_registers": True},
 )
 _BUFFERS = ((2, 2), (3, 2), (3, 3), (4, 3))  # of Q and of dO
 
@@ -209,8 +211,8 @@ def wgmma_backward_candidates(variant: Variant, problem: Problem, arch: Arch) ->
         return ()
     plain = WgmmaBackwardConfig(tile_m=64, tile_n=128, half_dq=problem.head_dim >= WIDE_FROM)
     tried = (
-        replace(plain, k_stages=k_stages, q_stages=q_stages, dout_stages=dout_stages, **kept)
-        for kept, k_stages, (q_stages, dout_stages) in itertools.product(_KEPT, (1, 2), _BUFFERS)
+        replace(plain, k_stages=k_stages, q_stages=q_stages, dout_stages=dout_stages, dq_by_tma=by_tma, **kept)
+        for kept, by_tma, k_stages, (q_stages, dout_stages) in itertools.product(_KEPT, (False, True), (1, 2), _BUFFERS)
     )
     return tuple(it for it in tried if not variant.fits(problem, arch, it))
 

@@ -334,8 +334,9 @@ def _wgmma_keys(
     """Hopper's kernel of all gradients."""
     tiles = f"{config.tile_m}x{config.tile_n}_s{config.k_stages}_{config.q_stages}_{config.dout_stages}"
     kept = f"{'_kregisters' * config.k_in_registers}{'_vregisters' * config.v_in_registers}{'_halfdq' * config.half_dq}"
+    kept += f"{'_tmadq' * config.dq_by_tma}{'_early' * config.early_scores}"
     sizes = (config.k_stages, config.q_stages, config.dout_stages, wgmma_backward.dq_columns(config, problem))
-    numbers = (*sizes, config.k_in_registers, config.v_in_registers)
+    numbers = (*sizes, config.k_in_registers, config.v_in_registers, config.early_scores, config.dq_by_tma)
     kernel = Instance(
         name=f"backward_wgmma_{_what(problem)}_{tiles}{kept}{_suffix(problem, score, slots)}",
         header="backward_wgmma.cuh",

@@ -19,6 +19,7 @@ from multiattn.problem import Problem
 
 WARPGROUPS = 2  # that compute
 _DS_STAGES = 2
+_DQ_BUFFERS = 2
 _STATISTICS = 2  # of a query, fp32: lse and delta
 WIDE_FROM = 97
 """The head_dim from which on warpgroups of keys have 208 registers a thread, that of dQ 72: below 184 and 120."""
@@ -43,6 +44,10 @@ class WgmmaBackwardConfig(Config):
 
     half_dq: bool = False
     """dQ is made 64 columns at a time, which takes half of the registers."""
+    dq_by_tma: bool = False
+    """dQ is added to its sums by TMA, by way of shared memory, or by each thread from its registers."""
+    early_scores: bool = False
+    """Scores of the next step are made while dP is, which takes 48 registers."""
 
     @property
     def threads(self) -> int:
@@ -60,7 +65,8 @@ def smem_bytes(config: WgmmaBackwardConfig, problem: Problem) -> int:
     rows = (config.k_stages + 1) * config.tile_n + (config.q_stages + config.dout_stages) * config.tile_m
     ds = _DS_STAGES * config.tile_n * config.tile_m * ELEMENT_BYTES
     statistics = config.q_stages * _STATISTICS * config.tile_m * FP32_BYTES
-    return rows * panels * PANEL_ROW_BYTES + ds + statistics + BARRIER_BYTES
+    dq = _DQ_BUFFERS * config.tile_m * padded(dq_columns(config, problem)) * FP32_BYTES if config.dq_by_tma else 0
+    return rows * panels * PANEL_ROW_BYTES + ds + statistics + dq + BARRIER_BYTES
 
 
 def wgmma_columns(config: WgmmaBackwardConfig, problem: Problem) -> tuple[int, ...]:
@@ -77,7 +83,8 @@ def registers_at_least(config: WgmmaBackwardConfig, problem: Problem) -> int:
     """32-bit registers a consumer's thread needs: dK and dV, scores or dP, weights or dS, K and V that stay."""
     head_dim, kept = padded(problem.head_dim, 8), padded(problem.head_dim) // 4
     held = kept * (config.k_in_registers + config.v_in_registers)
-    return head_dim + config.tile_m // 2 + config.tile_m // 4 + held
+    products = 2 if config.early_scores else 1
+    return head_dim + products * (config.tile_m // 2 + config.tile_m // 4) + held
 
 
 def workspace_areas(problem: Problem, config: WgmmaBackwardConfig) -> dict[str, int]:
@@ -117,7 +124,8 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
         reason for it in tensor_maps(problem, config.box_rows(problem)).values() for reason in why_not_mapped(it)
     ]
     is_wide = problem.head_dim >= WIDE_FROM
-    registers, most = registers_at_least(config, problem), (208 if is_wide else 184) - _BESIDE
+    registers = registers_at_least(config, problem)
+    most = 176 if is_wide or config.early_scores else 152
     needed = f"{registers} registers for gradients, scores, weights, K and V ({config})"
     columns, columns_max = dq_columns(config, problem), BOX_COLUMNS if is_wide else WIDE_FROM - 1
     rows = max(problem.seq_q, problem.seq_kv)

@@ -23,6 +23,7 @@ class KeyWarpgroup {
   using TileQ = typename T::TileQ;
   using TileKV = typename T::TileKV;
   using Scores = TransposedScores<T>;
+  using Operand = TransposedOperand<T>;
   using DsPlace = RingPlace<T::DS_STAGES>;
   using PlaceQ = RingPlace<T::Q_STAGES>;
   using PlaceDout = RingPlace<T::DOUT_STAGES>;
@@ -33,8 +34,9 @@ class KeyWarpgroup {
   // Tile after tile.
   DEVICE void run() {
     for (begin(); !tile().is_none(); begin()) {
-      const Blocks blocks = query_blocks<T>(params_, tile());
+      const Blocks blocks = group_blocks<T>(params_, tile(), GROUP);
       const int steps = max(blocks.end - blocks.begin, 0) * params_.backward.group;
+      skip_before(blocks);
       if (steps > 0) {
         walk(blocks, steps);
       } else {
@@ -43,6 +45,7 @@ class KeyWarpgroup {
         clear(dk_);
         clear(dv_);
       }
+      skip_behind();
       v_.advance();
       const KeyTile<T> done = tile();
       Shared::ring_k().release_apart(k_.slot);
@@ -69,59 +72,103 @@ class KeyWarpgroup {
     full_end_ = blocks.full_end;
     end_ = blocks.end;
     make_scores(steps_);
-    weigh<0>();
-    pack_operand<E>(operand_, products_);
+    weigh<0>(steps_);
+    pack_operand<E>(weights(), scores());
     Shared::ring_v().await_full(v_);
     if constexpr (T::KEEPS_V) read_rows(kept_v_, Shared::v());
-    if (steps == 1) {
-      step<true, true>();
+    if constexpr (!T::IS_COMPACT) {
+      if (steps == 1) {
+        step(true, true);
+      } else {
+        step(true, false);
+        for (int left = steps - 2; left > 0; --left) step(false, false);
+        step(false, true);
+      }
     } else {
-      step<true, false>();
-      for (int left = steps - 2; left > 0; --left) step<false, false>();
-      step<false, true>();
+      bool is_first = true;
+      for (int left = steps; left > 0; --left, is_first = false) step(is_first, left == 1);
     }
   }
 
-  // Its weights are there. Those of the next step are, afterwards, unless it is the last.
-  template <bool IS_FIRST, bool IS_LAST>
-  DEVICE void step() {
-    const int slot = PlaceQ::of(steps_).slot;
-    make_dp();
-    add_dv(IS_FIRST);
-    const QueryStatistics<T> delta(Shared::delta(slot));
-    wgmma_wait<0>();
-    Shared::ring_dout().release(PlaceDout::of(steps_).slot);
-    if constexpr (IS_LAST) Shared::ring_v().release(0);
-    // What overflows where the weight is 0 would be NaN.
-    if (!is_full()) mask();
-    make_ds<T>(operand_, products_, delta);
-    if constexpr (!IS_LAST) make_scores(steps_ + 1);
-    store_ds();
-    add_dk(slot, IS_FIRST);
-    pass_ds();
-    ++steps_;
-    if (++block_ == end_) block_ = query_blocks<T>(params_, tile()).begin;  // of the next head
-    if constexpr (!IS_LAST) weigh<1>();  // while dK is under way
-    wgmma_wait<0>();
-    Shared::ring_q().release(slot);
-    if constexpr (!IS_LAST) pack_operand<E>(operand_, products_);
+  // The blocks of the tile that see none of the warpgroup's keys.
+  DEVICE void skip_before(const Blocks& own) {
+    if constexpr (T::BAND != Band::NONE) skip(own.begin - query_blocks<T>(params_, tile()).begin);
+  }
+  DEVICE void skip_behind() {
+    if constexpr (T::BAND == Band::TWO_SIDED)
+      skip(query_blocks<T>(params_, tile()).end - group_blocks<T>(params_, tile(), GROUP).end);
+  }
+  DEVICE void skip(int steps) {
+    for (; steps > 0; --steps, ++steps_) {
+      const auto q = PlaceQ::of(steps_);
+      const auto dout = PlaceDout::of(steps_);
+      Shared::ring_q().await_full(q);
+      Shared::ring_q().release_apart(q.slot);
+      Shared::ring_dout().await_full(dout);
+      Shared::ring_dout().release_apart(dout.slot);
+      Shared::ring_ds().await_empty(DsPlace::of(steps_));
+      if (thread_index() % WARP == 0) mbarrier_arrive(Shared::ring_ds().full(DsPlace::of(steps_).slot));
+      sync_warp();
+    }
   }
 
-  // Scores to weights, when all but so many groups of products are there.
+  // Its weights are there. Those of the next step are, afterwards, unless it is the last. Where both are constants there is a copy of
+  // this for each pair of them; else the last step makes its own weights once more, for nothing.
+  DEVICE void step(bool is_first, bool is_last) {
+    const int slot = PlaceQ::of(steps_).slot;
+    const uint32 next = is_last ? steps_ : steps_ + 1;
+    const bool makes_scores = T::IS_COMPACT || !is_last;
+    make_dp();
+    if (T::EARLY_SCORES && makes_scores) make_scores(next);
+    add_dv(is_first);
+    const QueryStatistics<T> delta(Shared::delta(slot));
+    if (!T::EARLY_SCORES)
+      wgmma_wait<0>();
+    else if (makes_scores)
+      wgmma_wait<2>();
+    else
+      wgmma_wait<1>();
+    if constexpr (!T::EARLY_SCORES) release_dout(is_last);
+    // What overflows where the weight is 0 would be NaN.
+    if (!is_full()) mask(dp());
+    make_ds<T>(ds(), weights(), dp(), delta);
+    if (!T::EARLY_SCORES && makes_scores) make_scores(next);
+    store_ds();
+    add_dk(slot, is_first);
+    pass_ds();
+    if constexpr (T::EARLY_SCORES) {
+      wgmma_wait<1>();
+      release_dout(is_last);
+    }
+    if (++block_ == end_) block_ = query_blocks<T>(params_, tile()).begin;  // of the next head
+    if (makes_scores) weigh<1>(next);  // while dK is under way
+    wgmma_wait<0>();
+    Shared::ring_q().release(slot);
+    if (makes_scores) pack_operand<E>(weights(), scores());
+    ++steps_;
+  }
+
+  // The last products with a dO, or with V, are made.
+  DEVICE void release_dout(bool is_last) {
+    Shared::ring_dout().release(PlaceDout::of(steps_).slot);
+    Shared::ring_v().release(0, is_last);
+  }
+
+  // Scores of a step to weights, when all but so many groups of products are there.
   template <int GROUPS>
-  DEVICE void weigh() {
-    const QueryStatistics<T> lse(Shared::lse(PlaceQ::of(steps_).slot));
+  DEVICE void weigh(uint32 step) {
+    const QueryStatistics<T> lse(Shared::lse(PlaceQ::of(step).slot));
     wgmma_wait<GROUPS>();
-    exponentiate<T>(products_, params_.backward.score_factor, lse);
-    if (!is_full()) mask();
+    exponentiate<T>(scores(), params_.backward.score_factor, lse);
+    if (!is_full()) mask(scores());
   }
 
   // True if all queries of the block see all keys.
   DEVICE bool is_full() const { return block_ >= full_begin_ && block_ < full_end_; }
-  DEVICE void mask() {
+  DEVICE void mask(Scores& weights) const {
     const KeyTile<T> of = tile();
     const Mask<T::BAND> mask = mask_of<T::BAND>(params_.backward, of.sequence);
-    mask_transposed<T>(products_, mask, first_key(of), block_ * T::TILE_M);
+    mask_transposed<T>(weights, mask, first_key(of), block_ * T::TILE_M);
   }
 
   // dS^T to shared memory.
@@ -133,7 +180,7 @@ class KeyWarpgroup {
     for (int i = 0; i < T::QUERY_STEPS; ++i)
       stmatrix_x4(fragments.address(rows + i / 4 * T::TileDS::PANEL_BYTES, GROUP * T::WARPGROUP_KEYS + warp_row(),
                                     i % 4 * 16),
-                  operand_[i]);
+                  ds()[i]);
   }
 
   // It is there, for all: nobody reads it before all have written.
@@ -148,21 +195,23 @@ class KeyWarpgroup {
   DEVICE void make_scores(uint32 step) {
     const auto place = PlaceQ::of(step);
     Shared::ring_q().await_full(place);
-    multiply_rows<T::KEEPS_K>(products_, kept_k_, Shared::k(k_.slot), Shared::q(place.slot));
+    multiply_rows<T::KEEPS_K>(scores(), kept_k_, Shared::k(k_.slot), Shared::q(place.slot));
   }
 
   // dP^T[64, TILE_M] = V dO^T
   DEVICE void make_dp() {
     const auto place = PlaceDout::of(steps_);
     Shared::ring_dout().await_full(place);
-    multiply_rows<T::KEEPS_V>(products_, kept_v_, Shared::v(), Shared::dout(place.slot));
+    multiply_rows<T::KEEPS_V>(dp(), kept_v_, Shared::v(), Shared::dout(place.slot));
   }
 
   // dV[64, D] += P^T dO
-  DEVICE void add_dv(bool is_first) { multiply_by_rows(dv_, Shared::dout(PlaceDout::of(steps_).slot), is_first); }
+  DEVICE void add_dv(bool is_first) {
+    multiply_by_rows(dv_, weights(), Shared::dout(PlaceDout::of(steps_).slot), is_first);
+  }
 
   // dK[64, D] += dS^T Q
-  DEVICE void add_dk(int slot, bool is_first) { multiply_by_rows(dk_, Shared::q(slot), is_first); }
+  DEVICE void add_dk(int slot, bool is_first) { multiply_by_rows(dk_, ds(), Shared::q(slot), is_first); }
 
   // sums[64, TILE_M] = rows of K or V times those of Q or dO
   template <bool KEPT>
@@ -181,12 +230,13 @@ class KeyWarpgroup {
   }
 
   // gradient[64, D] += operand[64, TILE_M] times rows of Q or dO
-  DEVICE void multiply_by_rows(float (&gradient)[T::HEAD_DIM / 2], SharedAddress queries, bool is_first) {
+  DEVICE void multiply_by_rows(float (&gradient)[T::HEAD_DIM / 2], const Operand& operand, SharedAddress queries,
+                               bool is_first) {
     const Descriptor b(queries, TileQ::PANEL_BYTES);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < T::QUERY_STEPS; ++i)
-      wgmma_rs_mn<E, T::HEAD_DIM>(gradient, operand_[i], b.at(i * 16 * TileQ::ROW_BYTES), !is_first || i > 0);
+      wgmma_rs_mn<E, T::HEAD_DIM>(gradient, operand[i], b.at(i * 16 * TileQ::ROW_BYTES), !is_first || i > 0);
     wgmma_commit();
   }
 
@@ -207,14 +257,21 @@ class KeyWarpgroup {
   // The first of this warp's keys.
   static DEVICE int first_key(const KeyTile<T>& tile) { return tile.first_key + GROUP * T::WARPGROUP_KEYS + warp_row(); }
 
+  // Where scores of the next step are made early they, and the weights, are not where dP and dS are.
+  DEVICE Scores& scores() { return products_[0]; }
+  DEVICE Scores& dp() { return products_[PRODUCTS - 1]; }
+  DEVICE Operand& weights() { return operands_[0]; }
+  DEVICE Operand& ds() { return operands_[PRODUCTS - 1]; }
+
+  static constexpr int PRODUCTS = T::EARLY_SCORES ? 2 : 1;
   const typename T::Params& params_;
   RingPlace<T::K_STAGES> k_;
   RingPlace<1> v_;
   uint32 steps_ = 0;                  // before this one, of all tiles
   int block_;                         // that the weights are of
   int full_begin_, full_end_, end_;  // of the blocks of the walk
-  Scores products_;                    // scores, weights or dP^T [64, TILE_M]
-  uint32 operand_[T::QUERY_STEPS][4];  // P^T, then dS^T, as operand A
+  Scores products_[PRODUCTS];          // scores or weights, dP^T
+  Operand operands_[PRODUCTS];         // P^T, dS^T
   float dk_[T::HEAD_DIM / 2], dv_[T::HEAD_DIM / 2];  // [64, HEAD_DIM]
   Fragment kept_k_[T::DIM_STEPS], kept_v_[T::DIM_STEPS];
 };

@@ -20,29 +20,36 @@ class DqWarpgroup {
     while (true) {
       Shared::ring_k().await_full(k_);
       const KeyTile<T> tile = load_key_tile<T>(Shared::tile_place(k_.slot));
-      if (tile.is_none()) return;
+      if (tile.is_none()) break;
       walk(tile);
       Shared::ring_k().release_apart(k_.slot);
       k_.advance();
     }
+    if constexpr (T::DQ_BY_TMA) tma_store_wait_read<0>();
   }
 
  private:
   DEVICE void walk(const KeyTile<T>& tile) {
     const Blocks blocks = query_blocks<T>(params_, tile);
+    const Blocks of_low = group_blocks<T>(params_, tile, 0), of_high = group_blocks<T>(params_, tile, 1);
     const int first_head = tile.head_kv * params_.backward.group, end_head = first_head + params_.backward.group;
     const int end_row = count_queries(params_.backward, tile.sequence);
     for (int head = first_head; head < end_head; ++head) {
       int row = blocks.begin * T::TILE_M + warp_row();
-      float* sums = dq_sums_of<T>(params_, head, tile.number, tile.sequence, row) + thread_index() % WARP * 4;
+      float* sums = dq_sums_of<T>(params_, head, tile.number, tile.sequence, row);
       for (int block = blocks.begin; block < blocks.end; ++block) {
         const auto place = DsPlace::of(steps_++);
         Shared::ring_ds().await_full(place);
 #pragma unroll
         for (int column = 0; column < T::HEAD_DIM; column += T::DQ_COLUMNS) {
-          make(place.slot, column);
+          if (!sees(of_high, block))
+            make<0, T::KEY_STEPS / 2>(place.slot, column);
+          else if (!sees(of_low, block))
+            make<T::KEY_STEPS / 2, T::KEY_STEPS>(place.slot, column);
+          else
+            make<0, T::KEY_STEPS>(place.slot, column);
           if (column + T::DQ_COLUMNS >= T::HEAD_DIM) Shared::ring_ds().release(place.slot);
-          if (row < end_row) add(sums, column);
+          if (row < end_row) add(sums + column / 8 * SIDE, column);
         }
         row += T::TILE_M;
         sums += T::TILE_M / 16 * ROW_FLOATS;
@@ -50,33 +57,68 @@ class DqWarpgroup {
     }
   }
 
-  // dq[TILE_M, DQ_COLUMNS] = dS K
+  // True if a block of queries sees keys of a warpgroup, which has put dS into shared memory.
+  static DEVICE bool sees(const Blocks& of_group, int block) {
+    return T::BAND == Band::NONE || (block >= of_group.begin && block < of_group.end);
+  }
+
+  // dq[TILE_M, DQ_COLUMNS] = dS K of some of the tile's keys, 16 a step
+  template <int BEGIN, int END>
   DEVICE void make(int slot, int column) {
     const Descriptor ds(Shared::ds(slot), T::TileDS::PANEL_BYTES);
     const Descriptor k(Shared::k(k_.slot) + column / TileKV::PANEL_COLUMNS * TileKV::PANEL_BYTES, TileKV::PANEL_BYTES);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < T::KEY_STEPS; ++i)
-      wgmma_ss_mn<E, T::DQ_COLUMNS>(dq_, ds.at(i * 16 * T::TileDS::ROW_BYTES), k.at(i * 16 * TileKV::ROW_BYTES), i > 0);
+    for (int i = BEGIN; i < END; ++i)
+      wgmma_ss_mn<E, T::DQ_COLUMNS>(dq_, ds.at(i * 16 * T::TileDS::ROW_BYTES), k.at(i * 16 * TileKV::ROW_BYTES), i > BEGIN);
     wgmma_commit();
     wgmma_wait<0>();
   }
 
   // The columns from `column` on of the warp's 16 queries to their sums.
-  DEVICE void add(float* sums, int column) const {
+  DEVICE void add(float* sums, int column) {
+    if constexpr (T::DQ_BY_TMA)
+      add_by_tma(sums, column);
+    else
+      add_from_registers(sums, column);
+  }
+
+  DEVICE void add_from_registers(float* sums, int column) const {
 #pragma unroll
     for (int i = 0; i < T::DQ_COLUMNS / 8; ++i) {
-      const float values[4] = {dq_[4 * i], dq_[4 * i + 1], dq_[4 * i + 2], dq_[4 * i + 3]};
-      if (column + 8 * i < T::HEAD_DIM) add_global_16(sums + (column / 8 + i) * (T::Sum::FRAGMENT / 2), values);
+      const float four[4] = {dq_[4 * i], dq_[4 * i + 1], dq_[4 * i + 2], dq_[4 * i + 3]};
+      if (column + 8 * i < T::HEAD_DIM) add_global_16(sums + i * SIDE + lane() * 4, four);
+    }
+  }
+
+  // Each warp for itself: what it adds is contiguous.
+  DEVICE void add_by_tma(float* sums, int column) {
+    constexpr int BYTES = T::DQ_BYTES / T::DQ_WARPS;
+    const SharedAddress own = Shared::dq(additions_++ % T::DQ_BUFFERS) + thread_index() / WARP % T::DQ_WARPS * BYTES;
+    if (lane() == 0) tma_store_wait_read<T::DQ_BUFFERS - 1>();
+    sync_warp();  // nothing is read from this buffer
+#pragma unroll
+    for (int i = 0; i < T::DQ_COLUMNS / 8; ++i)
+      if (column + 8 * i < T::HEAD_DIM)
+        store_shared_16(own + (i * SIDE + lane() * 4) * 4,
+                        Chunk{{float_bits(dq_[4 * i]), float_bits(dq_[4 * i + 1]), float_bits(dq_[4 * i + 2]),
+                               float_bits(dq_[4 * i + 3])}});
+    fence_async_shared();
+    sync_warp();  // all lanes have written
+    if (lane() == 0) {
+      bulk_add(sums, own, min(BYTES, (ROW_FLOATS - column / 8 * SIDE) * 4));
+      tma_store_commit();
     }
   }
 
   static constexpr int ROW_FLOATS = T::DIM_STEPS * T::Sum::FRAGMENT;  // of 16 queries
+  static constexpr int SIDE = T::Sum::FRAGMENT / 2;                    // of these, 8 columns
+  static DEVICE int lane() { return thread_index() % WARP; }
   static DEVICE int warp_row() { return thread_index() / WARP % 4 * 16; }
 
   const typename T::Params& params_;
   RingPlace<T::K_STAGES> k_;
-  uint32 steps_ = 0;  // before this one, of all tiles
+  uint32 steps_ = 0, additions_ = 0;  // before this one, of all tiles
   float dq_[T::DQ_COLUMNS / 2];
 };
 

@@ -17,8 +17,11 @@ template <class T>
 class QueryStatistics {
  public:
   DEVICE explicit QueryStatistics(SharedAddress list) {
+    // Of both lists only the longer rows have no register for this part of the address.
+    const uint32 thread = T::HEAD_DIM > 96 ? recomputed(thread_index()) : thread_index();
+    const SharedAddress own = list + thread % 4 * 16;
 #pragma unroll
-    for (int i = 0; i < T::QUERY_STEPS; ++i) four_[i] = load_shared_16(list + i * 64 + thread_index() % 4 * 16);
+    for (int i = 0; i < T::QUERY_STEPS; ++i) four_[i] = load_shared_16(own + i * 64);
   }
 
   // Of element i of the accumulators.
@@ -45,22 +48,26 @@ DEVICE void mask_transposed(TransposedScores<T>& weights, const Mask<T::BAND>& m
   }
 }
 
-// As operand A of wgmma_rs: 16 queries in four registers.
+// The same rounded, as operand A of wgmma_rs: 16 queries in four registers.
+template <class T>
+using TransposedOperand = uint32[T::QUERY_STEPS][4];
+
 template <class E, int N>
 DEVICE void pack_operand(uint32 (&packed)[N][4], const float (&values)[8 * N]) {
 #pragma unroll
   for (int i = 0; i < 4 * N; ++i) packed[i / 4][i % 4] = pack<E>(values[2 * i], values[2 * i + 1]);
 }
 
-// dS^T = P^T * (dP^T - delta), as operand A, in place of P^T.
+// dS^T = P^T * (dP^T - delta); it may take the place of P^T.
 template <class T>
-DEVICE void make_ds(uint32 (&weights)[T::QUERY_STEPS][4], const TransposedScores<T>& dp, const QueryStatistics<T>& delta) {
+DEVICE void make_ds(TransposedOperand<T>& ds, const TransposedOperand<T>& weights, const TransposedScores<T>& dp,
+                    const QueryStatistics<T>& delta) {
   using E = typename T::Element;
 #pragma unroll
   for (int pair = 0; pair < T::TILE_M / 4; ++pair) {
     const int low = 2 * pair, high = low + 1;
-    uint32& weight = weights[pair / 4][pair % 4];
-    weight = pack<E>(unpack_low<E>(weight) * (dp[low] - delta.of(low)), unpack_high<E>(weight) * (dp[high] - delta.of(high)));
+    const uint32 weight = weights[pair / 4][pair % 4];
+    ds[pair / 4][pair % 4] = pack<E>(unpack_low<E>(weight) * (dp[low] - delta.of(low)), unpack_high<E>(weight) * (dp[high] - delta.of(high)));
   }
 }
 

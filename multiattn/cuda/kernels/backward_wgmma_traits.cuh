@@ -9,7 +9,8 @@
 
 namespace multiattn {
 
-template <int K_STAGES_, int Q_STAGES_, int DOUT_STAGES_, int DQ_COLUMNS_, bool KEEPS_K_, bool KEEPS_V_>
+template <int K_STAGES_, int Q_STAGES_, int DOUT_STAGES_, int DQ_COLUMNS_, bool KEEPS_K_, bool KEEPS_V_, bool EARLY_SCORES_,
+          bool DQ_BY_TMA_>
 struct WgmmaBackwardShape {
   static constexpr int K_STAGES = K_STAGES_;        // tiles of K in shared memory: with two the next is there in time
   static constexpr int Q_STAGES = Q_STAGES_;        // tiles of Q in shared memory, with lse and delta of their queries
@@ -17,6 +18,8 @@ struct WgmmaBackwardShape {
   static constexpr int DQ_COLUMNS = DQ_COLUMNS_;    // of dQ that are made at a time
   static constexpr bool KEEPS_K = KEEPS_K_;         // K is read into registers once a tile, for the scores
   static constexpr bool KEEPS_V = KEEPS_V_;         // so is V
+  static constexpr bool EARLY_SCORES = EARLY_SCORES_;  // of the next step: made while dP is, in registers of their own
+  static constexpr bool DQ_BY_TMA = DQ_BY_TMA_;     // dQ is added to its sums by TMA, by way of shared memory
 };
 
 template <class Element_, int HEAD_DIM_, Band BAND_, class S, class Score_ = NoScore, class Blocked_ = NoBlockMask>
@@ -28,14 +31,18 @@ struct WgmmaBackwardTraits : S {
   using Blocked = Blocked_;  // what lists the tiles that there are
   using Params = typename WithAux<WgmmaBackwardParams, Score, typename ListsOf<Blocked>::Type>::Type;
 
+  // One copy of a step does for the first and the last too: with a mask three are more than the instruction cache holds, which took
+  // a quarter of the time at D=64.
+  static constexpr bool IS_COMPACT = BAND != Band::NONE;
   static constexpr int WARPGROUPS = 2;       // that own keys; one more makes dQ, and one loads
   static constexpr int WARPGROUP_KEYS = 64;  // rows of one wgmma
   static constexpr int TILE_M = 64, TILE_N = WARPGROUP_KEYS * WARPGROUPS;
   static constexpr int THREADS = WARPGROUP * (WARPGROUPS + 2);
   static constexpr int KEY_WARPS = 4 * WARPGROUPS, DQ_WARPS = 4;
   // Of a thread; the four have 512.
-  static constexpr int KEY_REGISTERS = HEAD_DIM > 96 ? 208 : 184, DQ_REGISTERS = HEAD_DIM > 96 ? 72 : 120;
-  static constexpr int PRODUCER_REGISTERS = 24;
+  static constexpr int KEY_REGISTERS = HEAD_DIM > 96 ? 208 : S::EARLY_SCORES ? 200 : 184;
+  static constexpr int PRODUCER_REGISTERS = HEAD_DIM > 96 ? 24 : 40;
+  static constexpr int DQ_REGISTERS = 512 - 2 * KEY_REGISTERS - PRODUCER_REGISTERS;
   static constexpr int DIM_STEPS = (HEAD_DIM + 15) / 16, QUERY_STEPS = TILE_M / 16, KEY_STEPS = TILE_N / 16;  // of a wgmma
 
   using TileQ = PanelTile<TILE_M, HEAD_DIM>;   // of Q and dO
@@ -49,12 +56,15 @@ struct WgmmaBackwardTraits : S {
   using RingDS = Ring<DS_STAGES>;
   static constexpr int STATISTICS_BYTES = 2 * TILE_M * 4;  // lse and delta
 
-  // Shared memory: K, V, stages of Q, of dO, of dS^T, of statistics, then barriers and what the tile of keys is.
+  // Shared memory: K, V, stages of Q, of dO, of dS^T, of statistics, dQ, then barriers and what the tile of keys is.
   static constexpr int V_AT = S::K_STAGES * TileKV::BYTES, Q_AT = V_AT + TileKV::BYTES;
   static constexpr int DOUT_AT = Q_AT + S::Q_STAGES * TileQ::BYTES;
   static constexpr int DS_AT = DOUT_AT + S::DOUT_STAGES * TileQ::BYTES;
   static constexpr int STATISTICS_AT = DS_AT + DS_STAGES * TileDS::BYTES;
-  static constexpr int BARRIERS_AT = STATISTICS_AT + S::Q_STAGES * STATISTICS_BYTES;
+  static constexpr int DQ_AT = STATISTICS_AT + S::Q_STAGES * STATISTICS_BYTES;
+  static constexpr int DQ_BYTES = TILE_M * ((S::DQ_COLUMNS + 15) / 16 * 16) * 4;  // as much of dQ as is made at a time
+  static constexpr int DQ_BUFFERS = S::DQ_BY_TMA ? 2 : 0;
+  static constexpr int BARRIERS_AT = DQ_AT + DQ_BUFFERS * DQ_BYTES;
   static constexpr int SMEM_BYTES = BARRIERS_AT + 512;
 
   static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 128, "head_dim: multiples of 8 up to 128");
@@ -118,6 +128,19 @@ DEVICE Blocks query_blocks(const typename T::Params& params, const KeyTile<T>& t
   return mask.template queries<T::TILE_M>(tile.first_key, T::TILE_N, tiles);
 }
 
+// Those of them that see keys of a warpgroup. A block of several query heads has all of them, as one walk follows another without a
+// break.
+template <class T>
+DEVICE Blocks group_blocks(const typename T::Params& params, const KeyTile<T>& tile, int group) {
+  const Blocks all = query_blocks<T>(params, tile);
+  if (T::BAND == Band::NONE || params.backward.group > 1) return all;
+  const Mask<T::BAND> mask = mask_of<T::BAND>(params.backward, tile.sequence);
+  Blocks own = mask.template queries<T::TILE_M>(tile.first_key + group * T::WARPGROUP_KEYS, T::WARPGROUP_KEYS, all.end);
+  own.begin = min(max(own.begin, all.begin), max(all.begin, all.end));
+  own.end = max(min(own.end, all.end), own.begin);
+  return own;
+}
+
 // Of a query's lse, or delta, in the list of its tile: what a thread wants at a time, of two queries in two neighbouring
 // accumulators of 8 columns, is together.
 DEVICE int statistic_place(int query) {
@@ -151,6 +174,7 @@ struct BackwardShared {
   static DEVICE SharedAddress dout(int slot) { return shared_base() + T::DOUT_AT + slot * T::TileQ::BYTES; }
   static DEVICE SharedAddress ds(int slot) { return shared_base() + T::DS_AT + slot * T::TileDS::BYTES; }
   static DEVICE SharedAddress lse(int slot) { return shared_base() + T::STATISTICS_AT + slot * T::STATISTICS_BYTES; }
+  static DEVICE SharedAddress dq(int buffer) { return shared_base() + T::DQ_AT + buffer * T::DQ_BYTES; }
   static DEVICE SharedAddress delta(int slot) { return lse(slot) + T::TILE_M * 4; }
 
   static DEVICE typename T::RingK ring_k() { return {shared_base() + T::BARRIERS_AT}; }

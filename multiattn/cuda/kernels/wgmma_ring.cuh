@@ -51,13 +51,13 @@ struct Ring {
   // The warp uses the slot no more; wgmmas may be under way. Each warp arrives for itself: sync_warp orders what all lanes have
   // read of the slot, the tile's words too, before lane 0's arrival, and the producer waits for that phase of `empty` before it
   // writes there. racecheck does not carry the order from lane 0 to the other lanes, and reports those words.
-  DEVICE void release(int slot) const {
+  DEVICE void release(int slot, bool is_over = true) const {
     sync_warp();
     const int lane = thread_index() % WARP;
     if constexpr (CLUSTER == 1)
-      mbarrier_arrive_if(lane == 0, empty(slot));
+      mbarrier_arrive_if(lane == 0 && is_over, empty(slot));
     else
-      mbarrier_arrive_if(lane < CLUSTER, empty(slot), lane % CLUSTER);
+      mbarrier_arrive_if(lane < CLUSTER && is_over, empty(slot), lane % CLUSTER);
   }
   // The same where none is, as after the loop over keys, and a branch may end. ptxas 13 has made a jump of a predicated arrival
   // that ended one, and taken the warp for whole all the same, sync_warp or not; of a warp that the source parts it knows.

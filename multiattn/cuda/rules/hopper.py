@@ -56,37 +56,57 @@ WGMMA_RULES: tuple[Rule[WgmmaConfig], ...] = (*SCORED, *tuned_rules("cuda", "wgm
 """First match wins."""
 
 _PLAIN_BACKWARD = WgmmaBackwardConfig(tile_m=64, tile_n=128)
-_KEPT = replace(_PLAIN_BACKWARD, k_in_registers=True, v_in_registers=True, k_stages=2)
-_HALVES = replace(_PLAIN_BACKWARD, half_dq=True, dout_stages=3)
-_H100 = "H100 2026-11-25, N=4096, H*D=2048 in bf16, full / causal: "
+_EARLY = replace(_PLAIN_BACKWARD, k_in_registers=True, early_scores=True, k_stages=2)
+_BY_TMA = replace(_PLAIN_BACKWARD, dq_by_tma=True)
+_HALVES = replace(_BY_TMA, half_dq=True)
+_H100 = "H100 2026-11-26, N=4096, H*D=2048 in bf16, full / causal: "
 
 
-def _backward(head_dims: tuple[int, int], config: WgmmaBackwardConfig, why: str) -> Rule[WgmmaBackwardConfig]:
+def _backward(
+    head_dims: tuple[int, int], config: WgmmaBackwardConfig, why: str, *, banded: bool | None = None
+) -> Rule[WgmmaBackwardConfig]:
     least, most = head_dims
-    return Rule(arches=("sm90",), head_dim_min=least, head_dim_max=most, config=config, why=_H100 + why)
+    return Rule(arches=("sm90",), head_dim_min=least, head_dim_max=most, banded=banded, config=config, why=_H100 + why)
 
 
 WGMMA_BACKWARD_RULES: tuple[Rule[WgmmaBackwardConfig], ...] = (
     _backward(
-        (1, 64), _KEPT, "515 / 470 TFLOPS; K and V from shared memory 430, one buffer of K less 1 to 4 % to N=1024"
+        (1, 64),
+        replace(_EARLY, q_stages=4, dout_stages=3),
+        "- / 480 TFLOPS; at N=16384 540, where with fewer buffers of Q and dO 530",
+        banded=True,
     ),
-    _backward((65, 96), _PLAIN_BACKWARD, "at D=96 553 / 459 TFLOPS; more buffers of Q and dO 559 / 461"),
-    _backward((97, 128), _HALVES, "610 / 532 TFLOPS; two buffers of dO 605 / 530; two of K 598 / 524"),
-    Rule(arches=("cpu",), head_dim_max=64, config=_KEPT, why="emulated: as on sm90", only_named=True),
-    Rule(arches=("cpu",), head_dim_max=96, config=_PLAIN_BACKWARD, why="emulated: as on sm90", only_named=True),
+    _backward(
+        (1, 64),
+        _EARLY,
+        "549 / 479 TFLOPS; scores not early, K and V in registers 508 / 470; dQ by TMA 500; more buffers 535 / 480",
+    ),
+    _backward((65, 96), _BY_TMA, "at D=96, N=2048 525 / 407 TFLOPS; dQ from registers 508 / 405, in halves 485 / 397"),
+    _backward((97, 128), _HALVES, "583 / 507 TFLOPS; dQ from registers 536 / 500; two buffers of K 549 / 468"),
+    Rule(arches=("cpu",), head_dim_max=64, config=_EARLY, why="emulated: as on sm90", only_named=True),
+    Rule(arches=("cpu",), head_dim_max=96, config=_BY_TMA, why="emulated: as on sm90", only_named=True),
     Rule(arches=("cpu",), config=_HALVES, why="emulated: as on sm90", only_named=True),
 )
 """First match wins."""
 
 _TWO_PASS = WgmmaTwoPassConfig(tile_m=64, tile_n=64)
-_TWO_PASS_192 = replace(_TWO_PASS, q_stages=3, dout_stages=3, k_stages=3, v_stages=2)
-_GUESS = "a guess: as many buffers as fit; K and V in registers, scores ahead of gradients and others are not measured"
+_TWO_PASS_KEPT = replace(_TWO_PASS, q_stages=3, dout_stages=3, k_stages=3, v_stages=2, kv_in_registers=True)
+
+
+def _two_pass(head_dims: tuple[int, int], config: WgmmaTwoPassConfig, why: str) -> Rule[WgmmaTwoPassConfig]:
+    least, most = head_dims
+    return Rule(arches=("sm90",), head_dim_min=least, head_dim_max=most, config=config, why=_H100 + why)
+
 
 WGMMA_TWO_PASS_RULES: tuple[Rule[WgmmaTwoPassConfig], ...] = (
-    Rule(arches=("sm90",), head_dim_min=129, head_dim_max=192, config=_TWO_PASS_192, why=_GUESS),
-    Rule(arches=("sm90",), head_dim_min=193, config=_TWO_PASS, why=_GUESS),
-    Rule(arches=("sm90",), head_dim_max=128, config=_TWO_PASS_192, why="a guess: as for wider heads", only_named=True),
-    Rule(arches=("cpu",), head_dim_max=192, config=_TWO_PASS_192, why="emulated: as on sm90", only_named=True),
+    _two_pass(
+        (1, 160), _TWO_PASS_KEPT, "at D=160 492 / - TFLOPS, at D=128 475 / -; K and V from shared memory 487, 445"
+    ),
+    _two_pass(
+        (161, 192), _TWO_PASS_KEPT, "521 / 488 TFLOPS; K and V from shared memory 498 / 480; scores ahead 525 / 484"
+    ),
+    _two_pass((193, 256), _TWO_PASS, "487 / 462 TFLOPS; scores ahead of gradients 412 / 419, of dq alone 437 / 427"),
+    Rule(arches=("cpu",), head_dim_max=192, config=_TWO_PASS_KEPT, why="emulated: as on sm90", only_named=True),
     Rule(arches=("cpu",), config=_TWO_PASS, why="emulated: as on sm90", only_named=True),
 )
 """First match wins."""
