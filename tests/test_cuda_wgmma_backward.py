@@ -95,7 +95,7 @@ def test_walks_of_few_steps_follow_one_another(seq_q, seq_kv, config):
 @pytest.mark.parametrize(("seq_q", "seq_kv"), [(320, 320), (290, 250), (70, 330), (330, 70)], ids=str)
 @pytest.mark.parametrize("config", [EARLY, HALVES_BY_TMA], ids=["early", "halves"])
 def test_a_warpgroup_leaves_out_queries_that_see_none_of_its_keys(seq_q, seq_kv, config, options):
-    """Each query head has keys of its own: half of a tile may be hidden from the first queries, or the last ones, that see it."""
+    """A query head has keys of its own: half of a tile may be hidden from its first queries, or its last."""
     check_on_cpu(make_tensors(heads_q=2, heads_kv=2, seq_q=seq_q, seq_kv=seq_kv, head_dim=64), config=config, **options)
 
 
@@ -197,7 +197,9 @@ def test_what_it_does_not_take_runs_in_two_passes():
     wide = make_plan(BACKEND, problem_of(192), SM90, direction="backward", probe=False)
     assert wide.variant == "wgmma_two_pass"
     assert any("wgmma" in reason for reason in wide.rejected)
-    assert make_plan(BACKEND, problem_of(128), SM90, direction="backward", probe=False).variant == "wgmma"
+    for length, variant in ((500, "wgmma_two_pass"), (2000, "wgmma")):
+        problem = problem_of(128, seq_q=length, seq_kv=length)
+        assert make_plan(BACKEND, problem, SM90, direction="backward", probe=False).variant == variant
 
 
 def test_the_rules_fit_shared_memory():

@@ -181,7 +181,10 @@ def test_it_is_the_deterministic_one_and_the_one_for_wide_heads():
     for deterministic in (False, True):
         plan = make_plan(BACKEND, problem_of(192), SM90, direction="backward", deterministic=deterministic, probe=False)
         assert plan.variant == VARIANT.name
-    assert make_plan(BACKEND, problem_of(128), SM90, direction="backward", probe=False).variant == "wgmma"
+    long = problem_of(128, seq_q=2000, seq_kv=2000)
+    for deterministic, name in ((False, "wgmma"), (True, VARIANT.name)):
+        plan = make_plan(BACKEND, long, SM90, direction="backward", deterministic=deterministic, probe=False)
+        assert plan.variant == name
 
 
 # ---------------------------------------------------------------- refusals

@@ -25,9 +25,10 @@ from multiattn.cuda.wgmma_two_pass_configs import QUERY_TILE, WgmmaTwoPassConfig
 from multiattn.cuda.wgmma_two_pass_configs import workspace_areas as two_pass_workspace_areas
 from multiattn.packed import TILE_LISTS, USUAL_LENGTH
 from multiattn.plan.abi import WORKSPACE, Struct
+from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import Plan
 from multiattn.plan.config import Config
-from multiattn.plan.schedule import KV_BYTES_SIDE_BY_SIDE, heads_side_by_side
+from multiattn.plan.schedule import KV_BYTES_SIDE_BY_SIDE, heads_side_by_side, most_multiprocessors
 from multiattn.problem import Problem
 
 _STRUCTS = read_structs(Path(__file__).parent / "include" / "multiattn" / "params.h")
@@ -60,7 +61,9 @@ def numbers_of(plan: Plan) -> dict[str, Any]:
             "tiles_kv": _tiles(problem, problem.seq_kv, config.tile_n),
             "tiles_q_own": _tiles(problem, problem.seq_q, own_tile) if own_tile else 0,
             "sections_q": heads_side_by_side(problem),
-            "sections_kv": _kv_heads_per_section(problem),
+            "sections_kv": _kv_heads_per_section(
+                problem, None if isinstance(config, BackwardConfig) else config.tile_n
+            ),
             "score_factor": problem.score_factor,
             "grad_factor": problem.grad_factor,
         }
@@ -83,12 +86,24 @@ def _tiles(problem: Problem, rows: int, tile: int) -> int:
     return tiles(rows, tile) if problem.packing is None else problem.packing.tiles_max(rows, tile)
 
 
-def _kv_heads_per_section(problem: Problem) -> int:
-    """Heads of keys side by side: the blocks of one share Q, dO and the fp32 sum of dq of its group."""
+def _kv_heads_per_section(problem: Problem, persistent_tile: int | None = None) -> int:
+    """Heads of keys side by side: the blocks of one share Q, dO and the fp32 sum of dq of its group.
+
+    Persistent blocks, with tiles of `persistent_tile` keys, take the longest tiles of a section first. With large
+    groups heads are few and tiles long: then a section fills the GPU twice, all of one size, lest long ones come last.
+    """
     row_bytes = problem.head_dim * (2 * ELEMENT_BYTES + 4)
     seq_q = problem.seq_q if problem.packing is None else USUAL_LENGTH
-    heads = max(1, KV_BYTES_SIDE_BY_SIDE // (seq_q * row_bytes * problem.group))
-    return min(heads, problem.batch * problem.heads_kv)
+    heads, heads_kv = (
+        max(1, KV_BYTES_SIDE_BY_SIDE // (seq_q * row_bytes * problem.group)),
+        problem.batch * problem.heads_kv,
+    )
+    if persistent_tile and problem.group > 1:
+        tiles_of_head = max(_tiles(problem, problem.seq_kv, persistent_tile), 1)
+        least = -(-2 * most_multiprocessors(ARCHS["sm90"]) // tiles_of_head)
+        if heads < least:
+            heads = -(-heads_kv // max(heads_kv // least, 1))
+    return min(heads, heads_kv)
 
 
 def _arguments(plan: Plan) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from multiattn.cuda.wgmma_backward_configs import WgmmaBackwardConfig
 from multiattn.cuda.wgmma_configs import WgmmaConfig
@@ -63,11 +64,13 @@ _H100 = "H100 2026-11-26, N=4096, H*D=2048 in bf16, full / causal: "
 
 
 def _backward(
-    head_dims: tuple[int, int], config: WgmmaBackwardConfig, why: str, *, banded: bool | None = None
+    head_dims: tuple[int, int], config: WgmmaBackwardConfig, why: str, **where: Any
 ) -> Rule[WgmmaBackwardConfig]:
     least, most = head_dims
-    return Rule(arches=("sm90",), head_dim_min=least, head_dim_max=most, banded=banded, config=config, why=_H100 + why)
+    return Rule(arches=("sm90",), head_dim_min=least, head_dim_max=most, config=config, why=_H100 + why, **where)
 
+
+_LONG = "583 / 507 TFLOPS; dQ from registers 536 / 500; two buffers of K 549 / 468"
 
 WGMMA_BACKWARD_RULES: tuple[Rule[WgmmaBackwardConfig], ...] = (
     _backward(
@@ -82,7 +85,15 @@ WGMMA_BACKWARD_RULES: tuple[Rule[WgmmaBackwardConfig], ...] = (
         "549 / 479 TFLOPS; scores not early, K and V in registers 508 / 470; dQ by TMA 500; more buffers 535 / 480",
     ),
     _backward((65, 96), _BY_TMA, "at D=96, N=2048 525 / 407 TFLOPS; dQ from registers 508 / 405, in halves 485 / 397"),
-    _backward((97, 128), _HALVES, "583 / 507 TFLOPS; dQ from registers 536 / 500; two buffers of K 549 / 468"),
+    _backward((97, 128), _HALVES, _LONG, banded=True, seq_min=1025),
+    _backward((97, 128), _HALVES, _LONG, banded=False, seq_min=513),
+    _backward(
+        (97, 128),
+        _HALVES,
+        "two passes are faster where the kernels around this one weigh most: at N=512 339 / 225 TFLOPS, this one "
+        "313 / 184, at N=1024 410 / 329, this one 451 / 310",
+        only_named=True,
+    ),
     Rule(arches=("cpu",), head_dim_max=64, config=_EARLY, why="emulated: as on sm90", only_named=True),
     Rule(arches=("cpu",), head_dim_max=96, config=_BY_TMA, why="emulated: as on sm90", only_named=True),
     Rule(arches=("cpu",), config=_HALVES, why="emulated: as on sm90", only_named=True),
