@@ -265,7 +265,7 @@ def _standard() -> tuple[Cell, ...]:
 
 
 def _backward() -> tuple[Cell, ...]:
-    return tuple(replace(cell, direction="bwd") for cell in _standard() if cell.seq in (1024, 4096, 16384))
+    return tuple(replace(cell, direction="bwd") for cell in _standard())
 
 
 def _heldout() -> tuple[Cell, ...]:
