@@ -22,9 +22,9 @@ _DS_STAGES = 2
 _DQ_BUFFERS = 2
 _STATISTICS = 2  # of a query, fp32: lse and delta
 WIDE_FROM = 97
-"""The head_dim from which on warpgroups of keys have 208 registers a thread, that of dQ 72: below 184 and 120."""
-_BESIDE = 32
-"""Registers for all that `registers_at_least` leaves out: statistics, addresses, counters."""
+"""The head_dim from which on warpgroups of keys have 208 registers a thread: below 200 with early scores, else 184."""
+_REGISTERS_MAX, _REGISTERS_MAX_FEW = 176, 152
+"""Of `registers_at_least`, with 208 or 200 registers a thread, and with 184: the rest is statistics and addresses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +125,7 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
     ]
     is_wide = problem.head_dim >= WIDE_FROM
     registers = registers_at_least(config, problem)
-    most = 176 if is_wide or config.early_scores else 152
+    most = _REGISTERS_MAX if is_wide or config.early_scores else _REGISTERS_MAX_FEW
     needed = f"{registers} registers for gradients, scores, weights, K and V ({config})"
     columns, columns_max = dq_columns(config, problem), BOX_COLUMNS if is_wide else WIDE_FROM - 1
     rows = max(problem.seq_q, problem.seq_kv)

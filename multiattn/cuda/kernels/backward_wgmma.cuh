@@ -90,7 +90,7 @@ class KeyWarpgroup {
     }
   }
 
-  // The blocks of the tile that see none of the warpgroup's keys.
+  // The steps of a tile whose queries see none of the warpgroup's keys: their slots go by unread.
   DEVICE void skip_before(const Blocks& own) {
     if constexpr (T::BAND != Band::NONE) skip(own.begin - query_blocks<T>(params_, tile()).begin);
   }
@@ -112,8 +112,8 @@ class KeyWarpgroup {
     }
   }
 
-  // Its weights are there. Those of the next step are, afterwards, unless it is the last. Where both are constants there is a copy of
-  // this for each pair of them; else the last step makes its own weights once more, for nothing.
+  // Its weights are there. Those of the next step are, afterwards, unless it is the last. If compact there is one copy of this:
+  // then the last step makes its own weights once more, for nothing.
   DEVICE void step(bool is_first, bool is_last) {
     const int slot = PlaceQ::of(steps_).slot;
     const uint32 next = is_last ? steps_ : steps_ + 1;

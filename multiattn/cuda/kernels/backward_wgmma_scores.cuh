@@ -67,7 +67,8 @@ DEVICE void make_ds(TransposedOperand<T>& ds, const TransposedOperand<T>& weight
   for (int pair = 0; pair < T::TILE_M / 4; ++pair) {
     const int low = 2 * pair, high = low + 1;
     const uint32 weight = weights[pair / 4][pair % 4];
-    ds[pair / 4][pair % 4] = pack<E>(unpack_low<E>(weight) * (dp[low] - delta.of(low)), unpack_high<E>(weight) * (dp[high] - delta.of(high)));
+    ds[pair / 4][pair % 4] =
+        pack<E>(unpack_low<E>(weight) * (dp[low] - delta.of(low)), unpack_high<E>(weight) * (dp[high] - delta.of(high)));
   }
 }
 

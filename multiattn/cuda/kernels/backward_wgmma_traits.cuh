@@ -31,8 +31,8 @@ struct WgmmaBackwardTraits : S {
   using Blocked = Blocked_;  // what lists the tiles that there are
   using Params = typename WithAux<WgmmaBackwardParams, Score, typename ListsOf<Blocked>::Type>::Type;
 
-  // One copy of a step does for the first and the last too: with a mask three are more than the instruction cache holds, which took
-  // a quarter of the time at D=64.
+  // One copy of a step does for the first and the last too: with a mask three are more than the instruction cache holds. Fetches
+  // took a quarter of the time at D=64.
   static constexpr bool IS_COMPACT = BAND != Band::NONE;
   static constexpr int WARPGROUPS = 2;       // that own keys; one more makes dQ, and one loads
   static constexpr int WARPGROUP_KEYS = 64;  // rows of one wgmma
@@ -128,8 +128,8 @@ DEVICE Blocks query_blocks(const typename T::Params& params, const KeyTile<T>& t
   return mask.template queries<T::TILE_M>(tile.first_key, T::TILE_N, tiles);
 }
 
-// Those of them that see keys of a warpgroup. A block of several query heads has all of them, as one walk follows another without a
-// break.
+// Those of them that see keys of a warpgroup; each sees those of one warpgroup at least. With several query heads all of them, as
+// one walk follows another without a break.
 template <class T>
 DEVICE Blocks group_blocks(const typename T::Params& params, const KeyTile<T>& tile, int group) {
   const Blocks all = query_blocks<T>(params, tile);

@@ -28,8 +28,8 @@ struct RingPlace {
   static DEVICE int before(int slot) { return slot == 0 ? SLOTS - 1 : slot - 1; }
 };
 
-// The barriers of a ring of slots in shared memory that one thread fills by TMA, or `fillers` warps do, for warps to use. One of a cluster is filled
-// in all of its blocks at once: a slot of it is empty when it is so in each.
+// The barriers of a ring of slots in shared memory that one thread fills by TMA, or `fillers` warps do, for warps to use. One of a
+// cluster is filled in all of its blocks at once: a slot of it is empty when it is so in each.
 template <int SLOTS, int CLUSTER = 1>
 struct Ring {
   SharedAddress barriers;
@@ -48,8 +48,8 @@ struct Ring {
   DEVICE void await_full(const RingPlace<SLOTS>& place) const { mbarrier_wait(full(place.slot), place.parity); }
   // A slot that was never used counts as emptied.
   DEVICE void await_empty(const RingPlace<SLOTS>& place) const { mbarrier_wait(empty(place.slot), place.parity ^ 1); }
-  // The warp uses the slot no more; wgmmas may be under way. Each warp arrives for itself: sync_warp orders what all lanes have
-  // read of the slot, the tile's words too, before lane 0's arrival, and the producer waits for that phase of `empty` before it
+  // The warp uses the slot no more, if `is_over`; wgmmas may be under way. Each warp arrives for itself: sync_warp orders what all
+  // lanes have read of the slot, the tile's words too, before lane 0's arrival, and the producer waits for that phase of `empty` before it
   // writes there. racecheck does not carry the order from lane 0 to the other lanes, and reports those words.
   DEVICE void release(int slot, bool is_over = true) const {
     sync_warp();
