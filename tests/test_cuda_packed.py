@@ -107,8 +107,9 @@ def assert_close(made, truth):
 
 @on_cpu
 @pytest.mark.parametrize("variant", ["atomic", "two_pass", "wgmma", "wgmma_two_pass"])
-def test_gradients_of_each_variant_with_all_that_a_call_can_have(variant):
-    (q, k, v, dout), packing = packed_inputs(*LENGTHS, behind=37)
+@pytest.mark.parametrize("heads_kv", [2, 4], ids=["gqa", "mha"])
+def test_gradients_of_each_variant_with_all_that_a_call_can_have(variant, heads_kv):
+    (q, k, v, dout), packing = packed_inputs(*LENGTHS, behind=37, heads_kv=heads_kv)
     options = {**packing, "causal": True, "sinks": torch.linspace(-1, 1, 4), "window": (25, None)}
     out, lse = fmha_varlen(q, k, v, **options, backend="reference", return_lse=True)
     dlse = torch.randn(lse.shape, generator=torch.Generator().manual_seed(1))
@@ -141,7 +142,7 @@ def problem_of_random_lengths(generator: random.Random, *, has_score: bool) -> P
 def test_one_code_runs_batches_of_all_lengths(has_score):
     generator = random.Random(0)
     plans = {("forward", points.SPLIT_Q.name), ("backward", "atomic"), ("backward", "two_pass")}
-    plans |= set() if has_score else {("backward", "wgmma")}
+    plans |= set() if has_score else {("backward", "wgmma"), ("backward", "wgmma_two_pass")}
     units: dict[tuple[str, str], set[str]] = {it: set() for it in plans}
     for _ in range(200 if not has_score else 40):
         problem = problem_of_random_lengths(generator, has_score=has_score)

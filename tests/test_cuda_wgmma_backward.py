@@ -12,9 +12,9 @@ from gradient_checks import check, make_tensors
 from multiattn.cuda import BACKEND
 from multiattn.cuda.cpu import host
 from multiattn.cuda.instances import launches_of
-from multiattn.cuda.params import areas_of, struct_of
+from multiattn.cuda.params import areas_of, numbers_of, struct_of
 from multiattn.cuda.variants import BACKWARD_VARIANTS
-from multiattn.cuda.wgmma_backward_configs import WgmmaBackwardConfig, smem_bytes, why_not
+from multiattn.cuda.wgmma_backward_configs import WgmmaBackwardConfig, why_not
 from multiattn.packed import RAGGED_ROWS, PackingSpec
 from multiattn.plan.arch import ARCHS, CPU
 from multiattn.plan.backend import Plan, make_plan
@@ -163,6 +163,23 @@ def test_each_kernel_is_told_where_its_tensors_are():
     assert "delta" not in keys.pointers.values()  # it is among the statistics
 
 
+@pytest.mark.parametrize(
+    ("heads_q", "heads_kv", "batch", "seq", "heads"),
+    [
+        pytest.param(16, 16, 4, 4096, 4, id="one_query_head_a_key_head"),
+        pytest.param(16, 2, 4, 4096, 8, id="all_heads_in_one_section"),
+        pytest.param(16, 4, 5, 4096, 10, id="two_sections_of_one_size"),
+        pytest.param(16, 1, 1, 4096, 1, id="no_more_than_there_are"),
+        pytest.param(16, 8, 4, 128, 32, id="short_sequences"),
+    ],
+)
+def test_a_section_of_large_groups_has_tiles_for_all_blocks(heads_q, heads_kv, batch, seq, heads):
+    given = {"batch": batch, "heads_q": heads_q, "heads_kv": heads_kv, "seq_q": seq, "seq_kv": seq}
+    assert numbers_of(plan_of(problem_of(**given, causal=True)))["sections_kv"] == heads
+    by_cache = max(1, (16 << 20) // (seq * 128 * 8 * heads_q // heads_kv))  # L2 alone decides where tiles are alike
+    assert numbers_of(plan_of(problem_of(**given)))["sections_kv"] == min(by_cache, batch * heads_kv)
+
+
 # ---------------------------------------------------------------- refusals
 
 
@@ -173,6 +190,7 @@ def test_each_kernel_is_told_where_its_tensors_are():
         (128, replace(HALVES, v_in_registers=True), "up to 176"),
         (96, KEPT, "up to 152"),
         (96, EARLY, "up to 176"),
+        (72, replace(PLAIN, early_scores=True), "half_dq"),
         (128, replace(HALVES_BY_TMA, k_stages=2), "232448 bytes a block on sm90"),
         (64, replace(KEPT, tile_m=32), "64"),
         (64, replace(KEPT, tile_n=64), "128"),
@@ -202,8 +220,8 @@ def test_what_it_does_not_take_runs_in_two_passes():
         assert make_plan(BACKEND, problem, SM90, direction="backward", probe=False).variant == variant
 
 
-def test_the_rules_fit_shared_memory():
+def test_the_rules_fit():
     for rule in WGMMA.rules:
         for head_dim in range(8, min(rule.head_dim_max, 128) + 8, 8):
             if head_dim >= rule.head_dim_min:
-                assert smem_bytes(rule.config, problem_of(head_dim)) <= SM90.smem_per_block
+                assert not why_not(problem_of(head_dim), SM90, rule.config)

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from cuda_runs import on_cpu
-from gradient_checks import check, make_tensors, run
+from gradient_checks import check, make_tensors
 
 from multiattn import fmha_varlen, fmha_varlen_backward
 from multiattn.cuda import BACKEND
 from multiattn.cuda.cpu import host
 from multiattn.cuda.instances import launches_of
 from multiattn.cuda.params import areas_of, struct_of
-from multiattn.cuda.wgmma_two_pass_configs import WgmmaTwoPassConfig, dq_smem_bytes, smem_bytes, why_not
+from multiattn.cuda.wgmma_two_pass_configs import WgmmaTwoPassConfig, why_not
 from multiattn.packed import RAGGED_ROWS, PackingSpec
 from multiattn.plan.arch import ARCHS, CPU
 from multiattn.plan.backend import Plan, find_variant, make_plan
@@ -53,10 +53,13 @@ def check_on_cpu(tensors, *, config=None, dlse=None, **options):
 @pytest.mark.parametrize(
     ("head_dim", "config"),
     [
+        pytest.param(8, KEPT, id="d8_kept"),
+        pytest.param(40, KEPT, id="d40_kept"),
         pytest.param(64, PLAIN, id="d64"),
         pytest.param(136, DEEP, id="d136"),
         pytest.param(160, KEPT, id="d160_kept"),
         pytest.param(192, DEEP, id="d192"),
+        pytest.param(192, KEPT, id="d192_kept"),
         pytest.param(192, AHEAD, id="d192_ahead"),
         pytest.param(192, replace(KEPT, ahead=True), id="d192_kept_ahead"),
         pytest.param(256, PLAIN, id="d256"),
@@ -122,13 +125,6 @@ def test_a_packed_batch_with_sinks(head_dim, options):
         torch.testing.assert_close(it.float(), wanted.float(), atol=1e-2, rtol=1e-2)
 
 
-@on_cpu
-def test_it_gives_the_same_bits_each_time():
-    q, k, v, dout = make_tensors(seq_q=150, seq_kv=200, head_dim=136)
-    plan = plan_of(Problem.of(q, k, v, causal=True), arch=CPU)
-    assert all(map(torch.equal, run(plan, q, k, v, dout), run(plan, q, k, v, dout)))
-
-
 # ---------------------------------------------------------------- launches
 
 
@@ -144,6 +140,13 @@ def test_two_persistent_kernels_follow_that_of_statistics():
     assert all(it.kernel.overlaps for it in launches)
     assert [it.is_persistent for it in launches] == [False, True, True]
     assert [it.blocks for it in launches] == [2 * 4 * 3, 2 * 4 * 3, 2 * 2 * 8]
+
+
+def test_blocks_add_nothing_up_in_memory():
+    """That is why the same bits come each time."""
+    plan = plan_of(problem_of())
+    assert set(areas_of(plan)) == {"statistics", "workspace"}
+    assert not any("dq_sum" in struct_of(plan, it.kernel.params).pointers.values() for it in launches_of(plan))
 
 
 def test_a_config_and_a_problem_have_kernels_of_their_own():
@@ -194,6 +197,8 @@ def test_it_is_the_deterministic_one_and_the_one_for_wide_heads():
     ("head_dim", "config", "allowed"),
     [
         (256, KEPT, "up to 208"),
+        (200, KEPT, "D up to 192"),
+        (208, KEPT, "D up to 192"),
         (192, replace(PLAIN, tile_m=32), "64"),
         (192, replace(PLAIN, tile_n=128), "64"),
         (192, replace(PLAIN, q_stages=1), "2 to 8"),
@@ -216,12 +221,11 @@ def test_tensors_that_a_tensor_map_cannot_walk_are_refused():
     assert any("packed batch" in reason.got for reason in why_not(problem, SM90, PLAIN))
 
 
-def test_the_rules_fit_shared_memory():
+def test_the_rules_fit():
     for rule in VARIANT.rules:
         for head_dim in range(8, rule.head_dim_max + 8, 8):
             if head_dim >= rule.head_dim_min:
-                problem = problem_of(head_dim)
-                assert max(smem_bytes(rule.config, problem), dq_smem_bytes(rule.config, problem)) <= SM90.smem_per_block
+                assert not why_not(problem_of(head_dim), SM90, rule.config)
 
 
 def test_there_are_candidates_for_every_head_dim():

@@ -25,7 +25,7 @@ from multiattn.cuda.wgmma_two_pass_configs import QUERY_TILE, WgmmaTwoPassConfig
 from multiattn.cuda.wgmma_two_pass_configs import workspace_areas as two_pass_workspace_areas
 from multiattn.packed import TILE_LISTS, USUAL_LENGTH
 from multiattn.plan.abi import WORKSPACE, Struct
-from multiattn.plan.arch import ARCHS
+from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Plan
 from multiattn.plan.config import Config
 from multiattn.plan.schedule import KV_BYTES_SIDE_BY_SIDE, heads_side_by_side, most_multiprocessors
@@ -52,6 +52,10 @@ def numbers_of(plan: Plan) -> dict[str, Any]:
         own_tile = config.dq.tile_m if isinstance(config, BackwardConfig) and config.dq else 0
         is_two_pass = isinstance(config, WgmmaTwoPassConfig)
         own_tile, row_tile = (QUERY_TILE, QUERY_TILE) if is_two_pass else (own_tile, ROW_TILE)
+        if isinstance(config, BackwardConfig):
+            sections_kv = _kv_heads_per_section(problem)
+        else:
+            sections_kv = _kv_heads_per_full_section(problem, config.tile_n, plan.arch)
         return {
             **common,
             "heads_q_all": problem.batch * problem.heads_q,
@@ -61,9 +65,7 @@ def numbers_of(plan: Plan) -> dict[str, Any]:
             "tiles_kv": _tiles(problem, problem.seq_kv, config.tile_n),
             "tiles_q_own": _tiles(problem, problem.seq_q, own_tile) if own_tile else 0,
             "sections_q": heads_side_by_side(problem),
-            "sections_kv": _kv_heads_per_section(
-                problem, None if isinstance(config, BackwardConfig) else config.tile_n
-            ),
+            "sections_kv": sections_kv,
             "score_factor": problem.score_factor,
             "grad_factor": problem.grad_factor,
         }
@@ -86,24 +88,27 @@ def _tiles(problem: Problem, rows: int, tile: int) -> int:
     return tiles(rows, tile) if problem.packing is None else problem.packing.tiles_max(rows, tile)
 
 
-def _kv_heads_per_section(problem: Problem, persistent_tile: int | None = None) -> int:
-    """Heads of keys side by side: the blocks of one share Q, dO and the fp32 sum of dq of its group.
-
-    Persistent blocks, with tiles of `persistent_tile` keys, take the longest tiles of a section first. With large
-    groups heads are few and tiles long: then a section fills the GPU twice, all of one size, lest long ones come last.
-    """
+def _kv_heads_per_section(problem: Problem) -> int:
+    """Heads of keys side by side: the blocks of one share Q, dO and any fp32 sum of dq of its group."""
     row_bytes = problem.head_dim * (2 * ELEMENT_BYTES + 4)
     seq_q = problem.seq_q if problem.packing is None else USUAL_LENGTH
-    heads, heads_kv = (
-        max(1, KV_BYTES_SIDE_BY_SIDE // (seq_q * row_bytes * problem.group)),
-        problem.batch * problem.heads_kv,
-    )
-    if persistent_tile and problem.group > 1:
-        tiles_of_head = max(_tiles(problem, problem.seq_kv, persistent_tile), 1)
-        least = -(-2 * most_multiprocessors(ARCHS["sm90"]) // tiles_of_head)
-        if heads < least:
-            heads = -(-heads_kv // max(heads_kv // least, 1))
-    return min(heads, heads_kv)
+    heads = max(1, KV_BYTES_SIDE_BY_SIDE // (seq_q * row_bytes * problem.group))
+    return min(heads, problem.batch * problem.heads_kv)
+
+
+def _kv_heads_per_full_section(problem: Problem, tile_n: int, arch: Arch) -> int:
+    """The same for persistent blocks with tiles of `tile_n` keys, which take the longest tiles of a section first.
+
+    Under a mask tiles differ. Where heads share keys they are few and their tiles long: then a section has tiles for
+    all SMs twice, and sections are of one size, so that the last one is not a small one with long tiles. A guess: by a
+    simulation of the order, not measured.
+    """
+    heads, heads_kv = _kv_heads_per_section(problem), problem.batch * problem.heads_kv
+    tiles_of_head = max(_tiles(problem, problem.seq_kv, tile_n), 1)
+    least = -(-2 * most_multiprocessors(arch) // tiles_of_head)
+    if problem.group == 1 or not problem.is_banded or heads >= least:
+        return heads
+    return -(-heads_kv // max(heads_kv // least, 1))
 
 
 def _arguments(plan: Plan) -> Mapping[str, Any]:

@@ -127,7 +127,8 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
     registers = registers_at_least(config, problem)
     most = _REGISTERS_MAX if is_wide or config.early_scores else _REGISTERS_MAX_FEW
     needed = f"{registers} registers for gradients, scores, weights, K and V ({config})"
-    columns, columns_max = dq_columns(config, problem), BOX_COLUMNS if is_wide else WIDE_FROM - 1
+    columns = dq_columns(config, problem)
+    columns_max = BOX_COLUMNS if is_wide or config.early_scores else WIDE_FROM - 1
     rows = max(problem.seq_q, problem.seq_kv)
     checks = (
         (registers <= most, needed, f"up to {most}"),

@@ -23,7 +23,9 @@ QUERY_TILE = WARPGROUPS * WARPGROUP_ROWS
 _WEIGHT_STAGES = 2
 _STATISTICS = 2  # of a query, fp32: lse and delta
 REGISTERS_MAX = 208
-"""Registers for what `registers_at_least` counts: a thread has up to 240, and statistics and addresses come on top."""
+"""Registers for what `registers_at_least` counts: a thread has 232 or 240, and statistics and addresses come on top."""
+KEPT_TO = 192
+"""The last head_dim at which K and V have room in registers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +135,11 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
     needed = f"{registers} registers for a gradient, scores, weights, K or V ({config})"
     checks = (
         (registers <= REGISTERS_MAX, needed, f"up to {REGISTERS_MAX}"),
+        (
+            not config.kv_in_registers or problem.head_dim <= KEPT_TO,
+            f"kv_in_registers of D={problem.head_dim}",
+            f"D up to {KEPT_TO}",
+        ),
         (problem.packing is None or rows <= RAGGED_ROWS, f"a packed batch of {rows} rows", f"up to {RAGGED_ROWS}"),
     )
     blocks = max(key_tiles(problem, config.tile_n), query_tiles(problem, QUERY_TILE))

@@ -112,8 +112,8 @@ class KeyWarpgroup {
     }
   }
 
-  // Its weights are there. Those of the next step are, afterwards, unless it is the last. If compact there is one copy of this:
-  // then the last step makes its own weights once more, for nothing.
+  // Its weights are there. Those of the next step are, afterwards, unless it is the last. If IS_COMPACT there is one
+  // copy of this: the last step makes its own weights once more, and nobody reads them.
   DEVICE void step(bool is_first, bool is_last) {
     const int slot = PlaceQ::of(steps_).slot;
     const uint32 next = is_last ? steps_ : steps_ + 1;

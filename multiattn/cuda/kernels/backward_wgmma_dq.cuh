@@ -106,7 +106,7 @@ class DqWarpgroup {
     fence_async_shared();
     sync_warp();  // all lanes have written
     if (lane() == 0) {
-      bulk_add(sums, own, min(BYTES, (ROW_FLOATS - column / 8 * SIDE) * 4));
+      bulk_add(sums, own, min(T::DQ_COLUMNS, T::HEAD_DIM - column) / 8 * SIDE * 4);
       tma_store_commit();
     }
   }

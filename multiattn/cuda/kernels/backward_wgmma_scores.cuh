@@ -17,7 +17,7 @@ template <class T>
 class QueryStatistics {
  public:
   DEVICE explicit QueryStatistics(SharedAddress list) {
-    // Of both lists only the longer rows have no register for this part of the address.
+    // Above D=96 there is no register to keep this: it is read again.
     const uint32 thread = T::HEAD_DIM > 96 ? recomputed(thread_index()) : thread_index();
     const SharedAddress own = list + thread % 4 * 16;
 #pragma unroll

@@ -70,6 +70,7 @@ struct WgmmaBackwardTraits : S {
   static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 128, "head_dim: multiples of 8 up to 128");
   static_assert(S::K_STAGES == 1 || S::K_STAGES == 2, "k_stages: 1, 2");
   static_assert(S::DQ_COLUMNS == HEAD_DIM || S::DQ_COLUMNS == 64, "dq_columns: head_dim, or a panel of K");
+  static_assert(S::DQ_COLUMNS / 2 + 40 <= DQ_REGISTERS, "dq_columns: so many accumulators beside all else");
   static_assert(S::Q_STAGES >= 2 && S::DOUT_STAGES >= 1, "q_stages: 2 and more; dout_stages: 1 and more");
 };
 
@@ -128,8 +129,9 @@ DEVICE Blocks query_blocks(const typename T::Params& params, const KeyTile<T>& t
   return mask.template queries<T::TILE_M>(tile.first_key, T::TILE_N, tiles);
 }
 
-// Those of them that see keys of a warpgroup; each sees those of one warpgroup at least. With several query heads all of them, as
-// one walk follows another without a break.
+// Those of them that see keys of a warpgroup. With several query heads all of them, as one walk follows another without a break.
+// Each block of the tile sees keys of one warpgroup at least, as DqWarpgroup relies on: the first query that sees the key behind the
+// lower half is at most one behind the last that sees the key before it.
 template <class T>
 DEVICE Blocks group_blocks(const typename T::Params& params, const KeyTile<T>& tile, int group) {
   const Blocks all = query_blocks<T>(params, tile);

@@ -35,11 +35,11 @@ class GradientWarpgroup {
       const int steps = max(blocks.end - blocks.begin, 0) * params_.backward.group;
 #pragma unroll
       for (float& element : gradient_) element = 0.0f;
-      if constexpr (!OF_V) take_v();
+      if constexpr (!OF_V) await_v();
       if (steps > 0)
         walk(blocks, steps);
       else
-        release_kept();
+        release_keys();
       place_.advance();
       write();
     }
@@ -55,7 +55,7 @@ class GradientWarpgroup {
     if constexpr (!OF_V || T::KEEPS_KV) Shared::ring_k().release_apart(0);  // of dK: only the tile was read
   }
 
-  DEVICE void take_v() {
+  DEVICE void await_v() {
     Shared::ring_v().await_full(place_);
     if constexpr (T::KEEPS_KV) {
       read_rows(Shared::v());
@@ -64,7 +64,7 @@ class GradientWarpgroup {
   }
 
   // K, or V, is used no more in this tile.
-  DEVICE void release_kept() {
+  DEVICE void release_keys() {
     if constexpr (T::KEEPS_KV) return;
     if constexpr (OF_V)
       Shared::ring_k().release(0);
@@ -79,9 +79,9 @@ class GradientWarpgroup {
     pack();
     for (int left = steps - 1; left > 0; --left) step(blocks);
     add_gradient();
-    release_kept();
+    release_keys();
     wgmma_wait<0>();
-    release_second(steps_++);
+    release_gradient_input(steps_++);
   }
 
   // Its operand is there; that of the next step is, afterwards.
@@ -92,12 +92,12 @@ class GradientWarpgroup {
       advance(blocks);
       weigh<1>(blocks);  // while the gradient is under way
       wgmma_wait<0>();
-      release_second(steps_ - 1);
+      release_gradient_input(steps_ - 1);
     } else {
       add_gradient();
       make_products(steps_ + 1);
       wgmma_wait<1>();
-      release_second(steps_);
+      release_gradient_input(steps_);
       advance(blocks);
       weigh<0>(blocks);
     }
@@ -175,7 +175,7 @@ class GradientWarpgroup {
   }
 
   // What the gradient was made of in a step is used no more.
-  DEVICE void release_second(uint32 step) {
+  DEVICE void release_gradient_input(uint32 step) {
     if constexpr (OF_V)
       Shared::ring_dout().release(PlaceDout::of(step).slot);
     else

@@ -235,7 +235,7 @@ class QueryWarpgroup {
     const float factor = params_.backward.score_factor;
 #pragma unroll
     for (int i = 0; i < T::TILE_N / 2; ++i) scores_[i] = exp2_approx(fmaf(scores_[i], factor, -lse_[i / 2 % 2]));
-    if (!is_full(own)) mask(scores_);  // a branch before a wait, too: ptxas leaves most of the above behind it else
+    if (!is_full(own)) mask(scores_);  // the branch also keeps ptxas from moving the exponentials behind the next wait
   }
 
   // Weights to dS = P * (dP - delta).
