@@ -320,7 +320,7 @@ def test_a_variant_without_a_rule_tells_those_of_this_arch():
         (
             "--shape 2,16,4096,128 --direction backward",
             0,
-            ["\ncutile backward takes two_pass\n", "\ncuda backward takes wgmma; deterministic: two_pass\n"],
+            ["\ncutile backward takes two_pass\n", "\ncuda backward takes wgmma; deterministic: wgmma_two_pass\n"],
         ),
         ("--shape 1,1,64,260 --backend cutile", 1, ["head_dim: got 260; allowed multiples of 8 up to 256"]),
     ],

@@ -33,9 +33,8 @@ def test_the_suites_are_the_promised_products():
     assert all(cell.batch * cell.seq == TOKENS and cell.heads * cell.head_dim == HIDDEN for cell in standard)
     assert {(cell.dtype, cell.layout) for cell in standard} == {("bf16", "bshd")}
     assert set(SUITES["floors"]) <= {*standard, *backward}
-    assert len(backward) == 3 * 2 * 3
-    assert {(cell.direction, cell.seq) for cell in backward} == {("bwd", seq) for seq in (1024, 4096, 16384)}
-    assert {replace(cell, direction="fwd") for cell in backward} <= set(standard)
+    assert {cell.direction for cell in backward} == {"bwd"}
+    assert [replace(cell, direction="fwd") for cell in backward] == list(standard)
     assert {replace(cell, causal=not cell.causal) for cell in held_out} == set(held_out)
     assert not set(held_out) & set(standard), "nothing was tuned for what is held out"
     assert not {cell.head_dim for cell in SUITES["between"]} & {cell.head_dim for cell in held_out}

@@ -24,7 +24,7 @@ _STATISTICS = 2  # of a query, fp32: lse and delta
 WIDE_FROM = 97
 """The head_dim from which on warpgroups of keys have 208 registers a thread: below 200 with early scores, else 184."""
 _REGISTERS_MAX, _REGISTERS_MAX_FEW = 176, 152
-"""Of `registers_at_least`, with 208 or 200 registers a thread, and with 184: the rest is statistics and addresses."""
+"""The most that `registers_at_least` may be: with 208 or 200 registers a thread, and with 184."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
