@@ -30,6 +30,11 @@ _capability = partial(
 )
 """The capability of kernels with mma.sync."""
 
+_wgmma_capability = partial(
+    Capability, arches=("sm90", "cpu"), alignment=VECTOR_BYTES, masks=KINDS, sinks=True, packing=True
+)
+"""The same of kernels with wgmma."""
+
 _BLOCKS = {points.SPLIT_Q: 32, points.TILED: 64}
 """The blocks of a block mask by the points that take one: two warps have 16 rows each, four share 16 keys each."""
 _BACKWARD_BLOCKS = 32
@@ -53,15 +58,7 @@ def _variant(axes: Axes, summary: str, *, only_named: bool) -> Variant:
 WGMMA = Variant(
     name="wgmma",
     summary="Hopper: a warpgroup loads by TMA, others multiply by wgmma; FlashAttention-3",
-    capability=Capability(
-        arches=("sm90", "cpu"),
-        alignment=VECTOR_BYTES,
-        masks=KINDS,
-        sinks=True,
-        scores=True,
-        score_gradients=True,
-        packing=True,
-    ),
+    capability=_wgmma_capability(scores=True, score_gradients=True),
     rules=WGMMA_RULES,
     workspace=wgmma_configs.workspace,
     config_type=wgmma_configs.WgmmaConfig,
@@ -96,14 +93,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
     Variant(
         name="wgmma",
         summary="Hopper: a warpgroup loads by TMA, others multiply by wgmma; dq is added up in fp32, in any order",
-        capability=Capability(
-            arches=("sm90", "cpu"),
-            head_dim_max=128,
-            alignment=VECTOR_BYTES,
-            masks=KINDS,
-            sinks=True,
-            packing=True,
-        ),
+        capability=_wgmma_capability(head_dim_max=128),
         rules=WGMMA_BACKWARD_RULES,
         deterministic=False,
         workspace=wgmma_backward.workspace,
@@ -113,13 +103,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
     Variant(
         name="wgmma_two_pass",
         summary="Hopper: as wgmma, but a kernel for dk and dv and one for dq, each gradient in registers",
-        capability=Capability(
-            arches=("sm90", "cpu"),
-            alignment=VECTOR_BYTES,
-            masks=KINDS,
-            sinks=True,
-            packing=True,
-        ),
+        capability=_wgmma_capability(),
         rules=WGMMA_TWO_PASS_RULES,
         workspace=wgmma_two_pass.workspace,
         config_type=wgmma_two_pass.WgmmaTwoPassConfig,

@@ -20,7 +20,8 @@ from multiattn.problem import Problem
 WARPGROUPS = 2  # that compute
 _DS_STAGES = 2
 _DQ_BUFFERS = 2
-_STATISTICS = 2  # of a query, fp32: lse and delta
+STATISTICS = 2
+"""Numbers of a query, fp32: lse and delta."""
 WIDE_FROM = 97
 """The head_dim from which on warpgroups of keys have 208 registers a thread: below 200 with early scores, else 184."""
 _REGISTERS_MAX, _REGISTERS_MAX_FEW = 176, 152
@@ -64,7 +65,7 @@ def smem_bytes(config: WgmmaBackwardConfig, problem: Problem) -> int:
     panels = -(-problem.head_dim // BOX_COLUMNS)
     rows = (config.k_stages + 1) * config.tile_n + (config.q_stages + config.dout_stages) * config.tile_m
     ds = _DS_STAGES * config.tile_n * config.tile_m * ELEMENT_BYTES
-    statistics = config.q_stages * _STATISTICS * config.tile_m * FP32_BYTES
+    statistics = config.q_stages * STATISTICS * config.tile_m * FP32_BYTES
     dq = _DQ_BUFFERS * config.tile_m * padded(dq_columns(config, problem)) * FP32_BYTES if config.dq_by_tma else 0
     return rows * panels * PANEL_ROW_BYTES + ds + statistics + dq + BARRIER_BYTES
 
@@ -87,15 +88,19 @@ def registers_at_least(config: WgmmaBackwardConfig, problem: Problem) -> int:
     return head_dim + products * (config.tile_m // 2 + config.tile_m // 4) + held
 
 
+def statistics_bytes(problem: Problem, tile_m: int) -> int:
+    """Workspace of lse and delta of all queries, in whole tiles of so many."""
+    if problem.packing is None:
+        count = tiles(problem.seq_q, tile_m)
+    else:
+        count = problem.packing.tiles_max(problem.seq_q, tile_m)
+    return problem.batch * problem.heads_q * count * tile_m * STATISTICS * FP32_BYTES
+
+
 def workspace_areas(problem: Problem, config: WgmmaBackwardConfig) -> dict[str, int]:
     """The areas of a launch's workspace, and the bytes of each."""
-    if problem.packing is None:
-        count = tiles(problem.seq_q, config.tile_m)
-    else:
-        count = problem.packing.tiles_max(problem.seq_q, config.tile_m)
-    statistics = problem.batch * problem.heads_q * count * config.tile_m * _STATISTICS * FP32_BYTES
     return {
-        "statistics": statistics,
+        "statistics": statistics_bytes(problem, config.tile_m),
         "dq_sum": dq_sum_bytes(problem),
         WORKSPACE: COUNTER_BYTES,
         **list_areas(problem, TILE_LISTS),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from multiattn.cuda.configs import ELEMENT_BYTES, FP32_BYTES, list_areas, padded, tiles
+from multiattn.cuda.configs import ELEMENT_BYTES, FP32_BYTES, list_areas, padded
 from multiattn.cuda.tensor_maps import BOX_COLUMNS, tensor_maps, why_not_mapped
+from multiattn.cuda.wgmma_backward_configs import STATISTICS, statistics_bytes
 from multiattn.cuda.wgmma_configs import BARRIER_BYTES, PANEL_ROW_BYTES, WARPGROUP_ROWS, WARPGROUP_THREADS
 from multiattn.packed import RAGGED_ROWS, TILE_LISTS
 from multiattn.plan.abi import WORKSPACE
@@ -21,7 +22,6 @@ WARPGROUPS = 2
 QUERY_TILE = WARPGROUPS * WARPGROUP_ROWS
 """Queries of a block of the kernel of dq, and of the kernel of statistics."""
 _WEIGHT_STAGES = 2
-_STATISTICS = 2  # of a query, fp32: lse and delta
 REGISTERS_MAX = 208
 """Registers for what `registers_at_least` counts: a thread has 232 or 240, and statistics and addresses come on top."""
 KEPT_TO = 192
@@ -67,7 +67,7 @@ def smem_bytes(config: WgmmaTwoPassConfig, problem: Problem) -> int:
     """Dynamic shared memory of a block of the kernel of dk and dv, which asserts it when compiled."""
     rows = 2 * config.tile_n + (config.q_stages + config.dout_stages) * config.tile_m
     weights = _WEIGHT_STAGES * config.tile_n * config.tile_m * ELEMENT_BYTES
-    statistics = config.q_stages * _STATISTICS * config.tile_m * FP32_BYTES
+    statistics = config.q_stages * STATISTICS * config.tile_m * FP32_BYTES
     return rows * _row_bytes(problem) + weights + statistics + BARRIER_BYTES
 
 
@@ -101,12 +101,11 @@ def registers_at_least(config: WgmmaTwoPassConfig, problem: Problem) -> int:
 
 def workspace_areas(problem: Problem, config: WgmmaTwoPassConfig) -> dict[str, int]:
     """The areas of a launch's workspace, and the bytes of each."""
-    if problem.packing is None:
-        count = tiles(problem.seq_q, config.tile_m)
-    else:
-        count = problem.packing.tiles_max(problem.seq_q, config.tile_m)
-    statistics = problem.batch * problem.heads_q * count * config.tile_m * _STATISTICS * FP32_BYTES
-    return {"statistics": statistics, WORKSPACE: COUNTER_BYTES, **list_areas(problem, TILE_LISTS)}
+    return {
+        "statistics": statistics_bytes(problem, config.tile_m),
+        WORKSPACE: COUNTER_BYTES,
+        **list_areas(problem, TILE_LISTS),
+    }
 
 
 def workspace(problem: Problem, config: Config | None) -> int:

@@ -11,6 +11,7 @@
 #include "backward_wgmma_dq.cuh"
 #include "backward_wgmma_output.cuh"
 #include "backward_wgmma_producer.cuh"
+#include "backward_wgmma_products.cuh"
 #include "backward_wgmma_scores.cuh"
 
 namespace multiattn {
@@ -195,49 +196,28 @@ class KeyWarpgroup {
   DEVICE void make_scores(uint32 step) {
     const auto place = PlaceQ::of(step);
     Shared::ring_q().await_full(place);
-    multiply_rows<T::KEEPS_K>(scores(), kept_k_, Shared::k(k_.slot), Shared::q(place.slot));
+    multiply<T::KEEPS_K>(scores(), kept_k_, Shared::k(k_.slot), Shared::q(place.slot));
   }
 
   // dP^T[64, TILE_M] = V dO^T
   DEVICE void make_dp() {
     const auto place = PlaceDout::of(steps_);
     Shared::ring_dout().await_full(place);
-    multiply_rows<T::KEEPS_V>(dp(), kept_v_, Shared::v(), Shared::dout(place.slot));
+    multiply<T::KEEPS_V>(dp(), kept_v_, Shared::v(), Shared::dout(place.slot));
   }
 
   // dV[64, D] += P^T dO
   DEVICE void add_dv(bool is_first) {
-    multiply_by_rows(dv_, weights(), Shared::dout(PlaceDout::of(steps_).slot), is_first);
+    add_product<E, T::HEAD_DIM, TileQ>(dv_, weights(), Shared::dout(PlaceDout::of(steps_).slot), is_first);
   }
 
   // dK[64, D] += dS^T Q
-  DEVICE void add_dk(int slot, bool is_first) { multiply_by_rows(dk_, ds(), Shared::q(slot), is_first); }
+  DEVICE void add_dk(int slot, bool is_first) { add_product<E, T::HEAD_DIM, TileQ>(dk_, ds(), Shared::q(slot), is_first); }
 
-  // sums[64, TILE_M] = rows of K or V times those of Q or dO
+  // sums[64, TILE_M] = the warpgroup's rows of K or V times those of Q or dO
   template <bool KEPT>
-  DEVICE void multiply_rows(Scores& sums, const Fragment (&kept)[T::DIM_STEPS], SharedAddress keys, SharedAddress queries) {
-    const Descriptor a(recomputed(keys + GROUP * T::WARPGROUP_KEYS * TileKV::ROW_BYTES), 16), b(queries, 16);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < T::DIM_STEPS; ++i) {
-      const uint64 right = b.at(i / 4 * TileQ::PANEL_BYTES + i % 4 * 32);
-      if constexpr (KEPT)
-        wgmma_rs<E, T::TILE_M>(sums, kept[i].reg, right, i > 0);
-      else
-        wgmma_ss<E, T::TILE_M>(sums, a.at(i / 4 * TileKV::PANEL_BYTES + i % 4 * 32), right, i > 0);
-    }
-    wgmma_commit();
-  }
-
-  // gradient[64, D] += operand[64, TILE_M] times rows of Q or dO
-  DEVICE void multiply_by_rows(float (&gradient)[T::HEAD_DIM / 2], const Operand& operand, SharedAddress queries,
-                               bool is_first) {
-    const Descriptor b(queries, TileQ::PANEL_BYTES);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < T::QUERY_STEPS; ++i)
-      wgmma_rs_mn<E, T::HEAD_DIM>(gradient, operand[i], b.at(i * 16 * TileQ::ROW_BYTES), !is_first || i > 0);
-    wgmma_commit();
+  DEVICE void multiply(Scores& sums, const Fragment (&kept)[T::DIM_STEPS], SharedAddress keys, SharedAddress queries) {
+    multiply_rows<E, T::TILE_M, TileKV, TileQ, KEPT>(sums, kept, keys + GROUP * T::WARPGROUP_KEYS * TileKV::ROW_BYTES, queries);
   }
 
   // The warpgroup's rows of K or V, as operand A.
@@ -278,15 +258,7 @@ class KeyWarpgroup {
 
 template <class T>
 DEVICE void backward_wgmma(const typename T::Params& params) {
-  if (thread_index() == 0) BackwardShared<T>::init();
-  if (thread_index() == T::WARPGROUPS * WARPGROUP) {
-    prefetch_map(params.map_q);
-    prefetch_map(params.map_k);
-    prefetch_map(params.map_v);
-    prefetch_map(params.map_dout);
-  }
-  sync_block();  // barriers are there
-  const int warpgroup = static_cast<int>(uniform(thread_index() / WARPGROUP));
+  const int warpgroup = begin_block<BackwardShared<T>>(params, T::WARPGROUPS * WARPGROUP);
   if (warpgroup == 0) {
     raise_registers<T::KEY_REGISTERS>();
     KeyWarpgroup<T, 0>(params).run();

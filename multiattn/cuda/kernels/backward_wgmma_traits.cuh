@@ -130,8 +130,8 @@ DEVICE Blocks query_blocks(const typename T::Params& params, const KeyTile<T>& t
 }
 
 // Those of them that see keys of a warpgroup. With several query heads all of them, as one walk follows another without a break.
-// Each block of the tile sees keys of one warpgroup at least, as DqWarpgroup relies on: the first query that sees the key behind the
-// lower half is at most one behind the last that sees the key before it.
+// Each block of the tile sees keys of one warpgroup at least, as DqWarpgroup relies on: the first query that sees the upper half is
+// at most one behind the last that sees the lower half.
 template <class T>
 DEVICE Blocks group_blocks(const typename T::Params& params, const KeyTile<T>& tile, int group) {
   const Blocks all = query_blocks<T>(params, tile);

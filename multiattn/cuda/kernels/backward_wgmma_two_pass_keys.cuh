@@ -8,9 +8,9 @@
 #pragma once
 #include "backward_wgmma_output.cuh"
 #include "backward_wgmma_producer.cuh"
+#include "backward_wgmma_products.cuh"
 #include "backward_wgmma_scores.cuh"
 #include "backward_wgmma_two_pass_traits.cuh"
-#include "multiattn/wgmma.cuh"
 
 namespace multiattn {
 
@@ -188,26 +188,16 @@ class GradientWarpgroup {
     if constexpr (OF_V) {
       const auto place = PlaceQ::of(step);
       Shared::ring_q().await_full(place);
-      multiply_rows(Shared::k(0), Shared::q(place.slot));
+      multiply(Shared::k(0), Shared::q(place.slot));
     } else {
       const auto place = PlaceDout::of(step);
       Shared::ring_dout().await_full(place);
-      multiply_rows(Shared::v(), Shared::dout(place.slot));
+      multiply(Shared::v(), Shared::dout(place.slot));
     }
   }
 
-  DEVICE void multiply_rows(SharedAddress keys, SharedAddress queries) {
-    const Descriptor a(recomputed(keys), 16), b(queries, 16);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < T::DIM_STEPS; ++i) {
-      const uint64 right = b.at(i / 4 * TileQ::PANEL_BYTES + i % 4 * 32);
-      if constexpr (T::KEEPS_KV)
-        wgmma_rs<E, T::TILE_M>(products_, kept_[i].reg, right, i > 0);
-      else
-        wgmma_ss<E, T::TILE_M>(products_, a.at(i / 4 * TileKV::PANEL_BYTES + i % 4 * 32), right, i > 0);
-    }
-    wgmma_commit();
+  DEVICE void multiply(SharedAddress keys, SharedAddress queries) {
+    multiply_rows<E, T::TILE_M, TileKV, TileQ, T::KEEPS_KV>(products_, kept_, keys, queries);
   }
 
   // dV[64, D] += P^T dO, or dK += dS^T Q, of this step
@@ -220,12 +210,7 @@ class GradientWarpgroup {
     } else {
       queries = Shared::q(PlaceQ::of(steps_).slot);
     }
-    const Descriptor b(queries, TileQ::PANEL_BYTES);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < T::QUERY_STEPS; ++i)
-      wgmma_rs_mn<E, T::HEAD_DIM>(gradient_, operand_[i], b.at(i * 16 * TileQ::ROW_BYTES), true);
-    wgmma_commit();
+    add_product<E, T::HEAD_DIM, TileQ>(gradient_, operand_, queries, false);
   }
 
   // The rows of K or V, as operand A.
@@ -263,15 +248,7 @@ class GradientWarpgroup {
 
 template <class T>
 DEVICE void backward_wgmma_keys(const typename T::Params& params) {
-  if (thread_index() == 0) TwoPassKeysShared<T>::init();
-  if (thread_index() == T::WARPGROUPS * WARPGROUP) {
-    prefetch_map(params.map_q);
-    prefetch_map(params.map_k);
-    prefetch_map(params.map_v);
-    prefetch_map(params.map_dout);
-  }
-  sync_block();  // barriers are there
-  const int warpgroup = static_cast<int>(uniform(thread_index() / WARPGROUP));
+  const int warpgroup = begin_block<TwoPassKeysShared<T>>(params, T::WARPGROUPS * WARPGROUP);
   if (warpgroup == 0) {
     raise_registers<T::CONSUMER_REGISTERS>();
     GradientWarpgroup<T, true>(params).run();

@@ -7,10 +7,10 @@
 #pragma once
 #include "backward_wgmma_output.cuh"
 #include "backward_wgmma_producer.cuh"
+#include "backward_wgmma_products.cuh"
 #include "backward_wgmma_scores.cuh"
 #include "backward_wgmma_two_pass_traits.cuh"
 #include "multiattn/softmax.cuh"
-#include "multiattn/wgmma.cuh"
 
 namespace multiattn {
 
@@ -289,12 +289,7 @@ class QueryWarpgroup {
 
   // dQ[64, D] += dS K, of this step
   DEVICE void add_dq() {
-    const Descriptor b(Shared::k(PlaceK::of(steps_).slot), TileKV::PANEL_BYTES);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < T::KEY_STEPS; ++i)
-      wgmma_rs_mn<E, T::HEAD_DIM>(dq_, operand_[i], b.at(i * 16 * TileKV::ROW_BYTES), true);
-    wgmma_commit();
+    add_product<E, T::HEAD_DIM, TileKV>(dq_, operand_, Shared::k(PlaceK::of(steps_).slot), false);
   }
 
   // The gradient of the warp's queries.
@@ -323,15 +318,7 @@ class QueryWarpgroup {
 
 template <class T>
 DEVICE void backward_wgmma_queries(const typename T::Params& params) {
-  if (thread_index() == 0) TwoPassQueriesShared<T>::init();
-  if (thread_index() == T::WARPGROUPS * WARPGROUP) {
-    prefetch_map(params.map_q);
-    prefetch_map(params.map_k);
-    prefetch_map(params.map_v);
-    prefetch_map(params.map_dout);
-  }
-  sync_block();  // barriers are there
-  const int warpgroup = static_cast<int>(uniform(thread_index() / WARPGROUP));
+  const int warpgroup = begin_block<TwoPassQueriesShared<T>>(params, T::WARPGROUPS * WARPGROUP);
   if (warpgroup == 0) {
     raise_registers<T::CONSUMER_REGISTERS>();
     QueryWarpgroup<T, 0>(params).run();

@@ -49,8 +49,8 @@ struct Ring {
   // A slot that was never used counts as emptied.
   DEVICE void await_empty(const RingPlace<SLOTS>& place) const { mbarrier_wait(empty(place.slot), place.parity ^ 1); }
   // The warp uses the slot no more, if `is_over`; wgmmas may be under way. Each warp arrives for itself: sync_warp orders what all
-  // lanes have read of the slot, the tile's words too, before lane 0's arrival, and the producer waits for that phase of `empty` before it
-  // writes there. racecheck does not carry the order from lane 0 to the other lanes, and reports those words.
+  // lanes have read of the slot, the tile's words too, before lane 0's arrival, and the producer waits for that phase of `empty`
+  // before it writes there. racecheck does not carry the order from lane 0 to the other lanes, and reports those words.
   DEVICE void release(int slot, bool is_over = true) const {
     sync_warp();
     const int lane = thread_index() % WARP;
