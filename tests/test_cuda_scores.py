@@ -9,7 +9,7 @@ import pytest
 import torch
 from cuda_runs import on_cpu
 
-from multiattn import fmha, reference
+from multiattn import fmha, fmha_backward, reference, reference_backward
 from multiattn.cuda import BACKEND
 from multiattn.cuda.axes import SPLIT_Q, Axes
 from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig
@@ -67,16 +67,15 @@ def test_other_tiles(variant):
         expected.check(got, plan)
 
 
+BEYOND = {
+    "a score of no number": lambda score, b, h, q, kv: score + torch.log(38.0 - q),
+    "a slope without bound": lambda score, b, h, q, kv: torch.sqrt(torch.abs(score)),
+}
+
+
 @on_cpu
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(
-    "modify",
-    [
-        lambda score, b, h, q, kv: score + torch.log(38.0 - q),
-        lambda score, b, h, q, kv: torch.sqrt(torch.abs(score)),
-    ],
-    ids=["a score of no number", "a slope without bound"],
-)
+@pytest.mark.parametrize("modify", BEYOND.values(), ids=BEYOND)
 def test_what_lies_beyond_the_ends_reaches_nothing(modify, deterministic):
     """The first is -inf and nan for queries 38 and on; the second has an infinite slope where q is 0."""
     generator = torch.Generator().manual_seed(1)
@@ -90,6 +89,18 @@ def test_what_lies_beyond_the_ends_reaches_nothing(modify, deterministic):
         results.append(torch.autograd.grad(attend(*given).square().sum(), given))
     for got, true in zip(*results, strict=True):
         torch.testing.assert_close(got, true, rtol=0.02, atol=0.02)
+
+
+@on_cpu
+@pytest.mark.parametrize("modify", BEYOND.values(), ids=BEYOND)
+def test_nor_in_hoppers_backward(modify):
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, dout = (torch.randn(1, 2, length, 16, generator=generator).half() for length in (37, 45, 45, 37))
+    out, lse = reference(q, k, v, score_mod=modify)
+    given = q, k, v, out.half(), lse, dout
+    made = fmha_backward(*given, score_mod=modify, backend="cuda", variant="wgmma_two_pass")
+    for got, true in zip(made, reference_backward(*given, score_mod=modify), strict=True):
+        torch.testing.assert_close(got, true.half(), rtol=0.02, atol=0.02)
 
 
 @on_cpu
@@ -182,10 +193,17 @@ def test_an_expression_has_kernels_of_its_own():
 @can_compile
 @pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
 @pytest.mark.parametrize(
-    ("direction", "variant"), [("forward", SPLIT_Q.name), ("forward", WGMMA.name), ("backward", "two_pass")]
+    ("direction", "variant", "head_dim"),
+    [
+        ("forward", SPLIT_Q.name, 64),
+        ("forward", WGMMA.name, 64),
+        ("backward", "two_pass", 64),
+        ("backward", "wgmma_two_pass", 192),
+        ("backward", "wgmma_two_pass", 256),
+    ],
 )
-def test_a_softcap_does_not_spill(direction, variant):
-    _, plan = asked(softcap=30.0, direction=direction, variant=variant)
+def test_a_softcap_does_not_spill(direction, variant, head_dim):
+    _, plan = asked(softcap=30.0, direction=direction, variant=variant, head_dim=head_dim)
     for facts in read_plan(plan):
         assert facts.hot_spills == 0
 

@@ -1,4 +1,4 @@
-"""Hopper's backward in two passes on the CPU: configs and masks, walks of few steps, launches, refusals."""
+"""Hopper's backward in two passes on the CPU: configs, masks, walks of few steps, expressions, launches, refusals."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from multiattn.cuda.cpu import host
 from multiattn.cuda.instances import launches_of
 from multiattn.cuda.params import areas_of, struct_of
 from multiattn.cuda.wgmma_two_pass_configs import WgmmaTwoPassConfig, why_not
+from multiattn.operands import Operands, Options, with_score
 from multiattn.packed import RAGGED_ROWS, PackingSpec
 from multiattn.plan.arch import ARCHS, CPU
 from multiattn.plan.backend import Plan, find_variant, make_plan
 from multiattn.problem import Problem
+from parity.case import Case
+from parity.launch import launch_gradients, plan_case, prepare_case, prepare_gradients, save_forward
+from parity.results import Contender
 
 SM90 = ARCHS["sm90"]
 VARIANT = find_variant(BACKEND, "wgmma_two_pass", "backward")
@@ -125,6 +129,92 @@ def test_a_packed_batch_with_sinks(head_dim, options):
         torch.testing.assert_close(it.float(), wanted.float(), atol=1e-2, rtol=1e-2)
 
 
+# ---------------------------------------------------------------- expressions
+
+LATE = replace(PLAIN, dp_late=True)
+CPU_DEVICE = torch.device("cpu")
+MODIFIED = Case(
+    name="two_pass_scores", why="", batch=2, heads_q=4, heads_kv=2, seq_q=150, seq_kv=200, alibi="batch", bias="bhqk",
+    bias_hides=True, softcap=1.5,
+)  # fmt: skip
+
+
+@on_cpu
+@pytest.mark.parametrize("masked", [{}, {"causal": True}, {"window": (30, 5)}], ids=["full", "causal", "window"])
+@pytest.mark.parametrize(
+    ("head_dim", "config"),
+    [
+        pytest.param(40, KEPT, id="d40_kept"),
+        pytest.param(64, AHEAD, id="d64_ahead"),
+        pytest.param(136, LATE, id="d136_late"),
+        pytest.param(192, KEPT, id="d192_kept"),
+        pytest.param(256, PLAIN, id="d256"),
+    ],
+)
+def test_every_position_counts(head_dim, config, masked):
+    """A bias, of which a sixth is -inf, and slopes: other numbers at a wrong query, key, head or batch entry."""
+    case = replace(MODIFIED, head_dim=head_dim, **masked)
+    inputs, _ = prepare_case(case, CPU_DEVICE)
+    inputs = replace(inputs, slots=())
+    plan = plan_case(case, Contender(backend="cuda", variant=VARIANT.name, direction="backward"), inputs)
+    plan = replace(plan, config=config)
+    upstream, truth = prepare_gradients(case, CPU_DEVICE)
+    made = launch_gradients(plan, inputs, save_forward(case, "cuda", CPU_DEVICE), upstream)
+    for got, expected in zip(made.all, truth.all[:3], strict=True):
+        expected.check(got, plan)
+
+
+@on_cpu
+@pytest.mark.parametrize("heads_kv", [2, 4], ids=["gqa", "mha"])
+def test_a_packed_batch_with_an_expression(heads_kv):
+    """Positions and the number of the sequence are its own."""
+    lengths_q, lengths_kv = (70, 0, 130, 5), (90, 40, 150, 0)
+    starts_q, starts_kv = (torch.tensor((0, *it), dtype=torch.int32).cumsum(0).int() for it in (lengths_q, lengths_kv))
+    generator = torch.Generator().manual_seed(heads_kv)
+    q, k, v, dout = (
+        torch.randn(sum(lengths), heads, 72, generator=generator).half()
+        for lengths, heads in ((lengths_q, 4), (lengths_kv, heads_kv), (lengths_kv, heads_kv), (lengths_q, 4))
+    )
+    given = {
+        **{"cu_seqlens_q": starts_q, "cu_seqlens_kv": starts_kv, "causal": True, "softcap": 3.0},
+        **{"max_seqlen_q": max(lengths_q), "max_seqlen_kv": max(lengths_kv)},
+        "alibi_slopes": torch.rand(4, 4, generator=generator),
+    }
+    out, lse = fmha_varlen(q, k, v, **given, backend="reference", return_lse=True)
+    truth = fmha_varlen_backward(q, k, v, out, lse, dout, **given, backend="reference")
+    made = fmha_varlen_backward(q, k, v, out, lse, dout, **given, backend="cuda", variant=VARIANT.name)
+    for it, wanted in zip(made, truth, strict=True):
+        torch.testing.assert_close(it.float(), wanted.float(), atol=1e-2, rtol=1e-2)
+
+
+def modified(head_dim: int, *, wants_gradient: bool = False) -> Problem:
+    """Scores with a bias."""
+    q, k, v = (torch.zeros(1, 2, 48, head_dim, dtype=torch.bfloat16) for _ in range(3))
+    bias = torch.zeros(1, 2, 48, 48, requires_grad=wants_gradient)
+    return Problem.of_operands(*with_score(Operands(q, k, v), Options(), 5.0, None, bias, None))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_it_is_the_one_for_expressions_without_gradients(head_dim, deterministic):
+    options = {"direction": "backward", "deterministic": deterministic, "probe": False}
+    assert make_plan(BACKEND, modified(head_dim), SM90, **options).variant == VARIANT.name
+
+
+def test_gradients_of_captured_tensors_are_refused():
+    problem = modified(64, wants_gradient=True)
+    assert make_plan(BACKEND, problem, SM90, direction="backward", probe=False).variant == "atomic"
+    assert [it.code for it in VARIANT.capability.why_not(problem, SM90)] == ["score_gradient"]
+
+
+def test_a_bias_has_configs_of_its_own_where_registers_are_few():
+    configs = [plan_of(modified(head_dim)).config for head_dim in (160, 192, 224, 256)]
+    assert [(it.kv_in_registers, it.dp_late) for it in configs] == [
+        *((True, False), (False, False), (False, False), (False, True)),
+    ]
+    assert any(it.dp_late for it in BACKEND.backward.candidates(VARIANT, modified(256), SM90))
+
+
 # ---------------------------------------------------------------- launches
 
 
@@ -205,6 +295,7 @@ def test_it_is_the_deterministic_one_and_the_one_for_wide_heads():
         (192, replace(PLAIN, dout_stages=9), "2 to 8"),
         (192, replace(PLAIN, k_stages=1), "2 to 8"),
         (192, replace(PLAIN, v_stages=0), "1 to 8"),
+        (192, replace(AHEAD, dp_late=True), "one of them"),
         (256, replace(PLAIN, q_stages=3), "232448 bytes a block on sm90"),
         (256, replace(PLAIN, v_stages=2), "232448 bytes a block on sm90"),
     ],

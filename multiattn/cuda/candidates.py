@@ -234,5 +234,7 @@ def two_pass_candidates(variant: Variant, problem: Problem, arch: Arch) -> Seque
         {"k_stages": k_stages, "v_stages": v_stages, "dq_ahead": ahead}
         for (k_stages, v_stages), ahead in itertools.product(_QUERY_BUFFERS, (False, True))
     ]
+    if problem.reads_keys:
+        ways += [{"k_stages": k_stages, "v_stages": v_stages, "dp_late": True} for k_stages, v_stages in _QUERY_BUFFERS]
     tried = (replace(plain, **way) for way in ways)
     return tuple(dict.fromkeys(it for it in tried if not variant.fits(problem, arch, it)))

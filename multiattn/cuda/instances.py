@@ -69,7 +69,8 @@ def _launches_of(plan: Plan) -> tuple[PlannedLaunch, ...]:
         keys = _wgmma_keys(problem, config, score, slots)
         return _statistics(problem, config), keys, _rows("convert_sums", problem, adds_dq=True, wide=True)
     if isinstance(config, WgmmaTwoPassConfig):
-        return _statistics(problem, config), _two_pass(problem, config, "queries"), _two_pass(problem, config, "keys")
+        queries, keys = (_two_pass(problem, config, score, owns) for owns in ("queries", "keys"))
+        return _statistics(problem, config), queries, keys
     assert isinstance(config, BackwardConfig)
     adds_dq = config.dq is None
     prepare = _rows("prepare_rows", problem, adds_dq=adds_dq, wide=config.wide)
@@ -363,17 +364,18 @@ def _wgmma_keys(
     return PlannedLaunch(kernel=kernel, blocks=key_tiles(problem, config.tile_n), is_persistent=True)
 
 
-def _two_pass(problem: Problem, config: WgmmaTwoPassConfig, owns: str) -> PlannedLaunch:
+def _two_pass(problem: Problem, config: WgmmaTwoPassConfig, score: LoweredScore | None, owns: str) -> PlannedLaunch:
     """Hopper's kernel of dk and dv, whose blocks own keys, or the one of dq, whose blocks own queries."""
     of_keys = owns == "keys"
     if of_keys:
         numbers: tuple[int | bool, ...] = (config.q_stages, config.dout_stages, config.kv_in_registers, config.ahead)
         kept, ahead = "_kvregisters" * config.kv_in_registers, config.ahead
     else:
-        numbers, kept, ahead = (config.k_stages, config.v_stages, config.dq_ahead), "", config.dq_ahead
+        numbers = (config.k_stages, config.v_stages, config.dq_ahead, config.dp_late)
+        kept, ahead = "_dplate" * config.dp_late, config.dq_ahead
     stages = f"s{numbers[0]}_{numbers[1]}{kept}{'_ahead' * ahead}"
     kernel = Instance(
-        name=f"backward_wgmma_{owns}_{_what(problem)}_{stages}{_suffix(problem, None)}",
+        name=f"backward_wgmma_{owns}_{_what(problem)}_{stages}{_suffix(problem, score)}",
         header=f"backward_wgmma_two_pass_{owns}.cuh",
         entry=f"backward_wgmma_{owns}",
         traits=_traits(
@@ -382,8 +384,9 @@ def _two_pass(problem: Problem, config: WgmmaTwoPassConfig, owns: str) -> Planne
             problem.head_dim,
             _band(problem),
             f"multiattn::TwoPass{owns.title()}Shape<{_cpp_list(*numbers)}>",
-            *_score(problem, None, ()),
+            *_score(problem, score, ()),
         ),
+        score=score,
         packed=problem.packing is not None,
         params=WgmmaBackwardParams,
         threads=config.threads,

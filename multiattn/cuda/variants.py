@@ -103,7 +103,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
     Variant(
         name="wgmma_two_pass",
         summary="Hopper: as wgmma, but a kernel for dk and dv and one for dq, each gradient in registers",
-        capability=_wgmma_capability(),
+        capability=_wgmma_capability(scores=True),
         rules=WGMMA_TWO_PASS_RULES,
         workspace=wgmma_two_pass.workspace,
         config_type=wgmma_two_pass.WgmmaTwoPassConfig,

@@ -52,6 +52,11 @@ class WgmmaTwoPassConfig(Config):
     """Buffers of V in the same."""
     dq_ahead: bool = False
     """As `ahead`, in the kernel of dq."""
+    dp_late: bool = False
+    """In the kernel of dq dP is made behind the weights of a step, not beside them.
+
+    It leaves registers to an expression that reads an element for each key.
+    """
 
     @property
     def threads(self) -> int:
@@ -139,6 +144,7 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
             f"kv_in_registers of D={problem.head_dim}",
             f"D up to {KEPT_TO}",
         ),
+        (not (config.dp_late and config.dq_ahead), "dp_late with dq_ahead", "one of them"),
         (problem.packing is None or rows <= RAGGED_ROWS, f"a packed batch of {rows} rows", f"up to {RAGGED_ROWS}"),
     )
     blocks = max(key_tiles(problem, config.tile_n), query_tiles(problem, QUERY_TILE))

@@ -11,6 +11,15 @@ namespace multiattn {
 template <class T>
 using TransposedScores = float[T::TILE_M / 2];
 
+// The query head, in its batch entry, of which an expression knows. Without one there is not even an unread number: that changes
+// the order of registers.
+template <class Score, bool = HAS_SCORE<Score>>
+struct ScoredHead {};
+template <class Score>
+struct ScoredHead<Score, true> {
+  int head;
+};
+
 // lse or delta of a thread's queries, from their list in shared memory: asked for before there is a use for them, as shared
 // memory is busy.
 template <class T>
@@ -38,13 +47,14 @@ DEVICE void exponentiate(TransposedScores<T>& scores, float factor, const QueryS
   for (int i = 0; i < T::TILE_M / 2; ++i) scores[i] = exp2_approx(fmaf(scores[i], factor, -lse.of(i)));
 }
 
-// 0 in place of what the mask hides.
+// 0 in place of what the mask hides, and of queries beyond the end: there an expression may be of any size.
 template <class T>
 DEVICE void mask_transposed(TransposedScores<T>& weights, const Mask<T::BAND>& mask, int first_key, int first_query) {
 #pragma unroll
   for (int i = 0; i < T::TILE_M / 2; ++i) {
     const int query = first_query + i / 4 * 8 + accumulator_column(i % 4), key = first_key + accumulator_row(i % 4);
-    if (!mask.visible(query, key)) weights[i] = 0.0f;
+    const bool is_beyond = HAS_SCORE<typename T::Score> && query >= mask.seq_q;
+    if (is_beyond || !mask.visible(query, key)) weights[i] = 0.0f;
   }
 }
 

@@ -16,7 +16,7 @@ namespace multiattn {
 
 // The warpgroup of dV, or that of dK.
 template <class T, bool OF_V>
-class GradientWarpgroup {
+class GradientWarpgroup : private ScoredHead<typename T::Score> {
   using E = typename T::Element;
   using Shared = TwoPassKeysShared<T>;
   using TileQ = typename T::TileQ;
@@ -24,6 +24,7 @@ class GradientWarpgroup {
   using WeightsPlace = RingPlace<T::WEIGHT_STAGES>;
   using PlaceQ = RingPlace<T::Q_STAGES>;
   using PlaceDout = RingPlace<T::DOUT_STAGES>;
+  static constexpr bool IS_MODIFIED = OF_V && HAS_SCORE<typename T::Score>;  // it makes weights of an expression's scores
 
  public:
   DEVICE explicit GradientWarpgroup(const typename T::Params& params) : params_(params) {}
@@ -74,6 +75,7 @@ class GradientWarpgroup {
 
   DEVICE void walk(const Blocks& blocks, int steps) {
     block_ = blocks.begin;
+    if constexpr (IS_MODIFIED) this->head = tile_.head_kv * params_.backward.group % params_.backward.heads_q;
     make_products(steps_);
     weigh<0>(blocks);
     pack();
@@ -106,18 +108,24 @@ class GradientWarpgroup {
 
   DEVICE void advance(const Blocks& blocks) {
     ++steps_;
+    if constexpr (IS_MODIFIED) this->head += block_ + 1 == blocks.end;
     if (++block_ == blocks.end) block_ = blocks.begin;  // of the next head
   }
 
   // Scores to P^T, or dP to dS^T, when all but so many groups of products are there.
   template <int GROUPS>
   DEVICE void weigh(const Blocks& blocks) {
-    const bool is_full = block_ >= blocks.full_begin && block_ < blocks.full_end;
+    bool is_full = block_ >= blocks.full_begin && block_ < blocks.full_end;
+    if constexpr (HAS_SCORE<typename T::Score>)
+      is_full &= (block_ + 1) * T::TILE_M <= count_queries(params_.backward, tile_.sequence);
     if constexpr (OF_V) {
       const int slot = PlaceQ::of(steps_).slot;
       const QueryStatistics<T> lse(Shared::lse(slot));
       wgmma_wait<GROUPS>();
-      exponentiate<T>(products_, params_.backward.score_factor, lse);
+      if constexpr (IS_MODIFIED)
+        weigh_modified(lse);
+      else
+        exponentiate<T>(products_, params_.backward.score_factor, lse);
       Shared::ring_q().release(slot);
       if (!is_full) mask();
     } else {
@@ -133,8 +141,9 @@ class GradientWarpgroup {
       if constexpr (!T::IS_CROWDED) Shared::ring_weights().release(place.slot);
       wgmma_wait<GROUPS>();
       Shared::ring_dout().release(PlaceDout::of(steps_).slot);
-      // What overflows where the weight is 0 would be NaN.
-      if (!is_full) mask();
+      // What overflows where the weight is 0 would be NaN. With an expression weights are of any size there: what comes of them
+      // is masked.
+      if (!HAS_SCORE<typename T::Score> && !is_full) mask();
 #pragma unroll
       for (int i = 0; i < T::QUERY_STEPS; ++i) {
         if constexpr (T::IS_CROWDED) load(i);
@@ -146,22 +155,53 @@ class GradientWarpgroup {
         }
       }
       if constexpr (T::IS_CROWDED) Shared::ring_weights().release(place.slot);
+      if (HAS_SCORE<typename T::Score> && !is_full) mask();
     }
+  }
+
+  // P^T of an expression's scores. To the warpgroup of dK goes P^T times the slope; it masks what comes of that.
+  DEVICE void weigh_modified(const QueryStatistics<T>& lse) {
+    const BackwardParams& backward = params_.backward;
+    const HeadScores<typename T::Score> head(params_.aux, count_queries(backward, tile_.sequence),
+                                             count_keys(backward, tile_.sequence), tile_.number, this->head);
+    const auto place = WeightsPlace::of(steps_);
+    Shared::ring_weights().await_empty(place);
+    const int first_query = block_ * T::TILE_M + accumulator_column(0), first = first_key() + accumulator_row(0);
+#pragma unroll
+    for (int i = 0; i < T::QUERY_STEPS; ++i) {
+      Chunk sent;
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        float sloped[2];
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          const int e = 8 * i + 2 * w + odd, query = first_query + e / 4 * 8 + odd;
+          products_[e] = head.weight_of_seen(products_[e], query, {first, w % 2 * 8}, lse.of(e), sloped[odd]);
+        }
+        sent.word[w] = multiattn::pack<E>(sloped[0], sloped[1]);
+      }
+      store_shared_16(weights_place(place.slot, i), sent);
+    }
+    send_weights(place);
   }
 
   // P^T or dS^T as operand A, and P^T to the warpgroup of dK.
   DEVICE void pack() {
     pack_operand<E>(operand_, products_);
-    if constexpr (OF_V) {
+    if constexpr (OF_V && !IS_MODIFIED) {
       const auto place = WeightsPlace::of(steps_);
       Shared::ring_weights().await_empty(place);
 #pragma unroll
       for (int i = 0; i < T::QUERY_STEPS; ++i)
         store_shared_16(weights_place(place.slot, i),
                         {operand_[i][0], operand_[i][1], operand_[i][2], operand_[i][3]});
-      sync_warp();  // all lanes have written
-      mbarrier_arrive_if(thread_index() % WARP == 0, Shared::ring_weights().full(place.slot));
+      send_weights(place);
     }
+  }
+
+  static DEVICE void send_weights(const WeightsPlace& place) {
+    sync_warp();  // all lanes have written
+    mbarrier_arrive_if(thread_index() % WARP == 0, Shared::ring_weights().full(place.slot));
   }
 
   // A thread of dK has the same part of the weights as one of dV.

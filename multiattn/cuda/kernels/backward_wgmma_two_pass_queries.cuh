@@ -113,7 +113,7 @@ class TwoPassQueriesProducer {
 
 // A warpgroup of queries. Its number is a constant: what depends on it takes no registers, and no time.
 template <class T, int GROUP>
-class QueryWarpgroup {
+class QueryWarpgroup : private ScoredHead<typename T::Score> {
   using E = typename T::Element;
   using Shared = TwoPassQueriesShared<T>;
   using TileQ = typename T::TileQ;
@@ -152,6 +152,7 @@ class QueryWarpgroup {
     Shared::ring_q(GROUP).await_full(q_);
     tile_ = load_tile<T>(Shared::tile_place(GROUP));
     if (tile_.blocks == NO_TILE) return;
+    if constexpr (HAS_SCORE<typename T::Score>) this->head = tile_.head % params_.backward.heads_q;
     read_statistics();
   }
 
@@ -187,8 +188,13 @@ class QueryWarpgroup {
   DEVICE void walk(const Blocks& own) {
     block_ = own.begin;
     make_scores(steps_);
-    make_dp(steps_);
-    weigh<1>(own);
+    if constexpr (T::DP_LATE) {
+      weigh<0>(own);
+      make_dp(steps_);
+    } else {
+      make_dp(steps_);
+      weigh<1>(own);
+    }
     wgmma_wait<0>();
     Shared::ring_v().release(PlaceV::of(steps_).slot);
     make_ds(own);
@@ -214,6 +220,16 @@ class QueryWarpgroup {
       make_ds(own);  // while dQ is under way
       wgmma_wait<0>();
       Shared::ring_k().release(PlaceK::of(steps_ - 1).slot);
+    } else if constexpr (T::DP_LATE) {
+      add_dq();
+      make_scores(steps_ + 1);
+      wgmma_wait<1>();
+      Shared::ring_k().release(PlaceK::of(steps_++).slot);
+      weigh<0>(own);
+      make_dp(steps_);
+      wgmma_wait<0>();
+      Shared::ring_v().release(PlaceV::of(steps_).slot);
+      make_ds(own);
     } else {
       add_dq();
       make_scores(steps_ + 1);
@@ -228,14 +244,32 @@ class QueryWarpgroup {
     pack_operand<E>(operand_, scores_);
   }
 
-  // Scores to weights, exp2(score - lse) with both in the log2 domain, when all but so many groups of products are there.
+  // Scores to weights, exp2(score - lse) with both in the log2 domain, when all but so many groups of products are there. With
+  // an expression they are times its slope.
   template <int GROUPS>
   DEVICE void weigh(const Blocks& own) {
     wgmma_wait<GROUPS>();
-    const float factor = params_.backward.score_factor;
+    if constexpr (HAS_SCORE<typename T::Score>) {
+      weigh_modified();
+    } else {
+      const float factor = params_.backward.score_factor;
 #pragma unroll
-    for (int i = 0; i < T::TILE_N / 2; ++i) scores_[i] = exp2_approx(fmaf(scores_[i], factor, -lse_[i / 2 % 2]));
+      for (int i = 0; i < T::TILE_N / 2; ++i) scores_[i] = exp2_approx(fmaf(scores_[i], factor, -lse_[i / 2 % 2]));
+    }
     if (!is_full(own)) mask(scores_);  // the branch also keeps ptxas from moving the exponentials behind the next wait
+  }
+
+  DEVICE void weigh_modified() {
+    const BackwardParams& backward = params_.backward;
+    const HeadScores<typename T::Score> head(params_.aux, count_queries(backward, tile_.sequence),
+                                             count_keys(backward, tile_.sequence), tile_.batch, this->head);
+    const int first_query = first_of_group() + warp_row();
+    const int first_key = block_ * T::TILE_N + accumulator_column(0);
+#pragma unroll
+    for (int i = 0; i < T::TILE_N / 2; ++i) {
+      const Position key(first_key, i / 4 * 8 + i % 2);
+      head.weight_of_seen(scores_[i], first_query + accumulator_row(i % 4), key, lse_[i / 2 % 2], scores_[i]);
+    }
   }
 
   // Weights to dS = P * (dP - delta).
@@ -252,7 +286,8 @@ class QueryWarpgroup {
   // 0 in place of what the mask hides.
   DEVICE void mask(float (&values)[T::TILE_N / 2]) const {
     const Mask<T::BAND> mask = mask_of<T::BAND>(params_.backward, tile_.sequence);
-    const int first_query = first_of_group() + warp_row();
+    int first_query = first_of_group() + warp_row();
+    if (T::IS_CROWDED) first_query = recomputed(first_query);  // or ptxas keeps what a row is compared with, and spills
 #pragma unroll
     for (int i = 0; i < T::TILE_N / 2; ++i) {
       const int query = first_query + accumulator_row(i % 4);

@@ -22,8 +22,9 @@ struct TwoPassKeysTraits : S {
   using Element = Element_;
   static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr Band BAND = BAND_;
+  using Score = Score_;      // what changes scores
   using Blocked = Blocked_;  // what lists the tiles that there are
-  using Params = typename WithAux<WgmmaBackwardParams, NoScore, typename ListsOf<Blocked>::Type>::Type;
+  using Params = typename WithAux<WgmmaBackwardParams, Score, typename ListsOf<Blocked>::Type>::Type;
 
   static constexpr int WARPGROUPS = 2;  // of a gradient each; one more loads
   static constexpr int GROUP_WARPS = 4;
@@ -73,10 +74,11 @@ struct TwoPassKeysShared : BackwardShared<T> {
 
 // ---- dQ
 
-template <int K_STAGES_, int V_STAGES_, bool AHEAD_>
+template <int K_STAGES_, int V_STAGES_, bool AHEAD_, bool DP_LATE_>
 struct TwoPassQueriesShape {
   static constexpr int K_STAGES = K_STAGES_, V_STAGES = V_STAGES_;  // tiles in shared memory
   static constexpr bool AHEAD = AHEAD_;                             // scores of the next block come before dQ of this one
+  static constexpr bool DP_LATE = DP_LATE_;                         // dP comes behind weights, not beside them
 };
 
 template <class Element_, int HEAD_DIM_, Band BAND_, class S, class Score_ = NoScore, class Blocked_ = NoBlockMask>
@@ -84,8 +86,9 @@ struct TwoPassQueriesTraits : S {
   using Element = Element_;
   static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr Band BAND = BAND_;
+  using Score = Score_;      // what changes scores
   using Blocked = Blocked_;  // what lists the tiles that there are
-  using Params = typename WithAux<WgmmaBackwardParams, NoScore, typename ListsOf<Blocked>::Type>::Type;
+  using Params = typename WithAux<WgmmaBackwardParams, Score, typename ListsOf<Blocked>::Type>::Type;
 
   static constexpr int WARPGROUPS = 2;  // of 64 queries each; one more loads
   static constexpr int GROUP_WARPS = 4;
@@ -94,6 +97,7 @@ struct TwoPassQueriesTraits : S {
   static constexpr int THREADS = WARPGROUP * (WARPGROUPS + 1);
   // Of a thread; the three have 504.
   static constexpr int CONSUMER_REGISTERS = HEAD_DIM > 224 ? 240 : 232, PRODUCER_REGISTERS = HEAD_DIM > 224 ? 24 : 40;
+  static constexpr bool IS_CROWDED = HAS_SCORE<Score> && HEAD_DIM > 224;           // no register to spare
   static constexpr int DIM_STEPS = (HEAD_DIM + 15) / 16, KEY_STEPS = TILE_N / 16;  // of a wgmma
 
   using TileQ = PanelTile<TILE_M, HEAD_DIM>;  // of Q and dO
@@ -109,6 +113,7 @@ struct TwoPassQueriesTraits : S {
 
   static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 256, "head_dim: multiples of 8 up to 256");
   static_assert(S::K_STAGES >= 2 && S::V_STAGES >= 1, "k_stages: 2 and more; v_stages: 1 and more");
+  static_assert(!S::AHEAD || !S::DP_LATE, "dp_late: without dq_ahead");
 };
 
 template <class T>

@@ -109,8 +109,34 @@ _TWO_PASS_KEPT = replace(_TWO_PASS, q_stages=3, dout_stages=3, k_stages=3, v_sta
 
 def _two_pass(head_dims: tuple[int, int], config: WgmmaTwoPassConfig, why: str) -> Rule[WgmmaTwoPassConfig]:
     least, most = head_dims
-    return Rule(arches=("sm90",), head_dim_min=least, head_dim_max=most, config=config, why=_H100 + why)
+    return Rule(arches=("sm90",), head_dim_min=least, head_dim_max=most, config=config, scored=False, why=_H100 + why)
 
+
+def _two_pass_scored(
+    head_dims: tuple[int, int], config: WgmmaTwoPassConfig, why: str, *, reads_keys: bool | None = None
+) -> Rule[WgmmaTwoPassConfig]:
+    made = _two_pass(head_dims, config, why)
+    return replace(made, scored=True, reads_keys=reads_keys, why=f"{COMPILED}{why}")
+
+
+_PLAIN_TWO_PASS = "the config of plain scores; ALiBi and softcap have no hot spills{}"
+TWO_PASS_SCORED: tuple[Rule[WgmmaTwoPassConfig], ...] = (
+    _two_pass_scored(
+        (161, 192),
+        replace(_TWO_PASS_KEPT, kv_in_registers=False),
+        "a bias has no hot spills, with K and V in registers up to 17",
+        reads_keys=True,
+    ),
+    _two_pass_scored(
+        (225, 256),
+        replace(_TWO_PASS, dp_late=True),
+        "a bias has up to 2 hot spills, with dP beside weights up to 22",
+        reads_keys=True,
+    ),
+    _two_pass_scored((1, 192), _TWO_PASS_KEPT, _PLAIN_TWO_PASS.format(", nor has a bias up to D=160")),
+    _two_pass_scored((193, 256), _TWO_PASS, _PLAIN_TWO_PASS.format(", nor has a bias up to D=224")),
+)
+"""As plain scores have them, but where an element for each key wants more registers than there are."""
 
 WGMMA_TWO_PASS_RULES: tuple[Rule[WgmmaTwoPassConfig], ...] = (
     _two_pass(
@@ -122,6 +148,7 @@ WGMMA_TWO_PASS_RULES: tuple[Rule[WgmmaTwoPassConfig], ...] = (
         (161, 192), _TWO_PASS_KEPT, "521 / 488 TFLOPS; K and V from shared memory 498 / 480; scores ahead 525 / 484"
     ),
     _two_pass((193, 256), _TWO_PASS, "487 / 462 TFLOPS; scores ahead of gradients 412 / 419, of dq alone 437 / 427"),
+    *TWO_PASS_SCORED,
     Rule(arches=("cpu",), head_dim_max=192, config=_TWO_PASS_KEPT, why="emulated: as on sm90", only_named=True),
     Rule(arches=("cpu",), config=_TWO_PASS, why="emulated: as on sm90", only_named=True),
 )

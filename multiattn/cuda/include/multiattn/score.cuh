@@ -104,7 +104,16 @@ class HeadScores {
     return weight;
   }
 
-  // The same, and the slope by itself.
+  // The same by an lse that is not -inf.
+  DEVICE float weight_of_seen(float raw, int query, Position key, float lse_log2, float& sloped) const {
+    float slope;
+    const float score = Score::score_and_slope(raw, batch_, head_, query, key, seq_q_, seq_kv_, aux_, slope);
+    const float weight = exp2_approx(score - lse_log2);
+    sloped = weight * slope;
+    return weight;
+  }
+
+  // As `weight`, and the slope by itself.
   DEVICE float weight_and_slope(float raw, int query, int key, float lse_log2, float& slope) const {
     const float score = Score::score_and_slope(raw, batch_, head_, query, key, seq_q_, seq_kv_, aux_, slope);
     return exp2_approx(score - (lse_log2 == -infinity() ? infinity() : lse_log2));
