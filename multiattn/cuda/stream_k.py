@@ -1,0 +1,90 @@
+"""Stream-K for Hopper's backward: which tiles of keys are divided among SMs, and into what ranges.
+
+Persistent blocks take whole tiles. Where there are few, all wait for the longest: then each is divided into shares. Where
+all are as long, the last leave SMs idle: these are divided into ranges. Either is by steps of the walks over queries
+(Osama et al., "Stream-K", arXiv 2301.03598), and the parts' gradients are summed in the workspace.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from multiattn.cuda.configs import FP32_BYTES
+from multiattn.mask import Band
+from multiattn.plan.schedule import key_tiles
+from multiattn.problem import Problem
+
+PART_STEPS = 6
+"""Steps that a share costs: a walk that begins and ends, and the way to the sums."""
+LONGEST_WEIGHT = 0.4
+"""How much of the longest share under a mask SMs wait at the end. Both fit the times of 1 to 8 shares at D=128, 8:1 and
+16:1 heads of N=4096, 4 heads of one batch entry (H200, 2026-11-26): the best of them are 1.2 to 3.2 times as fast as
+whole tiles."""
+SHARES = (1, 2, 4, 8, 16)
+LEAST_SHARE_STEPS, LEAST_RANGE_STEPS = 16, 32
+LEAST_GAIN = 1.03
+FEW = 4
+"""Tiles of an SM up to which they are divided into shares."""
+LEAST_SAVED_STEPS = 24
+"""Steps that ranges must save. H200, 2026-11-26, full: N=4096 1 to 2 % faster, 8192 1 to 3 %, 16384 2 to 7 %; with 16
+and fewer steps saved up to 3 % slower."""
+_KEY_WARPS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Divided:
+    """A schedule of tiles in equal shares, or whole up to `ranges_from` and then in ranges of so many steps."""
+
+    tiles: int
+    shares: int = 1
+    ranges_from: int
+    ranges: int = 0
+    range_steps: int = 0
+
+    def sums_bytes(self, head_dim: int, tile_n: int) -> int:
+        """Workspace of the divided tiles: dk and dv in fp32, and a count of steps for each warp."""
+        divided = self.tiles if self.shares > 1 else self.tiles - self.ranges_from
+        return divided * (2 * tile_n * head_dim + _KEY_WARPS) * FP32_BYTES
+
+
+def division_of(problem: Problem, tile_m: int, tile_n: int, multiprocessors: int) -> Divided | None:
+    """How tiles are divided among so many SMs; None where whole ones are as good, or in a packed batch."""
+    if not multiprocessors or problem.packing is not None:
+        return None
+    steps = [it * problem.group for it in _steps_of_head(problem.band, problem.seq_q, problem.seq_kv, tile_m, tile_n)]
+    tiles, longest, total = key_tiles(problem, tile_n), max(steps, default=0), sum(steps) * problem.batch * problem.heads_kv
+    if not longest:
+        return None
+
+    def steps_of_sm(shares: int) -> float:
+        parts = tiles * shares / multiprocessors
+        if not problem.is_banded:  # all are as long
+            return math.ceil(parts) * (longest / shares + PART_STEPS)
+        share = longest / shares
+        return max(share, total / multiprocessors + LONGEST_WEIGHT * share) + parts * PART_STEPS
+
+    is_few = tiles <= FEW * multiprocessors
+    possible = [it for it in SHARES if it == 1 or (is_few and longest >= it * LEAST_SHARE_STEPS)]
+    shares = min(possible, key=lambda it: steps_of_sm(it) * (1.0 if it == 1 else LEAST_GAIN))
+    if shares > 1:
+        return Divided(tiles=tiles, shares=shares, ranges_from=tiles * shares)
+    divided = tiles % multiprocessors
+    range_steps = max(-(-divided * longest // multiprocessors), LEAST_RANGE_STEPS)
+    if problem.is_banded or problem.group > 1 or longest - range_steps < LEAST_SAVED_STEPS or not divided:
+        return None
+    ranges = -(-divided * longest // range_steps)
+    return Divided(tiles=tiles, ranges_from=tiles - divided, ranges=ranges, range_steps=range_steps)
+
+
+@functools.lru_cache(maxsize=256)
+def _steps_of_head(band: Band, seq_q: int, seq_kv: int, tile_m: int, tile_n: int) -> tuple[int, ...]:
+    """The tiles of queries that see each tile of keys of a head, as `Mask::queries` in mask.cuh counts them."""
+    left, right = band.reach(seq_q, seq_kv)
+    level, found = seq_kv - seq_q, []
+    for first in range(0, seq_kv, tile_n):
+        begin = max(first - level - right, 0) if band.hides_keys else 0
+        end = min(min(first + tile_n, seq_kv) - level + left, seq_q) if band.is_two_sided else seq_q
+        found.append(max(-(-end // tile_m) - begin // tile_m, 0))
+    return tuple(found)
