@@ -40,10 +40,9 @@ LINES = {
         "bulk_add(arguments.floats, 1024, 512); tma_store_commit(); tma_store_wait_read<0>();",
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [",
     ),
-    "release_add_global": ("release_add_global(arguments.counter, 3);", "red.release.gpu.global.add.s32 ["),
-    "acquire_global": (
-        "arguments.counter[1] = acquire_global(arguments.counter);",
-        "ld.acquire.gpu.global.s32 %r",
+    "ordered_add_global": (
+        "arguments.counter[1] = ordered_add_global(arguments.counter, 3);",
+        "atom.acq_rel.gpu.global.add.s32 %r",
     ),
 }
 

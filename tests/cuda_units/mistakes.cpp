@@ -433,17 +433,10 @@ MISTAKE_OF(32, ticket_before_earlier_grids_have_ended, "await_earlier_grids: glo
   atomic_add_global(arguments.counter, 1);
   await_earlier_grids();
 }
-MISTAKE_OF(32, release_before_earlier_grids_have_ended, "await_earlier_grids: global memory was touched before it") {
-  release_add_global(arguments.counter, 1);
+MISTAKE_OF(32, addition_before_earlier_grids_have_ended, "await_earlier_grids: global memory was touched before it") {
+  ordered_add_global(arguments.counter, 1);
   await_earlier_grids();
 }
-MISTAKE_OF(32, acquire_before_earlier_grids_have_ended, "await_earlier_grids: global memory was touched before it") {
-  acquire_global(arguments.counter);
-  await_earlier_grids();
-}
-MISTAKE_OF(32, misaligned_release, "release_add_global: the global address is not aligned to 4 bytes") {
-  release_add_global(reinterpret_cast<int32*>(reinterpret_cast<unsigned char*>(arguments.counter) + 2), 1);
-}
-MISTAKE_OF(32, misaligned_acquire, "acquire_global: the global address is not aligned to 4 bytes") {
-  acquire_global(reinterpret_cast<int32*>(reinterpret_cast<unsigned char*>(arguments.counter) + 2));
+MISTAKE_OF(32, misaligned_addition, "ordered_add_global: the global address is not aligned to 4 bytes") {
+  ordered_add_global(reinterpret_cast<int32*>(reinterpret_cast<unsigned char*>(arguments.counter) + 2), 1);
 }

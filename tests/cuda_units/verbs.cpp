@@ -148,11 +148,10 @@ KERNEL(128, 1) tickets(PARAMETERS(Arguments) arguments) {
 // Each block waits for those before it: c[0] = 2 * c[0] + its index.
 KERNEL(32, 1) turns(PARAMETERS(Arguments) arguments) {
   if (thread_index() != 0) return;
-  while (acquire_global(arguments.counter) != 3 * block_index()) {
+  while (ordered_add_global(arguments.counter, 0) != 3 * block_index()) {
   }
   arguments.c[0] = 2 * arguments.c[0] + block_index();
-  release_add_global(arguments.counter, 3);
-  arguments.c[1] = static_cast<float>(acquire_global(arguments.counter));
+  arguments.c[1] = static_cast<float>(ordered_add_global(arguments.counter, 3) + 3);
 }
 
 // c[lane] and c[32 + lane]: the two halves of pack(c[lane], 0), as floats of their bits.

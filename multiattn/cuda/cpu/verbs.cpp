@@ -298,15 +298,9 @@ int32 atomic_add_global(int32* target, int32 value) {
   return before;
 }
 
-void release_add_global(int32* target, int32 value) {
-  check_global("release_add_global", target, 4);
-  hopper().touch_global();
-  *target += value;
-}
-int32 acquire_global(const int32* source) {
-  check_global("acquire_global", source, 4);
-  hopper().touch_global();
-  return *source;
+int32 ordered_add_global(int32* target, int32 value) {
+  check_global("ordered_add_global", target, 4);
+  return atomic_add_global(target, value);
 }
 
 // A lane writes, for the warp, the row whose address it gives.

@@ -40,14 +40,11 @@ DEVICE uint32 max_of_halves(uint32 a, uint32 b) {
 }
 // Returns what was there.
 DEVICE int32 atomic_add_global(int32* target, int32 value) { return atomicAdd(target, value); }
-// What this thread did and knew of before, a thread of the GPU knows of that then reads the sum by acquire_global.
-DEVICE void release_add_global(int32* target, int32 value) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(target), "r"(value) : "memory");
-}
-DEVICE int32 acquire_global(const int32* source) {
-  int32 result;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(result) : "l"(source) : "memory");
-  return result;
+// The same in order: what a thread of the GPU did and knew of before its addition, those that add later know of.
+DEVICE int32 ordered_add_global(int32* target, int32 value) {
+  int32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(target), "r"(value) : "memory");
+  return before;
 }
 
 // ---- mbarriers: phases 0, 1, 0, ...; one ends when all arrivals and all bytes that it expects have come

@@ -32,9 +32,8 @@ inline uint32 max_of_halves(uint32 a, uint32 b) {
   return max(a & 0xffffu, b & 0xffffu) | max(a & 0xffff0000u, b & 0xffff0000u);
 }
 int32 atomic_add_global(int32* target, int32 value);
-// Blocks run one after another: a wait for what a later one releases would never end.
-void release_add_global(int32* target, int32 value);
-int32 acquire_global(const int32* source);
+// Blocks run one after another: a wait for what a later one adds would never end.
+int32 ordered_add_global(int32* target, int32 value);
 
 void mbarrier_init(SharedAddress barrier, int arrivals);
 void mbarrier_arrive(SharedAddress barrier);
