@@ -14,6 +14,7 @@ from multiattn.cuda.instances import launches_of
 from multiattn.cuda.params import areas_of, numbers_of
 from multiattn.cuda.stream_k import LEAST_RANGE_STEPS, LEAST_SHARE_STEPS, Divided, division_of
 from multiattn.cuda.wgmma_backward_configs import WgmmaBackwardConfig
+from multiattn.inspect.facts import read_plan
 from multiattn.packed import PackingSpec
 from multiattn.plan.arch import ARCHS, CPU
 from multiattn.plan.backend import Plan, make_plan
@@ -122,10 +123,10 @@ def no_siblings(monkeypatch):
         pytest.param((16, 2, 260, 300, 64), {}, replace(EARLY, stream_k=12), "shares", id="full"),
         pytest.param((16, 1, 150, 600, 40), {"window": (130, 5)}, replace(EARLY, stream_k=4), "shares", id="unseen"),
         pytest.param((16, 1, 300, 150, 104), {"causal": True}, replace(HALVES, stream_k=5), "shares", id="d104"),
-        pytest.param((2, 2, 2600, 130, 64), {"causal": True}, replace(EARLY, stream_k=8), "shares", id="one_group"),
-        pytest.param((1, 1, 3700, 330, 64), {}, replace(EARLY, stream_k=2), "ranges", id="ranges"),
-        pytest.param((1, 1, 3700, 330, 72), {}, replace(BY_TMA, stream_k=2), "ranges", id="ranges_d72"),
-        pytest.param((1, 1, 3700, 330, 128), {}, replace(HALVES, stream_k=2), "ranges", id="ranges_d128"),
+        pytest.param((1, 1, 2200, 2200, 64), {"causal": True}, replace(EARLY, stream_k=20), "shares", id="one_head"),
+        pytest.param((1, 1, 3700, 1100, 64), {}, replace(EARLY, stream_k=2), "ranges", id="ranges"),
+        pytest.param((1, 1, 3700, 1100, 72), {}, replace(BY_TMA, stream_k=2), "ranges", id="ranges_d72"),
+        pytest.param((1, 1, 3700, 1100, 128), {}, replace(HALVES, stream_k=2), "ranges", id="ranges_d128"),
     ],
 )
 def test_parts_make_up_the_gradients(sizes, options, config, expected):
@@ -137,3 +138,22 @@ def test_parts_make_up_the_gradients(sizes, options, config, expected):
     assert found is not None
     assert (found.shares > 1, found.ranges > 1) == (expected == "shares", expected == "ranges")
     check(plan, q, k, v, dout)
+
+
+# ---------------------------------------------------------------- compiled
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        pytest.param(problem_of(16, 16, 4096, 4), id="d128_ranges"),
+        pytest.param(problem_of(16, 1, 4096, 4, causal=True), id="d128_shares"),
+        pytest.param(problem_of(32, 1, 4096, 4, head_dim=64, causal=True), id="d64_shares"),
+    ],
+)
+def test_no_loop_of_divided_tiles_spills(problem):
+    plan = plan_of(problem)
+    prepare, keys, _ = launches_of(plan)
+    assert prepare.kernel.stream_k
+    assert keys.kernel.stream_k
+    assert [it.hot_spills for it in read_plan(plan)] == [0, 0, 0]

@@ -175,9 +175,9 @@ def test_each_kernel_is_told_where_its_tensors_are():
 )
 def test_a_section_of_large_groups_has_tiles_for_all_blocks(heads_q, heads_kv, batch, seq, heads):
     given = {"batch": batch, "heads_q": heads_q, "heads_kv": heads_kv, "seq_q": seq, "seq_kv": seq}
-    assert numbers_of(plan_of(problem_of(**given, causal=True)))["sections_kv"] == heads
+    assert numbers_of(plan_of(problem_of(**given, causal=True), HALVES))["sections_kv"] == heads
     by_cache = max(1, (16 << 20) // (seq * 128 * 8 * heads_q // heads_kv))  # L2 alone decides where tiles are alike
-    assert numbers_of(plan_of(problem_of(**given)))["sections_kv"] == min(by_cache, batch * heads_kv)
+    assert numbers_of(plan_of(problem_of(**given), HALVES))["sections_kv"] == min(by_cache, batch * heads_kv)
 
 
 # ---------------------------------------------------------------- refusals

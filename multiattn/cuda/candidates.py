@@ -20,6 +20,7 @@ from multiattn.cuda.wgmma_two_pass_configs import WgmmaTwoPassConfig
 from multiattn.plan.arch import KIB, Arch
 from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config
+from multiattn.plan.schedule import most_multiprocessors
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 
@@ -209,7 +210,9 @@ def wgmma_backward_candidates(variant: Variant, problem: Problem, arch: Arch) ->
     """Configs that fit, of all that can be kept in registers and buffered; as many columns of dQ as have room."""
     if not arch.is_gpu:
         return ()
-    plain = WgmmaBackwardConfig(tile_m=64, tile_n=128, half_dq=problem.head_dim >= WIDE_FROM)
+    plain = WgmmaBackwardConfig(
+        tile_m=64, tile_n=128, half_dq=problem.head_dim >= WIDE_FROM, stream_k=most_multiprocessors(arch)
+    )
     tried = (
         replace(plain, k_stages=k_stages, q_stages=q_stages, dout_stages=dout_stages, dq_by_tma=by_tma, **kept)
         for kept, by_tma, k_stages, (q_stages, dout_stages) in itertools.product(_KEPT, (False, True), (1, 2), _BUFFERS)

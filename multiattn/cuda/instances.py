@@ -303,11 +303,13 @@ def _queries(
 def _statistics(problem: Problem, config: WgmmaBackwardConfig | WgmmaTwoPassConfig) -> PlannedLaunch:
     """The kernel before Hopper's backward."""
     packed, sums_dq = problem.packing is not None, isinstance(config, WgmmaBackwardConfig)
-    blocked = ("multiattn::Packed",) if packed else () if sums_dq else ("multiattn::NoBlockMask",)
+    is_divided = isinstance(config, WgmmaBackwardConfig) and wgmma_backward.division_of(problem, config) is not None
+    lists = "Packed" if packed else "StreamK" if is_divided else "NoBlockMask"
+    blocked = () if sums_dq and lists == "NoBlockMask" else (f"multiattn::{lists}",)
     rows = backward.ROW_TILE if sums_dq else QUERY_TILE
     kernel = Instance(
         name=f"prepare_statistics_{problem.dtype}_d{problem.head_dim}{'' if sums_dq else '_two_pass'}"
-        f"{'_packed' if packed else ''}",
+        f"{'_packed' if packed else '_stream_k' if is_divided else ''}",
         header="backward_wgmma_rows.cuh",
         entry="prepare_statistics",
         traits=_traits(
@@ -320,6 +322,7 @@ def _statistics(problem: Problem, config: WgmmaBackwardConfig | WgmmaTwoPassConf
             *(() if sums_dq else (rows, False)),
         ),
         packed=packed,
+        stream_k=is_divided,
         params=WgmmaBackwardParams,
         threads=backward.ROW_THREADS,
         occupancy=1,
@@ -338,6 +341,12 @@ def _wgmma_keys(
     kept += f"{'_tmadq' * config.dq_by_tma}{'_early' * config.early_scores}"
     sizes = (config.k_stages, config.q_stages, config.dout_stages, wgmma_backward.dq_columns(config, problem))
     numbers = (*sizes, config.k_in_registers, config.v_in_registers, config.early_scores, config.dq_by_tma)
+    division = wgmma_backward.division_of(problem, config)
+    if division is None:
+        lists, blocks = _score(problem, score, slots), key_tiles(problem, config.tile_n)
+    else:
+        lists, blocks = ("multiattn::NoScore", "multiattn::StreamK"), division.ranges_from + division.ranges
+        kept += "_stream_k"
     kernel = Instance(
         name=f"backward_wgmma_{_what(problem)}_{tiles}{kept}{_suffix(problem, score, slots)}",
         header="backward_wgmma.cuh",
@@ -348,11 +357,12 @@ def _wgmma_keys(
             problem.head_dim,
             _band(problem),
             f"multiattn::WgmmaBackwardShape<{_cpp_list(*numbers)}>",
-            *_score(problem, score, slots),
+            *lists,
         ),
         score=score,
         slots=slots,
         packed=problem.packing is not None,
+        stream_k=division is not None,
         params=WgmmaBackwardParams,
         threads=config.threads,
         occupancy=1,
@@ -361,7 +371,7 @@ def _wgmma_keys(
         wgmma_columns=wgmma_backward.wgmma_columns(config, problem),
         arch_features=True,
     )
-    return PlannedLaunch(kernel=kernel, blocks=key_tiles(problem, config.tile_n), is_persistent=True)
+    return PlannedLaunch(kernel=kernel, blocks=blocks, is_persistent=True)
 
 
 def _two_pass(problem: Problem, config: WgmmaTwoPassConfig, score: LoweredScore | None, owns: str) -> PlannedLaunch:

@@ -15,10 +15,11 @@ from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
 from multiattn.cuda.backward_configs import ROW_TILE, BackwardConfig, config_of, workspace_areas
 from multiattn.cuda.configs import ELEMENT_BYTES, FORWARD_LISTS, list_areas, tiles
 from multiattn.cuda.score import NOTHING, lowered_of, slots_of, with_aux
-from multiattn.cuda.source import Instance, MaskLists, TileLists
+from multiattn.cuda.source import Division, Instance, MaskLists, TileLists
+from multiattn.cuda.stream_k import Divided
 from multiattn.cuda.structs import TENSOR_MAP, read_structs
 from multiattn.cuda.tensor_maps import tensor_maps
-from multiattn.cuda.wgmma_backward_configs import WgmmaBackwardConfig
+from multiattn.cuda.wgmma_backward_configs import WgmmaBackwardConfig, division_of
 from multiattn.cuda.wgmma_backward_configs import workspace_areas as wgmma_workspace_areas
 from multiattn.cuda.wgmma_configs import WgmmaConfig, query_tiles
 from multiattn.cuda.wgmma_two_pass_configs import QUERY_TILE, WgmmaTwoPassConfig
@@ -52,10 +53,12 @@ def numbers_of(plan: Plan) -> dict[str, Any]:
         own_tile = config.dq.tile_m if isinstance(config, BackwardConfig) and config.dq else 0
         is_two_pass = isinstance(config, WgmmaTwoPassConfig)
         own_tile, row_tile = (QUERY_TILE, QUERY_TILE) if is_two_pass else (own_tile, ROW_TILE)
+        division = _division(plan)
         if isinstance(config, BackwardConfig):
             sections_kv = _kv_heads_per_section(problem)
         else:
-            sections_kv = _kv_heads_per_full_section(problem, config.tile_n, plan.arch)
+            shares = 1 if division is None else division.shares
+            sections_kv = _kv_heads_per_full_section(problem, config.tile_n, plan.arch, shares)
         return {
             **common,
             "heads_q_all": problem.batch * problem.heads_q,
@@ -68,6 +71,7 @@ def numbers_of(plan: Plan) -> dict[str, Any]:
             "sections_kv": sections_kv,
             "score_factor": problem.score_factor,
             "grad_factor": problem.grad_factor,
+            **({} if division is None else _numbers_of_division(division, areas_of(plan)["key_sums"])),
         }
     if isinstance(config, WgmmaConfig):
         count = query_tiles(config, problem)
@@ -83,6 +87,17 @@ def numbers_of(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _division(plan: Plan) -> Divided | None:
+    """The tiles of keys that a Plan divides."""
+    config = plan.config
+    return division_of(plan.problem, config) if isinstance(config, WgmmaBackwardConfig) else None
+
+
+def _numbers_of_division(division: Divided, sums_bytes: int) -> dict[str, int]:
+    numbers = {name: getattr(division, name) for name in ("shares", "ranges_from", "ranges", "range_steps")}
+    return {**numbers, "key_sums_bytes": sums_bytes}
+
+
 def _tiles(problem: Problem, rows: int, tile: int) -> int:
     """Tiles of a head that cover so many rows; of a packed batch the most that there can be."""
     return tiles(rows, tile) if problem.packing is None else problem.packing.tiles_max(rows, tile)
@@ -96,17 +111,18 @@ def _kv_heads_per_section(problem: Problem) -> int:
     return min(heads, problem.batch * problem.heads_kv)
 
 
-def _kv_heads_per_full_section(problem: Problem, tile_n: int, arch: Arch) -> int:
+def _kv_heads_per_full_section(problem: Problem, tile_n: int, arch: Arch, shares: int) -> int:
     """The same for persistent blocks with tiles of `tile_n` keys, which take the longest tiles of a section first.
 
-    Under a mask tiles differ. Where heads share keys they are few and their tiles long: then a section has tiles for
-    all SMs twice, and sections are of one size, so that the last one is not a small one with long tiles. A guess: by a
-    simulation of the order, not measured.
+    Shares of a tile count as heads. Under a mask tiles differ. Where heads share keys they are few and their tiles
+    long: then a section has tiles for all SMs twice, and sections are of one size, so that the last one is not a small
+    one with long tiles.
     """
-    heads, heads_kv = _kv_heads_per_section(problem), problem.batch * problem.heads_kv
+    heads_kv = problem.batch * problem.heads_kv * shares
+    heads = min(_kv_heads_per_section(problem) * shares, heads_kv)
     tiles_of_head = max(_tiles(problem, problem.seq_kv, tile_n), 1)
     least = -(-2 * most_multiprocessors(arch) // tiles_of_head)
-    if problem.group == 1 or not problem.is_banded or heads >= least:
+    if (problem.group == 1 and shares == 1) or not problem.is_banded or heads >= least:
         return heads
     return -(-heads_kv // max(heads_kv // least, 1))
 
@@ -131,7 +147,7 @@ def params_of(plan: Plan, kind: type[ctypes.Structure] | None = None) -> ctypes.
     A kernel that knows of no score takes the first part of it.
     """
     kind = _kind_of(plan.config) if kind is None else kind
-    lists = None if plan.problem.blocks is None else MaskLists
+    lists = MaskLists if plan.problem.blocks is not None else Division if _division(plan) is not None else None
     packed = None if plan.problem.packing is None else TileLists
     whole = with_aux(kind, lowered_of(plan), slots_of(plan), lists, packed)
     return _filled(whole, {**numbers_of(plan), **_arguments(plan)})
@@ -201,7 +217,9 @@ def argument_of(kernel: Instance, plan: Plan, *, has_dlse: bool = False) -> Stru
 def struct_of(plan: Plan, kind: type[ctypes.Structure] | None = None, *, has_dlse: bool = False) -> Struct:
     """The one argument of kernels of a Plan, as `params_of`. Pointers to what a launch does not have stay null."""
     params, names = params_of(plan, kind), {"next_tile": WORKSPACE, **_arguments(plan)}
-    absent = {"delta", "dq_sum", WORKSPACE, *TILE_LISTS} - set(areas_of(plan)) | (set() if has_dlse else {"dlse"})
+    absent = {"delta", "dq_sum", "key_sums", WORKSPACE, *TILE_LISTS} - set(areas_of(plan)) | (
+        set() if has_dlse else {"dlse"}
+    )
     if plan.problem.has_sinks:
         absent -= {"delta"}  # the caller's
     else:

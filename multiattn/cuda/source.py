@@ -21,7 +21,7 @@ HOST_INCLUDES = (ROOT / "cpu" / "include", *DEVICE_INCLUDES)
 """The CPU's `multiattn/ptx.cuh` comes first: a kernel never says which of the two it runs on."""
 
 _STRUCTS = read_structs(ROOT / "include" / "multiattn" / "params.h")
-MaskLists, TileLists = _STRUCTS["MaskLists"], _STRUCTS["TileLists"]
+MaskLists, TileLists, Division = (_STRUCTS[it] for it in ("MaskLists", "TileLists", "Division"))
 """The parameters of a kernel with a block mask, and of one of a packed batch, that come behind the others."""
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
@@ -62,11 +62,14 @@ class Instance:
     """The block mask whose lists it walks over."""
     packed: bool = False
     """Its tiles are those that the lists of a packed batch name."""
+    stream_k: bool = False
+    """Its tiles are divided among blocks."""
 
     @property
     def whole_params(self) -> type[ctypes.Structure]:
         """`params`, and what comes behind them."""
-        lists, tiles = None if self.blocks is None else MaskLists, TileLists if self.packed else None
+        lists = MaskLists if self.blocks is not None else Division if self.stream_k else None
+        tiles = TileLists if self.packed else None
         return with_aux(self.params, self.score, self.slots, lists, tiles)
 
     def target(self, arch: Arch) -> str:
@@ -108,6 +111,7 @@ def _params(kernel: Instance) -> str:
     behind = ["NoScore" if kernel.score is None else text_of(kernel.score, kernel.slots)[0]]
     behind += [] if kernel.blocks is None else [MaskLists.__name__]
     behind += [TileLists.__name__] if kernel.packed else []
+    behind += [Division.__name__] if kernel.stream_k else []
     made = f"WithAux<{', '.join((kernel.params.__name__, *behind))}>::Type"
     return f"namespace multiattn {{ using {name} = {made}; }}\n{check}"
 

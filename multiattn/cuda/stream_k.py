@@ -1,8 +1,8 @@
 """Stream-K for Hopper's backward: which tiles of keys are divided among SMs, and into what ranges.
 
-Persistent blocks take whole tiles. Where there are few, all wait for the longest: then each is divided into shares. Where
-all are as long, the last leave SMs idle: these are divided into ranges. Either is by steps of the walks over queries
-(Osama et al., "Stream-K", arXiv 2301.03598), and the parts' gradients are summed in the workspace.
+Persistent blocks take whole tiles. Where there are few, all wait for the longest: then each is divided into shares.
+Where all are as long, the last leave SMs idle: these are divided into ranges. Either is by steps of the walks over
+queries (Osama et al., "Stream-K", arXiv 2301.03598), and the parts' gradients are summed in the workspace.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from multiattn.problem import Problem
 PART_STEPS = 6
 """Steps that a share costs: a walk that begins and ends, and the way to the sums."""
 LONGEST_WEIGHT = 0.4
-"""How much of the longest share under a mask SMs wait at the end. Both fit the times of 1 to 8 shares at D=128, 8:1 and
-16:1 heads of N=4096, 4 heads of one batch entry (H200, 2026-11-26): the best of them are 1.2 to 3.2 times as fast as
-whole tiles."""
+"""How much of the longest share under a mask SMs wait at the end. Both fit the times of 1 to 8 shares at D=128, N=4096,
+causal (H200, 2026-11-26): 16 query heads on 2 of keys 458, 525, 544, 524 TFLOPS; on one of keys 315, 456, 534, 563; 4
+heads of one batch entry 281, 372, 331, 282."""
 SHARES = (1, 2, 4, 8, 16)
 LEAST_SHARE_STEPS, LEAST_RANGE_STEPS = 16, 32
 LEAST_GAIN = 1.03
-FEW = 4
-"""Tiles of an SM up to which they are divided into shares."""
+"""How much faster shares must promise to be than whole tiles."""
+FEW = 2
+"""Tiles of an SM up to which they are divided into shares. With 4 and shares, D=64, 8:1, N=4096 lost 5 %."""
 LEAST_SAVED_STEPS = 24
 """Steps that ranges must save. H200, 2026-11-26, full: N=4096 1 to 2 % faster, 8192 1 to 3 %, 16384 2 to 7 %; with 16
 and fewer steps saved up to 3 % slower."""
@@ -54,7 +55,8 @@ def division_of(problem: Problem, tile_m: int, tile_n: int, multiprocessors: int
     if not multiprocessors or problem.packing is not None:
         return None
     steps = [it * problem.group for it in _steps_of_head(problem.band, problem.seq_q, problem.seq_kv, tile_m, tile_n)]
-    tiles, longest, total = key_tiles(problem, tile_n), max(steps, default=0), sum(steps) * problem.batch * problem.heads_kv
+    tiles, longest = key_tiles(problem, tile_n), max(steps, default=0)
+    total = sum(steps) * problem.batch * problem.heads_kv
     if not longest:
         return None
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from multiattn.cuda import stream_k
 from multiattn.cuda.backward_configs import ROW_TILE, dq_sum_bytes
 from multiattn.cuda.configs import ELEMENT_BYTES, FP32_BYTES, list_areas, padded, tiles
+from multiattn.cuda.stream_k import Divided
 from multiattn.cuda.tensor_maps import BOX_COLUMNS, tensor_maps, why_not_mapped
 from multiattn.cuda.wgmma_configs import BARRIER_BYTES, PANEL_ROW_BYTES, WARPGROUP_ROWS, WARPGROUP_THREADS
 from multiattn.packed import RAGGED_ROWS, TILE_LISTS
@@ -49,6 +51,8 @@ class WgmmaBackwardConfig(Config):
     """dQ is added to its sums by TMA, by way of shared memory, or by each thread from its registers."""
     early_scores: bool = False
     """Scores of the next step are made while dP is, which takes 48 registers."""
+    stream_k: int = 0
+    """SMs among which tiles of keys are divided where whole ones keep them less busy; 0: all tiles are whole."""
 
     @property
     def threads(self) -> int:
@@ -97,12 +101,19 @@ def statistics_bytes(problem: Problem, tile_m: int) -> int:
     return problem.batch * problem.heads_q * count * tile_m * STATISTICS * FP32_BYTES
 
 
+def division_of(problem: Problem, config: WgmmaBackwardConfig) -> Divided | None:
+    """The ranges of steps that tiles of keys are divided into; None: all are whole."""
+    return stream_k.division_of(problem, config.tile_m, config.tile_n, config.stream_k)
+
+
 def workspace_areas(problem: Problem, config: WgmmaBackwardConfig) -> dict[str, int]:
     """The areas of a launch's workspace, and the bytes of each."""
+    division = division_of(problem, config)
     return {
         "statistics": statistics_bytes(problem, config.tile_m),
         "dq_sum": dq_sum_bytes(problem),
         WORKSPACE: COUNTER_BYTES,
+        **({} if division is None else {"key_sums": division.sums_bytes(problem.head_dim, config.tile_n)}),
         **list_areas(problem, TILE_LISTS),
     }
 
@@ -122,6 +133,7 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
         "k_stages": one_of(1, 2),
         "q_stages": between(2, 8),
         "dout_stages": between(1, 8),
+        "stream_k": between(0, 1024),
     }
     if wrong := failed(field_checks(config, fields)):
         return wrong

@@ -10,6 +10,7 @@
 #pragma once
 #include "backward_wgmma_dq.cuh"
 #include "backward_wgmma_output.cuh"
+#include "backward_wgmma_parts.cuh"
 #include "backward_wgmma_producer.cuh"
 #include "backward_wgmma_products.cuh"
 #include "backward_wgmma_scores.cuh"
@@ -36,7 +37,7 @@ class KeyWarpgroup {
   DEVICE void run() {
     for (begin(); !tile().is_none(); begin()) {
       const Blocks blocks = group_blocks<T>(params_, tile(), GROUP);
-      const int steps = max(blocks.end - blocks.begin, 0) * params_.backward.group;
+      const int steps = count_own_steps(blocks);
       skip_before(blocks);
       if (steps > 0) {
         walk(blocks, steps);
@@ -51,6 +52,8 @@ class KeyWarpgroup {
       const KeyTile<T> done = tile();
       Shared::ring_k().release_apart(k_.slot);
       k_.advance();
+      if constexpr (IS_STREAM_K<typename T::Blocked>)
+        if (!gather_parts<T>(params_, done, GROUP * 4 + warp_row() / 16, dk_, dv_)) continue;
       write_gradients<T>(params_, done, first_key(done), dk_, dv_);
     }
   }
@@ -66,9 +69,16 @@ class KeyWarpgroup {
   // Read again wherever it is asked for, as registers are scarce.
   DEVICE KeyTile<T> tile() const { return load_key_tile<T>(Shared::tile_place(k_.slot)); }
 
+  DEVICE int count_own_steps(const Blocks& blocks) const {
+    if constexpr (!IS_STREAM_K<typename T::Blocked>) return count_steps<T>(params_, blocks);
+    const KeyTile<T> of = tile();
+    return of.end_step - of.first_step;
+  }
+
   // The algorithm's inner loop: gradients of the tile.
   DEVICE void walk(const Blocks& blocks, int steps) {
     block_ = blocks.begin;
+    if constexpr (IS_STREAM_K<typename T::Blocked>) block_ = QueryStep::of(tile().first_step, blocks).block;
     full_begin_ = blocks.full_begin;
     full_end_ = blocks.full_end;
     end_ = blocks.end;
@@ -93,10 +103,10 @@ class KeyWarpgroup {
 
   // The steps of a tile whose queries see none of the warpgroup's keys: their slots go by unread.
   DEVICE void skip_before(const Blocks& own) {
-    if constexpr (T::BAND != Band::NONE) skip(own.begin - query_blocks<T>(params_, tile()).begin);
+    if constexpr (T::BAND != Band::NONE && !T::DESCENDS) skip(own.begin - query_blocks<T>(params_, tile()).begin);
   }
   DEVICE void skip_behind() {
-    if constexpr (T::BAND == Band::TWO_SIDED)
+    if constexpr (T::BAND == Band::TWO_SIDED || T::DESCENDS)
       skip(query_blocks<T>(params_, tile()).end - group_blocks<T>(params_, tile(), GROUP).end);
   }
   DEVICE void skip(int steps) {
@@ -169,7 +179,7 @@ class KeyWarpgroup {
   DEVICE void mask(Scores& weights) const {
     const KeyTile<T> of = tile();
     const Mask<T::BAND> mask = mask_of<T::BAND>(params_.backward, of.sequence);
-    mask_transposed<T>(weights, mask, first_key(of), block_ * T::TILE_M);
+    mask_transposed<T>(weights, mask, first_key(of), query_block<T>(params_, of, block_) * T::TILE_M);
   }
 
   // dS^T to shared memory.

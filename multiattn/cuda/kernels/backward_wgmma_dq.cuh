@@ -34,10 +34,14 @@ class DqWarpgroup {
     const Blocks of_low = group_blocks<T>(params_, tile, 0), of_high = group_blocks<T>(params_, tile, 1);
     const int first_head = tile.head_kv * params_.backward.group, end_head = first_head + params_.backward.group;
     const int end_row = count_queries(params_.backward, tile.sequence);
-    for (int head = first_head; head < end_head; ++head) {
-      int row = blocks.begin * T::TILE_M + warp_row();
+    int left = tile.end_step - tile.first_step;  // with StreamK
+    QueryStep at{0, blocks.begin};
+    if constexpr (IS_STREAM_K<typename T::Blocked>) at = QueryStep::of(tile.first_step, blocks);
+    for (int head = first_head + at.head; head < end_head; ++head) {
+      int row = query_block<T>(params_, tile, at.block) * T::TILE_M + warp_row(), end = blocks.end;
+      if constexpr (IS_STREAM_K<typename T::Blocked>) end = min(end, at.block + left);
       float* sums = dq_sums_of<T>(params_, head, tile.number, tile.sequence, row);
-      for (int block = blocks.begin; block < blocks.end; ++block) {
+      for (int block = at.block; block < end; ++block) {
         const auto place = DsPlace::of(steps_++);
         Shared::ring_ds().await_full(place);
 #pragma unroll
@@ -51,9 +55,11 @@ class DqWarpgroup {
           if (column + T::DQ_COLUMNS >= T::HEAD_DIM) Shared::ring_ds().release(place.slot);
           if (row < end_row) add(sums + column / 8 * SIDE, column);
         }
-        row += T::TILE_M;
-        sums += T::TILE_M / 16 * ROW_FLOATS;
+        row += T::DESCENDS ? -T::TILE_M : T::TILE_M;
+        sums += (T::DESCENDS ? -1 : 1) * (T::TILE_M / 16 * ROW_FLOATS);
       }
+      left -= end - at.block;
+      at.block = blocks.begin;
     }
   }
 

@@ -4,24 +4,24 @@
 
 namespace multiattn {
 
-// The sums of a divided tile in the workspace: of each warp's 16 keys dK and dV, fp32, as its threads have them, then how many steps of the
-// tile's walk are in them, by warp.
-template <int HEAD_DIM, int WARPS_>
+// The sums of a divided tile in the workspace: of each warp's 16 keys dK and dV, fp32, as its threads have them, then how many
+// steps of the tile's walk are in them, by warp.
+template <int HEAD_DIM, int WARPS>
 struct KeySums {
-  static constexpr int WARPS = WARPS_;
-  static constexpr int GRADIENTS = 2;                        // dK and dV
-  static constexpr int WARP_FLOATS = GRADIENTS * 16 * HEAD_DIM;
+  static constexpr int WARP_FLOATS = 2 * 16 * HEAD_DIM;
   static constexpr int TILE_FLOATS = WARPS * WARP_FLOATS + WARPS;
 
   float* place;
 
-  static DEVICE KeySums of(const Division& division, int tile) { return {division.key_sums + static_cast<int64>(tile) * TILE_FLOATS}; }
+  static DEVICE KeySums of(const Division& division, int tile) {
+    return {division.key_sums + static_cast<int64>(tile) * TILE_FLOATS};
+  }
   // Of a lane: four floats, then four more behind those of all lanes.
   DEVICE float* of_lane(int warp, int lane) const { return place + warp * WARP_FLOATS + lane * 4; }
   DEVICE int32* steps(int warp) const { return reinterpret_cast<int32*>(place + WARPS * WARP_FLOATS) + warp; }
 };
 
-// Adds a part to its tile's sums; whole tiles are none. True for the last, or only, part: dk and dv are those of the tile then.
+// Adds a part to its tile's sums. True for the last part, and for a whole tile: dk and dv are those of the tile then.
 template <class T>
 DEVICE bool gather_parts(const typename T::Params& params, const KeyTile<T>& tile, int warp, float (&dk)[T::HEAD_DIM / 2],
                          float (&dv)[T::HEAD_DIM / 2]) {

@@ -69,23 +69,86 @@ class BackwardProducer {
   DEVICE void run() {
     admit_next_grid();
     await_earlier_grids();  // tensors, statistics and the counter are touched only after this
-    const KeyTiles tiles = count_key_tiles<T>(params_);
-    int index = static_cast<int>(block_index());
-    for (KeyTile<T> tile = begin(tiles, index); !tile.is_none(); tile = begin(tiles, index)) {
-      load(tile);
-      // The counter is asked when all of a tile is under way: a tile that waits for its block is one that another could have
-      // begun.
-      index = static_cast<int>(block_count()) + atomic_add_global(params_.next_tile, 1);
+    if constexpr (IS_STREAM_K<typename T::Blocked>) {
+      store_cursor({-1, 0, 0, 0});
+      for (KeyTile<T> tile = begin(next_part()); !tile.is_none(); tile = begin(next_part())) load(tile);
+    } else {
+      const KeyTiles tiles = count_key_tiles<T>(params_);
+      const auto tile_of = [&](int index) { return key_tile<T>(params_, tiles, index); };
+      int index = static_cast<int>(block_index());
+      for (KeyTile<T> tile = begin(tile_of(index)); !tile.is_none(); tile = begin(tile_of(index))) {
+        load(tile);
+        index = next();
+      }
     }
   }
 
  private:
+  // The counter is asked when all of a tile is under way: a tile that waits for its block is one that another could have
+  // begun.
+  DEVICE int next() const { return static_cast<int>(block_count()) + atomic_add_global(params_.next_tile, 1); }
+
   // The tile, as soon as there is a slot for its K.
-  DEVICE KeyTile<T> begin(const KeyTiles& tiles, int index) {
-    const KeyTile<T> tile = key_tile<T>(params_, tiles, index);
+  DEVICE KeyTile<T> begin(const KeyTile<T>& tile) const {
     Shared::ring_k().await_empty(k_);
     store_tile<T>(Shared::tile_place(k_.slot), tile);
     if (tile.is_none()) mbarrier_arrive(Shared::ring_k().full(k_.slot));
+    return tile;
+  }
+
+  // ---- with StreamK
+  // Where a schedule is: what the counter gave, and of a range the next tile, its first step, and the steps left. In shared memory
+  // while a tile is loaded, as a producer has few registers.
+  struct Cursor {
+    int item, index, step, left;
+  };
+  DEVICE void store_cursor(const Cursor& at) const {
+    store_shared_16(Shared::cursor_place(), {static_cast<uint32>(at.item), static_cast<uint32>(at.index),
+                                             static_cast<uint32>(at.step), static_cast<uint32>(at.left)});
+  }
+  DEVICE Cursor load_cursor() const {
+    const Chunk it = load_shared_16(Shared::cursor_place());
+    return {static_cast<int>(it.word[0]), static_cast<int>(it.word[1]), static_cast<int>(it.word[2]),
+            static_cast<int>(it.word[3])};
+  }
+
+  // The next tile, or part of one.
+  DEVICE KeyTile<T> next_part() const {
+    const KeyTiles tiles = count_key_tiles<T>(params_);
+    const Division& division = params_.lists;
+    Cursor at = load_cursor();
+    if (at.left == 0) {  // no range, or its end
+      at.item = at.item < 0 ? static_cast<int>(block_index()) : next();
+      const int range = at.item - division.ranges_from;
+      if (range >= division.ranges) return {NO_TILE, 0, 0, {}};
+      if (range < 0) {
+        store_cursor(at);
+        return share_of_tile(tiles, at.item);
+      }
+      const KeyTile<T> first_tile = key_tile<T>(params_, tiles, division.ranges_from);
+      const int each = count_steps<T>(params_, query_blocks<T>(params_, first_tile)), first = range * division.range_steps;
+      at.index = division.ranges_from + first / each, at.step = first % each;
+      at.left = min(division.range_steps, (tiles.all - division.ranges_from) * each - first);
+    }
+    KeyTile<T> tile = key_tile<T>(params_, tiles, at.index);
+    const int steps = count_steps<T>(params_, query_blocks<T>(params_, tile));
+    tile.sums = at.index - division.ranges_from;
+    tile.first_step = at.step;
+    tile.end_step = min(steps, at.step + at.left);
+    store_cursor({at.item, at.index + 1, 0, at.left - (tile.end_step - at.step)});
+    return tile;
+  }
+
+  // A share of a tile: to the schedule those of one tile are heads of their own.
+  DEVICE KeyTile<T> share_of_tile(const KeyTiles& tiles, int index) const {
+    const int shares = params_.lists.shares;
+    const Place it = Place::of(index, tiles.of_head, params_.backward.heads_kv_all * shares, params_.backward.sections_kv);
+    const int head_kv = it.head / shares, share = it.head % shares;
+    KeyTile<T> tile{it.place * T::TILE_N, head_kv, head_kv / (params_.backward.heads_q / params_.backward.group), {}};
+    const int steps = count_steps<T>(params_, query_blocks<T>(params_, tile));
+    tile.sums = head_kv * tiles.of_head + it.place;
+    tile.first_step = share * steps / shares;
+    tile.end_step = (share + 1) * steps / shares;
     return tile;
   }
 
@@ -95,12 +158,17 @@ class BackwardProducer {
                        keys_of(tile));
     k_.advance();
     const Blocks blocks = query_blocks<T>(params_, tile);
-    const int steps = max(blocks.end - blocks.begin, 0) * params_.backward.group;
+    int steps = count_steps<T>(params_, blocks);
     QueryStep at{0, blocks.begin};
+    if constexpr (IS_STREAM_K<typename T::Blocked>) {
+      steps = tile.end_step - tile.first_step;
+      at = QueryStep::of(tile.first_step, blocks);
+    }
     if (steps > 0) load_q(tile, at);
     Shared::ring_v().await_empty(v_);
     load_boxes<TileKV>(Shared::v(), params_.map_v, Shared::ring_v().full(0), tile.first_key, head_kv, keys_of(tile));
     v_.advance();
+#pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       load_dout(tile, at);
       at.advance(blocks);
@@ -111,10 +179,11 @@ class BackwardProducer {
   DEVICE void load_q(const KeyTile<T>& tile, const QueryStep& at) {
     Shared::ring_q().await_empty(q_);
     const SharedAddress barrier = Shared::ring_q().full(q_.slot);
-    load_boxes<TileQ>(Shared::q(q_.slot), params_.map_q, barrier, at.block * T::TILE_M, query_head(tile, at),
+    const int block = query_block<T>(params_, tile, at.block);
+    load_boxes<TileQ>(Shared::q(q_.slot), params_.map_q, barrier, block * T::TILE_M, query_head(tile, at),
                       queries_of(tile), T::STATISTICS_BYTES);
     const int head = tile.head_kv * params_.backward.group + at.head;
-    bulk_load(Shared::lse(q_.slot), statistics_of<T>(params_, head, tile.number, tile.sequence, at.block),
+    bulk_load(Shared::lse(q_.slot), statistics_of<T>(params_, head, tile.number, tile.sequence, block),
               T::STATISTICS_BYTES, barrier);
     q_.advance();
   }
@@ -122,7 +191,7 @@ class BackwardProducer {
   DEVICE void load_dout(const KeyTile<T>& tile, const QueryStep& at) {
     Shared::ring_dout().await_empty(dout_);
     load_boxes<TileQ>(Shared::dout(dout_.slot), params_.map_dout, Shared::ring_dout().full(dout_.slot),
-                      at.block * T::TILE_M, query_head(tile, at), queries_of(tile));
+                      query_block<T>(params_, tile, at.block) * T::TILE_M, query_head(tile, at), queries_of(tile));
     dout_.advance();
   }
 

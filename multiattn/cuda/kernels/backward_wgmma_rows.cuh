@@ -50,6 +50,14 @@ DEVICE float dot_of_row(const uint16* out, const uint16* dout, bool is_there) {
   return sum;
 }
 
+// All blocks together.
+template <class T>
+DEVICE void clear_key_sums(const typename T::Params& params) {
+  const int64 chunks = params.lists.key_sums_bytes / CHUNK_BYTES, stride = static_cast<int64>(block_count()) * T::THREADS;
+  for (int64 i = static_cast<int64>(block_index()) * T::THREADS + thread_index(); i < chunks; i += stride)
+    store_global_16(params.lists.key_sums + i * 4, Chunk{});
+}
+
 // lse in the log2 domain, and delta = rowsum(dout * out) - dlse (Dao, "FlashAttention-2", Algorithm 2, line 4; dlse as
 // d lse / d score = p). A query that is not there, or sees no key, gets an lse of inf: its weights are 0. A block owns a tile of
 // queries, and empties their sum of dq.
@@ -61,6 +69,7 @@ DEVICE void prepare_statistics(const typename T::Params& params) {
     params.next_tile[0] = 0;
     if constexpr (!T::HAS_DQ_SUM) params.next_tile[1] = 0;
   }
+  if constexpr (IS_STREAM_K<typename T::Blocked>) clear_key_sums<T>(params);
   const auto [head, place] = Place::of(block_index(), backward.tiles_rows, backward.heads_q_all, 1);
   const TileOf<T> tile = tile_of_rows<T>(params, place);
   if (tile.is_none()) return;

@@ -26,6 +26,7 @@ struct TwoPassKeysTraits : S {
   using Blocked = Blocked_;  // what lists the tiles that there are
   using Params = typename WithAux<WgmmaBackwardParams, Score, typename ListsOf<Blocked>::Type>::Type;
 
+  static constexpr bool DESCENDS = false;  // walks begin with the first queries
   static constexpr int WARPGROUPS = 2;  // of a gradient each; one more loads
   static constexpr int GROUP_WARPS = 4;
   static constexpr int TILE_M = 64, TILE_N = 64;

@@ -8,7 +8,9 @@ from typing import Any
 from multiattn.cuda.wgmma_backward_configs import WgmmaBackwardConfig
 from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.cuda.wgmma_two_pass_configs import WgmmaTwoPassConfig
+from multiattn.plan.arch import ARCHS
 from multiattn.plan.config import COMPILED, Rule
+from multiattn.plan.schedule import most_multiprocessors
 from multiattn.plan.tuned import tuned_rules
 
 _EMULATED = Rule(
@@ -56,7 +58,7 @@ SCORED: tuple[Rule[WgmmaConfig], ...] = (
 WGMMA_RULES: tuple[Rule[WgmmaConfig], ...] = (*SCORED, *tuned_rules("cuda", "wgmma", WgmmaConfig), _EMULATED)
 """First match wins."""
 
-_PLAIN_BACKWARD = WgmmaBackwardConfig(tile_m=64, tile_n=128)
+_PLAIN_BACKWARD = WgmmaBackwardConfig(tile_m=64, tile_n=128, stream_k=most_multiprocessors(ARCHS["sm90"]))
 _EARLY = replace(_PLAIN_BACKWARD, k_in_registers=True, early_scores=True, k_stages=2)
 _BY_TMA = replace(_PLAIN_BACKWARD, dq_by_tma=True)
 _HALVES = replace(_BY_TMA, half_dq=True)
@@ -70,6 +72,12 @@ def _backward(
     return Rule(arches=("sm90",), head_dim_min=least, head_dim_max=most, config=config, why=_H100 + why, **where)
 
 
+def _emulated(head_dim_max: int, config: WgmmaBackwardConfig) -> Rule[WgmmaBackwardConfig]:
+    config = replace(config, stream_k=_EMULATED_SMS)
+    return Rule(arches=("cpu",), head_dim_max=head_dim_max, config=config, why="emulated: as on sm90", only_named=True)
+
+
+_EMULATED_SMS = 3  # one block does the work of all: the more there are, the more tiles are divided
 _LONG = (
     "583 / 507 TFLOPS; two buffers of K and of Q 549 / 468; with dQ from registers and three buffers of dO, in another "
     "run, - / 531 beside 530, at N=8192 - / 573 beside 586. Windows go by the same lengths: a guess"
@@ -88,18 +96,18 @@ WGMMA_BACKWARD_RULES: tuple[Rule[WgmmaBackwardConfig], ...] = (
         "549 / 479 TFLOPS; scores not early, K and V in registers 508 / 470; dQ by TMA 500; more buffers 535 / 480",
     ),
     _backward((65, 96), _BY_TMA, "at D=96, N=2048 525 / 407 TFLOPS; dQ from registers 508 / 405, in halves 485 / 397"),
-    _backward((97, 128), _HALVES, _LONG, banded=True, seq_min=1025),
+    _backward((97, 128), _HALVES, _LONG, banded=True, seq_min=513),
     _backward((97, 128), _HALVES, _LONG, banded=False, seq_min=513),
     _backward(
         (97, 128),
         _HALVES,
         "two passes are faster where the kernels around this one weigh most: at N=512 339 / 225 TFLOPS, this one "
-        "313 / 184, at N=1024 410 / 329, this one 451 / 310",
+        "313 / 184; H200 of the same day: 372 / 250, this one 375 / 230, at N=1024 440 / 352, this one 489 / 363",
         only_named=True,
     ),
-    Rule(arches=("cpu",), head_dim_max=64, config=_EARLY, why="emulated: as on sm90", only_named=True),
-    Rule(arches=("cpu",), head_dim_max=96, config=_BY_TMA, why="emulated: as on sm90", only_named=True),
-    Rule(arches=("cpu",), config=_HALVES, why="emulated: as on sm90", only_named=True),
+    _emulated(64, _EARLY),
+    _emulated(96, _BY_TMA),
+    _emulated(128, _HALVES),
 )
 """First match wins."""
 

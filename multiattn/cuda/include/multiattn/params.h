@@ -110,4 +110,15 @@ struct WgmmaBackwardParams {
   int32* next_tile;   // workspace: the counter of tiles of keys, and where dq has a kernel of its own that of its tiles
 };
 
+// Behind them where tiles of keys are divided among blocks: each into equal shares of its walk's steps, or the last of a schedule,
+// which are all as long, into ranges of their steps.
+struct Division {
+  float* key_sums;  // workspace: what `KeySums` says, of each divided tile
+  int64 key_sums_bytes;
+  int32 shares;       // of a tile; 1: those before `ranges_from` are whole
+  int32 ranges_from;  // the first tile of ranges; with shares the number of these
+  int32 ranges;       // 0 with shares
+  int32 range_steps;  // of each, but the last may have fewer
+};
+
 }  // namespace multiattn
