@@ -45,6 +45,7 @@ def plan_of(problem: Problem, config: WgmmaBackwardConfig | None = None, *, arch
         pytest.param((16, 2, 4096, 4), True, 4, id="eight_query_heads_a_key_head"),
         pytest.param((16, 1, 4096, 1), False, 4, id="fewer_tiles_than_sms"),
         pytest.param((4, 4, 4096, 1), True, 2, id="four_heads_of_one_batch_entry"),
+        pytest.param((16, 1, 16384, 1), True, 8, id="one_key_head_of_a_long_sequence"),
     ],
 )
 def test_few_tiles_are_divided_into_shares(sizes, causal, shares):
@@ -124,6 +125,9 @@ def no_siblings(monkeypatch):
         pytest.param((16, 1, 150, 600, 40), {"window": (130, 5)}, replace(EARLY, stream_k=4), "shares", id="unseen"),
         pytest.param((16, 1, 300, 150, 104), {"causal": True}, replace(HALVES, stream_k=5), "shares", id="d104"),
         pytest.param((1, 1, 2200, 2200, 64), {"causal": True}, replace(EARLY, stream_k=20), "shares", id="one_head"),
+        pytest.param(
+            (3, 1, 1410, 1410, 64), {"causal": True}, replace(EARLY, stream_k=40), "shares", id="empty_shares"
+        ),
         pytest.param((1, 1, 3700, 1100, 64), {}, replace(EARLY, stream_k=2), "ranges", id="ranges"),
         pytest.param((1, 1, 3700, 1100, 72), {}, replace(BY_TMA, stream_k=2), "ranges", id="ranges_d72"),
         pytest.param((1, 1, 3700, 1100, 128), {}, replace(HALVES, stream_k=2), "ranges", id="ranges_d128"),
@@ -148,6 +152,7 @@ def test_parts_make_up_the_gradients(sizes, options, config, expected):
     [
         pytest.param(problem_of(16, 16, 4096, 4), id="d128_ranges"),
         pytest.param(problem_of(16, 1, 4096, 4, causal=True), id="d128_shares"),
+        pytest.param(problem_of(16, 1, 4096, 4, head_dim=96, causal=True), id="d96_shares"),
         pytest.param(problem_of(32, 1, 4096, 4, head_dim=64, causal=True), id="d64_shares"),
     ],
 )

@@ -284,7 +284,7 @@ def with_aux(
     """The struct of a kernel's parameters, and what comes behind them: C++'s ``WithAux``, by a name of its own.
 
     That is `tiles`, the lists of a packed batch; `Aux`; `Gradients` of the tensors in `slots`; `lists` of a block mask,
-    before which the latter two are, be they empty.
+    or how tiles are divided, before which the latter two are, be they empty.
     """
     if lowered is None and lists is None and tiles is None:
         return params

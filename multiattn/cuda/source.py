@@ -22,7 +22,7 @@ HOST_INCLUDES = (ROOT / "cpu" / "include", *DEVICE_INCLUDES)
 
 _STRUCTS = read_structs(ROOT / "include" / "multiattn" / "params.h")
 MaskLists, TileLists, Division = (_STRUCTS[it] for it in ("MaskLists", "TileLists", "Division"))
-"""The parameters of a kernel with a block mask, and of one of a packed batch, that come behind the others."""
+"""Parameters that come behind the others: with a block mask, of a packed batch, where tiles are divided."""
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 

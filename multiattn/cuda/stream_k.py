@@ -22,12 +22,14 @@ LONGEST_WEIGHT = 0.4
 """How much of the longest share under a mask SMs wait at the end. Both fit the times of 1 to 8 shares at D=128, N=4096,
 causal (H200, 2026-11-26): 16 query heads on 2 of keys 458, 525, 544, 524 TFLOPS; on one of keys 315, 456, 534, 563; 4
 heads of one batch entry 281, 372, 331, 282."""
-SHARES = (1, 2, 4, 8, 16)
+SHARES = (1, 2, 4, 8)
 LEAST_SHARE_STEPS, LEAST_RANGE_STEPS = 16, 32
+"""The fewest steps of the longest share, and of a range. Guesses."""
 LEAST_GAIN = 1.03
 """How much faster shares must promise to be than whole tiles."""
 FEW = 2
-"""Tiles of an SM up to which they are divided into shares. With 4 and shares, D=64, 8:1, N=4096 lost 5 %."""
+"""Tiles of an SM up to which they are divided into shares. At 4, D=64 with 8 query heads a key head, N=4096, was 5 %
+slower."""
 LEAST_SAVED_STEPS = 24
 """Steps that ranges must save. H200, 2026-11-26, full: N=4096 1 to 2 % faster, 8192 1 to 3 %, 16384 2 to 7 %; with 16
 and fewer steps saved up to 3 % slower."""
@@ -36,7 +38,10 @@ _KEY_WARPS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Divided:
-    """A schedule of tiles in equal shares, or whole up to `ranges_from` and then in ranges of so many steps."""
+    """A schedule of tiles in equal shares, or whole up to `ranges_from` and then in ranges of so many steps.
+
+    With shares `ranges_from` is their number, behind which there are no ranges.
+    """
 
     tiles: int
     shares: int = 1
@@ -56,18 +61,19 @@ def division_of(problem: Problem, tile_m: int, tile_n: int, multiprocessors: int
         return None
     steps = [it * problem.group for it in _steps_of_head(problem.band, problem.seq_q, problem.seq_kv, tile_m, tile_n)]
     tiles, longest = key_tiles(problem, tile_n), max(steps, default=0)
+    seen = sum(it > 0 for it in steps) * problem.batch * problem.heads_kv
     total = sum(steps) * problem.batch * problem.heads_kv
-    if not longest:
+    if not seen:
         return None
 
     def steps_of_sm(shares: int) -> float:
-        parts = tiles * shares / multiprocessors
+        parts = seen * shares / multiprocessors
         if not problem.is_banded:  # all are as long
             return math.ceil(parts) * (longest / shares + PART_STEPS)
         share = longest / shares
         return max(share, total / multiprocessors + LONGEST_WEIGHT * share) + parts * PART_STEPS
 
-    is_few = tiles <= FEW * multiprocessors
+    is_few = seen <= FEW * multiprocessors
     possible = [it for it in SHARES if it == 1 or (is_few and longest >= it * LEAST_SHARE_STEPS)]
     shares = min(possible, key=lambda it: steps_of_sm(it) * (1.0 if it == 1 else LEAST_GAIN))
     if shares > 1:

@@ -92,7 +92,8 @@ legal pairs of warps, share and tiling."""
 BACKWARD_VARIANTS: tuple[Variant, ...] = (
     Variant(
         name="wgmma",
-        summary="Hopper: a warpgroup loads by TMA, others multiply by wgmma; dq is added up in fp32, in any order",
+        summary="Hopper: a warpgroup loads by TMA, others multiply by wgmma; dq, and dk and dv of "
+        "divided tiles, are added up in fp32, in any order",
         capability=_wgmma_capability(head_dim_max=128),
         rules=WGMMA_BACKWARD_RULES,
         deterministic=False,

@@ -102,7 +102,7 @@ def statistics_bytes(problem: Problem, tile_m: int) -> int:
 
 
 def division_of(problem: Problem, config: WgmmaBackwardConfig) -> Divided | None:
-    """The ranges of steps that tiles of keys are divided into; None: all are whole."""
+    """How tiles of keys are divided among SMs; None: all are whole."""
     return stream_k.division_of(problem, config.tile_m, config.tile_n, config.stream_k)
 
 

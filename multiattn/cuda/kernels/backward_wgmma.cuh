@@ -1,7 +1,7 @@
 // Gradients of q, k and v, for sm90: TMA, wgmma, warp specialisation.
 //
 // Dao, "FlashAttention-2" (arXiv 2307.08691), Algorithm 2, as FlashAttention-3 has it on Hopper: a block owns TILE_N keys of one
-// key/value head and walks over the queries of all heads of its group, TILE_M at a time. All is transposed (rows are keys), so
+// key/value head and walks over the queries of all heads of its group, or a part of them, TILE_M at a time. All is transposed (rows are keys), so
 // that weights and dS stay in registers as operand A of dV and dK.
 //
 // Two warpgroups own 64 keys each; a third makes dQ of the dS that they put into shared memory, as ThunderKittens does, and adds

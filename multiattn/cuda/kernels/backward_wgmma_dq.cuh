@@ -34,12 +34,15 @@ class DqWarpgroup {
     const Blocks of_low = group_blocks<T>(params_, tile, 0), of_high = group_blocks<T>(params_, tile, 1);
     const int first_head = tile.head_kv * params_.backward.group, end_head = first_head + params_.backward.group;
     const int end_row = count_queries(params_.backward, tile.sequence);
-    int left = tile.end_step - tile.first_step;  // with StreamK
+    int steps_left = count_steps<T>(params_, blocks);
     QueryStep at{0, blocks.begin};
-    if constexpr (IS_STREAM_K<typename T::Blocked>) at = QueryStep::of(tile.first_step, blocks);
+    if constexpr (IS_STREAM_K<typename T::Blocked>) {
+      steps_left = tile.end_step - tile.first_step;
+      at = QueryStep::of(tile.first_step, blocks);
+    }
     for (int head = first_head + at.head; head < end_head; ++head) {
       int row = query_block<T>(params_, tile, at.block) * T::TILE_M + warp_row(), end = blocks.end;
-      if constexpr (IS_STREAM_K<typename T::Blocked>) end = min(end, at.block + left);
+      if constexpr (IS_STREAM_K<typename T::Blocked>) end = min(end, at.block + steps_left);
       float* sums = dq_sums_of<T>(params_, head, tile.number, tile.sequence, row);
       for (int block = at.block; block < end; ++block) {
         const auto place = DsPlace::of(steps_++);
@@ -58,7 +61,7 @@ class DqWarpgroup {
         row += T::DESCENDS ? -T::TILE_M : T::TILE_M;
         sums += (T::DESCENDS ? -1 : 1) * (T::TILE_M / 16 * ROW_FLOATS);
       }
-      left -= end - at.block;
+      steps_left -= end - at.block;
       at.block = blocks.begin;
     }
   }

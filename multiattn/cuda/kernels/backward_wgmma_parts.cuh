@@ -16,7 +16,7 @@ struct KeySums {
   static DEVICE KeySums of(const Division& division, int tile) {
     return {division.key_sums + static_cast<int64>(tile) * TILE_FLOATS};
   }
-  // Of a lane: four floats, then four more behind those of all lanes.
+  // What a lane has: four floats, then four more behind those of all lanes.
   DEVICE float* of_lane(int warp, int lane) const { return place + warp * WARP_FLOATS + lane * 4; }
   DEVICE int32* steps(int warp) const { return reinterpret_cast<int32*>(place + WARPS * WARP_FLOATS) + warp; }
 };
@@ -40,6 +40,7 @@ DEVICE bool gather_parts(const typename T::Params& params, const KeyTile<T>& til
   uint32 before = 0;
   if (lane == 0) before = static_cast<uint32>(ordered_add_global(sums.steps(warp), own));
   if (static_cast<int>(uniform(before)) + own < steps) return false;
+  sync_warp();  // what lane 0 knows of, all lanes do
 #pragma unroll
   for (int i = 0; i < FOURS; ++i) {
     const Chunk of_k = load_global_16(place + i * FOUR), of_v = load_global_16(place + (FOURS + i) * FOUR);

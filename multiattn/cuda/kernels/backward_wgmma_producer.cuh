@@ -117,13 +117,15 @@ class BackwardProducer {
     const KeyTiles tiles = count_key_tiles<T>(params_);
     const Division& division = params_.lists;
     Cursor at = load_cursor();
-    if (at.left == 0) {  // no range, or its end
+    while (at.left == 0) {  // no range, or its end
       at.item = at.item < 0 ? static_cast<int>(block_index()) : next();
       const int range = at.item - division.ranges_from;
       if (range >= division.ranges) return {NO_TILE, 0, 0, {}};
       if (range < 0) {
+        const KeyTile<T> share = share_of_tile(tiles, at.item);
+        if (share.is_none()) continue;
         store_cursor(at);
-        return share_of_tile(tiles, at.item);
+        return share;
       }
       const KeyTile<T> first_tile = key_tile<T>(params_, tiles, division.ranges_from);
       const int each = count_steps<T>(params_, query_blocks<T>(params_, first_tile)), first = range * division.range_steps;
@@ -139,7 +141,8 @@ class BackwardProducer {
     return tile;
   }
 
-  // A share of a tile: to the schedule those of one tile are heads of their own.
+  // A share of a tile: to the schedule those of one tile are heads of their own. None if it has no steps; but of a tile that no query
+  // sees the first one is there, for its gradients.
   DEVICE KeyTile<T> share_of_tile(const KeyTiles& tiles, int index) const {
     const int shares = params_.lists.shares;
     const Place it = Place::of(index, tiles.of_head, params_.backward.heads_kv_all * shares, params_.backward.sections_kv);
@@ -149,6 +152,7 @@ class BackwardProducer {
     tile.sums = head_kv * tiles.of_head + it.place;
     tile.first_step = share * steps / shares;
     tile.end_step = (share + 1) * steps / shares;
+    if (tile.first_step == tile.end_step && (steps > 0 || share > 0)) tile.first_key = NO_TILE;
     return tile;
   }
 

@@ -50,7 +50,7 @@ DEVICE float dot_of_row(const uint16* out, const uint16* dout, bool is_there) {
   return sum;
 }
 
-// All blocks together.
+// Empties the sums of divided tiles, all blocks together.
 template <class T>
 DEVICE void clear_key_sums(const typename T::Params& params) {
   const int64 chunks = params.lists.key_sums_bytes / CHUNK_BYTES, stride = static_cast<int64>(block_count()) * T::THREADS;

@@ -149,8 +149,8 @@ DEVICE Blocks in_walk(const Blocks& it, int tiles) {
   return {tiles - it.end, tiles - it.full_end, tiles - it.full_begin, tiles - it.begin};
 }
 template <class T>
-DEVICE int query_block(const typename T::Params& params, const KeyTile<T>& tile, int in_walk) {
-  return T::DESCENDS ? count_query_tiles<T>(params, tile) - 1 - in_walk : in_walk;
+DEVICE int query_block(const typename T::Params& params, const KeyTile<T>& tile, int walked) {
+  return T::DESCENDS ? count_query_tiles<T>(params, tile) - 1 - walked : walked;
 }
 
 // The blocks of queries of a tile of keys, in each head of its group.

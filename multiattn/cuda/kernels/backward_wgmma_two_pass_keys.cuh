@@ -33,7 +33,7 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
   DEVICE void run() {
     for (begin(); !tile_.is_none(); begin()) {
       const Blocks blocks = query_blocks<T>(params_, tile_);
-      const int steps = max(blocks.end - blocks.begin, 0) * params_.backward.group;
+      const int steps = count_steps<T>(params_, blocks);
 #pragma unroll
       for (float& element : gradient_) element = 0.0f;
       if constexpr (!OF_V) await_v();

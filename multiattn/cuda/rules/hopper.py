@@ -77,10 +77,10 @@ def _emulated(head_dim_max: int, config: WgmmaBackwardConfig) -> Rule[WgmmaBackw
     return Rule(arches=("cpu",), head_dim_max=head_dim_max, config=config, why="emulated: as on sm90", only_named=True)
 
 
-_EMULATED_SMS = 3  # one block does the work of all: the more there are, the more tiles are divided
+_EMULATED_SMS = 3  # so few that small problems are divided, too
 _LONG = (
     "583 / 507 TFLOPS; two buffers of K and of Q 549 / 468; with dQ from registers and three buffers of dO, in another "
-    "run, - / 531 beside 530, at N=8192 - / 573 beside 586. Windows go by the same lengths: a guess"
+    "run, - / 531 beside 530, at N=8192 - / 573 beside 586"
 )
 
 WGMMA_BACKWARD_RULES: tuple[Rule[WgmmaBackwardConfig], ...] = (
@@ -101,7 +101,7 @@ WGMMA_BACKWARD_RULES: tuple[Rule[WgmmaBackwardConfig], ...] = (
         (97, 128),
         _HALVES,
         "two passes are faster where the kernels around this one weigh most: at N=512 339 / 225 TFLOPS, this one "
-        "313 / 184; H200 of the same day: 372 / 250, this one 375 / 230, at N=1024 440 / 352, this one 489 / 363",
+        "313 / 184; on an H200 372 / 250, this one 375 / 230, at N=1024 440 / 352, this one 489 / 363",
         only_named=True,
     ),
     _emulated(64, _EARLY),
@@ -137,7 +137,7 @@ TWO_PASS_SCORED: tuple[Rule[WgmmaTwoPassConfig], ...] = (
     _two_pass_scored(
         (225, 256),
         replace(_TWO_PASS, dp_late=True),
-        "a bias has up to 2 hot spills, with dP beside weights up to 22",
+        "a bias spills one word in a loop, up to 2 instructions, with dP beside weights up to 22",
         reads_keys=True,
     ),
     _two_pass_scored(
