@@ -199,7 +199,7 @@ def bytes_allowed(problem: Problem) -> int:
 
 
 def divided_bytes(problem) -> int:
-    """What Hopper's tiles of 128 keys that are divided among SMs may take: of two for each SM dk and dv in fp32."""
+    """The bytes of Hopper's tiles of 128 keys that are divided among SMs: of two for each SM dk and dv in fp32."""
     multiprocessors = most_multiprocessors(ARCHS["sm90"])
     return 2 * multiprocessors * (2 * 128 * problem.head_dim + 8) * 4
 
