@@ -56,6 +56,14 @@ def test_few_tiles_are_divided_into_shares(sizes, causal, shares):
     assert found.ranges_from == found.tiles * shares
 
 
+def test_tiles_that_no_query_sees_do_not_count_as_many():
+    """12 of the 128 tiles of a head are seen."""
+    given = {"batch": 1, "heads_q": 32, "heads_kv": 2, "seq_q": 512, "seq_kv": 16384, "head_dim": 128}
+    found = division_of(Problem.contiguous(**given, window=(1024, 0)), 64, 128, SMS)
+    assert found is not None
+    assert found.shares == 8
+
+
 def test_the_last_tiles_of_many_are_divided_into_ranges():
     """2048 tiles are 15 for each SM and 68 more, of 64 steps each: 33 steps for each SM."""
     found = division_of(problem_of(16, 16, 4096, 4), 64, 128, SMS)

@@ -218,9 +218,8 @@ def argument_of(kernel: Instance, plan: Plan, *, has_dlse: bool = False) -> Stru
 def struct_of(plan: Plan, kind: type[ctypes.Structure] | None = None, *, has_dlse: bool = False) -> Struct:
     """The one argument of kernels of a Plan, as `params_of`. Pointers to what a launch does not have stay null."""
     params, names = params_of(plan, kind), {"next_tile": WORKSPACE, **_arguments(plan)}
-    absent = {"delta", "dq_sum", "key_sums", WORKSPACE, *TILE_LISTS} - set(areas_of(plan)) | (
-        set() if has_dlse else {"dlse"}
-    )
+    absent = {"delta", "dq_sum", "key_sums", WORKSPACE, *TILE_LISTS} - set(areas_of(plan))
+    absent |= set() if has_dlse else {"dlse"}
     if plan.problem.has_sinks:
         absent -= {"delta"}  # the caller's
     else:

@@ -9,7 +9,7 @@ from multiattn.cuda.wgmma_backward_configs import WgmmaBackwardConfig
 from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.cuda.wgmma_two_pass_configs import WgmmaTwoPassConfig
 from multiattn.plan.arch import ARCHS
-from multiattn.plan.config import COMPILED, Rule
+from multiattn.plan.config import COMPILED, C, Rule
 from multiattn.plan.schedule import most_multiprocessors
 from multiattn.plan.tuned import tuned_rules
 
@@ -65,9 +65,7 @@ _HALVES = replace(_BY_TMA, half_dq=True)
 _H100 = "H100 2026-11-26, N=4096, H*D=2048 in bf16, full / causal: "
 
 
-def _backward(
-    head_dims: tuple[int, int], config: WgmmaBackwardConfig, why: str, **where: Any
-) -> Rule[WgmmaBackwardConfig]:
+def _measured(head_dims: tuple[int, int], config: C, why: str, **where: Any) -> Rule[C]:
     least, most = head_dims
     return Rule(arches=("sm90",), head_dim_min=least, head_dim_max=most, config=config, why=_H100 + why, **where)
 
@@ -84,20 +82,20 @@ _LONG = (
 )
 
 WGMMA_BACKWARD_RULES: tuple[Rule[WgmmaBackwardConfig], ...] = (
-    _backward(
+    _measured(
         (1, 64),
         replace(_EARLY, q_stages=4, dout_stages=3),
         "- / 480 TFLOPS; at N=16384 540, where with fewer buffers of Q and dO 530",
         banded=True,
     ),
-    _backward(
+    _measured(
         (1, 64),
         _EARLY,
         "549 / 479 TFLOPS; scores not early, K and V in registers 508 / 470; dQ by TMA 500; more buffers 535 / 480",
     ),
-    _backward((65, 96), _BY_TMA, "at D=96, N=2048 525 / 407 TFLOPS; dQ from registers 508 / 405, in halves 485 / 397"),
-    _backward((97, 128), _HALVES, _LONG, seq_min=513),
-    _backward(
+    _measured((65, 96), _BY_TMA, "at D=96, N=2048 525 / 407 TFLOPS; dQ from registers 508 / 405, in halves 485 / 397"),
+    _measured((97, 128), _HALVES, _LONG, seq_min=513),
+    _measured(
         (97, 128),
         _HALVES,
         "two passes are faster where the kernels around this one weigh most: at N=512 339 / 225 TFLOPS, this one "
@@ -115,15 +113,14 @@ _TWO_PASS_KEPT = replace(_TWO_PASS, q_stages=3, dout_stages=3, k_stages=3, v_sta
 
 
 def _two_pass(head_dims: tuple[int, int], config: WgmmaTwoPassConfig, why: str) -> Rule[WgmmaTwoPassConfig]:
-    least, most = head_dims
-    return Rule(arches=("sm90",), head_dim_min=least, head_dim_max=most, config=config, scored=False, why=_H100 + why)
+    return _measured(head_dims, config, why, scored=False)
 
 
 def _two_pass_scored(
     head_dims: tuple[int, int], config: WgmmaTwoPassConfig, why: str, *, reads_keys: bool | None = None
 ) -> Rule[WgmmaTwoPassConfig]:
-    made = _two_pass(head_dims, config, why)
-    return replace(made, scored=True, reads_keys=reads_keys, why=f"{COMPILED if reads_keys else _H200_SCORED}{why}")
+    seen = COMPILED if reads_keys else _H200_SCORED
+    return replace(_measured(head_dims, config, why, scored=True, reads_keys=reads_keys), why=seen + why)
 
 
 _H200_SCORED = "H200 2026-11-26, N=4096, H*D=2048 in bf16, causal, softcap / ALiBi: "

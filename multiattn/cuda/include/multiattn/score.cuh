@@ -104,7 +104,7 @@ class HeadScores {
     return weight;
   }
 
-  // The same by an lse that is not -inf.
+  // The same by an lse that is not -inf. (Were `weight` made of this, kernels of other archs would compile to other code.)
   DEVICE float weight_of_seen(float raw, int query, Position key, float lse_log2, float& sloped) const {
     float slope;
     const float score = Score::score_and_slope(raw, batch_, head_, query, key, seq_q_, seq_kv_, aux_, slope);
