@@ -6,6 +6,7 @@ Importing this package imports no kernel language and asks no driver; a backend 
 from multiattn import nn
 from multiattn.api import backends, explain, fmha, fmha_backward
 from multiattn.flex import flex_attention
+from multiattn.kvcache import fmha_kvcache
 from multiattn.plan.backend import BACKENDS, Plan
 from multiattn.plan.support import Reason, Unsupported
 from multiattn.problem import Problem
@@ -25,6 +26,7 @@ __all__ = [
     "flex_attention",
     "fmha",
     "fmha_backward",
+    "fmha_kvcache",
     "fmha_varlen",
     "fmha_varlen_backward",
     "launch",

@@ -13,6 +13,7 @@ from multiattn.block_mask import BlockSpec, MaskMod, read_block_mask
 from multiattn.layout import Layout, Shape, row_major
 from multiattn.mask import Band, Window, band_of
 from multiattn.packed import Packing
+from multiattn.paged import Cache
 from multiattn.score import BoundScore, LoweredScore, ScoreProgram, bind_score
 from multiattn.score.record import Recorder, program_of
 from multiattn.score.serial import dumps
@@ -39,6 +40,8 @@ class Options(NamedTuple):
     """A block mask; its lists come behind what the program captures."""
     packing: Packing | None = None
     """A packed batch; its cu_seqlens of queries and of keys come last among captured tensors."""
+    cache: Cache | None = None
+    """Keys and values in a cache; what says where they are comes last among captured tensors."""
     backend: str = "auto"
     variant: str | None = None
     deterministic: bool = False
@@ -74,7 +77,7 @@ class Options(NamedTuple):
             raise TypeError(f"variant must be a string; got {type(variant).__name__}")
         if scale is not None and type(scale) is not float:
             scale = as_float(scale)
-        options = (left, right, scale, has_sinks, None, (), (), None, None, backend, variant, deterministic)
+        options = (left, right, scale, has_sinks, None, (), (), None, None, None, backend, variant, deterministic)
         return tuple.__new__(cls, options)  # what cls() does, in half the time
 
     def with_score(self, score: BoundScore | None) -> Options:
@@ -121,7 +124,7 @@ class Operands(NamedTuple):
     delta: torch.Tensor | None = None
     captured: tuple[torch.Tensor, ...] = ()
     """The tensors that the modification of scores loads from, by slot, then the lists of a block mask, or the
-    cu_seqlens of a packed batch."""
+    cu_seqlens of a packed batch, or what says where a cache has keys."""
     dcaptured: tuple[torch.Tensor, ...] = ()
     """Sums of the gradients of some of them, to which a backward adds: `ScoreSpec.gradient_layouts`."""
 
@@ -278,16 +281,18 @@ def with_score(
     block_mask: object = None,
     *,
     lengths: tuple[int, int, int] | None = None,
+    checked: bool = False,
 ) -> tuple[Operands, Options]:
     """The same with the modification of scores that a call asks for. TypeError or ValueError, naming what came.
 
-    `lengths` are the number of sequences and the most queries and keys of one; None for those of q and k.
+    `lengths` are the number of sequences and the most queries and keys of one; None for those of q and k. `checked`: q,
+    k and v have been.
     Dynamo can trace neither the checks nor what traces callables; it gets the program as a constant.
     """
     if softcap is None and alibi_slopes is None and bias is None and score_mod is None and block_mask is None:
         return operands, options
     compiling = is_compiling()
-    if not compiling:  # else they are checked when their op is called
+    if not (compiling or checked):  # else they are checked when their op is called
         check_inputs(*operands.qkv, strides=False)
     batch, seq_q, seq_kv = lengths or (operands.q.shape[0], operands.q.shape[2], operands.k.shape[2])
     check_modification(operands.q, (batch, seq_q, seq_kv), softcap, alibi_slopes, bias, score_mod)

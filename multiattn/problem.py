@@ -26,6 +26,7 @@ from multiattn.layout import (
 from multiattn.mask import Band, Window, band_of
 from multiattn.operands import Operands, Options, ScoreSpec, captured_name
 from multiattn.packed import TILE_LISTS, Packing, PackingSpec, packed_strides, strides_of_packed
+from multiattn.paged import CacheSpec, cache_shape, spec_of
 from multiattn.score import BoundScore
 from multiattn.score.expression import inputs_of, walk
 from multiattn.score.serial import dumps, loads
@@ -64,6 +65,9 @@ class Problem:
     """The shapes of the lists of `blocks`, by their names there."""
     packing: PackingSpec | None = None
     """Sequences one after another: then `batch` is 1, and `seq_q` and `seq_kv` are the rows of all."""
+    cache: CacheSpec | None = None
+    """Keys and values in a cache: then `seq_kv` is the most keys that a sequence may have. With packed queries `batch`
+    is 1, and `seq_q` are the rows of all."""
 
     @classmethod
     def of(
@@ -89,7 +93,9 @@ class Problem:
         """The same of the inputs among `operands`, with what `options` says of scores."""
         q, k, v = operands.qkv
         plain = cls.of_any(operands, options)
-        strides_q, strides_k, strides_v = map(strides_of if plain.packing is None else strides_of_packed, (q, k, v))
+        strides_of_q = strides_of_packed if plain.has_packed_queries else strides_of
+        strides_of_kv = strides_of if plain.packing is None else strides_of_packed
+        strides_q, strides_k, strides_v = strides_of_q(q), strides_of_kv(k), strides_of_kv(v)
         addresses = [tensor.data_ptr() for tensor in (q, k, v)]
         offsets = [stride * q.element_size() for stride in (*strides_q, *strides_k, *strides_v)]
         alignment = math.gcd(VECTOR_BYTES, *addresses, *offsets)
@@ -101,6 +107,8 @@ class Problem:
 
         Raises as `of`.
         """
+        if options.cache is not None:
+            return _cached(operands, options)
         q, k, v = operands.qkv
         check_inputs(q, k, v, operands.sinks)
         batch, heads_q, seq_q, head_dim = q.shape
@@ -140,11 +148,12 @@ class Problem:
         scale: float | None = None,
         has_sinks: bool = False,
         packing: PackingSpec | None = None,
+        cache: CacheSpec | None = None,
     ) -> Problem:
         """The problem of contiguous ``[B, H, S, D]`` tensors of these sizes, made without any tensor.
 
         `band` is a mask that is known to be one, in place of `causal` and `window`. With `packing` they are packed
-        tensors, ``[1, H, T, D]``.
+        tensors, ``[1, H, T, D]``. With `cache` k and v are one, contiguous, and `seq_kv` the most keys of a sequence.
         """
         heads_kv = heads_q if heads_kv is None else heads_kv
         seq_kv = seq_q if seq_kv is None else seq_kv
@@ -157,6 +166,9 @@ class Problem:
             if batch != 1:
                 raise ValueError(f"batch: got {batch}; allowed 1 in a packed batch, whose sequences are in `packing`")
             strides_q, strides_kv = packed_strides(heads_q, head_dim), packed_strides(heads_kv, head_dim)
+        if cache is not None:
+            strides_kv = contiguous_strides(cache_shape(cache, heads_kv, seq_kv, head_dim))
+            strides_q = strides_q if cache.max_q is None else packed_strides(heads_q, head_dim)
         return cls(
             batch=batch,
             heads_q=heads_q,
@@ -173,12 +185,18 @@ class Problem:
             has_sinks=has_sinks,
             alignment=math.gcd(VECTOR_BYTES, head_dim * DTYPES[dtype].itemsize),
             packing=packing,
+            cache=cache,
         )
 
     @property
     def group(self) -> int:
         """Query heads that share one key/value head (1: MHA; Hq: MQA)."""
         return self.heads_q // self.heads_kv
+
+    @property
+    def rows(self) -> int:
+        """Queries of all heads that share a key/value head, of one sequence at most: rows of its product with keys."""
+        return self.queries * self.group
 
     @property
     def scale_sign(self) -> int:
@@ -223,7 +241,9 @@ class Problem:
 
         So a layer that passes a transposed view gets one back, and reshaping the heads away costs no copy.
         """
-        if self.packing is not None:
+        if self.cache is not None and self.cache.strides_out is not None:
+            return self.cache.strides_out
+        if self.has_packed_queries:
             return packed_strides(self.heads_q, self.head_dim)
         return dense_strides(self.strides_q, (self.batch, self.heads_q, self.seq_q, self.head_dim))
 
@@ -262,7 +282,29 @@ class Problem:
     @property
     def lengths(self) -> tuple[int, int, int]:
         """The number of sequences, and the most queries and keys that one has: in a packed batch, perhaps 0."""
+        if self.cache is not None:
+            return self.cache.sequences, self.queries, self.seq_kv
         return (self.batch, self.seq_q, self.seq_kv) if self.packing is None else self.packing
+
+    @property
+    def has_packed_queries(self) -> bool:
+        """True if q, and what is like it, is ``[1, Hq, T, D]`` of sequences one after another."""
+        return self.packing is not None or (self.cache is not None and self.cache.max_q is not None)
+
+    @property
+    def queries(self) -> int:
+        """The most queries of a sequence, of a batch that is not packed or with a cache."""
+        return self.seq_q if self.cache is None or self.cache.max_q is None else self.cache.max_q
+
+    @property
+    def cache_tensors(self) -> Mapping[str, str]:
+        """The operands that say where a cache has keys, by their names: ``seqlens_kv``, ``page_table``,
+        ``cu_seqlens_q``.
+
+        A launch with that tensor has it; the others are not among them.
+        """
+        names = () if self.cache is None else self.cache.tensors
+        return {name: captured_name(self._first_list + place) for place, name in enumerate(names)}
 
     @property
     def _first_list(self) -> int:
@@ -307,7 +349,7 @@ class Problem:
     @property
     def reach(self) -> tuple[int, int]:
         """Keys before and after its own that a query sees: at most those that hide no key."""
-        return self.band.reach(self.seq_q, self.seq_kv)
+        return self.band.reach(self.queries, self.seq_kv)
 
     @property
     def diagonal(self) -> int:
@@ -331,8 +373,12 @@ class Problem:
     def visible_pairs(self) -> int:
         """(query, key) pairs that count, of one head of one batch entry; FLOP are ``4*B*Hq*D`` times this.
 
-        Of a packed batch those of sequences that all have the same length: nobody knows their lengths here.
+        Of a packed batch those of sequences that all have the same length: nobody knows their lengths here. So are
+        those of a cache, which is full.
         """
+        if self.cache is not None and self.cache.max_q is not None:
+            sequences = max(self.cache.sequences, 1)
+            return sequences * self.band.count_pairs(self.seq_q // sequences, self.seq_kv)
         if self.packing is not None:
             sequences = max(self.packing.sequences, 1)
             return sequences * self.band.count_pairs(self.seq_q // sequences, self.seq_kv // sequences)
@@ -346,6 +392,10 @@ class Problem:
         batch = f"B={self.batch}"
         if self.packing is not None:
             batch, lengths = f"packed B={self.packing.sequences}", f"Tq={self.seq_q} Tkv={self.seq_kv}"
+        if self.cache is not None:
+            more += f" cache: {self.cache}"
+            if self.cache.max_q is not None:
+                batch, lengths = f"packed B={self.cache.sequences}", f"Tq={self.seq_q} Skv={self.seq_kv}"
         return f"{batch} {heads} {lengths} D={self.head_dim} {self.dtype} {self.mask}{more}"
 
 
@@ -353,7 +403,9 @@ class Problem:
 def _layouts_of(problem: Problem) -> Mapping[str, Layout]:
     """`Problem.layouts`. Making a new shape ready asks for them up to 50 times."""
     shape_q = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim)
-    shape_kv = (problem.batch, problem.heads_kv, problem.seq_kv, problem.head_dim)
+    shape_kv: Shape = (problem.batch, problem.heads_kv, problem.seq_kv, problem.head_dim)
+    if problem.cache is not None:
+        shape_kv = cache_shape(problem.cache, problem.heads_kv, problem.seq_kv, problem.head_dim)
     like_q = {"q": problem.strides_q} | dict.fromkeys(("out", "dout", "dq"), problem.strides_out)
     like_kv = {"k": problem.strides_k, "v": problem.strides_v, "dk": problem.strides_dk, "dv": problem.strides_dv}
     row = max(problem.seq_q, 1)
@@ -370,6 +422,7 @@ def _layouts_of(problem: Problem) -> Mapping[str, Layout]:
             **({} if problem.score is None else {**problem.score.layouts, **problem.score.gradient_layouts}),
             **{captured_name(problem._first_list + it): _of_list(shape) for it, shape in enumerate(problem.lists)},
             **({} if problem.packing is None else _packing_layouts(problem, problem.packing)),
+            **({} if problem.cache is None else _cache_layouts(problem, problem.cache)),
         }
     )
 
@@ -388,8 +441,12 @@ def problem_of(operands: Operands, options: Options) -> Problem:
     A bound that hides no key is left out: a window wider than its sequence costs what no window does.
     """
     problem = Problem.of_operands(operands, options)
+    if problem.cache is not None and problem.queries <= 1 and problem.band.right is not None:
+        problem = replace(problem, band=Band(problem.band.left, None))  # the last query sees all keys up to the last
     if not problem.is_two_sided or problem.packing is not None:
         return problem
+    if problem.cache is not None:
+        return replace(problem, band=problem.band.within(problem.queries, problem.seq_kv))
     return replace(problem, band=problem.band.within(problem.seq_q, problem.seq_kv))
 
 
@@ -399,6 +456,8 @@ def options_of(problem: Problem) -> Options:
     plain = Options(*problem.band.window, problem.scale, problem.has_sinks, blocks=problem.blocks)
     if problem.packing is not None:
         plain = plain._replace(packing=problem.packing.bounds)
+    if problem.cache is not None:
+        plain = plain._replace(cache=problem.cache.call)
     if score is None:
         return plain
     return plain._replace(
@@ -417,6 +476,34 @@ def _packing_of(operands: Operands, bounds: Packing) -> PackingSpec:
         got = ", ".join(f"{it.dtype} {list(it.shape)}" for it in cu_seqlens)
         raise ValueError(f"captured: got {got or 'nothing'}; allowed cu_seqlens of queries and keys, int32 [B + 1]")
     return PackingSpec(cu_seqlens[0].shape[0] - 1, *bounds)
+
+
+def _cached(operands: Operands, options: Options) -> Problem:
+    """The problem of a call with a cache, whose tensors `multiattn.paged.check_cache` has passed, as if contiguous."""
+    assert options.cache is not None
+    q, k, _ = operands.qkv
+    batch, heads_q, seq_q, head_dim = q.shape
+    behind = 0 if options.score is None else len(loads(options.score).tensors)
+    spec, seq_kv = spec_of(k, options.cache, operands.captured[behind:], batch)
+    plain = Problem.contiguous(
+        batch=batch,
+        heads_q=heads_q,
+        heads_kv=k.shape[1],
+        seq_q=seq_q,
+        seq_kv=seq_kv,
+        head_dim=head_dim,
+        dtype=DTYPE_NAMES[q.dtype],
+        band=options.band,
+        scale=options.scale,
+        has_sinks=operands.sinks is not None,
+        cache=spec,
+    )
+    return plain if options.score is None else replace(plain, score=_score_spec(operands, options, plain))
+
+
+def _cache_layouts(problem: Problem, cache: CacheSpec) -> Mapping[str, Layout]:
+    """The tensors that say where keys and queries are, by their names among operands."""
+    return {problem.cache_tensors[name]: layout for name, layout in cache.tensors.items()}
 
 
 def _list_shapes(operands: Operands, blocks: BlockSpec, problem: Problem) -> tuple[Shape, ...]:

@@ -70,6 +70,8 @@ def attend(
 
     if options.packing is not None:
         return _attend_packed(operands, options, compute_dtype)
+    if options.cache is not None:
+        return _attend_cached(operands, options, compute_dtype)
     problem, sinks = Problem.of_any(operands, options), operands.sinks
     q, k, v = (tensor.to(compute_dtype) for tensor in operands.qkv)
     k, v = (repeat(tensor, "b h s d -> b (h group) s d", group=problem.group) for tensor in (k, v))
@@ -264,6 +266,49 @@ def _differentiate_packed(operands: Operands, options: Options, compute_dtype: t
     return *whole, *totals
 
 
+# ---------------------------------------------------------------- caches
+
+
+def cached_sequences(operands: Operands, options: Options) -> Iterator[tuple[Operands, Options, Part, slice]]:
+    """Each sequence as a batch of one, its keys gathered, with its options, its place and its rows of a packed q."""
+    problem = Problem.of_any(operands, options)
+    assert problem.cache is not None
+    first = len(operands.captured) - len(problem.cache.tensors)
+    given = dict(zip(problem.cache.tensors, operands.captured[first:], strict=True))
+    bounds = given["cu_seqlens_q"].tolist() if "cu_seqlens_q" in given else None
+    for entry, length in enumerate(given["seqlens_kv"].tolist()):
+        k, v = (gather(it, length, entry, given.get("page_table")) for it in (operands.k, operands.v))
+        rows = slice(None) if bounds is None else slice(bounds[entry], bounds[entry + 1])
+        q = operands.q[entry : entry + 1] if bounds is None else operands.q[:, :, rows]
+        part = Part(0, 0, q.shape[2], length, entry)
+        own = operands._replace(q=q, k=k, v=v, captured=operands.captured[:first])
+        yield own, options._replace(cache=None), part, rows
+
+
+def gather(cache: torch.Tensor, length: int, entry: int, page_table: torch.Tensor | None) -> torch.Tensor:
+    """The first `length` rows of a sequence's keys or values, ``[1, Hkv, length, D]``; nothing else is read."""
+    if page_table is None:
+        return cache[entry : entry + 1, :, :length]
+    page = cache.shape[2]
+    used = page_table[entry, : -(-length // page)].long()
+    rows = cache[used].transpose(0, 1).flatten(1, 2)  # [Hkv, used * page, D]
+    return rows[None, :, :length]
+
+
+def _attend_cached(
+    operands: Operands, options: Options, compute_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` of each sequence. Rows behind the last of packed ones are zeros and -inf here, where kernels leave
+    them."""
+    shape = operands.q.shape
+    out = operands.q.new_zeros(shape, dtype=compute_dtype)
+    lse = operands.q.new_full(shape[:3], -math.inf, dtype=compute_dtype)
+    for entry, (own, its_options, part, rows) in enumerate(cached_sequences(operands, options)):
+        place = slice(entry, entry + 1) if options.cache is not None and options.cache.max_q is None else slice(None)
+        out[place, :, rows], lse[place, :, rows] = attend(own, its_options, compute_dtype, part)
+    return out, lse
+
+
 def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     """``weights @ v`` in which a masked key contributes nothing, where IEEE has ``0 * nan = 0 * inf = nan``."""
     finite = torch.isfinite(v)
@@ -313,6 +358,7 @@ _VARIANT = Variant(
         scores=True,
         block_masks=1,
         packing=True,
+        caches=True,
         score_gradients=True,
     ),
     rules=(),

@@ -71,7 +71,7 @@ def check_inputs(
     if strides:
         _check_strides(q, k, v)
     if sinks is not None:
-        _check_sinks(sinks, q)
+        check_sinks(sinks, q)
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -129,7 +129,8 @@ def _check_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             )
 
 
-def _check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
+def check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
+    """TypeError or ValueError for what is no sink for each head, the second dimension of q."""
     if not isinstance(sinks, torch.Tensor):
         raise TypeError(f"sinks must be a torch.Tensor or None; got {type(sinks).__name__}")
     if not sinks.is_floating_point() or sinks.layout != torch.strided:

@@ -14,13 +14,14 @@ import multiattn
 
 ROOT = Path(multiattn.__file__).parent
 # Who may import whom, by the first name below the package; a folder counts as one.
-_BASES = {"layout", "mask", "block_mask", "packed", "score"}
+_BASES = {"layout", "mask", "block_mask", "packed", "paged", "score"}
 _DATA = {*_BASES, "validate", "operands", "problem"}
 _LANGUAGE = {*_DATA, "plan", "run"}
 ALLOWED = {
     "mask": set(),
     "block_mask": {"layout"},
     "packed": {"layout"},
+    "paged": {"layout", "validate"},
     "score": set(),
     "layout": set(),
     "validate": {"layout"},
@@ -34,10 +35,11 @@ ALLOWED = {
     "aot": {*_DATA, "plan", "run"},
     "inspect": {*_DATA, "plan", "run", "aot", "cuda"},  # cuda: `sanitize`
     "flex": {*_DATA, "api"},
-    "integrations": {*_DATA, "plan", "run", "api", "varlen"},  # and nobody imports these
+    "integrations": {*_DATA, "plan", "run", "api", "varlen", "kvcache"},  # and nobody imports these
     "varlen": {*_DATA, "run"},
+    "kvcache": {*_DATA, "run"},
     "nn": {*_DATA, "api"},
-    "__init__": {"problem", "plan", "run", "reference", "api", "flex", "varlen", "nn"},
+    "__init__": {"problem", "plan", "run", "reference", "api", "flex", "varlen", "kvcache", "nn"},
     "__main__": {"problem", "plan", "inspect"},
 }
 LANGUAGES = ("triton", "cuda", "nvidia", "torch.utils.cpp_extension")

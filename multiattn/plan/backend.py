@@ -86,6 +86,8 @@ class Variant:
     """Two runs give the same bits, whatever the order in which blocks run."""
     workspace: Callable[[Problem, Config | None], int] = lambda problem, config: 0
     """Bytes of device memory that a launch takes beside its arguments."""
+    settle: Callable[[Problem, Arch, Any], Config] = lambda problem, arch, config: config
+    """The config with what a rule leaves open (a number of splits) decided for a problem."""
     fits: Callable[[Problem, Arch, Any], tuple[Reason, ...]] = lambda problem, arch, config: ()
     """Reasons why a config does not fit an arch (shared memory, an illegal combination)."""
 
@@ -259,6 +261,7 @@ def plan_variant(
     if config is not None:
         if (kind := variant.config_type) not in (None, type(config)):
             return (Reason(code="config", got=type(config).__name__, allowed=kind.__name__),)
+        config = variant.settle(problem, arch, config)
         if reasons := variant.fits(problem, arch, config):
             return reasons
     return Plan(

@@ -59,6 +59,11 @@ class Rule(Generic[C]):
     """For expressions that read an element of a tensor for each key, or for those that do not; None for both."""
     packed: bool | None = None
     """For packed batches, or for ``[B, H, S, D]``; None for both."""
+    cached: bool | None = None
+    """For keys in a cache, or for those that are not; None for both."""
+    rows_min: int = 0
+    """The least `Problem.rows`, as `rows_max` is the most; None is no limit."""
+    rows_max: int | None = None
     dtype: str | None = None
     seq_min: int = 0
     """The least `length_of` a problem, as `seq_max` is the most; None is no limit."""
@@ -86,6 +91,10 @@ class Rule(Generic[C]):
             return f"for scores that read {'an' if self.reads_keys else 'no'} element for each key"
         if self.packed not in (None, problem.packing is not None):
             return "for packed batches" if self.packed else "for batches [B, H, S, D]"
+        if self.cached not in (None, problem.cache is not None):
+            return "for caches" if self.cached else "for keys that are in no cache"
+        if problem.rows < self.rows_min or (self.rows_max is not None and problem.rows > self.rows_max):
+            return f"for {self.rows_min} to {self.rows_max or 'any number of'} queries of the heads that share a key"
         if self.dtype not in (None, problem.dtype):
             return f"for {self.dtype}"
         seq = length_of(problem)
@@ -102,13 +111,16 @@ class Rule(Generic[C]):
     def covers(self, other: Rule[C]) -> bool:
         """True if it applies wherever `other` does, so that `other` after it would never be chosen."""
         longest, theirs = (rule.seq_max if rule.seq_max is not None else sys.maxsize for rule in (self, other))
-        optional = ("whole_sectors", "banded", "scored", "reads_keys", "packed", "dtype", "batch_max")
+        most, its_most = (rule.rows_max if rule.rows_max is not None else sys.maxsize for rule in (self, other))
+        optional = ("whole_sectors", "banded", "scored", "reads_keys", "packed", "cached", "dtype", "batch_max")
         return (
             set(other.arches) <= set(self.arches)
             and self.head_dim_min <= other.head_dim_min
             and other.head_dim_max <= self.head_dim_max
             and self.seq_min <= other.seq_min
             and theirs <= longest
+            and self.rows_min <= other.rows_min
+            and its_most <= most
             and self.smem_min <= other.smem_min
             and not self.only_named
             and all(getattr(self, name) in (None, getattr(other, name)) for name in optional)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from multiattn.packed import USUAL_LENGTH
+from multiattn.paged import SPLITS_MAX
 from multiattn.plan.arch import GPUS, Arch
 from multiattn.problem import Problem
 
@@ -30,6 +33,32 @@ def key_tiles(problem: Problem, rows: int) -> int:
     if problem.packing is not None:
         return problem.packing.tiles_max(problem.seq_kv, rows) * problem.heads_kv
     return -(-problem.seq_kv // rows) * problem.heads_kv * problem.batch
+
+
+def row_tiles(problem: Problem, rows: int) -> int:
+    """Tiles of so many rows, of all sequences and heads of keys, where query heads that share keys are rows of one
+    tile."""
+    return problem.lengths[0] * problem.heads_kv * -(-problem.rows // rows)
+
+
+EVEN_ENOUGH = 0.95
+"""The share of the best split's evenness that a split with fewer parts must have to be taken. A guess."""
+
+
+def choose_splits(problem: Problem, arch: Arch, *, tile_m: int, keys_min: int, blocks_per_sm: int) -> int:
+    """The parts that the keys of each tile of rows are divided into, each a block's: what the host knows decides.
+
+    As many as the caller asks for. Else the fewest that fill the SMs nearly as evenly as any number does that leaves
+    each part `keys_min` keys of the longest sequence. The lengths themselves stay on the device, so that one launch
+    fits all.
+    """
+    most = min(SPLITS_MAX, max(problem.seq_kv // keys_min, 1))
+    if problem.cache is not None and problem.cache.splits is not None:
+        return problem.cache.splits
+    tiles, places = max(row_tiles(problem, tile_m), 1), most_multiprocessors(arch) * blocks_per_sm
+    waves = [tiles * splits / places for splits in range(1, most + 1)]
+    evenness = [wave / math.ceil(wave) for wave in waves]
+    return next(splits for splits, even in enumerate(evenness, 1) if even >= EVEN_ENOUGH * max(evenness))
 
 
 def heads_side_by_side(problem: Problem) -> int:

@@ -19,7 +19,7 @@ from multiattn.problem import Problem
 class Reason:
     """One reason why not: what it is about, what came, what is accepted and what to do.
 
-    `code` is a stable key: of a Problem (head_dim, dtype, seq, mask, sinks, strides, alignment), or one of arch,
+    `code` is a stable key: of a Problem (head_dim, dtype, seq, mask, sinks, cache, strides, alignment), or one of arch,
     direction, variant, config, deterministic, module, driver, compiler, gpu, host.
     """
 
@@ -59,6 +59,8 @@ class Capability:
     """Tensors that the expression loads from may want a gradient."""
     packing: bool = False
     """Sequences may be packed one after another."""
+    caches: bool = False
+    """Keys and values may be in a cache, with lengths and pages that the device knows."""
     zero_strides: bool = True
     """A dimension may be broadcast (stride 0, as `expand` makes it)."""
 
@@ -106,6 +108,8 @@ class Capability:
         if problem.packing is not None and not self.packing:
             got = f"a packed batch of {problem.packing.sequences} sequences"
             reasons.append(Reason(code="packing", got=got, allowed="batches [B, H, S, D]"))
+        if problem.cache is not None and not self.caches:
+            reasons.append(Reason(code="cache", got=str(problem.cache), allowed="k and v of one length"))
         strides = (*problem.strides_q, *problem.strides_k, *problem.strides_v)
         if not self.zero_strides and 0 in strides:
             reasons.append(Reason(code="strides", got="a broadcast dimension (stride 0)", allowed="positive strides"))

@@ -14,8 +14,9 @@ from torch.compiler import is_compiling
 
 from multiattn.operands import Operands, Options
 from multiattn.run import compat
+from multiattn.run.cached_op import call_kvcache_op
 from multiattn.run.calls import Ready, get_backward, get_forward
-from multiattn.run.execute import check_results, run_backward, run_conforming, run_forward
+from multiattn.run.execute import check_results, run_backward, run_conforming, run_forward, run_forward_into
 from multiattn.run.ops import call_backward_op, call_forward_op, refuse_double_backward, with_dout
 from multiattn.validate import check_inputs, check_scale
 
@@ -75,6 +76,25 @@ def attend(operands: Operands, options: Options) -> tuple[torch.Tensor, torch.Te
     else:
         out, lse = run_forward(get_forward(operands, options), operands.inputs)
     return out, lse
+
+
+def attend_cached(operands: Operands, options: Options, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out and lse of a call with a cache; `out` is where the caller wants results, which are then its own.
+
+    NotImplementedError where autograd would want a gradient.
+    """
+    if torch.is_grad_enabled() and operands.requires_grad:
+        raise NotImplementedError(
+            "multiattn.fmha_kvcache has no gradient: call it under torch.no_grad(); multiattn.fmha_varlen has one"
+        )
+    if is_compiling() or not (operands.inputs_are(_PLAIN) and _is_unwatched()):
+        fresh, lse = call_kvcache_op(operands, options)
+        return fresh if out is None else out.copy_(fresh), lse
+    ready = get_forward(operands, options)
+    if out is None:
+        fresh, lse = run_forward(ready, operands.inputs)
+        return fresh, lse
+    return out, run_forward_into(ready, operands.inputs, out)
 
 
 def differentiate(operands: Operands, options: Options) -> tuple[torch.Tensor | None, ...]:

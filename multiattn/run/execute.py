@@ -39,6 +39,17 @@ def run_forward(ready: Ready, inputs: Sequence[torch.Tensor]) -> tuple[torch.Ten
     return out, lse
 
 
+def run_forward_into(ready: Ready, inputs: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    """Lse, fresh, as `run_forward`; out goes where the caller wants it, which `Problem.strides_out` describes."""
+    if not _is_here(ready.device):
+        with torch.cuda.device(ready.device):
+            return run_forward_into(ready, inputs, out)
+    lse = compat.empty_strided(*ready.plan.problem.layouts["lse"], ready.device)
+    operands = Operands.of_inputs(inputs, ready.plan.problem.has_sinks)
+    ready.launch(operands._replace(out=out, lse=lse, sinks=as_fp32(operands.sinks)))
+    return lse
+
+
 def run_backward(ready: Ready, operands: Operands) -> tuple[torch.Tensor | None, ...]:
     """The gradients of the inputs, fresh, as `run_forward`, None for one that nobody wants. `dout` None is zero.
 

@@ -27,7 +27,7 @@ from multiattn.validate import check_inputs
 # Before torch 2.8 there is no such tag, and keeping their order of strides is the default.
 _SLOTS, _PACKING = 5, 7
 """The places of `slots` and `packing` behind `sinks` among the arguments of an op."""
-_KEEP_STRIDES: dict[str, Any] = (
+KEEP_STRIDES: dict[str, Any] = (
     {"tags": (torch.Tag.needs_exact_strides,)} if hasattr(torch.Tag, "needs_exact_strides") else {}
 )
 
@@ -46,7 +46,7 @@ _WithCaptured = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, li
         "bool deterministic=False, bool needs_grad=False) "
         "-> (Tensor out, Tensor lse)"
     ),
-    **_KEEP_STRIDES,
+    **KEEP_STRIDES,
 )
 def forward_op(
     q: torch.Tensor,
@@ -84,7 +84,7 @@ def forward_op(
         'str backend="auto", str? variant=None, bool deterministic=False) '
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
     ),
-    **_KEEP_STRIDES,
+    **KEEP_STRIDES,
 )
 def backward_op(
     q: torch.Tensor,
@@ -123,7 +123,7 @@ def backward_op(
         "int[]? blocks, SymInt[]? packing, str backend, str? variant, bool deterministic) "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor[] dcaptured)"
     ),
-    **_KEEP_STRIDES,
+    **KEEP_STRIDES,
 )
 def captured_backward_op(
     q: torch.Tensor,
@@ -170,7 +170,7 @@ def _options(
     spec = None if blocks is None else BlockSpec(blocks[0], blocks[1], bool(blocks[2]))
     of_score = (score, tuple(scalars or ()), tuple(slots or ()))
     packed = None if packing is None else Packing(*packing)
-    return Options(left, right, scale, operands.sinks is not None, *of_score, spec, packed, *options)
+    return Options(left, right, scale, operands.sinks is not None, *of_score, spec, packed, None, *options)
 
 
 def _arguments(operands: Operands, options: Options) -> tuple[Any, ...]:

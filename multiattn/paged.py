@@ -1,0 +1,240 @@
+"""Caches of keys and values: lengths that stay on the device, and pages that a table names.
+
+A cache has room for more keys than a sequence has. How many each sequence has is ``seqlens_kv``, int32 ``[B]`` on the
+device, which no host reads: one CUDA graph serves every step of a generation. Without a table the keys of sequence b
+are entry b of ``[B, Hkv, S, D]``. With ``page_table``, int32 ``[B, max_pages]``, the cache is ``[pages, Hkv, page,
+D]``: key j of sequence b is row ``j % page`` of page ``page_table[b, j // page]``. An entry of the table whose keys
+are all beyond the sequence's length is never read, nor is a row of a page beyond it.
+
+Inside this package k and v of a call are the caches as they are given, and queries that are packed, ``[T, Hq, D]``,
+are a batch of one, as `multiattn.packed` has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from multiattn.layout import DTYPE_NAMES, VECTOR_BYTES, Layout, Shape, Strides, row_major
+from multiattn.validate import check_sinks
+
+SPLITS_MAX = 256
+"""The most parts that the keys of a sequence are divided into, as in FlashAttention-3."""
+
+
+class Cache(NamedTuple):
+    """A call's cache, beside its tensors; they come last among captured ones: seqlens_kv, page_table, cu_seqlens_q."""
+
+    is_paged: bool = False
+    max_q: int | None = None
+    """Queries that are packed: the most of one sequence. None: they are ``[B, Hq, Sq, D]``."""
+    splits: int | None = None
+    """The parts that the caller has the keys divided into; None leaves it to the plan."""
+    strides_out: Strides | None = None
+    """Strides (B, H, S) of the caller's own out; None: results are laid out like q."""
+
+
+class CacheSpec(NamedTuple):
+    """The cache of a problem. `Problem.seq_kv` is the most keys that a sequence may have."""
+
+    sequences: int
+    entries: int
+    """The first dimension of k and v: batch entries, or pages."""
+    page: int | None = None
+    """Keys of a page; None: the cache has no pages."""
+    max_pages: int = 0
+    """Entries of a row of the page table."""
+    table_stride: int = 0
+    """Elements from one row of the table to the next."""
+    max_q: int | None = None
+    """As in `Cache`."""
+    splits: int | None = None
+    strides_out: Strides | None = None
+
+    @property
+    def call(self) -> Cache:
+        """The same as a call has it."""
+        return Cache(self.page is not None, self.max_q, self.splits, self.strides_out)
+
+    @property
+    def tensors(self) -> Mapping[str, Layout]:
+        """The tensors that say where keys and queries are, in their order among captured ones."""
+        found = {"seqlens_kv": Layout((self.sequences,), (1,), torch.int32)}
+        if self.page is not None:
+            shape = (self.sequences, self.max_pages)
+            found["page_table"] = Layout(shape, (self.table_stride, 1), torch.int32)
+        if self.max_q is not None:
+            found["cu_seqlens_q"] = Layout((self.sequences + 1,), (1,), torch.int32)
+        return found
+
+    @property
+    def rows(self) -> int:
+        """Keys of an entry of k and v; 0 where that is `Problem.seq_kv`."""
+        return self.page or 0
+
+    def __str__(self) -> str:
+        pages = "dense" if self.page is None else f"pages of {self.page}"
+        return f"{pages}{'' if self.splits is None else f' splits={self.splits}'}"
+
+
+def spec_of(k: torch.Tensor, cache: Cache, tensors: tuple[torch.Tensor, ...], batch: int) -> tuple[CacheSpec, int]:
+    """The cache of a call, and the most keys that one of its sequences may have.
+
+    `tensors` are those that say where keys and queries are; `batch` is that of q.
+    """
+    names = ("seqlens_kv", *(["page_table"] * cache.is_paged), *(["cu_seqlens_q"] * (cache.max_q is not None)))
+    if len(tensors) != len(names) or any(it.dtype != torch.int32 for it in tensors):
+        got = ", ".join(f"{it.dtype} {list(it.shape)}" for it in tensors)
+        raise ValueError(f"captured: got {got or 'nothing'}; allowed {', '.join(names)}, int32")
+    given = dict(zip(names, tensors, strict=True))
+    table = given.get("page_table")
+    sequences = given["seqlens_kv"].shape[0]
+    entries, _, rows, _ = k.shape
+    plain = CacheSpec(sequences, entries, max_q=cache.max_q, splits=cache.splits, strides_out=cache.strides_out)
+    if table is None:
+        return plain, rows
+    max_pages = table.shape[1]
+    stride = table.stride(0) if sequences > 1 else max_pages
+    return plain._replace(page=rows, max_pages=max_pages, table_stride=stride), rows * max_pages
+
+
+def check_cache(
+    q: object,
+    k_cache: object,
+    v_cache: object,
+    seqlens_kv: object,
+    page_table: object,
+    cu_seqlens_q: object,
+    sinks: torch.Tensor | None,
+) -> None:
+    """TypeError or ValueError for tensors that are no cache and its queries; no value of a tensor is read."""
+    tensors: dict[str, torch.Tensor] = {}
+    ranks = {"q": "[B, Hq, Sq, D]" if cu_seqlens_q is None else "[T, Hq, D]"}
+    ranks |= dict.fromkeys(("k_cache", "v_cache"), _rank_of_cache(page_table))
+    for (name, shape), tensor in zip(ranks.items(), (q, k_cache, v_cache), strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+            raise TypeError(f"{name} must be a dense strided tensor; got {got}")
+        if tensor.is_neg():
+            raise ValueError(f"{name} must hold its own values; got a negated view; call .resolve_neg() on it")
+        if tensor.dtype not in DTYPE_NAMES:
+            raise TypeError(f"{name}.dtype: got {tensor.dtype}; allowed {', '.join(map(str, DTYPE_NAMES))}")
+        if tensor.ndim != shape.count(",") + 1:
+            raise ValueError(f"{name} must be {shape}; got shape {tuple(tensor.shape)}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} must have unit stride on D; got strides {tuple(tensor.stride())}")
+        tensors[name] = tensor
+    q, k, v = tensors.values()
+    _check_alike(q, k, v)
+    batch = q.shape[0] if cu_seqlens_q is None else None
+    sequences = _check_index("seqlens_kv", seqlens_kv, q.device, "[B]", 1, batch)
+    if page_table is None:
+        if k.shape[0] != sequences:
+            raise ValueError(
+                f"k_cache without a page_table must have an entry for each of {sequences} sequences; "
+                f"got shape {tuple(k.shape)}"
+            )
+    else:
+        _check_index("page_table", page_table, q.device, "[B, max_pages]", 2, sequences)
+    if cu_seqlens_q is not None:
+        _check_index("cu_seqlens_q", cu_seqlens_q, q.device, "[B + 1]", 1, sequences + 1)
+    if sinks is not None:
+        check_sinks(sinks, q)
+
+
+def _rank_of_cache(page_table: object) -> str:
+    return "[B, Hkv, S, D]" if page_table is None else "[pages, Hkv, page, D]"
+
+
+def _check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """TypeError or ValueError for dtypes, devices and shapes that are not of one call."""
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k_cache and v_cache must share one dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k_cache and v_cache must be on one device; got {q.device}, {k.device}, {v.device}")
+    if q.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"device: got {q.device}; allowed cpu, cuda and meta")
+    shapes = f"q={tuple(q.shape)}, k_cache={tuple(k.shape)}, v_cache={tuple(v.shape)}"
+    if k.shape != v.shape:
+        raise ValueError(f"k_cache and v_cache must have one shape; got {shapes}")
+    heads_q, heads_kv, head_dim = q.shape[1], k.shape[1], q.shape[-1]
+    if k.shape[-1] != head_dim:
+        raise ValueError(f"q, k_cache and v_cache must share head_dim; got {shapes}")
+    if head_dim < 1 or heads_q < 1 or heads_kv < 1:
+        raise ValueError(f"heads and head_dim must be at least 1; got {shapes}")
+    if heads_q % heads_kv:
+        raise ValueError(f"query heads must be a multiple of key/value heads (GQA); got {shapes}")
+
+
+def _check_index(name: str, tensor: object, device: torch.device, shape: str, rank: int, size: int | None) -> int:
+    """The size of the first dimension of an int32 tensor on the device; TypeError or ValueError for another."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
+    if tensor.dtype != torch.int32:
+        raise TypeError(f"{name}.dtype: got {tensor.dtype}; allowed torch.int32")
+    if tensor.ndim != rank or (size is not None and tensor.shape[0] != size):
+        allowed = shape if size is None else f"{shape}, the first dimension {size}"
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; allowed {allowed}")
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name} must have unit stride on its last dimension; got strides {tuple(tensor.stride())}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on the device of q, {device}; got {tensor.device}")
+    return tensor.shape[0]
+
+
+def check_numbers(max_seqlen_q: object, num_splits: object, *, is_packed: bool) -> None:
+    """TypeError or ValueError for numbers that are none of a call with a cache."""
+    if is_packed and max_seqlen_q is None:
+        raise TypeError("max_seqlen_q must be an int with cu_seqlens_q; got None")
+    if not is_packed and max_seqlen_q is not None:
+        raise TypeError(f"max_seqlen_q: got {max_seqlen_q!r}; allowed None without cu_seqlens_q")
+    for name, number, least, most in (
+        ("max_seqlen_q", max_seqlen_q, 0, None),
+        ("num_splits", num_splits, 1, SPLITS_MAX),
+    ):
+        if number is None or isinstance(number, torch.SymInt):
+            continue
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{name} must be an int or None; got {type(number).__name__}")
+        if number < least or (most is not None and number > most):
+            allowed = f"{least} and more" if most is None else f"{least} to {most}, or None"
+            raise ValueError(f"{name}: got {number}; allowed {allowed}")
+
+
+def check_out(out: object, q: torch.Tensor) -> None:
+    """TypeError or ValueError for a tensor that results cannot be written to as it is."""
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out must be a torch.Tensor or None; got {type(out).__name__}")
+    if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device or out.is_neg():
+        got, allowed = (f"{tuple(it.shape)}, {it.dtype} on {it.device}" for it in (out, q))
+        raise ValueError(f"out must be like q: got {got}; allowed {allowed}")
+    strides = [stride for size, stride in zip(out.shape[:-1], out.stride(), strict=False) if size > 1]
+    unit = VECTOR_BYTES // out.element_size()
+    is_aligned = not out.data_ptr() % VECTOR_BYTES and not any(stride % unit for stride in strides)
+    if out.numel() and not (is_aligned and (out.shape[-1] == 1 or out.stride(-1) == 1)):
+        raise ValueError(
+            f"out: got strides {tuple(out.stride())}, address {out.data_ptr():#x}; allowed unit stride on D, other "
+            f"strides that are multiples of {unit}, an address that is a multiple of {VECTOR_BYTES}"
+        )
+
+
+def cache_shape(spec: CacheSpec, heads_kv: int, seq_kv: int, head_dim: int) -> Shape:
+    """The shape of k and v."""
+    return spec.entries, heads_kv, seq_kv if spec.page is None else spec.page, head_dim
+
+
+def area_layouts(splits: int, batch: int, heads_q: int, seq_q: int, head_dim: int) -> Mapping[str, Layout]:
+    """The areas of workspace where blocks that share a row leave their parts of it.
+
+    ``partial_out`` fp32 ``[splits, B, Hq, Sq, D]``, each divided by its own sum of weights, and ``partial_lse`` fp32
+    ``[splits, B, Hq, Sq]``, in the log2 domain; -inf where a part has no key, whose partial_out nobody reads.
+    """
+    rows = (splits, batch, heads_q, seq_q)
+    return {
+        "partial_out": Layout((*rows, head_dim), row_major((*rows, head_dim)), torch.float32),
+        "partial_lse": Layout(rows, row_major(rows), torch.float32),
+    }

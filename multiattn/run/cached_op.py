@@ -1,0 +1,131 @@
+"""``torch.ops.multiattn.fmha_kvcache``: attention over caches as PyTorch's tracers see it. It has no gradient.
+
+Plain eager calls go around it, to the same launchers (`run.autograd`). Under `torch.compile` a caller's ``out`` gets a
+copy of its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from multiattn.layout import strides_like
+from multiattn.operands import Operands, Options
+from multiattn.packed import packed_strides
+from multiattn.paged import Cache, check_cache
+from multiattn.run.calls import get_forward
+from multiattn.run.execute import run_forward
+from multiattn.run.ops import KEEP_STRIDES
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+_NONE = -1
+"""In the place of a number that is None."""
+
+
+@torch.library.custom_op(
+    "multiattn::fmha_kvcache",
+    mutates_args=(),
+    schema=(
+        "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor[] captured, SymInt[] cache, Tensor? sinks=None, "
+        "SymInt? left=None, SymInt? right=None, float? scale=None, str? score=None, float[]? scalars=None, "
+        'str backend="auto", str? variant=None, bool deterministic=False) -> (Tensor out, Tensor lse)'
+    ),
+    **KEEP_STRIDES,
+)
+def kvcache_op(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    captured: Sequence[torch.Tensor],
+    cache: Sequence[int],
+    sinks: torch.Tensor | None = None,
+    left: int | None = None,
+    right: int | None = None,
+    scale: float | None = None,
+    score: str | None = None,
+    scalars: Sequence[float] | None = None,
+    backend: str = "auto",
+    variant: str | None = None,
+    deterministic: bool = False,
+) -> _Pair:
+    """Out and lse of `multiattn.fmha_kvcache`; packed queries are ``[1, Hq, T, D]`` here.
+
+    `captured` has the tensors of the score, then seqlens_kv, page_table and cu_seqlens_q as far as there are any;
+    `cache` says which: whether there are pages, max_seqlen_q and num_splits, -1 for None.
+    """
+    is_paged, max_q, splits = cache
+    spec = Cache(bool(is_paged), _number(max_q), _number(splits))
+    operands = Operands(q, k_cache, v_cache, sinks=sinks, captured=tuple(captured))
+    _check(q, k_cache, v_cache, captured, cache, sinks)
+    options = Options(
+        left,
+        right,
+        scale,
+        sinks is not None,
+        score,
+        tuple(scalars or ()),
+        cache=spec,
+        backend=backend,
+        variant=variant,
+        deterministic=deterministic,
+    )
+    return run_forward(get_forward(operands, options), operands.inputs)
+
+
+@kvcache_op.register_fake
+def _fake(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    captured: Sequence[torch.Tensor],
+    cache: Sequence[int],
+    sinks: torch.Tensor | None = None,
+    *rest: object,
+    **more: object,
+) -> _Pair:
+    _check(q, k_cache, v_cache, captured, cache, sinks)
+    strides = strides_like(q) if cache[1] == _NONE else (*packed_strides(q.shape[1], q.shape[3]), 1)
+    return q.new_empty_strided(q.shape, strides), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _check(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    captured: Sequence[torch.Tensor],
+    cache: Sequence[int],
+    sinks: torch.Tensor | None,
+) -> None:
+    """The checks of a call, whose tensors may be fake."""
+    is_paged, is_packed = bool(cache[0]), cache[1] != _NONE
+    given = list(captured[len(captured) - 1 - is_paged - is_packed :])
+    seqlens_kv, table = given.pop(0), given.pop(0) if is_paged else None
+    rows = q[0].transpose(0, 1) if is_packed else q
+    check_cache(rows, k_cache, v_cache, seqlens_kv, table, given[0] if is_packed else None, sinks)
+
+
+def _number(value: int) -> int | None:
+    return None if value == _NONE else value
+
+
+def call_kvcache_op(operands: Operands, options: Options) -> _Pair:
+    """`kvcache_op` of the inputs among `operands`."""
+    cache = options.cache
+    assert cache is not None
+    numbers = [int(cache.is_paged), *(_NONE if it is None else it for it in (cache.max_q, cache.splits))]
+    out, lse = kvcache_op(
+        *operands.qkv,
+        list(operands.captured),
+        numbers,
+        operands.sinks,
+        options.left,
+        options.right,
+        options.scale,
+        options.score,
+        options.scalars or None,
+        options.backend,
+        options.variant,
+        options.deterministic,
+    )
+    return out, lse
