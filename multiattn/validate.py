@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
@@ -18,6 +18,8 @@ LOG2_E = math.log2(math.e)
 SCALE_MAX = 3.4028234663852886e38 / LOG2_E
 """The largest whose product with `LOG2_E`, which kernels take, fp32 can hold."""
 
+LSE_DTYPES = (torch.float32, torch.float64)
+"""Dtypes of a log-sum-exp: kernels give the first, and `multiattn.reference` may compute in the second."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,6 +41,14 @@ OUR_NAMES: Mapping[str, str] = MappingProxyType(
         "learnable_sink": "sinks",
         "return_attn_probs": "return_lse",
         "return_softmax_lse": "return_lse",
+        "cache_seqlens": "seqlens_kv",
+        "seqused_k": "seqlens_kv",
+        "block_table": "page_table",
+        "block_tables": "page_table",
+        "cache_batch_idx": "page_table, whose pages may be whole entries of a cache",
+        "kv_layout": "nothing: strides say it; pages [page, Hkv, D] are given as a transposed view",
+        "pack_gqa": "nothing: heads that share keys share tiles wherever that is faster",
+        "scheduler_metadata": "nothing: no call needs a plan made before it",
     }
 )
 """Options by the names that other libraries have for them, and what they are here."""
@@ -77,23 +87,36 @@ def check_inputs(
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     tensors = {"q": q, "k": k, "v": v}
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
-        if tensor.is_nested or tensor.layout != torch.strided:
-            got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
-            raise TypeError(f"{name} must be a dense strided tensor; got {got}")
+        _check_dense(name, tensor)
         if tensor.is_neg():
             raise ValueError(f"{name} must hold its own values; got a negated view; call .resolve_neg() on it")
-        if tensor.dtype not in DTYPE_NAMES:
-            raise TypeError(f"{name}.dtype: got {tensor.dtype}; allowed {', '.join(map(str, DTYPE_NAMES))}")
-    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    if len(set(dtypes.values())) > 1:
-        raise TypeError(f"q, k and v must share one dtype; got {_list(dtypes)}")
-    devices = {name: tensor.device for name, tensor in tensors.items()}
-    if len(set(devices.values())) > 1:
-        raise ValueError(f"q, k and v must be on one device; got {_list(devices)}")
+        _check_dtype(name, tensor, DTYPE_NAMES)
+    _check_share("q, k and v", tensors)
     if q.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"device: got {q.device}; allowed cpu, cuda and meta")
+
+
+def _check_dense(name: str, tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+        raise TypeError(f"{name} must be a dense strided tensor; got {got}")
+
+
+def _check_dtype(name: str, tensor: torch.Tensor, allowed: Iterable[torch.dtype]) -> None:
+    if tensor.dtype not in allowed:
+        raise TypeError(f"{name}.dtype: got {tensor.dtype}; allowed {', '.join(map(str, allowed))}")
+
+
+def _check_share(names: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """TypeError or ValueError for tensors that have not all one dtype and one device."""
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    if len(set(dtypes.values())) > 1:
+        raise TypeError(f"{names} must share one dtype; got {_list(dtypes)}")
+    devices = {name: tensor.device for name, tensor in tensors.items()}
+    if len(set(devices.values())) > 1:
+        raise ValueError(f"{names} must be on one device; got {_list(devices)}")
 
 
 def check_shapes(q: Shape, k: Shape, v: Shape) -> None:
@@ -179,6 +202,33 @@ def _check_captured(name: str, tensor: object, q: torch.Tensor, dtypes: tuple[to
         raise TypeError(f"{name}: got {tensor.dtype}, layout {tensor.layout}; allowed dense {allowed}")
     if tensor.device != q.device:
         raise ValueError(f"{name} must be on the device of q, {q.device}; got {tensor.device}")
+
+
+def check_parts(outs: Mapping[str, torch.Tensor], lses: Mapping[str, torch.Tensor]) -> None:
+    """TypeError or ValueError for outs and lses, by their names, that are not parts of one attention."""
+    if not outs or len(outs) != len(lses):
+        got = f"{len(outs)} outs and {len(lses)} lses"
+        raise ValueError(f"outs and lses: got {got}; allowed as many of each, at least one")
+    for tensors, dtypes in ((outs, DTYPE_NAMES), (lses, LSE_DTYPES)):
+        for name, tensor in tensors.items():
+            _check_dense(name, tensor)
+            _check_dtype(name, tensor, dtypes)
+        _check_share(" and ".join(tensors), tensors)
+    (first, out), lse = next(iter(outs.items())), next(iter(lses.values()))
+    if out.ndim not in (3, 4):
+        raise ValueError(
+            f"{first}: got shape {list(out.shape)}; allowed [B, Hq, Sq, D], or [T, Hq, D] in packed batches"
+        )
+    for name, tensor in outs.items():
+        if tensor.shape != out.shape:
+            raise ValueError(f"{name}: got shape {list(tensor.shape)}; allowed {list(out.shape)}, that of {first}")
+    of_rows = list(out.shape[:3]) if out.ndim == 4 else [out.shape[1], out.shape[0]]
+    layout = "[B, Hq, Sq]" if out.ndim == 4 else "[Hq, T]"
+    for name, tensor in lses.items():
+        if list(tensor.shape) != of_rows:
+            raise ValueError(f"{name}: got shape {list(tensor.shape)}; allowed {of_rows}, {layout}")
+    if lse.device != out.device:
+        raise ValueError(f"lse must be on the device of out, {out.device}; got {lse.device}")
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:

@@ -1,0 +1,107 @@
+"""`merge` and `merge_all`: attention over parts of the keys, put together to attention over all of them.
+
+Plain PyTorch, and so differentiable any number of times. `torch.compile` makes one kernel of it, which reads the out of
+each part once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from multiattn.validate import check_parts
+
+
+def merge(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over two sets of keys, from attention over each: ``softmax`` of both lse weighs both out.
+
+    ``lse = log(exp(lse_a) + exp(lse_b))`` and ``out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b``, in fp32,
+    or fp64 where an argument is. No exponential overflows, and the weights of a row add up to 1.
+
+    Args:
+        out_a: ``[B, Hq, Sq, D]``, as `multiattn.fmha` gives it, or ``[T, Hq, D]``, as `multiattn.fmha_varlen` does.
+            fp16, bf16, fp32 or fp64, any strides.
+        lse_a: ``[B, Hq, Sq]``, or ``[Hq, T]`` of a packed batch: the natural log of the sum of exp of scores. fp32 or
+            fp64, on the device of out_a.
+        out_b: shape, dtype and device of out_a.
+        lse_b: those of lse_a.
+
+    Returns:
+        out, with the dtype, shape and order in memory of out_a, and lse, with dtype and shape of lse_a: the results of
+        one call with all keys, but for rounding. Both are differentiable, any number of times.
+
+    Raises:
+        TypeError, ValueError: for arguments that are not results of one attention; the message says what came.
+
+    The order of parts is free. Each key belongs in one of them, under the mask and at the position that it has in the
+    whole: where a shared prefix comes before suffixes, queries see all of the prefix, and `causal` is of the suffix
+    alone. Sinks count once: give them to one of the parts.
+
+    A row of a part with ``lse = -inf`` counts for nothing, even if its out is NaN, and gets zero gradients, even if NaN
+    comes in. Rows that are so in both parts have ``out = 0`` and ``lse = -inf``. NaN anywhere else stays NaN.
+    ``lse = +inf`` comes of no finite scores, and gives ``out = NaN`` and ``lse = +inf``. FlashAttention 2 has it where
+    a row sees no key: make it -inf first.
+
+    Sources of the formula: Ye et al., "FlashInfer" (arXiv 2501.01005), section 2.2, and "Cascade Inference"
+    (https://flashinfer.ai/2024/02/02/cascade-inference.html).
+    """
+    return merge_named({"out_a": out_a, "out_b": out_b}, {"lse_a": lse_a, "lse_b": lse_b})
+
+
+def merge_all(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge` of any number of parts, from one on. It rounds to the dtype of outs once, where pairs would each time.
+
+    Args:
+        outs: a list or tuple: the out of each part, all of one shape, as for `merge`.
+        lses: a list or tuple: the lse of each part, in the same order.
+
+    Returns:
+        out and lse, as `merge`.
+
+    Raises:
+        TypeError, ValueError: as `merge`, and for lists that are empty or of different lengths.
+    """
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if not isinstance(parts, (list, tuple)):
+            raise TypeError(f"{name} must be a list or tuple of tensors; got {type(parts).__name__}")
+    return merge_named(
+        {f"outs[{at}]": it for at, it in enumerate(outs)}, {f"lses[{at}]": it for at, it in enumerate(lses)}
+    )
+
+
+def merge_named(
+    named_outs: Mapping[str, torch.Tensor], named_lses: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge_all` of parts by the names that messages give to their tensors."""
+    check_parts(named_outs, named_lses)
+    outs, lses = list(named_outs.values()), torch.stack(list(named_lses.values()))  # [N, B, Hq, Sq] or [N, Hq, T]
+    compute_dtype = torch.promote_types(torch.promote_types(outs[0].dtype, lses.dtype), torch.float32)
+
+    # Filled places get no gradient: it would be NaN by inf - inf in an empty row, and by 0 * NaN where NaN comes in.
+    unseen = lses == -torch.inf
+    sees_none = unseen.all(dim=0)
+    known = lses.masked_fill(unseen, -torch.inf).masked_fill(sees_none, 0.0)
+    lse = torch.logsumexp(known, dim=0).masked_fill(sees_none, -torch.inf)
+    weights = torch.softmax(known, dim=0, dtype=compute_dtype)
+
+    # The parts of out are read one by one, and never stacked.
+    weights, unseen = (_beside(it, outs[0]) for it in (weights, unseen))
+    out = torch.where(unseen[0], 0.0, outs[0]) * weights[0]
+    for at in range(1, len(outs)):
+        out = torch.addcmul(out, torch.where(unseen[at], 0.0, outs[at]), weights[at])
+    return out.to(outs[0].dtype), lse
+
+
+def _beside(of_rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Numbers ``[N, B, Hq, Sq]`` or ``[N, Hq, T]`` as they broadcast to out, one more dimension in front.
+
+    They lie in memory in the order of out: results are laid out like the first operand, and so like out.
+    """
+    is_packed = out.ndim == 3
+    if is_packed or out.stride(1) < out.stride(2):  # [B, Sq, Hq, D] in memory
+        of_rows = of_rows.transpose(-2, -1).contiguous()
+        of_rows = of_rows if is_packed else of_rows.transpose(-2, -1)
+    return of_rows.unsqueeze(-1)
