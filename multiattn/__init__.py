@@ -7,6 +7,7 @@ from multiattn import nn
 from multiattn.api import backends, explain, fmha, fmha_backward
 from multiattn.flex import flex_attention
 from multiattn.kvcache import fmha_kvcache
+from multiattn.merging import merge, merge_all
 from multiattn.plan.backend import BACKENDS, Plan
 from multiattn.plan.support import Reason, Unsupported
 from multiattn.problem import Problem
@@ -31,6 +32,8 @@ __all__ = [
     "fmha_varlen_backward",
     "launch",
     "launch_backward",
+    "merge",
+    "merge_all",
     "nn",
     "reference",
     "reference_backward",

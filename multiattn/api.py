@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
 import torch
 
+from multiattn.kvcache import Where, with_cache
 from multiattn.mask import Window
 from multiattn.operands import Operands, Options, ScoreMod, with_score
 from multiattn.plan import backend as registry
@@ -18,7 +19,7 @@ from multiattn.plan.support import Reason, Unsupported
 from multiattn.plan.toolchain import probe_gpu
 from multiattn.problem import Problem, problem_of
 from multiattn.run import compat
-from multiattn.run.autograd import attend, autocast, differentiate, needs_grad
+from multiattn.run.autograd import attend, autocast, differentiate, needs_grad, refuse_gradient
 from multiattn.validate import hides_unknown, refuse_unknown
 from multiattn.varlen import Lengths, pack, with_packing
 
@@ -247,6 +248,9 @@ def explain(
     cu_seqlens_kv: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
+    seqlens_kv: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
     backend: str = "auto",
     variant: str | None = None,
     arch: str | None = None,
@@ -256,6 +260,8 @@ def explain(
 ) -> Plan | tuple[Reason, ...]:
     """The Plan that `fmha` would launch for these arguments, or every reason why it would refuse.
 
+    With `cu_seqlens_kv` that of `fmha_varlen`, with `seqlens_kv` that of `fmha_kvcache`.
+
     A problem without queries or without keys has a Plan like any other, but launches no kernel: there is nothing to do,
     or every row is empty. `Plan.describe` prints a Plan in lines.
 
@@ -264,20 +270,25 @@ def explain(
             refused here, as there, where either direction is.
         all from causal to deterministic: as for `fmha` (a Problem has its own of those before backend).
         cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: as for `fmha_varlen`, whose q, k and v these are then.
+        seqlens_kv, page_table, cu_seqlens_q, max_seqlen_q, num_splits: as for `fmha_kvcache`, whose q, k_cache and
+            v_cache are q, k and v then.
         arch: explain for this arch (``"sm80"``) instead of the tensors' device. Then only the data is asked, not
             whether this machine has such a GPU.
         direction: ``"backward"``: the Plan of the gradient, from autograd where tensors require grad, else from
-            `fmha_backward`. ``"auto"`` chooses each direction by its own measurements.
+            `fmha_backward`. ``"auto"`` chooses each direction by its own measurements. A cache has no gradient.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as the call that is explained.
     """
     if unknown:
         refuse_unknown("explain", unknown)
     if direction not in DIRECTIONS:
         raise ValueError(f"direction: got {direction!r}; allowed {', '.join(DIRECTIONS)}")
     directions: tuple[Direction, ...] = (direction,)
-    has_options = any(
-        it is not None
-        for it in (window, scale, softcap, alibi_slopes, bias, sinks, score_mod, block_mask, cu_seqlens_q)
-    )
+    if seqlens_kv is None:
+        _refuse_given({"page_table": page_table, "num_splits": num_splits}, "without seqlens_kv")
+    elif direction != "forward":
+        raise ValueError(f"direction: got {direction!r}; allowed forward with seqlens_kv: a cache has no gradient")
     options = Options.of(
         causal=causal,
         window=window,
@@ -291,20 +302,28 @@ def explain(
         if arch is None:
             raise ValueError("explain(Problem) needs arch=, as there is no tensor whose device would tell it")
         target = arch_by_name(arch)
-        if k is not None or v is not None or causal or has_options:
+        given = (k, v, window, scale, softcap, alibi_slopes, bias, sinks, score_mod, block_mask, cu_seqlens_q)
+        if causal or any(it is not None for it in (*given, seqlens_kv)):
             raise TypeError("explain(Problem) takes q alone, as the Problem has its own mask, scale, scores and sinks")
         problem = q
     elif k is None or v is None:
         raise TypeError("explain needs q, k and v, or one Problem")
     else:
         packing = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-        if all(it is None for it in packing):
-            operands = Operands(q, k, v, sinks=sinks)
-            operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask)
+        changes = (softcap, alibi_slopes, bias, score_mod)
+        if seqlens_kv is not None:
+            named = {"alibi_slopes": alibi_slopes, "bias": bias, "score_mod": score_mod, "block_mask": block_mask}
+            named |= {"cu_seqlens_kv": cu_seqlens_kv, "max_seqlen_kv": max_seqlen_kv}
+            _refuse_given(named, "with seqlens_kv: fmha_kvcache has no such argument")
+            where = Where(seqlens_kv, page_table, cu_seqlens_q, max_seqlen_q, num_splits)
+            operands, options = with_cache(q, k, v, options, where, softcap, sinks)
+            refuse_gradient(operands)
+        elif all(it is None for it in packing):
+            operands, options = with_score(Operands(q, k, v, sinks=sinks), options, *changes, block_mask)
         else:
             lengths = Lengths(*packing)  # type: ignore[arg-type]  # `pack` refuses None
             operands = pack(q, k, v, lengths, block_mask)._replace(sinks=sinks)
-            operands, options = with_packing(operands, options, lengths, softcap, alibi_slopes, bias, score_mod)
+            operands, options = with_packing(operands, options, lengths, *changes)
         problem = problem_of(operands, options)
         target = detect(q.device) if arch is None else arch_by_name(arch)
         from_autograd = needs_grad(operands) and (direction == "forward" or variant is None)
@@ -314,6 +333,13 @@ def explain(
     except Unsupported as error:
         return error.reasons
     return plans[directions.index(direction)]
+
+
+def _refuse_given(named: Mapping[str, object], why: str) -> None:
+    """TypeError for an argument that is not None."""
+    for name, value in named.items():
+        if value is not None:
+            raise TypeError(f"{name}: got {type(value).__name__}; allowed None {why}")
 
 
 def backends(device: torch.device | str | None = None) -> Mapping[str, tuple[Reason, ...]]:

@@ -135,3 +135,11 @@ def _dense(counts: torch.Tensor, indices: torch.Tensor, spec: BlockSpec, seq_q: 
     blocks.scatter_add_(-1, indices.clamp(0, columns - 1).long(), counted.to(torch.int32))
     scores = blocks.repeat_interleave(spec.queries, dim=-2).repeat_interleave(spec.keys, dim=-1)
     return scores[..., :seq_q, :seq_kv] > 0
+
+
+def list_shapes(lists: Sequence[torch.Tensor], blocks: BlockSpec) -> tuple[Shape, ...]:
+    """The shapes of a block mask's lists; ValueError where there are others behind the captured tensors."""
+    if len(lists) != len(blocks.names) or any(it.dtype != torch.int32 or not it.is_contiguous() for it in lists):
+        got = ", ".join(f"{it.dtype} {list(it.shape)}" for it in lists)
+        raise ValueError(f"captured: got {got or 'nothing'}; allowed {', '.join(blocks.names)}, contiguous int32")
+    return tuple(tuple(it.shape) for it in lists)

@@ -101,12 +101,14 @@ def fmha_kvcache(
             ``j % page`` of page ``page_table[b, j // page]``. Entries beyond the length of a sequence are never read. A
             page may be in several sequences.
         cu_seqlens_q: int32 ``[B + 1]`` on the device of q: sequence b has the rows ``cu_seqlens_q[b]`` to
-            ``cu_seqlens_q[b + 1]`` of q, which may be none. Rows behind the last sequence are left as they are. Chunks
+            ``cu_seqlens_q[b + 1]`` of q, which may be none. Rows behind the last sequence are left as they are, in
+            a fresh tensor undefined. Chunks
             of prompts and single tokens may be in one call.
-        max_seqlen_q: with `cu_seqlens_q`, at least the most rows of a sequence.
+        max_seqlen_q: with `cu_seqlens_q`, at least the most rows of a sequence; the results of one that has more are
+            undefined.
         num_splits: the parts, 1 to 256, that the keys of a sequence are divided into, each for a block of its own; None
             chooses by sizes, never by lengths. With 1 a sequence's result has the same bits whatever else is in the
-            batch.
+            batch, of as many queries at most.
         out: results are written here, and returned: shape, dtype and device of q, any strides that are multiples of 16
             bytes, with unit stride on D, at a multiple of 16 bytes. None: a fresh tensor.
         causal: bottom-right aligned: query i of Sq sees the keys up to ``i + seqlens_kv[b] - Sq``.
@@ -177,8 +179,8 @@ def with_cache(
     is_packed = where.cu_seqlens_q is not None
     if not is_compiling():  # else checked when the op is called
         check_cache(q, k_cache, v_cache, *where[:3], sinks)
-        if out is not None:
-            check_out(out, q)
+    if out is not None:
+        check_out(out, q, layout=not is_compiling())  # a compiled call copies its result
     check_numbers(where.max_seqlen_q, where.num_splits, is_packed=is_packed)
     strides_out = None
     if out is not None:

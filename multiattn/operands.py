@@ -16,7 +16,7 @@ from multiattn.packed import Packing
 from multiattn.paged import Cache
 from multiattn.score import BoundScore, LoweredScore, ScoreProgram, bind_score
 from multiattn.score.record import Recorder, program_of
-from multiattn.score.serial import dumps
+from multiattn.score.serial import dumps, loads
 from multiattn.validate import as_float, check_inputs, check_modification
 
 ScoreMod = Callable[..., torch.Tensor]
@@ -269,6 +269,38 @@ def captured_name(slot: int) -> str:
 def dcaptured_name(place: int) -> str:
     """The name of the sum of the gradient of the tensor at this place of `ScoreSpec.gradients`."""
     return f"{DCAPTURED}{place}"
+
+
+def score_spec(
+    captured: tuple[torch.Tensor, ...],
+    device: torch.device,
+    options: Options,
+    lengths: tuple[int, int, int],
+    heads: int,
+) -> ScoreSpec:
+    """The modification of a call; ValueError for captured tensors that are elsewhere than q, or too small.
+
+    `lengths` are the number of sequences and the most queries and keys of one, `heads` those of q.
+    """
+    assert options.score is not None
+    program = loads(options.score)
+    tensors = captured[: len(program.tensors)]
+    bound = BoundScore(program, dict(zip(program.scalars, options.scalars, strict=True)), tensors)
+    for slot, tensor in enumerate(tensors):
+        if tensor.device != device:
+            allowed = f"the device of q, {device}"
+            raise ValueError(f"{captured_name(slot)}: got a tensor on {tensor.device}; allowed {allowed}")
+    is_apart = options.deterministic and bool(options.gradient_slots)
+    batch, seq_q, seq_kv = lengths
+    bound.check(batch=batch, heads=heads, seq_q=seq_q, seq_kv=seq_kv)
+    return ScoreSpec(
+        program=program,
+        scalars=options.scalars,
+        shapes=tuple(tuple(it.shape) for it in tensors),
+        strides=tuple(it.stride() for it in tensors),
+        gradients=options.gradient_slots,
+        scores=(batch, heads, seq_q, seq_kv) if is_apart else None,
+    )
 
 
 def with_score(

@@ -79,6 +79,16 @@ class PackingSpec(NamedTuple):
         return rows // tile + self.sequences + 1
 
 
+def packing_of(captured: tuple[torch.Tensor, ...], bounds: Packing) -> PackingSpec:
+    """The packing of a call; ValueError where its cu_seqlens are not the last captured tensors."""
+    cu_seqlens = captured[-2:]
+    shapes = {tuple(it.shape) for it in cu_seqlens}
+    if len(cu_seqlens) < 2 or len(shapes) > 1 or any(it.dtype != torch.int32 or it.ndim != 1 for it in cu_seqlens):
+        got = ", ".join(f"{it.dtype} {list(it.shape)}" for it in cu_seqlens)
+        raise ValueError(f"captured: got {got or 'nothing'}; allowed cu_seqlens of queries and keys, int32 [B + 1]")
+    return PackingSpec(cu_seqlens[0].shape[0] - 1, *bounds)
+
+
 def ragged(layout: Layout) -> Layout:
     """A packed ``[1, H, T, D]`` for a tensor map whose rows end with a sequence: five dimensions, none of any length.
 

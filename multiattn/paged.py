@@ -23,6 +23,12 @@ from multiattn.validate import check_sinks
 SPLITS_MAX = 256
 """The most parts that the keys of a sequence are divided into, as in FlashAttention-3."""
 
+CACHE_TENSORS = ("seqlens_kv", "page_table", "cu_seqlens_q")
+"""The tensors that say where keys and queries are, in their order among captured ones."""
+
+PARTIAL = ("partial_out", "partial_lse")
+"""Areas of workspace: `area_layouts` says what is where."""
+
 
 class Cache(NamedTuple):
     """A call's cache, beside its tensors; they come last among captured ones: seqlens_kv, page_table, cu_seqlens_q."""
@@ -84,7 +90,8 @@ def spec_of(k: torch.Tensor, cache: Cache, tensors: tuple[torch.Tensor, ...], ba
 
     `tensors` are those that say where keys and queries are; `batch` is that of q.
     """
-    names = ("seqlens_kv", *(["page_table"] * cache.is_paged), *(["cu_seqlens_q"] * (cache.max_q is not None)))
+    has = {"seqlens_kv": True, "page_table": cache.is_paged, "cu_seqlens_q": cache.max_q is not None}
+    names = [name for name in CACHE_TENSORS if has[name]]
     if len(tensors) != len(names) or any(it.dtype != torch.int32 for it in tensors):
         got = ", ".join(f"{it.dtype} {list(it.shape)}" for it in tensors)
         raise ValueError(f"captured: got {got or 'nothing'}; allowed {', '.join(names)}, int32")
@@ -205,14 +212,23 @@ def check_numbers(max_seqlen_q: object, num_splits: object, *, is_packed: bool) 
             raise ValueError(f"{name}: got {number}; allowed {allowed}")
 
 
-def check_out(out: object, q: torch.Tensor) -> None:
-    """TypeError or ValueError for a tensor that results cannot be written to as it is."""
+def check_out(out: object, q: torch.Tensor, *, layout: bool = True) -> None:
+    """TypeError or ValueError for a tensor that results cannot be written to as it is; without `layout`, copied to."""
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out must be a torch.Tensor or None; got {type(out).__name__}")
-    if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device or out.is_neg():
+    if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device or (layout and out.is_neg()):
         got, allowed = (f"{tuple(it.shape)}, {it.dtype} on {it.device}" for it in (out, q))
         raise ValueError(f"out must be like q: got {got}; allowed {allowed}")
+    if not layout:
+        return
+    walked = [(stride, size) for size, stride in zip(out.shape, out.stride(), strict=True) if size > 1]
     strides = [stride for size, stride in zip(out.shape[:-1], out.stride(), strict=False) if size > 1]
+    extent = 1
+    for stride, size in sorted(walked):
+        if stride < extent and out.numel():
+            got = f"strides {tuple(out.stride())} for shape {tuple(out.shape)}"
+            raise ValueError(f"out: got {got}; allowed strides by which no two elements have one place")
+        extent = stride * size
     unit = VECTOR_BYTES // out.element_size()
     is_aligned = not out.data_ptr() % VECTOR_BYTES and not any(stride % unit for stride in strides)
     if out.numel() and not (is_aligned and (out.shape[-1] == 1 or out.stride(-1) == 1)):
@@ -227,6 +243,11 @@ def cache_shape(spec: CacheSpec, heads_kv: int, seq_kv: int, head_dim: int) -> S
     return spec.entries, heads_kv, seq_kv if spec.page is None else spec.page, head_dim
 
 
+def rows_of_sequences(cu_seqlens_q: torch.Tensor, rows: int) -> torch.Tensor:
+    """True for each of so many packed rows that some sequence has, ``[T]``; the others are behind the last."""
+    return torch.arange(rows, device=cu_seqlens_q.device) < cu_seqlens_q[-1]
+
+
 def area_layouts(splits: int, batch: int, heads_q: int, seq_q: int, head_dim: int) -> Mapping[str, Layout]:
     """The areas of workspace where blocks that share a row leave their parts of it.
 
@@ -234,7 +255,5 @@ def area_layouts(splits: int, batch: int, heads_q: int, seq_q: int, head_dim: in
     ``[splits, B, Hq, Sq]``, in the log2 domain; -inf where a part has no key, whose partial_out nobody reads.
     """
     rows = (splits, batch, heads_q, seq_q)
-    return {
-        "partial_out": Layout((*rows, head_dim), row_major((*rows, head_dim)), torch.float32),
-        "partial_lse": Layout(rows, row_major(rows), torch.float32),
-    }
+    shapes = dict(zip(PARTIAL, ((*rows, head_dim), rows), strict=True))
+    return {name: Layout(shape, row_major(shape), torch.float32) for name, shape in shapes.items()}

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import torch
 
-from multiattn.block_mask import BlockSpec, ListArguments, list_arguments
+from multiattn.block_mask import BlockSpec, ListArguments, list_arguments, list_shapes
 from multiattn.layout import (
     DTYPE_NAMES,
     DTYPES,
@@ -24,10 +24,9 @@ from multiattn.layout import (
     strides_of,
 )
 from multiattn.mask import Band, Window, band_of
-from multiattn.operands import Operands, Options, ScoreSpec, captured_name
-from multiattn.packed import TILE_LISTS, Packing, PackingSpec, packed_strides, strides_of_packed
+from multiattn.operands import Operands, Options, ScoreSpec, captured_name, score_spec
+from multiattn.packed import TILE_LISTS, PackingSpec, packed_strides, packing_of, strides_of_packed
 from multiattn.paged import CacheSpec, cache_shape, spec_of
-from multiattn.score import BoundScore
 from multiattn.score.expression import inputs_of, walk
 from multiattn.score.serial import dumps, loads
 from multiattn.validate import LOG2_E, check_inputs, check_scale, check_shapes
@@ -123,13 +122,15 @@ class Problem:
             band=options.band,
             scale=options.scale,
             has_sinks=operands.sinks is not None,
-            packing=None if options.packing is None else _packing_of(operands, options.packing),
+            packing=None if options.packing is None else packing_of(operands.captured, options.packing),
         )
         if options.score is not None:
-            plain = replace(plain, score=_score_spec(operands, options, plain))
+            plain = replace(plain, score=score_spec(operands.captured, q.device, options, plain.lengths, plain.heads_q))
         if options.blocks is None:
             return plain
-        return replace(plain, blocks=options.blocks, lists=_list_shapes(operands, options.blocks, plain))
+        return replace(
+            plain, blocks=options.blocks, lists=list_shapes(operands.captured[plain._first_list :], options.blocks)
+        )
 
     @classmethod
     def contiguous(
@@ -297,6 +298,12 @@ class Problem:
         return self.seq_q if self.cache is None or self.cache.max_q is None else self.cache.max_q
 
     @property
+    def asked_splits(self) -> int | None:
+        """The parts that a caller has the keys divided into: then no number but the rows of a sequence may choose
+        tiles."""
+        return None if self.cache is None else self.cache.splits
+
+    @property
     def cache_tensors(self) -> Mapping[str, str]:
         """The operands that say where a cache has keys, by their names: ``seqlens_kv``, ``page_table``,
         ``cu_seqlens_q``.
@@ -359,12 +366,18 @@ class Problem:
     @property
     def is_empty(self) -> bool:
         """True if there is nothing to launch for: no query at all."""
-        return self.batch == 0 or self.seq_q == 0
+        has_none = self.cache is not None and (self.cache.sequences == 0 or self.queries == 0)
+        return self.batch == 0 or self.seq_q == 0 or has_none
+
+    @property
+    def has_no_keys(self) -> bool:
+        """True if no sequence can have a key: every row is empty."""
+        return self.seq_kv == 0 or (self.cache is not None and self.cache.entries == 0)
 
     @property
     def has_empty_rows(self) -> bool:
         """True if there are queries that see no key, or may be: by a block mask, or a score of -inf."""
-        if self.packing is not None:
+        if self.packing is not None or self.cache is not None:
             return True
         by_band = self.seq_q > 0 and (self.seq_kv == 0 or self.diagonal + self.reach[1] < 0)
         return by_band or self.score is not None or self.blocks is not None
@@ -468,16 +481,6 @@ def options_of(problem: Problem) -> Options:
     )
 
 
-def _packing_of(operands: Operands, bounds: Packing) -> PackingSpec:
-    """The packing of a call; ValueError where its cu_seqlens are not the last captured tensors."""
-    cu_seqlens = operands.captured[-2:]
-    shapes = {tuple(it.shape) for it in cu_seqlens}
-    if len(cu_seqlens) < 2 or len(shapes) > 1 or any(it.dtype != torch.int32 or it.ndim != 1 for it in cu_seqlens):
-        got = ", ".join(f"{it.dtype} {list(it.shape)}" for it in cu_seqlens)
-        raise ValueError(f"captured: got {got or 'nothing'}; allowed cu_seqlens of queries and keys, int32 [B + 1]")
-    return PackingSpec(cu_seqlens[0].shape[0] - 1, *bounds)
-
-
 def _cached(operands: Operands, options: Options) -> Problem:
     """The problem of a call with a cache, whose tensors `multiattn.paged.check_cache` has passed, as if contiguous."""
     assert options.cache is not None
@@ -498,7 +501,11 @@ def _cached(operands: Operands, options: Options) -> Problem:
         has_sinks=operands.sinks is not None,
         cache=spec,
     )
-    return plain if options.score is None else replace(plain, score=_score_spec(operands, options, plain))
+    return (
+        plain
+        if options.score is None
+        else replace(plain, score=score_spec(operands.captured, q.device, options, plain.lengths, plain.heads_q))
+    )
 
 
 def _cache_layouts(problem: Problem, cache: CacheSpec) -> Mapping[str, Layout]:
@@ -506,37 +513,5 @@ def _cache_layouts(problem: Problem, cache: CacheSpec) -> Mapping[str, Layout]:
     return {problem.cache_tensors[name]: layout for name, layout in cache.tensors.items()}
 
 
-def _list_shapes(operands: Operands, blocks: BlockSpec, problem: Problem) -> tuple[Shape, ...]:
-    """The shapes of a block mask's lists; ValueError where there are others behind the captured tensors."""
-    lists = operands.captured[0 if problem.score is None else len(problem.score.program.tensors) :]
-    if len(lists) != len(blocks.names) or any(it.dtype != torch.int32 or not it.is_contiguous() for it in lists):
-        got = ", ".join(f"{it.dtype} {list(it.shape)}" for it in lists)
-        raise ValueError(f"captured: got {got or 'nothing'}; allowed {', '.join(blocks.names)}, contiguous int32")
-    return tuple(tuple(it.shape) for it in lists)
-
-
 def _of_list(shape: Shape) -> Layout:
     return Layout(shape, row_major(shape), torch.int32)
-
-
-def _score_spec(operands: Operands, options: Options, problem: Problem) -> ScoreSpec:
-    """The modification of a call; ValueError for captured tensors that are elsewhere, or too small."""
-    assert options.score is not None
-    program = loads(options.score)
-    tensors = operands.captured[: len(program.tensors)]
-    bound = BoundScore(program, dict(zip(program.scalars, options.scalars, strict=True)), tensors)
-    for slot, tensor in enumerate(tensors):
-        if tensor.device != operands.q.device:
-            allowed = f"the device of q, {operands.q.device}"
-            raise ValueError(f"{captured_name(slot)}: got a tensor on {tensor.device}; allowed {allowed}")
-    is_apart = options.deterministic and bool(options.gradient_slots)
-    batch, seq_q, seq_kv = problem.lengths
-    bound.check(batch=batch, heads=problem.heads_q, seq_q=seq_q, seq_kv=seq_kv)
-    return ScoreSpec(
-        program=program,
-        scalars=options.scalars,
-        shapes=tuple(tuple(it.shape) for it in tensors),
-        strides=tuple(it.stride() for it in tensors),
-        gradients=options.gradient_slots,
-        scores=(batch, problem.heads_q, seq_q, seq_kv) if is_apart else None,
-    )

@@ -332,8 +332,11 @@ def _prepare(plan: Plan) -> Launcher:
         run, names = (attend, FORWARD_RESULTS) if is_forward else (differentiate, GRADIENTS)
         with torch.autocast(operands.q.device.type, enabled=False):  # it would round what the contract has in fp32
             results: Sequence[torch.Tensor] = run(operands, options, compute_dtype)
+        rows = slice(None)
+        if problem.cache is not None and problem.has_packed_queries:
+            rows = slice(int(operands.captured[-1][-1]))  # those behind the last sequence are left as they are
         for name, result in zip(names, results, strict=False):  # the gradient of sinks is made of delta
-            getattr(operands, name).copy_(result)
+            getattr(operands, name)[:, :, rows].copy_(result[:, :, rows])
         for total, result in zip(operands.dcaptured, results[-len(operands.dcaptured) or len(results) :], strict=True):
             total.copy_(result)
         if operands.delta is not None:

@@ -6,6 +6,7 @@ import pytest
 
 from multiattn import Problem
 from multiattn.packed import PackingSpec
+from multiattn.paged import CacheSpec
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import BACKENDS, DIRECTIONS
@@ -30,6 +31,9 @@ CONDITIONS = {
     "scored": ({"scored": True}, "for modified scores"),
     "reads_keys": ({"reads_keys": True}, "for scores that read an element for each key"),
     "packed": ({"packed": True}, "for packed batches"),
+    "cached": ({"cached": True}, "for caches"),
+    "few rows": ({"rows_min": 1001}, "for 1001 to any number of queries of the heads that share a key"),
+    "many rows": ({"rows_max": 999}, "for 0 to 999 queries of the heads that share a key"),
     "dtype": ({"dtype": "fp16"}, "for fp16"),
     "long": ({"seq_min": 1001}, "for lengths in 1001.."),
     "short": ({"seq_max": 999}, "for lengths in 0..999"),
@@ -56,6 +60,41 @@ def test_a_packed_batch_has_its_own_rules_and_those_for_both():
     assert select((others, mine, ANY), packed, SM80)[0] is mine
     assert select((others, ANY), packed, SM80)[0] is ANY
     assert others.reject(packed, SM80) == "for batches [B, H, S, D]"
+
+
+def test_a_cache_has_its_own_rules_and_those_for_both():
+    cached = Problem.contiguous(batch=3, heads_q=4, seq_q=1, seq_kv=1000, head_dim=64, cache=CacheSpec(3, 3))
+    mine, others = (replace(ANY, cached=is_cached) for is_cached in (True, False))
+    assert select((others, mine, ANY), cached, SM80)[0] is mine
+    assert select((others, ANY), cached, SM80)[0] is ANY
+    assert others.reject(cached, SM80) == "for keys that are in no cache"
+
+
+def test_a_rule_for_pages_of_a_multiple_is_for_caches_without_pages_too():
+    rule, page_of_5, page_of_32, dense = (
+        replace(ANY, page_multiple=16), *(
+            Problem.contiguous(
+                batch=3, heads_q=4, seq_q=1, seq_kv=160, head_dim=64,
+                cache=CacheSpec(3, 9, page=page, max_pages=160 // (page or 160)),
+            )
+            for page in (5, 32, None)
+        ),
+    )  # fmt: skip
+    assert rule.reject(page_of_5, SM80) == "for pages of multiples of 16 keys"
+    for of_any in (page_of_32, dense, problem()):
+        assert rule.reject(of_any, SM80) is None
+
+
+def test_rows_are_queries_of_all_heads_that_share_a_key():
+    plain = Problem.contiguous(batch=2, heads_q=8, heads_kv=2, seq_q=3, seq_kv=50, head_dim=64)
+    packed = Problem.contiguous(
+        batch=1, heads_q=8, heads_kv=2, seq_q=50, seq_kv=50, head_dim=64, cache=CacheSpec(9, 9, max_q=3)
+    )
+    for few in (plain, packed):
+        assert few.rows == 12
+        assert replace(ANY, rows_min=12, rows_max=12).reject(few, SM80) is None
+        assert replace(ANY, rows_min=13).reject(few, SM80).startswith("for 13 to")
+        assert replace(ANY, rows_max=11).reject(few, SM80).startswith("for 0 to 11")
 
 
 def test_a_rule_for_callers_that_name_the_variant():
@@ -93,6 +132,10 @@ def test_a_rule_covers_what_it_would_shadow():
         scored=True,
         reads_keys=False,
         packed=False,
+        cached=True,
+        rows_min=2,
+        rows_max=16,
+        page_multiple=16,
         dtype="bf16",
         seq_min=100,
         seq_max=200,
@@ -104,6 +147,8 @@ def test_a_rule_covers_what_it_would_shadow():
         {"arches": ("sm100",)}, {"head_dim_max": 256}, {"head_dim_min": 1}, {"whole_sectors": None},
         {"whole_sectors": False}, {"banded": None}, {"dtype": None}, {"seq_max": None}, {"seq_min": 0},
         {"batch_max": None}, {"scored": None}, {"reads_keys": None}, {"packed": None},
+        {"cached": None}, {"cached": False}, {"rows_min": 1}, {"rows_max": 17}, {"rows_max": None},
+        {"page_multiple": 8},
     ):  # fmt: skip
         assert not narrower.covers(replace(narrower, **change))
     assert not replace(rule, only_named=True).covers(rule)

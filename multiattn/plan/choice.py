@@ -120,7 +120,8 @@ def is_measured(plan: Plan) -> bool:
         return True
     offered = registry.get(plan.backend).op(plan.direction).offered
     better = itertools.takewhile(lambda variant: variant.name != plan.variant, offered)
-    refused = {it.code for variant in better for it in variant.capability.why_not(problem, arch)}
+    usual = (variant.capability for variant in better if not variant.capability.caches)
+    refused = {it.code for capability in usual for it in capability.why_not(problem, arch)}
     return not refused & {"score", "block_mask", "packing"}
 
 
@@ -146,6 +147,8 @@ class MeasuredCell:
     direction: Direction = "forward"
     packed: bool = False
     """True for a packed batch of `seq_kv` tokens: the geometric mean over several mixes of lengths."""
+    rows: int = 0
+    """With keys in a cache `Problem.rows`: the geometric mean over batches, heads, lengths and pages. 0: no cache."""
 
     def distance(self, problem: Problem) -> float:
         """How far a problem is from this cell, in doublings of head_dim, length and heads, each of which matters less.
@@ -154,6 +157,8 @@ class MeasuredCell:
         the backend that waits most for loads. A packed batch, whose lengths nobody knows here, is nearer to a
         packed cell of 1.4 times its head_dim than to another cell of its own head_dim.
         """
+        if self.rows:
+            return abs(math.log2(problem.head_dim / self.head_dim)) + abs(math.log2(max(problem.rows, 1) / self.rows))
         if self.packed != (problem.packing is not None):
             return self._distance(problem) + _UNPACKED
         return self._distance(problem)
@@ -174,12 +179,28 @@ def measured_cells() -> tuple[MeasuredCell, ...]:
     return tuple(MeasuredCell(**{**row, "tflops": tuple(sorted(row["tflops"].items()))}) for row in rows)
 
 
+FEW_ROWS, MANY_KEYS = 16, 1024
+"""The most rows, and the least keys, of calls without a cache that are as fast as those with one: kernels are the
+same."""
+
+
+def reads_as_cache(problem: Problem, direction: Direction) -> bool:
+    """True if cells of caches tell how fast backends are: the time is that of reading keys."""
+    if problem.cache is not None:
+        return True
+    is_plain = problem.packing is None and problem.blocks is None and direction == "forward"
+    return is_plain and problem.rows <= FEW_ROWS and problem.seq_kv >= MANY_KEYS
+
+
 def preferred_order(problem: Problem, arch: Arch, direction: Direction = "forward") -> tuple[tuple[str, str], ...]:
     """Backends from the most to the least preferred, each with the reason for its place.
 
     Backward follows its own cells; where an arch has none yet, those of forward, and the reason says so.
     """
-    cells = [cell for cell in measured_cells() if cell.arch == arch.name and cell.causal == problem.is_banded]
+    here = [cell for cell in measured_cells() if cell.arch == arch.name]
+    cells = [cell for cell in here if cell.rows and reads_as_cache(problem, direction)]
+    if not cells and problem.cache is None:
+        cells = [cell for cell in here if not cell.rows and cell.causal == problem.is_banded]
     cells = [cell for cell in cells if problem.packing is not None or not cell.packed]
     if not cells:
         why = f"no measurement on {arch.name} yet: the order of BACKENDS, a guess"
@@ -188,8 +209,10 @@ def preferred_order(problem: Problem, arch: Arch, direction: Direction = "forwar
     cell = min(own or cells, key=lambda cell: cell.distance(problem))
     mask = "causal" if cell.causal else "full"
     heads = f"B*H={cell.heads}" + (f" Hq/Hkv={cell.group}" if cell.group != 1 else "")
-    size = f"D={cell.head_dim} {'tokens' if cell.packed else 'N'}={cell.seq_kv} {heads}"
-    where = f"{cell.gpu}, {cell.date}, {size} {mask} {'packed ' * cell.packed}{cell.direction}"
+    size = f"D={cell.head_dim} {'tokens' if cell.packed else 'N'}={cell.seq_kv} {heads} {mask}"
+    if cell.rows:
+        size = f"D={cell.head_dim}, caches with {cell.rows} queries of the heads that share a key,"
+    where = f"{cell.gpu}, {cell.date}, {size} {'packed ' * cell.packed}{cell.direction}"
     if not own:
         where += f" (no {direction} measured on {arch.name} yet)"
     measured = sorted(cell.tflops, key=lambda pair: -pair[1])

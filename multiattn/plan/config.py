@@ -61,6 +61,8 @@ class Rule(Generic[C]):
     """For packed batches, or for ``[B, H, S, D]``; None for both."""
     cached: bool | None = None
     """For keys in a cache, or for those that are not; None for both."""
+    page_multiple: int = 1
+    """For caches whose pages hold a multiple of so many keys, or that have no pages; and for keys in no cache."""
     rows_min: int = 0
     """The least `Problem.rows`, as `rows_max` is the most; None is no limit."""
     rows_max: int | None = None
@@ -93,10 +95,16 @@ class Rule(Generic[C]):
             return "for packed batches" if self.packed else "for batches [B, H, S, D]"
         if self.cached not in (None, problem.cache is not None):
             return "for caches" if self.cached else "for keys that are in no cache"
+        page = None if problem.cache is None else problem.cache.page
+        if page is not None and page % self.page_multiple:
+            return f"for pages of multiples of {self.page_multiple} keys"
         if problem.rows < self.rows_min or (self.rows_max is not None and problem.rows > self.rows_max):
             return f"for {self.rows_min} to {self.rows_max or 'any number of'} queries of the heads that share a key"
         if self.dtype not in (None, problem.dtype):
             return f"for {self.dtype}"
+        limits = (self.seq_min or None, self.seq_max, self.batch_max)
+        if problem.asked_splits is not None and any(it is not None for it in limits):
+            return "for calls that leave the number of parts to the plan: batches and lengths choose no tiles of others"
         seq = length_of(problem)
         if seq < self.seq_min or (self.seq_max is not None and seq > self.seq_max):
             return f"for lengths in {self.seq_min}..{self.seq_max or ''}"
@@ -119,6 +127,7 @@ class Rule(Generic[C]):
             and other.head_dim_max <= self.head_dim_max
             and self.seq_min <= other.seq_min
             and theirs <= longest
+            and other.page_multiple % self.page_multiple == 0
             and self.rows_min <= other.rows_min
             and its_most <= most
             and self.smem_min <= other.smem_min

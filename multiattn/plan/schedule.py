@@ -52,9 +52,9 @@ def choose_splits(problem: Problem, arch: Arch, *, tile_m: int, keys_min: int, b
     each part `keys_min` keys of the longest sequence. The lengths themselves stay on the device, so that one launch
     fits all.
     """
+    if problem.asked_splits is not None:
+        return problem.asked_splits
     most = min(SPLITS_MAX, max(problem.seq_kv // keys_min, 1))
-    if problem.cache is not None and problem.cache.splits is not None:
-        return problem.cache.splits
     tiles, places = max(row_tiles(problem, tile_m), 1), most_multiprocessors(arch) * blocks_per_sm
     waves = [tiles * splits / places for splits in range(1, most + 1)]
     evenness = [wave / math.ceil(wave) for wave in waves]

@@ -19,8 +19,8 @@ from multiattn.problem import Problem
 class Reason:
     """One reason why not: what it is about, what came, what is accepted and what to do.
 
-    `code` is a stable key: of a Problem (head_dim, dtype, seq, mask, sinks, cache, strides, alignment), or one of arch,
-    direction, variant, config, deterministic, module, driver, compiler, gpu, host.
+    `code` is a stable key: of a Problem (head_dim, dtype, seq, mask, sinks, cache, page, strides, alignment), or one of
+    arch, direction, variant, config, deterministic, module, driver, compiler, gpu, host.
     """
 
     code: str

@@ -13,6 +13,7 @@ import torch
 from torch.compiler import is_compiling
 
 from multiattn.operands import Operands, Options
+from multiattn.paged import rows_of_sequences
 from multiattn.run import compat
 from multiattn.run.cached_op import call_kvcache_op
 from multiattn.run.calls import Ready, get_backward, get_forward
@@ -83,18 +84,27 @@ def attend_cached(operands: Operands, options: Options, out: torch.Tensor | None
 
     NotImplementedError where autograd would want a gradient.
     """
-    if torch.is_grad_enabled() and operands.requires_grad:
-        raise NotImplementedError(
-            "multiattn.fmha_kvcache has no gradient: call it under torch.no_grad(); multiattn.fmha_varlen has one"
-        )
+    refuse_gradient(operands)
     if is_compiling() or not (operands.inputs_are(_PLAIN) and _is_unwatched()):
         fresh, lse = call_kvcache_op(operands, options)
-        return fresh if out is None else out.copy_(fresh), lse
+        if out is None:
+            return fresh, lse
+        if options.cache is not None and options.cache.max_q is not None:  # the other rows are left as they are
+            fresh = torch.where(rows_of_sequences(operands.captured[-1], out.shape[2])[:, None], fresh, out)
+        return out.copy_(fresh), lse
     ready = get_forward(operands, options)
     if out is None:
         fresh, lse = run_forward(ready, operands.inputs)
         return fresh, lse
     return out, run_forward_into(ready, operands.inputs, out)
+
+
+def refuse_gradient(operands: Operands) -> None:
+    """NotImplementedError where autograd would want a gradient of a call with a cache."""
+    if needs_grad(operands):
+        raise NotImplementedError(
+            "multiattn.fmha_kvcache has no gradient: call it under torch.no_grad(); multiattn.fmha_varlen has one"
+        )
 
 
 def differentiate(operands: Operands, options: Options) -> tuple[torch.Tensor | None, ...]:

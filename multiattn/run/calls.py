@@ -13,6 +13,7 @@ import torch
 
 from multiattn.layout import VECTOR_BYTES
 from multiattn.operands import FORWARD_RESULTS, GRADIENTS, Operands, Options
+from multiattn.paged import rows_of_sequences
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import CPU, detect
 from multiattn.plan.backend import REFERENCE, Direction, Launcher, Plan
@@ -176,8 +177,11 @@ def prepare(plan: Plan, device: torch.device) -> Launcher:
     """The launcher of a Plan, made with the tensors' device current; no kernel is asked for no work."""
     if device.type == "meta":
         return _launch_nothing
-    if plan.problem.is_empty or plan.problem.seq_kv == 0:
-        return fill_empty if plan.direction == "forward" else _zero_gradients
+    if plan.problem.is_empty or plan.problem.has_no_keys:
+        if plan.direction == "backward":
+            return _zero_gradients
+        is_packed = plan.problem.cache is not None and plan.problem.has_packed_queries
+        return _fill_empty_sequences if is_packed else fill_empty
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         op = registry.get(plan.backend).op(plan.direction)
         return logged(plan, op.prepare(plan))
@@ -195,6 +199,16 @@ def fill_empty(operands: Operands) -> None:
     operands.lse.fill_(-math.inf)
     if operands.sinks is not None:
         operands.lse.copy_(operands.sinks[:, None].expand_as(operands.lse))
+
+
+def _fill_empty_sequences(operands: Operands) -> None:
+    """The same of packed queries, whose cache has no row: rows behind the last sequence are left as they are."""
+    out, lse, sinks = operands.out, operands.lse, operands.sinks
+    assert out is not None
+    assert lse is not None
+    rows = rows_of_sequences(operands.captured[-1], lse.shape[2])
+    out.masked_fill_(rows[:, None], 0.0)
+    lse.copy_(torch.where(rows, -math.inf if sinks is None else sinks[:, None], lse))
 
 
 def _zero_gradients(operands: Operands) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from multiattn.layout import Layout
 from multiattn.operands import CAPTURED, DCAPTURED, Operands, captured_name, dcaptured_name
 from multiattn.plan import abi
 from multiattn.plan.backend import Launcher
@@ -102,14 +103,22 @@ def own_areas(problem: Problem, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in names if not (name == "delta" and problem.has_sinks))
 
 
-def by_tensors(problem: Problem, areas: Sequence[str], run: Callable[[dict[str, Any]], None]) -> Launcher:
-    """A launcher that runs kernels with tensors by name: operands and areas of workspace, of PyTorch's allocator."""
-    known = problem.layouts
+def by_tensors(
+    problem: Problem,
+    areas: Sequence[str],
+    run: Callable[[dict[str, Any]], None],
+    more: Mapping[str, Layout] | None = None,
+) -> Launcher:
+    """A launcher that runs kernels with tensors by name: operands and areas of workspace, of PyTorch's allocator.
+
+    `more`: further areas by their names, contiguous.
+    """
+    own = {name: problem.layouts[name] for name in own_areas(problem, areas)} | dict(more or {})
 
     def launch(operands: Operands) -> None:
         tensors: dict[str, Any] = operands.named
-        for name in own_areas(problem, areas):
-            tensors[name] = torch.empty(known[name].shape, dtype=known[name].dtype, device=operands.q.device)
+        for name, layout in own.items():
+            tensors[name] = torch.empty(layout.shape, dtype=layout.dtype, device=operands.q.device)
         run(tensors)
 
     return launch

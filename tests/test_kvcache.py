@@ -1,0 +1,349 @@
+"""`fmha_kvcache`: what it refuses and says, its op, where results go, and that lengths are the device's own."""
+
+import itertools
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from cached_calls import dense, paged
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import multiattn
+
+RUNNING = ("reference", "cuda")
+"""Backends that tests of the call itself run: the truth, and kernels that have parts and pages."""
+
+
+def equal(got, want):
+    """The same bits, of tensors or of two of each."""
+    for one, other in zip(*(it if isinstance(it, tuple) else (it,) for it in (got, want)), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+# ---------------------------------------------------------------- one call
+
+
+@pytest.mark.parametrize("backend", RUNNING)
+@pytest.mark.parametrize("queries", [1, 3])
+def test_each_sequence_is_a_call_by_itself(backend, queries):
+    (q, k, v), rest = dense((33, 5, 7, 40), queries)
+    out, lse = multiattn.fmha_kvcache(q, k, v, **rest, causal=True, backend=backend, return_lse=True)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
+    for entry, length in enumerate(rest["seqlens_kv"].tolist()):
+        own = (q[entry, None], k[entry, None, :, :length], v[entry, None, :, :length])
+        alone, its_lse = multiattn.fmha(*own, causal=True, return_lse=True)
+        torch.testing.assert_close(out[entry], alone[0], atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(lse[entry], its_lse[0])
+
+
+@pytest.mark.parametrize("backend", RUNNING)
+def test_pages_and_packed_queries_are_what_dense_ones_are(backend):
+    (q, k_pages, v_pages), rest = paged(queries=(1, 1, 1))
+    table, lengths = rest["page_table"], rest["seqlens_kv"]
+    k, v = (it[table.long()].transpose(1, 2).flatten(2, 3) for it in (k_pages, v_pages))
+    out, lse = multiattn.fmha_kvcache(q, k_pages, v_pages, **rest, backend=backend, return_lse=True)
+    want = multiattn.fmha_kvcache(q[:, :, None], k, v, seqlens_kv=lengths, backend=backend, return_lse=True)
+    torch.testing.assert_close(out, want[0][:, :, 0], atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(lse.T, want[1][:, :, 0])
+    assert out.is_contiguous()
+
+
+@pytest.mark.parametrize("backend", RUNNING)
+def test_a_page_may_be_in_two_sequences(backend):
+    (q, k, v), rest = paged((33, 20), (1, 1))
+    rest["page_table"][1, 0] = rest["page_table"][0, 0]
+    out = multiattn.fmha_kvcache(q, k, v, **rest, backend=backend)
+    own = k.clone(), v.clone()
+    copied = (
+        torch.cat([own[0], own[0][rest["page_table"][0, :1].long()]]),
+        torch.cat([own[1], own[1][rest["page_table"][0, :1].long()]]),
+    )
+    rest["page_table"][1, 0] = k.shape[0]
+    equal(multiattn.fmha_kvcache(q, *copied, **rest, backend=backend), out)
+
+
+@pytest.mark.parametrize("backend", RUNNING)
+def test_lengths_and_pages_that_change_in_place_are_seen(backend):
+    """One graph serves every step: no call may keep what an earlier one has read."""
+    tensors, rest = paged()
+    for lengths, pages in (((33, 7, 20), None), ((3, 16, 0), None), ((32, 1, 17), (1, 0)), ((0, 0, 0), (0, 0))):
+        rest["seqlens_kv"].copy_(torch.tensor(lengths))
+        if pages is not None:
+            rest["page_table"][0, :2] = torch.tensor(pages, dtype=torch.int32)
+        got = multiattn.fmha_kvcache(*tensors, **rest, causal=True, backend=backend)
+        fresh = {name: it.clone() if isinstance(it, torch.Tensor) else it for name, it in rest.items()}
+        want = multiattn.fmha_kvcache(*tensors, **fresh, causal=True)
+        torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-2)
+
+
+def test_a_sequence_has_the_same_bits_alone_and_in_any_batch():
+    lengths, queries = (33, 7, 20, 64, 1), (2, 1, 3, 1, 1)
+    (q, k, v), rest = paged(lengths, queries)
+    options = {"causal": True, "backend": "cuda", "num_splits": 1, "return_lse": True}
+    out, lse = multiattn.fmha_kvcache(q, k, v, **rest, **options)
+    starts = rest["cu_seqlens_q"].tolist()
+    for entry in range(len(lengths)):
+        rows = slice(starts[entry], starts[entry + 1])
+        for others in ((), (3,), (0, 2, 4)):
+            chosen = [entry, *others]
+            its = [slice(starts[it], starts[it + 1]) for it in chosen]
+            part = {
+                "seqlens_kv": rest["seqlens_kv"][chosen],
+                "page_table": rest["page_table"][chosen],
+                "cu_seqlens_q": torch.tensor([0, *itertools.accumulate(queries[it] for it in chosen)]).int(),
+                "max_seqlen_q": 3,
+            }
+            got, its_lse = multiattn.fmha_kvcache(torch.cat([q[it] for it in its]), k, v, **part, **options)
+            equal(got[: queries[entry]], out[rows])
+            equal(its_lse[:, : queries[entry]], lse[:, rows])
+
+
+@pytest.mark.parametrize("backend", RUNNING)
+@pytest.mark.parametrize("make", [dense, paged])
+def test_inputs_are_never_written(make, backend):
+    tensors, rest = make()
+    given = [*tensors, torch.randn(4), *(it for it in rest.values() if isinstance(it, torch.Tensor))]
+    before = [it.clone() for it in given]
+    multiattn.fmha_kvcache(*tensors, **rest, sinks=given[3], causal=True, num_splits=3, backend=backend)
+    for now, then in zip(given, before, strict=True):
+        equal(now, then)
+
+
+@pytest.mark.parametrize("backend", RUNNING)
+@pytest.mark.parametrize(
+    ("given", "empty"),
+    [
+        (dense((), room=8), True),
+        (dense((3, 9), 0), True),
+        (dense((0, 0), room=0), False),
+        (paged((), ()), True),
+        (paged((20, 3), (0, 0)), True),
+    ],
+    ids=["no sequence", "no query", "no room", "no packed sequence", "no packed query"],
+)
+def test_no_work_is_no_error(given, empty, backend):
+    tensors, rest = given
+    out, lse = multiattn.fmha_kvcache(*tensors, **rest, backend=backend, return_lse=True)
+    assert out.shape == tensors[0].shape
+    assert (out.numel() == 0) == empty
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("make", [dense, paged])
+def test_meta_tensors_have_results_of_the_same_layout(make):
+    tensors, rest = make()
+    want = multiattn.fmha_kvcache(*tensors, **rest, return_lse=True)
+    on_meta = {name: it.to("meta") if isinstance(it, torch.Tensor) else it for name, it in rest.items()}
+    got = multiattn.fmha_kvcache(*(it.to("meta") for it in tensors), **on_meta, backend="cuda", return_lse=True)
+    for one, other in zip(got, want, strict=True):
+        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+        assert one.device.type == "meta"
+
+
+def test_autocast_takes_the_caches_in_its_dtype():
+    tensors, rest = dense()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = multiattn.fmha_kvcache(*(it.float() for it in tensors), **rest)
+    equal(got, multiattn.fmha_kvcache(*tensors, **rest))
+
+
+@pytest.mark.parametrize("which", ["q", "k_cache", "v_cache", "sinks"])
+def test_a_gradient_is_refused(which):
+    (q, k, v), rest = dense()
+    named = {"q": q, "k_cache": k, "v_cache": v, "sinks": torch.zeros(4)}
+    named[which].requires_grad_()
+    for call in (multiattn.fmha_kvcache, explained):
+        with pytest.raises(NotImplementedError, match="fmha_kvcache has no gradient: call it under"):
+            call(**named, **rest)
+        with torch.no_grad():
+            call(**named, **rest)
+
+
+def explained(q, k_cache, v_cache, **rest):
+    return multiattn.explain(q, k_cache, v_cache, **rest)
+
+
+def test_many_threads_get_their_own_results():
+    def request(seed):
+        chosen = random.Random(seed)
+        lengths = [chosen.randrange(40) for _ in range(chosen.randrange(1, 4))]
+        tensors, rest = paged(tuple(lengths), tuple(chosen.randrange(3) for _ in lengths))
+        backend = chosen.choice(RUNNING)
+        return multiattn.fmha_kvcache(*tensors, **rest, causal=True, backend=backend), tensors, rest
+
+    with ThreadPoolExecutor(8) as pool:
+        for out, tensors, rest in pool.map(request, range(200)):
+            want = multiattn.fmha_kvcache(*tensors, **rest, causal=True)
+            torch.testing.assert_close(out, want, atol=1e-2, rtol=1e-2)
+
+
+# ---------------------------------------------------------------- where results go
+
+
+@pytest.mark.parametrize("backend", RUNNING)
+@pytest.mark.parametrize("has_room", [True, False])
+def test_rows_behind_the_last_sequence_are_left_as_they_are(backend, has_room):
+    tensors, rest = paged(behind=5) if has_room else paged((0, 0, 0), behind=5)
+    if not has_room:
+        rest["page_table"] = rest["page_table"][:, :0]
+    sinks = torch.arange(4.0)
+    out = torch.full_like(tensors[0], 7.0)
+    multiattn.fmha_kvcache(*tensors, **rest, causal=True, sinks=sinks, out=out, backend=backend)
+    assert (out[4:] == 7.0).all()
+    want, lse = multiattn.fmha_kvcache(*tensors, **rest, causal=True, sinks=sinks, backend=backend, return_lse=True)
+    equal(out[:4], want[:4])
+    if not has_room:
+        assert not want[:4].any()
+        equal(lse[:, :4], sinks[:, None].expand(4, 4))
+
+
+def test_so_they_are_where_a_profiler_or_a_compiler_has_the_op_run():
+    tensors, rest = paged(behind=5)
+    want = multiattn.fmha_kvcache(*tensors, **rest, causal=True)
+    out, compiled_out = (torch.full_like(tensors[0], 7.0) for _ in range(2))
+    with torch.profiler.profile():
+        multiattn.fmha_kvcache(*tensors, **rest, causal=True, out=out)
+    torch._dynamo.reset()
+    torch.compile(multiattn.fmha_kvcache, backend="aot_eager", fullgraph=True)(
+        *tensors, **rest, causal=True, out=compiled_out
+    )
+    for written in (out, compiled_out):
+        equal(written[:4], want[:4])
+        assert (written[4:] == 7.0).all()
+
+
+@pytest.mark.parametrize("backend", RUNNING)
+def test_results_go_where_the_caller_wants_them(backend):
+    for make, layouts in (
+        (dense, [lambda q: torch.empty_like(q), transposed, lambda q: wide(q)[..., :64]]),
+        (paged, [lambda q: torch.empty_like(q), heads_first, lambda q: wide(q)[..., :64]]),
+    ):
+        tensors, rest = make()
+        want, want_lse = multiattn.fmha_kvcache(*tensors, **rest, causal=True, backend=backend, return_lse=True)
+        for layout in layouts:
+            out = layout(tensors[0])
+            memory = torch.full((out.untyped_storage().nbytes() // 2,), torch.nan, dtype=out.dtype)
+            out = memory.as_strided(out.shape, out.stride())
+            named = {"causal": True, "backend": backend, "out": out}
+            got, lse = multiattn.fmha_kvcache(*tensors, **rest, **named, return_lse=True)
+            assert got is out
+            equal((out, lse), (want, want_lse))
+            assert int(memory.isfinite().sum()) == out.numel()  # nothing beside it
+
+
+def transposed(q):
+    """A layer's own memory, ``[B, S, H, D]``."""
+    return torch.empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3], dtype=q.dtype).transpose(1, 2)
+
+
+def heads_first(q):
+    """Packed queries in memory ``[H, T, D]``."""
+    return torch.empty(q.shape[1], q.shape[0], q.shape[2], dtype=q.dtype).transpose(0, 1)
+
+
+def wide(q):
+    """Rows with room behind each."""
+    return torch.empty(*q.shape[:-1], q.shape[-1] + 8, dtype=q.dtype)
+
+
+# ---------------------------------------------------------------- compiled calls
+
+COMPILED = [
+    (dense, {}),
+    (dense, {"causal": True, "num_splits": 3, "return_lse": True, "scale": 0.3}),
+    (paged, {"causal": True, "window": (9, 0), "return_lse": True}),
+    (paged, {"causal": True, "softcap": 3.0, "sinks": torch.arange(4.0)}),
+]
+
+
+@pytest.mark.parametrize("has_out", [False, True])
+@pytest.mark.parametrize(("make", "options"), COMPILED)
+def test_a_compiled_call_is_an_eager_one(make, options, has_out):
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(multiattn.fmha_kvcache, backend=counter, fullgraph=True)
+    tensors, rest = make()
+    for lengths in ((33, 7, 20), (1, 0, 5)):
+        rest["seqlens_kv"].copy_(torch.tensor(lengths))
+        named = {"out": torch.full_like(tensors[0], torch.nan)} if has_out else {}
+        got = compiled(*tensors, **rest, **options, **named)
+        equal(got, multiattn.fmha_kvcache(*tensors, **rest, **options))
+        for one in (got[0] if isinstance(got, tuple) else got,) if has_out else ():
+            equal(named["out"], one)
+    assert counter.frame_count == 1
+
+
+def test_a_compiled_call_runs_its_backend():
+    tensors, rest = paged()
+    torch._dynamo.reset()
+    compiled = torch.compile(multiattn.fmha_kvcache, backend="aot_eager", fullgraph=True)
+    options = {"causal": True, "backend": "cuda", "num_splits": 2}
+    equal(compiled(*tensors, **rest, **options), multiattn.fmha_kvcache(*tensors, **rest, **options))
+
+
+@pytest.mark.parametrize(("make", "options"), COMPILED)
+def test_opcheck(make, options):
+    tensors, rest = make()
+    asked = []
+
+    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.multiattn.fmha_kvcache.default:
+                asked.append((args, kwargs or {}))
+            return func(*args, **kwargs or {})
+
+    with Recorder():
+        got = multiattn.fmha_kvcache(*tensors, **rest, **options)
+    equal(got, multiattn.fmha_kvcache(*tensors, **rest, **options))
+    ((args, named),) = asked
+    torch.library.opcheck(torch.ops.multiattn.fmha_kvcache.default, args, named)
+
+
+@pytest.mark.parametrize("strides", [(0, 64, 64, 1), (64, 64, 64, 1), (512, 32, 64, 1)], ids=str)
+def test_out_may_not_overlap_itself(strides):
+    q, cache = torch.randn(4, 8, 1, 64).bfloat16(), torch.randn(4, 2, 16, 64).bfloat16()
+    out = torch.zeros(4096, dtype=torch.bfloat16).as_strided(q.shape, strides)
+    with pytest.raises(ValueError, match="no two elements"):
+        multiattn.fmha_kvcache(q, cache, cache, seqlens_kv=torch.full((4,), 9, dtype=torch.int32), out=out)
+
+
+@pytest.mark.parametrize("like", [{"dtype": torch.float32}, {"size": (3, 2, 1, 64)}], ids=str)
+def test_a_compiled_call_checks_out(like):
+    """Its result is copied there, which would cast and broadcast it."""
+    q, cache = torch.randn(1, 2, 1, 64).bfloat16(), torch.randn(1, 2, 16, 64).bfloat16()
+    lengths = torch.full((1,), 9, dtype=torch.int32)
+    out = torch.zeros(like.get("size", (1, 2, 1, 64)), dtype=like.get("dtype", q.dtype))
+    compiled = torch.compile(
+        lambda: multiattn.fmha_kvcache(q, cache, cache, seqlens_kv=lengths, out=out), backend="eager"
+    )
+    with pytest.raises(Exception, match="out must be like q"):
+        compiled()
+
+
+@pytest.mark.parametrize("backend", ["reference", "cuda", "triton", "cutile"])
+@pytest.mark.parametrize("queries", [1, 8])
+def test_a_cache_without_pages_gives_empty_rows(backend, queries):
+    q, cache = torch.randn(4, 8, queries, 64).bfloat16(), torch.zeros(0, 1, 16, 64, dtype=torch.bfloat16)
+    table, lengths = torch.zeros(4, 16, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    out, lse = multiattn.fmha_kvcache(
+        q, cache, cache, seqlens_kv=lengths, page_table=table, causal=True, backend=backend, return_lse=True
+    )
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("sequences", [0, 2])
+@pytest.mark.parametrize("backend", ["reference", "cuda", "triton", "cutile"])
+def test_nothing_is_launched_without_queries(backend, sequences):
+    """Rows behind the last sequence are all that there is: of sequences without queries, and of none."""
+    q, cache = torch.randn(5, 8, 64).bfloat16(), torch.zeros(sequences, 1, 16, 64, dtype=torch.bfloat16)
+    where = {"cu_seqlens_q": torch.zeros(sequences + 1, dtype=torch.int32), "max_seqlen_q": 0}
+    where["seqlens_kv"] = torch.full((sequences,), 9, dtype=torch.int32)
+    out = torch.full_like(q, 7.0)
+    multiattn.fmha_kvcache(q, cache, cache, out=out, backend=backend, **where)
+    assert (out == 7.0).all()
+    with torch.no_grad():
+        plan = multiattn.explain(q, cache, cache, backend=backend, **where)
+    assert plan.problem.is_empty

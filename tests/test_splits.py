@@ -1,0 +1,153 @@
+"""Parts that keys are divided into: by what the host knows of a call, never by lengths, and fixed in its Plan."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+import multiattn
+from multiattn import Plan, Problem
+from multiattn.paged import SPLITS_MAX, CacheSpec
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import BACKENDS, find_variant, make_plan, plan_variant
+from multiattn.plan.schedule import choose_splits, most_multiprocessors, row_tiles
+
+SM90, CPU = ARCHS["sm90"], ARCHS["cpu"]
+TILE = {"tile_m": 16, "keys_min": 256, "blocks_per_sm": 2}
+PLACES = 2 * most_multiprocessors(SM90)
+
+
+def step(batch=1, heads_kv=8, group=4, keys=8192, queries=1, splits=None, **sizes):
+    """A step of generation with so many keys at most."""
+    spec = CacheSpec(batch, batch, splits=splits)
+    heads = {"heads_q": heads_kv * group, "heads_kv": heads_kv}
+    return Problem.contiguous(batch=batch, seq_q=queries, seq_kv=keys, head_dim=128, cache=spec, **heads, **sizes)
+
+
+def splits_of(problem, arch=SM90, **changes):
+    return choose_splits(problem, arch, **(TILE | changes))
+
+
+def test_a_caller_gets_the_parts_that_it_asks_for():
+    for splits in (1, 3, SPLITS_MAX):
+        assert splits_of(step(splits=splits, keys=100)) == splits
+
+
+def test_short_sequences_are_not_divided():
+    for keys in (0, 1, 256, 511):
+        assert splits_of(step(keys=keys)) == 1
+    assert splits_of(step(keys=512)) == 2
+
+
+@pytest.mark.parametrize("keys", [2048, 8192, 131072, 1 << 20])
+@pytest.mark.parametrize("batch", [1, 2, 5, 16, 100])
+def test_parts_fill_the_sms_evenly_or_are_as_many_as_there_may_be(batch, keys):
+    problem = step(batch=batch, keys=keys)
+    splits, tiles = splits_of(problem), row_tiles(problem, TILE["tile_m"])
+    most = min(SPLITS_MAX, keys // TILE["keys_min"])
+    assert 1 <= splits <= most
+
+    def evenness(splits):
+        waves = tiles * splits / PLACES
+        return waves / math.ceil(waves)
+
+    best = max(map(evenness, range(1, most + 1)))
+    assert evenness(splits) >= 0.95 * best
+    assert all(evenness(fewer) < 0.95 * best for fewer in range(1, splits))
+
+
+def test_many_sequences_need_no_parts():
+    assert splits_of(step(batch=PLACES, heads_kv=1)) == 1
+
+
+def test_a_part_is_no_less_than_the_least():
+    for keys_min in (64, 1000):
+        problem = step(heads_kv=1, group=1)
+        assert 8192 // splits_of(problem, keys_min=keys_min) >= keys_min
+
+
+def test_rows_of_more_tiles_need_fewer_parts():
+    assert splits_of(step(queries=64)) < splits_of(step())
+
+
+def test_there_are_never_more_than_may_be():
+    assert splits_of(step(heads_kv=1, keys=1 << 22), blocks_per_sm=8) <= SPLITS_MAX
+
+
+# ---------------------------------------------------------------- in a Plan
+
+
+def plan(problem, arch=SM90, config=None):
+    backend = registry.get("cuda")
+    return plan_variant(backend, find_variant(backend, "split_keys"), problem, arch, config)
+
+
+@pytest.mark.parametrize("arch", [CPU, SM90], ids=str)
+def test_a_plan_has_a_number_of_parts_and_room_for_them(arch):
+    for problem in (step(), step(splits=7), step(keys=100)):
+        made = plan(problem, arch)
+        assert isinstance(made, Plan)
+        assert made.config.splits >= 1
+        assert problem.cache.splits in (None, made.config.splits)
+        rows = problem.batch * problem.heads_q * problem.seq_q
+        parts = made.config.splits if made.config.splits > 1 else 0
+        assert made.workspace_bytes == parts * rows * (problem.head_dim + 1) * 4
+
+
+def test_a_config_of_a_sweep_keeps_its_parts_but_where_the_caller_asks_for_others():
+    config = replace(plan(step()).config, splits=5)
+    assert plan(step(), config=config).config == config
+    assert plan(step(splits=2), config=config).config == replace(config, splits=2)
+    assert plan(step(), config=replace(config, splits=0)).config == plan(step()).config
+
+
+def test_a_rule_of_another_variant_has_nothing_to_settle():
+    made = multiattn.explain(
+        Problem.contiguous(batch=1, heads_q=2, seq_q=1000, head_dim=64), arch="sm90", backend="cuda"
+    )
+    assert not hasattr(made.config, "splits")
+    assert find_variant(registry.get("cuda"), made.variant).settle(made.problem, SM90, made.config) is made.config
+
+
+@pytest.mark.parametrize("queries", [1, 4, 16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tiles_of_a_batch_invariant_call_do_not_know_the_batch(backend, head_dim, queries):
+    """Few sequences, as many as SMs, and many: H200, 2026-11-26, wider blocks for some of them gave other bits."""
+
+    def config(batch):
+        problem = Problem.contiguous(
+            batch=batch, heads_q=8, heads_kv=1, seq_q=queries, seq_kv=8192, head_dim=head_dim, causal=queries > 1,
+            cache=CacheSpec(batch, batch, splits=1),
+        )  # fmt: skip
+        return make_plan(registry.get(backend), problem, SM90, probe=False).config
+
+    assert len({config(batch) for batch in (1, 9, 130, 1000)}) == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tiles_of_a_batch_invariant_call_do_not_know_lengths(backend):
+    """A server trims its page table to the longest request: D=64 once took other tiles from 32k keys on."""
+
+    def config(keys, tokens):
+        pages = keys // 64
+        cache = CacheSpec(4, 4 * pages, 64, pages, pages, max_q=1, splits=1)
+        problem = Problem.contiguous(
+            batch=1, heads_q=8, heads_kv=1, seq_q=tokens, seq_kv=keys, head_dim=64, cache=cache
+        )  # fmt: skip
+        return make_plan(registry.get(backend), problem, SM90, probe=False).config
+
+    assert len({config(keys, tokens) for keys in (1024, 16384, 65536) for tokens in (4, 40000)}) == 1
+
+
+@pytest.mark.parametrize("variant", ["split_keys", "split_keys_wgmma"])
+def test_more_rows_than_32_bits_count_are_refused(variant):
+    """The first tile of 2^29 queries of 8 heads began before row 0."""
+    cache = CacheSpec(1, 1, max_q=1 << 29)
+    problem = Problem.contiguous(
+        batch=1, heads_q=8, heads_kv=1, seq_q=50, seq_kv=4096, head_dim=128, causal=True, cache=cache
+    )
+    found = plan_variant(registry.get("cuda"), find_variant(registry.get("cuda"), variant), problem, SM90)
+    assert not isinstance(found, Plan)
+    assert any("queries of the heads that share a key" in str(reason) for reason in found)
