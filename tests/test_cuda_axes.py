@@ -16,7 +16,7 @@ from multiattn.cuda import BACKEND
 from multiattn.cuda.axes import SPLIT_Q, TILED, Axes, cross_product
 from multiattn.cuda.configs import CudaConfig, why_not
 from multiattn.cuda.instances import forward_traits
-from multiattn.cuda.variants import SPANNING, VARIANTS, WGMMA, is_wgmma
+from multiattn.cuda.variants import SPANNING, VARIANTS
 from multiattn.plan.arch import ARCHS, CPU, GPU_ARCHS
 from multiattn.plan.backend import Plan, find_variant, ladder, make_plan, plan_variant
 from multiattn.plan.support import Unsupported
@@ -29,11 +29,16 @@ LEGAL = tuple(axes for axes in POINTS if axes.is_legal)
 # ---------------------------------------------------------------- the axes as data
 
 
+NO_POINTS = [variant for variant in VARIANTS if not variant.flags]
+"""Hopper's kernel, and those that divide keys: on no ladder, and each the best of something."""
+
+
 def test_every_point_is_a_variant_and_only_the_best_are_offered():
     assert len(POINTS) == len(set(POINTS)) == 288
-    rungs = [variant for variant in VARIANTS if not is_wgmma(variant)]
+    rungs = [variant for variant in VARIANTS if variant.flags]
     assert {variant.name for variant in rungs} == {axes.name for axes in POINTS}
     assert [variant.name for variant in rungs if not variant.only_named] == [SPLIT_Q.name, TILED.name]
+    assert not any(variant.only_named or variant.parent for variant in NO_POINTS)
     assert find_variant(BACKEND, "split_q+share_kv+swizzle_qk").flags == (
         ("warps", "split_q"), ("share", "kv"), ("tiling", "none"), ("swizzle", "qk"), ("accumulator", "fp32")
     )  # fmt: skip
@@ -49,7 +54,8 @@ def test_a_rung_differs_from_its_parent_in_one_axis():
 
 def test_the_spanning_points_hold_every_value_of_every_axis_and_every_legal_loop():
     chosen = [axes for axes in POINTS if axes.name in SPANNING]
-    assert len(chosen) == len(set(SPANNING) - {WGMMA.name}) == len(SPANNING) - 1
+    assert {variant.name for variant in NO_POINTS} <= set(SPANNING)
+    assert len(chosen) == len(set(SPANNING)) - len(NO_POINTS) == len(SPANNING) - len(NO_POINTS)
     for axis in ("warps", "share", "tiling", "swizzle"):
         assert {getattr(axes, axis) for axes in chosen} == {getattr(axes, axis) for axes in LEGAL}
     for one, other in itertools.combinations(("warps", "share", "tiling"), 2):
@@ -92,7 +98,7 @@ def test_sums_in_fp16_are_for_fp16_and_heads_that_hold_their_budget():
 
 def test_a_name_that_no_point_has_is_told_what_is_near():
     with pytest.raises(
-        ValueError, match=r"got 'split_q\+share_vk'; cuda has wgmma, split_q\+swizzle_qkv, .* and \d+ more"
+        ValueError, match=r"got 'split_q\+share_vk'; cuda has .*wgmma, split_q\+swizzle_qkv, .* and \d+ more"
     ):
         find_variant(BACKEND, "split_q+share_vk")
 

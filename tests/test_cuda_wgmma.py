@@ -25,7 +25,7 @@ from multiattn.cuda.tensor_maps import tensor_maps
 from multiattn.cuda.variants import SPANNING, WGMMA
 from multiattn.cuda.wgmma_configs import kept_steps, registers_at_least, why_not
 from multiattn.plan.arch import CPU
-from multiattn.plan.backend import make_plan, plan_variant
+from multiattn.plan.backend import find_variant, make_plan, plan_variant
 from multiattn.problem import Problem
 
 # ---------------------------------------------------------------- configs
@@ -60,7 +60,7 @@ def test_a_config_that_no_kernel_is_made_for_says_why(changed, got, allowed):
 def test_a_config_of_another_kernel_is_a_reason():
     other = CudaConfig(tile_m=64, tile_n=32, warps=4, stages=2)
     assert make_plan(BACKEND, problem_of(), SM90, config=other, probe=False).variant == SPLIT_Q.name
-    (reason,) = plan_variant(BACKEND, BACKEND.forward.variants[1], problem_of(), SM90, CONFIG)
+    (reason,) = plan_variant(BACKEND, find_variant(BACKEND, SPLIT_Q.name), problem_of(), SM90, CONFIG)
     assert (reason.got, reason.allowed) == ("WgmmaConfig", "CudaConfig")
 
 

@@ -8,10 +8,13 @@ from multiattn.cuda import tools
 from multiattn.cuda.candidates import (
     backward_candidates,
     forward_candidates,
+    split_candidates,
     two_pass_candidates,
     wgmma_backward_candidates,
     wgmma_candidates,
 )
+from multiattn.cuda.split_configs import CudaSplitConfig
+from multiattn.cuda.split_wgmma_configs import SplitWgmmaConfig
 from multiattn.cuda.variants import BACKWARD_VARIANTS, SPANNING, VARIANTS, is_wgmma
 from multiattn.cuda.wgmma_two_pass_configs import WgmmaTwoPassConfig
 from multiattn.plan.arch import Arch
@@ -31,6 +34,8 @@ def _prepare(plan: Plan) -> Launcher:
 
 
 def _candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Config]:
+    if variant.config_type in (CudaSplitConfig, SplitWgmmaConfig):
+        return split_candidates(variant, problem, arch)
     return (wgmma_candidates if is_wgmma(variant) else forward_candidates)(variant, problem, arch)
 
 

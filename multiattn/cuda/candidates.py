@@ -13,6 +13,8 @@ from multiattn.cuda import configs as forward
 from multiattn.cuda.axes import Axes
 from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig
 from multiattn.cuda.configs import FRAGMENT_ROWS, CudaConfig, padded
+from multiattn.cuda.split_configs import CudaSplitConfig
+from multiattn.cuda.split_wgmma_configs import SplitWgmmaConfig
 from multiattn.cuda.variants import axes_of
 from multiattn.cuda.wgmma_backward_configs import WIDE_FROM, WgmmaBackwardConfig
 from multiattn.cuda.wgmma_configs import WgmmaConfig
@@ -90,6 +92,34 @@ def _slices(axes: Axes, problem: Problem, tile_n: int) -> Iterator[tuple[int, in
     for dim_slice in (64, 128):
         key_slice = tile_n * dim_slice // padded(problem.head_dim, dim_slice) // FRAGMENT_ROWS * FRAGMENT_ROWS
         yield dim_slice, min(max(key_slice, FRAGMENT_ROWS), tile_n) if axes.tiling == "qkv" else FRAGMENT_ROWS
+
+
+# ---------------------------------------------------------------- few queries
+
+_TEAMS = ((16, 1), (32, 1), (64, 2), (64, 4), (128, 8))  # (tile_m, row_warps)
+
+
+def split_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Config]:
+    """Configs of the forwards that divide keys, with tiles of as many rows as a sequence has, or of half as many."""
+    rows = min(max(problem.rows, 1), 128)
+    tried: Iterator[Config]
+    if variant.config_type is SplitWgmmaConfig:
+        tried = (
+            SplitWgmmaConfig(tile_m=tile_m, tile_n=tile_n, stages=stages, pingpong=tile_m > 64, lazy_max=lazy_max)
+            for tile_m, tile_n, stages, lazy_max in itertools.product((64, 128), (64, 128), (4, 6, 12), (True, False))
+        )
+    else:
+        tried = (
+            CudaSplitConfig(
+                tile_m=tile_m, tile_n=tile_n, warps=warps, row_warps=row_warps, stages=stages, occupancy=occupancy
+            )
+            for (tile_m, row_warps), tile_n, (warps, occupancy), stages in itertools.product(
+                _TEAMS, (16, 32, 64), ((4, 1), (4, 2), (8, 1)), (2, 3, 4)
+            )
+            if rows <= 2 * tile_m <= max(4 * rows, 64)
+        )
+    settled = dict.fromkeys(variant.settle(problem, arch, it) for it in tried)
+    return tuple(it for it in settled if not variant.fits(problem, arch, it))
 
 
 # ---------------------------------------------------------------- the backward

@@ -37,17 +37,19 @@ def cubin_path(kernel: Instance, arch: Arch) -> Path:
 def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
     """A Plan's kernels as a launch has them, compiled afresh to run elsewhere; of `kinds` there is ``ptx``.
 
-    NVRTC's own error passes through. The kernels of a packed batch have no Binding: a loader runs a launch of one.
-    ValueError where the Binding of a forward kernel is not what its cubin takes.
+    NVRTC's own error passes through. Kernels that are launched
+    together (of a packed batch, or with parts to merge) and those of a cache have no Binding: a loader runs a launch of
+    one. ValueError where the Binding of a forward kernel is not what its cubin takes.
     """
-    made = []
-    for launch in launches_of(plan):
+    made, launches = [], launches_of(plan)
+    is_alone = len(launches) == 1 and plan.problem.cache is None
+    for launch in launches:
         kernel = launch.kernel
         begin = time.perf_counter()
         cubin = _compile(translation_unit([kernel]), kernel.target(plan.arch))
         seconds = time.perf_counter() - begin
         binding = None
-        if plan.direction == "forward" and plan.problem.packing is None:
+        if plan.direction == "forward" and is_alone:
             binding = bind(plan, launch.image())
             abi.check(binding, abi.read_entry(cubin, kernel.name))
         exported = Exported(

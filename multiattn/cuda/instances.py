@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from multiattn.cuda import backward_configs as backward
 from multiattn.cuda import configs as forward
@@ -12,9 +12,22 @@ from multiattn.cuda import wgmma_two_pass_configs as two_pass
 from multiattn.cuda.axes import Axes
 from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig, config_of
 from multiattn.cuda.configs import CudaConfig
+from multiattn.cuda.naming import (
+    band_trait,
+    cpp_list,
+    masked_traits,
+    score_traits,
+    suffix_of,
+    traits_type,
+    unaligned_suffix,
+    what_of,
+)
 from multiattn.cuda.params import BackwardParams, ForwardParams, ListParams, WgmmaBackwardParams, WgmmaParams
-from multiattn.cuda.score import lowered_of, slots_of, text_of
-from multiattn.cuda.source import Instance
+from multiattn.cuda.score import lowered_of, slots_of
+from multiattn.cuda.source import Instance, PlannedLaunch
+from multiattn.cuda.split_configs import CudaSplitConfig
+from multiattn.cuda.split_instances import split_launches
+from multiattn.cuda.split_wgmma_configs import SplitWgmmaConfig
 from multiattn.cuda.variants import axes_of, is_wgmma
 from multiattn.cuda.wgmma_backward_configs import WgmmaBackwardConfig
 from multiattn.cuda.wgmma_configs import WgmmaConfig
@@ -22,7 +35,6 @@ from multiattn.cuda.wgmma_two_pass_configs import QUERY_TILE, WgmmaTwoPassConfig
 from multiattn.layout import VECTOR_BYTES
 from multiattn.mask import CAUSAL, FULL
 from multiattn.packed import TILE_LISTS, PackingSpec
-from multiattn.plan.abi import Image
 from multiattn.plan.arch import WARP_THREADS
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.plan.schedule import key_tiles, query_tiles
@@ -30,26 +42,6 @@ from multiattn.problem import Problem
 from multiattn.score import LoweredScore
 
 _LIST_THREADS = 256
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedLaunch:
-    """A kernel and the size of its grid."""
-
-    kernel: Instance
-    blocks: int
-    """As many as there is work for."""
-    is_persistent: bool = False
-    """True where a block takes one piece of work after another: then a block per SM will do."""
-
-    def grid(self, multiprocessors: int) -> int:
-        """Blocks to launch on a device of so many SMs: whole clusters."""
-        whole = max(multiprocessors // self.kernel.cluster, 1) * self.kernel.cluster
-        return min(self.blocks, whole) if self.is_persistent else self.blocks
-
-    def image(self) -> Image:
-        """How its blocks are started."""
-        return Image(threads=self.kernel.threads, dynamic_smem_bytes=self.kernel.smem_bytes)
 
 
 def launches_of(plan: Plan) -> tuple[PlannedLaunch, ...]:
@@ -61,6 +53,8 @@ def launches_of(plan: Plan) -> tuple[PlannedLaunch, ...]:
 
 
 def _launches_of(plan: Plan) -> tuple[PlannedLaunch, ...]:
+    if isinstance(plan.config, (CudaSplitConfig, SplitWgmmaConfig)):
+        return split_launches(plan)
     if plan.direction == "forward":
         return (_wgmma(plan) if is_wgmma(plan) else _forward(plan),)
     problem, config, score = plan.problem, config_of(plan), lowered_of(plan)
@@ -89,9 +83,10 @@ def siblings_of(plan: Plan) -> tuple[Instance, ...]:
     """The kernels of one head_dim and config, for every dtype that it takes, mask and alignment.
 
     A mask of two sides has siblings of its own: few calls have one, and it is as much to build as the others together.
-    With an expression of its own for scores, or a block mask, a kernel has none.
+    With an expression of its own for scores, or a block mask, a kernel has none, nor has one for few queries.
     """
-    if plan.problem.has_score or plan.problem.blocks is not None:
+    is_split = isinstance(plan.config, (CudaSplitConfig, SplitWgmmaConfig))
+    if plan.problem.has_score or plan.problem.blocks is not None or is_split:
         return kernels_of(plan)
     takes = variant_of(plan).capability
     bands = (plan.problem.band,) if plan.problem.is_two_sided else (FULL, CAUSAL)
@@ -117,7 +112,7 @@ def list_launch(packing: PackingSpec, *, overlaps: bool = False) -> PlannedLaunc
         name=f"list_tiles{'_overlapping' if overlaps else ''}",
         header="list_tiles.cuh",
         entry="list_tiles",
-        traits=f"multiattn::ListTraits<{_cpp_list(_LIST_THREADS, overlaps)}>",
+        traits=f"multiattn::ListTraits<{cpp_list(_LIST_THREADS, overlaps)}>",
         params=ListParams,
         threads=_LIST_THREADS,
         occupancy=1,
@@ -136,12 +131,12 @@ def forward_traits(axes: Axes, config: CudaConfig, problem: Problem, score: Lowe
     steps = (("Warps", axes.warps), ("Share", axes.share), ("Tiling", axes.tiling), ("QPlace", config.q_place))
     *flags, place = (f"multiattn::{axis}::{step.upper()}" for axis, step in steps)
     added = f"multiattn::{'Accumulator' if axes.accumulator == 'fp32' else 'HalfAccumulator'}"
-    point = _cpp_list(*flags, *(tensor in axes.swizzle for tensor in "qkv"), added)
+    point = cpp_list(*flags, *(tensor in axes.swizzle for tensor in "qkv"), added)
     tiles = (config.tile_m, config.tile_n, config.warps, config.column_warps, config.stages)
-    shape = _cpp_list(*tiles, place, config.dim_slice, config.key_slice)
+    shape = cpp_list(*tiles, place, config.dim_slice, config.key_slice)
     point_and_shape = f"multiattn::Axes<{point}>", f"multiattn::Shape<{shape}>"
-    behind = _score(problem, score, ())
-    return _traits("ForwardTraits", problem, *_masked(problem), problem.has_sinks, *point_and_shape, *behind)
+    behind = score_traits(problem, score, ())
+    return traits_type("ForwardTraits", problem, *masked_traits(problem), problem.has_sinks, *point_and_shape, *behind)
 
 
 def _forward(plan: Plan) -> PlannedLaunch:
@@ -150,9 +145,9 @@ def _forward(plan: Plan) -> PlannedLaunch:
     columns = f"c{config.column_warps}" if config.column_warps > 1 else ""
     slices = f"_{config.dim_slice}d{config.key_slice}k" if axes.tiling != "none" else ""
     tiles = f"{config.tile_m}x{config.tile_n}_w{config.warps}{columns}_s{config.stages}_q{config.q_place}"
-    name = f"forward_{_what(problem)}_{axes.name.replace('+', '_')}_{tiles}{slices}_o{config.occupancy}"
+    name = f"forward_{what_of(problem)}_{axes.name.replace('+', '_')}_{tiles}{slices}_o{config.occupancy}"
     kernel = Instance(
-        name=f"{name}{_unaligned(problem)}{'_sinks' if problem.has_sinks else ''}{_suffix(problem, score)}",
+        name=f"{name}{unaligned_suffix(problem)}{'_sinks' if problem.has_sinks else ''}{suffix_of(problem, score)}",
         header="forward.cuh",
         entry="forward",
         traits=forward_traits(axes, config, problem, score),
@@ -170,19 +165,19 @@ def _forward(plan: Plan) -> PlannedLaunch:
 def _wgmma(plan: Plan) -> PlannedLaunch:
     config, problem, score = plan.config, plan.problem, lowered_of(plan)
     assert isinstance(config, WgmmaConfig)
-    name = f"forward_wgmma_{_what(problem)}_{_wgmma_name(config)}{'_sinks' if problem.has_sinks else ''}"
+    name = f"forward_wgmma_{what_of(problem)}_{_wgmma_name(config)}{'_sinks' if problem.has_sinks else ''}"
     kernel = Instance(
-        name=f"{name}{_suffix(problem, score)}",
+        name=f"{name}{suffix_of(problem, score)}",
         header="forward_wgmma.cuh",
         entry="forward_wgmma",
-        traits=_traits(
+        traits=traits_type(
             "WgmmaTraits",
             problem,
             problem.head_dim,
-            _band(problem),
+            band_trait(problem),
             problem.has_sinks,
             _wgmma_shape(config, problem),
-            *_score(problem, score, ()),
+            *score_traits(problem, score, ()),
         ),
         score=score,
         packed=problem.packing is not None,
@@ -203,7 +198,7 @@ def _wgmma_shape(config: WgmmaConfig, problem: Problem) -> str:
     numbers = (config.warpgroups, config.cluster, config.tile_n, config.stages, config.q_slots)
     flags = (config.pingpong, config.lazy_max, config.tma_store)
     scheduler = f"multiattn::Scheduler::{config.scheduler.upper()}"
-    return f"multiattn::WgmmaShape<{_cpp_list(*numbers, wgmma.kept_steps(config, problem), *flags, scheduler)}>"
+    return f"multiattn::WgmmaShape<{cpp_list(*numbers, wgmma.kept_steps(config, problem), *flags, scheduler)}>"
 
 
 def _wgmma_name(config: WgmmaConfig) -> str:
@@ -237,7 +232,7 @@ def _rows(entry: str, problem: Problem, *, adds_dq: bool, wide: bool) -> Planned
         name=f"{entry}_{problem.dtype}_d{problem.head_dim}{order}{'_packed' if problem.packing is not None else ''}",
         header="backward_wgmma_rows.cuh" if overlaps else "backward_rows.cuh",
         entry=entry,
-        traits=_traits("RowTraits", problem, *what),
+        traits=traits_type("RowTraits", problem, *what),
         packed=problem.packing is not None,
         params=BackwardParams,
         threads=backward.ROW_THREADS,
@@ -255,17 +250,17 @@ def _keys(
     adds_dq = config.dq is None
     kernel = Instance(
         name=f"backward_keys_{_tiles(problem, config)}{('_dqwide' if config.wide else '_dq') if adds_dq else ''}"
-        f"{_unaligned(problem)}{_suffix(problem, score, slots)}",
+        f"{unaligned_suffix(problem)}{suffix_of(problem, score, slots)}",
         header="backward.cuh",
         entry="backward_keys",
-        traits=_traits(
+        traits=traits_type(
             "BackwardTraits",
             problem,
-            *_masked(problem),
+            *masked_traits(problem),
             *_sizes(config),
             adds_dq,
             config.wide,
-            *_score(problem, score, slots),
+            *score_traits(problem, score, slots),
         ),
         score=score,
         slots=slots,
@@ -284,10 +279,12 @@ def _queries(
 ) -> PlannedLaunch:
     """The kernel of dq alone."""
     kernel = Instance(
-        name=f"backward_queries_{_tiles(problem, config)}{_unaligned(problem)}{_suffix(problem, score, slots)}",
+        name=f"backward_queries_{_tiles(problem, config)}{unaligned_suffix(problem)}{suffix_of(problem, score, slots)}",
         header="backward_q.cuh",
         entry="backward_queries",
-        traits=_traits("QueryTraits", problem, *_masked(problem), *_sizes(config), *_score(problem, score, slots)),
+        traits=traits_type(
+            "QueryTraits", problem, *masked_traits(problem), *_sizes(config), *score_traits(problem, score, slots)
+        ),
         score=score,
         slots=slots,
         blocks=problem.blocks,
@@ -312,7 +309,7 @@ def _statistics(problem: Problem, config: WgmmaBackwardConfig | WgmmaTwoPassConf
         f"{'_packed' if packed else '_stream_k' if is_divided else ''}",
         header="backward_wgmma_rows.cuh",
         entry="prepare_statistics",
-        traits=_traits(
+        traits=traits_type(
             "StatisticsTraits",
             problem,
             problem.head_dim,
@@ -343,20 +340,20 @@ def _wgmma_keys(
     numbers = (*sizes, config.k_in_registers, config.v_in_registers, config.early_scores, config.dq_by_tma)
     division = wgmma_backward.division_of(problem, config)
     if division is None:
-        lists, blocks = _score(problem, score, slots), key_tiles(problem, config.tile_n)
+        lists, blocks = score_traits(problem, score, slots), key_tiles(problem, config.tile_n)
     else:
         lists, blocks = ("multiattn::NoScore", "multiattn::StreamK"), division.ranges_from + division.ranges
         kept += "_stream_k"
     kernel = Instance(
-        name=f"backward_wgmma_{_what(problem)}_{tiles}{kept}{_suffix(problem, score, slots)}",
+        name=f"backward_wgmma_{what_of(problem)}_{tiles}{kept}{suffix_of(problem, score, slots)}",
         header="backward_wgmma.cuh",
         entry="backward_wgmma",
-        traits=_traits(
+        traits=traits_type(
             "WgmmaBackwardTraits",
             problem,
             problem.head_dim,
-            _band(problem),
-            f"multiattn::WgmmaBackwardShape<{_cpp_list(*numbers)}>",
+            band_trait(problem),
+            f"multiattn::WgmmaBackwardShape<{cpp_list(*numbers)}>",
             *lists,
         ),
         score=score,
@@ -385,16 +382,16 @@ def _two_pass(problem: Problem, config: WgmmaTwoPassConfig, score: LoweredScore 
         kept, ahead = "_dplate" * config.dp_late, config.dq_ahead
     stages = f"s{numbers[0]}_{numbers[1]}{kept}{'_ahead' * ahead}"
     kernel = Instance(
-        name=f"backward_wgmma_{owns}_{_what(problem)}_{stages}{_suffix(problem, score)}",
+        name=f"backward_wgmma_{owns}_{what_of(problem)}_{stages}{suffix_of(problem, score)}",
         header=f"backward_wgmma_two_pass_{owns}.cuh",
         entry=f"backward_wgmma_{owns}",
-        traits=_traits(
+        traits=traits_type(
             f"TwoPass{owns.title()}Traits",
             problem,
             problem.head_dim,
-            _band(problem),
-            f"multiattn::TwoPass{owns.title()}Shape<{_cpp_list(*numbers)}>",
-            *_score(problem, score, ()),
+            band_trait(problem),
+            f"multiattn::TwoPass{owns.title()}Shape<{cpp_list(*numbers)}>",
+            *score_traits(problem, score, ()),
         ),
         score=score,
         packed=problem.packing is not None,
@@ -412,55 +409,8 @@ def _two_pass(problem: Problem, config: WgmmaTwoPassConfig, score: LoweredScore 
 
 def _tiles(problem: Problem, config: BackwardConfig | QueryConfig) -> str:
     tile_m, tile_n, warps, stages = _sizes(config)
-    return f"{_what(problem)}_{tile_m}x{tile_n}_w{warps}_s{stages}_o{config.occupancy}"
+    return f"{what_of(problem)}_{tile_m}x{tile_n}_w{warps}_s{stages}_o{config.occupancy}"
 
 
 def _sizes(config: BackwardConfig | QueryConfig) -> tuple[int, int, int, int]:
     return config.tile_m, config.tile_n, config.warps, config.stages
-
-
-# ---------------------------------------------------------------- names and types
-
-
-def _what(problem: Problem) -> str:
-    return f"{problem.dtype}_d{problem.head_dim}_{problem.band.kind}"
-
-
-def _masked(problem: Problem) -> tuple[int, str, bool]:
-    """The first constants of a kernel that walks over scores: head_dim, its mask, whether rows are aligned."""
-    return problem.head_dim, _band(problem), not _unaligned(problem)
-
-
-def _band(problem: Problem) -> str:
-    kind = problem.band.kind
-    return f"multiattn::Band::{'NONE' if kind == 'full' else kind.upper()}"
-
-
-def _score(problem: Problem, score: LoweredScore | None, slots: tuple[int, ...]) -> tuple[str, ...]:
-    """The last constants of a kernel whose scores an expression changes, with a block mask, or of a packed batch."""
-    changed = "NoScore" if score is None else text_of(score, slots)[0]
-    if (blocks := problem.blocks) is not None:
-        return f"multiattn::{changed}", f"multiattn::BlockMask<{_cpp_list(*blocks)}>"
-    if problem.packing is not None:
-        return f"multiattn::{changed}", "multiattn::Packed"
-    return () if score is None else (f"multiattn::{changed}",)
-
-
-def _suffix(problem: Problem, score: LoweredScore | None, slots: tuple[int, ...] = ()) -> str:
-    blocks, name = problem.blocks, "" if score is None else f"_{text_of(score, slots)[0].lower()}"
-    if problem.packing is not None:
-        return f"{name}_packed"
-    return name if blocks is None else f"{name}_blocks{blocks.queries}x{blocks.keys}{'_full' * blocks.has_full}"
-
-
-def _unaligned(problem: Problem) -> str:
-    return "_unaligned" if problem.alignment % VECTOR_BYTES else ""
-
-
-def _traits(template: str, problem: Problem, *arguments: int | bool | str) -> str:
-    return f"multiattn::{template}<multiattn::{problem.dtype}, {_cpp_list(*arguments)}>"
-
-
-def _cpp_list(*arguments: int | bool | str) -> str:
-    """Template arguments: True is true in C++, a string what it says."""
-    return ", ".join(str(it).lower() if isinstance(it, bool) else str(it) for it in arguments)

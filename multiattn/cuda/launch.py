@@ -8,7 +8,7 @@ import torch
 
 from multiattn.cuda.compile import cubin_path
 from multiattn.cuda.instances import launches_of
-from multiattn.cuda.params import areas_of, argument_of
+from multiattn.cuda.params import areas_of, argument_of, has_counter
 from multiattn.cuda.source import Instance
 from multiattn.plan import abi
 from multiattn.plan.arch import Arch
@@ -37,8 +37,7 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> DriverLaunch
         binding = abi.Binding(arguments=(argument,), grid=grid, image=launch.image(), constants={})
         kernels.append(LoadedKernel(function=function, binding=binding, overlaps=kernel.overlaps))
     areas, size = pack_areas(areas_of(plan))
-    is_counter = plan.direction == "forward" and plan.problem.packing is None
-    lender = counter_lender if is_counter else fresh_memory
+    lender = counter_lender if has_counter(plan) else fresh_memory
     return DriverLauncher(kernels, device, Workspace(lend=lender(device, size), areas=areas) if areas else None)
 
 

@@ -16,6 +16,9 @@ from multiattn.cuda.backward_configs import ROW_TILE, BackwardConfig, config_of,
 from multiattn.cuda.configs import ELEMENT_BYTES, FORWARD_LISTS, list_areas, tiles
 from multiattn.cuda.score import NOTHING, lowered_of, slots_of, with_aux
 from multiattn.cuda.source import Division, Instance, MaskLists, TileLists
+from multiattn.cuda.split_configs import CudaSplitConfig, Divides, merged_rows
+from multiattn.cuda.split_configs import workspace_areas as split_workspace_areas
+from multiattn.cuda.split_wgmma_configs import SplitWgmmaConfig
 from multiattn.cuda.stream_k import Divided
 from multiattn.cuda.structs import TENSOR_MAP, read_structs
 from multiattn.cuda.tensor_maps import tensor_maps
@@ -25,6 +28,7 @@ from multiattn.cuda.wgmma_configs import WgmmaConfig, query_tiles
 from multiattn.cuda.wgmma_two_pass_configs import QUERY_TILE, WgmmaTwoPassConfig
 from multiattn.cuda.wgmma_two_pass_configs import workspace_areas as two_pass_workspace_areas
 from multiattn.packed import TILE_LISTS, USUAL_LENGTH
+from multiattn.paged import CACHE_TENSORS, PARTIAL
 from multiattn.plan.abi import WORKSPACE, Struct
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Plan
@@ -36,6 +40,7 @@ _STRUCTS = read_structs(Path(__file__).parent / "include" / "multiattn" / "param
 _STRIDES = _STRUCTS["Strides"]
 ForwardParams, BackwardParams, WgmmaParams = (_STRUCTS[f"{it}Params"] for it in ("Forward", "Backward", "Wgmma"))
 WgmmaBackwardParams, ListParams = _STRUCTS["WgmmaBackwardParams"], _STRUCTS["ListParams"]
+SplitParams, SplitWgmmaParams = _STRUCTS["SplitParams"], _STRUCTS["SplitWgmmaParams"]
 
 
 def numbers_of(plan: Plan) -> dict[str, Any]:
@@ -73,6 +78,8 @@ def numbers_of(plan: Plan) -> dict[str, Any]:
             "grad_factor": problem.grad_factor,
             **({} if division is None else _numbers_of_division(division, areas_of(plan)["key_sums"])),
         }
+    if isinstance(config, (CudaSplitConfig, SplitWgmmaConfig)):
+        return {**common, **_numbers_of_splits(problem, config)}
     if isinstance(config, WgmmaConfig):
         count = query_tiles(config, problem)
     else:
@@ -82,6 +89,21 @@ def numbers_of(plan: Plan) -> dict[str, Any]:
         "tiles": count,
         "heads": problem.batch * problem.heads_q,
         "heads_per_section": heads_side_by_side(problem),
+        "scale_sign": problem.scale_sign,
+        "scale_log2": problem.scale_log2,
+    }
+
+
+def _numbers_of_splits(problem: Problem, config: Divides) -> dict[str, Any]:
+    cache = problem.cache
+    return {
+        "heads_kv": problem.heads_kv,
+        "sequences": problem.lengths[0],
+        "tiles": tiles(problem.rows, config.tile_m),
+        "splits": config.splits,
+        "merged_rows": merged_rows(config),
+        "page": 0 if cache is None or cache.page is None else cache.page,
+        "table_stride": 0 if cache is None else cache.table_stride,
         "scale_sign": problem.scale_sign,
         "scale_log2": problem.scale_log2,
     }
@@ -160,6 +182,10 @@ def _kind_of(config: Config | None) -> type[ctypes.Structure]:
         return WgmmaBackwardParams
     if isinstance(config, BackwardConfig):
         return BackwardParams
+    if isinstance(config, CudaSplitConfig):
+        return SplitParams
+    if isinstance(config, SplitWgmmaConfig):
+        return SplitWgmmaParams
     return WgmmaParams if isinstance(config, WgmmaConfig) else ForwardParams
 
 
@@ -217,17 +243,19 @@ def argument_of(kernel: Instance, plan: Plan, *, has_dlse: bool = False) -> Stru
 
 def struct_of(plan: Plan, kind: type[ctypes.Structure] | None = None, *, has_dlse: bool = False) -> Struct:
     """The one argument of kernels of a Plan, as `params_of`. Pointers to what a launch does not have stay null."""
-    params, names = params_of(plan, kind), {"next_tile": WORKSPACE, **_arguments(plan)}
-    absent = {"delta", "dq_sum", "key_sums", WORKSPACE, *TILE_LISTS} - set(areas_of(plan))
+    of_cache = plan.problem.cache_tensors
+    params, names = params_of(plan, kind), {"next_tile": WORKSPACE, **of_cache, **_arguments(plan)}
+    absent = {"delta", "dq_sum", "key_sums", WORKSPACE, *TILE_LISTS, *PARTIAL} - set(areas_of(plan))
+    absent |= set(CACHE_TENSORS) - set(of_cache)
     absent |= set() if has_dlse else {"dlse"}
     if plan.problem.has_sinks:
         absent -= {"delta"}  # the caller's
     else:
         absent |= {"sinks"}
     config, maps = plan.config, {}
-    if isinstance(config, (WgmmaConfig, WgmmaBackwardConfig, WgmmaTwoPassConfig)):
+    if isinstance(config, (WgmmaConfig, WgmmaBackwardConfig, WgmmaTwoPassConfig, SplitWgmmaConfig)):
         maps = tensor_maps(plan.problem, config.box_rows(plan.problem))
-    places = [(at, names.get(name, name), is_map) for at, name, is_map in _places(type(params))]
+    places = [(at, names.get(name, name), is_map) for at, name, is_map in _places(type(params)) if name not in absent]
     return Struct(
         data=bytes(params),
         pointers={at: name for at, name, is_map in places if not is_map and name not in (None, *absent)},
@@ -243,9 +271,16 @@ def areas_of(plan: Plan) -> Mapping[str, int]:
         return wgmma_workspace_areas(plan.problem, plan.config)
     if isinstance(plan.config, WgmmaTwoPassConfig):
         return two_pass_workspace_areas(plan.problem, plan.config)
+    if isinstance(plan.config, (CudaSplitConfig, SplitWgmmaConfig)):
+        return split_workspace_areas(plan.problem, plan.config)
     lists = list_areas(plan.problem, FORWARD_LISTS)
     counter_bytes = plan.workspace_bytes - sum(lists.values())
     return {**({WORKSPACE: counter_bytes} if counter_bytes else {}), **lists}
+
+
+def has_counter(plan: Plan) -> bool:
+    """True if all of a launch's workspace is a counter that it finds at zero and leaves so."""
+    return plan.direction == "forward" and set(areas_of(plan)) == {WORKSPACE}
 
 
 def _places(kind: type[ctypes.Structure], base: int = 0, prefix: str = "") -> Iterator[tuple[int, str, bool]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from multiattn.block_mask import BlockSpec
 from multiattn.cuda.score import text_of, with_aux
 from multiattn.cuda.structs import read_structs
+from multiattn.plan.abi import Image
 from multiattn.plan.arch import Arch
 from multiattn.run import cache
 from multiattn.score import LoweredScore
@@ -76,6 +77,26 @@ class Instance:
         """NVRTC's name of the target: ``sm_90``, or ``sm_90a`` with the features of that arch."""
         major, minor = arch.capability
         return f"sm_{major}{minor}{'a' if self.arch_features else ''}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedLaunch:
+    """A kernel and the size of its grid."""
+
+    kernel: Instance
+    blocks: int
+    """As many as there is work for."""
+    is_persistent: bool = False
+    """True where a block takes one piece of work after another: then a block per SM will do."""
+
+    def grid(self, multiprocessors: int) -> int:
+        """Blocks to launch on a device of so many SMs: whole clusters."""
+        whole = max(multiprocessors // self.kernel.cluster, 1) * self.kernel.cluster
+        return min(self.blocks, whole) if self.is_persistent else self.blocks
+
+    def image(self) -> Image:
+        """How its blocks are started."""
+        return Image(threads=self.kernel.threads, dynamic_smem_bytes=self.kernel.smem_bytes)
 
 
 def translation_unit(kernels: Sequence[Instance]) -> str:

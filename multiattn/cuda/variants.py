@@ -6,13 +6,15 @@ from functools import partial
 
 from multiattn.cuda import axes as points
 from multiattn.cuda import backward_configs as backward
-from multiattn.cuda import configs, wgmma_configs
+from multiattn.cuda import configs, split_configs, split_wgmma_configs, wgmma_configs
 from multiattn.cuda import wgmma_backward_configs as wgmma_backward
 from multiattn.cuda import wgmma_two_pass_configs as wgmma_two_pass
 from multiattn.cuda.axes import Axes
 from multiattn.cuda.configs import CudaConfig, why_not
 from multiattn.cuda.rules.ampere import ATOMIC_RULES, TWO_PASS_RULES, rules_of
 from multiattn.cuda.rules.hopper import WGMMA_BACKWARD_RULES, WGMMA_RULES, WGMMA_TWO_PASS_RULES
+from multiattn.cuda.rules.split_keys import SPLIT_RULES
+from multiattn.cuda.rules.split_wgmma import SPLIT_WGMMA_RULES
 from multiattn.layout import VECTOR_BYTES
 from multiattn.mask import KINDS
 from multiattn.plan.arch import ARCHS
@@ -66,7 +68,33 @@ WGMMA = Variant(
 )
 """It is on no ladder: it has no flags and no parent."""
 
+SPLIT_KEYS = Variant(
+    name="split_keys",
+    summary="few queries: heads that share keys are rows of one tile, keys are divided among blocks, a kernel merges",
+    capability=_capability(packing=False, caches=True, head_dim_max=512),
+    rules=SPLIT_RULES,
+    workspace=split_configs.workspace,
+    config_type=split_configs.CudaSplitConfig,
+    settle=split_configs.settle,
+    fits=split_configs.why_not,
+)
+"""It is on no ladder."""
+
+SPLIT_KEYS_WGMMA = Variant(
+    name="split_keys_wgmma",
+    summary="Hopper: as split_keys, for more rows: a warp loads by TMA, warpgroups multiply by wgmma",
+    capability=_wgmma_capability(packing=False, scores=True, score_gradients=True, caches=True),
+    rules=SPLIT_WGMMA_RULES,
+    workspace=split_wgmma_configs.workspace,
+    config_type=split_wgmma_configs.SplitWgmmaConfig,
+    settle=split_wgmma_configs.settle,
+    fits=split_wgmma_configs.why_not,
+)
+"""It is on no ladder."""
+
 VARIANTS: tuple[Variant, ...] = (
+    SPLIT_KEYS_WGMMA,
+    SPLIT_KEYS,
     WGMMA,
     *(_variant(axes, summary, only_named=False) for axes, summary in _OFFERED.items()),
     *(_variant(axes, axes.summary, only_named=True) for axes in points.cross_product() if axes not in _OFFERED),
@@ -85,6 +113,8 @@ SPANNING: tuple[str, ...] = (
     "split_kv+share_kv+tiling_qk+swizzle_kv",
     "split_kv+tiling_qkv+swizzle_qk",
     WGMMA.name,
+    SPLIT_KEYS.name,
+    SPLIT_KEYS_WGMMA.name,
 )
 """Variants that keep the contract (sums in fp32): Hopper's kernel, and points that together have every swizzle and all
 legal pairs of warps, share and tiling."""
@@ -135,7 +165,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
 
 
 def is_wgmma(made: Plan | Variant) -> bool:
-    """True for a Plan or Variant of the kernels for Hopper; all others of a forward are points of the axes."""
+    """True for a Plan or Variant of the kernels for Hopper."""
     return (made.variant if isinstance(made, Plan) else made.name) == WGMMA.name
 
 

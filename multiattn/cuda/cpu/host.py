@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from multiattn.cuda.instances import PlannedLaunch, kernels_of, launches_of, siblings_of
-from multiattn.cuda.params import areas_of, argument_of
-from multiattn.cuda.source import HOST_INCLUDES, ROOT, Instance, cache_key, translation_unit
+from multiattn.cuda.instances import kernels_of, launches_of, siblings_of
+from multiattn.cuda.params import areas_of, argument_of, has_counter
+from multiattn.cuda.source import HOST_INCLUDES, ROOT, Instance, PlannedLaunch, cache_key, translation_unit
 from multiattn.cuda.structs import read_structs
 from multiattn.cuda.tools import GXX, gxx_version, run_compiler
 from multiattn.operands import Operands
@@ -67,7 +67,7 @@ class CpuLauncher:
         self._plan = plan
         self._sizes = areas_of(plan)
         self._areas, self._workspace_bytes = pack_areas(self._sizes)
-        self._counts = plan.direction == "forward" and plan.problem.packing is None
+        self._counts = has_counter(plan)
         self.counter = torch.zeros(self._workspace_bytes if self._counts else 0, dtype=torch.uint8)
         """The workspace of a forward: the counter of tiles, which every launch leaves at zero. Nothing of a packed
         batch, whose workspace is new in each launch."""

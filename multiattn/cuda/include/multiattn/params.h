@@ -68,6 +68,41 @@ struct ForwardParams {
   const float* sinks;  // [heads_q], contiguous, natural log; null: none
 };
 
+// Of kernels whose blocks own rows of one head of keys, the queries of all heads that share it, and a part of the keys; and of the
+// one that merges what they leave. Row r of a sequence is query r / group of the head r % group among those.
+struct SplitParams {
+  const void* q;    // [batch, heads_q, seq_q, D] 16-bit, never null
+  const void* k;    // [entries, heads_kv, rows, D] 16-bit, never null: entries are sequences, or pages
+  const void* v;    // like k
+  void* out;        // like q, rows 16-byte aligned, never null
+  float* lse;       // [batch, heads_q, seq_q], contiguous, natural log, never null
+  const float* sinks;  // [heads_q], contiguous, natural log; null: none
+  const int32* seqlens_kv;    // [sequences]: the keys of each; null: seq_kv
+  const int32* page_table;    // [sequences, table_stride]; null: an entry for each sequence
+  const int32* cu_seqlens_q;  // [sequences + 1]: where queries of each begin, batch is 1; null: seq_q of each batch entry
+  float* partial_out;  // workspace: [splits, batch, heads_q, seq_q, D], each part divided by its sum; null with one split
+  float* partial_lse;  // workspace: [splits, batch, heads_q, seq_q], in the log2 domain
+  Strides strides_q, strides_k, strides_v, strides_out;
+  int32 heads_q, heads_kv;
+  int32 group;  // query heads that share one key/value head
+  int32 seq_q, seq_kv;
+  int32 sequences;
+  int32 tiles;   // of TILE_M rows, of a sequence and head of keys
+  int32 splits;  // parts of the keys
+  int32 merged_rows;  // rows of a block that merges: a power of two
+  int32 page;    // keys of a page; 0: no pages
+  int32 table_stride;
+  int32 scale_sign;    // as the forward's, like all that follow
+  float scale_log2;
+  int32 left, right;
+};
+
+// Of the kernel for sm90 among those whose blocks own rows of one head of keys.
+struct SplitWgmmaParams {
+  TensorMap map_k, map_v;  // 4-D: D, rows, heads_kv, entries, innermost first; boxes are 64 columns of BOX_ROWS keys
+  SplitParams split;
+};
+
 struct WgmmaParams {
   // 4-D: D, S, H, B, innermost first; boxes are 64 columns of TILE_M rows of q, TILE_N / CLUSTER of k and v, 64 of
   // out. Of a packed batch they are 5-D and ragged (ragged.cuh), with 64 rows of q.

@@ -94,6 +94,8 @@ DEVICE int32 load_global_4(const int32* source) { return *source; }
 DEVICE Chunk load_global_16(const void* source) { return *static_cast<const Chunk*>(source); }
 DEVICE void store_global_16(void* target, const Chunk& value) { *static_cast<Chunk*>(target) = value; }
 DEVICE void store_global_4(float* target, float value) { *target = value; }
+// What `pack` made, at a multiple of 4 bytes.
+DEVICE void store_global_pair(uint16* target, uint32 pair) { *reinterpret_cast<uint32*>(target) = pair; }
 // *target += value, by many blocks at a time, in any order.
 DEVICE void add_global_4(float* target, float value) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(target), "f"(value) : "memory");

@@ -69,6 +69,7 @@ inline int32 load_global_4(const int32* source) { return *source; }
 Chunk load_global_16(const void* source);
 void store_global_16(void* target, const Chunk& value);
 inline void store_global_4(float* target, float value) { *target = value; }
+inline void store_global_pair(uint16* target, uint32 pair) { std::memcpy(target, &pair, sizeof pair); }
 void add_global_4(float* target, float value);
 void add_global_16(float* target, const float (&value)[4]);
 

@@ -1,0 +1,158 @@
+// Merges the parts of each row that the blocks of split_keys.cuh leave: out = sum of w_s out_s with w_s = exp(lse_s - lse).
+#pragma once
+#include "multiattn/ptx_sm90.cuh"
+#include "multiattn/softmax.cuh"
+#include "split_keys_traits.cuh"
+
+namespace multiattn {
+
+template <class Element_, int HEAD_DIM_, int COLUMNS_, int THREADS_, int SPLITS_MAX_, bool HAS_SINKS_, bool OVERLAPS_>
+struct MergeTraits {
+  using Element = Element_;
+  static constexpr int HEAD_DIM = HEAD_DIM_, THREADS = THREADS_, SPLITS_MAX = SPLITS_MAX_;
+  static constexpr bool HAS_SINKS = HAS_SINKS_, OVERLAPS = OVERLAPS_;
+  static constexpr int COLUMNS = COLUMNS_;                 // of a block: a lane's each, when it writes
+  static constexpr int COLUMN_BLOCKS = (HEAD_DIM + COLUMNS - 1) / COLUMNS;
+  static constexpr int LANES = COLUMNS / CHUNK_ELEMENTS;   // threads that read a part of a row, a chunk of columns each
+  static constexpr int SLOTS = THREADS / LANES;            // parts that are read at a time
+  static constexpr int AHEAD = 4;                          // of them by a thread
+  // A weight for each part of each of the block's rows, and sums: a thread's own of its columns.
+  static constexpr int SUMS_AT = SPLITS_MAX * 4, SUMS_PITCH = COLUMNS + 4;  // fp32
+  static constexpr int SMEM_BYTES = SUMS_AT + SLOTS * SUMS_PITCH * 4;
+  static_assert(COLUMNS == WARP && SLOTS <= SPLITS_MAX, "a lane for each column, room for all weights");
+};
+
+// The place of a row of lse. It is computed without memory, and so before the wait for other grids.
+struct PlaceOfRow {
+  int query, head, batch;
+
+  static DEVICE PlaceOfRow of(const SplitParams& params, int row) {
+    Digits place{static_cast<uint32>(row)};
+    const int query = place.take(params.seq_q), head = place.take(params.heads_q);
+    return {query, head, static_cast<int>(place.rest)};
+  }
+  // Rows behind the last sequence are nobody's.
+  DEVICE bool is_owned(const SplitParams& params) const {
+    return !params.cu_seqlens_q || query < load_global_4(params.cu_seqlens_q + params.sequences);
+  }
+};
+
+// A warp finds the weight of each part of a row, the row's lse on the way. A part without keys weighs nothing.
+template <class T>
+DEVICE void weigh(const SplitParams& params, int row, const PlaceOfRow& place, SharedAddress weights, bool writes_lse) {
+  constexpr int PARTS = T::SPLITS_MAX / WARP;  // of a lane
+  const int lane = thread_index() % WARP;
+  const int64 rows = rows_of(params);
+  float lse_log2[PARTS], weight[PARTS], max = -infinity(), sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < PARTS; ++i) {
+    const int split = lane + i * WARP;
+    lse_log2[i] = -infinity();
+    if (i * WARP < params.splits)
+      lse_log2[i] = split < params.splits ? load_global_4(params.partial_lse + split * rows + row) : -infinity();
+    max = fmaxf(max, lse_log2[i]);
+  }
+#pragma unroll
+  for (int mask = WARP / 2; mask > 0; mask /= 2) max = fmaxf(max, shuffle_xor(max, mask));
+  const float base = max == -infinity() ? 0.0f : max;
+#pragma unroll
+  for (int i = 0; i < PARTS; ++i)
+    if (i * WARP < params.splits) sum += weight[i] = exp2_approx(lse_log2[i] - base);
+#pragma unroll
+  for (int mask = WARP / 2; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
+  float decay = 1.0f;
+  if constexpr (T::HAS_SINKS) decay = add_sink(max, sum, load_global_4(params.sinks + place.head));
+  const bool empty = sum == 0.0f;
+  if (lane == 0 && writes_lse && place.is_owned(params))
+    store_global_4(params.lse + row, empty ? -infinity() : (max + log2_exact(sum)) * LN_2);
+  const float factor = empty ? 0.0f : decay / sum;
+#pragma unroll
+  for (int i = 0; i < PARTS; ++i)
+    if (const int split = lane + i * WARP; split < params.splits)
+      store_shared_4(weights + split * 4, float_bits(weight[i] * factor));
+}
+
+// A thread's columns of AHEAD parts of a row, every `step`-th from one on; those behind the last are the last.
+template <class T>
+struct PartColumns {
+  Chunk part[T::AHEAD][2];
+
+  DEVICE void load(const float* parts, int64 pitch, int first, int step, int splits) {
+#pragma unroll
+    for (int i = 0; i < T::AHEAD; ++i) {
+      const float* source = parts + min(first + i * step, splits - 1) * pitch;
+      part[i][0] = load_global_16(source);
+      part[i][1] = load_global_16(source + 4);
+    }
+  }
+};
+
+// Adds a part's columns, which mean nothing where its weight is zero.
+DEVICE void add_part(float (&sum)[CHUNK_ELEMENTS], const Chunk (&part)[2], float weight) {
+#pragma unroll
+  for (int i = 0; i < CHUNK_ELEMENTS; ++i)
+    sum[i] += weight == 0.0f ? 0.0f : weight * float_of_bits(part[i / 4].word[i % 4]);
+}
+
+// A block owns COLUMNS of neighbouring rows: of as many as leave a slot for each part and a warp for each row, or one. So a few
+// rows with many parts are read by many SMs.
+template <class T>
+DEVICE void merge_splits(const SplitParams& params) {
+  const int block = static_cast<int>(block_index()), first_column = block % T::COLUMN_BLOCKS * T::COLUMNS;
+  const int rows = static_cast<int>(rows_of(params)), first_row = block / T::COLUMN_BLOCKS * params.merged_rows;
+  const int own_rows = min(params.merged_rows, rows - first_row);
+  const int thread = thread_index(), warp = thread / WARP, slots_of_row = T::SLOTS / params.merged_rows;
+  const PlaceOfRow place_of_warp = PlaceOfRow::of(params, first_row + warp);
+  // A slot takes every slots_of_row-th part of its row.
+  const int slot = thread / T::LANES, column = thread % T::LANES * CHUNK_ELEMENTS;  // of the block's
+  const int row = slot / slots_of_row, first = slot % slots_of_row, step = T::AHEAD * slots_of_row;
+  const bool has_row = row < own_rows && first_column + column < T::HEAD_DIM;
+  const float* parts = params.partial_out + static_cast<int64>(first_row + row) * T::HEAD_DIM + first_column + column;
+  const int64 pitch = static_cast<int64>(rows) * T::HEAD_DIM;
+  if constexpr (T::OVERLAPS) {
+    admit_next_grid();
+    if (thread_index() == 0) await_earlier_grids();
+    sync_block();
+  }
+
+  PartColumns<T> columns;  // on their way while their weights are found
+  if (has_row) columns.load(parts, pitch, first, slots_of_row, params.splits);
+  if (warp < own_rows)
+    weigh<T>(params, first_row + warp, place_of_warp, shared_base() + warp * params.splits * 4, first_column == 0);
+  sync_block();  // the weights are there
+
+  const SharedAddress sums = shared_base() + T::SUMS_AT;
+  if (has_row) {
+    const SharedAddress weights = shared_base() + row * params.splits * 4;
+    float sum[CHUNK_ELEMENTS] = {};
+    for (int split = first; split < params.splits; split += step) {
+#pragma unroll
+      for (int i = 0; i < T::AHEAD; ++i)
+        if (const int its_split = split + i * slots_of_row; its_split < params.splits)
+          add_part(sum, columns.part[i], load_shared_4(weights + its_split * 4));
+      if (split + step < params.splits) columns.load(parts, pitch, split + step, slots_of_row, params.splits);
+    }
+    const SharedAddress place = sums + (slot * T::SUMS_PITCH + column) * 4;
+#pragma unroll
+    for (int side = 0; side < 2; ++side)
+      store_shared_16(place + 16 * side, Chunk{{float_bits(sum[4 * side]), float_bits(sum[4 * side + 1]),
+                                                float_bits(sum[4 * side + 2]), float_bits(sum[4 * side + 3])}});
+  }
+  sync_block();  // every slot's sum is there
+
+  // A warp writes its row, a lane a column.
+  if (warp >= own_rows || !place_of_warp.is_owned(params)) return;
+  const int lane = thread % WARP;
+  float sum = 0.0f;
+#pragma unroll 8
+  for (int other = warp * slots_of_row; other < (warp + 1) * slots_of_row; ++other)
+    sum += load_shared_4(sums + (other * T::SUMS_PITCH + lane) * 4);
+  const float next = shuffle_xor(sum, 1);
+  if (lane % 2 != 0 || first_column + lane >= T::HEAD_DIM) return;
+  const Strides& strides = params.strides_out;
+  uint16* out = static_cast<uint16*>(params.out) + place_of_warp.batch * strides.batch + place_of_warp.head * strides.head +
+                place_of_warp.query * strides.seq;
+  store_global_pair(out + first_column + lane, pack<typename T::Element>(sum, next));
+}
+
+}  // namespace multiattn

@@ -1,0 +1,93 @@
+// Tiles of K and V on their way from a cache to a team's ring, with cp.async.
+#pragma once
+#include "multiattn/ptx_sm90.cuh"
+#include "split_keys_traits.cuh"
+
+namespace multiattn {
+
+// Threads of a team that see what each of them has loaded, and are done with what is overwritten next.
+template <class T>
+DEVICE void sync_team() {
+  if constexpr (T::TEAM_WARPS == 1) sync_warp();
+  else if constexpr (T::TEAMS == 1) sync_block();
+  else named_barrier_sync(1 + T::team(), T::TEAM_THREADS);
+}
+
+// The keys of a sequence and head. A tile goes into slot `step % STAGES` of the team's ring. The pages of a tile are looked up
+// before its turn: nobody waits for the table. SPAN threads share a row, which may be in a page of its own.
+template <class T>
+class KeyStream {
+  static constexpr int SPAN = T::TileKV::Layout::SPAN;
+  static constexpr int ROWS_PER_PASS = T::TEAM_THREADS / SPAN;
+  static constexpr int PASSES = (T::TILE_N + ROWS_PER_PASS - 1) / ROWS_PER_PASS;
+  static constexpr int LOOKUPS = T::PAGING == Paging::ANY ? PASSES : 1;
+
+ public:
+  DEVICE KeyStream(const Owned<T>& owned, SharedAddress ring)
+      : params_(owned.params), ring_(ring), len_(owned.len_kv), sequence_(owned.sequence),
+        k_(static_cast<const uint16*>(params_.k) + owned.head_kv * params_.strides_k.head),
+        v_(static_cast<const uint16*>(params_.v) + owned.head_kv * params_.strides_v.head) {}
+
+  DEVICE SharedAddress k(int step) const { return ring_ + step % T::STAGES * T::SLOT; }
+  DEVICE SharedAddress v(int step) const { return k(step) + T::TileKV::BYTES; }
+
+  // The pages of the thread's rows of a tile, or of all of them.
+  struct Pages {
+    int32 number[LOOKUPS];
+  };
+
+  // Keys beyond the last have no page: their entries may name anything.
+  DEVICE Pages look_up(int tile) const {
+    Pages pages{};
+    if constexpr (T::PAGING != Paging::NONE) {
+      const int32* table = params_.page_table + static_cast<int64>(sequence_) * params_.table_stride;
+#pragma unroll
+      for (int i = 0; i < LOOKUPS; ++i) {
+        const int key = tile * T::TILE_N + (T::PAGING == Paging::ANY ? first_row() + i * ROWS_PER_PASS : 0);
+        pages.number[i] = key < len_ ? load_global_4(table + key / params_.page) : 0;
+      }
+    }
+    return pages;
+  }
+
+  // Begins to load a tile. Keys beyond the last become zeros, and are not read.
+  DEVICE void load(int tile, int step, const Pages& pages) const {
+    const SharedAddress target = k(step);
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+      const int row = first_row() + pass * ROWS_PER_PASS, key = tile * T::TILE_N + row;
+      if (T::TILE_N % ROWS_PER_PASS != 0 && row >= T::TILE_N) break;
+      const auto [entry, row_of_entry] = place(key, pages.number[T::PAGING == Paging::ANY ? pass : 0]);
+      const uint16* k = k_ + entry * params_.strides_k.batch + row_of_entry * params_.strides_k.seq;
+      const uint16* v = v_ + entry * params_.strides_v.batch + row_of_entry * params_.strides_v.seq;
+#pragma unroll
+      for (int step_of_row = 0; step_of_row < T::TileKV::CHUNKS; step_of_row += SPAN) {
+        const int chunk = step_of_row + first_chunk();
+        const bool valid = key < len_ && chunk < T::TileKV::VALID_CHUNKS;
+        const SharedAddress place = T::TileKV::chunk(target, row, chunk);
+        copy_chunk<T::ALIGNED>(place, k + chunk * CHUNK_ELEMENTS, valid);
+        copy_chunk<T::ALIGNED>(place + T::TileKV::BYTES, v + chunk * CHUNK_ELEMENTS, valid);
+      }
+    }
+  }
+
+ private:
+  struct Place {
+    int64 entry, row;
+  };
+
+  static DEVICE int first_row() { return thread_index() % T::TEAM_THREADS / SPAN; }
+  static DEVICE int first_chunk() { return thread_index() % SPAN; }
+
+  DEVICE Place place(int key, int32 page) const {
+    if constexpr (T::PAGING == Paging::NONE) return {sequence_, key};
+    else return {page, key % params_.page};
+  }
+
+  const typename T::Params& params_;
+  SharedAddress ring_;
+  int len_, sequence_;
+  const uint16 *k_, *v_;
+};
+
+}  // namespace multiattn

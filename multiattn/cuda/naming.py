@@ -1,0 +1,57 @@
+"""Names of kernels, and the C++ types of their constants."""
+
+from __future__ import annotations
+
+from multiattn.cuda.score import text_of
+from multiattn.layout import VECTOR_BYTES
+from multiattn.problem import Problem
+from multiattn.score import LoweredScore
+
+
+def what_of(problem: Problem) -> str:
+    """Dtype, head_dim and mask, as the names of kernels have them."""
+    return f"{problem.dtype}_d{problem.head_dim}_{problem.band.kind}"
+
+
+def masked_traits(problem: Problem) -> tuple[int, str, bool]:
+    """The first constants of a kernel that walks over scores: head_dim, its mask, whether rows are aligned."""
+    return problem.head_dim, band_trait(problem), not unaligned_suffix(problem)
+
+
+def band_trait(problem: Problem) -> str:
+    """The C++ value of a mask."""
+    kind = problem.band.kind
+    return f"multiattn::Band::{'NONE' if kind == 'full' else kind.upper()}"
+
+
+def score_traits(problem: Problem, score: LoweredScore | None, slots: tuple[int, ...]) -> tuple[str, ...]:
+    """The last constants of a kernel whose scores an expression changes, with a block mask, or of a packed batch."""
+    changed = "NoScore" if score is None else text_of(score, slots)[0]
+    if (blocks := problem.blocks) is not None:
+        return f"multiattn::{changed}", f"multiattn::BlockMask<{cpp_list(*blocks)}>"
+    if problem.packing is not None:
+        return f"multiattn::{changed}", "multiattn::Packed"
+    return () if score is None else (f"multiattn::{changed}",)
+
+
+def suffix_of(problem: Problem, score: LoweredScore | None, slots: tuple[int, ...] = ()) -> str:
+    """The end of a kernel's name: its expression, and what lists its tiles."""
+    blocks, name = problem.blocks, "" if score is None else f"_{text_of(score, slots)[0].lower()}"
+    if problem.packing is not None:
+        return f"{name}_packed"
+    return name if blocks is None else f"{name}_blocks{blocks.queries}x{blocks.keys}{'_full' * blocks.has_full}"
+
+
+def unaligned_suffix(problem: Problem) -> str:
+    """The part of a kernel's name that says that rows start anywhere; empty where they are aligned."""
+    return "_unaligned" if problem.alignment % VECTOR_BYTES else ""
+
+
+def traits_type(template: str, problem: Problem, *arguments: int | bool | str) -> str:
+    """The C++ type of a kernel's constants, of which the element is the first."""
+    return f"multiattn::{template}<multiattn::{problem.dtype}, {cpp_list(*arguments)}>"
+
+
+def cpp_list(*arguments: int | bool | str) -> str:
+    """Template arguments: True is true in C++, a string what it says."""
+    return ", ".join(str(it).lower() if isinstance(it, bool) else str(it) for it in arguments)

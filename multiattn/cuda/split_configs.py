@@ -1,0 +1,184 @@
+"""Tiles of the forward for few queries as data: `CudaSplitConfig`, its shared memory, and what fits a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from multiattn.cuda.configs import ELEMENT_BYTES, FP32_BYTES, FRAGMENT_ROWS, padded
+from multiattn.paged import SPLITS_MAX, area_layouts
+from multiattn.plan.arch import GRID_MAX, WARP_THREADS, Arch
+from multiattn.plan.config import Config
+from multiattn.plan.limits import Check, between, failed, field_checks, one_of, size_checks
+from multiattn.plan.schedule import EVEN_ENOUGH, choose_splits, most_multiprocessors, row_tiles
+from multiattn.plan.support import Reason
+from multiattn.problem import Problem
+
+MERGE_THREADS = 256
+MERGE_OCCUPANCY = 4
+"""Blocks on an SM that its registers must allow where it overlaps: one then fits beside those that it waits for."""
+MERGE_COLUMNS = 32
+_MERGE_SLOTS = MERGE_THREADS // (MERGE_COLUMNS // 8)  # parts that a block reads at a time: 8 columns a thread
+_TEAMS_MAX = 15  # a named barrier each
+_FOUND_PADDING = 8  # fp32 behind each row that teams leave
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CudaSplitConfig(Config):
+    """Launch parameters of the forward for few queries; `kernels/split_keys_traits.cuh` says what each does.
+
+    `tile_m` is rows: queries of all heads that share a key/value head.
+    """
+
+    warps: int
+    """Warps of a block, in teams that walk over keys of their own."""
+    row_warps: int = 1
+    """Warps of a team that have rows of their own."""
+    column_warps: int = 1
+    """Warps of a team that share rows and have columns of the output."""
+    stages: int
+    """Tiles of K and of V that a team has room for: all but one are on their way while that one is used."""
+    occupancy: int = 1
+    """Blocks on an SM that the compiler must leave registers for, and that a split fills it with."""
+    widens: bool = False
+    """Where that is as good or better, a block has twice the warps and an SM for itself: `settle` decides."""
+    splits: int = 0
+    """Parts that the keys are divided into. A rule leaves it open, with 0, and a plan has a number."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.warps * WARP_THREADS
+
+    @property
+    def teams(self) -> int:
+        """Groups of warps with keys of their own."""
+        return self.warps // (self.row_warps * self.column_warps)
+
+
+def settle(problem: Problem, arch: Arch, config: Config) -> CudaSplitConfig:
+    """The config with a number of splits, of which each has at least a tile of keys for each team."""
+    assert isinstance(config, CudaSplitConfig)
+    if min(config.tile_m, config.tile_n, config.row_warps, config.column_warps) < 1 or not config.teams:
+        return config  # `why_not` says what is wrong
+    if config.widens and problem.asked_splits is None:
+        config = _widened(problem, arch, config)
+    config = replace(config, widens=False)
+    if config.splits and problem.asked_splits is None:
+        return config
+    sizes = {"tile_m": config.tile_m, "keys_min": config.tile_n * config.teams, "blocks_per_sm": config.occupancy}
+    return replace(config, splits=choose_splits(problem, arch, **sizes))
+
+
+FEW = 8
+"""Tiles of rows are few where SMs are this many times more."""
+
+
+def _widened(problem: Problem, arch: Arch, config: CudaSplitConfig) -> CudaSplitConfig:
+    """The config with twice the warps and one block an SM, where tiles of rows are few, or each has an SM.
+
+    H200, 2026-11-26, D=128, one query, us wide and not: B=1 32/8 N=1k 6.8, 7.6; B=1 8/1 8k 7.5, 8.3; B=128 8/1 1k 18.7,
+    22.0, 8k 123.7, 127.0. Of others not: B=32 8/1 1k 10.3, 9.5; B=8 32/8 1k 14.2, 13.6.
+    """
+    tiles, sms = row_tiles(problem, config.tile_m), most_multiprocessors(arch)
+    if tiles * FEW <= sms or EVEN_ENOUGH * sms <= tiles <= sms:
+        return replace(config, warps=2 * config.warps, occupancy=1)
+    return config
+
+
+def smem_bytes(config: CudaSplitConfig, problem: Problem) -> int:
+    """Dynamic shared memory of a block: Q, and the teams' rings, or in their place what teams have found.
+
+    Every kernel asserts at compile time that it needs just this.
+    """
+    width = padded(problem.head_dim, FRAGMENT_ROWS * config.column_warps)
+    rings = config.teams * config.stages * 2 * config.tile_n * width * ELEMENT_BYTES
+    found = config.teams * config.tile_m * (width + _FOUND_PADDING + 2) * FP32_BYTES
+    return config.tile_m * width * ELEMENT_BYTES + max(rings, found)
+
+
+def merge_smem_bytes() -> int:
+    """The same of the kernel that merges: a weight for each part of each row, and sums of parts."""
+    return (SPLITS_MAX + _MERGE_SLOTS * (MERGE_COLUMNS + 4)) * FP32_BYTES
+
+
+class Divides(Protocol):
+    """A config whose blocks divide the keys, and leave parts to be merged."""
+
+    @property
+    def splits(self) -> int:
+        """Parts that the keys are divided into."""
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of a block."""
+
+
+def merged_rows(config: Divides) -> int:
+    """Rows of a block that merges: as many as have a slot for each part and a warp, in powers of two, or one."""
+    return max(min(_MERGE_SLOTS >> (config.splits - 1).bit_length(), MERGE_THREADS // WARP_THREADS), 1)
+
+
+def merge_blocks(config: Divides, problem: Problem) -> int:
+    """Blocks of the kernel that merges: one for some columns of some rows."""
+    rows = problem.batch * problem.heads_q * problem.seq_q
+    return -(-rows // merged_rows(config)) * -(-problem.head_dim // MERGE_COLUMNS)
+
+
+def workspace_areas(problem: Problem, config: Divides) -> dict[str, int]:
+    """The areas of a launch's workspace, and the bytes of each: none with one split."""
+    if config.splits <= 1:
+        return {}
+    sizes = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim)
+    return {name: layout.size_bytes for name, layout in area_layouts(config.splits, *sizes).items()}
+
+
+def workspace(problem: Problem, config: Config | None) -> int:
+    """Bytes that a launch takes from the allocator."""
+    assert isinstance(config, CudaSplitConfig)
+    return sum(workspace_areas(problem, config).values())
+
+
+def blocks(config: CudaSplitConfig, problem: Problem) -> int:
+    """Blocks of a launch: one for each split of each tile of rows."""
+    return row_tiles(problem, config.tile_m) * config.splits
+
+
+_ROWS_MAX = 2**31 - 1 - 256
+"""The most rows of a sequence: they are counted in 32 bits, and a tile may end beyond the last one."""
+
+
+def rows_check(problem: Problem) -> Check:
+    """A check that rows can be counted."""
+    rows = f"{problem.rows} queries of the heads that share a key"
+    return problem.rows <= _ROWS_MAX, rows, f"up to {_ROWS_MAX}"
+
+
+def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
+    """Every reason why `config` cannot run `problem` on `arch`."""
+    assert isinstance(config, CudaSplitConfig)
+    fields = {
+        "warps": one_of(1, 2, 4, 8, 16),
+        "row_warps": one_of(1, 2, 4, 8),
+        "column_warps": one_of(1, 2),
+        "stages": between(2, 8),
+        "splits": between(1, SPLITS_MAX),
+    }
+    team = config.row_warps * config.column_warps
+    is_whole = config.warps % team == 0 and config.warps // team <= _TEAMS_MAX
+    rows = FRAGMENT_ROWS * config.row_warps
+    checks = (
+        (is_whole, f"warps={config.warps} in teams of {team}", f"whole teams, up to {_TEAMS_MAX}"),
+        (config.tile_m % rows == 0 and config.tile_m > 0, f"tile_m={config.tile_m}", f"multiples of {rows}"),
+        (config.tile_n % FRAGMENT_ROWS == 0 and config.tile_n > 0, f"tile_n={config.tile_n}", "multiples of 16"),
+    )
+    if wrong := failed((*field_checks(config, fields), *checks)):
+        return wrong
+    merging = merge_blocks(config, problem)
+    return failed(
+        (
+            (merging <= GRID_MAX, f"{merging} blocks that merge parts", f"a grid of up to {GRID_MAX}"),
+            rows_check(problem),
+            *size_checks(config, arch, smem_bytes(config, problem), blocks(config, problem)),
+        )
+    )
