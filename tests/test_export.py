@@ -28,7 +28,11 @@ CASES = {
         {"head_dim": 96, "heads_q": 4, "causal": True, **BSHD},
     ),
     "triton d40 causal pointers": ("triton", "sm80", {"head_dim": 40, "causal": True, "scale": -1.0}),
-    "triton d64 all ones": ("triton", "sm120", {"head_dim": 64, "heads_q": 1, "heads_kv": 1, "batch": 1, "seq_q": 1}),
+    "triton d64 all ones": (
+        "triton full",
+        "sm120",
+        {"head_dim": 64, "heads_q": 1, "heads_kv": 1, "batch": 1, "seq_q": 1},
+    ),
     "cutile d64 BSHD": ("cutile", "sm90", {"head_dim": 64, "seq_q": 128, **BSHD}),
     "cutile d40 unaligned": ("cutile", "sm120", {"head_dim": 40, "offset": 1}),
 }

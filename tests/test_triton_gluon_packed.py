@@ -32,8 +32,9 @@ from multiattn.triton.compile import export_plan
 from multiattn.triton.cpu import interpreter
 from multiattn.triton.gluon_configs import GluonConfig
 from multiattn.triton.kernels.gluon import forward, producer, sequences
-from multiattn.triton.parameters import Descriptor, Integer, tables_of
+from multiattn.triton.parameters import tables_of
 from multiattn.triton.score import lowered_score
+from multiattn.triton.table import Descriptor, Integer
 from multiattn.varlen import Lengths, pack, with_packing
 
 SM90 = by_name("sm90")

@@ -23,7 +23,7 @@ from multiattn.triton import BACKEND
 from multiattn.triton.bind import bind, checked_binding
 from multiattn.triton.calls import Call, calls_of
 from multiattn.triton.compile import specialise
-from multiattn.triton.parameters import Constant, Integer, Tensor
+from multiattn.triton.table import Constant, Integer, Tensor
 
 pytestmark = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason="; ".join(map(str, BACKEND.probe_compiler())))
 
@@ -37,6 +37,7 @@ CASES = {
     "window": ("forward", "full", "sm90", {}, {"window": (40, 3), "sinks": torch.zeros(4)}),
     "scores": ("forward", "full", "sm90", {}, {"causal": True, "sinks": torch.zeros(4)}),
     "packed": ("forward", "pointer_full", "sm80", {}, {"causal": True}),
+    "parts": ("forward", "split_keys", "sm90", {"seq_q": 1}, {}),
     **{variant.name: ("backward", variant.name, "sm90", {}, {}) for variant in BACKEND.backward.variants},
     "its gradients": ("backward", "pointer_two_pass", "sm80", {}, {"window": (16, 1), "sinks": torch.zeros(4)}),
     "gradients of scores": ("backward", "pointer_atomic", "sm80", {"seq_q": 1}, {}),
@@ -118,7 +119,8 @@ def test_the_driver_is_handed_every_tensor_of_each_kernel(monkeypatch, case):
             assert [it.function for it in driver.launched] == list(bindings)
             known = driver_fakes.check_launches(driver.launched, bindings.values(), given._replace(dlse=dlse))
     assert all(kernel.launched == [] for kernel in kernels)
-    assert {it.overlaps for it in driver.launched} == {case == "gluon"}
+    assert [it.overlaps for it in driver.launched] == [kernel.metadata.launch_pdl for kernel in kernels]
+    assert any(it.overlaps for it in driver.launched) == (case in ("gluon", "parts"))
     if plan.direction == "forward":
         assert launcher.kernels[0].keeps is kernels[0]  # which unloads the code when nobody has it
     if case == "gluon":
@@ -152,7 +154,7 @@ def test_what_needs_more_than_arguments_goes_through_triton(monkeypatch, metadat
 
 
 @pytest.mark.parametrize("listens", [lambda metadata: None, SimpleNamespace(calls=[print])], ids=["one", "chain"])
-@pytest.mark.parametrize("case", ["pointers", "gluon", "atomic"])
+@pytest.mark.parametrize("case", ["pointers", "gluon", "parts", "atomic"])
 def test_launches_that_somebody_listens_to_go_through_triton(monkeypatch, listens, case):
     """With memory of PyTorch's for areas of workspace, and for a counter of tiles, which is zero."""
     plan, given = plan_of(case)

@@ -14,6 +14,7 @@ from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.problem import problem_of
 from multiattn.triton import BACKEND
 from multiattn.triton.configs import TritonTwoPassConfig, tiles
+from multiattn.triton.decode_configs import TritonSplitConfig
 from parity.case import Case
 from parity.launch import launch_gradients, launch_plan, plan_case, prepare_case, prepare_gradients, save_forward
 from parity.results import Contender
@@ -39,6 +40,8 @@ def test_tiles_of_any_shape(direction, variant):
     config = tiles(16, 32, 4, 1)
     if "two_pass" in variant:
         config = TritonTwoPassConfig.of(keys=config, dq=tiles(32, 16, 4, 1))
+    elif variant == "split_keys":
+        config = TritonSplitConfig(tile_m=16, tile_n=32, warps=4, stages=1, splits=2)
     plan = replace(plan, config=config)
     if direction == "forward":
         results = launch_plan(plan, inputs)

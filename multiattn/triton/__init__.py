@@ -15,7 +15,7 @@ from multiattn.plan.backend import Backend, Op, Variant, bytes_of_areas, later
 from multiattn.plan.ladder import rung_variants
 from multiattn.plan.support import Capability, Reason
 from multiattn.plan.toolchain import probe_gpu, probe_release, version_of
-from multiattn.triton import configs, gluon_configs
+from multiattn.triton import configs, decode_configs, gluon_configs
 from multiattn.triton.candidates import candidates
 from multiattn.triton.configs import TritonConfig, TritonTwoPassConfig
 from multiattn.triton.ladder import STEPS
@@ -87,6 +87,20 @@ def _gluon_variant() -> Variant:
     )
 
 
+def _split_variant() -> Variant:
+    return Variant(
+        name=decode_configs.VARIANT,
+        summary="decode: query heads that share keys are rows of one tile, keys divided among blocks, parts merged by "
+        "a second kernel",
+        capability=replace(_THROUGH_POINTERS, block_masks=0, packing=False, caches=True),
+        config_type=decode_configs.TritonSplitConfig,
+        rules=rules_of(decode_configs.VARIANT),
+        workspace=decode_configs.workspace,
+        settle=decode_configs.settle,
+        fits=decode_configs.why_not_fit,
+    )
+
+
 def _backward_variant(*, one_pass: bool, descriptor: bool) -> Variant:
     """`atomic` or `two_pass`, which read what they stream through TMA descriptors or through pointers."""
     name = ("" if descriptor else "pointer_") + ("atomic" if one_pass else "two_pass")
@@ -121,6 +135,7 @@ BACKEND = Backend(
     probe_compiler=_probe_jit,
     versions=_versions,
     forward=_op(
+        _split_variant(),
         _gluon_variant(),
         *rung_variants(
             STEPS,

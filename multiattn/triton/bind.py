@@ -14,20 +14,10 @@ from typing import Any
 
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
+from multiattn.triton.decode_configs import VARIANT as SPLIT_KEYS
 from multiattn.triton.gluon_configs import VARIANT as GLUON
-from multiattn.triton.parameters import (
-    FLAGS,
-    Assumed,
-    Constant,
-    Descriptor,
-    Integer,
-    KernelTable,
-    Scalar,
-    Tensor,
-    assumed_of,
-    is_ragged_list,
-    tables_of,
-)
+from multiattn.triton.parameters import FLAGS, Assumed, assumed_of, is_ragged_list, tables_of
+from multiattn.triton.table import Constant, Descriptor, Integer, KernelTable, Scalar, Tensor
 
 ONE, WHOLE = "the constant 1", " multiple of 16"
 _SCRATCH = (abi.Pointer(tensor=None),) * 2
@@ -45,6 +35,8 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
     problem, own, there = plan.problem, assumed_of(plan), emitted or {}
     if problem.packing is not None:
         raise ValueError("packing: got a packed batch, whose launch has several kernels; allowed launches of one")
+    if plan.variant == SPLIT_KEYS:
+        raise ValueError(f"variant: got {SPLIT_KEYS}, whose launch may have several kernels; allowed launches of one")
     constants: dict[str, str] = {}
     abi.exactly(constants, dtype=problem.dtype, head_dim=problem.head_dim, mask=problem.band.kind)
     abi.exactly(constants, scale_sign=problem.scale_sign)

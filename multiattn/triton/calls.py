@@ -13,19 +13,13 @@ from multiattn.layout import VECTOR_BYTES
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
 from multiattn.triton.configs import ELEMENT_BYTES
+from multiattn.triton.decode_configs import VARIANT as SPLIT_KEYS
+from multiattn.triton.decode_configs import areas_of
 from multiattn.triton.gluon_configs import VARIANT as GLUON
-from multiattn.triton.kernels import backward, forward, lists
-from multiattn.triton.parameters import (
-    LIST_TILES,
-    Constant,
-    Descriptor,
-    Integer,
-    KernelTable,
-    Parameter,
-    Tensor,
-    tables_of,
-)
+from multiattn.triton.kernels import backward, decode, forward, lists
+from multiattn.triton.parameters import LIST_TILES, tables_of
 from multiattn.triton.score import functions_of
+from multiattn.triton.table import Constant, Descriptor, Integer, KernelTable, Parameter, Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +41,7 @@ class Call:
         """ValueError for a table that is not the kernel's."""
         self._is_gluon = plan.variant == GLUON and table.kernel != LIST_TILES
         module: Any = forward if plan.direction == "forward" else backward
+        module = decode if plan.variant == SPLIT_KEYS else module
         self.kernel: Any = getattr(lists if table.kernel == LIST_TILES else module, table.kernel)
         if self._is_gluon:
             from multiattn.triton.kernels.gluon.forward import attention_forward  # which takes Gluon
@@ -55,7 +50,8 @@ class Call:
         if tuple(self.kernel.arg_names) != tuple(table.rows):
             raise ValueError(f"{table.kernel}: got rows {list(table.rows)}; allowed {self.kernel.arg_names}")
         self.table = _with_functions(table, self._is_gluon)
-        self._dtypes = {name: layout.dtype for name, layout in plan.problem.layouts.items()}
+        known = {**plan.problem.layouts, **areas_of(plan.problem, plan.config)}
+        self._dtypes = {name: layout.dtype for name, layout in known.items()}
         self._dtypes[abi.WORKSPACE] = torch.int32
 
     def given(self, tensors: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -9,10 +9,13 @@ from dataclasses import replace
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config
-from multiattn.plan.schedule import SCHEDULERS, one_width
+from multiattn.plan.schedule import NARROWEST, SCHEDULERS, one_width
 from multiattn.problem import Problem
 from multiattn.triton.configs import TritonConfig, TritonTwoPassConfig, tiles
+from multiattn.triton.decode_configs import VARIANT as SPLIT_KEYS
+from multiattn.triton.decode_configs import TritonSplitConfig, split_tiles
 from multiattn.triton.gluon_configs import STAGES_MAX, VARIANT, GluonConfig, why_not_fit
+from multiattn.triton.kernels.constants import FEW_ROWS
 from multiattn.triton.ladder import STEPS
 
 _Shapes = tuple[tuple[int, int, int], ...]
@@ -40,6 +43,20 @@ _GLUON_TILES: Mapping[int, _Shapes] = {
 """(tile_m, tile_n, q_slots) by the widest head_dim of a class: one that has as many columns, and registers for as many
 keys."""
 
+_Numbers = tuple[int, int, int, int]
+_FEW_ROWS: tuple[_Numbers, ...] = (
+    (64, 4, 3, 2), (64, 4, 3, 1), (64, 4, 3, 3), (64, 4, 3, 4), (64, 4, 2, 4), (64, 4, 4, 2), (64, 4, 5, 1),
+    (128, 4, 3, 1), (128, 4, 3, 2), (128, 4, 2, 2), (128, 8, 3, 1), (128, 8, 3, 2), (128, 8, 2, 2),
+    (32, 4, 3, 2), (32, 4, 3, 4), (32, 4, 5, 2), (32, 4, 5, 4), (32, 2, 3, 4), (32, 2, 4, 4), (32, 2, 5, 2),
+    (64, 2, 3, 2), (64, 2, 3, 4), (32, 1, 4, 4),
+)  # fmt: skip
+"""(tile_n, warps, stages, blocks_per_sm) where keys are divided, and all rows of a sequence are one tile."""
+_MANY_ROWS: tuple[_Numbers, ...] = (
+    (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 128, 4, 2), (128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3),
+    (128, 32, 8, 2), (128, 128, 8, 2),
+)  # fmt: skip
+"""(tile_m, tile_n, warps, stages) for more rows, each with one and with two blocks on an SM."""
+
 
 def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Config]:
     """Configs worth timing for a problem on an arch; what cannot fit is left out."""
@@ -47,6 +64,8 @@ def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Confi
         return ()
     if variant.name == VARIANT:
         return _gluon(problem, arch)
+    if variant.name == SPLIT_KEYS:
+        return tuple(config for config in _split(problem) if not variant.fits(problem, arch, config))
     found = _forward(variant, problem) if variant.name in STEPS else _backward(variant, problem)
     return tuple(config for config in dict.fromkeys(found) if not variant.fits(problem, arch, config))
 
@@ -85,6 +104,13 @@ def _backward(variant: Variant, problem: Problem) -> list[TritonConfig]:
     of_keys, of_dq = ways(_SHAPES, 2, 1), ways(_DQ_SHAPES, 2, 1, 3)
     both = [(keys, of_dq[0]) for keys in of_keys] + [(of_keys[0], dq) for dq in of_dq]
     return [TritonTwoPassConfig.of(keys, dq) for keys, dq in both]
+
+
+def _split(problem: Problem) -> list[TritonSplitConfig]:
+    """They leave the number of parts to the plan, as rules do."""
+    if problem.rows > FEW_ROWS:
+        return [split_tiles(*shape, blocks) for shape, blocks in itertools.product(_MANY_ROWS, (1, 2))]
+    return [split_tiles(max(NARROWEST, one_width(problem.rows)), *rest) for rest in _FEW_ROWS]
 
 
 # ---------------------------------------------------------------- Gluon

@@ -23,6 +23,7 @@ from multiattn.plan.backend import Exported, Plan
 from multiattn.triton.bind import bind, checked_binding, image_of, why_not
 from multiattn.triton.calls import Call, calls_of
 from multiattn.triton.cpu import interpreter
+from multiattn.triton.decode_configs import VARIANT as SPLIT_KEYS
 
 KINDS = ("ttir", "ttgir", "llir", "ptx")
 """Intermediate code that can be asked for."""
@@ -57,7 +58,7 @@ def _export(call: Call, plan: Plan, kinds: Sequence[str]) -> Exported:
 
 def _is_loadable(plan: Plan) -> bool:
     """True where the loader of emitted kernels can launch a plan: a forward of one kernel."""
-    return plan.direction == "forward" and plan.problem.packing is None
+    return plan.direction == "forward" and plan.problem.packing is None and plan.variant != SPLIT_KEYS
 
 
 def _emitted_binding(kernel: Any, call: Call, plan: Plan, image: abi.Image) -> abi.Binding:

@@ -26,6 +26,7 @@ from multiattn.run.launch import (
 from multiattn.triton.bind import checked_binding, why_not
 from multiattn.triton.calls import Call, calls_of
 from multiattn.triton.cpu import interpreter
+from multiattn.triton.decode_configs import areas_of
 from multiattn.triton.gluon_configs import VARIANT as GLUON
 from multiattn.triton.parameters import area_names
 
@@ -47,7 +48,8 @@ def _interpreter_of(plan: Plan) -> Launcher:
         for call in calls["dlse" in tensors]:
             interpreter.run(call.kernel, call.table.grid, *call.given(tensors))
 
-    return by_tensors(plan.problem, area_names([call.table for call in calls[False]]), interpret)
+    areas = area_names([call.table for call in calls[False]])
+    return by_tensors(plan.problem, areas, interpret, areas_of(plan.problem, plan.config))
 
 
 # ---------------------------------------------------------------- compiled kernels
@@ -74,7 +76,8 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
     if kernels is None:
         return _through_triton(plan, runs, calls, areas, device)
     if abi.WORKSPACE not in areas:
-        return DriverLauncher(kernels, device, fresh_areas(plan.problem, areas, device))
+        more = {name: layout.size_bytes for name, layout in areas_of(plan.problem, plan.config).items()}
+        return DriverLauncher(kernels, device, fresh_areas(plan.problem, areas, device, more))
     if plan.problem.packing is None:
         return DriverLauncher(kernels, device, Workspace(lend=counter_lender(device, COUNTER_BYTES)))
     areas = [name for name in areas if name != abi.WORKSPACE]  # the kernel that lists tiles sets the counter to 0
@@ -122,4 +125,5 @@ def _through_triton(
         for run, call in zip(runs, calls, strict=True):
             run(*call.given(tensors), stream=stream)
 
-    return by_tensors(plan.problem, [name for name in areas if name not in counters], launch)
+    own = [name for name in areas if name not in counters]
+    return by_tensors(plan.problem, own, launch, areas_of(plan.problem, plan.config))

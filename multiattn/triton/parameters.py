@@ -7,18 +7,17 @@ what Triton made of a call is held against it there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
-from multiattn.layout import VECTOR_BYTES, Layout
+from multiattn.layout import VECTOR_BYTES
 from multiattn.packed import TILE_LISTS, ragged
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.plan.schedule import heads_side_by_side, key_tiles, most_multiprocessors, one_width, query_tiles
 from multiattn.problem import Problem
-from multiattn.score import LoweredScore
 from multiattn.score.expression import ONE
 from multiattn.triton.configs import (
     ASYNCHRONOUS,
@@ -28,87 +27,35 @@ from multiattn.triton.configs import (
     TritonTwoPassConfig,
     cut,
 )
+from multiattn.triton.decode_configs import VARIANT as SPLIT_KEYS
+from multiattn.triton.decode_parameters import split_tables
 from multiattn.triton.gluon_configs import VARIANT as GLUON
 from multiattn.triton.gluon_configs import GluonConfig, pieces_of
 from multiattn.triton.kernels.constants import OUT_VECTOR, ListConstants, TileConstants
 from multiattn.triton.kernels.gluon.constants import GluonConstants
 from multiattn.triton.ladder import STEPS
 from multiattn.triton.score import lowered_score
+from multiattn.triton.table import (
+    INT32,
+    Constant,
+    Descriptor,
+    Integer,
+    KernelTable,
+    Parameter,
+    Tensor,
+    aux_row,
+    factor_row,
+    item_row,
+    reach_rows,
+    sinks_row,
+    stride_rows,
+)
 from multiattn.validate import LOG2_E
 
 _AREAS = ("delta", "dq_sum", *TILE_LISTS, abi.WORKSPACE)
 """Areas of workspace that a launch may take."""
 _GIVEN = ("q", "k", "v")
 """Tensors of the caller's, which may be less aligned than our own."""
-INT32 = 1 << 31
-"""Offsets from here on need 64 bits."""
-
-
-# ---------------------------------------------------------------- rows
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tensor:
-    """The address of an operand or of an area of workspace."""
-
-    of: str
-    is_aligned: bool = True
-    """Code may rely on a multiple of 16 bytes."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Descriptor:
-    """A TensorDescriptor of an operand or an area ``[B, H, S, D]``, with blocks of `rows` of one head.
-
-    Or of one that is `ragged`.
-    """
-
-    of: str
-    layout: Layout
-    rows: int
-    columns: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Integer:
-    """An integer, in 32 bits where they hold it. `specialised`: whether code may depend on its value."""
-
-    value: int
-    specialised: bool = True
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Constant:
-    """A constexpr, or None for what a kernel is not given."""
-
-    value: Any
-
-
-Scalar = Tensor | Descriptor | Integer | Constant | float
-"""A parameter that is handed over by itself; a float is an fp32 number."""
-Parameter = Scalar | Mapping[str, Scalar]
-"""One parameter; those that travel as a tuple by their names."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelTable:
-    """One kernel of a launch."""
-
-    kernel: str
-    """Its function's name."""
-    grid: int
-    options: Mapping[str, Any]
-    """For Triton's compiler, beside the constants."""
-    rows: Mapping[str, Parameter]
-    """Each parameter, in order."""
-
-    def leaves(self) -> Iterator[tuple[str, tuple[int, ...], Scalar]]:
-        """Name, place and row of everything that is handed over by itself: of a tuple each item."""
-        for index, (name, row) in enumerate(self.rows.items()):
-            if isinstance(row, Mapping):
-                yield from ((part, (index, place), each) for place, (part, each) in enumerate(row.items()))
-            else:
-                yield name, (index,), row
 
 
 class Assumed(NamedTuple):
@@ -156,6 +103,8 @@ def tables_of(
         assumed: what existing code assumes; None for what the tensors need.
         multiprocessors: of the device; None for the largest product of the arch.
     """
+    if plan.variant == SPLIT_KEYS:
+        return split_tables(plan)
     assumed = assumed or assumed_of(plan)
     if plan.variant == GLUON:
         table = _gluon(plan, assumed, multiprocessors or most_multiprocessors(plan.arch))
@@ -264,14 +213,14 @@ def _table(
         "heads": heads,
         "seq_q": Integer(value=problem.seq_q, specialised=False),
         "seq_kv": Integer(value=problem.seq_kv, specialised=False),
-        "scale": _factor(problem, problem.scale_log2 if constants.step.exp2 else problem.scale_log2 / LOG2_E),
-        "score_factor": _factor(problem, problem.score_factor),
+        "scale": factor_row(problem, problem.scale_log2 if constants.step.exp2 else problem.scale_log2 / LOG2_E),
+        "score_factor": factor_row(problem, problem.score_factor),
         "grad_factor": problem.grad_factor,
         "dlse": Tensor(of="dlse" if has_dlse else "lse"),
         "dlse_rows": Integer(value=problem.seq_q if has_dlse else 0, specialised=False),
-        **_reach(problem),
-        "sinks": _sinks(problem),
-        "aux": _aux(problem, constants.score),
+        **reach_rows(problem),
+        "sinks": sinks_row(problem),
+        "aux": aux_row(problem, constants.score),
         "daux": _daux(problem, constants),
         "lists": _lists(problem, by_keys),
         **dict.fromkeys(("entries", "tiles"), Constant(value=None)),
@@ -289,7 +238,7 @@ def _table(
             return fixed[name]
         if of != name:
             unit = constants.vector if of in _GIVEN else OUT_VECTOR
-            return Constant(value=None) if of in described else _strides(of, known[of].strides[:3], unit)
+            return Constant(value=None) if of in described else stride_rows(of, known[of].strides[:3], unit)
         if name in described:
             rows = constants.tile_n if name in _OF_KEYS else constants.tile_m
             return Descriptor(of=name, layout=known[name], rows=rows, columns=constants.head_pad)
@@ -299,39 +248,12 @@ def _table(
     return KernelTable(kernel=kernel, grid=grid, options=options, rows=rows)
 
 
-def _reach(problem: Problem) -> dict[str, Parameter]:
-    """`left` and `right` of a two-sided mask: numbers that no code depends on."""
-    if not problem.is_two_sided:
-        return dict.fromkeys(("left", "right"), Constant(value=None))
-    return {
-        side: Integer(value=it, specialised=False) for side, it in zip(("left", "right"), problem.reach, strict=True)
-    }
-
-
-def _sinks(problem: Problem) -> Parameter:
-    """The caller's, at any multiple of 4 bytes."""
-    return Tensor(of="sinks", is_aligned=False) if problem.has_sinks else Constant(value=None)
-
-
-def _factor(problem: Problem, value: float) -> float | Integer:
-    """A factor of scores. That after an expression is 1, as code may know."""
-    return Integer(value=1) if problem.has_score and value == 1.0 else value
-
-
-def _aux(problem: Problem, lowered: LoweredScore | None) -> Parameter:
-    """The values that the functions of an expression read. Nothing is known of how captured tensors are aligned."""
-    if problem.score is None or lowered is None:
-        return Constant(value=None)
-    given = problem.score.arguments(lowered, problem.scale)
-    return {name: _item(value, problem) for name, value in given.items()}
-
-
 def _daux(problem: Problem, constants: TileConstants) -> Parameter:
     """The sums of gradients of captured tensors."""
     if problem.score is None or not constants.gradients:
         return Constant(value=None)
     given = problem.score.gradient_arguments(constants.score)
-    return {name: Tensor(of=it) if isinstance(it, str) else _item(it, problem) for name, it in given.items()}
+    return {name: Tensor(of=it) if isinstance(it, str) else item_row(it, problem) for name, it in given.items()}
 
 
 def _lists(problem: Problem, by_keys: bool) -> Parameter:
@@ -352,21 +274,6 @@ def is_ragged_list(problem: Problem) -> bool:
     if problem.blocks is None:
         return False
     return problem.lists_of(KEYS_OF_QUERIES).columns * problem.blocks.keys > problem.seq_kv
-
-
-def _item(value: float | int | str, problem: Problem) -> Scalar:
-    """An item of `aux`. No code for a packed batch depends on a stride, which may be the length of a sequence."""
-    if isinstance(value, str):
-        return Tensor(of=value, is_aligned=False)
-    return value if isinstance(value, float) else Integer(value=value, specialised=problem.packing is None)
-
-
-def _strides(name: str, strides: tuple[int, ...], unit: int) -> dict[str, Integer]:
-    """Strides of a tensor, in units of so many elements."""
-    if any(stride % unit for stride in strides):
-        raise ValueError(f"strides_{name}: got {strides}; allowed multiples of {unit} elements, as is assumed")
-    pairs = zip(("batch", "head", "row"), strides, strict=True)
-    return {f"{name}_{dim}": Integer(value=stride // unit) for dim, stride in pairs}
 
 
 def _constants(plan: Plan, config: TritonConfig, assumed: Assumed, **own: Any) -> TileConstants:
@@ -454,13 +361,13 @@ def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
             described = Descriptor(of=name, layout=layout, rows=tile, columns=columns)
             rows[f"{name}_{piece}"] = described if columns else Constant(value=None)
     rows["lse"] = Tensor(of="lse")
-    rows["sinks"] = _sinks(problem)
+    rows["sinks"] = sinks_row(problem)
     rows["query_list"] = Constant(value=None) if packing is None else Tensor(of="query_list")
     rows["counter"] = Tensor(of=abi.WORKSPACE) if config.counts else Constant(value=None)
     has_pairs = packing is None or packing.sequences > 0  # else a tensor by sequences has nothing to read
     lowered = lowered_score(problem, plan.arch) if has_pairs else None
-    rows["aux"] = _aux(problem, lowered)
-    rows["scale"] = _factor(problem, problem.scale_log2)
+    rows["aux"] = aux_row(problem, lowered)
+    rows["scale"] = factor_row(problem, problem.scale_log2)
     sizes = {
         "seq_q": problem.seq_q,
         "seq_kv": problem.seq_kv,
@@ -471,7 +378,7 @@ def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
         "together": heads_side_by_side(problem),
     }
     rows |= {name: Integer(value=value, specialised=False) for name, value in sizes.items()}
-    rows |= _reach(problem)
+    rows |= reach_rows(problem)
     rows["C"] = Constant(value=GluonConstants.of(problem, config, ragged=assumed.flag, score=lowered))
     blocks = query_tiles(problem, config.tile_m)
     return KernelTable(

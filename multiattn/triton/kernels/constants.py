@@ -10,6 +10,8 @@ from multiattn.triton.ladder import TritonStep
 
 OUT_VECTOR = 8
 """Elements that divide every stride of out and of the gradients: dense, so they are multiples of head_dim."""
+FEW_ROWS = 32
+"""Rows that are few: all those of a sequence are a tile, whose warps have different keys. A guess, not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,3 +128,52 @@ class TileConstants:
     def hides_in_partial(self) -> bool:
         """The same of a partial block."""
         return self.hides_in_full or self.has_mask
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitConstants(TileConstants):
+    """Constants of the kernel of parts; those of `TileConstants` that are of lists and rungs stay as they are."""
+
+    cached: bool = False
+    """The device knows how many keys each sequence has."""
+    paged: bool = False
+    """Keys are in pages."""
+    page: int = 0
+    """Keys of a page, where a tile of keys may be in several; else 0, and no code depends on it."""
+    packed_queries: bool = False
+    """Queries of sequences are one after another."""
+    whole: bool = True
+    """All keys are one part: there is nothing to merge."""
+    overlaps: bool = False
+    """The kernel that merges parts may begin before this one ends."""
+
+    @property
+    def masks_all(self) -> bool:
+        """True if each tile of scores is masked, as a branch costs more than to compare so few."""
+        return self.tile_m <= FEW_ROWS
+
+    @property
+    def sum_columns(self) -> int:
+        """Columns of the sums of weights in the loop: a sum for each key of a tile, or for all of them."""
+        return self.tile_n if self.tile_m <= FEW_ROWS else 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeConstants:
+    """Constants of the kernel that merges parts."""
+
+    head_dim: int
+    parts: int
+    """Parts that are merged at once, all that there are or more; a power of two."""
+    lines: int
+    """Lines of a program, a power of two."""
+    columns: int
+    """Columns of a program, a power of two."""
+    packed_queries: bool = False
+    overlaps: bool = False
+    """The kernel may begin before the one of the parts ends, and waits for it."""
+
+    @property
+    def out_vector(self) -> int:
+        """As `OUT_VECTOR`."""
+        return OUT_VECTOR

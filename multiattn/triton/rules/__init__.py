@@ -7,8 +7,9 @@ from typing import Any
 
 from multiattn.plan.config import Rule
 from multiattn.plan.ladder import rung_rules
+from multiattn.triton.decode_configs import VARIANT as SPLIT_KEYS
 from multiattn.triton.ladder import STEPS
-from multiattn.triton.rules import ampere, blackwell, hopper
+from multiattn.triton.rules import ampere, blackwell, decode, hopper
 from multiattn.triton.rules.shorthand import backward, forward
 
 _INTERPRETED = "interpreted, 2 cores, 2026-11: few and large tiles take the fewest operations"
@@ -28,6 +29,8 @@ OWN_RULES: Mapping[str, tuple[Rule[Any], ...]] = {
 
 def rules_of(name: str) -> tuple[Rule[Any], ...]:
     """The rules of a variant: its own, and for a rung then those of the top of its ladder, as far as it goes."""
+    if name == SPLIT_KEYS:
+        return decode.RULES
     if name not in STEPS:
         return OWN_RULES.get(name, ())
     step = STEPS[name].step

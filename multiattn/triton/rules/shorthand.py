@@ -7,6 +7,7 @@ from typing import Any
 
 from multiattn.plan.config import Rule
 from multiattn.triton.configs import TritonConfig, TritonTwoPassConfig, tiles
+from multiattn.triton.decode_configs import TritonSplitConfig, split_tiles
 
 Names = tuple[str, ...]
 Range = tuple[int, int]
@@ -36,6 +37,22 @@ def backward(
     """The same of a backward: tiles of the pass over the queries, and of the pass over the keys if there is one."""
     config = tiles(*keys) if dq is None else TritonTwoPassConfig.of(tiles(*keys), tiles(*dq))
     return tuple(replace(rule, reads_keys=reads_keys) for rule in _rules(arches, head_dims, why, config, masks))
+
+
+def decode(
+    arches: Names,
+    head_dims: Range,
+    why: str,
+    shape: Numbers,
+    blocks_per_sm: int = 1,
+    *,
+    rows_max: int | None = None,
+    widens: bool = False,
+) -> Rule[TritonSplitConfig]:
+    """A rule for so many rows at most, with `split_tiles` of so many rows and keys, warps and stages."""
+    low, high = head_dims
+    config = replace(split_tiles(*shape, blocks_per_sm), widens=widens)
+    return Rule(arches=arches, config=config, why=why, head_dim_min=low, head_dim_max=high, rows_max=rows_max)
 
 
 def _rules(

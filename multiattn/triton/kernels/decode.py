@@ -1,0 +1,334 @@
+"""Few queries over many keys, in parts: the kernel of the parts, and the one that merges them.
+
+Flash-Decoding (https://pytorch.org/blog/flash-decoding/) over FlashAttention-2 (Dao, arXiv 2307.08691, Algorithm 1) in
+the log2 domain. All query heads that share keys are rows of one tile, so keys and values come from memory once: row r
+of a sequence is query ``r // group`` of the ``r % group``-th of these heads. A program owns one tile of rows and one
+part of the keys that they see. Keys may be in a cache, with pages or without, whose lengths only the device knows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from multiattn.triton.kernels.elements import load_in_place
+from multiattn.triton.kernels.tiles import key_blocks, modified, needs_mask, tile_offsets, visible_keys
+
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+"""Where a row's maximum starts: the lowest finite fp32. With -inf a row that sees nothing would need guards."""
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+# No code depends on a length, on how many sequences, pages or parts there are, or on where a cache has them.
+@triton.jit(
+    do_not_specialize=["seq_q", "seq_kv", "sequences", "tiles", "splits", "page_keys", "table_stride", "left", "right"]
+)
+def attention_of_parts(
+    q,  # pointer, [B, Hq, Sq, D]; with packed queries [1, Hq, T, D]
+    k,  # pointer, [B, Hkv, Skv, D]; with pages [pages, Hkv, page_keys, D]
+    v,  # like k
+    out,  # pointer, like q; None where there are parts
+    lse,  # pointer, fp32 [B, Hq, Sq] or [1, Hq, T], contiguous; None where there are parts
+    partial_out,  # pointer, fp32 [splits, lines, D], a line for each element of lse; None where there is one part
+    partial_lse,  # pointer, fp32 [splits, lines], to the base of 2; None where there is one part
+    scale,  # |scale| times log2(e), positive; with an expression 1
+    seq_q,  # with packed queries T
+    seq_kv,
+    sequences,
+    heads,  # (Hq, query heads that share one key/value head)
+    tiles,  # of rows, in one sequence
+    splits,  # parts of the keys
+    q_strides,  # of (batch, head, row), in units of C.vector elements
+    k_strides,  # the same, of (batch or page, head, row)
+    v_strides,
+    out_strides,  # in units of C.out_vector elements
+    page_keys,  # keys of a page; None without pages
+    table_stride,  # elements from one row of page_table to the next; None without pages
+    left,  # with right, the reach of a two-sided mask; None for other kinds
+    right,
+    sinks,  # pointer, fp32 [Hq], at a multiple of 4 bytes; None where there are none, or parts
+    aux,  # what the program of scores reads, as its functions have it; None without one
+    seqlens_kv,  # pointer, int32 [sequences]; None where all have seq_kv keys
+    page_table,  # pointer, int32 [sequences, pages]; None without pages
+    cu_seqlens_q,  # pointer, int32 [sequences + 1]; None where all have seq_q queries
+    C: tl.constexpr,  # multiattn.triton.kernels.constants.SplitConstants
+):
+    """Attention of tile_m rows over one part of their keys: out and lse, or a part of both."""
+    if C.overlaps:
+        _let_merge_start()
+    tile, head_kv, split, sequence = _my_part(tiles, heads, splits, C)
+    start_q, len_q, len_kv = _my_sequence(sequence, seq_q, seq_kv, seqlens_kv, cu_seqlens_q, C)
+    heads_q, group = heads
+    first_row = tile * C.tile_m
+    if first_row >= len_q * group:
+        return
+    rows = first_row + tl.arange(0, C.tile_m)
+    query = rows // group  # [tile_m], in its sequence
+    head = head_kv * group + rows % group  # [tile_m]
+    exists = query < len_q
+    batch = sequence
+    if C.packed_queries:
+        batch = 0
+    row = start_q + query
+    line = (batch * heads_q + head).to(tl.int64) * seq_q + row  # [tile_m], its place in lse
+
+    band = (len_q, len_kv, left, right)
+    blocks = key_blocks(first_row // group, band, C)  # as if the tile had more queries: it never has fewer
+    begin, end = _my_keys(blocks, split, splits, C)
+    columns = tl.arange(0, C.head_pad)[None, :]
+    inside = exists[:, None] & (columns < C.head_dim)
+    q_tile = tl.load(
+        q + _offsets(batch, head, row, q_strides, C.vector)[:, None] + columns, mask=inside, other=0.0
+    )  # [tile_m, head_pad]
+    if C.scale_sign < 0:
+        q_tile = -q_tile
+    if C.scale_sign == 0:
+        q_tile = (q_tile * 0.0).to(q_tile.dtype)  # not zeros: inf * 0 must stay nan
+
+    entry = sequence  # of k and v
+    if C.paged:
+        entry = 0
+        page_table += sequence.to(tl.int64) * table_stride
+    k += (tl.cast(entry, tl.int64) * k_strides[0] + head_kv.to(tl.int64) * k_strides[1]) * C.vector
+    v += (tl.cast(entry, tl.int64) * v_strides[0] + head_kv.to(tl.int64) * v_strides[1]) * C.vector
+
+    acc = tl.full([C.tile_m, C.head_pad], 0.0, tl.float32)
+    row_max = tl.full([C.tile_m], LOWEST, tl.float32)
+    row_sum = tl.full([C.tile_m, C.sum_columns], 0.0, tl.float32)
+    ahead = _pages(page_table, begin, end, page_keys, False, C)
+    for first_key in tl.range(begin, end, C.tile_n, num_stages=C.stages):
+        pages = ahead
+        if C.paged:
+            ahead = _pages(page_table, first_key + C.tile_n, end, page_keys, True, C)
+        k_tile = _load_keys(k, k_strides, pages, first_key, end, page_keys, C)  # [tile_n, head_pad]
+        scores = tl.dot(q_tile, tl.trans(k_tile))  # [tile_m, tile_n] fp32
+        keys = first_key + tl.arange(0, C.tile_n)
+        of_score = (sequence, head[:, None], aux)
+        scores = modified(scores, query[:, None], keys[None, :], of_score, band, C)
+        if C.masks_all or needs_mask(first_key, blocks, band, C):
+            visible = visible_keys(query[:, None], keys[None, :], of_score, band, False, C)
+            scores = tl.where(visible, scores, float("-inf"))
+
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+        weights = tl.math.exp2(scores * scale - new_max[:, None])
+        decay = tl.math.exp2(row_max - new_max)
+        row_sum = row_sum * decay[:, None] + _summed(weights, C)
+        acc = acc * decay[:, None]
+        row_max = new_max
+
+        v_tile = _load_keys(v, v_strides, pages, first_key, end, page_keys, C)  # [tile_n, head_pad]
+        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc)
+
+    total = tl.sum(row_sum, 1)  # [tile_m]
+    if C.whole:
+        if sinks is not None:  # one more column, a logit that is not scaled and has no value
+            sink = tl.load(sinks + head) * (1.0 / LN_2)
+            new_max = tl.maximum(row_max, sink)
+            decay = tl.math.exp2(row_max - new_max)
+            acc, total, row_max = acc * decay[:, None], total * decay + tl.math.exp2(sink - new_max), new_max
+        # A row that saw no key and no sink has the total 0: out is 0 / 1, lse is LOWEST + log(0) = -inf.
+        tl.store(lse + line, (row_max + tl.math.log2(total)) * LN_2, mask=exists)
+        result = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]  # [tile_m, head_pad]
+        out += _offsets(batch, head, row, out_strides, C.out_vector)[:, None] + columns
+        tl.store(out, result.to(out.dtype.element_ty), mask=inside)
+    else:
+        lines = _lines(sequences, heads_q, seq_q, C)
+        part = split.to(tl.int64) * lines + line
+        tl.store(partial_lse + part, row_max + tl.math.log2(total), mask=exists)
+        result = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+        tl.store(
+            partial_out + part[:, None] * C.head_dim + columns, result, mask=inside & (total != 0.0)[:, None]
+        )  # what nobody reads is not written
+
+
+@triton.jit
+def _my_part(tiles, heads, splits, C: tl.constexpr):
+    """The tile of rows, head of keys, part of the keys and sequence that this program owns.
+
+    Tiles that read the same keys run side by side, and so do heads, which pages may have side by side. Under a mask the
+    last rows, which see the most keys, go first.
+    """
+    heads_q, group = heads
+    heads_kv = heads_q // group
+    program = tl.program_id(0)
+    tile = program % tiles
+    program = program // tiles
+    head_kv = program % heads_kv
+    program = program // heads_kv
+    if C.banded:
+        tile = tiles - 1 - tile
+    return tile, head_kv, program % splits, program // splits
+
+
+@triton.jit
+def _my_sequence(sequence, seq_q, seq_kv, seqlens_kv, cu_seqlens_q, C: tl.constexpr):
+    """The first row of a sequence in q, and how many queries and keys it has."""
+    start_q, len_q, len_kv = 0, seq_q, seq_kv
+    if C.cached:
+        len_kv = tl.load(seqlens_kv + sequence)
+    if C.packed_queries:
+        start_q = tl.load(cu_seqlens_q + sequence)
+        len_q = tl.load(cu_seqlens_q + sequence + 1) - start_q
+    return start_q, len_q, len_kv
+
+
+@triton.jit
+def _my_keys(blocks, split, splits, C: tl.constexpr):
+    """The part of the keys that a tile of rows sees: [begin, end), whole tiles of keys but for the last one."""
+    begin, _full_begin, _full_end, end = blocks
+    if not C.whole:
+        tiles = (tl.maximum(end - begin, 0) + C.tile_n - 1) // C.tile_n
+        each, more = tiles // splits, tiles % splits  # the first parts have one tile more
+        first = split * each + tl.minimum(split, more)
+        last = first + each + (split < more).to(tl.int32)
+        end = tl.minimum(begin + last * C.tile_n, end)
+        begin += first * C.tile_n
+    return begin, end
+
+
+@triton.jit
+def _lines(sequences, heads_q, seq_q, C: tl.constexpr):
+    """Elements of lse."""
+    lines = tl.cast(heads_q, tl.int64) * seq_q
+    if not C.packed_queries:
+        lines = lines * sequences
+    return lines
+
+
+@triton.jit
+def _summed(weights, C: tl.constexpr):
+    """The weights ``[tile_m, tile_n]`` of each row, or their sum ``[tile_m, 1]``.
+
+    A tile of few rows has its keys in different warps, which would wait for each other for each sum.
+    """
+    if C.sum_columns == 1:
+        weights = tl.sum(weights, 1, keep_dims=True)
+    return weights
+
+
+# ---------------------------------------------------------------- memory
+
+
+@triton.jit
+def _offsets(batch, head, row, strides, VECTOR: tl.constexpr):
+    """Elements from the start of q or out to rows of heads, in 64 bits."""
+    far = tl.cast(batch, tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + row.to(tl.int64) * strides[2]
+    return far * VECTOR
+
+
+@triton.jit
+def _pages(page_table, first_key, end, page_keys, AHEAD: tl.constexpr, C: tl.constexpr):
+    """The page of a tile of keys, or if it is in several the page of each key ``[tile_n]``; 0 without pages.
+
+    AHEAD: for the next tile of the walk, if there is one. That is not loaded by tl.load: Triton would take it for one
+    more load to be pipelined, and would then have fewer tiles in flight.
+    """
+    pages = 0
+    if C.paged:
+        keys = first_key
+        if C.page > 0:
+            keys = first_key + tl.arange(0, C.tile_n)
+            places = tl.minimum(keys, end - 1) // C.page
+        else:
+            places = tl.minimum(keys, end - 1) // page_keys
+        if not AHEAD:
+            pages = tl.load(page_table + places, mask=keys < end, other=0)
+        elif C.compiled:
+            pages = load_in_place(page_table + places)
+        else:
+            pages = tl.load(page_table + places)
+    return pages
+
+
+@triton.jit
+def _load_keys(source, strides, pages, first_key, end, page_keys, C: tl.constexpr):
+    """A tile ``[tile_n, head_pad]`` of keys or values of one head; zero from `end` on, and beyond head_dim.
+
+    So nothing that is beyond a sequence reaches a product: a weight of 0 would not hide NaN.
+    """
+    if C.page > 0:
+        keys = (first_key + tl.arange(0, C.tile_n)) % C.page
+        places = pages.to(tl.int64) * strides[0] + keys.to(tl.int64) * strides[2]  # [tile_n]
+        pointers = source + (places * C.vector)[:, None] + tl.arange(0, C.head_pad)[None, :]
+    else:
+        row = first_key
+        if C.paged:
+            source += pages.to(tl.int64) * strides[0] * C.vector
+            row = first_key % page_keys
+        source += tl.cast(row, tl.int64) * strides[2] * C.vector
+        pointers = source + tile_offsets(strides[2], C.tile_n, C.vector, C.far_rows, C)
+    is_key = first_key + tl.arange(0, C.tile_n) < end
+    inside = is_key[:, None] & (tl.arange(0, C.head_pad) < C.head_dim)[None, :]
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+# ---------------------------------------------------------------- the merge
+
+
+@triton.jit(do_not_specialize=["seq_q", "sequences", "heads_q", "splits"])
+def merge_splits(
+    partial_out,  # pointer, fp32 [splits, lines, D], as `attention_of_parts` writes it
+    partial_lse,  # pointer, fp32 [splits, lines]
+    out,  # pointer, [B, Hq, Sq, D] or [1, Hq, T, D]
+    lse,  # pointer, fp32 [lines]
+    seq_q,  # with packed queries T
+    sequences,
+    heads_q,
+    splits,
+    out_strides,  # of (batch, head, row), in units of C.out_vector elements
+    sinks,  # pointer, fp32 [Hq], at a multiple of 4 bytes; None where there are none
+    cu_seqlens_q,  # pointer, int32 [sequences + 1]; None where queries are not packed
+    C: tl.constexpr,  # multiattn.triton.kernels.constants.MergeConstants
+):
+    """Some columns of some lines: each the sum of its parts, weighted by their sums of weights. All parts at once."""
+    if C.overlaps:
+        _wait_for_parts()
+    blocks = (C.head_dim + C.columns - 1) // C.columns
+    program = tl.program_id(0)
+    lines = _lines(sequences, heads_q, seq_q, C)
+    line = (program // blocks).to(tl.int64) * C.lines + tl.arange(0, C.lines)  # [lines]
+    row = line % seq_q
+    head = line // seq_q % heads_q
+    batch = line // seq_q // heads_q
+    exists = line < lines
+    if C.packed_queries:  # rows behind the last sequence are left as they are
+        exists = exists & (row < tl.load(cu_seqlens_q + sequences))
+
+    part = tl.arange(0, C.parts)
+    parts = part.to(tl.int64)[None, :] * lines + line[:, None]  # [lines, parts]
+    in_parts = exists[:, None] & (part < splits)[None, :]
+    its_lse = tl.load(partial_lse + parts, mask=in_parts, other=float("-inf"))  # [lines, parts]
+    row_max = tl.maximum(tl.max(its_lse, 1), LOWEST)  # [lines]
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=exists, other=0.0) * (1.0 / LN_2)
+        row_max = tl.maximum(row_max, sink)
+    weights = tl.math.exp2(its_lse - row_max[:, None])  # [lines, parts]
+    total = tl.sum(weights, 1)  # [lines]
+    if sinks is not None:
+        total += tl.math.exp2(sink - row_max)
+
+    columns = program % blocks * C.columns + tl.arange(0, C.columns)
+    has_keys = its_lse != float("-inf")  # the memory of the others is not written
+    its_out = tl.load(
+        partial_out + (parts * C.head_dim)[:, :, None] + columns[None, None, :],
+        mask=has_keys[:, :, None] & (columns < C.head_dim)[None, None, :],
+        other=0.0,
+    )  # [lines, parts, columns]
+    acc = tl.sum(its_out * weights[:, :, None], 1)  # [lines, columns]
+    result = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+    out += _offsets(batch, head, row, out_strides, C.out_vector)[:, None] + columns[None, :]
+    tl.store(out, result.to(out.dtype.element_ty), mask=exists[:, None] & (columns < C.head_dim)[None, :])
+    if program % blocks == 0:
+        tl.store(lse + line, (row_max + tl.math.log2(total)) * LN_2, mask=exists)
+
+
+@triton.jit
+def _let_merge_start():
+    """Let the next kernel begin as soon as every program of this one has: it waits for the end of all by itself."""
+    tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _wait_for_parts():
+    """Wait for the end of the kernel before, and see what it wrote."""
+    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], tl.int32, is_pure=False, pack=1)

@@ -1,0 +1,126 @@
+"""Tables of kernels' parameters: the rows that they are made of, and those that several kernels have. No Triton.
+
+See `multiattn.triton.parameters`, which has the tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from multiattn.layout import Layout
+from multiattn.problem import Problem
+from multiattn.score import LoweredScore
+
+INT32 = 1 << 31
+"""Offsets from here on need 64 bits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor:
+    """The address of an operand or of an area of workspace."""
+
+    of: str
+    is_aligned: bool = True
+    """Code may rely on a multiple of 16 bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Descriptor:
+    """A TensorDescriptor of an operand or an area ``[B, H, S, D]``, with blocks of `rows` of one head.
+
+    Or of one that is `ragged`.
+    """
+
+    of: str
+    layout: Layout
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Integer:
+    """An integer, in 32 bits where they hold it. `specialised`: whether code may depend on its value."""
+
+    value: int
+    specialised: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Constant:
+    """A constexpr, or None for what a kernel is not given."""
+
+    value: Any
+
+
+Scalar = Tensor | Descriptor | Integer | Constant | float
+"""A parameter that is handed over by itself; a float is an fp32 number."""
+Parameter = Scalar | Mapping[str, Scalar]
+"""One parameter; those that travel as a tuple by their names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTable:
+    """One kernel of a launch."""
+
+    kernel: str
+    """Its function's name."""
+    grid: int
+    options: Mapping[str, Any]
+    """For Triton's compiler, beside the constants."""
+    rows: Mapping[str, Parameter]
+    """Each parameter, in order."""
+
+    def leaves(self) -> Iterator[tuple[str, tuple[int, ...], Scalar]]:
+        """Name, place and row of everything that is handed over by itself: of a tuple each item."""
+        for index, (name, row) in enumerate(self.rows.items()):
+            if isinstance(row, Mapping):
+                yield from ((part, (index, place), each) for place, (part, each) in enumerate(row.items()))
+            else:
+                yield name, (index,), row
+
+
+# ---------------------------------------------------------------- rows that several kernels have
+
+
+def reach_rows(problem: Problem) -> dict[str, Parameter]:
+    """`left` and `right` of a two-sided mask: numbers that no code depends on."""
+    if not problem.is_two_sided:
+        return dict.fromkeys(("left", "right"), Constant(value=None))
+    return {
+        side: Integer(value=it, specialised=False) for side, it in zip(("left", "right"), problem.reach, strict=True)
+    }
+
+
+def sinks_row(problem: Problem) -> Parameter:
+    """The caller's, at any multiple of 4 bytes."""
+    return Tensor(of="sinks", is_aligned=False) if problem.has_sinks else Constant(value=None)
+
+
+def factor_row(problem: Problem, value: float) -> float | Integer:
+    """A factor of scores. That after an expression is 1, as code may know."""
+    return Integer(value=1) if problem.has_score and value == 1.0 else value
+
+
+def aux_row(problem: Problem, lowered: LoweredScore | None) -> Parameter:
+    """The values that the functions of an expression read. Nothing is known of how captured tensors are aligned."""
+    if problem.score is None or lowered is None:
+        return Constant(value=None)
+    given = problem.score.arguments(lowered, problem.scale)
+    return {name: item_row(value, problem) for name, value in given.items()}
+
+
+def item_row(value: float | int | str, problem: Problem) -> Scalar:
+    """An item of `aux`. No code for a packed batch depends on a stride, which may be the length of a sequence."""
+    if isinstance(value, str):
+        return Tensor(of=value, is_aligned=False)
+    return value if isinstance(value, float) else Integer(value=value, specialised=problem.packing is None)
+
+
+def stride_rows(name: str, strides: tuple[int, ...], unit: int, *, specialised: bool = True) -> dict[str, Integer]:
+    """Strides of a tensor, in units of so many elements."""
+    if any(stride % unit for stride in strides):
+        raise ValueError(f"strides_{name}: got {strides}; allowed multiples of {unit} elements, as is assumed")
+    pairs = zip(("batch", "head", "row"), strides, strict=True)
+    return {f"{name}_{dim}": Integer(value=stride // unit, specialised=specialised) for dim, stride in pairs}

@@ -1,0 +1,331 @@
+"""Triton's kernels that divide keys into parts: interpreted, over caches and without; what their code depends on."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from multiattn import Problem, explain, fmha, fmha_kvcache
+from multiattn.inspect.facts import read_plan
+from multiattn.paged import CacheSpec
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import Plan, find_variant, plan_variant
+from multiattn.plan.toolchain import find_cuobjdump
+from multiattn.triton import BACKEND
+from multiattn.triton.bind import checked_binding
+from multiattn.triton.calls import calls_of
+from multiattn.triton.compile import specialise
+from multiattn.triton.decode_configs import (
+    MERGED_COLUMNS,
+    VARIANT,
+    TritonSplitConfig,
+    merged,
+    smem_bytes,
+    split_tiles,
+    why_not_fit,
+)
+from parity.launch import poisoned_workspaces
+
+SM90 = ARCHS["sm90"]
+LENGTHS = (0, 1, 37, 130)
+"""No key, one, less than a tile, and more than two."""
+SINKS = torch.tensor([0.5, -1.0, 0.0, 2.0])
+POISON = 1 << 30
+"""An entry of a page table that nobody may read."""
+
+
+def random_of(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=random_of(seed)).bfloat16()
+
+
+def views(entries, rows, heads, head_dim, layout):
+    """k and v ``[entries, heads, rows, head_dim]``, all NaN: views of one tensor where a layout is named."""
+    shape = {"HND": (entries, 2, heads, rows, head_dim), "NHD": (entries, 2, rows, heads, head_dim)}
+    if layout is None:
+        return tuple(torch.full((entries, heads, rows, head_dim), torch.nan).bfloat16() for _ in range(2))
+    both = torch.full(shape[layout], torch.nan).bfloat16()
+    return tuple(it if layout == "HND" else it.transpose(1, 2) for it in both.unbind(1))
+
+
+def cache_of(lengths=LENGTHS, page=None, *, heads=2, head_dim=16, layout=None, capacity=140):
+    """A cache with NaN in every row that no sequence has, as arguments of `fmha_kvcache`."""
+    seqlens = torch.tensor(lengths, dtype=torch.int32)
+    if page is None:
+        k, v = views(len(lengths), capacity, heads, head_dim, layout)
+        for entry, length in enumerate(lengths):
+            k[entry, :, :length], v[entry, :, :length] = normal(2, heads, length, head_dim, seed=entry)
+        return {"k_cache": k, "v_cache": v, "seqlens_kv": seqlens}
+    used = [-(-length // page) for length in lengths]
+    pages = sum(used) + 3
+    k, v = views(pages, page, heads, head_dim, layout)
+    order = torch.randperm(pages, generator=random_of(7)).tolist()
+    table = torch.full((len(lengths), -(-capacity // page) + 1), POISON, dtype=torch.int32)[:, :-1]  # rows are apart
+    for entry, (length, count) in enumerate(zip(lengths, used, strict=True)):
+        rows = normal(2, heads, length, head_dim, seed=entry)
+        for place in range(count):
+            table[entry, place] = number = order.pop()
+            part = rows[:, :, place * page : (place + 1) * page]
+            k[number, :, : part.shape[2]], v[number, :, : part.shape[2]] = part
+    return {"k_cache": k, "v_cache": v, "seqlens_kv": seqlens, "page_table": table}
+
+
+def check(q, cache, **options):
+    """out and lse are the reference's, but for what bf16 weights round."""
+    with poisoned_workspaces():
+        out, lse = fmha_kvcache(q, **cache, backend="triton", return_lse=True, **options)
+    true_out, true_lse = fmha_kvcache(q, **cache, backend="reference", return_lse=True, **options)
+    if "cu_seqlens_q" in options:
+        end = options["cu_seqlens_q"][-1]
+        out, true_out, lse, true_lse = out[:end], true_out[:end], lse[:, :end], true_lse[:, :end]
+    torch.testing.assert_close(out, true_out, atol=0.01, rtol=0.01)
+    torch.testing.assert_close(lse, true_lse, atol=1e-4, rtol=1e-5)
+
+
+# ---------------------------------------------------------------- caches, interpreted
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("page", [None, 1, 5, 16, 64], ids=["dense", "1", "5", "16", "a tile"])
+def test_pages_of_any_size_are_read_as_far_as_a_sequence_goes(page, splits):
+    """A page with NaN beyond the end, and a table with numbers of no page, reach nothing."""
+    check(normal(4, 4, 1, 16, seed=9), cache_of(page=page), num_splits=splits)
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("page", [None, 16, 64], ids=["dense", "gathered", "a tile"])
+def test_keys_and_values_may_be_views_of_one_tensor(page, layout):
+    check(normal(4, 4, 2, 16, seed=9), cache_of(page=page, layout=layout), causal=True)
+
+
+MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (20, 2)},
+    "left": {"window": (7, None)},
+    "softcap": {"causal": True, "softcap": 2.0},
+    "sinks": {"causal": True, "sinks": SINKS},
+    "all": {"window": (33, 0), "sinks": SINKS, "softcap": 3.0},
+}
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("options", MASKS.values(), ids=MASKS.keys())
+def test_several_queries_have_masks_by_their_own_length(options, splits):
+    """Five queries of two heads: the last rows of a tile are none."""
+    check(normal(4, 4, 5, 16, seed=9), cache_of(page=16), num_splits=splits, **options)
+
+
+def test_parts_may_be_more_than_there_are_tiles():
+    """So some have no key, and what they leave of their rows is NaN here, as the memory was."""
+    check(normal(4, 2, 2, 16, seed=9), cache_of(page=5, heads=1), num_splits=8, causal=True, sinks=SINKS[:2])
+
+
+def test_a_window_of_one_query_begins_at_every_place_of_a_tile():
+    lengths = tuple(range(66, 130, 5))
+    check(normal(len(lengths), 2, 1, 16), cache_of(lengths, heads=1), window=(40, 0), num_splits=2)
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_a_scale_may_be_negative_or_zero(scale):
+    check(normal(4, 4, 1, 16, seed=9), cache_of(), scale=scale)
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+def test_head_dims(head_dim):
+    check(normal(2, 4, 1, head_dim), cache_of((37, 70), 16, head_dim=head_dim), num_splits=2)
+
+
+@pytest.mark.parametrize(("heads_q", "queries"), [(1, 3), (12, 7)], ids=["one head", "more than a tile"])
+def test_groups(heads_q, queries):
+    """84 rows are two tiles, of which the second is not full."""
+    check(normal(4, heads_q, queries, 16, seed=9), cache_of(heads=1), causal=True, num_splits=2)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_packed_queries_leave_the_rows_behind_alone(splits):
+    """Chunks of prompts beside single tokens, one sequence without a query, and one without a key."""
+    starts = torch.tensor([0, 3, 3, 21, 22], dtype=torch.int32)
+    q, out = normal(25, 4, 16, seed=9), torch.full((25, 4, 16), 7.0).bfloat16()
+    options = {"cu_seqlens_q": starts, "max_seqlen_q": 18, "causal": True, "sinks": SINKS, "num_splits": splits}
+    for cache in (cache_of(page=16), cache_of()):
+        check(q, cache, **options)
+        fmha_kvcache(q, **cache, backend="triton", out=out, **options)
+        assert out[22:].eq(7.0).all()
+        assert not out[:22].eq(7.0).any()
+
+
+def test_results_go_where_the_caller_wants_them():
+    q, cache = normal(4, 4, 1, 16), cache_of(page=16)
+    room = torch.zeros(4, 1, 6, 16).bfloat16()
+    out = room[:, :, 1:5].transpose(1, 2)
+    for splits in (1, 2):
+        wanted = fmha_kvcache(q, **cache, backend="triton", num_splits=splits)
+        assert fmha_kvcache(q, **cache, backend="triton", num_splits=splits, out=out) is out
+        assert torch.equal(out, wanted)
+        assert room[:, :, ::5].eq(0).all()
+
+
+def test_with_one_part_a_sequence_has_the_same_bits_in_any_batch():
+    q, cache = normal(4, 4, 1, 16), cache_of(page=16)
+    all_of_them = fmha_kvcache(q, **cache, backend="triton", num_splits=1)
+    for entry in range(4):
+        own = {name: cache[name][entry : entry + 1] for name in ("seqlens_kv", "page_table")}
+        assert torch.equal(
+            fmha_kvcache(q[entry : entry + 1], **(cache | own), backend="triton", num_splits=1),
+            all_of_them[entry : entry + 1],
+        )
+
+
+def test_most_parts():
+    check(normal(1, 2, 1, 16), cache_of((700,), heads=1, capacity=700), num_splits=256)
+
+
+# ---------------------------------------------------------------- without a cache
+
+SCORES = {
+    "full": {},
+    "window": {"window": (50, 0)},
+    "sinks": {"sinks": SINKS},
+    "slopes": {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
+    "bias": {"bias": torch.randn(1, 4, 1, 150, generator=random_of(3))},
+    "score_mod": {"score_mod": lambda score, b, h, i, j: score + 0.01 * (h + 1) * (i - j)},
+}
+
+
+@pytest.mark.parametrize("options", SCORES.values(), ids=SCORES.keys())
+def test_few_queries_are_taken_without_a_cache(options):
+    """Scores know the head of each row."""
+    q, k, v = normal(2, 4, 3, 16), normal(2, 2, 150, 16, seed=1), normal(2, 2, 150, 16, seed=2)
+    assert explain(q, k, v, causal=True, backend="triton").variant == VARIANT
+    found = fmha(q, k, v, causal=True, backend="triton", variant=VARIANT, return_lse=True, **options)
+    truths = fmha(q, k, v, causal=True, backend="reference", return_lse=True, **options)
+    for got, truth, error in zip(found, truths, (0.01, 1e-4), strict=True):
+        torch.testing.assert_close(got, truth, atol=error, rtol=error)
+
+
+def test_many_queries_are_for_the_other_variants():
+    q = normal(1, 1, 40, 16)
+    assert explain(q, q, q, backend="triton").variant == "full"
+    assert explain(q, q, q, backend="triton", variant=VARIANT).variant == VARIANT
+
+
+# ---------------------------------------------------------------- plans
+
+
+def plan_of(
+    config=None, *, page=16, arch=SM90, batch=4, queries=1, capacity=8192, max_q=None, table_stride=None, **more
+):
+    """A plan for a cache of a whole number of pages."""
+    sizes = {"heads_q": 32, "heads_kv": 8, "head_dim": 128, **more}
+    spec = CacheSpec(batch, batch, max_q=max_q)
+    if page is not None:
+        pages = -(-capacity // page)
+        spec = spec._replace(entries=batch * pages + 1, page=page, max_pages=pages, table_stride=table_stride or pages)
+        capacity = pages * page
+    rows = {"batch": batch, "seq_q": queries} if max_q is None else {"batch": 1, "seq_q": batch * queries}
+    problem = Problem.contiguous(seq_kv=capacity, cache=spec, **rows, **sizes)
+    found = plan_variant(BACKEND, find_variant(BACKEND, VARIANT), problem, arch, config)
+    assert isinstance(found, Plan), found
+    return found
+
+
+def test_a_workspace_has_the_parts_of_every_row():
+    plan = plan_of(split_tiles(16, 64, 4, 3))
+    splits = plan.config.splits
+    assert splits > 1
+    assert plan.workspace_bytes == splits * 4 * 32 * (128 + 1) * 4
+    assert [call.table.kernel for call in calls_of(plan)] == ["attention_of_parts", "merge_splits"]
+    whole = plan_of(TritonSplitConfig(tile_m=16, tile_n=64, warps=4, stages=3, splits=1))
+    assert whole.workspace_bytes == 0
+    assert [call.table.kernel for call in calls_of(whole)] == ["attention_of_parts"]
+
+
+@pytest.mark.parametrize("splits", range(1, 257, 15))
+def test_a_merge_takes_all_parts_at_once(splits):
+    parts, lines = merged(splits)
+    assert splits <= parts
+    assert parts * lines * MERGED_COLUMNS <= 8192, "more elements than registers"
+
+
+def test_a_config_that_does_not_fit_is_a_reason():
+    problem = plan_of().problem
+    odd = TritonSplitConfig(tile_m=8, tile_n=48, warps=3, stages=0, splits=257, blocks_per_sm=0)
+    got = [reason.got for reason in why_not_fit(problem, SM90, odd)]
+    assert got == ["tile_m=8", "tile_n=48", "warps=3", "stages=0", "blocks_per_sm=0", "splits=257"]
+    (large,) = why_not_fit(problem, SM90, split_tiles(64, 256, 4, 3))
+    assert "bytes of shared memory" in large.got
+
+
+# ---------------------------------------------------------------- compiled code
+
+TARGET = make_backend(GPUTarget("cuda", 90, 32))
+needs_compiler = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason=str(BACKEND.probe_compiler()))
+
+
+def specialised(call):
+    """All that Triton tells compiled kernels of one source apart by."""
+    kernel = call.kernel
+    bind = create_function_from_signature(kernel.signature, kernel.params, TARGET)
+    _bound, specialisation, options = bind(*call.stubs(), **call.table.options)
+    return kernel.__name__, f"{specialisation} {options}"
+
+
+@pytest.mark.parametrize("page", [None, 1, 16, 256])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_no_code_depends_on_lengths_capacities_or_parts(page, is_packed):
+    draw = random.Random(0)
+    found = set()
+    for _ in range(20):
+        splits, queries = draw.randrange(17, 65), draw.randrange(1, 40)
+        plan = plan_of(
+            TritonSplitConfig(tile_m=16, tile_n=64, warps=4, stages=3, splits=splits),
+            page=page,
+            batch=draw.randrange(1, 40),
+            queries=queries,
+            capacity=draw.randrange(1, 5000),
+            max_q=queries if is_packed else None,
+            table_stride=draw.randrange(5000, 6000),
+            causal=True,
+        )
+        found.add(tuple(map(specialised, calls_of(plan))))
+    assert len(found) == 1
+
+
+@needs_compiler
+@pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
+@pytest.mark.parametrize(("head_dim", "page", "queries"), [(64, None, 1), (128, 16, 1), (128, 64, 512)], ids=str)
+def test_one_loop_without_spills_for_hopper(head_dim, page, queries):
+    """Keys are copied in the background, as many tiles at a time as the config says: shared memory holds them."""
+    plan = plan_of(head_dim=head_dim, page=page, queries=queries, causal=True)
+    parts, *merge = read_plan(plan)
+    assert (parts.hot_loops, parts.hot_spills, parts.other_spills) == (1, 0, 0)
+    assert parts.hot["LDGSTS"] * parts.threads * 16 == 2 * plan.config.tile_n * head_dim * 2
+    assert 0 <= parts.dynamic_smem_bytes - smem_bytes(plan.problem, SM90, plan.config) <= 4096
+    for facts in merge:
+        assert (facts.hot_loops, facts.other_spills) == (0, 0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", ["sm80", "sm100", "sm120"])
+def test_other_arches_compile_both_kernels(arch):
+    """On arches before Hopper no kernel begins before the one in front of it ends."""
+    plan = plan_of(arch=ARCHS[arch], head_dim=64)
+    kernels = [specialise(call, plan.arch) for call in calls_of(plan)]
+    for kernel, call in zip(kernels, calls_of(plan), strict=True):
+        checked_binding(kernel, call.table)
+    waits = ["griddepcontrol" in kernel.asm["ptx"] for kernel in kernels]
+    assert waits == [arch != "sm80"] * 2
+
+
+def test_every_arch_has_a_rule_for_every_cache():
+    for arch, head_dim, queries in itertools.product(ARCHS.values(), (8, 64, 72, 128, 136, 256), (1, 7, 16, 512)):
+        plan = plan_of(arch=arch, head_dim=head_dim, queries=queries)
+        assert not why_not_fit(plan.problem, arch, plan.config)
