@@ -16,7 +16,7 @@ from multiattn.mask import FULL
 from multiattn.operands import Operands
 from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS, Arch
-from multiattn.plan.backend import get, make_plan, plan_variant
+from multiattn.plan.backend import find_variant, get, make_plan, plan_variant
 from multiattn.plan.schedule import query_tiles
 
 ct = pytest.importorskip("cuda.tile")
@@ -167,7 +167,7 @@ def test_the_default_device_does_not_matter():
 @pytest.mark.parametrize(("head_dim", "seq", "few"), [(256, 4096, False), (256, 8192, True), (128, 16384, True)])
 def test_a_sweep_tries_few_heads_together_where_the_keys_of_four_crowd_l2(head_dim, seq, few):
     """The keys and values of one head are 4, 8 and 8 MiB, of an L2 of 50."""
-    (variant,) = BACKEND.forward.offered
+    variant = find_variant(BACKEND, "full")
     problem = Problem.contiguous(batch=1, heads_q=16, seq_q=seq, head_dim=head_dim, causal=True)
     tried = BACKEND.forward.candidates(variant, problem, ARCHS["sm90"])
     heads = {config.heads_together for config in tried if config.lazy_max and config.scheduler == "one_tile"}
@@ -177,7 +177,7 @@ def test_a_sweep_tries_few_heads_together_where_the_keys_of_four_crowd_l2(head_d
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_sweep_tries_what_the_rules_have(head_dim, causal):
-    (variant,) = BACKEND.forward.offered
+    variant = find_variant(BACKEND, "full")
     for seq in (512, 1024, 2048, 4096, 8192, 16384):
         sizes = {"batch": 16384 // seq, "heads_q": 2048 // head_dim, "seq_q": seq, "head_dim": head_dim}
         problem = Problem.contiguous(**sizes, causal=causal)
@@ -206,7 +206,7 @@ def test_a_sweep_tries_what_the_rules_have(head_dim, causal):
     ],
 )
 def test_configs_that_cannot_be(change, got, allowed):
-    (variant,) = BACKEND.forward.offered
+    variant = find_variant(BACKEND, "full")
     problem = replace(SMALL, head_dim=change.pop("head_dim", 64))
     arch = ARCHS[change.pop("arch", "sm90")]
     config = CutileConfig(**{"tile_m": 64, "tile_n": 64, "lazy_max": True, **change})

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from multiattn.cutile import configs, rules
+from multiattn.cutile import configs, decode_configs, rules
 from multiattn.cutile.candidates import backward_candidates, forward_candidates
 from multiattn.cutile.configs import CutileConfig, OnePassConfig, TwoPassConfig
+from multiattn.cutile.decode_configs import SplitKeysConfig
 from multiattn.cutile.kernels.constants import SMALLEST_TILE
 from multiattn.cutile.ladder import STEPS
 from multiattn.cutile.table import AREAS, LISTS
@@ -113,6 +114,18 @@ _EVERYWHERE = Capability(
     score_gradients=True,
     packing=True,
 )
+_SPLIT_KEYS = Variant(
+    name=decode_configs.NAME,
+    summary="decode: query heads that share keys are rows of one tile, keys divided among blocks, parts merged after",
+    capability=Capability(
+        arches=("cpu", *GPU_ARCHS), masks=KINDS, sinks=True, scores=True, score_gradients=True, caches=True
+    ),
+    config_type=SplitKeysConfig,
+    rules=rules.SPLIT_KEYS,
+    workspace=decode_configs.workspace_bytes,
+    settle=decode_configs.settled,
+    fits=decode_configs.why_not,
+)
 _OPERATIONS: dict[str, Any] = {
     "prepare": later("multiattn.cutile.launch", "prepare"),
     "export": later("multiattn.cutile.compile", "export_plan"),
@@ -125,13 +138,16 @@ BACKEND = Backend(
     probe_compiler=_probe_compiler,
     versions=_versions,
     forward=Op(
-        variants=rung_variants(
-            STEPS,
-            CutileConfig,
-            capability_of=lambda step: _EVERYWHERE,
-            rules_of=rules.rules_of,
-            fits=configs.why_not_forward,
-            workspace=bytes_of_areas((), TILE_LISTS[:1]),
+        variants=(
+            _SPLIT_KEYS,
+            *rung_variants(
+                STEPS,
+                CutileConfig,
+                capability_of=lambda step: _EVERYWHERE,
+                rules_of=rules.rules_of,
+                fits=configs.why_not_forward,
+                workspace=bytes_of_areas((), TILE_LISTS[:1]),
+            ),
         ),
         candidates=forward_candidates,
         **_OPERATIONS,

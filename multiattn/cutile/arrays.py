@@ -22,7 +22,7 @@ _GIVEN = ("q", "k", "v")
 EXTENTS = ("batch", "heads", "seq")
 STRIDES = ("batch_stride", "head_stride", "row_stride")
 """Names of what a compiler may know multiples of, behind the array's."""
-VECTORS = ("lse", "dlse", "delta")
+VECTORS = ("lse", "dlse", "delta", "partial_lse")
 """Arrays ``[B, H, S]``; sinks are ``[H]``, captured tensors of any rank, and all others ``[B, H, S, D]``."""
 
 
@@ -69,6 +69,28 @@ def array_of(assumed: dict[str, str], emitted: Mapping[str, str], problem: Probl
         alignment=divisor("alignment", alignment, alignment),
         extents=tuple(divisor(name, it, ALIGNMENT) for name, it in zip(extents_of(tensor), known.shape, strict=False)),
         strides=tuple(divisor(name, it, in_elements) for name, it in zip(STRIDES, known.strides[:-1], strict=False)),
+        overlaps=abi.flag(assumed, emitted, f"{tensor}_overlaps", 0 in layout.strides),
+    )
+
+
+def any_size_of(
+    assumed: dict[str, str], emitted: Mapping[str, str], problem: Problem, tensor: str, layout: Layout
+) -> ArrayArgument:
+    """An array of which no extent is assumed anything, so that code is for any batch, length and number of heads."""
+    known = {name: abi.multiple(assumed, emitted, f"{tensor}_{name}", 1, 1) for name in extents_of(tensor)}
+    unit = 1 if len(layout.shape) == len(known) else ALIGNMENT // layout.dtype.itemsize  # rows of one number are any
+
+    def divisor(name: str, value: int, wanted: int) -> int:
+        return abi.multiple(assumed, emitted, f"{tensor}_{name}", wanted if value % wanted == 0 else 1, value)
+
+    alignment = problem.alignment if tensor in _GIVEN else SINKS_ALIGNMENT if tensor == "sinks" else ALIGNMENT
+    strides = zip(STRIDES, layout.strides[:-1], strict=False)
+    return ArrayArgument(
+        tensor=tensor,
+        layout=layout,
+        alignment=divisor("alignment", alignment, alignment),
+        extents=tuple(known.values()),
+        strides=tuple(divisor(name, it, unit) for name, it in strides),
         overlaps=abi.flag(assumed, emitted, f"{tensor}_overlaps", 0 in layout.strides),
     )
 

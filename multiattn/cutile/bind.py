@@ -9,7 +9,8 @@ from dataclasses import replace
 from multiattn.cutile.arrays import STRIDES, VECTORS, extents_of
 from multiattn.cutile.claims import read_claims
 from multiattn.cutile.configs import CutileConfig
-from multiattn.cutile.table import IMAGE, KernelLaunch, launches_of
+from multiattn.cutile.launches import IMAGE, KernelLaunch
+from multiattn.cutile.table import launches_of
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
 
@@ -19,7 +20,7 @@ _TYPES = {
     **{"int8": "i8", "uint8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "bool": "i1"},
 }
 """The types of problems' dtypes, and of those of captured tensors."""
-_FP32 = (*VECTORS, "dq_sum", "sinks")
+_FP32 = (*VECTORS, "dq_sum", "partial_out", "sinks")
 
 
 def bind(plan: Plan, image: abi.Image = IMAGE, emitted: Mapping[str, str] | None = None) -> abi.Binding:

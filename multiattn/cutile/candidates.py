@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from multiattn.cutile import decode_configs
 from multiattn.cutile.configs import TCGEN05, CutileConfig, OnePassConfig, TwoPassConfig
 from multiattn.cutile.ladder import STEPS
 from multiattn.plan.arch import GPUS, Arch
 from multiattn.plan.backend import Variant
+from multiattn.plan.config import Config
 from multiattn.plan.schedule import saving_widths
 from multiattn.problem import Problem
 
@@ -108,13 +110,15 @@ def _heads_together(problem: Problem, way: CutileConfig) -> dict[int, None]:
     return dict.fromkeys((*few, *several) if 8 * keys > L2_BYTES else several)
 
 
-def forward_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[CutileConfig]:
+def forward_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Config]:
     """Configs worth timing: tiles with the occupancies and warps that may suit them.
 
     On sm90 in every way to run them, elsewhere with variations of the first.
     """
     if not arch.is_gpu:
         return ()
+    if variant.name == decode_configs.NAME:
+        return decode_configs.candidates(variant, problem, arch)
     if arch.name == "sm90":
         configs = _lazy_candidates(problem)
     else:

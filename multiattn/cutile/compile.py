@@ -25,12 +25,13 @@ from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSign
 from multiattn.cutile.arrays import ArrayArgument
 from multiattn.cutile.bind import bind_proven, for_most_heads
 from multiattn.cutile.claims import tile_ir
-from multiattn.cutile.configs import PIPELINES
-from multiattn.cutile.kernels import backward, forward, packed
+from multiattn.cutile.configs import PIPELINES, CutileConfig
+from multiattn.cutile.kernels import backward, decode, forward, packed
 from multiattn.cutile.kernels.constants import KernelConstants
 from multiattn.cutile.kernels.tiles import IN_64_BITS
+from multiattn.cutile.launches import KernelLaunch, Scalar
 from multiattn.cutile.score import functions_of, text_of
-from multiattn.cutile.table import KernelLaunch, Scalar, launches_of
+from multiattn.cutile.table import launches_of
 from multiattn.plan import abi
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Exported, Plan
@@ -53,7 +54,10 @@ def get_kernel(launch: KernelLaunch) -> Any:
     return _kernel(launch.kernel, launch.constants, launch.is_64bit, launch.occupancy, launch.num_worker_warps)
 
 
-_MODULES: Mapping[str, Any] = {"forward": forward, "list_tiles": packed}
+_MODULES: Mapping[str, Any] = {
+    **{"forward": forward, "list_tiles": packed},
+    **dict.fromkeys(("split_keys", "merge_splits"), decode),
+}
 """Where the kernels are that are not the backward's."""
 
 
@@ -201,7 +205,8 @@ def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
     A backward is one without dlse. ValueError where the Binding of a forward kernel is not what its Tile IR and its
     cubin take.
     """
-    plan = for_most_heads(plan) if plan.direction == "forward" else plan
+    if isinstance(plan.config, CutileConfig):
+        plan = for_most_heads(plan)
     return tuple(_export(plan, launch, kinds) for launch in launches_of(plan))
 
 
@@ -212,6 +217,7 @@ def _export(plan: Plan, launch: KernelLaunch, kinds: Sequence[str]) -> Exported:
     seconds = time.perf_counter() - begin
     text = tile_ir(cubin)
     entry = abi.read_entry(cubin, signature.symbol)
+    binding = bind_proven(launch, text, entry) if plan.direction == "forward" else None
     texts = {"tileir": text.encode(), "tileirbc": bytecode}
     return Exported(
         kernel=signature.symbol,
@@ -220,7 +226,7 @@ def _export(plan: Plan, launch: KernelLaunch, kinds: Sequence[str]) -> Exported:
         threads=entry.threads,
         texts={kind: texts[kind] for kind in KINDS if kind in kinds},
         remarks=remarks,
-        binding=bind_proven(launch, text, entry) if plan.direction == "forward" else None,
+        binding=binding if isinstance(plan.config, CutileConfig) else None,  # the loader has no areas for parts
     )
 
 

@@ -138,6 +138,11 @@ def keeps_maxima(problem: Problem, config: CutileConfig) -> bool:
     return config.lazy_max and min(full) > 0
 
 
+def has_positive_strides(problem: Problem) -> bool:
+    """True if TMA can read q, k and v: it wants positive strides."""
+    return 0 not in (*problem.strides_q, *problem.strides_k, *problem.strides_v)
+
+
 # ---------------------------------------------------------------- block masks
 
 _Tiles = TypeVar("_Tiles", CutileConfig, OnePassConfig, TwoPassConfig)

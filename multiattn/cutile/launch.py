@@ -19,7 +19,8 @@ from multiattn.cutile import cpu
 from multiattn.cutile.bind import bind_proven
 from multiattn.cutile.claims import tile_ir
 from multiattn.cutile.compile import compile_limit, get_kernel, get_signature, make_cubin
-from multiattn.cutile.table import KernelLaunch, areas_of, launches_of
+from multiattn.cutile.launches import KernelLaunch
+from multiattn.cutile.table import areas_of, launches_of, own_areas_of
 from multiattn.layout import Layout
 from multiattn.plan import abi
 from multiattn.plan.backend import Launcher, Plan
@@ -82,7 +83,8 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
     loaded = [kernel for kernel in kernels if kernel is not None]
     if len(loaded) < len(launches):
         return through_cutile(plan, multiprocessors)
-    return DriverLauncher(loaded, device, fresh_areas(plan.problem, areas_of(plan), device))
+    more = {name: layout.size_bytes for name, layout in own_areas_of(plan).items()}
+    return DriverLauncher(loaded, device, fresh_areas(plan.problem, areas_of(plan), device, more))
 
 
 def _load(plan: Plan, launch: KernelLaunch, device: int) -> LoadedKernel | None:
@@ -104,7 +106,8 @@ def _load(plan: Plan, launch: KernelLaunch, device: int) -> LoadedKernel | None:
     code = _known[key]
     if code.host not in (None, platform.machine()):
         return None
-    return LoadedKernel(function=code.function, binding=bind_proven(launch, code.tile_ir, code.entry))
+    binding = bind_proven(launch, code.tile_ir, code.entry)
+    return LoadedKernel(function=code.function, binding=binding, overlaps=launch.overlaps)
 
 
 # ---------------------------------------------------------------- by cuTile, or on the CPU
@@ -121,7 +124,11 @@ def _with_tensors(plan: Plan, run: _Run, multiprocessors: int | None = None) -> 
         for has_dlse in {False, plan.direction == "backward"}
     }
 
+    more = own_areas_of(plan)
+
     def run_all(tensors: dict[str, torch.Tensor]) -> None:
+        device = tensors["q"].device
+        tensors |= {name: torch.empty(it.shape, dtype=it.dtype, device=device) for name, it in more.items()}
         for launch in launches["dlse" in tensors]:
             run(launch, launch.arguments(lambda array: _laid_out(tensors[array.tensor], array.layout)))
 

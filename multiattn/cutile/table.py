@@ -1,21 +1,15 @@
-"""The launches of every cuTile kernel, each described once. Pure Python: no cuTile.
-
-A `KernelLaunch` has a kernel's arrays and numbers by the names of its parameters, in their order, what its code assumes
-of them, and the constants that it is compiled for. The kernel, its signature and cuTile's own launch (`compile`), the
-driver's arguments and an emitted kernel's Binding (`bind`) and the CPU's call (`launch`) derive from it.
-"""
+"""The launches of every cuTile kernel, each described once (`launches`). Pure Python: no cuTile."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
-from multiattn.cutile import configs
+from multiattn.cutile import configs, decode_configs, decode_table
 from multiattn.cutile.arrays import ArrayArgument, array_of, captured_of, gradients_of, lists_of
-from multiattn.cutile.configs import CutileConfig, Grid, OnePassConfig, Together, TwoPassConfig
+from multiattn.cutile.configs import CutileConfig, OnePassConfig, Together, TwoPassConfig
+from multiattn.cutile.decode_configs import SplitKeysConfig
 from multiattn.cutile.kernels.constants import (
     BackwardConstants,
     BlockTiles,
@@ -27,19 +21,27 @@ from multiattn.cutile.kernels.constants import (
     RowDeltaConstants,
 )
 from multiattn.cutile.ladder import STEPS
-from multiattn.operands import CAPTURED
+from multiattn.cutile.launches import (
+    FORWARD,
+    KernelLaunch,
+    Scalar,
+    aux_of,
+    lowered_of,
+    needs_64bit,
+    reach_of,
+)
+from multiattn.layout import Layout
 from multiattn.packed import TILE_LISTS
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
 from multiattn.plan.schedule import key_tiles, most_multiprocessors, one_width, query_tiles
 from multiattn.problem import Problem
-from multiattn.score import LoweredScore, lower
 from multiattn.validate import LOG2_E
 
 AREAS: Mapping[str, tuple[str, ...]] = {
     "atomic": ("delta", "dq_sum"),
     "two_pass": ("delta",),
-    **dict.fromkeys(STEPS, ()),
+    **dict.fromkeys((*STEPS, decode_configs.NAME), ()),
 }
 """Arrays that are workspace, by variant."""
 LISTS: Mapping[str, tuple[str, ...]] = {
@@ -49,80 +51,19 @@ LISTS: Mapping[str, tuple[str, ...]] = {
 }
 """Those that a packed batch adds."""
 
-IMAGE = abi.Image(threads=1)
-"""How every kernel is started. A block is one thread to the caller: the cubin holds host code (x86-64, run by the
-driver) that knows how many threads it has and makes the tensor maps of TMA from the arguments. Its shared memory is
-static, whatever the size, and needs no permission."""
-
-_FORWARD = ("q", "k", "v", "out", "lse")
 DIAGONAL = "seq_kv_less_seq_q"
 """Name of the difference of lengths, which a kernel that begins at the diagonal takes for a multiple of tile_m."""
-
-
-Scalar = float | tuple[int, ...] | tuple[float, ...]
-"""A number, fp32, or a tuple of numbers, which are an argument each."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelLaunch:
-    """One launch."""
-
-    kernel: str
-    """Its function's name, from which its symbol is made."""
-    is_64bit: bool
-    """Shapes, strides and offsets take 64 bits."""
-    occupancy: int | None = None
-    num_worker_warps: int | None = None
-    grid: Grid
-    arrays: Mapping[str, ArrayArgument]
-    """By parameter."""
-    optional: Mapping[str, tuple[ArrayArgument, ...]] = field(default_factory=dict)
-    """Those that a launch may not have, by parameter."""
-    scalars: Mapping[str, Scalar] = field(default_factory=dict)
-    """By parameter."""
-    constants: KernelConstants
-    assumed: Mapping[str, str]
-    """By name, all that the code is specialised on beside variant and config (`abi.Binding.constants`)."""
-
-    @property
-    def given(self) -> tuple[ArrayArgument, ...]:
-        """All arrays that there are, in the order of the parameters."""
-        return (*self.arrays.values(), *itertools.chain.from_iterable(self.optional.values()))
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        """The names of the operands and areas of workspace, by parameter."""
-        return tuple(array.tensor for array in self.given)
-
-    def arguments(self, get: Callable[[ArrayArgument], Any]) -> tuple[Any, ...]:
-        """The arguments of the Python function, given a tensor for each array."""
-        return (
-            *map(get, self.arrays.values()),
-            *(tuple(map(get, it)) for it in self.optional.values()),
-            *self.scalars.values(),
-        )
-
-    @property
-    def binding(self) -> abi.Binding:
-        """The driver's arguments, by cuTile's convention ``cutile_python_v2``.
-
-        An array is its address, its extents and its strides, all of them integers of one width, constant ones included.
-        """
-        kind: abi.Kind = "i64" if self.is_64bit else "i32"
-        arguments: list[abi.Argument] = []
-        for array in self.given:
-            arguments.append(abi.Pointer(tensor=array.tensor))
-            numbers = (*array.layout.shape, *array.layout.strides)
-            arguments += [abi.Number(kind=kind, value=number) for number in numbers]
-        for value in self.scalars.values():
-            for number in value if isinstance(value, tuple) else (value,):
-                arguments.append(abi.Number(kind="i32" if isinstance(number, int) else "f32", value=number))
-        return abi.Binding(arguments=tuple(arguments), grid=self.grid, image=IMAGE, constants=self.assumed)
 
 
 def areas_of(plan: Plan) -> tuple[str, ...]:
     """Arrays that are workspace of a plan's launch."""
     return (*AREAS[plan.variant], *(LISTS[plan.variant] if plan.problem.packing is not None else ()))
+
+
+def own_areas_of(plan: Plan) -> Mapping[str, Layout]:
+    """Those whose sizes a config decides, with their layouts."""
+    config = plan.config
+    return decode_configs.areas_of(plan.problem, config.splits) if isinstance(config, SplitKeysConfig) else {}
 
 
 def launches_of(
@@ -136,20 +77,11 @@ def launches_of(
         multiprocessors: of the device; None for the largest product of the arch.
         emitted: of a forward, what code that is there assumes; None for code that is made for the plan.
     """
+    if plan.variant == decode_configs.NAME:
+        return decode_table.launches_of(plan, emitted or {})
     if plan.direction == "forward":
         return _forward(plan, multiprocessors or most_multiprocessors(plan.arch), emitted or {})
     return _one_pass(plan, has_dlse) if "dq_sum" in AREAS[plan.variant] else _two_passes(plan, has_dlse)
-
-
-def needs_64bit(problem: Problem, *, backward: bool = False) -> bool:
-    """True if an element of some tensor, or a step along a dimension, is 2^31 or more elements away from its first.
-
-    The stride of a dimension of one element counts, too: it is an argument like any other.
-    """
-    known = problem.layouts
-    tensors = [it for name, it in known.items() if backward or name in _FORWARD or name.startswith(CAPTURED)]
-    lasts = [sum((size - 1) * step for size, step in zip(it.shape, it.strides, strict=True)) for it in tensors]
-    return max(*lasts, *(step for it in tensors for step in it.strides)) > abi.INT32_MAX
 
 
 def _tile_lists(plan: Plan, *, query_tile: int = 0, key_tile: int = 0) -> tuple[KernelLaunch, ...]:
@@ -189,38 +121,6 @@ def _lists(
     return (captured_of(assumed, emitted, problem.layouts[tiles], tiles),)
 
 
-def _lowered(plan: Plan) -> LoweredScore | None:
-    """The program of a plan's scores and its mask."""
-    score = plan.problem.score
-    if score is None:
-        return None
-    apart = score.scores is not None and plan.direction == "backward"
-    return lower(score.program, approximate=plan.arch.is_gpu, apart=apart)
-
-
-def _aux(
-    plan: Plan, assumed: dict[str, str], emitted: Mapping[str, str]
-) -> tuple[tuple[ArrayArgument, ...], tuple[float, ...]]:
-    """The arrays and the numbers that the program reads; enters what is assumed of them."""
-    lowered, score = _lowered(plan), plan.problem.score
-    if lowered is None or score is None:
-        return (), ()
-    abi.exactly(assumed, score=score.program.digest)
-    given = score.arguments(lowered, plan.problem.scale).values()
-    captured = tuple(captured_of(assumed, emitted, plan.problem.layouts[it], it) for it in given if isinstance(it, str))
-    return captured, tuple(it for it in given if isinstance(it, float))
-
-
-def has_positive_strides(problem: Problem) -> bool:
-    """True if TMA can read q, k and v: it wants positive strides."""
-    return 0 not in (*problem.strides_q, *problem.strides_k, *problem.strides_v)
-
-
-def _reach(problem: Problem) -> tuple[int, ...]:
-    """The numbers of a two-sided mask; other kernels have none."""
-    return problem.reach if problem.is_two_sided else ()
-
-
 # ---------------------------------------------------------------- forward
 
 
@@ -240,7 +140,7 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> tu
     abi.exactly(assumed, scale_sign=problem.scale_sign)
     if problem.has_sinks:
         abi.exactly(assumed, sinks="one a head")
-    captured, derived = _aux(plan, assumed, emitted)
+    captured, derived = aux_of(plan, assumed, emitted)
     masked = abi.flag(assumed, emitted, "masked", problem.is_banded or _has_ragged_keys(problem, config.tile_n))
     aligned_to = config.tile_m if configs.begins_at_diagonal(problem, config) else 1
     diagonal = abi.multiple(assumed, emitted, DIAGONAL, aligned_to, problem.seq_kv - problem.seq_q)
@@ -249,7 +149,7 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> tu
         lazy_max = abi.settle(assumed, emitted, "lazy_max", str(lazy_max), lambda there: True) == "True"
     together = _together(assumed, emitted, problem, configs.together_of(problem, config))
     grouped = abi.flag(assumed, emitted, "grouped", problem.heads_q != problem.heads_kv)
-    tma = not abi.flag(assumed, emitted, "no_tma", not has_positive_strides(problem))
+    tma = not abi.flag(assumed, emitted, "no_tma", not configs.has_positive_strides(problem))
     linear = abi.flag(assumed, emitted, "linear_grid", configs.is_linear(problem, config, together))
     grid = configs.grid_of(problem, config, together, multiprocessors, linear=linear)
     if grid is None:
@@ -261,7 +161,7 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> tu
         occupancy=config.occupancy,
         num_worker_warps=config.num_worker_warps,
         grid=grid,
-        arrays={name: array_of(assumed, emitted, problem, name) for name in _FORWARD},
+        arrays={name: array_of(assumed, emitted, problem, name) for name in FORWARD},
         optional={
             "sinks": (array_of(assumed, emitted, problem, "sinks"),) if problem.has_sinks else (),
             "captured": captured,
@@ -269,7 +169,7 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> tu
         },
         scalars={
             "scale": problem.scale_log2 if step.exp2 else problem.scale_log2 / LOG2_E,
-            "reach": _reach(problem),
+            "reach": reach_of(problem),
             "derived": derived,
         },
         constants=ForwardConstants(
@@ -291,7 +191,7 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> tu
             headroom=configs.HEADROOM[problem.dtype],
             diagonal_first=diagonal > 1,
             static_grid=config.scheduler == "static",
-            score=_lowered(plan),
+            score=lowered_of(plan),
             blocks=_tiles_of_blocks(problem, KEYS_OF_QUERIES, config.tile_m, config.tile_n),
             packed=problem.packing is not None,
         ),
@@ -413,9 +313,9 @@ def _products(plan: Plan, names: Sequence[str], tile_m: int, tile_n: int) -> dic
         "banded": problem.is_banded,
         "two_sided": problem.is_two_sided,
         "ragged": _has_ragged_keys(problem, tile_n) if names == KEYS_OF_QUERIES else own_keys,
-        "tma": has_positive_strides(problem),
+        "tma": configs.has_positive_strides(problem),
         "tma_columns": problem.packing is None and problem.seq_q % 4 == 0,
-        "score": _lowered(plan),
+        "score": lowered_of(plan),
         "blocks": _tiles_of_blocks(problem, names, tile_m, tile_n),
         "packed": problem.packing is not None,
     }
@@ -438,18 +338,18 @@ def _backward(
     if grid is None:
         raise ValueError(f"no grid of {tiles} blocks")
     assumed = {"dtype": problem.dtype}
-    captured, derived = _aux(plan, assumed, {}) if "captured" in names else ((), ())
+    captured, derived = aux_of(plan, assumed, {}) if "captured" in names else ((), ())
     optional = {"captured": captured} if "captured" in names else {}
     if "listed" in names:
         of_keys = "dcaptured" in names
         own = (QUERIES_OF_KEYS, "key_list") if of_keys else (KEYS_OF_QUERIES, "query_list")
         optional["listed"] = _lists(assumed, {}, problem, *own)
         if of_keys:
-            optional["dcaptured"] = gradients_of(assumed, {}, problem, _lowered(plan))
+            optional["dcaptured"] = gradients_of(assumed, {}, problem, lowered_of(plan))
     scalars: dict[str, Scalar] = {
         "score_factor": problem.score_factor,
         "grad_factor": problem.grad_factor,
-        "reach": _reach(problem),
+        "reach": reach_of(problem),
         "derived": derived,
     }
     operands = {name: name for name in names if name in problem.layouts}

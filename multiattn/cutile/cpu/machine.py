@@ -30,16 +30,21 @@ class Interpreter(DispatchMode):  # type: ignore[misc] # cuda.tile is untyped
             **RULES,
             "bid": lambda axis: run.block[axis],
             "num_blocks": lambda axis: run.grid[axis],
+            **dict.fromkeys(("grid_dependency_control_wait", "grid_dependency_control_launch_dependents"), _nothing),
         }
 
     def call_tile_function_from_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a rule or a body: the method that cuda.tile asks of a dispatch mode."""
         if not is_stub(func):
             return func.__wrapped__(*args, **kwargs)
-        rule = self.rules.get(func.__name__)
+        rule = self.rules.get(func.__name__ if func.__name__ != "__init__" else func.__qualname__.partition(".")[0])
         if rule is None:
             raise NotImplementedError(f"ct.{func.__qualname__} has no rule in the interpreter")
         return rule(*args, **kwargs)
+
+
+def _nothing() -> None:
+    """One kernel runs after another here."""
 
 
 def launch(grid: Sequence[int], kernel: Any, args: Sequence[Any], *, seed: int = 0) -> None:

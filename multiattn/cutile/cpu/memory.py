@@ -237,6 +237,28 @@ def _gather(
     return Tile(data, array.dtype)
 
 
+def _slice(made: Any, start: Any, length: int) -> None:
+    """A start and a length, of a part of an array's axis."""
+    made.start, made.length = start, length
+
+
+def _load_advanced_indexing(
+    array: Array,
+    indices: Any,
+    *,
+    padding_mode: Any = ct.PaddingMode.UNDETERMINED,
+    latency: int | None = None,
+    allow_tma: bool | None = None,
+) -> Tile:
+    """Whole slices of an array: one index is a tile of places, every other a start and a length, ``ct.Slice``."""
+    places = [isinstance(it, Tile) for it in indices]
+    require(len(indices) == array.ndim and places.count(True) == 1, f"one index of {len(indices)} must be a tile")
+    require(padding_mode == ct.PaddingMode.ZERO, f"{padding_mode} has no rule here")
+    each = [it.data if isinstance(it, Tile) else torch.arange(*tile_shape(it.length)) + int(it.start) for it in indices]
+    shape = [[-1 if other == axis else 1 for other in range(array.ndim)] for axis in range(array.ndim)]
+    return _gather(array, tuple(Tile(it.int().reshape(to)) for it, to in zip(each, shape, strict=True)))
+
+
 def _scatter(
     array: Array, indices: Any, value: Any, *, mask: Any = None, check_bounds: bool = True, latency: Any = None
 ) -> None:
@@ -274,6 +296,8 @@ RULES: dict[str, Callable[..., Any]] = {
     "load": _load,
     "store": _store,
     "gather": _gather,
+    "Slice": _slice,
+    "load_advanced_indexing": _load_advanced_indexing,
     "scatter": _scatter,
     "atomic_add": _atomic_add,
 }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 SMALLEST_TILE = 16
 """Rows: the smallest m, n and k that every arch's tensor cores take."""
+LN_2 = math.log(2.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,4 +148,65 @@ class ListTilesConstants:
     """Sequences that it compares them with at a time."""
 
 
-KernelConstants = ForwardConstants | BackwardConstants | RowConstants | ListTilesConstants
+@dataclass(frozen=True, kw_only=True)
+class SplitKeysConstants:
+    """Constants of the forward that divides keys among blocks. No length, no number of heads or splits is one."""
+
+    tile_m: int
+    tile_n: int
+    head_dim: int
+    tile_d: int
+    """head_dim rounded up to a power of two, as in `ForwardConstants`."""
+    banded: bool
+    two_sided: bool
+    has_sinks: bool
+    sign: int
+    """The scale's sign: 1, -1 or 0."""
+    latency: int | None
+    tma: bool
+    divided: bool
+    """Keys are divided: results are parts, which another kernel merges."""
+    one_tile: bool
+    """Rows of a sequence are one tile."""
+    cached: bool
+    """Lengths of keys are on the device; memory behind them holds anything."""
+    paged: bool
+    page_rows: int
+    """Rows that a block of keys takes of a page; 0 for any pages, whose rows are found one by one."""
+    page_is_tile: bool
+    """A page is one block of keys."""
+    packed_queries: bool
+    overlapped: bool
+    """The kernel that merges parts may begin once all blocks have, to wait for their end (`driver.launch_config`)."""
+    score: Any = None
+    """As the forward's."""
+    tail_d = 0
+    blocks = None
+    packed = False
+    ragged_queries = False
+    exp2 = True
+    flush_to_zero = True
+    scale_after_max = True
+    ln_base = LN_2
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeSplitsConstants:
+    """Constants of the kernel that merges parts."""
+
+    together: int
+    """Parts of a row that are loaded at a time."""
+    columns: int
+    """Columns of a row that a block has."""
+    parts: int
+    """Blocks of a row."""
+    has_sinks: bool
+    packed_queries: bool
+    overlapping: bool
+    """As `SplitKeysConstants.overlapped`."""
+    ln_base = LN_2
+
+
+KernelConstants = (
+    ForwardConstants | BackwardConstants | RowConstants | ListTilesConstants | SplitKeysConstants | MergeSplitsConstants
+)

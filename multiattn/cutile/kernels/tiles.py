@@ -48,6 +48,8 @@ class Place:
     """True where the block of keys at hand is full, although it is masked as partial ones are."""
     sequence: Any = None
     """The `packed.Sequence` of a packed batch: `batch` is then 0, and all else is within the sequence."""
+    query: Any = None
+    """The query of each row ``[tile_m, 1]``, where a tile's rows are of several heads: `head` is such a tile, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,7 +325,10 @@ def masked_block(const: Any, place: Any, blocks: Any, number: Any) -> Any:
 @ct.function
 def positions(const: Any, place: Any, block: Any) -> Any:
     """Those of the queries ``[tile_m, 1]``, and of a block's keys ``[1, tile_n]``."""
-    row = place.tile * const.tile_m + ct.arange(const.tile_m, dtype=ct.int32)[:, None]
+    if place.query is None:
+        row = place.tile * const.tile_m + ct.arange(const.tile_m, dtype=ct.int32)[:, None]
+    else:
+        row = place.query
     col = block * const.tile_n + ct.arange(const.tile_n, dtype=ct.int32)[None, :]
     return row, col
 

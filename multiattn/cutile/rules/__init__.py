@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from multiattn.cutile.configs import CutileConfig, OnePassConfig, TwoPassConfig
 from multiattn.cutile.ladder import STEPS
 from multiattn.cutile.rules import ampere, blackwell, hopper
+from multiattn.cutile.rules.decode import SPLIT_KEYS as SPLIT_KEYS
 from multiattn.plan.config import Rule
 from multiattn.plan.ladder import rung_rules
 

@@ -1,0 +1,285 @@
+"""cuTile's kernels that divide keys among blocks: caches of every kind, interpreted, and what is compiled for them."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import multiattn
+from multiattn import Problem
+from multiattn.cutile.decode_configs import MERGE_FEW, SplitKeysConfig, page_rows_of
+from multiattn.cutile.table import launches_of, own_areas_of
+from multiattn.paged import CacheSpec
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import find_variant, get, make_plan, plan_variant
+
+pytest.importorskip("cuda.tile")
+
+from multiattn.cutile.compile import get_kernel, get_signature
+from multiattn.plan.cubin import read_entry
+from multiattn.plan.toolchain import disassemble, find_cuobjdump
+
+BACKEND = get("cutile")
+LENGTHS = [0, 1, 37, 100]
+"""No key, one, a few, and as many as fill several blocks."""
+ROOM = 112
+"""Keys for which each sequence has room."""
+NOT_READ = 2**30
+"""Stands in entries of the table that say nothing: no cache has such a page."""
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+
+
+def draw(
+    page, *, lengths=LENGTHS, seq_q=1, heads_q=4, heads_kv=2, head_dim=64, is_nhd=False, queries=None, dtype="bfloat16"
+):
+    """Tensors of a call: K and V are views of one tensor, NaN where no key is, pages in any order."""
+    generator = torch.Generator().manual_seed(0)
+    kind = getattr(torch, dtype)
+    pages = -(-ROOM // (page or ROOM))
+    entries = len(lengths) * pages + (3 if page else 0)
+    rows = page or ROOM
+    shape = (entries, 2, rows, heads_kv, head_dim) if is_nhd else (entries, 2, heads_kv, rows, head_dim)
+    both = torch.full(shape, math.nan, dtype=kind)
+    k, v = (both[:, which].transpose(1, 2) if is_nhd else both[:, which] for which in (0, 1))
+    order = torch.randperm(entries, generator=generator).tolist() if page else list(range(entries))
+    table = torch.full((len(lengths), pages + 2), NOT_READ, dtype=torch.int32)
+    taken = iter(order)
+    for sequence, length in enumerate(lengths):
+        for place in range(-(-length // rows) if page else 1):
+            entry, count = next(taken), min(rows, length - place * rows)
+            table[sequence, place] = entry
+            for cache in (k, v):
+                cache[entry, :, :count] = torch.randn(heads_kv, count, head_dim, generator=generator).to(kind)
+    q_shape = (len(lengths), heads_q, seq_q) if queries is None else (sum(queries) + 3, heads_q)
+    q = torch.randn(*q_shape, head_dim, generator=generator).to(kind)
+    named = {"seqlens_kv": torch.tensor(lengths, dtype=torch.int32)}
+    named |= {"page_table": table[:, :pages]} if page else {}  # rows are not one after another
+    if queries is not None:
+        starts = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
+        named |= {"cu_seqlens_q": starts, "max_seqlen_q": max(queries)}
+    return q, k, v, named
+
+
+def check(page, *, num_splits=None, queries=None, options=None, **sizes):
+    """Out and lse are the reference's, within the rounding of weights and results."""
+    q, k, v, named = draw(page, queries=queries, **sizes)
+    named |= {**(options or {}), "return_lse": True}
+    out, lse = multiattn.fmha_kvcache(q, k, v, backend="cutile", num_splits=num_splits, **named)
+    truth, truth_lse = multiattn.fmha_kvcache(q.float(), k.float(), v.float(), backend="reference", **named)
+    if queries is not None:  # rows behind the last sequence are left as they are
+        out, lse, truth, truth_lse = out[:-3], lse[:, :-3], truth[:-3], truth_lse[:, :-3]
+    rounding = torch.finfo(q.dtype).eps * v[v.isfinite()].abs().max().item()
+    torch.testing.assert_close(out.float(), truth, atol=2 * rounding, rtol=0)
+    torch.testing.assert_close(lse, truth_lse, atol=2e-5, rtol=1e-5)
+
+
+PAGES = [
+    pytest.param(None, id="dense"),
+    pytest.param(1, id="rows-of-their-own"),
+    pytest.param(5, id="pages-that-end-in-the-middle-of-a-block"),
+    pytest.param(16, id="several-pages-a-block"),
+    pytest.param(32, id="a-page-is-a-block"),
+    pytest.param(64, id="several-blocks-a-page"),
+]
+each_page = pytest.mark.parametrize("page", PAGES)
+
+
+# ---------------------------------------------------------------- interpreted
+
+
+@each_page
+@pytest.mark.parametrize("num_splits", [None, 1, 3, 8], ids=lambda it: f"splits-{it}")
+def test_one_query_a_sequence(page, num_splits):
+    """8 splits are more than there are blocks of keys: some have nothing, and leave a part that nobody reads."""
+    check(page, num_splits=num_splits)
+
+
+@each_page
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_several_causal_queries_and_heads_inside_of_pages(page, num_splits):
+    """Five queries of three heads are 15 rows; of the shorter sequences some queries see no key."""
+    check(page, num_splits=num_splits, seq_q=5, heads_q=6, is_nhd=True, options={"causal": True})
+
+
+@pytest.mark.parametrize("page", [None, 16, 5])
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"causal": True, "window": (20, 0)}, id="window"),
+        pytest.param({"window": (30, 3)}, id="two-sided"),
+        pytest.param({"causal": True, "softcap": 2.0}, id="softcap"),
+        pytest.param({"sinks": SINKS}, id="sinks"),
+        pytest.param({"causal": True, "window": (9, 0), "softcap": 3.0, "sinks": SINKS, "scale": -0.3}, id="all"),
+        pytest.param({"scale": 0.0}, id="scale-0"),
+    ],
+)
+def test_masks_scores_and_sinks(page, num_splits, options):
+    check(page, num_splits=num_splits, seq_q=2, options=options)
+
+
+@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "sinks": SINKS}], ids=["full", "causal-sinks"])
+def test_packed_queries_with_a_sequence_that_has_none(page, num_splits, options):
+    """A chunk of a prompt beside single tokens, in more rows than a tile has."""
+    check(page, num_splits=num_splits, queries=[3, 0, 37, 1], options=options)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_rows_behind_the_last_sequence_are_left_as_they_are(num_splits):
+    q, k, v, named = draw(16, queries=[3, 0, 5, 1])
+    out = torch.full_like(q, 7.0)
+    multiattn.fmha_kvcache(q, k, v, backend="cutile", num_splits=num_splits, out=out, **named)
+    assert (out[-3:] == 7.0).all()
+    assert (out[:-3] != 7.0).any()
+
+
+@pytest.mark.parametrize("num_splits", [None, 3])
+def test_without_any_sequence_there_is_nothing_to_launch(num_splits):
+    q, k = torch.randn(3, 4, 64).bfloat16(), torch.randn(5, 2, 16, 64).bfloat16()
+    named = {"seqlens_kv": torch.zeros(0, dtype=torch.int32), "page_table": torch.zeros(0, 4, dtype=torch.int32)}
+    named |= {"cu_seqlens_q": torch.zeros(1, dtype=torch.int32), "max_seqlen_q": 3, "num_splits": num_splits}
+    out = multiattn.fmha_kvcache(q, k, k, backend="cutile", out=torch.full_like(q, 7.0), **named)
+    assert (out == 7.0).all()
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "dtype"), [(40, (2, 1), "float16"), (128, (3, 3), "bfloat16"), (256, (16, 1), "bfloat16")]
+)
+@pytest.mark.parametrize("page", [None, 16, 5])
+def test_head_dims_and_groups(page, num_splits, head_dim, heads, dtype):
+    sizes = {"lengths": [33, 70], "head_dim": head_dim, "heads_q": heads[0], "heads_kv": heads[1], "dtype": dtype}
+    check(page, num_splits=num_splits, **sizes)
+
+
+def test_more_parts_than_are_merged_at_a_time():
+    check(None, num_splits=MERGE_FEW + 60, lengths=[100, 3], options={"sinks": SINKS})
+
+
+def test_chunks_of_a_prompt_are_several_tiles_of_rows():
+    check(16, num_splits=2, lengths=[100, 40], seq_q=40, options={"causal": True})
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 2.0}, {"window": (50, 0)}], ids=str)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_few_queries_without_a_cache(splits, options):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 4, 3, 64), *[(2, 2, 90, 64)] * 2)
+    q, k, v = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    named = {**options, "alibi_slopes": torch.rand(2, 4, generator=generator), "sinks": SINKS, "return_lse": True}
+    ours = multiattn.fmha(q, k, v, backend="cutile", variant="split_keys", **named)
+    truth = multiattn.fmha(q, k, v, backend="reference", **named)
+    for got, wanted in zip(ours, truth, strict=True):
+        torch.testing.assert_close(got.float(), wanted.float(), atol=1e-2, rtol=1e-2)
+    problem = Problem.of(q, k, v, **({} if "softcap" in options else options))
+    config = SplitKeysConfig(tile_m=16, tile_n=16, splits=splits)
+    plan = make_plan(BACKEND, problem, ARCHS["cpu"], variant="split_keys", config=config)
+    out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:3], math.nan)
+    multiattn.launch(plan, q, k, v, out, lse)
+    wanted, wanted_lse = multiattn.reference(q, k, v, **({} if "softcap" in options else options))
+    torch.testing.assert_close(out.float(), wanted.float(), atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(lse, wanted_lse.float(), atol=2e-5, rtol=1e-5)
+
+
+# ---------------------------------------------------------------- planned
+
+
+def problem_of(*, page=None, batch=8, seq_q=1, seq_kv=8192, splits=None, **sizes):
+    """A cache of whole pages that is not full."""
+    room = 0 if page is None else seq_kv // page
+    cache = CacheSpec(batch, batch if page is None else 3 * room, page, room, room, splits=splits)
+    given = {"heads_q": 32, "heads_kv": 8, "head_dim": 128, **sizes}
+    return Problem.contiguous(batch=batch, seq_q=seq_q, seq_kv=seq_kv, cache=cache, **given)
+
+
+def plan_of(problem, arch="sm90", **options):
+    return make_plan(BACKEND, problem, ARCHS[arch], probe=False, **options)
+
+
+def test_few_queries_go_there_and_others_do_not():
+    few = Problem.contiguous(batch=4, heads_q=32, heads_kv=8, seq_q=1, seq_kv=4096, head_dim=128)
+    ours = (few, problem_of(), problem_of(seq_q=512))
+    assert {plan_of(problem).variant for problem in ours} == {"split_keys"}
+    assert plan_of(replace(few, seq_q=64)).variant == "full"
+    assert plan_of(replace(few, seq_kv=64)).variant == "full"
+
+
+def test_blocks_fill_the_chip_unless_the_caller_says_how_many():
+    few, many = plan_of(problem_of(batch=1)), plan_of(problem_of(batch=512))
+    assert few.config.splits * 8 >= 0.9 * 2 * 132
+    assert many.config.splits == 1
+    assert plan_of(problem_of(splits=5)).config.splits == 5
+    (only,) = launches_of(many)
+    assert (only.tensors[3], own_areas_of(many), many.workspace_bytes) == ("out", {}, 0)
+    first, second = launches_of(few)
+    assert first.tensors[3:5] == second.tensors[2:4] == ("partial_out", "partial_lse")
+    assert few.workspace_bytes == few.config.splits * 32 * (128 + 1) * 4
+    assert second.overlaps
+    assert not launches_of(plan_of(problem_of(batch=1), "sm80"))[1].overlaps
+
+
+@pytest.mark.parametrize(
+    ("page", "arch", "rows"),
+    [(None, "sm90", 64), (128, "sm90", 64), (64, "sm80", 64), (16, "sm90", 16), (16, "sm80", 0), (1, "sm90", 0),
+     (2, "sm90", 0), (48, "sm90", 0), (5, "sm100", 0)],
+)  # fmt: skip
+def test_pages_are_loaded_whole_where_that_pays(page, arch, rows):
+    assert page_rows_of(problem_of(page=page, seq_kv=960 * 4), ARCHS[arch], 64) == rows
+
+
+@pytest.mark.parametrize(
+    ("change", "got", "allowed"),
+    [
+        ({"tile_m": 256}, "tile_m=256", "powers of two from 16 to 128"),
+        ({"tile_n": 8}, "tile_n=8", "powers of two from 16 to 256"),
+        ({"latency": 0}, "latency=0", "1 to 10"),
+        ({"splits": 300}, "splits=300", "0 to 256"),
+    ],
+)
+def test_configs_that_cannot_be(change, got, allowed):
+    config = SplitKeysConfig(**{"tile_m": 16, "tile_n": 64, **change})
+    reasons = plan_variant(BACKEND, find_variant(BACKEND, "split_keys"), problem_of(), ARCHS["sm90"], config)
+    assert [(reason.code, reason.got, reason.allowed) for reason in reasons] == [("config", got, allowed)]
+
+
+def code_of(problem):
+    launches = launches_of(plan_of(problem))
+    return tuple((get_kernel(it), id(get_signature(it)), it.occupancy) for it in launches)
+
+
+def test_no_length_number_of_pages_heads_or_splits_compiles_anything():
+    found = set()
+    for batch, seq_kv, heads, splits in [(1, 64, 8, 2), (3, 960, 4, 5), (16, 8192, 1, 16), (7, 131072, 2, 9)]:
+        sizes = {"batch": batch, "seq_kv": seq_kv, "heads_kv": heads, "heads_q": 4 * heads, "splits": splits}
+        found.add(code_of(problem_of(page=16, **sizes)))
+    assert len(found) == 1
+    assert code_of(problem_of(page=16, splits=100))[0] == found.pop()[0], "only the merge is another"
+
+
+# ---------------------------------------------------------------- compiled
+
+needs_compiler = pytest.mark.skipif(
+    bool(BACKEND.probe_compiler()), reason="; ".join(map(str, BACKEND.probe_compiler())) or "compiler found"
+)
+needs_cuobjdump = pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
+
+
+@needs_compiler
+@needs_cuobjdump
+@pytest.mark.parametrize(
+    ("page", "load"), [(None, "UTMALDG.4D"), (16, "UTMALDG.4D"), (64, "UTMALDG.4D"), (5, "LDGSTS.E.BYPASS.128")]
+)
+def test_hopper_loads_keys_asynchronously(page, load):
+    """By TMA, also of pages smaller than a block, else in vectors; and a warp's registers hold all."""
+    plan = plan_of(problem_of(page=page, splits=4, seq_kv=960))
+    first, second = BACKEND.forward.export(plan, ())
+    sass = disassemble(first.cubin)
+    assert load in sass
+    assert "PREEXIT" in sass
+    assert "ACQBULK" in disassemble(second.cubin)
+    assert first.binding is second.binding is None, "the loader of exported kernels launches one of them"
+    assert read_entry(first.cubin, first.kernel).smem_bytes * plan.config.occupancy <= 227 * 1024
